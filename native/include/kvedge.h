@@ -1,0 +1,234 @@
+// kvedge.h - the whole public C ABI of libkvedge.
+//
+// libkvedge owns the KV memory of a llama.cpp context. It attaches to an existing llama_context, stores keys
+// and values per layer and per KV head, attends over them, and after a prompt is complete it compresses the
+// prompt's KV pairs and returns the memory to the operating system.
+//
+//     kvedge_error   err = { 0 };
+//     kvedge_plan  * plan = NULL;
+//     kvedge_cache * kv   = NULL;
+//     kvedge_plan_create(&plan, &err);
+//     kvedge_plan_set(plan, "scorer",     "cumulative", &err);   // four stages make a method
+//     kvedge_plan_set(plan, "reducer",    "pivotal",    &err);
+//     kvedge_plan_set(plan, "text_prior", "true",       &err);
+//     kvedge_plan_set(plan, "budget",     "0.2",        &err);   // share of the prompt that is kept
+//     if (kvedge_attach(ctx, plan, NULL, &kv, &err) != KVEDGE_OK) { fprintf(stderr, "%s\n", err.message); }
+//     ... llama_decode(ctx, prompt) as always; the first generated token triggers the compression ...
+//     kvedge_detach(kv);
+//     kvedge_plan_free(plan);
+//
+// Conventions
+//   - Every function that can fail returns a kvedge_status and, when `err` is not NULL, fills a message that
+//     says what is wrong and what to do. No function aborts, throws, or writes to stdout or stderr.
+//   - Shapes are row-major, the last index contiguous. Symbols: L layers, H query heads, Hkv KV heads
+//     (query head h reads KV head h / (H / Hkv)), T tokens, d head size.
+//   - A "KV pair" is one token's key row and value row of one KV head of one layer. Budgets are counted in KV pairs
+//     per layer and KV head.
+//   - A handle is used by one thread at a time: the thread that calls llama_decode on the context.
+//   - There is no global mutable state; any number of caches can exist in one process.
+
+#ifndef KVEDGE_H
+#define KVEDGE_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(_WIN32)
+#    if defined(KVEDGE_BUILD)
+#        define KVEDGE_API __declspec(dllexport)
+#    else
+#        define KVEDGE_API __declspec(dllimport)
+#    endif
+#else
+#    define KVEDGE_API __attribute__((visibility("default")))
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define KVEDGE_ABI_VERSION 1
+
+struct llama_context;
+
+typedef struct kvedge_plan   kvedge_plan;    // what to keep: a composition of four stages, and a budget
+typedef struct kvedge_cache  kvedge_cache;   // the KV memory of one llama_context
+typedef struct kvedge_result kvedge_result;  // outcome of kvedge_compress_arrays
+
+typedef enum kvedge_status {
+    KVEDGE_OK            = 0,
+    KVEDGE_E_ARGUMENT    = 1,  // a pointer, shape, key or value that cannot be used
+    KVEDGE_E_UNKNOWN     = 2,  // no stage or setting of that name
+    KVEDGE_E_BUDGET      = 3,  // a budget that cannot be met (0, above 1 as a ratio, below the protected tokens)
+    KVEDGE_E_MEMORY      = 4,  // the operating system refused memory
+    KVEDGE_E_NOTHING     = 5,  // the model has no attention layer that kvedge can take over; it runs as it is
+    KVEDGE_E_STATE       = 6,  // the call does not fit the cache's state (context freed, prompt unfinished, ...)
+    KVEDGE_E_UNSUPPORTED = 7,  // the model or batch asks for something this version cannot do
+} kvedge_status;
+
+typedef struct kvedge_error {
+    kvedge_status status;
+    char          message[500];  // UTF-8, NUL-terminated, one line
+} kvedge_error;
+
+// Version of the library, for example "0.1.0". Static storage.
+KVEDGE_API const char * kvedge_version(void);
+
+// KVEDGE_ABI_VERSION of the library that was loaded; differs from the header's when the two do not fit.
+KVEDGE_API int32_t kvedge_abi_version(void);
+
+// Instruction set chosen at run time for the kernels: "avx512", "avx2", "neon" or "generic". Static storage.
+KVEDGE_API const char * kvedge_simd(void);
+
+// ---------------------------------------------------------------------------------------------------------
+// Stages: the members that this library can run.
+
+typedef enum kvedge_stage {
+    KVEDGE_STAGE_SCORER    = 0,  // how much does a KV pair matter?
+    KVEDGE_STAGE_ALLOCATOR = 1,  // how many does each layer and KV head keep?
+    KVEDGE_STAGE_REDUCER   = 2,  // what becomes of the others?
+    KVEDGE_STAGE_DECODE    = 3,  // what happens as tokens are generated?
+} kvedge_stage;
+
+// Number of members of a stage (0 for a stage that does not exist), and the name of member i (NULL past the end).
+KVEDGE_API int32_t      kvedge_stage_count(kvedge_stage stage);
+KVEDGE_API const char * kvedge_stage_name(kvedge_stage stage, int32_t i);
+
+// ---------------------------------------------------------------------------------------------------------
+// Plans
+
+// A new plan keeps everything: scorer "position", allocator "uniform", reducer "evict", decode "keep-all", budget 1.0.
+KVEDGE_API kvedge_status kvedge_plan_create(kvedge_plan ** out, kvedge_error * err);
+KVEDGE_API void          kvedge_plan_free(kvedge_plan * plan);  // NULL is allowed
+
+// Sets one field from text. Keys:
+//   scorer, allocator, reducer, decode   name of a stage member
+//   budget      "0.2": share of the prompt kept, in (0, 1];  "128": KV pairs per layer and KV head, an integer >= 1
+//               ("1.0" is the ratio, "1" is one pair)
+//   recent      last tokens of the prompt that are always kept, inside the budget: "16" pairs, or "0.1" of the prompt,
+//               or "auto": half of the budget with scorer cumulative (H2O and LOOK-M: a1 = a2), 0 with any other
+//   sinks       first tokens of the prompt that are always kept, inside the budget: an integer >= 0
+//   text_prior  "true": text tokens rank above all image tokens (LOOK-M eq. 5)
+//   text_overflow  "budget": the weakest text is dropped when text alone exceeds the budget (LOOK-M eq. 8), or
+//                  "keep_all": all text is kept, beyond the budget if need be (LOOK-M's released code)
+// Errors: KVEDGE_E_UNKNOWN (key or member), KVEDGE_E_ARGUMENT (value does not parse), KVEDGE_E_BUDGET (out of range).
+KVEDGE_API kvedge_status kvedge_plan_set(kvedge_plan * plan, const char * key, const char * value, kvedge_error * err);
+
+// Checks that the fields fit together (for example that the budget in pairs is not below recent + sinks in pairs).
+KVEDGE_API kvedge_status kvedge_plan_check(const kvedge_plan * plan, kvedge_error * err);
+
+// KV pairs per layer and KV head that the plan keeps of a prompt of n_tokens: floor(n_tokens * ratio + 1e-9), at least 1,
+// at most n_tokens; or the budget in pairs. 0 if n_tokens <= 0.
+KVEDGE_API int32_t kvedge_plan_budget(const kvedge_plan * plan, int32_t n_tokens);
+
+// ---------------------------------------------------------------------------------------------------------
+// The cache of a llama_context
+
+typedef enum kvedge_type {
+    KVEDGE_TYPE_F16  = 0,  // IEEE half precision, llama.cpp's default
+    KVEDGE_TYPE_BF16 = 1,
+    KVEDGE_TYPE_F32  = 2,
+} kvedge_type;
+
+typedef struct kvedge_options {
+    size_t      struct_size;    // sizeof(kvedge_options)
+    kvedge_type type;           // storage type of keys and values
+    int32_t     n_threads;      // threads of the compression; 0: the context's n_threads_batch
+    bool        auto_compress;  // compress by itself when the first token after a prompt is decoded
+} kvedge_options;
+
+// Defaults: f16, 0, true.
+KVEDGE_API kvedge_options kvedge_options_default(void);
+
+// Takes over the KV memory of `ctx`. The context must hold no tokens. From now on llama_decode stores and attends
+// through the cache for every full-attention layer; sliding-window, recurrent and MLA layers stay as they are.
+// plan: copied; NULL keeps everything. options: NULL for the defaults.
+// Errors: KVEDGE_E_NOTHING (no layer to take over; the context is unchanged and usable), KVEDGE_E_STATE (tokens present,
+// or another provider attached), KVEDGE_E_BUDGET, KVEDGE_E_MEMORY.
+KVEDGE_API kvedge_status kvedge_attach(
+    struct llama_context * ctx, const kvedge_plan * plan, const kvedge_options * options, kvedge_cache ** out,
+    kvedge_error * err);
+
+// Gives the context back to llama.cpp (its memory is cleared: the tokens are gone) and frees the cache.
+// NULL is allowed. Also right after llama_free(ctx).
+KVEDGE_API void kvedge_detach(kvedge_cache * kv);
+
+// Replaces the plan; the prompts that complete from now on are compressed by it.
+KVEDGE_API kvedge_status kvedge_set_plan(kvedge_cache * kv, const kvedge_plan * plan, kvedge_error * err);
+
+// Switches automatic compression on or off (kvedge_options.auto_compress).
+KVEDGE_API kvedge_status kvedge_set_auto_compress(kvedge_cache * kv, bool on, kvedge_error * err);
+
+// Compresses, now, the tokens of sequence seq_id that were added since its last compression, and returns their
+// memory. Does nothing (KVEDGE_OK) when there are none, or when the budget covers them all.
+// A failure leaves the sequence as it was. Errors: KVEDGE_E_STATE, KVEDGE_E_BUDGET, KVEDGE_E_MEMORY.
+KVEDGE_API kvedge_status kvedge_compress(kvedge_cache * kv, int32_t seq_id, kvedge_error * err);
+
+// The first error met inside llama_decode (which can only report a failure code) since the last call, or KVEDGE_OK.
+// Reading it clears it.
+KVEDGE_API kvedge_status kvedge_take_error(kvedge_cache * kv, kvedge_error * err);
+
+typedef struct kvedge_stats {
+    size_t   struct_size;        // set by the caller to sizeof(kvedge_stats) before the call
+    int32_t  n_layers;           // layers that kvedge stores (the model may have more)
+    int32_t  n_heads_kv;         // KV heads of the first of them
+    int32_t  n_tokens;           // tokens of the sequence so far, compressed ones included
+    int32_t  n_image_tokens;     // of those, tokens that came as embeddings
+    int32_t  n_compressions;     // compressions of the sequence so far
+    int32_t  n_pending;          // tokens added since the last compression
+    uint64_t bytes;              // bytes of the sequence's key and value buffers that exist now
+    uint64_t index_bytes;        // bytes of its token indices and positions
+    uint64_t score_bytes;        // bytes of score accumulators that exist now
+    uint64_t before_bytes;       // `bytes` right before the last compression (the full cache, for a first turn)
+    uint64_t after_bytes;        // `bytes` right after it
+    uint64_t peak_bytes;         // largest value of bytes + index_bytes + score_bytes so far
+    int64_t  compress_us;        // wall time of the last compression, microseconds
+} kvedge_stats;
+
+KVEDGE_API kvedge_status kvedge_get_stats(const kvedge_cache * kv, int32_t seq_id, kvedge_stats * out, kvedge_error * err);
+
+// Model layer number of stored layer i (0 <= i < n_layers), or -1.
+KVEDGE_API int32_t kvedge_layer_id(const kvedge_cache * kv, int32_t i);
+
+// KV pairs that stored layer i, KV head `head` holds now for the sequence; -1 if there is none such.
+KVEDGE_API int32_t kvedge_head_length(const kvedge_cache * kv, int32_t seq_id, int32_t i, int32_t head);
+
+// Original token index (0 = first token of the sequence) of every KV pair of stored layer i, KV head `head`, ascending,
+// into out[0 .. n-1] with n = kvedge_head_length. Errors: KVEDGE_E_ARGUMENT (no such layer, head or sequence; n_out < n).
+KVEDGE_API kvedge_status kvedge_head_tokens(
+    const kvedge_cache * kv, int32_t seq_id, int32_t i, int32_t head, int32_t * out, int32_t n_out, kvedge_error * err);
+
+// ---------------------------------------------------------------------------------------------------------
+// The same computation on plain arrays, without a model: for research and tests.
+
+typedef struct kvedge_arrays {
+    int32_t         n_layers, n_heads, n_heads_kv, n_tokens, head_size;  // L, H, Hkv, T, d; H % Hkv == 0; d % 8 == 0
+    const float *   q;           // [L][H][T][d]    queries, position encoding applied
+    const float *   k;           // [L][Hkv][T][d]  keys,    position encoding applied
+    const float *   v;           // [L][Hkv][T][d]  values
+    const uint8_t * image_mask;  // [T] 1 for an image token; NULL: all text
+} kvedge_arrays;
+
+// Stores k and v as `type`, attends causally with scale 1/sqrt(d), compresses by the plan.
+// n_threads: 0 for one per core. Errors: KVEDGE_E_ARGUMENT, KVEDGE_E_BUDGET, KVEDGE_E_MEMORY.
+KVEDGE_API kvedge_status kvedge_compress_arrays(
+    const kvedge_plan * plan, const kvedge_arrays * in, kvedge_type type, int32_t n_threads, kvedge_result ** out,
+    kvedge_error * err);
+
+KVEDGE_API void kvedge_result_free(kvedge_result * result);  // NULL is allowed
+
+// Per layer and KV head; pointers live as long as the result; NULL or -1 for a layer or head that does not exist.
+KVEDGE_API int32_t         kvedge_result_length(const kvedge_result * result, int32_t layer, int32_t head);
+KVEDGE_API const int32_t * kvedge_result_kept(const kvedge_result * result, int32_t layer, int32_t head);    // [length] ascending
+KVEDGE_API const float *   kvedge_result_k(const kvedge_result * result, int32_t layer, int32_t head);       // [length][d]
+KVEDGE_API const float *   kvedge_result_v(const kvedge_result * result, int32_t layer, int32_t head);       // [length][d]
+KVEDGE_API const float *   kvedge_result_scores(const kvedge_result * result, int32_t layer, int32_t head);  // [T]
+// Attention output of the full prompt, before compression: [H][T][d] of one layer.
+KVEDGE_API const float *   kvedge_result_attention(const kvedge_result * result, int32_t layer);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif  // KVEDGE_H

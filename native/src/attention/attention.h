@@ -1,0 +1,95 @@
+// Attention of new tokens over a sequence's stored rows, cut into independent tasks for any number of threads.
+//
+// prefill: a tile of query rows against all its keys at once. The tile's logits (rows x keys) fit a core's cache, so the
+//   softmax is exact in one pass and its column sums (H2O, LOOK-M eq. 4) cost one addition per entry; the matrix of the
+//   whole prompt never exists.
+// decode: few query rows, each stored row read once, split over keys when there are fewer heads than threads.
+
+#pragma once
+
+#include "store/sequence.h"
+
+#include <atomic>
+#include <vector>
+
+namespace kvedge {
+
+class SpinLock {
+  public:
+    void lock() {
+        while (flag_.test_and_set(std::memory_order_acquire)) {
+        }
+    }
+    void unlock() { flag_.clear(std::memory_order_release); }
+
+  private:
+    std::atomic_flag flag_ = ATOMIC_FLAG_INIT;
+};
+
+struct AttendJob {
+    const Sequence * seq;
+    int32_t          layer;
+    int32_t          n;       // query tokens: the last n of the sequence, whose rows are stored already
+    bool             causal;  // false: every query sees all stored rows
+
+    const float *   q;  // row of query token i, head h: q + index(i) * q_token + h * q_head floats
+    size_t          q_token, q_head;
+    float *         out;  // likewise, d_v floats a row
+    size_t          out_token, out_head;
+    const int32_t * index;  // [n] place of query token i in q and out; NULL: i itself
+
+    float         scale;
+    float         softcap;  // 0: none
+    const float * sinks;    // [H] logits of attention sinks, or NULL
+
+    double *   sums;  // [Hkv][sums_capacity] column sums over the pending rows, averaged over the group; NULL: not wanted
+    int32_t    sums_capacity;
+    SpinLock * locks;  // [Hkv], guards sums
+};
+
+// Working memory of one thread.
+class Scratch {
+  public:
+    // For any layer of these shapes and n_keys stored rows. False: no memory.
+    bool   reserve(const std::vector<LayerShape> & shapes, int32_t n_keys);
+    void   release() { memory_ = Pages(); }
+    size_t bytes() const { return memory_.size(); }
+
+    int32_t rows  = 0;  // query rows of a tile
+    size_t  s_row = 0;  // floats of a logit row
+    float * s     = nullptr;  // [rows][s_row]
+    float * panel = nullptr;  // packed keys of one block
+    float * vals  = nullptr;  // [BLOCK][pad16(d_v)]
+    float * q     = nullptr;  // [rows][d_k]
+    float * o     = nullptr;  // [rows][pad16(d_v)]
+    float * sum   = nullptr;  // [s_row]
+    float * len   = nullptr;  // [rows] 1 / softmax denominator
+
+  private:
+    Pages memory_;
+};
+
+int32_t prefill_tasks(const AttendJob & job, const Scratch & scratch);
+void    prefill_task(const AttendJob & job, int32_t task, Scratch & scratch);
+
+// Partial results of a decode over several splits of the keys.
+class DecodePartials {
+  public:
+    bool reserve(const std::vector<LayerShape> & shapes, int32_t n_tokens, int32_t n_threads);
+    void start(int32_t n_heads_kv);  // before each decode; not thread-safe
+
+    std::vector<float>                      data;
+    std::unique_ptr<std::atomic<int32_t>[]> done;  // [Hkv] splits finished
+    int32_t                                 n_done = 0;
+    int32_t                                 splits_max = 1;
+};
+
+constexpr int32_t MAX_HEAD_SIZE = 512;  // of keys and of values
+
+constexpr int32_t DECODE_ROWS = 16;  // query rows (tokens x group) up to which the decode path is the faster one
+
+int32_t decode_splits(const AttendJob & job, int32_t n_threads);
+int32_t decode_tasks(const AttendJob & job, int32_t n_splits);
+void    decode_task(const AttendJob & job, int32_t task, int32_t n_splits, DecodePartials & partials);
+
+}  // namespace kvedge

@@ -1,0 +1,195 @@
+#include "attention/attention.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace kvedge {
+
+namespace {
+
+constexpr int32_t BLOCK     = 128;      // keys packed or widened at a time
+constexpr size_t  TILE_SIZE = 1 << 18;  // floats of a tile's logits: 1 MiB, a core's share of cache
+constexpr int32_t MAX_ROWS  = 64;
+constexpr int32_t MIN_ROWS  = 16;
+
+struct Tile {
+    int32_t head;       // KV head
+    int32_t t0, t1;     // query tokens
+    int32_t group;      // query heads per KV head
+    int32_t rows;       // (t1 - t0) * group
+    int32_t n_keys;     // stored rows of this head
+    int32_t n_visible;  // of those, rows that the tile's last token sees
+    int32_t before;     // stored rows before the first query token
+    size_t  stride;     // floats between logit rows
+};
+
+int32_t tokens_per_tile(const AttendJob & job, const Scratch & scratch) {
+    const LayerShape & shape = job.seq->shapes()[(size_t) job.layer];
+    return std::max(1, scratch.rows / (shape.n_heads / shape.n_heads_kv));
+}
+
+size_t place(const AttendJob & job, int32_t t) { return (size_t) (job.index ? job.index[t] : t); }
+
+// Rows the query of token t sees.
+int32_t visible(const AttendJob & job, const Tile & tile, int32_t t) {
+    return job.causal ? tile.before + t + 1 : tile.n_keys;
+}
+
+void load_queries(const AttendJob & job, const Tile & tile, int32_t d_k, float * q) {
+    for (int32_t r = 0; r < tile.rows; r++) {
+        const int32_t t    = tile.t0 + r / tile.group;
+        const int32_t head = tile.head * tile.group + r % tile.group;
+        const float * from = job.q + place(job, t) * job.q_token + (size_t) head * job.q_head;
+        float *       to   = q + (size_t) r * (size_t) d_k;
+        for (int32_t i = 0; i < d_k; i++) {
+            to[i] = from[i] * job.scale;
+        }
+    }
+}
+
+void logits(const AttendJob & job, const Tile & tile, int32_t d_k, Scratch & x) {
+    const Kernels & kn = kernels();
+    int32_t         at = 0;
+    job.seq->each_segment(job.layer, tile.head, false, [&](const Segment & seg) {
+        for (int32_t c = 0; c < seg.n && at < tile.n_visible; c += BLOCK) {
+            const int32_t w = std::min({ BLOCK, seg.n - c, tile.n_visible - at });
+            kn.pack({ seg.k.data + (size_t) c * seg.k.stride, seg.k.stride, seg.k.type }, w, d_k, x.panel);
+            kn.gemm_qk(x.q, (size_t) d_k, tile.rows, x.panel, w, d_k, x.s + at, tile.stride);
+            at += w;
+        }
+    });
+}
+
+void softmax(const AttendJob & job, const Tile & tile, Scratch & x) {
+    const Kernels & kn = kernels();
+    for (int32_t r = 0; r < tile.rows; r++) {
+        float *      s = x.s + (size_t) r * tile.stride;
+        const auto   n = (size_t) visible(job, tile, tile.t0 + r / tile.group);
+        if (job.softcap != 0.0f) {
+            kn.softcap(s, n, job.softcap);
+        }
+        float top  = kn.max(s, n);
+        float sink = 0.0f;
+        if (job.sinks) {
+            const float logit = job.sinks[tile.head * tile.group + r % tile.group];
+            top               = std::max(top, logit);
+            sink              = std::exp(logit - top);
+        }
+        x.len[r] = 1.0f / (kn.exp_sum(s, n, top) + sink);
+        std::fill(s + n, s + tile.n_visible, 0.0f);
+    }
+}
+
+// sums[c] += mean over the group of the attention that the tile's tokens pay to pending row c.
+void add_sums(const AttendJob & job, const Tile & tile, Scratch & x) {
+    const int32_t first = tile.n_keys - job.seq->pending_length();
+    const int32_t n     = tile.n_visible - first;
+    if (n <= 0) {
+        return;
+    }
+    std::fill(x.sum, x.sum + n, 0.0f);
+    for (int32_t r = 0; r < tile.rows; r++) {
+        kernels().axpy(x.len[r] / (float) tile.group, x.s + (size_t) r * tile.stride + first, x.sum, (size_t) n);
+    }
+    double * sums = job.sums + (size_t) tile.head * (size_t) job.sums_capacity;
+    job.locks[tile.head].lock();
+    for (int32_t c = 0; c < n; c++) {
+        sums[c] += (double) x.sum[c];
+    }
+    job.locks[tile.head].unlock();
+}
+
+void weigh_values(const AttendJob & job, const Tile & tile, int32_t d_v, Scratch & x) {
+    const Kernels & kn = kernels();
+    const auto      ld = (size_t) pad16(d_v);
+    std::fill(x.o, x.o + (size_t) tile.rows * ld, 0.0f);
+    int32_t at = 0;
+    job.seq->each_segment(job.layer, tile.head, false, [&](const Segment & seg) {
+        for (int32_t c = 0; c < seg.n && at < tile.n_visible; c += BLOCK) {
+            const int32_t w = std::min({ BLOCK, seg.n - c, tile.n_visible - at });
+            for (int32_t i = 0; i < w; i++) {
+                float * row = x.vals + (size_t) i * ld;
+                kn.to_f32(seg.v.type, seg.v.data + (size_t) (c + i) * seg.v.stride, row, (size_t) d_v);
+                std::fill(row + d_v, row + ld, 0.0f);
+            }
+            kn.gemm_pv(x.s + at, tile.stride, tile.rows, w, x.vals, ld, d_v, x.o);
+            at += w;
+        }
+    });
+    for (int32_t r = 0; r < tile.rows; r++) {
+        const int32_t t    = tile.t0 + r / tile.group;
+        const int32_t head = tile.head * tile.group + r % tile.group;
+        float *       to   = job.out + place(job, t) * job.out_token + (size_t) head * job.out_head;
+        for (int32_t i = 0; i < d_v; i++) {
+            to[i] = x.o[(size_t) r * ld + (size_t) i] * x.len[r];
+        }
+    }
+}
+
+}  // namespace
+
+bool Scratch::reserve(const std::vector<LayerShape> & shapes, int32_t n_keys) {
+    int32_t group = 1, d_k = 0, d_v = 0;
+    for (const auto & s : shapes) {
+        group = std::max(group, s.n_heads / s.n_heads_kv);
+        d_k   = std::max(d_k, s.d_k);
+        d_v   = std::max(d_v, pad16(s.d_v));
+    }
+    // A panel may write past the last key up to the panel's width.
+    s_row           = ((size_t) n_keys + 64 + 15) / 16 * 16;
+    const auto fit  = (int32_t) (TILE_SIZE / s_row);
+    const auto most = std::max(group, std::clamp(fit / 4 * 4, MIN_ROWS, MAX_ROWS));
+    rows            = most;
+
+    const size_t n_s = (size_t) most * s_row, n_panel = (size_t) (BLOCK + 64) * (size_t) d_k, n_vals = (size_t) BLOCK * (size_t) d_v;
+    const size_t n_q = (size_t) most * (size_t) d_k, n_o = (size_t) most * (size_t) d_v, n_len = (size_t) (most + 15) / 16 * 16;
+    const size_t need = (n_s + n_panel + n_vals + n_q + n_o + s_row + n_len) * sizeof(float);
+    if (memory_.size() < need) {
+        memory_ = Pages();
+        memory_ = Pages::take(need);
+        if (!memory_) {
+            return false;
+        }
+    }
+    s     = (float *) memory_.data();
+    panel = s + n_s;
+    vals  = panel + n_panel;
+    q     = vals + n_vals;
+    o     = q + n_q;
+    sum   = o + n_o;
+    len   = sum + s_row;
+    return true;
+}
+
+int32_t prefill_tasks(const AttendJob & job, const Scratch & scratch) {
+    const int32_t per_tile = tokens_per_tile(job, scratch);
+    return (job.n + per_tile - 1) / per_tile * job.seq->shapes()[(size_t) job.layer].n_heads_kv;
+}
+
+void prefill_task(const AttendJob & job, int32_t task, Scratch & x) {
+    const LayerShape & shape    = job.seq->shapes()[(size_t) job.layer];
+    const int32_t      per_tile = tokens_per_tile(job, x);
+    const int32_t      n_tiles  = (job.n + per_tile - 1) / per_tile;
+
+    Tile tile;
+    tile.head  = task % shape.n_heads_kv;
+    tile.t0    = (n_tiles - 1 - task / shape.n_heads_kv) * per_tile;  // the longest tiles first
+    tile.t1    = std::min(job.n, tile.t0 + per_tile);
+    tile.group = shape.n_heads / shape.n_heads_kv;
+    tile.rows  = (tile.t1 - tile.t0) * tile.group;
+
+    tile.n_keys    = job.seq->head_length(job.layer, tile.head);
+    tile.before    = tile.n_keys - job.n;
+    tile.n_visible = visible(job, tile, tile.t1 - 1);
+    tile.stride    = x.s_row;
+
+    load_queries(job, tile, shape.d_k, x.q);
+    logits(job, tile, shape.d_k, x);
+    softmax(job, tile, x);
+    if (job.sums) {
+        add_sums(job, tile, x);
+    }
+    weigh_values(job, tile, shape.d_v, x);
+}
+
+}  // namespace kvedge

@@ -1,0 +1,202 @@
+// Version, and compression of plain arrays.
+
+#include "attention/attention.h"
+#include "core/compress.h"
+#include "core/error.h"
+#include "core/threads.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <memory>
+#include <new>
+
+using namespace kvedge;
+
+#ifndef KVEDGE_VERSION
+#    define KVEDGE_VERSION "unknown"
+#endif
+
+extern "C" const char * kvedge_version(void) { return KVEDGE_VERSION; }
+extern "C" int32_t      kvedge_abi_version(void) { return KVEDGE_ABI_VERSION; }
+extern "C" const char * kvedge_simd(void) { return kernels().name; }
+
+struct kvedge_result {
+    int32_t                         d = 0;
+    std::vector<LayerShape>         shapes;
+    std::unique_ptr<Sequence>       seq;
+    std::vector<std::vector<float>> scores;     // [layer][Hkv * T]
+    std::vector<std::vector<float>> attention;  // [layer][H * T * d]
+    int32_t                         n_tokens = 0;
+
+    struct Head {
+        std::vector<int32_t> kept;
+        std::vector<float>   k, v;
+    };
+    std::vector<std::vector<Head>> heads;  // [layer][Hkv]
+
+    const Head * head(int32_t l, int32_t h) const {
+        return l >= 0 && (size_t) l < heads.size() && h >= 0 && (size_t) h < heads[(size_t) l].size()
+                   ? &heads[(size_t) l][(size_t) h]
+                   : nullptr;
+    }
+};
+
+namespace {
+
+kvedge_status check_arrays(const kvedge_arrays & in, kvedge_error * err) {
+    if (!in.q || !in.k || !in.v) {
+        return fail(err, KVEDGE_E_ARGUMENT, "q, k and v must be given");
+    }
+    if (in.n_layers < 1 || in.n_heads < 1 || in.n_heads_kv < 1 || in.n_tokens < 1 || in.head_size < 1) {
+        return fail(err, KVEDGE_E_ARGUMENT, "every dimension must be at least 1");
+    }
+    if (in.n_heads % in.n_heads_kv != 0) {
+        return fail(err, KVEDGE_E_ARGUMENT, "%d query heads cannot share %d KV heads evenly", in.n_heads, in.n_heads_kv);
+    }
+    if (in.head_size % 8 != 0 || in.head_size > MAX_HEAD_SIZE) {
+        return fail(err, KVEDGE_E_ARGUMENT, "head size %d is not a multiple of 8 up to %d", in.head_size, MAX_HEAD_SIZE);
+    }
+    return KVEDGE_OK;
+}
+
+void store_layer(const kvedge_arrays & in, Sequence & seq, int32_t l) {
+    const auto d = (size_t) in.head_size, T = (size_t) in.n_tokens;
+    for (int32_t h = 0; h < in.n_heads_kv; h++) {
+        const size_t head = ((size_t) l * (size_t) in.n_heads_kv + (size_t) h) * T * d;
+        const auto   at   = seq.place_from_end(0, in.n_tokens);
+        kernels().from_f32(seq.type(), in.k + head, seq.k_row(at, l, h), T * d);
+        kernels().from_f32(seq.type(), in.v + head, seq.v_row(at, l, h), T * d);
+    }
+}
+
+void attend_layer(const kvedge_arrays & in, kvedge_result & r, int32_t l, std::vector<Scratch> & scratch) {
+    const auto d = (size_t) in.head_size, T = (size_t) in.n_tokens;
+    r.attention[(size_t) l].resize((size_t) in.n_heads * T * d);
+    std::vector<SpinLock> locks((size_t) in.n_heads_kv);
+
+    AttendJob job{};
+    job.seq       = r.seq.get();
+    job.layer     = l;
+    job.n         = in.n_tokens;
+    job.causal    = true;
+    job.q         = in.q + (size_t) l * (size_t) in.n_heads * T * d;
+    job.q_token   = d;
+    job.q_head    = T * d;
+    job.out       = r.attention[(size_t) l].data();
+    job.out_token = d;
+    job.out_head  = T * d;
+    job.scale     = 1.0f / std::sqrt((float) in.head_size);
+    job.locks     = locks.data();
+    if (!r.seq->sums.empty()) {
+        job.sums          = r.seq->sums[(size_t) l].sums.data();
+        job.sums_capacity = r.seq->sums[(size_t) l].capacity;
+    }
+    parallel_for((int32_t) scratch.size(), prefill_tasks(job, scratch[0]),
+                 [&](int32_t task, int32_t worker) { prefill_task(job, task, scratch[(size_t) worker]); });
+}
+
+void read_back(const kvedge_arrays & in, kvedge_result & r) {
+    const auto d = (size_t) in.head_size;
+    r.heads.resize((size_t) in.n_layers);
+    for (int32_t l = 0; l < in.n_layers; l++) {
+        r.heads[(size_t) l].resize((size_t) in.n_heads_kv);
+        for (int32_t h = 0; h < in.n_heads_kv; h++) {
+            auto & head = r.heads[(size_t) l][(size_t) h];
+            head.kept   = r.seq->head_tokens(l, h);
+            head.k.resize(head.kept.size() * d);
+            head.v.resize(head.kept.size() * d);
+            size_t at = 0;
+            r.seq->each_segment(l, h, false, [&](const Segment & s) {
+                kernels().to_f32(s.k.type, s.k.data, head.k.data() + at, (size_t) s.n * d);
+                kernels().to_f32(s.v.type, s.v.data, head.v.data() + at, (size_t) s.n * d);
+                at += (size_t) s.n * d;
+            });
+        }
+    }
+}
+
+}  // namespace
+
+extern "C" kvedge_status kvedge_compress_arrays(
+    const kvedge_plan * plan, const kvedge_arrays * in, kvedge_type type, int32_t n_threads, kvedge_result ** out,
+    kvedge_error * err) try {
+    if (!plan || !in || !out || type < KVEDGE_TYPE_F16 || type > KVEDGE_TYPE_F32) {
+        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_compress_arrays: plan, arrays or result is NULL, or the type is unknown");
+    }
+    *out = nullptr;
+    if (const auto status = check_arrays(*in, err); status != KVEDGE_OK) {
+        return status;
+    }
+    auto r      = std::make_unique<kvedge_result>();
+    r->d        = in->head_size;
+    r->n_tokens = in->n_tokens;
+    r->attention.resize((size_t) in->n_layers);
+    for (int32_t l = 0; l < in->n_layers; l++) {
+        r->shapes.push_back({ l, in->n_heads, in->n_heads_kv, in->head_size, in->head_size });
+    }
+    r->seq = std::make_unique<Sequence>(r->shapes, (Type) type);
+
+    std::vector<int32_t> pos((size_t) in->n_tokens);
+    for (int32_t t = 0; t < in->n_tokens; t++) {
+        pos[(size_t) t] = t;
+    }
+    std::vector<Scratch> scratch((size_t) (n_threads > 0 ? n_threads : available_threads()));
+    bool fits = (!plan->scorer->needs_column_sums || r->seq->ensure_sums(in->n_tokens)) && r->seq->append(in->n_tokens, pos.data(), false);
+    for (auto & s : scratch) {
+        fits = fits && s.reserve(r->shapes, in->n_tokens);
+    }
+    if (!fits) {
+        return fail(err, KVEDGE_E_MEMORY, "no memory for %d tokens", in->n_tokens);
+    }
+    if (in->image_mask) {
+        std::transform(in->image_mask, in->image_mask + in->n_tokens, r->seq->image.begin(), [](uint8_t i) { return i != 0; });
+    }
+    for (int32_t l = 0; l < in->n_layers; l++) {
+        store_layer(*in, *r->seq, l);
+        attend_layer(*in, *r, l, scratch);
+    }
+    Compression outcome;
+    outcome.want_scores = true;
+    if (const auto status = compress_pending(*r->seq, *plan, (int32_t) scratch.size(), outcome, err); status != KVEDGE_OK) {
+        return status;
+    }
+    r->scores = std::move(outcome.scores);
+    read_back(*in, *r);
+    *out = r.release();
+    return ok(err);
+} catch (const std::bad_alloc &) {
+    return fail(err, KVEDGE_E_MEMORY, "no memory to compress the arrays");
+}
+
+extern "C" void kvedge_result_free(kvedge_result * result) { delete result; }
+
+extern "C" int32_t kvedge_result_length(const kvedge_result * result, int32_t layer, int32_t head) {
+    const auto * h = result ? result->head(layer, head) : nullptr;
+    return h ? (int32_t) h->kept.size() : -1;
+}
+
+extern "C" const int32_t * kvedge_result_kept(const kvedge_result * result, int32_t layer, int32_t head) {
+    const auto * h = result ? result->head(layer, head) : nullptr;
+    return h ? h->kept.data() : nullptr;
+}
+
+extern "C" const float * kvedge_result_k(const kvedge_result * result, int32_t layer, int32_t head) {
+    const auto * h = result ? result->head(layer, head) : nullptr;
+    return h ? h->k.data() : nullptr;
+}
+
+extern "C" const float * kvedge_result_v(const kvedge_result * result, int32_t layer, int32_t head) {
+    const auto * h = result ? result->head(layer, head) : nullptr;
+    return h ? h->v.data() : nullptr;
+}
+
+extern "C" const float * kvedge_result_scores(const kvedge_result * result, int32_t layer, int32_t head) {
+    return result && result->head(layer, head)
+               ? result->scores[(size_t) layer].data() + (size_t) head * (size_t) result->n_tokens
+               : nullptr;
+}
+
+extern "C" const float * kvedge_result_attention(const kvedge_result * result, int32_t layer) {
+    return result && layer >= 0 && (size_t) layer < result->attention.size() ? result->attention[(size_t) layer].data() : nullptr;
+}

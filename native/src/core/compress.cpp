@@ -1,0 +1,203 @@
+#include "core/compress.h"
+
+#include "core/error.h"
+#include "core/select.h"
+#include "core/threads.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <new>
+
+namespace kvedge {
+
+namespace {
+
+struct Job {
+    Sequence &           seq;
+    const kvedge_plan &  plan;
+    int32_t              n_threads;
+    int32_t              n_tokens;  // T, pending
+    std::vector<int32_t> tokens;    // [T] token index of each pending row
+    std::vector<uint8_t> image;     // [T]
+
+    std::unique_ptr<Block>                         block;   // the ragged block that replaces the pending ones
+    std::vector<std::vector<std::vector<int32_t>>> kept;    // [layer][head] pending rows that stay
+    std::vector<std::vector<float>>                rows;    // [worker] keys and values of one head, and the reducer's scratch
+};
+
+// Scores and kept rows of every head, and the block that will hold them. No row is touched yet.
+void select_all(Job & job, Compression & outcome) {
+    const auto &  shapes = job.seq.shapes();
+    const int32_t budget = kvedge_plan_budget(&job.plan, job.n_tokens);
+
+    std::vector<std::vector<int32_t>> counts(shapes.size());
+    job.plan.allocator->allocate({ &shapes, job.n_tokens, budget }, counts);
+
+    std::vector<std::pair<int32_t, int32_t>> tasks;
+    job.kept.resize(shapes.size());
+    outcome.scores.resize(outcome.want_scores ? shapes.size() : 0);
+    for (size_t l = 0; l < shapes.size(); l++) {
+        job.kept[l].resize((size_t) shapes[l].n_heads_kv);
+        if (outcome.want_scores) {
+            outcome.scores[l].resize((size_t) shapes[l].n_heads_kv * (size_t) job.n_tokens);
+        }
+        for (int32_t h = 0; h < shapes[l].n_heads_kv; h++) {
+            tasks.emplace_back((int32_t) l, h);
+        }
+    }
+    std::vector<std::vector<float>> scratch((size_t) job.n_threads, std::vector<float>((size_t) job.n_tokens));
+    parallel_for(job.n_threads, (int32_t) tasks.size(), [&](int32_t i, int32_t worker) {
+        const auto [l, h]    = tasks[(size_t) i];
+        float *    scores    = outcome.want_scores ? outcome.scores[(size_t) l].data() + (size_t) h * (size_t) job.n_tokens
+                                                   : scratch[(size_t) worker].data();
+        ScoreInput in{ &shapes[(size_t) l], job.n_tokens, nullptr, 0 };
+        if (!job.seq.sums.empty()) {
+            in.column_sums   = job.seq.sums[(size_t) l].sums.data();
+            in.sums_capacity = job.seq.sums[(size_t) l].capacity;
+        }
+        job.plan.scorer->score(in, h, scores);
+        job.kept[(size_t) l][(size_t) h] =
+            select_tokens(job.plan, job.n_tokens, counts[(size_t) l][(size_t) h], job.image.data(), scores);
+    });
+}
+
+bool make_block(Job & job) {
+    const auto & shapes = job.seq.shapes();
+    job.block           = std::make_unique<Block>();
+    job.block->ragged   = true;
+    job.block->layers.resize(shapes.size());
+    size_t widest = 0;
+    for (size_t l = 0; l < shapes.size(); l++) {
+        BlockLayer & layer = job.block->layers[l];
+        layer.heads.resize((size_t) shapes[l].n_heads_kv);
+        for (size_t h = 0; h < layer.heads.size(); h++) {
+            layer.heads[h].length = (int32_t) job.kept[l][h].size();
+            layer.heads[h].tokens.reserve(job.kept[l][h].size());
+            for (int32_t row : job.kept[l][h]) {
+                layer.heads[h].tokens.push_back(job.tokens[(size_t) row]);
+            }
+            if (job.plan.reducer->reduce) {
+                const size_t rows = (size_t) job.n_tokens + job.kept[l][h].size();
+                widest            = std::max(widest, rows * (size_t) (shapes[l].d_k + shapes[l].d_v) +
+                                                         job.plan.reducer->scratch(job.n_tokens, layer.heads[h].length, shapes[l].d_k));
+            }
+        }
+        layer.memory = Pages::take(lay_out_ragged(shapes[l], job.seq.type(), layer.heads));
+        if (!layer.memory) {
+            return false;
+        }
+    }
+    if (job.plan.reducer->reduce) {
+        job.rows.assign((size_t) job.n_threads, std::vector<float>(widest));
+    }
+    job.seq.blocks.reserve(job.seq.blocks.size() + 1);
+    return true;
+}
+
+void gather_rows(const Job & job, int32_t l, int32_t h, uint8_t * k, uint8_t * v) {
+    const auto & kept = job.kept[(size_t) l][(size_t) h];
+    size_t       next = 0;
+    int32_t      at   = 0;
+    job.seq.each_segment(l, h, true, [&](const Segment & seg) {
+        for (; next < kept.size() && kept[next] < at + seg.n; next++) {
+            const auto r = (size_t) (kept[next] - at);
+            memcpy(k + next * seg.k.stride, seg.k.data + r * seg.k.stride, seg.k.stride);
+            memcpy(v + next * seg.v.stride, seg.v.data + r * seg.v.stride, seg.v.stride);
+        }
+        at += seg.n;
+    });
+}
+
+void reduce_rows(Job & job, int32_t l, int32_t h, int32_t worker, uint8_t * k, uint8_t * v) {
+    const LayerShape & shape = job.seq.shapes()[(size_t) l];
+    const auto &       kept  = job.kept[(size_t) l][(size_t) h];
+    const auto         dk = (size_t) shape.d_k, dv = (size_t) shape.d_v, n = (size_t) job.n_tokens;
+    const Kernels &    kn   = kernels();
+    float *            rows = job.rows[(size_t) worker].data();
+    float *            rk = rows, *rv = rk + n * dk, *ok = rv + n * dv, *ov = ok + kept.size() * dk;
+    float *            scratch = ov + kept.size() * dv;
+
+    size_t at = 0;
+    job.seq.each_segment(l, h, true, [&](const Segment & seg) {
+        kn.to_f32(seg.k.type, seg.k.data, rk + at * dk, (size_t) seg.n * dk);
+        kn.to_f32(seg.v.type, seg.v.data, rv + at * dv, (size_t) seg.n * dv);
+        at += (size_t) seg.n;
+    });
+    job.plan.reducer->reduce({ job.n_tokens, shape.d_k, shape.d_v, rk, rv, kept.data(), (int32_t) kept.size(), scratch }, ok,
+                             ov);
+    kn.from_f32(job.seq.type(), ok, k, kept.size() * dk);
+    kn.from_f32(job.seq.type(), ov, v, kept.size() * dv);
+}
+
+// Fills the new block layer by layer; a layer's old rows are given back as soon as its new ones stand.
+void fill_block(Job & job, Compression & outcome) {
+    Sequence & seq   = job.seq;
+    uint64_t   bytes = outcome.before_bytes;
+    for (size_t l = 0; l < seq.shapes().size(); l++) {
+        BlockLayer & layer = job.block->layers[l];
+        parallel_for(job.n_threads, (int32_t) layer.heads.size(), [&](int32_t h, int32_t worker) {
+            const RaggedHead & head = layer.heads[(size_t) h];
+            uint8_t * const    k    = layer.memory.data() + head.k_offset;
+            uint8_t * const    v    = layer.memory.data() + head.v_offset;
+            if (job.plan.reducer->reduce) {
+                reduce_rows(job, (int32_t) l, h, worker, k, v);
+            } else {
+                gather_rows(job, (int32_t) l, h, k, v);
+            }
+        });
+        bytes += layer.memory.size();
+        outcome.peak_bytes = std::max(outcome.peak_bytes, bytes + seq.index_bytes() + seq.score_bytes());
+        for (size_t b = seq.pending_from; b < seq.blocks.size(); b++) {
+            bytes -= seq.blocks[b]->layers[l].memory.size();
+            seq.blocks[b]->layers[l].memory = Pages();
+        }
+    }
+    seq.blocks.resize(seq.pending_from);
+    seq.blocks.push_back(std::move(job.block));
+}
+
+}  // namespace
+
+kvedge_status compress_pending(
+    Sequence & seq, const kvedge_plan & plan, int32_t n_threads, Compression & outcome, kvedge_error * err) try {
+    const auto    start  = std::chrono::steady_clock::now();
+    const int32_t T      = seq.pending_length();
+    const int32_t budget = kvedge_plan_budget(&plan, T);
+    outcome.before_bytes = outcome.after_bytes = seq.bytes();
+    outcome.peak_bytes   = outcome.before_bytes + seq.index_bytes() + seq.score_bytes();
+    if (T == 0) {
+        return ok(err);
+    }
+    if (const auto status = check_protection(plan, T, budget, err); status != KVEDGE_OK) {
+        return status;
+    }
+    if (plan.scorer->needs_column_sums && (budget < T || outcome.want_scores) && (seq.sums.empty() || seq.unsummed > 0)) {
+        return fail(err, KVEDGE_E_STATE,
+                    "the prompt was processed under a plan that collects no attention scores; set the plan before the prompt");
+    }
+
+    Job job{ seq, plan, std::max(1, n_threads), T, seq.pending_tokens(), {}, nullptr, {}, {} };
+    job.image.reserve((size_t) T);
+    for (int32_t t : job.tokens) {
+        job.image.push_back(seq.image[(size_t) t]);
+    }
+    if (budget < T || outcome.want_scores) {
+        select_all(job, outcome);
+    }
+    if (budget < T) {
+        if (!make_block(job)) {
+            return fail(err, KVEDGE_E_MEMORY, "no memory for the compressed cache of %d tokens", budget);
+        }
+        fill_block(job, outcome);
+        outcome.reduced = true;
+    }
+    seq.close_pending();
+    outcome.after_bytes = seq.bytes();
+    outcome.us = std::chrono::duration_cast<std::chrono::microseconds>(std::chrono::steady_clock::now() - start).count();
+    return ok(err);
+} catch (const std::bad_alloc &) {
+    return fail(err, KVEDGE_E_MEMORY, "no memory to compress the cache");
+}
+
+}  // namespace kvedge

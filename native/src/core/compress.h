@@ -1,0 +1,28 @@
+#pragma once
+
+#include "core/plan.h"
+#include "store/sequence.h"
+
+#include <vector>
+
+namespace kvedge {
+
+struct Compression {
+    bool     reduced      = false;  // false: nothing to drop
+    uint64_t before_bytes = 0;      // Sequence::bytes() before and after
+    uint64_t after_bytes  = 0;
+    uint64_t peak_bytes   = 0;      // largest bytes + index_bytes + score_bytes meanwhile
+    int64_t  us           = 0;
+
+    // [layer][Hkv * T], filled if wanted.
+    bool                            want_scores = false;
+    std::vector<std::vector<float>> scores;
+};
+
+// Compresses the sequence's pending tokens by the plan: score, allocate, select, reduce, layer by layer, each layer's
+// old memory going back before the next layer's turn. On failure the sequence is as it was.
+// Errors: KVEDGE_E_BUDGET, KVEDGE_E_STATE (scores are missing), KVEDGE_E_MEMORY.
+kvedge_status compress_pending(
+    Sequence & seq, const kvedge_plan & plan, int32_t n_threads, Compression & outcome, kvedge_error * err);
+
+}  // namespace kvedge

@@ -1,0 +1,223 @@
+#include "core/plan.h"
+
+#include "core/error.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <locale>
+#include <new>
+#include <sstream>
+#include <string>
+
+namespace kvedge {
+
+kvedge_plan full_plan() {
+    kvedge_plan p{};
+    p.scorer       = find_scorer("position");
+    p.allocator    = find_allocator("uniform");
+    p.reducer      = find_reducer("evict");
+    p.decode       = find_decode("keep-all");
+    p.budget_ratio = 1.0;
+    p.recent_auto  = true;
+    return p;
+}
+
+namespace {
+
+int32_t share(double ratio, int32_t n_tokens) { return (int32_t) std::floor(ratio * n_tokens + 1e-9); }
+
+// "16" is a count, "0.1" a ratio: the decimal point decides.
+struct Amount {
+    bool    is_ratio;
+    double  ratio;
+    int32_t pairs;
+};
+
+bool parse_amount(const char * text, Amount & out) {
+    // A stream with the classic locale: strtod would read "0,2" where an application has set a European one.
+    std::istringstream in(text);
+    in.imbue(std::locale::classic());
+    out          = {};
+    out.is_ratio = strpbrk(text, ".eE") != nullptr;
+    if (out.is_ratio) {
+        in >> std::noskipws >> out.ratio;
+    } else {
+        in >> std::noskipws >> out.pairs;
+    }
+    return !in.fail() && in.peek() == std::istringstream::traits_type::eof() && std::isfinite(out.ratio);
+}
+
+bool parse_bool(const char * text, bool & out) {
+    if (!strcmp(text, "true") || !strcmp(text, "1")) {
+        out = true;
+        return true;
+    }
+    out = false;
+    return !strcmp(text, "false") || !strcmp(text, "0");
+}
+
+std::string members(kvedge_stage stage) {
+    std::string list;
+    for (int32_t i = 0; const char * name = kvedge_stage_name(stage, i); i++) {
+        list += (i ? ", " : "") + std::string(name);
+    }
+    return list;
+}
+
+template <class T>
+kvedge_status set_stage(const T *& slot, const T * found, kvedge_stage stage, const char * key, const char * value, kvedge_error * err) {
+    if (!found) {
+        return fail(err, KVEDGE_E_UNKNOWN, "no %s named '%s'; there are: %s", key, value, members(stage).c_str());
+    }
+    slot = found;
+    return ok(err);
+}
+
+kvedge_status set_budget(kvedge_plan & plan, const char * value, kvedge_error * err) {
+    Amount a;
+    if (!parse_amount(value, a)) {
+        return fail(err, KVEDGE_E_ARGUMENT, "budget '%s' is not a number; use a ratio like 0.2 or KV pairs like 128", value);
+    }
+    if (a.is_ratio ? !(a.ratio > 0.0 && a.ratio <= 1.0) : a.pairs < 1) {
+        return fail(err, KVEDGE_E_BUDGET, "budget %s is out of range; a ratio lies in (0, 1], KV pairs are 1 or more", value);
+    }
+    plan.budget_ratio = a.ratio;
+    plan.budget_pairs = a.pairs;
+    return ok(err);
+}
+
+kvedge_status set_recent(kvedge_plan & plan, const char * value, kvedge_error * err) {
+    if (!strcmp(value, "auto")) {
+        plan.recent_auto = true;
+        return ok(err);
+    }
+    Amount a;
+    if (!parse_amount(value, a)) {
+        return fail(err, KVEDGE_E_ARGUMENT, "recent '%s' is not a number; use KV pairs like 16, a ratio like 0.1, or auto", value);
+    }
+    if (a.is_ratio ? !(a.ratio >= 0.0 && a.ratio <= 1.0) : a.pairs < 0) {
+        return fail(err, KVEDGE_E_BUDGET, "recent %s is out of range; a ratio lies in [0, 1], KV pairs are 0 or more", value);
+    }
+    plan.recent_auto  = false;
+    plan.recent_ratio = a.ratio;
+    plan.recent_pairs = a.pairs;
+    return ok(err);
+}
+
+kvedge_status set_sinks(kvedge_plan & plan, const char * value, kvedge_error * err) {
+    Amount a;
+    if (!parse_amount(value, a) || a.is_ratio) {
+        return fail(err, KVEDGE_E_ARGUMENT, "sinks '%s' is not a whole number of tokens", value);
+    }
+    if (a.pairs < 0) {
+        return fail(err, KVEDGE_E_BUDGET, "sinks %s is out of range; it is 0 or more", value);
+    }
+    plan.sinks = a.pairs;
+    return ok(err);
+}
+
+}  // namespace
+
+int32_t plan_recent(const kvedge_plan & plan, int32_t n_tokens, int32_t budget) {
+    if (plan.recent_auto) {
+        return plan.scorer->recent_by_default ? budget / 2 : 0;
+    }
+    return std::min(n_tokens, plan.recent_ratio > 0.0 ? share(plan.recent_ratio, n_tokens) : plan.recent_pairs);
+}
+
+kvedge_status check_protection(const kvedge_plan & plan, int32_t n_tokens, int32_t budget, kvedge_error * err) {
+    if (plan.recent_auto) {
+        return ok(err);  // only what nobody asked for gives way
+    }
+    const int32_t recent = plan_recent(plan, n_tokens, budget);
+    if ((int64_t) recent + plan.sinks > budget && budget < n_tokens) {
+        return fail(err, KVEDGE_E_BUDGET,
+                    "a budget of %d of %d tokens is smaller than the protected ones (recent %d + sinks %d); raise the budget or "
+                    "lower recent and sinks", budget, n_tokens, recent, plan.sinks);
+    }
+    return ok(err);
+}
+
+}  // namespace kvedge
+
+using namespace kvedge;
+
+extern "C" kvedge_status kvedge_plan_create(kvedge_plan ** out, kvedge_error * err) {
+    if (!out) {
+        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_plan_create: out is NULL");
+    }
+    *out = new (std::nothrow) kvedge_plan(full_plan());
+    return *out ? ok(err) : fail(err, KVEDGE_E_MEMORY, "no memory for a plan");
+}
+
+extern "C" void kvedge_plan_free(kvedge_plan * plan) { delete plan; }
+
+extern "C" kvedge_status kvedge_plan_set(kvedge_plan * plan, const char * key, const char * value, kvedge_error * err) try {
+    if (!plan || !key || !value) {
+        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_plan_set: plan, key or value is NULL");
+    }
+    const std::string k = key;
+    if (k == "scorer") {
+        return set_stage(plan->scorer, find_scorer(value), KVEDGE_STAGE_SCORER, key, value, err);
+    }
+    if (k == "allocator") {
+        return set_stage(plan->allocator, find_allocator(value), KVEDGE_STAGE_ALLOCATOR, key, value, err);
+    }
+    if (k == "reducer") {
+        return set_stage(plan->reducer, find_reducer(value), KVEDGE_STAGE_REDUCER, key, value, err);
+    }
+    if (k == "decode") {
+        return set_stage(plan->decode, find_decode(value), KVEDGE_STAGE_DECODE, key, value, err);
+    }
+    if (k == "budget") {
+        return set_budget(*plan, value, err);
+    }
+    if (k == "recent") {
+        return set_recent(*plan, value, err);
+    }
+    if (k == "sinks") {
+        return set_sinks(*plan, value, err);
+    }
+    if (k == "text_prior") {
+        return parse_bool(value, plan->text_prior)
+                   ? ok(err)
+                   : fail(err, KVEDGE_E_ARGUMENT, "text_prior '%s' is neither true nor false", value);
+    }
+    if (k == "text_overflow") {
+        plan->keep_all_text = !strcmp(value, "keep_all");
+        return plan->keep_all_text || !strcmp(value, "budget")
+                   ? ok(err)
+                   : fail(err, KVEDGE_E_ARGUMENT, "text_overflow '%s' is neither budget nor keep_all", value);
+    }
+    return fail(err, KVEDGE_E_UNKNOWN,
+                "a plan has no setting '%s'; there are: scorer, allocator, reducer, decode, budget, recent, sinks, text_prior, "
+                "text_overflow", key);
+} catch (const std::bad_alloc &) {
+    return fail(err, KVEDGE_E_MEMORY, "no memory for a plan");
+}
+
+extern "C" kvedge_status kvedge_plan_check(const kvedge_plan * plan, kvedge_error * err) {
+    if (!plan) {
+        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_plan_check: plan is NULL");
+    }
+    if (plan->budget_ratio == 0.0 && !plan->recent_auto && plan->recent_ratio == 0.0 &&
+        (int64_t) plan->recent_pairs + plan->sinks > plan->budget_pairs) {
+        return fail(err, KVEDGE_E_BUDGET,
+                    "a budget of %d KV pairs is smaller than the protected ones (recent %d + sinks %d); raise the budget or lower "
+                    "recent and sinks", plan->budget_pairs, plan->recent_pairs, plan->sinks);
+    }
+    if (plan->budget_ratio > 0.0 && plan->recent_ratio > plan->budget_ratio && !plan->recent_auto) {
+        return fail(err, KVEDGE_E_BUDGET, "recent %g of the prompt does not fit a budget of %g; raise the budget or lower recent",
+                    plan->recent_ratio, plan->budget_ratio);
+    }
+    return ok(err);
+}
+
+extern "C" int32_t kvedge_plan_budget(const kvedge_plan * plan, int32_t n_tokens) {
+    if (!plan || n_tokens <= 0) {
+        return 0;
+    }
+    const int32_t n = plan->budget_ratio > 0.0 ? share(plan->budget_ratio, n_tokens) : plan->budget_pairs;
+    return std::clamp(n, 1, n_tokens);
+}

@@ -1,0 +1,36 @@
+#pragma once
+
+#include "core/stages.h"
+
+#include <cstdint>
+
+struct kvedge_plan {
+    const kvedge::Scorer *       scorer;
+    const kvedge::Allocator *    allocator;
+    const kvedge::Reducer *      reducer;
+    const kvedge::DecodePolicy * decode;
+
+    // Each amount is a ratio of the prompt's tokens (ratio > 0) or a number of KV pairs (ratio = 0).
+    double  budget_ratio = 1.0;
+    int32_t budget_pairs = 0;
+    bool    recent_auto  = true;
+    double  recent_ratio = 0.0;
+    int32_t recent_pairs = 0;
+    int32_t sinks        = 0;
+
+    bool text_prior    = false;
+    bool keep_all_text = false;  // text_overflow = keep_all
+};
+
+namespace kvedge {
+
+kvedge_plan full_plan();
+
+// KV pairs of the last tokens that the plan protects in a prompt of n_tokens with this budget; may exceed the budget
+// when the plan asks for it explicitly.
+int32_t plan_recent(const kvedge_plan & plan, int32_t n_tokens, int32_t budget);
+
+// KVEDGE_E_BUDGET if explicit protection does not fit the budget of a prompt of n_tokens.
+kvedge_status check_protection(const kvedge_plan & plan, int32_t n_tokens, int32_t budget, kvedge_error * err);
+
+}  // namespace kvedge

@@ -1,0 +1,65 @@
+#include "core/select.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace kvedge {
+
+namespace {
+
+struct Protection {
+    int32_t sinks, recent;
+};
+
+// What gives way when the budget is too small for the protection: recent tokens outlast sinks, except where the method is made of sinks.
+Protection fit_protection(const kvedge_plan & plan, int32_t n_tokens, int32_t count) {
+    const int32_t recent = plan_recent(plan, n_tokens, count);
+    if ((int64_t) plan.sinks + recent <= count) {
+        return { plan.sinks, recent };
+    }
+    if (plan.scorer->recent_by_default) {
+        const int32_t kept = std::min(recent, count);
+        return { std::min(plan.sinks, count - kept), kept };
+    }
+    const int32_t sinks = std::min(plan.sinks, count);
+    return { sinks, count - sinks };
+}
+
+bool mixed(int32_t n_tokens, const uint8_t * image) {
+    const bool first = image[0] != 0;
+    return std::any_of(image, image + n_tokens, [&](uint8_t i) { return (i != 0) != first; });
+}
+
+}  // namespace
+
+std::vector<int32_t> select_tokens(
+    const kvedge_plan & plan, int32_t n_tokens, int32_t count, const uint8_t * image, const float * scores) {
+    const Protection     p          = fit_protection(plan, n_tokens, count);
+    const bool           text_first = plan.text_prior && mixed(n_tokens, image);
+    std::vector<int32_t> kept, rest;
+    int32_t              n_text = 0;
+    for (int32_t t = 0; t < n_tokens; t++) {
+        if (t < p.sinks || t >= n_tokens - p.recent) {
+            kept.push_back(t);
+        } else {
+            rest.push_back(t);
+            n_text += image[t] ? 0 : 1;
+        }
+    }
+    int32_t fill = count - (int32_t) kept.size();
+    if (text_first && plan.keep_all_text) {
+        fill = std::max(fill, n_text);
+    }
+    fill = std::clamp(fill, 0, (int32_t) rest.size());
+    std::partial_sort(rest.begin(), rest.begin() + fill, rest.end(), [&](int32_t a, int32_t b) {
+        if (text_first && image[a] != image[b]) {
+            return image[a] < image[b];
+        }
+        return scores[a] != scores[b] ? scores[a] > scores[b] : a < b;
+    });
+    kept.insert(kept.end(), rest.begin(), rest.begin() + fill);
+    std::sort(kept.begin(), kept.end());
+    return kept;
+}
+
+}  // namespace kvedge

@@ -1,0 +1,229 @@
+// The cache's C interface: attach, detach, plans and statistics.
+
+#include "core/error.h"
+#include "glue/cache.h"
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+
+using namespace kvedge;
+
+namespace {
+
+kvedge_cache & self(void * user_data) { return *(kvedge_cache *) user_data; }
+
+// llama.cpp calls these from C++ of its own; nothing may be thrown through it.
+template <class T, class F> T guarded(void * user_data, T failed, const F & call) {
+    try {
+        return call(self(user_data));
+    } catch (const std::exception &) {
+        kvedge_error & e = self(user_data).error;
+        if (e.status == KVEDGE_OK) {
+            fail(&e, KVEDGE_E_MEMORY, "no memory");
+        }
+        return failed;
+    }
+}
+
+llama_attn_provider make_provider(kvedge_cache * kv) {
+    llama_attn_provider p{};
+    p.user_data  = kv;
+    p.build_attn = [](void * u, const llama_attn_provider_layer * layer) {
+        return guarded(u, (ggml_tensor *) nullptr, [&](kvedge_cache & c) { return c.build_attn(*layer); });
+    };
+    p.ubatch_begin = [](void * u, const llama_attn_provider_ubatch * ubatch) {
+        return guarded(u, -1, [&](kvedge_cache & c) { return c.ubatch_begin(*ubatch); });
+    };
+    p.clear  = [](void * u) { self(u).seqs.clear(); };
+    p.seq_rm = [](void * u, llama_seq_id seq_id, llama_pos p0, llama_pos p1) {
+        return guarded(u, false, [&](kvedge_cache & c) {
+            c.seq_rm(seq_id, p0, p1);
+            return true;
+        });
+    };
+    p.seq_cp = [](void * u, llama_seq_id from, llama_seq_id to, llama_pos p0, llama_pos p1) {
+        return guarded(u, false, [&](kvedge_cache & c) { return c.seq_cp(from, to, p0, p1); });
+    };
+    p.seq_keep = [](void * u, llama_seq_id seq_id) { self(u).seq_keep(seq_id); };
+    p.release  = [](void * u) { self(u).ctx = nullptr; };
+    return p;
+}
+
+bool holds_tokens(llama_context * ctx) {
+    for (uint32_t s = 0; s < llama_n_seq_max(ctx); s++) {
+        if (llama_memory_seq_pos_max(llama_get_memory(ctx), (llama_seq_id) s) >= 0) {
+            return true;
+        }
+    }
+    return false;
+}
+
+kvedge_status take_over(kvedge_cache & kv, kvedge_error * err) {
+    switch (llama_set_attn_provider(kv.ctx, &kv.provider)) {
+        case 0:  break;
+        case -2: return fail(err, KVEDGE_E_MEMORY, "llama.cpp could not reserve its compute buffers");
+        case -3: return fail(err, KVEDGE_E_STATE, "the context has an attention provider already; detach that one first");
+        default: return fail(err, KVEDGE_E_NOTHING, "this model keeps no plain KV cache; there is nothing to compress");
+    }
+    if (!kv.shapes.empty() && !kv.shares_kv) {
+        return KVEDGE_OK;
+    }
+    llama_set_attn_provider(kv.ctx, nullptr);
+    return kv.shares_kv ? fail(err, KVEDGE_E_NOTHING, "this model's layers share their KV cache; it cannot be compressed yet")
+                        : fail(err, KVEDGE_E_NOTHING, "this model has no full-attention layer; there is nothing to compress");
+}
+
+const SequenceState * find_seq(const kvedge_cache * kv, int32_t seq_id) {
+    const auto it = kv->seqs.find(seq_id);
+    return it == kv->seqs.end() || !it->second.seq ? nullptr : &it->second;
+}
+
+bool is_head(const kvedge_cache * kv, int32_t i, int32_t head) {
+    return i >= 0 && (size_t) i < kv->shapes.size() && head >= 0 && head < kv->shapes[(size_t) i].n_heads_kv;
+}
+
+}  // namespace
+
+extern "C" kvedge_options kvedge_options_default(void) {
+    return { sizeof(kvedge_options), KVEDGE_TYPE_F16, 0, true };
+}
+
+extern "C" kvedge_status kvedge_attach(
+    llama_context * ctx, const kvedge_plan * plan, const kvedge_options * options, kvedge_cache ** out, kvedge_error * err) try {
+    if (!ctx || !out) {
+        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_attach: ctx or out is NULL");
+    }
+    *out                   = nullptr;
+    const kvedge_options o = options ? *options : kvedge_options_default();
+    if (o.struct_size != sizeof(kvedge_options) || o.type < KVEDGE_TYPE_F16 || o.type > KVEDGE_TYPE_F32 || o.n_threads < 0) {
+        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_attach: options are not as kvedge_options_default() makes them");
+    }
+    if (plan) {
+        if (const auto status = kvedge_plan_check(plan, err); status != KVEDGE_OK) {
+            return status;
+        }
+    }
+    if (!llama_get_memory(ctx)) {
+        return fail(err, KVEDGE_E_NOTHING, "this model has no memory; there is nothing to compress");
+    }
+    if (holds_tokens(ctx)) {
+        return fail(err, KVEDGE_E_STATE, "the context holds tokens; attach before the first decode or clear its memory");
+    }
+    auto kv           = std::make_unique<kvedge_cache>();
+    kv->ctx           = ctx;
+    kv->plan          = plan ? *plan : full_plan();
+    kv->type          = (Type) o.type;
+    kv->n_threads     = o.n_threads;
+    kv->auto_compress = o.auto_compress;
+    kv->provider      = make_provider(kv.get());
+    if (const auto status = take_over(*kv, err); status != KVEDGE_OK) {
+        return status;
+    }
+    *out = kv.release();
+    return ok(err);
+} catch (const std::bad_alloc &) {
+    return fail(err, KVEDGE_E_MEMORY, "no memory to attach");
+}
+
+extern "C" void kvedge_detach(kvedge_cache * kv) {
+    if (kv && kv->ctx) {
+        llama_set_attn_provider(kv->ctx, nullptr);
+    }
+    delete kv;
+}
+
+extern "C" kvedge_status kvedge_set_plan(kvedge_cache * kv, const kvedge_plan * plan, kvedge_error * err) {
+    if (!kv || !plan) {
+        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_set_plan: cache or plan is NULL");
+    }
+    if (const auto status = kvedge_plan_check(plan, err); status != KVEDGE_OK) {
+        return status;
+    }
+    kv->plan = *plan;
+    return ok(err);
+}
+
+extern "C" kvedge_status kvedge_set_auto_compress(kvedge_cache * kv, bool on, kvedge_error * err) {
+    if (!kv) {
+        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_set_auto_compress: cache is NULL");
+    }
+    kv->auto_compress = on;
+    return ok(err);
+}
+
+extern "C" kvedge_status kvedge_compress(kvedge_cache * kv, int32_t seq_id, kvedge_error * err) {
+    if (!kv) {
+        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_compress: cache is NULL");
+    }
+    if (!kv->ctx) {
+        return fail(err, KVEDGE_E_STATE, "the llama_context of this cache has been freed");
+    }
+    const auto it = kv->seqs.find(seq_id);
+    if (it == kv->seqs.end() || !it->second.seq) {
+        return ok(err);
+    }
+    llama_synchronize(kv->ctx);
+    return kv->compress(it->second, err);
+}
+
+extern "C" kvedge_status kvedge_take_error(kvedge_cache * kv, kvedge_error * err) {
+    if (!kv) {
+        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_take_error: cache is NULL");
+    }
+    const kvedge_error first = kv->error;
+    kv->error                = {};
+    if (err) {
+        *err = first;
+    }
+    return first.status;
+}
+
+extern "C" kvedge_status kvedge_get_stats(const kvedge_cache * kv, int32_t seq_id, kvedge_stats * out, kvedge_error * err) {
+    if (!kv || !out || out->struct_size != sizeof(kvedge_stats)) {
+        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_get_stats: cache or out is NULL, or out->struct_size is not set");
+    }
+    *out             = {};
+    out->struct_size = sizeof(kvedge_stats);
+    out->n_layers    = (int32_t) kv->shapes.size();
+    out->n_heads_kv  = kv->shapes.empty() ? 0 : kv->shapes[0].n_heads_kv;
+    if (const SequenceState * s = find_seq(kv, seq_id)) {
+        out->n_tokens       = (int32_t) s->seq->pos.size();
+        out->n_image_tokens = (int32_t) std::count(s->seq->image.begin(), s->seq->image.end(), 1);
+        out->n_compressions = s->n_compressions;
+        out->n_pending      = s->seq->pending_length();
+        out->bytes          = s->seq->bytes();
+        out->index_bytes    = s->seq->index_bytes();
+        out->score_bytes    = s->seq->score_bytes();
+        out->before_bytes   = s->before_bytes;
+        out->after_bytes    = s->after_bytes;
+        out->peak_bytes     = s->peak_bytes;
+        out->compress_us    = s->compress_us;
+    }
+    return ok(err);
+}
+
+extern "C" int32_t kvedge_layer_id(const kvedge_cache * kv, int32_t i) {
+    return kv && i >= 0 && (size_t) i < kv->shapes.size() ? kv->shapes[(size_t) i].il : -1;
+}
+
+extern "C" int32_t kvedge_head_length(const kvedge_cache * kv, int32_t seq_id, int32_t i, int32_t head) {
+    const SequenceState * s = kv ? find_seq(kv, seq_id) : nullptr;
+    return s && is_head(kv, i, head) ? s->seq->head_length(i, head) : -1;
+}
+
+extern "C" kvedge_status kvedge_head_tokens(
+    const kvedge_cache * kv, int32_t seq_id, int32_t i, int32_t head, int32_t * out, int32_t n_out, kvedge_error * err) try {
+    const SequenceState * s = kv ? find_seq(kv, seq_id) : nullptr;
+    if (!s || !is_head(kv, i, head) || !out) {
+        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_head_tokens: no such sequence, layer or head");
+    }
+    const auto tokens = s->seq->head_tokens(i, head);
+    if ((size_t) std::max(n_out, 0) < tokens.size()) {
+        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_head_tokens: %zu tokens do not fit %d places", tokens.size(), n_out);
+    }
+    std::copy(tokens.begin(), tokens.end(), out);
+    return ok(err);
+} catch (const std::bad_alloc &) {
+    return fail(err, KVEDGE_E_MEMORY, "no memory for the token list");
+}

@@ -1,0 +1,245 @@
+#include "glue/cache.h"
+
+#include "core/error.h"
+#include "core/threads.h"
+#include "ggml.h"
+
+#include <algorithm>
+#include <climits>
+#include <new>
+
+using namespace kvedge;
+
+void SequenceState::note_peak() {
+    peak_bytes = std::max(peak_bytes, seq->bytes() + seq->index_bytes() + seq->score_bytes());
+}
+
+int32_t kvedge_cache::threads() const {
+    const int32_t n = n_threads > 0 ? n_threads : ctx ? llama_n_threads_batch(ctx) : available_threads();
+    return std::max(1, n);
+}
+
+int kvedge_cache::report(kvedge_status status, const char * what) {
+    if (error.status == KVEDGE_OK) {
+        fail(&error, status, "%s", what);
+    }
+    return -1;
+}
+
+// ---------------------------------------------------------------------------------------------------------
+
+static bool can_attend(const llama_attn_provider_layer & layer) {
+    const ggml_tensor * q = layer.q;
+    const ggml_tensor * k = layer.k;
+    const ggml_tensor * v = layer.v;
+    for (const ggml_tensor * t : { q, k, v }) {
+        if (t->type != GGML_TYPE_F32 || t->nb[0] != sizeof(float) || t->ne[3] != 1) {
+            return false;
+        }
+    }
+    return !layer.kq_b && layer.max_alibi_bias == 0.0f && q->ne[0] == k->ne[0] && k->ne[1] == v->ne[1] &&
+           q->ne[1] % k->ne[1] == 0 && k->ne[0] % 8 == 0 && v->ne[0] % 8 == 0 && k->ne[0] <= MAX_HEAD_SIZE &&
+           v->ne[0] <= MAX_HEAD_SIZE && (!layer.sinks || layer.sinks->type == GGML_TYPE_F32);
+}
+
+ggml_tensor * kvedge_cache::build_attn(const llama_attn_provider_layer & layer) {
+    if (!layer.k || !layer.v) {
+        shares_kv = true;
+        return nullptr;
+    }
+    if (!can_attend(layer)) {
+        return nullptr;
+    }
+    auto op = std::find_if(ops.begin(), ops.end(), [&](const auto & o) { return shapes[(size_t) o->layer].il == layer.il; });
+    if (op == ops.end()) {
+        if (!seqs.empty()) {
+            return nullptr;  // a layer that was not there when the store was laid out
+        }
+        shapes.push_back({ layer.il, (int32_t) layer.q->ne[1], (int32_t) layer.k->ne[1], (int32_t) layer.k->ne[0],
+                           (int32_t) layer.v->ne[0] });
+        ops.push_back(std::make_unique<LayerOp>());
+        op     = ops.end() - 1;
+        **op   = { this, (int32_t) shapes.size() - 1, layer.scale, layer.softcap };
+        locks.reset();
+    }
+    ggml_tensor * kv_args[] = { layer.k, layer.v };
+    ggml_tensor * stored    = ggml_custom_4d(layer.ctx, GGML_TYPE_F32, 1, 1, 1, 1, kv_args, 2, store_op, GGML_N_TASKS_MAX, op->get());
+    ggml_tensor * q_args[]  = { layer.q, stored, layer.sinks };
+    return ggml_custom_4d(layer.ctx, GGML_TYPE_F32, layer.v->ne[0] * layer.q->ne[1], layer.q->ne[2], 1, 1, q_args,
+                          layer.sinks ? 3 : 2, attend_op, GGML_N_TASKS_MAX, op->get());
+}
+
+// ---------------------------------------------------------------------------------------------------------
+
+bool kvedge_cache::collect_runs(const llama_attn_provider_ubatch & ubatch) {
+    runs.clear();
+    for (uint32_t i = 0; i < ubatch.n_tokens; i++) {
+        if (ubatch.n_seq_id[i] != 1) {
+            report(KVEDGE_E_UNSUPPORTED, "a token that belongs to several sequences at once cannot be stored; decode it once per sequence");
+            return false;
+        }
+        SequenceState & state = seqs[ubatch.seq_id[i][0]];
+        if (!state.seq) {
+            state.seq = std::make_unique<Sequence>(shapes, type);
+        }
+        auto run = std::find_if(runs.begin(), runs.end(), [&](const auto & r) { return r->state == &state; });
+        if (run == runs.end()) {
+            runs.push_back(std::make_unique<Run>());
+            run           = runs.end() - 1;
+            (*run)->state = &state;
+        }
+        (*run)->index.push_back((int32_t) i);
+    }
+    return true;
+}
+
+// Decides what a sequence's tokens are - prompt or generated - and makes room for them.
+bool kvedge_cache::enter_run(const llama_attn_provider_ubatch & ubatch, Run & run) {
+    SequenceState & state  = *run.state;
+    const auto      n      = (int32_t) run.index.size();
+    const bool      output = ubatch.output && ubatch.output[run.index.back()];
+    // A generated token comes alone, asks for logits, and follows one whose logits were asked for.
+    const bool prompt = n > 1 || !output || state.seq->pos.empty() || (state.armed && !state.prev_output);
+
+    if (!prompt && state.armed && auto_compress) {
+        kvedge_error err{};
+        if (compress(state, &err) != KVEDGE_OK) {
+            report(err.status, err.message);
+            return false;
+        }
+    }
+    state.armed       = state.armed || prompt;
+    state.prev_output = output;
+
+    run.sum = prompt && plan.scorer->needs_column_sums && plan.budget_ratio != 1.0;
+    std::vector<int32_t> pos((size_t) n);
+    for (int32_t i = 0; i < n; i++) {
+        pos[(size_t) i] = ubatch.pos[run.index[(size_t) i]];
+    }
+    if ((run.sum && !state.seq->ensure_sums(n)) || !state.seq->append(n, pos.data(), ubatch.token == nullptr)) {
+        report(KVEDGE_E_MEMORY, "no memory for the keys and values of the next tokens; shorten the prompt or free memory");
+        return false;
+    }
+    state.seq->unsummed += prompt && !run.sum ? n : 0;
+    state.note_peak();
+
+    int32_t group = 1;
+    for (const auto & s : shapes) {
+        group = std::max(group, s.n_heads / s.n_heads_kv);
+    }
+    run.decode = !run.sum && (n == 1 || n * group <= DECODE_ROWS);
+    if (run.decode && !run.partials.reserve(shapes, n, std::max(llama_n_threads(ctx), llama_n_threads_batch(ctx)))) {
+        report(KVEDGE_E_MEMORY, "no memory for partial attention results");
+        return false;
+    }
+    return true;
+}
+
+bool kvedge_cache::reserve_scratch() {
+    int32_t n_keys = 0;
+    for (const auto & run : runs) {
+        if (run->decode) {
+            continue;
+        }
+        for (size_t l = 0; l < shapes.size(); l++) {
+            for (int32_t h = 0; h < shapes[l].n_heads_kv; h++) {
+                n_keys = std::max(n_keys, run->state->seq->head_length((int32_t) l, h));
+            }
+        }
+    }
+    if (n_keys == 0) {
+        return true;
+    }
+    scratch.resize((size_t) std::max({ 1, llama_n_threads(ctx), llama_n_threads_batch(ctx) }));
+    if (!locks) {
+        int32_t heads = 1;
+        for (const auto & s : shapes) {
+            heads = std::max(heads, s.n_heads_kv);
+        }
+        locks.reset(new SpinLock[(size_t) heads]);
+    }
+    return std::all_of(scratch.begin(), scratch.end(), [&](Scratch & s) { return s.reserve(shapes, n_keys); });
+}
+
+int kvedge_cache::ubatch_begin(const llama_attn_provider_ubatch & ubatch) {
+    causal   = ubatch.causal;
+    n_tokens = (int32_t) ubatch.n_tokens;
+    if (!collect_runs(ubatch)) {
+        return -1;
+    }
+    for (auto & run : runs) {
+        if (!enter_run(ubatch, *run)) {
+            return -1;
+        }
+    }
+    return reserve_scratch() ? 0 : report(KVEDGE_E_MEMORY, "no memory for the attention of the prompt");
+}
+
+// ---------------------------------------------------------------------------------------------------------
+
+kvedge_status kvedge_cache::compress(SequenceState & state, kvedge_error * err) {
+    for (auto & s : scratch) {
+        s.release();
+    }
+    if (state.seq->pending_length() == 0) {
+        return ok(err);
+    }
+    Compression outcome;
+    const auto  status = compress_pending(*state.seq, plan, threads(), outcome, err);
+    if (status != KVEDGE_OK) {
+        return status;
+    }
+    state.armed = false;
+    state.n_compressions += 1;
+    state.before_bytes = outcome.before_bytes;
+    state.after_bytes  = outcome.after_bytes;
+    state.compress_us  = outcome.us;
+    state.peak_bytes   = std::max(state.peak_bytes, outcome.peak_bytes);
+    return KVEDGE_OK;
+}
+
+void kvedge_cache::seq_rm(int32_t seq_id, int32_t p0, int32_t p1) {
+    p0 = std::max(p0, 0);
+    p1 = p1 < 0 ? INT_MAX : p1;
+    for (auto it = seqs.begin(); it != seqs.end();) {
+        if (seq_id >= 0 && it->first != seq_id) {
+            ++it;
+        } else if (p0 == 0 && p1 == INT_MAX) {
+            it = seqs.erase(it);
+        } else {
+            it->second.seq->remove(p0, p1);
+            ++it;
+        }
+    }
+}
+
+bool kvedge_cache::seq_cp(int32_t from, int32_t to, int32_t p0, int32_t p1) {
+    const auto it = seqs.find(from);
+    if (from == to || it == seqs.end()) {
+        return true;
+    }
+    auto copy = it->second.seq->clone();
+    if (!copy) {
+        report(KVEDGE_E_MEMORY, "no memory to copy a sequence");
+        return false;
+    }
+    if (p0 > 0) {
+        copy->remove(0, p0);
+    }
+    if (p1 >= 0) {
+        copy->remove(p1, INT_MAX);
+    }
+    SequenceState & state = seqs[to];
+    state                 = SequenceState{};
+    state.seq             = std::move(copy);
+    state.armed           = it->second.armed;
+    state.prev_output     = it->second.prev_output;
+    state.note_peak();
+    return true;
+}
+
+void kvedge_cache::seq_keep(int32_t seq_id) {
+    for (auto it = seqs.begin(); it != seqs.end();) {
+        it = it->first == seq_id ? std::next(it) : seqs.erase(it);
+    }
+}

@@ -1,0 +1,95 @@
+// kvedge_cache: the attention provider of one llama_context. The only part of the library that knows llama.cpp.
+
+#pragma once
+
+#include "attention/attention.h"
+#include "core/compress.h"
+#include "core/plan.h"
+#include "kvedge.h"
+#include "llama-attn-provider.h"
+#include "store/sequence.h"
+
+#include <atomic>
+#include <map>
+#include <memory>
+#include <vector>
+
+namespace kvedge {
+
+// A sequence, and what automatic compression and statistics need to know about it.
+struct SequenceState {
+    std::unique_ptr<Sequence> seq;
+    bool                      armed       = false;  // a prompt came in since the last compression
+    bool                      prev_output = false;  // logits of the last token were asked for
+    int32_t                   n_compressions = 0;
+    uint64_t                  before_bytes = 0, after_bytes = 0, peak_bytes = 0;
+    int64_t                   compress_us = 0;
+
+    void note_peak();
+};
+
+// The tokens of one sequence in the current ubatch.
+struct Run {
+    SequenceState *      state;
+    std::vector<int32_t> index;  // their places in the ubatch
+    bool                 sum;    // add their attention to the column sums
+    bool                 decode; // few rows: the decode path
+    DecodePartials       partials;
+};
+
+// What the operations of one layer are given as user data.
+struct LayerOp {
+    kvedge_cache * kv;
+    int32_t        layer;  // index into shapes
+    float          scale, softcap;
+};
+
+}  // namespace kvedge
+
+struct kvedge_cache {
+    llama_context *     ctx = nullptr;  // NULL once llama.cpp has freed it
+    llama_attn_provider provider{};
+    kvedge_plan         plan{};
+    kvedge::Type        type          = kvedge::Type::f16;
+    int32_t             n_threads     = 0;
+    bool                auto_compress = true;
+
+    std::vector<kvedge::LayerShape>               shapes;
+    std::vector<std::unique_ptr<kvedge::LayerOp>> ops;  // as shapes; the graphs keep their addresses
+    bool                                          shares_kv = false;  // a full-attention layer reads another layer's K and V
+
+    std::map<int32_t, kvedge::SequenceState> seqs;
+
+    // The current ubatch.
+    std::vector<std::unique_ptr<kvedge::Run>> runs;
+    bool                                      causal   = true;
+    int32_t                                   n_tokens = 0;
+    std::vector<kvedge::Scratch>              scratch;  // one per thread
+    std::unique_ptr<kvedge::SpinLock[]>       locks;
+    std::atomic<int32_t>                      next_task{ 0 };
+
+    kvedge_error error{};  // the first that llama_decode could not report
+
+    ggml_tensor * build_attn(const llama_attn_provider_layer & layer);
+    int           ubatch_begin(const llama_attn_provider_ubatch & ubatch);
+    void          seq_rm(int32_t seq_id, int32_t p0, int32_t p1);
+    bool          seq_cp(int32_t from, int32_t to, int32_t p0, int32_t p1);
+    void          seq_keep(int32_t seq_id);
+
+    kvedge_status compress(kvedge::SequenceState & state, kvedge_error * err);
+    int32_t       threads() const;
+
+  private:
+    bool collect_runs(const llama_attn_provider_ubatch & ubatch);
+    bool enter_run(const llama_attn_provider_ubatch & ubatch, kvedge::Run & run);
+    bool reserve_scratch();
+    int  report(kvedge_status status, const char * what);
+};
+
+namespace kvedge {
+
+// The two operations of a layer in the graph; see ggml_custom_4d.
+void store_op(ggml_tensor * dst, int ith, int nth, void * layer_op);   // src: k, v
+void attend_op(ggml_tensor * dst, int ith, int nth, void * layer_op);  // src: q, store_op's result, sinks (optional)
+
+}  // namespace kvedge

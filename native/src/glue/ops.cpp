@@ -1,0 +1,115 @@
+#include "glue/cache.h"
+
+#include "ggml.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace kvedge {
+
+namespace {
+
+const float * row_of(const ggml_tensor * t, int32_t head, int32_t token) {
+    return (const float *) ((const char *) t->data + (size_t) head * t->nb[1] + (size_t) token * t->nb[2]);
+}
+
+AttendJob make_job(const LayerOp & op, const Run & run, ggml_tensor * dst) {
+    const kvedge_cache & kv    = *op.kv;
+    const LayerShape &   shape = kv.shapes[(size_t) op.layer];
+    const ggml_tensor *  q     = dst->src[0];
+    AttendJob            job{};
+    job.seq       = run.state->seq.get();
+    job.layer     = op.layer;
+    job.n         = (int32_t) run.index.size();
+    job.causal    = kv.causal;
+    job.q         = (const float *) q->data;
+    job.q_head    = q->nb[1] / sizeof(float);
+    job.q_token   = q->nb[2] / sizeof(float);
+    job.out       = (float *) dst->data;
+    job.out_head  = (size_t) shape.d_v;
+    job.out_token = dst->nb[1] / sizeof(float);
+    job.index     = run.index.data();
+    job.scale     = op.scale;
+    job.softcap   = op.softcap;
+    job.sinks     = dst->src[2] ? (const float *) dst->src[2]->data : nullptr;
+    if (run.sum) {
+        ColumnSums & sums = run.state->seq->sums[(size_t) op.layer];
+        job.sums          = sums.sums.data();
+        job.sums_capacity = sums.capacity;
+        job.locks         = kv.locks.get();
+    }
+    return job;
+}
+
+}  // namespace
+
+void store_op(ggml_tensor * dst, int ith, int nth, void * layer_op) {
+    const LayerOp &     op    = *(const LayerOp *) layer_op;
+    kvedge_cache &      kv    = *op.kv;
+    const LayerShape &  shape = kv.shapes[(size_t) op.layer];
+    const ggml_tensor * k     = dst->src[0];
+    const ggml_tensor * v     = dst->src[1];
+    if (k->ne[2] != kv.n_tokens) {
+        return;
+    }
+    if (ith == 0) {  // the attention that follows starts behind a barrier
+        kv.next_task.store(0, std::memory_order_relaxed);
+        for (auto & run : kv.runs) {
+            if (run->decode) {
+                run->partials.start(shape.n_heads_kv);
+            }
+        }
+    }
+    for (auto & run : kv.runs) {
+        Sequence &    seq   = *run->state->seq;
+        const auto    n     = (int32_t) run->index.size();
+        const int64_t items = (int64_t) n * shape.n_heads_kv;
+        const auto    last  = items * (ith + 1) / nth;
+        for (int64_t i = items * ith / nth; i < last; i++) {
+            const auto t    = (int32_t) (i / shape.n_heads_kv);
+            const auto head = (int32_t) (i % shape.n_heads_kv);
+            const auto at   = seq.place_from_end(t, n);
+            kernels().from_f32(kv.type, row_of(k, head, run->index[(size_t) t]), seq.k_row(at, op.layer, head), (size_t) shape.d_k);
+            kernels().from_f32(kv.type, row_of(v, head, run->index[(size_t) t]), seq.v_row(at, op.layer, head), (size_t) shape.d_v);
+        }
+    }
+}
+
+void attend_op(ggml_tensor * dst, int ith, int nth, void * layer_op) {
+    const LayerOp & op = *(const LayerOp *) layer_op;
+    kvedge_cache &  kv = *op.kv;
+    if (dst->src[0]->ne[2] != kv.n_tokens) {
+        if (ith == 0) {
+            memset(dst->data, 0, ggml_nbytes(dst));
+        }
+        return;
+    }
+    // Threads draw tasks from one counter that runs through all runs of the ubatch.
+    int32_t first = 0;
+    int32_t task  = -1;
+    for (auto & run : kv.runs) {
+        const AttendJob job = make_job(op, *run, dst);
+        if (!run->decode && (size_t) ith >= kv.scratch.size()) {
+            return;
+        }
+        const int32_t splits = run->decode ? std::min(decode_splits(job, nth), run->partials.splits_max) : 0;
+        const int32_t n      = run->decode ? decode_tasks(job, splits) : prefill_tasks(job, kv.scratch[0]);
+        for (;;) {
+            if (task < 0) {
+                task = kv.next_task.fetch_add(1, std::memory_order_relaxed);
+            }
+            if (task >= first + n) {
+                break;
+            }
+            if (run->decode) {
+                decode_task(job, task - first, splits, run->partials);
+            } else {
+                prefill_task(job, task - first, kv.scratch[(size_t) ith]);
+            }
+            task = -1;
+        }
+        first += n;
+    }
+}
+
+}  // namespace kvedge

@@ -1,0 +1,65 @@
+#include "kernels.h"
+
+#if defined(_MSC_VER) && defined(KVEDGE_HAVE_X86)
+#    include <intrin.h>
+#endif
+
+namespace kvedge {
+
+#if !defined(KVEDGE_HAVE_X86)
+const Kernels * kernels_avx2() { return nullptr; }
+const Kernels * kernels_avx512() { return nullptr; }
+#endif
+#if !defined(KVEDGE_HAVE_NEON)
+const Kernels * kernels_neon() { return nullptr; }
+#endif
+
+namespace {
+
+#if defined(KVEDGE_HAVE_X86)
+struct Cpu {
+    bool avx2, avx512;
+};
+
+Cpu detect() {
+#    if defined(_MSC_VER)
+    int r[4];
+    __cpuidex(r, 1, 0);
+    const bool fma_f16c = (r[2] & (1 << 12)) && (r[2] & (1 << 29)) && (r[2] & (1 << 27));
+    const auto xcr      = (r[2] & (1 << 27)) ? _xgetbv(0) : 0;
+    __cpuidex(r, 7, 0);
+    const bool avx2   = fma_f16c && (xcr & 6) == 6 && (r[1] & (1 << 5));
+    const int  need   = (1 << 16) | (1 << 17) | (1 << 30) | (int) (1u << 31);
+    return { avx2, avx2 && (xcr & 0xe6) == 0xe6 && (r[1] & need) == need };
+#    else
+    __builtin_cpu_init();
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    return { avx2, avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") };
+#    endif
+}
+#endif
+
+const Kernels * choose() {
+#if defined(KVEDGE_HAVE_X86)
+    const Cpu cpu = detect();
+    if (cpu.avx512) {
+        return kernels_avx512();
+    }
+    if (cpu.avx2) {
+        return kernels_avx2();
+    }
+#elif defined(KVEDGE_HAVE_NEON)
+    return kernels_neon();
+#endif
+    return kernels_generic();
+}
+
+}  // namespace
+
+const Kernels & kernels() {
+    static const Kernels * const chosen = choose();
+    return *chosen;
+}
+
+}  // namespace kvedge

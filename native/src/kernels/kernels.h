@@ -1,0 +1,61 @@
+// Dense building blocks of attention, one table per instruction set, chosen once at run time.
+// All matrices are row-major. Rows of K and V lie head-contiguous in their storage type; everything else is float32.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace kvedge {
+
+enum class Type : int32_t { f16 = 0, bf16 = 1, f32 = 2 };
+
+constexpr size_t type_size(Type t) { return t == Type::f32 ? 4 : 2; }
+
+// Rows of one head: row r starts at data + r * stride bytes.
+struct Rows {
+    const uint8_t * data;
+    size_t          stride;
+    Type            type;
+};
+
+struct Kernels {
+    const char * name;
+    int32_t      panel;  // columns of one packed K panel (nr)
+
+    void (*to_f32)(Type type, const void * src, float * dst, size_t n);
+    void (*from_f32)(Type type, const float * src, void * dst, size_t n);  // rounds to nearest, ties to even
+
+    // out[p][i][c] = k[p * nr + c][i] for panels p of nr rows, zero past n; out holds ceil(n / nr) * d * nr floats
+    void (*pack)(Rows k, int32_t n, int32_t d, float * out);
+
+    // s[r][c] = sum_i q[r][i] * k[c][i]; q [m][ldq], k packed, s [m][lds] with ceil(n / nr) * nr columns written
+    void (*gemm_qk)(const float * q, size_t ldq, int32_t m, const float * packed, int32_t n, int32_t d, float * s, size_t lds);
+
+    // o[r][i] += sum_c p[r][c] * v[c][i]; p [m][ldp], v [n][ldv], o [m][ldv]; d columns, ldv a multiple of 16 >= d
+    void (*gemm_pv)(const float * p, size_t ldp, int32_t m, int32_t n, const float * v, size_t ldv, int32_t d, float * o);
+
+    float (*max)(const float * x, size_t n);                       // -inf for n = 0
+    float (*exp_sum)(float * x, size_t n, float shift);            // x = exp(x - shift); returns the sum
+    void (*softcap)(float * x, size_t n, float cap);               // x = cap * tanh(x / cap)
+    void (*axpy)(float a, const float * x, float * y, size_t n);   // y += a * x
+    float (*dot)(const float * x, const float * y, size_t n);
+
+    // One read of k for all m query rows: s[r][c] = q[r] . k[c], for m <= 16; q [m][ldq]
+    void (*rows_dot)(const float * q, size_t ldq, int32_t m, Rows k, int32_t n, int32_t d, float * s, size_t lds);
+    // One read of v for all m rows: o[r] += sum_c p[r][c] * v[c]; o [m][ldo], ldo a multiple of 16 >= d
+    void (*rows_axpy)(const float * p, size_t ldp, int32_t m, Rows v, int32_t n, int32_t d, float * o, size_t ldo);
+};
+
+// The best table that this processor can run.
+const Kernels & kernels();
+
+// The tables themselves; NULL where they are not compiled in. For tests.
+const Kernels * kernels_generic();
+const Kernels * kernels_avx2();
+const Kernels * kernels_avx512();
+const Kernels * kernels_neon();
+
+constexpr int32_t pad16(int32_t n) { return (n + 15) & ~15; }
+
+}  // namespace kvedge

@@ -1,0 +1,62 @@
+#include "kernels.h"
+
+#include <immintrin.h>
+
+namespace kvedge {
+namespace {
+
+struct V {
+    static constexpr int W = 8, MR = 6, PR = 4, PD = 2, AD = 4;
+    __m256 x;
+
+    static V load(const float * p) { return { _mm256_loadu_ps(p) }; }
+    void     store(float * p) const { _mm256_storeu_ps(p, x); }
+    static V set1(float a) { return { _mm256_set1_ps(a) }; }
+    static V zero() { return { _mm256_setzero_ps() }; }
+    static V fma(V a, V b, V c) { return { _mm256_fmadd_ps(a.x, b.x, c.x) }; }
+    static V add(V a, V b) { return { _mm256_add_ps(a.x, b.x) }; }
+    static V mul(V a, V b) { return { _mm256_mul_ps(a.x, b.x) }; }
+    static V max(V a, V b) { return { _mm256_max_ps(a.x, b.x) }; }
+    static V floor(V a) { return { _mm256_floor_ps(a.x) }; }
+    static V pow2(V n) {
+        const __m256i e = _mm256_add_epi32(_mm256_cvtps_epi32(n.x), _mm256_set1_epi32(127));
+        return { _mm256_castsi256_ps(_mm256_slli_epi32(e, 23)) };
+    }
+    float hsum() const {
+        __m128 s = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+        s        = _mm_add_ps(s, _mm_movehl_ps(s, s));
+        s        = _mm_add_ss(s, _mm_movehdup_ps(s));
+        return _mm_cvtss_f32(s);
+    }
+    float hmax() const {
+        __m128 s = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+        s        = _mm_max_ps(s, _mm_movehl_ps(s, s));
+        s        = _mm_max_ss(s, _mm_movehdup_ps(s));
+        return _mm_cvtss_f32(s);
+    }
+    template <Type T> static V load16(const uint8_t * p) {
+        const __m128i h = _mm_loadu_si128((const __m128i *) p);
+        if constexpr (T == Type::f16) {
+            return { _mm256_cvtph_ps(h) };
+        } else {
+            return { _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16)) };
+        }
+    }
+    void store_f16(uint8_t * p) const {
+        _mm_storeu_si128((__m128i *) p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    }
+};
+
+}  // namespace
+}  // namespace kvedge
+
+#include "kernels_impl.h"
+
+namespace kvedge {
+
+const Kernels * kernels_avx2() {
+    static constexpr Kernels table = make_table("avx2");
+    return &table;
+}
+
+}  // namespace kvedge

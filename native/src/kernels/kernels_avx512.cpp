@@ -1,0 +1,58 @@
+#include "kernels.h"
+
+// GCC 12's own AVX-512 header trips these two wherever its intrinsics are inlined.
+#if defined(__GNUC__) && !defined(__clang__)
+#    pragma GCC diagnostic ignored "-Wuninitialized"
+#    pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+
+#include <immintrin.h>
+
+namespace kvedge {
+namespace {
+
+struct V {
+    static constexpr int W = 16, MR = 12, PR = 6, PD = 4, AD = 8;
+    __m512 x;
+
+    static V load(const float * p) { return { _mm512_loadu_ps(p) }; }
+    void     store(float * p) const { _mm512_storeu_ps(p, x); }
+    static V set1(float a) { return { _mm512_set1_ps(a) }; }
+    static V zero() { return { _mm512_setzero_ps() }; }
+    static V fma(V a, V b, V c) { return { _mm512_fmadd_ps(a.x, b.x, c.x) }; }
+    static V add(V a, V b) { return { _mm512_add_ps(a.x, b.x) }; }
+    static V mul(V a, V b) { return { _mm512_mul_ps(a.x, b.x) }; }
+    static V max(V a, V b) { return { _mm512_max_ps(a.x, b.x) }; }
+    static V floor(V a) { return { _mm512_roundscale_ps(a.x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC) }; }
+    static V pow2(V n) {
+        const __m512i e = _mm512_add_epi32(_mm512_cvtps_epi32(n.x), _mm512_set1_epi32(127));
+        return { _mm512_castsi512_ps(_mm512_slli_epi32(e, 23)) };
+    }
+    float hsum() const { return _mm512_reduce_add_ps(x); }
+    float hmax() const { return _mm512_reduce_max_ps(x); }
+    template <Type T> static V load16(const uint8_t * p) {
+        const __m256i h = _mm256_loadu_si256((const __m256i *) p);
+        if constexpr (T == Type::f16) {
+            return { _mm512_cvtph_ps(h) };
+        } else {
+            return { _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16)) };
+        }
+    }
+    void store_f16(uint8_t * p) const {
+        _mm256_storeu_si256((__m256i *) p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    }
+};
+
+}  // namespace
+}  // namespace kvedge
+
+#include "kernels_impl.h"
+
+namespace kvedge {
+
+const Kernels * kernels_avx512() {
+    static constexpr Kernels table = make_table("avx512");
+    return &table;
+}
+
+}  // namespace kvedge

@@ -1,0 +1,50 @@
+#include "kernels.h"
+
+#include <arm_neon.h>
+
+namespace kvedge {
+namespace {
+
+struct V {
+    static constexpr int W = 4, MR = 8, PR = 4, PD = 4, AD = 8;
+    float32x4_t x;
+
+    static V load(const float * p) { return { vld1q_f32(p) }; }
+    void     store(float * p) const { vst1q_f32(p, x); }
+    static V set1(float a) { return { vdupq_n_f32(a) }; }
+    static V zero() { return { vdupq_n_f32(0.0f) }; }
+    static V fma(V a, V b, V c) { return { vfmaq_f32(c.x, a.x, b.x) }; }
+    static V add(V a, V b) { return { vaddq_f32(a.x, b.x) }; }
+    static V mul(V a, V b) { return { vmulq_f32(a.x, b.x) }; }
+    static V max(V a, V b) { return { vmaxq_f32(a.x, b.x) }; }
+    static V floor(V a) { return { vrndmq_f32(a.x) }; }
+    static V pow2(V n) {
+        const int32x4_t e = vaddq_s32(vcvtq_s32_f32(n.x), vdupq_n_s32(127));
+        return { vreinterpretq_f32_s32(vshlq_n_s32(e, 23)) };
+    }
+    float hsum() const { return vaddvq_f32(x); }
+    float hmax() const { return vmaxvq_f32(x); }
+    template <Type T> static V load16(const uint8_t * p) {
+        const uint16x4_t h = vreinterpret_u16_u8(vld1_u8(p));
+        if constexpr (T == Type::f16) {
+            return { vcvt_f32_f16(vreinterpret_f16_u16(h)) };
+        } else {
+            return { vreinterpretq_f32_u32(vshll_n_u16(h, 16)) };
+        }
+    }
+    void store_f16(uint8_t * p) const { vst1_u8(p, vreinterpret_u8_f16(vcvt_f16_f32(x))); }
+};
+
+}  // namespace
+}  // namespace kvedge
+
+#include "kernels_impl.h"
+
+namespace kvedge {
+
+const Kernels * kernels_neon() {
+    static constexpr Kernels table = make_table("neon");
+    return &table;
+}
+
+}  // namespace kvedge

@@ -1,0 +1,143 @@
+#include "primitives/merge.h"
+
+#include "kernels/kernels.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace kvedge {
+
+namespace {
+
+constexpr int32_t TILE = 48;  // evicted rows compared with all kept rows at a time
+
+float inverse_norm(const float * row, int32_t d) {
+    const float sq = kernels().dot(row, row, (size_t) d);
+    return sq > 0.0f ? 1.0f / std::sqrt(sq) : 0.0f;
+}
+
+// Parts of ReduceInput::scratch.
+struct Space {
+    float *   unit;        // [n_kept][d] kept keys scaled to unit length, zero keys as they are
+    float *   packed;      // the same, packed
+    float *   rows;        // [TILE][d]
+    float *   scores;      // [TILE][row]
+    float *   similarity;  // [T]
+    int32_t * target;      // [T] index into kept, or -1
+    int32_t * merged;      // [n_kept] rows that were merged into each; ZERO_KEY for a row that takes none
+    size_t    row;         // n_kept rounded up to whole panels
+    size_t    floats;
+};
+
+constexpr int32_t ZERO_KEY = -1;
+
+Space lay_out(float * base, int32_t n_tokens, int32_t n_kept, int32_t d_k) {
+    const auto panel = (size_t) kernels().panel, d = (size_t) d_k, T = (size_t) n_tokens, n = (size_t) n_kept;
+    Space      x{};
+    x.row        = (n + panel - 1) / panel * panel;
+    const auto take = [&](size_t count) {
+        float * at = base ? base + x.floats : nullptr;
+        x.floats += (count + 15) / 16 * 16;
+        return at;
+    };
+    x.unit       = take(n * d);
+    x.packed     = take(x.row * d);
+    x.rows       = take((size_t) TILE * d);
+    x.scores     = take((size_t) TILE * x.row);
+    x.similarity = take(T);
+    x.target     = (int32_t *) take(T);
+    x.merged     = (int32_t *) take(n);
+    return x;
+}
+
+void pack_directions(const ReduceInput & in, const Space & x) {
+    const auto d = (size_t) in.d_k;
+    for (int32_t j = 0; j < in.n_kept; j++) {
+        const float * row   = in.k + (size_t) in.kept[j] * d;
+        const float   scale = inverse_norm(row, in.d_k);
+        x.merged[j]         = scale == 0.0f ? ZERO_KEY : 0;
+        for (size_t i = 0; i < d; i++) {
+            x.unit[(size_t) j * d + i] = row[i] * scale;
+        }
+    }
+    kernels().pack({ (const uint8_t *) x.unit, d * sizeof(float), Type::f32 }, in.n_kept, in.d_k, x.packed);
+}
+
+// Nearest kept rows of n evicted ones, the tile's rows.
+void match_tile(const ReduceInput & in, const int32_t * members, int32_t n, const Space & x) {
+    kernels().gemm_qk(x.rows, (size_t) in.d_k, n, x.packed, in.n_kept, in.d_k, x.scores, x.row);
+    for (int32_t r = 0; r < n; r++) {
+        const float * s    = x.scores + (size_t) r * x.row;
+        int32_t       best = -1;
+        for (int32_t j = 0; j < in.n_kept; j++) {
+            if (x.merged[j] != ZERO_KEY && (best < 0 || s[j] > s[best])) {
+                best = j;
+            }
+        }
+        x.target[members[r]]     = best;
+        x.similarity[members[r]] = best < 0 ? 0.0f : s[best];
+    }
+}
+
+void match_all(const ReduceInput & in, const Space & x) {
+    const auto d = (size_t) in.d_k;
+    int32_t    members[TILE];
+    int32_t    n = 0, next_kept = 0;
+    std::fill(x.target, x.target + in.n_tokens, -1);
+    for (int32_t t = 0; t < in.n_tokens; t++) {
+        if (next_kept < in.n_kept && in.kept[next_kept] == t) {
+            next_kept++;
+        } else if (const float scale = inverse_norm(in.k + (size_t) t * d, in.d_k); scale > 0.0f) {
+            for (size_t i = 0; i < d; i++) {
+                x.rows[(size_t) n * d + i] = in.k[(size_t) t * d + i] * scale;
+            }
+            members[n++] = t;
+        }
+        if (n == TILE || t + 1 == in.n_tokens) {
+            match_tile(in, members, n, x);
+            n = 0;
+        }
+    }
+    for (int32_t t = 0; t < in.n_tokens; t++) {
+        if (x.target[t] >= 0) {
+            x.merged[x.target[t]]++;
+        }
+    }
+}
+
+}  // namespace
+
+size_t merge_scratch(int32_t n_tokens, int32_t n_kept, int32_t d_k) {
+    return lay_out(nullptr, n_tokens, n_kept, d_k).floats;
+}
+
+void merge_rows(const ReduceInput & in, const MergeRule & rule, float * k, float * v) {
+    const Kernels & kn = kernels();
+    const auto      dk = (size_t) in.d_k, dv = (size_t) in.d_v;
+    const Space     x = lay_out(in.scratch, in.n_tokens, in.n_kept, in.d_k);
+    pack_directions(in, x);
+    match_all(in, x);
+
+    for (int32_t j = 0; j < in.n_kept; j++) {
+        const auto  at   = (size_t) in.kept[j];
+        const auto  L    = (float) x.merged[j];
+        const float self = x.merged[j] <= 0 ? 1.0f : rule.self(L) / (L + 1.0f);
+        for (size_t i = 0; i < dk; i++) {
+            k[(size_t) j * dk + i] = self * in.k[at * dk + i];
+        }
+        for (size_t i = 0; i < dv; i++) {
+            v[(size_t) j * dv + i] = self * in.v[at * dv + i];
+        }
+    }
+    for (int32_t t = 0; t < in.n_tokens; t++) {
+        if (x.target[t] < 0) {
+            continue;
+        }
+        const auto  j = (size_t) x.target[t];
+        const float w = rule.weight(x.similarity[t]) / ((float) x.merged[j] + 1.0f);
+        kn.axpy(w, in.k + (size_t) t * dk, k + j * dk, dk);
+        kn.axpy(w, in.v + (size_t) t * dv, v + j * dv, dv);
+    }
+}
+
+}  // namespace kvedge

@@ -1,0 +1,10 @@
+// The rows that are not kept are dropped.
+
+#include "core/stages.h"
+
+namespace kvedge {
+
+extern const Reducer reducer_evict;
+const Reducer        reducer_evict = { "evict", nullptr, nullptr };
+
+}  // namespace kvedge

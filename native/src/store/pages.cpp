@@ -1,0 +1,55 @@
+#include "store/pages.h"
+
+#if defined(_WIN32)
+#    define WIN32_LEAN_AND_MEAN
+#    include <windows.h>
+#else
+#    include <sys/mman.h>
+#    include <unistd.h>
+#endif
+
+namespace kvedge {
+
+static size_t page_size() {
+#if defined(_WIN32)
+    SYSTEM_INFO info;
+    GetSystemInfo(&info);
+    return info.dwPageSize;
+#else
+    return (size_t) sysconf(_SC_PAGESIZE);
+#endif
+}
+
+Pages Pages::take(size_t size) {
+    Pages        pages;
+    const size_t page = page_size();
+    if (size == 0 || size > SIZE_MAX - page) {
+        return pages;
+    }
+    size = (size + page - 1) / page * page;
+#if defined(_WIN32)
+    void * data = VirtualAlloc(nullptr, size, MEM_RESERVE | MEM_COMMIT, PAGE_READWRITE);
+#else
+    void * data = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (data == MAP_FAILED) {
+        data = nullptr;
+    }
+#endif
+    if (data) {
+        pages.data_ = (uint8_t *) data;
+        pages.size_ = size;
+    }
+    return pages;
+}
+
+Pages::~Pages() {
+    if (data_) {
+#if defined(_WIN32)
+        VirtualFree(data_, 0, MEM_RELEASE);
+#else
+        munmap(data_, size_);
+#endif
+    }
+}
+
+}  // namespace kvedge

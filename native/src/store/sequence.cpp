@@ -1,0 +1,329 @@
+#include "store/sequence.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace kvedge {
+
+namespace {
+
+constexpr int32_t FIRST_GROWTH = 32;   // rows of the first block that a generation opens
+constexpr int32_t MAX_GROWTH   = 256;  // and of the largest
+
+size_t row_k(const LayerShape & s, Type t) { return (size_t) s.d_k * type_size(t); }
+size_t row_v(const LayerShape & s, Type t) { return (size_t) s.d_v * type_size(t); }
+
+size_t uniform_bytes(const LayerShape & s, Type t, int32_t capacity) {
+    return (size_t) s.n_heads_kv * (size_t) capacity * (row_k(s, t) + row_v(s, t));
+}
+
+}  // namespace
+
+size_t lay_out_ragged(const LayerShape & shape, Type type, std::vector<RaggedHead> & heads) {
+    size_t at = 0;
+    for (auto & head : heads) {
+        head.k_offset = at;
+        at += (size_t) head.length * row_k(shape, type);
+        head.v_offset = at;
+        at += (size_t) head.length * row_v(shape, type);
+    }
+    return at;
+}
+
+std::unique_ptr<Block> Sequence::make_block(int32_t capacity) const {
+    auto block      = std::make_unique<Block>();
+    block->capacity = capacity;
+    block->layers.resize(shapes().size());
+    for (size_t l = 0; l < shapes().size(); l++) {
+        block->layers[l].memory = Pages::take(uniform_bytes(shapes()[l], type_, capacity));
+        if (!block->layers[l].memory) {
+            return nullptr;
+        }
+    }
+    return block;
+}
+
+bool Sequence::append(int32_t n, const int32_t * new_pos, bool is_image) try {
+    Block *       last = blocks.size() > pending_from ? blocks.back().get() : nullptr;
+    const int32_t room = last ? last->capacity - (int32_t) last->length() : 0;
+    const int32_t rest = n - std::min(n, room);
+
+    std::unique_ptr<Block> fresh;
+    if (rest > 0) {
+        // A prompt's blocks fit exactly; single tokens come one after the other and get room to grow.
+        int32_t capacity = rest;
+        if (n == 1) {
+            capacity = std::clamp(last ? 2 * last->capacity : FIRST_GROWTH, FIRST_GROWTH, MAX_GROWTH);
+        }
+        fresh = make_block(capacity);
+        if (!fresh) {
+            return false;
+        }
+        fresh->tokens.reserve((size_t) capacity);
+        blocks.reserve(blocks.size() + 1);
+    }
+    pos.reserve(pos.size() + (size_t) n);
+    image.reserve(image.size() + (size_t) n);
+    if (last) {
+        last->tokens.reserve((size_t) last->capacity);
+    }
+
+    for (int32_t i = 0; i < n; i++) {
+        (i < n - rest ? last : fresh.get())->tokens.push_back((int32_t) pos.size());
+        pos.push_back(new_pos[i]);
+        image.push_back(is_image ? 1 : 0);
+    }
+    if (fresh) {
+        blocks.push_back(std::move(fresh));
+    }
+    return true;
+} catch (const std::bad_alloc &) {
+    return false;
+}
+
+Sequence::Place Sequence::place_from_end(int32_t i, int32_t n) {
+    int32_t back = n - i;  // 1: the last token
+    for (size_t b = blocks.size(); b-- > pending_from;) {
+        const int32_t len = (int32_t) blocks[b]->length();
+        if (back <= len) {
+            return { blocks[b].get(), len - back };
+        }
+        back -= len;
+    }
+    return { nullptr, 0 };
+}
+
+uint8_t * Sequence::k_row(const Place & at, int32_t layer, int32_t head) {
+    const LayerShape & s = shapes()[(size_t) layer];
+    return at.block->layers[(size_t) layer].memory.data() +
+           ((size_t) head * (size_t) at.block->capacity + (size_t) at.row) * row_k(s, type_);
+}
+
+uint8_t * Sequence::v_row(const Place & at, int32_t layer, int32_t head) {
+    const LayerShape & s    = shapes()[(size_t) layer];
+    const size_t       keys = (size_t) s.n_heads_kv * (size_t) at.block->capacity * row_k(s, type_);
+    return at.block->layers[(size_t) layer].memory.data() + keys +
+           ((size_t) head * (size_t) at.block->capacity + (size_t) at.row) * row_v(s, type_);
+}
+
+Segment Sequence::segment(const Block & block, int32_t layer, int32_t head) const {
+    const LayerShape & s   = shapes()[(size_t) layer];
+    const auto &       bl  = block.layers[(size_t) layer];
+    const size_t       kst = row_k(s, type_), vst = row_v(s, type_);
+    if (block.ragged) {
+        const RaggedHead & h = bl.heads[(size_t) head];
+        return { { bl.memory.data() + h.k_offset, kst, type_ }, { bl.memory.data() + h.v_offset, vst, type_ }, h.length };
+    }
+    const size_t    cap  = (size_t) block.capacity;
+    const uint8_t * keys = bl.memory.data();
+    const uint8_t * vals = keys + (size_t) s.n_heads_kv * cap * kst;
+    return { { keys + (size_t) head * cap * kst, kst, type_ },
+             { vals + (size_t) head * cap * vst, vst, type_ },
+             (int32_t) block.length() };
+}
+
+int32_t Sequence::head_length(int32_t layer, int32_t head) const {
+    int32_t n = 0;
+    each_segment(layer, head, false, [&](const Segment & s) { n += s.n; });
+    return n;
+}
+
+int32_t Sequence::pending_length() const {
+    size_t n = 0;
+    for (size_t b = pending_from; b < blocks.size(); b++) {
+        n += blocks[b]->length();
+    }
+    return (int32_t) n;
+}
+
+std::vector<int32_t> Sequence::pending_tokens() const {
+    std::vector<int32_t> out;
+    for (size_t b = pending_from; b < blocks.size(); b++) {
+        out.insert(out.end(), blocks[b]->tokens.begin(), blocks[b]->tokens.end());
+    }
+    return out;
+}
+
+std::vector<int32_t> Sequence::head_tokens(int32_t layer, int32_t head) const {
+    std::vector<int32_t> out;
+    for (const auto & b : blocks) {
+        const auto & t = b->ragged ? b->layers[(size_t) layer].heads[(size_t) head].tokens : b->tokens;
+        out.insert(out.end(), t.begin(), t.end());
+    }
+    return out;
+}
+
+void Sequence::close_pending() {
+    pending_from = blocks.size();
+    unsummed     = 0;
+    drop_sums();
+}
+
+void Sequence::remove_from_ragged(Block & block, int32_t p0, int32_t p1) {
+    for (size_t l = 0; l < block.layers.size(); l++) {
+        uint8_t *    data = block.layers[l].memory.data();
+        const size_t kst = row_k(shapes()[l], type_), vst = row_v(shapes()[l], type_);
+        for (auto & h : block.layers[l].heads) {
+            int32_t kept = 0;
+            for (int32_t r = 0; r < h.length; r++) {
+                const int32_t p = pos[(size_t) h.tokens[(size_t) r]];
+                if (p >= p0 && p < p1) {
+                    continue;
+                }
+                if (kept != r) {
+                    memcpy(data + h.k_offset + (size_t) kept * kst, data + h.k_offset + (size_t) r * kst, kst);
+                    memcpy(data + h.v_offset + (size_t) kept * vst, data + h.v_offset + (size_t) r * vst, vst);
+                    h.tokens[(size_t) kept] = h.tokens[(size_t) r];
+                }
+                kept++;
+            }
+            h.length = kept;
+            h.tokens.resize((size_t) kept);
+        }
+    }
+}
+
+void Sequence::remove_from_uniform(Block & block, int32_t p0, int32_t p1, int32_t first_pending_row) {
+    std::vector<int32_t> keep;
+    for (size_t r = 0; r < block.length(); r++) {
+        const int32_t p = pos[(size_t) block.tokens[r]];
+        if (p < p0 || p >= p1) {
+            keep.push_back((int32_t) r);
+        }
+    }
+    if (keep.size() == block.length()) {
+        return;
+    }
+    for (size_t l = 0; l < block.layers.size(); l++) {
+        for (int32_t h = 0; h < shapes()[l].n_heads_kv; h++) {
+            for (size_t to = 0; to < keep.size(); to++) {
+                const Place from{ &block, keep[to] }, dest{ &block, (int32_t) to };
+                memmove(k_row(dest, (int32_t) l, h), k_row(from, (int32_t) l, h), row_k(shapes()[l], type_));
+                memmove(v_row(dest, (int32_t) l, h), v_row(from, (int32_t) l, h), row_v(shapes()[l], type_));
+            }
+        }
+    }
+    if (first_pending_row >= 0) {
+        for (auto & cs : sums) {
+            for (size_t base = 0; base < cs.sums.size(); base += (size_t) cs.capacity) {
+                auto first = cs.sums.begin() + (std::ptrdiff_t) base + first_pending_row;
+                auto last  = cs.sums.begin() + (std::ptrdiff_t) base + cs.capacity;
+                for (size_t to = 0; to < keep.size(); to++) {
+                    first[(std::ptrdiff_t) to] = first[keep[to]];
+                }
+                std::fill(std::move(first + (std::ptrdiff_t) block.length(), last, first + (std::ptrdiff_t) keep.size()), last, 0.0);
+            }
+        }
+    }
+    for (size_t to = 0; to < keep.size(); to++) {
+        block.tokens[to] = block.tokens[(size_t) keep[to]];
+    }
+    block.tokens.resize(keep.size());
+}
+
+void Sequence::remove(int32_t p0, int32_t p1) {
+    int32_t pending_row = 0;
+    for (size_t b = 0; b < blocks.size(); b++) {
+        if (blocks[b]->ragged) {
+            remove_from_ragged(*blocks[b], p0, p1);
+        } else {
+            remove_from_uniform(*blocks[b], p0, p1, b >= pending_from ? pending_row : -1);
+            pending_row += b >= pending_from ? (int32_t) blocks[b]->length() : 0;
+        }
+    }
+    for (size_t b = blocks.size(); b-- > 0;) {
+        if (!blocks[b]->ragged && blocks[b]->length() == 0) {
+            blocks.erase(blocks.begin() + (std::ptrdiff_t) b);
+            pending_from -= b < pending_from ? 1 : 0;
+        }
+    }
+}
+
+std::unique_ptr<Sequence> Sequence::clone() const try {
+    auto copy          = std::make_unique<Sequence>(shapes(), type_);
+    copy->pos          = pos;
+    copy->image        = image;
+    copy->pending_from = pending_from;
+    copy->sums         = sums;
+    copy->unsummed     = unsummed;
+    for (const auto & from : blocks) {
+        auto to      = std::make_unique<Block>();
+        to->ragged   = from->ragged;
+        to->capacity = from->capacity;
+        to->tokens   = from->tokens;
+        to->layers.resize(from->layers.size());
+        for (size_t l = 0; l < from->layers.size(); l++) {
+            const Pages & src    = from->layers[l].memory;
+            to->layers[l].heads  = from->layers[l].heads;
+            to->layers[l].memory = Pages::take(src.size());
+            if (src && !to->layers[l].memory) {
+                return nullptr;
+            }
+            if (src) {
+                memcpy(to->layers[l].memory.data(), src.data(), src.size());
+            }
+        }
+        copy->blocks.push_back(std::move(to));
+    }
+    return copy;
+} catch (const std::bad_alloc &) {
+    return nullptr;
+}
+
+bool Sequence::ensure_sums(int32_t extra) try {
+    const int32_t need = pending_length() + extra;
+    if (sums.empty()) {
+        sums.resize(shapes().size());
+    }
+    for (size_t l = 0; l < sums.size(); l++) {
+        ColumnSums & cs = sums[l];
+        if (cs.capacity >= need) {
+            continue;
+        }
+        const size_t        heads    = (size_t) shapes()[l].n_heads_kv;
+        const int32_t       capacity = std::max(need, cs.capacity + cs.capacity / 2);
+        std::vector<double> grown(heads * (size_t) capacity, 0.0);
+        for (size_t h = 0; h < heads && cs.capacity > 0; h++) {
+            std::copy_n(cs.sums.begin() + (std::ptrdiff_t) (h * (size_t) cs.capacity), cs.capacity,
+                        grown.begin() + (std::ptrdiff_t) (h * (size_t) capacity));
+        }
+        cs.sums     = std::move(grown);
+        cs.capacity = capacity;
+    }
+    return true;
+} catch (const std::bad_alloc &) {
+    return false;
+}
+
+uint64_t Sequence::bytes() const {
+    uint64_t n = 0;
+    for (const auto & b : blocks) {
+        for (const auto & l : b->layers) {
+            n += l.memory.size();
+        }
+    }
+    return n;
+}
+
+uint64_t Sequence::index_bytes() const {
+    uint64_t n = pos.capacity() * sizeof(int32_t) + image.capacity();
+    for (const auto & b : blocks) {
+        n += b->tokens.capacity() * sizeof(int32_t);
+        for (const auto & l : b->layers) {
+            for (const auto & h : l.heads) {
+                n += sizeof(RaggedHead) + h.tokens.capacity() * sizeof(int32_t);
+            }
+        }
+    }
+    return n;
+}
+
+uint64_t Sequence::score_bytes() const {
+    uint64_t n = 0;
+    for (const auto & cs : sums) {
+        n += cs.sums.capacity() * sizeof(double);
+    }
+    return n;
+}
+
+}  // namespace kvedge
