@@ -161,8 +161,9 @@ KVEDGE_API kvedge_status kvedge_set_plan(kvedge_cache * kv, const kvedge_plan * 
 KVEDGE_API kvedge_status kvedge_set_auto_compress(kvedge_cache * kv, bool on, kvedge_error * err);
 
 // Compresses, now, the tokens of sequence seq_id that were added since its last compression, and returns their
-// memory. Does nothing (KVEDGE_OK) when there are none, or when the budget covers them all.
-// A failure leaves the sequence as it was. Errors: KVEDGE_E_STATE, KVEDGE_E_BUDGET, KVEDGE_E_MEMORY.
+// memory. Does nothing (KVEDGE_OK) when there are none, or when the budget covers them all. Where recent and sinks ask
+// for more than the budget, they give way: recent tokens outlast sinks, with scorer position it is the other way round.
+// A failure leaves the sequence as it was. Errors: KVEDGE_E_STATE, KVEDGE_E_MEMORY.
 KVEDGE_API kvedge_status kvedge_compress(kvedge_cache * kv, int32_t seq_id, kvedge_error * err);
 
 // The first error met inside llama_decode (which can only report a failure code) since the last call, or KVEDGE_OK.
@@ -211,7 +212,7 @@ typedef struct kvedge_arrays {
 } kvedge_arrays;
 
 // Stores k and v as `type`, attends causally with scale 1/sqrt(d), compresses by the plan.
-// n_threads: 0 for one per core. Errors: KVEDGE_E_ARGUMENT, KVEDGE_E_BUDGET, KVEDGE_E_MEMORY.
+// n_threads: 0 for one per core. Errors: KVEDGE_E_ARGUMENT, KVEDGE_E_MEMORY.
 KVEDGE_API kvedge_status kvedge_compress_arrays(
     const kvedge_plan * plan, const kvedge_arrays * in, kvedge_type type, int32_t n_threads, kvedge_result ** out,
     kvedge_error * err);

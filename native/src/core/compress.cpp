@@ -169,10 +169,10 @@ kvedge_status compress_pending(
     if (T == 0) {
         return ok(err);
     }
-    if (const auto status = check_protection(plan, T, budget, err); status != KVEDGE_OK) {
-        return status;
+    if (plan.scorer->needs_column_sums && !seq.ensure_sums(0)) {
+        return fail(err, KVEDGE_E_MEMORY, "no memory for the scores of %d tokens", T);
     }
-    if (plan.scorer->needs_column_sums && (budget < T || outcome.want_scores) && (seq.sums.empty() || seq.unsummed > 0)) {
+    if (plan.scorer->needs_column_sums && budget < T && seq.unsummed > 0) {
         return fail(err, KVEDGE_E_STATE,
                     "the prompt was processed under a plan that collects no attention scores; set the plan before the prompt");
     }

@@ -21,7 +21,7 @@ struct Compression {
 
 // Compresses the sequence's pending tokens by the plan: score, allocate, select, reduce, layer by layer, each layer's
 // old memory going back before the next layer's turn. On failure the sequence is as it was.
-// Errors: KVEDGE_E_BUDGET, KVEDGE_E_STATE (scores are missing), KVEDGE_E_MEMORY.
+// Errors: KVEDGE_E_STATE (scores are missing), KVEDGE_E_MEMORY.
 kvedge_status compress_pending(
     Sequence & seq, const kvedge_plan & plan, int32_t n_threads, Compression & outcome, kvedge_error * err);
 

@@ -126,19 +126,6 @@ int32_t plan_recent(const kvedge_plan & plan, int32_t n_tokens, int32_t budget) 
     return std::min(n_tokens, plan.recent_ratio > 0.0 ? share(plan.recent_ratio, n_tokens) : plan.recent_pairs);
 }
 
-kvedge_status check_protection(const kvedge_plan & plan, int32_t n_tokens, int32_t budget, kvedge_error * err) {
-    if (plan.recent_auto) {
-        return ok(err);  // only what nobody asked for gives way
-    }
-    const int32_t recent = plan_recent(plan, n_tokens, budget);
-    if ((int64_t) recent + plan.sinks > budget && budget < n_tokens) {
-        return fail(err, KVEDGE_E_BUDGET,
-                    "a budget of %d of %d tokens is smaller than the protected ones (recent %d + sinks %d); raise the budget or "
-                    "lower recent and sinks", budget, n_tokens, recent, plan.sinks);
-    }
-    return ok(err);
-}
-
 }  // namespace kvedge
 
 using namespace kvedge;

@@ -26,11 +26,8 @@ namespace kvedge {
 
 kvedge_plan full_plan();
 
-// KV pairs of the last tokens that the plan protects in a prompt of n_tokens with this budget; may exceed the budget
-// when the plan asks for it explicitly.
+// KV pairs of the last tokens that the plan asks to protect in a prompt of n_tokens with this budget; may exceed the
+// budget, and then gives way (select.cpp).
 int32_t plan_recent(const kvedge_plan & plan, int32_t n_tokens, int32_t budget);
-
-// KVEDGE_E_BUDGET if explicit protection does not fit the budget of a prompt of n_tokens.
-kvedge_status check_protection(const kvedge_plan & plan, int32_t n_tokens, int32_t budget, kvedge_error * err);
 
 }  // namespace kvedge

@@ -34,6 +34,10 @@ struct V {
         s        = _mm_max_ss(s, _mm_movehdup_ps(s));
         return _mm_cvtss_f32(s);
     }
+    static void hsum4(V a, V b, V c, V d, float * out) {
+        const __m256 s = _mm256_hadd_ps(_mm256_hadd_ps(a.x, b.x), _mm256_hadd_ps(c.x, d.x));
+        _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1)));
+    }
     template <Type T> static V load16(const uint8_t * p) {
         const __m128i h = _mm_loadu_si128((const __m128i *) p);
         if constexpr (T == Type::f16) {

@@ -30,6 +30,15 @@ struct V {
     }
     float hsum() const { return _mm512_reduce_add_ps(x); }
     float hmax() const { return _mm512_reduce_max_ps(x); }
+    static void hsum4(V a, V b, V c, V d, float * out) {
+        const __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a.x, b.x, 0x44), _mm512_shuffle_f32x4(a.x, b.x, 0xee));
+        const __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c.x, d.x, 0x44), _mm512_shuffle_f32x4(c.x, d.x, 0xee));
+        __m512       s  = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
+        s               = _mm512_add_ps(s, _mm512_permute_ps(s, 0x4e));
+        s               = _mm512_add_ps(s, _mm512_permute_ps(s, 0xb1));
+        const __m512i lanes = _mm512_castsi128_si512(_mm_setr_epi32(0, 4, 8, 12));
+        _mm_storeu_ps(out, _mm512_castps512_ps128(_mm512_permutexvar_ps(lanes, s)));
+    }
     template <Type T> static V load16(const uint8_t * p) {
         const __m256i h = _mm256_loadu_si256((const __m256i *) p);
         if constexpr (T == Type::f16) {

@@ -48,6 +48,12 @@ struct V {
         const float b = x[2] > x[3] ? x[2] : x[3];
         return a > b ? a : b;
     }
+    static void hsum4(const V & a, const V & b, const V & c, const V & d, float * out) {
+        out[0] = a.hsum();
+        out[1] = b.hsum();
+        out[2] = c.hsum();
+        out[3] = d.hsum();
+    }
     template <Type T> static V load16(const uint8_t * p) {
         return each([=](int i) { return T == Type::f16 ? lane_from_f16(p + 2 * i) : lane_from_bf16(p + 2 * i); });
     }

@@ -1,6 +1,6 @@
 // The kernels, written once over a vector type V that the including file defines in its unnamed namespace:
 //   V::W lanes, V::MR rows of the q k^T micro-kernel, V::PR rows of the p v one; load/store/set1/zero/fma/add/mul/max/
-//   floor/pow2 (2^x of an integral-valued x)/hsum/hmax; load16(Type, ptr) widens W stored values; store16 narrows them.
+//   floor/pow2 (2^x of an integral-valued x)/hsum/hsum4/hmax; load16(Type, ptr) widens W stored values; store16 narrows them.
 // Nothing here may come from std:: templates: the linker would merge copies compiled for different processors.
 
 #pragma once
@@ -350,12 +350,20 @@ template <Type T, int M, int C> inline void dot_micro(
         }
     }
     for (int r = 0; r < M; r++) {
-        for (int c = 0; c < C; c++) {
-            float sum = acc[r][c].hsum();
-            for (int32_t j = i; j < d; j++) {
-                sum += q[r * ldq + j] * scalar_load(T, k + c * stride, (size_t) j);
+        float * row = s + r * lds;
+        if constexpr (C % 4 == 0) {
+            for (int c = 0; c < C; c += 4) {
+                V::hsum4(acc[r][c], acc[r][c + 1], acc[r][c + 2], acc[r][c + 3], row + c);
             }
-            s[r * lds + c] = sum;
+        } else {
+            for (int c = 0; c < C; c++) {
+                row[c] = acc[r][c].hsum();
+            }
+        }
+        for (int32_t j = i; j < d; j++) {
+            for (int c = 0; c < C; c++) {
+                row[c] += q[r * ldq + j] * scalar_load(T, k + c * stride, (size_t) j);
+            }
         }
     }
 }
@@ -429,6 +437,14 @@ template <Type T, int M, int D> inline void axpy_micro(
 template <Type T, int D> inline void axpy_rows(
     const float * p, size_t ldp, int32_t m, const uint8_t * v, size_t stride, int32_t n, float * o, size_t ldo) {
     int32_t r = 0;
+    if constexpr (D % 2 == 0) {  // twice the rows on half the columns: v is widened half as often
+        for (; r + 4 <= m; r += 4) {
+            for (int half = 0; half < 2; half++) {
+                const size_t at = (size_t) half * (D / 2) * V::W;
+                axpy_micro<T, 4, D / 2>(p + r * ldp, ldp, v + at * type_size(T), stride, n, o + r * ldo + at, ldo);
+            }
+        }
+    }
     for (; r + 2 <= m; r += 2) {
         axpy_micro<T, 2, D>(p + r * ldp, ldp, v, stride, n, o + r * ldo, ldo);
     }

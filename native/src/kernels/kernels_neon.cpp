@@ -24,6 +24,9 @@ struct V {
     }
     float hsum() const { return vaddvq_f32(x); }
     float hmax() const { return vmaxvq_f32(x); }
+    static void hsum4(V a, V b, V c, V d, float * out) {
+        vst1q_f32(out, vpaddq_f32(vpaddq_f32(a.x, b.x), vpaddq_f32(c.x, d.x)));
+    }
     template <Type T> static V load16(const uint8_t * p) {
         const uint16x4_t h = vreinterpret_u16_u8(vld1_u8(p));
         if constexpr (T == Type::f16) {

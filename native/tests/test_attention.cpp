@@ -1,0 +1,232 @@
+// Prefill, decode and column sums over blocks of every kind, against an attention matrix written out in double precision.
+
+#include "attention/attention.h"
+#include "check.h"
+#include "core/compress.h"
+
+#include <algorithm>
+#include <functional>
+#include <random>
+#include <thread>
+
+using namespace kvedge;
+
+namespace {
+
+std::mt19937 rng(11);
+
+std::vector<float> random_floats(size_t n) {
+    std::normal_distribution<float> normal;
+    std::vector<float>              x(n);
+    for (auto & v : x) {
+        v = normal(rng);
+    }
+    return x;
+}
+
+struct Case {
+    int32_t H, Hkv, d_k, d_v;
+    bool    causal;
+    float   softcap;
+    bool    sinks;
+    Type    type;
+};
+
+void store(Sequence & seq, const std::vector<float> & k, const std::vector<float> & v, int32_t n) {
+    const LayerShape & s = seq.shapes()[0];
+    for (int32_t t = 0; t < n; t++) {
+        const auto at = seq.place_from_end(t, n);
+        for (int32_t h = 0; h < s.n_heads_kv; h++) {
+            kernels().from_f32(seq.type(), k.data() + (size_t) ((t * s.n_heads_kv + h) * s.d_k), seq.k_row(at, 0, h), (size_t) s.d_k);
+            kernels().from_f32(seq.type(), v.data() + (size_t) ((t * s.n_heads_kv + h) * s.d_v), seq.v_row(at, 0, h), (size_t) s.d_v);
+        }
+    }
+}
+
+void append(Sequence & seq, int32_t n) {
+    const LayerShape &   s = seq.shapes()[0];
+    std::vector<int32_t> pos((size_t) n);
+    for (int32_t i = 0; i < n; i++) {
+        pos[(size_t) i] = (int32_t) seq.pos.size() + i;
+    }
+    CHECK(seq.append(n, pos.data(), false));
+    store(seq, random_floats((size_t) (n * s.n_heads_kv * s.d_k)), random_floats((size_t) (n * s.n_heads_kv * s.d_v)), n);
+}
+
+// All rows of a head, widened.
+void rows_of(const Sequence & seq, int32_t head, std::vector<float> & k, std::vector<float> & v) {
+    const LayerShape & s = seq.shapes()[0];
+    k.clear();
+    v.clear();
+    seq.each_segment(0, head, false, [&](const Segment & seg) {
+        const size_t at_k = k.size(), at_v = v.size();
+        k.resize(at_k + (size_t) (seg.n * s.d_k));
+        v.resize(at_v + (size_t) (seg.n * s.d_v));
+        kernels().to_f32(seq.type(), seg.k.data, k.data() + at_k, (size_t) (seg.n * s.d_k));
+        kernels().to_f32(seq.type(), seg.v.data, v.data() + at_v, (size_t) (seg.n * s.d_v));
+    });
+}
+
+struct Expected {
+    std::vector<double> out;   // [n][H][d_v]
+    std::vector<double> sums;  // [Hkv][pending]
+};
+
+Expected oracle(const Case & c, const AttendJob & job, int32_t pending) {
+    Expected  e{ std::vector<double>((size_t) (job.n * c.H * c.d_v)), std::vector<double>((size_t) (c.Hkv * pending)) };
+    const int g = c.H / c.Hkv;
+    for (int32_t h = 0; h < c.H; h++) {
+        std::vector<float> k, v;
+        rows_of(*job.seq, h / g, k, v);
+        const auto n_keys = (int32_t) (k.size() / (size_t) c.d_k);
+        for (int32_t t = 0; t < job.n; t++) {
+            const int32_t       sees = c.causal ? n_keys - job.n + t + 1 : n_keys;
+            std::vector<double> p((size_t) sees);
+            double              top = c.sinks ? (double) job.sinks[h] : -1e300, total = 0.0;
+            for (int32_t j = 0; j < sees; j++) {
+                double s = 0.0;
+                for (int32_t i = 0; i < c.d_k; i++) {
+                    s += (double) job.q[(size_t) ((t * c.H + h) * c.d_k + i)] * k[(size_t) (j * c.d_k + i)];
+                }
+                s *= job.scale;
+                p[(size_t) j] = c.softcap != 0.0f ? c.softcap * std::tanh(s / c.softcap) : s;
+                top           = std::max(top, p[(size_t) j]);
+            }
+            for (auto & x : p) {
+                x = std::exp(x - top);
+                total += x;
+            }
+            total += c.sinks ? std::exp(job.sinks[h] - top) : 0.0;
+            for (int32_t j = 0; j < sees; j++) {
+                const double a = p[(size_t) j] / total;
+                for (int32_t i = 0; i < c.d_v; i++) {
+                    e.out[(size_t) ((t * c.H + h) * c.d_v + i)] += a * v[(size_t) (j * c.d_v + i)];
+                }
+                if (j >= n_keys - pending) {
+                    e.sums[(size_t) ((h / g) * pending + j - (n_keys - pending))] += a / g;
+                }
+            }
+        }
+    }
+    return e;
+}
+
+void run_tasks(int32_t n, int32_t n_threads, const std::function<void(int32_t, int32_t)> & task) {
+    std::atomic<int32_t>     next{ 0 };
+    std::vector<std::thread> threads;
+    for (int32_t w = 0; w < n_threads; w++) {
+        threads.emplace_back([&, w] {
+            for (int32_t i; (i = next.fetch_add(1)) < n;) {
+                task(i, w);
+            }
+        });
+    }
+    for (auto & t : threads) {
+        t.join();
+    }
+}
+
+// One step of n tokens, by both paths, compared with the oracle.
+void check_step(const Case & c, Sequence & seq, int32_t n) {
+    constexpr int32_t  THREADS = 3;
+    const auto         q       = random_floats((size_t) (n * c.H * c.d_k));
+    const auto         sinks   = random_floats((size_t) c.H);
+    std::vector<float> out((size_t) (n * c.H * c.d_v));
+    CHECK(seq.ensure_sums(0));
+    const auto before = seq.sums[0].sums;
+
+    AttendJob job{};
+    job.seq       = &seq;
+    job.n         = n;
+    job.causal    = c.causal;
+    job.q         = q.data();
+    job.q_token   = (size_t) (c.H * c.d_k);
+    job.q_head    = (size_t) c.d_k;
+    job.out       = out.data();
+    job.out_token = (size_t) (c.H * c.d_v);
+    job.out_head  = (size_t) c.d_v;
+    job.scale     = 1.0f / std::sqrt((float) c.d_k);
+    job.softcap   = c.softcap;
+    job.sinks     = c.sinks ? sinks.data() : nullptr;
+
+    const int32_t  pending = seq.pending_length();
+    const Expected e       = oracle(c, job, pending);
+
+    std::vector<SpinLock> locks((size_t) c.Hkv);
+    std::vector<Scratch>  scratch(THREADS);
+    for (auto & s : scratch) {
+        CHECK(s.reserve(seq.shapes(), seq.head_length(0, 0) + 1));
+    }
+    job.sums          = seq.sums[0].sums.data();
+    job.sums_capacity = seq.sums[0].capacity;
+    job.locks         = locks.data();
+    run_tasks(prefill_tasks(job, scratch[0]), THREADS, [&](int32_t i, int32_t w) { prefill_task(job, i, scratch[(size_t) w]); });
+    for (size_t i = 0; i < out.size(); i++) {
+        CHECK(close_to(out[i], e.out[i], 2e-5));
+    }
+    for (int32_t h = 0; h < c.Hkv; h++) {
+        for (int32_t j = 0; j < pending; j++) {
+            const auto at = (size_t) (h * job.sums_capacity + j);
+            CHECK(close_to(seq.sums[0].sums[at] - before[at], e.sums[(size_t) (h * pending + j)], 2e-5));
+        }
+    }
+
+    std::fill(out.begin(), out.end(), 0.0f);
+    DecodePartials partials;
+    CHECK(partials.reserve(seq.shapes(), n, THREADS));
+    partials.start(c.Hkv);
+    const int32_t splits = decode_splits(job, THREADS);
+    run_tasks(decode_tasks(job, splits), THREADS, [&](int32_t i, int32_t) { decode_task(job, i, splits, partials); });
+    for (size_t i = 0; i < out.size(); i++) {
+        CHECK(close_to(out[i], e.out[i], 2e-5));
+    }
+}
+
+kvedge_plan half_plan() {
+    kvedge_plan plan  = full_plan();
+    plan.budget_ratio = 0.5;
+    plan.scorer       = find_scorer("cumulative");
+    plan.reducer      = find_reducer("pivotal");
+    return plan;
+}
+
+void check_case(const Case & c) {
+    const std::vector<LayerShape> shapes = { { 0, c.H, c.Hkv, c.d_k, c.d_v } };
+    Sequence                      seq(shapes, c.type);
+    for (int32_t n : { 1, 70, 3, 700 }) {
+        append(seq, n);
+        check_step(c, seq, n);
+    }
+    Compression  outcome;
+    kvedge_error err{};
+    CHECK(compress_pending(seq, half_plan(), 2, outcome, &err) == KVEDGE_OK);
+    CHECK(outcome.reduced && seq.head_length(0, 0) == 387 && seq.pending_length() == 0);
+    for (int32_t n : { 1, 1, 40 }) {  // a compressed block, single tokens and the next prompt
+        append(seq, n);
+        check_step(c, seq, n);
+    }
+    seq.remove(760, 774);  // tokens of the compressed block
+    seq.remove(775, 780);  // and of the pending ones
+    CHECK(seq.pending_length() == 37);
+    append(seq, 2);
+    check_step(c, seq, 2);
+    const auto copy = seq.clone();
+    CHECK(copy && copy->head_tokens(0, 0) == seq.head_tokens(0, 0));
+    check_step(c, *copy, 2);
+}
+
+}  // namespace
+
+int main() {
+    const Case cases[] = {
+        { 4, 4, 64, 64, true, 0.0f, false, Type::f16 },    { 8, 2, 128, 128, true, 0.0f, false, Type::f16 },
+        { 6, 1, 80, 80, true, 0.0f, false, Type::bf16 },   { 24, 1, 96, 96, true, 0.0f, false, Type::f32 },
+        { 4, 2, 128, 64, true, 30.0f, false, Type::f16 },  { 4, 4, 64, 64, false, 0.0f, false, Type::f16 },
+        { 8, 4, 64, 64, true, 0.0f, true, Type::f16 },     { 2, 1, 256, 256, false, 20.0f, true, Type::f32 },
+    };
+    for (const Case & c : cases) {
+        check_case(c);
+    }
+    std::fprintf(stderr, "%d failures\n", failures());
+    return failures() != 0;
+}

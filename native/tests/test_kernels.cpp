@@ -1,0 +1,164 @@
+// Every table of kernels that this machine can run, against plain loops in double precision.
+
+#include "check.h"
+#include "kernels/kernels.h"
+
+#include <cstring>
+#include <random>
+#include <vector>
+
+using namespace kvedge;
+
+static std::mt19937 rng(7);
+
+static std::vector<float> random_floats(size_t n, float scale = 1.0f) {
+    std::normal_distribution<float> normal(0.0f, scale);
+    std::vector<float>              x(n);
+    for (auto & v : x) {
+        v = normal(rng);
+    }
+    return x;
+}
+
+static std::vector<uint8_t> stored(const Kernels & kn, Type type, const std::vector<float> & x) {
+    std::vector<uint8_t> out(x.size() * type_size(type));
+    kn.from_f32(type, x.data(), out.data(), x.size());
+    return out;
+}
+
+static std::vector<float> widened(const Kernels & kn, Type type, const std::vector<uint8_t> & x) {
+    std::vector<float> out(x.size() / type_size(type));
+    kn.to_f32(type, x.data(), out.data(), out.size());
+    return out;
+}
+
+static void test_conversion(const Kernels & kn) {
+    // every half-precision value survives the way to float32 and back
+    std::vector<uint16_t> halves;
+    for (uint32_t h = 0; h < 0x10000; h++) {
+        if ((h & 0x7c00) != 0x7c00) {
+            halves.push_back((uint16_t) h);
+        }
+    }
+    for (Type type : { Type::f16, Type::bf16 }) {
+        std::vector<float>    wide(halves.size());
+        std::vector<uint16_t> back(halves.size());
+        kn.to_f32(type, halves.data(), wide.data(), halves.size());
+        kn.from_f32(type, wide.data(), back.data(), halves.size());
+        CHECK(back == halves);
+    }
+    // rounding is to nearest, ties to even, the same in the vector and the scalar part of a row
+    const float values[] = { 1.0f + 1.0f / 2048, 1.0f + 3.0f / 2048, 65519.0f, 65520.0f, 1e-8f, 5.9e-8f, -2.98e-8f, 6.1e-5f };
+    for (float v : values) {
+        std::vector<float>    row(33, v);
+        std::vector<uint16_t> out(33);
+        kn.from_f32(Type::f16, row.data(), out.data(), row.size());
+        uint16_t expected;
+        kernels_generic()->from_f32(Type::f16, &v, &expected, 1);
+        for (uint16_t h : out) {
+            CHECK(h == expected);
+        }
+    }
+}
+
+static void test_products(const Kernels & kn, Type type, int32_t m, int32_t n, int32_t d) {
+    const auto q = random_floats((size_t) m * (size_t) d);
+    const auto k = stored(kn, type, random_floats((size_t) n * (size_t) d));
+    const auto w = widened(kn, type, k);
+    const Rows rows{ k.data(), (size_t) d * type_size(type), type };
+
+    const auto         panel = (size_t) kn.panel;
+    const size_t       lds   = ((size_t) n + panel - 1) / panel * panel;
+    std::vector<float> packed(lds * (size_t) d), s((size_t) m * lds), s2((size_t) m * lds);
+    kn.pack(rows, n, d, packed.data());
+    kn.gemm_qk(q.data(), (size_t) d, m, packed.data(), n, d, s.data(), lds);
+    if (m <= 16) {
+        kn.rows_dot(q.data(), (size_t) d, m, rows, n, d, s2.data(), lds);
+    }
+    const auto         ld = (size_t) pad16(d);
+    std::vector<float> v(ld * (size_t) n, 0.0f), o((size_t) m * ld, 0.5f), o2((size_t) m * ld, 0.5f);
+    for (int32_t c = 0; c < n; c++) {
+        std::memcpy(v.data() + (size_t) c * ld, w.data() + (size_t) c * (size_t) d, (size_t) d * sizeof(float));
+    }
+    kn.gemm_pv(s.data(), lds, m, n, v.data(), ld, d, o.data());
+    kn.rows_axpy(s.data(), lds, m, rows, n, d, o2.data(), ld);
+
+    for (int32_t r = 0; r < m; r++) {
+        std::vector<double> expected((size_t) d, 0.5), size((size_t) d, 1.0);  // size: of the terms, which may cancel
+        for (int32_t c = 0; c < n; c++) {
+            double dot = 0.0;
+            for (int32_t i = 0; i < d; i++) {
+                dot += (double) q[(size_t) (r * d + i)] * w[(size_t) (c * d + i)];
+            }
+            const float got = s[(size_t) r * lds + (size_t) c];
+            CHECK(close_to(got, dot, 1e-5));
+            CHECK(m > 16 || close_to(s2[(size_t) r * lds + (size_t) c], dot, 1e-5));
+            for (int32_t i = 0; i < d; i++) {
+                const double term = (double) got * w[(size_t) (c * d + i)];
+                expected[(size_t) i] += term;
+                size[(size_t) i] += std::fabs(term);
+            }
+        }
+        for (int32_t i = 0; i < d; i++) {
+            CHECK(std::fabs(o[(size_t) r * ld + (size_t) i] - expected[(size_t) i]) <= 1e-6 * size[(size_t) i]);
+            CHECK(std::fabs(o2[(size_t) r * ld + (size_t) i] - expected[(size_t) i]) <= 1e-6 * size[(size_t) i]);
+        }
+    }
+}
+
+static void test_rows(const Kernels & kn, size_t n) {
+    auto  x   = random_floats(n, 8.0f);
+    float top = -INFINITY;
+    for (float v : x) {
+        top = v > top ? v : top;
+    }
+    CHECK(kn.max(x.data(), n) == top);
+    auto         e   = x;
+    const float  sum = kn.exp_sum(e.data(), n, top);
+    double       ref = 0.0, dot = 0.0;
+    const auto   y   = random_floats(n);
+    for (size_t i = 0; i < n; i++) {
+        const double shifted = (double) x[i] - (double) top, v = std::exp(shifted);
+        // the float32 difference itself is rounded to 2^-24 of its size
+        CHECK(std::fabs(e[i] - v) <= (1e-6 - 1.2e-7 * shifted) * v + 1e-37);
+        ref += v;
+        dot += (double) x[i] * y[i];
+    }
+    CHECK(close_to(sum, ref, 1e-5));
+    CHECK(close_to(kn.dot(x.data(), y.data(), n), dot, 1e-4));
+    auto z = y;
+    kn.axpy(0.25f, x.data(), z.data(), n);
+    auto c = x;
+    kn.softcap(c.data(), n, 5.0f);
+    for (size_t i = 0; i < n; i++) {
+        CHECK(close_to(z[i], y[i] + 0.25 * x[i], 1e-6));
+        CHECK(close_to(c[i], 5.0 * std::tanh(x[i] / 5.0), 1e-5));
+    }
+}
+
+int main() {
+    std::vector<const Kernels *> tables = { kernels_generic() };
+    for (const Kernels * t : { kernels_avx2(), kernels_avx512(), kernels_neon() }) {
+        // the dispatcher's choice is the best that runs here; the lesser ones of the same family run as well
+        const bool runs = t && (t == &kernels() || (t == kernels_avx2() && &kernels() == kernels_avx512()));
+        if (runs) {
+            tables.push_back(t);
+        }
+    }
+    for (const Kernels * t : tables) {
+        std::fprintf(stderr, "%s\n", t->name);
+        test_conversion(*t);
+        for (Type type : { Type::f16, Type::bf16, Type::f32 }) {
+            for (int32_t d : { 8, 40, 64, 80, 96, 128, 256 }) {
+                for (int32_t m : { 1, 3, 7, 16, 29 }) {
+                    test_products(*t, type, m, 1 + (m * 13) % 75, d);
+                }
+            }
+        }
+        for (size_t n : { 1, 3, 16, 17, 64, 1000 }) {
+            test_rows(*t, n);
+        }
+    }
+    std::fprintf(stderr, "%d failures\n", failures());
+    return failures() != 0;
+}
