@@ -1,0 +1,37 @@
+# Adds llama.cpp's libraries: ggml-base, ggml, the backends, llama, mtmd. Sets KVEDGE_LLAMA_TARGETS.
+
+include(${CMAKE_CURRENT_LIST_DIR}/LlamaOptions.cmake)
+# EXCLUDE_FROM_ALL keeps its headers, packages and unused targets out of the build and of the wheel
+add_subdirectory(${KVEDGE_LLAMA_DIR} ${PROJECT_BINARY_DIR}/llama EXCLUDE_FROM_ALL)
+
+set(KVEDGE_LLAMA_TARGETS ggml-base ggml llama mtmd)
+foreach(backend IN LISTS GGML_AVAILABLE_BACKENDS)
+    # the list is a cache entry and remembers backends of earlier configurations
+    if(TARGET ${backend})
+        list(APPEND KVEDGE_LLAMA_TARGETS ${backend})
+    endif()
+endforeach()
+
+foreach(target IN LISTS KVEDGE_LLAMA_TARGETS)
+    # wheels store symbolic links as copies: without a version each library is there once
+    set_property(TARGET ${target} PROPERTY VERSION)
+    set_property(TARGET ${target} PROPERTY SOVERSION)
+    # what is not to be installed would only draw warnings
+    set_property(TARGET ${target} PROPERTY PUBLIC_HEADER)
+    set_property(TARGET ${target} PROPERTY PRIVATE_HEADER)
+    set_target_properties(${target} PROPERTIES EXCLUDE_FROM_ALL FALSE)
+endforeach()
+if(WIN32)
+    # the patch's functions and llama's C++ API have no dllexport of their own
+    set_target_properties(llama PROPERTIES WINDOWS_EXPORT_ALL_SYMBOLS ON)
+endif()
+
+# build_stock.py links the unpatched llama to the same ggml; plugins are loaded, not linked
+set(linkable)
+foreach(target IN LISTS KVEDGE_LLAMA_TARGETS)
+    get_target_property(type ${target} TYPE)
+    if(target MATCHES "^ggml" AND type STREQUAL "SHARED_LIBRARY")
+        list(APPEND linkable ${target})
+    endif()
+endforeach()
+export(TARGETS ${linkable} FILE ${PROJECT_BINARY_DIR}/kvedge-ggml.cmake)

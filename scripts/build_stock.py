@@ -1,0 +1,108 @@
+"""Builds the unpatched libllama of the pin into build/stock/lib: the baseline of measurements and tests.
+
+It shares ggml with kvedge's build (the patches leave ggml alone), with the same compilers and flags, so that
+a difference between the two is the patches' and kvedge's. Prints the folder; use it as LLAMA_CPP_LIB_PATH.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from llama_source import ROOT, SHA256, SourceError, log, prepare, read_series
+from unified_diff import PatchError
+
+STOCK = ROOT / "build" / "stock"
+IMPORT_FILE = "kvedge-ggml.cmake"  # written by kvedge's build
+
+
+def find_build() -> Path:
+    """kvedge's newest build folder."""
+    builds = [p.parent for p in (ROOT / "build").glob(f"*/{IMPORT_FILE}") if ggml_libraries(p.parent)]
+    if not builds:
+        raise SourceError("kvedge is not built yet: run python3 scripts/dev.py build")
+    return max(builds, key=lambda b: max(p.stat().st_mtime for p in ggml_libraries(b)))
+
+
+def ggml_libraries(build: Path) -> list[Path]:
+    suffixes = (".so", ".dylib", ".dll")
+    return sorted(p for p in (build / "bin").glob("*ggml*") if p.suffix in suffixes and p.is_file())
+
+
+def tool(name: str) -> str:
+    """cmake or ninja of this Python's environment, else of the PATH."""
+    found = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
+    if not found:
+        raise SourceError(f"{name} is missing: python3 scripts/dev.py test brings it, or pip install {name}")
+    return found
+
+
+def state(build: Path) -> dict[str, object]:
+    """What the baseline depends on."""
+    cache = (build / "CMakeCache.txt").read_text(encoding="utf-8", errors="replace").splitlines()
+    flags = sorted(
+        line for line in cache if line.startswith(("CMAKE_BUILD_TYPE", "CMAKE_C", "CMAKE_SHARED", "KVEDGE_PORT"))
+    )
+    libraries = [[p.name, p.stat().st_size, p.stat().st_mtime_ns] for p in ggml_libraries(build)]
+    script = Path(__file__).read_text(encoding="utf-8")
+    return {"source": SHA256, "build": str(build), "flags": flags, "ggml": libraries, "script": script}
+
+
+def build_stock(build: Path) -> Path:
+    lib, stamp = STOCK / "lib", STOCK / "stamp.json"
+    want = state(build)
+    with contextlib.suppress(OSError, ValueError):
+        if json.loads(stamp.read_text(encoding="utf-8")) == want and any(lib.iterdir()):
+            return lib
+    stamp.unlink(missing_ok=True)
+    patched = {f.path for patch in read_series(ROOT / "patches") for f in patch.files if f.path.startswith("ggml/")}
+    if patched:
+        raise SourceError(f"the patches change {min(patched)}: the baseline can no longer share kvedge's ggml")
+    prepare(STOCK / "llama.cpp", None, None)
+    log("building the unpatched libllama (the baseline)")
+    cmake, work = tool("cmake"), STOCK / "work"
+    configure = [cmake, "-S", str(ROOT / "cmake" / "stock"), "-B", str(work), "-G", "Ninja"]
+    configure += [f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}", f"-DKVEDGE_BUILD={build.as_posix()}"]
+    run([*configure, f"-DKVEDGE_LLAMA_DIR={(STOCK / 'llama.cpp').as_posix()}"], "configuring")
+    run([cmake, "--build", str(work), "--target", "llama"], "building")
+    shutil.rmtree(lib, ignore_errors=True)
+    lib.mkdir(parents=True)
+    made = [p for p in (work / "bin").iterdir() if p.is_file() and p.stem in ("libllama", "llama")]
+    for library in made + ggml_libraries(build):
+        shutil.copy2(library, lib / library.name)
+    stamp.write_text(json.dumps(want), encoding="utf-8")
+    return lib
+
+
+def run(command: list[str], what: str) -> None:
+    # stdout is for the result
+    done = subprocess.run(command, stdout=sys.stderr, check=False)
+    if done.returncode != 0:
+        raise SourceError(f"{what} the baseline failed with code {done.returncode}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--build", type=Path, metavar="DIR", help="kvedge's build folder (default: the newest in build/)"
+    )
+    args = parser.parse_args()
+    try:
+        print(build_stock((args.build or find_build()).resolve()))
+    except (SourceError, PatchError) as error:
+        log(f"error: {error}")
+        return 1
+    except OSError as error:
+        log(f"error: {error}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,122 @@
+"""The commands of scripts/dev.py, all in the project's own environment (.venv), made and kept up to date.
+
+dev.py demo [ARGS]        ask a model about examples/photo.jpg with a compressed KV cache
+dev.py test [ARGS]        the tests; ARGS go to pytest
+dev.py lint               ruff
+dev.py build [-DNAME=V]   build and install only; the options are kept for later (-DGGML_CUDA=ON, ...)
+dev.py python ARGS        the environment's Python
+dev.py ARGS               kvedge ARGS: dev.py chat --help, dev.py methods, dev.py --version
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from dev_install import (
+    BUILD,
+    ROOT,
+    DevError,
+    ensure_package,
+    ensure_tools,
+    ensure_venv,
+    log,
+    run_logged,
+    venv_program,
+)
+
+PHOTO = ROOT / "examples" / "photo.jpg"
+DEMO_MODEL = "llava-1.4b"
+QUESTION = "What is in this picture?"
+
+
+def main() -> int:
+    args = sys.argv[1:]
+    if not args or args[0] in ("-h", "--help", "help"):
+        print(__doc__, file=sys.stderr)
+        return 0 if args else 2
+    commands = {"demo": demo, "test": test, "lint": lint, "build": build, "python": python}
+    try:
+        command = commands.get(args[0])
+        return command(args[1:]) if command else kvedge(args)
+    except DevError as error:
+        log(f"error: {error}")
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def demo(args: list[str]) -> int:
+    ensure_package()
+    chat = ["chat", "--image", str(PHOTO), "--method", "lookm", "--budget", "0.2", "--max-tokens", "64"]
+    if not any((ROOT / "pykvedge" / "data").glob("*.gguf")):
+        folder = shape_model()
+        log("the model has a real one's shape and random weights: its answer is noise, the figures are real")
+        chat += ["--model", str(folder / "model.gguf"), "--mmproj", str(folder / "mmproj.gguf")]
+    return execute([venv_program("kvedge"), *chat, *args, *([] if has_prompt(args) else [QUESTION])])
+
+
+def has_prompt(args: list[str]) -> bool:
+    return bool(args) and not args[-1].startswith("-") and (len(args) == 1 or not args[-2].startswith("-"))
+
+
+def shape_model() -> Path:
+    """A model with random weights for the demo, made once."""
+    folder = BUILD / "demo" / DEMO_MODEL
+    if not (folder / "mmproj.gguf").is_file() or not (folder / "model.gguf").is_file():
+        log(f"making a model of the shape {DEMO_MODEL}")
+        half = folder.with_name(folder.name + ".half")
+        shutil.rmtree(half, ignore_errors=True)
+        half.mkdir(parents=True)
+        script = ROOT / "scripts" / "make_shape_model.py"
+        run_logged(
+            [venv_program("python"), str(script), DEMO_MODEL, "--quant", "q4_0", "-o", str(half)],
+            "making the demo model",
+        )
+        shutil.rmtree(folder, ignore_errors=True)
+        half.replace(folder)
+    return folder
+
+
+def test(args: list[str]) -> int:
+    ensure_package("test")
+    stock = [venv_program("python"), str(ROOT / "scripts" / "build_stock.py")]
+    run_logged(stock, "building the baseline (stock llama.cpp)")
+    return execute([venv_program("python"), "-m", "pytest", *args])
+
+
+def lint(args: list[str]) -> int:
+    # needs no build
+    ensure_venv()
+    ensure_tools(["ruff"])
+    return execute([venv_program("python"), "-m", "ruff", "check", *(args or ["."])])
+
+
+def build(args: list[str]) -> int:
+    for arg in args:
+        if not arg.startswith("-D") or "=" not in arg:
+            raise DevError(f"build takes CMake options like -DGGML_CUDA=ON, not {arg}")
+    ensure_package(options=[a[2:] for a in args] if args else None, force=True)
+    return 0
+
+
+def python(args: list[str]) -> int:
+    ensure_package()
+    return execute([venv_program("python"), *args])
+
+
+def kvedge(args: list[str]) -> int:
+    ensure_package()
+    return execute([venv_program("kvedge"), *args])
+
+
+def execute(command: list[str]) -> int:
+    """Becomes the command, or waits for it: the exit code is the command's."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if os.name == "posix":
+        os.execv(command[0], command)
+    return subprocess.run(command, check=False).returncode

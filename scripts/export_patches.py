@@ -1,0 +1,94 @@
+"""Writes patches/ anew from a working tree that scripts/llama_source.py --git made: one file per commit.
+
+    export_patches.py TREE           writes the series, prints its files
+    export_patches.py --count        changed lines per patch and in all (of patches/, or of TREE when given)
+
+The files depend on the commits' content and messages alone: same commits, same bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from llama_source import BASE_TAG, ROOT, SourceError, git, log, read_series
+from unified_diff import Patch, PatchError, parse
+
+
+def export(tree: Path) -> dict[str, str]:
+    """File name -> text of every commit after the base, in order."""
+    if not (tree / ".git").exists():
+        raise SourceError(f"{tree} is no git repository; make one with scripts/llama_source.py --git {tree}")
+    if git(tree, "status", "--porcelain", "--untracked-files=no").strip():
+        raise SourceError(f"{tree} has changes that are not committed: commit them, or amend the commit they belong to")
+    commits = git(tree, "rev-list", "--reverse", f"{BASE_TAG}..HEAD").split()
+    series = {}
+    for number, commit in enumerate(commits, 1):
+        if len(git(tree, "rev-list", "--parents", "-n1", commit).split()) != 2:
+            raise SourceError(f"{commit[:10]} is a merge: the series must be linear")
+        message = git(tree, "show", "-s", "--format=%B", commit)
+        subject, _, body = message.strip().partition("\n")
+        name = f"{number:04d}-{slug(subject)}.patch"
+        text = (
+            f"Subject: {subject}\n\n" + (body.strip("\n") + "\n" if body.strip() else "") + "---\n" + diff(tree, commit)
+        )
+        parse(name, text)  # what the applier cannot read must not get into the series
+        series[name] = text
+    return series
+
+
+def diff(tree: Path, commit: str) -> str:
+    options = ["--no-color", "--no-ext-diff", "--no-textconv", "--no-renames", "--full-index", "-U3"]
+    options += ["--src-prefix=a/", "--dst-prefix=b/", "--diff-algorithm=myers", "--indent-heuristic"]
+    return git(tree, "diff-tree", "-p", *options, f"{commit}^", commit)
+
+
+def slug(subject: str) -> str:
+    words = re.sub(r"[^a-z0-9]+", "-", subject.lower()).strip("-")
+    return words[:60].rstrip("-") or "patch"
+
+
+def write(series: dict[str, str], folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob("*.patch"):
+        if old.name not in series:
+            old.unlink()
+    for name, text in series.items():
+        data = text.encode("utf-8", "surrogateescape")
+        path = folder / name
+        if not path.is_file() or path.read_bytes() != data:
+            path.write_bytes(data)
+        print(path)
+
+
+def count(patches: list[Patch]) -> None:
+    for patch in patches:
+        print(f"{patch.added + patch.removed:5d}  +{patch.added} -{patch.removed}  {patch.name}")
+    print(f"{sum(p.added + p.removed for p in patches):5d}  in all")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tree", type=Path, nargs="?", metavar="TREE")
+    parser.add_argument("--out", type=Path, default=ROOT / "patches", metavar="DIR", help="default: patches/")
+    parser.add_argument("--count", action="store_true", help="only count changed lines")
+    args = parser.parse_args()
+    if not args.tree and not args.count:
+        parser.error("give the working tree, or --count")
+    try:
+        series = export(args.tree) if args.tree else {}
+        if args.count:
+            count([parse(*item) for item in series.items()] if args.tree else read_series(args.out))
+        else:
+            write(series, args.out)
+    except (SourceError, PatchError) as error:
+        log(f"error: {error}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,339 @@
+"""Fetches the pinned llama.cpp, checks it and applies patches/ to it.
+
+The source comes from the source distribution of llama-cpp-python (its vendor/llama.cpp), through pip, and is kept in
+a per-user cache, so that only the first build needs a network. CMake calls this at configure time:
+
+    llama_source.py --out DIR        a patched tree in DIR; files that did not change keep their times
+    llama_source.py --git DIR        a git repository: the pinned source, then one commit per patch
+    llama_source.py --check DIR      does the tree DIR carry the patches?
+    llama_source.py --fetch          the path of the verified source distribution, on stdout
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from unified_diff import Patch, PatchError, apply, parse
+
+PACKAGE, VERSION = "llama-cpp-python", "0.3.36"
+SHA256 = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
+SDIST = f"llama_cpp_python-{VERSION}.tar.gz"
+VENDOR = f"llama_cpp_python-{VERSION}/vendor/llama.cpp"
+# what the libraries are built from; the rest (web UI, converters, vocabularies) is several times as much
+WANTED = ("CMakeLists.txt", "LICENSE", "licenses", "cmake", "ggml", "include", "src", "vendor", "tools/mtmd")
+
+ROOT = Path(__file__).resolve().parent.parent
+STAMP = ".kvedge-source.json"
+BASE_TAG = "kvedge-base"
+
+
+class SourceError(Exception):
+    """Something that the user can act on; one line."""
+
+
+def cache_dir() -> Path:
+    """Per-user folder for the downloaded source distribution; KVEDGE_CACHE_DIR overrides it."""
+    if path := os.environ.get("KVEDGE_CACHE_DIR"):
+        return Path(path)
+    home = Path.home()
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local") / "kvedge" / "cache"
+    if sys.platform == "darwin":
+        return home / "Library" / "Caches" / "kvedge"
+    return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "kvedge"
+
+
+def file_sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def verify(sdist: Path) -> None:
+    try:
+        found = file_sha256(sdist)
+    except OSError as error:
+        raise SourceError(f"cannot read {sdist}: {error.strerror}") from error
+    if found != SHA256:
+        raise SourceError(f"{sdist} is not the pinned source: its sha256 is {found}, the pin is {SHA256}")
+
+
+def fetch(fallback: Path | None = None) -> Path:
+    """The verified source distribution, from the cache or through pip. fallback: a folder if the cache is read-only."""
+    folder = cache_dir()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        writable = os.access(folder, os.W_OK)
+    except OSError:
+        writable = False
+    sdist = folder / SDIST
+    if sdist.is_file() and file_sha256(sdist) == SHA256:
+        return sdist
+    if not writable:
+        if fallback is None:
+            raise SourceError(f"cannot write to {folder}; set KVEDGE_CACHE_DIR to a folder that can be written")
+        fallback.mkdir(parents=True, exist_ok=True)
+        folder, sdist = fallback, fallback / SDIST
+        if sdist.is_file() and file_sha256(sdist) == SHA256:
+            return sdist
+    log(f"fetching {PACKAGE} {VERSION} (72 MiB) from the package index")
+    with tempfile.TemporaryDirectory(dir=folder, prefix="fetch-") as tmp:
+        _download(Path(tmp))
+        verify(Path(tmp) / SDIST)
+        (Path(tmp) / SDIST).replace(sdist)
+    return sdist
+
+
+def _download(folder: Path) -> None:
+    # with the hash in a requirements file pip checks the archive before it runs anything from it
+    wanted = folder / "requirements.txt"
+    wanted.write_text(f"{PACKAGE}=={VERSION} --hash=sha256:{SHA256}\n", encoding="utf-8")
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-binary",
+        PACKAGE,
+    ]
+    command += [
+        "--require-hashes",
+        "-r",
+        str(wanted),
+        "-d",
+        str(folder),
+        "--disable-pip-version-check",
+        "--no-input",
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, errors="replace", env=_pip_environment(), check=False
+    )
+    if done.returncode == 0 and (folder / SDIST).is_file():
+        return
+    lines = [line.strip() for line in (done.stderr + "\n" + done.stdout).splitlines()]
+    if any("No module named pip" in line for line in lines):
+        raise SourceError(f"{sys.executable} has no pip, which fetches llama.cpp: install pip and scikit-build-core")
+    why = next((line for line in lines if line.startswith("ERROR")), f"pip ended with code {done.returncode}")
+    raise SourceError(f"cannot fetch {PACKAGE} {VERSION}: {why.removeprefix('ERROR: ')}")
+
+
+def _pip_environment() -> dict[str, str]:
+    """Lets pip use the index that uv was told of, when pip itself was told of none."""
+    env = dict(os.environ)
+    index = env.get("UV_DEFAULT_INDEX") or env.get("UV_INDEX_URL")
+    if index and not env.get("PIP_INDEX_URL"):
+        env["PIP_INDEX_URL"] = index.rpartition("=")[2] if "=" in index.split("://")[0] else index
+    return env
+
+
+def unpack(sdist: Path, dest: Path) -> None:
+    """Writes the wanted part of vendor/llama.cpp below dest; only plain files, and only below dest."""
+    wanted = [PurePosixPath(w).parts for w in WANTED]
+    try:
+        with tarfile.open(sdist) as archive:
+            for member in archive:
+                path = PurePosixPath(member.name)
+                if not path.is_relative_to(VENDOR) or not (member.isfile() or member.islnk() or member.issym()):
+                    continue
+                parts = path.relative_to(VENDOR).parts
+                if not any(parts[: len(w)] == w for w in wanted):
+                    continue
+                if ".." in parts or not member.isfile():
+                    raise SourceError(f"{sdist.name} holds an unsafe entry: {member.name}")
+                target = dest.joinpath(*parts)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                source = archive.extractfile(member)
+                assert source is not None
+                with source, target.open("wb") as out:
+                    shutil.copyfileobj(source, out, 1 << 20)
+                if member.mode & 0o100:
+                    target.chmod(0o755)
+    except (tarfile.TarError, EOFError) as error:
+        raise SourceError(f"cannot unpack {sdist}: {error}") from error
+    if not (dest / "CMakeLists.txt").is_file():
+        raise SourceError(f"{sdist} holds no {VENDOR}")
+
+
+def read_series(folder: Path) -> list[Patch]:
+    """The patches of a folder, in the order of their names."""
+    return [parse(p.name, p.read_bytes().decode("utf-8", "surrogateescape")) for p in sorted(folder.glob("*.patch"))]
+
+
+def write_changes(root: Path, changes: dict[str, bytes | None]) -> None:
+    for path, content in changes.items():
+        target = root / path
+        if content is None:
+            target.unlink()
+        else:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(content)
+
+
+def prepare(out: Path, sdist: Path | None, patches: Path | None) -> bool:
+    """Makes `out` the pinned source with the patches applied. False if it was that already."""
+    series = sorted(patches.glob("*.patch")) if patches else []
+    want = {"source": SHA256, "wanted": WANTED, "patches": [[p.name, file_sha256(p)] for p in series]}
+    stamp = out / STAMP
+    with contextlib.suppress(OSError, ValueError):
+        if json.loads(stamp.read_text(encoding="utf-8")) == json.loads(json.dumps(want)):
+            return False
+    if out.exists() and not stamp.is_file() and any(out.iterdir()):
+        raise SourceError(f"{out} exists and was not made by this script: remove it, or choose another folder")
+    sdist = sdist or fetch(out.parent)
+    verify(sdist)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=out.name + ".new-") as tmp:
+        fresh = Path(tmp) / "llama.cpp"
+        unpack(sdist, fresh)
+        write_changes(fresh, apply(read_series(patches) if patches else [], fresh))
+        (fresh / STAMP).write_text(json.dumps(want), encoding="utf-8")
+        _replace_tree(fresh, out)
+    log(f"llama.cpp of {PACKAGE} {VERSION} with {len(series)} patches is in {out}")
+    return True
+
+
+def _replace_tree(fresh: Path, out: Path) -> None:
+    """Makes `out` equal to `fresh`. Equal files stay untouched: the build then redoes only what changed."""
+    if not out.exists():
+        fresh.replace(out)
+        return
+    # without its stamp the tree counts as unfinished until the last file is in place
+    (out / STAMP).write_text("{}", encoding="utf-8")
+    new = set(_files(fresh))
+    for path in set(_files(out)) - new:
+        (out / path).unlink()
+    for path in sorted(new - {STAMP}):
+        old = out / path
+        if not old.is_file() or old.read_bytes() != (fresh / path).read_bytes():
+            old.parent.mkdir(parents=True, exist_ok=True)
+            (fresh / path).replace(old)
+            # replaced files must look new to the build even if the archive's clock was ahead
+            os.utime(old)
+    (fresh / STAMP).replace(out / STAMP)
+
+
+def _files(root: Path) -> Iterator[str]:
+    return (p.relative_to(root).as_posix() for p in root.rglob("*") if p.is_file())
+
+
+def check(tree: Path, patches: Path) -> str | None:
+    """None if the tree carries the series, else what it lacks: every patch must come off again, the last one first."""
+    try:
+        apply([p.reversed() for p in reversed(read_series(patches))], tree)
+    except PatchError as error:
+        return str(error)
+    return None
+
+
+def make_git(out: Path, sdist: Path | None, patches: Path) -> None:
+    """A repository to work on the patches in: the pinned source, tagged, and one commit per patch."""
+    if out.exists() and any(out.iterdir()):
+        raise SourceError(f"{out} is not empty")
+    series = read_series(patches)
+    sdist = sdist or fetch()
+    verify(sdist)
+    out.mkdir(parents=True, exist_ok=True)
+    unpack(sdist, out)
+    git(out, "init", "-q", "-b", "kvedge")
+    _commit(out, f"llama.cpp of {PACKAGE} {VERSION}")
+    git(out, "tag", BASE_TAG)
+    for patch in series:
+        write_changes(out, apply([patch], out))
+        _commit(out, patch.subject + (f"\n\n{patch.body}" if patch.body else ""))
+    log(f"{out}: {len(series)} commits after {BASE_TAG}; export them with scripts/export_patches.py {out}")
+
+
+def git(tree: Path, *args: str, text: str | None = None) -> str:
+    """Runs git in a tree, apart from the user's hooks, signing and line-end settings."""
+    config = [
+        "core.hooksPath=/dev/null",
+        "commit.gpgsign=false",
+        "core.autocrlf=false",
+        "core.safecrlf=false",
+    ]
+    command = ["git", "-C", str(tree), *(arg for entry in config for arg in ("-c", entry)), *args]
+    try:
+        # bytes: text mode would turn the line ends of a diff
+        data = text.encode("utf-8", "surrogateescape") if text is not None else None
+        done = subprocess.run(command, input=data, capture_output=True, check=False)
+    except FileNotFoundError as error:
+        raise SourceError("git is not installed") from error
+    if done.returncode != 0:
+        lines = done.stderr.decode("utf-8", "replace").strip().splitlines() or [f"exit code {done.returncode}"]
+        raise SourceError(f"git {args[0]}: {lines[-1]}")
+    return done.stdout.decode("utf-8", "surrogateescape")
+
+
+def _commit(tree: Path, message: str) -> None:
+    git(tree, "add", "-A", "-f")
+    identity = ("-c", "user.name=kvedge", "-c", "user.email=kvedge@localhost")
+    git(
+        tree,
+        *identity,
+        "commit",
+        "-q",
+        "--allow-empty",
+        "--cleanup=whitespace",
+        "-F",
+        "-",
+        text=message + "\n",
+    )
+
+
+def log(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    action = parser.add_mutually_exclusive_group(required=True)
+    action.add_argument("--out", type=Path, metavar="DIR", help="make the patched tree in DIR")
+    action.add_argument("--git", type=Path, metavar="DIR", help="make a git repository of the series in DIR")
+    action.add_argument(
+        "--check", type=Path, metavar="DIR", help="does the tree DIR carry the patches? (exit code 1: no)"
+    )
+    action.add_argument("--fetch", action="store_true", help="print the path of the verified source distribution")
+    parser.add_argument(
+        "--sdist", type=Path, metavar="FILE", help="use this source distribution instead of fetching it"
+    )
+    parser.add_argument("--patches", type=Path, default=ROOT / "patches", metavar="DIR", help="default: patches/")
+    parser.add_argument("--no-patches", action="store_true", help="with --out: the source as it is")
+    args = parser.parse_args()
+    try:
+        if args.out:
+            prepare(args.out.absolute(), args.sdist, None if args.no_patches else args.patches)
+        elif args.git:
+            make_git(args.git.absolute(), args.sdist, args.patches)
+        elif args.check:
+            lacks = check(args.check, args.patches)
+            if lacks:
+                raise SourceError(f"{args.check} does not carry the patches: {lacks}")
+        else:
+            print(fetch())
+    except (SourceError, PatchError) as error:
+        log(f"error: {error}")
+        return 1
+    except OSError as error:
+        log(f"error: {error.filename or ''}: {error.strerror or error}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,373 @@
+"""Fetching, patching and exporting llama.cpp, on small trees made here."""
+
+import ast
+import difflib
+import hashlib
+import io
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from typing import ClassVar
+
+import export_patches
+import llama_source
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from llama_source import SourceError, prepare, read_series, unpack
+from unified_diff import PatchError, apply, parse
+
+ROOT = Path(__file__).resolve().parent.parent
+NEEDS_GIT = pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+
+SOURCE = "".join(f"line {i}\n" for i in range(1, 31))
+PATCHED = SOURCE.replace("line 10\n", "line ten\nand a half\n").replace("line 20\n", "")
+
+
+def diff(path, old, new):
+    """A unified diff in git's form."""
+    lines = difflib.unified_diff(
+        old.splitlines(keepends=True), new.splitlines(keepends=True), "a/" + path if old else "/dev/null",
+        "b/" + path if new else "/dev/null", lineterm="\n",
+    )  # fmt: skip
+    return "".join(line if line.endswith("\n") else line + "\n\\ No newline at end of file\n" for line in lines)
+
+
+def make_patch(path, old, new, subject="a reason"):
+    return f"Subject: {subject}\n\nWhy it is so.\n---\n" + diff(path, old, new)
+
+
+@pytest.fixture
+def tree(tmp_path):
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "a.cpp").write_text(SOURCE)
+    return tmp_path
+
+
+def run(patch_text, tree, name="0001-x.patch"):
+    return apply([parse(name, patch_text)], tree)
+
+
+class TestDiff:
+    def test_header(self):
+        patch = parse(
+            "0001-x.patch",
+            "From 0\nSubject: [PATCH 1/2] one\n two\n\nbody\nmore\n---\n stat\n\n" + diff("f", "a\n", "b\n"),
+        )
+        assert (patch.subject, patch.body) == ("one two", "body\nmore")
+        assert (patch.added, patch.removed) == (1, 1)
+
+    def test_without_header_the_file_name_is_the_subject(self):
+        assert parse("0001-some-name.patch", diff("f", "a\n", "b\n")).subject == "0001-some-name"
+
+    def test_applies(self, tree):
+        assert run(make_patch("src/a.cpp", SOURCE, PATCHED), tree) == {"src/a.cpp": PATCHED.encode()}
+        assert (tree / "src" / "a.cpp").read_text() == SOURCE
+
+    def test_comes_off_again(self, tree):
+        (tree / "src" / "a.cpp").write_text(PATCHED)
+        patch = parse("p", make_patch("src/a.cpp", SOURCE, PATCHED))
+        assert apply([patch.reversed()], tree) == {"src/a.cpp": SOURCE.encode()}
+
+    def test_moved_hunks_apply(self, tree):
+        (tree / "src" / "a.cpp").write_text("new first\n" * 7 + SOURCE)
+        assert run(make_patch("src/a.cpp", SOURCE, PATCHED), tree) == {
+            "src/a.cpp": ("new first\n" * 7 + PATCHED).encode()
+        }
+
+    def test_mismatch_names_patch_file_and_hunk(self, tree):
+        (tree / "src" / "a.cpp").write_text(SOURCE.replace("line 21\n", "line XXI\n"))
+        with pytest.raises(PatchError) as caught:
+            run(make_patch("src/a.cpp", SOURCE, PATCHED), tree)
+        message = str(caught.value)
+        assert message.startswith("0001-x.patch: src/a.cpp: hunk 2 (@@ -17,7 +18,6 @@) does not match")
+        assert "line 21" in message and "line XXI" in message and "\n" not in message
+
+    def test_series_builds_on_itself(self, tree):
+        later = PATCHED.replace("and a half", "and a quarter")
+        first = parse("0001", make_patch("src/a.cpp", SOURCE, PATCHED))
+        second = parse("0002", make_patch("src/a.cpp", PATCHED, later))
+        assert apply([first, second], tree) == {"src/a.cpp": later.encode()}
+        with pytest.raises(PatchError, match=r"^0002: "):
+            apply([second, first], tree)
+
+    def test_new_and_removed_files(self, tree):
+        assert run(make_patch("src/new.h", "", "x\n"), tree) == {"src/new.h": b"x\n"}
+        assert run(make_patch("src/a.cpp", SOURCE, ""), tree) == {"src/a.cpp": None}
+        with pytest.raises(PatchError, match="it exists"):
+            run(make_patch("src/a.cpp", "", "x\n"), tree)
+        with pytest.raises(PatchError, match=r"src/gone\.cpp: no such file"):
+            run(make_patch("src/gone.cpp", "x\n", "y\n"), tree)
+
+    @pytest.mark.parametrize("path", ["../x", "/etc/x", "a/../../x", ""])
+    def test_paths_outside_the_tree_are_refused(self, path):
+        with pytest.raises(PatchError, match="not a path below"):
+            parse("p", f"--- a/{path}\n+++ b/{path}\n@@ -1 +1 @@\n-a\n+b\n")
+
+    @pytest.mark.parametrize(
+        ("text", "why"),
+        [
+            ("Subject: nothing\n", "no file diff"),
+            ("--- a/f\n+++ b/f\n", "no hunk for f"),
+            ("--- a/f\n+++ b/f\n@@ -1,3 +1,3 @@\n a\n", "ends early"),
+            ("--- a/f\n+++ b/f\n@@ -1 +1 @@\n-a\n+b\n+c\n", "outside any hunk"),
+            ("--- a/f\n+++ b/f\n@@ nonsense @@\n", "not a hunk header"),
+            ("--- a/f\n+++ b/g\n@@ -1 +1 @@\n-a\n+b\n", "renaming"),
+            ("diff --git a/f b/f\nGIT binary patch\n", "not supported"),
+        ],
+    )
+    def test_broken_patches_are_refused(self, text, why):
+        with pytest.raises(PatchError, match=why):
+            parse("0001-x.patch", text)
+
+    lines = st.lists(st.sampled_from(["a", "b", "c", "", "  d", "-- x", "+y", "\\ z"]), max_size=30)
+
+    @given(lines, lines, st.booleans(), st.booleans())
+    def test_any_diff_applies_and_comes_off(self, old, new, old_end, new_end):
+        before = "\n".join(old) + ("\n" if old_end and old else "")
+        after = "\n".join(new) + ("\n" if new_end and new else "")
+        if before == after:
+            return
+        patch = parse("p", diff("f", before, after))
+        tree = FakeTree({"f": before.encode()} if before else {})
+        assert apply([patch], tree)["f"] == (after.encode() or None)
+        tree = FakeTree({"f": after.encode()} if after else {})
+        assert apply([patch.reversed()], tree)["f"] == (before.encode() or None)
+
+
+class FakeTree(dict):
+    """The part of Path that apply() uses: a folder in memory."""
+
+    def __truediv__(self, path):
+        return FakeFile(self.get(path))
+
+
+class FakeFile:
+    def __init__(self, content):
+        self.content = content
+
+    def is_file(self):
+        return self.content is not None
+
+    def read_bytes(self):
+        return self.content
+
+
+@pytest.fixture
+def pin(tmp_path, monkeypatch):
+    """A small source distribution in the place of the pinned one: pin(files) -> its path."""
+
+    def make(files, entries=()):
+        path = tmp_path / llama_source.SDIST
+        with tarfile.open(path, "w:gz") as archive:
+            for name, text in {"CMakeLists.txt": "project(x)\n", **files}.items():
+                data = text.encode()
+                info = tarfile.TarInfo(f"{llama_source.VENDOR}/{name}")
+                info.size = len(data)
+                archive.addfile(info, io.BytesIO(data))
+            for info in entries:
+                archive.addfile(info)
+        monkeypatch.setattr(llama_source, "SHA256", hashlib.sha256(path.read_bytes()).hexdigest())
+        return path
+
+    return make
+
+
+def write_series(folder, *patches):
+    folder.mkdir(exist_ok=True)
+    for old in folder.glob("*.patch"):
+        old.unlink()
+    for number, text in enumerate(patches, 1):
+        (folder / f"{number:04d}-p.patch").write_text(text)
+    return folder
+
+
+class TestSource:
+    files: ClassVar = {"src/a.cpp": SOURCE, "src/b.cpp": "b\n", "docs/big.md": "not wanted\n"}
+
+    def test_patched_tree(self, pin, tmp_path):
+        patches = write_series(tmp_path / "patches", make_patch("src/a.cpp", SOURCE, PATCHED))
+        out = tmp_path / "build" / "llama.cpp"
+        assert prepare(out, pin(self.files), patches)
+        assert (out / "src" / "a.cpp").read_text() == PATCHED
+        assert not (out / "docs").exists()
+        assert llama_source.check(out, patches) is None
+        assert [p.name for p in out.parent.iterdir()] == ["llama.cpp"]
+
+    def test_nothing_to_do_the_second_time(self, pin, tmp_path):
+        patches = write_series(tmp_path / "patches", make_patch("src/a.cpp", SOURCE, PATCHED))
+        out = tmp_path / "llama.cpp"
+        sdist = pin(self.files)
+        assert prepare(out, sdist, patches)
+        sdist.unlink()
+        assert not prepare(out, sdist, patches)
+
+    def test_only_files_that_change_are_touched(self, pin, tmp_path):
+        patches = write_series(tmp_path / "patches", make_patch("src/a.cpp", SOURCE, PATCHED))
+        out = tmp_path / "llama.cpp"
+        sdist = pin(self.files)
+        prepare(out, sdist, patches)
+        for path in out.rglob("*.cpp"):
+            os.utime(path, (1, 1))
+        write_series(patches, make_patch("src/a.cpp", SOURCE, PATCHED), make_patch("src/new.cpp", "", "new\n"))
+        assert prepare(out, sdist, patches)
+        assert (out / "src" / "new.cpp").read_text() == "new\n"
+        assert [(out / "src" / n).stat().st_mtime for n in ("a.cpp", "b.cpp")] == [1, 1]
+        write_series(patches, make_patch("src/b.cpp", "b\n", "c\n"))
+        assert prepare(out, sdist, patches)
+        assert (out / "src" / "a.cpp").read_text() == SOURCE
+        assert (out / "src" / "a.cpp").stat().st_mtime > 1
+        assert not (out / "src" / "new.cpp").exists()
+
+    def test_failing_patch_leaves_the_tree_alone(self, pin, tmp_path):
+        patches = write_series(tmp_path / "patches", make_patch("src/a.cpp", SOURCE, PATCHED))
+        out = tmp_path / "llama.cpp"
+        sdist = pin(self.files)
+        prepare(out, sdist, patches)
+        good, bad = make_patch("src/b.cpp", "b\n", "c\n"), make_patch("src/a.cpp", "other\n", "thing\n")
+        write_series(patches, good, bad)
+        with pytest.raises(PatchError, match=r"0002-p.patch: src/a.cpp: hunk 1 .*does not match"):
+            prepare(out, sdist, patches)
+        assert (out / "src" / "a.cpp").read_text() == PATCHED
+        assert (out / "src" / "b.cpp").read_text() == "b\n"
+        fresh = tmp_path / "fresh"
+        with pytest.raises(PatchError):
+            prepare(fresh, sdist, patches)
+        assert not fresh.exists() and not list(tmp_path.glob("fresh*"))
+
+    def test_a_folder_of_somebody_else_is_refused(self, pin, tmp_path):
+        out = tmp_path / "mine"
+        out.mkdir()
+        (out / "thesis.tex").write_text("precious")
+        with pytest.raises(SourceError, match="was not made by this script"):
+            prepare(out, pin(self.files), None)
+        assert (out / "thesis.tex").read_text() == "precious"
+
+    def test_wrong_hash(self, pin, tmp_path):
+        sdist = pin(self.files)
+        sdist.write_bytes(sdist.read_bytes() + b"x")
+        with pytest.raises(SourceError, match="is not the pinned source"):
+            prepare(tmp_path / "llama.cpp", sdist, None)
+        assert not (tmp_path / "llama.cpp").exists()
+
+    @pytest.mark.parametrize("kind", ["escape", "link"])
+    def test_unsafe_entries(self, pin, tmp_path, kind):
+        info = tarfile.TarInfo(f"{llama_source.VENDOR}/src/" + ("../../../../evil" if kind == "escape" else "link"))
+        if kind == "link":
+            info.type, info.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        with pytest.raises(SourceError, match="unsafe entry"):
+            unpack(pin(self.files, [info]), tmp_path / "out")
+        assert not (tmp_path / "evil").exists()
+
+    def test_truncated_archive(self, pin, tmp_path):
+        sdist = pin({"src/a.cpp": os.urandom(20000).hex()})
+        sdist.write_bytes(sdist.read_bytes()[:5000])
+        with pytest.raises(SourceError, match="cannot unpack"):
+            unpack(sdist, tmp_path / "out")
+
+    def test_cache_serves_the_second_fetch(self, pin, tmp_path, monkeypatch):
+        sdist = pin(self.files)
+        monkeypatch.setenv("KVEDGE_CACHE_DIR", str(tmp_path))
+        monkeypatch.setattr(llama_source, "_download", lambda folder: pytest.fail("went to the network"))
+        assert llama_source.fetch() == sdist
+        good = sdist.read_bytes()
+        sdist.write_bytes(b"damaged")
+        monkeypatch.setattr(llama_source, "_download", lambda folder: (folder / sdist.name).write_bytes(good))
+        assert llama_source.fetch().read_bytes() == good
+
+    def test_command_line_errors_are_one_line(self, tmp_path):
+        script = [sys.executable, str(ROOT / "scripts" / "llama_source.py")]
+        bad = tmp_path / "bad.tar.gz"
+        bad.write_bytes(b"x")
+        done = subprocess.run(
+            [*script, "--out", str(tmp_path / "o"), "--sdist", str(bad)], capture_output=True, text=True
+        )
+        assert done.returncode == 1
+        assert done.stdout == ""
+        assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+
+@NEEDS_GIT
+class TestExport:
+    files: ClassVar = {"src/a.cpp": SOURCE, "src/crlf.h": "a\r\nb\r\nc\r\n", ".gitignore": "*.log\n"}
+
+    def series(self, tmp_path):
+        return write_series(
+            tmp_path / "patches",
+            make_patch("src/a.cpp", SOURCE, PATCHED, "Graph: ask the provider (part 1)"),
+            make_patch("src/new.log", "", "ignored by .gitignore\n", "A new file"),
+            make_patch("src/crlf.h", "a\r\nb\r\nc\r\n", "a\r\nB\r\nc\r\n", "Line ends stay"),
+        )
+
+    def test_round_trip(self, pin, tmp_path):
+        sdist, patches = pin(self.files), self.series(tmp_path)
+        one, two = tmp_path / "one", tmp_path / "two"
+        llama_source.make_git(one, sdist, patches)
+        export_patches.write(export_patches.export(one), tmp_path / "out")
+        names = sorted(p.name for p in (tmp_path / "out").iterdir())
+        assert names == [
+            "0001-graph-ask-the-provider-part-1.patch",
+            "0002-a-new-file.patch",
+            "0003-line-ends-stay.patch",
+        ]
+        assert [p.body for p in read_series(tmp_path / "out")] == ["Why it is so."] * 3
+        llama_source.make_git(two, sdist, tmp_path / "out")
+        assert export_patches.export(two) == export_patches.export(one)
+        assert (two / "src" / "a.cpp").read_text() == PATCHED
+        assert (two / "src" / "crlf.h").read_bytes() == b"a\r\nB\r\nc\r\n"
+
+    def test_old_files_go_and_uncommitted_work_is_refused(self, pin, tmp_path):
+        patches, work = self.series(tmp_path), tmp_path / "work"
+        llama_source.make_git(work, pin(self.files), patches)
+        export_patches.write(export_patches.export(work), patches)
+        assert not list(patches.glob("*-p.patch"))
+        (work / "src" / "a.cpp").write_text("changed\n")
+        with pytest.raises(SourceError, match="not committed"):
+            export_patches.export(work)
+
+    def test_git_agrees(self, pin, tmp_path):
+        patches, work = self.series(tmp_path), tmp_path / "work"
+        llama_source.make_git(work, pin(self.files), patches)
+        result = {p: (work / p).read_bytes() for p in ("src/a.cpp", "src/crlf.h", "src/new.log")}
+        llama_source.git(work, "checkout", "-q", llama_source.BASE_TAG)
+        llama_source.git(work, "apply", *sorted(str(p) for p in patches.glob("*.patch")))
+        assert {p: (work / p).read_bytes() for p in result} == result
+
+
+class TestSeries:
+    """The series of this repository."""
+
+    def test_stays_small(self):
+        series = read_series(ROOT / "patches")
+        assert series and sum(p.added + p.removed for p in series) <= 300
+
+    def test_every_patch_has_a_reason(self):
+        readme = (ROOT / "patches" / "README.md").read_text(encoding="utf-8")
+        for patch in read_series(ROOT / "patches"):
+            assert patch.body, f"{patch.name} says no reason"
+            assert patch.name in readme, f"patches/README.md does not list {patch.name}"
+
+    def test_leaves_ggml_alone(self):
+        paths = [f.path for p in read_series(ROOT / "patches") for f in p.files]
+        assert not [p for p in paths if p.startswith("ggml/")]
+
+    def test_pin_and_dependency_are_the_same(self):
+        assert f'"{llama_source.PACKAGE}=={llama_source.VERSION}"' in (ROOT / "pyproject.toml").read_text(
+            encoding="utf-8"
+        )
+
+    def test_applies_to_the_pinned_source(self, tmp_path):
+        sdist = llama_source.cache_dir() / llama_source.SDIST
+        if not sdist.is_file():
+            pytest.skip("the pinned source is not in the cache")
+        assert prepare(tmp_path / "llama.cpp", sdist, ROOT / "patches")
+        assert llama_source.check(tmp_path / "llama.cpp", ROOT / "patches") is None
+
+
+def test_old_pythons_get_a_sentence():
+    """The entry script must be readable for a Python that cannot read the rest."""
+    text = (ROOT / "scripts" / "dev.py").read_text(encoding="utf-8")
+    ast.parse(text, feature_version=(3, 4))
