@@ -1,0 +1,111 @@
+"""Tiny models of many architectures and shapes: a few MB each, made in well under a second."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from . import tokens
+from .text import ARCHITECTURES, TextSpec, text_model
+from .vision import VisionSpec, vision_model
+from .writer import F16, F32, Q4_0, Q8_0, write_gguf
+
+VISION_KINDS = ("llava", "qwen2vl")
+KINDS = (*VISION_KINDS, *(arch for arch in ARCHITECTURES if arch not in VISION_KINDS))
+WEIGHTS = {"f32": F32, "f16": F16, "q8_0": Q8_0, "q4_0": Q4_0}
+
+
+@dataclass(frozen=True)
+class TinySpec:
+    """The shape of a tiny model. The width is n_heads * head_size, the feed-forward twice that.
+
+    `image_size` is that of the llava tower (patches of 14: 56 gives 16 image tokens); qwen2vl takes any size.
+    """
+
+    n_layers: int = 2
+    n_heads: int = 4
+    n_heads_kv: int = 2
+    head_size: int = 64
+    n_vocab: int = 1024
+    n_ctx_train: int = 8192
+    image_size: int = 56
+    weight: str = "f16"
+    seed: int = 0
+
+    def check(self) -> None:
+        if min(self.n_layers, self.n_heads, self.n_heads_kv, self.head_size) < 1:
+            raise ValueError("n_layers, n_heads, n_heads_kv and head_size must be at least 1")
+        if self.n_heads % self.n_heads_kv:
+            raise ValueError(f"n_heads ({self.n_heads}) must be a multiple of n_heads_kv ({self.n_heads_kv})")
+        if self.head_size % 2:
+            raise ValueError(f"head_size ({self.head_size}) must be even: rotary embedding turns pairs")
+        if self.image_size < 14 or self.image_size % 14:
+            raise ValueError(f"image_size ({self.image_size}) must be a multiple of 14, the patch size")
+        if self.weight not in WEIGHTS:
+            raise ValueError(f"weight type {self.weight!r} is not one of {', '.join(WEIGHTS)}")
+
+
+DEFAULT_SPEC = TinySpec()
+# Sliding-window and hybrid models alternate two sorts of layers: four of them show each sort twice.
+_DEFAULT_SPECS = {
+    "gemma3": replace(DEFAULT_SPEC, n_layers=4),
+    "lfm2": replace(DEFAULT_SPEC, n_layers=4),
+}
+
+
+def default_spec(kind: str) -> TinySpec:
+    return _DEFAULT_SPECS.get(kind, DEFAULT_SPEC)
+
+
+def _text_spec(kind: str, spec: TinySpec) -> TextSpec:
+    arch = "llama" if kind == "llava" else kind
+    byte_level = arch in ("qwen2vl", "qwen3", "lfm2")
+    template = tokens.VICUNA if kind in ("llava", "llama") else tokens.CHATML
+    make = tokens.bpe if byte_level else tokens.spm
+    return TextSpec(
+        arch=arch,
+        vocab=make(spec.n_vocab, template=template),
+        n_layers=spec.n_layers,
+        n_heads=spec.n_heads,
+        n_heads_kv=spec.n_heads_kv,
+        head_size=spec.head_size,
+        n_ff=2 * spec.n_heads * spec.head_size,
+        n_ctx_train=spec.n_ctx_train,
+        # llama.cpp changes the tokens of whatever has "phi3" in its name, so the kind is not in it.
+        name="kvedge tiny",
+        weight=WEIGHTS[spec.weight],
+    )
+
+
+def _vision_spec(kind: str, spec: TinySpec, text: TextSpec) -> VisionSpec:
+    llava = kind == "llava"
+    return VisionSpec(
+        projector="mlp" if llava else "qwen2vl_merger",
+        image_size=spec.image_size,
+        patch_size=14,
+        width=64,
+        n_layers=3 if llava else 2,
+        n_heads=2,
+        n_ff=128,
+        n_out=text.n_embd,
+        out_std=text.embedding_std,
+        name="kvedge tiny",
+    )
+
+
+def write_tiny(kind: str, directory: str | Path, *, spec: TinySpec | None = None) -> tuple[Path, Path | None]:
+    """Write `directory`/model.gguf, and mmproj.gguf for vision kinds; the same spec gives the same bytes."""
+    if kind not in KINDS:
+        raise ValueError(f"unknown kind {kind!r}: one of {', '.join(KINDS)}")
+    spec = spec or default_spec(kind)
+    spec.check()
+    out = Path(directory)
+    out.mkdir(parents=True, exist_ok=True)
+    text = _text_spec(kind, spec)
+    model = out / "model.gguf"
+    write_gguf(model, *text_model(text), seed=spec.seed)
+    if kind not in VISION_KINDS:
+        return model, None
+    mmproj = out / "mmproj.gguf"
+    write_gguf(mmproj, *vision_model(_vision_spec(kind, spec, text)), seed=spec.seed + 1)
+    return model, mmproj

@@ -1,0 +1,356 @@
+"""The model fixtures load, count image tokens as the real models do, and generate with finite logits."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import shutil
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+pykvedge = pytest.importorskip("pykvedge")
+llama = pytest.importorskip("llama_cpp.llama_cpp")
+mtmd = pytest.importorskip("llama_cpp.mtmd_cpp")
+
+SCRIPTS = Path(__file__).parent.parent / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+import make_shape_model  # noqa: E402
+import make_tiny_models  # noqa: E402
+from make_tiny_models import KINDS, TinySpec, default_spec, write_tiny  # noqa: E402
+from modelgen import tokens  # noqa: E402
+from modelgen.shapes import SHAPES  # noqa: E402
+from modelgen.text import text_model  # noqa: E402
+from modelgen.vision import vision_model  # noqa: E402
+
+PROMPT = "USER: <__media__>\nWhat is in the picture? A naïve 図.\nASSISTANT:"
+TEXT = "USER: What is in the picture? A naïve 図.\nASSISTANT:"
+
+
+@dataclass
+class Answer:
+    """What a run of stock llama.cpp over one prompt gave."""
+
+    prompt_tokens: int
+    image_tokens: int
+    logits: np.ndarray  # one row per generated token
+    ids: list[int]
+    text: str
+
+
+class Runner:
+    """A model, and its mmproj if there is one, driven through the low-level bindings."""
+
+    def __init__(self, model: Path, mmproj: Path | None = None, n_ctx: int = 2048) -> None:
+        quiet = llama.llama_log_callback(lambda level, text, data: None)
+        self._keep = [quiet]
+        llama.llama_log_set(quiet, ctypes.c_void_p(0))
+        mtmd.mtmd_helper_log_set(quiet, ctypes.c_void_p(0))
+        llama.llama_backend_init()
+        self.model = llama.llama_model_load_from_file(str(model).encode(), llama.llama_model_default_params())
+        assert self.model, f"{model} does not load"
+        params = llama.llama_context_default_params()
+        params.n_ctx = params.n_batch = n_ctx
+        params.n_threads = params.n_threads_batch = 2
+        self.ctx = llama.llama_init_from_model(self.model, params)
+        assert self.ctx, f"no context for {model}"
+        self.vocab = llama.llama_model_get_vocab(self.model)
+        self.n_vocab = llama.llama_vocab_n_tokens(self.vocab)
+        self.mtmd = None
+        if mmproj:
+            vision = mtmd.mtmd_context_params_default()
+            vision.use_gpu, vision.warmup, vision.n_threads = False, False, 2
+            self.mtmd = mtmd.mtmd_init_from_file(str(mmproj).encode(), self.model, vision)
+            assert self.mtmd, f"{mmproj} does not load"
+
+    def close(self) -> None:
+        if self.mtmd:
+            mtmd.mtmd_free(self.mtmd)
+        llama.llama_free(self.ctx)
+        llama.llama_model_free(self.model)
+
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def piece(self, token: int) -> bytes:
+        buffer = ctypes.create_string_buffer(256)
+        size = llama.llama_token_to_piece(self.vocab, token, buffer, 256, 0, False)
+        return buffer.raw[:size]
+
+    def tokenize(self, text: str) -> list[int]:
+        raw = text.encode()
+        buffer = (llama.llama_token * (len(raw) + 8))()
+        count = llama.llama_tokenize(self.vocab, raw, len(raw), buffer, len(buffer), True, True)
+        assert count > 0
+        return list(buffer[:count])
+
+    def _chunks(self, text: str, image: np.ndarray) -> ctypes.c_void_p:
+        height, width, _ = image.shape
+        data = np.ascontiguousarray(image).ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        bitmap = mtmd.mtmd_bitmap_init(width, height, data)
+        chunks = mtmd.mtmd_input_chunks_init()
+        raw = text.encode()
+        prompt = mtmd.mtmd_input_text(text=raw, text_len=len(raw), add_special=True, parse_special=True)
+        status = mtmd.mtmd_tokenize(self.mtmd, chunks, ctypes.byref(prompt), (ctypes.c_void_p * 1)(bitmap), 1)
+        mtmd.mtmd_bitmap_free(bitmap)
+        assert status == 0
+        return chunks
+
+    def image_tokens(self, image: np.ndarray) -> int:
+        chunks = self._chunks(PROMPT, image)
+        try:
+            return self._count_image(chunks)
+        finally:
+            mtmd.mtmd_input_chunks_free(chunks)
+
+    @staticmethod
+    def _count_image(chunks: ctypes.c_void_p) -> int:
+        parts = [mtmd.mtmd_input_chunks_get(chunks, i) for i in range(mtmd.mtmd_input_chunks_size(chunks))]
+        images = [p for p in parts if mtmd.mtmd_input_chunk_get_type(p) == mtmd.MTMD_INPUT_CHUNK_TYPE_IMAGE]
+        return sum(mtmd.mtmd_input_chunk_get_n_tokens(p) for p in images)
+
+    def _decode(self, ids: list[int]) -> None:
+        tokens = (llama.llama_token * len(ids))(*ids)  # the batch only points to it
+        assert llama.llama_decode(self.ctx, llama.llama_batch_get_one(tokens, len(ids))) == 0
+
+    def _prefill(self, image: np.ndarray | None, text: str) -> SimpleNamespace:
+        if image is None:
+            ids = self.tokenize(text)
+            self._decode(ids)
+            return SimpleNamespace(tokens=len(ids), image=0, past=len(ids))
+        chunks = self._chunks(text, image)
+        past = llama.llama_pos(0)
+        status = mtmd.mtmd_helper_eval_chunks(
+            self.mtmd, self.ctx, chunks, 0, 0, llama.llama_n_batch(self.ctx), True, ctypes.byref(past)
+        )
+        assert status == 0
+        counts = SimpleNamespace(
+            tokens=mtmd.mtmd_helper_get_n_tokens(chunks), image=self._count_image(chunks), past=past.value
+        )
+        mtmd.mtmd_input_chunks_free(chunks)
+        return counts
+
+    def answer(self, image: np.ndarray | None = None, text: str | None = None, n: int = 8) -> Answer:
+        """Greedy continuation of one prompt from an empty context."""
+        llama.llama_memory_clear(llama.llama_get_memory(self.ctx), True)
+        prompt = self._prefill(image, text or (PROMPT if image is not None else TEXT))
+        rows, ids = [], []
+        for _ in range(n):
+            row = np.ctypeslib.as_array(llama.llama_get_logits_ith(self.ctx, -1), (self.n_vocab,)).copy()
+            rows.append(row)
+            ids.append(int(row.argmax()))
+            self._decode(ids[-1:])
+        text = b"".join(map(self.piece, ids)).decode("utf-8", "replace")
+        return Answer(prompt.tokens, prompt.image, np.array(rows), ids, text)
+
+
+def picture(width: int, height: int, seed: int = 0) -> np.ndarray:
+    """A smooth gradient with noise in it: patches that differ from one another."""
+    y, x = np.mgrid[0:height, 0:width]
+    base = np.stack([255 * x / width, 255 * y / height, 127 + 80 * np.sin(x / 9 + y / 7)], axis=-1)
+    noise = np.random.default_rng(seed).normal(0, 20, base.shape)
+    return np.clip(base + noise, 0, 255).astype(np.uint8)
+
+
+def check(answer: Answer) -> None:
+    assert np.isfinite(answer.logits).all()
+    # Neither flat nor decided beforehand: a model whose logits are degenerate tests nothing.
+    assert 0.5 < answer.logits.std(axis=1).mean() < 20
+    probability = np.exp(answer.logits - answer.logits.max(axis=1, keepdims=True))
+    best = 1 / probability.sum(axis=1)
+    assert best.mean() < 0.99
+    assert len(set(answer.ids)) > 1
+    assert answer.text.strip()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_generates(kind: str, tmp_path: Path) -> None:
+    model, mmproj = write_tiny(kind, tmp_path)
+    assert model.stat().st_size < 8 << 20
+    with Runner(model, mmproj) as runner:
+        check(runner.answer())
+        if mmproj:
+            first, second = (runner.answer(picture(90, 60, seed)) for seed in (0, 1))
+            check(first)
+            assert first.prompt_tokens > first.image_tokens > 0
+            # Another picture, other logits.
+            assert not np.allclose(first.logits[0], second.logits[0], atol=1e-3)
+
+
+def test_llava_image_tokens_do_not_depend_on_the_picture(tmp_path: Path) -> None:
+    model, mmproj = write_tiny("llava", tmp_path)
+    with Runner(model, mmproj) as runner:
+        assert {runner.image_tokens(picture(*size)) for size in ((56, 56), (200, 31), (17, 400))} == {16}
+
+
+def test_qwen2vl_image_tokens_follow_the_picture(tmp_path: Path) -> None:
+    model, mmproj = write_tiny("qwen2vl", tmp_path)
+    with Runner(model, mmproj) as runner:
+        counts = [runner.image_tokens(picture(*size)) for size in ((280, 280), (280, 140), (560, 560))]
+    assert counts == [100, 50, 400]
+
+
+@pytest.mark.parametrize("kind", ["llava", "qwen2vl"])
+@pytest.mark.parametrize("head_size", [64, 80, 96, 128])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])
+def test_head_shapes(kind: str, head_size: int, heads: tuple[int, int], tmp_path: Path) -> None:
+    spec = TinySpec(n_layers=1, n_heads=heads[0], n_heads_kv=heads[1], head_size=head_size)
+    with Runner(*write_tiny(kind, tmp_path, spec=spec)) as runner:
+        assert llama.llama_model_n_head_kv(runner.model) == heads[1]
+        assert llama.llama_model_n_embd(runner.model) == heads[0] * head_size
+        assert np.isfinite(runner.answer(picture(60, 60), n=2).logits).all()
+
+
+@pytest.mark.parametrize("weight", ["f32", "q8_0", "q4_0"])
+def test_weight_types(weight: str, tmp_path: Path) -> None:
+    model, _ = write_tiny("llama", tmp_path, spec=TinySpec(weight=weight))
+    with Runner(model) as runner:
+        check(runner.answer())
+
+
+def test_same_spec_same_bytes(tmp_path: Path) -> None:
+    def digest(name: str, seed: int) -> str:
+        files = write_tiny("llava", tmp_path / name, spec=replace(default_spec("llava"), seed=seed))
+        return hashlib.sha256(b"".join(path.read_bytes() for path in files if path)).hexdigest()
+
+    assert digest("a", 0) == digest("b", 0) != digest("c", 1)
+
+
+def test_any_text_survives_the_tokenizers(tmp_path: Path) -> None:
+    text = "Zażółć 図 😀\n\tx=1;  two  spaces"
+    for kind in ("llama", "qwen3"):
+        with Runner(write_tiny(kind, tmp_path / kind)[0]) as runner:
+            assert b"".join(map(runner.piece, runner.tokenize(text))).decode().strip() == text
+
+
+def test_special_tokens_of_qwen(tmp_path: Path) -> None:
+    with Runner(write_tiny("qwen2vl", tmp_path)[0]) as runner:
+        for name in ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|im_start|>", "<|im_end|>"):
+            assert len(runner.tokenize(name)) == 1, name
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        TinySpec(n_heads=4, n_heads_kv=3),
+        TinySpec(head_size=63),
+        TinySpec(image_size=60),
+        TinySpec(weight="q2"),
+    ],
+)
+def test_wrong_specs_are_refused(spec: TinySpec, tmp_path: Path) -> None:
+    with pytest.raises(ValueError):
+        write_tiny("llava", tmp_path, spec=spec)
+
+
+def test_tiny_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert make_tiny_models.main([str(tmp_path), "--kind", "llava", "--kind", "mamba"]) == 0
+    paths = [Path(line) for line in capsys.readouterr().out.splitlines()]
+    assert [path.name for path in paths] == ["model.gguf", "mmproj.gguf", "model.gguf"]
+    assert all(path.is_file() for path in paths)
+
+
+# Parameters of the published models: text model, and vision tower with projector.
+PARAMETERS = {
+    "llava-1.4b": (1_364_297_728, 297_204_736),
+    "llava-1.5-7b": (6_738_415_616, 311_888_896),
+    "mobilevlm-1.7b": (1_364_297_728, 297_225_216),
+    "qwen2-vl-2b": (1_543_714_304, 665_271_296),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_real_shapes(name: str) -> None:
+    shape = SHAPES[name]
+    spec = shape.text()
+    meta, tensors = text_model(spec)
+    count = [sum(t.elements for t in part) for part in (tensors, vision_model(shape.vision)[1])]
+    assert tuple(count) == PARAMETERS[name]
+    words = meta["tokenizer.ggml.tokens"]
+    assert len(words) == len(set(words)) == len(meta["tokenizer.ggml.token_type"]) == spec.vocab.size
+    assert len({t.name for t in tensors}) == len(tensors)
+
+
+@pytest.fixture
+def small_llava(monkeypatch: pytest.MonkeyPatch) -> str:
+    """llava-1.4b at its true width and image size, with few layers and tokens."""
+    real = SHAPES["llava-1.4b"]
+    text = replace(real.text(), n_layers=1, vocab=tokens.spm(1024))
+    small = replace(real, text=lambda: text, vision=replace(real.vision, n_layers=2))
+    monkeypatch.setitem(SHAPES, "llava-1.4b", small)
+    return "llava-1.4b"
+
+
+@pytest.mark.parametrize(("quant", "mmproj_quant"), [("q4_0", "q8_0"), ("q8_0", "f16"), ("f16", "q8_0")])
+def test_shape_command(
+    quant: str, mmproj_quant: str, small_llava: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = [small_llava, "--quant", quant, "--mmproj-quant", mmproj_quant, "-o", str(tmp_path), "--json"]
+    assert make_shape_model.main(argv) == 0
+    report = json.loads(capsys.readouterr().out)
+    model, mmproj = Path(report["model"]), Path(report["mmproj"])
+    assert model.stat().st_size == report["model_bytes"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mmproj.gguf", "model.gguf"]
+    with Runner(model, mmproj) as runner:
+        answer = runner.answer(picture(120, 77), n=4)
+    assert answer.image_tokens == 576
+    check(answer)
+
+
+def test_shape_command_refuses(
+    small_llava: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    argv = [small_llava, "-o", str(tmp_path), "--vision", "none"]
+    assert make_shape_model.main(argv) == 0
+    assert capsys.readouterr().out.split() == [str(tmp_path / "model.gguf")]
+    assert not (tmp_path / "mmproj.gguf").exists()
+
+    def fails(argv: list[str], code: int, says: str) -> None:
+        try:
+            assert make_shape_model.main(argv) == code
+        except SystemExit as stop:
+            assert stop.code == code
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert says in err
+        assert err.count("\n") == 1
+
+    fails(argv, 1, "--force")
+    assert make_shape_model.main([*argv, "--force"]) == 0
+    capsys.readouterr()
+    fails(["llava-9", "-o", str(tmp_path)], 2, "llava-9")
+    fails([small_llava], 2, "-o")
+    fails([small_llava, "--quant", "q9", "-o", str(tmp_path)], 2, "q9")
+    fails([small_llava, "-o", str(tmp_path / "model.gguf")], 1, "model.gguf")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 20))
+    fails([small_llava, "-o", str(tmp_path / "new")], 1, "disk space")
+
+
+def test_shape_list(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        make_shape_model.main(["--list"])
+    assert not stop.value.code
+    out = capsys.readouterr().out
+    assert all(name in out for name in SHAPES)
+
+
+def test_nothing_half_written_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("modelgen.writer._write_tensors", full)
+    with pytest.raises(OSError, match="disk full"):
+        write_tiny("llama", tmp_path)
+    assert list(tmp_path.iterdir()) == []
