@@ -1,0 +1,202 @@
+"""kvedge against unpatched llama.cpp on one model, in one run: speed of prefill and decode, and logits.
+
+    python3 scripts/dev.py run scripts/compare_with_stock.py MODEL.gguf --tokens 2560 --budget 0.2
+    python3 scripts/dev.py run scripts/compare_with_stock.py MODEL.gguf --logits
+
+Variants: "stock" is unpatched llama.cpp with its default settings; "patched" the patched library without kvedge
+attached; "full" and the methods run through kvedge's store. Their turns alternate, so that a change of the machine's
+speed meets all of them; ratios are of medians. Random tokens: neither time nor arithmetic depends on what they say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+STOCK_LIB = Path(os.environ.get("KVEDGE_STOCK_DIR", ROOT / "build" / "stock" / "lib"))
+
+
+def log(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+class Worker:
+    """A process with one library; calls block until it answers."""
+
+    def __init__(self, model: str, threads: int, kvedge: bool) -> None:
+        command = [sys.executable, str(Path(__file__).with_name("comparison_worker.py")), model]
+        command += ["--threads", str(threads), *(["--kvedge"] if kvedge else [])]
+        environment = dict(os.environ)
+        if not kvedge:
+            environment |= {"LLAMA_CPP_LIB_PATH": str(STOCK_LIB), "MTMD_CPP_LIB": str(STOCK_LIB)}
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        line = self._process.stdout.readline() if self._process.stdout else ""
+        if not line:
+            raise SystemExit("compare_with_stock: a worker ended early; its message is above")
+        return json.loads(line)
+
+    def call(self, do: str, **arguments: Any) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def end(self) -> None:
+        if self._process.stdin:
+            self._process.stdin.close()
+        self._process.wait()
+
+
+def measure_speed(args: argparse.Namespace, sides: dict[bool, Worker]) -> list[dict[str, Any]]:
+    """Rows of the speed table: medians over rounds."""
+    variants: dict[str, tuple[Worker, str | None]] = {"stock": (sides[False], None)}
+    variants |= {"patched": (sides[True], None), "full": (sides[True], "full")}
+    variants |= {method: (sides[True], method) for method in args.method}
+    prefill: dict[str, list[float]] = {name: [] for name in variants}
+    compress: dict[str, list[float]] = {name: [] for name in variants}
+    steps: dict[str, list[float]] = {name: [] for name in variants}
+    n_ctx = args.tokens + args.rounds * args.steps + 64
+
+    for turn in range(args.prefills):
+        for name, (worker, method) in variants.items():
+            log(f"prefill {turn + 1} of {args.prefills}: {name}")
+            if turn:
+                worker.call("close", name=name)
+            worker.call("open", name=name, n_ctx=n_ctx, method=method, budget=args.budget, flash=True)
+            took = worker.call("prefill", name=name, n=args.tokens, seed=turn)
+            prefill[name].append(took["prefill_s"])
+            compress[name].append(took["compress_s"])
+    for turn in range(args.rounds + 1):
+        log(f"decode {turn} of {args.rounds}" if turn else "decode: warm-up")
+        for name, (worker, _) in variants.items():
+            seconds = worker.call("generate", name=name, n=args.steps if turn else 2, seed=turn)["seconds"]
+            steps[name] += seconds if turn else []
+    rows = []
+    for name in variants:
+        read, packed = statistics.median(prefill[name]), statistics.median(compress[name])
+        step = statistics.median(steps[name])
+        rows.append(
+            {
+                "variant": name,
+                "prefill_tok_s": args.tokens / read,
+                "compress_s": packed,
+                "prefill_time_vs_stock": (read + packed) / statistics.median(prefill["stock"]),
+                "decode_tok_s": 1 / step,
+                "decode_vs_stock": statistics.median(steps["stock"]) / step,
+                "decode_spread": [1 / max(steps[name]), 1 / min(steps[name])],
+            }
+        )
+    return rows
+
+
+def divergence(reference: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """KL divergence of the next-token distributions, per row, in nats."""
+
+    def log_softmax(x: np.ndarray) -> np.ndarray:
+        x = x.astype(np.float64) - x.max(-1, keepdims=True)
+        return x - np.log(np.exp(x).sum(-1, keepdims=True))
+
+    p, q = log_softmax(reference), log_softmax(other)
+    return (np.exp(p) * (p - q)).sum(-1)
+
+
+def compare_logits(args: argparse.Namespace, sides: dict[bool, Worker]) -> list[dict[str, Any]]:
+    """Rows of the logits table, one per prompt."""
+    runs = {
+        "stock": (False, None, True),
+        "stock without flash attention": (False, None, False),
+        "patched": (True, None, True),
+        "full": (True, "full", True),
+    }
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for prompt, n in enumerate(args.prompts):
+            log(f"logits of a prompt of {n} tokens and {args.forced} steps")
+            out = {}
+            for name, (kvedge, method, flash) in runs.items():
+                worker, file = sides[kvedge], str(Path(folder) / f"{prompt}.npy")
+                worker.call("open", name=name, n_ctx=n + args.forced + 8, method=method, budget=1.0, flash=flash)
+                worker.call("logits", name=name, n=n, steps=args.forced, seed=prompt, file=file)
+                worker.call("close", name=name)
+                out[name] = np.load(file)
+            exact = "stock without flash attention"
+            rows.append(
+                {
+                    "prompt": n,
+                    "steps": args.forced,
+                    "patched_identical_to_stock": bool(np.array_equal(out["stock"], out["patched"])),
+                    "kl_full_to_stock": float(divergence(out["stock"], out["full"]).max()),
+                    "kl_full_to_stock_f32": float(divergence(out[exact], out["full"]).max()),
+                    "kl_stock_to_stock_f32": float(divergence(out[exact], out["stock"]).max()),
+                }
+            )
+    return rows
+
+
+def show(rows: list[dict[str, Any]], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return
+
+    def cell(value: Any) -> str:
+        if isinstance(value, list):
+            return " - ".join(f"{v:.1f}" for v in value)
+        if isinstance(value, float):
+            return f"{value:.2e}" if value < 0.01 else f"{value:.2f}"
+        return str(value)
+
+    table = [list(rows[0])] + [[cell(v) for v in row.values()] for row in rows]
+    widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
+    for line in table:
+        print("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="GGUF file of the text model")
+    parser.add_argument("--tokens", type=int, default=2560, help="prompt length (default %(default)s)")
+    parser.add_argument("--method", action="append", default=[], help="repeatable (default lookm)")
+    parser.add_argument("--budget", type=float, default=0.2)
+    parser.add_argument(
+        "--threads", type=int, default=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4
+    )
+    parser.add_argument("--prefills", type=int, default=3, help="prefills of each variant (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=8, help="rounds of decoding (default %(default)s)")
+    parser.add_argument("--steps", type=int, default=6, help="tokens of each variant in a round (default %(default)s)")
+    parser.add_argument("--logits", action="store_true", help="compare logits instead of speed")
+    parser.add_argument("--prompts", type=int, nargs="+", default=[17, 300, 900], help="prompt lengths for --logits")
+    parser.add_argument(
+        "--forced", type=int, default=64, help="teacher-forced steps for --logits (default %(default)s)"
+    )
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    args.method = args.method or ["lookm"]
+    if not Path(args.model).is_file():
+        parser.error(f"{args.model} is not a file; scripts/make_shape_model.py writes models to measure with")
+    if not STOCK_LIB.is_dir():
+        parser.error(f"{STOCK_LIB} is missing; python3 scripts/build_stock.py builds the unpatched library")
+    sides = {kvedge: Worker(args.model, args.threads, kvedge) for kvedge in (False, True)}
+    try:
+        show(compare_logits(args, sides) if args.logits else measure_speed(args, sides), args.json)
+    finally:
+        for side in sides.values():
+            side.end()
+
+
+if __name__ == "__main__":
+    main()

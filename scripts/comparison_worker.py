@@ -1,0 +1,123 @@
+"""One side of compare_with_stock.py: a process that has loaded one llama.cpp library and does as it is told.
+
+Reads one JSON object a line from stdin, answers with one on stdout. LLAMA_CPP_LIB_PATH chooses the library; with
+--kvedge it is kvedge's own, and contexts can be given a method.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+
+class Side:
+    """The model, and one context per variant under test."""
+
+    def __init__(self, model: str, threads: int, kvedge: bool) -> None:
+        if kvedge:
+            from pykvedge import libraries
+
+            libraries.load_backends()
+        import llama_cpp.llama_cpp as llama
+
+        self.llama, self.threads = llama, threads
+        self._quiet = llama.llama_log_callback(lambda *_: None)
+        llama.llama_log_set(self._quiet, None)
+        llama.llama_backend_init()
+        self.model = llama.llama_model_load_from_file(model.encode(), llama.llama_model_default_params())
+        if not self.model:
+            raise SystemExit(f"{model} cannot be loaded")
+        self.n_vocab = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(self.model))
+        self.contexts: dict[str, Any] = {}
+        self.caches: dict[str, Any] = {}
+        self.ends: dict[str, int] = {}
+
+    def open(self, name: str, n_ctx: int, method: str | None, budget: float, flash: bool) -> dict[str, Any]:
+        """A fresh context; llama.cpp's defaults apart from its size, so that stock is what its users get."""
+        params = self.llama.llama_context_default_params()
+        params.n_ctx, params.n_batch = n_ctx, n_ctx
+        params.n_threads = params.n_threads_batch = self.threads
+        if not flash:
+            params.flash_attn_type = self.llama.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        context = self.llama.llama_init_from_model(self.model, params)
+        self.contexts[name], self.ends[name] = context, 0
+        if method is not None:
+            import pykvedge
+            from pykvedge.libkvedge import Cache
+
+            plan = pykvedge.plan(method) if method == "full" else pykvedge.plan(method, budget=budget)
+            self.caches[name] = Cache(context, plan, "f16", auto_compress=False)
+        return {}
+
+    def close(self, name: str) -> dict[str, Any]:
+        if name in self.caches:
+            self.caches.pop(name).detach()
+        self.llama.llama_free(self.contexts.pop(name))
+        return {}
+
+    def decode(self, name: str, tokens: list[int]) -> np.ndarray:
+        """Decodes tokens after those that are there; the logits of the last one, a view."""
+        batch = self.llama.llama_batch_init(len(tokens), 0, 1)
+        batch.n_tokens = len(tokens)
+        for i, token in enumerate(tokens):
+            batch.token[i], batch.pos[i] = token, self.ends[name] + i
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
+            batch.logits[i] = int(i == len(tokens) - 1)
+        status = self.llama.llama_decode(self.contexts[name], batch)
+        self.llama.llama_batch_free(batch)
+        if status != 0:
+            raise SystemExit(f"llama_decode returned {status}")
+        self.ends[name] += len(tokens)
+        return np.ctypeslib.as_array(self.llama.llama_get_logits_ith(self.contexts[name], -1), (self.n_vocab,))
+
+    def tokens(self, n: int, seed: int) -> list[int]:
+        """Random text tokens: the time and the arithmetic do not depend on what they say."""
+        low, high = (300, 30000) if self.n_vocab > 30000 else (self.n_vocab // 2, self.n_vocab - 1)
+        return [int(t) for t in np.random.default_rng(seed).integers(low, high, n)]
+
+    def prefill(self, name: str, n: int, seed: int) -> dict[str, Any]:
+        tokens = self.tokens(n, seed)
+        start = time.perf_counter()
+        self.decode(name, tokens)
+        middle = time.perf_counter()
+        if name in self.caches:
+            self.caches[name].compress()
+        return {"prefill_s": middle - start, "compress_s": time.perf_counter() - middle}
+
+    def generate(self, name: str, n: int, seed: int) -> dict[str, Any]:
+        seconds = []
+        for token in self.tokens(n, seed):
+            start = time.perf_counter()
+            self.decode(name, [token])
+            seconds.append(time.perf_counter() - start)
+        return {"seconds": seconds}
+
+    def logits(self, name: str, n: int, steps: int, seed: int, file: str) -> dict[str, Any]:
+        """Saves the logits after the prompt and after each teacher-forced step: float32 [steps + 1, vocabulary]."""
+        tokens = self.tokens(n + steps, seed)
+        rows = [self.decode(name, tokens[:n]).copy()]
+        rows += [self.decode(name, [token]).copy() for token in tokens[n:]]
+        np.save(file, np.array(rows))
+        return {}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--kvedge", action="store_true")
+    args = parser.parse_args()
+    side = Side(args.model, args.threads, args.kvedge)
+    print(json.dumps({"ready": True}), flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        print(json.dumps(getattr(side, request.pop("do"))(**request)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
