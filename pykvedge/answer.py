@@ -1,0 +1,100 @@
+"""Answer: the generated text of one turn, piece by piece, and what it cost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterator
+from typing import TYPE_CHECKING
+
+from pykvedge.model import TextStream
+from pykvedge.prompt import Message
+from pykvedge.report import Report
+from pykvedge.sampling import Sampler, Sampling
+
+if TYPE_CHECKING:
+    from pykvedge.session import Session
+
+
+class Answer:
+    """Iterate for pieces of text. `report` is complete when the iteration has ended or `close` was called.
+
+    An answer that is broken off stays in the conversation as far as it went.
+    """
+
+    def __init__(self, session: Session, report: Report, sampling: Sampling) -> None:
+        self.report = report
+        self._session, self._sampling = session, sampling
+        self._done = False
+        self._pieces = self._generate()
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        try:
+            piece = next(self._pieces)
+        except StopIteration:
+            self._finish()
+            raise
+        except BaseException:
+            self._session.in_cache = False  # a decode that was broken off: read the conversation again
+            self._finish()
+            raise
+        self.report.text += piece
+        return piece
+
+    def read(self) -> str:
+        """The whole text, after it was generated to the end."""
+        for _ in self:
+            pass
+        return self.report.text
+
+    def close(self) -> None:
+        """Ends the answer where it is."""
+        self._finish()
+
+    def _generate(self) -> Generator[str, None, None]:
+        session, time_, tokens = self._session, self.report.time, self.report.tokens
+        model, engine = session.model, session.engine
+        context = engine.context
+        stream = TextStream(model)
+        with Sampler(self._sampling) as sampler:
+            token = sampler.sample(context.handle)
+            while not model.is_end(token):
+                tokens.generated += 1
+                session.pending = [token]
+                if text := stream.feed(token):
+                    yield text
+                if self._must_stop(context.room):
+                    break
+                started = time.perf_counter()
+                engine.extend(token)
+                session.pending = []
+                token = sampler.sample(context.handle)
+                time_.decode_s += time.perf_counter() - started
+                time_.decode_steps += 1
+            else:
+                self.report.finish = "stop"
+        if text := stream.finish():
+            yield text
+
+    def _must_stop(self, room: int) -> bool:
+        cancel = self._session.cancel
+        if cancel is not None and cancel.is_set():
+            self.report.finish = "cancelled"
+        elif self.report.tokens.generated >= self._sampling.max_tokens:
+            self.report.finish = "length"
+        elif room < 1:
+            self.report.finish = "context"
+        return bool(self.report.finish)
+
+    def _finish(self) -> None:
+        if self._done:
+            return
+        self._done = True
+        self._pieces.close()
+        report, session = self.report, self._session
+        report.finish = report.finish or "cancelled"
+        report.kv.peak_bytes = session.engine.peak_bytes(report.kv.peak_bytes)
+        session.messages.append(Message("assistant", report.text))
+        session.last_report = report

@@ -1,0 +1,89 @@
+"""The command line: one thin command per file."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+
+import click
+
+from pykvedge.cli.chat import chat
+from pykvedge.cli.methods import methods
+from pykvedge.errors import KvedgeError
+
+
+def _show_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if not wanted or context.resilient_parsing:
+        return
+    from pykvedge import __version__, libkvedge
+
+    click.echo(f"kvedge {__version__}")
+    click.echo(libkvedge.describe())
+    context.exit()
+
+
+@click.group(
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="`kvedge COMMAND --help` explains a command, `kvedge methods` the compression methods.",
+)
+@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version,
+              help="Show the versions of kvedge and of its libraries.")  # fmt: skip
+def cli() -> None:
+    """Vision-language models on your own machine, with a compressed KV cache.
+
+    \b
+    kvedge chat --model model.gguf --mmproj mmproj.gguf --image photo.jpg "What is this?"
+    """
+
+
+cli.add_command(chat)
+cli.add_command(methods)
+
+
+def main() -> None:
+    """Entry point of the `kvedge` program: errors are one line on stderr, exit code 2 for usage, 1 for run time."""
+    os.environ.setdefault("GGML_NO_BACKTRACE", "1")  # should ggml abort, its one line says enough
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # answers hold characters that not every terminal has
+    try:
+        code = cli.main(prog_name="kvedge", standalone_mode=False)
+        sys.stdout.flush()
+    except Exception as error:  # the last line of defence: a user never sees a traceback
+        code = _explain(error)
+    except KeyboardInterrupt:
+        code = 130
+    if code == 141:
+        # whoever read our output has left; nothing more can be said
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _explain(error: Exception) -> int:
+    if os.environ.get("KVEDGE_DEBUG"):
+        raise error
+    if isinstance(error, BrokenPipeError):
+        return 141
+    if isinstance(error, click.exceptions.Abort) or type(error).__name__ == "CancelledError":
+        return 130
+    if isinstance(error, click.UsageError) and type(error).__name__ == "NoArgsIsHelpError":  # click 8.2 and later
+        error.show(sys.stdout)
+        return 2
+    if isinstance(error, click.ClickException):
+        hint = ""
+        if isinstance(error, click.UsageError) and error.ctx is not None:
+            hint = f" (see '{error.ctx.command_path} --help')"
+        _complain(error.format_message().rstrip(".") + hint)
+        return error.exit_code
+    if isinstance(error, KvedgeError):
+        _complain(str(error))
+        return error.exit_code
+    if isinstance(error, MemoryError):
+        _complain("not enough memory; close other programs or use a smaller model")
+        return 1
+    _complain(f"unexpected {type(error).__name__}: {error} (set KVEDGE_DEBUG=1 to see where)")
+    return 1
+
+
+def _complain(message: str) -> None:
+    print("kvedge: error: " + " ".join(message.split()), file=sys.stderr)

@@ -1,0 +1,148 @@
+"""kvedge chat."""
+
+from __future__ import annotations
+
+import sys
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pykvedge.errors import UsageError, unknown
+from pykvedge.plan import Plan
+from pykvedge.presets import plan as make_plan
+
+MERGES = {"averaged": "averaged", "pivotal": "pivotal", "weighted": "weighted", "none": "evict"}
+_PATH = click.Path(path_type=Path)
+
+
+def _option(*names: str, **settings: Any) -> Any:
+    return click.option(*names, **settings)
+
+
+_OPTIONS = (
+    _option("--model", type=_PATH, metavar="FILE.gguf", help="The language model. Default: the packaged demo model."),
+    _option("--mmproj", type=_PATH, metavar="FILE.gguf", help="The image encoder that belongs to the model."),
+    _option("--image", "images", type=_PATH, multiple=True, metavar="PATH",
+            help="An image to ask about; repeatable. jpg, png, webp, bmp, gif."),
+    _option("--method", default="lookm", show_default=True, metavar="NAME", help="See `kvedge methods`."),
+    _option("--budget", metavar="AMOUNT",
+            help="What is kept: 0.2 of the prompt, or 128 KV pairs per layer and head. Default 0.2."),
+    _option("--recent", metavar="AMOUNT", help="Last tokens that are always kept: 16, 0.1 of the prompt, or auto."),
+    _option("--sinks", type=int, metavar="N", help="First tokens that are always kept."),
+    _option("--merge", metavar="KIND", help="What becomes of the others: averaged, pivotal, weighted, or none."),
+    _option("--text-prior/--no-text-prior", default=None, help="Whether text outranks image tokens."),
+    _option("--ctx", type=int, metavar="N", help="Tokens that the conversation may hold. Default: up to 4096."),
+    _option("--threads", type=int, metavar="N", help="Default: one per physical core."),
+    _option("--gpu-layers", type=int, metavar="N", help="Layers on the GPU, -1 for all."),
+    _option("--kv-type", default="f16", show_default=True, metavar="TYPE", help="f16, bf16 or f32."),
+    _option("--max-tokens", type=int, default=512, show_default=True, metavar="N", help="Longest answer."),
+    _option("--temp", type=float, default=0.0, show_default=True, help="0 always takes the likeliest token."),
+    _option("--top-p", type=float, default=0.95, show_default=True, help="With --temp above 0."),
+    _option("--top-k", type=int, default=40, show_default=True, help="With --temp above 0."),
+    _option("--seed", type=int, help="Makes answers with --temp above 0 repeatable."),
+    _option("--system", default="", metavar="TEXT", help="Text that opens the conversation."),
+    _option("--json", "as_json", is_flag=True, help="Print one JSON object: text, tokens, memory, time."),
+    _option("--quiet", is_flag=True, help="Nothing on stderr but errors."),
+    _option("--verbose", is_flag=True, help="llama.cpp's log on stderr."),
+)  # fmt: skip
+
+
+def _with_options(command: Any) -> Any:
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+@click.command()
+@click.argument("prompt", required=False)
+@_with_options
+def chat(prompt: str | None, **given: Any) -> None:
+    """Ask a model about images, or chat with it.
+
+    The KV cache of the prompt is compressed by --method before the answer begins. PROMPT may also come from a pipe;
+    without any, a conversation starts in which /help lists the commands.
+
+    \b
+    Examples:
+      kvedge chat --model m.gguf --mmproj mm.gguf --image cat.jpg "What is the cat doing?"
+      kvedge chat ... --image a.jpg --image b.jpg --method lookm --budget 0.1 "What differs?"
+      kvedge chat ... --method h2o --budget 256 --sinks 4 "Summarise." < prompt.txt
+      echo "Describe the image." | kvedge chat ... --image cat.jpg --json
+      kvedge chat ...                        a conversation; /image PATH adds an image
+    """
+    plan = _plan(given)
+    model, mmproj = _model_files(given["model"], given["mmproj"])
+    if given["images"] and mmproj is None:
+        raise UsageError("--image needs the image encoder of the model: pass it with --mmproj")
+    question = _question(prompt)
+    if question is None and given["as_json"]:
+        raise UsageError("--json needs a PROMPT, as argument or from a pipe")
+    sys.exit(_run(question, plan, model, mmproj, given))
+
+
+def _run(question: str | None, plan: Plan, model: Path, mmproj: Path | None, given: dict[str, Any]) -> int:
+    import threading
+
+    from pykvedge.chat import Chat, Style
+    from pykvedge.display import Display
+    from pykvedge.images import load_picture
+    from pykvedge.interrupt import as_event
+    from pykvedge.sampling import Sampling
+    from pykvedge.session import Session
+
+    sampling = Sampling(**{k: given[k] for k in ("temp", "top_p", "top_k", "seed", "max_tokens")})
+    pictures = [load_picture(path.expanduser()) for path in given["images"]]
+    display = Display(enabled=not given["quiet"] and not given["verbose"])
+    settings = {k: given[k] for k in ("gpu_layers", "kv_type", "system", "verbose")}
+    settings.update(n_ctx=_positive("--ctx", given["ctx"]), threads=_positive("--threads", given["threads"]))
+    with as_event(threading.Event()) as cancel:
+        try:
+            session = Session(model, mmproj, plan, progress=display, cancel=cancel, **settings)
+        finally:
+            display.done()
+    with session:
+        talk = Chat(session, sampling, Style(given["as_json"], given["quiet"]), display)
+        return talk.converse(pictures) if question is None else talk.once(question, pictures)
+
+
+def _positive(option: str, value: int | None) -> int:
+    if value is not None and value < 1:
+        raise UsageError(f"{option} must be at least 1, not {value}")
+    return value or 0
+
+
+def _plan(given: dict[str, Any]) -> Plan:
+    settings = {k: given[k] for k in ("recent", "sinks", "text_prior") if given[k] is not None}
+    merge = given["merge"]
+    if merge is not None:
+        if merge not in MERGES:
+            raise unknown("merge", merge, MERGES)
+        settings["reducer"] = MERGES[merge]
+    return make_plan(given["method"], given["budget"], **settings)
+
+
+def _model_files(model: Path | None, mmproj: Path | None) -> tuple[Path, Path | None]:
+    if model is not None:
+        return model.expanduser(), mmproj.expanduser() if mmproj else None
+    data = Path(str(resources.files("pykvedge"))) / "data"
+    demo, demo_mmproj = data / "demo-model.gguf", data / "demo-mmproj.gguf"
+    if mmproj is not None or not demo.exists():
+        raise UsageError(
+            "no model: pass --model FILE.gguf, and --mmproj FILE.gguf to ask about images (any GGUF pair that runs on "
+            "llama.cpp, for example a LLaVA-1.5 or Qwen2-VL)"
+        )
+    return demo, demo_mmproj if demo_mmproj.exists() else None
+
+
+def _question(prompt: str | None) -> str | None:
+    """The prompt, from the argument or a pipe; None when a person sits at the terminal."""
+    if prompt is not None and prompt != "-":
+        return prompt
+    if prompt is None and sys.stdin is not None and sys.stdin.isatty():
+        return None
+    text = "" if sys.stdin is None else sys.stdin.buffer.read().decode("utf-8", "replace")
+    if not text.strip():
+        raise UsageError("the prompt is empty; write a question, as argument or through a pipe")
+    return text.rstrip("\r\n")

@@ -1,0 +1,109 @@
+"""compress: a plan applied to plain arrays, without a model. For research and tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pykvedge.errors import ArrayError, unknown
+from pykvedge.plan import Plan
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from pykvedge.definition import Arrays
+
+ENGINES = ("native", "numpy")
+KV_TYPES = ("f16", "bf16", "f32")
+_LARGEST = {"f16": 65504.0, "bf16": 3.3895313892515355e38, "f32": float("inf")}
+
+
+@dataclass(frozen=True)
+class Result:
+    """What is left of a prompt.
+
+    kept[l][h]: [n] int32, original token indices, ascending. k[l][h], v[l][h]: [n, d] float32, rows in the order of
+    kept, merged where the plan merges. scores: [L, Hkv, T] float32.
+    """
+
+    kept: list[list[np.ndarray]]
+    k: list[list[np.ndarray]]
+    v: list[list[np.ndarray]]
+    scores: np.ndarray
+
+
+def compress(
+    plan: Plan,
+    q: Any,
+    k: Any,
+    v: Any,
+    image_mask: Any = None,
+    engine: str = "native",
+    kv_type: str = "f16",
+    threads: int = 0,
+) -> Result:
+    """Compresses the KV pairs of one prompt.
+
+    q: [L, H, T, d], k and v: [L, Hkv, T, d], floating point, position encoding applied; H is a multiple of Hkv.
+    image_mask: [T] bool, True for an image token; None: all text.
+    engine: "native" (libkvedge) or "numpy" (the definitions in stages/).
+    kv_type: storage type that k and v are rounded to, f16, bf16 or f32. threads: of the native engine, 0 for all cores.
+    Raises ArrayError, UnknownNameError, BudgetError, LibraryError, OutOfMemoryError.
+    """
+    if engine not in ENGINES:
+        raise unknown("engine", str(engine), ENGINES)
+    if kv_type not in KV_TYPES:
+        raise unknown("kv_type", str(kv_type), KV_TYPES)
+    if not isinstance(plan, Plan):
+        raise ArrayError(f"plan must be a pykvedge.Plan, for example pykvedge.plan('lookm'), not {type(plan).__name__}")
+    arrays = _check(q, k, v, image_mask, kv_type)
+    if engine == "numpy":
+        from pykvedge import definition
+
+        out = definition.run(plan, arrays, kv_type)
+    else:
+        from pykvedge import libkvedge
+
+        out = libkvedge.compress_arrays(plan, arrays, kv_type, threads)
+    return Result(out.kept, out.k, out.v, out.scores)
+
+
+def _check(q: Any, k: Any, v: Any, image_mask: Any, kv_type: str) -> Arrays:
+    import numpy as np
+
+    from pykvedge.definition import Arrays
+
+    q, k, v = (_floats(x, name) for x, name in ((q, "q"), (k, "k"), (v, "v")))
+    if k.shape != v.shape:
+        raise ArrayError(f"k and v must have the same shape, not {k.shape} and {v.shape}")
+    if q.shape[0] != k.shape[0] or q.shape[2:] != k.shape[2:]:
+        raise ArrayError(f"q [L, H, T, d] and k [L, Hkv, T, d] must agree in L, T and d, not {q.shape} and {k.shape}")
+    if q.shape[1] % k.shape[1]:
+        raise ArrayError(f"the number of query heads, {q.shape[1]}, must be a multiple of the KV heads, {k.shape[1]}")
+    if k.shape[3] % 8:
+        raise ArrayError(f"the head size must be a multiple of 8, not {k.shape[3]}")
+    for x, name in ((k, "k"), (v, "v")):
+        if np.abs(x).max() > _LARGEST[kv_type]:
+            raise ArrayError(f"{name} holds values that {kv_type} cannot; use kv_type bf16 or f32")
+    n_tokens = k.shape[2]
+    mask = np.zeros(n_tokens, dtype=bool) if image_mask is None else np.asarray(image_mask)
+    if mask.shape != (n_tokens,) or mask.dtype != bool:
+        raise ArrayError(f"image_mask must be [{n_tokens}] of bool, not {list(mask.shape)} of {mask.dtype}")
+    return Arrays(q, k, v, mask)
+
+
+def _floats(x: Any, name: str) -> np.ndarray:
+    import numpy as np
+
+    try:
+        x = np.asarray(x)
+    except ValueError as error:
+        raise ArrayError(f"{name} is no array: {error}") from None
+    if x.ndim != 4 or 0 in x.shape:
+        raise ArrayError(f"{name} must have four dimensions, [layers, heads, tokens, head size], not {list(x.shape)}")
+    if x.dtype.kind != "f":
+        raise ArrayError(f"{name} must hold floating-point numbers, not {x.dtype}")
+    x = np.ascontiguousarray(x, dtype=np.float32)
+    if not np.isfinite(x).all():
+        raise ArrayError(f"{name} holds NaN or infinite values")
+    return x

@@ -1,0 +1,161 @@
+"""A llama.cpp context: decoding text and images into it, with the position of what comes next."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pykvedge import libraries, memory, runtime
+from pykvedge.errors import ContextError, KvedgeError, OutOfMemoryError
+from pykvedge.model import CancelledError, Model
+from pykvedge.vision import ImagePiece, Vision
+
+N_BATCH = 2048
+N_UBATCH = 512
+ELEMENT_BYTES = {"f16": 2, "bf16": 2, "f32": 4}
+GGML_TYPE = {"f16": 1, "bf16": 30, "f32": 0}  # the bindings lack a name for bf16
+
+
+@dataclass(frozen=True)
+class ContextSize:
+    """How large a context is to be."""
+
+    n_ctx: int
+    n_ubatch: int = N_UBATCH
+    kv_type: str = "f16"
+    prompt_tokens: int = 0  # of the first prompt, for the estimate of memory
+
+
+def check_memory(model: Model, size: ContextSize, whole_cache: bool) -> None:
+    """Raises OutOfMemoryError if a context of that size will not fit.
+
+    whole_cache: the KV cache is allocated for n_ctx tokens at once, as llama.cpp does; else for what is in it.
+    """
+    n_ubatch = min(size.n_ubatch, size.n_ctx)
+    per_token = model.kv_bytes_per_token(ELEMENT_BYTES[size.kv_type])
+    cache = per_token * (size.n_ctx if whole_cache else min(size.prompt_tokens + 1, size.n_ctx))
+    width = max(model.n_embd_input, 1)
+    compute = n_ubatch * (16 * width + size.n_ctx) * 4 + model.n_vocab * 4 + size.n_ctx * 64
+    what = f"a context of {size.n_ctx} tokens with a prompt of {size.prompt_tokens}"
+    memory.require(cache + compute, what, "lower --ctx or close other programs")
+
+
+class Context:
+    """A llama_context with one sequence, number 0."""
+
+    def __init__(self, model: Model, size: ContextSize, threads: int) -> None:
+        """Raises OutOfMemoryError or KvedgeError with llama.cpp's reason."""
+        llama = self.llama = libraries.llama()
+        self.model = model
+        params = llama.llama_context_default_params()
+        params.n_ctx = size.n_ctx
+        params.n_batch = max(N_BATCH, size.n_ubatch)
+        params.n_ubatch = size.n_ubatch
+        params.n_threads = params.n_threads_batch = threads
+        params.type_k = params.type_v = GGML_TYPE[size.kv_type]
+        params.n_outputs_max = 1  # only the last token of a prompt is asked for its logits
+        with runtime.collected_errors() as lines:
+            self.handle = llama.llama_init_from_model(model.handle, params)
+        if not self.handle:
+            why = runtime.reason(lines, "llama.cpp does not say why")
+            kind = OutOfMemoryError if "alloc" in why or "memory" in why else KvedgeError
+            raise kind(f"a context of {size.n_ctx} tokens cannot be made: {why}; lower --ctx")
+        self.n_batch = llama.llama_n_batch(self.handle)
+        self.n_ctx = llama.llama_n_ctx(self.handle)
+        self.n_ubatch = llama.llama_n_ubatch(self.handle)
+        self.n_past = 0  # position of the next token
+        self.n_cells = 0  # tokens in the cache; images of M-RoPE models take fewer positions than tokens
+        self._batch = llama.llama_batch_init(self.n_batch, 0, 1)
+        self._abort: Any = None
+
+    def close(self) -> None:
+        """Frees the context. Does nothing the second time."""
+        if getattr(self, "handle", None):
+            self.llama.llama_batch_free(self._batch)
+            self.llama.llama_free(self.handle)
+            self.handle = None
+
+    def clear(self) -> None:
+        """Forgets all tokens."""
+        self.llama.llama_memory_clear(self.llama.llama_get_memory(self.handle), True)
+        self.n_past = self.n_cells = 0
+
+    @property
+    def room(self) -> int:
+        """Tokens that still fit."""
+        return self.n_ctx - self.n_cells
+
+    def stop_when(self, cancel: threading.Event | None) -> None:
+        """Makes a running decode give up when the event is set; None: never."""
+        llama = self.llama
+        if cancel is None:
+            self._abort = llama.ggml_abort_callback()
+        else:
+            self._abort = llama.ggml_abort_callback(lambda _: cancel.is_set())
+        llama.llama_set_abort_callback(self.handle, self._abort, None)
+
+    def decode(self, tokens: list[int], want_logits: bool) -> None:
+        """Appends tokens. want_logits: of the last one. Raises ContextError, CancelledError, KvedgeError."""
+        for start in range(0, len(tokens), self.n_batch):
+            part = tokens[start : start + self.n_batch]
+            batch = self._batch
+            batch.n_tokens = len(part)
+            for i, token in enumerate(part):
+                batch.token[i] = token
+                batch.pos[i] = self.n_past + i
+                batch.n_seq_id[i] = 1
+                batch.seq_id[i][0] = 0
+                batch.logits[i] = False
+            batch.logits[len(part) - 1] = want_logits and start + len(part) == len(tokens)
+            self._checked(lambda: self.llama.llama_decode(self.handle, batch))  # noqa: B023
+            self.n_past += len(part)
+            self.n_cells += len(part)
+
+    def decode_image(self, vision: Vision, piece: ImagePiece) -> None:
+        """Appends an encoded image. Raises as decode does."""
+        if piece.embeddings is None:
+            raise KvedgeError("the image was not encoded")
+        position = libraries.llama().llama_pos(0)
+        embeddings = piece.embeddings.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+        # the model looks at all tokens of an image at once where it looks in both directions
+        n_batch = piece.n_tokens if vision.non_causal() else min(self.n_batch, piece.n_tokens)
+        self._checked(
+            lambda: vision.mtmd.mtmd_helper_decode_image_chunk(
+                vision.handle,
+                self.handle,
+                piece.chunk,
+                embeddings,
+                self.n_past,
+                0,
+                n_batch,
+                ctypes.byref(position),
+                vision.mtmd.mtmd_helper_post_decode_callback(),
+                None,
+            )
+        )
+        self.n_past = position.value
+        self.n_cells += piece.n_tokens
+
+    def _checked(self, run: Callable[[], int]) -> None:
+        with runtime.collected_errors() as lines:
+            status = run()
+        if status == 0:
+            return
+        if status == 1:
+            raise ContextError(f"the context of {self.n_ctx} tokens is full; raise --ctx")
+        if status == 2:
+            raise CancelledError
+        why = runtime.reason(lines, f"status {status}")
+        if status == -2:
+            raise OutOfMemoryError(f"llama.cpp cannot get the memory to go on: {why}; lower --ctx")
+        raise KvedgeError(f"llama.cpp cannot decode the prompt: {why}")
+
+
+def ubatch_for(vision: Vision | None, image_tokens: int) -> int:
+    """Tokens that one pass must hold: images of models that look in both directions cannot be split."""
+    if vision is not None and image_tokens > N_UBATCH and vision.non_causal():
+        return image_tokens
+    return N_UBATCH

@@ -1,0 +1,103 @@
+"""The NumPy engine: runs a plan on arrays by the definitions in stages/. Slow, plain, and the oracle for libkvedge."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from pykvedge.plan import Plan
+from pykvedge.stages import registry
+from pykvedge.stages.base import Head, Layer, Prompt
+
+
+class Arrays(NamedTuple):
+    """One prompt: q [L, H, T, d], k and v [L, Hkv, T, d], contiguous float32; image_mask [T] bool."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    image_mask: np.ndarray
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Per layer and KV head: kept [n] int32 ascending; k, v [n, d] float32. scores: [L, Hkv, T] float32."""
+
+    kept: list[list[np.ndarray]]
+    k: list[list[np.ndarray]]
+    v: list[list[np.ndarray]]
+    scores: np.ndarray
+
+
+def round_to(x: np.ndarray, kv_type: str) -> np.ndarray:
+    """x as the storage type f16, bf16 or f32 holds it, rounded to nearest even. float32 in shape of x."""
+    x = np.ascontiguousarray(x, dtype=np.float32)
+    if kv_type == "f32":
+        return x
+    if kv_type == "f16":
+        with np.errstate(over="ignore"):
+            return x.astype(np.float16).astype(np.float32)
+    bits = x.view(np.uint32)
+    rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+    return (rounded & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+def protection(plan: Plan, n_tokens: int, kept: int) -> np.ndarray:
+    """[T] bool: the last and first tokens that are kept whatever their score, when `kept` tokens stay."""
+    recent, sinks = plan.protected(n_tokens, kept)
+    index = np.arange(n_tokens)
+    return (index < sinks) | (index >= n_tokens - recent)
+
+
+def select(plan: Plan, scores: np.ndarray, image_mask: np.ndarray, kept: int) -> np.ndarray:
+    """Tokens that one KV head keeps, ascending int32. scores: [T] float64; image_mask: [T] bool.
+
+    Protected tokens first, then by (class, score), text above image where the plan says so (LOOK-M, eq. 5 and 8);
+    equal scores go to the lower index.
+    """
+    n_tokens = len(scores)
+    if kept >= n_tokens:
+        return np.arange(n_tokens, dtype=np.int32)
+    chosen = protection(plan, n_tokens, kept)
+    mixed = bool(image_mask.any()) and not bool(image_mask.all())
+    text = ~image_mask if plan.text_prior and mixed else np.zeros(n_tokens, dtype=bool)
+    order = np.lexsort((-scores, ~text))  # stable: by class, then score, then index
+    free = order[~chosen[order]]
+    rest = kept - int(chosen.sum())
+    if plan.text_overflow == "keep_all":
+        rest = max(rest, int(text[free].sum()))
+    chosen[free[:rest]] = True
+    return np.flatnonzero(chosen).astype(np.int32)
+
+
+def run(plan: Plan, arrays: Arrays, kv_type: str) -> Outcome:
+    """What the plan keeps of a prompt whose keys and values are stored as kv_type."""
+    q, image_mask = arrays.q, arrays.image_mask
+    k, v = round_to(arrays.k, kv_type), round_to(arrays.v, kv_type)
+    n_layers, n_heads_kv, n_tokens, _ = k.shape
+    scorer, allocator = registry.scorer(plan.scorer), registry.allocator(plan.allocator)
+    layers = [Layer(q[i], k[i], v[i], image_mask) for i in range(n_layers)]
+    scores = np.stack([scorer.score(layer, plan.settings("scorer")) for layer in layers])
+    share = allocator.allocate(Prompt(scores, image_mask, plan.count(n_tokens)), plan.settings("allocator"))
+    out = Outcome([], [], [], scores.astype(np.float32))
+    for i in range(n_layers):
+        heads = [_head(plan, layers[i], scores[i, h], h, int(share[i, h])) for h in range(n_heads_kv)]
+        rows = [_reduce(plan, head, kv_type) for head in heads]
+        out.kept.append([head.kept for head in heads])
+        out.k.append([pair[0] for pair in rows])
+        out.v.append([pair[1] for pair in rows])
+    return out
+
+
+def _head(plan: Plan, layer: Layer, scores: np.ndarray, h: int, share: int) -> Head:
+    kept = select(plan, scores, layer.image_mask, share)
+    return Head(layer.k[h], layer.v[h], kept, protection(plan, len(scores), share))
+
+
+def _reduce(plan: Plan, head: Head, kv_type: str) -> tuple[np.ndarray, np.ndarray]:
+    if len(head.kept) == len(head.k):
+        return head.k.copy(), head.v.copy()
+    k, v = registry.reducer(plan.reducer).reduce(head, plan.settings("reducer"))
+    return round_to(k, kv_type), round_to(v, kv_type)

@@ -1,0 +1,254 @@
+"""Engine: reads prompts into a llama.cpp context whose KV memory libkvedge owns, and compresses them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from pykvedge import libkvedge
+from pykvedge.context import ELEMENT_BYTES, Context, ContextSize, check_memory, ubatch_for
+from pykvedge.errors import (
+    BudgetError,
+    ContextError,
+    KvedgeError,
+    LibraryError,
+    NothingToCompressError,
+    StateError,
+)
+from pykvedge.model import CancelledError, Model, Progress
+from pykvedge.plan import Plan
+from pykvedge.presets import PRESETS
+from pykvedge.report import Kv
+from pykvedge.settings import Settings
+from pykvedge.vision import ImagePiece, Piece, TextPiece, Vision
+
+DEFAULT_CTX = 4096
+ROOM_TO_ANSWER = 512  # tokens that an automatic context has beyond the prompt, at least
+
+
+class Engine:
+    """One sequence of tokens: text and images go in, logits come out, and what was read can be compressed."""
+
+    def __init__(self, model: Model, vision: Vision | None, settings: Settings, threads: int) -> None:
+        """threads: for reading and generating."""
+        self._model, self._vision = model, vision
+        self._settings, self._threads = settings, threads
+        self._context: Context | None = None
+        self._cache: libkvedge.Cache | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self._n_compressions = 0
+        self._compressed_tokens = 0  # by the last call of compress
+        self._held = 0.0  # pairs per head after it
+
+    @property
+    def context(self) -> Context:
+        """The context. Raises StateError before the first prompt."""
+        if self._context is None:
+            raise StateError("nothing was read yet")
+        return self._context
+
+    @property
+    def cache(self) -> libkvedge.Cache | None:
+        """The KV memory that libkvedge owns; None for a model that runs as it is."""
+        return self._cache
+
+    def close(self) -> None:
+        """Frees the context and its KV memory; the next prompt makes new ones."""
+        if self._cache is not None:
+            self._cache.detach()
+            self._cache = None
+        if self._context is not None:
+            self._context.close()
+            self._context = None
+        self._reset()
+
+    def set_plan(self, plan: Plan) -> None:
+        """Prompts that complete from now on are compressed by this plan. Raises NothingToCompressError."""
+        if self._cache is not None:
+            self._cache.set_plan(plan)
+        elif self._context is not None:
+            self._require_full(plan)
+
+    # ---------------------------------------------------------------------------------------------------
+
+    def make_room(self, pieces: list[Piece], plan: Plan) -> None:
+        """Makes the context if there is none, and checks that the pieces fit.
+
+        Raises ContextError, OutOfMemoryError, NothingToCompressError, BudgetError.
+        """
+        n = sum(p.n_tokens for p in pieces)
+        images = [p.n_tokens for p in pieces if isinstance(p, ImagePiece)]
+        what = f"{n} tokens" + (f" ({sum(images)} of images)" if images else "")
+        largest = max(images, default=0)
+        if self._context is None:
+            check_protection(plan, n)
+            self._make_context(n, largest, what, plan)
+        elif n > self._context.room:
+            raise ContextError(
+                f"the message has {what}, but only {self._context.room} of the context of {self._context.n_ctx} are "
+                "left; raise --ctx or start a new conversation"
+            )
+        elif ubatch_for(self._vision, largest) > self._context.n_ubatch:
+            raise ContextError(
+                f"an image of {largest} tokens must come with the first message; start a new conversation"
+            )
+
+    def _make_context(self, n_prompt: int, largest_image: int, what: str, plan: Plan) -> None:
+        trained = self._model.n_ctx_train or DEFAULT_CTX
+        automatic = max(min(trained, DEFAULT_CTX), min(trained, n_prompt + ROOM_TO_ANSWER))
+        n_ctx = self._settings.n_ctx or automatic
+        if n_prompt > n_ctx:
+            advice = "raise --ctx" if self._settings.n_ctx else "set --ctx to go beyond what the model was trained for"
+            raise ContextError(f"the prompt has {what}, the context holds {n_ctx}; {advice}, or send less")
+        size = ContextSize(n_ctx, ubatch_for(self._vision, largest_image), self._settings.kv_type, n_prompt)
+        check_memory(self._model, size, whole_cache=False)
+        context = Context(self._model, size, self._threads)
+        try:
+            self._cache = self._attach(context, size, plan)
+        except BaseException:
+            context.close()
+            raise
+        self._context = context
+
+    def _attach(self, context: Context, size: ContextSize, plan: Plan) -> libkvedge.Cache | None:
+        try:
+            return libkvedge.Cache(context.handle, plan, size.kv_type, auto_compress=False)
+        except (NothingToCompressError, LibraryError) as error:
+            if isinstance(error, LibraryError) and plan.method != "full":
+                raise
+            self._require_full(plan)
+            check_memory(self._model, size, whole_cache=True)
+            return None
+
+    def _require_full(self, plan: Plan) -> None:
+        if plan.method != "full":
+            raise NothingToCompressError(
+                f"{self._model.path.name} has no attention layer whose KV memory kvedge can take over, so method "
+                f"'{plan.method}' has nothing to compress; use --method full"
+            )
+
+    # ---------------------------------------------------------------------------------------------------
+
+    def encode(self, pieces: list[Piece], progress: Progress, cancel: threading.Event | None) -> None:
+        """Computes the embeddings of the images. Raises ImageError, CancelledError."""
+        images = [p for p in pieces if isinstance(p, ImagePiece)]
+        for i, piece in enumerate(images):
+            progress(f"encoding image {i + 1} of {len(images)}", i / len(images))
+            _stop_if_set(cancel)
+            self._require_vision().encode(piece)
+
+    def prefill(self, pieces: list[Piece], progress: Progress, cancel: threading.Event | None) -> None:
+        """Reads the pieces; afterwards the logits of the last token are there. Raises ContextError, CancelledError."""
+        context = self.context
+        context.stop_when(cancel)
+        steps = list(_steps(pieces, context.n_ubatch))
+        done, total = 0, sum(p.n_tokens for p in pieces)
+        for i, step in enumerate(steps):
+            progress("reading the prompt", done / total)
+            _stop_if_set(cancel)
+            with self._explained():
+                if isinstance(step, ImagePiece):
+                    context.decode_image(self._require_vision(), step)
+                else:
+                    context.decode(step.tokens, want_logits=i == len(steps) - 1)
+            done += step.n_tokens
+        context.stop_when(None)
+        progress("reading the prompt", 1.0)
+
+    def extend(self, token: int) -> None:
+        """Reads one generated token; afterwards its logits are there. Raises ContextError."""
+        with self._explained():
+            self.context.decode([token], want_logits=True)
+
+    def compress(self) -> None:
+        """Compresses what was read since the last time: the prompt, and before it the answer of the last turn."""
+        if self._cache is not None:
+            self._compressed_tokens = self._cache.stats().n_pending
+            self._cache.compress()
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Replaces the error of a failed decode by what libkvedge met inside it, where that was the cause."""
+        try:
+            yield
+        except KvedgeError:
+            if self._cache is not None:
+                self._cache.check()
+            raise
+
+    def _require_vision(self) -> Vision:
+        if self._vision is None:
+            raise StateError("the session has no image encoder")
+        return self._vision
+
+    # ---------------------------------------------------------------------------------------------------
+
+    def pairs_held(self) -> float:
+        """KV pairs per KV head, averaged over heads and layers; 0 for a model that runs as it is."""
+        lengths = [n for heads in self._cache.lengths() for n in heads] if self._cache is not None else []
+        return sum(lengths) / len(lengths) if lengths else 0
+
+    def measure(self) -> Kv:
+        """Figures, right after compress."""
+        context, model = self.context, self._model
+        element = ELEMENT_BYTES[self._settings.kv_type]
+        if self._cache is None:
+            per_token = model.kv_bytes_per_token(element)
+            reserved = per_token * context.n_ctx  # llama.cpp allocates for the whole context at once
+            return Kv(reserved, reserved, reserved, full_per_token_bytes=per_token * context.n_cells)
+        stats, held = self._cache.stats(), self.pairs_held()
+        # a prompt whose budget covers it is not compressed, and leaves the figures of the last compression alone
+        compressed = stats.n_compressions > self._n_compressions
+        figures = Kv(
+            full_bytes=stats.before_bytes if compressed else stats.bytes,
+            kept_bytes=stats.after_bytes if compressed else stats.bytes,
+            peak_bytes=stats.peak_bytes,
+            kept_per_layer=[_tidy(sum(heads) / len(heads)) for heads in self._cache.lengths() if heads],
+            compressed_tokens=self._compressed_tokens,
+            kept_of_them=round(held - self._held),
+            full_per_token_bytes=stats.n_tokens * stats.n_layers * stats.n_heads_kv * model.pair_width * element,
+        )
+        self._n_compressions, self._held = stats.n_compressions, held
+        return figures
+
+    def peak_bytes(self, so_far: int) -> int:
+        """Largest amount of KV memory up to now."""
+        return self._cache.stats().peak_bytes if self._cache is not None else so_far
+
+
+def check_protection(plan: Plan, n_tokens: int) -> None:
+    """Raises BudgetError if protection that was asked for does not fit into the budget of a prompt of n_tokens.
+
+    What a preset protects by itself shrinks instead (Plan.protected).
+    """
+    preset = PRESETS.get(plan.method)
+    usual = preset.values.get("sinks", 0) if preset else 0
+    recent = plan.recent.count(n_tokens) if plan.recent else 0
+    sinks = plan.sinks if plan.sinks != usual else 0
+    kept = plan.count(n_tokens)
+    if recent + sinks > kept and kept < n_tokens:
+        raise BudgetError(
+            f"a budget of {plan.budget} leaves {kept} of {n_tokens} tokens, fewer than the {recent + sinks} protected "
+            "ones; raise --budget, or lower --recent and --sinks"
+        )
+
+
+def _steps(pieces: list[Piece], most: int) -> Iterator[Piece]:
+    """The pieces, text cut so that each step is one pass through the model: progress shows, and Ctrl-C is heard."""
+    for piece in pieces:
+        if isinstance(piece, ImagePiece):
+            yield piece
+        else:
+            yield from (TextPiece(piece.tokens[i : i + most]) for i in range(0, piece.n_tokens, most))
+
+
+def _stop_if_set(cancel: threading.Event | None) -> None:
+    if cancel is not None and cancel.is_set():
+        raise CancelledError
+
+
+def _tidy(x: float) -> float | int:
+    return int(x) if x == int(x) else round(x, 2)

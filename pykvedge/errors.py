@@ -1,0 +1,74 @@
+"""Every error that kvedge raises on purpose. All of them derive from KvedgeError.
+
+`exit_code` is what the command line returns: 2 when the request itself is wrong, 1 when a correct request failed.
+Messages are one line, say what is wrong and what to do about it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class KvedgeError(Exception):
+    """Base of all errors of kvedge."""
+
+    exit_code = 1
+
+
+class UsageError(KvedgeError, ValueError):
+    """The request cannot be carried out as it was written."""
+
+    exit_code = 2
+
+
+class UnknownNameError(UsageError):
+    """A method, stage member or setting of that name does not exist."""
+
+
+class BudgetError(UsageError):
+    """A budget that cannot be met: zero, negative, above 1 as a ratio, below the protected tokens."""
+
+
+class ArrayError(UsageError):
+    """An array whose shape, type or values cannot be used."""
+
+
+class ModelError(KvedgeError):
+    """A model or mmproj file that cannot be read, is damaged, or does not fit."""
+
+
+class ImageError(KvedgeError):
+    """An image that cannot be read or is too large."""
+
+
+class ContextError(KvedgeError):
+    """A prompt that does not fit into the context."""
+
+
+class OutOfMemoryError(KvedgeError, MemoryError):
+    """The machine has not enough memory for what was asked."""
+
+
+class NothingToCompressError(KvedgeError):
+    """The model has no attention layer whose KV memory kvedge can take over."""
+
+
+class StateError(KvedgeError):
+    """A call that does not fit the state of the session or the cache."""
+
+
+class UnsupportedError(KvedgeError):
+    """The model or batch asks for something that this version cannot do."""
+
+
+class LibraryError(KvedgeError):
+    """The shared libraries are missing, too old, or others were loaded first."""
+
+
+def unknown(kind: str, name: str, known: Iterable[str]) -> UnknownNameError:
+    """An UnknownNameError for `name` that suggests the nearest of the known names."""
+    names = sorted(known)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.55)
+    hint = f"did you mean '{near[0]}'?" if near else "known: " + ", ".join(names) if names else "there are none"
+    return UnknownNameError(f"unknown {kind} '{name}'; {hint}")

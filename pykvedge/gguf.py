@@ -1,0 +1,171 @@
+"""A light reader of GGUF headers, to refuse a bad file with a clear message before llama.cpp sees it.
+
+Values of arrays are skipped, tensor data is never touched: a header with a vocabulary of 150 000 tokens takes a tenth
+of a second. Format: docs/gguf.md of ggml, versions 2 and 3, little endian.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pykvedge.errors import ModelError
+
+Scalar = int | float | bool | str
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """Shape (fastest dimension first) and ggml type number of one tensor."""
+
+    shape: tuple[int, ...]
+    type: int
+    offset: int  # bytes from the start of the data section
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a GGUF file says about itself."""
+
+    path: Path
+    values: Mapping[str, Scalar]  # metadata, arrays left out
+    arrays: Mapping[str, int]  # metadata arrays: their lengths
+    tensors: Mapping[str, Tensor]
+    file_size: int
+
+    @property
+    def architecture(self) -> str:
+        """general.architecture, or an empty string."""
+        return str(self.values.get("general.architecture", ""))
+
+
+# type number of a metadata value -> struct format
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_LIMIT = 1 << 24  # of counts: no real header comes near it
+# ggml type number -> (elements per block, bytes per block)
+_BLOCKS = {
+    0: (1, 4), 1: (1, 2), 2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34), 9: (32, 36), 10: (256, 84),
+    11: (256, 110), 12: (256, 144), 13: (256, 176), 14: (256, 210), 15: (256, 292), 16: (256, 66), 17: (256, 74),
+    18: (256, 98), 19: (256, 50), 20: (32, 18), 21: (256, 110), 22: (256, 82), 23: (256, 136), 24: (1, 1), 25: (1, 2),
+    26: (1, 4), 27: (1, 8), 28: (1, 8), 29: (256, 56), 30: (1, 2), 34: (256, 54), 35: (256, 66), 39: (32, 17),
+}  # fmt: skip
+
+
+class _Reader:
+    def __init__(self, data: mmap.mmap) -> None:
+        self.data, self.at = data, 0
+
+    def scalar(self, form: str) -> Scalar:
+        (value,) = struct.unpack_from("<" + form, self.data, self.at)
+        self.at += struct.calcsize("<" + form)
+        return value
+
+    def count(self, what: str) -> int:
+        n = int(self.scalar("Q"))
+        if n > _LIMIT:
+            raise ValueError(f"{what} of {n}")
+        return n
+
+    def string(self) -> str:
+        n = self.count("a string length")
+        if self.at + n > len(self.data):
+            raise ValueError("a string beyond the end of the file")
+        self.at += n
+        return self.data[self.at - n : self.at].decode("utf-8", "replace")
+
+    def skip_array(self) -> int:
+        kind, n = int(self.scalar("I")), self.count("an array length")
+        if kind == _STRING:
+            read, data, at = struct.Struct("<Q").unpack_from, self.data, self.at
+            for _ in range(n):
+                at += 8 + read(data, at)[0]
+            self.at = at
+        elif kind in _SCALARS:
+            self.at += n * struct.calcsize("<" + _SCALARS[kind])
+        else:
+            raise ValueError(f"an array of type {kind}")
+        if self.at > len(self.data):
+            raise ValueError("an array beyond the end of the file")
+        return n
+
+
+def read_header(path: str | os.PathLike[str]) -> Header:
+    """Reads and checks the header of a GGUF file, and that the file is long enough to hold its tensors.
+
+    Raises ModelError with one line that says what is wrong with the file.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise ModelError(f"{path} is a folder, not a GGUF file")
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size < 24 or file.read(4) != b"GGUF":
+                raise ModelError(f"{path} is no GGUF file; give a model that was converted for llama.cpp")
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                return _parse(path, data, size)
+    except FileNotFoundError:
+        raise ModelError(f"{path} does not exist") from None
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror or error}") from None
+    except (ValueError, struct.error, UnicodeDecodeError) as error:
+        raise ModelError(f"{path} is damaged or truncated ({error}); download or convert it again") from None
+
+
+def _parse(path: Path, data: mmap.mmap, size: int) -> Header:
+    reader = _Reader(data)
+    reader.at = 4
+    version = int(reader.scalar("I"))
+    if version not in (2, 3):
+        raise ModelError(f"{path} is a GGUF file of version {version}; versions 2 and 3 can be read")
+    n_tensors, n_values = reader.count("a tensor count"), reader.count("a metadata count")
+    values: dict[str, Scalar] = {}
+    arrays: dict[str, int] = {}
+    for _ in range(n_values):
+        key, kind = reader.string(), int(reader.scalar("I"))
+        if kind == _ARRAY:
+            arrays[key] = reader.skip_array()
+        elif kind == _STRING:
+            values[key] = reader.string()
+        elif kind in _SCALARS:
+            values[key] = reader.scalar(_SCALARS[kind])
+        else:
+            raise ValueError(f"metadata '{key}' of type {kind}")
+    tensors: dict[str, Tensor] = {}
+    for _ in range(n_tensors):
+        name, n_dims = reader.string(), int(reader.scalar("I"))
+        if n_dims > 4:
+            raise ValueError(f"tensor '{name}' with {n_dims} dimensions")
+        shape = tuple(int(reader.scalar("Q")) for _ in range(n_dims))
+        tensors[name] = Tensor(shape, int(reader.scalar("I")), int(reader.scalar("Q")))
+    header = Header(path, values, arrays, tensors, size)
+    _check_length(header, reader.at)
+    return header
+
+
+def tensor_bytes(tensor: Tensor) -> int | None:
+    """Bytes of a tensor's data; None for a type that this reader does not know."""
+    if tensor.type not in _BLOCKS:
+        return None
+    elements, block = _BLOCKS[tensor.type]
+    n = 1
+    for dim in tensor.shape:
+        n *= dim
+    return n // elements * block
+
+
+def _check_length(header: Header, end_of_header: int) -> None:
+    alignment = header.values.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+        raise ValueError(f"an alignment of {alignment}")
+    start = -(-end_of_header // alignment) * alignment
+    for name, tensor in header.tensors.items():
+        end = start + tensor.offset + (tensor_bytes(tensor) or 0)
+        if end > header.file_size:
+            missing = end - header.file_size
+            raise ValueError(f"tensor '{name}' ends {missing} bytes beyond the end of the file")

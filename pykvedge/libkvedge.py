@@ -1,0 +1,294 @@
+"""kvedge.h for the rest of the package, by ctypes. Nothing is loaded on import."""
+
+from __future__ import annotations
+
+import ctypes as c
+import functools
+from typing import TYPE_CHECKING, Any
+
+from pykvedge import errors, libraries
+
+if TYPE_CHECKING:
+    from pykvedge.definition import Arrays, Outcome
+    from pykvedge.plan import Plan
+
+ABI_VERSION = 1
+KV_TYPE = {"f16": 0, "bf16": 1, "f32": 2}
+STAGE_NUMBER = {"scorer": 0, "allocator": 1, "reducer": 2, "decode": 3}
+_ERROR_OF_STATUS: dict[int, type[errors.KvedgeError]] = {
+    1: errors.UsageError,
+    2: errors.UnknownNameError,
+    3: errors.BudgetError,
+    4: errors.OutOfMemoryError,
+    5: errors.NothingToCompressError,
+    6: errors.StateError,
+    7: errors.UnsupportedError,
+}
+
+
+@functools.cache
+def lib() -> c.CDLL:
+    """libkvedge with its prototypes. Raises LibraryError when it is missing or of another version."""
+    place = libraries.require_dir()
+    libraries.llama()  # our libllama must be the one in the process before libkvedge asks for it
+    path = place / libraries.file_name("kvedge")
+    if not path.exists():
+        raise errors.LibraryError(f"{path} is missing; {libraries.HOW_TO_BUILD}")
+    try:
+        handle = c.CDLL(str(path))
+    except OSError as error:
+        raise errors.LibraryError(f"{path} cannot be loaded: {error}") from None
+    _declare(handle)
+    found = handle.kvedge_abi_version()
+    if found != ABI_VERSION:
+        how = libraries.HOW_TO_BUILD
+        raise errors.LibraryError(f"{path} has ABI version {found}, this package needs {ABI_VERSION}; {how}")
+    return handle
+
+
+# ------------------------------------------------------------------------------------------------------------
+# kvedge.h
+
+
+class _Error(c.Structure):
+    _fields_ = [("status", c.c_int), ("message", c.c_char * 500)]
+
+
+class _Options(c.Structure):
+    _fields_ = [
+        ("struct_size", c.c_size_t),
+        ("type", c.c_int),
+        ("n_threads", c.c_int32),
+        ("auto_compress", c.c_bool),
+    ]
+
+
+class Stats(c.Structure):
+    """kvedge_stats: bytes are of buffers that exist, times in microseconds."""
+
+    _fields_ = [
+        ("struct_size", c.c_size_t),
+        *((name, c.c_int32) for name in (
+            "n_layers", "n_heads_kv", "n_tokens", "n_image_tokens", "n_compressions", "n_pending")),
+        *((name, c.c_uint64) for name in (
+            "bytes", "index_bytes", "score_bytes", "before_bytes", "after_bytes", "peak_bytes")),
+        ("compress_us", c.c_int64),
+    ]  # fmt: skip
+
+
+class _Arrays(c.Structure):
+    _fields_ = [
+        *((name, c.c_int32) for name in ("n_layers", "n_heads", "n_heads_kv", "n_tokens", "head_size")),
+        *((name, c.c_void_p) for name in ("q", "k", "v", "image_mask")),
+    ]
+
+
+_P = c.c_void_p
+_I = c.c_int32
+_ERR = c.POINTER(_Error)
+_OUT = c.POINTER(c.c_void_p)
+_PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
+    "version": (c.c_char_p, []),
+    "abi_version": (_I, []),
+    "simd": (c.c_char_p, []),
+    "stage_count": (_I, [c.c_int]),
+    "stage_name": (c.c_char_p, [c.c_int, _I]),
+    "plan_create": (c.c_int, [_OUT, _ERR]),
+    "plan_free": (None, [_P]),
+    "plan_set": (c.c_int, [_P, c.c_char_p, c.c_char_p, _ERR]),
+    "plan_check": (c.c_int, [_P, _ERR]),
+    "plan_budget": (_I, [_P, _I]),
+    "options_default": (_Options, []),
+    "attach": (c.c_int, [_P, _P, c.POINTER(_Options), _OUT, _ERR]),
+    "detach": (None, [_P]),
+    "set_plan": (c.c_int, [_P, _P, _ERR]),
+    "set_auto_compress": (c.c_int, [_P, c.c_bool, _ERR]),
+    "compress": (c.c_int, [_P, _I, _ERR]),
+    "take_error": (c.c_int, [_P, _ERR]),
+    "get_stats": (c.c_int, [_P, _I, c.POINTER(Stats), _ERR]),
+    "layer_id": (_I, [_P, _I]),
+    "head_length": (_I, [_P, _I, _I, _I]),
+    "head_tokens": (c.c_int, [_P, _I, _I, _I, c.POINTER(_I), _I, _ERR]),
+    "compress_arrays": (c.c_int, [_P, c.POINTER(_Arrays), c.c_int, _I, _OUT, _ERR]),
+    "result_free": (None, [_P]),
+    "result_length": (_I, [_P, _I, _I]),
+    "result_kept": (c.POINTER(_I), [_P, _I, _I]),
+    "result_k": (c.POINTER(c.c_float), [_P, _I, _I]),
+    "result_v": (c.POINTER(c.c_float), [_P, _I, _I]),
+    "result_scores": (c.POINTER(c.c_float), [_P, _I, _I]),
+    "result_attention": (c.POINTER(c.c_float), [_P, _I]),
+}
+
+
+def _declare(handle: c.CDLL) -> None:
+    for name, (result, arguments) in _PROTOTYPES.items():
+        try:
+            function = getattr(handle, f"kvedge_{name}")
+        except AttributeError:
+            raise errors.LibraryError(f"libkvedge lacks kvedge_{name}; {libraries.HOW_TO_BUILD}") from None
+        function.restype, function.argtypes = result, arguments
+
+
+def _raise(error: _Error) -> None:
+    message = error.message.decode("utf-8", "replace") or f"libkvedge failed with status {error.status}"
+    raise _ERROR_OF_STATUS.get(error.status, errors.KvedgeError)(message)
+
+
+def _call(name: str, *arguments: Any) -> None:
+    error = _Error()
+    if getattr(lib(), f"kvedge_{name}")(*arguments, c.byref(error)) != 0:
+        _raise(error)
+
+
+def version() -> str:
+    """Version of libkvedge."""
+    return lib().kvedge_version().decode()
+
+
+def simd() -> str:
+    """Instruction set of libkvedge's kernels on this machine."""
+    return lib().kvedge_simd().decode()
+
+
+def describe() -> str:
+    """One line per library: its version and what it uses of the machine, or that it is missing."""
+    try:
+        bindings = libraries.llama()
+        lines = [f"llama.cpp {bindings.llama_version().decode()} in {libraries.require_dir()}"]
+        lines.append(f"libkvedge {version()} ({simd()})")
+    except errors.LibraryError as error:
+        return f"libraries: {error}"
+    return "\n".join(lines)
+
+
+def stage_members(stage: str) -> list[str]:
+    """Names of the members of a stage that libkvedge can run."""
+    number = STAGE_NUMBER[stage]
+    return [lib().kvedge_stage_name(number, i).decode() for i in range(lib().kvedge_stage_count(number))]
+
+
+class _NativePlan:
+    """A kvedge_plan made from a Plan; use in a with statement."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.handle = c.c_void_p()
+        _call("plan_create", c.byref(self.handle))
+        try:
+            for key, value in plan.as_text().items():
+                _call("plan_set", self.handle, key.encode(), value.encode())
+            _call("plan_check", self.handle)
+        except errors.KvedgeError:
+            lib().kvedge_plan_free(self.handle)
+            raise
+
+    def __enter__(self) -> c.c_void_p:
+        return self.handle
+
+    def __exit__(self, *_: object) -> None:
+        lib().kvedge_plan_free(self.handle)
+
+
+def plan_budget(plan: Plan, n_tokens: int) -> int:
+    """What libkvedge makes of the plan's budget for a prompt of n_tokens."""
+    with _NativePlan(plan) as handle:
+        return lib().kvedge_plan_budget(handle, n_tokens)
+
+
+class Cache:
+    """The KV memory of one llama_context, owned by libkvedge (kvedge_cache). Not for use from several threads."""
+
+    def __init__(self, context: Any, plan: Plan, kv_type: str = "f16", auto_compress: bool = True) -> None:
+        """Takes over the KV memory of a llama_context without tokens. Raises what kvedge_attach reports."""
+        options = lib().kvedge_options_default()
+        options.type, options.auto_compress = KV_TYPE[kv_type], auto_compress
+        self._handle = c.c_void_p()
+        with _NativePlan(plan) as handle:
+            _call("attach", context, handle, c.byref(options), c.byref(self._handle))
+
+    def detach(self) -> None:
+        """Gives the context back to llama.cpp, its memory cleared. Does nothing the second time."""
+        if self._handle:
+            lib().kvedge_detach(self._handle)
+            self._handle = c.c_void_p()
+
+    @property
+    def attached(self) -> bool:
+        """False after detach."""
+        return bool(self._handle)
+
+    def _live(self) -> c.c_void_p:
+        if not self._handle:
+            raise errors.StateError("the cache was detached; attach again")
+        return self._handle
+
+    def set_plan(self, plan: Plan) -> None:
+        """Prompts that complete from now on are compressed by this plan."""
+        with _NativePlan(plan) as handle:
+            _call("set_plan", self._live(), handle)
+
+    def set_auto_compress(self, on: bool) -> None:
+        """Whether the first token decoded after a prompt triggers the compression."""
+        _call("set_auto_compress", self._live(), on)
+
+    def compress(self, sequence: int = 0) -> None:
+        """Compresses, now, what was added since the last compression."""
+        _call("compress", self._live(), sequence)
+
+    def check(self) -> None:
+        """Raises the first error that happened inside llama_decode since the last call, if there was one."""
+        error = _Error()
+        if lib().kvedge_take_error(self._live(), c.byref(error)) != 0 or error.status != 0:
+            _raise(error)
+
+    def stats(self, sequence: int = 0) -> Stats:
+        """Figures of one sequence."""
+        out = Stats(struct_size=c.sizeof(Stats))
+        _call("get_stats", self._live(), sequence, c.byref(out))
+        return out
+
+    def lengths(self, sequence: int = 0) -> list[list[int]]:
+        """KV pairs held now, per stored layer and KV head."""
+        out: list[list[int]] = []
+        for layer in range(self.stats(sequence).n_layers):
+            heads: list[int] = []
+            while (n := lib().kvedge_head_length(self._live(), sequence, layer, len(heads))) >= 0:
+                heads.append(n)
+            out.append(heads)
+        return out
+
+    def tokens(self, layer: int, head: int, sequence: int = 0) -> list[int]:
+        """Original token indices that a stored layer's KV head holds, ascending."""
+        n = lib().kvedge_head_length(self._live(), sequence, layer, head)
+        out = (c.c_int32 * max(n, 1))()
+        _call("head_tokens", self._live(), sequence, layer, head, out, len(out))
+        return list(out)[:n]
+
+
+def compress_arrays(plan: Plan, arrays: Arrays, kv_type: str, threads: int) -> Outcome:
+    """kvedge_compress_arrays. threads: 0 for all cores."""
+    import numpy as np
+
+    from pykvedge.definition import Outcome
+
+    q, k, v, mask = arrays
+    n_layers, n_heads_kv, n_tokens, size = k.shape
+    given = _Arrays(n_layers, q.shape[1], n_heads_kv, n_tokens, size, *(x.ctypes.data for x in (q, k, v, mask)))
+    result = c.c_void_p()
+    with _NativePlan(plan) as handle:
+        _call("compress_arrays", handle, c.byref(given), KV_TYPE[kv_type], threads, c.byref(result))
+    library = lib()
+    out = Outcome([], [], [], np.zeros((n_layers, n_heads_kv, n_tokens), dtype=np.float32))
+    try:
+        for i in range(n_layers):
+            for column in (out.kept, out.k, out.v):
+                column.append([])
+            for h in range(n_heads_kv):
+                n = library.kvedge_result_length(result, i, h)
+                at = (result, i, h)
+                out.kept[i].append(np.ctypeslib.as_array(library.kvedge_result_kept(*at), (n,)).copy())
+                out.k[i].append(np.ctypeslib.as_array(library.kvedge_result_k(*at), (n, size)).copy())
+                out.v[i].append(np.ctypeslib.as_array(library.kvedge_result_v(*at), (n, size)).copy())
+                out.scores[i, h] = np.ctypeslib.as_array(library.kvedge_result_scores(*at), (n_tokens,))
+    finally:
+        library.kvedge_result_free(result)
+    return out

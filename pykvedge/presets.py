@@ -1,0 +1,84 @@
+"""The named methods. Each is a composition of stages: one entry of data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from pykvedge.errors import BudgetError, unknown
+from pykvedge.plan import Plan
+
+DEFAULT_BUDGET = 0.2
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A method: what it is, where it comes from, and the fields of its plan that differ from Plan's defaults."""
+
+    name: str
+    summary: str
+    reference: str
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def budget(self) -> float:
+        """The budget if none is asked for."""
+        return self.values.get("budget", DEFAULT_BUDGET)
+
+
+_STREAMING = "Xiao et al. 2024, Efficient Streaming Language Models with Attention Sinks, arXiv:2309.17453"
+_H2O = "Zhang et al. 2023, H2O: Heavy-Hitter Oracle for Efficient Generative Inference of LLMs, arXiv:2306.14048"
+_LOOKM = "Wan et al. 2024, LOOK-M: Look-Once Optimization in KV Cache, EMNLP Findings, arXiv:2406.18139"
+
+_PRESETS = (
+    Preset("full", "keep every KV pair", "the uncompressed cache", {"budget": 1.0}),
+    Preset("streaming-llm", "4 first tokens and the most recent ones", _STREAMING, {"scorer": "position", "sinks": 4}),
+    Preset("h2o", "recent tokens and those that received most attention", _H2O, {"scorer": "cumulative"}),
+    Preset(
+        "lookm",
+        "h2o that prefers text to image tokens and merges what it evicts",
+        _LOOKM,
+        {"scorer": "cumulative", "text_prior": True, "reducer": "pivotal"},
+    ),
+)
+PRESETS: Mapping[str, Preset] = {p.name: p for p in _PRESETS}
+
+
+def methods() -> list[str]:
+    """Names of all methods, in the order in which they are explained."""
+    return list(PRESETS)
+
+
+def preset(name: str) -> Preset:
+    """The preset of that name. Raises UnknownNameError, with a suggestion, if there is none."""
+    if name not in PRESETS:
+        raise unknown("method", str(name), PRESETS)
+    return PRESETS[name]
+
+
+def plan(method: str, budget: Any = None, **settings: Any) -> Plan:
+    """The plan of a method, with some settings changed.
+
+    budget: 0.2 (a ratio of the prompt) or 128 (KV pairs per layer and KV head); default 0.2, and 1.0 for "full".
+    settings: fields of Plan (`reducer="averaged"`, `sinks=4`, `recent=32`), or settings of a stage member by their full
+    name (`**{"scorer.window": 16}`).
+    Raises UnknownNameError, BudgetError or UsageError.
+    """
+    chosen = preset(method)
+    known = {f.name for f in fields(Plan)} - {"method", "params"}
+    params = dict(settings.pop("params", {}))
+    for key in settings:
+        if "." not in key and key not in known:
+            raise unknown("setting", key, known)
+    params.update({key: value for key, value in settings.items() if "." in key})
+    values = {"budget": chosen.budget, **chosen.values, **{k: v for k, v in settings.items() if "." not in k}}
+    if budget is not None:
+        values["budget"] = budget
+    made = Plan(method=chosen.name, params=params, **values)
+    if chosen.name == "full" and made.budget.ratio != 1.0:
+        raise BudgetError(
+            f"method 'full' keeps everything, so a budget of {made.budget} has no meaning; "
+            "choose another method, for example lookm"
+        )
+    return made

@@ -1,0 +1,101 @@
+"""From a conversation to text: the model's own chat template, rendered turn by turn."""
+
+from __future__ import annotations
+
+import datetime
+import secrets
+from dataclasses import dataclass, field
+from typing import Any
+
+from pykvedge.errors import ModelError
+from pykvedge.images import Picture
+
+# what models without a template are mostly trained on: LLaVA-1.5's conversation, itself Vicuna's
+FALLBACK = (
+    "{{ bos_token }}"
+    "{% if messages[0].role == 'system' %}{{ messages[0].content }} {% else %}"
+    "A chat between a curious human and an artificial intelligence assistant. "
+    "The assistant gives helpful, detailed, and polite answers to the human's questions. {% endif %}"
+    "{% for message in messages %}"
+    "{% if message.role == 'user' %}USER: {{ message.content }} {% endif %}"
+    "{% if message.role == 'assistant' %}ASSISTANT: {{ message.content }}{{ eos_token }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
+)
+
+
+@dataclass
+class Message:
+    """One turn of a conversation."""
+
+    role: str  # system, user or assistant
+    text: str
+    pictures: list[Picture] = field(default_factory=list)
+
+    def content(self, marker: str) -> str:
+        """The text after one line per picture that says where the picture goes."""
+        return "".join(marker + "\n" for _ in self.pictures) + self.text
+
+
+class ChatTemplate:
+    """A Jinja chat template, run in a sandbox."""
+
+    def __init__(self, source: str | None, bos: str, eos: str) -> None:
+        """source: None takes the fallback. Raises ModelError for a template that is no Jinja."""
+        from jinja2 import TemplateError
+        from jinja2.ext import loopcontrols
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        environment.globals["raise_exception"] = _refuse
+        environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+        environment.filters["tojson"] = _tojson
+        self._tokens = {"bos_token": bos, "eos_token": eos}
+        try:
+            self._template = environment.from_string(source or FALLBACK)
+        except TemplateError as error:
+            raise ModelError(f"the model's chat template cannot be read: {error}") from None
+
+    def first(self, messages: list[Message], marker: str) -> str:
+        """The whole conversation up to where the assistant is to answer."""
+        return self._render([{"role": m.role, "content": m.content(marker)} for m in messages])
+
+    def following(self, messages: list[Message], marker: str) -> str:
+        """What comes after the last answer: its end, the user's new message, and the start of the next answer.
+
+        messages: the conversation, the last three of them user, assistant, user.
+        """
+        # a stand-in for the answer is found again whatever the template does around it
+        stand_in = secrets.token_hex(16)
+        rendered = [{"role": m.role, "content": m.content(marker)} for m in messages]
+        rendered[-2] = {"role": "assistant", "content": stand_in}
+        _, found, rest = self._render(rendered).partition(stand_in)
+        if not found:  # a template that drops earlier answers
+            rest = self._render(rendered[-1:])
+        return rest
+
+    def _render(self, messages: list[dict[str, str]]) -> str:
+        try:
+            return self._run(messages)
+        except Exception as error:  # a template is a program: it fails in any way
+            if messages[0]["role"] != "system" or len(messages) < 2:
+                raise ModelError(f"the model's chat template fails: {error}") from None
+        # some templates know no system role: its text then opens the first message
+        system, first, *rest = messages
+        joined = {"role": first["role"], "content": f"{system['content']}\n\n{first['content']}"}
+        return self._render([joined, *rest])
+
+    def _run(self, messages: list[dict[str, str]]) -> str:
+        return self._template.render(messages=messages, add_generation_prompt=True, **self._tokens)
+
+
+def _refuse(message: str) -> Any:
+    from jinja2 import TemplateError
+
+    raise TemplateError(message)
+
+
+def _tojson(value: Any, indent: int | None = None) -> str:
+    import json
+
+    return json.dumps(value, ensure_ascii=False, indent=indent)

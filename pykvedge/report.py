@@ -1,0 +1,119 @@
+"""What one answer cost: tokens, memory and time, as JSON and as one line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+MIB = 2**20
+
+
+@dataclass
+class Tokens:
+    """Counts of one turn; `image` is the part of `prompt` that came from images."""
+
+    prompt: int = 0
+    image: int = 0
+    generated: int = 0
+
+
+@dataclass
+class Kv:
+    """Bytes of key and value buffers that exist: before and after this turn's compression, and the largest so far.
+
+    kept_per_layer: KV pairs per KV head right after the compression, averaged over the heads of each stored layer.
+    """
+
+    full_bytes: int = 0
+    kept_bytes: int = 0
+    peak_bytes: int = 0
+    kept_per_layer: list[float] = field(default_factory=list)
+    compressed_tokens: int = 0  # what was compressed: the prompt, and in later turns the answer before it
+    kept_of_them: int = 0  # pairs per head that are left of those tokens, averaged over heads and layers
+    full_per_token_bytes: int = 0  # what the uncompressed cache would hold now: read once per generated token
+
+
+@dataclass
+class Rss:
+    """Resident set size of the process, as the operating system tells it."""
+
+    before_prefill_bytes: int = 0
+    peak_bytes: int = 0
+    after_compress_bytes: int = 0
+
+
+@dataclass
+class Time:
+    """Seconds of each step. decode_steps: tokens that were decoded in decode_s."""
+
+    load_s: float = 0.0
+    encode_s: float = 0.0
+    prefill_s: float = 0.0
+    compress_s: float = 0.0
+    decode_s: float = 0.0
+    decode_steps: int = 0
+
+    @property
+    def decode_tok_s(self) -> float:
+        """Tokens per second while generating; 0 when nothing was decoded."""
+        return self.decode_steps / self.decode_s if self.decode_s > 0 else 0.0
+
+
+@dataclass
+class Report:
+    """Everything measured about one turn."""
+
+    method: str
+    budget: float | int
+    text: str = ""
+    finish: str = ""  # "stop", "length" (max_tokens), "context" (the context is full) or "cancelled"
+    tokens: Tokens = field(default_factory=Tokens)
+    kv: Kv = field(default_factory=Kv)
+    rss: Rss = field(default_factory=Rss)
+    time: Time = field(default_factory=Time)
+
+    def as_json(self) -> dict[str, Any]:
+        """The object that `kvedge chat --json` prints. Bytes, seconds, tokens per second."""
+        t, kv, rss, tokens = self.time, self.kv, self.rss, self.tokens
+        return {
+            "method": self.method,
+            "budget": self.budget,
+            "text": self.text,
+            "tokens": {"prompt": tokens.prompt, "image": tokens.image, "generated": tokens.generated},
+            "kv": {
+                "full_bytes": kv.full_bytes,
+                "kept_bytes": kv.kept_bytes,
+                "peak_bytes": kv.peak_bytes,
+                "kept_per_layer": kv.kept_per_layer,
+            },
+            "rss": {
+                "before_prefill_bytes": rss.before_prefill_bytes,
+                "peak_bytes": rss.peak_bytes,
+                "after_compress_bytes": rss.after_compress_bytes,
+            },
+            "time": {
+                "load_s": round(t.load_s, 4),
+                "encode_s": round(t.encode_s, 4),
+                "prefill_s": round(t.prefill_s, 4),
+                "compress_s": round(t.compress_s, 4),
+                "decode_s": round(t.decode_s, 4),
+                "decode_tok_s": round(t.decode_tok_s, 2),
+            },
+        }
+
+    def line(self) -> str:
+        """One line for a person."""
+        tokens, kv = self.tokens, self.kv
+        image = f" ({tokens.image} image)" if tokens.image else ""
+        answer = kv.compressed_tokens - tokens.prompt
+        since = f" + {answer} of the last answer" if answer > 0 else ""
+        everything = kv.kept_of_them >= kv.compressed_tokens
+        kept = ", all kept" if everything else f" -> {kv.kept_of_them} kept"
+        unit, size = ("MiB", MIB) if kv.full_bytes >= MIB / 10 else ("KiB", 1024)
+        after = "" if kv.kept_bytes == kv.full_bytes else f" -> {kv.kept_bytes / size:.1f}"
+        parts = [f"prompt {tokens.prompt} tokens{image}{since}{kept}", f"KV {kv.full_bytes / size:.1f}{after} {unit}"]
+        if self.time.decode_steps:
+            full = f"{kv.full_per_token_bytes / size:.1f} {unit} per token"
+            reads = f"reads {full}" if everything else f"full would read {full}"
+            parts.append(f"{self.time.decode_tok_s:.1f} tok/s ({reads})")
+        return " | ".join(parts)

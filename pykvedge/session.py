@@ -1,0 +1,213 @@
+"""Session: a model, its image encoder, a plan, and a conversation whose KV cache is compressed after every prompt."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from pykvedge import memory, runtime
+from pykvedge.answer import Answer
+from pykvedge.engine import Engine
+from pykvedge.errors import StateError, UsageError
+from pykvedge.images import Picture, load_picture
+from pykvedge.model import Model, Progress, silent
+from pykvedge.plan import Plan
+from pykvedge.presets import plan as make_plan
+from pykvedge.prompt import ChatTemplate, Message
+from pykvedge.report import Report, Rss, Time, Tokens
+from pykvedge.sampling import Sampling
+from pykvedge.settings import Settings
+from pykvedge.vision import ImagePiece, Piece, TextPiece, Vision
+
+
+class Session:
+    """A conversation with a model. Close it when done, or use it in a with statement. For one thread at a time."""
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        mmproj: str | os.PathLike[str] | None = None,
+        plan: Plan | None = None,
+        *,
+        progress: Progress = silent,
+        cancel: threading.Event | None = None,
+        **settings: Any,
+    ) -> None:
+        """Loads the model, and the image encoder if one is given.
+
+        plan: what to keep of each prompt, default lookm at 0.2. settings: fields of Settings.
+        progress(what, share done) is called during long steps. Setting `cancel` stops a step or an answer that is
+        under way. Raises ModelError, LibraryError, UsageError, CancelledError.
+        """
+        self.settings = Settings.of(settings)
+        self.plan = plan if plan is not None else make_plan("lookm")
+        self.messages: list[Message] = []
+        self.pending: list[int] = []  # generated, but not yet read back into the cache
+        self.in_cache = False  # whether the cache holds the conversation so far
+        self.cancel = cancel
+        self.last_report: Report | None = None
+        self._progress = progress
+        self._answer: Answer | None = None
+        self._vision: Vision | None = None
+        self._engine: Engine | None = None
+        threads = self.settings.threads or runtime.default_threads()
+        started = time.perf_counter()
+        self.model = Model(model, self.settings.gpu_layers, progress, cancel, self.settings.verbose)
+        try:
+            if mmproj is not None:
+                progress("loading the image encoder", 1.0)
+                on_gpu = self.settings.gpu_layers != 0
+                self._vision = Vision(mmproj, self.model, threads, on_gpu, self.settings.verbose)
+            special = self.model.special_text
+            self._template = ChatTemplate(self.model.chat_template(), special("bos"), special("eos"))
+        except BaseException:
+            self.close()
+            raise
+        self._engine = Engine(self.model, self._vision, self.settings, threads)
+        self._load_s = time.perf_counter() - started
+
+    def ask(
+        self,
+        prompt: str,
+        images: Iterable[str | os.PathLike[str] | Picture] = (),
+        sampling: Sampling | None = None,
+    ) -> Answer:
+        """Puts the next message to the model; iterate over what it returns to get the answer piece by piece.
+
+        Everything up to the first generated token happens here. images: paths, or pictures already loaded.
+        Raises ImageError, ContextError, OutOfMemoryError, NothingToCompressError, UsageError, or CancelledError.
+        """
+        self._require_open()
+        self._end_answer()
+        pictures = [p if isinstance(p, Picture) else load_picture(p) for p in images]
+        if pictures and self._vision is None:
+            raise UsageError(
+                f"{self.model.path.name} was loaded without an image encoder, so it cannot see images; "
+                "give the mmproj that belongs to it with --mmproj"
+            )
+        if not prompt.strip() and not pictures:
+            raise UsageError("the prompt is empty; write a question")
+        report = Report(self.plan.method, self.plan.budget.value, time=Time(load_s=self._load_s))
+        if not self.messages and self.settings.system:
+            self.messages.append(Message("system", self.settings.system))
+        self.messages.append(Message("user", prompt, pictures))
+        try:
+            self._read(report)
+        except BaseException:
+            # whatever the cache holds now, the next message starts from the text of the conversation
+            self.messages.pop()
+            self._forget()
+            raise
+        self._load_s = 0.0
+        self._answer = Answer(self, report, sampling or Sampling())
+        return self._answer
+
+    def set_plan(self, plan: Plan) -> None:
+        """Prompts that come from now on are compressed by this plan. Raises NothingToCompressError."""
+        self._end_answer()
+        self.engine.set_plan(plan)
+        self.plan = plan
+
+    def clear(self) -> None:
+        """Starts a new conversation."""
+        self._end_answer()
+        self._forget()
+        if self._vision is not None:
+            self._vision.forget()
+        self.messages.clear()
+        self.last_report = None
+
+    def close(self) -> None:
+        """Frees everything. Does nothing the second time."""
+        self._answer = None
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+        if self._vision is not None:
+            self._vision.close()
+            self._vision = None
+        self.model.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def engine(self) -> Engine:
+        """Context and cache. Raises StateError after close."""
+        return self._require_open()
+
+    @property
+    def sees_images(self) -> bool:
+        """Whether an image encoder was loaded."""
+        return self._vision is not None
+
+    # ---------------------------------------------------------------------------------------------------
+
+    def _require_open(self) -> Engine:
+        if self._engine is None:
+            raise StateError("the session is closed")
+        return self._engine
+
+    def _end_answer(self) -> None:
+        if self._answer is not None:
+            self._answer.close()
+            self._answer = None
+
+    def _forget(self) -> None:
+        self.engine.close()
+        self.in_cache, self.pending = False, []
+
+    def _read(self, report: Report) -> None:
+        """Brings the conversation into the cache, compresses what was added, and measures."""
+        if not self.in_cache:
+            self.engine.close()
+            self.pending = []
+        pieces = self._pieces()
+        engine, spent = self.engine, report.time
+        try:
+            n_image = sum(p.n_tokens for p in pieces if isinstance(p, ImagePiece))
+            report.tokens = Tokens(sum(p.n_tokens for p in pieces), n_image)
+            self._progress("preparing the context", 1.0)
+            spent.load_s += _timed(lambda: engine.make_room(pieces, self.plan))
+            spent.encode_s = _timed(lambda: engine.encode(pieces, self._progress, self.cancel))
+            meter = memory.PeakMeter()
+            report.rss = Rss(before_prefill_bytes=memory.rss_bytes())
+            meter.start()
+            spent.prefill_s = _timed(lambda: engine.prefill(pieces, self._progress, self.cancel))
+            spent.compress_s = _timed(engine.compress)
+            report.rss.after_compress_bytes = memory.rss_bytes()
+            report.rss.peak_bytes = meter.stop()
+            report.kv = engine.measure()
+        finally:
+            if self._vision is not None:
+                self._vision.release(pieces)
+        self.in_cache, self.pending = True, []
+
+    def _pieces(self) -> list[Piece]:
+        marker = self._vision.marker if self._vision else ""
+        before: list[Piece] = []
+        if self.in_cache:
+            text, new = self._template.following(self.messages, marker), self.messages[-1:]
+            before = [TextPiece(self.pending)] if self.pending else []
+        else:
+            text, new = self._with_bos(self._template.first(self.messages, marker)), self.messages
+        pictures = [p for message in new for p in message.pictures]
+        if pictures and self._vision is not None:
+            return before + self._vision.split(text, pictures)
+        return [*before, TextPiece(self.model.tokenize(text))]
+
+    def _with_bos(self, text: str) -> str:
+        bos = self.model.special_text("bos")
+        return bos + text if self.model.adds_bos and not text.startswith(bos) else text
+
+
+def _timed(step: Callable[[], None]) -> float:
+    started = time.perf_counter()
+    step()
+    return time.perf_counter() - started

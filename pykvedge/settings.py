@@ -1,0 +1,43 @@
+"""How a session runs, apart from what it keeps (that is the plan)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from pykvedge.compress import KV_TYPES
+from pykvedge.errors import UsageError, unknown
+
+MAX_THREADS = 512  # of ggml
+MAX_CTX = 2**30
+
+
+@dataclass(frozen=True)
+class Settings:
+    """0 or None: chosen for the machine and the model. Raises UsageError for values out of range."""
+
+    n_ctx: int = 0  # tokens that the conversation may hold
+    threads: int = 0
+    gpu_layers: int | None = None  # layers on the GPU, -1 for all
+    kv_type: str = "f16"  # storage type of keys and values: f16, bf16 or f32
+    system: str = ""  # text that opens the conversation
+    verbose: bool = False  # llama.cpp's log on stderr
+
+    def __post_init__(self) -> None:
+        if self.kv_type not in KV_TYPES:
+            raise unknown("kv_type", str(self.kv_type), KV_TYPES)
+        if not 0 <= self.n_ctx < MAX_CTX:
+            raise UsageError(f"n_ctx must be a number of tokens, or 0 (automatic), not {self.n_ctx}")
+        if not 0 <= self.threads <= MAX_THREADS:
+            raise UsageError(f"threads must lie between 1 and {MAX_THREADS}, or be 0 (automatic), not {self.threads}")
+        if self.gpu_layers is not None and not -1 <= self.gpu_layers < 2**31:
+            raise UsageError(f"gpu_layers must be 0 or more, or -1 for all, not {self.gpu_layers}")
+
+    @classmethod
+    def of(cls, given: dict[str, Any]) -> Settings:
+        """Raises UnknownNameError for a name that is no setting."""
+        names = [f.name for f in fields(cls)]
+        for name in given:
+            if name not in names:
+                raise unknown("session setting", name, names)
+        return cls(**given)

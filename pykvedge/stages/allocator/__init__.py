@@ -1,0 +1,1 @@
+"""Allocators: how many KV pairs does each layer and KV head keep?"""

@@ -1,0 +1,147 @@
+"""What a stage member is: the types that every file in stages/<stage>/ fills in.
+
+Symbols: H query heads, Hkv KV heads (query head h reads KV head h // (H / Hkv)), T tokens, d head size, n kept tokens.
+Definitions compute in float64, so that they can serve as the oracle for the float32 kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pykvedge.errors import UsageError
+
+Settings = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Param:
+    """One setting of a member, set as "<stage>.<name>"."""
+
+    name: str
+    default: int | float | bool | str
+    help: str
+    low: float | None = None
+    high: float | None = None
+    choices: tuple[str, ...] = ()
+
+    def check(self, value: Any, key: str) -> int | float | bool | str:
+        """`value` as the type of the default. Raises UsageError when it does not fit."""
+        kind = type(self.default)
+        try:
+            out = _parse_bool(value) if kind is bool else kind(value)
+        except (TypeError, ValueError):
+            raise UsageError(f"{key} must be {_KINDS[kind]}, not {value!r}") from None
+        if kind is int and (isinstance(value, bool) or (isinstance(value, float) and value != out)):
+            raise UsageError(f"{key} must be {_KINDS[kind]}, not {value!r}")
+        if self.choices and out not in self.choices:
+            raise UsageError(f"{key} must be one of {', '.join(self.choices)}, not {value!r}")
+        number = out if isinstance(out, (int, float)) else 0
+        if (self.low is not None and number < self.low) or (self.high is not None and number > self.high):
+            raise UsageError(f"{key} must lie between {self.low} and {self.high}, not {value!r}")
+        return out
+
+
+_KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
+
+
+def _parse_bool(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    text = str(value).lower()
+    if text in ("true", "yes", "on", "1"):
+        return True
+    if text in ("false", "no", "off", "0"):
+        return False
+    raise ValueError(value)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer of a prompt, as a scorer sees it."""
+
+    q: np.ndarray  # [H, T, d] float32, position encoding applied
+    k: np.ndarray  # [Hkv, T, d] float32 that the storage type can represent, position encoding applied
+    v: np.ndarray  # [Hkv, T, d]
+    image_mask: np.ndarray  # [T] bool
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The whole prompt, as an allocator sees it."""
+
+    scores: np.ndarray  # [L, Hkv, T] float64
+    image_mask: np.ndarray  # [T] bool
+    budget: int  # n: KV pairs per layer and head if shared out evenly
+
+
+@dataclass(frozen=True)
+class Head:
+    """One KV head after selection, as a reducer sees it."""
+
+    k: np.ndarray  # [T, d] float32 in storage precision
+    v: np.ndarray  # [T, d]
+    kept: np.ndarray  # [n] int32 token indices, ascending
+    protected: np.ndarray  # [T] bool
+
+
+def no_recent(budget: int) -> int:
+    """Number of last tokens that "recent = auto" protects: none."""
+    return 0
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """How much does a KV pair matter? `score(layer, settings)` -> [Hkv, T] float64, higher is kept first."""
+
+    name: str
+    summary: str
+    source: str
+    score: Callable[[Layer, Settings], np.ndarray]
+    params: tuple[Param, ...] = ()
+    auto_recent: Callable[[int], int] = no_recent
+    sinks_first: bool = False  # which protection shrinks last when the budget does not cover both
+    stage: str = "scorer"
+
+
+@dataclass(frozen=True)
+class Allocator:
+    """How many KV pairs does each layer and head keep? `allocate(prompt, settings)` -> [L, Hkv] int64."""
+
+    name: str
+    summary: str
+    source: str
+    allocate: Callable[[Prompt, Settings], np.ndarray]
+    params: tuple[Param, ...] = ()
+    stage: str = "allocator"
+
+
+@dataclass(frozen=True)
+class Reducer:
+    """What becomes of the evicted pairs? `reduce(head, settings)` -> rows k, v [n, d] float64 in the order of kept."""
+
+    name: str
+    summary: str
+    source: str
+    reduce: Callable[[Head, Settings], tuple[np.ndarray, np.ndarray]]
+    params: tuple[Param, ...] = ()
+    merges: bool = False
+    stage: str = "reducer"
+
+
+@dataclass(frozen=True)
+class DecodePolicy:
+    """What happens as tokens are generated? `evict(length, generated, settings)` -> slots to drop after a step."""
+
+    name: str
+    summary: str
+    source: str
+    evict: Callable[[int, int, Settings], np.ndarray]
+    params: tuple[Param, ...] = ()
+    stage: str = "decode"
+
+
+Member = Scorer | Allocator | Reducer | DecodePolicy

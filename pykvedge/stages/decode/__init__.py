@@ -1,0 +1,1 @@
+"""Decode policies: what happens to the cache as tokens are generated?"""

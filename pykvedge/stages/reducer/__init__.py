@@ -1,0 +1,1 @@
+"""Reducers: what becomes of the evicted KV pairs?"""

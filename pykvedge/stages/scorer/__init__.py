@@ -1,0 +1,1 @@
+"""Scorers: how much does a KV pair matter?"""

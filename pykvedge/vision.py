@@ -1,0 +1,157 @@
+"""Images to embeddings: the mmproj on libmtmd, and the prompt as a list of text and image pieces."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import secrets
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pykvedge import libraries, memory, runtime
+from pykvedge.errors import ImageError, ModelError, UsageError
+from pykvedge.images import Picture
+from pykvedge.model import Model
+from pykvedge.modelfile import check_mmproj
+
+WORKSPACE = 128 << 20  # bytes that encoding an image takes beside the weights, about
+
+
+@dataclass
+class TextPiece:
+    """Tokens of text."""
+
+    tokens: list[int]
+
+    @property
+    def n_tokens(self) -> int:
+        """How many."""
+        return len(self.tokens)
+
+
+@dataclass
+class ImagePiece:
+    """An image, or a part of one, as the model wants it: mtmd's chunk, and its embeddings once it is encoded."""
+
+    chunk: Any  # mtmd_input_chunk *, owned
+    n_tokens: int
+    key: str  # equal for pieces that have equal embeddings
+    embeddings: np.ndarray | None = None  # [n_tokens, width] float32
+
+
+Piece = TextPiece | ImagePiece
+
+
+class Vision:
+    """A loaded mmproj."""
+
+    def __init__(self, path: str | os.PathLike[str], model: Model, threads: int, use_gpu: bool, verbose: bool) -> None:
+        """Raises ModelError if the file is no image encoder or does not fit the model, OutOfMemoryError."""
+        header = check_mmproj(path, model.header)
+        llama = runtime.start(verbose, vision=True)
+        if not use_gpu or not llama.llama_supports_gpu_offload():
+            # mtmd aborts where it cannot get the memory for the weights
+            memory.require(header.file_size + WORKSPACE, f"{path}", "close other programs")
+        mtmd = self.mtmd = libraries.mtmd()
+        self._model = model
+        # drawn at random, so that no prompt contains it by accident
+        self.marker = f"<__image_{secrets.token_hex(8)}__>"
+        params = mtmd.mtmd_context_params_default()
+        params.n_threads, params.use_gpu = threads, use_gpu
+        params.print_timings = params.warmup = False
+        params.media_marker = self.marker.encode()
+        with runtime.collected_errors() as lines:
+            self.handle = mtmd.mtmd_init_from_file(os.fsencode(path), model.handle, params)
+        if not self.handle:
+            raise ModelError(f"{path} cannot be loaded: {runtime.reason(lines, 'mtmd does not say why')}")
+        if not mtmd.mtmd_support_vision(self.handle):
+            self.close()
+            raise ModelError(f"{path} does not read images")
+        self._encoded: dict[str, np.ndarray] = {}
+
+    def close(self) -> None:
+        """Frees the image encoder. Does nothing the second time."""
+        if getattr(self, "handle", None):
+            self.mtmd.mtmd_free(self.handle)
+            self.handle = None
+
+    def non_causal(self) -> bool:
+        """Whether the tokens of an image look at each other in both directions."""
+        return bool(self.mtmd.mtmd_decode_use_non_causal(self.handle, None))
+
+    def split(self, text: str, pictures: list[Picture]) -> list[Piece]:
+        """The prompt in pieces; `text` holds `marker` once for every picture.
+
+        Raises ImageError when a picture cannot be prepared, UsageError when markers and pictures differ in number.
+        """
+        mtmd = self.mtmd
+        data = text.encode("utf-8", "replace")
+        given = mtmd.mtmd_input_text(data, len(data), False, True)
+        bitmaps = [self._bitmap(p) for p in pictures]
+        chunks = mtmd.mtmd_input_chunks_init()
+        try:
+            array = (ctypes.c_void_p * len(bitmaps))(*bitmaps)
+            with runtime.collected_errors() as lines:
+                status = mtmd.mtmd_tokenize(self.handle, chunks, ctypes.byref(given), array, len(bitmaps))
+            if status == 1:
+                raise UsageError(f"the prompt has not as many image places as images, {len(pictures)}")
+            if status != 0:
+                names = ", ".join(p.name for p in pictures)
+                raise ImageError(f"{names} cannot be prepared: {runtime.reason(lines, 'mtmd does not say why')}")
+            return self._pieces(chunks)
+        finally:
+            mtmd.mtmd_input_chunks_free(chunks)
+            for bitmap in bitmaps:
+                mtmd.mtmd_bitmap_free(bitmap)
+
+    def _bitmap(self, picture: Picture) -> Any:
+        pixels = (ctypes.c_uint8 * len(picture.rgb)).from_buffer_copy(picture.rgb)
+        bitmap = self.mtmd.mtmd_bitmap_init(picture.width, picture.height, pixels)
+        self.mtmd.mtmd_bitmap_set_id(bitmap, picture.key.encode())
+        return bitmap
+
+    def _pieces(self, chunks: Any) -> list[Piece]:
+        mtmd = self.mtmd
+        out: list[Piece] = []
+        parts: Counter[str] = Counter()  # models that cut an image into slices make several chunks of it
+        for i in range(mtmd.mtmd_input_chunks_size(chunks)):
+            chunk = mtmd.mtmd_input_chunks_get(chunks, i)
+            kind = mtmd.mtmd_input_chunk_get_type(chunk)
+            if kind == mtmd.MTMD_INPUT_CHUNK_TYPE_TEXT:
+                n = ctypes.c_size_t()
+                tokens = mtmd.mtmd_input_chunk_get_tokens_text(chunk, ctypes.byref(n))
+                out.append(TextPiece(list(tokens[: n.value])))
+            elif kind == mtmd.MTMD_INPUT_CHUNK_TYPE_IMAGE:
+                n_tokens = mtmd.mtmd_input_chunk_get_n_tokens(chunk)
+                key = (mtmd.mtmd_input_chunk_get_id(chunk) or b"").decode()
+                out.append(ImagePiece(mtmd.mtmd_input_chunk_copy(chunk), n_tokens, f"{key}/{parts[key]}"))
+                parts[key] += 1
+            else:
+                raise UsageError("the prompt holds something that is neither text nor image")
+        return out
+
+    def encode(self, piece: ImagePiece) -> None:
+        """Fills in the embeddings. Raises ImageError."""
+        if piece.key not in self._encoded:
+            with runtime.collected_errors() as lines:
+                status = self.mtmd.mtmd_encode_chunk(self.handle, piece.chunk)
+            if status != 0:
+                raise ImageError(f"the image cannot be encoded: {runtime.reason(lines, 'mtmd does not say why')}")
+            width = self._model.n_embd_input
+            out = np.ctypeslib.as_array(self.mtmd.mtmd_get_output_embd(self.handle), (piece.n_tokens, width))
+            self._encoded[piece.key] = out.copy()
+        piece.embeddings = self._encoded[piece.key]
+
+    def forget(self) -> None:
+        """Drops the embeddings of images seen so far."""
+        self._encoded.clear()
+
+    def release(self, pieces: list[Piece]) -> None:
+        """Frees what mtmd holds of the pieces."""
+        for piece in pieces:
+            if isinstance(piece, ImagePiece) and piece.chunk:
+                self.mtmd.mtmd_input_chunk_free(piece.chunk)
+                piece.chunk = None

@@ -1,0 +1,155 @@
+"""What the tests share: tiny models, pictures, the program as a subprocess."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests")]
+DEVELOPMENT_LIBRARIES = ROOT / "build" / "dev" / "bin"
+
+try:
+    import pykvedge
+except ImportError:  # not installed: the sources of this tree
+    sys.path.insert(0, str(ROOT))
+    import pykvedge
+from pykvedge import libraries  # noqa: E402
+
+if libraries.library_dir() is None and DEVELOPMENT_LIBRARIES.is_dir():
+    os.environ["KVEDGE_LIB_DIR"] = str(DEVELOPMENT_LIBRARIES)
+    libraries.library_dir.cache_clear()
+    libraries.prepare()
+
+THREADS = 1  # more would spin against each other on a busy machine, and the models are tiny
+
+
+@pytest.fixture(scope="session")
+def native():
+    """libkvedge. An installation without it fails the tests that need it: they are not skipped."""
+    from pykvedge import libkvedge
+
+    libkvedge.lib()
+    return libkvedge
+
+
+@pytest.fixture(scope="session")
+def stock_dir():
+    """The folder of an unpatched libllama, made by scripts/build_stock.py."""
+    where = Path(os.environ.get("KVEDGE_STOCK_DIR", ROOT / "build" / "stock" / "lib"))
+    if not any(where.glob("*llama*")):
+        pytest.fail(f"{where} holds no libllama; run scripts/build_stock.py, or set KVEDGE_STOCK_DIR")
+    return where
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """Files of a model with random weights."""
+
+    model: Path
+    mmproj: Path | None
+
+    def arguments(self) -> list[str]:
+        """Options of `kvedge chat` that choose it."""
+        image = ["--mmproj", str(self.mmproj)] if self.mmproj else []
+        return ["--model", str(self.model), *image, "--threads", str(THREADS)]
+
+    def session(self, plan=None, **settings):
+        """A session with it."""
+        settings = {"threads": THREADS, **settings}
+        return pykvedge.Session(self.model, self.mmproj, plan or pykvedge.plan("full"), **settings)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """tiny(kind, **shape) -> TinyModel; the same shape is written once."""
+    from make_tiny_models import default_spec, write_tiny
+
+    made: dict[tuple, TinyModel] = {}
+
+    def make(kind: str, **shape) -> TinyModel:
+        from dataclasses import replace
+
+        key = (kind, *sorted(shape.items()))
+        if key not in made:
+            folder = tmp_path_factory.mktemp(kind)
+            made[key] = TinyModel(*write_tiny(kind, folder, spec=replace(default_spec(kind), **shape)))
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def picture_file(tmp_path_factory):
+    """picture_file(name, width, height, **save options) -> path of a picture with a pattern in it."""
+    from PIL import Image
+
+    folder = tmp_path_factory.mktemp("pictures")
+
+    def make(name: str = "a.png", width: int = 80, height: int = 60, mode: str = "RGB", **options) -> Path:
+        path = folder / f"{width}x{height}{mode}" / name
+        if not path.exists():
+            path.parent.mkdir(exist_ok=True)
+            image = Image.linear_gradient("L").resize((width, height)).convert("RGB")
+            image.paste((200, 30, 30), (0, 0, width // 3, height // 3))
+            image.convert(mode).save(path, **options)
+        return path
+
+    return make
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A finished run of the program."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self):
+        """stdout as the one JSON object that it must be."""
+        return json.loads(self.out)
+
+    def failed(self, code: int, *words: str) -> None:
+        """It said one line on stderr with all of the words, nothing on stdout, and left with the code."""
+        assert self.code == code, self
+        assert self.out == "", self
+        lines = self.err.splitlines()
+        assert len(lines) == 1 and lines[0].startswith("kvedge: error: "), self
+        for word in words:
+            assert word in lines[0], f"{word!r} is not in: {lines[0]}"
+
+
+@pytest.fixture(scope="session")
+def environment():
+    """Environment of a subprocess that sees the same pykvedge and the same libraries as this one."""
+    package = str(Path(pykvedge.__file__).resolve().parent.parent)
+    paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUTF8": "1"}
+
+
+@pytest.fixture(scope="session")
+def kvedge(environment):
+    """kvedge(*arguments, stdin=None) runs the program and waits for it."""
+
+    def run(*arguments, stdin: str | bytes | None = "", env=None, timeout: float = 300, **options) -> Outcome:
+        data = stdin.encode() if isinstance(stdin, str) else stdin
+        done = subprocess.run(
+            [sys.executable, "-m", "pykvedge", *map(str, arguments)],
+            input=data,
+            capture_output=True,
+            env={**environment, **(env or {})},
+            timeout=timeout,
+            check=False,
+            **options,
+        )
+        return Outcome(done.returncode, done.stdout.decode(), done.stderr.decode())
+
+    return run

@@ -1,0 +1,131 @@
+"""Reads prompts into a model in a process of its own, because a process can hold one llama.cpp only.
+
+stdin: one JSON object {"provider": bool, "exact": bool, "model": path, "out": path, "cases": [case, ...]}. With
+"exact", keys and values are f32 and attention is computed plainly. With "provider", libkvedge owns the KV memory;
+without, llama.cpp does: kvedge's patched one if the environment says KVEDGE_WORKER=ours, else the one in
+LLAMA_CPP_LIB_PATH. A case is {"segments": [...], "then": [tokens], "n_batch": n, "n_ubatch": n}; a segment is
+{"tokens": [...]} or {"image": [height, width, seed]}, random embeddings in their place.
+out: an .npz file with, per case, the logits [1 + len(then), n_vocab] after the prompt and after each of the tokens.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+
+import numpy as np
+
+if os.environ.get("KVEDGE_WORKER") == "ours":
+    import pykvedge  # noqa: F401 - points llama_cpp at kvedge's libraries
+
+import llama_cpp.llama_cpp as llama
+
+SILENT = llama.llama_log_callback(lambda level, text, data: None)
+N_EMBD_SCALE = 0.5
+
+
+class Reader:
+    """One context, filled from the front."""
+
+    def __init__(self, model, case, provider, exact):
+        self.model = model
+        n_tokens = sum(len(s.get("tokens", ())) or s["image"][0] * s["image"][1] for s in case["segments"])
+        params = llama.llama_context_default_params()
+        params.n_ctx = n_tokens + len(case["then"]) + 8
+        params.n_batch, params.n_ubatch = case.get("n_batch", 2048), case.get("n_ubatch", 512)
+        params.n_threads = params.n_threads_batch = 1
+        if exact:
+            params.type_k = params.type_v = llama.GGML_TYPE_F32
+            params.flash_attn_type = llama.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        self.context = llama.llama_init_from_model(model, params)
+        self.n_past, self.n_batch = 0, params.n_batch
+        self.n_embd = llama.llama_model_n_embd_inp(model)
+        self.m_rope = llama.llama_model_rope_type(model) in (llama.LLAMA_ROPE_TYPE_MROPE, llama.LLAMA_ROPE_TYPE_IMROPE)
+        self.cache = None
+        if provider:
+            from pykvedge import libkvedge, plan
+
+            self.cache = libkvedge.Cache(self.context, plan("full"), auto_compress=False)
+
+    def decode(self, n, positions, tokens=None, embeddings=None):
+        """positions: [n] or, for images of M-RoPE models, [4 * n]."""
+        batch = llama.llama_batch_init(n, 0 if embeddings is None else self.n_embd, 1)
+        mine = (llama.llama_pos * len(positions))(*positions)
+        theirs = ctypes.cast(batch.pos, ctypes.c_void_p).value  # holds n, and M-RoPE wants four of each
+        batch.pos = ctypes.cast(mine, ctypes.POINTER(llama.llama_pos))
+        batch.n_tokens = n
+        for i in range(n):
+            if tokens is not None:
+                batch.token[i] = tokens[i]
+            batch.n_seq_id[i], batch.seq_id[i][0], batch.logits[i] = 1, 0, i == n - 1
+        if embeddings is not None:
+            ctypes.memmove(batch.embd, embeddings.ctypes.data, embeddings.nbytes)
+        status = llama.llama_decode(self.context, batch)
+        batch.pos = ctypes.cast(theirs, ctypes.POINTER(llama.llama_pos))
+        llama.llama_batch_free(batch)
+        if status != 0:
+            if self.cache is not None:
+                self.cache.check()
+            raise SystemExit(f"llama_decode returned {status}")
+
+    def read_tokens(self, tokens):
+        for i in range(0, len(tokens), self.n_batch):
+            part = tokens[i : i + self.n_batch]
+            self.decode(len(part), range(self.n_past, self.n_past + len(part)), tokens=part)
+            self.n_past += len(part)
+
+    def read_image(self, height, width, seed):
+        n = height * width
+        rng = np.random.default_rng(seed)
+        embeddings = (rng.standard_normal((n, self.n_embd)) * N_EMBD_SCALE).astype(np.float32)
+        row, column = np.divmod(np.arange(n), width)
+        for i in range(0, n, self.n_batch):
+            part = slice(i, min(i + self.n_batch, n))
+            if self.m_rope:
+                zero = np.zeros(n, dtype=int)[part]
+                positions = np.concatenate(
+                    [zero + self.n_past, row[part] + self.n_past, column[part] + self.n_past, zero]
+                )
+            else:
+                positions = np.arange(n)[part] + self.n_past
+            self.decode(part.stop - part.start, positions.tolist(), embeddings=np.ascontiguousarray(embeddings[part]))
+        self.n_past += max(height, width) if self.m_rope else n
+
+    def logits(self):
+        n_vocab = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(self.model))
+        return np.ctypeslib.as_array(llama.llama_get_logits_ith(self.context, -1), (n_vocab,)).copy()
+
+    def run(self, case):
+        for segment in case["segments"]:
+            if "image" in segment:
+                self.read_image(*segment["image"])
+            else:
+                self.read_tokens(segment["tokens"])
+        if self.cache is not None:
+            self.cache.compress()
+        out = [self.logits()]
+        for token in case["then"]:
+            self.read_tokens([token])
+            out.append(self.logits())
+        if self.cache is not None:
+            self.cache.detach()
+        llama.llama_free(self.context)
+        return np.stack(out)
+
+
+def main():
+    request = json.load(sys.stdin)
+    llama.llama_log_set(SILENT, None)
+    llama.llama_backend_init()
+    model = llama.llama_model_load_from_file(request["model"].encode(), llama.llama_model_default_params())
+    if not model:
+        raise SystemExit("the model does not load")
+    results = [Reader(model, case, request["provider"], request["exact"]).run(case) for case in request["cases"]]
+    np.savez(request["out"], *results)
+    llama.llama_model_free(model)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,231 @@
+"""attach: compression for an existing llama_cpp.Llama."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import pykvedge
+from pykvedge.errors import NothingToCompressError, StateError, UnknownNameError, UnsupportedError, UsageError
+
+PROMPT = "The quick brown fox jumps over the lazy dog. " * 4
+
+
+@pytest.fixture
+def llama_of(tiny, native):
+    """llama_of(kind, **options) -> a llama_cpp.Llama, closed after the test."""
+    from llama_cpp import Llama
+
+    opened = []
+
+    def make(kind="llama", **options):
+        settings = {"n_ctx": 1024, "n_threads": 1, "n_threads_batch": 1, "verbose": False, **options}
+        opened.append(Llama(str(tiny(kind).model), **settings))
+        return opened[-1]
+
+    yield make
+    for llm in opened:
+        llm.close()
+
+
+def complete(llm, prompt=PROMPT, n=8):
+    return llm(prompt, max_tokens=n, temperature=0.0)["choices"][0]["text"]
+
+
+def test_one_line_compresses_the_prompts_of_a_llama(llama_of):
+    llm = llama_of()
+    n_prompt = len(llm.tokenize(PROMPT.encode()))
+    attached = pykvedge.attach(llm, method="lookm", budget=0.2)
+    assert complete(llm)
+    stats = attached.stats()
+    assert stats.n_compressions == 1 and stats.after_bytes < stats.before_bytes
+    generated = stats.n_tokens - n_prompt
+    kept = pykvedge.plan("lookm", 0.2).count(n_prompt)
+    assert attached.kept() == [[kept + generated] * 2] * 2
+
+
+def test_full_answers_as_without(llama_of):
+    expected = complete(llama_of())
+    llm = llama_of()
+    pykvedge.attach(llm, "full")
+    assert complete(llm) == expected
+
+
+@pytest.mark.parametrize("n_batch", [1, 7, 16, 64])
+def test_prompts_in_pieces_are_compressed_once_and_whole(llama_of, n_batch):
+    llm = llama_of(n_batch=n_batch)
+    tokens = llm.tokenize(PROMPT.encode())
+    tokens = tokens[: len(tokens) // n_batch * n_batch + 1] if n_batch > 1 else tokens  # the last piece: one token
+    attached = pykvedge.attach(llm, "h2o", 0.5)
+    llm.eval(tokens)
+    assert attached.stats().n_compressions == 0
+    llm.eval([llm.sample()])
+    stats = attached.stats()
+    assert stats.n_compressions == 1 and stats.n_tokens == len(tokens) + 1
+    assert attached.kept()[0][0] == len(tokens) // 2 + 1
+
+
+def test_single_tokens_of_a_chat_handlers_prompt_are_no_answer(llama_of):
+    llm = llama_of()
+    llm.chat_handler = object()  # reads prompts in pieces, some of one token
+    attached = pykvedge.attach(llm, "h2o", 0.5)
+    tokens = llm.tokenize(PROMPT.encode())
+    llm.eval(tokens[:20])
+    llm.eval(tokens[20:21])
+    assert attached.stats().n_compressions == 0
+    llm.eval(tokens[21:])
+    llm.eval([llm.sample()])
+    assert attached.stats().n_compressions == 1
+    assert attached.kept()[0][0] == len(tokens) // 2 + 1
+
+
+def test_prompts_with_images_through_llama_cpp_pythons_own_handler(tiny, native, picture_file):
+    import base64
+
+    from llama_cpp import Llama
+    from llama_cpp.llama_chat_format import Llava15ChatHandler
+
+    files = tiny("llava")
+    handler = Llava15ChatHandler(clip_model_path=str(files.mmproj), verbose=False)
+    llm = Llama(str(files.model), chat_handler=handler, n_ctx=1024, n_threads=1, n_threads_batch=1, verbose=False)
+    attached = pykvedge.attach(llm, "lookm", 0.3)
+    url = "data:image/png;base64," + base64.b64encode(picture_file().read_bytes()).decode()
+    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is this?"}]
+    answer = llm.create_chat_completion([{"role": "user", "content": content}], max_tokens=6, temperature=0.0)
+    assert answer["choices"][0]["message"]["content"]
+    stats = attached.stats()
+    assert stats.n_image_tokens == 16 and stats.n_compressions == 1
+    n_prompt = answer["usage"]["prompt_tokens"]
+    assert attached.kept()[0][0] == pykvedge.plan("lookm", 0.3).count(n_prompt) + stats.n_tokens - n_prompt
+    llm.close()
+
+
+def test_several_completions_and_chats(llama_of):
+    llm = llama_of()
+    attached = pykvedge.attach(llm, "lookm", 0.3)
+    first = complete(llm)
+    assert complete(llm, "Something else entirely, at some length, and then some more.")
+    llm.reset()
+    assert complete(llm) == first
+    messages = [{"role": "user", "content": PROMPT}]
+    reply = llm.create_chat_completion(messages, max_tokens=5)["choices"][0]["message"]
+    again = llm.create_chat_completion([*messages, reply, {"role": "user", "content": "And?"}], max_tokens=5)
+    assert again["choices"][0]["message"]["content"]
+    assert attached.stats().n_compressions >= 1
+
+
+def test_another_plan_for_the_next_prompt(llama_of):
+    llm = llama_of()
+    attached = pykvedge.attach(llm, pykvedge.plan("h2o", 0.5))
+    attached.set_plan("streaming-llm", 10)
+    assert attached.plan.method == "streaming-llm"
+    n_prompt = len(llm.tokenize(PROMPT.encode()))
+    complete(llm)
+    assert attached.kept()[0][0] == 10 + attached.stats().n_tokens - n_prompt
+
+
+def test_detaching_gives_the_model_back(llama_of):
+    expected = complete(llama_of())
+    llm = llama_of()
+    with pykvedge.attach(llm, "lookm") as attached:
+        complete(llm)
+    assert complete(llm) == expected
+    assert "eval" not in vars(llm) and "sample" not in vars(llm)
+    attached.detach()
+    with pytest.raises(StateError, match="detached"):
+        attached.stats()
+    pykvedge.attach(llm, "lookm")
+    assert complete(llm)
+
+
+def test_closing_the_model_detaches(llama_of):
+    llm = llama_of()
+    attached = pykvedge.attach(llm, "lookm")
+    complete(llm)
+    llm.close()
+    attached.detach()
+
+
+def test_embeddings_of_wider_types(llama_of):
+    from llama_cpp import llama_cpp
+
+    llm = llama_of(type_k=llama_cpp.GGML_TYPE_F32, type_v=llama_cpp.GGML_TYPE_F32)
+    attached = pykvedge.attach(llm, "full")
+    complete(llm)
+    per_token = 2 * 2 * 128 * 4
+    assert attached.stats().bytes >= attached.stats().n_tokens * per_token
+
+
+def test_what_cannot_be_attached_to(llama_of):
+    from llama_cpp import llama_cpp
+
+    with pytest.raises(UsageError, match=r"takes a llama_cpp\.Llama"):
+        pykvedge.attach("model.gguf")
+    llm = llama_of()
+    with pytest.raises(UnknownNameError):
+        pykvedge.attach(llm, "lokm")
+    with pytest.raises(UsageError, match="already"):
+        pykvedge.attach(llm, pykvedge.plan("h2o"), budget=0.3)
+    pykvedge.attach(llm, "h2o")
+    with pytest.raises(StateError, match="attached to this model already"):
+        pykvedge.attach(llm, "h2o")
+    with pytest.raises(NothingToCompressError):
+        pykvedge.attach(llama_of("mamba"), "h2o")
+    with pytest.raises(UnsupportedError, match="type_k"):
+        pykvedge.attach(llama_of(type_k=llama_cpp.GGML_TYPE_Q8_0), "h2o")
+
+
+def test_a_failed_attach_leaves_the_model_as_it_was(llama_of):
+    llm = llama_of("mamba")
+    with pytest.raises(NothingToCompressError):
+        pykvedge.attach(llm, "h2o")
+    assert "eval" not in vars(llm)
+    assert complete(llm)
+
+
+def test_another_llama_cpp_imported_first_is_explained(environment, stock_dir):
+    code = (
+        "import llama_cpp.llama_cpp, pykvedge, numpy as np\n"
+        "x = np.zeros((1, 1, 4, 8), np.float32)\n"
+        "try: pykvedge.compress(pykvedge.plan('h2o'), x, x, x)\n"
+        "except pykvedge.LibraryError as error: print(error)\n"
+    )
+    env = {**environment, "LLAMA_CPP_LIB_PATH": str(stock_dir)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, text=True, capture_output=True, check=True)
+    assert "imported first" in done.stdout and "write 'import pykvedge' before" in done.stdout
+
+
+def test_importing_without_libraries_fails_only_when_they_are_used(environment, tmp_path):
+    code = (
+        "import pykvedge\n"
+        "print(pykvedge.plan('lookm').to_json() != '')\n"
+        "try: pykvedge.Session('x.gguf')\n"
+        "except pykvedge.KvedgeError as error: print(type(error).__name__)\n"
+        "import numpy as np; x = np.zeros((1, 1, 4, 8), np.float32)\n"
+        "print(len(pykvedge.compress(pykvedge.plan('h2o'), x, x, x, engine='numpy').kept))\n"
+        "try: pykvedge.compress(pykvedge.plan('h2o'), x, x, x)\n"
+        "except pykvedge.LibraryError as error: print(error)\n"
+    )
+    env = {**environment, "KVEDGE_LIB_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, text=True, capture_output=True, check=True)
+    assert done.stdout.splitlines()[:3] == ["True", "ModelError", "1"]
+    assert f"KVEDGE_LIB_DIR={tmp_path} holds no" in done.stdout
+
+
+def test_logits_change_only_because_of_what_was_dropped(llama_of):
+    """At a budget of everything, and of everything but a little, the next token's logits stay close."""
+
+    def logits(budget):
+        llm = llama_of()
+        pykvedge.attach(llm, "h2o", budget)
+        llm.eval(llm.tokenize(PROMPT.encode()))
+        llm.eval([40])
+        from llama_cpp import llama_cpp
+
+        return np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(llm.ctx, -1), (llm.n_vocab(),)).copy()
+
+    everything, most, little = logits(1.0), logits(0.95), logits(0.05)
+    assert np.abs(everything - most).mean() < np.abs(everything - little).mean()

@@ -1,0 +1,297 @@
+"""Bad input: each is one line on stderr that says what is wrong, exit code 2 for usage and 1 for run time, no abort."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import struct
+import sys
+import zlib
+
+import pytest
+
+import pykvedge
+from pykvedge.errors import ImageError, ModelError, UsageError
+from pykvedge.gguf import read_header
+from pykvedge.images import load_picture
+
+
+@pytest.fixture
+def llava(tiny):
+    return tiny("llava")
+
+
+def pair(model, mmproj=None):
+    return ["--model", model, *(["--mmproj", mmproj] if mmproj else []), "--threads", "1"]
+
+
+# ------------------------------------------------------------------------------------------------- models
+
+
+def test_no_model(kvedge, llava, monkeypatch, tmp_path):
+    kvedge("chat", "--mmproj", llava.mmproj, "Hello").failed(2, "no model", "--model")
+    chat = importlib.import_module("pykvedge.cli.chat")  # the attribute of that name is the command
+    monkeypatch.setattr(chat.resources, "files", lambda package: tmp_path)  # an installation without the demo model
+    with pytest.raises(UsageError, match="no model: pass --model"):
+        chat._model_files(None, None)
+
+
+def test_a_model_that_is_not_there(kvedge, llava, tmp_path):
+    kvedge("chat", *pair("nowhere.gguf"), "Hello").failed(1, "nowhere.gguf does not exist")
+    kvedge("chat", *pair(llava.model, "nowhere.gguf"), "Hello").failed(1, "nowhere.gguf does not exist")
+    kvedge("chat", *pair(tmp_path), "Hello").failed(1, "is a folder")
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root reads everything")
+def test_a_model_that_must_not_be_read(kvedge, llava, tmp_path):
+    copy = tmp_path / "m.gguf"
+    copy.write_bytes(llava.model.read_bytes())
+    copy.chmod(0)
+    kvedge("chat", *pair(copy), "Hello").failed(1, "cannot be read")
+
+
+@pytest.mark.parametrize("share", [0.0, 0.000005, 0.0001, 0.01, 0.3, 0.9, 0.9999])
+@pytest.mark.parametrize("which", ["model", "mmproj"])
+def test_a_truncated_file(kvedge, llava, tmp_path, which, share):
+    whole = getattr(llava, which).read_bytes()
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(whole[: int(len(whole) * share)])
+    files = {"model": llava.model, "mmproj": llava.mmproj, which: cut}
+    done = kvedge("chat", *pair(files["model"], files["mmproj"]), "Hello")
+    done.failed(1, "cut.gguf")
+    assert "truncated" in done.err or "no GGUF file" in done.err
+
+
+def test_truncation_anywhere_in_the_header_is_found(llava, tmp_path):
+    whole = llava.mmproj.read_bytes()
+    cut = tmp_path / "cut.gguf"
+    for length in range(0, 6000, 7):
+        cut.write_bytes(whole[:length])
+        with pytest.raises(ModelError, match=r"cut\.gguf"):
+            read_header(cut)
+
+
+def test_a_damaged_header_is_found_or_harmless(llava, tmp_path):
+    """Any header with one byte changed is refused in a sentence, or reads as a header: nothing else happens."""
+    import random
+
+    whole = bytearray(llava.mmproj.read_bytes())
+    damaged = tmp_path / "damaged.gguf"
+    chance = random.Random(0)
+    for _ in range(300):
+        at, value = chance.randrange(4000), chance.randrange(256)
+        before, whole[at] = whole[at], value
+        damaged.write_bytes(whole)
+        try:
+            read_header(damaged)
+        except ModelError as error:
+            assert "damaged.gguf" in str(error)
+        whole[at] = before
+
+
+@pytest.mark.parametrize("content", [b"", b"GGUF", b"not a model at all, just some text", b"GGML" + bytes(100)])
+def test_a_file_that_is_no_gguf(kvedge, tmp_path, content):
+    path = tmp_path / "x.gguf"
+    path.write_bytes(content)
+    kvedge("chat", *pair(path), "Hello").failed(1, "is no GGUF file")
+
+
+@pytest.mark.parametrize("version", [0, 1, 4, 50331648])
+def test_a_gguf_of_another_version(kvedge, llava, tmp_path, version):
+    path = tmp_path / "x.gguf"
+    path.write_bytes(b"GGUF" + struct.pack("<I", version) + llava.mmproj.read_bytes()[8:])
+    kvedge("chat", *pair(path), "Hello").failed(1, "version")
+
+
+def test_counts_that_no_file_has(tmp_path):
+    path = tmp_path / "x.gguf"
+    for counts in ((2**63, 1), (1, 2**63), (2**40, 2**40)):
+        path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, *counts) + bytes(100))
+        with pytest.raises(ModelError, match="damaged"):
+            read_header(path)
+
+
+def test_model_and_mmproj_swapped(kvedge, llava):
+    kvedge("chat", *pair(llava.mmproj), "Hello").failed(1, "is an image encoder", "--mmproj")
+    kvedge("chat", *pair(llava.model, llava.model), "Hello").failed(1, "not an image encoder")
+
+
+def test_an_mmproj_of_another_model(kvedge, tiny, llava, picture_file):
+    qwen, wide = tiny("qwen2vl"), tiny("llava", head_size=128)
+    image = ["--image", picture_file(), "Hello"]
+    kvedge("chat", *pair(llava.model, wide.mmproj), *image).failed(1, "width 512", "takes 256")
+    kvedge("chat", *pair(llava.model, qwen.mmproj), *image).failed(1, "was not made for a 'llama' model")
+    kvedge("chat", *pair(qwen.model, llava.mmproj), *image).failed(1, "was not made for a 'qwen2vl' model")
+
+
+def with_value(path, out, name, replacement):
+    """A copy of a GGUF file with one text value of equal length changed."""
+    data = path.read_bytes()
+    assert data.count(name) >= 1 and len(name) == len(replacement)
+    out.write_bytes(data.replace(name, replacement))
+    return out
+
+
+def test_an_architecture_that_does_not_exist(kvedge, tiny, tmp_path):
+    odd = with_value(tiny("llama").model, tmp_path / "odd.gguf", b"llama", b"lxama")
+    kvedge("chat", *pair(odd), "Hello").failed(1, "odd.gguf", "unknown model architecture", "lxama")
+
+
+def test_a_projector_that_does_not_exist(kvedge, llava, tmp_path):
+    length = struct.pack("<Q", 3)
+    odd = with_value(llava.mmproj, tmp_path / "odd.gguf", length + b"mlp", length + b"xyz")
+    kvedge("chat", *pair(llava.model, odd), "Hello").failed(1, "odd.gguf", "unknown projector type")
+
+
+def test_a_model_with_nothing_to_compress(kvedge, tiny):
+    for kind in ("mamba", "deepseek2"):
+        kvedge("chat", *pair(tiny(kind).model), "Hello").failed(1, "nothing to compress", "--method full")
+
+
+# ------------------------------------------------------------------------------------------------- images
+
+
+def test_an_image_for_a_text_model(kvedge, tiny, picture_file):
+    kvedge("chat", *pair(tiny("llama").model), "--image", picture_file(), "Hello").failed(2, "--image", "--mmproj")
+    with tiny("llama").session() as session, pytest.raises(UsageError, match="without an image encoder"):
+        session.ask("Hello", images=[picture_file()])
+
+
+def test_images_that_cannot_be_read(kvedge, llava, picture_file, tmp_path):
+    arguments = ["chat", *llava.arguments(), "--image"]
+    kvedge(*arguments, "nowhere.png", "Hello").failed(1, "nowhere.png does not exist")
+    kvedge(*arguments, tmp_path, "Hello").failed(1, "is a folder")
+    text = tmp_path / "text.png"
+    text.write_text("no picture")
+    kvedge(*arguments, text, "Hello").failed(1, "text.png is no image")
+    (tmp_path / "empty.png").write_bytes(b"")
+    kvedge(*arguments, tmp_path / "empty.png", "Hello").failed(1, "empty.png is no image")
+
+
+@pytest.mark.parametrize("form", ["png", "jpg", "webp", "gif", "bmp"])
+def test_truncated_images(picture_file, tmp_path, form):
+    whole = picture_file(f"whole.{form}", 200, 150).read_bytes()
+    for length in (4, 20, 60, len(whole) // 2):
+        cut = tmp_path / f"cut{length}.{form}"
+        cut.write_bytes(whole[:length])
+        with pytest.raises(ImageError, match="cut"):
+            load_picture(cut)
+
+
+def png_header(width, height):
+    def chunk(kind, data):
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    data = zlib.compress(bytes(1000))
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize("size", [(100000, 100000), (2**31 - 1, 2**31 - 1), (50_000_001, 1)])
+def test_a_decompression_bomb(kvedge, llava, tmp_path, size):
+    bomb = tmp_path / "bomb.png"
+    bomb.write_bytes(png_header(*size))
+    done = kvedge("chat", *llava.arguments(), "--image", bomb, "Hello")
+    done.failed(1, "bomb.png", "pixels")
+
+
+def test_odd_shapes_of_images_work_or_say_why(kvedge, tiny, picture_file):
+    for model in (tiny("llava"), tiny("qwen2vl")):
+        for width, height in ((1, 1), (1, 700), (2000, 3)):
+            image = picture_file(f"{width}x{height}.png", width, height)
+            done = kvedge("chat", *model.arguments(), "--image", image, "--max-tokens", 2, "--quiet", "Hello")
+            assert done.code == 0 or (done.code == 1 and done.err.startswith("kvedge: error:")), done
+
+
+# ------------------------------------------------------------------------------------------------- prompts
+
+
+def test_a_prompt_longer_than_the_context(kvedge, llava, picture_file):
+    long = "word " * 300
+    kvedge("chat", *llava.arguments(), "--ctx", 256, long).failed(1, "tokens", "the context holds 256", "--ctx")
+    image = ["--image", picture_file()]
+    kvedge("chat", *llava.arguments(), *image, "--ctx", 20, "Hello").failed(1, "16 of images", "--ctx")
+
+
+def test_a_prompt_that_fills_the_context_to_the_brim(kvedge, tiny):
+    arguments = ["chat", *tiny("llama").arguments(), "--json", "--max-tokens", 50, "Hello there"]
+    n = kvedge(*arguments).json["tokens"]["prompt"]
+    # llama.cpp rounds contexts up to a multiple of 256 tokens; the answer ends where the context does
+    for ctx in (n, n + 1, n + 5):
+        done = kvedge(*arguments, "--ctx", ctx)
+        assert done.code == 0 and 1 <= done.json["tokens"]["generated"] <= 50
+    kvedge(*arguments, "--ctx", n - 1).failed(1, f"{n} tokens")
+
+
+def test_an_empty_prompt(kvedge, llava):
+    for stdin in ("", "\n", "  \n "):
+        kvedge("chat", *llava.arguments(), stdin=stdin).failed(2, "empty")
+    kvedge("chat", *llava.arguments(), "").failed(2, "empty")
+
+
+def test_prompts_with_anything_in_them(kvedge, llava, picture_file):
+    odd = ("<__media__>", "<__image_0__> <image>", "</s>", "<|im_end|>", "{{ 7*7 }} {% raise %}", "\x00x", "🦙é\u0301")
+    for text in odd:
+        done = kvedge("chat", *llava.arguments(), "--image", picture_file(), "--max-tokens", 2, "--quiet", stdin=text)
+        assert done.code == 0, (text, done)
+
+
+# ------------------------------------------------------------------------------------------------- options
+
+
+@pytest.mark.parametrize(("options", "says"), [
+    (["--budget", "0"], "budget"), (["--budget", "-0.2"], "budget"), (["--budget", "-5"], "budget"),
+    (["--budget", "1.5"], "budget"), (["--budget", "lots"], "budget"), (["--budget", ""], "budget"),
+    (["--budget", "8", "--recent", "10"], "protected"), (["--budget", "8", "--sinks", "10"], "protected"),
+    (["--budget", "0.2", "--recent", "0.6"], "protected"),
+    (["--recent", "many"], "recent"), (["--recent", "-1"], "recent"), (["--sinks", "-1"], "sinks"),
+    (["--method", "lokm"], "did you mean 'lookm'"), (["--method", ""], "unknown method"),
+    (["--merge", "pivotl"], "did you mean 'pivotal'"), (["--method", "full", "--budget", "0.5"], "keeps everything"),
+    (["--ctx", "0"], "--ctx"), (["--ctx", "-5"], "--ctx"), (["--ctx", "5000000000"], "n_ctx"),
+    (["--threads", "0"], "--threads"), (["--threads", "100000"], "threads"), (["--gpu-layers", "-2"], "gpu_layers"),
+    (["--kv-type", "q8_0"], "kv_type"), (["--max-tokens", "0"], "max_tokens"), (["--temp", "-1"], "temp"),
+    (["--temp", "nan"], "temp"), (["--top-p", "0"], "top_p"), (["--top-k", "-1"], "top_k"), (["--seed", "-1"], "seed"),
+    (["--seed", "x"], "--seed"), (["--budgt", "0.2"], "--budget"),
+])  # fmt: skip
+def test_options_out_of_range(kvedge, llava, options, says):
+    kvedge("chat", *llava.arguments(), *options, "Hello").failed(2, says)
+
+
+def test_a_budget_that_the_protected_tokens_of_this_prompt_exceed(kvedge, llava):
+    kvedge("chat", *llava.arguments(), "--budget", "0.1", "--recent", "30", "word " * 60).failed(2, "protected")
+    kvedge("chat", *llava.arguments(), "--budget", "0.1", "--sinks", "40", "word " * 60).failed(2, "protected")
+
+
+def test_unknown_commands(kvedge):
+    kvedge("chatt").failed(2, "chatt")
+    kvedge("methods", "x", "y").failed(2, "y")
+
+
+# ------------------------------------------------------------------------------------------------- memory
+
+
+def test_a_context_that_no_memory_holds(kvedge, llava):
+    done = kvedge("chat", *llava.arguments(), "--ctx", 400_000_000, "Hello")
+    done.failed(1, "not enough memory", "--ctx")
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="address-space limits")
+@pytest.mark.parametrize("megabytes", [450, 700, 1000, 1500])
+def test_an_address_space_that_is_too_small(kvedge, llava, megabytes):
+    import resource
+
+    def limit():
+        resource.setrlimit(resource.RLIMIT_AS, (megabytes << 20, megabytes << 20))
+
+    done = kvedge("chat", *llava.arguments(), "--ctx", 8000, "--max-tokens", 2, "word " * 1000, preexec_fn=limit,
+                  env={"OPENBLAS_NUM_THREADS": "1"})  # fmt: skip
+    assert done.code in (0, 1) and "Traceback" not in done.err, done
+    if done.code:
+        assert done.err.startswith("kvedge: error: ") and done.err.count("\n") == 1, done
+
+
+def test_the_library_names_its_errors():
+    for name in pykvedge.__all__:
+        value = getattr(pykvedge, name)
+        if isinstance(value, type) and issubclass(value, Exception):
+            assert issubclass(value, pykvedge.KvedgeError) and value.exit_code in (1, 2)

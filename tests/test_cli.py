@@ -1,0 +1,216 @@
+"""The program, by running it: what goes to stdout, what to stderr, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import pykvedge
+
+KEYS = {
+    "tokens": {"prompt", "image", "generated"},
+    "kv": {"full_bytes", "kept_bytes", "peak_bytes", "kept_per_layer"},
+    "rss": {"before_prefill_bytes", "peak_bytes", "after_compress_bytes"},
+    "time": {"load_s", "encode_s", "prefill_s", "compress_s", "decode_s", "decode_tok_s"},
+}
+LINE = re.compile(
+    r"prompt (\d+) tokens(?: \((\d+) image\))?(?: -> (\d+) kept|, all kept) \| "
+    r"KV ([\d.]+)(?: -> ([\d.]+))? (MiB|KiB) \| [\d.]+ tok/s \((?:full would read|reads) [\d.]+ (MiB|KiB) per token\)\n"
+)
+
+
+@pytest.fixture(params=["llava", "qwen2vl"])
+def vision_model(request, tiny):
+    return tiny(request.param)
+
+
+def test_an_answer_goes_to_stdout_and_one_line_to_stderr(kvedge, vision_model, picture_file):
+    done = kvedge("chat", *vision_model.arguments(), "--image", picture_file(), "--max-tokens", 12, "What is this?")
+    assert done.code == 0 and done.out.endswith("\n") and len(done.out) > 12
+    found = LINE.fullmatch(done.err)
+    assert found, done.err
+    prompt, image, kept = (int(found[i]) for i in (1, 2, 3))
+    assert kept == pykvedge.plan("lookm").count(prompt) and 0 < image < prompt
+
+
+@pytest.mark.parametrize("method", pykvedge.methods())
+def test_every_method_answers_about_a_picture(kvedge, vision_model, picture_file, method):
+    arguments = [*vision_model.arguments(), "--image", picture_file(), "--method", method, "--max-tokens", 8, "--json"]
+    done = kvedge("chat", *arguments, "What is this?")
+    assert done.code == 0 and done.err == ""
+    report = done.json
+    assert report["method"] == method and report["text"]
+    budget = pykvedge.plan(method).budget
+    assert report["budget"] == budget.value
+    prompt = report["tokens"]["prompt"]
+    assert report["kv"]["kept_per_layer"] == [budget.count(prompt)] * 2
+    if method == "full":
+        assert report["kv"]["kept_bytes"] == report["kv"]["full_bytes"]
+    else:
+        assert report["kv"]["kept_bytes"] < report["kv"]["full_bytes"] <= report["kv"]["peak_bytes"]
+
+
+def test_json_has_exactly_the_fields_that_are_promised(kvedge, tiny, picture_file):
+    done = kvedge("chat", *tiny("llava").arguments(), "--image", picture_file(), "--json", "--max-tokens", 4, "Hello?")
+    report = json.loads(done.out)
+    assert done.out.count("\n") == 1
+    assert set(report) == {"method", "budget", "text", *KEYS}
+    for group, keys in KEYS.items():
+        assert set(report[group]) == keys
+    assert report["tokens"]["image"] == 16 and report["tokens"]["generated"] == 4
+    assert report["rss"]["before_prefill_bytes"] > 0 and report["rss"]["peak_bytes"] > 0
+    assert report["time"]["prefill_s"] > 0 and report["time"]["decode_tok_s"] > 0
+
+
+def test_the_prompt_may_come_from_a_pipe(kvedge, tiny):
+    arguments = ["chat", *tiny("llama").arguments(), "--quiet", "--max-tokens", 6]
+    by_argument = kvedge(*arguments, "Good morning")
+    assert by_argument.code == 0 and by_argument.err == ""
+    assert kvedge(*arguments, stdin="Good morning\n").out == by_argument.out
+    assert kvedge(*arguments, "-", stdin="Good morning").out == by_argument.out
+    assert kvedge(*arguments, "Good morning", stdin="not read").out == by_argument.out
+    assert kvedge(*arguments, stdin=b"caf\xe9 \xff").code == 0
+
+
+def test_several_pictures(kvedge, vision_model, picture_file):
+    images = ["--image", picture_file(), "--image", picture_file("b.jpg", 60, 90)]
+    done = kvedge("chat", *vision_model.arguments(), *images, "--json", "--max-tokens", 4, "Compare.")
+    one = kvedge("chat", *vision_model.arguments(), *images[:2], "--json", "--max-tokens", 4, "Compare.")
+    assert done.json["tokens"]["image"] > one.json["tokens"]["image"]
+
+
+def test_options_change_what_is_kept(kvedge, tiny):
+    base = ["chat", *tiny("llama").arguments(), "--json", "--max-tokens", 2]
+    words = "one two three four five six seven eight nine ten " * 4
+
+    def kept(*options):
+        done = kvedge(*base, *options, words)
+        assert done.code == 0, done
+        return done.json["kv"]["kept_per_layer"]
+
+    assert kept("--budget", "30") == [30, 30]
+    assert kept("--budget", "30", "--recent", "12", "--sinks", "4", "--merge", "averaged") == [30, 30]
+    assert kept("--budget", "0.5", "--method", "h2o", "--text-prior") == kept("--budget", "0.5", "--no-text-prior")
+    assert kept("--budget", "1.0") == kept("--method", "full")
+
+
+def test_sampling_is_repeatable_with_a_seed(kvedge, tiny):
+    base = ["chat", *tiny("llama").arguments(), "--quiet", "--max-tokens", 20, "--temp", "1.5", "--top-k", "0"]
+    first = kvedge(*base, "--seed", 7, "Hello").out
+    assert first == kvedge(*base, "--seed", 7, "Hello").out
+    assert first != kvedge(*base, "--seed", 8, "Hello").out
+    greedy = ["chat", *tiny("llama").arguments(), "--quiet", "--max-tokens", 20]
+    assert kvedge(*greedy, "Hello").out == kvedge(*greedy, "Hello").out
+
+
+def test_system_text_storage_type_and_threads_are_heeded(kvedge, tiny):
+    base = ["chat", *tiny("llama").arguments(), "--json", "--max-tokens", 4, "--method", "full"]
+    plain = kvedge(*base, "Hello").json
+    system = "You answer in one word and are always very polite to everybody."
+    with_system = kvedge(*base, "--system", system, "Hello").json
+    assert with_system["tokens"]["prompt"] != plain["tokens"]["prompt"]
+    wide = kvedge(*base, "--kv-type", "f32", "--threads", 2, "Hello").json
+    assert wide["kv"]["full_bytes"] > 1.5 * plain["kv"]["full_bytes"]
+    assert kvedge(*base, "--kv-type", "bf16", "Hello").json["kv"]["full_bytes"] == plain["kv"]["full_bytes"]
+
+
+@pytest.mark.parametrize("kind", ["mamba", "deepseek2", "gemma3", "lfm2", "phi3", "qwen3"])
+def test_every_model_that_llama_cpp_runs_runs_uncompressed(kvedge, tiny, kind):
+    done = kvedge("chat", *tiny(kind).arguments(), "--method", "full", "--json", "--max-tokens", 4, "Hello there")
+    assert done.code == 0 and done.json["tokens"]["generated"] >= 1
+
+
+def test_models_of_both_sorts_of_layers_are_compressed_where_they_can_be(kvedge, tiny):
+    for kind in ("gemma3", "lfm2"):
+        done = kvedge("chat", *tiny(kind).arguments(), "--json", "--max-tokens", 4, "Hello there, " * 20)
+        layers = done.json["kv"]["kept_per_layer"]
+        assert 0 < len(layers) < 4 and all(n == layers[0] for n in layers)
+
+
+def test_verbose_shows_the_log_of_llama_cpp_and_nothing_else_does(kvedge, tiny):
+    arguments = ["chat", *tiny("llama").arguments(), "--max-tokens", 2, "Hello"]
+    assert kvedge(*arguments).err.count("\n") == 1
+    assert "llama_model_loader" in kvedge(*arguments, "--verbose").err
+
+
+def test_methods_lists_and_explains(kvedge):
+    listed = kvedge("methods")
+    assert listed.code == 0 and all(name in listed.out for name in pykvedge.methods())
+    assert [m["name"] for m in kvedge("methods", "--json").json] == pykvedge.methods()
+    explained = kvedge("methods", "lookm")
+    for word in ("LOOK-M", "arXiv", "cumulative", "pivotal", "--budget", "--merge"):
+        assert word in explained.out
+    assert pykvedge.Plan.from_json(kvedge("methods", "lookm", "--json").out) == pykvedge.plan("lookm")
+    kvedge("methods", "lokm").failed(2, "did you mean 'lookm'")
+
+
+def test_version_names_the_libraries(kvedge, native):
+    done = kvedge("--version")
+    assert done.code == 0 and done.out.startswith(f"kvedge {pykvedge.__version__}")
+    assert f"libkvedge {native.version()} ({native.simd()})" in done.out and "llama.cpp" in done.out
+
+
+def test_help_teaches(kvedge):
+    for command in ([], ["chat"], ["methods"]):
+        done = kvedge(*command, "--help")
+        assert done.code == 0 and done.err == ""
+        assert "kvedge chat" in done.out or "kvedge methods" in done.out
+    chat = kvedge("chat", "--help").out
+    for option in ("--model", "--mmproj", "--image", "--method", "--budget", "--recent", "--sinks", "--merge",
+                   "--text-prior", "--ctx", "--threads", "--gpu-layers", "--kv-type", "--max-tokens", "--temp",
+                   "--top-p", "--top-k", "--seed", "--system", "--json", "--quiet", "--verbose"):  # fmt: skip
+        assert option in chat
+
+
+def test_terminals_with_few_characters_get_an_answer(kvedge, tiny):
+    arguments = ["chat", *tiny("llama").arguments(), "--max-tokens", 60, "--temp", "3", "--seed", 1, "Hello"]
+    done = kvedge(*arguments, env={"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"})
+    assert done.code == 0, done
+
+
+def test_importing_loads_nothing_heavy(environment):
+    heavy = ("numpy", "llama_cpp", "rich", "PIL", "jinja2")
+    code = f"import sys, pykvedge.cli; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_reader_that_leaves_early_is_no_error(environment, tiny):
+    command = [sys.executable, "-m", "pykvedge", "chat", *tiny("llama").arguments(), "--max-tokens", "200", "Hello"]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.read(1)
+        process.stdout.close()
+        err = process.stderr.read().decode()
+        process.wait(timeout=60)
+    assert "Traceback" not in err and "error" not in err.lower(), err
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_ctrl_c_stops_the_answer(environment, tiny):
+    command = [sys.executable, "-m", "pykvedge", "chat", *tiny("llama").arguments(), "--ctx", "100000",
+               "--max-tokens", "90000", "Hello"]  # fmt: skip
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout.read(4)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert out.endswith(b"\n") and b"Traceback" not in err and b"tok/s" in err
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_ctrl_c_before_the_answer_ends_the_program_quietly(environment, tiny):
+    command = [sys.executable, "-m", "pykvedge", "chat", *tiny("llama").arguments()]
+    with subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        time.sleep(1.0)  # it waits for its prompt on the pipe
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and err.strip() == b""

@@ -1,0 +1,70 @@
+"""Images: formats, orientation, transparency, and what becomes of odd ones."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from pykvedge.images import load_picture
+
+
+def pixels(picture):
+    return np.frombuffer(picture.rgb, dtype=np.uint8).reshape(picture.height, picture.width, 3)
+
+
+@pytest.mark.parametrize("form", ["png", "jpg", "webp", "bmp", "gif"])
+def test_formats(picture_file, form):
+    picture = load_picture(picture_file(f"a.{form}", 90, 60))
+    assert (picture.width, picture.height, picture.name) == (90, 60, f"a.{form}")
+    red, _, blue = pixels(picture)[5, 5].astype(int)
+    assert red > 150 and blue < 90  # the red corner
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_exif_orientation_is_honoured(tmp_path, orientation):
+    image = Image.new("RGB", (40, 20), "white")
+    image.paste((255, 0, 0), (0, 0, 8, 8))
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    image.save(tmp_path / "a.png", exif=exif)
+    picture = load_picture(tmp_path / "a.png")
+    assert (picture.width, picture.height) == ((40, 20) if orientation < 5 else (20, 40))
+    corner = {1: (0, 0), 2: (0, -1), 3: (-1, -1), 4: (-1, 0), 5: (0, 0), 6: (0, -1), 7: (-1, -1), 8: (-1, 0)}[
+        orientation
+    ]
+    assert pixels(picture)[corner].tolist() == [255, 0, 0]
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "PA", "P"])
+def test_transparency_becomes_white(tmp_path, mode):
+    image = Image.new("RGBA", (10, 10), (0, 0, 0, 0))
+    image.paste((0, 0, 255, 255), (0, 0, 5, 10))
+    if mode in ("P", "PA"):
+        image.convert("P").save(tmp_path / "a.png", transparency=image.convert("P").getpixel((9, 9)))
+    else:
+        image.convert(mode).save(tmp_path / "a.png")
+    assert pixels(load_picture(tmp_path / "a.png"))[5, 9].tolist() == [255, 255, 255]
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "P", "CMYK", "I;16"])
+def test_other_colour_spaces(tmp_path, mode):
+    if mode == "I;16":
+        Image.fromarray(np.full((8, 8), 40000, dtype=np.uint16)).save(tmp_path / "a.png")
+    else:
+        Image.new(mode, (8, 8)).save(tmp_path / ("a.jpg" if mode == "CMYK" else "a.png"))
+    picture = load_picture(next(tmp_path.iterdir()))
+    assert pixels(picture).shape == (8, 8, 3)
+    if mode == "I;16":
+        assert abs(int(pixels(picture)[0, 0, 0]) - 40000 // 257) <= 1
+
+
+def test_the_first_frame_of_an_animation(tmp_path):
+    frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
+    frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:])
+    assert pixels(load_picture(tmp_path / "a.gif"))[0, 0].tolist() == [255, 0, 0]
+
+
+def test_equal_pixels_have_equal_keys(picture_file):
+    a, b = load_picture(picture_file("a.png")), load_picture(picture_file("same.bmp"))
+    assert a.key == b.key != load_picture(picture_file("other.png", 81, 60)).key

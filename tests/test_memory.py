@@ -1,0 +1,111 @@
+"""Memory as the operating system sees it: what is compressed away leaves the process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pykvedge
+from pykvedge import memory
+from pykvedge.errors import OutOfMemoryError
+from pykvedge.sampling import Sampling
+
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+MIB = 2**20
+
+
+@linux
+@pytest.mark.parametrize("method", ["streaming-llm", "h2o", "lookm"])
+def test_the_memory_of_the_prompt_is_given_back(kvedge, tiny, method):
+    model = tiny("llama", n_layers=4, n_heads=8, n_heads_kv=8, head_size=128, weight="q8_0")
+    options = ["--method", method, "--budget", "0.2", "--json", "--max-tokens", 2, "--ctx", 4096]
+    report = kvedge("chat", *model.arguments(), *options, stdin="ab cd " * 600).json
+    kv, rss = report["kv"], report["rss"]
+    n = report["tokens"]["prompt"]
+    assert n > 2000 and kv["full_bytes"] >= n * 4 * 8 * 256 * 2 > 30 * MIB
+    assert kv["kept_bytes"] / kv["full_bytes"] <= 0.21
+    assert rss["peak_bytes"] - rss["after_compress_bytes"] >= 0.9 * (kv["full_bytes"] - kv["kept_bytes"])
+    # scores and indices cost little beside the keys and values
+    assert kv["peak_bytes"] <= 1.1 * kv["full_bytes"]
+
+
+@linux
+def test_a_large_context_costs_nothing_until_it_is_filled(kvedge, tiny):
+    model = tiny("llama", n_layers=4, n_heads=8, n_heads_kv=8, head_size=128, weight="q8_0")
+    options = ["--json", "--max-tokens", 2, "--method", "full"]
+    small = kvedge("chat", *model.arguments(), *options, "--ctx", 1024, "Hello").json["rss"]["peak_bytes"]
+    large = kvedge("chat", *model.arguments(), *options, "--ctx", 8192, "Hello").json["rss"]["peak_bytes"]
+    whole = 8192 * 4 * 8 * 256 * 2  # what llama.cpp allocates for that context
+    assert large - small < whole / 4
+
+
+@linux
+def test_generated_tokens_do_not_leak(tiny, native):
+    with tiny("llama").session(pykvedge.plan("h2o")) as session:
+        sizes = []
+        for _ in range(12):
+            session.clear()
+            session.ask("Hello there. " * 20, sampling=Sampling(max_tokens=30)).read()
+            sizes.append(memory.rss_bytes())
+    assert max(sizes[6:]) - sizes[5] < 8 * MIB, sizes
+
+
+@linux
+def test_what_the_system_says():
+    before = memory.rss_bytes()
+    assert before > 5 * MIB
+    meter = memory.PeakMeter()
+    meter.start()
+    block = bytearray(64 * MIB)
+    block[::4096] = b"x" * len(block[::4096])
+    del block
+    assert meter.stop() >= before + 60 * MIB
+    meter = memory.PeakMeter()
+    meter.start()
+    assert meter.stop() < before + 60 * MIB
+
+
+def test_watching_where_the_system_keeps_no_peak(monkeypatch):
+    import time
+
+    def refuse(self, text):
+        raise PermissionError
+
+    monkeypatch.setattr(memory.Path, "write_text", refuse)
+    meter = memory.PeakMeter()
+    meter.start()
+    block = bytearray(64 * MIB)
+    block[::4096] = b"x" * len(block[::4096])
+    time.sleep(0.1)
+    low = memory.rss_bytes()
+    del block
+    assert meter.stop() >= low - 8 * MIB
+
+
+@linux
+def test_what_is_available_respects_limits():
+    assert memory.available_bytes() > 10 * MIB
+    code = (
+        "import resource, pykvedge.memory as m; resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30)); "
+        "print(m.available_bytes())"
+    )
+    env = {**os.environ, "PYTHONPATH": str(Path(memory.__file__).parent.parent)}
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env).stdout
+    assert 0 < int(out) < 1 << 30
+
+
+def test_requirements_are_explained(monkeypatch):
+    monkeypatch.setattr(memory, "available_bytes", lambda: 3 * MIB)
+    memory.require(2 * MIB, "this", "do that")
+    with pytest.raises(OutOfMemoryError, match=r"this needs about 4\.0 MiB, 3\.0 MiB are available; do that"):
+        memory.require(4 * MIB, "this", "do that")
+    monkeypatch.setattr(memory, "available_bytes", lambda: None)
+    memory.require(1 << 60, "this", "do that")
+
+
+def test_readable_sizes():
+    assert [memory.readable(n) for n in (512, 5 * MIB, 3 << 30)] == ["0.5 KiB", "5.0 MiB", "3.0 GiB"]

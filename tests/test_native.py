@@ -1,0 +1,23 @@
+"""Runs the programs of native/tests, which `scripts/dev.py test` (or the CMake target kvedge-tests) builds."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import build_stock
+import pytest
+from llama_source import SourceError
+
+SOURCES = sorted((Path(__file__).resolve().parent.parent / "native" / "tests").glob("*.cpp"))
+
+
+@pytest.mark.parametrize("name", [p.stem for p in SOURCES])
+def test_native(name):
+    try:
+        program = build_stock.find_build() / "bin" / (name + (".exe" if os.name == "nt" else ""))
+    except SourceError as error:
+        pytest.skip(str(error))
+    if not program.is_file():
+        pytest.skip("native tests are not built: python3 scripts/dev.py test builds them")
+    done = subprocess.run([program], capture_output=True, text=True, errors="replace", timeout=600)
+    assert done.returncode == 0, f"{name} ended with code {done.returncode}\n{done.stdout}{done.stderr}"

@@ -1,0 +1,132 @@
+"""libkvedge against the NumPy definitions, over every member that the registry finds.
+
+A new stage member is tested by existing: in every combination with the others, on MHA and GQA, for prompts of one token
+and of hundreds, with images in different places, at budgets from 5 % to everything.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from arrays import LAYOUTS, prompt
+
+import pykvedge
+from pykvedge.stages.registry import STAGES, members
+
+SCORERS, REDUCERS = list(members("scorer")), list(members("reducer"))
+HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
+BUDGETS = (0.05, 0.1, 0.2, 0.5, 0.9, 1.0)
+LENGTHS = (1, 2, 3, 5, 17, 64, 129, 256, 600)
+
+
+def plan_of(scorer, reducer="evict", budget=0.2, **settings):
+    return pykvedge.plan("h2o", budget, scorer=scorer, reducer=reducer, **settings)
+
+
+def assert_same(plan, p, kv_type="f16", threads=2):
+    """Kept sets are identical; scores, keys and values agree within 1e-3."""
+    ours = pykvedge.compress(plan, *p.arguments, engine="native", kv_type=kv_type, threads=threads)
+    definition = pykvedge.compress(plan, *p.arguments, engine="numpy", kv_type=kv_type)
+    np.testing.assert_allclose(ours.scores, definition.scores, rtol=1e-3, atol=1e-5)
+    n_layers, n_heads_kv = p.k.shape[:2]
+    for i, h in itertools.product(range(n_layers), range(n_heads_kv)):
+        np.testing.assert_array_equal(ours.kept[i][h], definition.kept[i][h])
+        np.testing.assert_allclose(ours.k[i][h], definition.k[i][h], rtol=1e-3, atol=1e-4)
+        np.testing.assert_allclose(ours.v[i][h], definition.v[i][h], rtol=1e-3, atol=1e-4)
+    return ours
+
+
+def test_both_sides_have_the_same_members(native):
+    for stage in STAGES:
+        assert sorted(native.stage_members(stage)) == sorted(members(stage))
+
+
+@pytest.mark.parametrize("ratio", [0.01, 0.05, 0.1, 0.2, 1 / 3, 0.5, 0.9, 1.0])
+def test_both_sides_round_budgets_alike(native, ratio):
+    plan = pykvedge.plan("h2o", ratio)
+    for n_tokens in (0, 1, 2, 3, 9, 10, 19, 20, 35, 50, 100, 240, 599, 600, 4096):
+        assert native.plan_budget(plan, n_tokens) == plan.count(n_tokens)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("reducer", REDUCERS)
+@pytest.mark.parametrize("scorer", SCORERS)
+def test_every_scorer_with_every_reducer(native, scorer, reducer, heads):
+    for n_tokens in LENGTHS:
+        assert_same(plan_of(scorer, reducer, text_prior=True), prompt(n_tokens, HEADS[heads]))
+
+
+@pytest.mark.parametrize("budget", [*BUDGETS, 1, 16, 5000])
+@pytest.mark.parametrize("scorer", SCORERS)
+def test_every_budget(native, scorer, budget):
+    for n_tokens in (1, 12, 130):
+        assert_same(plan_of(scorer, "pivotal", budget), prompt(n_tokens))
+
+
+@pytest.mark.parametrize("prior", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("scorer", SCORERS)
+def test_every_image_layout(native, scorer, layout, prior):
+    for budget, overflow in itertools.product((0.1, 0.6), ("budget", "keep_all")):
+        plan = plan_of(scorer, "averaged", budget, text_prior=prior, text_overflow=overflow)
+        assert_same(plan, prompt(90, layout=layout))
+
+
+@pytest.mark.parametrize("settings", [
+    {"recent": 0}, {"recent": 7}, {"recent": 0.1}, {"recent": 0.05, "sinks": 4}, {"sinks": 4}, {"sinks": 400},
+    {"recent": 400}, {"recent": 400, "sinks": 400}, {"recent": 30, "sinks": 30},
+])  # fmt: skip
+@pytest.mark.parametrize("scorer", SCORERS)
+def test_every_protection(native, scorer, settings):
+    for n_tokens in (1, 9, 100):
+        assert_same(plan_of(scorer, "weighted", 0.3, **settings), prompt(n_tokens))
+
+
+@pytest.mark.parametrize("kv_type", ["f16", "bf16", "f32"])
+@pytest.mark.parametrize("size", [8, 16, 40, 64, 80, 96, 128, 256])
+def test_every_storage_type_and_head_size(native, kv_type, size):
+    tolerance = {"f16": 1, "bf16": 8, "f32": 1}[kv_type]
+    p = prompt(77, size=size)
+    ours = pykvedge.compress(plan_of("cumulative", "pivotal"), *p.arguments, kv_type=kv_type)
+    definition = pykvedge.compress(plan_of("cumulative", "pivotal"), *p.arguments, engine="numpy", kv_type=kv_type)
+    for i, h in itertools.product(range(2), range(2)):
+        np.testing.assert_array_equal(ours.kept[i][h], definition.kept[i][h])
+        np.testing.assert_allclose(ours.k[i][h], definition.k[i][h], rtol=tolerance * 1e-3, atol=1e-4)
+        np.testing.assert_allclose(ours.v[i][h], definition.v[i][h], rtol=tolerance * 1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("reducer", REDUCERS)
+def test_ties_and_keys_of_norm_zero(native, reducer):
+    p = prompt(48)
+    p.k[:, :, 10:20] = p.k[:, :, 10:11]  # equal keys: equal similarities
+    p.k[:, :, 20:24] = 0
+    p.q[:] = 0  # uniform attention
+    assert_same(plan_of("cumulative", reducer, 0.5, recent=4), p)
+    p.k[:] = 0
+    assert_same(plan_of("cumulative", reducer, 0.5, recent=4), p)
+
+
+@pytest.mark.parametrize("threads", [0, 1, 2, 5])
+def test_the_number_of_threads_changes_nothing(native, threads):
+    p = prompt(200)
+    one = pykvedge.compress(plan_of("cumulative", "pivotal"), *p.arguments, threads=1)
+    many = pykvedge.compress(plan_of("cumulative", "pivotal"), *p.arguments, threads=threads)
+    np.testing.assert_array_equal(one.scores, many.scores)
+    for h in range(2):
+        np.testing.assert_array_equal(one.k[0][h], many.k[0][h])
+
+
+def test_logits_as_large_as_real_models_have_them(native):
+    p = prompt(150)
+    p.q[:] *= 30
+    assert_same(plan_of("cumulative", "pivotal"), p)
+
+
+def test_no_image_mask_means_all_text(native):
+    p = prompt(40, layout="text")
+    plan = pykvedge.plan("lookm", 0.3)
+    with_mask = pykvedge.compress(plan, *p.arguments)
+    without = pykvedge.compress(plan, p.q, p.k, p.v)
+    np.testing.assert_array_equal(with_mask.kept[0][0], without.kept[0][0])
