@@ -78,9 +78,13 @@ def run(plan: Plan, arrays: Arrays, kv_type: str) -> Outcome:
     k, v = round_to(arrays.k, kv_type), round_to(arrays.v, kv_type)
     n_layers, n_heads_kv, n_tokens, _ = k.shape
     scorer, allocator = registry.scorer(plan.scorer), registry.allocator(plan.allocator)
-    layers = [Layer(q[i], k[i], v[i], image_mask) for i in range(n_layers)]
+    layers = [Layer(q[i], k[i], v[i], image_mask, i) for i in range(n_layers)]
     scores = np.stack([scorer.score(layer, plan.settings("scorer")) for layer in layers])
-    share = allocator.allocate(Prompt(scores, image_mask, plan.count(n_tokens)), plan.settings("allocator"))
+    budget = plan.count(n_tokens)
+    share = np.full((n_layers, n_heads_kv), n_tokens)
+    if budget < n_tokens:
+        recent = min(budget, plan.asked_recent(n_tokens, budget))
+        share = allocator.allocate(Prompt(scores, image_mask, budget, recent), plan.settings("allocator"))
     out = Outcome([], [], [], scores.astype(np.float32))
     for i in range(n_layers):
         heads = [_head(plan, layers[i], scores[i, h], h, int(share[i, h])) for h in range(n_heads_kv)]

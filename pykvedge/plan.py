@@ -133,16 +133,25 @@ class Plan:
         return hash(self.to_json())
 
     def count(self, n_tokens: int) -> int:
-        """KV pairs per layer and KV head that an even share of the budget keeps of n_tokens."""
-        return self.budget.count(n_tokens)
+        """KV pairs per layer and KV head that an even share of the budget keeps of n_tokens.
+
+        All of them where the scorer needs the whole prompt to judge it (SnapKV: no longer than the window).
+        """
+        whole = n_tokens <= registry.scorer(self.scorer).whole_up_to(self.settings("scorer"))
+        return n_tokens if whole else self.budget.count(n_tokens)
+
+    def asked_recent(self, n_tokens: int, kept: int) -> int:
+        """Last tokens that the plan wants to keep when `kept` of n_tokens stay; may exceed `kept`."""
+        if self.recent is not None:
+            return min(n_tokens, self.recent.count(n_tokens))
+        return registry.scorer(self.scorer).auto_recent(kept, self.settings("scorer"))
 
     def protected(self, n_tokens: int, kept: int) -> tuple[int, int]:
         """(recent, sinks): last and first tokens that are always kept, when `kept` of n_tokens stay.
 
         When `kept` does not cover both, the scorer says which of the two shrinks first.
         """
-        scorer = registry.scorer(self.scorer)
-        recent = scorer.auto_recent(kept) if self.recent is None else self.recent.count(n_tokens)
+        scorer, recent = registry.scorer(self.scorer), self.asked_recent(n_tokens, kept)
         if scorer.sinks_first:
             sinks = min(self.sinks, kept)
             return min(recent, kept - sinks), sinks
@@ -162,7 +171,8 @@ class Plan:
         out["sinks"] = str(self.sinks)
         out["text_prior"] = "true" if self.text_prior else "false"
         out["text_overflow"] = self.text_overflow
-        out.update({key: str(value) for key, value in self.params.items()})
+        for key, value in self.params.items():
+            out[key] = str(value).lower() if isinstance(value, bool) else str(value)
         return out
 
     def to_json(self) -> str:

@@ -29,6 +29,10 @@ class Preset:
 
 _STREAMING = "Xiao et al. 2024, Efficient Streaming Language Models with Attention Sinks, arXiv:2309.17453"
 _H2O = "Zhang et al. 2023, H2O: Heavy-Hitter Oracle for Efficient Generative Inference of LLMs, arXiv:2306.14048"
+_SNAPKV = "Li et al. 2024, SnapKV: LLM Knows What You are Looking for Before Generation, arXiv:2404.14469"
+_PYRAMIDKV = "Cai et al. 2024, PyramidKV: Dynamic KV Cache Compression based on Pyramidal Funneling, arXiv:2406.02069"
+_ADAKV = "Feng et al. 2024, Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation, arXiv:2407.11550"
+_KNORM = "Devoto et al. 2024, A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression, arXiv:2406.11430"
 _LOOKM = "Wan et al. 2024, LOOK-M: Look-Once Optimization in KV Cache, EMNLP Findings, arXiv:2406.18139"
 
 _PRESETS = (
@@ -41,6 +45,22 @@ _PRESETS = (
         _LOOKM,
         {"scorer": "cumulative", "text_prior": True, "reducer": "pivotal"},
     ),
+    Preset("snapkv", "what the last 32 tokens of the prompt look at, and those tokens", _SNAPKV, {"scorer": "window"}),
+    Preset(
+        "pyramidkv",
+        "snapkv with more for the lower layers",
+        _PYRAMIDKV,
+        {"scorer": "window", "allocator": "pyramid"},
+    ),
+    Preset(
+        "adakv",
+        "snapkv with more for the heads whose attention spreads widest",
+        _ADAKV,
+        {"scorer": "window", "allocator": "ada"},
+    ),
+    Preset("knorm", "tokens whose keys have the smallest norm", _KNORM, {"scorer": "knorm"}),
+    Preset("vnorm", "tokens whose values have the largest norm", "a control, and a part of MixKV", {"scorer": "vnorm"}),
+    Preset("random", "chance", "a control", {"scorer": "random"}),
 )
 PRESETS: Mapping[str, Preset] = {p.name: p for p in _PRESETS}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from arrays import LAYOUTS, prompt
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 import pykvedge
@@ -92,6 +92,7 @@ def test_a_budget_of_everything_changes_nothing(native, engine, plan, p):
 @few
 @given(plans, prompts, st.randoms(use_true_random=False))
 def test_the_order_of_heads_does_not_matter(native, engine, plan, p, random):
+    assume(plan.scorer != "random")  # chance depends on the place
     group = p.q.shape[1] // p.k.shape[1]
     order = list(range(p.k.shape[1]))
     random.shuffle(order)
@@ -108,6 +109,7 @@ def test_the_order_of_heads_does_not_matter(native, engine, plan, p, random):
 @few
 @given(plans, prompts)
 def test_layers_do_not_see_each_other(native, engine, plan, p):
+    assume(plan.scorer != "random")
     both = run(plan, p, engine)
     second = pykvedge.compress(plan, p.q[1:], p.k[1:], p.v[1:], p.image_mask, engine=engine)
     for h in range(p.k.shape[1]):

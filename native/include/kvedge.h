@@ -107,9 +107,12 @@ KVEDGE_API void          kvedge_plan_free(kvedge_plan * plan);  // NULL is allow
 //   budget      "0.2": share of the prompt kept, in (0, 1];  "128": KV pairs per layer and KV head, an integer >= 1
 //               ("1.0" is the ratio, "1" is one pair)
 //   recent      last tokens of the prompt that are always kept, inside the budget: "16" pairs, or "0.1" of the prompt,
-//               or "auto": half of the budget with scorer cumulative (H2O and LOOK-M: a1 = a2), 0 with any other
+//               or "auto": half of the budget with scorer cumulative (H2O and LOOK-M: a1 = a2), the window with scorer
+//               window (SnapKV), 0 with any other
 //   sinks       first tokens of the prompt that are always kept, inside the budget: an integer >= 0
 //   text_prior  "true": text tokens rank above all image tokens (LOOK-M eq. 5)
+//   scorer.NAME, allocator.NAME, reducer.NAME, decode.NAME   a setting of the member chosen for that stage, for example
+//               scorer.window with scorer "window"; choosing a member resets its settings
 //   text_overflow  "budget": the weakest text is dropped when text alone exceeds the budget (LOOK-M eq. 8), or
 //                  "keep_all": all text is kept, beyond the budget if need be (LOOK-M's released code)
 // Errors: KVEDGE_E_UNKNOWN (key or member), KVEDGE_E_ARGUMENT (value does not parse), KVEDGE_E_BUDGET (out of range).
@@ -119,7 +122,8 @@ KVEDGE_API kvedge_status kvedge_plan_set(kvedge_plan * plan, const char * key, c
 KVEDGE_API kvedge_status kvedge_plan_check(const kvedge_plan * plan, kvedge_error * err);
 
 // KV pairs per layer and KV head that the plan keeps of a prompt of n_tokens: floor(n_tokens * ratio + 1e-9), at least 1,
-// at most n_tokens; or the budget in pairs. 0 if n_tokens <= 0.
+// at most n_tokens; or the budget in pairs. All of them where the scorer's window covers the prompt (SnapKV). 0 if
+// n_tokens <= 0.
 KVEDGE_API int32_t kvedge_plan_budget(const kvedge_plan * plan, int32_t n_tokens);
 
 // ---------------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ import textwrap
 import click
 
 from pykvedge.presets import PRESETS, Preset, plan, preset
-from pykvedge.stages import registry
 from pykvedge.stages.registry import STAGES, member
 
 
@@ -64,8 +63,8 @@ def _explain(p: Preset) -> str:
         lines += [f"            {stage}.{s.name} = {s.default}: {s.help}" for s in m.params]
     budget = "the whole prompt" if made.budget.ratio == 1.0 else f"{made.budget} of the prompt"
     lines.append(f"  budget    {budget} (--budget)")
-    share = registry.scorer(made.scorer).auto_recent(100) if made.recent is None else None
-    shown = str(made.recent) if share is None else f"auto: {share} % of the budget" if share else "auto: none"
+    share = made.asked_recent(1000, 100) if made.recent is None else None
+    shown = str(made.recent) if share is None else f"auto: {share} of a budget of 100" if share else "auto: none"
     lines.append(f"  recent    {shown} (--recent)")
     lines.append(f"  sinks     {made.sinks} (--sinks)")
     prior = "yes, text outranks image tokens" if made.text_prior else "no"

@@ -27,6 +27,7 @@ class Param:
     low: float | None = None
     high: float | None = None
     choices: tuple[str, ...] = ()
+    step: int = 1  # whole numbers: low + a multiple of it
 
     def check(self, value: Any, key: str) -> int | float | bool | str:
         """`value` as the type of the default. Raises UsageError when it does not fit."""
@@ -42,6 +43,8 @@ class Param:
         number = out if isinstance(out, (int, float)) else 0
         if (self.low is not None and number < self.low) or (self.high is not None and number > self.high):
             raise UsageError(f"{key} must lie between {self.low} and {self.high}, not {value!r}")
+        if self.step > 1 and (out - (self.low or 0)) % self.step:
+            raise UsageError(f"{key} must be {self.low:g} plus a multiple of {self.step}, not {value!r}")
         return out
 
 
@@ -67,6 +70,7 @@ class Layer:
     k: np.ndarray  # [Hkv, T, d] float32 that the storage type can represent, position encoding applied
     v: np.ndarray  # [Hkv, T, d]
     image_mask: np.ndarray  # [T] bool
+    index: int = 0  # of the layer, among those that are compressed
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,8 @@ class Prompt:
 
     scores: np.ndarray  # [L, Hkv, T] float64
     image_mask: np.ndarray  # [T] bool
-    budget: int  # n: KV pairs per layer and head if shared out evenly
+    budget: int  # n: KV pairs per layer and head if shared out evenly, 1 <= n < T
+    recent: int = 0  # of those, last tokens that every head keeps
 
 
 @dataclass(frozen=True)
@@ -88,8 +93,13 @@ class Head:
     protected: np.ndarray  # [T] bool
 
 
-def no_recent(budget: int) -> int:
+def no_recent(budget: int, settings: Settings) -> int:
     """Number of last tokens that "recent = auto" protects: none."""
+    return 0
+
+
+def never_whole(settings: Settings) -> int:
+    """Longest prompt that is kept whole whatever the budget: none."""
     return 0
 
 
@@ -102,7 +112,8 @@ class Scorer:
     source: str
     score: Callable[[Layer, Settings], np.ndarray]
     params: tuple[Param, ...] = ()
-    auto_recent: Callable[[int], int] = no_recent
+    auto_recent: Callable[[int, Settings], int] = no_recent
+    whole_up_to: Callable[[Settings], int] = never_whole
     sinks_first: bool = False  # which protection shrinks last when the budget does not cover both
     stage: str = "scorer"
 

@@ -69,6 +69,9 @@ class Scratch {
     Pages memory_;
 };
 
+// Copies those of the job's queries that the sequence's window holds into its rings; thread ith of nth does its share.
+void record_window(const AttendJob & job, Sequence & seq, int32_t ith, int32_t nth);
+
 int32_t prefill_tasks(const AttendJob & job, const Scratch & scratch);
 void    prefill_task(const AttendJob & job, int32_t task, Scratch & scratch);
 

@@ -161,6 +161,25 @@ bool Scratch::reserve(const std::vector<LayerShape> & shapes, int32_t n_keys) {
     return true;
 }
 
+void record_window(const AttendJob & job, Sequence & seq, int32_t ith, int32_t nth) {
+    const LayerShape & shape  = seq.shapes()[(size_t) job.layer];
+    QueryWindow &      window = seq.windows[(size_t) job.layer];
+    const int32_t      length = seq.pending_length();
+    for (int32_t t = std::max(0, job.n - seq.window_size) + ith; t < job.n; t += nth) {
+        const auto slot = (size_t) ((length - job.n + t) % seq.window_size);
+        float *    to   = window.q.data() + slot * (size_t) shape.n_heads * (size_t) shape.d_k;
+        for (int32_t h = 0; h < shape.n_heads; h++) {
+            const float * from = job.q + place(job, t) * job.q_token + (size_t) h * job.q_head;
+            for (int32_t i = 0; i < shape.d_k; i++) {
+                *to++ = from[i] * job.scale;
+            }
+        }
+    }
+    if (ith == 0 && job.sinks) {
+        window.sinks.assign(job.sinks, job.sinks + shape.n_heads);
+    }
+}
+
 int32_t prefill_tasks(const AttendJob & job, const Scratch & scratch) {
     const int32_t per_tile = tokens_per_tile(job, scratch);
     return (job.n + per_tile - 1) / per_tile * job.seq->shapes()[(size_t) job.layer].n_heads_kv;

@@ -92,6 +92,9 @@ void attend_layer(const kvedge_arrays & in, kvedge_result & r, int32_t l, std::v
         job.sums          = r.seq->sums[(size_t) l].sums.data();
         job.sums_capacity = r.seq->sums[(size_t) l].capacity;
     }
+    if (!r.seq->windows.empty()) {
+        record_window(job, *r.seq, 0, 1);
+    }
     parallel_for((int32_t) scratch.size(), prefill_tasks(job, scratch[0]),
                  [&](int32_t task, int32_t worker) { prefill_task(job, task, scratch[(size_t) worker]); });
 }
@@ -142,7 +145,9 @@ extern "C" kvedge_status kvedge_compress_arrays(
         pos[(size_t) t] = t;
     }
     std::vector<Scratch> scratch((size_t) (n_threads > 0 ? n_threads : available_threads()));
-    bool fits = (!plan->scorer->needs_column_sums || r->seq->ensure_sums(in->n_tokens)) && r->seq->append(in->n_tokens, pos.data(), false);
+    bool fits = (!plan->scorer->needs_column_sums || r->seq->ensure_sums(in->n_tokens)) &&
+                (plan_window(*plan) == 0 || r->seq->ensure_windows(plan_window(*plan))) &&
+                r->seq->append(in->n_tokens, pos.data(), false);
     for (auto & s : scratch) {
         fits = fits && s.reserve(r->shapes, in->n_tokens);
     }

@@ -26,40 +26,69 @@ struct Job {
     std::vector<std::vector<float>>                rows;    // [worker] keys and values of one head, and the reducer's scratch
 };
 
-// Scores and kept rows of every head, and the block that will hold them. No row is touched yet.
+// The window's queries in the order of their tokens, [n][H][d_k].
+std::vector<float> unroll(const Sequence & seq, size_t l, int32_t n) {
+    const LayerShape & shape  = seq.shapes()[l];
+    const size_t       row    = (size_t) shape.n_heads * (size_t) shape.d_k;
+    const int32_t      length = seq.pending_length();
+    std::vector<float> out((size_t) n * row);
+    for (int32_t i = 0; i < n; i++) {
+        const auto slot = (size_t) ((length - n + i) % seq.window_size);
+        std::copy_n(seq.windows[l].q.begin() + (std::ptrdiff_t) (slot * row), row, out.begin() + (std::ptrdiff_t) ((size_t) i * row));
+    }
+    return out;
+}
+
+void score_layer(const Job & job, size_t l, std::vector<float> & scores) {
+    const Sequence & seq = job.seq;
+    ScoreInput       in{};
+    in.seq      = &seq;
+    in.layer    = (int32_t) l;
+    in.n_tokens = job.n_tokens;
+    in.softcap  = seq.shapes()[l].softcap;
+    in.params   = job.plan.params[KVEDGE_STAGE_SCORER];
+    if (!seq.sums.empty()) {
+        in.column_sums   = seq.sums[l].sums.data();
+        in.sums_capacity = seq.sums[l].capacity;
+    }
+    std::vector<float> window;
+    if (!seq.windows.empty()) {
+        in.n_window = std::min(seq.window_size, job.n_tokens - seq.window_from);
+        window      = unroll(seq, l, in.n_window);
+        in.window_q = window.data();
+        in.sinks    = seq.windows[l].sinks.empty() ? nullptr : seq.windows[l].sinks.data();
+    }
+    scores.resize((size_t) seq.shapes()[l].n_heads_kv * (size_t) job.n_tokens);
+    job.plan.scorer->score(in, scores.data());
+}
+
+// Scores of every layer, budgets of every head, and the rows that stay. No row is touched yet.
 void select_all(Job & job, Compression & outcome) {
     const auto &  shapes = job.seq.shapes();
+    const auto    T      = (size_t) job.n_tokens;
     const int32_t budget = kvedge_plan_budget(&job.plan, job.n_tokens);
+    outcome.scores.resize(shapes.size());
+    parallel_for(job.n_threads, (int32_t) shapes.size(), [&](int32_t l, int32_t) { score_layer(job, (size_t) l, outcome.scores[(size_t) l]); });
 
     std::vector<std::vector<int32_t>> counts(shapes.size());
-    job.plan.allocator->allocate({ &shapes, job.n_tokens, budget }, counts);
-
-    std::vector<std::pair<int32_t, int32_t>> tasks;
-    job.kept.resize(shapes.size());
-    outcome.scores.resize(outcome.want_scores ? shapes.size() : 0);
     for (size_t l = 0; l < shapes.size(); l++) {
-        job.kept[l].resize((size_t) shapes[l].n_heads_kv);
-        if (outcome.want_scores) {
-            outcome.scores[l].resize((size_t) shapes[l].n_heads_kv * (size_t) job.n_tokens);
-        }
-        for (int32_t h = 0; h < shapes[l].n_heads_kv; h++) {
-            tasks.emplace_back((int32_t) l, h);
-        }
+        counts[l].assign((size_t) shapes[l].n_heads_kv, job.n_tokens);
     }
-    std::vector<std::vector<float>> scratch((size_t) job.n_threads, std::vector<float>((size_t) job.n_tokens));
-    parallel_for(job.n_threads, (int32_t) tasks.size(), [&](int32_t i, int32_t worker) {
-        const auto [l, h]    = tasks[(size_t) i];
-        float *    scores    = outcome.want_scores ? outcome.scores[(size_t) l].data() + (size_t) h * (size_t) job.n_tokens
-                                                   : scratch[(size_t) worker].data();
-        ScoreInput in{ &shapes[(size_t) l], job.n_tokens, nullptr, 0 };
-        if (!job.seq.sums.empty()) {
-            in.column_sums   = job.seq.sums[(size_t) l].sums.data();
-            in.sums_capacity = job.seq.sums[(size_t) l].capacity;
+    if (budget < job.n_tokens) {
+        const int32_t recent = std::min(budget, plan_recent(job.plan, job.n_tokens, budget));
+        job.plan.allocator->allocate(
+            { &shapes, job.n_tokens, budget, recent, &outcome.scores, job.plan.params[KVEDGE_STAGE_ALLOCATOR] }, counts);
+    }
+    job.kept.resize(shapes.size());
+    parallel_for(job.n_threads, (int32_t) shapes.size(), [&](int32_t l, int32_t) {
+        for (size_t h = 0; h < counts[(size_t) l].size(); h++) {
+            const float * scores = outcome.scores[(size_t) l].data() + h * T;
+            job.kept[(size_t) l].push_back(select_tokens(job.plan, job.n_tokens, counts[(size_t) l][h], job.image.data(), scores));
         }
-        job.plan.scorer->score(in, h, scores);
-        job.kept[(size_t) l][(size_t) h] =
-            select_tokens(job.plan, job.n_tokens, counts[(size_t) l][(size_t) h], job.image.data(), scores);
     });
+    if (!outcome.want_scores) {
+        outcome.scores = {};
+    }
 }
 
 bool make_block(Job & job) {
@@ -172,7 +201,8 @@ kvedge_status compress_pending(
     if (plan.scorer->needs_column_sums && !seq.ensure_sums(0)) {
         return fail(err, KVEDGE_E_MEMORY, "no memory for the scores of %d tokens", T);
     }
-    if (plan.scorer->needs_column_sums && budget < T && seq.unsummed > 0) {
+    const bool observes = plan.scorer->needs_column_sums || plan_window(plan) > 0;
+    if (observes && budget < T && seq.unobserved > 0) {
         return fail(err, KVEDGE_E_STATE,
                     "the prompt was processed under a plan that collects no attention scores; set the plan before the prompt");
     }

@@ -25,6 +25,8 @@ kvedge_plan full_plan() {
 
 namespace {
 
+const char * const STAGE_NAMES[] = { "scorer", "allocator", "reducer", "decode" };
+
 int32_t share(double ratio, int32_t n_tokens) { return (int32_t) std::floor(ratio * n_tokens + 1e-9); }
 
 // "16" is a count, "0.1" a ratio: the decimal point decides.
@@ -65,13 +67,80 @@ std::string members(kvedge_stage stage) {
     return list;
 }
 
+// The stage's member changes, and its settings become the new member's defaults.
 template <class T>
-kvedge_status set_stage(const T *& slot, const T * found, kvedge_stage stage, const char * key, const char * value, kvedge_error * err) {
+kvedge_status set_stage(
+    kvedge_plan & plan, const T * kvedge_plan::* slot, const T * found, kvedge_stage stage, const char * value, kvedge_error * err) {
     if (!found) {
-        return fail(err, KVEDGE_E_UNKNOWN, "no %s named '%s'; there are: %s", key, value, members(stage).c_str());
+        return fail(err, KVEDGE_E_UNKNOWN, "no %s named '%s'; there are: %s", STAGE_NAMES[stage], value, members(stage).c_str());
     }
-    slot = found;
+    plan.*slot = found;
+    for (int32_t i = 0; found->params && found->params[i].name; i++) {
+        plan.params[stage][i] = found->params[i].fallback;
+    }
     return ok(err);
+}
+
+const Member & chosen(const kvedge_plan & plan, int32_t stage) {
+    switch (stage) {
+        case KVEDGE_STAGE_SCORER:    return *plan.scorer;
+        case KVEDGE_STAGE_ALLOCATOR: return *plan.allocator;
+        case KVEDGE_STAGE_REDUCER:   return *plan.reducer;
+        default:                     return *plan.decode;
+    }
+}
+
+// Index of word in "a,b,c", or -1.
+int32_t choice_of(const char * choices, const std::string & word) {
+    std::istringstream list(choices);
+    std::string        item;
+    for (int32_t i = 0; std::getline(list, item, ','); i++) {
+        if (item == word) {
+            return i;
+        }
+    }
+    return -1;
+}
+
+kvedge_status set_param(double & slot, const Param & p, const std::string & key, const char * value, kvedge_error * err) {
+    if (p.choices) {
+        const int32_t i = choice_of(p.choices, value);
+        slot            = i < 0 ? slot : i;
+        return i >= 0 ? ok(err) : fail(err, KVEDGE_E_ARGUMENT, "%s is one of %s, not '%s'", key.c_str(), p.choices, value);
+    }
+    Amount a;
+    if (!parse_amount(value, a) || (p.step > 0 && a.is_ratio)) {
+        return fail(err, KVEDGE_E_ARGUMENT, "%s '%s' is not a %snumber", key.c_str(), value, p.step > 0 ? "whole " : "");
+    }
+    const double x = a.is_ratio ? a.ratio : a.pairs;
+    if (x < p.lowest || x > p.highest || (p.step > 1 && std::fmod(x - p.lowest, p.step) != 0.0)) {
+        return fail(err, KVEDGE_E_ARGUMENT, "%s %s is out of range; it lies in [%g, %g]%s", key.c_str(), value, p.lowest, p.highest,
+                    p.step > 1 ? " and is odd" : "");
+    }
+    slot = x;
+    return ok(err);
+}
+
+// "scorer.window": a setting of the member that the plan has for that stage.
+kvedge_status set_member_param(kvedge_plan & plan, const std::string & key, const char * value, kvedge_error * err) {
+    const size_t dot = key.find('.');
+    for (int32_t stage = 0; stage < 4; stage++) {
+        if (key.compare(0, dot, STAGE_NAMES[stage]) != 0) {
+            continue;
+        }
+        const Member & m = chosen(plan, stage);
+        std::string    names;
+        for (int32_t i = 0; m.params && m.params[i].name; i++) {
+            if (key.substr(dot + 1) == m.params[i].name) {
+                return set_param(plan.params[stage][i], m.params[i], key, value, err);
+            }
+            names += (i ? ", " : "") + std::string(m.params[i].name);
+        }
+        return fail(err, KVEDGE_E_UNKNOWN, "%s '%s' has no setting '%s'; there are: %s", STAGE_NAMES[stage], m.name,
+                    key.c_str() + dot + 1, names.empty() ? "none" : names.c_str());
+    }
+    return fail(err, KVEDGE_E_UNKNOWN, "a plan has no setting '%s'; settings of members start with scorer., allocator., reducer. or "
+                "decode.", key.c_str());
 }
 
 kvedge_status set_budget(kvedge_plan & plan, const char * value, kvedge_error * err) {
@@ -119,9 +188,13 @@ kvedge_status set_sinks(kvedge_plan & plan, const char * value, kvedge_error * e
 
 }  // namespace
 
+int32_t plan_window(const kvedge_plan & plan) {
+    return plan.scorer->window ? plan.scorer->window(plan.params[KVEDGE_STAGE_SCORER]) : 0;
+}
+
 int32_t plan_recent(const kvedge_plan & plan, int32_t n_tokens, int32_t budget) {
     if (plan.recent_auto) {
-        return plan.scorer->recent_by_default ? budget / 2 : 0;
+        return plan.scorer->auto_recent ? plan.scorer->auto_recent(budget, plan.params[KVEDGE_STAGE_SCORER]) : 0;
     }
     return std::min(n_tokens, plan.recent_ratio > 0.0 ? share(plan.recent_ratio, n_tokens) : plan.recent_pairs);
 }
@@ -146,16 +219,16 @@ extern "C" kvedge_status kvedge_plan_set(kvedge_plan * plan, const char * key, c
     }
     const std::string k = key;
     if (k == "scorer") {
-        return set_stage(plan->scorer, find_scorer(value), KVEDGE_STAGE_SCORER, key, value, err);
+        return set_stage(*plan, &kvedge_plan::scorer, find_scorer(value), KVEDGE_STAGE_SCORER, value, err);
     }
     if (k == "allocator") {
-        return set_stage(plan->allocator, find_allocator(value), KVEDGE_STAGE_ALLOCATOR, key, value, err);
+        return set_stage(*plan, &kvedge_plan::allocator, find_allocator(value), KVEDGE_STAGE_ALLOCATOR, value, err);
     }
     if (k == "reducer") {
-        return set_stage(plan->reducer, find_reducer(value), KVEDGE_STAGE_REDUCER, key, value, err);
+        return set_stage(*plan, &kvedge_plan::reducer, find_reducer(value), KVEDGE_STAGE_REDUCER, value, err);
     }
     if (k == "decode") {
-        return set_stage(plan->decode, find_decode(value), KVEDGE_STAGE_DECODE, key, value, err);
+        return set_stage(*plan, &kvedge_plan::decode, find_decode(value), KVEDGE_STAGE_DECODE, value, err);
     }
     if (k == "budget") {
         return set_budget(*plan, value, err);
@@ -176,6 +249,9 @@ extern "C" kvedge_status kvedge_plan_set(kvedge_plan * plan, const char * key, c
         return plan->keep_all_text || !strcmp(value, "budget")
                    ? ok(err)
                    : fail(err, KVEDGE_E_ARGUMENT, "text_overflow '%s' is neither budget nor keep_all", value);
+    }
+    if (k.find('.') != std::string::npos) {
+        return set_member_param(*plan, k, value, err);
     }
     return fail(err, KVEDGE_E_UNKNOWN,
                 "a plan has no setting '%s'; there are: scorer, allocator, reducer, decode, budget, recent, sinks, text_prior, "
@@ -204,6 +280,9 @@ extern "C" kvedge_status kvedge_plan_check(const kvedge_plan * plan, kvedge_erro
 extern "C" int32_t kvedge_plan_budget(const kvedge_plan * plan, int32_t n_tokens) {
     if (!plan || n_tokens <= 0) {
         return 0;
+    }
+    if (n_tokens <= plan_window(*plan)) {
+        return n_tokens;
     }
     const int32_t n = plan->budget_ratio > 0.0 ? share(plan->budget_ratio, n_tokens) : plan->budget_pairs;
     return std::clamp(n, 1, n_tokens);

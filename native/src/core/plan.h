@@ -5,10 +5,13 @@
 #include <cstdint>
 
 struct kvedge_plan {
-    const kvedge::Scorer *       scorer;
-    const kvedge::Allocator *    allocator;
-    const kvedge::Reducer *      reducer;
-    const kvedge::DecodePolicy * decode;
+    const kvedge::Scorer *       scorer    = nullptr;
+    const kvedge::Allocator *    allocator = nullptr;
+    const kvedge::Reducer *      reducer   = nullptr;
+    const kvedge::DecodePolicy * decode    = nullptr;
+
+    // Values of the members' settings, in the order of their params; by kvedge_stage.
+    double params[4][kvedge::MAX_PARAMS] = {};
 
     // Each amount is a ratio of the prompt's tokens (ratio > 0) or a number of KV pairs (ratio = 0).
     double  budget_ratio = 1.0;
@@ -25,6 +28,9 @@ struct kvedge_plan {
 namespace kvedge {
 
 kvedge_plan full_plan();
+
+// The last queries that the plan's scorer wants to see; 0: none.
+int32_t plan_window(const kvedge_plan & plan);
 
 // KV pairs of the last tokens that the plan asks to protect in a prompt of n_tokens with this budget; may exceed the
 // budget, and then gives way (select.cpp).

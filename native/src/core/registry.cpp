@@ -4,15 +4,16 @@
 
 namespace kvedge {
 
-extern const Scorer       scorer_cumulative, scorer_position;
-extern const Allocator    allocator_uniform;
+extern const Scorer       scorer_cumulative, scorer_position, scorer_window, scorer_knorm, scorer_vnorm, scorer_random;
+extern const Allocator    allocator_uniform, allocator_pyramid, allocator_ada;
 extern const Reducer      reducer_evict, reducer_averaged, reducer_pivotal, reducer_weighted;
 extern const DecodePolicy decode_keep_all;
 
 namespace {
 
-const Scorer * const       SCORERS[]    = { &scorer_cumulative, &scorer_position };
-const Allocator * const    ALLOCATORS[] = { &allocator_uniform };
+const Scorer * const       SCORERS[]    = { &scorer_cumulative, &scorer_position, &scorer_window,
+                                           &scorer_knorm,      &scorer_vnorm,    &scorer_random };
+const Allocator * const    ALLOCATORS[] = { &allocator_uniform, &allocator_pyramid, &allocator_ada };
 const Reducer * const      REDUCERS[]   = { &reducer_evict, &reducer_averaged, &reducer_pivotal, &reducer_weighted };
 const DecodePolicy * const DECODES[]    = { &decode_keep_all };
 

@@ -17,7 +17,7 @@ Protection fit_protection(const kvedge_plan & plan, int32_t n_tokens, int32_t co
     if ((int64_t) plan.sinks + recent <= count) {
         return { plan.sinks, recent };
     }
-    if (plan.scorer->recent_by_default) {
+    if (!plan.scorer->sinks_first) {
         const int32_t kept = std::min(recent, count);
         return { std::min(plan.sinks, count - kept), kept };
     }

@@ -11,29 +11,58 @@
 
 namespace kvedge {
 
-// One layer's pending tokens, as a scorer sees them.
-struct ScoreInput {
-    const LayerShape * shape;
-    int32_t            n_tokens;      // T
-    const double *     column_sums;   // [Hkv][sums_capacity], averaged over the group; NULL unless asked for
-    int32_t            sums_capacity;
+// A setting of a member: a number, or one of several words.
+struct Param {
+    const char * name;
+    double       fallback;
+    double       lowest, highest;
+    int32_t      step;     // 0: any number; else integers, lowest + a multiple of step
+    const char * choices;  // "avg,max": the value is the word's index; NULL for a number
 };
 
-struct Scorer {
-    const char * name;
-    bool         needs_column_sums;
-    bool         recent_by_default;  // recent = auto protects half of the budget
-    void (*score)(const ScoreInput & in, int32_t head, float * out);  // out [T], larger matters more
+constexpr int32_t MAX_PARAMS = 8;
+
+// What every member has. Values of its settings come in the order of params, which ends with a nameless one.
+struct Member {
+    const char *  name;
+    const Param * params;  // NULL: none
+};
+
+// The pending tokens of one layer, as a scorer sees them.
+struct ScoreInput {
+    const Sequence * seq;  // the rows are its pending ones
+    int32_t          layer;
+    int32_t          n_tokens;  // T
+    const double *   column_sums;    // [Hkv][sums_capacity], averaged over the group; NULL unless asked for
+    int32_t          sums_capacity;
+    const float *    window_q;       // [n_window][H][d_k] queries of the last tokens, scaled; NULL unless asked for
+    int32_t          n_window;       // min(window, T)
+    float            softcap;        // of the layer's logits, 0: none
+    const float *    sinks;          // [H] logits of the layer's attention sinks, or NULL
+    const double *   params;
+};
+
+struct Scorer : Member {
+    bool needs_column_sums;
+    // KV pairs of the last tokens that recent = auto protects, given the budget; NULL: none
+    int32_t (*auto_recent)(int32_t budget, const double * params);
+    bool sinks_first;  // sinks outlast recent tokens when the budget is too small for both
+    // Last queries that score() wants to see; a prompt that is no longer than that is kept whole. NULL: none.
+    int32_t (*window)(const double * params);
+    // out [Hkv][T], larger matters more
+    void (*score)(const ScoreInput & in, float * out);
 };
 
 struct AllocateInput {
-    const std::vector<LayerShape> * shapes;
-    int32_t                         n_tokens;  // T
-    int32_t                         budget;    // KV pairs per layer and head on average, 1 <= budget < T
+    const std::vector<LayerShape> *         shapes;
+    int32_t                                 n_tokens;  // T
+    int32_t                                 budget;    // KV pairs per layer and head on average, 1 <= budget < T
+    int32_t                                 recent;    // of those, last tokens that are kept anyway
+    const std::vector<std::vector<float>> * scores;    // [layer][Hkv * T]
+    const double *                          params;
 };
 
-struct Allocator {
-    const char * name;
+struct Allocator : Member {
     // out[layer][head] KV pairs to keep; their sum is budget * (number of layers and heads), never above.
     void (*allocate)(const AllocateInput & in, std::vector<std::vector<int32_t>> & out);
 };
@@ -48,22 +77,18 @@ struct ReduceInput {
     float *         scratch;  // as many floats as the reducer's scratch() asked for
 };
 
-struct Reducer {
-    const char * name;
+struct Reducer : Member {
     // k [n_kept][d_k], v [n_kept][d_v]: the rows to store. Allocates nothing: it must not fail half-way. NULL: the kept
     // rows as they are.
     void (*reduce)(const ReduceInput & in, float * k, float * v);
     size_t (*scratch)(int32_t n_tokens, int32_t n_kept, int32_t d_k);
 };
 
-struct DecodePolicy {
-    const char * name;
-};
+struct DecodePolicy : Member {};
 
 const Scorer *       find_scorer(const char * name);
 const Allocator *    find_allocator(const char * name);
 const Reducer *      find_reducer(const char * name);
 const DecodePolicy * find_decode(const char * name);
-
 
 }  // namespace kvedge

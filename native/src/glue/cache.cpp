@@ -56,10 +56,10 @@ ggml_tensor * kvedge_cache::build_attn(const llama_attn_provider_layer & layer) 
             return nullptr;  // a layer that was not there when the store was laid out
         }
         shapes.push_back({ layer.il, (int32_t) layer.q->ne[1], (int32_t) layer.k->ne[1], (int32_t) layer.k->ne[0],
-                           (int32_t) layer.v->ne[0] });
+                           (int32_t) layer.v->ne[0], layer.softcap });
         ops.push_back(std::make_unique<LayerOp>());
         op     = ops.end() - 1;
-        **op   = { this, (int32_t) shapes.size() - 1, layer.scale, layer.softcap };
+        **op   = { this, (int32_t) shapes.size() - 1, layer.scale };
         locks.reset();
     }
     ggml_tensor * kv_args[] = { layer.k, layer.v };
@@ -111,16 +111,22 @@ bool kvedge_cache::enter_run(const llama_attn_provider_ubatch & ubatch, Run & ru
     state.armed       = state.armed || prompt;
     state.prev_output = output;
 
-    run.sum = prompt && plan.scorer->needs_column_sums && plan.budget_ratio != 1.0;
+    run.prompt = prompt && plan.budget_ratio != 1.0;
+    run.sum    = run.prompt && plan.scorer->needs_column_sums;
     std::vector<int32_t> pos((size_t) n);
     for (int32_t i = 0; i < n; i++) {
         pos[(size_t) i] = ubatch.pos[run.index[(size_t) i]];
     }
-    if ((run.sum && !state.seq->ensure_sums(n)) || !state.seq->append(n, pos.data(), ubatch.token == nullptr)) {
+    const int32_t window = plan_window(plan);
+    if ((run.sum && !state.seq->ensure_sums(n)) || (run.prompt && window > 0 && !state.seq->ensure_windows(window)) ||
+        !state.seq->append(n, pos.data(), ubatch.token == nullptr)) {
         report(KVEDGE_E_MEMORY, "no memory for the keys and values of the next tokens; shorten the prompt or free memory");
         return false;
     }
-    state.seq->unsummed += prompt && !run.sum ? n : 0;
+    state.seq->unobserved += prompt && !run.prompt ? n : 0;
+    if (!run.prompt) {
+        state.seq->window_from = state.seq->pending_length();  // these queries are not in the window
+    }
     state.note_peak();
 
     int32_t group = 1;

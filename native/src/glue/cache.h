@@ -32,6 +32,7 @@ struct SequenceState {
 struct Run {
     SequenceState *      state;
     std::vector<int32_t> index;  // their places in the ubatch
+    bool                 prompt; // part of a prompt that the plan may compress: scores are gathered
     bool                 sum;    // add their attention to the column sums
     bool                 decode; // few rows: the decode path
     DecodePartials       partials;
@@ -41,7 +42,7 @@ struct Run {
 struct LayerOp {
     kvedge_cache * kv;
     int32_t        layer;  // index into shapes
-    float          scale, softcap;
+    float          scale;
 };
 
 }  // namespace kvedge

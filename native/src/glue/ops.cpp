@@ -30,7 +30,7 @@ AttendJob make_job(const LayerOp & op, const Run & run, ggml_tensor * dst) {
     job.out_token = dst->nb[1] / sizeof(float);
     job.index     = run.index.data();
     job.scale     = op.scale;
-    job.softcap   = op.softcap;
+    job.softcap   = shape.softcap;
     job.sinks     = dst->src[2] ? (const float *) dst->src[2]->data : nullptr;
     if (run.sum) {
         ColumnSums & sums = run.state->seq->sums[(size_t) op.layer];
@@ -89,6 +89,9 @@ void attend_op(ggml_tensor * dst, int ith, int nth, void * layer_op) {
     int32_t task  = -1;
     for (auto & run : kv.runs) {
         const AttendJob job = make_job(op, *run, dst);
+        if (run->prompt && !run->state->seq->windows.empty()) {
+            record_window(job, *run->state->seq, ith, nth);
+        }
         if (!run->decode && (size_t) ith >= kv.scratch.size()) {
             return;
         }

@@ -9,6 +9,6 @@ static void reduce(const ReduceInput & in, float * k, float * v) {
 }
 
 extern const Reducer reducer_averaged;
-const Reducer        reducer_averaged = { "averaged", reduce, merge_scratch };
+const Reducer        reducer_averaged = { { "averaged", nullptr }, reduce, merge_scratch };
 
 }  // namespace kvedge

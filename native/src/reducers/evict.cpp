@@ -5,6 +5,6 @@
 namespace kvedge {
 
 extern const Reducer reducer_evict;
-const Reducer        reducer_evict = { "evict", nullptr, nullptr };
+const Reducer        reducer_evict = { { "evict", nullptr }, nullptr, nullptr };
 
 }  // namespace kvedge

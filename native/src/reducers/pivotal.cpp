@@ -9,6 +9,6 @@ static void reduce(const ReduceInput & in, float * k, float * v) {
 }
 
 extern const Reducer reducer_pivotal;
-const Reducer        reducer_pivotal = { "pivotal", reduce, merge_scratch };
+const Reducer        reducer_pivotal = { { "pivotal", nullptr }, reduce, merge_scratch };
 
 }  // namespace kvedge

@@ -9,6 +9,6 @@ static void reduce(const ReduceInput & in, float * k, float * v) {
 }
 
 extern const Reducer reducer_weighted;
-const Reducer        reducer_weighted = { "weighted", reduce, merge_scratch };
+const Reducer        reducer_weighted = { { "weighted", nullptr }, reduce, merge_scratch };
 
 }  // namespace kvedge

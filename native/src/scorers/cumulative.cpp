@@ -2,16 +2,30 @@
 
 #include "core/stages.h"
 
+#include <algorithm>
+
 namespace kvedge {
 
-static void score(const ScoreInput & in, int32_t head, float * out) {
-    const double * sums = in.column_sums + (size_t) head * (size_t) in.sums_capacity;
-    for (int32_t t = 0; t < in.n_tokens; t++) {
-        out[t] = (float) sums[t];
+enum { WINDOW };
+
+// Last tokens that recent = auto protects; 0: as many as are chosen by their score.
+static const Param PARAMS[] = { { "window", 0, 0, 1048576, 1, nullptr }, {} };
+
+static int32_t auto_recent(int32_t budget, const double * params) {
+    return params[WINDOW] > 0 ? std::min(budget, (int32_t) params[WINDOW]) : budget / 2;
+}
+
+static void score(const ScoreInput & in, float * out) {
+    const int32_t n_heads_kv = in.seq->shapes()[(size_t) in.layer].n_heads_kv;
+    for (int32_t h = 0; h < n_heads_kv; h++) {
+        const double * sums = in.column_sums + (size_t) h * (size_t) in.sums_capacity;
+        for (int32_t t = 0; t < in.n_tokens; t++) {
+            *out++ = (float) sums[t];
+        }
     }
 }
 
 extern const Scorer scorer_cumulative;
-const Scorer        scorer_cumulative = { "cumulative", true, true, score };
+const Scorer        scorer_cumulative = { { "cumulative", PARAMS }, true, auto_recent, false, nullptr, score };
 
 }  // namespace kvedge

@@ -4,13 +4,16 @@
 
 namespace kvedge {
 
-static void score(const ScoreInput & in, int32_t, float * out) {
-    for (int32_t t = 0; t < in.n_tokens; t++) {
-        out[t] = (float) t;
+static void score(const ScoreInput & in, float * out) {
+    const int32_t n_heads_kv = in.seq->shapes()[(size_t) in.layer].n_heads_kv;
+    for (int32_t h = 0; h < n_heads_kv; h++) {
+        for (int32_t t = 0; t < in.n_tokens; t++) {
+            *out++ = (float) t;
+        }
     }
 }
 
 extern const Scorer scorer_position;
-const Scorer        scorer_position = { "position", false, false, score };
+const Scorer        scorer_position = { { "position", nullptr }, false, nullptr, true, nullptr, score };
 
 }  // namespace kvedge

@@ -155,8 +155,15 @@ std::vector<int32_t> Sequence::head_tokens(int32_t layer, int32_t head) const {
 
 void Sequence::close_pending() {
     pending_from = blocks.size();
-    unsummed     = 0;
-    drop_sums();
+    unobserved   = 0;
+    drop_observations();
+}
+
+void Sequence::drop_observations() {
+    sums        = {};
+    windows     = {};
+    window_size = 0;
+    window_from = 0;
 }
 
 void Sequence::remove_from_ragged(Block & block, int32_t p0, int32_t p1) {
@@ -237,6 +244,7 @@ void Sequence::remove(int32_t p0, int32_t p1) {
             pending_from -= b < pending_from ? 1 : 0;
         }
     }
+    window_from = pending_length();  // the rings count rows that have moved
 }
 
 std::unique_ptr<Sequence> Sequence::clone() const try {
@@ -245,7 +253,10 @@ std::unique_ptr<Sequence> Sequence::clone() const try {
     copy->image        = image;
     copy->pending_from = pending_from;
     copy->sums         = sums;
-    copy->unsummed     = unsummed;
+    copy->windows      = windows;
+    copy->window_size  = window_size;
+    copy->window_from  = window_from;
+    copy->unobserved   = unobserved;
     for (const auto & from : blocks) {
         auto to      = std::make_unique<Block>();
         to->ragged   = from->ragged;
@@ -295,6 +306,21 @@ bool Sequence::ensure_sums(int32_t extra) try {
     return false;
 }
 
+bool Sequence::ensure_windows(int32_t n) try {
+    if (n == window_size) {
+        return true;
+    }
+    windows.assign(shapes().size(), {});
+    for (size_t l = 0; l < windows.size(); l++) {
+        windows[l].q.resize((size_t) n * (size_t) shapes()[l].n_heads * (size_t) shapes()[l].d_k);
+    }
+    window_size = n;
+    window_from = pending_length();
+    return true;
+} catch (const std::bad_alloc &) {
+    return false;
+}
+
 uint64_t Sequence::bytes() const {
     uint64_t n = 0;
     for (const auto & b : blocks) {
@@ -322,6 +348,9 @@ uint64_t Sequence::score_bytes() const {
     uint64_t n = 0;
     for (const auto & cs : sums) {
         n += cs.sums.capacity() * sizeof(double);
+    }
+    for (const auto & w : windows) {
+        n += (w.q.capacity() + w.sinks.capacity()) * sizeof(float);
     }
     return n;
 }

@@ -20,6 +20,7 @@ struct LayerShape {
     int32_t n_heads;     // H
     int32_t n_heads_kv;  // Hkv
     int32_t d_k, d_v;
+    float   softcap = 0.0f;  // of the logits, 0: none
 };
 
 // Consecutive rows of one head.
@@ -51,6 +52,12 @@ struct Block {
 struct ColumnSums {
     std::vector<double> sums;  // [Hkv][capacity]
     int32_t             capacity = 0;
+};
+
+// The last queries of the prompt, of one layer, in a ring: token i of the pending ones lies at slot i % capacity.
+struct QueryWindow {
+    std::vector<float> q;      // [capacity][H][d_k], scaled as for the logits
+    std::vector<float> sinks;  // [H], or empty
 };
 
 class Sequence {
@@ -98,8 +105,9 @@ class Sequence {
     uint64_t index_bytes() const;  // of token indices, positions and modality
     uint64_t score_bytes() const;
 
-    bool ensure_sums(int32_t extra);  // column sums for all pending tokens and `extra` more; false: no memory
-    void drop_sums() { sums.clear(); sums.shrink_to_fit(); }
+    bool ensure_sums(int32_t extra);      // column sums for all pending tokens and `extra` more; false: no memory
+    bool ensure_windows(int32_t n);       // room for the last n queries of every layer; false: no memory
+    void drop_observations();
 
     const std::vector<LayerShape> & shapes() const { return *shapes_; }
     Type                            type() const { return type_; }
@@ -109,7 +117,10 @@ class Sequence {
     std::vector<std::unique_ptr<Block>> blocks;
     size_t                              pending_from = 0;  // first block that is not yet compressed
     std::vector<ColumnSums>             sums;              // per layer; empty unless the scorer needs them
-    int32_t                             unsummed = 0;      // pending tokens whose queries were not summed up
+    std::vector<QueryWindow>            windows;           // per layer; empty unless the scorer needs them
+    int32_t                             window_size = 0;   // capacity of the windows
+    int32_t                             window_from = 0;   // first pending token from which on all queries were seen
+    int32_t                             unobserved  = 0;   // pending prompt tokens that no score was gathered from
 
   private:
     std::unique_ptr<Block> make_block(int32_t capacity) const;

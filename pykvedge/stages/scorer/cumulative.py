@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pykvedge.stages.base import Layer, Scorer, Settings
+from pykvedge.stages.base import Layer, Param, Scorer, Settings
 
 
 def column_sums(q: np.ndarray, k: np.ndarray) -> np.ndarray:
@@ -39,5 +39,14 @@ MEMBER = Scorer(
     summary="attention that a token received, summed over all queries of the prompt",
     source="H2O, section 4; LOOK-M, eq. 4",
     score=score,
-    auto_recent=lambda budget: budget // 2,  # H2O and LOOK-M: as many recent tokens as heavy hitters
+    params=(
+        Param(
+            "window",
+            0,
+            "last tokens that are kept; 0: half of the budget, as in H2O",
+            low=0,
+            high=2**20,
+        ),
+    ),
+    auto_recent=lambda budget, settings: min(budget, settings["window"]) if settings["window"] else budget // 2,
 )

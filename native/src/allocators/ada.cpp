@@ -1,0 +1,79 @@
+// Adaptive heads: a layer's budget goes to the heads whose scores are the largest in the layer, with a floor for each
+// (AdaKV, Feng et al. 2024).
+
+#include "primitives/share.h"
+
+#include <algorithm>
+#include <numeric>
+
+namespace kvedge {
+
+namespace {
+
+enum { FLOOR, NORMALIZE };
+
+const Param PARAMS[] = {
+    { "floor", 0.2, 0, 1, 0, nullptr },        // share of the even budget that every head keeps
+    { "normalize", 0, 0, 0, 0, "true,false" },  // scores times the share of a head's mass in its own top scores
+    {},
+};
+
+// Per head, how many of the layer's n_heads * base largest scores it has; ties go to the lower head, then token.
+std::vector<int32_t> count_winners(std::vector<float> & scores, int32_t n_heads, int32_t n, int32_t base) {
+    std::vector<int32_t> order(scores.size()), winners((size_t) n_heads, 0);
+    std::iota(order.begin(), order.end(), 0);
+    const auto best = order.begin() + (std::ptrdiff_t) n_heads * base;
+    std::nth_element(order.begin(), best, order.end(), [&](int32_t a, int32_t b) {
+        return scores[(size_t) a] != scores[(size_t) b] ? scores[(size_t) a] > scores[(size_t) b] : a < b;
+    });
+    for (auto it = order.begin(); it != best; ++it) {
+        winners[(size_t) (*it / n)]++;
+    }
+    return winners;
+}
+
+void normalize(float * scores, int32_t n, int32_t base) {
+    std::vector<float> sorted(scores, scores + n);
+    std::sort(sorted.begin(), sorted.end(), [](float a, float b) { return a > b; });
+    const double total = std::accumulate(sorted.begin(), sorted.end(), 0.0);
+    const double top   = std::accumulate(sorted.begin(), sorted.begin() + base, 0.0);
+    const auto   share = total > 0.0 ? (float) (top / total) : 0.0f;
+    for (int32_t i = 0; i < n; i++) {
+        scores[i] *= share;
+    }
+}
+
+void allocate(const AllocateInput & in, std::vector<std::vector<int32_t>> & out) {
+    const int32_t held = std::max(in.recent, 1);  // of every head, so that none is left empty
+    const int32_t base = in.budget - held, n = in.n_tokens - in.recent;
+    for (size_t l = 0; l < out.size(); l++) {
+        const int32_t      n_heads = (*in.shapes)[l].n_heads_kv;
+        std::vector<float> scores;
+        for (int32_t h = 0; h < n_heads; h++) {
+            const float * row = (*in.scores)[l].data() + (size_t) h * (size_t) in.n_tokens;
+            scores.insert(scores.end(), row, row + n);
+        }
+        // Mass has no meaning where scores are negative.
+        if (in.params[NORMALIZE] == 0 && std::none_of(scores.begin(), scores.end(), [](float s) { return s < 0.0f; })) {
+            for (int32_t h = 0; h < n_heads; h++) {
+                normalize(scores.data() + (size_t) h * (size_t) n, n, base);
+            }
+        }
+        const auto          winners = count_winners(scores, n_heads, n, base);
+        std::vector<double> shares;
+        for (int32_t w : winners) {
+            shares.push_back(w * (1.0 - in.params[FLOOR]) + base * in.params[FLOOR]);
+        }
+        const auto counts = round_shares(shares, (int64_t) base * n_heads, in.n_tokens - held);
+        for (int32_t h = 0; h < n_heads; h++) {
+            out[l][(size_t) h] = (int32_t) counts[(size_t) h] + held;
+        }
+    }
+}
+
+}  // namespace
+
+extern const Allocator allocator_ada;
+const Allocator        allocator_ada = { { "ada", PARAMS }, allocate };
+
+}  // namespace kvedge

@@ -1,0 +1,42 @@
+// Pyramid: lower layers keep more, on a straight line from the first layer to the last (PyramidKV, Cai et al. 2024).
+
+#include "primitives/share.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace kvedge {
+
+namespace {
+
+enum { BETA };
+
+const Param PARAMS[] = { { "beta", 20, 1, 1000, 1, nullptr }, {} };  // the last layer's share is base / beta
+
+void allocate(const AllocateInput & in, std::vector<std::vector<int32_t>> & out) {
+    const auto          n_layers = (int32_t) in.shapes->size();
+    const int32_t       held     = std::max(in.recent, 1);  // of every head, so that none is left empty
+    const int32_t       base     = in.budget - held;
+    const int32_t       most     = in.n_tokens - held;
+    double              last     = std::floor(base / in.params[BETA]);
+    double              first    = 2.0 * base - last;
+    if (first > most) {
+        first = most;
+        last  = 2.0 * base - first;
+    }
+    std::vector<double> line((size_t) n_layers);
+    for (int32_t l = 0; l < n_layers; l++) {
+        line[(size_t) l] = n_layers == 1 ? base : first - l * (first - last) / (n_layers - 1);
+    }
+    const auto counts = round_shares(line, (int64_t) base * n_layers, most);
+    for (int32_t l = 0; l < n_layers; l++) {
+        out[(size_t) l].assign((size_t) (*in.shapes)[(size_t) l].n_heads_kv, (int32_t) counts[(size_t) l] + held);
+    }
+}
+
+}  // namespace
+
+extern const Allocator allocator_pyramid;
+const Allocator        allocator_pyramid = { { "pyramid", PARAMS }, allocate };
+
+}  // namespace kvedge

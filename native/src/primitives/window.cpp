@@ -1,0 +1,77 @@
+#include "primitives/window.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace kvedge {
+
+namespace {
+
+constexpr int32_t BLOCK = 128;  // keys packed at a time
+
+// s [n_window][stride]: logits of one query head's window over all stored rows of its KV head.
+void window_logits(const ScoreInput & in, int32_t query_head, int32_t head, float * panel, float * s, size_t stride) {
+    const LayerShape & shape = in.seq->shapes()[(size_t) in.layer];
+    const auto         ldq   = (size_t) shape.n_heads * (size_t) shape.d_k;
+    int32_t            at    = 0;
+    in.seq->each_segment(in.layer, head, false, [&](const Segment & seg) {
+        for (int32_t c = 0; c < seg.n; c += BLOCK) {
+            const int32_t w = std::min(BLOCK, seg.n - c);
+            kernels().pack({ seg.k.data + (size_t) c * seg.k.stride, seg.k.stride, seg.k.type }, w, shape.d_k, panel);
+            kernels().gemm_qk(in.window_q + (size_t) query_head * (size_t) shape.d_k, ldq, in.n_window, panel, w, shape.d_k, s + at,
+                              stride);
+            at += w;
+        }
+    });
+}
+
+}  // namespace
+
+void window_attention(const ScoreInput & in, int32_t head, GroupReduction reduction, float * out) {
+    const LayerShape & shape  = in.seq->shapes()[(size_t) in.layer];
+    const Kernels &    kn     = kernels();
+    const int32_t      group  = shape.n_heads / shape.n_heads_kv;
+    const int32_t      n_keys = in.seq->head_length(in.layer, head);
+    const int32_t      first  = n_keys - in.n_tokens;  // the first pending row
+    const size_t       stride = ((size_t) n_keys + 64 + 15) / 16 * 16;
+    std::vector<float> s((size_t) in.n_window * stride), panel((size_t) (BLOCK + 64) * (size_t) shape.d_k);
+    std::vector<float> mean((size_t) in.n_tokens);
+
+    std::fill(out, out + in.n_tokens, 0.0f);
+    for (int32_t g = 0; g < group && in.n_window > 0; g++) {
+        const int32_t query_head = head * group + g;
+        window_logits(in, query_head, head, panel.data(), s.data(), stride);
+        std::fill(mean.begin(), mean.end(), 0.0f);
+        for (int32_t r = 0; r < in.n_window; r++) {
+            float *    row  = s.data() + (size_t) r * stride;
+            const auto sees = (size_t) (n_keys - in.n_window + r + 1);
+            if (in.softcap != 0.0f) {
+                kn.softcap(row, sees, in.softcap);
+            }
+            const float sink  = in.sinks ? in.sinks[query_head] : -INFINITY;
+            const float top   = std::max(kn.max(row, sees), sink);
+            const float total = kn.exp_sum(row, sees, top) + std::exp(sink - top);
+            kn.axpy(1.0f / (total * (float) in.n_window), row + first, mean.data(), sees - (size_t) first);
+        }
+        for (int32_t t = 0; t < in.n_tokens; t++) {
+            const float m = mean[(size_t) t];
+            out[t]        = reduction == GroupReduction::max ? std::max(out[t], m) : out[t] + m / (float) group;
+        }
+    }
+}
+
+void pool(Pooling kind, int32_t kernel, float * x, int32_t n) {
+    const int32_t            half = kernel / 2;
+    const std::vector<float> in(x, x + n);
+    for (int32_t i = 0; i < n; i++) {
+        const int32_t a = std::max(0, i - half), b = std::min(n - 1, i + half);
+        float         sum = 0.0f, top = in[(size_t) a];
+        for (int32_t j = a; j <= b; j++) {
+            sum += in[(size_t) j];
+            top = std::max(top, in[(size_t) j]);
+        }
+        x[i] = kind == Pooling::max ? top : sum / (float) kernel;
+    }
+}
+
+}  // namespace kvedge

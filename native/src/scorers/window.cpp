@@ -1,0 +1,40 @@
+// Window attention: what the prompt's last queries look at is what the answer will need (SnapKV, Li et al. 2024).
+
+#include "primitives/window.h"
+
+#include <algorithm>
+
+namespace kvedge {
+
+namespace {
+
+enum { WINDOW, KERNEL, POOL, GQA };
+
+const Param PARAMS[] = {
+    { "window", 32, 1, 4096, 1, nullptr },  // queries, and tokens that recent = auto protects
+    { "kernel", 5, 1, 255, 2, nullptr },    // pooling width
+    { "pool", 0, 0, 0, 0, "avg,max" },
+    { "gqa", 0, 0, 0, 0, "mean,max" },  // over the query heads of a KV head, before pooling
+    {},
+};
+
+int32_t window(const double * params) { return (int32_t) params[WINDOW]; }
+
+int32_t auto_recent(int32_t budget, const double * params) { return std::min(budget, window(params)); }
+
+// The window's own tokens keep their unpooled attention; recent = auto protects them anyway.
+void score(const ScoreInput & in, float * out) {
+    const int32_t n_heads_kv = in.seq->shapes()[(size_t) in.layer].n_heads_kv;
+    for (int32_t h = 0; h < n_heads_kv; h++) {
+        float * row = out + (size_t) h * (size_t) in.n_tokens;
+        window_attention(in, h, (GroupReduction) (int32_t) in.params[GQA], row);
+        pool((Pooling) (int32_t) in.params[POOL], (int32_t) in.params[KERNEL], row, std::max(0, in.n_tokens - window(in.params)));
+    }
+}
+
+}  // namespace
+
+extern const Scorer scorer_window;
+const Scorer        scorer_window = { { "window", PARAMS }, false, auto_recent, false, window, score };
+
+}  // namespace kvedge

@@ -1,0 +1,158 @@
+"""Members beyond H2O and LOOK-M: other scores, and budgets that differ between layers and heads."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from arrays import prompt
+from test_parity import assert_same
+
+import pykvedge
+from pykvedge.errors import UnknownNameError, UsageError
+from pykvedge.stages.registry import STAGES, members
+from pykvedge.stages.shares import round_shares
+
+ALLOCATORS, SCORERS = list(members("allocator")), list(members("scorer"))
+SETTINGS = {
+    "scorer": [
+        {"scorer": "window", "scorer.window": 8, "scorer.kernel": 1},
+        {"scorer": "window", "scorer.window": 16, "scorer.pool": "max", "scorer.kernel": 7},
+        {"scorer": "window", "scorer.gqa": "max"},
+        {"scorer": "window", "recent": 0},
+        {"scorer": "cumulative", "scorer.window": 5},
+        {"scorer": "random", "scorer.seed": 7},
+    ],
+    "allocator": [
+        {"allocator": "pyramid", "allocator.beta": 1},
+        {"allocator": "pyramid", "allocator.beta": 3},
+        {"allocator": "ada", "allocator.normalize": False},
+        {"allocator": "ada", "allocator.floor": 0.0},
+        {"allocator": "ada", "allocator.floor": 1.0},
+    ],
+}
+
+
+def numpy_result(plan, p):
+    return pykvedge.compress(plan, *p.arguments, engine="numpy")
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])
+@pytest.mark.parametrize("allocator", ALLOCATORS)
+@pytest.mark.parametrize("scorer", SCORERS)
+def test_every_allocator_with_every_scorer(native, scorer, allocator, heads):
+    for n_tokens, budget in itertools.product((1, 2, 33, 120, 600), (0.05, 0.2, 0.7, 40)):
+        plan = pykvedge.plan("h2o", budget, scorer=scorer, allocator=allocator)
+        result = assert_same(plan, prompt(n_tokens, heads, layers=3))
+        kept = sum(len(head) for layer in result.kept for head in layer)
+        assert kept == plan.count(n_tokens) * 3 * heads[1]  # never above, never below
+
+
+@pytest.mark.parametrize("settings", SETTINGS["scorer"] + SETTINGS["allocator"], ids=str)
+def test_every_setting(native, settings):
+    for n_tokens in (20, 150):
+        assert_same(pykvedge.plan("h2o", 0.3, **{"scorer": "window", **settings}), prompt(n_tokens, layers=3))
+
+
+def test_every_numeric_and_named_setting_is_tried():
+    """A setting without a case above would only ever be tested at its default."""
+    tried = {(case[stage], key) for stage, cases in SETTINGS.items() for case in cases for key in case if "." in key}
+    settings = {(name, f"{stage}.{p.name}") for stage in STAGES for name, m in members(stage).items() for p in m.params}
+    assert tried == settings
+
+
+@pytest.mark.parametrize("name", pykvedge.methods())
+def test_every_method_on_both_engines(native, name):
+    for n_tokens in (5, 40, 300):
+        assert_same(pykvedge.plan(name), prompt(n_tokens, layers=4))
+
+
+def test_the_window_keeps_itself_and_what_it_looks_at():
+    p = prompt(200, (2, 2), layers=1)
+    p.k[0, :, 50] = 8 * p.q[0, :, -5:].mean(axis=1)  # a key that the last queries look at
+    kept = numpy_result(pykvedge.plan("snapkv", 40), p).kept[0][0]
+    assert set(range(168, 200)) <= set(kept.tolist()) and 50 in kept and len(kept) == 40
+
+
+def test_a_prompt_no_longer_than_the_window_is_kept_whole(native):
+    for n_tokens, whole in ((31, True), (32, True), (33, False)):
+        result = assert_same(pykvedge.plan("snapkv", 0.1), prompt(n_tokens))
+        assert (len(result.kept[0][0]) == n_tokens) == whole
+
+
+def test_norms_keep_small_keys_and_large_values():
+    p = prompt(50, layers=1)
+    p.k[0, :, 7] *= 1e-3
+    p.v[0, :, 9] *= 1e3
+    assert numpy_result(pykvedge.plan("knorm", 1), p).kept[0][0].tolist() == [7]
+    assert numpy_result(pykvedge.plan("vnorm", 1), p).kept[0][0].tolist() == [9]
+
+
+def test_chance_depends_on_the_seed_alone():
+    p, other = prompt(300, layers=2), prompt(300, layers=2, seed=5)
+    first = numpy_result(pykvedge.plan("random"), p)
+    np.testing.assert_array_equal(first.scores, numpy_result(pykvedge.plan("random"), other).scores)
+    assert 0.45 < first.scores.mean() < 0.55 and first.scores.min() < 0.02 and first.scores.max() > 0.98
+    assert len(np.unique(first.scores)) > 1150  # layers and heads differ
+    seven = numpy_result(pykvedge.plan("random", **{"scorer.seed": 7}), p)
+    assert abs(np.corrcoef(first.scores.ravel(), seven.scores.ravel())[0, 1]) < 0.1
+
+
+def test_a_pyramid_gives_lower_layers_more():
+    lengths = [len(heads[0]) for heads in numpy_result(pykvedge.plan("pyramidkv", 100), prompt(400, layers=6)).kept]
+    assert lengths == sorted(lengths, reverse=True) and sum(lengths) == 600
+    assert lengths[-1] == 32 + (100 - 32) // 20  # the window and base // beta
+    steps = np.diff(lengths)
+    assert steps.max() - steps.min() <= 1  # a straight line
+
+
+def test_adaptive_heads_follow_the_attention():
+    p = prompt(300, (2, 2), layers=1)
+    p.k[0, 0] *= 0.05  # head 0 spreads its attention evenly
+    p.k[0, 1, 20] = 6 * p.q[0, 1].mean(axis=0) + 3 * p.q[0, 1, -1]
+    even, peaked = (
+        len(h) for h in numpy_result(pykvedge.plan("adakv", 80, **{"allocator.normalize": False}), p).kept[0]
+    )
+    assert even + peaked == 160
+    floor = 32 + int(0.2 * 48)
+    assert min(even, peaked) >= floor and even != peaked
+
+
+@pytest.mark.parametrize(("shares", "total", "most", "expected"), [
+    ([1, 1, 1], 10, 10, [4, 3, 3]),
+    ([3, 1, 0], 4, 4, [3, 1, 0]),
+    ([9, 1, 0], 6, 3, [3, 3, 0]),
+    ([9, 0, 0], 6, 3, [3, 2, 1]),  # nothing to be in proportion to: evenly
+    ([0, 0], 3, 2, [2, 1]),
+    ([5], 5, 5, [5]),
+    ([1, 1], 0, 4, [0, 0]),
+])  # fmt: skip
+def test_shares_become_whole_numbers(shares, total, most, expected):
+    assert round_shares(np.array(shares, dtype=float), total, most).tolist() == expected
+
+
+def test_shares_add_up_whatever_they_are():
+    rng = np.random.default_rng(3)
+    for _ in range(300):
+        n, most = int(rng.integers(1, 30)), int(rng.integers(1, 100))
+        total = int(rng.integers(0, n * most + 1))
+        out = round_shares(rng.random(n) ** 6 * (rng.random(n) < 0.8), total, most)
+        assert out.sum() == total and out.min() >= 0 and out.max() <= most
+
+
+def test_settings_that_do_not_exist_or_do_not_fit():
+    for settings, error in (
+        ({"scorer.window": 16}, None),  # of lookm's scorer: its recent window
+        ({"scorer.kernel": 3}, UnknownNameError),
+        ({"allocator.beta": 3}, UnknownNameError),
+        ({"scorer.window": -1}, UsageError),
+        ({"scorer.window": 2.5}, UsageError),
+    ):
+        if error is None:
+            assert pykvedge.plan("lookm", 0.2, **settings).protected(200, 40) == (16, 0)
+        else:
+            with pytest.raises(error):
+                pykvedge.plan("lookm", 0.2, **settings)
+    with pytest.raises(UsageError, match="kernel"):
+        pykvedge.plan("snapkv", 0.2, **{"scorer.kernel": 4})
