@@ -214,3 +214,34 @@ def test_ctrl_c_before_the_answer_ends_the_program_quietly(environment, tiny):
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
     assert process.returncode == 130 and err.strip() == b""
+
+
+def test_stages_are_chosen_one_by_one(kvedge, tiny):
+    model = tiny("llama")
+    options = ["--json", "--max-tokens", 2, "--method", "snapkv", "--budget", 40, "--allocator", "pyramid"]
+    more = ["--merge", "pivotal", "--set", "scorer.window=16", "--set", "allocator.beta=2"]
+    kept = kvedge("chat", *model.arguments(), *options, *more, "word " * 100).json["kv"]["kept_per_layer"]
+    assert sum(kept) == 40 * len(kept) and kept[0] > kept[-1] > 16
+
+
+def test_a_plan_travels_as_a_file(kvedge, tiny, tmp_path):
+    file = tmp_path / "plan.json"
+    file.write_text(kvedge("methods", "adakv", "--json").out)
+    arguments = ["chat", *tiny("llama").arguments(), "--max-tokens", 2, "--json", "--plan", file, "word " * 60]
+    assert kvedge(*arguments).json["method"] == "adakv"
+    kvedge(*arguments, "--budget", "0.5").failed(2, "--plan")
+    file.write_text('{"kvedge_plan": 1, "scorer": "nonsense"}')
+    kvedge(*arguments).failed(2, "unknown scorer")
+    file.write_bytes(b"\xff\xfe\x00")
+    kvedge(*arguments).failed(2, "plan")
+    file.unlink()
+    kvedge(*arguments).failed(2, "plan.json", "cannot be read")
+
+
+def test_stage_options_that_make_no_sense(kvedge, tiny):
+    chat = ["chat", *tiny("llama").arguments(), "Hello"]
+    kvedge(*chat, "--set", "window=3").failed(2, "STAGE.NAME=VALUE")
+    kvedge(*chat, "--set", "scorer.nothing=3").failed(2, "nothing")
+    kvedge(*chat, "--set", "scorer.window=many").failed(2, "scorer.window")
+    kvedge(*chat, "--merge", "pivotal", "--reducer", "evict").failed(2, "contradict")
+    kvedge(*chat, "--allocator", "uniformly").failed(2, "did you mean 'uniform'")

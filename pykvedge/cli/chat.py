@@ -14,6 +14,7 @@ from pykvedge.plan import Plan
 from pykvedge.presets import plan as make_plan
 
 MERGES = {"averaged": "averaged", "pivotal": "pivotal", "weighted": "weighted", "none": "evict"}
+DEFAULT_METHOD = "lookm"
 _PATH = click.Path(path_type=Path)
 
 
@@ -26,13 +27,20 @@ _OPTIONS = (
     _option("--mmproj", type=_PATH, metavar="FILE.gguf", help="The image encoder that belongs to the model."),
     _option("--image", "images", type=_PATH, multiple=True, metavar="PATH",
             help="An image to ask about; repeatable. jpg, png, webp, bmp, gif."),
-    _option("--method", default="lookm", show_default=True, metavar="NAME", help="See `kvedge methods`."),
+    _option("--method", metavar="NAME", help="See `kvedge methods`. Default: lookm."),
     _option("--budget", metavar="AMOUNT",
             help="What is kept: 0.2 of the prompt, or 128 KV pairs per layer and head. Default 0.2."),
     _option("--recent", metavar="AMOUNT", help="Last tokens that are always kept: 16, 0.1 of the prompt, or auto."),
     _option("--sinks", type=int, metavar="N", help="First tokens that are always kept."),
     _option("--merge", metavar="KIND", help="What becomes of the others: averaged, pivotal, weighted, or none."),
     _option("--text-prior/--no-text-prior", default=None, help="Whether text outranks image tokens."),
+    _option("--scorer", metavar="NAME", help="Another scorer for the method. See `kvedge methods NAME`."),
+    _option("--allocator", metavar="NAME", help="Another allocator."),
+    _option("--reducer", metavar="NAME", help="Another reducer; --merge under its full name."),
+    _option("--set", "changes", multiple=True, metavar="STAGE.NAME=VALUE",
+            help="A setting of a stage, for example scorer.window=16; repeatable."),
+    _option("--plan", "plan_file", type=_PATH, metavar="FILE.json",
+            help="A plan as `kvedge methods NAME --json` prints it, instead of --method and what changes it."),
     _option("--ctx", type=int, metavar="N", help="Tokens that the conversation may hold. Default: up to 4096."),
     _option("--threads", type=int, metavar="N", help="Default: one per physical core."),
     _option("--gpu-layers", type=int, metavar="N", help="Layers on the GPU, -1 for all."),
@@ -68,7 +76,8 @@ def chat(prompt: str | None, **given: Any) -> None:
     Examples:
       kvedge chat --model m.gguf --mmproj mm.gguf --image cat.jpg "What is the cat doing?"
       kvedge chat ... --image a.jpg --image b.jpg --method lookm --budget 0.1 "What differs?"
-      kvedge chat ... --method h2o --budget 256 --sinks 4 "Summarise." < prompt.txt
+      kvedge chat ... --method h2o --budget 256 --sinks 4 "Summarise."
+      kvedge chat ... --method snapkv --allocator ada --merge pivotal --set scorer.window=16 "What is this?"
       echo "Describe the image." | kvedge chat ... --image cat.jpg --json
       kvedge chat ...                        a conversation; /image PATH adds an image
     """
@@ -114,13 +123,37 @@ def _positive(option: str, value: int | None) -> int:
 
 
 def _plan(given: dict[str, Any]) -> Plan:
-    settings = {k: given[k] for k in ("recent", "sinks", "text_prior") if given[k] is not None}
+    names = ("recent", "sinks", "text_prior", "scorer", "allocator", "reducer")
+    settings = {k: given[k] for k in names if given[k] is not None}
     merge = given["merge"]
     if merge is not None:
         if merge not in MERGES:
             raise unknown("merge", merge, MERGES)
-        settings["reducer"] = MERGES[merge]
-    return make_plan(given["method"], given["budget"], **settings)
+        if settings.setdefault("reducer", MERGES[merge]) != MERGES[merge]:
+            raise UsageError(f"--merge {merge} and --reducer {settings['reducer']} contradict each other; pass one")
+    settings.update(_parsed(change) for change in given["changes"])
+    if given["plan_file"] is None:
+        return make_plan(given["method"] or DEFAULT_METHOD, given["budget"], **settings)
+    if settings or given["method"] or given["budget"]:
+        raise UsageError("--plan holds the whole plan; change the file, or use --method without --plan")
+    return read_plan(given["plan_file"])
+
+
+def _parsed(change: str) -> tuple[str, str]:
+    key, equals, value = change.partition("=")
+    if not equals or "." not in key:
+        raise UsageError(f"--set takes STAGE.NAME=VALUE, for example scorer.window=16, not '{change}'")
+    return key.strip(), value.strip()
+
+
+def read_plan(path: Path) -> Plan:
+    """The plan in a JSON file. Raises UsageError if it cannot be read or is none."""
+    try:
+        return Plan.from_json(path.expanduser().read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{path} is not a plan: it is not text") from None
 
 
 def _model_files(model: Path | None, mmproj: Path | None) -> tuple[Path, Path | None]:
