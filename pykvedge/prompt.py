@@ -33,8 +33,10 @@ class Message:
     pictures: list[Picture] = field(default_factory=list)
 
     def content(self, marker: str) -> str:
-        """The text after one line per picture that says where the picture goes."""
-        return "".join(marker + "\n" for _ in self.pictures) + self.text
+        """The text after a line per picture that says where it goes; several are numbered, so that they have names."""
+        if len(self.pictures) == 1:
+            return f"{marker}\n{self.text}"
+        return "".join(f"Image {i + 1}: {marker}\n" for i in range(len(self.pictures))) + self.text
 
 
 class ChatTemplate:

@@ -35,7 +35,7 @@ def test_a_model_without_a_template_is_spoken_to_as_llava_1_5():
         "USER: <img>\nWhat is this? ASSISTANT:"
     )
     assert template(None).first([Message("system", "Be brief."), USER], "<img>").startswith("<s>Be brief. USER:")
-    assert template(None).following(CHAT, "<img>") == "</s>USER: <img>\n<img>\nAnd that? ASSISTANT:"
+    assert template(None).following(CHAT, "<img>") == "</s>USER: Image 1: <img>\nImage 2: <img>\nAnd that? ASSISTANT:"
 
 
 @pytest.mark.parametrize("source", [CHATML, NO_SYSTEM, None])
@@ -52,7 +52,7 @@ def test_a_template_without_system_role_gets_its_text_in_the_first_message():
 
 
 def test_a_template_that_forgets_earlier_turns():
-    assert template(FORGETFUL).following(CHAT, "<img>") == "<img>\n<img>\nAnd that?|"
+    assert template(FORGETFUL).following(CHAT, "<img>") == "Image 1: <img>\nImage 2: <img>\nAnd that?|"
 
 
 def test_what_the_user_writes_is_no_template():
