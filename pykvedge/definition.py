@@ -84,7 +84,8 @@ def run(plan: Plan, arrays: Arrays, kv_type: str) -> Outcome:
     share = np.full((n_layers, n_heads_kv), n_tokens)
     if budget < n_tokens:
         recent = min(budget, plan.asked_recent(n_tokens, budget))
-        share = allocator.allocate(Prompt(scores, image_mask, budget, recent), plan.settings("allocator"))
+        prompt = Prompt(scores, image_mask, budget, recent, tuple(layers))
+        share = allocator.allocate(prompt, plan.settings("allocator"))
     out = Outcome([], [], [], scores.astype(np.float32))
     for i in range(n_layers):
         heads = [_head(plan, layers[i], scores[i, h], h, int(share[i, h])) for h in range(n_heads_kv)]

@@ -34,6 +34,14 @@ _PYRAMIDKV = "Cai et al. 2024, PyramidKV: Dynamic KV Cache Compression based on 
 _ADAKV = "Feng et al. 2024, Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation, arXiv:2407.11550"
 _KNORM = "Devoto et al. 2024, A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression, arXiv:2406.11430"
 _LOOKM = "Wan et al. 2024, LOOK-M: Look-Once Optimization in KV Cache, EMNLP Findings, arXiv:2406.18139"
+_MIXKV = (
+    "Liu et al. 2025, Mixing Importance with Diversity: Joint Optimization for KV Cache Compression in Large "
+    "Vision-Language Models, arXiv:2510.20707"
+)
+_FLASHCACHE = (
+    "Yang et al. 2025, Revisiting Multimodal KV Cache Compression: A Frequency-Domain-Guided Outlier-KV-Aware "
+    "Approach, arXiv:2511.16786"
+)
 
 _PRESETS = (
     Preset("full", "keep every KV pair", "the uncompressed cache", {"budget": 1.0}),
@@ -57,6 +65,30 @@ _PRESETS = (
         "snapkv with more for the heads whose attention spreads widest",
         _ADAKV,
         {"scorer": "window", "allocator": "ada"},
+    ),
+    Preset(
+        "mixkv",
+        "snapkv that adds value norms, and diversity where the keys of a head are alike",
+        _MIXKV,
+        {"scorer": "mixkv"},
+    ),
+    Preset(
+        "mixkv-pyramid",
+        "mixkv with more for the lower layers",
+        _MIXKV,
+        {"scorer": "mixkv", "allocator": "pyramid"},
+    ),
+    Preset(
+        "mixkv-ada",
+        "mixkv with more for the heads with the largest scores",
+        _MIXKV,
+        {"scorer": "mixkv", "allocator": "ada"},
+    ),
+    Preset(
+        "flashcache",
+        "keys and values that stand out from the smooth part, with more for the layers that have more of them",
+        _FLASHCACHE,
+        {"scorer": "dct", "allocator": "spectral"},
     ),
     Preset("knorm", "tokens whose keys have the smallest norm", _KNORM, {"scorer": "knorm"}),
     Preset("vnorm", "tokens whose values have the largest norm", "a control, and a part of MixKV", {"scorer": "vnorm"}),

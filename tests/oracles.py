@@ -70,3 +70,103 @@ def merge(k, v, kept, kind):
                     total[c] += {"averaged": x, "pivotal": (x + pivot) / 2, "weighted": w * x}[kind]
             out.append([x / (len(groups[j]) + 1) for x in total])
     return out_k, out_v
+
+
+def mean(x):
+    """Arithmetic mean."""
+    return sum(x) / len(x)
+
+
+def window_attention(q, k, window):
+    """SnapKV: mean attention that the last `window` queries of one head pay to every token."""
+    n_tokens, size = len(k), len(k[0])
+    rows = range(max(0, n_tokens - window), n_tokens)
+    total = [0.0] * n_tokens
+    for m in rows:
+        logits = [sum(a * b for a, b in zip(q[m], k[n], strict=True)) / math.sqrt(size) for n in range(m + 1)]
+        top = max(logits)
+        weights = [math.exp(x - top) for x in logits]
+        for n, w in enumerate(weights):
+            total[n] += w / sum(weights)
+    return [x / len(rows) for x in total]
+
+
+def pooled(x, kernel, kind):
+    """Every number with its neighbours: the largest, or their sum over the width of the kernel."""
+    half, out = kernel // 2, []
+    for i in range(len(x)):
+        near = [x[j] for j in range(i - half, i + half + 1) if 0 <= j < len(x)]
+        out.append(max(near) if kind == "max" else sum(near) / kernel)
+    return out
+
+
+def minmax01(x):
+    """0 for the smallest, 1 for the largest; 0 for all if they are equal."""
+    low, high = min(x), max(x)
+    return [(a - low) / (high - low + 1e-8) if high > low else 0.0 for a in x]
+
+
+def scaled(x, to):
+    """x in [0, 1] with the mean of `to`."""
+    return [a * mean(to) / (mean(x) + 1e-8) for a in x]
+
+
+def redundancy(k):
+    """MixKV, eq. 4: mean cosine similarity of two different keys, over all pairs; never below 0."""
+    pairs = [(i, j) for i in range(len(k)) for j in range(len(k)) if i != j]
+    return max(0.0, mean([_cosine(k[i], k[j]) for i, j in pairs])) if pairs else 0.0
+
+
+def mixkv(q, k, v, settings):
+    """MixKV, section 3.3. q: a list of query heads; k and v of their KV head. No key of norm zero."""
+    window, n = settings["window"], max(0, len(k) - settings["window"])
+    attention = [mean(x) for x in zip(*(window_attention(head, k, window) for head in q), strict=True)]
+    if not n:
+        return attention
+    s_ex = pooled(attention[:n], settings["kernel"], settings["pool"])
+    rows, sign = (k, -1) if settings["value"] == "knorm" else (v, 1)
+    s_in = scaled(minmax01([sign * math.sqrt(sum(c * c for c in row)) for row in rows[:n]]), s_ex)
+    s_imp = [a + b for a, b in zip(s_ex, s_in, strict=True)]
+    away = [-mean([_cosine(k[i], k[j]) for j in range(len(k))]) for i in range(n)]
+    s_div = scaled(minmax01(away), s_ex if settings["scale"] == "ex" else s_imp)
+    r = {"headwise": redundancy(k), "importance": 0, "diversity": 1, "even": 0.5}[settings["mode"]]
+    return [(1 - r) * a + r * b for a, b in zip(s_imp, s_div, strict=True)] + attention[n:]
+
+
+def dct(x):
+    """FlashCache, eq. 6: the orthonormal DCT-II of a list of T numbers."""
+    n = len(x)
+    scale = [math.sqrt((1 if m == 0 else 2) / n) for m in range(n)]
+    return [scale[m] * sum(x[i] * math.cos(math.pi / n * m * (i + 0.5)) for i in range(n)) for m in range(n)]
+
+
+def low_pass(x, w):
+    """The inverse transform of the first w bins."""
+    n, bins = len(x), dct(x)
+    scale = [math.sqrt((1 if m == 0 else 2) / n) for m in range(n)]
+    return [sum(scale[m] * bins[m] * math.cos(math.pi / n * m * (i + 0.5)) for m in range(w)) for i in range(n)]
+
+
+def deviation(k, v, w):
+    """FlashCache, eq. 10, of one KV head: squared distance of each token from the base, per channel."""
+    out = [0.0] * len(k)
+    for rows in (k, v):
+        for channel in zip(*rows, strict=True):
+            for i, (x, base) in enumerate(zip(channel, low_pass(channel, w), strict=True)):
+                out[i] += (x - base) ** 2 / len(rows[0])
+    return out
+
+
+def high_energy(heads, w):
+    """FlashCache, eq. 11 and 12: energy of the bins from w on, over all energy. heads: [Hkv][T][d]."""
+    bins = [dct(channel) for rows in heads for channel in zip(*rows, strict=True)]
+    return sum(c * c for b in bins for c in b[w:]) / sum(c * c for b in bins for c in b)
+
+
+def merge_nearest(rows, kept, anchors):
+    """Elastic Cache, eq. 2 and 3: the mean of every anchor and the evicted tokens nearest to it, ties to the left."""
+    groups = {j: [j] for j in kept}
+    for i in range(len(rows)):
+        if i not in groups and anchors:
+            groups[min(anchors, key=lambda j: (abs(i - j), j))].append(i)
+    return [[mean([rows[i][c] for i in groups[j]]) for c in range(len(rows[0]))] for j in kept]

@@ -22,7 +22,18 @@ SETTINGS = {
         {"scorer": "window", "scorer.gqa": "max"},
         {"scorer": "window", "recent": 0},
         {"scorer": "cumulative", "scorer.window": 5},
+        {"scorer": "cumulative", "scorer.share": "layer"},
         {"scorer": "random", "scorer.seed": 7},
+        {"scorer": "mixkv", "scorer.window": 8, "scorer.kernel": 1},
+        {"scorer": "mixkv", "scorer.window": 16, "scorer.pool": "max", "scorer.kernel": 7},
+        {"scorer": "mixkv", "scorer.window": 4, "scorer.value": "knorm"},
+        {"scorer": "mixkv", "scorer.window": 4, "scorer.mode": "importance"},
+        {"scorer": "mixkv", "scorer.window": 4, "scorer.mode": "diversity"},
+        {"scorer": "mixkv", "scorer.window": 4, "scorer.mode": "even", "scorer.scale": "ex"},
+        {"scorer": "mixkv", "scorer.window": 4, "scorer.scale": "ex"},
+        {"scorer": "dct", "scorer.gamma": 0.0},
+        {"scorer": "dct", "scorer.gamma": 0.5, "scorer.share": "head"},
+        {"scorer": "dct", "scorer.gamma": 1.0},
     ],
     "allocator": [
         {"allocator": "pyramid", "allocator.beta": 1},
@@ -30,6 +41,14 @@ SETTINGS = {
         {"allocator": "ada", "allocator.normalize": False},
         {"allocator": "ada", "allocator.floor": 0.0},
         {"allocator": "ada", "allocator.floor": 1.0},
+        {"allocator": "spectral", "allocator.gamma": 0.0},
+        {"allocator": "spectral", "allocator.gamma": 0.5, "recent": 0},
+        {"allocator": "spectral", "allocator.gamma": 1.0},
+    ],
+    "reducer": [
+        {"reducer": "bucket", "reducer.into_protected": True},
+        {"reducer": "bucket", "reducer.into_protected": True, "scorer": "cumulative", "sinks": 2},
+        {"reducer": "bucket", "reducer.into_protected": False, "scorer": "cumulative", "sinks": 2},
     ],
 }
 
@@ -49,7 +68,7 @@ def test_every_allocator_with_every_scorer(native, scorer, allocator, heads):
         assert kept == plan.count(n_tokens) * 3 * heads[1]  # never above, never below
 
 
-@pytest.mark.parametrize("settings", SETTINGS["scorer"] + SETTINGS["allocator"], ids=str)
+@pytest.mark.parametrize("settings", list(itertools.chain.from_iterable(SETTINGS.values())), ids=str)
 def test_every_setting(native, settings):
     for n_tokens in (20, 150):
         assert_same(pykvedge.plan("h2o", 0.3, **{"scorer": "window", **settings}), prompt(n_tokens, layers=3))
@@ -132,13 +151,27 @@ def test_shares_become_whole_numbers(shares, total, most, expected):
     assert round_shares(np.array(shares, dtype=float), total, most).tolist() == expected
 
 
-def test_shares_add_up_whatever_they_are():
+@pytest.mark.parametrize(("shares", "total", "most", "least", "expected"), [
+    ([8, 1, 1], 10, 10, 2, [6, 2, 2]),  # what the small ones need, the large one gives
+    ([8, 3, 1], 12, 10, 2, [7, 3, 2]),  # 8 and 3 parts of 10
+    ([9, 1, 0], 7, 4, 1, [4, 2, 1]),  # first what is too much, then what is too little
+    ([90, 1, 1], 6, 5, 1, [4, 1, 1]),  # what is left does not reach the least of all: the full one gives it back
+    ([0, 0, 0], 7, 5, 2, [3, 2, 2]),
+    ([5, 0, 0], 6, 9, 2, [2, 2, 2]),
+])  # fmt: skip
+def test_every_share_is_at_least_the_least(shares, total, most, least, expected):
+    assert round_shares(np.array(shares, dtype=float), total, most, least=least).tolist() == expected
+
+
+@pytest.mark.parametrize("with_least", [False, True])
+def test_shares_add_up_whatever_they_are(with_least):
     rng = np.random.default_rng(3)
-    for _ in range(300):
+    for _ in range(1000):
         n, most = int(rng.integers(1, 30)), int(rng.integers(1, 100))
-        total = int(rng.integers(0, n * most + 1))
-        out = round_shares(rng.random(n) ** 6 * (rng.random(n) < 0.8), total, most)
-        assert out.sum() == total and out.min() >= 0 and out.max() <= most
+        least = int(rng.integers(0, most + 1)) if with_least else 0
+        total = int(rng.integers(n * least, n * most + 1))
+        out = round_shares(rng.random(n) ** 6 * (rng.random(n) < 0.8), total, most, least=least)
+        assert out.sum() == total and out.min() >= least and out.max() <= most
 
 
 def test_settings_that_do_not_exist_or_do_not_fit():

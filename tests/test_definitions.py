@@ -31,7 +31,7 @@ def test_every_stage_has_members_and_each_says_what_it_is():
 @pytest.mark.parametrize("n_tokens", [1, 2, 7, 23])
 def test_cumulative_scores_are_the_column_sums_of_the_attention(n_tokens, heads):
     p = prompt(n_tokens, heads, layers=1, size=8)
-    scores = member("scorer", "cumulative").score(Layer(p.q[0], p.k[0], p.v[0], p.image_mask), {})
+    scores = member("scorer", "cumulative").score(Layer(p.q[0], p.k[0], p.v[0], p.image_mask), {"share": "head"})
     group = heads[0] // heads[1]
     for h in range(heads[1]):
         sums = [oracles.column_sums(p.q[0, h * group + g].tolist(), p.k[0, h].tolist()) for g in range(group)]

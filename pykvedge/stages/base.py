@@ -81,6 +81,7 @@ class Prompt:
     image_mask: np.ndarray  # [T] bool
     budget: int  # n: KV pairs per layer and head if shared out evenly, 1 <= n < T
     recent: int = 0  # of those, last tokens that every head keeps
+    layers: tuple[Layer, ...] = ()  # L of them; empty only where the allocator looks at nothing but scores
 
 
 @dataclass(frozen=True)

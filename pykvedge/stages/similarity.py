@@ -54,3 +54,11 @@ def merged(rows: np.ndarray, kept: np.ndarray, to: Assignment, terms: np.ndarray
     out = rows[kept].astype(np.float64)
     np.add.at(out, to.target, terms)
     return out / (to.count + 1)[:, None]
+
+
+def means(head: Head, to: Assignment) -> tuple[np.ndarray, np.ndarray]:
+    """Keys and values of the kept tokens, each the plain mean of itself and what goes to it. [n, d] float64 each."""
+    return (
+        merged(head.k, head.kept, to, head.k[to.source]),
+        merged(head.v, head.kept, to, head.v[to.source]),
+    )

@@ -22,6 +22,7 @@ struct Job {
     std::vector<uint8_t> image;     // [T]
 
     std::unique_ptr<Block>                         block;   // the ragged block that replaces the pending ones
+    std::vector<std::vector<int32_t>>              counts;  // [layer][head] KV pairs that the allocator grants
     std::vector<std::vector<std::vector<int32_t>>> kept;    // [layer][head] pending rows that stay
     std::vector<std::vector<float>>                rows;    // [worker] keys and values of one head, and the reducer's scratch
 };
@@ -70,14 +71,16 @@ void select_all(Job & job, Compression & outcome) {
     outcome.scores.resize(shapes.size());
     parallel_for(job.n_threads, (int32_t) shapes.size(), [&](int32_t l, int32_t) { score_layer(job, (size_t) l, outcome.scores[(size_t) l]); });
 
-    std::vector<std::vector<int32_t>> counts(shapes.size());
+    auto & counts = job.counts;
+    counts.resize(shapes.size());
     for (size_t l = 0; l < shapes.size(); l++) {
         counts[l].assign((size_t) shapes[l].n_heads_kv, job.n_tokens);
     }
     if (budget < job.n_tokens) {
         const int32_t recent = std::min(budget, plan_recent(job.plan, job.n_tokens, budget));
         job.plan.allocator->allocate(
-            { &shapes, job.n_tokens, budget, recent, &outcome.scores, job.plan.params[KVEDGE_STAGE_ALLOCATOR] }, counts);
+            { &shapes, job.n_tokens, budget, recent, &outcome.scores, &job.seq, job.n_threads, job.plan.params[KVEDGE_STAGE_ALLOCATOR] },
+            counts);
     }
     job.kept.resize(shapes.size());
     parallel_for(job.n_threads, (int32_t) shapes.size(), [&](int32_t l, int32_t) {
@@ -153,8 +156,9 @@ void reduce_rows(Job & job, int32_t l, int32_t h, int32_t worker, uint8_t * k, u
         kn.to_f32(seg.v.type, seg.v.data, rv + at * dv, (size_t) seg.n * dv);
         at += (size_t) seg.n;
     });
-    job.plan.reducer->reduce({ job.n_tokens, shape.d_k, shape.d_v, rk, rv, kept.data(), (int32_t) kept.size(), scratch }, ok,
-                             ov);
+    const Protection p = fit_protection(job.plan, job.n_tokens, job.counts[(size_t) l][(size_t) h]);
+    job.plan.reducer->reduce({ job.n_tokens, shape.d_k, shape.d_v, rk, rv, kept.data(), (int32_t) kept.size(), p.sinks, p.recent,
+                               job.plan.params[KVEDGE_STAGE_REDUCER], scratch }, ok, ov);
     kn.from_f32(job.seq.type(), ok, k, kept.size() * dk);
     kn.from_f32(job.seq.type(), ov, v, kept.size() * dv);
 }
@@ -207,7 +211,7 @@ kvedge_status compress_pending(
                     "the prompt was processed under a plan that collects no attention scores; set the plan before the prompt");
     }
 
-    Job job{ seq, plan, std::max(1, n_threads), T, seq.pending_tokens(), {}, nullptr, {}, {} };
+    Job job{ seq, plan, std::max(1, n_threads), T, seq.pending_tokens(), {}, nullptr, {}, {}, {} };
     job.image.reserve((size_t) T);
     for (int32_t t : job.tokens) {
         job.image.push_back(seq.image[(size_t) t]);

@@ -4,17 +4,22 @@
 
 namespace kvedge {
 
-extern const Scorer       scorer_cumulative, scorer_position, scorer_window, scorer_knorm, scorer_vnorm, scorer_random;
-extern const Allocator    allocator_uniform, allocator_pyramid, allocator_ada;
-extern const Reducer      reducer_evict, reducer_averaged, reducer_pivotal, reducer_weighted;
+extern const Scorer       scorer_cumulative, scorer_position, scorer_window, scorer_knorm, scorer_vnorm, scorer_random,
+    scorer_mixkv, scorer_dct;
+extern const Allocator    allocator_uniform, allocator_pyramid, allocator_ada, allocator_prefix, allocator_spectral;
+extern const Reducer      reducer_evict, reducer_averaged, reducer_pivotal, reducer_weighted, reducer_bucket, reducer_position,
+    reducer_feature;
 extern const DecodePolicy decode_keep_all;
 
 namespace {
 
 const Scorer * const       SCORERS[]    = { &scorer_cumulative, &scorer_position, &scorer_window,
-                                           &scorer_knorm,      &scorer_vnorm,    &scorer_random };
-const Allocator * const    ALLOCATORS[] = { &allocator_uniform, &allocator_pyramid, &allocator_ada };
-const Reducer * const      REDUCERS[]   = { &reducer_evict, &reducer_averaged, &reducer_pivotal, &reducer_weighted };
+                                           &scorer_knorm,      &scorer_vnorm,    &scorer_random,
+                                           &scorer_mixkv,      &scorer_dct };
+const Allocator * const    ALLOCATORS[] = { &allocator_uniform, &allocator_pyramid, &allocator_ada, &allocator_prefix,
+                                           &allocator_spectral };
+const Reducer * const      REDUCERS[]   = { &reducer_evict, &reducer_averaged, &reducer_pivotal, &reducer_weighted,
+                                           &reducer_bucket, &reducer_position, &reducer_feature };
 const DecodePolicy * const DECODES[]    = { &decode_keep_all };
 
 template <class T, size_t N> const T * find(const T * const (&members)[N], const char * name) {

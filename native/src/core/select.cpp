@@ -5,13 +5,6 @@
 
 namespace kvedge {
 
-namespace {
-
-struct Protection {
-    int32_t sinks, recent;
-};
-
-// What gives way when the budget is too small for the protection: recent tokens outlast sinks, except where the method is made of sinks.
 Protection fit_protection(const kvedge_plan & plan, int32_t n_tokens, int32_t count) {
     const int32_t recent = plan_recent(plan, n_tokens, count);
     if ((int64_t) plan.sinks + recent <= count) {
@@ -24,6 +17,8 @@ Protection fit_protection(const kvedge_plan & plan, int32_t n_tokens, int32_t co
     const int32_t sinks = std::min(plan.sinks, count);
     return { sinks, count - sinks };
 }
+
+namespace {
 
 bool mixed(int32_t n_tokens, const uint8_t * image) {
     const bool first = image[0] != 0;

@@ -6,6 +6,14 @@
 
 namespace kvedge {
 
+struct Protection {
+    int32_t sinks, recent;
+};
+
+// First and last tokens that stay whatever their score, when `count` of n_tokens do. What gives way when the budget is
+// too small: recent tokens outlast sinks, except where the method is made of sinks.
+Protection fit_protection(const kvedge_plan & plan, int32_t n_tokens, int32_t count);
+
 // Token indices (ascending) that one head keeps of a prompt: the protected ones, then the best of the others by class
 // (text above image with the text prior) and score, ties to the lower index.
 // image [T] 1 for an image token; scores [T]; count 1 <= count < T. Returns count indices; more only with text_overflow =

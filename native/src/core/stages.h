@@ -59,6 +59,8 @@ struct AllocateInput {
     int32_t                                 budget;    // KV pairs per layer and head on average, 1 <= budget < T
     int32_t                                 recent;    // of those, last tokens that are kept anyway
     const std::vector<std::vector<float>> * scores;    // [layer][Hkv * T]
+    const Sequence *                        seq;       // the rows are its pending ones
+    int32_t                                 n_threads;
     const double *                          params;
 };
 
@@ -74,6 +76,8 @@ struct ReduceInput {
     const float *   v;     // [T][d_v]
     const int32_t * kept;  // [n_kept] ascending
     int32_t         n_kept;
+    int32_t         sinks, recent;  // first and last tokens of the prompt that are protected
+    const double *  params;
     float *         scratch;  // as many floats as the reducer's scratch() asked for
 };
 

@@ -8,39 +8,52 @@ namespace kvedge {
 
 namespace {
 
-// Scales the shares to `total`, those that reach `most` apart.
-void fill_up(std::vector<double> & shares, double total, double most) {
-    std::vector<bool> full(shares.size(), false);
-    for (size_t turn = 0; turn <= shares.size(); turn++) {
-        double open = 0.0, left = total;
-        size_t n_open = 0;
-        for (size_t i = 0; i < shares.size(); i++) {
-            open += full[i] ? 0.0 : shares[i];
-            left -= full[i] ? most : 0.0;
-            n_open += full[i] ? 0 : 1;
+// Scales the open shares to what the fixed ones leave of total.
+void rescale(std::vector<double> & shares, const std::vector<bool> & fixed, double total) {
+    double open = 0.0, left = total;
+    size_t n_open = 0;
+    for (size_t i = 0; i < shares.size(); i++) {
+        (fixed[i] ? left : open) += fixed[i] ? -shares[i] : shares[i];
+        n_open += fixed[i] ? 0 : 1;
+    }
+    for (size_t i = 0; i < shares.size(); i++) {
+        if (!fixed[i]) {
+            shares[i] = open > 0.0 ? shares[i] * (left / open) : left / (double) n_open;
         }
-        bool again = false;
-        for (size_t i = 0; i < shares.size(); i++) {
-            if (!full[i]) {
-                shares[i] = open > 0.0 ? shares[i] * (left / open) : left / (double) n_open;
-            }
+    }
+}
+
+// Fixes the open shares beyond a limit at it; true if there were any.
+template <class Beyond> bool fix(std::vector<double> & shares, std::vector<bool> & fixed, double limit, const Beyond & beyond) {
+    bool any = false;
+    for (size_t i = 0; i < shares.size(); i++) {
+        if (!fixed[i] && beyond(shares[i], limit)) {
+            shares[i] = limit;
+            fixed[i] = any = true;
         }
-        for (size_t i = 0; i < shares.size(); i++) {
-            if (!full[i] && shares[i] > most) {
-                shares[i] = most;
-                full[i] = again = true;
-            }
-        }
-        if (!again) {
-            return;
+    }
+    return any;
+}
+
+void fill_up(std::vector<double> & shares, double total, double most, double least) {
+    std::vector<bool> fixed(shares.size(), false);
+    do {
+        rescale(shares, fixed, total);
+    } while (fix(shares, fixed, most, [](double s, double limit) { return s > limit; }) ||
+             fix(shares, fixed, least, [](double s, double limit) { return s < limit; }));
+    // With every share fixed the total can be missed; those at `most` then make up for it.
+    if (std::all_of(fixed.begin(), fixed.end(), [](bool f) { return f; })) {
+        const auto n_full = std::count(shares.begin(), shares.end(), most);
+        for (double & s : shares) {
+            s = s == most && n_full > 0 ? (total - least * (double) (shares.size() - (size_t) n_full)) / (double) n_full : s;
         }
     }
 }
 
 }  // namespace
 
-std::vector<int64_t> round_shares(std::vector<double> shares, int64_t total, int64_t most) {
-    fill_up(shares, (double) total, (double) most);
+std::vector<int64_t> round_shares(std::vector<double> shares, int64_t total, int64_t most, int64_t least) {
+    fill_up(shares, (double) total, (double) most, (double) least);
     std::vector<int64_t> out;
     std::vector<double>  rest;
     for (double s : shares) {

@@ -17,4 +17,5 @@ enum class Pooling : int32_t { avg = 0, max = 1 };
 // x [n] pooled in place with an odd kernel and stride 1; beyond the ends avg counts zeros and max nothing.
 void pool(Pooling kind, int32_t kernel, float * x, int32_t n);
 
+
 }  // namespace kvedge

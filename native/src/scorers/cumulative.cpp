@@ -1,15 +1,20 @@
 // Cumulative attention: what every query of the prompt paid to a token (H2O; LOOK-M eq. 4).
 
 #include "core/stages.h"
+#include "primitives/shared.h"
 
 #include <algorithm>
 
 namespace kvedge {
 
-enum { WINDOW };
+enum { WINDOW, SHARE };
 
 // Last tokens that recent = auto protects; 0: as many as are chosen by their score.
-static const Param PARAMS[] = { { "window", 0, 0, 1048576, 1, nullptr }, {} };
+static const Param PARAMS[] = {
+    { "window", 0, 0, 1048576, 1, nullptr },
+    { "share", 0, 0, 0, 0, "head,layer" },  // layer: all heads have the mean (Elastic Cache eq. 1, PrefixKV sec. 3.1)
+    {},
+};
 
 static int32_t auto_recent(int32_t budget, const double * params) {
     return params[WINDOW] > 0 ? std::min(budget, (int32_t) params[WINDOW]) : budget / 2;
@@ -20,8 +25,11 @@ static void score(const ScoreInput & in, float * out) {
     for (int32_t h = 0; h < n_heads_kv; h++) {
         const double * sums = in.column_sums + (size_t) h * (size_t) in.sums_capacity;
         for (int32_t t = 0; t < in.n_tokens; t++) {
-            *out++ = (float) sums[t];
+            out[(size_t) h * (size_t) in.n_tokens + (size_t) t] = (float) sums[t];
         }
+    }
+    if (in.params[SHARE] == 1) {
+        share_among_heads(out, n_heads_kv, in.n_tokens);
     }
 }
 

@@ -8,16 +8,12 @@ from __future__ import annotations
 import numpy as np
 
 from pykvedge.stages.base import Head, Reducer, Settings
-from pykvedge.stages.similarity import assign, merged
+from pykvedge.stages.similarity import assign, means
 
 
 def reduce(head: Head, settings: Settings) -> tuple[np.ndarray, np.ndarray]:
     """Merged keys and values, [n, d] float64 each."""
-    to = assign(head)
-    return (
-        merged(head.k, head.kept, to, head.k[to.source]),
-        merged(head.v, head.kept, to, head.v[to.source]),
-    )
+    return means(head, assign(head))
 
 
 MEMBER = Reducer(

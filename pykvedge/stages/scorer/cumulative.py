@@ -2,7 +2,9 @@
 
 H2O (Zhang et al. 2023), section 4: the score of a token is the sum of its column in the attention matrix. LOOK-M
 (Wan et al. 2024), eq. 4, uses the same sum. Early tokens are seen by more queries and gain from it; that is the method,
-so nothing is normalised. With grouped queries the sums of the g query heads that share a KV head are averaged.
+so nothing is normalised. With grouped queries the sums of the g query heads that share a KV head are averaged. Elastic
+Cache (Liu et al. 2024), eq. 1, and PrefixKV (Wang et al. 2024), section 3.1, take one importance per layer for all its
+heads: `share` set to layer.
 """
 
 from __future__ import annotations
@@ -26,12 +28,13 @@ def column_sums(q: np.ndarray, k: np.ndarray) -> np.ndarray:
 
 
 def score(layer: Layer, settings: Settings) -> np.ndarray:
-    """[Hkv, T] float64: column sums, averaged over the query heads of each KV head."""
+    """[Hkv, T] float64: column sums, averaged over the query heads of each KV head, or over all heads of the layer."""
     n_heads, n_tokens, _ = layer.q.shape
     n_heads_kv = layer.k.shape[0]
     group = n_heads // n_heads_kv
     sums = np.stack([column_sums(layer.q[h], layer.k[h // group]) for h in range(n_heads)])
-    return sums.reshape(n_heads_kv, group, n_tokens).mean(axis=1)
+    out = sums.reshape(n_heads_kv, group, n_tokens).mean(axis=1)
+    return np.tile(out.mean(axis=0), (n_heads_kv, 1)) if settings["share"] == "layer" else out
 
 
 MEMBER = Scorer(
@@ -47,6 +50,7 @@ MEMBER = Scorer(
             low=0,
             high=2**20,
         ),
+        Param("share", "head", "one score per KV head, or one for all heads of a layer", choices=("head", "layer")),
     ),
     auto_recent=lambda budget, settings: min(budget, settings["window"]) if settings["window"] else budget // 2,
 )

@@ -1,0 +1,33 @@
+// Buckets around anchors: what lies between two kept tokens is averaged into the nearer one (Elastic Cache eq. 2-3).
+// Protected tokens stay clean unless asked otherwise.
+
+#include "primitives/buckets.h"
+
+#include <algorithm>
+
+namespace kvedge {
+
+namespace {
+
+enum { INTO_PROTECTED };
+
+const Param PARAMS[] = { { "into_protected", 1, 0, 0, 0, "true,false" }, {} };
+
+void reduce(const ReduceInput & in, float * k, float * v) {
+    const int32_t * end = in.kept + in.n_kept;
+    int32_t         first = 0, last = in.n_kept;
+    if (in.params[INTO_PROTECTED] == 1) {
+        first = (int32_t) (std::lower_bound(in.kept, end, in.sinks) - in.kept);
+        last  = (int32_t) (std::lower_bound(in.kept, end, in.n_tokens - in.recent) - in.kept);
+    }
+    merge_buckets(in, first, std::max(first, last), k, v);
+}
+
+size_t scratch(int32_t, int32_t n_kept, int32_t) { return (size_t) n_kept; }
+
+}  // namespace
+
+extern const Reducer reducer_bucket;
+const Reducer        reducer_bucket = { { "bucket", PARAMS }, reduce, scratch };
+
+}  // namespace kvedge

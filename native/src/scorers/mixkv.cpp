@@ -1,0 +1,149 @@
+// Importance and diversity mixed by each head's redundancy (MixKV, sec. 3): attention of the last queries plus the norm
+// of the value, and distance from the mean key direction; the more alike a head's keys, the more diversity counts.
+
+#include "core/stages.h"
+#include "primitives/window.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace kvedge {
+
+namespace {
+
+enum { WINDOW, KERNEL, POOL, VALUE, MODE, SCALE };
+enum { HEADWISE, IMPORTANCE, DIVERSITY, EVEN };
+
+const Param PARAMS[] = {
+    { "window", 32, 1, 4096, 1, nullptr },
+    { "kernel", 5, 1, 255, 2, nullptr },
+    { "pool", 0, 0, 0, 0, "avg,max" },
+    { "value", 0, 0, 0, 0, "vnorm,knorm" },  // the intrinsic importance
+    { "mode", 0, 0, 0, 0, "headwise,importance,diversity,even" },
+    { "scale", 0, 0, 0, 0, "imp,ex" },  // diversity is scaled to the mean importance (the paper) or attention (the code)
+    {},
+};
+
+constexpr double EPS = 1e-8;
+
+int32_t window(const double * params) { return (int32_t) params[WINDOW]; }
+
+int32_t auto_recent(int32_t budget, const double * params) { return std::min(budget, window(params)); }
+
+double mean(const std::vector<double> & x) {
+    double sum = 0.0;
+    for (double v : x) {
+        sum += v;
+    }
+    return sum / (double) x.size();
+}
+
+// Min-max to [0, 1], a constant to 0, then scaled so that the mean is `to`.
+void scale_to(std::vector<double> & x, double to) {
+    const auto [low, high] = std::minmax_element(x.begin(), x.end());
+    const double a = *low, width = *high - *low;
+    for (double & v : x) {
+        v = width > 0.0 ? (v - a) / (width + EPS) : 0.0;
+    }
+    const double factor = to / (mean(x) + EPS);
+    for (double & v : x) {
+        v *= factor;
+    }
+}
+
+// What the head's keys say: norms, distance of the candidates from the mean direction, and redundancy (eq. 4).
+struct Keys {
+    std::vector<double> minus_norm;  // [n candidates]
+    std::vector<double> diversity;   // [n candidates]
+    double              redundancy;
+};
+
+Keys read_keys(const ScoreInput & in, int32_t head, int32_t n) {
+    const auto          d = (size_t) in.seq->shapes()[(size_t) in.layer].d_k, T = (size_t) in.n_tokens;
+    std::vector<float>  unit(T * d);
+    std::vector<double> center(d, 0.0);
+    Keys                keys{ {}, {}, 0.0 };
+    size_t              t = 0;
+    in.seq->each_segment(in.layer, head, true, [&](const Segment & seg) {
+        for (int32_t r = 0; r < seg.n; r++, t++) {
+            float * row = unit.data() + t * d;
+            kernels().to_f32(seg.k.type, seg.k.data + (size_t) r * seg.k.stride, row, d);
+            double sq = 0.0;
+            for (size_t i = 0; i < d; i++) {
+                sq += (double) row[i] * (double) row[i];
+            }
+            const double norm = std::sqrt(sq);
+            for (size_t i = 0; i < d; i++) {
+                row[i] = norm > 0.0 ? (float) (row[i] / norm) : 0.0f;
+                center[i] += (double) row[i];
+            }
+            if ((int32_t) t < n) {
+                keys.minus_norm.push_back(-norm);
+            }
+        }
+    });
+    double sq = 0.0;
+    for (double & c : center) {
+        c /= (double) T;
+        sq += c * c;
+    }
+    for (size_t c = 0; c < (size_t) n; c++) {
+        double dot = 0.0;
+        for (size_t i = 0; i < d; i++) {
+            dot += (double) unit[c * d + i] * center[i];
+        }
+        keys.diversity.push_back(-dot);
+    }
+    keys.redundancy = T > 1 ? std::clamp(((double) T * sq - 1.0) / ((double) T - 1.0), 0.0, 1.0) : 0.0;
+    return keys;
+}
+
+std::vector<double> value_norms(const ScoreInput & in, int32_t head, int32_t n) {
+    const auto          d = (size_t) in.seq->shapes()[(size_t) in.layer].d_v;
+    std::vector<float>  row(d);
+    std::vector<double> norms;
+    in.seq->each_segment(in.layer, head, true, [&](const Segment & seg) {
+        for (int32_t r = 0; r < seg.n && (int32_t) norms.size() < n; r++) {
+            kernels().to_f32(seg.v.type, seg.v.data + (size_t) r * seg.v.stride, row.data(), d);
+            norms.push_back(std::sqrt((double) kernels().dot(row.data(), row.data(), d)));
+        }
+    });
+    return norms;
+}
+
+void score_head(const ScoreInput & in, int32_t head, float * out) {
+    const int32_t n = in.n_tokens - std::min(window(in.params), in.n_tokens);
+    window_attention(in, head, GroupReduction::mean, out);
+    if (n == 0) {
+        return;
+    }
+    pool((Pooling) (int32_t) in.params[POOL], (int32_t) in.params[KERNEL], out, n);
+    Keys                      keys = read_keys(in, head, n);
+    const std::vector<double> attention(out, out + n);
+    std::vector<double>       importance = in.params[VALUE] == 0 ? value_norms(in, head, n) : keys.minus_norm;
+    scale_to(importance, mean(attention));
+    for (size_t i = 0; i < attention.size(); i++) {
+        importance[i] += attention[i];
+    }
+    scale_to(keys.diversity, mean(in.params[SCALE] == 0 ? importance : attention));
+
+    const auto   mode = (int32_t) in.params[MODE];
+    const double r    = mode == HEADWISE ? keys.redundancy : mode == DIVERSITY ? 1.0 : mode == EVEN ? 0.5 : 0.0;
+    for (size_t i = 0; i < attention.size(); i++) {
+        out[i] = (float) ((1.0 - r) * importance[i] + r * keys.diversity[i]);
+    }
+}
+
+void score(const ScoreInput & in, float * out) {
+    const int32_t n_heads_kv = in.seq->shapes()[(size_t) in.layer].n_heads_kv;
+    for (int32_t h = 0; h < n_heads_kv; h++) {
+        score_head(in, h, out + (size_t) h * (size_t) in.n_tokens);
+    }
+}
+
+}  // namespace
+
+extern const Scorer scorer_mixkv;
+const Scorer        scorer_mixkv = { { "mixkv", PARAMS }, false, auto_recent, false, window, score };
+
+}  // namespace kvedge

@@ -1,0 +1,45 @@
+"""What a low-pass filter along the tokens leaves of keys and values, and what it takes away.
+
+FlashCache (Yang et al. 2025, arXiv:2511.16786), section 3.2: the orthonormal DCT-II of every channel along the tokens;
+the bins below a cut-off are the base, the others the deviation from it. The scorer dct and the allocator spectral
+share this.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def cutoff(gamma: float, n_tokens: int) -> int:
+    """Number of bins, out of n_tokens, that the base is made of: floor(gamma * T), at least 1."""
+    return min(n_tokens, max(1, int(np.floor(gamma * n_tokens + 1e-9))))
+
+
+def cosines(first: int, end: int, n_tokens: int) -> np.ndarray:
+    """Rows first <= m < end, first >= 1, of the orthonormal DCT-II: [end - first, T] float64."""
+    phase = np.arange(first, end)[:, None] * (2 * np.arange(n_tokens) + 1)[None, :] % (4 * n_tokens)
+    return np.sqrt(2 / n_tokens) * np.cos(np.pi / (2 * n_tokens) * phase)
+
+
+def deviation(x: np.ndarray, gamma: float) -> np.ndarray:
+    """x [..., T, d] minus its base, float64.
+
+    The mean, bin 0, is taken out first, so that what is constant or lies evenly around its mean comes out exact.
+    """
+    x = x.astype(np.float64)
+    n_tokens = x.shape[-2]
+    w = cutoff(gamma, n_tokens)
+    if w == n_tokens:
+        return np.zeros_like(x)
+    rows = cosines(1, w, n_tokens)
+    x = x - x.mean(axis=-2, keepdims=True)
+    return x - rows.T @ (rows @ x)
+
+
+def high_share(x: np.ndarray, gamma: float) -> float:
+    """Share of the energy of x [..., T, d] that the filter takes away; 0 where there is no energy.
+
+    The transform is orthonormal, so the energy of bins is that of the rows they make.
+    """
+    total = float((x.astype(np.float64) ** 2).sum())
+    return float((deviation(x, gamma) ** 2).sum()) / total if total > 0 else 0.0
