@@ -1,0 +1,1 @@
+"""Scenes, questions and evaluation sets of the demo model (NumPy; Pillow only to write PNG files)."""

@@ -1,0 +1,96 @@
+"""Evaluation sets: seeded, unlimited, and of the held-out side of the scenes only."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from .prompts import messages
+from .scenes import Scene, draw_scene, render
+from .tasks import NEEDLE_TASKS, SINGLE_TASKS, TASKS, Question, ask_difference, recolour
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A question about one or several scenes; `question.answer` is the reference."""
+
+    task: str
+    scenes: tuple[Scene, ...]
+    question: Question
+    second_turn: bool = False
+
+    @property
+    def answer(self) -> str:
+        return self.question.answer
+
+    def images(self) -> list[np.ndarray]:
+        """The pictures, uint8 [240, 240, 3] each."""
+        return [render(s) for s in self.scenes]
+
+    def messages(self) -> list[dict[str, str]]:
+        """The conversation, with one media marker for each image."""
+        return messages(len(self.scenes), self.question.text, self.second_turn)
+
+
+def draw_sample(rng: np.random.Generator, task: str, images: int, second_turn: bool, held_out: bool = True) -> Sample:
+    """`images` counts for the needle tasks (2 or more); the others have one image, "difference" has two."""
+    if task == "difference":
+        first = draw_scene(rng, held_out)
+        second, which = recolour(rng, first)
+        return Sample(task, (first, second), ask_difference(first, second, which), second_turn)
+    if task not in TASKS:
+        raise ValueError(f"no task is called {task!r}: they are {', '.join(TASKS)}")
+    count = images if task in NEEDLE_TASKS else 1
+    if task in NEEDLE_TASKS and count < 2:
+        raise ValueError(f"{task} needs two images or more, not {count}")
+    ask = SINGLE_TASKS.get(task) or NEEDLE_TASKS[task]
+    while True:
+        scenes = tuple(draw_scene(rng, held_out) for _ in range(count))
+        question = ask(rng, scenes, int(rng.integers(0, count)))
+        if question is not None:
+            return Sample(task, scenes, question, second_turn)
+
+
+def samples(task: str, seed: int = 0, images: int = 4, second_turn: bool = False) -> Iterator[Sample]:
+    """Held-out samples without end; sample n is the same whatever was drawn before it."""
+    if task not in TASKS:
+        raise ValueError(f"no task is called {task!r}: they are {', '.join(TASKS)}")
+    number = 0
+    while True:
+        rng = np.random.default_rng((seed, TASKS.index(task), images, int(second_turn), number))
+        yield draw_sample(rng, task, images, second_turn)
+        number += 1
+
+
+def write_set(folder: Path, chosen: list[Sample], name: str = "samples.jsonl") -> Path:
+    """The samples as one JSON line each, beside their pictures as PNG files."""
+    from PIL import Image
+
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = []
+    for n, sample in enumerate(chosen):
+        files = []
+        for k, picture in enumerate(sample.images()):
+            files.append(f"{n:03d}-{sample.task}-{k + 1}.png")
+            Image.fromarray(picture).save(folder / files[-1], optimize=True)
+        lines.append(
+            {"task": sample.task, "second_turn": sample.second_turn, "images": files}
+            | {"messages": sample.messages(), "answer": sample.answer}
+        )
+    path = folder / name
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def fixed_set(per_task: int = 1, seed: int = 2026) -> list[Sample]:
+    """The small set that lies in the repository: every task, asked in the first and in the second turn."""
+    chosen = []
+    for task in TASKS:
+        for second_turn in (False, True):
+            drawn = samples(task, seed, 4, second_turn)
+            chosen += [next(drawn) for _ in range(per_task)]
+    return chosen

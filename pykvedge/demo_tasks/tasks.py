@@ -1,0 +1,150 @@
+"""Questions about scenes, with their reference answers.
+
+Each `ask_*` returns a `Question`: its text, its answer, and (for training) where each word of the answer is read
+from; or None where the scenes allow no unambiguous question of that kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from .scenes import COLOURS, PLURALS, SHAPES, Item, Scene, place
+
+NUMBERS = ("zero", "one", "two", "three", "four", "five", "six")
+# A cell of one of the images: (image, row, column).
+Cell = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Question:
+    """`sources`: per word of the answer, commas and the characters of a code counting as words, the cells it shows."""
+
+    task: str
+    text: str
+    answer: str
+    sources: tuple[tuple[Cell, ...], ...] = ()
+
+
+def _pick(rng: np.random.Generator, options: Sequence) -> object:
+    return options[int(rng.integers(0, len(options)))]
+
+
+def _of(scenes: Sequence[Scene], k: int) -> str:
+    """How a question names image k: not at all when it is the only one."""
+    return "" if len(scenes) == 1 else f" in image {k + 1}"
+
+
+def _cell(k: int, item: Item) -> Cell:
+    return (k, item.row, item.col)
+
+
+def _code_cells(k: int, scene: Scene) -> list[tuple[Cell, ...]]:
+    return [((k, scene.code_row, scene.code_col + c),) for c in range(len(scene.code))]
+
+
+def ask_colour(rng: np.random.Generator, scenes: Sequence[Scene], k: int) -> Question | None:
+    unique = [i for i in scenes[k].items if len(scenes[k].where(shape=i.shape)) == 1]
+    if not unique:
+        return None
+    item: Item = _pick(rng, unique)  # type: ignore[assignment]
+    text = f"What colour is the {item.shape}{_of(scenes, k)}?"
+    return Question("colour", text, item.colour, ((_cell(k, item),),))
+
+
+def ask_shape(rng: np.random.Generator, scenes: Sequence[Scene], k: int) -> Question | None:
+    unique = [i for i in scenes[k].items if len(scenes[k].where(colour=i.colour)) == 1]
+    if not unique:
+        return None
+    item: Item = _pick(rng, unique)  # type: ignore[assignment]
+    text = f"What shape is the {item.colour} object{_of(scenes, k)}?"
+    return Question("shape", text, item.shape, ((_cell(k, item),),))
+
+
+def ask_count(rng: np.random.Generator, scenes: Sequence[Scene], k: int) -> Question | None:
+    """About every second question asks for the largest group, so that no count is rare."""
+    shapes = sorted({i.shape for i in scenes[k].items})
+    if rng.integers(0, 2):
+        largest = max(len(scenes[k].where(shape=s)) for s in shapes)
+        shapes = [s for s in shapes if len(scenes[k].where(shape=s)) == largest]
+    shape: str = _pick(rng, shapes)  # type: ignore[assignment]
+    found = scenes[k].where(shape=shape)
+    text = f"How many {PLURALS[shape]} are there{_of(scenes, k)}?"
+    return Question("count", text, NUMBERS[len(found)], (tuple(_cell(k, i) for i in found),))
+
+
+def ask_where(rng: np.random.Generator, scenes: Sequence[Scene], k: int) -> Question | None:
+    unique = [i for i in scenes[k].items if len(scenes[k].where(i.shape, i.colour)) == 1]
+    if not unique:
+        return None
+    item: Item = _pick(rng, unique)  # type: ignore[assignment]
+    text = f"Where is the {item.name}{_of(scenes, k)}?"
+    return Question("where", text, f"at the {item.place}", ((_cell(k, item),),) * 4)
+
+
+def ask_code(rng: np.random.Generator, scenes: Sequence[Scene], k: int) -> Question | None:
+    task = "code" if len(scenes) == 1 else "code-in-image-k"
+    cells = _code_cells(k, scenes[k])
+    return Question(task, f"What is the code{_of(scenes, k)}?", scenes[k].code, (cells[0], *cells))
+
+
+def describe(scene: Scene) -> str:
+    """Objects in reading order, then the code."""
+    articles = ["an" if i.colour[0] in "aeiou" else "a" for i in scene.items]
+    objects = ", ".join(f"{a} {i.name} at the {i.place}" for a, i in zip(articles, scene.items, strict=True))
+    return f"{objects}, and the code {scene.code} at the {place(scene.code_row, scene.code_col)}."
+
+
+def ask_describe(rng: np.random.Generator, scenes: Sequence[Scene], k: int) -> Question | None:
+    """Everything in the picture; each object takes eight words, the comma after it one of them."""
+    target = " the image" if len(scenes) == 1 else f" image {k + 1}"
+    sources: list[tuple[Cell, ...]] = []
+    for item in scenes[k].items:
+        sources += [(_cell(k, item),)] * 8
+    cells = _code_cells(k, scenes[k])
+    sources += [cells[0]] * 4 + cells + [cells[0]] * 5
+    return Question("describe", f"Describe{target}.", describe(scenes[k]), tuple(sources))
+
+
+def ask_which_image(rng: np.random.Generator, scenes: Sequence[Scene], k: int) -> Question | None:
+    """The object is in image k alone, and once."""
+    if len(scenes) == 1:
+        return None
+    unique = [i for i in scenes[k].items if sum(len(s.where(i.shape, i.colour)) for s in scenes) == 1]
+    if not unique:
+        return None
+    item: Item = _pick(rng, unique)  # type: ignore[assignment]
+    answer = f"image {k + 1}, at the {item.place}"
+    return Question("which-image", f"Which image has the {item.name}?", answer, ((_cell(k, item),),) * 8)
+
+
+def recolour(rng: np.random.Generator, scene: Scene) -> tuple[Scene, int]:
+    """A copy of the scene in which one object has another colour, and which."""
+    which = int(rng.integers(0, len(scene.items)))
+    colours = [c for c in COLOURS if c != scene.items[which].colour]
+    changed = replace(scene.items[which], colour=_pick(rng, colours))
+    return replace(scene, items=(*scene.items[:which], changed, *scene.items[which + 1 :])), which
+
+
+def ask_difference(first: Scene, second: Scene, which: int, at: int = 0) -> Question:
+    """`which` object of images at + 1 and at + 2 differs in colour."""
+    a, b = first.items[which], second.items[which]
+    answer = f"the {a.shape} at the {a.place} is {a.colour} in image {at + 1} and {b.colour} in image {at + 2}"
+    text = f"What is the difference between image {at + 1} and image {at + 2}?"
+    return Question("difference", text, answer, ((_cell(at + 1, b),),) * 18)
+
+
+Asker = Callable[[np.random.Generator, Sequence[Scene], int], "Question | None"]
+SINGLE_TASKS: dict[str, Asker] = {
+    "colour": ask_colour,
+    "shape": ask_shape,
+    "count": ask_count,
+    "where": ask_where,
+    "code": ask_code,
+    "describe": ask_describe,
+}
+NEEDLE_TASKS: dict[str, Asker] = {"which-image": ask_which_image, "code-in-image-k": ask_code}
+TASKS = (*SINGLE_TASKS, *NEEDLE_TASKS, "difference")
+assert len(SHAPES) == len(COLOURS)

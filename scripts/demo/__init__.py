@@ -1,0 +1,1 @@
+"""Training, conversion and measurement of the demo model (see scripts/train_demo.py)."""

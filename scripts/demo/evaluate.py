@@ -1,0 +1,79 @@
+"""Accuracy of the PyTorch model on held-out samples.
+
+Greedy decoding gives exactly the reference if and only if, with the reference as input, the most likely token is
+right at every position; so one forward pass a sample measures exact match without generating.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from pykvedge.demo_tasks.evalset import Sample, samples
+from pykvedge.demo_tasks.tasks import NEEDLE_TASKS, TASKS
+
+from .rows import IGNORE, Batch, Row, RowMaker, collate
+from .tokenizer import EOS
+from .train_text import Learner, image_features
+from .vision import N_PATCHES, VisionTower
+
+
+def sample_row(maker: RowMaker, sample: Sample) -> Row:
+    row, at = maker.images(None, list(sample.scenes), N_PATCHES)
+    maker.ask(row, at, 1, sample.question, (int(sample.second_turn), int(sample.second_turn)))
+    return row
+
+
+def states(learner: Learner, batch: Batch, features: Tensor) -> Tensor:
+    """The last hidden states, [rows, tokens, width]."""
+    x, table = learner.embed(batch, features), learner.text.table(batch.positions)
+    for block in learner.text.blocks:
+        x, _, _ = block(x, table, batch.mask)
+    return learner.text.norm(x)
+
+
+@torch.no_grad()
+def exact(learner: Learner, tower: VisionTower, rows: list[Row]) -> list[bool]:
+    """Whether each row's answer would be generated exactly."""
+    batch = collate(rows, torch.float32)
+    x = states(learner, batch, image_features(tower, batch))
+    learnt = batch.targets != IGNORE
+    right = torch.ones_like(learnt)
+    right[learnt] = learner.text.head(x[learnt]).argmax(-1) == batch.targets[learnt]
+    return right.all(-1).tolist()
+
+
+@torch.no_grad()
+def generate(learner: Learner, tower: VisionTower, sample: Sample, limit: int = 100) -> str:
+    """The greedy answer, by computing the whole row again for each token."""
+    row = sample_row(RowMaker(learner.tokenizer), sample)
+    # Cut the reference answer off: the row ends where its first token is predicted.
+    start = next(t for t, cells in enumerate(row.sources) if cells)
+    for name in ("ids", "positions", "branch", "targets", "sources"):
+        del getattr(row, name)[start + 1 :]
+    row.sources[start] = ()
+    features = image_features(tower, collate([row]))
+    answer: list[int] = []
+    while len(answer) < limit:
+        batch = collate([row], torch.float32)
+        token = int(learner.text.head(states(learner, batch, features)[0, -1]).argmax())
+        if token == EOS:
+            break
+        answer.append(token)
+        row.add([token], row.positions[-1] + 1, 1)
+    return learner.tokenizer.decode(answer)
+
+
+def accuracy(learner: Learner, tower: VisionTower, count: int, images: int, seed: int = 0) -> dict[str, float]:
+    """Percent exact, per task and turn; `images` is the number of images of the needle tasks."""
+    maker, table = RowMaker(learner.tokenizer), {}
+    for task, second in itertools.product(TASKS, (False, True)):
+        size = images if task in NEEDLE_TASKS else 1
+        chosen = itertools.islice(samples(task, seed, images, second), count)
+        results: list[bool] = []
+        while part := list(itertools.islice(chosen, max(1, 32 // size))):
+            results += exact(learner, tower, [sample_row(maker, s) for s in part])
+        table[task + (" (turn 2)" if second else "")] = 100 * sum(results) / len(results)
+    return table

@@ -1,0 +1,86 @@
+"""Train the demo model from scratch, measure it, and write its GGUF files: one command.
+
+    python scripts/train_demo.py OUT --workers 2
+
+Needs torch, numpy, pillow and gguf. Progress goes to stderr and to OUT/train.log; the accuracies (percent exact on
+held-out samples) to stdout as JSON. A second start with the same OUT goes on where the last checkpoint was written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import torch.distributed as dist
+from demo.convert import convert
+from demo.evaluate import accuracy
+from demo.log import Log
+from demo.train_text import Plan, load_learner, load_tower, train_text
+from demo.train_vision import train_vision
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, help="folder of checkpoints, log and GGUF files")
+    parser.add_argument("--workers", type=int, default=2, help="single-thread processes for the text model")
+    parser.add_argument("--vision-steps", type=int, default=4000)
+    parser.add_argument("--text-steps", type=int, default=1200)
+    parser.add_argument("--samples", type=int, default=200, help="held-out samples per task")
+    parser.add_argument("--images", type=int, default=4, help="images per needle sample")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--store", default="", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def start_workers(args: argparse.Namespace) -> list[subprocess.Popen]:
+    """The other processes of the text phase; this one is rank 0."""
+    args.store = str((args.out / f"store-{os.getpid()}").resolve())
+    command = [sys.executable, *sys.argv, "--store", args.store]
+    return [subprocess.Popen([*command, "--rank", str(r)]) for r in range(1, args.workers)]
+
+
+def text_phase(args: argparse.Namespace) -> None:
+    plan = Plan(args.text_steps, seed=args.seed)
+    others = start_workers(args) if args.rank == 0 and args.workers > 1 else []
+    if args.workers > 1:
+        dist.init_process_group("gloo", init_method=f"file://{args.store}", rank=args.rank, world_size=args.workers)
+    train_text(args.out, plan, args.rank, args.workers)
+    if args.workers > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+    for process in others:
+        process.wait()
+    if others:
+        Path(args.store).unlink(missing_ok=True)
+
+
+def main() -> int:
+    args = arguments()
+    torch.set_num_threads(1)
+    if args.rank > 0:
+        text_phase(args)
+        return 0
+    args.out.mkdir(parents=True, exist_ok=True)
+    log = Log(args.out / "train.log")
+    train_vision(args.out, args.vision_steps, 32, args.seed, log)
+    text_phase(args)
+    for kind in ("q8_0", "f16"):
+        for path in convert(args.out, args.out, kind, args.seed):
+            log(f"wrote {path.name}: {path.stat().st_size} bytes")
+    learner = load_learner(args.out, args.seed)
+    table = accuracy(learner, load_tower(args.out), args.samples, args.images)
+    log(json.dumps(table))
+    print(json.dumps(table, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

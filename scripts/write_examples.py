@@ -1,0 +1,40 @@
+"""Write the scenes of examples/, for people to try, and tests/data/demo, the fixed evaluation set."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from pykvedge.demo_tasks.evalset import fixed_set, write_set  # noqa: E402
+from pykvedge.demo_tasks.scenes import draw_scene, render  # noqa: E402
+from pykvedge.demo_tasks.tasks import ask_difference, describe, recolour  # noqa: E402
+
+SEED, SCENES = 11, 4
+
+
+def main() -> int:
+    rng = np.random.default_rng(SEED)
+    scenes = {f"scene-{k + 1}.png": draw_scene(rng, held_out=True) for k in range(SCENES)}
+    changed, which = recolour(rng, scenes["scene-1.png"])
+    difference = ask_difference(scenes["scene-1.png"], changed, which)
+    scenes["scene-1-changed.png"] = changed
+    folder = ROOT / "examples"
+    folder.mkdir(exist_ok=True)
+    lines = ["# Scenes for the demo model", "", "Drawn by `scripts/write_examples.py`; none was trained on.", ""]
+    for name, scene in scenes.items():
+        Image.fromarray(render(scene)).save(folder / name, optimize=True)
+        lines += [f"- [{name}]({name}): {describe(scene)}"]
+    lines += ["", f"Between `scene-1.png` and `scene-1-changed.png`: {difference.answer}.", ""]
+    (folder / "scenes.md").write_text("\n".join(lines), encoding="utf-8")
+    write_set(ROOT / "tests" / "data" / "demo", fixed_set())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
