@@ -1,6 +1,6 @@
 """The commands of scripts/dev.py, all in the project's own environment (.venv), made and kept up to date.
 
-dev.py demo [ARGS]        ask a model about examples/photo.jpg with a compressed KV cache
+dev.py demo [OPTIONS]     ask a model about examples/photo.jpg with a compressed KV cache; OPTIONS of chat
 dev.py test [ARGS]        the tests; ARGS go to pytest
 dev.py lint               ruff
 dev.py build [-DNAME=V]   build and install only; the options are kept for later (-DGGML_CUDA=ON, ...)
@@ -45,22 +45,24 @@ def main() -> int:
     except DevError as error:
         log(f"error: {error}")
         return 1
+    except OSError as error:
+        log(f"error: {error}")
+        return 1
     except KeyboardInterrupt:
         return 130
 
 
 def demo(args: list[str]) -> int:
+    """kvedge chat about the photograph; ARGS are more options of chat."""
     ensure_package()
-    chat = ["chat", "--image", str(PHOTO), "--method", "lookm", "--budget", "0.2", "--max-tokens", "64"]
+    chat = ["chat", "--image", str(PHOTO), "--max-tokens", "64"]
+    if not any(a.split("=")[0] in ("--method", "--plan") for a in args):
+        chat += ["--method", "lookm", "--budget", "0.2"]
     if not any((ROOT / "pykvedge" / "data").glob("*.gguf")):
         folder = shape_model()
         log("the model has a real one's shape and random weights: its answer is noise, the figures are real")
         chat += ["--model", str(folder / "model.gguf"), "--mmproj", str(folder / "mmproj.gguf")]
-    return execute([venv_program("kvedge"), *chat, *args, *([] if has_prompt(args) else [QUESTION])])
-
-
-def has_prompt(args: list[str]) -> bool:
-    return bool(args) and not args[-1].startswith("-") and (len(args) == 1 or not args[-2].startswith("-"))
+    return execute([venv_program("kvedge"), *chat, *args, QUESTION])
 
 
 def shape_model() -> Path:
@@ -83,9 +85,16 @@ def shape_model() -> Path:
 
 def test(args: list[str]) -> int:
     ensure_package("test")
-    stock = [venv_program("python"), str(ROOT / "scripts" / "build_stock.py")]
+    build = package_build()
+    stock = [venv_program("python"), str(ROOT / "scripts" / "build_stock.py"), "--build", str(build)]
     run_logged(stock, "building the baseline (stock llama.cpp)")
+    run_logged([venv_program("cmake"), "--build", str(build), "--target", "kvedge-tests"], "building the native tests")
     return execute([venv_program("python"), "-m", "pytest", *args])
+
+
+def package_build() -> Path:
+    """The folder that the install built in."""
+    return max(BUILD.glob("py3-none-*"), key=lambda p: p.stat().st_mtime)
 
 
 def lint(args: list[str]) -> int:

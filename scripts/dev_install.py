@@ -50,7 +50,12 @@ def venv_program(name: str) -> str:
 def ensure_venv() -> None:
     """Makes .venv unless a usable one is there."""
     if _usable_venv():
-        return
+        if any(_site_packages("pip")):
+            return
+        # made by uv, which brings no pip
+        done = subprocess.run([venv_program("python"), "-m", "ensurepip"], capture_output=True, text=True, check=False)
+        if done.returncode == 0:
+            return
     if VENV.exists():
         log("replacing .venv: its Python is gone, older than 3.10 or without pip")
         shutil.rmtree(VENV)
@@ -71,9 +76,7 @@ def _usable_venv() -> bool:
     except OSError:
         return False
     version = re.search(r"^version(?:_info)? *= *(\d+)\.(\d+)", config, re.MULTILINE)
-    if version is None or (int(version[1]), int(version[2])) < (3, 10):
-        return False
-    return any(_site_packages("pip"))
+    return version is not None and (int(version[1]), int(version[2])) >= (3, 10)
 
 
 def _site_packages(pattern: str) -> Iterator[Path]:
@@ -207,7 +210,8 @@ def _cause(lines: list[str]) -> str:
     ):
         for line in lines:
             if re.search(pattern, line):
-                return line.strip().removeprefix("error: ")
+                hint = "; is the package index reachable?" if "from versions: none" in line else ""
+                return re.sub(r"^(error|ERROR): ", "", line.strip()) + hint
     return next((line for line in reversed(lines) if line.strip()), "no output").strip()
 
 

