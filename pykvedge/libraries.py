@@ -48,13 +48,20 @@ def prepare() -> None:
             load_backends()
 
 
+_LOG = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
+_SILENCE = _LOG(lambda level, text, data: None)
+
+
 @functools.cache
 def load_backends() -> None:
     """Makes ggml load its CPU variants, where those are separate libraries."""
     place = require_dir()
     if any(place.glob(file_name("ggml-cpu-*"))):
+        log = ctypes.CDLL(str(place / file_name("ggml-base"))).ggml_log_set
+        log.argtypes, log.restype = [_LOG, ctypes.c_void_p], None
         load = ctypes.CDLL(str(place / file_name("ggml"))).ggml_backend_load_all_from_path
         load.argtypes, load.restype = [ctypes.c_char_p], None
+        log(_SILENCE, None)  # ggml greets every variant that it loads
         load(os.fsencode(place))
 
 

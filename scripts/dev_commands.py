@@ -1,6 +1,6 @@
 """The commands of scripts/dev.py, all in the project's own environment (.venv), made and kept up to date.
 
-dev.py demo [OPTIONS]     ask a model about examples/photo.jpg with a compressed KV cache; OPTIONS of chat
+dev.py demo [OPTIONS]     ask the packaged model about examples/scene-1.png with a compressed KV cache; OPTIONS of chat
 dev.py test [ARGS]        the tests; ARGS go to pytest
 dev.py lint               ruff
 dev.py build [-DNAME=V]   build and install only; the options are kept for later (-DGGML_CUDA=ON, ...)
@@ -28,9 +28,10 @@ from dev_install import (
     venv_program,
 )
 
+SCENE = ROOT / "examples" / "scene-1.png"  # of the kind that the packaged model was trained on
 PHOTO = ROOT / "examples" / "photo.jpg"
 DEMO_MODEL = "llava-1.4b"
-QUESTION = "What is in this picture?"
+QUESTION = "Describe the image."
 
 
 def main() -> int:
@@ -53,12 +54,13 @@ def main() -> int:
 
 
 def demo(args: list[str]) -> int:
-    """kvedge chat about the photograph; ARGS are more options of chat."""
+    """kvedge chat about a drawn scene, or a photograph where no model is packaged; ARGS are more options of chat."""
     ensure_package()
-    chat = ["chat", "--image", str(PHOTO), "--max-tokens", "64"]
+    packaged = any((ROOT / "pykvedge" / "data").glob("*.gguf"))
+    chat = ["chat", "--image", str(SCENE if packaged else PHOTO), "--max-tokens", "80"]
     if not any(a.split("=")[0] in ("--method", "--plan") for a in args):
         chat += ["--method", "lookm", "--budget", "0.2"]
-    if not any((ROOT / "pykvedge" / "data").glob("*.gguf")):
+    if not packaged:
         folder = shape_model()
         log("the model has a real one's shape and random weights: its answer is noise, the figures are real")
         chat += ["--model", str(folder / "model.gguf"), "--mmproj", str(folder / "mmproj.gguf")]

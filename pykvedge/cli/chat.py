@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import click
 
+import pykvedge
 from pykvedge.errors import UsageError, unknown
 from pykvedge.plan import Plan
 from pykvedge.presets import plan as make_plan
@@ -133,8 +133,9 @@ def _plan(given: dict[str, Any]) -> Plan:
             raise UsageError(f"--merge {merge} and --reducer {settings['reducer']} contradict each other; pass one")
     settings.update(_parsed(change) for change in given["changes"])
     if given["plan_file"] is None:
-        return make_plan(given["method"] or DEFAULT_METHOD, given["budget"], **settings)
-    if settings or given["method"] or given["budget"]:
+        method = DEFAULT_METHOD if given["method"] is None else given["method"]
+        return make_plan(method, given["budget"], **settings)
+    if settings or given["method"] is not None or given["budget"] is not None:
         raise UsageError("--plan holds the whole plan; change the file, or use --method without --plan")
     return read_plan(given["plan_file"])
 
@@ -159,7 +160,7 @@ def read_plan(path: Path) -> Plan:
 def _model_files(model: Path | None, mmproj: Path | None) -> tuple[Path, Path | None]:
     if model is not None:
         return model.expanduser(), mmproj.expanduser() if mmproj else None
-    data = Path(str(resources.files("pykvedge"))) / "data"
+    data = Path(pykvedge.__file__).parent / "data"  # resources.files() is no folder in an editable installation
     demo, demo_mmproj = data / "demo-model.gguf", data / "demo-mmproj.gguf"
     if mmproj is not None or not demo.exists():
         raise UsageError(
