@@ -31,7 +31,7 @@ def pair(model, mmproj=None):
 def test_no_model(kvedge, llava, monkeypatch, tmp_path):
     kvedge("chat", "--mmproj", llava.mmproj, "Hello").failed(2, "no model", "--model")
     chat = importlib.import_module("pykvedge.cli.chat")  # the attribute of that name is the command
-    monkeypatch.setattr(chat.resources, "files", lambda package: tmp_path)  # an installation without the demo model
+    monkeypatch.setattr(chat, "DATA", tmp_path)  # an installation without the demo model
     with pytest.raises(UsageError, match="no model: pass --model"):
         chat._model_files(None, None)
 

@@ -210,8 +210,11 @@ def test_ctrl_c_before_the_answer_ends_the_program_quietly(environment, tiny):
     with subprocess.Popen(
         command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
-        time.sleep(1.0)  # it waits for its prompt on the pipe
-        process.send_signal(signal.SIGINT)
+        for _ in range(120):  # it waits for its prompt on the pipe, once it has started
+            time.sleep(0.5)
+            if process.poll() is not None:
+                break
+            process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
     assert process.returncode == 130 and err.strip() == b""
 

@@ -151,6 +151,7 @@ def test_commands(terminal, llava, picture_file):
     t.type("/stats\n")
     t.wait_for("tokens: prompt")
     t.wait_for("rss: ")
+    t.wait_for("> ")
     t.type("\x04")
     assert t.exit_code() == 0
 

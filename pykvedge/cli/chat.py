@@ -15,6 +15,7 @@ from pykvedge.presets import plan as make_plan
 
 MERGES = {"averaged": "averaged", "pivotal": "pivotal", "weighted": "weighted", "none": "evict"}
 DEFAULT_METHOD = "lookm"
+DATA = Path(pykvedge.__file__).parent / "data"  # importlib.resources names no folder in an editable installation
 _PATH = click.Path(path_type=Path)
 
 
@@ -160,8 +161,7 @@ def read_plan(path: Path) -> Plan:
 def _model_files(model: Path | None, mmproj: Path | None) -> tuple[Path, Path | None]:
     if model is not None:
         return model.expanduser(), mmproj.expanduser() if mmproj else None
-    data = Path(pykvedge.__file__).parent / "data"  # resources.files() is no folder in an editable installation
-    demo, demo_mmproj = data / "demo-model.gguf", data / "demo-mmproj.gguf"
+    demo, demo_mmproj = DATA / "demo-model.gguf", DATA / "demo-mmproj.gguf"
     if mmproj is not None or not demo.exists():
         raise UsageError(
             "no model: pass --model FILE.gguf, and --mmproj FILE.gguf to ask about images (any GGUF pair that runs on "

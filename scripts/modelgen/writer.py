@@ -136,9 +136,7 @@ def _add(writer: GGUFWriter, key: str, value: Value) -> None:
         writer.add_array(key, list(value))
 
 
-def _write_tensors(
-    out: BinaryIO, writer: GGUFWriter, tensors: Sequence[Tensor], seed: int, progress: Progress
-) -> None:
+def _write_tensors(out: BinaryIO, writer: GGUFWriter, tensors: Sequence[Tensor], seed: int, progress: Progress) -> None:
     pools: dict[GGMLQuantizationType, _Pool] = {}
     total, done = sum(t.nbytes for t in tensors), 0
     for tensor in tensors:
@@ -173,9 +171,7 @@ def write_gguf(
         if key != "general.architecture":
             _add(writer, key, value)
     for tensor in tensors:
-        writer.add_tensor_info(
-            tensor.name, tensor.shape, np.dtype(np.float32), tensor.nbytes, raw_dtype=tensor.type
-        )
+        writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.nbytes, raw_dtype=tensor.type)
     try:
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
