@@ -313,6 +313,7 @@ bool Sequence::ensure_windows(int32_t n) try {
     windows.assign(shapes().size(), {});
     for (size_t l = 0; l < windows.size(); l++) {
         windows[l].q.resize((size_t) n * (size_t) shapes()[l].n_heads * (size_t) shapes()[l].d_k);
+        windows[l].sinks.reserve((size_t) shapes()[l].n_heads);  // filled while a graph runs, where nothing may fail
     }
     window_size = n;
     window_from = pending_length();
