@@ -8,6 +8,7 @@ from typing import Any
 
 from pykvedge.errors import BudgetError, unknown
 from pykvedge.plan import Plan
+from pykvedge.stages.registry import STAGES
 
 DEFAULT_BUDGET = 0.2
 
@@ -33,6 +34,8 @@ _SNAPKV = "Li et al. 2024, SnapKV: LLM Knows What You are Looking for Before Gen
 _PYRAMIDKV = "Cai et al. 2024, PyramidKV: Dynamic KV Cache Compression based on Pyramidal Funneling, arXiv:2406.02069"
 _ADAKV = "Feng et al. 2024, Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation, arXiv:2407.11550"
 _KNORM = "Devoto et al. 2024, A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression, arXiv:2406.11430"
+_ELASTIC = "Liu et al. 2024, Efficient Inference of Vision Instruction-Following Models with Elastic Cache, ECCV"
+_PREFIXKV = "Wang et al. 2024, PrefixKV: Adaptive Prefix KV Cache is What Vision Instruction-Following Models Need"
 _LOOKM = "Wan et al. 2024, LOOK-M: Look-Once Optimization in KV Cache, EMNLP Findings, arXiv:2406.18139"
 _MIXKV = (
     "Liu et al. 2025, Mixing Importance with Diversity: Joint Optimization for KV Cache Compression in Large "
@@ -43,6 +46,8 @@ _FLASHCACHE = (
     "Approach, arXiv:2511.16786"
 )
 
+# one importance for all heads of a layer; the first and the last token always stay
+_LAYERWISE = {"scorer": "cumulative", "params": {"scorer.share": "layer"}, "sinks": 1, "recent": 1}
 _PRESETS = (
     Preset("full", "keep every KV pair", "the uncompressed cache", {"budget": 1.0}),
     Preset("streaming-llm", "4 first tokens and the most recent ones", _STREAMING, {"scorer": "position", "sinks": 4}),
@@ -90,6 +95,18 @@ _PRESETS = (
         _FLASHCACHE,
         {"scorer": "dct", "allocator": "spectral"},
     ),
+    Preset(
+        "elastic",
+        "tokens with most attention in their layer; the others join the nearest of them",
+        _ELASTIC,
+        {**_LAYERWISE, "reducer": "bucket", "decode": "fixed-point"},
+    ),
+    Preset(
+        "prefixkv",
+        "per layer, as many tokens as hold the same share of its attention",
+        _PREFIXKV,
+        {**_LAYERWISE, "allocator": "prefix", "decode": "ratio"},
+    ),
     Preset("knorm", "tokens whose keys have the smallest norm", _KNORM, {"scorer": "knorm"}),
     Preset("vnorm", "tokens whose values have the largest norm", "a control, and a part of MixKV", {"scorer": "vnorm"}),
     Preset("random", "chance", "a control", {"scorer": "random"}),
@@ -109,6 +126,12 @@ def preset(name: str) -> Preset:
     return PRESETS[name]
 
 
+def _params_that_fit(chosen: Preset, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The preset's settings of stage members, but for stages whose member is replaced."""
+    replaced = {stage for stage in STAGES if settings.get(stage, chosen.values.get(stage)) != chosen.values.get(stage)}
+    return {k: v for k, v in chosen.values.get("params", {}).items() if k.partition(".")[0] not in replaced}
+
+
 def plan(method: str, budget: Any = None, **settings: Any) -> Plan:
     """The plan of a method, with some settings changed.
 
@@ -119,12 +142,13 @@ def plan(method: str, budget: Any = None, **settings: Any) -> Plan:
     """
     chosen = preset(method)
     known = {f.name for f in fields(Plan)} - {"method", "params"}
-    params = dict(settings.pop("params", {}))
+    params = {**_params_that_fit(chosen, settings), **settings.pop("params", {})}
     for key in settings:
         if "." not in key and key not in known:
             raise unknown("setting", key, known)
     params.update({key: value for key, value in settings.items() if "." in key})
-    values = {"budget": chosen.budget, **chosen.values, **{k: v for k, v in settings.items() if "." not in k}}
+    preset_values = {k: v for k, v in chosen.values.items() if k != "params"}
+    values = {"budget": chosen.budget, **preset_values, **{k: v for k, v in settings.items() if "." not in k}}
     if budget is not None:
         values["budget"] = budget
     made = Plan(method=chosen.name, params=params, **values)

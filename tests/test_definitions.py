@@ -9,7 +9,7 @@ from arrays import prompt
 
 import pykvedge
 from pykvedge.definition import round_to, select
-from pykvedge.stages.base import Head, Layer
+from pykvedge.stages.base import DecodeState, Head, Layer
 from pykvedge.stages.registry import STAGES, member, members
 
 MERGES = ("averaged", "pivotal", "weighted")
@@ -205,4 +205,4 @@ def test_rounding_to_the_storage_types():
 
 
 def test_keep_all_evicts_nothing():
-    assert len(member("decode", "keep-all").evict(1000, 500, {})) == 0
+    assert member("decode", "keep-all").evict(DecodeState(900, 100, 100, 500, 600, 4), {}) is None

@@ -205,9 +205,16 @@ void check_case(const Case & c) {
         append(seq, n);
         check_step(c, seq, n);
     }
+    for (int32_t h = 0; h < c.Hkv; h++) {  // rows that a decode policy drops: near either end of the compressed block,
+        for (int32_t row : { 2, 380, 200, 384, 384 }) {
+            seq.drop_row(0, h, row);  // and, once that has 384 rows left, the oldest of the generated ones
+        }
+    }
+    CHECK(seq.head_length(0, 0) == 424);
+    check_step(c, seq, 40);
     seq.remove(760, 774);  // tokens of the compressed block
     seq.remove(775, 780);  // and of the pending ones
-    CHECK(seq.pending_length() == 37);
+    CHECK(seq.pending_length() == 37 && seq.head_tokens(0, 0).size() == (size_t) seq.head_length(0, 0));
     append(seq, 2);
     check_step(c, seq, 2);
     const auto copy = seq.clone();

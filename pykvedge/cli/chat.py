@@ -38,6 +38,7 @@ _OPTIONS = (
     _option("--scorer", metavar="NAME", help="Another scorer for the method. See `kvedge methods NAME`."),
     _option("--allocator", metavar="NAME", help="Another allocator."),
     _option("--reducer", metavar="NAME", help="Another reducer; --merge under its full name."),
+    _option("--decode", metavar="NAME", help="Another policy for what happens while the answer is generated."),
     _option("--set", "changes", multiple=True, metavar="STAGE.NAME=VALUE",
             help="A setting of a stage, for example scorer.window=16; repeatable."),
     _option("--plan", "plan_file", type=_PATH, metavar="FILE.json",
@@ -124,7 +125,7 @@ def _positive(option: str, value: int | None) -> int:
 
 
 def _plan(given: dict[str, Any]) -> Plan:
-    names = ("recent", "sinks", "text_prior", "scorer", "allocator", "reducer")
+    names = ("recent", "sinks", "text_prior", "scorer", "allocator", "reducer", "decode")
     settings = {k: given[k] for k in names if given[k] is not None}
     merge = given["merge"]
     if merge is not None:

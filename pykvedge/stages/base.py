@@ -94,6 +94,18 @@ class Head:
     protected: np.ndarray  # [T] bool
 
 
+@dataclass(frozen=True)
+class DecodeState:
+    """One KV head after a generated token, as a decode policy sees it."""
+
+    prompt: int  # T: tokens of the sequence when its last prompt was compressed
+    kept: int  # rows that the head held right after that
+    budget: int  # rows that an even share of the budget would have held
+    generated: int  # tokens since then
+    length: int  # rows that the head holds now
+    sinks: int  # first rows that stay
+
+
 def no_recent(budget: int, settings: Settings) -> int:
     """Number of last tokens that "recent = auto" protects: none."""
     return 0
@@ -146,12 +158,12 @@ class Reducer:
 
 @dataclass(frozen=True)
 class DecodePolicy:
-    """What happens as tokens are generated? `evict(length, generated, settings)` -> slots to drop after a step."""
+    """What happens as tokens are generated? `evict(state, settings)` -> the row to drop after a token, or None."""
 
     name: str
     summary: str
     source: str
-    evict: Callable[[int, int, Settings], np.ndarray]
+    evict: Callable[[DecodeState, Settings], int | None]
     params: tuple[Param, ...] = ()
     stage: str = "decode"
 

@@ -88,7 +88,21 @@ struct Reducer : Member {
     size_t (*scratch)(int32_t n_tokens, int32_t n_kept, int32_t d_k);
 };
 
-struct DecodePolicy : Member {};
+// One KV head after a generated token.
+struct DecodeInput {
+    int32_t        prompt;     // T: tokens of the sequence when its last prompt was compressed
+    int32_t        kept;       // rows that the head held right after that
+    int32_t        budget;     // rows that an even share of the budget would have held
+    int32_t        generated;  // tokens since then
+    int32_t        length;     // rows that the head holds now
+    int32_t        sinks;      // first rows that stay
+    const double * params;
+};
+
+struct DecodePolicy : Member {
+    // The row to drop, or -1. NULL: none ever.
+    int32_t (*evict)(const DecodeInput & in);
+};
 
 const Scorer *       find_scorer(const char * name);
 const Allocator *    find_allocator(const char * name);

@@ -108,6 +108,15 @@ bool kvedge_cache::enter_run(const llama_attn_provider_ubatch & ubatch, Run & ru
             return false;
         }
     }
+    if (prompt) {
+        // What a decode policy holds bounded already is not compressed again with the next prompt.
+        if (!state.kept.empty()) {
+            state.seq->close_pending();
+            state.kept.clear();
+        }
+    } else {
+        evict_generated(state);
+    }
     state.armed       = state.armed || prompt;
     state.prev_output = output;
 
@@ -139,6 +148,33 @@ bool kvedge_cache::enter_run(const llama_attn_provider_ubatch & ubatch, Run & ru
         return false;
     }
     return true;
+}
+
+// Drops, for the generated tokens that are there, what the plan's decode policy says: at most one row of each head.
+void kvedge_cache::evict_generated(SequenceState & state) {
+    if (!plan.decode->evict || state.kept.empty()) {
+        return;
+    }
+    if (state.generated++ == 0) {
+        return;  // this is the first: nothing was generated yet
+    }
+    for (size_t l = 0; l < state.kept.size(); l++) {
+        for (size_t h = 0; h < state.kept[l].size(); h++) {
+            DecodeInput in{};
+            in.prompt    = state.prompt;
+            in.kept      = state.kept[l][h];
+            in.budget    = kvedge_plan_budget(&plan, state.prompt);
+            in.generated = state.generated - 1;
+            in.length    = state.seq->head_length((int32_t) l, (int32_t) h);
+            in.sinks     = plan.sinks;
+            in.params    = plan.params[KVEDGE_STAGE_DECODE];
+            const int32_t row = plan.decode->evict(in);
+            if (row >= 0 && row < in.length) {
+                state.seq->drop_row((int32_t) l, (int32_t) h, row);
+            }
+        }
+    }
+    state.seq->drop_empty_blocks();
 }
 
 bool kvedge_cache::reserve_scratch() {
@@ -195,7 +231,18 @@ kvedge_status kvedge_cache::compress(SequenceState & state, kvedge_error * err) 
     if (status != KVEDGE_OK) {
         return status;
     }
-    state.armed = false;
+    state.armed     = false;
+    state.prompt    = (int32_t) state.seq->pos.size();
+    state.generated = 0;
+    state.kept.clear();
+    if (plan.decode->evict && plan.budget_ratio != 1.0) {
+        state.kept.resize(shapes.size());
+        for (size_t l = 0; l < shapes.size(); l++) {
+            for (int32_t h = 0; h < shapes[l].n_heads_kv; h++) {
+                state.kept[l].push_back(state.seq->head_length((int32_t) l, h));
+            }
+        }
+    }
     state.n_compressions += 1;
     state.before_bytes = outcome.before_bytes;
     state.after_bytes  = outcome.after_bytes;

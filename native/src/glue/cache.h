@@ -25,6 +25,11 @@ struct SequenceState {
     uint64_t                  before_bytes = 0, after_bytes = 0, peak_bytes = 0;
     int64_t                   compress_us = 0;
 
+    // For decode policies: the state right after the last compression.
+    int32_t                           prompt = 0;     // tokens of the sequence
+    int32_t                           generated = 0;  // tokens since
+    std::vector<std::vector<int32_t>> kept;           // [layer][head] rows; empty: none, or nothing to drop
+
     void note_peak();
 };
 
@@ -84,6 +89,7 @@ struct kvedge_cache {
     bool collect_runs(const llama_attn_provider_ubatch & ubatch);
     bool enter_run(const llama_attn_provider_ubatch & ubatch, kvedge::Run & run);
     bool reserve_scratch();
+    void evict_generated(kvedge::SequenceState & state);
     int  report(kvedge_status status, const char * what);
 };
 

@@ -5,6 +5,6 @@
 namespace kvedge {
 
 extern const DecodePolicy decode_keep_all;
-const DecodePolicy        decode_keep_all = { { "keep-all", nullptr } };
+const DecodePolicy        decode_keep_all = { { "keep-all", nullptr }, nullptr };
 
 }  // namespace kvedge

@@ -10,9 +10,6 @@ namespace {
 constexpr int32_t FIRST_GROWTH = 32;   // rows of the first block that a generation opens
 constexpr int32_t MAX_GROWTH   = 256;  // and of the largest
 
-size_t row_k(const LayerShape & s, Type t) { return (size_t) s.d_k * type_size(t); }
-size_t row_v(const LayerShape & s, Type t) { return (size_t) s.d_v * type_size(t); }
-
 size_t uniform_bytes(const LayerShape & s, Type t, int32_t capacity) {
     return (size_t) s.n_heads_kv * (size_t) capacity * (row_k(s, t) + row_v(s, t));
 }
@@ -115,11 +112,12 @@ Segment Sequence::segment(const Block & block, int32_t layer, int32_t head) cons
         return { { bl.memory.data() + h.k_offset, kst, type_ }, { bl.memory.data() + h.v_offset, vst, type_ }, h.length };
     }
     const size_t    cap  = (size_t) block.capacity;
+    const size_t    gone = bl.gone.empty() ? 0 : (size_t) bl.gone[(size_t) head];
     const uint8_t * keys = bl.memory.data();
     const uint8_t * vals = keys + (size_t) s.n_heads_kv * cap * kst;
-    return { { keys + (size_t) head * cap * kst, kst, type_ },
-             { vals + (size_t) head * cap * vst, vst, type_ },
-             (int32_t) block.length() };
+    return { { keys + ((size_t) head * cap + gone) * kst, kst, type_ },
+             { vals + ((size_t) head * cap + gone) * vst, vst, type_ },
+             (int32_t) (block.length() - gone) };
 }
 
 int32_t Sequence::head_length(int32_t layer, int32_t head) const {
@@ -147,8 +145,10 @@ std::vector<int32_t> Sequence::pending_tokens() const {
 std::vector<int32_t> Sequence::head_tokens(int32_t layer, int32_t head) const {
     std::vector<int32_t> out;
     for (const auto & b : blocks) {
-        const auto & t = b->ragged ? b->layers[(size_t) layer].heads[(size_t) head].tokens : b->tokens;
-        out.insert(out.end(), t.begin(), t.end());
+        const auto & l    = b->layers[(size_t) layer];
+        const auto & t    = b->ragged ? l.heads[(size_t) head].tokens : b->tokens;
+        const auto   gone = b->ragged || l.gone.empty() ? 0 : l.gone[(size_t) head];
+        out.insert(out.end(), t.begin() + gone, t.end());
     }
     return out;
 }
@@ -164,87 +164,6 @@ void Sequence::drop_observations() {
     windows     = {};
     window_size = 0;
     window_from = 0;
-}
-
-void Sequence::remove_from_ragged(Block & block, int32_t p0, int32_t p1) {
-    for (size_t l = 0; l < block.layers.size(); l++) {
-        uint8_t *    data = block.layers[l].memory.data();
-        const size_t kst = row_k(shapes()[l], type_), vst = row_v(shapes()[l], type_);
-        for (auto & h : block.layers[l].heads) {
-            int32_t kept = 0;
-            for (int32_t r = 0; r < h.length; r++) {
-                const int32_t p = pos[(size_t) h.tokens[(size_t) r]];
-                if (p >= p0 && p < p1) {
-                    continue;
-                }
-                if (kept != r) {
-                    memcpy(data + h.k_offset + (size_t) kept * kst, data + h.k_offset + (size_t) r * kst, kst);
-                    memcpy(data + h.v_offset + (size_t) kept * vst, data + h.v_offset + (size_t) r * vst, vst);
-                    h.tokens[(size_t) kept] = h.tokens[(size_t) r];
-                }
-                kept++;
-            }
-            h.length = kept;
-            h.tokens.resize((size_t) kept);
-        }
-    }
-}
-
-void Sequence::remove_from_uniform(Block & block, int32_t p0, int32_t p1, int32_t first_pending_row) {
-    std::vector<int32_t> keep;
-    for (size_t r = 0; r < block.length(); r++) {
-        const int32_t p = pos[(size_t) block.tokens[r]];
-        if (p < p0 || p >= p1) {
-            keep.push_back((int32_t) r);
-        }
-    }
-    if (keep.size() == block.length()) {
-        return;
-    }
-    for (size_t l = 0; l < block.layers.size(); l++) {
-        for (int32_t h = 0; h < shapes()[l].n_heads_kv; h++) {
-            for (size_t to = 0; to < keep.size(); to++) {
-                const Place from{ &block, keep[to] }, dest{ &block, (int32_t) to };
-                memmove(k_row(dest, (int32_t) l, h), k_row(from, (int32_t) l, h), row_k(shapes()[l], type_));
-                memmove(v_row(dest, (int32_t) l, h), v_row(from, (int32_t) l, h), row_v(shapes()[l], type_));
-            }
-        }
-    }
-    if (first_pending_row >= 0) {
-        for (auto & cs : sums) {
-            for (size_t base = 0; base < cs.sums.size(); base += (size_t) cs.capacity) {
-                auto first = cs.sums.begin() + (std::ptrdiff_t) base + first_pending_row;
-                auto last  = cs.sums.begin() + (std::ptrdiff_t) base + cs.capacity;
-                for (size_t to = 0; to < keep.size(); to++) {
-                    first[(std::ptrdiff_t) to] = first[keep[to]];
-                }
-                std::fill(std::move(first + (std::ptrdiff_t) block.length(), last, first + (std::ptrdiff_t) keep.size()), last, 0.0);
-            }
-        }
-    }
-    for (size_t to = 0; to < keep.size(); to++) {
-        block.tokens[to] = block.tokens[(size_t) keep[to]];
-    }
-    block.tokens.resize(keep.size());
-}
-
-void Sequence::remove(int32_t p0, int32_t p1) {
-    int32_t pending_row = 0;
-    for (size_t b = 0; b < blocks.size(); b++) {
-        if (blocks[b]->ragged) {
-            remove_from_ragged(*blocks[b], p0, p1);
-        } else {
-            remove_from_uniform(*blocks[b], p0, p1, b >= pending_from ? pending_row : -1);
-            pending_row += b >= pending_from ? (int32_t) blocks[b]->length() : 0;
-        }
-    }
-    for (size_t b = blocks.size(); b-- > 0;) {
-        if (!blocks[b]->ragged && blocks[b]->length() == 0) {
-            blocks.erase(blocks.begin() + (std::ptrdiff_t) b);
-            pending_from -= b < pending_from ? 1 : 0;
-        }
-    }
-    window_from = pending_length();  // the rings count rows that have moved
 }
 
 std::unique_ptr<Sequence> Sequence::clone() const try {
@@ -266,6 +185,7 @@ std::unique_ptr<Sequence> Sequence::clone() const try {
         for (size_t l = 0; l < from->layers.size(); l++) {
             const Pages & src    = from->layers[l].memory;
             to->layers[l].heads  = from->layers[l].heads;
+            to->layers[l].gone   = from->layers[l].gone;
             to->layers[l].memory = Pages::take(src.size());
             if (src && !to->layers[l].memory) {
                 return nullptr;

@@ -23,6 +23,10 @@ struct LayerShape {
     float   softcap = 0.0f;  // of the logits, 0: none
 };
 
+// Bytes of a key row and of a value row.
+inline size_t row_k(const LayerShape & s, Type t) { return (size_t) s.d_k * type_size(t); }
+inline size_t row_v(const LayerShape & s, Type t) { return (size_t) s.d_v * type_size(t); }
+
 // Consecutive rows of one head.
 struct Segment {
     Rows    k, v;
@@ -30,7 +34,7 @@ struct Segment {
 };
 
 struct RaggedHead {
-    size_t               k_offset = 0, v_offset = 0;
+    size_t               k_offset = 0, v_offset = 0;  // of the first row that is still there
     int32_t              length   = 0;
     std::vector<int32_t> tokens;  // [length] token index of each row, ascending
 };
@@ -38,6 +42,7 @@ struct RaggedHead {
 struct BlockLayer {
     Pages                   memory;
     std::vector<RaggedHead> heads;  // [Hkv] in a ragged block, else empty
+    std::vector<int32_t>    gone;   // uniform: [Hkv] first rows that a head has dropped; empty: none
 };
 
 struct Block {
@@ -91,6 +96,12 @@ class Sequence {
     int32_t pending_length() const;                      // tokens, the same for every layer and head
     std::vector<int32_t> pending_tokens() const;         // their token indices
     std::vector<int32_t> head_tokens(int32_t layer, int32_t head) const;
+
+    // Drops one row of one head: any of a compressed block, whose shorter side closes the gap, but of a uniform block the
+    // first that is left, whichever was meant.
+    void drop_row(int32_t layer, int32_t head, int32_t row);
+    // Gives back the uniform blocks that every head has dropped whole.
+    void drop_empty_blocks();
 
     // Removes the tokens with a position in [p0, p1).
     void remove(int32_t p0, int32_t p1);

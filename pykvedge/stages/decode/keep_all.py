@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
-
-from pykvedge.stages.base import DecodePolicy, Settings
+from pykvedge.stages.base import DecodePolicy, DecodeState, Settings
 
 
-def evict(length: int, generated: int, settings: Settings) -> np.ndarray:
-    """No slot is dropped, whatever the length."""
-    return np.zeros(0, dtype=np.int64)
+def evict(state: DecodeState, settings: Settings) -> int | None:
+    """No row is dropped, whatever the length."""
+    return None
 
 
 MEMBER = DecodePolicy(

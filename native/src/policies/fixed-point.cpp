@@ -1,0 +1,15 @@
+// Fixed-point elimination (Elastic Cache sec. 3.3): the cache keeps the budget's share of all tokens so far; a row too many
+// goes from one fixed place, so that the oldest and the newest stay.
+
+#include "policies/share.h"
+
+namespace kvedge {
+
+static int32_t evict(const DecodeInput & in) {
+    return evict_by_share(in, (double) in.budget / in.prompt);
+}
+
+extern const DecodePolicy decode_fixed_point;
+const DecodePolicy        decode_fixed_point = { { "fixed-point", DISTANCE_PARAMS }, evict };
+
+}  // namespace kvedge

@@ -1,0 +1,14 @@
+// Ratio-keeping elimination (PrefixKV sec. 3.1): as fixed-point, every head with the share that its layer was granted.
+
+#include "policies/share.h"
+
+namespace kvedge {
+
+static int32_t evict(const DecodeInput & in) {
+    return evict_by_share(in, (double) in.kept / in.prompt);
+}
+
+extern const DecodePolicy decode_ratio;
+const DecodePolicy        decode_ratio = { { "ratio", DISTANCE_PARAMS }, evict };
+
+}  // namespace kvedge

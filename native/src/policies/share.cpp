@@ -1,0 +1,20 @@
+#include "policies/share.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace kvedge {
+
+enum { DISTANCE };
+
+const Param DISTANCE_PARAMS[] = { { "distance", 25, 1, 1048576, 1, nullptr }, {} };
+
+int32_t evict_by_share(const DecodeInput & in, double share) {
+    if (std::floor(in.length - (in.prompt + in.generated) * share + 1e-9) <= 0.0) {
+        return -1;
+    }
+    const int32_t row = in.kept - (int32_t) in.params[DISTANCE];
+    return row >= std::max(in.sinks, 1) ? row : std::max(in.sinks, in.kept / 2);
+}
+
+}  // namespace kvedge

@@ -1,0 +1,12 @@
+// Sliding window (StreamingLLM sec. 3.2): the size stays what it was after the prompt; the row after the sinks goes.
+
+#include "core/stages.h"
+
+namespace kvedge {
+
+static int32_t evict(const DecodeInput & in) { return in.length > in.kept ? in.sinks : -1; }
+
+extern const DecodePolicy decode_sliding;
+const DecodePolicy        decode_sliding = { { "sliding", nullptr }, evict };
+
+}  // namespace kvedge
