@@ -26,6 +26,7 @@ class Context:
         self.model = self.llama.llama_model_load_from_file(str(model).encode(), self.llama.llama_model_default_params())
         params = self.llama.llama_context_default_params()
         params.n_ctx, params.n_threads, params.n_threads_batch = 8192, 1, 1
+        params.n_seq_max, params.kv_unified = 2, True
         self.context = self.llama.llama_init_from_model(self.model, params)
         self.cache = libkvedge.Cache(self.context, plan, "f16", auto_compress=True)
         self.n = 0
@@ -140,6 +141,33 @@ def test_the_next_prompt_is_compressed_alone(running):
         context.decode(random_tokens(1, step))
     n_tokens = PROMPT + 80 + 100 + 80
     assert max(n for heads in context.cache.lengths() for n in heads) <= 0.2 * n_tokens + 3
+
+
+def test_an_answer_that_is_bounded_already_is_left_alone(running):
+    context = running(pykvedge.plan("h2o", 0.2, decode="sliding", reducer="pivotal"))
+    context.decode(random_tokens(PROMPT))
+    for step in range(90):
+        context.decode(random_tokens(1, step))
+    held, bytes_ = context.held(), context.cache.stats().bytes
+    context.cache.compress()
+    assert context.held() == held and context.cache.stats().bytes == bytes_
+    context.decode(random_tokens(1, 91))
+    assert {n for heads in context.cache.lengths() for n in heads} == {len(held[0][0])}
+
+
+def test_a_copy_goes_on_like_the_original(running):
+    context = running(pykvedge.plan("h2o", 0.2, decode="sliding"))
+    context.decode(random_tokens(PROMPT))
+    for step in range(90):
+        context.decode(random_tokens(1, step))
+    memory, held = context.llama.llama_get_memory(context.context), context.held()
+    context.llama.llama_memory_seq_cp(memory, 0, 1, -1, -1)
+    context.llama.llama_memory_seq_keep(memory, 1)
+    context.llama.llama_memory_seq_cp(memory, 1, 0, -1, -1)
+    assert context.held() == held
+    context.decode(random_tokens(60, 3))  # the next prompt leaves the bounded answer as it is
+    context.cache.compress()
+    assert {n for heads in context.cache.lengths() for n in heads} == {len(held[0][0]) + 12}
 
 
 def test_the_presets_of_the_papers():

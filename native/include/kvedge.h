@@ -165,8 +165,9 @@ KVEDGE_API kvedge_status kvedge_set_plan(kvedge_cache * kv, const kvedge_plan * 
 KVEDGE_API kvedge_status kvedge_set_auto_compress(kvedge_cache * kv, bool on, kvedge_error * err);
 
 // Compresses, now, the tokens of sequence seq_id that were added since its last compression, and returns their
-// memory. Does nothing (KVEDGE_OK) when there are none, or when the budget covers them all. Where recent and sinks ask
-// for more than the budget, they give way: recent tokens outlast sinks, with scorer position it is the other way round.
+// memory. Does nothing (KVEDGE_OK) when there are none, when the budget covers them all, or in the middle of an answer
+// that a decode policy bounds. Where recent and sinks ask for more than the budget, they give way: recent tokens outlast
+// sinks, with scorer position it is the other way round.
 // A failure leaves the sequence as it was. Errors: KVEDGE_E_STATE, KVEDGE_E_MEMORY.
 KVEDGE_API kvedge_status kvedge_compress(kvedge_cache * kv, int32_t seq_id, kvedge_error * err);
 

@@ -47,7 +47,7 @@ void allocate(const AllocateInput & in, std::vector<std::vector<int32_t>> & out)
     const int32_t held = std::max(in.recent, 1);  // of every head, so that none is left empty
     const int32_t base = in.budget - held, n = in.n_tokens - in.recent;
     for (size_t l = 0; l < out.size(); l++) {
-        const int32_t      n_heads = (*in.shapes)[l].n_heads_kv;
+        const int32_t      n_heads = in.seq->shapes()[l].n_heads_kv;
         std::vector<float> scores;
         for (int32_t h = 0; h < n_heads; h++) {
             const float * row = (*in.scores)[l].data() + (size_t) h * (size_t) in.n_tokens;

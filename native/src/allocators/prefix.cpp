@@ -13,7 +13,7 @@ namespace {
 
 // P [T]: importance that the k + 1 most important tokens of a layer hold together, of 1.
 std::vector<double> cumulative(const AllocateInput & in, size_t l) {
-    const auto          T = (size_t) in.n_tokens, n_heads = (size_t) (*in.shapes)[l].n_heads_kv;
+    const auto          T = (size_t) in.n_tokens, n_heads = (size_t) in.seq->shapes()[l].n_heads_kv;
     std::vector<double> p(T, 0.0);
     double              total = 0.0;
     for (size_t t = 0; t < T; t++) {
@@ -64,7 +64,7 @@ void allocate(const AllocateInput & in, std::vector<std::vector<int32_t>> & out)
     }
     const auto counts = round_shares(best, target, in.n_tokens, std::max(1, in.recent));
     for (size_t l = 0; l < out.size(); l++) {
-        out[l].assign((size_t) (*in.shapes)[l].n_heads_kv, (int32_t) counts[l]);
+        out[l].assign((size_t) in.seq->shapes()[l].n_heads_kv, (int32_t) counts[l]);
     }
 }
 

@@ -46,7 +46,6 @@ void score_layer(const Job & job, size_t l, std::vector<float> & scores) {
     in.seq      = &seq;
     in.layer    = (int32_t) l;
     in.n_tokens = job.n_tokens;
-    in.softcap  = seq.shapes()[l].softcap;
     in.params   = job.plan.params[KVEDGE_STAGE_SCORER];
     if (!seq.sums.empty()) {
         in.column_sums   = seq.sums[l].sums.data();
@@ -79,7 +78,7 @@ void select_all(Job & job, Compression & outcome) {
     if (budget < job.n_tokens) {
         const int32_t recent = std::min(budget, plan_recent(job.plan, job.n_tokens, budget));
         job.plan.allocator->allocate(
-            { &shapes, job.n_tokens, budget, recent, &outcome.scores, &job.seq, job.n_threads, job.plan.params[KVEDGE_STAGE_ALLOCATOR] },
+            { job.n_tokens, budget, recent, &outcome.scores, &job.seq, job.n_threads, job.plan.params[KVEDGE_STAGE_ALLOCATOR] },
             counts);
     }
     job.kept.resize(shapes.size());

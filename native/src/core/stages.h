@@ -36,8 +36,7 @@ struct ScoreInput {
     const double *   column_sums;    // [Hkv][sums_capacity], averaged over the group; NULL unless asked for
     int32_t          sums_capacity;
     const float *    window_q;       // [n_window][H][d_k] queries of the last tokens, scaled; NULL unless asked for
-    int32_t          n_window;       // min(window, T)
-    float            softcap;        // of the layer's logits, 0: none
+    int32_t          n_window;       // as many as were seen, at most the window
     const float *    sinks;          // [H] logits of the layer's attention sinks, or NULL
     const double *   params;
 };
@@ -54,7 +53,6 @@ struct Scorer : Member {
 };
 
 struct AllocateInput {
-    const std::vector<LayerShape> *         shapes;
     int32_t                                 n_tokens;  // T
     int32_t                                 budget;    // KV pairs per layer and head on average, 1 <= budget < T
     int32_t                                 recent;    // of those, last tokens that are kept anyway

@@ -158,16 +158,16 @@ void kvedge_cache::evict_generated(SequenceState & state) {
     if (state.generated++ == 0) {
         return;  // this is the first: nothing was generated yet
     }
+    DecodeInput in{};
+    in.prompt    = state.prompt;
+    in.budget    = kvedge_plan_budget(&plan, state.prompt);
+    in.generated = state.generated - 1;
+    in.sinks     = plan.sinks;
+    in.params    = plan.params[KVEDGE_STAGE_DECODE];
     for (size_t l = 0; l < state.kept.size(); l++) {
         for (size_t h = 0; h < state.kept[l].size(); h++) {
-            DecodeInput in{};
-            in.prompt    = state.prompt;
-            in.kept      = state.kept[l][h];
-            in.budget    = kvedge_plan_budget(&plan, state.prompt);
-            in.generated = state.generated - 1;
-            in.length    = state.seq->head_length((int32_t) l, (int32_t) h);
-            in.sinks     = plan.sinks;
-            in.params    = plan.params[KVEDGE_STAGE_DECODE];
+            in.kept           = state.kept[l][h];
+            in.length         = state.seq->head_length((int32_t) l, (int32_t) h);
             const int32_t row = plan.decode->evict(in);
             if (row >= 0 && row < in.length) {
                 state.seq->drop_row((int32_t) l, (int32_t) h, row);
@@ -223,7 +223,8 @@ kvedge_status kvedge_cache::compress(SequenceState & state, kvedge_error * err) 
     for (auto & s : scratch) {
         s.release();
     }
-    if (state.seq->pending_length() == 0) {
+    // Of an answer that a decode policy bounds, heads hold different tokens already: there is no prompt to choose from.
+    if (state.seq->pending_length() == 0 || !state.kept.empty()) {
         return ok(err);
     }
     Compression outcome;
@@ -287,6 +288,9 @@ bool kvedge_cache::seq_cp(int32_t from, int32_t to, int32_t p0, int32_t p1) {
     state.seq             = std::move(copy);
     state.armed           = it->second.armed;
     state.prev_output     = it->second.prev_output;
+    state.prompt          = it->second.prompt;
+    state.generated       = it->second.generated;
+    state.kept            = it->second.kept;
     state.note_peak();
     return true;
 }

@@ -45,8 +45,8 @@ void window_attention(const ScoreInput & in, int32_t head, GroupReduction reduct
         for (int32_t r = 0; r < in.n_window; r++) {
             float *    row  = s.data() + (size_t) r * stride;
             const auto sees = (size_t) (n_keys - in.n_window + r + 1);
-            if (in.softcap != 0.0f) {
-                kn.softcap(row, sees, in.softcap);
+            if (shape.softcap != 0.0f) {
+                kn.softcap(row, sees, shape.softcap);
             }
             const float sink  = in.sinks ? in.sinks[query_head] : -INFINITY;
             const float top   = std::max(kn.max(row, sees), sink);
