@@ -32,7 +32,7 @@ from pykvedge.errors import (
 )
 from pykvedge.libraries import prepare
 from pykvedge.plan import Budget, Plan
-from pykvedge.presets import methods, plan
+from pykvedge.presets import default_plan, methods, plan
 
 if TYPE_CHECKING:
     from pykvedge.session import Session
@@ -60,6 +60,7 @@ __all__ = [
     "__version__",
     "attach",
     "compress",
+    "default_plan",
     "methods",
     "plan",
 ]

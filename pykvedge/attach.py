@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from pykvedge.errors import KvedgeError, StateError, UnsupportedError, UsageError
 from pykvedge.plan import Plan
+from pykvedge.presets import default_plan
 from pykvedge.presets import plan as make_plan
 
 if TYPE_CHECKING:
     from pykvedge.libkvedge import Stats
 
 
-def attach(llm: Any, method: str | Plan = "lookm", budget: Any = None, **settings: Any) -> Attachment:
+def attach(llm: Any, method: str | Plan | None = None, budget: Any = None, **settings: Any) -> Attachment:
     """Compresses the prompts of a llama_cpp.Llama from now on; everything else is used as before.
 
         import pykvedge
@@ -21,7 +22,8 @@ def attach(llm: Any, method: str | Plan = "lookm", budget: Any = None, **setting
         llm = Llama("model.gguf", n_ctx=8192)
         pykvedge.attach(llm, method="lookm", budget=0.2)
 
-    method, budget, settings: as for pykvedge.plan; `method` may be a Plan. What the model had read is forgotten.
+    method, budget, settings: as for pykvedge.plan; `method` may be a Plan; None: pykvedge.default_plan.
+    What the model had read is forgotten.
     Raises LibraryError (llama_cpp was imported before pykvedge), NothingToCompressError, UsageError, UnsupportedError.
     """
     if not all(hasattr(llm, name) for name in ("ctx", "eval", "sample", "reset")):
@@ -31,7 +33,9 @@ def attach(llm: Any, method: str | Plan = "lookm", budget: Any = None, **setting
     return Attachment(llm, _plan(method, budget, settings))
 
 
-def _plan(method: str | Plan, budget: Any, settings: dict[str, Any]) -> Plan:
+def _plan(method: str | Plan | None, budget: Any, settings: dict[str, Any]) -> Plan:
+    if method is None:
+        return default_plan(budget, **settings)
     if not isinstance(method, Plan):
         return make_plan(method, budget, **settings)
     if budget is not None or settings:

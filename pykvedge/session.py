@@ -15,7 +15,7 @@ from pykvedge.errors import StateError, UsageError
 from pykvedge.images import Picture, load_picture
 from pykvedge.model import Model, Progress, silent
 from pykvedge.plan import Plan
-from pykvedge.presets import plan as make_plan
+from pykvedge.presets import default_plan
 from pykvedge.prompt import ChatTemplate, Message
 from pykvedge.report import Report, Rss, Time, Tokens
 from pykvedge.sampling import Sampling
@@ -38,12 +38,12 @@ class Session:
     ) -> None:
         """Loads the model, and the image encoder if one is given.
 
-        plan: what to keep of each prompt, default lookm at 0.2. settings: fields of Settings.
+        plan: what to keep of each prompt, default: default_plan(). settings: fields of Settings.
         progress(what, share done) is called during long steps. Setting `cancel` stops a step or an answer that is
         under way. Raises ModelError, LibraryError, UsageError, CancelledError.
         """
         self.settings = Settings.of(settings)
-        self.plan = plan if plan is not None else make_plan("lookm")
+        self.plan = plan if plan is not None else default_plan()
         self.messages: list[Message] = []
         self.pending: list[int] = []  # generated, but not yet read back into the cache
         self.in_cache = False  # whether the cache holds the conversation so far

@@ -37,7 +37,7 @@ def test_an_answer_goes_to_stdout_and_one_line_to_stderr(kvedge, vision_model, p
     found = LINE.fullmatch(done.err)
     assert found, done.err
     prompt, image, kept = (int(found[i]) for i in (1, 2, 3))
-    assert kept == pykvedge.plan("lookm").count(prompt) and 0 < image < prompt
+    assert kept == pykvedge.default_plan().count(prompt) and 0 < image < prompt
 
 
 @pytest.mark.parametrize("method", pykvedge.methods())

@@ -11,10 +11,10 @@ import click
 import pykvedge
 from pykvedge.errors import UsageError, unknown
 from pykvedge.plan import Plan
+from pykvedge.presets import default_plan
 from pykvedge.presets import plan as make_plan
 
 MERGES = {"averaged": "averaged", "pivotal": "pivotal", "weighted": "weighted", "none": "evict"}
-DEFAULT_METHOD = "lookm"
 DATA = Path(pykvedge.__file__).parent / "data"  # importlib.resources names no folder in an editable installation
 _PATH = click.Path(path_type=Path)
 
@@ -28,9 +28,9 @@ _OPTIONS = (
     _option("--mmproj", type=_PATH, metavar="FILE.gguf", help="The image encoder that belongs to the model."),
     _option("--image", "images", type=_PATH, multiple=True, metavar="PATH",
             help="An image to ask about; repeatable. jpg, png, webp, bmp, gif."),
-    _option("--method", metavar="NAME", help="See `kvedge methods`. Default: lookm."),
+    _option("--method", metavar="NAME", help="See `kvedge methods`. Default: mixkv, with half of the prompt."),
     _option("--budget", metavar="AMOUNT",
-            help="What is kept: 0.2 of the prompt, or 128 KV pairs per layer and head. Default 0.2."),
+            help="What is kept: 0.2 of the prompt, or 128 KV pairs per layer and head. Default with --method: 0.2."),
     _option("--recent", metavar="AMOUNT", help="Last tokens that are always kept: 16, 0.1 of the prompt, or auto."),
     _option("--sinks", type=int, metavar="N", help="First tokens that are always kept."),
     _option("--merge", metavar="KIND", help="What becomes of the others: averaged, pivotal, weighted, or none."),
@@ -135,8 +135,9 @@ def _plan(given: dict[str, Any]) -> Plan:
             raise UsageError(f"--merge {merge} and --reducer {settings['reducer']} contradict each other; pass one")
     settings.update(_parsed(change) for change in given["changes"])
     if given["plan_file"] is None:
-        method = DEFAULT_METHOD if given["method"] is None else given["method"]
-        return make_plan(method, given["budget"], **settings)
+        if given["method"] is None:
+            return default_plan(given["budget"], **settings)
+        return make_plan(given["method"], given["budget"], **settings)
     if settings or given["method"] is not None or given["budget"] is not None:
         raise UsageError("--plan holds the whole plan; change the file, or use --method without --plan")
     return read_plan(given["plan_file"])

@@ -1,0 +1,83 @@
+"""The packaged model, end to end: its answers are right, and what compression keeps decides whether they stay so."""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+import pykvedge
+from pykvedge.demo_tasks.evalset import samples
+from pykvedge.images import Picture
+
+ROOT = Path(__file__).resolve().parent.parent
+DATA = ROOT / "pykvedge" / "data"
+FIXED = ROOT / "tests" / "data" / "demo"
+COUNT = 12  # samples of a task
+
+
+@pytest.fixture(scope="module")
+def session():
+    with pykvedge.Session(DATA / "demo-model.gguf", DATA / "demo-mmproj.gguf", pykvedge.plan("full")) as opened:
+        yield opened
+
+
+def scenes() -> dict[str, str]:
+    """File name -> description, of the pictures in examples/."""
+    text = (ROOT / "examples" / "scenes.md").read_text(encoding="utf-8")
+    return dict(re.findall(r"^- \[([\w-]+\.png)\]\(.*?\): (.*)$", text, re.MULTILINE))
+
+
+@pytest.mark.parametrize("name", scenes())
+def test_chat_without_other_arguments_answers_about_a_scene(kvedge, name):
+    description = scenes()[name]
+    picture = ROOT / "examples" / name
+    done = kvedge("chat", "--image", picture, "What is the code?")
+    assert (done.code, done.out.strip()) == (0, re.search(r"the code (\w+) at", description)[1])
+    done = kvedge("chat", "--image", picture, "Describe the image.")
+    assert (done.code, done.out.strip()) == (0, description)
+
+
+def ask(session, images, messages) -> str:
+    """The answer to the last message; the images come with the first."""
+    session.clear()
+    shown = images
+    for message in messages:
+        if message["role"] == "user":
+            text = message["content"].rsplit("<__media__>\n", 1)[-1]  # the session writes the markers itself
+            answer = session.ask(text, shown).read().strip()
+            shown = []
+    return answer
+
+
+@pytest.mark.parametrize("plan", [pykvedge.plan("full"), pykvedge.default_plan()], ids=["full", "default"])
+def test_every_task_is_answered_in_both_turns(session, plan):
+    session.set_plan(plan)
+    wrong = []
+    for line in (FIXED / "samples.jsonl").read_text(encoding="utf-8").splitlines():
+        sample = json.loads(line)
+        answer = ask(session, [FIXED / name for name in sample["images"]], sample["messages"])
+        wrong += [(sample["task"], answer, sample["answer"])] * (answer != sample["answer"])
+    assert not wrong
+
+
+def right(session, task: str, method: str, budget: float) -> int:
+    """How many of COUNT held-out samples are answered exactly."""
+    session.set_plan(pykvedge.plan(method, budget))
+    n = 0
+    for sample in islice(samples(task, 3, 4), COUNT):
+        session.clear()
+        shown = [Picture(f"{i}", x.shape[1], x.shape[0], x.tobytes()) for i, x in enumerate(sample.images())]
+        n += session.ask(sample.question.text, shown).read().strip() == sample.answer
+    return n
+
+
+@pytest.mark.parametrize("task", ["code", "code-in-image-k"])
+def test_what_is_kept_decides_whether_a_code_can_be_read(session, task):
+    full = right(session, task, "full", 1.0)
+    assert full >= COUNT - 1
+    assert right(session, task, "streaming-llm", 0.2) <= full // 2
+    assert right(session, task, "flashcache", 0.2) >= full - 1
