@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from pykvedge import errors, libraries
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from pykvedge.definition import Arrays, Outcome
     from pykvedge.plan import Plan
 
@@ -109,6 +111,9 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "layer_id": (_I, [_P, _I]),
     "head_length": (_I, [_P, _I, _I, _I]),
     "head_tokens": (c.c_int, [_P, _I, _I, _I, c.POINTER(_I), _I, _ERR]),
+    "layer_shape": (c.c_int, [_P, _I, *[c.POINTER(_I)] * 4, _ERR]),
+    "head_rows": (c.c_int, [_P, _I, _I, _I, c.POINTER(c.c_float), c.POINTER(c.c_float), _I, _ERR]),
+    "pending_scores": (c.c_int, [_P, _I, _I, c.POINTER(c.c_float), _I, _ERR]),
     "compress_arrays": (c.c_int, [_P, c.POINTER(_Arrays), c.c_int, _I, _OUT, _ERR]),
     "result_free": (None, [_P]),
     "result_length": (_I, [_P, _I, _I]),
@@ -216,6 +221,11 @@ class Cache:
         """False after detach."""
         return bool(self._handle)
 
+    @property
+    def handle(self) -> c.c_void_p:
+        """For the functions of this module. Raises StateError after detach."""
+        return self._live()
+
     def _live(self) -> c.c_void_p:
         if not self._handle:
             raise errors.StateError("the cache was detached; attach again")
@@ -256,12 +266,45 @@ class Cache:
             out.append(heads)
         return out
 
+    def layer_id(self, layer: int) -> int:
+        """Number, in the model, of a stored layer."""
+        return lib().kvedge_layer_id(self._live(), layer)
+
     def tokens(self, layer: int, head: int, sequence: int = 0) -> list[int]:
         """Original token indices that a stored layer's KV head holds, ascending."""
         n = lib().kvedge_head_length(self._live(), sequence, layer, head)
         out = (c.c_int32 * max(n, 1))()
         _call("head_tokens", self._live(), sequence, layer, head, out, len(out))
         return list(out)[:n]
+
+
+def shape(cache: Cache, layer: int) -> tuple[int, int, int, int]:
+    """(H, Hkv, d_k, d_v) of a stored layer."""
+    out = [c.c_int32() for _ in range(4)]
+    _call("layer_shape", cache.handle, layer, *(c.byref(x) for x in out))
+    return tuple(x.value for x in out)
+
+
+def rows(cache: Cache, layer: int, head: int, sequence: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Keys [n, d_k] and values [n, d_v], float32, of a stored layer's KV head, in the order of Cache.tokens."""
+    import numpy as np
+
+    _, _, d_k, d_v = shape(cache, layer)
+    n = max(lib().kvedge_head_length(cache.handle, sequence, layer, head), 0)
+    k, v = np.empty((n, d_k), np.float32), np.empty((n, d_v), np.float32)
+    to = [x.ctypes.data_as(c.POINTER(c.c_float)) for x in (k, v)]
+    _call("head_rows", cache.handle, sequence, layer, head, *to, n)
+    return k, v
+
+
+def pending_scores(cache: Cache, layer: int, sequence: int = 0) -> np.ndarray:
+    """[Hkv, T] float32: what the plan's scorer makes of the tokens that are not compressed yet. Raises StateError."""
+    import numpy as np
+
+    out = np.empty((shape(cache, layer)[1], cache.stats(sequence).n_pending), np.float32)
+    at = out.ctypes.data_as(c.POINTER(c.c_float))
+    _call("pending_scores", cache.handle, sequence, layer, at, out.size)
+    return out
 
 
 def compress_arrays(plan: Plan, arrays: Arrays, kv_type: str, threads: int) -> Outcome:

@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from pykvedge import memory, runtime
+from pykvedge import libkvedge, memory, runtime
 from pykvedge.answer import Answer
 from pykvedge.engine import Engine
-from pykvedge.errors import StateError, UsageError
+from pykvedge.errors import NothingToCompressError, StateError, UsageError
 from pykvedge.images import Picture, load_picture
 from pykvedge.model import Model, Progress, silent
 from pykvedge.plan import Plan
@@ -104,6 +104,40 @@ class Session:
         self._load_s = 0.0
         self._answer = Answer(self, report, sampling or Sampling())
         return self._answer
+
+    def examine(
+        self,
+        prompt: str,
+        images: Iterable[Picture],
+        plan: Plan,
+        look: Callable[[libkvedge.Cache, list[Piece]], None] = lambda cache, pieces: None,
+    ) -> list[list[list[int]]]:
+        """Reads a prompt as the first of a conversation, compresses it by `plan`, and forgets it.
+
+        look(cache, pieces) is called before the compression. Returns, per stored layer and KV head, the indices of the
+        tokens that are kept. Raises what ask raises, and NothingToCompressError where llama.cpp keeps the cache.
+        """
+        self.clear()
+        self.messages.append(Message("user", prompt, list(images)))
+        try:
+            pieces = self._pieces()
+            try:
+                self.engine.make_room(pieces, plan)
+                self.engine.encode(pieces, self._progress, self.cancel)
+                self.engine.prefill(pieces, self._progress, self.cancel)
+                cache = self.engine.cache
+                if cache is None:
+                    raise NothingToCompressError(f"kvedge does not hold the KV cache of {self.model.path.name}")
+                look(cache, pieces)
+                self.engine.compress()
+                lengths = cache.lengths()
+                return [[cache.tokens(i, h) for h in range(len(heads))] for i, heads in enumerate(lengths)]
+            finally:
+                if self._vision is not None:
+                    self._vision.release(pieces)
+        finally:
+            self.messages.clear()
+            self._forget()
 
     def set_plan(self, plan: Plan) -> None:
         """Prompts that come from now on are compressed by this plan. Raises NothingToCompressError."""

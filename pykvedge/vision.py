@@ -40,6 +40,7 @@ class ImagePiece:
     n_tokens: int
     key: str  # equal for pieces that have equal embeddings
     embeddings: np.ndarray | None = None  # [n_tokens, width] float32
+    grid: tuple[int, int] = (0, 1)  # columns and rows of tokens; models of fixed size report one row
 
 
 Piece = TextPiece | ImagePiece
@@ -127,7 +128,10 @@ class Vision:
             elif kind == mtmd.MTMD_INPUT_CHUNK_TYPE_IMAGE:
                 n_tokens = mtmd.mtmd_input_chunk_get_n_tokens(chunk)
                 key = (mtmd.mtmd_input_chunk_get_id(chunk) or b"").decode()
-                out.append(ImagePiece(mtmd.mtmd_input_chunk_copy(chunk), n_tokens, f"{key}/{parts[key]}"))
+                tokens = mtmd.mtmd_input_chunk_get_tokens_image(chunk)
+                grid = (mtmd.mtmd_image_tokens_get_nx(tokens), mtmd.mtmd_image_tokens_get_ny(tokens))
+                copy = mtmd.mtmd_input_chunk_copy(chunk)
+                out.append(ImagePiece(copy, n_tokens, f"{key}/{parts[key]}", grid=grid))
                 parts[key] += 1
             else:
                 raise UsageError("the prompt holds something that is neither text nor image")

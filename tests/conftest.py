@@ -137,12 +137,12 @@ def environment():
 
 @pytest.fixture(scope="session")
 def kvedge(environment):
-    """kvedge(*arguments, stdin=None) runs the program and waits for it."""
+    """kvedge(*arguments, stdin=None) runs the program and waits for it. program: what Python runs instead."""
 
-    def run(*arguments, stdin: str | bytes | None = "", env=None, timeout: float = 300, **options) -> Outcome:
+    def run(*arguments, stdin="", env=None, timeout: float = 300, program=("-m", "pykvedge"), **options) -> Outcome:
         data = stdin.encode() if isinstance(stdin, str) else stdin
         done = subprocess.run(
-            [sys.executable, "-m", "pykvedge", *map(str, arguments)],
+            [sys.executable, *program, *map(str, arguments)],
             input=data,
             capture_output=True,
             env={**environment, **(env or {})},

@@ -33,7 +33,7 @@ def test_no_model(kvedge, llava, monkeypatch, tmp_path):
     chat = importlib.import_module("pykvedge.cli.chat")  # the attribute of that name is the command
     monkeypatch.setattr(chat, "DATA", tmp_path)  # an installation without the demo model
     with pytest.raises(UsageError, match="no model: pass --model"):
-        chat._model_files(None, None)
+        chat.model_files(None, None)
 
 
 def test_a_model_that_is_not_there(kvedge, llava, tmp_path):

@@ -206,6 +206,24 @@ KVEDGE_API kvedge_status kvedge_head_tokens(
     const kvedge_cache * kv, int32_t seq_id, int32_t i, int32_t head, int32_t * out, int32_t n_out, kvedge_error * err);
 
 // ---------------------------------------------------------------------------------------------------------
+// Looking inside, for pictures and research
+
+// Query heads H, KV heads Hkv and head sizes of stored layer i. Errors: KVEDGE_E_ARGUMENT.
+KVEDGE_API kvedge_status kvedge_layer_shape(
+    const kvedge_cache * kv, int32_t i, int32_t * n_heads, int32_t * n_heads_kv, int32_t * d_k, int32_t * d_v, kvedge_error * err);
+
+// Keys [n][d_k] and values [n][d_v] of stored layer i, KV head `head`, in float32, n = kvedge_head_length, in the order of
+// kvedge_head_tokens. n_out: rows that fit k and v. Errors: KVEDGE_E_ARGUMENT.
+KVEDGE_API kvedge_status kvedge_head_rows(
+    const kvedge_cache * kv, int32_t seq_id, int32_t i, int32_t head, float * k, float * v, int32_t n_out, kvedge_error * err);
+
+// Scores [Hkv][kvedge_stats.n_pending] that the plan's scorer gives to the tokens of stored layer i that were added since the last
+// compression, without compressing. n_out: floats that fit `out`. Errors: KVEDGE_E_ARGUMENT, KVEDGE_E_STATE (nothing is pending,
+// or the plan was set after the prompt and its scorer saw too little), KVEDGE_E_MEMORY.
+KVEDGE_API kvedge_status kvedge_pending_scores(
+    const kvedge_cache * kv, int32_t seq_id, int32_t i, float * out, int32_t n_out, kvedge_error * err);
+
+// ---------------------------------------------------------------------------------------------------------
 // The same computation on plain arrays, without a model: for research and tests.
 
 typedef struct kvedge_arrays {

@@ -84,7 +84,7 @@ def chat(prompt: str | None, **given: Any) -> None:
       kvedge chat ...                        a conversation; /image PATH adds an image
     """
     plan = _plan(given)
-    model, mmproj = _model_files(given["model"], given["mmproj"])
+    model, mmproj = model_files(given["model"], given["mmproj"])
     if given["images"] and mmproj is None:
         raise UsageError("--image needs the image encoder of the model: pass it with --mmproj")
     question = _question(prompt)
@@ -160,7 +160,8 @@ def read_plan(path: Path) -> Plan:
         raise UsageError(f"{path} is not a plan: it is not text") from None
 
 
-def _model_files(model: Path | None, mmproj: Path | None) -> tuple[Path, Path | None]:
+def model_files(model: Path | None, mmproj: Path | None) -> tuple[Path, Path | None]:
+    """The files that were asked for, or the packaged demo model. Raises UsageError where there is none."""
     if model is not None:
         return model.expanduser(), mmproj.expanduser() if mmproj else None
     demo, demo_mmproj = DATA / "demo-model.gguf", DATA / "demo-mmproj.gguf"

@@ -40,26 +40,25 @@ std::vector<float> unroll(const Sequence & seq, size_t l, int32_t n) {
     return out;
 }
 
-void score_layer(const Job & job, size_t l, std::vector<float> & scores) {
-    const Sequence & seq = job.seq;
-    ScoreInput       in{};
+void score_layer(const Sequence & seq, const kvedge_plan & plan, int32_t n_tokens, size_t l, std::vector<float> & scores) {
+    ScoreInput in{};
     in.seq      = &seq;
     in.layer    = (int32_t) l;
-    in.n_tokens = job.n_tokens;
-    in.params   = job.plan.params[KVEDGE_STAGE_SCORER];
+    in.n_tokens = n_tokens;
+    in.params   = plan.params[KVEDGE_STAGE_SCORER];
     if (!seq.sums.empty()) {
         in.column_sums   = seq.sums[l].sums.data();
         in.sums_capacity = seq.sums[l].capacity;
     }
     std::vector<float> window;
     if (!seq.windows.empty()) {
-        in.n_window = std::min(seq.window_size, job.n_tokens - seq.window_from);
+        in.n_window = std::min(seq.window_size, n_tokens - seq.window_from);
         window      = unroll(seq, l, in.n_window);
         in.window_q = window.data();
         in.sinks    = seq.windows[l].sinks.empty() ? nullptr : seq.windows[l].sinks.data();
     }
-    scores.resize((size_t) seq.shapes()[l].n_heads_kv * (size_t) job.n_tokens);
-    job.plan.scorer->score(in, scores.data());
+    scores.resize((size_t) seq.shapes()[l].n_heads_kv * (size_t) n_tokens);
+    plan.scorer->score(in, scores.data());
 }
 
 // Scores of every layer, budgets of every head, and the rows that stay. No row is touched yet.
@@ -68,7 +67,9 @@ void select_all(Job & job, Compression & outcome) {
     const auto    T      = (size_t) job.n_tokens;
     const int32_t budget = kvedge_plan_budget(&job.plan, job.n_tokens);
     outcome.scores.resize(shapes.size());
-    parallel_for(job.n_threads, (int32_t) shapes.size(), [&](int32_t l, int32_t) { score_layer(job, (size_t) l, outcome.scores[(size_t) l]); });
+    parallel_for(job.n_threads, (int32_t) shapes.size(), [&](int32_t l, int32_t) { 
+        score_layer(job.seq, job.plan, job.n_tokens, (size_t) l, outcome.scores[(size_t) l]);
+    });
 
     auto & counts = job.counts;
     counts.resize(shapes.size());
@@ -189,7 +190,29 @@ void fill_block(Job & job, Compression & outcome) {
     seq.blocks.push_back(std::move(job.block));
 }
 
+bool observed(const Sequence & seq, const kvedge_plan & plan) {
+    return seq.unobserved == 0 || !(plan.scorer->needs_column_sums || plan_window(plan) > 0);
+}
+
+kvedge_status fail_unobserved(kvedge_error * err) {
+    return fail(err, KVEDGE_E_STATE,
+                "the prompt was processed under a plan that collects no attention scores; set the plan before the prompt");
+}
+
 }  // namespace
+
+kvedge_status score_pending(
+    const Sequence & seq, const kvedge_plan & plan, int32_t layer, std::vector<float> & scores, kvedge_error * err) {
+    const int32_t T = seq.pending_length();
+    if (T == 0) {
+        return fail(err, KVEDGE_E_STATE, "no token was added since the last compression; there is nothing to score");
+    }
+    if (!observed(seq, plan) || (plan.scorer->needs_column_sums && seq.sums.empty()) || (plan_window(plan) > 0 && seq.windows.empty())) {
+        return fail_unobserved(err);
+    }
+    score_layer(seq, plan, T, (size_t) layer, scores);
+    return ok(err);
+}
 
 kvedge_status compress_pending(
     Sequence & seq, const kvedge_plan & plan, int32_t n_threads, Compression & outcome, kvedge_error * err) try {
@@ -204,10 +227,8 @@ kvedge_status compress_pending(
     if (plan.scorer->needs_column_sums && !seq.ensure_sums(0)) {
         return fail(err, KVEDGE_E_MEMORY, "no memory for the scores of %d tokens", T);
     }
-    const bool observes = plan.scorer->needs_column_sums || plan_window(plan) > 0;
-    if (observes && budget < T && seq.unobserved > 0) {
-        return fail(err, KVEDGE_E_STATE,
-                    "the prompt was processed under a plan that collects no attention scores; set the plan before the prompt");
+    if (budget < T && !observed(seq, plan)) {
+        return fail_unobserved(err);
     }
 
     Job job{ seq, plan, std::max(1, n_threads), T, seq.pending_tokens(), {}, nullptr, {}, {}, {} };

@@ -25,4 +25,8 @@ struct Compression {
 kvedge_status compress_pending(
     Sequence & seq, const kvedge_plan & plan, int32_t n_threads, Compression & outcome, kvedge_error * err);
 
+// Scores [Hkv * T] of one layer's pending tokens, as compress_pending would make them. Errors: KVEDGE_E_STATE, KVEDGE_E_MEMORY.
+kvedge_status score_pending(
+    const Sequence & seq, const kvedge_plan & plan, int32_t layer, std::vector<float> & scores, kvedge_error * err);
+
 }  // namespace kvedge

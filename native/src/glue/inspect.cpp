@@ -1,0 +1,70 @@
+// Reading what a cache holds, and what its plan's scorer makes of it.
+
+#include "core/error.h"
+#include "glue/cache.h"
+
+#include <algorithm>
+#include <new>
+
+using namespace kvedge;
+
+namespace {
+
+const Sequence * find_rows(const kvedge_cache * kv, int32_t seq_id, int32_t i) {
+    const auto it = kv ? kv->seqs.find(seq_id) : std::map<int32_t, SequenceState>::const_iterator();
+    const bool is = kv && it != kv->seqs.end() && it->second.seq && i >= 0 && (size_t) i < kv->shapes.size();
+    return is ? it->second.seq.get() : nullptr;
+}
+
+}  // namespace
+
+extern "C" kvedge_status kvedge_layer_shape(
+    const kvedge_cache * kv, int32_t i, int32_t * n_heads, int32_t * n_heads_kv, int32_t * d_k, int32_t * d_v, kvedge_error * err) {
+    if (!kv || i < 0 || (size_t) i >= kv->shapes.size() || !n_heads || !n_heads_kv || !d_k || !d_v) {
+        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_layer_shape: no such layer, or an output is NULL");
+    }
+    const LayerShape & s = kv->shapes[(size_t) i];
+    *n_heads             = s.n_heads;
+    *n_heads_kv          = s.n_heads_kv;
+    *d_k                 = s.d_k;
+    *d_v                 = s.d_v;
+    return ok(err);
+}
+
+extern "C" kvedge_status kvedge_head_rows(
+    const kvedge_cache * kv, int32_t seq_id, int32_t i, int32_t head, float * k, float * v, int32_t n_out, kvedge_error * err) {
+    const Sequence * seq = find_rows(kv, seq_id, i);
+    if (!seq || head < 0 || head >= kv->shapes[(size_t) i].n_heads_kv || !k || !v) {
+        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_head_rows: no such sequence, layer or head, or an output is NULL");
+    }
+    const LayerShape & s = kv->shapes[(size_t) i];
+    if (n_out < seq->head_length(i, head)) {
+        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_head_rows: %d rows do not fit %d places", seq->head_length(i, head), n_out);
+    }
+    seq->each_segment(i, head, false, [&](const Segment & seg) {
+        for (int32_t r = 0; r < seg.n; r++, k += s.d_k, v += s.d_v) {
+            kernels().to_f32(seg.k.type, seg.k.data + (size_t) r * seg.k.stride, k, (size_t) s.d_k);
+            kernels().to_f32(seg.v.type, seg.v.data + (size_t) r * seg.v.stride, v, (size_t) s.d_v);
+        }
+    });
+    return ok(err);
+}
+
+extern "C" kvedge_status kvedge_pending_scores(
+    const kvedge_cache * kv, int32_t seq_id, int32_t i, float * out, int32_t n_out, kvedge_error * err) try {
+    const Sequence * seq = find_rows(kv, seq_id, i);
+    if (!seq || !out) {
+        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_pending_scores: no such sequence or layer, or out is NULL");
+    }
+    std::vector<float> scores;
+    if (const auto status = score_pending(*seq, kv->plan, i, scores, err); status != KVEDGE_OK) {
+        return status;
+    }
+    if (n_out < 0 || (size_t) n_out < scores.size()) {
+        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_pending_scores: %zu scores do not fit %d places", scores.size(), n_out);
+    }
+    std::copy(scores.begin(), scores.end(), out);
+    return ok(err);
+} catch (const std::bad_alloc &) {
+    return fail(err, KVEDGE_E_MEMORY, "no memory for the scores");
+}

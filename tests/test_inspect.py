@@ -1,0 +1,152 @@
+"""kvedge inspect: its measures against their definitions, what it reads out of a cache, and the files it writes."""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import pykvedge
+from pykvedge import libkvedge
+from pykvedge.errors import NothingToCompressError, StateError
+from pykvedge.images import load_picture
+from pykvedge.inspect import measures, overlay
+from pykvedge.plan import Plan
+from pykvedge.stages.spectrum import cosines, high_share
+
+RNG = np.random.default_rng(5)
+
+
+@pytest.mark.parametrize("n_tokens", [1, 2, 7, 64, 129])
+def test_the_spectrum_is_that_of_the_orthonormal_dct(n_tokens):
+    x = RNG.normal(size=(3, n_tokens, 8)).astype(np.float32)
+    rows = np.concatenate([np.full((1, n_tokens), 1 / np.sqrt(n_tokens)), cosines(1, n_tokens, n_tokens)])
+    energy = ((rows @ x.astype(np.float64)) ** 2).sum(axis=(0, 2))
+    found = measures.power_spectrum(x)
+    np.testing.assert_allclose(found, energy / energy.sum(), atol=1e-12)
+    assert found.sum() == pytest.approx(1.0)  # Parseval
+    w = max(1, int(0.2 * n_tokens))
+    assert found[w:].sum() == pytest.approx(high_share(x, 0.2), abs=1e-9)
+    assert not measures.power_spectrum(np.zeros((1, n_tokens, 8))).any()
+
+
+def test_redundancy_is_the_mean_similarity_of_two_different_keys():
+    k = (RNG.normal(size=(2, 20, 16)) + 1.0).astype(np.float32)
+    unit = k / np.linalg.norm(k, axis=2, keepdims=True)
+    cosine = np.einsum("htd,hud->htu", unit, unit)
+    brute = [(m.sum() - np.trace(m)) / (20 * 19) for m in cosine]
+    np.testing.assert_allclose(measures.head_redundancy(k), brute, rtol=1e-5)
+
+
+def test_gini_runs_from_all_alike_to_one_that_holds_everything():
+    assert measures.gini(np.ones(50)) == pytest.approx(0.0)
+    assert measures.gini(np.eye(50)[17]) == pytest.approx(1 - 1 / 50)
+    assert measures.gini(np.zeros(50)) == pytest.approx(0.0)
+    x = RNG.random(40)
+    pairs = np.abs(x[:, None] - x[None, :]).sum() / (2 * 40 * x.sum())  # mean difference of two tokens
+    assert measures.gini(x) == pytest.approx(pairs)
+
+
+def test_a_patch_is_as_bright_as_the_share_of_heads_that_keeps_it():
+    white = Image.new("RGB", (40, 20), "white")
+    share = np.array([[1.0, 0.5, 0.0, 1.0], [0.0, 0.0, 1.0, 1.0]])
+    drawn = np.asarray(overlay.patches(white, share))[..., 0].astype(int)
+    for row in range(2):
+        for column in range(4):
+            cell = drawn[row * 10 : row * 10 + 10, column * 10 : column * 10 + 10]
+            light = overlay.DARKEST + (1 - overlay.DARKEST) * share[row, column]
+            assert (cell == round(255 * light)).all()
+
+
+@pytest.mark.parametrize("kind", ["llava", "qwen2vl"])
+def test_rows_and_scores_are_those_of_the_cache(tiny, picture_file, kind):
+    picture = load_picture(picture_file())
+    before, after = {}, {}
+
+    def look(cache, pieces):
+        n = sum(p.n_tokens for p in pieces)
+        for layer in range(cache.stats().n_layers):
+            _, n_heads_kv, _, _ = libkvedge.shape(cache, layer)
+            scores = libkvedge.pending_scores(cache, layer)
+            # every query pays an attention of 1 in all, and a group's heads are averaged
+            np.testing.assert_allclose(scores.sum(axis=1), n, rtol=1e-4)
+            for head in range(n_heads_kv):
+                assert [len(x) for x in libkvedge.rows(cache, layer, head)] == [n, n]
+
+    with tiny(kind).session() as session:
+        session.examine("What is this?", [picture], Plan(method="x", scorer="cumulative", budget=0.5), look)
+        plan = pykvedge.plan("adakv", 0.6, **{"scorer.window": 8})  # evicts without merging, a number of its own for every head
+
+        def compress(cache, pieces):
+            places = [(i, h) for i, heads in enumerate(cache.lengths()) for h in range(len(heads))]
+            before.update({at: libkvedge.rows(cache, *at) for at in places})
+            cache.compress()
+            after.update({at: libkvedge.rows(cache, *at) for at in places})
+            with pytest.raises(StateError, match="nothing to score"):
+                libkvedge.pending_scores(cache, 0)
+
+        kept = session.examine("What is this?", [picture], plan, compress)
+        for at, (k, v) in before.items():
+            index = kept[at[0]][at[1]]
+            assert 0 < len(index) < len(k)
+            np.testing.assert_array_equal(after[at][0], k[index])
+            np.testing.assert_array_equal(after[at][1], v[index])
+        assert session.ask("Hello").read()  # nothing of it stays behind
+        assert session.last_report.tokens.image == 0
+
+
+def test_a_model_whose_cache_stays_with_llama_cpp_is_refused(tiny):
+    with tiny("mamba").session() as session, pytest.raises(NothingToCompressError):
+        session.examine("Hello", [], pykvedge.plan("full"))
+
+
+@pytest.mark.parametrize("kind", ["llava", "qwen2vl"])
+def test_the_command_writes_a_report_that_needs_nothing_else(kvedge, tiny, picture_file, tmp_path, kind):
+    out = tmp_path / "figures"
+    wide = picture_file("wide.png", 160, 60)
+    model = tiny(kind).arguments()
+    done = kvedge("inspect", wide, *model, "--method", "lookm", "--method", "adakv", "--output", out, "--json")
+    assert done.code == 0 and done.err == "", done.err
+    report = done.json
+    assert {f.name for f in out.iterdir()} == {f.rsplit("/", 1)[-1] for f in report["files"]}
+    html = (out / "report.html").read_text(encoding="utf-8")
+    assert all(s.startswith("data:") for s in re.findall(r'(?:src|href)="(.{5})', html))
+    pictures = re.findall(r"data:image/png;base64,([A-Za-z0-9+/=]+)", html)
+    files = [f.read_bytes() for f in out.glob("*.png")]
+    assert sorted(base64.b64decode(p) for p in pictures) == sorted(files) and len(files) == 8
+    for png in files:
+        Image.open(io.BytesIO(png)).verify()
+    numbers = np.load(out / "data.npz")
+    n_layers, n_tokens = numbers["importance"].shape
+    assert (n_tokens, int(numbers["image_mask"].sum())) == (report["tokens"]["prompt"], report["tokens"]["image"])
+    for method in ("lookm", "adakv"):
+        budgets = np.array(report["budgets"][method])
+        assert len(budgets) == n_layers
+        share = numbers[f"keep_share.{method}"]  # of the heads: over all tokens it adds up to the pairs of a head
+        np.testing.assert_allclose(share.sum(axis=1), budgets.mean(axis=1))
+
+
+def test_numbers_alone_need_no_matplotlib(kvedge, picture_file, tmp_path):
+    out = tmp_path / "numbers"
+    done = kvedge("inspect", picture_file(), "--no-figures", "--output", out)
+    assert done.code == 0 and [f.name for f in out.iterdir()] == ["data.npz"]
+    # a matplotlib that cannot be imported
+    broken = tmp_path / "broken" / "matplotlib"
+    broken.mkdir(parents=True)
+    (broken / "__init__.py").write_text("raise ImportError")
+    code = f"import sys; sys.path.insert(0, {str(broken.parent)!r}); from pykvedge.cli import main; main()"
+    done = kvedge("inspect", picture_file(), "--output", out, program=["-c", code])
+    done.failed(1, "pip install 'kvedge[inspect]'")
+
+
+def test_bad_input_is_one_line(kvedge, picture_file, tmp_path):
+    (tmp_path / "file").write_text("")
+    kvedge("inspect", tmp_path / "none.png").failed(1, "does not exist")
+    kvedge("inspect", picture_file(), "--method", "lokm").failed(2, "did you mean 'lookm'")
+    kvedge("inspect", picture_file(), "--method", "h2o", "--method", "h2o").failed(2, "twice")
+    kvedge("inspect", picture_file(), "--no-figures", "--output", tmp_path / "file").failed(2, "cannot be written")
+    kvedge("inspect", picture_file(), "--threads", 0).failed(2, "--threads")
