@@ -79,7 +79,8 @@ def test_rows_and_scores_are_those_of_the_cache(tiny, picture_file, kind):
 
     with tiny(kind).session() as session:
         session.examine("What is this?", [picture], Plan(method="x", scorer="cumulative", budget=0.5), look)
-        plan = pykvedge.plan("adakv", 0.6, **{"scorer.window": 8})  # evicts without merging, a number of its own for every head
+        # evicts without merging, and every head keeps a number of its own
+        plan = pykvedge.plan("adakv", 0.6, **{"scorer.window": 8})
 
         def compress(cache, pieces):
             places = [(i, h) for i, heads in enumerate(cache.lengths()) for h in range(len(heads))]
