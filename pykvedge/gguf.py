@@ -36,6 +36,7 @@ class Header:
     arrays: Mapping[str, int]  # metadata arrays: their lengths
     tensors: Mapping[str, Tensor]
     file_size: int
+    data_start: int = 0  # where the tensors' data section begins, bytes
 
     @property
     def architecture(self) -> str:
@@ -143,8 +144,8 @@ def _parse(path: Path, data: mmap.mmap, size: int) -> Header:
             raise ValueError(f"tensor '{name}' with {n_dims} dimensions")
         shape = tuple(int(reader.scalar("Q")) for _ in range(n_dims))
         tensors[name] = Tensor(shape, int(reader.scalar("I")), int(reader.scalar("Q")))
-    header = Header(path, values, arrays, tensors, size)
-    _check_length(header, reader.at)
+    header = Header(path, values, arrays, tensors, size, _data_start(values, reader.at))
+    _check_length(header)
     return header
 
 
@@ -159,13 +160,16 @@ def tensor_bytes(tensor: Tensor) -> int | None:
     return n // elements * block
 
 
-def _check_length(header: Header, end_of_header: int) -> None:
-    alignment = header.values.get("general.alignment", 32)
+def _data_start(values: Mapping[str, Scalar], end_of_header: int) -> int:
+    alignment = values.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
         raise ValueError(f"an alignment of {alignment}")
-    start = -(-end_of_header // alignment) * alignment
+    return -(-end_of_header // alignment) * alignment
+
+
+def _check_length(header: Header) -> None:
     for name, tensor in header.tensors.items():
-        end = start + tensor.offset + (tensor_bytes(tensor) or 0)
+        end = header.data_start + tensor.offset + (tensor_bytes(tensor) or 0)
         if end > header.file_size:
             missing = end - header.file_size
             raise ValueError(f"tensor '{name}' ends {missing} bytes beyond the end of the file")

@@ -43,6 +43,7 @@ def _lines(axes: Any, findings: Findings, rows: np.ndarray, x: np.ndarray) -> No
 def _heat(axes: Any, findings: Findings, values: np.ndarray, label: str, **limits: float) -> None:
     image = axes.imshow(values, aspect="auto", cmap="magma", interpolation="nearest", **limits)
     axes.set(xlabel="KV head", ylabel="layer")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_yticks(range(len(findings.layers)), [str(n) for n in findings.layers])
     axes.figure.colorbar(image, ax=axes, label=label)
 
