@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
+from contexts import TinyContext, random_tokens
 
 import pykvedge
 from pykvedge.plan import Plan
@@ -14,59 +14,17 @@ POLICIES = list(members("decode"))
 PROMPT = 200
 
 
-class Context:
-    """A tiny model whose KV memory libkvedge owns."""
-
-    def __init__(self, model, plan: Plan) -> None:
-        from pykvedge import libkvedge, libraries
-
-        self.llama = libraries.llama()
-        self._silent = self.llama.llama_log_callback(lambda level, text, data: None)
-        self.llama.llama_log_set(self._silent, None)
-        self.model = self.llama.llama_model_load_from_file(str(model).encode(), self.llama.llama_model_default_params())
-        params = self.llama.llama_context_default_params()
-        params.n_ctx, params.n_threads, params.n_threads_batch = 8192, 1, 1
-        params.n_seq_max, params.kv_unified = 2, True
-        self.context = self.llama.llama_init_from_model(self.model, params)
-        self.cache = libkvedge.Cache(self.context, plan, "f16", auto_compress=True)
-        self.n = 0
-
-    def decode(self, tokens) -> None:
-        batch = self.llama.llama_batch_init(len(tokens), 0, 1)
-        batch.n_tokens = len(tokens)
-        for i, token in enumerate(tokens):
-            batch.token[i], batch.pos[i] = int(token), self.n + i
-            batch.n_seq_id[i], batch.seq_id[i][0], batch.logits[i] = 1, 0, i == len(tokens) - 1
-        assert self.llama.llama_decode(self.context, batch) == 0
-        self.llama.llama_batch_free(batch)
-        self.n += len(tokens)
-
-    def held(self):
-        """[layer][head] token indices."""
-        lengths = self.cache.lengths()
-        return [[self.cache.tokens(i, h) for h in range(len(heads))] for i, heads in enumerate(lengths)]
-
-    def close(self) -> None:
-        self.cache.detach()
-        self.llama.llama_free(self.context)
-        self.llama.llama_model_free(self.model)
-
-
 @pytest.fixture
 def running(native, tiny):
     opened = []
 
-    def start(plan: Plan) -> Context:
-        opened.append(Context(tiny("llama").model, plan))
+    def start(plan: Plan) -> TinyContext:
+        opened.append(TinyContext(tiny("llama").model, plan))
         return opened[-1]
 
     yield start
     for context in opened:
         context.close()
-
-
-def random_tokens(n, seed=0):
-    return np.random.default_rng([seed, n]).integers(5, 1000, n).tolist()
 
 
 def simulate(plan: Plan, rows: list[int], n_prompt: int, generated: range) -> list[int]:
@@ -160,7 +118,7 @@ def test_a_copy_goes_on_like_the_original(running):
     context.decode(random_tokens(PROMPT))
     for step in range(90):
         context.decode(random_tokens(1, step))
-    memory, held = context.llama.llama_get_memory(context.context), context.held()
+    memory, held = context.memory, context.held()
     context.llama.llama_memory_seq_cp(memory, 0, 1, -1, -1)
     context.llama.llama_memory_seq_keep(memory, 1)
     context.llama.llama_memory_seq_cp(memory, 1, 0, -1, -1)

@@ -205,6 +205,22 @@ KVEDGE_API int32_t kvedge_head_length(const kvedge_cache * kv, int32_t seq_id, i
 KVEDGE_API kvedge_status kvedge_head_tokens(
     const kvedge_cache * kv, int32_t seq_id, int32_t i, int32_t head, int32_t * out, int32_t n_out, kvedge_error * err);
 
+// Query heads of stored layer i (H); query head h reads KV head h / (H / Hkv). -1: no such layer.
+KVEDGE_API int32_t kvedge_query_heads(const kvedge_cache * kv, int32_t i);
+
+// Switches watching on or off (off after kvedge_attach): whether the attention of tokens that are decoded one by one is
+// kept for kvedge_attention. Costs H floats per layer and stored row while it is on (counted in score_bytes), nothing
+// while it is off.
+KVEDGE_API kvedge_status kvedge_watch(kvedge_cache * kv, bool on, kvedge_error * err);
+
+// What the sequence's last token paid to each stored KV pair: the softmax weights of query head `query_head` of stored
+// layer i over the rows of its KV head, that token's own row included, into out[0 .. n-1] with n = kvedge_head_length, in
+// the order of kvedge_head_tokens. They add up to 1, with attention sinks (logits without a row, gpt-oss) to less.
+// Errors: KVEDGE_E_ARGUMENT (no such sequence, layer or head; n_out < n), KVEDGE_E_STATE (the last tokens of the sequence
+// came several at a time or unwatched, or rows were removed or compressed since).
+KVEDGE_API kvedge_status kvedge_attention(
+    const kvedge_cache * kv, int32_t seq_id, int32_t i, int32_t query_head, float * out, int32_t n_out, kvedge_error * err);
+
 // ---------------------------------------------------------------------------------------------------------
 // Looking inside, for pictures and research
 

@@ -45,6 +45,11 @@ struct AttendJob {
     double *   sums;  // [Hkv][sums_capacity] column sums over the pending rows, averaged over the group; NULL: not wanted
     int32_t    sums_capacity;
     SpinLock * locks;  // [Hkv], guards sums
+
+    // Of a single query token (n = 1, decode path): [H][weights_row] softmax weights of the rows of each query head's KV
+    // head, in token order; NULL: not wanted.
+    float * weights;
+    size_t  weights_row;
 };
 
 // Working memory of one thread.

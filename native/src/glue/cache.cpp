@@ -11,7 +11,7 @@
 using namespace kvedge;
 
 void SequenceState::note_peak() {
-    peak_bytes = std::max(peak_bytes, seq->bytes() + seq->index_bytes() + seq->score_bytes());
+    peak_bytes = std::max(peak_bytes, seq->bytes() + seq->index_bytes() + score_bytes());
 }
 
 int32_t kvedge_cache::threads() const {
@@ -93,6 +93,16 @@ bool kvedge_cache::collect_runs(const llama_attn_provider_ubatch & ubatch) {
     return true;
 }
 
+// Whether a run's rows are so few that the decode path is the faster one.
+bool kvedge_cache::decodes(const Run & run) const {
+    const auto n     = (int32_t) run.index.size();
+    int32_t    group = 1;
+    for (const auto & s : shapes) {
+        group = std::max(group, s.n_heads / s.n_heads_kv);
+    }
+    return !run.sum && (n == 1 || n * group <= DECODE_ROWS);
+}
+
 // Decides what a sequence's tokens are - prompt or generated - and makes room for them.
 bool kvedge_cache::enter_run(const llama_attn_provider_ubatch & ubatch, Run & run) {
     SequenceState & state  = *run.state;
@@ -132,17 +142,19 @@ bool kvedge_cache::enter_run(const llama_attn_provider_ubatch & ubatch, Run & ru
         report(KVEDGE_E_MEMORY, "no memory for the keys and values of the next tokens; shorten the prompt or free memory");
         return false;
     }
+    run.decode          = decodes(run);
+    run.watch           = watching && n == 1 && run.decode;
+    state.watched.valid = run.watch;
+    if (run.watch && !state.watched.reserve(*state.seq)) {
+        state.watched = {};
+        report(KVEDGE_E_MEMORY, "no memory to watch the attention of a token; stop watching or free memory");
+        return false;
+    }
     state.seq->unobserved += prompt && !run.prompt ? n : 0;
     if (!run.prompt) {
         state.seq->window_from = state.seq->pending_length();  // these queries are not in the window
     }
     state.note_peak();
-
-    int32_t group = 1;
-    for (const auto & s : shapes) {
-        group = std::max(group, s.n_heads / s.n_heads_kv);
-    }
-    run.decode = !run.sum && (n == 1 || n * group <= DECODE_ROWS);
     if (run.decode && !run.partials.reserve(shapes, n, std::max(llama_n_threads(ctx), llama_n_threads_batch(ctx)))) {
         report(KVEDGE_E_MEMORY, "no memory for partial attention results");
         return false;
@@ -232,6 +244,7 @@ kvedge_status kvedge_cache::compress(SequenceState & state, kvedge_error * err) 
     if (status != KVEDGE_OK) {
         return status;
     }
+    state.watched.valid = false;
     state.armed     = false;
     state.prompt    = (int32_t) state.seq->pos.size();
     state.generated = 0;
@@ -262,6 +275,7 @@ void kvedge_cache::seq_rm(int32_t seq_id, int32_t p0, int32_t p1) {
             it = seqs.erase(it);
         } else {
             it->second.seq->remove(p0, p1);
+            it->second.watched.valid = false;
             ++it;
         }
     }

@@ -38,6 +38,11 @@ AttendJob make_job(const LayerOp & op, const Run & run, ggml_tensor * dst) {
         job.sums_capacity = sums.capacity;
         job.locks         = kv.locks.get();
     }
+    if (run.watch) {
+        Watched & watched = run.state->watched;
+        job.weights       = watched.weights[(size_t) op.layer].data();
+        job.weights_row   = (size_t) watched.rows[(size_t) op.layer];
+    }
     return job;
 }
 

@@ -1,0 +1,79 @@
+// Watching attention while decoding: the C interface, and the memory that it needs.
+
+#include "core/error.h"
+#include "glue/cache.h"
+
+#include <algorithm>
+#include <new>
+
+using namespace kvedge;
+
+bool Watched::reserve(const Sequence & seq) try {
+    const auto & shapes = seq.shapes();
+    weights.resize(shapes.size());
+    rows.resize(shapes.size(), 0);
+    for (size_t l = 0; l < shapes.size(); l++) {
+        int32_t need = 0;
+        for (int32_t h = 0; h < shapes[l].n_heads_kv; h++) {
+            need = std::max(need, seq.head_length((int32_t) l, h));
+        }
+        if (need > rows[l]) {
+            const int32_t grown = need + need / 4;  // one token after the other comes
+            weights[l]          = std::vector<float>((size_t) shapes[l].n_heads * (size_t) grown);
+            rows[l]             = grown;
+        }
+    }
+    return true;
+} catch (const std::bad_alloc &) {
+    return false;
+}
+
+uint64_t Watched::bytes() const {
+    uint64_t n = 0;
+    for (const auto & w : weights) {
+        n += w.capacity() * sizeof(float);
+    }
+    return n;
+}
+
+extern "C" int32_t kvedge_query_heads(const kvedge_cache * kv, int32_t i) {
+    return kv && i >= 0 && (size_t) i < kv->shapes.size() ? kv->shapes[(size_t) i].n_heads : -1;
+}
+
+extern "C" kvedge_status kvedge_watch(kvedge_cache * kv, bool on, kvedge_error * err) {
+    if (!kv) {
+        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_watch: cache is NULL");
+    }
+    kv->watching = on;
+    for (auto & [id, state] : kv->seqs) {
+        if (!on) {
+            state.watched = {};
+        }
+    }
+    return ok(err);
+}
+
+extern "C" kvedge_status kvedge_attention(
+    const kvedge_cache * kv, int32_t seq_id, int32_t i, int32_t query_head, float * out, int32_t n_out, kvedge_error * err) {
+    if (!kv || !out || query_head < 0 || query_head >= kvedge_query_heads(kv, i)) {
+        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_attention: cache or out is NULL, or there is no such layer or query head");
+    }
+    const auto found = kv->seqs.find(seq_id);
+    if (found == kv->seqs.end() || !found->second.seq) {
+        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_attention: sequence %d holds no tokens", seq_id);
+    }
+    const SequenceState & state = found->second;
+    if (!state.watched.valid) {
+        return fail(err, KVEDGE_E_STATE,
+                    "kvedge_attention: the last decode of sequence %d was not a single token that was watched; call kvedge_watch "
+                    "before it", seq_id);
+    }
+    const LayerShape & shape = kv->shapes[(size_t) i];
+    const int32_t      n     = state.seq->head_length(i, query_head / (shape.n_heads / shape.n_heads_kv));
+    if (n_out < n) {
+        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_attention: %d weights do not fit %d places", n, n_out);
+    }
+    const auto row = (size_t) state.watched.rows[(size_t) i];
+    std::copy_n(state.watched.weights[(size_t) i].begin() + (std::ptrdiff_t) ((size_t) query_head * row), n, out);
+    return ok(err);
+}
