@@ -158,7 +158,7 @@ KVEDGE_API kvedge_status kvedge_attach(
 // NULL is allowed. Also right after llama_free(ctx).
 KVEDGE_API void kvedge_detach(kvedge_cache * kv);
 
-// Replaces the plan; the prompts that complete from now on are compressed by it.
+// Replaces the plan; the prompts that complete from now on are compressed by it, and their answers follow its decode policy.
 KVEDGE_API kvedge_status kvedge_set_plan(kvedge_cache * kv, const kvedge_plan * plan, kvedge_error * err);
 
 // Switches automatic compression on or off (kvedge_options.auto_compress).
@@ -182,10 +182,10 @@ typedef struct kvedge_stats {
     int32_t  n_tokens;           // tokens of the sequence so far, compressed ones included
     int32_t  n_image_tokens;     // of those, tokens that came as embeddings
     int32_t  n_compressions;     // compressions of the sequence so far
-    int32_t  n_pending;          // tokens added since the last compression
+    int32_t  n_pending;          // tokens added since the last compression; of a bounded answer, those in blocks not yet packed
     uint64_t bytes;              // bytes of the sequence's key and value buffers that exist now
     uint64_t index_bytes;        // bytes of its token indices and positions
-    uint64_t score_bytes;        // bytes of score accumulators that exist now
+    uint64_t score_bytes;        // bytes of column sums, of scores and of watched attention that exist now
     uint64_t before_bytes;       // `bytes` right before the last compression (the full cache, for a first turn)
     uint64_t after_bytes;        // `bytes` right after it
     uint64_t peak_bytes;         // largest value of bytes + index_bytes + score_bytes so far

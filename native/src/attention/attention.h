@@ -50,6 +50,10 @@ struct AttendJob {
     // head, in token order; NULL: not wanted.
     float * weights;
     size_t  weights_row;
+
+    // Whose rows' scores grow by what the query tokens pay to them: a single token (decode path, with weights) to all, a
+    // prompt (prefill, with sums and locks) to the rows before the pending ones. NULL: nobody's.
+    Sequence * scored;
 };
 
 // Working memory of one thread.

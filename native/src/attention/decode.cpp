@@ -122,6 +122,9 @@ void write_out(const AttendJob & job, const Piece & piece, int32_t n_splits, Dec
             std::transform(weights, weights + piece.n_keys, weights, [total](float x) { return x / total; });
         }
     }
+    if (job.scored) {
+        job.scored->add_scores(job.layer, piece.head, piece.n_keys, weights_of(job, piece, 0), job.weights_row, piece.group);
+    }
 }
 
 }  // namespace

@@ -38,10 +38,12 @@ AttendJob make_job(const LayerOp & op, const Run & run, ggml_tensor * dst) {
         job.sums_capacity = sums.capacity;
         job.locks         = kv.locks.get();
     }
-    if (run.watch) {
-        Watched & watched = run.state->watched;
-        job.weights       = watched.weights[(size_t) op.layer].data();
-        job.weights_row   = (size_t) watched.rows[(size_t) op.layer];
+    job.scored = run.score ? run.state->seq.get() : nullptr;
+    if (run.watch || (run.score && run.decode)) {
+        TokenWeights & weights = run.state->weights;
+        const size_t   at      = run.watch ? (size_t) op.layer : 0;
+        job.weights            = weights.weights[at].data();
+        job.weights_row        = (size_t) weights.rows[at];
     }
     return job;
 }

@@ -8,19 +8,21 @@
 
 using namespace kvedge;
 
-bool Watched::reserve(const Sequence & seq) try {
+bool TokenWeights::reserve(const Sequence & seq, bool every_layer) try {
     const auto & shapes = seq.shapes();
-    weights.resize(shapes.size());
-    rows.resize(shapes.size(), 0);
+    weights.resize(every_layer ? shapes.size() : 1);
+    rows.resize(weights.size(), 0);
     for (size_t l = 0; l < shapes.size(); l++) {
-        int32_t need = 0;
+        const size_t at   = every_layer ? l : 0;
+        int32_t      need = 0;
         for (int32_t h = 0; h < shapes[l].n_heads_kv; h++) {
             need = std::max(need, seq.head_length((int32_t) l, h));
         }
-        if (need > rows[l]) {
-            const int32_t grown = need + need / 4;  // one token after the other comes
-            weights[l]          = std::vector<float>((size_t) shapes[l].n_heads * (size_t) grown);
-            rows[l]             = grown;
+        const auto heads = (size_t) shapes[l].n_heads;
+        if (need > rows[at] || heads * (size_t) rows[at] > weights[at].size()) {
+            const int32_t grown = std::max(need + need / 4, rows[at]);  // one token after the other comes
+            weights[at]         = std::vector<float>(heads * (size_t) grown);
+            rows[at]            = grown;
         }
     }
     return true;
@@ -28,7 +30,7 @@ bool Watched::reserve(const Sequence & seq) try {
     return false;
 }
 
-uint64_t Watched::bytes() const {
+uint64_t TokenWeights::bytes() const {
     uint64_t n = 0;
     for (const auto & w : weights) {
         n += w.capacity() * sizeof(float);
@@ -47,7 +49,7 @@ extern "C" kvedge_status kvedge_watch(kvedge_cache * kv, bool on, kvedge_error *
     kv->watching = on;
     for (auto & [id, state] : kv->seqs) {
         if (!on) {
-            state.watched = {};
+            state.weights = {};
         }
     }
     return ok(err);
@@ -63,7 +65,7 @@ extern "C" kvedge_status kvedge_attention(
         return fail(err, KVEDGE_E_ARGUMENT, "kvedge_attention: sequence %d holds no tokens", seq_id);
     }
     const SequenceState & state = found->second;
-    if (!state.watched.valid) {
+    if (!state.weights.valid) {
         return fail(err, KVEDGE_E_STATE,
                     "kvedge_attention: the last decode of sequence %d was not a single token that was watched; call kvedge_watch "
                     "before it", seq_id);
@@ -73,7 +75,7 @@ extern "C" kvedge_status kvedge_attention(
     if (n_out < n) {
         return fail(err, KVEDGE_E_ARGUMENT, "kvedge_attention: %d weights do not fit %d places", n, n_out);
     }
-    const auto row = (size_t) state.watched.rows[(size_t) i];
-    std::copy_n(state.watched.weights[(size_t) i].begin() + (std::ptrdiff_t) ((size_t) query_head * row), n, out);
+    const auto row = (size_t) state.weights.rows[(size_t) i];
+    std::copy_n(state.weights.weights[(size_t) i].begin() + (std::ptrdiff_t) ((size_t) query_head * row), n, out);
     return ok(err);
 }
