@@ -7,15 +7,13 @@
 
 namespace kvedge {
 
-// Keeps the rows of a head whose tokens do not lie in [p0, p1), moved to its k_to and v_to-th byte. Rows only ever move
-// towards the front, so that none is overwritten before its turn.
-static void keep_rows(
-    RaggedHead & h, uint8_t * data, const std::vector<int32_t> & pos, int32_t p0, int32_t p1, size_t k_to, size_t v_to, size_t kst,
-    size_t vst) {
+// Keeps the rows of a head whose tokens stay, moved to its k_to and v_to-th byte. Rows only ever move towards the front, so
+// that none is overwritten before its turn.
+template <class Stays>
+static void keep_rows(RaggedHead & h, uint8_t * data, size_t k_to, size_t v_to, size_t kst, size_t vst, const Stays & stays) {
     size_t kept = 0;
     for (size_t r = 0; r < (size_t) h.length; r++) {
-        const int32_t p = pos[(size_t) h.tokens[r]];
-        if (p >= p0 && p < p1) {
+        if (!stays(h.tokens[r])) {
             continue;
         }
         if (k_to + kept * kst != h.k_offset + r * kst) {
@@ -36,10 +34,11 @@ static void keep_rows(
 }
 
 void Sequence::remove_from_ragged(Block & block, int32_t p0, int32_t p1) {
+    const auto stays = [&](int32_t t) { return pos[(size_t) t] < p0 || pos[(size_t) t] >= p1; };
     for (size_t l = 0; l < block.layers.size(); l++) {
+        const size_t kst = row_k(shapes()[l], type_), vst = row_v(shapes()[l], type_);
         for (auto & h : block.layers[l].heads) {
-            keep_rows(h, block.layers[l].memory.data(), pos, p0, p1, h.k_offset, h.v_offset, row_k(shapes()[l], type_),
-                      row_v(shapes()[l], type_));
+            keep_rows(h, block.layers[l].memory.data(), h.k_offset, h.v_offset, kst, vst, stays);
         }
     }
 }
@@ -49,12 +48,12 @@ void Sequence::remove_from_loose(Block & block, size_t layer, int32_t p0, int32_
     const size_t kst = row_k(shapes()[layer], type_), vst = row_v(shapes()[layer], type_);
     BlockLayer & bl   = block.layers[layer];
     const size_t keys = bl.heads.size() * (size_t) block.capacity * kst;
+    const auto   stays = [&](int32_t t) { return pos[(size_t) t] < p0 || pos[(size_t) t] >= p1; };
     for (size_t i = 0; i < bl.heads.size(); i++) {
         RaggedHead & h     = bl.heads[i];
-        const auto   stays = [&](int32_t t) { return pos[(size_t) t] < p0 || pos[(size_t) t] >= p1; };
         const auto   first = (size_t) n_left - (size_t) std::count_if(h.tokens.begin(), h.tokens.end(), stays);
         const size_t row   = i * (size_t) block.capacity + first;
-        keep_rows(h, bl.memory.data(), pos, p0, p1, row * kst, keys + row * vst, kst, vst);
+        keep_rows(h, bl.memory.data(), row * kst, keys + row * vst, kst, vst, stays);
     }
 }
 

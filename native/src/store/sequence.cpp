@@ -172,7 +172,9 @@ Segment Sequence::segment(const Block & block, int32_t layer, int32_t head) cons
     const size_t    cap  = (size_t) block.capacity;
     const uint8_t * keys = bl.memory.data();
     const uint8_t * vals = keys + (size_t) s.n_heads_kv * cap * kst;
-    return { { keys + (size_t) head * cap * kst, kst, type_ }, { vals + (size_t) head * cap * vst, vst, type_ }, (int32_t) block.length() };
+    return { { keys + (size_t) head * cap * kst, kst, type_ },
+             { vals + (size_t) head * cap * vst, vst, type_ },
+             (int32_t) block.length() };
 }
 
 int32_t Sequence::head_length(int32_t layer, int32_t head) const {
