@@ -19,8 +19,8 @@ PROMPT = 200
 def running(native, tiny):
     opened = []
 
-    def start(plan: Plan | None, kv_type: str = "f16") -> TinyContext:
-        opened.append(TinyContext(tiny("llama", weight="f32").model, plan, kv_type))
+    def start(plan: Plan | None, kv_type: str = "f16", threads: int = 1) -> TinyContext:
+        opened.append(TinyContext(tiny("llama", weight="f32").model, plan, kv_type, threads=threads))
         return opened[-1]
 
     yield start
@@ -95,16 +95,18 @@ def test_heavy_hitters_stay_whatever_chose_the_prompt(running, settings):
     follow(running, pykvedge.plan("h2o", settings.pop("budget", 0.3), **settings), (PROMPT, 90))
 
 
-def test_scores_go_on_with_the_next_prompt(running):
-    follow(running, pykvedge.plan("h2o", 0.3, decode="heavy-hitter"), (PROMPT, 60), (70, 60), (2, 20), (90, 60))
+@pytest.mark.parametrize("threads", [1, 3])
+def test_scores_go_on_with_the_next_prompt(running, threads):
+    turns = (PROMPT, 60), (70, 60), (2, 20), (90, 60)
+    follow(running, pykvedge.plan("h2o", 0.3, decode="heavy-hitter"), *turns, threads=threads)
 
 
-def follow(running, plan: Plan, *turns: tuple[int, int]) -> None:
+def follow(running, plan: Plan, *turns: tuple[int, int], threads: int = 1) -> None:
     """Prompts and answers of these lengths, every row of every head followed.
 
     What the prompts' tokens paid is llama.cpp's. Only in the first layer that is the same once rows have been dropped.
     """
-    context, stock = running(plan, kv_type="f32"), running(None)
+    context, stock = running(plan, kv_type="f32", threads=threads), running(None)
     context.cache.watch(True)
     heads = [(i, h) for i in range(2) for h in range(2)]
     old = {head: Simulation(plan, [], 0) for head in heads}

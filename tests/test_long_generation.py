@@ -33,7 +33,7 @@ def test_memory_stays_within_the_bound(native, tiny, decode):
             if step % 20 == 0:
                 stats = context.cache.stats()
                 held = [n for heads in context.cache.lengths() for n in heads]
-                # blocks are four fifths full or packed within 32 tokens; and one is there to add a quarter more tokens to
+                # blocks are four fifths full or packed within 32 tokens; and one has room for a quarter more
                 room = 2 * 32 + max(32, max(held) // 4)
                 assert stats.bytes <= (1.25 * sum(held) + 4 * room) * ROW + 2 * 2 * 4096
                 assert held == [n + 1 for n in kept] if constant and step else True
