@@ -110,6 +110,9 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "get_stats": (c.c_int, [_P, _I, c.POINTER(Stats), _ERR]),
     "layer_id": (_I, [_P, _I]),
     "head_length": (_I, [_P, _I, _I, _I]),
+    "query_heads": (_I, [_P, _I]),
+    "watch": (c.c_int, [_P, c.c_bool, _ERR]),
+    "attention": (c.c_int, [_P, _I, _I, _I, c.POINTER(c.c_float), _I, _ERR]),
     "head_tokens": (c.c_int, [_P, _I, _I, _I, c.POINTER(_I), _I, _ERR]),
     "layer_shape": (c.c_int, [_P, _I, *[c.POINTER(_I)] * 4, _ERR]),
     "head_rows": (c.c_int, [_P, _I, _I, _I, c.POINTER(c.c_float), c.POINTER(c.c_float), _I, _ERR]),
@@ -276,6 +279,25 @@ class Cache:
         out = (c.c_int32 * max(n, 1))()
         _call("head_tokens", self._live(), sequence, layer, head, out, len(out))
         return list(out)[:n]
+
+    def watch(self, on: bool) -> None:
+        """Whether the attention of tokens that are decoded one by one is kept for `attention`."""
+        _call("watch", self._live(), on)
+
+    def attention(self, layer: int, query_head: int, sequence: int = 0) -> np.ndarray:
+        """[n] float32: softmax weights that the last token paid, in a stored layer's query head, to the rows of its KV
+        head, in the order of `tokens`. Raises StateError unless that token was decoded by itself and watched.
+        """
+        import numpy as np
+
+        n_heads = lib().kvedge_query_heads(self._live(), layer)
+        if not 0 <= query_head < n_heads:
+            raise errors.UsageError(f"there is no query head {query_head} in stored layer {layer}")
+        lengths = self.lengths(sequence)[layer] or [0]
+        out = np.empty(lengths[query_head // (n_heads // len(lengths))], dtype=np.float32)
+        where = out.ctypes.data_as(c.POINTER(c.c_float))
+        _call("attention", self._live(), sequence, layer, query_head, where, len(out))
+        return out
 
 
 def shape(cache: Cache, layer: int) -> tuple[int, int, int, int]:

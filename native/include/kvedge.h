@@ -158,7 +158,7 @@ KVEDGE_API kvedge_status kvedge_attach(
 // NULL is allowed. Also right after llama_free(ctx).
 KVEDGE_API void kvedge_detach(kvedge_cache * kv);
 
-// Replaces the plan; the prompts that complete from now on are compressed by it.
+// Replaces the plan; the prompts that complete from now on are compressed by it, and their answers follow its decode policy.
 KVEDGE_API kvedge_status kvedge_set_plan(kvedge_cache * kv, const kvedge_plan * plan, kvedge_error * err);
 
 // Switches automatic compression on or off (kvedge_options.auto_compress).
@@ -182,10 +182,10 @@ typedef struct kvedge_stats {
     int32_t  n_tokens;           // tokens of the sequence so far, compressed ones included
     int32_t  n_image_tokens;     // of those, tokens that came as embeddings
     int32_t  n_compressions;     // compressions of the sequence so far
-    int32_t  n_pending;          // tokens added since the last compression
+    int32_t  n_pending;          // tokens added since the last compression; of a bounded answer, those in blocks not yet packed
     uint64_t bytes;              // bytes of the sequence's key and value buffers that exist now
     uint64_t index_bytes;        // bytes of its token indices and positions
-    uint64_t score_bytes;        // bytes of score accumulators that exist now
+    uint64_t score_bytes;        // bytes of column sums, of scores and of watched attention that exist now
     uint64_t before_bytes;       // `bytes` right before the last compression (the full cache, for a first turn)
     uint64_t after_bytes;        // `bytes` right after it
     uint64_t peak_bytes;         // largest value of bytes + index_bytes + score_bytes so far
@@ -204,6 +204,22 @@ KVEDGE_API int32_t kvedge_head_length(const kvedge_cache * kv, int32_t seq_id, i
 // into out[0 .. n-1] with n = kvedge_head_length. Errors: KVEDGE_E_ARGUMENT (no such layer, head or sequence; n_out < n).
 KVEDGE_API kvedge_status kvedge_head_tokens(
     const kvedge_cache * kv, int32_t seq_id, int32_t i, int32_t head, int32_t * out, int32_t n_out, kvedge_error * err);
+
+// Query heads of stored layer i (H); query head h reads KV head h / (H / Hkv). -1: no such layer.
+KVEDGE_API int32_t kvedge_query_heads(const kvedge_cache * kv, int32_t i);
+
+// Switches watching on or off (off after kvedge_attach): whether the attention of tokens that are decoded one by one is
+// kept for kvedge_attention. Costs H floats per layer and stored row while it is on (counted in score_bytes), nothing
+// while it is off.
+KVEDGE_API kvedge_status kvedge_watch(kvedge_cache * kv, bool on, kvedge_error * err);
+
+// What the sequence's last token paid to each stored KV pair: the softmax weights of query head `query_head` of stored
+// layer i over the rows of its KV head, that token's own row included, into out[0 .. n-1] with n = kvedge_head_length, in
+// the order of kvedge_head_tokens. They add up to 1, with attention sinks (logits without a row, gpt-oss) to less.
+// Errors: KVEDGE_E_ARGUMENT (no such sequence, layer or head; n_out < n), KVEDGE_E_STATE (the last tokens of the sequence
+// came several at a time or unwatched, or rows were removed or compressed since).
+KVEDGE_API kvedge_status kvedge_attention(
+    const kvedge_cache * kv, int32_t seq_id, int32_t i, int32_t query_head, float * out, int32_t n_out, kvedge_error * err);
 
 // ---------------------------------------------------------------------------------------------------------
 // Looking inside, for pictures and research

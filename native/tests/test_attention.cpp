@@ -70,10 +70,11 @@ void rows_of(const Sequence & seq, int32_t head, std::vector<float> & k, std::ve
 struct Expected {
     std::vector<double> out;   // [n][H][d_v]
     std::vector<double> sums;  // [Hkv][pending]
+    std::vector<std::vector<double>> weights;  // [H] of the last token
 };
 
 Expected oracle(const Case & c, const AttendJob & job, int32_t pending) {
-    Expected  e{ std::vector<double>((size_t) (job.n * c.H * c.d_v)), std::vector<double>((size_t) (c.Hkv * pending)) };
+    Expected  e{ std::vector<double>((size_t) (job.n * c.H * c.d_v)), std::vector<double>((size_t) (c.Hkv * pending)), {} };
     const int g = c.H / c.Hkv;
     for (int32_t h = 0; h < c.H; h++) {
         std::vector<float> k, v;
@@ -97,6 +98,10 @@ Expected oracle(const Case & c, const AttendJob & job, int32_t pending) {
                 total += x;
             }
             total += c.sinks ? std::exp(job.sinks[h] - top) : 0.0;
+            if (t == job.n - 1) {
+                e.weights.push_back(p);
+                std::transform(p.begin(), p.end(), e.weights.back().begin(), [total](double x) { return x / total; });
+            }
             for (int32_t j = 0; j < sees; j++) {
                 const double a = p[(size_t) j] / total;
                 for (int32_t i = 0; i < c.d_v; i++) {
@@ -123,6 +128,31 @@ void run_tasks(int32_t n, int32_t n_threads, const std::function<void(int32_t, i
     }
     for (auto & t : threads) {
         t.join();
+    }
+}
+
+// Decodes n tokens on several threads. One token's weights are compared with the oracle.
+void check_decode(const Case & c, const Sequence & seq, AttendJob job, const Expected & e, int32_t n_threads) {
+    const size_t       row = (size_t) seq.head_length(0, 0) + 5;
+    std::vector<float> weights((size_t) c.H * row, -1.0f);
+    if (job.n == 1) {
+        job.weights     = weights.data();
+        job.weights_row = row;
+    }
+    std::fill_n(job.out, (size_t) (job.n * c.H * c.d_v), 0.0f);
+    DecodePartials partials;
+    CHECK(partials.reserve(seq.shapes(), job.n, n_threads));
+    partials.start(c.Hkv);
+    const int32_t splits = decode_splits(job, n_threads);
+    run_tasks(decode_tasks(job, splits), n_threads, [&](int32_t i, int32_t) { decode_task(job, i, splits, partials); });
+    for (size_t i = 0; i < e.out.size(); i++) {
+        CHECK(close_to(job.out[i], e.out[i], 2e-5));
+    }
+    for (size_t h = 0; h < (size_t) c.H; h++) {
+        const size_t n = job.n == 1 ? e.weights[h].size() : 0;
+        for (size_t j = 0; j < row; j++) {
+            CHECK(close_to(weights[h * row + j], j < n ? e.weights[h][j] : -1.0, 2e-6));
+        }
     }
 }
 
@@ -171,15 +201,8 @@ void check_step(const Case & c, Sequence & seq, int32_t n) {
         }
     }
 
-    std::fill(out.begin(), out.end(), 0.0f);
-    DecodePartials partials;
-    CHECK(partials.reserve(seq.shapes(), n, THREADS));
-    partials.start(c.Hkv);
-    const int32_t splits = decode_splits(job, THREADS);
-    run_tasks(decode_tasks(job, splits), THREADS, [&](int32_t i, int32_t) { decode_task(job, i, splits, partials); });
-    for (size_t i = 0; i < out.size(); i++) {
-        CHECK(close_to(out[i], e.out[i], 2e-5));
-    }
+    check_decode(c, seq, job, e, THREADS);
+    check_decode(c, seq, job, e, 1);
 }
 
 kvedge_plan half_plan() {
@@ -193,7 +216,7 @@ kvedge_plan half_plan() {
 void check_case(const Case & c) {
     const std::vector<LayerShape> shapes = { { 0, c.H, c.Hkv, c.d_k, c.d_v } };
     Sequence                      seq(shapes, c.type);
-    for (int32_t n : { 1, 70, 3, 700 }) {
+    for (int32_t n : { 1, 70, 3, 699, 1 }) {
         append(seq, n);
         check_step(c, seq, n);
     }
@@ -217,6 +240,7 @@ void check_case(const Case & c) {
     CHECK(seq.pending_length() == 37 && seq.head_tokens(0, 0).size() == (size_t) seq.head_length(0, 0));
     append(seq, 2);
     check_step(c, seq, 2);
+    check_step(c, seq, 1);
     const auto copy = seq.clone();
     CHECK(copy && copy->head_tokens(0, 0) == seq.head_tokens(0, 0));
     check_step(c, *copy, 2);

@@ -99,11 +99,13 @@ class DecodeState:
     """One KV head after a generated token, as a decode policy sees it."""
 
     prompt: int  # T: tokens of the sequence when its last prompt was compressed
-    kept: int  # rows that the head held right after that
+    kept: int  # rows that the head held right after that, and what a budget in pairs left unused
     budget: int  # rows that an even share of the budget would have held
     generated: int  # tokens since then
     length: int  # rows that the head holds now
     sinks: int  # first rows that stay
+    recent: int = 0  # last rows that the plan protects when a head keeps that many; 0: it does not say
+    scores: np.ndarray | None = None  # [length] attention that each row received so far; None unless asked for
 
 
 def no_recent(budget: int, settings: Settings) -> int:
@@ -165,6 +167,7 @@ class DecodePolicy:
     source: str
     evict: Callable[[DecodeState, Settings], int | None]
     params: tuple[Param, ...] = ()
+    needs_scores: bool = False  # column sums of the prompt, and what every new token adds to them
     stage: str = "decode"
 
 

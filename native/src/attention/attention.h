@@ -45,6 +45,15 @@ struct AttendJob {
     double *   sums;  // [Hkv][sums_capacity] column sums over the pending rows, averaged over the group; NULL: not wanted
     int32_t    sums_capacity;
     SpinLock * locks;  // [Hkv], guards sums
+
+    // Of a single query token (n = 1, decode path): [H][weights_row] softmax weights of the rows of each query head's KV
+    // head, in token order; NULL: not wanted.
+    float * weights;
+    size_t  weights_row;
+
+    // Whose rows' scores grow by what the query tokens pay to them: a single token (decode path, with weights) to all, a
+    // prompt (prefill, with sums and locks) to the rows before the pending ones. NULL: nobody's.
+    Sequence * scored;
 };
 
 // Working memory of one thread.

@@ -48,6 +48,10 @@ void load_queries(const AttendJob & job, const Piece & piece, int32_t d_k, Queri
     }
 }
 
+float * weights_of(const AttendJob & job, const Piece & piece, int32_t r) {
+    return job.weights + (size_t) (piece.head * piece.group + r) * job.weights_row;
+}
+
 // Turns a row of n logits into weights relative to the row's running maximum, rescaling what was summed before.
 void online_softmax(float * row, int32_t n, size_t ld, float & top, float & sum, float * o) {
     if (n == 0) {
@@ -81,6 +85,9 @@ void attend_block(const AttendJob & job, const Piece & piece, const Segment & se
         if (job.softcap != 0.0f) {
             kn.softcap(row, (size_t) n, job.softcap);
         }
+        if (job.weights) {
+            std::copy_n(row, n, weights_of(job, piece, r) + at);
+        }
         online_softmax(row, n, ld, out.top[r], out.sum[r], out.o + (size_t) r * ld);
         std::fill(row + n, row + seg.n, 0.0f);
     }
@@ -109,6 +116,14 @@ void write_out(const AttendJob & job, const Piece & piece, int32_t n_splits, Dec
         for (int32_t i = 0; i < shape.d_v; i++) {
             out[i] /= total;
         }
+        if (job.weights) {  // so far the logits
+            float * weights = weights_of(job, piece, r);
+            kernels().exp_sum(weights, (size_t) piece.n_keys, top);
+            std::transform(weights, weights + piece.n_keys, weights, [total](float x) { return x / total; });
+        }
+    }
+    if (job.scored) {
+        job.scored->add_scores(job.layer, piece.head, piece.n_keys, weights_of(job, piece, 0), job.weights_row, piece.group);
     }
 }
 

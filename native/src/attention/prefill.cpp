@@ -80,21 +80,27 @@ void softmax(const AttendJob & job, const Tile & tile, Scratch & x) {
     }
 }
 
-// sums[c] += mean over the group of the attention that the tile's tokens pay to pending row c.
+// sums[c] += mean over the group of the attention that the tile's tokens pay to pending row c; scores of rows before those
+// likewise.
 void add_sums(const AttendJob & job, const Tile & tile, Scratch & x) {
-    const int32_t first = tile.n_keys - job.seq->pending_length();
-    const int32_t n     = tile.n_visible - first;
-    if (n <= 0) {
+    const int32_t pending = tile.n_keys - job.seq->pending_length();
+    const int32_t first   = job.scored ? 0 : pending;
+    const int32_t n       = tile.n_visible - pending;
+    if (tile.n_visible <= first) {
         return;
     }
-    std::fill(x.sum, x.sum + n, 0.0f);
+    std::fill(x.sum + first, x.sum + tile.n_visible, 0.0f);
     for (int32_t r = 0; r < tile.rows; r++) {
-        kernels().axpy(x.len[r] / (float) tile.group, x.s + (size_t) r * tile.stride + first, x.sum, (size_t) n);
+        const float * s = x.s + (size_t) r * tile.stride + first;
+        kernels().axpy(x.len[r] / (float) tile.group, s, x.sum + first, (size_t) (tile.n_visible - first));
     }
     double * sums = job.sums + (size_t) tile.head * (size_t) job.sums_capacity;
     job.locks[tile.head].lock();
     for (int32_t c = 0; c < n; c++) {
-        sums[c] += (double) x.sum[c];
+        sums[c] += (double) x.sum[pending + c];
+    }
+    if (job.scored) {
+        job.scored->add_scores(job.layer, tile.head, pending, x.sum, 0, 1);
     }
     job.locks[tile.head].unlock();
 }

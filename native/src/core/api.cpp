@@ -145,7 +145,7 @@ extern "C" kvedge_status kvedge_compress_arrays(
         pos[(size_t) t] = t;
     }
     std::vector<Scratch> scratch((size_t) (n_threads > 0 ? n_threads : available_threads()));
-    bool fits = (!plan->scorer->needs_column_sums || r->seq->ensure_sums(in->n_tokens)) &&
+    bool fits = (!plan_sums(*plan) || r->seq->ensure_sums(in->n_tokens)) &&
                 (plan_window(*plan) == 0 || r->seq->ensure_windows(plan_window(*plan))) &&
                 r->seq->append(in->n_tokens, pos.data(), false);
     for (auto & s : scratch) {

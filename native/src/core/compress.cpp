@@ -109,13 +109,21 @@ bool make_block(Job & job) {
             for (int32_t row : job.kept[l][h]) {
                 layer.heads[h].tokens.push_back(job.tokens[(size_t) row]);
             }
+            if (job.plan.decode->needs_scores) {
+                const double * sums = job.seq.sums[l].sums.data() + h * (size_t) job.seq.sums[l].capacity;
+                layer.heads[h].scores.reserve(job.kept[l][h].size() + 1);
+                for (int32_t row : job.kept[l][h]) {
+                    layer.heads[h].scores.push_back(sums[row]);
+                }
+            }
             if (job.plan.reducer->reduce) {
                 const size_t rows = (size_t) job.n_tokens + job.kept[l][h].size();
                 widest            = std::max(widest, rows * (size_t) (shapes[l].d_k + shapes[l].d_v) +
                                                          job.plan.reducer->scratch(job.n_tokens, layer.heads[h].length, shapes[l].d_k));
             }
         }
-        layer.memory = Pages::take(lay_out_ragged(shapes[l], job.seq.type(), layer.heads));
+        layer.extent = lay_out_ragged(shapes[l], job.seq.type(), layer.heads);
+        layer.memory = Pages::take(layer.extent);
         if (!layer.memory) {
             return false;
         }
@@ -191,7 +199,7 @@ void fill_block(Job & job, Compression & outcome) {
 }
 
 bool observed(const Sequence & seq, const kvedge_plan & plan) {
-    return seq.unobserved == 0 || !(plan.scorer->needs_column_sums || plan_window(plan) > 0);
+    return (seq.unsummed == 0 || !plan_sums(plan)) && (seq.unobserved == 0 || plan_window(plan) == 0);
 }
 
 kvedge_status fail_unobserved(kvedge_error * err) {
@@ -224,10 +232,11 @@ kvedge_status compress_pending(
     if (T == 0) {
         return ok(err);
     }
-    if (plan.scorer->needs_column_sums && !seq.ensure_sums(0)) {
+    if (plan_sums(plan) && !seq.ensure_sums(0)) {
         return fail(err, KVEDGE_E_MEMORY, "no memory for the scores of %d tokens", T);
     }
-    if (budget < T && !observed(seq, plan)) {
+    const bool scored = plan.decode->needs_scores && plan.budget_ratio != 1.0;
+    if ((budget < T || scored) && !observed(seq, plan)) {
         return fail_unobserved(err);
     }
 
@@ -245,6 +254,9 @@ kvedge_status compress_pending(
         }
         fill_block(job, outcome);
         outcome.reduced = true;
+    }
+    if (budget >= T && scored) {
+        seq.sums_to_scores();
     }
     seq.close_pending();
     outcome.after_bytes = seq.bytes();

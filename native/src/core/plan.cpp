@@ -188,6 +188,8 @@ kvedge_status set_sinks(kvedge_plan & plan, const char * value, kvedge_error * e
 
 }  // namespace
 
+bool plan_sums(const kvedge_plan & plan) { return plan.scorer->needs_column_sums || plan.decode->needs_scores; }
+
 int32_t plan_window(const kvedge_plan & plan) {
     return plan.scorer->window ? plan.scorer->window(plan.params[KVEDGE_STAGE_SCORER]) : 0;
 }

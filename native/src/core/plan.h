@@ -29,6 +29,9 @@ namespace kvedge {
 
 kvedge_plan full_plan();
 
+// Whether column sums are gathered during the prompt: for the scorer, or as the decode policy's first scores.
+bool plan_sums(const kvedge_plan & plan);
+
 // The last queries that the plan's scorer wants to see; 0: none.
 int32_t plan_window(const kvedge_plan & plan);
 

@@ -9,7 +9,7 @@ extern const Scorer       scorer_cumulative, scorer_position, scorer_window, sco
 extern const Allocator    allocator_uniform, allocator_pyramid, allocator_ada, allocator_prefix, allocator_spectral;
 extern const Reducer      reducer_evict, reducer_averaged, reducer_pivotal, reducer_weighted, reducer_bucket, reducer_position,
     reducer_feature;
-extern const DecodePolicy decode_keep_all, decode_fixed_point, decode_ratio, decode_sliding;
+extern const DecodePolicy decode_keep_all, decode_fixed_point, decode_ratio, decode_sliding, decode_heavy_hitter;
 
 namespace {
 
@@ -20,7 +20,8 @@ const Allocator * const    ALLOCATORS[] = { &allocator_uniform, &allocator_pyram
                                            &allocator_spectral };
 const Reducer * const      REDUCERS[]   = { &reducer_evict, &reducer_averaged, &reducer_pivotal, &reducer_weighted,
                                            &reducer_bucket, &reducer_position, &reducer_feature };
-const DecodePolicy * const DECODES[]    = { &decode_keep_all, &decode_fixed_point, &decode_ratio, &decode_sliding };
+const DecodePolicy * const DECODES[]    = { &decode_keep_all, &decode_fixed_point, &decode_ratio, &decode_sliding,
+                                           &decode_heavy_hitter };
 
 template <class T, size_t N> const T * find(const T * const (&members)[N], const char * name) {
     for (const T * m : members) {

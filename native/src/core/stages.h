@@ -89,15 +89,20 @@ struct Reducer : Member {
 // One KV head after a generated token.
 struct DecodeInput {
     int32_t        prompt;     // T: tokens of the sequence when its last prompt was compressed
-    int32_t        kept;       // rows that the head held right after that
+    int32_t        kept;       // rows that the head held right after that, and what a budget in pairs left unused
     int32_t        budget;     // rows that an even share of the budget would have held
     int32_t        generated;  // tokens since then
     int32_t        length;     // rows that the head holds now
     int32_t        sinks;      // first rows that stay
+    int32_t        recent;     // last rows that the plan protects when a head keeps that many; 0: it does not say
+    const double * scores;     // [length] attention that each row received so far; NULL unless asked for
     const double * params;
 };
 
 struct DecodePolicy : Member {
+    // Scores start as the column sums of the prompt, and every new token adds what it pays, itself included; averaged over
+    // the group.
+    bool needs_scores;
     // The row to drop, or -1. NULL: none ever.
     int32_t (*evict)(const DecodeInput & in);
 };

@@ -194,7 +194,7 @@ extern "C" kvedge_status kvedge_get_stats(const kvedge_cache * kv, int32_t seq_i
         out->n_pending      = s->seq->pending_length();
         out->bytes          = s->seq->bytes();
         out->index_bytes    = s->seq->index_bytes();
-        out->score_bytes    = s->seq->score_bytes();
+        out->score_bytes    = s->score_bytes();
         out->before_bytes   = s->before_bytes;
         out->after_bytes    = s->after_bytes;
         out->peak_bytes     = s->peak_bytes;

@@ -11,7 +11,7 @@
 using namespace kvedge;
 
 void SequenceState::note_peak() {
-    peak_bytes = std::max(peak_bytes, seq->bytes() + seq->index_bytes() + seq->score_bytes());
+    peak_bytes = std::max(peak_bytes, seq->bytes() + seq->index_bytes() + score_bytes());
 }
 
 int32_t kvedge_cache::threads() const {
@@ -93,6 +93,16 @@ bool kvedge_cache::collect_runs(const llama_attn_provider_ubatch & ubatch) {
     return true;
 }
 
+// Whether a run's rows are so few that the decode path is the faster one.
+bool kvedge_cache::decodes(const Run & run) const {
+    const auto n     = (int32_t) run.index.size();
+    int32_t    group = 1;
+    for (const auto & s : shapes) {
+        group = std::max(group, s.n_heads / s.n_heads_kv);
+    }
+    return !run.sum && (n == 1 || n * group <= DECODE_ROWS);
+}
+
 // Decides what a sequence's tokens are - prompt or generated - and makes room for them.
 bool kvedge_cache::enter_run(const llama_attn_provider_ubatch & ubatch, Run & run) {
     SequenceState & state  = *run.state;
@@ -109,19 +119,16 @@ bool kvedge_cache::enter_run(const llama_attn_provider_ubatch & ubatch, Run & ru
         }
     }
     if (prompt) {
-        // What a decode policy holds bounded already is not compressed again with the next prompt.
-        if (!state.kept.empty()) {
-            state.seq->close_pending();
-            state.kept.clear();
-        }
+        state.end_answer();
     } else {
-        evict_generated(state);
+        state.evict_generated();
     }
     state.armed       = state.armed || prompt;
     state.prev_output = output;
 
     run.prompt = prompt && plan.budget_ratio != 1.0;
-    run.sum    = run.prompt && plan.scorer->needs_column_sums;
+    run.sum    = run.prompt && plan_sums(plan);
+    run.score  = prompt ? run.sum && plan.decode->needs_scores : state.seq->scored;
     std::vector<int32_t> pos((size_t) n);
     for (int32_t i = 0; i < n; i++) {
         pos[(size_t) i] = ubatch.pos[run.index[(size_t) i]];
@@ -132,49 +139,25 @@ bool kvedge_cache::enter_run(const llama_attn_provider_ubatch & ubatch, Run & ru
         report(KVEDGE_E_MEMORY, "no memory for the keys and values of the next tokens; shorten the prompt or free memory");
         return false;
     }
+    run.decode          = decodes(run);
+    run.watch           = watching && n == 1 && run.decode;
+    state.weights.valid = run.watch;
+    if ((run.watch || (run.score && run.decode)) && !state.weights.reserve(*state.seq, run.watch)) {
+        state.weights = {};
+        report(KVEDGE_E_MEMORY, "no memory for the attention weights of a token; free memory");
+        return false;
+    }
     state.seq->unobserved += prompt && !run.prompt ? n : 0;
+    state.seq->unsummed += prompt && !run.sum ? n : 0;
     if (!run.prompt) {
         state.seq->window_from = state.seq->pending_length();  // these queries are not in the window
     }
     state.note_peak();
-
-    int32_t group = 1;
-    for (const auto & s : shapes) {
-        group = std::max(group, s.n_heads / s.n_heads_kv);
-    }
-    run.decode = !run.sum && (n == 1 || n * group <= DECODE_ROWS);
     if (run.decode && !run.partials.reserve(shapes, n, std::max(llama_n_threads(ctx), llama_n_threads_batch(ctx)))) {
         report(KVEDGE_E_MEMORY, "no memory for partial attention results");
         return false;
     }
     return true;
-}
-
-// Drops, for the generated tokens that are there, what the plan's decode policy says: at most one row of each head.
-void kvedge_cache::evict_generated(SequenceState & state) {
-    if (!plan.decode->evict || state.kept.empty()) {
-        return;
-    }
-    if (state.generated++ == 0) {
-        return;  // this is the first: nothing was generated yet
-    }
-    DecodeInput in{};
-    in.prompt    = state.prompt;
-    in.budget    = kvedge_plan_budget(&plan, state.prompt);
-    in.generated = state.generated - 1;
-    in.sinks     = plan.sinks;
-    in.params    = plan.params[KVEDGE_STAGE_DECODE];
-    for (size_t l = 0; l < state.kept.size(); l++) {
-        for (size_t h = 0; h < state.kept[l].size(); h++) {
-            in.kept           = state.kept[l][h];
-            in.length         = state.seq->head_length((int32_t) l, (int32_t) h);
-            const int32_t row = plan.decode->evict(in);
-            if (row >= 0 && row < in.length) {
-                state.seq->drop_row((int32_t) l, (int32_t) h, row);
-            }
-        }
-    }
-    state.seq->drop_empty_blocks();
 }
 
 bool kvedge_cache::reserve_scratch() {
@@ -227,23 +210,14 @@ kvedge_status kvedge_cache::compress(SequenceState & state, kvedge_error * err) 
     if (state.seq->pending_length() == 0 || !state.kept.empty()) {
         return ok(err);
     }
-    Compression outcome;
-    const auto  status = compress_pending(*state.seq, plan, threads(), outcome, err);
+    Compression   outcome;
+    const int32_t n_tokens = state.seq->pending_length();
+    const auto    status = compress_pending(*state.seq, plan, threads(), outcome, err);
     if (status != KVEDGE_OK) {
         return status;
     }
-    state.armed     = false;
-    state.prompt    = (int32_t) state.seq->pos.size();
-    state.generated = 0;
-    state.kept.clear();
-    if (plan.decode->evict && plan.budget_ratio != 1.0) {
-        state.kept.resize(shapes.size());
-        for (size_t l = 0; l < shapes.size(); l++) {
-            for (int32_t h = 0; h < shapes[l].n_heads_kv; h++) {
-                state.kept[l].push_back(state.seq->head_length((int32_t) l, h));
-            }
-        }
-    }
+    state.armed = false;
+    state.bound_answer(plan, n_tokens);
     state.n_compressions += 1;
     state.before_bytes = outcome.before_bytes;
     state.after_bytes  = outcome.after_bytes;
@@ -262,6 +236,7 @@ void kvedge_cache::seq_rm(int32_t seq_id, int32_t p0, int32_t p1) {
             it = seqs.erase(it);
         } else {
             it->second.seq->remove(p0, p1);
+            it->second.weights.valid = false;
             ++it;
         }
     }
@@ -291,6 +266,7 @@ bool kvedge_cache::seq_cp(int32_t from, int32_t to, int32_t p0, int32_t p1) {
     state.prompt          = it->second.prompt;
     state.generated       = it->second.generated;
     state.kept            = it->second.kept;
+    state.answer          = it->second.answer;
     state.note_peak();
     return true;
 }

@@ -16,6 +16,17 @@
 
 namespace kvedge {
 
+// Softmax weights of a token that is decoded by itself: of every layer for whoever watches, else of the layer at work.
+struct TokenWeights {
+    bool                            valid = false;  // all layers are there, and the rows are those that the weights belong to
+    std::vector<std::vector<float>> weights;        // [layer or 1][H * rows]
+    std::vector<int32_t>            rows;           // [layer or 1] floats of a query head
+
+    // For the sequence's last token, which has its row already. False: no memory.
+    bool     reserve(const Sequence & seq, bool every_layer);
+    uint64_t bytes() const;
+};
+
 // A sequence, and what automatic compression and statistics need to know about it.
 struct SequenceState {
     std::unique_ptr<Sequence> seq;
@@ -24,13 +35,19 @@ struct SequenceState {
     int32_t                   n_compressions = 0;
     uint64_t                  before_bytes = 0, after_bytes = 0, peak_bytes = 0;
     int64_t                   compress_us = 0;
+    TokenWeights              weights;
 
-    // For decode policies: the state right after the last compression.
+    // For decode policies: the state right after the last compression, whose plan the answer follows.
+    kvedge_plan                       answer{};
     int32_t                           prompt = 0;     // tokens of the sequence
     int32_t                           generated = 0;  // tokens since
     std::vector<std::vector<int32_t>> kept;           // [layer][head] rows; empty: none, or nothing to drop
 
-    void note_peak();
+    uint64_t score_bytes() const { return seq->score_bytes() + weights.bytes(); }
+    void     note_peak();
+    void     bound_answer(const kvedge_plan & plan, int32_t n_tokens);  // after the compression of n_tokens
+    void     end_answer();
+    void     evict_generated();
 };
 
 // The tokens of one sequence in the current ubatch.
@@ -40,6 +57,8 @@ struct Run {
     bool                 prompt; // part of a prompt that the plan may compress: scores are gathered
     bool                 sum;    // add their attention to the column sums
     bool                 decode; // few rows: the decode path
+    bool                 watch;  // a single token whose attention somebody wants to see
+    bool                 score;  // add its attention to the scores of rows that are there already
     DecodePartials       partials;
 };
 
@@ -59,6 +78,7 @@ struct kvedge_cache {
     kvedge::Type        type          = kvedge::Type::f16;
     int32_t             n_threads     = 0;
     bool                auto_compress = true;
+    bool                watching      = false;
 
     std::vector<kvedge::LayerShape>               shapes;
     std::vector<std::unique_ptr<kvedge::LayerOp>> ops;  // as shapes; the graphs keep their addresses
@@ -88,8 +108,8 @@ struct kvedge_cache {
   private:
     bool collect_runs(const llama_attn_provider_ubatch & ubatch);
     bool enter_run(const llama_attn_provider_ubatch & ubatch, kvedge::Run & run);
+    bool decodes(const kvedge::Run & run) const;
     bool reserve_scratch();
-    void evict_generated(kvedge::SequenceState & state);
     int  report(kvedge_status status, const char * what);
 };
 

@@ -38,6 +38,13 @@ AttendJob make_job(const LayerOp & op, const Run & run, ggml_tensor * dst) {
         job.sums_capacity = sums.capacity;
         job.locks         = kv.locks.get();
     }
+    job.scored = run.score ? run.state->seq.get() : nullptr;
+    if (run.watch || (run.score && run.decode)) {
+        TokenWeights & weights = run.state->weights;
+        const size_t   at      = run.watch ? (size_t) op.layer : 0;
+        job.weights            = weights.weights[at].data();
+        job.weights_row        = (size_t) weights.rows[at];
+    }
     return job;
 }
 

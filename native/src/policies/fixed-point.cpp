@@ -10,6 +10,6 @@ static int32_t evict(const DecodeInput & in) {
 }
 
 extern const DecodePolicy decode_fixed_point;
-const DecodePolicy        decode_fixed_point = { { "fixed-point", DISTANCE_PARAMS }, evict };
+const DecodePolicy        decode_fixed_point = { { "fixed-point", DISTANCE_PARAMS }, false, evict };
 
 }  // namespace kvedge

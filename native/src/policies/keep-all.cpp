@@ -5,6 +5,6 @@
 namespace kvedge {
 
 extern const DecodePolicy decode_keep_all;
-const DecodePolicy        decode_keep_all = { { "keep-all", nullptr }, nullptr };
+const DecodePolicy        decode_keep_all = { { "keep-all", nullptr }, false, nullptr };
 
 }  // namespace kvedge

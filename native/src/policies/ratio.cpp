@@ -9,6 +9,6 @@ static int32_t evict(const DecodeInput & in) {
 }
 
 extern const DecodePolicy decode_ratio;
-const DecodePolicy        decode_ratio = { { "ratio", DISTANCE_PARAMS }, evict };
+const DecodePolicy        decode_ratio = { { "ratio", DISTANCE_PARAMS }, false, evict };
 
 }  // namespace kvedge

@@ -7,27 +7,53 @@
 
 namespace kvedge {
 
+// Keeps the rows of a head whose tokens stay, moved to its k_to and v_to-th byte. Rows only ever move towards the front, so
+// that none is overwritten before its turn.
+template <class Stays>
+static void keep_rows(RaggedHead & h, uint8_t * data, size_t k_to, size_t v_to, size_t kst, size_t vst, const Stays & stays) {
+    size_t kept = 0;
+    for (size_t r = 0; r < (size_t) h.length; r++) {
+        if (!stays(h.tokens[r])) {
+            continue;
+        }
+        if (k_to + kept * kst != h.k_offset + r * kst) {
+            memmove(data + k_to + kept * kst, data + h.k_offset + r * kst, kst);
+            memmove(data + v_to + kept * vst, data + h.v_offset + r * vst, vst);
+        }
+        h.tokens[kept] = h.tokens[r];
+        if (!h.scores.empty()) {
+            h.scores[kept] = h.scores[r];
+        }
+        kept++;
+    }
+    h.k_offset = k_to;
+    h.v_offset = v_to;
+    h.length   = (int32_t) kept;
+    h.tokens.resize(kept);
+    h.scores.resize(h.scores.empty() ? 0 : kept);
+}
+
 void Sequence::remove_from_ragged(Block & block, int32_t p0, int32_t p1) {
+    const auto stays = [&](int32_t t) { return pos[(size_t) t] < p0 || pos[(size_t) t] >= p1; };
     for (size_t l = 0; l < block.layers.size(); l++) {
-        uint8_t *    data = block.layers[l].memory.data();
         const size_t kst = row_k(shapes()[l], type_), vst = row_v(shapes()[l], type_);
         for (auto & h : block.layers[l].heads) {
-            int32_t kept = 0;
-            for (int32_t r = 0; r < h.length; r++) {
-                const int32_t p = pos[(size_t) h.tokens[(size_t) r]];
-                if (p >= p0 && p < p1) {
-                    continue;
-                }
-                if (kept != r) {
-                    memcpy(data + h.k_offset + (size_t) kept * kst, data + h.k_offset + (size_t) r * kst, kst);
-                    memcpy(data + h.v_offset + (size_t) kept * vst, data + h.v_offset + (size_t) r * vst, vst);
-                    h.tokens[(size_t) kept] = h.tokens[(size_t) r];
-                }
-                kept++;
-            }
-            h.length = kept;
-            h.tokens.resize((size_t) kept);
+            keep_rows(h, block.layers[l].memory.data(), h.k_offset, h.v_offset, kst, vst, stays);
         }
+    }
+}
+
+// Of a block that will be n_left tokens long: the rows of every head must end there again.
+void Sequence::remove_from_loose(Block & block, size_t layer, int32_t p0, int32_t p1, int32_t n_left) {
+    const size_t kst = row_k(shapes()[layer], type_), vst = row_v(shapes()[layer], type_);
+    BlockLayer & bl   = block.layers[layer];
+    const size_t keys = bl.heads.size() * (size_t) block.capacity * kst;
+    const auto   stays = [&](int32_t t) { return pos[(size_t) t] < p0 || pos[(size_t) t] >= p1; };
+    for (size_t i = 0; i < bl.heads.size(); i++) {
+        RaggedHead & h     = bl.heads[i];
+        const auto   first = (size_t) n_left - (size_t) std::count_if(h.tokens.begin(), h.tokens.end(), stays);
+        const size_t row   = i * (size_t) block.capacity + first;
+        keep_rows(h, bl.memory.data(), row * kst, keys + row * vst, kst, vst, stays);
     }
 }
 
@@ -43,6 +69,10 @@ void Sequence::remove_from_uniform(Block & block, int32_t p0, int32_t p1, int32_
         return;
     }
     for (size_t l = 0; l < block.layers.size(); l++) {
+        if (!block.layers[l].heads.empty()) {
+            remove_from_loose(block, l, p0, p1, (int32_t) keep.size());
+            continue;
+        }
         for (int32_t h = 0; h < shapes()[l].n_heads_kv; h++) {
             for (size_t to = 0; to < keep.size(); to++) {
                 const Place from{ &block, keep[to] }, dest{ &block, (int32_t) to };
@@ -61,11 +91,6 @@ void Sequence::remove_from_uniform(Block & block, int32_t p0, int32_t p1, int32_
                 }
                 std::fill(std::move(first + (std::ptrdiff_t) block.length(), last, first + (std::ptrdiff_t) keep.size()), last, 0.0);
             }
-        }
-    }
-    for (auto & layer : block.layers) {
-        for (int32_t & gone : layer.gone) {
-            gone = (int32_t) (std::lower_bound(keep.begin(), keep.end(), gone) - keep.begin());
         }
     }
     for (size_t to = 0; to < keep.size(); to++) {
@@ -93,12 +118,12 @@ void Sequence::remove(int32_t p0, int32_t p1) {
     window_from = pending_length();  // the rings count rows that have moved
 }
 
-// Of a compressed block: the shorter of the two sides closes the gap.
-static void drop_ragged(RaggedHead & h, uint8_t * data, int32_t row, size_t kst, size_t vst) {
+// The gap is closed from the front, where the rows' end must not move, or from the shorter side.
+static void drop_from(RaggedHead & h, uint8_t * data, int32_t row, size_t kst, size_t vst, bool from_front) {
     const auto before = (size_t) row, after = (size_t) (h.length - row - 1);
     uint8_t *  k = data + h.k_offset;
     uint8_t *  v = data + h.v_offset;
-    if (before <= after) {
+    if (from_front || before <= after) {
         memmove(k + kst, k, before * kst);
         memmove(v + vst, v, before * vst);
         h.k_offset += kst;
@@ -108,6 +133,9 @@ static void drop_ragged(RaggedHead & h, uint8_t * data, int32_t row, size_t kst,
         memmove(v + before * vst, v + (before + 1) * vst, after * vst);
     }
     h.tokens.erase(h.tokens.begin() + row);
+    if (!h.scores.empty()) {
+        h.scores.erase(h.scores.begin() + row);
+    }
     h.length--;
 }
 
@@ -115,31 +143,13 @@ void Sequence::drop_row(int32_t layer, int32_t head, int32_t row) {
     const LayerShape & shape = shapes()[(size_t) layer];
     for (auto & block : blocks) {
         const int32_t n = segment(*block, layer, head).n;
-        if (row >= n) {
-            row -= n;
-            continue;
+        if (row < n) {
+            loosen(*block, (size_t) layer);
+            BlockLayer & bl = block->layers[(size_t) layer];
+            drop_from(bl.heads[(size_t) head], bl.memory.data(), row, row_k(shape, type_), row_v(shape, type_), !block->ragged);
+            return;
         }
-        BlockLayer & bl = block->layers[(size_t) layer];
-        if (block->ragged) {
-            drop_ragged(bl.heads[(size_t) head], bl.memory.data(), row, row_k(shape, type_), row_v(shape, type_));
-        } else {
-            bl.gone.resize((size_t) shape.n_heads_kv, 0);
-            bl.gone[(size_t) head]++;
-        }
-        return;
-    }
-}
-
-void Sequence::drop_empty_blocks() {
-    for (size_t b = blocks.size(); b-- > 0;) {
-        const Block & block = *blocks[b];
-        const auto    empty = [&](const BlockLayer & l) {
-            return !l.gone.empty() && std::all_of(l.gone.begin(), l.gone.end(), [&](int32_t g) { return (size_t) g == block.length(); });
-        };
-        if (!block.ragged && (int32_t) block.length() == block.capacity && std::all_of(block.layers.begin(), block.layers.end(), empty)) {
-            blocks.erase(blocks.begin() + (std::ptrdiff_t) b);
-            pending_from -= b < pending_from ? 1 : 0;
-        }
+        row -= n;
     }
 }
 

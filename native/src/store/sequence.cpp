@@ -10,6 +10,39 @@ namespace {
 constexpr int32_t FIRST_GROWTH = 32;   // rows of the first block that a generation opens
 constexpr int32_t MAX_GROWTH   = 256;  // and of the largest
 
+// Room for n more, in steps that keep the cost of a token constant.
+template <class T> void grow(std::vector<T> & x, size_t n) {
+    if (x.capacity() < x.size() + n) {
+        x.reserve(std::max(x.size() + n, x.size() + x.size() / 4));
+    }
+}
+
+// So that enter() cannot fail before the block is full.
+void reserve_room(Block & block) {
+    const size_t room = (size_t) block.capacity - block.length();
+    block.tokens.reserve((size_t) block.capacity);
+    for (auto & layer : block.layers) {
+        for (auto & head : layer.heads) {
+            head.tokens.reserve((size_t) head.length + room);
+            head.scores.reserve(block.scored ? (size_t) head.length + room : 0);
+        }
+    }
+}
+
+// Adds a token to a uniform block that has room for it, and to what its loose heads hold.
+void enter(Block & block, int32_t token) {
+    block.tokens.push_back(token);
+    for (auto & layer : block.layers) {
+        for (auto & head : layer.heads) {
+            head.tokens.push_back(token);
+            head.length++;
+            if (block.scored) {
+                head.scores.push_back(0.0);
+            }
+        }
+    }
+}
+
 size_t uniform_bytes(const LayerShape & s, Type t, int32_t capacity) {
     return (size_t) s.n_heads_kv * (size_t) capacity * (row_k(s, t) + row_v(s, t));
 }
@@ -27,17 +60,43 @@ size_t lay_out_ragged(const LayerShape & shape, Type type, std::vector<RaggedHea
     return at;
 }
 
+void Sequence::loosen(Block & block, size_t layer) const {
+    const LayerShape & s  = shapes()[layer];
+    BlockLayer &       bl = block.layers[layer];
+    if (!bl.heads.empty()) {
+        return;
+    }
+    std::vector<RaggedHead> heads((size_t) s.n_heads_kv);
+    const size_t            keys = heads.size() * (size_t) block.capacity * row_k(s, type_);
+    for (size_t h = 0; h < heads.size(); h++) {
+        heads[h].k_offset = h * (size_t) block.capacity * row_k(s, type_);
+        heads[h].v_offset = keys + h * (size_t) block.capacity * row_v(s, type_);
+        heads[h].length   = (int32_t) block.length();
+        heads[h].tokens.reserve((size_t) block.capacity);
+        heads[h].tokens = block.tokens;
+    }
+    bl.heads = std::move(heads);
+}
+
 std::unique_ptr<Block> Sequence::make_block(int32_t capacity) const {
     auto block      = std::make_unique<Block>();
     block->capacity = capacity;
     block->layers.resize(shapes().size());
     for (size_t l = 0; l < shapes().size(); l++) {
-        block->layers[l].memory = Pages::take(uniform_bytes(shapes()[l], type_, capacity));
+        block->layers[l].extent = uniform_bytes(shapes()[l], type_, capacity);
+        block->layers[l].memory = Pages::take(block->layers[l].extent);
         if (!block->layers[l].memory) {
             return nullptr;
         }
     }
     return block;
+}
+
+// Single tokens come one after the other and get room to grow: twice the last block's, but next to a bounded answer no
+// more than a quarter of what it holds.
+int32_t Sequence::next_capacity(const Block * last) const {
+    const int32_t most = bounded ? std::clamp(head_length(0, 0) / 4, FIRST_GROWTH, MAX_GROWTH) : MAX_GROWTH;
+    return std::min(last ? std::max(2 * last->capacity, FIRST_GROWTH) : FIRST_GROWTH, most);
 }
 
 bool Sequence::append(int32_t n, const int32_t * new_pos, bool is_image) try {
@@ -47,26 +106,25 @@ bool Sequence::append(int32_t n, const int32_t * new_pos, bool is_image) try {
 
     std::unique_ptr<Block> fresh;
     if (rest > 0) {
-        // A prompt's blocks fit exactly; single tokens come one after the other and get room to grow.
-        int32_t capacity = rest;
-        if (n == 1) {
-            capacity = std::clamp(last ? 2 * last->capacity : FIRST_GROWTH, FIRST_GROWTH, MAX_GROWTH);
-        }
-        fresh = make_block(capacity);
+        fresh = make_block(n == 1 ? next_capacity(last) : rest);  // a prompt's blocks fit exactly
         if (!fresh) {
             return false;
         }
-        fresh->tokens.reserve((size_t) capacity);
+        for (size_t l = 0; l < fresh->layers.size() && scored && n == 1; l++) {
+            loosen(*fresh, l);
+        }
+        fresh->scored = scored && n == 1;
+        reserve_room(*fresh);
         blocks.reserve(blocks.size() + 1);
     }
-    pos.reserve(pos.size() + (size_t) n);
-    image.reserve(image.size() + (size_t) n);
+    grow(pos, (size_t) n);
+    grow(image, (size_t) n);
     if (last) {
-        last->tokens.reserve((size_t) last->capacity);
+        reserve_room(*last);
     }
 
     for (int32_t i = 0; i < n; i++) {
-        (i < n - rest ? last : fresh.get())->tokens.push_back((int32_t) pos.size());
+        enter(*(i < n - rest ? last : fresh.get()), (int32_t) pos.size());
         pos.push_back(new_pos[i]);
         image.push_back(is_image ? 1 : 0);
     }
@@ -107,17 +165,16 @@ Segment Sequence::segment(const Block & block, int32_t layer, int32_t head) cons
     const LayerShape & s   = shapes()[(size_t) layer];
     const auto &       bl  = block.layers[(size_t) layer];
     const size_t       kst = row_k(s, type_), vst = row_v(s, type_);
-    if (block.ragged) {
+    if (!bl.heads.empty()) {
         const RaggedHead & h = bl.heads[(size_t) head];
         return { { bl.memory.data() + h.k_offset, kst, type_ }, { bl.memory.data() + h.v_offset, vst, type_ }, h.length };
     }
     const size_t    cap  = (size_t) block.capacity;
-    const size_t    gone = bl.gone.empty() ? 0 : (size_t) bl.gone[(size_t) head];
     const uint8_t * keys = bl.memory.data();
     const uint8_t * vals = keys + (size_t) s.n_heads_kv * cap * kst;
-    return { { keys + ((size_t) head * cap + gone) * kst, kst, type_ },
-             { vals + ((size_t) head * cap + gone) * vst, vst, type_ },
-             (int32_t) (block.length() - gone) };
+    return { { keys + (size_t) head * cap * kst, kst, type_ },
+             { vals + (size_t) head * cap * vst, vst, type_ },
+             (int32_t) block.length() };
 }
 
 int32_t Sequence::head_length(int32_t layer, int32_t head) const {
@@ -145,17 +202,16 @@ std::vector<int32_t> Sequence::pending_tokens() const {
 std::vector<int32_t> Sequence::head_tokens(int32_t layer, int32_t head) const {
     std::vector<int32_t> out;
     for (const auto & b : blocks) {
-        const auto & l    = b->layers[(size_t) layer];
-        const auto & t    = b->ragged ? l.heads[(size_t) head].tokens : b->tokens;
-        const auto   gone = b->ragged || l.gone.empty() ? 0 : l.gone[(size_t) head];
-        out.insert(out.end(), t.begin() + gone, t.end());
+        const auto & l = b->layers[(size_t) layer];
+        const auto & t = l.heads.empty() ? b->tokens : l.heads[(size_t) head].tokens;
+        out.insert(out.end(), t.begin(), t.end());
     }
     return out;
 }
 
 void Sequence::close_pending() {
     pending_from = blocks.size();
-    unobserved   = 0;
+    unobserved = unsummed = 0;
     drop_observations();
 }
 
@@ -176,16 +232,20 @@ std::unique_ptr<Sequence> Sequence::clone() const try {
     copy->window_size  = window_size;
     copy->window_from  = window_from;
     copy->unobserved   = unobserved;
+    copy->unsummed     = unsummed;
+    copy->bounded      = bounded;
+    copy->scored       = scored;
     for (const auto & from : blocks) {
         auto to      = std::make_unique<Block>();
         to->ragged   = from->ragged;
         to->capacity = from->capacity;
+        to->scored   = from->scored;
         to->tokens   = from->tokens;
         to->layers.resize(from->layers.size());
         for (size_t l = 0; l < from->layers.size(); l++) {
             const Pages & src    = from->layers[l].memory;
+            to->layers[l].extent = from->layers[l].extent;
             to->layers[l].heads  = from->layers[l].heads;
-            to->layers[l].gone   = from->layers[l].gone;
             to->layers[l].memory = Pages::take(src.size());
             if (src && !to->layers[l].memory) {
                 return nullptr;
@@ -272,6 +332,13 @@ uint64_t Sequence::score_bytes() const {
     }
     for (const auto & w : windows) {
         n += (w.q.capacity() + w.sinks.capacity()) * sizeof(float);
+    }
+    for (const auto & b : blocks) {
+        for (const auto & l : b->layers) {
+            for (const auto & h : l.heads) {
+                n += h.scores.capacity() * sizeof(double);
+            }
+        }
     }
     return n;
 }

@@ -1,5 +1,7 @@
 // The KV memory of one sequence: blocks of tokens, in order. A block is uniform (every layer and KV head holds all of
-// its tokens) until it is compressed, and ragged (every head holds its own selection) from then on.
+// its tokens) until it is compressed, and ragged (every head holds its own selection) from then on. In between, a layer of
+// a uniform block is loose once one of its heads has dropped a row or has scores: its heads keep lists of their own, and
+// their rows still end where the block's do, so that tokens can be added.
 //
 // Layout of a layer's memory in a uniform block: keys [Hkv][capacity][d_k], then values [Hkv][capacity][d_v];
 // in a ragged block: per head its keys [length][d_k] and then its values [length][d_v], heads one after the other.
@@ -37,18 +39,20 @@ struct RaggedHead {
     size_t               k_offset = 0, v_offset = 0;  // of the first row that is still there
     int32_t              length   = 0;
     std::vector<int32_t> tokens;  // [length] token index of each row, ascending
+    std::vector<double>  scores;  // [length] what a decode policy holds in favour of each row; empty: nothing
 };
 
 struct BlockLayer {
     Pages                   memory;
-    std::vector<RaggedHead> heads;  // [Hkv] in a ragged block, else empty
-    std::vector<int32_t>    gone;   // uniform: [Hkv] first rows that a head has dropped; empty: none
+    size_t                  extent = 0;  // bytes of the rows that fit
+    std::vector<RaggedHead> heads;       // [Hkv] in a ragged block and in a loose layer, else empty
 };
 
 struct Block {
     bool                    ragged   = false;
-    int32_t                 capacity = 0;  // uniform: rows that fit
-    std::vector<int32_t>    tokens;        // uniform: token index of each row
+    bool                    scored   = false;  // rows that are added get scores: every layer is loose
+    int32_t                 capacity = 0;      // uniform: rows that fit
+    std::vector<int32_t>    tokens;            // uniform: token index of each row
     std::vector<BlockLayer> layers;
     size_t                  length() const { return tokens.size(); }
 };
@@ -97,11 +101,20 @@ class Sequence {
     std::vector<int32_t> pending_tokens() const;         // their token indices
     std::vector<int32_t> head_tokens(int32_t layer, int32_t head) const;
 
-    // Drops one row of one head: any of a compressed block, whose shorter side closes the gap, but of a uniform block the
-    // first that is left, whichever was meant.
+    // Drops one row of one head. Throws std::bad_alloc, and then nothing has changed.
     void drop_row(int32_t layer, int32_t head, int32_t row);
-    // Gives back the uniform blocks that every head has dropped whole.
+    // Gives back the blocks that every head has left. The last one stays while tokens can be added to it.
     void drop_empty_blocks();
+    // Packs all blocks but the one that tokens are added to into one, if dropped rows take up more than a quarter of what
+    // the others do; layer by layer, so that the peak is one layer more. Where memory is refused it stops half-way.
+    void pack_if_sparse();
+
+    // Gives every head of the pending blocks a list and scores of its own, from the column sums. Throws std::bad_alloc.
+    void sums_to_scores();
+    // scores[row] += mean over g < group of weights[g * ld + row], for the first n rows of a head that have scores.
+    void add_scores(int32_t layer, int32_t head, int32_t n, const float * weights, size_t ld, int32_t group);
+    // All scores of a head into out [head_length], 0 where there are none.
+    void read_scores(int32_t layer, int32_t head, double * out) const;
 
     // Removes the tokens with a position in [p0, p1).
     void remove(int32_t p0, int32_t p1);
@@ -132,9 +145,18 @@ class Sequence {
     int32_t                             window_size = 0;   // capacity of the windows
     int32_t                             window_from = 0;   // first pending token from which on all queries were seen
     int32_t                             unobserved  = 0;   // pending prompt tokens that no score was gathered from
+    int32_t                             unsummed    = 0;   // pending prompt tokens that are missing in the column sums
+    bool                                bounded = false;   // rows are dropped as tokens are added one by one,
+    bool                                scored  = false;   // by scores that the new rows get, too
 
   private:
     std::unique_ptr<Block> make_block(int32_t capacity) const;
+    int32_t                next_capacity(const Block * last) const;
+    void                   loosen(Block & block, size_t layer) const;
+    bool                   grows(size_t block) const;
+    bool                   is_sparse() const;
+    bool                   pack_layer(Block & to, size_t layer, size_t n_blocks);
+    void                   remove_from_loose(Block & block, size_t layer, int32_t p0, int32_t p1, int32_t n_left);
     void                   remove_from_ragged(Block & block, int32_t p0, int32_t p1);
     void                   remove_from_uniform(Block & block, int32_t p0, int32_t p1, int32_t first_pending_row);
 

@@ -1,0 +1,73 @@
+// Answers that a decode policy bounds: from the compression of a prompt to the beginning of the next one.
+
+#include "glue/cache.h"
+
+#include <algorithm>
+
+using namespace kvedge;
+
+void SequenceState::bound_answer(const kvedge_plan & plan, int32_t n_tokens) {
+    answer        = plan;
+    prompt        = (int32_t) seq->pos.size();
+    generated     = 0;
+    weights.valid = false;
+    kept.clear();
+    if (!plan.decode->evict || plan.budget_ratio == 1.0) {
+        return;
+    }
+    const int32_t unused = plan.budget_ratio > 0.0 ? 0 : std::max(0, plan.budget_pairs - n_tokens);
+    kept.resize(seq->shapes().size());
+    for (size_t l = 0; l < kept.size(); l++) {
+        for (int32_t h = 0; h < seq->shapes()[l].n_heads_kv; h++) {
+            kept[l].push_back(seq->head_length((int32_t) l, h) + unused);
+        }
+    }
+    seq->bounded = true;
+    seq->scored  = plan.decode->needs_scores;
+}
+
+// What a policy holds bounded already is not compressed again with the next prompt.
+void SequenceState::end_answer() {
+    if (kept.empty()) {
+        return;
+    }
+    seq->close_pending();
+    seq->bounded = seq->scored = false;
+    kept.clear();
+}
+
+// Drops, for the generated tokens that are there, what the decode policy says: at most one row of each head.
+void SequenceState::evict_generated() {
+    constexpr int32_t PACK_EVERY = 32;  // tokens: looking for gaps costs a little for every block, layer and head
+    if (kept.empty() || generated++ == 0) {
+        return;  // before the first token nothing was generated yet
+    }
+    DecodeInput in{};
+    in.prompt    = prompt;
+    in.budget    = kvedge_plan_budget(&answer, prompt);
+    in.generated = generated - 1;
+    in.sinks     = answer.sinks;
+    in.params    = answer.params[KVEDGE_STAGE_DECODE];
+    std::vector<double> scores;
+    for (size_t l = 0; l < kept.size(); l++) {
+        for (size_t h = 0; h < kept[l].size(); h++) {
+            const auto layer = (int32_t) l, head = (int32_t) h;
+            in.kept   = kept[l][h];
+            in.length = seq->head_length(layer, head);
+            in.recent = plan_recent(answer, prompt, in.kept);
+            if (seq->scored) {
+                scores.resize((size_t) in.length);
+                seq->read_scores(layer, head, scores.data());
+                in.scores = scores.data();
+            }
+            const int32_t row = answer.decode->evict(in);
+            if (row >= 0 && row < in.length) {
+                seq->drop_row(layer, head, row);
+            }
+        }
+    }
+    seq->drop_empty_blocks();
+    if (generated % PACK_EVERY == 0) {
+        seq->pack_if_sparse();
+    }
+}

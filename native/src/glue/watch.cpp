@@ -1,0 +1,81 @@
+// Watching attention while decoding: the C interface, and the memory that it needs.
+
+#include "core/error.h"
+#include "glue/cache.h"
+
+#include <algorithm>
+#include <new>
+
+using namespace kvedge;
+
+bool TokenWeights::reserve(const Sequence & seq, bool every_layer) try {
+    const auto & shapes = seq.shapes();
+    weights.resize(every_layer ? shapes.size() : 1);
+    rows.resize(weights.size(), 0);
+    for (size_t l = 0; l < shapes.size(); l++) {
+        const size_t at   = every_layer ? l : 0;
+        int32_t      need = 0;
+        for (int32_t h = 0; h < shapes[l].n_heads_kv; h++) {
+            need = std::max(need, seq.head_length((int32_t) l, h));
+        }
+        const auto heads = (size_t) shapes[l].n_heads;
+        if (need > rows[at] || heads * (size_t) rows[at] > weights[at].size()) {
+            const int32_t grown = std::max(need + need / 4, rows[at]);  // one token after the other comes
+            weights[at]         = std::vector<float>(heads * (size_t) grown);
+            rows[at]            = grown;
+        }
+    }
+    return true;
+} catch (const std::bad_alloc &) {
+    return false;
+}
+
+uint64_t TokenWeights::bytes() const {
+    uint64_t n = 0;
+    for (const auto & w : weights) {
+        n += w.capacity() * sizeof(float);
+    }
+    return n;
+}
+
+extern "C" int32_t kvedge_query_heads(const kvedge_cache * kv, int32_t i) {
+    return kv && i >= 0 && (size_t) i < kv->shapes.size() ? kv->shapes[(size_t) i].n_heads : -1;
+}
+
+extern "C" kvedge_status kvedge_watch(kvedge_cache * kv, bool on, kvedge_error * err) {
+    if (!kv) {
+        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_watch: cache is NULL");
+    }
+    kv->watching = on;
+    for (auto & [id, state] : kv->seqs) {
+        if (!on) {
+            state.weights = {};
+        }
+    }
+    return ok(err);
+}
+
+extern "C" kvedge_status kvedge_attention(
+    const kvedge_cache * kv, int32_t seq_id, int32_t i, int32_t query_head, float * out, int32_t n_out, kvedge_error * err) {
+    if (!kv || !out || query_head < 0 || query_head >= kvedge_query_heads(kv, i)) {
+        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_attention: cache or out is NULL, or there is no such layer or query head");
+    }
+    const auto found = kv->seqs.find(seq_id);
+    if (found == kv->seqs.end() || !found->second.seq) {
+        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_attention: sequence %d holds no tokens", seq_id);
+    }
+    const SequenceState & state = found->second;
+    if (!state.weights.valid) {
+        return fail(err, KVEDGE_E_STATE,
+                    "kvedge_attention: the last decode of sequence %d was not a single token that was watched; call kvedge_watch "
+                    "before it", seq_id);
+    }
+    const LayerShape & shape = kv->shapes[(size_t) i];
+    const int32_t      n     = state.seq->head_length(i, query_head / (shape.n_heads / shape.n_heads_kv));
+    if (n_out < n) {
+        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_attention: %d weights do not fit %d places", n, n_out);
+    }
+    const auto row = (size_t) state.weights.rows[(size_t) i];
+    std::copy_n(state.weights.weights[(size_t) i].begin() + (std::ptrdiff_t) ((size_t) query_head * row), n, out);
+    return ok(err);
+}

@@ -1,0 +1,59 @@
+// Scores of rows: what a decode policy holds in favour of each of them. They lie beside the rows' tokens, so that
+// whatever moves or drops a row does the same to its score.
+
+#include "store/sequence.h"
+
+#include <algorithm>
+
+namespace kvedge {
+
+void Sequence::sums_to_scores() {
+    size_t first = 0;  // pending row
+    for (size_t b = pending_from; b < blocks.size(); b++) {
+        const size_t n = blocks[b]->length();
+        for (size_t l = 0; l < shapes().size(); l++) {
+            loosen(*blocks[b], l);
+            auto & heads = blocks[b]->layers[l].heads;
+            for (size_t h = 0; h < heads.size(); h++) {
+                const double * from = sums[l].sums.data() + h * (size_t) sums[l].capacity + first;
+                heads[h].scores.assign(from, from + n);
+            }
+        }
+        first += n;
+    }
+}
+
+void Sequence::add_scores(int32_t layer, int32_t head, int32_t n, const float * weights, size_t ld, int32_t group) {
+    int32_t at = 0;
+    for (size_t b = 0; b < blocks.size() && at < n; b++) {
+        auto &        heads  = blocks[b]->layers[(size_t) layer].heads;
+        const int32_t length = heads.empty() ? (int32_t) blocks[b]->length() : heads[(size_t) head].length;
+        if (!heads.empty() && !heads[(size_t) head].scores.empty()) {
+            double *      scores = heads[(size_t) head].scores.data();
+            const int32_t rows   = std::min(length, n - at);
+            for (int32_t r = 0; r < rows; r++) {
+                double sum = 0.0;
+                for (int32_t g = 0; g < group; g++) {
+                    sum += (double) weights[(size_t) g * ld + (size_t) (at + r)];
+                }
+                scores[r] += sum / group;
+            }
+        }
+        at += length;
+    }
+}
+
+void Sequence::read_scores(int32_t layer, int32_t head, double * out) const {
+    for (const auto & block : blocks) {
+        const auto & heads = block->layers[(size_t) layer].heads;
+        if (heads.empty()) {
+            out = std::fill_n(out, block->length(), 0.0);
+            continue;
+        }
+        const RaggedHead & h = heads[(size_t) head];
+        out = std::copy(h.scores.begin(), h.scores.end(), out);
+        out = std::fill_n(out, (size_t) h.length - h.scores.size(), 0.0);
+    }
+}
+
+}  // namespace kvedge

@@ -1,0 +1,87 @@
+"""Contexts of tiny models, with kvedge's KV memory or llama.cpp's own, for tests that look at every token."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+
+from pykvedge import libkvedge, libraries
+from pykvedge.plan import Plan
+
+
+class TinyContext:
+    """A tiny model.
+
+    With a plan libkvedge owns its KV memory, without one llama.cpp does, in f32 and without flash attention.
+    """
+
+    def __init__(self, model, plan: Plan | None, kv_type: str = "f16", n_ctx: int = 8192, threads: int = 1) -> None:
+        self.llama = libraries.llama()
+        self._silent = self.llama.llama_log_callback(lambda level, text, data: None)
+        self.llama.llama_log_set(self._silent, None)
+        self.model = self.llama.llama_model_load_from_file(str(model).encode(), self.llama.llama_model_default_params())
+        params = self.llama.llama_context_default_params()
+        params.n_ctx, params.n_threads, params.n_threads_batch = n_ctx, threads, threads
+        params.n_batch = params.n_ubatch = 2048
+        params.n_seq_max, params.kv_unified = 2, True
+        if plan is None or kv_type == "f32":  # also for layers that stay with llama.cpp
+            params.flash_attn_type = self.llama.LLAMA_FLASH_ATTN_TYPE_DISABLED
+            params.type_k = params.type_v = self.llama.GGML_TYPE_F32
+        # without a plan: layer -> [H, n_tokens, n] weights of the last batch
+        self.attention: dict[int, np.ndarray] = {}
+        self.n = {0: 0, 1: 0}
+        if plan is None:
+            self._watch_stock(params)
+        self.context = self.llama.llama_init_from_model(self.model, params)
+        self.memory = self.llama.llama_get_memory(self.context)
+        self.cache = plan and libkvedge.Cache(self.context, plan, kv_type, auto_compress=True)
+
+    def _watch_stock(self, params) -> None:
+        ggml = ctypes.CDLL(str(libraries.require_dir() / libraries.file_name("ggml-base")))
+        ggml.ggml_get_name.argtypes, ggml.ggml_get_name.restype = [ctypes.c_void_p], ctypes.c_char_p
+        ggml.ggml_get_data_f32.argtypes = [ctypes.c_void_p]
+        ggml.ggml_get_data_f32.restype = ctypes.POINTER(ctypes.c_float)
+        ggml.ggml_nelements.argtypes, ggml.ggml_nelements.restype = [ctypes.c_void_p], ctypes.c_int64
+        n_heads = self.llama.llama_model_n_head(self.model)
+
+        def seen(tensor, ask, _):
+            name = ggml.ggml_get_name(tensor).decode()
+            if name.startswith("kq_soft_max-") and not ask:
+                flat = np.ctypeslib.as_array(ggml.ggml_get_data_f32(tensor), (ggml.ggml_nelements(tensor),))
+                rows = flat.reshape(n_heads, self._n_tokens, -1)
+                self.attention[int(name.partition("-")[2])] = rows[:, :, : self._n_keys].copy()
+            return not ask or name.startswith("kq_soft_max-")
+
+        self._seen = self.llama.ggml_backend_sched_eval_callback(seen)
+        params.cb_eval = self._seen
+
+    def decode(self, *parts: list[int]) -> None:
+        """Reads parts[i] into sequence i, all in one batch; logits are asked for after each of them."""
+        batch = self.llama.llama_batch_init(sum(map(len, parts)), 0, 1)
+        for sequence, tokens in enumerate(parts):
+            for i, token in enumerate(tokens):
+                at = batch.n_tokens
+                batch.token[at], batch.pos[at] = int(token), self.n[sequence]
+                batch.n_seq_id[at], batch.seq_id[at][0], batch.logits[at] = 1, sequence, i == len(tokens) - 1
+                batch.n_tokens += 1
+                self.n[sequence] += 1
+        self._n_tokens, self._n_keys = batch.n_tokens, self.n[0]
+        assert self.llama.llama_decode(self.context, batch) == 0
+        self.llama.llama_batch_free(batch)
+
+    def held(self, sequence: int = 0):
+        """[layer][head] token indices."""
+        lengths = self.cache.lengths(sequence)
+        return [[self.cache.tokens(i, h, sequence) for h in range(len(heads))] for i, heads in enumerate(lengths)]
+
+    def close(self) -> None:
+        if self.cache:
+            self.cache.detach()
+        self.llama.llama_free(self.context)
+        self.llama.llama_model_free(self.model)
+
+
+def random_tokens(n: int, seed: int = 0) -> list[int]:
+    """n token ids, the same for the same seed."""
+    return np.random.default_rng([seed, n]).integers(5, 1000, n).tolist()
