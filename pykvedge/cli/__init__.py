@@ -9,6 +9,7 @@ import sys
 import click
 
 from pykvedge.cli.chat import chat
+from pykvedge.cli.eval import evaluate
 from pykvedge.cli.inspect import inspect
 from pykvedge.cli.methods import methods
 from pykvedge.errors import KvedgeError
@@ -39,6 +40,7 @@ def cli() -> None:
 
 
 cli.add_command(chat)
+cli.add_command(evaluate)
 cli.add_command(methods)
 cli.add_command(inspect)
 
