@@ -43,6 +43,7 @@ class Reader:
         self._context: Context | None = None
         self._cache: libkvedge.Cache | None = None
         self._cancel: threading.Event | None = None
+        self._logits: dict[int, np.ndarray] = {}  # of the last token of each sequence
 
     def close(self) -> None:
         """Frees the context."""
@@ -103,6 +104,7 @@ class Reader:
         context = self._live()
         context.drop(to)
         context.copy_to(to)
+        self._logits[to] = self._logits[context.sequence]
         context.switch(to)
 
     @property
@@ -145,18 +147,21 @@ class Reader:
         except KvedgeError:
             self._check()
             raise
+        self._logits[context.sequence] = context.logits().copy()
 
     def extend(self, token: int) -> None:
         """Appends a generated token to the current sequence."""
+        context = self._live()
         try:
-            self._live().decode([token], want_logits=True)
+            context.decode([token], want_logits=True)
         except KvedgeError:
             self._check()
             raise
+        self._logits[context.sequence] = context.logits().copy()
 
     def logits(self) -> np.ndarray:
-        """Of the last token: [n_vocab] float32, a view until the next token."""
-        return self._live().logits()
+        """Of the last token of the current sequence: [n_vocab] float32."""
+        return self._logits[self._live().sequence]
 
     def compress(self) -> None:
         """Compresses what the current sequence has of the last prompt."""
