@@ -8,6 +8,7 @@ import sys
 
 import click
 
+from pykvedge.cli.bench import bench
 from pykvedge.cli.chat import chat
 from pykvedge.cli.eval import evaluate
 from pykvedge.cli.inspect import inspect
@@ -39,6 +40,7 @@ def cli() -> None:
     """
 
 
+cli.add_command(bench)
 cli.add_command(chat)
 cli.add_command(evaluate)
 cli.add_command(methods)
