@@ -196,7 +196,7 @@ def _plain(budget: float | int) -> str:
 
 
 def _percent(line: Line | None) -> str:
-    return "" if line is None or line.score is None else f"{100 * line.score:.0f}"
+    return "" if line is None or line.score is None else f"{100 * line.score:.1f}".removesuffix(".0")
 
 
 def _share(value: float | None) -> str:
