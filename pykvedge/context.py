@@ -173,7 +173,7 @@ class Context:
         Raises as decode does.
         """
         n = prompt.n_tokens
-        sequence = (self.llama.llama_seq_id * 1)(0)
+        sequence = (self.llama.llama_seq_id * 1)(self.sequence)
         pointer = ctypes.POINTER(self.llama.llama_seq_id)
         batch = self.llama.llama_batch()
         batch.n_tokens = n

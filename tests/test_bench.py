@@ -13,6 +13,7 @@ import threading
 import time
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -308,7 +309,7 @@ def test_cancelling_before_the_start(tiny, native):
 @pytest.mark.skipif(os.name != "posix", reason="a device that is always full")
 def test_a_full_disk_is_one_line(tmp_path):
     log = Log(None)
-    log._path, log._file = "/dev/full", open("/dev/full", "w", encoding="utf-8")  # noqa: SIM115, PTH123
+    log._path, log._file = "/dev/full", Path("/dev/full").open("wb", buffering=0)  # noqa: SIM115
     with pytest.raises(pykvedge.KvedgeError, match="/dev/full cannot be written: No space left"):
         log.add({"a": 1})
     log.close()

@@ -45,7 +45,7 @@ class Outcome:
 
 
 class Log:
-    """Raw repetitions as JSON lines, each on the disk before the next is measured."""
+    """Raw repetitions as JSON lines, each written before the next is measured."""
 
     def __init__(self, path: Path | None) -> None:
         """Raises UsageError if there is such a file already, KvedgeError if it cannot be written."""
@@ -53,7 +53,7 @@ class Log:
         if path is None:
             return
         try:
-            self._file = path.open("x", encoding="utf-8")
+            self._file = path.open("xb", buffering=0)
         except FileExistsError:
             raise UsageError(f"{path} exists; save to another file") from None
         except OSError as error:
@@ -64,10 +64,11 @@ class Log:
         if self._file is None:
             return
         try:
-            self._file.write(json.dumps(line) + "\n")
-            self._file.flush()
+            data = json.dumps(line).encode() + b"\n"
+            while data:
+                data = data[self._file.write(data) or 0 :]
         except OSError as error:
-            self._file = None
+            self.close()
             raise SaveError(f"{self._path} cannot be written: {error.strerror or error}") from None
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pykvedge.cli.chat import _model_files, _positive
+from pykvedge.cli.chat import _positive, model_files
 from pykvedge.errors import UsageError, unknown
 from pykvedge.presets import methods as method_names
 from pykvedge.presets import plan as make_plan
@@ -168,7 +168,7 @@ def _models(given: dict[str, Any]) -> list[ModelFiles]:
 
     models, mmprojs = given["models"], given["mmprojs"]
     if not models:
-        return [ModelFiles(*_model_files(None, mmprojs[0] if mmprojs else None))]
+        return [ModelFiles(*model_files(None, mmprojs[0] if mmprojs else None))]
     if len(mmprojs) not in (0, len(models)):
         raise UsageError(f"{len(models)} models and {len(mmprojs)} image encoders; pass one --mmproj for each, or '-'")
     pairs = zip(models, mmprojs or [None] * len(models), strict=True)

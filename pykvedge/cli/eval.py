@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pykvedge.cli.chat import _model_files, _positive, read_plan
+from pykvedge.cli.chat import _positive, model_files, read_plan
 from pykvedge.errors import KvedgeError, UsageError, unknown
 from pykvedge.presets import methods as method_names
 from pykvedge.presets import plan as make_plan
@@ -153,7 +153,7 @@ def _job(given: dict[str, Any]) -> Job:
     from pykvedge.eval.runner import Job
     from pykvedge.settings import Settings
 
-    model, mmproj = _model_files(given["model"], given["mmproj"])
+    model, mmproj = model_files(given["model"], given["mmproj"])
     for path in filter(None, (model, mmproj)):
         if not path.is_file():
             raise UsageError(f"{path} does not exist" if not path.exists() else f"{path} is a folder, not a model")

@@ -164,8 +164,15 @@ class Measurer:
         self._reader.make_room(prepared.n_conversation, more, max(prepared.images, default=0))
         base = Baseline()
         for group in [[full], *_groups(cells)]:
-            self._reader.start(group[0].plan)
-            self._reader.read(prepared.turns[0][0])
+            try:
+                self._reader.start(group[0].plan)
+                self._reader.read(prepared.turns[0][0])
+            except KvedgeError as reason:
+                if group[0] is full:
+                    raise
+                for cell in group:
+                    failed(cell, reason)
+                continue
             for cell in group:
                 try:
                     record = self._branch(prepared, cell, base, cell is full, cell is group[-1])

@@ -88,6 +88,7 @@ class Reader:
     def start(self, plan: Plan) -> None:
         """Forgets everything; what is read next is read for this plan. Raises NothingToCompressError."""
         context = self._live()
+        context.clear()
         if self._cache is None:
             try:
                 self._cache = libkvedge.Cache(context.handle, plan, self._kv_type, auto_compress=False)
@@ -96,7 +97,6 @@ class Reader:
                     raise
         else:
             self._cache.set_plan(plan)
-        context.clear()
         context.stop_when(self._cancel)
 
     def copy(self, to: int) -> None:
