@@ -125,8 +125,9 @@ def _energy(spent: list[tuple[float | None, int]]) -> float | None:
 NOTES = (
     "stock: llama.cpp's own attention and cache with its default settings, in kvedge's library without kvedge attached "
     "(its logits are bit for bit those of an unpatched build). `full` keeps everything, in kvedge's store.",
-    "Medians; in brackets, the middle half of all tokens. x: times stock, median of the ratios of each round. limit: "
-    "what reading the weights and the kept KV from memory allows. RSS: growth of the process by the context.",
+    "Medians; in brackets, the middle half of all tokens. vs stock: median of the ratios of each round, compression "
+    "counted as prefill. first token: encoding the images, prefill, compression. limit: tokens/s that reading the "
+    "weights and the kept KV would allow. RSS: growth of the process since before the context was made.",
 )
 
 
@@ -169,13 +170,13 @@ def as_markdown(made: list[Row], outcome: Outcome) -> str:
         parts += [title, _table([_head(energy), *(_cells(row, energy) for row in mine)])]
     about = outcome.machine
     told = "" if energy else " The system does not tell the energy spent."
-    parts.append(f"{about.get('cpu', '')}, {about.get('threads', '?')} threads.{told}")
+    parts.append(f"{about.get('cpu', '')}, {_threads(about)}.{told}")
     return "\n\n".join([*parts, *NOTES, *(["Stopped before the end."] if outcome.interrupted else [])])
 
 
 def _head(energy: bool) -> list[str]:
-    head = ["variant", "prefill tok/s", "x", "compress", "first token", "decode tok/s", "x", "limit tok/s", "KV full",
-            "kept", "peak", "RSS peak", "after"]  # fmt: skip
+    head = ["variant", "prefill tok/s", "vs stock", "compress", "first token", "decode tok/s", "vs stock", "limit",
+            "KV full", "KV kept", "KV peak", "RSS peak", "RSS after"]  # fmt: skip
     return [*head, "J/token"] if energy else head
 
 
@@ -183,13 +184,13 @@ def _cells(row: Row, energy: bool) -> list[str]:
     low, high = row.decode_spread
     cells = [
         row.variant,
-        f"{row.prefill_tok_s:.0f}",
+        _speed(row.prefill_tok_s),
         _times(row.prefill_vs_stock),
         f"{row.compress_ms:.1f} ms",
         f"{row.first_token_s:.2f} s",
-        f"{row.decode_tok_s:.1f} ({low:.1f}-{high:.1f})",
+        f"{_speed(row.decode_tok_s)} ({_speed(low)}-{_speed(high)})",
         _times(row.decode_vs_stock),
-        f"{row.limit_tok_s:.0f}",
+        _speed(row.limit_tok_s),
         readable(row.kv_full_bytes),
         readable(row.kv_kept_bytes),
         readable(row.kv_peak_bytes),
@@ -200,7 +201,16 @@ def _cells(row: Row, energy: bool) -> list[str]:
 
 
 def _times(ratio: float | None) -> str:
-    return "" if ratio is None else f"{ratio:.2f}"
+    return "" if ratio is None else f"{ratio:.2f} x"
+
+
+def _threads(about: dict[str, Any]) -> str:
+    n = about.get("threads", 0)
+    return "1 thread" if n == 1 else f"{n} threads"
+
+
+def _speed(tokens_per_second: float) -> str:
+    return f"{tokens_per_second:.{0 if tokens_per_second >= 100 else 1}f}"
 
 
 def _table(lines: list[list[str]]) -> str:
