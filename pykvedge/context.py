@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from pykvedge import libraries, memory, runtime
 from pykvedge.errors import ContextError, KvedgeError, OutOfMemoryError
 from pykvedge.model import CancelledError, Model
@@ -28,6 +30,7 @@ class ContextSize:
     n_ubatch: int = N_UBATCH
     kv_type: str = "f16"
     prompt_tokens: int = 0  # of the first prompt, for the estimate of memory
+    n_seq: int = 1  # sequences that share its tokens
 
 
 def check_memory(model: Model, size: ContextSize, whole_cache: bool) -> None:
@@ -45,7 +48,7 @@ def check_memory(model: Model, size: ContextSize, whole_cache: bool) -> None:
 
 
 class Context:
-    """A llama_context with one sequence, number 0."""
+    """A llama_context. Tokens go to sequence number 0, or to the one that `switch` chose."""
 
     def __init__(self, model: Model, size: ContextSize, threads: int) -> None:
         """Raises OutOfMemoryError or KvedgeError with llama.cpp's reason."""
@@ -57,7 +60,8 @@ class Context:
         params.n_ubatch = size.n_ubatch
         params.n_threads = params.n_threads_batch = threads
         params.type_k = params.type_v = GGML_TYPE[size.kv_type]
-        params.n_outputs_max = 1  # only the last token of a prompt is asked for its logits
+        params.n_outputs_max = size.n_seq  # only the last token of a prompt is asked for its logits
+        params.n_seq_max, params.kv_unified = size.n_seq, size.n_seq > 1
         with runtime.collected_errors() as lines:
             self.handle = llama.llama_init_from_model(model.handle, params)
         if not self.handle:
@@ -69,6 +73,8 @@ class Context:
         self.n_ubatch = llama.llama_n_ubatch(self.handle)
         self.n_past = 0  # position of the next token
         self.n_cells = 0  # tokens in the cache; images of M-RoPE models take fewer positions than tokens
+        self.sequence = 0
+        self._ends: dict[int, int] = {}  # n_past of the other sequences
         self._batch = llama.llama_batch_init(self.n_batch, 0, 1)
         self._abort: Any = None
 
@@ -82,7 +88,28 @@ class Context:
     def clear(self) -> None:
         """Forgets all tokens."""
         self.llama.llama_memory_clear(self.llama.llama_get_memory(self.handle), True)
-        self.n_past = self.n_cells = 0
+        self.n_past = self.n_cells = self.sequence = 0
+        self._ends.clear()
+
+    def copy_to(self, sequence: int) -> None:
+        """Makes another sequence, which must be empty, hold what the current one holds."""
+        self.llama.llama_memory_seq_cp(self.llama.llama_get_memory(self.handle), self.sequence, sequence, -1, -1)
+        self._ends[sequence] = self.n_past
+
+    def switch(self, sequence: int) -> None:
+        """What is decoded from now on goes to this sequence."""
+        self._ends[self.sequence] = self.n_past
+        self.sequence, self.n_past = sequence, self._ends.pop(sequence, 0)
+
+    def drop(self, sequence: int) -> None:
+        """Empties a sequence other than the current one."""
+        self.llama.llama_memory_seq_rm(self.llama.llama_get_memory(self.handle), sequence, -1, -1)
+        self._ends.pop(sequence, None)
+
+    def logits(self) -> np.ndarray:
+        """Of the last token decoded, if they were asked for: [n_vocab] float32, a view until the next decode."""
+        row = self.llama.llama_get_logits_ith(self.handle, -1)
+        return np.ctypeslib.as_array(row, (self.model.n_vocab,))
 
     @property
     def room(self) -> int:
@@ -108,7 +135,7 @@ class Context:
                 batch.token[i] = token
                 batch.pos[i] = self.n_past + i
                 batch.n_seq_id[i] = 1
-                batch.seq_id[i][0] = 0
+                batch.seq_id[i][0] = self.sequence
                 batch.logits[i] = False
             batch.logits[len(part) - 1] = want_logits and start + len(part) == len(tokens)
             self._checked(lambda: self.llama.llama_decode(self.handle, batch))  # noqa: B023
@@ -130,7 +157,7 @@ class Context:
                 piece.chunk,
                 embeddings,
                 self.n_past,
-                0,
+                self.sequence,
                 n_batch,
                 ctypes.byref(position),
                 vision.mtmd.mtmd_helper_post_decode_callback(),
@@ -146,7 +173,7 @@ class Context:
         Raises as decode does.
         """
         n = prompt.n_tokens
-        sequence = (self.llama.llama_seq_id * 1)(0)
+        sequence = (self.llama.llama_seq_id * 1)(self.sequence)
         pointer = ctypes.POINTER(self.llama.llama_seq_id)
         batch = self.llama.llama_batch()
         batch.n_tokens = n

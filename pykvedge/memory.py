@@ -92,6 +92,17 @@ class PeakMeter:
         return max(self._peak, rss_bytes())
 
 
+def trim() -> None:
+    """Returns to the system what the C library keeps of freed memory, so that what is measured next is its own."""
+    if sys.platform != "linux":
+        return
+    import ctypes
+
+    function = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
+    if function is not None:
+        function(ctypes.c_size_t(0))
+
+
 def available_bytes() -> int | None:
     """Memory that this process can still get without swapping, in bytes; None where it cannot be told.
 

@@ -76,19 +76,28 @@ class ChatTemplate:
             rest = self._render(rendered[-1:])
         return rest
 
-    def _render(self, messages: list[dict[str, str]]) -> str:
+    def lead(self) -> str:
+        """What the template puts between where the assistant is to answer and the answer, mostly a space or nothing."""
+        stand_in = secrets.token_hex(16)
+        question = {"role": "user", "content": "?"}
+        answered = [question, {"role": "assistant", "content": stand_in}]
+        before = self._render(answered, prompt=False).partition(stand_in)[0]
+        asked = self._render([question])
+        return before[len(asked) :] if before.startswith(asked) else ""
+
+    def _render(self, messages: list[dict[str, str]], prompt: bool = True) -> str:
         try:
-            return self._run(messages)
+            return self._run(messages, prompt)
         except Exception as error:  # a template is a program: it fails in any way
             if messages[0]["role"] != "system" or len(messages) < 2:
                 raise ModelError(f"the model's chat template fails: {error}") from None
         # some templates know no system role: its text then opens the first message
         system, first, *rest = messages
         joined = {"role": first["role"], "content": f"{system['content']}\n\n{first['content']}"}
-        return self._render([joined, *rest])
+        return self._render([joined, *rest], prompt)
 
-    def _run(self, messages: list[dict[str, str]]) -> str:
-        return self._template.render(messages=messages, add_generation_prompt=True, **self._tokens)
+    def _run(self, messages: list[dict[str, str]], prompt: bool) -> str:
+        return self._template.render(messages=messages, add_generation_prompt=prompt, **self._tokens)
 
 
 def _refuse(message: str) -> Any:

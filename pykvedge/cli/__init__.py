@@ -8,7 +8,9 @@ import sys
 
 import click
 
+from pykvedge.cli.bench import bench
 from pykvedge.cli.chat import chat
+from pykvedge.cli.eval import evaluate
 from pykvedge.cli.inspect import inspect
 from pykvedge.cli.methods import methods
 from pykvedge.errors import KvedgeError
@@ -38,7 +40,9 @@ def cli() -> None:
     """
 
 
+cli.add_command(bench)
 cli.add_command(chat)
+cli.add_command(evaluate)
 cli.add_command(methods)
 cli.add_command(inspect)
 

@@ -1,0 +1,212 @@
+"""Runs a matrix in turns: each round measures every variant once, so that a change of the machine's speed meets all."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pykvedge import runtime
+from pykvedge.bench import machine
+from pykvedge.bench.matrix import Matrix, ModelFiles, Shape, Variant
+from pykvedge.bench.measure import Prompt, Repetition, figures, make_prompt, repetition
+from pykvedge.errors import ContextError, ImageError, KvedgeError, UsageError
+from pykvedge.model import CancelledError, Model, Progress, silent
+from pykvedge.progress import Countdown
+from pykvedge.vision import Vision
+
+
+@dataclass
+class Group:
+    """What was measured of one prompt with one model: per variant, a repetition per round; None where it failed."""
+
+    model: str
+    shape: Shape
+    n_tokens: int
+    n_image_tokens: int
+    encode_s: float
+    weight_bytes: int  # read per token
+    kv_bytes_per_token: int  # of a full f16 cache
+    rounds: dict[Variant, list[Repetition]] = field(default_factory=dict)
+
+
+@dataclass
+class Outcome:
+    """Everything measured. left_out: lines that say what is missing and why."""
+
+    machine: dict[str, Any] = field(default_factory=dict)
+    groups: list[Group] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    interrupted: bool = False
+    bandwidth: machine.Bandwidth | None = None
+
+
+class Log:
+    """Raw repetitions as JSON lines, each written before the next is measured."""
+
+    def __init__(self, path: Path | None) -> None:
+        """Raises UsageError if there is such a file already, KvedgeError if it cannot be written."""
+        self._path, self._file = path, None
+        if path is None:
+            return
+        try:
+            self._file = path.open("xb", buffering=0)
+        except FileExistsError:
+            raise UsageError(f"{path} exists; save to another file") from None
+        except OSError as error:
+            raise KvedgeError(f"{path} cannot be written: {error.strerror or error}") from None
+
+    def add(self, line: dict[str, Any]) -> None:
+        """Raises KvedgeError if the disk is full; what was written before stays."""
+        if self._file is None:
+            return
+        try:
+            data = json.dumps(line).encode() + b"\n"
+            while data:
+                data = data[self._file.write(data) or 0 :]
+        except OSError as error:
+            self.close()
+            raise SaveError(f"{self._path} cannot be written: {error.strerror or error}") from None
+
+    def close(self) -> None:
+        """Ends the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+class SaveError(KvedgeError):
+    """Raw figures cannot be written."""
+
+
+def run(
+    matrix: Matrix,
+    log: Log,
+    out: Outcome,
+    progress: Progress = silent,
+    countdown: Countdown | None = None,
+    cancel: threading.Event | None = None,
+) -> None:
+    """Measures into `out`, which holds what is there so far whatever happens.
+
+    progress: of loading models. Setting `cancel` ends the run. Raises ModelError, LibraryError, SaveError.
+    A prompt that does not fit, and a variant that fails, are left out, and said.
+    """
+    cancel, countdown = cancel or threading.Event(), countdown or Countdown(0, enabled=False)
+    threads = matrix.threads or runtime.default_threads()
+    out.machine = machine.describe(threads)
+    out.bandwidth = machine.Bandwidth(threads)
+    countdown.step("reading memory", 0)
+    out.bandwidth.look()
+    log.add({"kvedge_bench": 1, "machine": out.machine})
+    try:
+        for files in matrix.models:
+            _Loaded(matrix, files, threads, log, out, countdown, cancel).measure(progress)
+        out.bandwidth.look()
+    except CancelledError:
+        out.interrupted = True
+    finally:
+        countdown.clear()
+
+
+class _Loaded:
+    """One model and its prompts."""
+
+    def __init__(
+        self,
+        matrix: Matrix,
+        files: ModelFiles,
+        threads: int,
+        log: Log,
+        out: Outcome,
+        countdown: Countdown,
+        cancel: threading.Event,
+    ) -> None:
+        self._matrix, self._files, self._threads = matrix, files, threads
+        self._log, self._out, self._countdown, self._cancel = log, out, countdown, cancel
+        self._energy = machine.Energy()
+
+    def measure(self, progress: Progress) -> None:
+        vision: Vision | None = None
+        model = Model(self._files.model, self._matrix.gpu_layers, progress, self._cancel)
+        try:
+            if self._files.mmproj is not None and any(shape.images for shape in self._matrix.shapes):
+                vision = Vision(self._files.mmproj, model, self._threads, self._matrix.gpu_layers != 0, False)
+            for shape in self._matrix.shapes:
+                self._prompt(model, vision, shape)
+        finally:
+            if vision is not None:
+                vision.close()
+            model.close()
+
+    def _prompt(self, model: Model, vision: Vision | None, shape: Shape) -> None:
+        name, variants = f"{self._files.name}, {shape.name}", [self._matrix.stock, *self._matrix.variants]
+        if self._cancel.is_set():
+            raise CancelledError
+        if shape.images:
+            self._countdown.step(f"{name}: encoding images", 0)
+        try:
+            prompt = make_prompt(model, vision, shape, self._matrix.generate)
+        except ImageError as error:
+            self._leave_out(f"{name} left out: {error}", len(variants) * (self._matrix.repeat + 1))
+            return
+        group = Group(self._files.name, shape, prompt.n_tokens, prompt.n_image_tokens, prompt.encode_s,
+                      machine.weight_bytes_per_token(model.header), model.kv_bytes_per_token(2))  # fmt: skip
+        self._out.groups.append(group)
+        try:
+            self._rounds(group, variants, lambda variant, shown: self._once(model, vision, shown, variant), prompt)
+        finally:
+            if vision is not None:
+                vision.release(prompt.pieces)
+                vision.forget()
+
+    def _once(self, model: Model, vision: Vision | None, prompt: Prompt, variant: Variant) -> Repetition:
+        return repetition(model, vision, prompt, variant, self._threads, self._energy, self._cancel)
+
+    def _rounds(
+        self,
+        group: Group,
+        variants: list[Variant],
+        once: Callable[[Variant, Prompt], Repetition],
+        prompt: Prompt,
+    ) -> None:
+        name = f"{group.model}, {group.shape.name}"
+        for turn in range(self._matrix.repeat + 1):
+            for variant in list(variants):
+                if self._cancel.is_set():
+                    raise CancelledError
+                try:
+                    measured = once(variant, prompt if turn else prompt.warm_up())
+                except ContextError as error:
+                    self._leave_out(f"{name} left out: {error}", len(variants) * (self._matrix.repeat + 1 - turn))
+                    return
+                except KvedgeError as error:
+                    variants.remove(variant)
+                    self._leave_out(f"{name}, {variant.label} left out: {error}", self._matrix.repeat + 1 - turn)
+                    continue
+                self._countdown.step(f"{name}: {variant.label}")
+                if turn:
+                    group.rounds.setdefault(variant, []).append(measured)
+                    self._log.add(self._line(group, variant, turn, measured))
+
+    def _line(self, group: Group, variant: Variant, turn: int, measured: Repetition) -> dict[str, Any]:
+        plan = variant.plan
+        return {
+            "model": group.model,
+            "text_tokens": group.shape.text_tokens,
+            "images": group.shape.images,
+            "tokens": group.n_tokens,
+            "variant": variant.name,
+            "budget": plan.budget.value if plan else None,
+            "kv_type": variant.kv_type,
+            "round": turn,
+            **figures(measured),
+        }
+
+    def _leave_out(self, text: str, steps: int) -> None:
+        self._out.left_out.append(text)
+        self._countdown.skip(steps)
+        self._countdown.say(f"kvedge: {text}")

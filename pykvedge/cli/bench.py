@@ -1,0 +1,220 @@
+"""kvedge bench."""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pykvedge.cli.chat import _positive, model_files
+from pykvedge.errors import UsageError, unknown
+from pykvedge.presets import methods as method_names
+from pykvedge.presets import plan as make_plan
+
+if TYPE_CHECKING:
+    from pykvedge.bench.matrix import Matrix, ModelFiles, Shape, Variant
+
+OUTPUTS = ("md", "csv", "json", "jsonl")
+DEFAULTS = {"budgets": "0.5,0.2", "tokens": "64", "images": "2,8", "repeat": 5, "generate": 32}
+QUICK = {"budgets": "0.2", "tokens": "64", "images": "8", "repeat": 3, "generate": 16}
+_PATH = click.Path(path_type=Path)
+
+
+@click.command()
+@click.option("--quick", is_flag=True, help="One prompt, one budget, fewer rounds.")
+@click.option(
+    "--model",
+    "models",
+    type=_PATH,
+    multiple=True,
+    metavar="FILE.gguf",
+    help="Repeatable. Default: the packaged demo model.",
+)
+@click.option(
+    "--mmproj",
+    "mmprojs",
+    type=_PATH,
+    multiple=True,
+    metavar="FILE.gguf",
+    help="The image encoder of each --model, in the same order; '-' for a model without.",
+)
+@click.option(
+    "--methods",
+    default="lookm,mixkv,elastic,flashcache,prefixkv",
+    show_default=True,
+    metavar="A,B",
+    help="See `kvedge methods`, or all. `full` and stock llama.cpp are always measured.",
+)
+@click.option("--budgets", metavar="A,B", help=f"Default {DEFAULTS['budgets']}, quick {QUICK['budgets']}.")
+@click.option("--tokens", metavar="N,M", help=f"Text tokens of each prompt. Default {DEFAULTS['tokens']}.")
+@click.option(
+    "--images",
+    metavar="N,M",
+    help=f"Images of each prompt. Default {DEFAULTS['images']}, 0 without --mmproj; quick {QUICK['images']}.",
+)
+@click.option("--image-size", default="336x336", show_default=True, metavar="WxH", help="Pixels.")
+@click.option("--kv-types", default="f16", show_default=True, metavar="A,B", help="Storage types; stock uses f16.")
+@click.option("--repeat", type=int, metavar="N", help=f"Rounds. Default {DEFAULTS['repeat']}, quick {QUICK['repeat']}.")
+@click.option(
+    "--generate",
+    type=int,
+    metavar="N",
+    help=f"Tokens in each round. Default {DEFAULTS['generate']}, quick {QUICK['generate']}.",
+)
+@click.option("--threads", type=int, metavar="N", help="Default: one per physical core.")
+@click.option("--gpu-layers", type=int, metavar="N", help="Layers on the GPU, -1 for all.")
+@click.option("--output", "-o", type=click.Choice(OUTPUTS), default="md", show_default=True, help="Form of the table.")
+@click.option(
+    "--save", type=_PATH, metavar="FILE.jsonl", help="Keep every repetition, one line each, as it is measured."
+)
+@click.option("--plot", type=_PATH, metavar="FILE", help="A picture: .svg, .html, or .png with matplotlib.")
+@click.option("--quiet", is_flag=True, help="No progress on stderr.")  # fmt: skip
+def bench(**given: Any) -> None:
+    """Measure speed and memory on this machine: methods beside stock llama.cpp, in one run.
+
+    Every method reads the same synthetic prompts (random text, drawn scenes) and generates; rounds alternate between
+    the methods, so that a change of the machine's speed meets all of them.
+
+    \b
+    Examples:
+      kvedge bench --quick                    two minutes at most, on the demo model
+      kvedge bench --model m.gguf --mmproj mm.gguf --images 1,4 --methods lookm,mixkv --plot bench.svg
+      kvedge bench --model m.gguf --tokens 512,2560,8192 --budgets 0.2 -o csv > speed.csv
+
+    Exit code: 0, or 1 if something was left out (stderr says what), or 130 after Ctrl-C; both print the table.
+    """
+    sys.exit(_run(given))
+
+
+def _run(given: dict[str, Any]) -> int:
+    from pykvedge.bench import plot
+    from pykvedge.bench.runner import Log, Outcome, SaveError, run
+    from pykvedge.display import Display
+    from pykvedge.interrupt import as_event
+    from pykvedge.progress import Countdown
+
+    matrix = _matrix(given)
+    if given["plot"] is not None:
+        plot.check(given["plot"])
+    log, outcome, failure = Log(given["save"]), Outcome(), None
+    loud = not given["quiet"]
+    display, countdown = Display(enabled=loud), Countdown(matrix.steps, enabled=loud)
+
+    def loading(what: str, share: float) -> None:
+        display(what, share)
+        if share >= 1.0:
+            display.done()
+
+    try:
+        with as_event(threading.Event()) as cancel:
+            run(matrix, log, outcome, loading, countdown, cancel)
+    except SaveError as error:
+        failure = error
+    finally:
+        display.done()
+        countdown.clear()
+        log.close()
+    _print(outcome, given)
+    if failure is not None:
+        raise failure
+    return 130 if outcome.interrupted else 1 if outcome.left_out else 0
+
+
+def _print(outcome: Any, given: dict[str, Any]) -> None:
+    from pykvedge.bench import plot, table
+
+    made = table.rows(outcome) if outcome.bandwidth is not None else []
+    forms = {
+        "md": lambda: table.as_markdown(made, outcome) if made else "",
+        "csv": lambda: table.as_csv(made),
+        "json": lambda: table.as_json(made, outcome),
+        "jsonl": lambda: table.as_jsonl(made),
+    }
+    text = forms[given["output"]]()
+    if text:
+        click.echo(text)
+    if given["plot"] is not None and made:
+        plot.write(given["plot"], made, list(table.NOTES))
+
+
+def _matrix(given: dict[str, Any]) -> Matrix:
+    from pykvedge.bench.matrix import Matrix
+
+    usual = QUICK if given["quick"] else DEFAULTS
+    chosen = {name: usual[name] if given[name] is None else given[name] for name in usual}
+    models = _models(given)
+    if given["images"] is None and not all(files.mmproj for files in models):
+        chosen["images"] = "0"
+    shapes = _shapes(chosen, given["image_size"])
+    if any(shape.images for shape in shapes) and not all(files.mmproj for files in models):
+        raise UsageError("prompts with images need --mmproj for every --model, or --images 0")
+    return Matrix(
+        models,
+        shapes,
+        _variants(given, str(chosen["budgets"])),
+        _positive("--repeat", chosen["repeat"]),
+        _positive("--generate", chosen["generate"]),
+        _positive("--threads", given["threads"]),
+        given["gpu_layers"],
+    )
+
+
+def _models(given: dict[str, Any]) -> list[ModelFiles]:
+    from pykvedge.bench.matrix import ModelFiles
+
+    models, mmprojs = given["models"], given["mmprojs"]
+    if not models:
+        return [ModelFiles(*model_files(None, mmprojs[0] if mmprojs else None))]
+    if len(mmprojs) not in (0, len(models)):
+        raise UsageError(f"{len(models)} models and {len(mmprojs)} image encoders; pass one --mmproj for each, or '-'")
+    pairs = zip(models, mmprojs or [None] * len(models), strict=True)
+    return [ModelFiles(m.expanduser(), p.expanduser() if p and str(p) != "-" else None) for m, p in pairs]
+
+
+def _listed(option: str, text: str) -> list[str]:
+    names = list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    if not names:
+        raise UsageError(f"{option} is empty; name at least one")
+    return names
+
+
+def _numbers(option: str, text: str, least: int) -> list[int]:
+    out = []
+    for part in _listed(option, text):
+        if not re.fullmatch(r"\d{1,9}", part) or int(part) < least:
+            raise UsageError(f"{option} takes numbers from {least}, not '{part}'")
+        out.append(int(part))
+    return out
+
+
+def _shapes(chosen: dict[str, Any], image_size: str) -> list[Shape]:
+    from pykvedge.bench.matrix import Shape
+
+    found = re.fullmatch(r"(\d{1,5})x(\d{1,5})", image_size)
+    if not found or not 1 <= min(map(int, found.groups())) <= max(map(int, found.groups())) <= 10000:
+        raise UsageError(f"--image-size takes WIDTHxHEIGHT in pixels, for example 336x336, not '{image_size}'")
+    width, height = map(int, found.groups())
+    tokens, images = _numbers("--tokens", chosen["tokens"], 2), _numbers("--images", chosen["images"], 0)
+    return [Shape(n, i, width, height) for n in tokens for i in images]
+
+
+def _variants(given: dict[str, Any], budgets: str) -> list[Variant]:
+    from pykvedge.bench.matrix import Variant
+    from pykvedge.compress import KV_TYPES
+
+    names = _listed("--methods", given["methods"])
+    names = method_names() if names == ["all"] else ["full", *(name for name in names if name != "full")]
+    types = _listed("--kv-types", given["kv_types"])
+    for name in types:
+        if name not in KV_TYPES:
+            raise unknown("kv-type", name, KV_TYPES)
+    out = []
+    for kv_type in types:
+        for name in names:
+            for budget in [None] if name == "full" else _listed("--budgets", budgets):
+                out.append(Variant(name, make_plan(name, budget), kv_type))
+    return out

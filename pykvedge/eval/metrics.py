@@ -1,0 +1,134 @@
+"""Scores of answers and of distributions, and intervals for them. NumPy only.
+
+ROUGE-L is Lin's (2004) sentence-level F1 on lower-cased words, as the rouge-score package computes it without stemmer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+_WORD = re.compile(r"[^\W_]+")
+REPEATS = 2000  # resamplings of a bootstrap interval
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """[..., n_vocab] of any float type -> log-probabilities, float64."""
+    x = logits.astype(np.float64)
+    x -= x.max(axis=-1, keepdims=True)
+    return x - np.log(np.exp(x).sum(axis=-1, keepdims=True))
+
+
+def divergence(log_p: np.ndarray, log_q: np.ndarray) -> float:
+    """KL(p || q) in nats of two distributions given as log-probabilities [n_vocab]. Tokens with p = 0 add nothing."""
+    seen = log_p > -np.inf
+    return float((np.exp(log_p[seen]) * (log_p[seen] - log_q[seen])).sum())
+
+
+def words(text: str) -> list[str]:
+    """Lower-cased runs of letters and digits."""
+    return _WORD.findall(text.lower())
+
+
+def normalised(text: str) -> str:
+    """Words with one space between: case, punctuation and white space do not count."""
+    return " ".join(words(text))
+
+
+def rouge_l(answer: str, reference: str) -> float:
+    """ROUGE-L F1 in 0..1; 0 where one of the two has no words."""
+    a, b = words(answer), words(reference)
+    if not a or not b:
+        return 0.0
+    common = _common_subsequence(a, b)
+    return 2 * common / (len(a) + len(b))
+
+
+def _common_subsequence(a: Sequence[str], b: Sequence[str]) -> int:
+    """Length of the longest common subsequence. One row of the dynamic programme is one integer (Hyyrö 2004)."""
+    places: dict[str, int] = {}
+    for i, word in enumerate(a):
+        places[word] = places.get(word, 0) | 1 << i
+    everything = (1 << len(a)) - 1
+    row = everything
+    for word in b:
+        hits = row & places.get(word, 0)
+        row = (row + hits | row - hits) & everything
+    return len(a) - row.bit_count()
+
+
+def exact_match(answer: str, reference: str) -> float:
+    """1 if both are the same but for white space around them."""
+    return float(answer.strip() == reference.strip())
+
+
+def contains(answer: str, reference: str) -> float:
+    """1 if the words of the reference stand in the answer, in a row."""
+    return float(bool(words(reference)) and f" {normalised(reference)} " in f" {normalised(answer)} ")
+
+
+def letter(i: int, n_choices: int) -> str:
+    """The letter of choice i; empty where there are more choices than letters (MileBench's GPR1200)."""
+    return chr(ord("a") + i) if n_choices <= 26 else ""
+
+
+def chosen(answer: str, choices: Sequence[str]) -> int | None:
+    """Which choice an answer names: by letter and text, else by its text, else by a bare letter. None: none of them.
+
+    Of several the one named first, and of those at the same place the longest.
+    """
+    text = f" {normalised(answer)} "
+    names = [normalised(choice) for choice in choices]
+    letters = [letter(i, len(choices)) for i in range(len(choices))]
+    whole = [f" {a} {name} " if a else "" for a, name in zip(letters, names, strict=True)]
+    for candidates in (
+        whole,
+        [f" {name} " if name else "" for name in names],
+        [f" {a} " if a else "" for a in letters],
+    ):
+        found = [(text.find(c), -len(c), i) for i, c in enumerate(candidates) if c and c in text]
+        if found:
+            return min(found)[2]
+    return None
+
+
+def choice_match(answer: str, reference: str, choices: Sequence[str]) -> float:
+    """1 if the answer names the choice that the reference names; the reference is a choice's text, or its letter."""
+    names = [normalised(choice) for choice in choices]
+    right = names.index(normalised(reference)) if normalised(reference) in names else chosen(reference, choices)
+    return float(right is not None and chosen(answer, choices) == right)
+
+
+# ------------------------------------------------------------------------------------------------------------
+
+
+def identity(x: np.ndarray) -> np.ndarray:
+    """What is averaged is reported as it is."""
+    return x
+
+
+def pooled(amounts: np.ndarray, weights: np.ndarray, form: Callable[[np.ndarray], np.ndarray] = identity) -> float:
+    """form(sum of amounts / sum of weights), both [n] per sample. Perplexity: amounts NLL, weights tokens, form exp."""
+    return float(form(np.asarray(amounts.sum() / weights.sum())))
+
+
+def paired_interval(
+    amounts: np.ndarray,
+    weights: np.ndarray,
+    base: np.ndarray,
+    form: Callable[[np.ndarray], np.ndarray] = identity,
+    seed: int = 0,
+    share: float = 0.95,
+) -> tuple[float, float]:
+    """Percentile bootstrap interval of pooled(amounts) - pooled(base): whole samples are drawn, the same for both.
+
+    amounts, weights, base: [n] per sample.
+    """
+    n = len(amounts)
+    draws = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=REPEATS).astype(np.float64)
+    total = draws @ weights
+    differences = form(draws @ amounts / total) - form(draws @ base / total)
+    low, high = np.quantile(differences, [(1 - share) / 2, (1 + share) / 2])
+    return float(low), float(high)

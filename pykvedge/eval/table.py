@@ -1,0 +1,224 @@
+"""Records to figures: per task and over all tasks, each method on the samples that the full cache was measured on too.
+
+Perplexity and KL divergence are pooled over tokens, scores are averaged over samples; intervals are 95 % of a paired
+bootstrap over samples.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from pykvedge.eval.measure import Cell
+from pykvedge.eval.metrics import identity, paired_interval, pooled
+from pykvedge.eval.runner import FULL
+from pykvedge.eval.tasks import Sample
+
+ALL = "all"
+Rows = list[dict[str, Any]]
+PER_TASK = "Score by task: percent of right answers, or ROUGE-L times 100."
+OVER_ALL = "Over all samples, with 95 % intervals of the difference to the full cache on the same samples."
+
+
+@dataclass
+class Line:
+    """Figures of one method and budget on one task ("all": on all of them). None: not measured.
+
+    score, rouge (against the reference), rouge_full (against the full cache's answer): means, 0..1. ppl, kld (nats),
+    top1 (share of tokens): over all tokens of the reference answers. *_change: the interval of the difference to full.
+    kept: KV pairs per head as a share of the conversation's tokens.
+    """
+
+    method: str
+    budget: float | int
+    task: str
+    samples: int
+    kept: float | None = None
+    score: float | None = None
+    score_change: tuple[float, float] | None = None
+    rouge: float | None = None
+    rouge_full: float | None = None
+    ppl: float | None = None
+    ppl_change: tuple[float, float] | None = None
+    kld: float | None = None
+    kld_change: tuple[float, float] | None = None
+    top1: float | None = None
+    kv_bytes: float | None = None
+
+
+def lines(records: dict[Any, dict[str, Any]], samples: list[Sample], cells: Iterable[Cell]) -> list[Line]:
+    """Per cell, a line for each task in order, each group of tasks, and all of them. Only samples that full has."""
+    names = {sample.id for sample in samples}
+    rows: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for row in records.values():
+        if row["id"] in names:
+            rows.setdefault((row["method"], str(row["budget"])), {})[row["id"]] = row
+    full = next((found for (name, _), found in rows.items() if name == FULL), {})
+    out = []
+    for cell in cells:
+        here = rows.get(cell.key, {})
+        shared = [sample for sample in samples if sample.id in here and sample.id in full]
+        for task, chosen in _tasks(shared):
+            mine, theirs = [here[s.id] for s in chosen], [full[s.id] for s in chosen]
+            out.append(_line(cell, task, mine, theirs))
+        out += _groups(cell, shared, out)
+    return out
+
+
+def _tasks(samples: list[Sample]) -> list[tuple[str, list[Sample]]]:
+    tasks: dict[str, list[Sample]] = {}
+    for sample in samples:
+        tasks.setdefault(sample.task, []).append(sample)
+    return [*tasks.items(), (ALL, samples)] if samples else []
+
+
+def _groups(cell: Cell, samples: list[Sample], made: list[Line]) -> list[Line]:
+    """A group's score is the mean over its tasks, as MileBench's columns are; of levels, over their samples' tasks."""
+    tasks: dict[str, dict[str, int]] = {}
+    for sample in samples:
+        for group in sample.groups:
+            of = tasks.setdefault(group, {})
+            of[sample.task] = of.get(sample.task, 0) + 1
+    scores = {line.task: line.score for line in made if (line.method, line.budget) == (cell.name, cell.budget)}
+    out = []
+    for group, of in sorted(tasks.items()):
+        found = [s for s in (scores.get(task) for task in of) if s is not None]
+        mean = float(np.mean(found)) if found else None
+        out.append(Line(cell.name, cell.budget, group, sum(of.values()), score=mean))
+    return out
+
+
+def _column(rows: Rows, name: str) -> np.ndarray | None:
+    values = [row.get(name) for row in rows]
+    return None if any(value is None for value in values) else np.array(values, dtype=np.float64)
+
+
+def _line(cell: Cell, task: str, rows: Rows, full: Rows) -> Line:
+    line = Line(cell.name, cell.budget, task, len(rows))
+    one = np.ones(len(rows))
+    tokens = np.array([row["prompt_tokens"] for row in rows], dtype=np.float64)
+    kept, size = _column(rows, "kept"), _column(rows, "kept_bytes")
+    line.kept = None if kept is None else float(np.mean(kept / tokens))
+    line.kv_bytes = None if size is None else float(size.mean())
+    is_full = cell.name == FULL
+    scores, base = _column(rows, "score"), _column(full, "score")
+    if scores is not None and base is not None:
+        line.score = float(scores.mean())
+        line.score_change = None if is_full else paired_interval(scores, one, base, identity)
+    for name in ("rouge", "rouge_full"):
+        values = _column(rows, name)
+        setattr(line, name, None if values is None else float(values.mean()))
+    nll, weights, base = _column(rows, "nll"), _column(rows, "tokens"), _column(full, "nll")
+    if nll is not None and weights is not None and base is not None:
+        line.ppl = pooled(nll, weights, np.exp)
+        line.ppl_change = None if is_full else paired_interval(nll, weights, base, np.exp)
+        for name in ("kld", "top1"):
+            values = _column(rows, name)
+            setattr(line, name, None if values is None else pooled(values, weights))
+        kld = _column(rows, "kld")
+        if kld is not None and not is_full:
+            line.kld_change = paired_interval(kld, weights, np.zeros(len(rows)), identity)
+    return line
+
+
+# ------------------------------------------------------------------------------------------------------------
+
+
+def as_json(made: list[Line], about: dict[str, Any]) -> str:
+    """One object: `about`, and the lines."""
+    return json.dumps({**about, "rows": [asdict(line) for line in made]}, indent=1)
+
+
+def as_csv(made: list[Line]) -> str:
+    """One row a line; intervals in two columns."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    for i, line in enumerate(made):
+        flat: dict[str, Any] = {}
+        for name, value in asdict(line).items():
+            if name.endswith("_change"):
+                flat[name + "_low"], flat[name + "_high"] = value or (None, None)
+            else:
+                flat[name] = value
+        if i == 0:
+            writer.writerow(flat)
+        writer.writerow(["" if v is None else v for v in flat.values()])
+    return out.getvalue().rstrip("\n")
+
+
+def as_markdown(made: list[Line], notes: Iterable[str] = ()) -> str:
+    """A table of scores by task, a table of figures over all tasks, and notes."""
+    tasks = [task for task in dict.fromkeys(line.task for line in made) if task != ALL]
+    by_cell: dict[tuple[str, Any], dict[str, Line]] = {}
+    for line in made:
+        by_cell.setdefault((line.method, line.budget), {})[line.task] = line
+    parts = []
+    if any(line.score is not None for line in made) and len(tasks) > 1:
+        rows = [["method", "budget", *tasks]]
+        for (method, budget), of in by_cell.items():
+            rows.append([method, _plain(budget), *(_percent(of.get(task)) for task in tasks)])
+        parts += [PER_TASK, _markdown(rows)]
+    rows = [_HEAD, *(_overall(of[ALL]) for of in by_cell.values() if ALL in of)]
+    used = [i for i in range(len(_HEAD)) if i < 3 or any(row[i] for row in rows[1:])]
+    parts += [OVER_ALL, _markdown([[row[i] for i in used] for row in rows])]
+    return "\n\n".join([*parts, *notes])
+
+
+_HEAD = ["method", "budget", "samples", "kept", "score", "change", "ROUGE-L to full", "PPL", "change", "KL to full",
+         "interval", "same top token"]  # fmt: skip
+
+
+def _overall(line: Line) -> list[str]:
+    return [
+        line.method,
+        _plain(line.budget),
+        str(line.samples),
+        _share(line.kept),
+        _share(line.score),
+        _span(line.score_change, 100, 1),
+        _share(line.rouge_full),
+        _figure(line.ppl),
+        _span(line.ppl_change, 1, 3),
+        _figure(line.kld),
+        _span(line.kld_change, 1, 3, sign=""),
+        _share(line.top1),
+    ]
+
+
+def _plain(budget: float | int) -> str:
+    return f"{budget:g}"
+
+
+def _percent(line: Line | None) -> str:
+    return "" if line is None or line.score is None else f"{100 * line.score:.1f}".removesuffix(".0")
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.1f} %"
+
+
+def _figure(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}" if value >= 1000 else f"{value:.3f}"
+
+
+def _span(values: tuple[float, float] | None, scale: float, digits: int, sign: str = "+") -> str:
+    if values is None:
+        return ""
+    low, high = (scale * v for v in values)
+    digits = 0 if max(abs(low), abs(high)) >= 1000 else digits
+    return f"{low:{sign}.{digits}f} to {high:{sign}.{digits}f}"
+
+
+def _markdown(rows: list[list[str]]) -> str:
+    widths = [max(3, *(len(row[i]) for row in rows)) for i in range(len(rows[0]))]
+
+    def line(cells: list[str]) -> str:
+        return "| " + " | ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) + " |"
+
+    return "\n".join([line(rows[0]), line(["-" * width for width in widths]), *map(line, rows[1:])])

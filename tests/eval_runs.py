@@ -1,0 +1,23 @@
+"""Runs of kvedge eval inside the tests' process."""
+
+from __future__ import annotations
+
+from conftest import THREADS
+
+from pykvedge.cli.chat import DATA
+from pykvedge.eval.measure import Wants
+from pykvedge.eval.records import Records
+from pykvedge.eval.runner import Job, evaluate, full_cell
+from pykvedge.settings import Settings
+
+MODEL, MMPROJ = DATA / "demo-model.gguf", DATA / "demo-mmproj.gguf"
+
+
+def run(samples, cells, model=MODEL, mmproj=MMPROJ, kv_type="f16", **options):
+    """(id, method, budget) -> record."""
+    job = Job(
+        model, mmproj, samples, [full_cell(), *cells], Wants(**options), Settings(threads=THREADS, kv_type=kv_type)
+    )
+    out = evaluate(job, Records(None, {}, False))
+    assert not out.left_out and not out.interrupted
+    return out.records.rows

@@ -1,0 +1,328 @@
+"""kvedge bench: what it counts, against llama.cpp and the operating system; what it keeps; what it refuses."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import THREADS
+
+import pykvedge
+from pykvedge.bench import machine, plot, table
+from pykvedge.bench.matrix import Matrix, ModelFiles, Shape, Variant
+from pykvedge.bench.measure import Repetition, make_prompt
+from pykvedge.bench.runner import Group, Log, Outcome, run
+from pykvedge.gguf import read_header
+from pykvedge.model import Model
+from pykvedge.vision import Vision
+
+
+def measured(files, shapes, variants, **options):
+    out = Outcome()
+    run(Matrix(files, shapes, variants, threads=THREADS, **{"repeat": 2, "generate": 5, **options}), Log(None), out)
+    assert not out.left_out and not out.interrupted
+    return out
+
+
+@pytest.fixture(scope="module")
+def outcome(tiny, native):
+    """Two methods on two prompts of a tiny model with images."""
+    llava = tiny("llava")
+    variants = [Variant("full", pykvedge.plan("full")), Variant("h2o", pykvedge.plan("h2o", 0.25))]
+    shapes = [Shape(300), Shape(40, 2, 64, 48)]
+    return measured([ModelFiles(llava.model, llava.mmproj)], shapes, variants)
+
+
+def test_every_variant_is_measured_in_every_round_with_stock(outcome):
+    rows = table.rows(outcome)
+    assert [(r.prompt, r.variant) for r in rows] == [
+        (prompt, variant) for prompt in ("300 text", "40 text + 2 images") for variant in ("stock", "full", "h2o 0.25")
+    ]
+    for group in outcome.groups:
+        for found in group.rounds.values():
+            assert len(found) == 2 and all(len(r.decode_s) == 5 and min(r.decode_s) > 0 for r in found)
+    assert rows[0].decode_vs_stock == 1 and rows[0].prefill_vs_stock == pytest.approx(1, abs=0.05)
+    assert all(r.rounds == 2 and r.compress_ms >= 0 for r in rows)
+
+
+def test_bytes_are_those_of_the_buffers(outcome, tiny):
+    header = read_header(tiny("llava").model)
+    arch, values = header.architecture, header.values
+    layers, heads = values[f"{arch}.block_count"], values[f"{arch}.attention.head_count_kv"]
+    size = values[f"{arch}.embedding_length"] // values[f"{arch}.attention.head_count"]
+    for row in table.rows(outcome):
+        pair = layers * heads * 2 * size * 2
+        if row.variant == "stock":
+            assert row.kv_full_bytes == row.kv_kept_bytes == pair * (-(-(row.tokens + 6) // 256) * 256)
+        else:
+            assert row.kv_full_bytes >= pair * row.tokens  # blocks are whole pages
+            assert row.kv_peak_bytes >= row.kv_full_bytes
+        if row.variant == "h2o 0.25":
+            assert pair * (row.tokens // 4) <= row.kv_kept_bytes < 0.6 * row.kv_full_bytes
+
+
+def test_prompts_have_the_size_that_was_asked_for(tiny, native):
+    llava = tiny("llava")
+    model = Model(llava.model)
+    vision = Vision(llava.mmproj, model, THREADS, False, False)
+    try:
+        one, two = (make_prompt(model, vision, Shape(41, n, 64, 48), 7) for n in (1, 2))
+        assert one.n_tokens - one.n_image_tokens >= 41 and len(one.then) == 7
+        assert two.n_image_tokens == 2 * one.n_image_tokens > 0
+        text = make_prompt(model, vision, Shape(41), 7)
+        assert text.n_tokens == 41 and text.n_image_tokens == 0
+        for prompt in (one, two):
+            vision.release(prompt.pieces)
+    finally:
+        vision.close()
+        model.close()
+
+
+def test_stock_is_llama_cpp_without_a_provider(tiny, native, monkeypatch):
+    """What is called stock never attaches; the others always do."""
+    from pykvedge import libkvedge
+
+    attached = []
+    real = libkvedge.Cache
+
+    def noted(*arguments, **options):
+        attached.append(arguments[1].method)
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(libkvedge, "Cache", noted)
+    measured([ModelFiles(tiny("llama").model)], [Shape(50)], [Variant("full", pykvedge.plan("full"))], repeat=1)
+    assert attached == ["full"] * 2  # warm-up and one round, and none for stock
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RSS as Linux counts it")
+def test_memory_of_a_long_prompt_is_seen_in_rss(tiny, native):
+    """llama.cpp's cache is there at once and stays; kvedge's shrinks when it is compressed."""
+    model = ModelFiles(tiny("llama", n_layers=8, n_heads=8, n_heads_kv=8, head_size=128).model)
+    out = measured([model], [Shape(1200)], [Variant("h2o", pykvedge.plan("h2o", 0.1))], repeat=1, generate=2)
+    stock, h2o = table.rows(out)
+    assert stock.kv_kept_bytes > 20e6
+    assert stock.rss_after_bytes > 0.8 * stock.kv_kept_bytes
+    assert h2o.kv_kept_bytes < 0.11 * h2o.kv_full_bytes
+    assert h2o.rss_after_bytes < stock.rss_after_bytes - 0.5 * stock.kv_kept_bytes
+    assert h2o.rss_peak_bytes > h2o.kv_full_bytes
+
+
+# --------------------------------------------------------------------------------------------------- arithmetic
+
+
+def repetition(prefill, decode, compress=0.0, **figures):
+    return Repetition(prefill, compress, [decode] * 3, **figures)
+
+
+def made_up(**changes):
+    """Stock and a method in three rounds, the machine twice as slow in the second."""
+    stock, method = Variant("stock"), Variant("h2o", pykvedge.plan("h2o", 0.5))
+    group = Group("m", Shape(100), 100, 0, 0.25, 800, 2)
+    group.rounds = {
+        stock: [repetition(1.0 * s, 0.10 * s, decode_j=6.0) for s in (1, 2, 1)],
+        method: [repetition(0.8 * s, 0.05 * s, 0.2 * s, kept_bytes=100, decode_j=3.0) for s in (1, 2, 1)],
+    }
+    out = Outcome({"cpu": "c", "threads": 1}, [group], **changes)
+    out.bandwidth = machine.Bandwidth(1)
+    out.bandwidth._measured = dict.fromkeys(machine.SETS, 9000.0)
+    return out
+
+
+def test_medians_ratios_and_limits():
+    stock, h2o = table.rows(made_up())
+    assert (stock.prefill_tok_s, stock.decode_tok_s) == pytest.approx((100, 10))
+    assert (h2o.prefill_tok_s, h2o.decode_tok_s, h2o.compress_ms) == pytest.approx((125, 20, 200))
+    assert h2o.decode_vs_stock == pytest.approx(2) and h2o.prefill_vs_stock == pytest.approx(1)
+    assert h2o.first_token_s == pytest.approx(1.25)
+    assert stock.limit_tok_s == pytest.approx(9000 / (800 + 2 * 100)) and h2o.limit_tok_s == pytest.approx(9000 / 900)
+    assert (stock.decode_j_token, h2o.decode_j_token, h2o.prefill_j_token) == (2, 1, None)
+    low, high = h2o.decode_spread
+    assert low == pytest.approx(10) and high == pytest.approx(20)
+
+
+def test_weights_that_a_token_reads(tiny):
+    header = read_header(tiny("llama").model)
+    from pykvedge.gguf import tensor_bytes
+
+    everything = sum(tensor_bytes(t) for t in header.tensors.values())
+    embedding = header.tensors["token_embd.weight"]
+    rows = embedding.shape[-1]
+    read = machine.weight_bytes_per_token(header)
+    if "output.weight" in header.tensors:
+        assert read == everything - tensor_bytes(embedding) * (rows - 1) // rows
+    else:
+        assert read == everything
+    tied = replace(header, tensors={"token_embd.weight": embedding})
+    assert machine.weight_bytes_per_token(tied) == tensor_bytes(embedding)
+    experts = replace(header, tensors={"blk.0.ffn_up_exps.weight": embedding, "output.weight": embedding},
+                      values={**header.values, "llama.expert_count": 8, "llama.expert_used_count": 2})  # fmt: skip
+    assert machine.weight_bytes_per_token(experts) == tensor_bytes(embedding) * 5 // 4
+
+
+def test_bandwidth_is_that_of_a_copy_within_reason():
+    """Reading cannot be many times slower than copying, which reads and writes; and no machine reads 10 TB/s."""
+    bandwidth = machine.Bandwidth(1)
+    found = bandwidth.bytes_per_second(100e6)
+    a = np.ones(8 << 20)
+    b = np.empty_like(a)
+    copies = []
+    for _ in range(5):
+        started = time.perf_counter()
+        np.copyto(b, a)
+        copies.append(a.nbytes / (time.perf_counter() - started))
+    assert max(copies) / 8 < found < 1e13
+    assert bandwidth.bytes_per_second(100e6) == found  # measured once
+
+
+def test_energy_is_read_where_the_system_tells(tmp_path):
+    def zone(name, uj, span=1000_000_000):
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "energy_uj").write_text(str(uj))
+        (tmp_path / name / "max_energy_range_uj").write_text(str(span))
+
+    assert not machine.Energy(tmp_path).known and machine.Energy(tmp_path).joules() is None
+    zone("intel-rapl:0", 5_000_000)
+    zone("intel-rapl:1", 999_000_000)
+    zone("intel-rapl:0:0", 7)  # a part of the first
+    energy = machine.Energy(tmp_path)
+    energy.start()
+    zone("intel-rapl:0", 8_000_000)
+    zone("intel-rapl:1", 1_000_000)  # ran over
+    assert energy.known and energy.joules() == pytest.approx(3 + 2)
+    (tmp_path / "intel-rapl:1" / "energy_uj").unlink()
+    assert energy.joules() is None
+
+
+# ------------------------------------------------------------------------------------------------ forms and files
+
+
+def test_forms_of_the_table():
+    made = made_up()
+    rows = table.rows(made)
+    assert [json.loads(line)["variant"] for line in table.as_jsonl(rows).splitlines()] == ["stock", "h2o 0.5"]
+    listed = list(csv.DictReader(io.StringIO(table.as_csv(rows))))
+    assert [float(r["decode_spread_low"]) for r in listed] == [pytest.approx(r.decode_spread[0]) for r in rows]
+    assert json.loads(table.as_json(rows, made))["rows"][1]["decode_tok_s"] == pytest.approx(20)
+    said = table.as_markdown(rows, made)
+    assert "| stock " in said and "stock: llama.cpp's own attention" in said and "J/token" in said
+
+
+def test_the_program_measures_saves_and_draws(kvedge, tiny, native, tmp_path):
+    llava, save = tiny("llava"), tmp_path / "raw.jsonl"
+    arguments = ["bench", *llava.arguments(), "--methods", "snapkv", "--budgets", "0.2", "--tokens", "64", "--images",
+                 "0,1", "--image-size", "64x64", "--repeat", 1, "--generate", 3]  # fmt: skip
+    done = kvedge(*arguments, "-o", "json", "--save", save, "--plot", tmp_path / "p.html")
+    assert done.code == 0, done
+    rows = done.json["rows"]
+    assert [(r["prompt"], r["variant"]) for r in rows] == [
+        (p, v) for p in ("64 text", "64 text + 1 images") for v in ("stock", "full", "snapkv 0.2")
+    ]
+    assert done.json["machine"]["threads"] == THREADS and done.json["machine"]["cpu"]
+    header, *raw = [json.loads(line) for line in save.read_text().splitlines()]
+    assert header["kvedge_bench"] == 1 and len(raw) == 6 and all(len(r["decode_s"]) == 3 for r in raw)
+    assert [r["kept_bytes"] for r in raw] == [r["kv_kept_bytes"] for r in rows]
+    kvedge(*arguments, "--save", save).failed(2, "raw.jsonl exists")
+
+
+def test_pictures(tmp_path):
+    rows = table.rows(made_up())
+    rows[1].variant = "<h2o> & more"
+    for name in ("a.svg", "a.html"):
+        plot.check(tmp_path / name)
+        plot.write(tmp_path / name, rows, ["a < b"])
+    drawn = ElementTree.parse(tmp_path / "a.svg").getroot()
+    texts = [t.text for t in drawn.iter("{http://www.w3.org/2000/svg}text")]
+    assert "<h2o> & more" in texts and "20.0" in texts and "125" in texts
+    page = (tmp_path / "a.html").read_text()
+    assert "<svg" in page and "&lt;h2o&gt; &amp; more" in page and "a &lt; b" in page
+    assert "://" not in page.replace("http://www.w3.org/2000/svg", "")  # nothing from elsewhere
+    with pytest.raises(pykvedge.KvedgeError, match="cannot be written"):
+        plot.write(tmp_path / "no" / "a.svg", rows, [])
+
+
+def test_png_wants_matplotlib(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(pykvedge.UsageError, match=r"needs matplotlib: pip install 'kvedge\[plot\]'"):
+        plot.check(tmp_path / "a.png")
+    with pytest.raises(pykvedge.UsageError, match=r"not '\.bmp'"):
+        plot.check(tmp_path / "a.bmp")
+
+
+def test_png(tmp_path):
+    pytest.importorskip("matplotlib")
+    from PIL import Image
+
+    plot.check(tmp_path / "a.png")
+    plot.write(tmp_path / "a.png", table.rows(made_up()), [])
+    with Image.open(tmp_path / "a.png") as image:
+        assert image.width > 500
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_ctrl_c_keeps_what_was_measured(environment, tiny, native, tmp_path):
+    save = tmp_path / "raw.jsonl"
+    program = [sys.executable, "-m", "pykvedge", "bench", *tiny("llama").arguments(), "--tokens", "200", "--methods",
+               "h2o", "--repeat", "100000", "--save", str(save)]  # fmt: skip
+    process = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    try:
+        until = time.monotonic() + 120
+        while not save.exists() or save.read_bytes().count(b"\n") < 8:
+            assert process.poll() is None and time.monotonic() < until
+            time.sleep(0.005)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 130 and "Traceback" not in err
+    assert "| stock" in out and "Stopped before the end." in out
+    assert all(json.loads(line) for line in save.read_text().splitlines())
+
+
+def test_what_fails_is_left_out_and_said(tiny, native):
+    mamba, llama = ModelFiles(tiny("mamba").model), ModelFiles(tiny("llama").model)
+    out = Outcome()
+    variants = [Variant("h2o", pykvedge.plan("h2o"))]
+    run(Matrix([mamba, llama], [Shape(30)], variants, repeat=1, generate=2, threads=THREADS), Log(None), out)
+    assert len(out.left_out) == 1 and "h2o 0.2 left out" in out.left_out[0]
+    assert [r.variant for r in table.rows(out)] == ["stock", "stock", "h2o 0.2"]
+
+
+def test_cancelling_before_the_start(tiny, native):
+    out, cancel = Outcome(), threading.Event()
+    cancel.set()
+    run(Matrix([ModelFiles(tiny("llama").model)], [Shape(30)], []), Log(None), out, cancel=cancel)
+    assert out.interrupted and table.rows(out) == []
+
+
+@pytest.mark.skipif(os.name != "posix", reason="a device that is always full")
+def test_a_full_disk_is_one_line(tmp_path):
+    log = Log(None)
+    log._path, log._file = "/dev/full", Path("/dev/full").open("wb", buffering=0)  # noqa: SIM115
+    with pytest.raises(pykvedge.KvedgeError, match="/dev/full cannot be written: No space left"):
+        log.add({"a": 1})
+    log.close()
+
+
+def test_bad_input(kvedge, tiny):
+    llama = ["bench", *tiny("llama").arguments()]
+    kvedge(*llama, "--methods", "lokm").failed(2, "did you mean 'lookm'")
+    kvedge(*llama, "--tokens", "12,x").failed(2, "--tokens takes numbers from 2, not 'x'")
+    kvedge(*llama, "--images", "1").failed(2, "--mmproj")
+    kvedge(*llama, "--image-size", "10").failed(2, "WIDTHxHEIGHT")
+    kvedge(*llama, "--kv-types", "f61").failed(2, "unknown kv-type 'f61'")
+    kvedge(*llama, "--repeat", "0").failed(2, "--repeat must be at least 1")
+    kvedge(*llama, "--plot", "a.gif").failed(2, "--plot writes")
+    kvedge(*llama, "--mmproj", "a", "--mmproj", "b").failed(2, "1 models and 2 image encoders")
+    kvedge("bench", "--model", "none.gguf").failed(1, "none.gguf does not exist")

@@ -1,0 +1,345 @@
+"""kvedge eval: the figures of a session, results that survive, and input that is wrong."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import THREADS
+from eval_runs import MMPROJ, MODEL, run
+
+import pykvedge
+from pykvedge.errors import UsageError
+from pykvedge.eval import table
+from pykvedge.eval.measure import Cell
+from pykvedge.eval.records import Records
+from pykvedge.eval.runner import FULL, full_cell
+from pykvedge.eval.tasks import Line, Sample, demo_samples
+from pykvedge.images import Picture
+from pykvedge.sampling import Sampling
+
+
+def without_time(rows):
+    return {(r["id"], r["method"], r["budget"]): {k: v for k, v in r.items() if k != "seconds"} for r in rows}
+
+
+def pictures(sample):
+    return [Picture(p.name, p.width, p.height, p.rgb) for m in sample.messages() for p in m.pictures]
+
+
+# --------------------------------------------------------------------------------------- what a session does
+
+
+def test_greedy_answers_are_those_of_a_session(native):
+    """Every method, several budgets from one reading: copies of a sequence answer as a session of their own does."""
+    [sample] = demo_samples("code", 1, 3, 4)
+    cells = [Cell(name, pykvedge.plan(name, b)) for name in pykvedge.methods() if name != FULL for b in (0.4, 0.1)]
+    rows = run([sample], cells)
+    with pykvedge.Session(MODEL, MMPROJ, threads=THREADS) as session:
+        for cell in (full_cell(), *cells):
+            session.clear()
+            session.set_plan(cell.plan)
+            answer = session.ask(sample.lines[0].text, pictures(sample), Sampling(max_tokens=sample.max_tokens))
+            text = answer.read().strip()
+            row = rows[sample.id, cell.name, str(cell.budget)]
+            assert (row["answer"], row["score"]) == (text, float(text == sample.answer)), cell
+            kv = answer.report.kv
+            assert (row["full_bytes"], row["kept_bytes"]) == (kv.full_bytes, kv.kept_bytes), cell
+            assert row["prompt_tokens"] == answer.report.tokens.prompt
+
+
+def test_second_turns_are_compressed_turn_by_turn(native):
+    [sample] = demo_samples("code/2", 1, 3, 4)
+    plan = pykvedge.plan("mixkv", 0.3)
+    rows = run([sample], [Cell("mixkv", plan)])
+    with pykvedge.Session(MODEL, MMPROJ, plan, threads=THREADS) as session:
+        first = session.ask(sample.lines[0].text, pictures(sample))
+        assert first.read().strip() == sample.lines[1].text  # else the two conversations would differ
+        second = session.ask(sample.lines[2].text)
+        text = second.read().strip()
+        row = rows[sample.id, "mixkv", "0.3"]
+        assert row["answer"] == text
+        assert row["kept"] == first.report.kv.kept_of_them + second.report.kv.kept_of_them
+    assert rows[sample.id, FULL, "1.0"]["score"] == 1
+
+
+def test_what_one_reading_serves_is_what_readings_of_their_own_give(native):
+    samples = demo_samples("describe", 2, 1, 4)
+    cells = [Cell(f"{n} {b}", pykvedge.plan(n, b)) for n in ("h2o", "lookm", "elastic") for b in (0.3, 0.1)]
+    together = run(samples, cells)
+    for cell in cells:
+        alone = run(samples, [cell])
+        for key, row in alone.items():
+            assert without_time([row]) == without_time([together[key]])
+
+
+def test_likelihood_alone_and_answers_alone_are_the_same_figures(native):
+    samples, cells = demo_samples("where", 2, 0, 4), [Cell("lookm", pykvedge.plan("lookm", 0.1))]
+    both, answers, likelihood = (
+        run(samples, cells, **kind) for kind in ({}, {"likelihood": False}, {"answers": False})
+    )
+    for key, row in both.items():
+        assert row["answer"] == answers[key]["answer"] and "nll" not in answers[key]
+        assert [row[k] for k in ("nll", "kld", "top1")] == [likelihood[key][k] for k in ("nll", "kld", "top1")]
+        assert "answer" not in likelihood[key]
+
+
+def test_the_full_cache_agrees_with_itself_and_less_differs_more(native):
+    samples = demo_samples("code", 3, 0, 4)
+    cells = [Cell("all", pykvedge.plan("h2o", 1.0)), *(Cell("h2o", pykvedge.plan("h2o", b)) for b in (0.5, 0.05))]
+    rows = run(samples, cells)
+    for s in samples:
+        assert rows[s.id, FULL, "1.0"]["kld"] == 0
+        assert rows[s.id, "all", "1.0"]["kld"] < 1e-6
+        assert rows[s.id, "all", "1.0"]["answer"] == rows[s.id, FULL, "1.0"]["answer"]
+    lines = {(x.method, x.budget): x for x in table.lines(rows, samples, cells) if x.task == table.ALL}
+    assert lines["h2o", 0.05].kld > lines["h2o", 0.5].kld > lines["all", 1.0].kld >= 0
+    assert lines["h2o", 0.05].kept == pytest.approx(0.05, abs=0.01)
+
+
+# ------------------------------------------------------------------------------------------- the file of results
+
+
+def command(save, *more, tasks="colour,where", samples=6):
+    return ["eval", "--tasks", tasks, "--samples", samples, "--methods", "lookm,snapkv", "--budgets", "0.5,0.1",
+            "--threads", THREADS, "--save", save, *more]  # fmt: skip
+
+
+def records_of(path):
+    header, *rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return header, rows
+
+
+@pytest.fixture
+def start(environment):
+    """start(*arguments) -> the program, running."""
+    started = []
+
+    def go(*arguments):
+        program = [sys.executable, "-m", "pykvedge", *map(str, arguments)]
+        process = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+        started.append(process)
+        return process
+
+    yield go
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def wait_for_lines(path, n, process):
+    until = time.monotonic() + 120
+    while not path.exists() or path.read_bytes().count(b"\n") < n:
+        assert process.poll() is None and time.monotonic() < until, process.communicate()
+        time.sleep(0.002)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_after_a_kill_nothing_is_measured_twice(kvedge, start, native, tmp_path):
+    whole, broken = tmp_path / "whole.jsonl", tmp_path / "broken.jsonl"
+    assert kvedge(*command(whole)).code == 0
+    process = start(*command(broken, samples=100))
+    wait_for_lines(broken, 9, process)
+    process.kill()
+    process.wait()
+    before = broken.read_bytes().rpartition(b"\n")[0] + b"\n"
+    broken.write_bytes(before + b'{"id": "colour:0:4:3", "met')  # a line that was not written to its end
+    done = kvedge(*command(broken, "--resume", "-o", "json"))
+    assert done.code == 0, done
+    assert broken.read_bytes().startswith(before)
+    (_, expected), (_, found) = records_of(whole), records_of(broken)
+    wanted = without_time(expected)
+    assert len(found) == len(without_time(found)), "measured twice"
+    assert {k: v for k, v in without_time(found).items() if k in wanted} == wanted
+    again = kvedge(*command(broken, "--resume", "-o", "json"))
+    assert again.json["rows"] == done.json["rows"] and len(records_of(broken)[1]) == len(found)
+    more = kvedge(*command(broken, "--resume", "-o", "json", samples=7))
+    assert more.code == 0 and len(records_of(broken)[1]) >= len(found)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_ctrl_c_keeps_what_was_measured(start, native, tmp_path):
+    save = tmp_path / "r.jsonl"
+    process = start(*command(save, samples=2000))
+    wait_for_lines(save, 12, process)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 130 and "Traceback" not in err
+    assert "| full " in out and "Stopped before the end." in out
+    assert len(records_of(save)[1]) >= 11
+
+
+@pytest.mark.skipif(os.name != "posix", reason="resource limits")
+def test_a_full_disk_is_one_line_and_keeps_what_was_measured(environment, native, tmp_path):
+    save, limit = tmp_path / "r.jsonl", 6000
+
+    def little_space():
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    program = [sys.executable, "-m", "pykvedge", *map(str, command(save, "--quiet"))]
+    done = subprocess.run(
+        program, capture_output=True, text=True, env=environment, preexec_fn=little_space, check=False
+    )
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1 and "r.jsonl cannot be written" in done.stderr
+    assert "| full " in done.stdout
+    assert save.read_bytes().endswith(b"\n") and 4000 < save.stat().st_size <= limit
+    assert len(records_of(save)[1]) > 3
+
+
+def test_files_that_do_not_belong_to_the_run(kvedge, native, tmp_path):
+    save = tmp_path / "r.jsonl"
+    few = ["eval", "--tasks", "code", "--samples", 1, "--methods", "h2o", "--threads", THREADS, "--quiet", "--save"]
+    assert kvedge(*few, save).code == 0
+    kvedge(*few, save).failed(2, "exists; add --resume")
+    kvedge(*few, save, "--resume", "--kv-type", "bf16").failed(2, "was measured with kv_type 'f16', not 'bf16'")
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"question": "x"}\n')
+    kvedge(*few, other, "--resume").failed(2, "holds no results of kvedge eval")
+    assert other.read_text() == '{"question": "x"}\n'
+    kvedge(*few, tmp_path / "no" / "r.jsonl").failed(1, "cannot be written")
+    data = tmp_path / "d.jsonl"
+    data.write_text(json.dumps({"question": "What is it?", "answer": "red"}) + "\n")
+    own = ["eval", data, "--methods", "h2o", "--threads", THREADS, "--quiet", "--save", tmp_path / "own.jsonl"]
+    assert kvedge(*own).code == 0
+    data.write_text(json.dumps({"question": "What is it?", "answer": "blue"}) + "\n")
+    kvedge(*own, "--resume").failed(2, "d:1 was another one")
+
+
+def test_a_header_of_another_model_is_refused(tmp_path):
+    path = tmp_path / "r.jsonl"
+    Records(path, {"model": "a"}, False).close()
+    with pytest.raises(UsageError, match="was measured with model 'a', not 'b'"):
+        Records(path, {"model": "b"}, True)
+    Records(path, {"model": "a"}, True).close()
+
+
+# ---------------------------------------------------------------------------------------------- the command line
+
+
+def test_tables(kvedge, native, tmp_path):
+    save = tmp_path / "r.jsonl"
+    arguments = command(save, "--resume", tasks="colour,code/2", samples=3)
+    md, data, flat = (kvedge(*arguments, "-o", form) for form in ("md", "json", "csv"))
+    assert md.code == data.code == flat.code == 0
+    rows = data.json["rows"]
+    assert {(r["method"], r["budget"]) for r in rows} == {
+        ("full", 1.0), ("lookm", 0.5), ("lookm", 0.1), ("snapkv", 0.5), ("snapkv", 0.1)
+    }  # fmt: skip
+    assert {r["task"] for r in rows} == {"colour", "code/2", "all"} and all(r["samples"] in (3, 6) for r in rows)
+    listed = list(csv.DictReader(io.StringIO(flat.out)))
+    assert [(r["method"], r["task"], float(r["ppl"])) for r in listed] == [
+        (r["method"], r["task"], pytest.approx(r["ppl"])) for r in rows
+    ]
+    measured = without_time(records_of(save)[1])
+    for r in rows:
+        mine = [m for m in measured.values() if (m["method"], m["budget"]) == (r["method"], r["budget"])]
+        mine = [m for m in mine if r["task"] in ("all", m["task"])]
+        tokens = sum(m["tokens"] for m in mine)
+        assert r["ppl"] == pytest.approx(math.exp(sum(m["nll"] for m in mine) / tokens))
+        assert r["kld"] == pytest.approx(sum(m["kld"] for m in mine) / tokens)
+        assert r["score"] == pytest.approx(sum(m["answer"] == m["reference"] for m in mine) / len(mine))
+        if r["method"] != "full":
+            low, high = r["ppl_change"]
+            assert low <= high
+    assert md.out.count("| full ") == 2 and "colour" in md.out
+
+
+def test_data_sets_and_plans_from_files(kvedge, tiny, picture_file, native, tmp_path):
+    llava = tiny("llava")
+    data = tmp_path / "d.jsonl"
+    sample = {"question": "What?", "answer": "A red thing.", "images": [str(picture_file())], "max_tokens": 5}
+    data.write_text(json.dumps(sample) + "\n")
+    plan = tmp_path / "mine.json"
+    plan.write_text(pykvedge.plan("mixkv", 0.3, reducer="pivotal", allocator="ada").to_json())
+    done = kvedge("eval", *llava.arguments(), data, "--methods", "full", "--plan", plan, "-o", "json")
+    assert done.code == 0, done
+    assert [(r["method"], r["budget"], r["task"]) for r in done.json["rows"]] == [
+        ("full", 1.0, "d"), ("full", 1.0, "all"), ("mine", 0.3, "d"), ("mine", 0.3, "all")
+    ]  # fmt: skip
+    assert done.json["rows"][3]["kld"] > 0
+
+
+def test_groups_average_their_tasks(native):
+    samples = [
+        Sample(f"{t}{i}", t, (), "", groups=("T-1", "few images")) for t, n in (("a", 1), ("b", 3)) for i in range(n)
+    ]
+    rows = {}
+    for s in samples:
+        row = {"id": s.id, "method": FULL, "budget": 1.0, "prompt_tokens": 4, "score": float(s.task == "a")}
+        rows[s.id, FULL, "1.0"] = row
+    found = {x.task: (x.score, x.samples) for x in table.lines(rows, samples, [full_cell()])}
+    assert found == {"a": (1, 1), "b": (0, 3), "all": (0.25, 4), "T-1": (0.5, 4), "few images": (0.5, 4)}
+
+
+def test_samples_and_methods_that_fail_are_left_out(kvedge, tiny, native, tmp_path):
+    model = tiny("llama", n_ctx_train=400)
+    data = tmp_path / "d.jsonl"
+    good = {"question": "What is it?", "answer": "red", "max_tokens": 5}
+    data.write_text("\n".join(json.dumps(x) for x in (good, {**good, "question": "a b " * 400}, good)))
+    plan = tmp_path / "greedy.json"
+    plan.write_text(pykvedge.plan("h2o", 0.1, recent=30).to_json())
+    done = kvedge("eval", *model.arguments(), data, "--methods", "h2o", "--plan", plan, "-o", "json")
+    assert done.code == 1
+    assert {(r["method"], r["samples"]) for r in done.json["rows"]} == {("full", 2), ("h2o", 2)}
+    assert [line.split(":")[0] for line in done.json["left_out"]] == ["greedy at 0.1 left out", "d"]
+    assert "d:2 left out: the conversation and its answer have" in done.err
+
+
+def test_models_that_cannot_be_compressed_are_measured_as_they_are(kvedge, tiny, native, tmp_path):
+    data = tmp_path / "d.jsonl"
+    data.write_text(json.dumps({"question": "x", "answer": "y", "max_tokens": 3}) + "\n")
+    done = kvedge("eval", *tiny("mamba").arguments(), data, "--methods", "h2o,snapkv", "-o", "json")
+    assert done.code == 1 and {r["method"] for r in done.json["rows"]} == {"full"}
+    assert [line.partition(" left out: ")[0] for line in done.json["left_out"]] == ["h2o at 0.2", "snapkv at 0.2"]
+
+
+@pytest.mark.parametrize("kind", ["qwen2vl", "gemma3", "lfm2"])
+def test_other_architectures_answer_as_in_a_session(tiny, native, picture_file, tmp_path, kind):
+    """Copies of sequences, for M-RoPE, sliding windows and recurrent layers."""
+    model = tiny(kind)
+    picture = picture_file() if kind == "qwen2vl" else None
+    line = Line("user", "What is this, and why? " * 8, (picture,) if picture else ())
+    sample = Sample("s", "t", (line,), "a thing", "rouge", max_tokens=6)
+    cells = [Cell("h2o", pykvedge.plan("h2o", b)) for b in (0.5, 0.2)]
+    rows = run([sample], cells, model.model, model.mmproj)
+    for cell in (full_cell(), *cells):
+        with model.session(cell.plan) as session:
+            text = session.ask(line.text, [picture] if picture else [], Sampling(max_tokens=6)).read()
+        assert rows["s", cell.name, str(cell.budget)]["answer"] == text.strip(), cell
+
+
+def test_bad_input(kvedge, tiny, native, tmp_path):
+    llama = tiny("llama").arguments()
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("\n")
+    kvedge("eval", *llama, empty).failed(2, "empty.jsonl holds no samples")
+    broken = tmp_path / "broken.jsonl"
+    lines = [{"question": "x", "answer": "y"}] * 16 + [{"question": "x", "answer": "y", "images": ["none.png"]}]
+    broken.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    kvedge("eval", *llama, broken).failed(2, "broken.jsonl line 17", "none.png does not exist")
+    kvedge("eval", "--tasks", "colours").failed(2, "unknown task 'colours'; did you mean 'colour'?")
+    kvedge("eval", "--methods", "lokm").failed(2, "unknown method 'lokm'; did you mean 'lookm'?")
+    kvedge("eval", "--budgets", "0").failed(2, "budget must be at least 1")
+    kvedge("eval", "--budgets", "0.2,0.2,0.20").failed(2, "asked for twice")
+    kvedge("eval", "--metrics", "bleu").failed(2, "unknown metric 'bleu'")
+    kvedge("eval", "--methods", ",").failed(2, "--methods is empty")
+    kvedge("eval", "--resume").failed(2, "--resume needs")
+    kvedge("eval", "--model", "none.gguf").failed(2, "none.gguf does not exist")
+    kvedge("eval", "--samples", "0").failed(2, "--samples must be at least 1")
+
+
+def test_images_without_an_encoder(kvedge, tiny, picture_file, native, tmp_path):
+    data = tmp_path / "d.jsonl"
+    data.write_text(json.dumps({"question": "x", "answer": "y", "images": [str(picture_file())]}))
+    kvedge("eval", *tiny("llama").arguments(), data).failed(1, "without an image encoder")

@@ -1,0 +1,126 @@
+"""Metrics of kvedge eval against other implementations, closed forms and loops."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pykvedge.eval import metrics
+
+# answer, reference, F1 that rouge-score 0.1.2 gives (rougeL, use_stemmer=False)
+ROUGE = [
+    ("the cat sat on the mat", "the cat is on the mat", 0.833333),
+    ("A red star, at the top-left.", "a red STAR at the bottom left", 0.857143),
+    ("police killed the gunman", "the gunman police killed", 0.5),
+    ("one two three four five", "five four three two one", 0.2),
+    ("7KE4", "7KE4", 1.0),
+    ("7KE4", "7KF4", 0.0),
+    ("a a a b", "a b a", 0.571429),
+    ("nothing alike", "quite different", 0.0),
+    ("", "words", 0),
+    ("don't stop", "do not stop", 0.333333),
+]
+TEXTS = st.lists(st.sampled_from(["a", "b", "cc", "D,", "e-f", "7"]), max_size=30).map(" ".join)
+
+
+@pytest.mark.parametrize(("answer", "reference", "expected"), ROUGE)
+def test_rouge_l_is_what_the_rouge_score_package_gives(answer, reference, expected):
+    assert metrics.rouge_l(answer, reference) == pytest.approx(expected, abs=1e-6)
+
+
+@given(TEXTS, TEXTS)
+@settings(max_examples=200, deadline=None)
+def test_rouge_l_against_the_package_itself(answer, reference):
+    scorer = pytest.importorskip("rouge_score.rouge_scorer").RougeScorer(["rougeL"], use_stemmer=False)
+    expected = scorer.score(reference, answer)["rougeL"].fmeasure
+    assert metrics.rouge_l(answer, reference) == pytest.approx(expected, abs=1e-9)
+
+
+@given(TEXTS, TEXTS)
+@settings(max_examples=200, deadline=None)
+def test_common_subsequences_against_the_dynamic_programme(left, right):
+    a, b = metrics.words(left), metrics.words(right)
+    table = np.zeros((len(a) + 1, len(b) + 1), dtype=int)
+    for i, x in enumerate(a):
+        for j, y in enumerate(b):
+            table[i + 1, j + 1] = table[i, j] + 1 if x == y else max(table[i, j + 1], table[i + 1, j])
+    expected = 2 * table[-1, -1] / (len(a) + len(b)) if a and b else 0.0
+    assert metrics.rouge_l(left, right) == pytest.approx(expected)
+
+
+def test_distributions_against_closed_forms():
+    logits = np.array([0.0, math.log(3.0), -1e30], dtype=np.float32)
+    rows = metrics.log_softmax(logits)
+    np.testing.assert_allclose(np.exp(rows), [0.25, 0.75, 0.0], atol=1e-7)
+    np.testing.assert_allclose(metrics.log_softmax(logits + 500), rows, atol=1e-4)
+    other = np.log([0.5, 0.25, 0.25])
+    expected = 0.25 * math.log(0.25 / 0.5) + 0.75 * math.log(0.75 / 0.25)
+    assert metrics.divergence(rows, other) == pytest.approx(expected, abs=1e-6)
+    assert metrics.divergence(other, other) == 0
+
+
+CHOICES = ["a red star", "star", "blue"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "index"),
+    [
+        ("B. star", 1),
+        ("star", 1),
+        ("A red star!", 0),  # the longer of two at the same place
+        ("It is BLUE, not a star", 2),  # the first named
+        ("c", 2),
+        ("(B)", 1),
+        ("b", 1),
+        ("C. blue, A. a red star", 2),
+        ("starboard", None),
+        ("", None),
+    ],
+)
+def test_which_choice_an_answer_names(answer, index):
+    assert metrics.chosen(answer, CHOICES) == index
+
+
+def test_a_reference_may_be_the_text_or_the_letter_of_its_choice():
+    assert metrics.choice_match("B", "star", CHOICES) == metrics.choice_match("star", "B", CHOICES) == 1
+    assert metrics.choice_match("B", "C", CHOICES) == 0
+    many = [f"x{i}" for i in range(30)]  # more than letters
+    assert metrics.choice_match("x7", "x7", many) == 1 and metrics.chosen("h", many) is None
+
+
+def test_matching_texts():
+    assert metrics.exact_match(" red\n", "red") == 1 and metrics.exact_match("Red", "red") == 0
+    assert metrics.contains("The pass key is: 123-45.", "123 45") == 1
+    assert metrics.contains("1234", "123") == 0 and metrics.contains("x", "") == 0
+
+
+def test_perplexity_is_pooled_over_tokens():
+    nll, tokens = np.array([1.0, 8.0]), np.array([1.0, 3.0])
+    assert metrics.pooled(nll, tokens, np.exp) == pytest.approx(math.exp(9 / 4))
+
+
+def test_intervals_are_of_differences_of_the_same_samples():
+    rng = np.random.default_rng(0)
+    n, one = 400, np.ones(400)
+    hard = rng.normal(0, 10, n)  # samples differ much, methods little
+    shift = rng.normal(1.0, 0.5, n)
+    low, high = metrics.paired_interval(hard + shift, one, hard)
+    error = 1.96 * shift.std() / math.sqrt(n)  # the normal approximation of a paired difference
+    assert low == pytest.approx(shift.mean() - error, abs=0.3 * error)
+    assert high == pytest.approx(shift.mean() + error, abs=0.3 * error)
+    assert metrics.paired_interval(hard + 2, one, hard) == pytest.approx((2, 2))
+    assert metrics.paired_interval(hard, one, hard, seed=1) == (0, 0)
+
+
+def test_an_interval_covers_the_truth_about_as_often_as_it_says():
+    rng = np.random.default_rng(1)
+    inside = 0
+    for seed in range(100):
+        values = rng.normal(0.5, 1, 60)
+        low, high = metrics.paired_interval(values, np.ones(60), np.zeros(60), seed=seed)
+        inside += low <= 0.5 <= high
+    assert 86 <= inside <= 100

@@ -1,0 +1,127 @@
+"""The perplexity that kvedge eval gives the full cache is that of unpatched llama.cpp, computed apart from kvedge."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import THREADS
+from eval_runs import MMPROJ, MODEL, run
+
+import pykvedge
+from pykvedge.demo_tasks.prompts import prompt
+from pykvedge.eval import table
+from pykvedge.eval.measure import Preparer
+from pykvedge.eval.runner import FULL, full_cell
+from pykvedge.eval.tasks import Line, Sample, demo_samples
+
+
+def stock_perplexity(environment, stock_dir, model, cases, exact=False):
+    env = {k: v for k, v in environment.items() if k != "KVEDGE_LIB_DIR"} | {"LLAMA_CPP_LIB_PATH": str(stock_dir)}
+    worker = [sys.executable, str(Path(__file__).parent / "perplexity_worker.py")]
+    request = json.dumps({"model": str(model), "exact": exact, "cases": cases})
+    done = subprocess.run(worker, input=request, env=env, text=True, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    out = json.loads(done.stdout)
+    return math.exp(sum(out["nll"]) / sum(out["tokens"])), out["tokens"]
+
+
+def encoded(samples, folder, model=MODEL, mmproj=MMPROJ):
+    """Per sample, files with the embeddings of its images."""
+    from pykvedge.vision import ImagePiece
+
+    out = []
+    with pykvedge.Session(model, mmproj, threads=THREADS) as session:
+        preparer = Preparer(session.model, session._vision)
+        for i, sample in enumerate(samples):
+            prepared = preparer.prepare(sample)
+            files = []
+            for piece in (p for pieces, _ in prepared.turns for p in pieces if isinstance(p, ImagePiece)):
+                files.append(str(folder / f"{i}-{len(files)}.npy"))
+                np.save(files[-1], piece.embeddings)
+            preparer.release(prepared.turns)
+            out.append(files)
+    return out
+
+
+def segments(text, marker, files):
+    """The rendered prompt, cut at its images."""
+    parts = text.split(marker)
+    assert len(parts) == len(files) + 1
+    made = []
+    for part, file in zip(parts, [*files, None], strict=True):
+        made += [{"text": part}] if part else []
+        made += [{"embeddings": file}] if file else []
+    return made
+
+
+def check_against_stock(samples, model, environment, stock_dir, folder, kv_type="f16"):
+    """The perplexity of the full cache, which stock llama.cpp with its own cache must have too."""
+    rows = run(samples, [], model, kv_type=kv_type, answers=False)
+    [line] = [x for x in table.lines(rows, samples, [full_cell()]) if x.task == table.ALL]
+    cases = []
+    for sample, files in zip(samples, encoded(samples, folder, model), strict=True):
+        turns = [{"role": m.role, "content": m.content("<M>")} for m in sample.messages()]
+        cases.append({"segments": segments("<s>" + prompt(turns), "<M>", files), "answer": " " + sample.answer})
+    expected, tokens = stock_perplexity(environment, stock_dir, model, cases, kv_type == "f32")
+    assert tokens == [rows[s.id, FULL, "1.0"]["tokens"] for s in samples]
+    assert line.ppl == pytest.approx(expected, abs=1e-3)
+    return expected
+
+
+def test_perplexity_is_that_of_stock_llama_cpp_on_the_demo_model(native, environment, stock_dir, tmp_path):
+    samples = [s for t in ("where", "describe", "code", "difference") for s in demo_samples(t, 3, 0, 4)]
+    check_against_stock(samples, MODEL, environment, stock_dir, tmp_path)
+
+
+def in_float32(path, out):
+    """The same weights, unpacked: with Q8_0, activations are rounded to 8 bits, which blows up any small difference."""
+    import gguf
+
+    reader = gguf.GGUFReader(path)
+    writer = gguf.GGUFWriter(out, "llama")
+    for field in reader.fields.values():
+        if not field.name.startswith("GGUF.") and field.name != "general.architecture":
+            kind = field.types[0]
+            part = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(field.name, field.contents(), kind, sub_type=part)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return out
+
+
+def test_perplexity_is_that_of_stock_llama_cpp_for_unlikely_answers(native, environment, stock_dir, tmp_path):
+    """Answers to other questions, so that the figure is far from 1. All in f32: stock's flash attention sums in f16."""
+    samples = demo_samples("where", 6, 4, 4) + demo_samples("difference", 2, 4, 4)
+    others = [s.answer for s in demo_samples("where", 6, 9, 4) + demo_samples("difference", 2, 9, 4)]
+    wrong = [replace(s, answer=a) for s, a in zip(samples, others, strict=True)]
+    model = in_float32(MODEL, tmp_path / "f32.gguf")
+    assert check_against_stock(wrong, model, environment, stock_dir, tmp_path, "f32") > 1.5
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_perplexity_is_that_of_stock_llama_cpp_on_random_weights(tiny, native, environment, stock_dir, kind):
+    model = tiny(kind).model
+    samples = [
+        Sample(f"s{i}", "text", (Line("user", f"What is {i} and {i + 1}?"),), f"It is a {word} thing, {i}.", "ppl")
+        for i, word in enumerate(["red", "very long", "quite unlikely", "7KE4"])
+    ]
+    rows = run(samples, [], model, None)
+    [line] = [x for x in table.lines(rows, samples, [full_cell()]) if x.task == table.ALL]
+    with tiny(kind).session() as session:
+        template = session._template
+        texts = [session._with_bos(template.first(s.messages(), "")) for s in samples]
+        lead = template.lead()
+    cases = [{"segments": [{"text": t}], "answer": lead + s.answer} for t, s in zip(texts, samples, strict=True)]
+    expected, _ = stock_perplexity(environment, stock_dir, model, cases)
+    assert line.ppl == pytest.approx(expected, rel=1e-3)
