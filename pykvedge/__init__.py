@@ -25,6 +25,7 @@ from pykvedge.errors import (
     ModelError,
     NothingToCompressError,
     OutOfMemoryError,
+    PluginError,
     StateError,
     UnknownNameError,
     UnsupportedError,
@@ -32,10 +33,12 @@ from pykvedge.errors import (
 )
 from pykvedge.libraries import prepare
 from pykvedge.plan import Budget, Plan
+from pykvedge.plugins.decorators import allocator, preset, reducer, scorer
 from pykvedge.presets import default_plan, methods, plan
 
 if TYPE_CHECKING:
     from pykvedge.session import Session
+    from pykvedge.stages.base import Param
 
     __version__: str
 
@@ -50,7 +53,9 @@ __all__ = [
     "ModelError",
     "NothingToCompressError",
     "OutOfMemoryError",
+    "Param",
     "Plan",
+    "PluginError",
     "Result",
     "Session",
     "StateError",
@@ -58,11 +63,15 @@ __all__ = [
     "UnsupportedError",
     "UsageError",
     "__version__",
+    "allocator",
     "attach",
     "compress",
     "default_plan",
     "methods",
     "plan",
+    "preset",
+    "reducer",
+    "scorer",
 ]
 
 
@@ -71,6 +80,10 @@ def __getattr__(name: str) -> Any:
         from pykvedge.session import Session
 
         return Session
+    if name == "Param":
+        from pykvedge.stages.base import Param
+
+        return Param
     if name == "__version__":
         return _version()
     raise AttributeError(f"module 'pykvedge' has no attribute '{name}'")

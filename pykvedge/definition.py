@@ -78,7 +78,7 @@ def run(plan: Plan, arrays: Arrays, kv_type: str) -> Outcome:
     k, v = round_to(arrays.k, kv_type), round_to(arrays.v, kv_type)
     n_layers, n_heads_kv, n_tokens, _ = k.shape
     scorer, allocator = registry.scorer(plan.scorer), registry.allocator(plan.allocator)
-    layers = [Layer(q[i], k[i], v[i], image_mask, i) for i in range(n_layers)]
+    layers = [Layer(q[i], k[i], v[i], image_mask, i, n_layers) for i in range(n_layers)]
     scores = np.stack([scorer.score(layer, plan.settings("scorer")) for layer in layers])
     budget = plan.count(n_tokens)
     share = np.full((n_layers, n_heads_kv), n_tokens)
@@ -98,7 +98,8 @@ def run(plan: Plan, arrays: Arrays, kv_type: str) -> Outcome:
 
 def _head(plan: Plan, layer: Layer, scores: np.ndarray, h: int, share: int) -> Head:
     kept = select(plan, scores, layer.image_mask, share)
-    return Head(layer.k[h], layer.v[h], kept, protection(plan, len(scores), share))
+    protected = protection(plan, len(scores), share)
+    return Head(layer.k[h], layer.v[h], kept, protected, layer.index, layer.n_layers, h)
 
 
 def _reduce(plan: Plan, head: Head, kv_type: str) -> tuple[np.ndarray, np.ndarray]:

@@ -18,7 +18,7 @@ from pykvedge.errors import (
 )
 from pykvedge.model import CancelledError, Model, Progress
 from pykvedge.plan import Plan
-from pykvedge.presets import PRESETS
+from pykvedge.presets import usual_sinks
 from pykvedge.report import Kv
 from pykvedge.settings import Settings
 from pykvedge.vision import ImagePiece, Piece, TextPiece, Vision
@@ -224,8 +224,7 @@ def check_protection(plan: Plan, n_tokens: int) -> None:
 
     What a preset protects by itself shrinks instead (Plan.protected).
     """
-    preset = PRESETS.get(plan.method)
-    usual = preset.values.get("sinks", 0) if preset else 0
+    usual = usual_sinks(plan.method)
     recent = plan.recent.count(n_tokens) if plan.recent else 0
     sinks = plan.sinks if plan.sinks != usual else 0
     kept = plan.count(n_tokens)

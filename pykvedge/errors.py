@@ -7,7 +7,7 @@ Messages are one line, say what is wrong and what to do about it.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class KvedgeError(Exception):
@@ -62,13 +62,17 @@ class UnsupportedError(KvedgeError):
     """The model or batch asks for something that this version cannot do."""
 
 
+class PluginError(KvedgeError):
+    """A plugin that cannot be loaded, or a stage of one that failed or returned what cannot be used."""
+
+
 class LibraryError(KvedgeError):
     """The shared libraries are missing, too old, or others were loaded first."""
 
 
-def unknown(kind: str, name: str, known: Iterable[str]) -> UnknownNameError:
-    """An UnknownNameError for `name` that suggests the nearest of the known names."""
+def unknown(kind: str, name: str, known: Iterable[str], also: Sequence[str] = ()) -> UnknownNameError:
+    """An UnknownNameError for `name` that suggests the nearest of the known names. also: what may be the reason."""
     names = sorted(known)
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.55)
     hint = f"did you mean '{near[0]}'?" if near else "known: " + ", ".join(names) if names else "there are none"
-    return UnknownNameError(f"unknown {kind} '{name}'; {hint}")
+    return UnknownNameError("; ".join([f"unknown {kind} '{name}'", hint, *also]))

@@ -11,6 +11,7 @@ from pykvedge import errors, libraries
 if TYPE_CHECKING:
     import numpy as np
 
+    from pykvedge.callbacks import Error
     from pykvedge.definition import Arrays, Outcome
     from pykvedge.plan import Plan
 
@@ -25,6 +26,7 @@ _ERROR_OF_STATUS: dict[int, type[errors.KvedgeError]] = {
     5: errors.NothingToCompressError,
     6: errors.StateError,
     7: errors.UnsupportedError,
+    8: errors.PluginError,
 }
 
 
@@ -50,10 +52,6 @@ def lib() -> c.CDLL:
 
 # ------------------------------------------------------------------------------------------------------------
 # kvedge.h
-
-
-class _Error(c.Structure):
-    _fields_ = [("status", c.c_int), ("message", c.c_char * 500)]
 
 
 class _Options(c.Structure):
@@ -87,7 +85,7 @@ class _Arrays(c.Structure):
 
 _P = c.c_void_p
 _I = c.c_int32
-_ERR = c.POINTER(_Error)
+_ERR = c.c_void_p  # a callbacks.Error
 _OUT = c.POINTER(c.c_void_p)
 _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "version": (c.c_char_p, []),
@@ -100,6 +98,7 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "plan_set": (c.c_int, [_P, c.c_char_p, c.c_char_p, _ERR]),
     "plan_check": (c.c_int, [_P, _ERR]),
     "plan_budget": (_I, [_P, _I]),
+    **{f"plan_add_{stage}": (c.c_int, [_P, _P, _ERR]) for stage in ("scorer", "allocator", "reducer")},
     "options_default": (_Options, []),
     "attach": (c.c_int, [_P, _P, c.POINTER(_Options), _OUT, _ERR]),
     "detach": (None, [_P]),
@@ -134,13 +133,15 @@ def _declare(handle: c.CDLL) -> None:
         function.restype, function.argtypes = result, arguments
 
 
-def _raise(error: _Error) -> None:
-    message = error.message.decode("utf-8", "replace") or f"libkvedge failed with status {error.status}"
+def _raise(error: Error) -> None:
+    message = error.text or f"libkvedge failed with status {error.status}"
     raise _ERROR_OF_STATUS.get(error.status, errors.KvedgeError)(message)
 
 
 def _call(name: str, *arguments: Any) -> None:
-    error = _Error()
+    from pykvedge.callbacks import Error
+
+    error = Error()
     if getattr(lib(), f"kvedge_{name}")(*arguments, c.byref(error)) != 0:
         _raise(error)
 
@@ -176,18 +177,24 @@ class _NativePlan:
     """A kvedge_plan made from a Plan; use in a with statement."""
 
     def __init__(self, plan: Plan) -> None:
+        from pykvedge.callbacks import OwnStages
+
         self.handle = c.c_void_p()
+        self.own = OwnStages(plan)
         _call("plan_create", c.byref(self.handle))
         try:
+            for stage, struct in self.own.structs.items():
+                _call(f"plan_add_{stage}", self.handle, c.byref(struct))
             for key, value in plan.as_text().items():
-                _call("plan_set", self.handle, key.encode(), value.encode())
+                if key.partition(".")[0] not in self.own.unset or "." not in key:
+                    _call("plan_set", self.handle, key.encode(), value.encode())
             _call("plan_check", self.handle)
         except errors.KvedgeError:
             lib().kvedge_plan_free(self.handle)
             raise
 
-    def __enter__(self) -> c.c_void_p:
-        return self.handle
+    def __enter__(self) -> _NativePlan:
+        return self
 
     def __exit__(self, *_: object) -> None:
         lib().kvedge_plan_free(self.handle)
@@ -195,8 +202,8 @@ class _NativePlan:
 
 def plan_budget(plan: Plan, n_tokens: int) -> int:
     """What libkvedge makes of the plan's budget for a prompt of n_tokens."""
-    with _NativePlan(plan) as handle:
-        return lib().kvedge_plan_budget(handle, n_tokens)
+    with _NativePlan(plan) as native:
+        return lib().kvedge_plan_budget(native.handle, n_tokens)
 
 
 class Cache:
@@ -207,8 +214,9 @@ class Cache:
         options = lib().kvedge_options_default()
         options.type, options.auto_compress = KV_TYPE[kv_type], auto_compress
         self._handle = c.c_void_p()
-        with _NativePlan(plan) as handle:
-            _call("attach", context, handle, c.byref(options), c.byref(self._handle))
+        with _NativePlan(plan) as native:
+            _call("attach", context, native.handle, c.byref(options), c.byref(self._handle))
+        self.own = native.own  # C has a copy of the plan, and with it these callbacks
 
     def detach(self) -> None:
         """Gives the context back to llama.cpp, its memory cleared. Does nothing the second time."""
@@ -233,22 +241,27 @@ class Cache:
 
     def set_plan(self, plan: Plan) -> None:
         """Prompts that complete from now on are compressed by this plan."""
-        with _NativePlan(plan) as handle:
-            _call("set_plan", self._live(), handle)
+        with _NativePlan(plan) as native:
+            _call("set_plan", self._live(), native.handle)
+        self.own = native.own
 
     def set_auto_compress(self, on: bool) -> None:
         """Whether the first token decoded after a prompt triggers the compression."""
         _call("set_auto_compress", self._live(), on)
 
     def compress(self, sequence: int = 0) -> None:
-        """Compresses, now, what was added since the last compression."""
-        _call("compress", self._live(), sequence)
+        """Compresses, now, what was added since the last compression. Raises PluginError if a plugin's stage fails."""
+        with self.own.explained():
+            _call("compress", self._live(), sequence)
 
     def check(self) -> None:
         """Raises the first error that happened inside llama_decode since the last call, if there was one."""
-        error = _Error()
+        from pykvedge.callbacks import Error
+
+        error = Error()
         if lib().kvedge_take_error(self._live(), c.byref(error)) != 0 or error.status != 0:
-            _raise(error)
+            with self.own.explained():
+                _raise(error)
 
     def stats(self, sequence: int = 0) -> Stats:
         """Figures of one sequence."""
@@ -303,7 +316,8 @@ def pending_scores(cache: Cache, layer: int, sequence: int = 0) -> np.ndarray:
 
     out = np.empty((shape(cache, layer)[1], cache.stats(sequence).n_pending), np.float32)
     at = out.ctypes.data_as(c.POINTER(c.c_float))
-    _call("pending_scores", cache.handle, sequence, layer, at, out.size)
+    with cache.own.explained():
+        _call("pending_scores", cache.handle, sequence, layer, at, out.size)
     return out
 
 
@@ -317,8 +331,8 @@ def compress_arrays(plan: Plan, arrays: Arrays, kv_type: str, threads: int) -> O
     n_layers, n_heads_kv, n_tokens, size = k.shape
     given = _Arrays(n_layers, q.shape[1], n_heads_kv, n_tokens, size, *(x.ctypes.data for x in (q, k, v, mask)))
     result = c.c_void_p()
-    with _NativePlan(plan) as handle:
-        _call("compress_arrays", handle, c.byref(given), KV_TYPE[kv_type], threads, c.byref(result))
+    with _NativePlan(plan) as native, native.own.explained():
+        _call("compress_arrays", native.handle, c.byref(given), KV_TYPE[kv_type], threads, c.byref(result))
     library = lib()
     out = Outcome([], [], [], np.zeros((n_layers, n_heads_kv, n_tokens), dtype=np.float32))
     try:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from pykvedge.errors import BudgetError, unknown
+from pykvedge.errors import BudgetError, UnknownNameError, unknown
 from pykvedge.plan import Plan
 from pykvedge.stages.registry import STAGES
 
@@ -119,15 +119,31 @@ PRESETS: Mapping[str, Preset] = {p.name: p for p in _PRESETS}
 
 
 def methods() -> list[str]:
-    """Names of all methods, in the order in which they are explained."""
-    return list(PRESETS)
+    """Names of all methods, in the order in which they are explained; those of plugins last."""
+    from pykvedge.plugins import loading
+
+    loading.load_installed()
+    return [*PRESETS, *loading.method_names()]
 
 
 def preset(name: str) -> Preset:
-    """The preset of that name. Raises UnknownNameError, with a suggestion, if there is none."""
-    if name not in PRESETS:
-        raise unknown("method", str(name), PRESETS)
-    return PRESETS[name]
+    """The preset of that name, built in or of a plugin. Raises UnknownNameError, with a suggestion, if there is none."""
+    if name in PRESETS:
+        return PRESETS[name]
+    from pykvedge.plugins import loading
+
+    found = loading.find_preset(name)
+    if found is None:
+        raise unknown("method", str(name), [*PRESETS, *loading.method_names()], loading.problems())
+    return found
+
+
+def usual_sinks(name: str) -> int:
+    """Sinks that the method of that name has by itself; 0 for a name that is no method (of a plan from a file)."""
+    try:
+        return preset(name).values.get("sinks", 0)
+    except UnknownNameError:
+        return 0
 
 
 def _params_that_fit(chosen: Preset, settings: Mapping[str, Any]) -> dict[str, Any]:

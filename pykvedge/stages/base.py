@@ -66,11 +66,13 @@ def _parse_bool(value: Any) -> bool:
 class Layer:
     """One layer of a prompt, as a scorer sees it."""
 
-    q: np.ndarray  # [H, T, d] float32, position encoding applied
+    q: np.ndarray  # [H, T, d] float32, position encoding applied; plugins see the last n, [H, n, d]
     k: np.ndarray  # [Hkv, T, d] float32 that the storage type can represent, position encoding applied
     v: np.ndarray  # [Hkv, T, d]
     image_mask: np.ndarray  # [T] bool
     index: int = 0  # of the layer, among those that are compressed
+    n_layers: int = 1  # that are compressed
+    column_sums: np.ndarray | None = None  # [Hkv, T] float32, as scorer cumulative has them; for plugins that ask
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,9 @@ class Head:
     v: np.ndarray  # [T, d]
     kept: np.ndarray  # [n] int32 token indices, ascending
     protected: np.ndarray  # [T] bool
+    layer: int = 0  # as Layer.index
+    n_layers: int = 1
+    index: int = 0  # of the head in its layer
 
 
 @dataclass(frozen=True)
@@ -128,6 +133,7 @@ class Scorer:
     auto_recent: Callable[[int, Settings], int] = no_recent
     whole_up_to: Callable[[Settings], int] = never_whole
     sinks_first: bool = False  # which protection shrinks last when the budget does not cover both
+    by_place: bool = False  # scores depend on the number of the head or layer
     stage: str = "scorer"
 
 
@@ -140,6 +146,7 @@ class Allocator:
     source: str
     allocate: Callable[[Prompt, Settings], np.ndarray]
     params: tuple[Param, ...] = ()
+    by_place: bool = False
     stage: str = "allocator"
 
 
@@ -153,6 +160,7 @@ class Reducer:
     reduce: Callable[[Head, Settings], tuple[np.ndarray, np.ndarray]]
     params: tuple[Param, ...] = ()
     merges: bool = False
+    by_place: bool = False
     stage: str = "reducer"
 
 

@@ -47,8 +47,13 @@ def reducer(name: str) -> Reducer:
 
 
 def member(stage: str, name: str) -> Member:
-    """The member of that name. Raises UnknownNameError, with a suggestion, if there is none."""
+    """The member of that name, built in or of a plugin. Raises UnknownNameError, with a suggestion, if there is none."""
     known = members(stage)
-    if name not in known:
-        raise unknown(stage, name, known)
-    return known[name]
+    if name in known:
+        return known[name]
+    from pykvedge.plugins import loading, table
+
+    plugin = loading.find(stage, name)
+    if plugin is None:
+        raise unknown(stage, str(name), [*known, *table.names(stage)], loading.problems())
+    return plugin.member

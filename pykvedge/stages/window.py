@@ -14,11 +14,11 @@ from pykvedge.stages.base import Layer
 def window_attention(q: np.ndarray, k: np.ndarray, window: int) -> np.ndarray:
     """Mean attention of the last `window` queries to every token.
 
-    q, k: [T, d] of one query head and its KV head. Returns [T] float64.
+    q: [n, d] the last n queries of one query head; k: [T, d] of its KV head. Returns [T] float64.
     """
     n_tokens, size = k.shape
-    rows = min(window, n_tokens)
-    logits = (q[n_tokens - rows :].astype(np.float64) @ k.astype(np.float64).T) / np.sqrt(size)
+    rows = min(window, len(q))
+    logits = (q[len(q) - rows :].astype(np.float64) @ k.astype(np.float64).T) / np.sqrt(size)
     query = np.arange(n_tokens - rows, n_tokens)[:, None]
     logits[np.arange(n_tokens)[None, :] > query] = -np.inf
     weights = np.exp(logits - logits.max(axis=1, keepdims=True))
@@ -41,8 +41,8 @@ def pooled_attention(layer: Layer, window: int, kernel: int, kind: str, gqa: str
 
     The window's own tokens keep their unpooled attention.
     """
-    n_heads, n_tokens, _ = layer.q.shape
-    n_heads_kv = layer.k.shape[0]
+    n_heads = layer.q.shape[0]
+    n_heads_kv, n_tokens, _ = layer.k.shape
     group = n_heads // n_heads_kv
     attention = [window_attention(layer.q[h], layer.k[h // group], window) for h in range(n_heads)]
     grouped = np.stack(attention).reshape(n_heads_kv, group, n_tokens)

@@ -1,5 +1,6 @@
 #include "core/compress.h"
 
+#include "core/custom.h"
 #include "core/error.h"
 #include "core/select.h"
 #include "core/threads.h"
@@ -40,12 +41,25 @@ std::vector<float> unroll(const Sequence & seq, size_t l, int32_t n) {
     return out;
 }
 
-void score_layer(const Sequence & seq, const kvedge_plan & plan, int32_t n_tokens, size_t l, std::vector<float> & scores) {
+// [T] 1 for an image token. tokens: the indices of the pending ones.
+std::vector<uint8_t> pending_image(const Sequence & seq, const std::vector<int32_t> & tokens) {
+    std::vector<uint8_t> image;
+    image.reserve(tokens.size());
+    for (int32_t t : tokens) {
+        image.push_back(seq.image[(size_t) t]);
+    }
+    return image;
+}
+
+void score_layer(
+    const Sequence & seq, const kvedge_plan & plan, const uint8_t * image, int32_t n_tokens, size_t l, std::vector<float> & scores) {
     ScoreInput in{};
     in.seq      = &seq;
     in.layer    = (int32_t) l;
     in.n_tokens = n_tokens;
     in.params   = plan.params[KVEDGE_STAGE_SCORER];
+    in.image    = image;
+    in.self     = plan.scorer;
     if (!seq.sums.empty()) {
         in.column_sums   = seq.sums[l].sums.data();
         in.sums_capacity = seq.sums[l].capacity;
@@ -67,8 +81,9 @@ void select_all(Job & job, Compression & outcome) {
     const auto    T      = (size_t) job.n_tokens;
     const int32_t budget = kvedge_plan_budget(&job.plan, job.n_tokens);
     outcome.scores.resize(shapes.size());
-    parallel_for(job.n_threads, (int32_t) shapes.size(), [&](int32_t l, int32_t) { 
-        score_layer(job.seq, job.plan, job.n_tokens, (size_t) l, outcome.scores[(size_t) l]);
+    const int32_t n_threads = own_thread_only(*job.plan.scorer) ? 1 : job.n_threads;
+    parallel_for(n_threads, (int32_t) shapes.size(), [&](int32_t l, int32_t) {
+        score_layer(job.seq, job.plan, job.image.data(), job.n_tokens, (size_t) l, outcome.scores[(size_t) l]);
     });
 
     auto & counts = job.counts;
@@ -79,7 +94,8 @@ void select_all(Job & job, Compression & outcome) {
     if (budget < job.n_tokens) {
         const int32_t recent = std::min(budget, plan_recent(job.plan, job.n_tokens, budget));
         job.plan.allocator->allocate(
-            { job.n_tokens, budget, recent, &outcome.scores, &job.seq, job.n_threads, job.plan.params[KVEDGE_STAGE_ALLOCATOR] },
+            { job.n_tokens, budget, recent, &outcome.scores, &job.seq, job.n_threads, job.plan.params[KVEDGE_STAGE_ALLOCATOR],
+              job.image.data(), job.plan.allocator },
             counts);
     }
     job.kept.resize(shapes.size());
@@ -158,18 +174,28 @@ void reduce_rows(Job & job, int32_t l, int32_t h, int32_t worker, uint8_t * k, u
     });
     const Protection p = fit_protection(job.plan, job.n_tokens, job.counts[(size_t) l][(size_t) h]);
     job.plan.reducer->reduce({ job.n_tokens, shape.d_k, shape.d_v, rk, rv, kept.data(), (int32_t) kept.size(), p.sinks, p.recent,
-                               job.plan.params[KVEDGE_STAGE_REDUCER], scratch }, ok, ov);
+                               job.plan.params[KVEDGE_STAGE_REDUCER], scratch, l, (int32_t) job.seq.shapes().size(), h,
+                               job.seq.type(), job.plan.reducer }, ok, ov);
     kn.from_f32(job.seq.type(), ok, k, kept.size() * dk);
     kn.from_f32(job.seq.type(), ov, v, kept.size() * dv);
 }
 
-// Fills the new block layer by layer; a layer's old rows are given back as soon as its new ones stand.
+// Fills the new block layer by layer; a layer's old rows are given back as soon as its new ones stand. A reducer that may
+// fail fills all layers first: until then the old rows are all there is.
 void fill_block(Job & job, Compression & outcome) {
-    Sequence & seq   = job.seq;
-    uint64_t   bytes = outcome.before_bytes;
+    Sequence &    seq       = job.seq;
+    uint64_t      bytes     = outcome.before_bytes;
+    const bool    may_fail  = job.plan.reducer->custom != nullptr;
+    const int32_t n_threads = own_thread_only(*job.plan.reducer) ? 1 : job.n_threads;
+    const auto    give_back = [&](size_t l) {
+        for (size_t b = seq.pending_from; b < seq.blocks.size(); b++) {
+            bytes -= seq.blocks[b]->layers[l].memory.size();
+            seq.blocks[b]->layers[l].memory = Pages();
+        }
+    };
     for (size_t l = 0; l < seq.shapes().size(); l++) {
         BlockLayer & layer = job.block->layers[l];
-        parallel_for(job.n_threads, (int32_t) layer.heads.size(), [&](int32_t h, int32_t worker) {
+        parallel_for(n_threads, (int32_t) layer.heads.size(), [&](int32_t h, int32_t worker) {
             const RaggedHead & head = layer.heads[(size_t) h];
             uint8_t * const    k    = layer.memory.data() + head.k_offset;
             uint8_t * const    v    = layer.memory.data() + head.v_offset;
@@ -181,10 +207,12 @@ void fill_block(Job & job, Compression & outcome) {
         });
         bytes += layer.memory.size();
         outcome.peak_bytes = std::max(outcome.peak_bytes, bytes + seq.index_bytes() + seq.score_bytes());
-        for (size_t b = seq.pending_from; b < seq.blocks.size(); b++) {
-            bytes -= seq.blocks[b]->layers[l].memory.size();
-            seq.blocks[b]->layers[l].memory = Pages();
+        if (!may_fail) {
+            give_back(l);
         }
+    }
+    for (size_t l = 0; may_fail && l < seq.shapes().size(); l++) {
+        give_back(l);
     }
     seq.blocks.resize(seq.pending_from);
     seq.blocks.push_back(std::move(job.block));
@@ -202,7 +230,7 @@ kvedge_status fail_unobserved(kvedge_error * err) {
 }  // namespace
 
 kvedge_status score_pending(
-    const Sequence & seq, const kvedge_plan & plan, int32_t layer, std::vector<float> & scores, kvedge_error * err) {
+    const Sequence & seq, const kvedge_plan & plan, int32_t layer, std::vector<float> & scores, kvedge_error * err) try {
     const int32_t T = seq.pending_length();
     if (T == 0) {
         return fail(err, KVEDGE_E_STATE, "no token was added since the last compression; there is nothing to score");
@@ -210,8 +238,10 @@ kvedge_status score_pending(
     if (!observed(seq, plan) || (plan.scorer->needs_column_sums && seq.sums.empty()) || (plan_window(plan) > 0 && seq.windows.empty())) {
         return fail_unobserved(err);
     }
-    score_layer(seq, plan, T, (size_t) layer, scores);
+    score_layer(seq, plan, pending_image(seq, seq.pending_tokens()).data(), T, (size_t) layer, scores);
     return ok(err);
+} catch (const StageFailure & failure) {
+    return fail(err, KVEDGE_E_STAGE, "%s", failure.what());
 }
 
 kvedge_status compress_pending(
@@ -232,10 +262,7 @@ kvedge_status compress_pending(
     }
 
     Job job{ seq, plan, std::max(1, n_threads), T, seq.pending_tokens(), {}, nullptr, {}, {}, {} };
-    job.image.reserve((size_t) T);
-    for (int32_t t : job.tokens) {
-        job.image.push_back(seq.image[(size_t) t]);
-    }
+    job.image = pending_image(seq, job.tokens);
     if (budget < T || outcome.want_scores) {
         select_all(job, outcome);
     }
@@ -250,6 +277,8 @@ kvedge_status compress_pending(
     outcome.after_bytes = seq.bytes();
     outcome.us = std::chrono::duration_cast<std::chrono::microseconds>(std::chrono::steady_clock::now() - start).count();
     return ok(err);
+} catch (const StageFailure & failure) {
+    return fail(err, KVEDGE_E_STAGE, "%s", failure.what());
 } catch (const std::bad_alloc &) {
     return fail(err, KVEDGE_E_MEMORY, "no memory to compress the cache");
 }

@@ -1,5 +1,6 @@
 #include "core/plan.h"
 
+#include "core/custom.h"
 #include "core/error.h"
 
 #include <algorithm>
@@ -59,10 +60,13 @@ bool parse_bool(const char * text, bool & out) {
     return !strcmp(text, "false") || !strcmp(text, "0");
 }
 
-std::string members(kvedge_stage stage) {
+std::string members(const kvedge_plan & plan, kvedge_stage stage) {
     std::string list;
     for (int32_t i = 0; const char * name = kvedge_stage_name(stage, i); i++) {
         list += (i ? ", " : "") + std::string(name);
+    }
+    for (const char * name : own_names(plan, stage)) {
+        list += ", " + std::string(name);
     }
     return list;
 }
@@ -72,7 +76,7 @@ template <class T>
 kvedge_status set_stage(
     kvedge_plan & plan, const T * kvedge_plan::* slot, const T * found, kvedge_stage stage, const char * value, kvedge_error * err) {
     if (!found) {
-        return fail(err, KVEDGE_E_UNKNOWN, "no %s named '%s'; there are: %s", STAGE_NAMES[stage], value, members(stage).c_str());
+        return fail(err, KVEDGE_E_UNKNOWN, "no %s named '%s'; there are: %s", STAGE_NAMES[stage], value, members(plan, stage).c_str());
     }
     plan.*slot = found;
     for (int32_t i = 0; found->params && found->params[i].name; i++) {
@@ -189,10 +193,16 @@ kvedge_status set_sinks(kvedge_plan & plan, const char * value, kvedge_error * e
 }  // namespace
 
 int32_t plan_window(const kvedge_plan & plan) {
+    if (plan.scorer->custom) {
+        return plan.scorer->custom->given.n_queries;
+    }
     return plan.scorer->window ? plan.scorer->window(plan.params[KVEDGE_STAGE_SCORER]) : 0;
 }
 
 int32_t plan_recent(const kvedge_plan & plan, int32_t n_tokens, int32_t budget) {
+    if (plan.recent_auto && plan.scorer->custom) {
+        return std::min(budget / 2, plan.scorer->custom->given.recent);
+    }
     if (plan.recent_auto) {
         return plan.scorer->auto_recent ? plan.scorer->auto_recent(budget, plan.params[KVEDGE_STAGE_SCORER]) : 0;
     }
@@ -219,13 +229,13 @@ extern "C" kvedge_status kvedge_plan_set(kvedge_plan * plan, const char * key, c
     }
     const std::string k = key;
     if (k == "scorer") {
-        return set_stage(*plan, &kvedge_plan::scorer, find_scorer(value), KVEDGE_STAGE_SCORER, value, err);
+        return set_stage(*plan, &kvedge_plan::scorer, known_scorer(*plan, value), KVEDGE_STAGE_SCORER, value, err);
     }
     if (k == "allocator") {
-        return set_stage(*plan, &kvedge_plan::allocator, find_allocator(value), KVEDGE_STAGE_ALLOCATOR, value, err);
+        return set_stage(*plan, &kvedge_plan::allocator, known_allocator(*plan, value), KVEDGE_STAGE_ALLOCATOR, value, err);
     }
     if (k == "reducer") {
-        return set_stage(*plan, &kvedge_plan::reducer, find_reducer(value), KVEDGE_STAGE_REDUCER, value, err);
+        return set_stage(*plan, &kvedge_plan::reducer, known_reducer(*plan, value), KVEDGE_STAGE_REDUCER, value, err);
     }
     if (k == "decode") {
         return set_stage(*plan, &kvedge_plan::decode, find_decode(value), KVEDGE_STAGE_DECODE, value, err);
@@ -281,7 +291,7 @@ extern "C" int32_t kvedge_plan_budget(const kvedge_plan * plan, int32_t n_tokens
     if (!plan || n_tokens <= 0) {
         return 0;
     }
-    if (n_tokens <= plan_window(*plan)) {
+    if (!plan->scorer->custom && n_tokens <= plan_window(*plan)) {
         return n_tokens;
     }
     const int32_t n = plan->budget_ratio > 0.0 ? share(plan->budget_ratio, n_tokens) : plan->budget_pairs;

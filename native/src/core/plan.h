@@ -3,6 +3,8 @@
 #include "core/stages.h"
 
 #include <cstdint>
+#include <memory>
+#include <vector>
 
 struct kvedge_plan {
     const kvedge::Scorer *       scorer    = nullptr;
@@ -23,6 +25,11 @@ struct kvedge_plan {
 
     bool text_prior    = false;
     bool keep_all_text = false;  // text_overflow = keep_all
+
+    // The program's own; copies of the plan share them.
+    std::vector<std::shared_ptr<const kvedge::CustomScorer>>    own_scorers;
+    std::vector<std::shared_ptr<const kvedge::CustomAllocator>> own_allocators;
+    std::vector<std::shared_ptr<const kvedge::CustomReducer>>   own_reducers;
 };
 
 namespace kvedge {

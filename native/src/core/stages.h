@@ -28,6 +28,11 @@ struct Member {
     const Param * params;  // NULL: none
 };
 
+// What kvedge_plan_add_scorer and its like were given (custom.h).
+struct CustomScorer;
+struct CustomAllocator;
+struct CustomReducer;
+
 // The pending tokens of one layer, as a scorer sees them.
 struct ScoreInput {
     const Sequence * seq;  // the rows are its pending ones
@@ -39,6 +44,8 @@ struct ScoreInput {
     int32_t          n_window;       // as many as were seen, at most the window
     const float *    sinks;          // [H] logits of the layer's attention sinks, or NULL
     const double *   params;
+    const uint8_t *  image;          // [T] 1 for an image token
+    const struct Scorer * self;
 };
 
 struct Scorer : Member {
@@ -50,6 +57,7 @@ struct Scorer : Member {
     int32_t (*window)(const double * params);
     // out [Hkv][T], larger matters more
     void (*score)(const ScoreInput & in, float * out);
+    const CustomScorer * custom = nullptr;  // a stage of the program's own, which may throw StageFailure
 };
 
 struct AllocateInput {
@@ -60,11 +68,14 @@ struct AllocateInput {
     const Sequence *                        seq;       // the rows are its pending ones
     int32_t                                 n_threads;
     const double *                          params;
+    const uint8_t *                         image;     // [T]
+    const struct Allocator *                self;
 };
 
 struct Allocator : Member {
     // out[layer][head] KV pairs to keep; their sum is budget * (number of layers and heads), never above.
     void (*allocate)(const AllocateInput & in, std::vector<std::vector<int32_t>> & out);
+    const CustomAllocator * custom = nullptr;
 };
 
 // One head's rows in float32, and which of them stay.
@@ -77,6 +88,9 @@ struct ReduceInput {
     int32_t         sinks, recent;  // first and last tokens of the prompt that are protected
     const double *  params;
     float *         scratch;  // as many floats as the reducer's scratch() asked for
+    int32_t         layer, n_layers, head;
+    Type            type;     // that the rows are stored as
+    const struct Reducer * self;
 };
 
 struct Reducer : Member {
@@ -84,6 +98,7 @@ struct Reducer : Member {
     // rows as they are.
     void (*reduce)(const ReduceInput & in, float * k, float * v);
     size_t (*scratch)(int32_t n_tokens, int32_t n_kept, int32_t d_k);
+    const CustomReducer * custom = nullptr;  // this one may fail
 };
 
 // One KV head after a generated token.

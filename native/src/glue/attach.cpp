@@ -133,15 +133,18 @@ extern "C" void kvedge_detach(kvedge_cache * kv) {
     delete kv;
 }
 
-extern "C" kvedge_status kvedge_set_plan(kvedge_cache * kv, const kvedge_plan * plan, kvedge_error * err) {
+extern "C" kvedge_status kvedge_set_plan(kvedge_cache * kv, const kvedge_plan * plan, kvedge_error * err) try {
     if (!kv || !plan) {
         return fail(err, KVEDGE_E_ARGUMENT, "kvedge_set_plan: cache or plan is NULL");
     }
     if (const auto status = kvedge_plan_check(plan, err); status != KVEDGE_OK) {
         return status;
     }
-    kv->plan = *plan;
+    kvedge_plan copy = *plan;
+    std::swap(kv->plan, copy);
     return ok(err);
+} catch (const std::bad_alloc &) {
+    return fail(err, KVEDGE_E_MEMORY, "no memory for a plan");
 }
 
 extern "C" kvedge_status kvedge_set_auto_compress(kvedge_cache * kv, bool on, kvedge_error * err) {

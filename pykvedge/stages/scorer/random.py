@@ -34,5 +34,6 @@ MEMBER = Scorer(
     summary="chance, the same for the same seed",
     source="a control",
     score=score,
+    by_place=True,
     params=(Param("seed", 0, "another seed, other tokens", low=0, high=2**31 - 1),),
 )
