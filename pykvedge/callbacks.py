@@ -1,4 +1,4 @@
-"""Stages of the program's own, by ctypes: the structs of kvedge.h, Python functions as callbacks, C functions as members.
+"""Stages of the program's own, by ctypes: structs of kvedge.h, Python functions as callbacks, C functions as members.
 
 Apart from libkvedge.py because it knows arrays and plugins and needs no library: a shared library of stages can be
 loaded, and its members run by the NumPy engine, without libkvedge.

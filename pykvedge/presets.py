@@ -127,7 +127,7 @@ def methods() -> list[str]:
 
 
 def preset(name: str) -> Preset:
-    """The preset of that name, built in or of a plugin. Raises UnknownNameError, with a suggestion, if there is none."""
+    """The preset of that name, built in or of a plugin. Raises UnknownNameError with a suggestion."""
     if name in PRESETS:
         return PRESETS[name]
     from pykvedge.plugins import loading

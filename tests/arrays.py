@@ -1,51 +1,5 @@
-"""Random prompts for compress: queries, keys, values, and where the images lie."""
+"""Random prompts for compress, as `kvedge methods --check` uses them."""
 
-from __future__ import annotations
+from pykvedge.checks.prompts import LAYOUTS, Prompt, image_mask, prompt
 
-from dataclasses import dataclass
-
-import numpy as np
-
-LAYOUTS = ("text", "image", "image_first", "image_last", "image_in_the_middle", "two_images", "scattered")
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """q [L, H, T, d], k and v [L, Hkv, T, d] float32, image_mask [T] bool."""
-
-    q: np.ndarray
-    k: np.ndarray
-    v: np.ndarray
-    image_mask: np.ndarray
-
-    @property
-    def arguments(self):
-        """In the order that compress takes them."""
-        return self.q, self.k, self.v, self.image_mask
-
-
-def image_mask(layout: str, n_tokens: int, seed: int = 0) -> np.ndarray:
-    """[T] bool."""
-    index = np.arange(n_tokens) / max(n_tokens, 1)
-    masks = {
-        "text": index < 0,
-        "image": index >= 0,
-        "image_first": index < 0.7,
-        "image_last": index >= 0.3,
-        "image_in_the_middle": (index >= 0.2) & (index < 0.85),
-        "two_images": ((index >= 0.1) & (index < 0.4)) | ((index >= 0.5) & (index < 0.9)),
-        "scattered": np.random.default_rng(seed).random(n_tokens) < 0.5,
-    }
-    return masks[layout]
-
-
-def prompt(n_tokens: int, heads=(4, 2), layers: int = 2, size: int = 32, layout: str = "two_images", seed: int = 0):
-    """A prompt with a few loud keys, as real ones have: attention is far from uniform."""
-    rng = np.random.default_rng([seed, n_tokens, *heads, size])
-    n_heads, n_heads_kv = heads
-    q = rng.standard_normal((layers, n_heads, n_tokens, size))
-    loud = rng.gamma(2.0, 0.5, (layers, n_heads_kv, n_tokens, 1))
-    k = rng.standard_normal((layers, n_heads_kv, n_tokens, size)) * loud
-    v = rng.standard_normal((layers, n_heads_kv, n_tokens, size))
-    q, k, v = (np.ascontiguousarray(x, dtype=np.float32) for x in (q, k, v))
-    return Prompt(q, k, v, image_mask(layout, n_tokens, seed))
+__all__ = ["LAYOUTS", "Prompt", "image_mask", "prompt"]

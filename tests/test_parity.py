@@ -13,6 +13,7 @@ import pytest
 from arrays import LAYOUTS, prompt
 
 import pykvedge
+from pykvedge.checks import rules
 from pykvedge.stages.registry import STAGES, members
 
 SCORERS, REDUCERS = list(members("scorer")), list(members("reducer"))
@@ -27,15 +28,7 @@ def plan_of(scorer, reducer="evict", budget=0.2, **settings):
 
 def assert_same(plan, p, kv_type="f16", threads=2):
     """Kept sets are identical; scores, keys and values agree within 1e-3."""
-    ours = pykvedge.compress(plan, *p.arguments, engine="native", kv_type=kv_type, threads=threads)
-    definition = pykvedge.compress(plan, *p.arguments, engine="numpy", kv_type=kv_type)
-    np.testing.assert_allclose(ours.scores, definition.scores, rtol=1e-3, atol=1e-5)
-    n_layers, n_heads_kv = p.k.shape[:2]
-    for i, h in itertools.product(range(n_layers), range(n_heads_kv)):
-        np.testing.assert_array_equal(ours.kept[i][h], definition.kept[i][h])
-        np.testing.assert_allclose(ours.k[i][h], definition.k[i][h], rtol=1e-3, atol=1e-4)
-        np.testing.assert_allclose(ours.v[i][h], definition.v[i][h], rtol=1e-3, atol=1e-4)
-    return ours
+    return rules.engines_agree(plan, p, kv_type, threads)
 
 
 def test_both_sides_have_the_same_members(native):
@@ -87,14 +80,7 @@ def test_every_protection(native, scorer, settings):
 @pytest.mark.parametrize("kv_type", ["f16", "bf16", "f32"])
 @pytest.mark.parametrize("size", [8, 16, 40, 64, 80, 96, 128, 256])
 def test_every_storage_type_and_head_size(native, kv_type, size):
-    tolerance = {"f16": 1, "bf16": 8, "f32": 1}[kv_type]
-    p = prompt(77, size=size)
-    ours = pykvedge.compress(plan_of("cumulative", "pivotal"), *p.arguments, kv_type=kv_type)
-    definition = pykvedge.compress(plan_of("cumulative", "pivotal"), *p.arguments, engine="numpy", kv_type=kv_type)
-    for i, h in itertools.product(range(2), range(2)):
-        np.testing.assert_array_equal(ours.kept[i][h], definition.kept[i][h])
-        np.testing.assert_allclose(ours.k[i][h], definition.k[i][h], rtol=tolerance * 1e-3, atol=1e-4)
-        np.testing.assert_allclose(ours.v[i][h], definition.v[i][h], rtol=tolerance * 1e-3, atol=1e-4)
+    assert_same(plan_of("cumulative", "pivotal"), prompt(77, size=size), kv_type)
 
 
 @pytest.mark.parametrize("reducer", REDUCERS)

@@ -9,10 +9,11 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 import pykvedge
+from pykvedge.checks import rules
 from pykvedge.definition import round_to
-from pykvedge.stages.registry import members
+from pykvedge.stages.registry import member, members
 
-ENGINES = ("native", "numpy")
+ENGINES = rules.ENGINES
 
 prompts = st.builds(
     prompt,
@@ -54,62 +55,38 @@ def heads_of(result):
 @few
 @given(plans, prompts)
 def test_the_budget_is_met_exactly(native, engine, plan, p):
-    result = run(plan, p, engine)
-    n_tokens, size = p.k.shape[2:]
-    for i, h in heads_of(result):
-        kept = result.kept[i][h]
-        assert len(kept) == plan.count(n_tokens)
-        assert kept.dtype == np.int32 and (np.diff(kept) > 0).all()
-        assert kept[0] >= 0 and kept[-1] < n_tokens
-        assert result.k[i][h].shape == result.v[i][h].shape == (len(kept), size)
-    assert result.scores.shape == (2, p.k.shape[1], n_tokens)
+    rules.budget_is_met(plan, p, engine)
 
 
 @each_engine
 @few
 @given(plans, prompts)
 def test_protected_tokens_are_kept(native, engine, plan, p):
-    n_tokens = p.k.shape[2]
-    recent, sinks = plan.protected(n_tokens, plan.count(n_tokens))
-    protected = {*range(min(sinks, n_tokens)), *range(n_tokens - recent, n_tokens)}
-    result = run(plan, p, engine)
-    for i, h in heads_of(result):
-        assert protected <= set(result.kept[i][h].tolist())
+    rules.protected_are_kept(plan, p, engine)
 
 
 @each_engine
 @few
 @given(plans, prompts)
 def test_a_budget_of_everything_changes_nothing(native, engine, plan, p):
-    result = run(plan.with_(budget=1.0), p, engine)
-    for i, h in heads_of(result):
-        assert result.kept[i][h].tolist() == list(range(p.k.shape[2]))
-        np.testing.assert_array_equal(result.k[i][h], round_to(p.k[i, h], "f16"))
-        np.testing.assert_array_equal(result.v[i][h], round_to(p.v[i, h], "f16"))
+    rules.everything_changes_nothing(plan, p, engine)
 
 
 @each_engine
 @few
 @given(plans, prompts, st.randoms(use_true_random=False))
 def test_the_order_of_heads_does_not_matter(native, engine, plan, p, random):
-    assume(plan.scorer != "random")  # chance depends on the place
-    group = p.q.shape[1] // p.k.shape[1]
+    assume(not member("scorer", plan.scorer).by_place)
     order = list(range(p.k.shape[1]))
     random.shuffle(order)
-    query_order = [h * group + g for h in order for g in range(group)]
-    result = run(plan, p, engine)
-    shuffled = pykvedge.compress(plan, p.q[:, query_order], p.k[:, order], p.v[:, order], p.image_mask, engine=engine)
-    for i, h in heads_of(result):
-        j = order.index(h)
-        np.testing.assert_array_equal(shuffled.kept[i][j], result.kept[i][h])
-        np.testing.assert_array_equal(shuffled.k[i][j], result.k[i][h])
+    rules.heads_commute(plan, p, engine, order)
 
 
 @each_engine
 @few
 @given(plans, prompts)
 def test_layers_do_not_see_each_other(native, engine, plan, p):
-    assume(plan.scorer != "random")
+    assume(not member("scorer", plan.scorer).by_place)
     both = run(plan, p, engine)
     second = pykvedge.compress(plan, p.q[1:], p.k[1:], p.v[1:], p.image_mask, engine=engine)
     for h in range(p.k.shape[1]):
@@ -154,7 +131,4 @@ def test_text_is_never_dropped_for_an_image(native, engine, p, ratio):
 @few
 @given(plans, prompts)
 def test_both_engines_agree(native, plan, p):
-    ours, definition = run(plan, p, "native"), run(plan, p, "numpy")
-    for i, h in heads_of(ours):
-        np.testing.assert_array_equal(ours.kept[i][h], definition.kept[i][h])
-        np.testing.assert_allclose(ours.k[i][h], definition.k[i][h], rtol=1e-3, atol=1e-3)
+    rules.engines_agree(plan, p, absolute=1e-3)

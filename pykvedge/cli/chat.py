@@ -11,6 +11,7 @@ import click
 import pykvedge
 from pykvedge.errors import UsageError, unknown
 from pykvedge.plan import Plan
+from pykvedge.plugins.loading import load_file
 from pykvedge.presets import default_plan
 from pykvedge.presets import plan as make_plan
 
@@ -43,6 +44,8 @@ _OPTIONS = (
             help="A setting of a stage, for example scorer.window=16; repeatable."),
     _option("--plan", "plan_file", type=_PATH, metavar="FILE.json",
             help="A plan as `kvedge methods NAME --json` prints it, instead of --method and what changes it."),
+    _option("--plugin", "plugins", type=_PATH, multiple=True, metavar="FILE",
+            help="A file with methods or stages of your own, .py or a shared library; repeatable."),
     _option("--ctx", type=int, metavar="N", help="Tokens that the conversation may hold. Default: up to 4096."),
     _option("--threads", type=int, metavar="N", help="Default: one per physical core."),
     _option("--gpu-layers", type=int, metavar="N", help="Layers on the GPU, -1 for all."),
@@ -80,9 +83,12 @@ def chat(prompt: str | None, **given: Any) -> None:
       kvedge chat ... --image a.jpg --image b.jpg --method lookm --budget 0.1 "What differs?"
       kvedge chat ... --method h2o --budget 256 --sinks 4 "Summarise."
       kvedge chat ... --method snapkv --allocator ada --merge pivotal --set scorer.window=16 "What is this?"
+      kvedge chat ... --plugin mine.py --method mine "What is this?"
       echo "Describe the image." | kvedge chat ... --image cat.jpg --json
       kvedge chat ...                        a conversation; /image PATH adds an image
     """
+    for file in given["plugins"]:
+        load_file(file)
     plan = _plan(given)
     model, mmproj = model_files(given["model"], given["mmproj"])
     if given["images"] and mmproj is None:

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import json
+import sys
 import textwrap
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
 
 import click
 
+from pykvedge import presets
+from pykvedge.errors import KvedgeError, UsageError
+from pykvedge.plugins import loading
 from pykvedge.presets import PRESETS, Preset, plan, preset
 from pykvedge.stages.registry import STAGES, member
 
@@ -14,22 +21,74 @@ from pykvedge.stages.registry import STAGES, member
 @click.command()
 @click.argument("name", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: of one method, its plan.")
-def methods(name: str | None, as_json: bool) -> None:
-    """List the compression methods, or explain one.
+@click.option(
+    "--plugin",
+    "plugins",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    metavar="FILE",
+    help="A file with methods or stages of your own, .py or a shared library; repeatable.",
+)
+@click.option(
+    "--check",
+    "checking",
+    is_flag=True,
+    help="Try the method, or the stage of that name, on many prompts; exit code 1 if a rule is broken.",
+)
+def methods(name: str | None, as_json: bool, plugins: tuple[Path, ...], checking: bool) -> None:
+    """List the compression methods, explain one, or check one.
 
     \b
     Examples:
       kvedge methods
       kvedge methods lookm
       kvedge methods lookm --json            the plan, to keep or to change
+      kvedge methods --check mine --plugin mine.py
     """
+    for file in plugins:
+        loading.load_file(file)
+    if checking:
+        if name is None:
+            raise UsageError("--check needs the name of a method or stage")
+        sys.exit(_check(name, as_json))
     if name is not None:
         chosen = preset(name)
         click.echo(plan(chosen.name).to_json() if as_json else _explain(chosen))
     elif as_json:
-        click.echo(json.dumps([_as_object(p) for p in PRESETS.values()]))
+        click.echo(json.dumps([_as_object(p) for p in _all()]))
     else:
-        click.echo(_table())
+        click.echo(_table(_all()))
+
+
+def _all() -> list[Preset]:
+    """Every method. A line on stderr for each installed plugin that cannot be loaded, or method that cannot be made."""
+    names, problems = presets.methods(), loading.problems()
+    out = [PRESETS[name] for name in names if name in PRESETS]
+    for found in (preset(name) for name in names if name not in PRESETS):
+        try:
+            plan(found.name)
+            out.append(found)
+        except (KvedgeError, TypeError) as error:
+            problems.append(f"method '{found.name}' of a plugin: {error}")
+    for problem in problems:
+        click.echo(f"kvedge: warning: {' '.join(problem.split())}", err=True)
+    return out
+
+
+def _check(name: str, as_json: bool) -> int:
+    """Prints what `pykvedge.checks` found. Returns the exit code."""
+    from pykvedge.checks.suite import check
+
+    rows = check(name)
+    broken = any(row.failed for row in rows)
+    if as_json:
+        click.echo(json.dumps({"name": name, "passed": not broken, "checks": [asdict(row) for row in rows]}))
+        return int(broken)
+    width = max(len(row.check) for row in rows)
+    for row in rows:
+        cases = f"{row.cases - row.failed:3d} of {row.cases:3d}" if row.cases else " " * 10
+        click.echo(f"{row.check.ljust(width)}  {cases}  {row.status}{': ' + row.note if row.note else ''}")
+    return int(broken)
 
 
 def _as_object(p: Preset) -> dict[str, object]:
@@ -43,9 +102,9 @@ def _as_object(p: Preset) -> dict[str, object]:
     }
 
 
-def _table() -> str:
+def _table(chosen: Iterable[Preset]) -> str:
     rows = [("method", "budget", "scorer", "reducer", "what it keeps")]
-    for p in PRESETS.values():
+    for p in chosen:
         made = plan(p.name)
         rows.append((p.name, str(made.budget), made.scorer, made.reducer, p.summary))
     widths = [max(len(row[i]) for row in rows) for i in range(4)]

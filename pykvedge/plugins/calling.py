@@ -52,7 +52,7 @@ def place(function: Any) -> str:
 
 
 def view(layer: Layer, n_queries: int, column_sums: bool) -> Layer:
-    """The layer as a plugin sees it in a running model: no more queries than it asks for, and column sums if it does."""
+    """The layer as a plugin sees it in a running model: as many queries, and column sums, as it asks for."""
     import numpy as np
 
     sums = layer.column_sums if column_sums else None
@@ -79,7 +79,9 @@ def checked_scorer(
             out = out.astype(np.float32).astype(np.float64)
         if np.isnan(out).any():
             head, token = np.argwhere(np.isnan(out))[0]
-            raise PluginError(f"{what} gave NaN for layer {layer.index}, KV head {head}, token {token}{place(function)}")
+            raise PluginError(
+                f"{what} gave NaN for layer {layer.index}, KV head {head}, token {token}{place(function)}"
+            )
         return out
 
     return score

@@ -117,7 +117,9 @@ def preset(name: str, *, summary: str = "", reference: str = "", **values: Any) 
     origin = Path(sys._getframe(1).f_code.co_filename).name
     fields = {key: value for key, value in values.items() if "." not in key}
     params = {**fields.pop("params", {}), **{key: value for key, value in values.items() if "." in key}}
-    table.add_preset(Preset(name, summary or f"defined in {origin}", reference or origin, {**fields, "params": params}), origin)
+    table.add_preset(
+        Preset(name, summary or f"defined in {origin}", reference or origin, {**fields, "params": params}), origin
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -110,7 +110,7 @@ def _load_entry_point(point: EntryPoint) -> None:
 
 
 def load_installed(first: str = "") -> list[str]:
-    """Loads entry points: the one called `first` alone if there is one, else all. Returns what went wrong, a line each."""
+    """Loads entry points: the one called `first` alone if there is one, else all. Returns what went wrong."""
     points = _entry_points()
     for point in [points[first]] if first in points else points.values():
         _load_entry_point(point)
@@ -145,7 +145,7 @@ def _implied(name: str) -> Preset | None:
     if not own:
         return None
     first = next(iter(own.values()))
-    values = {"scorer": "window", **{stage: name for stage in own}}
+    values = {"scorer": "window", **dict.fromkeys(own, name)}
     return Preset(name, first.member.summary, f"{' and '.join(own)} of {first.origin}", values)
 
 

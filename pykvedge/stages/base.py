@@ -146,7 +146,7 @@ class Allocator:
     source: str
     allocate: Callable[[Prompt, Settings], np.ndarray]
     params: tuple[Param, ...] = ()
-    by_place: bool = False
+    by_place: bool = False  # counts depend on the number of the head, and be it for equal remainders
     stage: str = "allocator"
 
 

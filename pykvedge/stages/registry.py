@@ -47,7 +47,7 @@ def reducer(name: str) -> Reducer:
 
 
 def member(stage: str, name: str) -> Member:
-    """The member of that name, built in or of a plugin. Raises UnknownNameError, with a suggestion, if there is none."""
+    """The member of that name, built in or of a plugin. Raises UnknownNameError with a suggestion."""
     known = members(stage)
     if name in known:
         return known[name]

@@ -44,6 +44,7 @@ MEMBER = Allocator(
     summary="within a layer, more for the heads with the largest scores",
     source="AdaKV, section 4",
     allocate=allocate,
+    by_place=True,  # equal remainders go to the lower head
     params=(
         Param("floor", 0.2, "share of the even budget that every head keeps", low=0.0, high=1.0),
         Param("normalize", True, "weigh a head's scores by how concentrated they are"),
