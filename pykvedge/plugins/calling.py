@@ -18,31 +18,37 @@ if TYPE_CHECKING:
     from pykvedge.stages.base import Head, Layer, Prompt, Settings
 
 
-def guarded(what: str, function: Callable[..., Any], *arguments: Any, file: str = "") -> Any:
+def guarded(what: str, function: Callable[..., Any], *arguments: Any, file: str | None = "") -> Any:
     """function(*arguments). Whatever it raises, SystemExit too, is a PluginError; what it prints goes to stderr.
 
-    file: where the plugin's code is, if not where the function is.
+    file: where the plugin's code is, if not where the function is; None: wherever the error came from.
     """
     import numpy as np
 
     try:
         with redirect_stdout(sys.stderr), np.errstate(all="ignore"):
             return function(*arguments)
-    except (KeyboardInterrupt, PluginError):
+    except KeyboardInterrupt:
         raise
+    except PluginError as error:
+        if not file:
+            raise
+        raise PluginError(f"{error}{_line(error, file)}") from error
     except BaseException as error:
-        raise PluginError(f"{what} failed: {described(error, function, file)}") from error
+        where = getattr(getattr(function, "__code__", None), "co_filename", "") if file == "" else file
+        if isinstance(error, SyntaxError) and error.filename == where:
+            text, at = error.msg, f" ({Path(error.filename).name}:{error.lineno})"
+        else:
+            text, at = " ".join(str(error).split()), _line(error, where) or place(function)
+        text = f": {text}" if text else ""
+        raise PluginError(f"{what} failed: {type(error).__name__}{text}{at}") from error
 
 
-def described(error: BaseException, function: Any, file: str = "") -> str:
-    """The error's type, its message, and the line of the plugin that raised it or called what raised it."""
-    file = file or getattr(getattr(function, "__code__", None), "co_filename", "")
-    if isinstance(error, SyntaxError) and error.filename == file:
-        return f"{type(error).__name__}: {error.msg} ({Path(file).name}:{error.lineno})"
-    text = " ".join(str(error).split())
-    name = type(error).__name__ + (f": {text}" if text else "")
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if file and frame.filename == file]
-    return f"{name} ({Path(file).name}:{lines[-1]})" if lines else name + place(function)
+def _line(error: BaseException, file: str | None) -> str:
+    """ " (file:line)" of the last line of the file that the error passed, "" if it passed none. None: of any file."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame for frame in frames if file is None or frame.filename == file]
+    return f" ({Path(lines[-1].filename).name}:{lines[-1].lineno})" if lines else ""
 
 
 def place(function: Any) -> str:

@@ -103,7 +103,7 @@ def _load_entry_point(point: EntryPoint) -> None:
     _tried[point.name] = ""
     before = table.snapshot()
     try:
-        calling.guarded(f"plugin '{point.name}' ({point.value})", point.load)
+        calling.guarded(f"plugin '{point.name}' ({point.value})", point.load, file=None)
     except PluginError as error:
         table.restore(before)
         _tried[point.name] = str(error)

@@ -1,0 +1,527 @@
+"""Stages in Python: files, decorators, entry points; in a running model, in the NumPy engine, and when they fail."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from arrays import prompt
+from test_decode_policies import PROMPT, random_tokens, running  # noqa: F401 - a fixture
+
+import pykvedge
+from pykvedge.checks import suite
+from pykvedge.errors import PluginError, UnknownNameError
+from pykvedge.plugins import loading, table
+from pykvedge.stages.base import Layer
+from pykvedge.stages.scorer.cumulative import score as cumulative
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples" / "plugins"
+FIVE_LINES = """\
+import numpy as np
+import pykvedge
+@pykvedge.scorer("mine", recent=0)
+def mine(layer, settings):
+    return np.tile(np.arange(layer.k.shape[1]) % 3 == 0, (layer.k.shape[0], 1))
+"""
+HEAD = "import numpy as np\nimport pykvedge\n"
+
+
+@pytest.fixture(autouse=True)
+def forgotten():
+    """What a test registers is gone after it."""
+    before = table.snapshot()
+    yield
+    table.restore(before)
+
+
+@pytest.fixture
+def write(tmp_path):
+    """write(code, name) -> a plugin file."""
+
+    def make(code: str, name: str = "my_method.py") -> Path:
+        (tmp_path / name).write_text(code)
+        return tmp_path / name
+
+    return make
+
+
+def both_engines(plan, p=None):
+    p = p or prompt(90)
+    return [pykvedge.compress(plan, *p.arguments, engine=engine) for engine in ("native", "numpy")]
+
+
+# ------------------------------------------------------------------------------------------ in a running model
+
+
+@pytest.mark.parametrize("kind", ["llava", "qwen2vl"])
+def test_five_lines_answer_about_a_picture(kvedge, tiny, write, picture_file, kind):
+    options = ["--image", picture_file(), "--max-tokens", 8, "--json", "--plugin", write(FIVE_LINES)]
+    done = kvedge("chat", *tiny(kind).arguments(), *options, "--method", "mine", "--budget", "0.3", "What is this?")
+    assert done.code == 0 and done.err == "", done
+    report = done.json
+    n = pykvedge.plan("lookm", 0.3).count(report["tokens"]["prompt"])
+    assert report["method"] == "mine" and report["kv"]["kept_per_layer"] == [n, n] and report["text"]
+
+
+@pytest.mark.parametrize("kind", ["llava", "qwen2vl"])
+def test_what_it_says_is_what_stays(native, tiny, write, picture_file, kind):
+    loading.load_file(write(FIVE_LINES))
+    with tiny(kind).session(pykvedge.plan("mine", 0.3)) as session:
+        session.ask("What is this?", [picture_file()]).close()
+        n, cache = session.engine.cache.stats().n_tokens, session.engine.cache
+        budget = pykvedge.plan("mine", 0.3).count(n)
+        expected = [t for t in range(n) if t % 3 == 0][:budget]
+        for layer in range(2):
+            assert cache.tokens(layer, 0) == cache.tokens(layer, 1) == expected
+
+
+def test_other_stages_go_with_it(kvedge, tiny, write):
+    chat = ["chat", *tiny("llama").arguments(), "--max-tokens", 4, "--json", "--plugin", write(FIVE_LINES)]
+    options = ["--method", "lookm", "--scorer", "mine", "--allocator", "pyramid", "--decode", "sliding", "--budget", 30]
+    done = kvedge(*chat, *options, "word " * 100)
+    assert done.code == 0 and sum(done.json["kv"]["kept_per_layer"]) == 60
+    assert done.json["kv"]["kept_per_layer"][0] > 30
+
+
+@pytest.mark.parametrize("kind", ["llava", "qwen2vl"])
+def test_all_three_stages_of_an_example(kvedge, tiny, picture_file, kind):
+    options = ["--image", picture_file(), "--max-tokens", 4, "--json", "--plugin", EXAMPLES / "pictures.py"]
+    more = ["--method", "pictures", "--set", "scorer.window=4", "What is this, " * 10]
+    kept = kvedge("chat", *tiny(kind).arguments(), *options, *more).json["kv"]["kept_per_layer"]
+    assert 1.8 < kept[1] / kept[0] < 2.2  # rising: two thirds and four thirds
+
+
+def test_the_arrays_are_those_of_the_model(native, tiny, picture_file):
+    """Column sums computed from the queries and keys are those that are handed over."""
+    seen: list[Layer] = []
+
+    @pykvedge.scorer("looks", queries=4096, column_sums=True)
+    def looks(layer, settings):
+        seen.append(layer)
+        return layer.column_sums
+
+    with tiny("llava").session(pykvedge.plan("looks", 0.3)) as session:
+        answer = session.ask("What is this?", [picture_file()])
+        tokens = answer.report.tokens
+        answer.close()
+    assert [layer.index for layer in seen] == [0, 1] and all(layer.n_layers == 2 for layer in seen)
+    for layer in seen:
+        assert layer.q.shape == (4, tokens.prompt, 64) and layer.k.shape == layer.v.shape == (2, tokens.prompt, 64)
+        assert layer.image_mask.sum() == tokens.image and not layer.image_mask[0]
+        np.testing.assert_allclose(layer.column_sums, cumulative(layer, {"share": "head"}), rtol=2e-3)
+    first = seen[0]
+    assert first.k.flags.owndata and first.k.flags.writeable  # a copy: the plugin may keep it
+
+
+def test_callbacks_run_on_the_calling_thread(native):
+    threads = set()
+
+    @pykvedge.scorer("who")
+    def who(layer, settings):
+        threads.add(threading.get_ident())
+        return layer.k[..., 0]
+
+    @pykvedge.reducer("who")
+    def who_reduces(head, settings):
+        threads.add(threading.get_ident())
+        return head.k[head.kept], head.v[head.kept]
+
+    p = prompt(64, (8, 8), layers=6)
+    pykvedge.compress(pykvedge.plan("who"), *p.arguments, threads=6)
+    assert threads == {threading.get_ident()}
+
+
+def test_a_conversation_goes_on_after_a_failure(kvedge, tiny, write):
+    code = FIVE_LINES.replace("    return", "    if layer.k.shape[1] < 60: raise ValueError('too short')\n    return")
+    chat = ["chat", *tiny("llama").arguments(), "--max-tokens", 2, "--plugin", write(code), "--method", "mine"]
+    # an empty line on stdin would be an empty prompt: a session in this process instead of a terminal
+    loading.load_file(write(code))
+    with tiny("llama").session(pykvedge.plan("mine")) as session:
+        with pytest.raises(PluginError, match=r"scorer 'mine' failed: ValueError: too short \(my_method.py:5\)"):
+            session.ask("Hello")
+        assert session.ask("word " * 80).read()
+        assert len(session.messages) == 2
+    kvedge(*chat, "Hello").failed(1, "ValueError: too short (my_method.py:5)")
+
+
+def test_automatic_compression_reports_the_failure_too(native, running):  # noqa: F811
+    @pykvedge.scorer("fails")
+    def fails(layer, settings):
+        raise RuntimeError("not today")
+
+    context = running(pykvedge.plan("fails"))
+    context.decode(random_tokens(PROMPT))
+    with pytest.raises(AssertionError):  # llama_decode itself only knows a code
+        context.decode(random_tokens(1))
+    with pytest.raises(PluginError, match="not today") as caught:
+        context.cache.check()
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    context.cache.check()
+
+
+@pytest.mark.parametrize("stage", ["scorer", "allocator", "reducer"])
+def test_a_failure_leaves_the_sequence_as_it_was(native, running, stage):  # noqa: F811
+    calls = []
+
+    def fails(given, settings):
+        calls.append(given)
+        if stage == "scorer" and len(calls) < 2:
+            return given.k[..., 0]
+        if stage == "reducer" and len(calls) < 4:
+            return given.k[given.kept], given.v[given.kept]
+        raise KeyError("the last one")
+
+    getattr(pykvedge, stage)("fails")(fails)
+    context = running(pykvedge.plan("h2o", 0.2, **{stage: "fails"}))
+    context.decode(random_tokens(PROMPT))
+    held, bytes_ = context.held(), context.cache.stats().bytes
+    with pytest.raises(PluginError, match=f"{stage} 'fails' failed: KeyError: 'the last one'"):
+        context.cache.compress()
+    assert context.held() == held and context.cache.stats().bytes == bytes_
+    context.cache.set_plan(pykvedge.plan("h2o", 0.2))
+    context.cache.compress()
+    assert {n for heads in context.cache.lengths() for n in heads} == {PROMPT // 5}
+
+
+def test_ctrl_c_inside_a_stage_is_ctrl_c(native):
+    @pykvedge.scorer("stopped")
+    def stopped(layer, settings):
+        raise KeyboardInterrupt
+
+    for engine in ("native", "numpy"):
+        with pytest.raises(KeyboardInterrupt):
+            pykvedge.compress(pykvedge.plan("stopped"), *prompt(20).arguments, engine=engine)
+
+
+# ------------------------------------------------------------------------------------------ what goes wrong
+
+
+@pytest.mark.parametrize(("body", "says"), [
+    ("return layer.k / 0", "must return an array"),
+    ("return np.full(layer.k.shape[:2], np.nan)", "gave NaN for layer 0, KV head 0, token 0 (my_method.py:3)"),
+    ("return layer.k[..., 0] / 0 * 0", "gave NaN"),
+    ("return layer.k[..., 0].T", "(KV heads, tokens)"),
+    ("return layer.k[0, :, 0]", "must return an array [2, "),
+    ("return None", "not nothing (is there a return?)"),
+    ("pass", "not nothing"),
+    ("return 'high'", "must return an array"),
+    ("return layer.k[..., 0] + 1j", "not complex"),
+    ("return layer.k[..., 0].astype(str)", "of numbers"),
+    ("return [[1], [2, 3]]", "must return an array"),
+    ("return {}", "not a dict"),
+    ("return 1 / 0", "failed: ZeroDivisionError: division by zero (my_method.py:5)"),
+    ("return layer.nothing", "failed: AttributeError"),
+    ("return settings['window']", "failed: KeyError"),
+    ("raise SystemExit(3)", "failed: SystemExit: 3 (my_method.py:5)"),
+    ("return np.linalg.inv(layer.k)", "failed: LinAlgError"),
+    ("raise MemoryError", "failed: MemoryError (my_method.py:5)"),
+    ("raise ValueError('two\\nlines ' + 'x' * 600)", "ValueError: two lines xxx"),
+    ("return mine(layer, settings)", "RecursionError"),
+])  # fmt: skip
+def test_scorers_that_fail(native, write, body, says):
+    loading.load_file(write(f"{HEAD}@pykvedge.scorer('mine')\ndef mine(layer, settings):\n    {body}\n"))
+    for engine in ("native", "numpy"):
+        with pytest.raises(PluginError) as caught:
+            pykvedge.compress(pykvedge.plan("mine"), *prompt(90).arguments, engine=engine)
+        assert "scorer 'mine'" in str(caught.value) and says in str(caught.value), str(caught.value)
+        assert "(my_method.py:" in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("body", ["return layer.k / 0", "return 1 / 0", "raise SystemExit(0)", "import os; os.abort"])
+def test_a_request_that_fails_is_one_line(kvedge, tiny, write, body):
+    plugin = write(f"{HEAD}@pykvedge.scorer('mine')\ndef mine(layer, settings):\n    {body}\n")
+    chat = ["chat", *tiny("llama").arguments(), "--plugin", plugin, "--method", "mine", "Hello there"]
+    kvedge(*chat).failed(1, "scorer 'mine'", "my_method.py:")
+
+
+ALLOCATORS = [
+    ("prompt.scores.shape", "must return an array"),
+    ("np.full(prompt.scores.shape[:2], prompt.budget + 1)", "KV pairs in total; the budget is"),
+    ("np.full(prompt.scores.shape[:2], float(prompt.budget))", "whole numbers (an integer dtype), not float64"),
+    ("np.zeros(prompt.scores.shape[:2], int)", "gives a head 0 KV pairs; each keeps from 1 to 90"),
+    ("np.full(prompt.scores.shape[:2], 10**12)", "gives a head 1000000000000 KV pairs"),
+    ("np.full(prompt.scores.shape[0], prompt.budget)", "(layers, KV heads), not [2]"),
+]
+REDUCERS = [
+    ("head.k", "must return two arrays, keys and values, not a ndarray"),
+    ("(head.k, head.v)", "keys: must return an array [18, 32]"),
+    ("(head.k[head.kept] * np.nan, head.v[head.kept])", "NaN or infinite keys"),
+    ("(head.k[head.kept], head.v[head.kept] / 0)", "NaN or infinite values"),
+    ("None", "not nothing"),
+]
+
+
+@pytest.mark.parametrize("engine", ["native", "numpy"])
+@pytest.mark.parametrize(
+    ("stage", "body", "says"), [("allocator", *a) for a in ALLOCATORS] + [("reducer", *r) for r in REDUCERS]
+)
+def test_allocators_and_reducers_that_fail(native, write, engine, stage, body, says):
+    argument = {"allocator": "prompt", "reducer": "head"}[stage]
+    loading.load_file(write(f"{HEAD}@pykvedge.{stage}('mine')\ndef mine({argument}, settings):\n    return {body}\n"))
+    with pytest.raises(PluginError) as caught:
+        pykvedge.compress(pykvedge.plan("h2o", **{stage: "mine"}), *prompt(90).arguments, engine=engine)
+    assert f"{stage} 'mine'" in str(caught.value) and says in str(caught.value), str(caught.value)
+    assert "(my_method.py:3)" in str(caught.value)
+
+
+def test_rows_that_the_storage_type_cannot_hold(native):
+    @pykvedge.reducer("huge")
+    def huge(head, settings):
+        return head.k[head.kept] * 1e6, head.v[head.kept]
+
+    plan = pykvedge.plan("h2o", reducer="huge")
+    with pytest.raises(PluginError, match=r"reducer 'huge' gave .* in the key of token .*65504"):
+        pykvedge.compress(plan, *prompt(90).arguments)
+    assert np.isfinite(pykvedge.compress(plan, *prompt(90).arguments, kv_type="f32").k[0][0]).all()
+
+
+@pytest.mark.parametrize(("code", "words"), [
+    ("def mine(:\n", ["SyntaxError", "my_method.py:1"]),
+    ("x = 1\nif x:\nprint(x)\n", ["IndentationError", "my_method.py:3"]),
+    ("import nothing_of_that_name\n", ["ModuleNotFoundError", "my_method.py:1"]),
+    ("x = 1\nraise ValueError('no')\n", ["ValueError: no", "my_method.py:2"]),
+    ("import sys\nsys.exit(0)\n", ["SystemExit", "my_method.py:2"]),
+    ("x = 1\n", ["registers no scorer, allocator, reducer or preset"]),
+    ("", ["registers no"]),
+    (HEAD + "pykvedge.preset('mine', scorer='nobody')\n", ["preset 'mine'", "unknown scorer 'nobody'"]),
+    (HEAD + "pykvedge.preset('mine', scorrer='window')\n", ["preset 'mine'", "scorrer"]),
+    (HEAD + "pykvedge.preset('lookm', scorer='window')\n", ["built-in method 'lookm'"]),
+    (HEAD + "@pykvedge.scorer('knorm')\ndef f(l, s): pass\n", ["built-in scorer 'knorm'"]),
+    (HEAD + "@pykvedge.scorer\ndef f(l, s): pass\n", ['write @pykvedge.scorer("name")', "my_method.py:3"]),
+    (HEAD + "@pykvedge.scorer('Mine')\ndef f(l, s): pass\n", ["a scorer's name is 1 to 40", "'Mine'"]),
+    (HEAD + "@pykvedge.scorer('mine two')\ndef f(l, s): pass\n", ["a scorer's name"]),
+    (HEAD + "@pykvedge.scorer('')\ndef f(l, s): pass\n", ["a scorer's name"]),
+    (HEAD + "@pykvedge.scorer(7)\ndef f(l, s): pass\n", ["a scorer's name"]),
+    (HEAD + "@pykvedge.scorer('x' * 10**6)\ndef f(l, s): pass\n", ["a scorer's name", "..."]),
+    (HEAD + "@pykvedge.scorer('mine\\n')\ndef f(l, s): pass\n", ["a scorer's name"]),
+    (HEAD + "@pykvedge.scorer('mine', queries=-1)\ndef f(l, s): pass\n", ["queries of scorer 'mine'"]),
+    (HEAD + "@pykvedge.scorer('mine', recent=0.5)\ndef f(l, s): pass\n", ["recent of scorer 'mine'"]),
+    (HEAD + "@pykvedge.scorer('mine', params=['window'])\ndef f(l, s): pass\n", ["params of scorer 'mine'"]),
+    ("\x00", ["my_method.py"]),
+])  # fmt: skip
+def test_files_that_cannot_be_used(write, code, words):
+    with pytest.raises(PluginError) as caught:
+        loading.load_file(write(code))
+    assert len(str(caught.value)) < 300
+    for word in ("my_method.py", *words):
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(("code", "says"), [
+    ("def mine(:\n", "SyntaxError"), ("raise SystemExit", "SystemExit"), ("", "registers no"),
+    ("import pykvedge\n@pykvedge.scorer('x' * 10**6)\ndef f(l, s): pass\n", "a scorer's name"),
+])  # fmt: skip
+def test_a_file_that_cannot_be_used_is_one_line(kvedge, write, code, says):
+    done = kvedge("methods", "--plugin", write(code))
+    done.failed(1, "my_method.py", says)
+    assert len(done.err) < 400
+
+
+def test_files_that_are_not_there(kvedge, tmp_path, write, tiny):
+    kvedge("chat", "--plugin", "nowhere.py", "Hello").failed(1, "plugin nowhere.py does not exist")
+    kvedge("methods", "--plugin", tmp_path).failed(1, "is a folder")
+    kvedge("methods", "--plugin", write("x", "plugin.txt")).failed(1, "neither a Python file")
+    (tmp_path / "bytes.py").write_bytes(b"\xff\xfe\x00")
+    kvedge("methods", "--plugin", tmp_path / "bytes.py").failed(1, "bytes.py")
+    chat = ["chat", *tiny("llama").arguments(), "--plugin", write(FIVE_LINES)]
+    kvedge(*chat, "--method", "mime", "Hello").failed(2, "did you mean 'mine'")
+
+
+def test_a_traceback_is_there_for_who_asks(kvedge, tiny, write):
+    plugin = write(FIVE_LINES.replace("return", "return 1 / 0 +"))
+    chat = ["chat", *tiny("llama").arguments(), "--plugin", plugin, "--method", "mine", "Hello"]
+    done = kvedge(*chat, env={"KVEDGE_DEBUG": "1"})
+    assert done.code == 1 and "Traceback" in done.err and "ZeroDivisionError" in done.err and "my_method.py" in done.err
+
+
+def test_what_a_plugin_prints_is_not_data(kvedge, tiny, write):
+    plugin = write(FIVE_LINES.replace("    return", "    print('layer', layer.index)\n    return"))
+    done = kvedge("chat", *tiny("llama").arguments(), "--plugin", plugin, "--method", "mine", "--json", "Hello there")
+    assert done.json["method"] == "mine" and "layer 1" in done.err
+
+
+def test_a_plugin_that_fails_leaves_nothing_behind(write):
+    with pytest.raises(PluginError):
+        loading.load_file(write(FIVE_LINES + "raise ValueError\n"))
+    with pytest.raises(UnknownNameError):
+        pykvedge.plan("mine")
+
+
+# ------------------------------------------------------------------------------------------ names and compositions
+
+
+def test_names_are_taken_once(write):
+    loading.load_file(write(FIVE_LINES))
+    loading.load_file(write(FIVE_LINES))  # the same file again: its newest version
+    with pytest.raises(PluginError, match=r"other.py: my_method.py registered a scorer 'mine' already"):
+        loading.load_file(write(FIVE_LINES, "other.py"))
+    loading.load_file(write(FIVE_LINES.replace("mine", "yours"), "other.py"))
+    assert {"mine", "yours"} <= set(pykvedge.methods())
+
+
+def test_a_scorer_alone_is_a_method(write):
+    loading.load_file(write(FIVE_LINES.replace(", recent=0", "")))
+    made, snapkv = pykvedge.plan("mine"), pykvedge.plan("snapkv")
+    for name in ("allocator", "reducer", "decode", "budget", "sinks", "text_prior"):
+        assert getattr(made, name) == getattr(snapkv, name)
+    assert (made.scorer, made.method) == ("mine", "mine")
+    assert made.protected(1000, 200) == snapkv.protected(1000, 200) == (32, 0)
+    assert made.protected(1000, 20) == (10, 0)  # half of the budget is for what scores say
+
+
+def test_an_allocator_alone_is_one_too():
+    loading.load_file(EXAMPLES / "pictures.py")
+    assert pykvedge.plan("rising").scorer == "window" and pykvedge.plan("rising").allocator == "rising"
+    assert pykvedge.plan("pictures").params == {} and pykvedge.plan("pictures").reducer == "blend"
+
+
+def test_plans_of_plugins_travel_as_json(kvedge, write, tmp_path, tiny):
+    plugin, file = write(FIVE_LINES), tmp_path / "plan.json"
+    file.write_text(kvedge("methods", "mine", "--plugin", plugin, "--json").out)
+    assert json.loads(file.read_text())["scorer"] == "mine"
+    chat = ["chat", *tiny("llama").arguments(), "--max-tokens", 2, "--json", "--plan", file, "word " * 50]
+    assert kvedge(*chat, "--plugin", plugin).json["method"] == "mine"
+    kvedge(*chat).failed(2, "unknown scorer 'mine'")
+
+
+def test_settings_reach_the_function(native):
+    @pykvedge.scorer(
+        "set",
+        params=[pykvedge.Param("step", 2, "one token in so many", low=1), pykvedge.Param("on", True, "whether")],
+        queries=lambda settings: settings["step"],
+        recent=0,
+    )
+    def steps(layer, settings):
+        assert layer.q.shape[1] == settings["step"] and settings["on"] is True
+        return np.tile(np.arange(layer.k.shape[1]) % settings["step"] == 0, (layer.k.shape[0], 1))
+
+    for result in both_engines(pykvedge.plan("set", 10, **{"scorer.step": 5})):
+        assert result.kept[0][0].tolist() == list(range(0, 50, 5))
+    with pytest.raises(pykvedge.UsageError, match=r"scorer\.step"):
+        pykvedge.plan("set", **{"scorer.step": 0})
+
+
+def test_infinite_scores_keep_and_drop(native):
+    @pykvedge.scorer("certain", recent=0)
+    def certain(layer, settings):
+        out = np.zeros(layer.k.shape[:2])
+        out[:, 40], out[:, 0] = np.inf, -np.inf
+        return out
+
+    for result in both_engines(pykvedge.plan("certain", 5)):
+        assert result.kept[1][1].tolist() == [1, 2, 3, 4, 40]
+
+
+def test_methods_lists_and_explains_plugins(kvedge):
+    plugin = ["--plugin", EXAMPLES / "pictures.py", "--plugin", EXAMPLES / "outlying.py"]
+    listed = kvedge("methods", *plugin)
+    assert "pictures" in listed.out and "stages of an example" in listed.out and listed.err == ""
+    names = [m["name"] for m in kvedge("methods", *plugin, "--json").json]
+    assert names[: len(pykvedge.methods())] == pykvedge.methods() and {"pictures", "outlying"} <= set(names)
+    explained = kvedge("methods", "pictures", *plugin).out
+    assert "scorer.window = 16" in explained and "rising" in explained and "pictures.py" in explained
+
+
+# ------------------------------------------------------------------------------------------ checks
+
+
+@pytest.mark.parametrize("name", ["outlying", "pictures"])
+def test_the_examples_pass_the_checks(kvedge, name):
+    done = kvedge("methods", "--check", name, "--plugin", EXAMPLES / f"{name}.py", "--json")
+    assert done.code == 0 and done.json["passed"] and done.json["name"] == name, done
+    checks = {row["check"]: row for row in done.json["checks"]}
+    assert sum(row["cases"] for row in checks.values()) > 400
+    assert all(row["failed"] == 0 for row in checks.values())
+    assert checks["the order of heads does not matter"]["cases"] == 48
+
+
+@pytest.mark.parametrize(("body", "check"), [
+    ("return np.random.default_rng().random(layer.k.shape[:2])", "runs repeat"),
+    ("COUNT.append(1); return np.abs(layer.k).sum(-1) * len(COUNT)", "engines agree: prompt lengths"),
+    ("return layer.k[..., 0] + 100 * np.arange(layer.k.shape[1])[None, ::-1] * np.arange(len(layer.k))[:, None]",
+     "the order of heads"),
+    ("return layer.k[..., 0] if layer.k.shape[1] != 256 else layer.k", "engines agree: prompt lengths"),
+    ("return layer.v.sum(-1) / layer.v.sum(-1) if layer.image_mask.all() else layer.v.sum(-1) * np.nan",
+     "engines agree: image layouts"),
+])  # fmt: skip
+def test_checks_find_what_is_wrong(native, write, body, check):
+    code = f"{HEAD}COUNT = []\n@pykvedge.scorer('mine', recent=0)\ndef mine(layer, settings):\n    {body}\n"
+    loading.load_file(write(code))
+    rows = suite.check("mine")
+    assert [row for row in rows if row.check.startswith(check) and row.failed], rows
+
+
+def test_a_failed_check_is_exit_code_1(kvedge, write):
+    code = (
+        f"{HEAD}@pykvedge.scorer('mine')\ndef mine(layer, settings):\n    return np.random.rand(*layer.k.shape[:2])\n"
+    )
+    done = kvedge("methods", "--check", "mine", "--plugin", write(code))
+    assert done.code == 1 and done.err == ""
+    line = next(line for line in done.out.splitlines() if line.startswith("runs repeat"))
+    assert "0 of  48  failed: " in line and "two runs differ" in line
+
+
+def test_checks_of_built_in_names(kvedge):
+    done = kvedge("methods", "--check", "random")
+    assert done.code == 0 and "by design: scorer 'random' depends on the number of the head" in done.out
+    kvedge("methods", "--check", "sliding").failed(2, "decode policy")
+    kvedge("methods", "--check", "lokm").failed(2, "did you mean 'lookm'")
+    kvedge("methods", "--check").failed(2, "--check needs the name")
+
+
+# ------------------------------------------------------------------------------------------ entry points
+
+
+@pytest.fixture
+def installed(tmp_path):
+    """Environment with a package that has the entry points, and a broken one."""
+
+    def package(name, entries, code):
+        (tmp_path / f"{name}.py").write_text(code)
+        info = tmp_path / f"{name}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text("[kvedge.plugins]\n" + entries)
+
+    package("good_plugin", "good = good_plugin\n", FIVE_LINES)
+    package("bad_plugin", "bad = bad_plugin\n", "x = 1\nraise ValueError('broken')\n")
+    return {"PYTHONPATH": f"{Path(pykvedge.__file__).parent.parent}:{tmp_path}"}
+
+
+def test_an_installed_plugin_is_found_by_name(kvedge, tiny, installed):
+    chat = ["chat", *tiny("llama").arguments(), "--max-tokens", 2, "--json", "word " * 50]
+    assert kvedge(*chat, "--method", "mine", env=installed).json["method"] == "mine"
+    assert kvedge(*chat, "--scorer", "mine", env=installed).json["method"] == "lookm"
+    kvedge(*chat, "--method", "nobody", env=installed).failed(
+        2, "unknown method 'nobody'", "ValueError: broken (bad_plugin.py:2)"
+    )
+
+
+def test_listing_shows_installed_plugins_and_what_is_wrong_with_them(kvedge, installed):
+    done = kvedge("methods", "--json", env=installed)
+    assert done.code == 0 and "mine" in [m["name"] for m in done.json]
+    warnings = [line for line in done.err.splitlines() if line.startswith("kvedge: warning: ")]
+    assert len(warnings) == 1 and "plugin 'bad' (bad_plugin) failed: ValueError: broken" in warnings[0]
+
+
+def test_importing_and_built_in_names_look_nothing_up(environment, installed):
+    code = """
+        import sys, pykvedge
+        for name in ("lookm", "full", "adakv"):
+            pykvedge.plan(name, **({} if name == "full" else {"reducer": "pivotal"}))
+        print([m for m in sys.modules if "plugin" in m and not m.startswith("pykvedge.")])
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**environment, **installed},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == "[]" and done.stderr == ""
