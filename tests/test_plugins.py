@@ -140,7 +140,6 @@ def test_callbacks_run_on_the_calling_thread(native):
 def test_a_conversation_goes_on_after_a_failure(kvedge, tiny, write):
     code = FIVE_LINES.replace("    return", "    if layer.k.shape[1] < 60: raise ValueError('too short')\n    return")
     chat = ["chat", *tiny("llama").arguments(), "--max-tokens", 2, "--plugin", write(code), "--method", "mine"]
-    # an empty line on stdin would be an empty prompt: a session in this process instead of a terminal
     loading.load_file(write(code))
     with tiny("llama").session(pykvedge.plan("mine")) as session:
         with pytest.raises(PluginError, match=r"scorer 'mine' failed: ValueError: too short \(my_method.py:5\)"):
