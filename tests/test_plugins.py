@@ -119,6 +119,19 @@ def test_the_arrays_are_those_of_the_model(native, tiny, picture_file):
     assert first.k.flags.owndata and first.k.flags.writeable  # a copy: the plugin may keep it
 
 
+def test_inspect_shows_what_a_plugin_keeps(kvedge, tiny, write, picture_file, tmp_path):
+    options = ["--no-figures", "--json", "--quiet", "--output", tmp_path / "out", "--budget", "0.3"]
+    plugin = ["--plugin", write(FIVE_LINES), "--method", "mine"]
+    done = kvedge("inspect", picture_file(), *tiny("llava").arguments(), *options, *plugin)
+    assert done.code == 0, done
+    n = pykvedge.plan("mine", 0.3).count(done.json["tokens"]["prompt"])
+    assert done.json["budgets"]["mine"] == [[n, n], [n, n]]
+    fails = write(FIVE_LINES.replace("return", "return 1 / 0 +"), "fails.py")
+    kvedge(
+        "inspect", picture_file(), *tiny("llava").arguments(), *options, "--plugin", fails, "--method", "mine"
+    ).failed(1, "ZeroDivisionError", "fails.py:5")
+
+
 def test_callbacks_run_on_the_calling_thread(native):
     threads = set()
 
@@ -496,7 +509,7 @@ def installed(tmp_path):
 def test_an_installed_plugin_is_found_by_name(kvedge, tiny, installed):
     chat = ["chat", *tiny("llama").arguments(), "--max-tokens", 2, "--json", "word " * 50]
     assert kvedge(*chat, "--method", "mine", env=installed).json["method"] == "mine"
-    assert kvedge(*chat, "--scorer", "mine", env=installed).json["method"] == "lookm"
+    assert kvedge(*chat, "--scorer", "mine", "--method", "lookm", env=installed).json["method"] == "lookm"
     kvedge(*chat, "--method", "nobody", env=installed).failed(
         2, "unknown method 'nobody'", "ValueError: broken (bad_plugin.py:2)"
     )

@@ -151,7 +151,8 @@ def test_a_stage_in_c_is_one_line_on_the_command_line(kvedge, library, tiny):
     ('#include "kvedge.h"\nstatic kvedge_plugin p = { .struct_size = 8 };\nkvedge_plugin * kvedge_plugin_v1(void);\n'
      "kvedge_plugin * kvedge_plugin_v1(void) { return &p; }\n", "another kvedge.h"),
     ('#include "kvedge.h"\nstatic kvedge_plugin p = { .struct_size = sizeof p };\n'
-     "kvedge_plugin * kvedge_plugin_v1(void);\nkvedge_plugin * kvedge_plugin_v1(void) { return &p; }\n", "registers no"),
+     "kvedge_plugin * kvedge_plugin_v1(void);\n"
+     "kvedge_plugin * kvedge_plugin_v1(void) { return &p; }\n", "registers no"),
     ('#include "kvedge.h"\nstatic kvedge_custom_scorer s = { .struct_size = sizeof s, .name = "x" };\n'
      "static kvedge_plugin p = { .struct_size = sizeof p, .scorers = &s, .n_scorers = 1 };\n"
      "kvedge_plugin * kvedge_plugin_v1(void);\nkvedge_plugin * kvedge_plugin_v1(void) { return &p; }\n", "no function"),

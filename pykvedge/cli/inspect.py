@@ -11,6 +11,7 @@ import click
 
 from pykvedge.errors import UsageError
 from pykvedge.plan import Plan
+from pykvedge.plugins.loading import load_file
 from pykvedge.presets import default_plan
 from pykvedge.presets import plan as make_plan
 
@@ -24,6 +25,7 @@ _PATH = click.Path(path_type=Path)
 @click.option("--mmproj", type=_PATH, metavar="FILE.gguf", help="The image encoder that belongs to the model.")
 @click.option("--method", "methods", multiple=True, metavar="NAME", help="What to show; repeatable. Default: mixkv.")
 @click.option("--budget", metavar="AMOUNT", help="0.2 of the prompt, or 128 KV pairs per layer and head.")
+@click.option("--plugin", "plugins", type=_PATH, multiple=True, metavar="FILE", help="As for kvedge chat.")
 @click.option("--output", type=_PATH, default=Path("kvedge-inspect"), show_default=True, metavar="FOLDER")
 @click.option("--figures/--no-figures", default=True, help="Whether to draw; the numbers are always written.")
 @click.option("--threads", type=int, metavar="N", help="Default: one per physical core.")
@@ -54,6 +56,8 @@ def inspect(images: tuple[Path, ...], **given: Any) -> None:
         from pykvedge.inspect.figures import require_matplotlib
 
         require_matplotlib()
+    for file in given["plugins"]:
+        load_file(file)
     plans = _plans(given)
     model, mmproj = model_files(given["model"], given["mmproj"])
     if images and mmproj is None:
