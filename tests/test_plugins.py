@@ -124,7 +124,7 @@ def test_inspect_shows_what_a_plugin_keeps(kvedge, tiny, write, picture_file, tm
     plugin = ["--plugin", write(FIVE_LINES), "--method", "mine"]
     done = kvedge("inspect", picture_file(), *tiny("llava").arguments(), *options, *plugin)
     assert done.code == 0, done
-    n = pykvedge.plan("mine", 0.3).count(done.json["tokens"]["prompt"])
+    n = pykvedge.plan("lookm", 0.3).count(done.json["tokens"]["prompt"])
     assert done.json["budgets"]["mine"] == [[n, n], [n, n]]
     fails = write(FIVE_LINES.replace("return", "return 1 / 0 +"), "fails.py")
     kvedge(
