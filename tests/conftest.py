@@ -153,3 +153,24 @@ def kvedge(environment):
         return Outcome(done.returncode, done.stdout.decode(), done.stderr.decode())
 
     return run
+
+
+@pytest.fixture(autouse=True)
+def forgotten():
+    """Stages that a test registers are gone after it."""
+    from pykvedge.plugins import table
+
+    before = table.snapshot()
+    yield
+    table.restore(before)
+
+
+@pytest.fixture
+def write(tmp_path):
+    """write(code, name) -> a plugin file."""
+
+    def make(code: str, name: str = "my_method.py") -> Path:
+        (tmp_path / name).write_text(code)
+        return tmp_path / name
+
+    return make

@@ -18,7 +18,7 @@ import pykvedge
 from pykvedge import libraries
 from pykvedge.checks import suite
 from pykvedge.errors import PluginError
-from pykvedge.plugins import loading, table
+from pykvedge.plugins import loading
 
 ROOT = Path(__file__).resolve().parent.parent
 HEADER = ROOT / "native" / "include" / "kvedge.h"
@@ -49,12 +49,9 @@ def library(tmp_path_factory):
 
 
 @pytest.fixture
-def own(native, library):
-    """The stages of own_stages.c, for one test."""
-    before = table.snapshot()
+def own(native, library, forgotten):
+    """The stages of own_stages.c are registered."""
     loading.load_file(library(ROOT / "tests" / "own_stages.c"))
-    yield
-    table.restore(before)
 
 
 @pytest.mark.parametrize("kind", ["llava", "qwen2vl"])
