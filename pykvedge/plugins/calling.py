@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import traceback
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import replace
@@ -46,6 +45,8 @@ def guarded(what: str, function: Callable[..., Any], *arguments: Any, file: str 
 
 def _line(error: BaseException, file: str | None) -> str:
     """ " (file:line)" of the last line of the file that the error passed, "" if it passed none. None: of any file."""
+    import traceback
+
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame for frame in frames if file is None or frame.filename == file]
     return f" ({Path(lines[-1].filename).name}:{lines[-1].lineno})" if lines else ""

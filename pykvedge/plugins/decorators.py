@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -131,11 +130,15 @@ def _called(stage: str, name: Any) -> None:
 
 
 def _origin(function: Any) -> str:
+    import inspect
+
     code = getattr(inspect.unwrap(function), "__code__", None)
     return Path(code.co_filename).name if code else getattr(function, "__module__", "a plugin")
 
 
 def _first_line(function: Any) -> str:
+    import inspect
+
     lines = (inspect.getdoc(function) or "").splitlines()
     return lines[0].rstrip(".") if lines else "no description"
 
