@@ -26,6 +26,7 @@ from pykvedge.errors import (
     NothingToCompressError,
     OutOfMemoryError,
     PluginError,
+    ProfileError,
     StateError,
     UnknownNameError,
     UnsupportedError,
@@ -37,6 +38,7 @@ from pykvedge.plugins.decorators import allocator, preset, reducer, scorer
 from pykvedge.presets import default_plan, methods, plan
 
 if TYPE_CHECKING:
+    from pykvedge.profile import Profile
     from pykvedge.session import Session
     from pykvedge.stages.base import Param
 
@@ -56,6 +58,8 @@ __all__ = [
     "Param",
     "Plan",
     "PluginError",
+    "Profile",
+    "ProfileError",
     "Result",
     "Session",
     "StateError",
@@ -84,6 +88,10 @@ def __getattr__(name: str) -> Any:
         from pykvedge.stages.base import Param
 
         return Param
+    if name == "Profile":
+        from pykvedge.profile import Profile
+
+        return Profile
     if name == "__version__":
         return _version()
     raise AttributeError(f"module 'pykvedge' has no attribute '{name}'")

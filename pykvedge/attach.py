@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +13,18 @@ from pykvedge.presets import plan as make_plan
 
 if TYPE_CHECKING:
     from pykvedge.libkvedge import Stats
+    from pykvedge.profile import Profile
+    from pykvedge.stages.base import ProfileTable
 
 
-def attach(llm: Any, method: str | Plan | None = None, budget: Any = None, **settings: Any) -> Attachment:
+def attach(
+    llm: Any,
+    method: str | Plan | None = None,
+    budget: Any = None,
+    *,
+    profile: Profile | str | os.PathLike[str] | None = None,
+    **settings: Any,
+) -> Attachment:
     """Compresses the prompts of a llama_cpp.Llama from now on; everything else is used as before.
 
         import pykvedge
@@ -24,13 +34,15 @@ def attach(llm: Any, method: str | Plan | None = None, budget: Any = None, **set
 
     method, budget, settings: as for pykvedge.plan; `method` may be a Plan; None: pykvedge.default_plan.
     What the model had read is forgotten.
-    Raises LibraryError (llama_cpp was imported before pykvedge), NothingToCompressError, UsageError, UnsupportedError.
+    profile: for methods that need one, instead of the one that is found by itself (pykvedge/profile.py).
+    Raises LibraryError (llama_cpp was imported before pykvedge), NothingToCompressError, ProfileError, UsageError,
+    UnsupportedError.
     """
     if not all(hasattr(llm, name) for name in ("ctx", "eval", "sample", "reset")):
         raise UsageError(f"attach takes a llama_cpp.Llama, not {type(llm).__name__}")
     if "eval" in vars(llm):
         raise StateError("kvedge is attached to this model already; use set_plan of what attach returned, or detach it")
-    return Attachment(llm, _plan(method, budget, settings))
+    return Attachment(llm, _plan(method, budget, settings), profile)
 
 
 def _plan(method: str | Plan | None, budget: Any, settings: dict[str, Any]) -> Plan:
@@ -46,19 +58,26 @@ def _plan(method: str | Plan | None, budget: Any, settings: dict[str, Any]) -> P
 class Attachment:
     """What attach returns: figures, another plan, and the way back. Also usable in a with statement."""
 
-    def __init__(self, llm: Any, plan: Plan) -> None:
+    def __init__(self, llm: Any, plan: Plan, profile: Profile | str | os.PathLike[str] | None = None) -> None:
         from pykvedge import libkvedge, libraries
 
         libraries.llama()  # refuses a llama_cpp that loaded other libraries
-        self._llm = llm
+        self._llm, self._profile = llm, profile
         self.plan = plan
+        table = self._table(plan)
         _forget(llm)
-        self._cache = libkvedge.Cache(llm.ctx, plan, _kv_type(llm), auto_compress=True)
+        self._cache = libkvedge.Cache(llm.ctx, plan, _kv_type(llm), auto_compress=True, profile=table)
         self._eval, self._sample = llm.eval, llm.sample
         self._sampled = False
         llm.eval, llm.sample = self._wrapped_eval, self._wrapped_sample
         if hasattr(llm, "_stack"):
             llm._stack.callback(self._cache.detach)  # before llama_free, when the model is closed
+
+    def _table(self, plan: Plan) -> ProfileTable | None:
+        from pykvedge.profile import find
+
+        found = find(plan, self._llm.model_path, self._profile) if plan.profile_kind() else None
+        return found.table if found else None
 
     def _wrapped_sample(self, *args: Any, **kwargs: Any) -> int:
         self._sampled = True
@@ -95,7 +114,7 @@ class Attachment:
     def set_plan(self, method: str | Plan, budget: Any = None, **settings: Any) -> None:
         """Prompts that complete from now on are compressed by this plan."""
         plan = _plan(method, budget, settings)
-        self._cache.set_plan(plan)
+        self._cache.set_plan(plan, self._table(plan))
         self.plan = plan
 
     def detach(self) -> None:

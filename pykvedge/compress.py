@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from pykvedge.definition import Arrays
+    from pykvedge.profile import Profile
 
 ENGINES = ("native", "numpy")
 KV_TYPES = ("f16", "bf16", "f32")
@@ -41,6 +43,7 @@ def compress(
     engine: str = "native",
     kv_type: str = "f16",
     threads: int = 0,
+    profile: Profile | str | os.PathLike[str] | None = None,
 ) -> Result:
     """Compresses the KV pairs of one prompt.
 
@@ -48,7 +51,8 @@ def compress(
     image_mask: [T] bool, True for an image token; None: all text.
     engine: "native" (libkvedge) or "numpy" (the definitions in stages/).
     kv_type: storage type that k and v are rounded to, f16, bf16 or f32. threads: of the native engine, 0 for all cores.
-    Raises ArrayError, UnknownNameError, BudgetError, LibraryError, OutOfMemoryError.
+    profile: a Profile or its file, for a plan that needs one (Plan.profile_kind); its shape must be [L, H].
+    Raises ArrayError, UnknownNameError, BudgetError, ProfileError, LibraryError, OutOfMemoryError.
     """
     if engine not in ENGINES:
         raise unknown("engine", str(engine), ENGINES)
@@ -57,14 +61,18 @@ def compress(
     if not isinstance(plan, Plan):
         raise ArrayError(f"plan must be a pykvedge.Plan, for example pykvedge.plan('lookm'), not {type(plan).__name__}")
     arrays = _check(q, k, v, image_mask, kv_type)
+    from pykvedge.profile import for_arrays
+
+    found = for_arrays(plan, profile, len(arrays.q), arrays.q.shape[1])
+    table = found.table if found else None
     if engine == "numpy":
         from pykvedge import definition
 
-        out = definition.run(plan, arrays, kv_type)
+        out = definition.run(plan, arrays, kv_type, table)
     else:
         from pykvedge import libkvedge
 
-        out = libkvedge.compress_arrays(plan, arrays, kv_type, threads)
+        out = libkvedge.compress_arrays(plan, arrays, kv_type, threads, table)
     return Result(out.kept, out.k, out.v, out.scores)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from pykvedge.plan import Plan
 from pykvedge.stages import registry
-from pykvedge.stages.base import Head, Layer, Prompt
+from pykvedge.stages.base import Head, Layer, ProfileTable, Prompt
 
 
 class Arrays(NamedTuple):
@@ -72,7 +72,7 @@ def select(plan: Plan, scores: np.ndarray, image_mask: np.ndarray, kept: int) ->
     return np.flatnonzero(chosen).astype(np.int32)
 
 
-def run(plan: Plan, arrays: Arrays, kv_type: str) -> Outcome:
+def run(plan: Plan, arrays: Arrays, kv_type: str, profile: ProfileTable | None = None) -> Outcome:
     """What the plan keeps of a prompt whose keys and values are stored as kv_type."""
     q, image_mask = arrays.q, arrays.image_mask
     k, v = round_to(arrays.k, kv_type), round_to(arrays.v, kv_type)
@@ -84,7 +84,7 @@ def run(plan: Plan, arrays: Arrays, kv_type: str) -> Outcome:
     share = np.full((n_layers, n_heads_kv), n_tokens)
     if budget < n_tokens:
         recent = min(budget, plan.asked_recent(n_tokens, budget))
-        prompt = Prompt(scores, image_mask, budget, recent, tuple(layers))
+        prompt = Prompt(scores, image_mask, budget, recent, tuple(layers), profile)
         share = allocator.allocate(prompt, plan.settings("allocator"))
     out = Outcome([], [], [], scores.astype(np.float32))
     for i in range(n_layers):

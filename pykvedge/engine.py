@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from pykvedge import libkvedge
+from pykvedge import libkvedge, profile
 from pykvedge.context import ELEMENT_BYTES, Context, ContextSize, check_memory, ubatch_for
 from pykvedge.errors import (
     BudgetError,
@@ -21,6 +21,7 @@ from pykvedge.plan import Plan
 from pykvedge.presets import usual_sinks
 from pykvedge.report import Kv
 from pykvedge.settings import Settings
+from pykvedge.stages.base import ProfileTable
 from pykvedge.vision import ImagePiece, Piece, TextPiece, Vision
 
 DEFAULT_CTX = 4096
@@ -66,9 +67,12 @@ class Engine:
         self._reset()
 
     def set_plan(self, plan: Plan) -> None:
-        """Prompts that complete from now on are compressed by this plan. Raises NothingToCompressError."""
+        """Prompts that complete from now on are compressed by this plan.
+
+        Raises NothingToCompressError, ProfileError.
+        """
         if self._cache is not None:
-            self._cache.set_plan(plan)
+            self._cache.set_plan(plan, self._profile(plan))
         elif self._context is not None:
             self._require_full(plan)
 
@@ -113,9 +117,14 @@ class Engine:
             raise
         self._context = context
 
+    def _profile(self, plan: Plan) -> ProfileTable | None:
+        found = profile.find(plan, self._model.path, self._settings.profile)
+        return found.table if found else None
+
     def _attach(self, context: Context, size: ContextSize, plan: Plan) -> libkvedge.Cache | None:
         try:
-            return libkvedge.Cache(context.handle, plan, size.kv_type, auto_compress=False)
+            table = self._profile(plan)
+            return libkvedge.Cache(context.handle, plan, size.kv_type, auto_compress=False, profile=table)
         except (NothingToCompressError, LibraryError) as error:
             if isinstance(error, LibraryError) and plan.method != "full":
                 raise

@@ -34,6 +34,10 @@ class ArrayError(UsageError):
     """An array whose shape, type or values cannot be used."""
 
 
+class ProfileError(UsageError):
+    """A calibrated profile that is missing, damaged, or of another model."""
+
+
 class ModelError(KvedgeError):
     """A model or mmproj file that cannot be read, is damaged, or does not fit."""
 

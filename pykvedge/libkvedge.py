@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pykvedge.callbacks import Error
     from pykvedge.definition import Arrays, Outcome
     from pykvedge.plan import Plan
+    from pykvedge.stages.base import ProfileTable
 
 ABI_VERSION = 1
 KV_TYPE = {"f16": 0, "bf16": 1, "f32": 2}
@@ -96,6 +97,7 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "plan_create": (c.c_int, [_OUT, _ERR]),
     "plan_free": (None, [_P]),
     "plan_set": (c.c_int, [_P, c.c_char_p, c.c_char_p, _ERR]),
+    "plan_set_profile": (c.c_int, [_P, c.c_int, _P, _P, _I, _I, _ERR]),
     "plan_check": (c.c_int, [_P, _ERR]),
     "plan_budget": (_I, [_P, _I]),
     **{f"plan_add_{stage}": (c.c_int, [_P, _P, _ERR]) for stage in ("scorer", "allocator", "reducer")},
@@ -179,7 +181,8 @@ def stage_members(stage: str) -> list[str]:
 class _NativePlan:
     """A kvedge_plan made from a Plan; use in a with statement."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, profile: ProfileTable | None = None) -> None:
+        """profile: of the allocator."""
         from pykvedge.callbacks import OwnStages
 
         self.handle = c.c_void_p()
@@ -191,10 +194,17 @@ class _NativePlan:
             for key, value in plan.as_text().items():
                 if key.partition(".")[0] not in self.own.unset or "." not in key:
                     _call("plan_set", self.handle, key.encode(), value.encode())
+            if profile is not None:
+                self._set_profile(profile)
             _call("plan_check", self.handle)
         except errors.KvedgeError:
             lib().kvedge_plan_free(self.handle)
             raise
+
+    def _set_profile(self, profile: ProfileTable) -> None:
+        budgets = profile.budgets.ctypes.data if len(profile.budgets) else None
+        stage = STAGE_NUMBER["allocator"]
+        _call("plan_set_profile", self.handle, stage, profile.values.ctypes.data, budgets, *profile.values.shape)
 
     def __enter__(self) -> _NativePlan:
         return self
@@ -212,12 +222,19 @@ def plan_budget(plan: Plan, n_tokens: int) -> int:
 class Cache:
     """The KV memory of one llama_context, owned by libkvedge (kvedge_cache). Not for use from several threads."""
 
-    def __init__(self, context: Any, plan: Plan, kv_type: str = "f16", auto_compress: bool = True) -> None:
+    def __init__(
+        self,
+        context: Any,
+        plan: Plan,
+        kv_type: str = "f16",
+        auto_compress: bool = True,
+        profile: ProfileTable | None = None,
+    ) -> None:
         """Takes over the KV memory of a llama_context without tokens. Raises what kvedge_attach reports."""
         options = lib().kvedge_options_default()
         options.type, options.auto_compress = KV_TYPE[kv_type], auto_compress
         self._handle = c.c_void_p()
-        with _NativePlan(plan) as native:
+        with _NativePlan(plan, profile) as native:
             _call("attach", context, native.handle, c.byref(options), c.byref(self._handle))
         self.own = native.own  # C has a copy of the plan, and with it these callbacks
 
@@ -242,9 +259,9 @@ class Cache:
             raise errors.StateError("the cache was detached; attach again")
         return self._handle
 
-    def set_plan(self, plan: Plan) -> None:
+    def set_plan(self, plan: Plan, profile: ProfileTable | None = None) -> None:
         """Prompts that complete from now on are compressed by this plan."""
-        with _NativePlan(plan) as native:
+        with _NativePlan(plan, profile) as native:
             _call("set_plan", self._live(), native.handle)
         self.own = native.own
 
@@ -271,6 +288,10 @@ class Cache:
         out = Stats(struct_size=c.sizeof(Stats))
         _call("get_stats", self._live(), sequence, c.byref(out))
         return out
+
+    def layer_ids(self) -> list[int]:
+        """The model's numbers of the stored layers."""
+        return [self.layer_id(i) for i in range(self.stats().n_layers)]
 
     def lengths(self, sequence: int = 0) -> list[list[int]]:
         """KV pairs held now, per stored layer and KV head."""
@@ -343,7 +364,9 @@ def pending_scores(cache: Cache, layer: int, sequence: int = 0) -> np.ndarray:
     return out
 
 
-def compress_arrays(plan: Plan, arrays: Arrays, kv_type: str, threads: int) -> Outcome:
+def compress_arrays(
+    plan: Plan, arrays: Arrays, kv_type: str, threads: int, profile: ProfileTable | None = None
+) -> Outcome:
     """kvedge_compress_arrays. threads: 0 for all cores."""
     import numpy as np
 
@@ -353,7 +376,7 @@ def compress_arrays(plan: Plan, arrays: Arrays, kv_type: str, threads: int) -> O
     n_layers, n_heads_kv, n_tokens, size = k.shape
     given = _Arrays(n_layers, q.shape[1], n_heads_kv, n_tokens, size, *(x.ctypes.data for x in (q, k, v, mask)))
     result = c.c_void_p()
-    with _NativePlan(plan) as native, native.own.explained():
+    with _NativePlan(plan, profile) as native, native.own.explained():
         _call("compress_arrays", native.handle, c.byref(given), KV_TYPE[kv_type], threads, c.byref(result))
     library = lib()
     out = Outcome([], [], [], np.zeros((n_layers, n_heads_kv, n_tokens), dtype=np.float32))

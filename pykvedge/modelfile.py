@@ -48,7 +48,7 @@ def check_mmproj(path: str | os.PathLike[str], model: Header) -> Header:
             f"{path} makes embeddings of width {width}, the model {model.path} takes {expected}; "
             "use the mmproj that belongs to this model"
         )
-    kind, m_rope = _projector(header), f"{model.architecture}.rope.dimension_sections" in model.arrays
+    kind, m_rope = projector(header), f"{model.architecture}.rope.dimension_sections" in model.arrays
     if (kind in _NEEDS_M_ROPE and not m_rope) or (kind in _NEEDS_PLAIN_ROPE and m_rope):
         raise ModelError(
             f"{path} (projector '{kind}') was not made for a '{model.architecture}' model; "
@@ -57,13 +57,14 @@ def check_mmproj(path: str | os.PathLike[str], model: Header) -> Header:
     return header
 
 
-def _projector(header: Header) -> str:
+def projector(header: Header) -> str:
+    """Type of an mmproj's projector, as llama.cpp names it; empty if it does not say."""
     values = header.values
     return str(values.get("clip.projector_type") or values.get("clip.vision.projector_type") or "")
 
 
 def _output_width(header: Header) -> int | None:
-    name, dim = _OUTPUT_WIDTH.get(_projector(header), ("", 0))
+    name, dim = _OUTPUT_WIDTH.get(projector(header), ("", 0))
     tensor = header.tensors.get(name)
     return tensor.shape[dim] if tensor and dim < len(tensor.shape) else None
 

@@ -163,6 +163,13 @@ class Plan:
         chosen = member(stage, getattr(self, stage))
         return {p.name: self.params.get(f"{stage}.{p.name}", p.default) for p in chosen.params}
 
+    def profile_kind(self) -> str | None:
+        """Kind of calibrated profile that the plan needs of the model it is used with (profile.py); None: none.
+
+        A plan never holds the profile, nor says where it lies, so that it means the same on every machine and model.
+        """
+        return registry.allocator(self.allocator).profile(self.settings("allocator"))
+
     def as_text(self) -> dict[str, str]:
         """The fields as kvedge_plan_set takes them, in an order that it accepts."""
         out = {stage: getattr(self, stage) for stage in STAGES}

@@ -37,6 +37,8 @@ _H2O = "Zhang et al. 2023, H2O: Heavy-Hitter Oracle for Efficient Generative Inf
 _SNAPKV = "Li et al. 2024, SnapKV: LLM Knows What You are Looking for Before Generation, arXiv:2404.14469"
 _PYRAMIDKV = "Cai et al. 2024, PyramidKV: Dynamic KV Cache Compression based on Pyramidal Funneling, arXiv:2406.02069"
 _ADAKV = "Feng et al. 2024, Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation, arXiv:2407.11550"
+_SPARSEMM = "Wang et al. 2025, SparseMM: Head Sparsity Emerges from Visual Concept Responses in MLLMs, ICCV"
+_HEADKV = "Fu et al. 2024, Not All Heads Matter: Head-Level KV Cache Compression with Reasoning, arXiv:2410.19258"
 _KNORM = "Devoto et al. 2024, A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression, arXiv:2406.11430"
 _ELASTIC = "Liu et al. 2024, Efficient Inference of Vision Instruction-Following Models with Elastic Cache, ECCV"
 _PREFIXKV = "Wang et al. 2024, PrefixKV: Adaptive Prefix KV Cache is What Vision Instruction-Following Models Need"
@@ -76,6 +78,27 @@ _PRESETS = (
         {"scorer": "window", "allocator": "ada"},
     ),
     Preset(
+        "sparsemm",
+        "snapkv with more for the heads that look at what is asked about (kvedge calibrate heads)",
+        _SPARSEMM,
+        {"scorer": "window", "allocator": "heads"},
+    ),
+    Preset(
+        "headkv",
+        "snapkv with more for the heads that find what is asked for (kvedge calibrate heads --kind retrieval)",
+        _HEADKV,
+        {
+            "scorer": "window",
+            "allocator": "heads",
+            "params": {
+                "scorer.window": 8,
+                "scorer.kernel": 7,
+                "scorer.pool": "max",
+                "allocator.rule": "headkv",
+            },
+        },
+    ),
+    Preset(
         "mixkv",
         "snapkv that adds value norms, and diversity where the keys of a head are alike",
         _MIXKV,
@@ -92,6 +115,18 @@ _PRESETS = (
         "mixkv with more for the heads with the largest scores",
         _MIXKV,
         {"scorer": "mixkv", "allocator": "ada"},
+    ),
+    Preset(
+        "mixkv-sparsemm",
+        "mixkv with more for the heads that look at what is asked about",
+        _MIXKV,
+        {"scorer": "mixkv", "allocator": "heads"},
+    ),
+    Preset(
+        "mixkv-headkv",
+        "mixkv with more for the heads that find what is asked for",
+        _MIXKV,
+        {"scorer": "mixkv", "allocator": "heads", "params": {"allocator.rule": "headkv"}},
     ),
     Preset(
         "flashcache",

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from pykvedge import libkvedge, memory, runtime
+from pykvedge import libkvedge, memory, profile, runtime
 from pykvedge.answer import Answer
 from pykvedge.engine import Engine
 from pykvedge.errors import NothingToCompressError, StateError, UsageError
@@ -40,7 +40,7 @@ class Session:
 
         plan: what to keep of each prompt, default: default_plan(). settings: fields of Settings.
         progress(what, share done) is called during long steps. Setting `cancel` stops a step or an answer that is
-        under way. Raises ModelError, LibraryError, UsageError, CancelledError.
+        under way. Raises ModelError, LibraryError, ProfileError, UsageError, CancelledError.
         """
         self.settings = Settings.of(settings)
         self.plan = plan if plan is not None else default_plan()
@@ -53,6 +53,7 @@ class Session:
         self._answer: Answer | None = None
         self._vision: Vision | None = None
         self._engine: Engine | None = None
+        profile.find(self.plan, model, self.settings.profile)  # before the weights are read
         threads = self.settings.threads or runtime.default_threads()
         started = time.perf_counter()
         self.model = Model(model, self.settings.gpu_layers, progress, cancel, self.settings.verbose)
@@ -83,11 +84,7 @@ class Session:
         self._require_open()
         self._end_answer()
         pictures = [p if isinstance(p, Picture) else load_picture(p) for p in images]
-        if pictures and self._vision is None:
-            raise UsageError(
-                f"{self.model.path.name} was loaded without an image encoder, so it cannot see images; "
-                "give the mmproj that belongs to it with --mmproj"
-            )
+        self._require_eyes(pictures)
         if not prompt.strip() and not pictures:
             raise UsageError("the prompt is empty; write a question")
         report = Report(self.plan.method, self.plan.budget.value, time=Time(load_s=self._load_s))
@@ -133,8 +130,7 @@ class Session:
                 lengths = cache.lengths()
                 return [[cache.tokens(i, h) for h in range(len(heads))] for i, heads in enumerate(lengths)]
             finally:
-                if self._vision is not None:
-                    self._vision.release(pieces)
+                self.release(pieces)
         finally:
             self.messages.clear()
             self._forget()
@@ -181,12 +177,31 @@ class Session:
         """Whether an image encoder was loaded."""
         return self._vision is not None
 
+    def first_prompt(self, prompt: str, pictures: Iterable[Picture] = ()) -> list[Piece]:
+        """A message as the model would read it at the start of a conversation, for use with `engine`; release it."""
+        self._require_open()
+        message = Message("user", prompt, list(pictures))
+        self._require_eyes(message.pictures)
+        return self._first([message])
+
+    def release(self, pieces: list[Piece]) -> None:
+        """Frees what the image encoder holds of the pieces."""
+        if self._vision is not None:
+            self._vision.release(pieces)
+
     # ---------------------------------------------------------------------------------------------------
 
     def _require_open(self) -> Engine:
         if self._engine is None:
             raise StateError("the session is closed")
         return self._engine
+
+    def _require_eyes(self, pictures: list[Picture]) -> None:
+        if pictures and self._vision is None:
+            raise UsageError(
+                f"{self.model.path.name} was loaded without an image encoder, so it cannot see images; "
+                "give the mmproj that belongs to it with --mmproj"
+            )
 
     def _end_answer(self) -> None:
         if self._answer is not None:
@@ -219,22 +234,28 @@ class Session:
             report.rss.peak_bytes = meter.stop()
             report.kv = engine.measure()
         finally:
-            if self._vision is not None:
-                self._vision.release(pieces)
+            self.release(pieces)
         self.in_cache, self.pending = True, []
 
     def _pieces(self) -> list[Piece]:
-        marker = self._vision.marker if self._vision else ""
-        before: list[Piece] = []
-        if self.in_cache:
-            text, new = self._template.following(self.messages, marker), self.messages[-1:]
-            before = [TextPiece(self.pending)] if self.pending else []
-        else:
-            text, new = self._with_bos(self._template.first(self.messages, marker)), self.messages
-        pictures = [p for message in new for p in message.pictures]
+        if not self.in_cache:
+            return self._first(self.messages)
+        before: list[Piece] = [TextPiece(self.pending)] if self.pending else []
+        return before + self._split(self._template.following(self.messages, self._marker), self.messages[-1:])
+
+    def _first(self, messages: list[Message]) -> list[Piece]:
+        return self._split(self._with_bos(self._template.first(messages, self._marker)), messages)
+
+    def _split(self, text: str, messages: list[Message]) -> list[Piece]:
+        """The text of these messages with their pictures in it."""
+        pictures = [p for message in messages for p in message.pictures]
         if pictures and self._vision is not None:
-            return before + self._vision.split(text, pictures)
-        return [*before, TextPiece(self.model.tokenize(text))]
+            return self._vision.split(text, pictures)
+        return [TextPiece(self.model.tokenize(text))]
+
+    @property
+    def _marker(self) -> str:
+        return self._vision.marker if self._vision else ""
 
     def _with_bos(self, text: str) -> str:
         bos = self.model.special_text("bos")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pykvedge.compress import KV_TYPES
 from pykvedge.errors import UsageError, unknown
+
+if TYPE_CHECKING:
+    from pykvedge.profile import Profile
 
 MAX_THREADS = 512  # of ggml
 MAX_CTX = 2**30
@@ -22,6 +26,9 @@ class Settings:
     kv_type: str = "f16"  # storage type of keys and values: f16, bf16 or f32
     system: str = ""  # text that opens the conversation
     verbose: bool = False  # llama.cpp's log on stderr
+    profile: Profile | str | os.PathLike[str] | None = (
+        None  # for plans that need one; None: found by itself (profile.py)
+    )
 
     def __post_init__(self) -> None:
         if self.kv_type not in KV_TYPES:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import secrets
 from collections import Counter
@@ -15,8 +16,9 @@ from pykvedge import libraries, memory, runtime
 from pykvedge.errors import ImageError, ModelError, UsageError
 from pykvedge.images import Picture
 from pykvedge.model import Model
-from pykvedge.modelfile import check_mmproj
+from pykvedge.modelfile import check_mmproj, projector
 
+SQUARE = ("mlp", "ldp", "ldpv2", "gemma3")  # projectors that see every image as one square
 WORKSPACE = 128 << 20  # bytes that encoding an image takes beside the weights, about
 
 
@@ -41,6 +43,7 @@ class ImagePiece:
     key: str  # equal for pieces that have equal embeddings
     embeddings: np.ndarray | None = None  # [n_tokens, width] float32
     grid: tuple[int, int] = (0, 1)  # columns and rows of tokens; models of fixed size report one row
+    places: tuple[int, int] | None = None  # tokens across and down, row by row, where they are known to lie so
 
 
 Piece = TextPiece | ImagePiece
@@ -57,7 +60,7 @@ class Vision:
             # mtmd aborts where it cannot get the memory for the weights
             memory.require(header.file_size + WORKSPACE, f"{path}", "close other programs")
         mtmd = self.mtmd = libraries.mtmd()
-        self._model = model
+        self._model, self._projector = model, projector(header)
         # drawn at random, so that no prompt contains it by accident
         self.marker = f"<__image_{secrets.token_hex(8)}__>"
         params = mtmd.mtmd_context_params_default()
@@ -131,11 +134,19 @@ class Vision:
                 tokens = mtmd.mtmd_input_chunk_get_tokens_image(chunk)
                 grid = (mtmd.mtmd_image_tokens_get_nx(tokens), mtmd.mtmd_image_tokens_get_ny(tokens))
                 copy = mtmd.mtmd_input_chunk_copy(chunk)
-                out.append(ImagePiece(copy, n_tokens, f"{key}/{parts[key]}", grid=grid))
+                places = self._places(grid, n_tokens)
+                out.append(ImagePiece(copy, n_tokens, f"{key}/{parts[key]}", grid=grid, places=places))
                 parts[key] += 1
             else:
                 raise UsageError("the prompt holds something that is neither text nor image")
         return out
+
+    def _places(self, grid: tuple[int, int], n_tokens: int) -> tuple[int, int] | None:
+        """mtmd's grid, which it has for positions in two dimensions; else the square of projectors that have one."""
+        if grid[1] > 1 and grid[0] * grid[1] == n_tokens:
+            return grid
+        side = math.isqrt(n_tokens)
+        return (side, side) if self._projector in SQUARE and side * side == n_tokens else None
 
     def encode(self, piece: ImagePiece) -> None:
         """Fills in the embeddings. Raises ImageError."""

@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from arrays import prompt
+from arrays import profile_of, prompt
 from test_parity import assert_same
 
 import pykvedge
@@ -44,6 +44,17 @@ SETTINGS = {
         {"allocator": "spectral", "allocator.gamma": 0.0},
         {"allocator": "spectral", "allocator.gamma": 0.5, "recent": 0},
         {"allocator": "spectral", "allocator.gamma": 1.0},
+        {"allocator": "prefix", "allocator.source": "profile"},
+        {"allocator": "prefix", "allocator.source": "profile", "scorer": "cumulative", "recent": 3},
+        {"allocator": "heads", "allocator.rule": "headkv"},
+        {"allocator": "heads", "allocator.rule": "headkv", "allocator.beta": 1.0},
+        {"allocator": "heads", "allocator.rule": "headkv", "allocator.beta": 40.0, "recent": 0},
+        {"allocator": "heads", "allocator.ratio": 0.0, "scorer": "cumulative"},
+        {"allocator": "heads", "allocator.ratio": 1.0},
+        {"allocator": "heads", "allocator.power": 0.0},
+        {"allocator": "heads", "allocator.power": 2.5},
+        {"allocator": "heads", "allocator.rounding": "official"},
+        {"allocator": "heads", "allocator.rounding": "official", "allocator.rule": "headkv"},
     ],
     "reducer": [
         {"reducer": "bucket", "reducer.into_protected": True},
@@ -54,7 +65,7 @@ SETTINGS = {
 
 
 def numpy_result(plan, p):
-    return pykvedge.compress(plan, *p.arguments, engine="numpy")
+    return pykvedge.compress(plan, *p.arguments, engine="numpy", profile=profile_of(plan, p))
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])

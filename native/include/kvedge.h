@@ -119,6 +119,25 @@ KVEDGE_API void          kvedge_plan_free(kvedge_plan * plan);  // NULL is allow
 // Errors: KVEDGE_E_UNKNOWN (key or member), KVEDGE_E_ARGUMENT (value does not parse), KVEDGE_E_BUDGET (out of range).
 KVEDGE_API kvedge_status kvedge_plan_set(kvedge_plan * plan, const char * key, const char * value, kvedge_error * err);
 
+// Gives a stage the calibrated numbers of a model that its member works with; choosing another member drops them.
+//   allocator "heads"    values [n_layers][n_columns]: how much each query head matters, >= 0, in any unit (SparseMM's visual
+//                        score, HeadKV's retrieval score); n_columns = H; budgets NULL
+//   allocator "prefix" with allocator.source "profile"    values [n_layers][n_columns]: share of the prompt that each layer
+//                        keeps, in [0, 1], at the mean budgets [n_columns], ascending in (0, 1] (PrefixKV, offline); between
+//                        two budgets the share is interpolated
+// n_layers counts all layers of the model, row i being layer i, also those that kvedge does not store. All is copied.
+// values NULL: the stage has no profile any more.
+//
+//     kvedge_plan_set(plan, "allocator", "heads", &err);
+//     kvedge_plan_set_profile(plan, KVEDGE_STAGE_ALLOCATOR, scores, NULL, 32, 32, &err);
+//
+// Errors: KVEDGE_E_ARGUMENT (the member takes no profile, or the numbers are out of range), KVEDGE_E_MEMORY. A profile that
+// is missing, or of another shape than the model, is refused with KVEDGE_E_ARGUMENT by kvedge_attach, kvedge_set_plan and
+// kvedge_compress_arrays.
+KVEDGE_API kvedge_status kvedge_plan_set_profile(
+    kvedge_plan * plan, kvedge_stage stage, const float * values, const float * budgets, int32_t n_layers, int32_t n_columns,
+    kvedge_error * err);
+
 // Checks that the fields fit together (for example that the budget in pairs is not below recent + sinks in pairs).
 KVEDGE_API kvedge_status kvedge_plan_check(const kvedge_plan * plan, kvedge_error * err);
 

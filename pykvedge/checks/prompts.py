@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pykvedge.plan import Plan
+from pykvedge.profile import Profile
+
 LAYOUTS = ("text", "image", "image_first", "image_last", "image_in_the_middle", "two_images", "scattered")
 
 
@@ -56,3 +59,15 @@ def prompt(
     v = rng.standard_normal((layers, n_heads_kv, n_tokens, size))
     q, k, v = (np.ascontiguousarray(x, dtype=np.float32) for x in (q, k, v))
     return Prompt(q, k, v, image_mask(layout, n_tokens, seed))
+
+
+def profile_of(plan: Plan, p: Prompt) -> Profile | None:
+    """A calibrated profile of the prompt's shape, with a few strong heads, where the plan needs one; else None."""
+    kind = plan.profile_kind()
+    if kind is None:
+        return None
+    n_layers, n_heads = p.q.shape[:2]
+    rng = np.random.default_rng([7, n_layers, n_heads])
+    if kind != "prefix":
+        return Profile(kind, rng.gamma(0.3, 1.0, (n_layers, n_heads)))
+    return Profile(kind, np.sort(rng.random((n_layers, 3)), axis=1), (0.1, 0.25, 0.7))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
-from pykvedge.checks.prompts import Prompt
+from pykvedge.checks.prompts import Prompt, profile_of
 from pykvedge.compress import Result, compress
 from pykvedge.definition import protection, round_to
 from pykvedge.plan import Budget, Plan
@@ -19,6 +20,10 @@ FLOAT32_NOISE = 1e-5  # by which two engines' scores may differ, relative to the
 
 class BrokenRuleError(AssertionError):
     """What was found, and where."""
+
+
+def _compress(plan: Plan, p: Prompt, **settings: Any) -> Result:
+    return compress(plan, *p.arguments, profile=profile_of(plan, p), **settings)
 
 
 def _heads(p: Prompt) -> Iterator[tuple[int, int]]:
@@ -49,8 +54,8 @@ def engines_agree(
     near_ties: where two tokens' scores differ by less than float32 can tell, the engines may choose differently.
     absolute: tolerance of keys and values near 0. Returns what libkvedge made.
     """
-    ours = compress(plan, *p.arguments, engine="native", kv_type=kv_type, threads=threads)
-    definition = compress(plan, *p.arguments, engine="numpy", kv_type=kv_type)
+    ours = _compress(plan, p, engine="native", kv_type=kv_type, threads=threads)
+    definition = _compress(plan, p, engine="numpy", kv_type=kv_type)
     _close(ours.scores, definition.scores, 1e-3, 1e-5, "score ")
     for i, h in _heads(p):
         where = f"layer {i}, KV head {h}"
@@ -78,7 +83,7 @@ def _nearly_tied(ours: np.ndarray, definition: np.ndarray, a: np.ndarray, b: np.
 
 def budget_is_met(plan: Plan, p: Prompt, engine: str) -> None:
     """As many pairs stay as the budget says, each head's tokens ascending, with one key and value row each."""
-    result = compress(plan, *p.arguments, engine=engine)
+    result = _compress(plan, p, engine=engine)
     n_layers, n_heads_kv, n_tokens, size = p.k.shape
     budget, total = plan.count(n_tokens), 0
     for i, h in _heads(p):
@@ -100,7 +105,7 @@ def budget_is_met(plan: Plan, p: Prompt, engine: str) -> None:
 
 def protected_are_kept(plan: Plan, p: Prompt, engine: str) -> None:
     """Sinks and recent tokens stay, as far as a head's share holds them."""
-    result = compress(plan, *p.arguments, engine=engine)
+    result = _compress(plan, p, engine=engine)
     n_tokens = p.k.shape[2]
     for i, h in _heads(p):
         kept = result.kept[i][h]
@@ -111,7 +116,7 @@ def protected_are_kept(plan: Plan, p: Prompt, engine: str) -> None:
 
 def everything_changes_nothing(plan: Plan, p: Prompt, engine: str) -> None:
     """A budget of 1.0 keeps every token, and every row as it was stored."""
-    result = compress(plan.with_(budget=Budget(ratio=1.0)), *p.arguments, engine=engine)
+    result = _compress(plan.with_(budget=Budget(ratio=1.0)), p, engine=engine)
     for i, h in _heads(p):
         where = f"layer {i}, KV head {h}"
         _same(result.kept[i][h], np.arange(p.k.shape[2]), f"tokens of {where}")
@@ -123,8 +128,9 @@ def heads_commute(plan: Plan, p: Prompt, engine: str, order: Sequence[int]) -> N
     """KV heads in another order keep what they kept. order: [Hkv] a permutation."""
     group = p.q.shape[1] // p.k.shape[1]
     query_order = [h * group + g for h in order for g in range(group)]
-    result = compress(plan, *p.arguments, engine=engine)
-    moved = compress(plan, p.q[:, query_order], p.k[:, order], p.v[:, order], p.image_mask, engine=engine)
+    result = _compress(plan, p, engine=engine)
+    reordered = Prompt(p.q[:, query_order], p.k[:, order], p.v[:, order], p.image_mask)
+    moved = _compress(plan, reordered, engine=engine)
     for i, h in _heads(p):
         j = list(order).index(h)
         _same(moved.kept[i][j], result.kept[i][h], f"layer {i}: KV head {h}, moved to {j}, keeps other tokens")
@@ -133,9 +139,10 @@ def heads_commute(plan: Plan, p: Prompt, engine: str, order: Sequence[int]) -> N
 
 def runs_repeat(plan: Plan, p: Prompt, engine: str) -> None:
     """The same prompt gives the same result, whatever was compressed in between, on any number of threads."""
-    first = compress(plan, *p.arguments, engine=engine, threads=1)
-    compress(plan, p.q[:, :, ::-1], p.k[:, :, ::-1], p.v[:, :, ::-1], p.image_mask[::-1], engine=engine)
-    second = compress(plan, *p.arguments, engine=engine, threads=3)
+    first = _compress(plan, p, engine=engine, threads=1)
+    backwards = Prompt(p.q[:, :, ::-1], p.k[:, :, ::-1], p.v[:, :, ::-1], p.image_mask[::-1])
+    _compress(plan, backwards, engine=engine)
+    second = _compress(plan, p, engine=engine, threads=3)
     _same(first.scores, second.scores, "scores of two runs differ")
     for i, h in _heads(p):
         where = f"layer {i}, KV head {h}"

@@ -9,6 +9,7 @@ import sys
 import click
 
 from pykvedge.cli.bench import bench
+from pykvedge.cli.calibrate import calibrate
 from pykvedge.cli.chat import chat
 from pykvedge.cli.eval import evaluate
 from pykvedge.cli.inspect import inspect
@@ -45,6 +46,7 @@ cli.add_command(chat)
 cli.add_command(evaluate)
 cli.add_command(methods)
 cli.add_command(inspect)
+cli.add_command(calibrate)
 
 
 def main() -> None:

@@ -46,6 +46,8 @@ _OPTIONS = (
             help="A plan as `kvedge methods NAME --json` prints it, instead of --method and what changes it."),
     _option("--plugin", "plugins", type=_PATH, multiple=True, metavar="FILE",
             help="A file with methods or stages of your own, .py or a shared library; repeatable."),
+    _option("--profile", type=_PATH, metavar="FILE.json",
+            help="What `kvedge calibrate` wrote, for methods that need it. Default: found by itself."),
     _option("--ctx", type=int, metavar="N", help="Tokens that the conversation may hold. Default: up to 4096."),
     _option("--threads", type=int, metavar="N", help="Default: one per physical core."),
     _option("--gpu-layers", type=int, metavar="N", help="Layers on the GPU, -1 for all."),
@@ -90,6 +92,10 @@ def chat(prompt: str | None, **given: Any) -> None:
     for file in given["plugins"]:
         load_file(file)
     plan = _plan(given)
+    if given["profile"] is not None and plan.profile_kind() is None:
+        raise UsageError(
+            f"method '{plan.method}' uses no profile; leave --profile out, or see `kvedge calibrate --help`"
+        )
     model, mmproj = model_files(given["model"], given["mmproj"])
     if given["images"] and mmproj is None:
         raise UsageError("--image needs the image encoder of the model: pass it with --mmproj")
@@ -112,7 +118,7 @@ def _run(question: str | None, plan: Plan, model: Path, mmproj: Path | None, giv
     sampling = Sampling(**{k: given[k] for k in ("temp", "top_p", "top_k", "seed", "max_tokens")})
     pictures = [load_picture(path.expanduser()) for path in given["images"]]
     display = Display(enabled=not given["quiet"] and not given["verbose"])
-    settings = {k: given[k] for k in ("gpu_layers", "kv_type", "system", "verbose")}
+    settings = {k: given[k] for k in ("gpu_layers", "kv_type", "system", "verbose", "profile")}
     settings.update(n_ctx=_positive("--ctx", given["ctx"]), threads=_positive("--threads", given["threads"]))
     with as_event(threading.Event()) as cancel:
         try:

@@ -76,6 +76,14 @@ class Layer:
 
 
 @dataclass(frozen=True)
+class ProfileTable:
+    """The numbers of a calibrated profile (pykvedge/profile.py), one row for every layer."""
+
+    values: np.ndarray  # [L, H] float32 scores of query heads, or [L, n] kept shares at each of the budgets
+    budgets: np.ndarray  # [n] float32 ascending in (0, 1]; empty for scores of heads
+
+
+@dataclass(frozen=True)
 class Prompt:
     """The whole prompt, as an allocator sees it."""
 
@@ -84,6 +92,7 @@ class Prompt:
     budget: int  # n: KV pairs per layer and head if shared out evenly, 1 <= n < T
     recent: int = 0  # of those, last tokens that every head keeps
     layers: tuple[Layer, ...] = ()  # L of them; empty only where the allocator looks at nothing but scores
+    profile: ProfileTable | None = None  # None where the allocator asked for none
 
 
 @dataclass(frozen=True)
@@ -123,6 +132,11 @@ def never_whole(settings: Settings) -> int:
     return 0
 
 
+def no_profile(settings: Settings) -> str | None:
+    """Kind of calibrated profile that a member needs with these settings: none."""
+    return None
+
+
 @dataclass(frozen=True)
 class Scorer:
     """How much does a KV pair matter? `score(layer, settings)` -> [Hkv, T] float64, higher is kept first."""
@@ -149,6 +163,7 @@ class Allocator:
     allocate: Callable[[Prompt, Settings], np.ndarray]
     params: tuple[Param, ...] = ()
     by_place: bool = False  # counts depend on the number of the head, and be it for equal remainders
+    profile: Callable[[Settings], str | None] = no_profile
     stage: str = "allocator"
 
 

@@ -1,6 +1,8 @@
 // Prefix: every layer keeps the shortest prefix of its tokens, by falling importance, that holds the same share of the
-// layer's importance; bisection finds the share that meets the budget (PrefixKV eq. 1-2).
+// layer's importance; bisection finds the share that meets the budget (PrefixKV eq. 1-2). Or, offline, the shares of the
+// prompt that the layers kept when the model was calibrated.
 
+#include "core/profile.h"
 #include "primitives/share.h"
 
 #include <algorithm>
@@ -10,6 +12,12 @@
 namespace kvedge {
 
 namespace {
+
+enum { SOURCE };
+
+const Param PARAMS[] = { { "source", 0, 0, 0, 0, "online,profile" }, {} };  // of the layers' lengths
+
+bool from_profile(const double * params) { return params[SOURCE] == 1; }
 
 // P [T]: importance that the k + 1 most important tokens of a layer hold together, of 1.
 std::vector<double> cumulative(const AllocateInput & in, size_t l) {
@@ -43,10 +51,9 @@ std::vector<double> prefixes(const std::vector<std::vector<double>> & layers, do
     return k;
 }
 
-void allocate(const AllocateInput & in, std::vector<std::vector<int32_t>> & out) {
-    const int64_t                    target = (int64_t) in.budget * (int64_t) out.size();
+std::vector<double> search(const AllocateInput & in, int64_t target) {
     std::vector<std::vector<double>> layers;
-    for (size_t l = 0; l < out.size(); l++) {
+    for (size_t l = 0; l < in.seq->shapes().size(); l++) {
         layers.push_back(cumulative(in, l));
     }
     std::vector<double> best;
@@ -62,7 +69,30 @@ void allocate(const AllocateInput & in, std::vector<std::vector<int32_t>> & out)
         }
         (sum < target ? low : high) = middle;
     }
-    const auto counts = round_shares(best, target, in.n_tokens, std::max(1, in.recent));
+    return best;
+}
+
+// Shares of the prompt at its budget, on straight lines between the calibrated budgets; nothing and all at the ends.
+std::vector<double> look_up(const AllocateInput & in) {
+    const Profile &     p      = *in.profile;
+    const double        budget = (double) in.budget / (double) in.n_tokens;
+    const auto          at     = (size_t) (std::lower_bound(p.budgets.begin(), p.budgets.end(), budget) - p.budgets.begin());
+    const double        x0     = at > 0 ? p.budgets[at - 1] : 0.0;
+    const double        x1     = at < p.budgets.size() ? p.budgets[at] : 1.0;
+    std::vector<double> shares;
+    for (const LayerShape & s : in.seq->shapes()) {
+        const float * row = p.layer(s.il);
+        const double  y0  = at > 0 ? row[at - 1] : 0.0;
+        const double  y1  = at < p.budgets.size() ? row[at] : 1.0;
+        shares.push_back(x1 > x0 ? y0 + (y1 - y0) * (budget - x0) / (x1 - x0) : y0);
+    }
+    return shares;
+}
+
+void allocate(const AllocateInput & in, std::vector<std::vector<int32_t>> & out) {
+    const int64_t target = (int64_t) in.budget * (int64_t) out.size();
+    auto          shares = from_profile(in.params) ? look_up(in) : search(in, target);
+    const auto    counts = round_shares(std::move(shares), target, in.n_tokens, std::max(1, in.recent));
     for (size_t l = 0; l < out.size(); l++) {
         out[l].assign((size_t) in.seq->shapes()[l].n_heads_kv, (int32_t) counts[l]);
     }
@@ -71,6 +101,8 @@ void allocate(const AllocateInput & in, std::vector<std::vector<int32_t>> & out)
 }  // namespace
 
 extern const Allocator allocator_prefix;
-const Allocator        allocator_prefix = { { "prefix", nullptr }, allocate };
+const Allocator        allocator_prefix = {
+    { "prefix", PARAMS, [](const double * params) { return from_profile(params) ? ProfileKind::shares : ProfileKind::none; } }, allocate
+};
 
 }  // namespace kvedge

@@ -3,6 +3,7 @@
 #include "attention/attention.h"
 #include "core/compress.h"
 #include "core/error.h"
+#include "core/profile.h"
 #include "core/threads.h"
 
 #include <algorithm>
@@ -137,6 +138,9 @@ extern "C" kvedge_status kvedge_compress_arrays(
     r->attention.resize((size_t) in->n_layers);
     for (int32_t l = 0; l < in->n_layers; l++) {
         r->shapes.push_back({ l, in->n_heads, in->n_heads_kv, in->head_size, in->head_size });
+    }
+    if (const auto status = check_profiles(*plan, r->shapes, in->n_layers, err); status != KVEDGE_OK) {
+        return status;
     }
     r->seq = std::make_unique<Sequence>(r->shapes, (Type) type);
 

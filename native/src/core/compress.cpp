@@ -95,7 +95,7 @@ void select_all(Job & job, Compression & outcome) {
         const int32_t recent = std::min(budget, plan_recent(job.plan, job.n_tokens, budget));
         job.plan.allocator->allocate(
             { job.n_tokens, budget, recent, &outcome.scores, &job.seq, job.n_threads, job.plan.params[KVEDGE_STAGE_ALLOCATOR],
-              job.image.data(), job.plan.allocator },
+              job.image.data(), job.plan.allocator, job.plan.profiles[KVEDGE_STAGE_ALLOCATOR].get() },
             counts);
     }
     job.kept.resize(shapes.size());

@@ -71,7 +71,7 @@ std::string members(const kvedge_plan & plan, kvedge_stage stage) {
     return list;
 }
 
-// The stage's member changes, and its settings become the new member's defaults.
+// The stage's member changes, its settings become the new member's defaults, and a profile of the old one goes.
 template <class T>
 kvedge_status set_stage(
     kvedge_plan & plan, const T * kvedge_plan::* slot, const T * found, kvedge_stage stage, const char * value, kvedge_error * err) {
@@ -79,19 +79,11 @@ kvedge_status set_stage(
         return fail(err, KVEDGE_E_UNKNOWN, "no %s named '%s'; there are: %s", STAGE_NAMES[stage], value, members(plan, stage).c_str());
     }
     plan.*slot = found;
+    plan.profiles[stage].reset();
     for (int32_t i = 0; found->params && found->params[i].name; i++) {
         plan.params[stage][i] = found->params[i].fallback;
     }
     return ok(err);
-}
-
-const Member & chosen(const kvedge_plan & plan, int32_t stage) {
-    switch (stage) {
-        case KVEDGE_STAGE_SCORER:    return *plan.scorer;
-        case KVEDGE_STAGE_ALLOCATOR: return *plan.allocator;
-        case KVEDGE_STAGE_REDUCER:   return *plan.reducer;
-        default:                     return *plan.decode;
-    }
 }
 
 // Index of word in "a,b,c", or -1.
@@ -132,7 +124,7 @@ kvedge_status set_member_param(kvedge_plan & plan, const std::string & key, cons
         if (key.compare(0, dot, STAGE_NAMES[stage]) != 0) {
             continue;
         }
-        const Member & m = chosen(plan, stage);
+        const Member & m = plan_member(plan, stage);
         std::string    names;
         for (int32_t i = 0; m.params && m.params[i].name; i++) {
             if (key.substr(dot + 1) == m.params[i].name) {
@@ -193,6 +185,14 @@ kvedge_status set_sinks(kvedge_plan & plan, const char * value, kvedge_error * e
 }  // namespace
 
 bool plan_sums(const kvedge_plan & plan) { return plan.scorer->needs_column_sums || plan.decode->needs_scores; }
+const Member & plan_member(const kvedge_plan & plan, int32_t stage) {
+    switch (stage) {
+        case KVEDGE_STAGE_SCORER:    return *plan.scorer;
+        case KVEDGE_STAGE_ALLOCATOR: return *plan.allocator;
+        case KVEDGE_STAGE_REDUCER:   return *plan.reducer;
+        default:                     return *plan.decode;
+    }
+}
 
 int32_t plan_window(const kvedge_plan & plan) {
     if (plan.scorer->custom) {

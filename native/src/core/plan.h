@@ -15,6 +15,9 @@ struct kvedge_plan {
     // Values of the members' settings, in the order of their params; by kvedge_stage.
     double params[4][kvedge::MAX_PARAMS] = {};
 
+    // Profiles of the members that take one, by kvedge_stage. Never changed, so that copies of a plan share them.
+    std::shared_ptr<const kvedge::Profile> profiles[4];
+
     // Each amount is a ratio of the prompt's tokens (ratio > 0) or a number of KV pairs (ratio = 0).
     double  budget_ratio = 1.0;
     int32_t budget_pairs = 0;
@@ -38,6 +41,8 @@ kvedge_plan full_plan();
 
 // Whether column sums are gathered during the prompt: for the scorer, or as the decode policy's first scores.
 bool plan_sums(const kvedge_plan & plan);
+// The member chosen for a stage (kvedge_stage).
+const Member & plan_member(const kvedge_plan & plan, int32_t stage);
 
 // The last queries that the plan's scorer wants to see; 0: none.
 int32_t plan_window(const kvedge_plan & plan);

@@ -22,10 +22,16 @@ struct Param {
 
 constexpr int32_t MAX_PARAMS = 8;
 
+struct Profile;
+
+// Calibrated numbers that a member needs: none, one a query head of every layer, or kept shares of every layer by budget.
+enum class ProfileKind { none, heads, shares };
+
 // What every member has. Values of its settings come in the order of params, which ends with a nameless one.
 struct Member {
     const char *  name;
-    const Param * params;  // NULL: none
+    const Param * params;                                   // NULL: none
+    ProfileKind (*profile)(const double * params) = nullptr;  // NULL: takes none, whatever its settings
 };
 
 // What kvedge_plan_add_scorer and its like were given (custom.h).
@@ -70,10 +76,12 @@ struct AllocateInput {
     const double *                          params;
     const uint8_t *                         image;     // [T]
     const struct Allocator *                self;
+    const Profile *                         profile;   // fits seq->shapes(); NULL where the member asked for none
 };
 
 struct Allocator : Member {
-    // out[layer][head] KV pairs to keep; their sum is budget * (number of layers and heads), never above.
+    // out[layer][head] KV pairs to keep, each 1 to T; their sum is budget * (number of layers and heads), never above,
+    // except where a setting asks for the rounding of a released code.
     void (*allocate)(const AllocateInput & in, std::vector<std::vector<int32_t>> & out);
     const CustomAllocator * custom = nullptr;
 };

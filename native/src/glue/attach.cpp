@@ -1,6 +1,7 @@
 // The cache's C interface: attach, detach, plans and statistics.
 
 #include "core/error.h"
+#include "core/profile.h"
 #include "glue/cache.h"
 
 #include <algorithm>
@@ -74,6 +75,8 @@ kvedge_status take_over(kvedge_cache & kv, kvedge_error * err) {
                         : fail(err, KVEDGE_E_NOTHING, "this model has no full-attention layer; there is nothing to compress");
 }
 
+int32_t model_layers(const kvedge_cache & kv) { return llama_model_n_layer(llama_get_model(kv.ctx)); }
+
 const SequenceState * find_seq(const kvedge_cache * kv, int32_t seq_id) {
     const auto it = kv->seqs.find(seq_id);
     return it == kv->seqs.end() || !it->second.seq ? nullptr : &it->second;
@@ -120,6 +123,10 @@ extern "C" kvedge_status kvedge_attach(
     if (const auto status = take_over(*kv, err); status != KVEDGE_OK) {
         return status;
     }
+    if (const auto status = check_profiles(kv->plan, kv->shapes, model_layers(*kv), err); status != KVEDGE_OK) {
+        llama_set_attn_provider(ctx, nullptr);
+        return status;
+    }
     *out = kv.release();
     return ok(err);
 } catch (const std::bad_alloc &) {
@@ -139,6 +146,11 @@ extern "C" kvedge_status kvedge_set_plan(kvedge_cache * kv, const kvedge_plan * 
     }
     if (const auto status = kvedge_plan_check(plan, err); status != KVEDGE_OK) {
         return status;
+    }
+    if (kv->ctx) {
+        if (const auto status = check_profiles(*plan, kv->shapes, model_layers(*kv), err); status != KVEDGE_OK) {
+            return status;
+        }
     }
     kvedge_plan copy = *plan;
     std::swap(kv->plan, copy);

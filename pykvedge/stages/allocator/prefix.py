@@ -3,14 +3,17 @@
 PrefixKV (Wang et al. 2024), section 3.3, eq. 1 and 2: the scores of a layer, made to add up to 1 and sorted, are its
 priority sequence; for a share p each layer needs the shortest prefix of that sequence that adds up to p. Bisection
 finds the p that meets the budget. Where no p meets it, the closest lengths are scaled in proportion, so that the sum is
-always exact. This is the paper's online form: nothing is taken from other prompts.
+always exact. That is the paper's online form. Offline (its section 3.3, "offline estimation"), the share of the prompt
+that each layer keeps comes from a profile, the mean over a few prompts (`kvedge calibrate prefix`): source = profile.
+Between two calibrated budgets shares lie on a straight line, from nothing at 0 to everything at 1.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from pykvedge.stages.base import Allocator, Prompt, Settings
+from pykvedge.errors import ProfileError
+from pykvedge.stages.base import Allocator, Param, ProfileTable, Prompt, Settings
 from pykvedge.stages.shares import round_shares
 
 HALVINGS = 64
@@ -47,11 +50,22 @@ def prefix_lengths(priority: np.ndarray, target: int) -> np.ndarray:
     return best
 
 
+def calibrated(profile: ProfileTable, budget: float) -> np.ndarray:
+    """[L] shares of the prompt that the layers kept at this share of it, interpolated."""
+    budgets = [0.0, *profile.budgets.astype(np.float64), 1.0]
+    return np.array([np.interp(budget, budgets, [0.0, *row, 1.0]) for row in profile.values.astype(np.float64)])
+
+
 def allocate(prompt: Prompt, settings: Settings) -> np.ndarray:
     """[L, Hkv] int64, equal within a layer; the layers' sum is L times the even budget."""
     n_layers, n_heads_kv, n_tokens = prompt.scores.shape
     target = prompt.budget * n_layers
-    lengths = prefix_lengths(cumulative_priority(prompt.scores), target)
+    if settings["source"] == "online":
+        lengths = prefix_lengths(cumulative_priority(prompt.scores), target).astype(np.float64)
+    elif prompt.profile is None:
+        raise ProfileError("allocator 'prefix' needs a profile; make one with `kvedge calibrate prefix`")
+    else:
+        lengths = calibrated(prompt.profile, prompt.budget / n_tokens)
     counts = round_shares(lengths, target, n_tokens, least=max(1, prompt.recent))
     return np.repeat(counts[:, None], n_heads_kv, axis=1)
 
@@ -61,4 +75,6 @@ MEMBER = Allocator(
     summary="every layer keeps the same share of its importance",
     source="PrefixKV, eq. 1 and 2",
     allocate=allocate,
+    params=(Param("source", "online", "of the lengths: this prompt or a profile", choices=("online", "profile")),),
+    profile=lambda settings: "prefix" if settings["source"] == "profile" else None,
 )

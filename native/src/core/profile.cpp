@@ -1,0 +1,111 @@
+#include "core/profile.h"
+
+#include "core/error.h"
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <new>
+
+namespace kvedge {
+
+namespace {
+
+const char * const STAGE_NAMES[]   = { "scorer", "allocator", "reducer", "decode" };
+constexpr int32_t  LARGEST_PROFILE = 1 << 16;  // layers, columns: no model comes near it
+
+ProfileKind kind_of(const kvedge_plan & plan, int32_t stage) {
+    const Member & m = plan_member(plan, stage);
+    return m.profile ? m.profile(plan.params[stage]) : ProfileKind::none;
+}
+
+bool ascending_shares(const std::vector<float> & budgets) {
+    for (size_t i = 0; i < budgets.size(); i++) {
+        if (!(budgets[i] > (i ? budgets[i - 1] : 0.0f) && budgets[i] <= 1.0f)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+kvedge_status check_shape(
+    const Profile & p, const char * who, bool heads, const std::vector<LayerShape> & shapes, int32_t n_layers, kvedge_error * err) {
+    if (heads != p.budgets.empty()) {
+        return fail(err, KVEDGE_E_ARGUMENT, "%s needs a profile of %s", who, heads ? "query heads, without budgets" : "kept shares by budget");
+    }
+    if (p.n_layers != n_layers) {
+        return fail(err, KVEDGE_E_ARGUMENT, "the profile of %s has %d layers, the model %d; it belongs to another model", who,
+                    p.n_layers, n_layers);
+    }
+    int32_t most = 0;
+    for (const LayerShape & s : shapes) {
+        most = std::max(most, s.n_heads);
+    }
+    return !heads || p.n_columns == most
+               ? KVEDGE_OK
+               : fail(err, KVEDGE_E_ARGUMENT, "the profile of %s has %d query heads a layer, the model %d; it belongs to another model",
+                      who, p.n_columns, most);
+}
+
+}  // namespace
+
+kvedge_status check_profiles(
+    const kvedge_plan & plan, const std::vector<LayerShape> & shapes, int32_t n_layers, kvedge_error * err) {
+    for (int32_t stage = 0; stage < 4; stage++) {
+        const ProfileKind kind = kind_of(plan, stage);
+        if (kind == ProfileKind::none) {
+            continue;
+        }
+        const bool   heads = kind == ProfileKind::heads;
+        const char * name  = plan_member(plan, stage).name;
+        if (!plan.profiles[stage]) {
+            return fail(err, KVEDGE_E_ARGUMENT, "%s '%s' needs a profile of the model and was given none; make one with `kvedge calibrate %s`",
+                        STAGE_NAMES[stage], name, heads ? "heads" : "prefix");
+        }
+        if (const auto status = check_shape(*plan.profiles[stage], name, heads, shapes, n_layers, err); status != KVEDGE_OK) {
+            return status;
+        }
+    }
+    return KVEDGE_OK;
+}
+
+}  // namespace kvedge
+
+using namespace kvedge;
+
+extern "C" kvedge_status kvedge_plan_set_profile(
+    kvedge_plan * plan, kvedge_stage stage, const float * values, const float * budgets, int32_t n_layers, int32_t n_columns,
+    kvedge_error * err) try {
+    if (!plan || stage < KVEDGE_STAGE_SCORER || stage > KVEDGE_STAGE_DECODE) {
+        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_plan_set_profile: plan is NULL or there is no such stage");
+    }
+    if (!values) {
+        plan->profiles[stage].reset();
+        return ok(err);
+    }
+    const Member & m = plan_member(*plan, stage);
+    if (!m.profile) {
+        return fail(err, KVEDGE_E_ARGUMENT, "%s '%s' takes no profile", STAGE_NAMES[stage], m.name);
+    }
+    if (n_layers < 1 || n_columns < 1 || n_layers > LARGEST_PROFILE || n_columns > LARGEST_PROFILE) {
+        return fail(err, KVEDGE_E_ARGUMENT, "a profile of %d layers and %d columns is none", n_layers, n_columns);
+    }
+    auto p       = std::make_shared<Profile>();
+    p->n_layers  = n_layers;
+    p->n_columns = n_columns;
+    p->values.assign(values, values + (size_t) n_layers * (size_t) n_columns);
+    if (budgets) {
+        p->budgets.assign(budgets, budgets + n_columns);
+    }
+    if (!ascending_shares(p->budgets)) {
+        return fail(err, KVEDGE_E_ARGUMENT, "the budgets of a profile are shares in (0, 1], ascending");
+    }
+    const float most = budgets ? 1.0f : HUGE_VALF;
+    if (std::any_of(p->values.begin(), p->values.end(), [&](float x) { return !(x >= 0.0f && x <= most) || std::isinf(x); })) {
+        return fail(err, KVEDGE_E_ARGUMENT, "the values of a profile are %s", budgets ? "shares in [0, 1]" : "finite and not negative");
+    }
+    plan->profiles[stage] = std::move(p);
+    return ok(err);
+} catch (const std::bad_alloc &) {
+    return fail(err, KVEDGE_E_MEMORY, "no memory for a profile");
+}

@@ -1,0 +1,223 @@
+"""kvedge calibrate."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pykvedge.cli.chat import model_files
+from pykvedge.errors import UsageError, unknown
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from pykvedge.calibrate.samples import Labelled
+    from pykvedge.profile import Profile
+    from pykvedge.session import Session
+
+KINDS = {"visual": "visual-heads", "retrieval": "retrieval-heads"}
+_PATH = click.Path(path_type=Path)
+_OPTIONS = (
+    click.option("--model", type=_PATH, metavar="FILE.gguf",
+                 help="The language model. Default: the packaged demo model."),
+    click.option("--mmproj", type=_PATH, metavar="FILE.gguf", help="The image encoder that belongs to the model."),
+    click.option("--data", type=_PATH, metavar="FILE.jsonl", help="Your own samples. Default: scenes drawn by kvedge."),
+    click.option("--output", type=_PATH, metavar="FILE.json",
+                 help="Where the profile goes. Default: where `kvedge chat` finds it by itself."),
+    click.option("--threads", type=int, default=0, metavar="N", help="Default: one per physical core."),
+    click.option("--gpu-layers", type=int, metavar="N", help="Layers on the GPU, -1 for all."),
+    click.option("--json", "as_json", is_flag=True, help="Print one JSON object with the file's place and the profile."),
+    click.option("--quiet", is_flag=True, help="No progress on stderr."),
+)  # fmt: skip
+
+
+def _with_options(command: Any) -> Any:
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+@click.group()
+def calibrate() -> None:
+    """Measure a model once, for methods whose budgets come from a profile.
+
+    Some methods share out the KV cache by what is true of the model whatever the prompt: which heads look at what an
+    answer is read from (sparsemm, headkv, mixkv-sparsemm, mixkv-headkv), and which layers need many tokens (prefixkv
+    with --set allocator.source=profile). A profile holds those numbers. It belongs to the weights in one GGUF file, is
+    found by itself from then on, and is refused for any other model. Nothing is written when the command is stopped.
+    """
+
+
+@calibrate.command()
+@click.option(
+    "--kind", default="visual", show_default=True, metavar="KIND", help="visual: for sparsemm; retrieval: for headkv."
+)
+@click.option("--samples", type=int, default=50, show_default=True, metavar="N", help="Prompts to watch, at most.")
+@_with_options
+def heads(kind: str, samples: int, **given: Any) -> None:
+    """Find the heads that look at what an answer is read from.
+
+    The model answers questions about images in which the place of the answer is known. While it generates a word that
+    stands in exactly one labelled box, the heads that look into that box are credited:
+    visual (SparseMM) when their most attended token lies in the box, retrieval (HeadKV) by the attention that they pay
+    to it among their most attended tokens.
+
+    \b
+    Your own samples (--data), one a line; boxes are [left, top, right, bottom] in pixels:
+      {"image": "shop.jpg", "question": "What does the sign say?", "answer": "Open until 5",
+       "boxes": [{"box": [40, 12, 180, 60], "text": "Open until 5"}]}
+      {"question": "The key is 4711. ... What is the key?", "needle": "4711", "answer": "4711"}
+
+    \b
+    Examples:
+      kvedge calibrate heads
+      kvedge calibrate heads --model m.gguf --mmproj mm.gguf --data signs.jsonl --samples 100
+      kvedge chat --model m.gguf --mmproj mm.gguf --image a.jpg --method sparsemm "What is this?"
+    """
+    if kind not in KINDS:
+        raise unknown("kind", kind, KINDS)
+    from pykvedge.calibrate.heads import score_heads
+    from pykvedge.presets import plan
+
+    with _session(given, plan("full")) as (session, display, cancel):
+        found = score_heads(session, KINDS[kind], _samples(given, KINDS[kind]), _count(samples), display, cancel)
+    command = f"kvedge calibrate heads --kind {kind} --samples {samples}"
+    made = {"command": command, "data": _data_name(given), "labelled_tokens": found.tokens}
+    _deliver(given, session, KINDS[kind], found.values, (), found.samples, made)
+
+
+@calibrate.command()
+@click.option(
+    "--budgets",
+    default="0.1,0.2,0.3,0.5,0.7",
+    show_default=True,
+    metavar="LIST",
+    help="Shares of the prompt to search for; between them the shares are interpolated.",
+)
+@click.option(
+    "--samples",
+    type=int,
+    default=10,
+    show_default=True,
+    metavar="N",
+    help="Prompts to search, at most; each is read once a budget.",
+)
+@_with_options
+def prefix(budgets: str, samples: int, **given: Any) -> None:
+    """Find how many tokens each layer keeps with PrefixKV.
+
+    For each prompt and budget PrefixKV's search runs as it does online, and the share of the prompt that each layer
+    keeps is averaged over the prompts. With the profile no search is needed, and a layer can be cut before the next
+    one has run.
+
+    \b
+    Your own samples (--data), one a line:
+      {"image": "street.jpg", "question": "Describe the image."}
+
+    \b
+    Examples:
+      kvedge calibrate prefix
+      kvedge calibrate prefix --model m.gguf --mmproj mm.gguf --data prompts.jsonl --budgets 0.1,0.2
+      kvedge chat ... --method prefixkv --set allocator.source=profile "What is this?"
+    """
+    shares = _budgets(budgets)
+    from pykvedge.calibrate.prefix import check_budgets, kept_shares
+    from pykvedge.presets import plan
+
+    check_budgets(shares)
+    with _session(given, plan("full")) as (session, display, cancel):
+        values, used = kept_shares(session, shares, _samples(given, "prefix"), _count(samples), display, cancel)
+    command = f"kvedge calibrate prefix --budgets {','.join(f'{b:g}' for b in shares)} --samples {samples}"
+    made = {"command": command, "data": _data_name(given), "method": "prefixkv"}
+    _deliver(given, session, "prefix", values, tuple(shares), used, made)
+
+
+# ------------------------------------------------------------------------------------------------------------
+
+
+def _budgets(text: str) -> list[float]:
+    try:
+        return [float(x) for x in text.split(",")]
+    except ValueError:
+        raise UsageError(f"--budgets takes shares like 0.1,0.2,0.5, not '{text}'") from None
+
+
+def _count(samples: int) -> int:
+    if samples < 1:
+        raise UsageError(f"--samples must be at least 1, not {samples}")
+    return samples
+
+
+def _data_name(given: dict[str, Any]) -> str:
+    return given["data"].name if given["data"] else "scenes drawn by kvedge"
+
+
+def _samples(given: dict[str, Any], kind: str) -> Iterable[Labelled]:
+    from pykvedge.calibrate.samples import read_jsonl, scenes
+
+    return read_jsonl(given["data"].expanduser()) if given["data"] else scenes(kind)
+
+
+@contextmanager
+def _session(given: dict[str, Any], plan: Any) -> Iterator[tuple[Session, Any, threading.Event]]:
+    """A session in which Ctrl-C asks for an end: nothing is written then."""
+    from pykvedge.display import Display
+    from pykvedge.interrupt import as_event
+    from pykvedge.model import CancelledError
+    from pykvedge.session import Session
+
+    model, mmproj = model_files(given["model"], given["mmproj"])
+    display = Display(enabled=not given["quiet"])
+    with as_event(threading.Event()) as cancel:
+        try:
+            settings = {"threads": given["threads"], "gpu_layers": given["gpu_layers"]}
+            with Session(model, mmproj, plan, progress=display, cancel=cancel, **settings) as session:
+                yield session, display, cancel
+        except CancelledError:
+            print("kvedge: stopped; no profile was written", file=sys.stderr)
+            raise
+        finally:
+            display.done()
+
+
+def _deliver(
+    given: dict[str, Any], session: Session, kind: str, values: Any, budgets: tuple[float, ...], samples: int, made: Any
+) -> None:
+    from pykvedge import __version__, profile
+
+    path = session.model.path
+    about = {
+        "model": {"name": path.name, "architecture": session.model.header.architecture},
+        "made": {**made, "kvedge": __version__},
+    }
+    done = profile.Profile(kind, values, budgets, profile.hash_of(path), samples, about)
+    place = given["output"] or profile.folder() / profile.file_name(kind, done.model_hash)
+    profile.save(done, place)
+    if given["as_json"]:
+        click.echo(json.dumps({"file": str(place), "profile": json.loads(done.to_json())}))
+        return
+    click.echo(_table(done))
+    click.echo(f"written to {place}")
+
+
+def _table(profile: Profile) -> str:
+    """Rows of layers; heads as parts of the whole in percent, prefix as kept shares in percent."""
+    is_prefix = profile.kind == "prefix"
+    names = [f"{b:g}" for b in profile.budgets] if is_prefix else [f"head {h}" for h in range(profile.values.shape[1])]
+    shown = 100 * profile.values / (1 if is_prefix else profile.values.sum())
+    what = "percent of the prompt kept at each budget" if is_prefix else "percent of all scores"
+    lines = [f"{profile.kind} of {profile.about['model']['name']}, {profile.samples} samples: {what}"]
+    if len(names) > 16:
+        best = [divmod(int(i), len(names)) for i in (-shown).argsort(axis=None)[:16]]
+        return "\n".join([*lines, *(f"  layer {i}, {names[h]}: {shown[i, h]:.1f}" for i, h in best)])
+    lines.append("layer  " + " ".join(name.rjust(8) for name in names))
+    rows = itertools.chain(shown)
+    return "\n".join([*lines, *(f"{i:5d}  " + " ".join(f"{x:8.1f}" for x in row) for i, row in enumerate(rows))])
