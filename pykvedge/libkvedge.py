@@ -333,6 +333,25 @@ class Cache:
         _call("attention", self._live(), sequence, layer, query_head, where, len(out))
         return out
 
+    def attention_of_all(self, sequence: int = 0) -> np.ndarray:
+        """[stored layers, H, n] float32: `attention` of every head, where all hold the same n rows.
+
+        Where layers differ in their number of heads, those that a layer lacks are 0.
+        """
+        import numpy as np
+
+        live, layers = self._live(), range(self.stats(sequence).n_layers)
+        heads = [lib().kvedge_query_heads(live, i) for i in layers]
+        n = lib().kvedge_head_length(live, sequence, 0, 0)
+        if any(length != n for lengths in self.lengths(sequence) for length in lengths):
+            raise errors.StateError("heads hold different numbers of rows; ask for the attention of one at a time")
+        out = np.zeros((len(heads), max(heads), n), dtype=np.float32)
+        for i in layers:
+            for h in range(heads[i]):
+                where = out[i, h].ctypes.data_as(c.POINTER(c.c_float))
+                _call("attention", live, sequence, i, h, where, n)
+        return out
+
 
 def shape(cache: Cache, layer: int) -> tuple[int, int, int, int]:
     """(H, Hkv, d_k, d_v) of a stored layer."""

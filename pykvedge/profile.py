@@ -253,7 +253,8 @@ def _check_kind(plan: Plan, profile: Profile) -> None:
     kind = plan.profile_kind() or ""
     if (profile.kind == "prefix") != (kind == "prefix"):
         raise ProfileError(
-            f"a profile of kind '{profile.kind}' does not fit allocator '{plan.allocator}'; make one with `{KINDS[kind]}`"
+            f"a profile of kind '{profile.kind}' does not fit allocator '{plan.allocator}'; make one with "
+            f"`{KINDS[kind]}`"
         )
 
 

@@ -93,11 +93,11 @@ class HeadScorer:
             engine.make_room(pieces, session.plan)
             engine.encode(pieces, progress, cancel)
             engine.prefill(rest, progress, cancel)
-            texts, credits = self._generate(last, sources, cancel)
+            texts, deserved = self._generate(last, sources, cancel)
         finally:
             session.release(pieces)
         owners = boxes_of_tokens(texts, sample)
-        found = [credit[owner] for credit, owner in zip(credits, owners, strict=True) if owner is not None]
+        found = [credit[owner] for credit, owner in zip(deserved, owners, strict=True) if owner is not None]
         if found:
             score = np.sum(found, axis=0) / (1 if self._summed else len(found))
             self._total = score if self._total is None else self._total + score
@@ -115,7 +115,7 @@ class HeadScorer:
         self._layers = cache.layer_ids()
         cache.watch(True)
         texts: list[bytes] = []
-        credits: list[np.ndarray] = []
+        deserved: list[np.ndarray] = []
         with Sampler(Sampling(temp=0.0)) as sampler:
             while True:
                 if cancel is not None and cancel.is_set():
@@ -123,9 +123,9 @@ class HeadScorer:
                 engine.extend(token)
                 token = sampler.sample(engine.context.handle)
                 if session.model.is_end(token) or len(texts) == LONGEST_ANSWER or engine.context.room < 1:
-                    return texts, credits
+                    return texts, deserved
                 attention = cache.attention_of_all()
-                credits.append(np.stack([self._credit(attention, source) for source in sources]))
+                deserved.append(np.stack([self._credit(attention, source) for source in sources]))
                 texts.append(session.model.piece(token))
 
     def scores(self) -> Scores:

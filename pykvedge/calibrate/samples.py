@@ -1,7 +1,7 @@
 """Prompts to calibrate on: scenes that kvedge draws, or the user's own images with boxes.
 
-In a scene it is known where everything lies that an answer names. Scenes are of the side that the demo model was trained
-on, so that evaluation sets stay unseen.
+In a scene it is known where everything lies that an answer names. Scenes are of the side that the demo model was
+trained on, so that evaluation sets stay unseen.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Labelled:
-    """A question about images, and the places that its answer is read from: boxes, or a piece of the question's text."""
+    """A question about images, and the places that its answer is read from: boxes, or a piece of the question."""
 
     question: str
     pictures: tuple[Picture, ...]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import sys
 import threading
@@ -34,7 +33,7 @@ _OPTIONS = (
                  help="Where the profile goes. Default: where `kvedge chat` finds it by itself."),
     click.option("--threads", type=int, default=0, metavar="N", help="Default: one per physical core."),
     click.option("--gpu-layers", type=int, metavar="N", help="Layers on the GPU, -1 for all."),
-    click.option("--json", "as_json", is_flag=True, help="Print one JSON object with the file's place and the profile."),
+    click.option("--json", "as_json", is_flag=True, help="Print one JSON object: the file's place, the profile."),
     click.option("--quiet", is_flag=True, help="No progress on stderr."),
 )  # fmt: skip
 
@@ -191,12 +190,12 @@ def _session(given: dict[str, Any], plan: Any) -> Iterator[tuple[Session, Any, t
 def _deliver(
     given: dict[str, Any], session: Session, kind: str, values: Any, budgets: tuple[float, ...], samples: int, made: Any
 ) -> None:
-    from pykvedge import __version__, profile
+    from pykvedge import profile
 
     path = session.model.path
     about = {
         "model": {"name": path.name, "architecture": session.model.header.architecture},
-        "made": {**made, "kvedge": __version__},
+        "made": made,
     }
     done = profile.Profile(kind, values, budgets, profile.hash_of(path), samples, about)
     place = given["output"] or profile.folder() / profile.file_name(kind, done.model_hash)
@@ -219,5 +218,4 @@ def _table(profile: Profile) -> str:
         best = [divmod(int(i), len(names)) for i in (-shown).argsort(axis=None)[:16]]
         return "\n".join([*lines, *(f"  layer {i}, {names[h]}: {shown[i, h]:.1f}" for i, h in best)])
     lines.append("layer  " + " ".join(name.rjust(8) for name in names))
-    rows = itertools.chain(shown)
-    return "\n".join([*lines, *(f"{i:5d}  " + " ".join(f"{x:8.1f}" for x in row) for i, row in enumerate(rows))])
+    return "\n".join([*lines, *(f"{i:5d}  " + " ".join(f"{x:8.1f}" for x in row) for i, row in enumerate(shown))])

@@ -1,10 +1,10 @@
 """Heads: calibrated scores of the query heads share out the budget.
 
-SparseMM (Wang et al. 2025, ICCV): few heads look at what an answer is read from. Beyond the recent tokens every KV head
-gets a share `ratio` of the even budget, and the rest goes by the visual scores of its query heads. HeadKV (Fu et al.
-2024, arXiv:2410.19258): the same with retrieval scores, where 1 / `beta` of the even budget goes by the scores. In both,
-scores are divided by their sum over all layers and heads. The query heads of a group add up (for HeadKV that is the mean
-of their budgets). The released codes round each head by itself and cut what exceeds the prompt, so that totals are
+SparseMM (Wang et al. 2025, ICCV): few heads look at what an answer is read from. Beyond the recent tokens every KV
+head gets a share `ratio` of the even budget, and the rest goes by the visual scores of its query heads. HeadKV (Fu et
+al. 2024, arXiv:2410.19258): the same with retrieval scores, and 1 / `beta` of the even budget goes by them. In both,
+scores are divided by their sum over all layers and heads. The query heads of a group add up (for HeadKV that is the
+mean of their budgets). The released codes round each head by itself and cut what exceeds the prompt, so that totals are
 missed, with a few strong heads by a quarter; here what exceeds the prompt goes to the others in proportion, and the
 largest remainder meets the total. `rounding = official` does as they do.
 """
@@ -21,7 +21,7 @@ KIND = {"sparsemm": "visual-heads", "headkv": "retrieval-heads"}
 
 
 def weights(scores: np.ndarray, n_heads_kv: int, power: float) -> np.ndarray:
-    """[L, Hkv] of sum 1: each KV head's part of the scores of all query heads. scores [L, H], all equal if all are 0."""
+    """[L, Hkv] of sum 1: each KV head's part of all scores. scores [L, H]; if all are 0 they count as equal."""
     scores = scores.astype(np.float64)
     total = scores.sum()
     scores = (scores / total if total > 0 else np.ones_like(scores)) ** power
