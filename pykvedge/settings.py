@@ -26,9 +26,7 @@ class Settings:
     kv_type: str = "f16"  # storage type of keys and values: f16, bf16 or f32
     system: str = ""  # text that opens the conversation
     verbose: bool = False  # llama.cpp's log on stderr
-    profile: Profile | str | os.PathLike[str] | None = (
-        None  # for plans that need one; None: found by itself (profile.py)
-    )
+    profile: Profile | str | os.PathLike[str] | None = None  # for plans that need one (profile.py)
 
     def __post_init__(self) -> None:
         if self.kv_type not in KV_TYPES:

@@ -86,6 +86,31 @@ def tiny(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def profile_file(tmp_path_factory):
+    """profile_file(model, kind) -> file with a profile for that GGUF file, a few of its heads or layers strong."""
+    import numpy as np
+
+    from pykvedge import profile
+    from pykvedge.gguf import read_header
+
+    folder = tmp_path_factory.mktemp("profiles")
+
+    def make(model: Path, kind: str) -> Path:
+        header = read_header(model)
+        n_layers, n_heads = (
+            header.values[f"{header.architecture}.{key}"] for key in ("block_count", "attention.head_count")
+        )
+        rng = np.random.default_rng(3)
+        budgets = (0.2, 0.6) if kind == "prefix" else ()
+        values = rng.random((n_layers, 2)) * 0.6 if budgets else rng.gamma(0.3, 1.0, (n_layers, n_heads))
+        path = folder / profile.file_name(kind, profile.hash_of(model))
+        profile.save(profile.Profile(kind, values, budgets, profile.hash_of(model), 1, {}), path)
+        return path
+
+    return make
+
+
+@pytest.fixture(scope="session")
 def picture_file(tmp_path_factory):
     """picture_file(name, width, height, **save options) -> path of a picture with a pattern in it."""
     from PIL import Image

@@ -41,8 +41,10 @@ def test_an_answer_goes_to_stdout_and_one_line_to_stderr(kvedge, vision_model, p
 
 
 @pytest.mark.parametrize("method", pykvedge.methods())
-def test_every_method_answers_about_a_picture(kvedge, vision_model, picture_file, method):
+def test_every_method_answers_about_a_picture(kvedge, vision_model, picture_file, profile_file, method):
     arguments = [*vision_model.arguments(), "--image", picture_file(), "--method", method, "--max-tokens", 8, "--json"]
+    if kind := pykvedge.plan(method).profile_kind():
+        arguments += ["--profile", profile_file(vision_model.model, kind)]
     done = kvedge("chat", *arguments, "What is this?")
     assert done.code == 0 and done.err == ""
     report = done.json
@@ -50,7 +52,9 @@ def test_every_method_answers_about_a_picture(kvedge, vision_model, picture_file
     budget = pykvedge.plan(method).budget
     assert report["budget"] == budget.value
     prompt = report["tokens"]["prompt"]
-    assert report["kv"]["kept_per_layer"] == [budget.count(prompt)] * 2
+    if kind is None:
+        assert report["kv"]["kept_per_layer"] == [budget.count(prompt)] * 2
+    assert sum(report["kv"]["kept_per_layer"]) == pytest.approx(2 * budget.count(prompt))
     if method == "full":
         assert report["kv"]["kept_bytes"] == report["kv"]["full_bytes"]
     else:

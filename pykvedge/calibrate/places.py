@@ -109,7 +109,7 @@ def boxes_of_tokens(generated: list[bytes], sample: Labelled) -> list[int | None
     None: it belongs to none, or to several. With a needle all tokens of the reference answer belong to it (box 0).
     """
     answer = b"".join(generated)
-    boxes = sample.boxes or (Box(0, (0, 0, 0, 0), sample.answer),)
+    boxes = (() if sample.needle else sample.boxes) or (Box(0, (0, 0, 0, 0), sample.answer),)
     spans = [(i, span) for i, box in enumerate(boxes) for span in _occurrences(answer, box, sample.answer)]
     out: list[int | None] = []
     at = 0

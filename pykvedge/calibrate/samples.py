@@ -156,10 +156,14 @@ def _parse(line: str, folder: Path) -> Labelled:
     answer, needle, boxes = data.get("answer", ""), data.get("needle", ""), data.get("boxes", [])
     if not isinstance(answer, str) or not isinstance(needle, str) or not isinstance(boxes, list):
         raise UsageError('"answer" and "needle" must be text, "boxes" a list')
+    if needle and boxes:
+        raise UsageError('a sample has either "boxes" or a "needle"')
     if needle and data["question"].count(needle) != 1:
         raise UsageError('the "needle" must stand in the question exactly once')
     pictures = tuple(load_picture(folder / Path(name).expanduser()) for name in names)
-    return Labelled(data["question"], pictures, tuple(_box(b, pictures, answer) for b in boxes), needle, answer)
+    return Labelled(
+        data["question"], pictures, tuple(_box(b, pictures, answer) for b in boxes), needle, answer or needle
+    )
 
 
 def _box(data: Any, pictures: tuple[Picture, ...], answer: str) -> Box:

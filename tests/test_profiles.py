@@ -1,0 +1,216 @@
+"""Profile files: what is written and read back, which model they belong to, where they are found, what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+
+import numpy as np
+import pytest
+
+import pykvedge
+from pykvedge import profile
+from pykvedge.errors import ProfileError
+from pykvedge.plan import Plan
+from pykvedge.profile import Profile
+
+DATA = profile.SHIPPED.parent
+DEMO = DATA / "demo-model.gguf"
+SPARSEMM = pykvedge.plan("sparsemm")
+HEADS = {
+    "kvedge_profile": 1, "kind": "visual-heads", "model": {"hash": "sampled-sha256:ab"}, "samples": 3,
+    "values": [[0, 1.5], [2, 0.25]],
+}  # fmt: skip
+
+
+def written(tmp_path, data):
+    path = tmp_path / "profile.json"
+    path.write_text(data if isinstance(data, str) else json.dumps(data))
+    return path
+
+
+def test_profiles_survive_their_file(tmp_path):
+    about = {"model": {"name": "a.gguf"}, "made": {"command": "kvedge calibrate heads"}}
+    for made in (
+        Profile("retrieval-heads", np.array([[0.0, 1 / 3], [2e-5, 7]]), (), "sampled-sha256:ab", 5, about),
+        Profile("prefix", np.array([[0.1, 0.25], [0, 1]]), (0.2, 0.5), "sampled-sha256:cd", 2, about),
+    ):
+        path = tmp_path / "folder" / "p.json"
+        profile.save(made, path)
+        read = profile.load(path)
+        assert profile.is_close(made, read) and read.about == about and read.samples == made.samples
+        assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "p.json"
+    made = Profile.from_json(json.dumps(HEADS))
+    profile.save(made, path)
+    before = path.read_bytes()
+
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ProfileError, match="cannot be written: No space left"):
+        profile.save(made, path)
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(("changed", "says"), [
+    ({"kvedge_profile": 2}, "another version"), ({"kind": "heads"}, "one of visual-heads"), ({"kind": 7}, "one of"),
+    ({"model": None}, "does not name its model"), ({"model": {"hash": ""}}, "does not name"), ({"model": {}}, "does"),
+    ({"samples": 0}, "how it was made"), ({"samples": True}, "how it was made"), ({"made": []}, "how it was made"),
+    ({"values": []}, "one row for every layer"), ({"values": [[1], [1, 2]]}, "one row"), ({"values": [[]]}, "one row"),
+    ({"values": [[1, "2"]]}, "rows of numbers"), ({"values": [[True, 1]]}, "rows of"), ({"values": 3}, "one row"),
+    ({"values": [[1, -1]]}, "not negative"), ({"values": [[1, float("nan")]]}, "finite"),
+    ({"values": [[1, float("inf")]]}, "finite"), ({"values": [[1, 1e300]]}, "finite"), ({"values": [[0, 0]]}, "some"),
+    ({"values": [[1, 10**400]]}, "too large"), ({"values": None}, "one row"), ({"values": {"0": [1]}}, "one row"),
+    ({"budgets": [0.1, 0.2]}, "no budgets"), ({"kind": "prefix"}, "for budgets"),
+    ({"kind": "prefix", "budgets": [0.5, 0.2], "values": [[0.1, 0.2]]}, "ascending"),
+    ({"kind": "prefix", "budgets": [0.2, 0.5], "values": [[0.1, 1.2]]}, "shares up to 1"),
+    ({"kind": "prefix", "budgets": [0.0, 0.5], "values": [[0.1, 0.2]]}, "ascending"),
+    ({"kind": "prefix", "budgets": "all", "values": [[0.1, 0.2]]}, "rows of numbers"),
+])  # fmt: skip
+def test_damaged_and_hostile_profiles_are_refused(tmp_path, changed, says):
+    path = written(tmp_path, {**HEADS, **changed})
+    with pytest.raises(ProfileError, match=says) as caught:
+        profile.load(path)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("text", "says"), [
+    ("", "no JSON"), ("[1, 2]", "not a profile"), ("{}", "not a profile"), ('{"kvedge_plan": 1}', "not a profile"),
+    ("[" * 100_000, "no JSON"), ('{"kvedge_profile": 1', "no JSON"), ("\0" * 50, "no JSON"),
+])  # fmt: skip
+def test_files_that_are_no_profiles(tmp_path, text, says):
+    with pytest.raises(ProfileError, match=says):
+        profile.load(written(tmp_path, text))
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(ProfileError, match="No such file"):
+        profile.load(tmp_path / "none.json")
+    with pytest.raises(ProfileError, match="cannot be read"):
+        profile.load(tmp_path)
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00GGUF")
+    with pytest.raises(ProfileError, match="not text"):
+        profile.load(tmp_path / "binary")
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(profile.LARGEST_FILE + 1)
+    with pytest.raises(ProfileError, match="too large"):
+        profile.load(tmp_path / "large")
+
+
+def test_the_hash_names_the_weights(tmp_path, tiny):
+    model = tiny("llama").model
+    same = tmp_path / "another name.gguf"
+    shutil.copy(model, same)
+    assert profile.hash_of(same) == profile.hash_of(model) != profile.hash_of(tiny("qwen3").model)
+    for at in (-1, -(model.stat().st_size // 3), 4000):  # one bit of the last tensor, of another, of the vocabulary
+        data = bytearray(model.read_bytes())
+        data[at] ^= 1
+        same.write_bytes(data)
+        assert profile.hash_of(same) != profile.hash_of(model)
+
+
+def test_of_a_large_file_a_sample_is_read(tmp_path, tiny):
+    """4 MiB of data and more: the header, the size and pieces from beginning to end count."""
+    small = tiny("llama").model.read_bytes()
+    large = tmp_path / "large.gguf"
+    large.write_bytes(small + bytes(16 << 20))
+    before = profile.hash_of(large)
+    with large.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\1")
+    after = profile.hash_of(large)
+    large.write_bytes(small + bytes((16 << 20) + 1))
+    assert len({before, after, profile.hash_of(large)}) == 3
+
+
+# Which profile a plan gets
+
+
+@pytest.fixture
+def own_folder(tmp_path, monkeypatch):
+    folder = tmp_path / "own"
+    monkeypatch.setattr(profile, "folder", lambda: folder)
+    return folder
+
+
+def test_what_kvedge_ships_is_found_for_the_demo_model(own_folder):
+    names = sorted(path.name for path in profile.SHIPPED.iterdir())
+    assert names == sorted(profile.file_name(kind, profile.hash_of(DEMO)) for kind in profile.KINDS)
+    for method, kind in (("sparsemm", "visual-heads"), ("mixkv-headkv", "retrieval-heads")):
+        found = profile.find(pykvedge.plan(method), DEMO, None)
+        assert found.kind == kind and found.values.shape == (5, 4) and found.samples == 50
+        assert found.about["made"]["command"].startswith("kvedge calibrate heads --kind")
+    plan = pykvedge.plan("prefixkv", **{"allocator.source": "profile"})
+    assert profile.find(plan, DEMO, None).values.shape == (5, len(profile.find(plan, DEMO, None).budgets))
+    assert profile.find(pykvedge.plan("lookm"), DEMO, None) is None
+
+
+def test_the_users_own_comes_before_the_shipped_and_the_given_before_both(own_folder, tmp_path):
+    mine = Profile("visual-heads", np.ones((5, 4)), (), profile.hash_of(DEMO), 1, {})
+    profile.save(mine, own_folder / profile.file_name(mine.kind, mine.model_hash))
+    assert profile.is_close(profile.find(SPARSEMM, DEMO, None), mine)
+    other = Profile("retrieval-heads", np.eye(5, 4), (), mine.model_hash, 1, {})
+    profile.save(other, tmp_path / "other.json")
+    assert profile.is_close(profile.find(SPARSEMM, DEMO, tmp_path / "other.json"), other)
+    assert profile.find(SPARSEMM, DEMO, other) is other
+
+
+def test_a_profile_of_another_model_is_refused(own_folder, tiny, profile_file):
+    model = tiny("llama").model
+    with pytest.raises(ProfileError, match=r"needs a visual-heads profile of model.gguf.*`kvedge calibrate heads`"):
+        profile.find(SPARSEMM, model, None)
+    shipped = profile.SHIPPED / profile.file_name("visual-heads", profile.hash_of(DEMO))
+    with pytest.raises(ProfileError, match=r"was made for 'demo-model.gguf', not for the weights in model.gguf"):
+        profile.find(SPARSEMM, model, shipped)
+    # a copy under the name that would be found is no way around
+    own_folder.mkdir()
+    shutil.copy(shipped, own_folder / profile.file_name("visual-heads", profile.hash_of(model)))
+    with pytest.raises(ProfileError, match="was made for 'demo-model"):
+        profile.find(SPARSEMM, model, None)
+    with pytest.raises(ProfileError, match="kind 'prefix' does not fit"):
+        profile.find(SPARSEMM, model, profile_file(model, "prefix"))
+
+
+def test_a_plan_travels_without_its_profile():
+    text = SPARSEMM.to_json()
+    assert Plan.from_json(text) == SPARSEMM and "profile" not in text
+    assert Plan.from_json(text).profile_kind() == "visual-heads"
+
+
+def test_sessions_refuse_before_the_weights_are_read(own_folder, tiny, monkeypatch, native):
+    model = tiny("llama")
+    monkeypatch.setattr("pykvedge.session.Model", None)
+    with pytest.raises(ProfileError, match="kvedge calibrate heads"):
+        model.session(SPARSEMM)
+
+
+def test_a_conversation_changes_to_a_method_with_a_profile(own_folder, tiny, profile_file, native):
+    model = tiny("llama")
+    with model.session(pykvedge.plan("h2o"), profile=profile_file(model.model, "visual-heads")) as session:
+        session.ask("Good morning. " * 20).read()
+        session.set_plan(pykvedge.plan("sparsemm", 0.6, **{"scorer.window": 4}))
+        session.ask("And now something else, please. " * 8).read()
+        lengths = [n for heads in session.engine.cache.lengths() for n in heads]
+        assert len(set(lengths)) > 1
+    with model.session(pykvedge.plan("h2o")) as session:
+        session.ask("Hello").read()
+        with pytest.raises(ProfileError, match="kvedge calibrate heads"):
+            session.set_plan(SPARSEMM)
+        assert session.plan.method == "h2o" and session.ask("Still there?").read() is not None
+
+
+def test_chat_says_what_is_missing_and_what_is_not_needed(kvedge, tiny, tmp_path):
+    arguments = ["chat", *tiny("llama").arguments(), "Hello"]
+    empty = {"HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path)}
+    kvedge(*arguments, "--method", "sparsemm", env=empty).failed(2, "visual-heads", "`kvedge calibrate heads`")
+    kvedge(*arguments, "--method", "headkv", env=empty).failed(2, "calibrate heads --kind retrieval")
+    kvedge(*arguments, "--method", "lookm", "--profile", tmp_path / "x.json").failed(2, "lookm", "uses no profile")
+    kvedge(*arguments, "--method", "sparsemm", "--profile", tmp_path / "x.json").failed(2, "x.json", "No such file")
+    path = written(tmp_path, "{}")
+    kvedge(*arguments, "--method", "sparsemm", "--profile", path).failed(2, str(path), "not a profile")
