@@ -18,6 +18,7 @@ from pykvedge.stages.spectrum import cosines, cutoff
 
 MIXKV = {"window": 8, "kernel": 5, "pool": "avg", "value": "vnorm", "mode": "headwise", "scale": "imp"}
 DCT = {"gamma": 0.2, "share": "layer"}
+ONLINE = {"source": "online"}
 
 
 def layer_of(p, i=0):
@@ -202,7 +203,7 @@ def test_prefixes_keep_the_same_mass_of_every_layer(budget):
     assert lengths.sum() == budget * 6
     kept = priority[np.arange(6), lengths - 1]
     assert kept.max() - kept.min() <= priority[:, 0].max()  # the first of each row is its largest weight
-    counts = member("allocator", "prefix").allocate(Prompt(scores, np.zeros(120, dtype=bool), budget), {})
+    counts = member("allocator", "prefix").allocate(Prompt(scores, np.zeros(120, dtype=bool), budget), ONLINE)
     assert counts.tolist() == [[n, n] for n in lengths]
     assert lengths[0] < lengths[-1]  # few tokens are enough where few matter
 
@@ -223,7 +224,7 @@ def test_equal_importance_is_shared_out_evenly():
     allocate = member("allocator", "prefix").allocate
     same = np.tile(np.random.default_rng(0).random((1, 1, 201)), (32, 2, 1))
     for scores in (np.ones((32, 2, 201)), np.zeros((32, 2, 201)), -np.ones((32, 2, 201)), same):
-        counts = allocate(Prompt(scores, mask, 40), {})
+        counts = allocate(Prompt(scores, mask, 40), ONLINE)
         assert counts.sum() == 32 * 2 * 40 and counts.min() >= 39 and counts.max() <= 41
 
 
@@ -231,9 +232,9 @@ def test_a_layer_never_keeps_less_than_what_is_protected():
     scores = skewed_scores()
     scores[0, :, 1:] = 0  # one token has it all
     mask = np.zeros(120, dtype=bool)
-    counts = member("allocator", "prefix").allocate(Prompt(scores, mask, 24), {})
+    counts = member("allocator", "prefix").allocate(Prompt(scores, mask, 24), ONLINE)
     assert counts[0, 0] == 1 and counts[:, 0].sum() == 24 * 6
-    counts = member("allocator", "prefix").allocate(Prompt(scores, mask, 24, recent=12), {})
+    counts = member("allocator", "prefix").allocate(Prompt(scores, mask, 24, recent=12), ONLINE)
     assert counts[0, 0] == 12 and counts[:, 0].sum() == 24 * 6
 
 

@@ -1,0 +1,128 @@
+// Profiles of plans: what is copied, what is refused, and budgets of models whose layers differ.
+
+#include "check.h"
+#include "core/profile.h"
+
+#include <cstring>
+#include <random>
+
+using namespace kvedge;
+
+namespace {
+
+struct Given {
+    std::vector<float> q, k, v;
+    kvedge_arrays      arrays{};
+};
+
+// L layers of 4 query heads over 2 KV heads.
+Given random_arrays(int32_t n_layers, int32_t n_tokens) {
+    std::mt19937                    rng(5);
+    std::normal_distribution<float> normal;
+    Given                           g;
+    const auto                      row = (size_t) n_layers * (size_t) n_tokens * 8;
+    for (auto * x : { &g.q, &g.k, &g.v }) {
+        x->resize(row * (x == &g.q ? 4 : 2));
+        for (float & value : *x) {
+            value = normal(rng);
+        }
+    }
+    g.arrays = { n_layers, 4, 2, n_tokens, 8, g.q.data(), g.k.data(), g.v.data(), nullptr };
+    return g;
+}
+
+kvedge_plan * heads_plan() {
+    kvedge_plan * plan = nullptr;
+    CHECK(kvedge_plan_create(&plan, nullptr) == KVEDGE_OK);
+    CHECK(kvedge_plan_set(plan, "allocator", "heads", nullptr) == KVEDGE_OK);
+    CHECK(kvedge_plan_set(plan, "budget", "0.5", nullptr) == KVEDGE_OK);
+    return plan;
+}
+
+int32_t kept(const kvedge_plan * plan, const Given & g) {
+    kvedge_result * r = nullptr;
+    kvedge_error    err{};
+    if (kvedge_compress_arrays(plan, &g.arrays, KVEDGE_TYPE_F16, 1, &r, &err) != KVEDGE_OK) {
+        CHECK(err.status == KVEDGE_E_ARGUMENT && r == nullptr);
+        return -1;
+    }
+    int32_t sum = 0;
+    for (int32_t l = 0; l < g.arrays.n_layers; l++) {
+        sum += kvedge_result_length(r, l, 0) + kvedge_result_length(r, l, 1);
+    }
+    kvedge_result_free(r);
+    return sum;
+}
+
+void check_lifetime() {
+    const Given   g    = random_arrays(2, 40);
+    kvedge_plan * plan = heads_plan();
+    CHECK(kept(plan, g) == -1);  // none given
+    {
+        std::vector<float> scores = { 1, 0, 3, 2, 9, 0, 0, 1 };
+        CHECK(kvedge_plan_set_profile(plan, KVEDGE_STAGE_ALLOCATOR, scores.data(), nullptr, 2, 4, nullptr) == KVEDGE_OK);
+    }
+    CHECK(kept(plan, g) == 2 * 2 * 20);  // the caller's numbers are gone, the plan's are not
+    auto copy = *plan;
+    kvedge_plan_free(plan);
+    CHECK(kept(&copy, g) == 2 * 2 * 20);
+    CHECK(kept(&copy, random_arrays(3, 40)) == -1);  // another model
+    auto second = copy;
+    CHECK(kvedge_plan_set_profile(&second, KVEDGE_STAGE_ALLOCATOR, nullptr, nullptr, 0, 0, nullptr) == KVEDGE_OK);
+    CHECK(kept(&second, g) == -1 && kept(&copy, g) == 2 * 2 * 20);  // what a copy loses, the first keeps
+    CHECK(kvedge_plan_set(&copy, "allocator", "uniform", nullptr) == KVEDGE_OK && kept(&copy, g) == 2 * 2 * 20);
+    CHECK(kvedge_plan_set(&copy, "allocator", "heads", nullptr) == KVEDGE_OK && kept(&copy, g) == -1);
+}
+
+void check_refusals() {
+    kvedge_plan * plan       = heads_plan();
+    const float   scores[]   = { 1, 2, 3, 4 };
+    const float   bad[]      = { 1, 2, 3, -4 };
+    const auto    set        = [&](int32_t stage, const float * values, const float * budgets, int32_t l, int32_t n) {
+        kvedge_error err{};
+        const auto   status = kvedge_plan_set_profile(plan, (kvedge_stage) stage, values, budgets, l, n, &err);
+        CHECK(status == KVEDGE_OK || strlen(err.message) > 10);
+        return status;
+    };
+    CHECK(set(KVEDGE_STAGE_ALLOCATOR, scores, nullptr, 1, 4) == KVEDGE_OK);
+    CHECK(set(KVEDGE_STAGE_ALLOCATOR, bad, nullptr, 1, 4) == KVEDGE_E_ARGUMENT);
+    CHECK(set(KVEDGE_STAGE_ALLOCATOR, scores, nullptr, 0, 4) == KVEDGE_E_ARGUMENT);
+    CHECK(set(KVEDGE_STAGE_ALLOCATOR, scores, nullptr, 1 << 30, 1 << 30) == KVEDGE_E_ARGUMENT);
+    CHECK(set(KVEDGE_STAGE_ALLOCATOR, scores, nullptr, -1, 4) == KVEDGE_E_ARGUMENT);
+    CHECK(set(KVEDGE_STAGE_ALLOCATOR, scores, scores, 1, 4) == KVEDGE_E_ARGUMENT);  // budgets above 1
+    CHECK(set(KVEDGE_STAGE_SCORER, scores, nullptr, 1, 4) == KVEDGE_E_ARGUMENT);
+    CHECK(set(KVEDGE_STAGE_REDUCER, scores, nullptr, 1, 4) == KVEDGE_E_ARGUMENT);
+    CHECK(set(4, scores, nullptr, 1, 4) == KVEDGE_E_ARGUMENT && set(-1, scores, nullptr, 1, 4) == KVEDGE_E_ARGUMENT);
+    CHECK(kvedge_plan_set_profile(nullptr, KVEDGE_STAGE_ALLOCATOR, scores, nullptr, 1, 4, nullptr) == KVEDGE_E_ARGUMENT);
+    kvedge_plan_free(plan);
+}
+
+// Layers 1 and 3 of five are stored, with 2 and 4 KV heads: rows go by the model's numbers, and the total is exact.
+void check_uneven_layers() {
+    const std::vector<LayerShape> shapes = { { 1, 4, 2, 8, 8 }, { 3, 4, 4, 8, 8 } };
+    const Sequence                seq(shapes, Type::f16);
+    Profile                       p;
+    p.n_layers = 5, p.n_columns = 4;
+    p.values = { 900, 900, 900, 900, 1, 1, 0, 0, 900, 900, 900, 900, 0, 0, 0, 2, 900, 900, 900, 900 };
+    kvedge_plan plan = full_plan();
+    CHECK(kvedge_plan_set(&plan, "allocator", "heads", nullptr) == KVEDGE_OK);
+    CHECK(kvedge_plan_set(&plan, "allocator.ratio", "0.5", nullptr) == KVEDGE_OK);
+    plan.profiles[KVEDGE_STAGE_ALLOCATOR] = std::make_shared<Profile>(p);
+    CHECK(check_profiles(plan, shapes, 5, nullptr) == KVEDGE_OK);
+    CHECK(check_profiles(plan, shapes, 4, nullptr) == KVEDGE_E_ARGUMENT);
+
+    std::vector<std::vector<int32_t>> out = { { 0, 0 }, { 0, 0, 0, 0 } };
+    plan.allocator->allocate({ 1000, 110, 10, nullptr, &seq, 1, plan.params[KVEDGE_STAGE_ALLOCATOR], &p }, out);
+    CHECK((out[0] == std::vector<int32_t>{ 60 + 150, 60 }));
+    CHECK((out[1] == std::vector<int32_t>{ 60, 60, 60, 60 + 150 }));
+}
+
+}  // namespace
+
+int main() {
+    check_lifetime();
+    check_refusals();
+    check_uneven_layers();
+    std::fprintf(stderr, "%d failures\n", failures());
+    return failures() != 0;
+}
