@@ -334,10 +334,7 @@ class Cache:
         return out
 
     def attention_of_all(self, sequence: int = 0) -> np.ndarray:
-        """[stored layers, H, n] float32: `attention` of every head, where all hold the same n rows.
-
-        Where layers differ in their number of heads, those that a layer lacks are 0.
-        """
+        """[stored layers, H, n] float32: `attention` of every head, where all hold n rows; 0 for heads that a layer lacks."""
         import numpy as np
 
         live, layers = self._live(), range(self.stats(sequence).n_layers)
@@ -348,8 +345,7 @@ class Cache:
         out = np.zeros((len(heads), max(heads), n), dtype=np.float32)
         for i in layers:
             for h in range(heads[i]):
-                where = out[i, h].ctypes.data_as(c.POINTER(c.c_float))
-                _call("attention", live, sequence, i, h, where, n)
+                _call("attention", live, sequence, i, h, out[i, h].ctypes.data_as(c.POINTER(c.c_float)), n)
         return out
 
 

@@ -62,10 +62,10 @@ def test_grids_of_image_encoders(tiny, picture_file, native):
     wide = load_picture(picture_file("wide.png", 240, 120))
     with tiny("llava").session() as session:
         [piece] = [p for p in session.first_prompt("What?", [wide]) if isinstance(p, ImagePiece)]
-        assert piece.grid == (4, 4) and piece.n_tokens == 16
+        assert piece.places == (4, 4) and piece.n_tokens == 16
     with tiny("qwen2vl").session() as session:
         [piece] = [p for p in session.first_prompt("What?", [wide]) if isinstance(p, ImagePiece)]
-        across, down = piece.grid
+        across, down = piece.places
         assert across * down == piece.n_tokens and across > down
 
 
@@ -76,10 +76,10 @@ def test_what_has_no_known_places_is_refused(demo):
 
     with pytest.raises(UnsupportedError, match="does not say which token"):
         tokens_of_boxes(sample, [ImagePiece(None, 144, "a/0")])
-    sliced = [ImagePiece(None, 144, f"a/{i}", grid=(12, 12)) for i in range(2)]
+    sliced = [ImagePiece(None, 144, f"a/{i}", places=(12, 12)) for i in range(2)]
     with pytest.raises(UnsupportedError, match="slices"):
         tokens_of_boxes(sample, sliced)
-    found = tokens_of_boxes(sample, [TextPiece([1, 2, 3]), ImagePiece(None, 144, "a/0", grid=(12, 12))])
+    found = tokens_of_boxes(sample, [TextPiece([1, 2, 3]), ImagePiece(None, 144, "a/0", places=(12, 12))])
     assert [t.tolist() for t in found] == [[3]]
 
 
