@@ -71,8 +71,9 @@ class Engine:
 
         Raises NothingToCompressError, ProfileError.
         """
+        table = self._profile(plan)
         if self._cache is not None:
-            self._cache.set_plan(plan, self._profile(plan))
+            self._cache.set_plan(plan, table)
         elif self._context is not None:
             self._require_full(plan)
 

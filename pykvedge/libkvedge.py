@@ -334,7 +334,7 @@ class Cache:
         return out
 
     def attention_of_all(self, sequence: int = 0) -> np.ndarray:
-        """[stored layers, H, n] float32: `attention` of all heads, which hold n rows each; 0 for those a layer lacks."""
+        """[stored layers, H, n] float32: `attention` of all heads, which hold n rows each; 0 for missing ones."""
         import numpy as np
 
         live, layers = self._live(), range(self.stats(sequence).n_layers)

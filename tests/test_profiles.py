@@ -199,6 +199,8 @@ def test_a_conversation_changes_to_a_method_with_a_profile(own_folder, tiny, pro
         lengths = [n for heads in session.engine.cache.lengths() for n in heads]
         assert len(set(lengths)) > 1
     with model.session(pykvedge.plan("h2o")) as session:
+        with pytest.raises(ProfileError, match="kvedge calibrate heads"):
+            session.set_plan(SPARSEMM)  # before the first message too
         session.ask("Hello").read()
         with pytest.raises(ProfileError, match="kvedge calibrate heads"):
             session.set_plan(SPARSEMM)
