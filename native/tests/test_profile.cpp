@@ -112,7 +112,15 @@ void check_uneven_layers() {
     CHECK(check_profiles(plan, shapes, 4, nullptr) == KVEDGE_E_ARGUMENT);
 
     std::vector<std::vector<int32_t>> out = { { 0, 0 }, { 0, 0, 0, 0 } };
-    plan.allocator->allocate({ 1000, 110, 10, nullptr, &seq, 1, plan.params[KVEDGE_STAGE_ALLOCATOR], &p }, out);
+    AllocateInput in{};
+    in.n_tokens  = 1000;
+    in.budget    = 110;
+    in.recent    = 10;
+    in.seq       = &seq;
+    in.n_threads = 1;
+    in.params    = plan.params[KVEDGE_STAGE_ALLOCATOR];
+    in.profile   = &p;
+    plan.allocator->allocate(in, out);
     CHECK((out[0] == std::vector<int32_t>{ 60 + 150, 60 }));
     CHECK((out[1] == std::vector<int32_t>{ 60, 60, 60, 60 + 150 }));
 }
