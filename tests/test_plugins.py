@@ -172,7 +172,7 @@ def test_a_failure_leaves_the_sequence_as_it_was(native, running, stage):  # noq
     with pytest.raises(PluginError, match=f"{stage} 'fails' failed: KeyError: 'the last one'"):
         context.cache.compress()
     assert context.held() == held and context.cache.stats().bytes == bytes_
-    context.cache.set_plan(pykvedge.plan("h2o", 0.2))
+    context.cache.set_plan(pykvedge.plan("knorm", 0.2))
     context.cache.compress()
     assert {n for heads in context.cache.lengths() for n in heads} == {PROMPT // 5}
 
