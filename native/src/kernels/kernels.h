@@ -19,6 +19,29 @@ struct Rows {
     Type            type;
 };
 
+// A linear filter along the rows of up to 2 * BAND_PAIRS channels, which an FFT of length n makes cheap.
+// x [n][2 * BAND_PAIRS]: channel c and channel c + BAND_PAIRS are the parts of one complex number.
+constexpr int32_t BAND_PAIRS = 16;
+
+struct FftStage {
+    int32_t       radix;    // 2, 3, 4, 5 or 8
+    int32_t       m;        // rows of each of the `radix` parts that the stage splits a block into
+    const float * twiddle;  // [m][radix - 1] complex
+};
+
+// What becomes of the frequency in row a and its mirror in row b: a = same * a + (re + i im) * b, b likewise with -im.
+struct BandMix {
+    int32_t a, b;
+    float   same, re, im;
+};
+
+struct BandFilter {
+    int32_t         n_rows;  // the first of n, those that hold the signal; the others are zero
+    int32_t         n_stages, n_mixes;
+    FftStage        stages[32];
+    const BandMix * mixes;  // frequencies that are in none stay as they are
+};
+
 struct Kernels {
     const char * name;
     int32_t      panel;  // columns of one packed K panel (nr)
@@ -45,6 +68,10 @@ struct Kernels {
     void (*rows_dot)(const float * q, size_t ldq, int32_t m, Rows k, int32_t n, int32_t d, float * s, size_t lds);
     // One read of v for all m rows: o[r] += sum_c p[r][c] * v[c]; o [m][ldo], ldo a multiple of 16 >= d
     void (*rows_axpy)(const float * p, size_t ldp, int32_t m, Rows v, int32_t n, int32_t d, float * o, size_t ldo);
+
+    // squares[r][i] += squares of both parts of what the filter makes of x without its columns' means, times the length
+    // of the FFT; squares [n_rows][BAND_PAIRS]. Returns the sum of squares of x as it came. Overwrites x.
+    double (*band_filter)(const BandFilter & filter, float * x, float * squares);
 };
 
 // The best table that this processor can run.

@@ -14,7 +14,9 @@ struct V {
     static V set1(float a) { return { _mm256_set1_ps(a) }; }
     static V zero() { return { _mm256_setzero_ps() }; }
     static V fma(V a, V b, V c) { return { _mm256_fmadd_ps(a.x, b.x, c.x) }; }
+    static V fnma(V a, V b, V c) { return { _mm256_fnmadd_ps(a.x, b.x, c.x) }; }
     static V add(V a, V b) { return { _mm256_add_ps(a.x, b.x) }; }
+    static V sub(V a, V b) { return { _mm256_sub_ps(a.x, b.x) }; }
     static V mul(V a, V b) { return { _mm256_mul_ps(a.x, b.x) }; }
     static V max(V a, V b) { return { _mm256_max_ps(a.x, b.x) }; }
     static V floor(V a) { return { _mm256_floor_ps(a.x) }; }

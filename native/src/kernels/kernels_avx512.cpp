@@ -20,7 +20,9 @@ struct V {
     static V set1(float a) { return { _mm512_set1_ps(a) }; }
     static V zero() { return { _mm512_setzero_ps() }; }
     static V fma(V a, V b, V c) { return { _mm512_fmadd_ps(a.x, b.x, c.x) }; }
+    static V fnma(V a, V b, V c) { return { _mm512_fnmadd_ps(a.x, b.x, c.x) }; }
     static V add(V a, V b) { return { _mm512_add_ps(a.x, b.x) }; }
+    static V sub(V a, V b) { return { _mm512_sub_ps(a.x, b.x) }; }
     static V mul(V a, V b) { return { _mm512_mul_ps(a.x, b.x) }; }
     static V max(V a, V b) { return { _mm512_max_ps(a.x, b.x) }; }
     static V floor(V a) { return { _mm512_roundscale_ps(a.x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC) }; }

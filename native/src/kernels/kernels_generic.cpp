@@ -30,7 +30,9 @@ struct V {
     static V set1(float a) { return each([=](int) { return a; }); }
     static V zero() { return set1(0.0f); }
     static V fma(const V & a, const V & b, const V & c) { return each([&](int i) { return a.x[i] * b.x[i] + c.x[i]; }); }
+    static V fnma(const V & a, const V & b, const V & c) { return each([&](int i) { return c.x[i] - a.x[i] * b.x[i]; }); }
     static V add(const V & a, const V & b) { return each([&](int i) { return a.x[i] + b.x[i]; }); }
+    static V sub(const V & a, const V & b) { return each([&](int i) { return a.x[i] - b.x[i]; }); }
     static V mul(const V & a, const V & b) { return each([&](int i) { return a.x[i] * b.x[i]; }); }
     static V max(const V & a, const V & b) { return each([&](int i) { return a.x[i] > b.x[i] ? a.x[i] : b.x[i]; }); }
     static V floor(const V & a) { return each([&](int i) { return __builtin_floorf(a.x[i]); }); }

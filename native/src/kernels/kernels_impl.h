@@ -1,6 +1,7 @@
 // The kernels, written once over a vector type V that the including file defines in its unnamed namespace:
-//   V::W lanes, V::MR rows of the q k^T micro-kernel, V::PR rows of the p v one; load/store/set1/zero/fma/add/mul/max/
-//   floor/pow2 (2^x of an integral-valued x)/hsum/hsum4/hmax; load16(Type, ptr) widens W stored values; store16 narrows them.
+//   V::W lanes, V::MR rows of the q k^T micro-kernel, V::PR rows of the p v one; load/store/set1/zero/fma/fnma (c - a * b)/
+//   add/sub/mul/max/floor/pow2 (2^x of an integral-valued x)/hsum/hsum4/hmax; load16(Type, ptr) widens W stored values;
+//   store16 narrows them.
 // Nothing here may come from std:: templates: the linker would merge copies compiled for different processors.
 
 #pragma once
@@ -329,13 +330,14 @@ float k_dot(const float * x, const float * y, size_t n) {
 }  // namespace kvedge
 
 #include "kernels_decode.h"
+#include "kernels_fft.h"
 
 namespace kvedge {
 namespace {
 
 constexpr Kernels make_table(const char * name) {
     return { name,      NR,    k_to_f32,  k_from_f32, k_pack, k_gemm_qk, k_gemm_pv,
-             k_max,     k_exp_sum, k_softcap, k_axpy,     k_dot,  k_rows_dot, k_rows_axpy };
+             k_max,     k_exp_sum, k_softcap, k_axpy,     k_dot,  k_rows_dot, k_rows_axpy, k_band_filter };
 }
 
 }  // namespace

@@ -14,7 +14,9 @@ struct V {
     static V set1(float a) { return { vdupq_n_f32(a) }; }
     static V zero() { return { vdupq_n_f32(0.0f) }; }
     static V fma(V a, V b, V c) { return { vfmaq_f32(c.x, a.x, b.x) }; }
+    static V fnma(V a, V b, V c) { return { vfmsq_f32(c.x, a.x, b.x) }; }
     static V add(V a, V b) { return { vaddq_f32(a.x, b.x) }; }
+    static V sub(V a, V b) { return { vsubq_f32(a.x, b.x) }; }
     static V mul(V a, V b) { return { vmulq_f32(a.x, b.x) }; }
     static V max(V a, V b) { return { vmaxq_f32(a.x, b.x) }; }
     static V floor(V a) { return { vrndmq_f32(a.x) }; }
