@@ -23,17 +23,17 @@ from native_build import build_native
 SHAPES = {"mha-16x1x128": (16, 1, 128), "mha-16x1x64": (16, 1, 64), "gqa-2x6x128": (2, 6, 128)}
 
 
-def measure(program: Path, shape: str, tokens: int, threads: int, rounds: int, processor: bool) -> dict[str, Any]:
+def measure(program: Path, shape: str, tokens: int, threads: int, args: argparse.Namespace) -> dict[str, Any]:
     """One row of the table. Raises SourceError when the program fails."""
     n_heads_kv, group, size = SHAPES[shape]
-    numbers = [n_heads_kv * group, n_heads_kv, size, tokens, threads, rounds]
+    numbers = [n_heads_kv * group, n_heads_kv, size, tokens, threads, args.rounds, args.mib]
     done = subprocess.run([program, *map(str, numbers)], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         why = done.stderr.strip() or "this machine may lack its instructions"
         raise SourceError(f"{program} ended with code {done.returncode}: {why}")
     head, *lines = done.stdout.splitlines()
     table, n_bytes, _ = head.split()
-    pairs = [tuple(map(float, line.split()))[2 * processor :][:2] for line in lines]
+    pairs = [tuple(map(float, line.split()))[2 * args.cpu :][:2] for line in lines]
     total, attention = (statistics.median(p[i] for p in pairs) for i in (0, 1))
     return {
         "kernels": table,
@@ -65,6 +65,7 @@ def main() -> int:
     add("--tokens", type=int, nargs="+", default=[512, 2048, 8192], help="KV pairs per head (default 512 2048 8192)")
     add("--threads", type=int, nargs="+", default=[1, 2], help="(default 1 2)")
     add("--rounds", type=int, default=15, help="of each row (default %(default)s)")
+    add("--mib", type=int, default=192, help="size of the keys and values (default %(default)s: fits no cache)")
     add("--cpu", action="store_true", help="processor time instead of wall time: a busy machine disturbs it less")
     add("--json", action="store_true")
     args = parser.parse_args()
@@ -76,7 +77,7 @@ def main() -> int:
             for shape in args.shape or SHAPES:
                 for tokens in args.tokens:
                     for threads in args.threads:
-                        row = measure(programs / "bench_decode", shape, tokens, threads, args.rounds, args.cpu)
+                        row = measure(programs / "bench_decode", shape, tokens, threads, args)
                         rows.append(row)
                         if not args.json:
                             show(row, len(rows) == 1)

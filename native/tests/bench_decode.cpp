@@ -1,8 +1,8 @@
 // How fast decode attention reads keys and values, against a plain sum over the same bytes, taking turns.
 //
-//   bench_decode HEADS KV_HEADS HEAD_SIZE TOKENS THREADS ROUNDS
+//   bench_decode HEADS KV_HEADS HEAD_SIZE TOKENS THREADS ROUNDS MIB
 //
-// Enough layers that no cache holds them. Both share out layers and heads among the threads, with no barrier in between.
+// As many layers as hold MIB MiB of keys and values: 192 fit no cache, 1 shows what the kernels could do with faster memory. Both share out layers and heads among the threads, with no barrier in between.
 // stdout: the table of kernels, bytes and layers; then a line per round: wall seconds of the sum and of the attention, and
 // their processor seconds divided by the threads, which other programs disturb less.
 
@@ -21,10 +21,8 @@ using namespace kvedge;
 
 namespace {
 
-constexpr size_t TOTAL = (size_t) 192 << 20;  // bytes of keys and values
-
 struct Bench {
-    int32_t n_heads, n_heads_kv, size, tokens, threads;
+    int32_t n_heads, n_heads_kv, size, tokens, threads, mib;
 
     std::vector<LayerShape>      shapes;
     std::unique_ptr<Sequence>    seq;
@@ -35,7 +33,7 @@ struct Bench {
 
 bool fill(Bench & b) {
     const size_t layer = 2 * sizeof(uint16_t) * (size_t) (b.n_heads_kv * b.size) * (size_t) b.tokens;
-    for (size_t l = 0; l * layer < TOTAL; l++) {
+    for (size_t l = 0; l * layer < (size_t) b.mib << 20; l++) {
         b.shapes.push_back({ (int32_t) l, b.n_heads, b.n_heads_kv, b.size, b.size });
     }
     b.seq = std::make_unique<Sequence>(b.shapes, Type::f16);
@@ -135,8 +133,8 @@ Seconds time_attention(Bench & b) {
 }  // namespace
 
 int main(int argc, char ** argv) {
-    if (argc != 7) {
-        std::fprintf(stderr, "usage: bench_decode HEADS KV_HEADS HEAD_SIZE TOKENS THREADS ROUNDS\n");
+    if (argc != 8) {
+        std::fprintf(stderr, "usage: bench_decode HEADS KV_HEADS HEAD_SIZE TOKENS THREADS ROUNDS MIB\n");
         return 2;
     }
     Bench b;
@@ -145,8 +143,9 @@ int main(int argc, char ** argv) {
     b.size           = std::atoi(argv[3]);
     b.tokens         = std::atoi(argv[4]);
     b.threads        = std::atoi(argv[5]);
+    b.mib            = std::atoi(argv[7]);
     const int rounds = std::atoi(argv[6]);
-    if (std::min({ b.n_heads, b.n_heads_kv, b.size, b.tokens, b.threads, rounds }) < 1 || b.n_heads % b.n_heads_kv != 0 ||
+    if (std::min({ b.n_heads, b.n_heads_kv, b.size, b.tokens, b.threads, b.mib, rounds }) < 1 || b.n_heads % b.n_heads_kv != 0 ||
         b.size % 8 != 0 || b.size > MAX_HEAD_SIZE) {
         std::fprintf(stderr, "bench_decode: every number must be at least 1, KV heads divide heads, 8 the head size\n");
         return 2;

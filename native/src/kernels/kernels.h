@@ -64,10 +64,13 @@ struct Kernels {
     void (*axpy)(float a, const float * x, float * y, size_t n);   // y += a * x
     float (*dot)(const float * x, const float * y, size_t n);
 
-    // One read of k for all m query rows: s[r][c] = q[r] . k[c], for m <= 16; q [m][ldq]
-    void (*rows_dot)(const float * q, size_t ldq, int32_t m, Rows k, int32_t n, int32_t d, float * s, size_t lds);
-    // One read of v for all m rows: o[r] += sum_c p[r][c] * v[c]; o [m][ldo], ldo a multiple of 16 >= d
-    void (*rows_axpy)(const float * p, size_t ldp, int32_t m, Rows v, int32_t n, int32_t d, float * o, size_t ldo);
+    // One read of k for all m query rows: s[r][c] = q[r] . k[c], for m <= 16; q [m][ldq]. next: n * k.stride bytes that are
+    // needed after these, fetched into cache meanwhile; need not be readable; NULL: none
+    void (*rows_dot)(const float * q, size_t ldq, int32_t m, Rows k, int32_t n, int32_t d, float * s, size_t lds,
+                     const uint8_t * next);
+    // One read of v for all m rows: o[r] += sum_c p[r][c] * v[c]; o [m][ldo], ldo a multiple of 16 >= d. next: n * v.stride
+    void (*rows_axpy)(const float * p, size_t ldp, int32_t m, Rows v, int32_t n, int32_t d, float * o, size_t ldo,
+                      const uint8_t * next);
 
     // squares[r][i] += squares of both parts of what the filter makes of x without its columns' means, times the length
     // of the FFT; squares [n_rows][BAND_PAIRS]. Returns the sum of squares of x as it came. Overwrites x.

@@ -6,7 +6,7 @@ namespace kvedge {
 namespace {
 
 struct V {
-    static constexpr int W = 8, MR = 6, PR = 4, PD = 2, AD = 4;
+    static constexpr int W = 8, MR = 6, PR = 4, PD = 2, AD = 4, ACC = 12;
     __m256 x;
 
     static V load(const float * p) { return { _mm256_loadu_ps(p) }; }

@@ -12,7 +12,7 @@ namespace kvedge {
 namespace {
 
 struct V {
-    static constexpr int W = 16, MR = 12, PR = 6, PD = 4, AD = 8;
+    static constexpr int W = 16, MR = 12, PR = 6, PD = 4, AD = 8, ACC = 24;
     __m512 x;
 
     static V load(const float * p) { return { _mm512_loadu_ps(p) }; }

@@ -89,6 +89,7 @@ template <int R, bool INVERSE> inline void butterfly(float * x, size_t step, con
     constexpr size_t RE = INVERSE ? BAND_PAIRS : 0, IM = BAND_PAIRS - RE;
     for (size_t i = 0; i < BAND_PAIRS; i += (size_t) V::W) {
         Z z[R];
+        KVEDGE_UNROLL
         for (int q = 0; q < R; q++) {
             const float * row = x + (size_t) q * step + i;
             z[q]              = { V::load(row + RE), V::load(row + IM) };
@@ -97,6 +98,7 @@ template <int R, bool INVERSE> inline void butterfly(float * x, size_t step, con
             }
         }
         dft<R>(z);
+        KVEDGE_UNROLL
         for (int q = 0; q < R; q++) {
             float * row = x + (size_t) q * step + i;
             if (!INVERSE && twiddle && q > 0) {

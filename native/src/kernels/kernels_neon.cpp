@@ -6,7 +6,7 @@ namespace kvedge {
 namespace {
 
 struct V {
-    static constexpr int W = 4, MR = 8, PR = 4, PD = 4, AD = 8;
+    static constexpr int W = 4, MR = 8, PR = 4, PD = 4, AD = 8, ACC = 24;
     float32x4_t x;
 
     static V load(const float * p) { return { vld1q_f32(p) }; }
