@@ -1,4 +1,5 @@
 #include "kernels.h"
+#include "kernels_compiler.h"
 
 #include <immintrin.h>
 
@@ -12,6 +13,11 @@ struct V {
     static V load(const float * p) { return { _mm256_loadu_ps(p) }; }
     void     store(float * p) const { _mm256_storeu_ps(p, x); }
     static V set1(float a) { return { _mm256_set1_ps(a) }; }
+    V kept() const {
+        V v = *this;
+        KVEDGE_IN_REGISTER(v.x, "x");
+        return v;
+    }
     static V zero() { return { _mm256_setzero_ps() }; }
     static V fma(V a, V b, V c) { return { _mm256_fmadd_ps(a.x, b.x, c.x) }; }
     static V fnma(V a, V b, V c) { return { _mm256_fnmadd_ps(a.x, b.x, c.x) }; }

@@ -1,4 +1,5 @@
 #include "kernels.h"
+#include "kernels_compiler.h"
 
 // GCC 12's own AVX-512 header trips these two wherever its intrinsics are inlined.
 #if defined(__GNUC__) && !defined(__clang__)
@@ -18,6 +19,11 @@ struct V {
     static V load(const float * p) { return { _mm512_loadu_ps(p) }; }
     void     store(float * p) const { _mm512_storeu_ps(p, x); }
     static V set1(float a) { return { _mm512_set1_ps(a) }; }
+    V kept() const {
+        V v = *this;
+        KVEDGE_IN_REGISTER(v.x, "v");
+        return v;
+    }
     static V zero() { return { _mm512_setzero_ps() }; }
     static V fma(V a, V b, V c) { return { _mm512_fmadd_ps(a.x, b.x, c.x) }; }
     static V fnma(V a, V b, V c) { return { _mm512_fnmadd_ps(a.x, b.x, c.x) }; }

@@ -32,15 +32,14 @@ template <class F> inline void split_rows(int32_t m, const F & f) {
     }
 }
 
-inline void prefetch(const uint8_t * p, size_t n) {
-    for (size_t i = 0; i < n; i += 64) {
-        __builtin_prefetch(p + i);
-    }
-}
+constexpr size_t LINE = 64;  // bytes of a line of cache
+
+inline void prefetch(const uint8_t * p) { __builtin_prefetch(p, 0, 3); }
 
 // The loops over r and c are nested so that the compiler unrolls them and keeps acc in registers.
+// next: C rows to fetch meanwhile, in the order of memory, spread evenly, as many misses at once would stall; NULL: none.
 template <Type T, int M, int C> inline void dot_micro(
-    const float * q, size_t ldq, const uint8_t * k, size_t stride, int32_t d, float * s, size_t lds) {
+    const float * q, size_t ldq, const uint8_t * k, size_t stride, int32_t d, float * s, size_t lds, const uint8_t * next) {
     V acc[M][C];
     KVEDGE_UNROLL
     for (int r = 0; r < M; r++) {
@@ -51,6 +50,12 @@ template <Type T, int M, int C> inline void dot_micro(
     }
     int32_t i = 0;
     for (; i + V::W <= d; i += V::W) {
+        if (next) {
+            constexpr size_t STEP = (size_t) (V::W * C) * type_size(T);
+            for (size_t at = (size_t) (i * C) * type_size(T), end = at + STEP; at % LINE == 0 && at < end; at += LINE) {
+                prefetch(next + at);
+            }
+        }
         V kv[C];
         KVEDGE_UNROLL
         for (int c = 0; c < C; c++) {
@@ -58,7 +63,7 @@ template <Type T, int M, int C> inline void dot_micro(
         }
         KVEDGE_UNROLL
         for (int r = 0; r < M; r++) {
-            const V qv = V::load(q + r * ldq + i);
+            const V qv = V::load(q + r * ldq + i).kept();
             KVEDGE_UNROLL
             for (int c = 0; c < C; c++) {
                 acc[r][c] = V::fma(qv, kv[c], acc[r][c]);
@@ -106,13 +111,11 @@ template <Type T> void rows_dot_t(
             constexpr int M = decltype(rows)::value, C = columns(M, 8);
             int32_t       c = 0;
             for (; c + C <= w; c += C) {
-                if (r == 0 && next) {
-                    prefetch(next + (size_t) (c0 + c) * k.stride, C * k.stride);
-                }
-                dot_micro<T, M, C>(q + r * ldq, ldq, kc + c * k.stride, k.stride, d, s + r * lds + c0 + c, lds);
+                const uint8_t * ahead = r == 0 && next ? next + (size_t) (c0 + c) * k.stride : nullptr;
+                dot_micro<T, M, C>(q + r * ldq, ldq, kc + c * k.stride, k.stride, d, s + r * lds + c0 + c, lds, ahead);
             }
             for (; c < w; c++) {
-                dot_micro<T, M, 1>(q + r * ldq, ldq, kc + c * k.stride, k.stride, d, s + r * lds + c0 + c, lds);
+                dot_micro<T, M, 1>(q + r * ldq, ldq, kc + c * k.stride, k.stride, d, s + r * lds + c0 + c, lds, nullptr);
             }
         });
     }
@@ -127,7 +130,6 @@ void k_rows_dot(
     }
 }
 
-// next: what to fetch meanwhile, `stride` bytes for every row; NULL: nothing.
 template <Type T, int M, int D> inline void axpy_micro(
     const float * p, size_t ldp, const uint8_t * v, size_t stride, int32_t n, float * o, size_t ldo, const uint8_t * next) {
     V acc[M][D];
@@ -140,7 +142,10 @@ template <Type T, int M, int D> inline void axpy_micro(
     }
     for (int32_t c = 0; c < n; c++) {
         if (next) {
-            prefetch(next + c * stride, stride);
+            constexpr size_t STEP = (size_t) (D * V::W) * type_size(T);
+            for (size_t at = (size_t) c * STEP, end = at + STEP; at % LINE == 0 && at < end; at += LINE) {
+                prefetch(next + at);
+            }
         }
         V b[D];
         KVEDGE_UNROLL
@@ -149,7 +154,7 @@ template <Type T, int M, int D> inline void axpy_micro(
         }
         KVEDGE_UNROLL
         for (int r = 0; r < M; r++) {
-            const V a = V::set1(p[r * ldp + c]);
+            const V a = V::set1(p[r * ldp + c]).kept();
             KVEDGE_UNROLL
             for (int j = 0; j < D; j++) {
                 acc[r][j] = V::fma(a, b[j], acc[r][j]);
@@ -171,7 +176,9 @@ template <Type T> void rows_axpy_t(
     for (int32_t c = 0; c < n; c += B) {
         const int32_t   w  = n - c < B ? n - c : B;
         const uint8_t * vc = v.data + (size_t) c * v.stride;
-        const auto      ahead = [&](int32_t r, int32_t i) { return r == 0 && i == 0 && next ? next + (size_t) c * v.stride : nullptr; };
+        const auto      ahead = [&](int32_t r, int32_t i) {
+            return r == 0 && next ? next + (size_t) c * v.stride + (size_t) (i * w) * type_size(T) : nullptr;
+        };
         split_rows(m, [&](int32_t r, auto rows) {
             constexpr int M = decltype(rows)::value, D = columns(M, V::AD);
             const float * pr = p + r * ldp + c;

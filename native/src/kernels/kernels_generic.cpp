@@ -1,6 +1,7 @@
 // Plain C++ for processors without a table of their own; the compiler vectorises the fixed-size loops where it can.
 
 #include "kernels.h"
+#include "kernels_compiler.h"
 
 namespace kvedge {
 namespace {
@@ -28,6 +29,7 @@ struct V {
         }
     }
     static V set1(float a) { return each([=](int) { return a; }); }
+    V kept() const { return *this; }
     static V zero() { return set1(0.0f); }
     static V fma(const V & a, const V & b, const V & c) { return each([&](int i) { return a.x[i] * b.x[i] + c.x[i]; }); }
     static V fnma(const V & a, const V & b, const V & c) { return each([&](int i) { return c.x[i] - a.x[i] * b.x[i]; }); }

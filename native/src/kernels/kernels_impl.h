@@ -1,22 +1,12 @@
 // The kernels, written once over a vector type V that the including file defines in its unnamed namespace:
-//   V::W lanes, V::MR rows of the q k^T micro-kernel, V::PR rows of the p v one, V::ACC registers
-//   for sums; load/store/set1/zero/fma/fnma (c - a * b)/
-//   add/sub/mul/max/floor/pow2 (2^x of an integral-valued x)/hsum/hsum4/hmax; load16(Type, ptr) widens W stored values;
-//   store16 narrows them.
+//   V::W lanes, V::MR rows of the q k^T micro-kernel, V::PR rows of the p v one, V::ACC registers for sums; load/store/set1/
+//   kept (in a register: not loaded anew for every use)/zero/fma/fnma (c - a * b)/add/sub/mul/max/floor/pow2 (2^x of an
+//   integral-valued x)/hsum/hsum4/hmax; load16(Type, ptr) widens W stored values; store16 narrows them.
 // Nothing here may come from std:: templates: the linker would merge copies compiled for different processors.
 
 #pragma once
 
 #include "kernels.h"
-
-// For the loops over accumulators: an array that is not unrolled away lives in memory, and every step writes it there.
-#if defined(__clang__)
-#    define KVEDGE_UNROLL _Pragma("unroll")
-#elif defined(__GNUC__)
-#    define KVEDGE_UNROLL _Pragma("GCC unroll 16")
-#else
-#    define KVEDGE_UNROLL
-#endif
 
 namespace kvedge {
 namespace {
@@ -176,7 +166,7 @@ template <int M> inline void qk_micro(const float * q, size_t ldq, const float *
         const V b1 = V::load(panel + (size_t) i * NR + V::W);
         KVEDGE_UNROLL
         for (int r = 0; r < M; r++) {
-            const V a = V::set1(q[r * ldq + i]);
+            const V a = V::set1(q[r * ldq + i]).kept();
             acc[r][0] = V::fma(a, b0, acc[r][0]);
             acc[r][1] = V::fma(a, b1, acc[r][1]);
         }
@@ -221,7 +211,7 @@ template <int M, int D> inline void pv_micro(const float * p, size_t ldp, int32_
         }
         KVEDGE_UNROLL
         for (int r = 0; r < M; r++) {
-            const V a = V::set1(p[r * ldp + c]);
+            const V a = V::set1(p[r * ldp + c]).kept();
             KVEDGE_UNROLL
             for (int j = 0; j < D; j++) {
                 acc[r][j] = V::fma(a, b[j], acc[r][j]);

@@ -1,4 +1,5 @@
 #include "kernels.h"
+#include "kernels_compiler.h"
 
 #include <arm_neon.h>
 
@@ -12,6 +13,11 @@ struct V {
     static V load(const float * p) { return { vld1q_f32(p) }; }
     void     store(float * p) const { vst1q_f32(p, x); }
     static V set1(float a) { return { vdupq_n_f32(a) }; }
+    V kept() const {
+        V v = *this;
+        KVEDGE_IN_REGISTER(v.x, "w");
+        return v;
+    }
     static V zero() { return { vdupq_n_f32(0.0f) }; }
     static V fma(V a, V b, V c) { return { vfmaq_f32(c.x, a.x, b.x) }; }
     static V fnma(V a, V b, V c) { return { vfmsq_f32(c.x, a.x, b.x) }; }
