@@ -7,7 +7,7 @@ namespace kvedge {
 
 namespace {
 
-constexpr int32_t BLOCK      = 64;   // keys whose logits are held at a time
+constexpr int32_t BLOCK      = 32;   // keys at a time: theirs, their values and the next keys fit a first-level cache
 constexpr int32_t SPLIT_KEYS = 256;  // fewest keys worth a split of their own
 constexpr int32_t MAX_SIZE   = MAX_HEAD_SIZE;
 
