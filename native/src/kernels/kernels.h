@@ -72,8 +72,9 @@ struct Kernels {
     void (*rows_axpy)(const float * p, size_t ldp, int32_t m, Rows v, int32_t n, int32_t d, float * o, size_t ldo,
                       const uint8_t * next);
 
-    // squares[r][i] += squares of both parts of what the filter makes of x without its columns' means, times the length
-    // of the FFT; squares [n_rows][BAND_PAIRS]. Returns the sum of squares of x as it came. Overwrites x.
+    // squares[r][i] += squares of both parts of what the filter, which must take away what is constant along a column, makes
+    // of x, times the length of the FFT, squared; squares [n_rows][BAND_PAIRS]. Returns the sum of squares of x as it came.
+    // Overwrites x.
     double (*band_filter)(const BandFilter & filter, float * x, float * squares);
 };
 

@@ -160,42 +160,29 @@ inline void mix(const BandMix & m, float * x) {
     }
 }
 
-// Subtracts every column's mean; a constant column becomes exactly zero. Returns the sum of squares of what was there.
-double center(float * x, size_t n_rows) {
-    constexpr size_t CHUNK  = 64;  // rows that are summed in float32 before the sum goes on in double
+// Subtracts a row from all of them, so that constant columns become exactly zero; the rest of the means is the filter's to
+// remove. Returns the sum of squares of what was there.
+double shift(float * x, size_t n_rows) {
+    constexpr size_t CHUNK  = 64;  // rows whose squares are summed in float32 before the sum goes on in double
     double           energy = 0.0;
     for (size_t i = 0; i < ROW; i += (size_t) V::W) {
-        const V first       = V::load(x + i);
-        double  total[V::W] = {};
-        float   part[V::W];
+        const V origin = V::load(x + n_rows / 2 * ROW + i);  // the first would be a sink, far from the others
         for (size_t from = 0; from < n_rows; from += CHUNK) {
-            const size_t end = from + CHUNK < n_rows ? from + CHUNK : n_rows;
-            V            sum = V::zero(), squares = V::zero();
+            const size_t end     = from + CHUNK < n_rows ? from + CHUNK : n_rows;
+            V            squares = V::zero();
             for (size_t r = from; r < end; r++) {
-                const V v = V::load(x + r * ROW + i), shifted = V::sub(v, first);
+                const V v = V::load(x + r * ROW + i);
                 squares   = V::fma(v, v, squares);
-                sum       = V::add(sum, shifted);
-                shifted.store(x + r * ROW + i);
+                V::sub(v, origin).store(x + r * ROW + i);
             }
             energy += (double) squares.hsum();
-            sum.store(part);
-            for (int k = 0; k < V::W; k++) {
-                total[k] += (double) part[k];
-            }
-        }
-        for (int k = 0; k < V::W; k++) {
-            part[k] = (float) (total[k] / (double) n_rows);
-        }
-        const V mean = V::load(part);
-        for (size_t r = 0; r < n_rows; r++) {
-            V::sub(V::load(x + r * ROW + i), mean).store(x + r * ROW + i);
         }
     }
     return energy;
 }
 
 double k_band_filter(const BandFilter & f, float * x, float * squares) {
-    const double energy = center(x, (size_t) f.n_rows);
+    const double energy = shift(x, (size_t) f.n_rows);
     fft<false>(f, 0, x);
     for (int32_t i = 0; i < f.n_mixes; i++) {
         mix(f.mixes[i], x);

@@ -177,7 +177,8 @@ void HighPass::add_head(
     work.squares.assign(T * (size_t) BAND_PAIRS, 0.0f);
     for (size_t from = 0; from < d; from += WIDTH) {
         const size_t w = std::min(WIDTH, d - from);
-        work.x.assign((size_t) n_ * WIDTH, 0.0f);
+        work.x.resize((size_t) n_ * WIDTH);
+        std::fill(work.x.begin() + (std::ptrdiff_t) (w < WIDTH ? 0 : T * WIDTH), work.x.end(), 0.0f);
         const int32_t * place = place_.data();
         seq.each_segment(layer, head, true, [&](const Segment & seg) {
             const Rows & rows = values ? seg.v : seg.k;
