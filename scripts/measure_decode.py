@@ -1,10 +1,10 @@
-"""How fast decode attention reads keys and values, as a share of a plain sum over the same bytes, in one run, alternating.
+"""How fast decode attention reads keys and values, as a share of a plain sum over the same bytes, taking turns.
 
     python3 scripts/dev.py python scripts/measure_decode.py
     python3 scripts/dev.py python scripts/measure_decode.py --shape gqa-2x6x128 --kernels avx2 --threads 1 2 --json
 
-A shape is KV heads x query heads for each x head size, f16, one query token. Medians over rounds; `ratio` is the median of
-the rounds' ratios. Builds native/tests/bench_decode.cpp for each table of kernels first, under build/native.
+A shape is KV heads x query heads for each x head size, f16, one query token. Medians over rounds; `ratio` is the median
+of the rounds' ratios. Builds native/tests/bench_decode.cpp for each table of kernels first, under build/native.
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ Columns: shares of the time of full's prefill in percent, then of unpatched llam
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 from pathlib import Path
@@ -36,10 +35,13 @@ def pieces(images: int, image_tokens: int, tokens: int) -> list[Piece]:
 
 def gathering(method: str) -> str:
     """Methods with the same answer gather the same while the prompt is processed."""
-    if method == "full":
-        return method
     plan = pykvedge.plan(method)
     return f"{plan.scorer} {plan.params.get('scorer.window', '')}".strip()
+
+
+def measurable() -> list[str]:
+    """Methods that need no profile of the model; budgets by profile cost nothing worth measuring."""
+    return [m for m in pykvedge.methods() if m != "full" and not pykvedge.plan(m).profile_kind()]
 
 
 class Overhead:
@@ -88,9 +90,8 @@ class Overhead:
             log(f"compressions {again + 1} of {self.args.compressions}")
             for method in self.args.method:
                 name = gathering(method) if gathering(method) in groups else "full"
-                if method != "full":
-                    done = self.ours.call("compress_copy", name=name, method=method, budget=self.args.budget)
-                    self.compressions[method].append(done[self.clock])
+                done = self.ours.call("compress_copy", name=name, method=method, budget=self.args.budget)
+                self.compressions[method].append(done[self.clock])
         for group in groups:
             worker = self.stock if group == "stock" and self.stock else self.ours
             worker.call("close", name=group)
@@ -102,7 +103,7 @@ class Overhead:
         for method in self.args.method:
             own = self.prompts.get(gathering(method), full)
             extra = statistics.median([(a - b) / b for a, b in zip(own, full, strict=True)])
-            took = statistics.median(self.compressions[method] or [0.0])
+            took = statistics.median(self.compressions[method])
             row = {
                 "method": method,
                 "prefill_full_s": base,
@@ -123,8 +124,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("model", help="GGUF file of the text model")
-    add("--method", action="append", default=[], choices=pykvedge.methods(), metavar="NAME",
-        help="repeatable (default: all)")  # fmt: skip
+    add("--method", action="append", default=[], choices=measurable(), metavar="NAME",
+        help="repeatable (default: all that need no profile)")  # fmt: skip
     add("--tokens", type=int, default=2560, help="prompt length, images included (default %(default)s)")
     add("--images", type=int, default=4, help="images in it (default %(default)s)")
     add("--image-tokens", type=int, default=576, help="tokens of each (default %(default)s)")
@@ -137,7 +138,7 @@ def main() -> None:
     add("--stock", action="store_true", help="time unpatched llama.cpp too")
     add("--json", action="store_true")
     args = parser.parse_args()
-    args.method = args.method or [m for m in pykvedge.methods() if m != "full"]
+    args.method = args.method or measurable()
     if not Path(args.model).is_file():
         parser.error(f"{args.model} is not a file; scripts/make_shape_model.py writes models to measure with")
     if args.stock and not STOCK_LIB.is_dir():

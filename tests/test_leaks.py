@@ -13,7 +13,7 @@ MIB = 2**20
 
 
 def chats(model: str, n: int) -> dict:
-    """n times attach, prompt, compress, generate, detach: resident bytes after each, and those of the prompt's cache."""
+    """n times attach, prompt, compress, generate, detach: resident bytes after each, and the prompt's cache's."""
     import pykvedge
     from pykvedge import libraries, memory
 
