@@ -1,4 +1,4 @@
-"""One side of compare_with_stock.py: a process that has loaded one llama.cpp library and does as it is told.
+"""One side of compare_with_stock.py and measure_overhead.py: a process with a llama.cpp library, doing as it is told.
 
 Reads one JSON object a line from stdin, answers with one on stdout. LLAMA_CPP_LIB_PATH chooses the library; with
 --kvedge it is kvedge's own, and contexts can be given a method.
@@ -33,14 +33,22 @@ class Side:
         if not self.model:
             raise SystemExit(f"{model} cannot be loaded")
         self.n_vocab = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(self.model))
+        self.n_embd = llama.llama_model_n_embd(self.model)
         self.contexts: dict[str, Any] = {}
         self.caches: dict[str, Any] = {}
         self.ends: dict[str, int] = {}
 
-    def open(self, name: str, n_ctx: int, method: str | None, budget: float, flash: bool) -> dict[str, Any]:
-        """A fresh context; llama.cpp's defaults apart from its size, so that stock is what its users get."""
+    def open(
+        self, name: str, n_ctx: int, method: str | None, budget: float, flash: bool = True, copies: bool = False
+    ) -> dict[str, Any]:
+        """A fresh context; llama.cpp's defaults apart from its size, so that stock is what its users get.
+
+        copies: with room for a second sequence, for compress_copy.
+        """
         params = self.llama.llama_context_default_params()
         params.n_ctx, params.n_batch = n_ctx, n_ctx
+        if copies:
+            params.n_ctx, params.n_seq_max, params.kv_unified = 2 * n_ctx, 2, True
         params.n_threads = params.n_threads_batch = self.threads
         if not flash:
             params.flash_attn_type = self.llama.LLAMA_FLASH_ATTN_TYPE_DISABLED
@@ -50,7 +58,7 @@ class Side:
             import pykvedge
             from pykvedge.libkvedge import Cache
 
-            plan = pykvedge.plan(method) if method == "full" else pykvedge.plan(method, budget=budget)
+            plan = pykvedge.plan(method) if method == "full" else pykvedge.plan(method, budget)
             self.caches[name] = Cache(context, plan, "f16", auto_compress=False)
         return {}
 
@@ -65,15 +73,50 @@ class Side:
         batch = self.llama.llama_batch_init(len(tokens), 0, 1)
         batch.n_tokens = len(tokens)
         for i, token in enumerate(tokens):
-            batch.token[i], batch.pos[i] = token, self.ends[name] + i
-            batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
-            batch.logits[i] = int(i == len(tokens) - 1)
+            batch.token[i] = token
+        self._run(name, batch)
+        return np.ctypeslib.as_array(self.llama.llama_get_logits_ith(self.contexts[name], -1), (self.n_vocab,))
+
+    def _run(self, name: str, batch: Any) -> None:
+        """Decodes a batch whose tokens or embeddings are filled in, and frees it."""
+        n = batch.n_tokens
+        for i in range(n):
+            batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0] = self.ends[name] + i, 1, 0
+            batch.logits[i] = int(i == n - 1)
         status = self.llama.llama_decode(self.contexts[name], batch)
         self.llama.llama_batch_free(batch)
         if status != 0:
             raise SystemExit(f"llama_decode returned {status}")
-        self.ends[name] += len(tokens)
-        return np.ctypeslib.as_array(self.llama.llama_get_logits_ith(self.contexts[name], -1), (self.n_vocab,))
+        self.ends[name] += n
+
+    def part(self, name: str, n: int, image: bool, seed: int) -> dict[str, Any]:
+        """Decodes n more tokens of a prompt, an image's as embeddings; the time it took, and what scores take then."""
+        batch = self.llama.llama_batch_init(n, self.n_embd if image else 0, 1)
+        batch.n_tokens = n
+        if image:
+            rows = np.random.default_rng(seed).standard_normal(n * self.n_embd, dtype=np.float32) * 0.02
+            np.ctypeslib.as_array(batch.embd, (n * self.n_embd,))[:] = rows
+        else:
+            np.ctypeslib.as_array(batch.token, (n,))[:] = self.tokens(n, seed)
+        start, cpu = time.perf_counter(), time.process_time()
+        self._run(name, batch)
+        took = {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - cpu}
+        return {**took, "score_bytes": self.caches[name].stats().score_bytes if name in self.caches else 0}
+
+    def compress_copy(self, name: str, method: str, budget: float) -> dict[str, Any]:
+        """Compresses a copy of the sequence by a method that needs no other scores than were gathered for it."""
+        import pykvedge
+
+        memory = self.llama.llama_get_memory(self.contexts[name])
+        self.caches[name].set_plan(pykvedge.plan(method, budget))
+        self.llama.llama_memory_seq_cp(memory, 0, 1, -1, -1)
+        try:
+            cpu = time.process_time()
+            self.caches[name].compress(1)
+            cpu = time.process_time() - cpu
+            return {"seconds": self.caches[name].stats(1).compress_us / 1e6, "cpu_seconds": cpu}
+        finally:
+            self.llama.llama_memory_seq_rm(memory, 1, -1, -1)
 
     def tokens(self, n: int, seed: int) -> list[int]:
         """Random text tokens: the time and the arithmetic do not depend on what they say."""

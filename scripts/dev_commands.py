@@ -3,6 +3,7 @@
 dev.py demo [OPTIONS]     ask the packaged model about examples/scene-1.png with a compressed KV cache; OPTIONS of chat
 dev.py test [ARGS]        the tests; ARGS go to pytest
 dev.py lint               ruff
+dev.py sanitize [NAME]    the native tests under the sanitizers, each in a small build of its own
 dev.py build [-DNAME=V]   build and install only; the options are kept for later (-DGGML_CUDA=ON, ...)
 dev.py python ARGS        the environment's Python
 dev.py ARGS               kvedge ARGS: dev.py chat --help, dev.py methods, dev.py --version
@@ -39,7 +40,7 @@ def main() -> int:
     if not args or args[0] in ("-h", "--help", "help"):
         print(__doc__, file=sys.stderr)
         return 0 if args else 2
-    commands = {"demo": demo, "test": test, "lint": lint, "build": build, "python": python}
+    commands = {"demo": demo, "test": test, "lint": lint, "sanitize": sanitize, "build": build, "python": python}
     try:
         command = commands.get(args[0])
         return command(args[1:]) if command else kvedge(args)
@@ -104,6 +105,13 @@ def lint(args: list[str]) -> int:
     ensure_venv()
     ensure_tools(["ruff"])
     return execute([venv_program("python"), "-m", "ruff", "check", *(args or ["."])])
+
+
+def sanitize(args: list[str]) -> int:
+    # needs no build of llama.cpp
+    ensure_venv()
+    ensure_tools(["cmake", "ninja"])
+    return execute([venv_program("python"), str(ROOT / "scripts" / "sanitize.py"), *args])
 
 
 def build(args: list[str]) -> int:

@@ -8,7 +8,7 @@ import build_stock
 import pytest
 from llama_source import SourceError
 
-SOURCES = sorted((Path(__file__).resolve().parent.parent / "native" / "tests").glob("*.cpp"))
+SOURCES = sorted((Path(__file__).resolve().parent.parent / "native" / "tests").glob("test_*.cpp"))
 
 
 @pytest.mark.parametrize("name", [p.stem for p in SOURCES])

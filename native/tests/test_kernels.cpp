@@ -73,7 +73,7 @@ static void test_products(const Kernels & kn, Type type, int32_t m, int32_t n, i
     kn.pack(rows, n, d, packed.data());
     kn.gemm_qk(q.data(), (size_t) d, m, packed.data(), n, d, s.data(), lds);
     if (m <= 16) {
-        kn.rows_dot(q.data(), (size_t) d, m, rows, n, d, s2.data(), lds);
+        kn.rows_dot(q.data(), (size_t) d, m, rows, n, d, s2.data(), lds, k.data());
     }
     const auto         ld = (size_t) pad16(d);
     std::vector<float> v(ld * (size_t) n, 0.0f), o((size_t) m * ld, 0.5f), o2((size_t) m * ld, 0.5f);
@@ -81,7 +81,7 @@ static void test_products(const Kernels & kn, Type type, int32_t m, int32_t n, i
         std::memcpy(v.data() + (size_t) c * ld, w.data() + (size_t) c * (size_t) d, (size_t) d * sizeof(float));
     }
     kn.gemm_pv(s.data(), lds, m, n, v.data(), ld, d, o.data());
-    kn.rows_axpy(s.data(), lds, m, rows, n, d, o2.data(), ld);
+    kn.rows_axpy(s.data(), lds, m, rows, n, d, o2.data(), ld, nullptr);
 
     for (int32_t r = 0; r < m; r++) {
         std::vector<double> expected((size_t) d, 0.5), size((size_t) d, 1.0);  // size: of the terms, which may cancel

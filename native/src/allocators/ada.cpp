@@ -1,9 +1,11 @@
 // Adaptive heads: a layer's budget goes to the heads whose scores are the largest in the layer, with a floor for each
 // (AdaKV, Feng et al. 2024).
 
+#include "core/threads.h"
 #include "primitives/share.h"
 
 #include <algorithm>
+#include <functional>
 #include <numeric>
 
 namespace kvedge {
@@ -19,56 +21,67 @@ const Param PARAMS[] = {
 };
 
 // Per head, how many of the layer's n_heads * base largest scores it has; ties go to the lower head, then token.
-std::vector<int32_t> count_winners(std::vector<float> & scores, int32_t n_heads, int32_t n, int32_t base) {
-    std::vector<int32_t> order(scores.size()), winners((size_t) n_heads, 0);
-    std::iota(order.begin(), order.end(), 0);
-    const auto best = order.begin() + (std::ptrdiff_t) n_heads * base;
-    std::nth_element(order.begin(), best, order.end(), [&](int32_t a, int32_t b) {
-        return scores[(size_t) a] != scores[(size_t) b] ? scores[(size_t) a] > scores[(size_t) b] : a < b;
-    });
-    for (auto it = order.begin(); it != best; ++it) {
-        winners[(size_t) (*it / n)]++;
+std::vector<int32_t> count_winners(const std::vector<float> & scores, int32_t n_heads, int32_t n, int32_t base) {
+    std::vector<int32_t> winners((size_t) n_heads, 0);
+    size_t               left = (size_t) n_heads * (size_t) base;
+    if (left == 0) {
+        return winners;
+    }
+    std::vector<float> sorted = scores;
+    std::nth_element(sorted.begin(), sorted.begin() + (std::ptrdiff_t) (left - 1), sorted.end(), std::greater<float>());
+    const float worst = sorted[left - 1];  // of the winners
+    for (int32_t h = 0; h < n_heads; h++) {
+        const auto head    = scores.begin() + (std::ptrdiff_t) h * n;
+        winners[(size_t) h] = (int32_t) std::count_if(head, head + n, [&](float s) { return s > worst; });
+        left -= (size_t) winners[(size_t) h];
+    }
+    for (int32_t h = 0; h < n_heads; h++) {
+        const auto head  = scores.begin() + (std::ptrdiff_t) h * n;
+        const auto equal = std::min(left, (size_t) std::count(head, head + n, worst));
+        winners[(size_t) h] += (int32_t) equal;
+        left -= equal;
     }
     return winners;
 }
 
 void normalize(float * scores, int32_t n, int32_t base) {
     std::vector<float> sorted(scores, scores + n);
-    std::sort(sorted.begin(), sorted.end(), [](float a, float b) { return a > b; });
-    const double total = std::accumulate(sorted.begin(), sorted.end(), 0.0);
+    std::nth_element(sorted.begin(), sorted.begin() + base, sorted.end(), std::greater<float>());
     const double top   = std::accumulate(sorted.begin(), sorted.begin() + base, 0.0);
+    const double total = std::accumulate(sorted.begin() + base, sorted.end(), top);
     const auto   share = total > 0.0 ? (float) (top / total) : 0.0f;
     for (int32_t i = 0; i < n; i++) {
         scores[i] *= share;
     }
 }
 
-void allocate(const AllocateInput & in, std::vector<std::vector<int32_t>> & out) {
-    const int32_t held = std::max(in.recent, 1);  // of every head, so that none is left empty
-    const int32_t base = in.budget - held, n = in.n_tokens - in.recent;
-    for (size_t l = 0; l < out.size(); l++) {
-        const int32_t      n_heads = in.seq->shapes()[l].n_heads_kv;
-        std::vector<float> scores;
+void allocate_layer(const AllocateInput & in, size_t l, std::vector<int32_t> & out) {
+    const int32_t      held = std::max(in.recent, 1);  // of every head, so that none is left empty
+    const int32_t      base = in.budget - held, n = in.n_tokens - in.recent;
+    const int32_t      n_heads = in.seq->shapes()[l].n_heads_kv;
+    std::vector<float> scores;
+    for (int32_t h = 0; h < n_heads; h++) {
+        const float * row = (*in.scores)[l].data() + (size_t) h * (size_t) in.n_tokens;
+        scores.insert(scores.end(), row, row + n);
+    }
+    // Mass has no meaning where scores are negative.
+    if (in.params[NORMALIZE] == 0 && std::none_of(scores.begin(), scores.end(), [](float s) { return s < 0.0f; })) {
         for (int32_t h = 0; h < n_heads; h++) {
-            const float * row = (*in.scores)[l].data() + (size_t) h * (size_t) in.n_tokens;
-            scores.insert(scores.end(), row, row + n);
-        }
-        // Mass has no meaning where scores are negative.
-        if (in.params[NORMALIZE] == 0 && std::none_of(scores.begin(), scores.end(), [](float s) { return s < 0.0f; })) {
-            for (int32_t h = 0; h < n_heads; h++) {
-                normalize(scores.data() + (size_t) h * (size_t) n, n, base);
-            }
-        }
-        const auto          winners = count_winners(scores, n_heads, n, base);
-        std::vector<double> shares;
-        for (int32_t w : winners) {
-            shares.push_back(w * (1.0 - in.params[FLOOR]) + base * in.params[FLOOR]);
-        }
-        const auto counts = round_shares(shares, (int64_t) base * n_heads, in.n_tokens - held);
-        for (int32_t h = 0; h < n_heads; h++) {
-            out[l][(size_t) h] = (int32_t) counts[(size_t) h] + held;
+            normalize(scores.data() + (size_t) h * (size_t) n, n, base);
         }
     }
+    std::vector<double> shares;
+    for (int32_t w : count_winners(scores, n_heads, n, base)) {
+        shares.push_back(w * (1.0 - in.params[FLOOR]) + base * in.params[FLOOR]);
+    }
+    const auto counts = round_shares(shares, (int64_t) base * n_heads, in.n_tokens - held);
+    for (int32_t h = 0; h < n_heads; h++) {
+        out[(size_t) h] = (int32_t) counts[(size_t) h] + held;
+    }
+}
+
+void allocate(const AllocateInput & in, std::vector<std::vector<int32_t>> & out) {
+    parallel_for(in.n_threads, (int32_t) out.size(), [&](int32_t l, int32_t) { allocate_layer(in, (size_t) l, out[(size_t) l]); });
 }
 
 }  // namespace

@@ -7,7 +7,7 @@ namespace kvedge {
 
 namespace {
 
-constexpr int32_t BLOCK      = 64;   // keys whose logits are held at a time
+constexpr int32_t BLOCK      = 32;   // keys at a time: theirs, their values and the next keys fit a first-level cache
 constexpr int32_t SPLIT_KEYS = 256;  // fewest keys worth a split of their own
 constexpr int32_t MAX_SIZE   = MAX_HEAD_SIZE;
 
@@ -76,7 +76,7 @@ void attend_block(const AttendJob & job, const Piece & piece, const Segment & se
     const auto         ld    = (size_t) pad16(shape.d_v);
     float              s[DECODE_ROWS * BLOCK];
 
-    kn.rows_dot(x.q, (size_t) shape.d_k, x.n, seg.k, seg.n, shape.d_k, s, BLOCK);
+    kn.rows_dot(x.q, (size_t) shape.d_k, x.n, seg.k, seg.n, shape.d_k, s, BLOCK, seg.v.data);
     for (int32_t i = 0; i < x.n; i++) {
         const int32_t r    = x.first + i;
         float *       row  = s + (size_t) i * BLOCK;
@@ -91,7 +91,8 @@ void attend_block(const AttendJob & job, const Piece & piece, const Segment & se
         online_softmax(row, n, ld, out.top[r], out.sum[r], out.o + (size_t) r * ld);
         std::fill(row + n, row + seg.n, 0.0f);
     }
-    kn.rows_axpy(s, BLOCK, x.n, seg.v, seg.n, shape.d_v, out.o + (size_t) x.first * ld, ld);
+    kn.rows_axpy(s, BLOCK, x.n, seg.v, seg.n, shape.d_v, out.o + (size_t) x.first * ld, ld,
+                 seg.k.data + (size_t) seg.n * seg.k.stride);  // the next block, if the segment goes on
 }
 
 void write_out(const AttendJob & job, const Piece & piece, int32_t n_splits, DecodePartials & partials) {

@@ -52,7 +52,8 @@ std::vector<uint8_t> pending_image(const Sequence & seq, const std::vector<int32
 }
 
 void score_layer(
-    const Sequence & seq, const kvedge_plan & plan, const uint8_t * image, int32_t n_tokens, size_t l, std::vector<float> & scores) {
+    const Sequence & seq, const kvedge_plan & plan, const uint8_t * image, int32_t n_tokens, size_t l, std::vector<float> & scores,
+    Spectrum * spectrum) {
     ScoreInput in{};
     in.seq      = &seq;
     in.layer    = (int32_t) l;
@@ -60,6 +61,7 @@ void score_layer(
     in.params   = plan.params[KVEDGE_STAGE_SCORER];
     in.image    = image;
     in.self     = plan.scorer;
+    in.spectrum = spectrum;
     if (!seq.sums.empty()) {
         in.column_sums   = seq.sums[l].sums.data();
         in.sums_capacity = seq.sums[l].capacity;
@@ -82,8 +84,9 @@ void select_all(Job & job, Compression & outcome) {
     const int32_t budget = kvedge_plan_budget(&job.plan, job.n_tokens);
     outcome.scores.resize(shapes.size());
     const int32_t n_threads = own_thread_only(*job.plan.scorer) ? 1 : job.n_threads;
+    std::vector<Spectrum> spectra(shapes.size());
     parallel_for(n_threads, (int32_t) shapes.size(), [&](int32_t l, int32_t) {
-        score_layer(job.seq, job.plan, job.image.data(), job.n_tokens, (size_t) l, outcome.scores[(size_t) l]);
+        score_layer(job.seq, job.plan, job.image.data(), job.n_tokens, (size_t) l, outcome.scores[(size_t) l], &spectra[(size_t) l]);
     });
 
     auto & counts = job.counts;
@@ -95,7 +98,7 @@ void select_all(Job & job, Compression & outcome) {
         const int32_t recent = std::min(budget, plan_recent(job.plan, job.n_tokens, budget));
         job.plan.allocator->allocate(
             { job.n_tokens, budget, recent, &outcome.scores, &job.seq, job.n_threads, job.plan.params[KVEDGE_STAGE_ALLOCATOR],
-              job.image.data(), job.plan.allocator, job.plan.profiles[KVEDGE_STAGE_ALLOCATOR].get() },
+              job.image.data(), job.plan.allocator, job.plan.profiles[KVEDGE_STAGE_ALLOCATOR].get(), &spectra },
             counts);
     }
     job.kept.resize(shapes.size());
@@ -246,7 +249,7 @@ kvedge_status score_pending(
     if (!observed(seq, plan) || (plan.scorer->needs_column_sums && seq.sums.empty()) || (plan_window(plan) > 0 && seq.windows.empty())) {
         return fail_unobserved(err);
     }
-    score_layer(seq, plan, pending_image(seq, seq.pending_tokens()).data(), T, (size_t) layer, scores);
+    score_layer(seq, plan, pending_image(seq, seq.pending_tokens()).data(), T, (size_t) layer, scores, nullptr);
     return ok(err);
 } catch (const StageFailure & failure) {
     return fail(err, KVEDGE_E_STAGE, "%s", failure.what());

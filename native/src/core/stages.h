@@ -39,6 +39,12 @@ struct CustomScorer;
 struct CustomAllocator;
 struct CustomReducer;
 
+// What a scorer measured of a layer on its way, so that an allocator need not do it again.
+struct Spectrum {
+    double gamma = -1.0;  // share of the frequencies that count as low; negative: nothing was measured
+    double high  = 0.0;   // high frequencies' share of the keys' energy, plus that of the values'
+};
+
 // The pending tokens of one layer, as a scorer sees them.
 struct ScoreInput {
     const Sequence * seq;  // the rows are its pending ones
@@ -52,6 +58,7 @@ struct ScoreInput {
     const double *   params;
     const uint8_t *  image;          // [T] 1 for an image token
     const struct Scorer * self;
+    Spectrum *       spectrum;       // to be filled in by whoever measures it; NULL: of no use
 };
 
 struct Scorer : Member {
@@ -77,6 +84,7 @@ struct AllocateInput {
     const uint8_t *                         image;     // [T]
     const struct Allocator *                self;
     const Profile *                         profile;   // fits seq->shapes(); NULL where the member asked for none
+    const std::vector<Spectrum> *           spectra;   // [layer], as the scorer left them; NULL: it left none
 };
 
 struct Allocator : Member {

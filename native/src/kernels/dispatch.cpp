@@ -16,7 +16,7 @@ const Kernels * kernels_neon() { return nullptr; }
 
 namespace {
 
-#if defined(KVEDGE_HAVE_X86)
+#if defined(KVEDGE_HAVE_X86) && !defined(KVEDGE_KERNELS)
 struct Cpu {
     bool avx2, avx512;
 };
@@ -41,7 +41,9 @@ Cpu detect() {
 #endif
 
 const Kernels * choose() {
-#if defined(KVEDGE_HAVE_X86)
+#if defined(KVEDGE_KERNELS)
+    return KVEDGE_KERNELS();  // a build that measures one table
+#elif defined(KVEDGE_HAVE_X86)
     const Cpu cpu = detect();
     if (cpu.avx512) {
         return kernels_avx512();

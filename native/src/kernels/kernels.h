@@ -19,6 +19,29 @@ struct Rows {
     Type            type;
 };
 
+// A linear filter along the rows of up to 2 * BAND_PAIRS channels, which an FFT of length n makes cheap.
+// x [n][2 * BAND_PAIRS]: channel c and channel c + BAND_PAIRS are the parts of one complex number.
+constexpr int32_t BAND_PAIRS = 16;
+
+struct FftStage {
+    int32_t       radix;    // 2, 3, 4, 5 or 8
+    int32_t       m;        // rows of each of the `radix` parts that the stage splits a block into
+    const float * twiddle;  // [m][radix - 1] complex
+};
+
+// What becomes of the frequency in row a and its mirror in row b: a = same * a + (re + i im) * b, b likewise with -im.
+struct BandMix {
+    int32_t a, b;
+    float   same, re, im;
+};
+
+struct BandFilter {
+    int32_t         n_rows;  // the first of n, those that hold the signal; the others are zero
+    int32_t         n_stages, n_mixes;
+    FftStage        stages[32];
+    const BandMix * mixes;  // frequencies that are in none stay as they are
+};
+
 struct Kernels {
     const char * name;
     int32_t      panel;  // columns of one packed K panel (nr)
@@ -41,10 +64,18 @@ struct Kernels {
     void (*axpy)(float a, const float * x, float * y, size_t n);   // y += a * x
     float (*dot)(const float * x, const float * y, size_t n);
 
-    // One read of k for all m query rows: s[r][c] = q[r] . k[c], for m <= 16; q [m][ldq]
-    void (*rows_dot)(const float * q, size_t ldq, int32_t m, Rows k, int32_t n, int32_t d, float * s, size_t lds);
-    // One read of v for all m rows: o[r] += sum_c p[r][c] * v[c]; o [m][ldo], ldo a multiple of 16 >= d
-    void (*rows_axpy)(const float * p, size_t ldp, int32_t m, Rows v, int32_t n, int32_t d, float * o, size_t ldo);
+    // One read of k for all m query rows: s[r][c] = q[r] . k[c], for m <= 16; q [m][ldq]. next: n * k.stride bytes that are
+    // needed after these, fetched into cache meanwhile; need not be readable; NULL: none
+    void (*rows_dot)(const float * q, size_t ldq, int32_t m, Rows k, int32_t n, int32_t d, float * s, size_t lds,
+                     const uint8_t * next);
+    // One read of v for all m rows: o[r] += sum_c p[r][c] * v[c]; o [m][ldo], ldo a multiple of 16 >= d. next: n * v.stride
+    void (*rows_axpy)(const float * p, size_t ldp, int32_t m, Rows v, int32_t n, int32_t d, float * o, size_t ldo,
+                      const uint8_t * next);
+
+    // squares[r][i] += squares of both parts of what the filter, which must take away what is constant along a column, makes
+    // of x, times the length of the FFT, squared; squares [n_rows][BAND_PAIRS]. Returns the sum of squares of x as it came.
+    // Overwrites x.
+    double (*band_filter)(const BandFilter & filter, float * x, float * squares);
 };
 
 // The best table that this processor can run.

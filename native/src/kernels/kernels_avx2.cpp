@@ -1,4 +1,5 @@
 #include "kernels.h"
+#include "kernels_compiler.h"
 
 #include <immintrin.h>
 
@@ -6,15 +7,22 @@ namespace kvedge {
 namespace {
 
 struct V {
-    static constexpr int W = 8, MR = 6, PR = 4, PD = 2, AD = 4;
+    static constexpr int W = 8, MR = 6, PR = 4, PD = 2, AD = 4, ACC = 12;
     __m256 x;
 
     static V load(const float * p) { return { _mm256_loadu_ps(p) }; }
     void     store(float * p) const { _mm256_storeu_ps(p, x); }
     static V set1(float a) { return { _mm256_set1_ps(a) }; }
+    V kept() const {
+        V v = *this;
+        KVEDGE_IN_REGISTER(v.x, "x");
+        return v;
+    }
     static V zero() { return { _mm256_setzero_ps() }; }
     static V fma(V a, V b, V c) { return { _mm256_fmadd_ps(a.x, b.x, c.x) }; }
+    static V fnma(V a, V b, V c) { return { _mm256_fnmadd_ps(a.x, b.x, c.x) }; }
     static V add(V a, V b) { return { _mm256_add_ps(a.x, b.x) }; }
+    static V sub(V a, V b) { return { _mm256_sub_ps(a.x, b.x) }; }
     static V mul(V a, V b) { return { _mm256_mul_ps(a.x, b.x) }; }
     static V max(V a, V b) { return { _mm256_max_ps(a.x, b.x) }; }
     static V floor(V a) { return { _mm256_floor_ps(a.x) }; }

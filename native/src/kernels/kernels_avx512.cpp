@@ -1,4 +1,5 @@
 #include "kernels.h"
+#include "kernels_compiler.h"
 
 // GCC 12's own AVX-512 header trips these two wherever its intrinsics are inlined.
 #if defined(__GNUC__) && !defined(__clang__)
@@ -12,15 +13,22 @@ namespace kvedge {
 namespace {
 
 struct V {
-    static constexpr int W = 16, MR = 12, PR = 6, PD = 4, AD = 8;
+    static constexpr int W = 16, MR = 12, PR = 6, PD = 4, AD = 8, ACC = 24;
     __m512 x;
 
     static V load(const float * p) { return { _mm512_loadu_ps(p) }; }
     void     store(float * p) const { _mm512_storeu_ps(p, x); }
     static V set1(float a) { return { _mm512_set1_ps(a) }; }
+    V kept() const {
+        V v = *this;
+        KVEDGE_IN_REGISTER(v.x, "v");
+        return v;
+    }
     static V zero() { return { _mm512_setzero_ps() }; }
     static V fma(V a, V b, V c) { return { _mm512_fmadd_ps(a.x, b.x, c.x) }; }
+    static V fnma(V a, V b, V c) { return { _mm512_fnmadd_ps(a.x, b.x, c.x) }; }
     static V add(V a, V b) { return { _mm512_add_ps(a.x, b.x) }; }
+    static V sub(V a, V b) { return { _mm512_sub_ps(a.x, b.x) }; }
     static V mul(V a, V b) { return { _mm512_mul_ps(a.x, b.x) }; }
     static V max(V a, V b) { return { _mm512_max_ps(a.x, b.x) }; }
     static V floor(V a) { return { _mm512_roundscale_ps(a.x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC) }; }

@@ -7,159 +7,206 @@
 namespace kvedge {
 namespace {
 
+// Query rows that are worked on together: more would not leave registers for their sums.
+constexpr int MOST_ROWS = 6;
+
+// Columns per row, so that V::ACC registers hold the sums of M rows: a power of 2, at most `most`.
+constexpr int columns(int m, int most) { return most * m <= V::ACC ? most : columns(m, most / 2); }
+
+// Calls f(first row, how many rows as an IntN) for parts of m rows, each at most MOST_ROWS and all about the same.
+template <int N> struct IntN {
+    static constexpr int value = N;
+};
+template <class F> inline void split_rows(int32_t m, const F & f) {
+    const int32_t parts = (m + MOST_ROWS - 1) / MOST_ROWS;
+    for (int32_t p = 0; p < parts; p++) {
+        const int32_t a = m * p / parts;
+        switch (m * (p + 1) / parts - a) {
+            case 1: f(a, IntN<1>()); break;
+            case 2: f(a, IntN<2>()); break;
+            case 3: f(a, IntN<3>()); break;
+            case 4: f(a, IntN<4>()); break;
+            case 5: f(a, IntN<5>()); break;
+            case 6: f(a, IntN<6>()); break;
+        }
+    }
+}
+
+constexpr size_t LINE = 64;  // bytes of a line of cache
+
+inline void prefetch(const uint8_t * p) { __builtin_prefetch(p, 0, 3); }
+
+// The loops over r and c are nested so that the compiler unrolls them and keeps acc in registers.
+// next: C rows to fetch meanwhile, in the order of memory, spread evenly, as many misses at once would stall; NULL: none.
 template <Type T, int M, int C> inline void dot_micro(
-    const float * q, size_t ldq, const uint8_t * k, size_t stride, int32_t d, float * s, size_t lds) {
+    const float * q, size_t ldq, const uint8_t * k, size_t stride, int32_t d, float * s, size_t lds, const uint8_t * next) {
     V acc[M][C];
+    KVEDGE_UNROLL
     for (int r = 0; r < M; r++) {
+        KVEDGE_UNROLL
         for (int c = 0; c < C; c++) {
             acc[r][c] = V::zero();
         }
     }
     int32_t i = 0;
     for (; i + V::W <= d; i += V::W) {
+        if (next) {
+            constexpr size_t STEP = (size_t) (V::W * C) * type_size(T);
+            for (size_t at = (size_t) (i * C) * type_size(T), end = at + STEP; at % LINE == 0 && at < end; at += LINE) {
+                prefetch(next + at);
+            }
+        }
         V kv[C];
+        KVEDGE_UNROLL
         for (int c = 0; c < C; c++) {
             kv[c] = load_as<T>(k + c * stride, (size_t) i);
         }
+        KVEDGE_UNROLL
         for (int r = 0; r < M; r++) {
-            const V qv = V::load(q + r * ldq + i);
+            const V qv = V::load(q + r * ldq + i).kept();
+            KVEDGE_UNROLL
             for (int c = 0; c < C; c++) {
                 acc[r][c] = V::fma(qv, kv[c], acc[r][c]);
             }
         }
     }
+    float tail[4];
+    KVEDGE_UNROLL
     for (int r = 0; r < M; r++) {
         float * row = s + r * lds;
         if constexpr (C % 4 == 0) {
+            KVEDGE_UNROLL
             for (int c = 0; c < C; c += 4) {
                 V::hsum4(acc[r][c], acc[r][c + 1], acc[r][c + 2], acc[r][c + 3], row + c);
             }
+        } else if constexpr (C == 2 && M % 2 == 0) {
+            if (r % 2 == 0) {
+                V::hsum4(acc[r][0], acc[r][1], acc[r + 1 < M ? r + 1 : r][0], acc[r + 1 < M ? r + 1 : r][1], tail);
+                __builtin_memcpy(row, tail, 8);
+                __builtin_memcpy(row + lds, tail + 2, 8);
+            }
         } else {
+            KVEDGE_UNROLL
             for (int c = 0; c < C; c++) {
                 row[c] = acc[r][c].hsum();
             }
         }
-        for (int32_t j = i; j < d; j++) {
+    }
+    for (; i < d; i++) {
+        for (int r = 0; r < M; r++) {
             for (int c = 0; c < C; c++) {
-                row[c] += q[r * ldq + j] * scalar_load(T, k + c * stride, (size_t) j);
+                s[r * lds + c] += q[r * ldq + i] * scalar_load(T, k + c * stride, (size_t) i);
             }
         }
     }
 }
 
-template <Type T, int M> inline void dot_rows(
-    const float * q, size_t ldq, const uint8_t * k, size_t stride, int32_t n, int32_t d, float * s, size_t lds) {
-    constexpr int C = M == 1 ? 8 : 4;
-    int32_t       c = 0;
-    for (; c + C <= n; c += C) {
-        dot_micro<T, M, C>(q, ldq, k + c * stride, stride, d, s + c, lds);
-    }
-    for (; c < n; c++) {
-        dot_micro<T, M, 1>(q, ldq, k + c * stride, stride, d, s + c, lds);
-    }
-}
-
 template <Type T> void rows_dot_t(
-    const float * q, size_t ldq, int32_t m, const uint8_t * k, size_t stride, int32_t n, int32_t d, float * s, size_t lds) {
+    const float * q, size_t ldq, int32_t m, Rows k, int32_t n, int32_t d, float * s, size_t lds, const uint8_t * next) {
     constexpr int32_t B = 32;  // rows of K that stay in L1 while every group of query rows passes over them
-    for (int32_t c = 0; c < n; c += B) {
-        const int32_t   w = n - c < B ? n - c : B;
-        const uint8_t * kc = k + (size_t) c * stride;
-        int32_t         r = 0;
-        for (; r + 4 <= m; r += 4) {
-            dot_rows<T, 4>(q + r * ldq, ldq, kc, stride, w, d, s + r * lds + c, lds);
-        }
-        for (; r + 2 <= m; r += 2) {
-            dot_rows<T, 2>(q + r * ldq, ldq, kc, stride, w, d, s + r * lds + c, lds);
-        }
-        for (; r < m; r++) {
-            dot_rows<T, 1>(q + r * ldq, ldq, kc, stride, w, d, s + r * lds + c, lds);
-        }
+    for (int32_t c0 = 0; c0 < n; c0 += B) {
+        const int32_t   w  = n - c0 < B ? n - c0 : B;
+        const uint8_t * kc = k.data + (size_t) c0 * k.stride;
+        split_rows(m, [&](int32_t r, auto rows) {
+            constexpr int M = decltype(rows)::value, C = columns(M, 8);
+            int32_t       c = 0;
+            for (; c + C <= w; c += C) {
+                const uint8_t * ahead = r == 0 && next ? next + (size_t) (c0 + c) * k.stride : nullptr;
+                dot_micro<T, M, C>(q + r * ldq, ldq, kc + c * k.stride, k.stride, d, s + r * lds + c0 + c, lds, ahead);
+            }
+            for (; c < w; c++) {
+                dot_micro<T, M, 1>(q + r * ldq, ldq, kc + c * k.stride, k.stride, d, s + r * lds + c0 + c, lds, nullptr);
+            }
+        });
     }
 }
 
-void k_rows_dot(const float * q, size_t ldq, int32_t m, Rows k, int32_t n, int32_t d, float * s, size_t lds) {
+void k_rows_dot(
+    const float * q, size_t ldq, int32_t m, Rows k, int32_t n, int32_t d, float * s, size_t lds, const uint8_t * next) {
     switch (k.type) {
-        case Type::f16:  rows_dot_t<Type::f16>(q, ldq, m, k.data, k.stride, n, d, s, lds); break;
-        case Type::bf16: rows_dot_t<Type::bf16>(q, ldq, m, k.data, k.stride, n, d, s, lds); break;
-        case Type::f32:  rows_dot_t<Type::f32>(q, ldq, m, k.data, k.stride, n, d, s, lds); break;
+        case Type::f16:  rows_dot_t<Type::f16>(q, ldq, m, k, n, d, s, lds, next); break;
+        case Type::bf16: rows_dot_t<Type::bf16>(q, ldq, m, k, n, d, s, lds, next); break;
+        case Type::f32:  rows_dot_t<Type::f32>(q, ldq, m, k, n, d, s, lds, next); break;
     }
 }
 
 template <Type T, int M, int D> inline void axpy_micro(
-    const float * p, size_t ldp, const uint8_t * v, size_t stride, int32_t n, float * o, size_t ldo) {
+    const float * p, size_t ldp, const uint8_t * v, size_t stride, int32_t n, float * o, size_t ldo, const uint8_t * next) {
     V acc[M][D];
+    KVEDGE_UNROLL
     for (int r = 0; r < M; r++) {
+        KVEDGE_UNROLL
         for (int j = 0; j < D; j++) {
             acc[r][j] = V::load(o + r * ldo + j * V::W);
         }
     }
     for (int32_t c = 0; c < n; c++) {
-        V a[M];
-        for (int r = 0; r < M; r++) {
-            a[r] = V::set1(p[r * ldp + c]);
+        if (next) {
+            constexpr size_t STEP = (size_t) (D * V::W) * type_size(T);
+            for (size_t at = (size_t) c * STEP, end = at + STEP; at % LINE == 0 && at < end; at += LINE) {
+                prefetch(next + at);
+            }
         }
+        V b[D];
+        KVEDGE_UNROLL
         for (int j = 0; j < D; j++) {
-            const V b = load_as<T>(v + c * stride, (size_t) j * V::W);
-            for (int r = 0; r < M; r++) {
-                acc[r][j] = V::fma(a[r], b, acc[r][j]);
+            b[j] = load_as<T>(v + c * stride, (size_t) j * V::W);
+        }
+        KVEDGE_UNROLL
+        for (int r = 0; r < M; r++) {
+            const V a = V::set1(p[r * ldp + c]).kept();
+            KVEDGE_UNROLL
+            for (int j = 0; j < D; j++) {
+                acc[r][j] = V::fma(a, b[j], acc[r][j]);
             }
         }
     }
+    KVEDGE_UNROLL
     for (int r = 0; r < M; r++) {
+        KVEDGE_UNROLL
         for (int j = 0; j < D; j++) {
             acc[r][j].store(o + r * ldo + j * V::W);
         }
     }
 }
 
-template <Type T, int D> inline void axpy_rows(
-    const float * p, size_t ldp, int32_t m, const uint8_t * v, size_t stride, int32_t n, float * o, size_t ldo) {
-    int32_t r = 0;
-    if constexpr (D % 2 == 0) {  // twice the rows on half the columns: v is widened half as often
-        for (; r + 4 <= m; r += 4) {
-            for (int half = 0; half < 2; half++) {
-                const size_t at = (size_t) half * (D / 2) * V::W;
-                axpy_micro<T, 4, D / 2>(p + r * ldp, ldp, v + at * type_size(T), stride, n, o + r * ldo + at, ldo);
-            }
-        }
-    }
-    for (; r + 2 <= m; r += 2) {
-        axpy_micro<T, 2, D>(p + r * ldp, ldp, v, stride, n, o + r * ldo, ldo);
-    }
-    for (; r < m; r++) {
-        axpy_micro<T, 1, D>(p + r * ldp, ldp, v, stride, n, o + r * ldo, ldo);
-    }
-}
-
 template <Type T> void rows_axpy_t(
-    const float * p, size_t ldp, int32_t m, const uint8_t * v, size_t stride, int32_t n, int32_t d, float * o, size_t ldo) {
+    const float * p, size_t ldp, int32_t m, Rows v, int32_t n, int32_t d, float * o, size_t ldo, const uint8_t * next) {
     constexpr int32_t B = 32;
     for (int32_t c = 0; c < n; c += B) {
         const int32_t   w  = n - c < B ? n - c : B;
-        const uint8_t * vc = v + (size_t) c * stride;
-        int32_t         i  = 0;
-        for (; i + V::AD * V::W <= d; i += V::AD * V::W) {
-            axpy_rows<T, V::AD>(p + c, ldp, m, vc + (size_t) i * type_size(T), stride, w, o + i, ldo);
-        }
-        for (; i + V::W <= d; i += V::W) {
-            axpy_rows<T, 1>(p + c, ldp, m, vc + (size_t) i * type_size(T), stride, w, o + i, ldo);
-        }
-        for (; i < d; i++) {
-            for (int32_t r = 0; r < m; r++) {
-                for (int32_t j = 0; j < w; j++) {
-                    o[r * ldo + i] += p[r * ldp + c + j] * scalar_load(T, vc + j * stride, (size_t) i);
+        const uint8_t * vc = v.data + (size_t) c * v.stride;
+        const auto      ahead = [&](int32_t r, int32_t i) {
+            return r == 0 && next ? next + (size_t) c * v.stride + (size_t) (i * w) * type_size(T) : nullptr;
+        };
+        split_rows(m, [&](int32_t r, auto rows) {
+            constexpr int M = decltype(rows)::value, D = columns(M, V::AD);
+            const float * pr = p + r * ldp + c;
+            float *       to = o + r * ldo;
+            int32_t       i  = 0;
+            for (; i + D * V::W <= d; i += D * V::W) {
+                axpy_micro<T, M, D>(pr, ldp, vc + (size_t) i * type_size(T), v.stride, w, to + i, ldo, ahead(r, i));
+            }
+            for (; i + V::W <= d; i += V::W) {
+                axpy_micro<T, M, 1>(pr, ldp, vc + (size_t) i * type_size(T), v.stride, w, to + i, ldo, ahead(r, i));
+            }
+            for (; i < d; i++) {
+                for (int32_t k = 0; k < M; k++) {
+                    for (int32_t j = 0; j < w; j++) {
+                        to[k * ldo + i] += pr[k * ldp + j] * scalar_load(T, vc + j * v.stride, (size_t) i);
+                    }
                 }
             }
-        }
+        });
     }
 }
 
-void k_rows_axpy(const float * p, size_t ldp, int32_t m, Rows v, int32_t n, int32_t d, float * o, size_t ldo) {
+void k_rows_axpy(
+    const float * p, size_t ldp, int32_t m, Rows v, int32_t n, int32_t d, float * o, size_t ldo, const uint8_t * next) {
     switch (v.type) {
-        case Type::f16:  rows_axpy_t<Type::f16>(p, ldp, m, v.data, v.stride, n, d, o, ldo); break;
-        case Type::bf16: rows_axpy_t<Type::bf16>(p, ldp, m, v.data, v.stride, n, d, o, ldo); break;
-        case Type::f32:  rows_axpy_t<Type::f32>(p, ldp, m, v.data, v.stride, n, d, o, ldo); break;
+        case Type::f16:  rows_axpy_t<Type::f16>(p, ldp, m, v, n, d, o, ldo, next); break;
+        case Type::bf16: rows_axpy_t<Type::bf16>(p, ldp, m, v, n, d, o, ldo, next); break;
+        case Type::f32:  rows_axpy_t<Type::f32>(p, ldp, m, v, n, d, o, ldo, next); break;
     }
 }
 

@@ -1,6 +1,7 @@
 // Plain C++ for processors without a table of their own; the compiler vectorises the fixed-size loops where it can.
 
 #include "kernels.h"
+#include "kernels_compiler.h"
 
 namespace kvedge {
 namespace {
@@ -11,7 +12,7 @@ float lane_from_bf16(const uint8_t * p);
 void  lane_to_f16(float f, uint8_t * p);
 
 struct V {
-    static constexpr int W = 4, MR = 4, PR = 2, PD = 2, AD = 4;
+    static constexpr int W = 4, MR = 4, PR = 2, PD = 2, AD = 4, ACC = 12;
     float x[W];
 
     template <class F> static V each(F f) {
@@ -28,9 +29,12 @@ struct V {
         }
     }
     static V set1(float a) { return each([=](int) { return a; }); }
+    V kept() const { return *this; }
     static V zero() { return set1(0.0f); }
     static V fma(const V & a, const V & b, const V & c) { return each([&](int i) { return a.x[i] * b.x[i] + c.x[i]; }); }
+    static V fnma(const V & a, const V & b, const V & c) { return each([&](int i) { return c.x[i] - a.x[i] * b.x[i]; }); }
     static V add(const V & a, const V & b) { return each([&](int i) { return a.x[i] + b.x[i]; }); }
+    static V sub(const V & a, const V & b) { return each([&](int i) { return a.x[i] - b.x[i]; }); }
     static V mul(const V & a, const V & b) { return each([&](int i) { return a.x[i] * b.x[i]; }); }
     static V max(const V & a, const V & b) { return each([&](int i) { return a.x[i] > b.x[i] ? a.x[i] : b.x[i]; }); }
     static V floor(const V & a) { return each([&](int i) { return __builtin_floorf(a.x[i]); }); }

@@ -1,6 +1,7 @@
 // The kernels, written once over a vector type V that the including file defines in its unnamed namespace:
-//   V::W lanes, V::MR rows of the q k^T micro-kernel, V::PR rows of the p v one; load/store/set1/zero/fma/add/mul/max/
-//   floor/pow2 (2^x of an integral-valued x)/hsum/hsum4/hmax; load16(Type, ptr) widens W stored values; store16 narrows them.
+//   V::W lanes, V::MR rows of the q k^T micro-kernel, V::PR rows of the p v one, V::ACC registers for sums; load/store/set1/
+//   kept (in a register: not loaded anew for every use)/zero/fma/fnma (c - a * b)/add/sub/mul/max/floor/pow2 (2^x of an
+//   integral-valued x)/hsum/hsum4/hmax; load16(Type, ptr) widens W stored values; store16 narrows them.
 // Nothing here may come from std:: templates: the linker would merge copies compiled for different processors.
 
 #pragma once
@@ -155,6 +156,7 @@ void k_pack(Rows k, int32_t n, int32_t d, float * out) {
 
 template <int M> inline void qk_micro(const float * q, size_t ldq, const float * panel, int32_t d, float * s, size_t lds) {
     V acc[M][2];
+    KVEDGE_UNROLL
     for (int r = 0; r < M; r++) {
         acc[r][0] = V::zero();
         acc[r][1] = V::zero();
@@ -162,12 +164,14 @@ template <int M> inline void qk_micro(const float * q, size_t ldq, const float *
     for (int32_t i = 0; i < d; i++) {
         const V b0 = V::load(panel + (size_t) i * NR);
         const V b1 = V::load(panel + (size_t) i * NR + V::W);
+        KVEDGE_UNROLL
         for (int r = 0; r < M; r++) {
-            const V a = V::set1(q[r * ldq + i]);
+            const V a = V::set1(q[r * ldq + i]).kept();
             acc[r][0] = V::fma(a, b0, acc[r][0]);
             acc[r][1] = V::fma(a, b1, acc[r][1]);
         }
     }
+    KVEDGE_UNROLL
     for (int r = 0; r < M; r++) {
         acc[r][0].store(s + r * lds);
         acc[r][1].store(s + r * lds + V::W);
@@ -192,24 +196,31 @@ void k_gemm_qk(const float * q, size_t ldq, int32_t m, const float * packed, int
 
 template <int M, int D> inline void pv_micro(const float * p, size_t ldp, int32_t n, const float * v, size_t ldv, float * o) {
     V acc[M][D];
+    KVEDGE_UNROLL
     for (int r = 0; r < M; r++) {
+        KVEDGE_UNROLL
         for (int j = 0; j < D; j++) {
             acc[r][j] = V::load(o + r * ldv + j * V::W);
         }
     }
     for (int32_t c = 0; c < n; c++) {
         V b[D];
+        KVEDGE_UNROLL
         for (int j = 0; j < D; j++) {
             b[j] = V::load(v + c * ldv + j * V::W);
         }
+        KVEDGE_UNROLL
         for (int r = 0; r < M; r++) {
-            const V a = V::set1(p[r * ldp + c]);
+            const V a = V::set1(p[r * ldp + c]).kept();
+            KVEDGE_UNROLL
             for (int j = 0; j < D; j++) {
                 acc[r][j] = V::fma(a, b[j], acc[r][j]);
             }
         }
     }
+    KVEDGE_UNROLL
     for (int r = 0; r < M; r++) {
+        KVEDGE_UNROLL
         for (int j = 0; j < D; j++) {
             acc[r][j].store(o + r * ldv + j * V::W);
         }
@@ -329,13 +340,14 @@ float k_dot(const float * x, const float * y, size_t n) {
 }  // namespace kvedge
 
 #include "kernels_decode.h"
+#include "kernels_fft.h"
 
 namespace kvedge {
 namespace {
 
 constexpr Kernels make_table(const char * name) {
     return { name,      NR,    k_to_f32,  k_from_f32, k_pack, k_gemm_qk, k_gemm_pv,
-             k_max,     k_exp_sum, k_softcap, k_axpy,     k_dot,  k_rows_dot, k_rows_axpy };
+             k_max,     k_exp_sum, k_softcap, k_axpy,     k_dot,  k_rows_dot, k_rows_axpy, k_band_filter };
 }
 
 }  // namespace

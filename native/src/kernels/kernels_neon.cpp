@@ -1,4 +1,5 @@
 #include "kernels.h"
+#include "kernels_compiler.h"
 
 #include <arm_neon.h>
 
@@ -6,15 +7,22 @@ namespace kvedge {
 namespace {
 
 struct V {
-    static constexpr int W = 4, MR = 8, PR = 4, PD = 4, AD = 8;
+    static constexpr int W = 4, MR = 8, PR = 4, PD = 4, AD = 8, ACC = 24;
     float32x4_t x;
 
     static V load(const float * p) { return { vld1q_f32(p) }; }
     void     store(float * p) const { vst1q_f32(p, x); }
     static V set1(float a) { return { vdupq_n_f32(a) }; }
+    V kept() const {
+        V v = *this;
+        KVEDGE_IN_REGISTER(v.x, "w");
+        return v;
+    }
     static V zero() { return { vdupq_n_f32(0.0f) }; }
     static V fma(V a, V b, V c) { return { vfmaq_f32(c.x, a.x, b.x) }; }
+    static V fnma(V a, V b, V c) { return { vfmsq_f32(c.x, a.x, b.x) }; }
     static V add(V a, V b) { return { vaddq_f32(a.x, b.x) }; }
+    static V sub(V a, V b) { return { vsubq_f32(a.x, b.x) }; }
     static V mul(V a, V b) { return { vmulq_f32(a.x, b.x) }; }
     static V max(V a, V b) { return { vmaxq_f32(a.x, b.x) }; }
     static V floor(V a) { return { vrndmq_f32(a.x) }; }

@@ -1,70 +1,219 @@
+// Two channels are filtered as one complex signal z. In the frequencies Z of z, what is left of Z[k] depends on Z[k] and on
+// its mirror Z[-k] alone, with real symmetric `same` and a factor of the mirror that is the conjugate for -k:
+//
+// - T has no prime factor above 5: the DCT-II of x is an FFT of T numbers, x's even tokens followed by its odd ones
+//   backwards (Makhoul 1980). With V its frequencies and u = e^(-i pi k / 2T) V[k], C[k] ~ Re u and C[T - k] ~ -Im u; dropping
+//   some C and going back leaves (m[k] + m[T-k]) / 2 V[k] + (m[k] - m[T-k]) / 2 e^(i pi k / T) V[-k], m = 1 for what is kept.
+// - Any other T: the projection on the first w cosines is D(i - j) + D(i + j + 1) with the Dirichlet kernel
+//   D(n) = sin((w - 1/2) pi n / T) / (2T sin(pi n / 2T)), a convolution of x and one of x reversed, both cyclic of a longer,
+//   convenient length.
+
 #include "primitives/dct.h"
 
 #include <algorithm>
 #include <cmath>
+#include <complex>
 
 namespace kvedge {
 
-LowPass::LowPass(int32_t n_tokens, double gamma) : T_(n_tokens) {
+namespace {
+
+using Complex = std::complex<double>;
+
+constexpr double PI = 3.14159265358979323846;
+
+int32_t without_small_factors(int32_t n) {
+    for (int32_t p : { 2, 3, 5 }) {
+        while (n % p == 0) {
+            n /= p;
+        }
+    }
+    return n;
+}
+
+// Radices of the stages, the largest strides first.
+std::vector<int32_t> factorize(int32_t n) {
+    std::vector<int32_t> out;
+    for (int32_t p : { 5, 3, 8, 4, 2 }) {
+        for (; n % p == 0; n /= p) {
+            out.push_back(p);
+        }
+    }
+    return out;
+}
+
+// Discrete Fourier transform of x[0], x[stride], ... (n numbers) into out [n].
+void transform(const Complex * x, size_t stride, const int32_t * radices, size_t n, Complex * out) {
+    if (n == 1) {
+        out[0] = x[0];
+        return;
+    }
+    const auto R = (size_t) radices[0], m = n / R;
+    for (size_t q = 0; q < R; q++) {
+        transform(x + q * stride, stride * R, radices + 1, m, out + q * m);
+    }
+    std::vector<Complex> roots(n);
+    for (size_t j = 0; j < n; j++) {
+        roots[j] = std::polar(1.0, -2.0 * PI * (double) j / (double) n);
+    }
+    Complex column[8];
+    for (size_t j = 0; j < m; j++) {
+        for (size_t q = 0; q < R; q++) {
+            column[q] = out[q * m + j];
+        }
+        for (size_t p = 0; p < R; p++) {
+            Complex sum = 0.0;
+            for (size_t q = 0; q < R; q++) {
+                sum += column[q] * roots[q * (j + p * m) % n];
+            }
+            out[p * m + j] = sum;
+        }
+    }
+}
+
+}  // namespace
+
+HighPass::HighPass(int32_t n_tokens, double gamma) : T_(n_tokens) {
     const int32_t kept = std::clamp((int32_t) std::floor(gamma * n_tokens + 1e-9), 1, n_tokens);
     all_pass_          = kept == n_tokens;
-    n_                 = all_pass_ ? 0 : kept - 1;
-    const auto T = (size_t) T_, n = (size_t) n_;
-    forward_.resize(n * T);
-    backward_.resize(n * T);
-    // cos(pi / T * m * (i + 1/2)) depends on m * (2 i + 1) modulo 4 T alone.
-    std::vector<double> wave(4 * T);
-    for (size_t j = 0; j < wave.size(); j++) {
-        wave[j] = std::cos(3.14159265358979323846 * (double) j / (2.0 * (double) T));
-    }
-    for (size_t m = 0; m < n; m++) {
-        for (size_t i = 0; i < T; i++) {
-            const auto b        = (float) (std::sqrt(2.0 / (double) T) * wave[(m + 1) * (2 * i + 1) % (4 * T)]);
-            forward_[m * T + i] = backward_[i * n + m] = b;
-        }
-    }
-}
-
-// The zeroth frequency is the mean; taking it away first and in double leaves a constant signal exactly zero.
-static void subtract_means(std::vector<float> & x, size_t T, size_t ld) {
-    for (size_t c = 0; c < ld; c++) {
-        double sum = 0.0;
-        for (size_t t = 0; t < T; t++) {
-            sum += (double) x[t * ld + c];
-        }
-        for (size_t t = 0; t < T; t++) {
-            x[t * ld + c] = (float) ((double) x[t * ld + c] - sum / (double) T);
-        }
-    }
-}
-
-void LowPass::take_away(std::vector<float> & x, int32_t d) const {
-    const auto ld = (size_t) pad16(d);
     if (all_pass_) {
-        std::fill(x.begin(), x.end(), 0.0f);
         return;
     }
-    subtract_means(x, (size_t) T_, ld);
-    if (n_ == 0) {
-        return;
+    int32_t n = T_;
+    if (without_small_factors(n) != 1) {
+        n = 2 * T_ - 1;
+        while (without_small_factors(n) != 1) {
+            n++;
+        }
     }
-    std::vector<float> low((size_t) n_ * ld, 0.0f), base(x.size(), 0.0f);
-    kernels().gemm_pv(forward_.data(), (size_t) T_, n_, T_, x.data(), ld, d, low.data());
-    kernels().gemm_pv(backward_.data(), (size_t) n_, T_, n_, low.data(), ld, d, base.data());
-    kernels().axpy(-1.0f, base.data(), x.data(), x.size());
+    plan_stages(n);
+    if (n == T_) {
+        mix_transform(kept);
+    } else {
+        mix_convolution(kept);
+    }
+    filter_.n_rows  = T_;
+    filter_.mixes   = mixes_.data();
+    filter_.n_mixes = (int32_t) mixes_.size();
 }
 
-void widen_pending(const Sequence & seq, int32_t layer, int32_t head, bool values, std::vector<float> & out) {
-    const LayerShape & shape = seq.shapes()[(size_t) layer];
-    const auto         d = (size_t) (values ? shape.d_v : shape.d_k), ld = (size_t) pad16((int32_t) d);
-    out.assign((size_t) seq.pending_length() * ld, 0.0f);
-    float * to = out.data();
-    seq.each_segment(layer, head, true, [&](const Segment & seg) {
-        const Rows & rows = values ? seg.v : seg.k;
-        for (int32_t r = 0; r < seg.n; r++, to += ld) {
-            kernels().to_f32(rows.type, rows.data + (size_t) r * rows.stride, to, d);
+void HighPass::plan_stages(int32_t n) {
+    n_             = n;
+    int32_t length = n;
+    for (int32_t radix : factorize(n)) {
+        const int32_t m = length / radix;
+        twiddles_.emplace_back();
+        for (int32_t j = 0; j < m; j++) {
+            for (int32_t p = 1; p < radix; p++) {
+                const double angle = -2.0 * PI * (double) p * (double) j / (double) length;
+                twiddles_.back().push_back((float) std::cos(angle));
+                twiddles_.back().push_back((float) std::sin(angle));
+            }
         }
-    });
+        filter_.stages[filter_.n_stages++] = { radix, m, twiddles_.back().data() };
+        length                             = m;
+    }
+    order_.resize((size_t) n);
+    for (int32_t k = 0; k < n; k++) {
+        int32_t rest = k;
+        for (int32_t s = 0; s < filter_.n_stages; s++) {
+            order_[(size_t) k] += rest % filter_.stages[s].radix * filter_.stages[s].m;
+            rest /= filter_.stages[s].radix;
+        }
+    }
+}
+
+void HighPass::mix_transform(int32_t kept) {
+    for (int32_t t = 0; t < T_; t++) {
+        place_.push_back(t % 2 == 0 ? t / 2 : T_ - 1 - t / 2);
+    }
+    for (int32_t k = 0; k <= T_ / 2; k++) {
+        const int32_t mirror = k == 0 ? 0 : T_ - k;
+        const double  a = k < kept ? 0.5 : 0.0, b = mirror < kept ? 0.5 : 0.0;
+        if (a + b > 0.0) {
+            const Complex factor = k == 0 ? 0.0 : -(a - b) * std::polar(1.0, PI * (double) k / (double) T_);
+            mixes_.push_back({ order_[(size_t) k], order_[(size_t) mirror], (float) (1.0 - a - b), (float) factor.real(),
+                               mirror == k ? 0.0f : (float) factor.imag() });
+        }
+    }
+}
+
+void HighPass::mix_convolution(int32_t kept) {
+    const auto   n = (size_t) n_, T = (size_t) T_;
+    const auto   radices = factorize(n_);
+    const auto   kernel  = [&](size_t at) {
+        const double w = 2.0 * kept - 1.0;
+        if (at == 0) {
+            return w / (2.0 * (double) T);
+        }
+        const size_t phase = (size_t) (2 * kept - 1) * at % (4 * T);
+        return std::sin(PI * (double) phase / (2.0 * (double) T)) / (2.0 * (double) T * std::sin(PI * (double) at / (2.0 * (double) T)));
+    };
+    std::vector<Complex> same(n), mirrored(n), x(n);
+    for (size_t at = 0; at < T; at++) {
+        x[at] = x[(n - at) % n] = kernel(at);
+    }
+    transform(x.data(), 1, radices.data(), n, same.data());
+    std::fill(x.begin(), x.end(), 0.0);
+    for (size_t at = 0; at + 1 < 2 * T; at++) {
+        x[at] = kernel(at + 1);
+    }
+    transform(x.data(), 1, radices.data(), n, mirrored.data());
+    for (size_t t = 0; t < T; t++) {
+        place_.push_back((int32_t) t);
+    }
+    for (size_t k = 0; k <= n / 2; k++) {
+        const size_t mirror = k == 0 ? 0 : n - k;
+        mixes_.push_back({ order_[k], order_[mirror], (float) (1.0 - same[k].real()), (float) -mirrored[k].real(),
+                           mirror == k ? 0.0f : (float) -mirrored[k].imag() });
+    }
+}
+
+void HighPass::add_head(
+    const Sequence & seq, int32_t layer, int32_t head, bool values, float * deviation, Work & work, Energy & sum) const {
+    constexpr size_t   WIDTH = 2 * (size_t) BAND_PAIRS;
+    const LayerShape & shape = seq.shapes()[(size_t) layer];
+    const auto         d = (size_t) (values ? shape.d_v : shape.d_k), T = (size_t) T_;
+    work.squares.assign(T * (size_t) BAND_PAIRS, 0.0f);
+    for (size_t from = 0; from < d; from += WIDTH) {
+        const size_t w = std::min(WIDTH, d - from);
+        work.x.resize((size_t) n_ * WIDTH);
+        std::fill(work.x.begin() + (std::ptrdiff_t) (w < WIDTH ? 0 : T * WIDTH), work.x.end(), 0.0f);
+        const int32_t * place = place_.data();
+        seq.each_segment(layer, head, true, [&](const Segment & seg) {
+            const Rows & rows = values ? seg.v : seg.k;
+            for (int32_t r = 0; r < seg.n; r++) {
+                const uint8_t * row = rows.data + (size_t) r * rows.stride + from * type_size(rows.type);
+                kernels().to_f32(rows.type, row, work.x.data() + (size_t) *place++ * WIDTH, w);
+            }
+        });
+        sum.all += kernels().band_filter(filter_, work.x.data(), work.squares.data());
+    }
+    const double scale = 1.0 / ((double) n_ * (double) n_);
+    for (size_t t = 0; t < T; t++) {
+        const float * squares = work.squares.data() + (size_t) place_[t] * (size_t) BAND_PAIRS;
+        double        square  = 0.0;
+        for (int32_t i = 0; i < BAND_PAIRS; i++) {
+            square += (double) squares[i];
+        }
+        sum.high += square * scale;
+        if (deviation) {
+            deviation[t] += (float) (square * scale / (double) d);
+        }
+    }
+}
+
+double HighPass::measure(const Sequence & seq, int32_t layer, float * deviation) const {
+    Work   work;
+    double share = 0.0;
+    for (bool values : { false, true }) {
+        Energy sum;
+        for (int32_t h = 0; h < seq.shapes()[(size_t) layer].n_heads_kv && !all_pass_; h++) {
+            add_head(seq, layer, h, values, deviation ? deviation + (size_t) h * (size_t) T_ : nullptr, work, sum);
+        }
+        share += sum.all > 0.0 ? sum.high / sum.all : 0.0;
+    }
+    return share;
 }
 
 }  // namespace kvedge

@@ -1,4 +1,4 @@
-// Low-frequency part of a signal along the tokens, by an orthonormal DCT-II (FlashCache eq. 5-9).
+// What a low-pass filter along the tokens takes away from keys and values, by an orthonormal DCT-II (FlashCache eq. 5-10).
 
 #pragma once
 
@@ -6,23 +6,39 @@
 
 namespace kvedge {
 
-// The filter that keeps the first max(1, floor(gamma * T)) of T frequencies. Basis vector m: a[m] cos(pi / T * m * (i + 1/2)),
+// The filter keeps the first w = max(1, floor(gamma * T)) of T frequencies. Basis vector m: a[m] cos(pi / T * m * (i + 1/2)),
 // a[0] = sqrt(1/T), else sqrt(2/T).
-class LowPass {
+class HighPass {
   public:
-    LowPass(int32_t n_tokens, double gamma);
+    HighPass(int32_t n_tokens, double gamma);
+    HighPass(const HighPass &)             = delete;  // filter_ points into the object
+    HighPass & operator=(const HighPass &) = delete;
 
-    // x [T][pad16(d)], zero past d: what the filter takes away, in place. Exactly zero where that is all-pass or x constant.
-    void take_away(std::vector<float> & x, int32_t d) const;
+    // R of a layer (FlashCache eq. 13): the share of its pending keys' energy that the filter takes away, plus that of its
+    // values'; 0 where it takes nothing. deviation [Hkv][T] += mean over the channels of the square of what is taken from a
+    // token's key, plus that of its value; exactly 0 where the rows are all the same. NULL: not wanted.
+    double measure(const Sequence & seq, int32_t layer, float * deviation) const;
 
   private:
-    int32_t            T_, n_;     // n_: frequencies kept, without the zeroth
-    bool               all_pass_;
-    std::vector<float> forward_;   // [n][T]
-    std::vector<float> backward_;  // [T][n]
-};
+    struct Energy {
+        double all = 0.0, high = 0.0;  // sums of squares, before the filter and of what it takes away
+    };
+    struct Work {
+        std::vector<float> x, squares;
+    };
 
-// The pending keys (or values) of one head in float32, [T][pad16(d)].
-void widen_pending(const Sequence & seq, int32_t layer, int32_t head, bool values, std::vector<float> & out);
+    void add_head(const Sequence & seq, int32_t layer, int32_t head, bool values, float * deviation, Work & work, Energy & sum) const;
+    void plan_stages(int32_t n);
+    void mix_transform(int32_t kept);    // T = n
+    void mix_convolution(int32_t kept);  // T < n
+
+    int32_t                         T_, n_ = 1;  // n_: length of the FFT
+    bool                            all_pass_;
+    BandFilter                      filter_{};
+    std::vector<std::vector<float>> twiddles_;
+    std::vector<BandMix>            mixes_;
+    std::vector<int32_t>            place_;  // [T] row of each token
+    std::vector<int32_t>            order_;  // [n] row of each frequency
+};
 
 }  // namespace kvedge

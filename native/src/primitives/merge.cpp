@@ -25,6 +25,8 @@ struct Space {
     float *   similarity;  // [T]
     int32_t * target;      // [T] index into kept, or -1
     int32_t * merged;      // [n_kept] rows that were merged into each; ZERO_KEY for a row that takes none
+    int32_t * zero;        // [n_zero] indices of those
+    int32_t   n_zero;
     size_t    row;         // n_kept rounded up to whole panels
     size_t    floats;
 };
@@ -47,15 +49,19 @@ Space lay_out(float * base, int32_t n_tokens, int32_t n_kept, int32_t d_k) {
     x.similarity = take(T);
     x.target     = (int32_t *) take(T);
     x.merged     = (int32_t *) take(n);
+    x.zero       = (int32_t *) take(n);
     return x;
 }
 
-void pack_directions(const ReduceInput & in, const Space & x) {
+void pack_directions(const ReduceInput & in, Space & x) {
     const auto d = (size_t) in.d_k;
     for (int32_t j = 0; j < in.n_kept; j++) {
         const float * row   = in.k + (size_t) in.kept[j] * d;
         const float   scale = inverse_norm(row, in.d_k);
         x.merged[j]         = scale == 0.0f ? ZERO_KEY : 0;
+        if (scale == 0.0f) {
+            x.zero[x.n_zero++] = j;
+        }
         for (size_t i = 0; i < d; i++) {
             x.unit[(size_t) j * d + i] = row[i] * scale;
         }
@@ -63,19 +69,29 @@ void pack_directions(const ReduceInput & in, const Space & x) {
     kernels().pack({ (const uint8_t *) x.unit, d * sizeof(float), Type::f32 }, in.n_kept, in.d_k, x.packed);
 }
 
+// Index of the largest of n numbers, the lowest on ties.
+int32_t largest(const float * s, int32_t n) {
+    constexpr int32_t CHUNK = 128;
+    const float       top   = kernels().max(s, (size_t) n);
+    int32_t           at    = 0;
+    while (at + CHUNK < n && kernels().max(s + at, CHUNK) < top) {
+        at += CHUNK;
+    }
+    return (int32_t) (std::find(s + at, s + n - 1, top) - s);
+}
+
 // Nearest kept rows of n evicted ones, the tile's rows.
 void match_tile(const ReduceInput & in, const int32_t * members, int32_t n, const Space & x) {
     kernels().gemm_qk(x.rows, (size_t) in.d_k, n, x.packed, in.n_kept, in.d_k, x.scores, x.row);
     for (int32_t r = 0; r < n; r++) {
-        const float * s    = x.scores + (size_t) r * x.row;
-        int32_t       best = -1;
-        for (int32_t j = 0; j < in.n_kept; j++) {
-            if (x.merged[j] != ZERO_KEY && (best < 0 || s[j] > s[best])) {
-                best = j;
-            }
+        float * s = x.scores + (size_t) r * x.row;
+        for (int32_t j = 0; j < x.n_zero; j++) {
+            s[x.zero[j]] = -INFINITY;
         }
-        x.target[members[r]]     = best;
-        x.similarity[members[r]] = best < 0 ? 0.0f : s[best];
+        const int32_t best       = largest(s, in.n_kept);
+        const bool    found      = s[best] > -INFINITY;
+        x.target[members[r]]     = found ? best : -1;
+        x.similarity[members[r]] = found ? s[best] : 0.0f;
     }
 }
 
@@ -114,7 +130,7 @@ size_t merge_scratch(int32_t n_tokens, int32_t n_kept, int32_t d_k) {
 void merge_rows(const ReduceInput & in, const MergeRule & rule, float * k, float * v) {
     const Kernels & kn = kernels();
     const auto      dk = (size_t) in.d_k, dv = (size_t) in.d_v;
-    const Space     x = lay_out(in.scratch, in.n_tokens, in.n_kept, in.d_k);
+    Space           x = lay_out(in.scratch, in.n_tokens, in.n_kept, in.d_k);
     pack_directions(in, x);
     match_all(in, x);
 

@@ -18,32 +18,16 @@ const Param PARAMS[] = {
     {},
 };
 
-// out [T] += mean over the channels of the squared deviation.
-void add_deviation(const LowPass & low, std::vector<float> & x, int32_t d, float * out) {
-    low.take_away(x, d);
-    const auto ld = (size_t) pad16(d);
-    for (size_t t = 0; t < x.size() / ld; t++) {
-        double sum = 0.0;
-        for (size_t i = 0; i < (size_t) d; i++) {
-            sum += (double) x[t * ld + i] * (double) x[t * ld + i];
-        }
-        out[t] += (float) (sum / d);
-    }
-}
-
 void score(const ScoreInput & in, float * out) {
-    const LayerShape & shape = in.seq->shapes()[(size_t) in.layer];
-    const LowPass      low(in.n_tokens, in.params[GAMMA]);
-    std::vector<float> x;
-    std::fill(out, out + (size_t) shape.n_heads_kv * (size_t) in.n_tokens, 0.0f);
-    for (int32_t h = 0; h < shape.n_heads_kv; h++) {
-        for (bool values : { false, true }) {
-            widen_pending(*in.seq, in.layer, h, values, x);
-            add_deviation(low, x, values ? shape.d_v : shape.d_k, out + (size_t) h * (size_t) in.n_tokens);
-        }
+    const int32_t  n_heads_kv = in.seq->shapes()[(size_t) in.layer].n_heads_kv;
+    const HighPass filter(in.n_tokens, in.params[GAMMA]);
+    std::fill(out, out + (size_t) n_heads_kv * (size_t) in.n_tokens, 0.0f);
+    const double high = filter.measure(*in.seq, in.layer, out);
+    if (in.spectrum) {
+        *in.spectrum = { in.params[GAMMA], high };
     }
     if (in.params[SHARE] == 0) {
-        share_among_heads(out, shape.n_heads_kv, in.n_tokens);
+        share_among_heads(out, n_heads_kv, in.n_tokens);
     }
 }
 

@@ -58,43 +58,52 @@ struct Keys {
     double              redundancy;
 };
 
-Keys read_keys(const ScoreInput & in, int32_t head, int32_t n) {
-    const auto          d = (size_t) in.seq->shapes()[(size_t) in.layer].d_k, T = (size_t) in.n_tokens;
-    std::vector<float>  unit(T * d);
-    std::vector<double> center(d, 0.0);
-    Keys                keys{ {}, {}, 0.0 };
-    size_t              t = 0;
+// visit(row, t) for the head's pending keys, widened.
+template <class F> void each_key(const ScoreInput & in, int32_t head, const F & visit) {
+    const auto         d = (size_t) in.seq->shapes()[(size_t) in.layer].d_k;
+    std::vector<float> row(d);
+    int32_t            t = 0;
     in.seq->each_segment(in.layer, head, true, [&](const Segment & seg) {
         for (int32_t r = 0; r < seg.n; r++, t++) {
-            float * row = unit.data() + t * d;
-            kernels().to_f32(seg.k.type, seg.k.data + (size_t) r * seg.k.stride, row, d);
-            double sq = 0.0;
-            for (size_t i = 0; i < d; i++) {
-                sq += (double) row[i] * (double) row[i];
-            }
-            const double norm = std::sqrt(sq);
-            for (size_t i = 0; i < d; i++) {
-                row[i] = norm > 0.0 ? (float) (row[i] / norm) : 0.0f;
-                center[i] += (double) row[i];
-            }
-            if ((int32_t) t < n) {
-                keys.minus_norm.push_back(-norm);
-            }
+            kernels().to_f32(seg.k.type, seg.k.data + (size_t) r * seg.k.stride, row.data(), d);
+            visit(row.data(), t);
         }
     });
-    double sq = 0.0;
-    for (double & c : center) {
-        c /= (double) T;
+}
+
+Keys read_keys(const ScoreInput & in, int32_t head, int32_t n) {
+    constexpr int32_t   CHUNK = 64;  // directions that are summed in float32 before the sum goes on in double
+    const Kernels &     kn = kernels();
+    const auto          d = (size_t) in.seq->shapes()[(size_t) in.layer].d_k;
+    const auto          T = (double) in.n_tokens;
+    std::vector<float>  inverse((size_t) in.n_tokens), part(d, 0.0f);
+    std::vector<double> center(d, 0.0);
+    Keys                keys{ {}, {}, 0.0 };
+    each_key(in, head, [&](const float * row, int32_t t) {
+        const double norm = std::sqrt((double) kn.dot(row, row, d));
+        inverse[(size_t) t] = norm > 0.0 ? (float) (1.0 / norm) : 0.0f;
+        kn.axpy(inverse[(size_t) t], row, part.data(), d);
+        if (t % CHUNK == CHUNK - 1 || t + 1 == in.n_tokens) {
+            for (size_t i = 0; i < d; i++) {
+                center[i] += (double) part[i] / T;
+                part[i] = 0.0f;
+            }
+        }
+        if (t < n) {
+            keys.minus_norm.push_back(-norm);
+        }
+    });
+    double             sq = 0.0;
+    std::vector<float> mean_direction(center.begin(), center.end());
+    for (double c : center) {
         sq += c * c;
     }
-    for (size_t c = 0; c < (size_t) n; c++) {
-        double dot = 0.0;
-        for (size_t i = 0; i < d; i++) {
-            dot += (double) unit[c * d + i] * center[i];
+    each_key(in, head, [&](const float * row, int32_t t) {
+        if (t < n) {
+            keys.diversity.push_back(-(double) inverse[(size_t) t] * (double) kn.dot(row, mean_direction.data(), d));
         }
-        keys.diversity.push_back(-dot);
-    }
-    keys.redundancy = T > 1 ? std::clamp(((double) T * sq - 1.0) / ((double) T - 1.0), 0.0, 1.0) : 0.0;
+    });
+    keys.redundancy = T > 1.0 ? std::clamp((T * sq - 1.0) / (T - 1.0), 0.0, 1.0) : 0.0;
     return keys;
 }
 

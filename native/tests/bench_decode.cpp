@@ -1,0 +1,165 @@
+// How fast decode attention reads keys and values, against a plain sum over the same bytes, taking turns.
+//
+//   bench_decode HEADS KV_HEADS HEAD_SIZE TOKENS THREADS ROUNDS MIB
+//
+// As many layers as hold MIB MiB of keys and values: 192 fit no cache, 1 shows what the kernels could do with faster memory. Both share out layers and heads among the threads, with no barrier in between.
+// stdout: the table of kernels, bytes and layers; then a line per round: wall seconds of the sum and of the attention, and
+// their processor seconds divided by the threads, which other programs disturb less.
+
+#include "attention/attention.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <ctime>
+#include <functional>
+#include <thread>
+
+using namespace kvedge;
+
+namespace {
+
+struct Bench {
+    int32_t n_heads, n_heads_kv, size, tokens, threads, mib;
+
+    std::vector<LayerShape>      shapes;
+    std::unique_ptr<Sequence>    seq;
+    std::vector<DecodePartials>  partials;  // [layer]
+    std::vector<float>           q, out;    // [H][d], [layer][H][d]
+    std::atomic<uint64_t>        sum{ 0 };
+};
+
+bool fill(Bench & b) {
+    const size_t layer = 2 * sizeof(uint16_t) * (size_t) (b.n_heads_kv * b.size) * (size_t) b.tokens;
+    for (size_t l = 0; l * layer < (size_t) b.mib << 20; l++) {
+        b.shapes.push_back({ (int32_t) l, b.n_heads, b.n_heads_kv, b.size, b.size });
+    }
+    b.seq = std::make_unique<Sequence>(b.shapes, Type::f16);
+    std::vector<int32_t> pos((size_t) b.tokens);
+    if (!b.seq->append(b.tokens, pos.data(), false)) {
+        return false;
+    }
+    uint32_t random = 1;
+    for (auto & memory : b.seq->blocks[0]->layers) {
+        auto * x = (uint16_t *) memory.memory.data();
+        for (size_t i = 0; i < layer / sizeof(uint16_t); i++) {
+            random = random * 1664525u + 1013904223u;
+            x[i]   = (uint16_t) (0x3000 | (random >> 16 & 0x8bff));  // of either sign, 1/8 to 1/2
+        }
+    }
+    b.q.assign((size_t) (b.n_heads * b.size), 0.25f);
+    b.out.resize(b.shapes.size() * b.q.size());
+    b.partials = std::vector<DecodePartials>(b.shapes.size());
+    return std::all_of(b.partials.begin(), b.partials.end(), [&](auto & p) { return p.reserve(b.shapes, 1, b.threads); });
+}
+
+AttendJob job_of(Bench & b, int32_t layer) {
+    AttendJob job{};
+    job.seq      = b.seq.get();
+    job.layer    = layer;
+    job.n        = 1;
+    job.causal   = true;
+    job.q        = b.q.data();
+    job.q_head   = (size_t) b.size;
+    job.out      = b.out.data() + (size_t) layer * b.q.size();
+    job.out_head = (size_t) b.size;
+    job.scale    = 0.1f;
+    return job;
+}
+
+uint64_t sum_bytes(const uint8_t * from, size_t n) {
+    uint64_t part[16] = {};
+    for (size_t i = 0; i + sizeof(part) <= n; i += sizeof(part)) {
+        uint64_t x[16];
+        memcpy(x, from + i, sizeof(x));
+        for (int k = 0; k < 16; k++) {
+            part[k] += x[k];
+        }
+    }
+    uint64_t sum = 0;
+    for (uint64_t p : part) {
+        sum += p;
+    }
+    return sum;
+}
+
+struct Seconds {
+    double wall, processor;
+};
+
+Seconds timed(int32_t n_threads, int32_t n_tasks, const std::function<void(int32_t)> & task) {
+    std::atomic<int32_t>     next{ 0 };
+    const auto               start = std::chrono::steady_clock::now();
+    const std::clock_t       clock = std::clock();
+    std::vector<std::thread> others;
+    const auto               work = [&] {
+        for (int32_t i; (i = next.fetch_add(1)) < n_tasks;) {
+            task(i);
+        }
+    };
+    for (int32_t w = 1; w < n_threads; w++) {
+        others.emplace_back(work);
+    }
+    work();
+    for (auto & t : others) {
+        t.join();
+    }
+    return { std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count(),
+             (double) (std::clock() - clock) / CLOCKS_PER_SEC / n_threads };
+}
+
+Seconds time_sum(Bench & b) {
+    const auto n_layers = (int32_t) b.shapes.size();
+    return timed(b.threads, n_layers * b.threads, [&](int32_t i) {
+        const Pages & memory = b.seq->blocks[0]->layers[(size_t) (i / b.threads)].memory;
+        const size_t  part   = memory.size() / (size_t) b.threads;
+        b.sum.fetch_add(sum_bytes(memory.data() + (size_t) (i % b.threads) * part, part), std::memory_order_relaxed);
+    });
+}
+
+Seconds time_attention(Bench & b) {
+    for (auto & p : b.partials) {
+        p.start(b.n_heads_kv);
+    }
+    const int32_t splits = decode_splits(job_of(b, 0), b.threads);
+    const int32_t tasks  = decode_tasks(job_of(b, 0), splits);
+    return timed(b.threads, tasks * (int32_t) b.shapes.size(), [&](int32_t i) {
+        decode_task(job_of(b, i / tasks), i % tasks, splits, b.partials[(size_t) (i / tasks)]);
+    });
+}
+
+}  // namespace
+
+int main(int argc, char ** argv) {
+    if (argc != 8) {
+        std::fprintf(stderr, "usage: bench_decode HEADS KV_HEADS HEAD_SIZE TOKENS THREADS ROUNDS MIB\n");
+        return 2;
+    }
+    Bench b;
+    b.n_heads        = std::atoi(argv[1]);
+    b.n_heads_kv     = std::atoi(argv[2]);
+    b.size           = std::atoi(argv[3]);
+    b.tokens         = std::atoi(argv[4]);
+    b.threads        = std::atoi(argv[5]);
+    b.mib            = std::atoi(argv[7]);
+    const int rounds = std::atoi(argv[6]);
+    if (std::min({ b.n_heads, b.n_heads_kv, b.size, b.tokens, b.threads, b.mib, rounds }) < 1 || b.n_heads % b.n_heads_kv != 0 ||
+        b.size % 8 != 0 || b.size > MAX_HEAD_SIZE) {
+        std::fprintf(stderr, "bench_decode: every number must be at least 1, KV heads divide heads, 8 the head size\n");
+        return 2;
+    }
+    if (!fill(b)) {
+        std::fprintf(stderr, "bench_decode: no memory\n");
+        return 1;
+    }
+    std::printf("%s %zu %zu\n", kernels().name, (size_t) b.seq->bytes(), b.shapes.size());
+    time_sum(b);
+    time_attention(b);
+    for (int r = 0; r < rounds; r++) {
+        const Seconds sum = time_sum(b), attention = time_attention(b);
+        std::printf("%.6e %.6e %.6e %.6e\n", sum.wall, attention.wall, sum.processor, attention.processor);
+    }
+    return b.sum == 0;  // the sums are used
+}

@@ -1,0 +1,166 @@
+"""What compression costs, per method, as a share of the time that the prompt takes: one run, alternating.
+
+    python3 scripts/dev.py python scripts/measure_overhead.py MODEL.gguf
+    python3 scripts/dev.py python scripts/measure_overhead.py MODEL.gguf --method flashcache --method h2o --json
+
+MODEL is a text model of the shape in question (scripts/make_shape_model.py llava-1.4b -o DIR writes one). The prompt is
+images, which come as embeddings, and text. Two costs: what a method gathers while the prompt is processed (column sums,
+the last queries), measured against `full`, which gathers nothing, piece of the prompt by piece of the prompt; and the
+compression itself, of copies of the finished prompt. Methods with the same scorer gather the same and share a prompt.
+Columns: shares of the time of full's prefill in percent, then of unpatched llama.cpp's (with --stock); medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+from pathlib import Path
+from typing import Any
+
+from compare_with_stock import STOCK_LIB, Worker, log, show
+
+import pykvedge
+
+Piece = tuple[int, bool]  # tokens, and whether they are an image's
+
+
+def pieces(images: int, image_tokens: int, tokens: int) -> list[Piece]:
+    """The prompt, as it is decoded: a few words, the images, the question. Raises ValueError if it is too short."""
+    text = tokens - images * image_tokens
+    if text < 2:
+        raise ValueError(f"{images} images of {image_tokens} tokens leave no text in a prompt of {tokens} tokens")
+    return [(text - text // 2, False), *[(image_tokens, True)] * images, (text // 2, False)]
+
+
+def gathering(method: str) -> str:
+    """Methods with the same answer gather the same while the prompt is processed."""
+    plan = pykvedge.plan(method)
+    return f"{plan.scorer} {plan.params.get('scorer.window', '')}".strip()
+
+
+def measurable() -> list[str]:
+    """Methods that need no profile of the model; budgets by profile cost nothing worth measuring."""
+    return [m for m in pykvedge.methods() if m != "full" and not pykvedge.plan(m).profile_kind()]
+
+
+class Overhead:
+    """Collects times; all prompts and compressions of a round alternate."""
+
+    def __init__(self, args: argparse.Namespace, ours: Worker, stock: Worker | None) -> None:
+        self.args, self.ours, self.stock = args, ours, stock
+        self.groups = {"full": "full", **{gathering(m): m for m in args.method}}  # a method that stands for each
+        self.prompts: dict[str, list[float]] = {}
+        self.compressions: dict[str, list[float]] = {m: [] for m in args.method}
+        self.clock = "cpu_seconds" if args.cpu else "seconds"
+        self.parts = pieces(args.images, args.image_tokens, args.tokens)
+
+    def open(self, group: str) -> None:
+        worker = self.stock if group == "stock" and self.stock else self.ours
+        method = None if group == "stock" else self.groups[group]
+        worker.call("open", name=group, n_ctx=self.args.tokens + 8, method=method, budget=self.args.budget,
+                    copies=group != "stock")  # fmt: skip
+
+    def prefill(self, turn: int) -> list[str]:
+        """Decodes the prompt under every group, piece by piece; the groups that gather something, and full."""
+        groups = [*self.groups, *(["stock"] if self.stock else [])]
+        if turn:
+            groups = [g for g in groups if g in self.prompts]
+        for group in groups:
+            self.open(group)
+        seconds = dict.fromkeys(groups, 0.0)
+        for i, (n, image) in enumerate(self.parts):
+            order = groups[i % len(groups) :] + groups[: i % len(groups)]
+            for group in order:
+                worker = self.stock if group == "stock" and self.stock else self.ours
+                done = worker.call("part", name=group, n=n, image=image, seed=100 * turn + i)
+                seconds[group] += done[self.clock]
+                if not done["score_bytes"] and group not in ("full", "stock"):
+                    log(f"{group}: gathers nothing, so its prompt is that of full")
+                    worker.call("close", name=group)
+                    groups.remove(group)
+        for group in groups:
+            self.prompts.setdefault(group, []).append(seconds[group])
+        return groups
+
+    def round(self, turn: int) -> None:
+        log(f"prompts {turn + 1} of {self.args.rounds}")
+        groups = self.prefill(turn)
+        for again in range(self.args.compressions):
+            log(f"compressions {again + 1} of {self.args.compressions}")
+            for method in self.args.method:
+                name = gathering(method) if gathering(method) in groups else "full"
+                done = self.ours.call("compress_copy", name=name, method=method, budget=self.args.budget)
+                self.compressions[method].append(done[self.clock])
+        for group in groups:
+            worker = self.stock if group == "stock" and self.stock else self.ours
+            worker.call("close", name=group)
+
+    def rows(self) -> list[dict[str, Any]]:
+        full = self.prompts["full"]
+        base = statistics.median(full)
+        rows = []
+        for method in self.args.method:
+            own = self.prompts.get(gathering(method), full)
+            extra = statistics.median([(a - b) / b for a, b in zip(own, full, strict=True)])
+            took = statistics.median(self.compressions[method])
+            row = {
+                "method": method,
+                "prefill_full_s": base,
+                "gather_percent": 100 * extra,
+                "compress_s": took,
+                "compress_percent": 100 * took / base,
+                "total_percent": 100 * (extra + took / base),
+            }
+            if self.stock:
+                stock = statistics.median(self.prompts["stock"])
+                row["total_percent_of_stock"] = 100 * (base * extra + took) / stock
+                row["full_vs_stock"] = base / stock
+            rows.append(row)
+        return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("model", help="GGUF file of the text model")
+    add("--method", action="append", default=[], choices=measurable(), metavar="NAME",
+        help="repeatable (default: all that need no profile)")  # fmt: skip
+    add("--tokens", type=int, default=2560, help="prompt length, images included (default %(default)s)")
+    add("--images", type=int, default=4, help="images in it (default %(default)s)")
+    add("--image-tokens", type=int, default=576, help="tokens of each (default %(default)s)")
+    add("--budget", type=float, default=0.2)
+    add("--rounds", type=int, default=3, help="prompts of each kind (default %(default)s)")
+    add("--compressions", type=int, default=3, help="of each method and prompt (default %(default)s)")
+    add("--threads", type=int, default=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4)
+    add("--cpu", action="store_true",
+        help="processor time instead of wall time; with --threads 1 a busy machine hardly disturbs it")  # fmt: skip
+    add("--stock", action="store_true", help="time unpatched llama.cpp too")
+    add("--json", action="store_true")
+    args = parser.parse_args()
+    args.method = args.method or measurable()
+    if not Path(args.model).is_file():
+        parser.error(f"{args.model} is not a file; scripts/make_shape_model.py writes models to measure with")
+    if args.stock and not STOCK_LIB.is_dir():
+        parser.error(f"{STOCK_LIB} is missing; python3 scripts/build_stock.py builds the unpatched library")
+    if min(args.rounds, args.compressions) < 1:
+        parser.error("--rounds and --compressions must be at least 1")
+    try:
+        pieces(args.images, args.image_tokens, args.tokens)
+    except ValueError as error:
+        parser.error(str(error))
+    stock = Worker(args.model, args.threads, kvedge=False) if args.stock else None
+    ours = Worker(args.model, args.threads, kvedge=True)
+    try:
+        overhead = Overhead(args, ours, stock)
+        for turn in range(args.rounds):
+            overhead.round(turn)
+        show(overhead.rows(), args.json)
+    finally:
+        ours.end()
+        if stock:
+            stock.end()
+
+
+if __name__ == "__main__":
+    main()
