@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 
 import numpy as np
 
 from pykvedge import libkvedge, libraries
 from pykvedge.plan import Plan
+
+
+@functools.cache
+def _silent():
+    """Lives as long as the process: llama.cpp goes on calling it when the context is gone."""
+    return libraries.llama().llama_log_callback(lambda level, text, data: None)
 
 
 class TinyContext:
@@ -18,8 +25,7 @@ class TinyContext:
 
     def __init__(self, model, plan: Plan | None, kv_type: str = "f16", n_ctx: int = 8192, threads: int = 1) -> None:
         self.llama = libraries.llama()
-        self._silent = self.llama.llama_log_callback(lambda level, text, data: None)
-        self.llama.llama_log_set(self._silent, None)
+        self.llama.llama_log_set(_silent(), None)
         self.model = self.llama.llama_model_load_from_file(str(model).encode(), self.llama.llama_model_default_params())
         params = self.llama.llama_context_default_params()
         params.n_ctx, params.n_threads, params.n_threads_batch = n_ctx, threads, threads
