@@ -112,7 +112,8 @@ void check_uneven_layers() {
     CHECK(check_profiles(plan, shapes, 4, nullptr) == KVEDGE_E_ARGUMENT);
 
     std::vector<std::vector<int32_t>> out = { { 0, 0 }, { 0, 0, 0, 0 } };
-    plan.allocator->allocate({ 1000, 110, 10, nullptr, &seq, 1, plan.params[KVEDGE_STAGE_ALLOCATOR], &p }, out);
+    plan.allocator->allocate({ 1000, 110, 10, nullptr, &seq, 1, plan.params[KVEDGE_STAGE_ALLOCATOR], nullptr, plan.allocator, &p, 0,
+                               nullptr }, out);
     CHECK((out[0] == std::vector<int32_t>{ 60 + 150, 60 }));
     CHECK((out[1] == std::vector<int32_t>{ 60, 60, 60, 60 + 150 }));
 }

@@ -63,17 +63,34 @@ void pack_directions(const ReduceInput & in, const Space & x) {
     kernels().pack({ (const uint8_t *) x.unit, d * sizeof(float), Type::f32 }, in.n_kept, in.d_k, x.packed);
 }
 
+// Index of the largest number, the first of equal ones; -1 where all are -infinity.
+int32_t argmax(const float * x, int32_t n) {
+    constexpr int32_t CHUNK = 64;
+    float             top   = -INFINITY;
+    int32_t           at    = -1;
+    for (int32_t c = 0; c < n; c += CHUNK) {
+        const float most = kernels().max(x + c, (size_t) std::min(CHUNK, n - c));
+        if (most > top) {
+            top = most;
+            at  = c;
+        }
+    }
+    while (at >= 0 && at < n && x[at] != top) {
+        at++;
+    }
+    return at < n ? at : -1;
+}
+
 // Nearest kept rows of n evicted ones, the tile's rows.
 void match_tile(const ReduceInput & in, const int32_t * members, int32_t n, const Space & x) {
     kernels().gemm_qk(x.rows, (size_t) in.d_k, n, x.packed, in.n_kept, in.d_k, x.scores, x.row);
+    const bool any_zero = std::find(x.merged, x.merged + in.n_kept, ZERO_KEY) != x.merged + in.n_kept;
     for (int32_t r = 0; r < n; r++) {
-        const float * s    = x.scores + (size_t) r * x.row;
-        int32_t       best = -1;
-        for (int32_t j = 0; j < in.n_kept; j++) {
-            if (x.merged[j] != ZERO_KEY && (best < 0 || s[j] > s[best])) {
-                best = j;
-            }
+        float * s = x.scores + (size_t) r * x.row;
+        for (int32_t j = 0; j < in.n_kept && any_zero; j++) {
+            s[j] = x.merged[j] == ZERO_KEY ? -INFINITY : s[j];
         }
+        const int32_t best       = argmax(s, in.n_kept);
         x.target[members[r]]     = best;
         x.similarity[members[r]] = best < 0 ? 0.0f : s[best];
     }
@@ -98,9 +115,19 @@ void match_all(const ReduceInput & in, const Space & x) {
             n = 0;
         }
     }
+}
+
+// Rows that are less similar to their target than the mean of all lose it.
+void drop_below_mean(const ReduceInput & in, const Space & x) {
+    double  sum = 0.0;
+    int32_t n   = 0;
     for (int32_t t = 0; t < in.n_tokens; t++) {
-        if (x.target[t] >= 0) {
-            x.merged[x.target[t]]++;
+        sum += x.target[t] >= 0 ? (double) x.similarity[t] : 0.0;
+        n += x.target[t] >= 0 ? 1 : 0;
+    }
+    for (int32_t t = 0; t < in.n_tokens; t++) {
+        if (x.target[t] >= 0 && (double) x.similarity[t] < sum / n - 1e-6) {
+            x.target[t] = -1;
         }
     }
 }
@@ -117,6 +144,14 @@ void merge_rows(const ReduceInput & in, const MergeRule & rule, float * k, float
     const Space     x = lay_out(in.scratch, in.n_tokens, in.n_kept, in.d_k);
     pack_directions(in, x);
     match_all(in, x);
+    if (rule.above_mean) {
+        drop_below_mean(in, x);
+    }
+    for (int32_t t = 0; t < in.n_tokens; t++) {
+        if (x.target[t] >= 0) {
+            x.merged[x.target[t]]++;
+        }
+    }
 
     for (int32_t j = 0; j < in.n_kept; j++) {
         const auto  at   = (size_t) in.kept[j];
