@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -51,11 +51,14 @@ def protection(plan: Plan, n_tokens: int, kept: int) -> np.ndarray:
     return (index < sinks) | (index >= n_tokens - recent)
 
 
-def select(plan: Plan, scores: np.ndarray, image_mask: np.ndarray, kept: int) -> np.ndarray:
+def select(
+    plan: Plan, scores: np.ndarray, image_mask: np.ndarray, kept: int, reserve: np.ndarray | None = None
+) -> np.ndarray:
     """Tokens that one KV head keeps, ascending int32. scores: [T] float64; image_mask: [T] bool.
 
     Protected tokens first, then by (class, score), text above image where the plan says so (LOOK-M, eq. 5 and 8);
-    equal scores go to the lower index.
+    equal scores go to the lower index. Where the scorer has a second score, reserve [T] float64, it chooses its share
+    of them first, by (class, reserve).
     """
     n_tokens = len(scores)
     if kept >= n_tokens:
@@ -63,12 +66,16 @@ def select(plan: Plan, scores: np.ndarray, image_mask: np.ndarray, kept: int) ->
     chosen = protection(plan, n_tokens, kept)
     mixed = bool(image_mask.any()) and not bool(image_mask.all())
     text = ~image_mask if plan.text_prior and mixed else np.zeros(n_tokens, dtype=bool)
-    order = np.lexsort((-scores, ~text))  # stable: by class, then score, then index
-    free = order[~chosen[order]]
     rest = kept - int(chosen.sum())
     if plan.text_overflow == "keep_all":
-        rest = max(rest, int(text[free].sum()))
-    chosen[free[:rest]] = True
+        rest = max(rest, int(text[~chosen].sum()))
+    turns = [(scores, rest)]
+    if reserve is not None:
+        first = min(rest, registry.scorer(plan.scorer).reserved(kept, plan.settings("scorer")))
+        turns = [(reserve, first), (scores, rest - first)]
+    for by, count in turns:
+        order = np.lexsort((-by, ~text))  # stable: by class, then score, then index
+        chosen[order[~chosen[order]][:count]] = True
     return np.flatnonzero(chosen).astype(np.int32)
 
 
@@ -79,16 +86,20 @@ def run(plan: Plan, arrays: Arrays, kv_type: str, profile: ProfileTable | None =
     n_layers, n_heads_kv, n_tokens, _ = k.shape
     scorer, allocator = registry.scorer(plan.scorer), registry.allocator(plan.allocator)
     layers = [Layer(q[i], k[i], v[i], image_mask, i, n_layers) for i in range(n_layers)]
-    scores = np.stack([scorer.score(layer, plan.settings("scorer")) for layer in layers])
+    scores, reserve, attention = (_of_layers(f, layers, plan) for f in (scorer.score, scorer.reserve, scorer.attention))
     budget = plan.count(n_tokens)
     share = np.full((n_layers, n_heads_kv), n_tokens)
     if budget < n_tokens:
         recent = min(budget, plan.asked_recent(n_tokens, budget))
-        prompt = Prompt(scores, image_mask, budget, recent, tuple(layers), profile)
+        fixed = 0 if plan.recent is None else recent
+        prompt = Prompt(scores, image_mask, budget, recent, tuple(layers), profile, attention, fixed)
         share = allocator.allocate(prompt, plan.settings("allocator"))
     out = Outcome([], [], [], scores.astype(np.float32))
     for i in range(n_layers):
-        heads = [_head(plan, layers[i], scores[i, h], h, int(share[i, h])) for h in range(n_heads_kv)]
+        heads = []
+        for h, count in enumerate(share[i].tolist()):
+            kept = select(plan, scores[i, h], image_mask, count, None if reserve is None else reserve[i, h])
+            heads.append(Head(k[i, h], v[i, h], kept, protection(plan, n_tokens, count), i, n_layers, h))
         rows = [_reduce(plan, head, kv_type) for head in heads]
         out.kept.append([head.kept for head in heads])
         out.k.append([pair[0] for pair in rows])
@@ -96,10 +107,8 @@ def run(plan: Plan, arrays: Arrays, kv_type: str, profile: ProfileTable | None =
     return out
 
 
-def _head(plan: Plan, layer: Layer, scores: np.ndarray, h: int, share: int) -> Head:
-    kept = select(plan, scores, layer.image_mask, share)
-    protected = protection(plan, len(scores), share)
-    return Head(layer.k[h], layer.v[h], kept, protected, layer.index, layer.n_layers, h)
+def _of_layers(score: Any, layers: list[Layer], plan: Plan) -> Any:
+    return np.stack([score(layer, plan.settings("scorer")) for layer in layers]) if score else None
 
 
 def _reduce(plan: Plan, head: Head, kv_type: str) -> tuple[np.ndarray, np.ndarray]:

@@ -42,6 +42,14 @@ _HEADKV = "Fu et al. 2024, Not All Heads Matter: Head-Level KV Cache Compression
 _KNORM = "Devoto et al. 2024, A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression, arXiv:2406.11430"
 _ELASTIC = "Liu et al. 2024, Efficient Inference of Vision Instruction-Following Models with Elastic Cache, ECCV"
 _PREFIXKV = "Wang et al. 2024, PrefixKV: Adaptive Prefix KV Cache is What Vision Instruction-Following Models Need"
+_ROCO = (
+    "Ren & Zhu 2024, On the Efficacy of Eviction Policy for Key-Value Constrained Generative Language Model Inference, "
+    "arXiv:2402.06262"
+)
+_MEDA = (
+    "Wan et al. 2025, MEDA: Dynamic KV Cache Allocation for Efficient Multimodal Long-Context Inference, NAACL, "
+    "arXiv:2502.17599"
+)
 _LOOKM = "Wan et al. 2024, LOOK-M: Look-Once Optimization in KV Cache, EMNLP Findings, arXiv:2406.18139"
 _MIXKV = (
     "Liu et al. 2025, Mixing Importance with Diversity: Joint Optimization for KV Cache Compression in Large "
@@ -63,6 +71,18 @@ _PRESETS = (
         "h2o that prefers text to image tokens and merges what it evicts",
         _LOOKM,
         {"scorer": "cumulative", "text_prior": True, "reducer": "pivotal"},
+    ),
+    Preset(
+        "meda",
+        "lookm with averaged merging, and more for the layers in which text and images look at each other widely",
+        _MEDA,
+        {"scorer": "cumulative", "text_prior": True, "reducer": "averaged", "allocator": "entropy"},
+    ),
+    Preset(
+        "roco",
+        "tokens whose attention varies the most, and those with the largest mean attention",
+        _ROCO,
+        {"scorer": "mean", "sinks": 4},
     ),
     Preset("snapkv", "what the last 32 tokens of the prompt look at, and those tokens", _SNAPKV, {"scorer": "window"}),
     Preset(

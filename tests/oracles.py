@@ -170,3 +170,56 @@ def merge_nearest(rows, kept, anchors):
         if i not in groups and anchors:
             groups[min(anchors, key=lambda j: (abs(i - j), j))].append(i)
     return [[mean([rows[i][c] for i in groups[j]]) for c in range(len(rows[0]))] for j in kept]
+
+
+def attention_rows(q, k):
+    """Rows of the causal attention matrix of one query head, each as long as what its query sees."""
+    size, rows = len(k[0]), []
+    for m, query in enumerate(q):
+        logits = [sum(a * b for a, b in zip(query, k[n], strict=True)) / math.sqrt(size) for n in range(m + 1)]
+        top = max(logits)
+        weights = [math.exp(x - top) for x in logits]
+        rows.append([w / sum(weights) for w in weights])
+    return rows
+
+
+def mean_and_deviation(q, k):
+    """RoCo: per token, mean and deviation of the attention of the queries that saw it. q: the heads of a group."""
+    heads = [attention_rows(head, k) for head in q]
+    rows = [[mean(x) for x in zip(*same, strict=True)] for same in zip(*heads, strict=True)]
+    out = []
+    for n in range(len(k)):
+        column = [row[n] for row in rows[n:]]
+        out.append((mean(column), math.sqrt(mean([(x - mean(column)) ** 2 for x in column]))))
+    return [m for m, _ in out], [d for _, d in out]
+
+
+def robust(means, deviations, n, sinks=4, spread=0.3):
+    """RoCo for a whole prompt: the last tenth of n, sinks, the largest deviations, and then the largest means."""
+    n_tokens = len(means)
+    recent = max(1, n // 10)
+    kept = {*range(n_tokens - recent, n_tokens), *range(min(sinks, n - recent))}
+    for scores, most in ((deviations, len(kept) + math.floor(n * spread + 1e-9)), (means, n)):
+        rest = sorted((-scores[i], i) for i in range(n_tokens) if i not in kept)
+        kept |= {i for _, i in rest[: min(most, n) - len(kept)]}
+    return sorted(kept)
+
+
+def _entropy(logits):
+    top = max(logits)
+    weights = [math.exp(x - top) for x in logits]
+    shares = [w / sum(weights) for w in weights]
+    return -sum(a * math.log(a) for a in shares if a > 0)
+
+
+def cross_entropy(q, k, image):
+    """MEDA: entropy of text's attention to the image tokens alone per text token, and back. q, k: of one query head."""
+    total = 0.0
+    for side in (True, False):
+        queries = [m for m, i in enumerate(image) if i != side]
+        keys = [n for n, i in enumerate(image) if i == side]
+        rows = [
+            [sum(a * b for a, b in zip(q[m], k[n], strict=True)) / math.sqrt(len(k[0])) for n in keys] for m in queries
+        ]
+        total += mean([_entropy(row) for row in rows])
+    return total

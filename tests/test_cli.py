@@ -52,9 +52,10 @@ def test_every_method_answers_about_a_picture(kvedge, vision_model, picture_file
     budget = pykvedge.plan(method).budget
     assert report["budget"] == budget.value
     prompt = report["tokens"]["prompt"]
-    if kind is None:
-        assert report["kv"]["kept_per_layer"] == [budget.count(prompt)] * 2
-    assert sum(report["kv"]["kept_per_layer"]) == pytest.approx(2 * budget.count(prompt))
+    kept = report["kv"]["kept_per_layer"]
+    assert sum(kept) == pytest.approx(2 * budget.count(prompt))
+    if pykvedge.plan(method).allocator in ("uniform", "ada"):  # the others share out between layers
+        assert kept[0] == kept[1]
     if method == "full":
         assert report["kv"]["kept_bytes"] == report["kv"]["full_bytes"]
     else:

@@ -148,6 +148,12 @@ def head(k, kept, v=None):
     return Head(k, v, np.asarray(kept, dtype=np.int32), np.zeros(len(k), dtype=bool))
 
 
+def reduced(kind, h, **changed):
+    """What a reducer makes of a head, with its default settings but for some."""
+    m = member("reducer", kind)
+    return m.reduce(h, {**{p.name: p.default for p in m.params}, **changed})
+
+
 def test_figure_4_of_lookm_the_most_similar_kept_token_receives():
     # two kept directions; three evicted tokens, two of which resemble the first
     k = [[1, 0], [0, 1], [2, 1], [1, 3], [3, 1]]
@@ -165,26 +171,27 @@ def test_the_pivot_keeps_at_least_half_of_the_weight():
 
 
 def test_weighted_merge_uses_negative_similarities_as_they_are():
-    out, _ = member("reducer", "weighted").reduce(head([[1, 0], [-2, 0]], [0]), {})
+    out, _ = reduced("weighted", head([[1, 0], [-2, 0]], [0]))
     np.testing.assert_allclose(out, [[(1 + -1 * -2) / 2, 0]])
+    out, _ = reduced("weighted", head([[1, 0], [-2, 0]], [0]), clamp=True)
+    np.testing.assert_allclose(out, [[1 / 2, 0]])
 
 
 @pytest.mark.parametrize("kind", MERGES)
 def test_keys_without_a_direction_neither_move_nor_attract(kind):
-    reduce = member("reducer", kind).reduce
     k = [[1, 0], [0, 0], [0, 0], [3, 0]]
-    out, _ = reduce(head(k, [0, 1]), {})
+    out, _ = reduced(kind, head(k, [0, 1]))
     np.testing.assert_allclose(out[1], [0, 0])  # a kept zero attracts nothing
-    expected, _ = reduce(head([[1, 0], [3, 0]], [0]), {})
+    expected, _ = reduced(kind, head([[1, 0], [3, 0]], [0]))
     np.testing.assert_allclose(out[0], expected[0])  # the evicted zero is dropped unmerged
-    nowhere, _ = reduce(head([[0, 0], [1, 0]], [0]), {})
+    nowhere, _ = reduced(kind, head([[0, 0], [1, 0]], [0]))
     np.testing.assert_allclose(nowhere, [[0, 0]])
 
 
 @pytest.mark.parametrize("kind", MERGES)
 def test_equal_similarities_go_to_the_lower_index(kind):
     k = [[1, 1], [1, 1], [2, 2]]
-    out, _ = member("reducer", kind).reduce(head(k, [0, 1]), {})
+    out, _ = reduced(kind, head(k, [0, 1]))
     np.testing.assert_allclose(out[1], [1, 1])
     assert out[0, 0] > 1
 

@@ -109,7 +109,8 @@ KVEDGE_API void          kvedge_plan_free(kvedge_plan * plan);  // NULL is allow
 //               ("1.0" is the ratio, "1" is one pair)
 //   recent      last tokens of the prompt that are always kept, inside the budget: "16" pairs, or "0.1" of the prompt,
 //               or "auto": half of the budget with scorer cumulative (H2O and LOOK-M: a1 = a2), the window with scorer
-//               window (SnapKV), what a scorer of your own says, 0 with any other
+//               window (SnapKV) and mixkv, a tenth of the budget and at least 1 with scorer mean (RoCo), what a scorer of
+//               your own says, 0 with any other
 //   sinks       first tokens of the prompt that are always kept, inside the budget: an integer >= 0
 //   text_prior  "true": text tokens rank above all image tokens (LOOK-M eq. 5)
 //   scorer.NAME, allocator.NAME, reducer.NAME, decode.NAME   a setting of the member chosen for that stage, for example
@@ -342,7 +343,8 @@ typedef struct kvedge_stats {
     int32_t  n_pending;          // tokens added since the last compression; of a bounded answer, those in blocks not yet packed
     uint64_t bytes;              // bytes of the sequence's key and value buffers that exist now
     uint64_t index_bytes;        // bytes of its token indices and positions
-    uint64_t score_bytes;        // bytes of column sums, of scores and of watched attention that exist now
+    uint64_t score_bytes;        // bytes of column sums, of scores, of watched attention, and of queries kept for allocator
+                                 // entropy, that exist now
     uint64_t before_bytes;       // `bytes` right before the last compression (the full cache, for a first turn)
     uint64_t after_bytes;        // `bytes` right after it
     uint64_t peak_bytes;         // largest value of bytes + index_bytes + score_bytes so far

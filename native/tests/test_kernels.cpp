@@ -115,23 +115,32 @@ static void test_rows(const Kernels & kn, size_t n) {
     CHECK(kn.max(x.data(), n) == top);
     auto         e   = x;
     const float  sum = kn.exp_sum(e.data(), n, top);
-    double       ref = 0.0, dot = 0.0;
+    double       ref = 0.0, dot = 0.0, weighted = 0.0;
     const auto   y   = random_floats(n);
     for (size_t i = 0; i < n; i++) {
         const double shifted = (double) x[i] - (double) top, v = std::exp(shifted);
         // the float32 difference itself is rounded to 2^-24 of its size
         CHECK(std::fabs(e[i] - v) <= (1e-6 - 1.2e-7 * shifted) * v + 1e-37);
         ref += v;
+        weighted += v * shifted;
         dot += (double) x[i] * y[i];
     }
     CHECK(close_to(sum, ref, 1e-5));
     CHECK(close_to(kn.dot(x.data(), y.data(), n), dot, 1e-4));
+    auto  same = x;
+    float product;
+    CHECK(close_to(kn.exp_dot(same.data(), n, top, &product), ref, 1e-5) && same == e);
+    CHECK(std::fabs(product - weighted) <= 1e-5 * (1.0 - weighted));
+    auto sums = y, squares = y;
+    kn.add_moments(0.25f, x.data(), sums.data(), squares.data(), n);
     auto z = y;
     kn.axpy(0.25f, x.data(), z.data(), n);
     auto c = x;
     kn.softcap(c.data(), n, 5.0f);
     for (size_t i = 0; i < n; i++) {
         CHECK(close_to(z[i], y[i] + 0.25 * x[i], 1e-6));
+        CHECK(close_to(sums[i], y[i] + 0.25 * x[i], 1e-6));
+        CHECK(close_to(squares[i], y[i] + 0.0625 * x[i] * x[i], 1e-6));
         CHECK(close_to(c[i], 5.0 * std::tanh(x[i] / 5.0), 1e-5));
     }
 }

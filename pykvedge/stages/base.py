@@ -62,7 +62,7 @@ def _parse_bool(value: Any) -> bool:
     raise ValueError(value)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # a layer is itself: what was computed of it can be looked up
 class Layer:
     """One layer of a prompt, as a scorer sees it."""
 
@@ -93,6 +93,8 @@ class Prompt:
     recent: int = 0  # of those, last tokens that every head keeps
     layers: tuple[Layer, ...] = ()  # L of them; empty only where the allocator looks at nothing but scores
     profile: ProfileTable | None = None  # None where the allocator asked for none
+    attention: np.ndarray | None = None  # as scores, of a scorer that mixes it with more; None: scores are all
+    fixed_recent: int = 0  # of recent, those that the plan asks for by number: a head with a smaller share has no less
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,11 @@ def no_recent(budget: int, settings: Settings) -> int:
     return 0
 
 
+def none_reserved(kept: int, settings: Settings) -> int:
+    """Number of kept tokens that are chosen by the second score: none."""
+    return 0
+
+
 def never_whole(settings: Settings) -> int:
     """Longest prompt that is kept whole whatever the budget: none."""
     return 0
@@ -139,7 +146,12 @@ def no_profile(settings: Settings) -> str | None:
 
 @dataclass(frozen=True)
 class Scorer:
-    """How much does a KV pair matter? `score(layer, settings)` -> [Hkv, T] float64, higher is kept first."""
+    """How much does a KV pair matter? `score(layer, settings)` -> [Hkv, T] float64, higher is kept first.
+
+    A method that keeps some tokens for another reason has a second score, `reserve`, of the same shape: of the tokens
+    that are not protected, the `reserved(kept, settings)` best by it stay, and the others are chosen by `score`.
+    A scorer that mixes attention with something else gives the attention alone as `attention`.
+    """
 
     name: str
     summary: str
@@ -150,6 +162,9 @@ class Scorer:
     whole_up_to: Callable[[Settings], int] = never_whole
     sinks_first: bool = False  # which protection shrinks last when the budget does not cover both
     by_place: bool = False  # scores depend on the number of the head or layer
+    reserve: Callable[[Layer, Settings], np.ndarray] | None = None
+    reserved: Callable[[int, Settings], int] = none_reserved
+    attention: Callable[[Layer, Settings], np.ndarray] | None = None
     stage: str = "scorer"
 
 

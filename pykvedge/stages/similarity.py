@@ -23,6 +23,15 @@ class Assignment:
     weight: np.ndarray  # [m] float64 cosine similarity to the target
     count: np.ndarray  # [n] int64, L_j: how many go to each kept token
 
+    def above_mean(self) -> Assignment:
+        """Without the tokens whose similarity lies below the mean of all, by more than rounding."""
+        if not len(self.weight):
+            return self
+        stays = self.weight >= self.weight.mean() - 1e-6
+        target = self.target[stays]
+        count = np.bincount(target, minlength=len(self.count))
+        return Assignment(self.source[stays], target, self.weight[stays], count)
+
 
 def assign(head: Head) -> Assignment:
     """Targets of all evicted tokens of one KV head."""

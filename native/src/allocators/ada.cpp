@@ -6,17 +6,20 @@
 
 #include <algorithm>
 #include <functional>
+#include <cmath>
 #include <numeric>
 
 namespace kvedge {
 
 namespace {
 
-enum { FLOOR, NORMALIZE };
+enum { FLOOR, NORMALIZE, BUDGET_SCORE, ROUNDING };
 
 const Param PARAMS[] = {
     { "floor", 0.2, 0, 1, 0, nullptr },        // share of the even budget that every head keeps
     { "normalize", 0, 0, 0, 0, "true,false" },  // scores times the share of a head's mass in its own top scores
+    { "budget_score", 0, 0, 0, 0, "attention,mix" },  // what counts where the scorer mixes attention with more
+    { "rounding", 0, 0, 0, 0, "exact,official" },     // official: head by head, as the released code, can miss the total
     {},
 };
 
@@ -55,13 +58,33 @@ void normalize(float * scores, int32_t n, int32_t base) {
     }
 }
 
+uint32_t wants(const double * params) { return params[BUDGET_SCORE] == 0 ? (uint32_t) WANTS_ATTENTION : 0u; }
+
+// Pairs of each head beyond those it holds anyway, at most `most`.
+std::vector<int64_t> round_counts(const AllocateInput & in, const std::vector<int32_t> & winners, int32_t base, int32_t most) {
+    const double floor = in.params[FLOOR];
+    if (in.params[ROUNDING] == 0) {
+        std::vector<double> shares;
+        for (int32_t w : winners) {
+            shares.push_back(w * (1.0 - floor) + base * floor);
+        }
+        return round_shares(shares, (int64_t) base * (int64_t) winners.size(), most);
+    }
+    std::vector<int64_t> counts;
+    for (int32_t w : winners) {  // half to even
+        counts.push_back(std::min((int64_t) std::nearbyint(w * (1.0 - floor) + std::floor(base * floor)), (int64_t) most));
+    }
+    return counts;
+}
+
 void allocate_layer(const AllocateInput & in, size_t l, std::vector<int32_t> & out) {
     const int32_t      held = std::max(in.recent, 1);  // of every head, so that none is left empty
     const int32_t      base = in.budget - held, n = in.n_tokens - in.recent;
     const int32_t      n_heads = in.seq->shapes()[l].n_heads_kv;
+    const auto &       all     = in.attention ? *in.attention : *in.scores;
     std::vector<float> scores;
     for (int32_t h = 0; h < n_heads; h++) {
-        const float * row = (*in.scores)[l].data() + (size_t) h * (size_t) in.n_tokens;
+        const float * row = all[l].data() + (size_t) h * (size_t) in.n_tokens;
         scores.insert(scores.end(), row, row + n);
     }
     // Mass has no meaning where scores are negative.
@@ -70,11 +93,7 @@ void allocate_layer(const AllocateInput & in, size_t l, std::vector<int32_t> & o
             normalize(scores.data() + (size_t) h * (size_t) n, n, base);
         }
     }
-    std::vector<double> shares;
-    for (int32_t w : count_winners(scores, n_heads, n, base)) {
-        shares.push_back(w * (1.0 - in.params[FLOOR]) + base * in.params[FLOOR]);
-    }
-    const auto counts = round_shares(shares, (int64_t) base * n_heads, in.n_tokens - held);
+    const auto counts = round_counts(in, count_winners(scores, n_heads, n, base), base, in.n_tokens - held);
     for (int32_t h = 0; h < n_heads; h++) {
         out[(size_t) h] = (int32_t) counts[(size_t) h] + held;
     }
@@ -87,6 +106,6 @@ void allocate(const AllocateInput & in, std::vector<std::vector<int32_t>> & out)
 }  // namespace
 
 extern const Allocator allocator_ada;
-const Allocator        allocator_ada = { { "ada", PARAMS }, allocate };
+const Allocator        allocator_ada = { { "ada", PARAMS }, allocate, wants };
 
 }  // namespace kvedge

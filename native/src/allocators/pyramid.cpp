@@ -9,9 +9,13 @@ namespace kvedge {
 
 namespace {
 
-enum { BETA };
+enum { BETA, ROUNDING };
 
-const Param PARAMS[] = { { "beta", 20, 1, 1000, 1, nullptr }, {} };  // the last layer's share is base / beta
+const Param PARAMS[] = {
+    { "beta", 20, 1, 1000, 1, nullptr },           // the last layer's share is base / beta
+    { "rounding", 0, 0, 0, 0, "exact,official" },  // official: the step is rounded down, which exceeds the total
+    {},
+};
 
 void allocate(const AllocateInput & in, std::vector<std::vector<int32_t>> & out) {
     const auto          n_layers = (int32_t) in.seq->shapes().size();
@@ -24,11 +28,13 @@ void allocate(const AllocateInput & in, std::vector<std::vector<int32_t>> & out)
         first = most;
         last  = 2.0 * base - first;
     }
+    const bool          official = in.params[ROUNDING] == 1 && n_layers > 1;
+    const double        step     = n_layers > 1 ? (first - last) / (n_layers - 1) : 0.0;
     std::vector<double> line((size_t) n_layers);
     for (int32_t l = 0; l < n_layers; l++) {
-        line[(size_t) l] = n_layers == 1 ? base : first - l * (first - last) / (n_layers - 1);
+        line[(size_t) l] = n_layers == 1 ? base : first - l * (official ? std::floor(step) : step);
     }
-    const auto counts = round_shares(line, (int64_t) base * n_layers, most);
+    const auto counts = official ? std::vector<int64_t>(line.begin(), line.end()) : round_shares(line, (int64_t) base * n_layers, most);
     for (int32_t l = 0; l < n_layers; l++) {
         out[(size_t) l].assign((size_t) in.seq->shapes()[(size_t) l].n_heads_kv, (int32_t) counts[(size_t) l] + held);
     }

@@ -43,8 +43,11 @@ struct AttendJob {
     const float * sinks;    // [H] logits of attention sinks, or NULL
 
     double *   sums;  // [Hkv][sums_capacity] column sums over the pending rows, averaged over the group; NULL: not wanted
+    double *   squares;  // likewise, of the squares of the group's mean; NULL: not wanted
     int32_t    sums_capacity;
-    SpinLock * locks;  // [Hkv], guards sums
+    double *   entropy;  // [Hkv] sum of the entropies of all rows of the attention; NULL: not wanted
+    Sequence * queries;  // keeps the queries, and what each sees of the other modality; NULL: not wanted
+    SpinLock * locks;    // [Hkv], guards these
 
     // Of a single query token (n = 1, decode path): [H][weights_row] softmax weights of the rows of each query head's KV
     // head, in token order; NULL: not wanted.
@@ -72,6 +75,8 @@ class Scratch {
     float * q     = nullptr;  // [rows][d_k]
     float * o     = nullptr;  // [rows][pad16(d_v)]
     float * sum   = nullptr;  // [s_row]
+    float * sq    = nullptr;  // [s_row]
+    float * mean  = nullptr;  // [s_row]
     float * len   = nullptr;  // [rows] 1 / softmax denominator
 
   private:

@@ -1,11 +1,16 @@
 #include "attention/attention.h"
 
+#include "primitives/softmax.h"
+
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 
 namespace kvedge {
 
 namespace {
+
+static_assert(sizeof(SoftmaxRow) == SEEN_BYTES, "the store makes room for it");
 
 constexpr int32_t BLOCK     = 128;      // keys packed or widened at a time
 constexpr size_t  TILE_SIZE = 1 << 18;  // floats of a tile's logits: 1 MiB, a core's share of cache
@@ -60,8 +65,52 @@ void logits(const AttendJob & job, const Tile & tile, int32_t d_k, Scratch & x) 
     });
 }
 
-void softmax(const AttendJob & job, const Tile & tile, Scratch & x) {
+// Turns logits s [n] of one row to e^(s - top), and returns their sums. Where the job keeps queries, what the row saw
+// of the other modality goes with its query.
+SoftmaxRow exp_row(const AttendJob & job, const Tile & tile, int32_t r, float * s, size_t n, float top) {
     const Kernels & kn = kernels();
+    SoftmaxRow      all{ top };
+    const auto      take = [&](size_t from, size_t to, SoftmaxRow & into) {
+        float dot;
+        into.sum += kn.exp_dot(s + from, to - from, top, &dot);
+        into.dot += dot;
+    };
+    if (!job.queries) {
+        take(0, n, all);
+        return all;
+    }
+    const auto &  modality = job.queries->modality;
+    const int32_t token    = tile.t0 + r / tile.group, query_head = tile.head * tile.group + r % tile.group;
+    const size_t  old      = (size_t) tile.n_keys - modality.size();  // rows of earlier turns, which have no share in this
+    const uint8_t mine     = modality[modality.size() - (size_t) (job.n - token)];
+    SoftmaxRow    same{ top }, other{ top };
+    take(0, std::min(old, n), same);
+    for (size_t at = old; at < n;) {
+        const uint8_t * from = modality.data() + (at - old);
+        const void *    turn = memchr(from, 1 - *from, n - at);
+        const size_t    end  = turn ? at + (size_t) ((const uint8_t *) turn - from) : n;
+        take(at, end, *from == mine ? same : other);
+        at = end;
+    }
+    memcpy(job.queries->query_row(job.layer, job.queries->query_parts.size() - 1, token, query_head).seen, &other, sizeof(other));
+    all.sum = same.sum + other.sum;
+    all.dot = same.dot + other.dot;
+    return all;
+}
+
+// Keeps the tile's queries for the end of the prompt, in half precision.
+void keep_queries(const AttendJob & job, const Tile & tile, int32_t d_k) {
+    for (int32_t r = 0; r < tile.rows; r++) {
+        const int32_t t    = tile.t0 + r / tile.group;
+        const int32_t head = tile.head * tile.group + r % tile.group;
+        const float * from = job.q + place(job, t) * job.q_token + (size_t) head * job.q_head;
+        kernels().from_f32(Type::f16, from, job.queries->query_row(job.layer, job.queries->query_parts.size() - 1, t, head).q, (size_t) d_k);
+    }
+}
+
+void softmax(const AttendJob & job, const Tile & tile, Scratch & x) {
+    const Kernels & kn      = kernels();
+    double          entropy = 0.0;
     for (int32_t r = 0; r < tile.rows; r++) {
         float *      s = x.s + (size_t) r * tile.stride;
         const auto   n = (size_t) visible(job, tile, tile.t0 + r / tile.group);
@@ -75,13 +124,42 @@ void softmax(const AttendJob & job, const Tile & tile, Scratch & x) {
             top               = std::max(top, logit);
             sink              = std::exp(logit - top);
         }
-        x.len[r] = 1.0f / (kn.exp_sum(s, n, top) + sink);
+        float sum;
+        if (job.entropy) {
+            const SoftmaxRow row = exp_row(job, tile, r, s, n, top);
+            sum                  = row.sum;
+            entropy += row.entropy(sink);
+        } else {
+            sum = kn.exp_sum(s, n, top);
+        }
+        x.len[r] = 1.0f / (sum + sink);
         std::fill(s + n, s + tile.n_visible, 0.0f);
+    }
+    if (job.entropy) {
+        job.locks[tile.head].lock();
+        job.entropy[tile.head] += entropy;
+        job.locks[tile.head].unlock();
     }
 }
 
-// sums[c] += mean over the group of the attention that the tile's tokens pay to pending row c; scores of rows before those
-// likewise.
+// Moments of one token's attention to rows [first, last), the mean over its group, to x.sum and x.sq.
+void add_token(const Tile & tile, int32_t token, int32_t first, int32_t last, Scratch & x) {
+    const Kernels & kn = kernels();
+    const auto      n  = (size_t) (last - first);
+    const auto      r  = (size_t) (token * tile.group);
+    if (tile.group == 1) {
+        kn.add_moments(x.len[r], x.s + r * tile.stride + first, x.sum + first, x.sq + first, n);
+        return;
+    }
+    std::fill(x.mean, x.mean + n, 0.0f);
+    for (size_t g = 0; g < (size_t) tile.group; g++) {
+        kn.axpy(x.len[r + g], x.s + (r + g) * tile.stride + first, x.mean, n);
+    }
+    kn.add_moments(1.0f / (float) tile.group, x.mean, x.sum + first, x.sq + first, n);
+}
+
+// sums[c] += mean over the group of the attention that the tile's tokens pay to pending row c; squares, and scores of rows
+// before those, likewise.
 void add_sums(const AttendJob & job, const Tile & tile, Scratch & x) {
     const int32_t pending = tile.n_keys - job.seq->pending_length();
     const int32_t first   = job.scored ? 0 : pending;
@@ -90,14 +168,27 @@ void add_sums(const AttendJob & job, const Tile & tile, Scratch & x) {
         return;
     }
     std::fill(x.sum + first, x.sum + tile.n_visible, 0.0f);
-    for (int32_t r = 0; r < tile.rows; r++) {
-        const float * s = x.s + (size_t) r * tile.stride + first;
-        kernels().axpy(x.len[r] / (float) tile.group, s, x.sum + first, (size_t) (tile.n_visible - first));
+    if (job.squares) {
+        std::fill(x.sq + first, x.sq + tile.n_visible, 0.0f);
+        for (int32_t t = 0; t < tile.t1 - tile.t0; t++) {
+            add_token(tile, t, first, tile.n_visible, x);
+        }
+    } else {
+        for (int32_t r = 0; r < tile.rows; r++) {
+            const float * s = x.s + (size_t) r * tile.stride + first;
+            kernels().axpy(x.len[r] / (float) tile.group, s, x.sum + first, (size_t) (tile.n_visible - first));
+        }
     }
-    double * sums = job.sums + (size_t) tile.head * (size_t) job.sums_capacity;
+    const auto pour = [&](const float * from, double * to) {
+        to += (size_t) tile.head * (size_t) job.sums_capacity;
+        for (int32_t c = 0; c < n; c++) {
+            to[c] += (double) from[pending + c];
+        }
+    };
     job.locks[tile.head].lock();
-    for (int32_t c = 0; c < n; c++) {
-        sums[c] += (double) x.sum[pending + c];
+    pour(x.sum, job.sums);
+    if (job.squares) {
+        pour(x.sq, job.squares);
     }
     if (job.scored) {
         job.scored->add_scores(job.layer, tile.head, pending, x.sum, 0, 1);
@@ -149,7 +240,7 @@ bool Scratch::reserve(const std::vector<LayerShape> & shapes, int32_t n_keys) {
 
     const size_t n_s = (size_t) most * s_row, n_panel = (size_t) (BLOCK + 64) * (size_t) d_k, n_vals = (size_t) BLOCK * (size_t) d_v;
     const size_t n_q = (size_t) most * (size_t) d_k, n_o = (size_t) most * (size_t) d_v, n_len = (size_t) (most + 15) / 16 * 16;
-    const size_t need = (n_s + n_panel + n_vals + n_q + n_o + s_row + n_len) * sizeof(float);
+    const size_t need = (n_s + n_panel + n_vals + n_q + n_o + 3 * s_row + n_len) * sizeof(float);
     if (memory_.size() < need) {
         memory_ = Pages();
         memory_ = Pages::take(need);
@@ -163,7 +254,9 @@ bool Scratch::reserve(const std::vector<LayerShape> & shapes, int32_t n_keys) {
     q     = vals + n_vals;
     o     = q + n_q;
     sum   = o + n_o;
-    len   = sum + s_row;
+    sq    = sum + s_row;
+    mean  = sq + s_row;
+    len   = mean + s_row;
     return true;
 }
 
@@ -211,6 +304,12 @@ void prefill_task(const AttendJob & job, int32_t task, Scratch & x) {
     load_queries(job, tile, shape.d_k, x.q);
     logits(job, tile, shape.d_k, x);
     softmax(job, tile, x);
+    if (job.queries) {
+        keep_queries(job, tile, shape.d_k);
+        if (task == 0) {
+            job.queries->queries[(size_t) job.layer].scale = job.scale;
+        }
+    }
     if (job.sums) {
         add_sums(job, tile, x);
     }

@@ -3,6 +3,7 @@
 #include "attention/attention.h"
 #include "core/compress.h"
 #include "core/error.h"
+#include "core/observe.h"
 #include "core/profile.h"
 #include "core/threads.h"
 
@@ -71,7 +72,8 @@ void store_layer(const kvedge_arrays & in, Sequence & seq, int32_t l) {
     }
 }
 
-void attend_layer(const kvedge_arrays & in, kvedge_result & r, int32_t l, std::vector<Scratch> & scratch) {
+void attend_layer(
+    const kvedge_arrays & in, const Observation & wanted, kvedge_result & r, int32_t l, std::vector<Scratch> & scratch) {
     const auto d = (size_t) in.head_size, T = (size_t) in.n_tokens;
     r.attention[(size_t) l].resize((size_t) in.n_heads * T * d);
     std::vector<SpinLock> locks((size_t) in.n_heads_kv);
@@ -88,12 +90,8 @@ void attend_layer(const kvedge_arrays & in, kvedge_result & r, int32_t l, std::v
     job.out_token = d;
     job.out_head  = T * d;
     job.scale     = 1.0f / std::sqrt((float) in.head_size);
-    job.locks     = locks.data();
-    if (!r.seq->sums.empty()) {
-        job.sums          = r.seq->sums[(size_t) l].sums.data();
-        job.sums_capacity = r.seq->sums[(size_t) l].capacity;
-    }
-    if (!r.seq->windows.empty()) {
+    gather(job, *r.seq, wanted, locks.data());
+    if (wanted.window > 0) {
         record_window(job, *r.seq, 0, 1);
     }
     parallel_for((int32_t) scratch.size(), prefill_tasks(job, scratch[0]),
@@ -149,9 +147,8 @@ extern "C" kvedge_status kvedge_compress_arrays(
         pos[(size_t) t] = t;
     }
     std::vector<Scratch> scratch((size_t) (n_threads > 0 ? n_threads : available_threads()));
-    bool fits = (!plan_sums(*plan) || r->seq->ensure_sums(in->n_tokens)) &&
-                (plan_window(*plan) == 0 || r->seq->ensure_windows(plan_window(*plan))) &&
-                r->seq->append(in->n_tokens, pos.data(), false);
+    const Observation    wanted = plan_observes(*plan);
+    bool fits = make_room(*r->seq, wanted, in->n_tokens) && r->seq->append(in->n_tokens, pos.data(), false);
     for (auto & s : scratch) {
         fits = fits && s.reserve(r->shapes, in->n_tokens);
     }
@@ -161,9 +158,10 @@ extern "C" kvedge_status kvedge_compress_arrays(
     if (in->image_mask) {
         std::transform(in->image_mask, in->image_mask + in->n_tokens, r->seq->image.begin(), [](uint8_t i) { return i != 0; });
     }
+    r->seq->observe(in->n_tokens, true);
     for (int32_t l = 0; l < in->n_layers; l++) {
         store_layer(*in, *r->seq, l);
-        attend_layer(*in, *r, l, scratch);
+        attend_layer(*in, wanted, *r, l, scratch);
     }
     Compression outcome;
     outcome.want_scores = true;

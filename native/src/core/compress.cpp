@@ -2,6 +2,7 @@
 
 #include "core/custom.h"
 #include "core/error.h"
+#include "core/observe.h"
 #include "core/select.h"
 #include "core/threads.h"
 
@@ -51,9 +52,11 @@ std::vector<uint8_t> pending_image(const Sequence & seq, const std::vector<int32
     return image;
 }
 
+using ScoreFunction = void (*)(const ScoreInput & in, float * out);
+
 void score_layer(
-    const Sequence & seq, const kvedge_plan & plan, const uint8_t * image, int32_t n_tokens, size_t l, std::vector<float> & scores,
-    Spectrum * spectrum) {
+    const Sequence & seq, const kvedge_plan & plan, const uint8_t * image, int32_t n_tokens, size_t l, ScoreFunction score,
+    std::vector<float> & scores, Spectrum * spectrum) {
     ScoreInput in{};
     in.seq      = &seq;
     in.layer    = (int32_t) l;
@@ -65,6 +68,8 @@ void score_layer(
     if (!seq.sums.empty()) {
         in.column_sums   = seq.sums[l].sums.data();
         in.sums_capacity = seq.sums[l].capacity;
+        in.column_squares = seq.sums[l].squares.data();
+        in.seen           = seq.seen.data();
     }
     std::vector<float> window;
     if (!seq.windows.empty()) {
@@ -74,7 +79,43 @@ void score_layer(
         in.sinks    = seq.windows[l].sinks.empty() ? nullptr : seq.windows[l].sinks.data();
     }
     scores.resize((size_t) seq.shapes()[l].n_heads_kv * (size_t) n_tokens);
-    plan.scorer->score(in, scores.data());
+    score(in, scores.data());
+}
+
+using Scores = std::vector<std::vector<float>>;  // [layer][Hkv * T]
+
+Scores score_all(const Job & job, ScoreFunction score, std::vector<Spectrum> * spectra = nullptr) {
+    Scores        out(score ? job.seq.shapes().size() : 0);
+    const int32_t n_threads = own_thread_only(*job.plan.scorer) ? 1 : job.n_threads;
+    parallel_for(n_threads, (int32_t) out.size(), [&](int32_t l, int32_t) {
+        score_layer(job.seq, job.plan, job.image.data(), job.n_tokens, (size_t) l, score, out[(size_t) l],
+                    spectra ? &(*spectra)[(size_t) l] : nullptr);
+    });
+    return out;
+}
+
+// The allocator's budgets of every head.
+void allocate(Job & job, int32_t budget, const Scores & scores, const std::vector<Spectrum> & spectra) {
+    const kvedge_plan & plan      = job.plan;
+    const double *      params    = plan.params[KVEDGE_STAGE_ALLOCATOR];
+    const uint32_t      wants     = plan.allocator->wants ? plan.allocator->wants(params) : 0;
+    const Scores        attention = score_all(job, wants & WANTS_ATTENTION ? plan.scorer->attention : nullptr);
+    const int32_t       recent    = std::min(budget, plan_recent(plan, job.n_tokens, budget));
+    AllocateInput       in{};
+    in.n_tokens     = job.n_tokens;
+    in.budget       = budget;
+    in.recent       = recent;
+    in.scores       = &scores;
+    in.seq          = &job.seq;
+    in.n_threads    = job.n_threads;
+    in.params       = params;
+    in.image        = job.image.data();
+    in.self         = plan.allocator;
+    in.profile      = plan.profiles[KVEDGE_STAGE_ALLOCATOR].get();
+    in.spectra      = &spectra;
+    in.fixed_recent = plan.recent_auto ? 0 : recent;
+    in.attention    = attention.empty() ? nullptr : &attention;
+    plan.allocator->allocate(in, job.counts);
 }
 
 // Scores of every layer, budgets of every head, and the rows that stay. No row is touched yet.
@@ -82,12 +123,9 @@ void select_all(Job & job, Compression & outcome) {
     const auto &  shapes = job.seq.shapes();
     const auto    T      = (size_t) job.n_tokens;
     const int32_t budget = kvedge_plan_budget(&job.plan, job.n_tokens);
-    outcome.scores.resize(shapes.size());
-    const int32_t n_threads = own_thread_only(*job.plan.scorer) ? 1 : job.n_threads;
     std::vector<Spectrum> spectra(shapes.size());
-    parallel_for(n_threads, (int32_t) shapes.size(), [&](int32_t l, int32_t) {
-        score_layer(job.seq, job.plan, job.image.data(), job.n_tokens, (size_t) l, outcome.scores[(size_t) l], &spectra[(size_t) l]);
-    });
+    outcome.scores       = score_all(job, job.plan.scorer->score, &spectra);
+    const Scores reserve = score_all(job, job.plan.scorer->reserve);
 
     auto & counts = job.counts;
     counts.resize(shapes.size());
@@ -95,17 +133,15 @@ void select_all(Job & job, Compression & outcome) {
         counts[l].assign((size_t) shapes[l].n_heads_kv, job.n_tokens);
     }
     if (budget < job.n_tokens) {
-        const int32_t recent = std::min(budget, plan_recent(job.plan, job.n_tokens, budget));
-        job.plan.allocator->allocate(
-            { job.n_tokens, budget, recent, &outcome.scores, &job.seq, job.n_threads, job.plan.params[KVEDGE_STAGE_ALLOCATOR],
-              job.image.data(), job.plan.allocator, job.plan.profiles[KVEDGE_STAGE_ALLOCATOR].get(), &spectra },
-            counts);
+        allocate(job, budget, outcome.scores, spectra);
     }
     job.kept.resize(shapes.size());
     parallel_for(job.n_threads, (int32_t) shapes.size(), [&](int32_t l, int32_t) {
         for (size_t h = 0; h < counts[(size_t) l].size(); h++) {
             const float * scores = outcome.scores[(size_t) l].data() + h * T;
-            job.kept[(size_t) l].push_back(select_tokens(job.plan, job.n_tokens, counts[(size_t) l][h], job.image.data(), scores));
+            const float * first  = reserve.empty() ? nullptr : reserve[(size_t) l].data() + h * T;
+            job.kept[(size_t) l].push_back(
+                select_tokens(job.plan, job.n_tokens, counts[(size_t) l][h], job.image.data(), scores, first));
         }
     });
     if (!outcome.want_scores) {
@@ -230,7 +266,9 @@ void fill_block(Job & job, Compression & outcome) {
 }
 
 bool observed(const Sequence & seq, const kvedge_plan & plan) {
-    return (seq.unsummed == 0 || !plan_sums(plan)) && (seq.unobserved == 0 || plan_window(plan) == 0);
+    const Missing & m = seq.missing;
+    return (m.sums == 0 || !plan_sums(plan)) && (m.squares == 0 || !plan.scorer->needs_squares) &&
+           (m.entropies == 0 || !plan_observes(plan).entropy) && (m.queries == 0 || plan_window(plan) == 0);
 }
 
 kvedge_status fail_unobserved(kvedge_error * err) {
@@ -246,10 +284,12 @@ kvedge_status score_pending(
     if (T == 0) {
         return fail(err, KVEDGE_E_STATE, "no token was added since the last compression; there is nothing to score");
     }
-    if (!observed(seq, plan) || (plan.scorer->needs_column_sums && seq.sums.empty()) || (plan_window(plan) > 0 && seq.windows.empty())) {
+    if (!observed(seq, plan) || (plan.scorer->needs_column_sums && seq.sums.empty()) ||
+        (plan.scorer->needs_squares && seq.seen.empty()) || (plan_window(plan) > 0 && seq.windows.empty())) {
         return fail_unobserved(err);
     }
-    score_layer(seq, plan, pending_image(seq, seq.pending_tokens()).data(), T, (size_t) layer, scores, nullptr);
+    const auto image = pending_image(seq, seq.pending_tokens());
+    score_layer(seq, plan, image.data(), T, (size_t) layer, plan.scorer->score, scores, nullptr);
     return ok(err);
 } catch (const StageFailure & failure) {
     return fail(err, KVEDGE_E_STAGE, "%s", failure.what());
@@ -265,12 +305,12 @@ kvedge_status compress_pending(
     if (T == 0) {
         return ok(err);
     }
-    if (plan_sums(plan) && !seq.ensure_sums(0)) {
-        return fail(err, KVEDGE_E_MEMORY, "no memory for the scores of %d tokens", T);
-    }
     const bool scored = plan.decode->needs_scores && plan.budget_ratio != 1.0;
     if ((budget < T || scored) && !observed(seq, plan)) {
         return fail_unobserved(err);
+    }
+    if (plan_sums(plan) && !seq.ensure_sums(0, plan.scorer->needs_squares)) {
+        return fail(err, KVEDGE_E_MEMORY, "no memory for the scores of %d tokens", T);
     }
 
     Job job{ seq, plan, std::max(1, n_threads), T, seq.pending_tokens(), {}, nullptr, {}, {}, {} };

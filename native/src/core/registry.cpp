@@ -5,9 +5,9 @@
 namespace kvedge {
 
 extern const Scorer       scorer_cumulative, scorer_position, scorer_window, scorer_knorm, scorer_vnorm, scorer_random,
-    scorer_mixkv, scorer_dct;
+    scorer_mixkv, scorer_dct, scorer_mean;
 extern const Allocator    allocator_uniform, allocator_pyramid, allocator_ada, allocator_prefix, allocator_spectral,
-    allocator_heads;
+    allocator_heads, allocator_entropy;
 extern const Reducer      reducer_evict, reducer_averaged, reducer_pivotal, reducer_weighted, reducer_bucket, reducer_position,
     reducer_feature;
 extern const DecodePolicy decode_keep_all, decode_fixed_point, decode_ratio, decode_sliding, decode_heavy_hitter;
@@ -16,9 +16,9 @@ namespace {
 
 const Scorer * const       SCORERS[]    = { &scorer_cumulative, &scorer_position, &scorer_window,
                                            &scorer_knorm,      &scorer_vnorm,    &scorer_random,
-                                           &scorer_mixkv,      &scorer_dct };
+                                           &scorer_mixkv,      &scorer_dct,      &scorer_mean };
 const Allocator * const    ALLOCATORS[] = { &allocator_uniform, &allocator_pyramid, &allocator_ada, &allocator_prefix,
-                                           &allocator_spectral, &allocator_heads };
+                                           &allocator_spectral, &allocator_heads, &allocator_entropy };
 const Reducer * const      REDUCERS[]   = { &reducer_evict, &reducer_averaged, &reducer_pivotal, &reducer_weighted,
                                            &reducer_bucket, &reducer_position, &reducer_feature };
 const DecodePolicy * const DECODES[]    = { &decode_keep_all, &decode_fixed_point, &decode_ratio, &decode_sliding,

@@ -28,7 +28,7 @@ bool mixed(int32_t n_tokens, const uint8_t * image) {
 }  // namespace
 
 std::vector<int32_t> select_tokens(
-    const kvedge_plan & plan, int32_t n_tokens, int32_t count, const uint8_t * image, const float * scores) {
+    const kvedge_plan & plan, int32_t n_tokens, int32_t count, const uint8_t * image, const float * scores, const float * reserve) {
     const Protection     p          = fit_protection(plan, n_tokens, count);
     const bool           text_first = plan.text_prior && mixed(n_tokens, image);
     std::vector<int32_t> kept, rest;
@@ -46,12 +46,20 @@ std::vector<int32_t> select_tokens(
         fill = std::max(fill, n_text);
     }
     fill = std::clamp(fill, 0, (int32_t) rest.size());
-    std::partial_sort(rest.begin(), rest.begin() + fill, rest.end(), [&](int32_t a, int32_t b) {
-        if (text_first && image[a] != image[b]) {
-            return image[a] < image[b];
-        }
-        return scores[a] != scores[b] ? scores[a] > scores[b] : a < b;
-    });
+    auto       next = rest.begin();
+    const auto take = [&](const float * by, int32_t n) {
+        std::partial_sort(next, next + n, rest.end(), [&](int32_t a, int32_t b) {
+            if (text_first && image[a] != image[b]) {
+                return image[a] < image[b];
+            }
+            return by[a] != by[b] ? by[a] > by[b] : a < b;
+        });
+        next += n;
+    };
+    if (reserve) {
+        take(reserve, std::min(fill, plan.scorer->reserved(count, plan.params[KVEDGE_STAGE_SCORER])));
+    }
+    take(scores, fill - (int32_t) (next - rest.begin()));
     kept.insert(kept.end(), rest.begin(), rest.begin() + fill);
     std::sort(kept.begin(), kept.end());
     return kept;

@@ -51,7 +51,9 @@ struct ScoreInput {
     int32_t          layer;
     int32_t          n_tokens;  // T
     const double *   column_sums;    // [Hkv][sums_capacity], averaged over the group; NULL unless asked for
+    const double *   column_squares;  // likewise, of the squares of the group's mean; NULL unless asked for
     int32_t          sums_capacity;
+    const int32_t *  seen;           // [T] queries that saw each token; NULL unless squares are asked for
     const float *    window_q;       // [n_window][H][d_k] queries of the last tokens, scaled; NULL unless asked for
     int32_t          n_window;       // as many as were seen, at most the window
     const float *    sinks;          // [H] logits of the layer's attention sinks, or NULL
@@ -70,7 +72,21 @@ struct Scorer : Member {
     int32_t (*window)(const double * params);
     // out [Hkv][T], larger matters more
     void (*score)(const ScoreInput & in, float * out);
+    bool needs_squares = false;  // beside column sums
+    // A second score: of the tokens that are not protected, the reserved() best by it are kept, and the others are chosen
+    // by score. NULL: none.
+    int32_t (*reserved)(int32_t kept, const double * params) = nullptr;
+    void (*reserve)(const ScoreInput & in, float * out)      = nullptr;
+    // The attention alone, where score() mixes it with more. NULL: score() is all there is.
+    void (*attention)(const ScoreInput & in, float * out) = nullptr;
     const CustomScorer * custom = nullptr;  // a stage of the program's own, which may throw StageFailure
+};
+
+// What an allocator looks at beside scores.
+enum AllocatorWants : uint32_t {
+    WANTS_ATTENTION = 1,  // scores by attention alone
+    WANTS_ENTROPY   = 2,  // Sequence::entropies
+    WANTS_QUERIES   = 4,  // Sequence::queries
 };
 
 struct AllocateInput {
@@ -81,16 +97,19 @@ struct AllocateInput {
     const Sequence *                        seq;       // the rows are its pending ones
     int32_t                                 n_threads;
     const double *                          params;
-    const uint8_t *                         image;     // [T]
+    const uint8_t *                         image;     // [T] 1 for an image token
     const struct Allocator *                self;
     const Profile *                         profile;   // fits seq->shapes(); NULL where the member asked for none
     const std::vector<Spectrum> *           spectra;   // [layer], as the scorer left them; NULL: it left none
+    int32_t                                 fixed_recent;  // of recent, those that the plan asks for by number
+    const std::vector<std::vector<float>> * attention;     // as scores, by attention alone; NULL: scores are all there is
 };
 
 struct Allocator : Member {
     // out[layer][head] KV pairs to keep, each 1 to T; their sum is budget * (number of layers and heads), never above,
     // except where a setting asks for the rounding of a released code.
     void (*allocate)(const AllocateInput & in, std::vector<std::vector<int32_t>> & out);
+    uint32_t (*wants)(const double * params) = nullptr;  // AllocatorWants; NULL: nothing
     const CustomAllocator * custom = nullptr;
 };
 

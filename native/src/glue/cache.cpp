@@ -100,7 +100,7 @@ bool kvedge_cache::decodes(const Run & run) const {
     for (const auto & s : shapes) {
         group = std::max(group, s.n_heads / s.n_heads_kv);
     }
-    return !run.sum && (n == 1 || n * group <= DECODE_ROWS);
+    return !run.wanted.attention() && (n == 1 || n * group <= DECODE_ROWS);
 }
 
 // Decides what a sequence's tokens are - prompt or generated - and makes room for them.
@@ -126,16 +126,14 @@ bool kvedge_cache::enter_run(const llama_attn_provider_ubatch & ubatch, Run & ru
     state.armed       = state.armed || prompt;
     state.prev_output = output;
 
-    run.prompt = prompt && plan.budget_ratio != 1.0;
-    run.sum    = run.prompt && plan_sums(plan);
-    run.score  = prompt ? run.sum && plan.decode->needs_scores : state.seq->scored;
+    const bool watched = prompt && plan.budget_ratio != 1.0;
+    run.wanted         = watched ? plan_observes(plan) : Observation{};
+    run.score          = prompt ? run.wanted.sums && plan.decode->needs_scores : state.seq->scored;
     std::vector<int32_t> pos((size_t) n);
     for (int32_t i = 0; i < n; i++) {
         pos[(size_t) i] = ubatch.pos[run.index[(size_t) i]];
     }
-    const int32_t window = plan_window(plan);
-    if ((run.sum && !state.seq->ensure_sums(n)) || (run.prompt && window > 0 && !state.seq->ensure_windows(window)) ||
-        !state.seq->append(n, pos.data(), ubatch.token == nullptr)) {
+    if (!make_room(*state.seq, run.wanted, n) || !state.seq->append(n, pos.data(), ubatch.token == nullptr)) {
         report(KVEDGE_E_MEMORY, "no memory for the keys and values of the next tokens; shorten the prompt or free memory");
         return false;
     }
@@ -147,9 +145,13 @@ bool kvedge_cache::enter_run(const llama_attn_provider_ubatch & ubatch, Run & ru
         report(KVEDGE_E_MEMORY, "no memory for the attention weights of a token; free memory");
         return false;
     }
-    state.seq->unobserved += prompt && !run.prompt ? n : 0;
-    state.seq->unsummed += prompt && !run.sum ? n : 0;
-    if (!run.prompt) {
+    if (run.wanted.attention()) {
+        state.seq->observe(n, ubatch.causal);
+    }
+    if (prompt) {
+        state.seq->missing.count(run.wanted.sums, run.wanted.squares, run.wanted.entropy, watched, n);
+    }
+    if (!watched) {
         state.seq->window_from = state.seq->pending_length();  // these queries are not in the window
     }
     state.note_peak();

@@ -4,6 +4,7 @@
 
 #include "attention/attention.h"
 #include "core/compress.h"
+#include "core/observe.h"
 #include "core/plan.h"
 #include "kvedge.h"
 #include "llama-attn-provider.h"
@@ -54,8 +55,7 @@ struct SequenceState {
 struct Run {
     SequenceState *      state;
     std::vector<int32_t> index;  // their places in the ubatch
-    bool                 prompt; // part of a prompt that the plan may compress: scores are gathered
-    bool                 sum;    // add their attention to the column sums
+    Observation          wanted; // of a prompt that the plan may compress: what is gathered
     bool                 decode; // few rows: the decode path
     bool                 watch;  // a single token whose attention somebody wants to see
     bool                 score;  // add its attention to the scores of rows that are there already

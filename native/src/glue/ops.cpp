@@ -32,12 +32,7 @@ AttendJob make_job(const LayerOp & op, const Run & run, ggml_tensor * dst) {
     job.scale     = op.scale;
     job.softcap   = shape.softcap;
     job.sinks     = dst->src[2] ? (const float *) dst->src[2]->data : nullptr;
-    if (run.sum) {
-        ColumnSums & sums = run.state->seq->sums[(size_t) op.layer];
-        job.sums          = sums.sums.data();
-        job.sums_capacity = sums.capacity;
-        job.locks         = kv.locks.get();
-    }
+    gather(job, *run.state->seq, run.wanted, kv.locks.get());
     job.scored = run.score ? run.state->seq.get() : nullptr;
     if (run.watch || (run.score && run.decode)) {
         TokenWeights & weights = run.state->weights;
@@ -96,7 +91,7 @@ void attend_op(ggml_tensor * dst, int ith, int nth, void * layer_op) {
     int32_t task  = -1;
     for (auto & run : kv.runs) {
         const AttendJob job = make_job(op, *run, dst);
-        if (run->prompt && !run->state->seq->windows.empty()) {
+        if (run->wanted.window > 0) {
             record_window(job, *run->state->seq, ith, nth);
         }
         if (!run->decode && (size_t) ith >= kv.scratch.size()) {

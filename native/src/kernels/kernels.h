@@ -60,8 +60,11 @@ struct Kernels {
 
     float (*max)(const float * x, size_t n);                       // -inf for n = 0
     float (*exp_sum)(float * x, size_t n, float shift);            // x = exp(x - shift); returns the sum
+    // as exp_sum, and *dot = sum of exp(x - shift) * (x - shift), what an entropy is made of
+    float (*exp_dot)(float * x, size_t n, float shift, float * dot);
     void (*softcap)(float * x, size_t n, float cap);               // x = cap * tanh(x / cap)
     void (*axpy)(float a, const float * x, float * y, size_t n);   // y += a * x
+    void (*add_moments)(float a, const float * x, float * y, float * y2, size_t n);  // y += a * x; y2 += (a * x)^2
     float (*dot)(const float * x, const float * y, size_t n);
 
     // One read of k for all m query rows: s[r][c] = q[r] . k[c], for m <= 16; q [m][ldq]. next: n * k.stride bytes that are

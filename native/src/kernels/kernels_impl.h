@@ -306,6 +306,34 @@ float k_exp_sum(float * x, size_t n, float shift) {
     return total;
 }
 
+float k_exp_dot(float * x, size_t n, float shift, float * dot) {
+    const V sh  = V::set1(-shift);
+    V       sum = V::zero(), weighted = V::zero();
+    size_t  i   = 0;
+    for (; i + V::W <= n; i += V::W) {
+        const V s = V::add(V::load(x + i), sh);
+        const V e = v_exp(s);
+        e.store(x + i);
+        sum      = V::add(sum, e);
+        weighted = V::fma(e, s, weighted);
+    }
+    float total = sum.hsum(), product = weighted.hsum();
+    if (i < n) {
+        float s[V::W], e[V::W];
+        for (size_t j = 0; j < (size_t) V::W; j++) {
+            s[j] = i + j < n ? x[i + j] - shift : 0.0f;
+        }
+        v_exp(V::load(s)).store(e);
+        for (size_t j = 0; i < n; i++, j++) {
+            x[i] = e[j];
+            total += e[j];
+            product += e[j] * s[j];
+        }
+    }
+    *dot = product;
+    return total;
+}
+
 void k_softcap(float * x, size_t n, float cap) {
     for (size_t i = 0; i < n; i++) {
         x[i] = cap * __builtin_tanhf(x[i] / cap);
@@ -320,6 +348,21 @@ void k_axpy(float a, const float * x, float * y, size_t n) {
     }
     for (; i < n; i++) {
         y[i] += a * x[i];
+    }
+}
+
+void k_add_moments(float a, const float * x, float * y, float * y2, size_t n) {
+    const V va = V::set1(a);
+    size_t  i  = 0;
+    for (; i + V::W <= n; i += V::W) {
+        const V v = V::mul(va, V::load(x + i));
+        V::add(V::load(y + i), v).store(y + i);
+        V::fma(v, v, V::load(y2 + i)).store(y2 + i);
+    }
+    for (; i < n; i++) {
+        const float v = a * x[i];
+        y[i] += v;
+        y2[i] += v * v;
     }
 }
 
@@ -347,7 +390,7 @@ namespace {
 
 constexpr Kernels make_table(const char * name) {
     return { name,      NR,    k_to_f32,  k_from_f32, k_pack, k_gemm_qk, k_gemm_pv,
-             k_max,     k_exp_sum, k_softcap, k_axpy,     k_dot,  k_rows_dot, k_rows_axpy, k_band_filter };
+             k_max,     k_exp_sum, k_exp_dot, k_softcap, k_axpy, k_add_moments, k_dot,  k_rows_dot, k_rows_axpy, k_band_filter };
 }
 
 }  // namespace

@@ -114,9 +114,19 @@ void match_all(const ReduceInput & in, const Space & x) {
             n = 0;
         }
     }
+}
+
+// Rows that are less similar to their target than the mean of all lose it.
+void drop_below_mean(const ReduceInput & in, const Space & x) {
+    double  sum = 0.0;
+    int32_t n   = 0;
     for (int32_t t = 0; t < in.n_tokens; t++) {
-        if (x.target[t] >= 0) {
-            x.merged[x.target[t]]++;
+        sum += x.target[t] >= 0 ? (double) x.similarity[t] : 0.0;
+        n += x.target[t] >= 0 ? 1 : 0;
+    }
+    for (int32_t t = 0; t < in.n_tokens; t++) {
+        if (x.target[t] >= 0 && (double) x.similarity[t] < sum / n - 1e-6) {
+            x.target[t] = -1;
         }
     }
 }
@@ -133,6 +143,14 @@ void merge_rows(const ReduceInput & in, const MergeRule & rule, float * k, float
     Space           x = lay_out(in.scratch, in.n_tokens, in.n_kept, in.d_k);
     pack_directions(in, x);
     match_all(in, x);
+    if (rule.above_mean) {
+        drop_below_mean(in, x);
+    }
+    for (int32_t t = 0; t < in.n_tokens; t++) {
+        if (x.target[t] >= 0) {
+            x.merged[x.target[t]]++;
+        }
+    }
 
     for (int32_t j = 0; j < in.n_kept; j++) {
         const auto  at   = (size_t) in.kept[j];

@@ -14,6 +14,7 @@ namespace kvedge {
 struct MergeRule {
     float (*self)(float n_merged);
     float (*weight)(float similarity);
+    bool above_mean = false;  // only rows that are at least as similar as the mean of all, but for rounding
 };
 
 void merge_rows(const ReduceInput & in, const MergeRule & rule, float * k, float * v);

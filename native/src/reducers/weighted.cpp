@@ -1,14 +1,23 @@
-// Weighted merge (LOOK-M eq. 12): k_j <- (k_j + sum of w_i k_i) / (L + 1), w_i the cosine similarity, negative ones too.
+// Weighted merge (LOOK-M eq. 12): k_j <- (k_j + sum of w_i k_i) / (L + 1), w_i the cosine similarity, negative ones too
+// unless clamped. With sim_filter, what is less similar than the mean is dropped, as in the released code.
 
 #include "primitives/merge.h"
 
 namespace kvedge {
 
+enum { SIM_FILTER, CLAMP };
+
+static const Param PARAMS[] = { { "sim_filter", 1, 0, 0, 0, "true,false" }, { "clamp", 1, 0, 0, 0, "true,false" }, {} };
+
+static float as_is(float similarity) { return similarity; }
+static float clamped(float similarity) { return similarity > 0.0f ? similarity : 0.0f; }
+
 static void reduce(const ReduceInput & in, float * k, float * v) {
-    merge_rows(in, { [](float) { return 1.0f; }, [](float similarity) { return similarity; } }, k, v);
+    const bool clamp = in.params[CLAMP] == 0, filter = in.params[SIM_FILTER] == 0;
+    merge_rows(in, { [](float) { return 1.0f; }, clamp ? clamped : as_is, filter }, k, v);
 }
 
 extern const Reducer reducer_weighted;
-const Reducer        reducer_weighted = { { "weighted", nullptr }, reduce, merge_scratch };
+const Reducer        reducer_weighted = { { "weighted", PARAMS }, reduce, merge_scratch };
 
 }  // namespace kvedge

@@ -120,13 +120,19 @@ std::vector<double> value_norms(const ScoreInput & in, int32_t head, int32_t n) 
     return norms;
 }
 
-void score_head(const ScoreInput & in, int32_t head, float * out) {
+// Pooled attention of one head; returns the number of candidates, the tokens before the window.
+int32_t attend_head(const ScoreInput & in, int32_t head, float * out) {
     const int32_t n = in.n_tokens - std::min(window(in.params), in.n_tokens);
     window_attention(in, head, GroupReduction::mean, out);
+    pool((Pooling) (int32_t) in.params[POOL], (int32_t) in.params[KERNEL], out, n);
+    return n;
+}
+
+void score_head(const ScoreInput & in, int32_t head, float * out) {
+    const int32_t n = attend_head(in, head, out);
     if (n == 0) {
         return;
     }
-    pool((Pooling) (int32_t) in.params[POOL], (int32_t) in.params[KERNEL], out, n);
     Keys                      keys = read_keys(in, head, n);
     const std::vector<double> attention(out, out + n);
     std::vector<double>       importance = in.params[VALUE] == 0 ? value_norms(in, head, n) : keys.minus_norm;
@@ -143,6 +149,13 @@ void score_head(const ScoreInput & in, int32_t head, float * out) {
     }
 }
 
+void attention(const ScoreInput & in, float * out) {
+    const int32_t n_heads_kv = in.seq->shapes()[(size_t) in.layer].n_heads_kv;
+    for (int32_t h = 0; h < n_heads_kv; h++) {
+        attend_head(in, h, out + (size_t) h * (size_t) in.n_tokens);
+    }
+}
+
 void score(const ScoreInput & in, float * out) {
     const int32_t n_heads_kv = in.seq->shapes()[(size_t) in.layer].n_heads_kv;
     for (int32_t h = 0; h < n_heads_kv; h++) {
@@ -153,6 +166,6 @@ void score(const ScoreInput & in, float * out) {
 }  // namespace
 
 extern const Scorer scorer_mixkv;
-const Scorer        scorer_mixkv = { { "mixkv", PARAMS }, false, auto_recent, false, window, score };
+const Scorer        scorer_mixkv = { { "mixkv", PARAMS }, false, auto_recent, false, window, score, false, nullptr, nullptr, attention };
 
 }  // namespace kvedge

@@ -57,6 +57,24 @@ void Sequence::remove_from_loose(Block & block, size_t layer, int32_t p0, int32_
     }
 }
 
+// Of every row [capacity] of x: a block's n entries from `first` on become those in keep, and the rest moves up.
+template <class T>
+static void close_gaps(std::vector<T> & x, size_t capacity, size_t first, size_t n, const std::vector<int32_t> & keep) {
+    for (size_t base = 0; base < x.size() && first < capacity; base += capacity) {
+        T *    row = x.data() + base;
+        size_t to  = first;
+        for (int32_t r : keep) {
+            if (first + (size_t) r < capacity) {  // tokens whose attention nobody sums may follow
+                row[to++] = row[first + (size_t) r];
+            }
+        }
+        for (size_t from = first + n; from < capacity; from++) {
+            row[to++] = row[from];
+        }
+        std::fill(row + to, row + capacity, T());
+    }
+}
+
 void Sequence::remove_from_uniform(Block & block, int32_t p0, int32_t p1, int32_t first_pending_row) {
     std::vector<int32_t> keep;
     for (size_t r = 0; r < block.length(); r++) {
@@ -83,15 +101,10 @@ void Sequence::remove_from_uniform(Block & block, int32_t p0, int32_t p1, int32_
     }
     if (first_pending_row >= 0) {
         for (auto & cs : sums) {
-            for (size_t base = 0; base < cs.sums.size(); base += (size_t) cs.capacity) {
-                auto first = cs.sums.begin() + (std::ptrdiff_t) base + first_pending_row;
-                auto last  = cs.sums.begin() + (std::ptrdiff_t) base + cs.capacity;
-                for (size_t to = 0; to < keep.size(); to++) {
-                    first[(std::ptrdiff_t) to] = first[keep[to]];
-                }
-                std::fill(std::move(first + (std::ptrdiff_t) block.length(), last, first + (std::ptrdiff_t) keep.size()), last, 0.0);
-            }
+            close_gaps(cs.sums, (size_t) cs.capacity, (size_t) first_pending_row, block.length(), keep);
+            close_gaps(cs.squares, (size_t) cs.capacity, (size_t) first_pending_row, block.length(), keep);
         }
+        close_gaps(seen, seen.size(), (size_t) first_pending_row, block.length(), keep);
     }
     for (size_t to = 0; to < keep.size(); to++) {
         block.tokens[to] = block.tokens[(size_t) keep[to]];
@@ -113,6 +126,13 @@ void Sequence::remove(int32_t p0, int32_t p1) {
         if (!blocks[b]->ragged && blocks[b]->length() == 0) {
             blocks.erase(blocks.begin() + (std::ptrdiff_t) b);
             pending_from -= b < pending_from ? 1 : 0;
+        }
+    }
+    const auto left = pending_tokens();
+    for (size_t i = query_parts.size(); i-- > 0;) {
+        const auto at = std::lower_bound(left.begin(), left.end(), query_parts[i].first);
+        if (at == left.end() || *at >= query_parts[i].first + query_parts[i].n) {
+            drop_query_part(i);
         }
     }
     window_from = pending_length();  // the rings count rows that have moved

@@ -59,14 +59,46 @@ struct Block {
 
 // Column sums of attention over the pending tokens (those not yet compressed), of one layer.
 struct ColumnSums {
-    std::vector<double> sums;  // [Hkv][capacity]
+    std::vector<double> sums;     // [Hkv][capacity]
+    std::vector<double> squares;  // [Hkv][capacity] of the squares of the attention, or empty
     int32_t             capacity = 0;
+};
+
+// All queries of the pending prompt, of one layer, until it is compressed.
+// With each, what it saw of the other modality's pending keys: a SoftmaxRow.
+struct PromptQueries {
+    std::vector<Pages> parts;         // [n][H] query rows, one for each of Sequence::query_parts
+    float              scale = 1.0f;  // of the logits
+};
+
+// One query of one head.
+struct QueryRow {
+    uint8_t * q;     // [d_k] in half precision
+    uint8_t * seen;  // SoftmaxRow
+};
+constexpr size_t SEEN_BYTES = 3 * sizeof(float);
+
+// Consecutive tokens whose queries are kept together.
+struct QueryPart {
+    int32_t first, n;  // token index of the first, number of tokens
 };
 
 // The last queries of the prompt, of one layer, in a ring: token i of the pending ones lies at slot i % capacity.
 struct QueryWindow {
     std::vector<float> q;      // [capacity][H][d_k], scaled as for the logits
     std::vector<float> sinks;  // [H], or empty
+};
+
+// Tokens of which something was not gathered; queries: of which nothing was.
+struct Missing {
+    int32_t sums = 0, squares = 0, entropies = 0, queries = 0;
+
+    void count(bool summed, bool squared, bool weighed, bool seen, int32_t n) {
+        sums += summed ? 0 : n;
+        squares += squared ? 0 : n;
+        entropies += weighed ? 0 : n;
+        queries += seen ? 0 : n;
+    }
 };
 
 class Sequence {
@@ -129,7 +161,13 @@ class Sequence {
     uint64_t index_bytes() const;  // of token indices, positions and modality
     uint64_t score_bytes() const;
 
-    bool ensure_sums(int32_t extra);      // column sums for all pending tokens and `extra` more; false: no memory
+    // Column sums for all pending tokens and `extra` more, and sums of squares where wanted; false: no memory.
+    bool ensure_sums(int32_t extra, bool squares = false);
+    bool ensure_entropies();              // room for the sum of entropies of every head; false: no memory
+    QueryRow query_row(int32_t layer, size_t part, int32_t i, int32_t query_head) const;  // of the part's i-th token
+    bool ensure_queries(int32_t n);       // room for the queries of the next n tokens of every layer; false: no memory
+    // The last n tokens, which are entered already, attend now: counts who sees whom and whose entropy there is.
+    void observe(int32_t n, bool causal);
     bool ensure_windows(int32_t n);       // room for the last n queries of every layer; false: no memory
     void drop_observations();
 
@@ -141,11 +179,16 @@ class Sequence {
     std::vector<std::unique_ptr<Block>> blocks;
     size_t                              pending_from = 0;  // first block that is not yet compressed
     std::vector<ColumnSums>             sums;              // per layer; empty unless the scorer needs them
+    std::vector<int32_t>                seen;     // [capacity of sums] queries that saw each pending token; empty without squares
+    std::vector<std::vector<double>>    entropies;         // [layer][Hkv] sum over query heads and queries; empty: not wanted
+    int32_t                             n_entropies = 0;   // queries in them
+    std::vector<PromptQueries>          queries;           // per layer; empty unless the allocator needs them
+    std::vector<QueryPart>              query_parts;
+    std::vector<uint8_t>                modality;          // per pending token, while queries are kept: 1 for an image
     std::vector<QueryWindow>            windows;           // per layer; empty unless the scorer needs them
     int32_t                             window_size = 0;   // capacity of the windows
     int32_t                             window_from = 0;   // first pending token from which on all queries were seen
-    int32_t                             unobserved  = 0;   // pending prompt tokens that no score was gathered from
-    int32_t                             unsummed    = 0;   // pending prompt tokens that are missing in the column sums
+    Missing                             missing;           // pending prompt tokens from which something was not gathered
     bool                                bounded = false;   // rows are dropped as tokens are added one by one,
     bool                                scored  = false;   // by scores that the new rows get, too
 
@@ -157,6 +200,7 @@ class Sequence {
     bool                   is_sparse() const;
     bool                   pack_layer(Block & to, size_t layer, size_t n_blocks);
     void                   remove_from_loose(Block & block, size_t layer, int32_t p0, int32_t p1, int32_t n_left);
+    void                   drop_query_part(size_t part);
     void                   remove_from_ragged(Block & block, int32_t p0, int32_t p1);
     void                   remove_from_uniform(Block & block, int32_t p0, int32_t p1, int32_t first_pending_row);
 

@@ -1,8 +1,9 @@
 """Pyramid: lower layers keep more than higher ones, on a straight line.
 
 PyramidKV (Cai et al. 2024, arXiv:2406.02069), section 4.1: beyond the recent tokens, which every layer keeps, the last
-layer gets base // beta pairs and the first as much more than the mean as the last one gets less. The published code
-rounds the step down and so exceeds the total; here the line is real-valued and the rounding meets the total exactly.
+layer gets base // beta pairs and the first as much more than the mean as the last one gets less. The released code
+rounds the step down and so exceeds the total (`rounding` set to official); here the line is real-valued and the
+rounding meets the total exactly.
 """
 
 from __future__ import annotations
@@ -22,8 +23,13 @@ def allocate(prompt: Prompt, settings: Settings) -> np.ndarray:
     first = 2 * base - last
     if first > most:
         first, last = most, 2 * base - most
-    line = np.linspace(first, last, n_layers) if n_layers > 1 else np.array([float(base)])
-    counts = round_shares(line, base * n_layers, most) + held
+    if n_layers == 1:
+        counts = np.array([base])
+    elif settings["rounding"] == "official":
+        counts = first - np.arange(n_layers) * ((first - last) // (n_layers - 1))
+    else:
+        counts = round_shares(np.linspace(first, last, n_layers), base * n_layers, most)
+    counts = counts + held
     return np.repeat(counts[:, None], n_heads_kv, axis=1)
 
 
@@ -32,5 +38,13 @@ MEMBER = Allocator(
     summary="more for the lower layers, on a straight line",
     source="PyramidKV, section 4.1",
     allocate=allocate,
-    params=(Param("beta", 20, "the last layer gets 1 / beta of the mean", low=1, high=1000),),
+    params=(
+        Param("beta", 20, "the last layer gets 1 / beta of the mean", low=1, high=1000),
+        Param(
+            "rounding",
+            "exact",
+            "exact meets the budget; official rounds the step down and exceeds it",
+            choices=("exact", "official"),
+        ),
+    ),
 )

@@ -11,29 +11,14 @@ from __future__ import annotations
 
 import numpy as np
 
+from pykvedge.stages.attention import grouped_attention
 from pykvedge.stages.base import Layer, Param, Scorer, Settings
-
-
-def column_sums(q: np.ndarray, k: np.ndarray) -> np.ndarray:
-    """s[n] = sum over queries m >= n of softmax(q_m . k_n / sqrt(d)).
-
-    q, k: [T, d] of one query head and its KV head. Returns [T] float64.
-    """
-    n_tokens, size = k.shape
-    logits = (q.astype(np.float64) @ k.astype(np.float64).T) / np.sqrt(size)
-    logits[np.triu_indices(n_tokens, k=1)] = -np.inf
-    weights = np.exp(logits - logits.max(axis=1, keepdims=True))
-    weights /= weights.sum(axis=1, keepdims=True)
-    return weights.sum(axis=0)
 
 
 def score(layer: Layer, settings: Settings) -> np.ndarray:
     """[Hkv, T] float64: column sums, averaged over the query heads of each KV head, or over all heads of the layer."""
-    n_heads, n_tokens, _ = layer.q.shape
-    n_heads_kv = layer.k.shape[0]
-    group = n_heads // n_heads_kv
-    sums = np.stack([column_sums(layer.q[h], layer.k[h // group]) for h in range(n_heads)])
-    out = sums.reshape(n_heads_kv, group, n_tokens).mean(axis=1)
+    n_heads_kv = len(layer.k)
+    out = np.stack([grouped_attention(layer, h).sum(axis=0) for h in range(n_heads_kv)])
     return np.tile(out.mean(axis=0), (n_heads_kv, 1)) if settings["share"] == "layer" else out
 
 

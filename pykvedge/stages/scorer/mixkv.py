@@ -58,9 +58,14 @@ def mixed(s_ex: np.ndarray, k: np.ndarray, v: np.ndarray, settings: Settings) ->
     return (1 - weight) * s_imp + weight * s_div
 
 
+def attention(layer: Layer, settings: Settings) -> np.ndarray:
+    """[Hkv, T] float64: the pooled window attention alone."""
+    return pooled_attention(layer, settings["window"], settings["kernel"], settings["pool"])
+
+
 def score(layer: Layer, settings: Settings) -> np.ndarray:
     """[Hkv, T] float64. The window's own tokens keep their unpooled attention."""
-    out = pooled_attention(layer, settings["window"], settings["kernel"], settings["pool"])
+    out = attention(layer, settings)
     before = max(0, layer.k.shape[1] - settings["window"])
     if before:
         for h, row in enumerate(out):
@@ -88,4 +93,5 @@ MEMBER = Scorer(
     ),
     auto_recent=lambda budget, settings: min(budget, settings["window"]),
     whole_up_to=lambda settings: settings["window"],
+    attention=attention,
 )

@@ -1,0 +1,29 @@
+// What a plan wants gathered while the prompt is read.
+
+#pragma once
+
+#include "attention/attention.h"
+#include "core/plan.h"
+
+namespace kvedge {
+
+struct Observation {
+    bool    sums;     // column sums of the attention
+    bool    squares;  // and of its squares
+    bool    entropy;  // entropy of its rows
+    bool    queries;  // all queries, kept until the compression
+    int32_t window;   // the last queries; 0: none
+
+    bool attention() const { return sums || entropy; }
+    bool any() const { return attention() || queries || window > 0; }
+};
+
+Observation plan_observes(const kvedge_plan & plan);
+
+// Room for what is wanted of the next n tokens. False: no memory.
+bool make_room(Sequence & seq, const Observation & wanted, int32_t n);
+
+// Makes the job gather what is wanted of the attention that it computes. locks: [Hkv].
+void gather(AttendJob & job, Sequence & seq, const Observation & wanted, SpinLock * locks);
+
+}  // namespace kvedge
