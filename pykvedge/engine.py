@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from pykvedge import libkvedge, memory, profile
 from pykvedge.context import ELEMENT_BYTES, Context, ContextSize, check_memory, ubatch_for
@@ -166,7 +167,7 @@ class Engine:
         n_ctx = self._settings.n_ctx or note.n_ctx
         if note.n_cells >= n_ctx:
             raise ContextError(f"{name} holds {note.n_cells} tokens, the context {n_ctx}; raise --ctx")
-        memory.require(os.stat(path).st_size, name, "close other programs")
+        memory.require(Path(path).stat().st_size, name, "close other programs")
         self._open(ContextSize(n_ctx, max(note.n_ubatch, 1), self._settings.kv_type), plan)
         try:
             if self._cache is None:

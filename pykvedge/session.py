@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from pykvedge import libkvedge, memory, profile, runtime
@@ -162,7 +163,7 @@ class Session:
             raise StateError("there is no conversation to save yet")
         note = Note(self.plan, self.settings.kv_type, 0, 0, 0, 0, 0.0, self.pending, self.messages)
         self.engine.save(path, fingerprint(self.model.header), note)
-        return os.stat(path).st_size
+        return Path(path).stat().st_size
 
     def load(self, path: str | os.PathLike[str], plan: Plan | None = None) -> None:
         """Goes on with the conversation in a file of `save`, in place of the one so far.

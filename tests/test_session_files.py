@@ -146,7 +146,9 @@ def test_the_demo_model_answers_alike(kvedge, native, tmp_path):
         expected = [say(session, q, [picture] * (i == 0)).text for i, q in enumerate(questions)]
     for i, question in enumerate(questions):
         first = ["--image", picture, "--method", "lookm", "--budget", "0.3"] if i == 0 else []
-        done = kvedge("chat", "--session", file, *first, "--threads", THREADS, "--max-tokens", 10, "--json", "--quiet", question)
+        done = kvedge(
+            "chat", "--session", file, *first, "--threads", THREADS, "--max-tokens", 10, "--json", "--quiet", question
+        )
         assert done.code == 0 and done.err == "", done
         assert done.json["text"] == expected[i] and (done.json["method"], done.json["budget"]) == ("lookm", 0.3)
         saved = {"path": str(file), "loaded": i > 0, "turns": i + 1, "file_bytes": file.stat().st_size, "error": ""}
@@ -292,7 +294,7 @@ def reframed(data, **changes):
 def test_a_newer_version_is_refused(saved):
     model, file = saved
     file.write_bytes(reframed(file.read_bytes(), version=2))
-    with model.session() as session, pytest.raises(SessionFileError, match="version 2.*update"):
+    with model.session() as session, pytest.raises(SessionFileError, match=r"version 2.*update"):
         session.load(file)
 
 
@@ -348,7 +350,7 @@ EDGES = [-1, 0, 1, 255, 2**31 - 1, -(2**31)]
 
 @pytest.mark.parametrize("name", ["merged", "sliding"])
 def test_hostile_files_with_right_checksums_do_no_harm(tiny, name, native, tmp_path):
-    """A payload changed on purpose is refused, or is a sequence that can be gone on with; memory stays in proportion."""
+    """A payload changed on purpose is refused, or can be gone on with; memory stays in proportion."""
     from pykvedge.memory import rss_bytes
 
     model, file = tiny("llama"), tmp_path / "s.kvs"
