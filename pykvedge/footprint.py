@@ -56,7 +56,7 @@ class ModelShape:
 
     @classmethod
     def of(cls, header: Header, simd: str) -> ModelShape:
-        """simd: instruction set of this machine, as libkvedge.simd() says. Raises ModelError where metadata is missing."""
+        """simd: instruction set of this machine (libkvedge.simd()). Raises ModelError where metadata is missing."""
         arch, values = header.architecture, header.values
 
         def number(name: str, default: int | None = None) -> int:
@@ -90,7 +90,9 @@ class ModelShape:
     def compute(self, n_tokens: int) -> int:
         """Bytes of llama.cpp's compute buffer that a pass of n_tokens touches, and of its work space."""
         kv = max((layer.width for layer in self.layers), default=0)
-        widest = max(4 * self.n_embd + 3 * self.n_ff, 3 * self.n_embd + 2 * self.n_head * self.head_k + 2 * kv)
+        # the third finds a place where the attention was if it is no wider than two vectors of the model
+        wide = 2 if self.n_ff <= 2 * self.n_embd else 3
+        widest = max(4 * self.n_embd + wide * self.n_ff, 3 * self.n_embd + 2 * self.n_head * self.head_k + 2 * kv)
         work = max(self.n_ff, self.n_embd) * 34 // 32  # activations as q8_0
         return n_tokens * (4 * widest + work) + 2 * 4 * self.n_vocab
 

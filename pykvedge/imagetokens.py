@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
+
 from pykvedge.errors import UnsupportedError
 from pykvedge.gguf import Header
 from pykvedge.modelfile import projector
@@ -43,12 +45,16 @@ def image_grid(mmproj: Header, width: int, height: int) -> ImageGrid:
 
 
 def _aligned(width: int, height: int, side: int, least: int, most: int) -> tuple[int, int]:
-    """Qwen2-VL's resizing: multiples of `side`, the ratio about kept, least <= pixels <= most."""
-    w, h = (max(side, math.floor(x / side + 0.5) * side) for x in (width, height))
+    """Qwen2-VL's resizing: multiples of `side`, the ratio about kept, least <= pixels <= most.
+
+    In single precision, as mtmd computes it: sizes that divide exactly come out one step smaller in double.
+    """
+    f = np.float32
+    w, h = (max(side, math.floor(f(x) / f(side) + f(0.5)) * side) for x in (width, height))
     if w * h > most:
-        shrink = math.sqrt(width * height / most)
-        w, h = (max(side, math.floor(x / shrink / side) * side) for x in (width, height))
+        shrink = np.sqrt(f(height) * f(width) / f(most))
+        w, h = (max(side, math.floor(f(x) / shrink / f(side)) * side) for x in (width, height))
     elif w * h < least:
-        grow = math.sqrt(least / (width * height))
-        w, h = (math.ceil(x * grow / side) * side for x in (width, height))
+        grow = np.sqrt(f(least) / (f(height) * f(width)))
+        w, h = (math.ceil(f(x) * grow / f(side)) * side for x in (width, height))
     return w, h
