@@ -18,6 +18,7 @@ PLANS = {
     "elastic": ("elastic", 0.3, {}),
     "prefixkv": ("prefixkv", 0.3, {}),
     "sliding": ("h2o", 0.3, {"decode": "sliding"}),
+    "scored": ("h2o", 0.3, {"decode": "heavy-hitter"}),
     "covered": ("h2o", 500, {"decode": "sliding"}),  # the budget holds the prompt: its block stays whole, and is cut
 }
 

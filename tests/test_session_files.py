@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import THREADS
+from contexts import TinyContext, random_tokens
 from conversations import LONG, PLANS, SHORT, WORDS, a_plan, fingerprint_of, say
 
 import pykvedge
@@ -243,9 +244,7 @@ def test_other_models_types_and_contexts_are_refused(saved, tiny, native):
 
 def test_a_sequence_loads_beside_another(tiny, native, tmp_path):
     """Loaded into a second sequence of the same context, it gives the logits of the first."""
-    from test_decode_policies import Context, random_tokens
-
-    context, name = Context(tiny("llama").model, pykvedge.plan("h2o", 0.3, decode="sliding")), tmp_path / "s.kvs"
+    context, name = TinyContext(tiny("llama").model, pykvedge.plan("h2o", 0.3, decode="sliding")), tmp_path / "s.kvs"
     llama, cache = context.llama, context.cache
     try:
         context.decode(random_tokens(150))
@@ -253,16 +252,13 @@ def test_a_sequence_loads_beside_another(tiny, native, tmp_path):
             context.decode(random_tokens(1, step))
         cache.save(os.fsencode(name), "m", b"a note")
         cache.load(os.fsencode(name), "m", sequence=1)
-        assert cache.lengths(1) == cache.lengths(0) and cache.tokens(0, 0, 1) == cache.tokens(0, 0, 0)
-        batch = llama.llama_batch_init(2, 0, 1)
-        batch.n_tokens = 2
-        for i in range(2):
-            batch.token[i], batch.pos[i], batch.logits[i] = 77, context.n, True
-            batch.n_seq_id[i], batch.seq_id[i][0] = 1, i
-        assert llama.llama_decode(context.context, batch) == 0
-        llama.llama_batch_free(batch)
-        rows = [np.ctypeslib.as_array(llama.llama_get_logits_ith(context.context, i), (900,)).copy() for i in range(2)]
-        np.testing.assert_allclose(rows[0], rows[1], atol=1e-5)
+        context.n[1] = context.n[0]
+        assert context.held(1) == context.held(0)
+        context.decode([77])
+        expected = llama.llama_get_logits_ith(context.context, -1)[:900]
+        context.decode([], [77])
+        np.testing.assert_allclose(llama.llama_get_logits_ith(context.context, -1)[:900], expected, atol=1e-5)
+        assert context.held(1) == context.held(0)
         with pytest.raises(UsageError, match="no sequence 2"):
             cache.load(os.fsencode(name), "m", sequence=2)
     finally:
