@@ -14,9 +14,10 @@ from pykvedge.display import Display
 from pykvedge.errors import KvedgeError, UsageError, unknown
 from pykvedge.images import Picture, load_picture
 from pykvedge.interrupt import as_event, as_exception
+from pykvedge.memory import readable
 from pykvedge.model import CancelledError
 from pykvedge.presets import plan as make_plan
-from pykvedge.report import Report
+from pykvedge.report import Report, Saved
 from pykvedge.sampling import Sampling
 from pykvedge.session import Session
 
@@ -26,6 +27,7 @@ HELP = """\
 /image PATH             add an image to the next message (jpg, png, webp, bmp, gif)
 /method NAME [BUDGET]   compress the messages from now on by another method: /method lookm 0.2
 /stats                  tokens, memory and time of the last answer
+/save [FILE]            write the conversation and its cache to a file; --session FILE goes on with it
 /clear                  start a new conversation
 /help                   this list
 /exit                   leave; so do Ctrl-D, and Ctrl-C twice
@@ -48,8 +50,11 @@ def complain(message: object) -> None:
 class Chat:
     """A session at a terminal or in a pipe."""
 
-    def __init__(self, session: Session, sampling: Sampling, style: Style, display: Display) -> None:
-        """session: should have been made with a `cancel` event, which Ctrl-C sets."""
+    def __init__(
+        self, session: Session, sampling: Sampling, style: Style, display: Display, file: Path | None = None
+    ) -> None:
+        """session: should have been made with a `cancel` event, which Ctrl-C sets. file: saved to after each answer."""
+        self._file, self._loaded = file, bool(session.messages)
         self._session, self._sampling, self._style, self._display = session, sampling, style, display
         self._cancel = session.cancel or threading.Event()
         self._waiting: list[Picture] = []  # for the next message
@@ -69,15 +74,38 @@ class Chat:
                 answer.close()
         return answer.report
 
+    def _keep(self, report: Report) -> int:
+        """Saves the conversation where a file is kept, after the answer was shown. Returns 1 if that fails, else 0."""
+        if self._file is None:
+            return 0
+        turns = sum(m.role == "assistant" for m in self._session.messages)
+        report.session = Saved(str(self._file), self._loaded, turns)
+        try:
+            report.session.file_bytes = self._session.save(self._file)
+        except KvedgeError as error:
+            report.session.error = str(error)
+            complain(error)
+            return 1
+        return 0
+
+    def _recover(self) -> None:
+        """After a message that failed half-way: pictures of a loaded conversation are in the file's cache only."""
+        session = self._session
+        if self._file is not None and self._loaded and not session.in_cache and self._file.exists():
+            with suppress(KvedgeError):
+                session.load(self._file, session.plan)
+
     def once(self, prompt: str, pictures: list[Picture]) -> int:
-        """One question. Returns the exit code: 130 if the answer was stopped."""
+        """One question. Returns the exit code: 130 if the answer was stopped, 1 if it could not be saved."""
         report = self.put(prompt, pictures)
         if self._style.as_json:
+            failed = self._keep(report)
             print(json.dumps(report.as_json()), flush=True)
         else:
             print(flush=True)
             self._show_line(report)
-        return INTERRUPTED if report.finish == "cancelled" else 0
+            failed = self._keep(report)
+        return INTERRUPTED if report.finish == "cancelled" else failed
 
     def _show_line(self, report: Report) -> None:
         if not self._style.quiet:
@@ -121,10 +149,13 @@ class Chat:
                 self._waiting = []
                 print(flush=True)
                 self._show_line(report)
+                self._keep(report)
         except CancelledError:
             print("(stopped before the answer began)", file=sys.stderr)
+            self._recover()
         except KvedgeError as error:
             complain(error)
+            self._recover()
 
     def _command(self, line: str) -> None:
         name, _, rest = line.partition(" ")
@@ -132,6 +163,7 @@ class Chat:
             "/image": self._image,
             "/method": self._method,
             "/stats": self._stats,
+            "/save": self._save,
             "/clear": self._clear,
             "/help": lambda _: print(HELP, file=sys.stderr),
         }
@@ -140,8 +172,7 @@ class Chat:
         commands[name](rest.strip())
 
     def _image(self, path: str) -> None:
-        if len(path) > 1 and path[0] == path[-1] and path[0] in "'\"":
-            path = path[1:-1]
+        path = _unquoted(path)
         if not path:
             raise UsageError("/image needs a path: /image photo.jpg")
         if not self._session.sees_images:
@@ -168,10 +199,22 @@ class Chat:
                 shown = ", ".join(f"{name} {value}" for name, value in figures.items() if not isinstance(value, list))
                 print(f"  {group}: {shown}", file=sys.stderr)
 
+    def _save(self, rest: str) -> None:
+        path = Path(_unquoted(rest)).expanduser() if rest else self._file
+        if path is None:
+            raise UsageError("/save needs a file: /save talk.kvs")
+        n_bytes = self._session.save(path)
+        print(f"saved to {path}, {readable(n_bytes)}", file=sys.stderr)
+
     def _clear(self, _: str) -> None:
+        self._loaded = False
         self._session.clear()
         self._waiting = []
         print("a new conversation", file=sys.stderr)
+
+
+def _unquoted(path: str) -> str:
+    return path[1:-1] if len(path) > 1 and path[0] == path[-1] and path[0] in "'\"" else path
 
 
 def _read_line(prompt: str) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
-from pykvedge import libkvedge, profile
+from pykvedge import libkvedge, memory, profile
 from pykvedge.context import ELEMENT_BYTES, Context, ContextSize, check_memory, ubatch_for
 from pykvedge.errors import (
     BudgetError,
@@ -14,12 +16,15 @@ from pykvedge.errors import (
     KvedgeError,
     LibraryError,
     NothingToCompressError,
+    SessionFileError,
     StateError,
+    UnsupportedError,
 )
 from pykvedge.model import CancelledError, Model, Progress
 from pykvedge.plan import Plan
 from pykvedge.presets import usual_sinks
 from pykvedge.report import Kv
+from pykvedge.sessionfile import Note, encoded
 from pykvedge.settings import Settings
 from pykvedge.stages.base import ProfileTable
 from pykvedge.vision import ImagePiece, Piece, TextPiece, Vision
@@ -108,7 +113,9 @@ class Engine:
         if n_prompt > n_ctx:
             advice = "raise --ctx" if self._settings.n_ctx else "set --ctx to go beyond what the model was trained for"
             raise ContextError(f"the prompt has {what}, the context holds {n_ctx}; {advice}, or send less")
-        size = ContextSize(n_ctx, ubatch_for(self._vision, largest_image), self._settings.kv_type, n_prompt)
+        self._open(ContextSize(n_ctx, ubatch_for(self._vision, largest_image), self._settings.kv_type, n_prompt), plan)
+
+    def _open(self, size: ContextSize, plan: Plan) -> None:
         check_memory(self._model, size, whole_cache=False)
         context = Context(self._model, size, self._threads)
         try:
@@ -139,6 +146,41 @@ class Engine:
                 f"{self._model.path.name} has no attention layer whose KV memory kvedge can take over, so method "
                 f"'{plan.method}' has nothing to compress; use --method full"
             )
+
+    # ---------------------------------------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike[str], model: str, note: Note) -> None:
+        """Writes the cache to a file, with a note that this completes. Raises SessionFileError, UnsupportedError."""
+        context = self.context
+        if self._cache is None:
+            raise UnsupportedError(
+                f"kvedge does not keep the memory of {self._model.path.name}, so its sessions cannot be saved"
+            )
+        note.n_ctx, note.n_ubatch = context.n_ctx, context.n_ubatch
+        note.n_past, note.n_cells, note.held = context.n_past, context.n_cells, self._held
+        self._cache.save(encoded(path), model, note.encode())
+
+    def restore(self, path: str | os.PathLike[str], model: str, note: Note, plan: Plan) -> None:
+        """A new context with the cache of a file in it. Raises as make_room does, and SessionFileError."""
+        self.close()
+        name = os.fspath(path)
+        n_ctx = self._settings.n_ctx or note.n_ctx
+        if note.n_cells >= n_ctx:
+            raise ContextError(f"{name} holds {note.n_cells} tokens, the context {n_ctx}; raise --ctx")
+        memory.require(Path(path).stat().st_size, name, "close other programs")
+        self._open(ContextSize(n_ctx, max(note.n_ubatch, 1), self._settings.kv_type), plan)
+        try:
+            if self._cache is None:
+                raise SessionFileError(f"{name} was saved with another model; load that one")
+            self._cache.load(encoded(path), model)
+            stats = self._cache.stats()
+            if stats.n_tokens < note.n_cells or note.n_past > note.n_cells:
+                raise SessionFileError(f"{name} contradicts itself; it cannot be used")
+        except BaseException:
+            self.close()
+            raise
+        self.context.n_past, self.context.n_cells = note.n_past, note.n_cells
+        self._n_compressions, self._held = stats.n_compressions, note.held
 
     # ---------------------------------------------------------------------------------------------------
 

@@ -70,6 +70,10 @@ class PluginError(KvedgeError):
     """A plugin that cannot be loaded, or a stage of one that failed or returned what cannot be used."""
 
 
+class SessionFileError(KvedgeError):
+    """A session file that cannot be read or written, is damaged, too new, or of another model."""
+
+
 class LibraryError(KvedgeError):
     """The shared libraries are missing, too old, or others were loaded first."""
 

@@ -28,6 +28,7 @@ _ERROR_OF_STATUS: dict[int, type[errors.KvedgeError]] = {
     6: errors.StateError,
     7: errors.UnsupportedError,
     8: errors.PluginError,
+    9: errors.SessionFileError,
 }
 
 
@@ -77,6 +78,15 @@ class Stats(c.Structure):
     ]  # fmt: skip
 
 
+class _Saved(c.Structure):
+    _fields_ = [
+        ("struct_size", c.c_size_t),
+        ("file_bytes", c.c_uint64),
+        ("note_bytes", c.c_uint64),
+        ("model", c.c_char * 256),
+    ]
+
+
 class _Arrays(c.Structure):
     _fields_ = [
         *((name, c.c_int32) for name in ("n_layers", "n_heads", "n_heads_kv", "n_tokens", "head_size")),
@@ -118,6 +128,9 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "layer_shape": (c.c_int, [_P, _I, *[c.POINTER(_I)] * 4, _ERR]),
     "head_rows": (c.c_int, [_P, _I, _I, _I, c.POINTER(c.c_float), c.POINTER(c.c_float), _I, _ERR]),
     "pending_scores": (c.c_int, [_P, _I, _I, c.POINTER(c.c_float), _I, _ERR]),
+    "save": (c.c_int, [_P, _I, c.c_char_p, c.c_char_p, c.c_char_p, c.c_size_t, _ERR]),
+    "load": (c.c_int, [_P, _I, c.c_char_p, c.c_char_p, _ERR]),
+    "read_saved": (c.c_int, [c.c_char_p, c.POINTER(_Saved), _P, c.c_size_t, _ERR]),
     "compress_arrays": (c.c_int, [_P, c.POINTER(_Arrays), c.c_int, _I, _OUT, _ERR]),
     "result_free": (None, [_P]),
     "result_length": (_I, [_P, _I, _I]),
@@ -347,6 +360,23 @@ class Cache:
             for h in range(heads[i]):
                 _call("attention", live, sequence, i, h, out[i, h].ctypes.data_as(c.POINTER(c.c_float)), n)
         return out
+
+    def save(self, path: bytes, model: str, note: bytes, sequence: int = 0) -> None:
+        """Writes a sequence and a note of the caller's to a file. model: told apart by load."""
+        _call("save", self._live(), sequence, path, model.encode(), note, len(note))
+
+    def load(self, path: bytes, model: str, sequence: int = 0) -> None:
+        """Reads a file of `save` into an empty sequence. Raises SessionFileError, UsageError, OutOfMemoryError."""
+        _call("load", self._live(), sequence, path, model.encode())
+
+
+def read_saved(path: bytes) -> tuple[str, bytes]:
+    """Model and note of a file of Cache.save. Raises SessionFileError."""
+    saved = _Saved(struct_size=c.sizeof(_Saved))
+    _call("read_saved", path, c.byref(saved), None, 0)
+    note = c.create_string_buffer(max(saved.note_bytes, 1))
+    _call("read_saved", path, c.byref(saved), note, saved.note_bytes)
+    return saved.model.decode(), note.raw[: saved.note_bytes]
 
 
 def shape(cache: Cache, layer: int) -> tuple[int, int, int, int]:

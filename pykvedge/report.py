@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 MIB = 2**20
@@ -60,6 +60,17 @@ class Time:
 
 
 @dataclass
+class Saved:
+    """The session file of a conversation. error: why it could not be written, or empty."""
+
+    path: str
+    loaded: bool  # whether the conversation began in an earlier run
+    turns: int  # answers in the file
+    file_bytes: int = 0
+    error: str = ""
+
+
+@dataclass
 class Report:
     """Everything measured about one turn."""
 
@@ -71,10 +82,12 @@ class Report:
     kv: Kv = field(default_factory=Kv)
     rss: Rss = field(default_factory=Rss)
     time: Time = field(default_factory=Time)
+    session: Saved | None = None  # only where a session file is kept
 
     def as_json(self) -> dict[str, Any]:
         """The object that `kvedge chat --json` prints. Bytes, seconds, tokens per second."""
         t, kv, rss, tokens = self.time, self.kv, self.rss, self.tokens
+        session = {"session": asdict(self.session)} if self.session else {}
         return {
             "method": self.method,
             "budget": self.budget,
@@ -99,6 +112,7 @@ class Report:
                 "decode_s": round(t.decode_s, 4),
                 "decode_tok_s": round(t.decode_tok_s, 2),
             },
+            **session,
         }
 
     def line(self) -> str:

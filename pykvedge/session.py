@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from pykvedge import libkvedge, memory, profile, runtime
@@ -19,6 +20,7 @@ from pykvedge.presets import default_plan
 from pykvedge.prompt import ChatTemplate, Message
 from pykvedge.report import Report, Rss, Time, Tokens
 from pykvedge.sampling import Sampling
+from pykvedge.sessionfile import Note, fingerprint, read_note
 from pykvedge.settings import Settings
 from pykvedge.vision import ImagePiece, Piece, TextPiece, Vision
 
@@ -150,6 +152,38 @@ class Session:
         self.messages.clear()
         self.last_report = None
 
+    def save(self, path: str | os.PathLike[str]) -> int:
+        """Writes the conversation and its compressed cache to a file; an older one is replaced only when that is done.
+
+        An answer that is still being generated ends here. Returns the bytes of the file. Raises SessionFileError,
+        StateError (nothing was asked yet), UnsupportedError.
+        """
+        self._end_answer()
+        if not self.in_cache or not self.messages:
+            raise StateError("there is no conversation to save yet")
+        note = Note(self.plan, self.settings.kv_type, 0, 0, 0, 0, 0.0, self.pending, self.messages)
+        self.engine.save(path, fingerprint(self.model.header), note)
+        return Path(path).stat().st_size
+
+    def load(self, path: str | os.PathLike[str], plan: Plan | None = None) -> None:
+        """Goes on with the conversation in a file of `save`, in place of the one so far.
+
+        plan: for the prompts from now on; None: the plan that the file was saved with. Pictures of earlier messages are
+        in the cache only. Raises SessionFileError, ContextError, OutOfMemoryError, UsageError.
+        """
+        self._end_answer()
+        model = fingerprint(self.model.header)
+        note = read_note(path, model)
+        if note.kv_type != self.settings.kv_type:
+            raise UsageError(f"{os.fspath(path)} holds keys and values as {note.kv_type}; use --kv-type {note.kv_type}")
+        self._forget()
+        plan = note.plan if plan is None else plan
+        started = time.perf_counter()
+        self.engine.restore(path, model, note, plan)
+        self._load_s += time.perf_counter() - started
+        self.plan, self.messages, self.pending, self.in_cache = plan, note.messages, note.pending, True
+        self.last_report = None
+
     def close(self) -> None:
         """Frees everything. Does nothing the second time."""
         self._answer = None
@@ -215,6 +249,11 @@ class Session:
     def _read(self, report: Report) -> None:
         """Brings the conversation into the cache, compresses what was added, and measures."""
         if not self.in_cache:
+            if any(not p.rgb for m in self.messages for p in m.pictures):
+                raise StateError(
+                    "the pictures of this conversation were in the cache only, and it is gone; load the session file "
+                    "again, or start a new conversation"
+                )
             self.engine.close()
             self.pending = []
         pieces = self._pieces()

@@ -199,3 +199,15 @@ def write(tmp_path):
         return tmp_path / name
 
     return make
+
+
+@pytest.fixture
+def saved(tiny, picture_file, native, tmp_path):
+    """A model and a session file with a compressed conversation about an image."""
+    from conversations import a_plan, say
+
+    model, file = tiny("llava"), tmp_path / "s.kvs"
+    with model.session(a_plan("merged")) as session:
+        say(session, "What is this?", [picture_file()])
+        assert session.save(file) == file.stat().st_size
+    return model, file

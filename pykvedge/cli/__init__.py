@@ -14,6 +14,7 @@ from pykvedge.cli.chat import chat
 from pykvedge.cli.eval import evaluate
 from pykvedge.cli.inspect import inspect
 from pykvedge.cli.methods import methods
+from pykvedge.cli.plan import plan
 from pykvedge.errors import KvedgeError
 
 
@@ -47,6 +48,7 @@ cli.add_command(evaluate)
 cli.add_command(methods)
 cli.add_command(inspect)
 cli.add_command(calibrate)
+cli.add_command(plan)
 
 
 def main() -> None:

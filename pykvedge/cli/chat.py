@@ -16,6 +16,7 @@ from pykvedge.presets import default_plan
 from pykvedge.presets import plan as make_plan
 
 MERGES = {"averaged": "averaged", "pivotal": "pivotal", "weighted": "weighted", "none": "evict"}
+_PLAN_SETTINGS = ("recent", "sinks", "text_prior", "scorer", "allocator", "reducer", "decode")
 DATA = Path(pykvedge.__file__).parent / "data"  # importlib.resources names no folder in an editable installation
 _PATH = click.Path(path_type=Path)
 
@@ -48,6 +49,8 @@ _OPTIONS = (
             help="A file with methods or stages of your own, .py or a shared library; repeatable."),
     _option("--profile", type=_PATH, metavar="FILE.json",
             help="What `kvedge calibrate` wrote, for methods that need it. Default: found by itself."),
+    _option("--session", "session_file", type=_PATH, metavar="FILE",
+            help="Go on with the conversation in this file, if it exists; it is saved there after each answer."),
     _option("--ctx", type=int, metavar="N", help="Tokens that the conversation may hold. Default: up to 4096."),
     _option("--threads", type=int, metavar="N", help="Default: one per physical core."),
     _option("--gpu-layers", type=int, metavar="N", help="Layers on the GPU, -1 for all."),
@@ -88,6 +91,7 @@ def chat(prompt: str | None, **given: Any) -> None:
       kvedge chat ... --plugin mine.py --method mine "What is this?"
       echo "Describe the image." | kvedge chat ... --image cat.jpg --json
       kvedge chat ...                        a conversation; /image PATH adds an image
+      kvedge chat ... --session talk.kvs "And then?"      goes on where the last run ended
     """
     for file in given["plugins"]:
         load_file(file)
@@ -119,6 +123,7 @@ def _run(question: str | None, plan: Plan, model: Path, mmproj: Path | None, giv
     pictures = [load_picture(path.expanduser()) for path in given["images"]]
     display = Display(enabled=not given["quiet"] and not given["verbose"])
     settings = {k: given[k] for k in ("gpu_layers", "kv_type", "system", "verbose", "profile")}
+    file = _session_file(given["session_file"])
     settings.update(n_ctx=_positive("--ctx", given["ctx"]), threads=_positive("--threads", given["threads"]))
     with as_event(threading.Event()) as cancel:
         try:
@@ -126,8 +131,26 @@ def _run(question: str | None, plan: Plan, model: Path, mmproj: Path | None, giv
         finally:
             display.done()
     with session:
-        talk = Chat(session, sampling, Style(given["as_json"], given["quiet"]), display)
+        if file is not None and file.exists():
+            if given["system"]:
+                raise UsageError(f"--system opens a conversation, but the one in {file} has begun; leave it out")
+            session.load(file, plan if _chooses_plan(given) else None)
+        talk = Chat(session, sampling, Style(given["as_json"], given["quiet"]), display, file)
         return talk.converse(pictures) if question is None else talk.once(question, pictures)
+
+
+def _session_file(path: Path | None) -> Path | None:
+    if path is None:
+        return None
+    path = path.expanduser()
+    if not path.parent.is_dir():
+        raise UsageError(f"--session {path} cannot be written: there is no folder {path.parent}")
+    return path
+
+
+def _chooses_plan(given: dict[str, Any]) -> bool:
+    names = ("method", "budget", "merge", "plan_file", *_PLAN_SETTINGS)
+    return bool(given["changes"]) or any(given[name] is not None for name in names)
 
 
 def _positive(option: str, value: int | None) -> int:
@@ -137,8 +160,7 @@ def _positive(option: str, value: int | None) -> int:
 
 
 def _plan(given: dict[str, Any]) -> Plan:
-    names = ("recent", "sinks", "text_prior", "scorer", "allocator", "reducer", "decode")
-    settings = {k: given[k] for k in names if given[k] is not None}
+    settings = {k: given[k] for k in _PLAN_SETTINGS if given[k] is not None}
     merge = given["merge"]
     if merge is not None:
         if merge not in MERGES:

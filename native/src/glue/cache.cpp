@@ -48,11 +48,13 @@ ggml_tensor * kvedge_cache::build_attn(const llama_attn_provider_layer & layer) 
         return nullptr;
     }
     if (!can_attend(layer)) {
+        declined = true;
         return nullptr;
     }
     auto op = std::find_if(ops.begin(), ops.end(), [&](const auto & o) { return shapes[(size_t) o->layer].il == layer.il; });
     if (op == ops.end()) {
         if (!seqs.empty()) {
+            declined = true;
             return nullptr;  // a layer that was not there when the store was laid out
         }
         shapes.push_back({ layer.il, (int32_t) layer.q->ne[1], (int32_t) layer.k->ne[1], (int32_t) layer.k->ne[0],
@@ -191,6 +193,10 @@ bool kvedge_cache::reserve_scratch() {
 int kvedge_cache::ubatch_begin(const llama_attn_provider_ubatch & ubatch) {
     causal   = ubatch.causal;
     n_tokens = (int32_t) ubatch.n_tokens;
+    if (entering) {
+        runs.clear();  // nothing is stored, and nothing attended to
+        return 0;
+    }
     if (!collect_runs(ubatch)) {
         return -1;
     }

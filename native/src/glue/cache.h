@@ -83,6 +83,8 @@ struct kvedge_cache {
     std::vector<kvedge::LayerShape>               shapes;
     std::vector<std::unique_ptr<kvedge::LayerOp>> ops;  // as shapes; the graphs keep their addresses
     bool                                          shares_kv = false;  // a full-attention layer reads another layer's K and V
+    bool                                          declined  = false;  // a full-attention layer stayed with llama.cpp
+    bool                                          entering  = false;  // the token being decoded is a place holder
 
     std::map<int32_t, kvedge::SequenceState> seqs;
 

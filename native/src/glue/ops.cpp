@@ -80,7 +80,7 @@ void store_op(ggml_tensor * dst, int ith, int nth, void * layer_op) {
 void attend_op(ggml_tensor * dst, int ith, int nth, void * layer_op) {
     const LayerOp & op = *(const LayerOp *) layer_op;
     kvedge_cache &  kv = *op.kv;
-    if (dst->src[0]->ne[2] != kv.n_tokens) {
+    if (dst->src[0]->ne[2] != kv.n_tokens || kv.runs.empty()) {
         if (ith == 0) {
             memset(dst->data, 0, ggml_nbytes(dst));
         }

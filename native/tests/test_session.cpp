@@ -1,0 +1,215 @@
+// Sequences to files and back: equal rows, and no harm from files that lie. Meant for the sanitizers above all.
+
+#include "check.h"
+#include "session/crc32.h"
+#include "session/file.h"
+#include "session/serial.h"
+
+#include <algorithm>
+#include <cstring>
+#include <filesystem>
+#include <numeric>
+#include <random>
+
+using namespace kvedge;
+
+namespace {
+
+std::mt19937      rng(5);
+const std::string path = (std::filesystem::temp_directory_path() / "kvedge-test-session.kvs").u8string();
+
+int32_t below(int32_t n) { return (int32_t) (rng() % (uint32_t) n); }
+
+void fill(Pages & pages) {
+    for (size_t i = 0; i < pages.size(); i++) {
+        pages.data()[i] = (uint8_t) rng();
+    }
+}
+
+// A compressed block, a prompt that was kept whole and has lost rows, and a few generated tokens.
+std::unique_ptr<Sequence> make(const std::vector<LayerShape> & shapes, Type type, bool gaps) {
+    auto                 seq = std::make_unique<Sequence>(shapes, type);
+    std::vector<int32_t> pos(700);
+    std::iota(pos.begin(), pos.end(), 0);
+    seq->append(100, pos.data(), true);
+    auto ragged    = std::make_unique<Block>();
+    ragged->ragged = true;
+    ragged->layers.resize(shapes.size());
+    for (size_t l = 0; l < shapes.size(); l++) {
+        auto & heads = ragged->layers[l].heads;
+        heads.resize((size_t) shapes[l].n_heads_kv);
+        for (auto & head : heads) {
+            for (int32_t t = 0; t < 100; t += 1 + below(5)) {
+                head.tokens.push_back(t);
+            }
+            head.length = (int32_t) head.tokens.size();
+        }
+        ragged->layers[l].memory = Pages::take(lay_out_ragged(shapes[l], type, heads));
+    }
+    seq->blocks[0] = std::move(ragged);
+    seq->close_pending();
+    seq->append(400, pos.data() + 100, false);
+    if (gaps) {
+        seq->close_pending();
+        seq->bounded = true;
+        seq->scored  = type == Type::f32;
+    }
+    for (int32_t i = 0; i < 70; i++) {
+        seq->append(1, pos.data() + 500 + i, false);
+    }
+    for (auto & block : seq->blocks) {
+        for (auto & layer : block->layers) {
+            fill(layer.memory);
+            for (auto & head : layer.heads) {
+                for (double & score : head.scores) {
+                    score = (double) rng();
+                }
+            }
+        }
+    }
+    for (size_t l = 0; gaps && l < shapes.size(); l++) {
+        for (int32_t h = 0; h < shapes[l].n_heads_kv; h++) {
+            for (int32_t i = 0; i < 150 + below(20); i++) {
+                seq->drop_row((int32_t) l, h, 40 + below(60));
+            }
+            seq->drop_row((int32_t) l, h, seq->head_length((int32_t) l, h) - 2);  // of the block that grows
+        }
+    }
+    return seq;
+}
+
+std::vector<uint8_t> bytes_of(const Sequence & seq) {
+    kvedge_error err{};
+    FileWriter   out;
+    CHECK(out.open(path.c_str(), &err) == KVEDGE_OK);
+    write_sequence(seq, out);
+    Sink nowhere;
+    write_sequence(seq, nowhere);
+    CHECK(nowhere.size() == out.size());
+    CHECK(out.commit(&err) == KVEDGE_OK);
+    std::vector<uint8_t> data((size_t) out.size());
+    FileReader           in;
+    CHECK(in.open(path.c_str(), &err) == KVEDGE_OK && in.size() == data.size() && in.read(data.data(), data.size()));
+    CHECK(in.left() == 0 && !in.read(data.data(), 1) && in.take_checksum() == out.take_checksum());
+    return data;
+}
+
+void put(const std::vector<uint8_t> & data) {
+    std::FILE * file = std::fopen(path.c_str(), "wb");
+    CHECK(file && std::fwrite(data.data(), 1, data.size(), file) == data.size());
+    std::fclose(file);
+}
+
+std::unique_ptr<Sequence> read(const std::vector<LayerShape> & shapes, Type type) {
+    kvedge_error err{};
+    FileReader   in;
+    CHECK(in.open(path.c_str(), &err) == KVEDGE_OK);
+    try {
+        return read_sequence(in, shapes, type);
+    } catch (const std::bad_alloc &) {
+        return nullptr;
+    }
+}
+
+// Keys and values of every head, however they are spread over blocks.
+uint32_t visit(const Sequence & seq) {
+    uint32_t k = 0, v = 0;
+    for (size_t l = 0; l < seq.shapes().size(); l++) {
+        for (int32_t h = 0; h < seq.shapes()[l].n_heads_kv; h++) {
+            seq.each_segment((int32_t) l, h, false, [&](const Segment & s) {
+                k = crc32(k, s.k.data, (size_t) s.n * s.k.stride);
+                v = crc32(v, s.v.data, (size_t) s.n * s.v.stride);
+            });
+        }
+    }
+    return k ^ (v << 1 | v >> 31);
+}
+
+void test_there_and_back(const std::vector<LayerShape> & shapes, Type type, bool gaps) {
+    const auto seq  = make(shapes, type, gaps);
+    const auto data = bytes_of(*seq);
+    const auto back = read(shapes, type);
+    CHECK(back != nullptr);
+    if (!back) {
+        return;
+    }
+    CHECK(visit(*back) == visit(*seq));
+    CHECK(back->pos == seq->pos && back->image == seq->image);
+    CHECK(back->bytes() <= seq->bytes());
+    for (size_t l = 0; l < shapes.size(); l++) {
+        for (int32_t h = 0; h < shapes[l].n_heads_kv; h++) {
+            CHECK(back->head_tokens((int32_t) l, h) == seq->head_tokens((int32_t) l, h));
+        }
+    }
+    const int32_t next = 570;
+    CHECK(back->append(1, &next, false) && seq->append(1, &next, false));
+    for (Sequence * to : { back.get(), seq.get() }) {
+        for (size_t l = 0; l < shapes.size(); l++) {
+            for (int32_t h = 0; h < shapes[l].n_heads_kv; h++) {
+                const auto at = to->place_from_end(0, 1);
+                memset(to->k_row(at, (int32_t) l, h), 7, row_k(shapes[l], type));
+                memset(to->v_row(at, (int32_t) l, h), 8, row_v(shapes[l], type));
+            }
+        }
+    }
+    CHECK(gaps || back->pending_length() == seq->pending_length());
+    for (size_t l = 0; l < shapes.size(); l++) {
+        for (int32_t h = 0; h < shapes[l].n_heads_kv; h++) {
+            const auto          n = (size_t) seq->head_length((int32_t) l, h);
+            std::vector<double> a(n), b(n);
+            seq->read_scores((int32_t) l, h, a.data());
+            back->read_scores((int32_t) l, h, b.data());
+            CHECK(a == b);
+            back->drop_row((int32_t) l, h, (int32_t) n - 3);
+            seq->drop_row((int32_t) l, h, (int32_t) n - 3);
+            CHECK(back->head_tokens((int32_t) l, h) == seq->head_tokens((int32_t) l, h));
+        }
+    }
+    back->drop_empty_blocks();
+    back->pack_if_sparse();
+    CHECK(visit(*back) == visit(*seq));
+}
+
+void test_lies(const std::vector<LayerShape> & shapes, Type type, bool gaps) {
+    const auto    seq  = make(shapes, type, gaps);
+    const auto    good = bytes_of(*seq);
+    const int32_t edge[] = { -1, 0, 1, 100, 257, INT32_MAX, INT32_MIN };
+    for (int32_t i = 0; i < 1000; i++) {
+        auto       bad = good;
+        const auto at  = (size_t) below((int32_t) bad.size() - 4);
+        if (i % 3 == 0) {
+            bad[at] ^= (uint8_t) (1 << below(8));
+        } else if (i % 3 == 1) {
+            memcpy(bad.data() + at / 4 * 4, &edge[below(7)], 4);
+        } else {
+            bad.resize(at);
+        }
+        put(bad);
+        if (const auto back = read(shapes, type)) {
+            CHECK(back->bytes() <= 16 * good.size() + (64u << 20));
+            (void) visit(*back);
+            back->remove(50, 300);
+            const int32_t next = 570;
+            CHECK(back->append(1, &next, false));
+            CHECK(back->place_from_end(0, 1).block != nullptr);
+            (void) visit(*back);
+        }
+    }
+}
+
+}  // namespace
+
+int main() {
+    const char digits[] = "123456789";
+    CHECK(crc32(0, digits, 9) == 0xCBF43926u);  // the check value that every description of CRC-32 gives
+    CHECK(crc32(crc32(0, digits, 4), digits + 4, 5) == 0xCBF43926u);
+    const std::vector<LayerShape> shapes = { { 0, 4, 2, 16, 8 }, { 3, 4, 4, 8, 8 } };
+    for (Type type : { Type::f16, Type::f32 }) {
+        for (bool gaps : { false, true }) {
+            test_there_and_back(shapes, type, gaps);
+        }
+        test_lies(shapes, type, true);
+    }
+    std::filesystem::remove(std::filesystem::u8path(path));
+    return failures() > 0;
+}

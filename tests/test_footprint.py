@@ -1,0 +1,126 @@
+"""Memory planned from metadata, against llama.cpp's buffers, mtmd's token counts, and the system's accounting."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import replace
+
+import pytest
+
+import pykvedge
+from pykvedge.context import N_UBATCH
+from pykvedge.errors import UnsupportedError
+from pykvedge.footprint import Files, ModelShape, Request, footprint, most_images, most_turns
+from pykvedge.gguf import read_header
+from pykvedge.images import Picture
+from pykvedge.imagetokens import image_grid
+from pykvedge.vision import ImagePiece
+
+MIB = 2**20
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+
+
+@pytest.mark.parametrize("kind", ["llava", "qwen2vl"])
+def test_image_tokens_are_those_of_mtmd(tiny, kind, native):
+    model = tiny(kind)
+    header = read_header(model.mmproj)
+    with model.session() as session:
+        vision = session._vision
+        for width, height in [(80, 60), (14, 14), (1, 500), (333, 1021), (999, 998), (4000, 30), (2500, 2500)]:
+            picture = Picture("p", width, height, bytes(width * height * 3))
+            pieces = vision.split(vision.marker, [picture])
+            tokens = sum(p.n_tokens for p in pieces if isinstance(p, ImagePiece))
+            vision.release(pieces)
+            assert image_grid(header, width, height).n_tokens == tokens, (width, height)
+
+
+def test_images_that_cannot_be_counted(tiny):
+    header = read_header(tiny("llava").mmproj)
+    other = replace(header, values={**header.values, "clip.projector_type": "internvl"})
+    with pytest.raises(UnsupportedError, match="--image-tokens"):
+        image_grid(other, 100, 100)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2vl", "qwen3"])
+def test_the_compute_buffer_is_the_one_that_llama_cpp_reserves(tiny, kvedge, kind):
+    model = tiny(kind, n_layers=2, n_heads=8, n_heads_kv=4, head_size=128)
+    done = kvedge("chat", *model.arguments(), "--method", "full", "--max-tokens", 1, "--verbose", "Hello")
+    sizes = [float(x) * MIB for x in re.findall(r"sched_reserve: +CPU compute buffer size = +([\d.]+) MiB", done.err)]
+    shape = ModelShape.of(read_header(model.model), "none")
+    work = N_UBATCH * shape.n_ff * 34 // 32
+    assert shape.compute(N_UBATCH) - work == pytest.approx(sizes[1], rel=0.03)  # sizes[0] is stock's
+
+
+@linux
+@pytest.mark.parametrize("method", ["full", "h2o"])
+@pytest.mark.parametrize("weight", ["q4_0", "q8_0"])
+def test_the_peak_is_the_measured_one(tiny, kvedge, method, weight):
+    model = tiny("llama", n_layers=4, n_heads=8, n_heads_kv=8, head_size=128, weight=weight)
+    options = ["--method", method, "--budget", "0.2" if method == "h2o" else "1.0", "--json", "--threads", 1]
+    run = kvedge("chat", "--model", model.model, *options, "--max-tokens", 2, stdin="ab cd " * 400).json
+    plan = kvedge("plan", model.model, *options, "--text", run["tokens"]["prompt"]).json["bytes"]
+    assert plan["peak_prefill"] == pytest.approx(run["rss"]["peak_bytes"], rel=0.05)
+    assert plan["kv_prompt"] == pytest.approx(run["kv"]["full_bytes"], rel=0.01)
+    assert plan["kv_kept"] == pytest.approx(run["kv"]["kept_bytes"], rel=0.05)
+
+
+@pytest.fixture
+def files(tiny):
+    shape = ModelShape.of(read_header(tiny("llama").model), "avx2")
+    return Files(shape, program=50 * MIB, encoder=10 * MIB, encoder_compute=MIB)
+
+
+def test_the_largest_number_of_images_is_the_largest(files):
+    request = Request(pykvedge.plan("lookm", 0.2), 1, 576, 64)
+    for available in (80 * MIB, 200 * MIB, 3000 * MIB):
+        found = {kind: most_images(files, request, available, kind) for kind in ("stock", "full", "compressed")}
+        for kind, peak in [("stock", "peak_stock"), ("full", "peak_full"), ("compressed", "peak_prefill")]:
+            for n, fits in ((found[kind], True), (found[kind] + 1, False)):
+                f = footprint(files, replace(request, n_images=n))
+                assert (getattr(f, peak) - f.reclaimable <= available) == fits or n < 0
+        assert most_turns(files, request, available) > 3 * found["compressed"]
+    assert most_images(files, request, MIB, "stock") == -1 == most_images(files, request, MIB, "compressed")
+
+
+def test_what_is_not_attended_costs_no_cache(tiny):
+    lfm2 = ModelShape.of(read_header(tiny("lfm2").model), "avx2")
+    assert len(lfm2.layers) == 2  # the other two are convolutions
+    llama = ModelShape.of(read_header(tiny("llama").model), "avx2")
+    assert llama.kv_per_token(2) == 2 * 2 * (64 + 64) * 2
+
+
+def test_weights_that_are_rearranged_are_counted_twice(tiny):
+    header = read_header(tiny("llama", weight="q4_0").model)
+    here, elsewhere = ModelShape.of(header, "avx2"), ModelShape.of(header, "generic")
+    assert elsewhere.repacked == 0 and elsewhere.weights > here.repacked > 0.4 * elsewhere.weights
+
+
+# ------------------------------------------------------------------------------------------------- command line
+
+
+def test_the_program_says_whether_it_fits(kvedge, tiny):
+    model = tiny("qwen2vl")
+    options = [model.model, "--mmproj", model.mmproj, "--images", 3, "--image-size", "300x200", "--ctx", 2048]
+    done = kvedge("plan", *options)
+    assert done.code == 0 and "it fits" in done.out and "peak" in done.out and "3 images of" in done.out
+    data = kvedge("plan", *options, "--json").json
+    assert data["fits"] is True and data["bytes"]["n_ctx"] == 2048
+    assert data["bytes"]["prompt_tokens"] == 64 + 3 * data["image_tokens"]
+    tight = kvedge("plan", *options, "--text", 10**8, "--json").json
+    assert tight["fits"] is False
+    demo = kvedge("plan", "--json").json
+    assert demo["image_tokens"] == 144 and demo["most_images"]["one_per_message"] > demo["most_images"]["stock"]
+
+
+def test_plans_that_make_no_sense(kvedge, tiny, tmp_path):
+    model = tiny("llava")
+    kvedge("plan", tmp_path / "no.gguf").failed(1, "does not exist")
+    kvedge("plan", model.model, "--images", 2).failed(2, "--mmproj")
+    kvedge("plan", model.model, "--image-size", "big").failed(2, "--image-size", "big")
+    kvedge("plan", model.model, "--image-size", "0x5").failed(2, "--image-size")
+    kvedge("plan", model.model, "--method", "loookm").failed(2, "did you mean 'lookm'")
+    kvedge("plan", model.model, "--budget", "2.5").failed(2, "budget")
+    kvedge("plan", model.model, "--kv-type", "q9").failed(2, "kv_type")
+    kvedge("plan", model.model, "--text", "0").failed(2, "--text")
+    kvedge("plan", model.mmproj).failed(1, "image encoder")

@@ -1,0 +1,265 @@
+"""Session files: a conversation that was saved and loaded goes on as if nothing had happened; a bad file is refused."""
+
+from __future__ import annotations
+
+import os
+import stat
+import struct
+import threading
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import THREADS
+from contexts import TinyContext, random_tokens
+from conversations import LONG, PLANS, SHORT, WORDS, a_plan, fingerprint_of, say
+
+import pykvedge
+from pykvedge.errors import (
+    ContextError,
+    SessionFileError,
+    StateError,
+    UnsupportedError,
+    UsageError,
+)
+from pykvedge.model import CancelledError
+from pykvedge.sampling import Sampling
+from pykvedge.sessionfile import fingerprint
+
+
+def state(session):
+    """Everything that the next token depends on."""
+    cache, context = session.engine.cache, session.engine.context
+    stats, lengths = cache.stats(), cache.lengths()
+    logits = np.ctypeslib.as_array(context.llama.llama_get_logits_ith(context.handle, -1), (session.model.n_vocab,))
+    return {
+        "logits": logits.copy(),
+        "tokens": [cache.tokens(i, h) for i in range(len(lengths)) for h in range(len(lengths[i]))],
+        "stats": [stats.n_tokens, stats.n_image_tokens, stats.n_compressions, stats.n_pending],
+        "bytes": stats.bytes,
+        "messages": [(m.role, m.text) for m in session.messages],
+        "place": (context.n_past, context.n_cells, session.pending),
+    }
+
+
+def assert_same(found, expected):
+    np.testing.assert_allclose(found.pop("logits"), expected.pop("logits"), rtol=0, atol=1e-5)
+    assert found.pop("bytes") <= expected.pop("bytes")  # room for growth that nobody needs any more is left out
+    assert found == expected
+
+
+def go_on_after(model, plan, turns, file, load_before):
+    """The state after all turns, the session saved and loaded anew before those in load_before."""
+    session = model.session(plan)
+    try:
+        for i, turn in enumerate(turns):
+            if i in load_before:
+                session.save(file)
+                session.close()
+                session = model.session(plan)
+                session.load(file)
+            report = say(session, *turn)
+        return state(session), report
+    finally:
+        session.close()
+
+
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("kind", ["llava", "qwen2vl"])
+def test_a_loaded_conversation_goes_on_as_if_never_interrupted(tiny, kind, name, picture_file, native, tmp_path):
+    turns = [
+        (WORDS, [picture_file()], LONG),
+        ("And what else is there to see in it?", [], LONG),
+        ("Look at this too.", [picture_file("b.png", 90, 90)], SHORT),
+        ("And now?", [], SHORT),
+    ]
+    whole, expected = go_on_after(tiny(kind), a_plan(name), turns, tmp_path / "s.kvs", ())
+    parts, found = go_on_after(tiny(kind), a_plan(name), turns, tmp_path / "s.kvs", (1, 2, 3))
+    assert_same(parts, whole)
+    assert found.text == expected.text and found.kv.kept_of_them == expected.kv.kept_of_them
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "lfm2", "llama", "qwen3"])
+def test_layers_that_llama_cpp_keeps_are_in_the_file(tiny, kind, native, tmp_path):
+    turns = [(WORDS, [], LONG), ("And then?", [], LONG), ("Why?", [], SHORT)]
+    plan = pykvedge.plan("h2o", 0.3)
+    whole, _ = go_on_after(tiny(kind), plan, turns, tmp_path / "s.kvs", ())
+    parts, _ = go_on_after(tiny(kind), plan, turns, tmp_path / "s.kvs", (1, 2))
+    assert_same(parts, whole)
+
+
+def test_a_long_bounded_answer_can_be_saved(tiny, native, tmp_path):
+    turns = [(WORDS, [], Sampling(max_tokens=700)), ("And then?", [], SHORT)]
+    plan = a_plan("covered")
+    whole, _ = go_on_after(tiny("llama"), plan, turns, tmp_path / "s.kvs", ())
+    parts, _ = go_on_after(tiny("llama"), plan, turns, tmp_path / "s.kvs", (1,))
+    assert_same(parts, whole)
+
+
+def test_tokens_can_still_be_taken_back(tiny, native, tmp_path):
+    file, plan, states = tmp_path / "s.kvs", pykvedge.plan("h2o", 0.5), []
+    for load in (False, True):
+        with tiny("llama").session(plan) as session:
+            say(session, WORDS)
+            session.save(file)
+            if load:
+                session.load(file)
+            context = session.engine.context
+            memory, at = context.llama.llama_get_memory(context.handle), context.n_past - 20
+            assert context.llama.llama_memory_seq_rm(memory, 0, at, -1)
+            context.n_past = at
+            context.decode([7, 8, 9], want_logits=True)
+            states.append(state(session))
+    assert_same(states[1], states[0])
+
+
+def test_the_demo_model_answers_alike(kvedge, native, tmp_path):
+    picture = Path(__file__).parent.parent / "examples" / "scene-1.png"
+    file = tmp_path / "talk.kvs"
+    questions = ("How many red objects are there?", "What color is the circle?", "And the square?")
+    with pykvedge.Session(*demo_files(), pykvedge.plan("lookm", 0.3), threads=THREADS) as session:
+        expected = [say(session, q, [picture] * (i == 0)).text for i, q in enumerate(questions)]
+    for i, question in enumerate(questions):
+        first = ["--image", picture, "--method", "lookm", "--budget", "0.3"] if i == 0 else []
+        done = kvedge(
+            "chat", "--session", file, *first, "--threads", THREADS, "--max-tokens", 10, "--json", "--quiet", question
+        )
+        assert done.code == 0 and done.err == "", done
+        assert done.json["text"] == expected[i] and (done.json["method"], done.json["budget"]) == ("lookm", 0.3)
+        saved = {"path": str(file), "loaded": i > 0, "turns": i + 1, "file_bytes": file.stat().st_size, "error": ""}
+        assert done.json["session"] == saved
+
+
+def demo_files():
+    data = Path(pykvedge.__file__).parent / "data"
+    return data / "demo-model.gguf", data / "demo-mmproj.gguf"
+
+
+def test_the_file_costs_what_the_rows_cost(saved):
+    model, file = saved
+    with model.session() as session:
+        session.load(file)
+        rows = sum(n for heads in session.engine.cache.lengths() for n in heads)
+        size = session.model.pair_width * 2
+        assert rows * size < file.stat().st_size < rows * (size + 4) + 4096
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert [p.name for p in file.parent.iterdir()] == [file.name]
+
+
+def test_the_checksums_are_those_of_zlib(saved):
+    data = saved[1].read_bytes()
+    n_head = 32 + struct.unpack_from("<I", data, 12)[0] + struct.unpack_from("<Q", data, 16)[0]
+    assert struct.unpack_from("<I", data, n_head)[0] == zlib.crc32(data[:n_head])
+    assert struct.unpack_from("<I", data, len(data) - 4)[0] == zlib.crc32(data[n_head + 4 : -4])
+
+
+def test_the_plan_is_the_files_unless_another_is_given(saved):
+    model, file = saved
+    with model.session(pykvedge.plan("h2o", 0.4)) as session:
+        session.load(file)
+        assert session.plan == a_plan("merged")
+        session.load(file, pykvedge.plan("h2o", 0.4))
+        assert say(session, WORDS).method == "h2o"
+
+
+def test_a_conversation_is_replaced_only_by_one_that_loads(saved, tiny, tmp_path):
+    model, file = saved
+    cut = tmp_path / "cut.kvs"
+    cut.write_bytes(file.read_bytes()[:-1])
+    with model.session() as session:
+        first = say(session, "Hello")
+        with pytest.raises(SessionFileError):
+            session.load(cut)
+        assert session.messages[-1].text == first.text and say(session, "Still there?").text
+
+
+def test_pictures_of_a_lost_cache_are_missed(saved):
+    model, file = saved
+    with model.session() as session:
+        session.load(file)
+        session.cancel = threading.Event()
+        session.cancel.set()
+        with pytest.raises(CancelledError):
+            session.ask("And?")
+        session.cancel = None
+        with pytest.raises(StateError, match="load the session file"):
+            session.ask("And?")
+        session.load(file)
+        assert say(session, "And?").text
+
+
+def test_what_cannot_be_saved(tiny, native, tmp_path):
+    with tiny("llama").session() as session:
+        with pytest.raises(StateError, match="no conversation"):
+            session.save(tmp_path / "s.kvs")
+        session.ask("Hello", sampling=SHORT)
+        with pytest.raises(SessionFileError, match="not a file"):
+            session.save(tmp_path)
+        with pytest.raises(SessionFileError, match="No such file"):
+            session.save(tmp_path / "nowhere" / "s.kvs")
+        with pytest.raises(UsageError):
+            session.save("a\0b")
+    with tiny("mamba").session() as session:
+        say(session, "Hello")
+        with pytest.raises(UnsupportedError):
+            session.save(tmp_path / "s.kvs")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_prompt_that_waits_for_its_compression_is_not_saved(tiny, native, tmp_path):
+    with tiny("llama").session(pykvedge.plan("h2o")) as session:
+        say(session, WORDS)
+        session.engine.context.decode(list(range(600, 640)), want_logits=True)
+        with pytest.raises(StateError, match="not compressed"):
+            session.save(tmp_path / "s.kvs")
+        session.engine.compress()
+        session.save(tmp_path / "s.kvs")
+
+
+def test_other_models_types_and_contexts_are_refused(saved, tiny, native):
+    model, file = saved
+    with tiny("llava", seed=3).session() as session, pytest.raises(SessionFileError, match="another model"):
+        session.load(file)
+    with model.session(kv_type="f32") as session, pytest.raises(UsageError, match="--kv-type f16"):
+        session.load(file)
+    with model.session(n_ctx=16) as session, pytest.raises(ContextError, match="raise --ctx"):
+        session.load(file)
+    with model.session() as session:
+        session.ask("Hello", sampling=SHORT)
+        cache, name = session.engine.cache, os.fsencode(file)
+        with pytest.raises(StateError, match="holds tokens"):
+            cache.load(name, fingerprint(session.model.header))
+    with tiny("llava", n_heads_kv=4).session() as session:
+        session.ask("Hello", sampling=SHORT)
+        session.engine.context.clear()
+        with pytest.raises(SessionFileError, match="other layers"):
+            session.engine.cache.load(name, fingerprint_of(file))
+    with model.session(kv_type="f32") as session:
+        session.ask("Hello", sampling=SHORT)
+        session.engine.context.clear()
+        with pytest.raises(UsageError, match="as f16, this cache stores f32"):
+            session.engine.cache.load(name, fingerprint_of(file))
+
+
+def test_a_sequence_loads_beside_another(tiny, native, tmp_path):
+    """Loaded into a second sequence of the same context, it gives the logits of the first."""
+    context, name = TinyContext(tiny("llama").model, pykvedge.plan("h2o", 0.3, decode="sliding")), tmp_path / "s.kvs"
+    llama, cache = context.llama, context.cache
+    try:
+        context.decode(random_tokens(150))
+        for step in range(40):
+            context.decode(random_tokens(1, step))
+        cache.save(os.fsencode(name), "m", b"a note")
+        cache.load(os.fsencode(name), "m", sequence=1)
+        context.n[1] = context.n[0]
+        assert context.held(1) == context.held(0)
+        context.decode([77])
+        expected = llama.llama_get_logits_ith(context.context, -1)[:900]
+        context.decode([], [77])
+        np.testing.assert_allclose(llama.llama_get_logits_ith(context.context, -1)[:900], expected, atol=1e-5)
+        assert context.held(1) == context.held(0)
+        with pytest.raises(UsageError, match="no sequence 2"):
+            cache.load(os.fsencode(name), "m", sequence=2)
+    finally:
+        context.close()

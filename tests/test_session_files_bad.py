@@ -1,0 +1,174 @@
+"""Session files that lie, are cut, or do not fit: one clear error, no crash, and no memory out of proportion."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+
+import numpy as np
+import pytest
+from conversations import LONG, WORDS, a_plan, reframed, say
+
+from pykvedge.errors import KvedgeError, SessionFileError
+from pykvedge.sessionfile import Note, fingerprint, read_note
+
+
+def test_a_newer_version_is_refused(saved):
+    model, file = saved
+    file.write_bytes(reframed(file.read_bytes(), version=2))
+    with model.session() as session, pytest.raises(SessionFileError, match=r"version 2.*update"):
+        session.load(file)
+
+
+def test_a_note_that_is_none(saved):
+    model, file = saved
+    data = file.read_bytes()
+    with model.session() as session:
+        good = json.loads(read_note(file, fingerprint(session.model.header)).encode())
+        bad = [b"", b"{}", b"[1]", b"\xff", b"[" * 100_000, json.dumps({**good, "plan": "{}"}).encode()]
+        bad += [json.dumps({**good, key: value}).encode() for key, value in [
+            ("n_ctx", -1), ("n_ctx", 2**40), ("n_past", True), ("pending", [1, 2]), ("messages", []), ("held", None),
+            ("messages", [{"role": "root", "text": "", "pictures": []}]), ("kv_type", 3)]]  # fmt: skip
+        for note in bad:
+            file.write_bytes(reframed(data, note=note))
+            with pytest.raises(SessionFileError, match="no conversation"):
+                session.load(file)
+        contradictory = json.dumps({**good, "n_cells": 3000}).encode()
+        file.write_bytes(reframed(data, note=contradictory))
+        with pytest.raises(SessionFileError, match="contradicts itself"):
+            session.load(file)
+        file.write_bytes(reframed(data, note=json.dumps(good).encode()))
+        session.load(file)
+        assert Note.decode(json.dumps(good).encode()).n_cells == session.engine.context.n_cells
+
+
+def test_damaged_files_are_refused_whatever_the_damage(saved):
+    """Bytes flipped and files cut anywhere: the checksums or the lengths tell."""
+    model, file = saved
+    data, rng = file.read_bytes(), np.random.default_rng(0)
+    with model.session() as session:
+        session.load(file)
+        cache, context, name = session.engine.cache, session.engine.context, os.fsencode(file)
+        ours = fingerprint(session.model.header)
+        places = [*range(40), *rng.integers(0, len(data), 150), len(data) - 1]
+        for at in places:
+            flipped = bytearray(data)
+            flipped[at] ^= 1 << rng.integers(8)
+            damaged = data[:at] if rng.integers(2) else bytes(flipped)
+            file.write_bytes(damaged)
+            context.clear()
+            with pytest.raises(SessionFileError):
+                cache.load(name, ours)
+        file.write_bytes(data + b"\0")
+        with pytest.raises(SessionFileError, match="damaged"):
+            cache.load(name, ours)
+        file.write_bytes(data)
+        cache.load(name, ours)
+
+
+HOSTILE = [0, 1, 0x7F, 0x80, 0xFF]
+EDGES = [-1, 0, 1, 255, 2**31 - 1, -(2**31)]
+
+
+@pytest.mark.parametrize("name", ["merged", "sliding"])
+def test_hostile_files_with_right_checksums_do_no_harm(tiny, name, native, tmp_path):
+    """A payload changed on purpose is refused, or can be gone on with; memory stays in proportion."""
+    from pykvedge.memory import rss_bytes
+
+    model, file = tiny("llama"), tmp_path / "s.kvs"
+    rng = np.random.default_rng(1)
+    with model.session(a_plan(name)) as session:
+        say(session, WORDS, sampling=LONG)
+        session.save(file)
+        data = file.read_bytes()
+        end = 32 + struct.unpack_from("<I", data, 12)[0] + struct.unpack_from("<Q", data, 16)[0] + 4
+        payload = data[end:-4]
+        cache, context, path = session.engine.cache, session.engine.context, os.fsencode(file)
+        ours, before, loaded = fingerprint(session.model.header), rss_bytes(), 0
+        for i in range(600):
+            bad = bytearray(payload)
+            at = i if i < 300 else int(rng.integers(len(bad) - 4))  # what comes first counts most
+            if i % 2:
+                bad[at] = HOSTILE[rng.integers(len(HOSTILE))]
+            else:
+                struct.pack_into("<i", bad, at, EDGES[rng.integers(len(EDGES))])
+            if i % 10 == 9:
+                bad = bad[: rng.integers(len(bad))]
+            file.write_bytes(reframed(data, payload=bytes(bad)))
+            context.clear()
+            try:
+                cache.load(path, ours)
+            except KvedgeError:
+                continue
+            loaded += 1
+            last = context.llama.llama_memory_seq_pos_max(context.llama.llama_get_memory(context.handle), 0)
+            if last < 2**30:
+                context.n_past = last + 1
+                context.decode([5], want_logits=True)
+                context.decode(list(range(500, 530)), want_logits=True)
+                cache.compress()
+        assert loaded > 50  # rows are data: any bytes will do
+        assert rss_bytes() - before < 64 << 20
+
+
+# ------------------------------------------------------------------------------------------------- command line
+
+
+def test_the_program_refuses_bad_files(kvedge, saved, tiny, tmp_path):
+    model, file = saved
+    ask = ["chat", *model.arguments(), "--session"]
+    cut = tmp_path / "cut.kvs"
+    cut.write_bytes(file.read_bytes()[:-1])
+    kvedge(*ask, cut, "Hi").failed(1, "cut.kvs is damaged or truncated")
+    cut.write_bytes(b"something else, and long enough to be a header of a file")
+    kvedge(*ask, cut, "Hi").failed(1, "cut.kvs is no session file")
+    kvedge(*ask, tmp_path, "Hi").failed(1, "is not a file")
+    kvedge(*ask, tmp_path / "nowhere" / "s.kvs", "Hi").failed(2, "there is no folder")
+    kvedge(*ask, file, "--system", "Be brief.", "Hi").failed(2, "--system", "has begun")
+    kvedge(*ask, file, "--kv-type", "f32", "Hi").failed(2, "--kv-type f16")
+    kvedge(*ask, file, "--ctx", "16", "Hi").failed(1, "raise --ctx")
+    other = tiny("llava", seed=3)
+    kvedge("chat", *other.arguments(), "--session", file, "Hi").failed(1, "another model")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="limits the size of files as POSIX does")
+def test_a_full_disk_leaves_the_old_file(kvedge, saved):
+    import resource
+
+    model, file = saved
+    old = file.read_bytes()
+
+    def small_files():
+        import signal
+
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(old) // 2, len(old) // 2))
+
+    ask = ["chat", *model.arguments(), "--session", file, "--max-tokens", 3, "--quiet"]
+    done = kvedge(*ask, "--json", "And?", preexec_fn=small_files)
+    assert done.code == 1 and len(done.err.splitlines()) == 1
+    assert "cannot be written" in done.err and "untouched" in done.err
+    assert done.json["text"] and "cannot be written" in done.json["session"]["error"]
+    assert file.read_bytes() == old and [p.name for p in file.parent.iterdir()] == [file.name]
+    assert kvedge(*ask, "And?").code == 0 and file.read_bytes() != old
+
+
+def test_a_conversation_saves_after_each_answer(kvedge, saved, tmp_path, environment):
+    pty = pytest.importorskip("pty")
+    assert pty
+    from test_interactive import Terminal
+
+    model, file = saved
+    old, copy = file.read_bytes(), tmp_path / "copy.kvs"
+    terminal = Terminal(["chat", *model.arguments(), "--session", file, "--max-tokens", 5], environment)
+    terminal.wait_for("> ")
+    terminal.type("And what else?\n")
+    terminal.wait_for("tok/s")
+    terminal.wait_for("> ")
+    assert file.read_bytes() != old
+    terminal.type(f"/save {copy}\n")
+    terminal.wait_for("saved to")
+    terminal.wait_for("> ")
+    terminal.type("/exit\n")
+    assert copy.read_bytes() == file.read_bytes()
