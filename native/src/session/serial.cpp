@@ -199,7 +199,9 @@ struct Parse {
 
 }  // namespace
 
-bool observes(const Sequence & seq) { return !seq.sums.empty() || !seq.windows.empty(); }
+bool observes(const Sequence & seq) {
+    return !seq.sums.empty() || !seq.windows.empty() || !seq.entropies.empty() || !seq.queries.empty();
+}
 
 void write_sequence(const Sequence & seq, Sink & out) {
     // Of an answer that is bounded only the block that grows is still pending: nothing of it is compressed again.
@@ -215,8 +217,9 @@ void write_sequence(const Sequence & seq, Sink & out) {
     out.value<uint32_t>((uint32_t) n);
     out.value<uint32_t>((uint32_t) done);
     out.value<int32_t>(std::clamp(seq.window_from, 0, pending));
-    out.value<int32_t>(std::clamp(seq.unobserved, 0, pending));
-    out.value<int32_t>(std::clamp(seq.unsummed, 0, pending));
+    for (int32_t n_missing : { seq.missing.sums, seq.missing.squares, seq.missing.entropies, seq.missing.queries }) {
+        out.value<int32_t>(std::clamp(n_missing, 0, pending));
+    }
     out.value<uint8_t>(seq.bounded);
     out.value<uint8_t>(seq.scored);
     for (size_t b = 0; b < n; b++) {
@@ -229,9 +232,10 @@ std::unique_ptr<Sequence> read_sequence(FileReader & in, const std::vector<Layer
     uint64_t n_tokens;
     uint32_t n_blocks, done;
     uint8_t  bounded, scored;
+    Missing & missing = seq->missing;
     if (!in.value(n_tokens) || n_tokens > INT32_MAX || !in.values(seq->pos, n_tokens) || !in.values(seq->image, n_tokens) ||
-        !in.value(n_blocks) || !in.value(done) || !in.value(seq->window_from) || !in.value(seq->unobserved) ||
-        !in.value(seq->unsummed) || !in.value(bounded) || !in.value(scored)) {
+        !in.value(n_blocks) || !in.value(done) || !in.value(seq->window_from) || !in.value(missing.sums) ||
+        !in.value(missing.squares) || !in.value(missing.entropies) || !in.value(missing.queries) || !in.value(bounded) || !in.value(scored)) {
         return nullptr;
     }
     const bool known = std::all_of(seq->image.begin(), seq->image.end(), [](uint8_t i) { return i <= 1; }) &&
@@ -253,7 +257,7 @@ std::unique_ptr<Sequence> read_sequence(FileReader & in, const std::vector<Layer
     seq->bounded      = bounded != 0;
     seq->scored       = scored != 0;
     const int32_t pending = seq->pending_length();
-    for (int32_t count : { seq->window_from, seq->unobserved, seq->unsummed }) {
+    for (int32_t count : { seq->window_from, missing.sums, missing.squares, missing.entropies, missing.queries }) {
         if (count < 0 || count > pending) {
             return nullptr;
         }
