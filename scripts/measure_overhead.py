@@ -36,7 +36,8 @@ def pieces(images: int, image_tokens: int, tokens: int) -> list[Piece]:
 def gathering(method: str) -> str:
     """Methods with the same answer gather the same while the prompt is processed."""
     plan = pykvedge.plan(method)
-    return f"{plan.scorer} {plan.params.get('scorer.window', '')}".strip()
+    queries = "and queries" if plan.allocator == "entropy" else ""
+    return " ".join(f"{plan.scorer} {plan.params.get('scorer.window', '')} {queries}".split())
 
 
 def measurable() -> list[str]:

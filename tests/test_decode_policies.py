@@ -172,16 +172,21 @@ def received(stock, layer: int, head: int, old: Simulation, n_prompt: int) -> di
     return dict(zip(seen, before + weights.sum(axis=1).mean(axis=0), strict=True))
 
 
+@pytest.mark.parametrize("relative", [False, True])
 @pytest.mark.parametrize("distance", [1, 5, 60])
-def test_the_place_is_a_setting(running, distance):
-    plan = pykvedge.plan("h2o", 0.2, decode="fixed-point", **{"decode.distance": distance})
+def test_the_place_is_a_setting(running, distance, relative):
+    settings = {"decode.distance": distance, "decode.relative": relative}
+    plan = pykvedge.plan("h2o", 0.2, decode="fixed-point", **settings)
     context = running(plan)
     context.decode(random_tokens(PROMPT))
     context.cache.compress()
     before = context.held()[0][0]
     for step in range(60):
         context.decode(random_tokens(1, step))
-    assert context.held()[0][0] == simulate(plan, before, PROMPT, range(PROMPT, PROMPT + 60))
+    held = context.held()[0][0]
+    assert held == simulate(plan, before, PROMPT, range(PROMPT, PROMPT + 60))
+    if relative and distance < 60:  # the newest are never dropped
+        assert set(range(PROMPT + 60 - distance + 1, PROMPT + 60)) <= set(held)
 
 
 @pytest.mark.parametrize("decode", ["sliding", "fixed-point", "ratio", "heavy-hitter"])

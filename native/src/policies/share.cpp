@@ -5,16 +5,21 @@
 
 namespace kvedge {
 
-enum { DISTANCE };
+enum { DISTANCE, RELATIVE };
 
-const Param DISTANCE_PARAMS[] = { { "distance", 25, 1, 1048576, 1, nullptr }, {} };
+const Param DISTANCE_PARAMS[] = {
+    { "distance", 25, 1, 1048576, 1, nullptr },
+    { "relative", 1, 0, 0, 0, "true,false" },  // from the newest row, not from the end of the compressed prompt
+    {},
+};
 
 int32_t evict_by_share(const DecodeInput & in, double share) {
     if (std::floor(in.length - (in.prompt + in.generated) * share + 1e-9) <= 0.0) {
         return -1;
     }
-    const int32_t row = in.kept - (int32_t) in.params[DISTANCE];
-    return row >= std::max(in.sinks, 1) ? row : std::max(in.sinks, in.kept / 2);
+    const int32_t end = in.params[RELATIVE] == 0 ? in.length : in.kept;
+    const int32_t row = end - (int32_t) in.params[DISTANCE];
+    return row >= std::max(in.sinks, 1) ? row : std::max(in.sinks, end / 2);
 }
 
 }  // namespace kvedge

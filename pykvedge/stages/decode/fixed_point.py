@@ -8,12 +8,12 @@ generated, slide over it. New tokens keep their original positions here, which t
 from __future__ import annotations
 
 from pykvedge.stages.base import DecodePolicy, DecodeState, Settings
-from pykvedge.stages.elimination import DISTANCE, row_by_share
+from pykvedge.stages.elimination import PLACE, row_by_share
 
 
 def evict(state: DecodeState, settings: Settings) -> int | None:
     """The row to drop; the share is that of the budget."""
-    return row_by_share(state, state.budget / state.prompt, settings["distance"])
+    return row_by_share(state, state.budget / state.prompt, settings)
 
 
 MEMBER = DecodePolicy(
@@ -21,5 +21,5 @@ MEMBER = DecodePolicy(
     summary="the budget's share of all tokens so far, rows dropped at one fixed place",
     source="Elastic Cache, section 3.3",
     evict=evict,
-    params=(DISTANCE,),
+    params=PLACE,
 )

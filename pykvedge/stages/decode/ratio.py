@@ -6,12 +6,12 @@ PrefixKV (Wang et al. 2024), section 3.1: layers keep different shares of the pr
 from __future__ import annotations
 
 from pykvedge.stages.base import DecodePolicy, DecodeState, Settings
-from pykvedge.stages.elimination import DISTANCE, row_by_share
+from pykvedge.stages.elimination import PLACE, row_by_share
 
 
 def evict(state: DecodeState, settings: Settings) -> int | None:
     """The row to drop; the share is what the head kept of the prompt."""
-    return row_by_share(state, state.kept / state.prompt, settings["distance"])
+    return row_by_share(state, state.kept / state.prompt, settings)
 
 
 MEMBER = DecodePolicy(
@@ -19,5 +19,5 @@ MEMBER = DecodePolicy(
     summary="each head's share of all tokens so far, rows dropped at one fixed place",
     source="PrefixKV, section 3.1",
     evict=evict,
-    params=(DISTANCE,),
+    params=PLACE,
 )
