@@ -73,7 +73,7 @@ bool grows(const Sequence & seq, size_t b) {
 }
 
 // A block whose heads hold different tokens is written as a compressed one, unless tokens can still be added to it.
-void write_block(const Sequence & seq, size_t b, Sink & out) {
+void write_block(const Sequence & seq, size_t b, bool pending, Sink & out) {
     const Block & block  = *seq.blocks[b];
     const auto    length = (int32_t) block.length();
     const bool    growing = grows(seq, b) && !(is_loose(block) && block.capacity > MAX_SPARE);
@@ -83,8 +83,8 @@ void write_block(const Sequence & seq, size_t b, Sink & out) {
         const bool plain = !block.ragged && seq.storage().quantised();  // of a block that was closed before it was full
         out.value<uint8_t>((uint8_t) ((block.generated ? GENERATED : 0) | (block.open_k || plain ? OPEN_K : 0) |
                                       (block.open_v || plain ? OPEN_V : 0)));
-        out.value<int32_t>(block.ragged ? length : 0);
-        out.values(block.ragged ? block.tokens : std::vector<int32_t>());
+        out.value<int32_t>(pending ? length : 0);
+        out.values(pending ? block.tokens : std::vector<int32_t>());
     } else {
         out.value<uint8_t>(block.generated);
         out.value<uint8_t>(block.scored);
@@ -327,7 +327,7 @@ void write_sequence(const Sequence & seq, Sink & out) {
     out.value<uint8_t>(seq.bounded);
     out.value<uint8_t>(seq.scored);
     for (size_t b = 0; b < n; b++) {
-        write_block(seq, b, out);
+        write_block(seq, b, b >= done, out);
     }
 }
 
