@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from pykvedge.errors import KvedgeError, StateError, UnsupportedError, UsageError
+from pykvedge.kvtypes import KvType
 from pykvedge.plan import Plan
 from pykvedge.presets import default_plan
 from pykvedge.presets import plan as make_plan
@@ -141,11 +142,14 @@ def _forget(llm: Any) -> None:
         bindings.llama_memory_clear(memory, True)
 
 
-def _kv_type(llm: Any) -> str:
+def _kv_type(llm: Any) -> KvType:
     from pykvedge.context import GGML_TYPE
 
     known = {number: name for name, number in GGML_TYPE.items()}
-    wanted = {llm.context_params.type_k, llm.context_params.type_v}
-    if len(wanted) != 1 or not wanted <= set(known):
-        raise UnsupportedError("kvedge stores keys and values alike, as f16, bf16 or f32; leave type_k and type_v out")
-    return known[wanted.pop()]
+    wanted = llm.context_params.type_k, llm.context_params.type_v
+    if not set(wanted) <= set(known):
+        raise UnsupportedError(
+            f"kvedge stores keys and values as {', '.join(GGML_TYPE)}; make the model with one of these as type_k and "
+            "type_v, or leave them out"
+        )
+    return KvType(known[wanted[0]], known[wanted[1]])

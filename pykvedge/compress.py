@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pykvedge.errors import ArrayError, unknown
+from pykvedge.kvtypes import GROUP, KvType
 from pykvedge.plan import Plan
 
 if TYPE_CHECKING:
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from pykvedge.profile import Profile
 
 ENGINES = ("native", "numpy")
-KV_TYPES = ("f16", "bf16", "f32")
 _LARGEST = {"f16": 65504.0, "bf16": 3.3895313892515355e38, "f32": float("inf")}
 
 
@@ -41,7 +41,7 @@ def compress(
     v: Any,
     image_mask: Any = None,
     engine: str = "native",
-    kv_type: str = "f16",
+    kv_type: str | KvType = "f16",
     threads: int = 0,
     profile: Profile | str | os.PathLike[str] | None = None,
 ) -> Result:
@@ -50,14 +50,14 @@ def compress(
     q: [L, H, T, d], k and v: [L, Hkv, T, d], floating point, position encoding applied; H is a multiple of Hkv.
     image_mask: [T] bool, True for an image token; None: all text.
     engine: "native" (libkvedge) or "numpy" (the definitions in stages/).
-    kv_type: storage type that k and v are rounded to, f16, bf16 or f32. threads: of the native engine, 0 for all cores.
+    kv_type: storage type that k and v are rounded to (kvtypes.NAMES), or "K:V" for one of each. Where it is quantised,
+    d is a multiple of 32, and scores and merges see f16. threads: of the native engine, 0 for all cores.
     profile: a Profile or its file, for a plan that needs one (Plan.profile_kind); its shape must be [L, H].
     Raises ArrayError, UnknownNameError, BudgetError, ProfileError, LibraryError, OutOfMemoryError.
     """
     if engine not in ENGINES:
         raise unknown("engine", str(engine), ENGINES)
-    if kv_type not in KV_TYPES:
-        raise unknown("kv_type", str(kv_type), KV_TYPES)
+    kv_type = KvType.parse(kv_type)
     if not isinstance(plan, Plan):
         raise ArrayError(f"plan must be a pykvedge.Plan, for example pykvedge.plan('lookm'), not {type(plan).__name__}")
     arrays = _check(q, k, v, image_mask, kv_type)
@@ -76,7 +76,7 @@ def compress(
     return Result(out.kept, out.k, out.v, out.scores)
 
 
-def _check(q: Any, k: Any, v: Any, image_mask: Any, kv_type: str) -> Arrays:
+def _check(q: Any, k: Any, v: Any, image_mask: Any, kv_type: KvType) -> Arrays:
     import numpy as np
 
     from pykvedge.definition import Arrays
@@ -90,9 +90,11 @@ def _check(q: Any, k: Any, v: Any, image_mask: Any, kv_type: str) -> Arrays:
         raise ArrayError(f"the number of query heads, {q.shape[1]}, must be a multiple of the KV heads, {k.shape[1]}")
     if k.shape[3] % 8:
         raise ArrayError(f"the head size must be a multiple of 8, not {k.shape[3]}")
-    for x, name in ((k, "k"), (v, "v")):
-        if np.abs(x).max() > _LARGEST[kv_type]:
-            raise ArrayError(f"{name} holds values that {kv_type} cannot; use kv_type bf16 or f32")
+    if kv_type.quantised and k.shape[3] % GROUP:
+        raise ArrayError(f"kv_type {kv_type} takes head sizes that are multiples of {GROUP}, not {k.shape[3]}")
+    for x, name, held in ((k, "k", kv_type.plain.k), (v, "v", kv_type.plain.v)):
+        if np.abs(x).max() > _LARGEST[held]:
+            raise ArrayError(f"{name} holds values that {held} cannot; use kv_type bf16 or f32")
     n_tokens = k.shape[2]
     mask = np.zeros(n_tokens, dtype=bool) if image_mask is None else np.asarray(image_mask)
     if mask.shape != (n_tokens,) or mask.dtype != bool:

@@ -12,14 +12,14 @@ import numpy as np
 
 from pykvedge import libraries, memory, runtime
 from pykvedge.errors import ContextError, KvedgeError, OutOfMemoryError
+from pykvedge.kvtypes import KvType
 from pykvedge.model import CancelledError, Model
 from pykvedge.onepass import OnePass
 from pykvedge.vision import ImagePiece, Vision
 
 N_BATCH = 2048
 N_UBATCH = 512
-ELEMENT_BYTES = {"f16": 2, "bf16": 2, "f32": 4}
-GGML_TYPE = {"f16": 1, "bf16": 30, "f32": 0}  # the bindings lack a name for bf16
+GGML_TYPE = {"f16": 1, "bf16": 30, "f32": 0, "q8_0": 8, "q4_0": 2}  # the bindings lack a name for bf16
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def check_memory(model: Model, size: ContextSize, whole_cache: bool) -> None:
     whole_cache: the KV cache is allocated for n_ctx tokens at once, as llama.cpp does; else for what is in it.
     """
     n_ubatch = min(size.n_ubatch, size.n_ctx)
-    per_token = model.kv_bytes_per_token(ELEMENT_BYTES[size.kv_type])
+    per_token = model.kv_bytes_per_token(KvType.parse(size.kv_type).plain.bytes_per_value)
     cache = per_token * (size.n_ctx if whole_cache else min(size.prompt_tokens + 1, size.n_ctx))
     width = max(model.n_embd_input, 1)
     compute = n_ubatch * (16 * width + size.n_ctx) * 4 + model.n_vocab * 4 + size.n_ctx * 64
@@ -59,7 +59,8 @@ class Context:
         params.n_batch = max(N_BATCH, size.n_ubatch)
         params.n_ubatch = size.n_ubatch
         params.n_threads = params.n_threads_batch = threads
-        params.type_k = params.type_v = GGML_TYPE[size.kv_type]
+        plain = KvType.parse(size.kv_type).plain  # of layers that llama.cpp keeps
+        params.type_k, params.type_v = GGML_TYPE[plain.k], GGML_TYPE[plain.v]
         params.n_outputs_max = size.n_seq  # only the last token of a prompt is asked for its logits
         params.n_seq_max, params.kv_unified = size.n_seq, size.n_seq > 1
         with runtime.collected_errors() as lines:

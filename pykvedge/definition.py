@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from pykvedge.kvtypes import KvType, held
+from pykvedge.kvtypes.plain import round_to
 from pykvedge.plan import Plan
 from pykvedge.stages import registry
 from pykvedge.stages.base import Head, Layer, ProfileTable, Prompt
@@ -29,19 +31,6 @@ class Outcome:
     k: list[list[np.ndarray]]
     v: list[list[np.ndarray]]
     scores: np.ndarray
-
-
-def round_to(x: np.ndarray, kv_type: str) -> np.ndarray:
-    """x as the storage type f16, bf16 or f32 holds it, rounded to nearest even. float32 in shape of x."""
-    x = np.ascontiguousarray(x, dtype=np.float32)
-    if kv_type == "f32":
-        return x
-    if kv_type == "f16":
-        with np.errstate(over="ignore"):
-            return x.astype(np.float16).astype(np.float32)
-    bits = x.view(np.uint32)
-    rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
-    return (rounded & np.uint32(0xFFFF0000)).view(np.float32)
 
 
 def protection(plan: Plan, n_tokens: int, kept: int) -> np.ndarray:
@@ -79,10 +68,14 @@ def select(
     return np.flatnonzero(chosen).astype(np.int32)
 
 
-def run(plan: Plan, arrays: Arrays, kv_type: str, profile: ProfileTable | None = None) -> Outcome:
-    """What the plan keeps of a prompt whose keys and values are stored as kv_type."""
+def run(plan: Plan, arrays: Arrays, kv_type: KvType | str, profile: ProfileTable | None = None) -> Outcome:
+    """What the plan keeps of a prompt whose keys and values are stored as kv_type.
+
+    Scores and merges see plain numbers, f16 where the type is quantised; what is left is rounded last.
+    """
+    kv_type = KvType.parse(kv_type)
     q, image_mask = arrays.q, arrays.image_mask
-    k, v = round_to(arrays.k, kv_type), round_to(arrays.v, kv_type)
+    k, v = round_to(arrays.k, kv_type.plain.k), round_to(arrays.v, kv_type.plain.v)
     n_layers, n_heads_kv, n_tokens, _ = k.shape
     scorer, allocator = registry.scorer(plan.scorer), registry.allocator(plan.allocator)
     layers = [Layer(q[i], k[i], v[i], image_mask, i, n_layers) for i in range(n_layers)]
@@ -111,8 +104,8 @@ def _of_layers(score: Any, layers: list[Layer], plan: Plan) -> Any:
     return np.stack([score(layer, plan.settings("scorer")) for layer in layers]) if score else None
 
 
-def _reduce(plan: Plan, head: Head, kv_type: str) -> tuple[np.ndarray, np.ndarray]:
-    if len(head.kept) == len(head.k):
-        return head.k.copy(), head.v.copy()
-    k, v = registry.reducer(plan.reducer).reduce(head, plan.settings("reducer"))
-    return round_to(k, kv_type), round_to(v, kv_type)
+def _reduce(plan: Plan, head: Head, kv_type: KvType) -> tuple[np.ndarray, np.ndarray]:
+    k, v = head.k.copy(), head.v.copy()
+    if len(head.kept) < len(head.k):
+        k, v = registry.reducer(plan.reducer).reduce(head, plan.settings("reducer"))
+    return held.keys(k, kv_type.k), held.values(v, kv_type.v)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pykvedge import libkvedge, memory, profile
-from pykvedge.context import ELEMENT_BYTES, Context, ContextSize, check_memory, ubatch_for
+from pykvedge.context import Context, ContextSize, check_memory, ubatch_for
 from pykvedge.errors import (
     BudgetError,
     ContextError,
@@ -20,6 +20,7 @@ from pykvedge.errors import (
     StateError,
     UnsupportedError,
 )
+from pykvedge.kvtypes import KvType
 from pykvedge.model import CancelledError, Model, Progress
 from pykvedge.plan import Plan
 from pykvedge.presets import usual_sinks
@@ -136,6 +137,11 @@ class Engine:
         except (NothingToCompressError, LibraryError) as error:
             if isinstance(error, LibraryError) and plan.method != "full":
                 raise
+            if KvType.parse(size.kv_type).quantised:
+                raise NothingToCompressError(
+                    f"{self._model.path.name} runs as it is, without kvedge's KV memory, so nothing can be stored as "
+                    f"{size.kv_type}; use f16, bf16 or f32"
+                ) from error
             self._require_full(plan)
             check_memory(self._model, size, whole_cache=True)
             return None
@@ -246,7 +252,7 @@ class Engine:
     def measure(self) -> Kv:
         """Figures, right after compress."""
         context, model = self.context, self._model
-        element = ELEMENT_BYTES[self._settings.kv_type]
+        element = KvType.parse(self._settings.kv_type).plain.bytes_per_value
         if self._cache is None:
             per_token = model.kv_bytes_per_token(element)
             reserved = per_token * context.n_ctx  # llama.cpp allocates for the whole context at once
@@ -261,7 +267,7 @@ class Engine:
             kept_per_layer=[_tidy(sum(heads) / len(heads)) for heads in self._cache.lengths() if heads],
             compressed_tokens=self._compressed_tokens,
             kept_of_them=round(held - self._held),
-            full_per_token_bytes=stats.n_tokens * stats.n_layers * stats.n_heads_kv * model.pair_width * element,
+            full_per_token_bytes=int(stats.n_tokens * stats.n_layers * stats.n_heads_kv * model.pair_width * element),
         )
         self._n_compressions, self._held = stats.n_compressions, held
         return figures

@@ -13,10 +13,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from pykvedge.context import ELEMENT_BYTES, N_UBATCH
+from pykvedge.context import N_UBATCH
 from pykvedge.errors import ModelError
 from pykvedge.gguf import Header, tensor_bytes
 from pykvedge.imagetokens import ImageGrid
+from pykvedge.kvtypes import KvType
 from pykvedge.plan import Plan
 
 ROOM_TO_ANSWER = 512  # tokens beyond the prompt that stock llama.cpp's context must hold
@@ -214,10 +215,11 @@ class Files:
 
 def footprint(files: Files, request: Request) -> Footprint:
     """The memory that a first message of that size takes."""
-    shape, plan, element = files.shape, request.plan, ELEMENT_BYTES[request.kv_type]
+    shape, plan, types = files.shape, request.plan, KvType.parse(request.kv_type)
+    element = types.plain.bytes_per_value  # of the prompt until it is compressed
     n_tokens = request.prompt_tokens
     kept = min(plan.count(n_tokens), n_tokens)
-    per_token = shape.kv_per_token(element)
+    per_token = int(shape.kv_per_token(1) * element)
     n_ctx = request.n_ctx or max(min(shape.n_ctx_train, 4096), n_tokens + ROOM_TO_ANSWER)
     one_pass = min(N_UBATCH, max(request.text_tokens, request.image_tokens if request.n_images else 0))
     # an image's embeddings are held by the encoder, by the session, and by the batch that reads them
@@ -225,7 +227,10 @@ def footprint(files: Files, request: Request) -> Footprint:
     compute = shape.compute(one_pass) + _attention_scratch(shape, n_tokens, request.threads) + embeddings + _GRAPH
     mask = N_UBATCH * n_ctx * 2
     scores = _score_bytes(shape, plan, n_tokens) if kept < n_tokens else 0
-    largest = max((layer.width for layer in shape.layers), default=0) * element * kept if kept < n_tokens else 0
+    kv_kept = int(shape.kv_per_token(1) * types.held_bytes_per_value(kept) * kept)
+    changed = kept < n_tokens or types.quantised
+    widest = max((layer.width for layer in shape.layers), default=0)
+    largest = int(widest * types.held_bytes_per_value(kept) * kept) if changed else 0
     base = files.program + shape.weights + shape.repacked + files.encoder + files.encoder_compute + compute
     full = base + per_token * n_tokens
     return Footprint(
@@ -240,13 +245,13 @@ def footprint(files: Files, request: Request) -> Footprint:
         kept_tokens=kept,
         kv_stock=per_token * n_ctx,
         kv_prompt=per_token * n_tokens,
-        kv_kept=per_token * kept,
+        kv_kept=kv_kept,
         scores=scores,
         reclaimable=shape.weights - shape.in_place if shape.repacked else 0,
         peak_stock=base + mask + per_token * n_ctx,
         peak_full=full,
         peak_prefill=full + scores + largest,
-        after_compression=base + per_token * kept,
+        after_compression=base + kv_kept,
     )
 
 

@@ -7,6 +7,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from pykvedge import errors, libraries
+from pykvedge.kvtypes import KvType
 
 if TYPE_CHECKING:
     import numpy as np
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from pykvedge.stages.base import ProfileTable
 
 ABI_VERSION = 1
-KV_TYPE = {"f16": 0, "bf16": 1, "f32": 2}
+KV_TYPE = {"f16": 0, "bf16": 1, "f32": 2, "q8_0": 3, "q4_0": 4, "kivi4": 5, "kivi2": 6}
 STAGE_NUMBER = {"scorer": 0, "allocator": 1, "reducer": 2, "decode": 3}
 _ERROR_OF_STATUS: dict[int, type[errors.KvedgeError]] = {
     1: errors.UsageError,
@@ -62,6 +63,8 @@ class _Options(c.Structure):
         ("type", c.c_int),
         ("n_threads", c.c_int32),
         ("auto_compress", c.c_bool),
+        ("type_k", c.c_int),
+        ("type_v", c.c_int),
     ]
 
 
@@ -131,7 +134,7 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "save": (c.c_int, [_P, _I, c.c_char_p, c.c_char_p, c.c_char_p, c.c_size_t, _ERR]),
     "load": (c.c_int, [_P, _I, c.c_char_p, c.c_char_p, _ERR]),
     "read_saved": (c.c_int, [c.c_char_p, c.POINTER(_Saved), _P, c.c_size_t, _ERR]),
-    "compress_arrays": (c.c_int, [_P, c.POINTER(_Arrays), c.c_int, _I, _OUT, _ERR]),
+    "compress_arrays_as": (c.c_int, [_P, c.POINTER(_Arrays), c.c_int, c.c_int, _I, _OUT, _ERR]),
     "result_free": (None, [_P]),
     "result_length": (_I, [_P, _I, _I]),
     "result_kept": (c.POINTER(_I), [_P, _I, _I]),
@@ -239,13 +242,15 @@ class Cache:
         self,
         context: Any,
         plan: Plan,
-        kv_type: str = "f16",
+        kv_type: str | KvType = "f16",
         auto_compress: bool = True,
         profile: ProfileTable | None = None,
     ) -> None:
         """Takes over the KV memory of a llama_context without tokens. Raises what kvedge_attach reports."""
         options = lib().kvedge_options_default()
-        options.type, options.auto_compress = KV_TYPE[kv_type], auto_compress
+        kv_type = KvType.parse(kv_type)
+        options.type_k, options.type_v = KV_TYPE[kv_type.k], KV_TYPE[kv_type.v]
+        options.auto_compress = auto_compress
         self._handle = c.c_void_p()
         with _NativePlan(plan, profile) as native:
             _call("attach", context, native.handle, c.byref(options), c.byref(self._handle))
@@ -410,9 +415,9 @@ def pending_scores(cache: Cache, layer: int, sequence: int = 0) -> np.ndarray:
 
 
 def compress_arrays(
-    plan: Plan, arrays: Arrays, kv_type: str, threads: int, profile: ProfileTable | None = None
+    plan: Plan, arrays: Arrays, kv_type: KvType, threads: int, profile: ProfileTable | None = None
 ) -> Outcome:
-    """kvedge_compress_arrays. threads: 0 for all cores."""
+    """kvedge_compress_arrays_as. threads: 0 for all cores."""
     import numpy as np
 
     from pykvedge.definition import Outcome
@@ -421,8 +426,9 @@ def compress_arrays(
     n_layers, n_heads_kv, n_tokens, size = k.shape
     given = _Arrays(n_layers, q.shape[1], n_heads_kv, n_tokens, size, *(x.ctypes.data for x in (q, k, v, mask)))
     result = c.c_void_p()
+    types = KV_TYPE[kv_type.k], KV_TYPE[kv_type.v]
     with _NativePlan(plan, profile) as native, native.own.explained():
-        _call("compress_arrays", native.handle, c.byref(given), KV_TYPE[kv_type], threads, c.byref(result))
+        _call("compress_arrays_as", native.handle, c.byref(given), *types, threads, c.byref(result))
     library = lib()
     out = Outcome([], [], [], np.zeros((n_layers, n_heads_kv, n_tokens), dtype=np.float32))
     try:

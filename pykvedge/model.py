@@ -112,9 +112,9 @@ class Model:
         """Layers of the model."""
         return self.llama.llama_model_n_layer(self.handle)
 
-    def kv_bytes_per_token(self, element_bytes: int) -> int:
+    def kv_bytes_per_token(self, element_bytes: float) -> int:
         """Bytes of keys and values of one token over all layers, if every layer has plain attention."""
-        return self.n_layer * self.llama.llama_model_n_head_kv(self.handle) * self.pair_width * element_bytes
+        return int(self.n_layer * self.llama.llama_model_n_head_kv(self.handle) * self.pair_width * element_bytes)
 
     @property
     def pair_width(self) -> int:

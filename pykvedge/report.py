@@ -30,7 +30,8 @@ class Kv:
     kept_per_layer: list[float] = field(default_factory=list)
     compressed_tokens: int = 0  # what was compressed: the prompt, and in later turns the answer before it
     kept_of_them: int = 0  # pairs per head that are left of those tokens, averaged over heads and layers
-    full_per_token_bytes: int = 0  # what the uncompressed cache would hold now: read once per generated token
+    # what the uncompressed cache, not quantised, would hold now: read once per generated token
+    full_per_token_bytes: int = 0
 
 
 @dataclass
@@ -128,6 +129,7 @@ class Report:
         parts = [f"prompt {tokens.prompt} tokens{image}{since}{kept}", f"KV {kv.full_bytes / size:.1f}{after} {unit}"]
         if self.time.decode_steps:
             full = f"{kv.full_per_token_bytes / size:.1f} {unit} per token"
-            reads = f"reads {full}" if everything else f"full would read {full}"
+            as_it_was = everything and kv.kept_bytes == kv.full_bytes
+            reads = f"reads {full}" if as_it_was else f"full would read {full}"
             parts.append(f"{self.time.decode_tok_s:.1f} tok/s ({reads})")
         return " | ".join(parts)

@@ -6,8 +6,8 @@ import os
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from pykvedge.compress import KV_TYPES
 from pykvedge.errors import UsageError, unknown
+from pykvedge.kvtypes import KvType
 
 if TYPE_CHECKING:
     from pykvedge.profile import Profile
@@ -23,14 +23,13 @@ class Settings:
     n_ctx: int = 0  # tokens that the conversation may hold
     threads: int = 0
     gpu_layers: int | None = None  # layers on the GPU, -1 for all
-    kv_type: str = "f16"  # storage type of keys and values: f16, bf16 or f32
+    kv_type: str = "f16"  # storage type of keys and values (kvtypes.NAMES), or "K:V" for one of each
     system: str = ""  # text that opens the conversation
     verbose: bool = False  # llama.cpp's log on stderr
     profile: Profile | str | os.PathLike[str] | None = None  # for plans that need one (profile.py)
 
     def __post_init__(self) -> None:
-        if self.kv_type not in KV_TYPES:
-            raise unknown("kv_type", str(self.kv_type), KV_TYPES)
+        object.__setattr__(self, "kv_type", str(KvType.parse(self.kv_type)))
         if not 0 <= self.n_ctx < MAX_CTX:
             raise UsageError(f"n_ctx must be a number of tokens, or 0 (automatic), not {self.n_ctx}")
         if not 0 <= self.threads <= MAX_THREADS:

@@ -159,6 +159,17 @@ def test_embeddings_of_wider_types(llama_of):
     assert attached.stats().bytes >= attached.stats().n_tokens * per_token
 
 
+def test_quantised_types_of_the_model_become_the_store_s(llama_of):
+    from llama_cpp import llama_cpp
+
+    llm = llama_of(type_k=llama_cpp.GGML_TYPE_Q8_0, type_v=llama_cpp.GGML_TYPE_Q4_0, flash_attn=True)
+    attached = pykvedge.attach(llm, "full")
+    llm.eval(list(range(100, 500)))
+    full = attached.stats().bytes  # f16 until the prompt is complete
+    llm.eval([5])
+    assert 0.35 * full <= attached.stats().after_bytes <= 0.48 * full  # (34 + 18) / 128, and whole pages
+
+
 def test_what_cannot_be_attached_to(llama_of):
     from llama_cpp import llama_cpp
 
@@ -175,7 +186,7 @@ def test_what_cannot_be_attached_to(llama_of):
     with pytest.raises(NothingToCompressError):
         pykvedge.attach(llama_of("mamba"), "h2o")
     with pytest.raises(UnsupportedError, match="type_k"):
-        pykvedge.attach(llama_of(type_k=llama_cpp.GGML_TYPE_Q8_0), "h2o")
+        pykvedge.attach(llama_of(type_k=llama_cpp.GGML_TYPE_Q5_0), "h2o")
 
 
 def test_a_failed_attach_leaves_the_model_as_it_was(llama_of):

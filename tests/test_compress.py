@@ -75,7 +75,7 @@ def test_large_values_fit_the_other_storage_types(native):
 def test_unknown_names(native):
     with pytest.raises(UnknownNameError, match="did you mean 'numpy'"):
         pykvedge.compress(PLAN, *P.arguments, engine="nump")
-    with pytest.raises(UnknownNameError, match="unknown kv_type 'q8_0'"):
-        pykvedge.compress(PLAN, *P.arguments, kv_type="q8_0")
+    with pytest.raises(UnknownNameError, match="unknown kv_type 'q8_1'"):
+        pykvedge.compress(PLAN, *P.arguments, kv_type="q8_0:q8_1")
     with pytest.raises(ArrayError, match="plan must be"):
         pykvedge.compress("lookm", *P.arguments)

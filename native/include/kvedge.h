@@ -289,9 +289,18 @@ typedef struct kvedge_plugin {
 // The cache of a llama_context
 
 typedef enum kvedge_type {
-    KVEDGE_TYPE_F16  = 0,  // IEEE half precision, llama.cpp's default
-    KVEDGE_TYPE_BF16 = 1,
-    KVEDGE_TYPE_F32  = 2,
+    KVEDGE_TYPE_F16   = 0,  // IEEE half precision, llama.cpp's default
+    KVEDGE_TYPE_BF16  = 1,
+    KVEDGE_TYPE_F32   = 2,
+    // Quantised types. A prompt is scored and merged in f16, and quantised when it is compressed or, where the budget covers
+    // it, complete; generated tokens are f16 until 32 of them are there. Head sizes must be multiples of 32.
+    KVEDGE_TYPE_Q8_0  = 3,  // llama.cpp's blocks: 32 channels of a token share a scale; 8.5 bits a number
+    KVEDGE_TYPE_Q4_0  = 4,  // 4.5 bits a number
+    // KIVI (Liu et al. 2024): keys share scale and minimum per channel over 32 tokens, values per token over 32 channels;
+    // keys that fill no group yet and the newest 32 (while generating, up to 63) values stay f16
+    KVEDGE_TYPE_KIVI4 = 5,  // 4 bits, 5 with scales
+    KVEDGE_TYPE_KIVI2 = 6,  // 2 bits, 3 with scales
+    KVEDGE_TYPE_SAME  = -1, // in kvedge_options: as `type`
 } kvedge_type;
 
 typedef struct kvedge_options {
@@ -299,16 +308,19 @@ typedef struct kvedge_options {
     kvedge_type type;           // storage type of keys and values
     int32_t     n_threads;      // threads of the compression; 0: the context's n_threads_batch
     bool        auto_compress;  // compress by itself when the first token after a prompt is decoded
+    kvedge_type type_k;         // storage type of keys, where it is not `type`
+    kvedge_type type_v;         // and of values
 } kvedge_options;
 
-// Defaults: f16, 0, true.
+// Defaults: f16, 0, true, KVEDGE_TYPE_SAME twice.
 KVEDGE_API kvedge_options kvedge_options_default(void);
 
 // Takes over the KV memory of `ctx`. The context must hold no tokens. From now on llama_decode stores and attends
 // through the cache for every full-attention layer; sliding-window, recurrent and MLA layers stay as they are.
 // plan: copied; NULL keeps everything. options: NULL for the defaults.
 // Errors: KVEDGE_E_NOTHING (no layer to take over; the context is unchanged and usable), KVEDGE_E_STATE (tokens present,
-// or another provider attached), KVEDGE_E_BUDGET, KVEDGE_E_MEMORY.
+// or another provider attached), KVEDGE_E_BUDGET, KVEDGE_E_MEMORY, KVEDGE_E_UNSUPPORTED (head sizes that the storage type
+// cannot hold; the context is unchanged and usable).
 KVEDGE_API kvedge_status kvedge_attach(
     struct llama_context * ctx, const kvedge_plan * plan, const kvedge_options * options, kvedge_cache ** out,
     kvedge_error * err);
@@ -324,7 +336,8 @@ KVEDGE_API kvedge_status kvedge_set_plan(kvedge_cache * kv, const kvedge_plan * 
 KVEDGE_API kvedge_status kvedge_set_auto_compress(kvedge_cache * kv, bool on, kvedge_error * err);
 
 // Compresses, now, the tokens of sequence seq_id that were added since its last compression, and returns their
-// memory. Does nothing (KVEDGE_OK) when there are none, when the budget covers them all, or in the middle of an answer
+// memory. Does nothing (KVEDGE_OK) when there are none, when the budget covers them all (a quantised storage type is
+// written even then), or in the middle of an answer
 // that a decode policy bounds. Where recent and sinks ask for more than the budget, they give way: recent tokens outlast
 // sinks, with scorer position it is the other way round.
 // A failure leaves the sequence as it was. Errors: KVEDGE_E_STATE, KVEDGE_E_MEMORY.
@@ -450,11 +463,17 @@ typedef struct kvedge_arrays {
     const uint8_t * image_mask;  // [T] 1 for an image token; NULL: all text
 } kvedge_arrays;
 
-// Stores k and v as `type`, attends causally with scale 1/sqrt(d), compresses by the plan.
-// n_threads: 0 for one per core. Errors: KVEDGE_E_ARGUMENT, KVEDGE_E_MEMORY.
+// Stores k and v as `type`, attends causally with scale 1/sqrt(d), compresses by the plan. A quantised type is written last:
+// attention, scores and merges see f16.
+// n_threads: 0 for one per core. Errors: KVEDGE_E_ARGUMENT, KVEDGE_E_MEMORY, KVEDGE_E_UNSUPPORTED (d that the type cannot hold).
 KVEDGE_API kvedge_status kvedge_compress_arrays(
     const kvedge_plan * plan, const kvedge_arrays * in, kvedge_type type, int32_t n_threads, kvedge_result ** out,
     kvedge_error * err);
+
+// The same with a type for keys and one for values.
+KVEDGE_API kvedge_status kvedge_compress_arrays_as(
+    const kvedge_plan * plan, const kvedge_arrays * in, kvedge_type type_k, kvedge_type type_v, int32_t n_threads,
+    kvedge_result ** out, kvedge_error * err);
 
 KVEDGE_API void kvedge_result_free(kvedge_result * result);  // NULL is allowed
 

@@ -30,16 +30,17 @@ struct Case {
     bool    causal;
     float   softcap;
     bool    sinks;
-    Type    type;
+    Storage storage;
 };
 
 void store(Sequence & seq, const std::vector<float> & k, const std::vector<float> & v, int32_t n) {
-    const LayerShape & s = seq.shapes()[0];
+    const LayerShape & s     = seq.shapes()[0];
+    const Storage      plain = seq.storage().plain();
     for (int32_t t = 0; t < n; t++) {
         const auto at = seq.place_from_end(t, n);
         for (int32_t h = 0; h < s.n_heads_kv; h++) {
-            kernels().from_f32(seq.type(), k.data() + (size_t) ((t * s.n_heads_kv + h) * s.d_k), seq.k_row(at, 0, h), (size_t) s.d_k);
-            kernels().from_f32(seq.type(), v.data() + (size_t) ((t * s.n_heads_kv + h) * s.d_v), seq.v_row(at, 0, h), (size_t) s.d_v);
+            kernels().from_f32(plain.k, k.data() + (size_t) ((t * s.n_heads_kv + h) * s.d_k), seq.k_row(at, 0, h), (size_t) s.d_k);
+            kernels().from_f32(plain.v, v.data() + (size_t) ((t * s.n_heads_kv + h) * s.d_v), seq.v_row(at, 0, h), (size_t) s.d_v);
         }
     }
 }
@@ -63,8 +64,8 @@ void rows_of(const Sequence & seq, int32_t head, std::vector<float> & k, std::ve
         const size_t at_k = k.size(), at_v = v.size();
         k.resize(at_k + (size_t) (seg.n * s.d_k));
         v.resize(at_v + (size_t) (seg.n * s.d_v));
-        kernels().to_f32(seq.type(), seg.k.data, k.data() + at_k, (size_t) (seg.n * s.d_k));
-        kernels().to_f32(seq.type(), seg.v.data, v.data() + at_v, (size_t) (seg.n * s.d_v));
+        kernels().widen(seg.k, seg.n, s.d_k, k.data() + at_k, (size_t) s.d_k);
+        kernels().widen(seg.v, seg.n, s.d_v, v.data() + at_v, (size_t) s.d_v);
     });
 }
 
@@ -234,7 +235,7 @@ kvedge_plan half_plan() {
 
 void check_case(const Case & c) {
     const std::vector<LayerShape> shapes = { { 0, c.H, c.Hkv, c.d_k, c.d_v } };
-    Sequence                      seq(shapes, c.type);
+    Sequence                      seq(shapes, c.storage);
     for (int32_t n : { 1, 70, 3, 699, 1 }) {
         append(seq, n);
         check_step(c, seq, n);
@@ -414,10 +415,17 @@ int main() {
     check_kept_queries(0.0f);
     check_kept_queries(2.0f);
     const Case cases[] = {
-        { 4, 4, 64, 64, true, 0.0f, false, Type::f16 },    { 8, 2, 128, 128, true, 0.0f, false, Type::f16 },
-        { 6, 1, 80, 80, true, 0.0f, false, Type::bf16 },   { 24, 1, 96, 96, true, 0.0f, false, Type::f32 },
-        { 4, 2, 128, 64, true, 30.0f, false, Type::f16 },  { 4, 4, 64, 64, false, 0.0f, false, Type::f16 },
-        { 8, 4, 64, 64, true, 0.0f, true, Type::f16 },     { 2, 1, 256, 256, false, 20.0f, true, Type::f32 },
+        { 4, 4, 64, 64, true, 0.0f, false, { Type::f16, Type::f16 } },    { 8, 2, 128, 128, true, 0.0f, false, { Type::f16, Type::f16 } },
+        { 6, 1, 80, 80, true, 0.0f, false, { Type::bf16, Type::bf16 } },   { 24, 1, 96, 96, true, 0.0f, false, { Type::f32, Type::f32 } },
+        { 4, 2, 128, 64, true, 30.0f, false, { Type::f16, Type::f16 } },  { 4, 4, 64, 64, false, 0.0f, false, { Type::f16, Type::f16 } },
+        { 8, 4, 64, 64, true, 0.0f, true, { Type::f16, Type::f16 } },     { 2, 1, 256, 256, false, 20.0f, true, { Type::f32, Type::f32 } },
+        { 4, 4, 64, 64, true, 0.0f, false, { Type::q8_0, Type::q8_0 } },
+        { 8, 2, 128, 64, true, 0.0f, true, { Type::q4_0, Type::q4_0 } },
+        { 4, 4, 128, 128, true, 0.0f, false, { Type::kivi2_k, Type::kivi2_v } },
+        { 6, 2, 64, 96, true, 30.0f, false, { Type::kivi4_k, Type::kivi4_v } },
+        { 4, 1, 64, 64, false, 0.0f, false, { Type::kivi4_k, Type::bf16 } },
+        { 2, 2, 32, 32, true, 0.0f, false, { Type::f32, Type::kivi2_v } },
+        { 4, 2, 64, 64, true, 0.0f, false, { Type::q8_0, Type::kivi4_v } },
     };
     for (const Case & c : cases) {
         check_case(c);

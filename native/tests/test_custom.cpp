@@ -25,7 +25,7 @@ float value(int32_t l, int32_t h, int32_t t, int32_t c) { return (float) ((l * 1
 float query(int32_t l, int32_t h, int32_t t, int32_t c) { return (float) ((l + h + t + c) % 16); }
 
 Sequence make_sequence() {
-    Sequence             seq(SHAPES, Type::f16);
+    Sequence             seq(SHAPES, Storage{});
     std::vector<int32_t> pos(T);
     for (int32_t t = 0; t < T; t++) {
         pos[(size_t) t] = t;

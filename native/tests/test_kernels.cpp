@@ -2,7 +2,9 @@
 
 #include "check.h"
 #include "kernels/kernels.h"
+#include "kernels/quantise.h"
 
+#include <algorithm>
 #include <cstring>
 #include <random>
 #include <vector>
@@ -10,6 +12,8 @@
 using namespace kvedge;
 
 static std::mt19937 rng(7);
+
+static const Type QUANTISED[] = { Type::q8_0, Type::q4_0, Type::kivi4_v, Type::kivi2_v, Type::kivi4_k, Type::kivi2_k };
 
 static std::vector<float> random_floats(size_t n, float scale = 1.0f) {
     std::normal_distribution<float> normal(0.0f, scale);
@@ -106,6 +110,132 @@ static void test_products(const Kernels & kn, Type type, int32_t m, int32_t n, i
     }
 }
 
+// ---------------------------------------------------------------------------------------------------------
+// Quantised rows, read back bit by bit.
+
+static double half(const uint8_t * p) {
+    float f;
+    kernels_generic()->to_f32(Type::f16, p, &f, 1);
+    return f;
+}
+
+static double code_at(Type type, const uint8_t * codes, int32_t i) {
+    if (type == Type::q8_0) {
+        return (int8_t) codes[i];
+    }
+    const int32_t bytes = (int32_t) code_bytes(type), bits = bytes == 16 ? 4 : 2;
+    return codes[i % bytes] >> (i / bytes * bits) & ((1 << bits) - 1);
+}
+
+// Value i of row r, and the distance between two neighbouring values that its group can hold.
+static double decoded(Type type, const std::vector<uint8_t> & data, int32_t d, int32_t r, int32_t i, double & step) {
+    const int32_t b = i / 32;
+    if (is_grouped(type)) {
+        const uint8_t * group = data.data() + (size_t) (r / 32) * 32 * row_bytes(type, d);
+        const uint8_t * codes = group + 4 * d + (size_t) (r % 32 * (d / 32) + b) * code_bytes(type);
+        step                  = half(group + 2 * i);
+        return step * code_at(type, codes, i % 32) + half(group + 2 * d + 2 * i);
+    }
+    const uint8_t * block = data.data() + (size_t) r * row_bytes(type, d) + (size_t) b * block_bytes(type);
+    const bool      plain = type == Type::q8_0 || type == Type::q4_0;
+    step                  = std::fabs(half(block));
+    const double code     = code_at(type, block + (plain ? 2 : 4), i % 32) - (type == Type::q4_0 ? 8 : 0);
+    return half(block) * code + (plain ? 0.0 : half(block + 2));
+}
+
+static std::vector<uint8_t> quantised(Type type, const std::vector<float> & x, int32_t n, int32_t d) {
+    std::vector<uint8_t> out((size_t) ((n + 31) / 32 * 32) * row_bytes(type, d));
+    for (int32_t r = 0; r < n; r += is_grouped(type) ? 32 : 1) {
+        const float * row = x.data() + (size_t) r * (size_t) d;
+        uint8_t *     to  = out.data() + (size_t) r * row_bytes(type, d);
+        if (is_grouped(type)) {
+            quantise_group(type, row, std::min(32, n - r), d, to);
+        } else {
+            quantise_row(type, row, d, to);
+        }
+    }
+    return out;
+}
+
+static void test_rounding(Type type) {
+    const int32_t n = 77, d = 96;
+    auto          x = random_floats((size_t) (n * d), 3.0f);
+    std::fill(x.begin(), x.begin() + 32, 0.0f);         // nothing to scale by
+    std::fill(x.begin() + 32, x.begin() + 64, -1.25f);  // all equal
+    for (int32_t r = 0; r < n; r++) {
+        x[(size_t) (r * d + 95)] = 0.75f;  // of a channel as well
+    }
+    const auto data = quantised(type, x, n, d);
+    for (int32_t r = 0; r < n; r++) {
+        for (int32_t i = 0; i < d; i++) {
+            double       step = 0.0;
+            const double got = decoded(type, data, d, r, i, step), was = x[(size_t) (r * d + i)];
+            // half a step; the end that q4_0 has no code for is a whole one off; a stored scale or minimum is off by 2^-11
+            const double most = type == Type::q4_0 ? 1.0 : 0.5;
+            CHECK(std::fabs(got - was) <= most * step + 16.0 * (step + std::fabs(was)) / 2048.0);
+            CHECK(step > 0.0 || std::fabs(got - was) <= std::fabs(was) / 2048.0);
+        }
+    }
+    // what was read back is a fixed point, but for scales that half precision rounds
+    std::vector<float> wide((size_t) (n * d));
+    kernels().widen({ data.data(), row_bytes(type, d), type }, n, d, wide.data(), (size_t) d);
+    const auto         again = quantised(type, wide, n, d);
+    for (int32_t r = 0; r < n; r++) {
+        for (int32_t i = 0; i < d; i++) {
+            double       step = 0.0;
+            const double was = decoded(type, data, d, r, i, step), now = decoded(type, again, d, r, i, step);
+            CHECK(std::fabs(now - was) <= 16.0 * step / 1024.0);
+        }
+    }
+}
+
+static void test_quantised(const Kernels & kn, Type type, int32_t m, int32_t n, int32_t d, int32_t skip) {
+    const auto q    = random_floats((size_t) m * (size_t) d);
+    const auto data = quantised(type, random_floats((size_t) (n + skip) * (size_t) d), n + skip, d);
+    const Rows rows = Rows{ data.data(), row_bytes(type, d), type }.from(skip);
+
+    const auto          ld = (size_t) pad16(d) + 16, panel = (size_t) kn.panel;
+    const size_t        lds = ((size_t) n + panel - 1) / panel * panel;
+    std::vector<float>  wide((size_t) n * ld), packed(lds * (size_t) d), s((size_t) m * lds), o((size_t) m * ld, 0.5f);
+    std::vector<double> exact((size_t) n * (size_t) d);
+    kn.widen(rows, n, d, wide.data(), ld);
+    kn.pack(rows, n, d, packed.data());
+    for (int32_t c = 0; c < n; c++) {
+        for (int32_t i = 0; i < d; i++) {
+            double       step = 0.0;
+            const double x    = decoded(type, data, d, skip + c, i, step);
+            exact[(size_t) (c * d + i)] = x;
+            CHECK(close_to(wide[(size_t) c * ld + (size_t) i], x, 1e-6));
+            const auto p = (size_t) c / panel;
+            CHECK(close_to(packed[(p * (size_t) d + (size_t) i) * panel + (size_t) c % panel], x, 1e-6));
+        }
+    }
+    kn.rows_dot(q.data(), (size_t) d, m, rows, n, d, s.data(), lds, rows.data);
+    for (int32_t r = 0; r < m; r++) {
+        for (int32_t c = 0; c < n; c++) {
+            double dot = 0.0, size = 1.0;
+            for (int32_t i = 0; i < d; i++) {
+                const double term = (double) q[(size_t) (r * d + i)] * exact[(size_t) (c * d + i)];
+                dot += term;
+                size += std::fabs(term);
+            }
+            CHECK(std::fabs(s[(size_t) r * lds + (size_t) c] - dot) <= 1e-6 * size);
+        }
+    }
+    kn.rows_axpy(s.data(), lds, m, rows, n, d, o.data(), ld, m % 2 ? rows.data : nullptr);
+    for (int32_t r = 0; r < m; r++) {
+        for (int32_t i = 0; i < d; i++) {
+            double sum = 0.5, size = 1.0;
+            for (int32_t c = 0; c < n; c++) {
+                const double p = s[(size_t) r * lds + (size_t) c], term = p * exact[(size_t) (c * d + i)];
+                sum += term;
+                size += std::fabs(term) + 2.0 * std::fabs(p);  // codes and minima cancel within a value
+            }
+            CHECK(std::fabs(o[(size_t) r * ld + (size_t) i] - sum) <= 1e-6 * size);
+        }
+    }
+}
+
 static void test_rows(const Kernels & kn, size_t n) {
     auto  x   = random_floats(n, 8.0f);
     float top = -INFINITY;
@@ -166,6 +296,18 @@ int main() {
         }
         for (size_t n : { 1, 3, 16, 17, 64, 1000 }) {
             test_rows(*t, n);
+        }
+    }
+    for (Type type : QUANTISED) {
+        test_rounding(type);
+        for (const Kernels * t : tables) {
+            for (int32_t d : { 32, 64, 96, 128, 256, 512 }) {
+                for (int32_t m : { 1, 2, 7, 16 }) {
+                    for (int32_t skip : { 0, 5, 33 }) {
+                        test_quantised(*t, type, m, 1 + (m * 29 + skip) % 75, d, skip);
+                    }
+                }
+            }
         }
     }
     std::fprintf(stderr, "%d failures\n", failures());

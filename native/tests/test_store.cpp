@@ -50,7 +50,7 @@ kvedge_plan test_plan(const char * decode) {
 
 class Checked {
   public:
-    explicit Checked(const char * decode) : seq(std::make_unique<Sequence>(SHAPES, Type::f32)), plan(test_plan(decode)) {
+    explicit Checked(const char * decode) : seq(std::make_unique<Sequence>(SHAPES, Storage{ Type::f32, Type::f32 })), plan(test_plan(decode)) {
         for (size_t l = 0; l < SHAPES.size(); l++) {
             rows.emplace_back((size_t) SHAPES[l].n_heads_kv);
         }

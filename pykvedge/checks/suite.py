@@ -12,8 +12,8 @@ import numpy as np
 from pykvedge import presets
 from pykvedge.checks import rules
 from pykvedge.checks.prompts import LAYOUTS, Prompt, prompt
-from pykvedge.compress import KV_TYPES
 from pykvedge.errors import BudgetError, KvedgeError, UsageError, unknown
+from pykvedge.kvtypes import PLAIN
 from pykvedge.plan import Budget, Plan
 from pykvedge.plugins import loading
 from pykvedge.stages import registry
@@ -126,7 +126,7 @@ def _protection(make: Make) -> Iterator[Case]:
 
 
 def _storage(make: Make) -> Iterator[Case]:
-    for kv_type, size in itertools.product(KV_TYPES, (8, 40, 128)):
+    for kv_type, size in itertools.product(PLAIN, (8, 40, 128)):
         yield _agree(f"{kv_type}, head size {size}", make(), prompt(77, size=size), kv_type)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pykvedge.cli.chat import _positive, model_files
-from pykvedge.errors import UsageError, unknown
+from pykvedge.errors import UsageError
 from pykvedge.presets import methods as method_names
 from pykvedge.presets import plan as make_plan
 
@@ -204,14 +204,13 @@ def _shapes(chosen: dict[str, Any], image_size: str) -> list[Shape]:
 
 def _variants(given: dict[str, Any], budgets: str) -> list[Variant]:
     from pykvedge.bench.matrix import Variant
-    from pykvedge.compress import KV_TYPES
+    from pykvedge.kvtypes import KvType
 
     names = _listed("--methods", given["methods"])
     names = method_names() if names == ["all"] else ["full", *(name for name in names if name != "full")]
     types = _listed("--kv-types", given["kv_types"])
     for name in types:
-        if name not in KV_TYPES:
-            raise unknown("kv-type", name, KV_TYPES)
+        KvType.parse(name)
     out = []
     for kv_type in types:
         for name in names:

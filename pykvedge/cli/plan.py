@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pykvedge.cli.chat import model_files
-from pykvedge.errors import UsageError, unknown
+from pykvedge.errors import UsageError
 from pykvedge.presets import default_plan
 from pykvedge.presets import plan as make_plan
 
@@ -77,13 +77,12 @@ def plan(model: Path | None, mmproj: Path | None, as_json: bool, **given: Any) -
 
 def _request(model: Path, mmproj: Path | None, given: dict[str, Any]) -> tuple[Files, Request, int]:
     from pykvedge import runtime
-    from pykvedge.compress import KV_TYPES
     from pykvedge.footprint import Files, ModelShape, Request, encoder_compute, machine_simd, program_bytes
     from pykvedge.imagetokens import image_grid
+    from pykvedge.kvtypes import KvType
     from pykvedge.modelfile import check_mmproj, check_model
 
-    if given["kv_type"] not in KV_TYPES:
-        raise unknown("kv_type", given["kv_type"], KV_TYPES)
+    KvType.parse(given["kv_type"])
     width, height = _size(given["image_size"])
     method, budget = given["method"], given["budget"]
     chosen = default_plan(budget) if method is None else make_plan(method, budget)

@@ -17,6 +17,7 @@ from pykvedge import libkvedge
 from pykvedge.context import Context, ContextSize, check_memory, ubatch_for
 from pykvedge.engine import check_protection
 from pykvedge.errors import ContextError, KvedgeError, NothingToCompressError
+from pykvedge.kvtypes import KvType
 from pykvedge.model import Model
 from pykvedge.plan import Plan
 from pykvedge.vision import ImagePiece, Piece, Vision
@@ -93,7 +94,7 @@ class Reader:
             try:
                 self._cache = libkvedge.Cache(context.handle, plan, self._kv_type, auto_compress=False)
             except NothingToCompressError:
-                if plan.method != "full":
+                if plan.method != "full" or KvType.parse(self._kv_type).quantised:
                     raise
         else:
             self._cache.set_plan(plan)

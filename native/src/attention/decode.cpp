@@ -92,7 +92,7 @@ void attend_block(const AttendJob & job, const Piece & piece, const Segment & se
         std::fill(row + n, row + seg.n, 0.0f);
     }
     kn.rows_axpy(s, BLOCK, x.n, seg.v, seg.n, shape.d_v, out.o + (size_t) x.first * ld, ld,
-                 seg.k.data + (size_t) seg.n * seg.k.stride);  // the next block, if the segment goes on
+                 seg.k.from(seg.n).data);  // the next block, if the segment goes on
 }
 
 void write_out(const AttendJob & job, const Piece & piece, int32_t n_splits, DecodePartials & partials) {
@@ -196,9 +196,7 @@ void decode_task(const AttendJob & job, int32_t task, int32_t n_splits, DecodePa
         job.seq->each_segment(job.layer, piece.head, false, [&](const Segment & seg) {
             const int32_t first = std::max(piece.a - at, 0), last = std::min(piece.b - at, seg.n);
             for (int32_t c = first; c < last; c += BLOCK) {
-                const Segment part{ { seg.k.data + (size_t) c * seg.k.stride, seg.k.stride, seg.k.type },
-                                    { seg.v.data + (size_t) c * seg.v.stride, seg.v.stride, seg.v.type },
-                                    std::min(BLOCK, last - c) };
+                const Segment part{ seg.k.from(c), seg.v.from(c), std::min(BLOCK, last - c) };
                 attend_block(job, piece, part, at + c, x, out);
             }
             at += seg.n;

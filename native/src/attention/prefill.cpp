@@ -58,7 +58,7 @@ void logits(const AttendJob & job, const Tile & tile, int32_t d_k, Scratch & x) 
     job.seq->each_segment(job.layer, tile.head, false, [&](const Segment & seg) {
         for (int32_t c = 0; c < seg.n && at < tile.n_visible; c += BLOCK) {
             const int32_t w = std::min({ BLOCK, seg.n - c, tile.n_visible - at });
-            kn.pack({ seg.k.data + (size_t) c * seg.k.stride, seg.k.stride, seg.k.type }, w, d_k, x.panel);
+            kn.pack(seg.k.from(c), w, d_k, x.panel);
             kn.gemm_qk(x.q, (size_t) d_k, tile.rows, x.panel, w, d_k, x.s + at, tile.stride);
             at += w;
         }
@@ -204,10 +204,9 @@ void weigh_values(const AttendJob & job, const Tile & tile, int32_t d_v, Scratch
     job.seq->each_segment(job.layer, tile.head, false, [&](const Segment & seg) {
         for (int32_t c = 0; c < seg.n && at < tile.n_visible; c += BLOCK) {
             const int32_t w = std::min({ BLOCK, seg.n - c, tile.n_visible - at });
+            kn.widen(seg.v.from(c), w, d_v, x.vals, ld);
             for (int32_t i = 0; i < w; i++) {
-                float * row = x.vals + (size_t) i * ld;
-                kn.to_f32(seg.v.type, seg.v.data + (size_t) (c + i) * seg.v.stride, row, (size_t) d_v);
-                std::fill(row + d_v, row + ld, 0.0f);
+                std::fill(x.vals + (size_t) i * ld + d_v, x.vals + (size_t) (i + 1) * ld, 0.0f);
             }
             kn.gemm_pv(x.s + at, tile.stride, tile.rows, w, x.vals, ld, d_v, x.o);
             at += w;

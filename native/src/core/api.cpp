@@ -5,6 +5,7 @@
 #include "core/error.h"
 #include "core/observe.h"
 #include "core/profile.h"
+#include "core/storage.h"
 #include "core/threads.h"
 
 #include <algorithm>
@@ -67,8 +68,8 @@ void store_layer(const kvedge_arrays & in, Sequence & seq, int32_t l) {
     for (int32_t h = 0; h < in.n_heads_kv; h++) {
         const size_t head = ((size_t) l * (size_t) in.n_heads_kv + (size_t) h) * T * d;
         const auto   at   = seq.place_from_end(0, in.n_tokens);
-        kernels().from_f32(seq.type(), in.k + head, seq.k_row(at, l, h), T * d);
-        kernels().from_f32(seq.type(), in.v + head, seq.v_row(at, l, h), T * d);
+        kernels().from_f32(seq.storage().plain().k, in.k + head, seq.k_row(at, l, h), T * d);
+        kernels().from_f32(seq.storage().plain().v, in.v + head, seq.v_row(at, l, h), T * d);
     }
 }
 
@@ -110,8 +111,8 @@ void read_back(const kvedge_arrays & in, kvedge_result & r) {
             head.v.resize(head.kept.size() * d);
             size_t at = 0;
             r.seq->each_segment(l, h, false, [&](const Segment & s) {
-                kernels().to_f32(s.k.type, s.k.data, head.k.data() + at, (size_t) s.n * d);
-                kernels().to_f32(s.v.type, s.v.data, head.v.data() + at, (size_t) s.n * d);
+                kernels().widen(s.k, s.n, in.head_size, head.k.data() + at, d);
+                kernels().widen(s.v, s.n, in.head_size, head.v.data() + at, d);
                 at += (size_t) s.n * d;
             });
         }
@@ -122,12 +123,22 @@ void read_back(const kvedge_arrays & in, kvedge_result & r) {
 
 extern "C" kvedge_status kvedge_compress_arrays(
     const kvedge_plan * plan, const kvedge_arrays * in, kvedge_type type, int32_t n_threads, kvedge_result ** out,
-    kvedge_error * err) try {
-    if (!plan || !in || !out || type < KVEDGE_TYPE_F16 || type > KVEDGE_TYPE_F32) {
-        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_compress_arrays: plan, arrays or result is NULL, or the type is unknown");
+    kvedge_error * err) {
+    return kvedge_compress_arrays_as(plan, in, type, type, n_threads, out, err);
+}
+
+extern "C" kvedge_status kvedge_compress_arrays_as(
+    const kvedge_plan * plan, const kvedge_arrays * in, kvedge_type type_k, kvedge_type type_v, int32_t n_threads,
+    kvedge_result ** out, kvedge_error * err) try {
+    Storage storage;
+    if (!plan || !in || !out || !make_storage(type_k, type_v, storage)) {
+        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_compress_arrays: plan, arrays or result is NULL, or a type is unknown");
     }
     *out = nullptr;
     if (const auto status = check_arrays(*in, err); status != KVEDGE_OK) {
+        return status;
+    }
+    if (const auto status = check_storage(storage, in->head_size, in->head_size, err); status != KVEDGE_OK) {
         return status;
     }
     auto r      = std::make_unique<kvedge_result>();
@@ -140,7 +151,7 @@ extern "C" kvedge_status kvedge_compress_arrays(
     if (const auto status = check_profiles(*plan, r->shapes, in->n_layers, err); status != KVEDGE_OK) {
         return status;
     }
-    r->seq = std::make_unique<Sequence>(r->shapes, (Type) type);
+    r->seq = std::make_unique<Sequence>(r->shapes, storage);
 
     std::vector<int32_t> pos((size_t) in->n_tokens);
     for (int32_t t = 0; t < in->n_tokens; t++) {

@@ -10,6 +10,7 @@
 #include <chrono>
 #include <cstring>
 #include <new>
+#include <numeric>
 
 namespace kvedge {
 
@@ -20,10 +21,12 @@ struct Job {
     const kvedge_plan &  plan;
     int32_t              n_threads;
     int32_t              n_tokens;  // T, pending
+    bool                 scored;    // the decode policy goes on from the column sums
     std::vector<int32_t> tokens;    // [T] token index of each pending row
     std::vector<uint8_t> image;     // [T]
 
-    std::unique_ptr<Block>                         block;   // the ragged block that replaces the pending ones
+    // The ragged blocks that replace the pending ones: rows that are stored whole, and KIVI's newest with their residual.
+    std::unique_ptr<Block>                         main, tail;
     std::vector<std::vector<int32_t>>              counts;  // [layer][head] KV pairs that the allocator grants
     std::vector<std::vector<std::vector<int32_t>>> kept;    // [layer][head] pending rows that stay
     std::vector<std::vector<float>>                rows;    // [worker] keys and values of one head, and the reducer's scratch
@@ -149,51 +152,110 @@ void select_all(Job & job, Compression & outcome) {
     }
 }
 
-bool make_block(Job & job) {
-    const auto & shapes = job.seq.shapes();
-    job.block           = std::make_unique<Block>();
-    job.block->ragged   = true;
-    job.block->layers.resize(shapes.size());
-    size_t widest = 0;
-    for (size_t l = 0; l < shapes.size(); l++) {
-        BlockLayer & layer = job.block->layers[l];
-        layer.heads.resize((size_t) shapes[l].n_heads_kv);
-        for (size_t h = 0; h < layer.heads.size(); h++) {
-            layer.heads[h].length = (int32_t) job.kept[l][h].size();
-            layer.heads[h].tokens.reserve(job.kept[l][h].size());
-            for (int32_t row : job.kept[l][h]) {
-                layer.heads[h].tokens.push_back(job.tokens[(size_t) row]);
-            }
-            if (job.plan.decode->needs_scores) {
-                const double * sums = job.seq.sums[l].sums.data() + h * (size_t) job.seq.sums[l].capacity;
-                layer.heads[h].scores.reserve(job.kept[l][h].size() + 1);
-                for (int32_t row : job.kept[l][h]) {
-                    layer.heads[h].scores.push_back(sums[row]);
-                }
-            }
-            if (job.plan.reducer->reduce) {
-                const size_t rows = (size_t) job.n_tokens + job.kept[l][h].size();
-                widest            = std::max(widest, rows * (size_t) (shapes[l].d_k + shapes[l].d_v) +
-                                                         job.plan.reducer->scratch(job.n_tokens, layer.heads[h].length, shapes[l].d_k));
-            }
+// Rows of a head of n that go to the main block: full groups of which all is stored.
+int32_t main_rows(const Storage & storage, int32_t n) {
+    const int32_t stored = std::min(stored_keys(storage, n), stored_values(storage, n));
+    return stored == n ? n : stored - stored % GROUP;
+}
+
+// Of one of the two blocks, the rows [first, last) of a head.
+void plan_head(const Job & job, size_t l, size_t h, int32_t first, int32_t last, BlockLayer & layer) {
+    const LayerShape & shape   = job.seq.shapes()[l];
+    const Storage &    storage = job.seq.storage();
+    const auto &       kept    = job.kept[l][h];
+    const auto         n       = (int32_t) kept.size();
+    RaggedHead &       head    = layer.heads[h];
+    head.length                = last - first;
+    head.k = make_side(keys_of(shape, storage), head.length, std::min(last, stored_keys(storage, n)) - first);
+    head.v = make_side(values_of(shape, storage), head.length, std::min(last, stored_values(storage, n)) - first);
+    head.tokens.reserve((size_t) head.length);
+    for (int32_t i = first; i < last; i++) {
+        head.tokens.push_back(job.tokens[(size_t) kept[(size_t) i]]);
+    }
+    if (job.scored) {
+        const double * sums = job.seq.sums[l].sums.data() + h * (size_t) job.seq.sums[l].capacity;
+        head.scores.reserve((size_t) head.length + 1);
+        for (int32_t i = first; i < last; i++) {
+            head.scores.push_back(sums[kept[(size_t) i]]);
         }
-        layer.extent = lay_out_ragged(shapes[l], job.seq.type(), layer.heads);
-        layer.memory = Pages::take(layer.extent);
-        if (!layer.memory) {
+    }
+}
+
+// Memory for one of the two blocks; an empty one goes. False: no memory.
+bool take_memory(const Job & job, std::unique_ptr<Block> & block) {
+    size_t total = 0;
+    for (size_t l = 0; l < block->layers.size(); l++) {
+        BlockLayer & layer = block->layers[l];
+        const size_t bytes = lay_out(job.seq.shapes()[l], job.seq.storage(), layer.heads);
+        layer.extent       = bytes;
+        layer.memory       = Pages::take(bytes);
+        if (bytes > 0 && !layer.memory) {
             return false;
         }
+        total += bytes;
     }
-    if (job.plan.reducer->reduce) {
-        job.rows.assign((size_t) job.n_threads, std::vector<float>(widest));
+    if (total == 0) {
+        block.reset();
     }
-    job.seq.blocks.reserve(job.seq.blocks.size() + 1);
     return true;
 }
 
-void gather_rows(const Job & job, int32_t l, int32_t h, uint8_t * k, uint8_t * v) {
-    const auto & kept = job.kept[(size_t) l][(size_t) h];
-    size_t       next = 0;
-    int32_t      at   = 0;
+bool make_blocks(Job & job, bool reduces) {
+    const auto & shapes = job.seq.shapes();
+    for (auto * block : { &job.main, &job.tail }) {
+        *block           = std::make_unique<Block>();
+        (*block)->ragged = true;
+        (*block)->layers.resize(shapes.size());
+    }
+    job.tail->open_k = job.tail->open_v = true;
+    size_t widest = 0;
+    for (size_t l = 0; l < shapes.size(); l++) {
+        const auto width = (size_t) (shapes[l].d_k + shapes[l].d_v);
+        job.main->layers[l].heads.resize((size_t) shapes[l].n_heads_kv);
+        job.tail->layers[l].heads.resize((size_t) shapes[l].n_heads_kv);
+        widest = std::max(widest, GROUP * width);
+        for (size_t h = 0; h < (size_t) shapes[l].n_heads_kv; h++) {
+            const auto    n     = (int32_t) job.kept[l][h].size();
+            const int32_t split = main_rows(job.seq.storage(), n);
+            plan_head(job, l, h, 0, split, job.main->layers[l]);
+            plan_head(job, l, h, split, n, job.tail->layers[l]);
+            if (reduces) {
+                const size_t rows = (size_t) job.n_tokens + (size_t) n;
+                widest            = std::max(widest, rows * width + job.plan.reducer->scratch(job.n_tokens, n, shapes[l].d_k));
+            }
+        }
+    }
+    if (!take_memory(job, job.main) || !take_memory(job, job.tail)) {
+        return false;
+    }
+    if (reduces || job.seq.storage().quantised()) {
+        job.rows.assign((size_t) job.n_threads, std::vector<float>(widest));
+    }
+    job.seq.blocks.reserve(job.seq.blocks.size() + 2);
+    return true;
+}
+
+// The kept rows `first` and after, n <= GROUP of them, into the block that they belong to. first is a multiple of GROUP.
+void store_rows(Job & job, int32_t l, int32_t h, int32_t first, int32_t n, const float * k, const float * v) {
+    const LayerShape & shape   = job.seq.shapes()[(size_t) l];
+    const Storage &    storage = job.seq.storage();
+    const int32_t      split   = main_rows(storage, (int32_t) job.kept[(size_t) l][(size_t) h].size());
+    BlockLayer &       layer   = (first < split ? job.main : job.tail)->layers[(size_t) l];
+    const RaggedHead & head    = layer.heads[(size_t) h];
+    const int32_t      at      = first < split ? first : first - split;
+    write_rows(layer.memory.data(), head.k, keys_of(shape, storage), at, n, k);
+    write_rows(layer.memory.data(), head.v, values_of(shape, storage), at, n, v);
+}
+
+// Plain types: rows stay as they are, bit for bit.
+void gather_rows(Job & job, int32_t l, int32_t h) {
+    const auto &       kept  = job.kept[(size_t) l][(size_t) h];
+    BlockLayer &       layer = job.main->layers[(size_t) l];
+    const RaggedHead & head  = layer.heads[(size_t) h];
+    uint8_t * const    k     = layer.memory.data() + head.k[0].offset;
+    uint8_t * const    v     = layer.memory.data() + head.v[0].offset;
+    size_t             next  = 0;
+    int32_t            at    = 0;
     job.seq.each_segment(l, h, true, [&](const Segment & seg) {
         for (; next < kept.size() && kept[next] < at + seg.n; next++) {
             const auto r = (size_t) (kept[next] - at);
@@ -204,36 +266,57 @@ void gather_rows(const Job & job, int32_t l, int32_t h, uint8_t * k, uint8_t * v
     });
 }
 
-void reduce_rows(Job & job, int32_t l, int32_t h, int32_t worker, uint8_t * k, uint8_t * v) {
+void quantise_rows(Job & job, int32_t l, int32_t h, int32_t worker) {
+    const auto &  kept = job.kept[(size_t) l][(size_t) h];
+    const auto    dk = (size_t) job.seq.shapes()[(size_t) l].d_k, dv = (size_t) job.seq.shapes()[(size_t) l].d_v;
+    const auto    n    = (int32_t) kept.size();
+    float * const k    = job.rows[(size_t) worker].data();
+    float * const v    = k + GROUP * dk;
+    int32_t       next = 0, at = 0;
+    job.seq.each_segment(l, h, true, [&](const Segment & seg) {
+        for (; next < n && kept[(size_t) next] < at + seg.n;) {
+            const int32_t r = kept[(size_t) next] - at, slot = next % GROUP;
+            kernels().widen(seg.k.from(r), 1, (int32_t) dk, k + (size_t) slot * dk, dk);
+            kernels().widen(seg.v.from(r), 1, (int32_t) dv, v + (size_t) slot * dv, dv);
+            if (++next == n || next % GROUP == 0) {
+                store_rows(job, l, h, next - slot - 1, slot + 1, k, v);
+            }
+        }
+        at += seg.n;
+    });
+}
+
+void reduce_rows(Job & job, int32_t l, int32_t h, int32_t worker) {
     const LayerShape & shape = job.seq.shapes()[(size_t) l];
     const auto &       kept  = job.kept[(size_t) l][(size_t) h];
     const auto         dk = (size_t) shape.d_k, dv = (size_t) shape.d_v, n = (size_t) job.n_tokens;
-    const Kernels &    kn   = kernels();
     float *            rows = job.rows[(size_t) worker].data();
     float *            rk = rows, *rv = rk + n * dk, *ok = rv + n * dv, *ov = ok + kept.size() * dk;
     float *            scratch = ov + kept.size() * dv;
 
     size_t at = 0;
     job.seq.each_segment(l, h, true, [&](const Segment & seg) {
-        kn.to_f32(seg.k.type, seg.k.data, rk + at * dk, (size_t) seg.n * dk);
-        kn.to_f32(seg.v.type, seg.v.data, rv + at * dv, (size_t) seg.n * dv);
+        kernels().widen(seg.k, seg.n, shape.d_k, rk + at * dk, dk);
+        kernels().widen(seg.v, seg.n, shape.d_v, rv + at * dv, dv);
         at += (size_t) seg.n;
     });
-    const Protection p = fit_protection(job.plan, job.n_tokens, job.counts[(size_t) l][(size_t) h]);
+    const Protection p     = fit_protection(job.plan, job.n_tokens, job.counts[(size_t) l][(size_t) h]);
+    const Storage    plain = job.seq.storage().plain();
     job.plan.reducer->reduce({ job.n_tokens, shape.d_k, shape.d_v, rk, rv, kept.data(), (int32_t) kept.size(), p.sinks, p.recent,
                                job.plan.params[KVEDGE_STAGE_REDUCER], scratch, l, (int32_t) job.seq.shapes().size(), h,
-                               job.seq.type(), job.plan.reducer }, ok, ov);
-    kn.from_f32(job.seq.type(), ok, k, kept.size() * dk);
-    kn.from_f32(job.seq.type(), ov, v, kept.size() * dv);
+                               plain.k == Type::f16 ? plain.k : plain.v, job.plan.reducer }, ok, ov);
+    for (size_t r = 0; r < kept.size(); r += GROUP) {
+        store_rows(job, l, h, (int32_t) r, (int32_t) std::min(kept.size() - r, (size_t) GROUP), ok + r * dk, ov + r * dv);
+    }
 }
 
-// Fills the new block layer by layer; a layer's old rows are given back as soon as its new ones stand. A reducer that may
+// Fills the new blocks layer by layer; a layer's old rows are given back as soon as its new ones stand. A reducer that may
 // fail fills all layers first: until then the old rows are all there is.
-void fill_block(Job & job, Compression & outcome) {
+void fill_blocks(Job & job, bool reduces, Compression & outcome) {
     Sequence &    seq       = job.seq;
-    uint64_t      bytes     = outcome.before_bytes;
-    const bool    may_fail  = job.plan.reducer->custom != nullptr;
-    const int32_t n_threads = own_thread_only(*job.plan.reducer) ? 1 : job.n_threads;
+    uint64_t      bytes     = seq.bytes();
+    const bool    may_fail  = reduces && job.plan.reducer->custom != nullptr;
+    const int32_t n_threads = reduces && own_thread_only(*job.plan.reducer) ? 1 : job.n_threads;
     const auto    give_back = [&](size_t l) {
         for (size_t b = seq.pending_from; b < seq.blocks.size(); b++) {
             bytes -= seq.blocks[b]->layers[l].memory.size();
@@ -241,18 +324,18 @@ void fill_block(Job & job, Compression & outcome) {
         }
     };
     for (size_t l = 0; l < seq.shapes().size(); l++) {
-        BlockLayer & layer = job.block->layers[l];
-        parallel_for(n_threads, (int32_t) layer.heads.size(), [&](int32_t h, int32_t worker) {
-            const RaggedHead & head = layer.heads[(size_t) h];
-            uint8_t * const    k    = layer.memory.data() + head.k_offset;
-            uint8_t * const    v    = layer.memory.data() + head.v_offset;
-            if (job.plan.reducer->reduce) {
-                reduce_rows(job, (int32_t) l, h, worker, k, v);
+        parallel_for(n_threads, seq.shapes()[l].n_heads_kv, [&](int32_t h, int32_t worker) {
+            if (reduces) {
+                reduce_rows(job, (int32_t) l, h, worker);
+            } else if (seq.storage().quantised()) {
+                quantise_rows(job, (int32_t) l, h, worker);
             } else {
-                gather_rows(job, (int32_t) l, h, k, v);
+                gather_rows(job, (int32_t) l, h);
             }
         });
-        bytes += layer.memory.size();
+        for (const auto * block : { job.main.get(), job.tail.get() }) {
+            bytes += block ? block->layers[l].memory.size() : 0;
+        }
         outcome.peak_bytes = std::max(outcome.peak_bytes, bytes + seq.index_bytes() + seq.score_bytes());
         if (!may_fail) {
             give_back(l);
@@ -262,7 +345,20 @@ void fill_block(Job & job, Compression & outcome) {
         give_back(l);
     }
     seq.blocks.resize(seq.pending_from);
-    seq.blocks.push_back(std::move(job.block));
+    for (auto * block : { &job.main, &job.tail }) {
+        if (*block) {
+            seq.blocks.push_back(std::move(*block));
+        }
+    }
+}
+
+void keep_all(Job & job) {
+    std::vector<int32_t> all((size_t) job.n_tokens);
+    std::iota(all.begin(), all.end(), 0);
+    job.kept.clear();
+    for (const auto & shape : job.seq.shapes()) {
+        job.kept.emplace_back((size_t) shape.n_heads_kv, all);
+    }
 }
 
 bool observed(const Sequence & seq, const kvedge_plan & plan) {
@@ -288,8 +384,13 @@ kvedge_status score_pending(
         (plan.scorer->needs_squares && seq.seen.empty()) || (plan_window(plan) > 0 && seq.windows.empty())) {
         return fail_unobserved(err);
     }
+    // scorers read plain rows: quantised ones become plain in a copy
+    std::unique_ptr<Sequence> plain;
+    if (seq.storage().quantised() && !((plain = seq.clone()) && plain->unseal_pending())) {
+        return fail(err, KVEDGE_E_MEMORY, "no memory for a copy of the tokens to score");
+    }
     const auto image = pending_image(seq, seq.pending_tokens());
-    score_layer(seq, plan, image.data(), T, (size_t) layer, plan.scorer->score, scores, nullptr);
+    score_layer(plain ? *plain : seq, plan, image.data(), T, (size_t) layer, plan.scorer->score, scores, nullptr);
     return ok(err);
 } catch (const StageFailure & failure) {
     return fail(err, KVEDGE_E_STAGE, "%s", failure.what());
@@ -305,30 +406,43 @@ kvedge_status compress_pending(
     if (T == 0) {
         return ok(err);
     }
-    const bool scored = plan.decode->needs_scores && plan.budget_ratio != 1.0;
-    if ((budget < T || scored) && !observed(seq, plan)) {
+    const bool scored   = plan.decode->needs_scores && plan.budget_ratio != 1.0;
+    const bool reduced  = budget < T;
+    const bool quantise = seq.storage().quantised();
+    if ((reduced || scored) && !observed(seq, plan)) {
         return fail_unobserved(err);
     }
     if (plan_sums(plan) && !seq.ensure_sums(0, plan.scorer->needs_squares)) {
         return fail(err, KVEDGE_E_MEMORY, "no memory for the scores of %d tokens", T);
     }
-
-    Job job{ seq, plan, std::max(1, n_threads), T, seq.pending_tokens(), {}, nullptr, {}, {}, {} };
+    if (quantise && !reduced && !scored && !outcome.want_scores) {
+        seq.promote_sealed();  // what is quantised already stays as it is
+    }
+    if (!seq.unseal_pending()) {
+        return fail(err, KVEDGE_E_MEMORY, "no memory to compress the last answer, which is quantised");
+    }
+    const int32_t n = seq.pending_length();
+    Job job{ seq, plan, std::max(1, n_threads), n, scored, seq.pending_tokens(), {}, nullptr, nullptr, {}, {}, {} };
     job.image = pending_image(seq, job.tokens);
-    if (budget < T || outcome.want_scores) {
+    if (reduced || outcome.want_scores) {
         select_all(job, outcome);
     }
-    if (budget < T) {
-        if (!make_block(job)) {
+    const size_t first = seq.pending_from;
+    if (n > 0 && (reduced || quantise)) {
+        const bool reduces = reduced && plan.reducer->reduce;
+        if (!reduced) {
+            keep_all(job);
+        }
+        if (!make_blocks(job, reduces)) {
             return fail(err, KVEDGE_E_MEMORY, "no memory for the compressed cache of %d tokens", budget);
         }
-        fill_block(job, outcome);
-        outcome.reduced = true;
-    }
-    if (budget >= T && scored) {
+        fill_blocks(job, reduces, outcome);
+        outcome.reduced = reduced;
+    } else if (scored) {
         seq.sums_to_scores();
     }
     seq.close_pending();
+    seq.seal_old(first);  // without the memory for it, they stay as large as they are
     outcome.after_bytes = seq.bytes();
     outcome.us = std::chrono::duration_cast<std::chrono::microseconds>(std::chrono::steady_clock::now() - start).count();
     return ok(err);

@@ -44,8 +44,8 @@ void widen(const ScoreInput & in, const LayerShape & shape, std::vector<float> &
     for (int32_t h = 0; h < shape.n_heads_kv; h++) {
         size_t row = (size_t) h * T;
         in.seq->each_segment(in.layer, h, true, [&](const Segment & seg) {
-            kernels().to_f32(seg.k.type, seg.k.data, k.data() + row * dk, (size_t) seg.n * dk);
-            kernels().to_f32(seg.v.type, seg.v.data, v.data() + row * dv, (size_t) seg.n * dv);
+            kernels().widen(seg.k, seg.n, shape.d_k, k.data() + row * dk, dk);
+            kernels().widen(seg.v, seg.n, shape.d_v, v.data() + row * dv, dv);
             row += (size_t) seg.n;
         });
     }

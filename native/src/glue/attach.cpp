@@ -2,9 +2,11 @@
 
 #include "core/error.h"
 #include "core/profile.h"
+#include "core/storage.h"
 #include "glue/cache.h"
 
 #include <algorithm>
+#include <cstddef>
 #include <cstring>
 #include <new>
 
@@ -67,15 +69,37 @@ kvedge_status take_over(kvedge_cache & kv, kvedge_error * err) {
         case -3: return fail(err, KVEDGE_E_STATE, "the context has an attention provider already; detach that one first");
         default: return fail(err, KVEDGE_E_NOTHING, "this model keeps no plain KV cache; there is nothing to compress");
     }
-    if (!kv.shapes.empty() && !kv.shares_kv) {
+    kvedge_status status = KVEDGE_OK;
+    for (const auto & s : kv.shapes) {
+        status = status == KVEDGE_OK ? check_storage(kv.storage, s.d_k, s.d_v, err) : status;
+    }
+    if (!kv.shapes.empty() && !kv.shares_kv && status == KVEDGE_OK) {
         return KVEDGE_OK;
     }
     llama_set_attn_provider(kv.ctx, nullptr);
+    if (status != KVEDGE_OK) {
+        return status;
+    }
     return kv.shares_kv ? fail(err, KVEDGE_E_NOTHING, "this model's layers share their KV cache; it cannot be compressed yet")
                         : fail(err, KVEDGE_E_NOTHING, "this model has no full-attention layer; there is nothing to compress");
 }
 
 int32_t model_layers(const kvedge_cache & kv) { return llama_model_n_layer(llama_get_model(kv.ctx)); }
+
+// Options of this version and of the one before it, which ended with auto_compress.
+bool read_options(const kvedge_options * given, kvedge_options & o) {
+    constexpr size_t FIRST = offsetof(kvedge_options, type_k), ALIGN = alignof(kvedge_options);
+    if (given) {
+        const bool whole = given->struct_size == sizeof(o);
+        if (!whole && given->struct_size != (FIRST + ALIGN - 1) / ALIGN * ALIGN) {
+            return false;
+        }
+        memcpy(&o, given, whole ? sizeof(o) : FIRST);
+    }
+    o.type_k = o.type_k == KVEDGE_TYPE_SAME ? o.type : o.type_k;
+    o.type_v = o.type_v == KVEDGE_TYPE_SAME ? o.type : o.type_v;
+    return o.n_threads >= 0;
+}
 
 const SequenceState * find_seq(const kvedge_cache * kv, int32_t seq_id) {
     const auto it = kv->seqs.find(seq_id);
@@ -89,7 +113,7 @@ bool is_head(const kvedge_cache * kv, int32_t i, int32_t head) {
 }  // namespace
 
 extern "C" kvedge_options kvedge_options_default(void) {
-    return { sizeof(kvedge_options), KVEDGE_TYPE_F16, 0, true };
+    return { sizeof(kvedge_options), KVEDGE_TYPE_F16, 0, true, KVEDGE_TYPE_SAME, KVEDGE_TYPE_SAME };
 }
 
 extern "C" kvedge_status kvedge_attach(
@@ -97,9 +121,10 @@ extern "C" kvedge_status kvedge_attach(
     if (!ctx || !out) {
         return fail(err, KVEDGE_E_ARGUMENT, "kvedge_attach: ctx or out is NULL");
     }
-    *out                   = nullptr;
-    const kvedge_options o = options ? *options : kvedge_options_default();
-    if (o.struct_size != sizeof(kvedge_options) || o.type < KVEDGE_TYPE_F16 || o.type > KVEDGE_TYPE_F32 || o.n_threads < 0) {
+    *out             = nullptr;
+    kvedge_options o = kvedge_options_default();
+    Storage        storage;
+    if (!read_options(options, o) || !make_storage(o.type_k, o.type_v, storage)) {
         return fail(err, KVEDGE_E_ARGUMENT, "kvedge_attach: options are not as kvedge_options_default() makes them");
     }
     if (plan) {
@@ -116,7 +141,7 @@ extern "C" kvedge_status kvedge_attach(
     auto kv           = std::make_unique<kvedge_cache>();
     kv->ctx           = ctx;
     kv->plan          = plan ? *plan : full_plan();
-    kv->type          = (Type) o.type;
+    kv->storage       = storage;
     kv->n_threads     = o.n_threads;
     kv->auto_compress = o.auto_compress;
     kv->provider      = make_provider(kv.get());

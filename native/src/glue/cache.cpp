@@ -82,7 +82,7 @@ bool kvedge_cache::collect_runs(const llama_attn_provider_ubatch & ubatch) {
         }
         SequenceState & state = seqs[ubatch.seq_id[i][0]];
         if (!state.seq) {
-            state.seq = std::make_unique<Sequence>(shapes, type);
+            state.seq = std::make_unique<Sequence>(shapes, storage);
         }
         auto run = std::find_if(runs.begin(), runs.end(), [&](const auto & r) { return r->state == &state; });
         if (run == runs.end()) {
@@ -124,6 +124,7 @@ bool kvedge_cache::enter_run(const llama_attn_provider_ubatch & ubatch, Run & ru
         state.end_answer();
     } else {
         state.evict_generated();
+        state.seq->seal_generated();  // without the memory for it, rows stay as they are until the next time
     }
     state.armed       = state.armed || prompt;
     state.prev_output = output;

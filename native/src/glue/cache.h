@@ -75,7 +75,7 @@ struct kvedge_cache {
     llama_context *     ctx = nullptr;  // NULL once llama.cpp has freed it
     llama_attn_provider provider{};
     kvedge_plan         plan{};
-    kvedge::Type        type          = kvedge::Type::f16;
+    kvedge::Storage     storage;
     int32_t             n_threads     = 0;
     bool                auto_compress = true;
     bool                watching      = false;

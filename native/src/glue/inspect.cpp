@@ -42,10 +42,10 @@ extern "C" kvedge_status kvedge_head_rows(
         return fail(err, KVEDGE_E_ARGUMENT, "kvedge_head_rows: %d rows do not fit %d places", seq->head_length(i, head), n_out);
     }
     seq->each_segment(i, head, false, [&](const Segment & seg) {
-        for (int32_t r = 0; r < seg.n; r++, k += s.d_k, v += s.d_v) {
-            kernels().to_f32(seg.k.type, seg.k.data + (size_t) r * seg.k.stride, k, (size_t) s.d_k);
-            kernels().to_f32(seg.v.type, seg.v.data + (size_t) r * seg.v.stride, v, (size_t) s.d_v);
-        }
+        kernels().widen(seg.k, seg.n, s.d_k, k, (size_t) s.d_k);
+        kernels().widen(seg.v, seg.n, s.d_v, v, (size_t) s.d_v);
+        k += (size_t) seg.n * (size_t) s.d_k;
+        v += (size_t) seg.n * (size_t) s.d_v;
     });
     return ok(err);
 }

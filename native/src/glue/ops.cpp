@@ -49,6 +49,7 @@ void store_op(ggml_tensor * dst, int ith, int nth, void * layer_op) {
     const LayerOp &     op    = *(const LayerOp *) layer_op;
     kvedge_cache &      kv    = *op.kv;
     const LayerShape &  shape = kv.shapes[(size_t) op.layer];
+    const Storage       plain = kv.storage.plain();
     const ggml_tensor * k     = dst->src[0];
     const ggml_tensor * v     = dst->src[1];
     if (k->ne[2] != kv.n_tokens) {
@@ -71,8 +72,8 @@ void store_op(ggml_tensor * dst, int ith, int nth, void * layer_op) {
             const auto t    = (int32_t) (i / shape.n_heads_kv);
             const auto head = (int32_t) (i % shape.n_heads_kv);
             const auto at   = seq.place_from_end(t, n);
-            kernels().from_f32(kv.type, row_of(k, head, run->index[(size_t) t]), seq.k_row(at, op.layer, head), (size_t) shape.d_k);
-            kernels().from_f32(kv.type, row_of(v, head, run->index[(size_t) t]), seq.v_row(at, op.layer, head), (size_t) shape.d_v);
+            kernels().from_f32(plain.k, row_of(k, head, run->index[(size_t) t]), seq.k_row(at, op.layer, head), (size_t) shape.d_k);
+            kernels().from_f32(plain.v, row_of(v, head, run->index[(size_t) t]), seq.v_row(at, op.layer, head), (size_t) shape.d_v);
         }
     }
 }

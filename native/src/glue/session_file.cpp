@@ -2,6 +2,7 @@
 // positions and layers that llama.cpp keeps itself.
 
 #include "core/error.h"
+#include "core/storage.h"
 #include "glue/cache.h"
 #include "session/file.h"
 #include "session/serial.h"
@@ -89,7 +90,8 @@ void write_head(Sink & out, const char * model, const void * note, size_t n_note
 // The payload
 
 void write_state(const kvedge_cache & kv, const SequenceState & state, int32_t pos_max, Sink & out) {
-    out.value<int32_t>((int32_t) kv.type);
+    out.value<int32_t>(type_number(kv.storage.k));
+    out.value<int32_t>(type_number(kv.storage.v));
     out.value<uint32_t>((uint32_t) kv.shapes.size());
     for (const LayerShape & s : kv.shapes) {
         for (int32_t n : { s.il, s.n_heads, s.n_heads_kv, s.d_k, s.d_v }) {
@@ -134,10 +136,9 @@ bool read_kept(FileReader & in, const kvedge_cache & kv, SequenceState & state, 
 }
 
 kvedge_status read_shapes(FileReader & in, const kvedge_cache & kv, const char * path, kvedge_error * err) {
-    static const char * const names[] = { "f16", "bf16", "f32" };
-    int32_t                   type;
-    uint32_t                  n_layers;
-    if (!in.value(type) || type < 0 || type >= (int32_t) (sizeof(names) / sizeof(*names)) || !in.value(n_layers)) {
+    int32_t  type_k, type_v;
+    uint32_t n_layers;
+    if (!in.value(type_k) || !in.value(type_v) || !type_name(type_k) || !type_name(type_v) || !in.value(n_layers)) {
         return damaged(path, err);
     }
     bool same = n_layers == kv.shapes.size();
@@ -154,9 +155,10 @@ kvedge_status read_shapes(FileReader & in, const kvedge_cache & kv, const char *
     if (!same) {
         return fail(err, KVEDGE_E_FILE, "%s belongs to a model with other layers", path);
     }
-    if (type != (int32_t) kv.type) {
-        return fail(err, KVEDGE_E_ARGUMENT, "%s holds keys and values as %s, this cache stores %s; attach with the file's type", path,
-                    names[type], names[(int32_t) kv.type]);
+    const int32_t own_k = type_number(kv.storage.k), own_v = type_number(kv.storage.v);
+    if (type_k != own_k || type_v != own_v) {
+        return fail(err, KVEDGE_E_ARGUMENT, "%s holds keys and values as %s:%s, this cache stores %s:%s; attach with the file's types",
+                    path, type_name(type_k), type_name(type_v), type_name(own_k), type_name(own_v));
     }
     return ok(err);
 }
@@ -172,7 +174,7 @@ bool read_state(FileReader & in, const kvedge_cache & kv, SequenceState & state,
     }
     state.armed       = armed != 0;
     state.prev_output = prev_output != 0;
-    state.seq         = read_sequence(in, kv.shapes, kv.type);
+    state.seq         = read_sequence(in, kv.shapes, kv.storage);
     if (!state.seq || state.seq->bounded == state.kept.empty() || pos_max < -1 || pos_max == INT32_MAX || armed > 1 || prev_output > 1) {
         return false;
     }

@@ -54,6 +54,32 @@ struct V {
             return { _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16)) };
         }
     }
+    static V set1_f16(const uint8_t * p) {
+        int16_t h;
+        __builtin_memcpy(&h, p, 2);
+        return { _mm256_cvtph_ps(_mm_set1_epi16(h)) };
+    }
+    template <Type T> static void codes(const uint8_t * p, V * x) {
+        if constexpr (T == Type::q8_0) {
+            for (int j = 0; j < 4; j++) {
+                x[j].x = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *) (p + 8 * j))));
+            }
+        } else if constexpr (code_bytes(T) == 16) {
+            const __m256i mask = _mm256_set1_epi32(15);
+            for (int j = 0; j < 2; j++) {
+                const __m256i lanes = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *) (p + 8 * j)));
+                x[j].x              = _mm256_cvtepi32_ps(_mm256_and_si256(lanes, mask));
+                x[j + 2].x          = _mm256_cvtepi32_ps(_mm256_srli_epi32(lanes, 4));
+            }
+        } else {
+            const __m256i mask  = _mm256_set1_epi32(3);
+            const __m256i lanes = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *) p));
+            x[0].x              = _mm256_cvtepi32_ps(_mm256_and_si256(lanes, mask));
+            x[1].x              = _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(lanes, 2), mask));
+            x[2].x              = _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(lanes, 4), mask));
+            x[3].x              = _mm256_cvtepi32_ps(_mm256_srli_epi32(lanes, 6));
+        }
+    }
     void store_f16(uint8_t * p) const {
         _mm_storeu_si128((__m128i *) p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
     }

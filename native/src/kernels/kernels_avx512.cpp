@@ -55,6 +55,32 @@ struct V {
             return { _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16)) };
         }
     }
+    static V set1_f16(const uint8_t * p) {
+        int16_t h;
+        __builtin_memcpy(&h, p, 2);
+        return { _mm512_cvtph_ps(_mm256_set1_epi16(h)) };
+    }
+    // Codes below 16 become floats by a look-up that reads the low four bits of a lane and no others.
+    template <Type T> static void codes(const uint8_t * p, V * x) {
+        if constexpr (T == Type::q8_0) {
+            for (int j = 0; j < 2; j++) {
+                x[j].x = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *) p + j)));
+            }
+        } else if constexpr (code_bytes(T) == 16) {
+            const __m512  table = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+            const __m512i lanes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *) p));
+            x[0].x              = _mm512_permutexvar_ps(lanes, table);
+            x[1].x              = _mm512_permutexvar_ps(_mm512_srli_epi32(lanes, 4), table);
+        } else {
+            const __m512  table = _mm512_setr_ps(0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3);
+            const __m128i bytes = _mm_loadl_epi64((const __m128i *) p);
+            const __m512i lanes = _mm512_cvtepu8_epi32(_mm_unpacklo_epi64(bytes, bytes));
+            const __m512i shift = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 2, 2, 2, 2, 2, 2, 2, 2);
+            const __m512i first = _mm512_srlv_epi32(lanes, shift);
+            x[0].x              = _mm512_permutexvar_ps(first, table);
+            x[1].x              = _mm512_permutexvar_ps(_mm512_srli_epi32(first, 4), table);
+        }
+    }
     void store_f16(uint8_t * p) const {
         _mm256_storeu_si256((__m256i *) p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
     }

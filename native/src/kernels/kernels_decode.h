@@ -127,6 +127,7 @@ void k_rows_dot(
         case Type::f16:  rows_dot_t<Type::f16>(q, ldq, m, k, n, d, s, lds, next); break;
         case Type::bf16: rows_dot_t<Type::bf16>(q, ldq, m, k, n, d, s, lds, next); break;
         case Type::f32:  rows_dot_t<Type::f32>(q, ldq, m, k, n, d, s, lds, next); break;
+        default:         break;  // kernels_quant_decode.h
     }
 }
 
@@ -207,6 +208,7 @@ void k_rows_axpy(
         case Type::f16:  rows_axpy_t<Type::f16>(p, ldp, m, v, n, d, o, ldo, next); break;
         case Type::bf16: rows_axpy_t<Type::bf16>(p, ldp, m, v, n, d, o, ldo, next); break;
         case Type::f32:  rows_axpy_t<Type::f32>(p, ldp, m, v, n, d, o, ldo, next); break;
+        default:         break;
     }
 }
 

@@ -61,6 +61,15 @@ struct V {
     template <Type T> static V load16(const uint8_t * p) {
         return each([=](int i) { return T == Type::f16 ? lane_from_f16(p + 2 * i) : lane_from_bf16(p + 2 * i); });
     }
+    static V set1_f16(const uint8_t * p) { return set1(lane_from_f16(p)); }
+    template <Type T> static void codes(const uint8_t * p, V * x) {
+        constexpr int per_byte = 32 / (int) code_bytes(T), bits = 8 / per_byte;
+        for (int i = 0; i < GROUP; i++) {
+            const int byte  = i % (int) code_bytes(T);
+            x[i / W].x[i % W] = T == Type::q8_0 ? (float) (int8_t) p[byte]
+                                                : (float) ((p[byte] >> (i / (int) code_bytes(T) * bits)) & ((1 << bits) - 1));
+        }
+    }
     void store_f16(uint8_t * p) const {
         for (int i = 0; i < W; i++) {
             lane_to_f16(x[i], p + 2 * i);

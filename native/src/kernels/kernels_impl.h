@@ -1,7 +1,8 @@
 // The kernels, written once over a vector type V that the including file defines in its unnamed namespace:
 //   V::W lanes, V::MR rows of the q k^T micro-kernel, V::PR rows of the p v one, V::ACC registers for sums; load/store/set1/
 //   kept (in a register: not loaded anew for every use)/zero/fma/fnma (c - a * b)/add/sub/mul/max/floor/pow2 (2^x of an
-//   integral-valued x)/hsum/hsum4/hmax; load16(Type, ptr) widens W stored values; store16 narrows them.
+//   integral-valued x)/hsum/hsum4/hmax; load16(Type, ptr) widens W stored values; store16 narrows them;
+//   codes(Type, ptr, x) widens GROUP codes into GROUP / W vectors; set1_f16(ptr) a stored scale into all lanes.
 // Nothing here may come from std:: templates: the linker would merge copies compiled for different processors.
 
 #pragma once
@@ -106,6 +107,7 @@ void k_to_f32(Type type, const void * src, float * dst, size_t n) {
         case Type::f16:  to_f32_t<Type::f16>((const uint8_t *) src, dst, n); break;
         case Type::bf16: to_f32_t<Type::bf16>((const uint8_t *) src, dst, n); break;
         case Type::f32:  __builtin_memcpy(dst, src, 4 * n); break;
+        default:         break;
     }
 }
 
@@ -129,6 +131,14 @@ void k_from_f32(Type type, const float * src, void * dst, size_t n) {
 
 // ---------------------------------------------------------------------------------------------------------
 
+}  // namespace
+}  // namespace kvedge
+
+#include "kernels_quant.h"
+
+namespace kvedge {
+namespace {
+
 constexpr int NR = 2 * V::W;
 
 void k_pack(Rows k, int32_t n, int32_t d, float * out) {
@@ -141,14 +151,10 @@ void k_pack(Rows k, int32_t n, int32_t d, float * out) {
                 }
                 continue;
             }
-            const uint8_t * row = k.data + (size_t) (c0 + c) * k.stride;
-            float           buf[256];
-            for (int32_t i0 = 0; i0 < d; i0 += 256) {
-                const int32_t w = d - i0 < 256 ? d - i0 : 256;
-                k_to_f32(k.type, row + (size_t) i0 * type_size(k.type), buf, (size_t) w);
-                for (int32_t i = 0; i < w; i++) {
-                    panel[(size_t) (i0 + i) * NR + c] = buf[i];
-                }
+            float buf[MAX_ROW];
+            k_widen(k.from(c0 + c), 1, d, buf, 0);
+            for (int32_t i = 0; i < d; i++) {
+                panel[(size_t) i * NR + c] = buf[i];
             }
         }
     }
@@ -384,13 +390,14 @@ float k_dot(const float * x, const float * y, size_t n) {
 
 #include "kernels_decode.h"
 #include "kernels_fft.h"
+#include "kernels_quant_decode.h"
 
 namespace kvedge {
 namespace {
 
 constexpr Kernels make_table(const char * name) {
-    return { name,      NR,    k_to_f32,  k_from_f32, k_pack, k_gemm_qk, k_gemm_pv,
-             k_max,     k_exp_sum, k_exp_dot, k_softcap, k_axpy, k_add_moments, k_dot,  k_rows_dot, k_rows_axpy, k_band_filter };
+    return { name,      NR,        k_to_f32,  k_from_f32, k_widen,       k_pack, k_gemm_qk,      k_gemm_pv,       k_max,
+             k_exp_sum, k_exp_dot, k_softcap, k_axpy,     k_add_moments, k_dot,  k_any_rows_dot, k_any_rows_axpy, k_band_filter };
 }
 
 }  // namespace

@@ -43,6 +43,37 @@ struct V {
             return { vreinterpretq_f32_u32(vshll_n_u16(h, 16)) };
         }
     }
+    static V set1_f16(const uint8_t * p) {
+        uint16_t h;
+        __builtin_memcpy(&h, p, 2);
+        return { vcvt_f32_f16(vreinterpret_f16_u16(vdup_n_u16(h))) };
+    }
+    static void widen_u8(uint8x8_t c, V * x) {
+        const uint16x8_t w = vmovl_u8(c);
+        x[0].x             = vcvtq_f32_u32(vmovl_u16(vget_low_u16(w)));
+        x[1].x             = vcvtq_f32_u32(vmovl_u16(vget_high_u16(w)));
+    }
+    template <Type T> static void codes(const uint8_t * p, V * x) {
+        if constexpr (T == Type::q8_0) {
+            for (int j = 0; j < 4; j++) {
+                const int16x8_t w = vmovl_s8(vreinterpret_s8_u8(vld1_u8(p + 8 * j)));
+                x[2 * j].x        = vcvtq_f32_s32(vmovl_s16(vget_low_s16(w)));
+                x[2 * j + 1].x    = vcvtq_f32_s32(vmovl_s16(vget_high_s16(w)));
+            }
+        } else if constexpr (code_bytes(T) == 16) {
+            for (int j = 0; j < 2; j++) {
+                const uint8x8_t c = vld1_u8(p + 8 * j);
+                widen_u8(vand_u8(c, vdup_n_u8(15)), x + 2 * j);
+                widen_u8(vshr_n_u8(c, 4), x + 4 + 2 * j);
+            }
+        } else {
+            const uint8x8_t c = vld1_u8(p), mask = vdup_n_u8(3);
+            widen_u8(vand_u8(c, mask), x);
+            widen_u8(vand_u8(vshr_n_u8(c, 2), mask), x + 2);
+            widen_u8(vand_u8(vshr_n_u8(c, 4), mask), x + 4);
+            widen_u8(vshr_n_u8(c, 6), x + 6);
+        }
+    }
     void store_f16(uint8_t * p) const { vst1_u8(p, vreinterpret_u8_f16(vcvt_f16_f32(x))); }
 };
 

@@ -17,7 +17,7 @@ void window_logits(const ScoreInput & in, int32_t query_head, int32_t head, floa
     in.seq->each_segment(in.layer, head, false, [&](const Segment & seg) {
         for (int32_t c = 0; c < seg.n; c += BLOCK) {
             const int32_t w = std::min(BLOCK, seg.n - c);
-            kernels().pack({ seg.k.data + (size_t) c * seg.k.stride, seg.k.stride, seg.k.type }, w, shape.d_k, panel);
+            kernels().pack(seg.k.from(c), w, shape.d_k, panel);
             kernels().gemm_qk(in.window_q + (size_t) query_head * (size_t) shape.d_k, ldq, in.n_window, panel, w, shape.d_k, s + at,
                               stride);
             at += w;

@@ -113,7 +113,7 @@ std::vector<double> value_norms(const ScoreInput & in, int32_t head, int32_t n) 
     std::vector<double> norms;
     in.seq->each_segment(in.layer, head, true, [&](const Segment & seg) {
         for (int32_t r = 0; r < seg.n && (int32_t) norms.size() < n; r++) {
-            kernels().to_f32(seg.v.type, seg.v.data + (size_t) r * seg.v.stride, row.data(), d);
+            kernels().widen(seg.v.from(r), 1, (int32_t) d, row.data(), d);
             norms.push_back(std::sqrt((double) kernels().dot(row.data(), row.data(), d)));
         }
     });

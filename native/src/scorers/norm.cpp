@@ -13,7 +13,7 @@ void score_norms(const ScoreInput & in, bool of_values, float sign, float * out)
         in.seq->each_segment(in.layer, h, true, [&](const Segment & seg) {
             const Rows & rows = of_values ? seg.v : seg.k;
             for (int32_t r = 0; r < seg.n; r++) {
-                kn.to_f32(rows.type, rows.data + (size_t) r * rows.stride, row.data(), d);
+                kn.widen(rows.from(r), 1, (int32_t) d, row.data(), d);
                 *out++ = sign * std::sqrt(kn.dot(row.data(), row.data(), d));
             }
         });

@@ -9,7 +9,10 @@ namespace {
 
 constexpr int32_t MAX_SPARE = 256;  // rows that a block which still grows may have beyond its tokens
 
-size_t bytes_of(const LayerShape & s, Type t) { return row_k(s, t) + row_v(s, t); }
+size_t bytes_of(const LayerShape & s, const Storage & t) { return row_k(s, t.k) + row_v(s, t.v); }
+
+// What a ragged block says of itself.
+enum : uint8_t { GENERATED = 1, OPEN_K = 2, OPEN_V = 4, ALL_FLAGS = 7 };
 
 // Takes a rising row of token indices below n_tokens, all of them from `first` on.
 bool rising(const std::vector<int32_t> & tokens, int32_t first, size_t n_tokens) {
@@ -22,14 +25,34 @@ bool rising(const std::vector<int32_t> & tokens, int32_t first, size_t n_tokens)
     return true;
 }
 
+void write_side(const uint8_t * memory, const Side & side, const SideLayout & layout, Sink & out) {
+    for (size_t a = 0; a < 2; a++) {
+        if (const size_t n = area_bytes(layout.types[a], layout.d, side[a]); n > 0) {
+            out.write(memory + side[a].offset, n);
+        }
+    }
+}
+
 void write_rows(const Sequence & seq, const Block & block, size_t l, Sink & out) {
     const LayerShape & shape = seq.shapes()[l];
+    const BlockLayer & layer = block.layers[l];
     for (int32_t h = 0; h < shape.n_heads_kv; h++) {
-        const Segment s = seq.segment(block, (int32_t) l, h);
-        if (s.n > 0) {
-            out.write(s.k.data, (size_t) s.n * row_k(shape, seq.type()));
-            out.write(s.v.data, (size_t) s.n * row_v(shape, seq.type()));
+        if (!layer.heads.empty()) {
+            write_side(layer.memory.data(), layer.heads[(size_t) h].k, keys_of(shape, seq.storage()), out);
+            write_side(layer.memory.data(), layer.heads[(size_t) h].v, values_of(shape, seq.storage()), out);
+        } else if (const Segment s = seq.uniform_segment(block, (int32_t) l, h); s.n > 0) {
+            out.write(s.k.data, (size_t) s.n * s.k.stride);
+            out.write(s.v.data, (size_t) s.n * s.v.stride);
         }
+    }
+}
+
+// How many of a side's rows are quantised, and how they lie in groups.
+void write_counts(const Side & side, const SideLayout & layout, Sink & out) {
+    out.value<int32_t>(side[0].n);
+    if (is_grouped(layout.types[0])) {
+        out.value<uint32_t>((uint32_t) side[0].live.size());
+        out.values(side[0].live);
     }
 }
 
@@ -50,13 +73,20 @@ bool grows(const Sequence & seq, size_t b) {
 }
 
 // A block whose heads hold different tokens is written as a compressed one, unless tokens can still be added to it.
-void write_block(const Sequence & seq, size_t b, Sink & out) {
+void write_block(const Sequence & seq, size_t b, bool pending, Sink & out) {
     const Block & block  = *seq.blocks[b];
     const auto    length = (int32_t) block.length();
     const bool    growing = grows(seq, b) && !(is_loose(block) && block.capacity > MAX_SPARE);
     const bool    ragged  = block.ragged || (is_loose(block) && !growing);
     out.value<uint8_t>(ragged);
-    if (!ragged) {
+    if (ragged) {
+        const bool plain = !block.ragged && seq.storage().quantised();  // of a block that was closed before it was full
+        out.value<uint8_t>((uint8_t) ((block.generated ? GENERATED : 0) | (block.open_k || plain ? OPEN_K : 0) |
+                                      (block.open_v || plain ? OPEN_V : 0)));
+        out.value<int32_t>(pending ? length : 0);
+        out.values(pending ? block.tokens : std::vector<int32_t>());
+    } else {
+        out.value<uint8_t>(block.generated);
         out.value<uint8_t>(block.scored);
         out.value<int32_t>(length);
         // a prompt's block that was cut keeps no more room than a growing one has
@@ -68,11 +98,18 @@ void write_block(const Sequence & seq, size_t b, Sink & out) {
         if (!ragged) {
             out.value<uint8_t>(!layer.heads.empty());
         }
+        const SideLayout keys = keys_of(seq.shapes()[l], seq.storage()), vals = values_of(seq.shapes()[l], seq.storage());
         for (int32_t h = 0; ragged && layer.heads.empty() && h < seq.shapes()[l].n_heads_kv; h++) {
             write_head(block.tokens, {}, out);
+            write_counts(make_side(keys, length, 0), keys, out);
+            write_counts(make_side(vals, length, 0), vals, out);
         }
         for (const RaggedHead & head : layer.heads) {
             write_head(head.tokens, head.scores, out);
+            if (ragged) {
+                write_counts(head.k, keys, out);
+                write_counts(head.v, vals, out);
+            }
         }
         write_rows(seq, block, l, out);
     }
@@ -83,19 +120,59 @@ struct Parse {
     Sequence &   seq;
     int32_t      first = 0;  // smallest token index that the next block may hold
 
-    bool rows(const Block & block, size_t l) {
-        const LayerShape & shape = seq.shapes()[l];
-        for (int32_t h = 0; h < shape.n_heads_kv; h++) {
-            const Segment s = seq.segment(block, (int32_t) l, h);
-            if (s.n > 0 && (!in.read(const_cast<uint8_t *>(s.k.data), (size_t) s.n * row_k(shape, seq.type())) ||
-                            !in.read(const_cast<uint8_t *>(s.v.data), (size_t) s.n * row_v(shape, seq.type())))) {
+    bool side(uint8_t * memory, const Side & side, const SideLayout & layout) {
+        for (size_t a = 0; a < 2; a++) {
+            const size_t n = area_bytes(layout.types[a], layout.d, side[a]);
+            if (n > 0 && !in.read(memory + side[a].offset, n)) {
                 return false;
             }
         }
         return true;
     }
 
-    bool heads(BlockLayer & layer, const LayerShape & shape, int32_t & next) {
+    bool rows(Block & block, size_t l) {
+        const LayerShape & shape = seq.shapes()[l];
+        BlockLayer &       layer = block.layers[l];
+        for (int32_t h = 0; h < shape.n_heads_kv; h++) {
+            if (!layer.heads.empty()) {
+                const RaggedHead & head = layer.heads[(size_t) h];
+                if (!side(layer.memory.data(), head.k, keys_of(shape, seq.storage())) ||
+                    !side(layer.memory.data(), head.v, values_of(shape, seq.storage()))) {
+                    return false;
+                }
+            } else if (const Segment s = seq.uniform_segment(block, (int32_t) l, h);
+                       s.n > 0 && (!in.read(const_cast<uint8_t *>(s.k.data), (size_t) s.n * s.k.stride) ||
+                                   !in.read(const_cast<uint8_t *>(s.v.data), (size_t) s.n * s.v.stride))) {
+                return false;
+            }
+        }
+        return true;
+    }
+
+    bool counts(Side & side, const SideLayout & layout, int32_t length) {
+        Area &   stored   = side[0];
+        uint32_t n_groups = 0;
+        if (!in.value(stored.n) || stored.n < 0 || stored.n > length) {
+            return false;
+        }
+        side[1].n = length - stored.n;
+        if (!is_grouped(layout.types[0])) {
+            return true;
+        }
+        if (!in.value(n_groups) || !in.values(stored.live, n_groups)) {
+            return false;
+        }
+        int64_t live = 0;
+        for (uint8_t n : stored.live) {
+            live += n;
+            if (n > GROUP) {
+                return false;
+            }
+        }
+        return live == stored.n;
+    }
+
+    bool heads(BlockLayer & layer, const LayerShape & shape, int32_t & next, bool in_areas) {
         layer.heads.resize((size_t) shape.n_heads_kv);
         for (RaggedHead & head : layer.heads) {
             uint8_t scored;
@@ -104,25 +181,36 @@ struct Parse {
                 !in.values(head.scores, scored ? (uint64_t) head.length : 0)) {
                 return false;
             }
+            head.k[1].n = head.v[1].n = head.length;
+            if (in_areas && !(counts(head.k, keys_of(shape, seq.storage()), head.length) &&
+                              counts(head.v, values_of(shape, seq.storage()), head.length))) {
+                return false;
+            }
             next = head.tokens.empty() ? next : std::max(next, head.tokens.back() + 1);
         }
         return true;
     }
 
-    // Whether the file can hold the rows of a layer whose heads are this long in all.
-    bool can_hold(uint64_t n_rows, const LayerShape & shape) const { return n_rows <= in.left() / bytes_of(shape, seq.type()); }
+    // Whether the file can hold as much.
+    bool can_hold(uint64_t n_rows, uint64_t row) const { return row == 0 || n_rows <= in.left() / row; }
 
     bool ragged(Block & block, size_t l, int32_t & next) {
         const LayerShape & shape = seq.shapes()[l];
+        const SideLayout   keys = keys_of(shape, seq.storage()), vals = values_of(shape, seq.storage());
         BlockLayer &       layer = block.layers[l];
         uint64_t           held  = 0;
-        if (!heads(layer, shape, next)) {
+        if (!heads(layer, shape, next, true)) {
             return false;
         }
         for (const RaggedHead & head : layer.heads) {
-            held += (uint64_t) head.length;
+            for (size_t a = 0; a < 2; a++) {
+                held += area_bytes(keys.types[a], keys.d, head.k[a]) + area_bytes(vals.types[a], vals.d, head.v[a]);
+            }
+            if (held > in.left() || (!block.tokens.empty() && head.tokens != block.tokens)) {
+                return false;
+            }
         }
-        return can_hold(held, shape) && take(layer, lay_out_ragged(shape, seq.type(), layer.heads)) && rows(block, l);
+        return take(layer, lay_out(shape, seq.storage(), layer.heads)) && rows(block, l);
     }
 
     bool uniform(Block & block, size_t l, int32_t & next) {
@@ -130,15 +218,16 @@ struct Parse {
         const auto         n_heads  = (size_t) shape.n_heads_kv;
         const auto         capacity = (size_t) block.capacity;
         BlockLayer &       layer    = block.layers[l];
-        const size_t       kst = row_k(shape, seq.type()), vst = row_v(shape, seq.type());
+        const Storage      plain = seq.storage().plain();
+        const size_t       kst = row_k(shape, plain.k), vst = row_v(shape, plain.v);
         uint8_t            loose;
         if (!in.value(loose) || loose > 1 || (block.scored && !loose) || (loose && block.capacity > MAX_SPARE)) {
             return false;
         }
-        if (!loose && !can_hold(n_heads * block.length(), shape)) {
+        if (!loose && !can_hold(n_heads * block.length(), bytes_of(shape, plain))) {
             return false;
         }
-        if (loose && !heads(layer, shape, next)) {
+        if (loose && !heads(layer, shape, next, false)) {
             return false;
         }
         for (size_t h = 0; h < layer.heads.size(); h++) {
@@ -148,8 +237,8 @@ struct Parse {
                 return false;
             }
             const size_t row = h * capacity + block.length() - (size_t) head.length;  // rows end where the block does
-            head.k_offset    = row * kst;
-            head.v_offset    = n_heads * capacity * kst + row * vst;
+            head.k[1].offset = row * kst;
+            head.v[1].offset = n_heads * capacity * kst + row * vst;
         }
         return take(layer, n_heads * capacity * (kst + vst)) && rows(block, l);
     }
@@ -166,11 +255,11 @@ struct Parse {
     bool block(bool last, bool pending) {
         auto    made = std::make_unique<Block>();
         uint8_t is_ragged;
-        if (!in.value(is_ragged) || is_ragged > 1 || (is_ragged && pending)) {
+        if (!in.value(is_ragged) || is_ragged > 1) {
             return false;
         }
         made->ragged = is_ragged != 0;
-        if (!made->ragged && !shared_tokens(*made, last && pending)) {
+        if (!(made->ragged ? listed_tokens(*made, pending) : shared_tokens(*made, last && pending))) {
             return false;
         }
         int32_t next = made->tokens.empty() ? first : made->tokens.back() + 1;
@@ -185,14 +274,29 @@ struct Parse {
         return true;
     }
 
-    bool shared_tokens(Block & block, bool may_grow) {
-        uint8_t scored;
+    // A ragged block lists its tokens while it is pending: generated ones that were quantised.
+    bool listed_tokens(Block & block, bool pending) {
+        uint8_t flags;
         int32_t length;
-        if (!in.value(scored) || !in.value(length) || !in.value(block.capacity) || scored > 1 || length < 1 ||
+        if (!in.value(flags) || flags > ALL_FLAGS || !in.value(length) || length < 0 || pending != (length > 0) ||
+            (pending && !seq.storage().quantised()) || !in.values(block.tokens, (uint64_t) length)) {
+            return false;
+        }
+        block.generated = (flags & GENERATED) != 0;
+        block.open_k    = (flags & OPEN_K) != 0;
+        block.open_v    = (flags & OPEN_V) != 0;
+        return rising(block.tokens, first, seq.pos.size());
+    }
+
+    bool shared_tokens(Block & block, bool may_grow) {
+        uint8_t generated, scored;
+        int32_t length;
+        if (!in.value(generated) || generated > 1 || !in.value(scored) || !in.value(length) || !in.value(block.capacity) || scored > 1 || length < 1 ||
             !in.values(block.tokens, (uint64_t) length) || !rising(block.tokens, first, seq.pos.size())) {
             return false;
         }
-        block.scored = scored != 0;
+        block.generated = generated != 0;
+        block.scored    = scored != 0;
         return block.capacity >= length && block.capacity <= (may_grow ? std::max(length, MAX_SPARE) : length);
     }
 };
@@ -223,12 +327,12 @@ void write_sequence(const Sequence & seq, Sink & out) {
     out.value<uint8_t>(seq.bounded);
     out.value<uint8_t>(seq.scored);
     for (size_t b = 0; b < n; b++) {
-        write_block(seq, b, out);
+        write_block(seq, b, b >= done, out);
     }
 }
 
-std::unique_ptr<Sequence> read_sequence(FileReader & in, const std::vector<LayerShape> & shapes, Type type) {
-    auto     seq = std::make_unique<Sequence>(shapes, type);
+std::unique_ptr<Sequence> read_sequence(FileReader & in, const std::vector<LayerShape> & shapes, const Storage & storage) {
+    auto     seq = std::make_unique<Sequence>(shapes, storage);
     uint64_t n_tokens;
     uint32_t n_blocks, done;
     uint8_t  bounded, scored;

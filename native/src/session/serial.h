@@ -15,6 +15,6 @@ bool observes(const Sequence & seq);
 void write_sequence(const Sequence & seq, Sink & out);
 
 // NULL: the bytes are no sequence of these shapes. Throws std::bad_alloc; no more memory is asked for than the file can fill, some spare rows apart.
-std::unique_ptr<Sequence> read_sequence(FileReader & in, const std::vector<LayerShape> & shapes, Type type);
+std::unique_ptr<Sequence> read_sequence(FileReader & in, const std::vector<LayerShape> & shapes, const Storage & storage);
 
 }  // namespace kvedge

@@ -3,7 +3,6 @@
 #include "store/sequence.h"
 
 #include <algorithm>
-#include <cstring>
 #include <new>
 
 namespace kvedge {
@@ -26,83 +25,54 @@ void Sequence::drop_empty_blocks() {
     }
 }
 
-bool Sequence::is_sparse() const {
-    uint64_t held = 0, extent = 0;
-    for (size_t b = 0; b < blocks.size(); b++) {
-        for (size_t l = 0; l < shapes().size() && !grows(b); l++) {
-            const BlockLayer & layer = blocks[b]->layers[l];
-            uint64_t           rows  = layer.heads.empty() ? blocks[b]->length() * (size_t) shapes()[l].n_heads_kv : 0;
-            for (const auto & h : layer.heads) {
-                rows += (uint64_t) h.length;
-            }
-            held += rows * (row_k(shapes()[l], type_) + row_v(shapes()[l], type_));
-            extent += layer.extent;
-        }
+// How many of the first blocks can be packed. Quantised storage: those that are, whole.
+size_t Sequence::packable() const {
+    if (!storage_.quantised()) {
+        return blocks.size() - (!blocks.empty() && grows(blocks.size() - 1) ? 1 : 0);
     }
-    return extent - held > held / 4;
+    const auto open = std::find_if(blocks.begin(), blocks.end(), [](const auto & b) { return !b->ragged || b->open_k || b->open_v; });
+    return (size_t) (open - blocks.begin());
 }
 
-// Moves what the first n blocks hold of a layer into an empty block.
-bool Sequence::pack_layer(Block & to, size_t layer, size_t n_blocks) {
-    const LayerShape & s  = shapes()[layer];
-    const auto         l  = (int32_t) layer;
-    BlockLayer &       bl = to.layers[layer];
-
-    std::vector<RaggedHead>              heads((size_t) s.n_heads_kv);
-    std::vector<std::vector<RaggedHead>> left(n_blocks, std::vector<RaggedHead>((size_t) s.n_heads_kv));
-    for (size_t h = 0; h < heads.size(); h++) {
-        bool scores = true;
-        for (size_t b = 0; b < n_blocks; b++) {
-            const auto & from   = blocks[b]->layers[layer].heads;
-            const auto & tokens = from.empty() ? blocks[b]->tokens : from[h].tokens;
-            heads[h].tokens.insert(heads[h].tokens.end(), tokens.begin(), tokens.end());
-            scores = scores && (tokens.empty() || (!from.empty() && !from[h].scores.empty()));
-        }
-        heads[h].length = (int32_t) heads[h].tokens.size();
-        for (size_t b = 0; b < n_blocks && scores; b++) {
-            const auto & from = blocks[b]->layers[layer].heads;
-            if (!from.empty()) {
-                heads[h].scores.insert(heads[h].scores.end(), from[h].scores.begin(), from[h].scores.end());
-            }
-        }
-    }
-    const size_t extent = lay_out_ragged(s, type_, heads);
-    Pages        memory = Pages::take(extent);
-    if (extent > 0 && !memory) {
-        return false;
-    }
-    for (size_t h = 0; h < heads.size(); h++) {
-        uint8_t * k = memory.data() + heads[h].k_offset;
-        uint8_t * v = memory.data() + heads[h].v_offset;
-        for (size_t b = 0; b < n_blocks; b++) {
-            const Segment seg = segment(*blocks[b], l, (int32_t) h);
-            if (seg.n > 0) {
-                memcpy(k, seg.k.data, (size_t) seg.n * seg.k.stride);
-                memcpy(v, seg.v.data, (size_t) seg.n * seg.v.stride);
-                k += (size_t) seg.n * seg.k.stride;
-                v += (size_t) seg.n * seg.v.stride;
-            }
-        }
-    }
-    bl.heads  = std::move(heads);
-    bl.extent = extent;
-    bl.memory = std::move(memory);
+// Rows of keys that packing makes room for: groups keep that of rows that are gone until few are left.
+uint64_t Sequence::packed_keys(size_t n_blocks, int32_t layer, int32_t head) const {
+    std::vector<uint8_t> live;
+    uint64_t             rows = 0;
     for (size_t b = 0; b < n_blocks; b++) {
-        BlockLayer & gone = blocks[b]->layers[layer];
-        gone.heads        = std::move(left[b]);
-        gone.extent       = 0;
-        gone.memory       = Pages();
+        if (is_grouped(storage_.k)) {
+            const auto & groups = blocks[b]->layers[(size_t) layer].heads[(size_t) head].k[0].live;
+            live.insert(live.end(), groups.begin(), groups.end());
+        } else {
+            rows += (uint64_t) rows_in(*blocks[b], layer, head);
+        }
     }
-    return true;
+    return rows + GROUP * merge_sparse(live).size();
+}
+
+bool Sequence::is_sparse() const {
+    uint64_t     held = 0, extent = 0;
+    const size_t n    = packable();
+    for (size_t l = 0; l < shapes().size(); l++) {
+        for (int32_t h = 0; h < shapes()[l].n_heads_kv; h++) {
+            held += packed_keys(n, (int32_t) l, h) * row_k(shapes()[l], storage_.k);
+            for (size_t b = 0; b < n; b++) {
+                held += (uint64_t) rows_in(*blocks[b], (int32_t) l, h) * row_v(shapes()[l], storage_.v);
+            }
+        }
+        for (size_t b = 0; b < n; b++) {
+            extent += blocks[b]->layers[l].extent;
+        }
+    }
+    return extent > held + held / 4;
 }
 
 void Sequence::pack_if_sparse() try {
-    if (!is_sparse()) {
+    const size_t n_blocks = packable();
+    if (n_blocks == 0 || !is_sparse()) {
         return;
     }
-    const size_t n_blocks = blocks.size() - (!blocks.empty() && grows(blocks.size() - 1) ? 1 : 0);
-    auto         packed   = std::make_unique<Block>();
-    packed->ragged        = true;
+    auto packed    = std::make_unique<Block>();
+    packed->ragged = true;
     packed->layers.resize(shapes().size());
     for (size_t l = 0; l < shapes().size(); l++) {
         packed->layers[l].heads.resize((size_t) shapes()[l].n_heads_kv);
@@ -110,13 +80,22 @@ void Sequence::pack_if_sparse() try {
     blocks.reserve(blocks.size() + 1);
     // Packed rows count as compressed. Where a layer cannot be packed, the blocks are as good as before.
     for (size_t l = 0; l < shapes().size(); l++) {
-        bool done = false;
+        BlockLayer                           layer;
+        std::vector<std::vector<RaggedHead>> left(n_blocks, std::vector<RaggedHead>((size_t) shapes()[l].n_heads_kv));
+        bool                                 done = false;
         try {
-            done = pack_layer(*packed, l, n_blocks);
+            done = gather_layer(l, 0, n_blocks, true, layer);
         } catch (const std::bad_alloc &) {
         }
         if (!done) {
             break;
+        }
+        packed->layers[l] = std::move(layer);
+        for (size_t b = 0; b < n_blocks; b++) {
+            BlockLayer & gone = blocks[b]->layers[l];
+            gone.heads        = std::move(left[b]);
+            gone.extent       = 0;
+            gone.memory       = Pages();
         }
     }
     blocks.insert(blocks.begin(), std::move(packed));

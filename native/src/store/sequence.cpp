@@ -36,6 +36,8 @@ void enter(Block & block, int32_t token) {
         for (auto & head : layer.heads) {
             head.tokens.push_back(token);
             head.length++;
+            head.k[1].n++;
+            head.v[1].n++;
             if (block.scored) {
                 head.scores.push_back(0.0);
             }
@@ -43,21 +45,27 @@ void enter(Block & block, int32_t token) {
     }
 }
 
-size_t uniform_bytes(const LayerShape & s, Type t, int32_t capacity) {
-    return (size_t) s.n_heads_kv * (size_t) capacity * (row_k(s, t) + row_v(s, t));
+size_t uniform_bytes(const LayerShape & s, const Storage & plain, int32_t capacity) {
+    return (size_t) s.n_heads_kv * (size_t) capacity * (row_k(s, plain.k) + row_v(s, plain.v));
 }
 
 }  // namespace
 
-size_t lay_out_ragged(const LayerShape & shape, Type type, std::vector<RaggedHead> & heads) {
-    size_t at = 0;
-    for (auto & head : heads) {
-        head.k_offset = at;
-        at += (size_t) head.length * row_k(shape, type);
-        head.v_offset = at;
-        at += (size_t) head.length * row_v(shape, type);
+int32_t stored_keys(const Storage & storage, int32_t n) { return is_grouped(storage.k) ? n - n % GROUP : n; }
+
+int32_t stored_values(const Storage & storage, int32_t n) {
+    const bool kivi = storage.v == Type::kivi4_v || storage.v == Type::kivi2_v;
+    return kivi ? std::max(0, n - RESIDUAL) : n;
+}
+
+int32_t Block::newest() const {
+    int32_t last = tokens.empty() ? -1 : tokens.back();
+    for (const auto & layer : layers) {
+        for (const auto & head : layer.heads) {
+            last = head.tokens.empty() ? last : std::max(last, head.tokens.back());
+        }
     }
-    return at;
+    return last;
 }
 
 void Sequence::loosen(Block & block, size_t layer) const {
@@ -67,11 +75,13 @@ void Sequence::loosen(Block & block, size_t layer) const {
         return;
     }
     std::vector<RaggedHead> heads((size_t) s.n_heads_kv);
-    const size_t            keys = heads.size() * (size_t) block.capacity * row_k(s, type_);
+    const size_t            kst = row_k(s, storage_.plain().k), vst = row_v(s, storage_.plain().v);
+    const size_t            keys = heads.size() * (size_t) block.capacity * kst;
     for (size_t h = 0; h < heads.size(); h++) {
-        heads[h].k_offset = h * (size_t) block.capacity * row_k(s, type_);
-        heads[h].v_offset = keys + h * (size_t) block.capacity * row_v(s, type_);
-        heads[h].length   = (int32_t) block.length();
+        heads[h].length      = (int32_t) block.length();
+        heads[h].k[1].offset = h * (size_t) block.capacity * kst;
+        heads[h].v[1].offset = keys + h * (size_t) block.capacity * vst;
+        heads[h].k[1].n = heads[h].v[1].n = heads[h].length;
         heads[h].tokens.reserve((size_t) block.capacity);
         heads[h].tokens = block.tokens;
     }
@@ -83,7 +93,7 @@ std::unique_ptr<Block> Sequence::make_block(int32_t capacity) const {
     block->capacity = capacity;
     block->layers.resize(shapes().size());
     for (size_t l = 0; l < shapes().size(); l++) {
-        block->layers[l].extent = uniform_bytes(shapes()[l], type_, capacity);
+        block->layers[l].extent = uniform_bytes(shapes()[l], storage_.plain(), capacity);
         block->layers[l].memory = Pages::take(block->layers[l].extent);
         if (!block->layers[l].memory) {
             return nullptr;
@@ -95,12 +105,15 @@ std::unique_ptr<Block> Sequence::make_block(int32_t capacity) const {
 // Single tokens come one after the other and get room to grow: twice the last block's, but next to a bounded answer no
 // more than a quarter of what it holds.
 int32_t Sequence::next_capacity(const Block * last) const {
+    if (storage_.quantised()) {
+        return GROUP;  // which are quantised when they are complete
+    }
     const int32_t most = bounded ? std::clamp(head_length(0, 0) / 4, FIRST_GROWTH, MAX_GROWTH) : MAX_GROWTH;
     return std::min(last ? std::max(2 * last->capacity, FIRST_GROWTH) : FIRST_GROWTH, most);
 }
 
 bool Sequence::append(int32_t n, const int32_t * new_pos, bool is_image) try {
-    Block *       last = blocks.size() > pending_from ? blocks.back().get() : nullptr;
+    Block *       last = blocks.size() > pending_from && !blocks.back()->ragged ? blocks.back().get() : nullptr;
     const int32_t room = last ? last->capacity - (int32_t) last->length() : 0;
     const int32_t rest = n - std::min(n, room);
 
@@ -113,7 +126,8 @@ bool Sequence::append(int32_t n, const int32_t * new_pos, bool is_image) try {
         for (size_t l = 0; l < fresh->layers.size() && scored && n == 1; l++) {
             loosen(*fresh, l);
         }
-        fresh->scored = scored && n == 1;
+        fresh->scored    = scored && n == 1;
+        fresh->generated = n == 1;
         reserve_room(*fresh);
         blocks.reserve(blocks.size() + 1);
     }
@@ -151,35 +165,39 @@ Sequence::Place Sequence::place_from_end(int32_t i, int32_t n) {
 uint8_t * Sequence::k_row(const Place & at, int32_t layer, int32_t head) {
     const LayerShape & s = shapes()[(size_t) layer];
     return at.block->layers[(size_t) layer].memory.data() +
-           ((size_t) head * (size_t) at.block->capacity + (size_t) at.row) * row_k(s, type_);
+           ((size_t) head * (size_t) at.block->capacity + (size_t) at.row) * row_k(s, storage_.plain().k);
 }
 
 uint8_t * Sequence::v_row(const Place & at, int32_t layer, int32_t head) {
-    const LayerShape & s    = shapes()[(size_t) layer];
-    const size_t       keys = (size_t) s.n_heads_kv * (size_t) at.block->capacity * row_k(s, type_);
+    const LayerShape & s     = shapes()[(size_t) layer];
+    const Storage      plain = storage_.plain();
+    const size_t       keys  = (size_t) s.n_heads_kv * (size_t) at.block->capacity * row_k(s, plain.k);
     return at.block->layers[(size_t) layer].memory.data() + keys +
-           ((size_t) head * (size_t) at.block->capacity + (size_t) at.row) * row_v(s, type_);
+           ((size_t) head * (size_t) at.block->capacity + (size_t) at.row) * row_v(s, plain.v);
 }
 
-Segment Sequence::segment(const Block & block, int32_t layer, int32_t head) const {
-    const LayerShape & s   = shapes()[(size_t) layer];
-    const auto &       bl  = block.layers[(size_t) layer];
-    const size_t       kst = row_k(s, type_), vst = row_v(s, type_);
-    if (!bl.heads.empty()) {
-        const RaggedHead & h = bl.heads[(size_t) head];
-        return { { bl.memory.data() + h.k_offset, kst, type_ }, { bl.memory.data() + h.v_offset, vst, type_ }, h.length };
-    }
-    const size_t    cap  = (size_t) block.capacity;
-    const uint8_t * keys = bl.memory.data();
-    const uint8_t * vals = keys + (size_t) s.n_heads_kv * cap * kst;
-    return { { keys + (size_t) head * cap * kst, kst, type_ },
-             { vals + (size_t) head * cap * vst, vst, type_ },
+Segment Sequence::uniform_segment(const Block & block, int32_t layer, int32_t head) const {
+    const LayerShape & s     = shapes()[(size_t) layer];
+    const Storage      plain = storage_.plain();
+    const size_t       kst = row_k(s, plain.k), vst = row_v(s, plain.v);
+    const auto         cap  = (size_t) block.capacity;
+    const uint8_t *    keys = block.layers[(size_t) layer].memory.data();
+    const uint8_t *    vals = keys + (size_t) s.n_heads_kv * cap * kst;
+    return { { keys + (size_t) head * cap * kst, kst, plain.k },
+             { vals + (size_t) head * cap * vst, vst, plain.v },
              (int32_t) block.length() };
+}
+
+int32_t Sequence::rows_in(const Block & block, int32_t layer, int32_t head) const {
+    const auto & heads = block.layers[(size_t) layer].heads;
+    return heads.empty() ? (int32_t) block.length() : heads[(size_t) head].length;
 }
 
 int32_t Sequence::head_length(int32_t layer, int32_t head) const {
     int32_t n = 0;
-    each_segment(layer, head, false, [&](const Segment & s) { n += s.n; });
+    for (const auto & block : blocks) {
+        n += rows_in(*block, layer, head);
+    }
     return n;
 }
 
@@ -210,6 +228,11 @@ std::vector<int32_t> Sequence::head_tokens(int32_t layer, int32_t head) const {
 }
 
 void Sequence::close_pending() {
+    for (size_t b = pending_from; b < blocks.size(); b++) {
+        if (blocks[b]->ragged) {
+            blocks[b]->tokens = {};
+        }
+    }
     pending_from = blocks.size();
     missing      = {};
     drop_observations();
@@ -229,7 +252,7 @@ void Sequence::drop_observations() {
 }
 
 std::unique_ptr<Sequence> Sequence::clone() const try {
-    auto copy          = std::make_unique<Sequence>(shapes(), type_);
+    auto copy          = std::make_unique<Sequence>(shapes(), storage_);
     copy->pos          = pos;
     copy->image        = image;
     copy->pending_from = pending_from;
@@ -257,10 +280,13 @@ std::unique_ptr<Sequence> Sequence::clone() const try {
     copy->scored       = scored;
     for (const auto & from : blocks) {
         auto to      = std::make_unique<Block>();
-        to->ragged   = from->ragged;
-        to->capacity = from->capacity;
-        to->scored   = from->scored;
-        to->tokens   = from->tokens;
+        to->ragged    = from->ragged;
+        to->scored    = from->scored;
+        to->generated = from->generated;
+        to->open_k    = from->open_k;
+        to->open_v    = from->open_v;
+        to->capacity  = from->capacity;
+        to->tokens    = from->tokens;
         to->layers.resize(from->layers.size());
         for (size_t l = 0; l < from->layers.size(); l++) {
             const Pages & src    = from->layers[l].memory;
@@ -405,7 +431,7 @@ uint64_t Sequence::index_bytes() const {
         n += b->tokens.capacity() * sizeof(int32_t);
         for (const auto & l : b->layers) {
             for (const auto & h : l.heads) {
-                n += sizeof(RaggedHead) + h.tokens.capacity() * sizeof(int32_t);
+                n += sizeof(RaggedHead) + h.tokens.capacity() * sizeof(int32_t) + h.k[0].live.capacity();
             }
         }
     }

@@ -1,15 +1,16 @@
 // The KV memory of one sequence: blocks of tokens, in order. A block is uniform (every layer and KV head holds all of
-// its tokens) until it is compressed, and ragged (every head holds its own selection) from then on. In between, a layer of
-// a uniform block is loose once one of its heads has dropped a row or has scores: its heads keep lists of their own, and
-// their rows still end where the block's do, so that tokens can be added.
+// its tokens) until it is compressed or quantised, and ragged (every head holds its own selection) from then on. In
+// between, a layer of a uniform block is loose once one of its heads has dropped a row or has scores: its heads keep lists
+// of their own, and their rows still end where the block's do, so that tokens can be added.
 //
-// Layout of a layer's memory in a uniform block: keys [Hkv][capacity][d_k], then values [Hkv][capacity][d_v];
-// in a ragged block: per head its keys [length][d_k] and then its values [length][d_v], heads one after the other.
+// Layout of a layer's memory in a uniform block: keys [Hkv][capacity][d_k], then values [Hkv][capacity][d_v], always of a
+// plain type (Storage::plain); heads of a loose layer have them as their second areas. In a ragged block: store/ragged.h.
 
 #pragma once
 
 #include "kernels/kernels.h"
 #include "store/pages.h"
+#include "store/ragged.h"
 
 #include <cstdint>
 #include <memory>
@@ -17,30 +18,9 @@
 
 namespace kvedge {
 
-struct LayerShape {
-    int32_t il;          // layer number in the model
-    int32_t n_heads;     // H
-    int32_t n_heads_kv;  // Hkv
-    int32_t d_k, d_v;
-    float   softcap = 0.0f;  // of the logits, 0: none
-};
-
 // Bytes of a key row and of a value row.
-inline size_t row_k(const LayerShape & s, Type t) { return (size_t) s.d_k * type_size(t); }
-inline size_t row_v(const LayerShape & s, Type t) { return (size_t) s.d_v * type_size(t); }
-
-// Consecutive rows of one head.
-struct Segment {
-    Rows    k, v;
-    int32_t n;
-};
-
-struct RaggedHead {
-    size_t               k_offset = 0, v_offset = 0;  // of the first row that is still there
-    int32_t              length   = 0;
-    std::vector<int32_t> tokens;  // [length] token index of each row, ascending
-    std::vector<double>  scores;  // [length] what a decode policy holds in favour of each row; empty: nothing
-};
+inline size_t row_k(const LayerShape & s, Type t) { return row_bytes(t, s.d_k); }
+inline size_t row_v(const LayerShape & s, Type t) { return row_bytes(t, s.d_v); }
 
 struct BlockLayer {
     Pages                   memory;
@@ -49,12 +29,16 @@ struct BlockLayer {
 };
 
 struct Block {
-    bool                    ragged   = false;
-    bool                    scored   = false;  // rows that are added get scores: every layer is loose
-    int32_t                 capacity = 0;      // uniform: rows that fit
-    std::vector<int32_t>    tokens;            // uniform: token index of each row
+    bool                    ragged    = false;
+    bool                    scored    = false;  // rows that are added get scores: every layer is loose
+    bool                    generated = false;  // opened by a single token
+    bool                    open_k    = false;  // ragged: some of its keys
+    bool                    open_v    = false;  // or values are to be quantised later
+    int32_t                 capacity  = 0;      // uniform: rows that fit
+    std::vector<int32_t>    tokens;             // token index of each row; of a ragged block only while it is pending
     std::vector<BlockLayer> layers;
     size_t                  length() const { return tokens.size(); }
+    int32_t                 newest() const;  // largest token index of any head, -1: none
 };
 
 // Column sums of attention over the pending tokens (those not yet compressed), of one layer.
@@ -103,7 +87,7 @@ struct Missing {
 
 class Sequence {
   public:
-    Sequence(const std::vector<LayerShape> & shapes, Type type) : shapes_(&shapes), type_(type) {}
+    Sequence(const std::vector<LayerShape> & shapes, const Storage & storage) : shapes_(&shapes), storage_(storage) {}
 
     // Makes room for n tokens and enters them; their rows are then written with write_row(). False: no memory, nothing changed.
     bool append(int32_t n, const int32_t * pos, bool image);
@@ -121,13 +105,16 @@ class Sequence {
     // Segments of one head in token order; pending: only those not yet compressed.
     template <class F> void each_segment(int32_t layer, int32_t head, bool pending, const F & visit) const {
         for (size_t b = pending ? pending_from : 0; b < blocks.size(); b++) {
-            const Segment s = segment(*blocks[b], layer, head);
-            if (s.n > 0) {
+            const BlockLayer & bl = blocks[b]->layers[(size_t) layer];
+            if (!bl.heads.empty()) {
+                each_ragged(bl.memory.data(), bl.heads[(size_t) head], (*shapes_)[(size_t) layer], storage_, visit);
+            } else if (const Segment s = uniform_segment(*blocks[b], layer, head); s.n > 0) {
                 visit(s);
             }
         }
     }
-    Segment segment(const Block & block, int32_t layer, int32_t head) const;
+    Segment uniform_segment(const Block & block, int32_t layer, int32_t head) const;  // of a layer that is not loose
+    int32_t rows_in(const Block & block, int32_t layer, int32_t head) const;
     int32_t head_length(int32_t layer, int32_t head) const;
     int32_t pending_length() const;                      // tokens, the same for every layer and head
     std::vector<int32_t> pending_tokens() const;         // their token indices
@@ -137,9 +124,21 @@ class Sequence {
     void drop_row(int32_t layer, int32_t head, int32_t row);
     // Gives back the blocks that every head has left. The last one stays while tokens can be added to it.
     void drop_empty_blocks();
-    // Packs all blocks but the one that tokens are added to into one, if dropped rows take up more than a quarter of what
-    // the others do; layer by layer, so that the peak is one layer more. Where memory is refused it stops half-way.
+    // Packs all blocks that nothing is added to or quantised in any more into one, if dropped rows take up more than a
+    // quarter of what the others do; layer by layer, so that the peak is one layer more. Where memory is refused it stops
+    // half-way.
     void pack_if_sparse();
+
+    // Quantises generated rows, before the next token is entered: keys when GROUP of them are complete, values as KIVI
+    // stores them when RESIDUAL newer tokens exist. False: no memory, nothing lost.
+    bool seal_generated();
+    // The same for the first `end` blocks, none of them pending, where they hold none of the last RESIDUAL tokens.
+    bool seal_old(size_t end);
+    // Gives the pending tokens plain rows again, so that they can be scored and merged. False: no memory, nothing changed.
+    bool unseal_pending();
+    // Blocks at the head of the pending ones that are quantised already need nothing more than to be pending no longer. What
+    // was gathered of the pending tokens goes.
+    void promote_sealed();
 
     // Gives every head of the pending blocks a list and scores of its own, from the column sums. Throws std::bad_alloc.
     void sums_to_scores();
@@ -172,7 +171,7 @@ class Sequence {
     void drop_observations();
 
     const std::vector<LayerShape> & shapes() const { return *shapes_; }
-    Type                            type() const { return type_; }
+    const Storage &                 storage() const { return storage_; }
 
     std::vector<int32_t>                pos;           // per token entered so far
     std::vector<uint8_t>                image;         // per token: 1 if it came as an embedding
@@ -198,17 +197,28 @@ class Sequence {
     void                   loosen(Block & block, size_t layer) const;
     bool                   grows(size_t block) const;
     bool                   is_sparse() const;
-    bool                   pack_layer(Block & to, size_t layer, size_t n_blocks);
     void                   remove_from_loose(Block & block, size_t layer, int32_t p0, int32_t p1, int32_t n_left);
     void                   drop_query_part(size_t part);
     void                   remove_from_ragged(Block & block, int32_t p0, int32_t p1);
-    void                   remove_from_uniform(Block & block, int32_t p0, int32_t p1, int32_t first_pending_row);
+    void                   remove_from_uniform(Block & block, int32_t p0, int32_t p1, const std::vector<int32_t> & keep);
+    void                   remove_listed(Block & block, int32_t p0, int32_t p1, int32_t first_pending_row);
+    size_t                 packable() const;
+    uint64_t               packed_keys(size_t n_blocks, int32_t layer, int32_t head) const;
+    bool                   gather_layer(size_t layer, size_t first, size_t last, bool values, BlockLayer & to) const;
+    std::unique_ptr<Block> seal(size_t first, size_t last, bool values) const;
+    bool                   replace(size_t first, size_t last, bool values);
+    bool                   join_sealed();
 
     const std::vector<LayerShape> * shapes_;
-    Type                            type_;
+    Storage                         storage_;
 };
 
-// Bytes of a ragged layer whose heads hold these many rows, and the offsets of each head in it.
-size_t lay_out_ragged(const LayerShape & shape, Type type, std::vector<RaggedHead> & heads);
+// Newest tokens whose values KIVI leaves as they are.
+constexpr int32_t RESIDUAL = GROUP;
+
+// Rows of a head of n that are quantised when a prompt completes: all, or KIVI's share (Liu et al., Algorithm 1): of the
+// keys the full groups, of the values all but the last RESIDUAL.
+int32_t stored_keys(const Storage & storage, int32_t n);
+int32_t stored_values(const Storage & storage, int32_t n);
 
 }  // namespace kvedge

@@ -1,0 +1,80 @@
+// Reading quantised rows (kernels.h: Type). Part of kernels_impl.h, under its rules.
+
+#pragma once
+
+#include "kernels.h"
+
+namespace kvedge {
+namespace {
+
+constexpr int32_t MAX_ROW = 512;         // largest head size
+constexpr int     CV      = GROUP / V::W;  // vectors of a block's codes
+
+constexpr bool has_minimum(Type t) { return t != Type::q8_0 && t != Type::q4_0; }
+
+// The codes of a block, of a symmetric type with their sign.
+template <Type T> inline void block_codes(const uint8_t * p, V * x) {
+    V::template codes<T>(p, x);
+    if constexpr (T == Type::q4_0) {
+        for (int j = 0; j < CV; j++) {
+            x[j] = V::add(x[j], V::set1(-8.0f));
+        }
+    }
+}
+
+template <Type T> void widen_block(const uint8_t * p, float * out) {
+    V x[CV];
+    block_codes<T>(p + block_bytes(T) - code_bytes(T), x);
+    const V scale = V::set1_f16(p), minimum = has_minimum(T) ? V::set1_f16(p + 2) : V::zero();
+    for (int j = 0; j < CV; j++) {
+        V::fma(x[j], scale, minimum).store(out + j * V::W);
+    }
+}
+
+template <Type T> void widen_blocks(Rows rows, int32_t n, int32_t d, float * out, size_t ld) {
+    for (int32_t r = 0; r < n; r++) {
+        for (int32_t b = 0; b < d / GROUP; b++) {
+            widen_block<T>(rows.data + (size_t) r * rows.stride + (size_t) b * block_bytes(T), out + (size_t) r * ld + b * GROUP);
+        }
+    }
+}
+
+// Codes of row r of a group that starts at p.
+template <Type T> inline const uint8_t * group_codes(const uint8_t * p, int32_t d, int32_t r) {
+    return p + 4 * (size_t) d + (size_t) r * (size_t) (d / GROUP) * code_bytes(T);
+}
+
+template <Type T> void widen_groups(Rows rows, int32_t n, int32_t d, float * out, size_t ld) {
+    for (int32_t r = 0; r < n; r++) {
+        const Rows      at    = rows.from(r);
+        const uint8_t * codes = group_codes<T>(at.data, d, at.skip);
+        for (int32_t i = 0; i < d; i += GROUP, codes += code_bytes(T)) {
+            V x[CV];
+            block_codes<T>(codes, x);
+            for (int j = 0; j < CV; j++) {
+                const size_t c = (size_t) (i + j * V::W);
+                const V      scale = V::template load16<Type::f16>(at.data + 2 * c);
+                const V      minimum = V::template load16<Type::f16>(at.data + 2 * ((size_t) d + c));
+                V::fma(x[j], scale, minimum).store(out + (size_t) r * ld + c);
+            }
+        }
+    }
+}
+
+void k_widen(Rows rows, int32_t n, int32_t d, float * out, size_t ld) {
+    switch (rows.type) {
+        case Type::q8_0:    widen_blocks<Type::q8_0>(rows, n, d, out, ld); break;
+        case Type::q4_0:    widen_blocks<Type::q4_0>(rows, n, d, out, ld); break;
+        case Type::kivi4_v: widen_blocks<Type::kivi4_v>(rows, n, d, out, ld); break;
+        case Type::kivi2_v: widen_blocks<Type::kivi2_v>(rows, n, d, out, ld); break;
+        case Type::kivi4_k: widen_groups<Type::kivi4_k>(rows, n, d, out, ld); break;
+        case Type::kivi2_k: widen_groups<Type::kivi2_k>(rows, n, d, out, ld); break;
+        default:
+            for (int32_t r = 0; r < n; r++) {
+                k_to_f32(rows.type, rows.data + (size_t) r * rows.stride, out + (size_t) r * ld, (size_t) d);
+            }
+    }
+}
+
+}  // namespace
+}  // namespace kvedge

@@ -1,0 +1,272 @@
+// What a sequence holds after prompts, generated tokens, drops, cuts and copies, for every storage type: the rows of the
+// tokens it names, as exact as the type is, and of KIVI's types no more plain rows than the residual.
+
+#include "check.h"
+#include "core/compress.h"
+#include "kernels/kernels.h"
+#include "store/sequence.h"
+
+#include <algorithm>
+#include <climits>
+#include <random>
+#include <vector>
+
+using namespace kvedge;
+
+namespace {
+
+std::mt19937 rng(3);
+
+const std::vector<LayerShape> SHAPES = { { 0, 4, 2, 64, 32 }, { 1, 2, 1, 32, 96 } };
+
+struct Row {
+    std::vector<float> k, v;
+};
+
+// A sequence, and every row that was ever written to it.
+struct Shadow {
+    Sequence                                   seq;
+    std::vector<std::vector<std::vector<Row>>> rows;  // [token][layer][head]
+
+    explicit Shadow(const Storage & storage) : seq(SHAPES, storage) {}
+
+    void add(int32_t n) {
+        std::normal_distribution<float> normal;
+        std::vector<int32_t>            pos;
+        for (int32_t i = 0; i < n; i++) {
+            pos.push_back((int32_t) (seq.pos.size()) + i);
+        }
+        CHECK(seq.append(n, pos.data(), false));
+        const Storage plain = seq.storage().plain();
+        for (int32_t t = 0; t < n; t++) {
+            rows.emplace_back(SHAPES.size());
+            for (size_t l = 0; l < SHAPES.size(); l++) {
+                for (int32_t h = 0; h < SHAPES[l].n_heads_kv; h++) {
+                    Row row{ std::vector<float>((size_t) SHAPES[l].d_k), std::vector<float>((size_t) SHAPES[l].d_v) };
+                    std::generate(row.k.begin(), row.k.end(), [&] { return normal(rng); });
+                    std::generate(row.v.begin(), row.v.end(), [&] { return normal(rng); });
+                    const auto at = seq.place_from_end(t, n);
+                    kernels().from_f32(plain.k, row.k.data(), seq.k_row(at, (int32_t) l, h), row.k.size());
+                    kernels().from_f32(plain.v, row.v.data(), seq.v_row(at, (int32_t) l, h), row.v.size());
+                    rows.back()[l].push_back(std::move(row));
+                }
+            }
+        }
+    }
+
+    void generate(int32_t n) {
+        for (int32_t i = 0; i < n; i++) {
+            CHECK(seq.seal_generated());
+            add(1);
+        }
+    }
+};
+
+double cosine(const float * a, const std::vector<float> & b) {
+    double dot = 0.0, aa = 1e-30, bb = 1e-30;
+    for (size_t i = 0; i < b.size(); i++) {
+        dot += (double) a[i] * b[i];
+        aa += (double) a[i] * a[i];
+        bb += (double) b[i] * b[i];
+    }
+    return dot / std::sqrt(aa * bb);
+}
+
+// Least cosine of a stored row with what was written: two bits leave less of it, rows of another token nothing.
+double exactness(Type t) {
+    return t == Type::kivi2_k || t == Type::kivi2_v ? 0.7 : t == Type::q8_0 ? 0.9999 : is_quantised(t) ? 0.985 : 0.99999;
+}
+
+void check(const Sequence & seq, const Shadow & shadow, bool once = true) {
+    const Storage storage = seq.storage();
+    for (size_t l = 0; l < SHAPES.size(); l++) {
+        for (int32_t h = 0; h < SHAPES[l].n_heads_kv; h++) {
+            const auto tokens = seq.head_tokens((int32_t) l, h);
+            CHECK((int32_t) tokens.size() == seq.head_length((int32_t) l, h) && std::is_sorted(tokens.begin(), tokens.end()));
+            size_t             at = 0;
+            int32_t            plain_k = 0, plain_v = 0;
+            std::vector<float> k, v;
+            seq.each_segment((int32_t) l, h, false, [&](const Segment & s) {
+                const auto dk = (size_t) SHAPES[l].d_k, dv = (size_t) SHAPES[l].d_v, n = (size_t) s.n;
+                k.resize(n * dk);
+                v.resize(n * dv);
+                kernels().widen(s.k, s.n, (int32_t) dk, k.data(), dk);
+                kernels().widen(s.v, s.n, (int32_t) dv, v.data(), dv);
+                plain_k += is_quantised(s.k.type) ? 0 : s.n;
+                plain_v += is_quantised(s.v.type) ? 0 : s.n;
+                for (size_t r = 0; r < n && at < tokens.size(); r++, at++) {
+                    const Row &  row   = shadow.rows[(size_t) tokens[at]][l][(size_t) h];
+                    const double twice = once ? 0.0 : 0.05;  // what a second rounding may take away
+                    CHECK(cosine(k.data() + r * dk, row.k) > exactness(storage.k) - twice);
+                    CHECK(cosine(v.data() + r * dv, row.v) > exactness(storage.v) - twice);
+                }
+            });
+            CHECK(at == tokens.size());
+            if (seq.pending_length() <= GROUP) {  // nothing waits for its compression
+                CHECK(!is_quantised(storage.k) || plain_k <= 2 * GROUP - 1);
+                CHECK(!is_quantised(storage.v) || plain_v <= 3 * GROUP - 1);
+            }
+        }
+    }
+}
+
+kvedge_plan plan_of(double ratio) {
+    kvedge_plan plan  = full_plan();
+    plan.budget_ratio = ratio;
+    plan.scorer       = find_scorer("knorm");
+    return plan;
+}
+
+void compress(Shadow & x, double ratio) {
+    Compression  outcome;
+    kvedge_error err{};
+    CHECK(compress_pending(x.seq, plan_of(ratio), 2, outcome, &err) == KVEDGE_OK);
+    CHECK(x.seq.pending_length() == 0 && outcome.after_bytes == x.seq.bytes());
+}
+
+// Heads lose different rows, in blocks of every kind.
+void drop_some(Shadow & x, int32_t n) {
+    for (size_t l = 0; l < SHAPES.size(); l++) {
+        for (int32_t h = 0; h < SHAPES[l].n_heads_kv; h++) {
+            for (int32_t i = 0; i < n; i++) {
+                const auto    before = x.seq.head_tokens((int32_t) l, h);
+                const int32_t row    = (int32_t) (rng() % before.size());
+                x.seq.drop_row((int32_t) l, h, row);
+                auto expected = before;
+                expected.erase(expected.begin() + row);
+                CHECK(x.seq.head_tokens((int32_t) l, h) == expected);
+            }
+        }
+    }
+    x.seq.drop_empty_blocks();
+}
+
+void test_conversation(const Storage & storage) {
+    Shadow x(storage);
+    x.add(5);
+    x.add(195);
+    check(x.seq, x);
+    compress(x, 0.5);
+    CHECK(x.seq.head_length(0, 0) == 100);
+    check(x.seq, x);
+    x.generate(700);  // seals, and joins what was sealed
+    check(x.seq, x);
+    CHECK(x.seq.blocks.size() < 20);
+    x.seq.remove(300, 317);  // within sealed blocks that are pending
+    x.seq.remove(3, 60);     // and the compressed one
+    x.seq.remove(880, INT_MAX);
+    check(x.seq, x);
+    x.add(90);
+    compress(x, 0.5);  // the answer is taken back to plain rows, and rounded again
+    check(x.seq, x, false);
+    x.generate(40);
+    const auto copy = x.seq.clone();
+    CHECK(copy && copy->bytes() == x.seq.bytes());
+    x.seq.remove(0, 500);
+    check(*copy, x, false);
+    check(x.seq, x, false);
+}
+
+void test_whole_prompts_are_quantised(const Storage & storage) {
+    Shadow x(storage);
+    for (int32_t n : { 300, 1, 64, 97 }) {
+        x.add(n);
+        compress(x, 1.0);
+        check(x.seq, x);
+        x.generate(50);
+        check(x.seq, x);  // promoted as it is: rounded once
+    }
+    CHECK(x.seq.head_length(0, 0) == 462 + 4 * 50);
+}
+
+void test_policies(const Storage & storage) {
+    Shadow x(storage);
+    x.add(400);
+    compress(x, 0.5);
+    for (int32_t turn = 0; turn < 6; turn++) {
+        drop_some(x, 20);
+        check(x.seq, x);
+        x.generate(45);
+        check(x.seq, x);
+    }
+    x.seq.close_pending();  // the next prompt leaves a bounded answer as it is
+    x.add(100);
+    compress(x, 0.3);
+    check(x.seq, x);
+    drop_some(x, 150);
+    check(x.seq, x);
+}
+
+// Any row may go as another one comes: gaps are packed, groups of few rows become one, and memory stays within a bound.
+void test_any_row_goes(const Storage & storage) {
+    Shadow x(storage);
+    x.add(500);
+    compress(x, 0.4);
+    x.seq.bounded = true;
+    size_t most = 0;
+    for (int32_t step = 0; step < 3000; step++) {
+        CHECK(x.seq.seal_generated());
+        x.add(1);
+        for (size_t l = 0; l < SHAPES.size(); l++) {
+            for (int32_t h = 0; h < SHAPES[l].n_heads_kv; h++) {
+                const int32_t n = x.seq.head_length((int32_t) l, h);
+                if (n > 200) {
+                    x.seq.drop_row((int32_t) l, h, (int32_t) (rng() % (size_t) (n - 100)));  // the newest stay
+                }
+            }
+        }
+        x.seq.drop_empty_blocks();
+        if (step % 32 == 31) {
+            x.seq.pack_if_sparse();
+            uint64_t bytes = 0;
+            for (const auto & block : x.seq.blocks) {
+                for (const auto & layer : block->layers) {
+                    bytes += layer.extent;
+                }
+            }
+            most = std::max(most, (size_t) bytes);
+        }
+    }
+    check(x.seq, x, false);
+    size_t rows = 0, plain = 0;
+    for (const LayerShape & s : SHAPES) {
+        rows += (size_t) s.n_heads_kv * 200 * (row_bytes(storage.k, s.d_k) + row_bytes(storage.v, s.d_v));
+        plain += (size_t) s.n_heads_kv * 96 * (row_bytes(storage.plain().k, s.d_k) + row_bytes(storage.plain().v, s.d_v));
+    }
+    // half of the rows lie in groups that may keep the room of three that are gone for each that is left
+    CHECK(most < (is_grouped(storage.k) ? 3 * rows : 2 * rows) + plain);
+}
+
+void test_kivi_residual() {
+    for (int32_t n : { 1, 31, 32, 33, 64, 100, 128 }) {
+        Shadow x({ Type::kivi2_k, Type::kivi2_v });
+        x.add(n);
+        compress(x, 1.0);
+        int32_t plain_k = 0, plain_v = 0;
+        x.seq.each_segment(0, 0, false, [&](const Segment & s) {
+            plain_k += is_quantised(s.k.type) ? 0 : s.n;
+            plain_v += is_quantised(s.v.type) ? 0 : s.n;
+        });
+        CHECK(plain_k == n % 32 && plain_v == std::min(n, 32));
+    }
+}
+
+}  // namespace
+
+int main() {
+    const Storage storages[] = {
+        { Type::f16, Type::f16 },         { Type::q8_0, Type::q8_0 },    { Type::q4_0, Type::q4_0 },
+        { Type::kivi4_k, Type::kivi4_v }, { Type::kivi2_k, Type::kivi2_v }, { Type::q8_0, Type::kivi2_v },
+        { Type::kivi4_k, Type::f32 },     { Type::bf16, Type::q4_0 },
+    };
+    for (const Storage & storage : storages) {
+        std::fprintf(stderr, "%d:%d\n", (int) storage.k, (int) storage.v);
+        test_conversation(storage);
+        test_whole_prompts_are_quantised(storage);
+        test_policies(storage);
+        test_any_row_goes(storage);
+    }
+    test_kivi_residual();
+    std::fprintf(stderr, "%d failures\n", failures());
+    return failures() != 0;
+}
