@@ -36,7 +36,7 @@ bool fill(Bench & b) {
     for (size_t l = 0; l * layer < (size_t) b.mib << 20; l++) {
         b.shapes.push_back({ (int32_t) l, b.n_heads, b.n_heads_kv, b.size, b.size });
     }
-    b.seq = std::make_unique<Sequence>(b.shapes, Type::f16);
+    b.seq = std::make_unique<Sequence>(b.shapes, Storage{});
     std::vector<int32_t> pos((size_t) b.tokens);
     if (!b.seq->append(b.tokens, pos.data(), false)) {
         return false;

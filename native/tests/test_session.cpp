@@ -27,7 +27,7 @@ void fill(Pages & pages) {
 }
 
 // A compressed block, a prompt that was kept whole and has lost rows, and a few generated tokens.
-std::unique_ptr<Sequence> make(const std::vector<LayerShape> & shapes, Type type, bool gaps) {
+std::unique_ptr<Sequence> make(const std::vector<LayerShape> & shapes, const Storage & type, bool gaps) {
     auto                 seq = std::make_unique<Sequence>(shapes, type);
     std::vector<int32_t> pos(700);
     std::iota(pos.begin(), pos.end(), 0);
@@ -43,18 +43,23 @@ std::unique_ptr<Sequence> make(const std::vector<LayerShape> & shapes, Type type
                 head.tokens.push_back(t);
             }
             head.length = (int32_t) head.tokens.size();
+            head.k      = make_side(keys_of(shapes[l], type), head.length, stored_keys(type, head.length));
+            head.v      = make_side(values_of(shapes[l], type), head.length, stored_values(type, head.length));
         }
-        ragged->layers[l].memory = Pages::take(lay_out_ragged(shapes[l], type, heads));
+        ragged->layers[l].extent = lay_out(shapes[l], type, heads);
+        ragged->layers[l].memory = Pages::take(ragged->layers[l].extent);
     }
+    ragged->open_k = ragged->open_v = type.quantised();
     seq->blocks[0] = std::move(ragged);
     seq->close_pending();
     seq->append(400, pos.data() + 100, false);
     if (gaps) {
         seq->close_pending();
         seq->bounded = true;
-        seq->scored  = type == Type::f32;
+        seq->scored  = type.k == Type::f32;
     }
     for (int32_t i = 0; i < 70; i++) {
+        CHECK(seq->seal_generated());
         seq->append(1, pos.data() + 500 + i, false);
     }
     for (auto & block : seq->blocks) {
@@ -100,7 +105,7 @@ void put(const std::vector<uint8_t> & data) {
     std::fclose(file);
 }
 
-std::unique_ptr<Sequence> read(const std::vector<LayerShape> & shapes, Type type) {
+std::unique_ptr<Sequence> read(const std::vector<LayerShape> & shapes, const Storage & type) {
     kvedge_error err{};
     FileReader   in;
     CHECK(in.open(path.c_str(), &err) == KVEDGE_OK);
@@ -113,19 +118,24 @@ std::unique_ptr<Sequence> read(const std::vector<LayerShape> & shapes, Type type
 
 // Keys and values of every head, however they are spread over blocks.
 uint32_t visit(const Sequence & seq) {
-    uint32_t k = 0, v = 0;
-    for (size_t l = 0; l < seq.shapes().size(); l++) {
-        for (int32_t h = 0; h < seq.shapes()[l].n_heads_kv; h++) {
-            seq.each_segment((int32_t) l, h, false, [&](const Segment & s) {
-                k = crc32(k, s.k.data, (size_t) s.n * s.k.stride);
-                v = crc32(v, s.v.data, (size_t) s.n * s.v.stride);
+    uint32_t           k = 0, v = 0;
+    std::vector<float> wide;
+    for (const LayerShape & shape : seq.shapes()) {
+        const auto l = (int32_t) (&shape - seq.shapes().data());
+        for (int32_t h = 0; h < shape.n_heads_kv; h++) {
+            seq.each_segment(l, h, false, [&](const Segment & s) {
+                wide.resize((size_t) s.n * (size_t) std::max(shape.d_k, shape.d_v));
+                kernels().widen(s.k, s.n, shape.d_k, wide.data(), (size_t) shape.d_k);
+                k = crc32(k, wide.data(), (size_t) s.n * (size_t) shape.d_k * sizeof(float));
+                kernels().widen(s.v, s.n, shape.d_v, wide.data(), (size_t) shape.d_v);
+                v = crc32(v, wide.data(), (size_t) s.n * (size_t) shape.d_v * sizeof(float));
             });
         }
     }
     return k ^ (v << 1 | v >> 31);
 }
 
-void test_there_and_back(const std::vector<LayerShape> & shapes, Type type, bool gaps) {
+void test_there_and_back(const std::vector<LayerShape> & shapes, const Storage & type, bool gaps) {
     const auto seq  = make(shapes, type, gaps);
     const auto data = bytes_of(*seq);
     const auto back = read(shapes, type);
@@ -147,8 +157,8 @@ void test_there_and_back(const std::vector<LayerShape> & shapes, Type type, bool
         for (size_t l = 0; l < shapes.size(); l++) {
             for (int32_t h = 0; h < shapes[l].n_heads_kv; h++) {
                 const auto at = to->place_from_end(0, 1);
-                memset(to->k_row(at, (int32_t) l, h), 7, row_k(shapes[l], type));
-                memset(to->v_row(at, (int32_t) l, h), 8, row_v(shapes[l], type));
+                memset(to->k_row(at, (int32_t) l, h), 7, row_k(shapes[l], type.plain().k));
+                memset(to->v_row(at, (int32_t) l, h), 8, row_v(shapes[l], type.plain().v));
             }
         }
     }
@@ -170,7 +180,7 @@ void test_there_and_back(const std::vector<LayerShape> & shapes, Type type, bool
     CHECK(visit(*back) == visit(*seq));
 }
 
-void test_lies(const std::vector<LayerShape> & shapes, Type type, bool gaps) {
+void test_lies(const std::vector<LayerShape> & shapes, const Storage & type, bool gaps) {
     const auto    seq  = make(shapes, type, gaps);
     const auto    good = bytes_of(*seq);
     const int32_t edge[] = { -1, 0, 1, 100, 257, INT32_MAX, INT32_MIN };
@@ -204,11 +214,15 @@ int main() {
     CHECK(crc32(0, digits, 9) == 0xCBF43926u);  // the check value that every description of CRC-32 gives
     CHECK(crc32(crc32(0, digits, 4), digits + 4, 5) == 0xCBF43926u);
     const std::vector<LayerShape> shapes = { { 0, 4, 2, 16, 8 }, { 3, 4, 4, 8, 8 } };
-    for (Type type : { Type::f16, Type::f32 }) {
+    const std::vector<LayerShape> blocks = { { 0, 4, 2, 32, 64 }, { 3, 4, 4, 64, 32 } };
+    const Storage plain[] = { { Type::f16, Type::f16 }, { Type::f32, Type::f32 }, { Type::f32, Type::bf16 } };
+    const Storage quantised[] = { { Type::q8_0, Type::q4_0 }, { Type::kivi2_k, Type::kivi4_v }, { Type::kivi4_k, Type::f32 } };
+    for (size_t i = 0; i < 6; i++) {
+        const Storage & type = i < 3 ? plain[i] : quantised[i - 3];
         for (bool gaps : { false, true }) {
-            test_there_and_back(shapes, type, gaps);
+            test_there_and_back(i < 3 ? shapes : blocks, type, gaps);
+            test_lies(i < 3 ? shapes : blocks, type, gaps);
         }
-        test_lies(shapes, type, true);
     }
     std::filesystem::remove(std::filesystem::u8path(path));
     return failures() > 0;

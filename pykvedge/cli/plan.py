@@ -33,7 +33,7 @@ _COUNT = click.IntRange(0, 10**6)
 @click.option("--method", metavar="NAME", help="See `kvedge methods`. Default: mixkv, with half of the prompt.")
 @click.option("--budget", metavar="AMOUNT",
               help="0.2 of the prompt, or 128 KV pairs per layer and head. Default with --method: 0.2.")  # fmt: skip
-@click.option("--kv-type", default="f16", show_default=True, metavar="TYPE", help="f16, bf16 or f32.")
+@click.option("--kv-type", default="f16", show_default=True, metavar="TYPE", help="As for chat.")
 @click.option("--threads", type=click.IntRange(1, 512), metavar="N", help="Default: one per physical core.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object; bytes.")
 def plan(model: Path | None, mmproj: Path | None, as_json: bool, **given: Any) -> None:

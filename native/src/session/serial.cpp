@@ -353,7 +353,7 @@ std::unique_ptr<Sequence> read_sequence(FileReader & in, const std::vector<Layer
             return nullptr;
         }
         const Block & block = *seq->blocks.back();
-        if (!bounded && b >= done && is_loose(block)) {
+        if (!bounded && b >= done && !block.ragged && is_loose(block)) {
             return nullptr;  // what is yet to be compressed is whole
         }
     }
