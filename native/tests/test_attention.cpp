@@ -269,7 +269,7 @@ void check_case(const Case & c) {
 // How many queries saw each token, with an image whose tokens see each other.
 void check_seen() {
     const std::vector<LayerShape> shapes = { { 0, 2, 1, 8, 8 } };
-    Sequence                      seq(shapes, Type::f16);
+    Sequence                      seq(shapes, Storage{});
     std::vector<int32_t>          expected;
     const auto                    enter = [&](int32_t n, bool causal) {
         CHECK(seq.ensure_sums(n, true));
@@ -377,7 +377,7 @@ void check_cross(const Sequence & seq, const std::vector<float> & q) {
 void check_kept_queries(float softcap) {
     constexpr int32_t             H = 4, D = 24;
     const std::vector<LayerShape> shapes = { { 0, H, 2, D, 8, softcap } };
-    Sequence                      seq(shapes, Type::f32);
+    Sequence                      seq(shapes, Storage{ Type::f32, Type::f32 });
     std::vector<float>            q;  // [token][H][D]
     const auto                    enter = [&](int32_t n, bool causal, const std::function<bool(int32_t)> & image) {
         CHECK(seq.ensure_queries(n));
