@@ -264,7 +264,10 @@ def _score_bytes(shape: ModelShape, plan: Plan, n_tokens: int) -> int:
     from pykvedge.stages import registry
 
     heads = sum(layer.n_heads_kv for layer in shape.layers)
-    sums = 8 * heads * n_tokens if plan.scorer in ("cumulative", "mean") else 0
+    sums = {"cumulative": 8, "mean": 16}.get(plan.scorer, 0) * heads * n_tokens
+    if plan.allocator == "entropy" and plan.settings("allocator")["attention"] == "cross":
+        # every query in half precision, and three numbers about what it saw
+        sums += n_tokens * len(shape.layers) * shape.n_head * (2 * shape.head_k + 12)
     window = registry.scorer(plan.scorer).whole_up_to(plan.settings("scorer"))
     return sums + 4 * heads * n_tokens + 4 * window * shape.n_head * shape.head_k * len(shape.layers)
 
