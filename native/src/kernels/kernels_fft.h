@@ -27,7 +27,7 @@ inline Z add_scaled(Z a, Z b, float s) {  // a + s b
     return { V::fma(b.re, v, a.re), V::fma(b.im, v, a.im) };
 }
 inline Z times(Z a, const float * w) {
-    const V c = V::set1(w[0]), s = V::set1(w[1]);
+    const V c = V::set1(w[0]).kept(), s = V::set1(w[1]).kept();
     return { V::fnma(a.im, s, V::mul(a.re, c)), V::fma(a.im, c, V::mul(a.re, s)) };
 }
 
@@ -92,7 +92,7 @@ template <int R, bool INVERSE> inline void butterfly(float * x, size_t step, con
         KVEDGE_UNROLL
         for (int q = 0; q < R; q++) {
             const float * row = x + (size_t) q * step + i;
-            z[q]              = { V::load(row + RE), V::load(row + IM) };
+            z[q]              = { V::load(row + RE).kept(), V::load(row + IM).kept() };
             if (INVERSE && twiddle && q > 0) {
                 z[q] = times(z[q], twiddle + 2 * (q - 1));
             }
@@ -161,6 +161,7 @@ inline void mix(const BandMix & m, float * x) {
 }
 
 double k_band_load(Rows rows, int32_t n, int32_t d, const int32_t * place, const float * origin, float * x) {
+    constexpr int32_t AHEAD  = 32;  // rows lie too far apart for the processor to guess the next
     constexpr int32_t CHUNK  = 64;  // rows whose squares are summed in float32 before the sum goes on in double
     double            energy = 0.0;
     for (int32_t from = 0; from < n; from += CHUNK) {
@@ -168,6 +169,7 @@ double k_band_load(Rows rows, int32_t n, int32_t d, const int32_t * place, const
         V             squares = V::zero();
         for (int32_t r = from; r < end; r++) {
             float * row = x + (size_t) place[r] * ROW;
+            prefetch(rows.data + (size_t) (r + AHEAD) * rows.stride);
             k_to_f32(rows.type, rows.data + (size_t) r * rows.stride, row, (size_t) d);
             for (size_t i = 0; i < ROW; i += (size_t) V::W) {
                 const V v = V::load(row + i);

@@ -210,10 +210,11 @@ void HighPass::add_head(
     const double scale = 1.0 / ((double) n_ * (double) n_);
     for (size_t t = 0; t < T; t++) {
         const float * squares = work.squares.data() + (size_t) place_[t] * (size_t) BAND_PAIRS;
-        double        square  = 0.0;
+        double        part[4] = {};  // sums that do not wait for each other
         for (int32_t i = 0; i < BAND_PAIRS; i++) {
-            square += (double) squares[i];
+            part[i % 4] += (double) squares[i];
         }
+        const double square = (part[0] + part[1]) + (part[2] + part[3]);
         sum.high += square * scale;
         if (deviation) {
             deviation[t] += (float) (square * scale / (double) d);
