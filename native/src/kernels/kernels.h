@@ -114,10 +114,14 @@ struct Kernels {
     void (*rows_axpy)(const float * p, size_t ldp, int32_t m, Rows v, int32_t n, int32_t d, float * o, size_t ldo,
                       const uint8_t * next);
 
-    // squares[r][i] += squares of both parts of what the filter, which must take away what is constant along a column, makes
-    // of x, times the length of the FFT, squared; squares [n_rows][BAND_PAIRS]. Returns the sum of squares of x as it came.
-    // Overwrites x.
-    double (*band_filter)(const BandFilter & filter, float * x, float * squares);
+    // Rows [n], d <= 2 * BAND_PAIRS channels wide, widened into the rows of x [..][2 * BAND_PAIRS] that `place` says, less
+    // origin [2 * BAND_PAIRS]: with one of the rows as the origin, constant channels become exactly zero. x and origin must
+    // be zero past d. Returns the sum of squares of the rows as they are.
+    double (*band_load)(Rows rows, int32_t n, int32_t d, const int32_t * place, const float * origin, float * x);
+
+    // squares[r][i] += squares of both parts of what the filter makes of x, times the length of the FFT, squared;
+    // squares [n_rows][BAND_PAIRS]. Overwrites x.
+    void (*band_filter)(const BandFilter & filter, float * x, float * squares);
 };
 
 // The best table that this processor can run.

@@ -27,7 +27,7 @@ inline Z add_scaled(Z a, Z b, float s) {  // a + s b
     return { V::fma(b.re, v, a.re), V::fma(b.im, v, a.im) };
 }
 inline Z times(Z a, const float * w) {
-    const V c = V::set1(w[0]), s = V::set1(w[1]);
+    const V c = V::set1(w[0]).kept(), s = V::set1(w[1]).kept();
     return { V::fnma(a.im, s, V::mul(a.re, c)), V::fma(a.im, c, V::mul(a.re, s)) };
 }
 
@@ -92,7 +92,7 @@ template <int R, bool INVERSE> inline void butterfly(float * x, size_t step, con
         KVEDGE_UNROLL
         for (int q = 0; q < R; q++) {
             const float * row = x + (size_t) q * step + i;
-            z[q]              = { V::load(row + RE), V::load(row + IM) };
+            z[q]              = { V::load(row + RE).kept(), V::load(row + IM).kept() };
             if (INVERSE && twiddle && q > 0) {
                 z[q] = times(z[q], twiddle + 2 * (q - 1));
             }
@@ -160,29 +160,29 @@ inline void mix(const BandMix & m, float * x) {
     }
 }
 
-// Subtracts a row from all of them, so that constant columns become exactly zero; the rest of the means is the filter's to
-// remove. Returns the sum of squares of what was there.
-double shift(float * x, size_t n_rows) {
-    constexpr size_t CHUNK  = 64;  // rows whose squares are summed in float32 before the sum goes on in double
-    double           energy = 0.0;
-    for (size_t i = 0; i < ROW; i += (size_t) V::W) {
-        const V origin = V::load(x + n_rows / 2 * ROW + i);  // the first would be a sink, far from the others
-        for (size_t from = 0; from < n_rows; from += CHUNK) {
-            const size_t end     = from + CHUNK < n_rows ? from + CHUNK : n_rows;
-            V            squares = V::zero();
-            for (size_t r = from; r < end; r++) {
-                const V v = V::load(x + r * ROW + i);
+double k_band_load(Rows rows, int32_t n, int32_t d, const int32_t * place, const float * origin, float * x) {
+    constexpr int32_t AHEAD  = 32;  // rows lie too far apart for the processor to guess the next
+    constexpr int32_t CHUNK  = 64;  // rows whose squares are summed in float32 before the sum goes on in double
+    double            energy = 0.0;
+    for (int32_t from = 0; from < n; from += CHUNK) {
+        const int32_t end     = from + CHUNK < n ? from + CHUNK : n;
+        V             squares = V::zero();
+        for (int32_t r = from; r < end; r++) {
+            float * row = x + (size_t) place[r] * ROW;
+            prefetch(rows.data + (size_t) (r + AHEAD) * rows.stride);
+            k_to_f32(rows.type, rows.data + (size_t) r * rows.stride, row, (size_t) d);
+            for (size_t i = 0; i < ROW; i += (size_t) V::W) {
+                const V v = V::load(row + i);
                 squares   = V::fma(v, v, squares);
-                V::sub(v, origin).store(x + r * ROW + i);
+                V::sub(v, V::load(origin + i)).store(row + i);
             }
-            energy += (double) squares.hsum();
         }
+        energy += (double) squares.hsum();
     }
     return energy;
 }
 
-double k_band_filter(const BandFilter & f, float * x, float * squares) {
-    const double energy = shift(x, (size_t) f.n_rows);
+void k_band_filter(const BandFilter & f, float * x, float * squares) {
     fft<false>(f, 0, x);
     for (int32_t i = 0; i < f.n_mixes; i++) {
         mix(f.mixes[i], x);
@@ -196,7 +196,6 @@ double k_band_filter(const BandFilter & f, float * x, float * squares) {
             V::fma(re, re, V::fma(im, im, V::load(to + i))).store(to + i);
         }
     }
-    return energy;
 }
 
 }  // namespace

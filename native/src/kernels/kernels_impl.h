@@ -397,7 +397,8 @@ namespace {
 
 constexpr Kernels make_table(const char * name) {
     return { name,      NR,        k_to_f32,  k_from_f32, k_widen,       k_pack, k_gemm_qk,      k_gemm_pv,       k_max,
-             k_exp_sum, k_exp_dot, k_softcap, k_axpy,     k_add_moments, k_dot,  k_any_rows_dot, k_any_rows_axpy, k_band_filter };
+             k_exp_sum, k_exp_dot, k_softcap, k_axpy,     k_add_moments, k_dot,  k_any_rows_dot, k_any_rows_axpy, k_band_load,
+             k_band_filter };
 }
 
 }  // namespace

@@ -169,6 +169,24 @@ void HighPass::mix_convolution(int32_t kept) {
     }
 }
 
+// The rows from one of their columns on.
+static Rows columns_from(const Rows & rows, size_t from) {
+    return { rows.data + from * type_size(rows.type), rows.stride, rows.type };
+}
+
+// Columns [from, from + w) of the middle one of a head's pending rows: the first would be a sink, far from all others.
+static void find_origin(
+    const Sequence & seq, int32_t layer, int32_t head, bool values, size_t from, size_t w, float * origin) {
+    int32_t left = seq.pending_length() / 2;
+    seq.each_segment(layer, head, true, [&](const Segment & seg) {
+        if (left >= 0 && left < seg.n) {
+            const Rows rows = columns_from(values ? seg.v : seg.k, from);
+            kernels().to_f32(rows.type, rows.data + (size_t) left * rows.stride, origin, w);
+        }
+        left -= seg.n;
+    });
+}
+
 void HighPass::add_head(
     const Sequence & seq, int32_t layer, int32_t head, bool values, float * deviation, Work & work, Energy & sum) const {
     constexpr size_t   WIDTH = 2 * (size_t) BAND_PAIRS;
@@ -179,23 +197,24 @@ void HighPass::add_head(
         const size_t w = std::min(WIDTH, d - from);
         work.x.resize((size_t) n_ * WIDTH);
         std::fill(work.x.begin() + (std::ptrdiff_t) (w < WIDTH ? 0 : T * WIDTH), work.x.end(), 0.0f);
+        float origin[WIDTH] = {};
+        find_origin(seq, layer, head, values, from, w, origin);
         const int32_t * place = place_.data();
         seq.each_segment(layer, head, true, [&](const Segment & seg) {
-            const Rows & rows = values ? seg.v : seg.k;
-            for (int32_t r = 0; r < seg.n; r++) {
-                const uint8_t * row = rows.data + (size_t) r * rows.stride + from * type_size(rows.type);
-                kernels().to_f32(rows.type, row, work.x.data() + (size_t) *place++ * WIDTH, w);
-            }
+            const Rows rows = columns_from(values ? seg.v : seg.k, from);
+            sum.all += kernels().band_load(rows, seg.n, (int32_t) w, place, origin, work.x.data());
+            place += seg.n;
         });
-        sum.all += kernels().band_filter(filter_, work.x.data(), work.squares.data());
+        kernels().band_filter(filter_, work.x.data(), work.squares.data());
     }
     const double scale = 1.0 / ((double) n_ * (double) n_);
     for (size_t t = 0; t < T; t++) {
         const float * squares = work.squares.data() + (size_t) place_[t] * (size_t) BAND_PAIRS;
-        double        square  = 0.0;
+        double        part[4] = {};  // sums that do not wait for each other
         for (int32_t i = 0; i < BAND_PAIRS; i++) {
-            square += (double) squares[i];
+            part[i % 4] += (double) squares[i];
         }
+        const double square = (part[0] + part[1]) + (part[2] + part[3]);
         sum.high += square * scale;
         if (deviation) {
             deviation[t] += (float) (square * scale / (double) d);
