@@ -49,15 +49,15 @@ def assert_same(found, expected):
     assert found == expected
 
 
-def go_on_after(model, plan, turns, file, load_before):
+def go_on_after(model, plan, turns, file, load_before, **settings):
     """The state after all turns, the session saved and loaded anew before those in load_before."""
-    session = model.session(plan)
+    session = model.session(plan, **settings)
     try:
         for i, turn in enumerate(turns):
             if i in load_before:
                 session.save(file)
                 session.close()
-                session = model.session(plan)
+                session = model.session(plan, **settings)
                 session.load(file)
             report = say(session, *turn)
         return state(session), report
@@ -78,6 +78,17 @@ def test_a_loaded_conversation_goes_on_as_if_never_interrupted(tiny, kind, name,
     parts, found = go_on_after(tiny(kind), a_plan(name), turns, tmp_path / "s.kvs", (1, 2, 3))
     assert_same(parts, whole)
     assert found.text == expected.text and found.kv.kept_of_them == expected.kv.kept_of_them
+
+
+@pytest.mark.parametrize("name", ["full", "ragged", "scored", "sliding", "covered"])
+@pytest.mark.parametrize("kv_type", ["q8_0", "kivi2", "bf16:kivi4"])
+def test_quantised_rows_go_on_as_well(tiny, kv_type, name, picture_file, native, tmp_path):
+    model, file = tiny("llava"), tmp_path / "s.kvs"
+    # 33 tokens leave 32 in the cache: a group that is full, and not quantised yet
+    turns = [(WORDS, [picture_file()], Sampling(max_tokens=33)), ("And?", [], LONG), ("Why?", [], SHORT)]
+    whole, _ = go_on_after(model, a_plan(name), turns, file, (), kv_type=kv_type)
+    parts, _ = go_on_after(model, a_plan(name), turns, file, (1, 2), kv_type=kv_type)
+    assert_same(parts, whole)
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "lfm2", "llama", "qwen3"])
@@ -238,7 +249,7 @@ def test_other_models_types_and_contexts_are_refused(saved, tiny, native):
     with model.session(kv_type="f32") as session:
         session.ask("Hello", sampling=SHORT)
         session.engine.context.clear()
-        with pytest.raises(UsageError, match="as f16, this cache stores f32"):
+        with pytest.raises(UsageError, match="as f16:f16, this cache stores f32:f32"):
             session.engine.cache.load(name, fingerprint_of(file))
 
 

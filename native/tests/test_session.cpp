@@ -10,13 +10,16 @@
 #include <filesystem>
 #include <numeric>
 #include <random>
+#include <string>
 
 using namespace kvedge;
 
 namespace {
 
 std::mt19937      rng(5);
-const std::string path = (std::filesystem::temp_directory_path() / "kvedge-test-session.kvs").u8string();
+// other runs of this test may go on at the same time
+const std::string path =
+    (std::filesystem::temp_directory_path() / ("kvedge-test-" + std::to_string(std::random_device{}()) + ".kvs")).u8string();
 
 int32_t below(int32_t n) { return (int32_t) (rng() % (uint32_t) n); }
 

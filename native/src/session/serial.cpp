@@ -67,9 +67,11 @@ bool is_loose(const Block & block) {
     return std::any_of(block.layers.begin(), block.layers.end(), [](const BlockLayer & l) { return !l.heads.empty(); });
 }
 
+// Whether tokens can be added to a block, or it is the one that is quantised before the next token.
 bool grows(const Sequence & seq, size_t b) {
     const Block & block = *seq.blocks[b];
-    return b + 1 == seq.blocks.size() && b >= seq.pending_from && !block.ragged && (int32_t) block.length() < block.capacity;
+    return b + 1 == seq.blocks.size() && b >= seq.pending_from && !block.ragged &&
+           ((int32_t) block.length() < block.capacity || (seq.storage().quantised() && block.generated));
 }
 
 // A block whose heads hold different tokens is written as a compressed one, unless tokens can still be added to it.
@@ -291,8 +293,8 @@ struct Parse {
     bool shared_tokens(Block & block, bool may_grow) {
         uint8_t generated, scored;
         int32_t length;
-        if (!in.value(generated) || generated > 1 || !in.value(scored) || !in.value(length) || !in.value(block.capacity) || scored > 1 || length < 1 ||
-            !in.values(block.tokens, (uint64_t) length) || !rising(block.tokens, first, seq.pos.size())) {
+        if (!in.value(generated) || generated > 1 || !in.value(scored) || scored > 1 || !in.value(length) || length < 1 ||
+            !in.value(block.capacity) || !in.values(block.tokens, (uint64_t) length) || !rising(block.tokens, first, seq.pos.size())) {
             return false;
         }
         block.generated = generated != 0;
