@@ -221,6 +221,12 @@ def find(plan: Plan, model: str | os.PathLike[str], given: Profile | str | os.Pa
     return profile
 
 
+def table_for(plan: Plan, model: str | os.PathLike[str]) -> ProfileTable | None:
+    """The numbers of the profile that lies ready for a GGUF file, where the plan needs one. Raises ProfileError."""
+    found = find(plan, model, None)
+    return found.table if found else None
+
+
 def for_arrays(
     plan: Plan, given: Profile | str | os.PathLike[str] | None, n_layers: int, n_heads: int
 ) -> Profile | None:

@@ -321,7 +321,7 @@ def test_bad_input(kvedge, tiny):
     kvedge(*llama, "--tokens", "12,x").failed(2, "--tokens takes numbers from 2, not 'x'")
     kvedge(*llama, "--images", "1").failed(2, "--mmproj")
     kvedge(*llama, "--image-size", "10").failed(2, "WIDTHxHEIGHT")
-    kvedge(*llama, "--kv-types", "f61").failed(2, "unknown kv-type 'f61'")
+    kvedge(*llama, "--kv-types", "f61").failed(2, "unknown kv_type 'f61'")
     kvedge(*llama, "--repeat", "0").failed(2, "--repeat must be at least 1")
     kvedge(*llama, "--plot", "a.gif").failed(2, "--plot writes")
     kvedge(*llama, "--mmproj", "a", "--mmproj", "b").failed(2, "1 models and 2 image encoders")

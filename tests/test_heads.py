@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import pykvedge
 from pykvedge.errors import UsageError
+from pykvedge.kvtypes import KvType
 from pykvedge.profile import Profile
 from pykvedge.stages.allocator.prefix import calibrated
 from pykvedge.stages.base import ProfileTable, Prompt
@@ -163,7 +164,7 @@ def test_the_library_refuses_by_itself_what_python_would_never_send(native):
     def run(values, budgets=none, **settings_):
         plan = pykvedge.plan("sparsemm", 40, **settings_)
         table = None if values is None else ProfileTable(np.array(values, dtype=np.float32), budgets)
-        return native.compress_arrays(plan, arrays, "f16", 1, table)
+        return native.compress_arrays(plan, arrays, KvType.parse("f16"), 1, table)
 
     assert run(np.ones((2, 4))).kept
     for values, says in (

@@ -20,6 +20,8 @@ from pykvedge.errors import ContextError, KvedgeError, NothingToCompressError
 from pykvedge.kvtypes import KvType
 from pykvedge.model import Model
 from pykvedge.plan import Plan
+from pykvedge.profile import table_for
+from pykvedge.stages.base import ProfileTable
 from pykvedge.vision import ImagePiece, Piece, Vision
 
 PROMPT, BRANCH, SIDE = 0, 1, 2  # sequences: what was read, a compressed copy, a copy of that
@@ -92,13 +94,18 @@ class Reader:
         context.clear()
         if self._cache is None:
             try:
-                self._cache = libkvedge.Cache(context.handle, plan, self._kv_type, auto_compress=False)
+                self._cache = libkvedge.Cache(
+                    context.handle, plan, self._kv_type, auto_compress=False, profile=self._profile(plan)
+                )
             except NothingToCompressError:
                 if plan.method != "full" or KvType.parse(self._kv_type).quantised:
                     raise
         else:
-            self._cache.set_plan(plan)
+            self._cache.set_plan(plan, self._profile(plan))
         context.stop_when(self._cancel)
+
+    def _profile(self, plan: Plan) -> ProfileTable | None:
+        return table_for(plan, self.model.path)
 
     def copy(self, to: int) -> None:
         """The current sequence goes on as two; `to` is then the current one."""
@@ -132,7 +139,7 @@ class Reader:
         """The current sequence is compressed by this plan. Raises BudgetError if what it protects does not fit."""
         if self._cache is not None:
             check_protection(plan, self._cache.stats(self._live().sequence).n_pending)
-            self._cache.set_plan(plan)
+            self._cache.set_plan(plan, self._profile(plan))
 
     def read(self, pieces: Sequence[Piece]) -> None:
         """Appends pieces to the current sequence; afterwards the logits of the last token are there."""
