@@ -14,7 +14,6 @@ from pykvedge import libraries, memory, runtime
 from pykvedge.errors import ContextError, KvedgeError, OutOfMemoryError
 from pykvedge.kvtypes import KvType
 from pykvedge.model import CancelledError, Model
-from pykvedge.onepass import OnePass
 from pykvedge.vision import ImagePiece, Vision
 
 N_BATCH = 2048
@@ -167,25 +166,6 @@ class Context:
         )
         self.n_past = position.value
         self.n_cells += piece.n_tokens
-
-    def decode_whole(self, prompt: OnePass) -> None:
-        """Appends a prompt in one batch and one pass; n_ubatch must hold it. Logits are kept of its last token.
-
-        Raises as decode does.
-        """
-        n = prompt.n_tokens
-        sequence = (self.llama.llama_seq_id * 1)(self.sequence)
-        pointer = ctypes.POINTER(self.llama.llama_seq_id)
-        batch = self.llama.llama_batch()
-        batch.n_tokens = n
-        batch.embd = prompt.embeddings.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
-        batch.pos = prompt.positions.ctypes.data_as(ctypes.POINTER(self.llama.llama_pos))
-        batch.n_seq_id = (ctypes.c_int32 * n)(*[1] * n)
-        batch.seq_id = (pointer * n)(*[ctypes.cast(sequence, pointer)] * n)
-        batch.logits = (ctypes.c_int8 * n)(*[0] * (n - 1), 1)
-        self._checked(lambda: self.llama.llama_decode(self.handle, batch))
-        self.n_past = prompt.end
-        self.n_cells += n
 
     def _checked(self, run: Callable[[], int]) -> None:
         with runtime.collected_errors() as lines:
