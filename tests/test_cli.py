@@ -212,9 +212,14 @@ def test_ctrl_c_stops_the_answer(environment, tiny):
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 def test_ctrl_c_before_the_answer_ends_the_program_quietly(environment, tiny):
     command = [sys.executable, "-m", "pykvedge", "chat", *tiny("llama").arguments()]
-    with subprocess.Popen(
-        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+
+    def heed() -> (
+        None
+    ):  # tests that a shell runs in the background are told to ignore the key, and so would the program
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    with subprocess.Popen(command, env=environment, preexec_fn=heed, **pipes) as process:
         for _ in range(120):  # it waits for its prompt on the pipe, once it has started
             time.sleep(0.5)
             if process.poll() is not None:
