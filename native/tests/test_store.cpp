@@ -4,12 +4,13 @@
 #include "core/compress.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <new>
 #include <random>
 
 // Counts what the store asks malloc for.
-static size_t g_allocated = 0;
+static std::atomic<size_t> g_allocated{ 0 };
 
 void * operator new(size_t size) {
     g_allocated += size;
