@@ -74,11 +74,12 @@ class Terminal:
     def exit_code(self, seconds=60, pressing=""):
         """pressing: a key that is pressed again and again meanwhile."""
         end = time.monotonic() + seconds
+        pressed = 0.0
         while time.monotonic() < end:
-            if pressing:
+            if pressing and time.monotonic() - pressed > 3:  # not while it is leaving because of the last one
                 with contextlib.suppress(OSError):  # it has left
                     self.type(pressing)
-                self.read(1)
+                pressed = time.monotonic()
             self.read(0.05)
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:

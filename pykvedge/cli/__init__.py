@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
+import signal
 import sys
 
 import click
@@ -63,6 +65,9 @@ def main() -> None:
         code = _explain(error)
     except KeyboardInterrupt:
         code = 130
+    # Ctrl-C pressed again while Python winds down would end the program by the signal, whatever its exit code was
+    with contextlib.suppress(ValueError):  # in another than the main thread
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     if code == 141:
         # whoever read our output has left; nothing more can be said
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
