@@ -75,10 +75,9 @@ class Attachment:
             llm._stack.callback(self._cache.detach)  # before llama_free, when the model is closed
 
     def _table(self, plan: Plan) -> ProfileTable | None:
-        from pykvedge.profile import find
+        from pykvedge.profile import table_for
 
-        found = find(plan, self._llm.model_path, self._profile) if plan.profile_kind() else None
-        return found.table if found else None
+        return table_for(plan, self._llm.model_path, self._profile) if plan.profile_kind() else None
 
     def _wrapped_sample(self, *args: Any, **kwargs: Any) -> int:
         self._sampled = True

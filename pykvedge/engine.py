@@ -127,8 +127,7 @@ class Engine:
         self._context = context
 
     def _profile(self, plan: Plan) -> ProfileTable | None:
-        found = profile.find(plan, self._model.path, self._settings.profile)
-        return found.table if found else None
+        return profile.table_for(plan, self._model.path, self._settings.profile)
 
     def _attach(self, context: Context, size: ContextSize, plan: Plan) -> libkvedge.Cache | None:
         try:

@@ -221,9 +221,11 @@ def find(plan: Plan, model: str | os.PathLike[str], given: Profile | str | os.Pa
     return profile
 
 
-def table_for(plan: Plan, model: str | os.PathLike[str]) -> ProfileTable | None:
-    """The numbers of the profile that lies ready for a GGUF file, where the plan needs one. Raises ProfileError."""
-    found = find(plan, model, None)
+def table_for(
+    plan: Plan, model: str | os.PathLike[str], given: Profile | str | os.PathLike[str] | None = None
+) -> ProfileTable | None:
+    """The numbers of what `find` finds. Raises as it does."""
+    found = find(plan, model, given)
     return found.table if found else None
 
 

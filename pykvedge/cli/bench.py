@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pykvedge.cli.chat import _positive, model_files
+from pykvedge.cli.chat import model_files, positive
 from pykvedge.errors import UsageError
 from pykvedge.presets import methods as method_names
 from pykvedge.presets import plan as make_plan
@@ -156,9 +156,9 @@ def _matrix(given: dict[str, Any]) -> Matrix:
         models,
         shapes,
         _variants(given, str(chosen["budgets"])),
-        _positive("--repeat", chosen["repeat"]),
-        _positive("--generate", chosen["generate"]),
-        _positive("--threads", given["threads"]),
+        positive("--repeat", chosen["repeat"]),
+        positive("--generate", chosen["generate"]),
+        positive("--threads", given["threads"]),
         given["gpu_layers"],
     )
 

@@ -125,7 +125,7 @@ def _run(question: str | None, plan: Plan, model: Path, mmproj: Path | None, giv
     display = Display(enabled=not given["quiet"] and not given["verbose"])
     settings = {k: given[k] for k in ("gpu_layers", "kv_type", "system", "verbose", "profile")}
     file = _session_file(given["session_file"])
-    settings.update(n_ctx=_positive("--ctx", given["ctx"]), threads=_positive("--threads", given["threads"]))
+    settings.update(n_ctx=positive("--ctx", given["ctx"]), threads=positive("--threads", given["threads"]))
     with as_event(threading.Event()) as cancel:
         try:
             session = Session(model, mmproj, plan, progress=display, cancel=cancel, **settings)
@@ -154,7 +154,8 @@ def _chooses_plan(given: dict[str, Any]) -> bool:
     return bool(given["changes"]) or any(given[name] is not None for name in names)
 
 
-def _positive(option: str, value: int | None) -> int:
+def positive(option: str, value: int | None) -> int:
+    """The value, 0 for none. Raises UsageError for a number below 1."""
     if value is not None and value < 1:
         raise UsageError(f"{option} must be at least 1, not {value}")
     return value or 0

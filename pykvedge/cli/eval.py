@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pykvedge.cli.chat import _positive, model_files, read_plan
+from pykvedge.cli.chat import model_files, positive, read_plan
 from pykvedge.errors import KvedgeError, UsageError, unknown
 from pykvedge.presets import methods as method_names
 from pykvedge.presets import plan as make_plan
@@ -158,7 +158,7 @@ def _job(given: dict[str, Any]) -> Job:
         if not path.is_file():
             raise UsageError(f"{path} does not exist" if not path.exists() else f"{path} is a folder, not a model")
     settings = {k: given[k] for k in ("gpu_layers", "kv_type", "verbose")}
-    settings.update(n_ctx=_positive("--ctx", given["ctx"]), threads=_positive("--threads", given["threads"]))
+    settings.update(n_ctx=positive("--ctx", given["ctx"]), threads=positive("--threads", given["threads"]))
     samples, cells, wants = _samples(given), _cells(given), _wants(given)
     return Job(model, mmproj, samples, cells, wants, Settings.of(settings))
 
@@ -174,8 +174,8 @@ def _samples(given: dict[str, Any]) -> list[Sample]:
     from pykvedge.eval.datasets import load
     from pykvedge.eval.tasks import SECOND, demo_names, demo_samples
 
-    _positive("--samples", given["samples"])
-    limit = _positive("--limit", given["limit"]) or None
+    positive("--samples", given["samples"])
+    limit = positive("--limit", given["limit"]) or None
     if given["seed"] < 0:
         raise UsageError(f"--seed must be 0 or more, not {given['seed']}")
     out: list[Sample] = []
@@ -218,7 +218,7 @@ def _cells(given: dict[str, Any]) -> list[Cell]:
 def _wants(given: dict[str, Any]) -> Wants:
     from pykvedge.eval.measure import Wants
 
-    longest = _positive("--max-tokens", given["max_tokens"])
+    longest = positive("--max-tokens", given["max_tokens"])
     names = _listed("--metrics", given["metrics"])
     for name in names:
         if name not in METRICS:

@@ -44,7 +44,7 @@ def inspect(images: tuple[Path, ...], **given: Any) -> None:
       kvedge inspect a.jpg b.jpg --method lookm --method prefixkv --budget 0.1 --output figures
       kvedge inspect photo.jpg --no-figures --json | jq .layers
     """
-    from pykvedge.cli.chat import model_files
+    from pykvedge.cli.chat import model_files, positive
     from pykvedge.display import Display
     from pykvedge.images import load_picture
     from pykvedge.inspect import report
@@ -67,7 +67,12 @@ def inspect(images: tuple[Path, ...], **given: Any) -> None:
     with as_event(threading.Event()) as cancel:
         try:
             session = Session(
-                model, mmproj, plans[0], progress=display, cancel=cancel, threads=_threads(given["threads"])
+                model,
+                mmproj,
+                plans[0],
+                progress=display,
+                cancel=cancel,
+                threads=positive("--threads", given["threads"]),
             )
             with session:
                 findings = collect(session, given["prompt"], pictures, plans)
@@ -78,12 +83,6 @@ def inspect(images: tuple[Path, ...], **given: Any) -> None:
         click.echo(json.dumps(_as_object(findings, files, report.table(findings))))
     else:
         click.echo("\n".join(str(f) for f in files))
-
-
-def _threads(value: int | None) -> int:
-    if value is not None and value < 1:
-        raise UsageError(f"--threads must be at least 1, not {value}")
-    return value or 0
 
 
 def _plans(given: dict[str, Any]) -> list[Plan]:
