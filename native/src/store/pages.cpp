@@ -10,6 +10,10 @@
 
 namespace kvedge {
 
+// Bytes from which on pages of 2 MiB are asked for where the system has them: fewer faults when a prompt is stored, fewer
+// address look-ups when it is read. Rows fill such an area soon; a smaller one would hold more than its rows.
+constexpr size_t HUGE_FROM = 4u << 20;
+
 static size_t page_size() {
 #if defined(_WIN32)
     SYSTEM_INFO info;
@@ -34,6 +38,11 @@ Pages Pages::take(size_t size) {
     if (data == MAP_FAILED) {
         data = nullptr;
     }
+#    if defined(MADV_HUGEPAGE)
+    if (data && size >= HUGE_FROM) {
+        madvise(data, size, MADV_HUGEPAGE);
+    }
+#    endif
 #endif
     if (data) {
         pages.data_ = (uint8_t *) data;
