@@ -103,6 +103,7 @@ struct AllocateInput {
     const std::vector<Spectrum> *           spectra;   // [layer], as the scorer left them; NULL: it left none
     int32_t                                 fixed_recent;  // of recent, those that the plan asks for by number
     const std::vector<std::vector<float>> * attention;     // as scores, by attention alone; NULL: scores are all there is
+    int32_t                                 layer = -1;    // the only one that has scores, and whose budgets are wanted; -1: all
 };
 
 struct Allocator : Member {

@@ -238,19 +238,6 @@ void Sequence::close_pending() {
     drop_observations();
 }
 
-void Sequence::drop_observations() {
-    sums        = {};
-    seen        = std::vector<int32_t>();  // = {} would keep its memory
-    n_entropies = 0;
-    entropies.clear();
-    queries.clear();
-    query_parts.clear();
-    modality = std::vector<uint8_t>();
-    windows     = {};
-    window_size = 0;
-    window_from = 0;
-}
-
 std::unique_ptr<Sequence> Sequence::clone() const try {
     auto copy          = std::make_unique<Sequence>(shapes(), storage_);
     copy->pos          = pos;
@@ -307,114 +294,6 @@ std::unique_ptr<Sequence> Sequence::clone() const try {
     return nullptr;
 }
 
-// [heads][from] to [heads][to], the new places 0.
-template <class T> static void widen(std::vector<T> & x, size_t heads, int32_t from, int32_t to) {
-    std::vector<T> grown(heads * (size_t) to, T());
-    for (size_t h = 0; h < heads && !x.empty(); h++) {
-        std::copy_n(x.begin() + (std::ptrdiff_t) (h * (size_t) from), from, grown.begin() + (std::ptrdiff_t) (h * (size_t) to));
-    }
-    x = std::move(grown);
-}
-
-bool Sequence::ensure_sums(int32_t extra, bool squares) try {
-    const int32_t need = pending_length() + extra;
-    if (sums.empty()) {
-        sums.resize(shapes().size());
-    }
-    for (size_t l = 0; l < sums.size(); l++) {
-        ColumnSums & cs = sums[l];
-        if (squares && cs.capacity > 0 && cs.squares.empty()) {
-            cs = {};  // sums of queries whose squares are not known
-        }
-        if (cs.capacity >= need) {
-            continue;
-        }
-        const auto    heads    = (size_t) shapes()[l].n_heads_kv;
-        const int32_t capacity = std::max(need, cs.capacity + cs.capacity / 2);
-        if (squares || !cs.squares.empty()) {
-            widen(cs.squares, heads, cs.capacity, capacity);
-            seen.resize(std::max(seen.size(), (size_t) capacity), 0);
-        }
-        widen(cs.sums, heads, cs.capacity, capacity);
-        cs.capacity = capacity;
-    }
-    return true;
-} catch (const std::bad_alloc &) {
-    return false;
-}
-
-bool Sequence::ensure_entropies() try {
-    for (size_t l = entropies.size(); l < shapes().size(); l++) {
-        entropies.emplace_back((size_t) shapes()[l].n_heads_kv, 0.0);
-    }
-    return true;
-} catch (const std::bad_alloc &) {
-    return false;
-}
-
-bool Sequence::ensure_queries(int32_t n) try {
-    queries.resize(shapes().size());
-    if (!query_parts.empty() && query_parts.back().first == (int32_t) pos.size()) {
-        drop_query_part(query_parts.size() - 1);  // of tokens that were refused after all
-    }
-    for (size_t l = 0; l < queries.size(); l++) {
-        const LayerShape & s = shapes()[l];
-        queries[l].parts.resize(query_parts.size());  // a layer that had memory when another had none
-        queries[l].parts.push_back(Pages::take((size_t) n * (size_t) s.n_heads * (row_k(s, Type::f16) + SEEN_BYTES)));
-        if (!queries[l].parts.back()) {
-            return false;
-        }
-    }
-    query_parts.push_back({ (int32_t) pos.size(), n });
-    return true;
-} catch (const std::bad_alloc &) {
-    return false;
-}
-
-QueryRow Sequence::query_row(int32_t layer, size_t part, int32_t i, int32_t query_head) const {
-    const LayerShape & s    = shapes()[(size_t) layer];
-    const size_t       size = row_k(s, Type::f16) + SEEN_BYTES;
-    uint8_t *          row  = (uint8_t *) queries[(size_t) layer].parts[part].data() + ((size_t) i * (size_t) s.n_heads + (size_t) query_head) * size;
-    return { row, row + row_k(s, Type::f16) };
-}
-
-void Sequence::drop_query_part(size_t part) {
-    query_parts.erase(query_parts.begin() + (std::ptrdiff_t) part);
-    for (auto & layer : queries) {
-        layer.parts.erase(layer.parts.begin() + (std::ptrdiff_t) part);
-    }
-}
-
-void Sequence::observe(int32_t n, bool causal) {
-    const int32_t first = pending_length() - n;
-    for (int32_t t = 0; t < (int32_t) seen.size() && t < first + n; t++) {
-        seen[(size_t) t] += causal && t > first ? first + n - t : n;
-    }
-    n_entropies += entropies.empty() ? 0 : n;
-    modality.clear();
-    if (!queries.empty()) {
-        for (int32_t token : pending_tokens()) {
-            modality.push_back(image[(size_t) token]);
-        }
-    }
-}
-
-bool Sequence::ensure_windows(int32_t n) try {
-    if (n == window_size) {
-        return true;
-    }
-    windows.assign(shapes().size(), {});
-    for (size_t l = 0; l < windows.size(); l++) {
-        windows[l].q.resize((size_t) n * (size_t) shapes()[l].n_heads * (size_t) shapes()[l].d_k);
-        windows[l].sinks.reserve((size_t) shapes()[l].n_heads);  // filled while a graph runs, where nothing may fail
-    }
-    window_size = n;
-    window_from = pending_length();
-    return true;
-} catch (const std::bad_alloc &) {
-    return false;
-}
-
 uint64_t Sequence::bytes() const {
     uint64_t n = 0;
     for (const auto & b : blocks) {
@@ -432,33 +311,6 @@ uint64_t Sequence::index_bytes() const {
         for (const auto & l : b->layers) {
             for (const auto & h : l.heads) {
                 n += sizeof(RaggedHead) + h.tokens.capacity() * sizeof(int32_t) + h.k[0].live.capacity();
-            }
-        }
-    }
-    return n;
-}
-
-uint64_t Sequence::score_bytes() const {
-    uint64_t n = 0;
-    for (const auto & cs : sums) {
-        n += (cs.sums.capacity() + cs.squares.capacity()) * sizeof(double);
-    }
-    n += seen.capacity() * sizeof(int32_t) + modality.capacity();
-    for (const auto & layer : entropies) {
-        n += layer.capacity() * sizeof(double);
-    }
-    for (const auto & layer : queries) {
-        for (const auto & part : layer.parts) {
-            n += part.size();
-        }
-    }
-    for (const auto & w : windows) {
-        n += (w.q.capacity() + w.sinks.capacity()) * sizeof(float);
-    }
-    for (const auto & b : blocks) {
-        for (const auto & l : b->layers) {
-            for (const auto & h : l.heads) {
-                n += h.scores.capacity() * sizeof(double);
             }
         }
     }

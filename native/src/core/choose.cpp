@@ -1,0 +1,167 @@
+// Which pending rows stay: scores, budgets, and the choice.
+
+#include "core/custom.h"
+#include "core/job.h"
+#include "core/select.h"
+#include "core/threads.h"
+
+#include <algorithm>
+#include <numeric>
+
+namespace kvedge {
+
+namespace {
+
+// The window's queries in the order of their tokens, [n][H][d_k].
+std::vector<float> unroll(const Sequence & seq, size_t l, int32_t n) {
+    const LayerShape & shape  = seq.shapes()[l];
+    const size_t       row    = (size_t) shape.n_heads * (size_t) shape.d_k;
+    const int32_t      length = seq.pending_length();
+    std::vector<float> out((size_t) n * row);
+    for (int32_t i = 0; i < n; i++) {
+        const auto slot = (size_t) ((length - n + i) % seq.window_size);
+        std::copy_n(seq.windows[l].q.begin() + (std::ptrdiff_t) (slot * row), row, out.begin() + (std::ptrdiff_t) ((size_t) i * row));
+    }
+    return out;
+}
+
+// [T] 1 for an image token. tokens: the indices of the pending ones.
+std::vector<uint8_t> pending_image(const Sequence & seq, const std::vector<int32_t> & tokens) {
+    std::vector<uint8_t> image;
+    image.reserve(tokens.size());
+    for (int32_t t : tokens) {
+        image.push_back(seq.image[(size_t) t]);
+    }
+    return image;
+}
+
+using ScoreFunction = void (*)(const ScoreInput & in, float * out);
+
+// n_tokens of the sequence are pending; image [n_tokens].
+std::vector<float> run_scorer(
+    const Sequence & seq, const kvedge_plan & plan, const std::vector<uint8_t> & image, size_t l, ScoreFunction score, Spectrum * spectrum) {
+    const auto n_tokens = (int32_t) image.size();
+    ScoreInput in{};
+    in.seq      = &seq;
+    in.layer    = (int32_t) l;
+    in.n_tokens = n_tokens;
+    in.params   = plan.params[KVEDGE_STAGE_SCORER];
+    in.image    = image.data();
+    in.self     = plan.scorer;
+    in.spectrum = spectrum;
+    if (!seq.sums.empty()) {
+        in.column_sums    = seq.sums[l].sums.data();
+        in.sums_capacity  = seq.sums[l].capacity;
+        in.column_squares = seq.sums[l].squares.data();
+        in.seen           = seq.seen.data();
+    }
+    std::vector<float> window;
+    if (!seq.windows.empty()) {
+        in.n_window = std::min(seq.window_size, n_tokens - seq.window_from);
+        window      = unroll(seq, l, in.n_window);
+        in.window_q = window.data();
+        in.sinks    = seq.windows[l].sinks.empty() ? nullptr : seq.windows[l].sinks.data();
+    }
+    std::vector<float> scores((size_t) seq.shapes()[l].n_heads_kv * (size_t) n_tokens);
+    score(in, scores.data());
+    return scores;
+}
+
+// Attention alone, for allocators that want it: of one layer or all; empty where the scorer knows no such thing.
+Scores attention_scores(Job & job, int32_t layer, uint32_t wants) {
+    const ScoreFunction score = wants & WANTS_ATTENTION ? job.plan.scorer->attention : nullptr;
+    Scores              out(score ? job.seq.shapes().size() : 0);
+    const auto          one = [&](size_t l) { out[l] = run_scorer(job.seq, job.plan, job.image, l, score, nullptr); };
+    if (layer != ALL_LAYERS && score) {
+        one((size_t) layer);
+        return out;
+    }
+    parallel_for(own_thread_only(*job.plan.scorer) ? 1 : job.n_threads, (int32_t) out.size(), [&](int32_t l, int32_t) { one((size_t) l); });
+    return out;
+}
+
+}  // namespace
+
+Job make_job(Sequence & seq, const kvedge_plan & plan, int32_t n_threads, bool scored) {
+    Job job{ seq, plan, std::max(1, n_threads), seq.pending_length(), scored, seq.pending_tokens(), {}, {}, {}, {}, {}, {}, {}, {}, {} };
+    const size_t n = seq.shapes().size();
+    job.image      = pending_image(seq, job.tokens);
+    job.spectra.resize(n);
+    job.scores.resize(n);
+    job.kept.resize(n);
+    for (const LayerShape & shape : seq.shapes()) {
+        job.counts.emplace_back((size_t) shape.n_heads_kv, job.n_tokens);
+    }
+    if (plan.scorer->reserve) {
+        job.reserve.resize(n);
+    }
+    return job;
+}
+
+std::vector<float> scores_of(const Sequence & seq, const kvedge_plan & plan, size_t layer) {
+    return run_scorer(seq, plan, pending_image(seq, seq.pending_tokens()), layer, plan.scorer->score, nullptr);
+}
+
+void score_layer(Job & job, size_t l) {
+    job.scores[l] = run_scorer(job.seq, job.plan, job.image, l, job.plan.scorer->score, &job.spectra[l]);
+    if (job.plan.scorer->reserve) {
+        job.reserve[l] = run_scorer(job.seq, job.plan, job.image, l, job.plan.scorer->reserve, nullptr);
+    }
+}
+
+void score_all(Job & job) {
+    const int32_t n_threads = own_thread_only(*job.plan.scorer) ? 1 : job.n_threads;
+    parallel_for(n_threads, (int32_t) job.scores.size(), [&](int32_t l, int32_t) { score_layer(job, (size_t) l); });
+}
+
+void allocate(Job & job, int32_t layer) {
+    const kvedge_plan & plan   = job.plan;
+    const int32_t       budget = kvedge_plan_budget(&plan, job.n_tokens);
+    if (budget >= job.n_tokens) {
+        return;
+    }
+    const double * params    = plan.params[KVEDGE_STAGE_ALLOCATOR];
+    const uint32_t wants     = plan.allocator->wants ? plan.allocator->wants(params) : 0;
+    const Scores   attention = attention_scores(job, layer, wants);
+    const int32_t  recent    = std::min(budget, plan_recent(plan, job.n_tokens, budget));
+    AllocateInput  in{};
+    in.n_tokens     = job.n_tokens;
+    in.budget       = budget;
+    in.recent       = recent;
+    in.scores       = &job.scores;
+    in.seq          = &job.seq;
+    in.n_threads    = job.n_threads;
+    in.params       = params;
+    in.image        = job.image.data();
+    in.self         = plan.allocator;
+    in.profile      = plan.profiles[KVEDGE_STAGE_ALLOCATOR].get();
+    in.spectra      = &job.spectra;
+    in.fixed_recent = plan.recent_auto ? 0 : recent;
+    in.attention    = attention.empty() ? nullptr : &attention;
+    in.layer        = layer;
+    plan.allocator->allocate(in, job.counts);
+}
+
+void select_layer(Job & job, size_t l) {
+    const auto T = (size_t) job.n_tokens;
+    job.kept[l].clear();
+    for (size_t h = 0; h < job.counts[l].size(); h++) {
+        const float * first = job.reserve.empty() ? nullptr : job.reserve[l].data() + h * T;
+        job.kept[l].push_back(
+            select_tokens(job.plan, job.n_tokens, job.counts[l][h], job.image.data(), job.scores[l].data() + h * T, first));
+    }
+}
+
+void select_all(Job & job) {
+    score_all(job);
+    allocate(job, ALL_LAYERS);
+    parallel_for(job.n_threads, (int32_t) job.kept.size(), [&](int32_t l, int32_t) { select_layer(job, (size_t) l); });
+}
+
+void keep_layer(Job & job, size_t l) {
+    std::vector<int32_t> all((size_t) job.n_tokens);
+    std::iota(all.begin(), all.end(), 0);
+    job.kept[l].assign((size_t) job.seq.shapes()[l].n_heads_kv, all);
+}
+
+}  // namespace kvedge

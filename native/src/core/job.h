@@ -1,0 +1,63 @@
+// One compression at work: what choose.cpp decides of the pending tokens, and write.cpp makes of their rows.
+
+#pragma once
+
+#include "core/plan.h"
+#include "store/sequence.h"
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace kvedge {
+
+using Scores = std::vector<std::vector<float>>;  // [layer][Hkv * T]
+
+struct Job {
+    Sequence &           seq;
+    const kvedge_plan &  plan;
+    int32_t              n_threads;
+    int32_t              n_tokens;  // T, pending
+    bool                 scored;    // the decode policy goes on from the column sums
+    std::vector<int32_t> tokens;    // [T] token index of each pending row
+    std::vector<uint8_t> image;     // [T]
+
+    Scores                                         scores, reserve;  // empty where there are none
+    std::vector<Spectrum>                          spectra;          // [layer]
+    std::vector<std::vector<int32_t>>              counts;  // [layer][head] KV pairs that the allocator grants
+    std::vector<std::vector<std::vector<int32_t>>> kept;    // [layer][head] pending rows that stay
+
+    // The ragged blocks that replace the pending ones: rows that are stored whole, and KIVI's newest with their residual.
+    std::unique_ptr<Block>          main, tail;
+    std::vector<std::vector<float>> rows;  // [worker] keys and values of one head, and the reducer's scratch
+};
+
+constexpr int32_t ALL_LAYERS = -1;
+
+// A job for all pending tokens.
+Job make_job(Sequence & seq, const kvedge_plan & plan, int32_t n_threads, bool scored);
+
+// Scores one layer; different layers may be scored at once. Throws StageFailure.
+void score_layer(Job & job, size_t layer);
+void score_all(Job & job);
+// Budgets of every head of one layer, or of all of them, from the scores of that layer alone or of all.
+void allocate(Job & job, int32_t layer);
+// Chooses the rows of a layer that stay.
+void select_layer(Job & job, size_t layer);
+// Scores, budgets and choice for all layers. No row is touched yet.
+void select_all(Job & job);
+// Every row stays.
+void keep_layer(Job & job, size_t layer);
+// What the plan's scorer makes of the pending rows of one layer, [Hkv * T].
+std::vector<float> scores_of(const Sequence & seq, const kvedge_plan & plan, size_t layer);
+
+// The new blocks, as yet without any layer.
+void open_blocks(Job & job);
+// Takes memory for the rows of one layer that stay, and working memory for n_workers. False: no memory.
+bool open_layer(Job & job, size_t layer, bool reduces, int32_t n_workers);
+// Fills one layer of the new blocks.
+void fill_layer(Job & job, size_t layer, bool reduces, int32_t n_threads);
+// The new blocks take the place of the pending ones.
+void replace_blocks(Job & job);
+
+}  // namespace kvedge

@@ -1,0 +1,189 @@
+// The rows that stay, written to the blocks that replace the pending ones.
+
+#include "core/job.h"
+#include "core/select.h"
+#include "core/threads.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace kvedge {
+
+namespace {
+
+// Rows of a head of n that go to the main block: full groups of which all is stored.
+int32_t main_rows(const Storage & storage, int32_t n) {
+    const int32_t stored = std::min(stored_keys(storage, n), stored_values(storage, n));
+    return stored == n ? n : stored - stored % GROUP;
+}
+
+// Of one of the two blocks, the rows [first, last) of a head.
+void plan_head(const Job & job, size_t l, size_t h, int32_t first, int32_t last, BlockLayer & layer) {
+    const LayerShape & shape   = job.seq.shapes()[l];
+    const Storage &    storage = job.seq.storage();
+    const auto &       kept    = job.kept[l][h];
+    const auto         n       = (int32_t) kept.size();
+    RaggedHead &       head    = layer.heads[h];
+    head.length                = last - first;
+    head.k = make_side(keys_of(shape, storage), head.length, std::min(last, stored_keys(storage, n)) - first);
+    head.v = make_side(values_of(shape, storage), head.length, std::min(last, stored_values(storage, n)) - first);
+    head.tokens.reserve((size_t) head.length);
+    for (int32_t i = first; i < last; i++) {
+        head.tokens.push_back(job.tokens[(size_t) kept[(size_t) i]]);
+    }
+    if (job.scored) {
+        const double * sums = job.seq.sums[l].sums.data() + h * (size_t) job.seq.sums[l].capacity;
+        head.scores.reserve((size_t) head.length + 1);
+        for (int32_t i = first; i < last; i++) {
+            head.scores.push_back(sums[kept[(size_t) i]]);
+        }
+    }
+}
+
+// The kept rows `first` and after, n <= GROUP of them, into the block that they belong to. first is a multiple of GROUP.
+void store_rows(Job & job, int32_t l, int32_t h, int32_t first, int32_t n, const float * k, const float * v) {
+    const LayerShape & shape   = job.seq.shapes()[(size_t) l];
+    const Storage &    storage = job.seq.storage();
+    const int32_t      split   = main_rows(storage, (int32_t) job.kept[(size_t) l][(size_t) h].size());
+    BlockLayer &       layer   = (first < split ? job.main : job.tail)->layers[(size_t) l];
+    const RaggedHead & head    = layer.heads[(size_t) h];
+    const int32_t      at      = first < split ? first : first - split;
+    write_rows(layer.memory.data(), head.k, keys_of(shape, storage), at, n, k);
+    write_rows(layer.memory.data(), head.v, values_of(shape, storage), at, n, v);
+}
+
+// Plain types: rows stay as they are, bit for bit.
+void gather_rows(Job & job, int32_t l, int32_t h) {
+    const auto &       kept  = job.kept[(size_t) l][(size_t) h];
+    BlockLayer &       layer = job.main->layers[(size_t) l];
+    const RaggedHead & head  = layer.heads[(size_t) h];
+    uint8_t * const    k     = layer.memory.data() + head.k[0].offset;
+    uint8_t * const    v     = layer.memory.data() + head.v[0].offset;
+    size_t             next  = 0;
+    int32_t            at    = 0;
+    job.seq.each_segment(l, h, true, [&](const Segment & seg) {
+        for (; next < kept.size() && kept[next] < at + seg.n; next++) {
+            const auto r = (size_t) (kept[next] - at);
+            memcpy(k + next * seg.k.stride, seg.k.data + r * seg.k.stride, seg.k.stride);
+            memcpy(v + next * seg.v.stride, seg.v.data + r * seg.v.stride, seg.v.stride);
+        }
+        at += seg.n;
+    });
+}
+
+void quantise_rows(Job & job, int32_t l, int32_t h, int32_t worker) {
+    const auto &  kept = job.kept[(size_t) l][(size_t) h];
+    const auto    dk = (size_t) job.seq.shapes()[(size_t) l].d_k, dv = (size_t) job.seq.shapes()[(size_t) l].d_v;
+    const auto    n    = (int32_t) kept.size();
+    float * const k    = job.rows[(size_t) worker].data();
+    float * const v    = k + GROUP * dk;
+    int32_t       next = 0, at = 0;
+    job.seq.each_segment(l, h, true, [&](const Segment & seg) {
+        for (; next < n && kept[(size_t) next] < at + seg.n;) {
+            const int32_t r = kept[(size_t) next] - at, slot = next % GROUP;
+            kernels().widen(seg.k.from(r), 1, (int32_t) dk, k + (size_t) slot * dk, dk);
+            kernels().widen(seg.v.from(r), 1, (int32_t) dv, v + (size_t) slot * dv, dv);
+            if (++next == n || next % GROUP == 0) {
+                store_rows(job, l, h, next - slot - 1, slot + 1, k, v);
+            }
+        }
+        at += seg.n;
+    });
+}
+
+void reduce_rows(Job & job, int32_t l, int32_t h, int32_t worker) {
+    const LayerShape & shape = job.seq.shapes()[(size_t) l];
+    const auto &       kept  = job.kept[(size_t) l][(size_t) h];
+    const auto         dk = (size_t) shape.d_k, dv = (size_t) shape.d_v, n = (size_t) job.n_tokens;
+    float *            rows = job.rows[(size_t) worker].data();
+    float *            rk = rows, *rv = rk + n * dk, *ok = rv + n * dv, *ov = ok + kept.size() * dk;
+    float *            scratch = ov + kept.size() * dv;
+
+    size_t at = 0;
+    job.seq.each_segment(l, h, true, [&](const Segment & seg) {
+        kernels().widen(seg.k, seg.n, shape.d_k, rk + at * dk, dk);
+        kernels().widen(seg.v, seg.n, shape.d_v, rv + at * dv, dv);
+        at += (size_t) seg.n;
+    });
+    const Protection p     = fit_protection(job.plan, job.n_tokens, job.counts[(size_t) l][(size_t) h]);
+    const Storage    plain = job.seq.storage().plain();
+    job.plan.reducer->reduce({ job.n_tokens, shape.d_k, shape.d_v, rk, rv, kept.data(), (int32_t) kept.size(), p.sinks, p.recent,
+                               job.plan.params[KVEDGE_STAGE_REDUCER], scratch, l, (int32_t) job.seq.shapes().size(), h,
+                               plain.k == Type::f16 ? plain.k : plain.v, job.plan.reducer }, ok, ov);
+    for (size_t r = 0; r < kept.size(); r += GROUP) {
+        store_rows(job, l, h, (int32_t) r, (int32_t) std::min(kept.size() - r, (size_t) GROUP), ok + r * dk, ov + r * dv);
+    }
+}
+
+}  // namespace
+
+void open_blocks(Job & job) {
+    for (auto * block : { &job.main, &job.tail }) {
+        *block           = std::make_unique<Block>();
+        (*block)->ragged = true;
+        (*block)->layers.resize(job.seq.shapes().size());
+    }
+    job.tail->open_k = job.tail->open_v = true;
+    job.seq.blocks.reserve(job.seq.blocks.size() + 2);
+}
+
+bool open_layer(Job & job, size_t l, bool reduces, int32_t n_workers) {
+    const LayerShape & shape  = job.seq.shapes()[l];
+    const auto         width  = (size_t) (shape.d_k + shape.d_v);
+    size_t             widest = GROUP * width;
+    job.main->layers[l].heads.resize((size_t) shape.n_heads_kv);
+    job.tail->layers[l].heads.resize((size_t) shape.n_heads_kv);
+    for (size_t h = 0; h < (size_t) shape.n_heads_kv; h++) {
+        const auto    n     = (int32_t) job.kept[l][h].size();
+        const int32_t split = main_rows(job.seq.storage(), n);
+        plan_head(job, l, h, 0, split, job.main->layers[l]);
+        plan_head(job, l, h, split, n, job.tail->layers[l]);
+        if (reduces) {
+            const size_t rows = (size_t) job.n_tokens + (size_t) n;
+            widest            = std::max(widest, rows * width + job.plan.reducer->scratch(job.n_tokens, n, shape.d_k));
+        }
+    }
+    for (auto * block : { job.main.get(), job.tail.get() }) {
+        BlockLayer & layer = block->layers[l];
+        layer.extent       = lay_out(shape, job.seq.storage(), layer.heads);
+        layer.memory       = Pages::take(layer.extent);
+        if (layer.extent > 0 && !layer.memory) {
+            return false;
+        }
+    }
+    if (reduces || job.seq.storage().quantised()) {
+        job.rows.resize(std::max(job.rows.size(), (size_t) n_workers));
+        for (auto & rows : job.rows) {
+            if (rows.size() < widest) {
+                rows = {};  // not both at once
+                rows.resize(widest);
+            }
+        }
+    }
+    return true;
+}
+
+void fill_layer(Job & job, size_t l, bool reduces, int32_t n_threads) {
+    parallel_for(n_threads, job.seq.shapes()[l].n_heads_kv, [&](int32_t h, int32_t worker) {
+        if (reduces) {
+            reduce_rows(job, (int32_t) l, h, worker);
+        } else if (job.seq.storage().quantised()) {
+            quantise_rows(job, (int32_t) l, h, worker);
+        } else {
+            gather_rows(job, (int32_t) l, h);
+        }
+    });
+}
+
+void replace_blocks(Job & job) {
+    Sequence & seq = job.seq;
+    seq.blocks.resize(seq.pending_from);
+    for (auto * block : { &job.main, &job.tail }) {
+        const auto & layers = (*block)->layers;
+        if (std::any_of(layers.begin(), layers.end(), [](const BlockLayer & layer) { return layer.extent > 0; })) {
+            seq.blocks.push_back(std::move(*block));
+        }
+    }
+}
+
+}  // namespace kvedge
