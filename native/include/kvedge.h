@@ -343,6 +343,25 @@ KVEDGE_API kvedge_status kvedge_set_auto_compress(kvedge_cache * kv, bool on, kv
 // A failure leaves the sequence as it was. Errors: KVEDGE_E_STATE, KVEDGE_E_MEMORY.
 KVEDGE_API kvedge_status kvedge_compress(kvedge_cache * kv, int32_t seq_id, kvedge_error * err);
 
+// Bounded prefill. The next llama_decode of sequence seq_id brings a whole prompt, n_tokens of them in one batch of its own
+// (tokens, or embeddings for text and images alike: then image_mask [n_tokens] says which are of an image; NULL: none). The
+// prompt goes through each layer at once, and the layer is compressed before the next one runs: the peak is what is kept
+// and one layer of the whole prompt, not the full cache. The kept sets are those of the ordinary way. Afterwards the prompt
+// counts as compressed, whatever auto_compress says. n_ubatch of the context must be n_tokens or more.
+//
+//     kvedge_bound_prompt(kv, 0, mask, n, &err);
+//     if (llama_decode(ctx, batch) != 0 || kvedge_compress(kv, 0, &err) != KVEDGE_OK) { ... }   // compress reports failures
+//
+// A failure after this call loses the prompt: clear the sequence. Errors: KVEDGE_E_UNSUPPORTED (as
+// kvedge_plan_check_bounded), KVEDGE_E_ARGUMENT, KVEDGE_E_STATE, KVEDGE_E_MEMORY.
+KVEDGE_API kvedge_status kvedge_bound_prompt(
+    kvedge_cache * kv, int32_t seq_id, const uint8_t * image_mask, int32_t n_tokens, kvedge_error * err);
+
+// Whether the plan can decide a layer before the next one ran. Allocators spectral and entropy, and prefix without a
+// profile, look at all layers; a stage of the program's own must be thread_safe, an allocator cannot be one.
+// Errors: KVEDGE_E_UNSUPPORTED, with the stage that stands in the way.
+KVEDGE_API kvedge_status kvedge_plan_check_bounded(const kvedge_plan * plan, kvedge_error * err);
+
 // The first error met inside llama_decode (which can only report a failure code) since the last call, or KVEDGE_OK.
 // Reading it clears it.
 KVEDGE_API kvedge_status kvedge_take_error(kvedge_cache * kv, kvedge_error * err);

@@ -100,12 +100,16 @@ void allocate_layer(const AllocateInput & in, size_t l, std::vector<int32_t> & o
 }
 
 void allocate(const AllocateInput & in, std::vector<std::vector<int32_t>> & out) {
+    if (in.layer >= 0) {
+        allocate_layer(in, (size_t) in.layer, out[(size_t) in.layer]);
+        return;
+    }
     parallel_for(in.n_threads, (int32_t) out.size(), [&](int32_t l, int32_t) { allocate_layer(in, (size_t) l, out[(size_t) l]); });
 }
 
 }  // namespace
 
 extern const Allocator allocator_ada;
-const Allocator        allocator_ada = { { "ada", PARAMS }, allocate, wants };
+const Allocator        allocator_ada = { { "ada", PARAMS }, allocate, wants, [](const double *) { return true; } };
 
 }  // namespace kvedge

@@ -102,7 +102,10 @@ void allocate(const AllocateInput & in, std::vector<std::vector<int32_t>> & out)
 
 extern const Allocator allocator_prefix;
 const Allocator        allocator_prefix = {
-    { "prefix", PARAMS, [](const double * params) { return from_profile(params) ? ProfileKind::shares : ProfileKind::none; } }, allocate
+    { "prefix", PARAMS, [](const double * params) { return from_profile(params) ? ProfileKind::shares : ProfileKind::none; } },
+    allocate,
+    nullptr,
+    from_profile
 };
 
 }  // namespace kvedge

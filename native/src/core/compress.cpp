@@ -50,18 +50,18 @@ void fill_layers(Job & job, bool reduces, Compression & outcome) {
     replace_blocks(job);
 }
 
-bool observed(const Sequence & seq, const kvedge_plan & plan) {
-    const Missing & m = seq.missing;
-    return (m.sums == 0 || !plan_sums(plan)) && (m.squares == 0 || !plan.scorer->needs_squares) &&
-           (m.entropies == 0 || !plan_observes(plan).entropy) && (m.queries == 0 || plan_window(plan) == 0);
-}
-
 kvedge_status fail_unobserved(kvedge_error * err) {
     return fail(err, KVEDGE_E_STATE,
                 "the prompt was processed under a plan that collects no attention scores; set the plan before the prompt");
 }
 
 }  // namespace
+
+bool observed(const Sequence & seq, const kvedge_plan & plan) {
+    const Missing & m = seq.missing;
+    return (m.sums == 0 || !plan_sums(plan)) && (m.squares == 0 || !plan.scorer->needs_squares) &&
+           (m.entropies == 0 || !plan_observes(plan).entropy) && (m.queries == 0 || plan_window(plan) == 0);
+}
 
 kvedge_status score_pending(
     const Sequence & seq, const kvedge_plan & plan, int32_t layer, std::vector<float> & scores, kvedge_error * err) try {

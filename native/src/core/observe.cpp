@@ -18,6 +18,11 @@ bool make_room(Sequence & seq, const Observation & wanted, int32_t n) {
            (!wanted.queries || seq.ensure_queries(n)) && (wanted.window == 0 || seq.ensure_windows(wanted.window));
 }
 
+bool make_layer_room(Sequence & seq, const Observation & wanted, size_t layer, int32_t n) {
+    return (!wanted.sums || seq.ensure_layer_sums(layer, n, wanted.squares)) &&
+           (wanted.window == 0 || seq.ensure_layer_window(layer, wanted.window));
+}
+
 void gather(AttendJob & job, Sequence & seq, const Observation & wanted, SpinLock * locks) {
     const auto l = (size_t) job.layer;
     job.locks    = locks;

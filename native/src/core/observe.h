@@ -22,6 +22,8 @@ Observation plan_observes(const kvedge_plan & plan);
 
 // Room for what is wanted of the next n tokens. False: no memory.
 bool make_room(Sequence & seq, const Observation & wanted, int32_t n);
+// The same of one layer, where nothing is wanted but sums and the window. n: tokens that are not entered yet.
+bool make_layer_room(Sequence & seq, const Observation & wanted, size_t layer, int32_t n);
 
 // Makes the job gather what is wanted of the attention that it computes. locks: [Hkv].
 void gather(AttendJob & job, Sequence & seq, const Observation & wanted, SpinLock * locks);

@@ -111,6 +111,8 @@ struct Allocator : Member {
     // except where a setting asks for the rounding of a released code.
     void (*allocate)(const AllocateInput & in, std::vector<std::vector<int32_t>> & out);
     uint32_t (*wants)(const double * params) = nullptr;  // AllocatorWants; NULL: nothing
+    // Whether a layer's budgets follow from its own scores, the prompt's length and the profile. NULL: they do not.
+    bool (*by_layer)(const double * params) = nullptr;
     const CustomAllocator * custom = nullptr;
 };
 

@@ -10,6 +10,16 @@
 
 using namespace kvedge;
 
+void SequenceState::note_compression(const kvedge_plan & by, const Compression & outcome, int32_t n_tokens) {
+    armed = false;
+    bound_answer(by, n_tokens);
+    n_compressions += 1;
+    before_bytes = outcome.before_bytes;
+    after_bytes  = outcome.after_bytes;
+    compress_us  = outcome.us;
+    peak_bytes   = std::max(peak_bytes, outcome.peak_bytes);
+}
+
 void SequenceState::note_peak() {
     peak_bytes = std::max(peak_bytes, seq->bytes() + seq->index_bytes() + score_bytes());
 }
@@ -110,6 +120,18 @@ bool kvedge_cache::enter_run(const llama_attn_provider_ubatch & ubatch, Run & ru
     SequenceState & state  = *run.state;
     const auto      n      = (int32_t) run.index.size();
     const bool      output = ubatch.output && ubatch.output[run.index.back()];
+    if (!end_bounded(state)) {
+        return false;
+    }
+    const auto request = std::move(state.request);
+    if (request && (n != (int32_t) request->image.size() || runs.size() != 1)) {
+        report(KVEDGE_E_STATE, "a bounded prompt must come as announced: all its tokens in one batch of their own, within n_ubatch");
+        return false;
+    }
+    if (request && BoundedPrompt::pays(*state.seq, plan, n)) {
+        state.prev_output = output;
+        return enter_bounded(ubatch, run, request->image);
+    }
     // A generated token comes alone, asks for logits, and follows one whose logits were asked for.
     const bool prompt = n > 1 || !output || state.seq->pos.empty() || (state.armed && !state.prev_output);
 
@@ -139,6 +161,9 @@ bool kvedge_cache::enter_run(const llama_attn_provider_ubatch & ubatch, Run & ru
     if (!make_room(*state.seq, run.wanted, n) || !state.seq->append(n, pos.data(), ubatch.token == nullptr)) {
         report(KVEDGE_E_MEMORY, "no memory for the keys and values of the next tokens; shorten the prompt or free memory");
         return false;
+    }
+    if (request) {
+        std::copy(request->image.begin(), request->image.end(), state.seq->image.end() - n);
     }
     run.decode          = decodes(run);
     run.watch           = watching && n == 1 && run.decode;
@@ -215,6 +240,9 @@ kvedge_status kvedge_cache::compress(SequenceState & state, kvedge_error * err) 
     for (auto & s : scratch) {
         s.release();
     }
+    if (state.bounded && !state.bounded->done()) {
+        return fail_bounded(state, err);
+    }
     // Of an answer that a decode policy bounds, heads hold different tokens already: there is no prompt to choose from.
     if (state.seq->pending_length() == 0 || !state.kept.empty()) {
         return ok(err);
@@ -225,13 +253,7 @@ kvedge_status kvedge_cache::compress(SequenceState & state, kvedge_error * err) 
     if (status != KVEDGE_OK) {
         return status;
     }
-    state.armed = false;
-    state.bound_answer(plan, n_tokens);
-    state.n_compressions += 1;
-    state.before_bytes = outcome.before_bytes;
-    state.after_bytes  = outcome.after_bytes;
-    state.compress_us  = outcome.us;
-    state.peak_bytes   = std::max(state.peak_bytes, outcome.peak_bytes);
+    state.note_compression(plan, outcome, n_tokens);
     return KVEDGE_OK;
 }
 
@@ -244,6 +266,7 @@ void kvedge_cache::seq_rm(int32_t seq_id, int32_t p0, int32_t p1) {
         } else if (p0 == 0 && p1 == INT_MAX) {
             it = seqs.erase(it);
         } else {
+            it->second.drop_bounded();
             it->second.seq->remove(p0, p1);
             it->second.weights.valid = false;
             ++it;

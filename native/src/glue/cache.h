@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention/attention.h"
+#include "core/bounded.h"
 #include "core/compress.h"
 #include "core/observe.h"
 #include "core/plan.h"
@@ -28,6 +29,11 @@ struct TokenWeights {
     uint64_t bytes() const;
 };
 
+// What kvedge_bound_prompt announced: the next batch of the sequence is a whole prompt.
+struct BoundedRequest {
+    std::vector<uint8_t> image;  // [n_tokens]
+};
+
 // A sequence, and what automatic compression and statistics need to know about it.
 struct SequenceState {
     std::unique_ptr<Sequence> seq;
@@ -38,6 +44,9 @@ struct SequenceState {
     int64_t                   compress_us = 0;
     TokenWeights              weights;
 
+    std::unique_ptr<BoundedRequest> request;
+    std::unique_ptr<BoundedPrompt>  bounded;  // from the announced batch to the next one
+
     // For decode policies: the state right after the last compression, whose plan the answer follows.
     kvedge_plan                       answer{};
     int32_t                           prompt = 0;     // tokens of the sequence
@@ -46,8 +55,10 @@ struct SequenceState {
 
     uint64_t score_bytes() const { return seq->score_bytes() + weights.bytes(); }
     void     note_peak();
+    void     note_compression(const kvedge_plan & plan, const Compression & outcome, int32_t n_tokens);
     void     bound_answer(const kvedge_plan & plan, int32_t n_tokens);  // after the compression of n_tokens
     void     end_answer();
+    void     drop_bounded();  // a prompt that llama.cpp gave up half-way
     void     evict_generated();
 };
 
@@ -59,6 +70,7 @@ struct Run {
     bool                 decode; // few rows: the decode path
     bool                 watch;  // a single token whose attention somebody wants to see
     bool                 score;  // add its attention to the scores of rows that are there already
+    BoundedPrompt *      bounded = nullptr;  // which is compressed layer by layer; NULL: not so
     DecodePartials       partials;
 };
 
@@ -95,6 +107,7 @@ struct kvedge_cache {
     std::vector<kvedge::Scratch>              scratch;  // one per thread
     std::unique_ptr<kvedge::SpinLock[]>       locks;
     std::atomic<int32_t>                      next_task{ 0 };
+    std::atomic<int32_t>                      finished{ 0 };  // pieces of a bounded prompt's layer
 
     kvedge_error error{};  // the first that llama_decode could not report
 
@@ -106,16 +119,22 @@ struct kvedge_cache {
 
     kvedge_status compress(kvedge::SequenceState & state, kvedge_error * err);
     int32_t       threads() const;
+    void          finish_layer(kvedge::SequenceState & state, int32_t layer);  // of its bounded prompt
 
   private:
     bool collect_runs(const llama_attn_provider_ubatch & ubatch);
     bool enter_run(const llama_attn_provider_ubatch & ubatch, kvedge::Run & run);
+    bool enter_bounded(const llama_attn_provider_ubatch & ubatch, kvedge::Run & run, const std::vector<uint8_t> & image);
+    bool end_bounded(kvedge::SequenceState & state);
     bool decodes(const kvedge::Run & run) const;
     bool reserve_scratch();
     int  report(kvedge_status status, const char * what);
 };
 
 namespace kvedge {
+
+// Takes a bounded prompt that failed out of the sequence; says once more that it did.
+kvedge_status fail_bounded(SequenceState & state, kvedge_error * err);
 
 // The two operations of a layer in the graph; see ggml_custom_4d.
 void store_op(ggml_tensor * dst, int ith, int nth, void * layer_op);   // src: k, v

@@ -57,6 +57,7 @@ void store_op(ggml_tensor * dst, int ith, int nth, void * layer_op) {
     }
     if (ith == 0) {  // the attention that follows starts behind a barrier
         kv.next_task.store(0, std::memory_order_relaxed);
+        kv.finished.store(0, std::memory_order_relaxed);
         for (auto & run : kv.runs) {
             if (run->decode) {
                 run->partials.start(shape.n_heads_kv);
@@ -64,6 +65,9 @@ void store_op(ggml_tensor * dst, int ith, int nth, void * layer_op) {
         }
     }
     for (auto & run : kv.runs) {
+        if (run->bounded && run->bounded->failed()) {
+            continue;
+        }
         Sequence &    seq   = *run->state->seq;
         const auto    n     = (int32_t) run->index.size();
         const int64_t items = (int64_t) n * shape.n_heads_kv;
@@ -91,6 +95,12 @@ void attend_op(ggml_tensor * dst, int ith, int nth, void * layer_op) {
     int32_t first = 0;
     int32_t task  = -1;
     for (auto & run : kv.runs) {
+        if (run->bounded && run->bounded->failed()) {
+            if (ith == 0) {
+                memset(dst->data, 0, ggml_nbytes(dst));
+            }
+            return;  // it came alone
+        }
         const AttendJob job = make_job(op, *run, dst);
         if (run->wanted.window > 0) {
             record_window(job, *run->state->seq, ith, nth);
@@ -100,6 +110,14 @@ void attend_op(ggml_tensor * dst, int ith, int nth, void * layer_op) {
         }
         const int32_t splits = run->decode ? std::min(decode_splits(job, nth), run->partials.splits_max) : 0;
         const int32_t n      = run->decode ? decode_tasks(job, splits) : prefill_tasks(job, kv.scratch[0]);
+        // Whoever finishes the last piece of a bounded prompt's layer compresses it, while the others wait at the graph's
+        // barrier. Pieces are the tasks and every thread's share of the window.
+        const auto finish = [&] {
+            if (run->bounded && kv.finished.fetch_add(1, std::memory_order_acq_rel) + 1 == n + nth) {
+                kv.finish_layer(*run->state, op.layer);
+            }
+        };
+        finish();
         for (;;) {
             if (task < 0) {
                 task = kv.next_task.fetch_add(1, std::memory_order_relaxed);
@@ -112,6 +130,7 @@ void attend_op(ggml_tensor * dst, int ith, int nth, void * layer_op) {
             } else {
                 prefill_task(job, task - first, kv.scratch[(size_t) ith]);
             }
+            finish();
             task = -1;
         }
         first += n;

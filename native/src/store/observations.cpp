@@ -15,31 +15,36 @@ template <class T> static void widen(std::vector<T> & x, size_t heads, int32_t f
     x = std::move(grown);
 }
 
-bool Sequence::ensure_sums(int32_t extra, bool squares) try {
+bool Sequence::ensure_layer_sums(size_t l, int32_t extra, bool squares) try {
     const int32_t need = pending_length() + extra;
-    if (sums.empty()) {
-        sums.resize(shapes().size());
+    sums.resize(shapes().size());
+    ColumnSums & cs = sums[l];
+    if (squares && cs.capacity > 0 && cs.squares.empty()) {
+        cs = {};  // sums of queries whose squares are not known
     }
-    for (size_t l = 0; l < sums.size(); l++) {
-        ColumnSums & cs = sums[l];
-        if (squares && cs.capacity > 0 && cs.squares.empty()) {
-            cs = {};  // sums of queries whose squares are not known
-        }
-        if (cs.capacity >= need) {
-            continue;
-        }
-        const auto    heads    = (size_t) shapes()[l].n_heads_kv;
-        const int32_t capacity = std::max(need, cs.capacity + cs.capacity / 2);
-        if (squares || !cs.squares.empty()) {
-            widen(cs.squares, heads, cs.capacity, capacity);
-            seen.resize(std::max(seen.size(), (size_t) capacity), 0);
-        }
-        widen(cs.sums, heads, cs.capacity, capacity);
-        cs.capacity = capacity;
+    if (cs.capacity >= need) {
+        return true;
     }
+    const auto    heads    = (size_t) shapes()[l].n_heads_kv;
+    const int32_t capacity = std::max(need, cs.capacity + cs.capacity / 2);
+    if (squares || !cs.squares.empty()) {
+        widen(cs.squares, heads, cs.capacity, capacity);
+        seen.resize(std::max(seen.size(), (size_t) capacity), 0);
+    }
+    widen(cs.sums, heads, cs.capacity, capacity);
+    cs.capacity = capacity;
     return true;
 } catch (const std::bad_alloc &) {
     return false;
+}
+
+bool Sequence::ensure_sums(int32_t extra, bool squares) {
+    for (size_t l = 0; l < shapes().size(); l++) {
+        if (!ensure_layer_sums(l, extra, squares)) {
+            return false;
+        }
+    }
+    return true;
 }
 
 bool Sequence::ensure_entropies() try {
@@ -98,20 +103,39 @@ void Sequence::observe(int32_t n, bool causal) {
     }
 }
 
-bool Sequence::ensure_windows(int32_t n) try {
-    if (n == window_size) {
-        return true;
+void Sequence::start_windows(int32_t n) {
+    if (n != window_size) {
+        windows.assign(shapes().size(), {});
+        window_size = n;
+        window_from = pending_length();
     }
-    windows.assign(shapes().size(), {});
-    for (size_t l = 0; l < windows.size(); l++) {
-        windows[l].q.resize((size_t) n * (size_t) shapes()[l].n_heads * (size_t) shapes()[l].d_k);
-        windows[l].sinks.reserve((size_t) shapes()[l].n_heads);  // filled while a graph runs, where nothing may fail
-    }
-    window_size = n;
-    window_from = pending_length();
+}
+
+bool Sequence::ensure_layer_window(size_t l, int32_t n) try {
+    start_windows(n);
+    windows[l].q.resize((size_t) n * (size_t) shapes()[l].n_heads * (size_t) shapes()[l].d_k);
+    windows[l].sinks.reserve((size_t) shapes()[l].n_heads);  // filled while a graph runs, where nothing may fail
     return true;
 } catch (const std::bad_alloc &) {
     return false;
+}
+
+bool Sequence::ensure_windows(int32_t n) {
+    for (size_t l = 0; l < shapes().size(); l++) {
+        if (!ensure_layer_window(l, n)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+void Sequence::drop_layer_observations(size_t l) {
+    if (!sums.empty()) {
+        sums[l] = {};
+    }
+    if (!windows.empty()) {
+        windows[l] = {};
+    }
 }
 
 void Sequence::drop_observations() {

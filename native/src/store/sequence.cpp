@@ -88,14 +88,21 @@ void Sequence::loosen(Block & block, size_t layer) const {
     bl.heads = std::move(heads);
 }
 
-std::unique_ptr<Block> Sequence::make_block(int32_t capacity) const {
+std::unique_ptr<Block> Sequence::lay_out_block(int32_t capacity) const {
     auto block      = std::make_unique<Block>();
     block->capacity = capacity;
     block->layers.resize(shapes().size());
     for (size_t l = 0; l < shapes().size(); l++) {
         block->layers[l].extent = uniform_bytes(shapes()[l], storage_.plain(), capacity);
-        block->layers[l].memory = Pages::take(block->layers[l].extent);
-        if (!block->layers[l].memory) {
+    }
+    return block;
+}
+
+std::unique_ptr<Block> Sequence::make_block(int32_t capacity) const {
+    auto block = lay_out_block(capacity);
+    for (auto & layer : block->layers) {
+        layer.memory = Pages::take(layer.extent);
+        if (!layer.memory) {
             return nullptr;
         }
     }
@@ -148,6 +155,35 @@ bool Sequence::append(int32_t n, const int32_t * new_pos, bool is_image) try {
     return true;
 } catch (const std::bad_alloc &) {
     return false;
+}
+
+bool Sequence::append_unallocated(int32_t n, const int32_t * new_pos, const uint8_t * new_image) try {
+    auto block = lay_out_block(n);
+    reserve_room(*block);
+    blocks.reserve(blocks.size() + 1);
+    grow(pos, (size_t) n);
+    grow(image, (size_t) n);
+    for (int32_t i = 0; i < n; i++) {
+        enter(*block, (int32_t) pos.size());
+        pos.push_back(new_pos[i]);
+        image.push_back(new_image[i] ? 1 : 0);
+    }
+    blocks.push_back(std::move(block));
+    return true;
+} catch (const std::bad_alloc &) {
+    return false;
+}
+
+bool Sequence::take_layer(size_t layer) {
+    BlockLayer & to = blocks.back()->layers[layer];
+    to.memory       = Pages::take(to.extent);
+    return (bool) to.memory;
+}
+
+void Sequence::take_back(int32_t n) {
+    blocks.pop_back();
+    pos.resize(pos.size() - (size_t) n);
+    image.resize(image.size() - (size_t) n);
 }
 
 Sequence::Place Sequence::place_from_end(int32_t i, int32_t n) {

@@ -91,6 +91,10 @@ class Sequence {
 
     // Makes room for n tokens and enters them; their rows are then written with write_row(). False: no memory, nothing changed.
     bool append(int32_t n, const int32_t * pos, bool image);
+    // The same in a block of their own that has no memory yet: take_layer gives it to one layer after the other. image [n].
+    bool append_unallocated(int32_t n, const int32_t * pos, const uint8_t * image);
+    bool take_layer(size_t layer);  // of the last block; false: no memory
+    void take_back(int32_t n);      // the last block goes, and with it the last n tokens
 
     // Places of the last n tokens entered.
     struct Place {
@@ -162,13 +166,16 @@ class Sequence {
 
     // Column sums for all pending tokens and `extra` more, and sums of squares where wanted; false: no memory.
     bool ensure_sums(int32_t extra, bool squares = false);
+    bool ensure_layer_sums(size_t layer, int32_t extra, bool squares);
     bool ensure_entropies();              // room for the sum of entropies of every head; false: no memory
     QueryRow query_row(int32_t layer, size_t part, int32_t i, int32_t query_head) const;  // of the part's i-th token
     bool ensure_queries(int32_t n);       // room for the queries of the next n tokens of every layer; false: no memory
     // The last n tokens, which are entered already, attend now: counts who sees whom and whose entropy there is.
     void observe(int32_t n, bool causal);
     bool ensure_windows(int32_t n);       // room for the last n queries of every layer; false: no memory
+    bool ensure_layer_window(size_t layer, int32_t n);
     void drop_observations();
+    void drop_layer_observations(size_t layer);
 
     const std::vector<LayerShape> & shapes() const { return *shapes_; }
     const Storage &                 storage() const { return storage_; }
@@ -193,6 +200,8 @@ class Sequence {
 
   private:
     std::unique_ptr<Block> make_block(int32_t capacity) const;
+    std::unique_ptr<Block> lay_out_block(int32_t capacity) const;
+    void                   start_windows(int32_t n);
     int32_t                next_capacity(const Block * last) const;
     void                   loosen(Block & block, size_t layer) const;
     bool                   grows(size_t block) const;

@@ -1,0 +1,59 @@
+// Bounded prefill: a prompt that goes through the model in one pass, and of which every layer is compressed before the next
+// one runs. What a layer keeps is what it would have kept had the whole prompt been compressed at its end; the peak is what
+// is kept and one layer of the whole prompt.
+
+#pragma once
+
+#include "core/compress.h"
+#include "core/job.h"
+#include "core/observe.h"
+
+#include <memory>
+
+namespace kvedge {
+
+// Whether the plan can decide a layer before the next one ran. Errors: KVEDGE_E_UNSUPPORTED, with the stage that cannot.
+kvedge_status check_bounded(const kvedge_plan & plan, kvedge_error * err);
+
+class BoundedPrompt {
+  public:
+    BoundedPrompt(Sequence & seq, const kvedge_plan & plan) : seq_(seq), plan_(plan), wanted_(plan_observes(plan)) {}
+
+    // Whether n more tokens would be compressed at all; where not, there is nothing to gain.
+    static bool pays(const Sequence & seq, const kvedge_plan & plan, int32_t n);
+
+    // Enters the n tokens and makes room for them in the first layer. image [n]: 1 for an image token.
+    // A failure leaves the sequence as it was. Errors: KVEDGE_E_STATE, KVEDGE_E_MEMORY.
+    kvedge_status enter(int32_t n, const int32_t * pos, const uint8_t * image, kvedge_error * err);
+
+    // The attention of a layer, one after the other, is done: compresses it, gives its rows back and makes room in the next.
+    // The last layer completes the prompt. For one thread, with nobody else at the sequence.
+    // After a failure nothing can be gone on with but abandon(). Errors: KVEDGE_E_MEMORY, KVEDGE_E_STAGE.
+    kvedge_status finish_layer(size_t layer, kvedge_error * err);
+
+    // Takes the prompt back out of the sequence, as far as it got.
+    void abandon();
+
+    bool                done() const { return done_; }
+    bool                failed() const { return failed_; }
+    int32_t             n_tokens() const { return n_pending_; }
+    const Observation & wanted() const { return wanted_; }
+    const kvedge_plan & plan() const { return plan_; }
+    const Compression & outcome() const { return outcome_; }
+
+  private:
+    kvedge_status compress_layer(size_t layer, kvedge_error * err);
+    void          complete();
+
+    Sequence &           seq_;
+    const kvedge_plan    plan_;
+    const Observation    wanted_;
+    std::unique_ptr<Job> job_;
+    Compression          outcome_;
+    int32_t              n_         = 0;  // tokens of the prompt
+    int32_t              n_pending_ = 0;  // and what was pending before it
+    uint64_t             written_   = 0;  // bytes of the new blocks so far
+    bool                 reduced_ = false, done_ = false, failed_ = false;
+};
+
+}  // namespace kvedge

@@ -1,0 +1,108 @@
+// Bounded prefill in a context: the announced batch, and the end of each of its layers.
+
+#include "core/bounded.h"
+
+#include "core/error.h"
+#include "glue/cache.h"
+
+#include <new>
+
+using namespace kvedge;
+
+void SequenceState::drop_bounded() {
+    if (bounded) {
+        bounded->abandon();
+        bounded.reset();
+    }
+}
+
+kvedge_status kvedge::fail_bounded(SequenceState & state, kvedge_error * err) {
+    state.drop_bounded();
+    state.armed = false;
+    return fail(err, KVEDGE_E_STATE, "the prompt could not be compressed layer by layer and is gone; clear the sequence and try again");
+}
+
+// What is left of the last bounded prompt when the next tokens come.
+bool kvedge_cache::end_bounded(SequenceState & state) {
+    if (state.bounded && !state.bounded->done()) {
+        kvedge_error err{};
+        fail_bounded(state, &err);
+        report(err.status, err.message);
+        return false;
+    }
+    state.bounded.reset();
+    return true;
+}
+
+bool kvedge_cache::enter_bounded(const llama_attn_provider_ubatch & ubatch, Run & run, const std::vector<uint8_t> & image) {
+    SequenceState &      state = *run.state;
+    const auto           n     = (int32_t) run.index.size();
+    std::vector<int32_t> pos((size_t) n);
+    for (int32_t i = 0; i < n; i++) {
+        pos[(size_t) i] = ubatch.pos[run.index[(size_t) i]];
+    }
+    state.end_answer();
+    state.armed         = true;
+    state.weights.valid = false;
+    auto         bounded = std::make_unique<BoundedPrompt>(*state.seq, plan);
+    kvedge_error err{};
+    if (bounded->enter(n, pos.data(), image.data(), &err) != KVEDGE_OK) {
+        report(err.status, err.message);
+        return false;
+    }
+    run.wanted  = bounded->wanted();
+    run.score   = run.wanted.sums && plan.decode->needs_scores;
+    run.decode  = false;
+    run.watch   = false;
+    run.bounded = bounded.get();
+    if (run.wanted.attention()) {
+        state.seq->observe(n, ubatch.causal);
+    }
+    state.bounded = std::move(bounded);
+    state.note_peak();
+    return true;
+}
+
+void kvedge_cache::finish_layer(SequenceState & state, int32_t layer) {
+    BoundedPrompt & bounded = *state.bounded;
+    kvedge_error    err{};
+    if (bounded.finish_layer((size_t) layer, &err) != KVEDGE_OK) {
+        report(err.status, err.message);
+    } else if (bounded.done()) {
+        state.note_compression(bounded.plan(), bounded.outcome(), bounded.n_tokens());
+    }
+}
+
+extern "C" kvedge_status kvedge_plan_check_bounded(const kvedge_plan * plan, kvedge_error * err) {
+    return plan ? check_bounded(*plan, err) : fail(err, KVEDGE_E_ARGUMENT, "kvedge_plan_check_bounded: plan is NULL");
+}
+
+extern "C" kvedge_status kvedge_bound_prompt(
+    kvedge_cache * kv, int32_t seq_id, const uint8_t * image_mask, int32_t n_tokens, kvedge_error * err) try {
+    if (!kv || n_tokens < 1 || seq_id < 0) {
+        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_bound_prompt: cache is NULL, or there are no tokens, or no such sequence");
+    }
+    if (!kv->ctx) {
+        return fail(err, KVEDGE_E_STATE, "the llama_context of this cache has been freed");
+    }
+    if ((uint32_t) n_tokens > llama_n_ubatch(kv->ctx)) {
+        return fail(err, KVEDGE_E_ARGUMENT, "a bounded prompt of %d tokens does not fit one pass of %u; make the context with a larger n_ubatch",
+                    n_tokens, llama_n_ubatch(kv->ctx));
+    }
+    if (const auto status = check_bounded(kv->plan, err); status != KVEDGE_OK) {
+        return status;
+    }
+    auto request = std::make_unique<BoundedRequest>();
+    request->image.assign((size_t) n_tokens, 0);
+    for (int32_t i = 0; image_mask && i < n_tokens; i++) {
+        request->image[(size_t) i] = image_mask[i] ? 1 : 0;
+    }
+    SequenceState & state = kv->seqs[seq_id];
+    if (!state.seq) {
+        state.seq = std::make_unique<Sequence>(kv->shapes, kv->storage);
+    }
+    state.request = std::move(request);
+    return ok(err);
+} catch (const std::bad_alloc &) {
+    return fail(err, KVEDGE_E_MEMORY, "no memory to announce a prompt");
+}
