@@ -66,6 +66,8 @@ class Chat:
                 answer = self._session.ask(prompt, pictures, self._sampling)
             finally:
                 self._display.done()
+            if answer.report.not_bounded and not self._style.quiet:
+                print(f"kvedge: not bounded: {answer.report.not_bounded}", file=sys.stderr, flush=True)
             try:
                 for piece in answer:
                     if not self._style.as_json:

@@ -14,6 +14,7 @@ from pykvedge import libraries, memory, runtime
 from pykvedge.errors import ContextError, KvedgeError, OutOfMemoryError
 from pykvedge.kvtypes import KvType
 from pykvedge.model import CancelledError, Model
+from pykvedge.onepass import OnePass
 from pykvedge.vision import ImagePiece, Vision
 
 N_BATCH = 2048
@@ -30,6 +31,7 @@ class ContextSize:
     kv_type: str = "f16"
     prompt_tokens: int = 0  # of the first prompt, for the estimate of memory
     n_seq: int = 1  # sequences that share its tokens
+    peak_tokens: int = 0  # of the first prompt that are there at once; 0: all
 
 
 def check_memory(model: Model, size: ContextSize, whole_cache: bool) -> None:
@@ -39,7 +41,8 @@ def check_memory(model: Model, size: ContextSize, whole_cache: bool) -> None:
     """
     n_ubatch = min(size.n_ubatch, size.n_ctx)
     per_token = model.kv_bytes_per_token(KvType.parse(size.kv_type).plain.bytes_per_value)
-    cache = per_token * (size.n_ctx if whole_cache else min(size.prompt_tokens + 1, size.n_ctx))
+    most = size.peak_tokens or size.prompt_tokens
+    cache = per_token * (size.n_ctx if whole_cache else min(most + 1, size.n_ctx))
     width = max(model.n_embd_input, 1)
     compute = n_ubatch * (16 * width + size.n_ctx) * 4 + model.n_vocab * 4 + size.n_ctx * 64
     what = f"a context of {size.n_ctx} tokens with a prompt of {size.prompt_tokens}"
@@ -116,13 +119,16 @@ class Context:
         """Tokens that still fit."""
         return self.n_ctx - self.n_cells
 
-    def stop_when(self, cancel: threading.Event | None) -> None:
-        """Makes a running decode give up when the event is set; None: never."""
+    def stop_when(self, cancel: threading.Event | None, look: Callable[[], None] | None = None) -> None:
+        """Makes a running decode give up when the event is set; None: never. look: called now and then meanwhile."""
         llama = self.llama
-        if cancel is None:
-            self._abort = llama.ggml_abort_callback()
-        else:
-            self._abort = llama.ggml_abort_callback(lambda _: cancel.is_set())
+
+        def asked(_: Any) -> bool:
+            if look is not None:
+                look()
+            return cancel is not None and cancel.is_set()
+
+        self._abort = llama.ggml_abort_callback(asked) if cancel or look else llama.ggml_abort_callback()
         llama.llama_set_abort_callback(self.handle, self._abort, None)
 
     def decode(self, tokens: list[int], want_logits: bool) -> None:
@@ -166,6 +172,28 @@ class Context:
         )
         self.n_past = position.value
         self.n_cells += piece.n_tokens
+
+    def decode_whole(self, prompt: OnePass) -> None:
+        """Appends a prompt in one batch and one pass; n_ubatch must hold it. Logits are kept of its last token.
+
+        Raises as decode does.
+        """
+        n, llama = prompt.n_tokens, self.llama
+        sequence = (llama.llama_seq_id * 1)(self.sequence)
+        pointer = ctypes.POINTER(llama.llama_seq_id)
+        batch = llama.llama_batch()
+        batch.n_tokens = n
+        if prompt.embeddings is not None:
+            batch.embd = prompt.embeddings.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+        elif prompt.tokens is not None:
+            batch.token = prompt.tokens.ctypes.data_as(ctypes.POINTER(llama.llama_token))
+        batch.pos = prompt.positions.ctypes.data_as(ctypes.POINTER(llama.llama_pos))
+        batch.n_seq_id = (ctypes.c_int32 * n)(*[1] * n)
+        batch.seq_id = (pointer * n)(*[ctypes.cast(sequence, pointer)] * n)
+        batch.logits = (ctypes.c_int8 * n)(*[0] * (n - 1), 1)
+        self._checked(lambda: llama.llama_decode(self.handle, batch))
+        self.n_past = prompt.end
+        self.n_cells += n
 
     def _checked(self, run: Callable[[], int]) -> None:
         with runtime.collected_errors() as lines:

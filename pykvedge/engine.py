@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from pykvedge import libkvedge, memory, profile
+from pykvedge import libkvedge, memory, onepass, profile
 from pykvedge.context import Context, ContextSize, check_memory, ubatch_for
+from pykvedge.embeddings import TokenTable
 from pykvedge.errors import (
     BudgetError,
     ContextError,
@@ -43,6 +44,8 @@ class Engine:
         self._settings, self._threads = settings, threads
         self._context: Context | None = None
         self._cache: libkvedge.Cache | None = None
+        self._table: TokenTable | None = None
+        self._not_bounded = ""
         self._reset()
 
     def _reset(self) -> None:
@@ -94,6 +97,7 @@ class Engine:
         images = [p.n_tokens for p in pieces if isinstance(p, ImagePiece)]
         what = f"{n} tokens" + (f" ({sum(images)} of images)" if images else "")
         largest = max(images, default=0)
+        self._not_bounded = self._why_not_bounded(pieces, n, plan) if self._settings.bounded else ""
         if self._context is None:
             check_protection(plan, n)
             self._make_context(n, largest, what, plan)
@@ -114,7 +118,33 @@ class Engine:
         if n_prompt > n_ctx:
             advice = "raise --ctx" if self._settings.n_ctx else "set --ctx to go beyond what the model was trained for"
             raise ContextError(f"the prompt has {what}, the context holds {n_ctx}; {advice}, or send less")
-        self._open(ContextSize(n_ctx, ubatch_for(self._vision, largest_image), self._settings.kv_type, n_prompt), plan)
+        n_ubatch, peak = ubatch_for(self._vision, largest_image), 0
+        if self._bounded:
+            n_ubatch, peak = max(n_ubatch, n_prompt), plan.count(n_prompt) + n_prompt // max(self._model.n_layer, 1)
+        self._open(ContextSize(n_ctx, n_ubatch, self._settings.kv_type, n_prompt, peak_tokens=peak), plan)
+
+    @property
+    def _bounded(self) -> bool:
+        return self._settings.bounded and not self._not_bounded
+
+    @property
+    def not_bounded(self) -> str:
+        """Why the last prompt was not read layer by layer although that was asked for; empty where all is as asked."""
+        return self._not_bounded
+
+    def _why_not_bounded(self, pieces: list[Piece], n: int, plan: Plan) -> str:
+        if plan.count(n) >= n and not KvType.parse(self._settings.kv_type).quantised:
+            return "the budget covers the whole prompt"
+        if self._context is not None and self._cache is None:
+            return f"kvedge does not hold the KV cache of {self._model.path.name}"
+        if self._context is not None and n > self._context.n_ubatch:
+            return f"{n} tokens are more than the {self._context.n_ubatch} of the first message, which one pass holds"
+        if any(isinstance(p, ImagePiece) for p in pieces):
+            try:
+                self._table = self._table or TokenTable(self._model.header)
+            except UnsupportedError as error:
+                return str(error)
+        return onepass.why_not(self._vision, pieces) or libkvedge.why_not_bounded(plan)
 
     def _open(self, size: ContextSize, plan: Plan) -> None:
         check_memory(self._model, size, whole_cache=False)
@@ -143,6 +173,8 @@ class Engine:
                 ) from error
             self._require_full(plan)
             check_memory(self._model, size, whole_cache=True)
+            if self._bounded:
+                self._not_bounded = f"kvedge does not hold the KV cache of {self._model.path.name}"
             return None
 
     def _require_full(self, plan: Plan) -> None:
@@ -200,6 +232,9 @@ class Engine:
     def prefill(self, pieces: list[Piece], progress: Progress, cancel: threading.Event | None) -> None:
         """Reads the pieces; afterwards the logits of the last token are there. Raises ContextError, CancelledError."""
         context = self.context
+        if self._bounded:
+            self._prefill_whole(pieces, progress, cancel)
+            return
         context.stop_when(cancel)
         steps = list(_steps(pieces, context.n_ubatch))
         done, total = 0, sum(p.n_tokens for p in pieces)
@@ -215,6 +250,35 @@ class Engine:
         context.stop_when(None)
         progress("reading the prompt", 1.0)
 
+    def _prefill_whole(self, pieces: list[Piece], progress: Progress, cancel: threading.Event | None) -> None:
+        """Reads the pieces in one pass; libkvedge compresses each layer before the next one runs."""
+        context, cache, start = self.context, self._cache, self.context.n_past
+        if cache is None:
+            raise StateError("a bounded prompt needs a KV cache that kvedge holds")
+        if self._table is not None and self._vision is not None and any(isinstance(p, ImagePiece) for p in pieces):
+            prompt = onepass.gather(pieces, self._table, self._vision, self._model, start)
+        else:
+            prompt = onepass.gather_text(pieces, start)
+        self._compressed_tokens = cache.stats().n_pending + prompt.n_tokens
+        layers = max(cache.stats().n_layers, 1)
+        seen = -1
+
+        def look() -> None:
+            nonlocal seen
+            if (done := cache.bounded_layers()) > seen:
+                seen = done
+                progress("reading the prompt, layer by layer", done / layers)
+
+        _stop_if_set(cancel)
+        context.stop_when(cancel, look)
+        try:
+            cache.bound_prompt(prompt.image_mask)
+            with self._explained():
+                context.decode_whole(prompt)
+        finally:
+            context.stop_when(None)
+        progress("reading the prompt, layer by layer", 1.0)
+
     def extend(self, token: int) -> None:
         """Reads one generated token; afterwards its logits are there. Raises ContextError."""
         with self._explained():
@@ -223,8 +287,14 @@ class Engine:
     def compress(self) -> None:
         """Compresses what was read since the last time: the prompt, and before it the answer of the last turn."""
         if self._cache is not None:
-            self._compressed_tokens = self._cache.stats().n_pending
-            self._cache.compress()
+            pending = self._cache.stats().n_pending
+            if not (self._bounded and pending == 0):
+                self._compressed_tokens = pending
+            try:
+                self._cache.compress()
+            except StateError:
+                self._cache.check()  # what ended a bounded prompt
+                raise
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

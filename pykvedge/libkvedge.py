@@ -119,6 +119,9 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "detach": (None, [_P]),
     "set_plan": (c.c_int, [_P, _P, _ERR]),
     "set_auto_compress": (c.c_int, [_P, c.c_bool, _ERR]),
+    "plan_check_bounded": (c.c_int, [_P, _ERR]),
+    "bound_prompt": (c.c_int, [_P, _I, _P, _I, _ERR]),
+    "bounded_layers": (_I, [_P, _I]),
     "compress": (c.c_int, [_P, _I, _ERR]),
     "take_error": (c.c_int, [_P, _ERR]),
     "get_stats": (c.c_int, [_P, _I, c.POINTER(Stats), _ERR]),
@@ -229,6 +232,16 @@ class _NativePlan:
         lib().kvedge_plan_free(self.handle)
 
 
+def why_not_bounded(plan: Plan) -> str:
+    """What keeps the plan from deciding a layer before the next one ran; empty if nothing does."""
+    with _NativePlan(plan) as native:
+        try:
+            _call("plan_check_bounded", native.handle)
+        except errors.UnsupportedError as error:
+            return str(error)
+    return ""
+
+
 def plan_budget(plan: Plan, n_tokens: int) -> int:
     """What libkvedge makes of the plan's budget for a prompt of n_tokens."""
     with _NativePlan(plan) as native:
@@ -291,6 +304,18 @@ class Cache:
         """Compresses, now, what was added since the last compression. Raises PluginError if a plugin's stage fails."""
         with self.own.explained():
             _call("compress", self._live(), sequence)
+
+    def bound_prompt(self, image_mask: np.ndarray, sequence: int = 0) -> None:
+        """The next decode brings a whole prompt in one pass, whose layers are compressed one by one.
+
+        image_mask: [T] uint8, 1 for an image token. Raises what kvedge_bound_prompt reports.
+        """
+        mask = image_mask.astype("uint8", order="C")
+        _call("bound_prompt", self._live(), sequence, mask.ctypes.data, len(mask))
+
+    def bounded_layers(self, sequence: int = 0) -> int:
+        """Layers that the bounded prompt under way has behind it; also while llama_decode runs in this thread."""
+        return lib().kvedge_bounded_layers(self._live(), sequence)
 
     def check(self) -> None:
         """Raises the first error that happened inside llama_decode since the last call, if there was one."""

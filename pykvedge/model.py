@@ -97,6 +97,12 @@ class Model:
         return self.llama.llama_model_n_embd_inp(self.handle)
 
     @property
+    def has_mrope(self) -> bool:
+        """Whether a token has several positions (time, row and column: M-RoPE)."""
+        llama = self.llama
+        return llama.llama_model_rope_type(self.handle) in (llama.LLAMA_ROPE_TYPE_MROPE, llama.LLAMA_ROPE_TYPE_IMROPE)
+
+    @property
     def n_vocab(self) -> int:
         """Tokens in the vocabulary."""
         return self.llama.llama_vocab_n_tokens(self.vocab)

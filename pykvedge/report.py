@@ -84,11 +84,15 @@ class Report:
     rss: Rss = field(default_factory=Rss)
     time: Time = field(default_factory=Time)
     session: Saved | None = None  # only where a session file is kept
+    bounded: bool | None = None  # whether the prompt was compressed layer by layer; None: that was not asked for
+    not_bounded: str = ""  # why not, where it was asked for
 
     def as_json(self) -> dict[str, Any]:
         """The object that `kvedge chat --json` prints. Bytes, seconds, tokens per second."""
         t, kv, rss, tokens = self.time, self.kv, self.rss, self.tokens
-        session = {"session": asdict(self.session)} if self.session else {}
+        session: dict[str, Any] = {"session": asdict(self.session)} if self.session else {}
+        if self.bounded is not None:
+            session["bounded"] = {"used": self.bounded, "why_not": self.not_bounded}
         return {
             "method": self.method,
             "budget": self.budget,

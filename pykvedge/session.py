@@ -263,6 +263,8 @@ class Session:
             report.tokens = Tokens(sum(p.n_tokens for p in pieces), n_image)
             self._progress("preparing the context", 1.0)
             spent.load_s += _timed(lambda: engine.make_room(pieces, self.plan))
+            if self.settings.bounded:
+                report.bounded, report.not_bounded = not engine.not_bounded, engine.not_bounded
             spent.encode_s = _timed(lambda: engine.encode(pieces, self._progress, self.cancel))
             meter = memory.PeakMeter()
             report.rss = Rss(before_prefill_bytes=memory.rss_bytes())

@@ -26,6 +26,7 @@ class Settings:
     kv_type: str = "f16"  # storage type of keys and values (kvtypes.NAMES), or "K:V" for one of each
     system: str = ""  # text that opens the conversation
     verbose: bool = False  # llama.cpp's log on stderr
+    bounded: bool = False  # compress each layer of a prompt before the next one runs, where that is possible
     profile: Profile | str | os.PathLike[str] | None = None  # for plans that need one (profile.py)
 
     def __post_init__(self) -> None:

@@ -357,6 +357,10 @@ KVEDGE_API kvedge_status kvedge_compress(kvedge_cache * kv, int32_t seq_id, kved
 KVEDGE_API kvedge_status kvedge_bound_prompt(
     kvedge_cache * kv, int32_t seq_id, const uint8_t * image_mask, int32_t n_tokens, kvedge_error * err);
 
+// Layers that the sequence's bounded prompt has behind it: also while llama_decode runs, from any thread, for a progress bar.
+// -1: there is none.
+KVEDGE_API int32_t kvedge_bounded_layers(const kvedge_cache * kv, int32_t seq_id);
+
 // Whether the plan can decide a layer before the next one ran. Allocators spectral and entropy, and prefix without a
 // profile, look at all layers; a stage of the program's own must be thread_safe, an allocator cannot be one.
 // Errors: KVEDGE_E_UNSUPPORTED, with the stage that stands in the way.

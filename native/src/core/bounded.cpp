@@ -105,6 +105,7 @@ kvedge_status BoundedPrompt::finish_layer(size_t layer, kvedge_error * err) {
         status = fail(err, KVEDGE_E_MEMORY, "no memory to compress a layer of the prompt");
     }
     failed_ = status != KVEDGE_OK;
+    layers_ = (int32_t) layer + 1;
     outcome_.us += std::chrono::duration_cast<std::chrono::microseconds>(std::chrono::steady_clock::now() - start).count();
     return status;
 }

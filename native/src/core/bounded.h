@@ -8,6 +8,7 @@
 #include "core/job.h"
 #include "core/observe.h"
 
+#include <atomic>
 #include <memory>
 
 namespace kvedge {
@@ -34,6 +35,7 @@ class BoundedPrompt {
     // Takes the prompt back out of the sequence, as far as it got.
     void abandon();
 
+    int32_t             layers() const { return layers_; }  // behind it; from any thread
     bool                done() const { return done_; }
     bool                failed() const { return failed_; }
     int32_t             n_tokens() const { return n_pending_; }
@@ -53,6 +55,7 @@ class BoundedPrompt {
     int32_t              n_         = 0;  // tokens of the prompt
     int32_t              n_pending_ = 0;  // and what was pending before it
     uint64_t             written_   = 0;  // bytes of the new blocks so far
+    std::atomic<int32_t> layers_{ 0 };
     bool                 reduced_ = false, done_ = false, failed_ = false;
 };
 

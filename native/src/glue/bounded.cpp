@@ -73,6 +73,11 @@ void kvedge_cache::finish_layer(SequenceState & state, int32_t layer) {
     }
 }
 
+extern "C" int32_t kvedge_bounded_layers(const kvedge_cache * kv, int32_t seq_id) {
+    const auto it = kv ? kv->seqs.find(seq_id) : std::map<int32_t, SequenceState>::const_iterator();
+    return kv && it != kv->seqs.end() && it->second.bounded ? it->second.bounded->layers() : -1;
+}
+
 extern "C" kvedge_status kvedge_plan_check_bounded(const kvedge_plan * plan, kvedge_error * err) {
     return plan ? check_bounded(*plan, err) : fail(err, KVEDGE_E_ARGUMENT, "kvedge_plan_check_bounded: plan is NULL");
 }

@@ -1,0 +1,240 @@
+"""What a prompt needs beyond the weights: stock llama.cpp, kvedge, and kvedge with bounded prefill, each in a process of its own.
+
+    python3 scripts/dev.py python scripts/measure_bounded.py MODEL.gguf
+    python3 scripts/dev.py python scripts/measure_bounded.py MODEL.gguf --method mixkv --tokens 5120 --images 8 --json
+
+MODEL is a text model of the shape in question (scripts/make_shape_model.py llava-1.5-7b -o DIR writes one). The prompt is
+text and images, which come as embeddings. Columns: largest KV bytes (with scores and indices), largest anonymous memory
+beyond what the process held once the weights were loaded, both also as a share of stock's; seconds; and which share of its
+kept pairs a side has in common with `one pass`, the same prompt in one pass but compressed at its end. Stock's KV bytes
+are its buffers; its settings are llama.cpp's defaults but for the length of the context.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from compare_with_stock import STOCK_LIB, log
+
+SIDES = ("stock", "ordinary", "one pass", "bounded")
+
+
+class Anonymous:
+    """Largest anonymous memory of this process while the with statement lasts, looked at every 5 ms."""
+
+    def __init__(self) -> None:
+        self._done, self.peak = threading.Event(), 0
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    @staticmethod
+    def now() -> int:
+        """Bytes."""
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * sum(int(x.split()[1]) for x in lines if x.startswith(("RssAnon:", "RssShmem:")))
+
+    def _watch(self) -> None:
+        while not self._done.wait(0.005):
+            self.peak = max(self.peak, self.now())
+
+    def __enter__(self) -> Anonymous:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+
+def pieces(args: argparse.Namespace) -> list[tuple[bool, int]]:
+    """(whether an image, tokens) of each piece."""
+    text = args.tokens - args.images * args.image_tokens
+    if text < 2:
+        raise SystemExit(f"{args.images} images of {args.image_tokens} tokens leave no text in {args.tokens} tokens")
+    return [(False, text - text // 2), *[(True, args.image_tokens)] * args.images, (False, text // 2)]
+
+
+def image_rows(n: int, width: int, number: int) -> np.ndarray:
+    """[n, width] float32."""
+    return np.random.default_rng(number).standard_normal((n, width), dtype=np.float32) * np.float32(0.02)
+
+
+def text_tokens(n: int, number: int) -> list[int]:
+    """Random text."""
+    return [int(t) for t in np.random.default_rng(1000 + number).integers(300, 30000, n)]
+
+
+def read_in_pieces(llama: Any, context: Any, width: int, args: argparse.Namespace) -> None:
+    """Decodes the prompt as llama.cpp's own programs do: text as tokens, an image as embeddings."""
+    past = 0
+    for number, (image, n) in enumerate(pieces(args)):
+        batch = llama.llama_batch_init(n, width if image else 0, 1)
+        batch.n_tokens = n
+        if image:
+            np.ctypeslib.as_array(batch.embd, (n * width,))[:] = image_rows(n, width, number).ravel()
+        else:
+            np.ctypeslib.as_array(batch.token, (n,))[:] = text_tokens(n, number)
+        for i in range(n):
+            batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0] = past + i, 1, 0
+            batch.logits[i] = past + i == args.tokens - 1
+        status = llama.llama_decode(context, batch)
+        llama.llama_batch_free(batch)
+        if status != 0:
+            raise SystemExit(f"llama_decode returned {status}")
+        past += n
+
+
+def stock_side(args: argparse.Namespace) -> dict[str, Any]:
+    import llama_cpp.llama_cpp as llama
+
+    quiet = llama.llama_log_callback(lambda *_: None)
+    llama.llama_log_set(quiet, None)
+    llama.llama_backend_init()
+    model = llama.llama_model_load_from_file(args.model.encode(), llama.llama_model_default_params())
+    before, start = Anonymous.now(), time.perf_counter()
+    with Anonymous() as memory:
+        params = llama.llama_context_default_params()
+        params.n_ctx = args.tokens + 64
+        params.n_threads = params.n_threads_batch = args.threads
+        context = llama.llama_init_from_model(model, params)
+        read_in_pieces(llama, context, llama.llama_model_n_embd(model), args)
+    heads = llama.llama_model_n_head_kv(model) * llama.llama_model_n_layer(model)
+    size = llama.llama_model_n_embd(model) // llama.llama_model_n_head(model)
+    return {
+        "kv_peak_bytes": llama.llama_n_ctx(context) * heads * size * 4,
+        "beyond_weights_bytes": memory.peak - before,
+        "seconds": time.perf_counter() - start,
+    }
+
+
+def our_side(args: argparse.Namespace) -> dict[str, Any]:
+    import pykvedge
+    from pykvedge.context import Context, ContextSize
+    from pykvedge.embeddings import TokenTable
+    from pykvedge.libkvedge import Cache
+    from pykvedge.model import Model
+    from pykvedge.plan import Budget
+
+    model = Model(args.model, gpu_layers=0)
+    plan = pykvedge.plan(args.method, args.budget)
+    # a budget in pairs that covers the prompt: everything is gathered, nothing is dropped until the plan proper is set
+    first = plan.with_(budget=Budget(pairs=args.tokens)) if args.side == "one pass" else plan
+    before, start = Anonymous.now(), time.perf_counter()
+    with Anonymous() as memory:
+        n_ubatch = 512 if args.side == "ordinary" else args.tokens
+        context = Context(model, ContextSize(args.tokens + 64, n_ubatch), args.threads)
+        cache = Cache(context.handle, first, "f16", auto_compress=False)
+        if args.side == "ordinary":
+            read_in_pieces(context.llama, context.handle, model.n_embd_input, args)
+        else:
+            prompt = whole_prompt(TokenTable(model.header), model.n_embd_input, args)
+            cache.bound_prompt(prompt.image_mask)
+            context.decode_whole(prompt)
+            cache.set_plan(plan)
+        cache.compress()
+    kept = [[cache.tokens(i, h) for h in range(len(heads))] for i, heads in enumerate(cache.lengths())]
+    return {
+        "kv_peak_bytes": cache.stats().peak_bytes,
+        "beyond_weights_bytes": memory.peak - before,
+        "seconds": time.perf_counter() - start,
+        "kept": kept,
+    }
+
+
+def whole_prompt(table: Any, width: int, args: argparse.Namespace) -> Any:
+    """The prompt as one batch of embeddings."""
+    from pykvedge.onepass import OnePass
+
+    embeddings = np.empty((args.tokens, width), dtype=np.float32)
+    mask, at = np.zeros(args.tokens, dtype=np.uint8), 0
+    for number, (image, n) in enumerate(pieces(args)):
+        embeddings[at : at + n] = image_rows(n, width, number) if image else table.rows(text_tokens(n, number))
+        mask[at : at + n] = image
+        at += n
+    return OnePass(np.arange(args.tokens, dtype=np.int32)[None, :], mask, args.tokens, embeddings=embeddings)
+
+
+def run(side: str, args: argparse.Namespace) -> dict[str, Any]:
+    """One side in a process of its own, with stock's library or ours."""
+    environment = dict(os.environ)
+    if side == "stock":
+        environment |= {"LLAMA_CPP_LIB_PATH": str(STOCK_LIB), "MTMD_CPP_LIB": str(STOCK_LIB)}
+    command = [sys.executable, __file__, args.model, "--side", side]
+    for name in ("method", "budget", "tokens", "images", "image_tokens", "threads"):
+        command += ["--" + name.replace("_", "-"), str(getattr(args, name))]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=False)
+    if done.returncode != 0:
+        raise SystemExit(f"measure_bounded: the side '{side}' ended with code {done.returncode}; its message is above")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def in_common(a: list[list[list[int]]], b: list[list[list[int]]]) -> float:
+    """Share of a's kept pairs that b keeps, too."""
+    pairs = [(set(x), set(y)) for one, other in zip(a, b, strict=True) for x, y in zip(one, other, strict=True)]
+    return sum(len(x & y) for x, y in pairs) / sum(len(x) for x, _ in pairs)
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    print("side      KV peak MiB   of stock   beyond weights MiB   of stock   seconds   kept as in one pass")
+    for r in rows:
+        common = "" if r["in_common"] is None else f"{100 * r['in_common']:.2f} %"
+        print(
+            f"{r['side']:9} {r['kv_peak_bytes'] / 2**20:11.1f} {r['kv_of_stock']:10.3f} "
+            f"{r['beyond_weights_bytes'] / 2**20:20.1f} {r['beyond_of_stock']:10.3f} {r['seconds']:9.1f}   {common}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("model", help="GGUF file of the text model")
+    add("--method", default="lookm", help="one whose layers can be decided one by one (default %(default)s)")
+    add("--budget", default="0.2", help="(default %(default)s)")
+    add("--tokens", type=int, default=2560, help="prompt length, images included (default %(default)s)")
+    add("--images", type=int, default=4, help="images in it (default %(default)s)")
+    add("--image-tokens", type=int, default=576, help="tokens of each (default %(default)s)")
+    add("--threads", type=int, default=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4)
+    add("--side", choices=SIDES, help=argparse.SUPPRESS)
+    add("--json", action="store_true")
+    args = parser.parse_args()
+    pieces(args)
+    if args.side:
+        print(json.dumps(stock_side(args) if args.side == "stock" else our_side(args)))
+        return
+    if not Path(args.model).is_file():
+        parser.error(f"{args.model} is not a file; scripts/make_shape_model.py writes models to measure with")
+    if not Path("/proc/self/status").exists():
+        parser.error("anonymous memory is read from /proc, which this system lacks")
+    if not STOCK_LIB.is_dir():
+        parser.error(f"{STOCK_LIB} is missing; python3 scripts/build_stock.py builds the unpatched library")
+    found = {}
+    for side in SIDES:
+        log(f"{side} ...")
+        found[side] = run(side, args)
+    kept = {side: found[side].pop("kept", None) for side in SIDES}
+    rows = [
+        {
+            "side": side,
+            **figures,
+            "kv_of_stock": figures["kv_peak_bytes"] / found["stock"]["kv_peak_bytes"],
+            "beyond_of_stock": figures["beyond_weights_bytes"] / found["stock"]["beyond_weights_bytes"],
+            "in_common": in_common(kept[side], kept["one pass"]) if kept[side] else None,
+        }
+        for side, figures in found.items()
+    ]
+    if args.json:
+        print(json.dumps(rows, indent=2))
+    else:
+        show(rows)
+
+
+if __name__ == "__main__":
+    main()
