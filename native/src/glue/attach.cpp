@@ -101,15 +101,6 @@ bool read_options(const kvedge_options * given, kvedge_options & o) {
     return o.n_threads >= 0;
 }
 
-const SequenceState * find_seq(const kvedge_cache * kv, int32_t seq_id) {
-    const auto it = kv->seqs.find(seq_id);
-    return it == kv->seqs.end() || !it->second.seq ? nullptr : &it->second;
-}
-
-bool is_head(const kvedge_cache * kv, int32_t i, int32_t head) {
-    return i >= 0 && (size_t) i < kv->shapes.size() && head >= 0 && head < kv->shapes[(size_t) i].n_heads_kv;
-}
-
 }  // namespace
 
 extern "C" kvedge_options kvedge_options_default(void) {
@@ -244,18 +235,18 @@ extern "C" kvedge_status kvedge_get_stats(const kvedge_cache * kv, int32_t seq_i
 }
 
 extern "C" int32_t kvedge_layer_id(const kvedge_cache * kv, int32_t i) {
-    return kv && i >= 0 && (size_t) i < kv->shapes.size() ? kv->shapes[(size_t) i].il : -1;
+    return kv && is_layer(*kv, i) ? kv->shapes[(size_t) i].il : -1;
 }
 
 extern "C" int32_t kvedge_head_length(const kvedge_cache * kv, int32_t seq_id, int32_t i, int32_t head) {
-    const SequenceState * s = kv ? find_seq(kv, seq_id) : nullptr;
-    return s && is_head(kv, i, head) ? s->seq->head_length(i, head) : -1;
+    const SequenceState * s = find_seq(kv, seq_id);
+    return s && is_head(*kv, i, head) ? s->seq->head_length(i, head) : -1;
 }
 
 extern "C" kvedge_status kvedge_head_tokens(
     const kvedge_cache * kv, int32_t seq_id, int32_t i, int32_t head, int32_t * out, int32_t n_out, kvedge_error * err) try {
-    const SequenceState * s = kv ? find_seq(kv, seq_id) : nullptr;
-    if (!s || !is_head(kv, i, head) || !out) {
+    const SequenceState * s = find_seq(kv, seq_id);
+    if (!s || !is_head(*kv, i, head) || !out) {
         return fail(err, KVEDGE_E_ARGUMENT, "kvedge_head_tokens: no such sequence, layer or head");
     }
     const auto tokens = s->seq->head_tokens(i, head);
