@@ -10,6 +10,8 @@ from pykvedge.abi import KV_TYPE, STAGE_NUMBER, GivenArrays, Saved, Stats, call,
 from pykvedge.kvtypes import KvType
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import numpy as np
 
     from pykvedge.definition import Arrays, Outcome
@@ -47,8 +49,8 @@ def stage_members(stage: str) -> list[str]:
 class _NativePlan:
     """A kvedge_plan made from a Plan; use in a with statement."""
 
-    def __init__(self, plan: Plan, profile: ProfileTable | None = None) -> None:
-        """profile: of the allocator."""
+    def __init__(self, plan: Plan, profiles: Mapping[str, ProfileTable] | None = None) -> None:
+        """profiles: of the stages that need one, by name."""
         from pykvedge.callbacks import OwnStages
 
         self.handle = c.c_void_p()
@@ -60,17 +62,17 @@ class _NativePlan:
             for key, value in plan.as_text().items():
                 if key.partition(".")[0] not in self.own.unset or "." not in key:
                     call("plan_set", self.handle, key.encode(), value.encode())
-            if profile is not None:
-                self._set_profile(profile)
+            for stage, profile in (profiles or {}).items():
+                self._set_profile(stage, profile)
             call("plan_check", self.handle)
         except errors.KvedgeError:
             lib().kvedge_plan_free(self.handle)
             raise
 
-    def _set_profile(self, profile: ProfileTable) -> None:
+    def _set_profile(self, stage: str, profile: ProfileTable) -> None:
         budgets = profile.budgets.ctypes.data if len(profile.budgets) else None
-        stage = STAGE_NUMBER["allocator"]
-        call("plan_set_profile", self.handle, stage, profile.values.ctypes.data, budgets, *profile.values.shape)
+        values = profile.values
+        call("plan_set_profile", self.handle, STAGE_NUMBER[stage], values.ctypes.data, budgets, *values.shape)
 
     def __enter__(self) -> _NativePlan:
         return self
@@ -94,15 +96,18 @@ class Cache:
         plan: Plan,
         kv_type: str | KvType = "f16",
         auto_compress: bool = True,
-        profile: ProfileTable | None = None,
+        profiles: Mapping[str, ProfileTable] | None = None,
     ) -> None:
-        """Takes over the KV memory of a llama_context without tokens. Raises what kvedge_attach reports."""
+        """Takes over the KV memory of a llama_context without tokens. Raises what kvedge_attach reports.
+
+        profiles: of the plan's stages that need one, by name (profile.tables_for).
+        """
         options = lib().kvedge_options_default()
         kv_type = KvType.parse(kv_type)
         options.type_k, options.type_v = KV_TYPE[kv_type.k], KV_TYPE[kv_type.v]
         options.auto_compress = auto_compress
         self._handle = c.c_void_p()
-        with _NativePlan(plan, profile) as native:
+        with _NativePlan(plan, profiles) as native:
             call("attach", context, native.handle, c.byref(options), c.byref(self._handle))
         self.own = native.own  # C has a copy of the plan, and with it these callbacks
 
@@ -127,9 +132,9 @@ class Cache:
             raise errors.StateError("the cache was detached; attach again")
         return self._handle
 
-    def set_plan(self, plan: Plan, profile: ProfileTable | None = None) -> None:
-        """Prompts that complete from now on are compressed by this plan."""
-        with _NativePlan(plan, profile) as native:
+    def set_plan(self, plan: Plan, profiles: Mapping[str, ProfileTable] | None = None) -> None:
+        """Prompts that complete from now on are compressed by this plan. profiles: as for a new cache."""
+        with _NativePlan(plan, profiles) as native:
             call("set_plan", self._live(), native.handle)
         self.own = native.own
 
@@ -265,9 +270,9 @@ def pending_scores(cache: Cache, layer: int, sequence: int = 0) -> np.ndarray:
 
 
 def compress_arrays(
-    plan: Plan, arrays: Arrays, kv_type: KvType, threads: int, profile: ProfileTable | None = None
+    plan: Plan, arrays: Arrays, kv_type: KvType, threads: int, profiles: Mapping[str, ProfileTable] | None = None
 ) -> Outcome:
-    """kvedge_compress_arrays_as. threads: 0 for all cores."""
+    """kvedge_compress_arrays_as. threads: 0 for all cores. profiles: by the stages that need one."""
     import numpy as np
 
     from pykvedge.definition import Outcome
@@ -277,7 +282,7 @@ def compress_arrays(
     given = GivenArrays(n_layers, q.shape[1], n_heads_kv, n_tokens, size, *(x.ctypes.data for x in (q, k, v, mask)))
     result = c.c_void_p()
     types = KV_TYPE[kv_type.k], KV_TYPE[kv_type.v]
-    with _NativePlan(plan, profile) as native, native.own.explained():
+    with _NativePlan(plan, profiles) as native, native.own.explained():
         call("compress_arrays_as", native.handle, c.byref(given), *types, threads, c.byref(result))
     library = lib()
     out = Outcome([], [], [], np.zeros((n_layers, n_heads_kv, n_tokens), dtype=np.float32))

@@ -84,8 +84,6 @@ kvedge_status take_over(kvedge_cache & kv, kvedge_error * err) {
                         : fail(err, KVEDGE_E_NOTHING, "this model has no full-attention layer; there is nothing to compress");
 }
 
-int32_t model_layers(const kvedge_cache & kv) { return llama_model_n_layer(llama_get_model(kv.ctx)); }
-
 // Options of this version and of the one before it, which ended with auto_compress.
 bool read_options(const kvedge_options * given, kvedge_options & o) {
     constexpr size_t FIRST = offsetof(kvedge_options, type_k), ALIGN = alignof(kvedge_options);
@@ -139,7 +137,8 @@ extern "C" kvedge_status kvedge_attach(
     if (const auto status = take_over(*kv, err); status != KVEDGE_OK) {
         return status;
     }
-    if (const auto status = check_profiles(kv->plan, kv->shapes, model_layers(*kv), err); status != KVEDGE_OK) {
+    kv->model_layers = llama_model_n_layer(llama_get_model(ctx));
+    if (const auto status = check_profiles(kv->plan, kv->shapes, kv->model_layers, err); status != KVEDGE_OK) {
         llama_set_attn_provider(ctx, nullptr);
         return status;
     }
@@ -163,10 +162,8 @@ extern "C" kvedge_status kvedge_set_plan(kvedge_cache * kv, const kvedge_plan * 
     if (const auto status = kvedge_plan_check(plan, err); status != KVEDGE_OK) {
         return status;
     }
-    if (kv->ctx) {
-        if (const auto status = check_profiles(*plan, kv->shapes, model_layers(*kv), err); status != KVEDGE_OK) {
-            return status;
-        }
+    if (const auto status = check_profiles(*plan, kv->shapes, kv->model_layers, err); status != KVEDGE_OK) {
+        return status;
     }
     kvedge_plan copy = *plan;
     std::swap(kv->plan, copy);

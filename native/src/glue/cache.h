@@ -92,6 +92,7 @@ struct kvedge_cache {
     bool                auto_compress = true;
     bool                watching      = false;
 
+    int32_t                                       model_layers = 0;  // of the model, stored or not
     std::vector<kvedge::LayerShape>               shapes;
     std::vector<std::unique_ptr<kvedge::LayerOp>> ops;  // as shapes; the graphs keep their addresses
     bool                                          shares_kv = false;  // a full-attention layer reads another layer's K and V
