@@ -35,6 +35,8 @@ def test_profiles_survive_their_file(tmp_path):
     for made in (
         Profile("retrieval-heads", np.array([[0.0, 1 / 3], [2e-5, 7]]), (), "sampled-sha256:ab", 5, about),
         Profile("prefix", np.array([[0.1, 0.25], [0, 1]]), (0.2, 0.5), "sampled-sha256:cd", 2, about),
+        Profile("key-redundancy", np.array([[0.0], [1.0]]), (), "sampled-sha256:ef", 1, about),
+        Profile("key-redundancy", np.zeros((2, 1)), (), "sampled-sha256:ef", 1, about),  # no keys alike anywhere
     ):
         path = tmp_path / "folder" / "p.json"
         profile.save(made, path)
@@ -71,6 +73,8 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     ({"kind": "prefix", "budgets": [0.5, 0.2], "values": [[0.1, 0.2]]}, "ascending"),
     ({"kind": "prefix", "budgets": [0.2, 0.5], "values": [[0.1, 1.2]]}, "shares up to 1"),
     ({"kind": "prefix", "budgets": [0.0, 0.5], "values": [[0.1, 0.2]]}, "ascending"),
+    ({"kind": "key-redundancy"}, "up to 1"), ({"kind": "key-redundancy", "values": [[-0.1]]}, "not negative"),
+    ({"kind": "key-redundancy", "values": [[0.5]], "budgets": [0.2]}, "no budgets"),
     ({"kind": "prefix", "budgets": "all", "values": [[0.1, 0.2]]}, "rows of numbers"),
 ])  # fmt: skip
 def test_damaged_and_hostile_profiles_are_refused(tmp_path, changed, says):
