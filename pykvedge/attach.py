@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ from pykvedge.presets import plan as make_plan
 
 if TYPE_CHECKING:
     from pykvedge.libkvedge import Stats
-    from pykvedge.profile import Profile
+    from pykvedge.profile import Given
     from pykvedge.stages.base import ProfileTable
 
 
@@ -23,7 +22,7 @@ def attach(
     method: str | Plan | None = None,
     budget: Any = None,
     *,
-    profile: Profile | str | os.PathLike[str] | None = None,
+    profile: Given = None,
     **settings: Any,
 ) -> Attachment:
     """Compresses the prompts of a llama_cpp.Llama from now on; everything else is used as before.
@@ -35,7 +34,7 @@ def attach(
 
     method, budget, settings: as for pykvedge.plan; `method` may be a Plan; None: pykvedge.default_plan.
     What the model had read is forgotten.
-    profile: for methods that need one, instead of the one that is found by itself (pykvedge/profile.py).
+    profile: one or several, for methods that need them, instead of what is found by itself (pykvedge/profile.py).
     Raises LibraryError (llama_cpp was imported before pykvedge), NothingToCompressError, ProfileError, UsageError,
     UnsupportedError.
     """
@@ -59,25 +58,25 @@ def _plan(method: str | Plan | None, budget: Any, settings: dict[str, Any]) -> P
 class Attachment:
     """What attach returns: figures, another plan, and the way back. Also usable in a with statement."""
 
-    def __init__(self, llm: Any, plan: Plan, profile: Profile | str | os.PathLike[str] | None = None) -> None:
+    def __init__(self, llm: Any, plan: Plan, profile: Given = None) -> None:
         from pykvedge import libkvedge, libraries
 
         libraries.llama()  # refuses a llama_cpp that loaded other libraries
         self._llm, self._profile = llm, profile
         self.plan = plan
-        table = self._table(plan)
+        tables = self._tables(plan, spare=False)
         _forget(llm)
-        self._cache = libkvedge.Cache(llm.ctx, plan, _kv_type(llm), auto_compress=True, profile=table)
+        self._cache = libkvedge.Cache(llm.ctx, plan, _kv_type(llm), auto_compress=True, profiles=tables)
         self._eval, self._sample = llm.eval, llm.sample
         self._sampled = False
         llm.eval, llm.sample = self._wrapped_eval, self._wrapped_sample
         if hasattr(llm, "_stack"):
             llm._stack.callback(self._cache.detach)  # before llama_free, when the model is closed
 
-    def _table(self, plan: Plan) -> ProfileTable | None:
-        from pykvedge.profile import table_for
+    def _tables(self, plan: Plan, spare: bool) -> dict[str, ProfileTable]:
+        from pykvedge.profile import tables_for
 
-        return table_for(plan, self._llm.model_path, self._profile) if plan.profile_kind() else None
+        return tables_for(plan, self._llm.model_path, self._profile, spare)
 
     def _wrapped_sample(self, *args: Any, **kwargs: Any) -> int:
         self._sampled = True
@@ -114,7 +113,7 @@ class Attachment:
     def set_plan(self, method: str | Plan, budget: Any = None, **settings: Any) -> None:
         """Prompts that complete from now on are compressed by this plan."""
         plan = _plan(method, budget, settings)
-        self._cache.set_plan(plan, self._table(plan))
+        self._cache.set_plan(plan, self._tables(plan, spare=True))
         self.plan = plan
 
     def detach(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from pykvedge.definition import Arrays
-    from pykvedge.profile import Profile
+    from pykvedge.profile import Given
 
 ENGINES = ("native", "numpy")
 _LARGEST = {"f16": 65504.0, "bf16": 3.3895313892515355e38, "f32": float("inf")}
@@ -43,7 +42,7 @@ def compress(
     engine: str = "native",
     kv_type: str | KvType = "f16",
     threads: int = 0,
-    profile: Profile | str | os.PathLike[str] | None = None,
+    profile: Given = None,
 ) -> Result:
     """Compresses the KV pairs of one prompt.
 
@@ -52,7 +51,8 @@ def compress(
     engine: "native" (libkvedge) or "numpy" (the definitions in stages/).
     kv_type: storage type that k and v are rounded to (kvtypes.NAMES), or "K:V" for one of each. Where it is quantised,
     d is a multiple of 32, and scores and merges see f16. threads: of the native engine, 0 for all cores.
-    profile: a Profile or its file, for a plan that needs one (Plan.profile_kind); its shape must be [L, H].
+    profile: a Profile or its file, or several, for a plan whose stages need them (Plan.profile_kinds), each for the
+    stage that it fits; shapes are [L, H], [L, Hkv] (key-redundancy), or [L, budgets] (prefix).
     Raises ArrayError, UnknownNameError, BudgetError, ProfileError, LibraryError, OutOfMemoryError.
     """
     if engine not in ENGINES:
@@ -63,16 +63,16 @@ def compress(
     arrays = _check(q, k, v, image_mask, kv_type)
     from pykvedge.profile import for_arrays
 
-    found = for_arrays(plan, profile, len(arrays.q), arrays.q.shape[1])
-    table = found.table if found else None
+    found = for_arrays(plan, profile, len(arrays.q), arrays.q.shape[1], arrays.k.shape[1])
+    tables = {stage: profile.table for stage, profile in found.items()}
     if engine == "numpy":
         from pykvedge import definition
 
-        out = definition.run(plan, arrays, kv_type, table)
+        out = definition.run(plan, arrays, kv_type, tables)
     else:
         from pykvedge import libkvedge
 
-        out = libkvedge.compress_arrays(plan, arrays, kv_type, threads, table)
+        out = libkvedge.compress_arrays(plan, arrays, kv_type, threads, tables)
     return Result(out.kept, out.k, out.v, out.scores)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -68,24 +69,29 @@ def select(
     return np.flatnonzero(chosen).astype(np.int32)
 
 
-def run(plan: Plan, arrays: Arrays, kv_type: KvType | str, profile: ProfileTable | None = None) -> Outcome:
+def run(
+    plan: Plan, arrays: Arrays, kv_type: KvType | str, profiles: Mapping[str, ProfileTable] | None = None
+) -> Outcome:
     """What the plan keeps of a prompt whose keys and values are stored as kv_type.
 
-    Scores and merges see plain numbers, f16 where the type is quantised; what is left is rounded last.
+    profiles: by the stages that need one. Scores and merges see plain numbers, f16 where the type is quantised; what is
+    left is rounded last.
     """
     kv_type = KvType.parse(kv_type)
     q, image_mask = arrays.q, arrays.image_mask
     k, v = round_to(arrays.k, kv_type.plain.k), round_to(arrays.v, kv_type.plain.v)
     n_layers, n_heads_kv, n_tokens, _ = k.shape
     scorer, allocator = registry.scorer(plan.scorer), registry.allocator(plan.allocator)
-    layers = [Layer(q[i], k[i], v[i], image_mask, i, n_layers) for i in range(n_layers)]
+    profiles = profiles or {}
+    rows = profiles["scorer"].values if "scorer" in profiles else [None] * n_layers
+    layers = [Layer(q[i], k[i], v[i], image_mask, i, n_layers, profile=rows[i]) for i in range(n_layers)]
     scores, reserve, attention = (_of_layers(f, layers, plan) for f in (scorer.score, scorer.reserve, scorer.attention))
     budget = plan.count(n_tokens)
     share = np.full((n_layers, n_heads_kv), n_tokens)
     if budget < n_tokens:
         recent = min(budget, plan.asked_recent(n_tokens, budget))
         fixed = 0 if plan.recent is None else recent
-        prompt = Prompt(scores, image_mask, budget, recent, tuple(layers), profile, attention, fixed)
+        prompt = Prompt(scores, image_mask, budget, recent, tuple(layers), profiles.get("allocator"), attention, fixed)
         share = allocator.allocate(prompt, plan.settings("allocator"))
     out = Outcome([], [], [], scores.astype(np.float32))
     for i in range(n_layers):
@@ -93,10 +99,10 @@ def run(plan: Plan, arrays: Arrays, kv_type: KvType | str, profile: ProfileTable
         for h, count in enumerate(share[i].tolist()):
             kept = select(plan, scores[i, h], image_mask, count, None if reserve is None else reserve[i, h])
             heads.append(Head(k[i, h], v[i, h], kept, protection(plan, n_tokens, count), i, n_layers, h))
-        rows = [_reduce(plan, head, kv_type) for head in heads]
+        pairs = [_reduce(plan, head, kv_type) for head in heads]
         out.kept.append([head.kept for head in heads])
-        out.k.append([pair[0] for pair in rows])
-        out.v.append([pair[1] for pair in rows])
+        out.k.append([pair[0] for pair in pairs])
+        out.v.append([pair[1] for pair in pairs])
     return out
 
 

@@ -80,9 +80,9 @@ class Engine:
 
         Raises NothingToCompressError, ProfileError.
         """
-        table = self._profile(plan)
+        tables = self._tables(plan)
         if self._cache is not None:
-            self._cache.set_plan(plan, table)
+            self._cache.set_plan(plan, tables)
         elif self._context is not None:
             self._require_full(plan)
 
@@ -156,13 +156,13 @@ class Engine:
             raise
         self._context = context
 
-    def _profile(self, plan: Plan) -> ProfileTable | None:
-        return profile.table_for(plan, self._model.path, self._settings.profile)
+    def _tables(self, plan: Plan) -> dict[str, ProfileTable]:
+        return profile.tables_for(plan, self._model.path, self._settings.profile, spare=True)
 
     def _attach(self, context: Context, size: ContextSize, plan: Plan) -> libkvedge.Cache | None:
         try:
-            table = self._profile(plan)
-            return libkvedge.Cache(context.handle, plan, size.kv_type, auto_compress=False, profile=table)
+            tables = self._tables(plan)
+            return libkvedge.Cache(context.handle, plan, size.kv_type, auto_compress=False, profiles=tables)
         except (NothingToCompressError, LibraryError) as error:
             if isinstance(error, LibraryError) and plan.method != "full":
                 raise

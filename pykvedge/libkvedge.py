@@ -1,173 +1,22 @@
-"""kvedge.h for the rest of the package, by ctypes. Nothing is loaded on import."""
+"""kvedge.h for the rest of the package, by ctypes: plans, caches, and plain arrays. Nothing is loaded on import."""
 
 from __future__ import annotations
 
 import ctypes as c
-import functools
 from typing import TYPE_CHECKING, Any
 
 from pykvedge import errors, libraries
+from pykvedge.abi import KV_TYPE, STAGE_NUMBER, GivenArrays, Saved, Stats, call, lib, raise_
 from pykvedge.kvtypes import KvType
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import numpy as np
 
-    from pykvedge.callbacks import Error
     from pykvedge.definition import Arrays, Outcome
     from pykvedge.plan import Plan
     from pykvedge.stages.base import ProfileTable
-
-ABI_VERSION = 1
-KV_TYPE = {"f16": 0, "bf16": 1, "f32": 2, "q8_0": 3, "q4_0": 4, "kivi4": 5, "kivi2": 6}
-STAGE_NUMBER = {"scorer": 0, "allocator": 1, "reducer": 2, "decode": 3}
-_ERROR_OF_STATUS: dict[int, type[errors.KvedgeError]] = {
-    1: errors.UsageError,
-    2: errors.UnknownNameError,
-    3: errors.BudgetError,
-    4: errors.OutOfMemoryError,
-    5: errors.NothingToCompressError,
-    6: errors.StateError,
-    7: errors.UnsupportedError,
-    8: errors.PluginError,
-    9: errors.SessionFileError,
-}
-
-
-@functools.cache
-def lib() -> c.CDLL:
-    """libkvedge with its prototypes. Raises LibraryError when it is missing or of another version."""
-    place = libraries.require_dir()
-    libraries.llama()  # our libllama must be the one in the process before libkvedge asks for it
-    path = place / libraries.file_name("kvedge")
-    if not path.exists():
-        raise errors.LibraryError(f"{path} is missing; {libraries.HOW_TO_BUILD}")
-    try:
-        handle = c.CDLL(str(path))
-    except OSError as error:
-        raise errors.LibraryError(f"{path} cannot be loaded: {error}") from None
-    _declare(handle)
-    found = handle.kvedge_abi_version()
-    if found != ABI_VERSION:
-        how = libraries.HOW_TO_BUILD
-        raise errors.LibraryError(f"{path} has ABI version {found}, this package needs {ABI_VERSION}; {how}")
-    return handle
-
-
-# ------------------------------------------------------------------------------------------------------------
-# kvedge.h
-
-
-class _Options(c.Structure):
-    _fields_ = [
-        ("struct_size", c.c_size_t),
-        ("type", c.c_int),
-        ("n_threads", c.c_int32),
-        ("auto_compress", c.c_bool),
-        ("type_k", c.c_int),
-        ("type_v", c.c_int),
-    ]
-
-
-class Stats(c.Structure):
-    """kvedge_stats: bytes are of buffers that exist, times in microseconds."""
-
-    _fields_ = [
-        ("struct_size", c.c_size_t),
-        *((name, c.c_int32) for name in (
-            "n_layers", "n_heads_kv", "n_tokens", "n_image_tokens", "n_compressions", "n_pending")),
-        *((name, c.c_uint64) for name in (
-            "bytes", "index_bytes", "score_bytes", "before_bytes", "after_bytes", "peak_bytes")),
-        ("compress_us", c.c_int64),
-    ]  # fmt: skip
-
-
-class _Saved(c.Structure):
-    _fields_ = [
-        ("struct_size", c.c_size_t),
-        ("file_bytes", c.c_uint64),
-        ("note_bytes", c.c_uint64),
-        ("model", c.c_char * 256),
-    ]
-
-
-class _Arrays(c.Structure):
-    _fields_ = [
-        *((name, c.c_int32) for name in ("n_layers", "n_heads", "n_heads_kv", "n_tokens", "head_size")),
-        *((name, c.c_void_p) for name in ("q", "k", "v", "image_mask")),
-    ]
-
-
-_P = c.c_void_p
-_I = c.c_int32
-_ERR = c.c_void_p  # a callbacks.Error
-_OUT = c.POINTER(c.c_void_p)
-_PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
-    "version": (c.c_char_p, []),
-    "abi_version": (_I, []),
-    "simd": (c.c_char_p, []),
-    "stage_count": (_I, [c.c_int]),
-    "stage_name": (c.c_char_p, [c.c_int, _I]),
-    "plan_create": (c.c_int, [_OUT, _ERR]),
-    "plan_free": (None, [_P]),
-    "plan_set": (c.c_int, [_P, c.c_char_p, c.c_char_p, _ERR]),
-    "plan_set_profile": (c.c_int, [_P, c.c_int, _P, _P, _I, _I, _ERR]),
-    "plan_check": (c.c_int, [_P, _ERR]),
-    "plan_budget": (_I, [_P, _I]),
-    **{f"plan_add_{stage}": (c.c_int, [_P, _P, _ERR]) for stage in ("scorer", "allocator", "reducer")},
-    "options_default": (_Options, []),
-    "attach": (c.c_int, [_P, _P, c.POINTER(_Options), _OUT, _ERR]),
-    "detach": (None, [_P]),
-    "set_plan": (c.c_int, [_P, _P, _ERR]),
-    "set_auto_compress": (c.c_int, [_P, c.c_bool, _ERR]),
-    "plan_check_bounded": (c.c_int, [_P, _ERR]),
-    "bound_prompt": (c.c_int, [_P, _I, _P, _I, _ERR]),
-    "bounded_layers": (_I, [_P, _I]),
-    "compress": (c.c_int, [_P, _I, _ERR]),
-    "take_error": (c.c_int, [_P, _ERR]),
-    "get_stats": (c.c_int, [_P, _I, c.POINTER(Stats), _ERR]),
-    "layer_id": (_I, [_P, _I]),
-    "head_length": (_I, [_P, _I, _I, _I]),
-    "query_heads": (_I, [_P, _I]),
-    "watch": (c.c_int, [_P, c.c_bool, _ERR]),
-    "attention": (c.c_int, [_P, _I, _I, _I, c.POINTER(c.c_float), _I, _ERR]),
-    "head_tokens": (c.c_int, [_P, _I, _I, _I, c.POINTER(_I), _I, _ERR]),
-    "layer_shape": (c.c_int, [_P, _I, *[c.POINTER(_I)] * 4, _ERR]),
-    "head_rows": (c.c_int, [_P, _I, _I, _I, c.POINTER(c.c_float), c.POINTER(c.c_float), _I, _ERR]),
-    "pending_scores": (c.c_int, [_P, _I, _I, c.POINTER(c.c_float), _I, _ERR]),
-    "save": (c.c_int, [_P, _I, c.c_char_p, c.c_char_p, c.c_char_p, c.c_size_t, _ERR]),
-    "load": (c.c_int, [_P, _I, c.c_char_p, c.c_char_p, _ERR]),
-    "read_saved": (c.c_int, [c.c_char_p, c.POINTER(_Saved), _P, c.c_size_t, _ERR]),
-    "compress_arrays_as": (c.c_int, [_P, c.POINTER(_Arrays), c.c_int, c.c_int, _I, _OUT, _ERR]),
-    "result_free": (None, [_P]),
-    "result_length": (_I, [_P, _I, _I]),
-    "result_kept": (c.POINTER(_I), [_P, _I, _I]),
-    "result_k": (c.POINTER(c.c_float), [_P, _I, _I]),
-    "result_v": (c.POINTER(c.c_float), [_P, _I, _I]),
-    "result_scores": (c.POINTER(c.c_float), [_P, _I, _I]),
-    "result_attention": (c.POINTER(c.c_float), [_P, _I]),
-}
-
-
-def _declare(handle: c.CDLL) -> None:
-    for name, (result, arguments) in _PROTOTYPES.items():
-        try:
-            function = getattr(handle, f"kvedge_{name}")
-        except AttributeError:
-            raise errors.LibraryError(f"libkvedge lacks kvedge_{name}; {libraries.HOW_TO_BUILD}") from None
-        function.restype, function.argtypes = result, arguments
-
-
-def _raise(error: Error) -> None:
-    message = error.text or f"libkvedge failed with status {error.status}"
-    raise _ERROR_OF_STATUS.get(error.status, errors.KvedgeError)(message)
-
-
-def _call(name: str, *arguments: Any) -> None:
-    from pykvedge.callbacks import Error
-
-    error = Error()
-    if getattr(lib(), f"kvedge_{name}")(*arguments, c.byref(error)) != 0:
-        _raise(error)
 
 
 def version() -> str:
@@ -200,30 +49,30 @@ def stage_members(stage: str) -> list[str]:
 class _NativePlan:
     """A kvedge_plan made from a Plan; use in a with statement."""
 
-    def __init__(self, plan: Plan, profile: ProfileTable | None = None) -> None:
-        """profile: of the allocator."""
+    def __init__(self, plan: Plan, profiles: Mapping[str, ProfileTable] | None = None) -> None:
+        """profiles: of the stages that need one, by name."""
         from pykvedge.callbacks import OwnStages
 
         self.handle = c.c_void_p()
         self.own = OwnStages(plan)
-        _call("plan_create", c.byref(self.handle))
+        call("plan_create", c.byref(self.handle))
         try:
             for stage, struct in self.own.structs.items():
-                _call(f"plan_add_{stage}", self.handle, c.byref(struct))
+                call(f"plan_add_{stage}", self.handle, c.byref(struct))
             for key, value in plan.as_text().items():
                 if key.partition(".")[0] not in self.own.unset or "." not in key:
-                    _call("plan_set", self.handle, key.encode(), value.encode())
-            if profile is not None:
-                self._set_profile(profile)
-            _call("plan_check", self.handle)
+                    call("plan_set", self.handle, key.encode(), value.encode())
+            for stage, profile in (profiles or {}).items():
+                self._set_profile(stage, profile)
+            call("plan_check", self.handle)
         except errors.KvedgeError:
             lib().kvedge_plan_free(self.handle)
             raise
 
-    def _set_profile(self, profile: ProfileTable) -> None:
+    def _set_profile(self, stage: str, profile: ProfileTable) -> None:
         budgets = profile.budgets.ctypes.data if len(profile.budgets) else None
-        stage = STAGE_NUMBER["allocator"]
-        _call("plan_set_profile", self.handle, stage, profile.values.ctypes.data, budgets, *profile.values.shape)
+        values = profile.values
+        call("plan_set_profile", self.handle, STAGE_NUMBER[stage], values.ctypes.data, budgets, *values.shape)
 
     def __enter__(self) -> _NativePlan:
         return self
@@ -236,7 +85,7 @@ def why_not_bounded(plan: Plan) -> str:
     """What keeps the plan from deciding a layer before the next one ran; empty if nothing does."""
     with _NativePlan(plan) as native:
         try:
-            _call("plan_check_bounded", native.handle)
+            call("plan_check_bounded", native.handle)
         except errors.UnsupportedError as error:
             return str(error)
     return ""
@@ -257,16 +106,19 @@ class Cache:
         plan: Plan,
         kv_type: str | KvType = "f16",
         auto_compress: bool = True,
-        profile: ProfileTable | None = None,
+        profiles: Mapping[str, ProfileTable] | None = None,
     ) -> None:
-        """Takes over the KV memory of a llama_context without tokens. Raises what kvedge_attach reports."""
+        """Takes over the KV memory of a llama_context without tokens. Raises what kvedge_attach reports.
+
+        profiles: of the plan's stages that need one, by name (profile.tables_for).
+        """
         options = lib().kvedge_options_default()
         kv_type = KvType.parse(kv_type)
         options.type_k, options.type_v = KV_TYPE[kv_type.k], KV_TYPE[kv_type.v]
         options.auto_compress = auto_compress
         self._handle = c.c_void_p()
-        with _NativePlan(plan, profile) as native:
-            _call("attach", context, native.handle, c.byref(options), c.byref(self._handle))
+        with _NativePlan(plan, profiles) as native:
+            call("attach", context, native.handle, c.byref(options), c.byref(self._handle))
         self.own = native.own  # C has a copy of the plan, and with it these callbacks
 
     def detach(self) -> None:
@@ -290,20 +142,20 @@ class Cache:
             raise errors.StateError("the cache was detached; attach again")
         return self._handle
 
-    def set_plan(self, plan: Plan, profile: ProfileTable | None = None) -> None:
-        """Prompts that complete from now on are compressed by this plan."""
-        with _NativePlan(plan, profile) as native:
-            _call("set_plan", self._live(), native.handle)
+    def set_plan(self, plan: Plan, profiles: Mapping[str, ProfileTable] | None = None) -> None:
+        """Prompts that complete from now on are compressed by this plan. profiles: as for a new cache."""
+        with _NativePlan(plan, profiles) as native:
+            call("set_plan", self._live(), native.handle)
         self.own = native.own
 
     def set_auto_compress(self, on: bool) -> None:
         """Whether the first token decoded after a prompt triggers the compression."""
-        _call("set_auto_compress", self._live(), on)
+        call("set_auto_compress", self._live(), on)
 
     def compress(self, sequence: int = 0) -> None:
         """Compresses, now, what was added since the last compression. Raises PluginError if a plugin's stage fails."""
         with self.own.explained():
-            _call("compress", self._live(), sequence)
+            call("compress", self._live(), sequence)
 
     def bound_prompt(self, image_mask: np.ndarray, sequence: int = 0) -> None:
         """The next decode brings a whole prompt in one pass, whose layers are compressed one by one.
@@ -311,7 +163,7 @@ class Cache:
         image_mask: [T] uint8, 1 for an image token. Raises what kvedge_bound_prompt reports.
         """
         mask = image_mask.astype("uint8", order="C")
-        _call("bound_prompt", self._live(), sequence, mask.ctypes.data, len(mask))
+        call("bound_prompt", self._live(), sequence, mask.ctypes.data, len(mask))
 
     def bounded_layers(self, sequence: int = 0) -> int:
         """Layers that the bounded prompt under way has behind it; also while llama_decode runs in this thread."""
@@ -324,12 +176,12 @@ class Cache:
         error = Error()
         if lib().kvedge_take_error(self._live(), c.byref(error)) != 0 or error.status != 0:
             with self.own.explained():
-                _raise(error)
+                raise_(error)
 
     def stats(self, sequence: int = 0) -> Stats:
         """Figures of one sequence."""
         out = Stats(struct_size=c.sizeof(Stats))
-        _call("get_stats", self._live(), sequence, c.byref(out))
+        call("get_stats", self._live(), sequence, c.byref(out))
         return out
 
     def layer_ids(self) -> list[int]:
@@ -354,12 +206,12 @@ class Cache:
         """Original token indices that a stored layer's KV head holds, ascending."""
         n = lib().kvedge_head_length(self._live(), sequence, layer, head)
         out = (c.c_int32 * max(n, 1))()
-        _call("head_tokens", self._live(), sequence, layer, head, out, len(out))
+        call("head_tokens", self._live(), sequence, layer, head, out, len(out))
         return list(out)[:n]
 
     def watch(self, on: bool) -> None:
         """Whether the attention of tokens that are decoded one by one is kept for `attention`."""
-        _call("watch", self._live(), on)
+        call("watch", self._live(), on)
 
     def attention(self, layer: int, query_head: int, sequence: int = 0) -> np.ndarray:
         """[n] float32: softmax weights that the last token paid, in a stored layer's query head, to the rows of its KV
@@ -373,7 +225,7 @@ class Cache:
         lengths = self.lengths(sequence)[layer] or [0]
         out = np.empty(lengths[query_head // (n_heads // len(lengths))], dtype=np.float32)
         where = out.ctypes.data_as(c.POINTER(c.c_float))
-        _call("attention", self._live(), sequence, layer, query_head, where, len(out))
+        call("attention", self._live(), sequence, layer, query_head, where, len(out))
         return out
 
     def attention_of_all(self, sequence: int = 0) -> np.ndarray:
@@ -388,31 +240,31 @@ class Cache:
         out = np.zeros((len(heads), max(heads), n), dtype=np.float32)
         for i in layers:
             for h in range(heads[i]):
-                _call("attention", live, sequence, i, h, out[i, h].ctypes.data_as(c.POINTER(c.c_float)), n)
+                call("attention", live, sequence, i, h, out[i, h].ctypes.data_as(c.POINTER(c.c_float)), n)
         return out
 
     def save(self, path: bytes, model: str, note: bytes, sequence: int = 0) -> None:
         """Writes a sequence and a note of the caller's to a file. model: told apart by load."""
-        _call("save", self._live(), sequence, path, model.encode(), note, len(note))
+        call("save", self._live(), sequence, path, model.encode(), note, len(note))
 
     def load(self, path: bytes, model: str, sequence: int = 0) -> None:
         """Reads a file of `save` into an empty sequence. Raises SessionFileError, UsageError, OutOfMemoryError."""
-        _call("load", self._live(), sequence, path, model.encode())
+        call("load", self._live(), sequence, path, model.encode())
 
 
 def read_saved(path: bytes) -> tuple[str, bytes]:
     """Model and note of a file of Cache.save. Raises SessionFileError."""
-    saved = _Saved(struct_size=c.sizeof(_Saved))
-    _call("read_saved", path, c.byref(saved), None, 0)
+    saved = Saved(struct_size=c.sizeof(Saved))
+    call("read_saved", path, c.byref(saved), None, 0)
     note = c.create_string_buffer(max(saved.note_bytes, 1))
-    _call("read_saved", path, c.byref(saved), note, saved.note_bytes)
+    call("read_saved", path, c.byref(saved), note, saved.note_bytes)
     return saved.model.decode(), note.raw[: saved.note_bytes]
 
 
 def shape(cache: Cache, layer: int) -> tuple[int, int, int, int]:
     """(H, Hkv, d_k, d_v) of a stored layer."""
     out = [c.c_int32() for _ in range(4)]
-    _call("layer_shape", cache.handle, layer, *(c.byref(x) for x in out))
+    call("layer_shape", cache.handle, layer, *(c.byref(x) for x in out))
     return tuple(x.value for x in out)
 
 
@@ -424,7 +276,7 @@ def rows(cache: Cache, layer: int, head: int, sequence: int = 0) -> tuple[np.nda
     n = max(lib().kvedge_head_length(cache.handle, sequence, layer, head), 0)
     k, v = np.empty((n, d_k), np.float32), np.empty((n, d_v), np.float32)
     to = [x.ctypes.data_as(c.POINTER(c.c_float)) for x in (k, v)]
-    _call("head_rows", cache.handle, sequence, layer, head, *to, n)
+    call("head_rows", cache.handle, sequence, layer, head, *to, n)
     return k, v
 
 
@@ -435,25 +287,25 @@ def pending_scores(cache: Cache, layer: int, sequence: int = 0) -> np.ndarray:
     out = np.empty((shape(cache, layer)[1], cache.stats(sequence).n_pending), np.float32)
     at = out.ctypes.data_as(c.POINTER(c.c_float))
     with cache.own.explained():
-        _call("pending_scores", cache.handle, sequence, layer, at, out.size)
+        call("pending_scores", cache.handle, sequence, layer, at, out.size)
     return out
 
 
 def compress_arrays(
-    plan: Plan, arrays: Arrays, kv_type: KvType, threads: int, profile: ProfileTable | None = None
+    plan: Plan, arrays: Arrays, kv_type: KvType, threads: int, profiles: Mapping[str, ProfileTable] | None = None
 ) -> Outcome:
-    """kvedge_compress_arrays_as. threads: 0 for all cores."""
+    """kvedge_compress_arrays_as. threads: 0 for all cores. profiles: by the stages that need one."""
     import numpy as np
 
     from pykvedge.definition import Outcome
 
     q, k, v, mask = arrays
     n_layers, n_heads_kv, n_tokens, size = k.shape
-    given = _Arrays(n_layers, q.shape[1], n_heads_kv, n_tokens, size, *(x.ctypes.data for x in (q, k, v, mask)))
+    given = GivenArrays(n_layers, q.shape[1], n_heads_kv, n_tokens, size, *(x.ctypes.data for x in (q, k, v, mask)))
     result = c.c_void_p()
     types = KV_TYPE[kv_type.k], KV_TYPE[kv_type.v]
-    with _NativePlan(plan, profile) as native, native.own.explained():
-        _call("compress_arrays_as", native.handle, c.byref(given), *types, threads, c.byref(result))
+    with _NativePlan(plan, profiles) as native, native.own.explained():
+        call("compress_arrays_as", native.handle, c.byref(given), *types, threads, c.byref(result))
     library = lib()
     out = Outcome([], [], [], np.zeros((n_layers, n_heads_kv, n_tokens), dtype=np.float32))
     try:

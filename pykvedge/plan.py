@@ -163,12 +163,17 @@ class Plan:
         chosen = member(stage, getattr(self, stage))
         return {p.name: self.params.get(f"{stage}.{p.name}", p.default) for p in chosen.params}
 
-    def profile_kind(self) -> str | None:
-        """Kind of calibrated profile that the plan needs of the model it is used with (profile.py); None: none.
+    def profile_kinds(self) -> dict[str, str]:
+        """Stage -> kind of the calibrated profile that it needs of the model (profile.py); empty: none is needed.
 
-        A plan never holds the profile, nor says where it lies, so that it means the same on every machine and model.
+        A plan never holds a profile, nor says where one lies, so that it means the same on every machine and model.
         """
-        return registry.allocator(self.allocator).profile(self.settings("allocator"))
+        scorer, allocator = registry.scorer(self.scorer), registry.allocator(self.allocator)
+        kinds = {
+            "scorer": scorer.profile(self.settings("scorer")),
+            "allocator": allocator.profile(self.settings("allocator")),
+        }
+        return {stage: kind for stage, kind in kinds.items() if kind}
 
     def as_text(self) -> dict[str, str]:
         """The fields as kvedge_plan_set takes them, in an order that it accepts."""

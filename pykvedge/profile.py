@@ -1,8 +1,9 @@
 """Profiles: what `kvedge calibrate` measured of a model once, for methods whose budgets are not found in the prompt.
 
-A profile is a JSON file of one model, which it names by a hash. A plan does not hold its profile: it says what it needs
-(allocator heads, or prefix with source = profile), and travels between models. The profile is found when the plan meets
-a model: the file that was given, else the user's folder (`folder()`), else what kvedge ships (pykvedge/data/profiles).
+A profile is a JSON file of one model, which it names by a hash. A plan does not hold its profiles: it says what its
+stages need (allocator heads; prefix or scorer mixkv with source = profile), and travels between models. Each stage's is
+found when the plan meets a model: a file that was given and fits the stage, else the user's folder (`folder()`), else
+what kvedge ships (pykvedge/data/profiles).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,14 @@ KINDS = {
     "visual-heads": "kvedge calibrate heads",
     "retrieval-heads": "kvedge calibrate heads --kind retrieval",
     "prefix": "kvedge calibrate prefix",
+    "key-redundancy": "kvedge calibrate heads --kind redundancy",
+}
+# kind -> what its numbers are of, in every layer; a stage takes any kind with the columns of its own
+COLUMNS = {
+    "visual-heads": "query heads",
+    "retrieval-heads": "query heads",
+    "prefix": "budgets",
+    "key-redundancy": "KV heads",
 }
 LARGEST_FILE = 16 << 20  # bytes; a model of 100 layers and 100 heads takes a tenth of one of those megabytes
 _SAMPLES, _SAMPLE_BYTES = 64, 64 << 10
@@ -38,7 +47,9 @@ SHIPPED = Path(__file__).parent / "data" / "profiles"
 
 @dataclass(frozen=True)
 class Profile:
-    """Numbers of a model: values [L, H] (heads) or [L, budgets] (prefix: kept shares), rows by the model's layers."""
+    """Numbers of a model, rows by its layers: values [L, H] (heads), [L, budgets] (prefix: kept shares), or [L, Hkv]
+    (key-redundancy: mean cosine similarity of a KV head's keys, in [0, 1]).
+    """
 
     kind: str  # one of KINDS
     values: np.ndarray  # float64
@@ -61,6 +72,9 @@ class Profile:
             rising = all(a < b <= 1 for a, b in zip(low, self.budgets, strict=False))
             if len(self.budgets) != values.shape[1] or not rising or values.max() > 1:
                 raise ProfileError("a prefix profile holds shares up to 1, for budgets up to 1 in ascending order")
+        elif self.kind == "key-redundancy":
+            if self.budgets or values.max() > 1:
+                raise ProfileError("a key-redundancy profile holds numbers up to 1, and no budgets")
         elif self.budgets or not values.any():
             raise ProfileError("a profile of heads holds scores, some of them above 0, and no budgets")
         object.__setattr__(self, "values", values)
@@ -103,6 +117,10 @@ class Profile:
         about = {"model": {k: v for k, v in model.items() if k != "hash"}, "made": made}
         values, budgets = _rows(data.get("values")), _numbers(data.get("budgets", []))
         return cls(str(data.get("kind")), values, tuple(budgets), model["hash"], samples, about)
+
+
+OneGiven = Profile | str | os.PathLike[str]
+Given = OneGiven | Sequence[OneGiven] | None  # none, one or several, each for the stage that it fits
 
 
 def _numbers(row: Any) -> list[float]:
@@ -196,74 +214,106 @@ def file_name(kind: str, model_hash: str) -> str:
     return f"{kind}-{model_hash.rpartition(':')[2][:16]}.json"
 
 
-def find(plan: Plan, model: str | os.PathLike[str], given: Profile | str | os.PathLike[str] | None) -> Profile | None:
-    """The profile that the plan needs for a GGUF file; None if it needs none.
+def as_list(given: Given) -> list[OneGiven]:
+    """What was given as a profile, as a list: none, one, or several."""
+    if given is None:
+        return []
+    return [given] if isinstance(given, (Profile, str, os.PathLike)) else list(given)
 
-    given: a profile or its file, instead of the one that lies ready. Raises ProfileError if it is missing, damaged, of
-    another kind, or of another model.
+
+def find(plan: Plan, model: str | os.PathLike[str], given: Given = None, spare: bool = False) -> dict[str, Profile]:
+    """Stage -> the profile that it needs for a GGUF file; empty if the plan needs none.
+
+    given: profiles or their files, each for the stage whose kind it fits, instead of those that lie ready.
+    spare: one that fits no stage is left alone, for another plan of the conversation; else it is refused.
+    Raises ProfileError for what is missing, damaged, of another kind, or of another model.
     """
-    kind = plan.profile_kind()
-    if kind is None:
-        return None
-    if given is None:
-        wanted = hash_of(model)
-        places = [place / file_name(kind, wanted) for place in (folder(), SHIPPED)]
-        given = next((path for path in places if path.is_file()), None)
-        if given is None:
-            raise _missing(plan, kind, f"of {Path(model).name} ")
-    profile = given if isinstance(given, Profile) else load(given)
-    _check_kind(plan, profile)
-    if profile.model_hash and profile.model_hash != hash_of(model):
-        name = profile.about.get("model", {}).get("name")
-        other = f"was made for {name!r}" if isinstance(name, str) else "was made for another model"
-        where = "the profile" if isinstance(given, Profile) else str(given)
-        raise ProfileError(f"{where} {other}, not for the weights in {Path(model).name}; run `{KINDS[kind]}` for these")
+    kinds = plan.profile_kinds()
+    out = _assigned(plan, given, spare)
+    wanted = hash_of(model) if kinds else ""
+    for stage, kind in kinds.items():
+        if stage not in out:
+            places = [place / file_name(kind, wanted) for place in (folder(), SHIPPED)]
+            path = next((path for path in places if path.is_file()), None)
+            if path is None:
+                raise _missing(plan, stage, f"of {Path(model).name} ")
+            out[stage] = str(path), _fitting(plan, stage, load(path))
+    for where, profile in out.values():
+        if profile.model_hash and profile.model_hash != wanted:
+            raise _of_another_model(where, profile, Path(model).name)
+    return {stage: profile for stage, (_, profile) in out.items()}
+
+
+def tables_for(
+    plan: Plan, model: str | os.PathLike[str], given: Given = None, spare: bool = False
+) -> dict[str, ProfileTable]:
+    """Stage -> the numbers of what `find` finds. Raises as it does."""
+    return {stage: found.table for stage, found in find(plan, model, given, spare).items()}
+
+
+def for_arrays(plan: Plan, given: Given, n_layers: int, n_heads: int, n_heads_kv: int) -> dict[str, Profile]:
+    """Stage -> the profile that it needs, for arrays of so many layers, query heads and KV heads.
+
+    Raises ProfileError as `find` does, and for another shape.
+    """
+    kinds = plan.profile_kinds()
+    out = {stage: profile for stage, (_, profile) in _assigned(plan, given, spare=False).items()}
+    for stage, kind in kinds.items():
+        if stage not in out:
+            raise _missing(plan, stage, "")
+        found = out[stage].values.shape
+        columns = {"query heads": n_heads, "KV heads": n_heads_kv, "budgets": len(out[stage].budgets)}[COLUMNS[kind]]
+        if found != (n_layers, columns):
+            raise ProfileError(
+                f"the profile has {found[0]} layers of {found[1]} numbers, {n_layers} of {columns} are needed; it "
+                "belongs to another model"
+            )
+    return out
+
+
+def _assigned(plan: Plan, given: Given, spare: bool) -> dict[str, tuple[str, Profile]]:
+    """Stage -> the given profile that it takes, and what to call it. Raises ProfileError."""
+    kinds = plan.profile_kinds()
+    out: dict[str, tuple[str, Profile]] = {}
+    for one in as_list(given) if kinds else []:
+        profile = one if isinstance(one, Profile) else load(one)
+        stage = next((stage for stage, kind in kinds.items() if COLUMNS[profile.kind] == COLUMNS[kind]), None)
+        if stage is None and spare:
+            continue
+        if stage is None:
+            raise _misfit(plan, list(kinds), profile)
+        if stage in out:
+            raise ProfileError(f"two profiles were given for {stage} '{getattr(plan, stage)}'; give one")
+        out[stage] = "the profile" if isinstance(one, Profile) else str(one), profile
+    return out
+
+
+def _fitting(plan: Plan, stage: str, profile: Profile) -> Profile:
+    if COLUMNS[profile.kind] != COLUMNS[plan.profile_kinds()[stage]]:
+        raise _misfit(plan, [stage], profile)
     return profile
 
 
-def table_for(
-    plan: Plan, model: str | os.PathLike[str], given: Profile | str | os.PathLike[str] | None = None
-) -> ProfileTable | None:
-    """The numbers of what `find` finds. Raises as it does."""
-    found = find(plan, model, given)
-    return found.table if found else None
+def _misfit(plan: Plan, stages: list[str], profile: Profile) -> ProfileError:
+    """Either kind of query heads' scores serves either rule; the preferred one is only what is looked for."""
+    kinds = plan.profile_kinds()
+    members = " or ".join(f"{stage} '{getattr(plan, stage)}'" for stage in stages)
+    commands = " or ".join(f"`{KINDS[kinds[stage]]}`" for stage in stages)
+    return ProfileError(f"a profile of kind '{profile.kind}' does not fit {members}; make one with {commands}")
 
 
-def for_arrays(
-    plan: Plan, given: Profile | str | os.PathLike[str] | None, n_layers: int, n_heads: int
-) -> Profile | None:
-    """The profile that the plan needs for arrays of that many layers and query heads. Raises ProfileError."""
-    kind = plan.profile_kind()
-    if kind is None:
-        return None
-    if given is None:
-        raise _missing(plan, kind, "")
-    profile = given if isinstance(given, Profile) else load(given)
-    _check_kind(plan, profile)
-    shape = (n_layers, n_heads if kind != "prefix" else len(profile.budgets))
-    if profile.values.shape != shape:
-        raise ProfileError(
-            f"the profile has {profile.values.shape[0]} layers of {profile.values.shape[1]} numbers, "
-            f"{shape[0]} of {shape[1]} are needed; it belongs to another model"
-        )
-    return profile
-
-
-def _missing(plan: Plan, kind: str, of_model: str) -> ProfileError:
+def _missing(plan: Plan, stage: str, of_model: str) -> ProfileError:
+    kind = plan.profile_kinds()[stage]
     return ProfileError(
-        f"method '{plan.method}' needs a {kind} profile {of_model}(allocator '{plan.allocator}'), and there is none; "
-        f"make one with `{KINDS[kind]}`"
+        f"method '{plan.method}' needs a {kind} profile {of_model}({stage} '{getattr(plan, stage)}'), and there is "
+        f"none; make one with `{KINDS[kind]}`"
     )
 
 
-def _check_kind(plan: Plan, profile: Profile) -> None:
-    """Either kind of head scores serves either rule; the preferred one is only what is looked for."""
-    kind = plan.profile_kind() or ""
-    if (profile.kind == "prefix") != (kind == "prefix"):
-        raise ProfileError(
-            f"a profile of kind '{profile.kind}' does not fit allocator '{plan.allocator}'; make one with "
-            f"`{KINDS[kind]}`"
-        )
+def _of_another_model(where: str, profile: Profile, model: str) -> ProfileError:
+    name = profile.about.get("model", {}).get("name")
+    other = f"was made for {name!r}" if isinstance(name, str) else "was made for another model"
+    return ProfileError(f"{where} {other}, not for the weights in {model}; run `{KINDS[profile.kind]}` for these")
 
 
 def is_close(a: Profile, b: Profile) -> bool:

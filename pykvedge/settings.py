@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +9,7 @@ from pykvedge.errors import UsageError, unknown
 from pykvedge.kvtypes import KvType
 
 if TYPE_CHECKING:
-    from pykvedge.profile import Profile
+    from pykvedge.profile import Given
 
 MAX_THREADS = 512  # of ggml
 MAX_CTX = 2**30
@@ -27,7 +26,7 @@ class Settings:
     system: str = ""  # text that opens the conversation
     verbose: bool = False  # llama.cpp's log on stderr
     bounded: bool = False  # compress each layer of a prompt before the next one runs, where that is possible
-    profile: Profile | str | os.PathLike[str] | None = None  # for plans that need one (profile.py)
+    profile: Given = None  # one or several, for plans that need them (profile.py)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_type", str(KvType.parse(self.kv_type)))

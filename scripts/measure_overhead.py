@@ -42,7 +42,7 @@ def gathering(method: str) -> str:
 
 def measurable() -> list[str]:
     """Methods that need no profile of the model; budgets by profile cost nothing worth measuring."""
-    return [m for m in pykvedge.methods() if m != "full" and not pykvedge.plan(m).profile_kind()]
+    return [m for m in pykvedge.methods() if m != "full" and not pykvedge.plan(m).profile_kinds()]
 
 
 class Overhead:

@@ -103,6 +103,8 @@ def profile_file(tmp_path_factory):
         rng = np.random.default_rng(3)
         budgets = (0.2, 0.6) if kind == "prefix" else ()
         values = rng.random((n_layers, 2)) * 0.6 if budgets else rng.gamma(0.3, 1.0, (n_layers, n_heads))
+        if kind == "key-redundancy":
+            values = rng.random((n_layers, header.values[f"{header.architecture}.attention.head_count_kv"]))
         path = folder / profile.file_name(kind, profile.hash_of(model))
         profile.save(profile.Profile(kind, values, budgets, profile.hash_of(model), 1, {}), path)
         return path

@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from arrays import profile_of, prompt
+from arrays import profiles_of, prompt
 from test_parity import assert_same
 
 import pykvedge
@@ -31,6 +31,9 @@ SETTINGS = {
         {"scorer": "mixkv", "scorer.window": 4, "scorer.mode": "diversity"},
         {"scorer": "mixkv", "scorer.window": 4, "scorer.mode": "even", "scorer.scale": "ex"},
         {"scorer": "mixkv", "scorer.window": 4, "scorer.scale": "ex"},
+        {"scorer": "mixkv", "scorer.window": 4, "scorer.source": "profile"},
+        {"scorer": "mixkv", "scorer.window": 4, "scorer.source": "profile", "scorer.mode": "even"},
+        {"scorer": "mixkv", "scorer.source": "profile", "allocator": "heads"},
         {"scorer": "mean", "scorer.spread": 0.0},
         {"scorer": "mean", "scorer.spread": 0.8, "sinks": 2},
         {"scorer": "mean", "scorer.spread": 1.0, "text_prior": True},
@@ -77,7 +80,7 @@ SETTINGS = {
 
 
 def numpy_result(plan, p):
-    return pykvedge.compress(plan, *p.arguments, engine="numpy", profile=profile_of(plan, p))
+    return pykvedge.compress(plan, *p.arguments, engine="numpy", profile=profiles_of(plan, p))
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])

@@ -222,6 +222,31 @@ def test_calibrating_prefixkv_on_the_demo_model(kvedge, tmp_path):
     assert (np.diff(made.values, axis=1) > 0).all()
 
 
+def test_calibrating_the_redundancy_of_the_demo_model(kvedge, tmp_path):
+    where = {"HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path)}
+    arguments = ["calibrate", "heads", "--kind", "redundancy", "--samples", 6, "--threads", 1]
+    done = kvedge(*arguments, env=where)
+    assert done.code == 0 and done.err == "" and "mean similarity of two keys in percent" in done.out
+    [path] = tmp_path.rglob("*.json")  # the user's own folder, where chat finds it
+    made = profile.load(path)
+    assert made.kind == "key-redundancy" and made.values.shape == (5, 2) and made.samples == 6
+    assert made.about["made"]["command"] == "kvedge calibrate heads --kind redundancy --samples 6"
+    shipped = profile.load(profile.SHIPPED / path.name)
+    np.testing.assert_allclose(made.values, shipped.values, atol=0.05)  # one of each task, as in the 50
+    picture, reference = scene_with_code(tmp_path)
+    arguments = ["--method", "mixkv", "--set", "scorer.source=profile", "--budget", 0.8, "--image", picture]
+    for given in ([], ["--profile", path]):
+        assert kvedge("chat", *arguments, *given, "What is the code?", env=where).out.strip() == reference
+
+
+def test_redundancy_needs_neither_boxes_nor_images(kvedge, tiny, tmp_path):
+    data, out = tmp_path / "own.jsonl", tmp_path / "out.json"
+    data.write_text('{"question": "What is the code of a star that no image shows?"}\n{"question": "And why?"}\n')
+    arguments = ["calibrate", "heads", "--kind", "redundancy", *tiny("llama").arguments()]
+    done = kvedge(*arguments, "--data", data, "--output", out, "--json")
+    assert done.code == 0 and done.json["profile"]["samples"] == 2 and done.json["profile"]["kind"] == "key-redundancy"
+
+
 def test_shares_are_those_of_the_online_search(demo):
     [sample] = itertools.islice(scenes("prefix"), 1)
     values, used = kept_shares(demo, (0.3,), [sample], 1)

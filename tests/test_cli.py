@@ -43,7 +43,7 @@ def test_an_answer_goes_to_stdout_and_one_line_to_stderr(kvedge, vision_model, p
 @pytest.mark.parametrize("method", pykvedge.methods())
 def test_every_method_answers_about_a_picture(kvedge, vision_model, picture_file, profile_file, method):
     arguments = [*vision_model.arguments(), "--image", picture_file(), "--method", method, "--max-tokens", 8, "--json"]
-    if kind := pykvedge.plan(method).profile_kind():
+    for kind in pykvedge.plan(method).profile_kinds().values():
         arguments += ["--profile", profile_file(vision_model.model, kind)]
     done = kvedge("chat", *arguments, "What is this?")
     assert done.code == 0 and done.err == ""

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from arrays import profile_of, prompt
+from arrays import profiles_of, prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -103,7 +103,7 @@ def test_totals_are_exact_whatever_the_scores(seed, tail, n_tokens, share, recen
 def test_heads_keep_what_they_were_granted(native):
     p = prompt(200, (4, 2), layers=3)
     plan = pykvedge.plan("sparsemm", 70)
-    profile = profile_of(plan, p)
+    [profile] = profiles_of(plan, p)
     kept = pykvedge.compress(plan, *p.arguments, profile=profile).kept
     expected = counts_of(profile.values, 2, 200, 70, 32)
     assert [[len(head) for head in layer] for layer in kept] == expected.tolist()
@@ -112,11 +112,18 @@ def test_heads_keep_what_they_were_granted(native):
 
 
 def test_presets_name_their_rule_and_profile():
-    assert pykvedge.plan("sparsemm").profile_kind() == pykvedge.plan("mixkv-sparsemm").profile_kind() == "visual-heads"
-    assert pykvedge.plan("headkv").profile_kind() == pykvedge.plan("mixkv-headkv").profile_kind() == "retrieval-heads"
+    for kind, names in (
+        ("visual-heads", ("sparsemm", "mixkv-sparsemm")),
+        ("retrieval-heads", ("headkv", "mixkv-headkv")),
+    ):
+        assert all(pykvedge.plan(name).profile_kinds() == {"allocator": kind} for name in names)
     assert pykvedge.plan("mixkv-headkv").scorer == "mixkv" and pykvedge.plan("headkv").settings("scorer")["window"] == 8
-    assert pykvedge.plan("prefixkv").profile_kind() is None and pykvedge.plan("lookm").profile_kind() is None
-    assert pykvedge.plan("prefixkv", **{"allocator.source": "profile"}).profile_kind() == "prefix"
+    assert not any(pykvedge.plan(name).profile_kinds() for name in ("prefixkv", "lookm", "mixkv"))
+    assert pykvedge.plan("prefixkv", **{"allocator.source": "profile"}).profile_kinds() == {"allocator": "prefix"}
+    both = pykvedge.plan("mixkv-sparsemm", **{"scorer.source": "profile"})
+    assert both.profile_kinds() == {"scorer": "key-redundancy", "allocator": "visual-heads"}
+    without = both.with_(params={**both.params, "scorer.mode": "even"})  # nothing of it would be used
+    assert without.profile_kinds() == {"allocator": "visual-heads"}
 
 
 # PrefixKV, offline
@@ -161,10 +168,10 @@ def test_the_library_refuses_by_itself_what_python_would_never_send(native):
     arrays = type("Arrays", (tuple,), {})((p.q, p.k, p.v, p.image_mask.astype(np.uint8)))
     none = np.zeros(0, dtype=np.float32)
 
-    def run(values, budgets=none, **settings_):
+    def run(values, budgets=none, stage="allocator", **settings_):
         plan = pykvedge.plan("sparsemm", 40, **settings_)
         table = None if values is None else ProfileTable(np.array(values, dtype=np.float32), budgets)
-        return native.compress_arrays(plan, arrays, KvType.parse("f16"), 1, table)
+        return native.compress_arrays(plan, arrays, KvType.parse("f16"), 1, table and {stage: table})
 
     assert run(np.ones((2, 4))).kept
     for values, says in (

@@ -8,7 +8,7 @@ import itertools
 import gguf
 import numpy as np
 import pytest
-from arrays import profile_of, prompt
+from arrays import profiles_of, prompt
 from contexts import random_tokens
 from test_decode_policies import running  # noqa: F401
 
@@ -103,9 +103,9 @@ def steps(rows, kv_type, of_keys):
 def assert_same(plan, p, kv_type):
     """Kept as with f16, whose rows are within a step; few numbers fall to another side than in the definition."""
     types = KvType.parse(kv_type)
-    plain = pykvedge.compress(plan, *p.arguments, kv_type=types.plain, profile=profile_of(plan, p))
+    plain = pykvedge.compress(plan, *p.arguments, kv_type=types.plain, profile=profiles_of(plan, p))
     ours, definition = (
-        pykvedge.compress(plan, *p.arguments, kv_type=kv_type, engine=engine, profile=profile_of(plan, p))
+        pykvedge.compress(plan, *p.arguments, kv_type=kv_type, engine=engine, profile=profiles_of(plan, p))
         for engine in ("native", "numpy")
     )
     np.testing.assert_array_equal(ours.scores, plain.scores)

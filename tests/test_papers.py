@@ -16,7 +16,15 @@ from pykvedge.stages.registry import member
 from pykvedge.stages.scorer.mixkv import directions, redundancy
 from pykvedge.stages.spectrum import cosines, cutoff
 
-MIXKV = {"window": 8, "kernel": 5, "pool": "avg", "value": "vnorm", "mode": "headwise", "scale": "imp"}
+MIXKV = {
+    "window": 8,
+    "kernel": 5,
+    "pool": "avg",
+    "value": "vnorm",
+    "mode": "headwise",
+    "scale": "imp",
+    "source": "online",
+}
 DCT = {"gamma": 0.2, "share": "layer"}
 ONLINE = {"source": "online"}
 

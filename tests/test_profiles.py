@@ -35,6 +35,8 @@ def test_profiles_survive_their_file(tmp_path):
     for made in (
         Profile("retrieval-heads", np.array([[0.0, 1 / 3], [2e-5, 7]]), (), "sampled-sha256:ab", 5, about),
         Profile("prefix", np.array([[0.1, 0.25], [0, 1]]), (0.2, 0.5), "sampled-sha256:cd", 2, about),
+        Profile("key-redundancy", np.array([[0.0], [1.0]]), (), "sampled-sha256:ef", 1, about),
+        Profile("key-redundancy", np.zeros((2, 1)), (), "sampled-sha256:ef", 1, about),  # no keys alike anywhere
     ):
         path = tmp_path / "folder" / "p.json"
         profile.save(made, path)
@@ -71,6 +73,8 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     ({"kind": "prefix", "budgets": [0.5, 0.2], "values": [[0.1, 0.2]]}, "ascending"),
     ({"kind": "prefix", "budgets": [0.2, 0.5], "values": [[0.1, 1.2]]}, "shares up to 1"),
     ({"kind": "prefix", "budgets": [0.0, 0.5], "values": [[0.1, 0.2]]}, "ascending"),
+    ({"kind": "key-redundancy"}, "up to 1"), ({"kind": "key-redundancy", "values": [[-0.1]]}, "not negative"),
+    ({"kind": "key-redundancy", "values": [[0.5]], "budgets": [0.2]}, "no budgets"),
     ({"kind": "prefix", "budgets": "all", "values": [[0.1, 0.2]]}, "rows of numbers"),
 ])  # fmt: skip
 def test_damaged_and_hostile_profiles_are_refused(tmp_path, changed, says):
@@ -143,22 +147,23 @@ def test_what_kvedge_ships_is_found_for_the_demo_model(own_folder):
     names = sorted(path.name for path in profile.SHIPPED.iterdir())
     assert names == sorted(profile.file_name(kind, profile.hash_of(DEMO)) for kind in profile.KINDS)
     for method, kind in (("sparsemm", "visual-heads"), ("mixkv-headkv", "retrieval-heads")):
-        found = profile.find(pykvedge.plan(method), DEMO, None)
+        found = profile.find(pykvedge.plan(method), DEMO)["allocator"]
         assert found.kind == kind and found.values.shape == (5, 4) and found.samples == 50
         assert found.about["made"]["command"].startswith("kvedge calibrate heads --kind")
     plan = pykvedge.plan("prefixkv", **{"allocator.source": "profile"})
-    assert profile.find(plan, DEMO, None).values.shape == (5, len(profile.find(plan, DEMO, None).budgets))
-    assert profile.find(pykvedge.plan("lookm"), DEMO, None) is None
+    found = profile.find(plan, DEMO)["allocator"]
+    assert found.values.shape == (5, len(found.budgets))
+    assert profile.find(pykvedge.plan("lookm"), DEMO) == {}
 
 
 def test_the_users_own_comes_before_the_shipped_and_the_given_before_both(own_folder, tmp_path):
     mine = Profile("visual-heads", np.ones((5, 4)), (), profile.hash_of(DEMO), 1, {})
     profile.save(mine, own_folder / profile.file_name(mine.kind, mine.model_hash))
-    assert profile.is_close(profile.find(SPARSEMM, DEMO, None), mine)
+    assert profile.is_close(profile.find(SPARSEMM, DEMO)["allocator"], mine)
     other = Profile("retrieval-heads", np.eye(5, 4), (), mine.model_hash, 1, {})
     profile.save(other, tmp_path / "other.json")
-    assert profile.is_close(profile.find(SPARSEMM, DEMO, tmp_path / "other.json"), other)
-    assert profile.find(SPARSEMM, DEMO, other) is other
+    assert profile.is_close(profile.find(SPARSEMM, DEMO, tmp_path / "other.json")["allocator"], other)
+    assert profile.find(SPARSEMM, DEMO, other)["allocator"] is other
 
 
 def test_a_profile_of_another_model_is_refused(own_folder, tiny, profile_file):
@@ -180,7 +185,7 @@ def test_a_profile_of_another_model_is_refused(own_folder, tiny, profile_file):
 def test_a_plan_travels_without_its_profile():
     text = SPARSEMM.to_json()
     assert Plan.from_json(text) == SPARSEMM and "profile" not in text
-    assert Plan.from_json(text).profile_kind() == "visual-heads"
+    assert Plan.from_json(text).profile_kinds() == {"allocator": "visual-heads"}
 
 
 def test_sessions_refuse_before_the_weights_are_read(own_folder, tiny, monkeypatch, native):

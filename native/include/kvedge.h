@@ -127,7 +127,11 @@ KVEDGE_API kvedge_status kvedge_plan_set(kvedge_plan * plan, const char * key, c
 //   allocator "prefix" with allocator.source "profile"    values [n_layers][n_columns]: share of the prompt that each layer
 //                        keeps, in [0, 1], at the mean budgets [n_columns], ascending in (0, 1] (PrefixKV, offline); between
 //                        two budgets the share is interpolated
-// n_layers counts all layers of the model, row i being layer i, also those that kvedge does not store. All is copied.
+//   scorer "mixkv" with scorer.source "profile" and scorer.mode "headwise"    values [n_layers][n_columns]: redundancy of each
+//                        KV head, in [0, 1], to mix by instead of the prompt's own (MixKV eq. 4, offline); n_columns = Hkv;
+//                        budgets NULL
+// Each stage has a profile of its own. n_layers counts all layers of the model, row i being layer i, also those that kvedge
+// does not store. All is copied.
 // values NULL: the stage has no profile any more.
 //
 //     kvedge_plan_set(plan, "allocator", "heads", &err);

@@ -125,12 +125,41 @@ void check_uneven_layers() {
     CHECK((out[1] == std::vector<int32_t>{ 60, 60, 60, 60 + 150 }));
 }
 
+// A plan with a profile for each of two stages: both are needed, each in its own shape, and a stage gives up its own alone.
+void check_two_stages() {
+    const std::vector<LayerShape> shapes = { { 0, 4, 2, 8, 8 }, { 2, 4, 1, 8, 8 } };
+    const float                   scores[12]     = { 1, 2, 3, 4, 0, 0, 0, 0, 1, 1, 1, 1 };
+    const float                   redundancy[6]  = { 0.5f, 1, 0, 0, 0.25f, 0 };
+    const float                   too_large[6]   = { 0.5f, 1.5f, 0, 0, 0.25f, 0 };
+    const float                   budgets[2]     = { 0.2f, 0.5f };
+    kvedge_plan * plan = heads_plan();
+    CHECK(kvedge_plan_set(plan, "scorer", "mixkv", nullptr) == KVEDGE_OK);
+    const auto check = [&] { return check_profiles(*plan, shapes, 3, nullptr); };
+    const auto give  = [&](kvedge_stage stage, const float * values, const float * at, int32_t columns) {
+        return kvedge_plan_set_profile(plan, stage, values, at, 3, columns, nullptr);
+    };
+    CHECK(give(KVEDGE_STAGE_ALLOCATOR, scores, nullptr, 4) == KVEDGE_OK && check() == KVEDGE_OK);
+    CHECK(kvedge_plan_set(plan, "scorer.source", "profile", nullptr) == KVEDGE_OK && check() == KVEDGE_E_ARGUMENT);
+    CHECK(give(KVEDGE_STAGE_SCORER, redundancy, nullptr, 2) == KVEDGE_OK && check() == KVEDGE_OK);
+    CHECK(give(KVEDGE_STAGE_SCORER, too_large, nullptr, 2) == KVEDGE_OK && check() == KVEDGE_E_ARGUMENT);
+    CHECK(give(KVEDGE_STAGE_SCORER, scores, nullptr, 4) == KVEDGE_OK && check() == KVEDGE_E_ARGUMENT);
+    CHECK(give(KVEDGE_STAGE_SCORER, redundancy, budgets, 2) == KVEDGE_OK && check() == KVEDGE_E_ARGUMENT);
+    CHECK(give(KVEDGE_STAGE_SCORER, redundancy, nullptr, 1) == KVEDGE_OK && check() == KVEDGE_E_ARGUMENT);
+    CHECK(kvedge_plan_set(plan, "scorer.mode", "even", nullptr) == KVEDGE_OK && check() == KVEDGE_OK);  // of no use
+    CHECK(kvedge_plan_set(plan, "scorer.mode", "headwise", nullptr) == KVEDGE_OK);
+    CHECK(give(KVEDGE_STAGE_SCORER, redundancy, nullptr, 2) == KVEDGE_OK && check() == KVEDGE_OK);
+    CHECK(kvedge_plan_set(plan, "allocator", "heads", nullptr) == KVEDGE_OK && check() == KVEDGE_E_ARGUMENT);
+    CHECK(!plan->profiles[KVEDGE_STAGE_ALLOCATOR] && plan->profiles[KVEDGE_STAGE_SCORER]);
+    kvedge_plan_free(plan);
+}
+
 }  // namespace
 
 int main() {
     check_lifetime();
     check_refusals();
     check_uneven_layers();
+    check_two_stages();
     std::fprintf(stderr, "%d failures\n", failures());
     return failures() != 0;
 }

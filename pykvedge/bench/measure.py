@@ -17,7 +17,7 @@ from pykvedge.demo_tasks.scenes import draw_scene, render
 from pykvedge.errors import KvedgeError, UsageError
 from pykvedge.images import Picture
 from pykvedge.model import CancelledError, Model
-from pykvedge.profile import table_for
+from pykvedge.profile import tables_for
 from pykvedge.vision import ImagePiece, Piece, TextPiece, Vision
 
 PAD = 256  # llama.cpp rounds the tokens of a context up to a multiple of it
@@ -132,8 +132,8 @@ def repetition(
         context = Context(model, size, threads)
         context.stop_when(cancel)
         if variant.plan is not None:
-            table = table_for(variant.plan, model.path)
-            cache = libkvedge.Cache(context.handle, variant.plan, variant.kv_type, auto_compress=False, profile=table)
+            tables = tables_for(variant.plan, model.path)
+            cache = libkvedge.Cache(context.handle, variant.plan, variant.kv_type, auto_compress=False, profiles=tables)
         try:
             out = _timed(context, vision, cache, prompt, energy, cancel)
         except KvedgeError:

@@ -23,7 +23,9 @@ TASKS = {
     "visual-heads": ("code", "describe", "colour", "shape", "where"),
     "retrieval-heads": ("code-in-image-k", "which-image"),
     "prefix": ("code", "describe", "where", "code-in-image-k", "which-image", "difference"),
+    "key-redundancy": ("code", "describe", "where", "code-in-image-k", "which-image", "difference"),
 }
+LABELLED = ("visual-heads", "retrieval-heads")  # the others need no boxes
 IMAGES = 4  # of the tasks that look for one among several
 _SEED = 2024
 _FIELDS = {"image", "images", "question", "answer", "boxes", "needle", "id"}
@@ -104,7 +106,7 @@ def scenes(kind: str) -> Iterator[Labelled]:
         pictures = tuple(
             Picture(f"scene {i + 1}", x.shape[1], x.shape[0], x.tobytes()) for i, x in enumerate(sample.images())
         )
-        boxes = boxes_of(sample) if kind != "prefix" else ()
+        boxes = boxes_of(sample) if kind in LABELLED else ()
         yield Labelled(sample.question.text, pictures, boxes, answer=sample.answer)
         number += 1
 

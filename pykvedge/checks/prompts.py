@@ -61,13 +61,16 @@ def prompt(
     return Prompt(q, k, v, image_mask(layout, n_tokens, seed))
 
 
-def profile_of(plan: Plan, p: Prompt) -> Profile | None:
-    """A calibrated profile of the prompt's shape, with a few strong heads, where the plan needs one; else None."""
-    kind = plan.profile_kind()
-    if kind is None:
-        return None
+def profiles_of(plan: Plan, p: Prompt) -> list[Profile]:
+    """Calibrated profiles of the prompt's shape, with a few strong heads, for the stages of the plan that need one."""
+    return [_profile(kind, p) for kind in plan.profile_kinds().values()]
+
+
+def _profile(kind: str, p: Prompt) -> Profile:
     n_layers, n_heads = p.q.shape[:2]
     rng = np.random.default_rng([7, n_layers, n_heads])
-    if kind != "prefix":
-        return Profile(kind, rng.gamma(0.3, 1.0, (n_layers, n_heads)))
-    return Profile(kind, np.sort(rng.random((n_layers, 3)), axis=1), (0.1, 0.25, 0.7))
+    if kind == "prefix":
+        return Profile(kind, np.sort(rng.random((n_layers, 3)), axis=1), (0.1, 0.25, 0.7))
+    if kind == "key-redundancy":
+        return Profile(kind, rng.random((n_layers, p.k.shape[1])))
+    return Profile(kind, rng.gamma(0.3, 1.0, (n_layers, n_heads)))

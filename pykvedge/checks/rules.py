@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from pykvedge.checks.prompts import Prompt, profile_of
+from pykvedge.checks.prompts import Prompt, profiles_of
 from pykvedge.compress import Result, compress
 from pykvedge.definition import protection, round_to
 from pykvedge.plan import Budget, Plan
@@ -23,7 +23,7 @@ class BrokenRuleError(AssertionError):
 
 
 def _compress(plan: Plan, p: Prompt, **settings: Any) -> Result:
-    return compress(plan, *p.arguments, profile=profile_of(plan, p), **settings)
+    return compress(plan, *p.arguments, profile=profiles_of(plan, p), **settings)
 
 
 def _heads(p: Prompt) -> Iterator[tuple[int, int]]:

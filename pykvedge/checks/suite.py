@@ -190,7 +190,8 @@ def _everywhere(make: Make, rule: Callable[[Plan, Prompt, str], None]) -> Iterat
 
 def _commutes(make: Make) -> Row:
     title, plan = "the order of heads does not matter", make()
-    fixed = [s for s in CHECKED if getattr(registry.member(s, getattr(plan, s)), "by_place", False)]
+    places = [s for s in CHECKED if getattr(registry.member(s, getattr(plan, s)), "by_place", False)]
+    fixed = sorted({*places, *plan.profile_kinds()})  # a profile has numbers for each head
     if fixed:
         which = " and ".join(f"{stage} '{getattr(plan, stage)}'" for stage in fixed)
         return Row(title, 0, 0, "by design", f"{which} depends on the number of the head")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pykvedge.profile import Profile
     from pykvedge.session import Session
 
-KINDS = {"visual": "visual-heads", "retrieval": "retrieval-heads"}
+KINDS = {"visual": "visual-heads", "retrieval": "retrieval-heads", "redundancy": "key-redundancy"}
 _PATH = click.Path(path_type=Path)
 _OPTIONS = (
     click.option("--model", type=_PATH, metavar="FILE.gguf",
@@ -46,28 +46,34 @@ def _with_options(command: Any) -> Any:
 
 @click.group()
 def calibrate() -> None:
-    """Measure a model once, for methods whose budgets come from a profile.
+    """Measure a model once, for methods that work with a profile.
 
-    Some methods share out the KV cache by what is true of the model whatever the prompt: which heads look at what an
-    answer is read from (sparsemm, headkv, mixkv-sparsemm, mixkv-headkv), and which layers need many tokens (prefixkv
-    with --set allocator.source=profile). A profile holds those numbers. It belongs to the weights in one GGUF file, is
-    found by itself from then on, and is refused for any other model. Nothing is written when the command is stopped.
+    Some methods go by what is true of the model whatever the prompt: which heads look at what an answer is read from
+    (sparsemm, headkv, mixkv-sparsemm, mixkv-headkv), which layers need many tokens (prefixkv with --set
+    allocator.source=profile), and in which heads keys are alike (mixkv with --set scorer.source=profile). A profile
+    holds those numbers. It belongs to the weights in one GGUF file, is found by itself from then on, and is refused for
+    any other model. Nothing is written when the command is stopped.
     """
 
 
 @calibrate.command()
 @click.option(
-    "--kind", default="visual", show_default=True, metavar="KIND", help="visual: for sparsemm; retrieval: for headkv."
+    "--kind",
+    default="visual",
+    show_default=True,
+    metavar="KIND",
+    help="visual: for sparsemm; retrieval: for headkv; redundancy: for mixkv with scorer.source=profile.",
 )
 @click.option("--samples", type=int, default=50, show_default=True, metavar="N", help="Prompts to watch, at most.")
 @_with_options
 def heads(kind: str, samples: int, **given: Any) -> None:
-    """Find the heads that look at what an answer is read from.
+    """Find the heads that look at what an answer is read from, or whose keys are alike.
 
     The model answers questions about images in which the place of the answer is known. While it generates a word that
     stands in exactly one labelled box, the heads that look into that box are credited:
     visual (SparseMM) when their most attended token lies in the box, retrieval (HeadKV) by the attention that they pay
-    to it among their most attended tokens.
+    to it among their most attended tokens. For redundancy (MixKV) prompts are only read: how alike the keys of each
+    KV head are, averaged over the prompts; boxes and answers are not needed.
 
     \b
     Your own samples (--data), one a line; boxes are [left, top, right, bottom] in pixels:
@@ -78,19 +84,28 @@ def heads(kind: str, samples: int, **given: Any) -> None:
     \b
     Examples:
       kvedge calibrate heads
+      kvedge calibrate heads --kind redundancy
       kvedge calibrate heads --model m.gguf --mmproj mm.gguf --data signs.jsonl --samples 100
       kvedge chat --model m.gguf --mmproj mm.gguf --image a.jpg --method sparsemm "What is this?"
     """
     if kind not in KINDS:
         raise unknown("kind", kind, KINDS)
     from pykvedge.calibrate.heads import score_heads
+    from pykvedge.calibrate.redundancy import key_redundancy
     from pykvedge.presets import plan
 
+    made: dict[str, Any] = {
+        "command": f"kvedge calibrate heads --kind {kind} --samples {samples}",
+        "data": _data_name(given),
+    }
     with _session(given, plan("full")) as (session, display, cancel):
-        found = score_heads(session, KINDS[kind], _samples(given, KINDS[kind]), _count(samples), display, cancel)
-    command = f"kvedge calibrate heads --kind {kind} --samples {samples}"
-    made = {"command": command, "data": _data_name(given), "labelled_tokens": found.tokens}
-    _deliver(given, session, KINDS[kind], found.values, (), found.samples, made)
+        source, count = _samples(given, KINDS[kind]), _count(samples)
+        if kind == "redundancy":
+            values, used = key_redundancy(session, source, count, display, cancel)
+        else:
+            found = score_heads(session, KINDS[kind], source, count, display, cancel)
+            values, used, made["labelled_tokens"] = found.values, found.samples, found.tokens
+    _deliver(given, session, KINDS[kind], values, (), used, made)
 
 
 @calibrate.command()
@@ -208,11 +223,15 @@ def _deliver(
 
 
 def _table(profile: Profile) -> str:
-    """Rows of layers; heads as parts of the whole in percent, prefix as kept shares in percent."""
+    """Rows of layers, in percent: scores of heads as parts of the whole, kept shares and redundancies as they are."""
     is_prefix = profile.kind == "prefix"
+    whole = profile.values.sum() if profile.kind in ("visual-heads", "retrieval-heads") else 1
     names = [f"{b:g}" for b in profile.budgets] if is_prefix else [f"head {h}" for h in range(profile.values.shape[1])]
-    shown = 100 * profile.values / (1 if is_prefix else profile.values.sum())
-    what = "percent of the prompt kept at each budget" if is_prefix else "percent of all scores"
+    shown = 100 * profile.values / whole
+    what = {
+        "prefix": "percent of the prompt kept at each budget",
+        "key-redundancy": "mean similarity of two keys in percent",
+    }.get(profile.kind, "percent of all scores")
     lines = [f"{profile.kind} of {profile.about['model']['name']}, {profile.samples} samples: {what}"]
     if len(names) > 16:
         best = [divmod(int(i), len(names)) for i in (-shown).argsort(axis=None)[:16]]

@@ -47,8 +47,8 @@ _OPTIONS = (
             help="A plan as `kvedge methods NAME --json` prints it, instead of --method and what changes it."),
     _option("--plugin", "plugins", type=_PATH, multiple=True, metavar="FILE",
             help="A file with methods or stages of your own, .py or a shared library; repeatable."),
-    _option("--profile", type=_PATH, metavar="FILE.json",
-            help="What `kvedge calibrate` wrote, for methods that need it. Default: found by itself."),
+    _option("--profile", type=_PATH, multiple=True, metavar="FILE.json",
+            help="What `kvedge calibrate` wrote, for methods that need it; repeatable. Default: found by itself."),
     _option("--session", "session_file", type=_PATH, metavar="FILE",
             help="Go on with the conversation in this file, if it exists; it is saved there after each answer."),
     _option("--ctx", type=int, metavar="N", help="Tokens that the conversation may hold. Default: up to 4096."),
@@ -101,7 +101,7 @@ def chat(prompt: str | None, **given: Any) -> None:
     for file in given["plugins"]:
         load_file(file)
     plan = _plan(given)
-    if given["profile"] is not None and plan.profile_kind() is None:
+    if given["profile"] and not plan.profile_kinds():
         raise UsageError(
             f"method '{plan.method}' uses no profile; leave --profile out, or see `kvedge calibrate --help`"
         )

@@ -98,7 +98,7 @@ def _as_object(p: Preset) -> dict[str, object]:
         "summary": p.summary,
         "reference": p.reference,
         "stages": {stage: getattr(made, stage) for stage in STAGES},
-        "profile": made.profile_kind(),
+        "profiles": made.profile_kinds(),
         "defaults": json.loads(made.to_json()),
     }
 
@@ -121,10 +121,10 @@ def _explain(p: Preset) -> str:
         m = member(stage, getattr(made, stage))
         lines.append(f"  {stage:<9} {m.name}: {m.summary} ({m.source})")
         lines += [f"            {stage}.{s.name} = {s.default}: {s.help}" for s in m.params]
-    if kind := made.profile_kind():
+    for stage, kind in made.profile_kinds().items():
         from pykvedge.profile import KINDS
 
-        lines.append(f"  profile   {kind} of the model, made by `{KINDS[kind]}` (--profile)")
+        lines.append(f"  profile   {kind} of the model for the {stage}, made by `{KINDS[kind]}` (--profile)")
     budget = "the whole prompt" if made.budget.ratio == 1.0 else f"{made.budget} of the prompt"
     lines.append(f"  budget    {budget} (--budget)")
     share = made.asked_recent(1000, 100) if made.recent is None else None

@@ -20,7 +20,7 @@ from pykvedge.errors import ContextError, KvedgeError, NothingToCompressError
 from pykvedge.kvtypes import KvType
 from pykvedge.model import Model
 from pykvedge.plan import Plan
-from pykvedge.profile import table_for
+from pykvedge.profile import tables_for
 from pykvedge.stages.base import ProfileTable
 from pykvedge.vision import ImagePiece, Piece, Vision
 
@@ -95,17 +95,17 @@ class Reader:
         if self._cache is None:
             try:
                 self._cache = libkvedge.Cache(
-                    context.handle, plan, self._kv_type, auto_compress=False, profile=self._profile(plan)
+                    context.handle, plan, self._kv_type, auto_compress=False, profiles=self._tables(plan)
                 )
             except NothingToCompressError:
                 if plan.method != "full" or KvType.parse(self._kv_type).quantised:
                     raise
         else:
-            self._cache.set_plan(plan, self._profile(plan))
+            self._cache.set_plan(plan, self._tables(plan))
         context.stop_when(self._cancel)
 
-    def _profile(self, plan: Plan) -> ProfileTable | None:
-        return table_for(plan, self.model.path)
+    def _tables(self, plan: Plan) -> dict[str, ProfileTable]:
+        return tables_for(plan, self.model.path)
 
     def copy(self, to: int) -> None:
         """The current sequence goes on as two; `to` is then the current one."""
@@ -139,7 +139,7 @@ class Reader:
         """The current sequence is compressed by this plan. Raises BudgetError if what it protects does not fit."""
         if self._cache is not None:
             check_protection(plan, self._cache.stats(self._live().sequence).n_pending)
-            self._cache.set_plan(plan, self._profile(plan))
+            self._cache.set_plan(plan, self._tables(plan))
 
     def read(self, pieces: Sequence[Piece]) -> None:
         """Appends pieces to the current sequence; afterwards the logits of the last token are there."""

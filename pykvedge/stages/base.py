@@ -73,14 +73,15 @@ class Layer:
     index: int = 0  # of the layer, among those that are compressed
     n_layers: int = 1  # that are compressed
     column_sums: np.ndarray | None = None  # [Hkv, T] float32, as scorer cumulative has them; for plugins that ask
+    profile: np.ndarray | None = None  # [Hkv] float32 calibrated numbers; None where the scorer asked for none
 
 
 @dataclass(frozen=True)
 class ProfileTable:
     """The numbers of a calibrated profile (pykvedge/profile.py), one row for every layer."""
 
-    values: np.ndarray  # [L, H] float32 scores of query heads, or [L, n] kept shares at each of the budgets
-    budgets: np.ndarray  # [n] float32 ascending in (0, 1]; empty for scores of heads
+    values: np.ndarray  # float32: [L, H] of query heads, [L, Hkv] of KV heads, or [L, n] kept shares at each budget
+    budgets: np.ndarray  # [n] float32 ascending in (0, 1]; empty for numbers of heads
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,7 @@ class Scorer:
     A method that keeps some tokens for another reason has a second score, `reserve`, of the same shape: of the tokens
     that are not protected, the `reserved(kept, settings)` best by it stay, and the others are chosen by `score`.
     A scorer that mixes attention with something else gives the attention alone as `attention`.
+    One that needs calibrated numbers with some settings names their kind in `profile`, and finds them in its layers.
     """
 
     name: str
@@ -165,6 +167,7 @@ class Scorer:
     reserve: Callable[[Layer, Settings], np.ndarray] | None = None
     reserved: Callable[[int, Settings], int] = none_reserved
     attention: Callable[[Layer, Settings], np.ndarray] | None = None
+    profile: Callable[[Settings], str | None] = no_profile
     stage: str = "scorer"
 
 

@@ -48,6 +48,7 @@ std::vector<float> run_scorer(
     in.params   = plan.params[KVEDGE_STAGE_SCORER];
     in.image    = image.data();
     in.self     = plan.scorer;
+    in.profile  = plan.profiles[KVEDGE_STAGE_SCORER].get();
     in.spectrum = spectrum;
     if (!seq.sums.empty()) {
         in.column_sums    = seq.sums[l].sums.data();

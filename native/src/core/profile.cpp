@@ -28,23 +28,48 @@ bool ascending_shares(const std::vector<float> & budgets) {
     return true;
 }
 
+// What the columns of a kind are, and the command that makes a profile of it.
+struct KindText {
+    const char * columns;
+    const char * command;
+};
+
+KindText text_of(ProfileKind kind) {
+    switch (kind) {
+        case ProfileKind::heads:    return { "query heads", "heads" };
+        case ProfileKind::kv_heads: return { "KV heads", "heads --kind redundancy" };
+        default:                    return { "kept shares by budget", "prefix" };
+    }
+}
+
+int32_t most_heads(const std::vector<LayerShape> & shapes, ProfileKind kind) {
+    int32_t most = 0;
+    for (const LayerShape & s : shapes) {
+        most = std::max(most, kind == ProfileKind::heads ? s.n_heads : s.n_heads_kv);
+    }
+    return most;
+}
+
 kvedge_status check_shape(
-    const Profile & p, const char * who, bool heads, const std::vector<LayerShape> & shapes, int32_t n_layers, kvedge_error * err) {
+    const Profile & p, const char * who, ProfileKind kind, const std::vector<LayerShape> & shapes, int32_t n_layers,
+    kvedge_error * err) {
+    const bool     heads = kind != ProfileKind::shares;
+    const KindText text  = text_of(kind);
     if (heads != p.budgets.empty()) {
-        return fail(err, KVEDGE_E_ARGUMENT, "%s needs a profile of %s", who, heads ? "query heads, without budgets" : "kept shares by budget");
+        return fail(err, KVEDGE_E_ARGUMENT, "%s needs a profile of %s%s", who, text.columns, heads ? ", without budgets" : "");
     }
     if (p.n_layers != n_layers) {
         return fail(err, KVEDGE_E_ARGUMENT, "the profile of %s has %d layers, the model %d; it belongs to another model", who,
                     p.n_layers, n_layers);
     }
-    int32_t most = 0;
-    for (const LayerShape & s : shapes) {
-        most = std::max(most, s.n_heads);
+    if (const int32_t most = most_heads(shapes, kind); heads && p.n_columns != most) {
+        return fail(err, KVEDGE_E_ARGUMENT, "the profile of %s has %d %s a layer, the model %d; it belongs to another model", who,
+                    p.n_columns, text.columns, most);
     }
-    return !heads || p.n_columns == most
-               ? KVEDGE_OK
-               : fail(err, KVEDGE_E_ARGUMENT, "the profile of %s has %d query heads a layer, the model %d; it belongs to another model",
-                      who, p.n_columns, most);
+    const bool above = std::any_of(p.values.begin(), p.values.end(), [](float x) { return x > 1.0f; });
+    return kind == ProfileKind::kv_heads && above
+               ? fail(err, KVEDGE_E_ARGUMENT, "the profile of %s holds numbers above 1; it needs redundancies in [0, 1]", who)
+               : KVEDGE_OK;
 }
 
 }  // namespace
@@ -56,13 +81,12 @@ kvedge_status check_profiles(
         if (kind == ProfileKind::none) {
             continue;
         }
-        const bool   heads = kind == ProfileKind::heads;
-        const char * name  = plan_member(plan, stage).name;
+        const char * name = plan_member(plan, stage).name;
         if (!plan.profiles[stage]) {
             return fail(err, KVEDGE_E_ARGUMENT, "%s '%s' needs a profile of the model and was given none; make one with `kvedge calibrate %s`",
-                        STAGE_NAMES[stage], name, heads ? "heads" : "prefix");
+                        STAGE_NAMES[stage], name, text_of(kind).command);
         }
-        if (const auto status = check_shape(*plan.profiles[stage], name, heads, shapes, n_layers, err); status != KVEDGE_OK) {
+        if (const auto status = check_shape(*plan.profiles[stage], name, kind, shapes, n_layers, err); status != KVEDGE_OK) {
             return status;
         }
     }

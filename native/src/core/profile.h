@@ -14,7 +14,7 @@ struct Profile {
     int32_t            n_layers  = 0;  // of the model, whether stored or not
     int32_t            n_columns = 0;
     std::vector<float> values;         // [n_layers][n_columns]
-    std::vector<float> budgets;        // [n_columns] ascending, where columns are budgets; empty where they are query heads
+    std::vector<float> budgets;        // [n_columns] ascending, where columns are budgets; empty where they are heads
 
     // il: layer number in the model.
     const float * layer(int32_t il) const { return values.data() + (size_t) il * (size_t) n_columns; }

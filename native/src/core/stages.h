@@ -24,8 +24,9 @@ constexpr int32_t MAX_PARAMS = 8;
 
 struct Profile;
 
-// Calibrated numbers that a member needs: none, one a query head of every layer, or kept shares of every layer by budget.
-enum class ProfileKind { none, heads, shares };
+// Calibrated numbers that a member needs: none, one a query head of every layer, one in [0, 1] a KV head, or kept shares of
+// every layer by budget.
+enum class ProfileKind { none, heads, kv_heads, shares };
 
 // What every member has. Values of its settings come in the order of params, which ends with a nameless one.
 struct Member {
@@ -60,6 +61,7 @@ struct ScoreInput {
     const double *   params;
     const uint8_t *  image;          // [T] 1 for an image token
     const struct Scorer * self;
+    const Profile *  profile;        // as AllocateInput::profile
     Spectrum *       spectrum;       // to be filled in by whoever measures it; NULL: of no use
 };
 

@@ -84,8 +84,6 @@ kvedge_status take_over(kvedge_cache & kv, kvedge_error * err) {
                         : fail(err, KVEDGE_E_NOTHING, "this model has no full-attention layer; there is nothing to compress");
 }
 
-int32_t model_layers(const kvedge_cache & kv) { return llama_model_n_layer(llama_get_model(kv.ctx)); }
-
 // Options of this version and of the one before it, which ended with auto_compress.
 bool read_options(const kvedge_options * given, kvedge_options & o) {
     constexpr size_t FIRST = offsetof(kvedge_options, type_k), ALIGN = alignof(kvedge_options);
@@ -99,15 +97,6 @@ bool read_options(const kvedge_options * given, kvedge_options & o) {
     o.type_k = o.type_k == KVEDGE_TYPE_SAME ? o.type : o.type_k;
     o.type_v = o.type_v == KVEDGE_TYPE_SAME ? o.type : o.type_v;
     return o.n_threads >= 0;
-}
-
-const SequenceState * find_seq(const kvedge_cache * kv, int32_t seq_id) {
-    const auto it = kv->seqs.find(seq_id);
-    return it == kv->seqs.end() || !it->second.seq ? nullptr : &it->second;
-}
-
-bool is_head(const kvedge_cache * kv, int32_t i, int32_t head) {
-    return i >= 0 && (size_t) i < kv->shapes.size() && head >= 0 && head < kv->shapes[(size_t) i].n_heads_kv;
 }
 
 }  // namespace
@@ -148,7 +137,8 @@ extern "C" kvedge_status kvedge_attach(
     if (const auto status = take_over(*kv, err); status != KVEDGE_OK) {
         return status;
     }
-    if (const auto status = check_profiles(kv->plan, kv->shapes, model_layers(*kv), err); status != KVEDGE_OK) {
+    kv->model_layers = llama_model_n_layer(llama_get_model(ctx));
+    if (const auto status = check_profiles(kv->plan, kv->shapes, kv->model_layers, err); status != KVEDGE_OK) {
         llama_set_attn_provider(ctx, nullptr);
         return status;
     }
@@ -172,10 +162,8 @@ extern "C" kvedge_status kvedge_set_plan(kvedge_cache * kv, const kvedge_plan * 
     if (const auto status = kvedge_plan_check(plan, err); status != KVEDGE_OK) {
         return status;
     }
-    if (kv->ctx) {
-        if (const auto status = check_profiles(*plan, kv->shapes, model_layers(*kv), err); status != KVEDGE_OK) {
-            return status;
-        }
+    if (const auto status = check_profiles(*plan, kv->shapes, kv->model_layers, err); status != KVEDGE_OK) {
+        return status;
     }
     kvedge_plan copy = *plan;
     std::swap(kv->plan, copy);
@@ -244,18 +232,18 @@ extern "C" kvedge_status kvedge_get_stats(const kvedge_cache * kv, int32_t seq_i
 }
 
 extern "C" int32_t kvedge_layer_id(const kvedge_cache * kv, int32_t i) {
-    return kv && i >= 0 && (size_t) i < kv->shapes.size() ? kv->shapes[(size_t) i].il : -1;
+    return kv && is_layer(*kv, i) ? kv->shapes[(size_t) i].il : -1;
 }
 
 extern "C" int32_t kvedge_head_length(const kvedge_cache * kv, int32_t seq_id, int32_t i, int32_t head) {
-    const SequenceState * s = kv ? find_seq(kv, seq_id) : nullptr;
-    return s && is_head(kv, i, head) ? s->seq->head_length(i, head) : -1;
+    const SequenceState * s = find_seq(kv, seq_id);
+    return s && is_head(*kv, i, head) ? s->seq->head_length(i, head) : -1;
 }
 
 extern "C" kvedge_status kvedge_head_tokens(
     const kvedge_cache * kv, int32_t seq_id, int32_t i, int32_t head, int32_t * out, int32_t n_out, kvedge_error * err) try {
-    const SequenceState * s = kv ? find_seq(kv, seq_id) : nullptr;
-    if (!s || !is_head(kv, i, head) || !out) {
+    const SequenceState * s = find_seq(kv, seq_id);
+    if (!s || !is_head(*kv, i, head) || !out) {
         return fail(err, KVEDGE_E_ARGUMENT, "kvedge_head_tokens: no such sequence, layer or head");
     }
     const auto tokens = s->seq->head_tokens(i, head);

@@ -92,6 +92,7 @@ struct kvedge_cache {
     bool                auto_compress = true;
     bool                watching      = false;
 
+    int32_t                                       model_layers = 0;  // of the model, stored or not
     std::vector<kvedge::LayerShape>               shapes;
     std::vector<std::unique_ptr<kvedge::LayerOp>> ops;  // as shapes; the graphs keep their addresses
     bool                                          shares_kv = false;  // a full-attention layer reads another layer's K and V
@@ -135,6 +136,21 @@ namespace kvedge {
 
 // Takes a bounded prompt that failed out of the sequence; says once more that it did.
 kvedge_status fail_bounded(SequenceState & state, kvedge_error * err);
+
+// What a caller of the C interface names. kv may be NULL; no such sequence: NULL.
+inline const SequenceState * find_seq(const kvedge_cache * kv, int32_t seq_id) {
+    if (!kv) {
+        return nullptr;
+    }
+    const auto it = kv->seqs.find(seq_id);
+    return it == kv->seqs.end() || !it->second.seq ? nullptr : &it->second;
+}
+
+inline bool is_layer(const kvedge_cache & kv, int32_t i) { return i >= 0 && (size_t) i < kv.shapes.size(); }
+
+inline bool is_head(const kvedge_cache & kv, int32_t i, int32_t head) {
+    return is_layer(kv, i) && head >= 0 && head < kv.shapes[(size_t) i].n_heads_kv;
+}
 
 // The two operations of a layer in the graph; see ggml_custom_4d.
 void store_op(ggml_tensor * dst, int ith, int nth, void * layer_op);   // src: k, v

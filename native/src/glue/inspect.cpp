@@ -8,19 +8,9 @@
 
 using namespace kvedge;
 
-namespace {
-
-const Sequence * find_rows(const kvedge_cache * kv, int32_t seq_id, int32_t i) {
-    const auto it = kv ? kv->seqs.find(seq_id) : std::map<int32_t, SequenceState>::const_iterator();
-    const bool is = kv && it != kv->seqs.end() && it->second.seq && i >= 0 && (size_t) i < kv->shapes.size();
-    return is ? it->second.seq.get() : nullptr;
-}
-
-}  // namespace
-
 extern "C" kvedge_status kvedge_layer_shape(
     const kvedge_cache * kv, int32_t i, int32_t * n_heads, int32_t * n_heads_kv, int32_t * d_k, int32_t * d_v, kvedge_error * err) {
-    if (!kv || i < 0 || (size_t) i >= kv->shapes.size() || !n_heads || !n_heads_kv || !d_k || !d_v) {
+    if (!kv || !is_layer(*kv, i) || !n_heads || !n_heads_kv || !d_k || !d_v) {
         return fail(err, KVEDGE_E_ARGUMENT, "kvedge_layer_shape: no such layer, or an output is NULL");
     }
     const LayerShape & s = kv->shapes[(size_t) i];
@@ -33,11 +23,12 @@ extern "C" kvedge_status kvedge_layer_shape(
 
 extern "C" kvedge_status kvedge_head_rows(
     const kvedge_cache * kv, int32_t seq_id, int32_t i, int32_t head, float * k, float * v, int32_t n_out, kvedge_error * err) {
-    const Sequence * seq = find_rows(kv, seq_id, i);
-    if (!seq || head < 0 || head >= kv->shapes[(size_t) i].n_heads_kv || !k || !v) {
+    const SequenceState * state = find_seq(kv, seq_id);
+    if (!state || !is_head(*kv, i, head) || !k || !v) {
         return fail(err, KVEDGE_E_ARGUMENT, "kvedge_head_rows: no such sequence, layer or head, or an output is NULL");
     }
-    const LayerShape & s = kv->shapes[(size_t) i];
+    const LayerShape & s   = kv->shapes[(size_t) i];
+    const Sequence *   seq = state->seq.get();
     if (n_out < seq->head_length(i, head)) {
         return fail(err, KVEDGE_E_ARGUMENT, "kvedge_head_rows: %d rows do not fit %d places", seq->head_length(i, head), n_out);
     }
@@ -52,12 +43,12 @@ extern "C" kvedge_status kvedge_head_rows(
 
 extern "C" kvedge_status kvedge_pending_scores(
     const kvedge_cache * kv, int32_t seq_id, int32_t i, float * out, int32_t n_out, kvedge_error * err) try {
-    const Sequence * seq = find_rows(kv, seq_id, i);
-    if (!seq || !out) {
+    const SequenceState * state = find_seq(kv, seq_id);
+    if (!state || !is_layer(*kv, i) || !out) {
         return fail(err, KVEDGE_E_ARGUMENT, "kvedge_pending_scores: no such sequence or layer, or out is NULL");
     }
     std::vector<float> scores;
-    if (const auto status = score_pending(*seq, kv->plan, i, scores, err); status != KVEDGE_OK) {
+    if (const auto status = score_pending(*state->seq, kv->plan, i, scores, err); status != KVEDGE_OK) {
         return status;
     }
     if (n_out < 0 || (size_t) n_out < scores.size()) {

@@ -264,11 +264,11 @@ extern "C" kvedge_status kvedge_save(
     if ((n_note > 0 && !note) || n_note > MAX_NOTE) {
         return fail(err, KVEDGE_E_ARGUMENT, "kvedge_save: the note is NULL or longer than 64 MiB");
     }
-    const auto it = kv->seqs.find(seq_id);
-    if (it == kv->seqs.end() || !it->second.seq) {
+    const SequenceState * found = find_seq(kv, seq_id);
+    if (!found) {
         return fail(err, KVEDGE_E_STATE, "sequence %d is empty; there is nothing to save", seq_id);
     }
-    const SequenceState & state = it->second;
+    const SequenceState & state = *found;
     if (observes(*state.seq)) {
         return fail(err, KVEDGE_E_STATE, "a prompt was read and is not compressed yet; compress it before it is saved");
     }

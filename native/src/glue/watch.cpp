@@ -60,11 +60,11 @@ extern "C" kvedge_status kvedge_attention(
     if (!kv || !out || query_head < 0 || query_head >= kvedge_query_heads(kv, i)) {
         return fail(err, KVEDGE_E_ARGUMENT, "kvedge_attention: cache or out is NULL, or there is no such layer or query head");
     }
-    const auto found = kv->seqs.find(seq_id);
-    if (found == kv->seqs.end() || !found->second.seq) {
+    const SequenceState * found = find_seq(kv, seq_id);
+    if (!found) {
         return fail(err, KVEDGE_E_ARGUMENT, "kvedge_attention: sequence %d holds no tokens", seq_id);
     }
-    const SequenceState & state = found->second;
+    const SequenceState & state = *found;
     if (!state.weights.valid) {
         return fail(err, KVEDGE_E_STATE,
                     "kvedge_attention: the last decode of sequence %d was not a single token that was watched; call kvedge_watch "

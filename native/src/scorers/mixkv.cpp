@@ -1,6 +1,7 @@
 // Importance and diversity mixed by each head's redundancy (MixKV, sec. 3): attention of the last queries plus the norm
 // of the value, and distance from the mean key direction; the more alike a head's keys, the more diversity counts.
 
+#include "core/profile.h"
 #include "core/stages.h"
 #include "primitives/window.h"
 
@@ -11,7 +12,7 @@ namespace kvedge {
 
 namespace {
 
-enum { WINDOW, KERNEL, POOL, VALUE, MODE, SCALE };
+enum { WINDOW, KERNEL, POOL, VALUE, MODE, SCALE, SOURCE };
 enum { HEADWISE, IMPORTANCE, DIVERSITY, EVEN };
 
 const Param PARAMS[] = {
@@ -21,6 +22,7 @@ const Param PARAMS[] = {
     { "value", 0, 0, 0, 0, "vnorm,knorm" },  // the intrinsic importance
     { "mode", 0, 0, 0, 0, "headwise,importance,diversity,even" },
     { "scale", 0, 0, 0, 0, "imp,ex" },  // diversity is scaled to the mean importance (the paper) or attention (the code)
+    { "source", 0, 0, 0, 0, "online,profile" },  // of a head's redundancy: the prompt (the paper) or a table (the code)
     {},
 };
 
@@ -29,6 +31,14 @@ constexpr double EPS = 1e-8;
 int32_t window(const double * params) { return (int32_t) params[WINDOW]; }
 
 int32_t auto_recent(int32_t budget, const double * params) { return std::min(budget, window(params)); }
+
+bool from_profile(const double * params) { return params[SOURCE] == 1 && params[MODE] == HEADWISE; }
+
+ProfileKind profile_kind(const double * params) { return from_profile(params) ? ProfileKind::kv_heads : ProfileKind::none; }
+
+double redundancy_by_profile(const ScoreInput & in, int32_t head) {
+    return (double) in.profile->layer(in.seq->shapes()[(size_t) in.layer].il)[head];
+}
 
 double mean(const std::vector<double> & x) {
     double sum = 0.0;
@@ -143,7 +153,8 @@ void score_head(const ScoreInput & in, int32_t head, float * out) {
     scale_to(keys.diversity, mean(in.params[SCALE] == 0 ? importance : attention));
 
     const auto   mode = (int32_t) in.params[MODE];
-    const double r    = mode == HEADWISE ? keys.redundancy : mode == DIVERSITY ? 1.0 : mode == EVEN ? 0.5 : 0.0;
+    const double own  = from_profile(in.params) ? redundancy_by_profile(in, head) : keys.redundancy;
+    const double r    = mode == HEADWISE ? own : mode == DIVERSITY ? 1.0 : mode == EVEN ? 0.5 : 0.0;
     for (size_t i = 0; i < attention.size(); i++) {
         out[i] = (float) ((1.0 - r) * importance[i] + r * keys.diversity[i]);
     }
@@ -166,6 +177,8 @@ void score(const ScoreInput & in, float * out) {
 }  // namespace
 
 extern const Scorer scorer_mixkv;
-const Scorer        scorer_mixkv = { { "mixkv", PARAMS }, false, auto_recent, false, window, score, false, nullptr, nullptr, attention };
+const Scorer        scorer_mixkv = {
+    { "mixkv", PARAMS, profile_kind }, false, auto_recent, false, window, score, false, nullptr, nullptr, attention
+};
 
 }  // namespace kvedge

@@ -1,16 +1,19 @@
 """Mixed: the more alike the keys of a head are, the more a token counts for being different, not for being looked at.
 
 MixKV (Liu et al. 2025, arXiv:2510.20707), section 3.3. Importance is the pooled window attention plus the norm of the
-value, diversity is how far a key points away from the mean direction of all keys; both are brought to one scale. A head
-mixes them by its redundancy r, the mean cosine similarity of two different keys (eq. 4). Only tokens before the window
-compete; the window is kept. Where the paper is silent: a range of zero scales to 0, a key of norm zero has no
-direction, and r is limited to [0, 1].
+value, diversity is how far a key points away from the mean direction of all keys; both are brought to one scale. A
+head mixes them by its redundancy r, the mean cosine similarity of two different keys (eq. 4). The paper takes r from
+the prompt, the released code from a table averaged over samples (table 4 has both): `source = profile` is such a
+table, made by `kvedge calibrate heads --kind redundancy`. Only tokens before the window compete; the window is kept.
+Where the paper is silent: a range of zero scales to 0, a key of norm zero has no direction, and r is limited to [0,
+1].
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from pykvedge.errors import ProfileError
 from pykvedge.stages.base import Layer, Param, Scorer, Settings
 from pykvedge.stages.window import pooled_attention
 
@@ -42,8 +45,18 @@ def redundancy(mean: np.ndarray, n_tokens: int) -> float:
     return float(np.clip((n_tokens * (mean @ mean) - 1) / (n_tokens - 1), 0, 1))
 
 
-def mixed(s_ex: np.ndarray, k: np.ndarray, v: np.ndarray, settings: Settings) -> np.ndarray:
-    """Scores [n] float64 of the candidates, the first n tokens. s_ex: [n]; k, v: [T, d] of one KV head."""
+def profile_kind(settings: Settings) -> str | None:
+    """Only the weight of mode headwise can be calibrated."""
+    return "key-redundancy" if settings["source"] == "profile" and settings["mode"] == "headwise" else None
+
+
+def mixed(
+    s_ex: np.ndarray, k: np.ndarray, v: np.ndarray, settings: Settings, calibrated: float | None = None
+) -> np.ndarray:
+    """Scores [n] float64 of the candidates, the first n tokens. s_ex: [n]; k, v: [T, d] of one KV head.
+
+    calibrated: redundancy to mix by, instead of the prompt's own.
+    """
     n = len(s_ex)
     norms = np.linalg.norm(v[:n].astype(np.float64), axis=1)
     if settings["value"] == "knorm":
@@ -53,7 +66,7 @@ def mixed(s_ex: np.ndarray, k: np.ndarray, v: np.ndarray, settings: Settings) ->
     mean = unit.mean(axis=0)
     scale = s_ex if settings["scale"] == "ex" else s_imp
     s_div = scaled_to(minmax01(-(unit[:n] @ mean)), scale.mean())
-    r = redundancy(mean, len(k))
+    r = redundancy(mean, len(k)) if calibrated is None else calibrated
     weight = {"headwise": r, "importance": 0.0, "diversity": 1.0, "even": 0.5}[settings["mode"]]
     return (1 - weight) * s_imp + weight * s_div
 
@@ -67,9 +80,16 @@ def score(layer: Layer, settings: Settings) -> np.ndarray:
     """[Hkv, T] float64. The window's own tokens keep their unpooled attention."""
     out = attention(layer, settings)
     before = max(0, layer.k.shape[1] - settings["window"])
+    weights: list[float | None] = [None] * len(out)
+    if profile_kind(settings):
+        if layer.profile is None:
+            raise ProfileError(
+                "scorer 'mixkv' needs a profile; make one with `kvedge calibrate heads --kind redundancy`"
+            )
+        weights = [float(r) for r in layer.profile]
     if before:
         for h, row in enumerate(out):
-            row[:before] = mixed(row[:before], layer.k[h], layer.v[h], settings)
+            row[:before] = mixed(row[:before], layer.k[h], layer.v[h], settings, weights[h])
     return out
 
 
@@ -90,8 +110,10 @@ MEMBER = Scorer(
             choices=("headwise", "importance", "diversity", "even"),
         ),
         Param("scale", "imp", "diversity has the mean of: importance or attention", choices=("imp", "ex")),
+        Param("source", "online", "of a head's redundancy: this prompt or a profile", choices=("online", "profile")),
     ),
     auto_recent=lambda budget, settings: min(budget, settings["window"]),
     whole_up_to=lambda settings: settings["window"],
     attention=attention,
+    profile=profile_kind,
 )

@@ -1,6 +1,6 @@
 """Value norm: a value of a large norm moves the output more, so the highest norms stay.
 
-MixKV (section 3.2) takes it as the intrinsic importance of a token, beside what attention says. Nothing is protected by
+MixKV (section 3.3) takes it as the intrinsic importance of a token, beside what attention says. Nothing is protected by
 itself; `recent` protects the end of the prompt.
 """
 
@@ -19,6 +19,6 @@ def score(layer: Layer, settings: Settings) -> np.ndarray:
 MEMBER = Scorer(
     name="vnorm",
     summary="values with a large norm win",
-    source="MixKV, section 3.2",
+    source="MixKV, section 3.3",
     score=score,
 )

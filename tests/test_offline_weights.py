@@ -1,0 +1,301 @@
+"""MixKV with redundancies from a profile, and plans whose stages need a profile each."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import oracles
+import pytest
+from arrays import prompt
+
+import pykvedge
+from pykvedge import profile
+from pykvedge.calibrate.redundancy import key_redundancy
+from pykvedge.calibrate.samples import scenes
+from pykvedge.checks import suite
+from pykvedge.errors import ProfileError, UsageError
+from pykvedge.kvtypes import KvType
+from pykvedge.libkvedge import rows
+from pykvedge.profile import Profile
+from pykvedge.stages.base import ProfileTable
+
+DATA = profile.SHIPPED.parent
+DEMO, DEMO_MMPROJ = DATA / "demo-model.gguf", DATA / "demo-mmproj.gguf"
+OFFLINE = {"scorer.source": "profile"}
+SMALL = {**OFFLINE, "scorer.window": 8}
+BOTH = pykvedge.plan("mixkv-sparsemm", 0.5, **OFFLINE)
+
+
+def redundancies(values):
+    return Profile("key-redundancy", np.asarray(values, dtype=np.float64))
+
+
+def heads(values):
+    return Profile("visual-heads", np.asarray(values, dtype=np.float64))
+
+
+def same(a, b):
+    return all(np.array_equal(x, y) for r, s in zip(a.kept, b.kept, strict=True) for x, y in zip(r, s, strict=True))
+
+
+@pytest.fixture
+def own_folder(tmp_path, monkeypatch):
+    folder = tmp_path / "own"
+    monkeypatch.setattr(profile, "folder", lambda: folder)
+    return folder
+
+
+# Scores
+
+
+@pytest.mark.parametrize("engine", ["native", "numpy"])
+@pytest.mark.parametrize(("r", "mode"), [(0.0, "importance"), (0.5, "even"), (1.0, "diversity")])
+def test_one_redundancy_for_all_heads_is_a_mode_of_its_own(native, engine, r, mode):
+    p = prompt(90, layers=3)
+    offline = pykvedge.compress(
+        pykvedge.plan("mixkv", 0.4, **SMALL), *p.arguments, engine=engine, profile=redundancies(np.full((3, 2), r))
+    )
+    plain = pykvedge.compress(
+        pykvedge.plan("mixkv", 0.4, **{"scorer.window": 8, "scorer.mode": mode}), *p.arguments, engine=engine
+    )
+    np.testing.assert_array_equal(offline.scores, plain.scores)
+    assert same(offline, plain)
+
+
+@pytest.mark.parametrize("engine", ["native", "numpy"])
+def test_a_profile_of_one_prompt_is_what_that_prompt_has_online(native, engine):
+    """Its numbers come from all pairs of keys, one by one."""
+    p = prompt(40, layers=2, size=16)
+    p.k[0, 1] += 1.5  # heads differ
+    kept = p.k.astype(np.float16).astype(np.float64)
+    own = redundancies([[oracles.redundancy(head.tolist()) for head in layer] for layer in kept])
+    assert np.ptp(own.values) > 0.3
+    online = pykvedge.compress(pykvedge.plan("mixkv", 0.5, **{"scorer.window": 8}), *p.arguments, engine=engine)
+    plan = pykvedge.plan("mixkv", 0.5, **SMALL)
+    offline = pykvedge.compress(plan, *p.arguments, engine=engine, profile=own)
+    np.testing.assert_allclose(offline.scores, online.scores, rtol=1e-5)
+    assert same(offline, online)
+    swapped = redundancies(own.values[:, ::-1])  # each head the other's
+    assert not same(pykvedge.compress(plan, *p.arguments, engine=engine, profile=swapped), online)
+
+
+def test_the_order_of_heads_matters_by_design():
+    row = suite._commutes(lambda: pykvedge.plan("mixkv", 0.3, **OFFLINE))
+    assert (row.status, row.cases) == ("by design", 0) and "scorer 'mixkv'" in row.note
+
+
+# Two profiles
+
+
+@pytest.mark.parametrize("engine", ["native", "numpy"])
+def test_each_stage_takes_the_profile_that_fits_it(native, engine):
+    p = prompt(120, layers=2)
+    rng = np.random.default_rng(0)
+    a, b = heads(rng.gamma(0.3, 1.0, (2, 4))), redundancies(rng.random((2, 2)))
+    plan = pykvedge.plan("mixkv-sparsemm", 0.4, **SMALL)
+    results = [pykvedge.compress(plan, *p.arguments, engine=engine, profile=given) for given in ([a, b], (b, a))]
+    assert same(*results)
+    lengths = {len(head) for layer in results[0].kept for head in layer}
+    assert len(lengths) > 1  # heads' budgets come from the one
+    other = pykvedge.compress(plan, *p.arguments, engine=engine, profile=[a, redundancies(1 - b.values)])
+    assert {len(head) for layer in other.kept for head in layer} == lengths and not same(other, results[0])
+
+
+@pytest.mark.parametrize("engine", ["native", "numpy"])
+def test_what_does_not_fit_is_refused(native, engine):
+    p = prompt(60, (4, 2), layers=2)
+    a, b = heads(np.ones((2, 4))), redundancies(np.ones((2, 2)))
+
+    def run(given, plan=BOTH):
+        return pykvedge.compress(plan, *p.arguments, engine=engine, profile=given)
+
+    mixkv = pykvedge.plan("mixkv", 0.5, **OFFLINE)
+    for given, plan, says in (
+        (None, mixkv, r"key-redundancy profile \(scorer 'mixkv'\).*`kvedge calibrate heads --kind redundancy`"),
+        (a, BOTH, r"needs a key-redundancy profile \(scorer 'mixkv'\)"),
+        (b, BOTH, r"needs a visual-heads profile \(allocator 'heads'\)"),
+        ([a, b, b], BOTH, "two profiles were given for scorer 'mixkv'"),
+        (a, mixkv, "kind 'visual-heads' does not fit scorer 'mixkv'; make one with `kvedge calibrate heads --kind red"),
+        (Profile("prefix", np.ones((2, 1)), (0.2,)), BOTH, "kind 'prefix' does not fit scorer 'mixkv' or allocator"),
+        (b, pykvedge.plan("sparsemm", 0.5), "kind 'key-redundancy' does not fit allocator 'heads'"),
+        *((redundancies(np.ones(s)), mixkv, "belongs to another model") for s in ((2, 4), (3, 2), (1, 2), (2, 1))),
+        ([redundancies(np.ones((2, 4))), a], BOTH, "belongs to another model"),
+    ):
+        with pytest.raises(ProfileError, match=says):
+            run(given, plan)
+    assert run([a, b]).kept
+
+
+def test_the_library_refuses_by_itself(native):
+    p = prompt(60, (4, 2), layers=2)
+    arrays = type("Arrays", (tuple,), {})((p.q, p.k, p.v, p.image_mask.astype(np.uint8)))
+
+    def run(plan, stage, values, budgets=()):
+        table = ProfileTable(np.array(values, dtype=np.float32), np.array(budgets, dtype=np.float32))
+        return native.compress_arrays(plan, arrays, KvType.parse("f16"), 1, {stage: table})
+
+    plan = pykvedge.plan("mixkv", 40, **OFFLINE)
+    assert run(plan, "scorer", np.ones((2, 2))).kept
+    for values, budgets, says in (
+        (np.ones((2, 4)), (), "4 KV heads a layer, the model 2"), (np.ones((3, 2)), (), "3 layers, the model 2"),
+        (np.full((2, 2), 1.1), (), "above 1"), (np.full((2, 2), -0.1), (), "not negative"),
+        (np.full((2, 2), np.nan), (), "finite"), (np.ones((2, 2)), (0.2, 0.5), "KV heads, without budgets"),
+    ):  # fmt: skip
+        with pytest.raises(UsageError, match=says):
+            run(plan, "scorer", values, budgets)
+    with pytest.raises(UsageError, match="scorer 'window' takes no profile"):
+        run(pykvedge.plan("snapkv", 40), "scorer", np.ones((2, 2)))
+    for missing, stage in (("allocator 'heads' needs a profile", "scorer"), ("scorer 'mixkv' needs", "allocator")):
+        with pytest.raises(UsageError, match=missing):
+            run(pykvedge.plan("mixkv-sparsemm", 40, **OFFLINE), stage, np.ones((2, 2 if stage == "scorer" else 4)))
+
+
+# With models
+
+
+def demo_session(plan, **settings):
+    return pykvedge.Session(DEMO, DEMO_MMPROJ, plan, threads=1, **settings)
+
+
+def kept_by(session, sample):
+    session.ask(sample.question, sample.pictures)
+    cache = session.engine.cache
+    return [[cache.tokens(i, h) for h in range(len(lengths))] for i, lengths in enumerate(cache.lengths())]
+
+
+def test_calibrating_on_one_prompt_gives_that_prompts_redundancies(native, own_folder):
+    [sample] = itertools.islice(scenes("key-redundancy"), 1)
+    with demo_session(pykvedge.plan("full")) as session:
+        values, used = key_redundancy(session, [sample], 5)
+        keys = [[rows(session.engine.cache, i, h)[0].astype(np.float64) for h in range(2)] for i in range(5)]
+    assert used == 1 and values.shape == (5, 2)
+    for layer, head in itertools.product(range(5), range(2)):
+        units = keys[layer][head] / np.linalg.norm(keys[layer][head], axis=1, keepdims=True)
+        similar = units @ units.T
+        n = len(units)
+        assert values[layer, head] == pytest.approx((similar.sum() - np.trace(similar)) / (n * (n - 1)), abs=1e-9)
+    kept = []
+    for settings, given in (({}, None), (OFFLINE, redundancies(values)), (OFFLINE, redundancies(0 * values))):
+        with demo_session(pykvedge.plan("mixkv", 0.5, **settings), profile=given) as session:
+            kept.append(kept_by(session, sample))
+    assert kept[0] == kept[1] != kept[2]
+
+
+def test_the_mean_is_over_samples(native):
+    samples = list(itertools.islice(scenes("key-redundancy"), 2))
+    with demo_session(pykvedge.plan("full")) as session:
+        each = [key_redundancy(session, [sample], 1)[0] for sample in samples]
+        both, used = key_redundancy(session, iter(samples), 10)
+    assert used == 2 and not np.allclose(*each)
+    np.testing.assert_allclose(both, np.mean(each, axis=0), rtol=1e-12)
+
+
+def test_both_profiles_of_the_demo_model_are_found(native, own_folder):
+    found = profile.find(BOTH, DEMO)
+    assert {stage: made.kind for stage, made in found.items()} == BOTH.profile_kinds()
+    assert found["scorer"].values.shape == (5, 2) and found["scorer"].samples == 50
+    [sample] = itertools.islice(scenes("key-redundancy"), 1)
+    kept = []
+    for given in (None, profile.SHIPPED / profile.file_name("key-redundancy", profile.hash_of(DEMO)),
+                  [redundancies(np.zeros((5, 2))), heads(np.eye(5, 4))]):  # fmt: skip
+        with demo_session(BOTH, profile=given) as session:
+            kept.append(kept_by(session, sample))
+    assert kept[0] == kept[1] != kept[2]
+
+
+def test_rows_belong_to_the_layers_of_the_model(native, tiny):
+    """gemma3 keeps its sliding-window layers to itself: of the profile only the other rows count."""
+    model, text = tiny("gemma3"), "The quick brown fox jumps over the lazy dog. " * 6
+    kept = []
+    with model.session() as session:
+        session.ask("Good morning").read()
+        cache, n_layers = session.engine.cache, session.model.n_layer
+        stored, n_heads_kv = cache.layer_ids(), native.shape(cache, 0)[1]
+    assert 0 < len(stored) < n_layers
+    for own, others in ((0.0, 1.0), (0.0, 0.0), (1.0, 0.0)):
+        values = np.full((n_layers, n_heads_kv), others)
+        values[stored] = own
+        plan = pykvedge.plan("mixkv", 20, **{**OFFLINE, "scorer.window": 4})
+        with model.session(plan, profile=redundancies(values)) as session:
+            session.ask(text)
+            cache = session.engine.cache
+            kept.append([[cache.tokens(i, h) for h in range(n_heads_kv)] for i in range(len(stored))])
+    assert kept[0] == kept[1] != kept[2]
+    for shape in ((len(stored), n_heads_kv), (n_layers, n_heads_kv + 1)):
+        with model.session(plan, profile=redundancies(np.ones(shape))) as session:  # noqa: SIM117
+            with pytest.raises(UsageError, match="belongs to another model"):
+                session.ask("Hello")
+
+
+def test_a_conversation_keeps_profiles_for_the_plans_to_come(own_folder, tiny, profile_file, native):
+    model = tiny("llama")
+    both = [profile_file(model.model, kind) for kind in ("visual-heads", "key-redundancy")]
+    plans = [
+        pykvedge.plan(name, 0.6, **settings)
+        for name, settings in (("sparsemm", {}), ("mixkv", SMALL), ("h2o", {}), ("mixkv-sparsemm", SMALL))
+    ]
+    with model.session(plans[3], profile=both) as session:
+        for plan in plans:
+            session.set_plan(plan)
+            session.ask("And now something else, please. " * 8).read()
+        with pytest.raises(ProfileError, match="prefix profile"):
+            session.set_plan(pykvedge.plan("prefixkv", **{"allocator.source": "profile"}))
+    for plan in plans[:2]:  # the first plan must need all that is given
+        with pytest.raises(ProfileError, match="does not fit"):
+            model.session(plan, profile=both)
+
+
+def test_a_cache_refuses_a_plan_without_its_profile(native, tiny):
+    from contexts import TinyContext
+
+    context = TinyContext(tiny("llama").model, pykvedge.plan("h2o"))
+    for plan in (pykvedge.plan("mixkv", **OFFLINE), BOTH):
+        with pytest.raises(UsageError, match="needs a profile"):
+            context.cache.set_plan(plan)
+    context.llama.llama_free(context.context)  # and when the context is gone, too
+    with pytest.raises(UsageError, match="needs a profile"):
+        context.cache.set_plan(BOTH)
+    context.cache.detach()
+
+
+def test_attach_takes_several(native, tiny, profile_file):
+    from llama_cpp import Llama
+
+    model = tiny("llama").model
+    both = [profile_file(model, kind) for kind in ("visual-heads", "key-redundancy")]
+    llm = Llama(str(model), n_ctx=1024, n_threads=1, n_threads_batch=1, verbose=False)
+    try:
+        with pytest.raises(ProfileError, match="does not fit"):
+            pykvedge.attach(llm, "sparsemm", 0.5, profile=both)
+        attached = pykvedge.attach(llm, "mixkv-sparsemm", 0.5, profile=both, **SMALL)
+        attached.set_plan("sparsemm", 0.5)
+        attached.set_plan(pykvedge.plan("mixkv-sparsemm", 0.5, **SMALL))
+        assert llm("The quick brown fox jumps over the lazy dog. " * 4, max_tokens=2)["choices"]
+        assert len({n for layer in attached.kept() for n in layer}) > 1 and attached.stats().n_compressions == 1
+    finally:
+        llm.close()
+
+
+# The program
+
+
+def test_chat_takes_several_profiles(kvedge, tiny, profile_file, tmp_path):
+    model = tiny("llama")
+    given = [["--profile", profile_file(model.model, kind)] for kind in ("visual-heads", "key-redundancy", "prefix")]
+    arguments = ["chat", *model.arguments(), "--max-tokens", 2, "--budget", 0.6, "--set", "scorer.window=4"]
+    arguments += ["--set", "scorer.source=profile", "--method", "mixkv-sparsemm", "The quick brown fox " * 8]
+    empty = {"HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path)}
+    done = kvedge(*arguments, *given[0], *given[1], "--json", env=empty)
+    assert done.code == 0 and len(set(done.json["kv"]["kept_per_layer"])) == 2
+    kvedge(*arguments, *given[0], env=empty).failed(2, "key-redundancy", "`kvedge calibrate heads --kind redundancy`")
+    kvedge(*arguments, *given[0], *given[1], *given[2], env=empty).failed(2, "kind 'prefix' does not fit")
+    kvedge(*arguments, *given[0], *given[0], env=empty).failed(2, "two profiles", "allocator 'heads'")
+
+
+def test_methods_tell_what_a_plan_needs(kvedge):
+    assert "scorer.source = online: " in kvedge("methods", "mixkv").out
+    listed = {row["name"]: row["profiles"] for row in kvedge("methods", "--json").json}
+    assert listed["mixkv-headkv"] == {"allocator": "retrieval-heads"} and listed["mixkv"] == {}
+    shown = kvedge("methods", "sparsemm").out
+    assert "visual-heads of the model for the allocator, made by `kvedge calibrate heads`" in " ".join(shown.split())
