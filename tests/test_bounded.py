@@ -1,0 +1,193 @@
+"""Bounded prefill: what it keeps and answers is what the ordinary way keeps and answers; the full cache never exists."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import numpy as np
+import pytest
+from contexts import TinyContext
+
+import pykvedge
+from pykvedge.errors import StateError, UnsupportedError, UsageError
+from pykvedge.images import load_picture
+from pykvedge.model import CancelledError
+from pykvedge.plan import Budget
+from pykvedge.session import Session
+
+QUESTION = "What is in the two images? " * 3
+METHODS = ["lookm", "snapkv", "mixkv-ada", "pyramidkv", "h2o", "roco"]
+
+
+def kept(session):
+    cache = session.engine.cache
+    return [[cache.tokens(i, h) for h in range(len(heads))] for i, heads in enumerate(cache.lengths())]
+
+
+def pictures(picture_file):
+    return [load_picture(picture_file(seed=seed)) for seed in (1, 2)]
+
+
+def ask(model, plan, images, bounded, turns=1, **settings):
+    """(kept sets, report, text, stats) after the last of the turns."""
+    with Session(model.model, model.mmproj, plan, bounded=bounded, threads=1, **settings) as session:
+        for turn in range(turns):
+            answer = session.ask(QUESTION if turn == 0 else "And now?", images if turn == 0 else [])
+            sets = kept(session)
+            text = "".join(piece for _, piece in zip(range(6), answer, strict=False))
+            answer.close()
+        return sets, answer.report, text, session.engine.cache.stats()
+
+
+@pytest.mark.parametrize("kind", ["llava", "qwen2vl"])
+@pytest.mark.parametrize("method", METHODS)
+def test_keeps_and_answers_as_the_ordinary_way_does(native, tiny, picture_file, kind, method):
+    plan, images = pykvedge.plan(method, 0.3), pictures(picture_file)
+    sets, report, text, _ = ask(tiny(kind), plan, images, False)
+    ours, bounded, same, stats = ask(tiny(kind), plan, images, True)
+    assert bounded.bounded is True and bounded.not_bounded == "" and report.bounded is None
+    assert ours == sets and same == text
+    assert bounded.kv.kept_bytes == report.kv.kept_bytes and bounded.kv.kept_of_them == report.kv.kept_of_them
+    assert bounded.kv.compressed_tokens == report.kv.compressed_tokens == bounded.tokens.prompt
+    assert bounded.kv.peak_bytes < report.kv.peak_bytes
+
+
+def test_the_full_cache_never_exists(native, tiny):
+    """The peak is what is kept, one layer of eight, and what is gathered of that layer: a few bytes a token."""
+    context = TinyContext(tiny("llama", n_layer=8).model, pykvedge.plan("lookm", 0.1))
+    try:
+        context.cache.bound_prompt(np.zeros(1200, dtype=np.uint8))
+        assert decode(context, 1200) == 0
+        stats = context.cache.stats()
+        gathered = 1200 * 8 * stats.n_heads_kv + stats.index_bytes
+        assert stats.after_bytes == stats.bytes < 0.11 * stats.before_bytes
+        assert stats.peak_bytes < stats.bytes + stats.before_bytes / 8 + gathered + 2**14
+    finally:
+        context.close()
+
+
+def test_quantised_rows_and_a_second_turn(native, tiny, picture_file):
+    plan, images = pykvedge.plan("lookm", 0.3), pictures(picture_file)
+    sets, _, text, _ = ask(tiny("llava"), plan, images, False, turns=2, kv_type="kivi4")
+    ours, report, same, _ = ask(tiny("llava"), plan, images, True, turns=2, kv_type="kivi4")
+    assert report.bounded and ours == sets and same == text
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "phi3", "lfm2"])
+def test_a_prompt_of_text_alone(native, tiny, kind):
+    plan = pykvedge.plan("snapkv", 0.5)
+    sets, _, text, _ = ask(tiny(kind), plan, [], False)
+    ours, report, same, _ = ask(tiny(kind), plan, [], True)
+    assert report.bounded and ours == sets and same == text
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "why"),
+    [
+        ("llava", "flashcache", "allocator 'spectral' looks at all layers"),
+        ("llava", "prefixkv", "allocator 'prefix' looks at all layers"),
+        ("llava", "meda", "allocator 'entropy' looks at all layers"),
+        ("llava", "full", "the budget covers the whole prompt"),
+        ("gemma3", "lookm", "gemma3"),
+    ],
+)
+def test_falls_back_and_says_why(kvedge, tiny, picture_file, kind, method, why):
+    chat = ["chat", *tiny(kind).arguments(), "--image", picture_file(), "--max-tokens", 4, "--method", method]
+    ordinary = kvedge(*chat, "--json", QUESTION)
+    bounded = kvedge(*chat, "--json", "--bounded", QUESTION)
+    assert why in bounded.stderr and bounded.stderr.count("not bounded") == 1
+    said = json.loads(bounded.stdout)
+    assert said["bounded"]["used"] is False and why in said["bounded"]["why_not"]
+    assert said["text"] == json.loads(ordinary.stdout)["text"] and "bounded" not in json.loads(ordinary.stdout)
+
+
+def test_a_model_without_a_cache_of_ours_falls_back(kvedge, tiny):
+    done = kvedge("chat", *tiny("mamba").arguments(), "--method", "full", "--bounded", "--kv-type", "f16", "Hello")
+    assert done.returncode == 0 and "not bounded" in done.stderr
+
+
+def test_ctrl_c_in_the_middle_leaves_a_usable_session(native, tiny, picture_file):
+    stop, layers = threading.Event(), []
+
+    def progress(what, share):
+        if "layer by layer" in what:
+            layers.append(share)
+            if share > 0:
+                stop.set()
+
+    plan, images = pykvedge.plan("lookm", 0.3), pictures(picture_file)
+    model = tiny("llava")
+    with Session(model.model, model.mmproj, plan, bounded=True, threads=1, progress=progress, cancel=stop) as session:
+        with pytest.raises(CancelledError):
+            session.ask(QUESTION, images)
+        assert 0 < layers[-1] < 1
+        stop.clear()
+        stop.set = lambda: None
+        session.ask(QUESTION, images)
+        assert layers[-1] == 1.0
+        ours = kept(session)
+    assert ours == ask(model, plan, images, False)[0]
+
+
+# ------------------------------------------------------------------------------------------------------------
+
+
+def decode(context, n, image=False):
+    """One batch of n tokens by hand, as a C program sends it; llama.cpp's status."""
+    llama = context.llama
+    batch = llama.llama_batch_init(n, 0, 1)
+    batch.n_tokens = n
+    for i in range(n):
+        batch.token[i] = 3 + i % 50
+        batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0], batch.logits[i] = context.n[0] + i, 1, 0, i == n - 1
+    status = llama.llama_decode(context.context, batch)
+    llama.llama_batch_free(batch)
+    context.n[0] += n
+    return status
+
+
+@pytest.fixture
+def context(native, tiny):
+    made = TinyContext(tiny("llama").model, pykvedge.plan("snapkv", 0.25))
+    yield made
+    made.close()
+
+
+def test_a_batch_that_was_not_announced_so_is_refused(context):
+    context.cache.bound_prompt(np.zeros(100, dtype=np.uint8))
+    assert decode(context, 99) != 0
+    with pytest.raises(StateError, match="as announced"):
+        context.cache.check()
+
+
+def test_more_tokens_than_a_pass_holds_are_refused(context):
+    with pytest.raises(UsageError, match="n_ubatch"):
+        context.cache.bound_prompt(np.zeros(context.llama.llama_n_ubatch(context.context) + 1, dtype=np.uint8))
+
+
+def test_a_plan_that_looks_at_all_layers_is_refused(context):
+    context.cache.set_plan(pykvedge.plan("flashcache", 0.25))
+    with pytest.raises(UnsupportedError, match="spectral"):
+        context.cache.bound_prompt(np.zeros(10, dtype=np.uint8))
+
+
+def test_compressed_even_without_automatic_compression(context):
+    context.cache.set_auto_compress(False)
+    context.cache.bound_prompt(np.zeros(100, dtype=np.uint8))
+    assert decode(context, 100) == 0
+    assert context.cache.bounded_layers() == context.cache.stats().n_layers
+    assert all(n == 25 for heads in context.cache.lengths() for n in heads)
+    assert context.cache.stats().n_pending == 0 and context.cache.stats().n_compressions == 1
+    assert decode(context, 1) == 0 and context.cache.bounded_layers() == -1
+    assert all(n == 26 for heads in context.cache.lengths() for n in heads)
+
+
+def test_the_mask_counts_where_nothing_is_dropped(context):
+    """An announced prompt that the budget covers is read as ever, but its images are known."""
+    context.cache.set_plan(pykvedge.plan("snapkv").with_(budget=Budget(pairs=100)))
+    mask = np.zeros(100, dtype=np.uint8)
+    mask[10:30] = 1
+    context.cache.bound_prompt(mask)
+    assert decode(context, 100) == 0
+    assert context.cache.stats().n_image_tokens == 20 and context.cache.stats().n_pending == 100
