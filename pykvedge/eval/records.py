@@ -13,7 +13,7 @@ from typing import Any
 
 from pykvedge.errors import KvedgeError, UsageError
 
-VERSION = 1
+VERSION = 2
 Key = tuple[str, str, str]  # sample id, name and budget of the cell
 
 
@@ -67,7 +67,7 @@ class Records:
         try:
             first, *found = [json.loads(line) for line in lines]
             version = first["kvedge_eval"]
-            rows = {key_of(row): row for row in found}
+            rows = {key_of(row): row for row in found if row["digest"] and row["plan"]}
         except (ValueError, KeyError, TypeError):
             raise UsageError(f"{path} holds no results of kvedge eval; save to another file") from None
         if version != VERSION:

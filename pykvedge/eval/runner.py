@@ -110,6 +110,9 @@ def _missing(sample: Sample, full: Cell, cells: list[Cell], records: Records) ->
             missing.add(cell.key)
         elif row["digest"] != sample.digest():
             raise UsageError(f"sample {sample.id} was another one when it was measured before; save to another file")
+        elif row["plan"] != cell.digest:
+            name = f"{cell.name} at {cell.plan.budget}"
+            raise UsageError(f"{name} was another plan when it was measured before; save to another file")
     return missing
 
 
@@ -177,6 +180,7 @@ def _record(sample: Sample, cell: Cell, figures: dict[str, Any]) -> dict[str, An
         "metric": sample.metric,
         "method": cell.name,
         "budget": cell.budget,
+        "plan": cell.digest,
         "reference": sample.answer,
         **figures,
     }
