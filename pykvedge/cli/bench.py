@@ -102,9 +102,10 @@ def bench(**given: Any) -> None:
 
 def _run(given: dict[str, Any]) -> int:
     from pykvedge.bench import plot
-    from pykvedge.bench.runner import Log, Outcome, SaveError, run
+    from pykvedge.bench.runner import Log, Outcome, run
     from pykvedge.display import Display
     from pykvedge.interrupt import as_event
+    from pykvedge.jsonlines import SaveError
     from pykvedge.progress import Countdown
 
     for file in given["plugins"]:

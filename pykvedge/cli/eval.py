@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -121,9 +122,10 @@ def evaluate(data: tuple[Path, ...], **given: Any) -> None:
 
 def _run(given: dict[str, Any]) -> int:
     from pykvedge.display import Display
-    from pykvedge.eval.records import Records, SaveError
+    from pykvedge.eval.records import Records
     from pykvedge.eval.runner import Outcome, evaluate, steps
     from pykvedge.interrupt import as_event
+    from pykvedge.jsonlines import SaveError
     from pykvedge.progress import Countdown
 
     for file in given["plugins"]:
@@ -201,9 +203,9 @@ def _samples(given: dict[str, Any]) -> list[Sample]:
         tasks = demo_names()
     for name in tasks:
         out += demo_samples(name, given["samples"], given["seed"], given["images"])
-    twice = {s.id for i, s in enumerate(out) if s.id in {t.id for t in out[:i]}} if len(given["data"]) > 1 else set()
+    twice = [name for name, n in Counter(sample.id for sample in out).items() if n > 1]
     if twice:
-        raise UsageError(f"sample {min(twice)} is in two of the data sets; rename a file, or evaluate them one by one")
+        raise UsageError(f"there are two samples {twice[0]}; rename one, or one of the files")
     return out
 
 

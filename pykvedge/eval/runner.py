@@ -11,8 +11,9 @@ from pykvedge import runtime
 from pykvedge.errors import ContextError, ImageError, KvedgeError, UsageError
 from pykvedge.eval.measure import Cell, Measurer, Preparer, Wants
 from pykvedge.eval.reader import Reader
-from pykvedge.eval.records import Records, SaveError, fingerprint
+from pykvedge.eval.records import Records, fingerprint
 from pykvedge.eval.tasks import Sample
+from pykvedge.jsonlines import SaveError
 from pykvedge.model import CancelledError, Model, Progress, silent
 from pykvedge.presets import plan
 from pykvedge.progress import Countdown
