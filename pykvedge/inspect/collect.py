@@ -144,8 +144,7 @@ def _places(pieces: list[Piece], pictures: list[Picture]) -> tuple[np.ndarray, l
     mask: list[bool] = []
     shown: list[Shown] = []
     for piece in pieces:
-        is_image = isinstance(piece, ImagePiece)
-        if is_image and whole:
+        if isinstance(piece, ImagePiece) and whole:
             shown.append(Shown(pictures[len(shown)], len(mask), piece.n_tokens, piece.places))
-        mask += [is_image] * piece.n_tokens
+        mask += [isinstance(piece, ImagePiece)] * piece.n_tokens
     return np.array(mask, dtype=bool), shown
