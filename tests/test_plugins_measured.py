@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
-from conftest import THREADS
+from conftest import ROOT, THREADS
 from test_plugins import EXAMPLES
 
 import pykvedge
+from pykvedge.plugins import loading
 
 # what streaming-llm without sinks keeps, written by hand
 LAST = """\
@@ -111,3 +113,16 @@ def test_results_of_another_version_of_a_plugin_or_plan_are_not_gone_on_with(kve
     plan.write_text(pykvedge.plan("snapkv", 0.3, allocator="ada").to_json())
     kvedge(*few, "--resume").failed(2, "mine at 0.3 was another plan")
     assert save.read_bytes() == before
+
+
+def test_the_methods_of_the_results_pages_exist():
+    """Commands in docs/results name built-in methods, or those of the plugin there, and use all of its methods."""
+    folder = ROOT / "docs" / "results"
+    own = set(loading.load_file(folder / "tables.py"))
+    named = set()
+    for page in folder.glob("*.md"):
+        for listed in re.findall(r"(?:--methods |^    [A-Z]=)(\S+)", page.read_text(encoding="utf-8"), re.MULTILINE):
+            named |= {name for name in listed.split(",") if re.fullmatch(r"[a-z][a-z0-9-]*", name) and name != "all"}
+    assert len(named) > 20 and own <= named
+    for name in named:
+        assert pykvedge.plan(name, 0.2).method == name
