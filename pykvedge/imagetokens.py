@@ -1,4 +1,4 @@
-"""How many tokens an image becomes, from the metadata of an mmproj and the size of the image."""
+"""How many tokens an image becomes, from the metadata of an mmproj and the size of the image, and what each shows."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pykvedge.gguf import Header
 from pykvedge.modelfile import projector
 
 _FIXED = {"mlp": 1, "ldp": 2, "ldpv2": 2, "gemma3": 4}  # projector -> patches that become one token, along each side
+_SQUARE = (*_FIXED, "adapter", "gemma3nv", "janus_pro")  # those that see every image centred on one square
 _BY_SIZE = ("qwen2vl_merger", "qwen2.5vl_merger")
 _LEAST, _MOST = 8, 4096  # tokens of an image of those, unless the file says otherwise
 
@@ -42,6 +43,27 @@ def image_grid(mmproj: Header, width: int, height: int) -> ImageGrid:
     raise UnsupportedError(
         f"{mmproj.path}: how many tokens its projector '{kind}' makes of an image is not known; give --image-tokens"
     )
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the tokens of an image lie: row by row. padded: the image lies centred on a square, else it fills it."""
+
+    across: int
+    down: int
+    padded: bool
+
+
+def places(kind: str, reported: tuple[int, int], n_tokens: int) -> Places | None:
+    """What the tokens of an image show, None if that is not known.
+
+    kind: the projector. reported: columns and rows as mtmd tells them, which for models of fixed size is one row.
+    """
+    columns, rows = reported
+    if rows > 1 and columns * rows == n_tokens:
+        return Places(columns, rows, padded=False)
+    side = math.isqrt(n_tokens)
+    return Places(side, side, padded=True) if kind in _SQUARE and side * side == n_tokens else None
 
 
 def _aligned(width: int, height: int, side: int, least: int, most: int) -> tuple[int, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import math
 import os
 import secrets
 from collections import Counter
@@ -15,10 +14,10 @@ import numpy as np
 from pykvedge import libraries, memory, runtime
 from pykvedge.errors import ImageError, ModelError, UsageError
 from pykvedge.images import Picture
+from pykvedge.imagetokens import Places, places
 from pykvedge.model import Model
 from pykvedge.modelfile import check_mmproj, projector
 
-SQUARE = ("mlp", "ldp", "ldpv2", "gemma3")  # projectors that see every image as one square
 WORKSPACE = 128 << 20  # bytes that encoding an image takes beside the weights, about
 
 
@@ -42,8 +41,7 @@ class ImagePiece:
     n_tokens: int
     key: str  # equal for pieces that have equal embeddings
     embeddings: np.ndarray | None = None  # [n_tokens, width] float32
-    grid: tuple[int, int] = (0, 1)  # columns and rows of tokens; models of fixed size report one row
-    places: tuple[int, int] | None = None  # tokens across and down, row by row, where they are known to lie so
+    places: Places | None = None  # None: what each token shows is not known
 
 
 Piece = TextPiece | ImagePiece
@@ -134,19 +132,12 @@ class Vision:
                 tokens = mtmd.mtmd_input_chunk_get_tokens_image(chunk)
                 grid = (mtmd.mtmd_image_tokens_get_nx(tokens), mtmd.mtmd_image_tokens_get_ny(tokens))
                 copy = mtmd.mtmd_input_chunk_copy(chunk)
-                places = self._places(grid, n_tokens)
-                out.append(ImagePiece(copy, n_tokens, f"{key}/{parts[key]}", grid=grid, places=places))
+                shown = places(self._projector, grid, n_tokens)
+                out.append(ImagePiece(copy, n_tokens, f"{key}/{parts[key]}", places=shown))
                 parts[key] += 1
             else:
                 raise UsageError("the prompt holds something that is neither text nor image")
         return out
-
-    def _places(self, grid: tuple[int, int], n_tokens: int) -> tuple[int, int] | None:
-        """mtmd's grid, which it has for positions in two dimensions; else the square of projectors that have one."""
-        if grid[1] > 1 and grid[0] * grid[1] == n_tokens:
-            return grid
-        side = math.isqrt(n_tokens)
-        return (side, side) if self._projector in SQUARE and side * side == n_tokens else None
 
     def encode(self, piece: ImagePiece) -> None:
         """Fills in the embeddings. Raises ImageError."""

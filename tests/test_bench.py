@@ -306,10 +306,30 @@ def test_cancelling_before_the_start(tiny, native):
     assert out.interrupted and table.rows(out) == []
 
 
-@pytest.mark.skipif(os.name != "posix", reason="a device that is always full")
+@pytest.mark.skipif(os.name != "posix", reason="resource limits")
+def test_a_disk_that_fills_up_keeps_whole_lines(environment, tiny, native, tmp_path):
+    save, limit = tmp_path / "raw.jsonl", 4000
+
+    def little_space():
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    program = [sys.executable, "-m", "pykvedge", "bench", *tiny("llama").arguments(), "--tokens", "40", "--methods",
+               "h2o", "--repeat", "100000", "--generate", "2", "--quiet", "--save", str(save)]  # fmt: skip
+    done = subprocess.run(
+        program, capture_output=True, text=True, env=environment, preexec_fn=little_space, check=False
+    )
+    assert done.returncode == 1 and "| stock" in done.stdout
+    assert len(done.stderr.splitlines()) == 1 and "raw.jsonl cannot be written: File too large" in done.stderr
+    lines = save.read_bytes()
+    assert 2000 < len(lines) <= limit and lines.endswith(b"\n")
+    assert all(json.loads(line) for line in lines.splitlines())
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full")
 def test_a_full_disk_is_one_line(tmp_path):
-    log = Log(None)
-    log._path, log._file = "/dev/full", Path("/dev/full").open("wb", buffering=0)  # noqa: SIM115
+    log = Log(Path("/dev/full"))
     with pytest.raises(pykvedge.KvedgeError, match="/dev/full cannot be written: No space left"):
         log.add({"a": 1})
     log.close()
@@ -324,5 +344,6 @@ def test_bad_input(kvedge, tiny):
     kvedge(*llama, "--kv-types", "f61").failed(2, "unknown kv_type 'f61'")
     kvedge(*llama, "--repeat", "0").failed(2, "--repeat must be at least 1")
     kvedge(*llama, "--plot", "a.gif").failed(2, "--plot writes")
+    kvedge(*llama, "--plot", "nowhere/a.svg").failed(2, "there is no folder nowhere")
     kvedge(*llama, "--mmproj", "a", "--mmproj", "b").failed(2, "1 models and 2 image encoders")
     kvedge("bench", "--model", "none.gguf").failed(1, "none.gguf does not exist")

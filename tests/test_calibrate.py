@@ -18,6 +18,7 @@ from pykvedge.calibrate.samples import TASKS, Box, Labelled, read_jsonl, scenes
 from pykvedge.demo_tasks.evalset import samples as held_out
 from pykvedge.errors import KvedgeError, UnsupportedError, UsageError
 from pykvedge.images import Picture, load_picture
+from pykvedge.imagetokens import Places, places
 from pykvedge.model import CancelledError
 from pykvedge.vision import ImagePiece, TextPiece
 
@@ -62,11 +63,19 @@ def test_grids_of_image_encoders(tiny, picture_file, native):
     wide = load_picture(picture_file("wide.png", 240, 120))
     with tiny("llava").session() as session:
         [piece] = [p for p in session.first_prompt("What?", [wide]) if isinstance(p, ImagePiece)]
-        assert piece.places == (4, 4) and piece.n_tokens == 16
+        assert piece.places == Places(4, 4, padded=True) and piece.n_tokens == 16
     with tiny("qwen2vl").session() as session:
         [piece] = [p for p in session.first_prompt("What?", [wide]) if isinstance(p, ImagePiece)]
-        across, down = piece.places
-        assert across * down == piece.n_tokens and across > down
+        at = piece.places
+        assert at.across * at.down == piece.n_tokens and at.across > at.down and not at.padded
+
+
+def test_grids_that_are_not_known_are_not_guessed():
+    assert places("gemma3", (256, 1), 256) == Places(16, 16, padded=True)
+    assert places("resampler", (64, 1), 64) is None  # 64 queries, none of which has a place
+    assert places("mlp", (577, 1), 577) is None
+    assert places("qwen2vl_merger", (6, 3), 18) == Places(6, 3, padded=False)
+    assert places("pixtral", (6, 3), 20) is None  # with a token at the end of each row
 
 
 def test_what_has_no_known_places_is_refused(demo):
@@ -76,10 +85,10 @@ def test_what_has_no_known_places_is_refused(demo):
 
     with pytest.raises(UnsupportedError, match="does not say which token"):
         tokens_of_boxes(sample, [ImagePiece(None, 144, "a/0")])
-    sliced = [ImagePiece(None, 144, f"a/{i}", places=(12, 12)) for i in range(2)]
+    sliced = [ImagePiece(None, 144, f"a/{i}", places=Places(12, 12, True)) for i in range(2)]
     with pytest.raises(UnsupportedError, match="slices"):
         tokens_of_boxes(sample, sliced)
-    found = tokens_of_boxes(sample, [TextPiece([1, 2, 3]), ImagePiece(None, 144, "a/0", places=(12, 12))])
+    found = tokens_of_boxes(sample, [TextPiece([1, 2, 3]), ImagePiece(None, 144, "a/0", places=Places(12, 12, True))])
     assert [t.tolist() for t in found] == [[3]]
 
 

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from conftest import THREADS
@@ -337,6 +338,36 @@ def test_bad_input(kvedge, tiny, native, tmp_path):
     kvedge("eval", "--resume").failed(2, "--resume needs")
     kvedge("eval", "--model", "none.gguf").failed(2, "none.gguf does not exist")
     kvedge("eval", "--samples", "0").failed(2, "--samples must be at least 1")
+    twice = tmp_path / "twice"
+    (twice / "images").mkdir(parents=True)
+    item = {"sample_id": 7, "task_instruction_id": 0, "task_instance": {"context": "x", "images_path": []}}
+    meta = {"task_instruction": ["Answer."], "question_type": "open-ended"}
+    items = [{**item, "response": answer} for answer in "ab"]
+    (twice / "twice.json").write_text(json.dumps({"meta_data": meta, "data": items}))
+    kvedge("eval", *llama, twice).failed(2, "two samples twice:7")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full")
+def test_output_that_cannot_be_written_is_one_line(environment, tiny, native, tmp_path):
+    data = tmp_path / "d.jsonl"
+    data.write_text(json.dumps({"question": "x", "answer": "y", "max_tokens": 2}))
+    program = [
+        sys.executable,
+        "-m",
+        "pykvedge",
+        "eval",
+        *tiny("llama").arguments(),
+        data,
+        "--methods",
+        "full",
+        "--quiet",
+    ]
+    with open("/dev/full", "wb") as full:  # noqa: PTH123
+        done = subprocess.run(
+            list(map(str, program)), stdout=full, stderr=subprocess.PIPE, env=environment, check=False
+        )
+    assert done.returncode == 1
+    assert done.stderr.decode() == "kvedge: error: the output cannot be written: No space left on device\n"
 
 
 def test_images_without_an_encoder(kvedge, tiny, picture_file, native, tmp_path):

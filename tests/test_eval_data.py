@@ -119,6 +119,7 @@ GOOD = {"question": "What?", "answer": "This.", "images": ["images/0.png"]}
         ({"choices": [1]}, "'choices' must be a list of texts"),
         ({"max_tokens": 0}, "'max_tokens' must be"),
         ({"messages": []}, "not both"),
+        ({"question": 5}, "'question' must be a text, not 5"),
     ],
 )
 def test_a_bad_line_is_named(folder, change, words):
@@ -135,6 +136,7 @@ def test_a_bad_line_is_named(folder, change, words):
         ("\n\n", "holds no samples"),
         ('{"question": ', "line 1 is no JSON"),
         ("[1]\n", "line 1 is no JSON object"),
+        ("[" * 100000, "line 1 is no JSON"),
         (json.dumps({"id": 1, **GOOD}) + "\n" + json.dumps({"id": 1, **GOOD}), "line 2: the id 'own:1' was there"),
         (json.dumps({"messages": [{"role": "assistant", "content": "x"}], "answer": "y"}), "take turns"),
         (json.dumps({"messages": [{"role": "robot", "content": "x"}], "answer": "y"}), "unknown role"),
@@ -255,3 +257,20 @@ ROBOT = {"image": "images/0.png", "conversations": [{"from": "robot", "value": "
 def test_json_of_another_form(folder, data):
     with pytest.raises(DatasetError):
         load(write(folder / "d.json", data))
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "words"),
+    [
+        ("a.json", [{"img": "images/0.png", "question": "x", "answer": "y"}], "a.json sample 1: unknown column 'img'"),
+        ("a.json", {"v1_0": {"image_name": "0.png", "question": "x", "answer": "y"}}, "unknown column 'image_name'"),
+        ("a.json", {"v1_0": {"imagename": "0.png", "qestion": "x", "answer": "y"}}, "did you mean 'question'"),
+        ("a.json", {"v1_0": {"imagename": "0.png", "question": "x", "answer": "y", "capability": 5}}, "'capability'"),
+        ("a.json", "[" * 100000, "a.json is no JSON"),
+    ],
+)
+def test_what_is_wrong_with_json_is_named(folder, name, data, words):
+    """A misspelt image would else be a question without one."""
+    with pytest.raises(DatasetError) as error:
+        load(write(folder / name, data))
+    assert words in str(error.value) and "\n" not in str(error.value)

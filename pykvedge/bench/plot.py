@@ -41,6 +41,8 @@ def check(path: Path) -> None:
     """Raises UsageError if pictures of this kind cannot be written here."""
     if path.suffix not in FORMATS:
         raise UsageError(f"--plot writes {', '.join(FORMATS)}, not '{path.suffix or path.name}'")
+    if not path.parent.is_dir():
+        raise UsageError(f"--plot {path} cannot be written: there is no folder {path.parent}")
     if path.suffix == ".png":
         try:
             import matplotlib  # noqa: F401

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from pykvedge.bench import machine
 from pykvedge.bench.matrix import Matrix, ModelFiles, Shape, Variant
 from pykvedge.bench.measure import Prompt, Repetition, figures, make_prompt, repetition
 from pykvedge.errors import ContextError, ImageError, KvedgeError, UsageError
+from pykvedge.jsonlines import JsonLines
 from pykvedge.model import CancelledError, Model, Progress, silent
 from pykvedge.progress import Countdown
 from pykvedge.vision import Vision
@@ -48,38 +48,23 @@ class Log:
     """Raw repetitions as JSON lines, each written before the next is measured."""
 
     def __init__(self, path: Path | None) -> None:
-        """Raises UsageError if there is such a file already, KvedgeError if it cannot be written."""
-        self._path, self._file = path, None
+        """Raises UsageError if there is such a file already, SaveError if it cannot be written."""
+        self._file: JsonLines | None = None
         if path is None:
             return
-        try:
-            self._file = path.open("xb", buffering=0)
-        except FileExistsError:
-            raise UsageError(f"{path} exists; save to another file") from None
-        except OSError as error:
-            raise KvedgeError(f"{path} cannot be written: {error.strerror or error}") from None
+        if path.is_file() and path.stat().st_size:
+            raise UsageError(f"{path} exists; save to another file")
+        self._file = JsonLines(path)
 
     def add(self, line: dict[str, Any]) -> None:
-        """Raises KvedgeError if the disk is full; what was written before stays."""
-        if self._file is None:
-            return
-        try:
-            data = json.dumps(line).encode() + b"\n"
-            while data:
-                data = data[self._file.write(data) or 0 :]
-        except OSError as error:
-            self.close()
-            raise SaveError(f"{self._path} cannot be written: {error.strerror or error}") from None
+        """Raises SaveError if the disk is full; what was written before stays."""
+        if self._file is not None:
+            self._file.add(line)
 
     def close(self) -> None:
         """Ends the file."""
         if self._file is not None:
             self._file.close()
-            self._file = None
-
-
-class SaveError(KvedgeError):
-    """Raw figures cannot be written."""
 
 
 def run(

@@ -42,7 +42,7 @@ def _images(sample: Labelled, pieces: list[Piece]) -> list[tuple[int, tuple[int,
                     "this model's image encoder does not say which token shows which part of an image, so its heads "
                     "cannot be calibrated on boxes"
                 )
-            out.append((at, piece.places))
+            out.append((at, (piece.places.across, piece.places.down)))
         at += piece.n_tokens
     if len(out) != len(sample.pictures):
         raise UnsupportedError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import signal
@@ -93,6 +94,9 @@ def _explain(error: Exception) -> int:
     if isinstance(error, KvedgeError):
         _complain(str(error))
         return error.exit_code
+    if isinstance(error, OSError) and error.filename is None and error.errno in (errno.ENOSPC, errno.EFBIG, errno.EIO):
+        _complain(f"the output cannot be written: {error.strerror}")
+        return 1
     if isinstance(error, MemoryError):
         _complain("not enough memory; close other programs or use a smaller model")
         return 1

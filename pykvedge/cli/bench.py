@@ -12,6 +12,7 @@ import click
 
 from pykvedge.cli.chat import model_files, positive
 from pykvedge.errors import UsageError
+from pykvedge.plugins.loading import load_file
 from pykvedge.presets import methods as method_names
 from pykvedge.presets import plan as make_plan
 
@@ -49,6 +50,14 @@ _PATH = click.Path(path_type=Path)
     metavar="A,B",
     help="See `kvedge methods`, or all. `full` and stock llama.cpp are always measured.",
 )
+@click.option(
+    "--plugin",
+    "plugins",
+    type=_PATH,
+    multiple=True,
+    metavar="FILE",
+    help="A file with methods or stages of your own, .py or a shared library; repeatable.",
+)
 @click.option("--budgets", metavar="A,B", help=f"Default {DEFAULTS['budgets']}, quick {QUICK['budgets']}.")
 @click.option("--tokens", metavar="N,M", help=f"Text tokens of each prompt. Default {DEFAULTS['tokens']}.")
 @click.option(
@@ -83,6 +92,7 @@ def bench(**given: Any) -> None:
     Examples:
       kvedge bench --quick                    two minutes at most, on the demo model
       kvedge bench --model m.gguf --mmproj mm.gguf --images 1,4 --methods lookm,mixkv --plot bench.svg
+      kvedge bench --plugin mine.py --methods snapkv,mine
       kvedge bench --model m.gguf --tokens 512,2560,8192 --budgets 0.2 -o csv > speed.csv
 
     Exit code: 0, or 1 if something was left out (stderr says what), or 130 after Ctrl-C; both print the table.
@@ -92,11 +102,14 @@ def bench(**given: Any) -> None:
 
 def _run(given: dict[str, Any]) -> int:
     from pykvedge.bench import plot
-    from pykvedge.bench.runner import Log, Outcome, SaveError, run
+    from pykvedge.bench.runner import Log, Outcome, run
     from pykvedge.display import Display
     from pykvedge.interrupt import as_event
+    from pykvedge.jsonlines import SaveError
     from pykvedge.progress import Countdown
 
+    for file in given["plugins"]:
+        load_file(file)
     matrix = _matrix(given)
     if given["plot"] is not None:
         plot.check(given["plot"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import click
 
 from pykvedge.cli.chat import model_files, positive, read_plan
 from pykvedge.errors import KvedgeError, UsageError, unknown
+from pykvedge.plugins.loading import load_file, source_digest
 from pykvedge.presets import methods as method_names
 from pykvedge.presets import plan as make_plan
 
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from pykvedge.eval.measure import Cell, Wants
     from pykvedge.eval.runner import Job
     from pykvedge.eval.tasks import Sample
+    from pykvedge.plan import Plan
 
 FIVE = ("lookm", "mixkv", "elastic", "flashcache", "prefixkv")
 METRICS = {"score": "answers", "rouge": "answers", "ppl": "likelihood", "kld": "likelihood", "top1": "likelihood"}
@@ -71,6 +74,14 @@ _PATH = click.Path(path_type=Path)
     help="A composition of your own, with its budget; repeatable. Named after the file.",
 )
 @click.option(
+    "--plugin",
+    "plugins",
+    type=_PATH,
+    multiple=True,
+    metavar="FILE",
+    help="A file with methods or stages of your own, .py or a shared library; repeatable.",
+)
+@click.option(
     "--metrics",
     default=",".join(METRICS),
     show_default=True,
@@ -101,6 +112,7 @@ def evaluate(data: tuple[Path, ...], **given: Any) -> None:
       kvedge eval --save r.jsonl --resume ...       goes on after a break
       kvedge eval --model m.gguf --mmproj mm.gguf MileBench/TQA -o csv > table.csv
       kvedge eval --model m.gguf --mmproj mm.gguf own.jsonl --plan mine.json --metrics ppl,kld
+      kvedge eval --plugin mine.py --methods snapkv,mine --budgets 0.2,0.1
 
     Exit code: 0, or 1 if something was left out (stderr says what), or 130 after Ctrl-C; both print the table.
     """
@@ -110,11 +122,14 @@ def evaluate(data: tuple[Path, ...], **given: Any) -> None:
 
 def _run(given: dict[str, Any]) -> int:
     from pykvedge.display import Display
-    from pykvedge.eval.records import Records, SaveError
+    from pykvedge.eval.records import Records
     from pykvedge.eval.runner import Outcome, evaluate, steps
     from pykvedge.interrupt import as_event
+    from pykvedge.jsonlines import SaveError
     from pykvedge.progress import Countdown
 
+    for file in given["plugins"]:
+        load_file(file)
     job = _job(given)
     if given["resume"] and given["save"] is None:
         raise UsageError("--resume needs the file of results: --save FILE")
@@ -188,14 +203,13 @@ def _samples(given: dict[str, Any]) -> list[Sample]:
         tasks = demo_names()
     for name in tasks:
         out += demo_samples(name, given["samples"], given["seed"], given["images"])
-    twice = {s.id for i, s in enumerate(out) if s.id in {t.id for t in out[:i]}} if len(given["data"]) > 1 else set()
+    twice = [name for name, n in Counter(sample.id for sample in out).items() if n > 1]
     if twice:
-        raise UsageError(f"sample {min(twice)} is in two of the data sets; rename a file, or evaluate them one by one")
+        raise UsageError(f"there are two samples {twice[0]}; rename one, or one of the files")
     return out
 
 
 def _cells(given: dict[str, Any]) -> list[Cell]:
-    from pykvedge.eval.measure import Cell
     from pykvedge.eval.runner import FULL, full_cell
 
     names = _listed("--methods", given["methods"])
@@ -205,14 +219,20 @@ def _cells(given: dict[str, Any]) -> list[Cell]:
     cells = [full_cell()]
     for name in names:
         if name != FULL:
-            cells += [Cell(name, make_plan(name, budget)) for budget in budgets]
+            cells += [_cell(name, make_plan(name, budget)) for budget in budgets]
     for path in given["plans"]:
-        cells.append(Cell(path.stem, read_plan(path)))
+        cells.append(_cell(path.stem, read_plan(path)))
     keys = [cell.key for cell in cells]
     for cell in cells:
         if keys.count(cell.key) > 1:
             raise UsageError(f"{cell.name} at {cell.plan.budget} was asked for twice; rename the plan's file")
     return cells
+
+
+def _cell(name: str, plan: Plan) -> Cell:
+    from pykvedge.eval.measure import Cell
+
+    return Cell(name, plan, source_digest(plan))
 
 
 def _wants(given: dict[str, Any]) -> Wants:

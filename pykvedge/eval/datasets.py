@@ -12,10 +12,21 @@ from typing import Any
 
 from pykvedge.errors import unknown
 from pykvedge.eval import milebench
-from pykvedge.eval.files import DatasetError, check_marks, image_file, read_json, read_text, text_field
+from pykvedge.eval.files import (
+    DatasetError,
+    check_columns,
+    check_marks,
+    image_file,
+    read_json,
+    read_text,
+    text_field,
+)
 from pykvedge.eval.tasks import IMAGE, NO_SCORE, SCORES, Line, Sample, with_choices
 
 COLUMNS = ("id", "task", "images", "messages", "question", "answer", "choices", "metric", "max_tokens")
+LLAVA_COLUMNS = ("id", "question_id", "image", "question", "answer", "conversations", "capability", "category", "model",
+                 "width", "height")  # fmt: skip
+MM_VET_COLUMNS = ("imagename", "question", "answer", "capability", "imagesource")
 ROLES = ("system", "user", "assistant")
 
 
@@ -62,7 +73,7 @@ def jsonl(path: Path, images: Path | None, limit: int | None) -> list[Sample]:
             break
         try:
             data = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DatasetError(f"{where} is no JSON: {error}") from None
         if not isinstance(data, dict):
             raise DatasetError(f"{where} is no JSON object")
@@ -76,9 +87,7 @@ def jsonl(path: Path, images: Path | None, limit: int | None) -> list[Sample]:
 
 def _jsonl_sample(data: dict[str, Any], folder: Path, path: Path, number: int) -> Sample:
     where = f"{path} line {number}"
-    for column in data:
-        if column not in COLUMNS:
-            raise DatasetError(f"{where}: {unknown('column', column, COLUMNS)}")
+    check_columns(data, COLUMNS, where)
     answer = text_field(data, "answer", where)
     choices = data.get("choices", [])
     if not isinstance(choices, list) or not all(isinstance(c, str) and c.strip() for c in choices):
@@ -104,7 +113,10 @@ def _messages(data: dict[str, Any], images: tuple[Path, ...], choices: tuple[str
     """The conversation. Images go to the marks in order; without any mark, all to the first user's message."""
     if ("messages" in data) == ("question" in data):
         raise DatasetError(f"{where}: either 'messages' or 'question' is needed, and not both")
-    turns = data.get("messages", [{"role": "user", "content": data.get("question")}])
+    if "question" in data:
+        turns: Any = [{"role": "user", "content": text_field(data, "question", where)}]
+    else:
+        turns = data["messages"]
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         raise DatasetError(f"{where}: 'messages' must be a list of objects with 'role' and 'content'")
     pairs: list[tuple[str, str]] = []
@@ -157,10 +169,14 @@ def mm_vet(path: Path, images: Path | None, limit: int | None) -> list[Sample]:
         if "imagename" not in data:
             out.append(_llava_sample(where, identity, data, images or path.parent, True))
             continue
+        check_columns(data, MM_VET_COLUMNS, where)
+        groups = data.get("capability", [])
+        if not isinstance(groups, list):
+            raise DatasetError(f"{where}: 'capability' must be a list of names")
         folder = next((f for f in folders if (f / str(data["imagename"])).is_file()), folders[-1])
         line = Line("user", text_field(data, "question", where), (image_file(folder, data["imagename"], where),))
-        groups = tuple(str(name) for name in data.get("capability", []))
-        out.append(Sample(identity, path.stem, (line,), text_field(data, "answer", where), "rouge", groups=groups))
+        names = tuple(str(name) for name in groups)
+        out.append(Sample(identity, path.stem, (line,), text_field(data, "answer", where), "rouge", groups=names))
     return out
 
 
@@ -178,6 +194,7 @@ def _objects(path: Path, limit: int | None) -> Iterator[tuple[str, str, dict[str
 
 
 def _llava_sample(where: str, identity: str, data: dict[str, Any], folder: Path, image_last: bool) -> Sample:
+    check_columns(data, LLAVA_COLUMNS, where)
     files = (image_file(folder, data["image"], where),) if "image" in data else ()
     if "conversations" in data:
         turns = data["conversations"]

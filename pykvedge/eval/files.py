@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pykvedge.errors import UsageError
+from pykvedge.errors import UsageError, unknown
 from pykvedge.eval.tasks import IMAGE, Line
 
 
@@ -28,8 +28,15 @@ def read_json(path: Path) -> Any:
     """What a JSON file holds."""
     try:
         return json.loads(read_text(path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DatasetError(f"{path} is no JSON: {error}") from None
+
+
+def check_columns(data: dict[str, Any], known: tuple[str, ...], where: str) -> None:
+    """A misspelt column would else be one that is not there, an image for example."""
+    for column in data:
+        if column not in known:
+            raise DatasetError(f"{where}: {unknown('column', column, known)}")
 
 
 def image_file(folder: Path, name: Any, where: str) -> Path:

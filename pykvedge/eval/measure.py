@@ -7,9 +7,11 @@ the start would give, because up to that token both are one.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import groupby
 from typing import Any
 
@@ -27,10 +29,14 @@ from pykvedge.vision import ImagePiece, Piece, TextPiece, Vision
 
 @dataclass(frozen=True)
 class Cell:
-    """A column of the measurement: a plan under the name that tables give it."""
+    """A column of the measurement: a plan under the name that tables give it.
+
+    source: tells versions of the code of the plan's own stages apart; "" where all are built in.
+    """
 
     name: str
     plan: Plan
+    source: str = ""
 
     @property
     def budget(self) -> float | int:
@@ -41,6 +47,11 @@ class Cell:
     def key(self) -> tuple[str, str]:
         """Tells cells apart, also in files."""
         return self.name, str(self.budget)
+
+    @cached_property
+    def digest(self) -> str:
+        """Equal for cells that compress the same way: a file of results is refused for others of the same name."""
+        return hashlib.sha256(f"{self.plan.to_json()} {self.source}".encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)

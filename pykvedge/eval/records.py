@@ -7,18 +7,14 @@ is brought to the disk, so that a machine that stops loses one sample at most.
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
-from pykvedge.errors import KvedgeError, UsageError
+from pykvedge.errors import UsageError
+from pykvedge.jsonlines import JsonLines
 
-VERSION = 1
+VERSION = 2
 Key = tuple[str, str, str]  # sample id, name and budget of the cell
-
-
-class SaveError(KvedgeError):
-    """Results cannot be written."""
 
 
 def key_of(record: dict[str, Any]) -> Key:
@@ -36,29 +32,20 @@ class Records:
         SaveError if it cannot be written.
         """
         self.rows: dict[Key, dict[str, Any]] = {}
-        self._path, self._file, self._good = path, None, 0
+        self._file: JsonLines | None = None
         if path is None:
             return
-        header = {"kvedge_eval": VERSION, **header}
+        header, good = {"kvedge_eval": VERSION, **header}, 0
         if path.is_file() and path.stat().st_size:
             if not resume:
                 raise UsageError(f"{path} exists; add --resume to go on with it, or save to another file")
-            self._read(path, header)
-        try:
-            self._file = path.open("r+b" if path.is_file() else "wb", buffering=0)
-            self._file.seek(self._good)
-            self._cut()
-            if not self._good:
-                self._write(header)
-        except OSError as error:
-            raise SaveError(f"{path} cannot be written: {error.strerror or error}") from None
+            good = self._read(path, header)
+        self._file = JsonLines(path, good)
+        if not good:
+            self._file.add(header)
 
-    def _cut(self) -> None:
-        if self._file is not None and self._file.seekable() and self._path is not None and self._path.is_file():
-            self._file.truncate(self._good)
-
-    def _read(self, path: Path, header: dict[str, Any]) -> None:
-        """Takes over what the file holds, but for a last line that was not written to its end."""
+    def _read(self, path: Path, header: dict[str, Any]) -> int:
+        """Takes over what the file holds, but for a last line that was not written to its end. Returns its bytes."""
         try:
             data = path.read_bytes()
         except OSError as error:
@@ -67,7 +54,7 @@ class Records:
         try:
             first, *found = [json.loads(line) for line in lines]
             version = first["kvedge_eval"]
-            rows = {key_of(row): row for row in found}
+            rows = {key_of(row): row for row in found if row["digest"] and row["plan"]}
         except (ValueError, KeyError, TypeError):
             raise UsageError(f"{path} holds no results of kvedge eval; save to another file") from None
         if version != VERSION:
@@ -78,52 +65,23 @@ class Records:
                     f"{path} was measured with {name} {first.get(name)!r}, not {value!r}; save to another file"
                 )
         self.rows = rows
-        self._good = sum(len(line) + 1 for line in lines)
+        return sum(len(line) + 1 for line in lines)
 
     def add(self, record: dict[str, Any]) -> None:
         """Keeps a record. Raises SaveError; the file then ends with the record before."""
         self.rows[key_of(record)] = record
         if self._file is not None:
-            self._write(record)
-
-    def _write(self, line: dict[str, Any]) -> None:
-        assert self._file is not None
-        data = json.dumps(line, ensure_ascii=False).encode() + b"\n"
-        try:
-            written = 0
-            while written < len(data):
-                written += self._file.write(data[written:]) or 0
-        except OSError as error:
-            self._drop_torn_line()
-            raise SaveError(
-                f"{self._path} cannot be written: {error.strerror or error}; what was measured before is in it"
-            ) from None
-        self._good += len(data)
-
-    def _drop_torn_line(self) -> None:
-        try:
-            self._cut()
-        except OSError:
-            pass  # the reader leaves out a torn line anyway
-        finally:
-            if self._file is not None:
-                self._file.close()
-                self._file = None
+            self._file.add(record)
 
     def sync(self) -> None:
         """Brings what was written to the disk."""
         if self._file is not None:
-            try:
-                os.fsync(self._file.fileno())
-            except OSError as error:
-                if self._path is not None and self._path.is_file():  # pipes cannot be synchronised, and need not be
-                    raise SaveError(f"{self._path} cannot be written: {error.strerror or error}") from None
+            self._file.sync()
 
     def close(self) -> None:
         """Ends the file. Does nothing the second time."""
         if self._file is not None:
             self._file.close()
-            self._file = None
 
 
 def fingerprint(path: Path) -> str:

@@ -11,8 +11,9 @@ from pykvedge import runtime
 from pykvedge.errors import ContextError, ImageError, KvedgeError, UsageError
 from pykvedge.eval.measure import Cell, Measurer, Preparer, Wants
 from pykvedge.eval.reader import Reader
-from pykvedge.eval.records import Records, SaveError, fingerprint
+from pykvedge.eval.records import Records, fingerprint
 from pykvedge.eval.tasks import Sample
+from pykvedge.jsonlines import SaveError
 from pykvedge.model import CancelledError, Model, Progress, silent
 from pykvedge.presets import plan
 from pykvedge.progress import Countdown
@@ -110,6 +111,9 @@ def _missing(sample: Sample, full: Cell, cells: list[Cell], records: Records) ->
             missing.add(cell.key)
         elif row["digest"] != sample.digest():
             raise UsageError(f"sample {sample.id} was another one when it was measured before; save to another file")
+        elif row["plan"] != cell.digest:
+            name = f"{cell.name} at {cell.plan.budget}"
+            raise UsageError(f"{name} was another plan when it was measured before; save to another file")
     return missing
 
 
@@ -177,6 +181,7 @@ def _record(sample: Sample, cell: Cell, figures: dict[str, Any]) -> dict[str, An
         "metric": sample.metric,
         "method": cell.name,
         "budget": cell.budget,
+        "plan": cell.digest,
         "reference": sample.answer,
         **figures,
     }

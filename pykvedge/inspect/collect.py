@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +9,7 @@ import numpy as np
 
 from pykvedge import libkvedge
 from pykvedge.images import Picture
+from pykvedge.imagetokens import Places
 from pykvedge.inspect import measures
 from pykvedge.plan import Plan
 from pykvedge.vision import ImagePiece, Piece
@@ -22,13 +22,12 @@ GAMMA = 0.2  # cut-off of the outlier ratio, FlashCache's best
 
 @dataclass(frozen=True)
 class Shown:
-    """One image of the prompt: tokens first .. first + count - 1; grid: their rows and columns, None if unknown."""
+    """One image of the prompt: tokens first .. first + count - 1."""
 
     picture: Picture
     first: int
     count: int
-    grid: tuple[int, int] | None
-    square: bool  # the model saw it centred on a square
+    places: Places | None  # None: what each token shows is not known
 
 
 @dataclass
@@ -145,12 +144,7 @@ def _places(pieces: list[Piece], pictures: list[Picture]) -> tuple[np.ndarray, l
     mask: list[bool] = []
     shown: list[Shown] = []
     for piece in pieces:
-        is_image = isinstance(piece, ImagePiece)
-        if is_image and whole:
-            columns, rows = piece.grid
-            side = math.isqrt(piece.n_tokens)
-            square = rows * columns != piece.n_tokens or rows == 1
-            grid = (rows, columns) if not square else ((side, side) if side * side == piece.n_tokens else None)
-            shown.append(Shown(pictures[len(shown)], len(mask), piece.n_tokens, grid, square))
-        mask += [is_image] * piece.n_tokens
+        if isinstance(piece, ImagePiece) and whole:
+            shown.append(Shown(pictures[len(shown)], len(mask), piece.n_tokens, piece.places))
+        mask += [isinstance(piece, ImagePiece)] * piece.n_tokens
     return np.array(mask, dtype=bool), shown

@@ -21,7 +21,7 @@ def _seen(shown: Shown) -> PillowImage:
     from PIL import Image
 
     picture = Image.frombytes("RGB", (shown.picture.width, shown.picture.height), shown.picture.rgb)
-    if shown.square and picture.width != picture.height:
+    if shown.places is not None and shown.places.padded and picture.width != picture.height:
         side = max(picture.size)
         square = Image.new("RGB", (side, side))
         square.paste(picture, ((side - picture.width) // 2, (side - picture.height) // 2))
@@ -42,10 +42,10 @@ def patches(picture: PillowImage, share: np.ndarray) -> PillowImage:
 
 
 def kept_patches(findings: Findings, method: str, shown: Shown) -> PillowImage:
-    """One sheet: the picture, and for each layer what its heads keep of it. Needs shown.grid."""
+    """One sheet: the picture, and for each layer what its heads keep of it. Needs shown.places."""
     from PIL import Image, ImageDraw
 
-    rows, columns = shown.grid or (1, shown.count)
+    rows, columns = (shown.places.down, shown.places.across) if shown.places else (1, shown.count)
     picture = _seen(shown)
     share = findings.keep_share(method)[:, shown.first : shown.first + shown.count]
     tiles = [("image", picture)]

@@ -35,7 +35,7 @@ def drawings(findings: Findings) -> Iterator[Drawing]:
         total = int(findings.budgets(method).sum())
         kept = total / (findings.n_tokens * sum(len(layer) for layer in findings.kept[method]))
         for i, shown in enumerate(findings.shown, 1):
-            if shown.grid is not None:
+            if shown.places is not None:
                 note = (
                     f"Brightness: share of the layer's KV heads that keep the patch. In all {100 * kept:.1f} % is kept."
                 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib.util
 import sys
 from pathlib import Path
@@ -14,11 +15,13 @@ from pykvedge.plugins import calling, table
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
+    from pykvedge.plan import Plan
     from pykvedge.presets import Preset
 
 GROUP = "kvedge.plugins"
 LIBRARY_ENDINGS = (".so", ".dylib", ".dll")
 
+_digests: dict[str, str] = {}  # names of plugin files, and digests of what was in them when they were loaded
 _tried: dict[str, str] = {}  # entry points that were loaded, and what went wrong: "" for nothing
 
 
@@ -50,7 +53,15 @@ def load_file(path: Path) -> list[str]:
     except BaseException:
         table.restore(before)
         raise
+    _digests[path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
     return names
+
+
+def source_digest(plan: Plan) -> str:
+    """Other for other versions of the plugin files that a plan's stages come from; "" if it has none from a file."""
+    own = [table.get(stage, getattr(plan, stage)) for stage in table.STAGES]
+    found = sorted({_digests[plugin.origin] for plugin in own if plugin is not None and plugin.origin in _digests})
+    return " ".join(found)
 
 
 def _run(path: Path) -> None:
