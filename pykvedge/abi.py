@@ -121,6 +121,7 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "attach": (c.c_int, [_P, _P, c.POINTER(Options), _OUT, _ERR]),
     "detach": (None, [_P]),
     "set_plan": (c.c_int, [_P, _P, _ERR]),
+    "set_sequence_plan": (c.c_int, [_P, _I, _P, _ERR]),
     "set_auto_compress": (c.c_int, [_P, c.c_bool, _ERR]),
     "plan_check_bounded": (c.c_int, [_P, _ERR]),
     "bound_prompt": (c.c_int, [_P, _I, _P, _I, _ERR]),

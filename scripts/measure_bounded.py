@@ -1,13 +1,13 @@
-"""What a prompt needs beyond the weights: stock llama.cpp, kvedge, and kvedge with bounded prefill, each in a process of its own.
+"""What a prompt needs beyond the weights: stock llama.cpp, kvedge, and bounded prefill, each in a process of its own.
 
     python3 scripts/dev.py python scripts/measure_bounded.py MODEL.gguf
     python3 scripts/dev.py python scripts/measure_bounded.py MODEL.gguf --method mixkv --tokens 5120 --images 8 --json
 
-MODEL is a text model of the shape in question (scripts/make_shape_model.py llava-1.5-7b -o DIR writes one). The prompt is
-text and images, which come as embeddings. Columns: largest KV bytes (with scores and indices), largest anonymous memory
-beyond what the process held once the weights were loaded, both also as a share of stock's; seconds; and which share of its
-kept pairs a side has in common with `one pass`, the same prompt in one pass but compressed at its end. Stock's KV bytes
-are its buffers; its settings are llama.cpp's defaults but for the length of the context.
+MODEL is a text model of the shape in question (scripts/make_shape_model.py llava-1.5-7b -o DIR writes one). The prompt
+is text and images, which come as embeddings. Columns: largest KV bytes (with scores and indices), largest anonymous
+memory beyond what the process held once the weights were loaded, both also as a share of stock's; seconds; and which
+share of its kept pairs a side has in common with `one pass`, the same prompt in one pass but compressed at its end.
+Stock's KV bytes are its buffers; its settings are llama.cpp's defaults but for the length of the context.
 """
 
 from __future__ import annotations

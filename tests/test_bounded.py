@@ -1,20 +1,25 @@
-"""Bounded prefill: what it keeps and answers is what the ordinary way keeps and answers; the full cache never exists."""
+"""Bounded prefill keeps and answers what the ordinary way keeps and answers, and the full cache never exists."""
 
 from __future__ import annotations
 
 import json
 import threading
 
+import gguf
 import numpy as np
 import pytest
 from contexts import TinyContext
 
 import pykvedge
+from pykvedge import onepass
+from pykvedge.embeddings import TokenTable
 from pykvedge.errors import StateError, UnsupportedError, UsageError
+from pykvedge.gguf import read_header
 from pykvedge.images import load_picture
 from pykvedge.model import CancelledError
 from pykvedge.plan import Budget
 from pykvedge.session import Session
+from pykvedge.vision import ImagePiece, TextPiece
 
 QUESTION = "What is in the two images? " * 3
 METHODS = ["lookm", "snapkv", "mixkv-ada", "pyramidkv", "h2o", "roco"]
@@ -45,7 +50,7 @@ def ask(model, plan, images, bounded, turns=1, **settings):
 def test_keeps_and_answers_as_the_ordinary_way_does(native, tiny, picture_file, kind, method):
     plan, images = pykvedge.plan(method, 0.3), pictures(picture_file)
     sets, report, text, _ = ask(tiny(kind), plan, images, False)
-    ours, bounded, same, stats = ask(tiny(kind), plan, images, True)
+    ours, bounded, same, _ = ask(tiny(kind), plan, images, True)
     assert bounded.bounded is True and bounded.not_bounded == "" and report.bounded is None
     assert ours == sets and same == text
     assert bounded.kv.kept_bytes == report.kv.kept_bytes and bounded.kv.kept_of_them == report.kv.kept_of_them
@@ -55,7 +60,7 @@ def test_keeps_and_answers_as_the_ordinary_way_does(native, tiny, picture_file, 
 
 def test_the_full_cache_never_exists(native, tiny):
     """The peak is what is kept, one layer of eight, and what is gathered of that layer: a few bytes a token."""
-    context = TinyContext(tiny("llama", n_layer=8).model, pykvedge.plan("lookm", 0.1))
+    context = TinyContext(tiny("llama", n_layers=8).model, pykvedge.plan("lookm", 0.1))
     try:
         context.cache.bound_prompt(np.zeros(1200, dtype=np.uint8))
         assert decode(context, 1200) == 0
@@ -74,6 +79,25 @@ def test_quantised_rows_and_a_second_turn(native, tiny, picture_file):
     assert report.bounded and ours == sets and same == text
 
 
+@pytest.mark.parametrize("dtype", ["F32", "F16", "Q8_0", "Q4_0"])
+def test_rows_of_the_token_table(tmp_path, dtype):
+    """As the gguf library reads the whole table."""
+    rows = np.random.default_rng(1).standard_normal((40, 64)).astype(np.float32)
+    kind = gguf.GGMLQuantizationType[dtype]
+    data = rows if dtype == "F32" else gguf.quants.quantize(rows, kind)
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_tensor("other", np.zeros(7, dtype=np.float32))
+    writer.add_tensor("token_embd.weight", data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    wanted = gguf.quants.dequantize(data, kind) if dtype != "F32" else rows
+    table = TokenTable(read_header(tmp_path / "m.gguf"))
+    assert (table.width, table.n_vocab) == (64, 40)
+    np.testing.assert_array_equal(table.rows([3, 39, 0, 3]), wanted[[3, 39, 0, 3]])
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "phi3", "lfm2"])
 def test_a_prompt_of_text_alone(native, tiny, kind):
     plan = pykvedge.plan("snapkv", 0.5)
@@ -89,22 +113,34 @@ def test_a_prompt_of_text_alone(native, tiny, kind):
         ("llava", "prefixkv", "allocator 'prefix' looks at all layers"),
         ("llava", "meda", "allocator 'entropy' looks at all layers"),
         ("llava", "full", "the budget covers the whole prompt"),
-        ("gemma3", "lookm", "gemma3"),
     ],
 )
 def test_falls_back_and_says_why(kvedge, tiny, picture_file, kind, method, why):
     chat = ["chat", *tiny(kind).arguments(), "--image", picture_file(), "--max-tokens", 4, "--method", method]
     ordinary = kvedge(*chat, "--json", QUESTION)
     bounded = kvedge(*chat, "--json", "--bounded", QUESTION)
-    assert why in bounded.stderr and bounded.stderr.count("not bounded") == 1
-    said = json.loads(bounded.stdout)
+    assert why in bounded.err and bounded.err.count("not bounded") == 1
+    said = json.loads(bounded.out)
     assert said["bounded"]["used"] is False and why in said["bounded"]["why_not"]
-    assert said["text"] == json.loads(ordinary.stdout)["text"] and "bounded" not in json.loads(ordinary.stdout)
+    assert said["text"] == json.loads(ordinary.out)["text"] and "bounded" not in json.loads(ordinary.out)
+
+
+def test_what_cannot_go_in_one_causal_pass(tiny):
+    """Gemma 3 scales the rows of its token table, and its images look in both directions."""
+    with pytest.raises(UnsupportedError, match="gemma3"):
+        TokenTable(read_header(tiny("gemma3").model))
+
+    class BothWays:
+        def non_causal(self):
+            return True
+
+    assert "both directions" in onepass.why_not(BothWays(), [ImagePiece(None, 4, "")])
+    assert onepass.why_not(BothWays(), [TextPiece([1, 2])]) == ""
 
 
 def test_a_model_without_a_cache_of_ours_falls_back(kvedge, tiny):
     done = kvedge("chat", *tiny("mamba").arguments(), "--method", "full", "--bounded", "--kv-type", "f16", "Hello")
-    assert done.returncode == 0 and "not bounded" in done.stderr
+    assert done.code == 0 and "not bounded" in done.err
 
 
 def test_ctrl_c_in_the_middle_leaves_a_usable_session(native, tiny, picture_file):

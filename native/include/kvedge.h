@@ -336,6 +336,16 @@ KVEDGE_API void kvedge_detach(kvedge_cache * kv);
 // Replaces the plan; the prompts that complete from now on are compressed by it, and their answers follow its decode policy.
 KVEDGE_API kvedge_status kvedge_set_plan(kvedge_cache * kv, const kvedge_plan * plan, kvedge_error * err);
 
+// Gives one sequence a plan of its own, in place of the cache's; it stays the sequence's when that is emptied and filled
+// again. plan: copied; NULL: the cache's again. A copy of a sequence (llama_memory_seq_cp) follows its own number's plan.
+// What several sequences send in one batch is gathered and compressed for each by its plan.
+//
+//     kvedge_set_sequence_plan(kv, 3, careful, &err);
+//
+// Errors: KVEDGE_E_ARGUMENT, KVEDGE_E_BUDGET, KVEDGE_E_MEMORY.
+KVEDGE_API kvedge_status kvedge_set_sequence_plan(
+    kvedge_cache * kv, int32_t seq_id, const kvedge_plan * plan, kvedge_error * err);
+
 // Switches automatic compression on or off (kvedge_options.auto_compress).
 KVEDGE_API kvedge_status kvedge_set_auto_compress(kvedge_cache * kv, bool on, kvedge_error * err);
 

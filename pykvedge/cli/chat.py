@@ -57,8 +57,8 @@ _OPTIONS = (
     _option("--kv-type", default="f16", show_default=True, metavar="TYPE",
             help="How keys and values are stored: f16, bf16, f32, q8_0, q4_0, kivi4, kivi2, or K:V, as in q8_0:q4_0."),
     _option("--bounded", is_flag=True,
-            help="Compress each layer of a prompt before the next one runs: the full cache never exists. Not with every "
-                 "model and method; stderr says why not."),
+            help="Compress each layer of a prompt before the next one runs: the full cache never exists. Not with "
+                 "every model and method; stderr says why not."),
     _option("--max-tokens", type=int, default=512, show_default=True, metavar="N", help="Longest answer."),
     _option("--temp", type=float, default=0.0, show_default=True, help="0 always takes the likeliest token."),
     _option("--top-p", type=float, default=0.95, show_default=True, help="With --temp above 0."),
@@ -94,7 +94,7 @@ def chat(prompt: str | None, **given: Any) -> None:
       kvedge chat ... --method snapkv --allocator ada --merge pivotal --set scorer.window=16 "What is this?"
       kvedge chat ... --plugin mine.py --method mine "What is this?"
       echo "Describe the image." | kvedge chat ... --image cat.jpg --json
-      kvedge chat ... --image long.jpg --method lookm --bounded "Describe it."      a prompt whose full cache does not fit
+      kvedge chat ... --image a.jpg --method lookm --bounded "What is it?"      where the full cache does not fit
       kvedge chat ...                        a conversation; /image PATH adds an image
       kvedge chat ... --session talk.kvs "And then?"      goes on where the last run ended
     """

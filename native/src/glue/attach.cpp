@@ -84,6 +84,11 @@ kvedge_status take_over(kvedge_cache & kv, kvedge_error * err) {
                         : fail(err, KVEDGE_E_NOTHING, "this model has no full-attention layer; there is nothing to compress");
 }
 
+kvedge_status check_plan(const kvedge_cache & kv, const kvedge_plan & plan, kvedge_error * err) {
+    const auto status = kvedge_plan_check(&plan, err);
+    return status == KVEDGE_OK ? check_profiles(plan, kv.shapes, kv.model_layers, err) : status;
+}
+
 // Options of this version and of the one before it, which ended with auto_compress.
 bool read_options(const kvedge_options * given, kvedge_options & o) {
     constexpr size_t FIRST = offsetof(kvedge_options, type_k), ALIGN = alignof(kvedge_options);
@@ -159,14 +164,30 @@ extern "C" kvedge_status kvedge_set_plan(kvedge_cache * kv, const kvedge_plan * 
     if (!kv || !plan) {
         return fail(err, KVEDGE_E_ARGUMENT, "kvedge_set_plan: cache or plan is NULL");
     }
-    if (const auto status = kvedge_plan_check(plan, err); status != KVEDGE_OK) {
-        return status;
-    }
-    if (const auto status = check_profiles(*plan, kv->shapes, kv->model_layers, err); status != KVEDGE_OK) {
+    if (const auto status = check_plan(*kv, *plan, err); status != KVEDGE_OK) {
         return status;
     }
     kvedge_plan copy = *plan;
     std::swap(kv->plan, copy);
+    return ok(err);
+} catch (const std::bad_alloc &) {
+    return fail(err, KVEDGE_E_MEMORY, "no memory for a plan");
+}
+
+extern "C" kvedge_status kvedge_set_sequence_plan(
+    kvedge_cache * kv, int32_t seq_id, const kvedge_plan * plan, kvedge_error * err) try {
+    if (!kv || seq_id < 0) {
+        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_set_sequence_plan: cache is NULL, or there is no such sequence");
+    }
+    if (!plan) {
+        kv->own_plans.erase(seq_id);
+        return ok(err);
+    }
+    if (const auto status = check_plan(*kv, *plan, err); status != KVEDGE_OK) {
+        return status;
+    }
+    kvedge_plan copy = *plan;
+    std::swap(kv->own_plans[seq_id], copy);
     return ok(err);
 } catch (const std::bad_alloc &) {
     return fail(err, KVEDGE_E_MEMORY, "no memory for a plan");

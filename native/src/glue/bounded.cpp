@@ -41,6 +41,7 @@ bool kvedge_cache::enter_bounded(const llama_attn_provider_ubatch & ubatch, Run 
     for (int32_t i = 0; i < n; i++) {
         pos[(size_t) i] = ubatch.pos[run.index[(size_t) i]];
     }
+    const kvedge_plan & plan = plan_of(state.id);
     state.end_answer();
     state.armed         = true;
     state.weights.valid = false;
@@ -94,7 +95,7 @@ extern "C" kvedge_status kvedge_bound_prompt(
         return fail(err, KVEDGE_E_ARGUMENT, "a bounded prompt of %d tokens does not fit one pass of %u; make the context with a larger n_ubatch",
                     n_tokens, llama_n_ubatch(kv->ctx));
     }
-    if (const auto status = check_bounded(kv->plan, err); status != KVEDGE_OK) {
+    if (const auto status = check_bounded(kv->plan_of(seq_id), err); status != KVEDGE_OK) {
         return status;
     }
     auto request = std::make_unique<BoundedRequest>();
@@ -102,11 +103,7 @@ extern "C" kvedge_status kvedge_bound_prompt(
     for (int32_t i = 0; image_mask && i < n_tokens; i++) {
         request->image[(size_t) i] = image_mask[i] ? 1 : 0;
     }
-    SequenceState & state = kv->seqs[seq_id];
-    if (!state.seq) {
-        state.seq = std::make_unique<Sequence>(kv->shapes, kv->storage);
-    }
-    state.request = std::move(request);
+    kv->open(seq_id).request = std::move(request);
     return ok(err);
 } catch (const std::bad_alloc &) {
     return fail(err, KVEDGE_E_MEMORY, "no memory to announce a prompt");

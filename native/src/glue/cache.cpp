@@ -24,6 +24,20 @@ void SequenceState::note_peak() {
     peak_bytes = std::max(peak_bytes, seq->bytes() + seq->index_bytes() + score_bytes());
 }
 
+SequenceState & kvedge_cache::open(int32_t seq_id) {
+    SequenceState & state = seqs[seq_id];
+    state.id              = seq_id;
+    if (!state.seq) {
+        state.seq = std::make_unique<Sequence>(shapes, storage);
+    }
+    return state;
+}
+
+const kvedge_plan & kvedge_cache::plan_of(int32_t seq_id) const {
+    const auto own = own_plans.find(seq_id);
+    return own == own_plans.end() ? plan : own->second;
+}
+
 int32_t kvedge_cache::threads() const {
     const int32_t n = n_threads > 0 ? n_threads : ctx ? llama_n_threads_batch(ctx) : available_threads();
     return std::max(1, n);
@@ -90,10 +104,7 @@ bool kvedge_cache::collect_runs(const llama_attn_provider_ubatch & ubatch) {
             report(KVEDGE_E_UNSUPPORTED, "a token that belongs to several sequences at once cannot be stored; decode it once per sequence");
             return false;
         }
-        SequenceState & state = seqs[ubatch.seq_id[i][0]];
-        if (!state.seq) {
-            state.seq = std::make_unique<Sequence>(shapes, storage);
-        }
+        SequenceState & state = open(ubatch.seq_id[i][0]);
         auto run = std::find_if(runs.begin(), runs.end(), [&](const auto & r) { return r->state == &state; });
         if (run == runs.end()) {
             runs.push_back(std::make_unique<Run>());
@@ -128,6 +139,7 @@ bool kvedge_cache::enter_run(const llama_attn_provider_ubatch & ubatch, Run & ru
         report(KVEDGE_E_STATE, "a bounded prompt must come as announced: all its tokens in one batch of their own, within n_ubatch");
         return false;
     }
+    const kvedge_plan & plan = plan_of(state.id);
     if (request && BoundedPrompt::pays(*state.seq, plan, n)) {
         state.prev_output = output;
         return enter_bounded(ubatch, run, request->image);
@@ -249,6 +261,7 @@ kvedge_status kvedge_cache::compress(SequenceState & state, kvedge_error * err) 
     }
     Compression   outcome;
     const int32_t n_tokens = state.seq->pending_length();
+    const auto &  plan   = plan_of(state.id);
     const auto    status = compress_pending(*state.seq, plan, threads(), outcome, err);
     if (status != KVEDGE_OK) {
         return status;
@@ -292,6 +305,7 @@ bool kvedge_cache::seq_cp(int32_t from, int32_t to, int32_t p0, int32_t p1) {
     }
     SequenceState & state = seqs[to];
     state                 = SequenceState{};
+    state.id              = to;
     state.seq             = std::move(copy);
     state.armed           = it->second.armed;
     state.prev_output     = it->second.prev_output;

@@ -36,6 +36,7 @@ struct BoundedRequest {
 
 // A sequence, and what automatic compression and statistics need to know about it.
 struct SequenceState {
+    int32_t                   id = 0;
     std::unique_ptr<Sequence> seq;
     bool                      armed       = false;  // a prompt came in since the last compression
     bool                      prev_output = false;  // logits of the last token were asked for
@@ -100,6 +101,7 @@ struct kvedge_cache {
     bool                                          entering  = false;  // the token being decoded is a place holder
 
     std::map<int32_t, kvedge::SequenceState> seqs;
+    std::map<int32_t, kvedge_plan>           own_plans;  // of sequences that have one, also while they are empty
 
     // The current ubatch.
     std::vector<std::unique_ptr<kvedge::Run>> runs;
@@ -117,6 +119,9 @@ struct kvedge_cache {
     void          seq_rm(int32_t seq_id, int32_t p0, int32_t p1);
     bool          seq_cp(int32_t from, int32_t to, int32_t p0, int32_t p1);
     void          seq_keep(int32_t seq_id);
+
+    kvedge::SequenceState & open(int32_t seq_id);  // the sequence, an empty one if there is none. Throws std::bad_alloc.
+    const kvedge_plan &     plan_of(int32_t seq_id) const;
 
     kvedge_status compress(kvedge::SequenceState & state, kvedge_error * err);
     int32_t       threads() const;

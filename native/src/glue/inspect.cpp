@@ -48,7 +48,7 @@ extern "C" kvedge_status kvedge_pending_scores(
         return fail(err, KVEDGE_E_ARGUMENT, "kvedge_pending_scores: no such sequence or layer, or out is NULL");
     }
     std::vector<float> scores;
-    if (const auto status = score_pending(*state->seq, kv->plan, i, scores, err); status != KVEDGE_OK) {
+    if (const auto status = score_pending(*state->seq, kv->plan_of(seq_id), i, scores, err); status != KVEDGE_OK) {
         return status;
     }
     if (n_out < 0 || (size_t) n_out < scores.size()) {

@@ -179,10 +179,11 @@ bool read_state(FileReader & in, const kvedge_cache & kv, SequenceState & state,
         return false;
     }
     // A bounded answer goes on by the same policy of the plan that is set now; under another it ends here.
-    state.answer = kv.plan;
-    const DecodePolicy & now = *kv.plan.decode;
+    const kvedge_plan & plan = kv.plan_of(state.id);
+    state.answer = plan;
+    const DecodePolicy & now = *plan.decode;
     if (!now.evict || std::string(policy.begin(), policy.end()) != now.name || now.needs_scores != state.seq->scored ||
-        kv.plan.budget_ratio == 1.0) {
+        plan.budget_ratio == 1.0) {
         state.end_answer();
     }
     const auto n = (int32_t) state.seq->pos.size();
@@ -320,6 +321,7 @@ extern "C" kvedge_status kvedge_load(kvedge_cache * kv, int32_t seq_id, const ch
         return status;
     }
     SequenceState        state;
+    state.id = seq_id;
     std::vector<uint8_t> own;
     int32_t              pos_max = -1;
     uint64_t             n_own   = 0;
