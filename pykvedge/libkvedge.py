@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes as c
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from pykvedge import errors, libraries
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
+    from pykvedge.callbacks import OwnStages
     from pykvedge.definition import Arrays, Outcome
     from pykvedge.plan import Plan
     from pykvedge.stages.base import ProfileTable
@@ -120,6 +122,7 @@ class Cache:
         with _NativePlan(plan, profiles) as native:
             call("attach", context, native.handle, c.byref(options), c.byref(self._handle))
         self.own = native.own  # C has a copy of the plan, and with it these callbacks
+        self._owns: dict[int, OwnStages] = {}  # of sequences with plans of their own
 
     def detach(self) -> None:
         """Gives the context back to llama.cpp, its memory cleared. Does nothing the second time."""
@@ -148,13 +151,25 @@ class Cache:
             call("set_plan", self._live(), native.handle)
         self.own = native.own
 
+    def set_sequence_plan(
+        self, sequence: int, plan: Plan | None, profiles: Mapping[str, ProfileTable] | None = None
+    ) -> None:
+        """Gives one sequence a plan of its own; None: the cache's again. profiles: as for a new cache."""
+        if plan is None:
+            call("set_sequence_plan", self._live(), sequence, None)
+            self._owns.pop(sequence, None)
+            return
+        with _NativePlan(plan, profiles) as native:
+            call("set_sequence_plan", self._live(), sequence, native.handle)
+        self._owns[sequence] = native.own
+
     def set_auto_compress(self, on: bool) -> None:
         """Whether the first token decoded after a prompt triggers the compression."""
         call("set_auto_compress", self._live(), on)
 
     def compress(self, sequence: int = 0) -> None:
         """Compresses, now, what was added since the last compression. Raises PluginError if a plugin's stage fails."""
-        with self.own.explained():
+        with self._owns.get(sequence, self.own).explained():
             call("compress", self._live(), sequence)
 
     def bound_prompt(self, image_mask: np.ndarray, sequence: int = 0) -> None:
@@ -175,7 +190,9 @@ class Cache:
 
         error = Error()
         if lib().kvedge_take_error(self._live(), c.byref(error)) != 0 or error.status != 0:
-            with self.own.explained():
+            with ExitStack() as stages:
+                for own in (self.own, *self._owns.values()):
+                    stages.enter_context(own.explained())
                 raise_(error)
 
     def stats(self, sequence: int = 0) -> Stats:

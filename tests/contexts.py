@@ -23,20 +23,22 @@ class TinyContext:
     With a plan libkvedge owns its KV memory, without one llama.cpp does, in f32 and without flash attention.
     """
 
-    def __init__(self, model, plan: Plan | None, kv_type: str = "f16", n_ctx: int = 8192, threads: int = 1) -> None:
+    def __init__(
+        self, model, plan: Plan | None, kv_type: str = "f16", n_ctx: int = 8192, threads: int = 1, n_seq: int = 2
+    ) -> None:
         self.llama = libraries.llama()
         self.llama.llama_log_set(_silent(), None)
         self.model = self.llama.llama_model_load_from_file(str(model).encode(), self.llama.llama_model_default_params())
         params = self.llama.llama_context_default_params()
         params.n_ctx, params.n_threads, params.n_threads_batch = n_ctx, threads, threads
         params.n_batch = params.n_ubatch = 2048
-        params.n_seq_max, params.kv_unified = 2, True
+        params.n_seq_max, params.kv_unified = n_seq, True
         if plan is None or kv_type == "f32":  # also for layers that stay with llama.cpp
             params.flash_attn_type = self.llama.LLAMA_FLASH_ATTN_TYPE_DISABLED
             params.type_k = params.type_v = self.llama.GGML_TYPE_F32
         # without a plan: layer -> [H, n_tokens, n] weights of the last batch
         self.attention: dict[int, np.ndarray] = {}
-        self.n = {0: 0, 1: 0}
+        self.n = dict.fromkeys(range(n_seq), 0)
         if plan is None:
             self._watch_stock(params)
         self.context = self.llama.llama_init_from_model(self.model, params)

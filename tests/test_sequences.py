@@ -9,7 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from contexts import TinyContext, random_tokens
 from test_provider import divergence
+
+import pykvedge
+from pykvedge.errors import PluginError, UsageError
 
 WORKER = Path(__file__).parent / "sequence_worker.py"
 
@@ -42,3 +46,100 @@ def test_each_sequence_is_compressed_when_its_answer_begins(environment, tiny, t
     assert before["tokens"] == sorted(set(before["tokens"])) and before["tokens"][-1] == 57
     assert after["tokens"] == [t for t in before["tokens"] if t < 40]
     assert [set(np.ravel(heads)) for heads in after["lengths"][:2]] == lengths[:2]
+
+
+# ------------------------------------------------------------------------------------------------------------
+
+PLANS = {  # sequence -> its plan, and the length of its prompt
+    0: (pykvedge.plan("lookm", 0.2), 210),
+    1: (pykvedge.plan("snapkv", 0.5), 150),
+    2: (pykvedge.plan("adakv", 64), 300),
+    3: (pykvedge.plan("full"), 90),
+    4: (pykvedge.plan("h2o", 0.3, decode="heavy-hitter"), 170),
+}
+
+
+def send(context, items):
+    """One batch of (token, position, sequence, wants logits)."""
+    llama = context.llama
+    batch = llama.llama_batch_init(len(items), 0, 1)
+    batch.n_tokens = len(items)
+    for i, (token, position, sequence, wants) in enumerate(items):
+        batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0] = token, position, 1, sequence
+        batch.logits[i] = wants
+    status = llama.llama_decode(context.context, batch)
+    llama.llama_batch_free(batch)
+    return status
+
+
+def converse(context, sequences):
+    """Prompts token by token in turn, then twenty answers of one token each; all of them in batches together."""
+    items = [
+        (random_tokens(PLANS[s][1], seed=s)[i], i, s, i == PLANS[s][1] - 1)
+        for i in range(max(PLANS[s][1] for s in sequences)) for s in sequences if i < PLANS[s][1]
+    ]  # fmt: skip
+    assert send(context, items) == 0
+    for step in range(20):
+        assert send(context, [(40 + s, PLANS[s][1] + step, s, True) for s in sequences]) == 0
+    cache = context.cache
+    return {
+        s: [[cache.tokens(i, h, s) for h in range(len(heads))] for i, heads in enumerate(cache.lengths(s))]
+        for s in sequences
+    }
+
+
+@pytest.fixture
+def many(native, tiny):
+    made = []
+
+    def make(plan):
+        made.append(TinyContext(tiny("qwen3").model, plan, n_seq=6))
+        return made[-1]
+
+    yield make
+    for context in made:
+        context.close()
+
+
+def test_five_sequences_with_plans_of_their_own(many):
+    """Each keeps what it keeps when it is alone in a context of its own, under its plan alone."""
+    together = many(pykvedge.plan("full"))
+    for sequence, (plan, _) in PLANS.items():
+        together.cache.set_sequence_plan(sequence, plan)
+    found = converse(together, list(PLANS))
+    for sequence, (plan, length) in PLANS.items():
+        assert found[sequence] == converse(many(plan), [sequence])[sequence], f"sequence {sequence}, {plan.method}"
+        held = sum(len(head) for layer in found[sequence] for head in layer)
+        heads = sum(map(len, found[sequence]))
+        growth = 0 if plan.decode == "heavy-hitter" else 20
+        assert held <= heads * (plan.count(length) + growth + 1)
+    lengths = {s: len(kept[0][0]) for s, kept in found.items()}
+    assert len(set(lengths.values())) == len(PLANS)
+
+
+def test_a_plan_of_its_own_outlives_the_sequence_and_ends_with_none(many):
+    context = many(pykvedge.plan("full"))
+    context.cache.set_sequence_plan(1, pykvedge.plan("knorm", 0.1))
+    for expected in (30, 30, 300):
+        if expected == 300:
+            context.cache.set_sequence_plan(1, None)
+        assert send(context, [(7, i, 1, i == 299) for i in range(300)]) == 0
+        context.cache.compress(1)
+        assert set(np.ravel(context.cache.lengths(1))) == {expected}
+        context.llama.llama_memory_clear(context.memory, True)
+
+
+def test_a_plan_that_fails_is_told_to_its_own_sequence(many, forgotten):
+    @pykvedge.scorer("only-sometimes")
+    def only_sometimes(layer, settings):
+        raise ValueError("not today")
+
+    context = many(pykvedge.plan("full"))
+    context.cache.set_sequence_plan(2, pykvedge.plan("knorm", 0.1, scorer="only-sometimes"))
+    for sequence in (1, 2):
+        assert send(context, [(7, i, sequence, i == 99) for i in range(100)]) == 0
+    context.cache.compress(1)
+    with pytest.raises(PluginError, match="not today"):
+        context.cache.compress(2)
+    with pytest.raises(UsageError):
+        context.cache.set_sequence_plan(-1, pykvedge.plan("knorm"))
