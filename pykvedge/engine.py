@@ -144,7 +144,7 @@ class Engine:
                 self._table = self._table or TokenTable(self._model.header)
             except UnsupportedError as error:
                 return str(error)
-        return onepass.why_not(self._vision, pieces) or libkvedge.why_not_bounded(plan)
+        return onepass.why_not(self._vision, pieces) or libkvedge.why_not_bounded(plan, self._settings.kv_type)
 
     def _open(self, size: ContextSize, plan: Plan) -> None:
         check_memory(self._model, size, whole_cache=False)

@@ -83,11 +83,12 @@ class _NativePlan:
         lib().kvedge_plan_free(self.handle)
 
 
-def why_not_bounded(plan: Plan) -> str:
-    """What keeps the plan from deciding a layer before the next one ran; empty if nothing does."""
+def why_not_bounded(plan: Plan, kv_type: str | KvType = "f16") -> str:
+    """What keeps prompts under a plan from being compressed layer by layer; empty if nothing does."""
+    kv_type = KvType.parse(kv_type)
     with _NativePlan(plan) as native:
         try:
-            call("plan_check_bounded", native.handle)
+            call("plan_check_bounded", native.handle, KV_TYPE[kv_type.k], KV_TYPE[kv_type.v])
         except errors.UnsupportedError as error:
             return str(error)
     return ""

@@ -22,7 +22,7 @@ from pykvedge.session import Session
 from pykvedge.vision import ImagePiece, TextPiece
 
 QUESTION = "What is in the two images? " * 3
-METHODS = ["lookm", "snapkv", "mixkv-ada", "pyramidkv", "h2o", "roco"]
+METHODS = ["lookm", "snapkv", "mixkv-ada", "pyramidkv", "h2o", "roco", "prefixkv", "flashcache"]
 
 
 def kept(session):
@@ -109,8 +109,6 @@ def test_a_prompt_of_text_alone(native, tiny, kind):
 @pytest.mark.parametrize(
     ("kind", "method", "why"),
     [
-        ("llava", "flashcache", "allocator 'spectral' looks at all layers"),
-        ("llava", "prefixkv", "allocator 'prefix' looks at all layers"),
         ("llava", "meda", "allocator 'entropy' looks at all layers"),
         ("llava", "full", "the budget covers the whole prompt"),
     ],
@@ -203,8 +201,8 @@ def test_more_tokens_than_a_pass_holds_are_refused(context):
 
 
 def test_a_plan_that_looks_at_all_layers_is_refused(context):
-    context.cache.set_plan(pykvedge.plan("flashcache", 0.25))
-    with pytest.raises(UnsupportedError, match="spectral"):
+    context.cache.set_plan(pykvedge.plan("meda", 0.25))
+    with pytest.raises(UnsupportedError, match="entropy"):
         context.cache.bound_prompt(np.zeros(10, dtype=np.uint8))
 
 

@@ -360,7 +360,8 @@ KVEDGE_API kvedge_status kvedge_compress(kvedge_cache * kv, int32_t seq_id, kved
 // Bounded prefill. The next llama_decode of sequence seq_id brings a whole prompt, n_tokens of them in one batch of its own
 // (tokens, or embeddings for text and images alike: then image_mask [n_tokens] says which are of an image; NULL: none). The
 // prompt goes through each layer at once, and the layer is compressed before the next one runs: the peak is what is kept
-// and one layer of the whole prompt, not the full cache. The kept sets are those of the ordinary way. Afterwards the prompt
+// and one layer of the whole prompt, not the full cache. The kept sets are those of the ordinary way (but see
+// kvedge_plan_check_bounded for budgets that need all layers). Afterwards the prompt
 // counts as compressed, whatever auto_compress says. n_ubatch of the context must be n_tokens or more.
 //
 //     kvedge_bound_prompt(kv, 0, mask, n, &err);
@@ -375,10 +376,13 @@ KVEDGE_API kvedge_status kvedge_bound_prompt(
 // -1: there is none.
 KVEDGE_API int32_t kvedge_bounded_layers(const kvedge_cache * kv, int32_t seq_id);
 
-// Whether the plan can decide a layer before the next one ran. Allocators spectral and entropy, and prefix without a
-// profile, look at all layers; a stage of the program's own must be thread_safe, an allocator cannot be one.
-// Errors: KVEDGE_E_UNSUPPORTED, with the stage that stands in the way.
-KVEDGE_API kvedge_status kvedge_plan_check_bounded(const kvedge_plan * plan, kvedge_error * err);
+// Whether prompts can be bounded under a plan with keys and values of these types. Allocators spectral (with scorer dct of
+// the same gamma) and prefix without a profile grant their budgets when all layers have run: until then every head keeps
+// twice the even budget, is trimmed then, and gets no more than that; nothing may be merged or quantised meanwhile. Allocator
+// entropy cannot be bounded. A stage of the program's own must be thread_safe, and cannot be the allocator.
+// Errors: KVEDGE_E_UNSUPPORTED, with the stage that stands in the way; KVEDGE_E_ARGUMENT.
+KVEDGE_API kvedge_status kvedge_plan_check_bounded(
+    const kvedge_plan * plan, kvedge_type type_k, kvedge_type type_v, kvedge_error * err);
 
 // The first error met inside llama_decode (which can only report a failure code) since the last call, or KVEDGE_OK.
 // Reading it clears it.

@@ -154,7 +154,7 @@ kvedge_plan * make_plan(const Case & c) {
     for (const auto & [key, value] : c.set) {
         CHECK(kvedge_plan_set(plan, key, value, &err) == KVEDGE_OK);
     }
-    CHECK(check_bounded(*plan, &err) == KVEDGE_OK);
+    CHECK(check_bounded(*plan, c.storage, &err) == KVEDGE_OK);
     return plan;
 }
 
@@ -235,12 +235,12 @@ void test_failing_stage() {
     mine.score       = refuse;
     CHECK(kvedge_plan_add_scorer(plan, &mine, &err) == KVEDGE_OK);
     CHECK(kvedge_plan_set(plan, "scorer", "refusing", &err) == KVEDGE_OK);
-    CHECK(check_bounded(*plan, &err) == KVEDGE_E_UNSUPPORTED);  // it may only be called on one thread
+    CHECK(check_bounded(*plan, {}, &err) == KVEDGE_E_UNSUPPORTED);  // it may only be called on one thread
     mine.name        = "refusing-anywhere";
     mine.thread_safe = true;
     CHECK(kvedge_plan_add_scorer(plan, &mine, &err) == KVEDGE_OK);
     CHECK(kvedge_plan_set(plan, "scorer", "refusing-anywhere", &err) == KVEDGE_OK);
-    CHECK(check_bounded(*plan, &err) == KVEDGE_OK);
+    CHECK(check_bounded(*plan, {}, &err) == KVEDGE_OK);
 
     Sequence      seq(SHAPES, {});
     BoundedPrompt prompt(seq, *plan);
@@ -257,20 +257,55 @@ void test_failing_stage() {
 }
 
 void test_refused_plans() {
-    const auto check = [](const char * allocator, kvedge_status expected) {
+    const auto check = [](const std::vector<std::pair<const char *, const char *>> & set, const Storage & storage, kvedge_status expected) {
         kvedge_plan * plan = nullptr;
         kvedge_error  err{};
         CHECK(kvedge_plan_create(&plan, &err) == KVEDGE_OK);
-        CHECK(kvedge_plan_set(plan, "allocator", allocator, &err) == KVEDGE_OK);
-        CHECK(check_bounded(*plan, &err) == expected);
+        for (const auto & [key, value] : set) {
+            CHECK(kvedge_plan_set(plan, key, value, &err) == KVEDGE_OK);
+        }
+        CHECK(check_bounded(*plan, storage, &err) == expected);
         kvedge_plan_free(plan);
     };
+    const Storage q8{ Type::q8_0, Type::q8_0 };
     for (const char * name : { "uniform", "pyramid", "ada", "heads" }) {
-        check(name, KVEDGE_OK);
+        check({ { "allocator", name } }, q8, KVEDGE_OK);
     }
-    for (const char * name : { "prefix", "spectral", "entropy" }) {
-        check(name, KVEDGE_E_UNSUPPORTED);
+    check({ { "allocator", "entropy" } }, {}, KVEDGE_E_UNSUPPORTED);
+    check({ { "allocator", "prefix" } }, {}, KVEDGE_OK);
+    check({ { "allocator", "prefix" } }, q8, KVEDGE_E_UNSUPPORTED);
+    check({ { "allocator", "prefix" }, { "allocator.source", "profile" } }, q8, KVEDGE_OK);
+    check({ { "allocator", "prefix" }, { "reducer", "pivotal" } }, {}, KVEDGE_E_UNSUPPORTED);
+    check({ { "allocator", "prefix" }, { "scorer", "mean" } }, {}, KVEDGE_E_UNSUPPORTED);
+    check({ { "allocator", "spectral" } }, {}, KVEDGE_E_UNSUPPORTED);
+    check({ { "allocator", "spectral" }, { "scorer", "dct" } }, {}, KVEDGE_OK);
+    check({ { "allocator", "spectral" }, { "scorer", "dct" }, { "scorer.gamma", "0.3" } }, {}, KVEDGE_E_UNSUPPORTED);
+}
+
+// Budgets that need all layers: as in the ordinary way where no layer is granted more than it kept provisionally, else that
+// much and the rest elsewhere.
+void test_clipped_budgets() {
+    kvedge_plan * plan =
+        make_plan({ { { "scorer", "cumulative" }, { "allocator", "prefix" }, { "recent", "1" }, { "budget", "0.2" } }, {} });
+    Tokens        t    = random_tokens(200, 0, 11);
+    for (float & x : t.q[1]) {
+        x *= 0.01f;  // attends evenly, and so needs many tokens for its share
     }
+    for (size_t l : { 0u, 2u }) {  // every query looks at the same few tokens
+        const size_t row = (size_t) SHAPES[l].n_heads * (size_t) SHAPES[l].d_k;
+        for (size_t i = 0; i < t.q[l].size(); i++) {
+            t.q[l][i] = 2.0f * t.q[l][i % row];
+        }
+    }
+    Sequence    ordinary(SHAPES, {}), bounded(SHAPES, {});
+    Compression outcome;
+    read_ordinary(ordinary, *plan, t);
+    compress_now(ordinary, *plan);
+    read_bounded(bounded, *plan, t, outcome);
+    CHECK(ordinary.head_length(1, 0) > PROVISIONAL * 40 && bounded.head_length(1, 0) == PROVISIONAL * 40);
+    CHECK(bounded.head_length(0, 0) + bounded.head_length(1, 0) + bounded.head_length(2, 0) == 3 * 40);
+    CHECK(bounded.head_length(0, 0) > ordinary.head_length(0, 0));
+    kvedge_plan_free(plan);
 }
 
 }  // namespace
@@ -285,6 +320,8 @@ int main() {
         { { { "scorer", "mean" }, { "budget", "40" } }, {} },
         { { { "scorer", "vnorm" }, { "reducer", "averaged" }, { "budget", "0.3" } }, kivi },
         { { { "budget", "1.0" } }, kivi },
+        { { { "scorer", "cumulative" }, { "allocator", "prefix" }, { "sinks", "1" }, { "recent", "1" }, { "budget", "0.3" } }, {} },
+        { { { "scorer", "dct" }, { "allocator", "spectral" }, { "budget", "0.2" } }, {} },
     };
     for (const Case & c : cases) {
         test_two_turns(c);
@@ -292,5 +329,6 @@ int main() {
     }
     test_failing_stage();
     test_refused_plans();
+    test_clipped_budgets();
     return failures() ? 1 : 0;
 }

@@ -92,7 +92,7 @@ std::vector<double> look_up(const AllocateInput & in) {
 void allocate(const AllocateInput & in, std::vector<std::vector<int32_t>> & out) {
     const int64_t target = (int64_t) in.budget * (int64_t) out.size();
     auto          shares = from_profile(in.params) ? look_up(in) : search(in, target);
-    const auto    counts = round_shares(std::move(shares), target, in.n_tokens, std::max(1, in.recent));
+    const auto    counts = round_shares(std::move(shares), target, in.most, std::max(1, in.recent));
     for (size_t l = 0; l < out.size(); l++) {
         out[l].assign((size_t) in.seq->shapes()[l].n_heads_kv, (int32_t) counts[l]);
     }
@@ -105,7 +105,7 @@ const Allocator        allocator_prefix = {
     { "prefix", PARAMS, [](const double * params) { return from_profile(params) ? ProfileKind::shares : ProfileKind::none; } },
     allocate,
     nullptr,
-    from_profile
+    [](const kvedge_plan & plan) { return from_profile(plan.params[KVEDGE_STAGE_ALLOCATOR]) ? Reach::layer : Reach::scores; }
 };
 
 }  // namespace kvedge

@@ -1,5 +1,6 @@
 // Spectral: a layer's share is the part of its keys' and values' energy that lies in high frequencies (FlashCache eq. 12-13).
 
+#include "core/plan.h"
 #include "core/threads.h"
 #include "primitives/dct.h"
 #include "primitives/share.h"
@@ -24,15 +25,21 @@ void allocate(const AllocateInput & in, std::vector<std::vector<int32_t>> & out)
         const HighPass filter(in.n_tokens, in.params[GAMMA]);
         parallel_for(in.n_threads, n_layers, [&](int32_t l, int32_t) { shares[(size_t) l] = filter.measure(*in.seq, l, nullptr); });
     }
-    const auto counts = round_shares(shares, (int64_t) in.budget * n_layers, in.n_tokens, std::max(1, in.recent));
+    const auto counts = round_shares(shares, (int64_t) in.budget * n_layers, in.most, std::max(1, in.recent));
     for (size_t l = 0; l < out.size(); l++) {
         out[l].assign((size_t) in.seq->shapes()[l].n_heads_kv, (int32_t) counts[l]);
     }
 }
 
+// The scorer's own measurement is all that it needs, if it is there.
+Reach reach(const kvedge_plan & plan) {
+    const double gamma = plan.params[KVEDGE_STAGE_ALLOCATOR][GAMMA];
+    return plan.scorer->gamma && plan.scorer->gamma(plan.params[KVEDGE_STAGE_SCORER]) == gamma ? Reach::scores : Reach::rows;
+}
+
 }  // namespace
 
 extern const Allocator allocator_spectral;
-const Allocator        allocator_spectral = { { "spectral", PARAMS }, allocate };
+const Allocator        allocator_spectral = { { "spectral", PARAMS }, allocate, nullptr, reach };
 
 }  // namespace kvedge

@@ -5,14 +5,29 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
+#include <cstring>
 #include <new>
 
 namespace kvedge {
 
-kvedge_status check_bounded(const kvedge_plan & plan, kvedge_error * err) {
-    const double * params = plan.params[KVEDGE_STAGE_ALLOCATOR];
-    if (!plan.allocator->by_layer || !plan.allocator->by_layer(params)) {
+static Reach reach(const kvedge_plan & plan) { return plan.allocator->reach ? plan.allocator->reach(plan) : Reach::rows; }
+
+kvedge_status check_bounded(const kvedge_plan & plan, const Storage & storage, kvedge_error * err) {
+    if (reach(plan) == Reach::rows) {
         return fail(err, KVEDGE_E_UNSUPPORTED, "allocator '%s' looks at all layers before it grants a budget to the first", plan.allocator->name);
+    }
+    if (reach(plan) == Reach::scores && plan.reducer->reduce) {
+        return fail(err, KVEDGE_E_UNSUPPORTED, "reducer '%s' would merge before allocator '%s' has granted its budgets, which need all layers",
+                    plan.reducer->name, plan.allocator->name);
+    }
+    if (reach(plan) == Reach::scores && storage.quantised()) {
+        return fail(err, KVEDGE_E_UNSUPPORTED, "allocator '%s' needs all layers before it grants its budgets, and quantised rows are not trimmed",
+                    plan.allocator->name);
+    }
+    if (reach(plan) == Reach::scores && plan.scorer->reserve) {
+        return fail(err, KVEDGE_E_UNSUPPORTED, "scorer '%s' chooses by two scores, and allocator '%s' grants its budgets after the last layer",
+                    plan.scorer->name, plan.allocator->name);
     }
     if (own_thread_only(*plan.scorer) || own_thread_only(*plan.reducer)) {
         return fail(err, KVEDGE_E_UNSUPPORTED, "%s '%s' must run on the thread that asked for the compression",
@@ -42,7 +57,9 @@ kvedge_status BoundedPrompt::enter(int32_t n, const int32_t * pos, const uint8_t
     n_         = n;
     n_pending_ = seq_.pending_length();
     reduced_   = kvedge_plan_budget(&plan_, n_pending_) < n_pending_;
+    provisional_ = reduced_ && reach(plan_) == Reach::scores;
     job_       = std::make_unique<Job>(make_job(seq_, plan_, 1, scored));
+    job_->most = provisional_ ? std::min(n_pending_, PROVISIONAL * kvedge_plan_budget(&plan_, n_pending_)) : n_pending_;
     open_blocks(*job_);
     outcome_.reduced      = reduced_;
     outcome_.before_bytes = seq_.bytes();
@@ -57,11 +74,17 @@ kvedge_status BoundedPrompt::compress_layer(size_t l, kvedge_error * err) {
     const bool reduces = reduced_ && plan_.reducer->reduce;
     if (reduced_) {
         score_layer(job, l);
-        allocate(job, (int32_t) l);
+        if (provisional_) {
+            grant_layer(job, l, job.most);
+        } else {
+            allocate(job, (int32_t) l);
+        }
         select_layer(job, l);
-        job.scores[l] = {};
-        if (!job.reserve.empty()) {
-            job.reserve[l] = {};
+        if (!provisional_) {
+            job.scores[l] = std::vector<float>();  // = {} would keep its memory
+            if (!job.reserve.empty()) {
+                job.reserve[l] = std::vector<float>();
+            }
         }
     } else {
         keep_layer(job, l);
@@ -70,15 +93,77 @@ kvedge_status BoundedPrompt::compress_layer(size_t l, kvedge_error * err) {
         return fail(err, KVEDGE_E_MEMORY, "no memory for the compressed rows of a layer");
     }
     fill_layer(job, l, reduces, 1);
-    job.kept[l] = {};
+    if (!provisional_) {
+        job.kept[l] = std::vector<std::vector<int32_t>>();
+    }
     written_ += job.main->layers[l].memory.size() + job.tail->layers[l].memory.size();
-    outcome_.peak_bytes = std::max(outcome_.peak_bytes, seq_.bytes() + written_ + seq_.index_bytes() + seq_.score_bytes());
+    note_peak();
     seq_.blocks.back()->layers[l].memory = Pages();
     seq_.drop_layer_observations(l);
     if (l + 1 < seq_.shapes().size() && (!seq_.take_layer(l + 1) || !make_layer_room(seq_, wanted_, l + 1, 0))) {
         return fail(err, KVEDGE_E_MEMORY, "no memory for the next layer of the prompt");
     }
     return ok(err);
+}
+
+void BoundedPrompt::note_peak() {
+    uint64_t scores = 0;  // that wait for the budgets
+    for (const auto & layer : job_->scores) {
+        scores += layer.capacity() * sizeof(float);
+    }
+    outcome_.peak_bytes = std::max(outcome_.peak_bytes, seq_.bytes() + written_ + seq_.index_bytes() + seq_.score_bytes() + scores);
+}
+
+// The rows of a layer that the budgets leave, from those that it kept provisionally, `left` [head] of the pending ones.
+bool BoundedPrompt::trim_layer(const Block & from, size_t l, const std::vector<std::vector<int32_t>> & left) {
+    Job &            job = *job_;
+    const LayerShape s   = seq_.shapes()[l];
+    const Storage    t   = seq_.storage();
+    const size_t     T = (size_t) n_pending_, kst = row_k(s, t.k), vst = row_v(s, t.v);
+    for (size_t h = 0; h < left.size(); h++) {
+        std::vector<float> scores(T, -HUGE_VALF), & all = job.scores[l];
+        for (int32_t row : left[h]) {
+            scores[(size_t) row] = all[h * T + (size_t) row];
+        }
+        std::copy(scores.begin(), scores.end(), all.begin() + (std::ptrdiff_t) (h * T));
+    }
+    select_layer(job, l);
+    if (!open_layer(job, l, false, 1)) {
+        return false;
+    }
+    for (size_t h = 0; h < left.size(); h++) {
+        const auto &       kept = job.kept[l][h];
+        const RaggedHead & old  = from.layers[l].heads[h];
+        const RaggedHead & head = job.main->layers[l].heads[h];
+        const uint8_t *    rows = from.layers[l].memory.data();
+        uint8_t *          to   = job.main->layers[l].memory.data();
+        size_t             at   = 0;
+        for (size_t i = 0; i < kept.size(); i++) {
+            at = (size_t) (std::lower_bound(left[h].begin() + (std::ptrdiff_t) at, left[h].end(), kept[i]) - left[h].begin());
+            memcpy(to + head.k[0].offset + i * kst, rows + old.k[0].offset + at * kst, kst);
+            memcpy(to + head.v[0].offset + i * vst, rows + old.v[0].offset + at * vst, vst);
+        }
+    }
+    return true;
+}
+
+bool BoundedPrompt::trim() {
+    Job &                        job  = *job_;
+    const auto                   left = std::move(job.kept);
+    const std::unique_ptr<Block> from = std::move(job.main);
+    job.kept.assign(left.size(), {});
+    allocate(job, ALL_LAYERS);
+    open_blocks(job);
+    for (size_t l = 0; l < left.size(); l++) {
+        if (!trim_layer(*from, l, left[l])) {
+            return false;
+        }
+        written_ += job.main->layers[l].memory.size();
+        note_peak();
+        written_ -= from->layers[l].memory.size();
+        from->layers[l].memory = Pages();
+    }
+    return true;
 }
 
 void BoundedPrompt::complete() {
@@ -96,7 +181,10 @@ kvedge_status BoundedPrompt::finish_layer(size_t layer, kvedge_error * err) {
     kvedge_status status = KVEDGE_OK;
     try {
         status = compress_layer(layer, err);
-        if (status == KVEDGE_OK && layer + 1 == seq_.shapes().size()) {
+        const bool last = status == KVEDGE_OK && layer + 1 == seq_.shapes().size();
+        if (last && provisional_ && !trim()) {
+            status = fail(err, KVEDGE_E_MEMORY, "no memory for the compressed rows of a layer");
+        } else if (last) {
             complete();
         }
     } catch (const StageFailure & failure) {

@@ -1,6 +1,9 @@
 // Bounded prefill: a prompt that goes through the model in one pass, and of which every layer is compressed before the next
 // one runs. What a layer keeps is what it would have kept had the whole prompt been compressed at its end; the peak is what
 // is kept and one layer of the whole prompt.
+//
+// An allocator that wants the scores of all layers before it grants a budget to the first gets them: until the last layer has
+// run every head keeps its PROVISIONAL x budget best pairs, and is trimmed then. No head can be granted more than those.
 
 #pragma once
 
@@ -13,8 +16,11 @@
 
 namespace kvedge {
 
-// Whether the plan can decide a layer before the next one ran. Errors: KVEDGE_E_UNSUPPORTED, with the stage that cannot.
-kvedge_status check_bounded(const kvedge_plan & plan, kvedge_error * err);
+constexpr int32_t PROVISIONAL = 2;
+
+// Whether the plan can decide a layer before the next one ran, or trim what it kept provisionally (not of quantised rows,
+// which would be rounded twice). Errors: KVEDGE_E_UNSUPPORTED, with the stage that cannot.
+kvedge_status check_bounded(const kvedge_plan & plan, const Storage & storage, kvedge_error * err);
 
 class BoundedPrompt {
   public:
@@ -45,6 +51,9 @@ class BoundedPrompt {
 
   private:
     kvedge_status compress_layer(size_t layer, kvedge_error * err);
+    bool          trim();
+    bool          trim_layer(const Block & from, size_t layer, const std::vector<std::vector<int32_t>> & left);
+    void          note_peak();
     void          complete();
 
     Sequence &           seq_;
@@ -56,7 +65,7 @@ class BoundedPrompt {
     int32_t              n_pending_ = 0;  // and what was pending before it
     uint64_t             written_   = 0;  // bytes of the new blocks so far
     std::atomic<int32_t> layers_{ 0 };
-    bool                 reduced_ = false, done_ = false, failed_ = false;
+    bool                 reduced_ = false, provisional_ = false, done_ = false, failed_ = false;
 };
 
 }  // namespace kvedge

@@ -84,7 +84,8 @@ Scores attention_scores(Job & job, int32_t layer, uint32_t wants) {
 }  // namespace
 
 Job make_job(Sequence & seq, const kvedge_plan & plan, int32_t n_threads, bool scored) {
-    Job job{ seq, plan, std::max(1, n_threads), seq.pending_length(), scored, seq.pending_tokens(), {}, {}, {}, {}, {}, {}, {}, {}, {} };
+    Job job{ seq, plan, std::max(1, n_threads), seq.pending_length(), scored, seq.pending_tokens(), {}, {}, {}, {}, 0, {}, {}, {}, {}, {} };
+    job.most       = job.n_tokens;
     const size_t n = seq.shapes().size();
     job.image      = pending_image(seq, job.tokens);
     job.spectra.resize(n);
@@ -139,6 +140,7 @@ void allocate(Job & job, int32_t layer) {
     in.spectra      = &job.spectra;
     in.fixed_recent = plan.recent_auto ? 0 : recent;
     in.attention    = attention.empty() ? nullptr : &attention;
+    in.most         = job.most;
     in.layer        = layer;
     plan.allocator->allocate(in, job.counts);
 }
@@ -158,6 +160,8 @@ void select_all(Job & job) {
     allocate(job, ALL_LAYERS);
     parallel_for(job.n_threads, (int32_t) job.kept.size(), [&](int32_t l, int32_t) { select_layer(job, (size_t) l); });
 }
+
+void grant_layer(Job & job, size_t l, int32_t count) { job.counts[l].assign(job.counts[l].size(), count); }
 
 void keep_layer(Job & job, size_t l) {
     std::vector<int32_t> all((size_t) job.n_tokens);

@@ -24,6 +24,7 @@ struct Job {
 
     Scores                                         scores, reserve;  // empty where there are none
     std::vector<Spectrum>                          spectra;          // [layer]
+    int32_t                                        most;    // pairs that a head can be granted
     std::vector<std::vector<int32_t>>              counts;  // [layer][head] KV pairs that the allocator grants
     std::vector<std::vector<std::vector<int32_t>>> kept;    // [layer][head] pending rows that stay
 
@@ -46,6 +47,8 @@ void allocate(Job & job, int32_t layer);
 void select_layer(Job & job, size_t layer);
 // Scores, budgets and choice for all layers. No row is touched yet.
 void select_all(Job & job);
+// The same budget for every head of a layer.
+void grant_layer(Job & job, size_t layer, int32_t count);
 // Every row stays.
 void keep_layer(Job & job, size_t layer);
 // What the plan's scorer makes of the pending rows of one layer, [Hkv * T].

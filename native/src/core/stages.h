@@ -81,6 +81,7 @@ struct Scorer : Member {
     void (*reserve)(const ScoreInput & in, float * out)      = nullptr;
     // The attention alone, where score() mixes it with more. NULL: score() is all there is.
     void (*attention)(const ScoreInput & in, float * out) = nullptr;
+    double (*gamma)(const double * params) = nullptr;  // of the Spectrum that it leaves; NULL: it leaves none
     const CustomScorer * custom = nullptr;  // a stage of the program's own, which may throw StageFailure
 };
 
@@ -89,6 +90,13 @@ enum AllocatorWants : uint32_t {
     WANTS_ATTENTION = 1,  // scores by attention alone
     WANTS_ENTROPY   = 2,  // Sequence::entropies
     WANTS_QUERIES   = 4,  // Sequence::queries
+};
+
+// How far an allocator looks beyond the prompt's length and the profile.
+enum class Reach {
+    layer,   // at the layer's own scores
+    scores,  // at the scores and spectra of all layers
+    rows,    // at their rows or queries
 };
 
 struct AllocateInput {
@@ -105,6 +113,7 @@ struct AllocateInput {
     const std::vector<Spectrum> *           spectra;   // [layer], as the scorer left them; NULL: it left none
     int32_t                                 fixed_recent;  // of recent, those that the plan asks for by number
     const std::vector<std::vector<float>> * attention;     // as scores, by attention alone; NULL: scores are all there is
+    int32_t                                 most  = 0;     // pairs that a head can be granted: T, or as many as are left
     int32_t                                 layer = -1;    // the only one that has scores, and whose budgets are wanted; -1: all
 };
 
@@ -113,8 +122,7 @@ struct Allocator : Member {
     // except where a setting asks for the rounding of a released code.
     void (*allocate)(const AllocateInput & in, std::vector<std::vector<int32_t>> & out);
     uint32_t (*wants)(const double * params) = nullptr;  // AllocatorWants; NULL: nothing
-    // Whether a layer's budgets follow from its own scores, the prompt's length and the profile. NULL: they do not.
-    bool (*by_layer)(const double * params) = nullptr;
+    Reach (*reach)(const kvedge_plan & plan) = nullptr;  // under a plan of which it is the allocator; NULL: rows
     const CustomAllocator * custom = nullptr;
 };
 

@@ -3,6 +3,7 @@
 #include "core/bounded.h"
 
 #include "core/error.h"
+#include "core/storage.h"
 #include "glue/cache.h"
 
 #include <new>
@@ -79,8 +80,13 @@ extern "C" int32_t kvedge_bounded_layers(const kvedge_cache * kv, int32_t seq_id
     return kv && it != kv->seqs.end() && it->second.bounded ? it->second.bounded->layers() : -1;
 }
 
-extern "C" kvedge_status kvedge_plan_check_bounded(const kvedge_plan * plan, kvedge_error * err) {
-    return plan ? check_bounded(*plan, err) : fail(err, KVEDGE_E_ARGUMENT, "kvedge_plan_check_bounded: plan is NULL");
+extern "C" kvedge_status kvedge_plan_check_bounded(
+    const kvedge_plan * plan, kvedge_type type_k, kvedge_type type_v, kvedge_error * err) {
+    Storage storage;
+    if (!plan || !make_storage(type_k, type_v, storage)) {
+        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_plan_check_bounded: plan is NULL, or a type is unknown");
+    }
+    return check_bounded(*plan, storage, err);
 }
 
 extern "C" kvedge_status kvedge_bound_prompt(
@@ -95,7 +101,7 @@ extern "C" kvedge_status kvedge_bound_prompt(
         return fail(err, KVEDGE_E_ARGUMENT, "a bounded prompt of %d tokens does not fit one pass of %u; make the context with a larger n_ubatch",
                     n_tokens, llama_n_ubatch(kv->ctx));
     }
-    if (const auto status = check_bounded(kv->plan_of(seq_id), err); status != KVEDGE_OK) {
+    if (const auto status = check_bounded(kv->plan_of(seq_id), kv->storage, err); status != KVEDGE_OK) {
         return status;
     }
     auto request = std::make_unique<BoundedRequest>();

@@ -34,6 +34,7 @@ void score(const ScoreInput & in, float * out) {
 }  // namespace
 
 extern const Scorer scorer_dct;
-const Scorer        scorer_dct = { { "dct", PARAMS }, false, nullptr, false, nullptr, score };
+const Scorer        scorer_dct = { { "dct", PARAMS }, false,   nullptr, false,   nullptr, score, false,
+                                   nullptr,           nullptr, nullptr, [](const double * params) { return params[GAMMA]; } };
 
 }  // namespace kvedge
