@@ -23,7 +23,7 @@ from pykvedge.errors import (
 )
 from pykvedge.kvtypes import KvType
 from pykvedge.model import CancelledError, Model, Progress
-from pykvedge.plan import Plan
+from pykvedge.plan import Budget, Plan
 from pykvedge.presets import usual_sinks
 from pykvedge.report import Kv
 from pykvedge.sessionfile import Note, encoded
@@ -32,6 +32,7 @@ from pykvedge.stages.base import ProfileTable
 from pykvedge.vision import ImagePiece, Piece, TextPiece, Vision
 
 DEFAULT_CTX = 4096
+LATER_FLOOR = 32  # tokens that a later message keeps at least: a fifth of a short question does not say what is asked
 ROOM_TO_ANSWER = 512  # tokens that an automatic context has beyond the prompt, at least
 
 
@@ -46,6 +47,7 @@ class Engine:
         self._cache: libkvedge.Cache | None = None
         self._table: TokenTable | None = None
         self._not_bounded = ""
+        self._set_plan: Plan | None = None  # that the cache follows
         self._reset()
 
     def _reset(self) -> None:
@@ -83,6 +85,7 @@ class Engine:
         tables = self._tables(plan)
         if self._cache is not None:
             self._cache.set_plan(plan, tables)
+            self._set_plan = plan
         elif self._context is not None:
             self._require_full(plan)
 
@@ -97,6 +100,8 @@ class Engine:
         images = [p.n_tokens for p in pieces if isinstance(p, ImagePiece)]
         what = f"{n} tokens" + (f" ({sum(images)} of images)" if images else "")
         largest = max(images, default=0)
+        if self._cache is not None:
+            plan = self._later(plan, n)
         self._not_bounded = self._why_not_bounded(pieces, n, plan) if self._settings.bounded else ""
         if self._context is None:
             check_protection(plan, n)
@@ -110,6 +115,17 @@ class Engine:
             raise ContextError(
                 f"an image of {largest} tokens must come with the first message; start a new conversation"
             )
+
+    def _later(self, plan: Plan, n: int) -> Plan:
+        """The plan for n tokens that come after a first prompt; the cache follows it from now on."""
+        if self._cache is not None and (self._set_plan is None or self._set_plan.decode == "keep-all"):
+            n += self._cache.stats().n_pending  # an answer that a policy bounds is not compressed again
+        floor = min(n, LATER_FLOOR)
+        if plan.budget.ratio is not None and plan.count(n) < floor:
+            plan = plan.with_(budget=Budget(pairs=floor))
+        if plan != self._set_plan:
+            self.set_plan(plan)
+        return plan
 
     def _make_context(self, n_prompt: int, largest_image: int, what: str, plan: Plan) -> None:
         trained = self._model.n_ctx_train or DEFAULT_CTX
@@ -150,7 +166,7 @@ class Engine:
         check_memory(self._model, size, whole_cache=False)
         context = Context(self._model, size, self._threads)
         try:
-            self._cache = self._attach(context, size, plan)
+            self._cache, self._set_plan = self._attach(context, size, plan), plan
         except BaseException:
             context.close()
             raise
@@ -195,6 +211,8 @@ class Engine:
             )
         note.n_ctx, note.n_ubatch = context.n_ctx, context.n_ubatch
         note.n_past, note.n_cells, note.held = context.n_past, context.n_cells, self._held
+        if self._set_plan is not None and self._set_plan != note.plan:
+            note.floor = self._set_plan.budget.pairs or 0
         self._cache.save(encoded(path), model, note.encode())
 
     def restore(self, path: str | os.PathLike[str], model: str, note: Note, plan: Plan) -> None:
@@ -209,6 +227,8 @@ class Engine:
         try:
             if self._cache is None:
                 raise SessionFileError(f"{name} was saved with another model; load that one")
+            if note.floor and plan == note.plan:
+                self.set_plan(plan.with_(budget=Budget(pairs=note.floor)))  # the saved answer follows that one
             self._cache.load(encoded(path), model)
             stats = self._cache.stats()
             if stats.n_tokens < note.n_cells or note.n_past > note.n_cells:

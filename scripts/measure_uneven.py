@@ -3,10 +3,10 @@
     python3 scripts/dev.py python scripts/measure_uneven.py MODEL.gguf
     python3 scripts/dev.py python scripts/measure_uneven.py MODEL.gguf --tokens 1024 --budget 0.1 --json
 
-MODEL is a text model of the shape in question (scripts/make_shape_model.py llava-1.4b -o DIR writes one). Rows: adakv,
-adakv without its floor, and sparsemm with a made-up profile in which few heads have nearly all of the score. Columns:
-pairs of the shortest and of the longest head, pairs in all, bytes of these pairs, bytes of the buffers, their ratio, and
-what the process gave back to the system as a share of what the buffers shrank by.
+MODEL is a text model of the shape in question (scripts/make_shape_model.py llava-1.4b -o DIR writes one). Rows:
+adakv, adakv without its floor, and sparsemm with a made-up profile in which few heads have nearly all of the score.
+Columns: pairs of the shortest and of the longest head, pairs in all, bytes of these pairs, bytes of the buffers, their
+ratio, and what the process gave back to the system as a share of what the buffers shrank by.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def test_a_chat_of_several_turns_extends_the_compressed_cache(vision_model, pict
         second = say(session, "And what else is there to see in it?")
         assert second.tokens.prompt < first.tokens.prompt and second.tokens.image == 0
         assert second.kv.compressed_tokens == second.tokens.prompt + first.tokens.generated - 1
-        assert second.kv.kept_of_them == plan.count(second.kv.compressed_tokens)
+        assert second.kv.kept_of_them == max(32, plan.count(second.kv.compressed_tokens)) < second.kv.compressed_tokens
         assert session.engine.cache.stats().n_compressions == 2
         generated = second.tokens.generated - len(session.pending)
         kept = plan.count(first.tokens.prompt) + second.kv.kept_of_them
@@ -231,7 +231,8 @@ def test_long_prompts_get_a_context_that_holds_them(tiny, native):
 def test_a_recent_window_larger_than_a_short_second_turn_is_no_error(tiny, native):
     with tiny("llama").session(pykvedge.plan("h2o", 0.2, recent=16)) as session:
         say(session, WORDS)
-        assert 0 < say(session, "Hm?").kv.kept_of_them < 16
+        second = say(session, "Hm? " * 10).kv
+        assert 32 == second.kept_of_them < second.compressed_tokens
 
 
 def test_models_that_cannot_be_compressed(tiny, native):
@@ -287,3 +288,22 @@ def test_characters_that_span_tokens_come_out_whole(tiny):
                 broken.feed(token)
                 assert broken.finish() == "\ufffd"
                 break
+
+
+def test_a_short_later_question_is_not_cut_to_a_fifth(native, tiny, picture_file):
+    """A budget as a share keeps at least 32 tokens of a later message; numbers and first prompts stay as they are."""
+    for budget, later in ((0.2, True), (64, True), (10, False)):
+        model = tiny("llava")
+        with Session(model.model, model.mmproj, pykvedge.plan("lookm", budget), threads=1) as session:
+            first = session.ask("What is this? " * 10, [picture_file()], Sampling(max_tokens=3))
+            first.read()
+            held = session.engine.pairs_held()
+            before = session.engine.context.n_cells
+            answer = session.ask("And that?", sampling=Sampling(max_tokens=1))
+            added = session.engine.context.n_cells - before
+            report = answer.report
+            assert 3 < report.kv.compressed_tokens <= 32 and added >= report.tokens.prompt
+            assert report.kv.kept_of_them == (report.kv.compressed_tokens if later else 10)
+            assert session.engine.pairs_held() > held - 4
+            if budget == 0.2:
+                assert first.report.kv.kept_of_them == int(0.2 * first.report.kv.compressed_tokens)
