@@ -1,4 +1,4 @@
-"""Stages in C: shared libraries through the program, and the example of kvedge.h through the library."""
+"""Stages in C: shared libraries through the program, and the example of kvedge-stages.h through the library."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pykvedge.errors import PluginError
 from pykvedge.plugins import loading
 
 ROOT = Path(__file__).resolve().parent.parent
-HEADER = ROOT / "native" / "include" / "kvedge.h"
+HEADER = ROOT / "native" / "include" / "kvedge-stages.h"
 COMPILER = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
 STRICT = ["-std=c99", "-Wall", "-Wextra", "-pedantic", "-Werror", "-O1", "-I", str(HEADER.parent)]
 
