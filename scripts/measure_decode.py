@@ -1,33 +1,45 @@
 """How fast decode attention reads keys and values, as a share of a plain sum over the same bytes, taking turns.
 
     python3 scripts/dev.py python scripts/measure_decode.py
+    python3 scripts/dev.py python scripts/measure_decode.py --type f16 q8_0 --threads 2
     python3 scripts/dev.py python scripts/measure_decode.py --shape gqa-2x6x128 --kernels avx2 --threads 1 2 --json
 
-A shape is KV heads x query heads for each x head size, f16, one query token. Medians over rounds; `ratio` is the median
+A shape is KV heads x query heads for each x head size, one query token. Medians over rounds; `ratio` is the median
 of the rounds' ratios. Builds native/tests/bench_decode.cpp for each table of kernels first, under build/native.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from llama_source import SourceError, log
 from native_build import build_native
 
 SHAPES = {"mha-16x1x128": (16, 1, 128), "mha-16x1x64": (16, 1, 64), "gqa-2x6x128": (2, 6, 128)}
+TYPES = ("f16", "bf16", "q8_0", "q4_0")
 
 
-def measure(program: Path, shape: str, tokens: int, threads: int, args: argparse.Namespace) -> dict[str, Any]:
+class Setting(NamedTuple):
+    """Of one row of the table."""
+
+    kv_type: str
+    shape: str
+    tokens: int
+    threads: int
+
+
+def measure(program: Path, setting: Setting, args: argparse.Namespace) -> dict[str, Any]:
     """One row of the table. Raises SourceError when the program fails."""
-    n_heads_kv, group, size = SHAPES[shape]
-    numbers = [n_heads_kv * group, n_heads_kv, size, tokens, threads, args.rounds, args.mib]
-    done = subprocess.run([program, *map(str, numbers)], capture_output=True, text=True, check=False)
+    n_heads_kv, group, size = SHAPES[setting.shape]
+    numbers = [n_heads_kv * group, n_heads_kv, size, setting.tokens, setting.threads, args.rounds, args.mib]
+    done = subprocess.run([program, *map(str, numbers), setting.kv_type], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         why = done.stderr.strip() or "this machine may lack its instructions"
         raise SourceError(f"{program} ended with code {done.returncode}: {why}")
@@ -37,9 +49,10 @@ def measure(program: Path, shape: str, tokens: int, threads: int, args: argparse
     total, attention = (statistics.median(p[i] for p in pairs) for i in (0, 1))
     return {
         "kernels": table,
-        "shape": shape,
-        "tokens": tokens,
-        "threads": threads,
+        "type": setting.kv_type,
+        "shape": setting.shape,
+        "tokens": setting.tokens,
+        "threads": setting.threads,
         "sum_gb_s": int(n_bytes) / total / 1e9,
         "attention_gb_s": int(n_bytes) / attention / 1e9,
         "ratio": statistics.median(a / b for a, b in pairs),
@@ -62,6 +75,7 @@ def main() -> int:
         help=f"repeatable, of {', '.join(SHAPES)} (default: all)")  # fmt: skip
     add("--kernels", action="append", default=[], metavar="TABLE",
         help="repeatable: best, generic, avx2, avx512 or neon (default: best)")  # fmt: skip
+    add("--type", nargs="+", default=["f16"], choices=TYPES, help="of keys and values (default f16)")
     add("--tokens", type=int, nargs="+", default=[512, 2048, 8192], help="KV pairs per head (default 512 2048 8192)")
     add("--threads", type=int, nargs="+", default=[1, 2], help="(default 1 2)")
     add("--rounds", type=int, default=15, help="of each row (default %(default)s)")
@@ -69,18 +83,16 @@ def main() -> int:
     add("--cpu", action="store_true", help="processor time instead of wall time: a busy machine disturbs it less")
     add("--json", action="store_true")
     args = parser.parse_args()
+    shapes = args.shape or list(SHAPES)
     rows: list[dict[str, Any]] = []
     try:
         for table in args.kernels or ["best"]:
             options = {} if table == "best" else {"KVEDGE_KERNELS": table}
             programs = build_native(table, ["bench_decode"], **options)
-            for shape in args.shape or SHAPES:
-                for tokens in args.tokens:
-                    for threads in args.threads:
-                        row = measure(programs / "bench_decode", shape, tokens, threads, args)
-                        rows.append(row)
-                        if not args.json:
-                            show(row, len(rows) == 1)
+            for setting in itertools.starmap(Setting, itertools.product(args.type, shapes, args.tokens, args.threads)):
+                rows.append(measure(programs / "bench_decode", setting, args))
+                if not args.json:
+                    show(rows[-1], len(rows) == 1)
     except (SourceError, OSError) as error:
         log(f"error: {error}")
         return 1

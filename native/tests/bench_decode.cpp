@@ -1,12 +1,15 @@
 // How fast decode attention reads keys and values, against a plain sum over the same bytes, taking turns.
 //
-//   bench_decode HEADS KV_HEADS HEAD_SIZE TOKENS THREADS ROUNDS MIB
+//   bench_decode HEADS KV_HEADS HEAD_SIZE TOKENS THREADS ROUNDS MIB TYPE
 //
-// As many layers as hold MIB MiB of keys and values: 192 fit no cache, 1 shows what the kernels could do with faster memory. Both share out layers and heads among the threads, with no barrier in between.
+// As many layers as hold MIB MiB of keys and values: 192 fit no cache, 1 shows what the kernels could do with faster
+// memory. TYPE is what they are stored as: f16, bf16, q8_0 or q4_0. Both share out layers and heads among the threads, with
+// no barrier in between.
 // stdout: the table of kernels, bytes and layers; then a line per round: wall seconds of the sum and of the attention, and
 // their processor seconds divided by the threads, which other programs disturb less.
 
 #include "attention/attention.h"
+#include "core/compress.h"
 
 #include <algorithm>
 #include <chrono>
@@ -23,6 +26,7 @@ namespace {
 
 struct Bench {
     int32_t n_heads, n_heads_kv, size, tokens, threads, mib;
+    Type    type;
 
     std::vector<LayerShape>      shapes;
     std::unique_ptr<Sequence>    seq;
@@ -31,12 +35,27 @@ struct Bench {
     std::atomic<uint64_t>        sum{ 0 };
 };
 
+bool type_named(const char * name, Type & type) {
+    constexpr struct {
+        const char * name;
+        Type         type;
+    } types[] = { { "f16", Type::f16 }, { "bf16", Type::bf16 }, { "q8_0", Type::q8_0 }, { "q4_0", Type::q4_0 } };
+    for (const auto & t : types) {
+        if (strcmp(t.name, name) == 0) {
+            type = t.type;
+            return true;
+        }
+    }
+    return false;
+}
+
 bool fill(Bench & b) {
-    const size_t layer = 2 * sizeof(uint16_t) * (size_t) (b.n_heads_kv * b.size) * (size_t) b.tokens;
+    const auto   rows = 2 * (size_t) b.n_heads_kv * (size_t) b.tokens;
+    const size_t layer = rows * row_bytes(b.type, b.size), plain = rows * (size_t) b.size;
     for (size_t l = 0; l * layer < (size_t) b.mib << 20; l++) {
         b.shapes.push_back({ (int32_t) l, b.n_heads, b.n_heads_kv, b.size, b.size });
     }
-    b.seq = std::make_unique<Sequence>(b.shapes, Storage{});
+    b.seq = std::make_unique<Sequence>(b.shapes, Storage{ b.type, b.type });
     std::vector<int32_t> pos((size_t) b.tokens);
     if (!b.seq->append(b.tokens, pos.data(), false)) {
         return false;
@@ -44,10 +63,14 @@ bool fill(Bench & b) {
     uint32_t random = 1;
     for (auto & memory : b.seq->blocks[0]->layers) {
         auto * x = (uint16_t *) memory.memory.data();
-        for (size_t i = 0; i < layer / sizeof(uint16_t); i++) {
+        for (size_t i = 0; i < plain; i++) {
             random = random * 1664525u + 1013904223u;
-            x[i]   = (uint16_t) (0x3000 | (random >> 16 & 0x8bff));  // of either sign, 1/8 to 1/2
+            x[i]   = (uint16_t) (0x3000 | (random >> 16 & 0x8bff));  // in half precision of either sign, 1/8 to 1/2
         }
+    }
+    Compression outcome;  // quantises, and keeps all
+    if (is_quantised(b.type) && compress_pending(*b.seq, full_plan(), b.threads, outcome, nullptr) != KVEDGE_OK) {
+        return false;
     }
     b.q.assign((size_t) (b.n_heads * b.size), 0.25f);
     b.out.resize(b.shapes.size() * b.q.size());
@@ -133,11 +156,11 @@ Seconds time_attention(Bench & b) {
 }  // namespace
 
 int main(int argc, char ** argv) {
-    if (argc != 8) {
-        std::fprintf(stderr, "usage: bench_decode HEADS KV_HEADS HEAD_SIZE TOKENS THREADS ROUNDS MIB\n");
+    Bench b;
+    if (argc != 9 || !type_named(argv[8], b.type)) {
+        std::fprintf(stderr, "usage: bench_decode HEADS KV_HEADS HEAD_SIZE TOKENS THREADS ROUNDS MIB f16|bf16|q8_0|q4_0\n");
         return 2;
     }
-    Bench b;
     b.n_heads        = std::atoi(argv[1]);
     b.n_heads_kv     = std::atoi(argv[2]);
     b.size           = std::atoi(argv[3]);
@@ -146,8 +169,8 @@ int main(int argc, char ** argv) {
     b.mib            = std::atoi(argv[7]);
     const int rounds = std::atoi(argv[6]);
     if (std::min({ b.n_heads, b.n_heads_kv, b.size, b.tokens, b.threads, b.mib, rounds }) < 1 || b.n_heads % b.n_heads_kv != 0 ||
-        b.size % 8 != 0 || b.size > MAX_HEAD_SIZE) {
-        std::fprintf(stderr, "bench_decode: every number must be at least 1, KV heads divide heads, 8 the head size\n");
+        b.size % (is_quantised(b.type) ? GROUP : 8) != 0 || b.size > MAX_HEAD_SIZE) {
+        std::fprintf(stderr, "bench_decode: every number must be at least 1, KV heads divide heads, 8 the head size (32 of q8_0)\n");
         return 2;
     }
     if (!fill(b)) {

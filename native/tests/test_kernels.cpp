@@ -275,6 +275,37 @@ static void test_rows(const Kernels & kn, size_t n) {
     }
 }
 
+// Logits in parts of `step`, for m rows, against one softmax over all of them.
+static void test_softmax(const Kernels & kn, int32_t m, int32_t n, int32_t step) {
+    const size_t       ld  = 48, lds = ((size_t) step + 15) / 16 * 16;
+    const auto         all = random_floats((size_t) (m * n), 8.0f), values = random_floats((size_t) n);
+    std::vector<float> top((size_t) m, -INFINITY), sum((size_t) m), o((size_t) m * ld), s((size_t) m * lds);
+    for (int32_t from = 0; from < n; from += step) {
+        const int32_t w = std::min(step, n - from);
+        for (int32_t r = 0; r < m; r++) {
+            std::copy_n(all.begin() + r * n + from, w, s.begin() + (std::ptrdiff_t) ((size_t) r * lds));
+        }
+        kn.softmax_step(s.data(), lds, m, w, { top.data(), sum.data(), o.data(), ld });
+        for (int32_t r = 0; r < m; r++) {
+            for (int32_t c = 0; c < w; c++) {
+                kn.axpy(s[(size_t) r * lds + (size_t) c], std::vector<float>(ld, values[(size_t) (from + c)]).data(),
+                        o.data() + (size_t) r * ld, ld);
+            }
+        }
+    }
+    for (int32_t r = 0; r < m; r++) {
+        const float * x     = all.data() + r * n;
+        double        total = 0.0, mean = 0.0;
+        const double  most  = *std::max_element(x, x + n);
+        for (int32_t c = 0; c < n; c++) {
+            total += std::exp(x[c] - most);
+            mean += std::exp(x[c] - most) * values[(size_t) c];
+        }
+        CHECK(top[(size_t) r] == (float) most && close_to(sum[(size_t) r], total, 1e-5));
+        CHECK(close_to(o[(size_t) r * ld], mean, 1e-5) && o[(size_t) r * ld] == o[(size_t) r * ld + ld - 1]);
+    }
+}
+
 int main() {
     std::vector<const Kernels *> tables = { kernels_generic() };
     for (const Kernels * t : { kernels_avx2(), kernels_avx512(), kernels_neon() }) {
@@ -296,6 +327,9 @@ int main() {
         }
         for (size_t n : { 1, 3, 16, 17, 64, 1000 }) {
             test_rows(*t, n);
+        }
+        for (int32_t m : { 1, 4, 6, 16 }) {
+            test_softmax(*t, m, 130, m == 4 ? 17 : 64);
         }
     }
     for (Type type : QUANTISED) {

@@ -1,4 +1,5 @@
 #include "attention/attention.h"
+#include "kernels/kernels_compiler.h"
 
 #include <algorithm>
 #include <cmath>
@@ -7,7 +8,8 @@ namespace kvedge {
 
 namespace {
 
-constexpr int32_t BLOCK      = 32;   // keys at a time: theirs, their values and the next keys fit a first-level cache
+constexpr int32_t BLOCK      = 128;  // most keys at a time
+constexpr size_t  KEY_BYTES  = 8 << 10;  // of them, or their values: these and the next ones fit a first-level cache
 constexpr int32_t SPLIT_KEYS = 256;  // fewest keys worth a split of their own
 constexpr int32_t MAX_SIZE   = MAX_HEAD_SIZE;
 
@@ -33,8 +35,8 @@ struct Piece {
 
 // Up to DECODE_ROWS scaled query rows, the unit that reads the keys once.
 struct Queries {
-    int32_t first, n;
-    float   q[DECODE_ROWS * MAX_SIZE];  // [n][d_k]
+    alignas(64) float q[DECODE_ROWS * MAX_SIZE];  // [n][d_k]
+    int32_t           first, n;
 };
 
 void load_queries(const AttendJob & job, const Piece & piece, int32_t d_k, Queries & x) {
@@ -52,47 +54,54 @@ float * weights_of(const AttendJob & job, const Piece & piece, int32_t r) {
     return job.weights + (size_t) (piece.head * piece.group + r) * job.weights_row;
 }
 
-// Turns a row of n logits into weights relative to the row's running maximum, rescaling what was summed before.
-void online_softmax(float * row, int32_t n, size_t ld, float & top, float & sum, float * o) {
-    if (n == 0) {
-        return;
+// Keys at a time, whole groups of them.
+int32_t block_of(const Segment & seg) {
+    const auto fit = (int32_t) (KEY_BYTES / std::max(seg.k.stride, seg.v.stride));
+    return std::clamp(fit / GROUP * GROUP, GROUP, BLOCK);
+}
+
+// A row's n logits of keys that it sees, from key `at` on, capped and kept where that is wanted; what it does not see of
+// n_keys gets no weight.
+void prepare_row(const AttendJob & job, const Piece & piece, int32_t r, int32_t at, int32_t n, int32_t n_keys, float * row) {
+    if (job.softcap != 0.0f) {
+        kernels().softcap(row, (size_t) n, job.softcap);
     }
-    const float highest = std::max(top, kernels().max(row, (size_t) n));
-    if (highest > top) {
-        const float shrink = std::exp(top - highest);
-        sum *= shrink;
-        for (size_t i = 0; i < ld; i++) {
-            o[i] *= shrink;
-        }
-        top = highest;
+    if (job.weights) {
+        std::copy_n(row, n, weights_of(job, piece, r) + at);
     }
-    sum += kernels().exp_sum(row, (size_t) n, top);
+    std::fill(row + n, row + n_keys, 0.0f);
+}
+
+// The keys of a first block, which no block before it asks for.
+void fetch_keys(const Rows & k, int32_t n) {
+    constexpr size_t LINE = 64;
+    for (size_t at = 0; at < (size_t) n * k.stride; at += LINE) {
+        KVEDGE_PREFETCH(k.data + at);
+    }
 }
 
 // Adds the rows of seg, the head's rows from `at` on (at most BLOCK), to the partial result.
-void attend_block(const AttendJob & job, const Piece & piece, const Segment & seg, int32_t at, const Queries & x, Partial & out) {
+// next: the keys of the block after it, or NULL.
+void attend_block(
+    const AttendJob & job, const Piece & piece, const Segment & seg, int32_t at, const Queries & x, const uint8_t * next, Partial & out) {
     const LayerShape & shape = job.seq->shapes()[(size_t) job.layer];
     const Kernels &    kn    = kernels();
     const auto         ld    = (size_t) pad16(shape.d_v);
-    float              s[DECODE_ROWS * BLOCK];
+    alignas(64) float  s[DECODE_ROWS * BLOCK];
 
     kn.rows_dot(x.q, (size_t) shape.d_k, x.n, seg.k, seg.n, shape.d_k, s, BLOCK, seg.v.data);
-    for (int32_t i = 0; i < x.n; i++) {
-        const int32_t r    = x.first + i;
-        float *       row  = s + (size_t) i * BLOCK;
-        const int32_t sees = job.causal ? piece.n_keys - job.n + r / piece.group + 1 : piece.n_keys;
+    for (int32_t i = 0, alike; i < x.n; i += alike) {
+        const int32_t r    = x.first + i, token = r / piece.group;  // the rows of a token see the same keys
+        const int32_t sees = job.causal ? piece.n_keys - job.n + token + 1 : piece.n_keys;
         const int32_t n    = std::clamp(sees - at, 0, seg.n);
-        if (job.softcap != 0.0f) {
-            kn.softcap(row, (size_t) n, job.softcap);
+        alike              = std::min(x.n - i, (token + 1) * piece.group - r);
+        float * rows       = s + (size_t) i * BLOCK;
+        for (int32_t j = 0; j < alike; j++) {
+            prepare_row(job, piece, r + j, at, n, seg.n, rows + (size_t) j * BLOCK);
         }
-        if (job.weights) {
-            std::copy_n(row, n, weights_of(job, piece, r) + at);
-        }
-        online_softmax(row, n, ld, out.top[r], out.sum[r], out.o + (size_t) r * ld);
-        std::fill(row + n, row + seg.n, 0.0f);
+        kn.softmax_step(rows, BLOCK, alike, n, { out.top + r, out.sum + r, out.o + (size_t) r * ld, ld });
     }
-    kn.rows_axpy(s, BLOCK, x.n, seg.v, seg.n, shape.d_v, out.o + (size_t) x.first * ld, ld,
-                 seg.k.from(seg.n).data);  // the next block, if the segment goes on
+    kn.rows_axpy(s, BLOCK, x.n, seg.v, seg.n, shape.d_v, out.o + (size_t) x.first * ld, ld, next);
 }
 
 void write_out(const AttendJob & job, const Piece & piece, int32_t n_splits, DecodePartials & partials) {
@@ -195,9 +204,13 @@ void decode_task(const AttendJob & job, int32_t task, int32_t n_splits, DecodePa
         int32_t at = 0;
         job.seq->each_segment(job.layer, piece.head, false, [&](const Segment & seg) {
             const int32_t first = std::max(piece.a - at, 0), last = std::min(piece.b - at, seg.n);
-            for (int32_t c = first; c < last; c += BLOCK) {
-                const Segment part{ seg.k.from(c), seg.v.from(c), std::min(BLOCK, last - c) };
-                attend_block(job, piece, part, at + c, x, out);
+            const int32_t block = block_of(seg);
+            for (int32_t c = first; c < last; c += block) {
+                const Segment part{ seg.k.from(c), seg.v.from(c), std::min(block, last - c) };
+                if (c == first) {
+                    fetch_keys(part.k, part.n);
+                }
+                attend_block(job, piece, part, at + c, x, c + block < last ? seg.k.from(c + block).data : nullptr, out);
             }
             at += seg.n;
         });

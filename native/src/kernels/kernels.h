@@ -77,6 +77,15 @@ struct BandFilter {
     const BandMix * mixes;  // frequencies that are in none stay as they are
 };
 
+// Rows of a softmax whose columns come in parts: the largest logit so far, the sum of all weights relative to it, and what
+// is summed with them.
+struct SoftmaxRows {
+    float * top;  // [m]
+    float * sum;  // [m]
+    float * o;    // [m][ldo], ldo a multiple of 16
+    size_t  ldo;
+};
+
 struct Kernels {
     const char * name;
     int32_t      panel;  // columns of one packed K panel (nr)
@@ -99,6 +108,9 @@ struct Kernels {
 
     float (*max)(const float * x, size_t n);                       // -inf for n = 0
     float (*exp_sum)(float * x, size_t n, float shift);            // x = exp(x - shift); returns the sum
+    // m rows of n more logits: s = exp(s - top) with the top that they make, and what was summed before shrinks accordingly.
+    // lds >= n rounded up to 16; up to there s may become zero
+    void (*softmax_step)(float * s, size_t lds, int32_t m, int32_t n, const SoftmaxRows & rows);
     // as exp_sum, and *dot = sum of exp(x - shift) * (x - shift), what an entropy is made of
     float (*exp_dot)(float * x, size_t n, float shift, float * dot);
     void (*softcap)(float * x, size_t n, float cap);               // x = cap * tanh(x / cap)

@@ -31,21 +31,17 @@ struct V {
     static V sub(V a, V b) { return { _mm512_sub_ps(a.x, b.x) }; }
     static V mul(V a, V b) { return { _mm512_mul_ps(a.x, b.x) }; }
     static V max(V a, V b) { return { _mm512_max_ps(a.x, b.x) }; }
-    static V floor(V a) { return { _mm512_roundscale_ps(a.x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC) }; }
-    static V pow2(V n) {
-        const __m512i e = _mm512_add_epi32(_mm512_cvtps_epi32(n.x), _mm512_set1_epi32(127));
-        return { _mm512_castsi512_ps(_mm512_slli_epi32(e, 23)) };
-    }
+    static V round(V a) { return { _mm512_roundscale_ps(a.x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC) }; }
+    static V scale2(V a, V n) { return { _mm512_scalef_ps(a.x, n.x) }; }
     float hsum() const { return _mm512_reduce_add_ps(x); }
     float hmax() const { return _mm512_reduce_max_ps(x); }
+    // Within the 128-bit lanes first: shuffles across them share their pipes with multiplications.
     static void hsum4(V a, V b, V c, V d, float * out) {
-        const __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a.x, b.x, 0x44), _mm512_shuffle_f32x4(a.x, b.x, 0xee));
-        const __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c.x, d.x, 0x44), _mm512_shuffle_f32x4(c.x, d.x, 0xee));
-        __m512       s  = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
-        s               = _mm512_add_ps(s, _mm512_permute_ps(s, 0x4e));
-        s               = _mm512_add_ps(s, _mm512_permute_ps(s, 0xb1));
-        const __m512i lanes = _mm512_castsi128_si512(_mm_setr_epi32(0, 4, 8, 12));
-        _mm_storeu_ps(out, _mm512_castps512_ps128(_mm512_permutexvar_ps(lanes, s)));
+        const __m512d ab = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(a.x, b.x), _mm512_unpackhi_ps(a.x, b.x)));
+        const __m512d cd = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(c.x, d.x), _mm512_unpackhi_ps(c.x, d.x)));
+        const __m512  s  = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd)), _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd)));
+        const __m256  h  = _mm256_add_ps(_mm512_castps512_ps256(s), _mm512_extractf32x8_ps(s, 1));
+        _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1)));
     }
     template <Type T> static V load16(const uint8_t * p) {
         const __m256i h = _mm256_loadu_si256((const __m256i *) p);

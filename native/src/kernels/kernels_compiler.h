@@ -11,6 +11,13 @@
 #    define KVEDGE_UNROLL
 #endif
 
+// Asks for the line of cache at p, which need not be readable.
+#if defined(__GNUC__)
+#    define KVEDGE_PREFETCH(p) __builtin_prefetch(p, 0, 3)
+#else
+#    define KVEDGE_PREFETCH(p) ((void) (p))
+#endif
+
 // A value that is used several times: loading it with every use would cost as many loads as there are products.
 #if defined(__GNUC__)
 #    define KVEDGE_IN_REGISTER(x, constraint) __asm__("" : "+" constraint(x))

@@ -2,7 +2,8 @@
 
 #pragma once
 
-#include "kernels.h"
+#include "kernels_compiler.h"
+#include "kernels_numbers.h"
 
 namespace kvedge {
 namespace {
@@ -34,39 +35,59 @@ template <class F> inline void split_rows(int32_t m, const F & f) {
 
 constexpr size_t LINE = 64;  // bytes of a line of cache
 
-inline void prefetch(const uint8_t * p) { __builtin_prefetch(p, 0, 3); }
+inline void prefetch(const uint8_t * p) { KVEDGE_PREFETCH(p); }
 
+// Asks for the lines that begin in bytes [step * STEP, (step + 1) * STEP) from p on.
+template <size_t STEP> inline void fetch_step(const uint8_t * p, size_t step) {
+    if constexpr (STEP % LINE == 0) {
+        KVEDGE_UNROLL
+        for (size_t at = 0; at < STEP; at += LINE) {
+            prefetch(p + step * STEP + at);
+        }
+    } else if (step * STEP % LINE == 0) {
+        prefetch(p + step * STEP);
+    }
+}
+
+// Products of M query rows with V::W columns of C rows of keys, added to acc or, if they are the first, put there.
 // The loops over r and c are nested so that the compiler unrolls them and keeps acc in registers.
-// next: C rows to fetch meanwhile, in the order of memory, spread evenly, as many misses at once would stall; NULL: none.
-template <Type T, int M, int C> inline void dot_micro(
-    const float * q, size_t ldq, const uint8_t * k, size_t stride, int32_t d, float * s, size_t lds, const uint8_t * next) {
-    V acc[M][C];
+template <Type T, int M, int C, bool First> inline void dot_step(
+    const float * q, size_t ldq, const uint8_t * k, size_t stride, int32_t i, V (&acc)[M][C]) {
+    V kv[C];
+    KVEDGE_UNROLL
+    for (int c = 0; c < C; c++) {
+        kv[c] = load_as<T>(k + c * stride, (size_t) i);
+    }
     KVEDGE_UNROLL
     for (int r = 0; r < M; r++) {
+        const V qv = V::load(q + r * ldq + i).kept();
         KVEDGE_UNROLL
         for (int c = 0; c < C; c++) {
-            acc[r][c] = V::zero();
+            acc[r][c] = First ? V::mul(qv, kv[c]) : V::fma(qv, kv[c], acc[r][c]);
         }
     }
-    int32_t i = 0;
-    for (; i + V::W <= d; i += V::W) {
-        if (next) {
-            constexpr size_t STEP = (size_t) (V::W * C) * type_size(T);
-            for (size_t at = (size_t) (i * C) * type_size(T), end = at + STEP; at % LINE == 0 && at < end; at += LINE) {
-                prefetch(next + at);
-            }
+}
+
+// s[r][c] for M query rows and C rows of keys. ahead: as many rows to fetch meanwhile, in the order of memory, spread evenly, as
+// many misses at once would stall.
+template <Type T, int M, int C> inline void dot_micro(
+    const float * q, size_t ldq, const uint8_t * k, size_t stride, int32_t d, float * s, size_t lds, const uint8_t * ahead) {
+    constexpr size_t STEP = (size_t) (V::W * C) * type_size(T);
+    V                acc[M][C];
+    int32_t          i = 0;
+    fetch_step<STEP>(ahead, 0);
+    if (d >= V::W) {
+        dot_step<T, M, C, true>(q, ldq, k, stride, 0, acc);
+        for (i = V::W; i + V::W <= d; i += V::W) {
+            fetch_step<STEP>(ahead, (size_t) (i / V::W));
+            dot_step<T, M, C, false>(q, ldq, k, stride, i, acc);
         }
-        V kv[C];
-        KVEDGE_UNROLL
-        for (int c = 0; c < C; c++) {
-            kv[c] = load_as<T>(k + c * stride, (size_t) i);
-        }
+    } else {
         KVEDGE_UNROLL
         for (int r = 0; r < M; r++) {
-            const V qv = V::load(q + r * ldq + i).kept();
             KVEDGE_UNROLL
             for (int c = 0; c < C; c++) {
-                acc[r][c] = V::fma(qv, kv[c], acc[r][c]);
+                acc[r][c] = V::zero();
             }
         }
     }
@@ -101,21 +122,30 @@ template <Type T, int M, int C> inline void dot_micro(
     }
 }
 
+// As many rows of k as make whole tiles of C; returns how many those are. next: NULL, or what to fetch meanwhile.
+template <Type T, int M, int C> int32_t dot_tiles(
+    const float * q, size_t ldq, Rows k, int32_t n, int32_t d, float * s, size_t lds, const uint8_t * next) {
+    int32_t c = 0;
+    for (; c + C <= n; c += C) {
+        const uint8_t * tile = k.data + (size_t) c * k.stride;  // fetched already, if nothing else is to be
+        dot_micro<T, M, C>(q, ldq, tile, k.stride, d, s + c, lds, next ? next + (size_t) c * k.stride : tile);
+    }
+    return c;
+}
+
 template <Type T> void rows_dot_t(
     const float * q, size_t ldq, int32_t m, Rows k, int32_t n, int32_t d, float * s, size_t lds, const uint8_t * next) {
-    constexpr int32_t B = 32;  // rows of K that stay in L1 while every group of query rows passes over them
+    constexpr int32_t B = 64;  // rows of K that stay in L1 while every group of query rows passes over them
     for (int32_t c0 = 0; c0 < n; c0 += B) {
-        const int32_t   w  = n - c0 < B ? n - c0 : B;
-        const uint8_t * kc = k.data + (size_t) c0 * k.stride;
+        const int32_t w = n - c0 < B ? n - c0 : B;
         split_rows(m, [&](int32_t r, auto rows) {
-            constexpr int M = decltype(rows)::value, C = columns(M, 8);
-            int32_t       c = 0;
-            for (; c + C <= w; c += C) {
-                const uint8_t * ahead = r == 0 && next ? next + (size_t) (c0 + c) * k.stride : nullptr;
-                dot_micro<T, M, C>(q + r * ldq, ldq, kc + c * k.stride, k.stride, d, s + r * lds + c0 + c, lds, ahead);
-            }
-            for (; c < w; c++) {
-                dot_micro<T, M, 1>(q + r * ldq, ldq, kc + c * k.stride, k.stride, d, s + r * lds + c0 + c, lds, nullptr);
+            constexpr int   M     = decltype(rows)::value, C = columns(M, 8);
+            const uint8_t * ahead = r == 0 && next ? next + (size_t) c0 * k.stride : nullptr;
+            float *         to    = s + r * lds + c0;
+            const Rows      part  = k.from(c0);
+            const int32_t   done  = dot_tiles<T, M, C>(q + r * ldq, ldq, part, w, d, to, lds, ahead);
+            if (done < w) {
+                dot_tiles<T, M, 1>(q + r * ldq, ldq, part.from(done), w - done, d, to + done, lds, nullptr);
             }
         });
     }
@@ -143,10 +173,7 @@ template <Type T, int M, int D> inline void axpy_micro(
     }
     for (int32_t c = 0; c < n; c++) {
         if (next) {
-            constexpr size_t STEP = (size_t) (D * V::W) * type_size(T);
-            for (size_t at = (size_t) c * STEP, end = at + STEP; at % LINE == 0 && at < end; at += LINE) {
-                prefetch(next + at);
-            }
+            fetch_step<(size_t) (D * V::W) * type_size(T)>(next, (size_t) c);
         }
         V b[D];
         KVEDGE_UNROLL
@@ -171,9 +198,20 @@ template <Type T, int M, int D> inline void axpy_micro(
     }
 }
 
+// Calls f(how many vectors as an IntN) for parts of d columns, of D vectors, then of half as many and so on; i: where a part
+// begins, at the end what is left.
+template <int D, class F> inline void each_columns(int32_t d, int32_t & i, const F & f) {
+    for (; i + D * V::W <= d; i += D * V::W) {
+        f(IntN<D>());
+    }
+    if constexpr (D > 1) {
+        each_columns<D / 2>(d, i, f);
+    }
+}
+
 template <Type T> void rows_axpy_t(
     const float * p, size_t ldp, int32_t m, Rows v, int32_t n, int32_t d, float * o, size_t ldo, const uint8_t * next) {
-    constexpr int32_t B = 32;
+    constexpr int32_t B = 64;  // as above; every block of them reads and writes all sums
     for (int32_t c = 0; c < n; c += B) {
         const int32_t   w  = n - c < B ? n - c : B;
         const uint8_t * vc = v.data + (size_t) c * v.stride;
@@ -185,12 +223,10 @@ template <Type T> void rows_axpy_t(
             const float * pr = p + r * ldp + c;
             float *       to = o + r * ldo;
             int32_t       i  = 0;
-            for (; i + D * V::W <= d; i += D * V::W) {
-                axpy_micro<T, M, D>(pr, ldp, vc + (size_t) i * type_size(T), v.stride, w, to + i, ldo, ahead(r, i));
-            }
-            for (; i + V::W <= d; i += V::W) {
-                axpy_micro<T, M, 1>(pr, ldp, vc + (size_t) i * type_size(T), v.stride, w, to + i, ldo, ahead(r, i));
-            }
+            each_columns<D>(d, i, [&](auto wide) {
+                constexpr int N = decltype(wide)::value;
+                axpy_micro<T, M, N>(pr, ldp, vc + (size_t) i * type_size(T), v.stride, w, to + i, ldo, ahead(r, i));
+            });
             for (; i < d; i++) {
                 for (int32_t k = 0; k < M; k++) {
                     for (int32_t j = 0; j < w; j++) {

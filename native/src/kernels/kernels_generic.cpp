@@ -37,13 +37,13 @@ struct V {
     static V sub(const V & a, const V & b) { return each([&](int i) { return a.x[i] - b.x[i]; }); }
     static V mul(const V & a, const V & b) { return each([&](int i) { return a.x[i] * b.x[i]; }); }
     static V max(const V & a, const V & b) { return each([&](int i) { return a.x[i] > b.x[i] ? a.x[i] : b.x[i]; }); }
-    static V floor(const V & a) { return each([&](int i) { return __builtin_floorf(a.x[i]); }); }
-    static V pow2(const V & n) {
+    static V round(const V & a) { return each([&](int i) { return __builtin_floorf(a.x[i] + 0.5f); }); }
+    static V scale2(const V & a, const V & n) {
         return each([&](int i) {
             const uint32_t bits = (uint32_t) ((int32_t) n.x[i] + 127) << 23;
             float          f;
             __builtin_memcpy(&f, &bits, 4);
-            return f;
+            return a.x[i] * f;
         });
     }
     float hsum() const { return (x[0] + x[1]) + (x[2] + x[3]); }

@@ -25,10 +25,10 @@ struct V {
     static V sub(V a, V b) { return { vsubq_f32(a.x, b.x) }; }
     static V mul(V a, V b) { return { vmulq_f32(a.x, b.x) }; }
     static V max(V a, V b) { return { vmaxq_f32(a.x, b.x) }; }
-    static V floor(V a) { return { vrndmq_f32(a.x) }; }
-    static V pow2(V n) {
+    static V round(V a) { return { vrndnq_f32(a.x) }; }
+    static V scale2(V a, V n) {
         const int32x4_t e = vaddq_s32(vcvtq_s32_f32(n.x), vdupq_n_s32(127));
-        return { vreinterpretq_f32_s32(vshlq_n_s32(e, 23)) };
+        return { vmulq_f32(a.x, vreinterpretq_f32_s32(vshlq_n_s32(e, 23))) };
     }
     float hsum() const { return vaddvq_f32(x); }
     float hmax() const { return vmaxvq_f32(x); }

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "kernels.h"
+#include "kernels_numbers.h"
 
 namespace kvedge {
 namespace {

@@ -1,0 +1,126 @@
+// Prefill: many query rows against packed keys, and their weights against widened values. Part of kernels_impl.h, under its
+// rules.
+
+#pragma once
+
+#include "kernels_quant.h"
+
+namespace kvedge {
+namespace {
+
+constexpr int NR = 2 * V::W;
+
+void k_pack(Rows k, int32_t n, int32_t d, float * out) {
+    for (int32_t c0 = 0; c0 < n; c0 += NR) {
+        float * panel = out + (size_t) c0 * d;
+        for (int32_t c = 0; c < NR; c++) {
+            if (c0 + c >= n) {
+                for (int32_t i = 0; i < d; i++) {
+                    panel[(size_t) i * NR + c] = 0.0f;
+                }
+                continue;
+            }
+            float buf[MAX_ROW];
+            k_widen(k.from(c0 + c), 1, d, buf, 0);
+            for (int32_t i = 0; i < d; i++) {
+                panel[(size_t) i * NR + c] = buf[i];
+            }
+        }
+    }
+}
+
+template <int M> inline void qk_micro(const float * q, size_t ldq, const float * panel, int32_t d, float * s, size_t lds) {
+    V acc[M][2];
+    KVEDGE_UNROLL
+    for (int r = 0; r < M; r++) {
+        acc[r][0] = V::zero();
+        acc[r][1] = V::zero();
+    }
+    for (int32_t i = 0; i < d; i++) {
+        const V b0 = V::load(panel + (size_t) i * NR);
+        const V b1 = V::load(panel + (size_t) i * NR + V::W);
+        KVEDGE_UNROLL
+        for (int r = 0; r < M; r++) {
+            const V a = V::set1(q[r * ldq + i]).kept();
+            acc[r][0] = V::fma(a, b0, acc[r][0]);
+            acc[r][1] = V::fma(a, b1, acc[r][1]);
+        }
+    }
+    KVEDGE_UNROLL
+    for (int r = 0; r < M; r++) {
+        acc[r][0].store(s + r * lds);
+        acc[r][1].store(s + r * lds + V::W);
+    }
+}
+
+void k_gemm_qk(const float * q, size_t ldq, int32_t m, const float * packed, int32_t n, int32_t d, float * s, size_t lds) {
+    for (int32_t c0 = 0; c0 < n; c0 += NR) {
+        const float * panel = packed + (size_t) c0 * d;
+        int32_t       r     = 0;
+        for (; r + V::MR <= m; r += V::MR) {
+            qk_micro<V::MR>(q + r * ldq, ldq, panel, d, s + r * lds + c0, lds);
+        }
+        for (; r + 4 <= m; r += 4) {
+            qk_micro<4>(q + r * ldq, ldq, panel, d, s + r * lds + c0, lds);
+        }
+        for (; r < m; r++) {
+            qk_micro<1>(q + r * ldq, ldq, panel, d, s + r * lds + c0, lds);
+        }
+    }
+}
+
+template <int M, int D> inline void pv_micro(const float * p, size_t ldp, int32_t n, const float * v, size_t ldv, float * o) {
+    V acc[M][D];
+    KVEDGE_UNROLL
+    for (int r = 0; r < M; r++) {
+        KVEDGE_UNROLL
+        for (int j = 0; j < D; j++) {
+            acc[r][j] = V::load(o + r * ldv + j * V::W);
+        }
+    }
+    for (int32_t c = 0; c < n; c++) {
+        V b[D];
+        KVEDGE_UNROLL
+        for (int j = 0; j < D; j++) {
+            b[j] = V::load(v + c * ldv + j * V::W);
+        }
+        KVEDGE_UNROLL
+        for (int r = 0; r < M; r++) {
+            const V a = V::set1(p[r * ldp + c]).kept();
+            KVEDGE_UNROLL
+            for (int j = 0; j < D; j++) {
+                acc[r][j] = V::fma(a, b[j], acc[r][j]);
+            }
+        }
+    }
+    KVEDGE_UNROLL
+    for (int r = 0; r < M; r++) {
+        KVEDGE_UNROLL
+        for (int j = 0; j < D; j++) {
+            acc[r][j].store(o + r * ldv + j * V::W);
+        }
+    }
+}
+
+template <int D> void pv_columns(const float * p, size_t ldp, int32_t m, int32_t n, const float * v, size_t ldv, float * o) {
+    int32_t r = 0;
+    for (; r + V::PR <= m; r += V::PR) {
+        pv_micro<V::PR, D>(p + r * ldp, ldp, n, v, ldv, o + r * ldv);
+    }
+    for (; r < m; r++) {
+        pv_micro<1, D>(p + r * ldp, ldp, n, v, ldv, o + r * ldv);
+    }
+}
+
+void k_gemm_pv(const float * p, size_t ldp, int32_t m, int32_t n, const float * v, size_t ldv, int32_t d, float * o) {
+    int32_t i = 0;
+    for (; i + V::PD * V::W <= (int32_t) ldv && i < d; i += V::PD * V::W) {
+        pv_columns<V::PD>(p, ldp, m, n, v + i, ldv, o + i);
+    }
+    for (; i < d; i += V::W) {
+        pv_columns<1>(p, ldp, m, n, v + i, ldv, o + i);
+    }
+}
+
+}  // namespace
+}  // namespace kvedge
