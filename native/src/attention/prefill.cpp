@@ -14,7 +14,7 @@ static_assert(sizeof(SoftmaxRow) == SEEN_BYTES, "the store makes room for it");
 
 constexpr int32_t BLOCK     = 128;      // keys packed or widened at a time
 constexpr size_t  TILE_SIZE = 1 << 18;  // floats of a tile's logits: 1 MiB, a core's share of cache
-constexpr int32_t MAX_ROWS  = 64;
+constexpr int32_t MAX_ROWS  = 60;       // full tiles of any micro-kernel
 constexpr int32_t MIN_ROWS  = 16;
 
 struct Tile {
@@ -98,13 +98,12 @@ SoftmaxRow exp_row(const AttendJob & job, const Tile & tile, int32_t r, float * 
     return all;
 }
 
-// Keeps the tile's queries for the end of the prompt, in half precision.
-void keep_queries(const AttendJob & job, const Tile & tile, int32_t d_k) {
+// Keeps the tile's queries for the end of the prompt, scaled and in half precision.
+void keep_queries(const AttendJob & job, const Tile & tile, int32_t d_k, const float * q) {
+    const size_t part = job.queries->query_parts.size() - 1;
     for (int32_t r = 0; r < tile.rows; r++) {
-        const int32_t t    = tile.t0 + r / tile.group;
-        const int32_t head = tile.head * tile.group + r % tile.group;
-        const float * from = job.q + place(job, t) * job.q_token + (size_t) head * job.q_head;
-        kernels().from_f32(Type::f16, from, job.queries->query_row(job.layer, job.queries->query_parts.size() - 1, t, head).q, (size_t) d_k);
+        const QueryRow to = job.queries->query_row(job.layer, part, tile.t0 + r / tile.group, tile.head * tile.group + r % tile.group);
+        kernels().from_f32(Type::f16, q + (size_t) r * (size_t) d_k, to.q, (size_t) d_k);
     }
 }
 
@@ -304,10 +303,7 @@ void prefill_task(const AttendJob & job, int32_t task, Scratch & x) {
     logits(job, tile, shape.d_k, x);
     softmax(job, tile, x);
     if (job.queries) {
-        keep_queries(job, tile, shape.d_k);
-        if (task == 0) {
-            job.queries->queries[(size_t) job.layer].scale = job.scale;
-        }
+        keep_queries(job, tile, shape.d_k, x.q);
     }
     if (job.sums) {
         add_sums(job, tile, x);

@@ -108,8 +108,7 @@ struct Kernels {
 
     float (*max)(const float * x, size_t n);                       // -inf for n = 0
     float (*exp_sum)(float * x, size_t n, float shift);            // x = exp(x - shift); returns the sum
-    // m rows of n more logits: s = exp(s - top) with the top that they make, and what was summed before shrinks accordingly.
-    // lds >= n rounded up to 16; up to there s may become zero
+    // m rows of n more logits: s = exp(s - top) with the top that they make, and what was summed before shrinks accordingly
     void (*softmax_step)(float * s, size_t lds, int32_t m, int32_t n, const SoftmaxRows & rows);
     // as exp_sum, and *dot = sum of exp(x - shift) * (x - shift), what an entropy is made of
     float (*exp_dot)(float * x, size_t n, float shift, float * dot);

@@ -12,6 +12,13 @@ struct V {
 
     static V load(const float * p) { return { _mm256_loadu_ps(p) }; }
     void     store(float * p) const { _mm256_storeu_ps(p, x); }
+    static __m256i first(size_t n) {
+        return _mm256_cmpgt_epi32(_mm256_set1_epi32((int) n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+    }
+    static V load_first(const float * p, size_t n, float rest) {
+        return { _mm256_blendv_ps(_mm256_set1_ps(rest), _mm256_maskload_ps(p, first(n)), _mm256_castsi256_ps(first(n))) };
+    }
+    void store_first(float * p, size_t n) const { _mm256_maskstore_ps(p, first(n), x); }
     static V set1(float a) { return { _mm256_set1_ps(a) }; }
     V kept() const {
         V v = *this;
@@ -45,6 +52,21 @@ struct V {
     static void hsum4(V a, V b, V c, V d, float * out) {
         const __m256 s = _mm256_hadd_ps(_mm256_hadd_ps(a.x, b.x), _mm256_hadd_ps(c.x, d.x));
         _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1)));
+    }
+    static void transpose(V * x) {
+        __m256 t[W];
+        for (int i = 0; i < W; i += 4) {
+            const __m256d a = _mm256_castps_pd(_mm256_unpacklo_ps(x[i].x, x[i + 1].x)), b = _mm256_castps_pd(_mm256_unpackhi_ps(x[i].x, x[i + 1].x));
+            const __m256d c = _mm256_castps_pd(_mm256_unpacklo_ps(x[i + 2].x, x[i + 3].x)), d = _mm256_castps_pd(_mm256_unpackhi_ps(x[i + 2].x, x[i + 3].x));
+            t[i]     = _mm256_castpd_ps(_mm256_unpacklo_pd(a, c));
+            t[i + 1] = _mm256_castpd_ps(_mm256_unpackhi_pd(a, c));
+            t[i + 2] = _mm256_castpd_ps(_mm256_unpacklo_pd(b, d));
+            t[i + 3] = _mm256_castpd_ps(_mm256_unpackhi_pd(b, d));
+        }
+        for (int j = 0; j < 4; j++) {
+            x[j].x     = _mm256_permute2f128_ps(t[j], t[4 + j], 0x20);
+            x[4 + j].x = _mm256_permute2f128_ps(t[j], t[4 + j], 0x31);
+        }
     }
     template <Type T> static V load16(const uint8_t * p) {
         const __m128i h = _mm_loadu_si128((const __m128i *) p);

@@ -18,6 +18,10 @@ struct V {
 
     static V load(const float * p) { return { _mm512_loadu_ps(p) }; }
     void     store(float * p) const { _mm512_storeu_ps(p, x); }
+    static V load_first(const float * p, size_t n, float rest) {
+        return { _mm512_mask_loadu_ps(_mm512_set1_ps(rest), (__mmask16) ((1u << n) - 1), p) };
+    }
+    void store_first(float * p, size_t n) const { _mm512_mask_storeu_ps(p, (__mmask16) ((1u << n) - 1), x); }
     static V set1(float a) { return { _mm512_set1_ps(a) }; }
     V kept() const {
         V v = *this;
@@ -42,6 +46,25 @@ struct V {
         const __m512  s  = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd)), _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd)));
         const __m256  h  = _mm256_add_ps(_mm512_castps512_ps256(s), _mm512_extractf32x8_ps(s, 1));
         _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1)));
+    }
+    static void transpose(V * x) {
+        __m512 t[W];
+        for (int i = 0; i < W; i += 4) {
+            const __m512d a = _mm512_castps_pd(_mm512_unpacklo_ps(x[i].x, x[i + 1].x)), b = _mm512_castps_pd(_mm512_unpackhi_ps(x[i].x, x[i + 1].x));
+            const __m512d c = _mm512_castps_pd(_mm512_unpacklo_ps(x[i + 2].x, x[i + 3].x)), d = _mm512_castps_pd(_mm512_unpackhi_ps(x[i + 2].x, x[i + 3].x));
+            t[i]     = _mm512_castpd_ps(_mm512_unpacklo_pd(a, c));
+            t[i + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, c));
+            t[i + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(b, d));
+            t[i + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(b, d));
+        }
+        for (int j = 0; j < 4; j++) {  // 128-bit lane l of t[4 g + j] holds column 4 l + j of rows 4 g and following
+            const __m512 even = _mm512_shuffle_f32x4(t[j], t[4 + j], 0x88), odd = _mm512_shuffle_f32x4(t[j], t[4 + j], 0xdd);
+            const __m512 even2 = _mm512_shuffle_f32x4(t[8 + j], t[12 + j], 0x88), odd2 = _mm512_shuffle_f32x4(t[8 + j], t[12 + j], 0xdd);
+            x[j].x      = _mm512_shuffle_f32x4(even, even2, 0x88);
+            x[4 + j].x  = _mm512_shuffle_f32x4(odd, odd2, 0x88);
+            x[8 + j].x  = _mm512_shuffle_f32x4(even, even2, 0xdd);
+            x[12 + j].x = _mm512_shuffle_f32x4(odd, odd2, 0xdd);
+        }
     }
     template <Type T> static V load16(const uint8_t * p) {
         const __m256i h = _mm256_loadu_si256((const __m256i *) p);

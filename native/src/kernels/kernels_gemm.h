@@ -3,6 +3,7 @@
 
 #pragma once
 
+#include "kernels_compiler.h"
 #include "kernels_quant.h"
 
 namespace kvedge {
@@ -10,22 +11,39 @@ namespace {
 
 constexpr int NR = 2 * V::W;
 
-void k_pack(Rows k, int32_t n, int32_t d, float * out) {
-    for (int32_t c0 = 0; c0 < n; c0 += NR) {
-        float * panel = out + (size_t) c0 * d;
-        for (int32_t c = 0; c < NR; c++) {
-            if (c0 + c >= n) {
-                for (int32_t i = 0; i < d; i++) {
-                    panel[(size_t) i * NR + c] = 0.0f;
-                }
-                continue;
+// Row c of NR rows [..][d] becomes column c of the panel.
+inline void transpose_panel(const float * rows, int32_t d, float * panel) {
+    int32_t i = 0;
+    for (; i + V::W <= d; i += V::W) {
+        for (int32_t c = 0; c < NR; c += V::W) {
+            V x[V::W];
+            KVEDGE_UNROLL
+            for (int32_t j = 0; j < V::W; j++) {
+                x[j] = V::load(rows + (size_t) (c + j) * (size_t) d + i);
             }
-            float buf[MAX_ROW];
-            k_widen(k.from(c0 + c), 1, d, buf, 0);
-            for (int32_t i = 0; i < d; i++) {
-                panel[(size_t) i * NR + c] = buf[i];
+            V::transpose(x);
+            KVEDGE_UNROLL
+            for (int32_t j = 0; j < V::W; j++) {
+                x[j].store(panel + (size_t) (i + j) * NR + c);
             }
         }
+    }
+    for (; i < d; i++) {
+        for (int32_t c = 0; c < NR; c++) {
+            panel[(size_t) i * NR + c] = rows[(size_t) c * (size_t) d + i];
+        }
+    }
+}
+
+void k_pack(Rows k, int32_t n, int32_t d, float * out) {
+    float rows[NR * MAX_ROW];
+    for (int32_t c = 0; c < n; c += NR) {
+        const int32_t w = n - c < NR ? n - c : NR;
+        k_widen(k.from(c), w, d, rows, (size_t) d);
+        for (int32_t i = w * d; i < NR * d; i++) {
+            rows[i] = 0.0f;
+        }
+        transpose_panel(rows, d, out + (size_t) c * d);
     }
 }
 

@@ -28,6 +28,20 @@ struct V {
             p[i] = x[i];
         }
     }
+    static V load_first(const float * p, size_t n, float rest) {
+        float lanes[W];
+        for (size_t i = 0; i < W; i++) {
+            lanes[i] = i < n ? p[i] : rest;
+        }
+        return load(lanes);
+    }
+    void store_first(float * p, size_t n) const {
+        float lanes[W];
+        store(lanes);
+        for (size_t i = 0; i < n; i++) {
+            p[i] = lanes[i];
+        }
+    }
     static V set1(float a) { return each([=](int) { return a; }); }
     V kept() const { return *this; }
     static V zero() { return set1(0.0f); }
@@ -57,6 +71,15 @@ struct V {
         out[1] = b.hsum();
         out[2] = c.hsum();
         out[3] = d.hsum();
+    }
+    static void transpose(V * x) {
+        for (int i = 0; i < W; i++) {
+            for (int j = 0; j < i; j++) {
+                const float other = x[i].x[j];
+                x[i].x[j]         = x[j].x[i];
+                x[j].x[i]         = other;
+            }
+        }
     }
     template <Type T> static V load16(const uint8_t * p) {
         return each([=](int i) { return T == Type::f16 ? lane_from_f16(p + 2 * i) : lane_from_bf16(p + 2 * i); });

@@ -12,6 +12,20 @@ struct V {
 
     static V load(const float * p) { return { vld1q_f32(p) }; }
     void     store(float * p) const { vst1q_f32(p, x); }
+    static V load_first(const float * p, size_t n, float rest) {
+        float lanes[W];
+        for (size_t i = 0; i < W; i++) {
+            lanes[i] = i < n ? p[i] : rest;
+        }
+        return load(lanes);
+    }
+    void store_first(float * p, size_t n) const {
+        float lanes[W];
+        store(lanes);
+        for (size_t i = 0; i < n; i++) {
+            p[i] = lanes[i];
+        }
+    }
     static V set1(float a) { return { vdupq_n_f32(a) }; }
     V kept() const {
         V v = *this;
@@ -34,6 +48,14 @@ struct V {
     float hmax() const { return vmaxvq_f32(x); }
     static void hsum4(V a, V b, V c, V d, float * out) {
         vst1q_f32(out, vpaddq_f32(vpaddq_f32(a.x, b.x), vpaddq_f32(c.x, d.x)));
+    }
+    static void transpose(V * x) {
+        const float64x2_t a = vreinterpretq_f64_f32(vtrn1q_f32(x[0].x, x[1].x)), b = vreinterpretq_f64_f32(vtrn2q_f32(x[0].x, x[1].x));
+        const float64x2_t c = vreinterpretq_f64_f32(vtrn1q_f32(x[2].x, x[3].x)), d = vreinterpretq_f64_f32(vtrn2q_f32(x[2].x, x[3].x));
+        x[0].x = vreinterpretq_f32_f64(vtrn1q_f64(a, c));
+        x[1].x = vreinterpretq_f32_f64(vtrn1q_f64(b, d));
+        x[2].x = vreinterpretq_f32_f64(vtrn2q_f64(a, c));
+        x[3].x = vreinterpretq_f32_f64(vtrn2q_f64(b, d));
     }
     template <Type T> static V load16(const uint8_t * p) {
         const uint16x4_t h = vreinterpret_u16_u8(vld1_u8(p));

@@ -10,20 +10,18 @@ namespace {
 constexpr float NEG_INF = -__builtin_huge_valf();
 
 float k_max(const float * x, size_t n) {
-    float  m = NEG_INF;
+    V      a = V::set1(NEG_INF);
     size_t i = 0;
-    if (n >= (size_t) V::W) {
-        V a = V::load(x);
-        for (i = V::W; i + V::W <= n; i += V::W) {
-            a = V::max(a, V::load(x + i));
-        }
-        m = a.hmax();
+    for (; i + V::W <= n; i += V::W) {
+        a = V::max(a, V::load(x + i));
     }
-    for (; i < n; i++) {
-        m = x[i] > m ? x[i] : m;
+    if (i < n) {
+        a = V::max(a, V::load_first(x + i, n - i, NEG_INF));
     }
-    return m;
+    return a.hmax();
 }
+
+constexpr float NOTHING = -100.0f;  // its exponential, cut off at -87, is lost in any sum that counts
 
 // exp by 2^n * e^r with |r| <= ln 2 / 2 and e^r = 1 + r + r^2 q(r), q the cubic of least relative error, 1.1e-7: what is
 // rounded besides leaves it below 3e-7 for x <= 0.
@@ -50,19 +48,12 @@ float k_exp_sum(float * x, size_t n, float shift) {
         e.store(x + i);
         sum = V::add(sum, e);
     }
-    float total = sum.hsum();
     if (i < n) {
-        float buf[V::W];
-        for (size_t j = 0; j < (size_t) V::W; j++) {
-            buf[j] = i + j < n ? x[i + j] - shift : 0.0f;
-        }
-        v_exp(V::load(buf)).store(buf);
-        for (; i < n; i++) {
-            x[i] = buf[i % V::W];
-            total += x[i];
-        }
+        const V e = v_exp(V::add(V::load_first(x + i, n - i, shift + NOTHING), sh));
+        e.store_first(x + i, n - i);
+        sum = V::add(sum, e);
     }
-    return total;
+    return sum.hsum();
 }
 
 // The row's largest logit so far, which the new ones may raise: then what was summed shrinks.
@@ -81,42 +72,11 @@ inline void raise_top(const SoftmaxRows & to, int32_t r, float here) {
     to.top[r] = here;
 }
 
-// For m <= 4 rows of whole vectors: their sums across lanes cost little more than one row's.
-inline void softmax_rows(float * s, size_t lds, int32_t m, int32_t n, const SoftmaxRows & to, int32_t first) {
-    V     all[4] = { V::zero(), V::zero(), V::zero(), V::zero() };
-    float sums[4];
-    for (int32_t r = 0; r < m; r++) {
-        float * x = s + (size_t) r * lds;
-        raise_top(to, first + r, k_max(x, (size_t) n));
-        const V shift = V::set1(-to.top[first + r]);
-        for (int32_t i = 0; i < n; i += V::W) {
-            const V e = v_exp(V::add(V::load(x + i), shift));
-            e.store(x + i);
-            all[r] = V::add(all[r], e);
-        }
-    }
-    V::hsum4(all[0], all[1], all[2], all[3], sums);
-    for (int32_t r = 0; r < m; r++) {
-        to.sum[first + r] += sums[r];
-    }
-}
-
 void k_softmax_step(float * s, size_t lds, int32_t m, int32_t n, const SoftmaxRows & to) {
-    const int32_t whole = (n + V::W - 1) / V::W * V::W;
-    for (int32_t first = 0; first < m && n > 0; first += 4) {
-        const int32_t rows = m - first < 4 ? m - first : 4;
-        float *       x    = s + (size_t) first * lds;
-        for (int32_t r = 0; r < rows; r++) {
-            for (int32_t i = n; i < whole; i++) {
-                x[(size_t) r * lds + i] = NEG_INF;  // weighs less than the least that counts
-            }
-        }
-        softmax_rows(x, lds, rows, whole, to, first);
-        for (int32_t r = 0; r < rows; r++) {
-            for (int32_t i = n; i < whole; i++) {
-                x[(size_t) r * lds + i] = 0.0f;
-            }
-        }
+    for (int32_t r = 0; r < m && n > 0; r++) {
+        float * x = s + (size_t) r * lds;
+        raise_top(to, r, k_max(x, (size_t) n));
+        to.sum[r] += k_exp_sum(x, (size_t) n, to.top[r]);
     }
 }
 
@@ -131,21 +91,15 @@ float k_exp_dot(float * x, size_t n, float shift, float * dot) {
         sum      = V::add(sum, e);
         weighted = V::fma(e, s, weighted);
     }
-    float total = sum.hsum(), product = weighted.hsum();
     if (i < n) {
-        float s[V::W], e[V::W];
-        for (size_t j = 0; j < (size_t) V::W; j++) {
-            s[j] = i + j < n ? x[i + j] - shift : 0.0f;
-        }
-        v_exp(V::load(s)).store(e);
-        for (size_t j = 0; i < n; i++, j++) {
-            x[i] = e[j];
-            total += e[j];
-            product += e[j] * s[j];
-        }
+        const V s = V::add(V::load_first(x + i, n - i, shift + NOTHING), sh);
+        const V e = v_exp(s);
+        e.store_first(x + i, n - i);
+        sum      = V::add(sum, e);
+        weighted = V::fma(e, s, weighted);
     }
-    *dot = product;
-    return total;
+    *dot = weighted.hsum();
+    return sum.hsum();
 }
 
 void k_softcap(float * x, size_t n, float cap) {

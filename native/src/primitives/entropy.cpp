@@ -10,7 +10,7 @@ namespace kvedge {
 namespace {
 
 constexpr size_t KEYS   = 512;  // packed at a time: their panel stays in a core's cache
-constexpr size_t ROWS   = 64;   // queries at a time
+constexpr size_t ROWS   = 60;   // queries at a time
 constexpr size_t ENOUGH = 24;   // of them that a matrix product is fast for
 
 struct Worker {
@@ -45,14 +45,12 @@ struct Worker {
         kernels().pack({ (const uint8_t *) rows.data(), d * sizeof(float), Type::f32 }, (int32_t) n, shape().d_k, panel.data());
     }
 
-    // Queries [first, first + n) of the list, of one query head, scaled.
+    // Queries [first, first + n) of the list, of one query head.
     void load(const std::vector<int32_t> & queries, size_t first, size_t n, int32_t query_head) {
         const auto d = (size_t) shape().d_k;
         each_query(queries, first, n, query_head, [&](size_t r, const QueryRow & from) {
             kernels().to_f32(Type::f16, from.q, q.data() + r * d, d);
         });
-        const float scale = seq.queries[(size_t) layer].scale;
-        std::for_each(q.begin(), q.begin() + (std::ptrdiff_t) (n * d), [&](float & x) { x *= scale; });
     }
 
     template <class F>

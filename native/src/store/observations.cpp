@@ -77,9 +77,10 @@ bool Sequence::ensure_queries(int32_t n) try {
 
 QueryRow Sequence::query_row(int32_t layer, size_t part, int32_t i, int32_t query_head) const {
     const LayerShape & s    = shapes()[(size_t) layer];
-    const size_t       size = row_k(s, Type::f16) + SEEN_BYTES;
-    uint8_t *          row  = (uint8_t *) queries[(size_t) layer].parts[part].data() + ((size_t) i * (size_t) s.n_heads + (size_t) query_head) * size;
-    return { row, row + row_k(s, Type::f16) };
+    const auto         n    = (size_t) query_parts[part].n, row = (size_t) query_head * n + (size_t) i;
+    const size_t       size = row_k(s, Type::f16);
+    auto *             data = (uint8_t *) queries[(size_t) layer].parts[part].data();
+    return { data + row * size, data + (size_t) s.n_heads * n * size + row * SEEN_BYTES };
 }
 
 void Sequence::drop_query_part(size_t part) {

@@ -286,7 +286,7 @@ std::unique_ptr<Sequence> Sequence::clone() const try {
     copy->query_parts  = query_parts;
     copy->modality     = modality;
     for (const auto & layer : queries) {
-        copy->queries.push_back({ {}, layer.scale });
+        copy->queries.emplace_back();
         for (const auto & part : layer.parts) {
             Pages & to = copy->queries.back().parts.emplace_back(Pages::take(part.size()));
             if (!to) {

@@ -51,13 +51,12 @@ struct ColumnSums {
 // All queries of the pending prompt, of one layer, until it is compressed.
 // With each, what it saw of the other modality's pending keys: a SoftmaxRow.
 struct PromptQueries {
-    std::vector<Pages> parts;         // [n][H] query rows, one for each of Sequence::query_parts
-    float              scale = 1.0f;  // of the logits
+    std::vector<Pages> parts;  // [H][n] queries, then what each saw; one for each of Sequence::query_parts
 };
 
 // One query of one head.
 struct QueryRow {
-    uint8_t * q;     // [d_k] in half precision
+    uint8_t * q;     // [d_k] in half precision, scaled as for the logits
     uint8_t * seen;  // SoftmaxRow
 };
 constexpr size_t SEEN_BYTES = 3 * sizeof(float);
