@@ -1,29 +1,17 @@
-// Prefill, decode, column sums and entropies over blocks of every kind, against an attention matrix written out in double precision.
+// Prefill, decode, column sums and entropies over blocks of every kind, against an attention matrix written out in double
+// precision.
 
 #include "attention/attention.h"
-#include "check.h"
 #include "core/compress.h"
-#include "primitives/entropy.h"
+#include "rows.h"
 
 #include <algorithm>
 #include <functional>
-#include <random>
 #include <thread>
 
 using namespace kvedge;
 
 namespace {
-
-std::mt19937 rng(11);
-
-std::vector<float> random_floats(size_t n) {
-    std::normal_distribution<float> normal;
-    std::vector<float>              x(n);
-    for (auto & v : x) {
-        v = normal(rng);
-    }
-    return x;
-}
 
 struct Case {
     int32_t H, Hkv, d_k, d_v;
@@ -32,42 +20,6 @@ struct Case {
     bool    sinks;
     Storage storage;
 };
-
-void store(Sequence & seq, const std::vector<float> & k, const std::vector<float> & v, int32_t n) {
-    const LayerShape & s     = seq.shapes()[0];
-    const Storage      plain = seq.storage().plain();
-    for (int32_t t = 0; t < n; t++) {
-        const auto at = seq.place_from_end(t, n);
-        for (int32_t h = 0; h < s.n_heads_kv; h++) {
-            kernels().from_f32(plain.k, k.data() + (size_t) ((t * s.n_heads_kv + h) * s.d_k), seq.k_row(at, 0, h), (size_t) s.d_k);
-            kernels().from_f32(plain.v, v.data() + (size_t) ((t * s.n_heads_kv + h) * s.d_v), seq.v_row(at, 0, h), (size_t) s.d_v);
-        }
-    }
-}
-
-void append(Sequence & seq, int32_t n) {
-    const LayerShape &   s = seq.shapes()[0];
-    std::vector<int32_t> pos((size_t) n);
-    for (int32_t i = 0; i < n; i++) {
-        pos[(size_t) i] = (int32_t) seq.pos.size() + i;
-    }
-    CHECK(seq.append(n, pos.data(), false));
-    store(seq, random_floats((size_t) (n * s.n_heads_kv * s.d_k)), random_floats((size_t) (n * s.n_heads_kv * s.d_v)), n);
-}
-
-// All rows of a head, widened.
-void rows_of(const Sequence & seq, int32_t head, std::vector<float> & k, std::vector<float> & v) {
-    const LayerShape & s = seq.shapes()[0];
-    k.clear();
-    v.clear();
-    seq.each_segment(0, head, false, [&](const Segment & seg) {
-        const size_t at_k = k.size(), at_v = v.size();
-        k.resize(at_k + (size_t) (seg.n * s.d_k));
-        v.resize(at_v + (size_t) (seg.n * s.d_v));
-        kernels().widen(seg.k, seg.n, s.d_k, k.data() + at_k, (size_t) s.d_k);
-        kernels().widen(seg.v, seg.n, s.d_v, v.data() + at_v, (size_t) s.d_v);
-    });
-}
 
 struct Expected {
     std::vector<double> out;   // [n][H][d_v]
@@ -266,154 +218,9 @@ void check_case(const Case & c) {
     check_step(c, *copy, 2);
 }
 
-// How many queries saw each token, with an image whose tokens see each other.
-void check_seen() {
-    const std::vector<LayerShape> shapes = { { 0, 2, 1, 8, 8 } };
-    Sequence                      seq(shapes, Storage{});
-    std::vector<int32_t>          expected;
-    const auto                    enter = [&](int32_t n, bool causal) {
-        CHECK(seq.ensure_sums(n, true));
-        append(seq, n);
-        seq.observe(n, causal);
-        const size_t first = expected.size();
-        expected.resize(first + (size_t) n, 0);
-        for (size_t query = first; query < expected.size(); query++) {
-            for (size_t key = 0; key <= (causal ? query : expected.size() - 1); key++) {
-                expected[key]++;
-            }
-        }
-        for (size_t t = 0; t < expected.size(); t++) {
-            CHECK(seq.seen[t] == expected[t]);
-        }
-    };
-    enter(3, true);
-    enter(5, false);
-    enter(1, true);
-    const auto copy = seq.clone();
-    enter(40, true);
-    seq.remove(2, 6);
-    expected.erase(expected.begin() + 2, expected.begin() + 6);
-    CHECK(std::equal(expected.begin(), expected.end(), seq.seen.begin()) && seq.seen[expected.size()] == 0);
-    CHECK(copy->seen[0] == 9 && copy->seen[3] == 6);
-    seq.close_pending();
-    CHECK(seq.seen.empty() && seq.score_bytes() == 0);
-}
-
-// Attends over the last n tokens, text and images as the sequence says, and keeps their queries.
-void attend_and_keep(Sequence & seq, const std::vector<float> & q, int32_t n, bool causal) {
-    const LayerShape &    shape = seq.shapes()[0];
-    std::vector<float>    out((size_t) (n * shape.n_heads * shape.d_v));
-    std::vector<SpinLock> locks((size_t) shape.n_heads_kv);
-    Scratch               scratch;
-    CHECK(scratch.reserve(seq.shapes(), seq.head_length(0, 0)) && seq.ensure_entropies());
-    seq.observe(n, causal);
-    AttendJob job{};
-    job.seq       = &seq;
-    job.n         = n;
-    job.causal    = causal;
-    job.q         = q.data();
-    job.q_token   = (size_t) (shape.n_heads * shape.d_k);
-    job.q_head    = (size_t) shape.d_k;
-    job.out       = out.data();
-    job.out_token = (size_t) (shape.n_heads * shape.d_v);
-    job.out_head  = (size_t) shape.d_v;
-    job.scale     = 0.3f;
-    job.softcap   = shape.softcap;
-    job.entropy   = seq.entropies[0].data();
-    job.queries   = &seq;
-    job.locks     = locks.data();
-    for (int32_t task = 0; task < prefill_tasks(job, scratch); task++) {
-        prefill_task(job, task, scratch);
-    }
-}
-
-CrossAttention between(const Sequence & seq, bool from_text) {
-    CrossAttention cross;
-    const auto     tokens = seq.pending_tokens();
-    for (size_t i = 0; i < tokens.size(); i++) {
-        if ((seq.image[(size_t) tokens[i]] != 0) == from_text) {
-            cross.keys.push_back((int32_t) i);
-        } else {
-            cross.queries.push_back(tokens[i]);
-            cross.unseen.push_back((int32_t) cross.keys.size());
-        }
-    }
-    return cross;
-}
-
-// Text and images that look at all of each other, half of it known from the prompt's own attention, against sums in
-// double precision. q: [token][H][D].
-void check_cross(const Sequence & seq, const std::vector<float> & q) {
-    const int32_t H = seq.shapes()[0].n_heads, D = seq.shapes()[0].d_k;
-    const auto    tokens = seq.pending_tokens();
-    const float   cap    = seq.shapes()[0].softcap;
-    for (bool from_text : { true, false }) {
-        const CrossAttention cross = between(seq, from_text);
-        for (int32_t head = 0; head < 2; head++) {
-            std::vector<float> k, v;
-            rows_of(seq, head, k, v);
-            const size_t old      = k.size() / (size_t) D - tokens.size();
-            double       expected = 0.0;
-            for (int32_t token : cross.queries) {
-                for (int32_t h = 2 * head; h < 2 * head + 2; h++) {
-                    double total = 0.0, weighted = 0.0;
-                    for (int32_t key : cross.keys) {
-                        double s = 0.0;
-                        for (int32_t i = 0; i < D; i++) {
-                            s += 0.3 * (double) q[(size_t) ((token * H + h) * D + i)] * (double) k[(old + (size_t) key) * (size_t) D + (size_t) i];
-                        }
-                        s = cap != 0.0f ? cap * std::tanh(s / cap) : s;
-                        total += std::exp(s);
-                        weighted += s * std::exp(s);
-                    }
-                    expected += std::log(total) - weighted / total;
-                }
-            }
-            CHECK(close_to(attention_entropy(seq, 0, head, cross), expected, 1e-4));  // queries in half precision
-        }
-    }
-}
-
-void check_kept_queries(float softcap) {
-    constexpr int32_t             H = 4, D = 24;
-    const std::vector<LayerShape> shapes = { { 0, H, 2, D, 8, softcap } };
-    Sequence                      seq(shapes, Storage{ Type::f32, Type::f32 });
-    std::vector<float>            q;  // [token][H][D]
-    const auto                    enter = [&](int32_t n, bool causal, const std::function<bool(int32_t)> & image) {
-        CHECK(seq.ensure_queries(n));
-        append(seq, n);
-        for (int32_t i = 0; i < n; i++) {
-            seq.image[seq.image.size() - (size_t) n + (size_t) i] = image(i) ? 1 : 0;
-        }
-        const auto part = random_floats((size_t) (n * H * D));
-        attend_and_keep(seq, part, n, causal);
-        q.insert(q.end(), part.begin(), part.end());
-    };
-    const auto text = [](int32_t) { return false; };
-    enter(9, true, text);
-    enter(70, false, [](int32_t) { return true; });  // an image whose tokens see each other
-    enter(1, true, text);
-    check_cross(seq, q);
-    enter(640, true, [](int32_t i) { return i % 100 > 30; });
-    check_cross(seq, q);
-    const auto copy = seq.clone();
-    enter(5, true, text);
-    seq.remove(715, 800);  // a whole part and more
-    CHECK(seq.query_parts.size() == 4);
-    check_cross(seq, q);
-    check_cross(*copy, q);
-    CHECK(seq.score_bytes() >= (uint64_t) (720 * H * D * 2));
-    seq.close_pending();  // the next turn's entropy is its own
-    enter(33, true, [](int32_t i) { return i % 2 == 0; });
-    check_cross(seq, q);
-}
-
 }  // namespace
 
 int main() {
-    check_seen();
-    check_kept_queries(0.0f);
-    check_kept_queries(2.0f);
     const Case cases[] = {
         { 4, 4, 64, 64, true, 0.0f, false, { Type::f16, Type::f16 } },    { 8, 2, 128, 128, true, 0.0f, false, { Type::f16, Type::f16 } },
         { 6, 1, 80, 80, true, 0.0f, false, { Type::bf16, Type::bf16 } },   { 24, 1, 96, 96, true, 0.0f, false, { Type::f32, Type::f32 } },
