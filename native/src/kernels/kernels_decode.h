@@ -37,6 +37,11 @@ constexpr size_t LINE = 64;  // bytes of a line of cache
 
 inline void prefetch(const uint8_t * p) { KVEDGE_PREFETCH(p); }
 
+// Bytes of V::W values of a row, on the average.
+template <Type T> constexpr size_t vector_bytes() {
+    return T == Type::q8_0 ? (size_t) V::W * block_bytes(T) / GROUP : (size_t) V::W * type_size(T);
+}
+
 // Asks for the lines that begin in bytes [step * STEP, (step + 1) * STEP) from p on.
 template <size_t STEP> inline void fetch_step(const uint8_t * p, size_t step) {
     if constexpr (STEP % LINE == 0) {
@@ -44,8 +49,8 @@ template <size_t STEP> inline void fetch_step(const uint8_t * p, size_t step) {
         for (size_t at = 0; at < STEP; at += LINE) {
             prefetch(p + step * STEP + at);
         }
-    } else if (step * STEP % LINE == 0) {
-        prefetch(p + step * STEP);
+    } else if (const size_t at = (step * STEP + LINE - 1) / LINE * LINE; at < (step + 1) * STEP) {
+        prefetch(p + at);
     }
 }
 
@@ -72,7 +77,7 @@ template <Type T, int M, int C, bool First> inline void dot_step(
 // many misses at once would stall.
 template <Type T, int M, int C> inline void dot_micro(
     const float * q, size_t ldq, const uint8_t * k, size_t stride, int32_t d, float * s, size_t lds, const uint8_t * ahead) {
-    constexpr size_t STEP = (size_t) (V::W * C) * type_size(T);
+    constexpr size_t STEP = C * vector_bytes<T>();
     V                acc[M][C];
     int32_t          i = 0;
     fetch_step<STEP>(ahead, 0);
@@ -113,7 +118,7 @@ template <Type T, int M, int C> inline void dot_micro(
             }
         }
     }
-    for (; i < d; i++) {
+    for (; !is_quantised(T) && i < d; i++) {
         for (int r = 0; r < M; r++) {
             for (int c = 0; c < C; c++) {
                 s[r * lds + c] += q[r * ldq + i] * scalar_load(T, k + c * stride, (size_t) i);
@@ -157,28 +162,30 @@ void k_rows_dot(
         case Type::f16:  rows_dot_t<Type::f16>(q, ldq, m, k, n, d, s, lds, next); break;
         case Type::bf16: rows_dot_t<Type::bf16>(q, ldq, m, k, n, d, s, lds, next); break;
         case Type::f32:  rows_dot_t<Type::f32>(q, ldq, m, k, n, d, s, lds, next); break;
+        case Type::q8_0: rows_dot_t<Type::q8_0>(q, ldq, m, k, n, d, s, lds, next); break;
         default:         break;  // kernels_quant_decode.h
     }
 }
 
+// Columns [i, i + D * V::W) of n rows v.
 template <Type T, int M, int D> inline void axpy_micro(
-    const float * p, size_t ldp, const uint8_t * v, size_t stride, int32_t n, float * o, size_t ldo, const uint8_t * next) {
+    const float * p, size_t ldp, Rows v, int32_t i, int32_t n, float * o, size_t ldo, const uint8_t * next) {
     V acc[M][D];
     KVEDGE_UNROLL
     for (int r = 0; r < M; r++) {
         KVEDGE_UNROLL
         for (int j = 0; j < D; j++) {
-            acc[r][j] = V::load(o + r * ldo + j * V::W);
+            acc[r][j] = V::load(o + r * ldo + i + j * V::W);
         }
     }
     for (int32_t c = 0; c < n; c++) {
         if (next) {
-            fetch_step<(size_t) (D * V::W) * type_size(T)>(next, (size_t) c);
+            fetch_step<D * vector_bytes<T>()>(next, (size_t) c);
         }
         V b[D];
         KVEDGE_UNROLL
         for (int j = 0; j < D; j++) {
-            b[j] = load_as<T>(v + c * stride, (size_t) j * V::W);
+            b[j] = load_as<T>(v.data + c * v.stride, (size_t) (i + j * V::W));
         }
         KVEDGE_UNROLL
         for (int r = 0; r < M; r++) {
@@ -193,7 +200,7 @@ template <Type T, int M, int D> inline void axpy_micro(
     for (int r = 0; r < M; r++) {
         KVEDGE_UNROLL
         for (int j = 0; j < D; j++) {
-            acc[r][j].store(o + r * ldo + j * V::W);
+            acc[r][j].store(o + r * ldo + i + j * V::W);
         }
     }
 }
@@ -213,10 +220,10 @@ template <Type T> void rows_axpy_t(
     const float * p, size_t ldp, int32_t m, Rows v, int32_t n, int32_t d, float * o, size_t ldo, const uint8_t * next) {
     constexpr int32_t B = 64;  // as above; every block of them reads and writes all sums
     for (int32_t c = 0; c < n; c += B) {
-        const int32_t   w  = n - c < B ? n - c : B;
-        const uint8_t * vc = v.data + (size_t) c * v.stride;
-        const auto      ahead = [&](int32_t r, int32_t i) {
-            return r == 0 && next ? next + (size_t) c * v.stride + (size_t) (i * w) * type_size(T) : nullptr;
+        const int32_t w     = n - c < B ? n - c : B;
+        const Rows    vc    = v.from(c);
+        const auto    ahead = [&](int32_t r, int32_t i) {
+            return r == 0 && next ? next + (size_t) c * v.stride + (size_t) (i / V::W * w) * vector_bytes<T>() : nullptr;
         };
         split_rows(m, [&](int32_t r, auto rows) {
             constexpr int M = decltype(rows)::value, D = columns(M, V::AD);
@@ -225,12 +232,12 @@ template <Type T> void rows_axpy_t(
             int32_t       i  = 0;
             each_columns<D>(d, i, [&](auto wide) {
                 constexpr int N = decltype(wide)::value;
-                axpy_micro<T, M, N>(pr, ldp, vc + (size_t) i * type_size(T), v.stride, w, to + i, ldo, ahead(r, i));
+                axpy_micro<T, M, N>(pr, ldp, vc, i, w, to, ldo, ahead(r, i));
             });
-            for (; i < d; i++) {
+            for (; !is_quantised(T) && i < d; i++) {
                 for (int32_t k = 0; k < M; k++) {
                     for (int32_t j = 0; j < w; j++) {
-                        to[k * ldo + i] += pr[k * ldp + j] * scalar_load(T, vc + j * v.stride, (size_t) i);
+                        to[k * ldo + i] += pr[k * ldp + j] * scalar_load(T, vc.data + j * v.stride, (size_t) i);
                     }
                 }
             }
@@ -244,6 +251,7 @@ void k_rows_axpy(
         case Type::f16:  rows_axpy_t<Type::f16>(p, ldp, m, v, n, d, o, ldo, next); break;
         case Type::bf16: rows_axpy_t<Type::bf16>(p, ldp, m, v, n, d, o, ldo, next); break;
         case Type::f32:  rows_axpy_t<Type::f32>(p, ldp, m, v, n, d, o, ldo, next); break;
+        case Type::q8_0: rows_axpy_t<Type::q8_0>(p, ldp, m, v, n, d, o, ldo, next); break;
         default:         break;
     }
 }

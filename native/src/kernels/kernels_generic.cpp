@@ -85,6 +85,7 @@ struct V {
         return each([=](int i) { return T == Type::f16 ? lane_from_f16(p + 2 * i) : lane_from_bf16(p + 2 * i); });
     }
     static V set1_f16(const uint8_t * p) { return set1(lane_from_f16(p)); }
+    static V load_i8(const uint8_t * p) { return each([=](int i) { return (float) (int8_t) p[i]; }); }
     template <Type T> static void codes(const uint8_t * p, V * x) {
         constexpr int per_byte = 32 / (int) code_bytes(T), bits = 8 / per_byte;
         for (int i = 0; i < GROUP; i++) {

@@ -70,6 +70,12 @@ struct V {
         __builtin_memcpy(&h, p, 2);
         return { vcvt_f32_f16(vreinterpret_f16_u16(vdup_n_u16(h))) };
     }
+    static V load_i8(const uint8_t * p) {
+        uint32_t four;
+        __builtin_memcpy(&four, p, 4);
+        const int16x8_t w = vmovl_s8(vreinterpret_s8_u32(vdup_n_u32(four)));
+        return { vcvtq_f32_s32(vmovl_s16(vget_low_s16(w))) };
+    }
     static void widen_u8(uint8x8_t c, V * x) {
         const uint16x8_t w = vmovl_u8(c);
         x[0].x             = vcvtq_f32_u32(vmovl_u16(vget_low_u16(w)));

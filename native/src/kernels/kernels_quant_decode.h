@@ -1,5 +1,6 @@
 // Decode over quantised rows: one query row reads the codes and multiplies them as they are widened; several query rows
-// share one widening into the first-level cache. Part of kernels_impl.h, under its rules.
+// share one widening, of q8_0 in registers (kernels_decode.h), of the others into the first-level cache. Part of
+// kernels_impl.h, under its rules.
 
 #pragma once
 
@@ -21,15 +22,18 @@ inline const uint8_t * later(const uint8_t * next, size_t n) { return next ? nex
 // s[c] = q . k[c] for C rows of blocks.
 template <Type T, int C> inline void dot_blocks(const float * q, const uint8_t * k, size_t stride, int32_t d, float * s) {
     V acc[C];
+    KVEDGE_UNROLL
     for (int c = 0; c < C; c++) {
         acc[c] = V::zero();
     }
     for (int32_t i = 0; i < d; i += GROUP, q += GROUP, k += block_bytes(T)) {
+        KVEDGE_UNROLL
         for (int c = 0; c < C; c++) {
             const uint8_t * p = k + (size_t) c * stride;
             V               x[CV];
             block_codes<T>(p + 2, x);
             V sum = V::mul(x[0], V::load(q));
+            KVEDGE_UNROLL
             for (int j = 1; j < CV; j++) {
                 sum = V::fma(x[j], V::load(q + j * V::W), sum);
             }
@@ -58,13 +62,16 @@ template <Type T> void rows_dot_blocks(const float * q, Rows k, int32_t n, int32
 template <Type T, int C> inline void dot_codes(const float * q, const uint8_t * codes, int32_t d, float base, float * s) {
     const size_t stride = (size_t) (d / GROUP) * code_bytes(T);
     V            acc[C];
+    KVEDGE_UNROLL
     for (int c = 0; c < C; c++) {
         acc[c] = V::zero();
     }
     for (int32_t i = 0; i < d; i += GROUP, q += GROUP, codes += code_bytes(T)) {
+        KVEDGE_UNROLL
         for (int c = 0; c < C; c++) {
             V x[CV];
             block_codes<T>(codes + (size_t) c * stride, x);
+            KVEDGE_UNROLL
             for (int j = 0; j < CV; j++) {
                 acc[c] = V::fma(x[j], V::load(q + j * V::W), acc[c]);
             }
@@ -75,6 +82,7 @@ template <Type T, int C> inline void dot_codes(const float * q, const uint8_t * 
     } else {
         s[0] = acc[0].hsum();
     }
+    KVEDGE_UNROLL
     for (int c = 0; c < C; c++) {
         s[c] += base;
     }
@@ -110,8 +118,10 @@ template <Type T> void rows_dot_groups(const float * q, Rows k, int32_t n, int32
 template <Type T, int B> inline void axpy_blocks(
     const float * p, const uint8_t * v, size_t stride, int32_t n, float * o, const uint8_t * next) {
     V acc[B][CV], low[B];
+    KVEDGE_UNROLL
     for (int b = 0; b < B; b++) {
         low[b] = V::zero();
+        KVEDGE_UNROLL
         for (int j = 0; j < CV; j++) {
             acc[b][j] = V::load(o + b * GROUP + j * V::W);
         }
@@ -119,6 +129,7 @@ template <Type T, int B> inline void axpy_blocks(
     for (int32_t c = 0; c < n; c++, v += stride) {
         fetch(later(next, (size_t) c * stride), stride);
         const V a = V::set1(p[c]);
+        KVEDGE_UNROLL
         for (int b = 0; b < B; b++) {
             const uint8_t * block = v + (size_t) b * block_bytes(T);
             const V         scale = V::mul(a, V::set1_f16(block));
@@ -127,12 +138,15 @@ template <Type T, int B> inline void axpy_blocks(
             }
             V x[CV];
             block_codes<T>(block + block_bytes(T) - code_bytes(T), x);
+            KVEDGE_UNROLL
             for (int j = 0; j < CV; j++) {
                 acc[b][j] = V::fma(scale, x[j], acc[b][j]);
             }
         }
     }
+    KVEDGE_UNROLL
     for (int b = 0; b < B; b++) {
+        KVEDGE_UNROLL
         for (int j = 0; j < CV; j++) {
             V::add(acc[b][j], low[b]).store(o + b * GROUP + j * V::W);
         }
@@ -164,7 +178,7 @@ template <class F> inline void each_widened(Rows rows, int32_t n, int32_t d, con
 
 void k_any_rows_dot(
     const float * q, size_t ldq, int32_t m, Rows k, int32_t n, int32_t d, float * s, size_t lds, const uint8_t * next) {
-    if (!is_quantised(k.type)) {
+    if (!is_quantised(k.type) || (m > 1 && k.type == Type::q8_0)) {
         k_rows_dot(q, ldq, m, k, n, d, s, lds, next);
     } else if (m == 1 && k.type == Type::q8_0) {
         rows_dot_blocks<Type::q8_0>(q, k, n, d, s, next);
@@ -183,7 +197,7 @@ void k_any_rows_dot(
 
 void k_any_rows_axpy(
     const float * p, size_t ldp, int32_t m, Rows v, int32_t n, int32_t d, float * o, size_t ldo, const uint8_t * next) {
-    if (!is_quantised(v.type)) {
+    if (!is_quantised(v.type) || (m > 1 && v.type == Type::q8_0)) {
         k_rows_axpy(p, ldp, m, v, n, d, o, ldo, next);
     } else if (m == 1 && v.type == Type::q8_0) {
         rows_axpy_blocks<Type::q8_0>(p, v, n, d, o, next);
