@@ -83,7 +83,8 @@ void fetch_keys(const Rows & k, int32_t n) {
 // Adds the rows of seg, the head's rows from `at` on (at most BLOCK), to the partial result.
 // next: the keys of the block after it, or NULL.
 void attend_block(
-    const AttendJob & job, const Piece & piece, const Segment & seg, int32_t at, const Queries & x, const uint8_t * next, Partial & out) {
+    const AttendJob & job, const Piece & piece, const Segment & seg, int32_t at, const Queries & x, const uint8_t * next,
+    Partial & out) {
     const LayerShape & shape = job.seq->shapes()[(size_t) job.layer];
     const Kernels &    kn    = kernels();
     const auto         ld    = (size_t) pad16(shape.d_v);

@@ -56,8 +56,10 @@ struct V {
     static void transpose(V * x) {
         __m256 t[W];
         for (int i = 0; i < W; i += 4) {
-            const __m256d a = _mm256_castps_pd(_mm256_unpacklo_ps(x[i].x, x[i + 1].x)), b = _mm256_castps_pd(_mm256_unpackhi_ps(x[i].x, x[i + 1].x));
-            const __m256d c = _mm256_castps_pd(_mm256_unpacklo_ps(x[i + 2].x, x[i + 3].x)), d = _mm256_castps_pd(_mm256_unpackhi_ps(x[i + 2].x, x[i + 3].x));
+            const __m256d a = _mm256_castps_pd(_mm256_unpacklo_ps(x[i].x, x[i + 1].x));
+            const __m256d b = _mm256_castps_pd(_mm256_unpackhi_ps(x[i].x, x[i + 1].x));
+            const __m256d c = _mm256_castps_pd(_mm256_unpacklo_ps(x[i + 2].x, x[i + 3].x));
+            const __m256d d = _mm256_castps_pd(_mm256_unpackhi_ps(x[i + 2].x, x[i + 3].x));
             t[i]     = _mm256_castpd_ps(_mm256_unpacklo_pd(a, c));
             t[i + 1] = _mm256_castpd_ps(_mm256_unpackhi_pd(a, c));
             t[i + 2] = _mm256_castpd_ps(_mm256_unpacklo_pd(b, d));
@@ -81,7 +83,9 @@ struct V {
         __builtin_memcpy(&h, p, 2);
         return { _mm256_cvtph_ps(_mm_set1_epi16(h)) };
     }
-    static V load_i8(const uint8_t * p) { return { _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *) p))) }; }
+    static V load_i8(const uint8_t * p) {
+        return { _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *) p))) };
+    }
     template <Type T> static void codes(const uint8_t * p, V * x) {
         if constexpr (T == Type::q8_0) {
             for (int j = 0; j < 4; j++) {

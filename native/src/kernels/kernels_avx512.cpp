@@ -43,23 +43,28 @@ struct V {
     static void hsum4(V a, V b, V c, V d, float * out) {
         const __m512d ab = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(a.x, b.x), _mm512_unpackhi_ps(a.x, b.x)));
         const __m512d cd = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(c.x, d.x), _mm512_unpackhi_ps(c.x, d.x)));
-        const __m512  s  = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd)), _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd)));
+        const __m512  lo = _mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd)), hi = _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd));
+        const __m512  s  = _mm512_add_ps(lo, hi);
         const __m256  h  = _mm256_add_ps(_mm512_castps512_ps256(s), _mm512_extractf32x8_ps(s, 1));
         _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1)));
     }
     static void transpose(V * x) {
         __m512 t[W];
         for (int i = 0; i < W; i += 4) {
-            const __m512d a = _mm512_castps_pd(_mm512_unpacklo_ps(x[i].x, x[i + 1].x)), b = _mm512_castps_pd(_mm512_unpackhi_ps(x[i].x, x[i + 1].x));
-            const __m512d c = _mm512_castps_pd(_mm512_unpacklo_ps(x[i + 2].x, x[i + 3].x)), d = _mm512_castps_pd(_mm512_unpackhi_ps(x[i + 2].x, x[i + 3].x));
+            const __m512d a = _mm512_castps_pd(_mm512_unpacklo_ps(x[i].x, x[i + 1].x));
+            const __m512d b = _mm512_castps_pd(_mm512_unpackhi_ps(x[i].x, x[i + 1].x));
+            const __m512d c = _mm512_castps_pd(_mm512_unpacklo_ps(x[i + 2].x, x[i + 3].x));
+            const __m512d d = _mm512_castps_pd(_mm512_unpackhi_ps(x[i + 2].x, x[i + 3].x));
             t[i]     = _mm512_castpd_ps(_mm512_unpacklo_pd(a, c));
             t[i + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, c));
             t[i + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(b, d));
             t[i + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(b, d));
         }
         for (int j = 0; j < 4; j++) {  // 128-bit lane l of t[4 g + j] holds column 4 l + j of rows 4 g and following
-            const __m512 even = _mm512_shuffle_f32x4(t[j], t[4 + j], 0x88), odd = _mm512_shuffle_f32x4(t[j], t[4 + j], 0xdd);
-            const __m512 even2 = _mm512_shuffle_f32x4(t[8 + j], t[12 + j], 0x88), odd2 = _mm512_shuffle_f32x4(t[8 + j], t[12 + j], 0xdd);
+            const __m512 even  = _mm512_shuffle_f32x4(t[j], t[4 + j], 0x88);
+            const __m512 odd   = _mm512_shuffle_f32x4(t[j], t[4 + j], 0xdd);
+            const __m512 even2 = _mm512_shuffle_f32x4(t[8 + j], t[12 + j], 0x88);
+            const __m512 odd2  = _mm512_shuffle_f32x4(t[8 + j], t[12 + j], 0xdd);
             x[j].x      = _mm512_shuffle_f32x4(even, even2, 0x88);
             x[4 + j].x  = _mm512_shuffle_f32x4(odd, odd2, 0x88);
             x[8 + j].x  = _mm512_shuffle_f32x4(even, even2, 0xdd);
@@ -79,7 +84,9 @@ struct V {
         __builtin_memcpy(&h, p, 2);
         return { _mm512_cvtph_ps(_mm256_set1_epi16(h)) };
     }
-    static V load_i8(const uint8_t * p) { return { _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *) p))) }; }
+    static V load_i8(const uint8_t * p) {
+        return { _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *) p))) };
+    }
     // Codes below 16 become floats by a look-up that reads the low four bits of a lane and no others.
     template <Type T> static void codes(const uint8_t * p, V * x) {
         if constexpr (T == Type::q8_0) {

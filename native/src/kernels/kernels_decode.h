@@ -73,8 +73,8 @@ template <Type T, int M, int C, bool First> inline void dot_step(
     }
 }
 
-// s[r][c] for M query rows and C rows of keys. ahead: as many rows to fetch meanwhile, in the order of memory, spread evenly, as
-// many misses at once would stall.
+// s[r][c] for M query rows and C rows of keys. ahead: as many rows to fetch meanwhile, in the order of memory, spread
+// evenly, as many misses at once would stall.
 template <Type T, int M, int C> inline void dot_micro(
     const float * q, size_t ldq, const uint8_t * k, size_t stride, int32_t d, float * s, size_t lds, const uint8_t * ahead) {
     constexpr size_t STEP = C * vector_bytes<T>();

@@ -50,8 +50,10 @@ struct V {
         vst1q_f32(out, vpaddq_f32(vpaddq_f32(a.x, b.x), vpaddq_f32(c.x, d.x)));
     }
     static void transpose(V * x) {
-        const float64x2_t a = vreinterpretq_f64_f32(vtrn1q_f32(x[0].x, x[1].x)), b = vreinterpretq_f64_f32(vtrn2q_f32(x[0].x, x[1].x));
-        const float64x2_t c = vreinterpretq_f64_f32(vtrn1q_f32(x[2].x, x[3].x)), d = vreinterpretq_f64_f32(vtrn2q_f32(x[2].x, x[3].x));
+        const float64x2_t a = vreinterpretq_f64_f32(vtrn1q_f32(x[0].x, x[1].x));
+        const float64x2_t b = vreinterpretq_f64_f32(vtrn2q_f32(x[0].x, x[1].x));
+        const float64x2_t c = vreinterpretq_f64_f32(vtrn1q_f32(x[2].x, x[3].x));
+        const float64x2_t d = vreinterpretq_f64_f32(vtrn2q_f32(x[2].x, x[3].x));
         x[0].x = vreinterpretq_f32_f64(vtrn1q_f64(a, c));
         x[1].x = vreinterpretq_f32_f64(vtrn1q_f64(b, d));
         x[2].x = vreinterpretq_f32_f64(vtrn2q_f64(a, c));
