@@ -12,7 +12,7 @@ from pykvedge.plan import Plan
 if TYPE_CHECKING:
     import numpy as np
 
-    from pykvedge.definition import Arrays
+    from pykvedge.definition import Arrays, Outcome
     from pykvedge.profile import Given
 
 ENGINES = ("native", "numpy")
@@ -43,6 +43,7 @@ def compress(
     kv_type: str | KvType = "f16",
     threads: int = 0,
     profile: Given = None,
+    stream: int = 0,
 ) -> Result:
     """Compresses the KV pairs of one prompt.
 
@@ -53,6 +54,8 @@ def compress(
     d is a multiple of 32, and scores and merges see f16. threads: of the native engine, 0 for all cores.
     profile: a Profile or its file, or several, for a plan whose stages need them (Plan.profile_kinds), each for the
     stage that it fits; shapes are [L, H], [L, Hkv] (key-redundancy), or [L, budgets] (prefix).
+    stream: tokens that are read at a time, and compressed with what is left of those before (docs/streaming.md); 0: all
+    are one prompt. The plan's budget is then a number of pairs, kv_type not quantised, and scores are [L, Hkv, 0].
     Raises ArrayError, UnknownNameError, BudgetError, ProfileError, LibraryError, OutOfMemoryError.
     """
     if engine not in ENGINES:
@@ -65,7 +68,9 @@ def compress(
 
     found = for_arrays(plan, profile, len(arrays.q), arrays.q.shape[1], arrays.k.shape[1])
     tables = {stage: profile.table for stage, profile in found.items()}
-    if engine == "numpy":
+    if stream:
+        out = _stream(plan, arrays, engine, kv_type, threads, stream, tables)
+    elif engine == "numpy":
         from pykvedge import definition
 
         out = definition.run(plan, arrays, kv_type, tables)
@@ -74,6 +79,25 @@ def compress(
 
         out = libkvedge.compress_arrays(plan, arrays, kv_type, threads, tables)
     return Result(out.kept, out.k, out.v, out.scores)
+
+
+def _stream(
+    plan: Plan, arrays: Arrays, engine: str, kv_type: KvType, threads: int, step: int, tables: dict[str, Any]
+) -> Outcome:
+    from pykvedge.stream import check
+
+    if not isinstance(step, int) or step < 0:
+        raise ArrayError(f"stream must be a number of tokens, or 0, not {step!r}")
+    check(plan)
+    if kv_type.quantised:
+        raise ArrayError(f"a stream is rounded again at every step; kv_type {kv_type} cannot be used, take f16")
+    if engine == "numpy":
+        from pykvedge import stream_definition
+
+        return stream_definition.run(plan, arrays, kv_type, step, tables)
+    from pykvedge import libkvedge
+
+    return libkvedge.compress_arrays(plan, arrays, kv_type, threads, tables, step)
 
 
 def _check(q: Any, k: Any, v: Any, image_mask: Any, kv_type: KvType) -> Arrays:

@@ -99,7 +99,7 @@ def run(
         for h, count in enumerate(share[i].tolist()):
             kept = select(plan, scores[i, h], image_mask, count, None if reserve is None else reserve[i, h])
             heads.append(Head(k[i, h], v[i, h], kept, protection(plan, n_tokens, count), i, n_layers, h))
-        pairs = [_reduce(plan, head, kv_type) for head in heads]
+        pairs = [reduced(plan, head, kv_type) for head in heads]
         out.kept.append([head.kept for head in heads])
         out.k.append([pair[0] for pair in pairs])
         out.v.append([pair[1] for pair in pairs])
@@ -110,7 +110,8 @@ def _of_layers(score: Any, layers: list[Layer], plan: Plan) -> Any:
     return np.stack([score(layer, plan.settings("scorer")) for layer in layers]) if score else None
 
 
-def _reduce(plan: Plan, head: Head, kv_type: KvType) -> tuple[np.ndarray, np.ndarray]:
+def reduced(plan: Plan, head: Head, kv_type: KvType) -> tuple[np.ndarray, np.ndarray]:
+    """k, v [n, d] float32 that the storage type can represent: the rows that stand for the head."""
     k, v = head.k.copy(), head.v.copy()
     if len(head.kept) < len(head.k):
         k, v = registry.reducer(plan.reducer).reduce(head, plan.settings("reducer"))

@@ -185,6 +185,15 @@ class Cache:
         """Layers that the bounded prompt under way has behind it; also while llama_decode runs in this thread."""
         return lib().kvedge_bounded_layers(self._live(), sequence)
 
+    def compress_stream(self, sequence: int = 0) -> None:
+        """Makes the sequence a stream; compresses all that it holds to the plan's bound. Raises UnsupportedError."""
+        with self._owns.get(sequence, self.own).explained():
+            call("compress_stream", self._live(), sequence)
+
+    def cells(self, sequence: int = 0) -> int:
+        """Tokens of the sequence that take up room in llama.cpp's own cache of n_ctx places."""
+        return lib().kvedge_cells(self._live(), sequence)
+
     def check(self) -> None:
         """Raises the first error that happened inside llama_decode since the last call, if there was one."""
         from pykvedge.callbacks import Error
@@ -310,9 +319,17 @@ def pending_scores(cache: Cache, layer: int, sequence: int = 0) -> np.ndarray:
 
 
 def compress_arrays(
-    plan: Plan, arrays: Arrays, kv_type: KvType, threads: int, profiles: Mapping[str, ProfileTable] | None = None
+    plan: Plan,
+    arrays: Arrays,
+    kv_type: KvType,
+    threads: int,
+    profiles: Mapping[str, ProfileTable] | None = None,
+    step: int = 0,
 ) -> Outcome:
-    """kvedge_compress_arrays_as. threads: 0 for all cores. profiles: by the stages that need one."""
+    """kvedge_compress_arrays_as, or kvedge_stream_arrays with a step. threads: 0 for all cores.
+
+    profiles: by the stages that need one.
+    """
     import numpy as np
 
     from pykvedge.definition import Outcome
@@ -323,9 +340,10 @@ def compress_arrays(
     result = c.c_void_p()
     types = KV_TYPE[kv_type.k], KV_TYPE[kv_type.v]
     with _NativePlan(plan, profiles) as native, native.own.explained():
-        call("compress_arrays_as", native.handle, c.byref(given), *types, threads, c.byref(result))
+        name, counts = ("stream_arrays", [step, threads]) if step else ("compress_arrays_as", [threads])
+        call(name, native.handle, c.byref(given), *types, *counts, c.byref(result))
     library = lib()
-    out = Outcome([], [], [], np.zeros((n_layers, n_heads_kv, n_tokens), dtype=np.float32))
+    out = Outcome([], [], [], np.zeros((n_layers, n_heads_kv, 0 if step else n_tokens), dtype=np.float32))
     try:
         for i in range(n_layers):
             for column in (out.kept, out.k, out.v):
@@ -336,7 +354,8 @@ def compress_arrays(
                 out.kept[i].append(np.ctypeslib.as_array(library.kvedge_result_kept(*at), (n,)).copy())
                 out.k[i].append(np.ctypeslib.as_array(library.kvedge_result_k(*at), (n, size)).copy())
                 out.v[i].append(np.ctypeslib.as_array(library.kvedge_result_v(*at), (n, size)).copy())
-                out.scores[i, h] = np.ctypeslib.as_array(library.kvedge_result_scores(*at), (n_tokens,))
+                if not step:
+                    out.scores[i, h] = np.ctypeslib.as_array(library.kvedge_result_scores(*at), (n_tokens,))
     finally:
         library.kvedge_result_free(result)
     return out

@@ -31,6 +31,12 @@ KVEDGE_API kvedge_status kvedge_compress_arrays_as(
     const kvedge_plan * plan, const kvedge_arrays * in, kvedge_type type_k, kvedge_type type_v, int32_t n_threads,
     kvedge_result ** out, kvedge_error * err);
 
+// The same for a stream: `step` >= 1 tokens at a time attend to what is left of those before, and are compressed together
+// with it (kvedge_compress_stream). The result has no scores. Errors: also those of kvedge_compress_stream.
+KVEDGE_API kvedge_status kvedge_stream_arrays(
+    const kvedge_plan * plan, const kvedge_arrays * in, kvedge_type type_k, kvedge_type type_v, int32_t step, int32_t n_threads,
+    kvedge_result ** out, kvedge_error * err);
+
 KVEDGE_API void kvedge_result_free(kvedge_result * result);  // NULL is allowed
 
 // Per layer and KV head; pointers live as long as the result; NULL or -1 for a layer or head that does not exist.
@@ -38,7 +44,7 @@ KVEDGE_API int32_t         kvedge_result_length(const kvedge_result * result, in
 KVEDGE_API const int32_t * kvedge_result_kept(const kvedge_result * result, int32_t layer, int32_t head);    // [length] ascending
 KVEDGE_API const float *   kvedge_result_k(const kvedge_result * result, int32_t layer, int32_t head);       // [length][d]
 KVEDGE_API const float *   kvedge_result_v(const kvedge_result * result, int32_t layer, int32_t head);       // [length][d]
-KVEDGE_API const float *   kvedge_result_scores(const kvedge_result * result, int32_t layer, int32_t head);  // [T]
+KVEDGE_API const float *   kvedge_result_scores(const kvedge_result * result, int32_t layer, int32_t head);  // [T]; NULL: a stream
 // Attention output of the full prompt, before compression: [H][T][d] of one layer.
 KVEDGE_API const float *   kvedge_result_attention(const kvedge_result * result, int32_t layer);
 

@@ -248,6 +248,31 @@ KVEDGE_API int32_t kvedge_bounded_layers(const kvedge_cache * kv, int32_t seq_id
 KVEDGE_API kvedge_status kvedge_plan_check_bounded(
     const kvedge_plan * plan, kvedge_type type_k, kvedge_type type_v, kvedge_error * err);
 
+// Streams: video, and images without end. Makes sequence seq_id a stream, if it is none yet, and compresses, now, everything
+// it holds - what earlier compressions left and what came since - to the plan's budget, a number of KV pairs per layer and
+// head. What is left is looked at again the next time, so that memory does not grow, however long the stream: call this
+// after every image, or every so many tokens, and while the answer is generated, whose tokens count as well.
+//
+//     kvedge_plan_set(plan, "budget", "2048", &err);
+//     for (each image) { llama_decode(ctx, image); kvedge_compress_stream(kv, 0, &err); }
+//     llama_decode(ctx, question); kvedge_compress_stream(kv, 0, &err);   // the answer may begin
+//
+// Where kvedge stores every layer of the model, llama.cpp's own cells of the sequence are freed, all but the newest: n_ctx
+// then bounds what comes between two calls, not the stream (kvedge_cells). Positions go on from token to token and are not
+// shifted. kvedge_compress does the same for a sequence that is a stream; a session file of one goes on as a stream when
+// this is called after kvedge_load, which changes no row yet. Where llama_memory_seq_rm takes more rows from one head than from another, the others
+// give up their oldest ones behind the sinks, so that all hold as many.
+// An empty sequence: only the plan is looked at. A failure leaves the rows as they were.
+// Errors: KVEDGE_E_UNSUPPORTED (a budget that is a share; an allocator other than uniform; a decode policy; scorer mean, or
+// cumulative with share = layer; text_overflow = keep_all; a window longer than the budget; a quantised storage type; a
+// sequence whose heads hold different numbers of KV pairs), KVEDGE_E_STATE (the plan's scorer saw nothing of what came),
+// KVEDGE_E_MEMORY, KVEDGE_E_STAGE.
+KVEDGE_API kvedge_status kvedge_compress_stream(kvedge_cache * kv, int32_t seq_id, kvedge_error * err);
+
+// Tokens of the sequence that take up room in llama.cpp's own cache, which has n_ctx places: all of them, or those of a
+// stream since its last compression and the newest before it. 0: no such sequence.
+KVEDGE_API int32_t kvedge_cells(const kvedge_cache * kv, int32_t seq_id);
+
 // The first error met inside llama_decode (which can only report a failure code) since the last call, or KVEDGE_OK.
 // Reading it clears it.
 KVEDGE_API kvedge_status kvedge_take_error(kvedge_cache * kv, kvedge_error * err);
@@ -259,7 +284,8 @@ typedef struct kvedge_stats {
     int32_t  n_tokens;           // tokens of the sequence so far, compressed ones included
     int32_t  n_image_tokens;     // of those, tokens that came as embeddings
     int32_t  n_compressions;     // compressions of the sequence so far
-    int32_t  n_pending;          // tokens added since the last compression; of a bounded answer, those in blocks not yet packed
+    int32_t  n_pending;          // tokens added since the last compression; of a bounded answer, those in blocks not yet packed;
+                                 // of a stream, KV pairs that each head holds
     uint64_t bytes;              // bytes of the sequence's key and value buffers that exist now
     uint64_t index_bytes;        // bytes of its token indices and positions
     uint64_t score_bytes;        // bytes of column sums, of scores, of watched attention, and of queries kept for allocator

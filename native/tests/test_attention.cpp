@@ -99,10 +99,12 @@ void run_tasks(int32_t n, int32_t n_threads, const std::function<void(int32_t, i
     }
 }
 
-// Decodes n tokens on several threads. One token's weights are compared with the oracle.
+// Decodes n tokens on several threads. One token's weights, and what it adds to column sums, are compared with the oracle.
 void check_decode(const Case & c, const Sequence & seq, AttendJob job, const Expected & e, int32_t n_threads) {
-    const size_t       row = (size_t) seq.head_length(0, 0) + 5;
-    std::vector<float> weights((size_t) c.H * row, -1.0f);
+    const size_t        row = (size_t) seq.head_length(0, 0) + 5;
+    std::vector<float>  weights((size_t) c.H * row, -1.0f);
+    std::vector<double> sums((size_t) (c.Hkv * job.sums_capacity), 0.0);
+    job.sums = sums.data();
     if (job.n == 1) {
         job.weights     = weights.data();
         job.weights_row = row;
@@ -121,6 +123,11 @@ void check_decode(const Case & c, const Sequence & seq, AttendJob job, const Exp
         for (size_t j = 0; j < row; j++) {
             CHECK(close_to(weights[h * row + j], j < n ? e.weights[h][j] : -1.0, 2e-6));
         }
+    }
+    const int32_t pending = seq.pending_length();
+    for (int32_t i = 0; i < c.Hkv * pending; i++) {
+        const double found = sums[(size_t) (i / pending * job.sums_capacity + i % pending)];
+        CHECK(close_to(found, job.n == 1 ? e.sums[(size_t) i] : 0.0, 2e-6));
     }
 }
 

@@ -66,7 +66,9 @@ def view(layer: Layer, n_queries: int, column_sums: bool) -> Layer:
     if column_sums and sums is None:
         from pykvedge.stages.scorer.cumulative import score
 
-        sums = score(layer, {"share": "head"}).astype(np.float32)
+        sums = score(layer, {"share": "head"})
+    if sums is not None:
+        sums = sums.astype(np.float32)
     n_queries = min(n_queries, layer.q.shape[1])
     return replace(layer, q=layer.q[:, layer.q.shape[1] - n_queries :], column_sums=sums)
 

@@ -72,7 +72,8 @@ class Layer:
     image_mask: np.ndarray  # [T] bool
     index: int = 0  # of the layer, among those that are compressed
     n_layers: int = 1  # that are compressed
-    column_sums: np.ndarray | None = None  # [Hkv, T] float32, as scorer cumulative has them; for plugins that ask
+    # [Hkv, T] as scorer cumulative has them; for plugins that ask, and of a stream, whose earlier queries are gone
+    column_sums: np.ndarray | None = None
     profile: np.ndarray | None = None  # [Hkv] float32 calibrated numbers; None where the scorer asked for none
 
 

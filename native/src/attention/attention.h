@@ -42,7 +42,9 @@ struct AttendJob {
     float         softcap;  // 0: none
     const float * sinks;    // [H] logits of attention sinks, or NULL
 
-    double *   sums;  // [Hkv][sums_capacity] column sums over the pending rows, averaged over the group; NULL: not wanted
+    // [Hkv][sums_capacity] column sums over the pending rows, averaged over the group; NULL: not wanted. On the decode path
+    // of a single token only, with weights.
+    double *   sums;
     double *   squares;  // likewise, of the squares of the group's mean; NULL: not wanted
     int32_t    sums_capacity;
     double *   entropy;  // [Hkv] sum of the entropies of all rows of the attention; NULL: not wanted

@@ -105,6 +105,20 @@ void attend_block(
     kn.rows_axpy(s, BLOCK, x.n, seg.v, seg.n, shape.d_v, out.o + (size_t) x.first * ld, ld, next);
 }
 
+// What a single token pays to the pending rows. Whoever writes out a head is alone with it.
+void add_sums(const AttendJob & job, const Piece & piece) {
+    const int32_t n     = job.seq->pending_length();
+    double *      sums  = job.sums + (size_t) piece.head * (size_t) job.sums_capacity;
+    const float * paid  = weights_of(job, piece, 0) + (piece.n_keys - n);
+    for (int32_t r = 0; r < n; r++) {
+        double sum = 0.0;
+        for (int32_t g = 0; g < piece.group; g++) {
+            sum += (double) paid[(size_t) g * job.weights_row + (size_t) r];
+        }
+        sums[r] += sum / piece.group;
+    }
+}
+
 void write_out(const AttendJob & job, const Piece & piece, int32_t n_splits, DecodePartials & partials) {
     const LayerShape & shape = job.seq->shapes()[(size_t) job.layer];
     const auto         ld    = (size_t) pad16(shape.d_v);
@@ -132,6 +146,9 @@ void write_out(const AttendJob & job, const Piece & piece, int32_t n_splits, Dec
             kernels().exp_sum(weights, (size_t) piece.n_keys, top);
             std::transform(weights, weights + piece.n_keys, weights, [total](float x) { return x / total; });
         }
+    }
+    if (job.sums && job.weights && job.n == 1) {
+        add_sums(job, piece);
     }
     if (job.scored) {
         job.scored->add_scores(job.layer, piece.head, piece.n_keys, weights_of(job, piece, 0), job.weights_row, piece.group);

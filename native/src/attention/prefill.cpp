@@ -261,7 +261,7 @@ bool Scratch::reserve(const std::vector<LayerShape> & shapes, int32_t n_keys) {
 void record_window(const AttendJob & job, Sequence & seq, int32_t ith, int32_t nth) {
     const LayerShape & shape  = seq.shapes()[(size_t) job.layer];
     QueryWindow &      window = seq.windows[(size_t) job.layer];
-    const int32_t      length = seq.pending_length();
+    const auto         length = (int32_t) seq.pos.size();  // what is pending shrinks in a stream
     for (int32_t t = std::max(0, job.n - seq.window_size) + ith; t < job.n; t += nth) {
         const auto slot = (size_t) ((length - job.n + t) % seq.window_size);
         float *    to   = window.q.data() + slot * (size_t) shape.n_heads * (size_t) shape.d_k;

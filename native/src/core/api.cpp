@@ -6,12 +6,14 @@
 #include "core/observe.h"
 #include "core/profile.h"
 #include "core/storage.h"
+#include "core/stream.h"
 #include "core/threads.h"
 
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <memory>
+#include <numeric>
 #include <new>
 
 using namespace kvedge;
@@ -63,31 +65,40 @@ kvedge_status check_arrays(const kvedge_arrays & in, kvedge_error * err) {
     return KVEDGE_OK;
 }
 
-void store_layer(const kvedge_arrays & in, Sequence & seq, int32_t l) {
+// Tokens that are read at a time.
+struct Step {
+    int32_t first, n;
+};
+
+void store_layer(const kvedge_arrays & in, Sequence & seq, int32_t l, Step step) {
     const auto d = (size_t) in.head_size, T = (size_t) in.n_tokens;
     for (int32_t h = 0; h < in.n_heads_kv; h++) {
         const size_t head = ((size_t) l * (size_t) in.n_heads_kv + (size_t) h) * T * d;
-        const auto   at   = seq.place_from_end(0, in.n_tokens);
-        kernels().from_f32(seq.storage().plain().k, in.k + head, seq.k_row(at, l, h), T * d);
-        kernels().from_f32(seq.storage().plain().v, in.v + head, seq.v_row(at, l, h), T * d);
+        for (int32_t t = 0; t < step.n; t++) {
+            const size_t row = head + (size_t) (step.first + t) * d;
+            const auto   at  = seq.place_from_end(t, step.n);
+            kernels().from_f32(seq.storage().plain().k, in.k + row, seq.k_row(at, l, h), d);
+            kernels().from_f32(seq.storage().plain().v, in.v + row, seq.v_row(at, l, h), d);
+        }
     }
 }
 
 void attend_layer(
-    const kvedge_arrays & in, const Observation & wanted, kvedge_result & r, int32_t l, std::vector<Scratch> & scratch) {
-    const auto d = (size_t) in.head_size, T = (size_t) in.n_tokens;
+    const kvedge_arrays & in, const Observation & wanted, kvedge_result & r, int32_t l, Step step, std::vector<Scratch> & scratch) {
+    const auto   d = (size_t) in.head_size, T = (size_t) in.n_tokens;
+    const size_t first = (size_t) step.first * d;
     r.attention[(size_t) l].resize((size_t) in.n_heads * T * d);
     std::vector<SpinLock> locks((size_t) in.n_heads_kv);
 
     AttendJob job{};
     job.seq       = r.seq.get();
     job.layer     = l;
-    job.n         = in.n_tokens;
+    job.n         = step.n;
     job.causal    = true;
-    job.q         = in.q + (size_t) l * (size_t) in.n_heads * T * d;
+    job.q         = in.q + (size_t) l * (size_t) in.n_heads * T * d + first;
     job.q_token   = d;
     job.q_head    = T * d;
-    job.out       = r.attention[(size_t) l].data();
+    job.out       = r.attention[(size_t) l].data() + first;
     job.out_token = d;
     job.out_head  = T * d;
     job.scale     = 1.0f / std::sqrt((float) in.head_size);
@@ -119,21 +130,46 @@ void read_back(const kvedge_arrays & in, kvedge_result & r) {
     }
 }
 
-}  // namespace
-
-extern "C" kvedge_status kvedge_compress_arrays(
-    const kvedge_plan * plan, const kvedge_arrays * in, kvedge_type type, int32_t n_threads, kvedge_result ** out,
-    kvedge_error * err) {
-    return kvedge_compress_arrays_as(plan, in, type, type, n_threads, out, err);
+// Reads and compresses the arrays a step at a time; step = 0: as one prompt.
+kvedge_status run_arrays(
+    const kvedge_plan & plan, const kvedge_arrays & in, int32_t step, std::vector<Scratch> & scratch, kvedge_result & r, kvedge_error * err) {
+    const Observation wanted = plan_observes(plan);
+    for (int32_t at = 0; at < in.n_tokens; at += step > 0 ? step : in.n_tokens) {
+        const Step           now{ at, step > 0 ? std::min(step, in.n_tokens - at) : in.n_tokens };
+        std::vector<int32_t> pos((size_t) now.n);
+        std::iota(pos.begin(), pos.end(), at);
+        bool fits = make_room(*r.seq, wanted, now.n) && r.seq->append(now.n, pos.data(), false);
+        for (auto & s : scratch) {
+            fits = fits && s.reserve(r.shapes, r.seq->head_length(0, 0));
+        }
+        if (!fits) {
+            return fail(err, KVEDGE_E_MEMORY, "no memory for %d tokens", now.n);
+        }
+        for (int32_t t = at; in.image_mask && t < at + now.n; t++) {
+            r.seq->image[(size_t) t] = in.image_mask[t] != 0;
+        }
+        r.seq->observe(now.n, true);
+        for (int32_t l = 0; l < in.n_layers; l++) {
+            store_layer(in, *r.seq, l, now);
+            attend_layer(in, wanted, r, l, now, scratch);
+        }
+        Compression outcome;
+        outcome.want_scores = step == 0;
+        const auto n_threads = (int32_t) scratch.size();
+        const auto status    = step > 0 ? compress_stream(*r.seq, plan, n_threads, outcome, err)
+                                        : compress_pending(*r.seq, plan, n_threads, outcome, err);
+        if (status != KVEDGE_OK) {
+            return status;
+        }
+        r.scores = std::move(outcome.scores);
+    }
+    read_back(in, r);
+    return ok(err);
 }
 
-extern "C" kvedge_status kvedge_compress_arrays_as(
-    const kvedge_plan * plan, const kvedge_arrays * in, kvedge_type type_k, kvedge_type type_v, int32_t n_threads,
-    kvedge_result ** out, kvedge_error * err) try {
-    Storage storage;
-    if (!plan || !in || !out || !make_storage(type_k, type_v, storage)) {
-        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_compress_arrays: plan, arrays or result is NULL, or a type is unknown");
-    }
+kvedge_status compress_arrays(
+    const kvedge_plan * plan, const kvedge_arrays * in, Storage storage, int32_t step, int32_t n_threads, kvedge_result ** out,
+    kvedge_error * err) try {
     *out = nullptr;
     if (const auto status = check_arrays(*in, err); status != KVEDGE_OK) {
         return status;
@@ -152,39 +188,49 @@ extern "C" kvedge_status kvedge_compress_arrays_as(
         return status;
     }
     r->seq = std::make_unique<Sequence>(r->shapes, storage);
-
-    std::vector<int32_t> pos((size_t) in->n_tokens);
-    for (int32_t t = 0; t < in->n_tokens; t++) {
-        pos[(size_t) t] = t;
+    if (step > 0) {
+        const auto can  = check_stream(*plan, err);
+        const auto open = can == KVEDGE_OK ? open_stream(*r->seq, *plan, err) : can;
+        if (open != KVEDGE_OK) {
+            return open;
+        }
     }
     std::vector<Scratch> scratch((size_t) (n_threads > 0 ? n_threads : available_threads()));
-    const Observation    wanted = plan_observes(*plan);
-    bool fits = make_room(*r->seq, wanted, in->n_tokens) && r->seq->append(in->n_tokens, pos.data(), false);
-    for (auto & s : scratch) {
-        fits = fits && s.reserve(r->shapes, in->n_tokens);
-    }
-    if (!fits) {
-        return fail(err, KVEDGE_E_MEMORY, "no memory for %d tokens", in->n_tokens);
-    }
-    if (in->image_mask) {
-        std::transform(in->image_mask, in->image_mask + in->n_tokens, r->seq->image.begin(), [](uint8_t i) { return i != 0; });
-    }
-    r->seq->observe(in->n_tokens, true);
-    for (int32_t l = 0; l < in->n_layers; l++) {
-        store_layer(*in, *r->seq, l);
-        attend_layer(*in, wanted, *r, l, scratch);
-    }
-    Compression outcome;
-    outcome.want_scores = true;
-    if (const auto status = compress_pending(*r->seq, *plan, (int32_t) scratch.size(), outcome, err); status != KVEDGE_OK) {
+    if (const auto status = run_arrays(*plan, *in, step, scratch, *r, err); status != KVEDGE_OK) {
         return status;
     }
-    r->scores = std::move(outcome.scores);
-    read_back(*in, *r);
     *out = r.release();
     return ok(err);
 } catch (const std::bad_alloc &) {
     return fail(err, KVEDGE_E_MEMORY, "no memory to compress the arrays");
+}
+
+}  // namespace
+
+extern "C" kvedge_status kvedge_compress_arrays(
+    const kvedge_plan * plan, const kvedge_arrays * in, kvedge_type type, int32_t n_threads, kvedge_result ** out,
+    kvedge_error * err) {
+    return kvedge_compress_arrays_as(plan, in, type, type, n_threads, out, err);
+}
+
+extern "C" kvedge_status kvedge_compress_arrays_as(
+    const kvedge_plan * plan, const kvedge_arrays * in, kvedge_type type_k, kvedge_type type_v, int32_t n_threads,
+    kvedge_result ** out, kvedge_error * err) {
+    Storage storage;
+    if (!plan || !in || !out || !make_storage(type_k, type_v, storage)) {
+        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_compress_arrays: plan, arrays or result is NULL, or a type is unknown");
+    }
+    return compress_arrays(plan, in, storage, 0, n_threads, out, err);
+}
+
+extern "C" kvedge_status kvedge_stream_arrays(
+    const kvedge_plan * plan, const kvedge_arrays * in, kvedge_type type_k, kvedge_type type_v, int32_t step, int32_t n_threads,
+    kvedge_result ** out, kvedge_error * err) {
+    Storage storage;
+    if (!plan || !in || !out || step < 1 || !make_storage(type_k, type_v, storage)) {
+        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_stream_arrays: plan, arrays or result is NULL, a type is unknown, or step is below 1");
+    }
+    return compress_arrays(plan, in, storage, step, n_threads, out, err);
 }
 
 extern "C" void kvedge_result_free(kvedge_result * result) { delete result; }
@@ -210,7 +256,7 @@ extern "C" const float * kvedge_result_v(const kvedge_result * result, int32_t l
 }
 
 extern "C" const float * kvedge_result_scores(const kvedge_result * result, int32_t layer, int32_t head) {
-    return result && result->head(layer, head)
+    return result && result->head(layer, head) && !result->scores.empty()
                ? result->scores[(size_t) layer].data() + (size_t) head * (size_t) result->n_tokens
                : nullptr;
 }

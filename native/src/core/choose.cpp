@@ -16,7 +16,7 @@ namespace {
 std::vector<float> unroll(const Sequence & seq, size_t l, int32_t n) {
     const LayerShape & shape  = seq.shapes()[l];
     const size_t       row    = (size_t) shape.n_heads * (size_t) shape.d_k;
-    const int32_t      length = seq.pending_length();
+    const auto         length = (int32_t) seq.pos.size();
     std::vector<float> out((size_t) n * row);
     for (int32_t i = 0; i < n; i++) {
         const auto slot = (size_t) ((length - n + i) % seq.window_size);
@@ -37,16 +37,34 @@ std::vector<uint8_t> pending_image(const Sequence & seq, const std::vector<int32
 
 using ScoreFunction = void (*)(const ScoreInput & in, float * out);
 
-// n_tokens of the sequence are pending; image [n_tokens].
+// Where the images of a layer lie: [T] in all heads, or [Hkv * T] where heads hold different tokens, else NULL.
+struct ImageMask {
+    const uint8_t * shared;
+    const uint8_t * heads;
+};
+
+ImageMask mask_of(const Job & job, size_t l) { return { job.image_of(l, 0), job.head_image.empty() ? nullptr : job.image_of(l, 0) }; }
+
+// Tokens of all heads of a layer, one after the other.
+std::vector<int32_t> tokens_of_heads(const Sequence & seq, size_t l) {
+    std::vector<int32_t> out;
+    for (int32_t h = 0; h < seq.shapes()[l].n_heads_kv; h++) {
+        const auto tokens = seq.pending_tokens((int32_t) l, h);
+        out.insert(out.end(), tokens.begin(), tokens.end());
+    }
+    return out;
+}
+
 std::vector<float> run_scorer(
-    const Sequence & seq, const kvedge_plan & plan, const std::vector<uint8_t> & image, size_t l, ScoreFunction score, Spectrum * spectrum) {
-    const auto n_tokens = (int32_t) image.size();
-    ScoreInput in{};
+    const Sequence & seq, const kvedge_plan & plan, ImageMask image, size_t l, ScoreFunction score, Spectrum * spectrum) {
+    const int32_t n_tokens = seq.pending_length();
+    ScoreInput    in{};
     in.seq      = &seq;
     in.layer    = (int32_t) l;
     in.n_tokens = n_tokens;
     in.params   = plan.params[KVEDGE_STAGE_SCORER];
-    in.image    = image.data();
+    in.image    = image.shared;
+    in.heads    = image.heads;
     in.self     = plan.scorer;
     in.profile  = plan.profiles[KVEDGE_STAGE_SCORER].get();
     in.spectrum = spectrum;
@@ -58,7 +76,7 @@ std::vector<float> run_scorer(
     }
     std::vector<float> window;
     if (!seq.windows.empty()) {
-        in.n_window = std::min(seq.window_size, n_tokens - seq.window_from);
+        in.n_window = std::min({ seq.window_size, (int32_t) seq.pos.size() - seq.window_from, n_tokens });
         window      = unroll(seq, l, in.n_window);
         in.window_q = window.data();
         in.sinks    = seq.windows[l].sinks.empty() ? nullptr : seq.windows[l].sinks.data();
@@ -72,7 +90,7 @@ std::vector<float> run_scorer(
 Scores attention_scores(Job & job, int32_t layer, uint32_t wants) {
     const ScoreFunction score = wants & WANTS_ATTENTION ? job.plan.scorer->attention : nullptr;
     Scores              out(score ? job.seq.shapes().size() : 0);
-    const auto          one = [&](size_t l) { out[l] = run_scorer(job.seq, job.plan, job.image, l, score, nullptr); };
+    const auto          one = [&](size_t l) { out[l] = run_scorer(job.seq, job.plan, mask_of(job, l), l, score, nullptr); };
     if (layer != ALL_LAYERS && score) {
         one((size_t) layer);
         return out;
@@ -84,10 +102,18 @@ Scores attention_scores(Job & job, int32_t layer, uint32_t wants) {
 }  // namespace
 
 Job make_job(Sequence & seq, const kvedge_plan & plan, int32_t n_threads, bool scored) {
-    Job job{ seq, plan, std::max(1, n_threads), seq.pending_length(), scored, seq.pending_tokens(), {}, {}, {}, {}, 0, {}, {}, {}, {}, {} };
+    Job job{ seq, plan, std::max(1, n_threads), seq.pending_length(), scored, {}, {}, {}, {}, {}, 0, {}, {}, {}, {}, {}, {}, {} };
     job.most       = job.n_tokens;
     const size_t n = seq.shapes().size();
-    job.image      = pending_image(seq, job.tokens);
+    if (seq.pending_differs()) {
+        for (size_t l = 0; l < n; l++) {
+            job.head_tokens.push_back(tokens_of_heads(seq, l));
+            job.head_image.push_back(pending_image(seq, job.head_tokens[l]));
+        }
+    } else {
+        job.tokens = seq.pending_tokens();
+        job.image  = pending_image(seq, job.tokens);
+    }
     job.spectra.resize(n);
     job.scores.resize(n);
     job.kept.resize(n);
@@ -101,13 +127,15 @@ Job make_job(Sequence & seq, const kvedge_plan & plan, int32_t n_threads, bool s
 }
 
 std::vector<float> scores_of(const Sequence & seq, const kvedge_plan & plan, size_t layer) {
-    return run_scorer(seq, plan, pending_image(seq, seq.pending_tokens()), layer, plan.scorer->score, nullptr);
+    const bool differs = seq.pending_differs();
+    const auto image   = pending_image(seq, differs ? tokens_of_heads(seq, layer) : seq.pending_tokens());
+    return run_scorer(seq, plan, { image.data(), differs ? image.data() : nullptr }, layer, plan.scorer->score, nullptr);
 }
 
 void score_layer(Job & job, size_t l) {
-    job.scores[l] = run_scorer(job.seq, job.plan, job.image, l, job.plan.scorer->score, &job.spectra[l]);
+    job.scores[l] = run_scorer(job.seq, job.plan, mask_of(job, l), l, job.plan.scorer->score, &job.spectra[l]);
     if (job.plan.scorer->reserve) {
-        job.reserve[l] = run_scorer(job.seq, job.plan, job.image, l, job.plan.scorer->reserve, nullptr);
+        job.reserve[l] = run_scorer(job.seq, job.plan, mask_of(job, l), l, job.plan.scorer->reserve, nullptr);
     }
 }
 
@@ -134,7 +162,7 @@ void allocate(Job & job, int32_t layer) {
     in.seq          = &job.seq;
     in.n_threads    = job.n_threads;
     in.params       = params;
-    in.image        = job.image.data();
+    in.image        = job.image_of(0, 0);
     in.self         = plan.allocator;
     in.profile      = plan.profiles[KVEDGE_STAGE_ALLOCATOR].get();
     in.spectra      = &job.spectra;
@@ -151,7 +179,7 @@ void select_layer(Job & job, size_t l) {
     for (size_t h = 0; h < job.counts[l].size(); h++) {
         const float * first = job.reserve.empty() ? nullptr : job.reserve[l].data() + h * T;
         job.kept[l].push_back(
-            select_tokens(job.plan, job.n_tokens, job.counts[l][h], job.image.data(), job.scores[l].data() + h * T, first));
+            select_tokens(job.plan, job.n_tokens, job.counts[l][h], job.image_of(l, h), job.scores[l].data() + h * T, first));
     }
 }
 

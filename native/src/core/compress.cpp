@@ -11,8 +11,6 @@
 
 namespace kvedge {
 
-namespace {
-
 bool open_layers(Job & job, bool reduces) {
     open_blocks(job);
     for (size_t l = 0; l < job.seq.shapes().size(); l++) {
@@ -54,8 +52,6 @@ kvedge_status fail_unobserved(kvedge_error * err) {
     return fail(err, KVEDGE_E_STATE,
                 "the prompt was processed under a plan that collects no attention scores; set the plan before the prompt");
 }
-
-}  // namespace
 
 bool observed(const Sequence & seq, const kvedge_plan & plan) {
     const Missing & m = seq.missing;

@@ -28,6 +28,8 @@ kvedge_status compress_pending(
 // Whether all was gathered of the pending tokens that the plan's stages look at.
 bool observed(const Sequence & seq, const kvedge_plan & plan);
 
+kvedge_status fail_unobserved(kvedge_error * err);  // KVEDGE_E_STATE
+
 // Scores [Hkv * T] of one layer's pending tokens, as compress_pending would make them. Errors: KVEDGE_E_STATE, KVEDGE_E_MEMORY.
 kvedge_status score_pending(
     const Sequence & seq, const kvedge_plan & plan, int32_t layer, std::vector<float> & scores, kvedge_error * err);

@@ -36,14 +36,14 @@ template <class F> void call(const char * stage, const char * name, const F & ca
     give_up("%s '%s' failed with status %d and said nothing", stage, name, (int) status);
 }
 
-// All pending rows of a layer's heads, widened: keys [Hkv][T][d_k], values [Hkv][T][d_v].
-void widen(const ScoreInput & in, const LayerShape & shape, std::vector<float> & k, std::vector<float> & v) {
+// All pending rows of n heads of a layer, widened: keys [n][T][d_k], values [n][T][d_v].
+void widen(const ScoreInput & in, const LayerShape & shape, int32_t first, int32_t n, std::vector<float> & k, std::vector<float> & v) {
     const auto T = (size_t) in.n_tokens, dk = (size_t) shape.d_k, dv = (size_t) shape.d_v;
-    k.resize((size_t) shape.n_heads_kv * T * dk);
-    v.resize((size_t) shape.n_heads_kv * T * dv);
-    for (int32_t h = 0; h < shape.n_heads_kv; h++) {
+    k.resize((size_t) n * T * dk);
+    v.resize((size_t) n * T * dv);
+    for (int32_t h = 0; h < n; h++) {
         size_t row = (size_t) h * T;
-        in.seq->each_segment(in.layer, h, true, [&](const Segment & seg) {
+        in.seq->each_segment(in.layer, first + h, true, [&](const Segment & seg) {
             kernels().widen(seg.k, seg.n, shape.d_k, k.data() + row * dk, dk);
             kernels().widen(seg.v, seg.n, shape.d_v, v.data() + row * dv, dv);
             row += (size_t) seg.n;
@@ -51,18 +51,23 @@ void widen(const ScoreInput & in, const LayerShape & shape, std::vector<float> &
     }
 }
 
-void score(const ScoreInput & in, float * out) {
+// Scores n of a layer's KV heads, shown as a layer of no others.
+void score_heads(const ScoreInput & in, int32_t first, int32_t n, const uint8_t * image, float * out) {
     const kvedge_custom_scorer & given = in.self->custom->given;
     const LayerShape &           shape = in.seq->shapes()[(size_t) in.layer];
-    const auto                   T = (size_t) in.n_tokens, heads = (size_t) shape.n_heads_kv;
+    const int32_t                group = shape.n_heads / shape.n_heads_kv;
+    const auto                   T = (size_t) in.n_tokens, heads = (size_t) n;
     std::vector<float>           k, v, q, sums;
-    widen(in, shape, k, v);
-    kvedge_score_input to{ in.layer,  (int32_t) in.seq->shapes().size(), shape.n_heads, shape.n_heads_kv, in.n_tokens,
-                           shape.d_k, shape.d_v, k.data(), v.data(), in.image, 0, nullptr, nullptr, in.params, given.user_data };
+    widen(in, shape, first, n, k, v);
+    kvedge_score_input to{ in.layer,  (int32_t) in.seq->shapes().size(), n * group, n, in.n_tokens,
+                           shape.d_k, shape.d_v, k.data(), v.data(), image, 0, nullptr, nullptr, in.params, given.user_data };
     if (given.n_queries > 0 && in.window_q) {
         to.n_queries   = std::min(given.n_queries, in.n_window);
-        const auto row = (size_t) shape.n_heads * (size_t) shape.d_k;
-        q.assign(in.window_q + (size_t) (in.n_window - to.n_queries) * row, in.window_q + (size_t) in.n_window * row);
+        const auto row = (size_t) shape.n_heads * (size_t) shape.d_k, part = (size_t) (n * group) * (size_t) shape.d_k;
+        for (int32_t t = in.n_window - to.n_queries; t < in.n_window; t++) {
+            const float * from = in.window_q + (size_t) t * row + (size_t) (first * group) * (size_t) shape.d_k;
+            q.insert(q.end(), from, from + part);
+        }
         for (float & x : q) {  // they came with the model's scale in them
             x *= std::sqrt((float) shape.d_k);
         }
@@ -71,7 +76,7 @@ void score(const ScoreInput & in, float * out) {
     if (given.column_sums && in.column_sums) {
         sums.resize(heads * T);
         for (size_t h = 0; h < heads; h++) {
-            const double * from = in.column_sums + h * (size_t) in.sums_capacity;
+            const double * from = in.column_sums + ((size_t) first + h) * (size_t) in.sums_capacity;
             std::transform(from, from + T, sums.begin() + (std::ptrdiff_t) (h * T), [](double x) { return (float) x; });
         }
         to.column_sums = sums.data();
@@ -81,7 +86,20 @@ void score(const ScoreInput & in, float * out) {
     const float * nan = std::find_if(out, out + heads * T, [](float x) { return std::isnan(x); });
     if (nan != out + heads * T) {
         const auto at = (size_t) (nan - out);
-        give_up("scorer '%s' gave NaN for layer %d, KV head %d, token %d", given.name, in.layer, (int) (at / T), (int) (at % T));
+        give_up("scorer '%s' gave NaN for layer %d, KV head %d, token %d", given.name, in.layer, first + (int) (at / T), (int) (at % T));
+    }
+}
+
+// Where the heads of a stream hold different tokens, each is shown by itself: there is one mask for all that are shown.
+void score(const ScoreInput & in, float * out) {
+    const int32_t n = in.seq->shapes()[(size_t) in.layer].n_heads_kv;
+    if (!in.heads) {
+        score_heads(in, 0, n, in.image, out);
+        return;
+    }
+    for (int32_t h = 0; h < n; h++) {
+        const size_t at = (size_t) h * (size_t) in.n_tokens;
+        score_heads(in, h, 1, in.heads + at, out + at);
     }
 }
 

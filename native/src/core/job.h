@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "core/compress.h"
 #include "core/plan.h"
 #include "store/sequence.h"
 
@@ -19,8 +20,8 @@ struct Job {
     int32_t              n_threads;
     int32_t              n_tokens;  // T, pending
     bool                 scored;    // the decode policy goes on from the column sums
-    std::vector<int32_t> tokens;    // [T] token index of each pending row
-    std::vector<uint8_t> image;     // [T]
+    std::vector<int32_t> tokens;    // [T] token index of each pending row; empty where heads hold different ones
+    std::vector<uint8_t> image;     // [T], likewise
 
     Scores                                         scores, reserve;  // empty where there are none
     std::vector<Spectrum>                          spectra;          // [layer]
@@ -31,6 +32,17 @@ struct Job {
     // The ragged blocks that replace the pending ones: rows that are stored whole, and KIVI's newest with their residual.
     std::unique_ptr<Block>          main, tail;
     std::vector<std::vector<float>> rows;  // [worker] keys and values of one head, and the reducer's scratch
+
+    // Of a stream that was compressed before, for each head:
+    std::vector<std::vector<int32_t>> head_tokens;  // [layer][Hkv * T]; empty where all hold the same
+    std::vector<std::vector<uint8_t>> head_image;   // likewise
+
+    const int32_t * tokens_of(size_t l, size_t h) const {
+        return head_tokens.empty() ? tokens.data() : head_tokens[l].data() + h * (size_t) n_tokens;
+    }
+    const uint8_t * image_of(size_t l, size_t h) const {
+        return head_image.empty() ? image.data() : head_image[l].data() + h * (size_t) n_tokens;
+    }
 };
 
 constexpr int32_t ALL_LAYERS = -1;
@@ -62,5 +74,8 @@ bool open_layer(Job & job, size_t layer, bool reduces, int32_t n_workers);
 void fill_layer(Job & job, size_t layer, bool reduces, int32_t n_threads);
 // The new blocks take the place of the pending ones.
 void replace_blocks(Job & job);
+// Both for all layers. open_layers: memory, false if there is none. fill_layers replaces the blocks as well.
+bool open_layers(Job & job, bool reduces);
+void fill_layers(Job & job, bool reduces, Compression & outcome);
 
 }  // namespace kvedge

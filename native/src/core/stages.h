@@ -59,7 +59,8 @@ struct ScoreInput {
     int32_t          n_window;       // as many as were seen, at most the window
     const float *    sinks;          // [H] logits of the layer's attention sinks, or NULL
     const double *   params;
-    const uint8_t *  image;          // [T] 1 for an image token
+    const uint8_t *  image;          // [T] 1 for an image token, of the first KV head
+    const uint8_t *  heads;          // [Hkv][T] likewise, where the heads of a stream hold different tokens; else NULL
     const struct Scorer * self;
     const Profile *  profile;        // as AllocateInput::profile
     Spectrum *       spectrum;       // to be filled in by whoever measures it; NULL: of no use
@@ -83,6 +84,8 @@ struct Scorer : Member {
     void (*attention)(const ScoreInput & in, float * out) = nullptr;
     double (*gamma)(const double * params) = nullptr;  // of the Spectrum that it leaves; NULL: it leaves none
     const CustomScorer * custom = nullptr;  // a stage of the program's own, which may throw StageFailure
+    // Whether the heads of a layer score together, which they can only while they hold the same tokens. NULL: never.
+    bool (*joins_heads)(const double * params) = nullptr;
 };
 
 // What an allocator looks at beside scores.

@@ -29,7 +29,7 @@ void plan_head(const Job & job, size_t l, size_t h, int32_t first, int32_t last,
     head.v = make_side(values_of(shape, storage), head.length, std::min(last, stored_values(storage, n)) - first);
     head.tokens.reserve((size_t) head.length);
     for (int32_t i = first; i < last; i++) {
-        head.tokens.push_back(job.tokens[(size_t) kept[(size_t) i]]);
+        head.tokens.push_back(job.tokens_of(l, h)[kept[(size_t) i]]);
     }
     if (job.scored) {
         const double * sums = job.seq.sums[l].sums.data() + h * (size_t) job.seq.sums[l].capacity;

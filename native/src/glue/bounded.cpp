@@ -104,6 +104,9 @@ extern "C" kvedge_status kvedge_bound_prompt(
     if (const auto status = check_bounded(kv->plan_of(seq_id), kv->storage, err); status != KVEDGE_OK) {
         return status;
     }
+    if (const auto it = kv->seqs.find(seq_id); it != kv->seqs.end() && it->second.streaming) {
+        return fail(err, KVEDGE_E_UNSUPPORTED, "sequence %d is a stream, which is compressed as a whole; read the prompt in pieces", seq_id);
+    }
     auto request = std::make_unique<BoundedRequest>();
     request->image.assign((size_t) n_tokens, 0);
     for (int32_t i = 0; image_mask && i < n_tokens; i++) {

@@ -123,7 +123,11 @@ bool kvedge_cache::decodes(const Run & run) const {
     for (const auto & s : shapes) {
         group = std::max(group, s.n_heads / s.n_heads_kv);
     }
-    return !run.wanted.attention() && (n == 1 || n * group <= DECODE_ROWS);
+    const Observation & w = run.wanted;
+    if (n == 1 && run.state->streaming && !w.squares && !w.entropy) {
+        return true;  // the answer of a stream is observed, too
+    }
+    return !w.attention() && (n == 1 || n * group <= DECODE_ROWS);
 }
 
 // Decides what a sequence's tokens are - prompt or generated - and makes room for them.
@@ -163,7 +167,7 @@ bool kvedge_cache::enter_run(const llama_attn_provider_ubatch & ubatch, Run & ru
     state.armed       = state.armed || prompt;
     state.prev_output = output;
 
-    const bool watched = prompt && plan.budget_ratio != 1.0;
+    const bool watched = (prompt || state.streaming) && plan.budget_ratio != 1.0;
     run.wanted         = watched ? plan_observes(plan) : Observation{};
     run.score          = prompt ? run.wanted.sums && plan.decode->needs_scores : state.seq->scored;
     std::vector<int32_t> pos((size_t) n);
@@ -180,7 +184,7 @@ bool kvedge_cache::enter_run(const llama_attn_provider_ubatch & ubatch, Run & ru
     run.decode          = decodes(run);
     run.watch           = watching && n == 1 && run.decode;
     state.weights.valid = run.watch;
-    if ((run.watch || (run.score && run.decode)) && !state.weights.reserve(*state.seq, run.watch)) {
+    if ((run.watch || (run.decode && (run.score || run.wanted.sums))) && !state.weights.reserve(*state.seq, run.watch)) {
         state.weights = {};
         report(KVEDGE_E_MEMORY, "no memory for the attention weights of a token; free memory");
         return false;
@@ -192,7 +196,7 @@ bool kvedge_cache::enter_run(const llama_attn_provider_ubatch & ubatch, Run & ru
         state.seq->missing.count(run.wanted.sums, run.wanted.squares, run.wanted.entropy, watched, n);
     }
     if (!watched) {
-        state.seq->window_from = state.seq->pending_length();  // these queries are not in the window
+        state.seq->window_from = (int32_t) state.seq->pos.size();  // these queries are not in the window
     }
     state.note_peak();
     if (run.decode && !run.partials.reserve(shapes, n, std::max(llama_n_threads(ctx), llama_n_threads_batch(ctx)))) {
@@ -255,6 +259,9 @@ kvedge_status kvedge_cache::compress(SequenceState & state, kvedge_error * err) 
     if (state.bounded && !state.bounded->done()) {
         return fail_bounded(state, err);
     }
+    if (state.streaming) {
+        return compress_stream(state, err);
+    }
     // Of an answer that a decode policy bounds, heads hold different tokens already: there is no prompt to choose from.
     if (state.seq->pending_length() == 0 || !state.kept.empty()) {
         return ok(err);
@@ -271,6 +278,9 @@ kvedge_status kvedge_cache::compress(SequenceState & state, kvedge_error * err) 
 }
 
 void kvedge_cache::seq_rm(int32_t seq_id, int32_t p0, int32_t p1) {
+    if (releasing) {
+        return;
+    }
     p0 = std::max(p0, 0);
     p1 = p1 < 0 ? INT_MAX : p1;
     for (auto it = seqs.begin(); it != seqs.end();) {
@@ -309,6 +319,8 @@ bool kvedge_cache::seq_cp(int32_t from, int32_t to, int32_t p0, int32_t p1) {
     state.seq             = std::move(copy);
     state.armed           = it->second.armed;
     state.prev_output     = it->second.prev_output;
+    state.streaming       = it->second.streaming;
+    state.released        = it->second.released;
     state.prompt          = it->second.prompt;
     state.generated       = it->second.generated;
     state.kept            = it->second.kept;

@@ -48,6 +48,9 @@ struct SequenceState {
     std::unique_ptr<BoundedRequest> request;
     std::unique_ptr<BoundedPrompt>  bounded;  // from the announced batch to the next one
 
+    bool    streaming = false;  // what is compressed stays pending (glue/stream.cpp)
+    int32_t released  = 0;      // first tokens whose cells in llama.cpp's own cache are free again
+
     // For decode policies: the state right after the last compression, whose plan the answer follows.
     kvedge_plan                       answer{};
     int32_t                           prompt = 0;     // tokens of the sequence
@@ -99,6 +102,7 @@ struct kvedge_cache {
     bool                                          shares_kv = false;  // a full-attention layer reads another layer's K and V
     bool                                          declined  = false;  // a full-attention layer stayed with llama.cpp
     bool                                          entering  = false;  // the token being decoded is a place holder
+    bool                                          releasing = false;  // what llama.cpp removes are its cells only
 
     std::map<int32_t, kvedge::SequenceState> seqs;
     std::map<int32_t, kvedge_plan>           own_plans;  // of sequences that have one, also while they are empty
@@ -124,6 +128,8 @@ struct kvedge_cache {
     const kvedge_plan &     plan_of(int32_t seq_id) const;
 
     kvedge_status compress(kvedge::SequenceState & state, kvedge_error * err);
+    kvedge_status compress_stream(kvedge::SequenceState & state, kvedge_error * err);
+    void          release_cells(int32_t seq_id, kvedge::SequenceState & state);
     int32_t       threads() const;
     void          finish_layer(kvedge::SequenceState & state, int32_t layer);  // of its bounded prompt
 

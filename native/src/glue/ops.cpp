@@ -34,7 +34,7 @@ AttendJob make_job(const LayerOp & op, const Run & run, ggml_tensor * dst) {
     job.sinks     = dst->src[2] ? (const float *) dst->src[2]->data : nullptr;
     gather(job, *run.state->seq, run.wanted, kv.locks.get());
     job.scored = run.score ? run.state->seq.get() : nullptr;
-    if (run.watch || (run.score && run.decode)) {
+    if (run.watch || (run.decode && (run.score || run.wanted.sums))) {
         TokenWeights & weights = run.state->weights;
         const size_t   at      = run.watch ? (size_t) op.layer : 0;
         job.weights            = weights.weights[at].data();

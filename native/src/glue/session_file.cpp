@@ -270,7 +270,7 @@ extern "C" kvedge_status kvedge_save(
         return fail(err, KVEDGE_E_STATE, "sequence %d is empty; there is nothing to save", seq_id);
     }
     const SequenceState & state = *found;
-    if (observes(*state.seq)) {
+    if (state.streaming ? state.armed : observes(*state.seq)) {
         return fail(err, KVEDGE_E_STATE, "a prompt was read and is not compressed yet; compress it before it is saved");
     }
     llama_synchronize(kv->ctx);

@@ -34,6 +34,20 @@ static void score(const ScoreInput & in, float * out) {
 }
 
 extern const Scorer scorer_cumulative;
-const Scorer        scorer_cumulative = { { "cumulative", PARAMS }, true, auto_recent, false, nullptr, score };
+const Scorer        scorer_cumulative = {
+    { "cumulative", PARAMS },
+    true,
+    auto_recent,
+    false,
+    nullptr,
+    score,
+    false,
+    nullptr,
+    nullptr,
+    nullptr,
+    nullptr,
+    nullptr,
+    [](const double * params) { return params[SHARE] == 1; },
+};
 
 }  // namespace kvedge

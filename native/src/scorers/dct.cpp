@@ -34,7 +34,20 @@ void score(const ScoreInput & in, float * out) {
 }  // namespace
 
 extern const Scorer scorer_dct;
-const Scorer        scorer_dct = { { "dct", PARAMS }, false,   nullptr, false,   nullptr, score, false,
-                                   nullptr,           nullptr, nullptr, [](const double * params) { return params[GAMMA]; } };
+const Scorer        scorer_dct = {
+    { "dct", PARAMS },
+    false,
+    nullptr,
+    false,
+    nullptr,
+    score,
+    false,
+    nullptr,
+    nullptr,
+    nullptr,
+    [](const double * params) { return params[GAMMA]; },
+    nullptr,
+    [](const double * params) { return params[SHARE] == 0; },
+};
 
 }  // namespace kvedge

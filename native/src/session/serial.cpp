@@ -312,7 +312,10 @@ bool observes(const Sequence & seq) {
 void write_sequence(const Sequence & seq, Sink & out) {
     // Of an answer that is bounded only the block that grows is still pending: nothing of it is compressed again.
     const size_t  n    = seq.blocks.size();
-    const size_t  done = seq.bounded && n > seq.pending_from ? n - (grows(seq, n - 1) ? 1 : 0) : seq.pending_from;
+    size_t        done = seq.bounded && n > seq.pending_from ? n - (grows(seq, n - 1) ? 1 : 0) : seq.pending_from;
+    for (size_t b = done; b < n; b++) {
+        done = seq.blocks[b]->streamed ? b + 1 : done;  // what a stream kept so far is pending only while it goes on
+    }
     int32_t       pending = 0;
     for (size_t b = done; b < n; b++) {
         pending += (int32_t) seq.blocks[b]->length();

@@ -108,7 +108,7 @@ void Sequence::start_windows(int32_t n) {
     if (n != window_size) {
         windows.assign(shapes().size(), {});
         window_size = n;
-        window_from = pending_length();
+        window_from = (int32_t) pos.size();
     }
 }
 

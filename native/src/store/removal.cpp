@@ -1,6 +1,6 @@
 // Taking rows out of a sequence: by position, as llama.cpp asks for it, and one by one, as decode policies do.
 
-#include "store/sequence.h"
+#include "store/removal.h"
 
 #include <algorithm>
 #include <cstring>
@@ -8,7 +8,7 @@
 namespace kvedge {
 
 // Keeps the tokens and scores whose flag is set.
-static void keep_listed(RaggedHead & h, const std::vector<uint8_t> & keep) {
+void keep_listed(RaggedHead & h, const std::vector<uint8_t> & keep) {
     size_t kept = 0;
     for (size_t r = 0; r < keep.size(); r++) {
         if (keep[r]) {
@@ -76,17 +76,7 @@ void Sequence::remove_from_loose(Block & block, size_t layer, int32_t p0, int32_
 template <class T>
 static void close_gaps(std::vector<T> & x, size_t capacity, size_t first, size_t n, const std::vector<int32_t> & keep) {
     for (size_t base = 0; base < x.size() && first < capacity; base += capacity) {
-        T *    row = x.data() + base;
-        size_t to  = first;
-        for (int32_t r : keep) {
-            if (first + (size_t) r < capacity) {  // tokens whose attention nobody sums may follow
-                row[to++] = row[first + (size_t) r];
-            }
-        }
-        for (size_t from = first + n; from < capacity; from++) {
-            row[to++] = row[from];
-        }
-        std::fill(row + to, row + capacity, T());
+        close_row(x.data() + base, capacity, first, n, keep);
     }
 }
 
@@ -139,9 +129,12 @@ void Sequence::remove_listed(Block & block, int32_t p0, int32_t p1, int32_t firs
 
 void Sequence::remove(int32_t p0, int32_t p1) {
     int32_t    pending_row = 0;
-    const auto listed      = [&](size_t b) { return !blocks[b]->ragged || b >= pending_from; };
+    const auto listed      = [&](size_t b) { return !blocks[b]->streamed && (!blocks[b]->ragged || b >= pending_from); };
     for (size_t b = 0; b < blocks.size(); b++) {
-        if (listed(b)) {
+        if (blocks[b]->streamed) {
+            remove_streamed(*blocks[b], p0, p1, pending_row);
+            pending_row += rows_in(*blocks[b], 0, 0);
+        } else if (listed(b)) {
             remove_listed(*blocks[b], p0, p1, b >= pending_from ? pending_row : -1);
             pending_row += b >= pending_from ? (int32_t) blocks[b]->length() : 0;
         } else {
@@ -149,19 +142,19 @@ void Sequence::remove(int32_t p0, int32_t p1) {
         }
     }
     for (size_t b = blocks.size(); b-- > 0;) {
-        if (listed(b) && blocks[b]->length() == 0) {
+        if (blocks[b]->streamed ? rows_in(*blocks[b], 0, 0) == 0 : listed(b) && blocks[b]->length() == 0) {
             blocks.erase(blocks.begin() + (std::ptrdiff_t) b);
             pending_from -= b < pending_from ? 1 : 0;
         }
     }
-    const auto left = pending_tokens();
+    const auto left = query_parts.empty() ? std::vector<int32_t>() : pending_tokens();
     for (size_t i = query_parts.size(); i-- > 0;) {
         const auto at = std::lower_bound(left.begin(), left.end(), query_parts[i].first);
         if (at == left.end() || *at >= query_parts[i].first + query_parts[i].n) {
             drop_query_part(i);
         }
     }
-    window_from = pending_length();  // the rings count rows that have moved
+    window_from = (int32_t) pos.size();  // the rings count rows that may be gone
 }
 
 void Sequence::drop_row(int32_t layer, int32_t head, int32_t row) {

@@ -240,7 +240,7 @@ int32_t Sequence::head_length(int32_t layer, int32_t head) const {
 int32_t Sequence::pending_length() const {
     size_t n = 0;
     for (size_t b = pending_from; b < blocks.size(); b++) {
-        n += blocks[b]->length();
+        n += blocks[b]->streamed ? (size_t) rows_in(*blocks[b], 0, 0) : blocks[b]->length();
     }
     return (int32_t) n;
 }
@@ -266,7 +266,8 @@ std::vector<int32_t> Sequence::head_tokens(int32_t layer, int32_t head) const {
 void Sequence::close_pending() {
     for (size_t b = pending_from; b < blocks.size(); b++) {
         if (blocks[b]->ragged) {
-            blocks[b]->tokens = {};
+            blocks[b]->tokens   = {};
+            blocks[b]->streamed = false;
         }
     }
     pending_from = blocks.size();
@@ -298,6 +299,7 @@ std::unique_ptr<Sequence> Sequence::clone() const try {
     copy->windows      = windows;
     copy->window_size  = window_size;
     copy->window_from  = window_from;
+    copy->sinks        = sinks;
     copy->missing      = missing;
     copy->bounded      = bounded;
     copy->scored       = scored;
@@ -308,6 +310,7 @@ std::unique_ptr<Sequence> Sequence::clone() const try {
         to->generated = from->generated;
         to->open_k    = from->open_k;
         to->open_v    = from->open_v;
+        to->streamed  = from->streamed;
         to->capacity  = from->capacity;
         to->tokens    = from->tokens;
         to->layers.resize(from->layers.size());

@@ -34,6 +34,7 @@ struct Block {
     bool                    generated = false;  // opened by a single token
     bool                    open_k    = false;  // ragged: some of its keys
     bool                    open_v    = false;  // or values are to be quantised later
+    bool                    streamed  = false;  // ragged and pending: every head holds as many rows, of tokens of its own
     int32_t                 capacity  = 0;      // uniform: rows that fit
     std::vector<int32_t>    tokens;             // token index of each row; of a ragged block only while it is pending
     std::vector<BlockLayer> layers;
@@ -66,7 +67,7 @@ struct QueryPart {
     int32_t first, n;  // token index of the first, number of tokens
 };
 
-// The last queries of the prompt, of one layer, in a ring: token i of the pending ones lies at slot i % capacity.
+// The last queries of the prompt, of one layer, in a ring: token i of the sequence lies at slot i % capacity.
 struct QueryWindow {
     std::vector<float> q;      // [capacity][H][d_k], scaled as for the logits
     std::vector<float> sinks;  // [H], or empty
@@ -120,7 +121,8 @@ class Sequence {
     int32_t rows_in(const Block & block, int32_t layer, int32_t head) const;
     int32_t head_length(int32_t layer, int32_t head) const;
     int32_t pending_length() const;                      // tokens, the same for every layer and head
-    std::vector<int32_t> pending_tokens() const;         // their token indices
+    std::vector<int32_t> pending_tokens() const;         // their token indices, where all heads hold the same ones
+    std::vector<int32_t> pending_tokens(int32_t layer, int32_t head) const;
     std::vector<int32_t> head_tokens(int32_t layer, int32_t head) const;
 
     // Drops one row of one head. Throws std::bad_alloc, and then nothing has changed.
@@ -152,6 +154,14 @@ class Sequence {
 
     // Removes the tokens with a position in [p0, p1).
     void remove(int32_t p0, int32_t p1);
+
+    // Streams (store/streamed.cpp), of which what was compressed stays pending. sinks: first rows that every head keeps.
+    // Makes all that is there pending again. False: heads hold different numbers of rows, and nothing has changed. Throws
+    // std::bad_alloc.
+    bool open_stream(int32_t n_sinks);
+    // Column sums of the pending rows `kept` move to the front, the others go.
+    void keep_sums(size_t layer, size_t head, const std::vector<int32_t> & kept);
+    bool pending_differs() const;  // whether heads hold different pending tokens
 
     // A copy with memory of its own; NULL if there is no memory for it.
     std::unique_ptr<Sequence> clone() const;
@@ -192,7 +202,8 @@ class Sequence {
     std::vector<uint8_t>                modality;          // per pending token, while queries are kept: 1 for an image
     std::vector<QueryWindow>            windows;           // per layer; empty unless the scorer needs them
     int32_t                             window_size = 0;   // capacity of the windows
-    int32_t                             window_from = 0;   // first pending token from which on all queries were seen
+    int32_t                             window_from = 0;   // first token from which on all queries were seen
+    int32_t                             sinks = 0;         // of a stream
     Missing                             missing;           // pending prompt tokens from which something was not gathered
     bool                                bounded = false;   // rows are dropped as tokens are added one by one,
     bool                                scored  = false;   // by scores that the new rows get, too
@@ -210,6 +221,7 @@ class Sequence {
     void                   remove_from_ragged(Block & block, int32_t p0, int32_t p1);
     void                   remove_from_uniform(Block & block, int32_t p0, int32_t p1, const std::vector<int32_t> & keep);
     void                   remove_listed(Block & block, int32_t p0, int32_t p1, int32_t first_pending_row);
+    void                   remove_streamed(Block & block, int32_t p0, int32_t p1, int32_t first_pending_row);
     size_t                 packable() const;
     uint64_t               packed_keys(size_t n_blocks, int32_t layer, int32_t head) const;
     bool                   gather_layer(size_t layer, size_t first, size_t last, bool values, BlockLayer & to) const;

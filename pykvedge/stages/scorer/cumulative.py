@@ -18,6 +18,8 @@ from pykvedge.stages.base import Layer, Param, Scorer, Settings
 def score(layer: Layer, settings: Settings) -> np.ndarray:
     """[Hkv, T] float64: column sums, averaged over the query heads of each KV head, or over all heads of the layer."""
     n_heads_kv = len(layer.k)
+    if layer.column_sums is not None:
+        return layer.column_sums.astype(np.float64)
     out = np.stack([grouped_attention(layer, h).sum(axis=0) for h in range(n_heads_kv)])
     return np.tile(out.mean(axis=0), (n_heads_kv, 1)) if settings["share"] == "layer" else out
 

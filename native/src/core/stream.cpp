@@ -1,0 +1,112 @@
+#include "core/stream.h"
+
+#include "core/custom.h"
+#include "core/error.h"
+#include "core/job.h"
+
+#include <chrono>
+#include <new>
+
+namespace kvedge {
+
+kvedge_status check_stream(const kvedge_plan & plan, kvedge_error * err) {
+    const double * params = plan.params[KVEDGE_STAGE_SCORER];
+    if (plan.budget_ratio > 0.0) {
+        return fail(err, KVEDGE_E_UNSUPPORTED,
+                    "a stream needs a bound in KV pairs per head, such as 2048: a share is of a prompt that is complete");
+    }
+    if (plan.allocator != find_allocator("uniform")) {
+        return fail(err, KVEDGE_E_UNSUPPORTED, "all heads of a stream hold as many KV pairs; use allocator uniform instead of '%s'",
+                    plan.allocator->name);
+    }
+    if (plan.decode->evict) {
+        return fail(err, KVEDGE_E_UNSUPPORTED, "the bound of a stream holds for the answer, too; use decode keep-all instead of '%s'",
+                    plan.decode->name);
+    }
+    if (plan.scorer->needs_squares) {
+        return fail(err, KVEDGE_E_UNSUPPORTED, "scorer '%s' needs to know how many queries saw each token, which a stream does not keep",
+                    plan.scorer->name);
+    }
+    if (plan.scorer->joins_heads && plan.scorer->joins_heads(params)) {
+        return fail(err, KVEDGE_E_UNSUPPORTED,
+                    "scorer '%s' gives all heads of a layer one score, but the heads of a stream hold different tokens", plan.scorer->name);
+    }
+    if (plan.keep_all_text) {
+        return fail(err, KVEDGE_E_UNSUPPORTED, "text_overflow keep_all keeps text beyond the bound of a stream; use budget");
+    }
+    if (!plan.scorer->custom && plan_window(plan) > plan.budget_pairs) {
+        return fail(err, KVEDGE_E_UNSUPPORTED, "scorer '%s' keeps its last %d tokens whole, more than the bound of %d; raise the budget",
+                    plan.scorer->name, plan_window(plan), plan.budget_pairs);
+    }
+    return ok(err);
+}
+
+kvedge_status open_stream(Sequence & seq, const kvedge_plan & plan, kvedge_error * err) try {
+    if (seq.storage().quantised()) {
+        return fail(err, KVEDGE_E_UNSUPPORTED,
+                    "a stream is compressed again and again, and quantised rows would be rounded each time; store it as f16, bf16 or f32");
+    }
+    if (seq.bounded || !seq.open_stream(plan.sinks)) {
+        return fail(err, KVEDGE_E_UNSUPPORTED,
+                    "the heads of this sequence hold different numbers of KV pairs; it cannot go on as a stream");
+    }
+    return ok(err);
+} catch (const std::bad_alloc &) {
+    return fail(err, KVEDGE_E_MEMORY, "no memory to go on with the sequence as a stream");
+}
+
+// Whether anything was seen of what the plan's scorer goes by.
+static bool observed_some(const Sequence & seq, const kvedge_plan & plan) {
+    return (!plan_sums(plan) || !seq.sums.empty()) &&
+           (plan_window(plan) == 0 || (!seq.windows.empty() && (int32_t) seq.pos.size() > seq.window_from));
+}
+
+kvedge_status compress_stream(
+    Sequence & seq, const kvedge_plan & plan, int32_t n_threads, Compression & outcome, kvedge_error * err) try {
+    const auto    start  = std::chrono::steady_clock::now();
+    const int32_t T      = seq.pending_length();
+    const int32_t budget = kvedge_plan_budget(&plan, T);
+    outcome.before_bytes = outcome.after_bytes = seq.bytes();
+    outcome.peak_bytes   = outcome.before_bytes + seq.index_bytes() + seq.score_bytes();
+    if (const auto status = check_stream(plan, err); status != KVEDGE_OK) {
+        return status;
+    }
+    seq.sinks = plan.sinks;
+    if (!plan_sums(plan)) {
+        seq.sums = {};  // of an earlier plan
+    }
+    if (budget >= T) {
+        return ok(err);
+    }
+    if (!observed_some(seq, plan)) {
+        return fail_unobserved(err);
+    }
+    if (plan_sums(plan) && !seq.ensure_sums(0)) {
+        return fail(err, KVEDGE_E_MEMORY, "no memory for the scores of %d tokens", T);
+    }
+    Job job = make_job(seq, plan, n_threads, false);
+    select_all(job);
+    job.scores = job.reserve = {};
+    const bool reduces = plan.reducer->reduce != nullptr;
+    if (!open_layers(job, reduces)) {
+        return fail(err, KVEDGE_E_MEMORY, "no memory for the compressed cache of %d tokens", budget);
+    }
+    fill_layers(job, reduces, outcome);
+    for (size_t l = 0; l < seq.sums.size(); l++) {
+        for (size_t h = 0; h < job.kept[l].size(); h++) {
+            seq.keep_sums(l, h, job.kept[l][h]);
+        }
+    }
+    seq.blocks.back()->streamed = true;
+    seq.missing                 = {};
+    outcome.reduced             = true;
+    outcome.after_bytes         = seq.bytes();
+    outcome.us = std::chrono::duration_cast<std::chrono::microseconds>(std::chrono::steady_clock::now() - start).count();
+    return ok(err);
+} catch (const StageFailure & failure) {
+    return fail(err, KVEDGE_E_STAGE, "%s", failure.what());
+} catch (const std::bad_alloc &) {
+    return fail(err, KVEDGE_E_MEMORY, "no memory to compress the cache");
+}
+
+}  // namespace kvedge
