@@ -96,5 +96,7 @@ class Answer:
         report, session = self.report, self._session
         report.finish = report.finish or "cancelled"
         report.kv.peak_bytes = session.engine.peak_bytes(report.kv.peak_bytes)
+        if report.stream is not None:
+            session.measure_stream(report)
         session.messages.append(Message("assistant", report.text))
         session.last_report = report

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,9 +57,9 @@ class Chat:
         self._file, self._loaded = file, bool(session.messages)
         self._session, self._sampling, self._style, self._display = session, sampling, style, display
         self._cancel = session.cancel or threading.Event()
-        self._waiting: list[Picture] = []  # for the next message
+        self._waiting: list[Picture | Path] = []  # for the next message
 
-    def put(self, prompt: str, pictures: list[Picture]) -> Report:
+    def put(self, prompt: str, pictures: Sequence[Picture | Path]) -> Report:
         """Puts one message, streams the answer to stdout. Ctrl-C ends it; CancelledError if it had not begun."""
         with as_event(self._cancel):
             try:
@@ -97,7 +97,7 @@ class Chat:
             with suppress(KvedgeError):
                 session.load(self._file, session.plan)
 
-    def once(self, prompt: str, pictures: list[Picture]) -> int:
+    def once(self, prompt: str, pictures: Sequence[Picture | Path]) -> int:
         """One question. Returns the exit code: 130 if the answer was stopped, 1 if it could not be saved."""
         report = self.put(prompt, pictures)
         if self._style.as_json:
@@ -115,7 +115,7 @@ class Chat:
 
     # ---------------------------------------------------------------------------------------------------
 
-    def converse(self, pictures: list[Picture]) -> int:
+    def converse(self, pictures: Sequence[Picture | Path]) -> int:
         """A conversation until the user leaves. pictures: for the first message."""
         with suppress(ImportError):
             import readline  # noqa: F401 - gives input() editing and history

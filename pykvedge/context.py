@@ -19,6 +19,8 @@ from pykvedge.vision import ImagePiece, Vision
 
 N_BATCH = 2048
 N_UBATCH = 512
+DEFAULT_CTX = 4096
+ROOM_TO_ANSWER = 512  # tokens that an automatic context has beyond the prompt, at least
 GGML_TYPE = {"f16": 1, "bf16": 30, "f32": 0, "q8_0": 8, "q4_0": 2}  # the bindings lack a name for bf16
 
 

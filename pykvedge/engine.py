@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pykvedge import libkvedge, memory, onepass, profile
-from pykvedge.context import Context, ContextSize, check_memory, ubatch_for
+from pykvedge.context import DEFAULT_CTX, ROOM_TO_ANSWER, Context, ContextSize, check_memory, ubatch_for
 from pykvedge.embeddings import TokenTable
 from pykvedge.errors import (
     BudgetError,
@@ -29,11 +29,10 @@ from pykvedge.report import Kv
 from pykvedge.sessionfile import Note, encoded
 from pykvedge.settings import Settings
 from pykvedge.stages.base import ProfileTable
+from pykvedge.stream import Pace, cut, stream_context
 from pykvedge.vision import ImagePiece, Piece, TextPiece, Vision
 
-DEFAULT_CTX = 4096
 LATER_FLOOR = 32  # tokens that a later message keeps at least: a fifth of a short question does not say what is asked
-ROOM_TO_ANSWER = 512  # tokens that an automatic context has beyond the prompt, at least
 
 
 class Engine:
@@ -51,6 +50,7 @@ class Engine:
         self._reset()
 
     def _reset(self) -> None:
+        self._pace: Pace | None = None  # of a stream
         self._n_compressions = 0
         self._compressed_tokens = 0  # by the last call of compress
         self._held = 0.0  # pairs per head after it
@@ -61,6 +61,13 @@ class Engine:
         if self._context is None:
             raise StateError("nothing was read yet")
         return self._context
+
+    @property
+    def pace(self) -> Pace:
+        """What compresses a stream. Raises NothingToCompressError where there is none."""
+        if self._pace is None:
+            raise NothingToCompressError(f"kvedge does not hold the KV cache of {self._model.path.name}")
+        return self._pace
 
     @property
     def cache(self) -> libkvedge.Cache | None:
@@ -96,6 +103,11 @@ class Engine:
 
         Raises ContextError, OutOfMemoryError, NothingToCompressError, BudgetError.
         """
+        if self._settings.stream:
+            if self._context is None:
+                self._open(stream_context(self._model, self._vision, self._settings, pieces, plan), plan)
+                self.pace.compress()  # nothing yet, but whether it can be done
+            return
         n = sum(p.n_tokens for p in pieces)
         images = [p.n_tokens for p in pieces if isinstance(p, ImagePiece)]
         what = f"{n} tokens" + (f" ({sum(images)} of images)" if images else "")
@@ -111,7 +123,7 @@ class Engine:
                 f"the message has {what}, but only {self._context.room} of the context of {self._context.n_ctx} are "
                 "left; raise --ctx or start a new conversation"
             )
-        elif ubatch_for(self._vision, largest) > self._context.n_ubatch:
+        elif largest > self._context.n_ubatch < ubatch_for(self._vision, largest):
             raise ContextError(
                 f"an image of {largest} tokens must come with the first message; start a new conversation"
             )
@@ -171,6 +183,8 @@ class Engine:
             context.close()
             raise
         self._context = context
+        if self._settings.stream and self._cache is not None:
+            self._pace = Pace(self._cache, context, self._settings, self._model.n_layer)
 
     def _tables(self, plan: Plan) -> dict[str, ProfileTable]:
         return profile.tables_for(plan, self._model.path, self._settings.profile, spare=True)
@@ -231,13 +245,15 @@ class Engine:
                 self.set_plan(plan.with_(budget=Budget(pairs=note.floor)))  # the saved answer follows that one
             self._cache.load(encoded(path), model)
             stats = self._cache.stats()
-            if stats.n_tokens < note.n_cells or note.n_past > note.n_cells:
+            if stats.n_tokens < max(note.n_cells, note.n_past):
                 raise SessionFileError(f"{name} contradicts itself; it cannot be used")
         except BaseException:
             self.close()
             raise
         self.context.n_past, self.context.n_cells = note.n_past, note.n_cells
         self._n_compressions, self._held = stats.n_compressions, note.held
+        if self._pace is not None:
+            self._pace.compress()
 
     # ---------------------------------------------------------------------------------------------------
 
@@ -256,16 +272,12 @@ class Engine:
             self._prefill_whole(pieces, progress, cancel)
             return
         context.stop_when(cancel)
-        steps = list(_steps(pieces, context.n_ubatch))
+        steps = list(cut(pieces, context.n_ubatch))
         done, total = 0, sum(p.n_tokens for p in pieces)
         for i, step in enumerate(steps):
             progress("reading the prompt", done / total)
             _stop_if_set(cancel)
-            with self._explained():
-                if isinstance(step, ImagePiece):
-                    context.decode_image(self._require_vision(), step)
-                else:
-                    context.decode(step.tokens, want_logits=i == len(steps) - 1)
+            self.read_step(step, want_logits=i == len(steps) - 1)
             done += step.n_tokens
         context.stop_when(None)
         progress("reading the prompt", 1.0)
@@ -299,14 +311,25 @@ class Engine:
             context.stop_when(None)
         progress("reading the prompt, layer by layer", 1.0)
 
+    def read_step(self, step: Piece, want_logits: bool) -> None:
+        """Reads a piece that one pass holds, an image encoded before. want_logits: of its last token."""
+        with self._explained():
+            if isinstance(step, ImagePiece):
+                self.context.decode_image(self._require_vision(), step)
+            else:
+                self.context.decode(step.tokens, want_logits)
+
     def extend(self, token: int) -> None:
         """Reads one generated token; afterwards its logits are there. Raises ContextError."""
-        with self._explained():
-            self.context.decode([token], want_logits=True)
+        self.read_step(TextPiece([token]), want_logits=True)
+        if self._pace is not None:
+            self._pace.after(1, now=self.context.room < 1)
 
     def compress(self) -> None:
         """Compresses what was read since the last time: the prompt, and before it the answer of the last turn."""
-        if self._cache is not None:
+        if self._pace is not None:
+            self._pace.compress()
+        elif self._cache is not None:
             pending = self._cache.stats().n_pending
             if not (self._bounded and pending == 0):
                 self._compressed_tokens = pending
@@ -380,15 +403,6 @@ def check_protection(plan: Plan, n_tokens: int) -> None:
             f"a budget of {plan.budget} leaves {kept} of {n_tokens} tokens, fewer than the {recent + sinks} protected "
             "ones; raise --budget, or lower --recent and --sinks"
         )
-
-
-def _steps(pieces: list[Piece], most: int) -> Iterator[Piece]:
-    """The pieces, text cut so that each step is one pass through the model: progress shows, and Ctrl-C is heard."""
-    for piece in pieces:
-        if isinstance(piece, ImagePiece):
-            yield piece
-        else:
-            yield from (TextPiece(piece.tokens[i : i + most]) for i in range(0, piece.n_tokens, most))
 
 
 def _stop_if_set(cancel: threading.Event | None) -> None:

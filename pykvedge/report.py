@@ -72,6 +72,24 @@ class Saved:
 
 
 @dataclass
+class Stream:
+    """What a stream has become. positions: of the next token; trained: as many as the model was trained for."""
+
+    bound: int  # KV pairs per layer and head that are left by every compression
+    tokens: int  # read and generated so far, of all turns
+    compressions: int
+    kv_bytes: int  # now
+    positions: int
+    trained: int
+
+    def note(self) -> str:
+        """A warning, where the positions go beyond the model's; else nothing."""
+        if not self.trained or self.positions <= self.trained:
+            return ""
+        return f"positions up to {self.positions}, trained for {self.trained}: answers may lose sense"
+
+
+@dataclass
 class Report:
     """Everything measured about one turn."""
 
@@ -86,6 +104,7 @@ class Report:
     session: Saved | None = None  # only where a session file is kept
     bounded: bool | None = None  # whether the prompt was compressed layer by layer; None: that was not asked for
     not_bounded: str = ""  # why not, where it was asked for
+    stream: Stream | None = None  # only of a stream
 
     def as_json(self) -> dict[str, Any]:
         """The object that `kvedge chat --json` prints. Bytes, seconds, tokens per second."""
@@ -93,6 +112,7 @@ class Report:
         session: dict[str, Any] = {"session": asdict(self.session)} if self.session else {}
         if self.bounded is not None:
             session["bounded"] = {"used": self.bounded, "why_not": self.not_bounded}
+        stream = {"stream": asdict(self.stream)} if self.stream else {}
         return {
             "method": self.method,
             "budget": self.budget,
@@ -117,12 +137,15 @@ class Report:
                 "decode_s": round(t.decode_s, 4),
                 "decode_tok_s": round(t.decode_tok_s, 2),
             },
+            **stream,
             **session,
         }
 
     def line(self) -> str:
         """One line for a person."""
         tokens, kv = self.tokens, self.kv
+        if self.stream is not None:
+            return self._stream_line(self.stream)
         image = f" ({tokens.image} image)" if tokens.image else ""
         answer = kv.compressed_tokens - tokens.prompt
         since = f" + {answer} of the last answer" if answer > 0 else ""
@@ -137,3 +160,15 @@ class Report:
             reads = f"reads {full}" if as_it_was else f"full would read {full}"
             parts.append(f"{self.time.decode_tok_s:.1f} tok/s ({reads})")
         return " | ".join(parts)
+
+    def _stream_line(self, stream: Stream) -> str:
+        kv = self.kv
+        unit, size = ("MiB", MIB) if kv.full_bytes >= MIB / 10 else ("KiB", 1024)
+        image = f" ({self.tokens.image} image)" if self.tokens.image else ""
+        parts = [
+            f"stream of {stream.tokens} tokens, {self.tokens.prompt}{image} new -> {kv.kept_of_them} of {stream.bound}",
+            f"KV {stream.kv_bytes / size:.1f} {unit}, peak {kv.peak_bytes / size:.1f}, full {kv.full_bytes / size:.1f}",
+        ]
+        if self.time.decode_steps:
+            parts.append(f"{self.time.decode_tok_s:.1f} tok/s")
+        return " | ".join(part for part in (*parts, stream.note()) if part)

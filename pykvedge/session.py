@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from pykvedge import libkvedge, memory, profile, runtime
+from pykvedge import libkvedge, memory, profile, runtime, stream
 from pykvedge.answer import Answer
 from pykvedge.engine import Engine
 from pykvedge.errors import NothingToCompressError, StateError, UsageError
 from pykvedge.images import Picture, load_picture
+from pykvedge.kvtypes import KvType
 from pykvedge.model import Model, Progress, silent
 from pykvedge.plan import Plan
 from pykvedge.presets import default_plan
@@ -53,8 +55,10 @@ class Session:
         self.last_report: Report | None = None
         self._progress = progress
         self._answer: Answer | None = None
+        self._frames: Iterator[Picture] = iter(())  # of a stream, not read yet
         self._vision: Vision | None = None
         self._engine: Engine | None = None
+        self._check_stream(self.plan)
         profile.find(self.plan, model, self.settings.profile)  # before the weights are read
         threads = self.settings.threads or runtime.default_threads()
         started = time.perf_counter()
@@ -80,12 +84,15 @@ class Session:
     ) -> Answer:
         """Puts the next message to the model; iterate over what it returns to get the answer piece by piece.
 
-        Everything up to the first generated token happens here. images: paths, or pictures already loaded.
+        Everything up to the first generated token happens here. images: paths, or pictures already loaded. A stream
+        (Settings.stream) takes them one at a time, also from a generator, and forgets their pixels.
         Raises ImageError, ContextError, OutOfMemoryError, NothingToCompressError, UsageError, or CancelledError.
         """
         self._require_open()
         self._end_answer()
-        pictures = [p if isinstance(p, Picture) else load_picture(p) for p in images]
+        loaded = (p if isinstance(p, Picture) else load_picture(p) for p in images)
+        pictures = list(itertools.islice(loaded, 1 if self.settings.stream else None))
+        self._frames = itertools.chain(pictures, loaded)
         self._require_eyes(pictures)
         if not prompt.strip() and not pictures:
             raise UsageError("the prompt is empty; write a question")
@@ -139,6 +146,7 @@ class Session:
 
     def set_plan(self, plan: Plan) -> None:
         """Prompts that come from now on are compressed by this plan. Raises NothingToCompressError."""
+        self._check_stream(plan)
         self._end_answer()
         self.engine.set_plan(plan)
         self.plan = plan
@@ -176,8 +184,9 @@ class Session:
         note = read_note(path, model)
         if note.kv_type != self.settings.kv_type:
             raise UsageError(f"{os.fspath(path)} holds keys and values as {note.kv_type}; use --kv-type {note.kv_type}")
-        self._forget()
         plan = note.plan if plan is None else plan
+        self._check_stream(plan)
+        self._forget()
         started = time.perf_counter()
         self.engine.restore(path, model, note, plan)
         self._load_s += time.perf_counter() - started
@@ -256,6 +265,9 @@ class Session:
                 )
             self.engine.close()
             self.pending = []
+        if self.settings.stream:
+            self._read_stream(report)
+            return
         pieces = self._pieces()
         engine, spent = self.engine, report.time
         try:
@@ -277,6 +289,43 @@ class Session:
         finally:
             self.release(pieces)
         self.in_cache, self.pending = True, []
+
+    def _read_stream(self, report: Report) -> None:
+        """The same piece by piece: an image is encoded, read and forgotten before the next one is looked at."""
+        engine, message = self.engine, self.messages[-1]
+        if self.in_cache:
+            text = self._template.following(self.messages, self._marker)
+        else:
+            text = self._with_bos(self._template.first(self.messages, self._marker))
+        source = stream.Source(self._vision, self.model.tokenize)
+        parts = stream.segments(text, self._marker, self._frames) if self._vision else [(text, None)]
+        before: list[Piece] = [TextPiece(self.pending)] if self.pending else []
+        pieces = itertools.chain(before, source.pieces(parts))
+        meter = memory.PeakMeter()
+        report.rss = Rss(before_prefill_bytes=memory.rss_bytes())
+        meter.start()
+        try:
+            report.time.prefill_s = _timed(
+                lambda: stream.read(engine, self._vision, self.plan, pieces, self._progress, self.cancel, report.tokens)
+            )
+        finally:
+            self.release(source.open)
+            report.rss.peak_bytes = meter.stop()
+        report.rss.after_compress_bytes = memory.rss_bytes()
+        message.pictures = source.seen
+        self.measure_stream(report)
+        self.in_cache, self.pending = True, []
+
+    def measure_stream(self, report: Report) -> None:
+        """What a stream has become; the first time, when the prompt was read, also the figures of its cache."""
+        element = KvType.parse(self.settings.kv_type).plain.bytes_per_value
+        if figures := stream.measure(self.engine, self.model, self.plan, element):
+            report.kv = report.kv if report.stream else figures[0]
+            report.stream = figures[1]
+
+    def _check_stream(self, plan: Plan) -> None:
+        if self.settings.stream:
+            stream.check(plan)
 
     def _pieces(self) -> list[Piece]:
         if not self.in_cache:

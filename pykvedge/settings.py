@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 MAX_THREADS = 512  # of ggml
 MAX_CTX = 2**30
+STREAM_TOKENS = 128
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,9 @@ class Settings:
     verbose: bool = False  # llama.cpp's log on stderr
     bounded: bool = False  # compress each layer of a prompt before the next one runs, where that is possible
     profile: Given = None  # one or several, for plans that need them (profile.py)
+    # the conversation is a stream (stream.py): compressed to the plan's bound after every image and every 128 tokens
+    # (True), or whenever so many have come
+    stream: bool | int = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_type", str(KvType.parse(self.kv_type)))
@@ -36,6 +40,19 @@ class Settings:
             raise UsageError(f"threads must lie between 1 and {MAX_THREADS}, or be 0 (automatic), not {self.threads}")
         if self.gpu_layers is not None and not -1 <= self.gpu_layers < 2**31:
             raise UsageError(f"gpu_layers must be 0 or more, or -1 for all, not {self.gpu_layers}")
+        if not isinstance(self.stream, int) or not 0 <= self.stream < MAX_CTX:
+            raise UsageError(f"stream must be True, or a number of tokens of at least 1, not {self.stream!r}")
+        if self.stream and self.bounded:
+            raise UsageError("a stream is read piece by piece, a bounded prompt at once: choose one of the two")
+        if self.stream and KvType.parse(self.kv_type).quantised:
+            raise UsageError(
+                f"a stream is compressed again and again, and {self.kv_type} would round it each time; use f16 or bf16"
+            )
+
+    @property
+    def stream_tokens(self) -> int:
+        """Tokens after which a stream is compressed; 0 for what is none."""
+        return STREAM_TOKENS if self.stream is True else int(self.stream)
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> Settings:

@@ -155,6 +155,12 @@ class Vision:
         """Drops the embeddings of images seen so far."""
         self._encoded.clear()
 
+    def drop(self, piece: ImagePiece) -> None:
+        """Frees all that is held of an image that was read and will not come again."""
+        self._encoded.pop(piece.key, None)
+        piece.embeddings = None
+        self.release([piece])
+
     def release(self, pieces: list[Piece]) -> None:
         """Frees what mtmd holds of the pieces."""
         for piece in pieces:

@@ -51,6 +51,8 @@ _OPTIONS = (
             help="What `kvedge calibrate` wrote, for methods that need it; repeatable. Default: found by itself."),
     _option("--session", "session_file", type=_PATH, metavar="FILE",
             help="Go on with the conversation in this file, if it exists; it is saved there after each answer."),
+    _option("--stream", is_flag=True,
+            help="Read images one by one and compress after each: memory stays at --budget N, however many come."),
     _option("--ctx", type=int, metavar="N", help="Tokens that the conversation may hold. Default: up to 4096."),
     _option("--threads", type=int, metavar="N", help="Default: one per physical core."),
     _option("--gpu-layers", type=int, metavar="N", help="Layers on the GPU, -1 for all."),
@@ -97,6 +99,7 @@ def chat(prompt: str | None, **given: Any) -> None:
       kvedge chat ... --image a.jpg --method lookm --bounded "What is it?"      where the full cache does not fit
       kvedge chat ...                        a conversation; /image PATH adds an image
       kvedge chat ... --session talk.kvs "And then?"      goes on where the last run ended
+      kvedge chat ... --stream --budget 2048 --image 1.jpg --image 2.jpg ... "What happens?"      frames without end
     """
     for file in given["plugins"]:
         load_file(file)
@@ -125,9 +128,11 @@ def _run(question: str | None, plan: Plan, model: Path, mmproj: Path | None, giv
     from pykvedge.session import Session
 
     sampling = Sampling(**{k: given[k] for k in ("temp", "top_p", "top_k", "seed", "max_tokens")})
-    pictures = [load_picture(path.expanduser()) for path in given["images"]]
+    paths = [path.expanduser() for path in given["images"]]
+    # those of a stream are loaded when it is their turn; a wrong path is found now
+    pictures = [path if given["stream"] and path.is_file() else load_picture(path) for path in paths]
     display = Display(enabled=not given["quiet"] and not given["verbose"])
-    settings = {k: given[k] for k in ("gpu_layers", "kv_type", "system", "verbose", "profile", "bounded")}
+    settings = {k: given[k] for k in ("gpu_layers", "kv_type", "system", "verbose", "profile", "bounded", "stream")}
     file = _session_file(given["session_file"])
     settings.update(n_ctx=positive("--ctx", given["ctx"]), threads=positive("--threads", given["threads"]))
     with as_event(threading.Event()) as cancel:
