@@ -12,7 +12,6 @@ from pykvedge import libkvedge, memory, onepass, profile
 from pykvedge.context import DEFAULT_CTX, ROOM_TO_ANSWER, Context, ContextSize, check_memory, ubatch_for
 from pykvedge.embeddings import TokenTable
 from pykvedge.errors import (
-    BudgetError,
     ContextError,
     KvedgeError,
     LibraryError,
@@ -24,7 +23,7 @@ from pykvedge.errors import (
 from pykvedge.kvtypes import KvType
 from pykvedge.model import CancelledError, Model, Progress
 from pykvedge.plan import Budget, Plan
-from pykvedge.presets import usual_sinks
+from pykvedge.presets import check_protection
 from pykvedge.report import Kv
 from pykvedge.sessionfile import Note, encoded
 from pykvedge.settings import Settings
@@ -387,22 +386,6 @@ class Engine:
     def peak_bytes(self, so_far: int) -> int:
         """Largest amount of KV memory up to now."""
         return self._cache.stats().peak_bytes if self._cache is not None else so_far
-
-
-def check_protection(plan: Plan, n_tokens: int) -> None:
-    """Raises BudgetError if protection that was asked for does not fit into the budget of a prompt of n_tokens.
-
-    What a preset protects by itself shrinks instead (Plan.protected).
-    """
-    usual = usual_sinks(plan.method)
-    recent = plan.recent.count(n_tokens) if plan.recent else 0
-    sinks = plan.sinks if plan.sinks != usual else 0
-    kept = plan.count(n_tokens)
-    if recent + sinks > kept and kept < n_tokens:
-        raise BudgetError(
-            f"a budget of {plan.budget} leaves {kept} of {n_tokens} tokens, fewer than the {recent + sinks} protected "
-            "ones; raise --budget, or lower --recent and --sinks"
-        )
 
 
 def _stop_if_set(cancel: threading.Event | None) -> None:

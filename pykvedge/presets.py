@@ -238,3 +238,19 @@ def plan(method: str, budget: Any = None, **settings: Any) -> Plan:
 def default_plan(budget: Any = None, **settings: Any) -> Plan:
     """The plan where no method is named: mixkv, with half of the prompt unless `budget` says otherwise."""
     return plan(DEFAULT_METHOD, DEFAULT_METHOD_BUDGET if budget is None else budget, **settings)
+
+
+def check_protection(plan: Plan, n_tokens: int) -> None:
+    """Raises BudgetError if protection that was asked for does not fit into the budget of a prompt of n_tokens.
+
+    What a preset protects by itself shrinks instead (Plan.protected).
+    """
+    usual = usual_sinks(plan.method)
+    recent = plan.recent.count(n_tokens) if plan.recent else 0
+    sinks = plan.sinks if plan.sinks != usual else 0
+    kept = plan.count(n_tokens)
+    if recent + sinks > kept and kept < n_tokens:
+        raise BudgetError(
+            f"a budget of {plan.budget} leaves {kept} of {n_tokens} tokens, fewer than the {recent + sinks} protected "
+            "ones; raise --budget, or lower --recent and --sinks"
+        )

@@ -15,11 +15,11 @@ import numpy as np
 
 from pykvedge import libkvedge
 from pykvedge.context import Context, ContextSize, check_memory, ubatch_for
-from pykvedge.engine import check_protection
 from pykvedge.errors import ContextError, KvedgeError, NothingToCompressError
 from pykvedge.kvtypes import KvType
 from pykvedge.model import Model
 from pykvedge.plan import Plan
+from pykvedge.presets import check_protection
 from pykvedge.profile import tables_for
 from pykvedge.stages.base import ProfileTable
 from pykvedge.vision import ImagePiece, Piece, Vision
