@@ -21,18 +21,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from measure_demo import DATA, TASKS, draw, pictures
 
 import pykvedge
 from pykvedge import libkvedge, libraries
 from pykvedge.context import Context, ContextSize
-from pykvedge.demo_tasks.evalset import Sample
+from pykvedge.demo_tasks.evalset import Sample, samples
+from pykvedge.images import Picture
 from pykvedge.kvtypes import KvType
 from pykvedge.model import Model
 
+DATA = Path(pykvedge.__file__).resolve().parent / "data"
+TASKS = ("code", "describe", "where", "which-image", "code-in-image-k", "difference")
 TYPES = ("f16", "q8_0", "q4_0", "kivi4", "kivi2")
 BUDGETS = (1.0, 0.25)
 ROUND = 8  # tokens between two looks at the clock
+
+
+def pictures(sample: Sample) -> list[Picture]:
+    return [Picture(f"scene {i}", x.shape[1], x.shape[0], x.tobytes()) for i, x in enumerate(sample.images())]
 
 
 def make_plan(method: str, budget: float) -> pykvedge.Plan:
@@ -59,8 +65,8 @@ def along_the_answer(session: pykvedge.Session, sample: Sample) -> np.ndarray:
 
 
 def fidelity(args: argparse.Namespace) -> dict[tuple[str, float], dict[str, float]]:
-    chosen = [s for drawn in draw(args.task or list(TASKS), args.samples, args.images).values() for s in drawn]
-    chosen = [s for s in chosen if not s.second_turn]
+    tasks = args.task or TASKS
+    chosen = [s for task in tasks for s in itertools.islice(samples(task, 7, args.images), args.samples)]
     out: dict[tuple[str, float], dict[str, float]] = {}
     expected: list[np.ndarray] = []
     for kv_type, budget in itertools.product(args.type, BUDGETS):
