@@ -1,8 +1,8 @@
 """What a conversation will take of memory, from the metadata of the files alone: nothing is loaded.
 
 Every figure is bytes of resident memory. The compute buffers follow llama.cpp's allocator: in the widest place of a
-layer, the feed-forward block, four vectors as wide as the model and three as wide as the block are alive for each
-token of a pass. scripts/check_plan.py compares the sums with measured runs.
+layer, the feed-forward block, four vectors as wide as the model and two as wide as the block are alive for each
+token of a pass (in stock llama.cpp three: patches/0004). scripts/check_plan.py compares the sums with measured runs.
 """
 
 from __future__ import annotations
@@ -88,11 +88,11 @@ class ModelShape:
         """Bytes of one token's keys and values over all layers."""
         return sum(layer.width for layer in self.layers) * element
 
-    def compute(self, n_tokens: int) -> int:
+    def compute(self, n_tokens: int, stock: bool = False) -> int:
         """Bytes of llama.cpp's compute buffer that a pass of n_tokens touches, and of its work space."""
         kv = max((layer.width for layer in self.layers), default=0)
-        # the third finds a place where the attention was if it is no wider than two vectors of the model
-        wide = 2 if self.n_ff <= 2 * self.n_embd else 3
+        # stock's third finds a place where the attention was if it is no wider than two vectors of the model
+        wide = 3 if stock and self.n_ff > 2 * self.n_embd else 2
         widest = max(4 * self.n_embd + wide * self.n_ff, 3 * self.n_embd + 2 * self.n_head * self.head_k + 2 * kv)
         work = max(self.n_ff, self.n_embd) * 34 // 32  # activations as q8_0
         return n_tokens * (4 * widest + work) + 2 * 4 * self.n_vocab
@@ -200,6 +200,9 @@ class Footprint:
     peak_stock: int
     peak_full: int
     peak_prefill: int  # compressed: the prompt, its scores, and one layer's kept rows
+    kv_bounded: int  # largest amount of KV memory of a prompt that is compressed layer by layer, with its scores
+    compute_bounded: int  # a pass over all of its tokens
+    peak_bounded: int
     after_compression: int
 
 
@@ -224,7 +227,12 @@ def footprint(files: Files, request: Request) -> Footprint:
     one_pass = min(N_UBATCH, max(request.text_tokens, request.image_tokens if request.n_images else 0))
     # an image's embeddings are held by the encoder, by the session, and by the batch that reads them
     embeddings = 4 * shape.n_embd * request.image_tokens * (request.n_images + 2 if request.n_images else 0)
-    compute = shape.compute(one_pass) + _attention_scratch(shape, n_tokens, request.threads) + embeddings + _GRAPH
+    fixed = _attention_scratch(shape, n_tokens, request.threads) + embeddings + _GRAPH
+    compute = shape.compute(one_pass) + fixed
+    stock = shape.compute(one_pass, stock=True) - shape.compute(one_pass)
+    # the prompt as one batch of embeddings: ours, and llama.cpp's copy
+    whole = shape.compute(n_tokens) + fixed + 2 * 4 * shape.n_embd * n_tokens
+    n_layers = max(len(shape.layers), 1)
     mask = N_UBATCH * n_ctx * 2
     scores = _score_bytes(shape, plan, n_tokens) if kept < n_tokens else 0
     kv_kept = int(shape.kv_per_token(1) * types.held_bytes_per_value(kept) * kept)
@@ -248,9 +256,12 @@ def footprint(files: Files, request: Request) -> Footprint:
         kv_kept=kv_kept,
         scores=scores,
         reclaimable=shape.weights - shape.in_place if shape.repacked else 0,
-        peak_stock=base + mask + per_token * n_ctx,
+        peak_stock=base + stock + mask + per_token * n_ctx,
         peak_full=full,
         peak_prefill=full + scores + largest,
+        kv_bounded=kv_kept + int(widest * element) * n_tokens + scores // n_layers,
+        compute_bounded=whole,
+        peak_bounded=base - compute + whole + kv_kept + int(widest * element) * n_tokens + scores // n_layers,
         after_compression=base + kv_kept,
     )
 
@@ -273,11 +284,12 @@ def _score_bytes(shape: ModelShape, plan: Plan, n_tokens: int) -> int:
 
 
 def most_images(files: Files, request: Request, available: int, kind: str) -> int:
-    """Largest number of images in one prompt whose peak fits. kind: "stock", "full" or "compressed"."""
+    """Largest number of images in one prompt whose peak fits. kind: "stock", "full", "compressed" or "bounded"."""
 
     def fits(n: int) -> bool:
         f = footprint(files, replace(request, n_images=n, n_ctx=0))
-        peak = {"stock": f.peak_stock, "full": f.peak_full, "compressed": f.peak_prefill}[kind]
+        peaks = {"stock": f.peak_stock, "full": f.peak_full, "compressed": f.peak_prefill, "bounded": f.peak_bounded}
+        peak = peaks[kind]
         return peak - f.reclaimable <= available
 
     return _largest(fits)

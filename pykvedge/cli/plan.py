@@ -57,7 +57,7 @@ def plan(model: Path | None, mmproj: Path | None, as_json: bool, **given: Any) -
     needed = found.peak_prefill - found.reclaimable
     images: dict[str, int] = {}
     if request.image_tokens and available is not None:
-        kinds = {"stock": "stock", "one_prompt": "compressed"}
+        kinds = {"stock": "stock", "one_prompt": "compressed", "bounded": "bounded"}
         images = {name: most_images(files, request, available, kind) for name, kind in kinds.items()}
         images["one_per_message"] = most_turns(files, request, available)
     out = {
@@ -138,6 +138,11 @@ def _table(f: Footprint, request: Request, out: dict[str, Any]) -> str:
     ]
     shown = [(name, *(readable(n) if n else "-" for n in figures)) for name, *figures in rows if any(figures)]
     lines += [f"{name:<34}" + "".join(f"{x:>18}" for x in figures) for name, *figures in shown]
+    if f.kept_tokens < f.prompt_tokens and f.peak_bounded < f.peak_prefill:
+        lines.append(
+            f"with --bounded, where model and method allow it: KV cache {readable(f.kv_bounded)} while the prompt is "
+            f"read, compute buffers {readable(f.compute_bounded + f.encoder_compute)}, peak {readable(f.peak_bounded)}"
+        )
     b = out["bytes"]
     if b["available"] is None:
         return "\n".join([*lines, f"{readable(b['needed'])} are needed; how much this machine has cannot be told"])
@@ -149,6 +154,6 @@ def _table(f: Footprint, request: Request, out: dict[str, Any]) -> str:
         in_training = max(0, (out["n_ctx_train"] - request.text_tokens) // request.image_tokens)
         lines.append(
             f"memory holds {m['stock']} images with stock llama.cpp; with {request.plan.method} {m['one_prompt']} in "
-            f"one prompt, {m['one_per_message']} with one in each message; the model was trained for {in_training}"
+            f"one prompt, {m['bounded']} with --bounded, {m['one_per_message']} with one in each message; the model was trained for {in_training}"
         )
     return "\n".join(lines)
