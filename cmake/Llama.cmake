@@ -25,13 +25,3 @@ if(WIN32)
     # the patch's functions and llama's C++ API have no dllexport of their own
     set_target_properties(llama PROPERTIES WINDOWS_EXPORT_ALL_SYMBOLS ON)
 endif()
-
-# build_stock.py links the unpatched llama to the same ggml; plugins are loaded, not linked
-set(linkable)
-foreach(target IN LISTS KVEDGE_LLAMA_TARGETS)
-    get_target_property(type ${target} TYPE)
-    if(target MATCHES "^ggml" AND type STREQUAL "SHARED_LIBRARY")
-        list(APPEND linkable ${target})
-    endif()
-endforeach()
-export(TARGETS ${linkable} FILE ${PROJECT_BINARY_DIR}/kvedge-ggml.cmake)

@@ -1,7 +1,7 @@
-"""Builds the unpatched libllama of the pin into build/stock/lib: the baseline of measurements and tests.
+"""Builds the unpatched libllama and ggml of the pin into build/stock/lib: the baseline of measurements and tests.
 
-It shares ggml with kvedge's build (the patches leave ggml alone), with the same compilers and flags, so that
-a difference between the two is the patches' and kvedge's. Prints the folder; use it as LLAMA_CPP_LIB_PATH.
+With the compilers, flags and backends of kvedge's build, so that a difference between the two is the patches' and
+kvedge's. Prints the folder; use it as LLAMA_CPP_LIB_PATH.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from llama_source import ROOT, SHA256, SourceError, log, prepare, read_series
+from llama_source import ROOT, SHA256, SourceError, log, prepare
 from unified_diff import PatchError
 
 STOCK = ROOT / "build" / "stock"
-IMPORT_FILE = "kvedge-ggml.cmake"  # written by kvedge's build
 
 
 def find_build() -> Path:
     """kvedge's newest build folder."""
-    builds = [p.parent for p in (ROOT / "build").glob(f"*/{IMPORT_FILE}") if ggml_libraries(p.parent)]
+    builds = [p.parent for p in (ROOT / "build").glob("*/CMakeCache.txt") if ggml_libraries(p.parent)]
     if not builds:
         raise SourceError("kvedge is not built yet: run python3 scripts/dev.py build")
     return max(builds, key=lambda b: max(p.stat().st_mtime for p in ggml_libraries(b)))
@@ -46,12 +45,10 @@ def tool(name: str) -> str:
 def state(build: Path) -> dict[str, object]:
     """What the baseline depends on."""
     cache = (build / "CMakeCache.txt").read_text(encoding="utf-8", errors="replace").splitlines()
-    flags = sorted(
-        line for line in cache if line.startswith(("CMAKE_BUILD_TYPE", "CMAKE_C", "CMAKE_SHARED", "KVEDGE_PORT"))
-    )
-    libraries = [[p.name, p.stat().st_size, p.stat().st_mtime_ns] for p in ggml_libraries(build)]
-    script = Path(__file__).read_text(encoding="utf-8")
-    return {"source": SHA256, "build": str(build), "flags": flags, "ggml": libraries, "script": script}
+    kinds = ("CMAKE_BUILD_TYPE", "CMAKE_C", "CMAKE_SHARED", "KVEDGE_PORT", "GGML_")
+    flags = sorted(line for line in cache if line.startswith(kinds))
+    files = [Path(__file__), *sorted((ROOT / "cmake").glob("**/*.cmake")), ROOT / "cmake" / "stock" / "CMakeLists.txt"]
+    return {"source": SHA256, "flags": flags, "how": [f.read_text(encoding="utf-8") for f in files]}
 
 
 def build_stock(build: Path) -> Path:
@@ -61,21 +58,18 @@ def build_stock(build: Path) -> Path:
         if json.loads(stamp.read_text(encoding="utf-8")) == want and any(lib.iterdir()):
             return lib
     stamp.unlink(missing_ok=True)
-    patched = {f.path for patch in read_series(ROOT / "patches") for f in patch.files if f.path.startswith("ggml/")}
-    if patched:
-        raise SourceError(f"the patches change {min(patched)}: the baseline can no longer share kvedge's ggml")
     prepare(STOCK / "llama.cpp", None, None)
-    log("building the unpatched libllama (the baseline)")
+    log("building the unpatched llama.cpp (the baseline)")
     cmake, work = tool("cmake"), STOCK / "work"
     configure = [cmake, "-S", str(ROOT / "cmake" / "stock"), "-B", str(work), "-G", "Ninja"]
     configure += [f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}", f"-DKVEDGE_BUILD={build.as_posix()}"]
     run([*configure, f"-DKVEDGE_LLAMA_DIR={(STOCK / 'llama.cpp').as_posix()}"], "configuring")
-    run([cmake, "--build", str(work), "--target", "llama"], "building")
+    run([cmake, "--build", str(work)], "building")
     shutil.rmtree(lib, ignore_errors=True)
     lib.mkdir(parents=True)
-    made = [p for p in (work / "bin").iterdir() if p.is_file() and p.stem in ("libllama", "llama")]
-    for library in made + ggml_libraries(build):
-        shutil.copy2(library, lib / library.name)
+    for library in (work / "bin").iterdir():
+        if library.is_file():
+            shutil.copy2(library, lib / library.name)
     stamp.write_text(json.dumps(want), encoding="utf-8")
     return lib
 
