@@ -154,7 +154,7 @@ def _table(f: Footprint, request: Request, out: dict[str, Any]) -> str:
         in_training = max(0, (out["n_ctx_train"] - request.text_tokens) // request.image_tokens)
         lines.append(
             f"memory holds {m['stock']} images with stock llama.cpp; with {request.plan.method} {m['one_prompt']} in "
-            f"one prompt, {m['bounded']} with --bounded, {m['one_per_message']} with one in each message; the model was "
-            f"trained for {in_training}"
+            f"one prompt, {m['bounded']} with --bounded, {m['one_per_message']} with one in each message; the model "
+            f"was trained for {in_training}"
         )
     return "\n".join(lines)
