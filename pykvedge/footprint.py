@@ -28,6 +28,7 @@ _GRAPH = 4 << 20  # bytes of llama.cpp's graphs, and of what it allocates for it
 _REPACKED = {
     "avx2": {2, 12, 20, 39},
     "avx512": {2, 10, 12, 20, 39},
+    "avx512vnni": {2, 10, 12, 20, 39},
     "neon": {2, 8, 12, 13, 14, 20},
 }
 

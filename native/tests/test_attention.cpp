@@ -115,13 +115,15 @@ void check_decode(const Case & c, const Sequence & seq, AttendJob job, const Exp
     partials.start(c.Hkv);
     const int32_t splits = decode_splits(job, n_threads);
     run_tasks(decode_tasks(job, splits), n_threads, [&](int32_t i, int32_t) { decode_task(job, i, splits, partials); });
+    // several rows over q8_0 may be rounded to 16 bits, against the largest of each block
+    const bool rounds = job.n * c.H > c.Hkv && (c.storage.k == Type::q8_0 || c.storage.v == Type::q8_0);
     for (size_t i = 0; i < e.out.size(); i++) {
-        CHECK(close_to(job.out[i], e.out[i], 2e-5));
+        CHECK(close_to(job.out[i], e.out[i], rounds ? 1e-4 : 2e-5));
     }
     for (size_t h = 0; h < (size_t) c.H; h++) {
         const size_t n = job.n == 1 ? e.weights[h].size() : 0;
         for (size_t j = 0; j < row; j++) {
-            CHECK(close_to(weights[h * row + j], j < n ? e.weights[h][j] : -1.0, 2e-6));
+            CHECK(close_to(weights[h * row + j], j < n ? e.weights[h][j] : -1.0, rounds ? 1e-5 : 2e-6));
         }
     }
     const int32_t pending = seq.pending_length();
@@ -234,6 +236,7 @@ int main() {
         { 4, 2, 128, 64, true, 30.0f, false, { Type::f16, Type::f16 } },  { 4, 4, 64, 64, false, 0.0f, false, { Type::f16, Type::f16 } },
         { 8, 4, 64, 64, true, 0.0f, true, { Type::f16, Type::f16 } },     { 2, 1, 256, 256, false, 20.0f, true, { Type::f32, Type::f32 } },
         { 4, 4, 64, 64, true, 0.0f, false, { Type::q8_0, Type::q8_0 } },
+        { 12, 2, 128, 128, true, 0.0f, false, { Type::q8_0, Type::q8_0 } },
         { 8, 2, 128, 64, true, 0.0f, true, { Type::q4_0, Type::q4_0 } },
         { 4, 4, 128, 128, true, 0.0f, false, { Type::kivi2_k, Type::kivi2_v } },
         { 6, 2, 64, 96, true, 30.0f, false, { Type::kivi4_k, Type::kivi4_v } },

@@ -10,6 +10,7 @@ namespace {
 
 constexpr int32_t BLOCK      = 128;  // most keys at a time
 constexpr size_t  KEY_BYTES  = 8 << 10;  // of them, or their values: these and the next ones fit a first-level cache
+constexpr size_t  Q8_BYTES   = 18 << 10;  // of q8_0 for several query rows, which are rounded for each block anew
 constexpr int32_t SPLIT_KEYS = 256;  // fewest keys worth a split of their own
 constexpr int32_t MAX_SIZE   = MAX_HEAD_SIZE;
 
@@ -55,8 +56,9 @@ float * weights_of(const AttendJob & job, const Piece & piece, int32_t r) {
 }
 
 // Keys at a time, whole groups of them.
-int32_t block_of(const Segment & seg) {
-    const auto fit = (int32_t) (KEY_BYTES / std::max(seg.k.stride, seg.v.stride));
+int32_t block_of(const Segment & seg, int32_t n_rows) {
+    const bool rounds = n_rows > 1 && seg.k.type == Type::q8_0 && seg.v.type == Type::q8_0;
+    const auto fit    = (int32_t) ((rounds ? Q8_BYTES : KEY_BYTES) / std::max(seg.k.stride, seg.v.stride));
     return std::clamp(fit / GROUP * GROUP, GROUP, BLOCK);
 }
 
@@ -222,7 +224,7 @@ void decode_task(const AttendJob & job, int32_t task, int32_t n_splits, DecodePa
         int32_t at = 0;
         job.seq->each_segment(job.layer, piece.head, false, [&](const Segment & seg) {
             const int32_t first = std::max(piece.a - at, 0), last = std::min(piece.b - at, seg.n);
-            const int32_t block = block_of(seg);
+            const int32_t block = block_of(seg, x.n);
             for (int32_t c = first; c < last; c += block) {
                 const Segment part{ seg.k.from(c), seg.v.from(c), std::min(block, last - c) };
                 if (c == first) {

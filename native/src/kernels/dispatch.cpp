@@ -9,6 +9,7 @@ namespace kvedge {
 #if !defined(KVEDGE_HAVE_X86)
 const Kernels * kernels_avx2() { return nullptr; }
 const Kernels * kernels_avx512() { return nullptr; }
+const Kernels * kernels_avx512vnni() { return nullptr; }
 #endif
 #if !defined(KVEDGE_HAVE_NEON)
 const Kernels * kernels_neon() { return nullptr; }
@@ -18,7 +19,7 @@ namespace {
 
 #if defined(KVEDGE_HAVE_X86) && !defined(KVEDGE_KERNELS)
 struct Cpu {
-    bool avx2, avx512;
+    bool avx2, avx512, vnni;
 };
 
 Cpu detect() {
@@ -30,12 +31,13 @@ Cpu detect() {
     __cpuidex(r, 7, 0);
     const bool avx2   = fma_f16c && (xcr & 6) == 6 && (r[1] & (1 << 5));
     const int  need   = (1 << 16) | (1 << 17) | (1 << 30) | (int) (1u << 31);
-    return { avx2, avx2 && (xcr & 0xe6) == 0xe6 && (r[1] & need) == need };
+    return { avx2, avx2 && (xcr & 0xe6) == 0xe6 && (r[1] & need) == need, (r[2] & (1 << 11)) != 0 };
 #    else
     __builtin_cpu_init();
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     return { avx2, avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") };
+                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"),
+             (bool) __builtin_cpu_supports("avx512vnni") };
 #    endif
 }
 #endif
@@ -46,7 +48,7 @@ const Kernels * choose() {
 #elif defined(KVEDGE_HAVE_X86)
     const Cpu cpu = detect();
     if (cpu.avx512) {
-        return kernels_avx512();
+        return cpu.vnni ? kernels_avx512vnni() : kernels_avx512();
     }
     if (cpu.avx2) {
         return kernels_avx2();

@@ -142,6 +142,7 @@ const Kernels & kernels();
 const Kernels * kernels_generic();
 const Kernels * kernels_avx2();
 const Kernels * kernels_avx512();
+const Kernels * kernels_avx512vnni();
 const Kernels * kernels_neon();
 
 constexpr int32_t pad16(int32_t n) { return (n + 15) & ~15; }

@@ -21,8 +21,8 @@ template <int N> struct IntN {
 template <class F> inline void split_rows(int32_t m, const F & f) {
     const int32_t parts = (m + MOST_ROWS - 1) / MOST_ROWS;
     for (int32_t p = 0; p < parts; p++) {
-        const int32_t a = m * p / parts;
-        switch (m * (p + 1) / parts - a) {
+        const int32_t a = parts == 1 ? 0 : m * p / parts;  // most often: divisions cost as much as a small part
+        switch (parts == 1 ? m : m * (p + 1) / parts - a) {
             case 1: f(a, IntN<1>()); break;
             case 2: f(a, IntN<2>()); break;
             case 3: f(a, IntN<3>()); break;

@@ -18,10 +18,12 @@
 namespace kvedge {
 namespace {
 
-constexpr Kernels make_table(const char * name) {
+constexpr Kernels make_table(
+    const char * name, decltype(Kernels::rows_dot) rows_dot = k_any_rows_dot,
+    decltype(Kernels::rows_axpy) rows_axpy = k_any_rows_axpy) {
     return { name,          NR,          k_to_f32,        k_from_f32,  k_widen,      k_pack,
              k_gemm_qk,     k_gemm_pv,   k_max,           k_exp_sum,   k_softmax_step, k_exp_dot,
-             k_softcap,     k_axpy,      k_add_moments,   k_dot,       k_any_rows_dot, k_any_rows_axpy,
+             k_softcap,     k_axpy,      k_add_moments,   k_dot,       rows_dot,     rows_axpy,
              k_band_load,   k_band_filter };
 }
 
