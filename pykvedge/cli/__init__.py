@@ -59,20 +59,28 @@ def main() -> None:
     os.environ.setdefault("GGML_NO_BACKTRACE", "1")  # should ggml abort, its one line says enough
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # answers hold characters that not every terminal has
+    unwritten = False
     try:
-        code = cli.main(prog_name="kvedge", standalone_mode=False)
+        code = _run()
         sys.stdout.flush()
     except Exception as error:  # the last line of defence: a user never sees a traceback
-        code = _explain(error)
+        code, unwritten = _explain(error), isinstance(error, OSError)
     except KeyboardInterrupt:
         code = 130
     # Ctrl-C pressed again while Python winds down would end the program by the signal, whatever its exit code was
     with contextlib.suppress(ValueError):  # in another than the main thread
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if code == 141:
-        # whoever read our output has left; nothing more can be said
+    if code == 141 or unwritten:
+        # whoever read our output has left, or the disk is full: Python would try again as it ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _run() -> object:
+    try:
+        return cli.main(prog_name="kvedge", standalone_mode=False)
+    except SystemExit as end:  # a command with an exit code of its own; what it printed may not be written yet
+        return end.code
 
 
 def _explain(error: Exception) -> int:
