@@ -6,7 +6,7 @@
 MODEL is a text model of the shape in question (scripts/make_shape_model.py llava-1.4b -o DIR writes one). The prompt is
 images, which come as embeddings, and text. Two costs: what a method gathers while the prompt is processed (column sums,
 the last queries), measured against `full`, which gathers nothing, piece of the prompt by piece of the prompt; and the
-compression itself, of copies of the finished prompt. Methods with the same scorer gather the same and share a prompt.
+compression itself, of copies of the finished prompt. Methods that gather the same share a prompt.
 Columns: shares of the time of full's prefill in percent, then of unpatched llama.cpp's (with --stock); medians.
 """
 
@@ -37,7 +37,8 @@ def gathering(method: str) -> str:
     """Methods with the same answer gather the same while the prompt is processed."""
     plan = pykvedge.plan(method)
     queries = "and queries" if plan.allocator == "entropy" else ""
-    return " ".join(f"{plan.scorer} {plan.params.get('scorer.window', '')} {queries}".split())
+    scorer = "window" if plan.scorer == "mixkv" else plan.scorer  # the last queries, both of them
+    return " ".join(f"{scorer} {plan.params.get('scorer.window', '')} {queries}".split())
 
 
 def measurable() -> list[str]:
