@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pykvedge.cli.chat import model_files, positive
+from pykvedge.cli.chat import model_files, plugin_option, positive
 from pykvedge.errors import UsageError
 from pykvedge.plugins.loading import load_file
 from pykvedge.presets import methods as method_names
@@ -50,14 +50,7 @@ _PATH = click.Path(path_type=Path)
     metavar="A,B",
     help="See `kvedge methods`, or all. `full` and stock llama.cpp are always measured.",
 )
-@click.option(
-    "--plugin",
-    "plugins",
-    type=_PATH,
-    multiple=True,
-    metavar="FILE",
-    help="A file with methods or stages of your own, .py or a shared library; repeatable.",
-)
+@plugin_option
 @click.option("--budgets", metavar="A,B", help=f"Default {DEFAULTS['budgets']}, quick {QUICK['budgets']}.")
 @click.option("--tokens", metavar="N,M", help=f"Text tokens of each prompt. Default {DEFAULTS['tokens']}.")
 @click.option(

@@ -25,6 +25,10 @@ def _option(*names: str, **settings: Any) -> Any:
     return click.option(*names, **settings)
 
 
+plugin_option = _option(
+    "--plugin", "plugins", type=_PATH, multiple=True, metavar="FILE",
+    help="A file with methods or stages of your own, .py or a shared library; repeatable.",
+)  # fmt: skip
 _OPTIONS = (
     _option("--model", type=_PATH, metavar="FILE.gguf", help="The language model. Default: the packaged demo model."),
     _option("--mmproj", type=_PATH, metavar="FILE.gguf", help="The image encoder that belongs to the model."),
@@ -45,8 +49,7 @@ _OPTIONS = (
             help="A setting of a stage, for example scorer.window=16; repeatable."),
     _option("--plan", "plan_file", type=_PATH, metavar="FILE.json",
             help="A plan as `kvedge methods NAME --json` prints it, instead of --method and what changes it."),
-    _option("--plugin", "plugins", type=_PATH, multiple=True, metavar="FILE",
-            help="A file with methods or stages of your own, .py or a shared library; repeatable."),
+    plugin_option,
     _option("--profile", type=_PATH, multiple=True, metavar="FILE.json",
             help="What `kvedge calibrate` wrote, for methods that need it; repeatable. Default: found by itself."),
     _option("--session", "session_file", type=_PATH, metavar="FILE",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pykvedge.cli.chat import model_files, positive, read_plan
+from pykvedge.cli.chat import model_files, plugin_option, positive, read_plan
 from pykvedge.errors import KvedgeError, UsageError, unknown
 from pykvedge.plugins.loading import load_file, source_digest
 from pykvedge.presets import methods as method_names
@@ -73,14 +73,7 @@ _PATH = click.Path(path_type=Path)
     metavar="FILE.json",
     help="A composition of your own, with its budget; repeatable. Named after the file.",
 )
-@click.option(
-    "--plugin",
-    "plugins",
-    type=_PATH,
-    multiple=True,
-    metavar="FILE",
-    help="A file with methods or stages of your own, .py or a shared library; repeatable.",
-)
+@plugin_option
 @click.option(
     "--metrics",
     default=",".join(METRICS),

@@ -12,6 +12,7 @@ from pathlib import Path
 import click
 
 from pykvedge import presets
+from pykvedge.cli.chat import plugin_option
 from pykvedge.errors import KvedgeError, UsageError
 from pykvedge.plugins import loading
 from pykvedge.presets import PRESETS, Preset, plan, preset
@@ -21,14 +22,7 @@ from pykvedge.stages.registry import STAGES, member
 @click.command()
 @click.argument("name", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: of one method, its plan.")
-@click.option(
-    "--plugin",
-    "plugins",
-    type=click.Path(path_type=Path),
-    multiple=True,
-    metavar="FILE",
-    help="A file with methods or stages of your own, .py or a shared library; repeatable.",
-)
+@plugin_option
 @click.option(
     "--check",
     "checking",
