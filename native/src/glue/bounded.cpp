@@ -76,8 +76,8 @@ void kvedge_cache::finish_layer(SequenceState & state, int32_t layer) {
 }
 
 extern "C" int32_t kvedge_bounded_layers(const kvedge_cache * kv, int32_t seq_id) {
-    const auto it = kv ? kv->seqs.find(seq_id) : std::map<int32_t, SequenceState>::const_iterator();
-    return kv && it != kv->seqs.end() && it->second.bounded ? it->second.bounded->layers() : -1;
+    const SequenceState * state = find_seq(kv, seq_id);
+    return state && state->bounded ? state->bounded->layers() : -1;
 }
 
 extern "C" kvedge_status kvedge_plan_check_bounded(
@@ -104,7 +104,7 @@ extern "C" kvedge_status kvedge_bound_prompt(
     if (const auto status = check_bounded(kv->plan_of(seq_id), kv->storage, err); status != KVEDGE_OK) {
         return status;
     }
-    if (const auto it = kv->seqs.find(seq_id); it != kv->seqs.end() && it->second.streaming) {
+    if (const SequenceState * state = find_seq(kv, seq_id); state && state->streaming) {
         return fail(err, KVEDGE_E_UNSUPPORTED, "sequence %d is a stream, which is compressed as a whole; read the prompt in pieces", seq_id);
     }
     auto request = std::make_unique<BoundedRequest>();

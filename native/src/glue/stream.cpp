@@ -89,6 +89,6 @@ extern "C" kvedge_status kvedge_compress_stream(kvedge_cache * kv, int32_t seq_i
 }
 
 extern "C" int32_t kvedge_cells(const kvedge_cache * kv, int32_t seq_id) {
-    const auto it = kv ? kv->seqs.find(seq_id) : std::map<int32_t, SequenceState>::const_iterator();
-    return kv && it != kv->seqs.end() && it->second.seq ? (int32_t) it->second.seq->pos.size() - it->second.released : 0;
+    const SequenceState * state = find_seq(kv, seq_id);
+    return state ? (int32_t) state->seq->pos.size() - state->released : 0;
 }
