@@ -36,12 +36,9 @@ bool kvedge_cache::end_bounded(SequenceState & state) {
 }
 
 bool kvedge_cache::enter_bounded(const llama_attn_provider_ubatch & ubatch, Run & run, const std::vector<uint8_t> & image) {
-    SequenceState &      state = *run.state;
-    const auto           n     = (int32_t) run.index.size();
-    std::vector<int32_t> pos((size_t) n);
-    for (int32_t i = 0; i < n; i++) {
-        pos[(size_t) i] = ubatch.pos[run.index[(size_t) i]];
-    }
+    SequenceState & state = *run.state;
+    const auto      n     = (int32_t) run.index.size();
+    const auto      pos   = positions(ubatch, run);
     const kvedge_plan & plan = plan_of(state.id);
     state.end_answer();
     state.armed         = true;

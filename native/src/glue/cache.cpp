@@ -170,10 +170,7 @@ bool kvedge_cache::enter_run(const llama_attn_provider_ubatch & ubatch, Run & ru
     const bool watched = (prompt || state.streaming) && plan.budget_ratio != 1.0;
     run.wanted         = watched ? plan_observes(plan) : Observation{};
     run.score          = prompt ? run.wanted.sums && plan.decode->needs_scores : state.seq->scored;
-    std::vector<int32_t> pos((size_t) n);
-    for (int32_t i = 0; i < n; i++) {
-        pos[(size_t) i] = ubatch.pos[run.index[(size_t) i]];
-    }
+    const auto pos     = positions(ubatch, run);
     if (!make_room(*state.seq, run.wanted, n) || !state.seq->append(n, pos.data(), ubatch.token == nullptr)) {
         report(KVEDGE_E_MEMORY, "no memory for the keys and values of the next tokens; shorten the prompt or free memory");
         return false;

@@ -78,6 +78,15 @@ struct Run {
     DecodePartials       partials;
 };
 
+inline std::vector<int32_t> positions(const llama_attn_provider_ubatch & ubatch, const Run & run) {
+    std::vector<int32_t> pos;
+    pos.reserve(run.index.size());
+    for (int32_t i : run.index) {
+        pos.push_back(ubatch.pos[i]);
+    }
+    return pos;
+}
+
 // What the operations of one layer are given as user data.
 struct LayerOp {
     kvedge_cache * kv;
