@@ -75,6 +75,13 @@ _PATH = click.Path(path_type=Path)
 )
 @plugin_option
 @click.option(
+    "--against",
+    default="full",
+    show_default=True,
+    metavar="METHOD",
+    help="What changes and their intervals are against: the full cache, or one of --methods at the same budget.",
+)
+@click.option(
     "--metrics",
     default=",".join(METRICS),
     show_default=True,
@@ -106,6 +113,7 @@ def evaluate(data: tuple[Path, ...], **given: Any) -> None:
       kvedge eval --model m.gguf --mmproj mm.gguf MileBench/TQA -o csv > table.csv
       kvedge eval --model m.gguf --mmproj mm.gguf own.jsonl --plan mine.json --metrics ppl,kld
       kvedge eval --plugin mine.py --methods snapkv,mine --budgets 0.2,0.1
+      kvedge eval --methods mixkv,snapkv --against snapkv --budgets 0.2,0.1,0.05
 
     Exit code: 0, or 1 if something was left out (stderr says what), or 130 after Ctrl-C; both print the table.
     """
@@ -124,6 +132,7 @@ def _run(given: dict[str, Any]) -> int:
     for file in given["plugins"]:
         load_file(file)
     job = _job(given)
+    _check_base(job.cells, given["against"])
     if given["resume"] and given["save"] is None:
         raise UsageError("--resume needs the file of results: --save FILE")
     loud = not given["quiet"] and not given["verbose"]
@@ -141,7 +150,7 @@ def _run(given: dict[str, Any]) -> int:
         display.done()
         countdown.clear()
         records.close()
-    _print(job, outcome, given["output"])
+    _print(job, outcome, given["output"], given["against"])
     if failure is not None:
         raise failure
     return 130 if outcome.interrupted else 1 if outcome.left_out else 0
@@ -240,13 +249,27 @@ def _wants(given: dict[str, Any]) -> Wants:
     return Wants("answers" in kinds, "likelihood" in kinds, longest)
 
 
-def _print(job: Job, outcome: Any, form: str) -> None:
+def _check_base(cells: list[Cell], against: str) -> None:
+    """What is compared with must be measured, and at every budget that the others have."""
+    from pykvedge.eval.runner import FULL
+
+    if against == FULL:
+        return
+    budgets = {cell.key[1] for cell in cells if cell.name == against}
+    if not budgets:
+        raise UsageError(f"--against {against}: it is not measured; add it to --methods")
+    for cell in cells:
+        if cell.name != FULL and cell.key[1] not in budgets:
+            raise UsageError(f"--against {against}: it is not measured at {cell.budget}, as {cell.name} is")
+
+
+def _print(job: Job, outcome: Any, form: str, against: str) -> None:
     from pykvedge.eval import table
 
     cells = [cell for cell in job.cells if any(key[1:] == cell.key for key in outcome.records.rows)]
-    made = table.lines(outcome.records.rows, job.samples, cells)
+    made = table.lines(outcome.records.rows, job.samples, cells, against)
     if form == "json":
-        about = {**job.header(), "left_out": outcome.left_out, "interrupted": outcome.interrupted}
+        about = {**job.header(), "against": against, "left_out": outcome.left_out, "interrupted": outcome.interrupted}
         click.echo(table.as_json(made, about))
     elif form == "csv":
         click.echo(table.as_csv(made))
@@ -254,4 +277,4 @@ def _print(job: Job, outcome: Any, form: str) -> None:
         notes = ["Stopped before the end."] if outcome.interrupted else []
         if outcome.left_out:
             notes.append(f"Left out: {len(outcome.left_out)}, see the messages.")
-        click.echo(table.as_markdown(made, notes))
+        click.echo(table.as_markdown(made, notes, against))

@@ -23,7 +23,7 @@ from pykvedge.eval.tasks import Sample
 ALL = "all"
 Rows = list[dict[str, Any]]
 PER_TASK = "Score by task: percent of right answers, or ROUGE-L times 100."
-OVER_ALL = "Over all samples, with 95 % intervals of the difference to the full cache on the same samples."
+OVER_ALL = "Over all samples, with 95 % intervals of the difference to {base} on the same samples."
 
 
 @dataclass
@@ -31,8 +31,9 @@ class Line:
     """Figures of one method and budget on one task ("all": on all of them). None: not measured.
 
     score, rouge (against the reference), rouge_full (against the full cache's answer): means, 0..1. ppl, kld (nats),
-    top1 (share of tokens): over all tokens of the reference answers. *_change: the interval of the difference to full.
-    kept: KV pairs per head as a share of the conversation's tokens.
+    top1 (share of tokens): over all tokens of the reference answers. *_change: the interval of the difference to the
+    base, which is the full cache or another method at the same budget. kept: KV pairs per head as a share of the
+    conversation's tokens.
     """
 
     method: str
@@ -52,8 +53,14 @@ class Line:
     kv_bytes: float | None = None
 
 
-def lines(records: dict[Any, dict[str, Any]], samples: list[Sample], cells: Iterable[Cell]) -> list[Line]:
-    """Per cell, a line for each task in order, each group of tasks, and all of them. Only samples that full has."""
+def lines(
+    records: dict[Any, dict[str, Any]], samples: list[Sample], cells: Iterable[Cell], against: str = FULL
+) -> list[Line]:
+    """Per cell, a line for each task in order, each group of tasks, and all of them. Only samples that full has.
+
+    against: the method whose figures at the same budget the changes are against; of samples without them, and of
+    cells with another budget, there are no changes.
+    """
     names = {sample.id for sample in samples}
     rows: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
     for row in records.values():
@@ -63,10 +70,14 @@ def lines(records: dict[Any, dict[str, Any]], samples: list[Sample], cells: Iter
     out = []
     for cell in cells:
         here = rows.get(cell.key, {})
+        base = {} if cell.name in (FULL, against) else full if against == FULL else rows.get((against, cell.key[1]), {})
         shared = [sample for sample in samples if sample.id in here and sample.id in full]
         for task, chosen in _tasks(shared):
-            mine, theirs = [here[s.id] for s in chosen], [full[s.id] for s in chosen]
-            out.append(_line(cell, task, mine, theirs))
+            line = _line(cell, task, [here[s.id] for s in chosen])
+            both = [s.id for s in chosen if s.id in base]
+            if len(both) == len(chosen):
+                _changes(line, [here[name] for name in both], [base[name] for name in both])
+            out.append(line)
         out += _groups(cell, shared, out)
     return out
 
@@ -99,32 +110,37 @@ def _column(rows: Rows, name: str) -> np.ndarray | None:
     return None if any(value is None for value in values) else np.array(values, dtype=np.float64)
 
 
-def _line(cell: Cell, task: str, rows: Rows, full: Rows) -> Line:
+def _line(cell: Cell, task: str, rows: Rows) -> Line:
     line = Line(cell.name, cell.budget, task, len(rows))
-    one = np.ones(len(rows))
     tokens = np.array([row["prompt_tokens"] for row in rows], dtype=np.float64)
     kept, size = _column(rows, "kept"), _column(rows, "kept_bytes")
     line.kept = None if kept is None else float(np.mean(kept / tokens))
     line.kv_bytes = None if size is None else float(size.mean())
-    is_full = cell.name == FULL
-    scores, base = _column(rows, "score"), _column(full, "score")
-    if scores is not None and base is not None:
-        line.score = float(scores.mean())
-        line.score_change = None if is_full else paired_interval(scores, one, base, identity)
-    for name in ("rouge", "rouge_full"):
+    for name in ("score", "rouge", "rouge_full"):
         values = _column(rows, name)
         setattr(line, name, None if values is None else float(values.mean()))
-    nll, weights, base = _column(rows, "nll"), _column(rows, "tokens"), _column(full, "nll")
-    if nll is not None and weights is not None and base is not None:
+    nll, weights = _column(rows, "nll"), _column(rows, "tokens")
+    if nll is not None and weights is not None:
         line.ppl = pooled(nll, weights, np.exp)
-        line.ppl_change = None if is_full else paired_interval(nll, weights, base, np.exp)
         for name in ("kld", "top1"):
             values = _column(rows, name)
             setattr(line, name, None if values is None else pooled(values, weights))
-        kld = _column(rows, "kld")
-        if kld is not None and not is_full:
-            line.kld_change = paired_interval(kld, weights, np.zeros(len(rows)), identity)
     return line
+
+
+def _changes(line: Line, rows: Rows, base: Rows) -> None:
+    """The intervals of a line: rows and base are of the same samples. The full cache has no divergence to itself."""
+    one, weights = np.ones(len(rows)), _column(rows, "tokens")
+    mine, theirs = _column(rows, "score"), _column(base, "score")
+    if mine is not None and theirs is not None:
+        line.score_change = paired_interval(mine, one, theirs, identity)
+    mine, theirs = _column(rows, "nll"), _column(base, "nll")
+    if mine is None or theirs is None or weights is None:
+        return
+    line.ppl_change = paired_interval(mine, weights, theirs, np.exp)
+    mine, theirs = _column(rows, "kld"), _column(base, "kld")
+    if mine is not None:
+        line.kld_change = paired_interval(mine, weights, np.zeros(len(rows)) if theirs is None else theirs, identity)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -152,8 +168,8 @@ def as_csv(made: list[Line]) -> str:
     return out.getvalue().rstrip("\n")
 
 
-def as_markdown(made: list[Line], notes: Iterable[str] = ()) -> str:
-    """A table of scores by task, a table of figures over all tasks, and notes."""
+def as_markdown(made: list[Line], notes: Iterable[str] = (), against: str = FULL) -> str:
+    """A table of scores by task, a table of figures over all tasks, and notes. against: as of lines()."""
     tasks = [task for task in dict.fromkeys(line.task for line in made) if task != ALL]
     by_cell: dict[tuple[str, Any], dict[str, Line]] = {}
     for line in made:
@@ -164,9 +180,10 @@ def as_markdown(made: list[Line], notes: Iterable[str] = ()) -> str:
         for (method, budget), of in by_cell.items():
             rows.append([method, _plain(budget), *(_percent(of.get(task)) for task in tasks)])
         parts += [PER_TASK, _markdown(rows)]
-    rows = [_HEAD, *(_overall(of[ALL]) for of in by_cell.values() if ALL in of)]
+    rows = [_HEAD, *(_overall(of[ALL], sign="" if against == FULL else "+") for of in by_cell.values() if ALL in of)]
     used = [i for i in range(len(_HEAD)) if i < 3 or any(row[i] for row in rows[1:])]
-    parts += [OVER_ALL, _markdown([[row[i] for i in used] for row in rows])]
+    base = "the full cache" if against == FULL else f"{against} at the same budget"
+    parts += [OVER_ALL.format(base=base), _markdown([[row[i] for i in used] for row in rows])]
     return "\n\n".join([*parts, *notes])
 
 
@@ -174,7 +191,8 @@ _HEAD = ["method", "budget", "samples", "kept", "score", "change", "ROUGE-L to f
          "interval", "same top token"]  # fmt: skip
 
 
-def _overall(line: Line) -> list[str]:
+def _overall(line: Line, sign: str) -> list[str]:
+    """sign: of the divergence's interval, which is a difference unless the base is the full cache."""
     return [
         line.method,
         _plain(line.budget),
@@ -186,7 +204,7 @@ def _overall(line: Line) -> list[str]:
         _figure(line.ppl),
         _span(line.ppl_change, 1, 3),
         _figure(line.kld),
-        _span(line.kld_change, 1, 3, sign=""),
+        _span(line.kld_change, 1, 3, sign),
         _share(line.top1),
     ]
 
