@@ -5,7 +5,9 @@ install(
     LIBRARY DESTINATION pykvedge/lib COMPONENT kvedge
     RUNTIME DESTINATION pykvedge/lib COMPONENT kvedge
     ARCHIVE DESTINATION pykvedge/lib COMPONENT kvedge)
-install(FILES native/include/kvedge.h native/include/kvedge-arrays.h native/include/kvedge-stages.h DESTINATION pykvedge/include COMPONENT kvedge)
+install(
+    FILES native/include/kvedge.h native/include/kvedge-arrays.h native/include/kvedge-encoder.h native/include/kvedge-stages.h
+    DESTINATION pykvedge/include COMPONENT kvedge)
 
 # the libraries carry this code, and its licences ask to be carried along
 file(GLOB licenses ${KVEDGE_LLAMA_DIR}/licenses/*)

@@ -95,8 +95,11 @@ class ModelShape:
         # stock's third finds a place where the attention was if it is no wider than two vectors of the model
         wide = 3 if stock and self.n_ff > 2 * self.n_embd else 2
         widest = max(4 * self.n_embd + wide * self.n_ff, 3 * self.n_embd + 2 * self.n_head * self.head_k + 2 * kv)
-        work = max(self.n_ff, self.n_embd) * 34 // 32  # activations as q8_0
-        return n_tokens * (4 * widest + work) + 2 * 4 * self.n_vocab
+        return n_tokens * 4 * widest + self.work_space(n_tokens) + 2 * 4 * self.n_vocab
+
+    def work_space(self, n_tokens: int) -> int:
+        """Bytes outside of the compute buffer that products of matrices use: activations as q8_0."""
+        return n_tokens * (max(self.n_ff, self.n_embd) * 34 // 32)
 
 
 def _number_or_list(header: Header, name: str, n_layer: int, default: list[int] | None = None) -> list[int]:
@@ -182,7 +185,11 @@ class Request:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Resident bytes by what they are for; `full` is kvedge without compression, `stock` llama.cpp without kvedge."""
+    """Resident bytes by what they are for; `full` is kvedge without compression, `stock` llama.cpp without kvedge.
+
+    Stock keeps the working memory of the image encoder while it reads the prompt; kvedge gives it back first, so that
+    its peaks are those of whichever takes more. It gives back llama.cpp's compute buffer when the prompt is complete.
+    """
 
     program: int  # the process itself, its libraries, the vocabulary
     weights: int
@@ -190,6 +197,7 @@ class Footprint:
     encoder: int
     encoder_compute: int
     compute: int
+    compute_stock: int
     n_ctx: int
     prompt_tokens: int
     kept_tokens: int  # pairs per head that the plan keeps of the prompt
@@ -198,12 +206,14 @@ class Footprint:
     kv_kept: int
     scores: int
     reclaimable: int  # of each peak, mapped pages whose tensors exist a second time: the system may drop them
+    scores_and_layer: int  # what compressing needs at its peak beside the prompt: scores, and one layer's kept rows
     peak_stock: int
     peak_full: int
-    peak_prefill: int  # compressed: the prompt, its scores, and one layer's kept rows
+    peak_prefill: int  # compressed
     kv_bounded: int  # largest amount of KV memory of a prompt that is compressed layer by layer, with its scores
     compute_bounded: int  # a pass over all of its tokens
     peak_bounded: int
+    answer_full: int  # while the answer is generated
     after_compression: int
 
 
@@ -240,8 +250,11 @@ def footprint(files: Files, request: Request) -> Footprint:
     changed = kept < n_tokens or types.quantised
     widest = max((layer.width for layer in shape.layers), default=0)
     largest = int(widest * types.held_bytes_per_value(kept) * kept) if changed else 0
-    base = files.program + shape.weights + shape.repacked + files.encoder + files.encoder_compute + compute
-    full = base + per_token * n_tokens
+    loaded = files.program + shape.weights + shape.repacked + files.encoder
+    encoding = loaded + embeddings + files.encoder_compute
+    base = loaded + compute
+    bounded = kv_kept + int(widest * element) * n_tokens + scores // n_layers
+    answer = embeddings + _GRAPH + shape.work_space(one_pass) + shape.compute(1)
     return Footprint(
         program=files.program,
         weights=shape.weights,
@@ -249,6 +262,7 @@ def footprint(files: Files, request: Request) -> Footprint:
         encoder=files.encoder,
         encoder_compute=files.encoder_compute,
         compute=compute,
+        compute_stock=compute + stock + mask,
         n_ctx=n_ctx,
         prompt_tokens=n_tokens,
         kept_tokens=kept,
@@ -257,13 +271,15 @@ def footprint(files: Files, request: Request) -> Footprint:
         kv_kept=kv_kept,
         scores=scores,
         reclaimable=shape.weights - shape.in_place if shape.repacked else 0,
-        peak_stock=base + stock + mask + per_token * n_ctx,
-        peak_full=full,
-        peak_prefill=full + scores + largest,
-        kv_bounded=kv_kept + int(widest * element) * n_tokens + scores // n_layers,
+        peak_stock=base + files.encoder_compute + stock + mask + per_token * n_ctx,
+        scores_and_layer=scores + largest,
+        peak_full=max(encoding, base + per_token * n_tokens),
+        peak_prefill=max(encoding, base + per_token * n_tokens + scores + largest),
+        kv_bounded=bounded,
         compute_bounded=whole,
-        peak_bounded=base - compute + whole + kv_kept + int(widest * element) * n_tokens + scores // n_layers,
-        after_compression=base + kv_kept,
+        peak_bounded=max(encoding, loaded + whole + bounded),
+        answer_full=loaded + answer + per_token * n_tokens,
+        after_compression=loaded + answer + kv_kept,
     )
 
 

@@ -269,7 +269,8 @@ class Session:
             self._read_stream(report)
             return
         pieces = self._pieces()
-        engine, spent = self.engine, report.time
+        engine, spent, meter = self.engine, report.time, memory.PeakMeter()
+        meter.start()
         try:
             n_image = sum(p.n_tokens for p in pieces if isinstance(p, ImagePiece))
             report.tokens = Tokens(sum(p.n_tokens for p in pieces), n_image)
@@ -278,15 +279,13 @@ class Session:
             if self.settings.bounded:
                 report.bounded, report.not_bounded = not engine.not_bounded, engine.not_bounded
             spent.encode_s = _timed(lambda: engine.encode(pieces, self._progress, self.cancel))
-            meter = memory.PeakMeter()
             report.rss = Rss(before_prefill_bytes=memory.rss_bytes())
-            meter.start()
             spent.prefill_s = _timed(lambda: engine.prefill(pieces, self._progress, self.cancel))
             spent.compress_s = _timed(engine.compress)
             report.rss.after_compress_bytes = memory.rss_bytes()
-            report.rss.peak_bytes = meter.stop()
             report.kv = engine.measure()
         finally:
+            report.rss.peak_bytes = meter.stop()
             self.release(pieces)
         self.in_cache, self.pending = True, []
 

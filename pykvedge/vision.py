@@ -15,6 +15,7 @@ from pykvedge import libraries, memory, runtime
 from pykvedge.errors import ImageError, ModelError, UsageError
 from pykvedge.images import Picture
 from pykvedge.imagetokens import Places, places
+from pykvedge.libkvedge import EncoderMemory
 from pykvedge.model import Model
 from pykvedge.modelfile import check_mmproj, projector
 
@@ -65,6 +66,8 @@ class Vision:
         params.n_threads, params.use_gpu = threads, use_gpu
         params.print_timings = params.warmup = False
         params.media_marker = self.marker.encode()
+        self._memory = EncoderMemory()
+        self._memory.watch(params, llama.ggml_backend_sched_eval_callback)
         with runtime.collected_errors() as lines:
             self.handle = mtmd.mtmd_init_from_file(os.fsencode(path), model.handle, params)
         if not self.handle:
@@ -79,6 +82,7 @@ class Vision:
         if getattr(self, "handle", None):
             self.mtmd.mtmd_free(self.handle)
             self.handle = None
+            self._memory.close()
 
     def non_causal(self) -> bool:
         """Whether the tokens of an image look at each other in both directions."""
@@ -149,6 +153,7 @@ class Vision:
             width = self._model.n_embd_input
             out = np.ctypeslib.as_array(self.mtmd.mtmd_get_output_embd(self.handle), (piece.n_tokens, width))
             self._encoded[piece.key] = out.copy()
+            self._memory.release()
         piece.embeddings = self._encoded[piece.key]
 
     def forget(self) -> None:

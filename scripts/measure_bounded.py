@@ -5,8 +5,9 @@
 
 MODEL is a text model of the shape in question (scripts/make_shape_model.py llava-1.5-7b -o DIR writes one). The prompt
 is text and images, which come as embeddings. Columns: largest KV bytes (with scores and indices), largest anonymous
-memory beyond what the process held once the weights were loaded, both also as a share of stock's; seconds; and which
-share of its kept pairs a side has in common with `one pass`, the same prompt in one pass but compressed at its end.
+memory beyond what the process held once the weights were loaded, both also as a share of stock's; the same after the
+first generated token; seconds; and which share of its kept pairs a side has in common with `one pass`, the same prompt
+in one pass but compressed at its end.
 Stock's KV bytes are its buffers; its settings are llama.cpp's defaults but for the length of the context.
 """
 
@@ -92,6 +93,17 @@ def read_in_pieces(llama: Any, context: Any, width: int, args: argparse.Namespac
         past += n
 
 
+def answer(llama: Any, context: Any, position: int) -> None:
+    """Decodes one token, as the first of an answer."""
+    batch = llama.llama_batch_init(1, 0, 1)
+    batch.n_tokens = batch.n_seq_id[0] = batch.logits[0] = 1
+    batch.token[0], batch.pos[0], batch.seq_id[0][0] = 300, position, 0
+    status = llama.llama_decode(context, batch)
+    llama.llama_batch_free(batch)
+    if status != 0:
+        raise SystemExit(f"llama_decode returned {status} for the first token of the answer")
+
+
 def stock_side(args: argparse.Namespace) -> dict[str, Any]:
     import llama_cpp.llama_cpp as llama
 
@@ -106,12 +118,15 @@ def stock_side(args: argparse.Namespace) -> dict[str, Any]:
         params.n_threads = params.n_threads_batch = args.threads
         context = llama.llama_init_from_model(model, params)
         read_in_pieces(llama, context, llama.llama_model_n_embd(model), args)
+    seconds = time.perf_counter() - start
+    answer(llama, context, args.tokens)
     heads = llama.llama_model_n_head_kv(model) * llama.llama_model_n_layer(model)
     size = llama.llama_model_n_embd(model) // llama.llama_model_n_head(model)
     return {
         "kv_peak_bytes": llama.llama_n_ctx(context) * heads * size * 4,
         "beyond_weights_bytes": memory.peak - before,
-        "seconds": time.perf_counter() - start,
+        "answering_bytes": Anonymous.now() - before,
+        "seconds": seconds,
     }
 
 
@@ -122,6 +137,9 @@ def our_side(args: argparse.Namespace) -> dict[str, Any]:
     from pykvedge.libkvedge import Cache
     from pykvedge.model import Model
     from pykvedge.plan import Budget
+
+    def of_prompt(tokens: list[int]) -> list[int]:
+        return [t for t in tokens if t < args.tokens]
 
     model = Model(args.model, gpu_layers=0)
     plan = pykvedge.plan(args.method, args.budget)
@@ -139,12 +157,17 @@ def our_side(args: argparse.Namespace) -> dict[str, Any]:
             cache.bound_prompt(prompt.image_mask)
             context.decode_whole(prompt)
             cache.set_plan(plan)
+            del prompt
         cache.compress()
-    kept = [[cache.tokens(i, h) for h in range(len(heads))] for i, heads in enumerate(cache.lengths())]
+    seconds = time.perf_counter() - start
+    answer(context.llama, context.handle, args.tokens)
+    held = Anonymous.now() - before
+    kept = [[of_prompt(cache.tokens(i, h)) for h in range(len(x))] for i, x in enumerate(cache.lengths())]
     return {
         "kv_peak_bytes": cache.stats().peak_bytes,
         "beyond_weights_bytes": memory.peak - before,
-        "seconds": time.perf_counter() - start,
+        "answering_bytes": held,
+        "seconds": seconds,
         "kept": kept,
     }
 
@@ -183,12 +206,16 @@ def in_common(a: list[list[list[int]]], b: list[list[list[int]]]) -> float:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    print("side      KV peak MiB   of stock   beyond weights MiB   of stock   seconds   kept as in one pass")
+    print(
+        "side      KV peak MiB   of stock   beyond weights MiB   of stock   answering MiB   seconds   "
+        "kept as in one pass"
+    )
     for r in rows:
         common = "" if r["in_common"] is None else f"{100 * r['in_common']:.2f} %"
         print(
             f"{r['side']:9} {r['kv_peak_bytes'] / 2**20:11.1f} {r['kv_of_stock']:10.3f} "
-            f"{r['beyond_weights_bytes'] / 2**20:20.1f} {r['beyond_of_stock']:10.3f} {r['seconds']:9.1f}   {common}"
+            f"{r['beyond_weights_bytes'] / 2**20:20.1f} {r['beyond_of_stock']:10.3f} "
+            f"{r['answering_bytes'] / 2**20:15.1f} {r['seconds']:9.1f}   {common}"
         )
 
 

@@ -61,6 +61,7 @@ def test_the_peak_is_the_measured_one(tiny, kvedge, method, weight):
     run = kvedge("chat", "--model", model.model, *options, "--max-tokens", 2, stdin="ab cd " * 400).json
     plan = kvedge("plan", model.model, *options, "--text", run["tokens"]["prompt"]).json["bytes"]
     assert plan["peak_prefill"] == pytest.approx(run["rss"]["peak_bytes"], rel=0.05)
+    assert plan["after_compression"] == pytest.approx(run["rss"]["after_compress_bytes"], rel=0.05)
     assert plan["kv_prompt"] == pytest.approx(run["kv"]["full_bytes"], rel=0.01)
     assert plan["kv_kept"] == pytest.approx(run["kv"]["kept_bytes"], rel=0.05)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 import pykvedge
 from pykvedge import memory
 from pykvedge.errors import OutOfMemoryError
+from pykvedge.images import Picture
+from pykvedge.libkvedge import EncoderMemory
 from pykvedge.sampling import Sampling
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
@@ -31,6 +34,43 @@ def test_the_memory_of_the_prompt_is_given_back(kvedge, tiny, method):
     assert rss["peak_bytes"] - rss["after_compress_bytes"] >= 0.9 * (kv["full_bytes"] - kv["kept_bytes"])
     # scores and indices cost little beside the keys and values
     assert kv["peak_bytes"] <= 1.1 * kv["full_bytes"]
+
+
+@linux
+def test_the_intermediate_results_of_the_prompt_are_given_back(kvedge, tiny):
+    # nothing of the cache is dropped; the last layer computes one token only
+    model = tiny("llama", n_layers=2, n_heads=16, n_heads_kv=16, head_size=128, weight="q8_0")
+    done = kvedge(
+        "chat", *model.arguments(), "--method", "full", "--verbose", "--json", "--max-tokens", 2, stdin="ab " * 600
+    )
+    sizes = re.findall(r"sched_reserve: +CPU compute buffer size = +([\d.]+) MiB", done.err)
+    buffer, rss = float(sizes[-1]) * MIB, done.json["rss"]
+    assert buffer > 25 * MIB
+    assert rss["peak_bytes"] - rss["after_compress_bytes"] > 0.6 * buffer
+
+
+@linux
+def test_the_working_memory_of_the_image_encoder_is_given_back(tiny, native, monkeypatch):
+    pictures = [Picture(f"{n}", n, n, bytes(range(256)) * (n * n * 3 // 256)) for n in (1120, 560, 1120 - 28)]
+    release, seen = EncoderMemory.release, []
+
+    def watched(self) -> int:
+        before = memory.rss_bytes()
+        size = release(self)
+        seen.append((size, before - memory.rss_bytes()))
+        return size
+
+    def answer() -> str:
+        with tiny("qwen2vl").session(pykvedge.plan("full")) as session:
+            return session.ask("What are these?", pictures, Sampling(max_tokens=8)).read()
+
+    monkeypatch.setattr(EncoderMemory, "release", watched)
+    first = answer()
+    assert len(seen) == 3 and seen[0][0] > 16 * MIB
+    for (size, freed), share in zip(seen, (0.9, 0.2, 0.9), strict=True):  # the buffer stays as large as it was
+        assert freed > share * size, seen
+    monkeypatch.setattr(EncoderMemory, "release", lambda self: 0)
+    assert answer() == first
 
 
 @linux

@@ -1,5 +1,5 @@
-// kvedge.h - the whole public C ABI of libkvedge, with kvedge-stages.h (stages of your own) and kvedge-arrays.h (compression
-// of plain arrays), which it includes.
+// kvedge.h - the whole public C ABI of libkvedge, with kvedge-stages.h (stages of your own), kvedge-arrays.h (compression
+// of plain arrays) and kvedge-encoder.h (the working memory of image encoders), which it includes.
 //
 // libkvedge owns the KV memory of a llama.cpp context. It attaches to an existing llama_context, stores keys
 // and values per layer and per KV head, attends over them, and after a prompt is complete it compresses the
@@ -388,6 +388,7 @@ KVEDGE_API kvedge_status kvedge_read_saved(const char * path, kvedge_saved * out
 #endif
 
 #include "kvedge-arrays.h"
+#include "kvedge-encoder.h"
 #include "kvedge-stages.h"
 
 #endif  // KVEDGE_H

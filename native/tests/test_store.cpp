@@ -2,6 +2,7 @@
 
 #include "check.h"
 #include "core/compress.h"
+#include "store/pages.h"
 
 #include <algorithm>
 #include <atomic>
@@ -269,6 +270,26 @@ void test_long_answer(bool anywhere) {
     CHECK(c.seq->index_bytes() < 20600 * 5 * 1.25 + 2 * 300 * 5 * (sizeof(int32_t) + 4));
 }
 
+// Whole pages lose what they held, and can be used on; what lies beside them stays.
+void test_discard() {
+    const size_t page  = 1u << 16;  // a multiple of every system's
+    Pages        pages = Pages::take(8 * page);
+    CHECK(pages);
+    std::fill(pages.data(), pages.data() + pages.size(), (uint8_t) 7);
+    discard(pages.data() + page / 2, 0);
+    discard(pages.data() + page / 2, 100);
+    CHECK(std::all_of(pages.data(), pages.data() + pages.size(), [](uint8_t x) { return x == 7; }));
+    discard(pages.data() + page / 2, 3 * page);
+    for (const size_t i : { (size_t) 0, page / 2 - 1, 7 * page / 2, 8 * page - 1 }) {
+        CHECK(pages.data()[i] == 7);
+    }
+#if defined(__linux__)
+    CHECK(std::all_of(pages.data() + page, pages.data() + 3 * page, [](uint8_t x) { return x == 0; }));
+#endif
+    std::fill(pages.data(), pages.data() + pages.size(), (uint8_t) 9);
+    CHECK(std::all_of(pages.data(), pages.data() + pages.size(), [](uint8_t x) { return x == 9; }));
+}
+
 }  // namespace
 
 int main() {
@@ -277,6 +298,7 @@ int main() {
     }
     test_long_answer(false);
     test_long_answer(true);
+    test_discard();
     std::fprintf(stderr, "%d failures\n", failures());
     return failures() != 0;
 }

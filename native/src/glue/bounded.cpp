@@ -31,6 +31,9 @@ bool kvedge_cache::end_bounded(SequenceState & state) {
         report(err.status, err.message);
         return false;
     }
+    if (state.bounded) {
+        release_scratch();
+    }
     state.bounded.reset();
     return true;
 }

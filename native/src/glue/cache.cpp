@@ -67,6 +67,7 @@ static bool can_attend(const llama_attn_provider_layer & layer) {
 }
 
 ggml_tensor * kvedge_cache::build_attn(const llama_attn_provider_layer & layer) {
+    intermediate.forget();
     if (!layer.k || !layer.v) {
         shares_kv = true;
         return nullptr;
@@ -229,6 +230,18 @@ bool kvedge_cache::reserve_scratch() {
     return std::all_of(scratch.begin(), scratch.end(), [&](Scratch & s) { return s.reserve(shapes, n_keys); });
 }
 
+// A prompt's intermediate results are many times those of a token: an answer gets by with a few of these pages. Every graph
+// writes its inputs anew, and what it put out has been copied.
+void kvedge_cache::release_scratch() {
+    for (auto & s : scratch) {
+        s.release();
+    }
+    // An encoder's graphs are built without asking for attention.
+    if (ctx && !llama_model_has_encoder(llama_get_model(ctx))) {
+        intermediate.release();
+    }
+}
+
 int kvedge_cache::ubatch_begin(const llama_attn_provider_ubatch & ubatch) {
     causal   = ubatch.causal;
     n_tokens = (int32_t) ubatch.n_tokens;
@@ -250,8 +263,8 @@ int kvedge_cache::ubatch_begin(const llama_attn_provider_ubatch & ubatch) {
 // ---------------------------------------------------------------------------------------------------------
 
 kvedge_status kvedge_cache::compress(SequenceState & state, kvedge_error * err) {
-    for (auto & s : scratch) {
-        s.release();
+    if (!state.streaming) {
+        release_scratch();
     }
     if (state.bounded && !state.bounded->done()) {
         return fail_bounded(state, err);

@@ -7,6 +7,7 @@
 #include "core/compress.h"
 #include "core/observe.h"
 #include "core/plan.h"
+#include "glue/intermediate.h"
 #include "kvedge.h"
 #include "llama-attn-provider.h"
 #include "store/sequence.h"
@@ -125,6 +126,9 @@ struct kvedge_cache {
     std::atomic<int32_t>                      next_task{ 0 };
     std::atomic<int32_t>                      finished{ 0 };  // pieces of a bounded prompt's layer
 
+    // Of the last graph that ran. Only a graph that is built can move them: they are forgotten then.
+    kvedge::Intermediate intermediate;
+
     kvedge_error error{};  // the first that llama_decode could not report
 
     ggml_tensor * build_attn(const llama_attn_provider_layer & layer);
@@ -149,6 +153,7 @@ struct kvedge_cache {
     bool end_bounded(kvedge::SequenceState & state);
     bool decodes(const kvedge::Run & run) const;
     bool reserve_scratch();
+    void release_scratch();  // between two ubatches, when a prompt is complete
     int  report(kvedge_status status, const char * what);
 };
 

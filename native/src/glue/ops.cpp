@@ -56,6 +56,7 @@ void store_op(ggml_tensor * dst, int ith, int nth, void * layer_op) {
         return;
     }
     if (ith == 0) {  // the attention that follows starts behind a barrier
+        kv.intermediate.note(dst);
         kv.next_task.store(0, std::memory_order_relaxed);
         kv.finished.store(0, std::memory_order_relaxed);
         for (auto & run : kv.runs) {

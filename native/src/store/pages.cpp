@@ -61,4 +61,22 @@ Pages::~Pages() {
     }
 }
 
+void discard(void * data, size_t size) {
+#if defined(__linux__) || defined(__APPLE__)
+    const size_t    page  = page_size();
+    const uintptr_t first = ((uintptr_t) data + page - 1) / page * page;
+    const uintptr_t last  = ((uintptr_t) data + size) / page * page;
+    if (first < last) {
+#    if defined(__linux__)
+        madvise((void *) first, last - first, MADV_DONTNEED);
+#    else
+        madvise((void *) first, last - first, MADV_FREE);
+#    endif
+    }
+#else
+    (void) data;
+    (void) size;
+#endif
+}
+
 }  // namespace kvedge

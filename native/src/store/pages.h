@@ -38,4 +38,8 @@ class Pages {
     size_t    size_ = 0;
 };
 
+// Gives the whole pages within [data, data + size) back; what they held is lost, their addresses stay. For private memory
+// that nobody reads before it is written again. On systems without such a call nothing happens.
+void discard(void * data, size_t size);
+
 }  // namespace kvedge
