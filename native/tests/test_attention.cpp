@@ -140,7 +140,8 @@ void check_step(const Case & c, Sequence & seq, int32_t n) {
     const auto         sinks   = random_floats((size_t) c.H);
     std::vector<float> out((size_t) (n * c.H * c.d_v));
     CHECK(seq.ensure_sums(0, true) && seq.ensure_entropies());
-    const auto before = seq.sums[0].sums, squares_before = seq.sums[0].squares, entropy_before = seq.entropies[0];
+    const auto before = seq.sums[0].sums, squares_before = seq.sums[0].squares;
+    const auto entropy_before = seq.entropies[0];
 
     AttendJob job{};
     job.seq       = &seq;

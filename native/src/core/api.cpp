@@ -30,7 +30,7 @@ struct kvedge_result {
     int32_t                         d = 0;
     std::vector<LayerShape>         shapes;
     std::unique_ptr<Sequence>       seq;
-    std::vector<std::vector<float>> scores;     // [layer][Hkv * T]
+    Scores                          scores;     // [layer][Hkv * T]
     std::vector<std::vector<float>> attention;  // [layer][H * T * d]
     int32_t                         n_tokens = 0;
 

@@ -81,9 +81,9 @@ kvedge_status BoundedPrompt::compress_layer(size_t l, kvedge_error * err) {
         }
         select_layer(job, l);
         if (!provisional_) {
-            job.scores[l] = std::vector<float>();  // = {} would keep its memory
+            job.scores[l] = Bulk<float>();  // = {} would keep its memory
             if (!job.reserve.empty()) {
-                job.reserve[l] = std::vector<float>();
+                job.reserve[l] = Bulk<float>();
             }
         }
     } else {
@@ -121,7 +121,7 @@ bool BoundedPrompt::trim_layer(const Block & from, size_t l, const std::vector<s
     const Storage    t   = seq_.storage();
     const size_t     T = (size_t) n_pending_, kst = row_k(s, t.k), vst = row_v(s, t.v);
     for (size_t h = 0; h < left.size(); h++) {
-        std::vector<float> scores(T, -HUGE_VALF), & all = job.scores[l];
+        Bulk<float> scores(T, -HUGE_VALF), & all = job.scores[l];
         for (int32_t row : left[h]) {
             scores[(size_t) row] = all[h * T + (size_t) row];
         }

@@ -13,11 +13,11 @@ namespace kvedge {
 namespace {
 
 // The window's queries in the order of their tokens, [n][H][d_k].
-std::vector<float> unroll(const Sequence & seq, size_t l, int32_t n) {
+Bulk<float> unroll(const Sequence & seq, size_t l, int32_t n) {
     const LayerShape & shape  = seq.shapes()[l];
     const size_t       row    = (size_t) shape.n_heads * (size_t) shape.d_k;
     const auto         length = (int32_t) seq.pos.size();
-    std::vector<float> out((size_t) n * row);
+    Bulk<float>        out((size_t) n * row);
     for (int32_t i = 0; i < n; i++) {
         const auto slot = (size_t) ((length - n + i) % seq.window_size);
         std::copy_n(seq.windows[l].q.begin() + (std::ptrdiff_t) (slot * row), row, out.begin() + (std::ptrdiff_t) ((size_t) i * row));
@@ -55,7 +55,7 @@ std::vector<int32_t> tokens_of_heads(const Sequence & seq, size_t l) {
     return out;
 }
 
-std::vector<float> run_scorer(
+Bulk<float> run_scorer(
     const Sequence & seq, const kvedge_plan & plan, ImageMask image, size_t l, ScoreFunction score, Spectrum * spectrum) {
     const int32_t n_tokens = seq.pending_length();
     ScoreInput    in{};
@@ -74,14 +74,14 @@ std::vector<float> run_scorer(
         in.column_squares = seq.sums[l].squares.data();
         in.seen           = seq.seen.data();
     }
-    std::vector<float> window;
+    Bulk<float> window;
     if (!seq.windows.empty()) {
         in.n_window = std::min({ seq.window_size, (int32_t) seq.pos.size() - seq.window_from, n_tokens });
         window      = unroll(seq, l, in.n_window);
         in.window_q = window.data();
         in.sinks    = seq.windows[l].sinks.empty() ? nullptr : seq.windows[l].sinks.data();
     }
-    std::vector<float> scores((size_t) seq.shapes()[l].n_heads_kv * (size_t) n_tokens);
+    Bulk<float> scores((size_t) seq.shapes()[l].n_heads_kv * (size_t) n_tokens);
     score(in, scores.data());
     return scores;
 }
@@ -126,7 +126,7 @@ Job make_job(Sequence & seq, const kvedge_plan & plan, int32_t n_threads, bool s
     return job;
 }
 
-std::vector<float> scores_of(const Sequence & seq, const kvedge_plan & plan, size_t layer) {
+Bulk<float> scores_of(const Sequence & seq, const kvedge_plan & plan, size_t layer) {
     const bool differs = seq.pending_differs();
     const auto image   = pending_image(seq, differs ? tokens_of_heads(seq, layer) : seq.pending_tokens());
     return run_scorer(seq, plan, { image.data(), differs ? image.data() : nullptr }, layer, plan.scorer->score, nullptr);

@@ -60,7 +60,7 @@ bool observed(const Sequence & seq, const kvedge_plan & plan) {
 }
 
 kvedge_status score_pending(
-    const Sequence & seq, const kvedge_plan & plan, int32_t layer, std::vector<float> & scores, kvedge_error * err) try {
+    const Sequence & seq, const kvedge_plan & plan, int32_t layer, Bulk<float> & scores, kvedge_error * err) try {
     const int32_t T = seq.pending_length();
     if (T == 0) {
         return fail(err, KVEDGE_E_STATE, "no token was added since the last compression; there is nothing to score");
@@ -80,13 +80,25 @@ kvedge_status score_pending(
     return fail(err, KVEDGE_E_STAGE, "%s", failure.what());
 }
 
-kvedge_status compress_pending(
-    Sequence & seq, const kvedge_plan & plan, int32_t n_threads, Compression & outcome, kvedge_error * err) try {
-    const auto    start  = std::chrono::steady_clock::now();
+kvedge_status measured(
+    const Sequence & seq, Compression & outcome, kvedge_error * err, const std::function<kvedge_status()> & compress) try {
+    const auto start     = std::chrono::steady_clock::now();
+    outcome.before_bytes = seq.bytes();
+    outcome.peak_bytes   = outcome.before_bytes + seq.index_bytes() + seq.score_bytes();
+    const auto status    = compress();
+    outcome.after_bytes  = seq.bytes();
+    outcome.us = std::chrono::duration_cast<std::chrono::microseconds>(std::chrono::steady_clock::now() - start).count();
+    return status;
+} catch (const StageFailure & failure) {
+    return fail(err, KVEDGE_E_STAGE, "%s", failure.what());
+} catch (const std::bad_alloc &) {
+    return fail(err, KVEDGE_E_MEMORY, "no memory to compress the cache");
+}
+
+static kvedge_status compress_tokens(
+    Sequence & seq, const kvedge_plan & plan, int32_t n_threads, Compression & outcome, kvedge_error * err) {
     const int32_t T      = seq.pending_length();
     const int32_t budget = kvedge_plan_budget(&plan, T);
-    outcome.before_bytes = outcome.after_bytes = seq.bytes();
-    outcome.peak_bytes   = outcome.before_bytes + seq.index_bytes() + seq.score_bytes();
     if (T == 0) {
         return ok(err);
     }
@@ -128,13 +140,12 @@ kvedge_status compress_pending(
     }
     seq.close_pending();
     seq.seal_old(first);  // without the memory for it, they stay as large as they are
-    outcome.after_bytes = seq.bytes();
-    outcome.us = std::chrono::duration_cast<std::chrono::microseconds>(std::chrono::steady_clock::now() - start).count();
     return ok(err);
-} catch (const StageFailure & failure) {
-    return fail(err, KVEDGE_E_STAGE, "%s", failure.what());
-} catch (const std::bad_alloc &) {
-    return fail(err, KVEDGE_E_MEMORY, "no memory to compress the cache");
+}
+
+kvedge_status compress_pending(
+    Sequence & seq, const kvedge_plan & plan, int32_t n_threads, Compression & outcome, kvedge_error * err) {
+    return measured(seq, outcome, err, [&] { return compress_tokens(seq, plan, n_threads, outcome, err); });
 }
 
 }  // namespace kvedge

@@ -3,6 +3,7 @@
 #include "core/plan.h"
 #include "store/sequence.h"
 
+#include <functional>
 #include <vector>
 
 namespace kvedge {
@@ -15,8 +16,8 @@ struct Compression {
     int64_t  us           = 0;
 
     // [layer][Hkv * T], filled if wanted.
-    bool                            want_scores = false;
-    std::vector<std::vector<float>> scores;
+    bool   want_scores = false;
+    Scores scores;
 };
 
 // Compresses the sequence's pending tokens by the plan: score, allocate, select, reduce, layer by layer, each layer's
@@ -25,6 +26,10 @@ struct Compression {
 kvedge_status compress_pending(
     Sequence & seq, const kvedge_plan & plan, int32_t n_threads, Compression & outcome, kvedge_error * err);
 
+// What every compression is run in: its time, the bytes before and after, and errors instead of exceptions.
+kvedge_status measured(
+    const Sequence & seq, Compression & outcome, kvedge_error * err, const std::function<kvedge_status()> & compress);
+
 // Whether all was gathered of the pending tokens that the plan's stages look at.
 bool observed(const Sequence & seq, const kvedge_plan & plan);
 
@@ -32,6 +37,6 @@ kvedge_status fail_unobserved(kvedge_error * err);  // KVEDGE_E_STATE
 
 // Scores [Hkv * T] of one layer's pending tokens, as compress_pending would make them. Errors: KVEDGE_E_STATE, KVEDGE_E_MEMORY.
 kvedge_status score_pending(
-    const Sequence & seq, const kvedge_plan & plan, int32_t layer, std::vector<float> & scores, kvedge_error * err);
+    const Sequence & seq, const kvedge_plan & plan, int32_t layer, Bulk<float> & scores, kvedge_error * err);
 
 }  // namespace kvedge

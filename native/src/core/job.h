@@ -12,8 +12,6 @@
 
 namespace kvedge {
 
-using Scores = std::vector<std::vector<float>>;  // [layer][Hkv * T]
-
 struct Job {
     Sequence &           seq;
     const kvedge_plan &  plan;
@@ -30,8 +28,8 @@ struct Job {
     std::vector<std::vector<std::vector<int32_t>>> kept;    // [layer][head] pending rows that stay
 
     // The ragged blocks that replace the pending ones: rows that are stored whole, and KIVI's newest with their residual.
-    std::unique_ptr<Block>          main, tail;
-    std::vector<std::vector<float>> rows;  // [worker] keys and values of one head, and the reducer's scratch
+    std::unique_ptr<Block>   main, tail;
+    std::vector<Bulk<float>> rows;  // [worker] keys and values of one head, and the reducer's scratch
 
     // Of a stream that was compressed before, for each head:
     std::vector<std::vector<int32_t>> head_tokens;  // [layer][Hkv * T]; empty where all hold the same
@@ -64,7 +62,7 @@ void grant_layer(Job & job, size_t layer, int32_t count);
 // Every row stays.
 void keep_layer(Job & job, size_t layer);
 // What the plan's scorer makes of the pending rows of one layer, [Hkv * T].
-std::vector<float> scores_of(const Sequence & seq, const kvedge_plan & plan, size_t layer);
+Bulk<float> scores_of(const Sequence & seq, const kvedge_plan & plan, size_t layer);
 
 // The new blocks, as yet without any layer.
 void open_blocks(Job & job);

@@ -22,6 +22,8 @@ struct Param {
 
 constexpr int32_t MAX_PARAMS = 8;
 
+using Scores = std::vector<Bulk<float>>;  // [layer][Hkv * T]
+
 struct Profile;
 
 // Calibrated numbers that a member needs: none, one a query head of every layer, one in [0, 1] a KV head, or kept shares of
@@ -103,21 +105,21 @@ enum class Reach {
 };
 
 struct AllocateInput {
-    int32_t                                 n_tokens;  // T
-    int32_t                                 budget;    // KV pairs per layer and head on average, 1 <= budget < T
-    int32_t                                 recent;    // of those, last tokens that are kept anyway
-    const std::vector<std::vector<float>> * scores;    // [layer][Hkv * T]
-    const Sequence *                        seq;       // the rows are its pending ones
-    int32_t                                 n_threads;
-    const double *                          params;
-    const uint8_t *                         image;     // [T] 1 for an image token
-    const struct Allocator *                self;
-    const Profile *                         profile;   // fits seq->shapes(); NULL where the member asked for none
-    const std::vector<Spectrum> *           spectra;   // [layer], as the scorer left them; NULL: it left none
-    int32_t                                 fixed_recent;  // of recent, those that the plan asks for by number
-    const std::vector<std::vector<float>> * attention;     // as scores, by attention alone; NULL: scores are all there is
-    int32_t                                 most  = 0;     // pairs that a head can be granted: T, or as many as are left
-    int32_t                                 layer = -1;    // the only one that has scores, and whose budgets are wanted; -1: all
+    int32_t                       n_tokens;      // T
+    int32_t                       budget;        // KV pairs per layer and head on average, 1 <= budget < T
+    int32_t                       recent;        // of those, last tokens that are kept anyway
+    const Scores *                scores;        // [layer][Hkv * T]
+    const Sequence *              seq;           // the rows are its pending ones
+    int32_t                       n_threads;
+    const double *                params;
+    const uint8_t *               image;         // [T] 1 for an image token
+    const struct Allocator *      self;
+    const Profile *               profile;       // fits seq->shapes(); NULL where the member asked for none
+    const std::vector<Spectrum> * spectra;       // [layer], as the scorer left them; NULL: it left none
+    int32_t                       fixed_recent;  // of recent, those that the plan asks for by number
+    const Scores *                attention;     // as scores, by attention alone; NULL: scores are all there is
+    int32_t                       most = 0;      // pairs that a head can be granted: T, or as many as are left
+    int32_t                       layer = -1;    // the only one that has scores, and whose budgets are wanted; -1: all
 };
 
 struct Allocator : Member {

@@ -1,10 +1,8 @@
 #include "core/stream.h"
 
-#include "core/custom.h"
 #include "core/error.h"
 #include "core/job.h"
 
-#include <chrono>
 #include <new>
 
 namespace kvedge {
@@ -61,13 +59,10 @@ static bool observed_some(const Sequence & seq, const kvedge_plan & plan) {
            (plan_window(plan) == 0 || (!seq.windows.empty() && (int32_t) seq.pos.size() > seq.window_from));
 }
 
-kvedge_status compress_stream(
-    Sequence & seq, const kvedge_plan & plan, int32_t n_threads, Compression & outcome, kvedge_error * err) try {
-    const auto    start  = std::chrono::steady_clock::now();
+static kvedge_status compress_rows(
+    Sequence & seq, const kvedge_plan & plan, int32_t n_threads, Compression & outcome, kvedge_error * err) {
     const int32_t T      = seq.pending_length();
     const int32_t budget = kvedge_plan_budget(&plan, T);
-    outcome.before_bytes = outcome.after_bytes = seq.bytes();
-    outcome.peak_bytes   = outcome.before_bytes + seq.index_bytes() + seq.score_bytes();
     if (const auto status = check_stream(plan, err); status != KVEDGE_OK) {
         return status;
     }
@@ -100,13 +95,12 @@ kvedge_status compress_stream(
     seq.blocks.back()->streamed = true;
     seq.missing                 = {};
     outcome.reduced             = true;
-    outcome.after_bytes         = seq.bytes();
-    outcome.us = std::chrono::duration_cast<std::chrono::microseconds>(std::chrono::steady_clock::now() - start).count();
     return ok(err);
-} catch (const StageFailure & failure) {
-    return fail(err, KVEDGE_E_STAGE, "%s", failure.what());
-} catch (const std::bad_alloc &) {
-    return fail(err, KVEDGE_E_MEMORY, "no memory to compress the cache");
+}
+
+kvedge_status compress_stream(
+    Sequence & seq, const kvedge_plan & plan, int32_t n_threads, Compression & outcome, kvedge_error * err) {
+    return measured(seq, outcome, err, [&] { return compress_rows(seq, plan, n_threads, outcome, err); });
 }
 
 }  // namespace kvedge

@@ -47,7 +47,7 @@ extern "C" kvedge_status kvedge_pending_scores(
     if (!state || !is_layer(*kv, i) || !out) {
         return fail(err, KVEDGE_E_ARGUMENT, "kvedge_pending_scores: no such sequence or layer, or out is NULL");
     }
-    std::vector<float> scores;
+    Bulk<float> scores;
     if (const auto status = score_pending(*state->seq, kv->plan_of(seq_id), i, scores, err); status != KVEDGE_OK) {
         return status;
     }

@@ -7,8 +7,8 @@
 namespace kvedge {
 
 // [heads][from] to [heads][to], the new places 0.
-template <class T> static void widen(std::vector<T> & x, size_t heads, int32_t from, int32_t to) {
-    std::vector<T> grown(heads * (size_t) to, T());
+template <class T> static void widen(Bulk<T> & x, size_t heads, int32_t from, int32_t to) {
+    Bulk<T> grown(heads * (size_t) to, T());
     for (size_t h = 0; h < heads && !x.empty(); h++) {
         std::copy_n(x.begin() + (std::ptrdiff_t) (h * (size_t) from), from, grown.begin() + (std::ptrdiff_t) (h * (size_t) to));
     }

@@ -24,6 +24,32 @@ static size_t page_size() {
 #endif
 }
 
+void * take_pages(size_t size) {
+#if defined(_WIN32)
+    return VirtualAlloc(nullptr, size, MEM_RESERVE | MEM_COMMIT, PAGE_READWRITE);
+#else
+    void * data = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (data == MAP_FAILED) {
+        return nullptr;
+    }
+#    if defined(MADV_HUGEPAGE)
+    if (size >= HUGE_FROM) {
+        madvise(data, size, MADV_HUGEPAGE);
+    }
+#    endif
+    return data;
+#endif
+}
+
+void give_back(void * data, size_t size) {
+#if defined(_WIN32)
+    (void) size;
+    VirtualFree(data, 0, MEM_RELEASE);
+#else
+    munmap(data, size);
+#endif
+}
+
 Pages Pages::take(size_t size) {
     Pages        pages;
     const size_t page = page_size();
@@ -31,20 +57,7 @@ Pages Pages::take(size_t size) {
         return pages;
     }
     size = (size + page - 1) / page * page;
-#if defined(_WIN32)
-    void * data = VirtualAlloc(nullptr, size, MEM_RESERVE | MEM_COMMIT, PAGE_READWRITE);
-#else
-    void * data = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (data == MAP_FAILED) {
-        data = nullptr;
-    }
-#    if defined(MADV_HUGEPAGE)
-    if (data && size >= HUGE_FROM) {
-        madvise(data, size, MADV_HUGEPAGE);
-    }
-#    endif
-#endif
-    if (data) {
+    if (void * data = take_pages(size)) {
         pages.data_ = (uint8_t *) data;
         pages.size_ = size;
     }
@@ -53,11 +66,7 @@ Pages Pages::take(size_t size) {
 
 Pages::~Pages() {
     if (data_) {
-#if defined(_WIN32)
-        VirtualFree(data_, 0, MEM_RELEASE);
-#else
-        munmap(data_, size_);
-#endif
+        give_back(data_, size_);
     }
 }
 

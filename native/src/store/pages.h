@@ -5,9 +5,16 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <new>
 #include <utility>
+#include <vector>
 
 namespace kvedge {
+
+// Private memory of size >= 1 bytes, zero-filled on first touch; NULL if refused. give_back: the same size, or more up to the
+// end of its last page.
+void * take_pages(size_t size);
+void   give_back(void * data, size_t size);
 
 class Pages {
   public:
@@ -37,6 +44,45 @@ class Pages {
     uint8_t * data_ = nullptr;
     size_t    size_ = 0;
 };
+
+// For vectors that are large with a long prompt: from a size on they are pages of their own.
+template <class T> struct PageAllocator {
+    using value_type = T;
+
+    // A sanitizer sees what is written beyond the end of malloc's blocks only.
+#if defined(__SANITIZE_ADDRESS__)
+    static constexpr size_t FROM = SIZE_MAX;
+#else
+    static constexpr size_t FROM = 128u << 10;  // bytes
+#endif
+
+    PageAllocator() = default;
+    template <class U> PageAllocator(const PageAllocator<U> &) {}
+
+    T * allocate(size_t n) {
+        if (n > SIZE_MAX / sizeof(T)) {
+            throw std::bad_alloc();
+        }
+        if (n * sizeof(T) < FROM) {
+            return (T *) ::operator new(n * sizeof(T));
+        }
+        if (void * data = take_pages(n * sizeof(T))) {
+            return (T *) data;
+        }
+        throw std::bad_alloc();
+    }
+    void deallocate(T * data, size_t n) {
+        if (n * sizeof(T) < FROM) {
+            ::operator delete(data);
+        } else {
+            give_back(data, n * sizeof(T));
+        }
+    }
+    template <class U> bool operator==(const PageAllocator<U> &) const { return true; }
+    template <class U> bool operator!=(const PageAllocator<U> &) const { return false; }
+};
+
+template <class T> using Bulk = std::vector<T, PageAllocator<T>>;
 
 // Gives the whole pages within [data, data + size) back; what they held is lost, their addresses stay. For private memory
 // that nobody reads before it is written again. On systems without such a call nothing happens.

@@ -73,8 +73,8 @@ void Sequence::remove_from_loose(Block & block, size_t layer, int32_t p0, int32_
 }
 
 // Of every row [capacity] of x: a block's n entries from `first` on become those in keep, and the rest moves up.
-template <class T>
-static void close_gaps(std::vector<T> & x, size_t capacity, size_t first, size_t n, const std::vector<int32_t> & keep) {
+template <class Numbers>
+static void close_gaps(Numbers & x, size_t capacity, size_t first, size_t n, const std::vector<int32_t> & keep) {
     for (size_t base = 0; base < x.size() && first < capacity; base += capacity) {
         close_row(x.data() + base, capacity, first, n, keep);
     }

@@ -44,9 +44,9 @@ struct Block {
 
 // Column sums of attention over the pending tokens (those not yet compressed), of one layer.
 struct ColumnSums {
-    std::vector<double> sums;     // [Hkv][capacity]
-    std::vector<double> squares;  // [Hkv][capacity] of the squares of the attention, or empty
-    int32_t             capacity = 0;
+    Bulk<double> sums;     // [Hkv][capacity]
+    Bulk<double> squares;  // [Hkv][capacity] of the squares of the attention, or empty
+    int32_t      capacity = 0;
 };
 
 // All queries of the pending prompt, of one layer, until it is compressed.
@@ -69,7 +69,7 @@ struct QueryPart {
 
 // The last queries of the prompt, of one layer, in a ring: token i of the sequence lies at slot i % capacity.
 struct QueryWindow {
-    std::vector<float> q;      // [capacity][H][d_k], scaled as for the logits
+    Bulk<float>        q;      // [capacity][H][d_k], scaled as for the logits
     std::vector<float> sinks;  // [H], or empty
 };
 

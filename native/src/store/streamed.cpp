@@ -38,7 +38,7 @@ bool Sequence::open_stream(int32_t n_sinks) {
         old += (size_t) n;
     }
     for (auto & cs : sums) {  // of what was compressed before nothing is known
-        std::vector<double> shifted;
+        Bulk<double> shifted;
         for (size_t from = 0; from < cs.sums.size(); from += (size_t) cs.capacity) {
             shifted.insert(shifted.end(), old, 0.0);
             shifted.insert(shifted.end(), cs.sums.begin() + (std::ptrdiff_t) from,
