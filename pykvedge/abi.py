@@ -104,6 +104,7 @@ _P = c.c_void_p
 _I = c.c_int32
 _ERR = c.c_void_p  # a callbacks.Error
 _OUT = c.POINTER(c.c_void_p)
+Look = c.CFUNCTYPE(c.c_bool, _I, _P)  # kvedge_encoder_look
 _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "version": (c.c_char_p, []),
     "abi_version": (_I, []),
@@ -145,6 +146,7 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "read_saved": (c.c_int, [c.c_char_p, c.POINTER(Saved), _P, c.c_size_t, _ERR]),
     "encoder_create": (c.c_int, [_OUT, _ERR]),
     "encoder_free": (None, [_P]),
+    "encoder_set_look": (None, [_P, Look, _P]),
     "encoder_eval": (c.c_bool, [_P, c.c_bool, _P]),
     "encoder_release": (c.c_uint64, [_P]),
     "compress_arrays_as": (c.c_int, [_P, c.POINTER(GivenArrays), c.c_int, c.c_int, _I, _OUT, _ERR]),

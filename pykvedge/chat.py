@@ -13,9 +13,8 @@ from pathlib import Path
 from pykvedge.display import Display
 from pykvedge.errors import KvedgeError, UsageError, unknown
 from pykvedge.images import Picture, load_picture
-from pykvedge.interrupt import as_event, as_exception
+from pykvedge.interrupt import CancelledError, as_event, as_exception
 from pykvedge.memory import readable
-from pykvedge.model import CancelledError
 from pykvedge.presets import plan as make_plan
 from pykvedge.report import Report, Saved
 from pykvedge.sampling import Sampling

@@ -12,8 +12,9 @@ import numpy as np
 
 from pykvedge import libraries, memory, runtime
 from pykvedge.errors import ContextError, KvedgeError, OutOfMemoryError
+from pykvedge.interrupt import CancelledError
 from pykvedge.kvtypes import KvType
-from pykvedge.model import CancelledError, Model
+from pykvedge.model import Model
 from pykvedge.onepass import OnePass
 from pykvedge.vision import ImagePiece, Vision
 

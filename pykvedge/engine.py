@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections.abc import Iterator
@@ -20,8 +21,9 @@ from pykvedge.errors import (
     StateError,
     UnsupportedError,
 )
+from pykvedge.interrupt import stop_if_set
 from pykvedge.kvtypes import KvType
-from pykvedge.model import CancelledError, Model, Progress
+from pykvedge.model import Model, Progress
 from pykvedge.plan import Budget, Plan
 from pykvedge.presets import check_protection
 from pykvedge.report import Kv
@@ -259,10 +261,14 @@ class Engine:
     def encode(self, pieces: list[Piece], progress: Progress, cancel: threading.Event | None) -> None:
         """Computes the embeddings of the images. Raises ImageError, CancelledError."""
         images = [p for p in pieces if isinstance(p, ImagePiece)]
+
+        def look(i: int, share: float) -> None:
+            progress(f"encoding image {i + 1} of {len(images)}", (i + share) / len(images))
+            stop_if_set(cancel)
+
         for i, piece in enumerate(images):
-            progress(f"encoding image {i + 1} of {len(images)}", i / len(images))
-            _stop_if_set(cancel)
-            self._require_vision().encode(piece)
+            look(i, 0.0)
+            self._require_vision().encode(piece, functools.partial(look, i))
 
     def prefill(self, pieces: list[Piece], progress: Progress, cancel: threading.Event | None) -> None:
         """Reads the pieces; afterwards the logits of the last token are there. Raises ContextError, CancelledError."""
@@ -275,7 +281,7 @@ class Engine:
         done, total = 0, sum(p.n_tokens for p in pieces)
         for i, step in enumerate(steps):
             progress("reading the prompt", done / total)
-            _stop_if_set(cancel)
+            stop_if_set(cancel)
             self.read_step(step, want_logits=i == len(steps) - 1)
             done += step.n_tokens
         context.stop_when(None)
@@ -300,7 +306,7 @@ class Engine:
                 seen = done
                 progress("reading the prompt, layer by layer", done / layers)
 
-        _stop_if_set(cancel)
+        stop_if_set(cancel)
         context.stop_when(cancel, look)
         try:
             cache.bound_prompt(prompt.image_mask)
@@ -386,11 +392,6 @@ class Engine:
     def peak_bytes(self, so_far: int) -> int:
         """Largest amount of KV memory up to now."""
         return self._cache.stats().peak_bytes if self._cache is not None else so_far
-
-
-def _stop_if_set(cancel: threading.Event | None) -> None:
-    if cancel is not None and cancel.is_set():
-        raise CancelledError
 
 
 def _tidy(x: float) -> float | int:

@@ -12,10 +12,20 @@ from typing import Any
 PATIENCE = 3  # so many Ctrl-C end the program even where nothing listens (inside one long C call)
 
 
+class CancelledError(Exception):
+    """The caller's `cancel` event was set while something long was going on."""
+
+
 def as_exception() -> None:
     """Ctrl-C raises KeyboardInterrupt, even in a program that was started with the signal ignored."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def stop_if_set(event: threading.Event | None, *_: object) -> None:
+    """Raises CancelledError if the event is set; what else is given does not matter."""
+    if event is not None and event.is_set():
+        raise CancelledError
 
 
 @contextmanager

@@ -100,29 +100,6 @@ def plan_budget(plan: Plan, n_tokens: int) -> int:
         return lib().kvedge_plan_budget(native.handle, n_tokens)
 
 
-class EncoderMemory:
-    """Where an image encoder of libmtmd works (kvedge_encoder): the pages go back to the system when it has worked."""
-
-    def __init__(self) -> None:
-        """Raises OutOfMemoryError."""
-        self._handle = c.c_void_p()
-        call("encoder_create", c.byref(self._handle))
-
-    def watch(self, params: Any, callback: Any) -> None:
-        """Sets what the encoder tells while it works in its mtmd_context_params; callback: the bindings' type of it."""
-        params.cb_eval = c.cast(lib().kvedge_encoder_eval, callback)
-        params.cb_eval_user_data = self._handle
-
-    def release(self) -> int:
-        """Gives the pages back, right after an image was encoded. Returns their bytes; 0 on a GPU."""
-        return lib().kvedge_encoder_release(self._handle)
-
-    def close(self) -> None:
-        """After mtmd_free. Does nothing the second time."""
-        lib().kvedge_encoder_free(self._handle)
-        self._handle = c.c_void_p()
-
-
 class Cache:
     """The KV memory of one llama_context, owned by libkvedge (kvedge_cache). Not for use from several threads."""
 

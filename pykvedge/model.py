@@ -11,13 +11,10 @@ from typing import Any
 
 from pykvedge import memory, runtime
 from pykvedge.errors import ModelError
+from pykvedge.interrupt import CancelledError
 from pykvedge.modelfile import check_model
 
 Progress = Callable[[str, float], None]  # (what, share done in 0..1)
-
-
-class CancelledError(Exception):
-    """The caller's `cancel` event was set while something long was going on."""
 
 
 def silent(what: str, share: float) -> None:

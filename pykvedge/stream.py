@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -11,7 +12,8 @@ from typing import TYPE_CHECKING
 from pykvedge.context import DEFAULT_CTX, ROOM_TO_ANSWER, Context, ContextSize, ubatch_for
 from pykvedge.errors import ContextError, UsageError
 from pykvedge.images import Picture
-from pykvedge.model import CancelledError, Model, Progress
+from pykvedge.interrupt import stop_if_set
+from pykvedge.model import Model, Progress
 from pykvedge.plan import Plan
 from pykvedge.report import Kv, Stream, Tokens
 from pykvedge.settings import Settings
@@ -180,8 +182,7 @@ def read(
     steps = cut(itertools.chain(first, pieces), engine.pace.step)
     step = next(steps, None)
     while step is not None:
-        if cancel is not None and cancel.is_set():
-            raise CancelledError
+        stop_if_set(cancel)
         tokens.prompt += step.n_tokens
         if isinstance(step, ImagePiece):
             n_images += 1
@@ -190,12 +191,12 @@ def read(
         # what follows an image is only looked at when it was read; a prompt ends with text
         image = isinstance(step, ImagePiece)
         following = None if image else next(steps, None)
-        _read_step(engine, vision, step, last=not image and following is None)
+        _read_step(engine, vision, step, cancel, last=not image and following is None)
         step = next(steps, None) if image else following
     context.stop_when(None)
 
 
-def _read_step(engine: Engine, vision: Vision | None, step: Piece, last: bool) -> None:
+def _read_step(engine: Engine, vision: Vision | None, step: Piece, cancel: threading.Event | None, last: bool) -> None:
     """last: of the prompt. Its logits are wanted, and the answer begins at the bound."""
     context, pace = engine.context, engine.pace
     pace.require_room(step.n_tokens)
@@ -204,7 +205,7 @@ def _read_step(engine: Engine, vision: Vision | None, step: Piece, last: bool) -
             raise ContextError(
                 f"an image of {step.n_tokens} tokens must come with the first message; start a new conversation"
             )
-        vision.encode(step)
+        vision.encode(step, functools.partial(stop_if_set, cancel))
         engine.read_step(step, want_logits=False)
         vision.drop(step)
     else:

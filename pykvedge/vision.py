@@ -6,16 +6,17 @@ import ctypes
 import os
 import secrets
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from pykvedge import libraries, memory, runtime
+from pykvedge.encoderwatch import EncoderWatch
 from pykvedge.errors import ImageError, ModelError, UsageError
 from pykvedge.images import Picture
 from pykvedge.imagetokens import Places, places
-from pykvedge.libkvedge import EncoderMemory
 from pykvedge.model import Model
 from pykvedge.modelfile import check_mmproj, projector
 
@@ -66,8 +67,8 @@ class Vision:
         params.n_threads, params.use_gpu = threads, use_gpu
         params.print_timings = params.warmup = False
         params.media_marker = self.marker.encode()
-        self._memory = EncoderMemory()
-        self._memory.watch(params, llama.ggml_backend_sched_eval_callback)
+        self._watch = EncoderWatch(int(header.values.get("clip.vision.block_count", 1)))
+        self._watch.install(params, llama.ggml_backend_sched_eval_callback)
         with runtime.collected_errors() as lines:
             self.handle = mtmd.mtmd_init_from_file(os.fsencode(path), model.handle, params)
         if not self.handle:
@@ -82,7 +83,7 @@ class Vision:
         if getattr(self, "handle", None):
             self.mtmd.mtmd_free(self.handle)
             self.handle = None
-            self._memory.close()
+            self._watch.close()
 
     def non_causal(self) -> bool:
         """Whether the tokens of an image look at each other in both directions."""
@@ -143,17 +144,19 @@ class Vision:
                 raise UsageError("the prompt holds something that is neither text nor image")
         return out
 
-    def encode(self, piece: ImagePiece) -> None:
-        """Fills in the embeddings. Raises ImageError."""
+    def encode(self, piece: ImagePiece, look: Callable[[float], None] = lambda share: None) -> None:
+        """Fills in the embeddings. Raises ImageError.
+
+        look: called meanwhile with the share that is done; what it raises ends the encoding, and is raised.
+        """
         if piece.key not in self._encoded:
             with runtime.collected_errors() as lines:
-                status = self.mtmd.mtmd_encode_chunk(self.handle, piece.chunk)
+                status = self._watch.run(lambda: self.mtmd.mtmd_encode_chunk(self.handle, piece.chunk), look)
             if status != 0:
                 raise ImageError(f"the image cannot be encoded: {runtime.reason(lines, 'mtmd does not say why')}")
             width = self._model.n_embd_input
             out = np.ctypeslib.as_array(self.mtmd.mtmd_get_output_embd(self.handle), (piece.n_tokens, width))
             self._encoded[piece.key] = out.copy()
-            self._memory.release()
         piece.embeddings = self._encoded[piece.key]
 
     def forget(self) -> None:

@@ -16,7 +16,7 @@ from pykvedge.embeddings import TokenTable
 from pykvedge.errors import StateError, UnsupportedError, UsageError
 from pykvedge.gguf import read_header
 from pykvedge.images import load_picture
-from pykvedge.model import CancelledError
+from pykvedge.interrupt import CancelledError
 from pykvedge.plan import Budget
 from pykvedge.session import Session
 from pykvedge.vision import ImagePiece, TextPiece

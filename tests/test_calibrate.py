@@ -19,7 +19,7 @@ from pykvedge.demo_tasks.evalset import samples as held_out
 from pykvedge.errors import KvedgeError, UnsupportedError, UsageError
 from pykvedge.images import Picture, load_picture
 from pykvedge.imagetokens import Places, places
-from pykvedge.model import CancelledError
+from pykvedge.interrupt import CancelledError
 from pykvedge.vision import ImagePiece, TextPiece
 
 DATA = profile.SHIPPED.parent

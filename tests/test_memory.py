@@ -12,9 +12,9 @@ import pytest
 
 import pykvedge
 from pykvedge import memory
+from pykvedge.encoderwatch import EncoderWatch
 from pykvedge.errors import OutOfMemoryError
 from pykvedge.images import Picture
-from pykvedge.libkvedge import EncoderMemory
 from pykvedge.sampling import Sampling
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
@@ -52,7 +52,7 @@ def test_the_intermediate_results_of_the_prompt_are_given_back(kvedge, tiny):
 @linux
 def test_the_working_memory_of_the_image_encoder_is_given_back(tiny, native, monkeypatch):
     pictures = [Picture(f"{n}", n, n, bytes(range(256)) * (n * n * 3 // 256)) for n in (1120, 560, 1120 - 28)]
-    release, seen = EncoderMemory.release, []
+    release, seen = EncoderWatch.release, []
 
     def watched(self) -> int:
         before = memory.rss_bytes()
@@ -64,12 +64,12 @@ def test_the_working_memory_of_the_image_encoder_is_given_back(tiny, native, mon
         with tiny("qwen2vl").session(pykvedge.plan("full")) as session:
             return session.ask("What are these?", pictures, Sampling(max_tokens=8)).read()
 
-    monkeypatch.setattr(EncoderMemory, "release", watched)
+    monkeypatch.setattr(EncoderWatch, "release", watched)
     first = answer()
     assert len(seen) == 3 and seen[0][0] > 16 * MIB
     for (size, freed), share in zip(seen, (0.9, 0.2, 0.9), strict=True):  # the buffer stays as large as it was
         assert freed > share * size, seen
-    monkeypatch.setattr(EncoderMemory, "release", lambda self: 0)
+    monkeypatch.setattr(EncoderWatch, "release", lambda self: 0)
     assert answer() == first
 
 

@@ -10,7 +10,8 @@ import pytest
 import pykvedge
 from pykvedge.context import Context
 from pykvedge.errors import ContextError, NothingToCompressError, StateError, UnknownNameError, UsageError
-from pykvedge.model import CancelledError, TextStream, silent
+from pykvedge.interrupt import CancelledError
+from pykvedge.model import TextStream, silent
 from pykvedge.sampling import Sampling
 from pykvedge.session import Session
 from pykvedge.vision import TextPiece

@@ -23,7 +23,7 @@ from pykvedge.errors import (
     UnsupportedError,
     UsageError,
 )
-from pykvedge.model import CancelledError
+from pykvedge.interrupt import CancelledError
 from pykvedge.sampling import Sampling
 from pykvedge.sessionfile import fingerprint
 

@@ -1,5 +1,5 @@
 // kvedge.h - the whole public C ABI of libkvedge, with kvedge-stages.h (stages of your own), kvedge-arrays.h (compression
-// of plain arrays) and kvedge-encoder.h (the working memory of image encoders), which it includes.
+// of plain arrays) and kvedge-encoder.h (image encoders), which it includes.
 //
 // libkvedge owns the KV memory of a llama.cpp context. It attaches to an existing llama_context, stores keys
 // and values per layer and per KV head, attends over them, and after a prompt is complete it compresses the

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +17,8 @@ from pykvedge.context import Context, ContextSize, check_memory, ubatch_for
 from pykvedge.demo_tasks.scenes import draw_scene, render
 from pykvedge.errors import KvedgeError, UsageError
 from pykvedge.images import Picture
-from pykvedge.model import CancelledError, Model
+from pykvedge.interrupt import stop_if_set
+from pykvedge.model import Model
 from pykvedge.profile import tables_for
 from pykvedge.vision import ImagePiece, Piece, TextPiece, Vision
 
@@ -54,8 +56,17 @@ class Prompt:
         return Prompt(self.shape, [TextPiece((tokens or self.then)[:WARM_UP_TOKENS])], self.then[:2])
 
 
-def make_prompt(model: Model, vision: Vision | None, shape: Shape, generate: int) -> Prompt:
-    """Random text (neither time nor memory depends on what it says) and drawn scenes, encoded. Raises ImageError."""
+def make_prompt(
+    model: Model,
+    vision: Vision | None,
+    shape: Shape,
+    generate: int,
+    look: Callable[[float], None] = lambda share: None,
+) -> Prompt:
+    """Random text (neither time nor memory depends on what it says) and drawn scenes, encoded.
+
+    look: called while they are, with the share of the image that is done; it may raise. Raises ImageError.
+    """
     rng = np.random.default_rng(0)
     text = _random_tokens(model, rng, shape.text_tokens + generate)
     before, after = text[: shape.text_tokens // 2], text[shape.text_tokens // 2 : shape.text_tokens]
@@ -66,9 +77,13 @@ def make_prompt(model: Model, vision: Vision | None, shape: Shape, generate: int
             raise UsageError(f"{model.path.name} has no image encoder; pass --mmproj, or --images 0")
         images = vision.split(vision.marker * shape.images, [_picture(rng, shape) for _ in range(shape.images)])
         started = time.perf_counter()
-        for piece in images:
-            if isinstance(piece, ImagePiece):
-                vision.encode(piece)
+        try:
+            for piece in images:
+                if isinstance(piece, ImagePiece):
+                    vision.encode(piece, look)
+        except BaseException:
+            vision.release(images)
+            raise
         spent = time.perf_counter() - started
         pieces += images
     pieces.append(TextPiece(after))
@@ -179,8 +194,7 @@ def _timed(
     out.rss_after_bytes = memory.rss_bytes()
     energy.start()
     for token in prompt.then:
-        if cancel.is_set():
-            raise CancelledError
+        stop_if_set(cancel)
         started = time.perf_counter()
         context.decode([token], want_logits=True)
         context.logits()

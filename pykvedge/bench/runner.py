@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from pykvedge.bench import machine
 from pykvedge.bench.matrix import Matrix, ModelFiles, Shape, Variant
 from pykvedge.bench.measure import Prompt, Repetition, figures, make_prompt, repetition
 from pykvedge.errors import ContextError, ImageError, KvedgeError, UsageError
+from pykvedge.interrupt import CancelledError, stop_if_set
 from pykvedge.jsonlines import JsonLines
-from pykvedge.model import CancelledError, Model, Progress, silent
+from pykvedge.model import Model, Progress, silent
 from pykvedge.progress import Countdown
 from pykvedge.vision import Vision
 
@@ -129,12 +131,11 @@ class _Loaded:
 
     def _prompt(self, model: Model, vision: Vision | None, shape: Shape) -> None:
         name, variants = f"{self._files.name}, {shape.name}", [self._matrix.stock, *self._matrix.variants]
-        if self._cancel.is_set():
-            raise CancelledError
+        stop_if_set(self._cancel)
         if shape.images:
             self._countdown.step(f"{name}: encoding images", 0)
         try:
-            prompt = make_prompt(model, vision, shape, self._matrix.generate)
+            prompt = make_prompt(model, vision, shape, self._matrix.generate, partial(stop_if_set, self._cancel))
         except ImageError as error:
             self._leave_out(f"{name} left out: {error}", len(variants) * (self._matrix.repeat + 1))
             return
@@ -161,8 +162,7 @@ class _Loaded:
         name = f"{group.model}, {group.shape.name}"
         for turn in range(self._matrix.repeat + 1):
             for variant in list(variants):
-                if self._cancel.is_set():
-                    raise CancelledError
+                stop_if_set(self._cancel)
                 try:
                     measured = once(variant, prompt if turn else prompt.warm_up())
                 except ContextError as error:

@@ -18,7 +18,8 @@ import numpy as np
 from pykvedge.calibrate.places import boxes_of_tokens, tokens_of_boxes, tokens_of_needle
 from pykvedge.calibrate.samples import Labelled
 from pykvedge.errors import KvedgeError, NothingToCompressError, UsageError
-from pykvedge.model import CancelledError, Progress, silent
+from pykvedge.interrupt import stop_if_set
+from pykvedge.model import Progress, silent
 from pykvedge.sampling import Sampler, Sampling
 from pykvedge.session import Session
 from pykvedge.vision import Piece, TextPiece
@@ -118,8 +119,7 @@ class HeadScorer:
         deserved: list[np.ndarray] = []
         with Sampler(Sampling(temp=0.0)) as sampler:
             while True:
-                if cancel is not None and cancel.is_set():
-                    raise CancelledError
+                stop_if_set(cancel)
                 engine.extend(token)
                 token = sampler.sample(engine.context.handle)
                 if session.model.is_end(token) or len(texts) == LONGEST_ANSWER or engine.context.room < 1:

@@ -184,8 +184,7 @@ def _samples(given: dict[str, Any], kind: str) -> Iterable[Labelled]:
 def _session(given: dict[str, Any], plan: Any) -> Iterator[tuple[Session, Any, threading.Event]]:
     """A session in which Ctrl-C asks for an end: nothing is written then."""
     from pykvedge.display import Display
-    from pykvedge.interrupt import as_event
-    from pykvedge.model import CancelledError
+    from pykvedge.interrupt import CancelledError, as_event
     from pykvedge.session import Session
 
     model, mmproj = model_files(given["model"], given["mmproj"])

@@ -85,8 +85,9 @@ class Prepared:
 class Preparer:
     """Makes tokens of samples, by the model's chat template."""
 
-    def __init__(self, model: Model, vision: Vision | None) -> None:
-        self._model, self._vision = model, vision
+    def __init__(self, model: Model, vision: Vision | None, look: Callable[[float], None] = lambda share: None) -> None:
+        """look: called while an image is encoded, with the share that is done; what it raises prepare raises."""
+        self._model, self._vision, self._look = model, vision, look
         self._template = ChatTemplate(model.chat_template(), model.special_text("bos"), model.special_text("eos"))
         self._lead = self._template.lead()
 
@@ -109,7 +110,7 @@ class Preparer:
                 for pieces, _ in turns:
                     for piece in pieces:
                         if isinstance(piece, ImagePiece):
-                            self._vision.encode(piece)
+                            self._vision.encode(piece, self._look)
             return prepared
         except BaseException:
             self.release(turns)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from pykvedge.eval.measure import Cell, Measurer, Preparer, Wants
 from pykvedge.eval.reader import Reader
 from pykvedge.eval.records import Records, fingerprint
 from pykvedge.eval.tasks import Sample
+from pykvedge.interrupt import CancelledError, stop_if_set
 from pykvedge.jsonlines import SaveError
-from pykvedge.model import CancelledError, Model, Progress, silent
+from pykvedge.model import Model, Progress, silent
 from pykvedge.presets import plan
 from pykvedge.progress import Countdown
 from pykvedge.settings import Settings
@@ -90,7 +92,8 @@ def evaluate(
             vision = Vision(job.mmproj, model, threads, on_gpu, job.settings.verbose)
         reader = Reader(model, vision, threads, job.settings.kv_type, job.settings.n_ctx)
         reader.stop_when(cancel)
-        run = _Run(out, full, cells, countdown, cancel, Preparer(model, vision), Measurer(model, reader, job.wants))
+        preparer = Preparer(model, vision, partial(stop_if_set, cancel))
+        run = _Run(out, full, cells, countdown, cancel, preparer, Measurer(model, reader, job.wants))
         for sample, missing in todo:
             run.one(sample, missing)
     except CancelledError:
@@ -136,8 +139,7 @@ class _Run:
 
     def one(self, sample: Sample, missing: set[tuple[str, str]]) -> None:
         """Measures a sample by the cells that it lacks. Raises CancelledError, SaveError."""
-        if self._cancel.is_set():
-            raise CancelledError
+        stop_if_set(self._cancel)
         cells = [cell for cell in self._cells if cell.key in missing]
         self._countdown.step(sample.task, 0)
         try:

@@ -1,0 +1,66 @@
+// What an image encoder of libmtmd tells while it works: llama.cpp's scheduler asks of every result whether anybody wants to
+// see it, and computes up to the next one that somebody does.
+
+#include "core/error.h"
+#include "ggml.h"
+#include "glue/intermediate.h"
+#include "kvedge.h"
+
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+using namespace kvedge;
+
+struct kvedge_encoder {
+    Intermediate        results;
+    kvedge_encoder_look look      = nullptr;
+    void *              user_data = nullptr;
+};
+
+// The layer whose output a result is, by the name that libmtmd gives it; -1: another result.
+static int32_t layer_of(const ggml_tensor & result) {
+    static constexpr char   NAME[] = "layer_out-";
+    static constexpr size_t LENGTH = sizeof(NAME) - 1;
+    if (strncmp(result.name, NAME, LENGTH) != 0) {
+        return -1;
+    }
+    char *     end   = nullptr;
+    const long layer = strtol(result.name + LENGTH, &end, 10);
+    return end != result.name + LENGTH && *end == '\0' && layer >= 0 && layer < (1 << 20) ? (int32_t) layer : -1;
+}
+
+extern "C" kvedge_status kvedge_encoder_create(kvedge_encoder ** out, kvedge_error * err) {
+    if (!out) {
+        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_encoder_create: out is NULL");
+    }
+    *out = new (std::nothrow) kvedge_encoder();
+    return *out ? ok(err) : fail(err, KVEDGE_E_MEMORY, "no memory for an encoder");
+}
+
+extern "C" void kvedge_encoder_free(kvedge_encoder * encoder) {
+    delete encoder;
+}
+
+extern "C" void kvedge_encoder_set_look(kvedge_encoder * encoder, kvedge_encoder_look look, void * user_data) {
+    if (encoder) {
+        encoder->look      = look;
+        encoder->user_data = user_data;
+    }
+}
+
+extern "C" bool kvedge_encoder_eval(ggml_tensor * tensor, bool ask, void * encoder) {
+    auto * e = (kvedge_encoder *) encoder;
+    if (!e || !tensor) {
+        return !ask;  // wanted: none; when one was computed: go on
+    }
+    if (ask) {
+        e->results.note(tensor);
+        return e->look && layer_of(*tensor) >= 0;
+    }
+    return !e->look || e->look(layer_of(*tensor), e->user_data);
+}
+
+extern "C" uint64_t kvedge_encoder_release(kvedge_encoder * encoder) {
+    return encoder ? encoder->results.release() : 0;
+}
