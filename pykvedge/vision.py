@@ -67,11 +67,13 @@ class Vision:
         params.n_threads, params.use_gpu = threads, use_gpu
         params.print_timings = params.warmup = False
         params.media_marker = self.marker.encode()
-        self._watch = EncoderWatch(int(header.values.get("clip.vision.block_count", 1)))
+        layers = header.values.get("clip.vision.block_count")
+        self._watch = EncoderWatch(layers if isinstance(layers, int) else 1)
         self._watch.install(params, llama.ggml_backend_sched_eval_callback)
         with runtime.collected_errors() as lines:
             self.handle = mtmd.mtmd_init_from_file(os.fsencode(path), model.handle, params)
         if not self.handle:
+            self._watch.close()
             raise ModelError(f"{path} cannot be loaded: {runtime.reason(lines, 'mtmd does not say why')}")
         if not mtmd.mtmd_support_vision(self.handle):
             self.close()

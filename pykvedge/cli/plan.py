@@ -117,16 +117,15 @@ def _size(text: str) -> tuple[int, int]:
 def _table(f: Footprint, request: Request, out: dict[str, Any]) -> str:
     from pykvedge.memory import readable
 
-    scores = f.scores_and_layer
     rows = [
         ("program and its libraries", *[f.program] * 3),
         ("weights, from the file", *[f.weights] * 3),
         ("weights, rearranged for this CPU", *[f.repacked] * 3),
         ("image encoder", *[f.encoder] * 3),
-        ("encoding an image (kvedge: only while)", *[f.encoder_compute] * 3),
-        ("compute buffers (kvedge: of the prompt)", f.compute_stock, f.compute, f.compute),
+        ("encoding an image", *[f.encoder_compute] * 3),
+        ("compute buffers", f.compute_stock, f.compute, f.compute),
         ("KV cache while the prompt is read", f.kv_stock, f.kv_prompt, f.kv_prompt),
-        ("scores and one compressed layer", 0, 0, scores),
+        ("scores and one compressed layer", 0, 0, f.scores_and_layer),
         ("KV cache of the answer", f.kv_stock, f.kv_prompt, f.kv_kept),
         ("peak", f.peak_stock, f.peak_full, f.peak_prefill),
         ("while the answer is generated", f.peak_stock, f.answer_full, f.after_compression),
@@ -136,10 +135,12 @@ def _table(f: Footprint, request: Request, out: dict[str, Any]) -> str:
     lines = [
         f"{Path(out['model']).name}: {what if request.n_images else ''}{request.text_tokens} tokens of text, "
         f"{f.prompt_tokens} in all, of which {f.kept_tokens} are kept; stock context {f.n_ctx}",
-        " " * 40 + "".join(f"{name:>18}" for name in columns),
+        " " * 34 + "".join(f"{name:>18}" for name in columns),
     ]
     shown = [(name, *(readable(n) if n else "-" for n in figures)) for name, *figures in rows if any(figures)]
-    lines += [f"{name:<40}" + "".join(f"{x:>18}" for x in figures) for name, *figures in shown]
+    lines += [f"{name:<34}" + "".join(f"{x:>18}" for x in figures) for name, *figures in shown]
+    first = "what encoding an image took before the prompt is read, and " if f.encoder_compute else ""
+    lines.append(f"kvedge gives back {first}the compute buffers when the prompt is complete")
     if f.kept_tokens < f.prompt_tokens and f.peak_bounded < f.peak_prefill:
         lines.append(
             f"with --bounded, where model and method allow it: KV cache {readable(f.kv_bounded)} while the prompt is "
