@@ -36,7 +36,10 @@ class Kv:
 
 @dataclass
 class Rss:
-    """Resident set size of the process, as the operating system tells it."""
+    """Resident set size of the process, as the operating system tells it.
+
+    The peak is that of a whole message: its images are encoded, its prompt is read and compressed.
+    """
 
     before_prefill_bytes: int = 0
     peak_bytes: int = 0
