@@ -30,7 +30,7 @@ class Countdown:
         self._write(f"{self._done} of {self._total}{rest}: {what}")
 
     def skip(self, n: int) -> None:
-        """n steps need not be done after all."""
+        """n steps need not be done after all; negative: so many more must."""
         self._total = max(self._total - n, 1)
 
     def say(self, text: str) -> None:

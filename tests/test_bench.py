@@ -21,7 +21,7 @@ from conftest import THREADS
 
 import pykvedge
 from pykvedge.bench import machine, plot, table
-from pykvedge.bench.matrix import Matrix, ModelFiles, Shape, Variant
+from pykvedge.bench.matrix import MOST_ROUNDS, Matrix, ModelFiles, Shape, Variant
 from pykvedge.bench.measure import Repetition, make_prompt
 from pykvedge.bench.runner import Group, Log, Outcome, run
 from pykvedge.gguf import read_header
@@ -347,3 +347,11 @@ def test_bad_input(kvedge, tiny):
     kvedge(*llama, "--plot", "nowhere/a.svg").failed(2, "there is no folder nowhere")
     kvedge(*llama, "--mmproj", "a", "--mmproj", "b").failed(2, "1 models and 2 image encoders")
     kvedge("bench", "--model", "none.gguf").failed(1, "none.gguf does not exist")
+
+
+def test_short_rounds_are_followed_by_more(tiny, native):
+    model, variants = ModelFiles(tiny("llama").model), [Variant("h2o", pykvedge.plan("h2o", 0.5))]
+    [group] = measured([model], [Shape(20)], variants, repeat=1, fill_s=600.0, generate=1).groups
+    assert [len(found) for found in group.rounds.values()] == [MOST_ROUNDS] * 2
+    [group] = measured([model], [Shape(20)], variants, repeat=1, fill_s=1e-9, generate=1).groups
+    assert [len(found) for found in group.rounds.values()] == [1] * 2

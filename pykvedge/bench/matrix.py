@@ -54,6 +54,9 @@ class Variant:
         return self.name + budget + (f" {self.kv_type}" if self.kv_type != "f16" else "")
 
 
+MOST_ROUNDS = 25
+
+
 @dataclass(frozen=True)
 class Matrix:
     """Everything, and how often. Stock is a variant of its own, the first."""
@@ -61,7 +64,8 @@ class Matrix:
     models: list[ModelFiles]
     shapes: list[Shape]
     variants: list[Variant]
-    repeat: int = 5
+    repeat: int = 5  # rounds
+    fill_s: float = 0.0  # a prompt's rounds that take less in all are followed by more, up to MOST_ROUNDS
     generate: int = 32  # tokens per repetition
     threads: int = 0
     gpu_layers: int | None = None
@@ -69,5 +73,5 @@ class Matrix:
 
     @property
     def steps(self) -> int:
-        """Repetitions in all, the warm-up among them."""
+        """Repetitions that there are at least, the warm-up among them."""
         return len(self.models) * len(self.shapes) * (len(self.variants) + 1) * (self.repeat + 1)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 from pykvedge import runtime
 from pykvedge.bench import machine
-from pykvedge.bench.matrix import Matrix, ModelFiles, Shape, Variant
+from pykvedge.bench.matrix import MOST_ROUNDS, Matrix, ModelFiles, Shape, Variant
 from pykvedge.bench.measure import Prompt, Repetition, figures, make_prompt, repetition
 from pykvedge.errors import ContextError, ImageError, KvedgeError, UsageError
 from pykvedge.interrupt import CancelledError, stop_if_set
@@ -160,22 +161,32 @@ class _Loaded:
         prompt: Prompt,
     ) -> None:
         name = f"{group.model}, {group.shape.name}"
-        for turn in range(self._matrix.repeat + 1):
+        for turn, left in self._turns(len(variants)):
             for variant in list(variants):
                 stop_if_set(self._cancel)
                 try:
                     measured = once(variant, prompt if turn else prompt.warm_up())
                 except ContextError as error:
-                    self._leave_out(f"{name} left out: {error}", len(variants) * (self._matrix.repeat + 1 - turn))
+                    self._leave_out(f"{name} left out: {error}", len(variants) * left)
                     return
                 except KvedgeError as error:
                     variants.remove(variant)
-                    self._leave_out(f"{name}, {variant.label} left out: {error}", self._matrix.repeat + 1 - turn)
+                    self._leave_out(f"{name}, {variant.label} left out: {error}", left)
                     continue
                 self._countdown.step(f"{name}: {variant.label}")
                 if turn:
                     group.rounds.setdefault(variant, []).append(measured)
                     self._log.add(self._line(group, variant, turn, measured))
+
+    def _turns(self, n_variants: int) -> Iterator[tuple[int, int]]:
+        """(number of the round, rounds left with it). Round 0 warms up; short ones are followed by more."""
+        last, started = self._matrix.repeat, time.monotonic()
+        for turn in range(last + 1):
+            yield turn, last + 1 - turn
+        while last < MOST_ROUNDS and time.monotonic() - started < self._matrix.fill_s:
+            last += 1
+            self._countdown.skip(-n_variants)
+            yield last, 1
 
     def _line(self, group: Group, variant: Variant, turn: int, measured: Repetition) -> dict[str, Any]:
         plan = variant.plan

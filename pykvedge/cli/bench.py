@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 OUTPUTS = ("md", "csv", "json", "jsonl")
 DEFAULTS = {"budgets": "0.5,0.2", "tokens": "64", "images": "2,8", "repeat": 5, "generate": 32}
+FILL_S = 10.0  # rounds of less than this are repeated beyond their number
 QUICK = {"budgets": "0.2", "tokens": "64", "images": "8", "repeat": 3, "generate": 16}
 _PATH = click.Path(path_type=Path)
 
@@ -60,7 +61,12 @@ _PATH = click.Path(path_type=Path)
 )
 @click.option("--image-size", default="336x336", show_default=True, metavar="WxH", help="Pixels.")
 @click.option("--kv-types", default="f16", show_default=True, metavar="A,B", help="Storage types; stock uses f16.")
-@click.option("--repeat", type=int, metavar="N", help=f"Rounds. Default {DEFAULTS['repeat']}, quick {QUICK['repeat']}.")
+@click.option(
+    "--repeat",
+    type=int,
+    metavar="N",
+    help=f"Rounds. Default {DEFAULTS['repeat']}, quick {QUICK['repeat']}; short ones fill {FILL_S:.0f} s a prompt.",
+)
 @click.option(
     "--generate",
     type=int,
@@ -163,6 +169,7 @@ def _matrix(given: dict[str, Any]) -> Matrix:
         shapes,
         _variants(given, str(chosen["budgets"])),
         positive("--repeat", chosen["repeat"]),
+        FILL_S if given["repeat"] is None else 0.0,
         positive("--generate", chosen["generate"]),
         positive("--threads", given["threads"]),
         given["gpu_layers"],
