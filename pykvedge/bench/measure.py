@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -150,7 +152,8 @@ def repetition(
             tables = tables_for(variant.plan, model.path)
             cache = libkvedge.Cache(context.handle, variant.plan, variant.kv_type, auto_compress=False, profiles=tables)
         try:
-            out = _timed(context, vision, cache, prompt, energy, cancel)
+            with _uncollected():
+                out = _timed(context, vision, cache, prompt, energy, cancel)
         except KvedgeError:
             if cache is not None:
                 cache.check()
@@ -165,6 +168,18 @@ def repetition(
             cache.detach()
         if context is not None:
             context.close()
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Inside the block Python looks for no garbage: it would do so in the same places of every run."""
+    on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if on:
+            gc.enable()
 
 
 def _timed(
