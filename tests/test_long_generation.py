@@ -6,9 +6,9 @@ import sys
 
 import pytest
 from contexts import TinyContext, random_tokens
+from resident import own_bytes
 
 import pykvedge
-from pykvedge import memory
 from pykvedge.stages.registry import members
 
 PROMPT, GENERATED, WARM = 1500, 10_000, 2_000
@@ -41,7 +41,7 @@ def test_memory_stays_within_the_bound(native, tiny, decode):
                 scores.append(stats.score_bytes)
                 assert stats.index_bytes < 5 * 1.25 * context.n[0] + 3 * 4 * (sum(held) + 4 * 256)
             if step == WARM:
-                rss = memory.rss_bytes()
+                rss = own_bytes()
         warm = WARM // 20
         if constant:
             assert max(sizes[2 * warm :]) <= max(sizes[warm : 2 * warm])
@@ -49,6 +49,6 @@ def test_memory_stays_within_the_bound(native, tiny, decode):
         else:  # the share of all tokens; heads drop one row a token at most
             assert sum(held) <= 0.2 * (PROMPT + GENERATED) * 4 + 2 * 4
         growth = max(0, sizes[-1] - sizes[warm]) + 5 * 1.25 * GENERATED
-        assert memory.rss_bytes() - rss <= growth + MIB
+        assert own_bytes() - rss <= growth + MIB
     finally:
         context.close()

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 from conversations import say
+from resident import own_bytes
 
 import pykvedge
-from pykvedge import memory
 from pykvedge.errors import ContextError, ImageError, NothingToCompressError, StateError, UsageError
 from pykvedge.images import Picture
 from pykvedge.sampling import Sampling
@@ -213,7 +213,7 @@ def test_the_system_sees_no_growth_over_many_images(tiny, native):
 
     def watched():
         for picture in frames(120, size=200):
-            sizes.append(memory.rss_bytes())
+            sizes.append(own_bytes())
             yield picture
 
     with model.session(pykvedge.plan("snapkv", 128), stream=True) as session:

@@ -8,9 +8,10 @@ from itertools import chain
 import numpy as np
 import pytest
 from contexts import TinyContext, random_tokens
+from resident import own_bytes
 
 import pykvedge
-from pykvedge import libkvedge, memory
+from pykvedge import libkvedge
 from pykvedge.errors import StateError, UnsupportedError
 
 BOUND = 40
@@ -232,7 +233,7 @@ def test_the_system_sees_no_growth(native, tiny):
         sizes = []
         for i in range(64):
             feed(context, [256], i)
-            sizes.append(round(memory.rss_bytes() / 2**20, 1))
+            sizes.append(round(own_bytes() / 2**20, 1))
         row = 4 * 8 * 256 * 2  # bytes of a token
         assert context.cache.stats().bytes >= 512 * row
         # a thirtieth of what came would be seen, a step that the C library's heap takes once would not
