@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 from compare_with_stock import STOCK_LIB, log
+from resident import own_bytes
 
 SIDES = ("stock", "ordinary", "one pass", "bounded")
 
@@ -36,15 +37,9 @@ class Anonymous:
         self._done, self.peak = threading.Event(), 0
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
-    @staticmethod
-    def now() -> int:
-        """Bytes."""
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return 1024 * sum(int(x.split()[1]) for x in lines if x.startswith(("RssAnon:", "RssShmem:")))
-
     def _watch(self) -> None:
         while not self._done.wait(0.005):
-            self.peak = max(self.peak, self.now())
+            self.peak = max(self.peak, own_bytes())
 
     def __enter__(self) -> Anonymous:
         self._thread.start()
@@ -111,7 +106,7 @@ def stock_side(args: argparse.Namespace) -> dict[str, Any]:
     llama.llama_log_set(quiet, None)
     llama.llama_backend_init()
     model = llama.llama_model_load_from_file(args.model.encode(), llama.llama_model_default_params())
-    before, start = Anonymous.now(), time.perf_counter()
+    before, start = own_bytes(), time.perf_counter()
     with Anonymous() as memory:
         params = llama.llama_context_default_params()
         params.n_ctx = args.tokens + 64
@@ -125,7 +120,7 @@ def stock_side(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "kv_peak_bytes": llama.llama_n_ctx(context) * heads * size * 4,
         "beyond_weights_bytes": memory.peak - before,
-        "answering_bytes": Anonymous.now() - before,
+        "answering_bytes": own_bytes() - before,
         "seconds": seconds,
     }
 
@@ -145,7 +140,7 @@ def our_side(args: argparse.Namespace) -> dict[str, Any]:
     plan = pykvedge.plan(args.method, args.budget)
     # a budget in pairs that covers the prompt: everything is gathered, nothing is dropped until the plan proper is set
     first = plan.with_(budget=Budget(pairs=args.tokens)) if args.side == "one pass" else plan
-    before, start = Anonymous.now(), time.perf_counter()
+    before, start = own_bytes(), time.perf_counter()
     with Anonymous() as memory:
         n_ubatch = 512 if args.side == "ordinary" else args.tokens
         context = Context(model, ContextSize(args.tokens + 64, n_ubatch), args.threads)
@@ -161,7 +156,7 @@ def our_side(args: argparse.Namespace) -> dict[str, Any]:
         cache.compress()
     seconds = time.perf_counter() - start
     answer(context.llama, context.handle, args.tokens)
-    held = Anonymous.now() - before
+    held = own_bytes() - before
     kept = [[of_prompt(cache.tokens(i, h)) for h in range(len(x))] for i, x in enumerate(cache.lengths())]
     return {
         "kv_peak_bytes": cache.stats().peak_bytes,

@@ -32,7 +32,7 @@ bool kvedge_cache::end_bounded(SequenceState & state) {
         return false;
     }
     if (state.bounded) {
-        release_scratch();
+        release_working_memory();
     }
     state.bounded.reset();
     return true;

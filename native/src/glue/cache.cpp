@@ -230,12 +230,16 @@ bool kvedge_cache::reserve_scratch() {
     return std::all_of(scratch.begin(), scratch.end(), [&](Scratch & s) { return s.reserve(shapes, n_keys); });
 }
 
-// A prompt's intermediate results are many times those of a token: an answer gets by with a few of these pages. Every graph
-// writes its inputs anew, and what it put out has been copied.
 void kvedge_cache::release_scratch() {
     for (auto & s : scratch) {
         s.release();
     }
+}
+
+// A prompt's intermediate results are many times those of a token: an answer gets by with a few of these pages. Every graph
+// writes its inputs anew, and what it put out has been copied.
+void kvedge_cache::release_working_memory() {
+    release_scratch();
     // An encoder's graphs are built without asking for attention.
     if (ctx && !llama_model_has_encoder(llama_get_model(ctx))) {
         intermediate.release();
@@ -264,7 +268,7 @@ int kvedge_cache::ubatch_begin(const llama_attn_provider_ubatch & ubatch) {
 
 kvedge_status kvedge_cache::compress(SequenceState & state, kvedge_error * err) {
     if (!state.streaming) {
-        release_scratch();
+        release_working_memory();
     }
     if (state.bounded && !state.bounded->done()) {
         return fail_bounded(state, err);

@@ -153,7 +153,8 @@ struct kvedge_cache {
     bool end_bounded(kvedge::SequenceState & state);
     bool decodes(const kvedge::Run & run) const;
     bool reserve_scratch();
-    void release_scratch();  // between two ubatches, when a prompt is complete
+    void release_scratch();         // attention's own
+    void release_working_memory();  // and llama.cpp's: between two ubatches, when a prompt is complete
     int  report(kvedge_status status, const char * what);
 };
 

@@ -10,9 +10,7 @@
 using namespace kvedge;
 
 kvedge_status kvedge_cache::compress_stream(SequenceState & state, kvedge_error * err) {
-    for (auto & s : scratch) {
-        s.release();
-    }
+    release_scratch();
     Compression   outcome;
     const int32_t n_tokens = state.seq->pending_length();
     const auto &  plan     = plan_of(state.id);
