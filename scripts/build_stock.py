@@ -1,6 +1,6 @@
 """Builds the unpatched libllama and ggml of the pin into build/stock/lib: the baseline of measurements and tests.
 
-With the compilers, flags and backends of kvedge's build, so that a difference between the two is the patches' and
+Of patches/ it carries only the mends (see patches/README.md), without which it would crash on some machines. With the compilers, flags and backends of kvedge's build, so that a difference between the two is the patches' and
 kvedge's. Prints the folder; use it as LLAMA_CPP_LIB_PATH.
 """
 
@@ -15,10 +15,11 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from llama_source import ROOT, SHA256, SourceError, log, prepare
+from llama_source import MENDS, ROOT, SHA256, SourceError, file_sha256, log, prepare
 from unified_diff import PatchError
 
 STOCK = ROOT / "build" / "stock"
+PATCHES = ROOT / "patches"
 
 
 def find_build() -> Path:
@@ -48,7 +49,8 @@ def state(build: Path) -> dict[str, object]:
     kinds = ("CMAKE_BUILD_TYPE", "CMAKE_C", "CMAKE_SHARED", "KVEDGE_PORT", "GGML_")
     flags = sorted(line for line in cache if line.startswith(kinds))
     files = [Path(__file__), *sorted((ROOT / "cmake").glob("**/*.cmake")), ROOT / "cmake" / "stock" / "CMakeLists.txt"]
-    return {"source": SHA256, "flags": flags, "how": [f.read_text(encoding="utf-8") for f in files]}
+    mends = [file_sha256(p) for p in sorted(PATCHES.glob(MENDS))]
+    return {"source": SHA256, "mends": mends, "flags": flags, "how": [f.read_text(encoding="utf-8") for f in files]}
 
 
 def build_stock(build: Path) -> Path:
@@ -58,7 +60,7 @@ def build_stock(build: Path) -> Path:
         if json.loads(stamp.read_text(encoding="utf-8")) == want and any(lib.iterdir()):
             return lib
     stamp.unlink(missing_ok=True)
-    prepare(STOCK / "llama.cpp", None, None)
+    prepare(STOCK / "llama.cpp", None, PATCHES, MENDS)
     log("building the unpatched llama.cpp (the baseline)")
     cmake, work = tool("cmake"), STOCK / "work"
     configure = [cmake, "-S", str(ROOT / "cmake" / "stock"), "-B", str(work), "-G", "Ninja"]

@@ -37,6 +37,7 @@ WANTED = ("CMakeLists.txt", "LICENSE", "licenses", "cmake", "ggml", "include", "
 ROOT = Path(__file__).resolve().parent.parent
 STAMP = ".kvedge-source.json"
 BASE_TAG = "kvedge-base"
+MENDS = "*-mend-*.patch"  # faults of llama.cpp that stop the baseline as well
 
 
 class SourceError(Exception):
@@ -171,9 +172,9 @@ def unpack(sdist: Path, dest: Path) -> None:
         raise SourceError(f"{sdist} holds no {VENDOR}")
 
 
-def read_series(folder: Path) -> list[Patch]:
-    """The patches of a folder, in the order of their names."""
-    return [parse(p.name, p.read_bytes().decode("utf-8", "surrogateescape")) for p in sorted(folder.glob("*.patch"))]
+def read_series(folder: Path, which: str = "*.patch") -> list[Patch]:
+    """The patches of a folder whose names match, in the order of their names."""
+    return [parse(p.name, p.read_bytes().decode("utf-8", "surrogateescape")) for p in sorted(folder.glob(which))]
 
 
 def write_changes(root: Path, changes: dict[str, bytes | None]) -> None:
@@ -186,9 +187,9 @@ def write_changes(root: Path, changes: dict[str, bytes | None]) -> None:
             target.write_bytes(content)
 
 
-def prepare(out: Path, sdist: Path | None, patches: Path | None) -> bool:
-    """Makes `out` the pinned source with the patches applied. False if it was that already."""
-    series = sorted(patches.glob("*.patch")) if patches else []
+def prepare(out: Path, sdist: Path | None, patches: Path | None, which: str = "*.patch") -> bool:
+    """Makes `out` the pinned source with the patches applied whose names match `which`. False if it was that already."""
+    series = sorted(patches.glob(which)) if patches else []
     want = {"source": SHA256, "wanted": WANTED, "patches": [[p.name, file_sha256(p)] for p in series]}
     stamp = out / STAMP
     with contextlib.suppress(OSError, ValueError):
@@ -202,7 +203,7 @@ def prepare(out: Path, sdist: Path | None, patches: Path | None) -> bool:
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=out.name + ".new-") as tmp:
         fresh = Path(tmp) / "llama.cpp"
         unpack(sdist, fresh)
-        write_changes(fresh, apply(read_series(patches) if patches else [], fresh))
+        write_changes(fresh, apply(read_series(patches, which) if patches else [], fresh))
         (fresh / STAMP).write_text(json.dumps(want), encoding="utf-8")
         _replace_tree(fresh, out)
     log(f"llama.cpp of {PACKAGE} {VERSION} with {len(series)} patches is in {out}")
