@@ -1,6 +1,8 @@
 # Adds llama.cpp's libraries: ggml-base, ggml, the backends, llama, mtmd. Sets KVEDGE_LLAMA_TARGETS.
 
 include(${CMAKE_CURRENT_LIST_DIR}/LlamaOptions.cmake)
+include(${CMAKE_CURRENT_LIST_DIR}/Amx.cmake)
+kvedge_amx(${KVEDGE_LLAMA_DIR})
 # EXCLUDE_FROM_ALL keeps its headers, packages and unused targets out of the build and of the wheel
 add_subdirectory(${KVEDGE_LLAMA_DIR} ${PROJECT_BINARY_DIR}/llama EXCLUDE_FROM_ALL)
 
@@ -21,6 +23,7 @@ foreach(target IN LISTS KVEDGE_LLAMA_TARGETS)
     set_property(TARGET ${target} PROPERTY PRIVATE_HEADER)
     set_target_properties(${target} PROPERTIES EXCLUDE_FROM_ALL FALSE)
 endforeach()
+kvedge_amx_leave_out(${KVEDGE_LLAMA_TARGETS})
 if(WIN32)
     # the patch's functions and llama's C++ API have no dllexport of their own
     set_target_properties(llama PROPERTIES WINDOWS_EXPORT_ALL_SYMBOLS ON)

@@ -46,7 +46,7 @@ def tool(name: str) -> str:
 def state(build: Path) -> dict[str, object]:
     """What the baseline depends on."""
     cache = (build / "CMakeCache.txt").read_text(encoding="utf-8", errors="replace").splitlines()
-    kinds = ("CMAKE_BUILD_TYPE", "CMAKE_C", "CMAKE_SHARED", "KVEDGE_PORT", "GGML_")
+    kinds = ("CMAKE_BUILD_TYPE", "CMAKE_C", "CMAKE_SHARED", "KVEDGE_PORT", "KVEDGE_AMX_USED", "GGML_")
     flags = sorted(line for line in cache if line.startswith(kinds))
     files = [Path(__file__), *sorted((ROOT / "cmake").glob("**/*.cmake")), ROOT / "cmake" / "stock" / "CMakeLists.txt"]
     mends = [file_sha256(p) for p in sorted(PATCHES.glob(MENDS))]
