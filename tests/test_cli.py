@@ -209,6 +209,19 @@ def test_ctrl_c_stops_the_answer(environment, tiny):
     assert out.endswith(b"\n") and b"Traceback" not in err and b"tok/s" in err
 
 
+def wait_until_idle(process):
+    """Returns when the process heeds SIGINT and has used no processor time for a second. A key pressed while Python
+    itself starts would end it before the program has a say."""
+    import psutil
+
+    watched, used, since = psutil.Process(process.pid), -1.0, time.monotonic()
+    while time.monotonic() - since < 1.0:
+        time.sleep(0.1)
+        now = sum(watched.cpu_times()[:2])
+        if now != used or now == 0.0:
+            used, since = now, time.monotonic()
+
+
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 def test_ctrl_c_before_the_answer_ends_the_program_quietly(environment, tiny):
     command = [sys.executable, "-m", "pykvedge", "chat", *tiny("llama").arguments()]
@@ -220,11 +233,8 @@ def test_ctrl_c_before_the_answer_ends_the_program_quietly(environment, tiny):
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     with subprocess.Popen(command, env=environment, preexec_fn=heed, **pipes) as process:
-        for _ in range(120):  # it waits for its prompt on the pipe, once it has started
-            time.sleep(0.5)
-            if process.poll() is not None:
-                break
-            process.send_signal(signal.SIGINT)
+        wait_until_idle(process)  # it waits for its prompt on the pipe
+        process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
     assert process.returncode == 130 and err.strip() == b""
 
