@@ -1,7 +1,8 @@
 """Builds the unpatched libllama and ggml of the pin into build/stock/lib: the baseline of measurements and tests.
 
-Of patches/ it carries only the mends (see patches/README.md), without which it would crash on some machines. With the compilers, flags and backends of kvedge's build, so that a difference between the two is the patches' and
-kvedge's. Prints the folder; use it as LLAMA_CPP_LIB_PATH.
+Of patches/ it carries only the mends (see patches/README.md), without which it would crash on some machines. It has the
+compilers, flags and backends of kvedge's build, so that a difference between the two is the patches' and kvedge's.
+Prints the folder; use it as LLAMA_CPP_LIB_PATH.
 """
 
 from __future__ import annotations

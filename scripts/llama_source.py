@@ -188,7 +188,7 @@ def write_changes(root: Path, changes: dict[str, bytes | None]) -> None:
 
 
 def prepare(out: Path, sdist: Path | None, patches: Path | None, which: str = "*.patch") -> bool:
-    """Makes `out` the pinned source with the patches applied whose names match `which`. False if it was that already."""
+    """Makes `out` the pinned source with the patches whose names match `which`. False if it was that already."""
     series = sorted(patches.glob(which)) if patches else []
     want = {"source": SHA256, "wanted": WANTED, "patches": [[p.name, file_sha256(p)] for p in series]}
     stamp = out / STAMP

@@ -20,7 +20,7 @@ import pytest
 from conftest import THREADS
 
 import pykvedge
-from pykvedge.bench import machine, plot, table
+from pykvedge.bench import machine, plot, table, timeline
 from pykvedge.bench.matrix import MOST_ROUNDS, Matrix, ModelFiles, Shape, Variant
 from pykvedge.bench.measure import Repetition, make_prompt
 from pykvedge.bench.runner import Group, Log, Outcome, run
@@ -247,6 +247,9 @@ def test_pictures(tmp_path):
     assert "<h2o> & more" in texts and "20.0" in texts and "125" in texts
     page = (tmp_path / "a.html").read_text()
     assert "<svg" in page and "&lt;h2o&gt; &amp; more" in page and "a &lt; b" in page
+    spreads = [x for x in drawn.iter("{http://www.w3.org/2000/svg}line") if x.get("class") == "spread"]
+    assert len(spreads) == 3 * 2 * len(rows)  # decode and prefill of each: a line and its ends
+    assert "max-width:100%" in page  # the picture is no wider than its page
     assert "://" not in page.replace("http://www.w3.org/2000/svg", "")  # nothing from elsewhere
     with pytest.raises(pykvedge.KvedgeError, match="cannot be written"):
         plot.write(tmp_path / "no" / "a.svg", rows, [])
@@ -321,7 +324,8 @@ def test_a_disk_that_fills_up_keeps_whole_lines(environment, tiny, native, tmp_p
         program, capture_output=True, text=True, env=environment, preexec_fn=little_space, check=False
     )
     assert done.returncode == 1 and "| stock" in done.stdout
-    assert len(done.stderr.splitlines()) == 1 and "raw.jsonl cannot be written: File too large" in done.stderr
+    said = [line for line in done.stderr.splitlines() if not line.startswith("kvedge: warning: ")]  # of a busy machine
+    assert len(said) == 1 and "raw.jsonl cannot be written: File too large" in said[0]
     lines = save.read_bytes()
     assert 2000 < len(lines) <= limit and lines.endswith(b"\n")
     assert all(json.loads(line) for line in lines.splitlines())
@@ -355,3 +359,65 @@ def test_short_rounds_are_followed_by_more(tiny, native):
     assert [len(found) for found in group.rounds.values()] == [MOST_ROUNDS] * 2
     [group] = measured([model], [Shape(20)], variants, repeat=1, fill_s=1e-9, generate=1).groups
     assert [len(found) for found in group.rounds.values()] == [1] * 2
+
+
+# ------------------------------------------------------------------------------------------- a machine that is busy
+
+
+def test_others_are_what_this_process_is_not():
+    """While another program works, and this one does not, its time is counted; the time of this one never is."""
+    others = machine.Others()
+    worker = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        time.sleep(0.6)
+    finally:
+        worker.kill()
+        worker.wait()
+    taken, wall = others.taken()
+    assert wall >= 0.6 and taken >= 0.2  # a busy machine gives it a share of a processor
+    others = machine.Others()
+    began = time.process_time()
+    while time.process_time() - began < 0.5:
+        pass
+    taken, wall = others.taken()
+    cores = os.cpu_count() or 1
+    assert taken <= cores * wall - 0.4
+
+
+@pytest.mark.parametrize(("others_s", "threads", "disturbed"), [(0.1, 2, False), (4.0, 2, True), (4.0, 1, False)])
+def test_a_machine_that_is_too_busy_for_a_figure_is_said(others_s, threads, disturbed):
+    made = made_up()
+    made.machine = {**made.machine, "threads": threads, "cores": 2}
+    for found in made.groups[0].rounds.values():
+        for one in found:
+            one.others_s, one.wall_s = others_s / len(found), 10.0 / len(found)
+    rows = table.rows(made)
+    assert [r.disturbed for r in rows] == [disturbed] * 2
+    assert rows[0].others == pytest.approx(others_s / 10 / 2)
+    said = table.as_markdown(rows, made)
+    assert ("| stock ? " in said) == ("Disturbed: " in said) == bool(table.warnings(rows)) == disturbed
+
+
+def test_memory_over_time(kvedge, tiny, native, tmp_path):
+    pytest.importorskip("matplotlib")
+    llava, picture = tiny("llava"), tmp_path / "m.png"
+    arguments = ["bench", *llava.arguments(), "--methods", "snapkv", "--budgets", "0.2", "--images", "1",
+                 "--image-size", "64x64", "--repeat", 1, "--generate", 3]  # fmt: skip
+    done = kvedge(*arguments, "--memory-plot", picture)
+    assert done.code == 0 and picture.read_bytes().startswith(b"\x89PNG")
+    kvedge(*arguments, "--memory-plot", tmp_path / "m.bmp").failed(2, "--memory-plot writes .png")
+    kvedge(*arguments, "--memory-plot", tmp_path / "no" / "m.png").failed(2, "there is no folder")
+
+
+def test_a_watch_sees_memory_come_and_go():
+    size = 64 << 20
+    with timeline.Watch() as watch:
+        time.sleep(0.1)
+        block = bytearray(size)
+        time.sleep(0.1)
+        taken_at = time.perf_counter() - watch.began
+        del block
+        time.sleep(0.1)
+    assert max(watch.n_bytes) > 0.9 * size
+    after = [n for t, n in zip(watch.seconds, watch.n_bytes, strict=True) if t > taken_at]
+    assert after and after[-1] < 0.3 * size

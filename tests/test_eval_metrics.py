@@ -124,3 +124,41 @@ def test_an_interval_covers_the_truth_about_as_often_as_it_says():
         low, high = metrics.paired_interval(values, np.ones(60), np.zeros(60), seed=seed)
         inside += low <= 0.5 <= high
     assert 86 <= inside <= 100
+
+
+def test_few_samples_have_no_interval():
+    values = np.arange(4.0)
+    assert metrics.paired_interval(values, np.ones(4), np.zeros(4)) is None
+    assert metrics.score_interval(values / 4, np.zeros(4)) is None
+    assert metrics.paired_interval(np.arange(5.0), np.ones(5), np.zeros(5)) is not None
+
+
+def test_intervals_of_few_samples_hold_nearly_as_often_as_those_of_many():
+    rng = np.random.default_rng(2)
+    held = 0
+    for seed in range(300):
+        low, high = metrics.paired_interval(rng.normal(0.5, 1, 6), np.ones(6), np.zeros(6), seed=seed)
+        held += low <= 0.5 <= high
+    assert held / 300 >= 0.88  # the plain percentile's: 0.83
+
+
+@pytest.mark.parametrize(("right", "right_before"), [(0.9, 0.9), (0.5, 0.3), (0.98, 0.95)])
+def test_intervals_of_scores_hold_the_truth(right, right_before):
+    rng = np.random.default_rng(3)
+    held = 0
+    for _ in range(500):
+        low, high = metrics.score_interval(*((rng.random(20) < p).astype(float) for p in (right, right_before)))
+        held += low <= right - right_before <= high
+    assert held / 500 >= 0.92
+
+
+def test_equal_scores_do_not_prove_that_nothing_changed():
+    low, high = metrics.score_interval(np.ones(20), np.ones(20))
+    assert -0.2 < low < -0.05 < 0.05 < high < 0.2
+    low, high = metrics.score_interval(np.ones(2000), np.ones(2000))
+    assert -0.01 < low < 0 < high < 0.01
+
+
+@pytest.mark.parametrize(("freedom", "t"), [(4, 2.776), (9, 2.262), (29, 2.045), (1000, 1.962)])
+def test_students_quantile_is_that_of_the_tables(freedom, t):
+    assert metrics.student(freedom) == pytest.approx(t, abs=2e-3)

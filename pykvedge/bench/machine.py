@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from pykvedge import libkvedge, memory
 from pykvedge.gguf import Header, tensor_bytes
 
@@ -116,6 +118,31 @@ class Energy:
             return [int(path.read_text()) for path, _ in self._zones]
         except (OSError, ValueError):
             return []
+
+
+class Others:
+    """What other programs take of the processors while something is measured, as the system counts it.
+
+    Time that a hypervisor gave to other machines is theirs too. Systems count in hundredths of a second: spans of less
+    than SPAN_S say nothing.
+    """
+
+    SPAN_S = 0.2
+
+    def __init__(self) -> None:
+        self._before = self._counters()
+
+    def taken(self) -> tuple[float, float]:
+        """(seconds of processor time that others had, seconds that went by) since this object was made."""
+        before, after = self._before, self._counters()
+        return max(after[0] - before[0] - (after[1] - before[1]), 0.0), after[2] - before[2]
+
+    @staticmethod
+    def _counters() -> tuple[float, float, float]:
+        times = psutil.cpu_times()
+        idle = times.idle + getattr(times, "iowait", 0.0)
+        guests = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)  # counted in user and nice as well
+        return sum(times) - idle - guests, time.process_time(), time.monotonic()
 
 
 def describe(threads: int) -> dict[str, Any]:

@@ -69,6 +69,7 @@ class Matrix:
     generate: int = 32  # tokens per repetition
     threads: int = 0
     gpu_layers: int | None = None
+    timeline: bool = False  # one more run of each variant, whose memory is watched
     stock: Variant = field(default_factory=lambda: Variant(STOCK))
 
     @property

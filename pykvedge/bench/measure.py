@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from pykvedge import libkvedge, memory
-from pykvedge.bench.machine import Energy
+from pykvedge.bench.machine import Energy, Others
 from pykvedge.bench.matrix import Shape, Variant
 from pykvedge.context import Context, ContextSize, check_memory, ubatch_for
 from pykvedge.demo_tasks.scenes import draw_scene, render
@@ -112,7 +112,9 @@ def _picture(rng: np.random.Generator, shape: Shape) -> Picture:
 class Repetition:
     """Seconds, bytes, joules (None: the system does not tell). decode_s: of each token.
 
-    rss_*: growth of the process since before the context was made; the weights are not in it.
+    rss_*: growth of the process since before the context was made; the weights are not in it. others_s: processor time
+    that other programs had meanwhile, wall_s: how long that was. marks: when prefill, compression and decoding began,
+    and the end, by time.perf_counter.
     """
 
     prefill_s: float
@@ -125,6 +127,9 @@ class Repetition:
     rss_after_bytes: int = 0
     prefill_j: float | None = None
     decode_j: float | None = None
+    others_s: float = 0.0
+    wall_s: float = 0.0
+    marks: list[float] = field(default_factory=list)
 
 
 def repetition(
@@ -151,6 +156,7 @@ def repetition(
         if variant.plan is not None:
             tables = tables_for(variant.plan, model.path)
             cache = libkvedge.Cache(context.handle, variant.plan, variant.kv_type, auto_compress=False, profiles=tables)
+        others = Others()
         try:
             with _uncollected():
                 out = _timed(context, vision, cache, prompt, energy, cancel)
@@ -158,6 +164,7 @@ def repetition(
             if cache is not None:
                 cache.check()
             raise
+        out.others_s, out.wall_s = others.taken()
         out.rss_peak_bytes = max(meter.stop() - before, 0)
         out.rss_after_bytes = max(out.rss_after_bytes - before, 0)
         _bytes(out, model, context, cache)
@@ -191,7 +198,7 @@ def _timed(
     cancel: threading.Event,
 ) -> Repetition:
     energy.start()
-    started = time.perf_counter()
+    began = time.perf_counter()
     for i, piece in enumerate(prompt.pieces):
         if isinstance(piece, ImagePiece):
             assert vision is not None  # make_prompt refused images without it
@@ -202,7 +209,8 @@ def _timed(
     read = time.perf_counter()
     if cache is not None:
         cache.compress()
-    out = Repetition(read - started, time.perf_counter() - read, prefill_j=energy.joules())
+    compressed = time.perf_counter()
+    out = Repetition(read - began, compressed - read, prefill_j=energy.joules())
     if cache is not None:
         stats = cache.stats()
         out.full_bytes, out.kept_bytes = stats.before_bytes or stats.bytes, stats.bytes
@@ -215,6 +223,7 @@ def _timed(
         context.logits()
         out.decode_s.append(time.perf_counter() - started)
     out.decode_j = energy.joules()
+    out.marks = [began, read, compressed, time.perf_counter()]
     return out
 
 
@@ -228,4 +237,5 @@ def _bytes(out: Repetition, model: Model, context: Context, cache: libkvedge.Cac
 
 def figures(repetition: Repetition) -> dict[str, Any]:
     """The repetition as JSON."""
-    return {**vars(repetition), "decode_s": [round(s, 7) for s in repetition.decode_s]}
+    kept = {name: value for name, value in vars(repetition).items() if name != "marks"}
+    return {**kept, "decode_s": [round(s, 7) for s in repetition.decode_s]}

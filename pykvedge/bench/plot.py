@@ -9,29 +9,33 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from typing import Any
 
-from pykvedge.bench.table import Row
-from pykvedge.errors import KvedgeError, UsageError
+from pykvedge.bench.table import Row, Spread
+from pykvedge.drawing import canvas, check_library, check_place
+from pykvedge.errors import KvedgeError
 
 BAR, GAP, LEFT, WIDTH, TOP = 16, 6, 150, 190, 44
 CHART = LEFT + WIDTH + 70
-STOCK_COLOUR, COLOUR, MARK = "#9aa0a6", "#3367d6", "#d93025"
+STOCK_COLOUR, COLOUR, MARK, WHISKER = "#9aa0a6", "#3367d6", "#d93025", "#202124"
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A value per row, and for some a mark beside it (what is possible, or what was there before)."""
+    """A value per row, for some its spread, and a mark beside it (what is possible, or what was there before)."""
 
     title: str
     value: Callable[[Row], float]
     mark: Callable[[Row], float | None]
     digits: int = 0
+    spread: Callable[[Row], Spread | None] = lambda row: None
 
 
 CHARTS = (
-    Chart("Decode, tokens/s (line: limit of reading memory)", lambda r: r.decode_tok_s, lambda r: r.limit_tok_s, 1),
-    Chart("Prefill, tokens/s", lambda r: r.prefill_tok_s, lambda r: None),
-    Chart("KV memory after the prompt, MiB (line: peak)", lambda r: r.kv_kept_bytes / 2**20,
+    Chart("Decode, tokens/s (red: limit of reading memory)", lambda r: r.decode_tok_s, lambda r: r.limit_tok_s, 1,
+          lambda r: r.decode_spread),
+    Chart("Prefill, tokens/s", lambda r: r.prefill_tok_s, lambda r: None, 0, lambda r: r.prefill_spread),
+    Chart("KV memory after the prompt, MiB (red: peak)", lambda r: r.kv_kept_bytes / 2**20,
           lambda r: r.kv_peak_bytes / 2**20, 1),
 )  # fmt: skip
 FORMATS = (".svg", ".html", ".png")
@@ -39,17 +43,9 @@ FORMATS = (".svg", ".html", ".png")
 
 def check(path: Path) -> None:
     """Raises UsageError if pictures of this kind cannot be written here."""
-    if path.suffix not in FORMATS:
-        raise UsageError(f"--plot writes {', '.join(FORMATS)}, not '{path.suffix or path.name}'")
-    if not path.parent.is_dir():
-        raise UsageError(f"--plot {path} cannot be written: there is no folder {path.parent}")
+    check_place("--plot", path, FORMATS)
     if path.suffix == ".png":
-        try:
-            import matplotlib  # noqa: F401
-        except ImportError:
-            raise UsageError(
-                "--plot FILE.png needs matplotlib: pip install 'kvedge[plot]'; svg and html need nothing"
-            ) from None
+        check_library("--plot FILE.png", "; svg and html need nothing")
 
 
 def write(path: Path, rows: list[Row], notes: list[str]) -> None:
@@ -70,8 +66,8 @@ def _groups(rows: list[Row]) -> list[list[Row]]:
 
 
 def _largest(group: list[Row], chart: Chart) -> float:
-    """Of the values; marks beyond twice that are not drawn, so that bars stay readable."""
-    return max((chart.value(row) for row in group), default=1.0) or 1.0
+    """Of the values and spreads; marks beyond a quarter more are not drawn, so that bars stay readable."""
+    return max((max(chart.value(row), *(chart.spread(row) or (0.0,))) for row in group), default=1.0) or 1.0
 
 
 def svg(rows: list[Row]) -> str:
@@ -98,13 +94,27 @@ def _bars(group: list[Row], chart: Chart, x: int, y: int) -> list[str]:
         colour = STOCK_COLOUR if row.method in ("stock", "full") else COLOUR
         parts.append(_text(x + LEFT - 6, top + 12, row.variant, anchor="end"))
         parts.append(f'<rect x="{x + LEFT}" y="{top}" width="{length:.1f}" height="{BAR}" fill="{colour}"/>')
-        parts.append(_text(x + LEFT + length + 4, top + 12, f"{value:.{chart.digits}f}"))
+        parts += _whisker(chart.spread(row), x + LEFT, WIDTH / largest / 1.25, top + BAR / 2)
+        reach = WIDTH * max(value, *(chart.spread(row) or (0.0,))) / largest / 1.25
+        parts.append(_text(x + LEFT + reach + 4, top + 12, f"{value:.{chart.digits}f}"))
         mark = chart.mark(row)
         if mark is not None and mark <= 1.25 * largest:
             at = x + LEFT + WIDTH * mark / largest / 1.25
             line = f'x1="{at:.1f}" x2="{at:.1f}" y1="{top - 2}" y2="{top + BAR + 2}"'
             parts.append(f'<line {line} stroke="{MARK}" stroke-width="2"/>')
     return parts
+
+
+def _whisker(spread: Spread | None, x: float, scale: float, y: float) -> list[str]:
+    """The middle half as a line with ends."""
+    if spread is None:
+        return []
+    low, high = (x + scale * value for value in spread)
+    spans = ((low, high, y, y), (low, low, y - 4, y + 4), (high, high, y - 4, y + 4))
+    return [
+        f'<line x1="{a:.1f}" x2="{b:.1f}" y1="{c:.1f}" y2="{d:.1f}" stroke="{WHISKER}" class="spread"/>'
+        for a, b, c, d in spans
+    ]
 
 
 def _text(x: float, y: float, text: str, weight: str = "normal", anchor: str = "start") -> str:
@@ -122,38 +132,41 @@ def page(rows: list[Row], notes: list[str]) -> str:
     ]  # fmt: skip
     lines = ["<tr>" + "".join(f"<th>{escape(cell)}</th>" for cell in head) + "</tr>"]
     lines += ["<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in body]
-    style = "body{font-family:sans-serif}td,th{padding:2px 10px;text-align:left}"
+    style = (
+        "body{font-family:sans-serif;max-width:1230px;margin:0 auto;padding:0 12px}svg{max-width:100%;height:auto}"
+        "div{overflow-x:auto}td,th{padding:2px 10px;text-align:left}"
+    )
     said = "".join(f"<p>{escape(note)}</p>" for note in notes)
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>kvedge bench</title><style>{style}</style>'
-        f"</head><body><h1>kvedge bench</h1>{svg(rows)}<table>{''.join(lines)}</table>{said}</body></html>\n"
+        f"</head><body><h1>kvedge bench</h1>{svg(rows)}<div><table>{''.join(lines)}</table></div>{said}</body></html>\n"
     )
 
 
 def _png(path: Path, rows: list[Row]) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     groups = _groups(rows)
     height = sum(len(group) for group in groups) * 0.35 + len(groups)
     heights = [len(group) + 2 for group in groups]
-    figure, axes = pyplot.subplots(
-        len(groups), len(CHARTS), figsize=(14, height), squeeze=False, height_ratios=heights, layout="constrained"
-    )
-    for line, group in zip(axes, groups, strict=True):
-        for axis, chart in zip(line, CHARTS, strict=True):
-            colours = [STOCK_COLOUR if row.method in ("stock", "full") else COLOUR for row in group]
-            bars = axis.barh([row.variant for row in group], [chart.value(row) for row in group], color=colours)
-            axis.bar_label(bars, fmt=f"%.{chart.digits}f", padding=3)
-            for i, row in enumerate(group):
-                mark = chart.mark(row)
-                if mark is not None and mark <= 1.25 * _largest(group, chart):
-                    axis.plot([mark, mark], [i - 0.4, i + 0.4], color=MARK)
-            axis.invert_yaxis()
-            axis.set_xlim(0, 1.25 * _largest(group, chart))
-            axis.set_title(chart.title, fontsize=9)
-        line[0].set_ylabel(f"{group[0].model}\n{group[0].prompt}", fontsize=9)
-    figure.savefig(path)
-    pyplot.close(figure)
+    with canvas(path, len(groups), len(CHARTS), figsize=(14, height), height_ratios=heights) as axes:
+        for line, group in zip(axes, groups, strict=True):
+            for axis, chart in zip(line, CHARTS, strict=True):
+                _chart(axis, chart, group)
+            line[0].set_ylabel(f"{group[0].model}\n{group[0].prompt}", fontsize=9)
+
+
+def _chart(axis: Any, chart: Chart, group: list[Row]) -> None:
+    """Bars of one figure on matplotlib's axes, as _bars draws them."""
+    colours = [STOCK_COLOUR if row.method in ("stock", "full") else COLOUR for row in group]
+    axis.barh([row.variant for row in group], [chart.value(row) for row in group], color=colours)
+    for i, row in enumerate(group):
+        value = chart.value(row)
+        reach = max(value, *(chart.spread(row) or (0.0,)))
+        axis.annotate(f"{value:.{chart.digits}f}", (reach, i), (4, 0), textcoords="offset points", va="center")
+        if spread := chart.spread(row):
+            axis.plot(spread, [i, i], color=WHISKER, marker="|", linewidth=1)
+        mark = chart.mark(row)
+        if mark is not None and mark <= 1.25 * _largest(group, chart):
+            axis.plot([mark, mark], [i - 0.4, i + 0.4], color=MARK)
+    axis.invert_yaxis()
+    axis.set_xlim(0, 1.25 * _largest(group, chart))
+    axis.set_title(chart.title, fontsize=9)

@@ -14,6 +14,7 @@ from pykvedge import runtime
 from pykvedge.bench import machine
 from pykvedge.bench.matrix import MOST_ROUNDS, Matrix, ModelFiles, Shape, Variant
 from pykvedge.bench.measure import Prompt, Repetition, figures, make_prompt, repetition
+from pykvedge.bench.timeline import Trace, trace
 from pykvedge.errors import ContextError, ImageError, KvedgeError, UsageError
 from pykvedge.interrupt import CancelledError, stop_if_set
 from pykvedge.jsonlines import JsonLines
@@ -38,13 +39,14 @@ class Group:
 
 @dataclass
 class Outcome:
-    """Everything measured. left_out: lines that say what is missing and why."""
+    """Everything measured. left_out: lines that say what is missing and why. traces: if the matrix asks for them."""
 
     machine: dict[str, Any] = field(default_factory=dict)
     groups: list[Group] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     interrupted: bool = False
     bandwidth: machine.Bandwidth | None = None
+    traces: list[Trace] = field(default_factory=list)
 
 
 class Log:
@@ -146,9 +148,30 @@ class _Loaded:
         try:
             self._rounds(group, variants, lambda variant, shown: self._once(model, vision, shown, variant), prompt)
         finally:
-            if vision is not None:
-                vision.release(prompt.pieces)
-                vision.forget()
+            self._release(vision, prompt)
+        if self._matrix.timeline:
+            self._watch(model, vision, shape, list(group.rounds))
+
+    def _release(self, vision: Vision | None, prompt: Prompt) -> None:
+        if vision is not None:
+            vision.release(prompt.pieces)
+            vision.forget()
+
+    def _watch(self, model: Model, vision: Vision | None, shape: Shape, variants: list[Variant]) -> None:
+        """Every variant that was measured once more, from the pictures on, with its memory written down."""
+        name = f"{self._files.name}, {shape.name}"
+        look = partial(stop_if_set, self._cancel)
+        for variant in variants:
+            self._countdown.step(f"{name}: memory of {variant.label}", 0)
+            self._out.traces.append(
+                trace(
+                    name,
+                    variant,
+                    lambda: make_prompt(model, vision, shape, self._matrix.generate, look),
+                    lambda prompt, which: self._once(model, vision, prompt, which),
+                    partial(self._release, vision),
+                )
+            )
 
     def _once(self, model: Model, vision: Vision | None, prompt: Prompt, variant: Variant) -> Repetition:
         return repetition(model, vision, prompt, variant, self._threads, self._energy, self._cancel)

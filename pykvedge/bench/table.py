@@ -11,13 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from pykvedge.bench.machine import Bandwidth
-from pykvedge.bench.matrix import Variant
+from pykvedge.bench.machine import Bandwidth, Others
+from pykvedge.bench.matrix import STOCK, Variant
 from pykvedge.bench.measure import Repetition
 from pykvedge.bench.runner import Group, Outcome
 from pykvedge.memory import readable
 
 Spread = tuple[float, float]
+SPARE = 0.1  # of the processors: what an idle system takes now and then
 
 
 @dataclass
@@ -26,7 +27,8 @@ class Row:
 
     first_token_s: encoding of the images, prefill and compression. *_vs_stock: medians of the ratios of each round.
     limit_tok_s: read bandwidth over the bytes that a token reads, weights and kept KV. *_j_token: joules per token.
-    rss_*: growth of the process by the context.
+    rss_*: growth of the process by the context. others: share of the processors that other programs had meanwhile, None
+    where the rounds were too short to tell; disturbed: more than the threads of this one left.
     """
 
     model: str
@@ -54,6 +56,8 @@ class Row:
     rss_after_bytes: int
     prefill_j_token: float | None = None
     decode_j_token: float | None = None
+    others: float | None = None
+    disturbed: bool = False
 
 
 def rows(outcome: Outcome) -> list[Row]:
@@ -63,7 +67,34 @@ def rows(outcome: Outcome) -> list[Row]:
     for group in outcome.groups:
         stock = next((found for variant, found in group.rounds.items() if variant.plan is None), [])
         for variant, found in group.rounds.items():
-            out.append(_row(group, variant, found, stock, outcome.bandwidth))
+            row = _row(group, variant, found, stock, outcome.bandwidth)
+            _disturbance(row, found, outcome.machine)
+            out.append(row)
+        here = out[len(out) - len(group.rounds) :]
+        if any(row.disturbed for row in here if row.method == STOCK):  # every ratio is to stock
+            for row in here:
+                row.disturbed = True
+    return out
+
+
+def _disturbance(row: Row, found: list[Repetition], about: dict[str, Any]) -> None:
+    """Were other programs in the way? They may have the processors that this one's threads leave, and a tenth more."""
+    wall, cores = sum(r.wall_s for r in found), about.get("cores", 1)
+    if wall >= Others.SPAN_S:
+        row.others = min(sum(r.others_s for r in found) / wall / cores, 1.0)
+        row.disturbed = row.others > (cores - min(about.get("threads", cores), cores)) / cores + SPARE
+
+
+def warnings(made: list[Row]) -> list[str]:
+    """A line a prompt whose figures other programs disturbed."""
+    out = []
+    for model, prompt in dict.fromkeys((row.model, row.prompt) for row in made):
+        shares = [row.others or 0.0 for row in made if (row.model, row.prompt) == (model, prompt) and row.disturbed]
+        if shares:
+            out.append(
+                f"{model}, {prompt}: other programs had up to {100 * max(shares):.0f} % of the processors while it was "
+                "measured; its figures (marked ?) say little: end the others, or pass a smaller --threads, and repeat"
+            )
     return out
 
 
@@ -171,7 +202,8 @@ def as_markdown(made: list[Row], outcome: Outcome) -> str:
     about = outcome.machine
     told = "" if energy else " The system does not tell the energy spent."
     parts.append(f"{about.get('cpu', '')}, {_threads(about)}.{told}")
-    return "\n\n".join([*parts, *NOTES, *(["Stopped before the end."] if outcome.interrupted else [])])
+    told = [f"Disturbed: {text}." for text in warnings(made)]
+    return "\n\n".join([*parts, *told, *NOTES, *(["Stopped before the end."] if outcome.interrupted else [])])
 
 
 def _head(energy: bool) -> list[str]:
@@ -183,7 +215,7 @@ def _head(energy: bool) -> list[str]:
 def _cells(row: Row, energy: bool) -> list[str]:
     low, high = row.decode_spread
     cells = [
-        row.variant,
+        row.variant + (" ?" if row.disturbed else ""),
         _speed(row.prefill_tok_s),
         _times(row.prefill_vs_stock),
         f"{row.compress_ms:.1f} ms",
@@ -201,7 +233,7 @@ def _cells(row: Row, energy: bool) -> list[str]:
 
 
 def _times(ratio: float | None) -> str:
-    return "" if ratio is None else f"{ratio:.2f} x"
+    return "" if ratio is None else f"{ratio:.2f} x" if ratio < 100 else f"{ratio:.0f} x"
 
 
 def _threads(about: dict[str, Any]) -> str:

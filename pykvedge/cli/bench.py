@@ -80,6 +80,12 @@ _PATH = click.Path(path_type=Path)
     "--save", type=_PATH, metavar="FILE.jsonl", help="Keep every repetition, one line each, as it is measured."
 )
 @click.option("--plot", type=_PATH, metavar="FILE", help="A picture: .svg, .html, or .png with matplotlib.")
+@click.option(
+    "--memory-plot",
+    type=_PATH,
+    metavar="FILE",
+    help="Memory over time, encoding to decoding, stock beside each method: one more run of each; needs matplotlib.",
+)
 @click.option("--quiet", is_flag=True, help="No progress on stderr.")  # fmt: skip
 def bench(**given: Any) -> None:
     """Measure speed and memory on this machine: methods beside stock llama.cpp, in one run.
@@ -100,6 +106,7 @@ def bench(**given: Any) -> None:
 
 
 def _run(given: dict[str, Any]) -> int:
+    from pykvedge import drawing
     from pykvedge.bench import plot
     from pykvedge.bench.runner import Log, Outcome, run
     from pykvedge.display import Display
@@ -112,6 +119,8 @@ def _run(given: dict[str, Any]) -> int:
     matrix = _matrix(given)
     if given["plot"] is not None:
         plot.check(given["plot"])
+    if given["memory_plot"] is not None:
+        drawing.check("--memory-plot", given["memory_plot"])
     log, outcome, failure = Log(given["save"]), Outcome(), None
     loud = not given["quiet"]
     display, countdown = Display(enabled=loud), Countdown(matrix.steps, enabled=loud)
@@ -137,7 +146,7 @@ def _run(given: dict[str, Any]) -> int:
 
 
 def _print(outcome: Any, given: dict[str, Any]) -> None:
-    from pykvedge.bench import plot, table
+    from pykvedge.bench import plot, table, timeline
 
     made = table.rows(outcome) if outcome.bandwidth is not None else []
     forms = {
@@ -149,8 +158,12 @@ def _print(outcome: Any, given: dict[str, Any]) -> None:
     text = forms[given["output"]]()
     if text:
         click.echo(text)
+    for warning in table.warnings(made):
+        click.echo(f"kvedge: warning: {warning}", err=True)
     if given["plot"] is not None and made:
-        plot.write(given["plot"], made, list(table.NOTES))
+        plot.write(given["plot"], made, [*table.warnings(made), *table.NOTES])
+    if given["memory_plot"] is not None and not timeline.draw(given["memory_plot"], outcome.traces):
+        click.echo("kvedge: no run finished whose memory could be drawn", err=True)
 
 
 def _matrix(given: dict[str, Any]) -> Matrix:
@@ -173,6 +186,7 @@ def _matrix(given: dict[str, Any]) -> Matrix:
         positive("--generate", chosen["generate"]),
         positive("--threads", given["threads"]),
         given["gpu_layers"],
+        timeline=given["memory_plot"] is not None,
     )
 
 

@@ -92,6 +92,12 @@ _PATH = click.Path(path_type=Path)
 @click.option("--save", type=_PATH, metavar="FILE.jsonl", help="Keep every result, one line each, as it is measured.")
 @click.option("--resume", is_flag=True, help="Go on with the results in --save FILE; nothing is measured twice.")
 @click.option("--output", "-o", type=click.Choice(OUTPUTS), default="md", show_default=True, help="Form of the table.")
+@click.option(
+    "--plot",
+    type=_PATH,
+    metavar="FILE",
+    help="Right answers and KL divergence against the bytes kept, a line a method: .png, .svg, .pdf; needs matplotlib.",
+)
 @click.option("--ctx", type=int, metavar="N", help="Tokens that a conversation may have. Default: the model's.")
 @click.option("--threads", type=int, metavar="N", help="Default: one per physical core.")
 @click.option("--gpu-layers", type=int, metavar="N", help="Layers on the GPU, -1 for all.")
@@ -110,6 +116,7 @@ def evaluate(data: tuple[Path, ...], **given: Any) -> None:
       kvedge eval                                   the five papers' methods on the demo model
       kvedge eval --methods all --budgets 0.5,0.2,0.1,0.05 --tasks code,where/2 --save r.jsonl
       kvedge eval --save r.jsonl --resume ...       goes on after a break
+      kvedge eval --methods all --budgets 0.5,0.2,0.1,0.05 --plot cost.png
       kvedge eval --model m.gguf --mmproj mm.gguf MileBench/TQA -o csv > table.csv
       kvedge eval --model m.gguf --mmproj mm.gguf own.jsonl --plan mine.json --metrics ppl,kld
       kvedge eval --plugin mine.py --methods snapkv,mine --budgets 0.2,0.1
@@ -122,6 +129,7 @@ def evaluate(data: tuple[Path, ...], **given: Any) -> None:
 
 
 def _run(given: dict[str, Any]) -> int:
+    from pykvedge import drawing
     from pykvedge.display import Display
     from pykvedge.eval.records import Records
     from pykvedge.eval.runner import Outcome, evaluate, steps
@@ -131,6 +139,8 @@ def _run(given: dict[str, Any]) -> int:
 
     for file in given["plugins"]:
         load_file(file)
+    if given["plot"] is not None:
+        drawing.check("--plot", given["plot"])
     job = _job(given)
     _check_base(job.cells, given["against"])
     if given["resume"] and given["save"] is None:
@@ -150,7 +160,7 @@ def _run(given: dict[str, Any]) -> int:
         display.done()
         countdown.clear()
         records.close()
-    _print(job, outcome, given["output"], given["against"])
+    _print(job, outcome, given)
     if failure is not None:
         raise failure
     return 130 if outcome.interrupted else 1 if outcome.left_out else 0
@@ -263,9 +273,11 @@ def _check_base(cells: list[Cell], against: str) -> None:
             raise UsageError(f"--against {against}: it is not measured at {cell.budget}, as {cell.name} is")
 
 
-def _print(job: Job, outcome: Any, form: str, against: str) -> None:
-    from pykvedge.eval import table
+def _print(job: Job, outcome: Any, given: dict[str, Any]) -> None:
+    from pykvedge.eval import plot, table
+    from pykvedge.eval.runner import FULL
 
+    form, against = given["output"], given["against"]
     cells = [cell for cell in job.cells if any(key[1:] == cell.key for key in outcome.records.rows)]
     made = table.lines(outcome.records.rows, job.samples, cells, against)
     if form == "json":
@@ -278,3 +290,5 @@ def _print(job: Job, outcome: Any, form: str, against: str) -> None:
         if outcome.left_out:
             notes.append(f"Left out: {len(outcome.left_out)}, see the messages.")
         click.echo(table.as_markdown(made, notes, against))
+    if given["plot"] is not None and not plot.draw(given["plot"], made, against == FULL):
+        click.echo("kvedge: too little was measured for a picture", err=True)

@@ -1,7 +1,7 @@
 """Records to figures: per task and over all tasks, each method on the samples that the full cache was measured on too.
 
-Perplexity and KL divergence are pooled over tokens, scores are averaged over samples; intervals are 95 % of a paired
-bootstrap over samples.
+Perplexity and KL divergence are pooled over tokens, scores are averaged over samples; intervals are 95 %: of scores by
+Agresti and Min's rule for pairs, of the others by a paired bootstrap over samples. Of a few samples there are none.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from pykvedge.eval.measure import Cell
-from pykvedge.eval.metrics import identity, paired_interval, pooled
+from pykvedge.eval.metrics import LEAST, identity, paired_interval, pooled, score_interval
 from pykvedge.eval.runner import FULL
 from pykvedge.eval.tasks import Sample
 
@@ -24,6 +24,8 @@ ALL = "all"
 Rows = list[dict[str, Any]]
 PER_TASK = "Score by task: percent of right answers, or ROUGE-L times 100."
 OVER_ALL = "Over all samples, with 95 % intervals of the difference to {base} on the same samples."
+
+TOO_FEW = f"Fewer than {LEAST} samples: no intervals, and figures that the next sample may turn round."
 
 
 @dataclass
@@ -130,10 +132,10 @@ def _line(cell: Cell, task: str, rows: Rows) -> Line:
 
 def _changes(line: Line, rows: Rows, base: Rows) -> None:
     """The intervals of a line: rows and base are of the same samples. The full cache has no divergence to itself."""
-    one, weights = np.ones(len(rows)), _column(rows, "tokens")
+    weights = _column(rows, "tokens")
     mine, theirs = _column(rows, "score"), _column(base, "score")
     if mine is not None and theirs is not None:
-        line.score_change = paired_interval(mine, one, theirs, identity)
+        line.score_change = score_interval(mine, theirs)
     mine, theirs = _column(rows, "nll"), _column(base, "nll")
     if mine is None or theirs is None or weights is None:
         return
@@ -184,6 +186,8 @@ def as_markdown(made: list[Line], notes: Iterable[str] = (), against: str = FULL
     used = [i for i in range(len(_HEAD)) if i < 3 or any(row[i] for row in rows[1:])]
     base = "the full cache" if against == FULL else f"{against} at the same budget"
     parts += [OVER_ALL.format(base=base), _markdown([[row[i] for i in used] for row in rows])]
+    if any(of[ALL].samples < LEAST for of in by_cell.values() if ALL in of):
+        parts.append(TOO_FEW)
     return "\n\n".join([*parts, *notes])
 
 
@@ -229,8 +233,9 @@ def _span(values: tuple[float, float] | None, scale: float, digits: int, sign: s
     if values is None:
         return ""
     low, high = (scale * v for v in values)
-    digits = 0 if max(abs(low), abs(high)) >= 1000 else digits
-    return f"{low:{sign}.{digits}f} to {high:{sign}.{digits}f}"
+    largest = max(abs(low), abs(high))
+    form = f"{sign}.2g" if largest >= 1e5 else f"{sign}.{0 if largest >= 1000 else digits}f"
+    return f"{low:{form}} to {high:{form}}"
 
 
 def _markdown(rows: list[list[str]]) -> str:
