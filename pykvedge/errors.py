@@ -78,6 +78,27 @@ class LibraryError(KvedgeError):
     """The shared libraries are missing, too old, or others were loaded first."""
 
 
+class CancelledError(KvedgeError):
+    """The caller's `cancel` event was set while something long was going on."""
+
+    exit_code = 130  # as after Ctrl-C
+
+    def __init__(self, message: str = "cancelled before it was done") -> None:
+        super().__init__(message)
+
+
+class SaveError(KvedgeError):
+    """A file of results that cannot be written, or not any further."""
+
+
+class DatasetError(UsageError):
+    """A data set that cannot be used."""
+
+
+class BrokenRuleError(KvedgeError, AssertionError):
+    """A method that does what none may do: `kvedge methods --check` found it."""
+
+
 def unknown(kind: str, name: str, known: Iterable[str], also: Sequence[str] = ()) -> UnknownNameError:
     """An UnknownNameError for `name` that suggests the nearest of the known names. also: what may be the reason."""
     names = sorted(known)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from pykvedge.errors import UsageError, unknown
 from pykvedge.kvtypes import KvType
@@ -14,6 +14,20 @@ if TYPE_CHECKING:
 MAX_THREADS = 512  # of ggml
 MAX_CTX = 2**30
 STREAM_TOKENS = 128
+
+
+class GivenSettings(TypedDict, total=False):
+    """The fields of Settings, for those who name them one by one."""
+
+    n_ctx: int
+    threads: int
+    gpu_layers: int | None
+    kv_type: str
+    system: str
+    verbose: bool
+    bounded: bool
+    profile: Given
+    stream: bool | int
 
 
 @dataclass(frozen=True)
