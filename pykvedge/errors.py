@@ -7,6 +7,7 @@ Messages are one line, say what is wrong and what to do about it.
 from __future__ import annotations
 
 import difflib
+import numbers
 from collections.abc import Iterable, Sequence
 
 
@@ -105,3 +106,9 @@ def unknown(kind: str, name: str, known: Iterable[str], also: Sequence[str] = ()
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.55)
     hint = f"did you mean '{near[0]}'?" if near else "known: " + ", ".join(names) if names else "there are none"
     return UnknownNameError("; ".join([f"unknown {kind} '{name}'", hint, *also]))
+
+
+def check_number(name: str, value: object, whole: bool = True) -> None:
+    """Raises UsageError if a setting is no number, or not a whole one."""
+    if not isinstance(value, numbers.Integral if whole else numbers.Real):
+        raise UsageError(f"{name} must be a {'whole ' if whole else ''}number, not {value!r:.40}")

@@ -115,8 +115,7 @@ def _is_one(images: Any) -> bool:
 
 
 def _kind(thing: object) -> str:
-    kind = type(thing).__name__
-    return f"{'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind}"
+    return f"an object of type '{type(thing).__name__}'"
 
 
 def _from_path(path: str | os.PathLike[str]) -> Picture:

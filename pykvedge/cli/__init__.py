@@ -88,7 +88,7 @@ def _explain(error: Exception) -> int:
         raise error
     if isinstance(error, BrokenPipeError):
         return 141
-    if isinstance(error, click.exceptions.Abort) or isinstance(error, CancelledError):
+    if isinstance(error, (click.exceptions.Abort, CancelledError)):
         return 130
     if isinstance(error, click.UsageError) and type(error).__name__ == "NoArgsIsHelpError":  # click 8.2 and later
         error.show(sys.stdout)
