@@ -128,12 +128,14 @@ _LATER = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name in _LATER:
-        return getattr(importlib.import_module(f"pykvedge.{_LATER[name]}"), name)
-    if name == "__version__":
-        return _version()
-    raise AttributeError(f"module 'pykvedge' has no attribute '{name}'")
+if not TYPE_CHECKING:  # a type checker would take every name for one of these
+
+    def __getattr__(name: str) -> Any:
+        if name in _LATER:
+            return getattr(importlib.import_module(f"pykvedge.{_LATER[name]}"), name)
+        if name == "__version__":
+            return _version()
+        raise AttributeError(f"module 'pykvedge' has no attribute '{name}'")
 
 
 def __dir__() -> list[str]:

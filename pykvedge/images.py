@@ -44,6 +44,9 @@ class Picture:
     rgb: bytes
 
     def __post_init__(self) -> None:
+        sizes = isinstance(self.width, int) and isinstance(self.height, int)
+        if not sizes or not isinstance(self.rgb, (bytes, bytearray)):
+            raise ImageError(f"{self.name}: a picture is a name, two whole numbers and bytes; load_picture makes one")
         if not self.rgb:
             return
         _check_size(self.name, self.width, self.height)
@@ -65,13 +68,14 @@ def load_pictures(images: ImageSources) -> Iterator[Picture]:
 
     Raises UsageError, ArrayError or ImageError.
     """
-    if images is None:
+    given: Any = images
+    if given is None:
         return iter(())
-    if _is_one(images):
-        return iter([load_picture(images)])
-    if not isinstance(images, Iterable):
-        raise UsageError(f"{_kind(images)} is no picture; give {FORMS}, or several of them in a list")
-    return (load_picture(image, f"image {i + 1}") for i, image in enumerate(images))
+    if _is_one(given):
+        return iter([load_picture(given)])
+    if not isinstance(given, Iterable):
+        raise UsageError(f"{_kind(given)} is no picture; give {FORMS}, or several of them in a list")
+    return (load_picture(image, f"image {i + 1}") for i, image in enumerate(given))
 
 
 def load_picture(source: ImageSource, name: str | None = None) -> Picture:

@@ -184,6 +184,12 @@ def test_a_picture_must_have_the_bytes_of_its_pixels(size):
         Picture("p", size[0], size[1], bytes(size[2]))
 
 
+def test_a_picture_has_sizes_and_bytes():
+    for size, rgb in ((("2", 2), bytes(12)), ((2, 2.0), bytes(12)), ((2, 2), "x" * 12), ((2, 2), PIXELS)):
+        with pytest.raises(ImageError, match="load_picture"):
+            Picture("p", *size, rgb)
+
+
 def test_a_picture_that_was_forgotten_cannot_be_shown():
     with pytest.raises(ImageError, match="no pixels"):
         load_picture(Picture("p", 2, 2, b""))
