@@ -1,24 +1,33 @@
 """kvedge: vision-language models on llama.cpp with a KV cache that is compressed after the prompt.
 
     import pykvedge
-    session = pykvedge.Session("model.gguf", "mmproj.gguf", pykvedge.plan("lookm", budget=0.2))
-    for piece in session.ask("What is in the picture?", images=["photo.jpg"]):
-        print(piece, end="", flush=True)
+
+    with pykvedge.Session("model.gguf", "mmproj.gguf", pykvedge.plan("lookm", budget=0.2)) as session:
+        for piece in session.ask("What is in the picture?", images="photo.jpg"):
+            print(piece, end="", flush=True)
+
+A Session is a conversation. load() reads a model once for several of them, plan() says what is kept of a prompt,
+attach() does the same for a llama_cpp.Llama, compress() for arrays. Everything that is raised derives from KvedgeError.
+docs/python.md has an example of each.
 
 Importing this package points the llama_cpp bindings at kvedge's libraries, so import it before llama_cpp.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 # plan, compress and attach are functions that bear the name of their module: bound here, once, they hide the modules.
-from pykvedge.attach import attach
+from pykvedge.attach import Attachment, attach
 from pykvedge.compress import Result, compress
 from pykvedge.errors import (
     ArrayError,
+    BrokenRuleError,
     BudgetError,
+    CancelledError,
     ContextError,
+    DatasetError,
     ImageError,
     KvedgeError,
     LibraryError,
@@ -27,6 +36,7 @@ from pykvedge.errors import (
     OutOfMemoryError,
     PluginError,
     ProfileError,
+    SaveError,
     SessionFileError,
     StateError,
     UnknownNameError,
@@ -39,31 +49,50 @@ from pykvedge.plugins.decorators import allocator, preset, reducer, scorer
 from pykvedge.presets import default_plan, methods, plan
 
 if TYPE_CHECKING:
+    from pykvedge.answer import Answer
+    from pykvedge.images import Picture, load_picture
+    from pykvedge.loaded import LoadedModel, load
     from pykvedge.profile import Profile
+    from pykvedge.prompt import Message
+    from pykvedge.report import Report
+    from pykvedge.sampling import Sampling
     from pykvedge.session import Session
+    from pykvedge.settings import Settings
     from pykvedge.stages.base import Param
 
     __version__: str
 
 __all__ = [
+    "Answer",
     "ArrayError",
+    "Attachment",
+    "BrokenRuleError",
     "Budget",
     "BudgetError",
+    "CancelledError",
     "ContextError",
+    "DatasetError",
     "ImageError",
     "KvedgeError",
     "LibraryError",
+    "LoadedModel",
+    "Message",
     "ModelError",
     "NothingToCompressError",
     "OutOfMemoryError",
     "Param",
+    "Picture",
     "Plan",
     "PluginError",
     "Profile",
     "ProfileError",
+    "Report",
     "Result",
+    "Sampling",
+    "SaveError",
     "Session",
     "SessionFileError",
+    "Settings",
     "StateError",
     "UnknownNameError",
     "UnsupportedError",
@@ -73,6 +102,8 @@ __all__ = [
     "attach",
     "compress",
     "default_plan",
+    "load",
+    "load_picture",
     "methods",
     "plan",
     "preset",
@@ -80,23 +111,35 @@ __all__ = [
     "scorer",
 ]
 
+# name -> the module that is imported when it is asked for: sessions need more than plans do, and take longer to import
+_LATER = {
+    "Answer": "answer",
+    "LoadedModel": "loaded",
+    "Message": "prompt",
+    "Param": "stages.base",
+    "Picture": "images",
+    "Profile": "profile",
+    "Report": "report",
+    "Sampling": "sampling",
+    "Session": "session",
+    "Settings": "settings",
+    "load": "loaded",
+    "load_picture": "images",
+}
 
-def __getattr__(name: str) -> Any:
-    if name == "Session":
-        from pykvedge.session import Session
 
-        return Session
-    if name == "Param":
-        from pykvedge.stages.base import Param
+if not TYPE_CHECKING:  # a type checker would take every name for one of these
 
-        return Param
-    if name == "Profile":
-        from pykvedge.profile import Profile
+    def __getattr__(name: str) -> Any:
+        if name in _LATER:
+            return getattr(importlib.import_module(f"pykvedge.{_LATER[name]}"), name)
+        if name == "__version__":
+            return _version()
+        raise AttributeError(f"module 'pykvedge' has no attribute '{name}'")
 
-        return Profile
-    if name == "__version__":
-        return _version()
-    raise AttributeError(f"module 'pykvedge' has no attribute '{name}'")
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 def _version() -> str:

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from pykvedge import libraries, memory, runtime
-from pykvedge.errors import ContextError, KvedgeError, OutOfMemoryError
-from pykvedge.interrupt import CancelledError
+from pykvedge.errors import CancelledError, ContextError, KvedgeError, OutOfMemoryError
 from pykvedge.kvtypes import KvType
 from pykvedge.model import Model
 from pykvedge.onepass import OnePass

@@ -13,6 +13,7 @@ from pykvedge import libkvedge, memory, onepass, profile
 from pykvedge.context import DEFAULT_CTX, ROOM_TO_ANSWER, Context, ContextSize, check_memory, ubatch_for
 from pykvedge.embeddings import TokenTable
 from pykvedge.errors import (
+    CancelledError,
     ContextError,
     KvedgeError,
     LibraryError,
@@ -349,8 +350,8 @@ class Engine:
         """Replaces the error of a failed decode by what libkvedge met inside it, where that was the cause."""
         try:
             yield
-        except KvedgeError:
-            if self._cache is not None:
+        except KvedgeError as error:
+            if self._cache is not None and not isinstance(error, CancelledError):
                 self._cache.check()
             raise
 

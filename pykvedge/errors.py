@@ -7,6 +7,7 @@ Messages are one line, say what is wrong and what to do about it.
 from __future__ import annotations
 
 import difflib
+import numbers
 from collections.abc import Iterable, Sequence
 
 
@@ -78,9 +79,36 @@ class LibraryError(KvedgeError):
     """The shared libraries are missing, too old, or others were loaded first."""
 
 
+class CancelledError(KvedgeError):
+    """The caller's `cancel` event was set while something long was going on."""
+
+    exit_code = 130  # as after Ctrl-C
+
+    def __init__(self, message: str = "cancelled before it was done") -> None:
+        super().__init__(message)
+
+
+class SaveError(KvedgeError):
+    """A file of results that cannot be written, or not any further."""
+
+
+class DatasetError(UsageError):
+    """A data set that cannot be used."""
+
+
+class BrokenRuleError(KvedgeError, AssertionError):
+    """A method that does what none may do: `kvedge methods --check` found it."""
+
+
 def unknown(kind: str, name: str, known: Iterable[str], also: Sequence[str] = ()) -> UnknownNameError:
     """An UnknownNameError for `name` that suggests the nearest of the known names. also: what may be the reason."""
     names = sorted(known)
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.55)
     hint = f"did you mean '{near[0]}'?" if near else "known: " + ", ".join(names) if names else "there are none"
     return UnknownNameError("; ".join([f"unknown {kind} '{name}'", hint, *also]))
+
+
+def check_number(name: str, value: object, whole: bool = True) -> None:
+    """Raises UsageError if a setting is no number, or not a whole one."""
+    if not isinstance(value, numbers.Integral if whole else numbers.Real):
+        raise UsageError(f"{name} must be a {'whole ' if whole else ''}number, not {value!r:.40}")

@@ -1,31 +1,60 @@
-"""Images: any file that pillow reads, as upright RGB pixels."""
+"""Images: files, file objects, bytes, arrays and PIL images, as upright RGB pixels."""
 
 from __future__ import annotations
 
 import hashlib
+import io
 import os
+import threading
 import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
 
-from pykvedge.errors import ImageError
+from pykvedge.errors import ArrayError, ImageError, UsageError
 
 if TYPE_CHECKING:
+    import numpy as np
     from PIL.Image import Image as PillowImage
+
+    ImageSource: TypeAlias = (
+        str | os.PathLike[str] | bytes | bytearray | memoryview | BinaryIO | PillowImage | np.ndarray | "Picture"
+    )
+    ImageSources: TypeAlias = ImageSource | Iterable[ImageSource] | None
 
 MAX_PIXELS = 50_000_000  # about the largest phone photograph; models look at less than two million
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF")
+_one_at_a_time = threading.Lock()  # Python's filters of warnings are those of all threads
+FORMS = "a path, the bytes of an image file, an open file, a PIL image, or a uint8 array"
 
 
 @dataclass(frozen=True)
 class Picture:
-    """width * height RGB pixels of 3 bytes, row by row."""
+    """width * height RGB pixels of 3 bytes, row by row.
+
+    Without pixels (`rgb` empty) it only tells of a picture that was read and forgotten.
+    Raises ImageError if the bytes are not as many as the pixels need, or the pixels are too many.
+    """
 
     name: str
     width: int
     height: int
     rgb: bytes
+
+    def __post_init__(self) -> None:
+        sizes = isinstance(self.width, int) and isinstance(self.height, int)
+        if not sizes or not isinstance(self.rgb, (bytes, bytearray)):
+            raise ImageError(f"{self.name}: a picture is a name, two whole numbers and bytes; load_picture makes one")
+        if not self.rgb:
+            return
+        _check_size(self.name, self.width, self.height)
+        if len(self.rgb) != 3 * self.width * self.height:
+            needed = 3 * self.width * self.height
+            raise ImageError(
+                f"{self.name} has {len(self.rgb)} bytes; {self.width} x {self.height} RGB pixels are {needed}"
+            )
 
     @property
     def key(self) -> str:
@@ -34,51 +63,178 @@ class Picture:
         return hashlib.sha256(size + self.rgb).hexdigest()
 
 
-def load_picture(path: str | os.PathLike[str]) -> Picture:
-    """Reads a jpg, png, webp, bmp or gif (its first frame), turned as its EXIF data says, transparency on white.
+def load_pictures(images: ImageSources) -> Iterator[Picture]:
+    """One picture or several, loaded as they are asked for. Those that have no name are numbered: image 1, image 2.
 
-    Raises ImageError with one line that says why it cannot be read.
+    Raises UsageError, ArrayError or ImageError.
     """
-    from PIL import Image, ImageOps, UnidentifiedImageError
+    given: Any = images
+    if given is None:
+        return iter(())
+    if _is_one(given):
+        return iter([load_picture(given)])
+    if not isinstance(given, Iterable):
+        raise UsageError(f"{_kind(given)} is no picture; give {FORMS}, or several of them in a list")
+    return (load_picture(image, f"image {i + 1}") for i, image in enumerate(given))
 
-    path = Path(path)
-    if path.is_dir():
-        raise ImageError(f"{path} is a folder, not an image")
+
+def load_picture(source: ImageSource, name: str | None = None) -> Picture:
+    """A picture from a path, the bytes of an image file, an open file, a PIL image, or an array.
+
+    Files may be jpg, png, webp, bmp or gif (its first frame). They are turned as their EXIF data says; transparency
+    becomes white. Arrays are uint8, [height, width, 3] RGB, [height, width, 4] RGBA or [height, width] grey. An open
+    file is read from its beginning, where it can go there, and stays open. A Picture is returned as it is.
+
+    name: for messages where the source has none; default: "image".
+    Raises ImageError if it cannot be read or has too many pixels, ArrayError for an array of another shape or type,
+    UsageError for what is no picture at all.
+    """
+    import numpy as np
+    from PIL import Image
+
+    what = name or "image"
+    if isinstance(source, Picture):
+        if not source.rgb:
+            raise ImageError(f"{source.name} has no pixels any more; load it again")
+        return source
+    if isinstance(source, (str, os.PathLike)):
+        return _from_path(source)
+    if isinstance(source, (bytes, bytearray, memoryview)):
+        return _from_file(io.BytesIO(source), what, what)
+    if isinstance(source, np.ndarray):
+        return _from_array(source, what)
+    if isinstance(source, Image.Image):
+        return _from_pillow(source, what)
+    if hasattr(source, "read"):
+        return _from_stream(source, what)
+    raise UsageError(f"{what}: {_kind(source)} is no picture; give {FORMS}")
+
+
+def _is_one(images: Any) -> bool:
+    import numpy as np
+    from PIL import Image
+
+    one = (Picture, str, os.PathLike, bytes, bytearray, memoryview, np.ndarray, Image.Image)
+    return isinstance(images, one) or hasattr(images, "read")
+
+
+def _kind(thing: object) -> str:
+    return f"an object of type '{type(thing).__name__}'"
+
+
+def _from_path(path: str | os.PathLike[str]) -> Picture:
+    name = os.fspath(path)
+    if isinstance(name, bytes):
+        name = os.fsdecode(name)
+    if "\0" in name or not name:
+        raise ImageError("a path of an image is empty or holds a zero byte")
+    place = Path(name)
+    if place.is_dir():
+        raise ImageError(f"{place} is a folder, not an image")
+    return _from_file(place, str(place), place.name)
+
+
+def _from_stream(file: Any, what: str) -> Picture:
+    given = getattr(file, "name", None)
+    if isinstance(given, str) and given:
+        what = given
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the size is checked below, more strictly
-            with Image.open(path, formats=FORMATS) as image:
-                _check_size(path, image.width, image.height)
-                image.load()
-                upright = ImageOps.exif_transpose(image) or image
-                rgb = _on_white(upright)
+        if getattr(file, "seekable", lambda: False)():
+            file.seek(0)
+        data = file.read()
+    except (OSError, ValueError) as error:
+        raise ImageError(f"{what} cannot be read: {error}") from None
+    if isinstance(data, str):
+        raise UsageError(f"{what} is opened as text; open it with mode 'rb'")
+    if not isinstance(data, (bytes, bytearray, memoryview)):
+        raise UsageError(f"{what}: read() gave {_kind(data)}, not bytes; open the file in binary mode")
+    return _from_file(io.BytesIO(data), what, Path(what).name)
+
+
+def _from_file(file: Path | io.BytesIO, what: str, name: str) -> Picture:
+    """what: the subject of messages."""
+    from PIL import Image
+
+    with _explained(what), Image.open(file, formats=FORMATS) as image:
+        return _upright(image, what, name)
+
+
+def _from_pillow(image: PillowImage, what: str) -> Picture:
+    given = getattr(image, "filename", "")
+    name = Path(given).name if isinstance(given, str) and given else what
+    if image.mode == "F" or (image.mode == "I" and not getattr(image, "format", None)):
+        raise ImageError(f"{name} has mode '{image.mode}', which does not say what is white; convert it to RGB")
+    with _explained(name):
+        return _upright(image, name, name)
+
+
+def _from_array(array: np.ndarray, what: str) -> Picture:
+    import numpy as np
+
+    shape = list(array.shape)
+    if array.dtype != np.uint8:
+        scale = ", scaled to 0..255" if array.dtype.kind in "fub" else ""
+        raise ArrayError(f"{what} is an array of {array.dtype}; pictures are uint8{scale}: array.astype('uint8')")
+    if array.ndim == 3 and array.shape[2] == 1:
+        array = array[:, :, 0]
+    if array.ndim not in (2, 3) or (array.ndim == 3 and array.shape[2] not in (3, 4)):
+        advice = "[height, width, 3] or [height, width]"
+        if array.ndim == 3 and array.shape[0] in (1, 3, 4):
+            advice += "; array.transpose(1, 2, 0) puts the channels last"
+        elif array.ndim == 4:
+            advice += "; for several pictures pass list(array)"
+        raise ArrayError(f"{what} is an array of shape {shape}; pictures are {advice}")
+    from PIL import Image
+
+    _check_size(what, array.shape[1], array.shape[0])
+    with _explained(what):
+        return _upright(Image.fromarray(np.ascontiguousarray(array)), what, what)
+
+
+def _upright(image: PillowImage, what: str, name: str) -> Picture:
+    from PIL import ImageOps
+
+    _check_size(what, image.width, image.height)
+    image.load()
+    rgb = _on_white(ImageOps.exif_transpose(image) or image)
+    return Picture(name, rgb.width, rgb.height, rgb.tobytes())
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Inside the block what pillow raises becomes an ImageError about `what`."""
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with _one_at_a_time, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the size is checked here, more strictly
+            yield
     except FileNotFoundError:
-        raise ImageError(f"{path} does not exist") from None
+        raise ImageError(f"{what} does not exist") from None
     except UnidentifiedImageError:
-        raise ImageError(f"{path} is no image that can be read; use jpg, png, webp, bmp or gif") from None
+        raise ImageError(f"{what} is no image that can be read; use jpg, png, webp, bmp or gif") from None
     except Image.DecompressionBombError:
-        raise ImageError(f"{path} has too many pixels; the limit is {MAX_PIXELS // 10**6} million") from None
+        raise ImageError(f"{what} has too many pixels; the limit is {MAX_PIXELS // 10**6} million") from None
     except MemoryError:
-        raise ImageError(f"{path} does not fit into memory; scale it down") from None
+        raise ImageError(f"{what} does not fit into memory; scale it down") from None
     except (OSError, ValueError, SyntaxError, EOFError, IndexError, KeyError, TypeError) as error:
         detail = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        raise ImageError(f"{path} cannot be read: {detail}") from None
-    return Picture(path.name, rgb.width, rgb.height, rgb.tobytes())
+        raise ImageError(f"{what} cannot be read: {detail}") from None
 
 
-def _check_size(path: Path, width: int, height: int) -> None:
+def _check_size(what: str, width: int, height: int) -> None:
+    if width < 1 or height < 1:
+        raise ImageError(f"{what} is empty")
     if width * height > MAX_PIXELS:
         raise ImageError(
-            f"{path} has {width} x {height} pixels; the limit is {MAX_PIXELS // 10**6} million, scale it down"
+            f"{what} has {width} x {height} pixels; the limit is {MAX_PIXELS // 10**6} million, scale it down"
         )
-    if width < 1 or height < 1:
-        raise ImageError(f"{path} is empty")
 
 
 def _on_white(image: PillowImage) -> PillowImage:
     from PIL import Image
 
-    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+    if image.mode in ("RGBA", "LA", "PA", "RGBa") or "transparency" in image.info:
         image = image.convert("RGBA")
         white = Image.new("RGBA", image.size, (255, 255, 255, 255))
         return Image.alpha_composite(white, image).convert("RGB")

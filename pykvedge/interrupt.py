@@ -9,11 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from pykvedge.errors import CancelledError
+
 PATIENCE = 3  # so many Ctrl-C end the program even where nothing listens (inside one long C call)
-
-
-class CancelledError(Exception):
-    """The caller's `cancel` event was set while something long was going on."""
 
 
 def as_exception() -> None:

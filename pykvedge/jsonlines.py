@@ -8,11 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from pykvedge.errors import KvedgeError
-
-
-class SaveError(KvedgeError):
-    """Results cannot be written."""
+from pykvedge.errors import SaveError
 
 
 class JsonLines:

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pykvedge import memory, runtime
-from pykvedge.errors import ModelError
-from pykvedge.interrupt import CancelledError
+from pykvedge.errors import CancelledError, ModelError
 from pykvedge.modelfile import check_model
 
 Progress = Callable[[str, float], None]  # (what, share done in 0..1)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from pykvedge.errors import BudgetError, UnknownNameError, unknown
+from pykvedge.errors import BudgetError, UnknownNameError, UsageError, unknown
 from pykvedge.plan import Plan
 from pykvedge.stages.registry import STAGES
 
@@ -238,6 +238,15 @@ def plan(method: str, budget: Any = None, **settings: Any) -> Plan:
 def default_plan(budget: Any = None, **settings: Any) -> Plan:
     """The plan where no method is named: mixkv, with half of the prompt unless `budget` says otherwise."""
     return plan(DEFAULT_METHOD, DEFAULT_METHOD_BUDGET if budget is None else budget, **settings)
+
+
+def checked_plan(given: Plan | None) -> Plan:
+    """The plan itself, or the default one for None. Raises UsageError for what is no plan."""
+    if given is None:
+        return default_plan()
+    if not isinstance(given, Plan):
+        raise UsageError(f"the plan must be one that pykvedge.plan makes, not {given!r:.40}")
+    return given
 
 
 def check_protection(plan: Plan, n_tokens: int) -> None:

@@ -6,6 +6,7 @@ import functools
 import math
 import os
 import sys
+import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,20 +18,27 @@ from pykvedge import libraries
 _ERROR, _CONT = 4, 5  # ggml_log_level
 
 
+class _Lines(threading.local):
+    """What this thread's calls have logged: llama.cpp logs from the thread that called it."""
+
+    def __init__(self) -> None:
+        self.errors: deque[str] = deque(maxlen=50)
+        self.level = 0
+
+
 class _Log:
     """Receives llama.cpp's log: keeps the last errors for the message of an exception, prints all if verbose."""
 
     def __init__(self) -> None:
         self.verbose = False
-        self.errors: deque[str] = deque(maxlen=50)
-        self._level = 0
+        self.here = _Lines()
 
     def receive(self, level: int, text: bytes, _: Any) -> None:
-        line = text.decode("utf-8", "replace")
+        line, here = text.decode("utf-8", "replace"), self.here
         if level != _CONT:
-            self._level = level
-        if self._level == _ERROR and line.strip():
-            self.errors.append(line.strip())
+            here.level = level
+        if here.level == _ERROR and line.strip():
+            here.errors.append(line.strip())
         if self.verbose:
             sys.stderr.write(line)
 
@@ -63,9 +71,10 @@ def _init_backend() -> None:
 
 @contextmanager
 def collected_errors() -> Iterator[deque[str]]:
-    """The error lines that llama.cpp logs inside the block, oldest first."""
-    _log.errors.clear()
-    yield _log.errors
+    """The error lines that llama.cpp logs inside the block, in this thread, oldest first."""
+    lines = _log.here.errors
+    lines.clear()
+    yield lines
 
 
 def reason(lines: deque[str], default: str) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pykvedge import libraries
-from pykvedge.errors import UsageError
+from pykvedge.errors import UsageError, check_number
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,11 @@ class Sampling:
     max_tokens: int = 512
 
     def __post_init__(self) -> None:
+        check_number("temp", self.temp, whole=False)
+        check_number("top_p", self.top_p, whole=False)
+        check_number("top_k", self.top_k)
+        check_number("seed", 0 if self.seed is None else self.seed)
+        check_number("max_tokens", self.max_tokens)
         if not 0 <= self.temp <= 100:
             raise UsageError(f"temp must lie between 0 and 100, not {self.temp}")
         if not 0 < self.top_p <= 1:

@@ -6,19 +6,20 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from pykvedge import libkvedge, memory, profile, runtime, stream
+from pykvedge import libkvedge, memory, profile, stream
 from pykvedge.answer import Answer
 from pykvedge.engine import Engine
 from pykvedge.errors import NothingToCompressError, StateError, UsageError
-from pykvedge.images import Picture, load_picture
+from pykvedge.images import Picture, load_pictures
 from pykvedge.kvtypes import KvType
-from pykvedge.model import Model, Progress, silent
+from pykvedge.loaded import LoadedModel, Loan, borrow, path_of
+from pykvedge.model import Progress, silent
 from pykvedge.plan import Plan
-from pykvedge.presets import default_plan
+from pykvedge.presets import checked_plan
 from pykvedge.prompt import ChatTemplate, Message
 from pykvedge.report import Report, Rss, Time, Tokens
 from pykvedge.sampling import Sampling
@@ -26,28 +27,35 @@ from pykvedge.sessionfile import Note, fingerprint, read_note
 from pykvedge.settings import Settings
 from pykvedge.vision import ImagePiece, Piece, TextPiece, Vision
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from pykvedge.images import ImageSources
+    from pykvedge.settings import GivenSettings
+
 
 class Session:
     """A conversation with a model. Close it when done, or use it in a with statement. For one thread at a time."""
 
     def __init__(
         self,
-        model: str | os.PathLike[str],
+        model: str | os.PathLike[str] | LoadedModel,
         mmproj: str | os.PathLike[str] | None = None,
         plan: Plan | None = None,
         *,
         progress: Progress = silent,
         cancel: threading.Event | None = None,
-        **settings: Any,
+        **settings: Unpack[GivenSettings],
     ) -> None:
-        """Loads the model, and the image encoder if one is given.
+        """Loads the model, and the image encoder if one is given; or takes what pykvedge.load has loaded.
 
         plan: what to keep of each prompt, default: default_plan(). settings: fields of Settings.
         progress(what, share done) is called during long steps. Setting `cancel` stops a step or an answer that is
-        under way. Raises ModelError, LibraryError, ProfileError, UsageError, CancelledError.
+        under way. Raises ModelError, LibraryError, ProfileError, UsageError, CancelledError, and StateError for a
+        loaded model that was closed.
         """
-        self.settings = Settings.of(settings)
-        self.plan = plan if plan is not None else default_plan()
+        self.settings = Settings.of({**settings})
+        self.plan = checked_plan(plan)
         self.messages: list[Message] = []
         self.pending: list[int] = []  # generated, but not yet read back into the cache
         self.in_cache = False  # whether the cache holds the conversation so far
@@ -59,38 +67,37 @@ class Session:
         self._vision: Vision | None = None
         self._engine: Engine | None = None
         self._check_stream(self.plan)
-        profile.find(self.plan, model, self.settings.profile)  # before the weights are read
-        threads = self.settings.threads or runtime.default_threads()
+        profile.find(self.plan, path_of(model), self.settings.profile)  # before the weights are read
         started = time.perf_counter()
-        self.model = Model(model, self.settings.gpu_layers, progress, cancel, self.settings.verbose)
+        self._loan: Loan | None = borrow(model, mmproj, self.settings, progress, cancel)
+        self.model = self._loan.model
         try:
-            if mmproj is not None:
-                progress("loading the image encoder", 1.0)
-                on_gpu = self.settings.gpu_layers != 0
-                self._vision = Vision(mmproj, self.model, threads, on_gpu, self.settings.verbose)
+            self._vision = Vision(self._loan.encoder) if self._loan.encoder else None
             special = self.model.special_text
             self._template = ChatTemplate(self.model.chat_template(), special("bos"), special("eos"))
         except BaseException:
             self.close()
             raise
-        self._engine = Engine(self.model, self._vision, self.settings, threads)
+        self._engine = Engine(self.model, self._vision, self.settings, self.settings.threads or self._loan.threads)
         self._load_s = time.perf_counter() - started
 
     def ask(
         self,
         prompt: str,
-        images: Iterable[str | os.PathLike[str] | Picture] = (),
+        images: ImageSources = (),
         sampling: Sampling | None = None,
     ) -> Answer:
         """Puts the next message to the model; iterate over what it returns to get the answer piece by piece.
 
-        Everything up to the first generated token happens here. images: paths, or pictures already loaded. A stream
-        (Settings.stream) takes them one at a time, also from a generator, and forgets their pixels.
+        Everything up to the first generated token happens here. images: one, or several, in any form that load_picture
+        takes. A stream (Settings.stream) asks for them one at a time, also of a generator, and forgets their pixels.
         Raises ImageError, ContextError, OutOfMemoryError, NothingToCompressError, UsageError, or CancelledError.
         """
         self._require_open()
         self._end_answer()
-        loaded = (p if isinstance(p, Picture) else load_picture(p) for p in images)
+        if not isinstance(prompt, str):
+            raise UsageError(f"the prompt must be text, not {prompt!r:.40}")
+        loaded = load_pictures(images)
         pictures = list(itertools.islice(loaded, 1 if self.settings.stream else None))
         self._frames = itertools.chain(pictures, loaded)
         self._require_eyes(pictures)
@@ -114,7 +121,7 @@ class Session:
     def examine(
         self,
         prompt: str,
-        images: Iterable[Picture],
+        images: ImageSources,
         plan: Plan,
         look: Callable[[libkvedge.Cache, list[Piece]], None] = lambda cache, pieces: None,
     ) -> list[list[list[int]]]:
@@ -124,7 +131,7 @@ class Session:
         tokens that are kept. Raises what ask raises, and NothingToCompressError where llama.cpp keeps the cache.
         """
         self.clear()
-        self.messages.append(Message("user", prompt, list(images)))
+        self.messages.append(Message("user", prompt, list(load_pictures(images))))
         try:
             pieces = self._pieces()
             try:
@@ -146,6 +153,7 @@ class Session:
 
     def set_plan(self, plan: Plan) -> None:
         """Prompts that come from now on are compressed by this plan. Raises NothingToCompressError."""
+        plan = checked_plan(plan)
         self._check_stream(plan)
         self._end_answer()
         self.engine.set_plan(plan)
@@ -194,15 +202,17 @@ class Session:
         self.last_report = None
 
     def close(self) -> None:
-        """Frees everything. Does nothing the second time."""
+        """Frees everything but a model that was loaded apart. Does nothing the second time."""
         self._answer = None
         if self._engine is not None:
             self._engine.close()
             self._engine = None
         if self._vision is not None:
-            self._vision.close()
+            self._vision.forget()
             self._vision = None
-        self.model.close()
+        if self._loan is not None:
+            self._loan.give_back()
+            self._loan = None
 
     def __enter__(self) -> Session:
         return self
@@ -220,10 +230,10 @@ class Session:
         """Whether an image encoder was loaded."""
         return self._vision is not None
 
-    def first_prompt(self, prompt: str, pictures: Iterable[Picture] = ()) -> list[Piece]:
+    def first_prompt(self, prompt: str, pictures: ImageSources = ()) -> list[Piece]:
         """A message as the model would read it at the start of a conversation, for use with `engine`; release it."""
         self._require_open()
-        message = Message("user", prompt, list(pictures))
+        message = Message("user", prompt, list(load_pictures(pictures)))
         self._require_eyes(message.pictures)
         return self._first([message])
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
-from pykvedge.errors import UsageError, unknown
+from pykvedge.errors import UsageError, check_number, unknown
 from pykvedge.kvtypes import KvType
 
 if TYPE_CHECKING:
@@ -14,6 +14,20 @@ if TYPE_CHECKING:
 MAX_THREADS = 512  # of ggml
 MAX_CTX = 2**30
 STREAM_TOKENS = 128
+
+
+class GivenSettings(TypedDict, total=False):
+    """The fields of Settings, for those who name them one by one."""
+
+    n_ctx: int
+    threads: int
+    gpu_layers: int | None
+    kv_type: str
+    system: str
+    verbose: bool
+    bounded: bool
+    profile: Given
+    stream: bool | int
 
 
 @dataclass(frozen=True)
@@ -33,6 +47,11 @@ class Settings:
     stream: bool | int = False
 
     def __post_init__(self) -> None:
+        check_number("n_ctx", self.n_ctx)
+        check_number("threads", self.threads)
+        check_number("gpu_layers", 0 if self.gpu_layers is None else self.gpu_layers)
+        if not isinstance(self.system, str):
+            raise UsageError(f"system must be text, not {self.system!r:.40}")
         object.__setattr__(self, "kv_type", str(KvType.parse(self.kv_type)))
         if not 0 <= self.n_ctx < MAX_CTX:
             raise UsageError(f"n_ctx must be a number of tokens, or 0 (automatic), not {self.n_ctx}")

@@ -1,10 +1,8 @@
-"""Images to embeddings: the mmproj on libmtmd, and the prompt as a list of text and image pieces."""
+"""The prompt as a list of text and image pieces, and the embeddings of the images."""
 
 from __future__ import annotations
 
 import ctypes
-import os
-import secrets
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,15 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from pykvedge import libraries, memory, runtime
-from pykvedge.encoderwatch import EncoderWatch
-from pykvedge.errors import ImageError, ModelError, UsageError
+from pykvedge import runtime
+from pykvedge.encoder import Encoder
+from pykvedge.errors import ImageError, UsageError
 from pykvedge.images import Picture
 from pykvedge.imagetokens import Places, places
-from pykvedge.model import Model
-from pykvedge.modelfile import check_mmproj, projector
-
-WORKSPACE = 128 << 20  # bytes that encoding an image takes beside the weights, about
 
 
 @dataclass
@@ -50,42 +44,22 @@ Piece = TextPiece | ImagePiece
 
 
 class Vision:
-    """A loaded mmproj."""
+    """What one conversation sees through an encoder, which others may share."""
 
-    def __init__(self, path: str | os.PathLike[str], model: Model, threads: int, use_gpu: bool, verbose: bool) -> None:
-        """Raises ModelError if the file is no image encoder or does not fit the model, OutOfMemoryError."""
-        header = check_mmproj(path, model.header)
-        llama = runtime.start(verbose, vision=True)
-        if not use_gpu or not llama.llama_supports_gpu_offload():
-            # mtmd aborts where it cannot get the memory for the weights
-            memory.require(header.file_size + WORKSPACE, f"{path}", "close other programs")
-        mtmd = self.mtmd = libraries.mtmd()
-        self._model, self._projector = model, projector(header)
-        # drawn at random, so that no prompt contains it by accident
-        self.marker = f"<__image_{secrets.token_hex(8)}__>"
-        params = mtmd.mtmd_context_params_default()
-        params.n_threads, params.use_gpu = threads, use_gpu
-        params.print_timings = params.warmup = False
-        params.media_marker = self.marker.encode()
-        layers = header.values.get("clip.vision.block_count")
-        self._watch = EncoderWatch(layers if isinstance(layers, int) else 1)
-        self._watch.install(params, llama.ggml_backend_sched_eval_callback)
-        with runtime.collected_errors() as lines:
-            self.handle = mtmd.mtmd_init_from_file(os.fsencode(path), model.handle, params)
-        if not self.handle:
-            self._watch.close()
-            raise ModelError(f"{path} cannot be loaded: {runtime.reason(lines, 'mtmd does not say why')}")
-        if not mtmd.mtmd_support_vision(self.handle):
-            self.close()
-            raise ModelError(f"{path} does not read images")
+    def __init__(self, encoder: Encoder) -> None:
+        self.encoder = encoder
+        self.mtmd = encoder.mtmd
         self._encoded: dict[str, np.ndarray] = {}
 
-    def close(self) -> None:
-        """Frees the image encoder. Does nothing the second time."""
-        if getattr(self, "handle", None):
-            self.mtmd.mtmd_free(self.handle)
-            self.handle = None
-            self._watch.close()
+    @property
+    def handle(self) -> Any:
+        """The mtmd_context."""
+        return self.encoder.handle
+
+    @property
+    def marker(self) -> str:
+        """What stands for a picture in the text of a prompt."""
+        return self.encoder.marker
 
     def non_causal(self) -> bool:
         """Whether the tokens of an image look at each other in both directions."""
@@ -139,7 +113,7 @@ class Vision:
                 tokens = mtmd.mtmd_input_chunk_get_tokens_image(chunk)
                 grid = (mtmd.mtmd_image_tokens_get_nx(tokens), mtmd.mtmd_image_tokens_get_ny(tokens))
                 copy = mtmd.mtmd_input_chunk_copy(chunk)
-                shown = places(self._projector, grid, n_tokens)
+                shown = places(self.encoder.projector, grid, n_tokens)
                 out.append(ImagePiece(copy, n_tokens, f"{key}/{parts[key]}", places=shown))
                 parts[key] += 1
             else:
@@ -147,18 +121,12 @@ class Vision:
         return out
 
     def encode(self, piece: ImagePiece, look: Callable[[float], None] = lambda share: None) -> None:
-        """Fills in the embeddings. Raises ImageError.
+        """Fills in the embeddings. Raises ImageError, StateError.
 
         look: called meanwhile with the share that is done; what it raises ends the encoding, and is raised.
         """
         if piece.key not in self._encoded:
-            with runtime.collected_errors() as lines:
-                status = self._watch.run(lambda: self.mtmd.mtmd_encode_chunk(self.handle, piece.chunk), look)
-            if status != 0:
-                raise ImageError(f"the image cannot be encoded: {runtime.reason(lines, 'mtmd does not say why')}")
-            width = self._model.n_embd_input
-            out = np.ctypeslib.as_array(self.mtmd.mtmd_get_output_embd(self.handle), (piece.n_tokens, width))
-            self._encoded[piece.key] = out.copy()
+            self._encoded[piece.key] = self.encoder.encode(piece.chunk, piece.n_tokens, look)
         piece.embeddings = self._encoded[piece.key]
 
     def forget(self) -> None:

@@ -24,6 +24,7 @@ from pykvedge.bench import machine, plot, table, timeline
 from pykvedge.bench.matrix import MOST_ROUNDS, Matrix, ModelFiles, Shape, Variant
 from pykvedge.bench.measure import Repetition, make_prompt
 from pykvedge.bench.runner import Group, Log, Outcome, run
+from pykvedge.encoder import Encoder
 from pykvedge.gguf import read_header
 from pykvedge.model import Model
 from pykvedge.vision import Vision
@@ -76,7 +77,7 @@ def test_bytes_are_those_of_the_buffers(outcome, tiny):
 def test_prompts_have_the_size_that_was_asked_for(tiny, native):
     llava = tiny("llava")
     model = Model(llava.model)
-    vision = Vision(llava.mmproj, model, THREADS, False, False)
+    vision = Vision(Encoder(llava.mmproj, model, THREADS, False, False))
     try:
         one, two = (make_prompt(model, vision, Shape(41, n, 64, 48), 7) for n in (1, 2))
         assert one.n_tokens - one.n_image_tokens >= 41 and len(one.then) == 7
@@ -86,7 +87,7 @@ def test_prompts_have_the_size_that_was_asked_for(tiny, native):
         for prompt in (one, two):
             vision.release(prompt.pieces)
     finally:
-        vision.close()
+        vision.encoder.close()
         model.close()
 
 

@@ -51,7 +51,8 @@ def test_the_intermediate_results_of_the_prompt_are_given_back(kvedge, tiny):
 
 @linux
 def test_the_working_memory_of_the_image_encoder_is_given_back(tiny, native, monkeypatch):
-    pictures = [Picture(f"{n}", n, n, bytes(range(256)) * (n * n * 3 // 256)) for n in (1120, 560, 1120 - 28)]
+    sizes = (1120, 560, 1120 - 28)
+    pictures = [Picture(f"{n}", n, n, (bytes(range(256)) * (n * n * 3 // 256 + 1))[: n * n * 3]) for n in sizes]
     release, seen = EncoderWatch.release, []
 
     def watched(self) -> int:

@@ -17,7 +17,7 @@ from pykvedge.bench.machine import Energy, Others
 from pykvedge.bench.matrix import Shape, Variant
 from pykvedge.context import Context, ContextSize, check_memory, ubatch_for
 from pykvedge.demo_tasks.scenes import draw_scene, render
-from pykvedge.errors import KvedgeError, UsageError
+from pykvedge.errors import CancelledError, KvedgeError, UsageError
 from pykvedge.images import Picture
 from pykvedge.interrupt import stop_if_set
 from pykvedge.model import Model
@@ -160,6 +160,8 @@ def repetition(
         try:
             with _uncollected():
                 out = _timed(context, vision, cache, prompt, energy, cancel)
+        except CancelledError:
+            raise
         except KvedgeError:
             if cache is not None:
                 cache.check()

@@ -15,6 +15,7 @@ from pykvedge.bench import machine
 from pykvedge.bench.matrix import MOST_ROUNDS, Matrix, ModelFiles, Shape, Variant
 from pykvedge.bench.measure import Prompt, Repetition, figures, make_prompt, repetition
 from pykvedge.bench.timeline import Trace, trace
+from pykvedge.encoder import Encoder
 from pykvedge.errors import ContextError, ImageError, KvedgeError, UsageError
 from pykvedge.interrupt import CancelledError, stop_if_set
 from pykvedge.jsonlines import JsonLines
@@ -124,12 +125,13 @@ class _Loaded:
         model = Model(self._files.model, self._matrix.gpu_layers, progress, self._cancel)
         try:
             if self._files.mmproj is not None and any(shape.images for shape in self._matrix.shapes):
-                vision = Vision(self._files.mmproj, model, self._threads, self._matrix.gpu_layers != 0, False)
+                on_gpu = self._matrix.gpu_layers != 0
+                vision = Vision(Encoder(self._files.mmproj, model, self._threads, on_gpu, False))
             for shape in self._matrix.shapes:
                 self._prompt(model, vision, shape)
         finally:
             if vision is not None:
-                vision.close()
+                vision.encoder.close()
             model.close()
 
     def _prompt(self, model: Model, vision: Vision | None, shape: Shape) -> None:
@@ -192,6 +194,8 @@ class _Loaded:
                 except ContextError as error:
                     self._leave_out(f"{name} left out: {error}", len(variants) * left)
                     return
+                except CancelledError:
+                    raise
                 except KvedgeError as error:
                     variants.remove(variant)
                     self._leave_out(f"{name}, {variant.label} left out: {error}", left)

@@ -11,15 +11,12 @@ import numpy as np
 from pykvedge.checks.prompts import Prompt, profiles_of
 from pykvedge.compress import Result, compress
 from pykvedge.definition import protection, round_to
+from pykvedge.errors import BrokenRuleError
 from pykvedge.plan import Budget, Plan
 
 ENGINES = ("native", "numpy")
 RELATIVE = {"f16": 1e-3, "bf16": 8e-3, "f32": 1e-3}  # of merged keys and values
 FLOAT32_NOISE = 1e-5  # by which two engines' scores may differ, relative to the largest
-
-
-class BrokenRuleError(AssertionError):
-    """What was found, and where."""
 
 
 def _compress(plan: Plan, p: Prompt, **settings: Any) -> Result:

@@ -18,7 +18,7 @@ from pykvedge.cli.eval import evaluate
 from pykvedge.cli.inspect import inspect
 from pykvedge.cli.methods import methods
 from pykvedge.cli.plan import plan
-from pykvedge.errors import KvedgeError
+from pykvedge.errors import CancelledError, KvedgeError
 
 
 def _show_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
@@ -88,7 +88,7 @@ def _explain(error: Exception) -> int:
         raise error
     if isinstance(error, BrokenPipeError):
         return 141
-    if isinstance(error, click.exceptions.Abort) or type(error).__name__ == "CancelledError":
+    if isinstance(error, (click.exceptions.Abort, CancelledError)):
         return 130
     if isinstance(error, click.UsageError) and type(error).__name__ == "NoArgsIsHelpError":  # click 8.2 and later
         error.show(sys.stdout)

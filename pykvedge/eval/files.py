@@ -6,12 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pykvedge.errors import UsageError, unknown
+from pykvedge.errors import DatasetError, unknown
 from pykvedge.eval.tasks import IMAGE, Line
-
-
-class DatasetError(UsageError):
-    """A data set that cannot be read."""
 
 
 def read_text(path: Path) -> str:

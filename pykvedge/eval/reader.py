@@ -15,7 +15,7 @@ import numpy as np
 
 from pykvedge import libkvedge
 from pykvedge.context import Context, ContextSize, check_memory, ubatch_for
-from pykvedge.errors import ContextError, KvedgeError, NothingToCompressError
+from pykvedge.errors import CancelledError, ContextError, KvedgeError, NothingToCompressError
 from pykvedge.kvtypes import KvType
 from pykvedge.model import Model
 from pykvedge.plan import Plan
@@ -152,6 +152,8 @@ class Reader:
                     context.decode_image(self.vision, piece)
                 else:
                     context.decode(piece.tokens, want_logits=i == len(pieces) - 1)
+        except CancelledError:
+            raise
         except KvedgeError:
             self._check()
             raise
@@ -162,6 +164,8 @@ class Reader:
         context = self._live()
         try:
             context.decode([token], want_logits=True)
+        except CancelledError:
+            raise
         except KvedgeError:
             self._check()
             raise

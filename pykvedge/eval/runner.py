@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pykvedge import runtime
+from pykvedge.encoder import Encoder
 from pykvedge.errors import ContextError, ImageError, KvedgeError, UsageError
 from pykvedge.eval.measure import Cell, Measurer, Preparer, Wants
 from pykvedge.eval.reader import Reader
@@ -89,7 +90,7 @@ def evaluate(
         model = Model(job.model, job.settings.gpu_layers, progress, cancel, job.settings.verbose)
         if job.mmproj is not None:
             on_gpu = job.settings.gpu_layers != 0
-            vision = Vision(job.mmproj, model, threads, on_gpu, job.settings.verbose)
+            vision = Vision(Encoder(job.mmproj, model, threads, on_gpu, job.settings.verbose))
         reader = Reader(model, vision, threads, job.settings.kv_type, job.settings.n_ctx)
         reader.stop_when(cancel)
         preparer = Preparer(model, vision, partial(stop_if_set, cancel))
@@ -99,7 +100,7 @@ def evaluate(
     except CancelledError:
         out.interrupted = True
     finally:
-        for part in (reader, vision, model):
+        for part in (reader, vision and vision.encoder, model):
             if part is not None:
                 part.close()
         countdown.clear()
@@ -163,7 +164,7 @@ class _Run:
         self._countdown.skip(steps)
 
     def _fail(self, cell: Cell, error: KvedgeError) -> None:
-        if isinstance(error, SaveError):
+        if isinstance(error, (CancelledError, SaveError)):
             raise error
         if cell in self._cells:
             self._cells.remove(cell)

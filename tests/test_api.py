@@ -1,0 +1,168 @@
+"""What `import pykvedge` offers: all names, all errors, help, and the examples in it."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import pydoc
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pykvedge
+
+PACKAGE = Path(pykvedge.__file__).parent
+# raised inside, and replaced or expected by what called; never what a caller of the public interface gets
+INSIDE = {"ValueError", "AttributeError", "TemplateError", "EOFError"}
+
+
+def modules():
+    """Every module of the package, imported."""
+    for info in pkgutil.walk_packages([str(PACKAGE)], "pykvedge."):
+        if info.name != "pykvedge.__main__":
+            yield importlib.import_module(info.name)
+
+
+def exceptions():
+    """Every exception class that the package defines."""
+    found = set()
+    for module in modules():
+        for thing in vars(module).values():
+            if inspect.isclass(thing) and issubclass(thing, BaseException) and thing.__module__.startswith("pykvedge"):
+                found.add(thing)
+    return found
+
+
+def test_every_error_is_exported_and_a_kvedge_error():
+    found = exceptions()
+    assert len(found) > 15
+    for error in found:
+        assert issubclass(error, pykvedge.KvedgeError), error
+        assert getattr(pykvedge, error.__name__) is error and error.__name__ in pykvedge.__all__, error
+
+
+def test_every_error_has_a_line_for_the_user():
+    for error in exceptions():
+        assert error.__doc__ and error.exit_code in (1, 2, 130)
+    assert str(pykvedge.CancelledError())
+    assert issubclass(pykvedge.OutOfMemoryError, MemoryError) and issubclass(pykvedge.UsageError, ValueError)
+
+
+def raised(tree):
+    """Names that `raise` statements call or name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Raise) and node.exc is not None:
+            what = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
+            yield what.attr if isinstance(what, ast.Attribute) else getattr(what, "id", "")
+
+
+def test_nothing_else_is_raised():
+    """By name: what the sources raise is a KvedgeError, or a variable, or one of a few that stay inside."""
+    errors, strangers = {error.__name__ for error in exceptions()}, set()
+    for file in PACKAGE.rglob("*.py"):
+        if "cli" in file.relative_to(PACKAGE).parts:
+            continue
+        for name in raised(ast.parse(file.read_text("utf-8"))):
+            if name.endswith(("Error", "Exception")) and name not in errors | INSIDE:
+                strangers.add((file.name, name))
+    assert not strangers
+
+
+def test_names_are_there():
+    assert len(set(pykvedge.__all__)) == len(pykvedge.__all__)
+    for name in pykvedge.__all__:
+        assert getattr(pykvedge, name) is not None
+        assert name in dir(pykvedge)
+    space: dict = {}
+    exec("from pykvedge import *", space)
+    assert set(pykvedge.__all__) <= set(space)
+    with pytest.raises(AttributeError, match="no attribute 'Sesion'"):
+        _ = pykvedge.Sesion
+
+
+def test_whatever_is_public_says_what_it_is():
+    for name in pykvedge.__all__:
+        thing = getattr(pykvedge, name)
+        if name == "__version__":
+            continue
+        assert inspect.getdoc(thing), name
+        if not inspect.isclass(thing) or issubclass(thing, BaseException):
+            continue
+        for member, value in vars(thing).items():
+            if not member.startswith("_") and (inspect.isfunction(value) or isinstance(value, property)):
+                assert inspect.getdoc(value), f"{name}.{member}"
+
+
+def test_help_lists_everything():
+    text = pydoc.plain(pydoc.render_doc(pykvedge))
+    for name in pykvedge.__all__:
+        assert name in text or name == "__version__", name
+    assert "docs/python.md" in text
+
+
+def test_importing_needs_neither_numpy_of_sessions_nor_libraries(environment):
+    """The names that come later are imported when they are asked for."""
+    code = "import sys, pykvedge; print('pykvedge.session' in sys.modules, 'llama_cpp' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]
+
+
+def test_the_package_is_typed():
+    assert (PACKAGE / "py.typed").is_file()
+
+
+def test_settings_have_the_types_of_their_fields():
+    from dataclasses import fields
+
+    from pykvedge.settings import GivenSettings, Settings
+
+    given = {name: getattr(kind, "__forward_arg__", kind) for name, kind in GivenSettings.__annotations__.items()}
+    assert {f.name: f.type for f in fields(Settings)} == given
+
+
+# ------------------------------------------------------------------------------------------------- bad calls
+
+
+def test_what_a_session_is_given_is_checked(tiny, native):
+    files = tiny("llama")
+    for model in (None, 5, b"m.gguf", "", "a\0b"):
+        with pytest.raises(pykvedge.UsageError):
+            pykvedge.Session(model)
+        with pytest.raises(pykvedge.UsageError):
+            pykvedge.load(model)
+    with pytest.raises(pykvedge.UsageError, match="mmproj"):
+        pykvedge.Session(files.model, pykvedge.plan("h2o"))
+    for plan in ("lookm", 0.2, pykvedge.plan):
+        with pytest.raises(pykvedge.UsageError, match=r"pykvedge\.plan makes"):
+            pykvedge.Session(files.model, plan=plan)
+    with files.session() as session:
+        with pytest.raises(pykvedge.UsageError, match=r"pykvedge\.plan makes"):
+            session.set_plan("lookm")
+        for prompt in (None, 5, b"Hello"):
+            with pytest.raises(pykvedge.UsageError, match="must be text"):
+                session.ask(prompt)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: pykvedge.Sampling(temp="hot"),
+        lambda: pykvedge.Sampling(max_tokens=None),
+        lambda: pykvedge.Sampling(top_k=2.5),
+        lambda: pykvedge.Sampling(seed=1.5),
+        lambda: pykvedge.Sampling(temp=float("nan")),
+        lambda: pykvedge.Settings(threads="4"),
+        lambda: pykvedge.Settings(n_ctx=1.5),
+        lambda: pykvedge.Settings(gpu_layers="all"),
+        lambda: pykvedge.Settings(kv_type=8),
+        lambda: pykvedge.Settings(system=None),
+    ],
+)
+def test_settings_of_the_wrong_type(make):
+    with pytest.raises(pykvedge.UsageError) as error:
+        make()
+    assert "\n" not in str(error.value)

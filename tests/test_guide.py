@@ -1,0 +1,101 @@
+"""Every Python example of the guide and of the docstrings runs, and prints what it says."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import shutil
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import pykvedge
+from pykvedge import runtime
+
+ROOT = Path(__file__).resolve().parent.parent
+GUIDE = (ROOT / "docs" / "python.md").read_text("utf-8")
+DATA, EXAMPLES = ROOT / "pykvedge" / "data", ROOT / "examples"
+FILES = {
+    "model.gguf": DATA / "demo-model.gguf",
+    "mmproj.gguf": DATA / "demo-mmproj.gguf",
+    "scene.png": EXAMPLES / "scene-1.png",
+    "other.png": EXAMPLES / "scene-2.png",
+    "photo.jpg": EXAMPLES / "photo.jpg",
+}
+
+
+def guide_examples():
+    """(heading, code) of each block."""
+    for section in re.split(r"^## ", GUIDE, flags=re.MULTILINE)[1:]:
+        for code in re.findall(r"```python\n(.*?)```", section, re.DOTALL):
+            yield pytest.param(code, id=section.splitlines()[0])
+
+
+def docstring_example(thing):
+    """The indented lines after the first paragraph of a docstring, from `import` or `with` on."""
+    lines = inspect.getdoc(thing).splitlines()
+    start = next(i for i, line in enumerate(lines) if re.match(r" {4}(import|with)\b", line))
+    end = next((i for i in range(start, len(lines)) if lines[i] and not lines[i].startswith("    ")), len(lines))
+    return textwrap.dedent("\n".join(lines[start:end]))
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch, native):
+    for name, source in FILES.items():
+        try:
+            (tmp_path / name).symlink_to(source)
+        except OSError:  # where that needs a privilege
+            shutil.copy(source, tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(runtime, "default_threads", lambda: 1)
+    return tmp_path
+
+
+def promised(code):
+    """What the comments behind print(...) say, in order."""
+    return re.findall(r"^ *print\(.*\)  # (.+)$", code, re.MULTILINE)
+
+
+def run(code):
+    exec(compile(code, "example", "exec"), {"__name__": "__main__"})
+
+
+@pytest.mark.parametrize("code", list(guide_examples()))
+def test_examples_of_the_guide(code, folder, capfd):
+    run(code)
+    printed = iter(capfd.readouterr().out.splitlines())
+    for line in promised(code):
+        assert line in printed, f"{line!r} was not printed, or not in this order"  # `in` reads on from the last one
+
+
+def test_the_guide_has_what_it_should():
+    found = list(guide_examples())
+    assert len(found) >= 10 and sum(len(promised(e.values[0])) for e in found) >= 20
+    for error in pykvedge.__all__:
+        if error.endswith("Error"):
+            assert f"`{error}`" in GUIDE, error
+
+
+@pytest.mark.parametrize("thing", [pykvedge, pykvedge.load])
+def test_examples_of_docstrings(thing, folder, capfd):
+    code = docstring_example(thing)
+    assert "Session(" in code
+    run(code if "import pykvedge" in code else f"import pykvedge\n{code}")
+
+
+def test_the_example_of_attach(folder, capfd):
+    code = docstring_example(pykvedge.attach)
+    space: dict = {}
+    exec(code, space)
+    try:
+        assert space["llm"].create_completion("Hello " * 40, max_tokens=3)["choices"][0]["finish_reason"]
+    finally:
+        space["llm"].close()
+
+
+def test_every_example_in_a_docstring_is_one_of_these():
+    """A new one in what is public has to be added above."""
+    code = re.compile(r"^ {4}(import|from|with|for|\w+ =|\w+\() *", re.MULTILINE)
+    docs = {name: inspect.getdoc(getattr(pykvedge, name)) or "" for name in pykvedge.__all__}
+    assert {name for name in docs if code.search(docs[name])} == {"attach", "load"}
