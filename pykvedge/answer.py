@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING
 
+from pykvedge.errors import StateError
 from pykvedge.model import TextStream
 from pykvedge.prompt import Message
 from pykvedge.report import Report
@@ -18,23 +20,36 @@ if TYPE_CHECKING:
 class Answer:
     """Iterate for pieces of text. `report` is complete when the iteration has ended or `close` was called.
 
-    An answer that is broken off stays in the conversation as far as it went.
+    An answer that is broken off stays in the conversation as far as it went. Where another thread closed the session or
+    went on with it meanwhile, the next piece is a StateError.
     """
 
     def __init__(self, session: Session, report: Report, sampling: Sampling) -> None:
         self.report = report
         self._session, self._sampling = session, sampling
         self._done = False
+        self._reader, self._taken = threading.get_ident(), False
         self._pieces = self._generate()
 
     def __iter__(self) -> Iterator[str]:
         return self
 
     def __next__(self) -> str:
+        if self._taken:
+            raise StateError("another thread went on with the session, which ended this answer")
+        if self._done:
+            raise StopIteration
+        with self._session.guard:
+            self._reader = threading.get_ident()
+            return self._step()
+
+    def _step(self) -> str:
         try:
             piece = next(self._pieces)
         except StopIteration:
             self._finish()
+            if self._session.guard.ending:
+                raise StateError("the session was closed while it answered") from None
             raise
         except BaseException:
             self._session.in_cache = False  # a decode that was broken off: read the conversation again
@@ -45,12 +60,21 @@ class Answer:
 
     def read(self) -> str:
         """The whole text, after it was generated to the end."""
-        for _ in self:
-            pass
+        if self._taken or not self._done:
+            with self._session.guard:
+                for _ in self:
+                    pass
         return self.report.text
 
     def close(self) -> None:
-        """Ends the answer where it is."""
+        """Ends the answer where it is. Raises StateError while another thread reads it: set the session's cancel."""
+        if not self._done:
+            with self._session.guard:
+                self._finish()
+
+    def give_way(self) -> None:
+        """The same because the session goes on, maybe in another thread than the one that reads."""
+        self._taken = not self._done and self._reader != threading.get_ident()
         self._finish()
 
     def _generate(self) -> Generator[str, None, None]:
@@ -79,8 +103,7 @@ class Answer:
             yield text
 
     def _must_stop(self, room: int) -> bool:
-        cancel = self._session.cancel
-        if cancel is not None and cancel.is_set():
+        if self._session.stop.is_set():
             self.report.finish = "cancelled"
         elif self.report.tokens.generated >= self._sampling.max_tokens:
             self.report.finish = "length"

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pykvedge.errors import KvedgeError, StateError, UnsupportedError, UsageError
+from pykvedge.guard import Guard, one_thread
 from pykvedge.kvtypes import KvType
 from pykvedge.plan import Plan
 from pykvedge.presets import default_plan
 from pykvedge.presets import plan as make_plan
+from pykvedge.reuse import History, shared
 
 if TYPE_CHECKING:
     from pykvedge.libkvedge import Stats
@@ -55,8 +58,15 @@ def _plan(method: str | Plan | None, budget: Any, settings: dict[str, Any]) -> P
     return method
 
 
+WRAPPED = ("eval", "sample", "generate", "create_chat_completion")
+
+
 class Attachment:
-    """What attach returns: figures, another plan, and the way back. Also usable in a with statement."""
+    """What attach returns: figures, another plan, and the way back. Also usable in a with statement.
+
+    For the thread that uses the model: while that one is at work, calls of others raise StateError. `detach`, and
+    closing the model, wait for the token under way; the generation ends with StateError.
+    """
 
     def __init__(self, llm: Any, plan: Plan, profile: Given = None) -> None:
         from pykvedge import libkvedge, libraries
@@ -64,35 +74,105 @@ class Attachment:
         libraries.llama()  # refuses a llama_cpp that loaded other libraries
         self._llm, self._profile = llm, profile
         self.plan = plan
-        tables = self._tables(plan, spare=False)
+        self.guard = Guard("model", over="the cache was detached; attach again")
+        self._given = self._tables(plan, spare=False)
         _forget(llm)
-        self._cache = libkvedge.Cache(llm.ctx, plan, _kv_type(llm), auto_compress=True, profiles=tables)
-        self._eval, self._sample = llm.eval, llm.sample
-        self._sampled = False
-        llm.eval, llm.sample = self._wrapped_eval, self._wrapped_sample
+        kv_type = _kv_type(llm)
+        self._cache = libkvedge.Cache(llm.ctx, plan, kv_type, auto_compress=True, profiles=self._given)
+        self._quantised = kv_type.quantised
+        self._in_force = plan  # or what becomes of it for a later message
+        self._history = History()
+        self._sampled = self._prompting = False
+        self._inner = {name: getattr(llm, name) for name in WRAPPED if hasattr(llm, name)}
+        for name in self._inner:
+            setattr(llm, name, getattr(self, f"_wrapped_{name}"))
         if hasattr(llm, "_stack"):
-            llm._stack.callback(self._cache.detach)  # before llama_free, when the model is closed
+            llm._stack.callback(self._release)  # before llama_free, when the model is closed
 
     def _tables(self, plan: Plan, spare: bool) -> dict[str, ProfileTable]:
         from pykvedge.profile import tables_for
 
         return tables_for(plan, self._llm.model_path, self._profile, spare)
 
+    def _release(self) -> None:
+        if self._cache.attached:
+            with self.guard.closing():
+                self._cache.detach()
+
+    # ---------------------------------------------------------------------------------------------------
+
     def _wrapped_sample(self, *args: Any, **kwargs: Any) -> int:
-        self._sampled = True
-        return self._sample(*args, **kwargs)
+        with self.guard:
+            self._sampled = True
+            return self._inner["sample"](*args, **kwargs)
+
+    def _wrapped_create_chat_completion(self, *args: Any, **kwargs: Any) -> Any:
+        with self.guard:
+            return self._inner["create_chat_completion"](*args, **kwargs)
+
+    def _wrapped_generate(self, tokens: Sequence[int], *args: Any, **kwargs: Any) -> Generator[int, Any, None]:
+        inner, tokens = self._inner["generate"], list(tokens)
+        given = inspect.signature(inner).bind(tokens, *args, **kwargs).arguments
+        with self.guard:
+            if given.get("reset", True):
+                self._begin(tokens)
+            steps = inner(tokens, *args, **kwargs)
+        answer = None
+        try:
+            while True:
+                with self.guard:
+                    if self.guard.ending:  # inside a chat completion, which is in the guard itself
+                        raise StateError("kvedge was detached from the model while it generated")
+                    try:
+                        token = steps.send(answer)
+                    except StopIteration:
+                        return
+                answer = yield token
+        finally:
+            steps.close()
+
+    def _begin(self, tokens: list[int]) -> None:
+        """Leaves in the cache what a request may go on from."""
+        llm, history = self._llm, self._history
+        n = llm.n_tokens
+        if n > 0 and history.uncut:
+            return  # llama_cpp's own way is as good as any
+        same = shared(llm.input_ids[:n], tokens)
+        fresh = len(tokens) > n or not getattr(llm, "_requires_eval", True)
+        if n == 0 or same < n or not fresh or history.failed:
+            reads, requests = history.before(same)
+            llm.reset()
+            history.clear(self._is_uncut(self.plan))
+            for read in reads:
+                self._read(read.tokens, read.generated)
+            history.again(requests)
+        history.begin()
+
+    def _is_uncut(self, plan: Plan) -> bool:
+        return plan.budget.ratio == 1.0 and not self._quantised
 
     def _wrapped_eval(self, tokens: Sequence[int]) -> None:
         """A prompt is complete when something was sampled from it, or when a single token follows it.
 
         Prompts with images come from a chat handler in pieces, some of a single token: those need the former.
         """
-        single = len(tokens) == 1
-        generates = single and (self._sampled or getattr(self._llm, "chat_handler", None) is None)
+        with self.guard:
+            generates = len(tokens) == 1 and (self._sampled or getattr(self._llm, "chat_handler", None) is None)
+            self._read(tokens, generates)
+
+    def _read(self, tokens: Sequence[int], generates: bool) -> None:
+        n_before = self._llm.n_tokens
+        if n_before == 0 and not self._history.knows(0):
+            self._history.clear(self._is_uncut(self.plan))
+        if generates and self._prompting:
+            self._choose_plan()
+        self._prompting = not generates and (self._prompting or len(tokens) > 0)
         self._cache.set_auto_compress(generates)
         try:
-            self._eval(tokens)
+            self._inner["eval"](tokens)
+            self._history.note(n_before, tokens, generates)
         except RuntimeError as error:
+            self._history.fail()
             try:
                 self._cache.check()
             except KvedgeError as reason:
@@ -102,26 +182,46 @@ class Attachment:
             self._sampled = False
             self._cache.set_auto_compress(True)
 
+    def _choose_plan(self) -> None:
+        """A prompt is about to be compressed: a short message that follows another keeps more of itself."""
+        stats = self._cache.stats()
+        plan = self.plan.for_later(stats.n_pending) if stats.n_compressions else self.plan
+        if plan != self._in_force:
+            self._cache.set_plan(plan, self._given)
+            self._in_force = plan
+
+    # ---------------------------------------------------------------------------------------------------
+
+    @one_thread
     def stats(self) -> Stats:
         """Figures of the sequence: fields as in kvedge_stats, bytes and microseconds. Raises StateError if detached."""
         return self._cache.stats()
 
+    @one_thread
     def kept(self) -> list[list[int]]:
         """KV pairs held now, per layer and KV head."""
         return self._cache.lengths()
 
+    @one_thread
     def set_plan(self, method: str | Plan, budget: Any = None, **settings: Any) -> None:
         """Prompts that complete from now on are compressed by this plan."""
         plan = _plan(method, budget, settings)
-        self._cache.set_plan(plan, self._tables(plan, spare=True))
-        self.plan = plan
+        given = self._tables(plan, spare=True)
+        self._cache.set_plan(plan, given)
+        self.plan = self._in_force = plan
+        self._given = given
+        self._history.uncut = self._history.uncut and self._is_uncut(plan)
 
     def detach(self) -> None:
         """Gives the model back as it was; what it had read is forgotten. Does nothing the second time."""
-        if self._cache.attached:
-            self._cache.detach()
-            del self._llm.eval, self._llm.sample
-            _forget(self._llm)
+        if not self._cache.attached:
+            return
+        with self.guard.closing():
+            if self._cache.attached:
+                self._cache.detach()
+                for name in self._inner:
+                    delattr(self._llm, name)
+                _forget(self._llm)
 
     def __enter__(self) -> Attachment:
         return self

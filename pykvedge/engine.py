@@ -34,8 +34,6 @@ from pykvedge.stages.base import ProfileTable
 from pykvedge.stream import Pace, cut, stream_context
 from pykvedge.vision import ImagePiece, Piece, TextPiece, Vision
 
-LATER_FLOOR = 32  # tokens that a later message keeps at least: a fifth of a short question does not say what is asked
-
 
 class Engine:
     """One sequence of tokens: text and images go in, logits come out, and what was read can be compressed."""
@@ -134,9 +132,7 @@ class Engine:
         """The plan for n tokens that come after a first prompt; the cache follows it from now on."""
         if self._cache is not None and (self._set_plan is None or self._set_plan.decode == "keep-all"):
             n += self._cache.stats().n_pending  # an answer that a policy bounds is not compressed again
-        floor = min(n, LATER_FLOOR)
-        if plan.budget.ratio is not None and plan.count(n) < floor:
-            plan = plan.with_(budget=Budget(pairs=floor))
+        plan = plan.for_later(n)
         if plan != self._set_plan:
             self.set_plan(plan)
         return plan

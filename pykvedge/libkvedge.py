@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pykvedge import errors, libraries
 from pykvedge.abi import KV_TYPE, STAGE_NUMBER, GivenArrays, Saved, Stats, call, lib, raise_
+from pykvedge.guard import Guard, one_thread
 from pykvedge.kvtypes import KvType
 
 if TYPE_CHECKING:
@@ -101,7 +102,11 @@ def plan_budget(plan: Plan, n_tokens: int) -> int:
 
 
 class Cache:
-    """The KV memory of one llama_context, owned by libkvedge (kvedge_cache). Not for use from several threads."""
+    """The KV memory of one llama_context, owned by libkvedge (kvedge_cache).
+
+    For the thread that decodes: a call while another thread is in one, or while llama_decode runs in another, raises
+    StateError. `detach` waits for that thread.
+    """
 
     def __init__(
         self,
@@ -115,6 +120,7 @@ class Cache:
 
         profiles: of the plan's stages that need one, by name (profile.tables_for).
         """
+        self.guard = Guard("cache", over="the cache was detached; attach again")
         options = lib().kvedge_options_default()
         kv_type = KvType.parse(kv_type)
         options.type_k, options.type_v = KV_TYPE[kv_type.k], KV_TYPE[kv_type.v]
@@ -127,9 +133,12 @@ class Cache:
 
     def detach(self) -> None:
         """Gives the context back to llama.cpp, its memory cleared. Does nothing the second time."""
-        if self._handle:
-            lib().kvedge_detach(self._handle)
-            self._handle = c.c_void_p()
+        if not self._handle:
+            return
+        with self.guard.closing():
+            if self._handle:
+                lib().kvedge_detach(self._handle)
+                self._handle = c.c_void_p()
 
     @property
     def attached(self) -> bool:
@@ -146,12 +155,14 @@ class Cache:
             raise errors.StateError("the cache was detached; attach again")
         return self._handle
 
+    @one_thread
     def set_plan(self, plan: Plan, profiles: Mapping[str, ProfileTable] | None = None) -> None:
         """Prompts that complete from now on are compressed by this plan. profiles: as for a new cache."""
         with _NativePlan(plan, profiles) as native:
             call("set_plan", self._live(), native.handle)
         self.own = native.own
 
+    @one_thread
     def set_sequence_plan(
         self, sequence: int, plan: Plan | None, profiles: Mapping[str, ProfileTable] | None = None
     ) -> None:
@@ -164,15 +175,18 @@ class Cache:
             call("set_sequence_plan", self._live(), sequence, native.handle)
         self._owns[sequence] = native.own
 
+    @one_thread
     def set_auto_compress(self, on: bool) -> None:
         """Whether the first token decoded after a prompt triggers the compression."""
         call("set_auto_compress", self._live(), on)
 
+    @one_thread
     def compress(self, sequence: int = 0) -> None:
         """Compresses, now, what was added since the last compression. Raises PluginError if a plugin's stage fails."""
         with self._owns.get(sequence, self.own).explained():
             call("compress", self._live(), sequence)
 
+    @one_thread
     def bound_prompt(self, image_mask: np.ndarray, sequence: int = 0) -> None:
         """The next decode brings a whole prompt in one pass, whose layers are compressed one by one.
 
@@ -185,15 +199,20 @@ class Cache:
         """Layers that the bounded prompt under way has behind it; also while llama_decode runs in this thread."""
         return lib().kvedge_bounded_layers(self._live(), sequence)
 
+    @one_thread
     def compress_stream(self, sequence: int = 0) -> None:
         """Makes the sequence a stream; compresses all that it holds to the plan's bound. Raises UnsupportedError."""
         with self._owns.get(sequence, self.own).explained():
             call("compress_stream", self._live(), sequence)
 
+    @one_thread
     def cells(self, sequence: int = 0) -> int:
         """Tokens of the sequence that take up room in llama.cpp's own cache of n_ctx places."""
-        return lib().kvedge_cells(self._live(), sequence)
+        if (n := lib().kvedge_cells(self._live(), sequence)) < 0:
+            raise errors.StateError("another thread decodes with this cache; wait until it is done")
+        return n
 
+    @one_thread
     def check(self) -> None:
         """Raises the first error that happened inside llama_decode since the last call, if there was one."""
         from pykvedge.callbacks import Error
@@ -205,6 +224,7 @@ class Cache:
                     stages.enter_context(own.explained())
                 raise_(error)
 
+    @one_thread
     def stats(self, sequence: int = 0) -> Stats:
         """Figures of one sequence."""
         out = Stats(struct_size=c.sizeof(Stats))
@@ -215,6 +235,7 @@ class Cache:
         """The model's numbers of the stored layers."""
         return [self.layer_id(i) for i in range(self.stats().n_layers)]
 
+    @one_thread
     def lengths(self, sequence: int = 0) -> list[list[int]]:
         """KV pairs held now, per stored layer and KV head."""
         out: list[list[int]] = []
@@ -229,6 +250,7 @@ class Cache:
         """Number, in the model, of a stored layer."""
         return lib().kvedge_layer_id(self._live(), layer)
 
+    @one_thread
     def tokens(self, layer: int, head: int, sequence: int = 0) -> list[int]:
         """Original token indices that a stored layer's KV head holds, ascending."""
         n = lib().kvedge_head_length(self._live(), sequence, layer, head)
@@ -236,10 +258,12 @@ class Cache:
         call("head_tokens", self._live(), sequence, layer, head, out, len(out))
         return list(out)[:n]
 
+    @one_thread
     def watch(self, on: bool) -> None:
         """Whether the attention of tokens that are decoded one by one is kept for `attention`."""
         call("watch", self._live(), on)
 
+    @one_thread
     def attention(self, layer: int, query_head: int, sequence: int = 0) -> np.ndarray:
         """[n] float32: softmax weights that the last token paid, in a stored layer's query head, to the rows of its KV
         head, in the order of `tokens`. Raises StateError unless that token was decoded by itself and watched.
@@ -255,6 +279,7 @@ class Cache:
         call("attention", self._live(), sequence, layer, query_head, where, len(out))
         return out
 
+    @one_thread
     def attention_of_all(self, sequence: int = 0) -> np.ndarray:
         """[stored layers, H, n] float32: `attention` of all heads, which hold n rows each; 0 for missing ones."""
         import numpy as np
@@ -270,10 +295,12 @@ class Cache:
                 call("attention", live, sequence, i, h, out[i, h].ctypes.data_as(c.POINTER(c.c_float)), n)
         return out
 
+    @one_thread
     def save(self, path: bytes, model: str, note: bytes, sequence: int = 0) -> None:
         """Writes a sequence and a note of the caller's to a file. model: told apart by load."""
         call("save", self._live(), sequence, path, model.encode(), note, len(note))
 
+    @one_thread
     def load(self, path: bytes, model: str, sequence: int = 0) -> None:
         """Reads a file of `save` into an empty sequence. Raises SessionFileError, UsageError, OutOfMemoryError."""
         call("load", self._live(), sequence, path, model.encode())

@@ -14,6 +14,7 @@ from pykvedge import libkvedge, memory, profile, stream
 from pykvedge.answer import Answer
 from pykvedge.engine import Engine
 from pykvedge.errors import NothingToCompressError, StateError, UsageError
+from pykvedge.guard import Guard, Stop, one_thread
 from pykvedge.images import Picture, load_pictures
 from pykvedge.kvtypes import KvType
 from pykvedge.loaded import LoadedModel, Loan, borrow, path_of
@@ -35,7 +36,11 @@ if TYPE_CHECKING:
 
 
 class Session:
-    """A conversation with a model. Close it when done, or use it in a with statement. For one thread at a time."""
+    """A conversation with a model. Close it when done, or use it in a with statement.
+
+    For one thread at a time: a call while another thread is in one raises StateError. `close` waits for that thread,
+    whose call ends early, with CancelledError; the answer that it reads ends with StateError.
+    """
 
     def __init__(
         self,
@@ -60,6 +65,8 @@ class Session:
         self.pending: list[int] = []  # generated, but not yet read back into the cache
         self.in_cache = False  # whether the cache holds the conversation so far
         self.cancel = cancel
+        self.guard = Guard("session", over="the session is closed")
+        self.stop = Stop(self.guard, lambda: self.cancel)
         self.last_report: Report | None = None
         self._progress = progress
         self._answer: Answer | None = None
@@ -81,6 +88,7 @@ class Session:
         self._engine = Engine(self.model, self._vision, self.settings, self.settings.threads or self._loan.threads)
         self._load_s = time.perf_counter() - started
 
+    @one_thread
     def ask(
         self,
         prompt: str,
@@ -118,6 +126,7 @@ class Session:
         self._answer = Answer(self, report, sampling or Sampling())
         return self._answer
 
+    @one_thread
     def examine(
         self,
         prompt: str,
@@ -136,8 +145,8 @@ class Session:
             pieces = self._pieces()
             try:
                 self.engine.make_room(pieces, plan)
-                self.engine.encode(pieces, self._progress, self.cancel)
-                self.engine.prefill(pieces, self._progress, self.cancel)
+                self.engine.encode(pieces, self._progress, self.stop)
+                self.engine.prefill(pieces, self._progress, self.stop)
                 cache = self.engine.cache
                 if cache is None:
                     raise NothingToCompressError(f"kvedge does not hold the KV cache of {self.model.path.name}")
@@ -151,6 +160,7 @@ class Session:
             self.messages.clear()
             self._forget()
 
+    @one_thread
     def set_plan(self, plan: Plan) -> None:
         """Prompts that come from now on are compressed by this plan. Raises NothingToCompressError."""
         plan = checked_plan(plan)
@@ -159,6 +169,7 @@ class Session:
         self.engine.set_plan(plan)
         self.plan = plan
 
+    @one_thread
     def clear(self) -> None:
         """Starts a new conversation."""
         self._end_answer()
@@ -168,6 +179,7 @@ class Session:
         self.messages.clear()
         self.last_report = None
 
+    @one_thread
     def save(self, path: str | os.PathLike[str]) -> int:
         """Writes the conversation and its compressed cache to a file; an older one is replaced only when that is done.
 
@@ -181,6 +193,7 @@ class Session:
         self.engine.save(path, fingerprint(self.model.header), note)
         return Path(path).stat().st_size
 
+    @one_thread
     def load(self, path: str | os.PathLike[str], plan: Plan | None = None) -> None:
         """Goes on with the conversation in a file of `save`, in place of the one so far.
 
@@ -202,17 +215,21 @@ class Session:
         self.last_report = None
 
     def close(self) -> None:
-        """Frees everything but a model that was loaded apart. Does nothing the second time."""
-        self._answer = None
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
-        if self._vision is not None:
-            self._vision.forget()
-            self._vision = None
-        if self._loan is not None:
-            self._loan.give_back()
-            self._loan = None
+        """Frees everything but a model that was loaded apart, as soon as a thread that is in a call has left it.
+
+        Does nothing the second time.
+        """
+        with self.guard.closing():
+            self._answer = None
+            if self._engine is not None:
+                self._engine.close()
+                self._engine = None
+            if self._vision is not None:
+                self._vision.forget()
+                self._vision = None
+            if self._loan is not None:
+                self._loan.give_back()
+                self._loan = None
 
     def __enter__(self) -> Session:
         return self
@@ -230,6 +247,7 @@ class Session:
         """Whether an image encoder was loaded."""
         return self._vision is not None
 
+    @one_thread
     def first_prompt(self, prompt: str, pictures: ImageSources = ()) -> list[Piece]:
         """A message as the model would read it at the start of a conversation, for use with `engine`; release it."""
         self._require_open()
@@ -258,7 +276,7 @@ class Session:
 
     def _end_answer(self) -> None:
         if self._answer is not None:
-            self._answer.close()
+            self._answer.give_way()
             self._answer = None
 
     def _forget(self) -> None:
@@ -288,9 +306,9 @@ class Session:
             spent.load_s += _timed(lambda: engine.make_room(pieces, self.plan))
             if self.settings.bounded:
                 report.bounded, report.not_bounded = not engine.not_bounded, engine.not_bounded
-            spent.encode_s = _timed(lambda: engine.encode(pieces, self._progress, self.cancel))
+            spent.encode_s = _timed(lambda: engine.encode(pieces, self._progress, self.stop))
             report.rss = Rss(before_prefill_bytes=memory.rss_bytes())
-            spent.prefill_s = _timed(lambda: engine.prefill(pieces, self._progress, self.cancel))
+            spent.prefill_s = _timed(lambda: engine.prefill(pieces, self._progress, self.stop))
             spent.compress_s = _timed(engine.compress)
             report.rss.after_compress_bytes = memory.rss_bytes()
             report.kv = engine.measure()
@@ -315,7 +333,7 @@ class Session:
         meter.start()
         try:
             report.time.prefill_s = _timed(
-                lambda: stream.read(engine, self._vision, self.plan, pieces, self._progress, self.cancel, report.tokens)
+                lambda: stream.read(engine, self._vision, self.plan, pieces, self._progress, self.stop, report.tokens)
             )
         finally:
             self.release(source.open)

@@ -25,7 +25,11 @@
 //     (query head h reads KV head h / (H / Hkv)), T tokens, d head size.
 //   - A "KV pair" is one token's key row and value row of one KV head of one layer. Budgets are counted in KV pairs
 //     per layer and KV head.
-//   - A handle is used by one thread at a time: the thread that calls llama_decode on the context.
+//   - A handle is used by one thread at a time: the thread that calls llama_decode on the context. A function that takes a
+//     kvedge_cache, called from a second thread while one is in such a function, or in llama_decode before the end of the
+//     last attention layer, returns KVEDGE_E_STATE (-1 where it returns a number) and does nothing; llama_decode and the
+//     llama_memory_* functions of a second thread do nothing to the cache and leave that error for kvedge_take_error.
+//     kvedge_detach waits instead. llama.cpp itself does not notice: a program keeps its threads apart, as for llama_decode.
 //   - There is no global mutable state; any number of caches can exist in one process.
 
 #ifndef KVEDGE_H
@@ -194,7 +198,7 @@ KVEDGE_API kvedge_status kvedge_attach(
     kvedge_error * err);
 
 // Gives the context back to llama.cpp (its memory is cleared: the tokens are gone) and frees the cache.
-// NULL is allowed. Also right after llama_free(ctx).
+// NULL is allowed. Also right after llama_free(ctx). Waits for a call of another thread that is under way.
 KVEDGE_API void kvedge_detach(kvedge_cache * kv);
 
 // Replaces the plan; the prompts that complete from now on are compressed by it, and their answers follow its decode policy.
@@ -210,7 +214,8 @@ KVEDGE_API kvedge_status kvedge_set_plan(kvedge_cache * kv, const kvedge_plan * 
 KVEDGE_API kvedge_status kvedge_set_sequence_plan(
     kvedge_cache * kv, int32_t seq_id, const kvedge_plan * plan, kvedge_error * err);
 
-// Switches automatic compression on or off (kvedge_options.auto_compress).
+// Switches automatic compression on or off (kvedge_options.auto_compress). While it is off, a prompt lasts until
+// kvedge_compress: tokens that come one by one are part of it.
 KVEDGE_API kvedge_status kvedge_set_auto_compress(kvedge_cache * kv, bool on, kvedge_error * err);
 
 // Compresses, now, the tokens of sequence seq_id that were added since its last compression, and returns their

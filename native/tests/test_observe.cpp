@@ -146,10 +146,13 @@ void check_kept_queries(float softcap) {
     const auto copy = seq.clone();
     enter(5, true, text);
     seq.remove(715, 800);  // a whole part and more
-    CHECK(seq.query_parts.size() == 4);
+    q.resize((size_t) (715 * H * D));
+    CHECK(seq.query_parts.size() == 4 && seq.pos.size() == 715);
     check_cross(seq, q);
     check_cross(*copy, q);
     CHECK(seq.score_bytes() >= (uint64_t) (720 * H * D * 2));
+    enter(20, true, text);  // in the place of what was removed
+    check_cross(seq, q);
     seq.close_pending();  // the next turn's entropy is its own
     enter(33, true, [](int32_t i) { return i % 2 == 0; });
     check_cross(seq, q);

@@ -151,13 +151,15 @@ class Checked {
 
     void remove() {
         const int32_t p0 = below(next_pos + 2), p1 = p0 + below(12);
+        const std::vector<int32_t> pos = seq->pos;
         seq->remove(p0, p1);
         each_head([&](size_t l, size_t h) {
             auto & list = rows[l][h];
             list.erase(std::remove_if(list.begin(), list.end(), [&](const Row & r) {
-                           return seq->pos[(size_t) r.token] >= p0 && seq->pos[(size_t) r.token] < p1;
+                           return pos[(size_t) r.token] >= p0 && pos[(size_t) r.token] < p1;
                        }), list.end());
         });
+        CHECK(std::none_of(seq->pos.end() - (seq->pos.empty() ? 0 : 1), seq->pos.end(), [&](int32_t p) { return p >= p0 && p < p1; }));
     }
 
     void check() {
@@ -270,6 +272,45 @@ void test_long_answer(bool anywhere) {
     CHECK(c.seq->index_bytes() < 20600 * 5 * 1.25 + 2 * 300 * 5 * (sizeof(int32_t) + 4));
 }
 
+// A removal that finds nothing leaves rows, tokens and all that was gathered of the prompt; one of tokens that are
+// compressed leaves what was gathered.
+void test_removing_nothing() {
+    Checked c("fixed-point");
+    c.prompt(40);
+    c.plan.budget_pairs = 0;
+    while (!c.bounded) {
+        c.compress();
+    }
+    c.prompt(30);
+    Sequence & seq = *c.seq;
+    CHECK(seq.ensure_windows(8) && seq.ensure_sums(0, true) && seq.ensure_queries(4));
+    c.append(4);
+    seq.window_from        = 42;
+    const int32_t last     = seq.pos.back(), first = seq.pos.front();
+    const auto    capacity = seq.score_bytes();
+    seq.sums[1].sums[3]    = 5.0;
+    const auto untouched = [&](size_t n) {
+        c.check();
+        CHECK(seq.pos.size() == n && seq.image.size() == n);
+        CHECK(seq.window_from == 42 && seq.window_size == 8 && !seq.windows.empty());
+        CHECK(seq.sums[1].sums[3] == 5.0 && seq.query_parts.size() == 1 && seq.query_parts[0].n == 4);
+        CHECK(seq.score_bytes() == capacity);
+    };
+    for (const auto & [p0, p1] : { std::pair<int32_t, int32_t>{ last + 1, last + 100 }, { 0, first }, { first, first }, { last, last } }) {
+        seq.remove(p0, p1);
+        untouched(74);
+    }
+    const int32_t compressed = seq.pos[7];
+    seq.remove(compressed, compressed + 1);
+    c.each_head([&](size_t l, size_t h) {
+        auto & list = c.rows[l][h];
+        list.erase(std::remove_if(list.begin(), list.end(), [](const Row & r) { return r.token == 7; }), list.end());
+    });
+    untouched(74);
+    seq.remove(last, last + 1);  // of the prompt
+    CHECK(seq.window_from == 73 && seq.pos.size() == 73 && seq.query_parts[0].n == 3);
+}
+
 // Whole pages lose what they held, and can be used on; what lies beside them stays.
 void test_discard() {
     const size_t page  = 1u << 16;  // a multiple of every system's
@@ -298,6 +339,7 @@ int main() {
     }
     test_long_answer(false);
     test_long_answer(true);
+    test_removing_nothing();
     test_discard();
     std::fprintf(stderr, "%d failures\n", failures());
     return failures() != 0;

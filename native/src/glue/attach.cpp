@@ -6,9 +6,11 @@
 #include "glue/cache.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstddef>
 #include <cstring>
 #include <new>
+#include <thread>
 
 using namespace kvedge;
 
@@ -18,6 +20,11 @@ kvedge_cache & self(void * user_data) { return *(kvedge_cache *) user_data; }
 
 // llama.cpp calls these from C++ of its own; nothing may be thrown through it.
 template <class T, class F> T guarded(void * user_data, T failed, const F & call) {
+    const Claim claim(self(user_data).owner);
+    if (!claim) {
+        self(user_data).refused = true;
+        return failed;
+    }
     try {
         return call(self(user_data));
     } catch (const std::exception &) {
@@ -29,6 +36,14 @@ template <class T, class F> T guarded(void * user_data, T failed, const F & call
     }
 }
 
+// The same for what comes between two ubatches: the last one is over, even if it was given up.
+template <class T, class F> T guarded_between(void * user_data, T failed, const F & call) {
+    return guarded(user_data, failed, [&](kvedge_cache & c) {
+        c.owner.rest();
+        return call(c);
+    });
+}
+
 llama_attn_provider make_provider(kvedge_cache * kv) {
     llama_attn_provider p{};
     p.user_data  = kv;
@@ -36,19 +51,29 @@ llama_attn_provider make_provider(kvedge_cache * kv) {
         return guarded(u, (ggml_tensor *) nullptr, [&](kvedge_cache & c) { return c.build_attn(*layer); });
     };
     p.ubatch_begin = [](void * u, const llama_attn_provider_ubatch * ubatch) {
-        return guarded(u, -1, [&](kvedge_cache & c) { return c.ubatch_begin(*ubatch); });
+        return guarded_between(u, -1, [&](kvedge_cache & c) { return c.ubatch_begin(*ubatch); });
     };
-    p.clear  = [](void * u) { self(u).seqs.clear(); };
+    p.clear = [](void * u) {
+        guarded_between(u, false, [](kvedge_cache & c) {
+            c.seqs.clear();
+            return true;
+        });
+    };
     p.seq_rm = [](void * u, llama_seq_id seq_id, llama_pos p0, llama_pos p1) {
-        return guarded(u, false, [&](kvedge_cache & c) {
+        return guarded_between(u, false, [&](kvedge_cache & c) {
             c.seq_rm(seq_id, p0, p1);
             return true;
         });
     };
     p.seq_cp = [](void * u, llama_seq_id from, llama_seq_id to, llama_pos p0, llama_pos p1) {
-        return guarded(u, false, [&](kvedge_cache & c) { return c.seq_cp(from, to, p0, p1); });
+        return guarded_between(u, false, [&](kvedge_cache & c) { return c.seq_cp(from, to, p0, p1); });
     };
-    p.seq_keep = [](void * u, llama_seq_id seq_id) { self(u).seq_keep(seq_id); };
+    p.seq_keep = [](void * u, llama_seq_id seq_id) {
+        guarded_between(u, false, [&](kvedge_cache & c) {
+            c.seq_keep(seq_id);
+            return true;
+        });
+    };
     p.release  = [](void * u) { self(u).ctx = nullptr; };
     return p;
 }
@@ -154,6 +179,9 @@ extern "C" kvedge_status kvedge_attach(
 }
 
 extern "C" void kvedge_detach(kvedge_cache * kv) {
+    while (kv && !kv->owner.enter()) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
     if (kv && kv->ctx) {
         llama_set_attn_provider(kv->ctx, nullptr);
     }
@@ -163,6 +191,10 @@ extern "C" void kvedge_detach(kvedge_cache * kv) {
 extern "C" kvedge_status kvedge_set_plan(kvedge_cache * kv, const kvedge_plan * plan, kvedge_error * err) try {
     if (!kv || !plan) {
         return fail(err, KVEDGE_E_ARGUMENT, "kvedge_set_plan: cache or plan is NULL");
+    }
+    const Claim claim(kv->owner);
+    if (!claim) {
+        return fail_busy(err);
     }
     if (const auto status = check_plan(*kv, *plan, err); status != KVEDGE_OK) {
         return status;
@@ -178,6 +210,10 @@ extern "C" kvedge_status kvedge_set_sequence_plan(
     kvedge_cache * kv, int32_t seq_id, const kvedge_plan * plan, kvedge_error * err) try {
     if (!kv || seq_id < 0) {
         return fail(err, KVEDGE_E_ARGUMENT, "kvedge_set_sequence_plan: cache is NULL, or there is no such sequence");
+    }
+    const Claim claim(kv->owner);
+    if (!claim) {
+        return fail_busy(err);
     }
     if (!plan) {
         kv->own_plans.erase(seq_id);
@@ -197,6 +233,10 @@ extern "C" kvedge_status kvedge_set_auto_compress(kvedge_cache * kv, bool on, kv
     if (!kv) {
         return fail(err, KVEDGE_E_ARGUMENT, "kvedge_set_auto_compress: cache is NULL");
     }
+    const Claim claim(kv->owner);
+    if (!claim) {
+        return fail_busy(err);
+    }
     kv->auto_compress = on;
     return ok(err);
 }
@@ -204,6 +244,10 @@ extern "C" kvedge_status kvedge_set_auto_compress(kvedge_cache * kv, bool on, kv
 extern "C" kvedge_status kvedge_compress(kvedge_cache * kv, int32_t seq_id, kvedge_error * err) {
     if (!kv) {
         return fail(err, KVEDGE_E_ARGUMENT, "kvedge_compress: cache is NULL");
+    }
+    const Claim claim(kv->owner);
+    if (!claim) {
+        return fail_busy(err);
     }
     if (!kv->ctx) {
         return fail(err, KVEDGE_E_STATE, "the llama_context of this cache has been freed");
@@ -220,8 +264,15 @@ extern "C" kvedge_status kvedge_take_error(kvedge_cache * kv, kvedge_error * err
     if (!kv) {
         return fail(err, KVEDGE_E_ARGUMENT, "kvedge_take_error: cache is NULL");
     }
-    const kvedge_error first = kv->error;
-    kv->error                = {};
+    const Claim claim(kv->owner);
+    if (!claim) {
+        return fail_busy(err);
+    }
+    kvedge_error first = kv->error;
+    kv->error          = {};
+    if (kv->refused.exchange(false) && first.status == KVEDGE_OK) {
+        fail_busy(&first);
+    }
     if (err) {
         *err = first;
     }
@@ -231,6 +282,10 @@ extern "C" kvedge_status kvedge_take_error(kvedge_cache * kv, kvedge_error * err
 extern "C" kvedge_status kvedge_get_stats(const kvedge_cache * kv, int32_t seq_id, kvedge_stats * out, kvedge_error * err) {
     if (!kv || !out || out->struct_size != sizeof(kvedge_stats)) {
         return fail(err, KVEDGE_E_ARGUMENT, "kvedge_get_stats: cache or out is NULL, or out->struct_size is not set");
+    }
+    const Claim claim(kv->owner);
+    if (!claim) {
+        return fail_busy(err);
     }
     *out             = {};
     out->struct_size = sizeof(kvedge_stats);
@@ -257,12 +312,23 @@ extern "C" int32_t kvedge_layer_id(const kvedge_cache * kv, int32_t i) {
 }
 
 extern "C" int32_t kvedge_head_length(const kvedge_cache * kv, int32_t seq_id, int32_t i, int32_t head) {
-    const SequenceState * s = find_seq(kv, seq_id);
+    if (!kv) {
+        return -1;
+    }
+    const Claim           claim(kv->owner);
+    const SequenceState * s = claim ? find_seq(kv, seq_id) : nullptr;
     return s && is_head(*kv, i, head) ? s->seq->head_length(i, head) : -1;
 }
 
 extern "C" kvedge_status kvedge_head_tokens(
     const kvedge_cache * kv, int32_t seq_id, int32_t i, int32_t head, int32_t * out, int32_t n_out, kvedge_error * err) try {
+    if (!kv) {
+        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_head_tokens: cache is NULL");
+    }
+    const Claim claim(kv->owner);
+    if (!claim) {
+        return fail_busy(err);
+    }
     const SequenceState * s = find_seq(kv, seq_id);
     if (!s || !is_head(*kv, i, head) || !out) {
         return fail(err, KVEDGE_E_ARGUMENT, "kvedge_head_tokens: no such sequence, layer or head");

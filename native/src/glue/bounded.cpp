@@ -94,6 +94,10 @@ extern "C" kvedge_status kvedge_bound_prompt(
     if (!kv || n_tokens < 1 || seq_id < 0) {
         return fail(err, KVEDGE_E_ARGUMENT, "kvedge_bound_prompt: cache is NULL, or there are no tokens, or no such sequence");
     }
+    const Claim claim(kv->owner);
+    if (!claim) {
+        return fail_busy(err);
+    }
     if (!kv->ctx) {
         return fail(err, KVEDGE_E_STATE, "the llama_context of this cache has been freed");
     }

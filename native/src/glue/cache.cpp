@@ -50,6 +50,10 @@ int kvedge_cache::report(kvedge_status status, const char * what) {
     return -1;
 }
 
+kvedge_status kvedge::fail_busy(kvedge_error * err) {
+    return fail(err, KVEDGE_E_STATE, "another thread is in a call with this cache; wait until it is back");
+}
+
 // ---------------------------------------------------------------------------------------------------------
 
 static bool can_attend(const llama_attn_provider_layer & layer) {
@@ -149,8 +153,9 @@ bool kvedge_cache::enter_run(const llama_attn_provider_ubatch & ubatch, Run & ru
         state.prev_output = output;
         return enter_bounded(ubatch, run, request->image);
     }
-    // A generated token comes alone, asks for logits, and follows one whose logits were asked for.
-    const bool prompt = n > 1 || !output || state.seq->pos.empty() || (state.armed && !state.prev_output);
+    // A generated token comes alone, asks for logits, and follows one whose logits were asked for. A prompt that is not
+    // compressed by itself lasts until somebody does it.
+    const bool prompt = n > 1 || !output || state.seq->pos.empty() || (state.armed && (!state.prev_output || !auto_compress));
 
     if (!prompt && state.armed && auto_compress) {
         kvedge_error err{};
@@ -251,6 +256,7 @@ int kvedge_cache::ubatch_begin(const llama_attn_provider_ubatch & ubatch) {
     n_tokens = (int32_t) ubatch.n_tokens;
     if (entering) {
         runs.clear();  // nothing is stored, and nothing attended to
+        owner.go_on();
         return 0;
     }
     if (!collect_runs(ubatch)) {
@@ -261,7 +267,11 @@ int kvedge_cache::ubatch_begin(const llama_attn_provider_ubatch & ubatch) {
             return -1;
         }
     }
-    return reserve_scratch() ? 0 : report(KVEDGE_E_MEMORY, "no memory for the attention of the prompt");
+    if (!reserve_scratch()) {
+        return report(KVEDGE_E_MEMORY, "no memory for the attention of the prompt");
+    }
+    owner.go_on();
+    return 0;
 }
 
 // ---------------------------------------------------------------------------------------------------------
@@ -298,16 +308,22 @@ void kvedge_cache::seq_rm(int32_t seq_id, int32_t p0, int32_t p1) {
     p0 = std::max(p0, 0);
     p1 = p1 < 0 ? INT_MAX : p1;
     for (auto it = seqs.begin(); it != seqs.end();) {
-        if (seq_id >= 0 && it->first != seq_id) {
-            ++it;
-        } else if (p0 == 0 && p1 == INT_MAX) {
+        SequenceState & state  = it->second;
+        const bool      wanted = seq_id < 0 || it->first == seq_id;
+        const bool      any    = state.seq && state.seq->holds(p0, p1);
+        if (wanted && p0 == 0 && p1 == INT_MAX && (any || !state.request)) {
             it = seqs.erase(it);
-        } else {
-            it->second.drop_bounded();
-            it->second.seq->remove(p0, p1);
-            it->second.weights.valid = false;
-            ++it;
+            continue;
         }
+        if (wanted && any) {
+            state.drop_bounded();
+            state.seq->remove(p0, p1);
+            state.weights.valid = false;
+            const auto n        = (int32_t) state.seq->pos.size();
+            state.prompt        = std::min(state.prompt, n);
+            state.released      = std::min(state.released, n);
+        }
+        ++it;
     }
 }
 

@@ -4,6 +4,7 @@
 
 #include "attention/attention.h"
 #include "core/bounded.h"
+#include "core/claim.h"
 #include "core/compress.h"
 #include "core/observe.h"
 #include "core/plan.h"
@@ -129,7 +130,13 @@ struct kvedge_cache {
     // Of the last graph that ran. Only a graph that is built can move them: they are forgotten then.
     kvedge::Intermediate intermediate;
 
+    std::atomic<int32_t>                      done{ 0 };      // threads that are through with a layer
+
     kvedge_error error{};  // the first that llama_decode could not report
+
+    std::atomic<bool> refused{ false };  // a second thread's call inside llama.cpp, which could not report it either
+
+    mutable kvedge::Owner owner;  // the thread in a call, or in a ubatch up to its last layer
 
     ggml_tensor * build_attn(const llama_attn_provider_layer & layer);
     int           ubatch_begin(const llama_attn_provider_ubatch & ubatch);
@@ -162,6 +169,8 @@ namespace kvedge {
 
 // Takes a bounded prompt that failed out of the sequence; says once more that it did.
 kvedge_status fail_bounded(SequenceState & state, kvedge_error * err);
+
+kvedge_status fail_busy(kvedge_error * err);  // another thread is the owner
 
 // What a caller of the C interface names. kv may be NULL; no such sequence: NULL.
 inline const SequenceState * find_seq(const kvedge_cache * kv, int32_t seq_id) {

@@ -23,6 +23,13 @@ extern "C" kvedge_status kvedge_layer_shape(
 
 extern "C" kvedge_status kvedge_head_rows(
     const kvedge_cache * kv, int32_t seq_id, int32_t i, int32_t head, float * k, float * v, int32_t n_out, kvedge_error * err) {
+    if (!kv) {
+        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_head_rows: cache is NULL");
+    }
+    const Claim claim(kv->owner);
+    if (!claim) {
+        return fail_busy(err);
+    }
     const SequenceState * state = find_seq(kv, seq_id);
     if (!state || !is_head(*kv, i, head) || !k || !v) {
         return fail(err, KVEDGE_E_ARGUMENT, "kvedge_head_rows: no such sequence, layer or head, or an output is NULL");
@@ -43,6 +50,13 @@ extern "C" kvedge_status kvedge_head_rows(
 
 extern "C" kvedge_status kvedge_pending_scores(
     const kvedge_cache * kv, int32_t seq_id, int32_t i, float * out, int32_t n_out, kvedge_error * err) try {
+    if (!kv) {
+        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_pending_scores: cache is NULL");
+    }
+    const Claim claim(kv->owner);
+    if (!claim) {
+        return fail_busy(err);
+    }
     const SequenceState * state = find_seq(kv, seq_id);
     if (!state || !is_layer(*kv, i) || !out) {
         return fail(err, KVEDGE_E_ARGUMENT, "kvedge_pending_scores: no such sequence or layer, or out is NULL");

@@ -262,6 +262,10 @@ extern "C" kvedge_status kvedge_save(
     if (const auto status = check_use(kv, seq_id, path, model, err); status != KVEDGE_OK) {
         return status;
     }
+    const Claim claim(kv->owner);
+    if (!claim) {
+        return fail_busy(err);
+    }
     if ((n_note > 0 && !note) || n_note > MAX_NOTE) {
         return fail(err, KVEDGE_E_ARGUMENT, "kvedge_save: the note is NULL or longer than 64 MiB");
     }
@@ -302,6 +306,10 @@ extern "C" kvedge_status kvedge_save(
 extern "C" kvedge_status kvedge_load(kvedge_cache * kv, int32_t seq_id, const char * path, const char * model, kvedge_error * err) try {
     if (const auto status = check_use(kv, seq_id, path, model, err); status != KVEDGE_OK) {
         return status;
+    }
+    const Claim claim(kv->owner);
+    if (!claim) {
+        return fail_busy(err);
     }
     if (kv->seqs.count(seq_id) || llama_memory_seq_pos_max(llama_get_memory(kv->ctx), seq_id) >= 0) {
         return fail(err, KVEDGE_E_STATE, "sequence %d holds tokens; remove them before another is loaded into it", seq_id);

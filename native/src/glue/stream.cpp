@@ -47,6 +47,10 @@ extern "C" kvedge_status kvedge_compress_stream(kvedge_cache * kv, int32_t seq_i
     if (!kv) {
         return fail(err, KVEDGE_E_ARGUMENT, "kvedge_compress_stream: cache is NULL");
     }
+    const Claim claim(kv->owner);
+    if (!claim) {
+        return fail_busy(err);
+    }
     if (!kv->ctx) {
         return fail(err, KVEDGE_E_STATE, "the llama_context of this cache has been freed");
     }
@@ -87,6 +91,10 @@ extern "C" kvedge_status kvedge_compress_stream(kvedge_cache * kv, int32_t seq_i
 }
 
 extern "C" int32_t kvedge_cells(const kvedge_cache * kv, int32_t seq_id) {
-    const SequenceState * state = find_seq(kv, seq_id);
-    return state ? (int32_t) state->seq->pos.size() - state->released : 0;
+    if (!kv) {
+        return 0;
+    }
+    const Claim           claim(kv->owner);
+    const SequenceState * state = claim ? find_seq(kv, seq_id) : nullptr;
+    return !claim ? -1 : state ? (int32_t) state->seq->pos.size() - state->released : 0;
 }

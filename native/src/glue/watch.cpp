@@ -46,6 +46,10 @@ extern "C" kvedge_status kvedge_watch(kvedge_cache * kv, bool on, kvedge_error *
     if (!kv) {
         return fail(err, KVEDGE_E_ARGUMENT, "kvedge_watch: cache is NULL");
     }
+    const Claim claim(kv->owner);
+    if (!claim) {
+        return fail_busy(err);
+    }
     kv->watching = on;
     for (auto & [id, state] : kv->seqs) {
         if (!on) {
@@ -59,6 +63,10 @@ extern "C" kvedge_status kvedge_attention(
     const kvedge_cache * kv, int32_t seq_id, int32_t i, int32_t query_head, float * out, int32_t n_out, kvedge_error * err) {
     if (!kv || !out || query_head < 0 || query_head >= kvedge_query_heads(kv, i)) {
         return fail(err, KVEDGE_E_ARGUMENT, "kvedge_attention: cache or out is NULL, or there is no such layer or query head");
+    }
+    const Claim claim(kv->owner);
+    if (!claim) {
+        return fail_busy(err);
     }
     const SequenceState * found = find_seq(kv, seq_id);
     if (!found) {

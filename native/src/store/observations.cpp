@@ -69,7 +69,7 @@ bool Sequence::ensure_queries(int32_t n) try {
             return false;
         }
     }
-    query_parts.push_back({ (int32_t) pos.size(), n });
+    query_parts.push_back({ (int32_t) pos.size(), n, n });
     return true;
 } catch (const std::bad_alloc &) {
     return false;
@@ -77,7 +77,7 @@ bool Sequence::ensure_queries(int32_t n) try {
 
 QueryRow Sequence::query_row(int32_t layer, size_t part, int32_t i, int32_t query_head) const {
     const LayerShape & s    = shapes()[(size_t) layer];
-    const auto         n    = (size_t) query_parts[part].n, row = (size_t) query_head * n + (size_t) i;
+    const auto         n    = (size_t) query_parts[part].room, row = (size_t) query_head * n + (size_t) i;
     const size_t       size = row_k(s, Type::f16);
     auto *             data = (uint8_t *) queries[(size_t) layer].parts[part].data();
     return { data + row * size, data + (size_t) s.n_heads * n * size + row * SEEN_BYTES };

@@ -127,8 +127,29 @@ void Sequence::remove_listed(Block & block, int32_t p0, int32_t p1, int32_t firs
     block.tokens.resize(keep.size());
 }
 
+bool Sequence::holds(int32_t p0, int32_t p1) const {
+    return std::any_of(pos.begin(), pos.end(), [&](int32_t p) { return p >= p0 && p < p1; });
+}
+
+// No row is left of them: what comes next takes their indices.
+void Sequence::forget_last(int32_t p0, int32_t p1) {
+    size_t n = pos.size();
+    while (n > 0 && pos[n - 1] >= p0 && pos[n - 1] < p1) {
+        n--;
+    }
+    pos.resize(n);
+    image.resize(n);
+    for (auto & part : query_parts) {
+        part.n = std::min(part.n, std::max(0, (int32_t) n - part.first));
+    }
+}
+
 void Sequence::remove(int32_t p0, int32_t p1) {
-    int32_t    pending_row = 0;
+    if (!holds(p0, p1)) {
+        return;
+    }
+    const int32_t n_pending   = pending_length();
+    int32_t       pending_row = 0;
     const auto listed      = [&](size_t b) { return !blocks[b]->streamed && (!blocks[b]->ragged || b >= pending_from); };
     for (size_t b = 0; b < blocks.size(); b++) {
         if (blocks[b]->streamed) {
@@ -154,7 +175,10 @@ void Sequence::remove(int32_t p0, int32_t p1) {
             drop_query_part(i);
         }
     }
-    window_from = (int32_t) pos.size();  // the rings count rows that may be gone
+    forget_last(p0, p1);
+    if (pending_length() != n_pending) {
+        window_from = (int32_t) pos.size();  // the rings count rows that are gone
+    }
 }
 
 void Sequence::drop_row(int32_t layer, int32_t head, int32_t row) {

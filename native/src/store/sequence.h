@@ -65,6 +65,7 @@ constexpr size_t SEEN_BYTES = 3 * sizeof(float);
 // Consecutive tokens whose queries are kept together.
 struct QueryPart {
     int32_t first, n;  // token index of the first, number of tokens
+    int32_t room;      // that there were when its memory was laid out
 };
 
 // The last queries of the prompt, of one layer, in a ring: token i of the sequence lies at slot i % capacity.
@@ -152,7 +153,8 @@ class Sequence {
     // All scores of a head into out [head_length], 0 where there are none.
     void read_scores(int32_t layer, int32_t head, double * out) const;
 
-    // Removes the tokens with a position in [p0, p1).
+    bool holds(int32_t p0, int32_t p1) const;  // whether a token with a position in [p0, p1) was entered, and not removed
+    // Removes the tokens with a position in [p0, p1). Where there are none, nothing changes.
     void remove(int32_t p0, int32_t p1);
 
     // Streams (store/streamed.cpp), of which what was compressed stays pending. sinks: first rows that every head keeps.
@@ -218,6 +220,7 @@ class Sequence {
     bool                   is_sparse() const;
     void                   remove_from_loose(Block & block, size_t layer, int32_t p0, int32_t p1, int32_t n_left);
     void                   drop_query_part(size_t part);
+    void                   forget_last(int32_t p0, int32_t p1);
     void                   remove_from_ragged(Block & block, int32_t p0, int32_t p1);
     void                   remove_from_uniform(Block & block, int32_t p0, int32_t p1, const std::vector<int32_t> & keep);
     void                   remove_listed(Block & block, int32_t p0, int32_t p1, int32_t first_pending_row);

@@ -1,0 +1,120 @@
+"""What the tests of attach share: a Session that writes down what it reads, and Llamas that read the same."""
+
+from __future__ import annotations
+
+import base64
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pykvedge
+from pykvedge.context import Context
+from pykvedge.sampling import Sampling
+from pykvedge.vision import Vision
+
+THREADS = 1  # sums of several threads' shares may differ in their last bit
+
+
+@dataclass
+class Turn:
+    """What a message became: its tokens, or its text with markers and its images; the answer, and what is held."""
+
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    images: list[Path] = field(default_factory=list)
+    answer: str = ""
+    held: list[list[list[int]]] = field(default_factory=list)
+
+
+def held(cache):
+    """[stored layer][KV head] token indices."""
+    return [[cache.tokens(i, h) for h in range(len(heads))] for i, heads in enumerate(cache.lengths())]
+
+
+def differing(a, b) -> float:
+    """Share of the KV pairs that only one of the two holds."""
+    only = total = 0
+    for layer_a, layer_b in zip(a, b, strict=True):
+        for head_a, head_b in zip(layer_a, layer_b, strict=True):
+            only += len(set(head_a) - set(head_b))
+            total += len(head_a)
+    return only / total
+
+
+def talk(monkeypatch, files, plan, messages, n=8, **settings):
+    """A Turn for each (text, images) of a conversation with a Session."""
+    read, asked, turns = [], [], []
+    decode, split = Context.decode, Vision.split
+
+    def noting_tokens(self, tokens, *args, **kwargs):
+        read.extend(tokens)
+        return decode(self, tokens, *args, **kwargs)
+
+    def noting_text(self, text, pictures):
+        asked.append(text.replace(self.marker, MARKER))
+        return split(self, text, pictures)
+
+    with monkeypatch.context() as patched, files.session(plan, **settings) as session:
+        patched.setattr(Context, "decode", noting_tokens)
+        patched.setattr(Vision, "split", noting_text)
+        for text, images in messages:
+            read.clear(), asked.clear()
+            answer = session.ask(text, images, Sampling(max_tokens=n))
+            turn = Turn(list(read), "".join(asked), list(images))
+            turn.answer = answer.read()
+            turn.held = held(session.engine.cache)
+            turns.append(turn)
+    return turns
+
+
+MARKER = "<__media__>"  # mtmd_default_marker
+
+
+def chat_handler(mmproj):
+    """llama_cpp's handler for LLaVA, which takes the text as it comes."""
+    from llama_cpp.llama_chat_format import Llava15ChatHandler
+
+    class Verbatim(Llava15ChatHandler):
+        DEFAULT_SYSTEM_MESSAGE = None
+        CHAT_FORMAT = "{{ messages[0].content[-1].text }}"
+
+    return Verbatim(clip_model_path=str(mmproj), verbose=False)
+
+
+def content_of(text, images):
+    """The content of a message with images in front."""
+    urls = ["data:image/png;base64," + base64.b64encode(Path(p).read_bytes()).decode() for p in images]
+    return [*({"type": "image_url", "image_url": {"url": u}} for u in urls), {"type": "text", "text": text}]
+
+
+def chat(llm, text, images, n=8):
+    """The answer of a Llama with `chat_handler` to a prompt with MARKER in it, which has its BOS already."""
+    bos = llm.detokenize([llm.token_bos()], special=True).decode()
+    message = {"role": "user", "content": content_of(text.removeprefix(bos), images)}
+    done = llm.create_chat_completion([message], max_tokens=n, temperature=0.0, repeat_penalty=1.0)
+    return done["choices"][0]["message"]["content"]
+
+
+def complete(llm, prompt, n=8):
+    """The answer to a text, or to tokens."""
+    return llm.create_completion(prompt, max_tokens=n, temperature=0.0)["choices"][0]["text"]
+
+
+def profiles(profile_file, files, method):
+    """Of a method that needs calibrated numbers."""
+    return [profile_file(files.model, kind) for kind in pykvedge.plan(method).profile_kinds().values()] or None
+
+
+@contextmanager
+def llama(files, method, budget=None, *, profile=None, images=False, **options):
+    """(llm, attachment) of a tiny model."""
+    from llama_cpp import Llama
+
+    settings = {"n_ctx": 4096, "n_threads": THREADS, "n_threads_batch": THREADS, "verbose": False, **options}
+    if images:
+        settings["chat_handler"] = chat_handler(files.mmproj)
+    llm = Llama(str(files.model), **settings)
+    try:
+        yield llm, pykvedge.attach(llm, method, budget, profile=profile)
+    finally:
+        llm.close()

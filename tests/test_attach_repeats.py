@@ -1,0 +1,169 @@
+"""Requests to an attached model that come again, or that share a beginning: answered as the first time."""
+
+from __future__ import annotations
+
+import pytest
+from attached import chat, complete, held, llama, profiles
+
+import pykvedge
+from pykvedge.reuse import History, shared
+
+A = "The quick brown fox jumps over the lazy dog and looks at the picture. " * 4
+B = "The quick brown cat sleeps under a table, which was not what it had planned for that day. " * 3
+METHODS = pykvedge.methods()
+
+
+@pytest.fixture
+def attached_llama(tiny, native, profile_file):
+    """attached_llama(method, **options): (llm, attachment) in a with statement."""
+
+    def make(method, kind="llama", **options):
+        files = tiny(kind)
+        budget = None if method == "full" else 0.4
+        return llama(files, method, budget, profile=profiles(profile_file, files, method), **options)
+
+    return make
+
+
+def outcome(llm, attached, prompt, n=8):
+    """What must be alike whenever the same is asked."""
+    text = complete(llm, prompt, n)
+    return text, attached.stats().n_tokens, held(attached._cache)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_same_request_three_times(attached_llama, method):
+    with attached_llama(method) as (llm, attached):
+        first = outcome(llm, attached, A)
+        assert outcome(llm, attached, A) == first
+        assert outcome(llm, attached, A) == first
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_another_request_in_between(attached_llama, method):
+    with attached_llama(method) as (llm, attached):
+        first = outcome(llm, attached, A)
+        between = outcome(llm, attached, B)
+        assert outcome(llm, attached, A) == first
+        assert outcome(llm, attached, B) == between
+    with attached_llama(method) as (llm, attached):
+        assert outcome(llm, attached, B) == between
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_turn_that_comes_again_or_is_changed(attached_llama, method):
+    with attached_llama(method) as (llm, attached):
+
+        def say(read, text):
+            tokens = read + llm.tokenize(text.encode(), add_bos=False)
+            return outcome(llm, attached, tokens), tokens
+
+        opening, first = say([], A)
+        so_far = llm.input_ids[: llm.n_tokens].tolist()
+        again, second = say(so_far, "And then? What did the dog do?")
+        n_compressions = attached.stats().n_compressions
+        assert n_compressions == 2 and outcome(llm, attached, second) == again
+        assert attached.stats().n_compressions == n_compressions  # the answer in between is not part of a prompt
+        changed, _ = say(so_far, "And the fox?")
+        assert outcome(llm, attached, second) == again
+        assert say(so_far, "And the fox?")[0] == changed
+        assert outcome(llm, attached, first) == opening
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_images_three_times(attached_llama, picture_file, method):
+    text = "<s><__media__>\nWhat is this? " + A
+    with attached_llama(method, "llava", images=True) as (llm, attached):
+
+        def ask():
+            return chat(llm, text, [picture_file()]), attached.stats().n_tokens, held(attached._cache)
+
+        first = ask()
+        assert ask() == first
+        complete(llm, A)
+        assert ask() == first
+
+
+def test_requests_that_share_a_beginning_with_an_image_are_read_anew(attached_llama, picture_file):
+    """The tokens that llama_cpp remembers in an image's place are not its tokens."""
+    with attached_llama("h2o", "llava", images=True) as (llm, attached):
+        expected = outcome(llm, attached, A)
+        chat(llm, "<s>" + A + "<__media__>\nWhat?", [picture_file()])
+        assert outcome(llm, attached, A) == expected and attached.stats().n_image_tokens == 0
+
+
+def test_one_token_at_a_time_and_none(attached_llama):
+    """A prompt of which nothing was generated yet is asked again: its logits are still there."""
+    with attached_llama("snapkv") as (llm, attached):
+        once = outcome(llm, attached, A, n=1)
+        assert outcome(llm, attached, A, n=1) == once and attached.stats().n_compressions == 0
+        whole = outcome(llm, attached, A)
+        assert outcome(llm, attached, A) == whole
+    with attached_llama("snapkv") as (llm, attached):
+        assert outcome(llm, attached, A) == whole
+
+
+def test_an_answer_that_is_broken_off(attached_llama):
+    with attached_llama("h2o") as (llm, attached):
+        first = outcome(llm, attached, A)
+        steps = llm.create_completion(A, max_tokens=20, temperature=0.0, stream=True)
+        next(steps)
+        steps.close()
+        assert outcome(llm, attached, A) == first
+
+
+def test_another_plan_and_the_same_request(attached_llama):
+    with attached_llama("h2o") as (llm, attached):
+        first = outcome(llm, attached, A)
+        attached.set_plan("full")
+        outcome(llm, attached, A)
+        whole = outcome(llm, attached, A)
+        assert whole == outcome(llm, attached, A) and len(whole[2][0][0]) == whole[1]
+        attached.set_plan("h2o", 0.4)
+        assert outcome(llm, attached, A) == first == outcome(llm, attached, A)
+
+
+def test_quantised_rows_are_not_gone_on_from(attached_llama):
+    from llama_cpp import llama_cpp
+
+    types = {"type_k": llama_cpp.GGML_TYPE_Q8_0, "type_v": llama_cpp.GGML_TYPE_Q8_0, "flash_attn": True}
+    with attached_llama("full", **types) as (llm, attached):
+        first = outcome(llm, attached, A, n=40)
+        assert outcome(llm, attached, A, n=40) == first
+        assert outcome(llm, attached, A, n=40) == first
+
+
+def test_a_batch_that_fails_is_no_beginning(attached_llama, monkeypatch):
+    with attached_llama("h2o", n_batch=16) as (llm, attached):
+        first = outcome(llm, attached, A)
+        complete(llm, B)
+        decode, left = llm._ctx.decode, [2]
+
+        def failing(batch):
+            left[0] -= 1
+            if left[0] < 0:
+                raise RuntimeError("llama_decode returned -3")
+            decode(batch)
+
+        monkeypatch.setattr(llm._ctx, "decode", failing)
+        with pytest.raises(RuntimeError, match="-3"):
+            complete(llm, A)
+        monkeypatch.undo()
+        assert outcome(llm, attached, A) == first
+
+
+def test_what_may_be_gone_on_from():
+    history = History()
+    history.clear(uncut=False)
+    history.begin()
+    history.note(0, [1, 2, 3], generated=False)
+    history.note(3, [4], generated=True)
+    history.begin()
+    history.note(4, [5, 6], generated=False)
+    assert [r.tokens for r in history.before(4)[0]] == [[1, 2, 3], [4]]
+    assert [r.generated for r in history.before(9)[0]] == [False, True]
+    assert history.before(3) == ([], [])
+    assert history.knows(6) and not history.knows(5)
+    history.note(9, [7], generated=True)  # tokens came that nobody noted
+    assert not history.knows(10) and history.before(4) == ([], [])
+    assert shared([1, 2, 3], [1, 2, 4]) == 2 and shared([1], [1, 2]) == 1 and shared([], [1]) == 0

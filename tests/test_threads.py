@@ -1,0 +1,163 @@
+"""Several threads where one belongs: an error that says so, or it waits. Each case in a process that must live."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from pykvedge.errors import StateError
+from pykvedge.guard import Guard, Stop, one_thread
+
+WORKER = Path(__file__).parent / "thread_worker.py"
+ROUNDS = int(os.environ.get("KVEDGE_THREAD_ROUNDS", "6"))  # of each case; races want many
+
+
+@pytest.fixture
+def rounds(environment, tiny, tmp_path):
+    """rounds(case) -> what became of each round."""
+
+    def run(case):
+        command = [sys.executable, str(WORKER), case, str(ROUNDS), str(tiny("llama").model)]
+        done = subprocess.run(command, env=environment, text=True, capture_output=True, check=False)
+        assert done.returncode == 0, f"{case} ended with {done.returncode}: {done.stderr[-2000:]}"
+        out = [json.loads(line) for line in done.stdout.splitlines()]
+        assert len(out) == ROUNDS and "stuck" not in out
+        return out
+
+    return run
+
+
+def test_two_threads_ask(rounds):
+    for *two, after in rounds("two_ask"):
+        assert after == "goes on"
+        assert set(two) <= {"answered", "StateError"} and "answered" in two
+
+
+def test_everything_else_while_a_thread_streams(rounds):
+    """What comes between two pieces takes over, and then the reader is told."""
+    for reader, seen in rounds("others_while_streaming"):
+        assert set(seen) <= {"StateError", "took over", "seen"}
+        assert reader == ("StateError" if "took over" in seen else "answered")
+
+
+def test_closing_waits_for_who_streams(rounds):
+    for reader, closer, after in rounds("close_while_streaming"):
+        assert reader == after == "StateError" and closer == "closed"
+
+
+def test_closing_ends_a_prompt_under_way(rounds):
+    for asker, closer in rounds("close_while_asking"):
+        assert asker in ("CancelledError", "StateError") and closer == "closed"
+
+
+def test_two_threads_complete(rounds):
+    for *two, after in rounds("two_complete"):
+        assert after == "answered"
+        assert set(two) <= {"answered", "StateError"}
+
+
+def test_detaching_waits_for_the_token_under_way(rounds):
+    for reader, leaver, after in rounds("detach_while_completing"):
+        assert (reader, leaver, after) == ("StateError", "left", "StateError")
+
+
+def test_closing_the_model_waits_for_the_token_under_way(rounds):
+    for reader, leaver, after in rounds("close_while_completing"):
+        assert (reader, leaver, after) == ("StateError", "left", "StateError")
+
+
+def test_a_cache_looked_at_during_a_decode(rounds):
+    out = rounds("stats_while_decoding")
+    assert all(decoded == "decoded" and set(seen) <= {"seen", "StateError"} for decoded, seen in out)
+    assert any("StateError" in seen for _, seen in out)
+
+
+# ------------------------------------------------------------------------------------------------------------
+
+
+def elsewhere(call):
+    """What `call` returned or raised in another thread."""
+    result = []
+
+    def run():
+        try:
+            result.append(call())
+        except StateError as error:
+            result.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return result[0]
+
+
+class Counter:
+    """Something guarded."""
+
+    def __init__(self):
+        self.guard = Guard("counter", over="the counter is closed")
+        self.n = 0
+
+    @one_thread
+    def add(self):
+        """One more."""
+        self.n += 1
+        return self.n
+
+
+def test_one_thread_is_inside_and_may_come_again():
+    counter = Counter()
+    with counter.guard, counter.guard:
+        assert counter.add() == 1
+        assert "another thread is using this counter" in str(elsewhere(counter.add))
+    assert elsewhere(counter.add) == 2 and counter.add.__doc__ == "One more."
+
+
+def test_closing_waits_and_lets_nobody_in():
+    counter, cancel = Counter(), threading.Event()
+    stop = Stop(counter.guard, lambda: cancel)
+    assert not stop.is_set()
+    inside, closed = threading.Event(), []
+
+    def close():
+        inside.wait()
+        with counter.guard.closing():
+            closed.append(counter.n)
+
+    closer = threading.Thread(target=close)
+    closer.start()
+    with counter.guard:
+        inside.set()
+        while not stop.is_set():
+            pass
+        assert counter.add() == 1 and not closed  # the one inside may finish
+        with pytest.raises(StateError, match="from inside one of its own calls"), counter.guard.closing():
+            pass
+    closer.join()
+    assert closed == [1]
+    with pytest.raises(StateError, match="the counter is closed"):
+        counter.add()
+    cancel.set()
+    assert Stop(Guard("x", over=""), lambda: cancel).is_set()
+
+
+def test_a_session_is_not_closed_from_inside_its_own_call(tiny, native):
+    said = []
+
+    def progress(what, share):
+        if what == "reading the prompt" and not said:
+            with pytest.raises(StateError, match="close it afterwards") as raised:
+                session.close()
+            said.append(str(raised.value))
+
+    import pykvedge
+
+    session = pykvedge.Session(tiny("llama").model, plan=pykvedge.plan("full"), threads=1, progress=progress)
+    with session:
+        assert session.ask("What is this?").read() is not None and len(said) == 1
