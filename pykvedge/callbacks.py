@@ -269,7 +269,7 @@ def _native_member(stage: str, struct: Any, origin: str) -> table.Plugin:
         origin,
         calling.checked_scorer(name, _NativeCall(struct, params, _run_score), lambda _: n_queries, struct.column_sums),
         params,
-        auto_recent=lambda budget, _: min(budget // 2, recent),
+        auto_recent=lambda kept, even, _: min(kept // 2, recent),
     )
     return table.Plugin(member, origin, lambda _: n_queries, lambda _: recent, struct.column_sums, struct)
 

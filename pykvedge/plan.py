@@ -149,10 +149,10 @@ class Plan:
         return self.with_(budget=Budget(pairs=floor))
 
     def asked_recent(self, n_tokens: int, kept: int) -> int:
-        """Last tokens that the plan wants to keep when `kept` of n_tokens stay; may exceed `kept`."""
+        """Last tokens that the plan wants a head to keep that keeps `kept` of n_tokens; may exceed `kept`."""
         if self.recent is not None:
             return min(n_tokens, self.recent.count(n_tokens))
-        return registry.scorer(self.scorer).auto_recent(kept, self.settings("scorer"))
+        return registry.scorer(self.scorer).auto_recent(kept, self.count(n_tokens), self.settings("scorer"))
 
     def protected(self, n_tokens: int, kept: int) -> tuple[int, int]:
         """(recent, sinks): last and first tokens that are always kept, when `kept` of n_tokens stay.

@@ -10,11 +10,11 @@ from pykvedge.errors import BudgetError, UnknownNameError, UsageError, unknown
 from pykvedge.plan import Plan
 from pykvedge.stages.registry import STAGES
 
-DEFAULT_BUDGET = 0.2  # of a method that is asked for by name: the setting that the papers compare at
+DEFAULT_BUDGET = 0.2  # of a method that says nothing else: the setting that the papers compare at
 
 # What answers when nobody chose a method: of what was measured (docs/demo-model.md) it loses least at half of the
-# memory, also on questions that come a turn after the image.
-DEFAULT_METHOD, DEFAULT_METHOD_BUDGET = "mixkv", 0.5
+# memory, also on questions that come a turn after the image. Its budget is that half, whether it is named or not.
+DEFAULT_METHOD = "mixkv"
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ _PRESETS = (
         "mixkv",
         "snapkv that adds value norms, and diversity where the keys of a head are alike",
         _MIXKV,
-        {"scorer": "mixkv"},
+        {"scorer": "mixkv", "budget": 0.5},
     ),
     Preset(
         "mixkv-pyramid",
@@ -210,7 +210,8 @@ def _params_that_fit(chosen: Preset, settings: Mapping[str, Any]) -> dict[str, A
 def plan(method: str, budget: Any = None, **settings: Any) -> Plan:
     """The plan of a method, with some settings changed.
 
-    budget: 0.2 (a ratio of the prompt) or 128 (KV pairs per layer and KV head); default 0.2, and 1.0 for "full".
+    budget: 0.2 (a ratio of the prompt) or 128 (KV pairs per layer and KV head); default 0.2, but 0.5 for "mixkv", the
+    default method, and 1.0 for "full".
     settings: fields of Plan (`reducer="averaged"`, `sinks=4`, `recent=32`), or settings of a stage member by their full
     name (`**{"scorer.window": 16}`).
     Raises UnknownNameError, BudgetError or UsageError.
@@ -236,8 +237,8 @@ def plan(method: str, budget: Any = None, **settings: Any) -> Plan:
 
 
 def default_plan(budget: Any = None, **settings: Any) -> Plan:
-    """The plan where no method is named: mixkv, with half of the prompt unless `budget` says otherwise."""
-    return plan(DEFAULT_METHOD, DEFAULT_METHOD_BUDGET if budget is None else budget, **settings)
+    """The plan where no method is named: mixkv's, half of the prompt unless `budget` says otherwise."""
+    return plan(DEFAULT_METHOD, budget, **settings)
 
 
 def checked_plan(given: Plan | None) -> Plan:

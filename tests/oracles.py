@@ -33,6 +33,15 @@ def heavy_hitters(scores, n, recent):
     return sorted(window | {i for _, i in rest[: n - recent]})
 
 
+def protected_window(window, n, even):
+    """The longest window that takes at most half of an even share of the budget, or of a smaller head's own share."""
+    share = min(n, even) if n < min(window, even // 2) else even
+    recent = 0
+    while recent < window and 2 * (recent + 1) <= share:
+        recent += 1
+    return recent
+
+
 def text_prior(scores, image, n, recent):
     """LOOK-M, eq. 5 and 8: every text token gains the largest score of the head, then as H2O."""
     top = max(scores)

@@ -68,6 +68,17 @@ def test_prompts_in_pieces_are_compressed_once_and_whole(llama_of, n_batch):
     assert attached.kept()[0][0] == len(tokens) // 2 + 1
 
 
+def test_naming_the_default_method_changes_nothing(llama_of):
+    kept = []
+    for method in (None, "mixkv"):
+        llm = llama_of()
+        with pykvedge.attach(llm, method) as attached:
+            llm.eval(llm.tokenize(PROMPT.encode()))
+            llm.eval([llm.sample()])
+            kept.append((attached.plan, attached.kept()))
+    assert kept[0] == kept[1]
+
+
 def test_single_tokens_of_a_chat_handlers_prompt_are_no_answer(llama_of):
     llm = llama_of()
     llm.chat_handler = object()  # reads prompts in pieces, some of one token

@@ -106,6 +106,16 @@ def test_options_change_what_is_kept(kvedge, tiny):
     assert kept("--budget", "1.0") == kept("--method", "full")
 
 
+def test_naming_the_default_method_changes_nothing(kvedge, tiny):
+    base = ["chat", *tiny("llama").arguments(), "--json", "--max-tokens", 2]
+    words = "one two three four five six seven eight nine ten " * 9
+    for options in ([], ["--budget", "0.2"], ["--merge", "pivotal"]):
+        unnamed, named = (kvedge(*base, *method, *options, words).json for method in ([], ["--method", "mixkv"]))
+        assert all(unnamed[key] == named[key] for key in ("method", "budget", "text"))
+        assert unnamed["kv"]["kept_per_layer"] == named["kv"]["kept_per_layer"]
+        assert unnamed["budget"] == (0.2 if "--budget" in options else 0.5)
+
+
 def test_sampling_is_repeatable_with_a_seed(kvedge, tiny):
     base = ["chat", *tiny("llama").arguments(), "--quiet", "--max-tokens", 20, "--temp", "1.5", "--top-k", "0"]
     first = kvedge(*base, "--seed", 7, "Hello").out

@@ -81,3 +81,10 @@ def test_what_is_kept_decides_whether_a_code_can_be_read(session, task):
     assert full >= COUNT - 1
     assert right(session, task, "streaming-llm", 0.2) <= full // 2
     assert right(session, task, "flashcache", 0.2) >= full - 1
+
+
+def test_a_budget_of_about_the_window_still_reads_codes(session):
+    """A fifth of a prompt with one image is 34 pairs, and 24 are fewer than the window of 32."""
+    assert right(session, "code", "mixkv", 0.2) >= COUNT - 1
+    assert right(session, "code", "snapkv", 0.2) >= COUNT - 3
+    assert right(session, "code", "mixkv-sparsemm", 24) >= COUNT - 3

@@ -114,9 +114,9 @@ KVEDGE_API void          kvedge_plan_free(kvedge_plan * plan);  // NULL is allow
 //   budget      "0.2": share of the prompt kept, in (0, 1];  "128": KV pairs per layer and KV head, an integer >= 1
 //               ("1.0" is the ratio, "1" is one pair)
 //   recent      last tokens of the prompt that are always kept, inside the budget: "16" pairs, or "0.1" of the prompt,
-//               or "auto": half of the budget with scorer cumulative (H2O and LOOK-M: a1 = a2), the window with scorer
-//               window (SnapKV) and mixkv, a tenth of the budget and at least 1 with scorer mean (RoCo), what a scorer of
-//               your own says, 0 with any other
+//               or "auto": half of the budget with scorer cumulative (H2O and LOOK-M: a1 = a2), the window, but at most
+//               half of the budget, with scorer window (SnapKV) and mixkv, a tenth of the budget and at least 1 with
+//               scorer mean (RoCo), what a scorer of your own says, 0 with any other
 //   sinks       first tokens of the prompt that are always kept, inside the budget: an integer >= 0
 //   text_prior  "true": text tokens rank above all image tokens (LOOK-M eq. 5)
 //   scorer.NAME, allocator.NAME, reducer.NAME, decode.NAME   a setting of the member chosen for that stage, for example

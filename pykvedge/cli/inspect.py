@@ -24,7 +24,8 @@ _PATH = click.Path(path_type=Path)
 @click.option("--model", type=_PATH, metavar="FILE.gguf", help="Default: the packaged demo model.")
 @click.option("--mmproj", type=_PATH, metavar="FILE.gguf", help="The image encoder that belongs to the model.")
 @click.option("--method", "methods", multiple=True, metavar="NAME", help="What to show; repeatable. Default: mixkv.")
-@click.option("--budget", metavar="AMOUNT", help="0.2 of the prompt, or 128 KV pairs per layer and head.")
+@click.option("--budget", metavar="AMOUNT",
+              help="0.2 of the prompt, or 128 KV pairs per layer and head. Default: 0.2, with mixkv 0.5.")  # fmt: skip
 @click.option("--plugin", "plugins", type=_PATH, multiple=True, metavar="FILE", help="As for kvedge chat.")
 @click.option("--output", type=_PATH, default=Path("kvedge-inspect"), show_default=True, metavar="FOLDER")
 @click.option("--figures/--no-figures", default=True, help="Whether to draw; the numbers are always written.")

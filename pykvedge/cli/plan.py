@@ -30,9 +30,9 @@ _COUNT = click.IntRange(0, 10**6)
 @click.option("--text", "text_tokens", type=click.IntRange(1, 10**8), default=64, show_default=True, metavar="N",
               help="Tokens of text in the prompt.")  # fmt: skip
 @click.option("--ctx", type=click.IntRange(1, 2**30), metavar="N", help="Context of stock llama.cpp, for comparison.")
-@click.option("--method", metavar="NAME", help="See `kvedge methods`. Default: mixkv, with half of the prompt.")
+@click.option("--method", metavar="NAME", help="See `kvedge methods`. Default: mixkv.")
 @click.option("--budget", metavar="AMOUNT",
-              help="0.2 of the prompt, or 128 KV pairs per layer and head. Default with --method: 0.2.")  # fmt: skip
+              help="0.2 of the prompt, or 128 KV pairs per layer and head. Default: 0.2, with mixkv 0.5.")  # fmt: skip
 @click.option("--kv-type", default="f16", show_default=True, metavar="TYPE", help="As for chat.")
 @click.option("--threads", type=click.IntRange(1, 512), metavar="N", help="Default: one per physical core.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object; bytes.")

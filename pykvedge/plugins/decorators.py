@@ -50,7 +50,7 @@ def scorer(
             origin,
             calling.checked_scorer(name, function, seen, column_sums),
             _params(params, what),
-            auto_recent=lambda budget, settings: min(budget // 2, protects(settings)),
+            auto_recent=lambda kept, even, settings: min(kept // 2, protects(settings)),
             by_place=by_place,
         )
         table.add(table.Plugin(member, origin, seen, protects, column_sums))

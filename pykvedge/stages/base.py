@@ -126,9 +126,19 @@ class DecodeState:
     scores: np.ndarray | None = None  # [length] attention that each row received so far; None unless asked for
 
 
-def no_recent(budget: int, settings: Settings) -> int:
+def no_recent(kept: int, even: int, settings: Settings) -> int:
     """Number of last tokens that "recent = auto" protects: none."""
     return 0
+
+
+def window_recent(window: int, kept: int, even: int) -> int:
+    """Number of last tokens that "recent = auto" protects for a window of that many, when a head keeps `kept`.
+
+    The window gives way where it would leave next to nothing to choose: it takes at most half of an even share of the
+    budget, `even`, and of a head that gets less than that half of what it gets.
+    """
+    window = min(window, even // 2)
+    return window if kept >= window else kept // 2
 
 
 def none_reserved(kept: int, settings: Settings) -> int:
@@ -152,6 +162,8 @@ class Scorer:
 
     A method that keeps some tokens for another reason has a second score, `reserve`, of the same shape: of the tokens
     that are not protected, the `reserved(kept, settings)` best by it stay, and the others are chosen by `score`.
+    `auto_recent(kept, even, settings)` says how many last tokens a head of `kept` pairs keeps if the plan names no
+    number, where an even share of the budget is `even` pairs.
     A scorer that mixes attention with something else gives the attention alone as `attention`.
     One that needs calibrated numbers with some settings names their kind in `profile`, and finds them in its layers.
     """
@@ -161,7 +173,7 @@ class Scorer:
     source: str
     score: Callable[[Layer, Settings], np.ndarray]
     params: tuple[Param, ...] = ()
-    auto_recent: Callable[[int, Settings], int] = no_recent
+    auto_recent: Callable[[int, int, Settings], int] = no_recent
     whole_up_to: Callable[[Settings], int] = never_whole
     sinks_first: bool = False  # which protection shrinks last when the budget does not cover both
     by_place: bool = False  # scores depend on the number of the head or layer

@@ -201,12 +201,13 @@ int32_t plan_window(const kvedge_plan & plan) {
     return plan.scorer->window ? plan.scorer->window(plan.params[KVEDGE_STAGE_SCORER]) : 0;
 }
 
-int32_t plan_recent(const kvedge_plan & plan, int32_t n_tokens, int32_t budget) {
+int32_t plan_recent(const kvedge_plan & plan, int32_t n_tokens, int32_t kept) {
     if (plan.recent_auto && plan.scorer->custom) {
-        return std::min(budget / 2, plan.scorer->custom->given.recent);
+        return std::min(kept / 2, plan.scorer->custom->given.recent);
     }
     if (plan.recent_auto) {
-        return plan.scorer->auto_recent ? plan.scorer->auto_recent(budget, plan.params[KVEDGE_STAGE_SCORER]) : 0;
+        const int32_t even = kvedge_plan_budget(&plan, n_tokens);
+        return plan.scorer->auto_recent ? plan.scorer->auto_recent(kept, even, plan.params[KVEDGE_STAGE_SCORER]) : 0;
     }
     return std::min(n_tokens, plan.recent_ratio > 0.0 ? share(plan.recent_ratio, n_tokens) : plan.recent_pairs);
 }

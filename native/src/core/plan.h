@@ -47,8 +47,8 @@ const Member & plan_member(const kvedge_plan & plan, int32_t stage);
 // The last queries that the plan's scorer wants to see; 0: none.
 int32_t plan_window(const kvedge_plan & plan);
 
-// KV pairs of the last tokens that the plan asks to protect in a prompt of n_tokens with this budget; may exceed the
-// budget, and then gives way (select.cpp).
-int32_t plan_recent(const kvedge_plan & plan, int32_t n_tokens, int32_t budget);
+// Last tokens of a prompt of n_tokens that the plan asks to protect in a head of `kept` pairs; may exceed these, and then
+// gives way (select.cpp).
+int32_t plan_recent(const kvedge_plan & plan, int32_t n_tokens, int32_t kept);
 
 }  // namespace kvedge

@@ -68,10 +68,17 @@ struct ScoreInput {
     Spectrum *       spectrum;       // to be filled in by whoever measures it; NULL: of no use
 };
 
+// auto_recent of a window: at most half of an even share of the budget, so that something is left to choose, and of a head
+// that gets less than that, half of what it gets.
+inline int32_t window_recent(int32_t window, int32_t kept, int32_t even) {
+    const int32_t most = window < even / 2 ? window : even / 2;
+    return kept >= most ? most : kept / 2;
+}
+
 struct Scorer : Member {
     bool needs_column_sums;
-    // KV pairs of the last tokens that recent = auto protects, given the budget; NULL: none
-    int32_t (*auto_recent)(int32_t budget, const double * params);
+    // Last tokens that recent = auto protects in a head of `kept` pairs, where an even share of the budget is `even`; NULL: none
+    int32_t (*auto_recent)(int32_t kept, int32_t even, const double * params);
     bool sinks_first;  // sinks outlast recent tokens when the budget is too small for both
     // Last queries that score() wants to see; a prompt that is no longer than that is kept whole. NULL: none.
     int32_t (*window)(const double * params);

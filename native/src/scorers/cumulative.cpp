@@ -9,15 +9,15 @@ namespace kvedge {
 
 enum { WINDOW, SHARE };
 
-// Last tokens that recent = auto protects; 0: as many as are chosen by their score.
+// Last tokens that recent = auto protects, at most half of the budget; 0: as many as are chosen by their score.
 static const Param PARAMS[] = {
     { "window", 0, 0, 1048576, 1, nullptr },
     { "share", 0, 0, 0, 0, "head,layer" },  // layer: all heads have the mean (Elastic Cache eq. 1, PrefixKV sec. 3.1)
     {},
 };
 
-static int32_t auto_recent(int32_t budget, const double * params) {
-    return params[WINDOW] > 0 ? std::min(budget, (int32_t) params[WINDOW]) : budget / 2;
+static int32_t auto_recent(int32_t kept, int32_t even, const double * params) {
+    return params[WINDOW] > 0 ? window_recent((int32_t) params[WINDOW], kept, even) : kept / 2;
 }
 
 static void score(const ScoreInput & in, float * out) {

@@ -15,7 +15,7 @@ const Param PARAMS[] = { { "spread", 0.3, 0, 1, 0, nullptr }, {} };  // share of
 
 int32_t part(double share, int32_t of) { return (int32_t) std::floor(share * of + 1e-9); }
 
-int32_t auto_recent(int32_t budget, const double *) { return std::max(1, part(0.1, budget)); }
+int32_t auto_recent(int32_t kept, int32_t, const double *) { return std::max(1, part(0.1, kept)); }
 
 int32_t reserved(int32_t kept, const double * params) { return part(params[SPREAD], kept); }
 

@@ -30,7 +30,7 @@ constexpr double EPS = 1e-8;
 
 int32_t window(const double * params) { return (int32_t) params[WINDOW]; }
 
-int32_t auto_recent(int32_t budget, const double * params) { return std::min(budget, window(params)); }
+int32_t auto_recent(int32_t kept, int32_t even, const double * params) { return window_recent(window(params), kept, even); }
 
 bool from_profile(const double * params) { return params[SOURCE] == 1 && params[MODE] == HEADWISE; }
 

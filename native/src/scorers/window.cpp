@@ -20,9 +20,9 @@ const Param PARAMS[] = {
 
 int32_t window(const double * params) { return (int32_t) params[WINDOW]; }
 
-int32_t auto_recent(int32_t budget, const double * params) { return std::min(budget, window(params)); }
+int32_t auto_recent(int32_t kept, int32_t even, const double * params) { return window_recent(window(params), kept, even); }
 
-// The window's own tokens keep their unpooled attention; recent = auto protects them anyway.
+// The window's own tokens keep their unpooled attention; those that recent = auto does not protect compete by it.
 void score(const ScoreInput & in, float * out) {
     const int32_t n_heads_kv = in.seq->shapes()[(size_t) in.layer].n_heads_kv;
     for (int32_t h = 0; h < n_heads_kv; h++) {

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from pykvedge.stages.attention import grouped_attention
-from pykvedge.stages.base import Layer, Param, Scorer, Settings
+from pykvedge.stages.base import Layer, Param, Scorer, Settings, window_recent
 
 
 def score(layer: Layer, settings: Settings) -> np.ndarray:
@@ -33,11 +33,13 @@ MEMBER = Scorer(
         Param(
             "window",
             0,
-            "last tokens that are kept; 0: half of the budget, as in H2O",
+            "last tokens that are kept, at most half of the budget; 0: that half, as in H2O",
             low=0,
             high=2**20,
         ),
         Param("share", "head", "one score per KV head, or one for all heads of a layer", choices=("head", "layer")),
     ),
-    auto_recent=lambda budget, settings: min(budget, settings["window"]) if settings["window"] else budget // 2,
+    auto_recent=lambda kept, even, settings: (
+        window_recent(settings["window"], kept, even) if settings["window"] else kept // 2
+    ),
 )

@@ -59,7 +59,7 @@ MEMBER = Scorer(
     source="RoCo",
     score=score,
     params=(Param("spread", 0.3, "share of the kept tokens that have the largest deviation", low=0.0, high=1.0),),
-    auto_recent=lambda budget, settings: max(1, math.floor(0.1 * budget + 1e-9)),
+    auto_recent=lambda kept, even, settings: max(1, math.floor(0.1 * kept + 1e-9)),
     reserve=deviation,
     reserved=lambda kept, settings: math.floor(settings["spread"] * kept + 1e-9),
 )

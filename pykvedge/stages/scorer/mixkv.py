@@ -4,7 +4,9 @@ MixKV (Liu et al. 2025, arXiv:2510.20707), section 3.3. Importance is the pooled
 value, diversity is how far a key points away from the mean direction of all keys; both are brought to one scale. A
 head mixes them by its redundancy r, the mean cosine similarity of two different keys (eq. 4). The paper takes r from
 the prompt, the released code from a table averaged over samples (table 4 has both): `source = profile` is such a
-table, made by `kvedge calibrate heads --kind redundancy`. Only tokens before the window compete; the window is kept.
+table, made by `kvedge calibrate heads --kind redundancy`. Only tokens before the window are mixed; the window is
+kept, as far as that is at most half of the budget (its smallest in the paper is two windows), and the older tokens of
+a window that is longer compete by their attention.
 Where the paper is silent: a range of zero scales to 0, a key of norm zero has no direction, and r is limited to [0,
 1].
 """
@@ -14,7 +16,7 @@ from __future__ import annotations
 import numpy as np
 
 from pykvedge.errors import ProfileError
-from pykvedge.stages.base import Layer, Param, Scorer, Settings
+from pykvedge.stages.base import Layer, Param, Scorer, Settings, window_recent
 from pykvedge.stages.window import pooled_attention
 
 EPS = 1e-8
@@ -99,7 +101,7 @@ MEMBER = Scorer(
     source="MixKV, section 3.3",
     score=score,
     params=(
-        Param("window", 32, "queries at the end of the prompt that vote, and tokens that are kept", low=1, high=4096),
+        Param("window", 32, "last queries, which vote, and tokens kept, at most half of the budget", low=1, high=4096),
         Param("kernel", 5, "pooling width, odd", low=1, high=255, step=2),
         Param("pool", "avg", "pooling: avg or max", choices=("avg", "max")),
         Param("value", "vnorm", "beside attention: large values or small keys", choices=("vnorm", "knorm")),
@@ -112,7 +114,7 @@ MEMBER = Scorer(
         Param("scale", "imp", "diversity has the mean of: importance or attention", choices=("imp", "ex")),
         Param("source", "online", "of a head's redundancy: this prompt or a profile", choices=("online", "profile")),
     ),
-    auto_recent=lambda budget, settings: min(budget, settings["window"]),
+    auto_recent=lambda kept, even, settings: window_recent(settings["window"], kept, even),
     whole_up_to=lambda settings: settings["window"],
     attention=attention,
     profile=profile_kind,

@@ -1,0 +1,83 @@
+"""The window of last tokens that SnapKV's family keeps: whole where the papers' budgets are, shorter below them."""
+
+from __future__ import annotations
+
+import numpy as np
+import oracles
+import pytest
+from arrays import profiles_of, prompt
+from test_parity import assert_same
+
+import pykvedge
+from pykvedge.stages.registry import members
+
+FAMILY = [name for name in pykvedge.methods() if pykvedge.plan(name).scorer in ("window", "mixkv")]
+SCORERS = [{"scorer": "window"}, {"scorer": "mixkv"}, {"scorer": "cumulative", "scorer.window": 32}]
+SMALL = (1, 2, 3, 16, 31, 32, 33, 34, 40, 47, 63)
+
+
+def window_of(plan):
+    return plan.settings("scorer")["window"]
+
+
+def compress(plan, p, engine):
+    return pykvedge.compress(plan, *p.arguments, engine=engine, profile=profiles_of(plan, p))
+
+
+def test_the_family_is_all_there():
+    assert {"snapkv", "pyramidkv", "adakv", "sparsemm", "headkv", "mixkv", "mixkv-headkv"} <= set(FAMILY)
+    assert len(FAMILY) == 10
+
+
+@pytest.mark.parametrize("engine", ["numpy", "native"])
+@pytest.mark.parametrize("name", FAMILY)
+def test_from_two_windows_on_the_whole_window_is_kept_as_in_the_papers(native, name, engine):
+    """Bit for bit what the plan keeps that asks for the window by its number, which no budget shortens."""
+    p = prompt(300, layers=4)
+    window = window_of(pykvedge.plan(name))
+    for budget in (2 * window, 2 * window + 1, 100, 0.5):
+        plan = pykvedge.plan(name, budget)
+        found, asked = (compress(x, p, engine) for x in (plan, plan.with_(recent=window)))
+        for i, h in np.ndindex(p.k.shape[:2]):
+            assert set(range(300 - window, 300)) <= set(found.kept[i][h].tolist())
+            for ours, theirs in ((found.kept, asked.kept), (found.k, asked.k), (found.v, asked.v)):
+                np.testing.assert_array_equal(ours[i][h], theirs[i][h])
+
+
+@pytest.mark.parametrize("allocator", members("allocator"))
+@pytest.mark.parametrize("settings", SCORERS, ids=lambda s: s["scorer"])
+def test_below_two_windows_the_window_gives_way(native, settings, allocator):
+    p = prompt(170, (4, 2), layers=3)
+    for budget in SMALL:
+        plan = pykvedge.plan("h2o", budget, allocator=allocator, **settings)
+        assert_same(plan, p)
+        found = compress(plan, p, "numpy")
+        for i, h in np.ndindex(p.k.shape[:2]):
+            kept = found.kept[i][h].tolist()
+            recent = oracles.protected_window(32, len(kept), budget)
+            assert kept == oracles.heavy_hitters(found.scores[i, h].tolist(), len(kept), recent)
+
+
+@pytest.mark.parametrize("name", ["snapkv", "mixkv"])
+def test_what_the_window_looks_at_is_kept_at_every_budget(name):
+    p = prompt(170, (2, 2), layers=1)
+    p.q[0, :, -32:] = 1 + 0.1 * p.q[0, :, -32:]
+    p.k[0, :, 50] = 2  # a key that the last queries look at
+    for budget in (4, 16, 30, 32, 34, 64):
+        plan = pykvedge.plan(name, budget, **{"scorer.kernel": 1})  # pooled, its neighbours would score the same
+        assert all(50 in kept for kept in compress(plan, p, "numpy").kept[0]), budget
+
+
+def test_heads_with_less_than_the_window_choose_too(native):
+    """An allocator that gives some layers a few pairs only, whatever the window."""
+    p = prompt(170, (2, 2), layers=4)
+    p.q[0] *= 0.01  # the first layer's attention is the widest
+    p.q[1:] *= 2
+    plan = pykvedge.plan("snapkv", 34, allocator="entropy", **{"allocator.attention": "full"})
+    found = assert_same(plan, p)
+    few = [(i, h) for i, h in np.ndindex(4, 2) if 3 < len(found.kept[i][h]) < 17]  # 17: half of the even share
+    assert few
+    for i, h in few:
+        kept = found.kept[i][h].tolist()
+        assert kept == oracles.heavy_hitters(found.scores[i, h].tolist(), len(kept), len(kept) // 2)
+        assert kept[0] < 170 - 32  # of what lies before the window
