@@ -42,9 +42,9 @@ def load_picture(path: str | os.PathLike[str]) -> Picture:
     from PIL import Image, ImageOps, UnidentifiedImageError
 
     path = Path(path)
-    if path.is_dir():
-        raise ImageError(f"{path} is a folder, not an image")
     try:
+        if path.is_dir():
+            raise ImageError(f"{path} is a folder, not an image")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the size is checked below, more strictly
             with Image.open(path, formats=FORMATS) as image:
