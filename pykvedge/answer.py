@@ -87,7 +87,7 @@ class Answer:
             while not model.is_end(token):
                 tokens.generated += 1
                 session.pending = [token]
-                if text := stream.feed(token):
+                if text := self._begun(stream.feed(token)):
                     yield text
                 if self._must_stop(context.room):
                     break
@@ -98,9 +98,13 @@ class Answer:
                 time_.decode_s += time.perf_counter() - started
                 time_.decode_steps += 1
             else:
-                self.report.finish = "stop"
-        if text := stream.finish():
+                self.report.finish = "end"
+        if text := self._begun(stream.finish()):
             yield text
+
+    def _begun(self, text: str) -> str:
+        # tokenizers put a blank before the first word of a text
+        return text if self.report.text else text.removeprefix(" ")
 
     def _must_stop(self, room: int) -> bool:
         if self._session.stop.is_set():

@@ -111,6 +111,14 @@ class Context:
         self.llama.llama_memory_seq_rm(self.llama.llama_get_memory(self.handle), sequence, -1, -1)
         self._ends.pop(sequence, None)
 
+    def move_from(self, sequence: int) -> None:
+        """The current sequence becomes what another one holds, which is empty then. Positions stay with the caller."""
+        llama, here = self.llama, self.sequence
+        memory_ = llama.llama_get_memory(self.handle)
+        llama.llama_memory_seq_rm(memory_, here, -1, -1)
+        llama.llama_memory_seq_cp(memory_, sequence, here, -1, -1)
+        self.drop(sequence)
+
     def logits(self) -> np.ndarray:
         """Of the last token decoded, if they were asked for: [n_vocab] float32, a view until the next decode."""
         row = self.llama.llama_get_logits_ith(self.handle, -1)

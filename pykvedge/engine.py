@@ -7,9 +7,10 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
-from pykvedge import libkvedge, memory, onepass, profile
+from pykvedge import branch, figures, libkvedge, memory, onepass, profile
 from pykvedge.context import DEFAULT_CTX, ROOM_TO_ANSWER, Context, ContextSize, check_memory, ubatch_for
 from pykvedge.embeddings import TokenTable
 from pykvedge.errors import (
@@ -173,6 +174,7 @@ class Engine:
         return onepass.why_not(self._vision, pieces) or libkvedge.why_not_bounded(plan, self._settings.kv_type)
 
     def _open(self, size: ContextSize, plan: Plan) -> None:
+        size = replace(size, n_seq=2 if self._settings.undo else 1)
         check_memory(self._model, size, whole_cache=False)
         context = Context(self._model, size, self._threads)
         try:
@@ -252,6 +254,19 @@ class Engine:
         self._n_compressions, self._held = stats.n_compressions, note.held
         if self._pace is not None:
             self._pace.compress()
+
+    # ---------------------------------------------------------------------------------------------------
+
+    def mark(self) -> branch.Mark:
+        """Keeps a copy of all that was read, in place of an older one. Raises OutOfMemoryError, UnsupportedError."""
+        copied = branch.copy(self.context, self._cache)
+        return branch.Mark(self.context.n_past, self.context.n_cells, self._set_plan, self._held, copied)
+
+    def return_to(self, mark: branch.Mark) -> None:
+        """What was read is what it was at the mark, whose copy is used up. Raises OutOfMemoryError."""
+        self._n_compressions, self._held = branch.bring_back(self.context, self._cache, mark), mark.held
+        if mark.plan is not None and mark.plan != self._set_plan:
+            self.set_plan(mark.plan)
 
     # ---------------------------------------------------------------------------------------------------
 
@@ -365,31 +380,16 @@ class Engine:
 
     def measure(self) -> Kv:
         """Figures, right after compress."""
-        context, model = self.context, self._model
-        element = KvType.parse(self._settings.kv_type).plain.bytes_per_value
+        kv_type = self._settings.kv_type
         if self._cache is None:
-            per_token = model.kv_bytes_per_token(element)
-            reserved = per_token * context.n_ctx  # llama.cpp allocates for the whole context at once
-            return Kv(reserved, reserved, reserved, full_per_token_bytes=per_token * context.n_cells)
-        stats, held = self._cache.stats(), self.pairs_held()
+            return figures.of_llama(self._model, self.context, kv_type)
+        n, held = self._cache.stats().n_compressions, self.pairs_held()
         # a prompt whose budget covers it is not compressed, and leaves the figures of the last compression alone
-        compressed = stats.n_compressions > self._n_compressions
-        figures = Kv(
-            full_bytes=stats.before_bytes if compressed else stats.bytes,
-            kept_bytes=stats.after_bytes if compressed else stats.bytes,
-            peak_bytes=stats.peak_bytes,
-            kept_per_layer=[_tidy(sum(heads) / len(heads)) for heads in self._cache.lengths() if heads],
-            compressed_tokens=self._compressed_tokens,
-            kept_of_them=round(held - self._held),
-            full_per_token_bytes=int(stats.n_tokens * stats.n_layers * stats.n_heads_kv * model.pair_width * element),
-        )
-        self._n_compressions, self._held = stats.n_compressions, held
-        return figures
+        out = figures.of_cache(self._model, self._cache, kv_type, compressed=n > self._n_compressions)
+        out.compressed_tokens, out.kept_of_them = self._compressed_tokens, round(held - self._held)
+        self._n_compressions, self._held = n, held
+        return out
 
     def peak_bytes(self, so_far: int) -> int:
         """Largest amount of KV memory up to now."""
         return self._cache.stats().peak_bytes if self._cache is not None else so_far
-
-
-def _tidy(x: float) -> float | int:
-    return int(x) if x == int(x) else round(x, 2)

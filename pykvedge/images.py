@@ -129,7 +129,9 @@ def _from_path(path: str | os.PathLike[str]) -> Picture:
     if "\0" in name or not name:
         raise ImageError("a path of an image is empty or holds a zero byte")
     place = Path(name)
-    if place.is_dir():
+    with _explained(str(place)):  # the system may refuse to look at a path
+        folder = place.is_dir()
+    if folder:
         raise ImageError(f"{place} is a folder, not an image")
     return _from_file(place, str(place), place.name)
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import datetime
+import re
 import secrets
 from dataclasses import dataclass, field
 from typing import Any
 
-from pykvedge.errors import ModelError
+from pykvedge.errors import ModelError, UsageError
 from pykvedge.images import Picture
 
 # what models without a template are mostly trained on: LLaVA-1.5's conversation, itself Vicuna's
@@ -24,6 +25,25 @@ FALLBACK = (
 )
 
 
+IMAGE = "<image>"  # in a prompt: a picture goes here; the word itself is written \<image>
+_PLACE = re.compile(r"\\?" + IMAGE)
+
+
+def places(text: str) -> int:
+    """How many pictures a prompt gives a place in its text."""
+    return sum(found == IMAGE for found in _PLACE.findall(text))
+
+
+def check_places(text: str, n_pictures: int) -> None:
+    """Raises UsageError unless a prompt has a place for each of its pictures, or none at all."""
+    n = places(text)
+    if n and n != n_pictures:
+        raise UsageError(
+            f"the prompt has {n} {'place' if n == 1 else 'places'} for images ({IMAGE}), and {n_pictures or 'no'} "
+            f"{'image was' if n_pictures == 1 else 'images were'} given; for the word itself write \\{IMAGE}"
+        )
+
+
 @dataclass
 class Message:
     """One turn of a conversation."""
@@ -32,11 +52,32 @@ class Message:
     text: str
     pictures: list[Picture] = field(default_factory=list)
 
-    def content(self, marker: str) -> str:
-        """The text after a line per picture that says where it goes; several are numbered, so that they have names."""
-        if len(self.pictures) == 1:
-            return f"{marker}\n{self.text}"
-        return "".join(f"Image {i + 1}: {marker}\n" for i in range(len(self.pictures))) + self.text
+    def content(self, marker: str, before: int = 0) -> str:
+        """The text with the marker where its pictures go. before: pictures in earlier messages.
+
+        A text without places (`IMAGE`) comes after a line per picture. Pictures have numbers as their names there,
+        counted through the conversation; the only one of a first message has none.
+        """
+        if self.role != "user" and not self.pictures:
+            return self.text
+        n = len(self.pictures)
+        placed = places(self.text) == n
+        text = _PLACE.sub(lambda found: marker if placed and found[0] == IMAGE else IMAGE, self.text)
+        if placed or n == 0:
+            return text
+        if before + n == 1:
+            return f"{marker}\n{text}"
+        return "".join(f"Image {before + i + 1}: {marker}\n" for i in range(n)) + text
+
+
+def contents(messages: list[Message], marker: str) -> list[dict[str, str]]:
+    """Role and content of each message of a conversation, as chat templates want them."""
+    before = 0
+    out = []
+    for message in messages:
+        out.append({"role": message.role, "content": message.content(marker, before)})
+        before += len(message.pictures)
+    return out
 
 
 class ChatTemplate:
@@ -60,7 +101,7 @@ class ChatTemplate:
 
     def first(self, messages: list[Message], marker: str) -> str:
         """The whole conversation up to where the assistant is to answer."""
-        return self._render([{"role": m.role, "content": m.content(marker)} for m in messages])
+        return self._render(contents(messages, marker))
 
     def following(self, messages: list[Message], marker: str) -> str:
         """What comes after the last answer: its end, the user's new message, and the start of the next answer.
@@ -69,7 +110,7 @@ class ChatTemplate:
         """
         # a stand-in for the answer is found again whatever the template does around it
         stand_in = secrets.token_hex(16)
-        rendered = [{"role": m.role, "content": m.content(marker)} for m in messages]
+        rendered = contents(messages, marker)
         rendered[-2] = {"role": "assistant", "content": stand_in}
         _, found, rest = self._render(rendered).partition(stand_in)
         if not found:  # a template that drops earlier answers

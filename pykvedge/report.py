@@ -19,19 +19,20 @@ class Tokens:
 
 @dataclass
 class Kv:
-    """Bytes of key and value buffers that exist: before and after this turn's compression, and the largest so far.
+    """Keys and values of the whole conversation when the answer begins, earlier turns included; only the last two
+    figures are of this turn alone.
 
-    kept_per_layer: KV pairs per KV head right after the compression, averaged over the heads of each stored layer.
+    full_bytes: what all tokens so far would take, had nothing been dropped or quantised. kept_bytes: what is left, and
+    read once for every token of the answer. peak_bytes: the most that there was at once, up to now.
+    kept_per_layer: KV pairs per KV head that are left, averaged over the heads of each stored layer.
     """
 
     full_bytes: int = 0
     kept_bytes: int = 0
     peak_bytes: int = 0
     kept_per_layer: list[float] = field(default_factory=list)
-    compressed_tokens: int = 0  # what was compressed: the prompt, and in later turns the answer before it
+    compressed_tokens: int = 0  # what this turn compressed: its prompt, and in later turns the answer before it
     kept_of_them: int = 0  # pairs per head that are left of those tokens, averaged over heads and layers
-    # what the uncompressed cache, not quantised, would hold now: read once per generated token
-    full_per_token_bytes: int = 0
 
 
 @dataclass
@@ -74,6 +75,15 @@ class Saved:
     error: str = ""
 
 
+@dataclass(frozen=True)
+class ModelFacts:
+    """Which model answered. name: as its file says, or the file's; quantisation: empty where the file says none."""
+
+    name: str
+    file: str
+    quantisation: str
+
+
 @dataclass
 class Stream:
     """What a stream has become. positions: of the next token; trained: as many as the model was trained for."""
@@ -99,7 +109,8 @@ class Report:
     method: str
     budget: float | int
     text: str = ""
-    finish: str = ""  # "stop", "length" (max_tokens), "context" (the context is full) or "cancelled"
+    finish: str = ""  # "end" (the model's), "length" (max_tokens), "context" (it is full) or "cancelled"
+    model: ModelFacts | None = None
     tokens: Tokens = field(default_factory=Tokens)
     kv: Kv = field(default_factory=Kv)
     rss: Rss = field(default_factory=Rss)
@@ -117,9 +128,11 @@ class Report:
             session["bounded"] = {"used": self.bounded, "why_not": self.not_bounded}
         stream = {"stream": asdict(self.stream)} if self.stream else {}
         return {
+            "model": asdict(self.model) if self.model else None,
             "method": self.method,
             "budget": self.budget,
             "text": self.text,
+            "stop": self.finish,
             "tokens": {"prompt": tokens.prompt, "image": tokens.image, "generated": tokens.generated},
             "kv": {
                 "full_bytes": kv.full_bytes,
@@ -158,10 +171,7 @@ class Report:
         after = "" if kv.kept_bytes == kv.full_bytes else f" -> {kv.kept_bytes / size:.1f}"
         parts = [f"prompt {tokens.prompt} tokens{image}{since}{kept}", f"KV {kv.full_bytes / size:.1f}{after} {unit}"]
         if self.time.decode_steps:
-            full = f"{kv.full_per_token_bytes / size:.1f} {unit} per token"
-            as_it_was = everything and kv.kept_bytes == kv.full_bytes
-            reads = f"reads {full}" if as_it_was else f"full would read {full}"
-            parts.append(f"{self.time.decode_tok_s:.1f} tok/s ({reads})")
+            parts.append(f"{self.time.decode_tok_s:.1f} tok/s")
         return " | ".join(parts)
 
     def _stream_line(self, stream: Stream) -> str:

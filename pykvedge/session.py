@@ -10,19 +10,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pykvedge import libkvedge, memory, profile, stream
+from pykvedge import branch, libkvedge, memory, profile, stream
 from pykvedge.answer import Answer
 from pykvedge.engine import Engine
 from pykvedge.errors import NothingToCompressError, StateError, UsageError
 from pykvedge.guard import Guard, Stop, one_thread
 from pykvedge.images import Picture, load_pictures
-from pykvedge.kvtypes import KvType
 from pykvedge.loaded import LoadedModel, Loan, borrow, path_of
 from pykvedge.model import Progress, silent
+from pykvedge.modelfile import facts
 from pykvedge.plan import Plan
 from pykvedge.presets import checked_plan
-from pykvedge.prompt import ChatTemplate, Message
-from pykvedge.report import Report, Rss, Time, Tokens
+from pykvedge.prompt import ChatTemplate, Message, check_places, places
+from pykvedge.report import ModelFacts, Report, Rss, Time, Tokens
 from pykvedge.sampling import Sampling
 from pykvedge.sessionfile import Note, fingerprint, read_note
 from pykvedge.settings import Settings
@@ -71,6 +71,7 @@ class Session:
         self._progress = progress
         self._answer: Answer | None = None
         self._frames: Iterator[Picture] = iter(())  # of a stream, not read yet
+        self._branch: branch.Branch | None = None  # before the last message
         self._vision: Vision | None = None
         self._engine: Engine | None = None
         self._check_stream(self.plan)
@@ -85,6 +86,7 @@ class Session:
         except BaseException:
             self.close()
             raise
+        self._facts = ModelFacts(*facts(self.model.header))
         self._engine = Engine(self.model, self._vision, self.settings, self.settings.threads or self._loan.threads)
         self._load_s = time.perf_counter() - started
 
@@ -97,6 +99,7 @@ class Session:
     ) -> Answer:
         """Puts the next message to the model; iterate over what it returns to get the answer piece by piece.
 
+        `<image>` in the prompt is the place of a picture, in their order; without any, they come before the text.
         Everything up to the first generated token happens here. images: one, or several, in any form that load_picture
         takes. A stream (Settings.stream) asks for them one at a time, also of a generator, and forgets their pixels.
         Raises ImageError, ContextError, OutOfMemoryError, NothingToCompressError, UsageError, or CancelledError.
@@ -106,25 +109,50 @@ class Session:
         if not isinstance(prompt, str):
             raise UsageError(f"the prompt must be text, not {prompt!r:.40}")
         loaded = load_pictures(images)
-        pictures = list(itertools.islice(loaded, 1 if self.settings.stream else None))
+        pictures = list(itertools.islice(loaded, places(prompt) + 1 if self.settings.stream else None))
         self._frames = itertools.chain(pictures, loaded)
         self._require_eyes(pictures)
+        check_places(prompt, len(pictures))
         if not prompt.strip() and not pictures:
             raise UsageError("the prompt is empty; write a question")
-        report = Report(self.plan.method, self.plan.budget.value, time=Time(load_s=self._load_s))
+        report = Report(self.plan.method, self.plan.budget.value, time=Time(load_s=self._load_s), model=self._facts)
+        self._branch, before = None, branch.before_message(self)
         if not self.messages and self.settings.system:
             self.messages.append(Message("system", self.settings.system))
         self.messages.append(Message("user", prompt, pictures))
         try:
             self._read(report)
         except BaseException:
-            # whatever the cache holds now, the next message starts from the text of the conversation
+            # whatever the cache holds now, the next message starts from the copy, or from the conversation's text
             self.messages.pop()
-            self._forget()
+            branch.recover(self, before)
             raise
-        self._load_s = 0.0
+        self._load_s, self._branch = 0.0, before
         self._answer = Answer(self, report, sampling or Sampling())
         return self._answer
+
+    @one_thread
+    def undo(self) -> Message:
+        """Takes the last message and its answer back, and returns the message.
+
+        The conversation, and the cache to the bit, are as they were before it. Messages after the first need
+        Settings.undo. Raises StateError where nothing can be taken back: one message can, and none of a loaded file.
+        """
+        self._require_open()
+        self._end_answer()
+        taken, self._branch = branch.undo(self, self._branch), None
+        return taken
+
+    @one_thread
+    def retry(self, sampling: Sampling | None = None) -> Answer:
+        """Takes the last message back and puts it again, under the plan of now. Raises what undo and ask raise."""
+        message = self.undo()
+        return self.ask(message.text, message.pictures, sampling)
+
+    @property
+    def undo_bytes(self) -> int:
+        """Bytes of keys and values in the copy that undo goes back to; 0 where there is none."""
+        return self._branch.mark.n_bytes if self._branch and self._branch.mark else 0
 
     @one_thread
     def examine(
@@ -158,7 +186,7 @@ class Session:
                 self.release(pieces)
         finally:
             self.messages.clear()
-            self._forget()
+            self.forget()
 
     @one_thread
     def set_plan(self, plan: Plan) -> None:
@@ -173,7 +201,7 @@ class Session:
     def clear(self) -> None:
         """Starts a new conversation."""
         self._end_answer()
-        self._forget()
+        self.forget()
         if self._vision is not None:
             self._vision.forget()
         self.messages.clear()
@@ -207,7 +235,7 @@ class Session:
             raise UsageError(f"{os.fspath(path)} holds keys and values as {note.kv_type}; use --kv-type {note.kv_type}")
         plan = note.plan if plan is None else plan
         self._check_stream(plan)
-        self._forget()
+        self.forget()
         started = time.perf_counter()
         self.engine.restore(path, model, note, plan)
         self._load_s += time.perf_counter() - started
@@ -255,6 +283,11 @@ class Session:
         self._require_eyes(message.pictures)
         return self._first([message])
 
+    def forget(self) -> None:
+        """Drops the cache; the next message reads the conversation again."""
+        self.engine.close()
+        self.in_cache, self.pending, self._branch = False, [], None
+
     def release(self, pieces: list[Piece]) -> None:
         """Frees what the image encoder holds of the pieces."""
         if self._vision is not None:
@@ -278,10 +311,6 @@ class Session:
         if self._answer is not None:
             self._answer.give_way()
             self._answer = None
-
-    def _forget(self) -> None:
-        self.engine.close()
-        self.in_cache, self.pending = False, []
 
     def _read(self, report: Report) -> None:
         """Brings the conversation into the cache, compresses what was added, and measures."""
@@ -325,7 +354,8 @@ class Session:
         else:
             text = self._with_bos(self._template.first(self.messages, self._marker))
         source = stream.Source(self._vision, self.model.tokenize)
-        parts = stream.segments(text, self._marker, self._frames) if self._vision else [(text, None)]
+        earlier = sum(len(m.pictures) for m in self.messages[:-1])
+        parts = stream.segments(text, self._marker, self._frames, earlier) if self._vision else [(text, None)]
         before: list[Piece] = [TextPiece(self.pending)] if self.pending else []
         pieces = itertools.chain(before, source.pieces(parts))
         meter = memory.PeakMeter()
@@ -345,8 +375,7 @@ class Session:
 
     def measure_stream(self, report: Report) -> None:
         """What a stream has become; the first time, when the prompt was read, also the figures of its cache."""
-        element = KvType.parse(self.settings.kv_type).plain.bytes_per_value
-        if figures := stream.measure(self.engine, self.model, self.plan, element):
+        if figures := stream.measure(self.engine, self.model, self.plan, self.settings.kv_type):
             report.kv = report.kv if report.stream else figures[0]
             report.stream = figures[1]
 

@@ -45,6 +45,7 @@ class Settings:
     # the conversation is a stream (stream.py): compressed to the plan's bound after every image and every 128 tokens
     # (True), or whenever so many have come
     stream: bool | int = False
+    undo: bool = False  # a copy of the cache is kept from before the last message, for Session.undo and retry
 
     def __post_init__(self) -> None:
         check_number("n_ctx", self.n_ctx)
@@ -63,6 +64,8 @@ class Settings:
             raise UsageError(f"stream must be True, or a number of tokens of at least 1, not {self.stream!r}")
         if self.stream and self.bounded:
             raise UsageError("a stream is read piece by piece, a bounded prompt at once: choose one of the two")
+        if self.stream and self.undo:
+            raise UsageError("a stream forgets what it has read, so nothing of it can be undone: choose one of the two")
         if self.stream and KvType.parse(self.kv_type).quantised:
             raise UsageError(
                 f"a stream is compressed again and again, and {self.kv_type} would round it each time; use f16 or bf16"

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from pykvedge import figures
 from pykvedge.context import DEFAULT_CTX, ROOM_TO_ANSWER, Context, ContextSize, ubatch_for
 from pykvedge.errors import ContextError, UsageError
 from pykvedge.images import Picture
@@ -106,32 +107,41 @@ def stream_context(
     return ContextSize(n_ctx, ubatch_for(vision, largest), settings.kv_type, held)
 
 
-def measure(engine: Engine, model: Model, plan: Plan, element_bytes: float) -> tuple[Kv, Stream] | None:
-    """Figures of the stream so far; None where there is none. element_bytes: of a stored number."""
+def measure(engine: Engine, model: Model, plan: Plan, kv_type: str) -> tuple[Kv, Stream] | None:
+    """Figures of the stream so far; None where there is none."""
     cache = engine.cache
     if cache is None:
         return None
     stats, held = cache.stats(), engine.pairs_held()
-    full = int(stats.n_tokens * stats.n_layers * stats.n_heads_kv * model.pair_width * element_bytes)
+    full = figures.uncompressed(model, cache, kv_type)
     layers = [round(sum(heads) / len(heads), 2) for heads in cache.lengths() if heads]
     kept = [int(n) if n == int(n) else n for n in layers]
-    kv = Kv(full, stats.bytes, stats.peak_bytes, kept, stats.n_tokens, round(held), full)
+    kv = Kv(full, stats.bytes, stats.peak_bytes, kept, stats.n_tokens, round(held))
     positions, bound = engine.context.n_past, plan.budget.pairs or 0
     return kv, Stream(bound, stats.n_tokens, stats.n_compressions, stats.bytes, positions, model.n_ctx_train)
 
 
-def segments(text: str, marker: str, pictures: Iterable[Picture]) -> Iterator[tuple[str, Picture | None]]:
-    """Parts of a message in which `marker` stands once for all pictures, each with the picture that follows it.
+def segments(
+    text: str, marker: str, pictures: Iterable[Picture], before_these: int = 0
+) -> Iterator[tuple[str, Picture | None]]:
+    """Parts of a message in which `marker` stands once for all pictures, or once for each, with the one that follows.
 
-    Several are named as Message.content names them. Pictures are asked for one at a time.
+    Several that share a marker are named as Message.content names them, `before_these` others being there already.
+    Pictures are asked for one at a time.
     """
+    if marker and text.count(marker) > 1:
+        *parts, last = text.split(marker)
+        yield from zip(parts, pictures, strict=True)
+        yield last, None
+        return
     before, found, after = text.partition(marker)
     some = list(itertools.islice(pictures, 2)) if found else []
     if len(some) < 2:
         yield before, some[0] if some else None
     else:
-        for i, picture in enumerate(itertools.chain(some, pictures)):
-            yield f"{before if i == 0 else chr(10)}Image {i + 1}: ", picture
+        yield before if before_these else f"{before}Image 1: ", some[0]  # a later message names a single one as well
+        for i, picture in enumerate(itertools.chain(some[1:], pictures), start=before_these + 2):
+            yield f"\nImage {i}: ", picture
     if found:
         yield after, None
 

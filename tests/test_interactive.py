@@ -7,6 +7,7 @@ import os
 import re
 import select
 import signal
+import stat
 import sys
 import time
 
@@ -95,12 +96,18 @@ class Terminal:
 
 
 @pytest.fixture
-def terminal(environment):
+def state(tmp_path):
+    """The folder that stands for the user's state."""
+    return tmp_path / "state"
+
+
+@pytest.fixture
+def terminal(environment, state):
     """terminal(*arguments) -> a Terminal that has shown its first prompt."""
     opened = []
 
     def start(*arguments):
-        env = {**environment, "TERM": "xterm"}
+        env = {**environment, "TERM": "xterm", "XDG_STATE_HOME": str(state)}
         opened.append(Terminal(["chat", *arguments], env))
         opened[-1].wait_for("> ")
         return opened[-1]
@@ -143,6 +150,33 @@ def test_commands(terminal, llava, picture_file):
         (f"/image '{picture_file()}'", "goes with the next message"),
         ("/clear", "a new conversation"),
         ("/staats", "did you mean '/stats'"),
+        ("/image " + "x" * 800, "cannot be read: File name too long"),
+        ("/image ~nobody-of-that-name/x.png", "home folder"),
+        ("/image file://elsewhere/x.png", "no file of this machine"),
+        ("/image \u00ff\u2028", "does not exist"),
+        ("/save ~nobody-of-that-name/x", "home folder"),
+        ("/save " + "x" * 800, "there is no conversation to save"),
+        ("/undo", "there is no message to take back"),
+        ("/retry", "there is no message to take back"),
+        ("/undo 3", "takes nothing after it"),
+        ("/budget", "/budget needs an amount"),
+        ("/budget 0", "at least 1 KV pair"),
+        ("/budget 0.25", "method h2o, budget 0.25"),
+        ("/set temp", "/set needs a name and a value"),
+        ("/set temp hot", "temp must be a number"),
+        ("/set top_k 1.5", "top_k must be a whole number"),
+        ("/set temp 300", "between 0 and 100"),
+        ("/set temprature 1", "did you mean 'temp'"),
+        ("/set temp 0.5", "temp 0.5, from the next message on"),
+        ("/set temp=0", "temp 0.0, from the next message on"),
+        ("/set seed random", "seed random"),
+        ("/set scorer.widow 4", "unknown setting 'scorer.widow'"),
+        ("/method snapkv", "method snapkv, budget 0.2"),
+        ("/set scorer.window 16", "scorer.window 16, from the next message on"),
+        ("/set", "  scorer.window 16"),
+        ("/method full", "method full"),
+        ("/budget 0.5", "keeps everything"),
+        ("<image> what?", "the prompt has 1 place for images (<image>), and no images were given"),
     ]:
         t.type(typed + "\n")
         t.wait_for(shown)
@@ -155,6 +189,150 @@ def test_commands(terminal, llava, picture_file):
     t.wait_for("> ")
     t.type("\x04")
     assert t.exit_code() == 0
+
+
+def question(t, text):
+    t.type(text + "\n")
+    return t.answer()
+
+
+def test_a_message_is_put_again_and_taken_back(terminal, llava, picture_file):
+    t = terminal(*llava, "--method", "lookm")
+    question(t, "What is this? Tell me all about it.")
+    t.type(f"/image {picture_file()}\n")
+    t.wait_for("image 1: ")
+    t.wait_for("> ")
+    second = question(t, "And that?")
+    assert "(16 image)" in second
+    again = question(t, "/retry")
+    figures = re.compile(r"prompt \d+ tokens.*? \| KV [^|]*")
+    assert figures.search(again)[0] == figures.search(second)[0]
+    t.type("/stats\n")
+    t.wait_for("undo: ")
+    t.wait_for("> ")
+    t.type("/undo\n")
+    t.wait_for("taken back: And that? and its 1 image")
+    t.wait_for("> ")
+    t.type("/undo\n")
+    t.wait_for("one can be")
+    t.wait_for("> ")
+    assert "image" not in question(t, "And that?")
+    t.type("/clear\n")
+    t.wait_for("> ")
+    assert "of the last answer" in second and "of the last answer" not in question(t, "Hello")
+    t.type("/exit\n")
+    assert t.exit_code() == 0
+
+
+def test_without_copies_there_is_no_way_back(terminal, llava):
+    t = terminal(*llava, "--no-undo")
+    question(t, "Hello")
+    question(t, "And?")
+    t.type("/undo\n")
+    t.wait_for("cannot be taken back")
+    t.wait_for("> ")
+    t.type("/exit\n")
+    assert t.exit_code() == 0
+
+
+def test_a_stream_says_why_nothing_is_taken_back(terminal, llava):
+    t = terminal(*llava, "--stream", "--method", "snapkv", "--budget", "64")
+    question(t, "Hello")
+    t.type("/retry\n")
+    t.wait_for("a stream forgets what it has read")
+    t.wait_for("> ")
+    t.type("/exit\n")
+    assert t.exit_code() == 0
+
+
+def test_a_message_of_several_lines_is_one(terminal, llava, kvedge):
+    expected = kvedge("chat", *llava, "--json", "one\ntwo\nthree").json["tokens"]["prompt"]
+    t = terminal(*llava)
+    for typed in ("one\\\ntwo\\\nthree\n", '"""\none\ntwo\nthree\n"""\n'):
+        t.type(typed)
+        assert re.findall(r"prompt (\d+) tokens", t.answer()) == [str(expected)]
+        t.type("/clear\n")
+        t.wait_for("> ")
+    t.type("/exit\n")
+    assert t.exit_code() == 0
+
+
+def test_tab_completes_commands_and_paths(terminal, llava, picture_file, tmp_path):
+    folder = tmp_path / "holiday photos"
+    folder.mkdir()
+    (folder / "the cat.png").write_bytes(picture_file().read_bytes())
+    t = terminal(*llava)
+    t.type("/im\t")
+    t.wait_for("/image ")
+    t.type(f"{tmp_path}/hol\t")
+    t.wait_for("holiday\\ photos/")
+    t.type("the\t")
+    t.wait_for("the\\ cat.png")
+    t.type("\n")
+    t.wait_for("image 1: the cat.png")
+    t.wait_for("> ")
+    t.type(f"/image '{tmp_path}/hol\t")
+    t.wait_for("holiday photos/")
+    t.type("the\t\n")
+    t.wait_for("image 2: the cat.png")
+    t.wait_for("> ")
+    t.type("/method loo\t\n")
+    t.wait_for("method lookm, budget 0.2")
+    t.wait_for("> ")
+    t.type("/set scorer.\t\x15/exit\n")
+    assert t.exit_code() == 0
+
+
+def test_what_was_typed_is_remembered_unless_that_is_switched_off(terminal, llava, state):
+    file = state / "kvedge" / "chat-history"
+    t = terminal(*llava)
+    t.type("/set seed 12345\n")
+    t.wait_for("from the next message on")
+    t.type("/exit\n")
+    assert t.exit_code() == 0
+    assert file.read_text() == "/set seed 12345\n/exit\n" and stat.S_IMODE(file.stat().st_mode) == 0o600
+    t = terminal(*llava, "--no-history")
+    t.type("/set seed 54321\n")
+    t.wait_for("from the next message on")
+    t.type("/exit\n")
+    assert t.exit_code() == 0
+    t = terminal(*llava)
+    t.type("\x1b[A\x1b[A\n")  # twice up
+    t.wait_for("seed 12345, from the next message on")
+    t.type("/exit\n")
+    assert t.exit_code() == 0
+    assert file.read_text() == "/set seed 12345\n/exit\n/set seed 12345\n/exit\n"
+
+
+def test_a_history_that_cannot_be_kept_is_one_line(terminal, llava, state):
+    state.write_text("a file where a folder should be")
+    t = terminal(*llava)
+    t.type("/exit\n")
+    t.wait_for("chat-history cannot be written")
+    assert t.exit_code() == 0
+
+
+def test_a_conversation_that_is_taken_up_says_what_it_holds(environment, state, saved, kvedge):
+    model, file = saved
+    arguments = [*model.arguments(), "--session", str(file), "--max-tokens", "4"]
+    holds = r"s\.kvs holds 1 answer, 1 image, (\d+) tokens of which (\d+) KV pairs a head are kept in [\d.]+ KiB, "
+    done = kvedge("chat", *arguments, "And?")
+    found = re.match(holds + r"method lookm, budget 0\.25\n", done.err)
+    assert found and 0 < int(found[2]) < int(found[1]), done.err
+    assert "s.kvs" not in kvedge("chat", *arguments, "--quiet", "And?").err
+    t = Terminal(["chat", *arguments], {**environment, "TERM": "xterm", "XDG_STATE_HOME": str(state)})
+    try:
+        t.wait_for("s.kvs holds 3 answers, 1 image")
+        t.wait_for("> ")
+        t.type("/undo\n")
+        t.wait_for("there is no message to take back")
+        question(t, "More?")
+        t.type("/undo\n")
+        t.wait_for("taken back: More?")
+        t.type("/exit\n")
+        assert t.exit_code() == 0
+    finally:
+        t.close()
 
 
 def test_errors_do_not_end_the_conversation(terminal, llava):

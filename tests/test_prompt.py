@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pykvedge.errors import ModelError
+from pykvedge.errors import ModelError, UsageError
 from pykvedge.images import Picture
-from pykvedge.prompt import ChatTemplate, Message
+from pykvedge.prompt import ChatTemplate, Message, check_places, places
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
@@ -35,7 +35,7 @@ def test_a_model_without_a_template_is_spoken_to_as_llava_1_5():
         "USER: <img>\nWhat is this? ASSISTANT:"
     )
     assert template(None).first([Message("system", "Be brief."), USER], "<img>").startswith("<s>Be brief. USER:")
-    assert template(None).following(CHAT, "<img>") == "</s>USER: Image 1: <img>\nImage 2: <img>\nAnd that? ASSISTANT:"
+    assert template(None).following(CHAT, "<img>") == "</s>USER: Image 2: <img>\nImage 3: <img>\nAnd that? ASSISTANT:"
 
 
 @pytest.mark.parametrize("source", [CHATML, NO_SYSTEM, None])
@@ -52,7 +52,7 @@ def test_a_template_without_system_role_gets_its_text_in_the_first_message():
 
 
 def test_a_template_that_forgets_earlier_turns():
-    assert template(FORGETFUL).following(CHAT, "<img>") == "Image 1: <img>\nImage 2: <img>\nAnd that?|"
+    assert template(FORGETFUL).following(CHAT, "<img>") == "Image 2: <img>\nImage 3: <img>\nAnd that?|"
 
 
 def test_what_the_user_writes_is_no_template():
@@ -76,3 +76,45 @@ def test_templates_run_in_a_sandbox():
 def test_helpers_that_templates_expect():
     source = "{{ messages[0] | tojson }} {{ strftime_now('%Y') }} {% for m in messages %}{% break %}{% endfor %}"
     assert '"role": "user"' in template(source).first([USER], "<img>")
+
+
+def test_images_are_numbered_through_the_conversation():
+    picture, t = PICTURE, template(CHATML)
+    messages = [
+        Message("user", "a", [picture, picture]),
+        Message("assistant", "b"),
+        Message("user", "c", [picture]),
+        Message("assistant", "d"),
+        Message("user", "e", [picture, picture]),
+    ]
+    whole = t.first(messages, "<img>")
+    assert [whole.index(f"Image {i}: <img>") for i in range(1, 6)] == sorted(
+        whole.index(f"Image {i}: <img>") for i in range(1, 6)
+    )
+    assert "Image 6" not in whole and whole.count("<img>") == 5
+    assert "Image 3: <img>\nc" in t.following(messages[:3], "<img>") and "Image 1" not in t.following(messages, "<img>")
+
+
+def test_pictures_stand_where_the_text_says():
+    two = Message("user", r"From <image> to <image>, not \<image>.", [PICTURE, PICTURE])
+    assert two.content("<img>") == two.content("<img>", 3) == "From <img> to <img>, not <image>."
+    assert Message("user", r"No \<image> here", [PICTURE]).content("<img>") == "<img>\nNo <image> here"
+    assert Message("user", r"No \<image> here").content("<img>", 1) == "No <image> here"
+    # what a model writes is no place
+    assert Message("assistant", r"\<image> <image>").content("<img>") == r"\<image> <image>"
+    assert places(r"<image>\<image><image>") == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "n", "says"),
+    [
+        ("<image>?", 0, r"1 place for images \(<image>\), and no images were given"),
+        ("<image> <image>", 1, r"2 places .* and 1 image was given"),
+        ("<image>", 2, r"1 place .* and 2 images were given; for the word itself write \\<image>"),
+    ],
+)
+def test_places_and_pictures_must_agree(text, n, says):
+    with pytest.raises(UsageError, match=says):
+        check_places(text, n)
+    check_places(text, text.count("<image>"))
+    check_places(r"\<image>", n)

@@ -36,7 +36,7 @@ def test_pieces_add_up_to_the_text(vision_model, picture_file, native):
         answer = session.ask("What is this?", [picture_file()], SHORT)
         pieces = list(answer)
         assert "".join(pieces) == answer.report.text and len(pieces) > 1
-        assert answer.report.finish in ("length", "stop")
+        assert answer.report.finish in ("length", "end")
         assert session.last_report is answer.report
 
 
@@ -215,7 +215,7 @@ def test_a_failed_message_leaves_the_conversation_usable(tiny, native):
 def test_the_context_ends_an_answer(tiny, native):
     with tiny("llama").session(pykvedge.plan("h2o"), n_ctx=256) as session:
         report = say(session, "Hello", sampling=Sampling(max_tokens=1000))
-        assert report.finish in ("context", "stop")
+        assert report.finish in ("context", "end")
         assert report.tokens.prompt + report.tokens.generated <= session.engine.context.n_ctx + 1
         with pytest.raises(ContextError):
             session.ask("One more")

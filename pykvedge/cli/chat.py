@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 import pykvedge
+from pykvedge import paths
 from pykvedge.errors import UsageError, unknown
 from pykvedge.plan import Plan
 from pykvedge.plugins.loading import load_file
@@ -71,6 +72,10 @@ _OPTIONS = (
     _option("--seed", type=int, help="Makes answers with --temp above 0 repeatable."),
     _option("--system", default="", metavar="TEXT", help="Text that opens the conversation."),
     _option("--json", "as_json", is_flag=True, help="Print one JSON object: text, tokens, memory, time."),
+    _option("--undo/--no-undo", default=True,
+            help="Whether a conversation copies its cache before each message, so that /undo and /retry can go back."),
+    _option("--history/--no-history", default=True,
+            help="Whether what is typed in a conversation is remembered, in ~/.local/state/kvedge."),
     _option("--quiet", is_flag=True, help="Nothing on stderr but errors."),
     _option("--verbose", is_flag=True, help="llama.cpp's log on stderr."),
 )  # fmt: skip
@@ -124,6 +129,7 @@ def _run(question: str | None, plan: Plan, model: Path, mmproj: Path | None, giv
     import threading
 
     from pykvedge.chat import Chat, Style
+    from pykvedge.chat_lines import history_file
     from pykvedge.display import Display
     from pykvedge.images import load_picture
     from pykvedge.interrupt import as_event
@@ -131,12 +137,13 @@ def _run(question: str | None, plan: Plan, model: Path, mmproj: Path | None, giv
     from pykvedge.session import Session
 
     sampling = Sampling(**{k: given[k] for k in ("temp", "top_p", "top_k", "seed", "max_tokens")})
-    paths = [path.expanduser() for path in given["images"]]
+    images = [paths.expanded(path) for path in given["images"]]
     # those of a stream are loaded when it is their turn; a wrong path is found now
-    pictures = [path if given["stream"] and path.is_file() else load_picture(path) for path in paths]
+    pictures = [path if given["stream"] and paths.is_file(path) else load_picture(path) for path in images]
     display = Display(enabled=not given["quiet"] and not given["verbose"])
     settings = {k: given[k] for k in ("gpu_layers", "kv_type", "system", "verbose", "profile", "bounded", "stream")}
     file = _session_file(given["session_file"])
+    settings["undo"] = given["undo"] and question is None and not given["stream"]
     settings.update(n_ctx=positive("--ctx", given["ctx"]), threads=positive("--threads", given["threads"]))
     with as_event(threading.Event()) as cancel:
         try:
@@ -144,19 +151,21 @@ def _run(question: str | None, plan: Plan, model: Path, mmproj: Path | None, giv
         finally:
             display.done()
     with session:
-        if file is not None and file.exists():
+        if file is not None and paths.exists(file):
             if given["system"]:
                 raise UsageError(f"--system opens a conversation, but the one in {file} has begun; leave it out")
             session.load(file, plan if _chooses_plan(given) else None)
         talk = Chat(session, sampling, Style(given["as_json"], given["quiet"]), display, file)
-        return talk.converse(pictures) if question is None else talk.once(question, pictures)
+        if question is not None:
+            return talk.once(question, pictures)
+        return talk.converse(pictures, history_file() if given["history"] else None)
 
 
 def _session_file(path: Path | None) -> Path | None:
     if path is None:
         return None
-    path = path.expanduser()
-    if not path.parent.is_dir():
+    path = paths.expanded(path)
+    if not paths.is_folder(path.parent):
         raise UsageError(f"--session {path} cannot be written: there is no folder {path.parent}")
     return path
 
@@ -201,7 +210,7 @@ def _parsed(change: str) -> tuple[str, str]:
 def read_plan(path: Path) -> Plan:
     """The plan in a JSON file. Raises UsageError if it cannot be read or is none."""
     try:
-        return Plan.from_json(path.expanduser().read_text(encoding="utf-8"))
+        return Plan.from_json(paths.expanded(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError:
@@ -211,7 +220,7 @@ def read_plan(path: Path) -> Plan:
 def model_files(model: Path | None, mmproj: Path | None) -> tuple[Path, Path | None]:
     """The files that were asked for, or the packaged demo model. Raises UsageError where there is none."""
     if model is not None:
-        return model.expanduser(), mmproj.expanduser() if mmproj else None
+        return paths.expanded(model), paths.expanded(mmproj) if mmproj else None
     demo, demo_mmproj = DATA / "demo-model.gguf", DATA / "demo-mmproj.gguf"
     if mmproj is not None or not demo.exists():
         raise UsageError(

@@ -21,7 +21,8 @@ from pykvedge.eval.files import (
     read_text,
     text_field,
 )
-from pykvedge.eval.tasks import IMAGE, NO_SCORE, SCORES, Line, Sample, with_choices
+from pykvedge.eval.tasks import NO_SCORE, SCORES, Line, Sample, with_choices
+from pykvedge.prompt import IMAGE, places
 
 COLUMNS = ("id", "task", "images", "messages", "question", "answer", "choices", "metric", "max_tokens")
 LLAVA_COLUMNS = ("id", "question_id", "image", "question", "answer", "conversations", "capability", "category", "model",
@@ -142,12 +143,12 @@ def _check_roles(roles: list[str], where: str) -> None:
 
 
 def _placed(pairs: list[tuple[str, str]], images: tuple[Path, ...]) -> tuple[Line, ...]:
-    if not any(IMAGE in text for _, text in pairs):
+    if not any(places(text) for _, text in pairs):
         first = next(i for i, (role, _) in enumerate(pairs) if role == "user")
         return tuple(Line(role, text, images if i == first else ()) for i, (role, text) in enumerate(pairs))
     lines, left = [], list(images)
     for i, (role, text) in enumerate(pairs):
-        n = text.count(IMAGE) if i < len(pairs) - 1 else len(left)  # too few or too many: said by the caller
+        n = places(text) if i < len(pairs) - 1 else len(left)  # too few or too many: said by the caller
         lines.append(Line(role, text, tuple(left[:n])))
         left = left[n:]
     return tuple(lines)
@@ -208,7 +209,7 @@ def _llava_sample(where: str, identity: str, data: dict[str, Any], folder: Path,
         _check_roles([role for role, _ in pairs], where)
     else:
         pairs, answer = [("user", text_field(data, "question", where))], text_field(data, "answer", where)
-        if image_last and files and IMAGE not in pairs[0][1]:
+        if image_last and files and not places(pairs[0][1]):
             pairs = [("user", f"{pairs[0][1]}\n{IMAGE}")]
     lines = _placed(pairs, files)
     check_marks(lines, where)

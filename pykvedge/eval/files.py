@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from pykvedge.errors import DatasetError, unknown
-from pykvedge.eval.tasks import IMAGE, Line
+from pykvedge.eval.tasks import Line
+from pykvedge.prompt import IMAGE, places
 
 
 def read_text(path: Path) -> str:
@@ -58,6 +59,6 @@ def text_field(data: dict[str, Any], key: str, where: str) -> str:
 def check_marks(lines: tuple[Line, ...], where: str) -> None:
     """Every message has as many marks as images, or none."""
     for line in lines:
-        marks = line.text.count(IMAGE)
+        marks = places(line.text)
         if marks and marks != len(line.images):
             raise DatasetError(f"{where}: {marks} times {IMAGE} for {len(line.images)} images")

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from pykvedge.eval.files import DatasetError, check_marks, image_file, read_json
-from pykvedge.eval.tasks import IMAGE, Line, Sample, with_choices
+from pykvedge.eval.tasks import Line, Sample, with_choices
+from pykvedge.prompt import IMAGE
 
 # the columns of LOOK-M's tables, from its table 5
 COLUMNS = {

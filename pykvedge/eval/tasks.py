@@ -18,7 +18,6 @@ from pykvedge.eval import metrics
 from pykvedge.images import Picture, load_picture
 from pykvedge.prompt import Message
 
-IMAGE = "<image>"  # marks the place of an image in a text
 SECOND = "/2"  # ends the name of a demo task whose question comes in the second turn
 SCORES = ("exact", "choice", "contains", "rouge")
 NO_SCORE = ("ppl", "kld")  # samples of which only the reference answer is looked at
@@ -31,14 +30,6 @@ class Line:
     role: str
     text: str
     images: tuple[Path | Scene, ...] = ()
-
-
-class Placed(Message):
-    """A message whose images stand where its text says."""
-
-    def content(self, marker: str) -> str:
-        """The text, with the marker in every place of an image."""
-        return self.text.replace(IMAGE, marker)
 
 
 @dataclass(frozen=True)
@@ -60,11 +51,7 @@ class Sample:
 
     def messages(self) -> list[Message]:
         """The conversation with its pictures. Raises ImageError."""
-        made: list[Message] = []
-        for line in self.lines:
-            kind = Placed if IMAGE in line.text else Message
-            made.append(kind(line.role, line.text, [_picture(image) for image in line.images]))
-        return made
+        return [Message(line.role, line.text, [_picture(image) for image in line.images]) for line in self.lines]
 
     def score(self, answer: str) -> float | None:
         """0..1 by the sample's metric; None where only the reference answer is looked at."""
