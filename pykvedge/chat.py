@@ -197,7 +197,9 @@ class Chat:
         print(report.line(), file=sys.stderr)
         for group, figures in report.as_json().items():
             if isinstance(figures, dict):
-                shown = ", ".join(f"{name} {value}" for name, value in figures.items() if not isinstance(value, list))
+                shown = ", ".join(
+                    f"{name} {value}" for name, value in figures.items() if not isinstance(value, list | None)
+                )
                 print(f"  {group}: {shown}", file=sys.stderr)
 
     def _save(self, rest: str) -> None:

@@ -124,7 +124,7 @@ def describe(threads: int) -> dict[str, Any]:
         "cpu": _cpu_name(),
         "threads": threads,
         "cores": os.cpu_count() or 1,
-        "memory_bytes": _memory_bytes(),
+        "memory_bytes": memory.total_bytes(),
         "available_bytes": memory.available_bytes(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "libraries": libkvedge.describe().splitlines(),
@@ -139,10 +139,3 @@ def _cpu_name() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
-
-
-def _memory_bytes() -> int | None:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        return None
