@@ -37,8 +37,8 @@ def _highest_bytes() -> int:
 class PeakMeter:
     """Largest resident set size between `start` and `stop`, in bytes. For those who ask for it: it takes a thread.
 
-    The thread looks every 10 ms. Where the system's own mark has risen meanwhile, that mark is the peak, to the byte. The
-    mark is read and never reset: it belongs to the whole process.
+    The thread looks every 10 ms. Where the system's own mark has risen meanwhile, that mark is the peak, to the byte.
+    The mark is read and never reset: it belongs to the whole process.
     """
 
     _INTERVAL_S = 0.01

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pykvedge import libkvedge, memory
+from pykvedge import cpu, libkvedge, memory
 from pykvedge.gguf import Header, tensor_bytes
 
 SETS = (4 << 20, 16 << 20, 64 << 20, 256 << 20)  # bytes read over and over: caches are faster than memory
@@ -121,7 +121,7 @@ class Energy:
 def describe(threads: int) -> dict[str, Any]:
     """What figures depend on."""
     return {
-        "cpu": _cpu_name(),
+        "cpu": cpu.name(),
         "threads": threads,
         "cores": os.cpu_count() or 1,
         "memory_bytes": memory.total_bytes(),
@@ -129,13 +129,3 @@ def describe(threads: int) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "libraries": libkvedge.describe().splitlines(),
     }
-
-
-def _cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
