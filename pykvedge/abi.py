@@ -109,6 +109,8 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "version": (c.c_char_p, []),
     "abi_version": (_I, []),
     "simd": (c.c_char_p, []),
+    "kernels": (c.c_char_p, [_I]),
+    "check_kernels": (c.c_int, [c.c_char_p, _ERR]),
     "stage_count": (_I, [c.c_int]),
     "stage_name": (c.c_char_p, [c.c_int, _I]),
     "plan_create": (c.c_int, [_OUT, _ERR]),

@@ -169,7 +169,8 @@ def _stats(chat: Chat, _: str) -> None:
     _say(report.line())
     for group, figures in report.as_json().items():
         if isinstance(figures, dict):
-            shown = ", ".join(f"{name} {value}" for name, value in figures.items() if not isinstance(value, list))
+            told = ((name, value) for name, value in figures.items() if not isinstance(value, list | None))
+            shown = ", ".join(f"{name} {value}" for name, value in told)
             _say(f"  {group}: {shown}")
     if chat.session.undo_bytes:
         _say(f"  undo: {readable(chat.session.undo_bytes)} for a copy of the cache from before the last message")

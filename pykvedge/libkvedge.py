@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes as c
+import itertools
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,16 @@ def version() -> str:
 def simd() -> str:
     """Instruction set of libkvedge's kernels on this machine."""
     return lib().kvedge_simd().decode()
+
+
+def kernel_tables() -> list[str]:
+    """Names of the tables of kernels that this machine can run, the chosen one first."""
+    return [name.decode() for name in iter(map(lib().kvedge_kernels, itertools.count()).__next__, None)]
+
+
+def check_kernels(table: str) -> None:
+    """Runs every kernel of a table against plain loops. Raises UnsupportedError where a result is wrong."""
+    call("check_kernels", table.encode())
 
 
 def describe() -> str:

@@ -2,94 +2,71 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import threading
 from pathlib import Path
 
+import psutil
+
 from pykvedge.errors import OutOfMemoryError
 
-_STATUS = Path("/proc/self/status")
 _CGROUP = Path("/sys/fs/cgroup")
-
-
-def _status_bytes(field: str) -> int:
-    for line in _STATUS.read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    return 0
 
 
 def rss_bytes() -> int:
     """Resident set size of this process now, in bytes; 0 where it cannot be told."""
-    if _STATUS.exists():
-        return _status_bytes("VmRSS")
-    if sys.platform == "win32":
-        return _windows_counters()[0]
     try:
-        out = subprocess.run(["ps", "-o", "rss=", "-p", str(os.getpid())], capture_output=True, text=True, check=True)
-        return int(out.stdout) * 1024
-    except (OSError, ValueError, subprocess.CalledProcessError):
+        return psutil.Process().memory_info().rss
+    except (OSError, psutil.Error):
         return 0
 
 
-def _windows_counters() -> tuple[int, int]:
-    """(working set, peak working set) in bytes, of PROCESS_MEMORY_COUNTERS."""
-    import ctypes
-    from ctypes import wintypes
+def _highest_bytes() -> int:
+    """The largest resident set size that the system has noted for this process; it only grows. 0: it notes none."""
+    if sys.platform == "win32":
+        return psutil.Process().memory_info().peak_wset
+    try:  # getrusage would also tell what the program held that started this one
+        status = Path("/proc/self/status").read_text()
+        return next((int(x.split()[1]) * 1024 for x in status.splitlines() if x.startswith("VmHWM:")), 0)
+    except OSError:
+        import resource
 
-    class Counters(ctypes.Structure):
-        _fields_ = [
-            ("cb", wintypes.DWORD),
-            ("page_faults", wintypes.DWORD),
-            ("peak", ctypes.c_size_t),
-            ("now", ctypes.c_size_t),
-            ("rest", ctypes.c_size_t * 6),
-        ]
-
-    kernel = ctypes.windll.kernel32  # type: ignore[attr-defined]
-    kernel.GetCurrentProcess.restype = wintypes.HANDLE
-    kernel.K32GetProcessMemoryInfo.argtypes = [wintypes.HANDLE, ctypes.POINTER(Counters), wintypes.DWORD]
-    counters = Counters(cb=ctypes.sizeof(Counters))
-    if not kernel.K32GetProcessMemoryInfo(kernel.GetCurrentProcess(), ctypes.byref(counters), counters.cb):
-        return 0, 0
-    return counters.now, counters.peak
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS, which has no /proc
 
 
 class PeakMeter:
-    """Largest resident set size between `start` and `stop`, in bytes.
+    """Largest resident set size between `start` and `stop`, in bytes. For those who ask for it: it takes a thread.
 
-    Linux can reset its high-water mark; where that is not permitted, and elsewhere, a thread looks every 10 ms.
+    The thread looks every 10 ms. Where the system's own mark has risen meanwhile, that mark is the peak, to the byte.
+    The mark is read and never reset: it belongs to the whole process.
     """
 
     _INTERVAL_S = 0.01
 
     def __init__(self) -> None:
-        self._peak = 0
+        self._peak = self._mark = 0
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Forgets what was before."""
-        self._peak = rss_bytes()
-        try:
-            Path("/proc/self/clear_refs").write_text("5")
-        except OSError:
-            self._thread = threading.Thread(target=self._watch, daemon=True)
-            self._thread.start()
+        """Begins to look. A meter is started once."""
+        self._peak, self._mark = rss_bytes(), _highest_bytes()
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="kvedge-peak")
+        self._thread.start()
 
     def _watch(self) -> None:
         while not self._done.wait(self._INTERVAL_S):
             self._peak = max(self._peak, rss_bytes())
 
     def stop(self) -> int:
-        """The peak since start."""
-        if self._thread is None:
-            return max(_status_bytes("VmHWM"), self._peak)
-        self._done.set()
-        self._thread.join()
-        return max(self._peak, rss_bytes())
+        """The peak since start; the same again when it is asked again."""
+        if self._thread is not None:
+            self._done.set()
+            self._thread.join()
+            self._thread = None
+            mark = _highest_bytes()
+            self._peak = max(self._peak, rss_bytes(), mark if mark > self._mark else 0)
+        return self._peak
 
 
 def trim() -> None:
@@ -112,39 +89,60 @@ def available_bytes() -> int | None:
     return min(limits) if limits else None
 
 
+def total_bytes() -> int | None:
+    """Memory of the machine, in bytes; None where it cannot be told."""
+    try:
+        return psutil.virtual_memory().total
+    except (OSError, psutil.Error):
+        return None
+
+
 def _machine_available() -> int | None:
     try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return None
+        return psutil.virtual_memory().available
+    except (OSError, psutil.Error):
+        return None
 
 
-def _cgroup_available() -> int | None:
+def cgroup_limit() -> int | None:
+    """What the control group of this process allows, in bytes; None: no limit."""
     try:
         limit = (_CGROUP / "memory.max").read_text().strip()
-        if limit == "max":
-            return None
-        used = int((_CGROUP / "memory.current").read_text())
-        for line in (_CGROUP / "memory.stat").read_text().splitlines():
-            if line.startswith("inactive_file "):  # page cache that is given back on demand
-                used -= int(line.split()[1])
-        return max(int(limit) - used, 0)
+        return None if limit == "max" else int(limit)
     except (OSError, ValueError):
         return None
 
 
-def _address_space_available() -> int | None:
+def _cgroup_available() -> int | None:
+    limit = cgroup_limit()
+    if limit is None:
+        return None
+    try:
+        used = int((_CGROUP / "memory.current").read_text())
+        for line in (_CGROUP / "memory.stat").read_text().splitlines():
+            if line.startswith("inactive_file "):  # page cache that is given back on demand
+                used -= int(line.split()[1])
+        return max(limit - used, 0)
+    except (OSError, ValueError):
+        return None
+
+
+def address_space_limit() -> int | None:
+    """Most bytes of address space that this process may have (ulimit -v); None: no limit."""
     try:
         import resource
 
         limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-        if limit == resource.RLIM_INFINITY or not _STATUS.exists():
-            return None
-        return max(limit - _status_bytes("VmSize"), 0)
+        return None if limit == resource.RLIM_INFINITY else limit
     except (ImportError, OSError):
+        return None
+
+
+def _address_space_available() -> int | None:
+    limit = address_space_limit()
+    try:
+        return None if limit is None else max(limit - psutil.Process().memory_info().vms, 0)
+    except (OSError, psutil.Error):
         return None
 
 

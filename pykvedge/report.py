@@ -39,11 +39,12 @@ class Kv:
 class Rss:
     """Resident set size of the process, as the operating system tells it.
 
-    The peak is that of a whole message: its images are encoded, its prompt is read and compressed.
+    The peak is that of a whole message: its images are encoded, its prompt is read and compressed. It is None where
+    nobody asked for it (Settings.measure_peak).
     """
 
     before_prefill_bytes: int = 0
-    peak_bytes: int = 0
+    peak_bytes: int | None = None
     after_compress_bytes: int = 0
 
 

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,7 @@ from pykvedge.modelfile import facts
 from pykvedge.plan import Plan
 from pykvedge.presets import checked_plan
 from pykvedge.prompt import ChatTemplate, Message, check_places, places
-from pykvedge.report import ModelFacts, Report, Rss, Time, Tokens
+from pykvedge.report import ModelFacts, Report, Time, Tokens
 from pykvedge.sampling import Sampling
 from pykvedge.sessionfile import Note, fingerprint, read_note
 from pykvedge.settings import Settings
@@ -326,25 +327,37 @@ class Session:
             self._read_stream(report)
             return
         pieces = self._pieces()
-        engine, spent, meter = self.engine, report.time, memory.PeakMeter()
-        meter.start()
+        engine, spent = self.engine, report.time
         try:
-            n_image = sum(p.n_tokens for p in pieces if isinstance(p, ImagePiece))
-            report.tokens = Tokens(sum(p.n_tokens for p in pieces), n_image)
-            self._progress("preparing the context", 1.0)
-            spent.load_s += _timed(lambda: engine.make_room(pieces, self.plan))
-            if self.settings.bounded:
-                report.bounded, report.not_bounded = not engine.not_bounded, engine.not_bounded
-            spent.encode_s = _timed(lambda: engine.encode(pieces, self._progress, self.stop))
-            report.rss = Rss(before_prefill_bytes=memory.rss_bytes())
-            spent.prefill_s = _timed(lambda: engine.prefill(pieces, self._progress, self.stop))
-            spent.compress_s = _timed(engine.compress)
-            report.rss.after_compress_bytes = memory.rss_bytes()
-            report.kv = engine.measure()
+            with self._peak_of(report):
+                n_image = sum(p.n_tokens for p in pieces if isinstance(p, ImagePiece))
+                report.tokens = Tokens(sum(p.n_tokens for p in pieces), n_image)
+                self._progress("preparing the context", 1.0)
+                spent.load_s += _timed(lambda: engine.make_room(pieces, self.plan))
+                if self.settings.bounded:
+                    report.bounded, report.not_bounded = not engine.not_bounded, engine.not_bounded
+                spent.encode_s = _timed(lambda: engine.encode(pieces, self._progress, self.stop))
+                report.rss.before_prefill_bytes = memory.rss_bytes()
+                spent.prefill_s = _timed(lambda: engine.prefill(pieces, self._progress, self.stop))
+                spent.compress_s = _timed(engine.compress)
+                report.rss.after_compress_bytes = memory.rss_bytes()
+                report.kv = engine.measure()
         finally:
-            report.rss.peak_bytes = meter.stop()
             self.release(pieces)
         self.in_cache, self.pending = True, []
+
+    @contextmanager
+    def _peak_of(self, report: Report) -> Iterator[None]:
+        """Notes the peak of resident memory inside the block, if that was asked for."""
+        if not self.settings.measure_peak:
+            yield
+            return
+        meter = memory.PeakMeter()
+        meter.start()
+        try:
+            yield
+        finally:
+            report.rss.peak_bytes = meter.stop()
 
     def _read_stream(self, report: Report) -> None:
         """The same piece by piece: an image is encoded, read and forgotten before the next one is looked at."""
@@ -358,16 +371,16 @@ class Session:
         parts = stream.segments(text, self._marker, self._frames, earlier) if self._vision else [(text, None)]
         before: list[Piece] = [TextPiece(self.pending)] if self.pending else []
         pieces = itertools.chain(before, source.pieces(parts))
-        meter = memory.PeakMeter()
-        report.rss = Rss(before_prefill_bytes=memory.rss_bytes())
-        meter.start()
+        report.rss.before_prefill_bytes = memory.rss_bytes()
         try:
-            report.time.prefill_s = _timed(
-                lambda: stream.read(engine, self._vision, self.plan, pieces, self._progress, self.stop, report.tokens)
-            )
+            with self._peak_of(report):
+                report.time.prefill_s = _timed(
+                    lambda: stream.read(
+                        engine, self._vision, self.plan, pieces, self._progress, self.stop, report.tokens
+                    )
+                )
         finally:
             self.release(source.open)
-            report.rss.peak_bytes = meter.stop()
         report.rss.after_compress_bytes = memory.rss_bytes()
         message.pictures = source.seen
         self.measure_stream(report)

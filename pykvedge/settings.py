@@ -40,6 +40,7 @@ class Settings:
     kv_type: str = "f16"  # storage type of keys and values (kvtypes.NAMES), or "K:V" for one of each
     system: str = ""  # text that opens the conversation
     verbose: bool = False  # llama.cpp's log on stderr
+    measure_peak: bool = False  # note the peak of resident memory of every message, which takes a thread
     bounded: bool = False  # compress each layer of a prompt before the next one runs, where that is possible
     profile: Given = None  # one or several, for plans that need them (profile.py)
     # the conversation is a stream (stream.py): compressed to the plan's bound after every image and every 128 tokens

@@ -4,7 +4,7 @@ dev.py demo [OPTIONS]     ask the packaged model about examples/scene-1.png with
 dev.py test [ARGS]        the tests; ARGS go to pytest
 dev.py lint               ruff
 dev.py sanitize [NAME]    the native tests under the sanitizers, each in a small build of its own
-dev.py build [-DNAME=V]   build and install only; the options are kept for later (-DGGML_CUDA=ON, ...)
+dev.py build [-DNAME=V]   build and install, then kvedge doctor; the options are kept for later (-DGGML_CUDA=ON, ...)
 dev.py python ARGS        the environment's Python
 dev.py ARGS               kvedge ARGS: dev.py chat --help, dev.py methods, dev.py --version
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -65,7 +66,22 @@ def demo(args: list[str]) -> int:
         folder = shape_model()
         log("the model has a real one's shape and random weights: its answer is noise, the figures are real")
         chat += ["--model", str(folder / "model.gguf"), "--mmproj", str(folder / "mmproj.gguf")]
-    return execute([venv_program("kvedge"), *chat, *args, QUESTION])
+    code = subprocess.run([venv_program("kvedge"), *chat, *args, QUESTION], check=False).returncode
+    if end := crash(code):
+        log(f"error: kvedge chat ended by {end}; python3 scripts/dev.py doctor says what is wrong")
+        return 1
+    return code
+
+
+def crash(code: int) -> str:
+    """How a program ended whose exit code says that it crashed; empty if it did not."""
+    if code >= 0:
+        unsigned = code & 0xFFFFFFFF
+        return f"exception {unsigned:#x}" if unsigned > 0xC0000000 else ""
+    names = {signal.SIGILL: "illegal instruction", signal.SIGSEGV: "segmentation fault", signal.SIGABRT: "abort"}
+    if -code == signal.SIGINT:
+        return ""
+    return names.get(-code, f"signal {-code}")  # type: ignore[call-overload]
 
 
 def shape_model() -> Path:
@@ -119,7 +135,8 @@ def build(args: list[str]) -> int:
         if not arg.startswith("-D") or "=" not in arg:
             raise DevError(f"build takes CMake options like -DGGML_CUDA=ON, not {arg}")
     ensure_package(options=[a[2:] for a in args] if args else None, force=True)
-    return 0
+    log("asking kvedge doctor whether the build is sound here")
+    return subprocess.run([venv_program("kvedge"), "doctor"], stdout=sys.stderr, check=False).returncode
 
 
 def python(args: list[str]) -> int:

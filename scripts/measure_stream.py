@@ -94,7 +94,8 @@ def main() -> int:
     meter = Meter(args)
     try:
         plan = pykvedge.plan(args.method, args.bound)
-        with Session(args.model, args.mmproj, plan, stream=True, n_ctx=args.ctx, threads=args.threads) as session:
+        settings = {"stream": True, "measure_peak": True, "n_ctx": args.ctx, "threads": args.threads}
+        with Session(args.model, args.mmproj, plan, **settings) as session:
             meter.session = session
             answer = session.ask("What happens?", meter.pictures(), Sampling(max_tokens=args.answer))
             meter.note()
@@ -112,7 +113,8 @@ def main() -> int:
         f"\nafter image {SETTLED}: "
         + ", ".join(f"{n.replace('_bytes', '')} within {x:.2f} %" for n, x in strays.items())
     )
-    print(f"largest: KV and scores {kv.peak_bytes / MIB:.1f} MiB, RSS {report.rss.peak_bytes / MIB:.1f} MiB")
+    peak = report.rss.peak_bytes or 0
+    print(f"largest: KV and scores {kv.peak_bytes / MIB:.1f} MiB, RSS {peak / MIB:.1f} MiB")
     print(f"prompt: {report.tokens.prompt} tokens in {report.time.prefill_s:.0f} s")
     return 0
 

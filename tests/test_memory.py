@@ -21,6 +21,11 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /
 MIB = 2**20
 
 
+def package_path() -> dict[str, str]:
+    """Environment of a Python that imports this pykvedge."""
+    return {**os.environ, "PYTHONPATH": str(Path(memory.__file__).parent.parent)}
+
+
 @linux
 @pytest.mark.parametrize("method", ["streaming-llm", "h2o", "lookm"])
 def test_the_memory_of_the_prompt_is_given_back(kvedge, tiny, method):
@@ -105,18 +110,49 @@ def test_what_the_system_says():
     block[::4096] = b"x" * len(block[::4096])
     del block
     assert meter.stop() >= before + 60 * MIB
+    # the high-water mark of the process still holds the block: a meter that starts now must not
     meter = memory.PeakMeter()
     meter.start()
     assert meter.stop() < before + 60 * MIB
+    assert meter.stop() < before + 60 * MIB
 
 
-def test_watching_where_the_system_keeps_no_peak(monkeypatch):
+@linux
+def test_a_peak_is_what_the_system_notes_and_the_system_goes_on_noting_it():
+    """In a process of its own, as VmHWM only grows; the block lives for less than a look of the meter's thread."""
+    code = """
+import re, sys
+from pathlib import Path
+from pykvedge import memory
+
+def high():
+    return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+
+def touch(n):
+    block = bytearray(n << 20)
+    block[::4096] = b"x" * len(block[::4096])
+
+memory.PeakMeter._INTERVAL_S = 1e6
+before = memory.rss_bytes()
+meter = memory.PeakMeter()
+meter.start()
+touch(96)
+first, mark = meter.stop(), high()
+meter = memory.PeakMeter()
+meter.start()
+touch(8)
+print(before, first, mark, meter.stop(), high())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=package_path())
+    before, first, mark, second, mark_after = map(int, done.stdout.split())
+    assert first == pytest.approx(mark, abs=MIB) and first >= before + 90 * MIB
+    assert mark_after >= mark and second < first - 80 * MIB  # nobody reset the mark, nor took it for the second peak
+
+
+def test_a_peak_that_is_not_the_highest_is_seen_by_looking(monkeypatch):
     import time
 
-    def refuse(self, text):
-        raise PermissionError
-
-    monkeypatch.setattr(memory.Path, "write_text", refuse)
+    monkeypatch.setattr(memory, "_highest_bytes", lambda: 0)
     meter = memory.PeakMeter()
     meter.start()
     block = bytearray(64 * MIB)
@@ -127,6 +163,28 @@ def test_watching_where_the_system_keeps_no_peak(monkeypatch):
     assert meter.stop() >= low - 8 * MIB
 
 
+def test_a_message_is_watched_by_a_thread_only_if_the_peak_was_asked_for(tiny, native, monkeypatch):
+    import threading
+
+    seen = []
+    start = threading.Thread.start
+
+    def noted(self):
+        seen.append(self.name)
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", noted)
+    for settings, n, known in [({}, 0, False), ({"measure_peak": True}, 1, True)]:
+        seen.clear()
+        with tiny("llama").session(pykvedge.plan("h2o"), **settings) as session:
+            answer = session.ask("Hello there.", sampling=Sampling(max_tokens=2))
+            answer.read()
+        peak = answer.report.rss.peak_bytes
+        assert seen.count("kvedge-peak") == n and (peak is not None) == known
+        assert not known or peak >= answer.report.rss.before_prefill_bytes
+    assert not any(t.name == "kvedge-peak" for t in threading.enumerate())
+
+
 @linux
 def test_what_is_available_respects_limits():
     assert memory.available_bytes() > 10 * MIB
@@ -134,9 +192,8 @@ def test_what_is_available_respects_limits():
         "import resource, pykvedge.memory as m; resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30)); "
         "print(m.available_bytes())"
     )
-    env = {**os.environ, "PYTHONPATH": str(Path(memory.__file__).parent.parent)}
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env).stdout
-    assert 0 < int(out) < 1 << 30
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=package_path())
+    assert 0 < int(out.stdout) < 1 << 30
 
 
 def test_requirements_are_explained(monkeypatch):

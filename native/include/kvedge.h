@@ -88,6 +88,16 @@ KVEDGE_API int32_t kvedge_abi_version(void);
 // Instruction set chosen at run time for the kernels: "avx512vnni", "avx512", "avx2", "neon" or "generic". Static storage.
 KVEDGE_API const char * kvedge_simd(void);
 
+// Name of table i of the kernels that this processor can run, the chosen one first; NULL past the end. Static storage.
+KVEDGE_API const char * kvedge_kernels(int32_t i);
+
+// Runs every kernel of the table of that name on made-up rows of every storage type and compares with plain loops in double
+// precision, to 2e-4 of the sum of the absolute values of what is added up. Takes milliseconds. May be called from any
+// thread. A processor that cannot run the library's code ends the process here as anywhere else: call it in a child process.
+// Errors: KVEDGE_E_UNSUPPORTED (a kernel's result is wrong; the message names it), KVEDGE_E_UNKNOWN, KVEDGE_E_ARGUMENT,
+// KVEDGE_E_MEMORY.
+KVEDGE_API kvedge_status kvedge_check_kernels(const char * name, kvedge_error * err);
+
 // ---------------------------------------------------------------------------------------------------------
 // Stages: the members that this library can run.
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from pykvedge import libkvedge, memory
+from pykvedge import cpu, libkvedge, memory
 from pykvedge.gguf import Header, tensor_bytes
 
 SETS = (4 << 20, 16 << 20, 64 << 20, 256 << 20)  # bytes read over and over: caches are faster than memory
@@ -148,28 +148,11 @@ class Others:
 def describe(threads: int) -> dict[str, Any]:
     """What figures depend on."""
     return {
-        "cpu": _cpu_name(),
+        "cpu": cpu.name(),
         "threads": threads,
         "cores": os.cpu_count() or 1,
-        "memory_bytes": _memory_bytes(),
+        "memory_bytes": memory.total_bytes(),
         "available_bytes": memory.available_bytes(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "libraries": libkvedge.describe().splitlines(),
     }
-
-
-def _cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
-
-
-def _memory_bytes() -> int | None:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        return None

@@ -14,6 +14,7 @@ import click
 from pykvedge.cli.bench import bench
 from pykvedge.cli.calibrate import calibrate
 from pykvedge.cli.chat import chat
+from pykvedge.cli.doctor import doctor
 from pykvedge.cli.eval import evaluate
 from pykvedge.cli.inspect import inspect
 from pykvedge.cli.methods import methods
@@ -52,6 +53,7 @@ cli.add_command(methods)
 cli.add_command(inspect)
 cli.add_command(calibrate)
 cli.add_command(plan)
+cli.add_command(doctor)
 
 
 def main() -> None:

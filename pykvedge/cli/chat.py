@@ -144,6 +144,7 @@ def _run(question: str | None, plan: Plan, model: Path, mmproj: Path | None, giv
     settings = {k: given[k] for k in ("gpu_layers", "kv_type", "system", "verbose", "profile", "bounded", "stream")}
     file = _session_file(given["session_file"])
     settings["undo"] = given["undo"] and question is None and not given["stream"]
+    settings["measure_peak"] = given["as_json"]
     settings.update(n_ctx=positive("--ctx", given["ctx"]), threads=positive("--threads", given["threads"]))
     with as_event(threading.Event()) as cancel:
         try:

@@ -1,5 +1,7 @@
 #include "kernels.h"
 
+#include <vector>
+
 #if defined(_MSC_VER) && defined(KVEDGE_HAVE_X86)
 #    include <intrin.h>
 #endif
@@ -42,28 +44,43 @@ Cpu detect() {
 }
 #endif
 
-const Kernels * choose() {
+// What this processor can run, the best first; never empty.
+std::vector<const Kernels *> usable() {
 #if defined(KVEDGE_KERNELS)
-    return KVEDGE_KERNELS();  // a build that measures one table
-#elif defined(KVEDGE_HAVE_X86)
+    return { KVEDGE_KERNELS() };  // a build that measures one table
+#else
+    std::vector<const Kernels *> tables;
+#    if defined(KVEDGE_HAVE_X86)
     const Cpu cpu = detect();
+    if (cpu.avx512 && cpu.vnni) {
+        tables.push_back(kernels_avx512vnni());
+    }
     if (cpu.avx512) {
-        return cpu.vnni ? kernels_avx512vnni() : kernels_avx512();
+        tables.push_back(kernels_avx512());
     }
     if (cpu.avx2) {
-        return kernels_avx2();
+        tables.push_back(kernels_avx2());
     }
-#elif defined(KVEDGE_HAVE_NEON)
-    return kernels_neon();
+#    elif defined(KVEDGE_HAVE_NEON)
+    tables.push_back(kernels_neon());
+#    endif
+    tables.push_back(kernels_generic());
+    return tables;
 #endif
-    return kernels_generic();
+}
+
+const std::vector<const Kernels *> & tables() {
+    static const std::vector<const Kernels *> found = usable();
+    return found;
 }
 
 }  // namespace
 
 const Kernels & kernels() {
-    static const Kernels * const chosen = choose();
+    static const Kernels * const chosen = tables().front();
     return *chosen;
 }
+
+const Kernels * usable_kernels(int32_t i) { return (size_t) i < tables().size() ? tables()[(size_t) i] : nullptr; }
 
 }  // namespace kvedge

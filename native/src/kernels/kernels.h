@@ -138,6 +138,9 @@ struct Kernels {
 // The best table that this processor can run.
 const Kernels & kernels();
 
+// Table i of those that it can run, the best first; NULL past the end.
+const Kernels * usable_kernels(int32_t i);
+
 // The tables themselves; NULL where they are not compiled in. For tests.
 const Kernels * kernels_generic();
 const Kernels * kernels_avx2();
