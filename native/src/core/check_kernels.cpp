@@ -257,7 +257,8 @@ std::string kvedge::what_is_wrong(const Kernels & kn) {
 }
 
 extern "C" const char * kvedge_kernels(int32_t i) {
-    const Kernels * table = i < 0 ? nullptr : usable_kernels(i);
+    const Tables    tables = runnable_kernels();
+    const Kernels * table  = i < 0 || i >= tables.n ? nullptr : tables.table[i];
     return table ? table->name : nullptr;
 }
 
@@ -265,7 +266,7 @@ extern "C" kvedge_status kvedge_check_kernels(const char * name, kvedge_error * 
     if (!name) {
         return fail(err, KVEDGE_E_ARGUMENT, "the name of a table of kernels must be given");
     }
-    for (int32_t i = 0; const Kernels * table = usable_kernels(i); i++) {
+    for (const Kernels * table : runnable_kernels()) {
         if (std::strcmp(table->name, name) != 0) {
             continue;
         }

@@ -1,9 +1,11 @@
 #include "kernels.h"
 
-#include <vector>
-
 #if defined(_MSC_VER) && defined(KVEDGE_HAVE_X86)
 #    include <intrin.h>
+#elif defined(KVEDGE_HAVE_NEON) && defined(__linux__)
+#    include <sys/auxv.h>
+#elif defined(KVEDGE_HAVE_NEON) && defined(__APPLE__)
+#    include <sys/sysctl.h>
 #endif
 
 namespace kvedge {
@@ -15,11 +17,13 @@ const Kernels * kernels_avx512vnni() { return nullptr; }
 #endif
 #if !defined(KVEDGE_HAVE_NEON)
 const Kernels * kernels_neon() { return nullptr; }
+const Kernels * kernels_neondot() { return nullptr; }
+const Kernels * kernels_neoni8mm() { return nullptr; }
 #endif
 
 namespace {
 
-#if defined(KVEDGE_HAVE_X86) && !defined(KVEDGE_KERNELS)
+#if defined(KVEDGE_HAVE_X86)
 struct Cpu {
     bool avx2, avx512, vnni;
 };
@@ -42,45 +46,59 @@ Cpu detect() {
              (bool) __builtin_cpu_supports("avx512vnni") };
 #    endif
 }
-#endif
+#elif defined(KVEDGE_HAVE_NEON)
+struct Cpu {
+    bool dot, i8mm;
+};
 
-// What this processor can run, the best first; never empty.
-std::vector<const Kernels *> usable() {
-#if defined(KVEDGE_KERNELS)
-    return { KVEDGE_KERNELS() };  // a build that measures one table
-#else
-    std::vector<const Kernels *> tables;
-#    if defined(KVEDGE_HAVE_X86)
-    const Cpu cpu = detect();
-    if (cpu.avx512 && cpu.vnni) {
-        tables.push_back(kernels_avx512vnni());
-    }
-    if (cpu.avx512) {
-        tables.push_back(kernels_avx512());
-    }
-    if (cpu.avx2) {
-        tables.push_back(kernels_avx2());
-    }
-#    elif defined(KVEDGE_HAVE_NEON)
-    tables.push_back(kernels_neon());
+Cpu detect() {
+#    if defined(__linux__)
+    // the kernel's numbers, which older headers lack: HWCAP_ASIMDDP and HWCAP2_I8MM
+    return { (getauxval(AT_HWCAP) & (1ul << 20)) != 0, (getauxval(AT_HWCAP2) & (1ul << 13)) != 0 };
+#    elif defined(__APPLE__)
+    const auto has = [](const char * name) {
+        int32_t value = 0;
+        size_t  size  = sizeof(value);
+        return sysctlbyname(name, &value, &size, nullptr, 0) == 0 && value != 0;
+    };
+    return { has("hw.optional.arm.FEAT_DotProd"), has("hw.optional.arm.FEAT_I8MM") };
+#    else
+    return { false, false };
 #    endif
-    tables.push_back(kernels_generic());
-    return tables;
+}
 #endif
-}
-
-const std::vector<const Kernels *> & tables() {
-    static const std::vector<const Kernels *> found = usable();
-    return found;
-}
 
 }  // namespace
 
-const Kernels & kernels() {
-    static const Kernels * const chosen = tables().front();
-    return *chosen;
+Tables runnable_kernels() {
+    Tables     tables = {};
+    const auto add    = [&](bool runs, const Kernels * table) {
+        if (runs) {
+            tables.table[tables.n++] = table;
+        }
+    };
+#if defined(KVEDGE_HAVE_X86)
+    const Cpu cpu = detect();
+    add(cpu.avx512 && cpu.vnni, kernels_avx512vnni());
+    add(cpu.avx512, kernels_avx512());
+    add(cpu.avx2, kernels_avx2());
+#elif defined(KVEDGE_HAVE_NEON)
+    const Cpu cpu = detect();
+    add(cpu.dot && cpu.i8mm, kernels_neoni8mm());
+    add(cpu.dot, kernels_neondot());
+    add(true, kernels_neon());
+#endif
+    add(true, kernels_generic());
+    return tables;
 }
 
-const Kernels * usable_kernels(int32_t i) { return (size_t) i < tables().size() ? tables()[(size_t) i] : nullptr; }
+const Kernels & kernels() {
+#if defined(KVEDGE_KERNELS)
+    return *KVEDGE_KERNELS();  // a build that measures one table
+#else
+    static const Kernels * const chosen = runnable_kernels().table[0];
+    return *chosen;
+#endif
+}
 
 }  // namespace kvedge
