@@ -5,6 +5,9 @@ install(
     LIBRARY DESTINATION pykvedge/lib COMPONENT kvedge
     RUNTIME DESTINATION pykvedge/lib COMPONENT kvedge
     ARCHIVE DESTINATION pykvedge/lib COMPONENT kvedge)
+if(KVEDGE_RUNTIME)
+    install(FILES ${KVEDGE_RUNTIME} DESTINATION pykvedge/lib COMPONENT kvedge)
+endif()
 install(
     FILES native/include/kvedge.h native/include/kvedge-arrays.h native/include/kvedge-encoder.h native/include/kvedge-stages.h
     DESTINATION pykvedge/include COMPONENT kvedge)

@@ -24,7 +24,3 @@ foreach(target IN LISTS KVEDGE_LLAMA_TARGETS)
     set_target_properties(${target} PROPERTIES EXCLUDE_FROM_ALL FALSE)
 endforeach()
 kvedge_amx_leave_out(${KVEDGE_LLAMA_TARGETS})
-if(WIN32)
-    # the patch's functions and llama's C++ API have no dllexport of their own
-    set_target_properties(llama PROPERTIES WINDOWS_EXPORT_ALL_SYMBOLS ON)
-endif()

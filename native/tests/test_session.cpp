@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstring>
 #include <filesystem>
+#include <fstream>
 #include <numeric>
 #include <random>
 #include <string>
@@ -103,9 +104,8 @@ std::vector<uint8_t> bytes_of(const Sequence & seq) {
 }
 
 void put(const std::vector<uint8_t> & data) {
-    std::FILE * file = std::fopen(path.c_str(), "wb");
-    CHECK(file && std::fwrite(data.data(), 1, data.size(), file) == data.size());
-    std::fclose(file);
+    std::ofstream file(std::filesystem::u8path(path), std::ios::binary);
+    CHECK(file.write((const char *) data.data(), (std::streamsize) data.size()).flush().good());
 }
 
 std::unique_ptr<Sequence> read(const std::vector<LayerShape> & shapes, const Storage & type) {

@@ -1,8 +1,6 @@
 #include "kernels.h"
 
-#if defined(_MSC_VER) && defined(KVEDGE_HAVE_X86)
-#    include <intrin.h>
-#elif defined(KVEDGE_HAVE_NEON) && defined(__linux__)
+#if defined(KVEDGE_HAVE_NEON) && defined(__linux__)
 #    include <sys/auxv.h>
 #elif defined(KVEDGE_HAVE_NEON) && defined(__APPLE__)
 #    include <sys/sysctl.h>
@@ -29,22 +27,11 @@ struct Cpu {
 };
 
 Cpu detect() {
-#    if defined(_MSC_VER)
-    int r[4];
-    __cpuidex(r, 1, 0);
-    const bool fma_f16c = (r[2] & (1 << 12)) && (r[2] & (1 << 29)) && (r[2] & (1 << 27));
-    const auto xcr      = (r[2] & (1 << 27)) ? _xgetbv(0) : 0;
-    __cpuidex(r, 7, 0);
-    const bool avx2   = fma_f16c && (xcr & 6) == 6 && (r[1] & (1 << 5));
-    const int  need   = (1 << 16) | (1 << 17) | (1 << 30) | (int) (1u << 31);
-    return { avx2, avx2 && (xcr & 0xe6) == 0xe6 && (r[1] & need) == need, (r[2] & (1 << 11)) != 0 };
-#    else
     __builtin_cpu_init();
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     return { avx2, avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"),
              (bool) __builtin_cpu_supports("avx512vnni") };
-#    endif
 }
 #elif defined(KVEDGE_HAVE_NEON)
 struct Cpu {

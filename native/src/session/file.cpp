@@ -10,6 +10,8 @@
 
 #include <fcntl.h>
 #if defined(_WIN32)
+#    define WIN32_LEAN_AND_MEAN
+#    include <windows.h>
 #    include <io.h>
 #    include <process.h>
 #    include <sys/stat.h>
@@ -23,12 +25,13 @@ namespace kvedge {
 
 namespace {
 
-std::string reason(int code) { return std::error_code(code, std::generic_category()).message(); }
+std::error_code last_error() { return { errno ? errno : EIO, std::generic_category() }; }
 
-// A file of our own that nobody else may read: conversations are private. NULL: errno says why.
+// A file of our own that nobody else may read: conversations are private. On Windows its folder says who may. NULL: errno
+// says why.
 std::FILE * create(const fs::path & path) {
 #if defined(_WIN32)
-    const int fd = _wopen(path.c_str(), _O_WRONLY | _O_CREAT | _O_EXCL | _O_BINARY, _S_IREAD | _S_IWRITE);
+    const int fd = _wopen(path.c_str(), _O_WRONLY | _O_CREAT | _O_EXCL | _O_BINARY | _O_NOINHERIT, _S_IREAD | _S_IWRITE);
     return fd < 0 ? nullptr : _fdopen(fd, "wb");
 #else
     const int fd = ::open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
@@ -44,16 +47,25 @@ bool flush_to_disk(std::FILE * file) {
 #endif
 }
 
-// A renamed file outlives a power failure only when its folder is on the disk too; where that fails, it is still whole.
-void flush_folder(const fs::path & folder) {
-#if !defined(_WIN32)
-    const int fd = ::open(folder.empty() ? "." : folder.c_str(), O_RDONLY | O_CLOEXEC);
+// `part` takes the place of `path` in one step, or `path` stays as it was. A renamed file outlives a power failure only when
+// its folder is on the disk too; where that fails, it is still whole.
+std::error_code replace(const fs::path & part, const fs::path & path) {
+#if defined(_WIN32)
+    const bool done = MoveFileExW(part.c_str(), path.c_str(), MOVEFILE_REPLACE_EXISTING | MOVEFILE_WRITE_THROUGH);
+    return done ? std::error_code() : std::error_code((int) GetLastError(), std::system_category());
+#else
+    std::error_code code;
+    fs::rename(part, path, code);
+    if (code) {
+        return code;
+    }
+    const fs::path folder = path.parent_path();
+    const int      fd     = ::open(folder.empty() ? "." : folder.c_str(), O_RDONLY | O_CLOEXEC);
     if (fd >= 0) {
         (void) fsync(fd);
         close(fd);
     }
-#else
-    (void) folder;
+    return code;
 #endif
 }
 
@@ -97,14 +109,14 @@ kvedge_status FileWriter::open(const char * path, kvedge_error * err) {
             break;
         }
     }
-    return file_ ? ok(err) : fail(err, KVEDGE_E_FILE, "%s cannot be written: %s", path, reason(errno).c_str());
+    return file_ ? ok(err) : fail(err, KVEDGE_E_FILE, "%s cannot be written: %s", path, last_error().message().c_str());
 }
 
 void FileWriter::write(const void * data, size_t size) {
     Sink::write(data, size);
     checksum_ = crc32(checksum_, data, size);
     if (!failed_ && fwrite(data, 1, size, file_) != size) {
-        failed_ = errno ? errno : EIO;
+        failed_ = last_error();
     }
 }
 
@@ -116,23 +128,20 @@ uint32_t FileWriter::take_checksum() {
 
 kvedge_status FileWriter::commit(kvedge_error * err) {
     if (!failed_ && !flush_to_disk(file_)) {
-        failed_ = errno;
+        failed_ = last_error();
     }
     if (fclose(file_) != 0 && !failed_) {
-        failed_ = errno;
+        failed_ = last_error();
     }
     file_ = nullptr;
     if (!failed_) {
-        std::error_code code;
-        fs::rename(fs::u8path(part_), fs::u8path(path_), code);
-        failed_ = code ? code.value() : 0;
+        failed_ = replace(fs::u8path(part_), fs::u8path(path_));
     }
     if (failed_) {
         return fail(err, KVEDGE_E_FILE, "%s cannot be written: %s; what was there before is untouched", path_.c_str(),
-                    reason(failed_).c_str());
+                    failed_.message().c_str());
     }
     part_.clear();
-    flush_folder(fs::u8path(path_).parent_path());
     return ok(err);
 }
 
@@ -154,12 +163,12 @@ kvedge_status FileReader::open(const char * path, kvedge_error * err) {
     }
     size_ = fs::file_size(place, code);
 #if defined(_WIN32)
-    file_ = code ? nullptr : _wfopen(place.c_str(), L"rb");
+    file_ = code ? nullptr : _wfopen(place.c_str(), L"rbN");  // N: not for the programs that this one starts
 #else
     file_ = code ? nullptr : fopen(place.c_str(), "rbe");
 #endif
     if (!file_) {
-        return fail(err, KVEDGE_E_FILE, "%s cannot be read: %s", path, reason(code ? code.value() : errno).c_str());
+        return fail(err, KVEDGE_E_FILE, "%s cannot be read: %s", path, (code ? code : last_error()).message().c_str());
     }
     limit_ = size_;
     return ok(err);

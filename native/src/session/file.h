@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <string>
+#include <system_error>
 #include <type_traits>
 #include <vector>
 
@@ -44,10 +45,10 @@ class FileWriter : public Sink {
     kvedge_status commit(kvedge_error * err);
 
   private:
-    std::FILE * file_ = nullptr;
-    std::string path_, part_;  // UTF-8
-    uint32_t    checksum_ = 0;
-    int         failed_   = 0;  // errno of the first failed write
+    std::FILE *     file_ = nullptr;
+    std::string     path_, part_;  // UTF-8
+    uint32_t        checksum_ = 0;
+    std::error_code failed_;  // of the first failed write
 };
 
 // Reads a file from its beginning; nothing beyond the end is ever granted.

@@ -10,24 +10,42 @@
 
 namespace kvedge {
 
+#if defined(_WIN32)
+
+static size_t page_size() {
+    SYSTEM_INFO info;
+    GetSystemInfo(&info);
+    return info.dwPageSize;
+}
+
+void * take_pages(size_t size) { return VirtualAlloc(nullptr, size, MEM_RESERVE | MEM_COMMIT, PAGE_READWRITE); }
+
+void give_back(void * data, size_t) { VirtualFree(data, 0, MEM_RELEASE); }
+
+// Windows 8.1 and newer have DiscardVirtualMemory; a program that named it would not start where it is missing.
+static bool discard_at_once(void * data, size_t size) {
+    using Discard                = DWORD(WINAPI *)(PVOID, SIZE_T);
+    static const Discard function = (Discard) (void *) GetProcAddress(GetModuleHandleW(L"kernel32.dll"), "DiscardVirtualMemory");
+    return function && function(data, size) == ERROR_SUCCESS;
+}
+
+// Decommitting would give the commit charge back as well, but the owner of the buffer does not know that it had to commit
+// the pages again before it writes to them.
+static void discard_pages(void * data, size_t size) {
+    if (!discard_at_once(data, size) && VirtualAlloc(data, size, MEM_RESET, PAGE_READWRITE)) {
+        VirtualUnlock(data, size);  // of pages that are not locked: they leave the working set
+    }
+}
+
+#else
+
 // Bytes from which on pages of 2 MiB are asked for where the system has them: fewer faults when a prompt is stored, fewer
 // address look-ups when it is read. Rows fill such an area soon; a smaller one would hold more than its rows.
 constexpr size_t HUGE_FROM = 4u << 20;
 
-static size_t page_size() {
-#if defined(_WIN32)
-    SYSTEM_INFO info;
-    GetSystemInfo(&info);
-    return info.dwPageSize;
-#else
-    return (size_t) sysconf(_SC_PAGESIZE);
-#endif
-}
+static size_t page_size() { return (size_t) sysconf(_SC_PAGESIZE); }
 
 void * take_pages(size_t size) {
-#if defined(_WIN32)
-    return VirtualAlloc(nullptr, size, MEM_RESERVE | MEM_COMMIT, PAGE_READWRITE);
-#else
     void * data = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (data == MAP_FAILED) {
         return nullptr;
@@ -38,17 +56,19 @@ void * take_pages(size_t size) {
     }
 #    endif
     return data;
-#endif
 }
 
-void give_back(void * data, size_t size) {
-#if defined(_WIN32)
-    (void) size;
-    VirtualFree(data, 0, MEM_RELEASE);
-#else
-    munmap(data, size);
-#endif
+void give_back(void * data, size_t size) { munmap(data, size); }
+
+static void discard_pages(void * data, size_t size) {
+#    if defined(__linux__)
+    madvise(data, size, MADV_DONTNEED);
+#    else
+    madvise(data, size, MADV_FREE);
+#    endif
 }
+
+#endif
 
 Pages Pages::take(size_t size) {
     Pages        pages;
@@ -71,21 +91,12 @@ Pages::~Pages() {
 }
 
 void discard(void * data, size_t size) {
-#if defined(__linux__) || defined(__APPLE__)
     const size_t    page  = page_size();
     const uintptr_t first = ((uintptr_t) data + page - 1) / page * page;
     const uintptr_t last  = ((uintptr_t) data + size) / page * page;
     if (first < last) {
-#    if defined(__linux__)
-        madvise((void *) first, last - first, MADV_DONTNEED);
-#    else
-        madvise((void *) first, last - first, MADV_FREE);
-#    endif
+        discard_pages((void *) first, last - first);
     }
-#else
-    (void) data;
-    (void) size;
-#endif
 }
 
 }  // namespace kvedge

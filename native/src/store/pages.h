@@ -85,7 +85,8 @@ template <class T> struct PageAllocator {
 template <class T> using Bulk = std::vector<T, PageAllocator<T>>;
 
 // Gives the whole pages within [data, data + size) back; what they held is lost, their addresses stay. For private memory
-// that nobody reads before it is written again. On systems without such a call nothing happens.
+// that nobody reads before it is written again. Windows takes the memory and keeps its charge: the commit limit counts the
+// pages on, as their owner may write to them at any time.
 void discard(void * data, size_t size);
 
 }  // namespace kvedge

@@ -1,0 +1,28 @@
+# What mingw-w64 asks for, of llama.cpp as of libkvedge. Nothing happens with other compilers.
+
+if(NOT MINGW)
+    return()
+endif()
+
+# GCC does not align the stack for AVX on Windows, and yet moves vectors there as if it did (its bug 54412), but for
+# Debian's, which is mended: the assembler writes moves that need no alignment.
+include(CheckCXXCompilerFlag)
+check_cxx_compiler_flag(-Wa,-muse-unaligned-vector-move KVEDGE_UNALIGNED_VECTOR_MOVES)
+if(KVEDGE_UNALIGNED_VECTOR_MOVES)
+    add_compile_options(-Wa,-muse-unaligned-vector-move)
+endif()
+
+# llama.dll, as the bindings and pykvedge call it, and ggml names its libraries
+set(CMAKE_SHARED_LIBRARY_PREFIX "")
+
+# The compiler's own libraries lie beside the programs. One copy of each for all: exceptions pass between our libraries.
+foreach(name libstdc++-6.dll libgcc_s_seh-1.dll libwinpthread-1.dll)
+    execute_process(COMMAND ${CMAKE_CXX_COMPILER} -print-file-name=${name}
+        OUTPUT_VARIABLE dll OUTPUT_STRIP_TRAILING_WHITESPACE)
+    # on Windows itself they lie beside the compiler, which answers with the bare name
+    if(IS_ABSOLUTE "${dll}" AND EXISTS "${dll}")
+        file(MAKE_DIRECTORY ${CMAKE_RUNTIME_OUTPUT_DIRECTORY})
+        file(COPY_FILE "${dll}" ${CMAKE_RUNTIME_OUTPUT_DIRECTORY}/${name} ONLY_IF_DIFFERENT)
+        list(APPEND KVEDGE_RUNTIME "${dll}")
+    endif()
+endforeach()

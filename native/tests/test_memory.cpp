@@ -1,0 +1,94 @@
+// Memory that is given up is the system's again: its own figures say so.
+
+#include "check.h"
+#include "store/pages.h"
+
+#include <algorithm>
+
+#if defined(_WIN32)
+#    define WIN32_LEAN_AND_MEAN
+#    include <windows.h>
+#    include <psapi.h>
+#elif defined(__APPLE__)
+#    include <mach/mach.h>
+#else
+#    include <fstream>
+#    include <unistd.h>
+#endif
+
+using namespace kvedge;
+
+namespace {
+
+constexpr size_t SIZE = 64u << 20, SLACK = 4u << 20;  // bytes; SLACK: what else comes and goes
+
+struct Held {
+    size_t resident, committed;  // bytes; committed: 0 where the system charges for pages in use only
+};
+
+Held held() {
+#if defined(_WIN32)
+    PROCESS_MEMORY_COUNTERS counters{};
+    counters.cb = sizeof(counters);
+    CHECK(K32GetProcessMemoryInfo(GetCurrentProcess(), &counters, sizeof(counters)));
+    return { counters.WorkingSetSize, counters.PagefileUsage };
+#elif defined(__APPLE__)
+    mach_task_basic_info   info{};
+    mach_msg_type_number_t count = MACH_TASK_BASIC_INFO_COUNT;
+    CHECK(task_info(mach_task_self(), MACH_TASK_BASIC_INFO, (task_info_t) &info, &count) == KERN_SUCCESS);
+    return { info.resident_size, 0 };
+#else
+    size_t        pages = 0, resident = 0;
+    std::ifstream file("/proc/self/statm");
+    CHECK((bool) (file >> pages >> resident));
+    return { resident * (size_t) sysconf(_SC_PAGESIZE), 0 };
+#endif
+}
+
+bool about(size_t a, size_t b) { return (a > b ? a - b : b - a) <= SLACK; }
+
+void test_pages() {
+    const Held before = held();
+    {
+        Pages pages = Pages::take(SIZE);
+        CHECK(pages && about(held().resident, before.resident));
+        std::fill(pages.data(), pages.data() + SIZE, (uint8_t) 1);
+        const Held full = held();
+        CHECK(about(full.resident, before.resident + SIZE));
+        CHECK(before.committed == 0 || about(full.committed, before.committed + SIZE));
+#if !defined(__APPLE__)  // where the pages stay until another program wants them
+        discard(pages.data(), SIZE);
+        CHECK(about(held().resident, before.resident));
+#endif
+        // still ours to write and to read, without asking for them again
+        std::fill(pages.data(), pages.data() + SIZE, (uint8_t) 2);
+        CHECK(std::count(pages.data(), pages.data() + SIZE, 2) == (std::ptrdiff_t) SIZE);
+        CHECK(about(held().resident, before.resident + SIZE));
+    }
+    const Held after = held();
+    CHECK(about(after.resident, before.resident) && about(after.committed, before.committed));
+}
+
+// Buffers of ggml are malloc's: their pages go back, their addresses stay.
+void test_malloc() {
+    const Held before = held();
+    auto *     data   = new uint8_t[SIZE];
+    std::fill(data, data + SIZE, (uint8_t) 1);
+    CHECK(about(held().resident, before.resident + SIZE));
+#if !defined(__APPLE__)
+    discard(data, SIZE);
+    CHECK(about(held().resident, before.resident));
+#endif
+    std::fill(data, data + SIZE, (uint8_t) 2);
+    CHECK(std::count(data, data + SIZE, 2) == (std::ptrdiff_t) SIZE);
+    delete[] data;
+}
+
+}  // namespace
+
+int main() {
+    test_pages();
+    test_malloc();
+    std::fprintf(stderr, "%d failures\n", failures());
+    return failures() != 0;
+}
