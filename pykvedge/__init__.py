@@ -5,7 +5,8 @@
     for piece in session.ask("What is in the picture?", images=["photo.jpg"]):
         print(piece, end="", flush=True)
 
-Importing this package points the llama_cpp bindings at kvedge's libraries, so import it before llama_cpp.
+kvedge brings the llama_cpp bindings along, on top of its own libraries. Where another llama-cpp-python is installed as
+well, import pykvedge before llama_cpp.
 """
 
 from __future__ import annotations
