@@ -1,10 +1,23 @@
-# Sets KVEDGE_LLAMA_DIR: the pinned llama.cpp with patches/ applied, in the build folder, or a developer's own tree.
+# Sets KVEDGE_LLAMA_DIR: the pinned llama.cpp with patches/ applied, in the build folder, or a developer's own tree, and
+# KVEDGE_BINDINGS_DIR: the Python bindings that belong to it.
 
 find_package(Python 3.10 REQUIRED COMPONENTS Interpreter)
 set(source_script ${PROJECT_SOURCE_DIR}/scripts/llama_source.py)
-file(GLOB patches CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/patches/*.patch)
+file(GLOB patches CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/patches/*.patch ${PROJECT_SOURCE_DIR}/patches/bindings/*.patch)
 set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS
     ${patches} ${source_script} ${PROJECT_SOURCE_DIR}/scripts/unified_diff.py)
+
+function(kvedge_unpack what folder)
+    execute_process(
+        COMMAND ${Python_EXECUTABLE} -B ${source_script} ${what} ${folder}
+        RESULT_VARIABLE result ERROR_VARIABLE why ERROR_STRIP_TRAILING_WHITESPACE)
+    if(result)
+        # a message that begins with a space is not wrapped
+        message(FATAL_ERROR " ${why}")
+    elseif(why)
+        message(STATUS "${why}")
+    endif()
+endfunction()
 
 if(LLAMA_CPP_SOURCE_DIR)
     get_filename_component(KVEDGE_LLAMA_DIR "${LLAMA_CPP_SOURCE_DIR}" ABSOLUTE)
@@ -20,13 +33,8 @@ if(LLAMA_CPP_SOURCE_DIR)
     endif()
 else()
     set(KVEDGE_LLAMA_DIR ${PROJECT_BINARY_DIR}/llama.cpp)
-    execute_process(
-        COMMAND ${Python_EXECUTABLE} -B ${source_script} --out ${KVEDGE_LLAMA_DIR}
-        RESULT_VARIABLE result ERROR_VARIABLE why ERROR_STRIP_TRAILING_WHITESPACE)
-    if(result)
-        # a message that begins with a space is not wrapped
-        message(FATAL_ERROR " ${why}")
-    elseif(why)
-        message(STATUS "${why}")
-    endif()
+    kvedge_unpack(--out ${KVEDGE_LLAMA_DIR})
 endif()
+
+set(KVEDGE_BINDINGS_DIR ${PROJECT_BINARY_DIR}/bindings)
+kvedge_unpack(--bindings ${KVEDGE_BINDINGS_DIR})

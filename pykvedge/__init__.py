@@ -10,7 +10,8 @@ A Session is a conversation. load() reads a model once for several of them, plan
 attach() does the same for a llama_cpp.Llama, compress() for arrays. Everything that is raised derives from KvedgeError.
 docs/python.md has an example of each.
 
-Importing this package points the llama_cpp bindings at kvedge's libraries, so import it before llama_cpp.
+kvedge brings the llama_cpp bindings along, on top of its own libraries. Where another llama-cpp-python is installed as
+well, import pykvedge before llama_cpp.
 """
 
 from __future__ import annotations

@@ -33,20 +33,9 @@ _ERROR_OF_STATUS: dict[int, type[errors.KvedgeError]] = {
 @functools.cache
 def lib() -> c.CDLL:
     """libkvedge with its prototypes. Raises LibraryError when it is missing or of another version."""
-    place = libraries.require_dir()
-    libraries.llama()  # our libllama must be the one in the process before libkvedge asks for it
-    path = place / libraries.file_name("kvedge")
-    if not path.exists():
-        raise errors.LibraryError(f"{path} is missing; {libraries.HOW_TO_BUILD}")
-    try:
-        handle = c.CDLL(str(path))
-    except OSError as error:
-        raise errors.LibraryError(f"{path} cannot be loaded: {error}") from None
+    libraries.llama()  # refuses other libraries, and loads ours
+    handle = libraries.load("kvedge")
     _declare(handle)
-    found = handle.kvedge_abi_version()
-    if found != ABI_VERSION:
-        how = libraries.HOW_TO_BUILD
-        raise errors.LibraryError(f"{path} has ABI version {found}, this package needs {ABI_VERSION}; {how}")
     return handle
 
 
@@ -111,6 +100,7 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "simd": (c.c_char_p, []),
     "kernels": (c.c_char_p, [_I]),
     "check_kernels": (c.c_int, [c.c_char_p, _ERR]),
+    "load_backends": (c.c_int, [_ERR]),
     "stage_count": (_I, [c.c_int]),
     "stage_name": (c.c_char_p, [c.c_int, _I]),
     "plan_create": (c.c_int, [_OUT, _ERR]),

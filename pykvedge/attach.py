@@ -38,8 +38,8 @@ def attach(
     method, budget, settings: as for pykvedge.plan; `method` may be a Plan; None: pykvedge.default_plan.
     What the model had read is forgotten.
     profile: one or several, for methods that need them, instead of what is found by itself (pykvedge/profile.py).
-    Raises LibraryError (llama_cpp was imported before pykvedge), NothingToCompressError, ProfileError, UsageError,
-    UnsupportedError.
+    Raises LibraryError (the model is of a llama_cpp with other libraries), NothingToCompressError, ProfileError,
+    UsageError, UnsupportedError.
     """
     if not all(hasattr(llm, name) for name in ("ctx", "eval", "sample", "reset")):
         raise UsageError(f"attach takes a llama_cpp.Llama, not {type(llm).__name__}")

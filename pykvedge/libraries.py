@@ -1,7 +1,7 @@
-"""Finding kvedge's shared libraries, and the llama_cpp bindings on top of them.
+"""Finding and loading kvedge's shared libraries, and the llama_cpp bindings on top of them.
 
-`prepare` is what importing pykvedge does: it sets where llama_cpp is to look, and loads nothing, except in builds whose
-CPU variants are separate libraries, which must be in the process before any model is loaded.
+kvedge carries the bindings (bindings/llama_cpp in the installed package) and they load its libraries. `prepare`, which
+importing pykvedge calls, puts them before any other llama_cpp, and loads nothing.
 """
 
 from __future__ import annotations
@@ -10,13 +10,18 @@ import ctypes
 import functools
 import os
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from pykvedge import libcheck
 from pykvedge.errors import LibraryError
 
-HOW_TO_BUILD = "reinstall kvedge, or set KVEDGE_LIB_DIR to the folder of a development build"
+BINDINGS_VERSION = "0.3.36"  # the pin in scripts/llama_source.py
+HOW_TO_BUILD = libcheck.REINSTALL
+IMPORT_FIRST = "write 'import pykvedge' before 'import llama_cpp'"
+# what libkvedge needs, each after what it needs itself: loaded by their paths, they cannot come from anywhere else
+_BELOW = ("ggml-base", "ggml-cpu", "ggml", "llama")
+_VARIABLES = ("LLAMA_CPP_LIB_PATH", "MTMD_CPP_LIB")  # where the bindings look instead
 
 
 def file_name(base: str) -> str:
@@ -29,40 +34,29 @@ def file_name(base: str) -> str:
 @functools.cache
 def library_dir() -> Path | None:
     """The folder with libllama, libmtmd and libkvedge: KVEDGE_LIB_DIR, or lib/ in the installed package."""
-    package = sys.modules["pykvedge"]
     override = os.environ.get("KVEDGE_LIB_DIR")
-    # an editable install spreads the package over two folders: the sources, and the one with the libraries
-    places = [Path(override)] if override else [Path(p) / "lib" for p in package.__path__]
-    for place in places:
+    for place in [Path(override)] if override else _in_package("lib"):
         if (place / file_name("llama")).exists():
             return place.resolve()
     return None
 
 
-def prepare() -> None:
-    """Tells llama_cpp, before it is imported, to load our libllama and libmtmd. Does nothing if they are missing."""
-    place = library_dir()
-    if place is not None:
-        os.environ["LLAMA_CPP_LIB_PATH"] = os.environ["MTMD_CPP_LIB"] = str(place)
-        with suppress(OSError, AttributeError):  # what is wrong with them is said when they are used
-            load_backends()
-
-
-_LOG = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
-_SILENCE = _LOG(lambda level, text, data: None)
+def _in_package(name: str) -> list[Path]:
+    # an editable install spreads the package over two folders: the sources, and the one with what was built
+    return [Path(folder) / name for folder in sys.modules["pykvedge"].__path__]
 
 
 @functools.cache
-def load_backends() -> None:
-    """Makes ggml load its CPU variants, where those are separate libraries."""
-    place = require_dir()
-    if any(place.glob(file_name("ggml-cpu-*"))):
-        log = ctypes.CDLL(str(place / file_name("ggml-base"))).ggml_log_set
-        log.argtypes, log.restype = [_LOG, ctypes.c_void_p], None
-        load = ctypes.CDLL(str(place / file_name("ggml"))).ggml_backend_load_all_from_path
-        load.argtypes, load.restype = [ctypes.c_char_p], None
-        log(_SILENCE, None)  # ggml greets every variant that it loads
-        load(os.fsencode(place))
+def bindings_dir() -> Path | None:
+    """The folder of kvedge's copy of llama_cpp. None in a source tree that was never installed."""
+    return next((place for place in _in_package("bindings") if (place / "llama_cpp").is_dir()), None)
+
+
+def prepare() -> None:
+    """Makes kvedge's copy of llama_cpp the one that imports find, unless one was imported already."""
+    place = bindings_dir()
+    if place is not None and (not sys.path or sys.path[0] != str(place)):
+        sys.path.insert(0, str(place))
 
 
 def require_dir() -> Path:
@@ -76,22 +70,64 @@ def require_dir() -> Path:
 
 
 @functools.cache
-def llama() -> Any:
-    """The llama_cpp.llama_cpp bindings on top of our libraries.
-
-    Raises LibraryError when they are missing, or when llama_cpp was imported before pykvedge and loaded others.
-    """
+def load(base: str) -> ctypes.CDLL:
+    """One of our libraries. Raises LibraryError, which says why it cannot be used here and what to do."""
     place = require_dir()
-    prepare()
+    libcheck.check_cpu(place)
+    path = place / file_name(base)
+    if not path.exists():
+        raise LibraryError(f"{path} is missing; {HOW_TO_BUILD}")
+    libcheck.check_machine(path)
     if sys.platform == "win32":
         os.add_dll_directory(str(place))
     try:
-        import llama_cpp.llama_cpp as bindings
-    except ImportError as error:
-        raise LibraryError(f"the llama-cpp-python bindings cannot be imported: {error}") from None
-    except (OSError, RuntimeError, AttributeError) as error:
-        raise LibraryError(f"llama_cpp cannot load the libraries in {place}: {error}") from None
-    _check_origin(bindings._lib._name, place)
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise libcheck.explain(path, str(error)) from None
+
+
+def folder_with(base: str) -> Path:
+    """Called by our copy of llama_cpp as it is imported: the folder whose lib`base` it is to load, ready to be used.
+
+    Raises LibraryError.
+    """
+    load_backends()
+    load(base)
+    return require_dir()
+
+
+@functools.cache
+def load_backends() -> None:
+    """Makes ggml load its CPU variant, where the variants are libraries of their own. Raises LibraryError."""
+    from pykvedge.abi import ABI_VERSION
+    from pykvedge.callbacks import Error
+
+    place = require_dir()
+    for base in _BELOW:
+        if (place / file_name(base)).exists():
+            load(base)
+    libkvedge, error = load("kvedge"), Error()
+    try:
+        libcheck.check_version(libkvedge, ABI_VERSION)
+        status = libkvedge.kvedge_load_backends(ctypes.byref(error))
+    except AttributeError as lacking:
+        raise LibraryError(f"libkvedge is of another version ({lacking}); {HOW_TO_BUILD}") from None
+    if status != 0:
+        raise LibraryError(error.text)
+
+
+@functools.cache
+def llama() -> Any:
+    """The llama_cpp.llama_cpp bindings on top of our libraries.
+
+    Raises LibraryError: they are missing or cannot be used here, or a llama_cpp with others was imported first.
+    """
+    place = require_dir()
+    _refuse_others(place)
+    prepare()
+    load_backends()
+    bindings = _imported("llama_cpp.llama_cpp")
+    _check_origin(bindings._lib._name, place / file_name("llama"))
     return bindings
 
 
@@ -99,17 +135,46 @@ def llama() -> Any:
 def mtmd() -> Any:
     """The llama_cpp.mtmd_cpp bindings on top of our libraries. Raises LibraryError."""
     llama()
-    try:
-        import llama_cpp.mtmd_cpp as bindings
-    except (ImportError, OSError, RuntimeError, AttributeError) as error:
-        raise LibraryError(f"the mtmd library cannot be loaded: {error}; {HOW_TO_BUILD}") from None
-    _check_origin(bindings._libmtmd._name, require_dir())
+    bindings = _imported("llama_cpp.mtmd_cpp")
+    _check_origin(bindings._libmtmd._name, require_dir() / file_name("mtmd"))
     return bindings
 
 
-def _check_origin(loaded: str, place: Path) -> None:
-    if Path(loaded).resolve().parent != place:
+def _imported(name: str) -> Any:
+    try:
+        __import__(name)
+    except ImportError as error:
+        raise LibraryError(f"the llama_cpp bindings cannot be imported: {error}; {HOW_TO_BUILD}") from None
+    except (OSError, RuntimeError, AttributeError) as error:
+        raise LibraryError(f"llama_cpp cannot load the libraries in {require_dir()}: {error}") from None
+    return sys.modules[name]
+
+
+def _refuse_others(place: Path) -> None:
+    """Before anything of ours is in the process: two llama.cpp in one would call each other's functions."""
+    for variable in _VARIABLES:
+        wanted = os.environ.get(variable)
+        if wanted is not None and Path(wanted).resolve() != place:
+            raise LibraryError(
+                f"{variable} is {wanted}, but kvedge needs its own libraries, in {place}: unset {variable} "
+                "(KVEDGE_LIB_DIR chooses other libraries of kvedge's)"
+            )
+    module = sys.modules.get("llama_cpp")
+    if module is not None:
+        version = getattr(module, "__version__", None)
+        if version not in (None, BINDINGS_VERSION):
+            where = Path(getattr(module, "__file__", None) or "llama_cpp").parent
+            raise LibraryError(
+                f"llama_cpp {version} ({where}) was imported first; "
+                f"kvedge needs its own, {BINDINGS_VERSION}: {IMPORT_FIRST}"
+            )
+        inner = sys.modules.get("llama_cpp.llama_cpp")
+        if loaded := getattr(getattr(inner, "_lib", None), "_name", None):
+            _check_origin(loaded, place / file_name("llama"))
+
+
+def _check_origin(loaded: str, ours: Path) -> None:
+    if Path(loaded).resolve() != ours.resolve():
         raise LibraryError(
-            f"llama_cpp was imported first and loaded {loaded}; kvedge needs its own in {place}: "
-            "write 'import pykvedge' before 'import llama_cpp'"
+            f"llama_cpp was imported first and loaded {loaded}; kvedge needs its own in {ours.parent}: {IMPORT_FIRST}"
         )

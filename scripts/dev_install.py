@@ -18,8 +18,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from llama_source import PACKAGE, VERSION
-
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 BUILD = ROOT / "build"
@@ -27,7 +25,7 @@ STATE = VENV / "kvedge-install.json"
 LOG = BUILD / "install.log"
 
 # what a build reads, apart from the compiler
-SOURCES = ("pyproject.toml", "CMakeLists.txt", "cmake/**/*", "native/**/*", "patches/*.patch",
+SOURCES = ("pyproject.toml", "CMakeLists.txt", "cmake/**/*", "native/**/*", "patches/**/*.patch",
            "scripts/llama_source.py", "scripts/unified_diff.py")  # fmt: skip
 VARIABLES = ("CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS", "CMAKE_ARGS", "CMAKE_GENERATOR", "LLAMA_CPP_SOURCE_DIR",
              "CUDACXX", "CUDAARCHS", "MACOSX_DEPLOYMENT_TARGET")  # fmt: skip
@@ -113,8 +111,9 @@ def ensure_package(extra: str = "", options: list[str] | None = None, force: boo
     LOG.write_bytes(b"")
     STATE.unlink(missing_ok=True)
     _pip("installing build tools", "install", *_build_requirements())
-    if not any(_site_packages(f"{PACKAGE.replace('-', '_')}-{VERSION}.dist-info")):
-        _install_bindings()
+    if any(_site_packages("llama_cpp_python-*.dist-info")):
+        # earlier versions of this script installed them; without libraries of their own they would be found first
+        _pip("removing the llama.cpp bindings that kvedge carries now", "uninstall", "-y", "llama-cpp-python")
     target = str(ROOT) + (f"[{','.join(extras)}]" if extras else "")
     settings = [f"--config-settings=cmake.define.{o}" for o in options]
     _pip(
@@ -127,23 +126,6 @@ def ensure_package(extra: str = "", options: list[str] | None = None, force: boo
         target,
     )
     STATE.write_text(json.dumps(want), encoding="utf-8")
-
-
-def _install_bindings() -> None:
-    """llama-cpp-python without a llama.cpp of its own: kvedge brings the libraries."""
-    sdist = run_logged(
-        [venv_program("python"), str(ROOT / "scripts" / "llama_source.py"), "--fetch"], "fetching llama.cpp"
-    )
-    env = {"CMAKE_ARGS": "-DLLAMA_BUILD=OFF -DLLAVA_BUILD=OFF"}
-    # no cache: a wheel without libraries must not be handed to another project later
-    _pip(
-        "installing the llama.cpp bindings",
-        "install",
-        "--no-build-isolation",
-        "--no-cache-dir",
-        sdist.splitlines()[-1],
-        env=env,
-    )
 
 
 def _build_requirements() -> list[str]:

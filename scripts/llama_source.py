@@ -4,6 +4,7 @@ The source comes from the source distribution of llama-cpp-python (its vendor/ll
 a per-user cache, so that only the first build needs a network. CMake calls this at configure time:
 
     llama_source.py --out DIR        a patched tree in DIR; files that did not change keep their times
+    llama_source.py --bindings DIR   the Python bindings, DIR/llama_cpp, with patches/bindings applied
     llama_source.py --git DIR        a git repository: the pinned source, then one commit per patch
     llama_source.py --check DIR      does the tree DIR carry the patches?
     llama_source.py --fetch          the path of the verified source distribution, on stdout
@@ -22,6 +23,7 @@ import sys
 import tarfile
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -42,6 +44,20 @@ MENDS = "*-mend-*.patch"  # faults of llama.cpp that stop the baseline as well
 
 class SourceError(Exception):
     """Something that the user can act on; one line."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is taken out of the source distribution."""
+
+    name: str
+    root: str  # folder inside the archive
+    wanted: tuple[str, ...]  # files and folders below it
+    proof: str  # a file that must be among them
+
+
+LLAMA = Part("llama.cpp", VENDOR, WANTED, "CMakeLists.txt")
+BINDINGS = Part("llama_cpp", f"llama_cpp_python-{VERSION}", ("llama_cpp", "LICENSE.md"), "llama_cpp/__init__.py")
 
 
 def cache_dir() -> Path:
@@ -144,16 +160,16 @@ def _pip_environment() -> dict[str, str]:
     return env
 
 
-def unpack(sdist: Path, dest: Path) -> None:
-    """Writes the wanted part of vendor/llama.cpp below dest; only plain files, and only below dest."""
-    wanted = [PurePosixPath(w).parts for w in WANTED]
+def unpack(sdist: Path, dest: Path, part: Part = LLAMA) -> None:
+    """Writes a part of the archive below dest; only plain files, and only below dest."""
+    wanted = [PurePosixPath(w).parts for w in part.wanted]
     try:
         with tarfile.open(sdist) as archive:
             for member in archive:
                 path = PurePosixPath(member.name)
-                if not path.is_relative_to(VENDOR) or not (member.isfile() or member.islnk() or member.issym()):
+                if not path.is_relative_to(part.root) or not (member.isfile() or member.islnk() or member.issym()):
                     continue
-                parts = path.relative_to(VENDOR).parts
+                parts = path.relative_to(part.root).parts
                 if not any(parts[: len(w)] == w for w in wanted):
                     continue
                 if ".." in parts or not member.isfile():
@@ -168,8 +184,8 @@ def unpack(sdist: Path, dest: Path) -> None:
                     target.chmod(0o755)
     except (tarfile.TarError, EOFError) as error:
         raise SourceError(f"cannot unpack {sdist}: {error}") from error
-    if not (dest / "CMakeLists.txt").is_file():
-        raise SourceError(f"{sdist} holds no {VENDOR}")
+    if not (dest / part.proof).is_file():
+        raise SourceError(f"{sdist} holds no {part.root}/{part.proof}")
 
 
 def read_series(folder: Path, which: str = "*.patch") -> list[Patch]:
@@ -187,10 +203,10 @@ def write_changes(root: Path, changes: dict[str, bytes | None]) -> None:
             target.write_bytes(content)
 
 
-def prepare(out: Path, sdist: Path | None, patches: Path | None, which: str = "*.patch") -> bool:
-    """Makes `out` the pinned source with the patches whose names match `which`. False if it was that already."""
+def prepare(out: Path, sdist: Path | None, patches: Path | None, which: str = "*.patch", part: Part = LLAMA) -> bool:
+    """Makes `out` a part of the pinned source, with the patches whose names match. False if it was that already."""
     series = sorted(patches.glob(which)) if patches else []
-    want = {"source": SHA256, "wanted": WANTED, "patches": [[p.name, file_sha256(p)] for p in series]}
+    want = {"source": SHA256, "wanted": part.wanted, "patches": [[p.name, file_sha256(p)] for p in series]}
     stamp = out / STAMP
     with contextlib.suppress(OSError, ValueError):
         if json.loads(stamp.read_text(encoding="utf-8")) == json.loads(json.dumps(want)):
@@ -201,12 +217,12 @@ def prepare(out: Path, sdist: Path | None, patches: Path | None, which: str = "*
     verify(sdist)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=out.name + ".new-") as tmp:
-        fresh = Path(tmp) / "llama.cpp"
-        unpack(sdist, fresh)
+        fresh = Path(tmp) / "fresh"
+        unpack(sdist, fresh, part)
         write_changes(fresh, apply(read_series(patches, which) if patches else [], fresh))
         (fresh / STAMP).write_text(json.dumps(want), encoding="utf-8")
         _replace_tree(fresh, out)
-    log(f"llama.cpp of {PACKAGE} {VERSION} with {len(series)} patches is in {out}")
+    log(f"{part.name} of {PACKAGE} {VERSION} with {len(series)} patches is in {out}")
     return True
 
 
@@ -306,6 +322,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     action = parser.add_mutually_exclusive_group(required=True)
     action.add_argument("--out", type=Path, metavar="DIR", help="make the patched tree in DIR")
+    action.add_argument("--bindings", type=Path, metavar="DIR", help="make the patched bindings in DIR")
     action.add_argument("--git", type=Path, metavar="DIR", help="make a git repository of the series in DIR")
     action.add_argument(
         "--check", type=Path, metavar="DIR", help="does the tree DIR carry the patches? (exit code 1: no)"
@@ -320,6 +337,8 @@ def main() -> int:
     try:
         if args.out:
             prepare(args.out.absolute(), args.sdist, None if args.no_patches else args.patches)
+        elif args.bindings:
+            prepare(args.bindings.absolute(), args.sdist, args.patches / "bindings", part=BINDINGS)
         elif args.git:
             make_git(args.git.absolute(), args.sdist, args.patches)
         elif args.check:

@@ -208,18 +208,6 @@ def test_a_failed_attach_leaves_the_model_as_it_was(llama_of):
     assert complete(llm)
 
 
-def test_another_llama_cpp_imported_first_is_explained(environment, stock_dir):
-    code = (
-        "import llama_cpp.llama_cpp, pykvedge, numpy as np\n"
-        "x = np.zeros((1, 1, 4, 8), np.float32)\n"
-        "try: pykvedge.compress(pykvedge.plan('h2o'), x, x, x)\n"
-        "except pykvedge.LibraryError as error: print(error)\n"
-    )
-    env = {**environment, "LLAMA_CPP_LIB_PATH": str(stock_dir)}
-    done = subprocess.run([sys.executable, "-c", code], env=env, text=True, capture_output=True, check=True)
-    assert "imported first" in done.stdout and "write 'import pykvedge' before" in done.stdout
-
-
 def test_importing_without_libraries_fails_only_when_they_are_used(environment, tmp_path):
     code = (
         "import pykvedge\n"

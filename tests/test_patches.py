@@ -356,10 +356,19 @@ class TestSeries:
         paths = {f.path for p in read_series(ROOT / "patches") if p.name not in mends for f in p.files}
         assert {p for p in paths if p.startswith("ggml/")} == {"ggml/src/ggml-alloc.c"}
 
-    def test_pin_and_dependency_are_the_same(self):
-        assert f'"{llama_source.PACKAGE}=={llama_source.VERSION}"' in (ROOT / "pyproject.toml").read_text(
-            encoding="utf-8"
-        )
+    def test_the_bindings_are_of_the_pinned_source_and_not_a_dependency(self, tmp_path):
+        """Kvedge carries them: the index has them only as a source that compiles a second llama.cpp."""
+        assert llama_source.PACKAGE not in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+        series = read_series(ROOT / "patches" / "bindings")
+        assert series and all(patch.subject and patch.body for patch in series)
+        sdist = llama_source.cache_dir() / llama_source.SDIST
+        if not sdist.is_file():
+            pytest.skip("the pinned source is not in the cache")
+        out = tmp_path / "bindings"
+        assert prepare(out, sdist, ROOT / "patches" / "bindings", part=llama_source.BINDINGS)
+        assert not prepare(out, sdist, ROOT / "patches" / "bindings", part=llama_source.BINDINGS)
+        assert "libraries.folder_with(" in (out / "llama_cpp" / "llama_cpp.py").read_text(encoding="utf-8")
+        assert (out / "LICENSE.md").is_file() and not (out / "vendor").exists()
 
     def test_applies_to_the_pinned_source(self, tmp_path):
         sdist = llama_source.cache_dir() / llama_source.SDIST

@@ -152,6 +152,6 @@ def test_the_worker_runs_what_it_is_told_to(environment, stock_dir, tmp_path):
     loaded = subprocess.run([sys.executable, "-c", code], env=env, text=True, capture_output=True, check=True).stdout
     assert Path(loaded.strip()).parent == Path(os.path.realpath(stock_dir))
     ours = subprocess.run(
-        [sys.executable, "-c", f"import pykvedge; {code}"], env=env, text=True, capture_output=True, check=True
+        [sys.executable, "-c", f"import pykvedge; {code}"], env=environment, text=True, capture_output=True, check=True
     ).stdout
     assert ours != loaded

@@ -99,6 +99,19 @@ KVEDGE_API const char * kvedge_kernels(int32_t i);
 // KVEDGE_E_MEMORY.
 KVEDGE_API kvedge_status kvedge_check_kernels(const char * name, kvedge_error * err);
 
+// Makes llama.cpp ready to compute where its CPU code comes as one library per generation of processors (builds with
+// KVEDGE_PORTABLE, such as wheels): loads the one for this processor, and other backends of ggml, from the folder in which
+// libkvedge lies. ggml_backend_load_all() would look beside the program and in the current folder only. Call it once,
+// before a model is loaded:
+//
+//     if (kvedge_load_backends(&err) != KVEDGE_OK) { fprintf(stderr, "%s\n", err.message); return 1; }
+//     llama_model * model = llama_model_load_from_file(...);
+//
+// Does nothing where ggml has a CPU backend already, so that it can be called anyway, and again. From any thread, but not
+// while another loads backends or sets llama.cpp's log by itself: the log is silent meanwhile.
+// Errors: KVEDGE_E_FILE (no CPU backend that runs on this processor lies beside libkvedge), KVEDGE_E_MEMORY.
+KVEDGE_API kvedge_status kvedge_load_backends(kvedge_error * err);
+
 // ---------------------------------------------------------------------------------------------------------
 // Stages: the members that this library can run.
 

@@ -1,0 +1,129 @@
+"""What can be wrong with a shared library of ours, said in one line: before it is loaded, where loading would kill the
+process, and from the loader's message afterwards.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import platform
+import re
+import struct
+import sys
+from pathlib import Path
+
+import pykvedge
+from pykvedge.errors import LibraryError
+
+REINSTALL = "reinstall kvedge, or set KVEDGE_LIB_DIR to the folder of a development build"
+REBUILD = "build kvedge on this machine: python3 scripts/dev.py build"
+FEATURES_FILE = "cpu-features.txt"  # written by the build (cmake/CpuFeatures.cmake), beside the libraries
+
+# e_machine of an ELF header, and what platform.machine() calls it
+_MACHINES = {3: "i686", 40: "arm", 62: "x86_64", 183: "aarch64", 243: "riscv64", 21: "ppc64le", 22: "s390x"}
+_SAME = {"amd64": "x86_64", "arm64": "aarch64"}
+
+# a library of the system -> the packages that bring it
+_PACKAGES = {
+    "libgomp.": "apt install libgomp1 (Debian, Ubuntu), dnf install libgomp (Fedora, RHEL), apk add libgomp (Alpine)",
+    "libstdc++.": "apt install libstdc++6 (Debian, Ubuntu), dnf install libstdc++ (Fedora, RHEL)",
+    "libcuda": "install NVIDIA's driver and CUDA toolkit, or build without -DGGML_CUDA=ON",
+    "libcublas": "install NVIDIA's CUDA toolkit, or build without -DGGML_CUDA=ON",
+    "libvulkan.": "apt install libvulkan1 (Debian, Ubuntu), dnf install vulkan-loader (Fedora, RHEL)",
+}
+_NEWER = {
+    "GLIBC": "a newer C library (glibc)",
+    "GLIBCXX": "a newer C++ library (libstdc++)",
+    "CXXABI": "a newer C++ library (libstdc++)",
+    "GOMP": "a newer OpenMP library (libgomp)",
+}
+
+
+def this_machine() -> str:
+    """The processor's architecture, by the name that Linux gives it."""
+    name = platform.machine().lower()
+    return _SAME.get(name, name)
+
+
+@functools.cache
+def cpu_features() -> frozenset[str] | None:
+    """The instruction sets that this processor and system offer, by the names of /proc/cpuinfo. None: nobody knows."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    found = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
+    return frozenset(found[1].split()) if found else None
+
+
+def check_cpu(folder: Path) -> None:
+    """Compares what the libraries were built for with this processor: an instruction that is missing kills the process.
+
+    Raises LibraryError. Says nothing where the build recorded nothing, or the system does not tell its features.
+    """
+    try:
+        machine, *needed = (folder / FEATURES_FILE).read_text(encoding="utf-8").split()
+    except (OSError, ValueError):
+        return
+    have = cpu_features()
+    if have is None or machine != this_machine():
+        return  # another architecture: the loader, or check_machine, says that better
+    missing = [name for name in needed if name not in have]
+    if missing:
+        names = ", ".join(missing)
+        raise LibraryError(
+            f"the libraries in {folder} are built for a processor with {names}, which this one lacks; {REBUILD}"
+        )
+
+
+def check_machine(library: Path) -> None:
+    """Refuses an ELF library of another architecture, and a file that is none. Raises LibraryError."""
+    if not sys.platform.startswith("linux"):
+        return
+    try:
+        with library.open("rb") as file:
+            head = file.read(20)
+    except OSError as error:
+        raise LibraryError(f"{library} cannot be read: {error.strerror}") from None
+    if len(head) < 20 or head[:4] != b"\x7fELF":
+        raise LibraryError(f"{library} is no shared library of this system (no ELF file); {REBUILD}")
+    (machine,) = struct.unpack_from(">H" if head[5] == 2 else "<H", head, 18)
+    name = _MACHINES.get(machine, f"machine {machine}")
+    if machine in _MACHINES and name != this_machine() and this_machine() in _MACHINES.values():
+        raise LibraryError(f"{library} is built for {name}, this machine is {this_machine()}; {REBUILD}")
+
+
+def explain(library: Path, message: str) -> LibraryError:
+    """The loader's message in one line that says what to do."""
+    text = " ".join(message.split())
+    if found := re.search(r"version [`'](\w+?)_([\w.]+)' not found", text):
+        what = _NEWER.get(found[1], f"a newer {found[1]}")
+        return LibraryError(
+            f"{library.name} needs {what}, {found[2]} or later, than this system has{_glibc(found[1])}; {REBUILD}"
+        )
+    if found := re.search(r"(\S+): cannot open shared object file: No such file", text):
+        missing = Path(found[1]).name
+        how = next((how for prefix, how in _PACKAGES.items() if missing.startswith(prefix)), None)
+        return LibraryError(f"{missing} is missing, which {library.name} needs: {how or REBUILD}")
+    return LibraryError(f"{library} cannot be loaded: {text}; {REBUILD}")
+
+
+def check_version(libkvedge: ctypes.CDLL, abi_version: int) -> None:
+    """Refuses a libkvedge of another version than the Python package. Raises LibraryError."""
+    libkvedge.kvedge_version.restype = ctypes.c_char_p
+    path, found = libkvedge._name, libkvedge.kvedge_abi_version()
+    if found != abi_version:
+        raise LibraryError(f"{path} has ABI version {found}, this package needs {abi_version}; {REINSTALL}")
+    version, package = libkvedge.kvedge_version().decode(), pykvedge.__version__
+    # the numbers alone are what CMake knows; sources that were never installed have no version
+    if package != "0+source" and _numbers(version) != _numbers(package):
+        raise LibraryError(f"{path} is of kvedge {version}, but the Python package is {package}; {REINSTALL}")
+
+
+def _numbers(version: str) -> str:
+    return re.sub(r"[^0-9.].*", "", version).rstrip(".")
+
+
+def _glibc(what: str) -> str:
+    version = platform.libc_ver()[1] if what == "GLIBC" else ""
+    return f" ({version})" if version else ""

