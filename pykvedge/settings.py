@@ -25,9 +25,11 @@ class GivenSettings(TypedDict, total=False):
     kv_type: str
     system: str
     verbose: bool
+    measure_peak: bool
     bounded: bool
     profile: Given
     stream: bool | int
+    undo: bool
 
 
 @dataclass(frozen=True)
