@@ -183,7 +183,6 @@ def stats_while_decoding(model, i):
         decoding.wait()
         while decoding.is_set():
             seen.add(outcome(lambda: context.cache.stats() and "seen"))
-            seen.add(outcome(lambda: context.cache.tokens(0, 0) is not None and "seen"))
         return sorted(seen)
 
     results = together(decode, look)

@@ -27,8 +27,9 @@
 //     per layer and KV head.
 //   - A handle is used by one thread at a time: the thread that calls llama_decode on the context. A function that takes a
 //     kvedge_cache, called from a second thread while one is in such a function, or in llama_decode before the end of the
-//     last attention layer, returns KVEDGE_E_STATE (-1 where it returns a number) and does nothing; llama_decode and the
-//     llama_memory_* functions of a second thread do nothing to the cache and leave that error for kvedge_take_error.
+//     last attention layer, returns KVEDGE_E_STATE (-1 where it returns a number) and does nothing. llama_decode and the
+//     llama_memory_* functions wait for such a function of another thread; beside another llama_decode they do nothing to
+//     the cache, and leave the error for kvedge_take_error.
 //     kvedge_detach waits instead. llama.cpp itself does not notice: a program keeps its threads apart, as for llama_decode.
 //   - There is no global mutable state; any number of caches can exist in one process.
 

@@ -49,6 +49,22 @@ void test_work_that_goes_on() {
     worker.join();
     CHECK(another_enters(owner));
     owner.rest();  // of nothing
+    bool        waited = false;
+    std::thread other;
+    {
+        const Claim claim(owner);
+        other = std::thread([&] { waited = (bool) Claim(owner, true); });
+    }
+    other.join();
+    CHECK(waited);
+    {
+        const Claim claim(owner);
+        owner.go_on();
+    }
+    other = std::thread([&] { waited = (bool) Claim(owner, true); });
+    other.join();
+    CHECK(!waited);  // that would last
+    owner.rest();
     CHECK(another_enters(owner));
 }
 

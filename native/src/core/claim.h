@@ -3,7 +3,9 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
+#include <thread>
 
 namespace kvedge {
 
@@ -16,6 +18,17 @@ class Owner {
             return false;
         }
         depth_++;
+        return true;
+    }
+
+    // The same, but waits for a call of another thread. False: that one went on to work beyond its call.
+    bool wait() {
+        while (!enter()) {
+            if (working_.load(std::memory_order_relaxed)) {
+                return false;
+            }
+            std::this_thread::sleep_for(std::chrono::microseconds(50));
+        }
         return true;
     }
 
@@ -49,13 +62,13 @@ class Owner {
 
     std::atomic<const void *> holder_{ nullptr };
     int32_t                   depth_   = 0;  // this and the next belong to the holder
-    bool                      working_ = false;
+    std::atomic<bool>         working_{ false };
 };
 
 // Inside for as long as it lives; false where another thread is.
 class Claim {
   public:
-    explicit Claim(Owner & owner) : owner_(owner.enter() ? &owner : nullptr) {}
+    explicit Claim(Owner & owner, bool wait = false) : owner_((wait ? owner.wait() : owner.enter()) ? &owner : nullptr) {}
     ~Claim() {
         if (owner_) {
             owner_->leave();

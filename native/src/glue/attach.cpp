@@ -20,7 +20,7 @@ kvedge_cache & self(void * user_data) { return *(kvedge_cache *) user_data; }
 
 // llama.cpp calls these from C++ of its own; nothing may be thrown through it.
 template <class T, class F> T guarded(void * user_data, T failed, const F & call) {
-    const Claim claim(self(user_data).owner);
+    const Claim claim(self(user_data).owner, true);
     if (!claim) {
         self(user_data).refused = true;
         return failed;
