@@ -77,7 +77,11 @@ class Chat:
         """Puts the last message again."""
         message = self.undo()
         self.waiting = [*message.pictures, *self.waiting]  # should it fail, they still wait
-        self._answer(message.text, message.pictures)
+        try:
+            self._answer(message.text, message.pictures)
+        except (KvedgeError, CancelledError):
+            print("(the message is taken back; its images wait for the next one)", file=sys.stderr)
+            raise
         del self.waiting[: len(message.pictures)]
 
     def clear(self) -> None:
@@ -176,6 +180,8 @@ class Chat:
             print("(stopped)", file=sys.stderr)
             self._recover()
         except (KvedgeError, OSError) as error:
+            if isinstance(error, OSError) and error.filename is None:
+                raise  # not of a path: what is printed reaches nobody
             complain(error)
             self._recover()
 
