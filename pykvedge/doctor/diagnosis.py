@@ -130,7 +130,9 @@ def table(found: Diagnosis) -> list[tuple[str, str]]:
     if "cpu_features" in facts:
         rows.append(("ggml's code", f"{' '.join(facts['cpu_features'])}; {_amx(m, facts)}"))
     for device in facts.get("devices", []):
-        size = f"{readable(device['free_bytes'])} of {readable(device['total_bytes'])} free"
+        size = readable(device["total_bytes"])
+        if device["kind"] != "CPU":  # of the machine's own memory ggml calls everything free
+            size = f"{readable(device['free_bytes'])} of {size} free"
         rows.append(("device", f"{device['name']}, {device['kind']}: {device['description']}, {size}"))
     return rows + [(f"check: {group.name}", _summary(found.of(group))) for group in found.groups]
 
