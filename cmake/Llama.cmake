@@ -21,7 +21,3 @@ foreach(target IN LISTS KVEDGE_LLAMA_TARGETS)
     set_property(TARGET ${target} PROPERTY PRIVATE_HEADER)
     set_target_properties(${target} PROPERTIES EXCLUDE_FROM_ALL FALSE)
 endforeach()
-if(WIN32)
-    # the patch's functions and llama's C++ API have no dllexport of their own
-    set_target_properties(llama PROPERTIES WINDOWS_EXPORT_ALL_SYMBOLS ON)
-endif()

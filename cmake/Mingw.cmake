@@ -4,14 +4,12 @@ if(NOT MINGW)
     return()
 endif()
 
-# GCC does not align the stack for AVX on Windows and yet moves vectors there as if it did (its bug 54412): the assembler
-# writes moves that need no alignment.
+# GCC does not align the stack for AVX on Windows, and yet moves vectors there as if it did (its bug 54412), but for
+# Debian's, which is mended: the assembler writes moves that need no alignment.
 include(CheckCXXCompilerFlag)
 check_cxx_compiler_flag(-Wa,-muse-unaligned-vector-move KVEDGE_UNALIGNED_VECTOR_MOVES)
 if(KVEDGE_UNALIGNED_VECTOR_MOVES)
     add_compile_options(-Wa,-muse-unaligned-vector-move)
-elseif(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
-    message(FATAL_ERROR "The assembler does not know -muse-unaligned-vector-move: binutils 2.38 or newer is needed")
 endif()
 
 # llama.dll, as the bindings and pykvedge call it, and ggml names its libraries
