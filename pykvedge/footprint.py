@@ -29,7 +29,8 @@ _REPACKED = {
     "avx2": {2, 12, 20, 39},
     "avx512": {2, 10, 12, 20, 39},
     "avx512vnni": {2, 10, 12, 20, 39},
-    "neon": {2, 8, 12, 13, 14, 20},
+    "neondot": {2, 8, 12, 13, 14, 20, 39},
+    "neoni8mm": {2, 8, 12, 13, 14, 20, 39},
 }
 
 
@@ -124,7 +125,7 @@ def machine_simd() -> str:
     try:
         return libkvedge.simd()
     except errors.LibraryError:
-        return "neon" if platform.machine().lower() in ("arm64", "aarch64") else "avx2"
+        return "neondot" if platform.machine().lower() in ("arm64", "aarch64") else "avx2"
 
 
 def program_bytes(header: Header) -> int:

@@ -4,6 +4,7 @@ dev.py demo [OPTIONS]     ask the packaged model about examples/scene-1.png with
 dev.py test [ARGS]        the tests; ARGS go to pytest
 dev.py lint               ruff
 dev.py sanitize [NAME]    the native tests under the sanitizers, each in a small build of its own
+dev.py cross NAME         the native tests for another system, under an emulator: aarch64, mingw; --whole: all of kvedge
 dev.py build [-DNAME=V]   build and install only; the options are kept for later (-DGGML_CUDA=ON, ...)
 dev.py python ARGS        the environment's Python
 dev.py ARGS               kvedge ARGS: dev.py chat --help, dev.py methods, dev.py --version
@@ -40,7 +41,15 @@ def main() -> int:
     if not args or args[0] in ("-h", "--help", "help"):
         print(__doc__, file=sys.stderr)
         return 0 if args else 2
-    commands = {"demo": demo, "test": test, "lint": lint, "sanitize": sanitize, "build": build, "python": python}
+    commands = {
+        "demo": demo,
+        "test": test,
+        "lint": lint,
+        "sanitize": sanitize,
+        "cross": cross,
+        "build": build,
+        "python": python,
+    }
     try:
         command = commands.get(args[0])
         return command(args[1:]) if command else kvedge(args)
@@ -112,6 +121,16 @@ def sanitize(args: list[str]) -> int:
     ensure_venv()
     ensure_tools(["cmake", "ninja"])
     return execute([venv_program("python"), str(ROOT / "scripts" / "sanitize.py"), *args])
+
+
+def cross(args: list[str]) -> int:
+    if "--whole" in args:
+        ensure_package()  # which is compared with
+    else:
+        # needs no build of llama.cpp
+        ensure_venv()
+        ensure_tools(["cmake", "ninja"])
+    return execute([venv_program("python"), str(ROOT / "scripts" / "cross.py"), *args])
 
 
 def build(args: list[str]) -> int:

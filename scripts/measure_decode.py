@@ -74,7 +74,7 @@ def main() -> int:
     add("--shape", action="append", default=[], choices=SHAPES, metavar="SHAPE",
         help=f"repeatable, of {', '.join(SHAPES)} (default: all)")  # fmt: skip
     add("--kernels", action="append", default=[], metavar="TABLE",
-        help="repeatable: best, generic, avx2, avx512, avx512vnni or neon (default: best)")  # fmt: skip
+        help="repeatable: best (default), generic, avx2, avx512, avx512vnni, neon, neondot, neoni8mm")  # fmt: skip
     add("--type", nargs="+", default=["f16"], choices=TYPES, help="of keys and values (default f16)")
     add("--tokens", type=int, nargs="+", default=[512, 2048, 8192], help="KV pairs per head (default 512 2048 8192)")
     add("--threads", type=int, nargs="+", default=[1, 2], help="(default 1 2)")

@@ -81,7 +81,8 @@ KVEDGE_API const char * kvedge_version(void);
 // KVEDGE_ABI_VERSION of the library that was loaded; differs from the header's when the two do not fit.
 KVEDGE_API int32_t kvedge_abi_version(void);
 
-// Instruction set chosen at run time for the kernels: "avx512vnni", "avx512", "avx2", "neon" or "generic". Static storage.
+// Instruction set chosen at run time for the kernels: "avx512vnni", "avx512", "avx2", "neoni8mm",
+// "neondot", "neon" or "generic". Static storage.
 KVEDGE_API const char * kvedge_simd(void);
 
 // ---------------------------------------------------------------------------------------------------------

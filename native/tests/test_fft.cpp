@@ -103,11 +103,8 @@ static void test_filter(const Kernels & kn, const std::vector<int32_t> & radices
 int main() {
     const std::vector<std::vector<int32_t>> sizes = { { 2 },    { 3 },       { 4 },       { 5 },       { 8 },         { 2, 3 },
                                                       { 5, 8 }, { 3, 5, 2 }, { 3, 3, 8 }, { 5, 4, 4 }, { 2, 2, 2, 5 } };
-    for (const Kernels * t : { kernels_generic(), kernels_avx2(), kernels_avx512(), kernels_avx512vnni(), kernels_neon() }) {
-        // the dispatcher's choice is the best that runs here; the lesser ones of the same family run as well
-        const bool wide = &kernels() == kernels_avx512vnni() || &kernels() == kernels_avx512();
-        const bool runs = t && (t == kernels_generic() || t == &kernels() || (wide && (t == kernels_avx2() || t == kernels_avx512())));
-        for (size_t i = 0; runs && i < sizes.size(); i++) {
+    for (const Kernels * t : runnable_kernels()) {
+        for (size_t i = 0; i < sizes.size(); i++) {
             test_filter(*t, sizes[i], 0, {});
             test_filter(*t, sizes[i], 1, { 0, 0, 0.0f, 0.0f, 0.0f });
             test_filter(*t, sizes[i], 2 % Plan(sizes[i]).filter.n_rows, { 0, 0, 0.5f, 0.25f, -0.75f });

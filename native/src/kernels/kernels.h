@@ -138,12 +138,24 @@ struct Kernels {
 // The best table that this processor can run.
 const Kernels & kernels();
 
+// All tables that this processor can run, the best first and the generic one last.
+struct Tables {
+    const Kernels * table[4];
+    int32_t         n;
+
+    const Kernels * const * begin() const { return table; }
+    const Kernels * const * end() const { return table + n; }
+};
+Tables runnable_kernels();
+
 // The tables themselves; NULL where they are not compiled in. For tests.
 const Kernels * kernels_generic();
 const Kernels * kernels_avx2();
 const Kernels * kernels_avx512();
 const Kernels * kernels_avx512vnni();
 const Kernels * kernels_neon();
+const Kernels * kernels_neondot();
+const Kernels * kernels_neoni8mm();
 
 constexpr int32_t pad16(int32_t n) { return (n + 15) & ~15; }
 

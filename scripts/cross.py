@@ -1,0 +1,172 @@
+"""The native tests, built for another system and run under an emulator of it.
+
+    python3 scripts/dev.py cross aarch64        64-bit ARM under Linux, by qemu
+    python3 scripts/dev.py cross mingw          64-bit Windows, by wine
+    python3 scripts/dev.py cross NAME --whole   llama.cpp with kvedge for that system, and examples/c/ask.c under the
+                                                emulator: it must answer as it does here
+
+The tests are a build of native/ by itself, without llama.cpp (build/native/NAME). Each runs on the first processor that
+the emulator plays; the kernels run on all of them, and must be those that the processor is known to have.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from llama_source import ROOT, SourceError, log
+from native_build import build_native
+from wine import windows
+
+KERNELS = "test_kernels"  # the test that takes the name of the table that must be chosen
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A program, by the names that it may have, and the Debian package that brings it."""
+
+    names: tuple[str, ...]
+    package: str
+
+    @property
+    def path(self) -> str | None:
+        """Where the program is; None: it is missing."""
+        return next(filter(None, map(shutil.which, self.names)), None)
+
+
+@dataclass(frozen=True)
+class Processor:
+    """What an emulator plays."""
+
+    name: str
+    arguments: tuple[str, ...] = ()  # of the emulator
+    kernels: str = ""  # the table that must be chosen; empty: any
+    whole: bool = True  # whether it can run llama.cpp as it is built for the target
+
+
+@dataclass(frozen=True)
+class Target:
+    """A system that is built for on this one."""
+
+    toolchain: str  # below cmake/toolchains
+    compiler: Tool
+    emulator: Tool
+    processors: tuple[Processor, ...]
+    environment: tuple[tuple[str, str], ...] = ()  # of the emulator
+    options: tuple[tuple[str, str], ...] = ()  # of CMake
+    whole_options: tuple[tuple[str, str], ...] = ()  # of CMake, for llama.cpp
+
+    @property
+    def cmake_options(self) -> dict[str, str]:
+        """Options that any build for the target takes."""
+        toolchain = ROOT / "cmake" / "toolchains" / self.toolchain
+        return {"CMAKE_TOOLCHAIN_FILE": str(toolchain), "CMAKE_BUILD_TYPE": "Release", **dict(self.options)}
+
+    def require_tools(self) -> None:
+        """Raises SourceError with the packages to install when a tool is missing."""
+        missing = [tool for tool in (self.compiler, self.emulator) if not tool.path]
+        if missing:
+            names = " and ".join(" or ".join(tool.names) for tool in missing)
+            packages = " ".join(tool.package for tool in missing)
+            raise SourceError(f"{names} missing; on Debian: apt-get install {packages}")
+
+    def command(self, processor: Processor, program: Path, *arguments: str) -> list[str]:
+        """What runs a program of the target here."""
+        return [str(self.emulator.path), *processor.arguments, str(program), *arguments]
+
+    def run_environment(self) -> dict[str, str]:
+        """For `command`."""
+        return {**os.environ, **dict(self.environment)}
+
+
+ARM_LIBRARIES = ("-L", "/usr/aarch64-linux-gnu")
+
+TARGETS = {
+    "aarch64": Target(
+        toolchain="aarch64-linux-gnu.cmake",
+        compiler=Tool(("aarch64-linux-gnu-g++",), "g++-aarch64-linux-gnu"),
+        emulator=Tool(("qemu-aarch64", "qemu-aarch64-static"), "qemu-user"),
+        processors=(
+            # qemu's own, with all that it knows but for the long vectors, which nothing here uses
+            Processor("max", (*ARM_LIBRARIES, "-cpu", "max,sve=off"), "neoni8mm"),
+            Processor("neoverse-n1", (*ARM_LIBRARIES, "-cpu", "neoverse-n1"), "neondot"),
+            Processor("cortex-a53", (*ARM_LIBRARIES, "-cpu", "cortex-a53"), "neon", whole=False),
+        ),
+        whole_options=(
+            ("GGML_NATIVE", "OFF"),
+            ("GGML_OPENMP", "OFF"),
+            ("GGML_CPU_ARM_ARCH", "armv8.2-a+dotprod"),
+        ),
+    ),
+    "mingw": Target(
+        toolchain="mingw-w64.cmake",
+        compiler=Tool(("x86_64-w64-mingw32-g++-posix",), "g++-mingw-w64-x86-64"),
+        emulator=Tool(("wine64", "wine", "/usr/lib/wine/wine64"), "wine64"),
+        processors=(Processor("wine"),),
+        whole_options=(("GGML_NATIVE", "OFF"), ("GGML_OPENMP", "OFF")),
+    ),
+}
+
+
+def run_test(target: Target, processor: Processor, program: Path) -> bool:
+    """Runs one test program, with its name and outcome as a line on stdout; whether it passed."""
+    arguments = [processor.kernels] if program.stem == KERNELS and processor.kernels else []
+    done = subprocess.run(
+        target.command(processor, program, *arguments),
+        env=target.run_environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
+        check=False,
+    )  # fmt: skip
+    passed = done.returncode == 0
+    if not passed:
+        sys.stderr.write(done.stdout + done.stderr)
+    chosen = f" ({processor.kernels})" if arguments else ""
+    outcome = "passed" if passed else f"failed with exit code {done.returncode}"
+    print(f"{processor.name}: {program.stem}{chosen} {outcome}", flush=True)
+    return passed
+
+
+def run_tests(name: str) -> int:
+    """Builds and runs the native tests of a target; how many failed. Raises SourceError."""
+    target = TARGETS[name]
+    programs = build_native(name, ["kvedge-tests"], **target.cmake_options)
+    tests = sorted(p for p in programs.glob("test_*") if p.suffix in ("", ".exe"))
+    kernels = [p for p in tests if p.stem == KERNELS]
+    if not kernels:
+        raise SourceError(f"{programs} holds no tests")
+    first, *others = target.processors
+    runs = [(first, p) for p in tests] + [(processor, p) for processor in others for p in kernels]
+    return sum(not run_test(target, processor, program) for processor, program in runs)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="cross", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("target", metavar="NAME", choices=TARGETS, help=" or ".join(TARGETS))
+    parser.add_argument("--whole", action="store_true", help="all of kvedge instead of the native tests")
+    args = parser.parse_args()
+    try:
+        TARGETS[args.target].require_tools()
+        emulator = str(TARGETS[args.target].emulator.path)
+        with windows(emulator) if args.target == "mingw" else contextlib.nullcontext():
+            if args.whole:
+                from cross_whole import run_whole
+
+                failed = run_whole(args.target, TARGETS[args.target])
+            else:
+                failed = run_tests(args.target)
+    except (SourceError, OSError) as error:
+        log(f"error: {error}")
+        return 1
+    if failed:
+        log(f"error: {failed} failed; what they said is above")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

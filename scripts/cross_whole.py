@@ -1,0 +1,126 @@
+"""All of kvedge for another system: llama.cpp with kvedge, and examples/c/ask.c run under the emulator.
+
+It answers what the same program answers here, with as many bytes of keys and values. Called by cross.py --whole.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from build_stock import find_build, tool
+from llama_source import ROOT, SourceError, log
+from modelgen.tiny import write_tiny
+
+if TYPE_CHECKING:
+    from cross import Processor, Target
+
+PROGRAM = "kvedge-ask"
+DATA = ROOT / "pykvedge" / "data"
+SCENE = ROOT / "examples" / "scene-1.png"
+IMAGE_QUESTION = "Describe the image."
+TEXT_QUESTION = "the quick brown fox jumps over the lazy dog and runs away"
+TINY = ("llama", "qwen2vl", "qwen3", "phi3", "gemma3", "lfm2")
+THREADS = "1"  # the same sums everywhere, and no waiting for each other on a busy machine
+
+
+@dataclass(frozen=True)
+class Case:
+    """A question, as arguments of ask."""
+
+    name: str
+    arguments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run said."""
+
+    answer: str
+    figures: dict[str, str]
+
+    def same_as(self, other: Outcome) -> list[str]:
+        """What differs, by name. Which kernels ran may, and which of tokens that matter about the same are kept."""
+        names = sorted({*self.figures, *other.figures} - {"kernels", "kept"})
+        differs = [name for name in names if self.figures.get(name) != other.figures.get(name)]
+        return differs if self.answer == other.answer else ["answer", *differs]
+
+
+def cases(folder: Path) -> list[Case]:
+    """The packaged model with an image, its keys and values in three types, and tiny models with random weights."""
+    demo = ("--mmproj", str(DATA / "demo-mmproj.gguf"), "--image", str(SCENE))
+    asked = (str(DATA / "demo-model.gguf"), IMAGE_QUESTION)
+    out = [Case(f"demo model, {kind}", ("--kv-type", kind, *demo, *asked)) for kind in ("f16", "q8_0", "q4_0")]
+    for kind in TINY:
+        model = write_tiny(kind, folder / kind)[0]
+        # random weights: after a few tokens rounding decides which comes next
+        out.append(Case(f"tiny {kind}", ("--raw", "--max-tokens", "4", str(model), TEXT_QUESTION)))
+    return out
+
+
+def ask(command: list[str], environment: dict[str, str]) -> Outcome:
+    """Runs ask. Raises SourceError when it fails."""
+    done = subprocess.run(
+        command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, encoding="utf-8",
+        errors="replace", check=False,
+    )  # fmt: skip
+    lines = done.stderr.splitlines()
+    if done.returncode != 0 or not lines:
+        raise SourceError(f"{' '.join(command)} ended with code {done.returncode}: {lines[-1] if lines else 'no word'}")
+    return Outcome(done.stdout.strip(), dict(word.split("=", 1) for word in lines[-1].split() if "=" in word))
+
+
+def build(folder: Path, options: dict[str, str]) -> Path:
+    """Builds ask and what it needs in `folder`; the program. Raises SourceError."""
+    cmake = tool("cmake")
+    if not (folder / "build.ninja").is_file():
+        configure = [cmake, "-S", str(ROOT), "-B", str(folder), "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}"]
+        configure += [f"-D{key}={value}" for key, value in options.items()]
+        if subprocess.run(configure, stdout=sys.stderr, check=False).returncode != 0:
+            raise SourceError(f"{folder} cannot be configured; CMake's messages are above")
+    if subprocess.run([cmake, "--build", str(folder), "--target", PROGRAM], stdout=sys.stderr, check=False).returncode:
+        raise SourceError(f"the build in {folder} failed; its messages are above")
+    found = [path for suffix in ("", ".exe") if (path := folder / "bin" / f"{PROGRAM}{suffix}").is_file()]
+    if not found:
+        raise SourceError(f"{folder} holds no {PROGRAM}; delete the folder and try again")
+    return found[0]
+
+
+def compare(case: Case, here: Outcome, target: Target, processor: Processor, program: Path) -> bool:
+    """Runs a case under the emulator, with a line on stdout; whether it is as here."""
+    start = time.monotonic()
+    there = ask(target.command(processor, program, "--threads", THREADS, *case.arguments), target.run_environment())
+    differs = there.same_as(here)
+    kernels, took = there.figures["kernels"], time.monotonic() - start
+    if processor.kernels and kernels != processor.kernels:
+        differs.append(f"kernels (not {processor.kernels})")
+    outcome = f"other {', '.join(differs)} than" if differs else "as"
+    kept = "the same tokens kept" if there.figures["kept"] == here.figures["kept"] else "not all kept tokens the same"
+    print(
+        f"{processor.name} ({kernels}): {case.name}: {outcome} here ({here.figures['kernels']}), "
+        f"KV bytes {there.figures['kv_bytes_before']} -> {there.figures['kv_bytes_after']}, "
+        f"{kept}, {took:.0f} s",
+        flush=True,
+    )
+    if differs:
+        log(f"here:  {here}\nthere: {there}")
+    return not differs
+
+
+def run_whole(name: str, target: Target) -> int:
+    """Builds for the target and compares; how many cases differ. Raises SourceError."""
+    native = build(find_build(), {})
+    crossed = build(ROOT / "build" / "cross" / f"{name}-whole", {**target.cmake_options, **dict(target.whole_options)})
+    failed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        for case in cases(Path(folder)):
+            here = ask([str(native), "--threads", THREADS, *case.arguments], dict(os.environ))
+            log(f"{case.name}: {here.answer}")
+            failed += sum(not compare(case, here, target, p, crossed) for p in target.processors if p.whole)
+    return failed
