@@ -12,6 +12,7 @@ the emulator plays; the kernels run on all of them, and must be those that the p
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 import subprocess
@@ -21,6 +22,7 @@ from pathlib import Path
 
 from llama_source import ROOT, SourceError, log
 from native_build import build_native
+from wine import windows
 
 KERNELS = "test_kernels"  # the test that takes the name of the table that must be chosen
 
@@ -107,7 +109,6 @@ TARGETS = {
         compiler=Tool(("x86_64-w64-mingw32-g++-posix",), "g++-mingw-w64-x86-64"),
         emulator=Tool(("wine64", "wine", "/usr/lib/wine/wine64"), "wine64"),
         processors=(Processor("wine"),),
-        environment=(("WINEDEBUG", "-all"),),
         whole_options=(("GGML_NATIVE", "OFF"), ("GGML_OPENMP", "OFF")),
     ),
 }
@@ -151,12 +152,14 @@ def main() -> int:
     args = parser.parse_args()
     try:
         TARGETS[args.target].require_tools()
-        if args.whole:
-            from cross_whole import run_whole
+        emulator = str(TARGETS[args.target].emulator.path)
+        with windows(emulator) if args.target == "mingw" else contextlib.nullcontext():
+            if args.whole:
+                from cross_whole import run_whole
 
-            failed = run_whole(args.target, TARGETS[args.target])
-        else:
-            failed = run_tests(args.target)
+                failed = run_whole(args.target, TARGETS[args.target])
+            else:
+                failed = run_tests(args.target)
     except (SourceError, OSError) as error:
         log(f"error: {error}")
         return 1
