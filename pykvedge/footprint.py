@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from pykvedge.context import N_UBATCH
 from pykvedge.errors import ModelError
-from pykvedge.gguf import Header, tensor_bytes
+from pykvedge.gguf import Header, Tensor, tensor_bytes
 from pykvedge.imagetokens import ImageGrid
 from pykvedge.kvtypes import KvType
 from pykvedge.plan import Plan
@@ -32,6 +32,15 @@ _REPACKED = {
     "neondot": {2, 8, 12, 13, 14, 20, 39},
     "neoni8mm": {2, 8, 12, 13, 14, 20, 39},
 }
+
+
+_ROWS = 8
+# AMX takes flat weights of these types, rows a multiple of _AMX_ROWS, before any other code sees them; its copy of a block
+# is larger than the file's by this factor (sums of q8_0, widened scales of the others). F16 is copied as it is.
+AMX = "amx"
+_AMX = {1: 1.0, 2: 1.0, 3: 1.0, 8: 38 / 34, 12: 148 / 144, 13: 180 / 176, 14: 1.0, 23: 138 / 136}
+_AMX_ROWS = 32
+_BESIDE_AMX = "avx512vnni"  # what processors with AMX have for the other weights
 
 
 @dataclass(frozen=True)
@@ -119,11 +128,12 @@ def _attends(header: Header, layer: int) -> bool:
 
 
 def machine_simd() -> str:
-    """The instruction set by the name that libkvedge gives it, or a guess where the library is missing."""
-    from pykvedge import errors, libkvedge
+    """The instruction set by the name that libkvedge gives it, AMX where ggml uses it; a guess without libraries."""
+    from pykvedge import errors, ggml, libkvedge
 
     try:
-        return libkvedge.simd()
+        memory = [name for name, _ in ggml.buffer_types(ggml.cpu())]
+        return AMX if "AMX" in memory else libkvedge.simd()
     except errors.LibraryError:
         return "neondot" if platform.machine().lower() in ("arm64", "aarch64") else "avx2"
 
@@ -139,16 +149,28 @@ def program_bytes(header: Header) -> int:
     return memory.rss_bytes() + _VOCABULARY * vocabulary
 
 
+def _copied(tensor: Tensor, simd: str) -> float:
+    """How large the rearranged copy of a weight is, as a multiple of the weight; 0: there is none."""
+    if len(tensor.shape) < 2:
+        return 0.0
+    if simd == AMX:
+        flat = all(n == 1 for n in tensor.shape[2:])
+        if flat and tensor.type in _AMX and tensor.shape[1] % _AMX_ROWS == 0:
+            return _AMX[tensor.type]
+        simd = _BESIDE_AMX
+    return float(tensor.shape[1] % _ROWS == 0 and tensor.type in _REPACKED.get(simd, ()))
+
+
 def _weights(header: Header, simd: str) -> tuple[int, int, int]:
     """Bytes of the file that stay mapped (first to last tensor used in place), that are used, of rearranged copies."""
     tied = "output.weight" not in header.tensors
     first, last, in_place, repacked = header.file_size, 0, 0, 0
     for name, tensor in header.tensors.items():
         n_bytes = tensor_bytes(tensor) or 0
-        copied = len(tensor.shape) >= 2 and tensor.shape[1] % 8 == 0 and tensor.type in _REPACKED.get(simd, ())
+        copied = _copied(tensor, simd)
         # an embedding that is looked up stays as it is; one that makes the logits, too, is copied for them
         looked_up = name in ("token_embd.weight", "per_layer_token_embd.weight")
-        repacked += n_bytes if copied and (not looked_up or (tied and name == "token_embd.weight")) else 0
+        repacked += int(n_bytes * copied) if copied and (not looked_up or (tied and name == "token_embd.weight")) else 0
         if not copied or looked_up:
             first, last, in_place = min(first, tensor.offset), max(last, tensor.offset + n_bytes), in_place + n_bytes
     return max(last - first, 0), in_place, repacked

@@ -10,8 +10,8 @@ import gguf
 import numpy as np
 import pytest
 
-from pykvedge import cpu, errors, libraries
-from pykvedge.doctor import diagnosis, ggml, parent, products
+from pykvedge import cpu, errors, ggml, libraries
+from pykvedge.doctor import diagnosis, parent, products
 from pykvedge.doctor.steps import Group, UnsoundError, groups
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="ends processes by signals")

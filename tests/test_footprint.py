@@ -9,10 +9,20 @@ from dataclasses import replace
 import pytest
 
 import pykvedge
+from pykvedge import ggml
 from pykvedge.context import N_UBATCH
 from pykvedge.errors import UnsupportedError
-from pykvedge.footprint import Files, ModelShape, Request, footprint, most_images, most_turns
-from pykvedge.gguf import read_header
+from pykvedge.footprint import (
+    Files,
+    ModelShape,
+    Request,
+    _copied,
+    footprint,
+    machine_simd,
+    most_images,
+    most_turns,
+)
+from pykvedge.gguf import read_header, tensor_bytes
 from pykvedge.images import Picture
 from pykvedge.imagetokens import image_grid
 from pykvedge.vision import ImagePiece
@@ -95,6 +105,22 @@ def test_weights_that_are_rearranged_are_counted_twice(tiny):
     header = read_header(tiny("llama", weight="q4_0").model)
     here, elsewhere = ModelShape.of(header, "avx2"), ModelShape.of(header, "generic")
     assert elsewhere.repacked == 0 and elsewhere.weights > here.repacked > 0.4 * elsewhere.weights
+
+
+@pytest.mark.parametrize("weight", ["f16", "q4_0", "q8_0"])
+def test_what_amx_copies_is_what_ggml_says(tiny, weight):
+    """Where this machine has no AMX, the memory of another kind is asked about the same weight."""
+    header = read_header(tiny("llama", weight=weight).model)
+    memory = dict(ggml.buffer_types(ggml.cpu()))
+    for name in ("blk.0.attn_q.weight", "blk.0.ffn_down.weight"):
+        tensor = header.tensors[name]
+        for kind, simd in (("AMX", "amx"), ("CPU_REPACK", machine_simd())):
+            if kind == "CPU_REPACK" and simd == "amx":
+                continue
+            if kind in memory:
+                asked = ggml.Weight(tensor.type, memory[kind], (1, tensor.shape[1], tensor.shape[0]), 1)
+                assert (_copied(tensor, simd) > 0) == (asked.supported(1) and tensor.type != 0)
+                assert not _copied(tensor, simd) or asked.n_bytes == int(tensor_bytes(tensor) * _copied(tensor, simd))
 
 
 # ------------------------------------------------------------------------------------------------- command line

@@ -46,7 +46,7 @@ def _kvedge(at: At) -> dict[str, Any]:
 
 
 def _devices(at: At) -> dict[str, Any]:
-    from pykvedge.doctor import ggml
+    from pykvedge import ggml
 
     at("asking")
     cpu = ggml.cpu()

@@ -6,8 +6,7 @@ import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from pykvedge import runtime
-from pykvedge.doctor import ggml
+from pykvedge import ggml, runtime
 from pykvedge.doctor.steps import At, Step, UnsoundError
 
 if TYPE_CHECKING:

@@ -216,6 +216,12 @@ class Weight:
                 call("backend_buffer_free", weight_memory)
             call("free", context)
 
+    @property
+    def n_bytes(self) -> int:
+        """What it takes there."""
+        with self._graph(1) as (_, weight, *_):
+            return call("backend_buft_get_alloc_size", self._memory, weight)
+
     def supported(self, m: int) -> bool:
         """Whether llama.cpp would put such a weight there."""
         with self._graph(m) as (*_, made):
