@@ -35,8 +35,8 @@ _REPACKED = {
 
 
 _ROWS = 8
-# AMX takes flat weights of these types, rows a multiple of _AMX_ROWS, before any other code sees them; its copy of a block
-# is larger than the file's by this factor (sums of q8_0, widened scales of the others). F16 is copied as it is.
+# AMX takes flat weights of these types, rows a multiple of _AMX_ROWS, before any other code sees them; its copy is
+# larger than the file's by this factor (sums of q8_0, widened scales of the others). F16 is copied as it is.
 AMX = "amx"
 _AMX = {1: 1.0, 2: 1.0, 3: 1.0, 8: 38 / 34, 12: 148 / 144, 13: 180 / 176, 14: 1.0, 23: 138 / 136}
 _AMX_ROWS = 32
