@@ -41,6 +41,7 @@ from pykvedge.errors import (
     SessionFileError,
     StateError,
     UnknownNameError,
+    UnsoundError,
     UnsupportedError,
     UsageError,
 )
@@ -96,6 +97,7 @@ __all__ = [
     "Settings",
     "StateError",
     "UnknownNameError",
+    "UnsoundError",
     "UnsupportedError",
     "UsageError",
     "__version__",

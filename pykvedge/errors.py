@@ -75,6 +75,10 @@ class SessionFileError(KvedgeError):
     """A session file that cannot be read or written, is damaged, too new, or of another model."""
 
 
+class UnsoundError(KvedgeError):
+    """A check of kvedge doctor came to its end with a wrong result."""
+
+
 class LibraryError(KvedgeError):
     """The shared libraries are missing, too old, or others were loaded first."""
 

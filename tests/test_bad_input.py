@@ -295,4 +295,4 @@ def test_the_library_names_its_errors():
     for name in pykvedge.__all__:
         value = getattr(pykvedge, name)
         if isinstance(value, type) and issubclass(value, Exception):
-            assert issubclass(value, pykvedge.KvedgeError) and value.exit_code in (1, 2)
+            assert issubclass(value, pykvedge.KvedgeError) and value.exit_code in (1, 2, 130)

@@ -12,7 +12,8 @@ import pytest
 
 from pykvedge import cpu, errors, ggml, libraries
 from pykvedge.doctor import diagnosis, parent, products
-from pykvedge.doctor.steps import Group, UnsoundError, groups
+from pykvedge.doctor.steps import Group, groups
+from pykvedge.errors import UnsoundError
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="ends processes by signals")
 

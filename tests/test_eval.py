@@ -384,5 +384,5 @@ def test_a_picture_of_what_it_costs(kvedge, native, tmp_path):
     arguments = command(tmp_path / "r.jsonl", tasks="colour", samples=5)
     assert kvedge(*arguments, "--plot", picture).code == 0
     drawn = picture.read_text()
-    assert "<svg" in drawn and drawn.count("<!-- lookm -->") == 1 and "<!-- full cache -->" in drawn
+    assert "<svg" in drawn and drawn.count("<!-- lookm -->") == 1 and "<!-- Right answers, % -->" in drawn
     kvedge(*arguments, "--resume", "--plot", tmp_path / "e.txt").failed(2, "--plot writes .png")

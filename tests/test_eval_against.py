@@ -61,7 +61,7 @@ def test_samples_that_the_base_lacks_leave_the_interval_out():
 
 
 def test_the_command(kvedge, native, tmp_path):
-    common = ["eval", "--tasks", "colour", "--samples", 3, "--budgets", "0.5,0.1", "--threads", THREADS, "--quiet",
+    common = ["eval", "--tasks", "colour", "--samples", 5, "--budgets", "0.5,0.1", "--threads", THREADS, "--quiet",
               "--save", tmp_path / "r.jsonl", "--resume", "--methods", "mixkv,snapkv"]  # fmt: skip
     done = kvedge(*common, "--against", "snapkv")
     assert done.code == 0 and "95 % intervals of the difference to snapkv at the same budget" in done.out

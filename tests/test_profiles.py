@@ -190,7 +190,7 @@ def test_a_plan_travels_without_its_profile():
 
 def test_sessions_refuse_before_the_weights_are_read(own_folder, tiny, monkeypatch, native):
     model = tiny("llama")
-    monkeypatch.setattr("pykvedge.session.Model", None)
+    monkeypatch.setattr("pykvedge.session.borrow", None)
     with pytest.raises(ProfileError, match="kvedge calibrate heads"):
         model.session(SPARSEMM)
 

@@ -36,6 +36,7 @@ struct Shadow {
         for (int32_t i = 0; i < n; i++) {
             pos.push_back((int32_t) (seq.pos.size()) + i);
         }
+        rows.resize(seq.pos.size());  // tokens that were removed from the end have left their indices to these
         CHECK(seq.append(n, pos.data(), false));
         const Storage plain = seq.storage().plain();
         for (int32_t t = 0; t < n; t++) {

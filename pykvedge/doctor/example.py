@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pykvedge
-from pykvedge.doctor.steps import At, Step, UnsoundError
+from pykvedge.doctor.steps import At, Step
+from pykvedge.errors import UnsoundError
 from pykvedge.plan import Plan
 
 SEED = 11  # of a scene that was not trained on

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from pykvedge import ggml, runtime
-from pykvedge.doctor.steps import At, Step, UnsoundError
+from pykvedge.doctor.steps import At, Step
+from pykvedge.errors import UnsoundError
 
 if TYPE_CHECKING:
     import numpy as np

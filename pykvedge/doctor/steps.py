@@ -9,13 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pykvedge
-from pykvedge.errors import KvedgeError
 
 At = Callable[[str], None]
-
-
-class UnsoundError(KvedgeError):
-    """A step came to its end with a wrong result."""
 
 
 @dataclass(frozen=True)

@@ -120,7 +120,11 @@ void write_block(const Sequence & seq, size_t b, bool pending, Sink & out) {
 struct Parse {
     FileReader & in;
     Sequence &   seq;
-    int32_t      first = 0;  // smallest token index that the next block may hold
+    int32_t      first = 0;  // smallest token index that the next block may list for all its heads
+
+    // The same of each layer and head. A compressed block in groups is two: its whole groups, and what is left of each
+    // head, so that a head with less than a group begins in the second, before where another one's first group ends.
+    std::vector<std::vector<int32_t>> own = {};
 
     bool side(uint8_t * memory, const Side & side, const SideLayout & layout) {
         for (size_t a = 0; a < 2; a++) {
@@ -174,12 +178,14 @@ struct Parse {
         return live == stored.n;
     }
 
-    bool heads(BlockLayer & layer, const LayerShape & shape, int32_t & next, bool in_areas) {
+    bool heads(BlockLayer & layer, size_t l, int32_t & next, bool in_areas) {
+        const LayerShape & shape = seq.shapes()[l];
         layer.heads.resize((size_t) shape.n_heads_kv);
-        for (RaggedHead & head : layer.heads) {
-            uint8_t scored;
+        for (size_t h = 0; h < layer.heads.size(); h++) {
+            RaggedHead & head = layer.heads[h];
+            uint8_t      scored;
             if (!in.value(head.length) || head.length < 0 || !in.values(head.tokens, (uint64_t) head.length) ||
-                !rising(head.tokens, first, seq.pos.size()) || !in.value(scored) || scored > 1 ||
+                !rising(head.tokens, own[l][h], seq.pos.size()) || !in.value(scored) || scored > 1 ||
                 !in.values(head.scores, scored ? (uint64_t) head.length : 0)) {
                 return false;
             }
@@ -188,7 +194,8 @@ struct Parse {
                               counts(head.v, values_of(shape, seq.storage()), head.length))) {
                 return false;
             }
-            next = head.tokens.empty() ? next : std::max(next, head.tokens.back() + 1);
+            own[l][h] = head.tokens.empty() ? own[l][h] : head.tokens.back() + 1;
+            next      = std::max(next, own[l][h]);
         }
         return true;
     }
@@ -201,7 +208,7 @@ struct Parse {
         const SideLayout   keys = keys_of(shape, seq.storage()), vals = values_of(shape, seq.storage());
         BlockLayer &       layer = block.layers[l];
         uint64_t           held  = 0;
-        if (!heads(layer, shape, next, true)) {
+        if (!heads(layer, l, next, true)) {
             return false;
         }
         for (const RaggedHead & head : layer.heads) {
@@ -229,7 +236,7 @@ struct Parse {
         if (!loose && !can_hold(n_heads * block.length(), bytes_of(shape, plain))) {
             return false;
         }
-        if (loose && !heads(layer, shape, next, false)) {
+        if (loose && !heads(layer, l, next, false)) {
             return false;
         }
         for (size_t h = 0; h < layer.heads.size(); h++) {
@@ -265,6 +272,11 @@ struct Parse {
             return false;
         }
         int32_t next = made->tokens.empty() ? first : made->tokens.back() + 1;
+        if (!made->tokens.empty()) {  // all heads come after what was before
+            for (auto & heads : own) {
+                std::fill(heads.begin(), heads.end(), first);
+            }
+        }
         made->layers.resize(seq.shapes().size());
         for (size_t l = 0; l < made->layers.size(); l++) {
             if (!(made->ragged ? ragged(*made, l, next) : uniform(*made, l, next))) {
@@ -272,6 +284,11 @@ struct Parse {
             }
         }
         first = next;
+        if (!made->tokens.empty()) {
+            for (auto & heads : own) {
+                std::fill(heads.begin(), heads.end(), first);
+            }
+        }
         seq.blocks.push_back(std::move(made));
         return true;
     }
@@ -353,6 +370,9 @@ std::unique_ptr<Sequence> read_sequence(FileReader & in, const std::vector<Layer
         return nullptr;
     }
     Parse parse{ in, *seq };
+    for (const LayerShape & shape : shapes) {
+        parse.own.emplace_back((size_t) shape.n_heads_kv, 0);
+    }
     for (uint32_t b = 0; b < n_blocks; b++) {
         if (!parse.block(b + 1 == n_blocks, b >= done)) {
             return nullptr;
