@@ -6,7 +6,8 @@ import os
 import signal
 import time
 
-from pykvedge.doctor.steps import Step, UnsoundError
+from pykvedge.doctor.steps import Step
+from pykvedge.errors import UnsoundError
 
 
 def _end(name):
