@@ -12,6 +12,16 @@ if(KVEDGE_UNALIGNED_VECTOR_MOVES)
     add_compile_options(-Wa,-muse-unaligned-vector-move)
 endif()
 
+# ggml tells Windows 11 not to park its threads, with a type that older headers lack (Debian 12's): there it is built for
+# Windows 7 and newer, where it does without.
+include(CheckCSourceCompiles)
+check_c_source_compiles(
+    "#include <windows.h>\nint main(void) { THREAD_POWER_THROTTLING_STATE t; return sizeof(t) == 0; }"
+    KVEDGE_HAVE_POWER_THROTTLING)
+if(NOT KVEDGE_HAVE_POWER_THROTTLING)
+    add_compile_definitions(_WIN32_WINNT=0x0601)
+endif()
+
 # llama.dll, as the bindings and pykvedge call it, and ggml names its libraries
 set(CMAKE_SHARED_LIBRARY_PREFIX "")
 

@@ -17,6 +17,7 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,8 @@ from native_build import build_native
 from wine import windows
 
 KERNELS = "test_kernels"  # the test that takes the name of the table that must be chosen
+FEWER = {"test_attention": ["3"]}  # tests that take how few of their cases to run: an emulator takes minutes for each
+AT_ONCE = 4  # tests wait for the disk and for their own threads as much as they compute
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,7 @@ TARGETS = {
 
 def run_test(target: Target, processor: Processor, program: Path) -> bool:
     """Runs one test program, with its name and outcome as a line on stdout; whether it passed."""
-    arguments = [processor.kernels] if program.stem == KERNELS and processor.kernels else []
+    arguments = [processor.kernels] if program.stem == KERNELS and processor.kernels else FEWER.get(program.stem, [])
     done = subprocess.run(
         target.command(processor, program, *arguments),
         env=target.run_environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
@@ -125,7 +128,7 @@ def run_test(target: Target, processor: Processor, program: Path) -> bool:
     passed = done.returncode == 0
     if not passed:
         sys.stderr.write(done.stdout + done.stderr)
-    chosen = f" ({processor.kernels})" if arguments else ""
+    chosen = f" ({processor.kernels})" if program.stem == KERNELS and arguments else ""
     outcome = "passed" if passed else f"failed with exit code {done.returncode}"
     print(f"{processor.name}: {program.stem}{chosen} {outcome}", flush=True)
     return passed
@@ -141,7 +144,9 @@ def run_tests(name: str) -> int:
         raise SourceError(f"{programs} holds no tests")
     first, *others = target.processors
     runs = [(first, p) for p in tests] + [(processor, p) for processor in others for p in kernels]
-    return sum(not run_test(target, processor, program) for processor, program in runs)
+    runs.sort(key=lambda run: run[1].stem not in FEWER)  # the longest first
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return sum(not passed for passed in pool.map(lambda run: run_test(target, *run), runs))
 
 
 def main() -> int:
