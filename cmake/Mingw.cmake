@@ -14,9 +14,9 @@ endif()
 
 # ggml tells Windows 11 not to park its threads, with a type that older headers lack (Debian 12's): there it is built for
 # Windows 7 and newer, where it does without.
-include(CheckCSourceCompiles)
-check_c_source_compiles(
-    "#include <windows.h>\nint main(void) { THREAD_POWER_THROTTLING_STATE t; return sizeof(t) == 0; }"
+include(CheckCXXSourceCompiles)
+check_cxx_source_compiles(
+    "#include <windows.h>\nint main() { THREAD_POWER_THROTTLING_STATE t; return sizeof(t) == 0; }"
     KVEDGE_HAVE_POWER_THROTTLING)
 if(NOT KVEDGE_HAVE_POWER_THROTTLING)
     add_compile_definitions(_WIN32_WINNT=0x0601)
