@@ -357,7 +357,9 @@ class Session:
         try:
             yield
         finally:
-            report.rss.peak_bytes = meter.stop()
+            rss = report.rss
+            # the meter looks every 10 ms, and may have missed what was read in between
+            rss.peak_bytes = max(meter.stop(), rss.before_prefill_bytes, rss.after_compress_bytes)
 
     def _read_stream(self, report: Report) -> None:
         """The same piece by piece: an image is encoded, read and forgotten before the next one is looked at."""
