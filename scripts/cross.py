@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import shutil
 import subprocess
 import sys
@@ -61,7 +60,6 @@ class Target:
     compiler: Tool
     emulator: Tool
     processors: tuple[Processor, ...]
-    environment: tuple[tuple[str, str], ...] = ()  # of the emulator
     options: tuple[tuple[str, str], ...] = ()  # of CMake
     whole_options: tuple[tuple[str, str], ...] = ()  # of CMake, for llama.cpp
 
@@ -82,10 +80,6 @@ class Target:
     def command(self, processor: Processor, program: Path, *arguments: str) -> list[str]:
         """What runs a program of the target here."""
         return [str(self.emulator.path), *processor.arguments, str(program), *arguments]
-
-    def run_environment(self) -> dict[str, str]:
-        """For `command`."""
-        return {**os.environ, **dict(self.environment)}
 
 
 ARM_LIBRARIES = ("-L", "/usr/aarch64-linux-gnu")
@@ -122,7 +116,7 @@ def run_test(target: Target, processor: Processor, program: Path) -> bool:
     arguments = [processor.kernels] if program.stem == KERNELS and processor.kernels else FEWER.get(program.stem, [])
     done = subprocess.run(
         target.command(processor, program, *arguments),
-        env=target.run_environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
         check=False,
     )  # fmt: skip
     passed = done.returncode == 0

@@ -5,7 +5,6 @@ It answers what the same program answers here, with as many bytes of keys and va
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import tempfile
@@ -64,10 +63,10 @@ def cases(folder: Path) -> list[Case]:
     return out
 
 
-def ask(command: list[str], environment: dict[str, str]) -> Outcome:
+def ask(command: list[str]) -> Outcome:
     """Runs ask. Raises SourceError when it fails."""
     done = subprocess.run(
-        command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, encoding="utf-8",
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, encoding="utf-8",
         errors="replace", check=False,
     )  # fmt: skip
     lines = done.stderr.splitlines()
@@ -95,7 +94,7 @@ def build(folder: Path, options: dict[str, str]) -> Path:
 def compare(case: Case, here: Outcome, target: Target, processor: Processor, program: Path) -> bool:
     """Runs a case under the emulator, with a line on stdout; whether it is as here."""
     start = time.monotonic()
-    there = ask(target.command(processor, program, "--threads", THREADS, *case.arguments), target.run_environment())
+    there = ask(target.command(processor, program, "--threads", THREADS, *case.arguments))
     differs = there.same_as(here)
     kernels, took = there.figures["kernels"], time.monotonic() - start
     if processor.kernels and kernels != processor.kernels:
@@ -120,7 +119,7 @@ def run_whole(name: str, target: Target) -> int:
     failed = 0
     with tempfile.TemporaryDirectory() as folder:
         for case in cases(Path(folder)):
-            here = ask([str(native), "--threads", THREADS, *case.arguments], dict(os.environ))
+            here = ask([str(native), "--threads", THREADS, *case.arguments])
             log(f"{case.name}: {here.answer}")
             failed += sum(not compare(case, here, target, p, crossed) for p in target.processors if p.whole)
     return failed

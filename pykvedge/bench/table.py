@@ -202,8 +202,8 @@ def as_markdown(made: list[Row], outcome: Outcome) -> str:
     about = outcome.machine
     told = "" if energy else " The system does not tell the energy spent."
     parts.append(f"{about.get('cpu', '')}, {_threads(about)}.{told}")
-    told = [f"Disturbed: {text}." for text in warnings(made)]
-    return "\n\n".join([*parts, *told, *NOTES, *(["Stopped before the end."] if outcome.interrupted else [])])
+    disturbed = [f"Disturbed: {text}." for text in warnings(made)]
+    return "\n\n".join([*parts, *disturbed, *NOTES, *(["Stopped before the end."] if outcome.interrupted else [])])
 
 
 def _head(energy: bool) -> list[str]:

@@ -126,6 +126,12 @@ struct Parse {
     // head, so that a head with less than a group begins in the second, before where another one's first group ends.
     std::vector<std::vector<int32_t>> own = {};
 
+    void begin_at(int32_t token) {
+        for (auto & heads : own) {
+            std::fill(heads.begin(), heads.end(), token);
+        }
+    }
+
     bool side(uint8_t * memory, const Side & side, const SideLayout & layout) {
         for (size_t a = 0; a < 2; a++) {
             const size_t n = area_bytes(layout.types[a], layout.d, side[a]);
@@ -272,10 +278,9 @@ struct Parse {
             return false;
         }
         int32_t next = made->tokens.empty() ? first : made->tokens.back() + 1;
-        if (!made->tokens.empty()) {  // all heads come after what was before
-            for (auto & heads : own) {
-                std::fill(heads.begin(), heads.end(), first);
-            }
+        const bool shared = !made->tokens.empty();  // all heads come after what was before, and what follows after them
+        if (shared) {
+            begin_at(first);
         }
         made->layers.resize(seq.shapes().size());
         for (size_t l = 0; l < made->layers.size(); l++) {
@@ -284,10 +289,8 @@ struct Parse {
             }
         }
         first = next;
-        if (!made->tokens.empty()) {
-            for (auto & heads : own) {
-                std::fill(heads.begin(), heads.end(), first);
-            }
+        if (shared) {
+            begin_at(first);
         }
         seq.blocks.push_back(std::move(made));
         return true;
