@@ -53,6 +53,7 @@ class Options(c.Structure):
         ("auto_compress", c.c_bool),
         ("type_k", c.c_int),
         ("type_v", c.c_int),
+        ("unused", c.c_int32),
     ]
 
 
@@ -110,7 +111,7 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "plan_check": (c.c_int, [_P, _ERR]),
     "plan_budget": (_I, [_P, _I]),
     **{f"plan_add_{stage}": (c.c_int, [_P, _P, _ERR]) for stage in ("scorer", "allocator", "reducer")},
-    "options_default": (Options, []),
+    "options_init": (c.c_int, [c.POINTER(Options), c.c_size_t, _ERR]),
     "attach": (c.c_int, [_P, _P, c.POINTER(Options), _OUT, _ERR]),
     "detach": (None, [_P]),
     "set_plan": (c.c_int, [_P, _P, _ERR]),

@@ -46,7 +46,7 @@ const DecodePolicy * find_decode(const char * name) { return find(DECODES, name)
 
 }  // namespace kvedge
 
-extern "C" const char * kvedge_stage_name(kvedge_stage stage, int32_t i) {
+extern "C" const char * kvedge_stage_name(kvedge_stage stage, int32_t i) try {
     using namespace kvedge;
     switch (stage) {
         case KVEDGE_STAGE_SCORER:    return name_at(SCORERS, i);
@@ -55,12 +55,16 @@ extern "C" const char * kvedge_stage_name(kvedge_stage stage, int32_t i) {
         case KVEDGE_STAGE_DECODE:    return name_at(DECODES, i);
     }
     return nullptr;
+} catch (...) {
+    return nullptr;
 }
 
-extern "C" int32_t kvedge_stage_count(kvedge_stage stage) {
+extern "C" int32_t kvedge_stage_count(kvedge_stage stage) try {
     int32_t n = 0;
     while (kvedge_stage_name(stage, n)) {
         n++;
     }
     return n;
+} catch (...) {
+    return 0;
 }
