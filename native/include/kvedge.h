@@ -1,5 +1,6 @@
-// kvedge.h - the whole public C ABI of libkvedge, with kvedge-stages.h (stages of your own), kvedge-arrays.h (compression
-// of plain arrays) and kvedge-encoder.h (image encoders), which it includes.
+// kvedge.h - the whole public C ABI of libkvedge, with kvedge-queries.h (what there is, and what a plan asks for),
+// kvedge-stages.h (stages of your own), kvedge-arrays.h (compression of plain arrays) and kvedge-encoder.h (image encoders),
+// which it includes.
 //
 // libkvedge owns the KV memory of a llama.cpp context. It attaches to an existing llama_context, stores keys
 // and values per layer and per KV head, attends over them, and after a prompt is complete it compresses the
@@ -419,6 +420,7 @@ KVEDGE_API kvedge_status kvedge_read_saved(const char * path, kvedge_saved * out
 
 #include "kvedge-arrays.h"
 #include "kvedge-encoder.h"
+#include "kvedge-queries.h"
 #include "kvedge-stages.h"
 
 #endif  // KVEDGE_H

@@ -110,8 +110,9 @@ kvedge_status set_param(double & slot, const Param & p, const std::string & key,
     }
     const double x = a.is_ratio ? a.ratio : a.pairs;
     if (x < p.lowest || x > p.highest || (p.step > 1 && std::fmod(x - p.lowest, p.step) != 0.0)) {
+        const std::string steps = p.step > 1 ? " in steps of " + std::to_string(p.step) : "";
         return fail(err, KVEDGE_E_ARGUMENT, "%s %s is out of range; it lies in [%g, %g]%s", key.c_str(), value, p.lowest, p.highest,
-                    p.step > 1 ? " and is odd" : "");
+                    steps.c_str());
     }
     slot = x;
     return ok(err);
