@@ -147,6 +147,8 @@ KVEDGE_API void          kvedge_plan_free(kvedge_plan * plan);  // NULL is allow
 //   text_prior  "true": text tokens rank above all image tokens (LOOK-M eq. 5)
 //   scorer.NAME, allocator.NAME, reducer.NAME, decode.NAME   a setting of the member chosen for that stage, for example
 //               scorer.window with scorer "window"; choosing a member resets its settings
+//   later_floor    tokens that a later message keeps at least, where the budget is a share: an integer >= 0, 32 unless set, since
+//                  a fifth of a short question does not say what is asked
 //   text_overflow  "budget": the weakest text is dropped when text alone exceeds the budget (LOOK-M eq. 8), or
 //                  "keep_all": all text is kept, beyond the budget if need be (LOOK-M's released code)
 // Errors: KVEDGE_E_UNKNOWN (key or member), KVEDGE_E_ARGUMENT (value does not parse), KVEDGE_E_BUDGET (out of range).
