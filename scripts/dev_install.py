@@ -157,6 +157,10 @@ def _key() -> str:
                 digest.update(f"{path.relative_to(ROOT).as_posix()}\0".encode())
                 digest.update(hashlib.sha256(path.read_bytes()).digest())
     digest.update(json.dumps([os.environ.get(name) for name in VARIABLES]).encode())
+    # an editable install knows modules by their files: one that became a folder would not be found
+    digest.update(
+        json.dumps(sorted(str(p.relative_to(ROOT).parent) for p in ROOT.glob("pykvedge/**/__init__.py"))).encode()
+    )
     return digest.hexdigest()
 
 

@@ -20,14 +20,14 @@ import pytest
 from conftest import THREADS
 
 import pykvedge
-from pykvedge.bench import machine, plot, table, timeline
-from pykvedge.bench.matrix import MOST_ROUNDS, Matrix, ModelFiles, Shape, Variant
-from pykvedge.bench.measure import Repetition, make_prompt
-from pykvedge.bench.runner import Group, Log, Outcome, run
-from pykvedge.encoder import Encoder
-from pykvedge.gguf import read_header
-from pykvedge.model import Model
-from pykvedge.vision import Vision
+from pykvedge.lab.bench import machine, plot, table, timeline
+from pykvedge.lab.bench.matrix import MOST_ROUNDS, Matrix, ModelFiles, Shape, Variant
+from pykvedge.lab.bench.measure import Repetition, make_prompt
+from pykvedge.lab.bench.runner import Group, Log, Outcome, run
+from pykvedge.models.encoder import Encoder
+from pykvedge.models.gguf import read_header
+from pykvedge.models.model import Model
+from pykvedge.models.vision import Vision
 
 
 def measured(files, shapes, variants, **options):
@@ -93,7 +93,7 @@ def test_prompts_have_the_size_that_was_asked_for(tiny, native):
 
 def test_stock_is_llama_cpp_without_a_provider(tiny, native, monkeypatch):
     """What is called stock never attaches; the others always do."""
-    from pykvedge import libkvedge
+    from pykvedge.runtime import libkvedge
 
     attached = []
     real = libkvedge.Cache
@@ -155,7 +155,7 @@ def test_medians_ratios_and_limits():
 
 def test_weights_that_a_token_reads(tiny):
     header = read_header(tiny("llama").model)
-    from pykvedge.gguf import tensor_bytes
+    from pykvedge.models.gguf import tensor_bytes
 
     everything = sum(tensor_bytes(t) for t in header.tensors.values())
     embedding = header.tensors["token_embd.weight"]

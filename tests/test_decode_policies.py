@@ -7,9 +7,9 @@ import pytest
 from contexts import TinyContext, random_tokens
 
 import pykvedge
-from pykvedge.plan import Plan
-from pykvedge.stages.base import DecodeState
-from pykvedge.stages.registry import member, members
+from pykvedge.plans.plan import Plan
+from pykvedge.plans.stages.base import DecodeState
+from pykvedge.plans.stages.registry import member, members
 
 POLICIES = list(members("decode"))
 PROMPT = 200
