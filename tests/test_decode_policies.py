@@ -245,7 +245,8 @@ def test_a_copy_goes_on_like_the_original(running):
     assert context.held() == held
     context.decode(random_tokens(60, 3))  # the next prompt leaves the bounded answer as it is
     context.cache.compress()
-    assert {n for heads in context.cache.lengths() for n in heads} == {len(held[0][0]) + 32}  # of 60, of which a fifth is 12
+    # a fifth of the 60 would be 12
+    assert {n for heads in context.cache.lengths() for n in heads} == {len(held[0][0]) + 32}
 
 
 def test_the_presets_of_the_papers():
