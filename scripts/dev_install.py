@@ -26,7 +26,7 @@ LOG = BUILD / "install.log"
 
 # what a build reads, apart from the compiler
 SOURCES = ("pyproject.toml", "CMakeLists.txt", "cmake/**/*", "native/**/*", "patches/**/*.patch",
-           "scripts/llama_source.py", "scripts/unified_diff.py")  # fmt: skip
+           "scripts/llama_source.py")  # fmt: skip
 VARIABLES = ("CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS", "CMAKE_ARGS", "CMAKE_GENERATOR", "LLAMA_CPP_SOURCE_DIR",
              "CUDACXX", "CUDAARCHS", "MACOSX_DEPLOYMENT_TARGET")  # fmt: skip
 
