@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import ctypes as c
 import functools
-from typing import TYPE_CHECKING, Any
+import itertools
+from typing import Any, NamedTuple
 
 from pykvedge import errors
 from pykvedge.native import libraries
-
-if TYPE_CHECKING:
-    from pykvedge.plans.plugins.callbacks import Error
 
 ABI_VERSION = 1
 KV_TYPE = {"f16": 0, "bf16": 1, "f32": 2, "q8_0": 3, "q4_0": 4, "kivi4": 5, "kivi2": 6}
@@ -34,14 +32,65 @@ _ERROR_OF_STATUS: dict[int, type[errors.KvedgeError]] = {
 @functools.cache
 def lib() -> c.CDLL:
     """libkvedge with its prototypes. Raises LibraryError when it is missing or of another version."""
-    libraries.llama()  # refuses other libraries, and loads ours
-    handle = libraries.load("kvedge")
+    handle = libraries.kvedge()
     _declare(handle)
     return handle
 
 
+class Declared(NamedTuple):
+    """A kvedge_setting: of words the fallback is an index, step 0 is any number."""
+
+    name: str
+    help: str
+    fallback: float
+    lowest: float
+    highest: float
+    step: int
+    choices: tuple[str, ...]
+
+
+def stage_settings(stage: str, member: str) -> list[Declared]:
+    """Settings of a member of the library's, by its name."""
+    found = (lib().kvedge_stage_setting(STAGE_NUMBER[stage], member.encode(), i) for i in itertools.count())
+    return [setting.contents.declared for setting in itertools.takewhile(bool, found)]
+
+
 # ------------------------------------------------------------------------------------------------------------
 # kvedge.h
+
+
+def text(value: bytes | None) -> str:
+    """A char * of the library's or of a plugin's."""
+    return (value or b"").decode("utf-8", "replace")
+
+
+class Error(c.Structure):
+    """kvedge_error."""
+
+    _fields_ = [("status", c.c_int), ("message", c.c_char * 500)]
+
+    @property
+    def text(self) -> str:
+        """The message."""
+        return text(self.message)
+
+
+class Setting(c.Structure):
+    """kvedge_setting."""
+
+    _fields_ = [
+        ("name", c.c_char_p),
+        ("help", c.c_char_p),
+        *((name, c.c_double) for name in ("fallback", "lowest", "highest")),
+        ("step", c.c_int32),
+        ("choices", c.c_char_p),
+    ]
+
+    @property
+    def declared(self) -> Declared:
+        """A copy in Python's own types."""
+        words = tuple(text(self.choices).split(",")) if self.choices else ()
+        return Declared(text(self.name), text(self.help), self.fallback, self.lowest, self.highest, self.step, words)
 
 
 class Options(c.Structure):
@@ -92,7 +141,7 @@ class GivenArrays(c.Structure):
 
 _P = c.c_void_p
 _I = c.c_int32
-_ERR = c.c_void_p  # a callbacks.Error
+_ERR = c.c_void_p  # an Error
 _OUT = c.POINTER(c.c_void_p)
 Look = c.CFUNCTYPE(c.c_bool, _I, _P)  # kvedge_encoder_look
 _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
@@ -104,12 +153,16 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "load_backends": (c.c_int, [_ERR]),
     "stage_count": (_I, [c.c_int]),
     "stage_name": (c.c_char_p, [c.c_int, _I]),
+    "stage_setting": (c.POINTER(Setting), [c.c_int, c.c_char_p, _I]),
     "plan_create": (c.c_int, [_OUT, _ERR]),
     "plan_free": (None, [_P]),
     "plan_set": (c.c_int, [_P, c.c_char_p, c.c_char_p, _ERR]),
     "plan_set_profile": (c.c_int, [_P, c.c_int, _P, _P, _I, _I, _ERR]),
     "plan_check": (c.c_int, [_P, _ERR]),
     "plan_budget": (_I, [_P, _I]),
+    "plan_later_budget": (_I, [_P, _I]),
+    "plan_check_stream": (c.c_int, [_P, _ERR]),
+    "plan_score_bytes": (c.c_uint64, [_P, _I, _I, _I, _I]),
     **{f"plan_add_{stage}": (c.c_int, [_P, _P, _ERR]) for stage in ("scorer", "allocator", "reducer")},
     "options_default": (Options, []),
     "attach": (c.c_int, [_P, _P, c.POINTER(Options), _OUT, _ERR]),
@@ -171,8 +224,6 @@ def raise_(error: Error) -> None:
 
 def call(name: str, *arguments: Any) -> None:
     """kvedge_NAME(arguments, &error). Raises where it fails."""
-    from pykvedge.plans.plugins.callbacks import Error
-
     error = Error()
     if getattr(lib(), f"kvedge_{name}")(*arguments, c.byref(error)) != 0:
         raise_(error)

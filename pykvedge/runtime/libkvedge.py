@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pykvedge import errors
 from pykvedge.native import libraries
-from pykvedge.native.abi import KV_TYPE, STAGE_NUMBER, GivenArrays, Saved, Stats, call, lib, raise_
+from pykvedge.native.abi import KV_TYPE, STAGE_NUMBER, Error, GivenArrays, Saved, Stats, call, lib, raise_
 from pykvedge.native.guard import Guard, one_thread
 from pykvedge.plans.kvtypes import KvType
 
@@ -227,8 +227,6 @@ class Cache:
     @one_thread
     def check(self) -> None:
         """Raises the first error that happened inside llama_decode since the last call, if there was one."""
-        from pykvedge.plans.plugins.callbacks import Error
-
         error = Error()
         if lib().kvedge_take_error(self._live(), c.byref(error)) != 0 or error.status != 0:
             with ExitStack() as stages:

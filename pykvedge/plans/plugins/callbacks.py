@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from pykvedge.errors import KvedgeError, PluginError, UsageError
+from pykvedge.native.abi import Error, Setting, text
 from pykvedge.plans.plan import Plan
 from pykvedge.plans.plugins import calling, table
 from pykvedge.plans.stages import base
@@ -23,32 +24,11 @@ STATUS_STAGE = 8  # KVEDGE_E_STAGE
 PLUGIN_SYMBOL = "kvedge_plugin_v1"
 
 
-class Error(c.Structure):
-    """kvedge_error."""
-
-    _fields_ = [("status", c.c_int), ("message", c.c_char * 500)]
-
-    @property
-    def text(self) -> str:
-        """The message."""
-        return self.message.decode("utf-8", "replace")
-
-
 _F, _I, _D, _U8 = (c.POINTER(t) for t in (c.c_float, c.c_int32, c.c_double, c.c_uint8))
 
 
 def _ints(*names: str) -> list[tuple[str, Any]]:
     return [(name, c.c_int32) for name in names]
-
-
-class _Setting(c.Structure):
-    _fields_ = [
-        ("name", c.c_char_p),
-        ("help", c.c_char_p),
-        *((name, c.c_double) for name in ("fallback", "lowest", "highest")),
-        ("step", c.c_int32),
-        ("choices", c.c_char_p),
-    ]
 
 
 class _ScoreInput(c.Structure):
@@ -83,7 +63,7 @@ _ALLOCATE = c.CFUNCTYPE(c.c_int, c.POINTER(_AllocateInput), _I, c.POINTER(Error)
 _REDUCE = c.CFUNCTYPE(c.c_int, c.POINTER(_ReduceInput), _F, _F, c.POINTER(Error))
 _HEAD: list[tuple[str, Any]] = [
     ("struct_size", c.c_size_t), ("name", c.c_char_p), ("summary", c.c_char_p),
-    ("settings", c.POINTER(_Setting)), ("n_settings", c.c_int32),
+    ("settings", c.POINTER(Setting)), ("n_settings", c.c_int32),
 ]  # fmt: skip
 
 
@@ -247,14 +227,10 @@ def load_library(path: Path) -> list[table.Plugin]:
     return out
 
 
-def _text(value: bytes | None) -> str:
-    return (value or b"").decode("utf-8", "replace")
-
-
 def _native_member(stage: str, struct: Any, origin: str) -> table.Plugin:
-    name = _text(struct.name)
+    name = text(struct.name)
     table.check_name(stage, name, origin)
-    summary = _text(struct.summary) or "no description"
+    summary = text(struct.summary) or "no description"
     params = tuple(_param(struct.settings[i], origin) for i in range(struct.n_settings))
     if stage == "allocator":
         allocate = calling.checked_allocator(name, _NativeCall(struct, params, _run_allocate))
@@ -274,17 +250,11 @@ def _native_member(stage: str, struct: Any, origin: str) -> table.Plugin:
     return table.Plugin(member, origin, lambda _: n_queries, lambda _: recent, struct.column_sums, struct)
 
 
-def _param(s: _Setting, origin: str) -> base.Param:
-    name, words = _text(s.name), tuple(_text(s.choices).split(",")) if s.choices else ()
+def _param(s: Setting, origin: str) -> base.Param:
     try:
-        if words:
-            return base.Param(name, words[int(s.fallback)], _text(s.help), choices=words)
-        default = int(s.fallback) if s.step else float(s.fallback)
-        param = base.Param(name, default, _text(s.help), s.lowest, s.highest, step=max(1, s.step))
-        param.check(default, name)
-    except (IndexError, KvedgeError) as error:
-        raise PluginError(f"{origin}: setting '{name}' does not allow its own fallback: {error}") from None
-    return param
+        return base.Param.declared(s.declared)
+    except KvedgeError as error:
+        raise PluginError(f"{origin}: setting '{text(s.name)}' does not allow its own fallback: {error}") from None
 
 
 class _NativeCall:
@@ -294,8 +264,8 @@ class _NativeCall:
         self._struct, self._params, self._run = struct, params, run
 
     def __call__(self, given: Any, settings: base.Settings) -> Any:
-        numbers = [p.choices.index(settings[p.name]) if p.choices else settings[p.name] for p in self._params]
-        values = (c.c_double * max(1, len(numbers)))(*map(float, numbers))
+        numbers = [p.number(settings[p.name]) for p in self._params]
+        values = (c.c_double * max(1, len(numbers)))(*numbers)
         return self._run(self._struct, given, c.cast(values, _D))
 
 

@@ -60,7 +60,7 @@ def add(plugin: Plugin) -> None:
     stage, name = plugin.member.stage, plugin.member.name
     check_name(stage, name, plugin.origin)
     before = _members.get((stage, name))
-    if name in registry.members(stage):
+    if name in registry.formulas(stage):
         raise PluginError(f"{plugin.origin}: there is a built-in {stage} '{name}'; choose another name")
     if before is not None and before.origin != plugin.origin:
         raise PluginError(f"{plugin.origin}: {before.origin} registered a {stage} '{name}' already")

@@ -1,4 +1,4 @@
-#include "scorers/norm.h"
+#include "primitives/norm.h"
 
 #include <cmath>
 
