@@ -12,14 +12,14 @@ constexpr int32_t BLOCK = 128;  // keys packed at a time
 // s [n_window][stride]: logits of one query head's window over all stored rows of its KV head.
 void window_logits(const ScoreInput & in, int32_t query_head, int32_t head, float * panel, float * s, size_t stride) {
     const LayerShape & shape = in.seq->shapes()[(size_t) in.layer];
-    const auto         ldq   = (size_t) shape.n_heads * (size_t) shape.d_k;
+    const auto         d     = (size_t) shape.d_k;
+    const FloatIn      q     = { in.window_q + (size_t) query_head * d, (size_t) shape.n_heads * d };
     int32_t            at    = 0;
     in.seq->each_segment(in.layer, head, false, [&](const Segment & seg) {
         for (int32_t c = 0; c < seg.n; c += BLOCK) {
             const int32_t w = std::min(BLOCK, seg.n - c);
             kernels().pack(seg.k.from(c), w, shape.d_k, panel);
-            kernels().gemm_qk(in.window_q + (size_t) query_head * (size_t) shape.d_k, ldq, in.n_window, panel, w, shape.d_k, s + at,
-                              stride);
+            kernels().gemm_qk(q, in.n_window, panel, w, shape.d_k, { s + at, stride });
             at += w;
         }
     });
