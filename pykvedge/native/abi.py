@@ -103,6 +103,7 @@ class Options(c.Structure):
         ("auto_compress", c.c_bool),
         ("type_k", c.c_int),
         ("type_v", c.c_int),
+        ("unused", c.c_int32),
     ]
 
 
@@ -164,7 +165,7 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "plan_check_stream": (c.c_int, [_P, _ERR]),
     "plan_score_bytes": (c.c_uint64, [_P, _I, _I, _I, _I]),
     **{f"plan_add_{stage}": (c.c_int, [_P, _P, _ERR]) for stage in ("scorer", "allocator", "reducer")},
-    "options_default": (Options, []),
+    "options_init": (c.c_int, [c.POINTER(Options), c.c_size_t, _ERR]),
     "attach": (c.c_int, [_P, _P, c.POINTER(Options), _OUT, _ERR]),
     "detach": (None, [_P]),
     "set_plan": (c.c_int, [_P, _P, _ERR]),

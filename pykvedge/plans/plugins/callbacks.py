@@ -215,16 +215,35 @@ def load_library(path: Path) -> list[table.Plugin]:
         raise PluginError(f"plugin {path} exports no {PLUGIN_SYMBOL}; see kvedge.h") from None
     entry.restype = c.POINTER(_Plugin)
     found = entry()
-    if not found or found.contents.struct_size != c.sizeof(_Plugin):
+    plugin = _own_copy(_Plugin, c.cast(found, c.c_void_p).value)
+    if plugin is None:
         raise PluginError(f"plugin {path} was built for another kvedge.h: {PLUGIN_SYMBOL} returns no table that fits")
     out = []
     for stage, (kind, _) in _STRUCTS.items():
-        for i in range(getattr(found.contents, f"n_{stage}s")):
-            struct = getattr(found.contents, f"{stage}s")[i]
-            if struct.struct_size != c.sizeof(kind) or not struct.call:
-                raise PluginError(f"plugin {path}: {stage} {i} has no function, or its struct_size is not set")
+        at = c.cast(getattr(plugin, f"{stage}s"), c.c_void_p).value
+        for i in range(getattr(plugin, f"n_{stage}s")):
+            struct = _own_copy(kind, at)
+            if struct is None or not struct.call:
+                raise PluginError(f"plugin {path}: {stage} {i} has no function, or its struct_size does not fit")
+            at += c.c_size_t.from_address(at).value
             out.append(_native_member(stage, struct, path.name))
     return out
+
+
+def _own_copy(kind: type[c.Structure], address: int | None) -> Any:
+    """The struct at an address as this package knows it, or None if it is smaller, or asks for what is not known here.
+
+    As kvedge.h says of structs with a struct_size: one of a newer header may be larger, with zeros at its end.
+    """
+    if not address:
+        return None
+    known, size = c.sizeof(kind), c.c_size_t.from_address(address).value
+    last = getattr(kind, "n_reducers" if kind is _Plugin else "user_data")  # in the first version
+    if size < last.offset + last.size or any(c.string_at(address + known, max(size - known, 0))):
+        return None
+    own = kind.from_buffer_copy(c.string_at(address, min(size, known)).ljust(known, b"\0"))
+    own.struct_size = known
+    return own
 
 
 def _native_member(stage: str, struct: Any, origin: str) -> table.Plugin:
