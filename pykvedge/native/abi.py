@@ -1,47 +1,24 @@
-"""kvedge.h as ctypes declares it: structs, prototypes, and the library itself. Nothing is loaded on import.
-
-For libkvedge.py alone, which is what the rest of the package uses.
-"""
+"""kvedge.h as ctypes declares it: structs and prototypes. `calls` has the library itself."""
 
 from __future__ import annotations
 
 import ctypes as c
-import functools
-from typing import TYPE_CHECKING, Any
-
-from pykvedge import errors
-from pykvedge.native import libraries
-
-if TYPE_CHECKING:
-    from pykvedge.plans.plugins.callbacks import Error
+from typing import Any
 
 ABI_VERSION = 1
 KV_TYPE = {"f16": 0, "bf16": 1, "f32": 2, "q8_0": 3, "q4_0": 4, "kivi4": 5, "kivi2": 6}
 STAGE_NUMBER = {"scorer": 0, "allocator": 1, "reducer": 2, "decode": 3}
-_ERROR_OF_STATUS: dict[int, type[errors.KvedgeError]] = {
-    1: errors.UsageError,
-    2: errors.UnknownNameError,
-    3: errors.BudgetError,
-    4: errors.OutOfMemoryError,
-    5: errors.NothingToCompressError,
-    6: errors.StateError,
-    7: errors.UnsupportedError,
-    8: errors.PluginError,
-    9: errors.SessionFileError,
-}
 
 
-@functools.cache
-def lib() -> c.CDLL:
-    """libkvedge with its prototypes. Raises LibraryError when it is missing or of another version."""
-    libraries.llama()  # refuses other libraries, and loads ours
-    handle = libraries.load("kvedge")
-    _declare(handle)
-    return handle
+class Error(c.Structure):
+    """kvedge_error."""
 
+    _fields_ = [("status", c.c_int), ("message", c.c_char * 500)]
 
-# ------------------------------------------------------------------------------------------------------------
-# kvedge.h
+    @property
+    def text(self) -> str:
+        """The message."""
+        return self.message.decode("utf-8", "replace")
 
 
 class Options(c.Structure):
@@ -92,10 +69,10 @@ class GivenArrays(c.Structure):
 
 _P = c.c_void_p
 _I = c.c_int32
-_ERR = c.c_void_p  # a callbacks.Error
+_ERR = c.c_void_p  # an Error
 _OUT = c.POINTER(c.c_void_p)
 Look = c.CFUNCTYPE(c.c_bool, _I, _P)  # kvedge_encoder_look
-_PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
+PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "version": (c.c_char_p, []),
     "abi_version": (_I, []),
     "simd": (c.c_char_p, []),
@@ -152,27 +129,3 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "result_scores": (c.POINTER(c.c_float), [_P, _I, _I]),
     "result_attention": (c.POINTER(c.c_float), [_P, _I]),
 }
-
-
-def _declare(handle: c.CDLL) -> None:
-    for name, (result, arguments) in _PROTOTYPES.items():
-        try:
-            function = getattr(handle, f"kvedge_{name}")
-        except AttributeError:
-            raise errors.LibraryError(f"libkvedge lacks kvedge_{name}; {libraries.HOW_TO_BUILD}") from None
-        function.restype, function.argtypes = result, arguments
-
-
-def raise_(error: Error) -> None:
-    """Raises what the status of a kvedge_error stands for (errors.py)."""
-    message = error.text or f"libkvedge failed with status {error.status}"
-    raise _ERROR_OF_STATUS.get(error.status, errors.KvedgeError)(message)
-
-
-def call(name: str, *arguments: Any) -> None:
-    """kvedge_NAME(arguments, &error). Raises where it fails."""
-    from pykvedge.plans.plugins.callbacks import Error
-
-    error = Error()
-    if getattr(lib(), f"kvedge_{name}")(*arguments, c.byref(error)) != 0:
-        raise_(error)

@@ -15,6 +15,7 @@ from typing import Any
 
 from pykvedge.errors import LibraryError
 from pykvedge.native import libcheck
+from pykvedge.native.abi import ABI_VERSION, Error
 
 BINDINGS_VERSION = "0.3.36"  # the pin in scripts/llama_source.py
 HOW_TO_BUILD = libcheck.REINSTALL
@@ -99,9 +100,6 @@ def folder_with(base: str) -> Path:
 @functools.cache
 def load_backends() -> None:
     """Makes ggml load its CPU variant, where the variants are libraries of their own. Raises LibraryError."""
-    from pykvedge.native.abi import ABI_VERSION
-    from pykvedge.plans.plugins.callbacks import Error
-
     place = require_dir()
     for base in _BELOW:
         if (place / file_name(base)).exists():

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from pykvedge.errors import UsageError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 Settings = Mapping[str, Any]
 

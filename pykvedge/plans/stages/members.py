@@ -5,12 +5,9 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
-from typing import TYPE_CHECKING, cast
 
 from pykvedge.errors import UsageError, unknown
-
-if TYPE_CHECKING:
-    from pykvedge.plans.stages.base import Allocator, Member, Reducer, Scorer
+from pykvedge.plans.stages.base import Member
 
 STAGES = ("scorer", "allocator", "reducer", "decode")
 
@@ -29,31 +26,3 @@ def members(stage: str) -> dict[str, Member]:
             raise UsageError(f"{module.__name__} must define the {stage} '{info.name}', not '{member.name}'")
         found[member.name] = member
     return dict(sorted(found.items()))
-
-
-def scorer(name: str) -> Scorer:
-    """The scorer of that name. Raises UnknownNameError."""
-    return cast("Scorer", member("scorer", name))
-
-
-def allocator(name: str) -> Allocator:
-    """The allocator of that name. Raises UnknownNameError."""
-    return cast("Allocator", member("allocator", name))
-
-
-def reducer(name: str) -> Reducer:
-    """The reducer of that name. Raises UnknownNameError."""
-    return cast("Reducer", member("reducer", name))
-
-
-def member(stage: str, name: str) -> Member:
-    """The member of that name, built in or of a plugin. Raises UnknownNameError with a suggestion."""
-    known = members(stage)
-    if name in known:
-        return known[name]
-    from pykvedge.plans.plugins import loading, table
-
-    plugin = loading.find(stage, name)
-    if plugin is None:
-        raise unknown(stage, str(name), [*known, *table.names(stage)], loading.problems())
-    return plugin.member

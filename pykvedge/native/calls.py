@@ -1,0 +1,54 @@
+"""libkvedge with its prototypes, and calls of it whose failures are exceptions. Nothing is loaded on import."""
+
+from __future__ import annotations
+
+import ctypes as c
+import functools
+from typing import Any
+
+from pykvedge import errors
+from pykvedge.native import libraries
+from pykvedge.native.abi import PROTOTYPES, Error
+
+_ERROR_OF_STATUS: dict[int, type[errors.KvedgeError]] = {
+    1: errors.UsageError,
+    2: errors.UnknownNameError,
+    3: errors.BudgetError,
+    4: errors.OutOfMemoryError,
+    5: errors.NothingToCompressError,
+    6: errors.StateError,
+    7: errors.UnsupportedError,
+    8: errors.PluginError,
+    9: errors.SessionFileError,
+}
+
+
+@functools.cache
+def lib() -> c.CDLL:
+    """libkvedge with its prototypes. Raises LibraryError when it is missing or of another version."""
+    libraries.llama()  # refuses other libraries, and loads ours
+    handle = libraries.load("kvedge")
+    _declare(handle)
+    return handle
+
+
+def _declare(handle: c.CDLL) -> None:
+    for name, (result, arguments) in PROTOTYPES.items():
+        try:
+            function = getattr(handle, f"kvedge_{name}")
+        except AttributeError:
+            raise errors.LibraryError(f"libkvedge lacks kvedge_{name}; {libraries.HOW_TO_BUILD}") from None
+        function.restype, function.argtypes = result, arguments
+
+
+def raise_(error: Error) -> None:
+    """Raises what the status of a kvedge_error stands for (errors.py)."""
+    message = error.text or f"libkvedge failed with status {error.status}"
+    raise _ERROR_OF_STATUS.get(error.status, errors.KvedgeError)(message)
+
+
+def call(name: str, *arguments: Any) -> None:
+    """kvedge_NAME(arguments, &error). Raises where it fails."""
+    error = Error()
+    if getattr(lib(), f"kvedge_{name}")(*arguments, c.byref(error)) != 0:
+        raise_(error)
