@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 import ctypes as c
-from typing import Any
+from typing import Any, NamedTuple
 
 ABI_VERSION = 1
 KV_TYPE = {"f16": 0, "bf16": 1, "f32": 2, "q8_0": 3, "q4_0": 4, "kivi4": 5, "kivi2": 6}
 STAGE_NUMBER = {"scorer": 0, "allocator": 1, "reducer": 2, "decode": 3}
+
+
+class Declared(NamedTuple):
+    """A kvedge_setting: of words the fallback is an index, step 0 is any number."""
+
+    name: str
+    help: str
+    fallback: float
+    lowest: float
+    highest: float
+    step: int
+    choices: tuple[str, ...]
+
+
+def text(value: bytes | None) -> str:
+    """A char * of the library's or of a plugin's."""
+    return (value or b"").decode("utf-8", "replace")
 
 
 class Error(c.Structure):
@@ -18,7 +35,25 @@ class Error(c.Structure):
     @property
     def text(self) -> str:
         """The message."""
-        return self.message.decode("utf-8", "replace")
+        return text(self.message)
+
+
+class Setting(c.Structure):
+    """kvedge_setting."""
+
+    _fields_ = [
+        ("name", c.c_char_p),
+        ("help", c.c_char_p),
+        *((name, c.c_double) for name in ("fallback", "lowest", "highest")),
+        ("step", c.c_int32),
+        ("choices", c.c_char_p),
+    ]
+
+    @property
+    def declared(self) -> Declared:
+        """A copy in Python's own types."""
+        words = tuple(text(self.choices).split(",")) if self.choices else ()
+        return Declared(text(self.name), text(self.help), self.fallback, self.lowest, self.highest, self.step, words)
 
 
 class Options(c.Structure):
@@ -31,6 +66,7 @@ class Options(c.Structure):
         ("auto_compress", c.c_bool),
         ("type_k", c.c_int),
         ("type_v", c.c_int),
+        ("unused", c.c_int32),
     ]
 
 
@@ -81,14 +117,18 @@ PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "load_backends": (c.c_int, [_ERR]),
     "stage_count": (_I, [c.c_int]),
     "stage_name": (c.c_char_p, [c.c_int, _I]),
+    "stage_setting": (c.POINTER(Setting), [c.c_int, c.c_char_p, _I]),
     "plan_create": (c.c_int, [_OUT, _ERR]),
     "plan_free": (None, [_P]),
     "plan_set": (c.c_int, [_P, c.c_char_p, c.c_char_p, _ERR]),
     "plan_set_profile": (c.c_int, [_P, c.c_int, _P, _P, _I, _I, _ERR]),
     "plan_check": (c.c_int, [_P, _ERR]),
     "plan_budget": (_I, [_P, _I]),
+    "plan_later_budget": (_I, [_P, _I]),
+    "plan_check_stream": (c.c_int, [_P, _ERR]),
+    "plan_score_bytes": (c.c_uint64, [_P, _I, _I, _I, _I]),
     **{f"plan_add_{stage}": (c.c_int, [_P, _P, _ERR]) for stage in ("scorer", "allocator", "reducer")},
-    "options_default": (Options, []),
+    "options_init": (c.c_int, [c.POINTER(Options), c.c_size_t, _ERR]),
     "attach": (c.c_int, [_P, _P, c.POINTER(Options), _OUT, _ERR]),
     "detach": (None, [_P]),
     "set_plan": (c.c_int, [_P, _P, _ERR]),

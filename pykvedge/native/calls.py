@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ctypes as c
 import functools
+import itertools
 from typing import Any
 
 from pykvedge import errors
 from pykvedge.native import libraries
-from pykvedge.native.abi import PROTOTYPES, Error
+from pykvedge.native.abi import PROTOTYPES, STAGE_NUMBER, Declared, Error
 
 _ERROR_OF_STATUS: dict[int, type[errors.KvedgeError]] = {
     1: errors.UsageError,
@@ -26,10 +27,15 @@ _ERROR_OF_STATUS: dict[int, type[errors.KvedgeError]] = {
 @functools.cache
 def lib() -> c.CDLL:
     """libkvedge with its prototypes. Raises LibraryError when it is missing or of another version."""
-    libraries.llama()  # refuses other libraries, and loads ours
-    handle = libraries.load("kvedge")
+    handle = libraries.kvedge()
     _declare(handle)
     return handle
+
+
+def stage_settings(stage: str, member: str) -> list[Declared]:
+    """Settings of a member of the library's, by its name."""
+    found = (lib().kvedge_stage_setting(STAGE_NUMBER[stage], member.encode(), i) for i in itertools.count())
+    return [setting.contents.declared for setting in itertools.takewhile(bool, found)]
 
 
 def _declare(handle: c.CDLL) -> None:

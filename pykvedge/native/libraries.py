@@ -98,19 +98,31 @@ def folder_with(base: str) -> Path:
 
 
 @functools.cache
-def load_backends() -> None:
-    """Makes ggml load its CPU variant, where the variants are libraries of their own. Raises LibraryError."""
+def kvedge() -> ctypes.CDLL:
+    """libkvedge and what it needs, without the bindings. Raises LibraryError, as `llama` does."""
+    _refuse_others(require_dir())
+    return _kvedge()
+
+
+def _kvedge() -> ctypes.CDLL:
     place = require_dir()
     for base in _BELOW:
         if (place / file_name(base)).exists():
             load(base)
-    libkvedge, error = load("kvedge"), Error()
+    libkvedge = load("kvedge")
     try:
         libcheck.check_version(libkvedge, ABI_VERSION)
-        status = libkvedge.kvedge_load_backends(ctypes.byref(error))
+        libkvedge.kvedge_load_backends.restype = ctypes.c_int
     except AttributeError as lacking:
         raise LibraryError(f"libkvedge is of another version ({lacking}); {HOW_TO_BUILD}") from None
-    if status != 0:
+    return libkvedge
+
+
+@functools.cache
+def load_backends() -> None:
+    """Makes ggml load its CPU variant, where the variants are libraries of their own. Raises LibraryError."""
+    error = Error()
+    if _kvedge().kvedge_load_backends(ctypes.byref(error)) != 0:
         raise LibraryError(error.text)
 
 

@@ -5,25 +5,13 @@ from __future__ import annotations
 import ctypes as c
 from typing import Any
 
-from pykvedge.native.abi import Error
+from pykvedge.native.abi import Error, Setting
 
 FLOATS, INTS, DOUBLES, BYTES = (c.POINTER(t) for t in (c.c_float, c.c_int32, c.c_double, c.c_uint8))
 
 
 def _ints(*names: str) -> list[tuple[str, Any]]:
     return [(name, c.c_int32) for name in names]
-
-
-class Setting(c.Structure):
-    """kvedge_setting."""
-
-    _fields_ = [
-        ("name", c.c_char_p),
-        ("help", c.c_char_p),
-        *((name, c.c_double) for name in ("fallback", "lowest", "highest")),
-        ("step", c.c_int32),
-        ("choices", c.c_char_p),
-    ]
 
 
 class ScoreInput(c.Structure):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pykvedge import errors
 from pykvedge.native import libraries
-from pykvedge.native.abi import KV_TYPE, STAGE_NUMBER, Error, GivenArrays, Saved, Stats
+from pykvedge.native.abi import KV_TYPE, STAGE_NUMBER, Error, GivenArrays, Options, Saved, Stats
 from pykvedge.native.calls import call, lib, raise_
 from pykvedge.native.guard import Guard, one_thread
 from pykvedge.plans.kvtypes import KvType
@@ -134,7 +134,8 @@ class Cache:
         profiles: of the plan's stages that need one, by name (profiles.tables_for).
         """
         self.guard = Guard("cache", over="the cache was detached; attach again")
-        options = lib().kvedge_options_default()
+        options = Options()
+        call("options_init", c.byref(options), c.sizeof(options))
         kv_type = KvType.parse(kv_type)
         options.type_k, options.type_v = KV_TYPE[kv_type.k], KV_TYPE[kv_type.v]
         options.auto_compress = auto_compress

@@ -16,10 +16,11 @@ namespace {
 enum { FLOOR, NORMALIZE, BUDGET_SCORE, ROUNDING };
 
 const Param PARAMS[] = {
-    { "floor", 0.2, 0, 1, 0, nullptr },        // share of the even budget that every head keeps
-    { "normalize", 0, 0, 0, 0, "true,false" },  // scores times the share of a head's mass in its own top scores
-    { "budget_score", 0, 0, 0, 0, "attention,mix" },  // what counts where the scorer mixes attention with more
-    { "rounding", 0, 0, 0, 0, "exact,official" },     // official: head by head, as the released code, can miss the total
+    setting::number("floor", 0.2, 0, 1, "share of the even budget that every head keeps"),
+    setting::flag("normalize", true, "weigh a head's scores by how concentrated they are"),
+    setting::words("budget_score", "attention,mix",
+                   "what counts where the scorer mixes attention with more: attention or mix"),
+    setting::words("rounding", "exact,official", "exact meets the budget; official, head by head, can miss it"),
     {},
 };
 
@@ -80,7 +81,7 @@ std::vector<int64_t> round_counts(const AllocateInput & in, const std::vector<in
 void allocate_layer(const AllocateInput & in, size_t l, std::vector<int32_t> & out) {
     const int32_t      held = std::max(in.recent, 1);  // of every head, so that none is left empty
     const int32_t      base = in.budget - held, n = in.n_tokens - in.recent;
-    const int32_t      n_heads = in.seq->shapes()[l].n_heads_kv;
+    const int32_t      n_heads = (*in.shapes)[l].n_heads_kv;
     const auto &       all     = in.attention ? *in.attention : *in.scores;
     std::vector<float> scores;
     for (int32_t h = 0; h < n_heads; h++) {

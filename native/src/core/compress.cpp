@@ -143,6 +143,11 @@ static kvedge_status compress_tokens(
     return ok(err);
 }
 
+kvedge_plan compression_plan(const Sequence & seq, const kvedge_plan & plan, int32_t n_more) {
+    const int32_t pending = seq.pending_length();
+    return plan_after(plan, (int32_t) seq.pos.size() - pending, pending + n_more);
+}
+
 kvedge_status compress_pending(
     Sequence & seq, const kvedge_plan & plan, int32_t n_threads, Compression & outcome, kvedge_error * err) {
     return measured(seq, outcome, err, [&] { return compress_tokens(seq, plan, n_threads, outcome, err); });

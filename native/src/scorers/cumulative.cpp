@@ -9,10 +9,10 @@ namespace kvedge {
 
 enum { WINDOW, SHARE };
 
-// Last tokens that recent = auto protects, at most half of the budget; 0: as many as are chosen by their score.
 static const Param PARAMS[] = {
-    { "window", 0, 0, 1048576, 1, nullptr },
-    { "share", 0, 0, 0, 0, "head,layer" },  // layer: all heads have the mean (Elastic Cache eq. 1, PrefixKV sec. 3.1)
+    setting::whole("window", 0, 0, 1 << 20, "last tokens that are kept, at most half of the budget; 0: that half, as in H2O"),
+    // layer: all heads have the mean (Elastic Cache eq. 1, PrefixKV sec. 3.1)
+    setting::words("share", "head,layer", "one score per KV head, or one for all heads of a layer"),
     {},
 };
 
@@ -21,7 +21,7 @@ static int32_t auto_recent(int32_t kept, int32_t even, const double * params) {
 }
 
 static void score(const ScoreInput & in, float * out) {
-    const int32_t n_heads_kv = in.seq->shapes()[(size_t) in.layer].n_heads_kv;
+    const int32_t n_heads_kv = in.shape.n_heads_kv;
     for (int32_t h = 0; h < n_heads_kv; h++) {
         const double * sums = in.column_sums + (size_t) h * (size_t) in.sums_capacity;
         for (int32_t t = 0; t < in.n_tokens; t++) {

@@ -1,6 +1,7 @@
 // Deviation from the low-frequency part of keys and values along the tokens: outliers in the frequency domain matter
 // (FlashCache eq. 10).
 
+#include "core/stages.h"
 #include "primitives/dct.h"
 #include "primitives/shared.h"
 
@@ -13,16 +14,16 @@ namespace {
 enum { GAMMA, SHARE };
 
 const Param PARAMS[] = {
-    { "gamma", 0.2, 0, 1, 0, nullptr },        // share of the frequencies that counts as low
-    { "share", 0, 0, 0, 0, "layer,head" },  // layer: all heads have the mean
+    setting::number("gamma", 0.2, 0, 1, "share of the low frequencies that make up the curve"),
+    setting::words("share", "layer,head", "one score for all heads of a layer, or one per KV head"),
     {},
 };
 
 void score(const ScoreInput & in, float * out) {
-    const int32_t  n_heads_kv = in.seq->shapes()[(size_t) in.layer].n_heads_kv;
+    const int32_t  n_heads_kv = in.shape.n_heads_kv;
     const HighPass filter(in.n_tokens, in.params[GAMMA]);
     std::fill(out, out + (size_t) n_heads_kv * (size_t) in.n_tokens, 0.0f);
-    const double high = filter.measure(*in.seq, in.layer, out);
+    const double high = filter.measure(*in.view, in.layer, in.shape, out);
     if (in.spectrum) {
         *in.spectrum = { in.params[GAMMA], high };
     }

@@ -11,10 +11,10 @@ namespace {
 enum { WINDOW, KERNEL, POOL, GQA };
 
 const Param PARAMS[] = {
-    { "window", 32, 1, 4096, 1, nullptr },  // queries, and tokens that recent = auto protects
-    { "kernel", 5, 1, 255, 2, nullptr },    // pooling width
-    { "pool", 0, 0, 0, 0, "avg,max" },
-    { "gqa", 0, 0, 0, 0, "mean,max" },  // over the query heads of a KV head, before pooling
+    setting::whole("window", 32, 1, 4096, "last queries, which vote, and tokens kept, at most half of the budget"),
+    setting::whole("kernel", 5, 1, 255, "pooling width, odd", 2),
+    setting::words("pool", "avg,max", "pooling: avg or max"),
+    setting::words("gqa", "mean,max", "over the query heads of a KV head: mean or max"),
     {},
 };
 
@@ -24,10 +24,10 @@ int32_t auto_recent(int32_t kept, int32_t even, const double * params) { return 
 
 // The window's own tokens keep their unpooled attention; those that recent = auto does not protect compete by it.
 void score(const ScoreInput & in, float * out) {
-    const int32_t n_heads_kv = in.seq->shapes()[(size_t) in.layer].n_heads_kv;
+    const int32_t n_heads_kv = in.shape.n_heads_kv;
     for (int32_t h = 0; h < n_heads_kv; h++) {
         float * row = out + (size_t) h * (size_t) in.n_tokens;
-        window_attention(in, h, (GroupReduction) (int32_t) in.params[GQA], row);
+        window_attention(in, in.view->head(in.layer, h), h, (GroupReduction) (int32_t) in.params[GQA], row);
         pool((Pooling) (int32_t) in.params[POOL], (int32_t) in.params[KERNEL], row, std::max(0, in.n_tokens - window(in.params)));
     }
 }

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from pykvedge.errors import KvedgeError, PluginError, UsageError
-from pykvedge.native.abi import Error
+from pykvedge.native.abi import Error, Setting, text
 from pykvedge.native.stage_structs import (
     BYTES,
     DOUBLES,
@@ -24,7 +24,6 @@ from pykvedge.native.stage_structs import (
     Plugin,
     ReduceInput,
     ScoreInput,
-    Setting,
 )
 from pykvedge.plans.plugins import calling, table
 from pykvedge.plans.stages import base
@@ -44,26 +43,41 @@ def load_library(path: Path) -> list[table.Plugin]:
         raise PluginError(f"plugin {path} exports no {PLUGIN_SYMBOL}; see kvedge.h") from None
     entry.restype = c.POINTER(Plugin)
     found = entry()
-    if not found or found.contents.struct_size != c.sizeof(Plugin):
+    plugin = _own_copy(Plugin, c.cast(found, c.c_void_p).value)
+    if plugin is None:
         raise PluginError(f"plugin {path} was built for another kvedge.h: {PLUGIN_SYMBOL} returns no table that fits")
     out = []
     for stage, (kind, _) in STRUCTS.items():
-        for i in range(getattr(found.contents, f"n_{stage}s")):
-            struct = getattr(found.contents, f"{stage}s")[i]
-            if struct.struct_size != c.sizeof(kind) or not struct.call:
-                raise PluginError(f"plugin {path}: {stage} {i} has no function, or its struct_size is not set")
+        at = c.cast(getattr(plugin, f"{stage}s"), c.c_void_p).value
+        for i in range(getattr(plugin, f"n_{stage}s")):
+            struct = _own_copy(kind, at)
+            if struct is None or not struct.call:
+                raise PluginError(f"plugin {path}: {stage} {i} has no function, or its struct_size does not fit")
+            at += c.c_size_t.from_address(at).value
             out.append(_native_member(stage, struct, path.name))
     return out
 
 
-def _text(value: bytes | None) -> str:
-    return (value or b"").decode("utf-8", "replace")
+def _own_copy(kind: type[c.Structure], address: int | None) -> Any:
+    """The struct at an address as this package knows it, or None if it is smaller, or asks for what is not known here.
+
+    As kvedge.h says of structs with a struct_size: one of a newer header may be larger, with zeros at its end.
+    """
+    if not address:
+        return None
+    known, size = c.sizeof(kind), c.c_size_t.from_address(address).value
+    last = getattr(kind, "n_reducers" if kind is Plugin else "user_data")  # in the first version
+    if size < last.offset + last.size or any(c.string_at(address + known, max(size - known, 0))):
+        return None
+    own = kind.from_buffer_copy(c.string_at(address, min(size, known)).ljust(known, b"\0"))
+    own.struct_size = known
+    return own
 
 
 def _native_member(stage: str, struct: Any, origin: str) -> table.Plugin:
-    name = _text(struct.name)
+    name = text(struct.name)
     table.check_name(stage, name, origin)
-    summary = _text(struct.summary) or "no description"
+    summary = text(struct.summary) or "no description"
     params = tuple(_param(struct.settings[i], origin) for i in range(struct.n_settings))
     if stage == "allocator":
         allocate = calling.checked_allocator(name, _NativeCall(struct, params, _run_allocate))
@@ -84,16 +98,10 @@ def _native_member(stage: str, struct: Any, origin: str) -> table.Plugin:
 
 
 def _param(s: Setting, origin: str) -> base.Param:
-    name, words = _text(s.name), tuple(_text(s.choices).split(",")) if s.choices else ()
     try:
-        if words:
-            return base.Param(name, words[int(s.fallback)], _text(s.help), choices=words)
-        default = int(s.fallback) if s.step else float(s.fallback)
-        param = base.Param(name, default, _text(s.help), s.lowest, s.highest, step=max(1, s.step))
-        param.check(default, name)
-    except (IndexError, KvedgeError) as error:
-        raise PluginError(f"{origin}: setting '{name}' does not allow its own fallback: {error}") from None
-    return param
+        return base.Param.declared(s.declared)
+    except KvedgeError as error:
+        raise PluginError(f"{origin}: setting '{text(s.name)}' does not allow its own fallback: {error}") from None
 
 
 class _NativeCall:
@@ -103,8 +111,8 @@ class _NativeCall:
         self._struct, self._params, self._run = struct, params, run
 
     def __call__(self, given: Any, settings: base.Settings) -> Any:
-        numbers = [p.choices.index(settings[p.name]) if p.choices else settings[p.name] for p in self._params]
-        values = (c.c_double * max(1, len(numbers)))(*map(float, numbers))
+        numbers = [p.number(settings[p.name]) for p in self._params]
+        values = (c.c_double * max(1, len(numbers)))(*numbers)
         return self._run(self._struct, given, c.cast(values, DOUBLES))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from pykvedge.errors import PluginError
 from pykvedge.plans.stages.base import Member, Settings
-from pykvedge.plans.stages.members import members
+from pykvedge.plans.stages.members import formulas
 
 STAGES = ("scorer", "allocator", "reducer")  # those that can be registered
 NAME = re.compile(r"[a-z][a-z0-9-]{0,39}")
@@ -73,7 +73,7 @@ def add(plugin: Plugin) -> None:
     stage, name = plugin.member.stage, plugin.member.name
     check_name(stage, name, plugin.origin)
     before = _members.get((stage, name))
-    if name in members(stage):
+    if name in formulas(stage):
         raise PluginError(f"{plugin.origin}: there is a built-in {stage} '{name}'; choose another name")
     if before is not None and before.origin != plugin.origin:
         raise PluginError(f"{plugin.origin}: {before.origin} registered a {stage} '{name}' already")

@@ -15,7 +15,12 @@ from pykvedge.errors import UsageError
 if TYPE_CHECKING:
     import numpy as np
 
+    from pykvedge.native.abi import Declared
+
 Settings = Mapping[str, Any]
+
+
+FLAG = ("true", "false")  # the choices of a setting that is a switch
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,26 @@ class Param:
     high: float | None = None
     choices: tuple[str, ...] = ()
     step: int = 1  # whole numbers: low + a multiple of it
+
+    @classmethod
+    def declared(cls, s: Declared) -> Param:
+        """As the library, or a plugin in C, has it. Raises UsageError for a fallback that it does not allow."""
+        if s.choices == FLAG:
+            return cls(s.name, s.fallback == 0, s.help)
+        if s.choices:
+            out = cls(s.name, dict(enumerate(s.choices)).get(int(s.fallback), ""), s.help, choices=s.choices)
+        elif s.step:
+            out = cls(s.name, int(s.fallback), s.help, int(s.lowest), int(s.highest), step=s.step)
+        else:
+            out = cls(s.name, s.fallback, s.help, s.lowest, s.highest)
+        out.check(out.default, s.name)
+        return out
+
+    def number(self, value: Any) -> float:
+        """A value as the library hands it to a stage in C: of words, and of true and false, the index."""
+        if isinstance(self.default, bool):
+            return float(not value)
+        return float(self.choices.index(value) if self.choices else value)
 
     def check(self, value: Any, key: str) -> int | float | bool | str:
         """`value` as the type of the default. Raises UsageError when it does not fit."""

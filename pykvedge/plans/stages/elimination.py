@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import math
 
-from pykvedge.plans.stages.base import DecodeState, Param, Settings
-
-PLACE = (
-    Param("distance", 25, "rows between the fixed place and the end of the compressed prompt", low=1, high=2**20),
-    Param("relative", False, "the distance is from the newest row, so that the place moves along"),
-)
+from pykvedge.plans.stages.base import DecodeState, Settings
 
 
 def row_by_share(state: DecodeState, share: float, settings: Settings) -> int | None:

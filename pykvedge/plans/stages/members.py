@@ -1,20 +1,28 @@
-"""Finds the members of every stage: each module in stages/<stage>/ is one, so a new member is one new file."""
+"""Finds the members of every stage: each module in stages/<stage>/ is one, so a new member is one new file.
+
+What settings a member has is the library's to say (kvedge_stage_setting); the module has the formula.
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib
 import pkgutil
+from dataclasses import replace
 
 from pykvedge.errors import UsageError, unknown
-from pykvedge.plans.stages.base import Member
+from pykvedge.native import calls
+from pykvedge.plans.stages.base import Member, Param
 
 STAGES = ("scorer", "allocator", "reducer", "decode")
 
 
 @functools.cache
-def members(stage: str) -> dict[str, Member]:
-    """Name -> member of one stage, in alphabetical order. Raises UnknownNameError for a stage that does not exist."""
+def formulas(stage: str) -> dict[str, Member]:
+    """Name -> member of one stage without its settings, in alphabetical order. Needs no library.
+
+    Raises UnknownNameError for a stage that does not exist.
+    """
     if stage not in STAGES:
         raise unknown("stage", stage, STAGES)
     package = importlib.import_module(f"pykvedge.plans.stages.{stage}")
@@ -26,3 +34,13 @@ def members(stage: str) -> dict[str, Member]:
             raise UsageError(f"{module.__name__} must define the {stage} '{info.name}', not '{member.name}'")
         found[member.name] = member
     return dict(sorted(found.items()))
+
+
+@functools.cache
+def members(stage: str) -> dict[str, Member]:
+    """Name -> member of one stage, in alphabetical order. Raises UnknownNameError, LibraryError."""
+    return {name: _with_settings(stage, found) for name, found in formulas(stage).items()}
+
+
+def _with_settings(stage: str, found: Member) -> Member:
+    return replace(found, params=tuple(Param.declared(s) for s in calls.stage_settings(stage, found.name)))

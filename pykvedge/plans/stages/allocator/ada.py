@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pykvedge.plans.stages.base import Allocator, Param, Prompt, Settings
+from pykvedge.plans.stages.base import Allocator, Prompt, Settings
 from pykvedge.plans.stages.shares import round_shares
 
 
@@ -52,20 +52,4 @@ MEMBER = Allocator(
     source="AdaKV, section 4",
     allocate=allocate,
     by_place=True,  # equal remainders go to the lower head
-    params=(
-        Param("floor", 0.2, "share of the even budget that every head keeps", low=0.0, high=1.0),
-        Param("normalize", True, "weigh a head's scores by how concentrated they are"),
-        Param(
-            "budget_score",
-            "attention",
-            "what counts where the scorer mixes attention with more: attention or mix",
-            choices=("attention", "mix"),
-        ),
-        Param(
-            "rounding",
-            "exact",
-            "exact meets the budget; official, head by head, can miss it",
-            choices=("exact", "official"),
-        ),
-    ),
 )

@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from pykvedge.plans.stages.attention import causal_attention
-from pykvedge.plans.stages.base import Allocator, Layer, Param, Prompt, Settings
+from pykvedge.plans.stages.base import Allocator, Layer, Prompt, Settings
 from pykvedge.plans.stages.shares import round_shares
 
 LEAST, SMALLEST = 0.01, 1e-12  # of a share; of a weight, before its logarithm
@@ -82,12 +82,4 @@ MEMBER = Allocator(
     summary="more for the layers in which text and images look at each other more widely",
     source="MEDA",
     allocate=allocate,
-    params=(
-        Param(
-            "attention",
-            "cross",
-            "whose entropy: cross (text on images and back) or full (the causal map)",
-            choices=("cross", "full"),
-        ),
-    ),
 )

@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from pykvedge.errors import ProfileError
-from pykvedge.plans.stages.base import Allocator, Param, Prompt, Settings
+from pykvedge.plans.stages.base import Allocator, Prompt, Settings
 from pykvedge.plans.stages.shares import round_shares
 
 KIND = {"sparsemm": "visual-heads", "headkv": "retrieval-heads"}
@@ -57,13 +57,6 @@ MEMBER = Allocator(
     summary="more for the heads that a calibration found to look at what answers are read from",
     source="SparseMM; HeadKV",
     allocate=allocate,
-    params=(
-        Param("rule", "sparsemm", "what every head gets by itself", choices=("sparsemm", "headkv")),
-        Param("ratio", 0.1, "with sparsemm, that share of the even budget", low=0.0, high=1.0),
-        Param("beta", 1.5, "with headkv, all but 1 / beta of the even budget", low=1.0, high=1000.0),
-        Param("power", 1.0, "of the scores before they share out the rest", low=0.0, high=16.0),
-        Param("rounding", "exact", "official misses the total as the released codes do", choices=("exact", "official")),
-    ),
     profile=lambda settings: KIND[settings["rule"]],
     by_place=True,  # a profile belongs to the heads of one model
 )

@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from pykvedge.errors import ProfileError
-from pykvedge.plans.stages.base import Allocator, Param, ProfileTable, Prompt, Settings
+from pykvedge.plans.stages.base import Allocator, ProfileTable, Prompt, Settings
 from pykvedge.plans.stages.shares import round_shares
 
 HALVINGS = 64
@@ -75,6 +75,5 @@ MEMBER = Allocator(
     summary="every layer keeps the same share of its importance",
     source="PrefixKV, eq. 1 and 2",
     allocate=allocate,
-    params=(Param("source", "online", "of the lengths: this prompt or a profile", choices=("online", "profile")),),
     profile=lambda settings: "prefix" if settings["source"] == "profile" else None,
 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pykvedge.plans.stages.base import Allocator, Param, Prompt, Settings
+from pykvedge.plans.stages.base import Allocator, Prompt, Settings
 from pykvedge.plans.stages.shares import round_shares
 
 
@@ -38,13 +38,4 @@ MEMBER = Allocator(
     summary="more for the lower layers, on a straight line",
     source="PyramidKV, section 4.1",
     allocate=allocate,
-    params=(
-        Param("beta", 20, "the last layer gets 1 / beta of the mean", low=1, high=1000),
-        Param(
-            "rounding",
-            "exact",
-            "exact meets the budget; official rounds the step down and exceeds it",
-            choices=("exact", "official"),
-        ),
-    ),
 )

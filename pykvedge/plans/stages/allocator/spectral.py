@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pykvedge.plans.stages.base import Allocator, Param, Prompt, Settings
+from pykvedge.plans.stages.base import Allocator, Prompt, Settings
 from pykvedge.plans.stages.shares import round_shares
 from pykvedge.plans.stages.spectrum import high_share
 
@@ -30,5 +30,4 @@ MEMBER = Allocator(
     summary="more for the layers whose keys and values change fast along the tokens",
     source="FlashCache, section 3.2",
     allocate=allocate,
-    params=(Param("gamma", 0.2, "share of the frequencies that count as low", low=0.0, high=1.0),),
 )

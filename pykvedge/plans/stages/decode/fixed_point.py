@@ -8,7 +8,7 @@ generated, slide over it. New tokens keep their original positions here, which t
 from __future__ import annotations
 
 from pykvedge.plans.stages.base import DecodePolicy, DecodeState, Settings
-from pykvedge.plans.stages.elimination import PLACE, row_by_share
+from pykvedge.plans.stages.elimination import row_by_share
 
 
 def evict(state: DecodeState, settings: Settings) -> int | None:
@@ -21,5 +21,4 @@ MEMBER = DecodePolicy(
     summary="the budget's share of all tokens so far, rows dropped at one fixed place",
     source="Elastic Cache, section 3.3",
     evict=evict,
-    params=PLACE,
 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pykvedge.plans.stages.base import DecodePolicy, DecodeState, Param, Settings
+from pykvedge.plans.stages.base import DecodePolicy, DecodeState, Settings
 
 
 def evict(state: DecodeState, settings: Settings) -> int | None:
@@ -31,14 +31,5 @@ MEMBER = DecodePolicy(
     summary="constant size: for every new token the one that received least attention goes",
     source="H2O, section 4",
     evict=evict,
-    params=(
-        Param(
-            "recent",
-            0,
-            "last rows that stay; 0: as many as the plan protects of the prompt, or half of the head",
-            low=0,
-            high=2**20,
-        ),
-    ),
     needs_scores=True,
 )

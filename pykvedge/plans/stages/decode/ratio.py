@@ -6,7 +6,7 @@ PrefixKV (Wang et al. 2024), section 3.1: layers keep different shares of the pr
 from __future__ import annotations
 
 from pykvedge.plans.stages.base import DecodePolicy, DecodeState, Settings
-from pykvedge.plans.stages.elimination import PLACE, row_by_share
+from pykvedge.plans.stages.elimination import row_by_share
 
 
 def evict(state: DecodeState, settings: Settings) -> int | None:
@@ -19,5 +19,4 @@ MEMBER = DecodePolicy(
     summary="each head's share of all tokens so far, rows dropped at one fixed place",
     source="PrefixKV, section 3.1",
     evict=evict,
-    params=PLACE,
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pykvedge.plans.stages.base import Head, Param, Reducer, Settings
+from pykvedge.plans.stages.base import Head, Reducer, Settings
 from pykvedge.plans.stages.nearness import assign_nearest
 from pykvedge.plans.stages.similarity import means
 
@@ -25,6 +25,5 @@ MEMBER = Reducer(
     summary="average each evicted pair into the nearest kept one that is not protected",
     source="Elastic Cache, eq. 2 and 3",
     reduce=reduce,
-    params=(Param("into_protected", False, "protected tokens receive too"),),
     merges=True,
 )

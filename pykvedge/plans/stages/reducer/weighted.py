@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pykvedge.plans.stages.base import Head, Param, Reducer, Settings
+from pykvedge.plans.stages.base import Head, Reducer, Settings
 from pykvedge.plans.stages.similarity import assign, merged
 
 
@@ -31,9 +31,5 @@ MEMBER = Reducer(
     summary="merge evicted pairs weighted by the similarity of their keys",
     source="LOOK-M, eq. 12",
     reduce=reduce,
-    params=(
-        Param("sim_filter", False, "merge only what is at least as similar as the mean, drop the rest"),
-        Param("clamp", False, "count negative similarities as 0"),
-    ),
     merges=True,
 )

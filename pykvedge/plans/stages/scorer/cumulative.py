@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from pykvedge.plans.stages.attention import grouped_attention
-from pykvedge.plans.stages.base import Layer, Param, Scorer, Settings, window_recent
+from pykvedge.plans.stages.base import Layer, Scorer, Settings, window_recent
 
 
 def score(layer: Layer, settings: Settings) -> np.ndarray:
@@ -29,16 +29,6 @@ MEMBER = Scorer(
     summary="attention that a token received, summed over all queries of the prompt",
     source="H2O, section 4; LOOK-M, eq. 4",
     score=score,
-    params=(
-        Param(
-            "window",
-            0,
-            "last tokens that are kept, at most half of the budget; 0: that half, as in H2O",
-            low=0,
-            high=2**20,
-        ),
-        Param("share", "head", "one score per KV head, or one for all heads of a layer", choices=("head", "layer")),
-    ),
     auto_recent=lambda kept, even, settings: (
         window_recent(settings["window"], kept, even) if settings["window"] else kept // 2
     ),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pykvedge.plans.stages.base import Layer, Param, Scorer, Settings
+from pykvedge.plans.stages.base import Layer, Scorer, Settings
 from pykvedge.plans.stages.spectrum import deviation
 
 
@@ -26,8 +26,4 @@ MEMBER = Scorer(
     summary="keys and values that stand out from a smooth curve through their neighbours",
     source="FlashCache, eq. 10",
     score=score,
-    params=(
-        Param("gamma", 0.2, "share of the low frequencies that make up the curve", low=0.0, high=1.0),
-        Param("share", "layer", "one score for all heads of a layer, or one per KV head", choices=("layer", "head")),
-    ),
 )

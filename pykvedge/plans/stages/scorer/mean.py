@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from pykvedge.plans.stages.attention import grouped_attention
-from pykvedge.plans.stages.base import Layer, Param, Scorer, Settings
+from pykvedge.plans.stages.base import Layer, Scorer, Settings
 
 
 def moments(attention: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -58,7 +58,6 @@ MEMBER = Scorer(
     summary="attention per query that saw the token, and what varies the most",
     source="RoCo",
     score=score,
-    params=(Param("spread", 0.3, "share of the kept tokens that have the largest deviation", low=0.0, high=1.0),),
     auto_recent=lambda kept, even, settings: max(1, math.floor(0.1 * kept + 1e-9)),
     reserve=deviation,
     reserved=lambda kept, settings: math.floor(settings["spread"] * kept + 1e-9),

@@ -16,7 +16,7 @@ from __future__ import annotations
 import numpy as np
 
 from pykvedge.errors import ProfileError
-from pykvedge.plans.stages.base import Layer, Param, Scorer, Settings, window_recent
+from pykvedge.plans.stages.base import Layer, Scorer, Settings, window_recent
 from pykvedge.plans.stages.window import pooled_attention
 
 EPS = 1e-8
@@ -100,20 +100,6 @@ MEMBER = Scorer(
     summary="window attention and value norms, mixed with how different a key is",
     source="MixKV, section 3.3",
     score=score,
-    params=(
-        Param("window", 32, "last queries, which vote, and tokens kept, at most half of the budget", low=1, high=4096),
-        Param("kernel", 5, "pooling width, odd", low=1, high=255, step=2),
-        Param("pool", "avg", "pooling: avg or max", choices=("avg", "max")),
-        Param("value", "vnorm", "beside attention: large values or small keys", choices=("vnorm", "knorm")),
-        Param(
-            "mode",
-            "headwise",
-            "what counts: headwise (by redundancy), importance, diversity, or both evenly",
-            choices=("headwise", "importance", "diversity", "even"),
-        ),
-        Param("scale", "imp", "diversity has the mean of: importance or attention", choices=("imp", "ex")),
-        Param("source", "online", "of a head's redundancy: this prompt or a profile", choices=("online", "profile")),
-    ),
     auto_recent=lambda kept, even, settings: window_recent(settings["window"], kept, even),
     whole_up_to=lambda settings: settings["window"],
     attention=attention,

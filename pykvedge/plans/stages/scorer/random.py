@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pykvedge.plans.stages.base import Layer, Param, Scorer, Settings
+from pykvedge.plans.stages.base import Layer, Scorer, Settings
 
 
 def mix(x: np.ndarray) -> np.ndarray:
@@ -35,5 +35,4 @@ MEMBER = Scorer(
     source="a control",
     score=score,
     by_place=True,
-    params=(Param("seed", 0, "another seed, other tokens", low=0, high=2**31 - 1),),
 )

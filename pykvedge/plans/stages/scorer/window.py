@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pykvedge.plans.stages.base import Layer, Param, Scorer, Settings, window_recent
+from pykvedge.plans.stages.base import Layer, Scorer, Settings, window_recent
 from pykvedge.plans.stages.window import pooled_attention
 
 
@@ -25,12 +25,6 @@ MEMBER = Scorer(
     summary="attention from the last queries of the prompt, pooled over neighbours",
     source="SnapKV, section 4",
     score=score,
-    params=(
-        Param("window", 32, "last queries, which vote, and tokens kept, at most half of the budget", low=1, high=4096),
-        Param("kernel", 5, "pooling width, odd", low=1, high=255, step=2),
-        Param("pool", "avg", "pooling: avg or max", choices=("avg", "max")),
-        Param("gqa", "mean", "over the query heads of a KV head: mean or max", choices=("mean", "max")),
-    ),
     auto_recent=lambda kept, even, settings: window_recent(settings["window"], kept, even),
     whole_up_to=lambda settings: settings["window"],
 )

@@ -1,4 +1,4 @@
-#include "policies/share.h"
+#include "primitives/elimination.h"
 
 #include <algorithm>
 #include <cmath>
@@ -8,8 +8,8 @@ namespace kvedge {
 enum { DISTANCE, RELATIVE };
 
 const Param DISTANCE_PARAMS[] = {
-    { "distance", 25, 1, 1048576, 1, nullptr },
-    { "relative", 1, 0, 0, 0, "true,false" },  // from the newest row, not from the end of the compressed prompt
+    setting::whole("distance", 25, 1, 1 << 20, "rows between the fixed place and the end of the compressed prompt"),
+    setting::flag("relative", false, "the distance is from the newest row, so that the place moves along"),
     {},
 };
 
