@@ -1,6 +1,6 @@
 // kvedge.h - the whole public C ABI of libkvedge, with what it includes: kvedge-queries.h (what there is, and what a plan asks
-// for), kvedge-inspect.h (what a cache holds), kvedge-sessions.h (a sequence in a file), kvedge-stages.h (stages of your
-// own), kvedge-arrays.h (compression of plain arrays) and kvedge-encoder.h (image encoders).
+// for), kvedge-inspect.h (what a cache holds), kvedge-sessions.h (a sequence in a file), kvedge-stages.h (stages of your own),
+// kvedge-arrays.h (compression of plain arrays) and kvedge-encoder.h (image encoders).
 //
 // libkvedge owns the KV memory of a llama.cpp context. It attaches to an existing llama_context, stores keys
 // and values per layer and per KV head, attends over them, and after a prompt is complete it compresses the

@@ -84,7 +84,7 @@ def compress(
 def _stream(
     plan: Plan, arrays: Arrays, engine: str, kv_type: KvType, threads: int, step: int, tables: dict[str, Any]
 ) -> Outcome:
-    from pykvedge.runtime.stream import check
+    from pykvedge.runtime.pace import check
 
     if not isinstance(step, int) or step < 0:
         raise ArrayError(f"stream must be a number of tokens, or 0, not {step!r}")

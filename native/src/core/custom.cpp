@@ -2,6 +2,7 @@
 
 #include "core/error.h"
 #include "core/structs.h"
+#include "kernels/kernels.h"
 
 #include <algorithm>
 #include <cfloat>
@@ -38,29 +39,31 @@ template <class F> void call(const char * stage, const char * name, const F & ca
 }
 
 // All pending rows of n heads of a layer, widened: keys [n][T][d_k], values [n][T][d_v].
-void widen(const ScoreInput & in, const LayerShape & shape, int32_t first, int32_t n, std::vector<float> & k, std::vector<float> & v) {
+void widen(const ScoreInput & in, int32_t first, int32_t n, std::vector<float> & k, std::vector<float> & v) {
+    const LayerShape & shape = in.shape;
     const auto T = (size_t) in.n_tokens, dk = (size_t) shape.d_k, dv = (size_t) shape.d_v;
     k.resize((size_t) n * T * dk);
     v.resize((size_t) n * T * dv);
     for (int32_t h = 0; h < n; h++) {
-        size_t row = (size_t) h * T;
-        in.seq->each_segment(in.layer, first + h, true, [&](const Segment & seg) {
+        size_t         row  = (size_t) h * T;
+        const HeadView view = in.view->head(in.layer, first + h);
+        for (const Segment & seg : view.pending) {
             kernels().widen(seg.k, seg.n, shape.d_k, k.data() + row * dk, dk);
             kernels().widen(seg.v, seg.n, shape.d_v, v.data() + row * dv, dv);
             row += (size_t) seg.n;
-        });
+        }
     }
 }
 
 // Scores n of a layer's KV heads, shown as a layer of no others.
 void score_heads(const ScoreInput & in, int32_t first, int32_t n, const uint8_t * image, float * out) {
     const kvedge_custom_scorer & given = in.self->custom->given;
-    const LayerShape &           shape = in.seq->shapes()[(size_t) in.layer];
+    const LayerShape &           shape = in.shape;
     const int32_t                group = shape.n_heads / shape.n_heads_kv;
     const auto                   T = (size_t) in.n_tokens, heads = (size_t) n;
     std::vector<float>           k, v, q, sums;
-    widen(in, shape, first, n, k, v);
-    kvedge_score_input to{ in.layer,  (int32_t) in.seq->shapes().size(), n * group, n, in.n_tokens,
+    widen(in, first, n, k, v);
+    kvedge_score_input to{ in.layer,  in.n_layers, n * group, n, in.n_tokens,
                            shape.d_k, shape.d_v, k.data(), v.data(), image, 0, nullptr, nullptr, in.params, given.user_data };
     if (given.n_queries > 0 && in.window_q) {
         to.n_queries   = std::min(given.n_queries, in.n_window);
@@ -93,7 +96,7 @@ void score_heads(const ScoreInput & in, int32_t first, int32_t n, const uint8_t 
 
 // Where the heads of a stream hold different tokens, each is shown by itself: there is one mask for all that are shown.
 void score(const ScoreInput & in, float * out) {
-    const int32_t n = in.seq->shapes()[(size_t) in.layer].n_heads_kv;
+    const int32_t n = in.shape.n_heads_kv;
     if (!in.heads) {
         score_heads(in, 0, n, in.image, out);
         return;
