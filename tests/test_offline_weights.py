@@ -43,7 +43,7 @@ def same(a, b):
 @pytest.fixture
 def own_folder(tmp_path, monkeypatch):
     folder = tmp_path / "own"
-    monkeypatch.setattr(profile, "folder", lambda: folder)
+    monkeypatch.setattr(profiles, "folder", lambda: folder)
     return folder
 
 

@@ -140,7 +140,7 @@ def test_of_a_large_file_a_sample_is_read(tmp_path, tiny):
 @pytest.fixture
 def own_folder(tmp_path, monkeypatch):
     folder = tmp_path / "own"
-    monkeypatch.setattr(profile, "folder", lambda: folder)
+    monkeypatch.setattr(profiles, "folder", lambda: folder)
     return folder
 
 
