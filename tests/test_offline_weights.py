@@ -15,7 +15,6 @@ from pykvedge.lab.calibrate.redundancy import key_redundancy
 from pykvedge.lab.calibrate.samples import scenes
 from pykvedge.lab.checks import suite
 from pykvedge.models import profiles
-from pykvedge.plans import profile
 from pykvedge.plans.kvtypes import KvType
 from pykvedge.plans.profile import Profile
 from pykvedge.plans.stages.base import ProfileTable
