@@ -8,7 +8,7 @@ using namespace kvedge;
 
 void SequenceState::bound_answer(const kvedge_plan & plan, int32_t n_tokens) {
     answer        = plan;
-    prompt        = (int32_t) seq->pos.size();
+    prompt        = seq->rows.n_tokens();
     generated     = 0;
     weights.valid = false;
     kept.clear();
@@ -16,14 +16,13 @@ void SequenceState::bound_answer(const kvedge_plan & plan, int32_t n_tokens) {
         return;
     }
     const int32_t unused = plan.budget_ratio > 0.0 ? 0 : std::max(0, plan.budget_pairs - n_tokens);
-    kept.resize(seq->shapes().size());
+    kept.resize(seq->rows.shapes().size());
     for (size_t l = 0; l < kept.size(); l++) {
-        for (int32_t h = 0; h < seq->shapes()[l].n_heads_kv; h++) {
-            kept[l].push_back(seq->head_length((int32_t) l, h) + unused);
+        for (int32_t h = 0; h < seq->rows.shapes()[l].n_heads_kv; h++) {
+            kept[l].push_back(seq->rows.head_length((int32_t) l, h) + unused);
         }
     }
-    seq->bounded = true;
-    seq->scored  = plan.decode->needs_scores;
+    seq->rows.evict(plan.decode->needs_scores ? Eviction::by_score : Eviction::by_place);
 }
 
 // What a policy holds bounded already is not compressed again with the next prompt.
@@ -32,7 +31,7 @@ void SequenceState::end_answer() {
         return;
     }
     seq->close_pending();
-    seq->bounded = seq->scored = false;
+    seq->rows.evict(Eviction::none);
     kept.clear();
 }
 
@@ -53,21 +52,21 @@ void SequenceState::evict_generated() {
         for (size_t h = 0; h < kept[l].size(); h++) {
             const auto layer = (int32_t) l, head = (int32_t) h;
             in.kept   = kept[l][h];
-            in.length = seq->head_length(layer, head);
+            in.length = seq->rows.head_length(layer, head);
             in.recent = plan_recent(answer, prompt, in.kept);
-            if (seq->scored) {
+            if (seq->rows.scored()) {
                 scores.resize((size_t) in.length);
-                seq->read_scores(layer, head, scores.data());
+                seq->rows.read_scores(layer, head, scores.data());
                 in.scores = scores.data();
             }
             const int32_t row = answer.decode->evict(in);
             if (row >= 0 && row < in.length) {
-                seq->drop_row(layer, head, row);
+                seq->rows.drop_row(layer, head, row);
             }
         }
     }
-    seq->drop_empty_blocks();
+    seq->rows.drop_empty_blocks();
     if (generated % PACK_EVERY == 0) {
-        seq->pack_if_sparse();
+        seq->rows.pack_if_sparse();
     }
 }

@@ -292,12 +292,13 @@ extern "C" kvedge_status kvedge_get_stats(const kvedge_cache * kv, int32_t seq_i
     out->n_layers    = (int32_t) kv->shapes.size();
     out->n_heads_kv  = kv->shapes.empty() ? 0 : kv->shapes[0].n_heads_kv;
     if (const SequenceState * s = find_seq(kv, seq_id)) {
-        out->n_tokens       = (int32_t) s->seq->pos.size();
-        out->n_image_tokens = (int32_t) std::count(s->seq->image.begin(), s->seq->image.end(), 1);
+        const auto & image  = s->seq->rows.contents().image;
+        out->n_tokens       = s->seq->rows.n_tokens();
+        out->n_image_tokens = (int32_t) std::count(image.begin(), image.end(), 1);
         out->n_compressions = s->n_compressions;
-        out->n_pending      = s->seq->pending_length();
-        out->bytes          = s->seq->bytes();
-        out->index_bytes    = s->seq->index_bytes();
+        out->n_pending      = s->seq->rows.pending_length();
+        out->bytes          = s->seq->rows.bytes();
+        out->index_bytes    = s->seq->rows.index_bytes();
         out->score_bytes    = s->score_bytes();
         out->before_bytes   = s->before_bytes;
         out->after_bytes    = s->after_bytes;
@@ -317,7 +318,7 @@ extern "C" int32_t kvedge_head_length(const kvedge_cache * kv, int32_t seq_id, i
     }
     const Claim           claim(kv->owner);
     const SequenceState * s = claim ? find_seq(kv, seq_id) : nullptr;
-    return s && is_head(*kv, i, head) ? s->seq->head_length(i, head) : -1;
+    return s && is_head(*kv, i, head) ? s->seq->rows.head_length(i, head) : -1;
 }
 
 extern "C" kvedge_status kvedge_head_tokens(
@@ -333,7 +334,7 @@ extern "C" kvedge_status kvedge_head_tokens(
     if (!s || !is_head(*kv, i, head) || !out) {
         return fail(err, KVEDGE_E_ARGUMENT, "kvedge_head_tokens: no such sequence, layer or head");
     }
-    const auto tokens = s->seq->head_tokens(i, head);
+    const auto tokens = s->seq->rows.head_tokens(i, head);
     if ((size_t) std::max(n_out, 0) < tokens.size()) {
         return fail(err, KVEDGE_E_ARGUMENT, "kvedge_head_tokens: %zu tokens do not fit %d places", tokens.size(), n_out);
     }
