@@ -9,7 +9,6 @@ folder, else what kvedge ships (pykvedge/data/profiles).
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -243,9 +242,3 @@ def missing(plan: Plan, stage: str, of_model: str) -> ProfileError:
         f"method '{plan.method}' needs a {kind} profile {of_model}({stage} '{getattr(plan, stage)}'), and there is "
         f"none; make one with `{KINDS[kind]}`"
     )
-
-
-def is_close(a: Profile, b: Profile) -> bool:
-    """Whether two profiles say the same, up to the digits that a file holds."""
-    same = a.kind == b.kind and a.model_hash == b.model_hash and a.values.shape == b.values.shape
-    return same and bool(np.allclose(a.values, b.values, rtol=1e-5)) and math.isclose(sum(a.budgets), sum(b.budgets))
