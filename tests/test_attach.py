@@ -209,20 +209,19 @@ def test_a_failed_attach_leaves_the_model_as_it_was(llama_of):
 
 
 def test_importing_without_libraries_fails_only_when_they_are_used(environment, tmp_path):
+    """A plan asks the library for its stages' settings; names of methods are known without it."""
     code = (
         "import pykvedge\n"
-        "print(pykvedge.plan('lookm').to_json() != '')\n"
-        "try: pykvedge.Session('x.gguf')\n"
-        "except pykvedge.KvedgeError as error: print(type(error).__name__)\n"
-        "import numpy as np; x = np.zeros((1, 1, 4, 8), np.float32)\n"
-        "print(len(pykvedge.compress(pykvedge.plan('h2o'), x, x, x, engine='numpy').kept))\n"
-        "try: pykvedge.compress(pykvedge.plan('h2o'), x, x, x)\n"
-        "except pykvedge.LibraryError as error: print(error)\n"
+        "print('lookm' in pykvedge.methods())\n"
+        "for use in (lambda: pykvedge.plan('lookm'), lambda: pykvedge.Session('x.gguf')):\n"
+        "    try: use()\n"
+        "    except pykvedge.LibraryError as error: print(error)\n"
     )
     env = {**environment, "KVEDGE_LIB_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], env=env, text=True, capture_output=True, check=True)
-    assert done.stdout.splitlines()[:3] == ["True", "ModelError", "1"]
-    assert f"KVEDGE_LIB_DIR={tmp_path} holds no" in done.stdout
+    known, *refused = done.stdout.splitlines()
+    assert known == "True" and len(refused) == 2
+    assert all(line.startswith(f"KVEDGE_LIB_DIR={tmp_path} holds no") for line in refused)
 
 
 def test_logits_change_only_because_of_what_was_dropped(llama_of):
