@@ -398,7 +398,7 @@ class Session:
 
     def _check_stream(self, plan: Plan) -> None:
         if self.settings.stream:
-            stream.check(plan)
+            libkvedge.check_stream(plan)
 
     def _pieces(self) -> list[Piece]:
         if not self.in_cache:

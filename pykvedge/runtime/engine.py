@@ -26,7 +26,7 @@ from pykvedge.models.vision import ImagePiece, Piece, TextPiece, Vision
 from pykvedge.native import memory
 from pykvedge.plans import profile
 from pykvedge.plans.kvtypes import KvType
-from pykvedge.plans.plan import Budget, Plan
+from pykvedge.plans.plan import Plan
 from pykvedge.plans.presets import check_protection
 from pykvedge.plans.stages.base import ProfileTable
 from pykvedge.runtime import bounded_batch, branch, figures, libkvedge
@@ -115,8 +115,8 @@ class Engine:
         images = [p.n_tokens for p in pieces if isinstance(p, ImagePiece)]
         what = f"{n} tokens" + (f" ({sum(images)} of images)" if images else "")
         largest = max(images, default=0)
-        if self._cache is not None:
-            plan = self._later(plan, n)
+        if self._cache is not None and plan != self._set_plan:
+            self.set_plan(plan)
         self._not_bounded = self._why_not_bounded(pieces, n, plan) if self._settings.bounded else ""
         if self._context is None:
             check_protection(plan, n)
@@ -130,15 +130,6 @@ class Engine:
             raise ContextError(
                 f"an image of {largest} tokens must come with the first message; start a new conversation"
             )
-
-    def _later(self, plan: Plan, n: int) -> Plan:
-        """The plan for n tokens that come after a first prompt; the cache follows it from now on."""
-        if self._cache is not None and (self._set_plan is None or self._set_plan.decode == "keep-all"):
-            n += self._cache.stats().n_pending  # an answer that a policy bounds is not compressed again
-        plan = plan.for_later(n)
-        if plan != self._set_plan:
-            self.set_plan(plan)
-        return plan
 
     def _make_context(self, n_prompt: int, largest_image: int, what: str, plan: Plan) -> None:
         trained = self._model.n_ctx_train or DEFAULT_CTX
@@ -162,7 +153,8 @@ class Engine:
         return self._not_bounded
 
     def _why_not_bounded(self, pieces: list[Piece], n: int, plan: Plan) -> str:
-        if plan.count(n) >= n and not KvType.parse(self._settings.kv_type).quantised:
+        covered = libkvedge.plan_budget(plan, n, later=self._cache is not None) >= n
+        if covered and not KvType.parse(self._settings.kv_type).quantised:
             return "the budget covers the whole prompt"
         if self._context is not None and self._cache is None:
             return f"kvedge does not hold the KV cache of {self._model.path.name}"
@@ -227,8 +219,6 @@ class Engine:
             )
         note.n_ctx, note.n_ubatch = context.n_ctx, context.n_ubatch
         note.n_past, note.n_cells, note.held = context.n_past, context.n_cells, self._held
-        if self._set_plan is not None and self._set_plan != note.plan:
-            note.floor = self._set_plan.budget.pairs or 0
         self._cache.save(encoded(path), model, note.encode())
 
     def restore(self, path: str | os.PathLike[str], model: str, note: Note, plan: Plan) -> None:
@@ -243,8 +233,6 @@ class Engine:
         try:
             if self._cache is None:
                 raise SessionFileError(f"{name} was saved with another model; load that one")
-            if note.floor and plan == note.plan:
-                self.set_plan(plan.with_(budget=Budget(pairs=note.floor)))  # the saved answer follows that one
             self._cache.load(encoded(path), model)
             stats = self._cache.stats()
             if stats.n_tokens < max(note.n_cells, note.n_past):

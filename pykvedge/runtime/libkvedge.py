@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes as c
+import functools
 import itertools
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from pykvedge.native.guard import Guard, one_thread
 from pykvedge.plans.kvtypes import KvType
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     import numpy as np
 
@@ -64,8 +65,10 @@ def stage_members(stage: str) -> list[str]:
 class _NativePlan:
     """A kvedge_plan made from a Plan; use in a with statement."""
 
-    def __init__(self, plan: Plan, profiles: Mapping[str, ProfileTable] | None = None) -> None:
-        """profiles: of the stages that need one, by name."""
+    def __init__(
+        self, plan: Plan, profiles: Mapping[str, ProfileTable] | None = None, later_floor: int | None = None
+    ) -> None:
+        """profiles: of the stages that need one, by name. later_floor: None for the library's own."""
         from pykvedge.plans.plugins.callbacks import OwnStages
 
         self.handle = c.c_void_p()
@@ -77,6 +80,8 @@ class _NativePlan:
             for key, value in plan.as_text().items():
                 if key.partition(".")[0] not in self.own.unset or "." not in key:
                     call("plan_set", self.handle, key.encode(), value.encode())
+            if later_floor is not None:
+                call("plan_set", self.handle, b"later_floor", str(later_floor).encode())
             for stage, profile in (profiles or {}).items():
                 self._set_profile(stage, profile)
             call("plan_check", self.handle)
@@ -107,10 +112,27 @@ def why_not_bounded(plan: Plan, kv_type: str | KvType = "f16") -> str:
     return ""
 
 
-def plan_budget(plan: Plan, n_tokens: int) -> int:
-    """What libkvedge makes of the plan's budget for a prompt of n_tokens."""
+def plan_budget(plan: Plan, n_tokens: int, later: bool = False) -> int:
+    """KV pairs that a plan keeps of a prompt of n_tokens, or of a message that follows one."""
     with _NativePlan(plan) as native:
-        return lib().kvedge_plan_budget(native.handle, n_tokens)
+        asked = lib().kvedge_plan_later_budget if later else lib().kvedge_plan_budget
+        return asked(native.handle, n_tokens)
+
+
+def check_stream(plan: Plan) -> None:
+    """Raises UsageError with what stands in the way of a stream under a plan."""
+    with _NativePlan(plan) as native:
+        try:
+            call("plan_check_stream", native.handle)
+        except errors.UnsupportedError as error:
+            raise errors.UsageError(str(error)) from None
+
+
+def score_bytes(plan: Plan, n_tokens: int, layers: Iterable[tuple[int, int, int]]) -> int:
+    """Bytes beside keys and values while a prompt is read and compressed under a plan. layers: (H, Hkv, d_k) each."""
+    with _NativePlan(plan) as native:
+        of_layer = functools.cache(functools.partial(lib().kvedge_plan_score_bytes, native.handle, n_tokens))
+        return sum(of_layer(*shape) for shape in layers)
 
 
 class Cache:
@@ -127,18 +149,21 @@ class Cache:
         kv_type: str | KvType = "f16",
         auto_compress: bool = True,
         profiles: Mapping[str, ProfileTable] | None = None,
+        later_floor: int | None = None,
     ) -> None:
         """Takes over the KV memory of a llama_context without tokens. Raises what kvedge_attach reports.
 
-        profiles: of the plan's stages that need one, by name (profile.tables_for).
+        profiles: of the plan's stages that need one, by name (profile.tables_for). later_floor: tokens that a message
+        keeps at least which follows another; None: as many as the library says (kvedge_plan_set).
         """
+        self._later_floor = later_floor
         self.guard = Guard("cache", over="the cache was detached; attach again")
         options = lib().kvedge_options_default()
         kv_type = KvType.parse(kv_type)
         options.type_k, options.type_v = KV_TYPE[kv_type.k], KV_TYPE[kv_type.v]
         options.auto_compress = auto_compress
         self._handle = c.c_void_p()
-        with _NativePlan(plan, profiles) as native:
+        with _NativePlan(plan, profiles, self._later_floor) as native:
             call("attach", context, native.handle, c.byref(options), c.byref(self._handle))
         self.own = native.own  # C has a copy of the plan, and with it these callbacks
         self._owns: dict[int, OwnStages] = {}  # of sequences with plans of their own
@@ -170,7 +195,7 @@ class Cache:
     @one_thread
     def set_plan(self, plan: Plan, profiles: Mapping[str, ProfileTable] | None = None) -> None:
         """Prompts that complete from now on are compressed by this plan. profiles: as for a new cache."""
-        with _NativePlan(plan, profiles) as native:
+        with _NativePlan(plan, profiles, self._later_floor) as native:
             call("set_plan", self._live(), native.handle)
         self.own = native.own
 
@@ -183,7 +208,7 @@ class Cache:
             call("set_sequence_plan", self._live(), sequence, None)
             self._owns.pop(sequence, None)
             return
-        with _NativePlan(plan, profiles) as native:
+        with _NativePlan(plan, profiles, self._later_floor) as native:
             call("set_sequence_plan", self._live(), sequence, native.handle)
         self._owns[sequence] = native.own
 

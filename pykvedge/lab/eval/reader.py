@@ -95,7 +95,7 @@ class Reader:
         if self._cache is None:
             try:
                 self._cache = libkvedge.Cache(
-                    context.handle, plan, self._kv_type, auto_compress=False, profiles=self._tables(plan)
+                    context.handle, plan, self._kv_type, auto_compress=False, profiles=self._tables(plan), later_floor=0
                 )
             except NothingToCompressError:
                 if plan.method != "full" or KvType.parse(self._kv_type).quantised:
