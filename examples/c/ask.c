@@ -247,7 +247,8 @@ static int attach(const struct request * ask, struct state * s, size_t n_prompt)
     if (!s->ctx) {
         return complain(FAILED, "a context of %u tokens cannot be made", params.n_ctx);
     }
-    kvedge_options options = kvedge_options_default();
+    kvedge_options options;
+    kvedge_options_init(&options, sizeof(options), NULL);
     options.auto_compress  = false;
     options.type           = ask->type;
     kvedge_error err       = { KVEDGE_OK, "" };

@@ -100,7 +100,6 @@ void check_refusals() {
 // Layers 1 and 3 of five are stored, with 2 and 4 KV heads: rows go by the model's numbers, and the total is exact.
 void check_uneven_layers() {
     const std::vector<LayerShape> shapes = { { 1, 4, 2, 8, 8 }, { 3, 4, 4, 8, 8 } };
-    const Sequence                seq(shapes, Storage{});
     Profile                       p;
     p.n_layers = 5, p.n_columns = 4;
     p.values = { 900, 900, 900, 900, 1, 1, 0, 0, 900, 900, 900, 900, 0, 0, 0, 2, 900, 900, 900, 900 };
@@ -116,7 +115,7 @@ void check_uneven_layers() {
     in.n_tokens  = 1000;
     in.budget    = 110;
     in.recent    = 10;
-    in.seq       = &seq;
+    in.shapes    = &shapes;
     in.n_threads = 1;
     in.params    = plan.params[KVEDGE_STAGE_ALLOCATOR];
     in.profile   = &p;

@@ -74,12 +74,11 @@ def bench(**given: Any) -> None:
 
 
 def _run(given: dict[str, Any]) -> int:
-    from pykvedge.cli.display import Display
     from pykvedge.lab import drawing
     from pykvedge.lab.bench import plot
     from pykvedge.lab.bench.runner import Log, Outcome, run
     from pykvedge.lab.jsonlines import SaveError
-    from pykvedge.lab.progress import Countdown
+    from pykvedge.lab.progress import Display
     from pykvedge.runtime.interrupt import as_event
 
     options.load_plugins(given)
@@ -90,22 +89,15 @@ def _run(given: dict[str, Any]) -> int:
     if given["memory_plot"] is not None:
         drawing.check("--memory-plot", given["memory_plot"])
     log, outcome, failure = Log(given["save"]), Outcome(), None
-    loud = not given["quiet"]
-    display, countdown = Display(enabled=loud), Countdown(matrix.steps, enabled=loud)
-
-    def loading(what: str, share: float) -> None:
-        display(what, share)
-        if share >= 1.0:
-            display.done()
+    display = Display(enabled=not given["quiet"], steps=matrix.steps)
 
     try:
         with as_event(threading.Event()) as cancel:
-            run(matrix, log, outcome, loading, countdown, cancel)
+            run(matrix, log, outcome, display, cancel)
     except SaveError as error:
         failure = error
     finally:
         display.done()
-        countdown.clear()
         log.close()
     _print(outcome, given)
     if failure is not None:

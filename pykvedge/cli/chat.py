@@ -87,9 +87,10 @@ def _run(question: str | None, plan: Plan, model: Path, mmproj: Path | None, giv
     import threading
 
     from pykvedge.chat.session import Session
-    from pykvedge.cli.display import Display
+    from pykvedge.cli.talk.chat import Chat, Style
     from pykvedge.cli.talk.lines import history_file
-    from pykvedge.cli.talk.talk import Chat, Style
+    from pykvedge.cli.talk.loop import converse
+    from pykvedge.lab.progress import Display
     from pykvedge.models.images import load_picture
     from pykvedge.runtime.interrupt import as_event
     from pykvedge.runtime.sampling import Sampling
@@ -116,7 +117,7 @@ def _run(question: str | None, plan: Plan, model: Path, mmproj: Path | None, giv
         talk = Chat(session, sampling, Style(given["as_json"], given["quiet"]), display, file)
         if question is not None:
             return talk.once(question, pictures)
-        return talk.converse(pictures, history_file() if given["history"] else None)
+        return converse(talk, pictures, history_file() if given["history"] else None)
 
 
 def _session_file(path: Path | None) -> Path | None:

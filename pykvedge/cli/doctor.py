@@ -25,9 +25,9 @@ def doctor(as_json: bool, quiet: bool) -> None:
 
     The exit code is 0 if everything is sound, and 1 if something is not.
     """
-    from pykvedge.cli.display import Display
     from pykvedge.lab.doctor.diagnosis import diagnose
     from pykvedge.lab.doctor.steps import groups
+    from pykvedge.lab.progress import Display
 
     display = Display(enabled=not quiet)
     try:

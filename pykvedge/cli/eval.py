@@ -13,7 +13,7 @@ import click
 from pykvedge.cli import options
 from pykvedge.cli.options import listed, model_files, option, positive, read_plan
 from pykvedge.errors import KvedgeError, UsageError, unknown
-from pykvedge.plans.plugins.loading import source_digest
+from pykvedge.plans.plugin_files import source_digest
 from pykvedge.plans.presets import methods as method_names
 from pykvedge.plans.presets import plan as make_plan
 
@@ -94,12 +94,11 @@ def evaluate(data: tuple[Path, ...], **given: Any) -> None:
 
 
 def _run(given: dict[str, Any]) -> int:
-    from pykvedge.cli.display import Display
     from pykvedge.lab import drawing
     from pykvedge.lab.eval.records import Records
     from pykvedge.lab.eval.runner import Outcome, evaluate, steps
     from pykvedge.lab.jsonlines import SaveError
-    from pykvedge.lab.progress import Countdown
+    from pykvedge.lab.progress import Display
     from pykvedge.runtime.interrupt import as_event
 
     options.load_plugins(given)
@@ -111,34 +110,22 @@ def _run(given: dict[str, Any]) -> int:
     if given["resume"] and given["save"] is None:
         raise UsageError("--resume needs the file of results: --save FILE")
     loud = not given["quiet"] and not given["verbose"]
-    display = Display(enabled=loud)
     records = Records(given["save"], job.header(), given["resume"])
     outcome = Outcome(records)
-    countdown = Countdown(steps(job, records), enabled=loud)
+    display = Display(enabled=loud, steps=steps(job, records))
     failure: KvedgeError | None = None
     try:
         with as_event(threading.Event()) as cancel:
-            outcome = evaluate(job, records, _until_loaded(display), countdown, cancel)
+            outcome = evaluate(job, records, display, cancel)
     except SaveError as error:
         failure = error
     finally:
         display.done()
-        countdown.clear()
         records.close()
     _print(job, outcome, given)
     if failure is not None:
         raise failure
     return 130 if outcome.interrupted else 1 if outcome.left_out else 0
-
-
-def _until_loaded(display: Any) -> Any:
-    def progress(what: str, share: float) -> None:
-        if share < 1.0:
-            display(what, share)
-        else:
-            display.done()
-
-    return progress
 
 
 def _job(given: dict[str, Any]) -> Job:

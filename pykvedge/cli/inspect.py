@@ -50,9 +50,9 @@ def inspect(files: tuple[Path, ...], **given: Any) -> None:
       kvedge inspect photo.jpg --no-figures --json | jq .layers
     """
     from pykvedge.chat.session import Session
-    from pykvedge.cli.display import Display
     from pykvedge.lab.inspect import report
     from pykvedge.lab.inspect.collect import collect
+    from pykvedge.lab.progress import Display
     from pykvedge.models.images import load_picture
     from pykvedge.runtime.interrupt import as_event
 

@@ -14,9 +14,9 @@ import click
 from pykvedge.cli import options
 from pykvedge.errors import KvedgeError, UsageError
 from pykvedge.plans import presets
-from pykvedge.plans.plugins import loading
+from pykvedge.plans.plugins import installed
 from pykvedge.plans.presets import PRESETS, Preset, plan, preset
-from pykvedge.plans.stages.registry import STAGES, member, members
+from pykvedge.plans.registry import STAGES, member, members
 
 
 @click.command()
@@ -55,7 +55,7 @@ def methods(name: str | None, as_json: bool, checking: bool, **given: Any) -> No
 
 def _all() -> list[Preset]:
     """Every method. A line on stderr for each installed plugin that cannot be loaded, or method that cannot be made."""
-    names, problems = presets.methods(), loading.problems()
+    names, problems = presets.methods(), installed.problems()
     out = [PRESETS[name] for name in names if name in PRESETS]
     for found in (preset(name) for name in names if name not in PRESETS):
         try:

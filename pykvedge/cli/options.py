@@ -12,7 +12,7 @@ import pykvedge
 from pykvedge.cli import paths
 from pykvedge.errors import SaveError, UsageError
 from pykvedge.plans.plan import Plan
-from pykvedge.plans.plugins.loading import load_file
+from pykvedge.plans.plugin_files import load_file
 from pykvedge.plans.presets import default_plan
 from pykvedge.plans.presets import plan as make_plan
 

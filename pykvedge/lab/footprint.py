@@ -18,7 +18,7 @@ from pykvedge.models.gguf import Header, Tensor, tensor_bytes
 from pykvedge.models.imagetokens import ImageGrid
 from pykvedge.plans.kvtypes import KvType
 from pykvedge.plans.plan import Plan
-from pykvedge.runtime import libkvedge
+from pykvedge.runtime import libkvedge, native_plan
 from pykvedge.runtime.llama_context import N_UBATCH
 
 ROOM_TO_ANSWER = 512  # tokens beyond the prompt that stock llama.cpp's context must hold
@@ -272,7 +272,7 @@ def footprint(files: Files, request: Request) -> Footprint:
     n_layers = max(len(shape.layers), 1)
     mask = N_UBATCH * n_ctx * 2
     heads = [(shape.n_head, layer.n_heads_kv, shape.head_k) for layer in shape.layers]
-    scores = libkvedge.score_bytes(plan, n_tokens, heads)
+    scores = native_plan.score_bytes(plan, n_tokens, heads)
     kv_kept = int(shape.kv_per_token(1) * types.held_bytes_per_value(kept) * kept)
     changed = kept < n_tokens or types.quantised
     widest = max((layer.width for layer in shape.layers), default=0)

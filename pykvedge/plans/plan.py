@@ -14,8 +14,8 @@ from types import MappingProxyType
 from typing import Any
 
 from pykvedge.errors import BudgetError, UnknownNameError, UsageError, unknown
-from pykvedge.plans.stages import registry
-from pykvedge.plans.stages.registry import STAGES, member
+from pykvedge.plans import registry
+from pykvedge.plans.registry import STAGES, member
 
 JSON_VERSION = 1
 LARGEST_COUNT = 2**31 - 1  # the library counts tokens in 32 bits

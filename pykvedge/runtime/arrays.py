@@ -84,17 +84,19 @@ def compress(
 def _stream(
     plan: Plan, arrays: Arrays, engine: str, kv_type: KvType, threads: int, step: int, tables: dict[str, Any]
 ) -> Outcome:
-    from pykvedge.runtime import libkvedge
+    from pykvedge.runtime.native_plan import check_stream
 
     if not isinstance(step, int) or step < 0:
         raise ArrayError(f"stream must be a number of tokens, or 0, not {step!r}")
-    libkvedge.check_stream(plan)
+    check_stream(plan)
     if kv_type.quantised:
         raise ArrayError(f"a stream is rounded again at every step; kv_type {kv_type} cannot be used, take f16")
     if engine == "numpy":
         from pykvedge.plans import numpy_stream
 
         return numpy_stream.run(plan, arrays, kv_type, step, tables)
+    from pykvedge.runtime import libkvedge
+
     return libkvedge.compress_arrays(plan, arrays, kv_type, threads, tables, step)
 
 

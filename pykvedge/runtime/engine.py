@@ -20,22 +20,23 @@ from pykvedge.errors import (
     StateError,
     UnsupportedError,
 )
+from pykvedge.models import profiles
 from pykvedge.models.model import Model, Progress
 from pykvedge.models.token_table import TokenTable
 from pykvedge.models.vision import ImagePiece, Piece, TextPiece, Vision
 from pykvedge.native import memory
-from pykvedge.plans import profile
 from pykvedge.plans.kvtypes import KvType
 from pykvedge.plans.plan import Plan
 from pykvedge.plans.presets import check_protection
 from pykvedge.plans.stages.base import ProfileTable
-from pykvedge.runtime import bounded_batch, branch, figures, libkvedge
+from pykvedge.runtime import bounded_batch, figures, libkvedge, native_plan
 from pykvedge.runtime.interrupt import stop_if_set
 from pykvedge.runtime.llama_context import DEFAULT_CTX, ROOM_TO_ANSWER, Context, ContextSize, check_memory, ubatch_for
+from pykvedge.runtime.mark import Mark, bring_back, copy
+from pykvedge.runtime.pace import Pace, cut, stream_context
 from pykvedge.runtime.report import Kv
 from pykvedge.runtime.sessionfile import Note, encoded
 from pykvedge.runtime.settings import Settings
-from pykvedge.runtime.stream import Pace, cut, stream_context
 
 
 class Engine:
@@ -153,7 +154,7 @@ class Engine:
         return self._not_bounded
 
     def _why_not_bounded(self, pieces: list[Piece], n: int, plan: Plan) -> str:
-        covered = libkvedge.plan_budget(plan, n, later=self._cache is not None) >= n
+        covered = native_plan.plan_budget(plan, n, later=self._cache is not None) >= n
         if covered and not KvType.parse(self._settings.kv_type).quantised:
             return "the budget covers the whole prompt"
         if self._context is not None and self._cache is None:
@@ -165,7 +166,7 @@ class Engine:
                 self._table = self._table or TokenTable(self._model.header)
             except UnsupportedError as error:
                 return str(error)
-        return bounded_batch.why_not(self._vision, pieces) or libkvedge.why_not_bounded(plan, self._settings.kv_type)
+        return bounded_batch.why_not(self._vision, pieces) or native_plan.why_not_bounded(plan, self._settings.kv_type)
 
     def _open(self, size: ContextSize, plan: Plan) -> None:
         size = replace(size, n_seq=2 if self._settings.undo else 1)
@@ -181,7 +182,7 @@ class Engine:
             self._pace = Pace(self._cache, context, self._settings, self._model.n_layer)
 
     def _tables(self, plan: Plan) -> dict[str, ProfileTable]:
-        return profile.tables_for(plan, self._model.path, self._settings.profile, spare=True)
+        return profiles.tables_for(plan, self._model.path, self._settings.profile, spare=True)
 
     def _attach(self, context: Context, size: ContextSize, plan: Plan) -> libkvedge.Cache | None:
         try:
@@ -247,14 +248,14 @@ class Engine:
 
     # ---------------------------------------------------------------------------------------------------
 
-    def mark(self) -> branch.Mark:
+    def mark(self) -> Mark:
         """Keeps a copy of all that was read, in place of an older one. Raises OutOfMemoryError, UnsupportedError."""
-        copied = branch.copy(self.context, self._cache)
-        return branch.Mark(self.context.n_past, self.context.n_cells, self._set_plan, self._held, copied)
+        copied = copy(self.context, self._cache)
+        return Mark(self.context.n_past, self.context.n_cells, self._set_plan, self._held, copied)
 
-    def return_to(self, mark: branch.Mark) -> None:
+    def return_to(self, mark: Mark) -> None:
         """What was read is what it was at the mark, whose copy is used up. Raises OutOfMemoryError."""
-        self._n_compressions, self._held = branch.bring_back(self.context, self._cache, mark), mark.held
+        self._n_compressions, self._held = bring_back(self.context, self._cache, mark), mark.held
         if mark.plan is not None and mark.plan != self._set_plan:
             self.set_plan(mark.plan)
 

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import ctypes as c
-import functools
 import itertools
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from pykvedge import errors
 from pykvedge.native import libraries
-from pykvedge.native.abi import KV_TYPE, STAGE_NUMBER, Error, GivenArrays, Saved, Stats, call, lib, raise_
+from pykvedge.native.abi import KV_TYPE, STAGE_NUMBER, Error, GivenArrays, Options, Saved, Stats
+from pykvedge.native.calls import call, lib, raise_
 from pykvedge.native.guard import Guard, one_thread
 from pykvedge.plans.kvtypes import KvType
+from pykvedge.runtime.native_plan import NativePlan
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     import numpy as np
 
     from pykvedge.plans.numpy_engine import Arrays, Outcome
     from pykvedge.plans.plan import Plan
-    from pykvedge.plans.plugins.callbacks import OwnStages
     from pykvedge.plans.stages.base import ProfileTable
+    from pykvedge.runtime.own_stages import OwnStages
 
 
 def version() -> str:
@@ -62,79 +63,6 @@ def stage_members(stage: str) -> list[str]:
     return [lib().kvedge_stage_name(number, i).decode() for i in range(lib().kvedge_stage_count(number))]
 
 
-class _NativePlan:
-    """A kvedge_plan made from a Plan; use in a with statement."""
-
-    def __init__(
-        self, plan: Plan, profiles: Mapping[str, ProfileTable] | None = None, later_floor: int | None = None
-    ) -> None:
-        """profiles: of the stages that need one, by name. later_floor: None for the library's own."""
-        from pykvedge.plans.plugins.callbacks import OwnStages
-
-        self.handle = c.c_void_p()
-        self.own = OwnStages(plan)
-        call("plan_create", c.byref(self.handle))
-        try:
-            for stage, struct in self.own.structs.items():
-                call(f"plan_add_{stage}", self.handle, c.byref(struct))
-            for key, value in plan.as_text().items():
-                if key.partition(".")[0] not in self.own.unset or "." not in key:
-                    call("plan_set", self.handle, key.encode(), value.encode())
-            if later_floor is not None:
-                call("plan_set", self.handle, b"later_floor", str(later_floor).encode())
-            for stage, profile in (profiles or {}).items():
-                self._set_profile(stage, profile)
-            call("plan_check", self.handle)
-        except errors.KvedgeError:
-            lib().kvedge_plan_free(self.handle)
-            raise
-
-    def _set_profile(self, stage: str, profile: ProfileTable) -> None:
-        budgets = profile.budgets.ctypes.data if len(profile.budgets) else None
-        values = profile.values
-        call("plan_set_profile", self.handle, STAGE_NUMBER[stage], values.ctypes.data, budgets, *values.shape)
-
-    def __enter__(self) -> _NativePlan:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        lib().kvedge_plan_free(self.handle)
-
-
-def why_not_bounded(plan: Plan, kv_type: str | KvType = "f16") -> str:
-    """What keeps prompts under a plan from being compressed layer by layer; empty if nothing does."""
-    kv_type = KvType.parse(kv_type)
-    with _NativePlan(plan) as native:
-        try:
-            call("plan_check_bounded", native.handle, KV_TYPE[kv_type.k], KV_TYPE[kv_type.v])
-        except errors.UnsupportedError as error:
-            return str(error)
-    return ""
-
-
-def plan_budget(plan: Plan, n_tokens: int, later: bool = False) -> int:
-    """KV pairs that a plan keeps of a prompt of n_tokens, or of a message that follows one."""
-    with _NativePlan(plan) as native:
-        asked = lib().kvedge_plan_later_budget if later else lib().kvedge_plan_budget
-        return asked(native.handle, n_tokens)
-
-
-def check_stream(plan: Plan) -> None:
-    """Raises UsageError with what stands in the way of a stream under a plan."""
-    with _NativePlan(plan) as native:
-        try:
-            call("plan_check_stream", native.handle)
-        except errors.UnsupportedError as error:
-            raise errors.UsageError(str(error)) from None
-
-
-def score_bytes(plan: Plan, n_tokens: int, layers: Iterable[tuple[int, int, int]]) -> int:
-    """Bytes beside keys and values while a prompt is read and compressed under a plan. layers: (H, Hkv, d_k) each."""
-    with _NativePlan(plan) as native:
-        of_layer = functools.cache(functools.partial(lib().kvedge_plan_score_bytes, native.handle, n_tokens))
-        return sum(of_layer(*shape) for shape in layers)
-
-
 class Cache:
     """The KV memory of one llama_context, owned by libkvedge (kvedge_cache).
 
@@ -153,17 +81,18 @@ class Cache:
     ) -> None:
         """Takes over the KV memory of a llama_context without tokens. Raises what kvedge_attach reports.
 
-        profiles: of the plan's stages that need one, by name (profile.tables_for). later_floor: tokens that a message
+        profiles: of the plan's stages that need one, by name (profiles.tables_for). later_floor: tokens that a message
         keeps at least which follows another; None: as many as the library says (kvedge_plan_set).
         """
         self._later_floor = later_floor
         self.guard = Guard("cache", over="the cache was detached; attach again")
-        options = lib().kvedge_options_default()
+        options = Options()
+        call("options_init", c.byref(options), c.sizeof(options))
         kv_type = KvType.parse(kv_type)
         options.type_k, options.type_v = KV_TYPE[kv_type.k], KV_TYPE[kv_type.v]
         options.auto_compress = auto_compress
         self._handle = c.c_void_p()
-        with _NativePlan(plan, profiles, self._later_floor) as native:
+        with NativePlan(plan, profiles, self._later_floor) as native:
             call("attach", context, native.handle, c.byref(options), c.byref(self._handle))
         self.own = native.own  # C has a copy of the plan, and with it these callbacks
         self._owns: dict[int, OwnStages] = {}  # of sequences with plans of their own
@@ -195,7 +124,7 @@ class Cache:
     @one_thread
     def set_plan(self, plan: Plan, profiles: Mapping[str, ProfileTable] | None = None) -> None:
         """Prompts that complete from now on are compressed by this plan. profiles: as for a new cache."""
-        with _NativePlan(plan, profiles, self._later_floor) as native:
+        with NativePlan(plan, profiles, self._later_floor) as native:
             call("set_plan", self._live(), native.handle)
         self.own = native.own
 
@@ -208,7 +137,7 @@ class Cache:
             call("set_sequence_plan", self._live(), sequence, None)
             self._owns.pop(sequence, None)
             return
-        with _NativePlan(plan, profiles, self._later_floor) as native:
+        with NativePlan(plan, profiles, self._later_floor) as native:
             call("set_sequence_plan", self._live(), sequence, native.handle)
         self._owns[sequence] = native.own
 
@@ -401,7 +330,7 @@ def compress_arrays(
     given = GivenArrays(n_layers, q.shape[1], n_heads_kv, n_tokens, size, *(x.ctypes.data for x in (q, k, v, mask)))
     result = c.c_void_p()
     types = KV_TYPE[kv_type.k], KV_TYPE[kv_type.v]
-    with _NativePlan(plan, profiles) as native, native.own.explained():
+    with NativePlan(plan, profiles) as native, native.own.explained():
         name, counts = ("stream_arrays", [step, threads]) if step else ("compress_arrays_as", [threads])
         call(name, native.handle, c.byref(given), *types, *counts, c.byref(result))
     library = lib()

@@ -81,7 +81,7 @@ std::vector<int64_t> round_counts(const AllocateInput & in, const std::vector<in
 void allocate_layer(const AllocateInput & in, size_t l, std::vector<int32_t> & out) {
     const int32_t      held = std::max(in.recent, 1);  // of every head, so that none is left empty
     const int32_t      base = in.budget - held, n = in.n_tokens - in.recent;
-    const int32_t      n_heads = in.seq->shapes()[l].n_heads_kv;
+    const int32_t      n_heads = (*in.shapes)[l].n_heads_kv;
     const auto &       all     = in.attention ? *in.attention : *in.scores;
     std::vector<float> scores;
     for (int32_t h = 0; h < n_heads; h++) {

@@ -26,20 +26,20 @@ uint32_t wants(const double * params) {
 
 // Text's queries on visual keys, or the other way round.
 CrossAttention cross_attention(const AllocateInput & in, bool from_text) {
-    const auto     tokens = in.seq->pending_tokens();
-    const auto &   parts  = in.seq->query_parts;
+    const auto     spans = in.view->queries(0);  // those of the other layers are of the same tokens
     CrossAttention out;
-    size_t         part = 0;
-    for (size_t i = 0; i < tokens.size(); i++) {
+    auto           span = spans.begin();
+    for (size_t i = 0; i < (size_t) in.n_tokens; i++) {
+        const int32_t token = in.tokens[i];
         if ((in.image[i] != 0) == from_text) {
             out.keys.push_back((int32_t) i);
             continue;
         }
-        while (part < parts.size() && tokens[i] >= parts[part].first + parts[part].n) {
-            part++;
+        while (span != spans.end() && token >= span->first + span->n) {
+            span++;
         }
-        if (part < parts.size() && tokens[i] >= parts[part].first) {
-            out.queries.push_back(tokens[i]);
+        if (span != spans.end() && token >= span->first) {
+            out.queries.push_back(token);
             out.unseen.push_back((int32_t) out.keys.size());
         }
     }
@@ -54,28 +54,31 @@ std::vector<double> cross_entropies(const AllocateInput & in, const CrossAttenti
         double                 mean;  // per query
     };
     std::vector<Task> tasks;
-    for (size_t l = 0; l < in.seq->shapes().size(); l++) {
-        for (int32_t h = 0; h < in.seq->shapes()[l].n_heads_kv; h++) {
+    for (size_t l = 0; l < in.shapes->size(); l++) {
+        for (int32_t h = 0; h < (*in.shapes)[l].n_heads_kv; h++) {
             tasks.push_back({ (int32_t) l, h, &text, 0.0 });
             tasks.push_back({ (int32_t) l, h, &image, 0.0 });
         }
     }
     parallel_for(in.n_threads, (int32_t) tasks.size(), [&](int32_t i, int32_t) {
-        Task & task = tasks[(size_t) i];
-        task.mean   = attention_entropy(*in.seq, task.layer, task.head, *task.cross) / (double) task.cross->queries.size();
+        Task &     task  = tasks[(size_t) i];
+        const auto view  = in.view->head(task.layer, task.head);
+        const auto spans = in.view->queries(task.layer);
+        task.mean = attention_entropy((*in.shapes)[(size_t) task.layer], view, spans, task.head, *task.cross) /
+                    (double) task.cross->queries.size();
     });
-    std::vector<double> out(in.seq->shapes().size(), 0.0);
+    std::vector<double> out(in.shapes->size(), 0.0);
     for (const Task & task : tasks) {
-        out[(size_t) task.layer] += task.mean / in.seq->shapes()[(size_t) task.layer].n_heads;
+        out[(size_t) task.layer] += task.mean / (*in.shapes)[(size_t) task.layer].n_heads;
     }
     return out;
 }
 
 std::vector<double> full_entropies(const AllocateInput & in) {
-    std::vector<double> out(in.seq->shapes().size(), 0.0);
-    for (size_t l = 0; l < in.seq->entropies.size() && in.seq->n_entropies > 0; l++) {
-        for (double sum : in.seq->entropies[l]) {
-            out[l] += sum / ((double) in.seq->shapes()[l].n_heads * in.seq->n_entropies);
+    std::vector<double> out(in.shapes->size(), 0.0);
+    for (size_t l = 0; l < in.entropies->size() && in.n_entropies > 0; l++) {
+        for (double sum : (*in.entropies)[l]) {
+            out[l] += sum / ((double) (*in.shapes)[l].n_heads * in.n_entropies);
         }
     }
     return out;
@@ -101,7 +104,7 @@ void allocate(const AllocateInput & in, std::vector<std::vector<int32_t>> & out)
     }
     const auto counts = round_shares(share, (int64_t) in.budget * (int64_t) out.size(), in.n_tokens, std::max(1, in.fixed_recent));
     for (size_t l = 0; l < out.size(); l++) {
-        out[l].assign((size_t) in.seq->shapes()[l].n_heads_kv, (int32_t) counts[l]);
+        out[l].assign((size_t) (*in.shapes)[l].n_heads_kv, (int32_t) counts[l]);
     }
 }
 

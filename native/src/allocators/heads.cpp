@@ -27,7 +27,7 @@ std::vector<double> weights(const AllocateInput & in) {
     std::vector<double> out;
     double              total = 0.0, powered = 0.0;
     const auto          each = [&](const auto & visit) {
-        for (const LayerShape & s : in.seq->shapes()) {
+        for (const LayerShape & s : (*in.shapes)) {
             for (int32_t h = 0; h < s.n_heads; h++) {
                 visit(s, h, (double) in.profile->layer(s.il)[h]);
             }

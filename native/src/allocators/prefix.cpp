@@ -21,7 +21,7 @@ bool from_profile(const double * params) { return params[SOURCE] == 1; }
 
 // P [T]: importance that the k + 1 most important tokens of a layer hold together, of 1.
 std::vector<double> cumulative(const AllocateInput & in, size_t l) {
-    const auto          T = (size_t) in.n_tokens, n_heads = (size_t) in.seq->shapes()[l].n_heads_kv;
+    const auto          T = (size_t) in.n_tokens, n_heads = (size_t) (*in.shapes)[l].n_heads_kv;
     std::vector<double> p(T, 0.0);
     double              total = 0.0;
     for (size_t t = 0; t < T; t++) {
@@ -53,7 +53,7 @@ std::vector<double> prefixes(const std::vector<std::vector<double>> & layers, do
 
 std::vector<double> search(const AllocateInput & in, int64_t target) {
     std::vector<std::vector<double>> layers;
-    for (size_t l = 0; l < in.seq->shapes().size(); l++) {
+    for (size_t l = 0; l < in.shapes->size(); l++) {
         layers.push_back(cumulative(in, l));
     }
     std::vector<double> best;
@@ -80,7 +80,7 @@ std::vector<double> look_up(const AllocateInput & in) {
     const double        x0     = at > 0 ? p.budgets[at - 1] : 0.0;
     const double        x1     = at < p.budgets.size() ? p.budgets[at] : 1.0;
     std::vector<double> shares;
-    for (const LayerShape & s : in.seq->shapes()) {
+    for (const LayerShape & s : (*in.shapes)) {
         const float * row = p.layer(s.il);
         const double  y0  = at > 0 ? row[at - 1] : 0.0;
         const double  y1  = at < p.budgets.size() ? row[at] : 1.0;
@@ -94,7 +94,7 @@ void allocate(const AllocateInput & in, std::vector<std::vector<int32_t>> & out)
     auto          shares = from_profile(in.params) ? look_up(in) : search(in, target);
     const auto    counts = round_shares(std::move(shares), target, in.most, std::max(1, in.recent));
     for (size_t l = 0; l < out.size(); l++) {
-        out[l].assign((size_t) in.seq->shapes()[l].n_heads_kv, (int32_t) counts[l]);
+        out[l].assign((size_t) (*in.shapes)[l].n_heads_kv, (int32_t) counts[l]);
     }
 }
 

@@ -18,7 +18,7 @@ const Param PARAMS[] = {
 };
 
 void allocate(const AllocateInput & in, std::vector<std::vector<int32_t>> & out) {
-    const auto          n_layers = (int32_t) in.seq->shapes().size();
+    const auto          n_layers = (int32_t) in.shapes->size();
     const int32_t       held     = std::max(in.recent, 1);  // of every head, so that none is left empty
     const int32_t       base     = in.budget - held;
     const int32_t       most     = in.n_tokens - held;
@@ -36,7 +36,7 @@ void allocate(const AllocateInput & in, std::vector<std::vector<int32_t>> & out)
     }
     const auto counts = official ? std::vector<int64_t>(line.begin(), line.end()) : round_shares(line, (int64_t) base * n_layers, most);
     for (int32_t l = 0; l < n_layers; l++) {
-        out[(size_t) l].assign((size_t) in.seq->shapes()[(size_t) l].n_heads_kv, (int32_t) counts[(size_t) l] + held);
+        out[(size_t) l].assign((size_t) (*in.shapes)[(size_t) l].n_heads_kv, (int32_t) counts[(size_t) l] + held);
     }
 }
 

@@ -6,7 +6,7 @@ namespace kvedge {
 
 static void allocate(const AllocateInput & in, std::vector<std::vector<int32_t>> & out) {
     for (size_t l = 0; l < out.size(); l++) {
-        out[l].assign((size_t) in.seq->shapes()[l].n_heads_kv, in.budget);
+        out[l].assign((size_t) (*in.shapes)[l].n_heads_kv, in.budget);
     }
 }
 

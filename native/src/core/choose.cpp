@@ -35,6 +35,17 @@ std::vector<uint8_t> pending_image(const Sequence & seq, const std::vector<int32
     return image;
 }
 
+// What stages see of a sequence.
+class SequenceView : public PendingView {
+  public:
+    explicit SequenceView(const Sequence & seq) : seq_(seq) {}
+    HeadView               head(int32_t layer, int32_t head) const override { return seq_.view(layer, head); }
+    std::vector<QuerySpan> queries(int32_t layer) const override { return seq_.query_spans(layer); }
+
+  private:
+    const Sequence & seq_;
+};
+
 using ScoreFunction = void (*)(const ScoreInput & in, float * out);
 
 // Where the images of a layer lie: [T] in all heads, or [Hkv * T] where heads hold different tokens, else NULL.
@@ -57,10 +68,13 @@ std::vector<int32_t> tokens_of_heads(const Sequence & seq, size_t l) {
 
 Bulk<float> run_scorer(
     const Sequence & seq, const kvedge_plan & plan, ImageMask image, size_t l, ScoreFunction score, Spectrum * spectrum) {
-    const int32_t n_tokens = seq.pending_length();
-    ScoreInput    in{};
-    in.seq      = &seq;
+    const int32_t      n_tokens = seq.pending_length();
+    const SequenceView view(seq);
+    ScoreInput         in{};
+    in.view     = &view;
+    in.shape    = seq.shapes()[l];
     in.layer    = (int32_t) l;
+    in.n_layers = (int32_t) seq.shapes().size();
     in.n_tokens = n_tokens;
     in.params   = plan.params[KVEDGE_STAGE_SCORER];
     in.image    = image.shared;
@@ -154,12 +168,14 @@ void allocate(Job & job, int32_t layer) {
     const uint32_t wants     = plan.allocator->wants ? plan.allocator->wants(params) : 0;
     const Scores   attention = attention_scores(job, layer, wants);
     const int32_t  recent    = std::min(budget, plan_recent(plan, job.n_tokens, budget));
-    AllocateInput  in{};
+    const SequenceView view(job.seq);
+    AllocateInput      in{};
     in.n_tokens     = job.n_tokens;
     in.budget       = budget;
     in.recent       = recent;
     in.scores       = &job.scores;
-    in.seq          = &job.seq;
+    in.shapes       = &job.seq.shapes();
+    in.view         = &view;
     in.n_threads    = job.n_threads;
     in.params       = params;
     in.image        = job.image_of(0, 0);
@@ -170,6 +186,9 @@ void allocate(Job & job, int32_t layer) {
     in.attention    = attention.empty() ? nullptr : &attention;
     in.most         = job.most;
     in.layer        = layer;
+    in.tokens       = job.tokens.empty() ? nullptr : job.tokens.data();
+    in.entropies    = &job.seq.entropies;
+    in.n_entropies  = job.seq.n_entropies;
     plan.allocator->allocate(in, job.counts);
 }
 

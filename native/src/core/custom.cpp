@@ -1,6 +1,8 @@
 #include "core/custom.h"
 
 #include "core/error.h"
+#include "core/structs.h"
+#include "kernels/kernels.h"
 
 #include <algorithm>
 #include <cfloat>
@@ -37,29 +39,31 @@ template <class F> void call(const char * stage, const char * name, const F & ca
 }
 
 // All pending rows of n heads of a layer, widened: keys [n][T][d_k], values [n][T][d_v].
-void widen(const ScoreInput & in, const LayerShape & shape, int32_t first, int32_t n, std::vector<float> & k, std::vector<float> & v) {
+void widen(const ScoreInput & in, int32_t first, int32_t n, std::vector<float> & k, std::vector<float> & v) {
+    const LayerShape & shape = in.shape;
     const auto T = (size_t) in.n_tokens, dk = (size_t) shape.d_k, dv = (size_t) shape.d_v;
     k.resize((size_t) n * T * dk);
     v.resize((size_t) n * T * dv);
     for (int32_t h = 0; h < n; h++) {
-        size_t row = (size_t) h * T;
-        in.seq->each_segment(in.layer, first + h, true, [&](const Segment & seg) {
+        size_t         row  = (size_t) h * T;
+        const HeadView view = in.view->head(in.layer, first + h);
+        for (const Segment & seg : view.pending) {
             kernels().widen(seg.k, seg.n, shape.d_k, k.data() + row * dk, dk);
             kernels().widen(seg.v, seg.n, shape.d_v, v.data() + row * dv, dv);
             row += (size_t) seg.n;
-        });
+        }
     }
 }
 
 // Scores n of a layer's KV heads, shown as a layer of no others.
 void score_heads(const ScoreInput & in, int32_t first, int32_t n, const uint8_t * image, float * out) {
     const kvedge_custom_scorer & given = in.self->custom->given;
-    const LayerShape &           shape = in.seq->shapes()[(size_t) in.layer];
+    const LayerShape &           shape = in.shape;
     const int32_t                group = shape.n_heads / shape.n_heads_kv;
     const auto                   T = (size_t) in.n_tokens, heads = (size_t) n;
     std::vector<float>           k, v, q, sums;
-    widen(in, shape, first, n, k, v);
-    kvedge_score_input to{ in.layer,  (int32_t) in.seq->shapes().size(), n * group, n, in.n_tokens,
+    widen(in, first, n, k, v);
+    kvedge_score_input to{ in.layer,  in.n_layers, n * group, n, in.n_tokens,
                            shape.d_k, shape.d_v, k.data(), v.data(), image, 0, nullptr, nullptr, in.params, given.user_data };
     if (given.n_queries > 0 && in.window_q) {
         to.n_queries   = std::min(given.n_queries, in.n_window);
@@ -92,7 +96,7 @@ void score_heads(const ScoreInput & in, int32_t first, int32_t n, const uint8_t 
 
 // Where the heads of a stream hold different tokens, each is shown by itself: there is one mask for all that are shown.
 void score(const ScoreInput & in, float * out) {
-    const int32_t n = in.seq->shapes()[(size_t) in.layer].n_heads_kv;
+    const int32_t n = in.shape.n_heads_kv;
     if (!in.heads) {
         score_heads(in, 0, n, in.image, out);
         return;
@@ -196,9 +200,9 @@ template <class T> const T * find_own(const std::vector<std::shared_ptr<const T>
     return nullptr;
 }
 
-// Checks what all three kinds have, and copies it.
-template <class C, class G>
-kvedge_status take(C & custom, const G & given, const char * stage, const void * known, bool has_function, kvedge_error * err) {
+// Checks what all three kinds have, and copies what custom.given points to.
+template <class C> kvedge_status take(C & custom, const char * stage, const void * known, bool has_function, kvedge_error * err) {
+    auto & given = custom.given;
     if (!is_name(given.name)) {
         return fail(err, KVEDGE_E_ARGUMENT, "a %s's name is 1 to %d of a-z, 0-9 and -, and starts with a letter", stage,
                     (int) LONGEST_NAME);
@@ -223,21 +227,16 @@ kvedge_status take(C & custom, const G & given, const char * stage, const void *
         custom.params.push_back({ keep(s.name), nullptr, s.fallback, s.lowest, s.highest, s.step, keep(s.choices) });
     }
     custom.params.push_back({});
-    custom.given          = given;
-    custom.given.name     = keep(given.name);
-    custom.given.summary  = nullptr;
-    custom.given.settings = nullptr;
-    custom.member.name    = custom.given.name;
-    custom.member.params  = custom.params.data();
+    given.name           = keep(given.name);
+    given.summary        = nullptr;
+    given.settings       = nullptr;
+    custom.member.name   = given.name;
+    custom.member.params = custom.params.data();
     return KVEDGE_OK;
 }
 
-template <class G> bool complete(const kvedge_plan * plan, const G * given) {
-    return plan && given && given->struct_size == sizeof(G);
-}
-
 kvedge_status incomplete(const char * function, kvedge_error * err) {
-    return fail(err, KVEDGE_E_ARGUMENT, "%s: plan or stage is NULL, or its struct_size is not set", function);
+    return fail(err, KVEDGE_E_ARGUMENT, "%s: plan or stage is NULL, its struct_size is not set, or it is of a newer kvedge.h", function);
 }
 
 }  // namespace
@@ -278,52 +277,55 @@ std::vector<const char *> own_names(const kvedge_plan & plan, kvedge_stage stage
 using namespace kvedge;
 
 extern "C" kvedge_status kvedge_plan_add_scorer(kvedge_plan * plan, const kvedge_custom_scorer * given, kvedge_error * err) try {
-    if (!complete(plan, given)) {
+    auto                   custom = std::make_shared<CustomScorer>();
+    kvedge_custom_scorer & own    = custom->given;
+    if (!plan || !read_struct(given, own)) {
         return incomplete("kvedge_plan_add_scorer", err);
     }
-    if (given->n_queries < 0 || given->n_queries > MOST_QUERIES || given->recent < 0) {
+    if (own.n_queries < 0 || own.n_queries > MOST_QUERIES || own.recent < 0) {
         return fail(err, KVEDGE_E_ARGUMENT, "a scorer sees 0 to %d queries, and protects 0 or more recent tokens", MOST_QUERIES);
     }
-    auto custom = std::make_shared<CustomScorer>();
-    if (const auto status = take(*custom, *given, "scorer", is_name(given->name) ? known_scorer(*plan, given->name) : nullptr,
-                                 given->score != nullptr, err); status != KVEDGE_OK) {
+    if (const auto status = take(*custom, "scorer", is_name(own.name) ? known_scorer(*plan, own.name) : nullptr,
+                                 own.score != nullptr, err); status != KVEDGE_OK) {
         return status;
     }
-    custom->member.needs_column_sums = given->column_sums;
+    custom->member.needs_column_sums = own.column_sums;
     custom->member.score             = score;
     custom->member.custom            = custom.get();
     plan->own_scorers.push_back(std::move(custom));
     return ok(err);
-} catch (const std::bad_alloc &) {
-    return fail(err, KVEDGE_E_MEMORY, "no memory for a scorer");
+} catch (...) {
+    return caught(err, "take a scorer");
 }
 
 extern "C" kvedge_status kvedge_plan_add_allocator(
     kvedge_plan * plan, const kvedge_custom_allocator * given, kvedge_error * err) try {
-    if (!complete(plan, given)) {
+    auto                      custom = std::make_shared<CustomAllocator>();
+    kvedge_custom_allocator & own    = custom->given;
+    if (!plan || !read_struct(given, own)) {
         return incomplete("kvedge_plan_add_allocator", err);
     }
-    auto custom = std::make_shared<CustomAllocator>();
-    if (const auto status = take(*custom, *given, "allocator",
-                                 is_name(given->name) ? known_allocator(*plan, given->name) : nullptr,
-                                 given->allocate != nullptr, err); status != KVEDGE_OK) {
+    if (const auto status = take(*custom, "allocator",
+                                 is_name(own.name) ? known_allocator(*plan, own.name) : nullptr,
+                                 own.allocate != nullptr, err); status != KVEDGE_OK) {
         return status;
     }
     custom->member.allocate = allocate;
     custom->member.custom   = custom.get();
     plan->own_allocators.push_back(std::move(custom));
     return ok(err);
-} catch (const std::bad_alloc &) {
-    return fail(err, KVEDGE_E_MEMORY, "no memory for an allocator");
+} catch (...) {
+    return caught(err, "take an allocator");
 }
 
 extern "C" kvedge_status kvedge_plan_add_reducer(kvedge_plan * plan, const kvedge_custom_reducer * given, kvedge_error * err) try {
-    if (!complete(plan, given)) {
+    auto                    custom = std::make_shared<CustomReducer>();
+    kvedge_custom_reducer & own    = custom->given;
+    if (!plan || !read_struct(given, own)) {
         return incomplete("kvedge_plan_add_reducer", err);
     }
-    auto custom = std::make_shared<CustomReducer>();
-    if (const auto status = take(*custom, *given, "reducer", is_name(given->name) ? known_reducer(*plan, given->name) : nullptr,
-                                 given->reduce != nullptr, err); status != KVEDGE_OK) {
+    if (const auto status = take(*custom, "reducer", is_name(own.name) ? known_reducer(*plan, own.name) : nullptr,
+                                 own.reduce != nullptr, err); status != KVEDGE_OK) {
         return status;
     }
     custom->member.reduce  = reduce;
@@ -331,6 +333,6 @@ extern "C" kvedge_status kvedge_plan_add_reducer(kvedge_plan * plan, const kvedg
     custom->member.custom  = custom.get();
     plan->own_reducers.push_back(std::move(custom));
     return ok(err);
-} catch (const std::bad_alloc &) {
-    return fail(err, KVEDGE_E_MEMORY, "no memory for a reducer");
+} catch (...) {
+    return caught(err, "take a reducer");
 }

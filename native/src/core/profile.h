@@ -3,7 +3,7 @@
 #pragma once
 
 #include "core/plan.h"
-#include "store/sequence.h"
+#include "backend/rows.h"
 
 #include <cstdint>
 #include <vector>

@@ -3,8 +3,9 @@
 
 #pragma once
 
+#include "core/pending.h"
 #include "kvedge.h"
-#include "store/sequence.h"
+#include "store/pages.h"
 
 #include <cstdint>
 #include <vector>
@@ -64,9 +65,10 @@ struct Spectrum {
 
 // The pending tokens of one layer, as a scorer sees them.
 struct ScoreInput {
-    const Sequence * seq;  // the rows are its pending ones
-    int32_t          layer;
-    int32_t          n_tokens;  // T
+    const PendingView * view;
+    LayerShape       shape;
+    int32_t          layer, n_layers;  // of the stored ones
+    int32_t          n_tokens;         // T
     const double *   column_sums;    // [Hkv][sums_capacity], averaged over the group; NULL unless asked for
     const double *   column_squares;  // likewise, of the squares of the group's mean; NULL unless asked for
     int32_t          sums_capacity;
@@ -114,8 +116,8 @@ struct Scorer : Member {
 // What an allocator looks at beside scores.
 enum AllocatorWants : uint32_t {
     WANTS_ATTENTION = 1,  // scores by attention alone
-    WANTS_ENTROPY   = 2,  // Sequence::entropies
-    WANTS_QUERIES   = 4,  // Sequence::queries
+    WANTS_ENTROPY   = 2,  // entropies
+    WANTS_QUERIES   = 4,  // all queries
 };
 
 // How far an allocator looks beyond the prompt's length and the profile.
@@ -130,17 +132,22 @@ struct AllocateInput {
     int32_t                       budget;        // KV pairs per layer and head on average, 1 <= budget < T
     int32_t                       recent;        // of those, last tokens that are kept anyway
     const Scores *                scores;        // [layer][Hkv * T]
-    const Sequence *              seq;           // the rows are its pending ones
+    const std::vector<LayerShape> * shapes;      // of the stored layers
+    const PendingView *           view;
     int32_t                       n_threads;
     const double *                params;
     const uint8_t *               image;         // [T] 1 for an image token
     const struct Allocator *      self;
-    const Profile *               profile;       // fits seq->shapes(); NULL where the member asked for none
+    const Profile *               profile;       // fits the shapes; NULL where the member asked for none
     const std::vector<Spectrum> * spectra;       // [layer], as the scorer left them; NULL: it left none
     int32_t                       fixed_recent;  // of recent, those that the plan asks for by number
     const Scores *                attention;     // as scores, by attention alone; NULL: scores are all there is
     int32_t                       most = 0;      // pairs that a head can be granted: T, or as many as are left
     int32_t                       layer = -1;    // the only one that has scores, and whose budgets are wanted; -1: all
+    const int32_t *               tokens = nullptr;  // [T] token index of each row, where all heads hold the same ones
+    // [layer][Hkv] sum over query heads and n_entropies queries of the entropy of their attention, or empty.
+    const std::vector<std::vector<double>> * entropies = nullptr;
+    int32_t                       n_entropies = 0;
 };
 
 struct Allocator : Member {

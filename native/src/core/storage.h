@@ -3,7 +3,7 @@
 #pragma once
 
 #include "kvedge.h"
-#include "store/ragged.h"
+#include "backend/rows.h"
 
 namespace kvedge {
 

@@ -1,5 +1,7 @@
 #include "primitives/buckets.h"
 
+#include "kernels/kernels.h"
+
 #include <algorithm>
 
 namespace kvedge {

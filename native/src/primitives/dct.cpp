@@ -175,36 +175,33 @@ static Rows columns_from(const Rows & rows, size_t from) {
 }
 
 // Columns [from, from + w) of the middle one of a head's pending rows: the first would be a sink, far from all others.
-static void find_origin(
-    const Sequence & seq, int32_t layer, int32_t head, bool values, size_t from, size_t w, float * origin) {
-    int32_t left = seq.pending_length() / 2;
-    seq.each_segment(layer, head, true, [&](const Segment & seg) {
+static void find_origin(const HeadView & view, bool values, size_t from, size_t w, float * origin) {
+    int32_t left = view.n_pending / 2;
+    for (const Segment & seg : view.pending) {
         if (left >= 0 && left < seg.n) {
             const Rows rows = columns_from(values ? seg.v : seg.k, from);
             kernels().to_f32(rows.type, rows.data + (size_t) left * rows.stride, origin, w);
         }
         left -= seg.n;
-    });
+    }
 }
 
-void HighPass::add_head(
-    const Sequence & seq, int32_t layer, int32_t head, bool values, float * deviation, Work & work, Energy & sum) const {
-    constexpr size_t   WIDTH = 2 * (size_t) BAND_PAIRS;
-    const LayerShape & shape = seq.shapes()[(size_t) layer];
-    const auto         d = (size_t) (values ? shape.d_v : shape.d_k), T = (size_t) T_;
+void HighPass::add_head(const HeadView & view, int32_t width, bool values, float * deviation, Work & work, Energy & sum) const {
+    constexpr size_t WIDTH = 2 * (size_t) BAND_PAIRS;
+    const auto       d = (size_t) width, T = (size_t) T_;
     work.squares.assign(T * (size_t) BAND_PAIRS, 0.0f);
     for (size_t from = 0; from < d; from += WIDTH) {
         const size_t w = std::min(WIDTH, d - from);
         work.x.resize((size_t) n_ * WIDTH);
         std::fill(work.x.begin() + (std::ptrdiff_t) (w < WIDTH ? 0 : T * WIDTH), work.x.end(), 0.0f);
         float origin[WIDTH] = {};
-        find_origin(seq, layer, head, values, from, w, origin);
+        find_origin(view, values, from, w, origin);
         const int32_t * place = place_.data();
-        seq.each_segment(layer, head, true, [&](const Segment & seg) {
+        for (const Segment & seg : view.pending) {
             const Rows rows = columns_from(values ? seg.v : seg.k, from);
             sum.all += kernels().band_load(rows, seg.n, (int32_t) w, place, origin, work.x.data());
             place += seg.n;
-        });
+        }
         kernels().band_filter(filter_, work.x.data(), work.squares.data());
     }
     const double scale = 1.0 / ((double) n_ * (double) n_);
@@ -222,13 +219,14 @@ void HighPass::add_head(
     }
 }
 
-double HighPass::measure(const Sequence & seq, int32_t layer, float * deviation) const {
+double HighPass::measure(const PendingView & view, int32_t layer, const LayerShape & shape, float * deviation) const {
     Work   work;
     double share = 0.0;
     for (bool values : { false, true }) {
         Energy sum;
-        for (int32_t h = 0; h < seq.shapes()[(size_t) layer].n_heads_kv && !all_pass_; h++) {
-            add_head(seq, layer, h, values, deviation ? deviation + (size_t) h * (size_t) T_ : nullptr, work, sum);
+        for (int32_t h = 0; h < shape.n_heads_kv && !all_pass_; h++) {
+            add_head(view.head(layer, h), values ? shape.d_v : shape.d_k, values,
+                     deviation ? deviation + (size_t) h * (size_t) T_ : nullptr, work, sum);
         }
         share += sum.all > 0.0 ? sum.high / sum.all : 0.0;
     }

@@ -2,7 +2,8 @@
 
 #pragma once
 
-#include "core/stages.h"
+#include "core/pending.h"
+#include "kernels/kernels.h"
 
 namespace kvedge {
 
@@ -17,7 +18,7 @@ class HighPass {
     // R of a layer (FlashCache eq. 13): the share of its pending keys' energy that the filter takes away, plus that of its
     // values'; 0 where it takes nothing. deviation [Hkv][T] += mean over the channels of the square of what is taken from a
     // token's key, plus that of its value; exactly 0 where the rows are all the same. NULL: not wanted.
-    double measure(const Sequence & seq, int32_t layer, float * deviation) const;
+    double measure(const PendingView & view, int32_t layer, const LayerShape & shape, float * deviation) const;
 
   private:
     struct Energy {
@@ -27,7 +28,7 @@ class HighPass {
         std::vector<float> x, squares;
     };
 
-    void add_head(const Sequence & seq, int32_t layer, int32_t head, bool values, float * deviation, Work & work, Energy & sum) const;
+    void add_head(const HeadView & view, int32_t d, bool values, float * deviation, Work & work, Energy & sum) const;
     void plan_stages(int32_t n);
     void mix_transform(int32_t kept);    // T = n
     void mix_convolution(int32_t kept);  // T < n

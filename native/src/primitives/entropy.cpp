@@ -1,5 +1,6 @@
 #include "primitives/entropy.h"
 
+#include "kernels/kernels.h"
 #include "primitives/softmax.h"
 
 #include <algorithm>
@@ -14,13 +15,15 @@ constexpr size_t ROWS   = 60;   // queries at a time
 constexpr size_t ENOUGH = 24;   // of them that a matrix product is fast for
 
 struct Worker {
-    const Sequence &   seq;
-    int32_t            layer, head;
-    std::vector<float> rows, panel, q, s;
-    size_t             stride;
+    const LayerShape &             shape;
+    const HeadView &               view;
+    const std::vector<QuerySpan> & spans;
+    std::vector<float>             rows, panel, q, s;
+    size_t                         stride;
 
-    Worker(const Sequence & sequence, int32_t l, int32_t h) : seq(sequence), layer(l), head(h) {
-        const auto d = (size_t) shape().d_k;
+    Worker(const LayerShape & of_layer, const HeadView & of_head, const std::vector<QuerySpan> & kept)
+        : shape(of_layer), view(of_head), spans(kept) {
+        const auto d = (size_t) shape.d_k;
         stride       = KEYS + 64;  // a panel may write past the last key
         rows.resize(KEYS * d);
         panel.resize(stride * d);
@@ -28,26 +31,24 @@ struct Worker {
         s.resize(ROWS * stride);
     }
 
-    const LayerShape & shape() const { return seq.shapes()[(size_t) layer]; }
-
     // Packs keys [first, first + n) of the list. Segments come in the order of the pending rows.
     void pack(const std::vector<int32_t> & keys, size_t first, size_t n) {
-        const auto d    = (size_t) shape().d_k;
+        const auto d    = (size_t) shape.d_k;
         size_t     next = first;
         int32_t    at   = 0;
-        seq.each_segment(layer, head, true, [&](const Segment & seg) {
+        for (const Segment & seg : view.pending) {
             for (; next < first + n && keys[next] < at + seg.n; next++) {
                 const uint8_t * row = seg.k.data + (size_t) (keys[next] - at) * seg.k.stride;
                 kernels().to_f32(seg.k.type, row, rows.data() + (next - first) * d, d);
             }
             at += seg.n;
-        });
-        kernels().pack({ (const uint8_t *) rows.data(), d * sizeof(float), Type::f32 }, (int32_t) n, shape().d_k, panel.data());
+        }
+        kernels().pack({ (const uint8_t *) rows.data(), d * sizeof(float), Type::f32 }, (int32_t) n, shape.d_k, panel.data());
     }
 
     // Queries [first, first + n) of the list, of one query head.
     void load(const std::vector<int32_t> & queries, size_t first, size_t n, int32_t query_head) {
-        const auto d = (size_t) shape().d_k;
+        const auto d = (size_t) shape.d_k;
         each_query(queries, first, n, query_head, [&](size_t r, const QueryRow & from) {
             kernels().to_f32(Type::f16, from.q, q.data() + r * d, d);
         });
@@ -55,29 +56,29 @@ struct Worker {
 
     template <class F>
     void each_query(const std::vector<int32_t> & queries, size_t first, size_t n, int32_t query_head, const F & visit) const {
-        size_t part = 0;
+        auto span = spans.begin();
         for (size_t r = 0; r < n; r++) {
             const int32_t token = queries[first + r];
-            while (token >= seq.query_parts[part].first + seq.query_parts[part].n) {
-                part++;
+            while (token >= span->first + span->n) {
+                span++;
             }
-            visit(r, seq.query_row(layer, part, token - seq.query_parts[part].first, query_head));
+            visit(r, span->row(shape, token - span->first, query_head));
         }
     }
 
     // The loaded queries, which come from place `first` on, and the packed keys [key, key + n_keys) of the list.
     void attend(const CrossAttention & cross, size_t first, size_t n, size_t key, size_t n_keys, SoftmaxRow * out) {
         const Kernels & kn    = kernels();
-        const auto      panel = (size_t) kn.panel, d = (size_t) shape().d_k;
+        const auto      panel = (size_t) kn.panel, d = (size_t) shape.d_k;
         const auto      from  = [&](size_t r) { return std::max((size_t) cross.unseen[first + r], key) - key; };
         const size_t    left  = from(0) / panel * panel;  // what none of them has to look at
-        kn.gemm_qk({ q.data(), d }, (int32_t) n, this->panel.data() + left * d, (int32_t) (n_keys - left), shape().d_k,
+        kn.gemm_qk({ q.data(), d }, (int32_t) n, this->panel.data() + left * d, (int32_t) (n_keys - left), shape.d_k,
                    { s.data() + left, stride });
         for (size_t r = 0; r < n && from(r) < n_keys; r++) {
             float *      row  = s.data() + r * stride + from(r);
             const size_t most = n_keys - from(r);
-            if (shape().softcap != 0.0f) {
-                kn.softcap(row, most, shape().softcap);
+            if (shape.softcap != 0.0f) {
+                kn.softcap(row, most, shape.softcap);
             }
             SoftmaxRow part;
             part.top = kn.max(row, most);
@@ -99,9 +100,10 @@ size_t together(const CrossAttention & cross, size_t first) {
 
 }  // namespace
 
-double attention_entropy(const Sequence & seq, int32_t layer, int32_t head, const CrossAttention & cross) {
-    Worker                  w(seq, layer, head);
-    const auto              group = (size_t) (w.shape().n_heads / w.shape().n_heads_kv), n = cross.queries.size();
+double attention_entropy(
+    const LayerShape & shape, const HeadView & view, const std::vector<QuerySpan> & spans, int32_t head, const CrossAttention & cross) {
+    Worker                  w(shape, view, spans);
+    const auto              group = (size_t) (shape.n_heads / shape.n_heads_kv), n = cross.queries.size();
     std::vector<SoftmaxRow> rows(group * n);
     for (size_t g = 0; g < group; g++) {
         w.each_query(cross.queries, 0, n, head * (int32_t) group + (int32_t) g,

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "store/sequence.h"
+#include "backend/rows.h"
 
 #include <cstdint>
 #include <vector>
@@ -11,13 +11,15 @@ namespace kvedge {
 
 // Queries of one modality, and the keys of the other.
 struct CrossAttention {
-    std::vector<int32_t> queries;  // token indices, ascending, of queries that the sequence keeps
+    std::vector<int32_t> queries;  // token indices, ascending, of queries that were kept
     std::vector<int32_t> unseen;   // per query, the place in keys from which on the keys are later than it
     std::vector<int32_t> keys;     // pending rows, ascending
 };
 
 // Sum, over one KV head's query heads and the queries, of the entropy in nats of softmax(q k^T * scale) over the keys.
-// What a query saw of them when it attended is known already (PromptQueries); only the later keys are looked at here.
-double attention_entropy(const Sequence & seq, int32_t layer, int32_t head, const CrossAttention & cross);
+// What a query saw of them when it attended is known already (QueryRow::seen); only the later keys are looked at here.
+// view: of that head.
+double attention_entropy(
+    const LayerShape & shape, const HeadView & view, const std::vector<QuerySpan> & spans, int32_t head, const CrossAttention & cross);
 
 }  // namespace kvedge

@@ -1,5 +1,7 @@
 #include "primitives/window.h"
 
+#include "kernels/kernels.h"
+
 #include <algorithm>
 #include <cmath>
 
@@ -10,29 +12,29 @@ namespace {
 constexpr int32_t BLOCK = 128;  // keys packed at a time
 
 // s [n_window][stride]: logits of one query head's window over all stored rows of its KV head.
-void window_logits(const ScoreInput & in, int32_t query_head, int32_t head, float * panel, float * s, size_t stride) {
-    const LayerShape & shape = in.seq->shapes()[(size_t) in.layer];
-    const auto         d     = (size_t) shape.d_k;
-    const FloatIn      q     = { in.window_q + (size_t) query_head * d, (size_t) shape.n_heads * d };
-    int32_t            at    = 0;
-    in.seq->each_segment(in.layer, head, false, [&](const Segment & seg) {
-        for (int32_t c = 0; c < seg.n; c += BLOCK) {
-            const int32_t w = std::min(BLOCK, seg.n - c);
-            kernels().pack(seg.k.from(c), w, shape.d_k, panel);
-            kernels().gemm_qk(q, in.n_window, panel, w, shape.d_k, { s + at, stride });
-            at += w;
+void window_logits(const ScoreInput & in, const HeadView & view, int32_t query_head, float * panel, float * s, size_t stride) {
+    const int32_t d = in.shape.d_k;
+    const FloatIn q = { in.window_q + (size_t) query_head * (size_t) d, (size_t) in.shape.n_heads * (size_t) d };
+    for (const auto * segments : { &view.old, &view.pending }) {
+        for (const Segment & seg : *segments) {
+            for (int32_t c = 0; c < seg.n; c += BLOCK) {
+                const int32_t w = std::min(BLOCK, seg.n - c);
+                kernels().pack(seg.k.from(c), w, d, panel);
+                kernels().gemm_qk(q, in.n_window, panel, w, d, { s, stride });
+                s += w;
+            }
         }
-    });
+    }
 }
 
 }  // namespace
 
-void window_attention(const ScoreInput & in, int32_t head, GroupReduction reduction, float * out) {
-    const LayerShape & shape  = in.seq->shapes()[(size_t) in.layer];
+void window_attention(const ScoreInput & in, const HeadView & view, int32_t head, GroupReduction reduction, float * out) {
+    const LayerShape & shape  = in.shape;
     const Kernels &    kn     = kernels();
     const int32_t      group  = shape.n_heads / shape.n_heads_kv;
-    const int32_t      n_keys = in.seq->head_length(in.layer, head);
-    const int32_t      first  = n_keys - in.n_tokens;  // the first pending row
+    const int32_t      first  = view.n_old;  // the first pending row
+    const int32_t      n_keys = first + in.n_tokens;
     const size_t       stride = ((size_t) n_keys + 64 + 15) / 16 * 16;
     std::vector<float> s((size_t) in.n_window * stride), panel((size_t) (BLOCK + 64) * (size_t) shape.d_k);
     std::vector<float> mean((size_t) in.n_tokens);
@@ -40,7 +42,7 @@ void window_attention(const ScoreInput & in, int32_t head, GroupReduction reduct
     std::fill(out, out + in.n_tokens, 0.0f);
     for (int32_t g = 0; g < group && in.n_window > 0; g++) {
         const int32_t query_head = head * group + g;
-        window_logits(in, query_head, head, panel.data(), s.data(), stride);
+        window_logits(in, view, query_head, panel.data(), s.data(), stride);
         std::fill(mean.begin(), mean.end(), 0.0f);
         for (int32_t r = 0; r < in.n_window; r++) {
             float *    row  = s.data() + (size_t) r * stride;

@@ -21,7 +21,7 @@ static int32_t auto_recent(int32_t kept, int32_t even, const double * params) {
 }
 
 static void score(const ScoreInput & in, float * out) {
-    const int32_t n_heads_kv = in.seq->shapes()[(size_t) in.layer].n_heads_kv;
+    const int32_t n_heads_kv = in.shape.n_heads_kv;
     for (int32_t h = 0; h < n_heads_kv; h++) {
         const double * sums = in.column_sums + (size_t) h * (size_t) in.sums_capacity;
         for (int32_t t = 0; t < in.n_tokens; t++) {

@@ -1,6 +1,7 @@
 // Deviation from the low-frequency part of keys and values along the tokens: outliers in the frequency domain matter
 // (FlashCache eq. 10).
 
+#include "core/stages.h"
 #include "primitives/dct.h"
 #include "primitives/shared.h"
 
@@ -19,10 +20,10 @@ const Param PARAMS[] = {
 };
 
 void score(const ScoreInput & in, float * out) {
-    const int32_t  n_heads_kv = in.seq->shapes()[(size_t) in.layer].n_heads_kv;
+    const int32_t  n_heads_kv = in.shape.n_heads_kv;
     const HighPass filter(in.n_tokens, in.params[GAMMA]);
     std::fill(out, out + (size_t) n_heads_kv * (size_t) in.n_tokens, 0.0f);
-    const double high = filter.measure(*in.seq, in.layer, out);
+    const double high = filter.measure(*in.view, in.layer, in.shape, out);
     if (in.spectrum) {
         *in.spectrum = { in.params[GAMMA], high };
     }

@@ -21,7 +21,7 @@ int32_t reserved(int32_t kept, const double * params) { return part(params[SPREA
 
 // out [Hkv][T] = of(mean, mean of the squares) of every token's attention; 0 where no query saw it.
 template <class F> void each_token(const ScoreInput & in, float * out, const F & of) {
-    const int32_t n_heads_kv = in.seq->shapes()[(size_t) in.layer].n_heads_kv;
+    const int32_t n_heads_kv = in.shape.n_heads_kv;
     for (int32_t h = 0; h < n_heads_kv; h++) {
         const size_t at = (size_t) h * (size_t) in.sums_capacity;
         for (size_t t = 0; t < (size_t) in.n_tokens; t++) {

@@ -3,6 +3,7 @@
 
 #include "core/profile.h"
 #include "core/stages.h"
+#include "kernels/kernels.h"
 #include "primitives/window.h"
 
 #include <algorithm>
@@ -38,7 +39,7 @@ bool from_profile(const double * params) { return params[SOURCE] == 1 && params[
 ProfileKind profile_kind(const double * params) { return from_profile(params) ? ProfileKind::kv_heads : ProfileKind::none; }
 
 double redundancy_by_profile(const ScoreInput & in, int32_t head) {
-    return (double) in.profile->layer(in.seq->shapes()[(size_t) in.layer].il)[head];
+    return (double) in.profile->layer(in.shape.il)[head];
 }
 
 double mean(const std::vector<double> & x) {
@@ -70,27 +71,26 @@ struct Keys {
 };
 
 // visit(row, t) for the head's pending keys, widened.
-template <class F> void each_key(const ScoreInput & in, int32_t head, const F & visit) {
-    const auto         d = (size_t) in.seq->shapes()[(size_t) in.layer].d_k;
+template <class F> void each_key(const HeadView & view, size_t d, const F & visit) {
     std::vector<float> row(d);
     int32_t            t = 0;
-    in.seq->each_segment(in.layer, head, true, [&](const Segment & seg) {
+    for (const Segment & seg : view.pending) {
         for (int32_t r = 0; r < seg.n; r++, t++) {
             kernels().to_f32(seg.k.type, seg.k.data + (size_t) r * seg.k.stride, row.data(), d);
             visit(row.data(), t);
         }
-    });
+    }
 }
 
-Keys read_keys(const ScoreInput & in, int32_t head, int32_t n) {
+Keys read_keys(const ScoreInput & in, const HeadView & view, int32_t n) {
     constexpr int32_t   CHUNK = 64;  // directions that are summed in float32 before the sum goes on in double
     const Kernels &     kn = kernels();
-    const auto          d = (size_t) in.seq->shapes()[(size_t) in.layer].d_k;
+    const auto          d = (size_t) in.shape.d_k;
     const auto          T = (double) in.n_tokens;
     std::vector<float>  inverse((size_t) in.n_tokens), part(d, 0.0f);
     std::vector<double> center(d, 0.0);
     Keys                keys{ {}, {}, 0.0 };
-    each_key(in, head, [&](const float * row, int32_t t) {
+    each_key(view, d, [&](const float * row, int32_t t) {
         const double norm = std::sqrt((double) kn.dot(row, row, d));
         inverse[(size_t) t] = norm > 0.0 ? (float) (1.0 / norm) : 0.0f;
         kn.axpy(inverse[(size_t) t], row, part.data(), d);
@@ -109,7 +109,7 @@ Keys read_keys(const ScoreInput & in, int32_t head, int32_t n) {
     for (double c : center) {
         sq += c * c;
     }
-    each_key(in, head, [&](const float * row, int32_t t) {
+    each_key(view, d, [&](const float * row, int32_t t) {
         if (t < n) {
             keys.diversity.push_back(-(double) inverse[(size_t) t] * (double) kn.dot(row, mean_direction.data(), d));
         }
@@ -118,35 +118,36 @@ Keys read_keys(const ScoreInput & in, int32_t head, int32_t n) {
     return keys;
 }
 
-std::vector<double> value_norms(const ScoreInput & in, int32_t head, int32_t n) {
-    const auto          d = (size_t) in.seq->shapes()[(size_t) in.layer].d_v;
+std::vector<double> value_norms(const ScoreInput & in, const HeadView & view, int32_t n) {
+    const auto          d = (size_t) in.shape.d_v;
     std::vector<float>  row(d);
     std::vector<double> norms;
-    in.seq->each_segment(in.layer, head, true, [&](const Segment & seg) {
+    for (const Segment & seg : view.pending) {
         for (int32_t r = 0; r < seg.n && (int32_t) norms.size() < n; r++) {
             kernels().widen(seg.v.from(r), 1, (int32_t) d, row.data(), d);
             norms.push_back(std::sqrt((double) kernels().dot(row.data(), row.data(), d)));
         }
-    });
+    }
     return norms;
 }
 
 // Pooled attention of one head; returns the number of candidates, the tokens before the window.
-int32_t attend_head(const ScoreInput & in, int32_t head, float * out) {
+int32_t attend_head(const ScoreInput & in, const HeadView & view, int32_t head, float * out) {
     const int32_t n = in.n_tokens - std::min(window(in.params), in.n_tokens);
-    window_attention(in, head, GroupReduction::mean, out);
+    window_attention(in, view, head, GroupReduction::mean, out);
     pool((Pooling) (int32_t) in.params[POOL], (int32_t) in.params[KERNEL], out, n);
     return n;
 }
 
 void score_head(const ScoreInput & in, int32_t head, float * out) {
-    const int32_t n = attend_head(in, head, out);
+    const HeadView view = in.view->head(in.layer, head);
+    const int32_t  n    = attend_head(in, view, head, out);
     if (n == 0) {
         return;
     }
-    Keys                      keys = read_keys(in, head, n);
+    Keys                      keys = read_keys(in, view, n);
     const std::vector<double> attention(out, out + n);
-    std::vector<double>       importance = in.params[VALUE] == 0 ? value_norms(in, head, n) : keys.minus_norm;
+    std::vector<double>       importance = in.params[VALUE] == 0 ? value_norms(in, view, n) : keys.minus_norm;
     scale_to(importance, mean(attention));
     for (size_t i = 0; i < attention.size(); i++) {
         importance[i] += attention[i];
@@ -162,14 +163,14 @@ void score_head(const ScoreInput & in, int32_t head, float * out) {
 }
 
 void attention(const ScoreInput & in, float * out) {
-    const int32_t n_heads_kv = in.seq->shapes()[(size_t) in.layer].n_heads_kv;
+    const int32_t n_heads_kv = in.shape.n_heads_kv;
     for (int32_t h = 0; h < n_heads_kv; h++) {
-        attend_head(in, h, out + (size_t) h * (size_t) in.n_tokens);
+        attend_head(in, in.view->head(in.layer, h), h, out + (size_t) h * (size_t) in.n_tokens);
     }
 }
 
 void score(const ScoreInput & in, float * out) {
-    const int32_t n_heads_kv = in.seq->shapes()[(size_t) in.layer].n_heads_kv;
+    const int32_t n_heads_kv = in.shape.n_heads_kv;
     for (int32_t h = 0; h < n_heads_kv; h++) {
         score_head(in, h, out + (size_t) h * (size_t) in.n_tokens);
     }

@@ -5,7 +5,7 @@
 namespace kvedge {
 
 static void score(const ScoreInput & in, float * out) {
-    const int32_t n_heads_kv = in.seq->shapes()[(size_t) in.layer].n_heads_kv;
+    const int32_t n_heads_kv = in.shape.n_heads_kv;
     for (int32_t h = 0; h < n_heads_kv; h++) {
         for (int32_t t = 0; t < in.n_tokens; t++) {
             *out++ = (float) t;

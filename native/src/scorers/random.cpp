@@ -15,7 +15,7 @@ static uint64_t mix(uint64_t x) {
 
 // 24 bits, exact in float32: mix(mix(mix(mix(seed) + layer) + head) + token) / 2^64, rounded down.
 static void score(const ScoreInput & in, float * out) {
-    const int32_t  n_heads_kv = in.seq->shapes()[(size_t) in.layer].n_heads_kv;
+    const int32_t  n_heads_kv = in.shape.n_heads_kv;
     const uint64_t layer      = mix(mix((uint64_t) in.params[0]) + (uint64_t) in.layer);
     for (int32_t h = 0; h < n_heads_kv; h++) {
         const uint64_t head = mix(layer + (uint64_t) h);

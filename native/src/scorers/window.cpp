@@ -24,10 +24,10 @@ int32_t auto_recent(int32_t kept, int32_t even, const double * params) { return 
 
 // The window's own tokens keep their unpooled attention; those that recent = auto does not protect compete by it.
 void score(const ScoreInput & in, float * out) {
-    const int32_t n_heads_kv = in.seq->shapes()[(size_t) in.layer].n_heads_kv;
+    const int32_t n_heads_kv = in.shape.n_heads_kv;
     for (int32_t h = 0; h < n_heads_kv; h++) {
         float * row = out + (size_t) h * (size_t) in.n_tokens;
-        window_attention(in, h, (GroupReduction) (int32_t) in.params[GQA], row);
+        window_attention(in, in.view->head(in.layer, h), h, (GroupReduction) (int32_t) in.params[GQA], row);
         pool((Pooling) (int32_t) in.params[POOL], (int32_t) in.params[KERNEL], row, std::max(0, in.n_tokens - window(in.params)));
     }
 }

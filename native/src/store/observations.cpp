@@ -75,12 +75,18 @@ bool Sequence::ensure_queries(int32_t n) try {
     return false;
 }
 
+std::vector<QuerySpan> Sequence::query_spans(int32_t layer) const {
+    std::vector<QuerySpan> out;
+    for (size_t i = 0; i < query_parts.size(); i++) {
+        const QueryPart & part = query_parts[i];
+        out.push_back({ part.first, part.n, part.room, (uint8_t *) queries[(size_t) layer].parts[i].data() });
+    }
+    return out;
+}
+
 QueryRow Sequence::query_row(int32_t layer, size_t part, int32_t i, int32_t query_head) const {
-    const LayerShape & s    = shapes()[(size_t) layer];
-    const auto         n    = (size_t) query_parts[part].room, row = (size_t) query_head * n + (size_t) i;
-    const size_t       size = row_k(s, Type::f16);
-    auto *             data = (uint8_t *) queries[(size_t) layer].parts[part].data();
-    return { data + row * size, data + (size_t) s.n_heads * n * size + row * SEEN_BYTES };
+    const QuerySpan span{ 0, 0, query_parts[part].room, (uint8_t *) queries[(size_t) layer].parts[part].data() };
+    return span.row(shapes()[(size_t) layer], i, query_head);
 }
 
 void Sequence::drop_query_part(size_t part) {

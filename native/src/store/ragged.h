@@ -12,29 +12,6 @@
 
 namespace kvedge {
 
-struct LayerShape {
-    int32_t il;          // layer number in the model
-    int32_t n_heads;     // H
-    int32_t n_heads_kv;  // Hkv
-    int32_t d_k, d_v;
-    float   softcap = 0.0f;  // of the logits, 0: none
-};
-
-// What keys and values are stored as.
-struct Storage {
-    Type k = Type::f16, v = Type::f16;
-
-    bool quantised() const { return is_quantised(k) || is_quantised(v); }
-    // What new rows are stored as until they are quantised.
-    Storage plain() const { return { is_quantised(k) ? Type::f16 : k, is_quantised(v) ? Type::f16 : v }; }
-};
-
-// Consecutive rows of one head.
-struct Segment {
-    Rows    k, v;
-    int32_t n;
-};
-
 struct Area {
     size_t               offset = 0;  // of the first row that is still there, or of the first group
     int32_t              n      = 0;  // rows

@@ -224,6 +224,18 @@ Segment Sequence::uniform_segment(const Block & block, int32_t layer, int32_t he
              (int32_t) block.length() };
 }
 
+HeadView Sequence::view(int32_t layer, int32_t head) const {
+    HeadView out;
+    for (size_t b = 0; b < blocks.size(); b++) {
+        const bool old = b < pending_from;
+        each_segment_in(*blocks[b], layer, head, [&](const Segment & s) {
+            (old ? out.old : out.pending).push_back(s);
+            (old ? out.n_old : out.n_pending) += s.n;
+        });
+    }
+    return out;
+}
+
 int32_t Sequence::rows_in(const Block & block, int32_t layer, int32_t head) const {
     const auto & heads = block.layers[(size_t) layer].heads;
     return heads.empty() ? (int32_t) block.length() : heads[(size_t) head].length;

@@ -18,10 +18,6 @@
 
 namespace kvedge {
 
-// Bytes of a key row and of a value row.
-inline size_t row_k(const LayerShape & s, Type t) { return row_bytes(t, s.d_k); }
-inline size_t row_v(const LayerShape & s, Type t) { return row_bytes(t, s.d_v); }
-
 struct BlockLayer {
     Pages                   memory;
     size_t                  extent = 0;  // bytes of the rows that fit
@@ -54,13 +50,6 @@ struct ColumnSums {
 struct PromptQueries {
     std::vector<Pages> parts;  // [H][n] queries, then what each saw; one for each of Sequence::query_parts
 };
-
-// One query of one head.
-struct QueryRow {
-    uint8_t * q;     // [d_k] in half precision, scaled as for the logits
-    uint8_t * seen;  // SoftmaxRow
-};
-constexpr size_t SEEN_BYTES = 3 * sizeof(float);
 
 // Consecutive tokens whose queries are kept together.
 struct QueryPart {
@@ -110,14 +99,18 @@ class Sequence {
     // Segments of one head in token order; pending: only those not yet compressed.
     template <class F> void each_segment(int32_t layer, int32_t head, bool pending, const F & visit) const {
         for (size_t b = pending ? pending_from : 0; b < blocks.size(); b++) {
-            const BlockLayer & bl = blocks[b]->layers[(size_t) layer];
-            if (!bl.heads.empty()) {
-                each_ragged(bl.memory.data(), bl.heads[(size_t) head], (*shapes_)[(size_t) layer], storage_, visit);
-            } else if (const Segment s = uniform_segment(*blocks[b], layer, head); s.n > 0) {
-                visit(s);
-            }
+            each_segment_in(*blocks[b], layer, head, visit);
         }
     }
+    template <class F> void each_segment_in(const Block & block, int32_t layer, int32_t head, const F & visit) const {
+        const BlockLayer & bl = block.layers[(size_t) layer];
+        if (!bl.heads.empty()) {
+            each_ragged(bl.memory.data(), bl.heads[(size_t) head], (*shapes_)[(size_t) layer], storage_, visit);
+        } else if (const Segment s = uniform_segment(block, layer, head); s.n > 0) {
+            visit(s);
+        }
+    }
+    HeadView view(int32_t layer, int32_t head) const;
     Segment uniform_segment(const Block & block, int32_t layer, int32_t head) const;  // of a layer that is not loose
     int32_t rows_in(const Block & block, int32_t layer, int32_t head) const;
     int32_t head_length(int32_t layer, int32_t head) const;
@@ -180,6 +173,7 @@ class Sequence {
     bool ensure_layer_sums(size_t layer, int32_t extra, bool squares);
     bool ensure_entropies();              // room for the sum of entropies of every head; false: no memory
     QueryRow query_row(int32_t layer, size_t part, int32_t i, int32_t query_head) const;  // of the part's i-th token
+    std::vector<QuerySpan> query_spans(int32_t layer) const;
     bool ensure_queries(int32_t n);       // room for the queries of the next n tokens of every layer; false: no memory
     // The last n tokens, which are entered already, attend now: counts who sees whom and whose entropy there is.
     void observe(int32_t n, bool causal);

@@ -18,9 +18,9 @@ from pykvedge.lab.bench.matrix import Shape, Variant
 from pykvedge.lab.demo_tasks.scenes import draw_scene, render
 from pykvedge.models.images import Picture
 from pykvedge.models.model import Model
+from pykvedge.models.profiles import tables_for
 from pykvedge.models.vision import ImagePiece, Piece, TextPiece, Vision
 from pykvedge.native import memory
-from pykvedge.plans.profile import tables_for
 from pykvedge.runtime import libkvedge
 from pykvedge.runtime.interrupt import stop_if_set
 from pykvedge.runtime.llama_context import Context, ContextSize, check_memory, ubatch_for

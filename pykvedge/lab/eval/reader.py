@@ -15,11 +15,11 @@ import numpy as np
 
 from pykvedge.errors import CancelledError, ContextError, KvedgeError, NothingToCompressError
 from pykvedge.models.model import Model
+from pykvedge.models.profiles import tables_for
 from pykvedge.models.vision import ImagePiece, Piece, Vision
 from pykvedge.plans.kvtypes import KvType
 from pykvedge.plans.plan import Plan
 from pykvedge.plans.presets import check_protection
-from pykvedge.plans.profile import tables_for
 from pykvedge.plans.stages.base import ProfileTable
 from pykvedge.runtime import libkvedge
 from pykvedge.runtime.llama_context import Context, ContextSize, check_memory, ubatch_for

@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from pykvedge.errors import UsageError
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from pykvedge.native.abi import Declared
 
 Settings = Mapping[str, Any]
@@ -233,7 +233,6 @@ class Reducer:
     source: str
     reduce: Callable[[Head, Settings], tuple[np.ndarray, np.ndarray]]
     params: tuple[Param, ...] = ()
-    merges: bool = False
     by_place: bool = False
     stage: str = "reducer"
 
@@ -247,7 +246,6 @@ class DecodePolicy:
     source: str
     evict: Callable[[DecodeState, Settings], int | None]
     params: tuple[Param, ...] = ()
-    needs_scores: bool = False  # column sums of the prompt, and what every new token adds to them
     stage: str = "decode"
 
 

@@ -1,0 +1,90 @@
+"""A plan as the library has it, and what the library says of a plan before anything runs."""
+
+from __future__ import annotations
+
+import ctypes as c
+import functools
+from typing import TYPE_CHECKING
+
+from pykvedge import errors
+from pykvedge.native.abi import KV_TYPE, STAGE_NUMBER
+from pykvedge.native.calls import call, lib
+from pykvedge.plans.kvtypes import KvType
+from pykvedge.runtime.own_stages import OwnStages
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from pykvedge.plans.plan import Plan
+    from pykvedge.plans.stages.base import ProfileTable
+
+
+class NativePlan:
+    """A kvedge_plan made from a Plan; use in a with statement."""
+
+    def __init__(
+        self, plan: Plan, profiles: Mapping[str, ProfileTable] | None = None, later_floor: int | None = None
+    ) -> None:
+        """profiles: of the stages that need one, by name. later_floor: None for the library's own."""
+        self.handle = c.c_void_p()
+        self.own = OwnStages(plan)
+        call("plan_create", c.byref(self.handle))
+        try:
+            for stage, struct in self.own.structs.items():
+                call(f"plan_add_{stage}", self.handle, c.byref(struct))
+            for key, value in plan.as_text().items():
+                if key.partition(".")[0] not in self.own.unset or "." not in key:
+                    call("plan_set", self.handle, key.encode(), value.encode())
+            if later_floor is not None:
+                call("plan_set", self.handle, b"later_floor", str(later_floor).encode())
+            for stage, profile in (profiles or {}).items():
+                self._set_profile(stage, profile)
+            call("plan_check", self.handle)
+        except errors.KvedgeError:
+            lib().kvedge_plan_free(self.handle)
+            raise
+
+    def _set_profile(self, stage: str, profile: ProfileTable) -> None:
+        budgets = profile.budgets.ctypes.data if len(profile.budgets) else None
+        values = profile.values
+        call("plan_set_profile", self.handle, STAGE_NUMBER[stage], values.ctypes.data, budgets, *values.shape)
+
+    def __enter__(self) -> NativePlan:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        lib().kvedge_plan_free(self.handle)
+
+
+def why_not_bounded(plan: Plan, kv_type: str | KvType = "f16") -> str:
+    """What keeps prompts under a plan from being compressed layer by layer; empty if nothing does."""
+    kv_type = KvType.parse(kv_type)
+    with NativePlan(plan) as native:
+        try:
+            call("plan_check_bounded", native.handle, KV_TYPE[kv_type.k], KV_TYPE[kv_type.v])
+        except errors.UnsupportedError as error:
+            return str(error)
+    return ""
+
+
+def plan_budget(plan: Plan, n_tokens: int, later: bool = False) -> int:
+    """KV pairs that a plan keeps of a prompt of n_tokens, or of a message that follows one."""
+    with NativePlan(plan) as native:
+        asked = lib().kvedge_plan_later_budget if later else lib().kvedge_plan_budget
+        return asked(native.handle, n_tokens)
+
+
+def check_stream(plan: Plan) -> None:
+    """Raises UsageError with what stands in the way of a stream under a plan."""
+    with NativePlan(plan) as native:
+        try:
+            call("plan_check_stream", native.handle)
+        except errors.UnsupportedError as error:
+            raise errors.UsageError(str(error)) from None
+
+
+def score_bytes(plan: Plan, n_tokens: int, layers: Iterable[tuple[int, int, int]]) -> int:
+    """Bytes beside keys and values while a prompt is read and compressed under a plan. layers: (H, Hkv, d_k) each."""
+    with NativePlan(plan) as native:
+        of_layer = functools.cache(functools.partial(lib().kvedge_plan_score_bytes, native.handle, n_tokens))
+        return sum(of_layer(*shape) for shape in layers)
