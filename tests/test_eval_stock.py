@@ -122,7 +122,7 @@ def test_perplexity_is_that_of_stock_llama_cpp_on_random_weights(tiny, native, e
     with tiny(kind).session() as session:
         composer = Composer(session.model, None)
         texts = [composer.first(s.messages()).text for s in samples]
-        lead = composer.lead()
+        lead = composer.lead
     cases = [{"segments": [{"text": t}], "answer": lead + s.answer} for t, s in zip(texts, samples, strict=True)]
     expected, _ = stock_perplexity(environment, stock_dir, model, cases)
     assert line.ppl == pytest.approx(expected, rel=1e-3)

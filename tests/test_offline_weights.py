@@ -15,11 +15,11 @@ from pykvedge.lab.calibrate.redundancy import key_redundancy
 from pykvedge.lab.calibrate.samples import scenes
 from pykvedge.lab.checks import suite
 from pykvedge.models import profiles
-from pykvedge.plans import profile
 from pykvedge.plans.kvtypes import KvType
 from pykvedge.plans.profile import Profile
 from pykvedge.plans.stages.base import ProfileTable
 from pykvedge.runtime.libkvedge import rows
+from pykvedge.runtime.native_plan import compress_arrays
 
 DATA = profiles.SHIPPED.parent
 DEMO, DEMO_MMPROJ = DATA / "demo-model.gguf", DATA / "demo-mmproj.gguf"
@@ -43,7 +43,7 @@ def same(a, b):
 @pytest.fixture
 def own_folder(tmp_path, monkeypatch):
     folder = tmp_path / "own"
-    monkeypatch.setattr(profile, "folder", lambda: folder)
+    monkeypatch.setattr(profiles, "folder", lambda: folder)
     return folder
 
 
@@ -134,7 +134,7 @@ def test_the_library_refuses_by_itself(native):
 
     def run(plan, stage, values, budgets=()):
         table = ProfileTable(np.array(values, dtype=np.float32), np.array(budgets, dtype=np.float32))
-        return native.compress_arrays(plan, arrays, KvType.parse("f16"), 1, {stage: table})
+        return compress_arrays(plan, arrays, KvType.parse("f16"), 1, {stage: table})
 
     plan = pykvedge.plan("mixkv", 40, **OFFLINE)
     assert run(plan, "scorer", np.ones((2, 2))).kept

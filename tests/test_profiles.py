@@ -26,12 +26,6 @@ HEADS = {
 }  # fmt: skip
 
 
-def is_close(a, b):
-    """Whether two profiles say the same, up to the digits that a file holds."""
-    same = a.kind == b.kind and a.model_hash == b.model_hash and a.values.shape == b.values.shape
-    return same and bool(np.allclose(a.values, b.values, rtol=1e-5)) and math.isclose(sum(a.budgets), sum(b.budgets))
-
-
 def written(tmp_path, data):
     path = tmp_path / "profile.json"
     path.write_text(data if isinstance(data, str) else json.dumps(data))
@@ -66,6 +60,12 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     with pytest.raises(ProfileError, match="cannot be written: No space left"):
         profile.save(made, path)
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+
+
+def is_close(a, b):
+    """Whether two profiles say the same, up to the digits that a file holds."""
+    same = a.kind == b.kind and a.model_hash == b.model_hash and a.values.shape == b.values.shape
+    return same and bool(np.allclose(a.values, b.values, rtol=1e-5)) and math.isclose(sum(a.budgets), sum(b.budgets))
 
 
 @pytest.mark.parametrize(("changed", "says"), [
@@ -147,7 +147,7 @@ def test_of_a_large_file_a_sample_is_read(tmp_path, tiny):
 @pytest.fixture
 def own_folder(tmp_path, monkeypatch):
     folder = tmp_path / "own"
-    monkeypatch.setattr(profile, "folder", lambda: folder)
+    monkeypatch.setattr(profiles, "folder", lambda: folder)
     return folder
 
 

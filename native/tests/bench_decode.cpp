@@ -57,12 +57,12 @@ bool fill(Bench & b) {
     }
     b.seq = std::make_unique<Sequence>(b.shapes, Storage{ b.type, b.type });
     std::vector<int32_t> pos((size_t) b.tokens);
-    if (!b.seq->append(b.tokens, pos.data(), false)) {
+    if (!b.seq->rows.append(b.tokens, pos.data(), false)) {
         return false;
     }
     uint32_t random = 1;
-    for (auto & memory : b.seq->blocks[0]->layers) {
-        auto * x = (uint16_t *) memory.memory.data();
+    for (int32_t l = 0; l < (int32_t) b.shapes.size(); l++) {
+        auto * x = (uint16_t *) b.seq->rows.k_row(b.seq->rows.place_from_end(0, b.tokens), l, 0);
         for (size_t i = 0; i < plain; i++) {
             random = random * 1664525u + 1013904223u;
             x[i]   = (uint16_t) (0x3000 | (random >> 16 & 0x8bff));  // in half precision of either sign, 1/8 to 1/2
@@ -80,7 +80,7 @@ bool fill(Bench & b) {
 
 AttendJob job_of(Bench & b, int32_t layer) {
     AttendJob job{};
-    job.seq      = b.seq.get();
+    job.rows     = &b.seq->rows;
     job.layer    = layer;
     job.n        = 1;
     job.causal   = true;
@@ -136,7 +136,7 @@ Seconds timed(int32_t n_threads, int32_t n_tasks, const std::function<void(int32
 Seconds time_sum(Bench & b) {
     const auto n_layers = (int32_t) b.shapes.size();
     return timed(b.threads, n_layers * b.threads, [&](int32_t i) {
-        const Pages & memory = b.seq->blocks[0]->layers[(size_t) (i / b.threads)].memory;
+        const Pages & memory = b.seq->rows.contents().blocks[0].layers[(size_t) (i / b.threads)].memory;
         const size_t  part   = memory.size() / (size_t) b.threads;
         b.sum.fetch_add(sum_bytes(memory.data() + (size_t) (i % b.threads) * part, part), std::memory_order_relaxed);
     });
@@ -177,7 +177,7 @@ int main(int argc, char ** argv) {
         std::fprintf(stderr, "bench_decode: no memory\n");
         return 1;
     }
-    std::printf("%s %zu %zu\n", kernels().name, (size_t) b.seq->bytes(), b.shapes.size());
+    std::printf("%s %zu %zu\n", kernels().name, (size_t) b.seq->rows.bytes(), b.shapes.size());
     time_sum(b);
     time_attention(b);
     for (int r = 0; r < rounds; r++) {

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "check.h"
-#include "store/sequence.h"
+#include "core/sequence.h"
 
 #include <cstdint>
 #include <random>
@@ -23,33 +23,33 @@ inline std::vector<float> random_floats(size_t n) {
 }
 
 inline void store(Sequence & seq, const std::vector<float> & k, const std::vector<float> & v, int32_t n) {
-    const LayerShape & s     = seq.shapes()[0];
-    const Storage      plain = seq.storage().plain();
+    const LayerShape & s     = seq.rows.shapes()[0];
+    const Storage      plain = seq.rows.storage().plain();
     for (int32_t t = 0; t < n; t++) {
-        const auto at = seq.place_from_end(t, n);
+        const auto at = seq.rows.place_from_end(t, n);
         for (int32_t h = 0; h < s.n_heads_kv; h++) {
-            kernels().from_f32(plain.k, k.data() + (size_t) ((t * s.n_heads_kv + h) * s.d_k), seq.k_row(at, 0, h), (size_t) s.d_k);
-            kernels().from_f32(plain.v, v.data() + (size_t) ((t * s.n_heads_kv + h) * s.d_v), seq.v_row(at, 0, h), (size_t) s.d_v);
+            kernels().from_f32(plain.k, k.data() + (size_t) ((t * s.n_heads_kv + h) * s.d_k), seq.rows.k_row(at, 0, h), (size_t) s.d_k);
+            kernels().from_f32(plain.v, v.data() + (size_t) ((t * s.n_heads_kv + h) * s.d_v), seq.rows.v_row(at, 0, h), (size_t) s.d_v);
         }
     }
 }
 
 inline void append(Sequence & seq, int32_t n) {
-    const LayerShape &   s = seq.shapes()[0];
+    const LayerShape &   s = seq.rows.shapes()[0];
     std::vector<int32_t> pos((size_t) n);
     for (int32_t i = 0; i < n; i++) {
-        pos[(size_t) i] = (int32_t) seq.pos.size() + i;
+        pos[(size_t) i] = seq.rows.n_tokens() + i;
     }
-    CHECK(seq.append(n, pos.data(), false));
+    CHECK(seq.rows.append(n, pos.data(), false));
     store(seq, random_floats((size_t) (n * s.n_heads_kv * s.d_k)), random_floats((size_t) (n * s.n_heads_kv * s.d_v)), n);
 }
 
 // All rows of a head, widened.
-inline void rows_of(const Sequence & seq, int32_t head, std::vector<float> & k, std::vector<float> & v) {
-    const LayerShape & s = seq.shapes()[0];
+inline void rows_of(const Store & store, int32_t head, std::vector<float> & k, std::vector<float> & v) {
+    const LayerShape & s = store.shapes()[0];
     k.clear();
     v.clear();
-    seq.each_segment(0, head, false, [&](const Segment & seg) {
+    store.each_segment(0, head, [&](const Segment & seg) {
         const size_t at_k = k.size(), at_v = v.size();
         k.resize(at_k + (size_t) (seg.n * s.d_k));
         v.resize(at_v + (size_t) (seg.n * s.d_v));

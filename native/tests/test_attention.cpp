@@ -37,7 +37,7 @@ Expected oracle(const Case & c, const AttendJob & job, int32_t pending) {
     std::vector<double> mean((size_t) (c.Hkv * job.n * pending));  // over the group
     for (int32_t h = 0; h < c.H; h++) {
         std::vector<float> k, v;
-        rows_of(*job.seq, h / g, k, v);
+        rows_of(*job.rows, h / g, k, v);
         const auto n_keys = (int32_t) (k.size() / (size_t) c.d_k);
         for (int32_t t = 0; t < job.n; t++) {
             const int32_t       sees = c.causal ? n_keys - job.n + t + 1 : n_keys;
@@ -101,7 +101,7 @@ void run_tasks(int32_t n, int32_t n_threads, const std::function<void(int32_t, i
 
 // Decodes n tokens on several threads. One token's weights, and what it adds to column sums, are compared with the oracle.
 void check_decode(const Case & c, const Sequence & seq, AttendJob job, const Expected & e, int32_t n_threads) {
-    const size_t        row = (size_t) seq.head_length(0, 0) + 5;
+    const size_t        row = (size_t) seq.rows.head_length(0, 0) + 5;
     std::vector<float>  weights((size_t) c.H * row, -1.0f);
     std::vector<double> sums((size_t) (c.Hkv * job.sums_capacity), 0.0);
     job.sums = sums.data();
@@ -111,7 +111,7 @@ void check_decode(const Case & c, const Sequence & seq, AttendJob job, const Exp
     }
     std::fill_n(job.out, (size_t) (job.n * c.H * c.d_v), 0.0f);
     DecodePartials partials;
-    CHECK(partials.reserve(seq.shapes(), job.n, n_threads));
+    CHECK(partials.reserve(seq.rows.shapes(), job.n, n_threads));
     partials.start(c.Hkv);
     const int32_t splits = decode_splits(job, n_threads);
     run_tasks(decode_tasks(job, splits), n_threads, [&](int32_t i, int32_t) { decode_task(job, i, splits, partials); });
@@ -126,7 +126,7 @@ void check_decode(const Case & c, const Sequence & seq, AttendJob job, const Exp
             CHECK(close_to(weights[h * row + j], j < n ? e.weights[h][j] : -1.0, rounds ? 1e-5 : 2e-6));
         }
     }
-    const int32_t pending = seq.pending_length();
+    const int32_t pending = seq.rows.pending_length();
     for (int32_t i = 0; i < c.Hkv * pending; i++) {
         const double found = sums[(size_t) (i / pending * job.sums_capacity + i % pending)];
         CHECK(close_to(found, job.n == 1 ? e.sums[(size_t) i] : 0.0, 2e-6));
@@ -139,12 +139,12 @@ void check_step(const Case & c, Sequence & seq, int32_t n) {
     const auto         q       = random_floats((size_t) (n * c.H * c.d_k));
     const auto         sinks   = random_floats((size_t) c.H);
     std::vector<float> out((size_t) (n * c.H * c.d_v));
-    CHECK(seq.ensure_sums(0, true) && seq.ensure_entropies());
-    const auto before = seq.sums[0].sums, squares_before = seq.sums[0].squares;
-    const auto entropy_before = seq.entropies[0];
+    CHECK(seq.observed.ensure_sums(seq.rows.pending_length() + 0, true) && seq.observed.ensure_entropies());
+    const auto before = seq.observed.sums(0).sums, squares_before = seq.observed.sums(0).squares;
+    const auto entropy_before = seq.observed.entropies()[0];
 
     AttendJob job{};
-    job.seq       = &seq;
+    job.rows       = &seq.rows;
     job.n         = n;
     job.causal    = c.causal;
     job.q         = q.data();
@@ -157,29 +157,29 @@ void check_step(const Case & c, Sequence & seq, int32_t n) {
     job.softcap   = c.softcap;
     job.sinks     = c.sinks ? sinks.data() : nullptr;
 
-    const int32_t  pending = seq.pending_length();
+    const int32_t  pending = seq.rows.pending_length();
     const Expected e       = oracle(c, job, pending);
 
     std::vector<SpinLock> locks((size_t) c.Hkv);
     std::vector<Scratch>  scratch(THREADS);
     for (auto & s : scratch) {
-        CHECK(s.reserve(seq.shapes(), seq.head_length(0, 0) + 1));
+        CHECK(s.reserve(seq.rows.shapes(), seq.rows.head_length(0, 0) + 1));
     }
-    job.sums          = seq.sums[0].sums.data();
-    job.squares       = seq.sums[0].squares.data();
-    job.sums_capacity = seq.sums[0].capacity;
-    job.entropy       = seq.entropies[0].data();
+    job.sums          = seq.observed.sums(0).sums.data();
+    job.squares       = seq.observed.sums(0).squares.data();
+    job.sums_capacity = seq.observed.sums(0).capacity;
+    job.entropy       = seq.observed.entropies(0);
     job.locks         = locks.data();
     run_tasks(prefill_tasks(job, scratch[0]), THREADS, [&](int32_t i, int32_t w) { prefill_task(job, i, scratch[(size_t) w]); });
     for (size_t i = 0; i < out.size(); i++) {
         CHECK(close_to(out[i], e.out[i], 2e-5));
     }
     for (int32_t h = 0; h < c.Hkv; h++) {
-        CHECK(close_to(seq.entropies[0][(size_t) h] - entropy_before[(size_t) h], e.entropy[(size_t) h], 1e-5));
+        CHECK(close_to(seq.observed.entropies()[0][(size_t) h] - entropy_before[(size_t) h], e.entropy[(size_t) h], 1e-5));
         for (int32_t j = 0; j < pending; j++) {
             const auto at = (size_t) (h * job.sums_capacity + j);
-            CHECK(close_to(seq.sums[0].squares[at] - squares_before[at], e.squares[(size_t) (h * pending + j)], 2e-5));
-            CHECK(close_to(seq.sums[0].sums[at] - before[at], e.sums[(size_t) (h * pending + j)], 2e-5));
+            CHECK(close_to(seq.observed.sums(0).squares[at] - squares_before[at], e.squares[(size_t) (h * pending + j)], 2e-5));
+            CHECK(close_to(seq.observed.sums(0).sums[at] - before[at], e.sums[(size_t) (h * pending + j)], 2e-5));
         }
     }
 
@@ -205,26 +205,26 @@ void check_case(const Case & c) {
     Compression  outcome;
     kvedge_error err{};
     CHECK(compress_pending(seq, half_plan(), 2, outcome, &err) == KVEDGE_OK);
-    CHECK(outcome.reduced && seq.head_length(0, 0) == 387 && seq.pending_length() == 0);
+    CHECK(outcome.reduced && seq.rows.head_length(0, 0) == 387 && seq.rows.pending_length() == 0);
     for (int32_t n : { 1, 1, 40 }) {  // a compressed block, single tokens and the next prompt
         append(seq, n);
         check_step(c, seq, n);
     }
     for (int32_t h = 0; h < c.Hkv; h++) {  // rows that a decode policy drops: near either end of the compressed block,
         for (int32_t row : { 2, 380, 200, 384, 384 }) {
-            seq.drop_row(0, h, row);  // and, once that has 384 rows left, the oldest of the generated ones
+            seq.rows.drop_row(0, h, row);  // and, once that has 384 rows left, the oldest of the generated ones
         }
     }
-    CHECK(seq.head_length(0, 0) == 424);
+    CHECK(seq.rows.head_length(0, 0) == 424);
     check_step(c, seq, 40);
     seq.remove(760, 774);  // tokens of the compressed block
     seq.remove(775, 780);  // and of the pending ones
-    CHECK(seq.pending_length() == 37 && seq.head_tokens(0, 0).size() == (size_t) seq.head_length(0, 0));
+    CHECK(seq.rows.pending_length() == 37 && seq.rows.head_tokens(0, 0).size() == (size_t) seq.rows.head_length(0, 0));
     append(seq, 2);
     check_step(c, seq, 2);
     check_step(c, seq, 1);
     const auto copy = seq.clone();
-    CHECK(copy && copy->head_tokens(0, 0) == seq.head_tokens(0, 0));
+    CHECK(copy && copy->rows.head_tokens(0, 0) == seq.rows.head_tokens(0, 0));
     check_step(c, *copy, 2);
 }
 

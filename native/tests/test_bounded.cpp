@@ -48,19 +48,19 @@ Tokens random_tokens(int32_t n, int32_t first, uint32_t seed) {
 // Stores and attends one layer of the last tokens entered, as the operations of a graph do.
 void run_layer(Sequence & seq, const Tokens & t, size_t l, const Observation & wanted, std::vector<float> * out = nullptr) {
     const LayerShape &    s     = SHAPES[l];
-    const Storage         plain = seq.storage().plain();
+    const Storage         plain = seq.rows.storage().plain();
     std::vector<SpinLock> locks((size_t) s.n_heads_kv);
     std::vector<float>    result((size_t) t.n() * (size_t) s.n_heads * (size_t) s.d_v);
     for (int32_t i = 0; i < t.n(); i++) {
-        const auto at = seq.place_from_end(i, t.n());
+        const auto at = seq.rows.place_from_end(i, t.n());
         for (int32_t h = 0; h < s.n_heads_kv; h++) {
             const size_t row = (size_t) i * (size_t) s.n_heads_kv + (size_t) h;
-            kernels().from_f32(plain.k, t.k[l].data() + row * (size_t) s.d_k, seq.k_row(at, (int32_t) l, h), (size_t) s.d_k);
-            kernels().from_f32(plain.v, t.v[l].data() + row * (size_t) s.d_v, seq.v_row(at, (int32_t) l, h), (size_t) s.d_v);
+            kernels().from_f32(plain.k, t.k[l].data() + row * (size_t) s.d_k, seq.rows.k_row(at, (int32_t) l, h), (size_t) s.d_k);
+            kernels().from_f32(plain.v, t.v[l].data() + row * (size_t) s.d_v, seq.rows.v_row(at, (int32_t) l, h), (size_t) s.d_v);
         }
     }
     AttendJob job{};
-    job.seq       = &seq;
+    job.rows       = &seq.rows;
     job.layer     = (int32_t) l;
     job.n         = t.n();
     job.causal    = true;
@@ -71,12 +71,12 @@ void run_layer(Sequence & seq, const Tokens & t, size_t l, const Observation & w
     job.out_head  = (size_t) s.d_v;
     job.out_token = (size_t) s.n_heads * (size_t) s.d_v;
     job.scale     = 1.0f / std::sqrt((float) s.d_k);
-    gather(job, seq, wanted, locks.data());
+    gather(job, seq.observed, wanted, locks.data());
     if (wanted.window > 0) {
-        record_window(job, seq, 0, 1);
+        record_window(job, seq.observed, 0, 1);
     }
     Scratch scratch;
-    CHECK(scratch.reserve(SHAPES, seq.head_length((int32_t) l, 0) + t.n()));
+    CHECK(scratch.reserve(SHAPES, seq.rows.head_length((int32_t) l, 0) + t.n()));
     for (int32_t task = 0; task < prefill_tasks(job, scratch); task++) {
         prefill_task(job, task, scratch);
     }
@@ -87,8 +87,8 @@ void run_layer(Sequence & seq, const Tokens & t, size_t l, const Observation & w
 
 void read_ordinary(Sequence & seq, const kvedge_plan & plan, const Tokens & t) {
     const Observation wanted = plan_observes(plan);
-    CHECK(make_room(seq, wanted, t.n()) && seq.append(t.n(), t.pos.data(), false));
-    std::copy(t.image.begin(), t.image.end(), seq.image.end() - t.n());
+    CHECK(make_room(seq, wanted, t.n()) && seq.rows.append(t.n(), t.pos.data(), false));
+    seq.rows.mark_images(t.n(), t.image.data());
     seq.observe(t.n(), true);
     for (size_t l = 0; l < SHAPES.size(); l++) {
         run_layer(seq, t, l, wanted);
@@ -119,7 +119,7 @@ void read_bounded(Sequence & seq, const kvedge_plan & plan, const Tokens & t, Co
 std::vector<float> rows_of(const Sequence & seq, int32_t l, int32_t h) {
     const LayerShape & s = SHAPES[(size_t) l];
     std::vector<float> out;
-    seq.each_segment(l, h, false, [&](const Segment & seg) {
+    seq.rows.each_segment(l, h, [&](const Segment & seg) {
         const size_t at = out.size(), n = (size_t) seg.n;
         out.resize(at + n * (size_t) (s.d_k + s.d_v));
         kernels().widen(seg.k, seg.n, s.d_k, out.data() + at, (size_t) s.d_k);
@@ -129,14 +129,14 @@ std::vector<float> rows_of(const Sequence & seq, int32_t l, int32_t h) {
 }
 
 void check_same(const Sequence & a, const Sequence & b) {
-    CHECK(a.pos == b.pos && a.image == b.image && a.pending_length() == b.pending_length());
+    CHECK(a.rows.contents().pos == b.rows.contents().pos && a.rows.contents().image == b.rows.contents().image && a.rows.pending_length() == b.rows.pending_length());
     for (int32_t l = 0; l < (int32_t) SHAPES.size(); l++) {
         for (int32_t h = 0; h < SHAPES[(size_t) l].n_heads_kv; h++) {
-            CHECK(a.head_tokens(l, h) == b.head_tokens(l, h));
+            CHECK(a.rows.head_tokens(l, h) == b.rows.head_tokens(l, h));
             CHECK(rows_of(a, l, h) == rows_of(b, l, h));
-            std::vector<double> x((size_t) a.head_length(l, h)), y((size_t) b.head_length(l, h));
-            a.read_scores(l, h, x.data());
-            b.read_scores(l, h, y.data());
+            std::vector<double> x((size_t) a.rows.head_length(l, h)), y((size_t) b.rows.head_length(l, h));
+            a.rows.read_scores(l, h, x.data());
+            b.rows.read_scores(l, h, y.data());
             CHECK(x == y);
         }
     }
@@ -165,24 +165,24 @@ void test_two_turns(const Case & c) {
     Compression   outcome;
     const Tokens  first = random_tokens(200, 0, 5), second = random_tokens(90, 203, 6);
     read_ordinary(ordinary, *plan, first);
-    const uint64_t full = ordinary.bytes();
+    const uint64_t full = ordinary.rows.bytes();
     compress_now(ordinary, *plan);
     read_bounded(bounded, *plan, first, outcome);
     check_same(ordinary, bounded);
     const uint64_t page = 1 << 14;
-    CHECK(outcome.after_bytes == bounded.bytes());
-    CHECK(outcome.peak_bytes <= bounded.bytes() + full / 2 + bounded.index_bytes() + (uint64_t) 200 * 4 * 8 * 64 + page);
+    CHECK(outcome.after_bytes == bounded.rows.bytes());
+    CHECK(outcome.peak_bytes <= bounded.rows.bytes() + full / 2 + bounded.rows.index_bytes() + (uint64_t) 200 * 4 * 8 * 64 + page);
     CHECK(outcome.before_bytes <= full && outcome.before_bytes + page > full);
     CHECK(bounded.score_bytes() == ordinary.score_bytes());
     for (auto * seq : { &ordinary, &bounded }) {
         for (int32_t i = 0; i < 3; i++) {
             const Tokens answer = random_tokens(1, 200 + i, 100 + (uint32_t) i);
-            CHECK(seq->append(1, answer.pos.data(), false));
+            CHECK(seq->rows.append(1, answer.pos.data(), false));
             for (size_t l = 0; l < SHAPES.size(); l++) {
                 run_layer(*seq, answer, l, {});
             }
         }
-        seq->window_from = seq->pending_length();
+        seq->observed.skip_windows(seq->rows.pending_length());
     }
     read_ordinary(ordinary, *plan, second);
     compress_now(ordinary, *plan);
@@ -210,7 +210,7 @@ void test_giving_up(const Case & c) {
             prompt.abandon();
             CHECK(prompt.failed() && !prompt.done());
         }
-        CHECK(seq.pos.empty() && seq.bytes() == 0 && seq.score_bytes() == 0);
+        CHECK(seq.rows.contents().pos.empty() && seq.rows.bytes() == 0 && seq.score_bytes() == 0);
         read_bounded(seq, *plan, kept, outcome);
         read_bounded(fresh, *plan, kept, outcome);
         check_same(seq, fresh);
@@ -252,7 +252,7 @@ void test_failing_stage() {
     CHECK(prompt.finish_layer(1, &err) == KVEDGE_E_STAGE && std::string(err.message).find("not this layer") != std::string::npos);
     CHECK(prompt.failed());
     prompt.abandon();
-    CHECK(seq.bytes() == 0 && seq.pos.empty());
+    CHECK(seq.rows.bytes() == 0 && seq.rows.contents().pos.empty());
     kvedge_plan_free(plan);
 }
 
@@ -302,9 +302,9 @@ void test_clipped_budgets() {
     read_ordinary(ordinary, *plan, t);
     compress_now(ordinary, *plan);
     read_bounded(bounded, *plan, t, outcome);
-    CHECK(ordinary.head_length(1, 0) > PROVISIONAL * 40 && bounded.head_length(1, 0) == PROVISIONAL * 40);
-    CHECK(bounded.head_length(0, 0) + bounded.head_length(1, 0) + bounded.head_length(2, 0) == 3 * 40);
-    CHECK(bounded.head_length(0, 0) > ordinary.head_length(0, 0));
+    CHECK(ordinary.rows.head_length(1, 0) > PROVISIONAL * 40 && bounded.rows.head_length(1, 0) == PROVISIONAL * 40);
+    CHECK(bounded.rows.head_length(0, 0) + bounded.rows.head_length(1, 0) + bounded.rows.head_length(2, 0) == 3 * 40);
+    CHECK(bounded.rows.head_length(0, 0) > ordinary.rows.head_length(0, 0));
     kvedge_plan_free(plan);
 }
 

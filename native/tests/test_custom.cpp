@@ -30,12 +30,12 @@ Sequence make_sequence() {
     for (int32_t t = 0; t < T; t++) {
         pos[(size_t) t] = t;
     }
-    CHECK(seq.ensure_windows(QUERIES) && seq.append(T - 3, pos.data(), false) && seq.append(3, pos.data() + T - 3, true));
+    CHECK(seq.observed.ensure_windows(seq.rows.n_tokens(), QUERIES) && seq.rows.append(T - 3, pos.data(), false) && seq.rows.append(3, pos.data() + T - 3, true));
     for (int32_t l = 0; l < (int32_t) SHAPES.size(); l++) {
         const LayerShape & s = SHAPES[(size_t) l];
         for (int32_t h = 0; h < s.n_heads_kv; h++) {
             int32_t t = 0;
-            seq.each_segment(l, h, true, [&](const Segment & seg) {
+            for (const Segment & seg : seq.rows.view(l, h).pending) {
                 for (int32_t r = 0; r < seg.n; r++, t++) {
                     for (int32_t c = 0; c < s.d_k; c++) {
                         const float x = key(l, h, t, c);
@@ -46,13 +46,12 @@ Sequence make_sequence() {
                         kernels().from_f32(Type::f16, &x, (uint8_t *) seg.v.data + (size_t) r * seg.v.stride + (size_t) c * 2, 1);
                     }
                 }
-            });
+            }
         }
         for (int32_t t = T - QUERIES; t < T; t++) {
             for (int32_t h = 0; h < s.n_heads; h++) {
                 for (int32_t c = 0; c < s.d_k; c++) {
-                    const auto at = (size_t) (((t % QUERIES) * s.n_heads + h) * s.d_k + c);
-                    seq.windows[(size_t) l].q[at] = query(l, h, t, c) / std::sqrt((float) s.d_k);
+                    seq.observed.window_slot((size_t) l, t)[h * s.d_k + c] = query(l, h, t, c) / std::sqrt((float) s.d_k);
                 }
             }
         }
@@ -171,11 +170,11 @@ void check_run(bool threads, int32_t n_threads) {
     CHECK(threads || seen.threads == std::set<std::thread::id>{ std::this_thread::get_id() });
     for (int32_t l = 0, row = 0; l < 4; l++) {
         for (int32_t h = 0; h < SHAPES[(size_t) l].n_heads_kv; h++, row++) {
-            CHECK(seq.head_length(l, h) == 6 + row);
-            seq.each_segment(l, h, false, [&](const Segment & seg) {
+            CHECK(seq.rows.head_length(l, h) == 6 + row);
+            seq.rows.each_segment(l, h, [&](const Segment & seg) {
                 float v;
                 kernels().to_f32(Type::f16, seg.v.data, &v, 1);
-                CHECK(v == value(l, h, seq.head_tokens(l, h)[0], 0) + 1.0f);
+                CHECK(v == value(l, h, seq.rows.head_tokens(l, h)[0], 0) + 1.0f);
             });
         }
     }
@@ -194,14 +193,14 @@ void check_failures(bool threads) {
                 plan = other;
             }
             Sequence     seq    = make_sequence();
-            const auto   before = seq.bytes();
+            const auto   before = seq.rows.bytes();
             Compression  outcome;
             kvedge_error err{};
             CHECK(compress_pending(seq, plan, 4, outcome, &err) == KVEDGE_E_STAGE && err.status == KVEDGE_E_STAGE);
             CHECK(strstr(err.message, late ? "reducer 'a-name" : "scorer 'a-name") && (late || strstr(err.message, "layer")));
-            CHECK(seq.bytes() == before && seq.pending_length() == T && seq.head_length(3, 3) == T);
+            CHECK(seq.rows.bytes() == before && seq.rows.pending_length() == T && seq.rows.head_length(3, 3) == T);
             fails.fail_at = -1;
-            CHECK(compress_pending(seq, plan, 4, outcome, &err) == KVEDGE_OK && seq.pending_length() == 0);
+            CHECK(compress_pending(seq, plan, 4, outcome, &err) == KVEDGE_OK && seq.rows.pending_length() == 0);
             CHECK(fine.wrong == 0 && fails.wrong == 0);  // the second run saw the rows as they were
         }
     }

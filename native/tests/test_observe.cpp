@@ -19,7 +19,7 @@ void check_seen() {
     Sequence                      seq(shapes, Storage{});
     std::vector<int32_t>          expected;
     const auto                    enter = [&](int32_t n, bool causal) {
-        CHECK(seq.ensure_sums(n, true));
+        CHECK(seq.observed.ensure_sums(seq.rows.pending_length() + n, true));
         append(seq, n);
         seq.observe(n, causal);
         const size_t first = expected.size();
@@ -30,7 +30,7 @@ void check_seen() {
             }
         }
         for (size_t t = 0; t < expected.size(); t++) {
-            CHECK(seq.seen[t] == expected[t]);
+            CHECK(seq.observed.seen()[t] == expected[t]);
         }
     };
     enter(3, true);
@@ -40,22 +40,22 @@ void check_seen() {
     enter(40, true);
     seq.remove(2, 6);
     expected.erase(expected.begin() + 2, expected.begin() + 6);
-    CHECK(std::equal(expected.begin(), expected.end(), seq.seen.begin()) && seq.seen[expected.size()] == 0);
-    CHECK(copy->seen[0] == 9 && copy->seen[3] == 6);
+    CHECK(std::equal(expected.begin(), expected.end(), seq.observed.seen().begin()) && seq.observed.seen()[expected.size()] == 0);
+    CHECK(copy->observed.seen()[0] == 9 && copy->observed.seen()[3] == 6);
     seq.close_pending();
-    CHECK(seq.seen.empty() && seq.score_bytes() == 0);
+    CHECK(seq.observed.seen().empty() && seq.score_bytes() == 0);
 }
 
 // Attends over the last n tokens, text and images as the sequence says, and keeps their queries.
 void attend_and_keep(Sequence & seq, const std::vector<float> & q, int32_t n, bool causal) {
-    const LayerShape &    shape = seq.shapes()[0];
+    const LayerShape &    shape = seq.rows.shapes()[0];
     std::vector<float>    out((size_t) (n * shape.n_heads * shape.d_v));
     std::vector<SpinLock> locks((size_t) shape.n_heads_kv);
     Scratch               scratch;
-    CHECK(scratch.reserve(seq.shapes(), seq.head_length(0, 0)) && seq.ensure_entropies());
+    CHECK(scratch.reserve(seq.rows.shapes(), seq.rows.head_length(0, 0)) && seq.observed.ensure_entropies());
     seq.observe(n, causal);
     AttendJob job{};
-    job.seq       = &seq;
+    job.rows       = &seq.rows;
     job.n         = n;
     job.causal    = causal;
     job.q         = q.data();
@@ -66,8 +66,8 @@ void attend_and_keep(Sequence & seq, const std::vector<float> & q, int32_t n, bo
     job.out_head  = (size_t) shape.d_v;
     job.scale     = 0.3f;
     job.softcap   = shape.softcap;
-    job.entropy   = seq.entropies[0].data();
-    job.queries   = &seq;
+    job.entropy   = seq.observed.entropies(0);
+    job.queries   = &seq.observed;
     job.locks     = locks.data();
     for (int32_t task = 0; task < prefill_tasks(job, scratch); task++) {
         prefill_task(job, task, scratch);
@@ -76,9 +76,9 @@ void attend_and_keep(Sequence & seq, const std::vector<float> & q, int32_t n, bo
 
 CrossAttention between(const Sequence & seq, bool from_text) {
     CrossAttention cross;
-    const auto     tokens = seq.pending_tokens();
+    const auto     tokens = seq.rows.pending_tokens();
     for (size_t i = 0; i < tokens.size(); i++) {
-        if ((seq.image[(size_t) tokens[i]] != 0) == from_text) {
+        if ((seq.rows.contents().image[(size_t) tokens[i]] != 0) == from_text) {
             cross.keys.push_back((int32_t) i);
         } else {
             cross.queries.push_back(tokens[i]);
@@ -91,14 +91,14 @@ CrossAttention between(const Sequence & seq, bool from_text) {
 // Text and images that look at all of each other, half of it known from the prompt's own attention, against sums in
 // double precision. q: [token][H][D].
 void check_cross(const Sequence & seq, const std::vector<float> & q) {
-    const int32_t H = seq.shapes()[0].n_heads, D = seq.shapes()[0].d_k;
-    const auto    tokens = seq.pending_tokens();
-    const float   cap    = seq.shapes()[0].softcap;
+    const int32_t H = seq.rows.shapes()[0].n_heads, D = seq.rows.shapes()[0].d_k;
+    const auto    tokens = seq.rows.pending_tokens();
+    const float   cap    = seq.rows.shapes()[0].softcap;
     for (bool from_text : { true, false }) {
         const CrossAttention cross = between(seq, from_text);
         for (int32_t head = 0; head < 2; head++) {
             std::vector<float> k, v;
-            rows_of(seq, head, k, v);
+            rows_of(seq.rows, head, k, v);
             const size_t old      = k.size() / (size_t) D - tokens.size();
             double       expected = 0.0;
             for (int32_t token : cross.queries) {
@@ -116,7 +116,7 @@ void check_cross(const Sequence & seq, const std::vector<float> & q) {
                     expected += std::log(total) - weighted / total;
                 }
             }
-            CHECK(close_to(attention_entropy(seq.shapes()[0], seq.view(0, head), seq.query_spans(0), head, cross), expected, 1e-4));  // queries in half precision
+            CHECK(close_to(attention_entropy(seq.rows.shapes()[0], seq.rows.view(0, head), seq.observed.queries(0), head, cross), expected, 1e-4));  // queries in half precision
         }
     }
 }
@@ -127,11 +127,13 @@ void check_kept_queries(float softcap) {
     Sequence                      seq(shapes, Storage{ Type::f32, Type::f32 });
     std::vector<float>            q;  // [token][H][D]
     const auto                    enter = [&](int32_t n, bool causal, const std::function<bool(int32_t)> & image) {
-        CHECK(seq.ensure_queries(n));
+        CHECK(seq.observed.ensure_queries(seq.rows.n_tokens(), n));
         append(seq, n);
+        std::vector<uint8_t> mask;
         for (int32_t i = 0; i < n; i++) {
-            seq.image[seq.image.size() - (size_t) n + (size_t) i] = image(i) ? 1 : 0;
+            mask.push_back(image(i) ? 1 : 0);
         }
+        seq.rows.mark_images(n, mask.data());
         const auto part = random_floats((size_t) (n * H * D));
         attend_and_keep(seq, part, n, causal);
         q.insert(q.end(), part.begin(), part.end());
@@ -147,7 +149,7 @@ void check_kept_queries(float softcap) {
     enter(5, true, text);
     seq.remove(715, 800);  // a whole part and more
     q.resize((size_t) (715 * H * D));
-    CHECK(seq.query_parts.size() == 4 && seq.pos.size() == 715);
+    CHECK(seq.observed.queries(0).size() == 4 && seq.rows.n_tokens() == 715);
     check_cross(seq, q);
     check_cross(*copy, q);
     CHECK(seq.score_bytes() >= (uint64_t) (720 * H * D * 2));

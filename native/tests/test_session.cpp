@@ -35,12 +35,12 @@ std::unique_ptr<Sequence> make(const std::vector<LayerShape> & shapes, const Sto
     auto                 seq = std::make_unique<Sequence>(shapes, type);
     std::vector<int32_t> pos(700);
     std::iota(pos.begin(), pos.end(), 0);
-    seq->append(100, pos.data(), true);
-    auto ragged    = std::make_unique<Block>();
-    ragged->ragged = true;
-    ragged->layers.resize(shapes.size());
+    seq->rows.append(100, pos.data(), true);
+    Block ragged;
+    ragged.kind = type.quantised() ? BlockKind::open : BlockKind::ragged;
+    ragged.layers.resize(shapes.size());
     for (size_t l = 0; l < shapes.size(); l++) {
-        auto & heads = ragged->layers[l].heads;
+        auto & heads = ragged.layers[l].heads;
         heads.resize((size_t) shapes[l].n_heads_kv);
         for (auto & head : heads) {
             for (int32_t t = 0; t < 100; t += 1 + below(5)) {
@@ -50,24 +50,23 @@ std::unique_ptr<Sequence> make(const std::vector<LayerShape> & shapes, const Sto
             head.k      = make_side(keys_of(shapes[l], type), head.length, stored_keys(type, head.length));
             head.v      = make_side(values_of(shapes[l], type), head.length, stored_values(type, head.length));
         }
-        ragged->layers[l].extent = lay_out(shapes[l], type, heads);
-        ragged->layers[l].memory = Pages::take(ragged->layers[l].extent);
+        ragged.layers[l].extent = lay_out(shapes[l], type, heads);
+        ragged.layers[l].memory = Pages::take(ragged.layers[l].extent);
     }
-    ragged->open_k = ragged->open_v = type.quantised();
-    seq->blocks[0] = std::move(ragged);
+    seq->rows.replace_pending(std::move(ragged), Block());
     seq->close_pending();
-    seq->append(400, pos.data() + 100, false);
+    seq->rows.append(400, pos.data() + 100, false);
     if (gaps) {
         seq->close_pending();
-        seq->bounded = true;
-        seq->scored  = type.k == Type::f32;
+        seq->rows.evict(type.k == Type::f32 ? Eviction::by_score : Eviction::by_place);
     }
     for (int32_t i = 0; i < 70; i++) {
-        CHECK(seq->seal_generated());
-        seq->append(1, pos.data() + 500 + i, false);
+        CHECK(seq->rows.seal_generated());
+        seq->rows.append(1, pos.data() + 500 + i, false);
     }
-    for (auto & block : seq->blocks) {
-        for (auto & layer : block->layers) {
+    StoreContents contents = seq->rows.release();
+    for (auto & block : contents.blocks) {
+        for (auto & layer : block.layers) {
             fill(layer.memory);
             for (auto & head : layer.heads) {
                 for (double & score : head.scores) {
@@ -76,12 +75,13 @@ std::unique_ptr<Sequence> make(const std::vector<LayerShape> & shapes, const Sto
             }
         }
     }
+    seq = std::make_unique<Sequence>(Store(shapes, type, std::move(contents)));
     for (size_t l = 0; gaps && l < shapes.size(); l++) {
         for (int32_t h = 0; h < shapes[l].n_heads_kv; h++) {
             for (int32_t i = 0; i < 150 + below(20); i++) {
-                seq->drop_row((int32_t) l, h, 40 + below(60));
+                seq->rows.drop_row((int32_t) l, h, 40 + below(60));
             }
-            seq->drop_row((int32_t) l, h, seq->head_length((int32_t) l, h) - 2);  // of the block that grows
+            seq->rows.drop_row((int32_t) l, h, seq->rows.head_length((int32_t) l, h) - 2);  // of the block that grows
         }
     }
     return seq;
@@ -123,10 +123,10 @@ std::unique_ptr<Sequence> read(const std::vector<LayerShape> & shapes, const Sto
 uint32_t visit(const Sequence & seq) {
     uint32_t           k = 0, v = 0;
     std::vector<float> wide;
-    for (const LayerShape & shape : seq.shapes()) {
-        const auto l = (int32_t) (&shape - seq.shapes().data());
+    for (const LayerShape & shape : seq.rows.shapes()) {
+        const auto l = (int32_t) (&shape - seq.rows.shapes().data());
         for (int32_t h = 0; h < shape.n_heads_kv; h++) {
-            seq.each_segment(l, h, false, [&](const Segment & s) {
+            seq.rows.each_segment(l, h, [&](const Segment & s) {
                 wide.resize((size_t) s.n * (size_t) std::max(shape.d_k, shape.d_v));
                 kernels().widen(s.k, s.n, shape.d_k, wide.data(), (size_t) shape.d_k);
                 k = crc32(k, wide.data(), (size_t) s.n * (size_t) shape.d_k * sizeof(float));
@@ -147,39 +147,39 @@ void test_there_and_back(const std::vector<LayerShape> & shapes, const Storage &
         return;
     }
     CHECK(visit(*back) == visit(*seq));
-    CHECK(back->pos == seq->pos && back->image == seq->image);
-    CHECK(back->bytes() <= seq->bytes());
+    CHECK(back->rows.contents().pos == seq->rows.contents().pos && back->rows.contents().image == seq->rows.contents().image);
+    CHECK(back->rows.bytes() <= seq->rows.bytes());
     for (size_t l = 0; l < shapes.size(); l++) {
         for (int32_t h = 0; h < shapes[l].n_heads_kv; h++) {
-            CHECK(back->head_tokens((int32_t) l, h) == seq->head_tokens((int32_t) l, h));
+            CHECK(back->rows.head_tokens((int32_t) l, h) == seq->rows.head_tokens((int32_t) l, h));
         }
     }
     const int32_t next = 570;
-    CHECK(back->append(1, &next, false) && seq->append(1, &next, false));
+    CHECK(back->rows.append(1, &next, false) && seq->rows.append(1, &next, false));
     for (Sequence * to : { back.get(), seq.get() }) {
         for (size_t l = 0; l < shapes.size(); l++) {
             for (int32_t h = 0; h < shapes[l].n_heads_kv; h++) {
-                const auto at = to->place_from_end(0, 1);
-                memset(to->k_row(at, (int32_t) l, h), 7, row_k(shapes[l], type.plain().k));
-                memset(to->v_row(at, (int32_t) l, h), 8, row_v(shapes[l], type.plain().v));
+                const auto at = to->rows.place_from_end(0, 1);
+                memset(to->rows.k_row(at, (int32_t) l, h), 7, row_k(shapes[l], type.plain().k));
+                memset(to->rows.v_row(at, (int32_t) l, h), 8, row_v(shapes[l], type.plain().v));
             }
         }
     }
-    CHECK(gaps || back->pending_length() == seq->pending_length());
+    CHECK(gaps || back->rows.pending_length() == seq->rows.pending_length());
     for (size_t l = 0; l < shapes.size(); l++) {
         for (int32_t h = 0; h < shapes[l].n_heads_kv; h++) {
-            const auto          n = (size_t) seq->head_length((int32_t) l, h);
+            const auto          n = (size_t) seq->rows.head_length((int32_t) l, h);
             std::vector<double> a(n), b(n);
-            seq->read_scores((int32_t) l, h, a.data());
-            back->read_scores((int32_t) l, h, b.data());
+            seq->rows.read_scores((int32_t) l, h, a.data());
+            back->rows.read_scores((int32_t) l, h, b.data());
             CHECK(a == b);
-            back->drop_row((int32_t) l, h, (int32_t) n - 3);
-            seq->drop_row((int32_t) l, h, (int32_t) n - 3);
-            CHECK(back->head_tokens((int32_t) l, h) == seq->head_tokens((int32_t) l, h));
+            back->rows.drop_row((int32_t) l, h, (int32_t) n - 3);
+            seq->rows.drop_row((int32_t) l, h, (int32_t) n - 3);
+            CHECK(back->rows.head_tokens((int32_t) l, h) == seq->rows.head_tokens((int32_t) l, h));
         }
     }
-    back->drop_empty_blocks();
-    back->pack_if_sparse();
+    back->rows.drop_empty_blocks();
+    back->rows.pack_if_sparse();
     CHECK(visit(*back) == visit(*seq));
 }
 
@@ -199,12 +199,12 @@ void test_lies(const std::vector<LayerShape> & shapes, const Storage & type, boo
         }
         put(bad);
         if (const auto back = read(shapes, type)) {
-            CHECK(back->bytes() <= 16 * good.size() + (64u << 20));
+            CHECK(back->rows.bytes() <= 16 * good.size() + (64u << 20));
             (void) visit(*back);
             back->remove(50, 300);
             const int32_t next = 570;
-            CHECK(back->append(1, &next, false));
-            CHECK(back->place_from_end(0, 1).block != nullptr);
+            CHECK(back->rows.append(1, &next, false));
+            CHECK(back->rows.place_from_end(0, 1).block != nullptr);
             (void) visit(*back);
         }
     }

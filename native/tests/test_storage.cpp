@@ -4,7 +4,7 @@
 #include "check.h"
 #include "core/compress.h"
 #include "kernels/kernels.h"
-#include "store/sequence.h"
+#include "core/sequence.h"
 
 #include <algorithm>
 #include <climits>
@@ -34,11 +34,11 @@ struct Shadow {
         std::normal_distribution<float> normal;
         std::vector<int32_t>            pos;
         for (int32_t i = 0; i < n; i++) {
-            pos.push_back((int32_t) (seq.pos.size()) + i);
+            pos.push_back(seq.rows.n_tokens() + i);
         }
-        rows.resize(seq.pos.size());  // tokens that were removed from the end have left their indices to these
-        CHECK(seq.append(n, pos.data(), false));
-        const Storage plain = seq.storage().plain();
+        rows.resize((size_t) seq.rows.n_tokens());  // tokens that were removed from the end have left their indices to these
+        CHECK(seq.rows.append(n, pos.data(), false));
+        const Storage plain = seq.rows.storage().plain();
         for (int32_t t = 0; t < n; t++) {
             rows.emplace_back(SHAPES.size());
             for (size_t l = 0; l < SHAPES.size(); l++) {
@@ -46,9 +46,9 @@ struct Shadow {
                     Row row{ std::vector<float>((size_t) SHAPES[l].d_k), std::vector<float>((size_t) SHAPES[l].d_v) };
                     std::generate(row.k.begin(), row.k.end(), [&] { return normal(rng); });
                     std::generate(row.v.begin(), row.v.end(), [&] { return normal(rng); });
-                    const auto at = seq.place_from_end(t, n);
-                    kernels().from_f32(plain.k, row.k.data(), seq.k_row(at, (int32_t) l, h), row.k.size());
-                    kernels().from_f32(plain.v, row.v.data(), seq.v_row(at, (int32_t) l, h), row.v.size());
+                    const auto at = seq.rows.place_from_end(t, n);
+                    kernels().from_f32(plain.k, row.k.data(), seq.rows.k_row(at, (int32_t) l, h), row.k.size());
+                    kernels().from_f32(plain.v, row.v.data(), seq.rows.v_row(at, (int32_t) l, h), row.v.size());
                     rows.back()[l].push_back(std::move(row));
                 }
             }
@@ -57,7 +57,7 @@ struct Shadow {
 
     void generate(int32_t n) {
         for (int32_t i = 0; i < n; i++) {
-            CHECK(seq.seal_generated());
+            CHECK(seq.rows.seal_generated());
             add(1);
         }
     }
@@ -79,15 +79,15 @@ double exactness(Type t) {
 }
 
 void check(const Sequence & seq, const Shadow & shadow, bool once = true) {
-    const Storage storage = seq.storage();
+    const Storage storage = seq.rows.storage();
     for (size_t l = 0; l < SHAPES.size(); l++) {
         for (int32_t h = 0; h < SHAPES[l].n_heads_kv; h++) {
-            const auto tokens = seq.head_tokens((int32_t) l, h);
-            CHECK((int32_t) tokens.size() == seq.head_length((int32_t) l, h) && std::is_sorted(tokens.begin(), tokens.end()));
+            const auto tokens = seq.rows.head_tokens((int32_t) l, h);
+            CHECK((int32_t) tokens.size() == seq.rows.head_length((int32_t) l, h) && std::is_sorted(tokens.begin(), tokens.end()));
             size_t             at = 0;
             int32_t            plain_k = 0, plain_v = 0;
             std::vector<float> k, v;
-            seq.each_segment((int32_t) l, h, false, [&](const Segment & s) {
+            seq.rows.each_segment((int32_t) l, h, [&](const Segment & s) {
                 const auto dk = (size_t) SHAPES[l].d_k, dv = (size_t) SHAPES[l].d_v, n = (size_t) s.n;
                 k.resize(n * dk);
                 v.resize(n * dv);
@@ -103,7 +103,7 @@ void check(const Sequence & seq, const Shadow & shadow, bool once = true) {
                 }
             });
             CHECK(at == tokens.size());
-            if (seq.pending_length() <= GROUP) {  // nothing waits for its compression
+            if (seq.rows.pending_length() <= GROUP) {  // nothing waits for its compression
                 CHECK(!is_quantised(storage.k) || plain_k <= 2 * GROUP - 1);
                 CHECK(!is_quantised(storage.v) || plain_v <= 3 * GROUP - 1);
             }
@@ -122,7 +122,7 @@ void compress(Shadow & x, double ratio) {
     Compression  outcome;
     kvedge_error err{};
     CHECK(compress_pending(x.seq, plan_of(ratio), 2, outcome, &err) == KVEDGE_OK);
-    CHECK(x.seq.pending_length() == 0 && outcome.after_bytes == x.seq.bytes());
+    CHECK(x.seq.rows.pending_length() == 0 && outcome.after_bytes == x.seq.rows.bytes());
 }
 
 // Heads lose different rows, in blocks of every kind.
@@ -130,16 +130,16 @@ void drop_some(Shadow & x, int32_t n) {
     for (size_t l = 0; l < SHAPES.size(); l++) {
         for (int32_t h = 0; h < SHAPES[l].n_heads_kv; h++) {
             for (int32_t i = 0; i < n; i++) {
-                const auto    before = x.seq.head_tokens((int32_t) l, h);
+                const auto    before = x.seq.rows.head_tokens((int32_t) l, h);
                 const int32_t row    = (int32_t) (rng() % before.size());
-                x.seq.drop_row((int32_t) l, h, row);
+                x.seq.rows.drop_row((int32_t) l, h, row);
                 auto expected = before;
                 expected.erase(expected.begin() + row);
-                CHECK(x.seq.head_tokens((int32_t) l, h) == expected);
+                CHECK(x.seq.rows.head_tokens((int32_t) l, h) == expected);
             }
         }
     }
-    x.seq.drop_empty_blocks();
+    x.seq.rows.drop_empty_blocks();
 }
 
 void test_conversation(const Storage & storage) {
@@ -148,11 +148,11 @@ void test_conversation(const Storage & storage) {
     x.add(195);
     check(x.seq, x);
     compress(x, 0.5);
-    CHECK(x.seq.head_length(0, 0) == 100);
+    CHECK(x.seq.rows.head_length(0, 0) == 100);
     check(x.seq, x);
     x.generate(700);  // seals, and joins what was sealed
     check(x.seq, x);
-    CHECK(x.seq.blocks.size() < 20);
+    CHECK(x.seq.rows.contents().blocks.size() < 20);
     x.seq.remove(300, 317);  // within sealed blocks that are pending
     x.seq.remove(3, 60);     // and the compressed one
     x.seq.remove(880, INT_MAX);
@@ -162,7 +162,7 @@ void test_conversation(const Storage & storage) {
     check(x.seq, x, false);
     x.generate(40);
     const auto copy = x.seq.clone();
-    CHECK(copy && copy->bytes() == x.seq.bytes());
+    CHECK(copy && copy->rows.bytes() == x.seq.rows.bytes());
     x.seq.remove(0, 500);
     check(*copy, x, false);
     check(x.seq, x, false);
@@ -177,7 +177,7 @@ void test_whole_prompts_are_quantised(const Storage & storage) {
         x.generate(50);
         check(x.seq, x);  // promoted as it is: rounded once
     }
-    CHECK(x.seq.head_length(0, 0) == 462 + 4 * 50);
+    CHECK(x.seq.rows.head_length(0, 0) == 462 + 4 * 50);
 }
 
 void test_policies(const Storage & storage) {
@@ -203,25 +203,25 @@ void test_any_row_goes(const Storage & storage) {
     Shadow x(storage);
     x.add(500);
     compress(x, 0.4);
-    x.seq.bounded = true;
+    x.seq.rows.evict(Eviction::by_place);
     size_t most = 0;
     for (int32_t step = 0; step < 3000; step++) {
-        CHECK(x.seq.seal_generated());
+        CHECK(x.seq.rows.seal_generated());
         x.add(1);
         for (size_t l = 0; l < SHAPES.size(); l++) {
             for (int32_t h = 0; h < SHAPES[l].n_heads_kv; h++) {
-                const int32_t n = x.seq.head_length((int32_t) l, h);
+                const int32_t n = x.seq.rows.head_length((int32_t) l, h);
                 if (n > 200) {
-                    x.seq.drop_row((int32_t) l, h, (int32_t) (rng() % (size_t) (n - 100)));  // the newest stay
+                    x.seq.rows.drop_row((int32_t) l, h, (int32_t) (rng() % (size_t) (n - 100)));  // the newest stay
                 }
             }
         }
-        x.seq.drop_empty_blocks();
+        x.seq.rows.drop_empty_blocks();
         if (step % 32 == 31) {
-            x.seq.pack_if_sparse();
+            x.seq.rows.pack_if_sparse();
             uint64_t bytes = 0;
-            for (const auto & block : x.seq.blocks) {
-                for (const auto & layer : block->layers) {
+            for (const auto & block : x.seq.rows.contents().blocks) {
+                for (const auto & layer : block.layers) {
                     bytes += layer.extent;
                 }
             }
@@ -244,7 +244,7 @@ void test_kivi_residual() {
         x.add(n);
         compress(x, 1.0);
         int32_t plain_k = 0, plain_v = 0;
-        x.seq.each_segment(0, 0, false, [&](const Segment & s) {
+        x.seq.rows.each_segment(0, 0, [&](const Segment & s) {
             plain_k += is_quantised(s.k.type) ? 0 : s.n;
             plain_v += is_quantised(s.v.type) ? 0 : s.n;
         });

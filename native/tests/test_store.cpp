@@ -66,15 +66,15 @@ class Checked {
             next_pos += below(3) ? 1 : 3;
             pos.push_back(next_pos);
         }
-        const auto first = (int32_t) seq->pos.size();
-        CHECK(seq->append(n, pos.data(), false));
+        const auto first = seq->rows.n_tokens();
+        CHECK(seq->rows.append(n, pos.data(), false));
         each_head([&](size_t l, size_t h) {
             for (int32_t i = 0; i < n; i++) {
-                const auto         at = seq->place_from_end(i, n);
+                const auto         at = seq->rows.place_from_end(i, n);
                 std::vector<float> k((size_t) SHAPES[l].d_k, value(first + i, l, h, false));
                 std::vector<float> v((size_t) SHAPES[l].d_v, value(first + i, l, h, true));
-                kernels().from_f32(Type::f32, k.data(), seq->k_row(at, (int32_t) l, (int32_t) h), k.size());
-                kernels().from_f32(Type::f32, v.data(), seq->v_row(at, (int32_t) l, (int32_t) h), v.size());
+                kernels().from_f32(Type::f32, k.data(), seq->rows.k_row(at, (int32_t) l, (int32_t) h), k.size());
+                kernels().from_f32(Type::f32, v.data(), seq->rows.v_row(at, (int32_t) l, (int32_t) h), v.size());
                 rows[l][h].push_back({ first + i, 0.0 });
             }
         });
@@ -84,20 +84,21 @@ class Checked {
         if (bounded) {
             seq->close_pending();
         }
-        bounded = seq->bounded = seq->scored = false;
+        bounded = false;
+        seq->rows.evict(Eviction::none);
         append(n);
     }
 
     void compress() {
-        if (bounded || seq->pending_length() == 0) {
+        if (bounded || seq->rows.pending_length() == 0) {
             return;
         }
-        const auto pending = seq->pending_tokens();
-        CHECK(seq->ensure_sums(0));
+        const auto pending = seq->rows.pending_tokens();
+        CHECK(seq->observed.ensure_sums(seq->rows.pending_length() + 0, false));
         for (size_t l = 0; l < SHAPES.size(); l++) {
             for (size_t h = 0; h < rows[l].size(); h++) {
                 for (size_t i = 0; i < pending.size(); i++) {
-                    seq->sums[l].sums[h * (size_t) seq->sums[l].capacity + i] = (double) (pending[i] * 7 % 100);
+                    seq->observed.sums(l).sums[h * (size_t) seq->observed.sums(l).capacity + i] = (double) (pending[i] * 7 % 100);
                 }
             }
         }
@@ -107,7 +108,7 @@ class Checked {
         kvedge_error err{};
         CHECK(compress_pending(*seq, plan, 2, outcome, &err) == KVEDGE_OK);
         each_head([&](size_t l, size_t h) {
-            const auto tokens = seq->head_tokens((int32_t) l, (int32_t) h);
+            const auto tokens = seq->rows.head_tokens((int32_t) l, (int32_t) h);
             auto &     list   = rows[l][h];
             list.erase(std::remove_if(list.begin(), list.end(), [&](const Row & r) {
                            return !std::binary_search(tokens.begin(), tokens.end(), r.token);
@@ -118,8 +119,8 @@ class Checked {
                 }
             }
         });
-        bounded = seq->bounded = true;
-        seq->scored            = scored();
+        bounded = true;
+        seq->rows.evict(scored() ? Eviction::by_score : Eviction::by_place);
     }
 
     void drop(bool anywhere) {
@@ -129,10 +130,10 @@ class Checked {
                 return;
             }
             const int32_t row = anywhere ? below((int32_t) list.size()) : std::min((int32_t) list.size() - 1, 5);
-            seq->drop_row((int32_t) l, (int32_t) h, row);
+            seq->rows.drop_row((int32_t) l, (int32_t) h, row);
             list.erase(list.begin() + row);
         });
-        seq->drop_empty_blocks();
+        seq->rows.drop_empty_blocks();
     }
 
     void attend() {
@@ -142,7 +143,7 @@ class Checked {
             for (float & x : w) {
                 x = (float) below(100);
             }
-            seq->add_scores((int32_t) l, (int32_t) h, n, w.data(), (size_t) n, group);
+            seq->rows.add_scores((int32_t) l, (int32_t) h, n, w.data(), (size_t) n, group);
             for (int32_t i = 0; i < n && scored(); i++) {
                 rows[l][h][(size_t) i].score += group == 1 ? w[(size_t) i] : (w[(size_t) i] + w[(size_t) (n + i)]) / 2.0;
             }
@@ -151,7 +152,7 @@ class Checked {
 
     void remove() {
         const int32_t p0 = below(next_pos + 2), p1 = p0 + below(12);
-        const std::vector<int32_t> pos = seq->pos;
+        const std::vector<int32_t> pos = seq->rows.contents().pos;
         seq->remove(p0, p1);
         each_head([&](size_t l, size_t h) {
             auto & list = rows[l][h];
@@ -159,18 +160,18 @@ class Checked {
                            return pos[(size_t) r.token] >= p0 && pos[(size_t) r.token] < p1;
                        }), list.end());
         });
-        CHECK(std::none_of(seq->pos.end() - (seq->pos.empty() ? 0 : 1), seq->pos.end(), [&](int32_t p) { return p >= p0 && p < p1; }));
+        CHECK(std::none_of(seq->rows.contents().pos.end() - (seq->rows.contents().pos.empty() ? 0 : 1), seq->rows.contents().pos.end(), [&](int32_t p) { return p >= p0 && p < p1; }));
     }
 
     void check() {
         each_head([&](size_t l, size_t h) {
-            const auto   tokens = seq->head_tokens((int32_t) l, (int32_t) h);
+            const auto   tokens = seq->rows.head_tokens((int32_t) l, (int32_t) h);
             const auto & list   = rows[l][h];
-            CHECK(tokens.size() == list.size() && (size_t) seq->head_length((int32_t) l, (int32_t) h) == list.size());
+            CHECK(tokens.size() == list.size() && (size_t) seq->rows.head_length((int32_t) l, (int32_t) h) == list.size());
             std::vector<double> scores(list.size());
-            seq->read_scores((int32_t) l, (int32_t) h, scores.data());
+            seq->rows.read_scores((int32_t) l, (int32_t) h, scores.data());
             size_t i = 0;
-            seq->each_segment((int32_t) l, (int32_t) h, false, [&](const Segment & s) {
+            seq->rows.each_segment((int32_t) l, (int32_t) h, [&](const Segment & s) {
                 for (int32_t r = 0; r < s.n && i < list.size(); r++, i++) {
                     const auto * k = (const float *) (s.k.data + (size_t) r * s.k.stride);
                     const auto * v = (const float *) (s.v.data + (size_t) r * s.v.stride);
@@ -213,7 +214,7 @@ void test_random_series(const char * decode) {
                 c.drop(what % 2 == 0);
             }
         } else if (what < 80 && c.bounded) {
-            c.seq->pack_if_sparse();
+            c.seq->rows.pack_if_sparse();
         } else if (what < 84) {
             c.remove();
         } else if (what < 90) {
@@ -240,22 +241,22 @@ void test_long_answer(bool anywhere) {
     size_t most_blocks[2] = {}, most_bytes[2] = {}, asked[2] = {};
     for (int32_t step = 0; step < 20000; step++) {
         const size_t before = g_allocated;
-        CHECK(c.seq->append(1, &step, false));
+        CHECK(c.seq->rows.append(1, &step, false));
         for (size_t l = 0; l < SHAPES.size(); l++) {
             for (int32_t h = 0; h < SHAPES[l].n_heads_kv; h++) {
-                if (const int32_t n = c.seq->head_length((int32_t) l, h); n > 300) {
-                    c.seq->drop_row((int32_t) l, h, anywhere ? below(n - 30) : 4);
+                if (const int32_t n = c.seq->rows.head_length((int32_t) l, h); n > 300) {
+                    c.seq->rows.drop_row((int32_t) l, h, anywhere ? below(n - 30) : 4);
                 }
             }
         }
-        c.seq->drop_empty_blocks();
+        c.seq->rows.drop_empty_blocks();
         if (step % 32 == 0) {
-            c.seq->pack_if_sparse();
+            c.seq->rows.pack_if_sparse();
         }
         const size_t half = step < 10000 ? 0 : 1;
         if (step >= 2000) {
-            most_blocks[half] = std::max(most_blocks[half], c.seq->blocks.size());
-            most_bytes[half]  = std::max(most_bytes[half], (size_t) c.seq->bytes());
+            most_blocks[half] = std::max(most_blocks[half], c.seq->rows.contents().blocks.size());
+            most_bytes[half]  = std::max(most_bytes[half], (size_t) c.seq->rows.bytes());
         }
         if ((step >= 2000 && step < 5000) || step >= 17000) {
             asked[half] += g_allocated - before;
@@ -269,7 +270,7 @@ void test_long_answer(bool anywhere) {
     CHECK(most_bytes[1] <= most_bytes[0] && most_bytes[1] < rows * 2);
     // what a token costs does not depend on how many came and went; positions, 5 bytes a token, grow by a quarter at a time
     CHECK((double) asked[1] < 1.1 * (double) asked[0] + 5.0 * 20000 * 1.25);
-    CHECK(c.seq->index_bytes() < 20600 * 5 * 1.25 + 2 * 300 * 5 * (sizeof(int32_t) + 4));
+    CHECK(c.seq->rows.index_bytes() < 20600 * 5 * 1.25 + 2 * 300 * 5 * (sizeof(int32_t) + 4));
 }
 
 // A removal that finds nothing leaves rows, tokens and all that was gathered of the prompt; one of tokens that are
@@ -283,24 +284,24 @@ void test_removing_nothing() {
     }
     c.prompt(30);
     Sequence & seq = *c.seq;
-    CHECK(seq.ensure_windows(8) && seq.ensure_sums(0, true) && seq.ensure_queries(4));
+    CHECK(seq.observed.ensure_windows(seq.rows.n_tokens(), 8) && seq.observed.ensure_sums(seq.rows.pending_length() + 0, true) && seq.observed.ensure_queries(seq.rows.n_tokens(), 4));
     c.append(4);
-    seq.window_from        = 42;
-    const int32_t last     = seq.pos.back(), first = seq.pos.front();
+    seq.observed.skip_windows(42);
+    const int32_t last     = seq.rows.contents().pos.back(), first = seq.rows.contents().pos.front();
     const auto    capacity = seq.score_bytes();
-    seq.sums[1].sums[3]    = 5.0;
+    seq.observed.sums(1).sums[3]    = 5.0;
     const auto untouched = [&](size_t n) {
         c.check();
-        CHECK(seq.pos.size() == n && seq.image.size() == n);
-        CHECK(seq.window_from == 42 && seq.window_size == 8 && !seq.windows.empty());
-        CHECK(seq.sums[1].sums[3] == 5.0 && seq.query_parts.size() == 1 && seq.query_parts[0].n == 4);
+        CHECK((size_t) seq.rows.n_tokens() == n && seq.rows.contents().image.size() == n);
+        CHECK(seq.observed.window_from() == 42 && seq.observed.window_size() == 8 && seq.observed.has_windows());
+        CHECK(seq.observed.sums(1).sums[3] == 5.0 && seq.observed.queries(0).size() == 1 && seq.observed.queries(0)[0].n == 4);
         CHECK(seq.score_bytes() == capacity);
     };
     for (const auto & [p0, p1] : { std::pair<int32_t, int32_t>{ last + 1, last + 100 }, { 0, first }, { first, first }, { last, last } }) {
         seq.remove(p0, p1);
         untouched(74);
     }
-    const int32_t compressed = seq.pos[7];
+    const int32_t compressed = seq.rows.contents().pos[7];
     seq.remove(compressed, compressed + 1);
     c.each_head([&](size_t l, size_t h) {
         auto & list = c.rows[l][h];
@@ -308,7 +309,7 @@ void test_removing_nothing() {
     });
     untouched(74);
     seq.remove(last, last + 1);  // of the prompt
-    CHECK(seq.window_from == 73 && seq.pos.size() == 73 && seq.query_parts[0].n == 3);
+    CHECK(seq.observed.window_from() == 73 && seq.rows.n_tokens() == 73 && seq.observed.queries(0)[0].n == 3);
 }
 
 // Whole pages lose what they held, and can be used on; what lies beside them stays.

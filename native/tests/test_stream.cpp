@@ -41,31 +41,31 @@ template <class F> void each_head(const F & visit) {
 void append(Sequence & seq, int32_t n) {
     std::vector<int32_t> pos;
     for (int32_t i = 0; i < n; i++) {
-        pos.push_back((int32_t) seq.pos.size() + i);
+        pos.push_back(seq.rows.n_tokens() + i);
     }
-    const auto first = (int32_t) seq.pos.size();
-    CHECK(seq.ensure_sums(n) && seq.append(n, pos.data(), below(2) != 0));
-    const int32_t before = seq.pending_length() - n;
+    const auto first = seq.rows.n_tokens();
+    CHECK(seq.observed.ensure_sums(seq.rows.pending_length() + n, false) && seq.rows.append(n, pos.data(), below(2) != 0));
+    const int32_t before = seq.rows.pending_length() - n;
     each_head([&](size_t l, size_t h) {
         for (int32_t i = 0; i < n; i++) {
-            const auto         at = seq.place_from_end(i, n);
+            const auto         at = seq.rows.place_from_end(i, n);
             std::vector<float> k((size_t) SHAPES[l].d_k, value(first + i, l, h, false)), v((size_t) SHAPES[l].d_v, value(first + i, l, h, true));
-            kernels().from_f32(Type::f32, k.data(), seq.k_row(at, (int32_t) l, (int32_t) h), k.size());
-            kernels().from_f32(Type::f32, v.data(), seq.v_row(at, (int32_t) l, (int32_t) h), v.size());
-            seq.sums[l].sums[h * (size_t) seq.sums[l].capacity + (size_t) (before + i)] = sum_of(first + i, l, h);
+            kernels().from_f32(Type::f32, k.data(), seq.rows.k_row(at, (int32_t) l, (int32_t) h), k.size());
+            kernels().from_f32(Type::f32, v.data(), seq.rows.v_row(at, (int32_t) l, (int32_t) h), v.size());
+            seq.observed.sums(l).sums[h * (size_t) seq.observed.sums(l).capacity + (size_t) (before + i)] = sum_of(first + i, l, h);
         }
     });
 }
 
 // Rows, sums and tokens of every head belong together, and all heads hold n rows.
 void check_rows(const Sequence & seq, int32_t n) {
-    CHECK(seq.pending_length() == n);
+    CHECK(seq.rows.pending_length() == n);
     each_head([&](size_t l, size_t h) {
-        const auto tokens = seq.head_tokens((int32_t) l, (int32_t) h);
-        CHECK((int32_t) tokens.size() == n && seq.pending_tokens((int32_t) l, (int32_t) h) == tokens);
+        const auto tokens = seq.rows.head_tokens((int32_t) l, (int32_t) h);
+        CHECK((int32_t) tokens.size() == n && seq.rows.pending_tokens((int32_t) l, (int32_t) h) == tokens);
         CHECK(std::is_sorted(tokens.begin(), tokens.end()) && std::adjacent_find(tokens.begin(), tokens.end()) == tokens.end());
         size_t at = 0;
-        seq.each_segment((int32_t) l, (int32_t) h, true, [&](const Segment & s) {
+        seq.rows.each_segment((int32_t) l, (int32_t) h, [&](const Segment & s) {
             std::vector<float> k((size_t) (s.n * SHAPES[l].d_k)), v((size_t) (s.n * SHAPES[l].d_v));
             kernels().widen(s.k, s.n, SHAPES[l].d_k, k.data(), (size_t) SHAPES[l].d_k);
             kernels().widen(s.v, s.n, SHAPES[l].d_v, v.data(), (size_t) SHAPES[l].d_v);
@@ -74,8 +74,8 @@ void check_rows(const Sequence & seq, int32_t n) {
                 CHECK(v[(size_t) ((r + 1) * SHAPES[l].d_v - 1)] == value(tokens[at], l, h, true));
             }
         });
-        for (size_t i = 0; i < tokens.size() && !seq.sums.empty(); i++) {
-            CHECK(seq.sums[l].sums[h * (size_t) seq.sums[l].capacity + i] == sum_of(tokens[i], l, h));
+        for (size_t i = 0; i < tokens.size() && seq.observed.has_sums(); i++) {
+            CHECK(seq.observed.sums(l).sums[h * (size_t) seq.observed.sums(l).capacity + i] == sum_of(tokens[i], l, h));
         }
     });
 }
@@ -92,18 +92,18 @@ std::vector<int32_t> expected(std::vector<int32_t> tokens, size_t l, size_t h) {
 
 void compress(Sequence & seq, const kvedge_plan & plan) {
     std::vector<std::vector<int32_t>> wanted;
-    const bool                        full = seq.pending_length() > BOUND;
+    const bool                        full = seq.rows.pending_length() > BOUND;
     each_head([&](size_t l, size_t h) {
-        const auto tokens = seq.head_tokens((int32_t) l, (int32_t) h);
+        const auto tokens = seq.rows.head_tokens((int32_t) l, (int32_t) h);
         wanted.push_back(full ? expected(tokens, l, h) : tokens);
     });
-    const uint64_t before = seq.bytes();
+    const uint64_t before = seq.rows.bytes();
     Compression    outcome;
     kvedge_error   err{};
     CHECK(compress_stream(seq, plan, 1 + below(2), outcome, &err) == KVEDGE_OK);
-    CHECK(outcome.reduced == full && outcome.before_bytes == before && outcome.after_bytes == seq.bytes() && outcome.peak_bytes >= before);
+    CHECK(outcome.reduced == full && outcome.before_bytes == before && outcome.after_bytes == seq.rows.bytes() && outcome.peak_bytes >= before);
     each_head([&](size_t l, size_t h) {
-        CHECK(seq.head_tokens((int32_t) l, (int32_t) h) == wanted.front());
+        CHECK(seq.rows.head_tokens((int32_t) l, (int32_t) h) == wanted.front());
         wanted.erase(wanted.begin());
     });
 }
@@ -116,43 +116,43 @@ void random_series(int32_t steps) {
     uint64_t most = 0;
     for (int32_t i = 0; i < steps; i++) {
         append(*seq, below(3) ? 1 + below(40) : 1);
-        check_rows(*seq, seq->pending_length());
+        check_rows(*seq, seq->rows.pending_length());
         if (below(4)) {
             compress(*seq, plan);
-            check_rows(*seq, seq->pending_length());
+            check_rows(*seq, seq->rows.pending_length());
         }
         if (below(6) == 0) {  // an answer is taken back, or a part in the middle
-            const auto    n  = (int32_t) seq->pos.size();
+            const auto    n  = seq->rows.n_tokens();
             const int32_t p0 = below(n + 1), p1 = below(2) ? n : std::min(n, p0 + below(30));
             int32_t       fewest = INT32_MAX;
             each_head([&](size_t l, size_t h) {
-                const auto tokens = seq->head_tokens((int32_t) l, (int32_t) h);
+                const auto tokens = seq->rows.head_tokens((int32_t) l, (int32_t) h);
                 fewest = std::min(fewest, (int32_t) std::count_if(tokens.begin(), tokens.end(), [&](int32_t t) { return t < p0 || t >= p1; }));
             });
             seq->remove(p0, p1);
-            CHECK(seq->pending_length() <= fewest);
-            check_rows(*seq, seq->pending_length());
+            CHECK(seq->rows.pending_length() <= fewest);
+            check_rows(*seq, seq->rows.pending_length());
         }
         if (below(8) == 0) {
             auto copy = seq->clone();
-            CHECK(copy && copy->pending_length() == seq->pending_length());
-            check_rows(*copy, seq->pending_length());
+            CHECK(copy && copy->rows.pending_length() == seq->rows.pending_length());
+            check_rows(*copy, seq->rows.pending_length());
             seq = std::move(copy);
         }
         if (below(8) == 0) {  // everything is done with, and then part of the stream again: sums are forgotten
-            const int32_t n = seq->pending_length();
+            const int32_t n = seq->rows.pending_length();
             seq->close_pending();
-            CHECK(seq->pending_length() == 0);
-            CHECK(open_stream(*seq, plan, &err) == KVEDGE_OK && seq->pending_length() == n && seq->ensure_sums(0));
+            CHECK(seq->rows.pending_length() == 0);
+            CHECK(open_stream(*seq, plan, &err) == KVEDGE_OK && seq->rows.pending_length() == n && seq->observed.ensure_sums(seq->rows.pending_length() + 0, false));
             each_head([&](size_t l, size_t h) {
-                const auto tokens = seq->head_tokens((int32_t) l, (int32_t) h);
+                const auto tokens = seq->rows.head_tokens((int32_t) l, (int32_t) h);
                 for (size_t t = 0; t < tokens.size(); t++) {
-                    seq->sums[l].sums[h * (size_t) seq->sums[l].capacity + t] = sum_of(tokens[t], l, h);
+                    seq->observed.sums(l).sums[h * (size_t) seq->observed.sums(l).capacity + t] = sum_of(tokens[t], l, h);
                 }
             });
             check_rows(*seq, n);
         }
-        most = std::max(most, seq->bytes());
+        most = std::max(most, seq->rows.bytes());
     }
     CHECK(most <= 400 * 1024);  // a handful of blocks, however long the series
 }
@@ -164,18 +164,18 @@ void test_opening() {
     kvedge_error err{};
     Compression  outcome;
     append(seq, 80);
-    CHECK(compress_pending(seq, plan, 1, outcome, &err) == KVEDGE_OK && seq.pending_length() == 0);
+    CHECK(compress_pending(seq, plan, 1, outcome, &err) == KVEDGE_OK && seq.rows.pending_length() == 0);
     append(seq, 20);
-    CHECK(open_stream(seq, plan, &err) == KVEDGE_OK && seq.pending_length() == BOUND + 20);
+    CHECK(open_stream(seq, plan, &err) == KVEDGE_OK && seq.rows.pending_length() == BOUND + 20);
     each_head([&](size_t l, size_t h) {
-        const auto tokens = seq.head_tokens((int32_t) l, (int32_t) h);
+        const auto tokens = seq.rows.head_tokens((int32_t) l, (int32_t) h);
         for (size_t i = 0; i < tokens.size(); i++) {
-            const double sum = seq.sums[l].sums[h * (size_t) seq.sums[l].capacity + i];
+            const double sum = seq.observed.sums(l).sums[h * (size_t) seq.observed.sums(l).capacity + i];
             CHECK(sum == (i < BOUND ? 0.0 : sum_of(tokens[i], l, h)));
         }
     });
     Compression again;
-    CHECK(compress_stream(seq, plan, 1, again, &err) == KVEDGE_OK && seq.pending_length() == BOUND);
+    CHECK(compress_stream(seq, plan, 1, again, &err) == KVEDGE_OK && seq.rows.pending_length() == BOUND);
 }
 
 void test_refusals() {
@@ -185,8 +185,8 @@ void test_refusals() {
     CHECK(open_stream(quantised, plan, &err) == KVEDGE_E_UNSUPPORTED && err.message[0]);
     append(uneven, 80);
     uneven.close_pending();
-    uneven.drop_row(1, 2, 5);
-    CHECK(open_stream(uneven, plan, &err) == KVEDGE_E_UNSUPPORTED && uneven.pending_length() == 0);
+    uneven.rows.drop_row(1, 2, 5);
+    CHECK(open_stream(uneven, plan, &err) == KVEDGE_E_UNSUPPORTED && uneven.rows.pending_length() == 0);
     plan.budget_ratio = 0.5;
     CHECK(check_stream(plan, &err) == KVEDGE_E_UNSUPPORTED);
 }

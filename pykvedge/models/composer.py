@@ -6,6 +6,7 @@ picture, the template is given a stand-in for it; after that the text is put bac
 
 from __future__ import annotations
 
+import functools
 import re
 import secrets
 from collections.abc import Mapping
@@ -49,8 +50,12 @@ class Composer:
         hidden: dict[str, str] = {}
         return Written(self._template.following(self._safe(messages, hidden), self.marker), hidden)
 
+    @functools.cached_property
     def lead(self) -> str:
-        """What the template puts between where the assistant is to answer and the answer, mostly a space or nothing."""
+        """What the template puts between where the assistant is to answer and the answer, mostly a space or nothing.
+
+        Raises ModelError for a template that cannot write answers.
+        """
         return self._template.lead()
 
     def pieces(self, written: Written, pictures: list[Picture]) -> list[Piece]:
@@ -75,7 +80,7 @@ class Composer:
         reply = self._hide(reply, hidden)
         text = written.text.rpartition(self.marker)[2] if self.marker else written.text
         before = self.tokens(Written(text, hidden))
-        both = self.tokens(Written(text + self.lead() + reply, hidden))
+        both = self.tokens(Written(text + self.lead + reply, hidden))
         return both[len(before) :] if both[: len(before)] == before else self.tokens(Written(reply, hidden))
 
     def tokens(self, written: Written) -> list[int]:

@@ -1,4 +1,4 @@
-"""kvedge.h for the rest of the package, by ctypes: plans, caches, and plain arrays. Nothing is loaded on import."""
+"""kvedge.h for the rest of the package, by ctypes: what the library is, and caches. Nothing is loaded on import."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pykvedge import errors
 from pykvedge.native import libraries
-from pykvedge.native.abi import KV_TYPE, STAGE_NUMBER, Error, GivenArrays, Options, Saved, Stats
+from pykvedge.native.abi import KV_TYPE, STAGE_NUMBER, Error, Options, Saved, Stats
 from pykvedge.native.calls import call, lib, raise_
 from pykvedge.native.guard import Guard, one_thread
 from pykvedge.plans.kvtypes import KvType
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from pykvedge.plans.numpy_engine import Arrays, Outcome
     from pykvedge.plans.plan import Plan
     from pykvedge.plans.stages.base import ProfileTable
     from pykvedge.runtime.own_stages import OwnStages
@@ -306,47 +305,4 @@ def pending_scores(cache: Cache, layer: int, sequence: int = 0) -> np.ndarray:
     at = out.ctypes.data_as(c.POINTER(c.c_float))
     with cache.own.explained():
         call("pending_scores", cache.handle, sequence, layer, at, out.size)
-    return out
-
-
-def compress_arrays(
-    plan: Plan,
-    arrays: Arrays,
-    kv_type: KvType,
-    threads: int,
-    profiles: Mapping[str, ProfileTable] | None = None,
-    step: int = 0,
-) -> Outcome:
-    """kvedge_compress_arrays_as, or kvedge_stream_arrays with a step. threads: 0 for all cores.
-
-    profiles: by the stages that need one.
-    """
-    import numpy as np
-
-    from pykvedge.plans.numpy_engine import Outcome
-
-    q, k, v, mask = arrays
-    n_layers, n_heads_kv, n_tokens, size = k.shape
-    given = GivenArrays(n_layers, q.shape[1], n_heads_kv, n_tokens, size, *(x.ctypes.data for x in (q, k, v, mask)))
-    result = c.c_void_p()
-    types = KV_TYPE[kv_type.k], KV_TYPE[kv_type.v]
-    with NativePlan(plan, profiles) as native, native.own.explained():
-        name, counts = ("stream_arrays", [step, threads]) if step else ("compress_arrays_as", [threads])
-        call(name, native.handle, c.byref(given), *types, *counts, c.byref(result))
-    library = lib()
-    out = Outcome([], [], [], np.zeros((n_layers, n_heads_kv, 0 if step else n_tokens), dtype=np.float32))
-    try:
-        for i in range(n_layers):
-            for column in (out.kept, out.k, out.v):
-                column.append([])
-            for h in range(n_heads_kv):
-                n = library.kvedge_result_length(result, i, h)
-                at = (result, i, h)
-                out.kept[i].append(np.ctypeslib.as_array(library.kvedge_result_kept(*at), (n,)).copy())
-                out.k[i].append(np.ctypeslib.as_array(library.kvedge_result_k(*at), (n, size)).copy())
-                out.v[i].append(np.ctypeslib.as_array(library.kvedge_result_v(*at), (n, size)).copy())
-                if not step:
-                    out.scores[i, h] = np.ctypeslib.as_array(library.kvedge_result_scores(*at), (n_tokens,))
-    finally:
-        library.kvedge_result_free(result)
     return out

@@ -1,22 +1,21 @@
-"""A plan as the library has it, and what the library says of a plan before anything runs."""
+"""Plans as libkvedge has them: made from ours, checked by it, and applied to plain arrays."""
 
 from __future__ import annotations
 
 import ctypes as c
 import functools
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
+
+import numpy as np
 
 from pykvedge import errors
-from pykvedge.native.abi import KV_TYPE, STAGE_NUMBER
+from pykvedge.native.abi import KV_TYPE, STAGE_NUMBER, GivenArrays
 from pykvedge.native.calls import call, lib
 from pykvedge.plans.kvtypes import KvType
+from pykvedge.plans.numpy_engine import Arrays, Outcome
+from pykvedge.plans.plan import Plan
+from pykvedge.plans.stages.base import ProfileTable
 from pykvedge.runtime.own_stages import OwnStages
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from pykvedge.plans.plan import Plan
-    from pykvedge.plans.stages.base import ProfileTable
 
 
 class NativePlan:
@@ -88,3 +87,42 @@ def score_bytes(plan: Plan, n_tokens: int, layers: Iterable[tuple[int, int, int]
     with NativePlan(plan) as native:
         of_layer = functools.cache(functools.partial(lib().kvedge_plan_score_bytes, native.handle, n_tokens))
         return sum(of_layer(*shape) for shape in layers)
+
+
+def compress_arrays(
+    plan: Plan,
+    arrays: Arrays,
+    kv_type: KvType,
+    threads: int,
+    profiles: Mapping[str, ProfileTable] | None = None,
+    step: int = 0,
+) -> Outcome:
+    """kvedge_compress_arrays_as, or kvedge_stream_arrays with a step. threads: 0 for all cores.
+
+    profiles: by the stages that need one.
+    """
+    q, k, v, mask = arrays
+    n_layers, n_heads_kv, n_tokens, size = k.shape
+    given = GivenArrays(n_layers, q.shape[1], n_heads_kv, n_tokens, size, *(x.ctypes.data for x in (q, k, v, mask)))
+    result = c.c_void_p()
+    types = KV_TYPE[kv_type.k], KV_TYPE[kv_type.v]
+    with NativePlan(plan, profiles) as native, native.own.explained():
+        name, counts = ("stream_arrays", [step, threads]) if step else ("compress_arrays_as", [threads])
+        call(name, native.handle, c.byref(given), *types, *counts, c.byref(result))
+    library = lib()
+    out = Outcome([], [], [], np.zeros((n_layers, n_heads_kv, 0 if step else n_tokens), dtype=np.float32))
+    try:
+        for i in range(n_layers):
+            for column in (out.kept, out.k, out.v):
+                column.append([])
+            for h in range(n_heads_kv):
+                n = library.kvedge_result_length(result, i, h)
+                at = (result, i, h)
+                out.kept[i].append(np.ctypeslib.as_array(library.kvedge_result_kept(*at), (n,)).copy())
+                out.k[i].append(np.ctypeslib.as_array(library.kvedge_result_k(*at), (n, size)).copy())
+                out.v[i].append(np.ctypeslib.as_array(library.kvedge_result_v(*at), (n, size)).copy())
+                if not step:
+                    out.scores[i, h] = np.ctypeslib.as_array(library.kvedge_result_scores(*at), (n_tokens,))
+    finally:
+        library.kvedge_result_free(result)
+    return out

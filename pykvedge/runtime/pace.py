@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-
 from pykvedge.errors import ContextError
 from pykvedge.models.model import Model
-from pykvedge.models.vision import ImagePiece, Piece, TextPiece, Vision
+from pykvedge.models.vision import ImagePiece, Piece, Vision
 from pykvedge.plans.plan import Plan
 from pykvedge.runtime.libkvedge import Cache
 from pykvedge.runtime.llama_context import DEFAULT_CTX, ROOM_TO_ANSWER, Context, ContextSize, ubatch_for
@@ -64,12 +62,3 @@ def stream_context(
     n_ctx = settings.n_ctx or automatic
     held = min((plan.budget.pairs or 0) + step, n_ctx)
     return ContextSize(n_ctx, ubatch_for(vision, largest), settings.kv_type, held)
-
-
-def cut(pieces: Iterable[Piece], most: int) -> Iterator[Piece]:
-    """The pieces, text cut so that each step is one pass through the model: progress shows, and Ctrl-C is heard."""
-    for piece in pieces:
-        if isinstance(piece, ImagePiece):
-            yield piece
-        else:
-            yield from (TextPiece(piece.tokens[i : i + most]) for i in range(0, piece.n_tokens, most))

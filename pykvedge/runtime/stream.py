@@ -15,9 +15,9 @@ from pykvedge.models.model import Model, Progress
 from pykvedge.models.vision import ImagePiece, Piece, TextPiece, Vision
 from pykvedge.plans.plan import Plan
 from pykvedge.runtime import figures
+from pykvedge.runtime.driver import cut
 from pykvedge.runtime.engine import Engine
 from pykvedge.runtime.interrupt import stop_if_set
-from pykvedge.runtime.pace import cut
 from pykvedge.runtime.report import Kv, Stream, Tokens
 
 

@@ -7,7 +7,8 @@
 
 #pragma once
 
-#include "store/sequence.h"
+#include "observe/observed.h"
+#include "store/store.h"
 
 #include <atomic>
 #include <vector>
@@ -27,10 +28,10 @@ class SpinLock {
 };
 
 struct AttendJob {
-    const Sequence * seq;
-    int32_t          layer;
-    int32_t          n;       // query tokens: the last n of the sequence, whose rows are stored already
-    bool             causal;  // false: every query sees all stored rows
+    const Store * rows;
+    int32_t       layer;
+    int32_t       n;       // query tokens: the last n of the sequence, whose rows are stored already
+    bool          causal;  // false: every query sees all stored rows
 
     const float *   q;  // row of query token i, head h: q + index(i) * q_token + h * q_head floats
     size_t          q_token, q_head;
@@ -48,7 +49,7 @@ struct AttendJob {
     double *   squares;  // likewise, of the squares of the group's mean; NULL: not wanted
     int32_t    sums_capacity;
     double *   entropy;  // [Hkv] sum of the entropies of all rows of the attention; NULL: not wanted
-    Sequence * queries;  // keeps the queries, and what each sees of the other modality; NULL: not wanted
+    Observed * queries;  // keeps the queries, and what each sees of the other modality; NULL: not wanted
     SpinLock * locks;    // [Hkv], guards these
 
     // Of a single query token (n = 1, decode path): [H][weights_row] softmax weights of the rows of each query head's KV
@@ -58,7 +59,7 @@ struct AttendJob {
 
     // Whose rows' scores grow by what the query tokens pay to them: a single token (decode path, with weights) to all, a
     // prompt (prefill, with sums and locks) to the rows before the pending ones. NULL: nobody's.
-    Sequence * scored;
+    Store * scored;
 };
 
 // Working memory of one thread.
@@ -85,8 +86,8 @@ class Scratch {
     Pages memory_;
 };
 
-// Copies those of the job's queries that the sequence's window holds into its rings; thread ith of nth does its share.
-void record_window(const AttendJob & job, Sequence & seq, int32_t ith, int32_t nth);
+// Copies those of the job's queries that the windows hold into their rings; thread ith of nth does its share.
+void record_window(const AttendJob & job, Observed & to, int32_t ith, int32_t nth);
 
 int32_t prefill_tasks(const AttendJob & job, const Scratch & scratch);
 void    prefill_task(const AttendJob & job, int32_t task, Scratch & scratch);

@@ -87,7 +87,7 @@ void fetch_keys(const Rows & k, int32_t n) {
 void attend_block(
     const AttendJob & job, const Piece & piece, const Segment & seg, int32_t at, const Queries & x, const uint8_t * next,
     Partial & out) {
-    const LayerShape & shape = job.seq->shapes()[(size_t) job.layer];
+    const LayerShape & shape = job.rows->shapes()[(size_t) job.layer];
     const Kernels &    kn    = kernels();
     const auto         ld    = (size_t) pad16(shape.d_v);
     alignas(64) float  s[DECODE_ROWS * BLOCK];
@@ -109,7 +109,7 @@ void attend_block(
 
 // What a single token pays to the pending rows. Whoever writes out a head is alone with it.
 void add_sums(const AttendJob & job, const Piece & piece) {
-    const int32_t n     = job.seq->pending_length();
+    const int32_t n     = job.rows->pending_length();
     double *      sums  = job.sums + (size_t) piece.head * (size_t) job.sums_capacity;
     const float * paid  = weights_of(job, piece, 0) + (piece.n_keys - n);
     for (int32_t r = 0; r < n; r++) {
@@ -122,7 +122,7 @@ void add_sums(const AttendJob & job, const Piece & piece) {
 }
 
 void write_out(const AttendJob & job, const Piece & piece, int32_t n_splits, DecodePartials & partials) {
-    const LayerShape & shape = job.seq->shapes()[(size_t) job.layer];
+    const LayerShape & shape = job.rows->shapes()[(size_t) job.layer];
     const auto         ld    = (size_t) pad16(shape.d_v);
     for (int32_t r = 0; r < piece.rows; r++) {
         const int32_t head  = piece.head * piece.group + r % piece.group;
@@ -187,26 +187,26 @@ void DecodePartials::start(int32_t n_heads_kv) {
 }
 
 int32_t decode_splits(const AttendJob & job, int32_t n_threads) {
-    const LayerShape & shape = job.seq->shapes()[(size_t) job.layer];
+    const LayerShape & shape = job.rows->shapes()[(size_t) job.layer];
     if (n_threads <= 1 || shape.n_heads_kv % n_threads == 0) {
         return 1;
     }
-    const int32_t keys = job.seq->head_length(job.layer, 0);
+    const int32_t keys = job.rows->head_length(job.layer, 0);
     const int32_t even = (4 * n_threads + shape.n_heads_kv - 1) / shape.n_heads_kv;
     return std::clamp(keys / SPLIT_KEYS, 1, even);
 }
 
 int32_t decode_tasks(const AttendJob & job, int32_t n_splits) {
-    return job.seq->shapes()[(size_t) job.layer].n_heads_kv * n_splits;
+    return job.rows->shapes()[(size_t) job.layer].n_heads_kv * n_splits;
 }
 
 void decode_task(const AttendJob & job, int32_t task, int32_t n_splits, DecodePartials & partials) {
-    const LayerShape & shape = job.seq->shapes()[(size_t) job.layer];
+    const LayerShape & shape = job.rows->shapes()[(size_t) job.layer];
     Piece              piece;
     piece.head          = task / n_splits;
     piece.group         = shape.n_heads / shape.n_heads_kv;
     piece.rows          = job.n * piece.group;
-    piece.n_keys        = job.seq->head_length(job.layer, piece.head);
+    piece.n_keys        = job.rows->head_length(job.layer, piece.head);
     const int32_t split = task % n_splits;
     piece.a             = (int32_t) ((int64_t) piece.n_keys * split / n_splits);
     piece.b             = (int32_t) ((int64_t) piece.n_keys * (split + 1) / n_splits);
@@ -222,7 +222,7 @@ void decode_task(const AttendJob & job, int32_t task, int32_t n_splits, DecodePa
         x.n = std::min(DECODE_ROWS, piece.rows - x.first);
         load_queries(job, piece, shape.d_k, x);
         int32_t at = 0;
-        job.seq->each_segment(job.layer, piece.head, false, [&](const Segment & seg) {
+        job.rows->each_segment(job.layer, piece.head, [&](const Segment & seg) {
             const int32_t first = std::max(piece.a - at, 0), last = std::min(piece.b - at, seg.n);
             const int32_t block = block_of(seg, x.n);
             for (int32_t c = first; c < last; c += block) {

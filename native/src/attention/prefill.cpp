@@ -29,7 +29,7 @@ struct Tile {
 };
 
 int32_t tokens_per_tile(const AttendJob & job, const Scratch & scratch) {
-    const LayerShape & shape = job.seq->shapes()[(size_t) job.layer];
+    const LayerShape & shape = job.rows->shapes()[(size_t) job.layer];
     return std::max(1, scratch.rows / (shape.n_heads / shape.n_heads_kv));
 }
 
@@ -55,7 +55,7 @@ void load_queries(const AttendJob & job, const Tile & tile, int32_t d_k, float *
 void logits(const AttendJob & job, const Tile & tile, int32_t d_k, Scratch & x) {
     const Kernels & kn = kernels();
     int32_t         at = 0;
-    job.seq->each_segment(job.layer, tile.head, false, [&](const Segment & seg) {
+    job.rows->each_segment(job.layer, tile.head, [&](const Segment & seg) {
         for (int32_t c = 0; c < seg.n && at < tile.n_visible; c += BLOCK) {
             const int32_t w = std::min({ BLOCK, seg.n - c, tile.n_visible - at });
             kn.pack(seg.k.from(c), w, d_k, x.panel);
@@ -79,7 +79,7 @@ SoftmaxRow exp_row(const AttendJob & job, const Tile & tile, int32_t r, float * 
         take(0, n, all);
         return all;
     }
-    const auto &  modality = job.queries->modality;
+    const auto &  modality = job.queries->modality();
     const int32_t token    = tile.t0 + r / tile.group, query_head = tile.head * tile.group + r % tile.group;
     const size_t  old      = (size_t) tile.n_keys - modality.size();  // rows of earlier turns, which have no share in this
     const uint8_t mine     = modality[modality.size() - (size_t) (job.n - token)];
@@ -92,7 +92,8 @@ SoftmaxRow exp_row(const AttendJob & job, const Tile & tile, int32_t r, float * 
         take(at, end, *from == mine ? same : other);
         at = end;
     }
-    memcpy(job.queries->query_row(job.layer, job.queries->query_parts.size() - 1, token, query_head).seen, &other, sizeof(other));
+    const QuerySpan span = job.queries->newest_queries((size_t) job.layer);
+    memcpy(span.row(job.rows->shapes()[(size_t) job.layer], token, query_head).seen, &other, sizeof(other));
     all.sum = same.sum + other.sum;
     all.dot = same.dot + other.dot;
     return all;
@@ -100,9 +101,10 @@ SoftmaxRow exp_row(const AttendJob & job, const Tile & tile, int32_t r, float * 
 
 // Keeps the tile's queries for the end of the prompt, scaled and in half precision.
 void keep_queries(const AttendJob & job, const Tile & tile, int32_t d_k, const float * q) {
-    const size_t part = job.queries->query_parts.size() - 1;
+    const LayerShape & shape = job.rows->shapes()[(size_t) job.layer];
+    const QuerySpan    span  = job.queries->newest_queries((size_t) job.layer);
     for (int32_t r = 0; r < tile.rows; r++) {
-        const QueryRow to = job.queries->query_row(job.layer, part, tile.t0 + r / tile.group, tile.head * tile.group + r % tile.group);
+        const QueryRow to = span.row(shape, tile.t0 + r / tile.group, tile.head * tile.group + r % tile.group);
         kernels().from_f32(Type::f16, q + (size_t) r * (size_t) d_k, to.q, (size_t) d_k);
     }
 }
@@ -160,7 +162,7 @@ void add_token(const Tile & tile, int32_t token, int32_t first, int32_t last, Sc
 // sums[c] += mean over the group of the attention that the tile's tokens pay to pending row c; squares, and scores of rows
 // before those, likewise.
 void add_sums(const AttendJob & job, const Tile & tile, Scratch & x) {
-    const int32_t pending = tile.n_keys - job.seq->pending_length();
+    const int32_t pending = tile.n_keys - job.rows->pending_length();
     const int32_t first   = job.scored ? 0 : pending;
     const int32_t n       = tile.n_visible - pending;
     if (tile.n_visible <= first) {
@@ -200,7 +202,7 @@ void weigh_values(const AttendJob & job, const Tile & tile, int32_t d_v, Scratch
     const auto      ld = (size_t) pad16(d_v);
     std::fill(x.o, x.o + (size_t) tile.rows * ld, 0.0f);
     int32_t at = 0;
-    job.seq->each_segment(job.layer, tile.head, false, [&](const Segment & seg) {
+    job.rows->each_segment(job.layer, tile.head, [&](const Segment & seg) {
         for (int32_t c = 0; c < seg.n && at < tile.n_visible; c += BLOCK) {
             const int32_t w = std::min({ BLOCK, seg.n - c, tile.n_visible - at });
             kn.widen(seg.v.from(c), w, d_v, x.vals, ld);
@@ -258,13 +260,11 @@ bool Scratch::reserve(const std::vector<LayerShape> & shapes, int32_t n_keys) {
     return true;
 }
 
-void record_window(const AttendJob & job, Sequence & seq, int32_t ith, int32_t nth) {
-    const LayerShape & shape  = seq.shapes()[(size_t) job.layer];
-    QueryWindow &      window = seq.windows[(size_t) job.layer];
-    const auto         length = (int32_t) seq.pos.size();  // what is pending shrinks in a stream
-    for (int32_t t = std::max(0, job.n - seq.window_size) + ith; t < job.n; t += nth) {
-        const auto slot = (size_t) ((length - job.n + t) % seq.window_size);
-        float *    to   = window.q.data() + slot * (size_t) shape.n_heads * (size_t) shape.d_k;
+void record_window(const AttendJob & job, Observed & observed, int32_t ith, int32_t nth) {
+    const LayerShape & shape = job.rows->shapes()[(size_t) job.layer];
+    const int32_t      next  = job.rows->n_tokens();  // what is pending shrinks in a stream
+    for (int32_t t = std::max(0, job.n - observed.window_size()) + ith; t < job.n; t += nth) {
+        float * to = observed.window_slot((size_t) job.layer, next - job.n + t);
         for (int32_t h = 0; h < shape.n_heads; h++) {
             const float * from = job.q + place(job, t) * job.q_token + (size_t) h * job.q_head;
             for (int32_t i = 0; i < shape.d_k; i++) {
@@ -273,17 +273,17 @@ void record_window(const AttendJob & job, Sequence & seq, int32_t ith, int32_t n
         }
     }
     if (ith == 0 && job.sinks) {
-        window.sinks.assign(job.sinks, job.sinks + shape.n_heads);
+        observed.note_sinks((size_t) job.layer, job.sinks);
     }
 }
 
 int32_t prefill_tasks(const AttendJob & job, const Scratch & scratch) {
     const int32_t per_tile = tokens_per_tile(job, scratch);
-    return (job.n + per_tile - 1) / per_tile * job.seq->shapes()[(size_t) job.layer].n_heads_kv;
+    return (job.n + per_tile - 1) / per_tile * job.rows->shapes()[(size_t) job.layer].n_heads_kv;
 }
 
 void prefill_task(const AttendJob & job, int32_t task, Scratch & x) {
-    const LayerShape & shape    = job.seq->shapes()[(size_t) job.layer];
+    const LayerShape & shape    = job.rows->shapes()[(size_t) job.layer];
     const int32_t      per_tile = tokens_per_tile(job, x);
     const int32_t      n_tiles  = (job.n + per_tile - 1) / per_tile;
 
@@ -294,7 +294,7 @@ void prefill_task(const AttendJob & job, int32_t task, Scratch & x) {
     tile.group = shape.n_heads / shape.n_heads_kv;
     tile.rows  = (tile.t1 - tile.t0) * tile.group;
 
-    tile.n_keys    = job.seq->head_length(job.layer, tile.head);
+    tile.n_keys    = job.rows->head_length(job.layer, tile.head);
     tile.before    = tile.n_keys - job.n;
     tile.n_visible = visible(job, tile, tile.t1 - 1);
     tile.stride    = x.s_row;

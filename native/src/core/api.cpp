@@ -76,9 +76,9 @@ void store_layer(const kvedge_arrays & in, Sequence & seq, int32_t l, Step step)
         const size_t head = ((size_t) l * (size_t) in.n_heads_kv + (size_t) h) * T * d;
         for (int32_t t = 0; t < step.n; t++) {
             const size_t row = head + (size_t) (step.first + t) * d;
-            const auto   at  = seq.place_from_end(t, step.n);
-            kernels().from_f32(seq.storage().plain().k, in.k + row, seq.k_row(at, l, h), d);
-            kernels().from_f32(seq.storage().plain().v, in.v + row, seq.v_row(at, l, h), d);
+            const auto   at  = seq.rows.place_from_end(t, step.n);
+            kernels().from_f32(seq.rows.storage().plain().k, in.k + row, seq.rows.k_row(at, l, h), d);
+            kernels().from_f32(seq.rows.storage().plain().v, in.v + row, seq.rows.v_row(at, l, h), d);
         }
     }
 }
@@ -91,7 +91,7 @@ void attend_layer(
     std::vector<SpinLock> locks((size_t) in.n_heads_kv);
 
     AttendJob job{};
-    job.seq       = r.seq.get();
+    job.rows      = &r.seq->rows;
     job.layer     = l;
     job.n         = step.n;
     job.causal    = true;
@@ -102,9 +102,9 @@ void attend_layer(
     job.out_token = d;
     job.out_head  = T * d;
     job.scale     = 1.0f / std::sqrt((float) in.head_size);
-    gather(job, *r.seq, wanted, locks.data());
+    gather(job, r.seq->observed, wanted, locks.data());
     if (wanted.window > 0) {
-        record_window(job, *r.seq, 0, 1);
+        record_window(job, r.seq->observed, 0, 1);
     }
     parallel_for((int32_t) scratch.size(), prefill_tasks(job, scratch[0]),
                  [&](int32_t task, int32_t worker) { prefill_task(job, task, scratch[(size_t) worker]); });
@@ -117,11 +117,11 @@ void read_back(const kvedge_arrays & in, kvedge_result & r) {
         r.heads[(size_t) l].resize((size_t) in.n_heads_kv);
         for (int32_t h = 0; h < in.n_heads_kv; h++) {
             auto & head = r.heads[(size_t) l][(size_t) h];
-            head.kept   = r.seq->head_tokens(l, h);
+            head.kept   = r.seq->rows.head_tokens(l, h);
             head.k.resize(head.kept.size() * d);
             head.v.resize(head.kept.size() * d);
             size_t at = 0;
-            r.seq->each_segment(l, h, false, [&](const Segment & s) {
+            r.seq->rows.each_segment(l, h, [&](const Segment & s) {
                 kernels().widen(s.k, s.n, in.head_size, head.k.data() + at, d);
                 kernels().widen(s.v, s.n, in.head_size, head.v.data() + at, d);
                 at += (size_t) s.n * d;
@@ -138,15 +138,15 @@ kvedge_status run_arrays(
         const Step           now{ at, step > 0 ? std::min(step, in.n_tokens - at) : in.n_tokens };
         std::vector<int32_t> pos((size_t) now.n);
         std::iota(pos.begin(), pos.end(), at);
-        bool fits = make_room(*r.seq, wanted, now.n) && r.seq->append(now.n, pos.data(), false);
+        bool fits = make_room(*r.seq, wanted, now.n) && r.seq->rows.append(now.n, pos.data(), false);
         for (auto & s : scratch) {
-            fits = fits && s.reserve(r.shapes, r.seq->head_length(0, 0));
+            fits = fits && s.reserve(r.shapes, r.seq->rows.head_length(0, 0));
         }
         if (!fits) {
             return fail(err, KVEDGE_E_MEMORY, "no memory for %d tokens", now.n);
         }
-        for (int32_t t = at; in.image_mask && t < at + now.n; t++) {
-            r.seq->image[(size_t) t] = in.image_mask[t] != 0;
+        if (in.image_mask) {
+            r.seq->rows.mark_images(now.n, in.image_mask + at);
         }
         r.seq->observe(now.n, true);
         for (int32_t l = 0; l < in.n_layers; l++) {

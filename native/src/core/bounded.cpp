@@ -38,34 +38,34 @@ kvedge_status check_bounded(const kvedge_plan & plan, const Storage & storage, k
 }
 
 bool BoundedPrompt::pays(const Sequence & seq, const kvedge_plan & plan, int32_t n) {
-    const int32_t     total = seq.pending_length() + n;
+    const int32_t     total = seq.rows.pending_length() + n;
     const kvedge_plan own   = compression_plan(seq, plan, n);
-    return kvedge_plan_budget(&own, total) < total || seq.storage().quantised();
+    return kvedge_plan_budget(&own, total) < total || seq.rows.storage().quantised();
 }
 
 kvedge_status BoundedPrompt::enter(int32_t n, const int32_t * pos, const uint8_t * image, kvedge_error * err) {
     const bool scored = plan_.decode->needs_scores && plan_.budget_ratio != 1.0;
-    if (!observed(seq_, plan_)) {
+    if (!saw_all(seq_, plan_)) {
         return fail(err, KVEDGE_E_STATE, "the tokens before the prompt were processed under a plan that collects no attention scores");
     }
-    if (!seq_.unseal_pending() || !make_layer_room(seq_, wanted_, 0, n) || !seq_.append_unallocated(n, pos, image)) {
+    if (!seq_.rows.unseal_pending() || !make_layer_room(seq_, wanted_, 0, n) || !seq_.rows.append_unallocated(n, pos, image)) {
         return fail(err, KVEDGE_E_MEMORY, "no memory for a prompt of %d tokens", n);
     }
-    if (!seq_.take_layer(0)) {
-        seq_.take_back(n);
+    if (!seq_.rows.take_layer(0)) {
+        seq_.rows.take_back(n);
         return fail(err, KVEDGE_E_MEMORY, "no memory for the first layer of a prompt of %d tokens", n);
     }
     n_         = n;
-    n_pending_ = seq_.pending_length();
+    n_pending_ = seq_.rows.pending_length();
     reduced_   = kvedge_plan_budget(&plan_, n_pending_) < n_pending_;
     provisional_ = reduced_ && reach(plan_) == Reach::scores;
     job_       = std::make_unique<Job>(make_job(seq_, plan_, 1, scored));
     job_->most = provisional_ ? std::min(n_pending_, PROVISIONAL * kvedge_plan_budget(&plan_, n_pending_)) : n_pending_;
     open_blocks(*job_);
     outcome_.reduced      = reduced_;
-    outcome_.before_bytes = seq_.bytes();
-    for (size_t l = 1; l < seq_.shapes().size(); l++) {
-        outcome_.before_bytes += seq_.blocks.back()->layers[l].extent;
+    outcome_.before_bytes = seq_.rows.bytes();
+    for (size_t l = 1; l < seq_.rows.shapes().size(); l++) {
+        outcome_.before_bytes += seq_.rows.contents().blocks.back().layers[l].extent;
     }
     return ok(err);
 }
@@ -99,9 +99,9 @@ kvedge_status BoundedPrompt::compress_layer(size_t l, kvedge_error * err) {
     }
     written_ += job.main->layers[l].memory.size() + job.tail->layers[l].memory.size();
     note_peak();
-    seq_.blocks.back()->layers[l].memory = Pages();
-    seq_.drop_layer_observations(l);
-    if (l + 1 < seq_.shapes().size() && (!seq_.take_layer(l + 1) || !make_layer_room(seq_, wanted_, l + 1, 0))) {
+    seq_.rows.give_back_layer(l);
+    seq_.observed.drop_layer(l);
+    if (l + 1 < seq_.rows.shapes().size() && (!seq_.rows.take_layer(l + 1) || !make_layer_room(seq_, wanted_, l + 1, 0))) {
         return fail(err, KVEDGE_E_MEMORY, "no memory for the next layer of the prompt");
     }
     return ok(err);
@@ -112,14 +112,14 @@ void BoundedPrompt::note_peak() {
     for (const auto & layer : job_->scores) {
         scores += layer.capacity() * sizeof(float);
     }
-    outcome_.peak_bytes = std::max(outcome_.peak_bytes, seq_.bytes() + written_ + seq_.index_bytes() + seq_.score_bytes() + scores);
+    outcome_.peak_bytes = std::max(outcome_.peak_bytes, seq_.rows.bytes() + written_ + seq_.rows.index_bytes() + seq_.score_bytes() + scores);
 }
 
 // The rows of a layer that the budgets leave, from those that it kept provisionally, `left` [head] of the pending ones.
 bool BoundedPrompt::trim_layer(const Block & from, size_t l, const std::vector<std::vector<int32_t>> & left) {
     Job &            job = *job_;
-    const LayerShape s   = seq_.shapes()[l];
-    const Storage    t   = seq_.storage();
+    const LayerShape s   = seq_.rows.shapes()[l];
+    const Storage    t   = seq_.rows.storage();
     const size_t     T = (size_t) n_pending_, kst = row_k(s, t.k), vst = row_v(s, t.v);
     for (size_t h = 0; h < left.size(); h++) {
         Bulk<float> scores(T, -HUGE_VALF), & all = job.scores[l];
@@ -168,12 +168,12 @@ bool BoundedPrompt::trim() {
 }
 
 void BoundedPrompt::complete() {
-    const size_t first = seq_.pending_from;
-    replace_blocks(*job_);
+    const size_t first = seq_.rows.contents().pending_from;
+    seq_.rows.replace_pending(std::move(*job_->main), std::move(*job_->tail));
     job_.reset();
     seq_.close_pending();
-    seq_.seal_old(first);
-    outcome_.after_bytes = seq_.bytes();
+    seq_.rows.seal_old(first);
+    outcome_.after_bytes = seq_.rows.bytes();
     done_                = true;
 }
 
@@ -182,7 +182,7 @@ kvedge_status BoundedPrompt::finish_layer(size_t layer, kvedge_error * err) noex
     kvedge_status status = KVEDGE_OK;
     try {
         status = compress_layer(layer, err);
-        const bool last = status == KVEDGE_OK && layer + 1 == seq_.shapes().size();
+        const bool last = status == KVEDGE_OK && layer + 1 == seq_.rows.shapes().size();
         if (last && provisional_ && !trim()) {
             status = fail(err, KVEDGE_E_MEMORY, "no memory for the compressed rows of a layer");
         } else if (last) {
@@ -205,9 +205,6 @@ void BoundedPrompt::abandon() {
     }
     job_.reset();
     seq_.take_back(n_);
-    seq_.drop_observations();  // of some layers they are gone already
-    const int32_t left = seq_.pending_length();
-    seq_.missing.count(false, false, false, false, left);
     failed_ = true;
 }
 

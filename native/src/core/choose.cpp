@@ -12,25 +12,12 @@ namespace kvedge {
 
 namespace {
 
-// The window's queries in the order of their tokens, [n][H][d_k].
-Bulk<float> unroll(const Sequence & seq, size_t l, int32_t n) {
-    const LayerShape & shape  = seq.shapes()[l];
-    const size_t       row    = (size_t) shape.n_heads * (size_t) shape.d_k;
-    const auto         length = (int32_t) seq.pos.size();
-    Bulk<float>        out((size_t) n * row);
-    for (int32_t i = 0; i < n; i++) {
-        const auto slot = (size_t) ((length - n + i) % seq.window_size);
-        std::copy_n(seq.windows[l].q.begin() + (std::ptrdiff_t) (slot * row), row, out.begin() + (std::ptrdiff_t) ((size_t) i * row));
-    }
-    return out;
-}
-
 // [T] 1 for an image token. tokens: the indices of the pending ones.
 std::vector<uint8_t> pending_image(const Sequence & seq, const std::vector<int32_t> & tokens) {
     std::vector<uint8_t> image;
     image.reserve(tokens.size());
     for (int32_t t : tokens) {
-        image.push_back(seq.image[(size_t) t]);
+        image.push_back(seq.rows.contents().image[(size_t) t]);
     }
     return image;
 }
@@ -39,8 +26,8 @@ std::vector<uint8_t> pending_image(const Sequence & seq, const std::vector<int32
 class SequenceView : public PendingView {
   public:
     explicit SequenceView(const Sequence & seq) : seq_(seq) {}
-    HeadView               head(int32_t layer, int32_t head) const override { return seq_.view(layer, head); }
-    std::vector<QuerySpan> queries(int32_t layer) const override { return seq_.query_spans(layer); }
+    HeadView               head(int32_t layer, int32_t head) const override { return seq_.rows.view(layer, head); }
+    std::vector<QuerySpan> queries(int32_t layer) const override { return seq_.observed.queries((size_t) layer); }
 
   private:
     const Sequence & seq_;
@@ -59,8 +46,8 @@ ImageMask mask_of(const Job & job, size_t l) { return { job.image_of(l, 0), job.
 // Tokens of all heads of a layer, one after the other.
 std::vector<int32_t> tokens_of_heads(const Sequence & seq, size_t l) {
     std::vector<int32_t> out;
-    for (int32_t h = 0; h < seq.shapes()[l].n_heads_kv; h++) {
-        const auto tokens = seq.pending_tokens((int32_t) l, h);
+    for (int32_t h = 0; h < seq.rows.shapes()[l].n_heads_kv; h++) {
+        const auto tokens = seq.rows.pending_tokens((int32_t) l, h);
         out.insert(out.end(), tokens.begin(), tokens.end());
     }
     return out;
@@ -68,13 +55,13 @@ std::vector<int32_t> tokens_of_heads(const Sequence & seq, size_t l) {
 
 Bulk<float> run_scorer(
     const Sequence & seq, const kvedge_plan & plan, ImageMask image, size_t l, ScoreFunction score, Spectrum * spectrum) {
-    const int32_t      n_tokens = seq.pending_length();
+    const int32_t      n_tokens = seq.rows.pending_length();
     const SequenceView view(seq);
     ScoreInput         in{};
     in.view     = &view;
-    in.shape    = seq.shapes()[l];
+    in.shape    = seq.rows.shapes()[l];
     in.layer    = (int32_t) l;
-    in.n_layers = (int32_t) seq.shapes().size();
+    in.n_layers = (int32_t) seq.rows.shapes().size();
     in.n_tokens = n_tokens;
     in.params   = plan.params[KVEDGE_STAGE_SCORER];
     in.image    = image.shared;
@@ -82,20 +69,22 @@ Bulk<float> run_scorer(
     in.self     = plan.scorer;
     in.profile  = plan.profiles[KVEDGE_STAGE_SCORER].get();
     in.spectrum = spectrum;
-    if (!seq.sums.empty()) {
-        in.column_sums    = seq.sums[l].sums.data();
-        in.sums_capacity  = seq.sums[l].capacity;
-        in.column_squares = seq.sums[l].squares.data();
-        in.seen           = seq.seen.data();
+    const Observed & seen = seq.observed;
+    if (seen.has_sums()) {
+        in.column_sums    = seen.sums(l).sums.data();
+        in.sums_capacity  = seen.sums(l).capacity;
+        in.column_squares = seen.sums(l).squares.data();
+        in.seen           = seen.seen().data();
     }
     Bulk<float> window;
-    if (!seq.windows.empty()) {
-        in.n_window = std::min({ seq.window_size, (int32_t) seq.pos.size() - seq.window_from, n_tokens });
-        window      = unroll(seq, l, in.n_window);
-        in.window_q = window.data();
-        in.sinks    = seq.windows[l].sinks.empty() ? nullptr : seq.windows[l].sinks.data();
+    if (seen.has_windows()) {
+        const int32_t next = seq.rows.n_tokens();
+        in.n_window        = std::min({ seen.window_size(), next - seen.window_from(), n_tokens });
+        window             = seen.last_queries(l, next, in.n_window);
+        in.window_q        = window.data();
+        in.sinks           = seen.window(l).sinks.empty() ? nullptr : seen.window(l).sinks.data();
     }
-    Bulk<float> scores((size_t) seq.shapes()[l].n_heads_kv * (size_t) n_tokens);
+    Bulk<float> scores((size_t) seq.rows.shapes()[l].n_heads_kv * (size_t) n_tokens);
     score(in, scores.data());
     return scores;
 }
@@ -103,7 +92,7 @@ Bulk<float> run_scorer(
 // Attention alone, for allocators that want it: of one layer or all; empty where the scorer knows no such thing.
 Scores attention_scores(Job & job, int32_t layer, uint32_t wants) {
     const ScoreFunction score = wants & WANTS_ATTENTION ? job.plan.scorer->attention : nullptr;
-    Scores              out(score ? job.seq.shapes().size() : 0);
+    Scores              out(score ? job.seq.rows.shapes().size() : 0);
     const auto          one = [&](size_t l) { out[l] = run_scorer(job.seq, job.plan, mask_of(job, l), l, score, nullptr); };
     if (layer != ALL_LAYERS && score) {
         one((size_t) layer);
@@ -116,22 +105,22 @@ Scores attention_scores(Job & job, int32_t layer, uint32_t wants) {
 }  // namespace
 
 Job make_job(Sequence & seq, const kvedge_plan & plan, int32_t n_threads, bool scored) {
-    Job job{ seq, plan, std::max(1, n_threads), seq.pending_length(), scored, {}, {}, {}, {}, {}, 0, {}, {}, {}, {}, {}, {}, {} };
+    Job job{ seq, plan, std::max(1, n_threads), seq.rows.pending_length(), scored, {}, {}, {}, {}, {}, 0, {}, {}, {}, {}, {}, {}, {} };
     job.most       = job.n_tokens;
-    const size_t n = seq.shapes().size();
-    if (seq.pending_differs()) {
+    const size_t n = seq.rows.shapes().size();
+    if (seq.rows.pending_differs()) {
         for (size_t l = 0; l < n; l++) {
             job.head_tokens.push_back(tokens_of_heads(seq, l));
             job.head_image.push_back(pending_image(seq, job.head_tokens[l]));
         }
     } else {
-        job.tokens = seq.pending_tokens();
+        job.tokens = seq.rows.pending_tokens();
         job.image  = pending_image(seq, job.tokens);
     }
     job.spectra.resize(n);
     job.scores.resize(n);
     job.kept.resize(n);
-    for (const LayerShape & shape : seq.shapes()) {
+    for (const LayerShape & shape : seq.rows.shapes()) {
         job.counts.emplace_back((size_t) shape.n_heads_kv, job.n_tokens);
     }
     if (plan.scorer->reserve) {
@@ -141,8 +130,8 @@ Job make_job(Sequence & seq, const kvedge_plan & plan, int32_t n_threads, bool s
 }
 
 Bulk<float> scores_of(const Sequence & seq, const kvedge_plan & plan, size_t layer) {
-    const bool differs = seq.pending_differs();
-    const auto image   = pending_image(seq, differs ? tokens_of_heads(seq, layer) : seq.pending_tokens());
+    const bool differs = seq.rows.pending_differs();
+    const auto image   = pending_image(seq, differs ? tokens_of_heads(seq, layer) : seq.rows.pending_tokens());
     return run_scorer(seq, plan, { image.data(), differs ? image.data() : nullptr }, layer, plan.scorer->score, nullptr);
 }
 
@@ -174,7 +163,7 @@ void allocate(Job & job, int32_t layer) {
     in.budget       = budget;
     in.recent       = recent;
     in.scores       = &job.scores;
-    in.shapes       = &job.seq.shapes();
+    in.shapes       = &job.seq.rows.shapes();
     in.view         = &view;
     in.n_threads    = job.n_threads;
     in.params       = params;
@@ -187,8 +176,8 @@ void allocate(Job & job, int32_t layer) {
     in.most         = job.most;
     in.layer        = layer;
     in.tokens       = job.tokens.empty() ? nullptr : job.tokens.data();
-    in.entropies    = &job.seq.entropies;
-    in.n_entropies  = job.seq.n_entropies;
+    in.entropies    = &job.seq.observed.entropies();
+    in.n_entropies  = job.seq.observed.n_entropies();
     plan.allocator->allocate(in, job.counts);
 }
 
@@ -213,7 +202,7 @@ void grant_layer(Job & job, size_t l, int32_t count) { job.counts[l].assign(job.
 void keep_layer(Job & job, size_t l) {
     std::vector<int32_t> all((size_t) job.n_tokens);
     std::iota(all.begin(), all.end(), 0);
-    job.kept[l].assign((size_t) job.seq.shapes()[l].n_heads_kv, all);
+    job.kept[l].assign((size_t) job.seq.rows.shapes()[l].n_heads_kv, all);
 }
 
 }  // namespace kvedge

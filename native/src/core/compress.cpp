@@ -13,7 +13,7 @@ namespace kvedge {
 
 bool open_layers(Job & job, bool reduces) {
     open_blocks(job);
-    for (size_t l = 0; l < job.seq.shapes().size(); l++) {
+    for (size_t l = 0; l < job.seq.rows.shapes().size(); l++) {
         if (!open_layer(job, l, reduces, job.n_threads)) {
             return false;
         }
@@ -25,27 +25,18 @@ bool open_layers(Job & job, bool reduces) {
 // fail fills all layers first: until then the old rows are all there is.
 void fill_layers(Job & job, bool reduces, Compression & outcome) {
     Sequence &    seq       = job.seq;
-    uint64_t      bytes     = seq.bytes();
+    uint64_t      bytes     = seq.rows.bytes();
     const bool    may_fail  = reduces && job.plan.reducer->custom != nullptr;
     const int32_t n_threads = reduces && own_thread_only(*job.plan.reducer) ? 1 : job.n_threads;
-    const auto    give_back = [&](size_t l) {
-        for (size_t b = seq.pending_from; b < seq.blocks.size(); b++) {
-            bytes -= seq.blocks[b]->layers[l].memory.size();
-            seq.blocks[b]->layers[l].memory = Pages();
-        }
-    };
-    for (size_t l = 0; l < seq.shapes().size(); l++) {
+    for (size_t l = 0; l < seq.rows.shapes().size(); l++) {
         fill_layer(job, l, reduces, n_threads);
         bytes += job.main->layers[l].memory.size() + job.tail->layers[l].memory.size();
-        outcome.peak_bytes = std::max(outcome.peak_bytes, bytes + seq.index_bytes() + seq.score_bytes());
+        outcome.peak_bytes = std::max(outcome.peak_bytes, bytes + seq.rows.index_bytes() + seq.score_bytes());
         if (!may_fail) {
-            give_back(l);
+            bytes -= seq.rows.give_back_pending(l);
         }
     }
-    for (size_t l = 0; may_fail && l < seq.shapes().size(); l++) {
-        give_back(l);
-    }
-    replace_blocks(job);
+    seq.rows.replace_pending(std::move(*job.main), std::move(*job.tail));
 }
 
 kvedge_status fail_unobserved(kvedge_error * err) {
@@ -53,25 +44,25 @@ kvedge_status fail_unobserved(kvedge_error * err) {
                 "the prompt was processed under a plan that collects no attention scores; set the plan before the prompt");
 }
 
-bool observed(const Sequence & seq, const kvedge_plan & plan) {
-    const Missing & m = seq.missing;
+bool saw_all(const Sequence & seq, const kvedge_plan & plan) {
+    const Missing & m = seq.observed.missing();
     return (m.sums == 0 || !plan_sums(plan)) && (m.squares == 0 || !plan.scorer->needs_squares) &&
            (m.entropies == 0 || !plan_observes(plan).entropy) && (m.queries == 0 || plan_window(plan) == 0);
 }
 
 kvedge_status score_pending(
     const Sequence & seq, const kvedge_plan & plan, int32_t layer, Bulk<float> & scores, kvedge_error * err) try {
-    const int32_t T = seq.pending_length();
+    const int32_t T = seq.rows.pending_length();
     if (T == 0) {
         return fail(err, KVEDGE_E_STATE, "no token was added since the last compression; there is nothing to score");
     }
-    if (!observed(seq, plan) || (plan.scorer->needs_column_sums && seq.sums.empty()) ||
-        (plan.scorer->needs_squares && seq.seen.empty()) || (plan_window(plan) > 0 && seq.windows.empty())) {
+    if (!saw_all(seq, plan) || (plan.scorer->needs_column_sums && !seq.observed.has_sums()) ||
+        (plan.scorer->needs_squares && seq.observed.seen().empty()) || (plan_window(plan) > 0 && !seq.observed.has_windows())) {
         return fail_unobserved(err);
     }
     // scorers read plain rows: quantised ones become plain in a copy
     std::unique_ptr<Sequence> plain;
-    if (seq.storage().quantised() && !((plain = seq.clone()) && plain->unseal_pending())) {
+    if (seq.rows.storage().quantised() && !((plain = seq.clone()) && plain->rows.unseal_pending())) {
         return fail(err, KVEDGE_E_MEMORY, "no memory for a copy of the tokens to score");
     }
     scores = scores_of(plain ? *plain : seq, plan, (size_t) layer);
@@ -83,10 +74,10 @@ kvedge_status score_pending(
 kvedge_status measured(
     const Sequence & seq, Compression & outcome, kvedge_error * err, const std::function<kvedge_status()> & compress) try {
     const auto start     = std::chrono::steady_clock::now();
-    outcome.before_bytes = seq.bytes();
-    outcome.peak_bytes   = outcome.before_bytes + seq.index_bytes() + seq.score_bytes();
+    outcome.before_bytes = seq.rows.bytes();
+    outcome.peak_bytes   = outcome.before_bytes + seq.rows.index_bytes() + seq.score_bytes();
     const auto status    = compress();
-    outcome.after_bytes  = seq.bytes();
+    outcome.after_bytes  = seq.rows.bytes();
     outcome.us = std::chrono::duration_cast<std::chrono::microseconds>(std::chrono::steady_clock::now() - start).count();
     return status;
 } catch (const StageFailure & failure) {
@@ -97,24 +88,24 @@ kvedge_status measured(
 
 static kvedge_status compress_tokens(
     Sequence & seq, const kvedge_plan & plan, int32_t n_threads, Compression & outcome, kvedge_error * err) {
-    const int32_t T      = seq.pending_length();
+    const int32_t T      = seq.rows.pending_length();
     const int32_t budget = kvedge_plan_budget(&plan, T);
     if (T == 0) {
         return ok(err);
     }
     const bool scored   = plan.decode->needs_scores && plan.budget_ratio != 1.0;
     const bool reduced  = budget < T;
-    const bool quantise = seq.storage().quantised();
-    if ((reduced || scored) && !observed(seq, plan)) {
+    const bool quantise = seq.rows.storage().quantised();
+    if ((reduced || scored) && !saw_all(seq, plan)) {
         return fail_unobserved(err);
     }
-    if (plan_sums(plan) && !seq.ensure_sums(0, plan.scorer->needs_squares)) {
+    if (plan_sums(plan) && !seq.ensure_sums(plan.scorer->needs_squares)) {
         return fail(err, KVEDGE_E_MEMORY, "no memory for the scores of %d tokens", T);
     }
     if (quantise && !reduced && !scored && !outcome.want_scores) {
         seq.promote_sealed();  // what is quantised already stays as it is
     }
-    if (!seq.unseal_pending()) {
+    if (!seq.rows.unseal_pending()) {
         return fail(err, KVEDGE_E_MEMORY, "no memory to compress the last answer, which is quantised");
     }
     Job        job = make_job(seq, plan, n_threads, scored);
@@ -124,7 +115,7 @@ static kvedge_status compress_tokens(
         outcome.scores = outcome.want_scores ? std::move(job.scores) : Scores();
         job.scores = job.reserve = {};
     }
-    const size_t first = seq.pending_from;
+    const size_t first = seq.rows.contents().pending_from;
     if (any && (reduced || quantise)) {
         const bool reduces = reduced && plan.reducer->reduce;
         for (size_t l = 0; !reduced && l < job.kept.size(); l++) {
@@ -139,13 +130,13 @@ static kvedge_status compress_tokens(
         seq.sums_to_scores();
     }
     seq.close_pending();
-    seq.seal_old(first);  // without the memory for it, they stay as large as they are
+    seq.rows.seal_old(first);  // without the memory for it, they stay as large as they are
     return ok(err);
 }
 
 kvedge_plan compression_plan(const Sequence & seq, const kvedge_plan & plan, int32_t n_more) {
-    const int32_t pending = seq.pending_length();
-    return plan_after(plan, (int32_t) seq.pos.size() - pending, pending + n_more);
+    const int32_t pending = seq.rows.pending_length();
+    return plan_after(plan, seq.rows.n_tokens() - pending, pending + n_more);
 }
 
 kvedge_status compress_pending(

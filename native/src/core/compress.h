@@ -1,7 +1,7 @@
 #pragma once
 
 #include "core/plan.h"
-#include "store/sequence.h"
+#include "core/sequence.h"
 
 #include <functional>
 #include <vector>
@@ -10,7 +10,7 @@ namespace kvedge {
 
 struct Compression {
     bool     reduced      = false;  // false: nothing to drop
-    uint64_t before_bytes = 0;      // Sequence::bytes() before and after
+    uint64_t before_bytes = 0;      // Store::bytes() before and after
     uint64_t after_bytes  = 0;
     uint64_t peak_bytes   = 0;      // largest bytes + index_bytes + score_bytes meanwhile
     int64_t  us           = 0;
@@ -34,7 +34,7 @@ kvedge_status measured(
     const Sequence & seq, Compression & outcome, kvedge_error * err, const std::function<kvedge_status()> & compress);
 
 // Whether all was gathered of the pending tokens that the plan's stages look at.
-bool observed(const Sequence & seq, const kvedge_plan & plan);
+bool saw_all(const Sequence & seq, const kvedge_plan & plan);
 
 kvedge_status fail_unobserved(kvedge_error * err);  // KVEDGE_E_STATE
 

@@ -4,7 +4,7 @@
 
 #include "core/compress.h"
 #include "core/plan.h"
-#include "store/sequence.h"
+#include "core/sequence.h"
 
 #include <cstdint>
 #include <memory>
@@ -70,9 +70,7 @@ void open_blocks(Job & job);
 bool open_layer(Job & job, size_t layer, bool reduces, int32_t n_workers);
 // Fills one layer of the new blocks.
 void fill_layer(Job & job, size_t layer, bool reduces, int32_t n_threads);
-// The new blocks take the place of the pending ones.
-void replace_blocks(Job & job);
-// Both for all layers. open_layers: memory, false if there is none. fill_layers replaces the blocks as well.
+// Both for all layers. open_layers: memory, false if there is none. fill_layers puts the new blocks in the place of the pending ones as well.
 bool open_layers(Job & job, bool reduces);
 void fill_layers(Job & job, bool reduces, Compression & outcome);
 

@@ -24,29 +24,33 @@ uint64_t observed_bytes(const Observation & wanted, const LayerShape & layer, in
 }
 
 bool make_room(Sequence & seq, const Observation & wanted, int32_t n) {
-    return (!wanted.sums || seq.ensure_sums(n, wanted.squares)) && (!wanted.entropy || seq.ensure_entropies()) &&
-           (!wanted.queries || seq.ensure_queries(n)) && (wanted.window == 0 || seq.ensure_windows(wanted.window));
+    Observed &    seen = seq.observed;
+    const int32_t next = seq.rows.n_tokens();
+    return (!wanted.sums || seen.ensure_sums(seq.rows.pending_length() + n, wanted.squares)) &&
+           (!wanted.entropy || seen.ensure_entropies()) && (!wanted.queries || seen.ensure_queries(next, n)) &&
+           (wanted.window == 0 || seen.ensure_windows(next, wanted.window));
 }
 
 bool make_layer_room(Sequence & seq, const Observation & wanted, size_t layer, int32_t n) {
-    return (!wanted.sums || seq.ensure_layer_sums(layer, n, wanted.squares)) &&
-           (wanted.window == 0 || seq.ensure_layer_window(layer, wanted.window));
+    Observed & seen = seq.observed;
+    return (!wanted.sums || seen.ensure_layer_sums(layer, seq.rows.pending_length() + n, wanted.squares)) &&
+           (wanted.window == 0 || seen.ensure_layer_window(layer, seq.rows.n_tokens(), wanted.window));
 }
 
-void gather(AttendJob & job, Sequence & seq, const Observation & wanted, SpinLock * locks) {
+void gather(AttendJob & job, Observed & to, const Observation & wanted, SpinLock * locks) {
     const auto l = (size_t) job.layer;
     job.locks    = locks;
     if (wanted.sums) {
-        ColumnSums & cs   = seq.sums[l];
+        ColumnSums & cs   = to.sums(l);
         job.sums          = cs.sums.data();
         job.squares       = cs.squares.empty() ? nullptr : cs.squares.data();
         job.sums_capacity = cs.capacity;
     }
     if (wanted.entropy) {
-        job.entropy = seq.entropies[l].data();
+        job.entropy = to.entropies(l);
     }
     if (wanted.queries) {
-        job.queries = &seq;
+        job.queries = &to;
     }
 }
 

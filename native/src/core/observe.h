@@ -4,6 +4,7 @@
 
 #include "attention/attention.h"
 #include "core/plan.h"
+#include "core/sequence.h"
 
 namespace kvedge {
 
@@ -29,6 +30,6 @@ bool make_room(Sequence & seq, const Observation & wanted, int32_t n);
 bool make_layer_room(Sequence & seq, const Observation & wanted, size_t layer, int32_t n);
 
 // Makes the job gather what is wanted of the attention that it computes. locks: [Hkv].
-void gather(AttendJob & job, Sequence & seq, const Observation & wanted, SpinLock * locks);
+void gather(AttendJob & job, Observed & to, const Observation & wanted, SpinLock * locks);
 
 }  // namespace kvedge

@@ -40,11 +40,11 @@ kvedge_status check_stream(const kvedge_plan & plan, kvedge_error * err) {
 }
 
 kvedge_status open_stream(Sequence & seq, const kvedge_plan & plan, kvedge_error * err) try {
-    if (seq.storage().quantised()) {
+    if (seq.rows.storage().quantised()) {
         return fail(err, KVEDGE_E_UNSUPPORTED,
                     "a stream is compressed again and again, and quantised rows would be rounded each time; store it as f16, bf16 or f32");
     }
-    if (seq.bounded || !seq.open_stream(plan.sinks)) {
+    if (seq.rows.evicting() || !seq.open_stream(plan.sinks)) {
         return fail(err, KVEDGE_E_UNSUPPORTED,
                     "the heads of this sequence hold different numbers of KV pairs; it cannot go on as a stream");
     }
@@ -55,20 +55,20 @@ kvedge_status open_stream(Sequence & seq, const kvedge_plan & plan, kvedge_error
 
 // Whether anything was seen of what the plan's scorer goes by.
 static bool observed_some(const Sequence & seq, const kvedge_plan & plan) {
-    return (!plan_sums(plan) || !seq.sums.empty()) &&
-           (plan_window(plan) == 0 || (!seq.windows.empty() && (int32_t) seq.pos.size() > seq.window_from));
+    return (!plan_sums(plan) || seq.observed.has_sums()) &&
+           (plan_window(plan) == 0 || (seq.observed.has_windows() && seq.rows.n_tokens() > seq.observed.window_from()));
 }
 
 static kvedge_status compress_rows(
     Sequence & seq, const kvedge_plan & plan, int32_t n_threads, Compression & outcome, kvedge_error * err) {
-    const int32_t T      = seq.pending_length();
+    const int32_t T      = seq.rows.pending_length();
     const int32_t budget = kvedge_plan_budget(&plan, T);
     if (const auto status = check_stream(plan, err); status != KVEDGE_OK) {
         return status;
     }
-    seq.sinks = plan.sinks;
+    seq.rows.set_sinks(plan.sinks);
     if (!plan_sums(plan)) {
-        seq.sums = {};  // of an earlier plan
+        seq.observed.drop_sums();  // of an earlier plan
     }
     if (budget >= T) {
         return ok(err);
@@ -76,7 +76,7 @@ static kvedge_status compress_rows(
     if (!observed_some(seq, plan)) {
         return fail_unobserved(err);
     }
-    if (plan_sums(plan) && !seq.ensure_sums(0)) {
+    if (plan_sums(plan) && !seq.ensure_sums(false)) {
         return fail(err, KVEDGE_E_MEMORY, "no memory for the scores of %d tokens", T);
     }
     Job job = make_job(seq, plan, n_threads, false);
@@ -87,14 +87,14 @@ static kvedge_status compress_rows(
         return fail(err, KVEDGE_E_MEMORY, "no memory for the compressed cache of %d tokens", budget);
     }
     fill_layers(job, reduces, outcome);
-    for (size_t l = 0; l < seq.sums.size(); l++) {
+    for (size_t l = 0; seq.observed.has_sums() && l < job.kept.size(); l++) {
         for (size_t h = 0; h < job.kept[l].size(); h++) {
-            seq.keep_sums(l, h, job.kept[l][h]);
+            seq.observed.keep_sums(l, h, job.kept[l][h]);
         }
     }
-    seq.blocks.back()->streamed = true;
-    seq.missing                 = {};
-    outcome.reduced             = true;
+    seq.rows.stream_last();
+    seq.observed.missing() = {};
+    outcome.reduced        = true;
     return ok(err);
 }
 

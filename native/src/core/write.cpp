@@ -19,8 +19,8 @@ int32_t main_rows(const Storage & storage, int32_t n) {
 
 // Of one of the two blocks, the rows [first, last) of a head.
 void plan_head(const Job & job, size_t l, size_t h, int32_t first, int32_t last, BlockLayer & layer) {
-    const LayerShape & shape   = job.seq.shapes()[l];
-    const Storage &    storage = job.seq.storage();
+    const LayerShape & shape   = job.seq.rows.shapes()[l];
+    const Storage &    storage = job.seq.rows.storage();
     const auto &       kept    = job.kept[l][h];
     const auto         n       = (int32_t) kept.size();
     RaggedHead &       head    = layer.heads[h];
@@ -32,7 +32,8 @@ void plan_head(const Job & job, size_t l, size_t h, int32_t first, int32_t last,
         head.tokens.push_back(job.tokens_of(l, h)[kept[(size_t) i]]);
     }
     if (job.scored) {
-        const double * sums = job.seq.sums[l].sums.data() + h * (size_t) job.seq.sums[l].capacity;
+        const ColumnSums & cs   = job.seq.observed.sums(l);
+        const double *     sums = cs.sums.data() + h * (size_t) cs.capacity;
         head.scores.reserve((size_t) head.length + 1);
         for (int32_t i = first; i < last; i++) {
             head.scores.push_back(sums[kept[(size_t) i]]);
@@ -42,8 +43,8 @@ void plan_head(const Job & job, size_t l, size_t h, int32_t first, int32_t last,
 
 // The kept rows `first` and after, n <= GROUP of them, into the block that they belong to. first is a multiple of GROUP.
 void store_rows(Job & job, int32_t l, int32_t h, int32_t first, int32_t n, const float * k, const float * v) {
-    const LayerShape & shape   = job.seq.shapes()[(size_t) l];
-    const Storage &    storage = job.seq.storage();
+    const LayerShape & shape   = job.seq.rows.shapes()[(size_t) l];
+    const Storage &    storage = job.seq.rows.storage();
     const int32_t      split   = main_rows(storage, (int32_t) job.kept[(size_t) l][(size_t) h].size());
     BlockLayer &       layer   = (first < split ? job.main : job.tail)->layers[(size_t) l];
     const RaggedHead & head    = layer.heads[(size_t) h];
@@ -61,24 +62,24 @@ void gather_rows(Job & job, int32_t l, int32_t h) {
     uint8_t * const    v     = layer.memory.data() + head.v[0].offset;
     size_t             next  = 0;
     int32_t            at    = 0;
-    job.seq.each_segment(l, h, true, [&](const Segment & seg) {
+    for (const Segment & seg : job.seq.rows.view(l, h).pending) {
         for (; next < kept.size() && kept[next] < at + seg.n; next++) {
             const auto r = (size_t) (kept[next] - at);
             memcpy(k + next * seg.k.stride, seg.k.data + r * seg.k.stride, seg.k.stride);
             memcpy(v + next * seg.v.stride, seg.v.data + r * seg.v.stride, seg.v.stride);
         }
         at += seg.n;
-    });
+    }
 }
 
 void quantise_rows(Job & job, int32_t l, int32_t h, int32_t worker) {
     const auto &  kept = job.kept[(size_t) l][(size_t) h];
-    const auto    dk = (size_t) job.seq.shapes()[(size_t) l].d_k, dv = (size_t) job.seq.shapes()[(size_t) l].d_v;
+    const auto    dk = (size_t) job.seq.rows.shapes()[(size_t) l].d_k, dv = (size_t) job.seq.rows.shapes()[(size_t) l].d_v;
     const auto    n    = (int32_t) kept.size();
     float * const k    = job.rows[(size_t) worker].data();
     float * const v    = k + GROUP * dk;
     int32_t       next = 0, at = 0;
-    job.seq.each_segment(l, h, true, [&](const Segment & seg) {
+    for (const Segment & seg : job.seq.rows.view(l, h).pending) {
         for (; next < n && kept[(size_t) next] < at + seg.n;) {
             const int32_t r = kept[(size_t) next] - at, slot = next % GROUP;
             kernels().widen(seg.k.from(r), 1, (int32_t) dk, k + (size_t) slot * dk, dk);
@@ -88,11 +89,11 @@ void quantise_rows(Job & job, int32_t l, int32_t h, int32_t worker) {
             }
         }
         at += seg.n;
-    });
+    }
 }
 
 void reduce_rows(Job & job, int32_t l, int32_t h, int32_t worker) {
-    const LayerShape & shape = job.seq.shapes()[(size_t) l];
+    const LayerShape & shape = job.seq.rows.shapes()[(size_t) l];
     const auto &       kept  = job.kept[(size_t) l][(size_t) h];
     const auto         dk = (size_t) shape.d_k, dv = (size_t) shape.d_v, n = (size_t) job.n_tokens;
     float *            rows = job.rows[(size_t) worker].data();
@@ -100,15 +101,15 @@ void reduce_rows(Job & job, int32_t l, int32_t h, int32_t worker) {
     float *            scratch = ov + kept.size() * dv;
 
     size_t at = 0;
-    job.seq.each_segment(l, h, true, [&](const Segment & seg) {
+    for (const Segment & seg : job.seq.rows.view(l, h).pending) {
         kernels().widen(seg.k, seg.n, shape.d_k, rk + at * dk, dk);
         kernels().widen(seg.v, seg.n, shape.d_v, rv + at * dv, dv);
         at += (size_t) seg.n;
-    });
+    }
     const Protection p     = fit_protection(job.plan, job.n_tokens, job.counts[(size_t) l][(size_t) h]);
-    const Storage    plain = job.seq.storage().plain();
+    const Storage    plain = job.seq.rows.storage().plain();
     job.plan.reducer->reduce({ job.n_tokens, shape.d_k, shape.d_v, rk, rv, kept.data(), (int32_t) kept.size(), p.sinks, p.recent,
-                               job.plan.params[KVEDGE_STAGE_REDUCER], scratch, l, (int32_t) job.seq.shapes().size(), h,
+                               job.plan.params[KVEDGE_STAGE_REDUCER], scratch, l, (int32_t) job.seq.rows.shapes().size(), h,
                                plain.k == Type::f16 ? plain.k : plain.v, job.plan.reducer }, ok, ov);
     for (size_t r = 0; r < kept.size(); r += GROUP) {
         store_rows(job, l, h, (int32_t) r, (int32_t) std::min(kept.size() - r, (size_t) GROUP), ok + r * dk, ov + r * dv);
@@ -119,23 +120,23 @@ void reduce_rows(Job & job, int32_t l, int32_t h, int32_t worker) {
 
 void open_blocks(Job & job) {
     for (auto * block : { &job.main, &job.tail }) {
-        *block           = std::make_unique<Block>();
-        (*block)->ragged = true;
-        (*block)->layers.resize(job.seq.shapes().size());
+        *block         = std::make_unique<Block>();
+        (*block)->kind = BlockKind::ragged;
+        (*block)->layers.resize(job.seq.rows.shapes().size());
     }
-    job.tail->open_k = job.tail->open_v = true;
-    job.seq.blocks.reserve(job.seq.blocks.size() + 2);
+    job.tail->kind = BlockKind::open;
+    job.seq.rows.reserve_blocks();
 }
 
 bool open_layer(Job & job, size_t l, bool reduces, int32_t n_workers) {
-    const LayerShape & shape  = job.seq.shapes()[l];
+    const LayerShape & shape  = job.seq.rows.shapes()[l];
     const auto         width  = (size_t) (shape.d_k + shape.d_v);
     size_t             widest = GROUP * width;
     job.main->layers[l].heads.resize((size_t) shape.n_heads_kv);
     job.tail->layers[l].heads.resize((size_t) shape.n_heads_kv);
     for (size_t h = 0; h < (size_t) shape.n_heads_kv; h++) {
         const auto    n     = (int32_t) job.kept[l][h].size();
-        const int32_t split = main_rows(job.seq.storage(), n);
+        const int32_t split = main_rows(job.seq.rows.storage(), n);
         plan_head(job, l, h, 0, split, job.main->layers[l]);
         plan_head(job, l, h, split, n, job.tail->layers[l]);
         if (reduces) {
@@ -145,13 +146,13 @@ bool open_layer(Job & job, size_t l, bool reduces, int32_t n_workers) {
     }
     for (auto * block : { job.main.get(), job.tail.get() }) {
         BlockLayer & layer = block->layers[l];
-        layer.extent       = lay_out(shape, job.seq.storage(), layer.heads);
+        layer.extent       = lay_out(shape, job.seq.rows.storage(), layer.heads);
         layer.memory       = Pages::take(layer.extent);
         if (layer.extent > 0 && !layer.memory) {
             return false;
         }
     }
-    if (reduces || job.seq.storage().quantised()) {
+    if (reduces || job.seq.rows.storage().quantised()) {
         job.rows.resize(std::max(job.rows.size(), (size_t) n_workers));
         for (auto & rows : job.rows) {
             if (rows.size() < widest) {
@@ -164,26 +165,15 @@ bool open_layer(Job & job, size_t l, bool reduces, int32_t n_workers) {
 }
 
 void fill_layer(Job & job, size_t l, bool reduces, int32_t n_threads) {
-    parallel_for(n_threads, job.seq.shapes()[l].n_heads_kv, [&](int32_t h, int32_t worker) {
+    parallel_for(n_threads, job.seq.rows.shapes()[l].n_heads_kv, [&](int32_t h, int32_t worker) {
         if (reduces) {
             reduce_rows(job, (int32_t) l, h, worker);
-        } else if (job.seq.storage().quantised()) {
+        } else if (job.seq.rows.storage().quantised()) {
             quantise_rows(job, (int32_t) l, h, worker);
         } else {
             gather_rows(job, (int32_t) l, h);
         }
     });
-}
-
-void replace_blocks(Job & job) {
-    Sequence & seq = job.seq;
-    seq.blocks.resize(seq.pending_from);
-    for (auto * block : { &job.main, &job.tail }) {
-        const auto & layers = (*block)->layers;
-        if (std::any_of(layers.begin(), layers.end(), [](const BlockLayer & layer) { return layer.extent > 0; })) {
-            seq.blocks.push_back(std::move(*block));
-        }
-    }
 }
 
 }  // namespace kvedge

@@ -17,7 +17,7 @@ Answer::Answer(const kvedge_plan & by, const std::vector<LayerShape> & shapes) :
 void SequenceState::bound_answer(Answer && next_answer, int32_t n_tokens) noexcept {
     std::swap(answer, next_answer.plan);
     std::swap(kept, next_answer.kept);
-    prompt        = (int32_t) seq->pos.size();
+    prompt        = seq->rows.n_tokens();
     generated     = 0;
     weights.valid = false;
     if (kept.empty()) {
@@ -26,11 +26,10 @@ void SequenceState::bound_answer(Answer && next_answer, int32_t n_tokens) noexce
     const int32_t unused = answer.budget_ratio > 0.0 ? 0 : std::max(0, answer.budget_pairs - n_tokens);
     for (size_t l = 0; l < kept.size(); l++) {
         for (size_t h = 0; h < kept[l].size(); h++) {
-            kept[l][h] = seq->head_length((int32_t) l, (int32_t) h) + unused;
+            kept[l][h] = seq->rows.head_length((int32_t) l, (int32_t) h) + unused;
         }
     }
-    seq->bounded = true;
-    seq->scored  = answer.decode->needs_scores;
+    seq->rows.evict(answer.decode->needs_scores ? Eviction::by_score : Eviction::by_place);
 }
 
 // What a policy holds bounded already is not compressed again with the next prompt.
@@ -39,7 +38,7 @@ void SequenceState::end_answer() {
         return;
     }
     seq->close_pending();
-    seq->bounded = seq->scored = false;
+    seq->rows.evict(Eviction::none);
     kept.clear();
 }
 
@@ -60,21 +59,21 @@ void SequenceState::evict_generated() {
         for (size_t h = 0; h < kept[l].size(); h++) {
             const auto layer = (int32_t) l, head = (int32_t) h;
             in.kept   = kept[l][h];
-            in.length = seq->head_length(layer, head);
+            in.length = seq->rows.head_length(layer, head);
             in.recent = plan_recent(answer, prompt, in.kept);
-            if (seq->scored) {
+            if (seq->rows.scored()) {
                 scores.resize((size_t) in.length);
-                seq->read_scores(layer, head, scores.data());
+                seq->rows.read_scores(layer, head, scores.data());
                 in.scores = scores.data();
             }
             const int32_t row = answer.decode->evict(in);
             if (row >= 0 && row < in.length) {
-                seq->drop_row(layer, head, row);
+                seq->rows.drop_row(layer, head, row);
             }
         }
     }
-    seq->drop_empty_blocks();
+    seq->rows.drop_empty_blocks();
     if (generated % PACK_EVERY == 0) {
-        seq->pack_if_sparse();
+        seq->rows.pack_if_sparse();
     }
 }

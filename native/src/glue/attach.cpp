@@ -311,12 +311,13 @@ extern "C" kvedge_status kvedge_get_stats(const kvedge_cache * kv, int32_t seq_i
     now.n_layers   = (int32_t) kv->shapes.size();
     now.n_heads_kv = kv->shapes.empty() ? 0 : kv->shapes[0].n_heads_kv;
     if (const SequenceState * s = find_seq(kv, seq_id)) {
-        now.n_tokens       = (int32_t) s->seq->pos.size();
-        now.n_image_tokens = (int32_t) std::count(s->seq->image.begin(), s->seq->image.end(), 1);
+        const auto & image  = s->seq->rows.contents().image;
+        now.n_tokens       = s->seq->rows.n_tokens();
+        now.n_image_tokens = (int32_t) std::count(image.begin(), image.end(), 1);
         now.n_compressions = s->n_compressions;
-        now.n_pending      = s->seq->pending_length();
-        now.bytes          = s->seq->bytes();
-        now.index_bytes    = s->seq->index_bytes();
+        now.n_pending      = s->seq->rows.pending_length();
+        now.bytes          = s->seq->rows.bytes();
+        now.index_bytes    = s->seq->rows.index_bytes();
         now.score_bytes    = s->score_bytes();
         now.before_bytes   = s->before_bytes;
         now.after_bytes    = s->after_bytes;
@@ -344,7 +345,7 @@ extern "C" int32_t kvedge_head_length(const kvedge_cache * kv, int32_t seq_id, i
     }
     const Claim           claim(kv->owner);
     const SequenceState * s = claim ? find_seq(kv, seq_id) : nullptr;
-    return s && is_head(*kv, i, head) ? s->seq->head_length(i, head) : -1;
+    return s && is_head(*kv, i, head) ? s->seq->rows.head_length(i, head) : -1;
 } catch (...) {
     return -1;
 }
@@ -362,7 +363,7 @@ extern "C" kvedge_status kvedge_head_tokens(
     if (!s || !is_head(*kv, i, head) || !out) {
         return fail(err, KVEDGE_E_ARGUMENT, "kvedge_head_tokens: no such sequence, layer or head");
     }
-    const auto tokens = s->seq->head_tokens(i, head);
+    const auto tokens = s->seq->rows.head_tokens(i, head);
     if ((size_t) std::max(n_out, 0) < tokens.size()) {
         return fail(err, KVEDGE_E_ARGUMENT, "kvedge_head_tokens: %zu tokens do not fit %d places", tokens.size(), n_out);
     }

@@ -46,7 +46,9 @@ bool kvedge_cache::enter_bounded(const llama_attn_provider_ubatch & ubatch, Run 
     state.end_answer();
     state.armed         = true;
     state.weights.valid = false;
+    state.next          = Answer(plan, shapes);
     auto         bounded = std::make_unique<BoundedPrompt>(*state.seq, compression_plan(*state.seq, plan, n));
+    progress.follow(state.id, bounded->progress());
     kvedge_error err{};
     if (bounded->enter(n, pos.data(), image.data(), &err) != KVEDGE_OK) {
         report(err.status, err.message);
@@ -60,8 +62,6 @@ bool kvedge_cache::enter_bounded(const llama_attn_provider_ubatch & ubatch, Run 
     if (run.wanted.attention()) {
         state.seq->observe(n, ubatch.causal);
     }
-    state.next    = Answer(plan, shapes);
-    progress.follow(state.id, bounded->progress());
     state.bounded = std::move(bounded);
     state.note_peak();
     return true;

@@ -21,7 +21,7 @@ void SequenceState::note_compression(Answer && next_answer, const Compression & 
 }
 
 void SequenceState::note_peak() {
-    peak_bytes = std::max(peak_bytes, seq->bytes() + seq->index_bytes() + score_bytes());
+    peak_bytes = std::max(peak_bytes, seq->rows.bytes() + seq->rows.index_bytes() + score_bytes());
 }
 
 SequenceState & kvedge_cache::open(int32_t seq_id) {
@@ -155,7 +155,7 @@ bool kvedge_cache::enter_run(const llama_attn_provider_ubatch & ubatch, Run & ru
     }
     // A generated token comes alone, asks for logits, and follows one whose logits were asked for. A prompt that is not
     // compressed by itself lasts until somebody does it.
-    const bool prompt = n > 1 || !output || state.seq->pos.empty() || (state.armed && (!state.prev_output || !auto_compress));
+    const bool prompt = n > 1 || !output || state.seq->rows.n_tokens() == 0 || (state.armed && (!state.prev_output || !auto_compress));
 
     if (!prompt && state.armed && auto_compress) {
         kvedge_error err{};
@@ -168,26 +168,26 @@ bool kvedge_cache::enter_run(const llama_attn_provider_ubatch & ubatch, Run & ru
         state.end_answer();
     } else {
         state.evict_generated();
-        state.seq->seal_generated();  // without the memory for it, rows stay as they are until the next time
+        state.seq->rows.seal_generated();  // without the memory for it, rows stay as they are until the next time
     }
     state.armed       = state.armed || prompt;
     state.prev_output = output;
 
     const bool watched = (prompt || state.streaming) && plan.budget_ratio != 1.0;
     run.wanted         = watched ? plan_observes(plan) : Observation{};
-    run.score          = prompt ? run.wanted.sums && plan.decode->needs_scores : state.seq->scored;
+    run.score          = prompt ? run.wanted.sums && plan.decode->needs_scores : state.seq->rows.scored();
     const auto pos     = positions(ubatch, run);
-    if (!make_room(*state.seq, run.wanted, n) || !state.seq->append(n, pos.data(), ubatch.token == nullptr)) {
+    if (!make_room(*state.seq, run.wanted, n) || !state.seq->rows.append(n, pos.data(), ubatch.token == nullptr)) {
         report(KVEDGE_E_MEMORY, "no memory for the keys and values of the next tokens; shorten the prompt or free memory");
         return false;
     }
     if (request) {
-        std::copy(request->image.begin(), request->image.end(), state.seq->image.end() - n);
+        state.seq->rows.mark_images(n, request->image.data());
     }
     run.decode          = decodes(run);
     run.watch           = watching && n == 1 && run.decode;
     state.weights.valid = run.watch;
-    if ((run.watch || (run.decode && (run.score || run.wanted.sums))) && !state.weights.reserve(*state.seq, run.watch)) {
+    if ((run.watch || (run.decode && (run.score || run.wanted.sums))) && !state.weights.reserve(state.seq->rows, run.watch)) {
         state.weights = {};
         report(KVEDGE_E_MEMORY, "no memory for the attention weights of a token; free memory");
         return false;
@@ -196,10 +196,10 @@ bool kvedge_cache::enter_run(const llama_attn_provider_ubatch & ubatch, Run & ru
         state.seq->observe(n, ubatch.causal);
     }
     if (prompt) {
-        state.seq->missing.count(run.wanted.sums, run.wanted.squares, run.wanted.entropy, watched, n);
+        state.seq->observed.missing().count(run.wanted.sums, run.wanted.squares, run.wanted.entropy, watched, n);
     }
     if (!watched) {
-        state.seq->window_from = (int32_t) state.seq->pos.size();  // these queries are not in the window
+        state.seq->observed.skip_windows(state.seq->rows.n_tokens());  // these queries are not in the window
     }
     state.note_peak();
     if (run.decode && !run.partials.reserve(shapes, n, std::max(llama_n_threads(ctx), llama_n_threads_batch(ctx)))) {
@@ -217,7 +217,7 @@ bool kvedge_cache::reserve_scratch() {
         }
         for (size_t l = 0; l < shapes.size(); l++) {
             for (int32_t h = 0; h < shapes[l].n_heads_kv; h++) {
-                n_keys = std::max(n_keys, run->state->seq->head_length((int32_t) l, h));
+                n_keys = std::max(n_keys, run->state->seq->rows.head_length((int32_t) l, h));
             }
         }
     }
@@ -287,11 +287,11 @@ kvedge_status kvedge_cache::compress(SequenceState & state, kvedge_error * err) 
         return compress_stream(state, err);
     }
     // Of an answer that a decode policy bounds, heads hold different tokens already: there is no prompt to choose from.
-    if (state.seq->pending_length() == 0 || !state.kept.empty()) {
+    if (state.seq->rows.pending_length() == 0 || !state.kept.empty()) {
         return ok(err);
     }
     Compression   outcome;
-    const int32_t n_tokens = state.seq->pending_length();
+    const int32_t n_tokens = state.seq->rows.pending_length();
     const auto &  plan   = plan_of(state.id);
     Answer        next(plan, shapes);
     const auto    status = compress_pending(*state.seq, compression_plan(*state.seq, plan, 0), threads(), outcome, err);
@@ -311,7 +311,7 @@ void kvedge_cache::seq_rm(int32_t seq_id, int32_t p0, int32_t p1) {
     for (auto it = seqs.begin(); it != seqs.end();) {
         SequenceState & state  = it->second;
         const bool      wanted = seq_id < 0 || it->first == seq_id;
-        const bool      any    = state.seq && state.seq->holds(p0, p1);
+        const bool      any    = state.seq && state.seq->rows.holds(p0, p1);
         if (wanted && p0 == 0 && p1 == INT_MAX && (any || !state.request)) {
             it = seqs.erase(it);
             continue;
@@ -320,7 +320,7 @@ void kvedge_cache::seq_rm(int32_t seq_id, int32_t p0, int32_t p1) {
             state.drop_bounded();
             state.seq->remove(p0, p1);
             state.weights.valid = false;
-            const auto n        = (int32_t) state.seq->pos.size();
+            const auto n        = state.seq->rows.n_tokens();
             state.prompt        = std::min(state.prompt, n);
             state.released      = std::min(state.released, n);
         }
@@ -347,14 +347,7 @@ bool kvedge_cache::seq_cp(int32_t from, int32_t to, int32_t p0, int32_t p1) {
     SequenceState state;  // takes its place when nothing can fail any more
     state.id              = to;
     state.seq             = std::move(copy);
-    state.armed           = it->second.armed;
-    state.prev_output     = it->second.prev_output;
-    state.streaming       = it->second.streaming;
-    state.released        = it->second.released;
-    state.prompt          = it->second.prompt;
-    state.generated       = it->second.generated;
-    state.kept            = it->second.kept;
-    state.answer          = it->second.answer;
+    (Course &) state      = it->second;
     state.note_peak();
     seqs[to] = std::move(state);
     return true;

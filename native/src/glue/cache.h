@@ -8,10 +8,10 @@
 #include "core/compress.h"
 #include "core/observe.h"
 #include "core/plan.h"
+#include "core/sequence.h"
 #include "glue/intermediate.h"
 #include "kvedge.h"
 #include "llama-attn-provider.h"
-#include "store/sequence.h"
 
 #include <atomic>
 #include <map>
@@ -28,7 +28,7 @@ struct TokenWeights {
     std::vector<int32_t>            rows;           // [layer or 1] floats of a query head
 
     // For the sequence's last token, which has its row already. False: no memory.
-    bool     reserve(const Sequence & seq, bool every_layer);
+    bool     reserve(const Store & store, bool every_layer);
     uint64_t bytes() const;
 };
 
@@ -46,12 +46,24 @@ struct Answer {
     Answer(const kvedge_plan & by, const std::vector<LayerShape> & shapes);  // Throws std::bad_alloc.
 };
 
+// What decides how a sequence goes on; a copy of the sequence goes on in the same way.
+struct Course {
+    bool    armed       = false;  // a prompt came in since the last compression
+    bool    prev_output = false;  // logits of the last token were asked for
+    bool    streaming   = false;  // what is compressed stays pending (glue/stream.cpp)
+    int32_t released    = 0;      // first tokens whose cells in llama.cpp's own cache are free again
+
+    // For decode policies: the state right after the last compression, whose plan the answer follows.
+    kvedge_plan                       answer{};
+    int32_t                           prompt = 0;     // tokens of the sequence
+    int32_t                           generated = 0;  // tokens since
+    std::vector<std::vector<int32_t>> kept;           // [layer][head] rows; empty: none, or nothing to drop
+};
+
 // A sequence, and what automatic compression and statistics need to know about it.
-struct SequenceState {
+struct SequenceState : Course {
     int32_t                   id = 0;
     std::unique_ptr<Sequence> seq;
-    bool                      armed       = false;  // a prompt came in since the last compression
-    bool                      prev_output = false;  // logits of the last token were asked for
     int32_t                   n_compressions = 0;
     uint64_t                  before_bytes = 0, after_bytes = 0, peak_bytes = 0;
     int64_t                   compress_us = 0;
@@ -60,15 +72,6 @@ struct SequenceState {
     std::unique_ptr<BoundedRequest> request;
     std::unique_ptr<BoundedPrompt>  bounded;  // from the announced batch to the next one
     Answer                          next;     // of the bounded prompt
-
-    bool    streaming = false;  // what is compressed stays pending (glue/stream.cpp)
-    int32_t released  = 0;      // first tokens whose cells in llama.cpp's own cache are free again
-
-    // For decode policies: the state right after the last compression, whose plan the answer follows.
-    kvedge_plan                       answer{};
-    int32_t                           prompt = 0;     // tokens of the sequence
-    int32_t                           generated = 0;  // tokens since
-    std::vector<std::vector<int32_t>> kept;           // [layer][head] rows; empty: none, or nothing to drop
 
     uint64_t score_bytes() const { return seq->score_bytes() + weights.bytes(); }
     void     note_peak();

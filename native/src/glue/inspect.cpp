@@ -43,12 +43,12 @@ extern "C" kvedge_status kvedge_head_rows(
     if (!state || !is_head(*kv, i, head) || !k || !v) {
         return fail(err, KVEDGE_E_ARGUMENT, "kvedge_head_rows: no such sequence, layer or head, or an output is NULL");
     }
-    const LayerShape & s   = kv->shapes[(size_t) i];
-    const Sequence *   seq = state->seq.get();
-    if (n_out < seq->head_length(i, head)) {
-        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_head_rows: %d rows do not fit %d places", seq->head_length(i, head), n_out);
+    const LayerShape & s    = kv->shapes[(size_t) i];
+    const Store &      rows = state->seq->rows;
+    if (n_out < rows.head_length(i, head)) {
+        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_head_rows: %d rows do not fit %d places", rows.head_length(i, head), n_out);
     }
-    seq->each_segment(i, head, false, [&](const Segment & seg) {
+    rows.each_segment(i, head, [&](const Segment & seg) {
         kernels().widen(seg.k, seg.n, s.d_k, k, (size_t) s.d_k);
         kernels().widen(seg.v, seg.n, s.d_v, v, (size_t) s.d_v);
         k += (size_t) seg.n * (size_t) s.d_k;

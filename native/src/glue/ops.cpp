@@ -18,7 +18,7 @@ AttendJob make_job(const LayerOp & op, const Run & run, ggml_tensor * dst) {
     const LayerShape &   shape = kv.shapes[(size_t) op.layer];
     const ggml_tensor *  q     = dst->src[0];
     AttendJob            job{};
-    job.seq       = run.state->seq.get();
+    job.rows      = &run.state->seq->rows;
     job.layer     = op.layer;
     job.n         = (int32_t) run.index.size();
     job.causal    = kv.causal;
@@ -32,8 +32,8 @@ AttendJob make_job(const LayerOp & op, const Run & run, ggml_tensor * dst) {
     job.scale     = op.scale;
     job.softcap   = shape.softcap;
     job.sinks     = dst->src[2] ? (const float *) dst->src[2]->data : nullptr;
-    gather(job, *run.state->seq, run.wanted, kv.locks.get());
-    job.scored = run.score ? run.state->seq.get() : nullptr;
+    gather(job, run.state->seq->observed, run.wanted, kv.locks.get());
+    job.scored = run.score ? &run.state->seq->rows : nullptr;
     if (run.watch || (run.decode && (run.score || run.wanted.sums))) {
         TokenWeights & weights = run.state->weights;
         const size_t   at      = run.watch ? (size_t) op.layer : 0;
@@ -70,16 +70,16 @@ void store_op(ggml_tensor * dst, int ith, int nth, void * layer_op) {
         if (run->bounded && run->bounded->failed()) {
             continue;
         }
-        Sequence &    seq   = *run->state->seq;
+        Store &       rows  = run->state->seq->rows;
         const auto    n     = (int32_t) run->index.size();
         const int64_t items = (int64_t) n * shape.n_heads_kv;
         const auto    last  = items * (ith + 1) / nth;
         for (int64_t i = items * ith / nth; i < last; i++) {
             const auto t    = (int32_t) (i / shape.n_heads_kv);
             const auto head = (int32_t) (i % shape.n_heads_kv);
-            const auto at   = seq.place_from_end(t, n);
-            kernels().from_f32(plain.k, row_of(k, head, run->index[(size_t) t]), seq.k_row(at, op.layer, head), (size_t) shape.d_k);
-            kernels().from_f32(plain.v, row_of(v, head, run->index[(size_t) t]), seq.v_row(at, op.layer, head), (size_t) shape.d_v);
+            const auto at   = rows.place_from_end(t, n);
+            kernels().from_f32(plain.k, row_of(k, head, run->index[(size_t) t]), rows.k_row(at, op.layer, head), (size_t) shape.d_k);
+            kernels().from_f32(plain.v, row_of(v, head, run->index[(size_t) t]), rows.v_row(at, op.layer, head), (size_t) shape.d_v);
         }
     }
 }
@@ -105,7 +105,7 @@ static void attend(ggml_tensor * dst, int ith, int nth, void * layer_op) {
         }
         const AttendJob job = make_job(op, *run, dst);
         if (run->wanted.window > 0) {
-            record_window(job, *run->state->seq, ith, nth);
+            record_window(job, run->state->seq->observed, ith, nth);
         }
         if (!run->decode && (size_t) ith >= kv.scratch.size()) {
             return;

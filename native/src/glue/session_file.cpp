@@ -176,18 +176,18 @@ bool read_state(FileReader & in, const kvedge_cache & kv, SequenceState & state,
     state.armed       = armed != 0;
     state.prev_output = prev_output != 0;
     state.seq         = read_sequence(in, kv.shapes, kv.storage);
-    if (!state.seq || state.seq->bounded == state.kept.empty() || pos_max < -1 || pos_max == INT32_MAX || armed > 1 || prev_output > 1) {
+    if (!state.seq || state.seq->rows.evicting() == state.kept.empty() || pos_max < -1 || pos_max == INT32_MAX || armed > 1 || prev_output > 1) {
         return false;
     }
     // A bounded answer goes on by the same policy of the plan that is set now; under another it ends here.
     const kvedge_plan & plan = kv.plan_of(state.id);
     state.answer = plan;
     const DecodePolicy & now = *plan.decode;
-    if (!now.evict || std::string(policy.begin(), policy.end()) != now.name || now.needs_scores != state.seq->scored ||
+    if (!now.evict || std::string(policy.begin(), policy.end()) != now.name || now.needs_scores != state.seq->rows.scored() ||
         plan.budget_ratio == 1.0) {
         state.end_answer();
     }
-    const auto n = (int32_t) state.seq->pos.size();
+    const auto n = state.seq->rows.n_tokens();
     return state.n_compressions >= 0 && state.prompt >= 0 && state.prompt <= n && state.generated >= 0 && state.generated <= n;
 }
 
@@ -282,7 +282,7 @@ extern "C" kvedge_status kvedge_save(
         return fail(err, KVEDGE_E_STATE, "sequence %d is empty; there is nothing to save", seq_id);
     }
     const SequenceState & state = *found;
-    if (state.streaming ? state.armed : observes(*state.seq)) {
+    if (state.streaming ? state.armed : state.seq->observed.any()) {
         return fail(err, KVEDGE_E_STATE, "a prompt was read and is not compressed yet; compress it before it is saved");
     }
     llama_synchronize(kv->ctx);

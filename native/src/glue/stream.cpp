@@ -12,7 +12,7 @@ using namespace kvedge;
 kvedge_status kvedge_cache::compress_stream(SequenceState & state, kvedge_error * err) {
     release_scratch();
     Compression   outcome;
-    const int32_t n_tokens = state.seq->pending_length();
+    const int32_t n_tokens = state.seq->rows.pending_length();
     const auto &  plan     = plan_of(state.id);
     Answer        next(plan, shapes);
     const auto    status   = kvedge::compress_stream(*state.seq, plan, threads(), outcome, err);
@@ -36,7 +36,7 @@ void kvedge_cache::release_cells(int32_t seq_id, SequenceState & state) {
     releasing = true;
     llama_memory_seq_rm(llama_get_memory(ctx), seq_id, 0, newest);
     releasing            = false;
-    const auto & pos     = state.seq->pos;
+    const auto & pos     = state.seq->rows.contents().pos;
     size_t       at_last = 0;  // the tokens of an image may share a position
     while (at_last < pos.size() && pos[pos.size() - 1 - at_last] == newest) {
         at_last++;
@@ -97,7 +97,7 @@ extern "C" int32_t kvedge_cells(const kvedge_cache * kv, int32_t seq_id) try {
     }
     const Claim           claim(kv->owner);
     const SequenceState * state = claim ? find_seq(kv, seq_id) : nullptr;
-    return !claim ? -1 : state ? (int32_t) state->seq->pos.size() - state->released : 0;
+    return !claim ? -1 : state ? state->seq->rows.n_tokens() - state->released : 0;
 } catch (...) {
     return -1;
 }

@@ -8,15 +8,15 @@
 
 using namespace kvedge;
 
-bool TokenWeights::reserve(const Sequence & seq, bool every_layer) try {
-    const auto & shapes = seq.shapes();
+bool TokenWeights::reserve(const Store & store, bool every_layer) try {
+    const auto & shapes = store.shapes();
     weights.resize(every_layer ? shapes.size() : 1);
     rows.resize(weights.size(), 0);
     for (size_t l = 0; l < shapes.size(); l++) {
         const size_t at   = every_layer ? l : 0;
         int32_t      need = 0;
         for (int32_t h = 0; h < shapes[l].n_heads_kv; h++) {
-            need = std::max(need, seq.head_length((int32_t) l, h));
+            need = std::max(need, store.head_length((int32_t) l, h));
         }
         const auto heads = (size_t) shapes[l].n_heads;
         if (need > rows[at] || heads * (size_t) rows[at] > weights[at].size()) {
@@ -90,7 +90,7 @@ extern "C" kvedge_status kvedge_attention(
                     "before it", seq_id);
     }
     const LayerShape & shape = kv->shapes[(size_t) i];
-    const int32_t      n     = state.seq->head_length(i, query_head / (shape.n_heads / shape.n_heads_kv));
+    const int32_t      n     = state.seq->rows.head_length(i, query_head / (shape.n_heads / shape.n_heads_kv));
     if (n_out < n) {
         return fail(err, KVEDGE_E_ARGUMENT, "kvedge_attention: %d weights do not fit %d places", n, n_out);
     }

@@ -33,14 +33,14 @@ void write_side(const uint8_t * memory, const Side & side, const SideLayout & la
     }
 }
 
-void write_rows(const Sequence & seq, const Block & block, size_t l, Sink & out) {
-    const LayerShape & shape = seq.shapes()[l];
+void write_rows(const Store & store, const Block & block, size_t l, Sink & out) {
+    const LayerShape & shape = store.shapes()[l];
     const BlockLayer & layer = block.layers[l];
     for (int32_t h = 0; h < shape.n_heads_kv; h++) {
         if (!layer.heads.empty()) {
-            write_side(layer.memory.data(), layer.heads[(size_t) h].k, keys_of(shape, seq.storage()), out);
-            write_side(layer.memory.data(), layer.heads[(size_t) h].v, values_of(shape, seq.storage()), out);
-        } else if (const Segment s = seq.uniform_segment(block, (int32_t) l, h); s.n > 0) {
+            write_side(layer.memory.data(), layer.heads[(size_t) h].k, keys_of(shape, store.storage()), out);
+            write_side(layer.memory.data(), layer.heads[(size_t) h].v, values_of(shape, store.storage()), out);
+        } else if (const Segment s = store.uniform_segment(block, (int32_t) l, h); s.n > 0) {
             out.write(s.k.data, (size_t) s.n * s.k.stride);
             out.write(s.v.data, (size_t) s.n * s.v.stride);
         }
@@ -63,64 +63,73 @@ void write_head(const std::vector<int32_t> & tokens, const std::vector<double> &
     out.values(scores);
 }
 
-bool is_loose(const Block & block) {
-    return std::any_of(block.layers.begin(), block.layers.end(), [](const BlockLayer & l) { return !l.heads.empty(); });
+// Whether tokens can be added to a block, or it is the one that is quantised before the next token.
+bool grows(const Store & store, size_t b) {
+    const StoreContents & all   = store.contents();
+    const Block &         block = all.blocks[b];
+    return b + 1 == all.blocks.size() && b >= all.pending_from && !block.ragged() &&
+           (!block.full() || (store.storage().quantised() && block.generated));
 }
 
-// Whether tokens can be added to a block, or it is the one that is quantised before the next token.
-bool grows(const Sequence & seq, size_t b) {
-    const Block & block = *seq.blocks[b];
-    return b + 1 == seq.blocks.size() && b >= seq.pending_from && !block.ragged &&
-           ((int32_t) block.length() < block.capacity || (seq.storage().quantised() && block.generated));
+uint8_t flags_of(const Block & block, bool plain) {
+    const bool open = plain || block.kind == BlockKind::open;
+    return (uint8_t) ((block.generated ? GENERATED : 0) | (open ? OPEN_K : 0) | (open || block.open() ? OPEN_V : 0));
+}
+
+// Of a block with a list for every head, of which one that is stored as it is has them for its areas, too.
+void write_heads(const Store & store, const Block & block, size_t l, bool ragged, Sink & out) {
+    const LayerShape & shape = store.shapes()[l];
+    const BlockLayer & layer = block.layers[l];
+    const SideLayout   keys = keys_of(shape, store.storage()), vals = values_of(shape, store.storage());
+    const auto         n    = (int32_t) block.length();
+    for (int32_t h = 0; ragged && layer.heads.empty() && h < shape.n_heads_kv; h++) {
+        write_head(block.tokens, {}, out);
+        write_counts(make_side(keys, n, 0), keys, out);
+        write_counts(make_side(vals, n, 0), vals, out);
+    }
+    for (const RaggedHead & head : layer.heads) {
+        write_head(head.tokens, head.scores, out);
+        if (ragged) {
+            write_counts(head.k, keys, out);
+            write_counts(head.v, vals, out);
+        }
+    }
 }
 
 // A block whose heads hold different tokens is written as a compressed one, unless tokens can still be added to it.
-void write_block(const Sequence & seq, size_t b, bool pending, Sink & out) {
-    const Block & block  = *seq.blocks[b];
-    const auto    length = (int32_t) block.length();
-    const bool    growing = grows(seq, b) && !(is_loose(block) && block.capacity > MAX_SPARE);
-    const bool    ragged  = block.ragged || (is_loose(block) && !growing);
+void write_block(const Store & store, size_t b, bool pending, Sink & out) {
+    const Block & block   = store.contents().blocks[b];
+    const auto    length  = (int32_t) block.length();
+    const bool    growing = grows(store, b) && !(block.loose() && block.capacity > MAX_SPARE);
+    const bool    ragged  = block.ragged() || (block.loose() && !growing);
     out.value<uint8_t>(ragged);
     if (ragged) {
-        const bool plain = !block.ragged && seq.storage().quantised();  // of a block that was closed before it was full
-        out.value<uint8_t>((uint8_t) ((block.generated ? GENERATED : 0) | (block.open_k || plain ? OPEN_K : 0) |
-                                      (block.open_v || plain ? OPEN_V : 0)));
+        // plain: of a block that was closed before it was full
+        out.value<uint8_t>(flags_of(block, !block.ragged() && store.storage().quantised()));
         out.value<int32_t>(pending ? length : 0);
         out.values(pending ? block.tokens : std::vector<int32_t>());
     } else {
         out.value<uint8_t>(block.generated);
-        out.value<uint8_t>(block.scored);
+        out.value<uint8_t>(block.kind == BlockKind::scored);
         out.value<int32_t>(length);
         // a prompt's block that was cut keeps no more room than a growing one has
         out.value<int32_t>(growing ? std::min(block.capacity, std::max(length, MAX_SPARE)) : length);
         out.values(block.tokens);
     }
     for (size_t l = 0; l < block.layers.size(); l++) {
-        const BlockLayer & layer = block.layers[l];
         if (!ragged) {
-            out.value<uint8_t>(!layer.heads.empty());
+            out.value<uint8_t>(!block.layers[l].heads.empty());
         }
-        const SideLayout keys = keys_of(seq.shapes()[l], seq.storage()), vals = values_of(seq.shapes()[l], seq.storage());
-        for (int32_t h = 0; ragged && layer.heads.empty() && h < seq.shapes()[l].n_heads_kv; h++) {
-            write_head(block.tokens, {}, out);
-            write_counts(make_side(keys, length, 0), keys, out);
-            write_counts(make_side(vals, length, 0), vals, out);
-        }
-        for (const RaggedHead & head : layer.heads) {
-            write_head(head.tokens, head.scores, out);
-            if (ragged) {
-                write_counts(head.k, keys, out);
-                write_counts(head.v, vals, out);
-            }
-        }
-        write_rows(seq, block, l, out);
+        write_heads(store, block, l, ragged, out);
+        write_rows(store, block, l, out);
     }
 }
 
 struct Parse {
-    FileReader & in;
-    Sequence &   seq;
-    int32_t      first = 0;  // smallest token index that the next block may list for all its heads
+    FileReader &    in;
+    const Store &   empty;  // says what a block of the sequence is like
+    StoreContents & out;
+    int32_t         first = 0;  // smallest token index that the next block may list for all its heads
 
     // The same of each layer and head. A compressed block in groups is two: its whole groups, and what is left of each
     // head, so that a head with less than a group begins in the second, before where another one's first group ends.
@@ -143,16 +152,16 @@ struct Parse {
     }
 
     bool rows(Block & block, size_t l) {
-        const LayerShape & shape = seq.shapes()[l];
+        const LayerShape & shape = empty.shapes()[l];
         BlockLayer &       layer = block.layers[l];
         for (int32_t h = 0; h < shape.n_heads_kv; h++) {
             if (!layer.heads.empty()) {
                 const RaggedHead & head = layer.heads[(size_t) h];
-                if (!side(layer.memory.data(), head.k, keys_of(shape, seq.storage())) ||
-                    !side(layer.memory.data(), head.v, values_of(shape, seq.storage()))) {
+                if (!side(layer.memory.data(), head.k, keys_of(shape, empty.storage())) ||
+                    !side(layer.memory.data(), head.v, values_of(shape, empty.storage()))) {
                     return false;
                 }
-            } else if (const Segment s = seq.uniform_segment(block, (int32_t) l, h);
+            } else if (const Segment s = empty.uniform_segment(block, (int32_t) l, h);
                        s.n > 0 && (!in.read(const_cast<uint8_t *>(s.k.data), (size_t) s.n * s.k.stride) ||
                                    !in.read(const_cast<uint8_t *>(s.v.data), (size_t) s.n * s.v.stride))) {
                 return false;
@@ -185,19 +194,19 @@ struct Parse {
     }
 
     bool heads(BlockLayer & layer, size_t l, int32_t & next, bool in_areas) {
-        const LayerShape & shape = seq.shapes()[l];
+        const LayerShape & shape = empty.shapes()[l];
         layer.heads.resize((size_t) shape.n_heads_kv);
         for (size_t h = 0; h < layer.heads.size(); h++) {
             RaggedHead & head = layer.heads[h];
             uint8_t      scored;
             if (!in.value(head.length) || head.length < 0 || !in.values(head.tokens, (uint64_t) head.length) ||
-                !rising(head.tokens, own[l][h], seq.pos.size()) || !in.value(scored) || scored > 1 ||
+                !rising(head.tokens, own[l][h], out.pos.size()) || !in.value(scored) || scored > 1 ||
                 !in.values(head.scores, scored ? (uint64_t) head.length : 0)) {
                 return false;
             }
             head.k[1].n = head.v[1].n = head.length;
-            if (in_areas && !(counts(head.k, keys_of(shape, seq.storage()), head.length) &&
-                              counts(head.v, values_of(shape, seq.storage()), head.length))) {
+            if (in_areas && !(counts(head.k, keys_of(shape, empty.storage()), head.length) &&
+                              counts(head.v, values_of(shape, empty.storage()), head.length))) {
                 return false;
             }
             own[l][h] = head.tokens.empty() ? own[l][h] : head.tokens.back() + 1;
@@ -210,8 +219,8 @@ struct Parse {
     bool can_hold(uint64_t n_rows, uint64_t row) const { return row == 0 || n_rows <= in.left() / row; }
 
     bool ragged(Block & block, size_t l, int32_t & next) {
-        const LayerShape & shape = seq.shapes()[l];
-        const SideLayout   keys = keys_of(shape, seq.storage()), vals = values_of(shape, seq.storage());
+        const LayerShape & shape = empty.shapes()[l];
+        const SideLayout   keys = keys_of(shape, empty.storage()), vals = values_of(shape, empty.storage());
         BlockLayer &       layer = block.layers[l];
         uint64_t           held  = 0;
         if (!heads(layer, l, next, true)) {
@@ -225,18 +234,19 @@ struct Parse {
                 return false;
             }
         }
-        return take(layer, lay_out(shape, seq.storage(), layer.heads)) && rows(block, l);
+        return take(layer, lay_out(shape, empty.storage(), layer.heads)) && rows(block, l);
     }
 
     bool uniform(Block & block, size_t l, int32_t & next) {
-        const LayerShape & shape    = seq.shapes()[l];
+        const LayerShape & shape    = empty.shapes()[l];
         const auto         n_heads  = (size_t) shape.n_heads_kv;
         const auto         capacity = (size_t) block.capacity;
         BlockLayer &       layer    = block.layers[l];
-        const Storage      plain = seq.storage().plain();
+        const Storage      plain = empty.storage().plain();
         const size_t       kst = row_k(shape, plain.k), vst = row_v(shape, plain.v);
+        const bool         scored = block.kind == BlockKind::scored;
         uint8_t            loose;
-        if (!in.value(loose) || loose > 1 || (block.scored && !loose) || (loose && block.capacity > MAX_SPARE)) {
+        if (!in.value(loose) || loose > 1 || (scored && !loose) || (loose && block.capacity > MAX_SPARE)) {
             return false;
         }
         if (!loose && !can_hold(n_heads * block.length(), bytes_of(shape, plain))) {
@@ -247,7 +257,7 @@ struct Parse {
         }
         for (size_t h = 0; h < layer.heads.size(); h++) {
             RaggedHead & head = layer.heads[h];
-            if ((size_t) head.length > block.length() || head.scores.size() != (block.scored ? (size_t) head.length : 0) ||
+            if ((size_t) head.length > block.length() || head.scores.size() != (scored ? (size_t) head.length : 0) ||
                 !std::includes(block.tokens.begin(), block.tokens.end(), head.tokens.begin(), head.tokens.end())) {
                 return false;
             }
@@ -268,23 +278,22 @@ struct Parse {
     }
 
     bool block(bool last, bool pending) {
-        auto    made = std::make_unique<Block>();
+        Block   made;
         uint8_t is_ragged;
         if (!in.value(is_ragged) || is_ragged > 1) {
             return false;
         }
-        made->ragged = is_ragged != 0;
-        if (!(made->ragged ? listed_tokens(*made, pending) : shared_tokens(*made, last && pending))) {
+        if (!(is_ragged ? listed_tokens(made, pending) : shared_tokens(made, last && pending))) {
             return false;
         }
-        int32_t next = made->tokens.empty() ? first : made->tokens.back() + 1;
-        const bool shared = !made->tokens.empty();  // all heads come after what was before, and what follows after them
+        int32_t next = made.tokens.empty() ? first : made.tokens.back() + 1;
+        const bool shared = !made.tokens.empty();  // all heads come after what was before, and what follows after them
         if (shared) {
             begin_at(first);
         }
-        made->layers.resize(seq.shapes().size());
-        for (size_t l = 0; l < made->layers.size(); l++) {
-            if (!(made->ragged ? ragged(*made, l, next) : uniform(*made, l, next))) {
+        made.layers.resize(empty.shapes().size());
+        for (size_t l = 0; l < made.layers.size(); l++) {
+            if (!(is_ragged ? ragged(made, l, next) : uniform(made, l, next))) {
                 return false;
             }
         }
@@ -292,7 +301,7 @@ struct Parse {
         if (shared) {
             begin_at(first);
         }
-        seq.blocks.push_back(std::move(made));
+        out.blocks.push_back(std::move(made));
         return true;
     }
 
@@ -301,95 +310,92 @@ struct Parse {
         uint8_t flags;
         int32_t length;
         if (!in.value(flags) || flags > ALL_FLAGS || !in.value(length) || length < 0 || pending != (length > 0) ||
-            (pending && !seq.storage().quantised()) || !in.values(block.tokens, (uint64_t) length)) {
+            (pending && !empty.storage().quantised()) || !in.values(block.tokens, (uint64_t) length)) {
             return false;
         }
         block.generated = (flags & GENERATED) != 0;
-        block.open_k    = (flags & OPEN_K) != 0;
-        block.open_v    = (flags & OPEN_V) != 0;
-        return rising(block.tokens, first, seq.pos.size());
+        block.kind      = flags & OPEN_K ? BlockKind::open : flags & OPEN_V ? BlockKind::open_values : BlockKind::ragged;
+        return rising(block.tokens, first, out.pos.size());
     }
 
     bool shared_tokens(Block & block, bool may_grow) {
         uint8_t generated, scored;
         int32_t length;
         if (!in.value(generated) || generated > 1 || !in.value(scored) || scored > 1 || !in.value(length) || length < 1 ||
-            !in.value(block.capacity) || !in.values(block.tokens, (uint64_t) length) || !rising(block.tokens, first, seq.pos.size())) {
+            !in.value(block.capacity) || !in.values(block.tokens, (uint64_t) length) || !rising(block.tokens, first, out.pos.size())) {
             return false;
         }
         block.generated = generated != 0;
-        block.scored    = scored != 0;
+        block.kind      = scored ? BlockKind::scored : BlockKind::uniform;
         return block.capacity >= length && block.capacity <= (may_grow ? std::max(length, MAX_SPARE) : length);
     }
 };
 
 }  // namespace
 
-bool observes(const Sequence & seq) {
-    return !seq.sums.empty() || !seq.windows.empty() || !seq.entropies.empty() || !seq.queries.empty();
-}
-
 void write_sequence(const Sequence & seq, Sink & out) {
-    // Of an answer that is bounded only the block that grows is still pending: nothing of it is compressed again.
-    const size_t  n    = seq.blocks.size();
-    size_t        done = seq.bounded && n > seq.pending_from ? n - (grows(seq, n - 1) ? 1 : 0) : seq.pending_from;
+    // Of an answer that evicts rows only the block that grows is still pending: nothing of it is compressed again.
+    const StoreContents & all  = seq.rows.contents();
+    const size_t          n    = all.blocks.size();
+    size_t                done = seq.rows.evicting() && n > all.pending_from ? n - (grows(seq.rows, n - 1) ? 1 : 0) : all.pending_from;
     for (size_t b = done; b < n; b++) {
-        done = seq.blocks[b]->streamed ? b + 1 : done;  // what a stream kept so far is pending only while it goes on
+        done = all.blocks[b].kind == BlockKind::streamed ? b + 1 : done;  // what a stream kept so far is pending only while it goes on
     }
-    int32_t       pending = 0;
+    int32_t pending = 0;
     for (size_t b = done; b < n; b++) {
-        pending += (int32_t) seq.blocks[b]->length();
+        pending += (int32_t) all.blocks[b].length();
     }
-    out.value<uint64_t>(seq.pos.size());
-    out.values(seq.pos);
-    out.values(seq.image);
+    out.value<uint64_t>(all.pos.size());
+    out.values(all.pos);
+    out.values(all.image);
     out.value<uint32_t>((uint32_t) n);
     out.value<uint32_t>((uint32_t) done);
-    out.value<int32_t>(std::clamp(seq.window_from, 0, pending));
-    for (int32_t n_missing : { seq.missing.sums, seq.missing.squares, seq.missing.entropies, seq.missing.queries }) {
+    out.value<int32_t>(std::clamp(seq.observed.window_from(), 0, pending));
+    const Missing & missing = seq.observed.missing();
+    for (int32_t n_missing : { missing.sums, missing.squares, missing.entropies, missing.queries }) {
         out.value<int32_t>(std::clamp(n_missing, 0, pending));
     }
-    out.value<uint8_t>(seq.bounded);
-    out.value<uint8_t>(seq.scored);
+    out.value<uint8_t>(seq.rows.evicting());
+    out.value<uint8_t>(seq.rows.scored());
     for (size_t b = 0; b < n; b++) {
-        write_block(seq, b, b >= done, out);
+        write_block(seq.rows, b, b >= done, out);
     }
 }
 
 std::unique_ptr<Sequence> read_sequence(FileReader & in, const std::vector<LayerShape> & shapes, const Storage & storage) {
-    auto     seq = std::make_unique<Sequence>(shapes, storage);
-    uint64_t n_tokens;
-    uint32_t n_blocks, done;
-    uint8_t  bounded, scored;
-    Missing & missing = seq->missing;
-    if (!in.value(n_tokens) || n_tokens > INT32_MAX || !in.values(seq->pos, n_tokens) || !in.values(seq->image, n_tokens) ||
-        !in.value(n_blocks) || !in.value(done) || !in.value(seq->window_from) || !in.value(missing.sums) ||
-        !in.value(missing.squares) || !in.value(missing.entropies) || !in.value(missing.queries) || !in.value(bounded) || !in.value(scored)) {
+    StoreContents all;
+    Missing       missing;
+    uint64_t      n_tokens;
+    uint32_t      n_blocks, done;
+    int32_t       window_from;
+    uint8_t       evicting, scored;
+    if (!in.value(n_tokens) || n_tokens > INT32_MAX || !in.values(all.pos, n_tokens) || !in.values(all.image, n_tokens) ||
+        !in.value(n_blocks) || !in.value(done) || !in.value(window_from) || !in.value(missing.sums) ||
+        !in.value(missing.squares) || !in.value(missing.entropies) || !in.value(missing.queries) || !in.value(evicting) || !in.value(scored)) {
         return nullptr;
     }
-    const bool known = std::all_of(seq->image.begin(), seq->image.end(), [](uint8_t i) { return i <= 1; }) &&
-                       std::all_of(seq->pos.begin(), seq->pos.end(), [](int32_t p) { return p >= 0; });
-    if (!known || done > n_blocks || bounded > 1 || scored > bounded) {
+    const bool known = std::all_of(all.image.begin(), all.image.end(), [](uint8_t i) { return i <= 1; }) &&
+                       std::all_of(all.pos.begin(), all.pos.end(), [](int32_t p) { return p >= 0; });
+    if (!known || done > n_blocks || evicting > 1 || scored > evicting) {
         return nullptr;
     }
-    Parse parse{ in, *seq };
+    const Store empty(shapes, storage);
+    Parse       parse{ in, empty, all };
     for (const LayerShape & shape : shapes) {
         parse.own.emplace_back((size_t) shape.n_heads_kv, 0);
     }
     for (uint32_t b = 0; b < n_blocks; b++) {
-        if (!parse.block(b + 1 == n_blocks, b >= done)) {
-            return nullptr;
-        }
-        const Block & block = *seq->blocks.back();
-        if (!bounded && b >= done && !block.ragged && is_loose(block)) {
-            return nullptr;  // what is yet to be compressed is whole
+        if (!parse.block(b + 1 == n_blocks, b >= done) || (!evicting && b >= done && all.blocks.back().loose())) {
+            return nullptr;  // damaged; or what is yet to be compressed is not whole
         }
     }
-    seq->pending_from = done;
-    seq->bounded      = bounded != 0;
-    seq->scored       = scored != 0;
-    const int32_t pending = seq->pending_length();
-    for (int32_t count : { seq->window_from, missing.sums, missing.squares, missing.entropies, missing.queries }) {
+    all.pending_from = done;
+    all.eviction     = scored ? Eviction::by_score : evicting ? Eviction::by_place : Eviction::none;
+    auto seq         = std::make_unique<Sequence>(Store(shapes, storage, std::move(all)));
+    seq->observed.skip_windows(window_from);
+    seq->observed.missing() = missing;
+    const int32_t pending   = seq->rows.pending_length();
+    for (int32_t count : { window_from, missing.sums, missing.squares, missing.entropies, missing.queries }) {
         if (count < 0 || count > pending) {
             return nullptr;
         }

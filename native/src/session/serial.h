@@ -2,16 +2,14 @@
 
 #pragma once
 
+#include "core/sequence.h"
 #include "session/file.h"
-#include "store/sequence.h"
 
 #include <memory>
 
 namespace kvedge {
 
-// Whether scores of an unfinished prompt are held, which are not written.
-bool observes(const Sequence & seq);
-
+// What was observed of an unfinished prompt is not written.
 void write_sequence(const Sequence & seq, Sink & out);
 
 // NULL: the bytes are no sequence of these shapes. Throws std::bad_alloc; no more memory is asked for than the file can fill, some spare rows apart.

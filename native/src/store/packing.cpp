@@ -1,6 +1,6 @@
 // Packing: what decode policies leave behind in many blocks moves into one that fits.
 
-#include "store/sequence.h"
+#include "store/store.h"
 
 #include <algorithm>
 #include <new>
@@ -8,17 +8,17 @@
 namespace kvedge {
 
 // Whether tokens can still be added to a block.
-bool Sequence::grows(size_t block) const {
-    const Block & b = *blocks[block];
-    return block + 1 == blocks.size() && block >= pending_from && !b.ragged && (int32_t) b.length() < b.capacity;
+bool Store::grows(size_t block) const {
+    const Block & b = blocks[block];
+    return block + 1 == blocks.size() && block >= pending_from && !b.ragged() && !b.full();
 }
 
-void Sequence::drop_empty_blocks() {
+void Store::drop_empty_blocks() {
     for (size_t b = blocks.size(); b-- > 0;) {
         const auto left = [](const BlockLayer & l) {
             return !l.heads.empty() && std::all_of(l.heads.begin(), l.heads.end(), [](const RaggedHead & h) { return h.length == 0; });
         };
-        if (!grows(b) && std::all_of(blocks[b]->layers.begin(), blocks[b]->layers.end(), left)) {
+        if (!grows(b) && std::all_of(blocks[b].layers.begin(), blocks[b].layers.end(), left)) {
             blocks.erase(blocks.begin() + (std::ptrdiff_t) b);
             pending_from -= b < pending_from ? 1 : 0;
         }
@@ -26,56 +26,56 @@ void Sequence::drop_empty_blocks() {
 }
 
 // How many of the first blocks can be packed. Quantised storage: those that are, whole.
-size_t Sequence::packable() const {
+size_t Store::packable() const {
     if (!storage_.quantised()) {
         return blocks.size() - (!blocks.empty() && grows(blocks.size() - 1) ? 1 : 0);
     }
-    const auto open = std::find_if(blocks.begin(), blocks.end(), [](const auto & b) { return !b->ragged || b->open_k || b->open_v; });
+    const auto open = std::find_if(blocks.begin(), blocks.end(), [](const Block & b) { return !b.ragged() || b.open(); });
     return (size_t) (open - blocks.begin());
 }
 
 // Rows of keys that packing makes room for: groups keep that of rows that are gone until few are left.
-uint64_t Sequence::packed_keys(size_t n_blocks, int32_t layer, int32_t head) const {
+uint64_t Store::packed_keys(size_t n_blocks, int32_t layer, int32_t head) const {
     std::vector<uint8_t> live;
     uint64_t             rows = 0;
     for (size_t b = 0; b < n_blocks; b++) {
         if (is_grouped(storage_.k)) {
-            const auto & groups = blocks[b]->layers[(size_t) layer].heads[(size_t) head].k[0].live;
+            const auto & groups = blocks[b].layers[(size_t) layer].heads[(size_t) head].k[0].live;
             live.insert(live.end(), groups.begin(), groups.end());
         } else {
-            rows += (uint64_t) rows_in(*blocks[b], layer, head);
+            rows += (uint64_t) blocks[b].rows(layer, head);
         }
     }
     return rows + GROUP * merge_sparse(live).size();
 }
 
-bool Sequence::is_sparse() const {
+bool Store::is_sparse() const {
     uint64_t     held = 0, extent = 0;
     const size_t n    = packable();
     for (size_t l = 0; l < shapes().size(); l++) {
         for (int32_t h = 0; h < shapes()[l].n_heads_kv; h++) {
             held += packed_keys(n, (int32_t) l, h) * row_k(shapes()[l], storage_.k);
             for (size_t b = 0; b < n; b++) {
-                held += (uint64_t) rows_in(*blocks[b], (int32_t) l, h) * row_v(shapes()[l], storage_.v);
+                held += (uint64_t) blocks[b].rows((int32_t) l, h) * row_v(shapes()[l], storage_.v);
             }
         }
         for (size_t b = 0; b < n; b++) {
-            extent += blocks[b]->layers[l].extent;
+            extent += blocks[b].layers[l].extent;
         }
     }
     return extent > held + held / 4;
 }
 
-void Sequence::pack_if_sparse() try {
+void Store::pack_if_sparse() try {
     const size_t n_blocks = packable();
     if (n_blocks == 0 || !is_sparse()) {
         return;
     }
-    auto packed    = std::make_unique<Block>();
-    packed->ragged = true;
-    packed->layers.resize(shapes().size());
+    Block packed;
+    packed.kind = BlockKind::ragged;
+    packed.layers.resize(shapes().size());
     for (size_t l = 0; l < shapes().size(); l++) {
-        packed->layers[l].heads.resize((size_t) shapes()[l].n_heads_kv);
+        packed.layers[l].heads.resize((size_t) shapes()[l].n_heads_kv);
     }
     blocks.reserve(blocks.size() + 1);
     // Packed rows count as compressed. Where a layer cannot be packed, the blocks are as good as before.
@@ -90,9 +90,9 @@ void Sequence::pack_if_sparse() try {
         if (!done) {
             break;
         }
-        packed->layers[l] = std::move(layer);
+        packed.layers[l] = std::move(layer);
         for (size_t b = 0; b < n_blocks; b++) {
-            BlockLayer & gone = blocks[b]->layers[l];
+            BlockLayer & gone = blocks[b].layers[l];
             gone.heads        = std::move(left[b]);
             gone.extent       = 0;
             gone.memory       = Pages();

@@ -1,5 +1,7 @@
 #include "store/pages.h"
 
+#include <cstring>
+
 #if defined(_WIN32)
 #    define WIN32_LEAN_AND_MEAN
 #    include <windows.h>
@@ -82,6 +84,18 @@ Pages Pages::take(size_t size) {
         pages.size_ = size;
     }
     return pages;
+}
+
+Pages::Pages(const Pages & other) {
+    if (!other) {
+        return;
+    }
+    Pages copy = take(other.size_);
+    if (!copy) {
+        throw std::bad_alloc();
+    }
+    memcpy(copy.data_, other.data_, other.size_);
+    swap(copy);
 }
 
 Pages::~Pages() {

@@ -19,10 +19,10 @@ void   give_back(void * data, size_t size);
 class Pages {
   public:
     Pages() = default;
+    Pages(const Pages & other);  // a copy has memory of its own. Throws std::bad_alloc
     Pages(Pages && other) noexcept { swap(other); }
-    Pages & operator=(Pages && other) noexcept {
-        Pages gone(std::move(other));
-        swap(gone);
+    Pages & operator=(Pages other) noexcept {
+        swap(other);
         return *this;
     }
     ~Pages();

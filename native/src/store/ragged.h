@@ -52,6 +52,9 @@ void write_rows(uint8_t * memory, const Side & side, const SideLayout & layout, 
 // groups have scales of their own.
 void keep_rows(uint8_t * memory, Side & side, const SideLayout & layout, const uint8_t * keep);
 
+// Of the tokens and scores of a head those whose flag is set stay.
+void keep_listed(RaggedHead & head, const std::vector<uint8_t> & keep);
+
 // Takes out one row. What lies before or behind it in its area closes the gap, whichever is shorter, or what lies before
 // where the rows' end must not move; of a grouped type what lies behind it in its group.
 void drop_row(uint8_t * memory, Side & side, const SideLayout & layout, int32_t row, bool from_front);

@@ -1,21 +1,21 @@
 // Scores of rows: what a decode policy holds in favour of each of them. They lie beside the rows' tokens, so that
 // whatever moves or drops a row does the same to its score.
 
-#include "store/sequence.h"
+#include "store/store.h"
 
 #include <algorithm>
 
 namespace kvedge {
 
-void Sequence::sums_to_scores() {
+void Store::score_pending(const std::function<const double *(size_t layer, size_t head)> & of) {
     size_t first = 0;  // pending row
     for (size_t b = pending_from; b < blocks.size(); b++) {
-        const size_t n = blocks[b]->length();
+        const size_t n = blocks[b].length();
         for (size_t l = 0; l < shapes().size(); l++) {
-            loosen(*blocks[b], l);
-            auto & heads = blocks[b]->layers[l].heads;
+            loosen(blocks[b], l);
+            auto & heads = blocks[b].layers[l].heads;
             for (size_t h = 0; h < heads.size(); h++) {
-                const double * from = sums[l].sums.data() + h * (size_t) sums[l].capacity + first;
+                const double * from = of(l, h) + first;
                 heads[h].scores.assign(from, from + n);
             }
         }
@@ -23,11 +23,11 @@ void Sequence::sums_to_scores() {
     }
 }
 
-void Sequence::add_scores(int32_t layer, int32_t head, int32_t n, const float * weights, size_t ld, int32_t group) {
+void Store::add_scores(int32_t layer, int32_t head, int32_t n, const float * weights, size_t ld, int32_t group) {
     int32_t at = 0;
     for (size_t b = 0; b < blocks.size() && at < n; b++) {
-        auto &        heads  = blocks[b]->layers[(size_t) layer].heads;
-        const int32_t length = heads.empty() ? (int32_t) blocks[b]->length() : heads[(size_t) head].length;
+        auto &        heads  = blocks[b].layers[(size_t) layer].heads;
+        const int32_t length = blocks[b].rows(layer, head);
         if (!heads.empty() && !heads[(size_t) head].scores.empty()) {
             double *      scores = heads[(size_t) head].scores.data();
             const int32_t rows   = std::min(length, n - at);
@@ -43,17 +43,29 @@ void Sequence::add_scores(int32_t layer, int32_t head, int32_t n, const float * 
     }
 }
 
-void Sequence::read_scores(int32_t layer, int32_t head, double * out) const {
-    for (const auto & block : blocks) {
-        const auto & heads = block->layers[(size_t) layer].heads;
+void Store::read_scores(int32_t layer, int32_t head, double * out) const {
+    for (const Block & block : blocks) {
+        const auto & heads = block.layers[(size_t) layer].heads;
         if (heads.empty()) {
-            out = std::fill_n(out, block->length(), 0.0);
+            out = std::fill_n(out, block.length(), 0.0);
             continue;
         }
         const RaggedHead & h = heads[(size_t) head];
         out = std::copy(h.scores.begin(), h.scores.end(), out);
         out = std::fill_n(out, (size_t) h.length - h.scores.size(), 0.0);
     }
+}
+
+uint64_t Store::score_bytes() const {
+    uint64_t n = 0;
+    for (const Block & block : blocks) {
+        for (const auto & layer : block.layers) {
+            for (const auto & head : layer.heads) {
+                n += head.scores.capacity() * sizeof(double);
+            }
+        }
+    }
+    return n;
 }
 
 }  // namespace kvedge

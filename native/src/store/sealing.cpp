@@ -1,7 +1,7 @@
 // Quantising rows after they were written, block by block, and the way back.
 
 #include "kernels/quantise.h"
-#include "store/sequence.h"
+#include "store/store.h"
 
 #include <algorithm>
 #include <cstring>
@@ -133,7 +133,7 @@ bool values_wait(const Storage & storage) { return storage.v == Type::kivi4_v ||
 
 // A ragged layer of the rows of blocks [first, last), keys quantised, and values if `values` says so or their type does
 // not wait; without, there is one block. False: no memory. Throws std::bad_alloc.
-bool Sequence::gather_layer(size_t layer, size_t first, size_t last, bool values, BlockLayer & to) const {
+bool Store::gather_layer(size_t layer, size_t first, size_t last, bool values, BlockLayer & to) const {
     const LayerShape & shape = shapes()[layer];
     const SideLayout   keys = keys_of(shape, storage_), vals = values_of(shape, storage_);
     const auto         l = (int32_t) layer;
@@ -145,15 +145,15 @@ bool Sequence::gather_layer(size_t layer, size_t first, size_t last, bool values
         RaggedHead & head   = to.heads[h];
         bool         scores = true;
         for (size_t b = first; b < last; b++) {
-            const BlockLayer & from   = blocks[b]->layers[layer];
+            const BlockLayer & from   = blocks[b].layers[layer];
             const bool         listed = !from.heads.empty();
-            const auto &       tokens = listed ? from.heads[h].tokens : blocks[b]->tokens;
+            const auto &       tokens = listed ? from.heads[h].tokens : blocks[b].tokens;
             if (listed) {
                 from_k[h].push_back(source_of(from.memory.data(), from.heads[h].k, keys));
                 from_v[h].push_back(source_of(from.memory.data(), from.heads[h].v, vals));
                 head.scores.insert(head.scores.end(), from.heads[h].scores.begin(), from.heads[h].scores.end());
             } else {
-                const Segment s = uniform_segment(*blocks[b], l, (int32_t) h);
+                const Segment s = uniform_segment(blocks[b], l, (int32_t) h);
                 from_k[h].push_back({ nullptr, nullptr, s.k, s.n });
                 from_v[h].push_back({ nullptr, nullptr, s.v, s.n });
             }
@@ -182,51 +182,42 @@ bool Sequence::gather_layer(size_t layer, size_t first, size_t last, bool values
     return true;
 }
 
-std::unique_ptr<Block> Sequence::seal(size_t first, size_t last, bool values) const try {
-    auto block       = std::make_unique<Block>();
-    block->ragged    = true;
-    block->generated = last - first == 1 && blocks[first]->generated;
-    block->open_v    = !values && values_wait(storage_);
-    block->layers.resize(shapes().size());
+// Quantises blocks [first, last), which lie on one side of pending_from, into one that takes their place.
+bool Store::seal(size_t first, size_t last, bool values) try {
+    Block block;
+    block.kind      = !values && values_wait(storage_) ? BlockKind::open_values : BlockKind::ragged;
+    block.generated = last - first == 1 && blocks[first].generated;
+    block.layers.resize(shapes().size());
     for (size_t b = first; b < last && first >= pending_from; b++) {
-        block->tokens.insert(block->tokens.end(), blocks[b]->tokens.begin(), blocks[b]->tokens.end());
+        block.tokens.insert(block.tokens.end(), blocks[b].tokens.begin(), blocks[b].tokens.end());
     }
     for (size_t l = 0; l < shapes().size(); l++) {
-        if (!gather_layer(l, first, last, values, block->layers[l])) {
-            return nullptr;
+        if (!gather_layer(l, first, last, values, block.layers[l])) {
+            return false;
         }
-    }
-    return block;
-} catch (const std::bad_alloc &) {
-    return nullptr;
-}
-
-// Puts the sealed block in the place of [first, last), which lie on one side of pending_from.
-bool Sequence::replace(size_t first, size_t last, bool values) {
-    auto block = seal(first, last, values);
-    if (!block) {
-        return false;
     }
     blocks[first] = std::move(block);
     blocks.erase(blocks.begin() + (std::ptrdiff_t) first + 1, blocks.begin() + (std::ptrdiff_t) last);
     pending_from -= last <= pending_from ? last - first - 1 : 0;
     return true;
+} catch (const std::bad_alloc &) {
+    return false;
 }
 
-bool Sequence::seal_generated() {
+bool Store::seal_generated() {
     if (!storage_.quantised() || blocks.empty()) {
         return true;
     }
-    const Block & newest = *blocks.back();
-    if (newest.ragged || !newest.generated || (int32_t) newest.length() < newest.capacity || blocks.size() == pending_from) {
+    const Block & newest = blocks.back();
+    if (newest.ragged() || !newest.generated || !newest.full() || blocks.size() == pending_from) {
         return true;
     }
     for (size_t b = 0; b < blocks.size(); b++) {
-        const Block & x    = *blocks[b];
+        const Block & x    = blocks[b];
         const bool    last = b + 1 == blocks.size();
         // a prompt that waits for its compression is left alone
-        const bool due = x.ragged ? !last && (x.open_k || x.open_v) : x.generated || b < pending_from;
-        if (due && !replace(b, b + 1, !last)) {
+        const bool due = x.ragged() ? !last && x.open() : x.generated || b < pending_from;
+        if (due && !seal(b, b + 1, !last)) {
             return false;
         }
     }
@@ -234,50 +225,47 @@ bool Sequence::seal_generated() {
 }
 
 // Joins the newest blocks of a single group each, once there are JOIN of them.
-bool Sequence::join_sealed() {
+bool Store::join_sealed() {
     size_t last = blocks.size();
-    while (last > 0 && (!blocks[last - 1]->ragged || blocks[last - 1]->open_k || blocks[last - 1]->open_v)) {
+    while (last > 0 && (!blocks[last - 1].ragged() || blocks[last - 1].open())) {
         last--;
     }
     size_t first = last;
-    while (first > 0 && first != pending_from && blocks[first - 1]->ragged && blocks[first - 1]->generated && !blocks[first - 1]->open_v) {
+    while (first > 0 && first != pending_from && blocks[first - 1].ragged() && blocks[first - 1].generated && !blocks[first - 1].open()) {
         first--;
     }
-    return last - first < JOIN || replace(first, last, true);
+    return last - first < JOIN || seal(first, last, true);
 }
 
-bool Sequence::seal_old(size_t end) {
+bool Store::seal_old(size_t end) {
     if (!storage_.quantised()) {
         return true;
     }
     for (size_t b = 0; b < end; b++) {
-        const Block & x    = *blocks[b];
-        const bool    open = !x.ragged || x.open_k || x.open_v;
-        if (open && x.newest() < (int32_t) pos.size() - RESIDUAL && !replace(b, b + 1, true)) {
+        const Block & x    = blocks[b];
+        const bool    open = !x.ragged() || x.open();
+        if (open && x.newest() < (int32_t) pos.size() - RESIDUAL && !seal(b, b + 1, true)) {
             return false;
         }
     }
     return true;
 }
 
-bool Sequence::unseal_pending() try {
-    std::vector<std::pair<size_t, std::unique_ptr<Block>>> fresh;
-    std::vector<float>                                     wide;
+bool Store::unseal_pending() try {
+    std::vector<std::pair<size_t, Block>> fresh;
+    std::vector<float>                    wide;
     for (size_t b = pending_from; b < blocks.size(); b++) {
-        const Block & from = *blocks[b];
-        if (!from.ragged) {
+        const Block & from = blocks[b];
+        if (!from.ragged()) {
             continue;
         }
-        auto to = make_block((int32_t) from.length());
-        if (!to) {
-            return false;
-        }
-        to->tokens    = from.tokens;
-        to->generated = from.generated;
+        Block to     = make_block((int32_t) from.length());
+        to.tokens    = from.tokens;
+        to.generated = from.generated;
         for (size_t l = 0; l < shapes().size(); l++) {
             const auto dk = (size_t) shapes()[l].d_k, dv = (size_t) shapes()[l].d_v;
             for (int32_t h = 0; h < shapes()[l].n_heads_kv; h++) {
-                Place at{ to.get(), 0 };
+                Place at{ &to, 0 };
                 each_ragged(from.layers[l].memory.data(), from.layers[l].heads[(size_t) h], shapes()[l], storage_, [&](const Segment & s) {
                     wide.resize((size_t) s.n * std::max(dk, dv));
                     kernels().widen(s.k, s.n, (int32_t) dk, wide.data(), dk);
@@ -298,16 +286,12 @@ bool Sequence::unseal_pending() try {
     return false;
 }
 
-void Sequence::promote_sealed() {
+bool Store::promote_sealed() {
     const size_t before = pending_from;
-    for (; pending_from < blocks.size() && blocks[pending_from]->ragged; pending_from++) {
-        blocks[pending_from]->tokens = {};
+    for (; pending_from < blocks.size() && blocks[pending_from].ragged(); pending_from++) {
+        blocks[pending_from].tokens = {};
     }
-    if (pending_from > before) {  // what was gathered counts from a row that is pending no longer
-        drop_observations();
-        missing = {};
-        missing.count(false, false, false, false, pending_length());
-    }
+    return pending_from > before;
 }
 
 }  // namespace kvedge

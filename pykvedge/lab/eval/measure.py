@@ -90,6 +90,7 @@ class Preparer:
         """look: called while an image is encoded, with the share that is done; what it raises prepare raises."""
         self._vision, self._look = vision, look
         self._composer = Composer(model, vision)
+        _ = self._composer.lead  # a template without answers fails before the first sample
 
     def prepare(self, sample: Sample) -> Prepared:
         """Tokens and encoded images; `release` them. Raises ImageError, KvedgeError."""

@@ -1,4 +1,4 @@
-#include "store/sequence.h"
+#include "store/store.h"
 
 #include <algorithm>
 #include <cstring>
@@ -24,7 +24,7 @@ void reserve_room(Block & block) {
     for (auto & layer : block.layers) {
         for (auto & head : layer.heads) {
             head.tokens.reserve((size_t) head.length + room);
-            head.scores.reserve(block.scored ? (size_t) head.length + room : 0);
+            head.scores.reserve(block.kind == BlockKind::scored ? (size_t) head.length + room : 0);
         }
     }
 }
@@ -38,7 +38,7 @@ void enter(Block & block, int32_t token) {
             head.length++;
             head.k[1].n++;
             head.v[1].n++;
-            if (block.scored) {
+            if (block.kind == BlockKind::scored) {
                 head.scores.push_back(0.0);
             }
         }
@@ -68,7 +68,7 @@ int32_t Block::newest() const {
     return last;
 }
 
-void Sequence::loosen(Block & block, size_t layer) const {
+void Store::loosen(Block & block, size_t layer) const {
     const LayerShape & s  = shapes()[layer];
     BlockLayer &       bl = block.layers[layer];
     if (!bl.heads.empty()) {
@@ -88,22 +88,26 @@ void Sequence::loosen(Block & block, size_t layer) const {
     bl.heads = std::move(heads);
 }
 
-std::unique_ptr<Block> Sequence::lay_out_block(int32_t capacity) const {
-    auto block      = std::make_unique<Block>();
-    block->capacity = capacity;
-    block->layers.resize(shapes().size());
+bool Block::loose() const {
+    return !ragged() && std::any_of(layers.begin(), layers.end(), [](const BlockLayer & l) { return !l.heads.empty(); });
+}
+
+Block Store::lay_out_block(int32_t capacity) const {
+    Block block;
+    block.capacity = capacity;
+    block.layers.resize(shapes().size());
     for (size_t l = 0; l < shapes().size(); l++) {
-        block->layers[l].extent = uniform_bytes(shapes()[l], storage_.plain(), capacity);
+        block.layers[l].extent = uniform_bytes(shapes()[l], storage_.plain(), capacity);
     }
     return block;
 }
 
-std::unique_ptr<Block> Sequence::make_block(int32_t capacity) const {
-    auto block = lay_out_block(capacity);
-    for (auto & layer : block->layers) {
+Block Store::make_block(int32_t capacity) const {
+    Block block = lay_out_block(capacity);
+    for (auto & layer : block.layers) {
         layer.memory = Pages::take(layer.extent);
         if (!layer.memory) {
-            return nullptr;
+            throw std::bad_alloc();
         }
     }
     return block;
@@ -111,32 +115,29 @@ std::unique_ptr<Block> Sequence::make_block(int32_t capacity) const {
 
 // Single tokens come one after the other and get room to grow: twice the last block's, but next to a bounded answer no
 // more than a quarter of what it holds.
-int32_t Sequence::next_capacity(const Block * last) const {
+int32_t Store::next_capacity(const Block * last) const {
     if (storage_.quantised()) {
         return GROUP;  // which are quantised when they are complete
     }
-    const int32_t most = bounded ? std::clamp(head_length(0, 0) / 4, FIRST_GROWTH, MAX_GROWTH) : MAX_GROWTH;
+    const int32_t most = evicting() ? std::clamp(head_length(0, 0) / 4, FIRST_GROWTH, MAX_GROWTH) : MAX_GROWTH;
     return std::min(last ? std::max(2 * last->capacity, FIRST_GROWTH) : FIRST_GROWTH, most);
 }
 
-bool Sequence::append(int32_t n, const int32_t * new_pos, bool is_image) try {
-    Block *       last = blocks.size() > pending_from && !blocks.back()->ragged ? blocks.back().get() : nullptr;
+bool Store::append(int32_t n, const int32_t * new_pos, bool is_image) try {
+    blocks.reserve(blocks.size() + 1);
+    Block *       last = blocks.size() > pending_from && !blocks.back().ragged() ? &blocks.back() : nullptr;
     const int32_t room = last ? last->capacity - (int32_t) last->length() : 0;
     const int32_t rest = n - std::min(n, room);
 
-    std::unique_ptr<Block> fresh;
+    Block fresh;
     if (rest > 0) {
         fresh = make_block(n == 1 ? next_capacity(last) : rest);  // a prompt's blocks fit exactly
-        if (!fresh) {
-            return false;
+        for (size_t l = 0; l < fresh.layers.size() && scored() && n == 1; l++) {
+            loosen(fresh, l);
         }
-        for (size_t l = 0; l < fresh->layers.size() && scored && n == 1; l++) {
-            loosen(*fresh, l);
-        }
-        fresh->scored    = scored && n == 1;
-        fresh->generated = n == 1;
-        reserve_room(*fresh);
-        blocks.reserve(blocks.size() + 1);
+        fresh.kind      = scored() && n == 1 ? BlockKind::scored : BlockKind::uniform;
+        fresh.generated = n == 1;
+        reserve_room(fresh);
     }
     grow(pos, (size_t) n);
     grow(image, (size_t) n);
@@ -145,11 +146,11 @@ bool Sequence::append(int32_t n, const int32_t * new_pos, bool is_image) try {
     }
 
     for (int32_t i = 0; i < n; i++) {
-        enter(*(i < n - rest ? last : fresh.get()), (int32_t) pos.size());
+        enter(i < n - rest ? *last : fresh, (int32_t) pos.size());
         pos.push_back(new_pos[i]);
         image.push_back(is_image ? 1 : 0);
     }
-    if (fresh) {
+    if (rest > 0) {
         blocks.push_back(std::move(fresh));
     }
     return true;
@@ -157,14 +158,14 @@ bool Sequence::append(int32_t n, const int32_t * new_pos, bool is_image) try {
     return false;
 }
 
-bool Sequence::append_unallocated(int32_t n, const int32_t * new_pos, const uint8_t * new_image) try {
-    auto block = lay_out_block(n);
-    reserve_room(*block);
+bool Store::append_unallocated(int32_t n, const int32_t * new_pos, const uint8_t * new_image) try {
+    Block block = lay_out_block(n);
+    reserve_room(block);
     blocks.reserve(blocks.size() + 1);
     grow(pos, (size_t) n);
     grow(image, (size_t) n);
     for (int32_t i = 0; i < n; i++) {
-        enter(*block, (int32_t) pos.size());
+        enter(block, (int32_t) pos.size());
         pos.push_back(new_pos[i]);
         image.push_back(new_image[i] ? 1 : 0);
     }
@@ -174,37 +175,43 @@ bool Sequence::append_unallocated(int32_t n, const int32_t * new_pos, const uint
     return false;
 }
 
-bool Sequence::take_layer(size_t layer) {
-    BlockLayer & to = blocks.back()->layers[layer];
+bool Store::take_layer(size_t layer) {
+    BlockLayer & to = blocks.back().layers[layer];
     to.memory       = Pages::take(to.extent);
     return (bool) to.memory;
 }
 
-void Sequence::take_back(int32_t n) {
+void Store::give_back_layer(size_t layer) { blocks.back().layers[layer].memory = Pages(); }
+
+void Store::mark_images(int32_t n, const uint8_t * mask) {
+    std::transform(mask, mask + n, image.end() - n, [](uint8_t i) { return (uint8_t) (i != 0); });
+}
+
+void Store::take_back(int32_t n) {
     blocks.pop_back();
     pos.resize(pos.size() - (size_t) n);
     image.resize(image.size() - (size_t) n);
 }
 
-Sequence::Place Sequence::place_from_end(int32_t i, int32_t n) {
+Store::Place Store::place_from_end(int32_t i, int32_t n) {
     int32_t back = n - i;  // 1: the last token
     for (size_t b = blocks.size(); b-- > pending_from;) {
-        const int32_t len = (int32_t) blocks[b]->length();
+        const int32_t len = (int32_t) blocks[b].length();
         if (back <= len) {
-            return { blocks[b].get(), len - back };
+            return { &blocks[b], len - back };
         }
         back -= len;
     }
     return { nullptr, 0 };
 }
 
-uint8_t * Sequence::k_row(const Place & at, int32_t layer, int32_t head) {
+uint8_t * Store::k_row(const Place & at, int32_t layer, int32_t head) {
     const LayerShape & s = shapes()[(size_t) layer];
     return at.block->layers[(size_t) layer].memory.data() +
            ((size_t) head * (size_t) at.block->capacity + (size_t) at.row) * row_k(s, storage_.plain().k);
 }
 
-uint8_t * Sequence::v_row(const Place & at, int32_t layer, int32_t head) {
+uint8_t * Store::v_row(const Place & at, int32_t layer, int32_t head) {
     const LayerShape & s     = shapes()[(size_t) layer];
     const Storage      plain = storage_.plain();
     const size_t       keys  = (size_t) s.n_heads_kv * (size_t) at.block->capacity * row_k(s, plain.k);
@@ -212,7 +219,7 @@ uint8_t * Sequence::v_row(const Place & at, int32_t layer, int32_t head) {
            ((size_t) head * (size_t) at.block->capacity + (size_t) at.row) * row_v(s, plain.v);
 }
 
-Segment Sequence::uniform_segment(const Block & block, int32_t layer, int32_t head) const {
+Segment Store::uniform_segment(const Block & block, int32_t layer, int32_t head) const {
     const LayerShape & s     = shapes()[(size_t) layer];
     const Storage      plain = storage_.plain();
     const size_t       kst = row_k(s, plain.k), vst = row_v(s, plain.v);
@@ -224,11 +231,11 @@ Segment Sequence::uniform_segment(const Block & block, int32_t layer, int32_t he
              (int32_t) block.length() };
 }
 
-HeadView Sequence::view(int32_t layer, int32_t head) const {
+HeadView Store::view(int32_t layer, int32_t head) const {
     HeadView out;
     for (size_t b = 0; b < blocks.size(); b++) {
         const bool old = b < pending_from;
-        each_segment_in(*blocks[b], layer, head, [&](const Segment & s) {
+        each_segment_in(blocks[b], layer, head, [&](const Segment & s) {
             (old ? out.old : out.pending).push_back(s);
             (old ? out.n_old : out.n_pending) += s.n;
         });
@@ -236,130 +243,82 @@ HeadView Sequence::view(int32_t layer, int32_t head) const {
     return out;
 }
 
-int32_t Sequence::rows_in(const Block & block, int32_t layer, int32_t head) const {
-    const auto & heads = block.layers[(size_t) layer].heads;
-    return heads.empty() ? (int32_t) block.length() : heads[(size_t) head].length;
-}
-
-int32_t Sequence::head_length(int32_t layer, int32_t head) const {
+int32_t Store::head_length(int32_t layer, int32_t head) const {
     int32_t n = 0;
-    for (const auto & block : blocks) {
-        n += rows_in(*block, layer, head);
+    for (const Block & block : blocks) {
+        n += block.rows(layer, head);
     }
     return n;
 }
 
-int32_t Sequence::pending_length() const {
+int32_t Store::pending_length() const {
     size_t n = 0;
     for (size_t b = pending_from; b < blocks.size(); b++) {
-        n += blocks[b]->streamed ? (size_t) rows_in(*blocks[b], 0, 0) : blocks[b]->length();
+        n += blocks[b].kind == BlockKind::streamed ? (size_t) blocks[b].rows(0, 0) : blocks[b].length();
     }
     return (int32_t) n;
 }
 
-std::vector<int32_t> Sequence::pending_tokens() const {
+std::vector<int32_t> Store::pending_tokens() const {
     std::vector<int32_t> out;
     for (size_t b = pending_from; b < blocks.size(); b++) {
-        out.insert(out.end(), blocks[b]->tokens.begin(), blocks[b]->tokens.end());
+        out.insert(out.end(), blocks[b].tokens.begin(), blocks[b].tokens.end());
     }
     return out;
 }
 
-std::vector<int32_t> Sequence::head_tokens(int32_t layer, int32_t head) const {
+std::vector<int32_t> Store::head_tokens(int32_t layer, int32_t head) const {
     std::vector<int32_t> out;
-    for (const auto & b : blocks) {
-        const auto & l = b->layers[(size_t) layer];
-        const auto & t = l.heads.empty() ? b->tokens : l.heads[(size_t) head].tokens;
-        out.insert(out.end(), t.begin(), t.end());
+    for (const Block & block : blocks) {
+        const auto & tokens = block.tokens_of(layer, head);
+        out.insert(out.end(), tokens.begin(), tokens.end());
     }
     return out;
 }
 
-void Sequence::close_pending() {
+void Store::close_pending() {
     for (size_t b = pending_from; b < blocks.size(); b++) {
-        if (blocks[b]->ragged) {
-            blocks[b]->tokens   = {};
-            blocks[b]->streamed = false;
+        if (blocks[b].ragged()) {
+            blocks[b].tokens = {};
+            blocks[b].kind   = blocks[b].kind == BlockKind::streamed ? BlockKind::ragged : blocks[b].kind;
         }
     }
     pending_from = blocks.size();
-    missing      = {};
-    drop_observations();
 }
 
-std::unique_ptr<Sequence> Sequence::clone() const try {
-    auto copy          = std::make_unique<Sequence>(shapes(), storage_);
-    copy->pos          = pos;
-    copy->image        = image;
-    copy->pending_from = pending_from;
-    copy->sums         = sums;
-    copy->seen         = seen;
-    copy->entropies    = entropies;
-    copy->n_entropies  = n_entropies;
-    copy->query_parts  = query_parts;
-    copy->modality     = modality;
-    for (const auto & layer : queries) {
-        copy->queries.emplace_back();
-        for (const auto & part : layer.parts) {
-            Pages & to = copy->queries.back().parts.emplace_back(Pages::take(part.size()));
-            if (!to) {
-                return nullptr;
-            }
-            memcpy(to.data(), part.data(), part.size());
+void Store::replace_pending(Block && main, Block && tail) {
+    blocks.resize(pending_from);
+    for (Block * block : { &main, &tail }) {
+        if (std::any_of(block->layers.begin(), block->layers.end(), [](const BlockLayer & layer) { return layer.extent > 0; })) {
+            blocks.push_back(std::move(*block));
         }
     }
-    copy->windows      = windows;
-    copy->window_size  = window_size;
-    copy->window_from  = window_from;
-    copy->sinks        = sinks;
-    copy->missing      = missing;
-    copy->bounded      = bounded;
-    copy->scored       = scored;
-    for (const auto & from : blocks) {
-        auto to      = std::make_unique<Block>();
-        to->ragged    = from->ragged;
-        to->scored    = from->scored;
-        to->generated = from->generated;
-        to->open_k    = from->open_k;
-        to->open_v    = from->open_v;
-        to->streamed  = from->streamed;
-        to->capacity  = from->capacity;
-        to->tokens    = from->tokens;
-        to->layers.resize(from->layers.size());
-        for (size_t l = 0; l < from->layers.size(); l++) {
-            const Pages & src    = from->layers[l].memory;
-            to->layers[l].extent = from->layers[l].extent;
-            to->layers[l].heads  = from->layers[l].heads;
-            to->layers[l].memory = Pages::take(src.size());
-            if (src && !to->layers[l].memory) {
-                return nullptr;
-            }
-            if (src) {
-                memcpy(to->layers[l].memory.data(), src.data(), src.size());
-            }
-        }
-        copy->blocks.push_back(std::move(to));
-    }
-    return copy;
-} catch (const std::bad_alloc &) {
-    return nullptr;
 }
 
-uint64_t Sequence::bytes() const {
+uint64_t Store::give_back_pending(size_t layer) {
     uint64_t n = 0;
-    for (const auto & b : blocks) {
-        for (const auto & l : b->layers) {
+    for (size_t b = pending_from; b < blocks.size(); b++) {
+        n += blocks[b].layers[layer].memory.size();
+        blocks[b].layers[layer].memory = Pages();
+    }
+    return n;
+}
+
+uint64_t Store::bytes() const {
+    uint64_t n = 0;
+    for (const Block & b : blocks) {
+        for (const auto & l : b.layers) {
             n += l.memory.size();
         }
     }
     return n;
 }
 
-uint64_t Sequence::index_bytes() const {
+uint64_t Store::index_bytes() const {
     uint64_t n = pos.capacity() * sizeof(int32_t) + image.capacity();
-    for (const auto & b : blocks) {
-        n += b->tokens.capacity() * sizeof(int32_t);
-        for (const auto & l : b->layers) {
+    for (const Block & b : blocks) {
+        n += b.tokens.capacity() * sizeof(int32_t);
+        for (const auto & l : b.layers) {
             for (const auto & h : l.heads) {
                 n += sizeof(RaggedHead) + h.tokens.capacity() * sizeof(int32_t) + h.k[0].live.capacity();
             }

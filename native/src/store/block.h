@@ -1,0 +1,60 @@
+// Blocks of tokens. A block is uniform (every layer and KV head holds all of its tokens) until it is compressed or
+// quantised, and ragged (every head holds its own selection) from then on. In between, a layer of a uniform block is loose
+// once one of its heads has dropped a row or has scores: its heads keep lists of their own, and their rows still end where
+// the block's do, so that tokens can be added.
+//
+// Layout of a layer's memory in a uniform block: keys [Hkv][capacity][d_k], then values [Hkv][capacity][d_v], always of a
+// plain type (Storage::plain); heads of a loose layer have them as their second areas. In a ragged block: store/ragged.h.
+
+#pragma once
+
+#include "store/pages.h"
+#include "store/ragged.h"
+
+#include <cstdint>
+#include <vector>
+
+namespace kvedge {
+
+struct BlockLayer {
+    Pages                   memory;
+    size_t                  extent = 0;  // bytes of the rows that fit
+    std::vector<RaggedHead> heads;       // [Hkv] in a ragged block and in a loose layer, else empty
+};
+
+enum class BlockKind : uint8_t {
+    uniform,      // tokens can be added while there is room
+    scored,       // uniform, and rows that are added get scores: every layer is loose
+    ragged,       // stored for good, but for rows that are dropped
+    open,         // ragged, and some of its keys and values are to be quantised later
+    open_values,  // ragged, and some of its values are
+    streamed,     // ragged and pending: every head holds as many rows, of tokens of its own
+};
+
+struct Block {
+    BlockKind               kind      = BlockKind::uniform;
+    bool                    generated = false;  // opened by a single token
+    int32_t                 capacity  = 0;      // uniform: rows that fit
+    std::vector<int32_t>    tokens;             // token index of each row; of a ragged block only while it is pending
+    std::vector<BlockLayer> layers;
+
+    size_t  length() const { return tokens.size(); }
+    bool    ragged() const { return kind >= BlockKind::ragged; }
+    bool    open() const { return kind == BlockKind::open || kind == BlockKind::open_values; }
+    bool    full() const { return (int32_t) length() >= capacity; }
+    int32_t newest() const;  // largest token index of any head, -1: none
+    // Whether the heads of one of its layers hold less than the block's tokens, or have scores.
+    bool loose() const;
+    // Rows of a head.
+    int32_t rows(int32_t layer, int32_t head) const {
+        const auto & heads = layers[(size_t) layer].heads;
+        return heads.empty() ? (int32_t) length() : heads[(size_t) head].length;
+    }
+    // Token index of each of them.
+    const std::vector<int32_t> & tokens_of(int32_t layer, int32_t head) const {
+        const auto & heads = layers[(size_t) layer].heads;
+        return heads.empty() ? tokens : heads[(size_t) head].tokens;
+    }
+};
+
+}  // namespace kvedge

@@ -1,0 +1,178 @@
+// The keys and values of one sequence: blocks of tokens, in order (store/block.h). What is not yet compressed is pending:
+// the last blocks.
+
+#pragma once
+
+#include "store/block.h"
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+namespace kvedge {
+
+// Whether rows are dropped as tokens are added one by one, and whether by scores, which new rows get, too.
+enum class Eviction : uint8_t { none, by_place, by_score };
+
+// All that a store holds, as it is saved and loaded.
+struct StoreContents {
+    std::vector<int32_t> pos;    // per token entered so far
+    std::vector<uint8_t> image;  // per token: 1 if it came as an embedding
+    std::vector<Block>   blocks;
+    size_t               pending_from = 0;  // first block that is not yet compressed
+    Eviction             eviction     = Eviction::none;
+    int32_t              sinks        = 0;  // of a stream: first rows that every head keeps
+};
+
+// Pending rows that went: of those counted from row `first` on, n there were, and `keep` stayed. layer -1: of every head.
+struct Removed {
+    int32_t              layer, head;
+    size_t               first, n;
+    std::vector<int32_t> keep;
+};
+
+class Store : private StoreContents {
+  public:
+    Store(const std::vector<LayerShape> & shapes, const Storage & storage) : shapes_(&shapes), storage_(storage) {}
+    Store(const std::vector<LayerShape> & shapes, const Storage & storage, StoreContents contents)
+        : StoreContents(std::move(contents)), shapes_(&shapes), storage_(storage) {}
+
+    const std::vector<LayerShape> & shapes() const { return *shapes_; }
+    const Storage &                 storage() const { return storage_; }
+    const StoreContents &           contents() const { return *this; }
+    StoreContents                   release() { return std::move((StoreContents &) *this); }  // only to be destroyed then
+
+    int32_t n_tokens() const { return (int32_t) pos.size(); }  // entered so far
+    bool    evicting() const { return eviction != Eviction::none; }
+    bool    scored() const { return eviction == Eviction::by_score; }
+    void    evict(Eviction how) { eviction = how; }
+
+    // Makes room for n tokens and enters them; their rows are then written to k_row and v_row. False: no memory, nothing changed.
+    bool append(int32_t n, const int32_t * new_pos, bool is_image);
+    // The same in a block of their own that has no memory yet: take_layer gives it to one layer after the other. new_image [n].
+    bool append_unallocated(int32_t n, const int32_t * new_pos, const uint8_t * new_image);
+    bool take_layer(size_t layer);                         // of the last block; false: no memory
+    void give_back_layer(size_t layer);                    // of the last block
+    void take_back(int32_t n);                             // the last block goes, and with it the last n tokens
+    void mark_images(int32_t n, const uint8_t * mask);     // of the last n tokens
+
+    // Places of the last n tokens entered.
+    struct Place {
+        Block * block;
+        int32_t row;
+    };
+    Place place_from_end(int32_t i, int32_t n);  // i-th of the last n tokens, while they lie in uniform blocks
+
+    uint8_t * k_row(const Place & at, int32_t layer, int32_t head);
+    uint8_t * v_row(const Place & at, int32_t layer, int32_t head);
+
+    // Segments of one head in token order.
+    template <class F> void each_segment(int32_t layer, int32_t head, const F & visit) const {
+        for (const Block & block : blocks) {
+            each_segment_in(block, layer, head, visit);
+        }
+    }
+    template <class F> void each_segment_in(const Block & block, int32_t layer, int32_t head, const F & visit) const {
+        const BlockLayer & bl = block.layers[(size_t) layer];
+        if (!bl.heads.empty()) {
+            each_ragged(bl.memory.data(), bl.heads[(size_t) head], (*shapes_)[(size_t) layer], storage_, visit);
+        } else if (const Segment s = uniform_segment(block, layer, head); s.n > 0) {
+            visit(s);
+        }
+    }
+    Segment  uniform_segment(const Block & block, int32_t layer, int32_t head) const;  // of a layer that is not loose
+    HeadView view(int32_t layer, int32_t head) const;
+
+    int32_t              head_length(int32_t layer, int32_t head) const;
+    int32_t              pending_length() const;  // tokens, the same for every layer and head
+    bool                 pending_differs() const; // whether heads hold different pending tokens
+    std::vector<int32_t> pending_tokens() const;  // their token indices, where all heads hold the same ones
+    std::vector<int32_t> pending_tokens(int32_t layer, int32_t head) const;
+    std::vector<int32_t> head_tokens(int32_t layer, int32_t head) const;
+
+    // Drops one row of one head. Throws std::bad_alloc, and then nothing has changed.
+    void drop_row(int32_t layer, int32_t head, int32_t row);
+    // Gives back the blocks that every head has left. The last one stays while tokens can be added to it.
+    void drop_empty_blocks();
+    // Packs all blocks that nothing is added to or quantised in any more into one, if dropped rows take up more than a
+    // quarter of what the others do; layer by layer, so that the peak is one layer more. Where memory is refused it stops
+    // half-way.
+    void pack_if_sparse();
+
+    // Quantises generated rows, before the next token is entered: keys when GROUP of them are complete, values as KIVI
+    // stores them when RESIDUAL newer tokens exist. False: no memory, nothing lost.
+    bool seal_generated();
+    // The same for the first `end` blocks, none of them pending, where they hold none of the last RESIDUAL tokens.
+    bool seal_old(size_t end);
+    // Gives the pending tokens plain rows again, so that they can be scored and merged. False: no memory, nothing changed.
+    bool unseal_pending();
+    // Blocks at the head of the pending ones that are quantised already need nothing more than to be pending no longer.
+    // False: there are none.
+    bool promote_sealed();
+
+    // Gives every head of the pending blocks a list and scores of its own: of(layer, head) points to those of its pending
+    // rows. Throws std::bad_alloc.
+    void score_pending(const std::function<const double *(size_t layer, size_t head)> & of);
+    // scores[row] += mean over g < group of weights[g * ld + row], for the first n rows of a head that have scores.
+    void add_scores(int32_t layer, int32_t head, int32_t n, const float * weights, size_t ld, int32_t group);
+    // All scores of a head into out [head_length], 0 where there are none.
+    void read_scores(int32_t layer, int32_t head, double * out) const;
+
+    bool holds(int32_t p0, int32_t p1) const;  // whether a token with a position in [p0, p1) was entered, and not removed
+    // Removes the tokens with a position in [p0, p1): the rows, and then the tokens at the end that no row is left of, whose
+    // indices the next ones take.
+    std::vector<Removed> remove_rows(int32_t p0, int32_t p1);
+    void                 forget_last(int32_t p0, int32_t p1);
+
+    // Streams (store/streamed.cpp), of which what was compressed stays pending.
+    // Rows of every head that are not pending. -1: heads hold different numbers of them.
+    int32_t even_rows() const;
+    void    open_stream(int32_t n_sinks);  // makes all that is there pending again, where heads hold as many rows
+    void    set_sinks(int32_t n) { sinks = n; }
+    void    stream_last() { blocks.back().kind = BlockKind::streamed; }  // the last block is what a stream has kept
+
+    // What replaces the pending blocks. Room for two of them: throws std::bad_alloc.
+    void reserve_blocks() { blocks.reserve(blocks.size() + 2); }
+    void replace_pending(Block && main, Block && tail);  // empty ones go
+    uint64_t give_back_pending(size_t layer);            // of the pending blocks; returns the bytes
+
+    // Everything present counts as done; the next tokens open new blocks.
+    void close_pending();
+
+    uint64_t bytes() const;        // of key and value buffers
+    uint64_t index_bytes() const;  // of token indices, positions and modality
+    uint64_t score_bytes() const;  // of what rows are held in favour of
+
+  private:
+    Block                make_block(int32_t capacity) const;  // without memory in its last layer: there is none
+    Block                lay_out_block(int32_t capacity) const;
+    int32_t              next_capacity(const Block * last) const;
+    void                 loosen(Block & block, size_t layer) const;
+    bool                 grows(size_t block) const;
+    bool                 is_sparse() const;
+    std::vector<uint8_t> outside(const std::vector<int32_t> & tokens, int32_t p0, int32_t p1) const;  // 1: not in [p0, p1)
+    void                 remove_from_loose(Block & block, size_t layer, int32_t p0, int32_t p1, int32_t n_left);
+    void                 remove_from_ragged(Block & block, int32_t p0, int32_t p1);
+    void                 remove_from_uniform(Block & block, int32_t p0, int32_t p1, const std::vector<int32_t> & keep);
+    std::vector<int32_t> remove_listed(Block & block, int32_t p0, int32_t p1);
+    void                 remove_streamed(Block & block, int32_t p0, int32_t p1, size_t first, std::vector<Removed> & gone);
+    size_t               packable() const;
+    uint64_t             packed_keys(size_t n_blocks, int32_t layer, int32_t head) const;
+    bool                 gather_layer(size_t layer, size_t first, size_t last, bool values, BlockLayer & to) const;
+    bool                 seal(size_t first, size_t last, bool values);
+    bool                 join_sealed();
+
+    const std::vector<LayerShape> * shapes_;
+    Storage                         storage_;
+};
+
+// Newest tokens whose values KIVI leaves as they are.
+constexpr int32_t RESIDUAL = GROUP;
+
+// Rows of a head of n that are quantised when a prompt completes: all, or KIVI's share (Liu et al., Algorithm 1): of the
+// keys the full groups, of the values all but the last RESIDUAL.
+int32_t stored_keys(const Storage & storage, int32_t n);
+int32_t stored_values(const Storage & storage, int32_t n);
+
+}  // namespace kvedge
