@@ -1,4 +1,4 @@
-"""Compare `kvedge plan` with measured runs: peak resident memory of `kvedge chat`, for shapes and methods.
+"""Compare `kvedge fit` with measured runs: peak resident memory of `kvedge chat`, for shapes and methods.
 
     python scripts/check_plan.py DIR...     each with model.gguf and mmproj.gguf, as make_shape_model.py writes them
 
@@ -57,7 +57,7 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="+", type=Path, metavar="DIR")
-    parser.add_argument("--methods", nargs="+", default=["full:1.0", "lookm:0.2"], metavar="NAME:BUDGET")
+    parser.add_argument("--method", nargs="+", default=["full:1.0", "lookm:0.2"], metavar="NAME:BUDGET")
     parser.add_argument("--images", type=int, default=1)
     parser.add_argument("--width", type=int, default=560)
     parser.add_argument("--height", type=int, default=420)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from conftest import THREADS
 
-from pykvedge.cli.chat import DATA
+from pykvedge.cli.options import DATA
 from pykvedge.lab.eval.measure import Wants
 from pykvedge.lab.eval.records import Records
 from pykvedge.lab.eval.runner import Job, evaluate, full_cell

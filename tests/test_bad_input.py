@@ -246,7 +246,7 @@ def test_prompts_with_anything_in_them(kvedge, llava, picture_file):
     (["--budget", "0.2", "--recent", "0.6"], "protected"),
     (["--recent", "many"], "recent"), (["--recent", "-1"], "recent"), (["--sinks", "-1"], "sinks"),
     (["--method", "lokm"], "did you mean 'lookm'"), (["--method", ""], "unknown method"),
-    (["--merge", "pivotl"], "did you mean 'pivotal'"), (["--method", "full", "--budget", "0.5"], "keeps everything"),
+    (["--reducer", "pivotl"], "did you mean 'pivotal'"), (["--method", "full", "--budget", "0.5"], "keeps everything"),
     (["--ctx", "0"], "--ctx"), (["--ctx", "-5"], "--ctx"), (["--ctx", "5000000000"], "n_ctx"),
     (["--threads", "0"], "--threads"), (["--threads", "100000"], "threads"), (["--gpu-layers", "-2"], "gpu_layers"),
     (["--kv-type", "q5_0"], "kv_type"), (["--kv-type", "q8_0:"], "kv_type"), (["--kv-type", "f16:kivi3"], "kivi"),

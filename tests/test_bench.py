@@ -167,9 +167,9 @@ def test_forms_of_the_table():
 
 def test_the_program_measures_saves_and_draws(kvedge, tiny, native, tmp_path):
     llava, save = tiny("llava"), tmp_path / "raw.jsonl"
-    arguments = ["bench", *llava.arguments(), "--methods", "snapkv", "--budgets", "0.2", "--tokens", "64", "--images",
+    arguments = ["bench", *llava.arguments(), "--method", "snapkv", "--budget", "0.2", "--tokens", "64", "--images",
                  "0,1", "--image-size", "64x64", "--repeat", 1, "--generate", 3]  # fmt: skip
-    done = kvedge(*arguments, "-o", "json", "--save", save, "--plot", tmp_path / "p.html")
+    done = kvedge(*arguments, "--json", "--save", save, "--plot", tmp_path / "p.html")
     assert done.code == 0, done
     rows = done.json["rows"]
     assert [(r["prompt"], r["variant"]) for r in rows] == [
@@ -222,7 +222,7 @@ def test_png(tmp_path):
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 def test_ctrl_c_keeps_what_was_measured(environment, tiny, native, tmp_path):
     save = tmp_path / "raw.jsonl"
-    program = [sys.executable, "-m", "pykvedge", "bench", *tiny("llama").arguments(), "--tokens", "200", "--methods",
+    program = [sys.executable, "-m", "pykvedge", "bench", *tiny("llama").arguments(), "--tokens", "200", "--method",
                "h2o", "--repeat", "100000", "--save", str(save)]  # fmt: skip
     process = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     try:
@@ -264,7 +264,7 @@ def test_a_disk_that_fills_up_keeps_whole_lines(environment, tiny, native, tmp_p
 
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
-    program = [sys.executable, "-m", "pykvedge", "bench", *tiny("llama").arguments(), "--tokens", "40", "--methods",
+    program = [sys.executable, "-m", "pykvedge", "bench", *tiny("llama").arguments(), "--tokens", "40", "--method",
                "h2o", "--repeat", "100000", "--generate", "2", "--quiet", "--save", str(save)]  # fmt: skip
     done = subprocess.run(
         program, capture_output=True, text=True, env=environment, preexec_fn=little_space, check=False
@@ -287,11 +287,11 @@ def test_a_full_disk_is_one_line(tmp_path):
 
 def test_bad_input(kvedge, tiny):
     llama = ["bench", *tiny("llama").arguments()]
-    kvedge(*llama, "--methods", "lokm").failed(2, "did you mean 'lookm'")
+    kvedge(*llama, "--method", "lokm").failed(2, "did you mean 'lookm'")
     kvedge(*llama, "--tokens", "12,x").failed(2, "--tokens takes numbers from 2, not 'x'")
     kvedge(*llama, "--images", "1").failed(2, "--mmproj")
     kvedge(*llama, "--image-size", "10").failed(2, "WIDTHxHEIGHT")
-    kvedge(*llama, "--kv-types", "f61").failed(2, "unknown kv_type 'f61'")
+    kvedge(*llama, "--kv-type", "f61").failed(2, "unknown kv_type 'f61'")
     kvedge(*llama, "--repeat", "0").failed(2, "--repeat must be at least 1")
     kvedge(*llama, "--plot", "a.gif").failed(2, "--plot writes")
     kvedge(*llama, "--plot", "nowhere/a.svg").failed(2, "there is no folder nowhere")
@@ -327,7 +327,7 @@ def test_a_machine_that_is_too_busy_for_a_figure_is_said(others_s, threads, dist
 def test_memory_over_time(kvedge, tiny, native, tmp_path):
     pytest.importorskip("matplotlib")
     llava, picture = tiny("llava"), tmp_path / "m.png"
-    arguments = ["bench", *llava.arguments(), "--methods", "snapkv", "--budgets", "0.2", "--images", "1",
+    arguments = ["bench", *llava.arguments(), "--method", "snapkv", "--budget", "0.2", "--images", "1",
                  "--image-size", "64x64", "--repeat", 1, "--generate", 3]  # fmt: skip
     done = kvedge(*arguments, "--memory-plot", picture)
     assert done.code == 0 and picture.read_bytes().startswith(b"\x89PNG")

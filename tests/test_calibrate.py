@@ -222,7 +222,7 @@ def scene_with_code(folder):
 
 def test_calibrating_prefixkv_on_the_demo_model(kvedge, tmp_path):
     where = {"HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path)}
-    arguments = ["calibrate", "prefix", "--samples", 2, "--budgets", "0.2,0.5", "--threads", 1]
+    arguments = ["calibrate", "prefix", "--samples", 2, "--budget", "0.2,0.5", "--threads", 1]
     done = kvedge(*arguments, env=where)
     assert done.code == 0 and done.err == "" and "percent of the prompt kept" in done.out
     [path] = tmp_path.rglob("*.json")  # the user's own folder, where chat finds it
@@ -356,9 +356,9 @@ def test_stopping_writes_nothing(demo, tmp_path, monkeypatch):
 @pytest.mark.parametrize(("arguments", "words"), [
     (["heads", "--kind", "visul"], ["did you mean 'visual'"]),
     (["heads", "--samples", "0"], ["--samples must be at least 1"]),
-    (["prefix", "--budgets", "0.5,0.2"], ["ascending"]),
-    (["prefix", "--budgets", "0.5,1.0"], ["below 1.0"]),
-    (["prefix", "--budgets", "half"], ["--budgets takes shares", "half"]),
+    (["prefix", "--budget", "0.5,0.2"], ["ascending"]),
+    (["prefix", "--budget", "0.5,1.0"], ["below 1.0"]),
+    (["prefix", "--budget", "half"], ["--budget takes shares", "half"]),
     (["heads", "--data", "/nowhere/none.jsonl"], ["none.jsonl", "No such file"]),
     (["heads", "--mmproj", "x.gguf"], ["no model"]),
 ])  # fmt: skip

@@ -10,9 +10,11 @@ import subprocess
 import sys
 import time
 
+import click
 import pytest
 
 import pykvedge
+from pykvedge.cli.program import cli
 
 KEYS = {
     "model": {"name", "file", "quantisation"},
@@ -102,7 +104,7 @@ def test_options_change_what_is_kept(kvedge, tiny):
         return done.json["kv"]["kept_per_layer"]
 
     assert kept("--budget", "30") == [30, 30]
-    assert kept("--budget", "30", "--recent", "12", "--sinks", "4", "--merge", "averaged") == [30, 30]
+    assert kept("--budget", "30", "--recent", "12", "--sinks", "4", "--reducer", "averaged") == [30, 30]
     assert kept("--budget", "0.5", "--method", "h2o", "--text-prior") == kept("--budget", "0.5", "--no-text-prior")
     assert kept("--budget", "1.0") == kept("--method", "full")
 
@@ -110,7 +112,7 @@ def test_options_change_what_is_kept(kvedge, tiny):
 def test_naming_the_default_method_changes_nothing(kvedge, tiny):
     base = ["chat", *tiny("llama").arguments(), "--json", "--max-tokens", 2]
     words = "one two three four five six seven eight nine ten " * 9
-    for options in ([], ["--budget", "0.2"], ["--merge", "pivotal"]):
+    for options in ([], ["--budget", "0.2"], ["--reducer", "pivotal"]):
         unnamed, named = (kvedge(*base, *method, *options, words).json for method in ([], ["--method", "mixkv"]))
         assert all(unnamed[key] == named[key] for key in ("method", "budget", "text"))
         assert unnamed["kv"]["kept_per_layer"] == named["kv"]["kept_per_layer"]
@@ -161,7 +163,7 @@ def test_methods_lists_and_explains(kvedge):
     assert listed.code == 0 and all(name in listed.out for name in pykvedge.methods())
     assert [m["name"] for m in kvedge("methods", "--json").json] == pykvedge.methods()
     explained = kvedge("methods", "lookm")
-    for word in ("LOOK-M", "arXiv", "cumulative", "pivotal", "--budget", "--merge"):
+    for word in ("LOOK-M", "arXiv", "cumulative", "pivotal", "--budget", "--reducer"):
         assert word in explained.out
     assert pykvedge.Plan.from_json(kvedge("methods", "lookm", "--json").out) == pykvedge.plan("lookm")
     kvedge("methods", "lokm").failed(2, "did you mean 'lookm'")
@@ -173,13 +175,40 @@ def test_version_names_the_libraries(kvedge, native):
     assert f"libkvedge {native.version()} ({native.simd()})" in done.out and "llama.cpp" in done.out
 
 
+def test_an_option_means_the_same_in_every_command():
+    found = {}
+    for command in (*cli.commands.values(), *cli.commands["calibrate"].commands.values()):
+        for option in (p for p in command.params if isinstance(p, click.Option)):
+            for name in option.opts:
+                found.setdefault(name, {})[command.name] = (option.help, option.multiple, option.metavar)
+    for name in (
+        "--ctx",
+        "--threads",
+        "--gpu-layers",
+        "--json",
+        "--quiet",
+        "--verbose",
+        "--image",
+        "--scorer",
+        "--set",
+    ):
+        assert len(found[name]) > 1 and len(set(found[name].values())) == 1, name
+    loads = {"chat", "eval", "bench", "inspect", "fit", "heads", "prefix"}
+    assert loads == set(found["--model"]) == set(found["--mmproj"]) <= set(found["--json"])
+    assert set(found["--method"]) == loads - {"heads", "prefix"} and set(found["--budget"]) == loads - {"heads"}
+
+
+def test_what_plan_is_called_now(kvedge):
+    kvedge("plan", "model.gguf", "--images", 4).failed(2, "kvedge fit")
+
+
 def test_help_teaches(kvedge):
     for command in ([], ["chat"], ["methods"]):
         done = kvedge(*command, "--help")
         assert done.code == 0 and done.err == ""
         assert "kvedge chat" in done.out or "kvedge methods" in done.out
     chat = kvedge("chat", "--help").out
-    for option in ("--model", "--mmproj", "--image", "--method", "--budget", "--recent", "--sinks", "--merge",
+    for option in ("--model", "--mmproj", "--image", "--method", "--budget", "--recent", "--sinks", "--reducer",
                    "--text-prior", "--ctx", "--threads", "--gpu-layers", "--kv-type", "--max-tokens", "--temp",
                    "--top-p", "--top-k", "--seed", "--system", "--json", "--quiet", "--verbose"):  # fmt: skip
         assert option in chat
@@ -253,7 +282,7 @@ def test_ctrl_c_before_the_answer_ends_the_program_quietly(environment, tiny):
 def test_stages_are_chosen_one_by_one(kvedge, tiny):
     model = tiny("llama")
     options = ["--json", "--max-tokens", 2, "--method", "snapkv", "--budget", 40, "--allocator", "pyramid"]
-    more = ["--merge", "pivotal", "--set", "scorer.window=16", "--set", "allocator.beta=2"]
+    more = ["--reducer", "pivotal", "--set", "scorer.window=16", "--set", "allocator.beta=2"]
     kept = kvedge("chat", *model.arguments(), *options, *more, "word " * 100).json["kv"]["kept_per_layer"]
     assert sum(kept) == 40 * len(kept) and kept[0] > kept[-1] > 16
 
@@ -277,5 +306,5 @@ def test_stage_options_that_make_no_sense(kvedge, tiny):
     kvedge(*chat, "--set", "window=3").failed(2, "STAGE.NAME=VALUE")
     kvedge(*chat, "--set", "scorer.nothing=3").failed(2, "nothing")
     kvedge(*chat, "--set", "scorer.window=many").failed(2, "scorer.window")
-    kvedge(*chat, "--merge", "pivotal", "--reducer", "evict").failed(2, "contradict")
+    kvedge(*chat, "--merge", "pivotal").failed(2, "--merge")
     kvedge(*chat, "--allocator", "uniformly").failed(2, "did you mean 'uniform'")

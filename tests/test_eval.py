@@ -110,7 +110,7 @@ def test_the_full_cache_agrees_with_itself_and_less_differs_more(native):
 
 
 def command(save, *more, tasks="colour,where", samples=6):
-    return ["eval", "--tasks", tasks, "--samples", samples, "--methods", "lookm,snapkv", "--budgets", "0.5,0.1",
+    return ["eval", "--tasks", tasks, "--samples", samples, "--method", "lookm,snapkv", "--budget", "0.5,0.1",
             "--threads", THREADS, "--save", save, *more]  # fmt: skip
 
 
@@ -153,16 +153,16 @@ def test_after_a_kill_nothing_is_measured_twice(kvedge, start, native, tmp_path)
     process.wait()
     before = broken.read_bytes().rpartition(b"\n")[0] + b"\n"
     broken.write_bytes(before + b'{"id": "colour:0:4:3", "met')  # a line that was not written to its end
-    done = kvedge(*command(broken, "--resume", "-o", "json"))
+    done = kvedge(*command(broken, "--resume", "--json"))
     assert done.code == 0, done
     assert broken.read_bytes().startswith(before)
     (_, expected), (_, found) = records_of(whole), records_of(broken)
     wanted = without_time(expected)
     assert len(found) == len(without_time(found)), "measured twice"
     assert {k: v for k, v in without_time(found).items() if k in wanted} == wanted
-    again = kvedge(*command(broken, "--resume", "-o", "json"))
+    again = kvedge(*command(broken, "--resume", "--json"))
     assert again.json["rows"] == done.json["rows"] and len(records_of(broken)[1]) == len(found)
-    more = kvedge(*command(broken, "--resume", "-o", "json", samples=7))
+    more = kvedge(*command(broken, "--resume", "--json", samples=7))
     assert more.code == 0 and len(records_of(broken)[1]) >= len(found)
 
 
@@ -200,7 +200,7 @@ def test_a_full_disk_is_one_line_and_keeps_what_was_measured(environment, native
 
 def test_files_that_do_not_belong_to_the_run(kvedge, native, tmp_path):
     save = tmp_path / "r.jsonl"
-    few = ["eval", "--tasks", "code", "--samples", 1, "--methods", "h2o", "--threads", THREADS, "--quiet", "--save"]
+    few = ["eval", "--tasks", "code", "--samples", 1, "--method", "h2o", "--threads", THREADS, "--quiet", "--save"]
     assert kvedge(*few, save).code == 0
     kvedge(*few, save).failed(2, "exists; add --resume")
     kvedge(*few, save, "--resume", "--kv-type", "bf16").failed(2, "was measured with kv_type 'f16', not 'bf16'")
@@ -211,7 +211,7 @@ def test_files_that_do_not_belong_to_the_run(kvedge, native, tmp_path):
     kvedge(*few, tmp_path / "no" / "r.jsonl").failed(1, "cannot be written")
     data = tmp_path / "d.jsonl"
     data.write_text(json.dumps({"question": "What is it?", "answer": "red"}) + "\n")
-    own = ["eval", data, "--methods", "h2o", "--threads", THREADS, "--quiet", "--save", tmp_path / "own.jsonl"]
+    own = ["eval", data, "--method", "h2o", "--threads", THREADS, "--quiet", "--save", tmp_path / "own.jsonl"]
     assert kvedge(*own).code == 0
     data.write_text(json.dumps({"question": "What is it?", "answer": "blue"}) + "\n")
     kvedge(*own, "--resume").failed(2, "d:1 was another one")
@@ -231,14 +231,16 @@ def test_a_header_of_another_model_is_refused(tmp_path):
 def test_tables(kvedge, native, tmp_path):
     save = tmp_path / "r.jsonl"
     arguments = command(save, "--resume", tasks="colour,code/2", samples=3)
-    md, data, flat = (kvedge(*arguments, "-o", form) for form in ("md", "json", "csv"))
-    assert md.code == data.code == flat.code == 0
+    table = tmp_path / "table.csv"
+    md, data, flat = (kvedge(*arguments, *more) for more in ([], ["--json"], ["--output", table]))
+    assert md.code == data.code == flat.code == 0 and flat.out == ""
+    kvedge(*arguments, "--output", tmp_path / "table.xls").failed(2, ".csv")
     rows = data.json["rows"]
     assert {(r["method"], r["budget"]) for r in rows} == {
         ("full", 1.0), ("lookm", 0.5), ("lookm", 0.1), ("snapkv", 0.5), ("snapkv", 0.1)
     }  # fmt: skip
     assert {r["task"] for r in rows} == {"colour", "code/2", "all"} and all(r["samples"] in (3, 6) for r in rows)
-    listed = list(csv.DictReader(io.StringIO(flat.out)))
+    listed = list(csv.DictReader(io.StringIO(table.read_text())))
     assert [(r["method"], r["task"], float(r["ppl"])) for r in listed] == [
         (r["method"], r["task"], pytest.approx(r["ppl"])) for r in rows
     ]
@@ -265,7 +267,7 @@ def test_data_sets_and_plans_from_files(kvedge, tiny, picture_file, native, tmp_
     data.write_text(json.dumps(sample) + "\n")
     plan = tmp_path / "mine.json"
     plan.write_text(pykvedge.plan("mixkv", 0.3, reducer="pivotal", allocator="ada").to_json())
-    done = kvedge("eval", *llava.arguments(), data, "--methods", "full", "--plan", plan, "-o", "json")
+    done = kvedge("eval", *llava.arguments(), data, "--method", "full", "--plan", plan, "--json")
     assert done.code == 0, done
     assert [(r["method"], r["budget"], r["task"]) for r in done.json["rows"]] == [
         ("full", 1.0, "d"), ("full", 1.0, "all"), ("mine", 0.3, "d"), ("mine", 0.3, "all")
@@ -292,7 +294,7 @@ def test_samples_and_methods_that_fail_are_left_out(kvedge, tiny, native, tmp_pa
     data.write_text("\n".join(json.dumps(x) for x in (good, {**good, "question": "a b " * 400}, good)))
     plan = tmp_path / "greedy.json"
     plan.write_text(pykvedge.plan("h2o", 0.1, recent=30).to_json())
-    done = kvedge("eval", *model.arguments(), data, "--methods", "h2o", "--plan", plan, "-o", "json")
+    done = kvedge("eval", *model.arguments(), data, "--method", "h2o", "--plan", plan, "--json")
     assert done.code == 1
     assert {(r["method"], r["samples"]) for r in done.json["rows"]} == {("full", 2), ("h2o", 2)}
     assert [line.split(":")[0] for line in done.json["left_out"]] == ["greedy at 0.1 left out", "d"]
@@ -302,7 +304,7 @@ def test_samples_and_methods_that_fail_are_left_out(kvedge, tiny, native, tmp_pa
 def test_models_that_cannot_be_compressed_are_measured_as_they_are(kvedge, tiny, native, tmp_path):
     data = tmp_path / "d.jsonl"
     data.write_text(json.dumps({"question": "x", "answer": "y", "max_tokens": 3}) + "\n")
-    done = kvedge("eval", *tiny("mamba").arguments(), data, "--methods", "h2o,snapkv", "-o", "json")
+    done = kvedge("eval", *tiny("mamba").arguments(), data, "--method", "h2o,snapkv", "--json")
     assert done.code == 1 and {r["method"] for r in done.json["rows"]} == {"full"}
     assert [line.partition(" left out: ")[0] for line in done.json["left_out"]] == ["h2o at 0.2", "snapkv at 0.2"]
 
@@ -332,11 +334,11 @@ def test_bad_input(kvedge, tiny, native, tmp_path):
     broken.write_text("".join(json.dumps(line) + "\n" for line in lines))
     kvedge("eval", *llama, broken).failed(2, "broken.jsonl line 17", "none.png does not exist")
     kvedge("eval", "--tasks", "colours").failed(2, "unknown task 'colours'; did you mean 'colour'?")
-    kvedge("eval", "--methods", "lokm").failed(2, "unknown method 'lokm'; did you mean 'lookm'?")
-    kvedge("eval", "--budgets", "0").failed(2, "budget must be at least 1")
-    kvedge("eval", "--budgets", "0.2,0.2,0.20").failed(2, "asked for twice")
+    kvedge("eval", "--method", "lokm").failed(2, "unknown method 'lokm'; did you mean 'lookm'?")
+    kvedge("eval", "--budget", "0").failed(2, "budget must be at least 1")
+    kvedge("eval", "--budget", "0.2,0.2,0.20").failed(2, "asked for twice")
     kvedge("eval", "--metrics", "bleu").failed(2, "unknown metric 'bleu'")
-    kvedge("eval", "--methods", ",").failed(2, "--methods is empty")
+    kvedge("eval", "--method", ",").failed(2, "--method is empty")
     kvedge("eval", "--resume").failed(2, "--resume needs")
     kvedge("eval", "--model", "none.gguf").failed(2, "none.gguf does not exist")
     kvedge("eval", "--samples", "0").failed(2, "--samples must be at least 1")
@@ -360,7 +362,7 @@ def test_output_that_cannot_be_written_is_one_line(environment, tiny, native, tm
         "eval",
         *tiny("llama").arguments(),
         data,
-        "--methods",
+        "--method",
         "full",
         "--quiet",
     ]

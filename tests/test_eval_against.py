@@ -61,15 +61,15 @@ def test_samples_that_the_base_lacks_leave_the_interval_out():
 
 
 def test_the_command(kvedge, native, tmp_path):
-    common = ["eval", "--tasks", "colour", "--samples", 5, "--budgets", "0.5,0.1", "--threads", THREADS, "--quiet",
-              "--save", tmp_path / "r.jsonl", "--resume", "--methods", "mixkv,snapkv"]  # fmt: skip
+    common = ["eval", "--tasks", "colour", "--samples", 5, "--budget", "0.5,0.1", "--threads", THREADS, "--quiet",
+              "--save", tmp_path / "r.jsonl", "--resume", "--method", "mixkv,snapkv"]  # fmt: skip
     done = kvedge(*common, "--against", "snapkv")
     assert done.code == 0 and "95 % intervals of the difference to snapkv at the same budget" in done.out
-    asked = kvedge(*common, "--against", "snapkv", "-o", "json").json
+    asked = kvedge(*common, "--against", "snapkv", "--json").json
     assert asked["against"] == "snapkv"
     changes = {(r["method"], r["budget"]): r["kld_change"] for r in asked["rows"] if r["task"] == "all"}
     assert changes["mixkv", 0.1] and changes["mixkv", 0.5] and not changes["snapkv", 0.1] and not changes["full", 1.0]
-    against_full = kvedge(*common, "-o", "json").json
+    against_full = kvedge(*common, "--json").json
     assert against_full["against"] == "full"
     assert all(r["kld_change"] for r in against_full["rows"] if r["method"] != "full")
 
@@ -77,8 +77,8 @@ def test_the_command(kvedge, native, tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--methods", "mixkv", "--against", "snapkv"], "--against snapkv: it is not measured; add it to --methods"),
-        (["--methods", "mixkv", "--against", "nothing"], "--against nothing: it is not measured"),
+        (["--method", "mixkv", "--against", "snapkv"], "--against snapkv: it is not measured; add it to --method"),
+        (["--method", "mixkv", "--against", "nothing"], "--against nothing: it is not measured"),
     ],
 )
 def test_what_is_not_measured_is_no_base(kvedge, native, options, words):
@@ -90,6 +90,6 @@ def test_a_plan_with_a_budget_of_its_own_has_no_partner(kvedge, native, tmp_path
     plan = tmp_path / "mine.json"
     plan.write_text(pykvedge.plan("h2o", 0.3).to_json())
     done = kvedge(
-        "eval", "--tasks", "colour", "--samples", 1, "--methods", "snapkv", "--plan", plan, "--against", "snapkv"
+        "eval", "--tasks", "colour", "--samples", 1, "--method", "snapkv", "--plan", plan, "--against", "snapkv"
     )
     assert done.code == 2 and "--against snapkv: it is not measured at 0.3, as mine is" in done.err

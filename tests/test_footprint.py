@@ -69,7 +69,7 @@ def test_the_peak_is_the_measured_one(tiny, kvedge, method, weight):
     model = tiny("llama", n_layers=4, n_heads=8, n_heads_kv=8, head_size=128, weight=weight)
     options = ["--method", method, "--budget", "0.2" if method == "h2o" else "1.0", "--json", "--threads", 1]
     run = kvedge("chat", "--model", model.model, *options, "--max-tokens", 2, stdin="ab cd " * 400).json
-    plan = kvedge("plan", model.model, *options, "--text", run["tokens"]["prompt"]).json["bytes"]
+    plan = kvedge("fit", model.model, *options, "--text", run["tokens"]["prompt"]).json["bytes"]
     assert plan["peak_prefill"] == pytest.approx(run["rss"]["peak_bytes"], rel=0.05)
     assert plan["after_compression"] == pytest.approx(run["rss"]["after_compress_bytes"], rel=0.05)
     assert plan["kv_prompt"] == pytest.approx(run["kv"]["full_bytes"], rel=0.01)
@@ -129,25 +129,25 @@ def test_what_amx_copies_is_what_ggml_says(tiny, weight):
 def test_the_program_says_whether_it_fits(kvedge, tiny):
     model = tiny("qwen2vl")
     options = [model.model, "--mmproj", model.mmproj, "--images", 3, "--image-size", "300x200", "--ctx", 2048]
-    done = kvedge("plan", *options)
+    done = kvedge("fit", *options)
     assert done.code == 0 and "it fits" in done.out and "peak" in done.out and "3 images of" in done.out
-    data = kvedge("plan", *options, "--json").json
+    data = kvedge("fit", *options, "--json").json
     assert data["fits"] is True and data["bytes"]["n_ctx"] == 2048
     assert data["bytes"]["prompt_tokens"] == 64 + 3 * data["image_tokens"]
-    tight = kvedge("plan", *options, "--text", 10**8, "--json").json
+    tight = kvedge("fit", *options, "--text", 10**8, "--json").json
     assert tight["fits"] is False
-    demo = kvedge("plan", "--json").json
+    demo = kvedge("fit", "--json").json
     assert demo["image_tokens"] == 144 and demo["most_images"]["one_per_message"] > demo["most_images"]["stock"]
 
 
 def test_plans_that_make_no_sense(kvedge, tiny, tmp_path):
     model = tiny("llava")
-    kvedge("plan", tmp_path / "no.gguf").failed(1, "does not exist")
-    kvedge("plan", model.model, "--images", 2).failed(2, "--mmproj")
-    kvedge("plan", model.model, "--image-size", "big").failed(2, "--image-size", "big")
-    kvedge("plan", model.model, "--image-size", "0x5").failed(2, "--image-size")
-    kvedge("plan", model.model, "--method", "loookm").failed(2, "did you mean 'lookm'")
-    kvedge("plan", model.model, "--budget", "2.5").failed(2, "budget")
-    kvedge("plan", model.model, "--kv-type", "q9").failed(2, "kv_type")
-    kvedge("plan", model.model, "--text", "0").failed(2, "--text")
-    kvedge("plan", model.mmproj).failed(1, "image encoder")
+    kvedge("fit", tmp_path / "no.gguf").failed(1, "does not exist")
+    kvedge("fit", model.model, "--images", 2).failed(2, "--mmproj")
+    kvedge("fit", model.model, "--image-size", "big").failed(2, "--image-size", "big")
+    kvedge("fit", model.model, "--image-size", "0x5").failed(2, "--image-size")
+    kvedge("fit", model.model, "--method", "loookm").failed(2, "did you mean 'lookm'")
+    kvedge("fit", model.model, "--budget", "2.5").failed(2, "budget")
+    kvedge("fit", model.model, "--kv-type", "q9").failed(2, "kv_type")
+    kvedge("fit", model.model, "--text", "0").failed(2, "--text")
+    kvedge("fit", model.mmproj).failed(1, "image encoder")

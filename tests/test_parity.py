@@ -15,7 +15,7 @@ from arrays import LAYOUTS, prompt
 import pykvedge
 from pykvedge.lab.checks import rules
 from pykvedge.plans.registry import STAGES, members
-from pykvedge.runtime.native_plan import plan_budget
+from pykvedge.runtime.native_plan import plan_budget, score_bytes
 
 SCORERS, REDUCERS = list(members("scorer")), list(members("reducer"))
 HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
@@ -42,6 +42,26 @@ def test_both_sides_round_budgets_alike(native, ratio):
     plan = pykvedge.plan("h2o", ratio)
     for n_tokens in (0, 1, 2, 3, 9, 10, 19, 20, 35, 50, 100, 240, 599, 600, 4096):
         assert plan_budget(plan, n_tokens) == plan.count(n_tokens)
+
+
+def test_a_later_message_keeps_a_share_but_at_least_32_tokens(native):
+    for n_tokens, kept in ((0, 0), (1, 1), (31, 31), (33, 32), (159, 32), (160, 32), (165, 33), (4096, 819)):
+        assert plan_budget(pykvedge.plan("h2o", 0.2), n_tokens, later=True) == kept
+        assert plan_budget(pykvedge.plan("h2o", 10), n_tokens, later=True) == min(n_tokens, 10)  # a number is a number
+
+
+def test_what_is_gathered_of_a_prompt_is_what_the_stages_look_at(native):
+    layers = [(4, 2, 8)] * 3  # query heads, KV heads, head size
+    pairs = 3 * 2 * 100
+    for settings, expected in (
+        ({"scorer": "knorm"}, 4 * pairs),  # scores alone
+        ({"scorer": "cumulative"}, (4 + 8) * pairs),
+        ({"scorer": "mean"}, (4 + 16) * pairs),
+        ({"scorer": "window", "scorer.window": 10}, 4 * pairs + 3 * 10 * 4 * 8 * 4),
+        ({"scorer": "knorm", "decode": "heavy-hitter"}, (4 + 8) * pairs),
+    ):
+        assert score_bytes(pykvedge.plan("h2o", 0.2, **settings), 100, layers) == expected
+    assert score_bytes(pykvedge.plan("full"), 100, layers) == 0
 
 
 @pytest.mark.parametrize("heads", HEADS)

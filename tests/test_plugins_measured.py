@@ -23,7 +23,7 @@ def latest(layer, settings):
 pykvedge.preset("latest-merged", scorer="latest", reducer="pivotal")
 pykvedge.preset("two", scorer="window", **{"scorer.window": 8})
 """
-DEMO = ["eval", "--tasks", "code", "--samples", 3, "--budgets", "0.2", "--threads", THREADS, "--quiet"]
+DEMO = ["eval", "--tasks", "code", "--samples", 3, "--budget", "0.2", "--threads", THREADS, "--quiet"]
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_eval_measures_what_a_plugin_says(kvedge, native, write, tmp_path):
     last = tmp_path / "last.json"
     last.write_text(pykvedge.plan("streaming-llm", 0.2, sinks=0).to_json())
     plans = ["--plan", same, "--plan", last]
-    done = kvedge(*DEMO, "--plugin", write(LAST), "--methods", "latest,latest-merged,two", *plans, "-o", "json")
+    done = kvedge(*DEMO, "--plugin", write(LAST), "--method", "latest,latest-merged,two", *plans, "--json")
     assert done.code == 0 and "a plugin may print" in done.err, done
     rows = rows_of(done)
     assert set(rows) == {("full", 1.0), *((m, 0.2) for m in ("latest", "latest-merged", "two", "window-8", "last"))}
@@ -58,13 +58,13 @@ def test_eval_measures_what_a_plugin_says(kvedge, native, write, tmp_path):
 
 def test_own_allocators_and_reducers_in_eval_and_bench(kvedge, tiny, native, sentences):
     """`all` has the methods of plugins, and stages of a plan's own are found."""
-    own = ["--plugin", EXAMPLES / "pictures.py", "--methods", "pictures,rising,blend"]
+    own = ["--plugin", EXAMPLES / "pictures.py", "--method", "pictures,rising,blend"]
     llama = tiny("llama").arguments()
-    done = kvedge("eval", *llama, sentences, *own, "--budgets", "0.5", "-o", "json")
+    done = kvedge("eval", *llama, sentences, *own, "--budget", "0.5", "--json")
     assert done.code == 0, done
     assert {m for m, _ in rows_of(done)} == {"full", "pictures", "rising", "blend"}
     assert len({round(rows_of(done)[m, 0.5]["kld"], 9) for m in ("pictures", "rising", "blend")}) == 3
-    short = ["--tokens", 40, "--repeat", 1, "--generate", 2, "--budgets", "0.5", "-o", "json", "--quiet"]
+    short = ["--tokens", 40, "--repeat", 1, "--generate", 2, "--budget", "0.5", "--json", "--quiet"]
     done = kvedge("bench", *llama, *own, *short)
     assert done.code == 0, done
     kept = {r["variant"]: r["kv_kept_bytes"] / r["kv_full_bytes"] for r in done.json["rows"] if r["variant"] != "stock"}
@@ -72,14 +72,14 @@ def test_own_allocators_and_reducers_in_eval_and_bench(kvedge, tiny, native, sen
 
 
 def test_all_includes_what_plugins_brought(kvedge, tiny, native, sentences, write):
-    done = kvedge("eval", *tiny("llama").arguments(), sentences, "--plugin", write(LAST), "--methods", "all",
-                  "--metrics", "kld", "-o", "json")  # fmt: skip
+    done = kvedge("eval", *tiny("llama").arguments(), sentences, "--plugin", write(LAST), "--method", "all",
+                  "--metrics", "kld", "--json")  # fmt: skip
     assert {"latest", "latest-merged", "two", "snapkv", "full"} <= {m for m, _ in rows_of(done)}
 
 
 def test_a_plugin_that_fails_is_left_out_and_said(kvedge, tiny, native, sentences, write):
     plugin = write(LAST.replace("    return", "    return 1 / 0 +"))
-    options = ["--plugin", plugin, "--methods", "h2o,latest", "--budgets", "0.5", "-o", "json", "--quiet"]
+    options = ["--plugin", plugin, "--method", "h2o,latest", "--budget", "0.5", "--json", "--quiet"]
     done = kvedge("eval", *tiny("llama").arguments(), sentences, *options)
     assert done.code == 1 and {m for m, _ in rows_of(done)} == {"full", "h2o"}
     assert [line.partition(": ")[0] for line in done.json["left_out"]] == ["latest at 0.5 left out"]
@@ -94,14 +94,14 @@ def test_wrong_files_and_names(kvedge, write, tmp_path):
     for command in ("eval", "bench"):
         kvedge(command, "--plugin", tmp_path / "none.py").failed(1, "none.py does not exist")
         kvedge(command, "--plugin", write("x = 1", "empty.py")).failed(1, "registers no scorer")
-        kvedge(command, "--plugin", write(LAST), "--methods", "latets").failed(2, "did you mean 'latest'")
+        kvedge(command, "--plugin", write(LAST), "--method", "latets").failed(2, "did you mean 'latest'")
 
 
 def test_results_of_another_version_of_a_plugin_or_plan_are_not_gone_on_with(kvedge, native, write, tmp_path):
     """A name says nothing about what was measured under it."""
     save, plan = tmp_path / "r.jsonl", tmp_path / "mine.json"
     plan.write_text(pykvedge.plan("snapkv", 0.3).to_json())
-    few = [*DEMO, "--plugin", write(LAST), "--methods", "latest,two", "--plan", plan, "--save", save]
+    few = [*DEMO, "--plugin", write(LAST), "--method", "latest,two", "--plan", plan, "--save", save]
     assert kvedge(*few).code == 0
     before = save.read_bytes()
     assert kvedge(*few, "--resume").code == 0 and save.read_bytes() == before
@@ -121,7 +121,7 @@ def test_the_methods_of_the_results_pages_exist():
     own = set(plugin_files.load_file(folder / "tables.py"))
     named = set()
     for page in folder.glob("*.md"):
-        for listed in re.findall(r"(?:--methods |^    [A-Z]=)(\S+)", page.read_text(encoding="utf-8"), re.MULTILINE):
+        for listed in re.findall(r"(?:--method |^    [A-Z]=)(\S+)", page.read_text(encoding="utf-8"), re.MULTILINE):
             named |= {name for name in listed.split(",") if re.fullmatch(r"[a-z][a-z0-9-]*", name) and name != "all"}
     assert len(named) > 20 and own <= named
     for name in named:

@@ -81,9 +81,8 @@ class Attachment:
         kv_type = _kv_type(llm)
         self._cache = libkvedge.Cache(llm.ctx, plan, kv_type, auto_compress=True, profiles=self._given)
         self._quantised = kv_type.quantised
-        self._in_force = plan  # or what becomes of it for a later message
         self._history = History()
-        self._sampled = self._prompting = False
+        self._sampled = False
         self._inner = {name: getattr(llm, name) for name in WRAPPED if hasattr(llm, name)}
         for name in self._inner:
             setattr(llm, name, getattr(self, f"_wrapped_{name}"))
@@ -165,9 +164,6 @@ class Attachment:
         n_before = self._llm.n_tokens
         if n_before == 0 and not self._history.knows(0):
             self._history.clear(self._is_uncut(self.plan))
-        if generates and self._prompting:
-            self._choose_plan()
-        self._prompting = not generates and (self._prompting or len(tokens) > 0)
         self._cache.set_auto_compress(generates)
         try:
             self._inner["eval"](tokens)
@@ -182,14 +178,6 @@ class Attachment:
         finally:
             self._sampled = False
             self._cache.set_auto_compress(True)
-
-    def _choose_plan(self) -> None:
-        """A prompt is about to be compressed: a short message that follows another keeps more of itself."""
-        stats = self._cache.stats()
-        plan = self.plan.for_later(stats.n_pending) if stats.n_compressions else self.plan
-        if plan != self._in_force:
-            self._cache.set_plan(plan, self._given)
-            self._in_force = plan
 
     # ---------------------------------------------------------------------------------------------------
 
@@ -209,7 +197,7 @@ class Attachment:
         plan = _plan(method, budget, settings)
         given = self._tables(plan, spare=True)
         self._cache.set_plan(plan, given)
-        self.plan = self._in_force = plan
+        self.plan = plan
         self._given = given
         self._history.uncut = self._history.uncut and self._is_uncut(plan)
 

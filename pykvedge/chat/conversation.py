@@ -17,7 +17,7 @@ from pykvedge.models.vision import ImagePiece, Piece, TextPiece, Vision
 from pykvedge.native import memory
 from pykvedge.native.guard import Guard, Stop
 from pykvedge.plans.plan import Plan
-from pykvedge.runtime import pace, stream
+from pykvedge.runtime import native_plan, stream
 from pykvedge.runtime.engine import Engine
 from pykvedge.runtime.report import Report, Tokens
 from pykvedge.runtime.settings import Settings
@@ -143,7 +143,7 @@ class Conversation:
 
     def check_stream(self, plan: Plan) -> None:
         if self.settings.stream:
-            pace.check(plan)
+            native_plan.check_stream(plan)
 
     def _pieces(self) -> list[Piece]:
         if not self.in_cache:

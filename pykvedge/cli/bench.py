@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 import sys
 import threading
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from pykvedge.cli.chat import model_files, plugin_option, positive
+from pykvedge.cli import options
+from pykvedge.cli.options import listed, model_files, option, positive
 from pykvedge.errors import UsageError
-from pykvedge.plans.plugin_files import load_file
 from pykvedge.plans.presets import methods as method_names
 from pykvedge.plans.presets import plan as make_plan
 
@@ -23,70 +22,39 @@ OUTPUTS = ("md", "csv", "json", "jsonl")
 DEFAULTS = {"budgets": "0.5,0.2", "tokens": "64", "images": "2,8", "repeat": 5, "generate": 32}
 FILL_S = 10.0  # rounds of less than this are repeated beyond their number
 QUICK = {"budgets": "0.2", "tokens": "64", "images": "8", "repeat": 3, "generate": 16}
-_PATH = click.Path(path_type=Path)
 
 
 @click.command()
-@click.option("--quick", is_flag=True, help="One prompt, one budget, fewer rounds.")
-@click.option(
-    "--model",
-    "models",
-    type=_PATH,
-    multiple=True,
-    metavar="FILE.gguf",
-    help="Repeatable. Default: the packaged demo model.",
-)
-@click.option(
-    "--mmproj",
-    "mmprojs",
-    type=_PATH,
-    multiple=True,
-    metavar="FILE.gguf",
-    help="The image encoder of each --model, in the same order; '-' for a model without.",
-)
-@click.option(
-    "--methods",
-    default="lookm,mixkv,elastic,flashcache,prefixkv",
-    show_default=True,
-    metavar="A,B",
-    help="See `kvedge methods`, or all. `full` and stock llama.cpp are always measured.",
-)
-@plugin_option
-@click.option("--budgets", metavar="A,B", help=f"Default {DEFAULTS['budgets']}, quick {QUICK['budgets']}.")
-@click.option("--tokens", metavar="N,M", help=f"Text tokens of each prompt. Default {DEFAULTS['tokens']}.")
-@click.option(
-    "--images",
-    metavar="N,M",
-    help=f"Images of each prompt. Default {DEFAULTS['images']}, 0 without --mmproj; quick {QUICK['images']}.",
-)
-@click.option("--image-size", default="336x336", show_default=True, metavar="WxH", help="Pixels.")
-@click.option("--kv-types", default="f16", show_default=True, metavar="A,B", help="Storage types; stock uses f16.")
-@click.option(
-    "--repeat",
-    type=int,
-    metavar="N",
-    help=f"Rounds. Default {DEFAULTS['repeat']}, quick {QUICK['repeat']}; short ones fill {FILL_S:.0f} s a prompt.",
-)
-@click.option(
-    "--generate",
-    type=int,
-    metavar="N",
-    help=f"Tokens in each round. Default {DEFAULTS['generate']}, quick {QUICK['generate']}.",
-)
-@click.option("--threads", type=int, metavar="N", help="Default: one per physical core.")
-@click.option("--gpu-layers", type=int, metavar="N", help="Layers on the GPU, -1 for all.")
-@click.option("--output", "-o", type=click.Choice(OUTPUTS), default="md", show_default=True, help="Form of the table.")
-@click.option(
-    "--save", type=_PATH, metavar="FILE.jsonl", help="Keep every repetition, one line each, as it is measured."
-)
-@click.option("--plot", type=_PATH, metavar="FILE", help="A picture: .svg, .html, or .png with matplotlib.")
-@click.option(
-    "--memory-plot",
-    type=_PATH,
-    metavar="FILE",
-    help="Memory over time, encoding to decoding, stock beside each method: one more run of each; needs matplotlib.",
-)
-@click.option("--quiet", is_flag=True, help="No progress on stderr.")  # fmt: skip
+@options.taking(
+    option("--quick", is_flag=True, help="One prompt, one budget, fewer rounds."),
+    options.MODELS,
+    options.MMPROJS,
+    options.METHOD_LIST,
+    options.BUDGET_LIST,
+    options.PLUGIN,
+    option("--tokens", metavar="N,M", help=f"Text tokens of each prompt. Default {DEFAULTS['tokens']}."),
+    option("--images", metavar="N,M",
+           help=f"Images of each prompt. Default {DEFAULTS['images']}, 0 without --mmproj; quick {QUICK['images']}."),
+    option("--image-size", default="336x336", show_default=True, metavar="WxH", help="Pixels."),
+    option("--kv-type", "kv_types", default="f16", show_default=True, metavar="A,B",
+           help="Storage types; stock uses f16."),
+    option("--repeat", type=int, metavar="N",
+           help=f"Rounds. Default {DEFAULTS['repeat']}, quick {QUICK['repeat']}; short ones fill {FILL_S:.0f} s a "
+                "prompt."),
+    option("--generate", type=int, metavar="N",
+           help=f"Tokens in each round. Default {DEFAULTS['generate']}, quick {QUICK['generate']}."),
+    options.THREADS,
+    options.GPU_LAYERS,
+    options.output("Where the table goes instead of stdout: .md, .csv, .json or .jsonl.", metavar="FILE"),
+    options.JSON,
+    option("--save", type=options.PATH, metavar="FILE.jsonl",
+           help="Keep every repetition, one line each, as it is measured."),
+    option("--plot", type=options.PATH, metavar="FILE", help="A picture: .svg, .html, or .png with matplotlib."),
+    option("--memory-plot", type=options.PATH, metavar="FILE",
+           help="Memory over time, encoding to decoding, stock beside each method: one more run of each; needs "
+                "matplotlib."),
+    options.QUIET,
+)  # fmt: skip
 def bench(**given: Any) -> None:
     """Measure speed and memory on this machine: methods beside stock llama.cpp, in one run.
 
@@ -96,9 +64,9 @@ def bench(**given: Any) -> None:
     \b
     Examples:
       kvedge bench --quick                    two minutes at most, on the demo model
-      kvedge bench --model m.gguf --mmproj mm.gguf --images 1,4 --methods lookm,mixkv --plot bench.svg
-      kvedge bench --plugin mine.py --methods snapkv,mine
-      kvedge bench --model m.gguf --tokens 512,2560,8192 --budgets 0.2 -o csv > speed.csv
+      kvedge bench --model m.gguf --mmproj mm.gguf --images 1,4 --method lookm,mixkv --plot bench.svg
+      kvedge bench --plugin mine.py --method snapkv,mine
+      kvedge bench --model m.gguf --tokens 512,2560,8192 --budget 0.2 --output speed.csv
 
     Exit code: 0, or 1 if something was left out (stderr says what), or 130 after Ctrl-C; both print the table.
     """
@@ -106,38 +74,30 @@ def bench(**given: Any) -> None:
 
 
 def _run(given: dict[str, Any]) -> int:
-    from pykvedge.cli.display import Display
     from pykvedge.lab import drawing
     from pykvedge.lab.bench import plot
     from pykvedge.lab.bench.runner import Log, Outcome, run
     from pykvedge.lab.jsonlines import SaveError
-    from pykvedge.lab.progress import Countdown
+    from pykvedge.lab.progress import Display
     from pykvedge.runtime.interrupt import as_event
 
-    for file in given["plugins"]:
-        load_file(file)
+    options.load_plugins(given)
+    options.check_table(given["output"], OUTPUTS)
     matrix = _matrix(given)
     if given["plot"] is not None:
         plot.check(given["plot"])
     if given["memory_plot"] is not None:
         drawing.check("--memory-plot", given["memory_plot"])
     log, outcome, failure = Log(given["save"]), Outcome(), None
-    loud = not given["quiet"]
-    display, countdown = Display(enabled=loud), Countdown(matrix.steps, enabled=loud)
-
-    def loading(what: str, share: float) -> None:
-        display(what, share)
-        if share >= 1.0:
-            display.done()
+    display = Display(enabled=not given["quiet"], steps=matrix.steps)
 
     try:
         with as_event(threading.Event()) as cancel:
-            run(matrix, log, outcome, loading, countdown, cancel)
+            run(matrix, log, outcome, display, cancel)
     except SaveError as error:
         failure = error
     finally:
         display.done()
-        countdown.clear()
         log.close()
     _print(outcome, given)
     if failure is not None:
@@ -155,9 +115,7 @@ def _print(outcome: Any, given: dict[str, Any]) -> None:
         "json": lambda: table.as_json(made, outcome),
         "jsonl": lambda: table.as_jsonl(made),
     }
-    text = forms[given["output"]]()
-    if text:
-        click.echo(text)
+    options.write_table(given, forms)
     for warning in table.warnings(made):
         click.echo(f"kvedge: warning: {warning}", err=True)
     if given["plot"] is not None and made:
@@ -202,16 +160,9 @@ def _models(given: dict[str, Any]) -> list[ModelFiles]:
     return [ModelFiles(m.expanduser(), p.expanduser() if p and str(p) != "-" else None) for m, p in pairs]
 
 
-def _listed(option: str, text: str) -> list[str]:
-    names = list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
-    if not names:
-        raise UsageError(f"{option} is empty; name at least one")
-    return names
-
-
 def _numbers(option: str, text: str, least: int) -> list[int]:
     out = []
-    for part in _listed(option, text):
+    for part in listed(option, text):
         if not re.fullmatch(r"\d{1,9}", part) or int(part) < least:
             raise UsageError(f"{option} takes numbers from {least}, not '{part}'")
         out.append(int(part))
@@ -233,14 +184,14 @@ def _variants(given: dict[str, Any], budgets: str) -> list[Variant]:
     from pykvedge.lab.bench.matrix import Variant
     from pykvedge.plans.kvtypes import KvType
 
-    names = _listed("--methods", given["methods"])
+    names = listed("--method", given["methods"])
     names = method_names() if names == ["all"] else ["full", *(name for name in names if name != "full")]
-    types = _listed("--kv-types", given["kv_types"])
+    types = listed("--kv-type", given["kv_types"])
     for name in types:
         KvType.parse(name)
     out = []
     for kv_type in types:
         for name in names:
-            for budget in [None] if name == "full" else _listed("--budgets", budgets):
+            for budget in [None] if name == "full" else listed("--budget", budgets):
                 out.append(Variant(name, make_plan(name, budget), kv_type))
     return out

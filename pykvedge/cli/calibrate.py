@@ -7,12 +7,12 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from pykvedge.cli.chat import model_files
+from pykvedge.cli import options
+from pykvedge.cli.options import option
 from pykvedge.errors import UsageError, unknown
 
 if TYPE_CHECKING:
@@ -23,25 +23,19 @@ if TYPE_CHECKING:
     from pykvedge.plans.profile import Profile
 
 KINDS = {"visual": "visual-heads", "retrieval": "retrieval-heads", "redundancy": "key-redundancy"}
-_PATH = click.Path(path_type=Path)
 _OPTIONS = (
-    click.option("--model", type=_PATH, metavar="FILE.gguf",
-                 help="The language model. Default: the packaged demo model."),
-    click.option("--mmproj", type=_PATH, metavar="FILE.gguf", help="The image encoder that belongs to the model."),
-    click.option("--data", type=_PATH, metavar="FILE.jsonl", help="Your own samples. Default: scenes drawn by kvedge."),
-    click.option("--output", type=_PATH, metavar="FILE.json",
-                 help="Where the profile goes. Default: where `kvedge chat` finds it by itself."),
-    click.option("--threads", type=int, default=0, metavar="N", help="Default: one per physical core."),
-    click.option("--gpu-layers", type=int, metavar="N", help="Layers on the GPU, -1 for all."),
-    click.option("--json", "as_json", is_flag=True, help="Print one JSON object: the file's place, the profile."),
-    click.option("--quiet", is_flag=True, help="No progress on stderr."),
-)  # fmt: skip
-
-
-def _with_options(command: Any) -> Any:
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
+    options.MODEL,
+    options.MMPROJ,
+    option(
+        "--data", type=options.PATH, metavar="FILE.jsonl", help="Your own samples. Default: scenes drawn by kvedge."
+    ),
+    options.output("Where the profile goes. Default: where `kvedge chat` finds it by itself.", metavar="FILE.json"),
+    options.CTX,
+    options.THREADS,
+    options.GPU_LAYERS,
+    options.JSON,
+    options.QUIET,
+)
 
 
 @click.group()
@@ -65,7 +59,7 @@ def calibrate() -> None:
     help="visual: for sparsemm; retrieval: for headkv; redundancy: for mixkv with scorer.source=profile.",
 )
 @click.option("--samples", type=int, default=50, show_default=True, metavar="N", help="Prompts to watch, at most.")
-@_with_options
+@options.taking(*_OPTIONS)
 def heads(kind: str, samples: int, **given: Any) -> None:
     """Find the heads that look at what an answer is read from, or whose keys are alike.
 
@@ -110,10 +104,11 @@ def heads(kind: str, samples: int, **given: Any) -> None:
 
 @calibrate.command()
 @click.option(
-    "--budgets",
+    "--budget",
+    "budgets",
     default="0.1,0.2,0.3,0.5,0.7",
     show_default=True,
-    metavar="LIST",
+    metavar="A,B",
     help="Shares of the prompt to search for; between them the shares are interpolated.",
 )
 @click.option(
@@ -124,7 +119,7 @@ def heads(kind: str, samples: int, **given: Any) -> None:
     metavar="N",
     help="Prompts to search, at most; each is read once a budget.",
 )
-@_with_options
+@options.taking(*_OPTIONS)
 def prefix(budgets: str, samples: int, **given: Any) -> None:
     """Find how many tokens each layer keeps with PrefixKV.
 
@@ -139,7 +134,7 @@ def prefix(budgets: str, samples: int, **given: Any) -> None:
     \b
     Examples:
       kvedge calibrate prefix
-      kvedge calibrate prefix --model m.gguf --mmproj mm.gguf --data prompts.jsonl --budgets 0.1,0.2
+      kvedge calibrate prefix --model m.gguf --mmproj mm.gguf --data prompts.jsonl --budget 0.1,0.2
       kvedge chat ... --method prefixkv --set allocator.source=profile "What is this?"
     """
     shares = _budgets(budgets)
@@ -149,7 +144,7 @@ def prefix(budgets: str, samples: int, **given: Any) -> None:
     check_budgets(shares)
     with _session(given, plan("full")) as (session, display, cancel):
         values, used = kept_shares(session, shares, _samples(given, "prefix"), _count(samples), display, cancel)
-    command = f"kvedge calibrate prefix --budgets {','.join(f'{b:g}' for b in shares)} --samples {samples}"
+    command = f"kvedge calibrate prefix --budget {','.join(f'{b:g}' for b in shares)} --samples {samples}"
     made = {"command": command, "data": _data_name(given), "method": "prefixkv"}
     _deliver(given, session, "prefix", values, tuple(shares), used, made)
 
@@ -161,7 +156,7 @@ def _budgets(text: str) -> list[float]:
     try:
         return [float(x) for x in text.split(",")]
     except ValueError:
-        raise UsageError(f"--budgets takes shares like 0.1,0.2,0.5, not '{text}'") from None
+        raise UsageError(f"--budget takes shares like 0.1,0.2,0.5, not '{text}'") from None
 
 
 def _count(samples: int) -> int:
@@ -184,15 +179,14 @@ def _samples(given: dict[str, Any], kind: str) -> Iterable[Labelled]:
 def _session(given: dict[str, Any], plan: Any) -> Iterator[tuple[Session, Any, threading.Event]]:
     """A session in which Ctrl-C asks for an end: nothing is written then."""
     from pykvedge.chat.session import Session
-    from pykvedge.cli.display import Display
+    from pykvedge.lab.progress import Display
     from pykvedge.runtime.interrupt import CancelledError, as_event
 
-    model, mmproj = model_files(given["model"], given["mmproj"])
+    model, mmproj = options.model_files(given["model"], given["mmproj"])
     display = Display(enabled=not given["quiet"])
     with as_event(threading.Event()) as cancel:
         try:
-            settings = {"threads": given["threads"], "gpu_layers": given["gpu_layers"]}
-            with Session(model, mmproj, plan, progress=display, cancel=cancel, **settings) as session:
+            with Session(model, mmproj, plan, progress=display, cancel=cancel, **options.running(given)) as session:
                 yield session, display, cancel
         except CancelledError:
             print("kvedge: stopped; no profile was written", file=sys.stderr)

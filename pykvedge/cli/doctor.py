@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pykvedge.cli import options
+
 if TYPE_CHECKING:
     from pykvedge.lab.doctor.diagnosis import Diagnosis
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option("--quiet", is_flag=True, help="No progress on stderr.")
+@options.taking(options.JSON, options.QUIET)
 def doctor(as_json: bool, quiet: bool) -> None:
     """Tell what this machine is, and whether kvedge is sound on it.
 
@@ -24,9 +25,9 @@ def doctor(as_json: bool, quiet: bool) -> None:
 
     The exit code is 0 if everything is sound, and 1 if something is not.
     """
-    from pykvedge.cli.display import Display
     from pykvedge.lab.doctor.diagnosis import diagnose
     from pykvedge.lab.doctor.steps import groups
+    from pykvedge.lab.progress import Display
 
     display = Display(enabled=not quiet)
     try:

@@ -7,40 +7,39 @@ import sys
 import textwrap
 from collections.abc import Iterable
 from dataclasses import asdict
-from pathlib import Path
+from typing import Any
 
 import click
 
-from pykvedge.cli.chat import plugin_option
+from pykvedge.cli import options
 from pykvedge.errors import KvedgeError, UsageError
-from pykvedge.plans import plugin_files, presets
+from pykvedge.plans import presets
 from pykvedge.plans.plugins import installed
 from pykvedge.plans.presets import PRESETS, Preset, plan, preset
-from pykvedge.plans.registry import STAGES, member
+from pykvedge.plans.registry import STAGES, member, members
 
 
 @click.command()
 @click.argument("name", required=False)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON: of one method, its plan.")
-@plugin_option
+@options.JSON
+@options.PLUGIN
 @click.option(
     "--check",
     "checking",
     is_flag=True,
     help="Try the method, or the stage of that name, on many prompts; exit code 1 if a rule is broken.",
 )
-def methods(name: str | None, as_json: bool, plugins: tuple[Path, ...], checking: bool) -> None:
+def methods(name: str | None, as_json: bool, checking: bool, **given: Any) -> None:
     """List the compression methods, explain one, or check one.
 
     \b
     Examples:
       kvedge methods
       kvedge methods lookm
-      kvedge methods lookm --json            the plan, to keep or to change
+      kvedge methods lookm --json            the plan, to keep or to change (--plan)
       kvedge methods --check mine --plugin mine.py
     """
-    for file in plugins:
-        plugin_files.load_file(file)
+    options.load_plugins(given)
     if checking:
         if name is None:
             raise UsageError("--check needs the name of a method or stage")
@@ -127,6 +126,5 @@ def _explain(p: Preset) -> str:
     lines.append(f"  sinks     {made.sinks} (--sinks)")
     prior = "yes, text outranks image tokens" if made.text_prior else "no"
     lines.append(f"  text      {prior} (--text-prior / --no-text-prior)")
-    merge = "--merge averaged, pivotal, weighted or none"
-    lines.append(f"  merge     {made.reducer if made.reducer != 'evict' else 'none'} ({merge})")
+    lines.append(f"  others    {made.reducer} (--reducer {', '.join(members('reducer'))})")
     return "\n".join(textwrap.fill(line, 110, subsequent_indent=" " * 12) for line in lines)

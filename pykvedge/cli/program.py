@@ -16,10 +16,10 @@ from pykvedge.cli.calibrate import calibrate
 from pykvedge.cli.chat import chat
 from pykvedge.cli.doctor import doctor
 from pykvedge.cli.eval import evaluate
+from pykvedge.cli.fit import fit
 from pykvedge.cli.inspect import inspect
 from pykvedge.cli.methods import methods
-from pykvedge.cli.plan import plan
-from pykvedge.errors import CancelledError, KvedgeError
+from pykvedge.errors import CancelledError, KvedgeError, UsageError
 
 
 def _show_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
@@ -53,8 +53,14 @@ cli.add_command(evaluate)
 cli.add_command(methods)
 cli.add_command(inspect)
 cli.add_command(calibrate)
-cli.add_command(plan)
+cli.add_command(fit)
 cli.add_command(doctor)
+
+
+@cli.command(hidden=True, context_settings={"ignore_unknown_options": True, "help_option_names": []})
+@click.argument("words", nargs=-1)
+def plan(words: tuple[str, ...]) -> None:
+    raise UsageError("`kvedge plan` is called `kvedge fit`: a plan is what a method does")
 
 
 def main() -> None:

@@ -18,6 +18,7 @@ from pykvedge.models.gguf import Header, Tensor, tensor_bytes
 from pykvedge.models.imagetokens import ImageGrid
 from pykvedge.plans.kvtypes import KvType
 from pykvedge.plans.plan import Plan
+from pykvedge.runtime import libkvedge, native_plan
 from pykvedge.runtime.llama_context import N_UBATCH
 
 ROOM_TO_ANSWER = 512  # tokens beyond the prompt that stock llama.cpp's context must hold
@@ -131,7 +132,6 @@ def machine_simd() -> str:
     """The instruction set by the name that libkvedge gives it, AMX where ggml uses it; a guess without libraries."""
     from pykvedge import errors
     from pykvedge.native import ggml
-    from pykvedge.runtime import libkvedge
 
     try:
         memory = [name for name, _ in ggml.buffer_types(ggml.cpu())]
@@ -271,7 +271,8 @@ def footprint(files: Files, request: Request) -> Footprint:
     whole = shape.compute(n_tokens) + fixed + 2 * 4 * shape.n_embd * n_tokens
     n_layers = max(len(shape.layers), 1)
     mask = N_UBATCH * n_ctx * 2
-    scores = _score_bytes(shape, plan, n_tokens) if kept < n_tokens else 0
+    heads = [(shape.n_head, layer.n_heads_kv, shape.head_k) for layer in shape.layers]
+    scores = native_plan.score_bytes(plan, n_tokens, heads)
     kv_kept = int(shape.kv_per_token(1) * types.held_bytes_per_value(kept) * kept)
     changed = kept < n_tokens or types.quantised
     widest = max((layer.width for layer in shape.layers), default=0)
@@ -311,19 +312,6 @@ def footprint(files: Files, request: Request) -> Footprint:
 
 def _attention_scratch(shape: ModelShape, n_keys: int, threads: int) -> int:
     return threads * min(64 * (n_keys + 64) * 4, 1 << 20)
-
-
-def _score_bytes(shape: ModelShape, plan: Plan, n_tokens: int) -> int:
-    """Accumulators while the prompt is read, and the scores of all layers when it is compressed."""
-    from pykvedge.plans import registry
-
-    heads = sum(layer.n_heads_kv for layer in shape.layers)
-    sums = {"cumulative": 8, "mean": 16}.get(plan.scorer, 0) * heads * n_tokens
-    if plan.allocator == "entropy" and plan.settings("allocator")["attention"] == "cross":
-        # every query in half precision, and three numbers about what it saw
-        sums += n_tokens * len(shape.layers) * shape.n_head * (2 * shape.head_k + 12)
-    window = registry.scorer(plan.scorer).whole_up_to(plan.settings("scorer"))
-    return sums + 4 * heads * n_tokens + 4 * window * shape.n_head * shape.head_k * len(shape.layers)
 
 
 def most_images(files: Files, request: Request, available: int, kind: str) -> int:

@@ -1,33 +1,40 @@
-"""How far a long run is, and when it will be done: on stderr, in place at a terminal, else a line at times."""
+"""What a person sees on stderr while waiting: a bar at a terminal; in a file, of a long run, a line at times."""
 
 from __future__ import annotations
 
 import sys
 import time
+from typing import Any
+
+FILE_S = 15.0  # between two lines where stderr is no terminal
 
 
-class Countdown:
-    """Progress of `total` equal steps."""
+class Display:
+    """A progress bar that is gone when the work is over. Call it as Session's `progress`, or step by step."""
 
-    TERMINAL_S, FILE_S = 0.2, 15.0  # between two lines
-
-    def __init__(self, total: int, enabled: bool = True) -> None:
-        self._total, self._enabled = max(total, 1), enabled
-        self._rewrites = sys.stderr.isatty()
+    def __init__(self, enabled: bool, steps: int = 0) -> None:
+        """enabled: false shows nothing but what `say` is given. steps: of a long run, all about as long."""
+        self._enabled, self._terminal = enabled, sys.stderr.isatty()
+        self._total, self._done = max(steps, 1), 0
         self._started = self._told = time.monotonic()
-        self._done, self._width = 0, 0
+        self._bar: Any = None
+        self._task: Any = None
+
+    def __call__(self, what: str, share: float) -> None:
+        unknown = what.startswith("encoding") or share >= 1.0
+        self._show(what, share, None if unknown else 1.0)
 
     def step(self, what: str, n: int = 1) -> None:
         """n more steps are done, and `what` comes next."""
         self._done += n
         now = time.monotonic()
-        if not self._enabled or now - self._told < (self.TERMINAL_S if self._rewrites else self.FILE_S):
-            return
-        self._told = now
         left = (now - self._started) / max(self._done, 1) * (self._total - self._done)
-        known = self._done > 0
-        rest = f", {clock(left)} left" if known else ""
-        self._write(f"{self._done} of {self._total}{rest}: {what}")
+        rest = f", {clock(left)} left" if self._done else ""
+        line = f"{self._done} of {self._total}{rest}: {what}"
+        self._show(line, self._done, self._total)
+        if self._enabled and not self._terminal and now - self._told >= FILE_S:
+            self._told = now
+            print(line, file=sys.stderr, flush=True)
 
     def skip(self, n: int) -> None:
         """n steps need not be done after all; negative: so many more must."""
@@ -35,24 +42,30 @@ class Countdown:
 
     def say(self, text: str) -> None:
         """A line that stays."""
-        self.clear()
+        self.done()
         print(text, file=sys.stderr, flush=True)
 
-    def clear(self) -> None:
-        """Removes the line of a terminal."""
-        if self._width:
-            sys.stderr.write("\r" + " " * self._width + "\r")
-            sys.stderr.flush()
-            self._width = 0
+    def done(self) -> None:
+        """Removes the bar."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
 
-    def _write(self, line: str) -> None:
-        if self._rewrites:
-            line = line[:100]
-            sys.stderr.write("\r" + line.ljust(self._width))
-            self._width = len(line)
-        else:
-            sys.stderr.write(line + "\n")
-        sys.stderr.flush()
+    def _show(self, what: str, completed: float, total: float | None) -> None:
+        if not self._enabled or not self._terminal:
+            return
+        if self._bar is None:
+            self._start(what)
+        self._bar.update(self._task, description=what, completed=completed, total=total)
+
+    def _start(self, what: str) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=30), TimeElapsedColumn())
+        self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+        self._task = self._bar.add_task(what, total=None)
+        self._bar.start()
 
 
 def clock(seconds: float) -> str:

@@ -18,7 +18,6 @@ from pykvedge.plans import registry
 from pykvedge.plans.registry import STAGES, member
 
 JSON_VERSION = 1
-LATER_FLOOR = 32  # tokens that a later message keeps at least: a fifth of a short question does not say what is asked
 LARGEST_COUNT = 2**31 - 1  # the library counts tokens in 32 bits
 TEXT_OVERFLOW = ("budget", "keep_all")
 
@@ -140,13 +139,6 @@ class Plan:
         """
         whole = n_tokens <= registry.scorer(self.scorer).whole_up_to(self.settings("scorer"))
         return n_tokens if whole else self.budget.count(n_tokens)
-
-    def for_later(self, n_tokens: int) -> Plan:
-        """The plan for n_tokens that come after a first prompt: a budget that is a share keeps LATER_FLOOR of them."""
-        floor = min(n_tokens, LATER_FLOOR)
-        if self.budget.ratio is None or self.count(n_tokens) >= floor:
-            return self
-        return self.with_(budget=Budget(pairs=floor))
 
     def asked_recent(self, n_tokens: int, kept: int) -> int:
         """Last tokens that the plan wants a head to keep that keeps `kept` of n_tokens; may exceed `kept`."""

@@ -105,11 +105,11 @@ def compress(
 
 
 def _check_stream(plan: Plan, step: int, kv_type: KvType) -> None:
-    from pykvedge.runtime.pace import check
+    from pykvedge.runtime.native_plan import check_stream
 
     if not isinstance(step, int) or step < 0:
         raise ArrayError(f"stream must be a number of tokens, or 0, not {step!r}")
-    check(plan)
+    check_stream(plan)
     if kv_type.quantised:
         raise ArrayError(f"a stream is rounded again at every step; kv_type {kv_type} cannot be used, take f16")
 

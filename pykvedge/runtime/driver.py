@@ -42,17 +42,23 @@ class Driver:
             self.cache = None
         self.context.close()
 
-    def take_over(self, plan: Plan, tables: Mapping[str, ProfileTable] | None = None) -> None:
+    def take_over(
+        self, plan: Plan, tables: Mapping[str, ProfileTable] | None = None, later_floor: int | None = None
+    ) -> None:
         """From now on libkvedge owns the KV memory of the context, which holds no tokens yet.
 
-        tables: profiles of the plan's stages that need one. Raises NothingToCompressError, and what Cache raises.
+        tables: profiles of the plan's stages that need one. later_floor: as Cache has it. Raises
+        NothingToCompressError, and what Cache raises.
         """
-        self.cache = Cache(self.context.handle, plan, self._size.kv_type, auto_compress=False, profiles=tables)
+        kv_type = self._size.kv_type
+        self.cache = Cache(self.context.handle, plan, kv_type, False, profiles=tables, later_floor=later_floor)
 
-    def take_over_if_possible(self, plan: Plan, tables: Mapping[str, ProfileTable] | None = None) -> None:
+    def take_over_if_possible(
+        self, plan: Plan, tables: Mapping[str, ProfileTable] | None = None, later_floor: int | None = None
+    ) -> None:
         """The same, but a plan that keeps everything as it is also runs where kvedge has nothing to take over."""
         try:
-            self.take_over(plan, tables)
+            self.take_over(plan, tables, later_floor)
         except (NothingToCompressError, LibraryError) as error:
             if isinstance(error, LibraryError) and plan.method != "full":
                 raise

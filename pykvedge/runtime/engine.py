@@ -21,7 +21,7 @@ from pykvedge.models.token_table import TokenTable
 from pykvedge.models.vision import ImagePiece, Piece, Vision
 from pykvedge.native import memory
 from pykvedge.plans.kvtypes import KvType
-from pykvedge.plans.plan import Budget, Plan
+from pykvedge.plans.plan import Plan
 from pykvedge.plans.presets import check_protection
 from pykvedge.plans.stages.base import ProfileTable
 from pykvedge.runtime import bounded_batch, figures, libkvedge, native_plan
@@ -113,8 +113,8 @@ class Engine:
         images = [p.n_tokens for p in pieces if isinstance(p, ImagePiece)]
         what = f"{n} tokens" + (f" ({sum(images)} of images)" if images else "")
         largest = max(images, default=0)
-        if self.cache is not None:
-            plan = self._later(plan, n)
+        if self.cache is not None and plan != self._set_plan:
+            self.set_plan(plan)
         self._not_bounded = self._why_not_bounded(pieces, n, plan) if self._settings.bounded else ""
         if self._driver is None:
             check_protection(plan, n)
@@ -128,15 +128,6 @@ class Engine:
             raise ContextError(
                 f"an image of {largest} tokens must come with the first message; start a new conversation"
             )
-
-    def _later(self, plan: Plan, n: int) -> Plan:
-        """The plan for n tokens that come after a first prompt; the cache follows it from now on."""
-        if self.cache is not None and (self._set_plan is None or self._set_plan.decode == "keep-all"):
-            n += self.cache.stats().n_pending  # an answer that a policy bounds is not compressed again
-        plan = plan.for_later(n)
-        if plan != self._set_plan:
-            self.set_plan(plan)
-        return plan
 
     def _make_context(self, n_prompt: int, largest_image: int, what: str, plan: Plan) -> None:
         trained = self._model.n_ctx_train or DEFAULT_CTX
@@ -160,7 +151,8 @@ class Engine:
         return self._not_bounded
 
     def _why_not_bounded(self, pieces: list[Piece], n: int, plan: Plan) -> str:
-        if plan.count(n) >= n and not KvType.parse(self._settings.kv_type).quantised:
+        covered = native_plan.plan_budget(plan, n, later=self.cache is not None) >= n
+        if covered and not KvType.parse(self._settings.kv_type).quantised:
             return "the budget covers the whole prompt"
         if self._driver is not None and self.cache is None:
             return f"kvedge does not hold the KV cache of {self._model.path.name}"
@@ -201,8 +193,6 @@ class Engine:
             )
         note.n_ctx, note.n_ubatch = context.n_ctx, context.n_ubatch
         note.n_past, note.n_cells, note.held = context.n_past, context.n_cells, self._held
-        if self._set_plan is not None and self._set_plan != note.plan:
-            note.floor = self._set_plan.budget.pairs or 0
         self.cache.save(encoded(path), model, note.encode())
 
     def restore(self, path: str | os.PathLike[str], model: str, note: Note, plan: Plan) -> None:
@@ -217,8 +207,6 @@ class Engine:
         try:
             if self.cache is None:
                 raise SessionFileError(f"{name} was saved with another model; load that one")
-            if note.floor and plan == note.plan:
-                self.set_plan(plan.with_(budget=Budget(pairs=note.floor)))  # the saved answer follows that one
             self.cache.load(encoded(path), model)
             stats = self.cache.stats()
             if stats.n_tokens < max(note.n_cells, note.n_past):

@@ -76,11 +76,14 @@ class Cache:
         kv_type: str | KvType = "f16",
         auto_compress: bool = True,
         profiles: Mapping[str, ProfileTable] | None = None,
+        later_floor: int | None = None,
     ) -> None:
         """Takes over the KV memory of a llama_context without tokens. Raises what kvedge_attach reports.
 
-        profiles: of the plan's stages that need one, by name (profiles.tables_for).
+        profiles: of the plan's stages that need one, by name (profiles.tables_for). later_floor: tokens that a message
+        keeps at least which follows another; None: as many as the library says (kvedge_plan_set).
         """
+        self._later_floor = later_floor
         self.guard = Guard("cache", over="the cache was detached; attach again")
         options = Options()
         call("options_init", c.byref(options), c.sizeof(options))
@@ -88,7 +91,7 @@ class Cache:
         options.type_k, options.type_v = KV_TYPE[kv_type.k], KV_TYPE[kv_type.v]
         options.auto_compress = auto_compress
         self._handle = c.c_void_p()
-        with NativePlan(plan, profiles) as native:
+        with NativePlan(plan, profiles, self._later_floor) as native:
             call("attach", context, native.handle, c.byref(options), c.byref(self._handle))
         self.own = native.own  # C has a copy of the plan, and with it these callbacks
         self._owns: dict[int, OwnStages] = {}  # of sequences with plans of their own
@@ -120,7 +123,7 @@ class Cache:
     @one_thread
     def set_plan(self, plan: Plan, profiles: Mapping[str, ProfileTable] | None = None) -> None:
         """Prompts that complete from now on are compressed by this plan. profiles: as for a new cache."""
-        with NativePlan(plan, profiles) as native:
+        with NativePlan(plan, profiles, self._later_floor) as native:
             call("set_plan", self._live(), native.handle)
         self.own = native.own
 
@@ -133,7 +136,7 @@ class Cache:
             call("set_sequence_plan", self._live(), sequence, None)
             self._owns.pop(sequence, None)
             return
-        with NativePlan(plan, profiles) as native:
+        with NativePlan(plan, profiles, self._later_floor) as native:
             call("set_sequence_plan", self._live(), sequence, native.handle)
         self._owns[sequence] = native.own
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes as c
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -20,8 +21,10 @@ from pykvedge.runtime.own_stages import OwnStages
 class NativePlan:
     """A kvedge_plan made from a Plan; use in a with statement."""
 
-    def __init__(self, plan: Plan, profiles: Mapping[str, ProfileTable] | None = None) -> None:
-        """profiles: of the stages that need one, by name."""
+    def __init__(
+        self, plan: Plan, profiles: Mapping[str, ProfileTable] | None = None, later_floor: int | None = None
+    ) -> None:
+        """profiles: of the stages that need one, by name. later_floor: None for the library's own."""
         self.handle = c.c_void_p()
         self.own = OwnStages(plan)
         call("plan_create", c.byref(self.handle))
@@ -31,6 +34,8 @@ class NativePlan:
             for key, value in plan.as_text().items():
                 if key.partition(".")[0] not in self.own.unset or "." not in key:
                     call("plan_set", self.handle, key.encode(), value.encode())
+            if later_floor is not None:
+                call("plan_set", self.handle, b"later_floor", str(later_floor).encode())
             for stage, profile in (profiles or {}).items():
                 self._set_profile(stage, profile)
             call("plan_check", self.handle)
@@ -61,10 +66,27 @@ def why_not_bounded(plan: Plan, kv_type: str | KvType = "f16") -> str:
     return ""
 
 
-def plan_budget(plan: Plan, n_tokens: int) -> int:
-    """What libkvedge makes of the plan's budget for a prompt of n_tokens."""
+def plan_budget(plan: Plan, n_tokens: int, later: bool = False) -> int:
+    """KV pairs that a plan keeps of a prompt of n_tokens, or of a message that follows one."""
     with NativePlan(plan) as native:
-        return lib().kvedge_plan_budget(native.handle, n_tokens)
+        asked = lib().kvedge_plan_later_budget if later else lib().kvedge_plan_budget
+        return asked(native.handle, n_tokens)
+
+
+def check_stream(plan: Plan) -> None:
+    """Raises UsageError with what stands in the way of a stream under a plan."""
+    with NativePlan(plan) as native:
+        try:
+            call("plan_check_stream", native.handle)
+        except errors.UnsupportedError as error:
+            raise errors.UsageError(str(error)) from None
+
+
+def score_bytes(plan: Plan, n_tokens: int, layers: Iterable[tuple[int, int, int]]) -> int:
+    """Bytes beside keys and values while a prompt is read and compressed under a plan. layers: (H, Hkv, d_k) each."""
+    with NativePlan(plan) as native:
+        of_layer = functools.cache(functools.partial(lib().kvedge_plan_score_bytes, native.handle, n_tokens))
+        return sum(of_layer(*shape) for shape in layers)
 
 
 def compress_arrays(

@@ -2,42 +2,13 @@
 
 from __future__ import annotations
 
-from pykvedge.errors import ContextError, UsageError
+from pykvedge.errors import ContextError
 from pykvedge.models.model import Model
 from pykvedge.models.vision import ImagePiece, Piece, Vision
-from pykvedge.plans import registry
 from pykvedge.plans.plan import Plan
 from pykvedge.runtime.libkvedge import Cache
 from pykvedge.runtime.llama_context import DEFAULT_CTX, ROOM_TO_ANSWER, Context, ContextSize, ubatch_for
 from pykvedge.runtime.settings import Settings
-
-
-def check(plan: Plan) -> None:
-    """Raises UsageError with what stands in the way of a stream, as libkvedge would refuse it."""
-    scorer, budget = registry.scorer(plan.scorer), plan.budget
-    if budget.pairs is None:
-        raise UsageError(
-            f"a stream needs a bound in KV pairs per layer and head, such as --budget 2048; {budget} is a share, of a "
-            "prompt that never ends"
-        )
-    if plan.allocator != "uniform":
-        raise UsageError(f"all heads of a stream hold as many KV pairs: use allocator uniform, not '{plan.allocator}'")
-    if plan.decode != "keep-all":
-        raise UsageError(f"the bound of a stream holds for the answer, too: use decode keep-all, not '{plan.decode}'")
-    settings = plan.settings("scorer")
-    if scorer.reserve is not None or settings.get("share") == "layer":
-        raise UsageError(
-            f"method '{plan.method}' cannot compress a stream: its scorer, '{plan.scorer}', looks at all heads at once "
-            "or at what is gone; take another, such as snapkv, mixkv, h2o, lookm or streaming-llm"
-        )
-    if plan.text_overflow == "keep_all":
-        raise UsageError("text_overflow keep_all keeps text beyond the bound of a stream; use budget")
-    whole = scorer.whole_up_to(settings)
-    if whole > budget.pairs:
-        raise UsageError(
-            f"scorer '{plan.scorer}' keeps its last {whole} tokens whole, more than the bound of {budget.pairs}; "
-            "raise --budget, or lower --set scorer.window"
-        )
 
 
 class Pace:

@@ -35,7 +35,6 @@ class Note:
     held: float  # pairs per head after the last compression, averaged over heads and layers
     pending: list[int] = field(default_factory=list)  # generated, but not yet in the cache
     messages: list[Message] = field(default_factory=list)
-    floor: int = 0  # pairs, where the last message kept more than the plan says because it was short
 
     def encode(self) -> bytes:
         """As it stands in the file. Of pictures only name and size: they are in the cache."""
@@ -64,7 +63,6 @@ class Note:
                 held=float(given["held"]),
                 pending=[_count(t) for t in given["pending"]],
                 messages=messages,
-                floor=_count(given.get("floor", 0)),
             )
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError, KvedgeError) as error:
             raise ValueError(str(error)) from None

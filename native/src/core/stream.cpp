@@ -11,7 +11,7 @@ kvedge_status check_stream(const kvedge_plan & plan, kvedge_error * err) {
     const double * params = plan.params[KVEDGE_STAGE_SCORER];
     if (plan.budget_ratio > 0.0) {
         return fail(err, KVEDGE_E_UNSUPPORTED,
-                    "a stream needs a bound in KV pairs per head, such as 2048: a share is of a prompt that is complete");
+                    "a stream needs a bound in KV pairs per head, such as budget 2048: a share is of a prompt that is complete");
     }
     if (plan.allocator != find_allocator("uniform")) {
         return fail(err, KVEDGE_E_UNSUPPORTED, "all heads of a stream hold as many KV pairs; use allocator uniform instead of '%s'",
@@ -22,18 +22,18 @@ kvedge_status check_stream(const kvedge_plan & plan, kvedge_error * err) {
                     plan.decode->name);
     }
     if (plan.scorer->needs_squares) {
-        return fail(err, KVEDGE_E_UNSUPPORTED, "scorer '%s' needs to know how many queries saw each token, which a stream does not keep",
+        return fail(err, KVEDGE_E_UNSUPPORTED, "scorer '%s' needs to know how many queries saw each token, which a stream does not keep; use another",
                     plan.scorer->name);
     }
     if (plan.scorer->joins_heads && plan.scorer->joins_heads(params)) {
         return fail(err, KVEDGE_E_UNSUPPORTED,
-                    "scorer '%s' gives all heads of a layer one score, but the heads of a stream hold different tokens", plan.scorer->name);
+                    "scorer '%s' gives all heads of a layer one score, but the heads of a stream hold different tokens; use another", plan.scorer->name);
     }
     if (plan.keep_all_text) {
         return fail(err, KVEDGE_E_UNSUPPORTED, "text_overflow keep_all keeps text beyond the bound of a stream; use budget");
     }
     if (!plan.scorer->custom && plan_window(plan) > plan.budget_pairs) {
-        return fail(err, KVEDGE_E_UNSUPPORTED, "scorer '%s' keeps its last %d tokens whole, more than the bound of %d; raise the budget",
+        return fail(err, KVEDGE_E_UNSUPPORTED, "scorer '%s' keeps its last %d tokens whole, more than the bound of %d; raise the budget or lower its window",
                     plan.scorer->name, plan_window(plan), plan.budget_pairs);
     }
     return ok(err);

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pykvedge.chat.session import Session
-from pykvedge.cli.display import Display
 from pykvedge.errors import KvedgeError
+from pykvedge.lab.progress import Display
 from pykvedge.models.images import Picture
 from pykvedge.models.prompt import Message
 from pykvedge.native.memory import readable

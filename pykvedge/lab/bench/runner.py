@@ -16,9 +16,9 @@ from pykvedge.lab.bench.matrix import MOST_ROUNDS, Matrix, ModelFiles, Shape, Va
 from pykvedge.lab.bench.measure import Prompt, Repetition, figures, make_prompt, repetition
 from pykvedge.lab.bench.timeline import Trace, trace
 from pykvedge.lab.jsonlines import JsonLines
-from pykvedge.lab.progress import Countdown
+from pykvedge.lab.progress import Display
 from pykvedge.models.encoder import Encoder
-from pykvedge.models.model import Model, Progress, silent
+from pykvedge.models.model import Model
 from pykvedge.models.vision import Vision
 from pykvedge.native import llamacpp
 from pykvedge.runtime.interrupt import CancelledError, stop_if_set
@@ -77,30 +77,29 @@ def run(
     matrix: Matrix,
     log: Log,
     out: Outcome,
-    progress: Progress = silent,
-    countdown: Countdown | None = None,
+    display: Display | None = None,
     cancel: threading.Event | None = None,
 ) -> None:
     """Measures into `out`, which holds what is there so far whatever happens.
 
-    progress: of loading models. Setting `cancel` ends the run. Raises ModelError, LibraryError, SaveError.
+    Setting `cancel` ends the run. Raises ModelError, LibraryError, SaveError.
     A prompt that does not fit, and a variant that fails, are left out, and said.
     """
-    cancel, countdown = cancel or threading.Event(), countdown or Countdown(0, enabled=False)
+    cancel, display = cancel or threading.Event(), display or Display(enabled=False)
     threads = matrix.threads or llamacpp.default_threads()
     out.machine = machine.describe(threads)
     out.bandwidth = machine.Bandwidth(threads)
-    countdown.step("reading memory", 0)
+    display.step("reading memory", 0)
     out.bandwidth.look()
     log.add({"kvedge_bench": 1, "machine": out.machine})
     try:
         for files in matrix.models:
-            _Loaded(matrix, files, threads, log, out, countdown, cancel).measure(progress)
+            _Loaded(matrix, files, threads, log, out, display, cancel).measure()
         out.bandwidth.look()
     except CancelledError:
         out.interrupted = True
     finally:
-        countdown.clear()
+        display.done()
 
 
 class _Loaded:
@@ -113,16 +112,16 @@ class _Loaded:
         threads: int,
         log: Log,
         out: Outcome,
-        countdown: Countdown,
+        display: Display,
         cancel: threading.Event,
     ) -> None:
         self._matrix, self._files, self._threads = matrix, files, threads
-        self._log, self._out, self._countdown, self._cancel = log, out, countdown, cancel
+        self._log, self._out, self._display, self._cancel = log, out, display, cancel
         self._energy = machine.Energy()
 
-    def measure(self, progress: Progress) -> None:
+    def measure(self) -> None:
         vision: Vision | None = None
-        model = Model(self._files.model, self._matrix.gpu_layers, progress, self._cancel)
+        model = Model(self._files.model, self._matrix.gpu_layers, self._display, self._cancel)
         try:
             if self._files.mmproj is not None and any(shape.images for shape in self._matrix.shapes):
                 on_gpu = self._matrix.gpu_layers != 0
@@ -138,7 +137,7 @@ class _Loaded:
         name, variants = f"{self._files.name}, {shape.name}", [self._matrix.stock, *self._matrix.variants]
         stop_if_set(self._cancel)
         if shape.images:
-            self._countdown.step(f"{name}: encoding images", 0)
+            self._display.step(f"{name}: encoding images", 0)
         try:
             prompt = make_prompt(model, vision, shape, self._matrix.generate, partial(stop_if_set, self._cancel))
         except ImageError as error:
@@ -164,7 +163,7 @@ class _Loaded:
         name = f"{self._files.name}, {shape.name}"
         look = partial(stop_if_set, self._cancel)
         for variant in variants:
-            self._countdown.step(f"{name}: memory of {variant.label}", 0)
+            self._display.step(f"{name}: memory of {variant.label}", 0)
             self._out.traces.append(
                 trace(
                     name,
@@ -200,7 +199,7 @@ class _Loaded:
                     variants.remove(variant)
                     self._leave_out(f"{name}, {variant.label} left out: {error}", left)
                     continue
-                self._countdown.step(f"{name}: {variant.label}")
+                self._display.step(f"{name}: {variant.label}")
                 if turn:
                     group.rounds.setdefault(variant, []).append(measured)
                     self._log.add(self._line(group, variant, turn, measured))
@@ -212,7 +211,7 @@ class _Loaded:
             yield turn, last + 1 - turn
         while last < MOST_ROUNDS and time.monotonic() - started < self._matrix.fill_s:
             last += 1
-            self._countdown.skip(-n_variants)
+            self._display.skip(-n_variants)
             yield last, 1
 
     def _line(self, group: Group, variant: Variant, turn: int, measured: Repetition) -> dict[str, Any]:
@@ -231,5 +230,5 @@ class _Loaded:
 
     def _leave_out(self, text: str, steps: int) -> None:
         self._out.left_out.append(text)
-        self._countdown.skip(steps)
-        self._countdown.say(f"kvedge: {text}")
+        self._display.skip(steps)
+        self._display.say(f"kvedge: {text}")

@@ -87,7 +87,7 @@ class Reader:
         driver = self._live()
         driver.context.clear()
         if driver.cache is None:
-            driver.take_over_if_possible(plan, self._tables(plan))
+            driver.take_over_if_possible(plan, self._tables(plan), later_floor=0)
         else:
             driver.cache.set_plan(plan, self._tables(plan))
         driver.context.stop_when(self._cancel)

@@ -14,9 +14,9 @@ from pykvedge.lab.eval.reader import Reader
 from pykvedge.lab.eval.records import Records, fingerprint
 from pykvedge.lab.eval.tasks import Sample
 from pykvedge.lab.jsonlines import SaveError
-from pykvedge.lab.progress import Countdown
+from pykvedge.lab.progress import Display
 from pykvedge.models.encoder import Encoder
-from pykvedge.models.model import Model, Progress, silent
+from pykvedge.models.model import Model
 from pykvedge.models.vision import Vision
 from pykvedge.native import llamacpp
 from pykvedge.plans.presets import plan
@@ -66,13 +66,12 @@ def full_cell() -> Cell:
 def evaluate(
     job: Job,
     records: Records,
-    progress: Progress = silent,
-    countdown: Countdown | None = None,
+    display: Display | None = None,
     cancel: threading.Event | None = None,
 ) -> Outcome:
     """Measures what is not in `records` yet, and adds it.
 
-    progress: of loading the model. Setting `cancel` ends the run after what is under way; records stay.
+    Setting `cancel` ends the run after what is under way; records stay.
     Raises ModelError, LibraryError, UsageError (a sample of the same name but other content was measured before).
     A sample that cannot be read or is too long, and a method that fails, are left out, and said in the outcome.
     """
@@ -81,20 +80,20 @@ def evaluate(
     cells = [cell for cell in job.cells if cell.name != FULL]
     todo = [(sample, _missing(sample, full, cells, records)) for sample in job.samples]
     todo = [(sample, missing) for sample, missing in todo if missing]
-    countdown = countdown or Countdown(0, enabled=False)
+    display = display or Display(enabled=False)
     if not todo:
         return out
     threads = job.settings.threads or llamacpp.default_threads()
     model, vision, reader = None, None, None
     try:
-        model = Model(job.model, job.settings.gpu_layers, progress, cancel, job.settings.verbose)
+        model = Model(job.model, job.settings.gpu_layers, display, cancel, job.settings.verbose)
         if job.mmproj is not None:
             on_gpu = job.settings.gpu_layers != 0
             vision = Vision(Encoder(job.mmproj, model, threads, on_gpu, job.settings.verbose))
         reader = Reader(model, vision, threads, job.settings.kv_type, job.settings.n_ctx)
         reader.stop_when(cancel)
         preparer = Preparer(model, vision, partial(stop_if_set, cancel))
-        run = _Run(out, full, cells, countdown, cancel, preparer, Measurer(model, reader, job.wants))
+        run = _Run(out, full, cells, display, cancel, preparer, Measurer(model, reader, job.wants))
         for sample, missing in todo:
             run.one(sample, missing)
     except CancelledError:
@@ -103,7 +102,7 @@ def evaluate(
         for part in (reader, vision and vision.encoder, model):
             if part is not None:
                 part.close()
-        countdown.clear()
+        display.done()
     return out
 
 
@@ -129,20 +128,20 @@ class _Run:
         out: Outcome,
         full: Cell,
         cells: list[Cell],
-        countdown: Countdown,
+        display: Display,
         cancel: threading.Event,
         preparer: Preparer,
         measurer: Measurer,
     ) -> None:
         self._out, self._full, self._cells = out, full, cells
-        self._countdown, self._cancel = countdown, cancel
+        self._display, self._cancel = display, cancel
         self._preparer, self._measurer = preparer, measurer
 
     def one(self, sample: Sample, missing: set[tuple[str, str]]) -> None:
         """Measures a sample by the cells that it lacks. Raises CancelledError, SaveError."""
         stop_if_set(self._cancel)
         cells = [cell for cell in self._cells if cell.key in missing]
-        self._countdown.step(sample.task, 0)
+        self._display.step(sample.task, 0)
         try:
             prepared = self._preparer.prepare(sample)
         except (ImageError, ContextError) as error:
@@ -152,7 +151,7 @@ class _Run:
             for cell, record in self._measurer.measure(prepared, self._full, cells, self._fail):
                 if cell.key in missing:
                     self._out.records.add(_record(sample, cell, record))
-                    self._countdown.step(f"{sample.task}, {cell.name} {cell.plan.budget}")
+                    self._display.step(f"{sample.task}, {cell.name} {cell.plan.budget}")
         except ContextError as error:
             self._skip(sample, error, len(missing))
         finally:
@@ -161,7 +160,7 @@ class _Run:
 
     def _skip(self, sample: Sample, error: KvedgeError, steps: int) -> None:
         self._say(f"{sample.id} left out: {error}")
-        self._countdown.skip(steps)
+        self._display.skip(steps)
 
     def _fail(self, cell: Cell, error: KvedgeError) -> None:
         if isinstance(error, (CancelledError, SaveError)):
@@ -172,7 +171,7 @@ class _Run:
 
     def _say(self, text: str) -> None:
         self._out.left_out.append(text)
-        self._countdown.say(f"kvedge: {text}")
+        self._display.say(f"kvedge: {text}")
 
 
 def _record(sample: Sample, cell: Cell, figures: dict[str, Any]) -> dict[str, Any]:

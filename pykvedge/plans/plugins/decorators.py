@@ -13,7 +13,6 @@ from pykvedge.plans.plugins.table import Preset
 from pykvedge.plans.stages.base import Allocator, Param, Reducer, Scorer, Settings
 
 F = TypeVar("F", bound=Callable[..., Any])
-Number = "int | Callable[[Settings], int]"
 RECENT = 32  # SnapKV's window: the end of the prompt is the question, which an answer needs
 
 
@@ -90,7 +89,7 @@ def reducer(name: str, *, params: Sequence[Param] = (), by_place: bool = False, 
         origin = _origin(function)
         reduce = calling.checked_reducer(name, function)
         given = _params(params, f"reducer '{name}'")
-        member = Reducer(name, summary or _first_line(function), origin, reduce, given, merges=True, by_place=by_place)
+        member = Reducer(name, summary or _first_line(function), origin, reduce, given, by_place=by_place)
         table.add(table.Plugin(member, origin))
         return function
 

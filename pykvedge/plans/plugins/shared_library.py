@@ -84,7 +84,7 @@ def _native_member(stage: str, struct: Any, origin: str) -> table.Plugin:
         return table.Plugin(base.Allocator(name, summary, origin, allocate, params), origin, native=struct)
     if stage == "reducer":
         reduce = calling.checked_reducer(name, _NativeCall(struct, params, _run_reduce))
-        return table.Plugin(base.Reducer(name, summary, origin, reduce, params, merges=True), origin, native=struct)
+        return table.Plugin(base.Reducer(name, summary, origin, reduce, params), origin, native=struct)
     n_queries, recent = struct.n_queries, struct.recent
     member = base.Scorer(
         name,

@@ -233,7 +233,6 @@ class Reducer:
     source: str
     reduce: Callable[[Head, Settings], tuple[np.ndarray, np.ndarray]]
     params: tuple[Param, ...] = ()
-    merges: bool = False
     by_place: bool = False
     stage: str = "reducer"
 
@@ -247,7 +246,6 @@ class DecodePolicy:
     source: str
     evict: Callable[[DecodeState, Settings], int | None]
     params: tuple[Param, ...] = ()
-    needs_scores: bool = False  # column sums of the prompt, and what every new token adds to them
     stage: str = "decode"
 
 

@@ -31,5 +31,4 @@ MEMBER = DecodePolicy(
     summary="constant size: for every new token the one that received least attention goes",
     source="H2O, section 4",
     evict=evict,
-    needs_scores=True,
 )

@@ -21,5 +21,4 @@ MEMBER = Reducer(
     summary="average each evicted pair into the most similar kept one",
     source="LOOK-M, eq. 10",
     reduce=reduce,
-    merges=True,
 )

@@ -25,5 +25,4 @@ MEMBER = Reducer(
     summary="average each evicted pair into the nearest kept one that is not protected",
     source="Elastic Cache, eq. 2 and 3",
     reduce=reduce,
-    merges=True,
 )

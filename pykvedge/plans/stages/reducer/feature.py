@@ -22,5 +22,4 @@ MEMBER = Reducer(
     summary="average each evicted pair into the kept one with the most similar key",
     source="PrefixKV, table 12",
     reduce=reduce,
-    merges=True,
 )

@@ -28,5 +28,4 @@ MEMBER = Reducer(
     summary="like averaged, but the kept pair keeps at least half of the weight",
     source="LOOK-M, eq. 11",
     reduce=reduce,
-    merges=True,
 )

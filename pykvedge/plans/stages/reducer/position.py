@@ -23,5 +23,4 @@ MEMBER = Reducer(
     summary="average each evicted pair into the nearest kept one",
     source="PrefixKV, table 12",
     reduce=reduce,
-    merges=True,
 )

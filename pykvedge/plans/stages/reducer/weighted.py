@@ -31,5 +31,4 @@ MEMBER = Reducer(
     summary="merge evicted pairs weighted by the similarity of their keys",
     source="LOOK-M, eq. 12",
     reduce=reduce,
-    merges=True,
 )

@@ -1,4 +1,4 @@
-"""kvedge plan."""
+"""kvedge fit."""
 
 from __future__ import annotations
 
@@ -9,34 +9,35 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pykvedge.cli.chat import model_files
+from pykvedge.cli import options
+from pykvedge.cli.options import option
 from pykvedge.errors import UsageError
-from pykvedge.plans.presets import default_plan
-from pykvedge.plans.presets import plan as make_plan
 
 if TYPE_CHECKING:
     from pykvedge.lab.footprint import Files, Footprint, Request
 
-_PATH = click.Path(path_type=Path)
 _COUNT = click.IntRange(0, 10**6)
 
 
 @click.command()
-@click.argument("model", required=False, type=_PATH, metavar="[MODEL.gguf]")
-@click.option("--mmproj", type=_PATH, metavar="FILE.gguf", help="The image encoder that belongs to the model.")
-@click.option("--images", type=_COUNT, metavar="N", help="Images in the prompt. Default: 1 with an image encoder.")
-@click.option("--image-size", default="1024x768", show_default=True, metavar="WxH", help="Pixels of each image.")
-@click.option("--image-tokens", type=click.IntRange(1, 10**6), metavar="N", help="Tokens of each image, if you know.")
-@click.option("--text", "text_tokens", type=click.IntRange(1, 10**8), default=64, show_default=True, metavar="N",
-              help="Tokens of text in the prompt.")  # fmt: skip
-@click.option("--ctx", type=click.IntRange(1, 2**30), metavar="N", help="Context of stock llama.cpp, for comparison.")
-@click.option("--method", metavar="NAME", help="See `kvedge methods`. Default: mixkv.")
-@click.option("--budget", metavar="AMOUNT",
-              help="0.2 of the prompt, or 128 KV pairs per layer and head. Default: 0.2, with mixkv 0.5.")  # fmt: skip
-@click.option("--kv-type", default="f16", show_default=True, metavar="TYPE", help="As for chat.")
-@click.option("--threads", type=click.IntRange(1, 512), metavar="N", help="Default: one per physical core.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object; bytes.")
-def plan(model: Path | None, mmproj: Path | None, as_json: bool, **given: Any) -> None:
+@click.argument("file", required=False, type=options.PATH, metavar="[MODEL.gguf]")
+@options.taking(
+    options.MODEL,
+    options.MMPROJ,
+    options.IMAGE,
+    option("--images", "n_images", type=_COUNT, metavar="N",
+           help="Images in the prompt, if there are none at hand. Default: 1 with an image encoder."),
+    option("--image-size", metavar="WxH", help="Pixels of each image. Default: those of --image, or 1024x768."),
+    option("--image-tokens", type=click.IntRange(1, 10**6), metavar="N", help="Tokens of each image, if you know."),
+    option("--text", "text_tokens", type=click.IntRange(1, 10**8), default=64, show_default=True, metavar="N",
+           help="Tokens of text in the prompt."),
+    *options.COMPOSITION,
+    options.CTX,
+    options.THREADS,
+    options.KV_TYPE,
+    options.JSON,
+)  # fmt: skip
+def fit(file: Path | None, **given: Any) -> None:
     """Tell what a conversation will take of memory, before anything is loaded.
 
     The figures come from the metadata of the files: weights, image encoder, compute buffers, and the KV cache of stock
@@ -44,14 +45,18 @@ def plan(model: Path | None, mmproj: Path | None, as_json: bool, **given: Any) -
 
     \b
     Examples:
-      kvedge plan model.gguf --mmproj mmproj.gguf --images 4
-      kvedge plan model.gguf --mmproj mmproj.gguf --images 8 --image-size 1920x1080 --method snapkv --budget 0.1
-      kvedge plan model.gguf --text 8000 --ctx 16384 --json
+      kvedge fit model.gguf --mmproj mmproj.gguf --images 4
+      kvedge fit model.gguf --mmproj mmproj.gguf --images 8 --image-size 1920x1080 --method snapkv --budget 0.1
+      kvedge fit --model model.gguf --text 8000 --ctx 16384 --json
+      kvedge fit model.gguf --mmproj mmproj.gguf --image photo.jpg --method mixkv --allocator prefix
     """
     from pykvedge.lab.footprint import footprint, most_images, most_turns
     from pykvedge.native import memory
 
-    model, mmproj = model_files(model, mmproj)
+    if file is not None and given["model"] is not None:
+        raise UsageError(f"{file} and --model name a model each; pass one")
+    options.load_plugins(given)
+    model, mmproj = options.model_files(given["model"] or file, given["mmproj"])
     files, request, n_train = _request(model, mmproj, given)
     found, available = footprint(files, request), memory.available_bytes()
     needed = found.peak_prefill - found.reclaimable
@@ -72,7 +77,7 @@ def plan(model: Path | None, mmproj: Path | None, as_json: bool, **given: Any) -
         "fits": None if available is None else needed <= available,
         "most_images": images,
     }
-    click.echo(json.dumps(out) if as_json else _table(found, request, out))
+    click.echo(json.dumps(out) if given["as_json"] else _table(found, request, out))
 
 
 def _request(model: Path, mmproj: Path | None, given: dict[str, Any]) -> tuple[Files, Request, int]:
@@ -83,26 +88,37 @@ def _request(model: Path, mmproj: Path | None, given: dict[str, Any]) -> tuple[F
     from pykvedge.plans.kvtypes import KvType
 
     KvType.parse(given["kv_type"])
-    width, height = _size(given["image_size"])
-    method, budget = given["method"], given["budget"]
-    chosen = default_plan(budget) if method is None else make_plan(method, budget)
+    pictures = _sizes(given)
+    chosen = options.chosen_plan(given)
     header = check_model(model)
     shape = ModelShape.of(header, machine_simd())
     encoder = working = tokens = 0
     if mmproj is not None:
         projector = check_mmproj(mmproj, header)
         encoder, tokens = projector.file_size, given["image_tokens"]
-        if not tokens or given["images"] != 0:
-            grid = image_grid(projector, width, height) if not tokens else None
-            tokens = grid.n_tokens if grid else tokens
-            working = encoder_compute(projector, grid) if grid else 0
-    elif given["images"] or given["image_tokens"]:
-        raise UsageError("--images needs the image encoder of the model: pass it with --mmproj")
-    n_images = given["images"] if given["images"] is not None else int(mmproj is not None)
+        if not tokens:
+            grids = [image_grid(projector, *size) for size in pictures]
+            tokens = max(grid.n_tokens for grid in grids)
+            working = max(encoder_compute(projector, grid) for grid in grids)
+    elif given["n_images"] or given["images"] or given["image_tokens"]:
+        raise UsageError("images need the image encoder of the model: pass it with --mmproj")
+    n_images = len(given["images"]) or given["n_images"]
+    n_images = int(mmproj is not None) if n_images is None else n_images
     files = Files(shape, program_bytes(header), encoder, working if n_images else 0)
-    threads = given["threads"] or llamacpp.default_threads()
-    text, n_ctx, kind = given["text_tokens"], given["ctx"] or 0, given["kv_type"]
-    return files, Request(chosen, n_images, tokens or 0, text, n_ctx, kind, threads), shape.n_ctx_train
+    how = options.running(given)
+    threads = how["threads"] or llamacpp.default_threads()
+    request = Request(chosen, n_images, tokens or 0, given["text_tokens"], how["n_ctx"], how["kv_type"], threads)
+    return files, request, shape.n_ctx_train
+
+
+def _sizes(given: dict[str, Any]) -> list[tuple[int, int]]:
+    """Width and height of each picture that is different."""
+    from pykvedge.models.images import load_picture
+
+    if given["images"] and (given["image_size"] or given["n_images"] is not None):
+        raise UsageError("--image says how many images there are, and how large; leave --images and --image-size out")
+    loaded = [load_picture(options.paths.expanded(path)) for path in given["images"]]
+    return [(p.width, p.height) for p in loaded] or [_size(given["image_size"] or "1024x768")]
 
 
 def _size(text: str) -> tuple[int, int]:

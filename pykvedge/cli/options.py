@@ -1,0 +1,215 @@
+"""The options that several commands have, each declared once: one name means the same everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+import pykvedge
+from pykvedge.cli import paths
+from pykvedge.errors import SaveError, UsageError
+from pykvedge.plans.plan import Plan
+from pykvedge.plans.plugin_files import load_file
+from pykvedge.plans.presets import default_plan
+from pykvedge.plans.presets import plan as make_plan
+
+DATA = Path(pykvedge.__file__).parent / "data"  # importlib.resources names no folder in an editable installation
+PATH = click.Path(path_type=Path)
+_PLAN_SETTINGS = ("recent", "sinks", "text_prior", "scorer", "allocator", "reducer", "decode")
+_MODEL_HELP = "The language model. Default: the packaged demo model."
+_BUDGET_HELP = "What is kept: 0.2 of the prompt, or 128 KV pairs per layer and head. Default: 0.2, with mixkv 0.5."
+
+option = click.option
+
+# ------------------------------------------------------------------------------------------------------------
+# What is asked of what
+
+MODEL = option("--model", type=PATH, metavar="FILE.gguf", help=_MODEL_HELP)
+MODELS = option("--model", "models", type=PATH, multiple=True, metavar="FILE.gguf", help=f"{_MODEL_HELP} Repeatable.")
+MMPROJ = option("--mmproj", type=PATH, metavar="FILE.gguf", help="The image encoder that belongs to the model.")
+MMPROJS = option(
+    "--mmproj", "mmprojs", type=PATH, multiple=True, metavar="FILE.gguf",
+    help="The image encoder of each --model, in the same order; '-' for a model without.",
+)  # fmt: skip
+IMAGE = option(
+    "--image", "images", type=PATH, multiple=True, metavar="PATH",
+    help="An image to ask about; repeatable. jpg, png, webp, bmp, gif.",
+)  # fmt: skip
+
+# ------------------------------------------------------------------------------------------------------------
+# What is kept
+
+METHOD = option("--method", metavar="NAME", help="See `kvedge methods`. Default: mixkv.")
+METHOD_LIST = option(
+    "--method", "methods", default="lookm,mixkv,elastic,flashcache,prefixkv", show_default=True, metavar="A,B",
+    help="See `kvedge methods`, or all. The full cache is always measured.",
+)  # fmt: skip
+METHODS = option("--method", "methods", multiple=True, metavar="NAME",
+                 help="See `kvedge methods`; repeatable. Default: mixkv.")  # fmt: skip
+BUDGET = option("--budget", metavar="AMOUNT", help=_BUDGET_HELP)
+BUDGET_LIST = option("--budget", "budgets", metavar="A,B",
+                     help="0.2 of the prompt, or 128 KV pairs per layer and head.")  # fmt: skip
+PLUGIN = option(
+    "--plugin", "plugins", type=PATH, multiple=True, metavar="FILE",
+    help="A file with methods or stages of your own, .py or a shared library; repeatable.",
+)  # fmt: skip
+# what changes a method
+CHANGES = (
+    option("--recent", metavar="AMOUNT", help="Last tokens that are always kept: 16, 0.1 of the prompt, or auto."),
+    option("--sinks", type=int, metavar="N", help="First tokens that are always kept."),
+    option("--text-prior/--no-text-prior", default=None, help="Whether text outranks image tokens."),
+    option("--scorer", metavar="NAME", help="Another scorer for the method. See `kvedge methods NAME`."),
+    option("--allocator", metavar="NAME", help="Another allocator."),
+    option("--reducer", metavar="NAME", help="What becomes of the others: evict, averaged, pivotal, weighted, ..."),
+    option("--decode", metavar="NAME", help="Another policy for what happens while the answer is generated."),
+    option("--set", "changes", multiple=True, metavar="STAGE.NAME=VALUE",
+           help="A setting of a stage, for example scorer.window=16; repeatable."),
+)  # fmt: skip
+PLAN = option(
+    "--plan", "plan_file", type=PATH, metavar="FILE.json",
+    help="A plan as `kvedge methods NAME --json` prints it, instead of --method and what changes it.",
+)  # fmt: skip
+COMPOSITION = (METHOD, BUDGET, *CHANGES, PLAN, PLUGIN)
+PROFILE = option(
+    "--profile", type=PATH, multiple=True, metavar="FILE.json",
+    help="What `kvedge calibrate` wrote, for methods that need it; repeatable. Default: found by itself.",
+)  # fmt: skip
+
+# ------------------------------------------------------------------------------------------------------------
+# How it runs
+
+CTX = option("--ctx", type=int, metavar="N", help="Tokens that the conversation may hold. Default: up to 4096.")
+THREADS = option("--threads", type=int, metavar="N", help="Default: one per physical core.")
+GPU_LAYERS = option("--gpu-layers", type=int, metavar="N", help="Layers on the GPU, -1 for all.")
+KV_TYPE = option(
+    "--kv-type", default="f16", show_default=True, metavar="TYPE",
+    help="How keys and values are stored: f16, bf16, f32, q8_0, q4_0, kivi4, kivi2, or K:V, as in q8_0:q4_0.",
+)  # fmt: skip
+JSON = option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+QUIET = option("--quiet", is_flag=True, help="Nothing on stderr but errors.")
+VERBOSE = option("--verbose", is_flag=True, help="llama.cpp's log on stderr.")
+
+
+def output(what: str, **settings: Any) -> Callable[[Any], Any]:
+    """--output: the file or folder that a command writes."""
+    return option("--output", type=PATH, help=what, **settings)
+
+
+def taking(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The command has these options, and its help lists them in this order."""
+
+    def decorate(command: Any) -> Any:
+        for one in reversed(options):
+            command = one(command)
+        return command
+
+    return decorate
+
+
+# ------------------------------------------------------------------------------------------------------------
+# What was given
+
+
+def load_plugins(given: Mapping[str, Any]) -> None:
+    """Loads what --plugin names."""
+    for file in given["plugins"]:
+        load_file(file)
+
+
+def chosen_plan(given: Mapping[str, Any]) -> Plan:
+    """The plan of --method and what changes it, or of --plan. Raises UsageError and what making a plan raises."""
+    settings = {k: given[k] for k in _PLAN_SETTINGS if given[k] is not None}
+    settings.update(_parsed(change) for change in given["changes"])
+    if given["plan_file"] is None:
+        if given["method"] is None:
+            return default_plan(given["budget"], **settings)
+        return make_plan(given["method"], given["budget"], **settings)
+    if settings or given["method"] is not None or given["budget"] is not None:
+        raise UsageError("--plan holds the whole plan; change the file, or use --method without --plan")
+    return read_plan(given["plan_file"])
+
+
+def chooses_plan(given: Mapping[str, Any]) -> bool:
+    """Whether any option says what to keep."""
+    names = ("method", "budget", "plan_file", *_PLAN_SETTINGS)
+    return bool(given["changes"]) or any(given[name] is not None for name in names)
+
+
+def _parsed(change: str) -> tuple[str, str]:
+    key, equals, value = change.partition("=")
+    if not equals or "." not in key:
+        raise UsageError(f"--set takes STAGE.NAME=VALUE, for example scorer.window=16, not '{change}'")
+    return key.strip(), value.strip()
+
+
+def read_plan(path: Path) -> Plan:
+    """The plan in a JSON file. Raises UsageError if it cannot be read or is none."""
+    try:
+        return Plan.from_json(paths.expanded(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{path} is not a plan: it is not text") from None
+
+
+def model_files(model: Path | None, mmproj: Path | None) -> tuple[Path, Path | None]:
+    """The files that were asked for, or the packaged demo model. Raises UsageError where there is none."""
+    if model is not None:
+        return paths.expanded(model), paths.expanded(mmproj) if mmproj else None
+    demo, demo_mmproj = DATA / "demo-model.gguf", DATA / "demo-mmproj.gguf"
+    if mmproj is not None or not demo.exists():
+        raise UsageError(
+            "no model: pass --model FILE.gguf, and --mmproj FILE.gguf to ask about images (any GGUF pair that runs on "
+            "llama.cpp, for example a LLaVA-1.5 or Qwen2-VL)"
+        )
+    return demo, demo_mmproj if demo_mmproj.exists() else None
+
+
+def positive(name: str, value: int | None) -> int:
+    """The value, 0 for none. Raises UsageError for a number below 1."""
+    if value is not None and value < 1:
+        raise UsageError(f"{name} must be at least 1, not {value}")
+    return value or 0
+
+
+def running(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a session, of those of --ctx, --threads, --gpu-layers and --kv-type that the command has."""
+    out = {k: given[k] for k in ("gpu_layers", "kv_type") if k in given}
+    if "ctx" in given:
+        out["n_ctx"] = positive("--ctx", given["ctx"])
+    return {**out, "threads": positive("--threads", given["threads"])}
+
+
+def listed(name: str, text: str) -> list[str]:
+    """The parts of "A,B", each once. Raises UsageError where there is none."""
+    names = list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    if not names:
+        raise UsageError(f"{name} is empty; name at least one")
+    return names
+
+
+def check_table(path: Path | None, forms: tuple[str, ...]) -> None:
+    """Raises UsageError for a table's --output that no form is known for, or that cannot be written."""
+    if path is None:
+        return
+    if path.suffix[1:] not in forms:
+        raise UsageError(f"--output {path} must end in {', '.join('.' + form for form in forms)}")
+    if not paths.is_folder(paths.expanded(path).parent):
+        raise UsageError(f"--output {path} cannot be written: there is no folder {path.parent}")
+
+
+def write_table(given: Mapping[str, Any], forms: Mapping[str, Callable[[], str]]) -> None:
+    """The table to --output, in the form of its name; else to stdout, as Markdown or with --json."""
+    path = given["output"]
+    text = forms[path.suffix[1:] if path else "json" if given["as_json"] else "md"]()
+    if path is None:
+        if text:
+            click.echo(text)
+        return
+    try:
+        paths.expanded(path).write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise SaveError(f"--output {path} cannot be written: {error.strerror or error}") from None
