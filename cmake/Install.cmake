@@ -9,7 +9,8 @@ if(KVEDGE_RUNTIME)
     install(FILES ${KVEDGE_RUNTIME} DESTINATION pykvedge/lib COMPONENT kvedge)
 endif()
 install(
-    FILES native/include/kvedge.h native/include/kvedge-arrays.h native/include/kvedge-encoder.h native/include/kvedge-stages.h
+    FILES native/include/kvedge.h native/include/kvedge-arrays.h native/include/kvedge-encoder.h
+        native/include/kvedge-queries.h native/include/kvedge-stages.h
     DESTINATION pykvedge/include COMPONENT kvedge)
 
 # programs in C include llama.cpp's interface, too

@@ -4,8 +4,7 @@
 find_package(Python 3.10 REQUIRED COMPONENTS Interpreter)
 set(source_script ${PROJECT_SOURCE_DIR}/scripts/llama_source.py)
 file(GLOB patches CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/patches/*.patch ${PROJECT_SOURCE_DIR}/patches/bindings/*.patch)
-set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS
-    ${patches} ${source_script} ${PROJECT_SOURCE_DIR}/scripts/unified_diff.py)
+set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${patches} ${source_script})
 
 function(kvedge_unpack what folder)
     execute_process(

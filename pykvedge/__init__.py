@@ -19,9 +19,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-# plan, compress and attach are functions that bear the name of their module: bound here, once, they hide the modules.
-from pykvedge.attach import Attachment, attach
-from pykvedge.compress import Result, compress
+from pykvedge.chat.attachment import Attachment, attach
 from pykvedge.errors import (
     ArrayError,
     BrokenRuleError,
@@ -45,22 +43,23 @@ from pykvedge.errors import (
     UnsupportedError,
     UsageError,
 )
-from pykvedge.libraries import prepare
-from pykvedge.plan import Budget, Plan
-from pykvedge.plugins.decorators import allocator, preset, reducer, scorer
-from pykvedge.presets import default_plan, methods, plan
+from pykvedge.native import libraries  # the bindings that kvedge carries ask for it here
+from pykvedge.plans.plan import Budget, Plan
+from pykvedge.plans.plugins.decorators import allocator, preset, reducer, scorer
+from pykvedge.plans.presets import default_plan, methods, plan
+from pykvedge.runtime.arrays import Result, compress
 
 if TYPE_CHECKING:
-    from pykvedge.answer import Answer
-    from pykvedge.images import Picture, load_picture
-    from pykvedge.loaded import LoadedModel, load
-    from pykvedge.profile import Profile
-    from pykvedge.prompt import Message
-    from pykvedge.report import Report
-    from pykvedge.sampling import Sampling
-    from pykvedge.session import Session
-    from pykvedge.settings import Settings
-    from pykvedge.stages.base import Param
+    from pykvedge.chat.answer import Answer
+    from pykvedge.chat.session import Session
+    from pykvedge.models.images import Picture, load_picture
+    from pykvedge.models.prompt import Message
+    from pykvedge.plans.profile import Profile
+    from pykvedge.plans.stages.base import Param
+    from pykvedge.runtime.loaded import LoadedModel, load
+    from pykvedge.runtime.report import Report
+    from pykvedge.runtime.sampling import Sampling
+    from pykvedge.runtime.settings import Settings
 
     __version__: str
 
@@ -116,18 +115,18 @@ __all__ = [
 
 # name -> the module that is imported when it is asked for: sessions need more than plans do, and take longer to import
 _LATER = {
-    "Answer": "answer",
-    "LoadedModel": "loaded",
-    "Message": "prompt",
-    "Param": "stages.base",
-    "Picture": "images",
-    "Profile": "profile",
-    "Report": "report",
-    "Sampling": "sampling",
-    "Session": "session",
-    "Settings": "settings",
-    "load": "loaded",
-    "load_picture": "images",
+    "Answer": "chat.answer",
+    "LoadedModel": "runtime.loaded",
+    "Message": "models.prompt",
+    "Param": "plans.stages.base",
+    "Picture": "models.images",
+    "Profile": "plans.profile",
+    "Report": "runtime.report",
+    "Sampling": "runtime.sampling",
+    "Session": "chat.session",
+    "Settings": "runtime.settings",
+    "load": "runtime.loaded",
+    "load_picture": "models.images",
 }
 
 
@@ -154,4 +153,4 @@ def _version() -> str:
         return "0+source"  # run from a source tree that was never installed
 
 
-prepare()
+libraries.prepare()

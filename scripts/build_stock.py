@@ -17,7 +17,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from llama_source import MENDS, ROOT, SHA256, SourceError, file_sha256, log, prepare
-from unified_diff import PatchError
 
 STOCK = ROOT / "build" / "stock"
 PATCHES = ROOT / "patches"
@@ -92,7 +91,7 @@ def main() -> int:
     args = parser.parse_args()
     try:
         print(build_stock((args.build or find_build()).resolve()))
-    except (SourceError, PatchError) as error:
+    except SourceError as error:
         log(f"error: {error}")
         return 1
     except OSError as error:

@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from demo.gguf_run import GgufModel, gguf_accuracy
 
-from pykvedge.demo_tasks.evalset import samples
-from pykvedge.demo_tasks.tasks import TASKS
+from pykvedge.lab.demo_tasks.evalset import samples
+from pykvedge.lab.demo_tasks.tasks import TASKS
 
 
 def agreement(model: GgufModel, folder: Path, count: int, images: int) -> dict[str, float]:

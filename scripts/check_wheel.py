@@ -38,7 +38,7 @@ llm.close()
 """
 VARIANT = """
 import pykvedge
-from pykvedge import libraries
+from pykvedge.native import libraries
 libraries.llama()
 maps = open("/proc/self/maps", encoding="utf-8").read().split()
 print(*sorted({p.rpartition("/")[2] for p in maps if "ggml-cpu" in p}))

@@ -20,7 +20,7 @@ class Side:
 
     def __init__(self, model: str, threads: int, kvedge: bool) -> None:
         if kvedge:
-            from pykvedge import libraries
+            from pykvedge.native import libraries
 
             libraries.load_backends()
         import llama_cpp.llama_cpp as llama
@@ -56,7 +56,7 @@ class Side:
         self.contexts[name], self.ends[name] = context, 0
         if method is not None:
             import pykvedge
-            from pykvedge.libkvedge import Cache
+            from pykvedge.runtime.libkvedge import Cache
 
             plan = pykvedge.plan(method) if method == "full" else pykvedge.plan(method, budget)
             self.caches[name] = Cache(context, plan, "f16", auto_compress=False)

@@ -2,7 +2,7 @@
 
 dev.py demo [OPTIONS]     ask the packaged model about examples/scene-1.png with a compressed KV cache; OPTIONS of chat
 dev.py test [ARGS]        the tests; ARGS go to pytest
-dev.py lint               ruff
+dev.py lint               ruff, and limits on the length of files and functions
 dev.py sanitize [NAME]    the native tests under the sanitizers, each in a small build of its own
 dev.py cross NAME         the native tests for another system, under an emulator: aarch64, mingw; --whole: all of kvedge
 dev.py wheel [--check]    a wheel for other machines, in dist/; --check tries it in a fresh environment
@@ -130,8 +130,12 @@ def package_build() -> Path:
 def lint(args: list[str]) -> int:
     # needs no build
     ensure_venv()
-    ensure_tools(["ruff"])
-    return execute([venv_program("python"), "-m", "ruff", "check", *(args or ["."])])
+    ensure_tools(["ruff", "lizard"])
+    python = venv_program("python")
+    checks = [[python, "-m", "ruff", "check", "."], [python, str(ROOT / "scripts" / "check_sizes.py")]]
+    if args:
+        return execute([python, "-m", "ruff", "check", *args])
+    return max([subprocess.run(check, check=False).returncode for check in checks])
 
 
 def sanitize(args: list[str]) -> int:

@@ -26,7 +26,7 @@ LOG = BUILD / "install.log"
 
 # what a build reads, apart from the compiler
 SOURCES = ("pyproject.toml", "CMakeLists.txt", "cmake/**/*", "native/**/*", "patches/**/*.patch",
-           "scripts/llama_source.py", "scripts/unified_diff.py")  # fmt: skip
+           "scripts/llama_source.py")  # fmt: skip
 VARIABLES = ("CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS", "CMAKE_ARGS", "CMAKE_GENERATOR", "LLAMA_CPP_SOURCE_DIR",
              "CUDACXX", "CUDAARCHS", "MACOSX_DEPLOYMENT_TARGET")  # fmt: skip
 
@@ -157,6 +157,10 @@ def _key() -> str:
                 digest.update(f"{path.relative_to(ROOT).as_posix()}\0".encode())
                 digest.update(hashlib.sha256(path.read_bytes()).digest())
     digest.update(json.dumps([os.environ.get(name) for name in VARIABLES]).encode())
+    # an editable install knows modules by their files: one that became a folder would not be found
+    digest.update(
+        json.dumps(sorted(str(p.relative_to(ROOT).parent) for p in ROOT.glob("pykvedge/**/__init__.py"))).encode()
+    )
     return digest.hexdigest()
 
 

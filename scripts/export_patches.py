@@ -1,7 +1,7 @@
 """Writes patches/ anew from a working tree that scripts/llama_source.py --git made: one file per commit.
 
     export_patches.py TREE           writes the series, prints its files
-    export_patches.py --count        changed lines per patch and in all (of patches/, or of TREE when given)
+    export_patches.py --count        changed lines per patch of patches/ and in all
 
 The files depend on the commits' content and messages alone: same commits, same bytes.
 """
@@ -14,8 +14,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from llama_source import BASE_TAG, ROOT, SourceError, git, log, read_series
-from unified_diff import Patch, PatchError, parse
+from llama_source import BASE_TAG, ROOT, Patch, SourceError, git, log, read_series
 
 
 def export(tree: Path) -> dict[str, str]:
@@ -35,7 +34,6 @@ def export(tree: Path) -> dict[str, str]:
         text = (
             f"Subject: {subject}\n\n" + (body.strip("\n") + "\n" if body.strip() else "") + "---\n" + diff(tree, commit)
         )
-        parse(name, text)  # what the applier cannot read must not get into the series
         series[name] = text
     return series
 
@@ -65,9 +63,12 @@ def write(series: dict[str, str], folder: Path) -> None:
 
 
 def count(patches: list[Patch]) -> None:
+    total = 0
     for patch in patches:
-        print(f"{patch.added + patch.removed:5d}  +{patch.added} -{patch.removed}  {patch.name}")
-    print(f"{sum(p.added + p.removed for p in patches):5d}  in all")
+        added, removed, _ = patch.changed_lines()
+        total += added + removed
+        print(f"{added + removed:5d}  +{added} -{removed}  {patch.path.name}")
+    print(f"{total:5d}  in all")
 
 
 def main() -> int:
@@ -76,15 +77,14 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "patches", metavar="DIR", help="default: patches/")
     parser.add_argument("--count", action="store_true", help="only count changed lines")
     args = parser.parse_args()
-    if not args.tree and not args.count:
+    if bool(args.tree) == args.count:
         parser.error("give the working tree, or --count")
     try:
-        series = export(args.tree) if args.tree else {}
         if args.count:
-            count([parse(*item) for item in series.items()] if args.tree else read_series(args.out))
+            count(read_series(args.out))
         else:
-            write(series, args.out)
-    except (SourceError, PatchError) as error:
+            write(export(args.tree), args.out)
+    except SourceError as error:
         log(f"error: {error}")
         return 1
     return 0

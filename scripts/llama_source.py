@@ -26,9 +26,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from unified_diff import Patch, PatchError, apply, parse
-
 PACKAGE, VERSION = "llama-cpp-python", "0.3.36"
 SHA256 = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
 SDIST = f"llama_cpp_python-{VERSION}.tar.gz"
@@ -44,6 +41,29 @@ MENDS = "*-mend-*.patch"  # faults of llama.cpp that stop the baseline as well
 
 class SourceError(Exception):
     """Something that the user can act on; one line."""
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One file of the series: a subject, the reason as its body, and a diff in git's form."""
+
+    path: Path
+    subject: str
+    body: str
+
+    @classmethod
+    def read(cls, path: Path) -> Patch:
+        """Raises SourceError when no diff follows."""
+        head, line, diff = path.read_bytes().decode("utf-8", "surrogateescape").partition("\n---\n")
+        if not line or "\n@@ " not in diff:
+            raise SourceError(f"{path.name} is no patch: a subject, a reason, a line of three dashes and a diff")
+        subject, _, body = head.removeprefix("Subject: ").partition("\n")
+        return cls(path, subject, body.strip("\n"))
+
+    def changed_lines(self) -> tuple[int, int, list[str]]:
+        """Lines added, lines removed, and the files that they are in."""
+        rows = [row.split("\t") for row in git(self.path.parent, "apply", "--numstat", str(self.path)).splitlines()]
+        return sum(int(row[0]) for row in rows), sum(int(row[1]) for row in rows), [row[2] for row in rows]
 
 
 @dataclass(frozen=True)
@@ -190,17 +210,15 @@ def unpack(sdist: Path, dest: Path, part: Part = LLAMA) -> None:
 
 def read_series(folder: Path, which: str = "*.patch") -> list[Patch]:
     """The patches of a folder whose names match, in the order of their names."""
-    return [parse(p.name, p.read_bytes().decode("utf-8", "surrogateescape")) for p in sorted(folder.glob(which))]
+    return [Patch.read(path) for path in sorted(folder.glob(which))]
 
 
-def write_changes(root: Path, changes: dict[str, bytes | None]) -> None:
-    for path, content in changes.items():
-        target = root / path
-        if content is None:
-            target.unlink()
-        else:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(content)
+def apply(patch: Patch, tree: Path) -> None:
+    """Changes the tree; where a line of context differs, nothing. Raises SourceError."""
+    try:
+        git(tree, "apply", "--whitespace=nowarn", str(patch.path.absolute()))
+    except SourceError as error:
+        raise SourceError(f"{patch.path.name}: {error}") from error
 
 
 def prepare(out: Path, sdist: Path | None, patches: Path | None, which: str = "*.patch", part: Part = LLAMA) -> bool:
@@ -219,7 +237,8 @@ def prepare(out: Path, sdist: Path | None, patches: Path | None, which: str = "*
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=out.name + ".new-") as tmp:
         fresh = Path(tmp) / "fresh"
         unpack(sdist, fresh, part)
-        write_changes(fresh, apply(read_series(patches, which) if patches else [], fresh))
+        for patch in read_series(patches, which) if patches else []:
+            apply(patch, fresh)
         (fresh / STAMP).write_text(json.dumps(want), encoding="utf-8")
         _replace_tree(fresh, out)
     log(f"{part.name} of {PACKAGE} {VERSION} with {len(series)} patches is in {out}")
@@ -252,9 +271,10 @@ def _files(root: Path) -> Iterator[str]:
 
 def check(tree: Path, patches: Path) -> str | None:
     """None if the tree carries the series, else what it lacks: every patch must come off again, the last one first."""
+    series = [str(patch.path.absolute()) for patch in read_series(patches)]
     try:
-        apply([p.reversed() for p in reversed(read_series(patches))], tree)
-    except PatchError as error:
+        git(tree, "apply", "--whitespace=nowarn", "--check", "-R", *reversed(series))
+    except SourceError as error:
         return str(error)
     return None
 
@@ -272,13 +292,13 @@ def make_git(out: Path, sdist: Path | None, patches: Path) -> None:
     _commit(out, f"llama.cpp of {PACKAGE} {VERSION}")
     git(out, "tag", BASE_TAG)
     for patch in series:
-        write_changes(out, apply([patch], out))
+        apply(patch, out)
         _commit(out, patch.subject + (f"\n\n{patch.body}" if patch.body else ""))
     log(f"{out}: {len(series)} commits after {BASE_TAG}; export them with scripts/export_patches.py {out}")
 
 
 def git(tree: Path, *args: str, text: str | None = None) -> str:
-    """Runs git in a tree, apart from the user's hooks, signing and line-end settings."""
+    """Runs git in a tree, apart from repositories around it and from the user's hooks, signing and line ends."""
     config = [
         "core.hooksPath=/dev/null",
         "commit.gpgsign=false",
@@ -289,12 +309,13 @@ def git(tree: Path, *args: str, text: str | None = None) -> str:
     try:
         # bytes: text mode would turn the line ends of a diff
         data = text.encode("utf-8", "surrogateescape") if text is not None else None
-        done = subprocess.run(command, input=data, capture_output=True, check=False)
+        alone = {**os.environ, "GIT_CEILING_DIRECTORIES": str(tree.absolute().parent)}
+        done = subprocess.run(command, input=data, capture_output=True, env=alone, check=False)
     except FileNotFoundError as error:
-        raise SourceError("git is not installed") from error
+        raise SourceError("git is not installed; the patches are applied with it") from error
     if done.returncode != 0:
         lines = done.stderr.decode("utf-8", "replace").strip().splitlines() or [f"exit code {done.returncode}"]
-        raise SourceError(f"git {args[0]}: {lines[-1]}")
+        raise SourceError(f"git {args[0]}: " + "; ".join(line.removeprefix("error: ") for line in lines))
     return done.stdout.decode("utf-8", "surrogateescape")
 
 
@@ -347,7 +368,7 @@ def main() -> int:
                 raise SourceError(f"{args.check} does not carry the patches: {lacks}")
         else:
             print(fetch())
-    except (SourceError, PatchError) as error:
+    except SourceError as error:
         log(f"error: {error}")
         return 1
     except OSError as error:

@@ -127,11 +127,11 @@ def stock_side(args: argparse.Namespace) -> dict[str, Any]:
 
 def our_side(args: argparse.Namespace) -> dict[str, Any]:
     import pykvedge
-    from pykvedge.context import Context, ContextSize
-    from pykvedge.embeddings import TokenTable
-    from pykvedge.libkvedge import Cache
-    from pykvedge.model import Model
-    from pykvedge.plan import Budget
+    from pykvedge.models.model import Model
+    from pykvedge.models.token_table import TokenTable
+    from pykvedge.plans.plan import Budget
+    from pykvedge.runtime.libkvedge import Cache
+    from pykvedge.runtime.llama_context import Context, ContextSize
 
     def of_prompt(tokens: list[int]) -> list[int]:
         return [t for t in tokens if t < args.tokens]
@@ -169,7 +169,7 @@ def our_side(args: argparse.Namespace) -> dict[str, Any]:
 
 def whole_prompt(table: Any, width: int, args: argparse.Namespace) -> Any:
     """The prompt as one batch of embeddings."""
-    from pykvedge.onepass import OnePass
+    from pykvedge.runtime.bounded_batch import OnePass
 
     embeddings = np.empty((args.tokens, width), dtype=np.float32)
     mask, at = np.zeros(args.tokens, dtype=np.uint8), 0

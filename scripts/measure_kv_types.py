@@ -23,12 +23,13 @@ from typing import Any
 import numpy as np
 
 import pykvedge
-from pykvedge import libkvedge, libraries
-from pykvedge.context import Context, ContextSize
-from pykvedge.demo_tasks.evalset import Sample, samples
-from pykvedge.images import Picture
-from pykvedge.kvtypes import KvType
-from pykvedge.model import Model
+from pykvedge.lab.demo_tasks.evalset import Sample, samples
+from pykvedge.models.images import Picture
+from pykvedge.models.model import Model
+from pykvedge.native import libraries
+from pykvedge.plans.kvtypes import KvType
+from pykvedge.runtime import libkvedge
+from pykvedge.runtime.llama_context import Context, ContextSize
 
 DATA = Path(pykvedge.__file__).resolve().parent / "data"
 TASKS = ("code", "describe", "where", "which-image", "code-in-image-k", "difference")

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import pykvedge
-from pykvedge import memory
+from pykvedge.chat.session import Session
 from pykvedge.errors import KvedgeError
-from pykvedge.images import Picture
-from pykvedge.sampling import Sampling
-from pykvedge.session import Session
+from pykvedge.models.images import Picture
+from pykvedge.native import memory
+from pykvedge.runtime.sampling import Sampling
 
 MIB = 2**20
 SETTLED = 4  # images after which memory is to be flat

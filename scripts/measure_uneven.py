@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 
 import pykvedge
-from pykvedge import memory
-from pykvedge.context import Context, ContextSize
-from pykvedge.libkvedge import Cache
-from pykvedge.model import Model
-from pykvedge.stages.base import ProfileTable
+from pykvedge.models.model import Model
+from pykvedge.native import memory
+from pykvedge.plans.stages.base import ProfileTable
+from pykvedge.runtime.libkvedge import Cache
+from pykvedge.runtime.llama_context import Context, ContextSize
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "adakv": ("adakv", {}),

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pykvedge
-from pykvedge.context import Context
-from pykvedge.sampling import Sampling
-from pykvedge.vision import Vision
+from pykvedge.models.vision import Vision
+from pykvedge.runtime.llama_context import Context
+from pykvedge.runtime.sampling import Sampling
 
 THREADS = 1  # sums of several threads' shares may differ in their last bit
 

@@ -20,7 +20,7 @@ try:
 except ImportError:  # not installed: the sources of this tree
     sys.path.insert(0, str(ROOT))
     import pykvedge
-from pykvedge import libraries  # noqa: E402
+from pykvedge.native import libraries  # noqa: E402
 
 if libraries.library_dir() is None and DEVELOPMENT_LIBRARIES.is_dir():
     os.environ["KVEDGE_LIB_DIR"] = str(DEVELOPMENT_LIBRARIES)
@@ -33,7 +33,7 @@ THREADS = 1  # more would spin against each other on a busy machine, and the mod
 @pytest.fixture(scope="session")
 def native():
     """libkvedge. An installation without it fails the tests that need it: they are not skipped."""
-    from pykvedge import libkvedge
+    from pykvedge.runtime import libkvedge
 
     libkvedge.lib()
     return libkvedge
@@ -90,8 +90,8 @@ def profile_file(tmp_path_factory):
     """profile_file(model, kind) -> file with a profile for that GGUF file, a few of its heads or layers strong."""
     import numpy as np
 
-    from pykvedge import profile
-    from pykvedge.gguf import read_header
+    from pykvedge.models.gguf import read_header
+    from pykvedge.plans import profile
 
     folder = tmp_path_factory.mktemp("profiles")
 
@@ -185,7 +185,7 @@ def kvedge(environment):
 @pytest.fixture(autouse=True)
 def forgotten():
     """Stages that a test registers are gone after it."""
-    from pykvedge.plugins import table
+    from pykvedge.plans.plugins import table
 
     before = table.snapshot()
     yield

@@ -7,8 +7,9 @@ import functools
 
 import numpy as np
 
-from pykvedge import libkvedge, libraries
-from pykvedge.plan import Plan
+from pykvedge.native import libraries
+from pykvedge.plans.plan import Plan
+from pykvedge.runtime import libkvedge
 
 
 @functools.cache

@@ -6,7 +6,7 @@ import struct
 import zlib
 
 import pykvedge
-from pykvedge.sampling import Sampling
+from pykvedge.runtime.sampling import Sampling
 
 SHORT = Sampling(max_tokens=10)
 LONG = Sampling(max_tokens=70)  # beyond one block of generated rows

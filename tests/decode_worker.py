@@ -45,7 +45,8 @@ class Reader:
         self.m_rope = llama.llama_model_rope_type(model) in (llama.LLAMA_ROPE_TYPE_MROPE, llama.LLAMA_ROPE_TYPE_IMROPE)
         self.cache = None
         if provider:
-            from pykvedge import libkvedge, plan
+            from pykvedge import plan
+            from pykvedge.runtime import libkvedge
 
             self.cache = libkvedge.Cache(self.context, plan("full"), auto_compress=False)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from conftest import THREADS
 
 from pykvedge.cli.chat import DATA
-from pykvedge.eval.measure import Wants
-from pykvedge.eval.records import Records
-from pykvedge.eval.runner import Job, evaluate, full_cell
-from pykvedge.settings import Settings
+from pykvedge.lab.eval.measure import Wants
+from pykvedge.lab.eval.records import Records
+from pykvedge.lab.eval.runner import Job, evaluate, full_cell
+from pykvedge.runtime.settings import Settings
 
 MODEL, MMPROJ = DATA / "demo-model.gguf", DATA / "demo-mmproj.gguf"
 

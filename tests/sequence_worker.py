@@ -81,7 +81,7 @@ def main():
     if METHOD == "stock":
         np.save(OUT, np.array(walk(memory)))
         return
-    from pykvedge import libkvedge
+    from pykvedge.runtime import libkvedge
 
     plan = pykvedge.plan(METHOD)
     cache = libkvedge.Cache(CONTEXT, plan, "f16", auto_compress=True)

@@ -106,7 +106,7 @@ def test_help_lists_everything():
 
 def test_importing_needs_neither_numpy_of_sessions_nor_libraries(environment):
     """The names that come later are imported when they are asked for."""
-    code = "import sys, pykvedge; print('pykvedge.session' in sys.modules, 'llama_cpp' in sys.modules)"
+    code = "import sys, pykvedge; print('pykvedge.chat.session' in sys.modules, 'llama_cpp' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
 
@@ -118,7 +118,7 @@ def test_the_package_is_typed():
 def test_settings_have_the_types_of_their_fields():
     from dataclasses import fields
 
-    from pykvedge.settings import GivenSettings, Settings
+    from pykvedge.runtime.settings import GivenSettings, Settings
 
     given = {name: getattr(kind, "__forward_arg__", kind) for name, kind in GivenSettings.__annotations__.items()}
     assert {f.name: f.type for f in fields(Settings)} == given

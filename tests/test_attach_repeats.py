@@ -6,7 +6,7 @@ import pytest
 from attached import chat, complete, held, llama, profiles
 
 import pykvedge
-from pykvedge.reuse import History, shared
+from pykvedge.chat.reuse import History, shared
 
 A = "The quick brown fox jumps over the lazy dog and looks at the picture. " * 4
 B = "The quick brown cat sleeps under a table, which was not what it had planned for that day. " * 3

@@ -12,8 +12,8 @@ import pytest
 
 import pykvedge
 from pykvedge.errors import ImageError, ModelError, UsageError
-from pykvedge.gguf import read_header
-from pykvedge.images import load_picture
+from pykvedge.models.gguf import read_header
+from pykvedge.models.images import load_picture
 
 
 @pytest.fixture

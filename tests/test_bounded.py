@@ -11,15 +11,15 @@ import pytest
 from contexts import TinyContext
 
 import pykvedge
-from pykvedge import onepass
-from pykvedge.embeddings import TokenTable
+from pykvedge.chat.session import Session
 from pykvedge.errors import StateError, UnsupportedError, UsageError
-from pykvedge.gguf import read_header
-from pykvedge.images import load_picture
-from pykvedge.interrupt import CancelledError
-from pykvedge.plan import Budget
-from pykvedge.session import Session
-from pykvedge.vision import ImagePiece, TextPiece
+from pykvedge.models.gguf import read_header
+from pykvedge.models.images import load_picture
+from pykvedge.models.token_table import TokenTable
+from pykvedge.models.vision import ImagePiece, TextPiece
+from pykvedge.plans.plan import Budget
+from pykvedge.runtime import bounded_batch
+from pykvedge.runtime.interrupt import CancelledError
 
 QUESTION = "What is in the two images? " * 3
 METHODS = ["lookm", "snapkv", "mixkv-ada", "pyramidkv", "h2o", "roco", "prefixkv", "flashcache"]
@@ -132,8 +132,8 @@ def test_what_cannot_go_in_one_causal_pass(tiny):
         def non_causal(self):
             return True
 
-    assert "both directions" in onepass.why_not(BothWays(), [ImagePiece(None, 4, "")])
-    assert onepass.why_not(BothWays(), [TextPiece([1, 2])]) == ""
+    assert "both directions" in bounded_batch.why_not(BothWays(), [ImagePiece(None, 4, "")])
+    assert bounded_batch.why_not(BothWays(), [TextPiece([1, 2])]) == ""
 
 
 def test_a_model_without_a_cache_of_ours_falls_back(kvedge, tiny):

@@ -9,10 +9,10 @@ import pytest
 from conversations import PLANS, SHORT, WORDS, a_plan, say
 
 import pykvedge
-from pykvedge import libkvedge
 from pykvedge.errors import ContextError, StateError, UsageError
-from pykvedge.interrupt import CancelledError
-from pykvedge.sampling import Sampling
+from pykvedge.runtime import libkvedge
+from pykvedge.runtime.interrupt import CancelledError
+from pykvedge.runtime.sampling import Sampling
 
 OTHER = "Something else altogether, which the conversation is better off without. " * 3
 

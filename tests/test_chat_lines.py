@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from pykvedge import chat_lines, paths
+from pykvedge.cli import paths
+from pykvedge.cli.talk import lines
 from pykvedge.errors import ImageError, UsageError
-from pykvedge.images import load_picture
+from pykvedge.models.images import load_picture
 
 POSIX = os.sep == "/"
 
@@ -104,9 +105,9 @@ def test_nothing_is_completed_where_nothing_is(folder):
 # ---------------------------------------------------------------------------------------------------
 
 
-def typed_lines(monkeypatch, *lines):
+def typed_lines(monkeypatch, *typed):
     """A reader to which these lines are typed."""
-    rest = iter(lines)
+    rest = iter(typed)
 
     def line(prompt):
         try:
@@ -114,8 +115,8 @@ def typed_lines(monkeypatch, *lines):
         except StopIteration:
             raise EOFError from None
 
-    monkeypatch.setattr(chat_lines, "_line", line)
-    return chat_lines.Lines(lambda text: [], None)
+    monkeypatch.setattr(lines, "_line", line)
+    return lines.Lines(lambda text: [], None)
 
 
 @pytest.mark.parametrize(
@@ -141,22 +142,22 @@ def test_a_block_that_never_ends(monkeypatch):
 
 def test_the_history_is_the_owners_and_bounded(tmp_path):
     file = tmp_path / "state" / "kvedge" / "chat-history"
-    chat_lines.remember(file, ["first", "", "x" * 5000])
-    assert chat_lines.read_history(file) == ["first"]
+    lines.remember(file, ["first", "", "x" * 5000])
+    assert lines.read_history(file) == ["first"]
     assert stat.S_IMODE(file.stat().st_mode) == 0o600 and stat.S_IMODE(file.parent.stat().st_mode) == 0o700
-    chat_lines.remember(file, [f"line {i}" for i in range(1500)])
-    assert chat_lines.read_history(file) == [f"line {i}" for i in range(500, 1500)]
+    lines.remember(file, [f"line {i}" for i in range(1500)])
+    assert lines.read_history(file) == [f"line {i}" for i in range(500, 1500)]
     file.chmod(0o644)
-    chat_lines.remember(file, ["one more"])
+    lines.remember(file, ["one more"])
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert [p.name for p in file.parent.iterdir()] == [file.name]
     with pytest.raises(OSError, match="exists"):
-        chat_lines.remember(file / "under a file", ["x"])
+        lines.remember(file / "under a file", ["x"])
 
 
 def test_where_the_history_is(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    assert chat_lines.history_file() == tmp_path / "kvedge" / "chat-history"
+    assert lines.history_file() == tmp_path / "kvedge" / "chat-history"
     monkeypatch.setenv("XDG_STATE_HOME", "relative")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert chat_lines.history_file() == tmp_path / "home" / ".local" / "state" / "kvedge" / "chat-history"
+    assert lines.history_file() == tmp_path / "home" / ".local" / "state" / "kvedge" / "chat-history"

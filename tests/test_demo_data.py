@@ -10,10 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pykvedge.demo_tasks import evalset, tasks
-from pykvedge.demo_tasks.font import CODE_CHARS
-from pykvedge.demo_tasks.prompts import MEDIA, messages, prompt
-from pykvedge.demo_tasks.scenes import CELL, COLOURS, GRID, IMAGE_SIZE, SHAPES, Item, Scene, draw_scene, render
+import pykvedge
+from pykvedge.lab.demo_tasks import evalset, tasks
+from pykvedge.lab.demo_tasks.font import CODE_CHARS
+from pykvedge.lab.demo_tasks.prompts import MEDIA, messages, prompt
+from pykvedge.lab.demo_tasks.scenes import CELL, COLOURS, GRID, IMAGE_SIZE, SHAPES, Item, Scene, draw_scene, render
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 from demo.tokenizer import CHAT_TEMPLATE, Tokenizer
@@ -242,7 +243,7 @@ def test_the_chat_template_writes_the_prompt():
 
 def test_the_packaged_model_has_this_vocabulary():
     gguf = pytest.importorskip("gguf")
-    folder = Path(evalset.__file__).parent.parent / "data"
+    folder = Path(pykvedge.__file__).parent / "data"
     files = [folder / "demo-model.gguf", folder / "demo-mmproj.gguf"]
     assert sum(f.stat().st_size for f in files) <= 12 * 1024 * 1024
     fields = gguf.GGUFReader(files[0]).fields

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import pykvedge
-from pykvedge.demo_tasks.evalset import samples
-from pykvedge.images import Picture
+from pykvedge.lab.demo_tasks.evalset import samples
+from pykvedge.models.images import Picture
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "pykvedge" / "data"

@@ -19,13 +19,13 @@ from eval_runs import MMPROJ, MODEL, run
 
 import pykvedge
 from pykvedge.errors import UsageError
-from pykvedge.eval import table
-from pykvedge.eval.measure import Cell
-from pykvedge.eval.records import Records
-from pykvedge.eval.runner import FULL, full_cell
-from pykvedge.eval.tasks import Line, Sample, demo_samples
-from pykvedge.images import Picture
-from pykvedge.sampling import Sampling
+from pykvedge.lab.eval import table
+from pykvedge.lab.eval.measure import Cell
+from pykvedge.lab.eval.records import Records
+from pykvedge.lab.eval.runner import FULL, full_cell
+from pykvedge.lab.eval.tasks import Line, Sample, demo_samples
+from pykvedge.models.images import Picture
+from pykvedge.runtime.sampling import Sampling
 
 
 def without_time(rows):

@@ -15,11 +15,11 @@ from conftest import THREADS
 from eval_runs import MMPROJ, MODEL, run
 
 import pykvedge
-from pykvedge.demo_tasks.prompts import prompt
-from pykvedge.eval import table
-from pykvedge.eval.measure import Preparer
-from pykvedge.eval.runner import FULL, full_cell
-from pykvedge.eval.tasks import Line, Sample, demo_samples
+from pykvedge.lab.demo_tasks.prompts import prompt
+from pykvedge.lab.eval import table
+from pykvedge.lab.eval.measure import Preparer
+from pykvedge.lab.eval.runner import FULL, full_cell
+from pykvedge.lab.eval.tasks import Line, Sample, demo_samples
 
 
 def stock_perplexity(environment, stock_dir, model, cases, exact=False):
@@ -34,7 +34,7 @@ def stock_perplexity(environment, stock_dir, model, cases, exact=False):
 
 def encoded(samples, folder, model=MODEL, mmproj=MMPROJ):
     """Per sample, files with the embeddings of its images."""
-    from pykvedge.vision import ImagePiece
+    from pykvedge.models.vision import ImagePiece
 
     out = []
     with pykvedge.Session(model, mmproj, threads=THREADS) as session:

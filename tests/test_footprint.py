@@ -9,10 +9,8 @@ from dataclasses import replace
 import pytest
 
 import pykvedge
-from pykvedge import ggml
-from pykvedge.context import N_UBATCH
 from pykvedge.errors import UnsupportedError
-from pykvedge.footprint import (
+from pykvedge.lab.footprint import (
     Files,
     ModelShape,
     Request,
@@ -22,10 +20,12 @@ from pykvedge.footprint import (
     most_images,
     most_turns,
 )
-from pykvedge.gguf import read_header, tensor_bytes
-from pykvedge.images import Picture
-from pykvedge.imagetokens import image_grid
-from pykvedge.vision import ImagePiece
+from pykvedge.models.gguf import read_header, tensor_bytes
+from pykvedge.models.images import Picture
+from pykvedge.models.imagetokens import image_grid
+from pykvedge.models.vision import ImagePiece
+from pykvedge.native import ggml
+from pykvedge.runtime.llama_context import N_UBATCH
 
 MIB = 2**20
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import pykvedge
-from pykvedge import runtime
+from pykvedge.native import llamacpp
 
 ROOT = Path(__file__).resolve().parent.parent
 GUIDE = (ROOT / "docs" / "python.md").read_text("utf-8")
@@ -48,7 +48,7 @@ def folder(tmp_path, monkeypatch, native):
         except OSError:  # where that needs a privilege
             shutil.copy(source, tmp_path / name)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(runtime, "default_threads", lambda: 1)
+    monkeypatch.setattr(llamacpp, "default_threads", lambda: 1)
     return tmp_path
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from pykvedge.images import load_picture
+from pykvedge.models.images import load_picture
 
 
 def pixels(picture):

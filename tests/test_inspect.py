@@ -11,12 +11,12 @@ import pytest
 from PIL import Image
 
 import pykvedge
-from pykvedge import libkvedge
 from pykvedge.errors import NothingToCompressError, StateError
-from pykvedge.images import load_picture
-from pykvedge.inspect import measures, overlay
-from pykvedge.plan import Plan
-from pykvedge.stages.spectrum import cosines, high_share
+from pykvedge.lab.inspect import measures, overlay
+from pykvedge.models.images import load_picture
+from pykvedge.plans.plan import Plan
+from pykvedge.plans.stages.spectrum import cosines, high_share
+from pykvedge.runtime import libkvedge
 
 RNG = np.random.default_rng(5)
 

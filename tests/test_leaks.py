@@ -15,7 +15,7 @@ MIB = 2**20
 def chats(model: str, n: int) -> dict:
     """n times attach, prompt, compress, generate, detach: resident bytes after each, and the prompt's cache's."""
     import pykvedge
-    from pykvedge import libraries, memory
+    from pykvedge.native import libraries, memory
 
     libraries.prepare()
     from llama_cpp import Llama

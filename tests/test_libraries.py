@@ -14,12 +14,12 @@ import llama_source
 import pytest
 
 import pykvedge
-from pykvedge import libcheck, libraries
+from pykvedge.native import libcheck, libraries
 
 COMPILER = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
 LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ELF libraries and Linux' loader")
 USE = (
-    "from pykvedge import libkvedge, libraries\n"
+    "from pykvedge.runtime import libkvedge; from pykvedge.native import libraries\n"
     "try:\n"
     "    libkvedge.simd(); print(libraries.llama()._lib._name)\n"
     "except pykvedge.LibraryError as error: print('error:', error)\n"
@@ -258,7 +258,7 @@ def test_a_library_is_missing(said, folder):
 
 
 def test_backends_can_be_loaded_again(native):
-    from pykvedge.abi import call
+    from pykvedge.native.abi import call
 
     call("load_backends")
     call("load_backends")

@@ -11,8 +11,8 @@ import pytest
 
 import pykvedge
 from pykvedge import CancelledError, Sampling, StateError, UsageError
-from pykvedge.encoder import Encoder
-from pykvedge.model import Model
+from pykvedge.models.encoder import Encoder
+from pykvedge.models.model import Model
 
 SHORT = Sampling(max_tokens=8)
 
@@ -131,7 +131,7 @@ def test_a_model_without_sessions_is_freed_at_once(tiny, native):
 
 
 def test_a_session_that_could_not_be_made_borrows_nothing(tiny, llava, monkeypatch):
-    from pykvedge import session
+    from pykvedge.chat import session
 
     class Broken:
         def __init__(self, *_):
@@ -300,16 +300,16 @@ def test_a_progress_function_cannot_use_the_encoder_it_is_told_of(llava):
 
 def test_reasons_of_failures_stay_with_their_thread(tiny, native, tmp_path):
     """llama.cpp's log is one for the process; what failed in one thread is not told to another."""
-    from pykvedge import runtime
+    from pykvedge.native import llamacpp
 
-    runtime.start(False, vision=False)
+    llamacpp.start(False, vision=False)
     seen = {}
 
     def one(name):
-        with runtime.collected_errors() as lines:
+        with llamacpp.collected_errors() as lines:
             for i in range(200):
-                runtime._log.receive(runtime._ERROR, f"{name} {i}\n".encode(), None)
-                assert runtime.reason(lines, "none").startswith(name)
+                llamacpp._log.receive(llamacpp._ERROR, f"{name} {i}\n".encode(), None)
+                assert llamacpp.reason(lines, "none").startswith(name)
             seen[name] = {line.split()[0] for line in lines}
 
     in_threads(*(lambda name=name: one(name) for name in ("alpha", "beta", "gamma")))

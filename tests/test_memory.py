@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 import pykvedge
-from pykvedge import memory
-from pykvedge.encoderwatch import EncoderWatch
 from pykvedge.errors import OutOfMemoryError
-from pykvedge.images import Picture
-from pykvedge.sampling import Sampling
+from pykvedge.models.images import Picture
+from pykvedge.native import memory
+from pykvedge.native.encoderwatch import EncoderWatch
+from pykvedge.runtime.sampling import Sampling
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 MIB = 2**20
@@ -23,7 +23,7 @@ MIB = 2**20
 
 def package_path() -> dict[str, str]:
     """Environment of a Python that imports this pykvedge."""
-    return {**os.environ, "PYTHONPATH": str(Path(memory.__file__).parent.parent)}
+    return {**os.environ, "PYTHONPATH": str(Path(memory.__file__).parent.parent.parent)}
 
 
 @linux
@@ -123,7 +123,7 @@ def test_a_peak_is_what_the_system_notes_and_the_system_goes_on_noting_it():
     code = """
 import re, sys
 from pathlib import Path
-from pykvedge import memory
+from pykvedge.native import memory
 
 def high():
     return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
@@ -189,7 +189,7 @@ def test_a_message_is_watched_by_a_thread_only_if_the_peak_was_asked_for(tiny, n
 def test_what_is_available_respects_limits():
     assert memory.available_bytes() > 10 * MIB
     code = (
-        "import resource, pykvedge.memory as m; resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30)); "
+        "import resource, pykvedge.native.memory as m; resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30)); "
         "print(m.available_bytes())"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=package_path())

@@ -10,15 +10,15 @@ import pytest
 from arrays import prompt
 
 import pykvedge
-from pykvedge import profile
-from pykvedge.calibrate.redundancy import key_redundancy
-from pykvedge.calibrate.samples import scenes
-from pykvedge.checks import suite
 from pykvedge.errors import ProfileError, UsageError
-from pykvedge.kvtypes import KvType
-from pykvedge.libkvedge import rows
-from pykvedge.profile import Profile
-from pykvedge.stages.base import ProfileTable
+from pykvedge.lab.calibrate.redundancy import key_redundancy
+from pykvedge.lab.calibrate.samples import scenes
+from pykvedge.lab.checks import suite
+from pykvedge.plans import profile
+from pykvedge.plans.kvtypes import KvType
+from pykvedge.plans.profile import Profile
+from pykvedge.plans.stages.base import ProfileTable
+from pykvedge.runtime.libkvedge import rows
 
 DATA = profile.SHIPPED.parent
 DEMO, DEMO_MMPROJ = DATA / "demo-model.gguf", DATA / "demo-mmproj.gguf"

@@ -10,11 +10,11 @@ import pytest
 from arrays import prompt
 
 import pykvedge
-from pykvedge.stages.allocator.prefix import cumulative_priority, prefix_lengths
-from pykvedge.stages.base import Head, Layer, Prompt
-from pykvedge.stages.registry import member
-from pykvedge.stages.scorer.mixkv import directions, redundancy
-from pykvedge.stages.spectrum import cosines, cutoff
+from pykvedge.plans.stages.allocator.prefix import cumulative_priority, prefix_lengths
+from pykvedge.plans.stages.base import Head, Layer, Prompt
+from pykvedge.plans.stages.registry import member
+from pykvedge.plans.stages.scorer.mixkv import directions, redundancy
+from pykvedge.plans.stages.spectrum import cosines, cutoff
 
 MIXKV = {
     "window": 8,

@@ -13,8 +13,8 @@ import pytest
 from arrays import LAYOUTS, prompt
 
 import pykvedge
-from pykvedge.checks import rules
-from pykvedge.stages.registry import STAGES, members
+from pykvedge.lab.checks import rules
+from pykvedge.plans.stages.registry import STAGES, members
 
 SCORERS, REDUCERS = list(members("scorer")), list(members("reducer"))
 HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}

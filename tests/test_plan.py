@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 import pykvedge
 from pykvedge.errors import BudgetError, UnknownNameError, UsageError
-from pykvedge.plan import Amount, Budget, Plan
-from pykvedge.presets import PRESETS, preset
-from pykvedge.stages.base import Param
-from pykvedge.stages.registry import STAGES, member
+from pykvedge.plans.plan import Amount, Budget, Plan
+from pykvedge.plans.presets import PRESETS, preset
+from pykvedge.plans.stages.base import Param
+from pykvedge.plans.stages.registry import STAGES, member
 
 
 @pytest.mark.parametrize(("given_", "ratio", "pairs"), [

@@ -13,9 +13,9 @@ import pytest
 from test_plugins import EXAMPLES, FIVE_LINES, HEAD, both_engines
 
 import pykvedge
-from pykvedge.checks import suite
 from pykvedge.errors import PluginError
-from pykvedge.plugins import loading
+from pykvedge.lab.checks import suite
+from pykvedge.plans.plugins import loading
 
 # ------------------------------------------------------------------------------------------ names and compositions
 

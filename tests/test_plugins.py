@@ -12,9 +12,9 @@ from test_decode_policies import PROMPT, random_tokens, running  # noqa: F401 - 
 
 import pykvedge
 from pykvedge.errors import PluginError, UnknownNameError
-from pykvedge.plugins import loading
-from pykvedge.stages.base import Layer
-from pykvedge.stages.scorer.cumulative import score as cumulative
+from pykvedge.plans.plugins import loading
+from pykvedge.plans.stages.base import Layer
+from pykvedge.plans.stages.scorer.cumulative import score as cumulative
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples" / "plugins"
 FIVE_LINES = """\

@@ -15,10 +15,10 @@ from arrays import prompt
 from test_decode_policies import PROMPT, random_tokens, running  # noqa: F401 - a fixture
 
 import pykvedge
-from pykvedge import libraries
-from pykvedge.checks import suite
 from pykvedge.errors import PluginError
-from pykvedge.plugins import loading
+from pykvedge.lab.checks import suite
+from pykvedge.native import libraries
+from pykvedge.plans.plugins import loading
 
 ROOT = Path(__file__).resolve().parent.parent
 HEADER = ROOT / "native" / "include" / "kvedge-stages.h"

@@ -10,7 +10,7 @@ from conftest import ROOT, THREADS
 from test_plugins import EXAMPLES
 
 import pykvedge
-from pykvedge.plugins import loading
+from pykvedge.plans.plugins import loading
 
 # what streaming-llm without sinks keeps, written by hand
 LAST = """\

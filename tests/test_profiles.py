@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 import pykvedge
-from pykvedge import profile
 from pykvedge.errors import ProfileError
-from pykvedge.plan import Plan
-from pykvedge.profile import Profile
+from pykvedge.plans import profile
+from pykvedge.plans.plan import Plan
+from pykvedge.plans.profile import Profile
 
 DATA = profile.SHIPPED.parent
 DEMO = DATA / "demo-model.gguf"
@@ -190,7 +190,7 @@ def test_a_plan_travels_without_its_profile():
 
 def test_sessions_refuse_before_the_weights_are_read(own_folder, tiny, monkeypatch, native):
     model = tiny("llama")
-    monkeypatch.setattr("pykvedge.session.borrow", None)
+    monkeypatch.setattr("pykvedge.chat.session.borrow", None)
     with pytest.raises(ProfileError, match="kvedge calibrate heads"):
         model.session(SPARSEMM)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pykvedge.errors import ModelError, UsageError
-from pykvedge.images import Picture
-from pykvedge.prompt import ChatTemplate, Message, check_places, places
+from pykvedge.models.images import Picture
+from pykvedge.models.prompt import ChatTemplate, Message, check_places, places
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"

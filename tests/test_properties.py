@@ -9,9 +9,9 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 import pykvedge
-from pykvedge.checks import rules
-from pykvedge.definition import round_to
-from pykvedge.stages.registry import member, members
+from pykvedge.lab.checks import rules
+from pykvedge.plans.numpy_engine import round_to
+from pykvedge.plans.stages.registry import member, members
 
 ENGINES = rules.ENGINES
 

@@ -12,10 +12,10 @@ from arrays import prompt
 from test_parity import assert_same
 
 import pykvedge
-from pykvedge.definition import select
-from pykvedge.stages.allocator.entropy import layer_shares
-from pykvedge.stages.base import Layer, Prompt
-from pykvedge.stages.registry import member
+from pykvedge.plans.numpy_engine import select
+from pykvedge.plans.stages.allocator.entropy import layer_shares
+from pykvedge.plans.stages.base import Layer, Prompt
+from pykvedge.plans.stages.registry import member
 
 
 def layer_of(p, i=0):
@@ -233,7 +233,8 @@ class Context:
     """A tiny model whose KV memory libkvedge owns, with one thread and ubatches of a size."""
 
     def __init__(self, model, plan, n_ubatch):
-        from pykvedge import libkvedge, libraries
+        from pykvedge.native import libraries
+        from pykvedge.runtime import libkvedge
 
         self.llama = libraries.llama()
         self._silent = self.llama.llama_log_callback(lambda level, text, data: None)

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 import pykvedge
-from pykvedge.context import Context
+from pykvedge.chat.session import Session
 from pykvedge.errors import ContextError, NothingToCompressError, StateError, UnknownNameError, UsageError
-from pykvedge.interrupt import CancelledError
-from pykvedge.model import TextStream, silent
-from pykvedge.sampling import Sampling
-from pykvedge.session import Session
-from pykvedge.vision import TextPiece
+from pykvedge.models.model import TextStream, silent
+from pykvedge.models.vision import TextPiece
+from pykvedge.runtime.interrupt import CancelledError
+from pykvedge.runtime.llama_context import Context
+from pykvedge.runtime.sampling import Sampling
 
 SHORT = Sampling(max_tokens=10)
 WORDS = "The quick brown fox jumps over the lazy dog and looks at the picture. " * 3

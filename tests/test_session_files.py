@@ -23,9 +23,9 @@ from pykvedge.errors import (
     UnsupportedError,
     UsageError,
 )
-from pykvedge.interrupt import CancelledError
-from pykvedge.sampling import Sampling
-from pykvedge.sessionfile import fingerprint
+from pykvedge.runtime.interrupt import CancelledError
+from pykvedge.runtime.sampling import Sampling
+from pykvedge.runtime.sessionfile import fingerprint
 
 
 def state(session):

@@ -8,9 +8,9 @@ import pytest
 from arrays import LAYOUTS, prompt
 
 import pykvedge
-from pykvedge import stream
 from pykvedge.errors import KvedgeError, UnsupportedError, UsageError
-from pykvedge.stages.registry import members
+from pykvedge.plans.stages.registry import members
+from pykvedge.runtime import stream
 
 HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
 
@@ -142,8 +142,8 @@ def test_what_cannot_be_a_stream_is_refused_by_both(native, name):
     plan, p = pykvedge.plan(method, budget, **settings), prompt(20)
     with pytest.raises(UsageError):
         pykvedge.compress(plan, *p.arguments, stream=8)
-    from pykvedge.definition import Arrays
-    from pykvedge.kvtypes import KvType
+    from pykvedge.plans.kvtypes import KvType
+    from pykvedge.plans.numpy_engine import Arrays
 
     arrays = Arrays(*(np.ascontiguousarray(x) for x in p.arguments))
     with pytest.raises(UnsupportedError):
@@ -155,8 +155,8 @@ def test_what_cannot_be_a_stream_is_refused_by_both(native, name):
 
 
 def test_both_refuse_the_same_stages(native):
-    from pykvedge.definition import Arrays
-    from pykvedge.kvtypes import KvType
+    from pykvedge.plans.kvtypes import KvType
+    from pykvedge.plans.numpy_engine import Arrays
 
     p = prompt(20)
     arrays = Arrays(*(np.ascontiguousarray(x) for x in p.arguments))

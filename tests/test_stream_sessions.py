@@ -10,8 +10,8 @@ from resident import own_bytes
 
 import pykvedge
 from pykvedge.errors import ContextError, ImageError, NothingToCompressError, StateError, UsageError
-from pykvedge.images import Picture
-from pykvedge.sampling import Sampling
+from pykvedge.models.images import Picture
+from pykvedge.runtime.sampling import Sampling
 
 SHORT = Sampling(max_tokens=12)
 LONG = Sampling(max_tokens=300)
@@ -182,7 +182,7 @@ def test_the_demo_model_answers_as_with_the_full_cache(native, bound):
     from itertools import islice
     from pathlib import Path
 
-    from pykvedge.demo_tasks.evalset import samples
+    from pykvedge.lab.demo_tasks.evalset import samples
 
     data = Path(pykvedge.__file__).parent / "data"
     files = data / "demo-model.gguf", data / "demo-mmproj.gguf"

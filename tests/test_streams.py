@@ -11,8 +11,8 @@ from contexts import TinyContext, random_tokens
 from resident import own_bytes
 
 import pykvedge
-from pykvedge import libkvedge
 from pykvedge.errors import StateError, UnsupportedError
+from pykvedge.runtime import libkvedge
 
 BOUND = 40
 

@@ -10,10 +10,10 @@ from conversations import WORDS, say
 
 import pykvedge
 from pykvedge.errors import UsageError
-from pykvedge.gguf import read_header
-from pykvedge.modelfile import facts
-from pykvedge.sampling import Sampling
-from pykvedge.vision import ImagePiece
+from pykvedge.models.gguf import read_header
+from pykvedge.models.modelfile import facts
+from pykvedge.models.vision import ImagePiece
+from pykvedge.runtime.sampling import Sampling
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "pykvedge" / "data"
@@ -89,7 +89,7 @@ def test_what_a_model_file_says_of_itself(tiny):
 def test_pictures_go_where_the_prompt_says(tiny, picture_file, native):
     a, b = picture_file("a.png", 80, 60), picture_file("b.png", 60, 90)
     with tiny("llava").session() as session:
-        from pykvedge.images import load_picture
+        from pykvedge.models.images import load_picture
 
         first, second = load_picture(a), load_picture(b)
         pieces = session.first_prompt("Before <image> after <image> end", [second, first])

@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 
 import pykvedge
-from pykvedge.interrupt import CancelledError
-from pykvedge.sampling import Sampling
+from pykvedge.runtime.interrupt import CancelledError
+from pykvedge.runtime.sampling import Sampling
 
 WORDS = "The quick brown fox jumps over the lazy dog and looks at the picture. "
 LONG = Sampling(max_tokens=400)

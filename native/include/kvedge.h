@@ -1,5 +1,6 @@
-// kvedge.h - the whole public C ABI of libkvedge, with kvedge-stages.h (stages of your own), kvedge-arrays.h (compression
-// of plain arrays) and kvedge-encoder.h (image encoders), which it includes.
+// kvedge.h - the whole public C ABI of libkvedge, with kvedge-queries.h (what there is, and what a plan asks for),
+// kvedge-stages.h (stages of your own), kvedge-arrays.h (compression of plain arrays) and kvedge-encoder.h (image encoders),
+// which it includes.
 //
 // libkvedge owns the KV memory of a llama.cpp context. It attaches to an existing llama_context, stores keys
 // and values per layer and per KV head, attends over them, and after a prompt is complete it compresses the
@@ -146,6 +147,8 @@ KVEDGE_API void          kvedge_plan_free(kvedge_plan * plan);  // NULL is allow
 //   text_prior  "true": text tokens rank above all image tokens (LOOK-M eq. 5)
 //   scorer.NAME, allocator.NAME, reducer.NAME, decode.NAME   a setting of the member chosen for that stage, for example
 //               scorer.window with scorer "window"; choosing a member resets its settings
+//   later_floor    tokens that a later message keeps at least, where the budget is a share: an integer >= 0, 32 unless set, since
+//                  a fifth of a short question does not say what is asked
 //   text_overflow  "budget": the weakest text is dropped when text alone exceeds the budget (LOOK-M eq. 8), or
 //                  "keep_all": all text is kept, beyond the budget if need be (LOOK-M's released code)
 // Errors: KVEDGE_E_UNKNOWN (key or member), KVEDGE_E_ARGUMENT (value does not parse), KVEDGE_E_BUDGET (out of range).
@@ -419,6 +422,7 @@ KVEDGE_API kvedge_status kvedge_read_saved(const char * path, kvedge_saved * out
 
 #include "kvedge-arrays.h"
 #include "kvedge-encoder.h"
+#include "kvedge-queries.h"
 #include "kvedge-stages.h"
 
 #endif  // KVEDGE_H

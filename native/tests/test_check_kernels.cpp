@@ -50,25 +50,21 @@ static void test_reading() {
 }
 
 static void test_products() {
-    finds(with(&Kernels::gemm_qk, +[](const float * q, size_t ldq, int32_t m, const float * packed, int32_t n, int32_t d,
-                                      float * s, size_t lds) {
-        right().gemm_qk(q, ldq, m, packed, n, d, s, lds);
-        s[(size_t) (m - 1) * lds + (size_t) n - 1] += 0.25f;
+    finds(with(&Kernels::gemm_qk, +[](FloatIn q, int32_t m, const float * packed, int32_t n, int32_t d, FloatOut s) {
+        right().gemm_qk(q, m, packed, n, d, s);
+        s.row(m - 1)[n - 1] += 0.25f;
     }), "gemm_qk");
-    finds(with(&Kernels::gemm_pv, +[](const float * p, size_t ldp, int32_t m, int32_t n, const float * v, size_t ldv, int32_t d,
-                                      float * o) {
-        right().gemm_pv(p, ldp, m, n, v, ldv, d, o);
-        o[(size_t) (m - 1) * ldv + (size_t) d - 1] += 0.25f;
+    finds(with(&Kernels::gemm_pv, +[](FloatIn p, int32_t m, int32_t n, FloatIn v, int32_t d, float * o) {
+        right().gemm_pv(p, m, n, v, d, o);
+        o[(size_t) (m - 1) * v.ld + (size_t) d - 1] += 0.25f;
     }), "gemm_pv");
-    finds(with(&Kernels::rows_dot, +[](const float * q, size_t ldq, int32_t m, Rows k, int32_t n, int32_t d, float * s, size_t lds,
-                                       const uint8_t * next) {
-        right().rows_dot(q, ldq, m, k, n, d, s, lds, next);
-        s[(size_t) (m - 1) * lds + (size_t) n - 1] += k.type == Type::q4_0 && m > 1 ? 0.25f : 0.0f;
+    finds(with(&Kernels::rows_dot, +[](FloatIn q, int32_t m, Rows k, int32_t n, int32_t d, FloatOut s, const uint8_t * next) {
+        right().rows_dot(q, m, k, n, d, s, next);
+        s.row(m - 1)[n - 1] += k.type == Type::q4_0 && m > 1 ? 0.25f : 0.0f;
     }), "rows_dot");
-    finds(with(&Kernels::rows_axpy, +[](const float * p, size_t ldp, int32_t m, Rows v, int32_t n, int32_t d, float * o, size_t ldo,
-                                        const uint8_t * next) {
-        right().rows_axpy(p, ldp, m, v, n, d, o, ldo, next);
-        o[(size_t) (m - 1) * ldo] += 0.25f;
+    finds(with(&Kernels::rows_axpy, +[](FloatIn p, int32_t m, Rows v, int32_t n, int32_t d, FloatOut o, const uint8_t * next) {
+        right().rows_axpy(p, m, v, n, d, o, next);
+        o.row(m - 1)[0] += 0.25f;
     }), "rows_axpy");
 }
 

@@ -75,17 +75,17 @@ static void test_products(const Kernels & kn, Type type, int32_t m, int32_t n, i
     const size_t       lds   = ((size_t) n + panel - 1) / panel * panel;
     std::vector<float> packed(lds * (size_t) d), s((size_t) m * lds), s2((size_t) m * lds);
     kn.pack(rows, n, d, packed.data());
-    kn.gemm_qk(q.data(), (size_t) d, m, packed.data(), n, d, s.data(), lds);
+    kn.gemm_qk({ q.data(), (size_t) d }, m, packed.data(), n, d, { s.data(), lds });
     if (m <= 16) {
-        kn.rows_dot(q.data(), (size_t) d, m, rows, n, d, s2.data(), lds, k.data());
+        kn.rows_dot({ q.data(), (size_t) d }, m, rows, n, d, { s2.data(), lds }, k.data());
     }
     const auto         ld = (size_t) pad16(d);
     std::vector<float> v(ld * (size_t) n, 0.0f), o((size_t) m * ld, 0.5f), o2((size_t) m * ld, 0.5f);
     for (int32_t c = 0; c < n; c++) {
         std::memcpy(v.data() + (size_t) c * ld, w.data() + (size_t) c * (size_t) d, (size_t) d * sizeof(float));
     }
-    kn.gemm_pv(s.data(), lds, m, n, v.data(), ld, d, o.data());
-    kn.rows_axpy(s.data(), lds, m, rows, n, d, o2.data(), ld, nullptr);
+    kn.gemm_pv({ s.data(), lds }, m, n, { v.data(), ld }, d, o.data());
+    kn.rows_axpy({ s.data(), lds }, m, rows, n, d, { o2.data(), ld }, nullptr);
 
     for (int32_t r = 0; r < m; r++) {
         std::vector<double> expected((size_t) d, 0.5), size((size_t) d, 1.0);  // size: of the terms, which may cancel
@@ -218,7 +218,7 @@ static void test_quantised(const Kernels & kn, Type type, int32_t m, int32_t n, 
             CHECK(close_to(packed[(p * (size_t) d + (size_t) i) * panel + (size_t) c % panel], x, 1e-6));
         }
     }
-    kn.rows_dot(q.data(), (size_t) d, m, rows, n, d, s.data(), lds, rows.data);
+    kn.rows_dot({ q.data(), (size_t) d }, m, rows, n, d, { s.data(), lds }, rows.data);
     for (int32_t r = 0; r < m; r++) {
         for (int32_t c = 0; c < n; c++) {
             double dot = 0.0, size = 1.0;
@@ -230,7 +230,7 @@ static void test_quantised(const Kernels & kn, Type type, int32_t m, int32_t n, 
             CHECK(std::fabs(s[(size_t) r * lds + (size_t) c] - dot) <= tolerance(kn, type, m) * size);
         }
     }
-    kn.rows_axpy(s.data(), lds, m, rows, n, d, o.data(), ld, m % 2 ? rows.data : nullptr);
+    kn.rows_axpy({ s.data(), lds }, m, rows, n, d, { o.data(), ld }, m % 2 ? rows.data : nullptr);
     for (int32_t r = 0; r < m; r++) {
         for (int32_t i = 0; i < d; i++) {
             double sum = 0.5, size = 1.0;

@@ -12,12 +12,12 @@ import click
 
 from pykvedge.cli.chat import model_files, plugin_option, positive
 from pykvedge.errors import UsageError
-from pykvedge.plugins.loading import load_file
-from pykvedge.presets import methods as method_names
-from pykvedge.presets import plan as make_plan
+from pykvedge.plans.plugins.loading import load_file
+from pykvedge.plans.presets import methods as method_names
+from pykvedge.plans.presets import plan as make_plan
 
 if TYPE_CHECKING:
-    from pykvedge.bench.matrix import Matrix, ModelFiles, Shape, Variant
+    from pykvedge.lab.bench.matrix import Matrix, ModelFiles, Shape, Variant
 
 OUTPUTS = ("md", "csv", "json", "jsonl")
 DEFAULTS = {"budgets": "0.5,0.2", "tokens": "64", "images": "2,8", "repeat": 5, "generate": 32}
@@ -106,13 +106,13 @@ def bench(**given: Any) -> None:
 
 
 def _run(given: dict[str, Any]) -> int:
-    from pykvedge import drawing
-    from pykvedge.bench import plot
-    from pykvedge.bench.runner import Log, Outcome, run
-    from pykvedge.display import Display
-    from pykvedge.interrupt import as_event
-    from pykvedge.jsonlines import SaveError
-    from pykvedge.progress import Countdown
+    from pykvedge.cli.display import Display
+    from pykvedge.lab import drawing
+    from pykvedge.lab.bench import plot
+    from pykvedge.lab.bench.runner import Log, Outcome, run
+    from pykvedge.lab.jsonlines import SaveError
+    from pykvedge.lab.progress import Countdown
+    from pykvedge.runtime.interrupt import as_event
 
     for file in given["plugins"]:
         load_file(file)
@@ -146,7 +146,7 @@ def _run(given: dict[str, Any]) -> int:
 
 
 def _print(outcome: Any, given: dict[str, Any]) -> None:
-    from pykvedge.bench import plot, table, timeline
+    from pykvedge.lab.bench import plot, table, timeline
 
     made = table.rows(outcome) if outcome.bandwidth is not None else []
     forms = {
@@ -167,7 +167,7 @@ def _print(outcome: Any, given: dict[str, Any]) -> None:
 
 
 def _matrix(given: dict[str, Any]) -> Matrix:
-    from pykvedge.bench.matrix import Matrix
+    from pykvedge.lab.bench.matrix import Matrix
 
     usual = QUICK if given["quick"] else DEFAULTS
     chosen = {name: usual[name] if given[name] is None else given[name] for name in usual}
@@ -191,7 +191,7 @@ def _matrix(given: dict[str, Any]) -> Matrix:
 
 
 def _models(given: dict[str, Any]) -> list[ModelFiles]:
-    from pykvedge.bench.matrix import ModelFiles
+    from pykvedge.lab.bench.matrix import ModelFiles
 
     models, mmprojs = given["models"], given["mmprojs"]
     if not models:
@@ -219,7 +219,7 @@ def _numbers(option: str, text: str, least: int) -> list[int]:
 
 
 def _shapes(chosen: dict[str, Any], image_size: str) -> list[Shape]:
-    from pykvedge.bench.matrix import Shape
+    from pykvedge.lab.bench.matrix import Shape
 
     found = re.fullmatch(r"(\d{1,5})x(\d{1,5})", image_size)
     if not found or not 1 <= min(map(int, found.groups())) <= max(map(int, found.groups())) <= 10000:
@@ -230,8 +230,8 @@ def _shapes(chosen: dict[str, Any], image_size: str) -> list[Shape]:
 
 
 def _variants(given: dict[str, Any], budgets: str) -> list[Variant]:
-    from pykvedge.bench.matrix import Variant
-    from pykvedge.kvtypes import KvType
+    from pykvedge.lab.bench.matrix import Variant
+    from pykvedge.plans.kvtypes import KvType
 
     names = _listed("--methods", given["methods"])
     names = method_names() if names == ["all"] else ["full", *(name for name in names if name != "full")]

@@ -18,9 +18,9 @@ from pykvedge.errors import UsageError, unknown
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from pykvedge.calibrate.samples import Labelled
-    from pykvedge.profile import Profile
-    from pykvedge.session import Session
+    from pykvedge.chat.session import Session
+    from pykvedge.lab.calibrate.samples import Labelled
+    from pykvedge.plans.profile import Profile
 
 KINDS = {"visual": "visual-heads", "retrieval": "retrieval-heads", "redundancy": "key-redundancy"}
 _PATH = click.Path(path_type=Path)
@@ -90,9 +90,9 @@ def heads(kind: str, samples: int, **given: Any) -> None:
     """
     if kind not in KINDS:
         raise unknown("kind", kind, KINDS)
-    from pykvedge.calibrate.heads import score_heads
-    from pykvedge.calibrate.redundancy import key_redundancy
-    from pykvedge.presets import plan
+    from pykvedge.lab.calibrate.heads import score_heads
+    from pykvedge.lab.calibrate.redundancy import key_redundancy
+    from pykvedge.plans.presets import plan
 
     made: dict[str, Any] = {
         "command": f"kvedge calibrate heads --kind {kind} --samples {samples}",
@@ -143,8 +143,8 @@ def prefix(budgets: str, samples: int, **given: Any) -> None:
       kvedge chat ... --method prefixkv --set allocator.source=profile "What is this?"
     """
     shares = _budgets(budgets)
-    from pykvedge.calibrate.prefix import check_budgets, kept_shares
-    from pykvedge.presets import plan
+    from pykvedge.lab.calibrate.prefix import check_budgets, kept_shares
+    from pykvedge.plans.presets import plan
 
     check_budgets(shares)
     with _session(given, plan("full")) as (session, display, cancel):
@@ -175,7 +175,7 @@ def _data_name(given: dict[str, Any]) -> str:
 
 
 def _samples(given: dict[str, Any], kind: str) -> Iterable[Labelled]:
-    from pykvedge.calibrate.samples import read_jsonl, scenes
+    from pykvedge.lab.calibrate.samples import read_jsonl, scenes
 
     return read_jsonl(given["data"].expanduser()) if given["data"] else scenes(kind)
 
@@ -183,9 +183,9 @@ def _samples(given: dict[str, Any], kind: str) -> Iterable[Labelled]:
 @contextmanager
 def _session(given: dict[str, Any], plan: Any) -> Iterator[tuple[Session, Any, threading.Event]]:
     """A session in which Ctrl-C asks for an end: nothing is written then."""
-    from pykvedge.display import Display
-    from pykvedge.interrupt import CancelledError, as_event
-    from pykvedge.session import Session
+    from pykvedge.chat.session import Session
+    from pykvedge.cli.display import Display
+    from pykvedge.runtime.interrupt import CancelledError, as_event
 
     model, mmproj = model_files(given["model"], given["mmproj"])
     display = Display(enabled=not given["quiet"])
@@ -204,7 +204,7 @@ def _session(given: dict[str, Any], plan: Any) -> Iterator[tuple[Session, Any, t
 def _deliver(
     given: dict[str, Any], session: Session, kind: str, values: Any, budgets: tuple[float, ...], samples: int, made: Any
 ) -> None:
-    from pykvedge import profile
+    from pykvedge.plans import profile
 
     path = session.model.path
     about = {

@@ -9,12 +9,12 @@ from typing import Any
 import click
 
 import pykvedge
-from pykvedge import paths
+from pykvedge.cli import paths
 from pykvedge.errors import UsageError, unknown
-from pykvedge.plan import Plan
-from pykvedge.plugins.loading import load_file
-from pykvedge.presets import default_plan
-from pykvedge.presets import plan as make_plan
+from pykvedge.plans.plan import Plan
+from pykvedge.plans.plugins.loading import load_file
+from pykvedge.plans.presets import default_plan
+from pykvedge.plans.presets import plan as make_plan
 
 MERGES = {"averaged": "averaged", "pivotal": "pivotal", "weighted": "weighted", "none": "evict"}
 _PLAN_SETTINGS = ("recent", "sinks", "text_prior", "scorer", "allocator", "reducer", "decode")
@@ -128,13 +128,13 @@ def chat(prompt: str | None, **given: Any) -> None:
 def _run(question: str | None, plan: Plan, model: Path, mmproj: Path | None, given: dict[str, Any]) -> int:
     import threading
 
-    from pykvedge.chat import Chat, Style
-    from pykvedge.chat_lines import history_file
-    from pykvedge.display import Display
-    from pykvedge.images import load_picture
-    from pykvedge.interrupt import as_event
-    from pykvedge.sampling import Sampling
-    from pykvedge.session import Session
+    from pykvedge.chat.session import Session
+    from pykvedge.cli.display import Display
+    from pykvedge.cli.talk.lines import history_file
+    from pykvedge.cli.talk.talk import Chat, Style
+    from pykvedge.models.images import load_picture
+    from pykvedge.runtime.interrupt import as_event
+    from pykvedge.runtime.sampling import Sampling
 
     sampling = Sampling(**{k: given[k] for k in ("temp", "top_p", "top_k", "seed", "max_tokens")})
     images = [paths.expanded(path) for path in given["images"]]

@@ -12,15 +12,15 @@ import click
 
 from pykvedge.cli.chat import model_files, plugin_option, positive, read_plan
 from pykvedge.errors import KvedgeError, UsageError, unknown
-from pykvedge.plugins.loading import load_file, source_digest
-from pykvedge.presets import methods as method_names
-from pykvedge.presets import plan as make_plan
+from pykvedge.plans.plugins.loading import load_file, source_digest
+from pykvedge.plans.presets import methods as method_names
+from pykvedge.plans.presets import plan as make_plan
 
 if TYPE_CHECKING:
-    from pykvedge.eval.measure import Cell, Wants
-    from pykvedge.eval.runner import Job
-    from pykvedge.eval.tasks import Sample
-    from pykvedge.plan import Plan
+    from pykvedge.lab.eval.measure import Cell, Wants
+    from pykvedge.lab.eval.runner import Job
+    from pykvedge.lab.eval.tasks import Sample
+    from pykvedge.plans.plan import Plan
 
 FIVE = ("lookm", "mixkv", "elastic", "flashcache", "prefixkv")
 METRICS = {"score": "answers", "rouge": "answers", "ppl": "likelihood", "kld": "likelihood", "top1": "likelihood"}
@@ -129,13 +129,13 @@ def evaluate(data: tuple[Path, ...], **given: Any) -> None:
 
 
 def _run(given: dict[str, Any]) -> int:
-    from pykvedge import drawing
-    from pykvedge.display import Display
-    from pykvedge.eval.records import Records
-    from pykvedge.eval.runner import Outcome, evaluate, steps
-    from pykvedge.interrupt import as_event
-    from pykvedge.jsonlines import SaveError
-    from pykvedge.progress import Countdown
+    from pykvedge.cli.display import Display
+    from pykvedge.lab import drawing
+    from pykvedge.lab.eval.records import Records
+    from pykvedge.lab.eval.runner import Outcome, evaluate, steps
+    from pykvedge.lab.jsonlines import SaveError
+    from pykvedge.lab.progress import Countdown
+    from pykvedge.runtime.interrupt import as_event
 
     for file in given["plugins"]:
         load_file(file)
@@ -177,8 +177,8 @@ def _until_loaded(display: Any) -> Any:
 
 
 def _job(given: dict[str, Any]) -> Job:
-    from pykvedge.eval.runner import Job
-    from pykvedge.settings import Settings
+    from pykvedge.lab.eval.runner import Job
+    from pykvedge.runtime.settings import Settings
 
     model, mmproj = model_files(given["model"], given["mmproj"])
     for path in filter(None, (model, mmproj)):
@@ -198,8 +198,8 @@ def _listed(option: str, text: str) -> list[str]:
 
 
 def _samples(given: dict[str, Any]) -> list[Sample]:
-    from pykvedge.eval.datasets import load
-    from pykvedge.eval.tasks import SECOND, demo_names, demo_samples
+    from pykvedge.lab.eval.datasets import load
+    from pykvedge.lab.eval.tasks import SECOND, demo_names, demo_samples
 
     positive("--samples", given["samples"])
     limit = positive("--limit", given["limit"]) or None
@@ -222,7 +222,7 @@ def _samples(given: dict[str, Any]) -> list[Sample]:
 
 
 def _cells(given: dict[str, Any]) -> list[Cell]:
-    from pykvedge.eval.runner import FULL, full_cell
+    from pykvedge.lab.eval.runner import FULL, full_cell
 
     names = _listed("--methods", given["methods"])
     if names == ["all"]:
@@ -242,13 +242,13 @@ def _cells(given: dict[str, Any]) -> list[Cell]:
 
 
 def _cell(name: str, plan: Plan) -> Cell:
-    from pykvedge.eval.measure import Cell
+    from pykvedge.lab.eval.measure import Cell
 
     return Cell(name, plan, source_digest(plan))
 
 
 def _wants(given: dict[str, Any]) -> Wants:
-    from pykvedge.eval.measure import Wants
+    from pykvedge.lab.eval.measure import Wants
 
     longest = positive("--max-tokens", given["max_tokens"])
     names = _listed("--metrics", given["metrics"])
@@ -261,7 +261,7 @@ def _wants(given: dict[str, Any]) -> Wants:
 
 def _check_base(cells: list[Cell], against: str) -> None:
     """What is compared with must be measured, and at every budget that the others have."""
-    from pykvedge.eval.runner import FULL
+    from pykvedge.lab.eval.runner import FULL
 
     if against == FULL:
         return
@@ -274,8 +274,8 @@ def _check_base(cells: list[Cell], against: str) -> None:
 
 
 def _print(job: Job, outcome: Any, given: dict[str, Any]) -> None:
-    from pykvedge.eval import plot, table
-    from pykvedge.eval.runner import FULL
+    from pykvedge.lab.eval import plot, table
+    from pykvedge.lab.eval.runner import FULL
 
     form, against = given["output"], given["against"]
     cells = [cell for cell in job.cells if any(key[1:] == cell.key for key in outcome.records.rows)]

@@ -10,10 +10,10 @@ from typing import Any
 import click
 
 from pykvedge.errors import UsageError
-from pykvedge.plan import Plan
-from pykvedge.plugins.loading import load_file
-from pykvedge.presets import default_plan
-from pykvedge.presets import plan as make_plan
+from pykvedge.plans.plan import Plan
+from pykvedge.plans.plugins.loading import load_file
+from pykvedge.plans.presets import default_plan
+from pykvedge.plans.presets import plan as make_plan
 
 _PATH = click.Path(path_type=Path)
 
@@ -45,16 +45,16 @@ def inspect(images: tuple[Path, ...], **given: Any) -> None:
       kvedge inspect a.jpg b.jpg --method lookm --method prefixkv --budget 0.1 --output figures
       kvedge inspect photo.jpg --no-figures --json | jq .layers
     """
+    from pykvedge.chat.session import Session
     from pykvedge.cli.chat import model_files, positive
-    from pykvedge.display import Display
-    from pykvedge.images import load_picture
-    from pykvedge.inspect import report
-    from pykvedge.inspect.collect import collect
-    from pykvedge.interrupt import as_event
-    from pykvedge.session import Session
+    from pykvedge.cli.display import Display
+    from pykvedge.lab.inspect import report
+    from pykvedge.lab.inspect.collect import collect
+    from pykvedge.models.images import load_picture
+    from pykvedge.runtime.interrupt import as_event
 
     if given["figures"]:
-        from pykvedge.inspect.figures import require_matplotlib
+        from pykvedge.lab.inspect.figures import require_matplotlib
 
         require_matplotlib()
     for file in given["plugins"]:

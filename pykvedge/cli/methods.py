@@ -11,12 +11,12 @@ from pathlib import Path
 
 import click
 
-from pykvedge import presets
 from pykvedge.cli.chat import plugin_option
 from pykvedge.errors import KvedgeError, UsageError
-from pykvedge.plugins import loading
-from pykvedge.presets import PRESETS, Preset, plan, preset
-from pykvedge.stages.registry import STAGES, member
+from pykvedge.plans import presets
+from pykvedge.plans.plugins import loading
+from pykvedge.plans.presets import PRESETS, Preset, plan, preset
+from pykvedge.plans.stages.registry import STAGES, member
 
 
 @click.command()
@@ -70,8 +70,8 @@ def _all() -> list[Preset]:
 
 
 def _check(name: str, as_json: bool) -> int:
-    """Prints what `pykvedge.checks` found. Returns the exit code."""
-    from pykvedge.checks.suite import check
+    """Prints what `pykvedge.lab.checks` found. Returns the exit code."""
+    from pykvedge.lab.checks.suite import check
 
     rows = check(name)
     broken = any(row.failed for row in rows)
@@ -116,7 +116,7 @@ def _explain(p: Preset) -> str:
         lines.append(f"  {stage:<9} {m.name}: {m.summary} ({m.source})")
         lines += [f"            {stage}.{s.name} = {s.default}: {s.help}" for s in m.params]
     for stage, kind in made.profile_kinds().items():
-        from pykvedge.profile import KINDS
+        from pykvedge.plans.profile import KINDS
 
         lines.append(f"  profile   {kind} of the model for the {stage}, made by `{KINDS[kind]}` (--profile)")
     budget = "the whole prompt" if made.budget.ratio == 1.0 else f"{made.budget} of the prompt"

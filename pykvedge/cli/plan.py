@@ -11,11 +11,11 @@ import click
 
 from pykvedge.cli.chat import model_files
 from pykvedge.errors import UsageError
-from pykvedge.presets import default_plan
-from pykvedge.presets import plan as make_plan
+from pykvedge.plans.presets import default_plan
+from pykvedge.plans.presets import plan as make_plan
 
 if TYPE_CHECKING:
-    from pykvedge.footprint import Files, Footprint, Request
+    from pykvedge.lab.footprint import Files, Footprint, Request
 
 _PATH = click.Path(path_type=Path)
 _COUNT = click.IntRange(0, 10**6)
@@ -48,8 +48,8 @@ def plan(model: Path | None, mmproj: Path | None, as_json: bool, **given: Any) -
       kvedge plan model.gguf --mmproj mmproj.gguf --images 8 --image-size 1920x1080 --method snapkv --budget 0.1
       kvedge plan model.gguf --text 8000 --ctx 16384 --json
     """
-    from pykvedge import memory
-    from pykvedge.footprint import footprint, most_images, most_turns
+    from pykvedge.lab.footprint import footprint, most_images, most_turns
+    from pykvedge.native import memory
 
     model, mmproj = model_files(model, mmproj)
     files, request, n_train = _request(model, mmproj, given)
@@ -76,11 +76,11 @@ def plan(model: Path | None, mmproj: Path | None, as_json: bool, **given: Any) -
 
 
 def _request(model: Path, mmproj: Path | None, given: dict[str, Any]) -> tuple[Files, Request, int]:
-    from pykvedge import runtime
-    from pykvedge.footprint import Files, ModelShape, Request, encoder_compute, machine_simd, program_bytes
-    from pykvedge.imagetokens import image_grid
-    from pykvedge.kvtypes import KvType
-    from pykvedge.modelfile import check_mmproj, check_model
+    from pykvedge.lab.footprint import Files, ModelShape, Request, encoder_compute, machine_simd, program_bytes
+    from pykvedge.models.imagetokens import image_grid
+    from pykvedge.models.modelfile import check_mmproj, check_model
+    from pykvedge.native import llamacpp
+    from pykvedge.plans.kvtypes import KvType
 
     KvType.parse(given["kv_type"])
     width, height = _size(given["image_size"])
@@ -100,7 +100,7 @@ def _request(model: Path, mmproj: Path | None, given: dict[str, Any]) -> tuple[F
         raise UsageError("--images needs the image encoder of the model: pass it with --mmproj")
     n_images = given["images"] if given["images"] is not None else int(mmproj is not None)
     files = Files(shape, program_bytes(header), encoder, working if n_images else 0)
-    threads = given["threads"] or runtime.default_threads()
+    threads = given["threads"] or llamacpp.default_threads()
     text, n_ctx, kind = given["text_tokens"], given["ctx"] or 0, given["kv_type"]
     return files, Request(chosen, n_images, tokens or 0, text, n_ctx, kind, threads), shape.n_ctx_train
 
@@ -115,7 +115,7 @@ def _size(text: str) -> tuple[int, int]:
 
 
 def _table(f: Footprint, request: Request, out: dict[str, Any]) -> str:
-    from pykvedge.memory import readable
+    from pykvedge.native.memory import readable
 
     rows = [
         ("program and its libraries", *[f.program] * 3),

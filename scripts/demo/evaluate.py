@@ -11,8 +11,8 @@ import itertools
 import torch
 from torch import Tensor
 
-from pykvedge.demo_tasks.evalset import Sample, samples
-from pykvedge.demo_tasks.tasks import NEEDLE_TASKS, TASKS
+from pykvedge.lab.demo_tasks.evalset import Sample, samples
+from pykvedge.lab.demo_tasks.tasks import NEEDLE_TASKS, TASKS
 
 from .rows import IGNORE, Batch, Row, RowMaker, collate
 from .tokenizer import EOS

@@ -11,9 +11,9 @@ import numpy as np
 from llama_cpp import llama_cpp as lc
 from llama_cpp import mtmd_cpp as mc
 
-from pykvedge.demo_tasks.evalset import Sample, samples
-from pykvedge.demo_tasks.prompts import prompt
-from pykvedge.demo_tasks.tasks import NEEDLE_TASKS, TASKS
+from pykvedge.lab.demo_tasks.evalset import Sample, samples
+from pykvedge.lab.demo_tasks.prompts import prompt
+from pykvedge.lab.demo_tasks.tasks import NEEDLE_TASKS, TASKS
 
 
 @lc.llama_log_callback

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pykvedge.demo_tasks.prompts import MEDIA, SHOW_ANSWER, image_text, show_text
-from pykvedge.demo_tasks.scenes import GRID, Scene, draw_scene
-from pykvedge.demo_tasks.tasks import (
+from pykvedge.lab.demo_tasks.prompts import MEDIA, SHOW_ANSWER, image_text, show_text
+from pykvedge.lab.demo_tasks.scenes import GRID, Scene, draw_scene
+from pykvedge.lab.demo_tasks.tasks import (
     NEEDLE_TASKS,
     SINGLE_TASKS,
     Question,

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import string
 
-from pykvedge.demo_tasks.scenes import COLOURS, COLUMN_NAMES, PLURALS, ROW_NAMES, SHAPES
-from pykvedge.demo_tasks.tasks import NUMBERS
+from pykvedge.lab.demo_tasks.scenes import COLOURS, COLUMN_NAMES, PLURALS, ROW_NAMES, SHAPES
+from pykvedge.lab.demo_tasks.tasks import NUMBERS
 
 SPACE = "\u2581"
 BOS, EOS, UNK = 1, 2, 0

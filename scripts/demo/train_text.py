@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from pykvedge.demo_tasks.scenes import GRID, render
+from pykvedge.lab.demo_tasks.scenes import GRID, render
 
 from .checkpoint import Clock, load_checkpoint, save_checkpoint
 from .log import Log

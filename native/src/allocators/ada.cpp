@@ -16,10 +16,11 @@ namespace {
 enum { FLOOR, NORMALIZE, BUDGET_SCORE, ROUNDING };
 
 const Param PARAMS[] = {
-    { "floor", 0.2, 0, 1, 0, nullptr },        // share of the even budget that every head keeps
-    { "normalize", 0, 0, 0, 0, "true,false" },  // scores times the share of a head's mass in its own top scores
-    { "budget_score", 0, 0, 0, 0, "attention,mix" },  // what counts where the scorer mixes attention with more
-    { "rounding", 0, 0, 0, 0, "exact,official" },     // official: head by head, as the released code, can miss the total
+    setting::number("floor", 0.2, 0, 1, "share of the even budget that every head keeps"),
+    setting::flag("normalize", true, "weigh a head's scores by how concentrated they are"),
+    setting::words("budget_score", "attention,mix",
+                   "what counts where the scorer mixes attention with more: attention or mix"),
+    setting::words("rounding", "exact,official", "exact meets the budget; official, head by head, can miss it"),
     {},
 };
 

@@ -13,8 +13,10 @@ namespace {
 
 enum { ATTENTION };
 
-// cross: text's queries on visual keys and back, whatever their order; full: the causal attention of the prompt
-const Param PARAMS[] = { { "attention", 0, 0, 0, 0, "cross,full" }, {} };
+const Param PARAMS[] = {
+    setting::words("attention", "cross,full", "whose entropy: cross (text on images and back) or full (the causal map)"),
+    {},
+};
 
 constexpr double LEAST = 0.01;  // share of a layer
 

@@ -14,11 +14,11 @@ namespace {
 enum { RULE, RATIO, BETA, POWER, ROUNDING };
 
 const Param PARAMS[] = {
-    { "rule", 0, 0, 0, 0, "sparsemm,headkv" },      // what every head gets by itself: a share, or what 1 / beta leaves
-    { "ratio", 0.1, 0, 1, 0, nullptr },             // sparsemm: that share of the even budget
-    { "beta", 1.5, 1, 1000, 0, nullptr },           // headkv: 1 / beta of the even budget goes by the scores
-    { "power", 1, 0, 16, 0, nullptr },              // of the scores before they are shared out
-    { "rounding", 0, 0, 0, 0, "exact,official" },   // official: every head by itself, and cut at the prompt
+    setting::words("rule", "sparsemm,headkv", "what every head gets by itself"),
+    setting::number("ratio", 0.1, 0, 1, "with sparsemm, that share of the even budget"),
+    setting::number("beta", 1.5, 1, 1000, "with headkv, all but 1 / beta of the even budget"),
+    setting::number("power", 1, 0, 16, "of the scores before they share out the rest"),
+    setting::words("rounding", "exact,official", "official misses the total as the released codes do"),
     {},
 };
 

@@ -15,7 +15,7 @@ namespace {
 
 enum { SOURCE };
 
-const Param PARAMS[] = { { "source", 0, 0, 0, 0, "online,profile" }, {} };  // of the layers' lengths
+const Param PARAMS[] = { setting::words("source", "online,profile", "of the lengths: this prompt or a profile"), {} };
 
 bool from_profile(const double * params) { return params[SOURCE] == 1; }
 

@@ -12,8 +12,8 @@ namespace {
 enum { BETA, ROUNDING };
 
 const Param PARAMS[] = {
-    { "beta", 20, 1, 1000, 1, nullptr },           // the last layer's share is base / beta
-    { "rounding", 0, 0, 0, 0, "exact,official" },  // official: the step is rounded down, which exceeds the total
+    setting::whole("beta", 20, 1, 1000, "the last layer gets 1 / beta of the mean"),
+    setting::words("rounding", "exact,official", "exact meets the budget; official rounds the step down and exceeds it"),
     {},
 };
 

@@ -13,7 +13,7 @@ namespace {
 
 enum { GAMMA };
 
-const Param PARAMS[] = { { "gamma", 0.2, 0, 1, 0, nullptr }, {} };  // share of the frequencies that counts as low
+const Param PARAMS[] = { setting::number("gamma", 0.2, 0, 1, "share of the frequencies that count as low"), {} };
 
 void allocate(const AllocateInput & in, std::vector<std::vector<int32_t>> & out) {
     const auto          n_layers = (int32_t) in.shapes->size();

@@ -92,7 +92,7 @@ void attend_block(
     const auto         ld    = (size_t) pad16(shape.d_v);
     alignas(64) float  s[DECODE_ROWS * BLOCK];
 
-    kn.rows_dot(x.q, (size_t) shape.d_k, x.n, seg.k, seg.n, shape.d_k, s, BLOCK, seg.v.data);
+    kn.rows_dot({ x.q, (size_t) shape.d_k }, x.n, seg.k, seg.n, shape.d_k, { s, BLOCK }, seg.v.data);
     for (int32_t i = 0, alike; i < x.n; i += alike) {
         const int32_t r    = x.first + i, token = r / piece.group;  // the rows of a token see the same keys
         const int32_t sees = job.causal ? piece.n_keys - job.n + token + 1 : piece.n_keys;
@@ -104,7 +104,7 @@ void attend_block(
         }
         kn.softmax_step(rows, BLOCK, alike, n, { out.top + r, out.sum + r, out.o + (size_t) r * ld, ld });
     }
-    kn.rows_axpy(s, BLOCK, x.n, seg.v, seg.n, shape.d_v, out.o + (size_t) x.first * ld, ld, next);
+    kn.rows_axpy({ s, BLOCK }, x.n, seg.v, seg.n, shape.d_v, { out.o + (size_t) x.first * ld, ld }, next);
 }
 
 // What a single token pays to the pending rows. Whoever writes out a head is alone with it.

@@ -59,7 +59,7 @@ void logits(const AttendJob & job, const Tile & tile, int32_t d_k, Scratch & x) 
         for (int32_t c = 0; c < seg.n && at < tile.n_visible; c += BLOCK) {
             const int32_t w = std::min({ BLOCK, seg.n - c, tile.n_visible - at });
             kn.pack(seg.k.from(c), w, d_k, x.panel);
-            kn.gemm_qk(x.q, (size_t) d_k, tile.rows, x.panel, w, d_k, x.s + at, tile.stride);
+            kn.gemm_qk({ x.q, (size_t) d_k }, tile.rows, x.panel, w, d_k, { x.s + at, tile.stride });
             at += w;
         }
     });
@@ -209,7 +209,7 @@ void weigh_values(const AttendJob & job, const Tile & tile, int32_t d_v, Scratch
             for (int32_t i = 0; i < w; i++) {
                 std::fill(x.vals + (size_t) i * ld + d_v, x.vals + (size_t) (i + 1) * ld, 0.0f);
             }
-            kn.gemm_pv(x.s + at, tile.stride, tile.rows, w, x.vals, ld, d_v, x.o);
+            kn.gemm_pv({ x.s + at, tile.stride }, tile.rows, w, { x.vals, ld }, d_v, x.o);
             at += w;
         }
     });

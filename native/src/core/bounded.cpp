@@ -38,8 +38,9 @@ kvedge_status check_bounded(const kvedge_plan & plan, const Storage & storage, k
 }
 
 bool BoundedPrompt::pays(const Sequence & seq, const kvedge_plan & plan, int32_t n) {
-    const int32_t total = seq.rows.pending_length() + n;
-    return kvedge_plan_budget(&plan, total) < total || seq.rows.storage().quantised();
+    const int32_t     total = seq.rows.pending_length() + n;
+    const kvedge_plan own   = compression_plan(seq, plan, n);
+    return kvedge_plan_budget(&own, total) < total || seq.rows.storage().quantised();
 }
 
 kvedge_status BoundedPrompt::enter(int32_t n, const int32_t * pos, const uint8_t * image, kvedge_error * err) {

@@ -24,6 +24,7 @@ kvedge_status check_bounded(const kvedge_plan & plan, const Storage & storage, k
 
 class BoundedPrompt {
   public:
+    // plan: as compression_plan gives it for the tokens to come.
     BoundedPrompt(Sequence & seq, const kvedge_plan & plan) : seq_(seq), plan_(plan), wanted_(plan_observes(plan)) {}
 
     // Whether n more tokens would be compressed at all; where not, there is nothing to gain.
@@ -46,7 +47,6 @@ class BoundedPrompt {
     bool                failed() const { return failed_; }
     int32_t             n_tokens() const { return n_pending_; }
     const Observation & wanted() const { return wanted_; }
-    const kvedge_plan & plan() const { return plan_; }
     const Compression & outcome() const { return outcome_; }
 
   private:

@@ -102,11 +102,11 @@ void check_rows(const Kernels & kn, const TypeName & t, int32_t m, int32_t d, Ch
     const auto         q = random.many((size_t) (m * d), -1.0f, 1.0f), p = random.many(lds * (size_t) m, 0.0f, 1.0f);
     kn.widen(rows, n, d, wide.data(), ld);
     kn.pack(rows, n, d, packed.data());
-    kn.gemm_qk(q.data(), (size_t) d, m, packed.data(), n, d, s.data(), lds);
-    kn.rows_dot(q.data(), (size_t) d, m, rows, n, d, s2.data(), lds, nullptr);
+    kn.gemm_qk({ q.data(), (size_t) d }, m, packed.data(), n, d, { s.data(), lds });
+    kn.rows_dot({ q.data(), (size_t) d }, m, rows, n, d, { s2.data(), lds }, nullptr);
     std::vector<float> o((size_t) m * ld, 0.5f), o2 = o;
-    kn.gemm_pv(p.data(), lds, m, n, wide.data(), ld, d, o.data());
-    kn.rows_axpy(p.data(), lds, m, rows, n, d, o2.data(), ld, nullptr);
+    kn.gemm_pv({ p.data(), lds }, m, n, { wide.data(), ld }, d, o.data());
+    kn.rows_axpy({ p.data(), lds }, m, rows, n, d, { o2.data(), ld }, nullptr);
 
     if (!is_quantised(t.type)) {
         std::vector<float> plain(all.values.size());

@@ -134,6 +134,11 @@ static kvedge_status compress_tokens(
     return ok(err);
 }
 
+kvedge_plan compression_plan(const Sequence & seq, const kvedge_plan & plan, int32_t n_more) {
+    const int32_t pending = seq.rows.pending_length();
+    return plan_after(plan, seq.rows.n_tokens() - pending, pending + n_more);
+}
+
 kvedge_status compress_pending(
     Sequence & seq, const kvedge_plan & plan, int32_t n_threads, Compression & outcome, kvedge_error * err) {
     return measured(seq, outcome, err, [&] { return compress_tokens(seq, plan, n_threads, outcome, err); });

@@ -20,6 +20,9 @@ struct Compression {
     Scores scores;
 };
 
+// The plan by which the sequence's pending tokens, and n_more that are to come, are compressed (plan_after).
+kvedge_plan compression_plan(const Sequence & seq, const kvedge_plan & plan, int32_t n_more);
+
 // Compresses the sequence's pending tokens by the plan: score, allocate, select, reduce, layer by layer, each layer's
 // old memory going back before the next layer's turn. On failure the sequence is as it was.
 // Errors: KVEDGE_E_STATE (scores are missing), KVEDGE_E_MEMORY.

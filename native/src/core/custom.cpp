@@ -223,7 +223,7 @@ kvedge_status take(C & custom, const G & given, const char * stage, const void *
             return fail(err, KVEDGE_E_ARGUMENT, "setting %d of %s '%s' has no name, or a fallback that it does not allow", i, stage,
                         given.name);
         }
-        custom.params.push_back({ keep(s.name), s.fallback, s.lowest, s.highest, s.step, keep(s.choices) });
+        custom.params.push_back({ keep(s.name), nullptr, s.fallback, s.lowest, s.highest, s.step, keep(s.choices) });
     }
     custom.params.push_back({});
     custom.given          = given;

@@ -13,6 +13,16 @@ Observation plan_observes(const kvedge_plan & plan) {
     return out;
 }
 
+uint64_t observed_bytes(const Observation & wanted, const LayerShape & layer, int32_t n_tokens) {
+    const auto T = (uint64_t) n_tokens, heads = (uint64_t) layer.n_heads, heads_kv = (uint64_t) layer.n_heads_kv;
+    uint64_t   n = 0;
+    n += wanted.sums ? heads_kv * T * sizeof(double) : 0;
+    n += wanted.squares ? heads_kv * T * sizeof(double) : 0;
+    n += wanted.entropy ? heads_kv * sizeof(double) : 0;
+    n += wanted.queries ? heads * T * (row_k(layer, Type::f16) + SEEN_BYTES) : 0;
+    return n + (uint64_t) wanted.window * heads * (uint64_t) layer.d_k * sizeof(float);
+}
+
 bool make_room(Sequence & seq, const Observation & wanted, int32_t n) {
     Observed &    seen = seq.observed;
     const int32_t next = seq.rows.n_tokens();

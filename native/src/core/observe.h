@@ -21,6 +21,9 @@ struct Observation {
 
 Observation plan_observes(const kvedge_plan & plan);
 
+// Bytes that gathering it takes of one layer, for a prompt of n_tokens.
+uint64_t observed_bytes(const Observation & wanted, const LayerShape & layer, int32_t n_tokens);
+
 // Room for what is wanted of the next n tokens. False: no memory.
 bool make_room(Sequence & seq, const Observation & wanted, int32_t n);
 // The same of one layer, where nothing is wanted but sums and the window. n: tokens that are not entered yet.

@@ -110,8 +110,9 @@ kvedge_status set_param(double & slot, const Param & p, const std::string & key,
     }
     const double x = a.is_ratio ? a.ratio : a.pairs;
     if (x < p.lowest || x > p.highest || (p.step > 1 && std::fmod(x - p.lowest, p.step) != 0.0)) {
+        const std::string steps = p.step > 1 ? " in steps of " + std::to_string(p.step) : "";
         return fail(err, KVEDGE_E_ARGUMENT, "%s %s is out of range; it lies in [%g, %g]%s", key.c_str(), value, p.lowest, p.highest,
-                    p.step > 1 ? " and is odd" : "");
+                    steps.c_str());
     }
     slot = x;
     return ok(err);
@@ -170,15 +171,15 @@ kvedge_status set_recent(kvedge_plan & plan, const char * value, kvedge_error * 
     return ok(err);
 }
 
-kvedge_status set_sinks(kvedge_plan & plan, const char * value, kvedge_error * err) {
+kvedge_status set_tokens(int32_t & slot, const char * key, const char * value, kvedge_error * err) {
     Amount a;
     if (!parse_amount(value, a) || a.is_ratio) {
-        return fail(err, KVEDGE_E_ARGUMENT, "sinks '%s' is not a whole number of tokens", value);
+        return fail(err, KVEDGE_E_ARGUMENT, "%s '%s' is not a whole number of tokens", key, value);
     }
     if (a.pairs < 0) {
-        return fail(err, KVEDGE_E_BUDGET, "sinks %s is out of range; it is 0 or more", value);
+        return fail(err, KVEDGE_E_BUDGET, "%s %s is out of range; it is 0 or more", key, value);
     }
-    plan.sinks = a.pairs;
+    slot = a.pairs;
     return ok(err);
 }
 
@@ -192,6 +193,21 @@ const Member & plan_member(const kvedge_plan & plan, int32_t stage) {
         case KVEDGE_STAGE_REDUCER:   return *plan.reducer;
         default:                     return *plan.decode;
     }
+}
+
+int32_t later_budget(const kvedge_plan & plan, int32_t n_tokens) {
+    const int32_t floor = plan.budget_ratio > 0.0 ? std::min(n_tokens, plan.later_floor) : 0;
+    return std::max(floor, kvedge_plan_budget(&plan, n_tokens));
+}
+
+kvedge_plan plan_after(const kvedge_plan & plan, int32_t n_before, int32_t n_tokens) {
+    kvedge_plan   out    = plan;
+    const int32_t budget = later_budget(plan, n_tokens);
+    if (n_before > 0 && budget > kvedge_plan_budget(&plan, n_tokens)) {
+        out.budget_ratio = 0.0;
+        out.budget_pairs = budget;
+    }
+    return out;
 }
 
 int32_t plan_window(const kvedge_plan & plan) {
@@ -249,8 +265,8 @@ extern "C" kvedge_status kvedge_plan_set(kvedge_plan * plan, const char * key, c
     if (k == "recent") {
         return set_recent(*plan, value, err);
     }
-    if (k == "sinks") {
-        return set_sinks(*plan, value, err);
+    if (k == "sinks" || k == "later_floor") {
+        return set_tokens(k == "sinks" ? plan->sinks : plan->later_floor, key, value, err);
     }
     if (k == "text_prior") {
         return parse_bool(value, plan->text_prior)
@@ -268,7 +284,7 @@ extern "C" kvedge_status kvedge_plan_set(kvedge_plan * plan, const char * key, c
     }
     return fail(err, KVEDGE_E_UNKNOWN,
                 "a plan has no setting '%s'; there are: scorer, allocator, reducer, decode, budget, recent, sinks, text_prior, "
-                "text_overflow", key);
+                "text_overflow, later_floor", key);
 } catch (const std::bad_alloc &) {
     return fail(err, KVEDGE_E_MEMORY, "no memory for a plan");
 }

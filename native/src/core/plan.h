@@ -29,6 +29,9 @@ struct kvedge_plan {
     bool text_prior    = false;
     bool keep_all_text = false;  // text_overflow = keep_all
 
+    // A later message keeps so many tokens at least: a fifth of a short question does not say what is asked.
+    int32_t later_floor = 32;
+
     // The program's own; copies of the plan share them.
     std::vector<std::shared_ptr<const kvedge::CustomScorer>>    own_scorers;
     std::vector<std::shared_ptr<const kvedge::CustomAllocator>> own_allocators;
@@ -43,6 +46,13 @@ kvedge_plan full_plan();
 bool plan_sums(const kvedge_plan & plan);
 // The member chosen for a stage (kvedge_stage).
 const Member & plan_member(const kvedge_plan & plan, int32_t stage);
+
+// As kvedge_plan_budget, of n_tokens that follow others.
+int32_t later_budget(const kvedge_plan & plan, int32_t n_tokens);
+
+// The plan by which n_tokens are compressed that follow n_before others: of what comes first the plan itself, of a later
+// message one whose budget keeps later_floor of them, where it is a share.
+kvedge_plan plan_after(const kvedge_plan & plan, int32_t n_before, int32_t n_tokens);
 
 // The last queries that the plan's scorer wants to see; 0: none.
 int32_t plan_window(const kvedge_plan & plan);

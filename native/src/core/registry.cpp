@@ -1,58 +1,57 @@
+// The members of every stage. The build writes their list (core/members.h) from the names of the files in the stages' folders.
+
+#include "core/members.h"
 #include "core/stages.h"
 
 #include <cstring>
 
 namespace kvedge {
 
-extern const Scorer       scorer_cumulative, scorer_position, scorer_window, scorer_knorm, scorer_vnorm, scorer_random,
-    scorer_mixkv, scorer_dct, scorer_mean;
-extern const Allocator    allocator_uniform, allocator_pyramid, allocator_ada, allocator_prefix, allocator_spectral,
-    allocator_heads, allocator_entropy;
-extern const Reducer      reducer_evict, reducer_averaged, reducer_pivotal, reducer_weighted, reducer_bucket, reducer_position,
-    reducer_feature;
-extern const DecodePolicy decode_keep_all, decode_fixed_point, decode_ratio, decode_sliding, decode_heavy_hitter;
+#define DECLARE(Type, stage, name) extern const Type stage##_##name;
+KVEDGE_MEMBERS(DECLARE)
 
 namespace {
 
-const Scorer * const       SCORERS[]    = { &scorer_cumulative, &scorer_position, &scorer_window,
-                                           &scorer_knorm,      &scorer_vnorm,    &scorer_random,
-                                           &scorer_mixkv,      &scorer_dct,      &scorer_mean };
-const Allocator * const    ALLOCATORS[] = { &allocator_uniform, &allocator_pyramid, &allocator_ada, &allocator_prefix,
-                                           &allocator_spectral, &allocator_heads, &allocator_entropy };
-const Reducer * const      REDUCERS[]   = { &reducer_evict, &reducer_averaged, &reducer_pivotal, &reducer_weighted,
-                                           &reducer_bucket, &reducer_position, &reducer_feature };
-const DecodePolicy * const DECODES[]    = { &decode_keep_all, &decode_fixed_point, &decode_ratio, &decode_sliding,
-                                           &decode_heavy_hitter };
+template <class T> constexpr kvedge_stage STAGE_OF = KVEDGE_STAGE_SCORER;
+template <> constexpr kvedge_stage STAGE_OF<Allocator>    = KVEDGE_STAGE_ALLOCATOR;
+template <> constexpr kvedge_stage STAGE_OF<Reducer>      = KVEDGE_STAGE_REDUCER;
+template <> constexpr kvedge_stage STAGE_OF<DecodePolicy> = KVEDGE_STAGE_DECODE;
 
-template <class T, size_t N> const T * find(const T * const (&members)[N], const char * name) {
-    for (const T * m : members) {
-        if (strcmp(m->name, name) == 0) {
-            return m;
+struct Registered {
+    kvedge_stage   stage;
+    const Member * member;
+};
+
+#define REGISTERED(Type, stage, name) { STAGE_OF<Type>, &stage##_##name },
+const Registered MEMBERS[] = { KVEDGE_MEMBERS(REGISTERED) };
+
+const Member * find(kvedge_stage stage, const char * name) {
+    for (const Registered & r : MEMBERS) {
+        if (r.stage == stage && strcmp(r.member->name, name) == 0) {
+            return r.member;
         }
     }
     return nullptr;
 }
 
-template <class T, size_t N> const char * name_at(const T * const (&members)[N], int32_t i) {
-    return i >= 0 && (size_t) i < N ? members[i]->name : nullptr;
-}
+template <class T> const T * find(const char * name) { return static_cast<const T *>(find(STAGE_OF<T>, name)); }
 
 }  // namespace
 
-const Scorer *       find_scorer(const char * name) { return find(SCORERS, name); }
-const Allocator *    find_allocator(const char * name) { return find(ALLOCATORS, name); }
-const Reducer *      find_reducer(const char * name) { return find(REDUCERS, name); }
-const DecodePolicy * find_decode(const char * name) { return find(DECODES, name); }
+const Scorer *       find_scorer(const char * name) { return find<Scorer>(name); }
+const Allocator *    find_allocator(const char * name) { return find<Allocator>(name); }
+const Reducer *      find_reducer(const char * name) { return find<Reducer>(name); }
+const DecodePolicy * find_decode(const char * name) { return find<DecodePolicy>(name); }
 
 }  // namespace kvedge
 
+using namespace kvedge;
+
 extern "C" const char * kvedge_stage_name(kvedge_stage stage, int32_t i) {
-    using namespace kvedge;
-    switch (stage) {
-        case KVEDGE_STAGE_SCORER:    return name_at(SCORERS, i);
-        case KVEDGE_STAGE_ALLOCATOR: return name_at(ALLOCATORS, i);
-        case KVEDGE_STAGE_REDUCER:   return name_at(REDUCERS, i);
-        case KVEDGE_STAGE_DECODE:    return name_at(DECODES, i);
+    for (const Registered & r : MEMBERS) {
+        if (r.stage == stage && i-- == 0) {
+            return r.member->name;
+        }
     }
     return nullptr;
 }
@@ -63,4 +62,14 @@ extern "C" int32_t kvedge_stage_count(kvedge_stage stage) {
         n++;
     }
     return n;
+}
+
+extern "C" const kvedge_setting * kvedge_stage_setting(kvedge_stage stage, const char * member, int32_t i) {
+    const Member * m = member ? find(stage, member) : nullptr;
+    for (const Param * p = m ? m->params : nullptr; p && p->name; p++) {
+        if (i-- == 0) {
+            return p;
+        }
+    }
+    return nullptr;
 }

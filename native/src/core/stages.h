@@ -1,5 +1,5 @@
-// What a stage member is to the rest of the library. A member lives in a file of its own, named as it is registered;
-// registry.cpp lists them.
+// What a stage member is to the rest of the library. A member lives in a file of its own, named as it is registered, which
+// defines one symbol: scorer_NAME, allocator_NAME, reducer_NAME or decode_NAME. The build lists the files (registry.cpp).
 
 #pragma once
 
@@ -12,14 +12,28 @@
 
 namespace kvedge {
 
-// A setting of a member: a number, or one of several words.
-struct Param {
-    const char * name;
-    double       fallback;
-    double       lowest, highest;
-    int32_t      step;     // 0: any number; else integers, lowest + a multiple of step
-    const char * choices;  // "avg,max": the value is the word's index; NULL for a number
-};
+using Param = kvedge_setting;
+
+// Settings as members declare them: any number, a whole one, the first of some words unless another is set, true or false.
+namespace setting {
+
+constexpr Param number(const char * name, double fallback, double lowest, double highest, const char * help) {
+    return { name, help, fallback, lowest, highest, 0, nullptr };
+}
+
+constexpr Param whole(const char * name, int32_t fallback, int32_t lowest, int32_t highest, const char * help, int32_t step = 1) {
+    return { name, help, (double) fallback, (double) lowest, (double) highest, step, nullptr };
+}
+
+constexpr Param words(const char * name, const char * choices, const char * help) {
+    return { name, help, 0, 0, 0, 0, choices };
+}
+
+constexpr Param flag(const char * name, bool fallback, const char * help) {
+    return { name, help, fallback ? 0.0 : 1.0, 0, 0, 0, "true,false" };
+}
+
+}  // namespace setting
 
 constexpr int32_t MAX_PARAMS = 8;
 

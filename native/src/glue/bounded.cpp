@@ -46,7 +46,7 @@ bool kvedge_cache::enter_bounded(const llama_attn_provider_ubatch & ubatch, Run 
     state.end_answer();
     state.armed         = true;
     state.weights.valid = false;
-    auto         bounded = std::make_unique<BoundedPrompt>(*state.seq, plan);
+    auto         bounded = std::make_unique<BoundedPrompt>(*state.seq, compression_plan(*state.seq, plan, n));
     kvedge_error err{};
     if (bounded->enter(n, pos.data(), image.data(), &err) != KVEDGE_OK) {
         report(err.status, err.message);
@@ -71,7 +71,7 @@ void kvedge_cache::finish_layer(SequenceState & state, int32_t layer) {
     if (bounded.finish_layer((size_t) layer, &err) != KVEDGE_OK) {
         report(err.status, err.message);
     } else if (bounded.done()) {
-        state.note_compression(bounded.plan(), bounded.outcome(), bounded.n_tokens());
+        state.note_compression(plan_of(state.id), bounded.outcome(), bounded.n_tokens());
     }
 }
 

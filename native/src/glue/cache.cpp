@@ -293,7 +293,7 @@ kvedge_status kvedge_cache::compress(SequenceState & state, kvedge_error * err) 
     Compression   outcome;
     const int32_t n_tokens = state.seq->rows.pending_length();
     const auto &  plan   = plan_of(state.id);
-    const auto    status = compress_pending(*state.seq, plan, threads(), outcome, err);
+    const auto    status = compress_pending(*state.seq, compression_plan(*state.seq, plan, 0), threads(), outcome, err);
     if (status != KVEDGE_OK) {
         return status;
     }

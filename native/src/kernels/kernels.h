@@ -10,6 +10,17 @@
 
 namespace kvedge {
 
+// Rows of float32 that are read, or written: row r starts at data + r * ld.
+template <class F> struct Lines {
+    F *    data;
+    size_t ld;
+
+    F *   row(int32_t r) const { return data + (size_t) r * ld; }
+    Lines at(int32_t r, int32_t column = 0) const { return { row(r) + column, ld }; }
+};
+using FloatIn = Lines<const float>;
+using FloatOut = Lines<float>;
+
 // A linear filter along the rows of up to 2 * BAND_PAIRS channels, which an FFT of length n makes cheap.
 // x [n][2 * BAND_PAIRS]: channel c and channel c + BAND_PAIRS are the parts of one complex number.
 constexpr int32_t BAND_PAIRS = 16;
@@ -56,11 +67,11 @@ struct Kernels {
     // out[p][i][c] = k[p * nr + c][i] for panels p of nr rows, zero past n; out holds ceil(n / nr) * d * nr floats
     void (*pack)(Rows k, int32_t n, int32_t d, float * out);
 
-    // s[r][c] = sum_i q[r][i] * k[c][i]; q [m][ldq], k packed, s [m][lds] with ceil(n / nr) * nr columns written
-    void (*gemm_qk)(const float * q, size_t ldq, int32_t m, const float * packed, int32_t n, int32_t d, float * s, size_t lds);
+    // s[r][c] = sum_i q[r][i] * k[c][i] for m rows r; k packed, ceil(n / nr) * nr columns of s written
+    void (*gemm_qk)(FloatIn q, int32_t m, const float * packed, int32_t n, int32_t d, FloatOut s);
 
-    // o[r][i] += sum_c p[r][c] * v[c][i]; p [m][ldp], v [n][ldv], o [m][ldv]; d columns, ldv a multiple of 16 >= d
-    void (*gemm_pv)(const float * p, size_t ldp, int32_t m, int32_t n, const float * v, size_t ldv, int32_t d, float * o);
+    // o[r][i] += sum_c p[r][c] * v[c][i] for m rows r, n rows c and d columns i; o [m][v.ld], v.ld a multiple of 16 >= d
+    void (*gemm_pv)(FloatIn p, int32_t m, int32_t n, FloatIn v, int32_t d, float * o);
 
     float (*max)(const float * x, size_t n);                       // -inf for n = 0
     float (*exp_sum)(float * x, size_t n, float shift);            // x = exp(x - shift); returns the sum
@@ -73,13 +84,11 @@ struct Kernels {
     void (*add_moments)(float a, const float * x, float * y, float * y2, size_t n);  // y += a * x; y2 += (a * x)^2
     float (*dot)(const float * x, const float * y, size_t n);
 
-    // One read of k for all m query rows: s[r][c] = q[r] . k[c], for m <= 16; q [m][ldq]. next: n * k.stride bytes that are
-    // needed after these, fetched into cache meanwhile; need not be readable; NULL: none
-    void (*rows_dot)(const float * q, size_t ldq, int32_t m, Rows k, int32_t n, int32_t d, float * s, size_t lds,
-                     const uint8_t * next);
-    // One read of v for all m rows: o[r] += sum_c p[r][c] * v[c]; o [m][ldo], ldo a multiple of 16 >= d. next: n * v.stride
-    void (*rows_axpy)(const float * p, size_t ldp, int32_t m, Rows v, int32_t n, int32_t d, float * o, size_t ldo,
-                      const uint8_t * next);
+    // One read of k for all m query rows: s[r][c] = q[r] . k[c], for m <= 16. next: n * k.stride bytes that are needed after
+    // these, fetched into cache meanwhile; need not be readable; NULL: none
+    void (*rows_dot)(FloatIn q, int32_t m, Rows k, int32_t n, int32_t d, FloatOut s, const uint8_t * next);
+    // One read of v for all m rows: o[r] += sum_c p[r][c] * v[c]; o.ld a multiple of 16 >= d. next: n * v.stride bytes
+    void (*rows_axpy)(FloatIn p, int32_t m, Rows v, int32_t n, int32_t d, FloatOut o, const uint8_t * next);
 
     // Rows [n], d <= 2 * BAND_PAIRS channels wide, widened into the rows of x [..][2 * BAND_PAIRS] that `place` says, less
     // origin [2 * BAND_PAIRS]: with one of the rows as the origin, constant channels become exactly zero. x and origin must

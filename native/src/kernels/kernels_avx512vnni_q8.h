@@ -85,13 +85,13 @@ struct Queries16 {
     alignas(64) int16_t x[MOST_UNITS * GROUP];  // [block][row][GROUP]
     float               unit[MOST_UNITS];       // [block][row]
 
-    void round(const float * q, size_t ldq, int32_t m, int32_t d) {
+    void round(FloatIn q, int32_t m, int32_t d) {
         __m512  top[MOST_UNITS];
         float   reciprocal[MOST_UNITS];
         int32_t n = 0;
         for (int32_t i = 0; i < d; i += GROUP) {
             for (int32_t r = 0; r < m; r++, n++) {
-                const float * from = q + (size_t) r * ldq + i;
+                const float * from = q.row(r) + i;
                 top[n]             = larger(_mm512_loadu_ps(from), _mm512_loadu_ps(from + V::W));
             }
         }
@@ -102,7 +102,7 @@ struct Queries16 {
         int32_t at = 0;
         for (int32_t i = 0; i < d; i += GROUP) {
             for (int32_t r = 0; r < m; r++, at++) {
-                const float * from = q + (size_t) r * ldq + i;
+                const float * from = q.row(r) + i;
                 const __m512  to   = _mm512_set1_ps(reciprocal[at]);
                 const __m512i a    = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(from), to));
                 const __m512i b    = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(from + V::W), to));
@@ -176,15 +176,14 @@ template <int M> inline void dot_packed(const int16_t * q, const float * unit, c
     }
 }
 
-void q8_rows_dot(
-    const float * q, size_t ldq, int32_t m, Rows k, int32_t n, int32_t d, float * s, size_t lds, const uint8_t * next) {
+void q8_rows_dot(FloatIn q, int32_t m, Rows k, int32_t n, int32_t d, FloatOut s, const uint8_t * next) {
     const int32_t     blocks = d / GROUP;
     Queries16         queries;
     Packed            packed;
     Ahead             ahead(next, (size_t) n * k.stride);
     alignas(64) float sums[MOST_M * TILE];
     uint8_t           rest[TILE * MAX_ROW / GROUP * Q8_BLOCK];
-    queries.round(q, ldq, m, d);
+    queries.round(q, m, d);
     for (int32_t c = 0; c < n; c += TILE) {
         const int32_t w    = n - c < TILE ? n - c : TILE;
         Rows          tile = k.from(c);
@@ -206,7 +205,7 @@ void q8_rows_dot(
             });
         }
         for (int32_t r = 0; r < m; r++) {
-            V::load(sums + r * TILE).store_first(s + (size_t) r * lds + c, (size_t) w);
+            V::load(sums + r * TILE).store_first(s.row(r) + c, (size_t) w);
         }
     }
 }
@@ -217,7 +216,7 @@ struct Weights16 {
     alignas(64) int16_t x[MOST_UNITS][TOKENS];  // [block][row]
     float               unit[MOST_UNITS];
 
-    void round(const float * p, size_t ldp, int32_t m, const uint8_t * v, size_t stride, int32_t n, int32_t blocks) {
+    void round(FloatIn p, int32_t m, const uint8_t * v, size_t stride, int32_t n, int32_t blocks) {
         __m512    top[MOST_UNITS], scales[MAX_ROW / GROUP][PARTS];
         __mmask16 mask[PARTS];
         float     reciprocal[MOST_UNITS];
@@ -232,7 +231,7 @@ struct Weights16 {
         const auto load = [&](int32_t r, __m512 * to) {
             KVEDGE_UNROLL
             for (int j = 0; j < PARTS; j++) {
-                to[j] = _mm512_maskz_loadu_ps(mask[j], p + (size_t) r * ldp + j * TILE);
+                to[j] = _mm512_maskz_loadu_ps(mask[j], p.row(r) + j * TILE);
             }
         };
         for (int32_t r = 0; r < m; r++) {
@@ -273,8 +272,7 @@ struct Weights16 {
 
 // o[r] += sum of products of weights and a block's codes of n <= TOKENS rows.
 template <int M> inline void axpy_block(
-    const int16_t (*p)[TOKENS], const float * units, const uint8_t * codes, size_t stride, int32_t n, float * o, size_t ldo,
-    Ahead & ahead) {
+    const int16_t (*p)[TOKENS], const float * units, const uint8_t * codes, size_t stride, int32_t n, FloatOut o, Ahead & ahead) {
     __m512i lo[M], hi[M];
     KVEDGE_UNROLL
     for (int r = 0; r < M; r++) {
@@ -299,7 +297,7 @@ template <int M> inline void axpy_block(
     KVEDGE_UNROLL
     for (int r = 0; r < M; r++) {  // columns 0 to 7 and 16 to 23 lie in lo
         const __m512 unit = _mm512_set1_ps(units[r]);
-        float *      to   = o + (size_t) r * ldo;
+        float *      to   = o.row(r);
         const __m512 a    = _mm512_cvtepi32_ps(_mm512_shuffle_i64x2(lo[r], hi[r], 0x44));
         const __m512 b    = _mm512_cvtepi32_ps(_mm512_shuffle_i64x2(lo[r], hi[r], 0xee));
         _mm512_storeu_ps(to, _mm512_fmadd_ps(a, unit, _mm512_loadu_ps(to)));
@@ -307,37 +305,34 @@ template <int M> inline void axpy_block(
     }
 }
 
-void q8_rows_axpy(
-    const float * p, size_t ldp, int32_t m, Rows v, int32_t n, int32_t d, float * o, size_t ldo, const uint8_t * next) {
+void q8_rows_axpy(FloatIn p, int32_t m, Rows v, int32_t n, int32_t d, FloatOut o, const uint8_t * next) {
     const int32_t blocks = d / GROUP;
     Weights16     weights;
     Ahead         ahead(next, (size_t) n * v.stride);
     for (int32_t c = 0; c < n; c += TOKENS) {
         const int32_t   w    = n - c < TOKENS ? n - c : TOKENS;
         const uint8_t * rows = v.from(c).data;
-        weights.round(p + c, ldp, m, rows, v.stride, w, blocks);
+        weights.round(p.at(0, c), m, rows, v.stride, w, blocks);
         for (int32_t b = 0; b < blocks; b++) {
             ahead.lines(4);
             split_rows(m, [&](int32_t r, auto part) {
                 axpy_block<decltype(part)::value>(
                     weights.x + b * m + r, weights.unit + b * m + r, rows + (size_t) b * Q8_BLOCK + 2, v.stride, w,
-                    o + (size_t) r * ldo + b * GROUP, ldo, ahead);
+                    o.at(r, b * GROUP), ahead);
             });
         }
     }
 }
 
 // One query row alone waits for memory already.
-void k_pairs_rows_dot(
-    const float * q, size_t ldq, int32_t m, Rows k, int32_t n, int32_t d, float * s, size_t lds, const uint8_t * next) {
+void k_pairs_rows_dot(FloatIn q, int32_t m, Rows k, int32_t n, int32_t d, FloatOut s, const uint8_t * next) {
     const bool pairs = m > 1 && k.type == Type::q8_0;
-    (pairs ? q8_rows_dot : k_any_rows_dot)(q, ldq, m, k, n, d, s, lds, next);
+    (pairs ? q8_rows_dot : k_any_rows_dot)(q, m, k, n, d, s, next);
 }
 
-void k_pairs_rows_axpy(
-    const float * p, size_t ldp, int32_t m, Rows v, int32_t n, int32_t d, float * o, size_t ldo, const uint8_t * next) {
+void k_pairs_rows_axpy(FloatIn p, int32_t m, Rows v, int32_t n, int32_t d, FloatOut o, const uint8_t * next) {
     const bool pairs = m > 1 && v.type == Type::q8_0;
-    (pairs ? q8_rows_axpy : k_any_rows_axpy)(p, ldp, m, v, n, d, o, ldo, next);
+    (pairs ? q8_rows_axpy : k_any_rows_axpy)(p, m, v, n, d, o, next);
 }
 
 }  // namespace

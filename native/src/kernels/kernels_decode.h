@@ -57,7 +57,7 @@ template <size_t STEP> inline void fetch_step(const uint8_t * p, size_t step) {
 // Products of M query rows with V::W columns of C rows of keys, added to acc or, if they are the first, put there.
 // The loops over r and c are nested so that the compiler unrolls them and keeps acc in registers.
 template <Type T, int M, int C, bool First> inline void dot_step(
-    const float * q, size_t ldq, const uint8_t * k, size_t stride, int32_t i, V (&acc)[M][C]) {
+    FloatIn q, const uint8_t * k, size_t stride, int32_t i, V (&acc)[M][C]) {
     V kv[C];
     KVEDGE_UNROLL
     for (int c = 0; c < C; c++) {
@@ -65,7 +65,7 @@ template <Type T, int M, int C, bool First> inline void dot_step(
     }
     KVEDGE_UNROLL
     for (int r = 0; r < M; r++) {
-        const V qv = V::load(q + r * ldq + i).kept();
+        const V qv = V::load(q.row(r) + i).kept();
         KVEDGE_UNROLL
         for (int c = 0; c < C; c++) {
             acc[r][c] = First ? V::mul(qv, kv[c]) : V::fma(qv, kv[c], acc[r][c]);
@@ -76,16 +76,16 @@ template <Type T, int M, int C, bool First> inline void dot_step(
 // s[r][c] for M query rows and C rows of keys. ahead: as many rows to fetch meanwhile, in the order of memory, spread
 // evenly, as many misses at once would stall.
 template <Type T, int M, int C> inline void dot_micro(
-    const float * q, size_t ldq, const uint8_t * k, size_t stride, int32_t d, float * s, size_t lds, const uint8_t * ahead) {
+    FloatIn q, const uint8_t * k, size_t stride, int32_t d, FloatOut s, const uint8_t * ahead) {
     constexpr size_t STEP = C * vector_bytes<T>();
     V                acc[M][C];
     int32_t          i = 0;
     fetch_step<STEP>(ahead, 0);
     if (d >= V::W) {
-        dot_step<T, M, C, true>(q, ldq, k, stride, 0, acc);
+        dot_step<T, M, C, true>(q, k, stride, 0, acc);
         for (i = V::W; i + V::W <= d; i += V::W) {
             fetch_step<STEP>(ahead, (size_t) (i / V::W));
-            dot_step<T, M, C, false>(q, ldq, k, stride, i, acc);
+            dot_step<T, M, C, false>(q, k, stride, i, acc);
         }
     } else {
         KVEDGE_UNROLL
@@ -99,7 +99,7 @@ template <Type T, int M, int C> inline void dot_micro(
     float tail[4];
     KVEDGE_UNROLL
     for (int r = 0; r < M; r++) {
-        float * row = s + r * lds;
+        float * row = s.row(r);
         if constexpr (C % 4 == 0) {
             KVEDGE_UNROLL
             for (int c = 0; c < C; c += 4) {
@@ -109,7 +109,7 @@ template <Type T, int M, int C> inline void dot_micro(
             if (r % 2 == 0) {
                 V::hsum4(acc[r][0], acc[r][1], acc[r + 1 < M ? r + 1 : r][0], acc[r + 1 < M ? r + 1 : r][1], tail);
                 __builtin_memcpy(row, tail, 8);
-                __builtin_memcpy(row + lds, tail + 2, 8);
+                __builtin_memcpy(row + s.ld, tail + 2, 8);
             }
         } else {
             KVEDGE_UNROLL
@@ -121,61 +121,58 @@ template <Type T, int M, int C> inline void dot_micro(
     for (; !is_quantised(T) && i < d; i++) {
         for (int r = 0; r < M; r++) {
             for (int c = 0; c < C; c++) {
-                s[r * lds + c] += q[r * ldq + i] * scalar_load(T, k + c * stride, (size_t) i);
+                s.row(r)[c] += q.row(r)[i] * scalar_load(T, k + c * stride, (size_t) i);
             }
         }
     }
 }
 
 // As many rows of k as make whole tiles of C; returns how many those are. next: NULL, or what to fetch meanwhile.
-template <Type T, int M, int C> int32_t dot_tiles(
-    const float * q, size_t ldq, Rows k, int32_t n, int32_t d, float * s, size_t lds, const uint8_t * next) {
+template <Type T, int M, int C> int32_t dot_tiles(FloatIn q, Rows k, int32_t n, int32_t d, FloatOut s, const uint8_t * next) {
     int32_t c = 0;
     for (; c + C <= n; c += C) {
         const uint8_t * tile = k.data + (size_t) c * k.stride;  // fetched already, if nothing else is to be
-        dot_micro<T, M, C>(q, ldq, tile, k.stride, d, s + c, lds, next ? next + (size_t) c * k.stride : tile);
+        dot_micro<T, M, C>(q, tile, k.stride, d, s.at(0, c), next ? next + (size_t) c * k.stride : tile);
     }
     return c;
 }
 
-template <Type T> void rows_dot_t(
-    const float * q, size_t ldq, int32_t m, Rows k, int32_t n, int32_t d, float * s, size_t lds, const uint8_t * next) {
+template <Type T> void rows_dot_t(FloatIn q, int32_t m, Rows k, int32_t n, int32_t d, FloatOut s, const uint8_t * next) {
     constexpr int32_t B = 64;  // rows of K that stay in L1 while every group of query rows passes over them
     for (int32_t c0 = 0; c0 < n; c0 += B) {
         const int32_t w = n - c0 < B ? n - c0 : B;
         split_rows(m, [&](int32_t r, auto rows) {
             constexpr int   M     = decltype(rows)::value, C = columns(M, 8);
             const uint8_t * ahead = r == 0 && next ? next + (size_t) c0 * k.stride : nullptr;
-            float *         to    = s + r * lds + c0;
+            const FloatOut  to    = s.at(r, c0);
             const Rows      part  = k.from(c0);
-            const int32_t   done  = dot_tiles<T, M, C>(q + r * ldq, ldq, part, w, d, to, lds, ahead);
+            const int32_t   done  = dot_tiles<T, M, C>(q.at(r), part, w, d, to, ahead);
             if (done < w) {
-                dot_tiles<T, M, 1>(q + r * ldq, ldq, part.from(done), w - done, d, to + done, lds, nullptr);
+                dot_tiles<T, M, 1>(q.at(r), part.from(done), w - done, d, to.at(0, done), nullptr);
             }
         });
     }
 }
 
-void k_rows_dot(
-    const float * q, size_t ldq, int32_t m, Rows k, int32_t n, int32_t d, float * s, size_t lds, const uint8_t * next) {
+void k_rows_dot(FloatIn q, int32_t m, Rows k, int32_t n, int32_t d, FloatOut s, const uint8_t * next) {
     switch (k.type) {
-        case Type::f16:  rows_dot_t<Type::f16>(q, ldq, m, k, n, d, s, lds, next); break;
-        case Type::bf16: rows_dot_t<Type::bf16>(q, ldq, m, k, n, d, s, lds, next); break;
-        case Type::f32:  rows_dot_t<Type::f32>(q, ldq, m, k, n, d, s, lds, next); break;
-        case Type::q8_0: rows_dot_t<Type::q8_0>(q, ldq, m, k, n, d, s, lds, next); break;
+        case Type::f16:  rows_dot_t<Type::f16>(q, m, k, n, d, s, next); break;
+        case Type::bf16: rows_dot_t<Type::bf16>(q, m, k, n, d, s, next); break;
+        case Type::f32:  rows_dot_t<Type::f32>(q, m, k, n, d, s, next); break;
+        case Type::q8_0: rows_dot_t<Type::q8_0>(q, m, k, n, d, s, next); break;
         default:         break;  // kernels_quant_decode.h
     }
 }
 
 // Columns [i, i + D * V::W) of n rows v.
 template <Type T, int M, int D> inline void axpy_micro(
-    const float * p, size_t ldp, Rows v, int32_t i, int32_t n, float * o, size_t ldo, const uint8_t * next) {
+    FloatIn p, Rows v, int32_t i, int32_t n, FloatOut o, const uint8_t * next) {
     V acc[M][D];
     KVEDGE_UNROLL
     for (int r = 0; r < M; r++) {
         KVEDGE_UNROLL
         for (int j = 0; j < D; j++) {
-            acc[r][j] = V::load(o + r * ldo + i + j * V::W);
+            acc[r][j] = V::load(o.row(r) + i + j * V::W);
         }
     }
     for (int32_t c = 0; c < n; c++) {
@@ -189,7 +186,7 @@ template <Type T, int M, int D> inline void axpy_micro(
         }
         KVEDGE_UNROLL
         for (int r = 0; r < M; r++) {
-            const V a = V::set1(p[r * ldp + c]).kept();
+            const V a = V::set1(p.row(r)[c]).kept();
             KVEDGE_UNROLL
             for (int j = 0; j < D; j++) {
                 acc[r][j] = V::fma(a, b[j], acc[r][j]);
@@ -200,7 +197,7 @@ template <Type T, int M, int D> inline void axpy_micro(
     for (int r = 0; r < M; r++) {
         KVEDGE_UNROLL
         for (int j = 0; j < D; j++) {
-            acc[r][j].store(o + r * ldo + i + j * V::W);
+            acc[r][j].store(o.row(r) + i + j * V::W);
         }
     }
 }
@@ -216,8 +213,7 @@ template <int D, class F> inline void each_columns(int32_t d, int32_t & i, const
     }
 }
 
-template <Type T> void rows_axpy_t(
-    const float * p, size_t ldp, int32_t m, Rows v, int32_t n, int32_t d, float * o, size_t ldo, const uint8_t * next) {
+template <Type T> void rows_axpy_t(FloatIn p, int32_t m, Rows v, int32_t n, int32_t d, FloatOut o, const uint8_t * next) {
     constexpr int32_t B = 64;  // as above; every block of them reads and writes all sums
     for (int32_t c = 0; c < n; c += B) {
         const int32_t w     = n - c < B ? n - c : B;
@@ -227,17 +223,17 @@ template <Type T> void rows_axpy_t(
         };
         split_rows(m, [&](int32_t r, auto rows) {
             constexpr int M = decltype(rows)::value, D = columns(M, V::AD);
-            const float * pr = p + r * ldp + c;
-            float *       to = o + r * ldo;
+            const FloatIn  pr = p.at(r, c);
+            const FloatOut  to = o.at(r);
             int32_t       i  = 0;
             each_columns<D>(d, i, [&](auto wide) {
                 constexpr int N = decltype(wide)::value;
-                axpy_micro<T, M, N>(pr, ldp, vc, i, w, to, ldo, ahead(r, i));
+                axpy_micro<T, M, N>(pr, vc, i, w, to, ahead(r, i));
             });
             for (; !is_quantised(T) && i < d; i++) {
                 for (int32_t k = 0; k < M; k++) {
                     for (int32_t j = 0; j < w; j++) {
-                        to[k * ldo + i] += pr[k * ldp + j] * scalar_load(T, vc.data + j * v.stride, (size_t) i);
+                        to.row(k)[i] += pr.row(k)[j] * scalar_load(T, vc.data + j * v.stride, (size_t) i);
                     }
                 }
             }
@@ -245,13 +241,12 @@ template <Type T> void rows_axpy_t(
     }
 }
 
-void k_rows_axpy(
-    const float * p, size_t ldp, int32_t m, Rows v, int32_t n, int32_t d, float * o, size_t ldo, const uint8_t * next) {
+void k_rows_axpy(FloatIn p, int32_t m, Rows v, int32_t n, int32_t d, FloatOut o, const uint8_t * next) {
     switch (v.type) {
-        case Type::f16:  rows_axpy_t<Type::f16>(p, ldp, m, v, n, d, o, ldo, next); break;
-        case Type::bf16: rows_axpy_t<Type::bf16>(p, ldp, m, v, n, d, o, ldo, next); break;
-        case Type::f32:  rows_axpy_t<Type::f32>(p, ldp, m, v, n, d, o, ldo, next); break;
-        case Type::q8_0: rows_axpy_t<Type::q8_0>(p, ldp, m, v, n, d, o, ldo, next); break;
+        case Type::f16:  rows_axpy_t<Type::f16>(p, m, v, n, d, o, next); break;
+        case Type::bf16: rows_axpy_t<Type::bf16>(p, m, v, n, d, o, next); break;
+        case Type::f32:  rows_axpy_t<Type::f32>(p, m, v, n, d, o, next); break;
+        case Type::q8_0: rows_axpy_t<Type::q8_0>(p, m, v, n, d, o, next); break;
         default:         break;
     }
 }

@@ -71,18 +71,18 @@ template <int M> inline void qk_micro(const float * q, size_t ldq, const float *
     }
 }
 
-void k_gemm_qk(const float * q, size_t ldq, int32_t m, const float * packed, int32_t n, int32_t d, float * s, size_t lds) {
+void k_gemm_qk(FloatIn q, int32_t m, const float * packed, int32_t n, int32_t d, FloatOut s) {
     for (int32_t c0 = 0; c0 < n; c0 += NR) {
         const float * panel = packed + (size_t) c0 * d;
         int32_t       r     = 0;
         for (; r + V::MR <= m; r += V::MR) {
-            qk_micro<V::MR>(q + r * ldq, ldq, panel, d, s + r * lds + c0, lds);
+            qk_micro<V::MR>(q.row(r), q.ld, panel, d, s.row(r) + c0, s.ld);
         }
         for (; r + 4 <= m; r += 4) {
-            qk_micro<4>(q + r * ldq, ldq, panel, d, s + r * lds + c0, lds);
+            qk_micro<4>(q.row(r), q.ld, panel, d, s.row(r) + c0, s.ld);
         }
         for (; r < m; r++) {
-            qk_micro<1>(q + r * ldq, ldq, panel, d, s + r * lds + c0, lds);
+            qk_micro<1>(q.row(r), q.ld, panel, d, s.row(r) + c0, s.ld);
         }
     }
 }
@@ -120,23 +120,23 @@ template <int M, int D> inline void pv_micro(const float * p, size_t ldp, int32_
     }
 }
 
-template <int D> void pv_columns(const float * p, size_t ldp, int32_t m, int32_t n, const float * v, size_t ldv, float * o) {
+template <int D> void pv_columns(FloatIn p, int32_t m, int32_t n, FloatIn v, float * o) {
     int32_t r = 0;
     for (; r + V::PR <= m; r += V::PR) {
-        pv_micro<V::PR, D>(p + r * ldp, ldp, n, v, ldv, o + r * ldv);
+        pv_micro<V::PR, D>(p.row(r), p.ld, n, v.data, v.ld, o + r * v.ld);
     }
     for (; r < m; r++) {
-        pv_micro<1, D>(p + r * ldp, ldp, n, v, ldv, o + r * ldv);
+        pv_micro<1, D>(p.row(r), p.ld, n, v.data, v.ld, o + r * v.ld);
     }
 }
 
-void k_gemm_pv(const float * p, size_t ldp, int32_t m, int32_t n, const float * v, size_t ldv, int32_t d, float * o) {
+void k_gemm_pv(FloatIn p, int32_t m, int32_t n, FloatIn v, int32_t d, float * o) {
     int32_t i = 0;
-    for (; i + V::PD * V::W <= (int32_t) ldv && i < d; i += V::PD * V::W) {
-        pv_columns<V::PD>(p, ldp, m, n, v + i, ldv, o + i);
+    for (; i + V::PD * V::W <= (int32_t) v.ld && i < d; i += V::PD * V::W) {
+        pv_columns<V::PD>(p, m, n, v.at(0, i), o + i);
     }
     for (; i < d; i += V::W) {
-        pv_columns<1>(p, ldp, m, n, v + i, ldv, o + i);
+        pv_columns<1>(p, m, n, v.at(0, i), o + i);
     }
 }
 

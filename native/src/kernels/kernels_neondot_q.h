@@ -133,11 +133,11 @@ struct Queries16 {
     alignas(16) int8_t x[MOST_UNITS][2 * GROUP];  // [block][row]
     float              unit[MOST_UNITS];          // [block][row]
 
-    void round(const float * q, size_t ldq, int32_t m, int32_t d) {
+    void round(FloatIn q, int32_t m, int32_t d) {
         int32_t at = 0;
         for (int32_t i = 0; i < d; i += GROUP) {
             for (int32_t r = 0; r < m; r++, at++) {
-                const float * from = q + (size_t) r * ldq + i;
+                const float * from = q.row(r) + i;
                 float32x4_t   top  = vdupq_n_f32(0.0f);
                 for (int32_t j = 0; j < GROUP; j += 4) {
                     top = larger(top, vld1q_f32(from + j));
@@ -154,7 +154,7 @@ struct Queries16 {
 
 // s[r][c] for M query rows and a tile of w rows of keys; units and x begin with the first row of the first block.
 template <Type T, int M> inline void dot_tile(
-    const int8_t (*x)[2 * GROUP], const float * units, int32_t m, Rows k, int32_t blocks, float * s, size_t lds, int32_t w) {
+    const int8_t (*x)[2 * GROUP], const float * units, int32_t m, Rows k, int32_t blocks, FloatOut s, int32_t w) {
     float32x4_t sum[M];
     KVEDGE_UNROLL
     for (int r = 0; r < M; r++) {
@@ -172,16 +172,15 @@ template <Type T, int M> inline void dot_tile(
     }
     KVEDGE_UNROLL
     for (int r = 0; r < M; r++) {
-        V{ sum[r] }.store_first(s + (size_t) r * lds, (size_t) w);
+        V{ sum[r] }.store_first(s.row(r), (size_t) w);
     }
 }
 
-template <Type T> void codes_rows_dot(
-    const float * q, size_t ldq, int32_t m, Rows k, int32_t n, int32_t d, float * s, size_t lds, const uint8_t * next) {
+template <Type T> void codes_rows_dot(FloatIn q, int32_t m, Rows k, int32_t n, int32_t d, FloatOut s, const uint8_t * next) {
     const int32_t blocks = d / GROUP;
     Queries16     queries;
     uint8_t       rest[TILE * row_bytes(T, MAX_ROW)];
-    queries.round(q, ldq, m, d);
+    queries.round(q, m, d);
     for (int32_t c = 0; c < n; c += TILE) {
         const int32_t w    = n - c < TILE ? n - c : TILE;
         Rows          tile = k.from(c);
@@ -193,9 +192,8 @@ template <Type T> void codes_rows_dot(
             }
         }
         split_rows(m, [&](int32_t r, auto rows) {
-            constexpr int M  = decltype(rows)::value;
-            float *       to = s + (size_t) r * lds + c;
-            dot_tile<T, M>(queries.x + r, queries.unit + r, m, tile, blocks, to, lds, w);
+            constexpr int M = decltype(rows)::value;
+            dot_tile<T, M>(queries.x + r, queries.unit + r, m, tile, blocks, s.at(r, c), w);
         });
     }
 }
@@ -205,14 +203,14 @@ struct Weights16 {
     alignas(16) int8_t high[MOST_UNITS][TOKENS], low[MOST_UNITS][TOKENS];  // [block][row]
     float              unit[MOST_UNITS];
 
-    void round(const float * p, size_t ldp, int32_t m, Rows v, int32_t n, int32_t blocks) {
+    void round(FloatIn p, int32_t m, Rows v, int32_t n, int32_t blocks) {
         alignas(16) float scales[TOKENS] = {}, product[TOKENS];
         for (int32_t b = 0, at = 0; b < blocks; b++) {
             for (int32_t c = 0; c < n; c++) {
                 scales[c] = half_to_float(v.data + (size_t) c * v.stride + (size_t) b * block_bytes(v.type));
             }
             for (int32_t r = 0; r < m; r++, at++) {
-                const float * from = p + (size_t) r * ldp;
+                const float * from = p.row(r);
                 float32x4_t   top  = vdupq_n_f32(0.0f);
                 for (int32_t c = 0; c < TOKENS; c += 4) {
                     const size_t      w = c >= n ? 0 : n - c < 4 ? (size_t) (n - c) : 4;
@@ -251,10 +249,9 @@ inline int8x16_t four(const int8_t * p) {
     return vreinterpretq_s8_s32(vdupq_n_s32(w));
 }
 
-// o[r] += sum of products of weights and half a block's codes of n <= TOKENS rows.
+// o[r] += sum of products of the weights from row `at` on and half a block's codes of n <= TOKENS rows.
 template <Type T, int M> inline void axpy_half(
-    const int8_t (*high)[TOKENS], const int8_t (*low)[TOKENS], const float * units, const uint8_t * codes, size_t stride,
-    int32_t n, int half, float * o, size_t ldo) {
+    const Weights16 & weights, int32_t at, const uint8_t * codes, size_t stride, int32_t n, int half, FloatOut o) {
     int32x4_t hi[M][4], lo[M][4];
     KVEDGE_UNROLL
     for (int r = 0; r < M; r++) {
@@ -270,7 +267,7 @@ template <Type T, int M> inline void axpy_half(
         const Columns columns(row(0), row(1), row(2), row(3));
         KVEDGE_UNROLL
         for (int r = 0; r < M; r++) {
-            const int8x16_t a = four(high[r] + c), b = four(low[r] + c);
+            const int8x16_t a = four(weights.high[at + r] + c), b = four(weights.low[at + r] + c);
             KVEDGE_UNROLL
             for (int j = 0; j < 4; j++) {
                 hi[r][j] = vdotq_s32(hi[r][j], columns.x[j], a);
@@ -282,9 +279,9 @@ template <Type T, int M> inline void axpy_half(
     for (int r = 0; r < M; r++) {
         KVEDGE_UNROLL
         for (int j = 0; j < 4; j++) {
-            float *         to  = o + (size_t) r * ldo + 4 * j;
+            float *         to  = o.row(r) + 4 * j;
             const int32x4_t sum = vaddq_s32(vshlq_n_s32(hi[r][j], 8), lo[r][j]);
-            vst1q_f32(to, vfmaq_n_f32(vld1q_f32(to), vcvtq_f32_s32(sum), units[r]));
+            vst1q_f32(to, vfmaq_n_f32(vld1q_f32(to), vcvtq_f32_s32(sum), weights.unit[at + r]));
         }
     }
 }
@@ -301,14 +298,13 @@ template <class F> inline void split_by_three(int32_t m, const F & f) {
     }
 }
 
-template <Type T> void codes_rows_axpy(
-    const float * p, size_t ldp, int32_t m, Rows v, int32_t n, int32_t d, float * o, size_t ldo, const uint8_t * next) {
+template <Type T> void codes_rows_axpy(FloatIn p, int32_t m, Rows v, int32_t n, int32_t d, FloatOut o, const uint8_t * next) {
     const int32_t blocks = d / GROUP;
     Weights16     weights;
     for (int32_t c = 0; c < n; c += TOKENS) {
         const int32_t w    = n - c < TOKENS ? n - c : TOKENS;
         const Rows    rows = v.from(c);
-        weights.round(p + c, ldp, m, rows, w, blocks);
+        weights.round(p.at(0, c), m, rows, w, blocks);
         for (int32_t b = 0; b < blocks; b++) {
             // a share of what is needed next with every block, as many misses at once would stall
             const size_t part = (size_t) w * v.stride / (size_t) blocks;
@@ -318,29 +314,26 @@ template <Type T> void codes_rows_axpy(
                 const int32_t at = b * m + r;
                 for (int half = 0; half < 2; half++) {
                     axpy_half<T, decltype(part_rows)::value>(
-                        weights.high + at, weights.low + at, weights.unit + at, codes, v.stride, w, half,
-                        o + (size_t) r * ldo + b * GROUP + 16 * half, ldo);
+                        weights, at, codes, v.stride, w, half, o.at(r, b * GROUP + 16 * half));
                 }
             });
         }
     }
 }
 
-void k_codes_rows_dot(
-    const float * q, size_t ldq, int32_t m, Rows k, int32_t n, int32_t d, float * s, size_t lds, const uint8_t * next) {
+void k_codes_rows_dot(FloatIn q, int32_t m, Rows k, int32_t n, int32_t d, FloatOut s, const uint8_t * next) {
     switch (k.type) {
-        case Type::q8_0: codes_rows_dot<Type::q8_0>(q, ldq, m, k, n, d, s, lds, next); break;
-        case Type::q4_0: codes_rows_dot<Type::q4_0>(q, ldq, m, k, n, d, s, lds, next); break;
-        default:         k_any_rows_dot(q, ldq, m, k, n, d, s, lds, next);
+        case Type::q8_0: codes_rows_dot<Type::q8_0>(q, m, k, n, d, s, next); break;
+        case Type::q4_0: codes_rows_dot<Type::q4_0>(q, m, k, n, d, s, next); break;
+        default:         k_any_rows_dot(q, m, k, n, d, s, next);
     }
 }
 
-void k_codes_rows_axpy(
-    const float * p, size_t ldp, int32_t m, Rows v, int32_t n, int32_t d, float * o, size_t ldo, const uint8_t * next) {
+void k_codes_rows_axpy(FloatIn p, int32_t m, Rows v, int32_t n, int32_t d, FloatOut o, const uint8_t * next) {
     switch (v.type) {
-        case Type::q8_0: codes_rows_axpy<Type::q8_0>(p, ldp, m, v, n, d, o, ldo, next); break;
-        case Type::q4_0: codes_rows_axpy<Type::q4_0>(p, ldp, m, v, n, d, o, ldo, next); break;
-        default:         k_any_rows_axpy(p, ldp, m, v, n, d, o, ldo, next);
+        case Type::q8_0: codes_rows_axpy<Type::q8_0>(p, m, v, n, d, o, next); break;
+        case Type::q4_0: codes_rows_axpy<Type::q4_0>(p, m, v, n, d, o, next); break;
+        default:         k_any_rows_axpy(p, m, v, n, d, o, next);
     }
 }
 

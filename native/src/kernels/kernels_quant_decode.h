@@ -176,40 +176,38 @@ template <class F> inline void each_widened(Rows rows, int32_t n, int32_t d, con
     }
 }
 
-void k_any_rows_dot(
-    const float * q, size_t ldq, int32_t m, Rows k, int32_t n, int32_t d, float * s, size_t lds, const uint8_t * next) {
+void k_any_rows_dot(FloatIn q, int32_t m, Rows k, int32_t n, int32_t d, FloatOut s, const uint8_t * next) {
     if (!is_quantised(k.type) || (m > 1 && k.type == Type::q8_0)) {
-        k_rows_dot(q, ldq, m, k, n, d, s, lds, next);
+        k_rows_dot(q, m, k, n, d, s, next);
     } else if (m == 1 && k.type == Type::q8_0) {
-        rows_dot_blocks<Type::q8_0>(q, k, n, d, s, next);
+        rows_dot_blocks<Type::q8_0>(q.data, k, n, d, s.data, next);
     } else if (m == 1 && k.type == Type::q4_0) {
-        rows_dot_blocks<Type::q4_0>(q, k, n, d, s, next);
+        rows_dot_blocks<Type::q4_0>(q.data, k, n, d, s.data, next);
     } else if (m == 1 && k.type == Type::kivi4_k) {
-        rows_dot_groups<Type::kivi4_k>(q, k, n, d, s, next);
+        rows_dot_groups<Type::kivi4_k>(q.data, k, n, d, s.data, next);
     } else if (m == 1 && k.type == Type::kivi2_k) {
-        rows_dot_groups<Type::kivi2_k>(q, k, n, d, s, next);
+        rows_dot_groups<Type::kivi2_k>(q.data, k, n, d, s.data, next);
     } else {
         each_widened(k, n, d, next, [&](Rows wide, int32_t c, int32_t w) {
-            k_rows_dot(q, ldq, m, wide, w, d, s + c, lds, nullptr);
+            k_rows_dot(q, m, wide, w, d, s.at(0, c), nullptr);
         });
     }
 }
 
-void k_any_rows_axpy(
-    const float * p, size_t ldp, int32_t m, Rows v, int32_t n, int32_t d, float * o, size_t ldo, const uint8_t * next) {
+void k_any_rows_axpy(FloatIn p, int32_t m, Rows v, int32_t n, int32_t d, FloatOut o, const uint8_t * next) {
     if (!is_quantised(v.type) || (m > 1 && v.type == Type::q8_0)) {
-        k_rows_axpy(p, ldp, m, v, n, d, o, ldo, next);
+        k_rows_axpy(p, m, v, n, d, o, next);
     } else if (m == 1 && v.type == Type::q8_0) {
-        rows_axpy_blocks<Type::q8_0>(p, v, n, d, o, next);
+        rows_axpy_blocks<Type::q8_0>(p.data, v, n, d, o.data, next);
     } else if (m == 1 && v.type == Type::q4_0) {
-        rows_axpy_blocks<Type::q4_0>(p, v, n, d, o, next);
+        rows_axpy_blocks<Type::q4_0>(p.data, v, n, d, o.data, next);
     } else if (m == 1 && v.type == Type::kivi4_v) {
-        rows_axpy_blocks<Type::kivi4_v>(p, v, n, d, o, next);
+        rows_axpy_blocks<Type::kivi4_v>(p.data, v, n, d, o.data, next);
     } else if (m == 1 && v.type == Type::kivi2_v) {
-        rows_axpy_blocks<Type::kivi2_v>(p, v, n, d, o, next);
+        rows_axpy_blocks<Type::kivi2_v>(p.data, v, n, d, o.data, next);
     } else {
         each_widened(v, n, d, next, [&](Rows wide, int32_t c, int32_t w) {
-            k_rows_axpy(p + c, ldp, m, wide, w, d, o, ldo, nullptr);
+            k_rows_axpy(p.at(0, c), m, wide, w, d, o, nullptr);
         });
     }
 }

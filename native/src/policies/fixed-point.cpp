@@ -1,7 +1,7 @@
 // Fixed-point elimination (Elastic Cache sec. 3.3): the cache keeps the budget's share of all tokens so far; a row too many
 // goes from one fixed place, so that the oldest and the newest stay.
 
-#include "policies/share.h"
+#include "primitives/elimination.h"
 
 namespace kvedge {
 

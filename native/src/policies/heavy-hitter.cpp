@@ -9,8 +9,11 @@ namespace kvedge {
 
 enum { RECENT };
 
-// Last rows that stay; 0: as many as the plan protects of the prompt, or half of the head where it protects none.
-static const Param PARAMS[] = { { "recent", 0, 0, 1048576, 1, nullptr }, {} };
+static const Param PARAMS[] = {
+    setting::whole("recent", 0, 0, 1 << 20,
+                   "last rows that stay; 0: as many as the plan protects of the prompt, or half of the head"),
+    {},
+};
 
 static int32_t evict(const DecodeInput & in) {
     if (in.length <= in.kept) {

@@ -1,6 +1,6 @@
 // Ratio-keeping elimination (PrefixKV sec. 3.1): as fixed-point, every head with the share that its layer was granted.
 
-#include "policies/share.h"
+#include "primitives/elimination.h"
 
 namespace kvedge {
 

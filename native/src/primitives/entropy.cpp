@@ -72,8 +72,8 @@ struct Worker {
         const auto      panel = (size_t) kn.panel, d = (size_t) shape.d_k;
         const auto      from  = [&](size_t r) { return std::max((size_t) cross.unseen[first + r], key) - key; };
         const size_t    left  = from(0) / panel * panel;  // what none of them has to look at
-        kn.gemm_qk(q.data(), d, (int32_t) n, this->panel.data() + left * d, (int32_t) (n_keys - left), shape.d_k, s.data() + left,
-                   stride);
+        kn.gemm_qk({ q.data(), d }, (int32_t) n, this->panel.data() + left * d, (int32_t) (n_keys - left), shape.d_k,
+                   { s.data() + left, stride });
         for (size_t r = 0; r < n && from(r) < n_keys; r++) {
             float *      row  = s.data() + r * stride + from(r);
             const size_t most = n_keys - from(r);

@@ -82,7 +82,7 @@ int32_t largest(const float * s, int32_t n) {
 
 // Nearest kept rows of n evicted ones, the tile's rows.
 void match_tile(const ReduceInput & in, const int32_t * members, int32_t n, const Space & x) {
-    kernels().gemm_qk(x.rows, (size_t) in.d_k, n, x.packed, in.n_kept, in.d_k, x.scores, x.row);
+    kernels().gemm_qk({ x.rows, (size_t) in.d_k }, n, x.packed, in.n_kept, in.d_k, { x.scores, x.row });
     for (int32_t r = 0; r < n; r++) {
         float * s = x.scores + (size_t) r * x.row;
         for (int32_t j = 0; j < x.n_zero; j++) {

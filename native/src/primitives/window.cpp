@@ -13,14 +13,14 @@ constexpr int32_t BLOCK = 128;  // keys packed at a time
 
 // s [n_window][stride]: logits of one query head's window over all stored rows of its KV head.
 void window_logits(const ScoreInput & in, const HeadView & view, int32_t query_head, float * panel, float * s, size_t stride) {
-    const int32_t d   = in.shape.d_k;
-    const auto    ldq = (size_t) in.shape.n_heads * (size_t) d;
+    const int32_t d = in.shape.d_k;
+    const FloatIn q = { in.window_q + (size_t) query_head * (size_t) d, (size_t) in.shape.n_heads * (size_t) d };
     for (const auto * segments : { &view.old, &view.pending }) {
         for (const Segment & seg : *segments) {
             for (int32_t c = 0; c < seg.n; c += BLOCK) {
                 const int32_t w = std::min(BLOCK, seg.n - c);
                 kernels().pack(seg.k.from(c), w, d, panel);
-                kernels().gemm_qk(in.window_q + (size_t) query_head * (size_t) d, ldq, in.n_window, panel, w, d, s, stride);
+                kernels().gemm_qk(q, in.n_window, panel, w, d, { s, stride });
                 s += w;
             }
         }

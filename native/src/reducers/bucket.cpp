@@ -11,7 +11,7 @@ namespace {
 
 enum { INTO_PROTECTED };
 
-const Param PARAMS[] = { { "into_protected", 1, 0, 0, 0, "true,false" }, {} };
+const Param PARAMS[] = { setting::flag("into_protected", false, "protected tokens receive too"), {} };
 
 void reduce(const ReduceInput & in, float * k, float * v) {
     const int32_t * end = in.kept + in.n_kept;

@@ -7,7 +7,11 @@ namespace kvedge {
 
 enum { SIM_FILTER, CLAMP };
 
-static const Param PARAMS[] = { { "sim_filter", 1, 0, 0, 0, "true,false" }, { "clamp", 1, 0, 0, 0, "true,false" }, {} };
+static const Param PARAMS[] = {
+    setting::flag("sim_filter", false, "merge only what is at least as similar as the mean, drop the rest"),
+    setting::flag("clamp", false, "count negative similarities as 0"),
+    {},
+};
 
 static float as_is(float similarity) { return similarity; }
 static float clamped(float similarity) { return similarity > 0.0f ? similarity : 0.0f; }

@@ -9,10 +9,10 @@ namespace kvedge {
 
 enum { WINDOW, SHARE };
 
-// Last tokens that recent = auto protects, at most half of the budget; 0: as many as are chosen by their score.
 static const Param PARAMS[] = {
-    { "window", 0, 0, 1048576, 1, nullptr },
-    { "share", 0, 0, 0, 0, "head,layer" },  // layer: all heads have the mean (Elastic Cache eq. 1, PrefixKV sec. 3.1)
+    setting::whole("window", 0, 0, 1 << 20, "last tokens that are kept, at most half of the budget; 0: that half, as in H2O"),
+    // layer: all heads have the mean (Elastic Cache eq. 1, PrefixKV sec. 3.1)
+    setting::words("share", "head,layer", "one score per KV head, or one for all heads of a layer"),
     {},
 };
 

@@ -14,8 +14,8 @@ namespace {
 enum { GAMMA, SHARE };
 
 const Param PARAMS[] = {
-    { "gamma", 0.2, 0, 1, 0, nullptr },        // share of the frequencies that counts as low
-    { "share", 0, 0, 0, 0, "layer,head" },  // layer: all heads have the mean
+    setting::number("gamma", 0.2, 0, 1, "share of the low frequencies that make up the curve"),
+    setting::words("share", "layer,head", "one score for all heads of a layer, or one per KV head"),
     {},
 };
 

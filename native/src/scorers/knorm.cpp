@@ -1,6 +1,6 @@
 // Key norm: keys with a small norm draw the most attention (Devoto et al. 2024), so the lowest norms stay.
 
-#include "scorers/norm.h"
+#include "primitives/norm.h"
 
 namespace kvedge {
 

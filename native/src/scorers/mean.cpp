@@ -11,7 +11,7 @@ namespace {
 
 enum { SPREAD };
 
-const Param PARAMS[] = { { "spread", 0.3, 0, 1, 0, nullptr }, {} };  // share of the kept that the deviation chooses
+const Param PARAMS[] = { setting::number("spread", 0.3, 0, 1, "share of the kept tokens that have the largest deviation"), {} };
 
 int32_t part(double share, int32_t of) { return (int32_t) std::floor(share * of + 1e-9); }
 

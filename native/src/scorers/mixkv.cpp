@@ -17,13 +17,14 @@ enum { WINDOW, KERNEL, POOL, VALUE, MODE, SCALE, SOURCE };
 enum { HEADWISE, IMPORTANCE, DIVERSITY, EVEN };
 
 const Param PARAMS[] = {
-    { "window", 32, 1, 4096, 1, nullptr },
-    { "kernel", 5, 1, 255, 2, nullptr },
-    { "pool", 0, 0, 0, 0, "avg,max" },
-    { "value", 0, 0, 0, 0, "vnorm,knorm" },  // the intrinsic importance
-    { "mode", 0, 0, 0, 0, "headwise,importance,diversity,even" },
-    { "scale", 0, 0, 0, 0, "imp,ex" },  // diversity is scaled to the mean importance (the paper) or attention (the code)
-    { "source", 0, 0, 0, 0, "online,profile" },  // of a head's redundancy: the prompt (the paper) or a table (the code)
+    setting::whole("window", 32, 1, 4096, "last queries, which vote, and tokens kept, at most half of the budget"),
+    setting::whole("kernel", 5, 1, 255, "pooling width, odd", 2),
+    setting::words("pool", "avg,max", "pooling: avg or max"),
+    setting::words("value", "vnorm,knorm", "beside attention: large values or small keys"),
+    setting::words("mode", "headwise,importance,diversity,even",
+                   "what counts: headwise (by redundancy), importance, diversity, or both evenly"),
+    setting::words("scale", "imp,ex", "diversity has the mean of: importance or attention"),  // the paper; the code
+    setting::words("source", "online,profile", "of a head's redundancy: this prompt or a profile"),  // the paper; the code
     {},
 };
 

@@ -25,7 +25,7 @@ static void score(const ScoreInput & in, float * out) {
     }
 }
 
-static const Param PARAMS[] = { { "seed", 0, 0, 2147483647, 1, nullptr }, {} };
+static const Param PARAMS[] = { setting::whole("seed", 0, 0, INT32_MAX, "another seed, other tokens"), {} };
 
 extern const Scorer scorer_random;
 const Scorer        scorer_random = { { "random", PARAMS }, false, nullptr, false, nullptr, score };

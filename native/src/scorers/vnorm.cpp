@@ -1,6 +1,6 @@
 // Value norm: a value with a large norm moves the output more, so the highest norms stay.
 
-#include "scorers/norm.h"
+#include "primitives/norm.h"
 
 namespace kvedge {
 

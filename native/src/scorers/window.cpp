@@ -11,10 +11,10 @@ namespace {
 enum { WINDOW, KERNEL, POOL, GQA };
 
 const Param PARAMS[] = {
-    { "window", 32, 1, 4096, 1, nullptr },  // queries, and tokens that recent = auto protects
-    { "kernel", 5, 1, 255, 2, nullptr },    // pooling width
-    { "pool", 0, 0, 0, 0, "avg,max" },
-    { "gqa", 0, 0, 0, 0, "mean,max" },  // over the query heads of a KV head, before pooling
+    setting::whole("window", 32, 1, 4096, "last queries, which vote, and tokens kept, at most half of the budget"),
+    setting::whole("kernel", 5, 1, 255, "pooling width, odd", 2),
+    setting::words("pool", "avg,max", "pooling: avg or max"),
+    setting::words("gqa", "mean,max", "over the query heads of a KV head: mean or max"),
     {},
 };
 

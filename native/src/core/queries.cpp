@@ -1,0 +1,25 @@
+// What is asked of a plan before anything runs.
+
+#include "core/error.h"
+#include "core/observe.h"
+#include "core/stream.h"
+
+using namespace kvedge;
+
+extern "C" int32_t kvedge_plan_later_budget(const kvedge_plan * plan, int32_t n_tokens) {
+    return plan ? later_budget(*plan, n_tokens) : 0;
+}
+
+extern "C" kvedge_status kvedge_plan_check_stream(const kvedge_plan * plan, kvedge_error * err) {
+    return plan ? check_stream(*plan, err) : fail(err, KVEDGE_E_ARGUMENT, "kvedge_plan_check_stream: plan is NULL");
+}
+
+extern "C" uint64_t kvedge_plan_score_bytes(
+    const kvedge_plan * plan, int32_t n_tokens, int32_t n_heads, int32_t n_heads_kv, int32_t d_k) {
+    if (!plan || n_tokens < 1 || n_heads < 1 || n_heads_kv < 1 || d_k < 1 || plan->budget_ratio == 1.0) {
+        return 0;
+    }
+    const LayerShape layer{ 0, n_heads, n_heads_kv, d_k, d_k };
+    const uint64_t   scores = kvedge_plan_budget(plan, n_tokens) < n_tokens ? sizeof(float) : 0;
+    return observed_bytes(plan_observes(*plan), layer, n_tokens) + scores * (uint64_t) n_heads_kv * (uint64_t) n_tokens;
+}

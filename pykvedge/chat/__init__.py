@@ -1,0 +1,1 @@
+"""Conversations: sessions of kvedge's own, and the attachment to a llama_cpp.Llama."""

@@ -1,0 +1,254 @@
+"""attach: compression for an existing llama_cpp.Llama, with one line."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Generator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pykvedge.chat.reuse import History, shared
+from pykvedge.errors import KvedgeError, StateError, UnsupportedError, UsageError
+from pykvedge.native.guard import Guard, one_thread
+from pykvedge.plans.kvtypes import KvType
+from pykvedge.plans.plan import Plan
+from pykvedge.plans.presets import default_plan
+from pykvedge.plans.presets import plan as make_plan
+
+if TYPE_CHECKING:
+    from pykvedge.plans.profile import Given
+    from pykvedge.plans.stages.base import ProfileTable
+    from pykvedge.runtime.libkvedge import Stats
+
+
+def attach(
+    llm: Any,
+    method: str | Plan | None = None,
+    budget: Any = None,
+    *,
+    profile: Given = None,
+    **settings: Any,
+) -> Attachment:
+    """Compresses the prompts of a llama_cpp.Llama from now on; everything else is used as before.
+
+        import pykvedge
+        from llama_cpp import Llama
+        llm = Llama("model.gguf", n_ctx=8192)
+        pykvedge.attach(llm, method="lookm", budget=0.2)
+
+    method, budget, settings: as for pykvedge.plan; `method` may be a Plan; None: pykvedge.default_plan.
+    What the model had read is forgotten.
+    profile: one or several, for methods that need them, instead of what is found by itself (pykvedge/plans/profile.py).
+    Raises LibraryError (the model is of a llama_cpp with other libraries), NothingToCompressError, ProfileError,
+    UsageError, UnsupportedError.
+    """
+    if not all(hasattr(llm, name) for name in ("ctx", "eval", "sample", "reset")):
+        raise UsageError(f"attach takes a llama_cpp.Llama, not {type(llm).__name__}")
+    if "eval" in vars(llm):
+        raise StateError("kvedge is attached to this model already; use set_plan of what attach returned, or detach it")
+    return Attachment(llm, _plan(method, budget, settings), profile)
+
+
+def _plan(method: str | Plan | None, budget: Any, settings: dict[str, Any]) -> Plan:
+    if method is None:
+        return default_plan(budget, **settings)
+    if not isinstance(method, Plan):
+        return make_plan(method, budget, **settings)
+    if budget is not None or settings:
+        raise UsageError("a Plan has its budget and settings already; change them with plan.with_(...)")
+    return method
+
+
+WRAPPED = ("eval", "sample", "generate", "create_chat_completion")
+
+
+class Attachment:
+    """What attach returns: figures, another plan, and the way back. Also usable in a with statement.
+
+    For the thread that uses the model: while that one is at work, calls of others raise StateError. `detach`, and
+    closing the model, wait for the token under way; the generation ends with StateError.
+    """
+
+    def __init__(self, llm: Any, plan: Plan, profile: Given = None) -> None:
+        from pykvedge.native import libraries
+        from pykvedge.runtime import libkvedge
+
+        libraries.llama()  # refuses a llama_cpp that loaded other libraries
+        self._llm, self._profile = llm, profile
+        self.plan = plan
+        self.guard = Guard("model", over="the cache was detached; attach again")
+        self._given = self._tables(plan, spare=False)
+        _forget(llm)
+        kv_type = _kv_type(llm)
+        self._cache = libkvedge.Cache(llm.ctx, plan, kv_type, auto_compress=True, profiles=self._given)
+        self._quantised = kv_type.quantised
+        self._in_force = plan  # or what becomes of it for a later message
+        self._history = History()
+        self._sampled = self._prompting = False
+        self._inner = {name: getattr(llm, name) for name in WRAPPED if hasattr(llm, name)}
+        for name in self._inner:
+            setattr(llm, name, getattr(self, f"_wrapped_{name}"))
+        if hasattr(llm, "_stack"):
+            llm._stack.callback(self._release)  # before llama_free, when the model is closed
+
+    def _tables(self, plan: Plan, spare: bool) -> dict[str, ProfileTable]:
+        from pykvedge.plans.profile import tables_for
+
+        return tables_for(plan, self._llm.model_path, self._profile, spare)
+
+    def _release(self) -> None:
+        if self._cache.attached:
+            with self.guard.closing():
+                self._cache.detach()
+
+    # ---------------------------------------------------------------------------------------------------
+
+    def _wrapped_sample(self, *args: Any, **kwargs: Any) -> int:
+        with self.guard:
+            self._sampled = True
+            return self._inner["sample"](*args, **kwargs)
+
+    def _wrapped_create_chat_completion(self, *args: Any, **kwargs: Any) -> Any:
+        with self.guard:
+            return self._inner["create_chat_completion"](*args, **kwargs)
+
+    def _wrapped_generate(self, tokens: Sequence[int], *args: Any, **kwargs: Any) -> Generator[int, Any, None]:
+        inner, tokens = self._inner["generate"], list(tokens)
+        given = inspect.signature(inner).bind(tokens, *args, **kwargs).arguments
+        with self.guard:
+            if given.get("reset", True):
+                self._begin(tokens)
+            steps = inner(tokens, *args, **kwargs)
+        answer = None
+        try:
+            while True:
+                with self.guard:
+                    if self.guard.ending:  # inside a chat completion, which is in the guard itself
+                        raise StateError("kvedge was detached from the model while it generated")
+                    try:
+                        token = steps.send(answer)
+                    except StopIteration:
+                        return
+                answer = yield token
+        finally:
+            steps.close()
+
+    def _begin(self, tokens: list[int]) -> None:
+        """Leaves in the cache what a request may go on from."""
+        llm, history = self._llm, self._history
+        n = llm.n_tokens
+        if n > 0 and history.uncut:
+            return  # llama_cpp's own way is as good as any
+        same = shared(llm.input_ids[:n], tokens)
+        fresh = len(tokens) > n or not getattr(llm, "_requires_eval", True)
+        if n == 0 or same < n or not fresh or history.failed:
+            reads, requests = history.before(same)
+            llm.reset()
+            history.clear(self._is_uncut(self.plan))
+            for read in reads:
+                self._read(read.tokens, read.generated)
+            history.again(requests)
+        history.begin()
+
+    def _is_uncut(self, plan: Plan) -> bool:
+        return plan.budget.ratio == 1.0 and not self._quantised
+
+    def _wrapped_eval(self, tokens: Sequence[int]) -> None:
+        """A prompt is complete when something was sampled from it, or when a single token follows it.
+
+        Prompts with images come from a chat handler in pieces, some of a single token: those need the former.
+        """
+        with self.guard:
+            generates = len(tokens) == 1 and (self._sampled or getattr(self._llm, "chat_handler", None) is None)
+            self._read(tokens, generates)
+
+    def _read(self, tokens: Sequence[int], generates: bool) -> None:
+        n_before = self._llm.n_tokens
+        if n_before == 0 and not self._history.knows(0):
+            self._history.clear(self._is_uncut(self.plan))
+        if generates and self._prompting:
+            self._choose_plan()
+        self._prompting = not generates and (self._prompting or len(tokens) > 0)
+        self._cache.set_auto_compress(generates)
+        try:
+            self._inner["eval"](tokens)
+            self._history.note(n_before, tokens, generates)
+        except RuntimeError as error:
+            self._history.fail()
+            try:
+                self._cache.check()
+            except KvedgeError as reason:
+                raise reason from error
+            raise
+        finally:
+            self._sampled = False
+            self._cache.set_auto_compress(True)
+
+    def _choose_plan(self) -> None:
+        """A prompt is about to be compressed: a short message that follows another keeps more of itself."""
+        stats = self._cache.stats()
+        plan = self.plan.for_later(stats.n_pending) if stats.n_compressions else self.plan
+        if plan != self._in_force:
+            self._cache.set_plan(plan, self._given)
+            self._in_force = plan
+
+    # ---------------------------------------------------------------------------------------------------
+
+    @one_thread
+    def stats(self) -> Stats:
+        """Figures of the sequence: fields as in kvedge_stats, bytes and microseconds. Raises StateError if detached."""
+        return self._cache.stats()
+
+    @one_thread
+    def kept(self) -> list[list[int]]:
+        """KV pairs held now, per layer and KV head."""
+        return self._cache.lengths()
+
+    @one_thread
+    def set_plan(self, method: str | Plan, budget: Any = None, **settings: Any) -> None:
+        """Prompts that complete from now on are compressed by this plan."""
+        plan = _plan(method, budget, settings)
+        given = self._tables(plan, spare=True)
+        self._cache.set_plan(plan, given)
+        self.plan = self._in_force = plan
+        self._given = given
+        self._history.uncut = self._history.uncut and self._is_uncut(plan)
+
+    def detach(self) -> None:
+        """Gives the model back as it was; what it had read is forgotten. Does nothing the second time."""
+        if not self._cache.attached:
+            return
+        with self.guard.closing():
+            if self._cache.attached:
+                self._cache.detach()
+                for name in self._inner:
+                    delattr(self._llm, name)
+                _forget(self._llm)
+
+    def __enter__(self) -> Attachment:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.detach()
+
+
+def _forget(llm: Any) -> None:
+    from pykvedge.native import libraries
+
+    bindings = libraries.llama()
+    llm.reset()
+    memory = bindings.llama_get_memory(llm.ctx)
+    if memory is not None:
+        bindings.llama_memory_clear(memory, True)
+
+
+def _kv_type(llm: Any) -> KvType:
+    from pykvedge.runtime.llama_context import GGML_TYPE
+
+    known = {number: name for name, number in GGML_TYPE.items()}
+    wanted = llm.context_params.type_k, llm.context_params.type_v
+    if not set(wanted) <= set(known):
+        raise UnsupportedError(
+            f"kvedge stores keys and values as {', '.join(GGML_TYPE)}; make the model with one of these as type_k and "
+            "type_v, or leave them out"
+        )
+    return KvType(known[wanted[0]], known[wanted[1]])

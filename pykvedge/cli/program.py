@@ -1,0 +1,119 @@
+"""The `kvedge` program: its commands in one group, and what becomes of errors."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import signal
+import sys
+
+import click
+
+from pykvedge.cli.bench import bench
+from pykvedge.cli.calibrate import calibrate
+from pykvedge.cli.chat import chat
+from pykvedge.cli.doctor import doctor
+from pykvedge.cli.eval import evaluate
+from pykvedge.cli.inspect import inspect
+from pykvedge.cli.methods import methods
+from pykvedge.cli.plan import plan
+from pykvedge.errors import CancelledError, KvedgeError
+
+
+def _show_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if not wanted or context.resilient_parsing:
+        return
+    from pykvedge import __version__
+    from pykvedge.runtime import libkvedge
+
+    click.echo(f"kvedge {__version__}")
+    click.echo(libkvedge.describe())
+    context.exit()
+
+
+@click.group(
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="`kvedge COMMAND --help` explains a command, `kvedge methods` the compression methods.",
+)
+@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version,
+              help="Show the versions of kvedge and of its libraries.")  # fmt: skip
+def cli() -> None:
+    """Vision-language models on your own machine, with a compressed KV cache.
+
+    \b
+    kvedge chat --model model.gguf --mmproj mmproj.gguf --image photo.jpg "What is this?"
+    """
+
+
+cli.add_command(bench)
+cli.add_command(chat)
+cli.add_command(evaluate)
+cli.add_command(methods)
+cli.add_command(inspect)
+cli.add_command(calibrate)
+cli.add_command(plan)
+cli.add_command(doctor)
+
+
+def main() -> None:
+    """Entry point of the `kvedge` program: errors are one line on stderr, exit code 2 for usage, 1 for run time."""
+    os.environ.setdefault("GGML_NO_BACKTRACE", "1")  # should ggml abort, its one line says enough
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # answers hold characters that not every terminal has
+    unwritten = False
+    try:
+        code = _run()
+        sys.stdout.flush()
+    except Exception as error:  # the last line of defence: a user never sees a traceback
+        code, unwritten = _explain(error), isinstance(error, OSError)
+    except KeyboardInterrupt:
+        code = 130
+    # Ctrl-C pressed again while Python winds down would end the program by the signal, whatever its exit code was
+    with contextlib.suppress(ValueError):  # in another than the main thread
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if code == 141 or unwritten:
+        # whoever read our output has left, or the disk is full: Python would try again as it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _run() -> object:
+    try:
+        return cli.main(prog_name="kvedge", standalone_mode=False)
+    except SystemExit as end:  # a command with an exit code of its own; what it printed may not be written yet
+        return end.code
+
+
+def _explain(error: Exception) -> int:
+    if os.environ.get("KVEDGE_DEBUG"):
+        raise error
+    if isinstance(error, BrokenPipeError):
+        return 141
+    if isinstance(error, (click.exceptions.Abort, CancelledError)):
+        return 130
+    if isinstance(error, click.UsageError) and type(error).__name__ == "NoArgsIsHelpError":  # click 8.2 and later
+        error.show(sys.stdout)
+        return 2
+    if isinstance(error, click.ClickException):
+        hint = ""
+        if isinstance(error, click.UsageError) and error.ctx is not None:
+            hint = f" (see '{error.ctx.command_path} --help')"
+        _complain(error.format_message().rstrip(".") + hint)
+        return error.exit_code
+    if isinstance(error, KvedgeError):
+        _complain(str(error))
+        return error.exit_code
+    if isinstance(error, OSError) and error.filename is None and error.errno in (errno.ENOSPC, errno.EFBIG, errno.EIO):
+        _complain(f"the output cannot be written: {error.strerror}")
+        return 1
+    if isinstance(error, MemoryError):
+        _complain("not enough memory; close other programs or use a smaller model")
+        return 1
+    _complain(f"unexpected {type(error).__name__}: {error} (set KVEDGE_DEBUG=1 to see where)")
+    return 1
+
+
+def _complain(message: str) -> None:
+    print("kvedge: error: " + " ".join(message.split()), file=sys.stderr)

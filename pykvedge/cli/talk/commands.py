@@ -1,0 +1,228 @@
+"""What may be typed in a conversation beside messages: commands, their explanation and their completion."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
+
+from pykvedge.cli import paths
+from pykvedge.errors import UsageError, unknown
+from pykvedge.models.images import load_picture
+from pykvedge.native.memory import readable
+from pykvedge.plans.plan import Plan
+from pykvedge.plans.presets import methods
+from pykvedge.plans.presets import plan as make_plan
+from pykvedge.plans.stages.registry import STAGES, member
+from pykvedge.runtime.sampling import Sampling
+
+if TYPE_CHECKING:
+    from pykvedge.cli.talk.talk import Chat
+
+LEAVE = ("/exit", "/quit")
+_WHOLE = ("top_k", "seed", "max_tokens")  # sampling settings that are whole numbers
+
+
+@dataclass(frozen=True)
+class Command:
+    """usage: the command and what follows it. complete: what an argument that was begun may become."""
+
+    usage: str
+    help: str
+    run: Callable[[Chat, str], None]
+    complete: Callable[[Chat, str], list[str]] = lambda chat, begun: []
+
+    @property
+    def name(self) -> str:
+        """With its slash."""
+        return self.usage.split()[0]
+
+
+def run(chat: Chat, line: str) -> None:
+    """Does what a line that begins with a slash says. Raises KvedgeError."""
+    name, _, rest = line.partition(" ")
+    if name not in COMMANDS:
+        raise unknown("command", name, [*COMMANDS, LEAVE[0]])
+    COMMANDS[name].run(chat, rest.strip())
+
+
+def completions(chat: Chat, line: str) -> list[str]:
+    """Lines that a half-typed one may become; none for a message."""
+    name, blank, begun = line.partition(" ")
+    if not name.startswith("/"):
+        return []
+    if not blank:
+        takes = {c.name: c.name + (" " if " " in c.usage else "") for c in COMMANDS.values()}
+        return [whole for known, whole in {**takes, LEAVE[0]: LEAVE[0]}.items() if known.startswith(name)]
+    command = COMMANDS.get(name)
+    return [f"{name} {found}" for found in command.complete(chat, begun.lstrip())] if command else []
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+# ---------------------------------------------------------------------------------------------------
+
+
+def _image(chat: Chat, rest: str) -> None:
+    if not rest:
+        raise UsageError("/image needs a path: /image photo.jpg")
+    if not chat.session.sees_images:
+        raise UsageError("this model was loaded without an image encoder; start again with --mmproj")
+    picture = load_picture(paths.typed(rest))
+    chat.waiting.append(picture)
+    number = len(chat.waiting) + sum(len(m.pictures) for m in chat.session.messages)
+    _say(f"image {number}: {picture.name} ({picture.width} x {picture.height}) goes with the next message")
+
+
+def _use(chat: Chat, plan: Plan) -> None:
+    chat.session.set_plan(plan)
+    _say(f"method {plan.method}, budget {plan.budget}, from the next message on")
+
+
+def _method(chat: Chat, rest: str) -> None:
+    words = rest.split()
+    if not 1 <= len(words) <= 2:
+        raise UsageError("/method needs a name, and takes a budget: /method lookm 0.2")
+    _use(chat, make_plan(*words))
+
+
+def _budget(chat: Chat, rest: str) -> None:
+    if len(rest.split()) != 1:
+        raise UsageError("/budget needs an amount: /budget 0.2 of the prompt, or /budget 128 KV pairs")
+    if chat.session.plan.method == "full":
+        make_plan("full", rest)  # says why not
+    _use(chat, chat.session.plan.with_(budget=rest))
+
+
+def _set(chat: Chat, rest: str) -> None:
+    words = rest.replace("=", " ", 1).split()
+    if not words:
+        for name, value in _settings(chat).items():
+            _say(f"  {name} {value}")
+        return
+    if len(words) != 2:
+        raise UsageError("/set needs a name and a value: /set temp 0.7, or /set scorer.window 16")
+    name, value = words
+    known = _settings(chat)
+    if name not in known and "." not in name:
+        raise unknown("setting", name, known)
+    if "." in name:
+        plan = chat.session.plan
+        chat.session.set_plan(plan.with_(params={**plan.params, name: value}))
+        value = _settings(chat)[name]
+    else:
+        chat.sampling = replace(chat.sampling, **{name: _number(name, value)})
+        value = getattr(chat.sampling, name)
+    _say(f"{name} {value}, from the next message on")
+
+
+def _settings(chat: Chat) -> dict[str, object]:
+    """All that /set can change, with its values."""
+    plan = chat.session.plan
+    out = {f.name: getattr(chat.sampling, f.name) for f in fields(Sampling)}
+    for stage in STAGES:
+        values = plan.settings(stage)
+        out.update({f"{stage}.{p.name}": values[p.name] for p in member(stage, getattr(plan, stage)).params})
+    return {name: "random" if value is None else value for name, value in out.items()}
+
+
+def _number(name: str, value: str) -> float | int | None:
+    if name == "seed" and value == "random":
+        return None
+    try:
+        return int(value) if name in _WHOLE else float(value)
+    except ValueError:
+        kind = "a whole number" if name in _WHOLE else "a number"
+        raise UsageError(f"{name} must be {kind}, not {value!r}") from None
+
+
+def _retry(chat: Chat, rest: str) -> None:
+    _nothing_after("/retry", rest)
+    chat.retry()
+
+
+def _undo(chat: Chat, rest: str) -> None:
+    _nothing_after("/undo", rest)
+    message = chat.undo()
+    text = " ".join(message.text.split())
+    shown = text if len(text) <= 60 else text[:57] + "..."
+    images = f" and its {_counted(len(message.pictures), 'image')}" if message.pictures else ""
+    _say(f"taken back: {shown}{images}")
+
+
+def _nothing_after(name: str, rest: str) -> None:
+    if rest:
+        raise UsageError(f"{name} takes nothing after it")
+
+
+def _counted(n: int, what: str) -> str:
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"
+
+
+def _stats(chat: Chat, _: str) -> None:
+    report = chat.session.last_report
+    if report is None:
+        raise UsageError("nothing was asked yet")
+    _say(report.line())
+    for group, figures in report.as_json().items():
+        if isinstance(figures, dict):
+            told = ((name, value) for name, value in figures.items() if not isinstance(value, list | None))
+            shown = ", ".join(f"{name} {value}" for name, value in told)
+            _say(f"  {group}: {shown}")
+    if chat.session.undo_bytes:
+        _say(f"  undo: {readable(chat.session.undo_bytes)} for a copy of the cache from before the last message")
+
+
+def _save(chat: Chat, rest: str) -> None:
+    path = paths.typed(rest) if rest else chat.file
+    if path is None:
+        raise UsageError("/save needs a file: /save talk.kvs")
+    n_bytes = chat.session.save(path)
+    _say(f"saved to {path}, {readable(n_bytes)}")
+
+
+def _clear(chat: Chat, _: str) -> None:
+    chat.clear()
+    _say("a new conversation")
+
+
+def _help(_: Chat, __: str) -> None:
+    width = max(len(c.usage) for c in COMMANDS.values()) + 2
+    for command in COMMANDS.values():
+        _say(f"{command.usage:<{width}}{command.help}")
+    _say(f"{LEAVE[0]:<{width}}leave; so do Ctrl-D, and Ctrl-C twice")
+    _say("Anything else is put to the model. Several lines: end one in \\ to go on in the next, or put three double")
+    _say('quotes, """, before the first and after the last. <image> in a message is the place of an image; the word')
+    _say("itself is written \\<image>. Tab completes commands and paths, Ctrl-C stops an answer.")
+
+
+def _complete_path(_: Chat, begun: str) -> list[str]:
+    return paths.completions(begun)
+
+
+def _complete_method(_: Chat, begun: str) -> list[str]:
+    return [name for name in methods() if name.startswith(begun)]
+
+
+def _complete_setting(chat: Chat, begun: str) -> list[str]:
+    return [f"{name} " for name in _settings(chat) if name.startswith(begun)]
+
+
+_ALL = (
+    Command("/image PATH", "add an image to the next message (jpg, png, webp, bmp, gif)", _image, _complete_path),
+    Command("/retry", "put the last message again, by the settings of now", _retry),
+    Command("/undo", "take the last message and its answer back", _undo),
+    Command("/method NAME [BUDGET]", "compress from now on by another method: /method lookm 0.2", _method,
+            _complete_method),
+    Command("/budget AMOUNT", "keep 0.2 of a message, or 128 KV pairs of it, from now on", _budget),
+    Command("/set [NAME VALUE]", "temp, top_p, top_k, seed, max_tokens, or a stage's: /set scorer.window 16", _set,
+            _complete_setting),
+    Command("/stats", "tokens, memory and time of the last answer", _stats),
+    Command("/save [FILE]", "write the conversation to a file; --session FILE goes on with it", _save, _complete_path),
+    Command("/clear", "start a new conversation", _clear),
+    Command("/help", "this list", _help),
+)  # fmt: skip
+COMMANDS = {command.name: command for command in _ALL}

@@ -1,0 +1,206 @@
+"""Chatting: one question with its answer, or a conversation at the terminal."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from pykvedge.chat.session import Session
+from pykvedge.cli.display import Display
+from pykvedge.cli.talk import commands
+from pykvedge.cli.talk.lines import Lines
+from pykvedge.errors import KvedgeError
+from pykvedge.models.images import Picture
+from pykvedge.models.prompt import Message
+from pykvedge.native.memory import readable
+from pykvedge.runtime.interrupt import CancelledError, as_event, as_exception
+from pykvedge.runtime.report import Report, Saved
+from pykvedge.runtime.sampling import Sampling
+
+INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class Style:
+    """How answers are shown."""
+
+    as_json: bool = False  # one object on stdout instead of the text
+    quiet: bool = False  # no line about tokens, memory and time
+
+
+def complain(message: object) -> None:
+    """One line about an error, on stderr."""
+    print("kvedge: error: " + " ".join(str(message).split()), file=sys.stderr, flush=True)
+
+
+class Chat:
+    """A session at a terminal or in a pipe."""
+
+    def __init__(
+        self, session: Session, sampling: Sampling, style: Style, display: Display, file: Path | None = None
+    ) -> None:
+        """session: should have been made with a `cancel` event, which Ctrl-C sets. file: saved to after each answer."""
+        self.file, self._loaded = file, bool(session.messages)
+        self.session, self.sampling, self._style, self._display = session, sampling, style, display
+        self._cancel = session.cancel or threading.Event()
+        self.waiting: list[Picture | Path] = []  # for the next message
+
+    def put(self, prompt: str, pictures: Sequence[Picture | Path]) -> Report:
+        """Puts one message, streams the answer to stdout. Ctrl-C ends it; CancelledError if it had not begun."""
+        with as_event(self._cancel):
+            try:
+                answer = self.session.ask(prompt, pictures, self.sampling)
+            finally:
+                self._display.done()
+            if answer.report.not_bounded and not self._style.quiet:
+                print(f"kvedge: not bounded: {answer.report.not_bounded}", file=sys.stderr, flush=True)
+            try:
+                for piece in answer:
+                    if not self._style.as_json:
+                        print(piece, end="", flush=True)
+            finally:
+                answer.close()
+        return answer.report
+
+    def undo(self) -> Message:
+        """Takes the last message back; it is returned. Raises StateError."""
+        with as_event(self._cancel):
+            return self.session.undo()
+
+    def retry(self) -> None:
+        """Puts the last message again."""
+        message = self.undo()
+        self.waiting = [*message.pictures, *self.waiting]  # should it fail, they still wait
+        try:
+            self._answer(message.text, message.pictures)
+        except (KvedgeError, CancelledError):
+            print("(the message is taken back; its images wait for the next one)", file=sys.stderr)
+            raise
+        del self.waiting[: len(message.pictures)]
+
+    def clear(self) -> None:
+        """Starts a new conversation."""
+        self._loaded = False
+        self.session.clear()
+        self.waiting = []
+
+    def _keep(self, report: Report) -> int:
+        """Saves the conversation where a file is kept, after the answer was shown. Returns 1 if that fails, else 0."""
+        if self.file is None:
+            return 0
+        turns = sum(m.role == "assistant" for m in self.session.messages)
+        report.session = Saved(str(self.file), self._loaded, turns)
+        try:
+            report.session.file_bytes = self.session.save(self.file)
+        except KvedgeError as error:
+            report.session.error = str(error)
+            complain(error)
+            return 1
+        return 0
+
+    def _recover(self) -> None:
+        """After a message that failed half-way: pictures of a loaded conversation are in the file's cache only."""
+        session = self.session
+        if self.file is not None and self._loaded and not session.in_cache and self.file.exists():
+            with suppress(KvedgeError):
+                session.load(self.file, session.plan)
+
+    def once(self, prompt: str, pictures: Sequence[Picture | Path]) -> int:
+        """One question. Returns the exit code: 130 if the answer was stopped, 1 if it could not be saved."""
+        if self._loaded and not self._style.quiet and not self._style.as_json:
+            self._show_loaded()
+        report = self.put(prompt, pictures)
+        if self._style.as_json:
+            failed = self._keep(report)
+            print(json.dumps(report.as_json()), flush=True)
+        else:
+            print(flush=True)
+            self._show_line(report)
+            failed = self._keep(report)
+        return INTERRUPTED if report.finish == "cancelled" else failed
+
+    def _show_line(self, report: Report) -> None:
+        if not self._style.quiet:
+            print(report.line(), file=sys.stderr, flush=True)
+
+    # ---------------------------------------------------------------------------------------------------
+
+    def converse(self, pictures: Sequence[Picture | Path], history: Path | None = None) -> int:
+        """A conversation until the user leaves. pictures: for the first message. history: the file that keeps lines."""
+        as_exception()
+        self.waiting = list(pictures)
+        self._introduce()
+        interrupts = 0
+        with Lines(functools.partial(commands.completions, self), history) as lines:
+            while interrupts < 2:
+                try:
+                    line = lines.message("> ")
+                except EOFError:
+                    print(file=sys.stderr)
+                    return 0
+                except UnicodeDecodeError:
+                    complain("the line is no UTF-8 text")
+                    continue
+                except KeyboardInterrupt:
+                    interrupts += 1
+                    print("\n(Ctrl-C again, Ctrl-D or /exit leave)" if interrupts < 2 else "", file=sys.stderr)
+                    continue
+                interrupts = 0
+                if line in commands.LEAVE:
+                    return 0
+                if line:
+                    self._respond(line)
+        return 0
+
+    def _introduce(self) -> None:
+        plan = self.session.plan
+        if self._loaded:
+            self._show_loaded()
+        print(f"{self.session.model.path.name}, method {plan.method}, budget {plan.budget}. /help lists the commands.",
+              file=sys.stderr)  # fmt: skip
+
+    def _show_loaded(self) -> None:
+        name = self.file.name if self.file is not None else "the conversation"
+        print(f"{name} holds {holding(self.session)}", file=sys.stderr)
+
+    def _respond(self, line: str) -> None:
+        try:
+            if line.startswith("/"):
+                commands.run(self, line)
+            else:
+                self._answer(line, self.waiting)
+                self.waiting = []
+        except (CancelledError, KeyboardInterrupt):
+            print("(stopped)", file=sys.stderr)
+            self._recover()
+        except (KvedgeError, OSError) as error:
+            if isinstance(error, OSError) and error.filename is None:
+                raise  # not of a path: what is printed reaches nobody
+            complain(error)
+            self._recover()
+
+    def _answer(self, text: str, pictures: Sequence[Picture | Path]) -> None:
+        report = self.put(text, pictures)
+        print(flush=True)
+        self._show_line(report)
+        self._keep(report)
+
+
+def holding(session: Session) -> str:
+    """What a conversation and its cache consist of, in one line."""
+    turns = sum(m.role == "assistant" for m in session.messages)
+    images = sum(len(m.pictures) for m in session.messages)
+    parts = [f"{turns} answer{'s' * (turns != 1)}", f"{images} image{'s' * (images != 1)}"]
+    cache = session.engine.cache
+    if session.in_cache and cache is not None:
+        stats, pairs = cache.stats(), session.engine.pairs_held()
+        parts.append(
+            f"{stats.n_tokens} tokens of which {pairs:.0f} KV pairs a head are kept in {readable(stats.bytes)}"
+        )
+    return ", ".join([*parts, f"method {session.plan.method}, budget {session.plan.budget}"])

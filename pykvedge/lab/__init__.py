@@ -1,0 +1,1 @@
+"""Instruments: benchmarks, evaluation, inspection, calibration, checks of stages and of the machine."""

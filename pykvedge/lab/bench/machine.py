@@ -1,0 +1,159 @@
+"""The machine: what it is, how fast it reads memory, what energy it spends."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from pykvedge.models.gguf import Header, tensor_bytes
+from pykvedge.native import cpu, memory
+from pykvedge.runtime import libkvedge
+
+SETS = (4 << 20, 16 << 20, 64 << 20, 256 << 20)  # bytes read over and over: caches are faster than memory
+ATTEMPTS, ATTEMPT_S = 5, 0.03
+POWERCAP = Path("/sys/class/powercap")
+
+
+class Bandwidth:
+    """Bytes read per second by dot products of float32 arrays, in several threads; the best of a few attempts.
+
+    `look` before and after what is measured: the best stays, because other programs can only make it worse.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+        self._measured: dict[int, float] = {}
+
+    def bytes_per_second(self, n_bytes: float) -> float:
+        """For a set of n_bytes that is read again and again; measured at the next size of SETS."""
+        if not self._measured:
+            self.look()
+        return self._measured[next((s for s in SETS if s >= n_bytes), SETS[-1])]
+
+    def look(self) -> None:
+        """Measures all sizes; about a second."""
+        for size in SETS:
+            self._measured[size] = max(self._measured.get(size, 0.0), self._measure(size))
+
+    def _measure(self, size: int) -> float:
+        import numpy as np
+
+        arrays = [np.ones(size // 4 // self._threads, dtype=np.float32) for _ in range(self._threads)]
+        n_bytes = sum(a.nbytes for a in arrays)
+
+        def read(a: Any, passes: int) -> None:
+            for _ in range(passes):
+                np.dot(a, a)
+
+        best, passes = 0.0, 1
+        with ThreadPoolExecutor(self._threads) as pool:
+            for _ in range(ATTEMPTS + 1):
+                started = time.perf_counter()
+                list(pool.map(partial(read, passes=passes), arrays))
+                took = max(time.perf_counter() - started, 1e-9)
+                best = max(best, n_bytes * passes / took)
+                passes = max(1, round(passes * ATTEMPT_S / took))
+        return best
+
+
+def weight_bytes_per_token(header: Header) -> int:
+    """Bytes of weights that decoding one token reads.
+
+    Of the token embeddings it reads one row, unless they are the output matrix too; of experts, those that are used.
+    """
+    arch, values = header.architecture, header.values
+    experts, used = values.get(f"{arch}.expert_count", 0), values.get(f"{arch}.expert_used_count", 0)
+    share = int(used) / int(experts) if experts and used else 1.0
+    total = 0.0
+    for name, tensor in header.tensors.items():
+        size = tensor_bytes(tensor) or 0
+        if name == "token_embd.weight" and "output.weight" in header.tensors:
+            size //= max(tensor.shape[-1], 1)
+        total += size * (share if "_exps." in name else 1.0)
+    return round(total)
+
+
+class Energy:
+    """Joules that the processor packages have spent, as Linux's powercap tells; `known` is false where it does not."""
+
+    def __init__(self, root: Path = POWERCAP) -> None:
+        self._zones: list[tuple[Path, int]] = []
+        for zone in sorted(root.glob("intel-rapl:[0-9]*")):
+            if zone.name.count(":") != 1:  # a part of a package, or the same package seen from elsewhere
+                continue
+            try:
+                int((zone / "energy_uj").read_text())
+                self._zones.append((zone / "energy_uj", int((zone / "max_energy_range_uj").read_text())))
+            except (OSError, ValueError):
+                continue
+        self._last: list[int] = []
+
+    @property
+    def known(self) -> bool:
+        """Whether there is anything to read; on most systems only root may."""
+        return bool(self._zones)
+
+    def start(self) -> None:
+        """Counts from now on."""
+        self._last = self._read()
+
+    def joules(self) -> float | None:
+        """Since start; None where it cannot be told. Counters that ran over once are understood."""
+        now = self._read()
+        if not self._zones or len(now) != len(self._last):
+            return None
+        spent = 0
+        for (_, span), before, after in zip(self._zones, self._last, now, strict=True):
+            spent += after - before if after >= before else after - before + span
+        return spent / 1e6
+
+    def _read(self) -> list[int]:
+        try:
+            return [int(path.read_text()) for path, _ in self._zones]
+        except (OSError, ValueError):
+            return []
+
+
+class Others:
+    """What other programs take of the processors while something is measured, as the system counts it.
+
+    Time that a hypervisor gave to other machines is theirs too. Systems count in hundredths of a second: spans of less
+    than SPAN_S say nothing.
+    """
+
+    SPAN_S = 0.2
+
+    def __init__(self) -> None:
+        self._before = self._counters()
+
+    def taken(self) -> tuple[float, float]:
+        """(seconds of processor time that others had, seconds that went by) since this object was made."""
+        before, after = self._before, self._counters()
+        return max(after[0] - before[0] - (after[1] - before[1]), 0.0), after[2] - before[2]
+
+    @staticmethod
+    def _counters() -> tuple[float, float, float]:
+        times = psutil.cpu_times()
+        idle = times.idle + getattr(times, "iowait", 0.0)
+        guests = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)  # counted in user and nice as well
+        return sum(times) - idle - guests, time.process_time(), time.monotonic()
+
+
+def describe(threads: int) -> dict[str, Any]:
+    """What figures depend on."""
+    return {
+        "cpu": cpu.name(),
+        "threads": threads,
+        "cores": os.cpu_count() or 1,
+        "memory_bytes": memory.total_bytes(),
+        "available_bytes": memory.available_bytes(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "libraries": libkvedge.describe().splitlines(),
+    }

@@ -1,0 +1,78 @@
+"""What a bench measures: every variant on every prompt of every model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pykvedge.plans.plan import Plan
+
+STOCK = "stock"
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """A model, and its image encoder if prompts with images are measured."""
+
+    model: Path
+    mmproj: Path | None = None
+
+    @property
+    def name(self) -> str:
+        """For tables: the folder's name where the file's says nothing."""
+        stem = self.model.stem
+        return self.model.resolve().parent.name if stem in ("model", "ggml-model") else stem
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A prompt: tokens of text, of which half come before the images, and images of width x height pixels."""
+
+    text_tokens: int
+    images: int = 0
+    width: int = 336
+    height: int = 336
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+        return f"{self.text_tokens} text" + (f" + {self.images} images" if self.images else "")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to run a model. plan None: llama.cpp's own attention and cache, as in an unpatched llama.cpp."""
+
+    name: str
+    plan: Plan | None = None
+    kv_type: str = "f16"
+
+    @property
+    def label(self) -> str:
+        """Name, budget and, unless it is f16, storage type."""
+        budget = f" {self.plan.budget.value:g}" if self.plan and self.plan.budget.ratio != 1.0 else ""
+        return self.name + budget + (f" {self.kv_type}" if self.kv_type != "f16" else "")
+
+
+MOST_ROUNDS = 25
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Everything, and how often. Stock is a variant of its own, the first."""
+
+    models: list[ModelFiles]
+    shapes: list[Shape]
+    variants: list[Variant]
+    repeat: int = 5  # rounds
+    fill_s: float = 0.0  # a prompt's rounds that take less in all are followed by more, up to MOST_ROUNDS
+    generate: int = 32  # tokens per repetition
+    threads: int = 0
+    gpu_layers: int | None = None
+    timeline: bool = False  # one more run of each variant, whose memory is watched
+    stock: Variant = field(default_factory=lambda: Variant(STOCK))
+
+    @property
+    def steps(self) -> int:
+        """Repetitions that there are at least, the warm-up among them."""
+        return len(self.models) * len(self.shapes) * (len(self.variants) + 1) * (self.repeat + 1)

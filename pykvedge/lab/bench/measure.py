@@ -1,0 +1,244 @@
+"""One variant reads one prompt once and generates some tokens: times, bytes, energy."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from pykvedge.errors import CancelledError, KvedgeError, UsageError
+from pykvedge.lab.bench.machine import Energy, Others
+from pykvedge.lab.bench.matrix import Shape, Variant
+from pykvedge.lab.demo_tasks.scenes import draw_scene, render
+from pykvedge.models.images import Picture
+from pykvedge.models.model import Model
+from pykvedge.models.vision import ImagePiece, Piece, TextPiece, Vision
+from pykvedge.native import memory
+from pykvedge.plans.profile import tables_for
+from pykvedge.runtime import libkvedge
+from pykvedge.runtime.interrupt import stop_if_set
+from pykvedge.runtime.llama_context import Context, ContextSize, check_memory, ubatch_for
+
+PAD = 256  # llama.cpp rounds the tokens of a context up to a multiple of it
+WARM_UP_TOKENS = 64
+
+
+@dataclass
+class Prompt:
+    """A shape as tokens and encoded images. encode_s: of all images."""
+
+    shape: Shape
+    pieces: list[Piece]
+    then: list[int]  # tokens to go on with
+    encode_s: float = 0.0
+
+    @property
+    def n_tokens(self) -> int:
+        """Of the prompt."""
+        return sum(p.n_tokens for p in self.pieces)
+
+    @property
+    def n_image_tokens(self) -> int:
+        """Of those, tokens that stand for images."""
+        return sum(p.n_tokens for p in self.pieces if isinstance(p, ImagePiece))
+
+    @property
+    def largest_image(self) -> int:
+        """Its tokens."""
+        return max((p.n_tokens for p in self.pieces if isinstance(p, ImagePiece)), default=0)
+
+    def warm_up(self) -> Prompt:
+        """A short prompt of the same tokens."""
+        tokens = [t for p in self.pieces if isinstance(p, TextPiece) for t in p.tokens]
+        return Prompt(self.shape, [TextPiece((tokens or self.then)[:WARM_UP_TOKENS])], self.then[:2])
+
+
+def make_prompt(
+    model: Model,
+    vision: Vision | None,
+    shape: Shape,
+    generate: int,
+    look: Callable[[float], None] = lambda share: None,
+) -> Prompt:
+    """Random text (neither time nor memory depends on what it says) and drawn scenes, encoded.
+
+    look: called while they are, with the share of the image that is done; it may raise. Raises ImageError.
+    """
+    rng = np.random.default_rng(0)
+    text = _random_tokens(model, rng, shape.text_tokens + generate)
+    before, after = text[: shape.text_tokens // 2], text[shape.text_tokens // 2 : shape.text_tokens]
+    pieces: list[Piece] = [TextPiece(before)] if before else []
+    spent = 0.0
+    if shape.images:
+        if vision is None:
+            raise UsageError(f"{model.path.name} has no image encoder; pass --mmproj, or --images 0")
+        images = vision.split(vision.marker * shape.images, [_picture(rng, shape) for _ in range(shape.images)])
+        started = time.perf_counter()
+        try:
+            for piece in images:
+                if isinstance(piece, ImagePiece):
+                    vision.encode(piece, look)
+        except BaseException:
+            vision.release(images)
+            raise
+        spent = time.perf_counter() - started
+        pieces += images
+    pieces.append(TextPiece(after))
+    return Prompt(shape, pieces, text[shape.text_tokens :], spent)
+
+
+def _random_tokens(model: Model, rng: np.random.Generator, n: int) -> list[int]:
+    low, out = model.n_vocab // 3, []
+    while len(out) < n:
+        token = int(rng.integers(low, model.n_vocab))
+        if model.piece(token) and not model.is_end(token):
+            out.append(token)
+    return out
+
+
+def _picture(rng: np.random.Generator, shape: Shape) -> Picture:
+    from PIL import Image
+
+    image = Image.fromarray(render(draw_scene(rng))).resize((shape.width, shape.height))
+    return Picture("scene", shape.width, shape.height, image.tobytes())
+
+
+@dataclass
+class Repetition:
+    """Seconds, bytes, joules (None: the system does not tell). decode_s: of each token.
+
+    rss_*: growth of the process since before the context was made; the weights are not in it. others_s: processor time
+    that other programs had meanwhile, wall_s: how long that was. marks: when prefill, compression and decoding began,
+    and the end, by time.perf_counter.
+    """
+
+    prefill_s: float
+    compress_s: float
+    decode_s: list[float] = field(default_factory=list)
+    full_bytes: int = 0
+    kept_bytes: int = 0
+    peak_bytes: int = 0
+    rss_peak_bytes: int = 0
+    rss_after_bytes: int = 0
+    prefill_j: float | None = None
+    decode_j: float | None = None
+    others_s: float = 0.0
+    wall_s: float = 0.0
+    marks: list[float] = field(default_factory=list)
+
+
+def repetition(
+    model: Model,
+    vision: Vision | None,
+    prompt: Prompt,
+    variant: Variant,
+    threads: int,
+    energy: Energy,
+    cancel: threading.Event,
+) -> Repetition:
+    """Runs a variant in a context of its own. Raises what Context and libkvedge raise, CancelledError."""
+    n_ctx = -(-(prompt.n_tokens + len(prompt.then) + 1) // PAD) * PAD
+    size = ContextSize(n_ctx, ubatch_for(vision, prompt.largest_image), variant.kv_type, prompt.n_tokens)
+    check_memory(model, size, whole_cache=variant.plan is None)
+    memory.trim()
+    before = memory.rss_bytes()
+    meter = memory.PeakMeter()
+    meter.start()
+    context, cache = None, None
+    try:
+        context = Context(model, size, threads)
+        context.stop_when(cancel)
+        if variant.plan is not None:
+            tables = tables_for(variant.plan, model.path)
+            cache = libkvedge.Cache(context.handle, variant.plan, variant.kv_type, auto_compress=False, profiles=tables)
+        others = Others()
+        try:
+            with _uncollected():
+                out = _timed(context, vision, cache, prompt, energy, cancel)
+        except CancelledError:
+            raise
+        except KvedgeError:
+            if cache is not None:
+                cache.check()
+            raise
+        out.others_s, out.wall_s = others.taken()
+        out.rss_peak_bytes = max(meter.stop() - before, 0)
+        out.rss_after_bytes = max(out.rss_after_bytes - before, 0)
+        _bytes(out, model, context, cache)
+        return out
+    finally:
+        meter.stop()
+        if cache is not None:
+            cache.detach()
+        if context is not None:
+            context.close()
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Inside the block Python looks for no garbage: it would do so in the same places of every run."""
+    on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if on:
+            gc.enable()
+
+
+def _timed(
+    context: Context,
+    vision: Vision | None,
+    cache: libkvedge.Cache | None,
+    prompt: Prompt,
+    energy: Energy,
+    cancel: threading.Event,
+) -> Repetition:
+    energy.start()
+    began = time.perf_counter()
+    for i, piece in enumerate(prompt.pieces):
+        if isinstance(piece, ImagePiece):
+            assert vision is not None  # make_prompt refused images without it
+            context.decode_image(vision, piece)
+        else:
+            context.decode(piece.tokens, want_logits=i == len(prompt.pieces) - 1)
+    context.logits()  # waits for the device
+    read = time.perf_counter()
+    if cache is not None:
+        cache.compress()
+    compressed = time.perf_counter()
+    out = Repetition(read - began, compressed - read, prefill_j=energy.joules())
+    if cache is not None:
+        stats = cache.stats()
+        out.full_bytes, out.kept_bytes = stats.before_bytes or stats.bytes, stats.bytes
+    out.rss_after_bytes = memory.rss_bytes()
+    energy.start()
+    for token in prompt.then:
+        stop_if_set(cancel)
+        started = time.perf_counter()
+        context.decode([token], want_logits=True)
+        context.logits()
+        out.decode_s.append(time.perf_counter() - started)
+    out.decode_j = energy.joules()
+    out.marks = [began, read, compressed, time.perf_counter()]
+    return out
+
+
+def _bytes(out: Repetition, model: Model, context: Context, cache: libkvedge.Cache | None) -> None:
+    if cache is not None:
+        out.peak_bytes = cache.stats().peak_bytes
+        return
+    # llama.cpp allocates for the whole context at once and does not tell how much; f16 is its default
+    out.full_bytes = out.kept_bytes = out.peak_bytes = model.kv_bytes_per_token(2) * context.n_ctx
+
+
+def figures(repetition: Repetition) -> dict[str, Any]:
+    """The repetition as JSON."""
+    kept = {name: value for name, value in vars(repetition).items() if name != "marks"}
+    return {**kept, "decode_s": [round(s, 7) for s in repetition.decode_s]}

@@ -1,0 +1,235 @@
+"""Runs a matrix in turns: each round measures every variant once, so that a change of the machine's speed meets all."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pykvedge.errors import ContextError, ImageError, KvedgeError, UsageError
+from pykvedge.lab.bench import machine
+from pykvedge.lab.bench.matrix import MOST_ROUNDS, Matrix, ModelFiles, Shape, Variant
+from pykvedge.lab.bench.measure import Prompt, Repetition, figures, make_prompt, repetition
+from pykvedge.lab.bench.timeline import Trace, trace
+from pykvedge.lab.jsonlines import JsonLines
+from pykvedge.lab.progress import Countdown
+from pykvedge.models.encoder import Encoder
+from pykvedge.models.model import Model, Progress, silent
+from pykvedge.models.vision import Vision
+from pykvedge.native import llamacpp
+from pykvedge.runtime.interrupt import CancelledError, stop_if_set
+
+
+@dataclass
+class Group:
+    """What was measured of one prompt with one model: per variant, a repetition per round; None where it failed."""
+
+    model: str
+    shape: Shape
+    n_tokens: int
+    n_image_tokens: int
+    encode_s: float
+    weight_bytes: int  # read per token
+    kv_bytes_per_token: int  # of a full f16 cache
+    rounds: dict[Variant, list[Repetition]] = field(default_factory=dict)
+
+
+@dataclass
+class Outcome:
+    """Everything measured. left_out: lines that say what is missing and why. traces: if the matrix asks for them."""
+
+    machine: dict[str, Any] = field(default_factory=dict)
+    groups: list[Group] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    interrupted: bool = False
+    bandwidth: machine.Bandwidth | None = None
+    traces: list[Trace] = field(default_factory=list)
+
+
+class Log:
+    """Raw repetitions as JSON lines, each written before the next is measured."""
+
+    def __init__(self, path: Path | None) -> None:
+        """Raises UsageError if there is such a file already, SaveError if it cannot be written."""
+        self._file: JsonLines | None = None
+        if path is None:
+            return
+        if path.is_file() and path.stat().st_size:
+            raise UsageError(f"{path} exists; save to another file")
+        self._file = JsonLines(path)
+
+    def add(self, line: dict[str, Any]) -> None:
+        """Raises SaveError if the disk is full; what was written before stays."""
+        if self._file is not None:
+            self._file.add(line)
+
+    def close(self) -> None:
+        """Ends the file."""
+        if self._file is not None:
+            self._file.close()
+
+
+def run(
+    matrix: Matrix,
+    log: Log,
+    out: Outcome,
+    progress: Progress = silent,
+    countdown: Countdown | None = None,
+    cancel: threading.Event | None = None,
+) -> None:
+    """Measures into `out`, which holds what is there so far whatever happens.
+
+    progress: of loading models. Setting `cancel` ends the run. Raises ModelError, LibraryError, SaveError.
+    A prompt that does not fit, and a variant that fails, are left out, and said.
+    """
+    cancel, countdown = cancel or threading.Event(), countdown or Countdown(0, enabled=False)
+    threads = matrix.threads or llamacpp.default_threads()
+    out.machine = machine.describe(threads)
+    out.bandwidth = machine.Bandwidth(threads)
+    countdown.step("reading memory", 0)
+    out.bandwidth.look()
+    log.add({"kvedge_bench": 1, "machine": out.machine})
+    try:
+        for files in matrix.models:
+            _Loaded(matrix, files, threads, log, out, countdown, cancel).measure(progress)
+        out.bandwidth.look()
+    except CancelledError:
+        out.interrupted = True
+    finally:
+        countdown.clear()
+
+
+class _Loaded:
+    """One model and its prompts."""
+
+    def __init__(
+        self,
+        matrix: Matrix,
+        files: ModelFiles,
+        threads: int,
+        log: Log,
+        out: Outcome,
+        countdown: Countdown,
+        cancel: threading.Event,
+    ) -> None:
+        self._matrix, self._files, self._threads = matrix, files, threads
+        self._log, self._out, self._countdown, self._cancel = log, out, countdown, cancel
+        self._energy = machine.Energy()
+
+    def measure(self, progress: Progress) -> None:
+        vision: Vision | None = None
+        model = Model(self._files.model, self._matrix.gpu_layers, progress, self._cancel)
+        try:
+            if self._files.mmproj is not None and any(shape.images for shape in self._matrix.shapes):
+                on_gpu = self._matrix.gpu_layers != 0
+                vision = Vision(Encoder(self._files.mmproj, model, self._threads, on_gpu, False))
+            for shape in self._matrix.shapes:
+                self._prompt(model, vision, shape)
+        finally:
+            if vision is not None:
+                vision.encoder.close()
+            model.close()
+
+    def _prompt(self, model: Model, vision: Vision | None, shape: Shape) -> None:
+        name, variants = f"{self._files.name}, {shape.name}", [self._matrix.stock, *self._matrix.variants]
+        stop_if_set(self._cancel)
+        if shape.images:
+            self._countdown.step(f"{name}: encoding images", 0)
+        try:
+            prompt = make_prompt(model, vision, shape, self._matrix.generate, partial(stop_if_set, self._cancel))
+        except ImageError as error:
+            self._leave_out(f"{name} left out: {error}", len(variants) * (self._matrix.repeat + 1))
+            return
+        group = Group(self._files.name, shape, prompt.n_tokens, prompt.n_image_tokens, prompt.encode_s,
+                      machine.weight_bytes_per_token(model.header), model.kv_bytes_per_token(2))  # fmt: skip
+        self._out.groups.append(group)
+        try:
+            self._rounds(group, variants, lambda variant, shown: self._once(model, vision, shown, variant), prompt)
+        finally:
+            self._release(vision, prompt)
+        if self._matrix.timeline:
+            self._watch(model, vision, shape, list(group.rounds))
+
+    def _release(self, vision: Vision | None, prompt: Prompt) -> None:
+        if vision is not None:
+            vision.release(prompt.pieces)
+            vision.forget()
+
+    def _watch(self, model: Model, vision: Vision | None, shape: Shape, variants: list[Variant]) -> None:
+        """Every variant that was measured once more, from the pictures on, with its memory written down."""
+        name = f"{self._files.name}, {shape.name}"
+        look = partial(stop_if_set, self._cancel)
+        for variant in variants:
+            self._countdown.step(f"{name}: memory of {variant.label}", 0)
+            self._out.traces.append(
+                trace(
+                    name,
+                    variant,
+                    lambda: make_prompt(model, vision, shape, self._matrix.generate, look),
+                    lambda prompt, which: self._once(model, vision, prompt, which),
+                    partial(self._release, vision),
+                )
+            )
+
+    def _once(self, model: Model, vision: Vision | None, prompt: Prompt, variant: Variant) -> Repetition:
+        return repetition(model, vision, prompt, variant, self._threads, self._energy, self._cancel)
+
+    def _rounds(
+        self,
+        group: Group,
+        variants: list[Variant],
+        once: Callable[[Variant, Prompt], Repetition],
+        prompt: Prompt,
+    ) -> None:
+        name = f"{group.model}, {group.shape.name}"
+        for turn, left in self._turns(len(variants)):
+            for variant in list(variants):
+                stop_if_set(self._cancel)
+                try:
+                    measured = once(variant, prompt if turn else prompt.warm_up())
+                except ContextError as error:
+                    self._leave_out(f"{name} left out: {error}", len(variants) * left)
+                    return
+                except CancelledError:
+                    raise
+                except KvedgeError as error:
+                    variants.remove(variant)
+                    self._leave_out(f"{name}, {variant.label} left out: {error}", left)
+                    continue
+                self._countdown.step(f"{name}: {variant.label}")
+                if turn:
+                    group.rounds.setdefault(variant, []).append(measured)
+                    self._log.add(self._line(group, variant, turn, measured))
+
+    def _turns(self, n_variants: int) -> Iterator[tuple[int, int]]:
+        """(number of the round, rounds left with it). Round 0 warms up; short ones are followed by more."""
+        last, started = self._matrix.repeat, time.monotonic()
+        for turn in range(last + 1):
+            yield turn, last + 1 - turn
+        while last < MOST_ROUNDS and time.monotonic() - started < self._matrix.fill_s:
+            last += 1
+            self._countdown.skip(-n_variants)
+            yield last, 1
+
+    def _line(self, group: Group, variant: Variant, turn: int, measured: Repetition) -> dict[str, Any]:
+        plan = variant.plan
+        return {
+            "model": group.model,
+            "text_tokens": group.shape.text_tokens,
+            "images": group.shape.images,
+            "tokens": group.n_tokens,
+            "variant": variant.name,
+            "budget": plan.budget.value if plan else None,
+            "kv_type": variant.kv_type,
+            "round": turn,
+            **figures(measured),
+        }
+
+    def _leave_out(self, text: str, steps: int) -> None:
+        self._out.left_out.append(text)
+        self._countdown.skip(steps)
+        self._countdown.say(f"kvedge: {text}")

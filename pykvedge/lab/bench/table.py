@@ -1,0 +1,254 @@
+"""Repetitions to figures: medians over rounds, quartiles as spread, and ratios to stock of the same round."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from pykvedge.lab.bench.machine import Bandwidth, Others
+from pykvedge.lab.bench.matrix import STOCK, Variant
+from pykvedge.lab.bench.measure import Repetition
+from pykvedge.lab.bench.runner import Group, Outcome
+from pykvedge.native.memory import readable
+
+Spread = tuple[float, float]
+SPARE = 0.1  # of the processors: what an idle system takes now and then
+
+
+@dataclass
+class Row:
+    """Figures of a variant on a prompt. Medians; *_spread: first and third quartile.
+
+    first_token_s: encoding of the images, prefill and compression. *_vs_stock: medians of the ratios of each round.
+    limit_tok_s: read bandwidth over the bytes that a token reads, weights and kept KV. *_j_token: joules per token.
+    rss_*: growth of the process by the context. others: share of the processors that other programs had meanwhile, None
+    where the rounds were too short to tell; disturbed: more than the threads of this one left.
+    """
+
+    model: str
+    prompt: str
+    tokens: int
+    image_tokens: int
+    variant: str
+    method: str
+    budget: float | int | None
+    kv_type: str
+    rounds: int
+    prefill_tok_s: float
+    prefill_spread: Spread
+    prefill_vs_stock: float | None
+    compress_ms: float
+    first_token_s: float
+    decode_tok_s: float
+    decode_spread: Spread
+    decode_vs_stock: float | None
+    limit_tok_s: float
+    kv_full_bytes: int
+    kv_kept_bytes: int
+    kv_peak_bytes: int
+    rss_peak_bytes: int
+    rss_after_bytes: int
+    prefill_j_token: float | None = None
+    decode_j_token: float | None = None
+    others: float | None = None
+    disturbed: bool = False
+
+
+def rows(outcome: Outcome) -> list[Row]:
+    """In the order in which they were measured: per model and prompt, stock first."""
+    assert outcome.bandwidth is not None
+    out = []
+    for group in outcome.groups:
+        stock = next((found for variant, found in group.rounds.items() if variant.plan is None), [])
+        for variant, found in group.rounds.items():
+            row = _row(group, variant, found, stock, outcome.bandwidth)
+            _disturbance(row, found, outcome.machine)
+            out.append(row)
+        here = out[len(out) - len(group.rounds) :]
+        if any(row.disturbed for row in here if row.method == STOCK):  # every ratio is to stock
+            for row in here:
+                row.disturbed = True
+    return out
+
+
+def _disturbance(row: Row, found: list[Repetition], about: dict[str, Any]) -> None:
+    """Were other programs in the way? They may have the processors that this one's threads leave, and a tenth more."""
+    wall, cores = sum(r.wall_s for r in found), about.get("cores", 1)
+    if wall >= Others.SPAN_S:
+        row.others = min(sum(r.others_s for r in found) / wall / cores, 1.0)
+        row.disturbed = row.others > (cores - min(about.get("threads", cores), cores)) / cores + SPARE
+
+
+def warnings(made: list[Row]) -> list[str]:
+    """A line a prompt whose figures other programs disturbed."""
+    out = []
+    for model, prompt in dict.fromkeys((row.model, row.prompt) for row in made):
+        shares = [row.others or 0.0 for row in made if (row.model, row.prompt) == (model, prompt) and row.disturbed]
+        if shares:
+            out.append(
+                f"{model}, {prompt}: other programs had up to {100 * max(shares):.0f} % of the processors while it was "
+                "measured; its figures (marked ?) say little: end the others, or pass a smaller --threads, and repeat"
+            )
+    return out
+
+
+def _row(group: Group, variant: Variant, found: list[Repetition], stock: list[Repetition], bandwidth: Bandwidth) -> Row:
+    prefill = [group.n_tokens / r.prefill_s for r in found]
+    steps = [float(np.median(r.decode_s)) for r in found]
+    all_steps = [s for r in found for s in r.decode_s]
+    last, shared = found[-1], list(zip(found, stock, strict=False))
+    is_stock = variant.plan is None
+    # what stock reads is what is in its cache, not what it allocated
+    kv_read = group.kv_bytes_per_token * group.n_tokens if is_stock else last.kept_bytes
+    per_token = group.weight_bytes + kv_read
+    return Row(
+        model=group.model,
+        prompt=group.shape.name,
+        tokens=group.n_tokens,
+        image_tokens=group.n_image_tokens,
+        variant=variant.label,
+        method=variant.name,
+        budget=variant.plan.budget.value if variant.plan else None,
+        kv_type=variant.kv_type,
+        rounds=len(found),
+        prefill_tok_s=float(np.median(prefill)),
+        prefill_spread=_quartiles(prefill),
+        prefill_vs_stock=_ratio([(b.prefill_s, a.prefill_s + a.compress_s) for a, b in shared]),
+        compress_ms=1000 * float(np.median([r.compress_s for r in found])),
+        first_token_s=group.encode_s + float(np.median([r.prefill_s + r.compress_s for r in found])),
+        decode_tok_s=1 / float(np.median(steps)),
+        decode_spread=_quartiles([1 / s for s in all_steps]),
+        decode_vs_stock=_ratio([(float(np.median(b.decode_s)), float(np.median(a.decode_s))) for a, b in shared]),
+        limit_tok_s=bandwidth.bytes_per_second(per_token) / per_token,
+        kv_full_bytes=last.full_bytes,
+        kv_kept_bytes=last.kept_bytes,
+        kv_peak_bytes=max(r.peak_bytes for r in found),
+        rss_peak_bytes=round(float(np.median([r.rss_peak_bytes for r in found]))),
+        rss_after_bytes=round(float(np.median([r.rss_after_bytes for r in found]))),
+        prefill_j_token=_energy([(r.prefill_j, group.n_tokens) for r in found]),
+        decode_j_token=_energy([(r.decode_j, len(r.decode_s)) for r in found]),
+    )
+
+
+def _quartiles(values: Sequence[float]) -> Spread:
+    low, high = np.quantile(values, [0.25, 0.75])
+    return float(low), float(high)
+
+
+def _ratio(pairs: list[tuple[float, float]]) -> float | None:
+    """Median of first / second."""
+    return float(np.median([a / b for a, b in pairs])) if pairs else None
+
+
+def _energy(spent: list[tuple[float | None, int]]) -> float | None:
+    known = [joules / tokens for joules, tokens in spent if joules is not None and tokens]
+    return float(np.median(known)) if known else None
+
+
+# ------------------------------------------------------------------------------------------------------------
+
+NOTES = (
+    "stock: llama.cpp's own attention and cache with its default settings, in kvedge's library without kvedge attached "
+    "(its logits are bit for bit those of an unpatched build). `full` keeps everything, in kvedge's store.",
+    "Medians; in brackets, the middle half of all tokens. vs stock: median of the ratios of each round, compression "
+    "counted as prefill. first token: encoding the images, prefill, compression. limit: tokens/s that reading the "
+    "weights and the kept KV would allow. RSS: growth of the process since before the context was made.",
+)
+
+
+def as_json(made: list[Row], outcome: Outcome) -> str:
+    """One object: machine, rows, what was left out."""
+    about = {"machine": outcome.machine, "left_out": outcome.left_out, "interrupted": outcome.interrupted}
+    return json.dumps({**about, "rows": [asdict(row) for row in made]}, indent=1)
+
+
+def as_jsonl(made: list[Row]) -> str:
+    """One object a line."""
+    return "\n".join(json.dumps(asdict(row)) for row in made)
+
+
+def as_csv(made: list[Row]) -> str:
+    """One line a row; spreads in two columns."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    for i, row in enumerate(made):
+        flat: dict[str, Any] = {}
+        for name, value in asdict(row).items():
+            if name.endswith("_spread"):
+                flat[name + "_low"], flat[name + "_high"] = value
+            else:
+                flat[name] = "" if value is None else value
+        if i == 0:
+            writer.writerow(flat)
+        writer.writerow(flat.values())
+    return out.getvalue().rstrip("\n")
+
+
+def as_markdown(made: list[Row], outcome: Outcome) -> str:
+    """A table per model and prompt, under a line that says what it is, and what the columns mean."""
+    parts = []
+    energy = any(row.decode_j_token is not None for row in made)
+    for model, prompt in dict.fromkeys((row.model, row.prompt) for row in made):
+        mine = [row for row in made if (row.model, row.prompt) == (model, prompt)]
+        images = f", {mine[0].image_tokens} of images" if mine[0].image_tokens else ""
+        title = f"**{model}**: a prompt of {mine[0].tokens} tokens ({prompt}{images}), {mine[0].rounds} rounds"
+        parts += [title, _table([_head(energy), *(_cells(row, energy) for row in mine)])]
+    about = outcome.machine
+    told = "" if energy else " The system does not tell the energy spent."
+    parts.append(f"{about.get('cpu', '')}, {_threads(about)}.{told}")
+    disturbed = [f"Disturbed: {text}." for text in warnings(made)]
+    return "\n\n".join([*parts, *disturbed, *NOTES, *(["Stopped before the end."] if outcome.interrupted else [])])
+
+
+def _head(energy: bool) -> list[str]:
+    head = ["variant", "prefill tok/s", "vs stock", "compress", "first token", "decode tok/s", "vs stock", "limit",
+            "KV full", "KV kept", "KV peak", "RSS peak", "RSS after"]  # fmt: skip
+    return [*head, "J/token"] if energy else head
+
+
+def _cells(row: Row, energy: bool) -> list[str]:
+    low, high = row.decode_spread
+    cells = [
+        row.variant + (" ?" if row.disturbed else ""),
+        _speed(row.prefill_tok_s),
+        _times(row.prefill_vs_stock),
+        f"{row.compress_ms:.1f} ms",
+        f"{row.first_token_s:.2f} s",
+        f"{_speed(row.decode_tok_s)} ({_speed(low)}-{_speed(high)})",
+        _times(row.decode_vs_stock),
+        _speed(row.limit_tok_s),
+        readable(row.kv_full_bytes),
+        readable(row.kv_kept_bytes),
+        readable(row.kv_peak_bytes),
+        readable(row.rss_peak_bytes),
+        readable(row.rss_after_bytes),
+    ]
+    return [*cells, f"{row.decode_j_token or 0:.2f}"] if energy else cells
+
+
+def _times(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.2f} x" if ratio < 100 else f"{ratio:.0f} x"
+
+
+def _threads(about: dict[str, Any]) -> str:
+    n = about.get("threads", 0)
+    return "1 thread" if n == 1 else f"{n} threads"
+
+
+def _speed(tokens_per_second: float) -> str:
+    return f"{tokens_per_second:.{0 if tokens_per_second >= 100 else 1}f}"
+
+
+def _table(lines: list[list[str]]) -> str:
+    widths = [max(3, *(len(line[i]) for line in lines)) for i in range(len(lines[0]))]
+
+    def text(cells: list[str]) -> str:
+        return "| " + " | ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) + " |"
+
+    return "\n".join([text(lines[0]), text(["-" * width for width in widths]), *map(text, lines[1:])])

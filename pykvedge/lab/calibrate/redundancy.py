@@ -1,0 +1,63 @@
+"""Redundancy of KV heads: how alike a prompt's keys are in each head (MixKV, eq. 4), averaged over prompts.
+
+MixKV (Liu et al. 2025, arXiv:2510.20707) weighs importance and diversity of a head by it. The paper computes it for
+each prompt; the released code, and the rows marked offline in table 4, take such a mean.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+
+import numpy as np
+
+from pykvedge.chat.session import Session
+from pykvedge.errors import NothingToCompressError
+from pykvedge.lab.calibrate.samples import Labelled
+from pykvedge.lab.inspect.measures import head_redundancy
+from pykvedge.models.model import Progress, silent
+from pykvedge.runtime import libkvedge
+
+
+def key_redundancy(
+    session: Session,
+    samples: Iterable[Labelled],
+    count: int,
+    progress: Progress = silent,
+    cancel: threading.Event | None = None,
+) -> tuple[np.ndarray, int]:
+    """[layers of the model, Hkv] in [0, 1]: redundancy of each KV head, mean over samples; and their number.
+
+    session: of the full plan, in which nothing is dropped. Layers that kvedge does not store have 0, and so has the end
+    of rows of layers with fewer KV heads. Raises NothingToCompressError, CancelledError, UsageError.
+    """
+    total, used = np.zeros((session.model.n_layer, 0)), 0
+    for number, sample in enumerate(samples):
+        if number == count:
+            break
+        progress("reading the keys", number / count)
+        found = _of_sample(session, sample, cancel)
+        total = found if used == 0 else total + found
+        used += 1
+    return total / max(used, 1), used
+
+
+def _of_sample(session: Session, sample: Labelled, cancel: threading.Event | None) -> np.ndarray:
+    engine = session.engine
+    pieces = session.first_prompt(sample.question, sample.pictures)
+    try:
+        engine.close()
+        engine.make_room(pieces, session.plan)
+        engine.encode(pieces, silent, cancel)
+        engine.prefill(pieces, silent, cancel)
+    finally:
+        session.release(pieces)
+    cache = engine.cache
+    if cache is None:
+        raise NothingToCompressError(f"{session.model.path.name} has no keys that kvedge can read")
+    heads = [libkvedge.shape(cache, layer)[1] for layer in range(cache.stats().n_layers)]
+    out = np.zeros((session.model.n_layer, max(heads)))
+    for layer, n_heads_kv in enumerate(heads):
+        keys = np.stack([libkvedge.rows(cache, layer, head)[0] for head in range(n_heads_kv)])
+        out[cache.layer_id(layer), :n_heads_kv] = head_redundancy(keys)
+    return out

@@ -1,0 +1,186 @@
+"""Prompts to calibrate on: scenes that kvedge draws, or the user's own images with boxes.
+
+In a scene it is known where everything lies that an answer names. Scenes are of the side that the demo model was
+trained on, so that evaluation sets stay unseen.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pykvedge.errors import ImageError, UsageError
+from pykvedge.lab.demo_tasks.evalset import Sample, draw_sample
+from pykvedge.lab.demo_tasks.scenes import CELL, Item, Scene
+from pykvedge.models.images import Picture, load_picture
+
+TASKS = {
+    "visual-heads": ("code", "describe", "colour", "shape", "where"),
+    "retrieval-heads": ("code-in-image-k", "which-image"),
+    "prefix": ("code", "describe", "where", "code-in-image-k", "which-image", "difference"),
+    "key-redundancy": ("code", "describe", "where", "code-in-image-k", "which-image", "difference"),
+}
+LABELLED = ("visual-heads", "retrieval-heads")  # the others need no boxes
+IMAGES = 4  # of the tasks that look for one among several
+_SEED = 2024
+_FIELDS = {"image", "images", "question", "answer", "boxes", "needle", "id"}
+
+
+@dataclass(frozen=True)
+class Box:
+    """A place in an image, and what it says.
+
+    pixels: (left, top, right, bottom). text: what an answer says of it. span: where that stands in the reference
+    answer, as characters (from, to), if the text alone does not tell.
+    """
+
+    image: int
+    pixels: tuple[float, float, float, float]
+    text: str
+    span: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """A question about images, and the places that its answer is read from: boxes, or a piece of the question."""
+
+    question: str
+    pictures: tuple[Picture, ...]
+    boxes: tuple[Box, ...] = ()
+    needle: str = ""
+    answer: str = ""
+
+
+def _cell(row: int, col: int) -> tuple[float, float, float, float]:
+    return (col * CELL, row * CELL, (col + 1) * CELL, (row + 1) * CELL)
+
+
+def _code(image: int, scene: Scene, start: int) -> list[Box]:
+    """One box a character; start: of the code in the answer."""
+    return [
+        Box(image, _cell(scene.code_row, scene.code_col + i), char, (start + i, start + i + 1))
+        for i, char in enumerate(scene.code)
+    ]
+
+
+def _object(image: int, item: Item, answer: str, text: str, start: int = 0) -> Box:
+    at = answer.index(text, start)
+    return Box(image, _cell(item.row, item.col), text, (at, at + len(text)))
+
+
+def _described(scene: Scene, answer: str) -> list[Box]:
+    out, at = _code(0, scene, answer.rindex(f"code {scene.code}") + len("code ")), 0
+    for item in scene.items:  # in the order of the answer
+        out.append(_object(0, item, answer, item.name, at))
+        at = out[-1].span[1] if out[-1].span else at
+    return out
+
+
+def boxes_of(sample: Sample) -> tuple[Box, ...]:
+    """What the answer names, and where it lies. For the tasks of visual-heads and retrieval-heads."""
+    answer, sources = sample.answer, sample.question.sources
+    image, row, col = sources[0][0]
+    scene = sample.scenes[image]
+    if sample.task in ("code", "code-in-image-k"):
+        return tuple(_code(image, scene, 0))
+    if sample.task == "describe":
+        return tuple(_described(scene, answer))
+    item = next(i for i in scene.items if (i.row, i.col) == (row, col))
+    if sample.task == "which-image":
+        return (_object(image, item, answer, str(image + 1)), _object(image, item, answer, item.place))
+    return (_object(image, item, answer, item.place if sample.task == "where" else answer),)
+
+
+def scenes(kind: str) -> Iterator[Labelled]:
+    """Samples without end, always the same ones, for a kind of profile."""
+    number = 0
+    while True:
+        task = TASKS[kind][number % len(TASKS[kind])]
+        rng = np.random.default_rng((_SEED, number))
+        sample = draw_sample(rng, task, IMAGES, second_turn=False, held_out=False)
+        pictures = tuple(
+            Picture(f"scene {i + 1}", x.shape[1], x.shape[0], x.tobytes()) for i, x in enumerate(sample.images())
+        )
+        boxes = boxes_of(sample) if kind in LABELLED else ()
+        yield Labelled(sample.question.text, pictures, boxes, answer=sample.answer)
+        number += 1
+
+
+# ------------------------------------------------------------------------------------------------------------
+
+
+def read_jsonl(path: Path) -> list[Labelled]:
+    """The user's own samples, one JSON object a line:
+
+        {"image": "a.jpg", "question": "What does the sign say?", "answer": "Open until 5",
+         "boxes": [{"box": [left, top, right, bottom], "text": "Open until 5"}]}
+
+    "images": a list instead of "image"; a box then says which with "image": 0, 1, ... Paths are relative to the file. A
+    box without "text" stands for the whole answer. "needle": a piece of the question's own text that answers it.
+    Raises UsageError with the number of the line.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{path} is no JSONL file: it is not text") from None
+    out = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                out.append(_parse(line, path.parent))
+            except (UsageError, ImageError) as error:
+                raise UsageError(f"{path}, line {number}: {error}") from None
+    if not out:
+        raise UsageError(f"{path} holds no samples; one JSON object a line is expected")
+    return out
+
+
+def _parse(line: str, folder: Path) -> Labelled:
+    try:
+        data = json.loads(line)
+    except (ValueError, RecursionError):
+        raise UsageError("no JSON") from None
+    if not isinstance(data, dict) or not isinstance(data.get("question"), str) or not data["question"].strip():
+        raise UsageError('a JSON object with a "question" is expected')
+    unknown = sorted(set(data) - _FIELDS)
+    if unknown:
+        raise UsageError(f'unknown field "{unknown[0]}"; there are {", ".join(sorted(_FIELDS))}')
+    names = data.get("images", [data["image"]] if "image" in data else [])
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise UsageError('"images" must be a list of paths')
+    answer, needle, boxes = data.get("answer", ""), data.get("needle", ""), data.get("boxes", [])
+    if not isinstance(answer, str) or not isinstance(needle, str) or not isinstance(boxes, list):
+        raise UsageError('"answer" and "needle" must be text, "boxes" a list')
+    if needle and boxes:
+        raise UsageError('a sample has either "boxes" or a "needle"')
+    if needle and data["question"].count(needle) != 1:
+        raise UsageError('the "needle" must stand in the question exactly once')
+    pictures = tuple(load_picture(folder / Path(name).expanduser()) for name in names)
+    return Labelled(
+        data["question"], pictures, tuple(_box(b, pictures, answer) for b in boxes), needle, answer or needle
+    )
+
+
+def _box(data: Any, pictures: tuple[Picture, ...], answer: str) -> Box:
+    if not isinstance(data, dict) or not isinstance(data.get("box"), list) or len(data["box"]) != 4:
+        raise UsageError('a box must be {"box": [left, top, right, bottom], "text": "..."}')
+    if any(isinstance(x, bool) or not isinstance(x, (int, float)) for x in data["box"]):
+        raise UsageError("a box must be four numbers of pixels")
+    image, text = data.get("image", 0), data.get("text", answer)
+    if isinstance(image, bool) or not isinstance(image, int) or not 0 <= image < len(pictures):
+        raise UsageError(f"a box of image {image!r}, but there are {len(pictures)} images, counted from 0")
+    if not isinstance(text, str) or not text.strip():
+        raise UsageError('a box needs "text", or the sample an "answer"')
+    left, top, right, bottom = (float(x) for x in data["box"])
+    inside = 0 <= left < right <= pictures[image].width and 0 <= top < bottom <= pictures[image].height
+    if not inside:
+        size = f"{pictures[image].width} x {pictures[image].height}"
+        raise UsageError(f"the box {data['box']} does not lie in its image of {size} pixels")
+    return Box(image, (left, top, right, bottom), text.strip())

@@ -1,0 +1,52 @@
+"""The packaged model's answer to a question whose answer is known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pykvedge
+from pykvedge.errors import UnsoundError
+from pykvedge.lab.doctor.steps import At, Step
+from pykvedge.plans.plan import Plan
+
+SEED = 11  # of a scene that was not trained on
+QUESTION = "Describe the image."
+
+
+def steps() -> Iterator[Step]:
+    """The whole cache, and a compressed one."""
+    folder = Path(pykvedge.__file__).parent / "data"
+    files = (folder / "demo-model.gguf", folder / "demo-mmproj.gguf")
+    if not all(file.is_file() for file in files):
+        yield Step("no files", _missing)
+        return
+    for plan in (pykvedge.plan("full"), pykvedge.default_plan()):
+        name = "the whole cache" if plan.method == "full" else f"{plan.method} at {plan.budget}"
+        yield Step(name, lambda at, plan=plan: _ask(files, plan, at))
+
+
+def _missing(at: At) -> None:
+    raise UnsoundError(f"{Path(pykvedge.__file__).parent / 'data'} holds no demo model")
+
+
+def _ask(files: tuple[Path, Path], plan: Plan, at: At) -> dict[str, Any]:
+    import numpy as np
+
+    from pykvedge.lab.demo_tasks.scenes import draw_scene, render
+    from pykvedge.lab.demo_tasks.tasks import describe
+    from pykvedge.models.images import Picture
+    from pykvedge.runtime.sampling import Sampling
+
+    scene = draw_scene(np.random.default_rng(SEED), held_out=True)
+    image = render(scene)
+    expected = describe(scene)
+    at("loading")
+    with pykvedge.Session(files[0], files[1], plan) as session:
+        at("answering")
+        picture = Picture("scene", image.shape[1], image.shape[0], image.tobytes())
+        answer = session.ask(QUESTION, [picture], Sampling(max_tokens=120)).read().strip()
+    if answer != expected:
+        raise UnsoundError(f"answers '{answer}' instead of '{expected}'")
+    return {"question": QUESTION, "answer": answer}

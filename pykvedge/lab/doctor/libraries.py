@@ -1,0 +1,56 @@
+"""Loading every library, and what they say about themselves and about the devices that they found."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pykvedge
+from pykvedge.lab.doctor.steps import At, Step
+from pykvedge.native import libraries, llamacpp
+from pykvedge.runtime import libkvedge
+
+
+def steps() -> Iterator[Step]:
+    """In the order in which they need each other."""
+    yield Step("llama.cpp and its bindings", _llama)
+    yield Step("the image library", _mtmd)
+    yield Step("libkvedge", _kvedge)
+    yield Step("ggml's devices", _devices)
+
+
+def _llama(at: At) -> dict[str, Any]:
+    at("loading")
+    bindings = llamacpp.start(verbose=False, vision=False)
+    place = Path(bindings.__file__).parent
+    return {
+        "kvedge": pykvedge.__version__,
+        "package": str(Path(pykvedge.__file__).parent),
+        "libraries": str(libraries.require_dir()),
+        "llama.cpp": bindings.llama_version().decode(),
+        "bindings": sys.modules["llama_cpp"].__version__,
+        "bindings_place": str(place),
+    }
+
+
+def _mtmd(at: At) -> None:
+    at("loading")
+    libraries.mtmd()
+
+
+def _kvedge(at: At) -> dict[str, Any]:
+    at("loading")
+    return {"libkvedge": libkvedge.version(), "kernels": libkvedge.kernel_tables()}
+
+
+def _devices(at: At) -> dict[str, Any]:
+    from pykvedge.native import ggml
+
+    at("asking")
+    cpu = ggml.cpu()
+    found = [{k: v for k, v in asdict(d).items() if k != "handle"} for d in ggml.devices()]
+    memories = [name for name, _ in ggml.buffer_types(cpu)]
+    return {"devices": found, "cpu_features": ggml.features(cpu), "weight_memory": memories}

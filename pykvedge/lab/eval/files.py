@@ -1,0 +1,64 @@
+"""Reading files of samples. `where` names the file and the line or sample, for messages."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pykvedge.errors import DatasetError, unknown
+from pykvedge.lab.eval.tasks import Line
+from pykvedge.models.prompt import IMAGE, places
+
+
+def read_text(path: Path) -> str:
+    """The whole of a file in UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise DatasetError(f"{path} cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise DatasetError(f"{path} is not text in UTF-8") from None
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file holds."""
+    try:
+        return json.loads(read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise DatasetError(f"{path} is no JSON: {error}") from None
+
+
+def check_columns(data: dict[str, Any], known: tuple[str, ...], where: str) -> None:
+    """A misspelt column would else be one that is not there, an image for example."""
+    for column in data:
+        if column not in known:
+            raise DatasetError(f"{where}: {unknown('column', column, known)}")
+
+
+def image_file(folder: Path, name: Any, where: str) -> Path:
+    """The path of an image that exists."""
+    if not isinstance(name, str) or not name:
+        raise DatasetError(f"{where}: an image must be a path, not {name!r}")
+    path = folder / name
+    if not path.is_file():
+        raise DatasetError(f"{where}: the image {path} does not exist")
+    return path
+
+
+def text_field(data: dict[str, Any], key: str, where: str) -> str:
+    """A text that is there and not blank."""
+    value = data.get(key)
+    if not isinstance(value, str) or not value.strip():
+        raise DatasetError(
+            f"{where}: '{key}' must be a text" + (f", not {value!r}" if key in data else ", and is missing")
+        )
+    return value
+
+
+def check_marks(lines: tuple[Line, ...], where: str) -> None:
+    """Every message has as many marks as images, or none."""
+    for line in lines:
+        marks = places(line.text)
+        if marks and marks != len(line.images):
+            raise DatasetError(f"{where}: {marks} times {IMAGE} for {len(line.images)} images")

@@ -1,0 +1,299 @@
+"""One sample by many plans: answers, and how likely the reference answer is to each.
+
+The reference answer is fed token by token (teacher forcing), the decode policy active. Where the model would have
+answered otherwise, a copy of the sequence goes on by itself: that is the greedy answer, the same that decoding from
+the start would give, because up to that token both are one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from pykvedge.errors import KvedgeError
+from pykvedge.lab.eval import metrics
+from pykvedge.lab.eval.reader import BRANCH, SIDE, Reader, reading_key
+from pykvedge.lab.eval.tasks import Sample
+from pykvedge.models.model import Model, TextStream
+from pykvedge.models.prompt import ChatTemplate, Message
+from pykvedge.models.vision import ImagePiece, Piece, TextPiece, Vision
+from pykvedge.plans.plan import Plan
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A column of the measurement: a plan under the name that tables give it.
+
+    source: tells versions of the code of the plan's own stages apart; "" where all are built in.
+    """
+
+    name: str
+    plan: Plan
+    source: str = ""
+
+    @property
+    def budget(self) -> float | int:
+        """As asked for: a ratio of the prompt, or pairs per layer and head."""
+        return self.plan.budget.value
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Tells cells apart, also in files."""
+        return self.name, str(self.budget)
+
+    @cached_property
+    def digest(self) -> str:
+        """Equal for cells that compress the same way: a file of results is refused for others of the same name."""
+        return hashlib.sha256(f"{self.plan.to_json()} {self.source}".encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Wants:
+    """What is measured: greedy answers, and the likelihood of the reference answer."""
+
+    answers: bool = True
+    likelihood: bool = True
+    max_tokens: int = 512
+
+
+@dataclass
+class Prepared:
+    """A sample as tokens. turns: what is read, and the assistant's tokens that follow it; the last turn has none."""
+
+    sample: Sample
+    turns: list[tuple[list[Piece], list[int]]]
+    answer: list[int]
+
+    @property
+    def n_conversation(self) -> int:
+        """Tokens up to the answer."""
+        return sum(sum(p.n_tokens for p in pieces) + len(reply) for pieces, reply in self.turns)
+
+    @property
+    def images(self) -> list[int]:
+        """Tokens of each image."""
+        return [p.n_tokens for pieces, _ in self.turns for p in pieces if isinstance(p, ImagePiece)]
+
+
+class Preparer:
+    """Makes tokens of samples, by the model's chat template."""
+
+    def __init__(self, model: Model, vision: Vision | None, look: Callable[[float], None] = lambda share: None) -> None:
+        """look: called while an image is encoded, with the share that is done; what it raises prepare raises."""
+        self._model, self._vision, self._look = model, vision, look
+        self._template = ChatTemplate(model.chat_template(), model.special_text("bos"), model.special_text("eos"))
+        self._lead = self._template.lead()
+
+    def prepare(self, sample: Sample) -> Prepared:
+        """Tokens and encoded images; `release` them. Raises ImageError, KvedgeError."""
+        messages = sample.messages()
+        users = [i for i, m in enumerate(messages) if m.role == "user"]
+        turns: list[tuple[list[Piece], list[int]]] = []
+        try:
+            for i in users:
+                text, pictures = self._text(messages[: i + 1], first=i == users[0])
+                pieces = self._pieces(text, pictures)
+                last = i == users[-1]
+                reply = sample.answer if last else messages[i + 1].text
+                turns.append((pieces, self._reply(text, reply)))
+            answer = turns[-1][1]
+            turns[-1] = (turns[-1][0], [])
+            prepared = Prepared(sample, turns, answer)
+            if self._vision is not None:
+                for pieces, _ in turns:
+                    for piece in pieces:
+                        if isinstance(piece, ImagePiece):
+                            self._vision.encode(piece, self._look)
+            return prepared
+        except BaseException:
+            self.release(turns)
+            raise
+
+    def release(self, turns: Iterable[tuple[list[Piece], list[int]]]) -> None:
+        """Frees what prepare made."""
+        if self._vision is not None:
+            for pieces, _ in turns:
+                self._vision.release(pieces)
+            self._vision.forget()
+
+    def _text(self, messages: list[Message], first: bool) -> tuple[str, list[Any]]:
+        marker = self._vision.marker if self._vision else ""
+        if not first:
+            return self._template.following(messages, marker), messages[-1].pictures
+        text, bos = self._template.first(messages, marker), self._model.special_text("bos")
+        if self._model.adds_bos and not text.startswith(bos):
+            text = bos + text
+        return text, [p for m in messages for p in m.pictures]
+
+    def _pieces(self, text: str, pictures: list[Any]) -> list[Piece]:
+        if not pictures:
+            return [TextPiece(self._model.tokenize(text))]
+        if self._vision is None:
+            raise KvedgeError("the sample has images, and the model was loaded without an image encoder; see --mmproj")
+        return self._vision.split(text, pictures)
+
+    def _reply(self, text: str, reply: str) -> list[int]:
+        """Tokens of a reply after the prompt: tokenised together with it, because tokens depend on what is before."""
+        if self._vision is not None:
+            text = text.rpartition(self._vision.marker)[2]
+        before = self._model.tokenize(text)
+        both = self._model.tokenize(text + self._lead + reply)
+        if both[: len(before)] == before:
+            return both[len(before) :]
+        return self._model.tokenize(reply)
+
+
+# ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Baseline:
+    """What the full cache said of the sample that is being measured."""
+
+    log_probabilities: list[np.ndarray] = field(default_factory=list)  # per answer token, [n_vocab] float32
+    answer: str = ""
+
+
+class Measurer:
+    """Measures prepared samples with a reader."""
+
+    def __init__(self, model: Model, reader: Reader, wants: Wants) -> None:
+        self._model, self._reader, self._wants = model, reader, wants
+
+    def measure(
+        self, prepared: Prepared, full: Cell, cells: list[Cell], failed: Callable[[Cell, KvedgeError], None]
+    ) -> Iterator[tuple[Cell, dict[str, Any]]]:
+        """The records of the full cache and then of each cell; failed(cell, reason) is told of cells without one."""
+        answer = len(prepared.answer)
+        more = max(answer, self._longest(prepared.sample)) + 1
+        self._reader.make_room(prepared.n_conversation, more, max(prepared.images, default=0))
+        base = Baseline()
+        for group in [[full], *_groups(cells)]:
+            try:
+                self._reader.start(group[0].plan)
+                self._reader.read(prepared.turns[0][0])
+            except KvedgeError as reason:
+                if group[0] is full:
+                    raise
+                for cell in group:
+                    failed(cell, reason)
+                continue
+            for cell in group:
+                try:
+                    record = self._branch(prepared, cell, base, cell is full, cell is group[-1])
+                except KvedgeError as reason:
+                    if cell is full:
+                        raise
+                    failed(cell, reason)
+                else:
+                    yield cell, record
+                finally:
+                    self._reader.drop_copies()
+
+    def _longest(self, sample: Sample) -> int:
+        if not self._wants.answers:
+            return 0
+        return min(sample.max_tokens or self._wants.max_tokens, self._wants.max_tokens)
+
+    def _branch(self, prepared: Prepared, cell: Cell, base: Baseline, is_full: bool, last: bool) -> dict[str, Any]:
+        reader, started = self._reader, time.perf_counter()
+        if not last:
+            reader.copy(BRANCH)
+        _, full_bytes = reader.held()
+        reader.set_plan(cell.plan)
+        reader.compress()
+        for (_, reply), (pieces, _) in zip(prepared.turns, prepared.turns[1:], strict=False):
+            for token in reply:
+                reader.extend(token)
+            reader.read(pieces)
+            reader.compress()
+        kept, kept_bytes = reader.held()
+        record: dict[str, Any] = {
+            "prompt_tokens": prepared.n_conversation,
+            "image_tokens": sum(prepared.images),
+            "kept": round(kept, 3),
+            "full_bytes": full_bytes,
+            "kept_bytes": kept_bytes,
+        }
+        record |= self._answers(prepared, base, is_full)
+        record["seconds"] = round(time.perf_counter() - started, 4)
+        return record
+
+    def _answers(self, prepared: Prepared, base: Baseline, is_full: bool) -> dict[str, Any]:
+        out: dict[str, Any] = {}
+        longest = self._longest(prepared.sample)
+        if self._wants.likelihood:
+            forced, tokens = self._forced(prepared.answer, base, is_full, longest)
+            out |= forced
+        elif self._wants.answers:
+            tokens = self._continue([], longest)
+        if self._wants.answers:
+            stream = TextStream(self._model)
+            text = ("".join(stream.feed(t) for t in tokens) + stream.finish()).strip()
+            base.answer = text if is_full else base.answer
+            out |= {"answer": text, "score": prepared.sample.score(text)}
+            out["rouge"] = round(metrics.rouge_l(text, prepared.sample.answer), 6)
+            out["rouge_full"] = 1.0 if is_full else round(metrics.rouge_l(text, base.answer), 6)
+        return out
+
+    def _forced(
+        self, answer: list[int], base: Baseline, is_full: bool, longest: int
+    ) -> tuple[dict[str, Any], list[int]]:
+        """Sums over the reference answer's tokens, and the tokens of the greedy answer."""
+        reader = self._reader
+        nll = divergence = 0.0
+        agree, right, tokens = 0, longest > 0, []
+        for i, token in enumerate(answer):
+            row = metrics.log_softmax(reader.logits())
+            best = int(row.argmax())
+            nll -= float(row[token])
+            if is_full:
+                base.log_probabilities.append(row.astype(np.float32))
+                agree += 1
+            else:
+                reference = base.log_probabilities[i]
+                divergence += metrics.divergence(reference.astype(np.float64), row)
+                agree += int(best == int(reference.argmax()))
+            if right and best != token:
+                right = False
+                tokens = self._aside(answer[:i], longest)
+            if right or i < len(answer) - 1:
+                reader.extend(token)
+        if right:
+            tokens = self._continue(list(answer), longest)
+        sums = {"nll": nll, "kld": max(divergence, 0.0), "top1": agree, "tokens": len(answer)}
+        return sums, tokens
+
+    def _aside(self, before: list[int], longest: int) -> list[int]:
+        """The greedy answer from here on, in a copy of the sequence."""
+        here = self._reader.current
+        self._reader.copy(SIDE)
+        tokens = self._continue(list(before), longest)
+        self._reader.back_to(here)
+        return tokens
+
+    def _continue(self, tokens: list[int], longest: int) -> list[int]:
+        """Adds the likeliest tokens up to the end of the answer, or up to `longest`."""
+        tokens = tokens[:longest]
+        while len(tokens) < longest:
+            token = int(self._reader.logits().argmax())
+            if self._model.is_end(token):
+                break
+            tokens.append(token)
+            if len(tokens) < longest:
+                self._reader.extend(token)
+        return tokens
+
+
+def _groups(cells: list[Cell]) -> list[list[Cell]]:
+    """Cells that one reading serves, together."""
+    keys = {cell.key: repr(reading_key(cell.plan)) for cell in cells}
+    ordered = sorted(cells, key=lambda cell: keys[cell.key])
+    return [list(group) for _, group in groupby(ordered, key=lambda cell: keys[cell.key])]

@@ -1,0 +1,97 @@
+"""The file of results: JSON lines, the first of which says what is measured. Each line is whole or not there.
+
+A record is written as soon as it is measured, so that a program that is killed loses none; after each sample the file
+is brought to the disk, so that a machine that stops loses one sample at most.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pykvedge.errors import UsageError
+from pykvedge.lab.jsonlines import JsonLines
+
+VERSION = 2
+Key = tuple[str, str, str]  # sample id, name and budget of the cell
+
+
+def key_of(record: dict[str, Any]) -> Key:
+    """What no two records of a file share."""
+    return record["id"], record["method"], str(record["budget"])
+
+
+class Records:
+    """Results so far. Without a path they are kept in memory only."""
+
+    def __init__(self, path: Path | None, header: dict[str, Any], resume: bool) -> None:
+        """header: must be that of the file, when there is one already.
+
+        Raises UsageError for a file that is there without `resume`, that is none of ours, or that has another header;
+        SaveError if it cannot be written.
+        """
+        self.rows: dict[Key, dict[str, Any]] = {}
+        self._file: JsonLines | None = None
+        if path is None:
+            return
+        header, good = {"kvedge_eval": VERSION, **header}, 0
+        if path.is_file() and path.stat().st_size:
+            if not resume:
+                raise UsageError(f"{path} exists; add --resume to go on with it, or save to another file")
+            good = self._read(path, header)
+        self._file = JsonLines(path, good)
+        if not good:
+            self._file.add(header)
+
+    def _read(self, path: Path, header: dict[str, Any]) -> int:
+        """Takes over what the file holds, but for a last line that was not written to its end. Returns its bytes."""
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise UsageError(f"{path} cannot be read: {error.strerror or error}") from None
+        lines = data.split(b"\n")[:-1]
+        try:
+            first, *found = [json.loads(line) for line in lines]
+            version = first["kvedge_eval"]
+            rows = {key_of(row): row for row in found if row["digest"] and row["plan"]}
+        except (ValueError, KeyError, TypeError):
+            raise UsageError(f"{path} holds no results of kvedge eval; save to another file") from None
+        if version != VERSION:
+            raise UsageError(f"{path} has version {version} of the format, not {VERSION}; save to another file")
+        for name, value in header.items():
+            if first.get(name) != value:
+                raise UsageError(
+                    f"{path} was measured with {name} {first.get(name)!r}, not {value!r}; save to another file"
+                )
+        self.rows = rows
+        return sum(len(line) + 1 for line in lines)
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Keeps a record. Raises SaveError; the file then ends with the record before."""
+        self.rows[key_of(record)] = record
+        if self._file is not None:
+            self._file.add(record)
+
+    def sync(self) -> None:
+        """Brings what was written to the disk."""
+        if self._file is not None:
+            self._file.sync()
+
+    def close(self) -> None:
+        """Ends the file. Does nothing the second time."""
+        if self._file is not None:
+            self._file.close()
+
+
+def fingerprint(path: Path) -> str:
+    """Name, size and a digest of the ends of a file: large models are told apart without being read."""
+    import hashlib
+
+    size, end = path.stat().st_size, 1 << 20
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        digest.update(file.read(end))
+        file.seek(max(size - end, 0))
+        digest.update(file.read(end))
+    return f"{path.name} {size} {digest.hexdigest()[:16]}"

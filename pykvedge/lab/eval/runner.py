@@ -1,0 +1,196 @@
+"""All samples by all methods: sample after sample, so that whatever is finished compares the same ones."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pykvedge.errors import ContextError, ImageError, KvedgeError, UsageError
+from pykvedge.lab.eval.measure import Cell, Measurer, Preparer, Wants
+from pykvedge.lab.eval.reader import Reader
+from pykvedge.lab.eval.records import Records, fingerprint
+from pykvedge.lab.eval.tasks import Sample
+from pykvedge.lab.jsonlines import SaveError
+from pykvedge.lab.progress import Countdown
+from pykvedge.models.encoder import Encoder
+from pykvedge.models.model import Model, Progress, silent
+from pykvedge.models.vision import Vision
+from pykvedge.native import llamacpp
+from pykvedge.plans.presets import plan
+from pykvedge.runtime.interrupt import CancelledError, stop_if_set
+from pykvedge.runtime.settings import Settings
+
+FULL = "full"
+
+
+@dataclass
+class Outcome:
+    """What a run came to. left_out: lines that say what is missing and why."""
+
+    records: Records
+    left_out: list[str] = field(default_factory=list)
+    interrupted: bool = False
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to measure with which model. cells: the full cache comes first by itself."""
+
+    model: Path
+    mmproj: Path | None
+    samples: list[Sample]
+    cells: list[Cell]
+    wants: Wants = field(default_factory=Wants)
+    settings: Settings = field(default_factory=Settings)
+
+    def header(self) -> dict[str, Any]:
+        """What must be equal in two runs whose results may lie in one file."""
+        return {
+            "model": fingerprint(self.model),
+            "mmproj": fingerprint(self.mmproj) if self.mmproj else None,
+            "kv_type": self.settings.kv_type,
+            "answers": self.wants.answers,
+            "likelihood": self.wants.likelihood,
+            "max_tokens": self.wants.max_tokens,
+        }
+
+
+def full_cell() -> Cell:
+    """The full cache."""
+    return Cell(FULL, plan(FULL))
+
+
+def evaluate(
+    job: Job,
+    records: Records,
+    progress: Progress = silent,
+    countdown: Countdown | None = None,
+    cancel: threading.Event | None = None,
+) -> Outcome:
+    """Measures what is not in `records` yet, and adds it.
+
+    progress: of loading the model. Setting `cancel` ends the run after what is under way; records stay.
+    Raises ModelError, LibraryError, UsageError (a sample of the same name but other content was measured before).
+    A sample that cannot be read or is too long, and a method that fails, are left out, and said in the outcome.
+    """
+    out, cancel = Outcome(records), cancel or threading.Event()
+    full = full_cell()
+    cells = [cell for cell in job.cells if cell.name != FULL]
+    todo = [(sample, _missing(sample, full, cells, records)) for sample in job.samples]
+    todo = [(sample, missing) for sample, missing in todo if missing]
+    countdown = countdown or Countdown(0, enabled=False)
+    if not todo:
+        return out
+    threads = job.settings.threads or llamacpp.default_threads()
+    model, vision, reader = None, None, None
+    try:
+        model = Model(job.model, job.settings.gpu_layers, progress, cancel, job.settings.verbose)
+        if job.mmproj is not None:
+            on_gpu = job.settings.gpu_layers != 0
+            vision = Vision(Encoder(job.mmproj, model, threads, on_gpu, job.settings.verbose))
+        reader = Reader(model, vision, threads, job.settings.kv_type, job.settings.n_ctx)
+        reader.stop_when(cancel)
+        preparer = Preparer(model, vision, partial(stop_if_set, cancel))
+        run = _Run(out, full, cells, countdown, cancel, preparer, Measurer(model, reader, job.wants))
+        for sample, missing in todo:
+            run.one(sample, missing)
+    except CancelledError:
+        out.interrupted = True
+    finally:
+        for part in (reader, vision and vision.encoder, model):
+            if part is not None:
+                part.close()
+        countdown.clear()
+    return out
+
+
+def _missing(sample: Sample, full: Cell, cells: list[Cell], records: Records) -> set[tuple[str, str]]:
+    missing = set()
+    for cell in (full, *cells):
+        row = records.rows.get((sample.id, cell.name, str(cell.budget)))
+        if row is None:
+            missing.add(cell.key)
+        elif row["digest"] != sample.digest():
+            raise UsageError(f"sample {sample.id} was another one when it was measured before; save to another file")
+        elif row["plan"] != cell.digest:
+            name = f"{cell.name} at {cell.plan.budget}"
+            raise UsageError(f"{name} was another plan when it was measured before; save to another file")
+    return missing
+
+
+class _Run:
+    """The steps of a run that need the model."""
+
+    def __init__(
+        self,
+        out: Outcome,
+        full: Cell,
+        cells: list[Cell],
+        countdown: Countdown,
+        cancel: threading.Event,
+        preparer: Preparer,
+        measurer: Measurer,
+    ) -> None:
+        self._out, self._full, self._cells = out, full, cells
+        self._countdown, self._cancel = countdown, cancel
+        self._preparer, self._measurer = preparer, measurer
+
+    def one(self, sample: Sample, missing: set[tuple[str, str]]) -> None:
+        """Measures a sample by the cells that it lacks. Raises CancelledError, SaveError."""
+        stop_if_set(self._cancel)
+        cells = [cell for cell in self._cells if cell.key in missing]
+        self._countdown.step(sample.task, 0)
+        try:
+            prepared = self._preparer.prepare(sample)
+        except (ImageError, ContextError) as error:
+            self._skip(sample, error, len(missing))
+            return
+        try:
+            for cell, record in self._measurer.measure(prepared, self._full, cells, self._fail):
+                if cell.key in missing:
+                    self._out.records.add(_record(sample, cell, record))
+                    self._countdown.step(f"{sample.task}, {cell.name} {cell.plan.budget}")
+        except ContextError as error:
+            self._skip(sample, error, len(missing))
+        finally:
+            self._preparer.release(prepared.turns)
+        self._out.records.sync()
+
+    def _skip(self, sample: Sample, error: KvedgeError, steps: int) -> None:
+        self._say(f"{sample.id} left out: {error}")
+        self._countdown.skip(steps)
+
+    def _fail(self, cell: Cell, error: KvedgeError) -> None:
+        if isinstance(error, (CancelledError, SaveError)):
+            raise error
+        if cell in self._cells:
+            self._cells.remove(cell)
+            self._say(f"{cell.name} at {cell.plan.budget} left out: {error}")
+
+    def _say(self, text: str) -> None:
+        self._out.left_out.append(text)
+        self._countdown.say(f"kvedge: {text}")
+
+
+def _record(sample: Sample, cell: Cell, figures: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "id": sample.id,
+        "digest": sample.digest(),
+        "task": sample.task,
+        "groups": list(sample.groups),
+        "metric": sample.metric,
+        "method": cell.name,
+        "budget": cell.budget,
+        "plan": cell.digest,
+        "reference": sample.answer,
+        **figures,
+    }
+
+
+def steps(job: Job, records: Records) -> int:
+    """How many records a run will add."""
+    cells = [cell for cell in job.cells if cell.name != FULL]
+    return sum(len(_missing(sample, full_cell(), cells, records)) for sample in job.samples)

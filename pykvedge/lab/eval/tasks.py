@@ -1,0 +1,126 @@
+"""Samples: a conversation with images up to a question, and its reference answer. Those of the demo generator."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from pykvedge.errors import UsageError, unknown
+from pykvedge.lab.demo_tasks import evalset
+from pykvedge.lab.demo_tasks.prompts import SHOW_ANSWER, show_text
+from pykvedge.lab.demo_tasks.scenes import Scene, render
+from pykvedge.lab.demo_tasks.tasks import NEEDLE_TASKS, TASKS
+from pykvedge.lab.eval import metrics
+from pykvedge.models.images import Picture, load_picture
+from pykvedge.models.prompt import Message
+
+SECOND = "/2"  # ends the name of a demo task whose question comes in the second turn
+SCORES = ("exact", "choice", "contains", "rouge")
+NO_SCORE = ("ppl", "kld")  # samples of which only the reference answer is looked at
+
+
+@dataclass(frozen=True)
+class Line:
+    """A message: role is system, user or assistant; images belong to the marks in the text, or come before it."""
+
+    role: str
+    text: str
+    images: tuple[Path | Scene, ...] = ()
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The last line is a user's; `answer` is what should follow. `id` names the sample within a run.
+
+    metric: how the answer is scored. max_tokens: of the answer that is generated; None: the run's.
+    groups: names under which the scores of several tasks are averaged, for example "T-1".
+    """
+
+    id: str
+    task: str
+    lines: tuple[Line, ...]
+    answer: str
+    metric: str = "exact"
+    choices: tuple[str, ...] = ()
+    groups: tuple[str, ...] = ()
+    max_tokens: int | None = None
+
+    def messages(self) -> list[Message]:
+        """The conversation with its pictures. Raises ImageError."""
+        return [Message(line.role, line.text, [_picture(image) for image in line.images]) for line in self.lines]
+
+    def score(self, answer: str) -> float | None:
+        """0..1 by the sample's metric; None where only the reference answer is looked at."""
+        if self.metric == "exact":
+            return metrics.exact_match(answer, self.answer)
+        if self.metric == "choice":
+            return metrics.choice_match(answer, self.answer, self.choices)
+        if self.metric == "contains":
+            return metrics.contains(answer, self.answer)
+        return metrics.rouge_l(answer, self.answer) if self.metric == "rouge" else None
+
+    def digest(self) -> str:
+        """Equal for samples that ask the same: a file of results is refused for others of the same name."""
+        lines = [[line.role, line.text, [_name(image) for image in line.images]] for line in self.lines]
+        text = json.dumps([self.task, lines, self.answer, self.choices, self.metric])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _picture(image: Path | Scene) -> Picture:
+    if isinstance(image, Path):
+        return load_picture(image)
+    pixels = render(image)
+    return Picture("scene", pixels.shape[1], pixels.shape[0], pixels.tobytes())
+
+
+def _name(image: Path | Scene) -> str:
+    return f"{image.name} {image.stat().st_size}" if isinstance(image, Path) and image.exists() else repr(image)
+
+
+def with_choices(question: str, choices: Iterable[str]) -> str:
+    """The question followed by its choices, worded as MileBench words them."""
+    listed = list(choices)
+    if not listed:
+        return question
+    rows = []
+    for i, choice in enumerate(listed):
+        name = metrics.letter(i, len(listed)).upper()
+        rows.append(f"{name}. {choice}" if name else choice)
+    return f"{question}\nChoice list: \n" + "\n".join(rows) + "\nYour answer is: "
+
+
+# ------------------------------------------------------------------------------------------------------------
+
+
+def demo_names() -> list[str]:
+    """Names of the demo generator's tasks, each also as a second turn."""
+    return [*TASKS, *(name + SECOND for name in TASKS)]
+
+
+def demo_samples(name: str, count: int, seed: int, images: int) -> list[Sample]:
+    """`count` held-out samples of a demo task; `images` in a sample of the needle tasks. Raises UnknownNameError.
+
+    Answers are cut at twice the length of the reference: nothing longer can be right.
+    """
+    if name not in demo_names():
+        raise unknown("task", name, demo_names())
+    task, second = name.removesuffix(SECOND), name.endswith(SECOND)
+    if task in NEEDLE_TASKS and not 2 <= images <= 8:
+        raise UsageError(f"{task} needs 2 to 8 images, not {images}")
+    drawn = islice(evalset.samples(task, seed, images, second), count)
+    return [_demo_sample(name, f"{name}:{seed}:{images}:{n}", sample) for n, sample in enumerate(drawn)]
+
+
+def _demo_sample(name: str, identity: str, sample: evalset.Sample) -> Sample:
+    question = sample.question.text
+    if sample.second_turn:
+        shown = Line("user", show_text(len(sample.scenes)), sample.scenes)
+        lines: tuple[Line, ...] = (shown, Line("assistant", SHOW_ANSWER), Line("user", question))
+    else:
+        lines = (Line("user", question, sample.scenes),)
+    longest = 2 * len(sample.answer.replace(",", " ,").split()) + 16
+    return Sample(identity, name, lines, sample.answer, max_tokens=longest)

@@ -1,0 +1,88 @@
+"""The mmproj on libmtmd: loading it, and embeddings of one image at a time, for any number of conversations."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from pykvedge.errors import ImageError, ModelError, StateError
+from pykvedge.models.model import Model
+from pykvedge.models.modelfile import check_mmproj, projector
+from pykvedge.native import libraries, llamacpp, memory
+from pykvedge.native.encoderwatch import EncoderWatch
+
+WORKSPACE = 128 << 20  # bytes that encoding an image takes beside the weights, about
+_LOOK_S = 0.05  # between two looks at what may end the wait for another conversation's image
+
+
+class Encoder:
+    """A loaded mmproj. `encode` may be called from several threads: they wait for each other."""
+
+    def __init__(self, path: str | os.PathLike[str], model: Model, threads: int, use_gpu: bool, verbose: bool) -> None:
+        """Raises ModelError if the file is no image encoder or does not fit the model, OutOfMemoryError."""
+        header = check_mmproj(path, model.header)
+        llama = llamacpp.start(verbose, vision=True)
+        if not use_gpu or not llama.llama_supports_gpu_offload():
+            # mtmd aborts where it cannot get the memory for the weights
+            memory.require(header.file_size + WORKSPACE, f"{path}", "close other programs")
+        mtmd = self.mtmd = libraries.mtmd()
+        self.projector = projector(header)
+        # drawn at random, so that no prompt contains it by accident
+        self.marker = f"<__image_{secrets.token_hex(8)}__>"
+        self._width = model.n_embd_input
+        self._lock, self._at_work_for = threading.Lock(), 0
+        params = mtmd.mtmd_context_params_default()
+        params.n_threads, params.use_gpu = threads, use_gpu
+        params.print_timings = params.warmup = False
+        params.media_marker = self.marker.encode()
+        layers = header.values.get("clip.vision.block_count")
+        self._watch = EncoderWatch(layers if isinstance(layers, int) else 1)
+        self._watch.install(params, llama.ggml_backend_sched_eval_callback)
+        with llamacpp.collected_errors() as lines:
+            self.handle = mtmd.mtmd_init_from_file(os.fsencode(path), model.handle, params)
+        if not self.handle:
+            self._watch.close()
+            raise ModelError(f"{path} cannot be loaded: {llamacpp.reason(lines, 'mtmd does not say why')}")
+        if not mtmd.mtmd_support_vision(self.handle):
+            self.close()
+            raise ModelError(f"{path} does not read images")
+
+    def close(self) -> None:
+        """Frees the image encoder. Does nothing the second time."""
+        if getattr(self, "handle", None):
+            self.mtmd.mtmd_free(self.handle)
+            self.handle = None
+            self._watch.close()
+
+    def encode(self, chunk: Any, n_tokens: int, look: Callable[[float], None]) -> np.ndarray:
+        """Embeddings [n_tokens, width] float32 of mtmd's chunk of an image. Raises ImageError, StateError.
+
+        look: called meanwhile with the share that is done; what it raises ends the encoding, and is raised.
+        """
+        with self._turn(look), llamacpp.collected_errors() as lines:
+            status = self._watch.run(lambda: self.mtmd.mtmd_encode_chunk(self.handle, chunk), look)
+            if status != 0:
+                raise ImageError(f"the image cannot be encoded: {llamacpp.reason(lines, 'mtmd does not say why')}")
+            out = np.ctypeslib.as_array(self.mtmd.mtmd_get_output_embd(self.handle), (n_tokens, self._width))
+            return out.copy()  # mtmd's own are overwritten by the next image
+
+    @contextmanager
+    def _turn(self, look: Callable[[float], None]) -> Iterator[None]:
+        """One thread at a time: mtmd has one place for what it computes, and one for the embeddings."""
+        me = threading.get_ident()
+        if self._at_work_for == me:
+            raise StateError("the image encoder is at work for this thread; do not ask about images in `progress`")
+        while not self._lock.acquire(timeout=_LOOK_S):
+            look(0.0)
+        self._at_work_for = me
+        try:
+            yield
+        finally:
+            self._at_work_for = 0
+            self._lock.release()

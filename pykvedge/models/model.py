@@ -1,0 +1,182 @@
+"""A language model on llama.cpp: loading, its vocabulary, and the text that it makes of tokens."""
+
+from __future__ import annotations
+
+import codecs
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pykvedge.errors import CancelledError, ModelError
+from pykvedge.models.modelfile import check_model
+from pykvedge.native import llamacpp, memory
+
+Progress = Callable[[str, float], None]  # (what, share done in 0..1)
+
+
+def silent(what: str, share: float) -> None:
+    """Progress that nobody looks at."""
+
+
+class Model:
+    """A loaded GGUF model. Close it when done; contexts made from it must be closed before."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        gpu_layers: int | None = None,
+        progress: Progress = silent,
+        cancel: threading.Event | None = None,
+        verbose: bool = False,
+    ) -> None:
+        """gpu_layers: layers put on the GPU, -1 for all; None: llama.cpp's default.
+
+        Raises ModelError, LibraryError, CancelledError.
+        """
+        self.header = check_model(path)
+        llama = self.llama = llamacpp.start(verbose, vision=False)
+        if gpu_layers == 0 or not llama.llama_supports_gpu_offload():
+            memory.require(self.header.file_size, f"{path}", "use a smaller model, or one of fewer bits")
+        params = llama.llama_model_default_params()
+        if gpu_layers is not None:
+            params.n_gpu_layers = gpu_layers
+
+        def report(share: float, _: Any) -> bool:
+            progress("loading the model", share)
+            return cancel is None or not cancel.is_set()
+
+        callback = llama.llama_progress_callback(report)
+        params.progress_callback = callback
+        with llamacpp.collected_errors() as lines:
+            self.handle = llama.llama_model_load_from_file(os.fsencode(path), params)
+        if cancel is not None and cancel.is_set():
+            self.close()
+            raise CancelledError
+        if not self.handle:
+            raise ModelError(f"{path} cannot be loaded: {llamacpp.reason(lines, 'llama.cpp does not say why')}")
+        self.vocab = llama.llama_model_get_vocab(self.handle)
+        self._check_usable(path)
+
+    def _check_usable(self, path: str | os.PathLike[str]) -> None:
+        llama = self.llama
+        if not llama.llama_model_has_decoder(self.handle) or llama.llama_model_has_encoder(self.handle):
+            self.close()
+            raise ModelError(f"{path} is no decoder-only language model; it cannot be used to chat")
+        if llama.llama_model_is_diffusion(self.handle):
+            self.close()
+            raise ModelError(f"{path} is a diffusion model; it does not generate token by token")
+        if llama.llama_vocab_n_tokens(self.vocab) < 1:
+            self.close()
+            raise ModelError(f"{path} has no vocabulary; convert the model again")
+
+    def close(self) -> None:
+        """Frees the model. Does nothing the second time."""
+        if getattr(self, "handle", None):
+            self.llama.llama_model_free(self.handle)
+            self.handle = None
+
+    @property
+    def path(self) -> Path:
+        """The file that it was loaded from."""
+        return self.header.path
+
+    @property
+    def n_ctx_train(self) -> int:
+        """Tokens that the model was trained to see at once."""
+        return self.llama.llama_model_n_ctx_train(self.handle)
+
+    @property
+    def n_embd_input(self) -> int:
+        """Width of the embeddings that the model takes."""
+        return self.llama.llama_model_n_embd_inp(self.handle)
+
+    @property
+    def has_mrope(self) -> bool:
+        """Whether a token has several positions (time, row and column: M-RoPE)."""
+        llama = self.llama
+        return llama.llama_model_rope_type(self.handle) in (llama.LLAMA_ROPE_TYPE_MROPE, llama.LLAMA_ROPE_TYPE_IMROPE)
+
+    @property
+    def n_vocab(self) -> int:
+        """Tokens in the vocabulary."""
+        return self.llama.llama_vocab_n_tokens(self.vocab)
+
+    @property
+    def n_layer(self) -> int:
+        """Layers of the model."""
+        return self.llama.llama_model_n_layer(self.handle)
+
+    def kv_bytes_per_token(self, element_bytes: float) -> int:
+        """Bytes of keys and values of one token over all layers, if every layer has plain attention."""
+        return int(self.n_layer * self.llama.llama_model_n_head_kv(self.handle) * self.pair_width * element_bytes)
+
+    @property
+    def pair_width(self) -> int:
+        """Numbers in one KV pair: the sizes of a key and of a value of one head."""
+        arch, values = self.header.architecture, self.header.values
+        n_head = max(self.llama.llama_model_n_head(self.handle), 1)
+        head = self.llama.llama_model_n_embd(self.handle) // n_head
+        k = int(values.get(f"{arch}.attention.key_length", head))
+        return k + int(values.get(f"{arch}.attention.value_length", head))
+
+    def chat_template(self) -> str | None:
+        """The Jinja template in the model's metadata, if there is one."""
+        text = self.llama.llama_model_chat_template(self.handle, None)
+        return text.decode("utf-8", "replace") if text else None
+
+    def special_text(self, which: str) -> str:
+        """Text of the "bos" or "eos" token, empty if the model has none."""
+        token = getattr(self.llama, f"llama_vocab_{which}")(self.vocab)
+        return self.llama.llama_vocab_get_text(self.vocab, token).decode("utf-8", "replace") if token >= 0 else ""
+
+    @property
+    def adds_bos(self) -> bool:
+        """Whether prompts start with a token that the tokeniser puts there by itself."""
+        return bool(self.llama.llama_vocab_get_add_bos(self.vocab))
+
+    def tokenize(self, text: str) -> list[int]:
+        """Tokens of a text; special tokens written out in it are recognised, none is added."""
+        data = text.encode("utf-8", "replace")
+        size = len(data) + 8
+        while True:
+            out = (self.llama.llama_token * size)()
+            n = self.llama.llama_tokenize(self.vocab, data, len(data), out, size, False, True)
+            if n >= 0:
+                return list(out[:n])
+            if -n <= size:
+                raise ModelError("the prompt cannot be tokenised")
+            size = -n
+
+    def is_end(self, token: int) -> bool:
+        """Whether the token ends an answer."""
+        return bool(self.llama.llama_vocab_is_eog(self.vocab, token))
+
+    def piece(self, token: int) -> bytes:
+        """The bytes that a token stands for, which may be part of a character; empty for a special token."""
+        import ctypes
+
+        size = 64
+        while True:
+            buffer = ctypes.create_string_buffer(size)
+            n = self.llama.llama_token_to_piece(self.vocab, token, buffer, size, 0, False)
+            if n >= 0:
+                return buffer.raw[:n]
+            size = -n
+
+
+class TextStream:
+    """Turns tokens into text, holding back bytes until they make whole characters."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, token: int) -> str:
+        """The text that this token completes, possibly empty."""
+        return self._decoder.decode(self._model.piece(token))
+
+    def finish(self) -> str:
+        """What an unfinished character at the end becomes."""
+        return self._decoder.decode(b"", final=True)

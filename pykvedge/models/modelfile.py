@@ -1,0 +1,89 @@
+"""Checks on model files before llama.cpp opens them: what it would abort on, or report in terms of its own source."""
+
+from __future__ import annotations
+
+import os
+
+from pykvedge.errors import ModelError
+from pykvedge.models.gguf import Header, read_header
+
+# projector type -> (tensor, dimension counted from the fastest) that holds the width of its output
+_OUTPUT_WIDTH = {
+    "mlp": ("mm.2.weight", 1),
+    "ldpv2": ("mm.model.peg.0.bias", 0),
+    "qwen2vl_merger": ("mm.2.bias", 0),
+    "qwen2.5vl_merger": ("mm.2.bias", 0),
+    "internvl": ("mm.model.mlp.3.weight", 1),
+    "idefics3": ("mm.model.fc.weight", 1),
+    "gemma3": ("mm.input_projection.weight", 0),
+}
+# projectors whose images have positions in two dimensions, and projectors whose images cannot have them
+_NEEDS_M_ROPE = ("qwen2vl_merger", "qwen2.5vl_merger", "qwen3vl_merger")
+_NEEDS_PLAIN_ROPE = ("mlp", "ldp", "ldpv2", "gemma3", "idefics3", "internvl")
+# general.file_type: what most of the weights are stored as
+_FILE_TYPES = {
+    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M",
+    13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 19: "IQ2_XXS", 20: "IQ2_XS",
+    21: "Q2_K_S", 22: "IQ3_XS", 23: "IQ3_XXS", 24: "IQ1_S", 25: "IQ4_NL", 26: "IQ3_S", 27: "IQ3_M", 28: "IQ2_S",
+    29: "IQ2_M", 30: "IQ4_XS", 31: "IQ1_M", 32: "BF16", 36: "TQ1_0", 37: "TQ2_0", 38: "MXFP4_MOE",
+}  # fmt: skip
+
+
+def facts(header: Header) -> tuple[str, str, str]:
+    """Name (of the model, else of its file), file name, and quantisation ("" where the file does not say)."""
+    kind = header.values.get("general.file_type")
+    name = str(header.values.get("general.name") or header.path.stem)
+    return name, header.path.name, _FILE_TYPES.get(kind, "") if isinstance(kind, int) else ""
+
+
+def check_model(path: str | os.PathLike[str]) -> Header:
+    """The header of a language model. Raises ModelError if the file is none."""
+    header = read_header(path)
+    if header.architecture == "clip":
+        raise ModelError(f"{path} is an image encoder; pass it as --mmproj and the language model as --model")
+    if not header.architecture:
+        raise ModelError(f"{path} does not say which architecture it has; convert the model again")
+    if not header.tensors:
+        raise ModelError(f"{path} holds no weights (a vocabulary only?); use a complete model")
+    return header
+
+
+def check_mmproj(path: str | os.PathLike[str], model: Header) -> Header:
+    """The header of an mmproj that fits the model. Raises ModelError if it is none or does not fit."""
+    header = read_header(path)
+    if header.architecture != "clip":
+        kind = header.architecture or "unknown"
+        raise ModelError(f"{path} is a '{kind}' model, not an image encoder (mmproj); swap --model and --mmproj?")
+    if not header.values.get("clip.has_vision_encoder"):
+        raise ModelError(f"{path} has no image encoder; use the mmproj that was made for this model's images")
+    width, expected = _output_width(header), _embedding_width(model)
+    if width and expected and width != expected:
+        raise ModelError(
+            f"{path} makes embeddings of width {width}, the model {model.path} takes {expected}; "
+            "use the mmproj that belongs to this model"
+        )
+    kind, m_rope = projector(header), f"{model.architecture}.rope.dimension_sections" in model.arrays
+    if (kind in _NEEDS_M_ROPE and not m_rope) or (kind in _NEEDS_PLAIN_ROPE and m_rope):
+        raise ModelError(
+            f"{path} (projector '{kind}') was not made for a '{model.architecture}' model; "
+            "use the mmproj that belongs to this model"
+        )
+    return header
+
+
+def projector(header: Header) -> str:
+    """Type of an mmproj's projector, as llama.cpp names it; empty if it does not say."""
+    values = header.values
+    return str(values.get("clip.projector_type") or values.get("clip.vision.projector_type") or "")
+
+
+def _output_width(header: Header) -> int | None:
+    name, dim = _OUTPUT_WIDTH.get(projector(header), ("", 0))
+    tensor = header.tensors.get(name)
+    return tensor.shape[dim] if tensor and dim < len(tensor.shape) else None
+
+
+def _embedding_width(model: Header) -> int | None:
+    width = model.values.get(f"{model.architecture}.embedding_length")
+    deepstack = model.values.get(f"{model.architecture}.n_deepstack_layers", 0)
+    return int(width) * (1 + int(deepstack)) if isinstance(width, int) else None

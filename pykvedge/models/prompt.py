@@ -1,0 +1,153 @@
+"""From a conversation to text: the model's own chat template, rendered turn by turn."""
+
+from __future__ import annotations
+
+import datetime
+import re
+import secrets
+from dataclasses import dataclass, field
+from typing import Any
+
+from pykvedge.errors import ModelError, UsageError
+from pykvedge.models.images import Picture
+
+# what models without a template are mostly trained on: LLaVA-1.5's conversation, itself Vicuna's
+FALLBACK = (
+    "{{ bos_token }}"
+    "{% if messages[0].role == 'system' %}{{ messages[0].content }} {% else %}"
+    "A chat between a curious human and an artificial intelligence assistant. "
+    "The assistant gives helpful, detailed, and polite answers to the human's questions. {% endif %}"
+    "{% for message in messages %}"
+    "{% if message.role == 'user' %}USER: {{ message.content }} {% endif %}"
+    "{% if message.role == 'assistant' %}ASSISTANT: {{ message.content }}{{ eos_token }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
+)
+
+
+IMAGE = "<image>"  # in a prompt: a picture goes here; the word itself is written \<image>
+_PLACE = re.compile(r"\\?" + IMAGE)
+
+
+def places(text: str) -> int:
+    """How many pictures a prompt gives a place in its text."""
+    return sum(found == IMAGE for found in _PLACE.findall(text))
+
+
+def check_places(text: str, n_pictures: int) -> None:
+    """Raises UsageError unless a prompt has a place for each of its pictures, or none at all."""
+    n = places(text)
+    if n and n != n_pictures:
+        raise UsageError(
+            f"the prompt has {n} {'place' if n == 1 else 'places'} for images ({IMAGE}), and {n_pictures or 'no'} "
+            f"{'image was' if n_pictures == 1 else 'images were'} given; for the word itself write \\{IMAGE}"
+        )
+
+
+@dataclass
+class Message:
+    """One turn of a conversation."""
+
+    role: str  # system, user or assistant
+    text: str
+    pictures: list[Picture] = field(default_factory=list)
+
+    def content(self, marker: str, before: int = 0) -> str:
+        """The text with the marker where its pictures go. before: pictures in earlier messages.
+
+        A text without places (`IMAGE`) comes after a line per picture. Pictures have numbers as their names there,
+        counted through the conversation; the only one of a first message has none.
+        """
+        if self.role != "user" and not self.pictures:
+            return self.text
+        n = len(self.pictures)
+        placed = places(self.text) == n
+        text = _PLACE.sub(lambda found: marker if placed and found[0] == IMAGE else IMAGE, self.text)
+        if placed or n == 0:
+            return text
+        if before + n == 1:
+            return f"{marker}\n{text}"
+        return "".join(f"Image {before + i + 1}: {marker}\n" for i in range(n)) + text
+
+
+def contents(messages: list[Message], marker: str) -> list[dict[str, str]]:
+    """Role and content of each message of a conversation, as chat templates want them."""
+    before = 0
+    out = []
+    for message in messages:
+        out.append({"role": message.role, "content": message.content(marker, before)})
+        before += len(message.pictures)
+    return out
+
+
+class ChatTemplate:
+    """A Jinja chat template, run in a sandbox."""
+
+    def __init__(self, source: str | None, bos: str, eos: str) -> None:
+        """source: None takes the fallback. Raises ModelError for a template that is no Jinja."""
+        from jinja2 import TemplateError
+        from jinja2.ext import loopcontrols
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        environment.globals["raise_exception"] = _refuse
+        environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+        environment.filters["tojson"] = _tojson
+        self._tokens = {"bos_token": bos, "eos_token": eos}
+        try:
+            self._template = environment.from_string(source or FALLBACK)
+        except TemplateError as error:
+            raise ModelError(f"the model's chat template cannot be read: {error}") from None
+
+    def first(self, messages: list[Message], marker: str) -> str:
+        """The whole conversation up to where the assistant is to answer."""
+        return self._render(contents(messages, marker))
+
+    def following(self, messages: list[Message], marker: str) -> str:
+        """What comes after the last answer: its end, the user's new message, and the start of the next answer.
+
+        messages: the conversation, the last three of them user, assistant, user.
+        """
+        # a stand-in for the answer is found again whatever the template does around it
+        stand_in = secrets.token_hex(16)
+        rendered = contents(messages, marker)
+        rendered[-2] = {"role": "assistant", "content": stand_in}
+        _, found, rest = self._render(rendered).partition(stand_in)
+        if not found:  # a template that drops earlier answers
+            rest = self._render(rendered[-1:])
+        return rest
+
+    def lead(self) -> str:
+        """What the template puts between where the assistant is to answer and the answer, mostly a space or nothing."""
+        stand_in = secrets.token_hex(16)
+        question = {"role": "user", "content": "?"}
+        answered = [question, {"role": "assistant", "content": stand_in}]
+        before = self._render(answered, prompt=False).partition(stand_in)[0]
+        asked = self._render([question])
+        return before[len(asked) :] if before.startswith(asked) else ""
+
+    def _render(self, messages: list[dict[str, str]], prompt: bool = True) -> str:
+        try:
+            return self._run(messages, prompt)
+        except Exception as error:  # a template is a program: it fails in any way
+            if messages[0]["role"] != "system" or len(messages) < 2:
+                raise ModelError(f"the model's chat template fails: {error}") from None
+        # some templates know no system role: its text then opens the first message
+        system, first, *rest = messages
+        joined = {"role": first["role"], "content": f"{system['content']}\n\n{first['content']}"}
+        return self._render([joined, *rest], prompt)
+
+    def _run(self, messages: list[dict[str, str]], prompt: bool) -> str:
+        return self._template.render(messages=messages, add_generation_prompt=prompt, **self._tokens)
+
+
+def _refuse(message: str) -> Any:
+    from jinja2 import TemplateError
+
+    raise TemplateError(message)
+
+
+def _tojson(value: Any, indent: int | None = None) -> str:
+    import json
+
+    return json.dumps(value, ensure_ascii=False, indent=indent)

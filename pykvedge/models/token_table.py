@@ -1,0 +1,55 @@
+"""Text as embeddings: the rows of a model's token table, so that text and images go through the layers in one pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from pykvedge.errors import ModelError, UnsupportedError
+from pykvedge.models.gguf import Header, tensor_bytes
+
+TABLE = "token_embd.weight"
+
+# Architectures that treat a row of the table as they treat the token itself. Others scale or extend what comes from
+# tokens alone (Gemma 3 multiplies by the root of the width), which an embedding from outside would miss.
+SAME_FOR_BOTH = frozenset(
+    {"baichuan", "command-r", "internlm2", "lfm2", "llama", "minicpm", "mistral3", "olmo", "olmo2", "phi2", "phi3",
+     "qwen2", "qwen2moe", "qwen2vl", "qwen3", "qwen3moe", "qwen3vl", "qwen3vlmoe", "smollm3", "stablelm", "starcoder2"}
+)  # fmt: skip
+
+
+class TokenTable:
+    """The token embeddings of a GGUF file, read row by row as they are asked for."""
+
+    def __init__(self, header: Header) -> None:
+        """Raises UnsupportedError if a token is more than a row of the table, or its type has no reader."""
+        from gguf import GGMLQuantizationType
+
+        if header.architecture not in SAME_FOR_BOTH:
+            raise UnsupportedError(
+                f"{header.path.name}: text of {header.architecture} models cannot be given as embeddings"
+            )
+        tensor = header.tensors.get(TABLE)
+        if tensor is None or len(tensor.shape) != 2 or tensor_bytes(tensor) is None:
+            raise UnsupportedError(f"{header.path.name} has no token table that can be read")
+        self.width, self.n_vocab = tensor.shape
+        self._type = GGMLQuantizationType(tensor.type)
+        size = tensor_bytes(tensor)
+        try:
+            start = header.data_start + tensor.offset
+            data = np.memmap(header.path, dtype=np.uint8, mode="r", offset=start, shape=(size,))
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{header.path} cannot be read: {error}") from None
+        self._rows: Any = data.reshape(self.n_vocab, -1)
+
+    def rows(self, tokens: list[int]) -> np.ndarray:
+        """[n, width] float32: what llama.cpp's get_rows gives for these tokens."""
+        from gguf import quants
+
+        rows = np.ascontiguousarray(self._rows[np.asarray(tokens, dtype=np.int64)])
+        try:
+            out = quants.dequantize(rows, self._type)
+        except NotImplementedError:
+            raise UnsupportedError(f"a token table of type {self._type.name} cannot be read") from None
+        return np.ascontiguousarray(out, dtype=np.float32).reshape(len(tokens), self.width)

@@ -1,0 +1,147 @@
+"""The prompt as a list of text and image pieces, and the embeddings of the images."""
+
+from __future__ import annotations
+
+import ctypes
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pykvedge.errors import ImageError, UsageError
+from pykvedge.models.encoder import Encoder
+from pykvedge.models.images import Picture
+from pykvedge.models.imagetokens import Places, places
+from pykvedge.native import llamacpp
+
+
+@dataclass
+class TextPiece:
+    """Tokens of text."""
+
+    tokens: list[int]
+
+    @property
+    def n_tokens(self) -> int:
+        """How many."""
+        return len(self.tokens)
+
+
+@dataclass
+class ImagePiece:
+    """An image, or a part of one, as the model wants it: mtmd's chunk, and its embeddings once it is encoded."""
+
+    chunk: Any  # mtmd_input_chunk *, owned
+    n_tokens: int
+    key: str  # equal for pieces that have equal embeddings
+    embeddings: np.ndarray | None = None  # [n_tokens, width] float32
+    places: Places | None = None  # None: what each token shows is not known
+
+
+Piece = TextPiece | ImagePiece
+
+
+class Vision:
+    """What one conversation sees through an encoder, which others may share."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        self.encoder = encoder
+        self.mtmd = encoder.mtmd
+        self._encoded: dict[str, np.ndarray] = {}
+
+    @property
+    def handle(self) -> Any:
+        """The mtmd_context."""
+        return self.encoder.handle
+
+    @property
+    def marker(self) -> str:
+        """What stands for a picture in the text of a prompt."""
+        return self.encoder.marker
+
+    def non_causal(self) -> bool:
+        """Whether the tokens of an image look at each other in both directions."""
+        return bool(self.mtmd.mtmd_decode_use_non_causal(self.handle, None))
+
+    def split(self, text: str, pictures: list[Picture]) -> list[Piece]:
+        """The prompt in pieces; `text` holds `marker` once for every picture.
+
+        Raises ImageError when a picture cannot be prepared, UsageError when markers and pictures differ in number.
+        """
+        mtmd = self.mtmd
+        data = text.encode("utf-8", "replace")
+        given = mtmd.mtmd_input_text(data, len(data), False, True)
+        bitmaps = [self._bitmap(p) for p in pictures]
+        chunks = mtmd.mtmd_input_chunks_init()
+        try:
+            array = (ctypes.c_void_p * len(bitmaps))(*bitmaps)
+            with llamacpp.collected_errors() as lines:
+                status = mtmd.mtmd_tokenize(self.handle, chunks, ctypes.byref(given), array, len(bitmaps))
+            if status == 1:
+                raise UsageError(f"the prompt has not as many image places as images, {len(pictures)}")
+            if status != 0:
+                names = ", ".join(p.name for p in pictures)
+                raise ImageError(f"{names} cannot be prepared: {llamacpp.reason(lines, 'mtmd does not say why')}")
+            return self._pieces(chunks)
+        finally:
+            mtmd.mtmd_input_chunks_free(chunks)
+            for bitmap in bitmaps:
+                mtmd.mtmd_bitmap_free(bitmap)
+
+    def _bitmap(self, picture: Picture) -> Any:
+        pixels = (ctypes.c_uint8 * len(picture.rgb)).from_buffer_copy(picture.rgb)
+        bitmap = self.mtmd.mtmd_bitmap_init(picture.width, picture.height, pixels)
+        self.mtmd.mtmd_bitmap_set_id(bitmap, picture.key.encode())
+        return bitmap
+
+    def _pieces(self, chunks: Any) -> list[Piece]:
+        mtmd = self.mtmd
+        out: list[Piece] = []
+        parts: Counter[str] = Counter()  # models that cut an image into slices make several chunks of it
+        for i in range(mtmd.mtmd_input_chunks_size(chunks)):
+            chunk = mtmd.mtmd_input_chunks_get(chunks, i)
+            kind = mtmd.mtmd_input_chunk_get_type(chunk)
+            if kind == mtmd.MTMD_INPUT_CHUNK_TYPE_TEXT:
+                n = ctypes.c_size_t()
+                tokens = mtmd.mtmd_input_chunk_get_tokens_text(chunk, ctypes.byref(n))
+                out.append(TextPiece(list(tokens[: n.value])))
+            elif kind == mtmd.MTMD_INPUT_CHUNK_TYPE_IMAGE:
+                n_tokens = mtmd.mtmd_input_chunk_get_n_tokens(chunk)
+                key = (mtmd.mtmd_input_chunk_get_id(chunk) or b"").decode()
+                tokens = mtmd.mtmd_input_chunk_get_tokens_image(chunk)
+                grid = (mtmd.mtmd_image_tokens_get_nx(tokens), mtmd.mtmd_image_tokens_get_ny(tokens))
+                copy = mtmd.mtmd_input_chunk_copy(chunk)
+                shown = places(self.encoder.projector, grid, n_tokens)
+                out.append(ImagePiece(copy, n_tokens, f"{key}/{parts[key]}", places=shown))
+                parts[key] += 1
+            else:
+                raise UsageError("the prompt holds something that is neither text nor image")
+        return out
+
+    def encode(self, piece: ImagePiece, look: Callable[[float], None] = lambda share: None) -> None:
+        """Fills in the embeddings. Raises ImageError, StateError.
+
+        look: called meanwhile with the share that is done; what it raises ends the encoding, and is raised.
+        """
+        if piece.key not in self._encoded:
+            self._encoded[piece.key] = self.encoder.encode(piece.chunk, piece.n_tokens, look)
+        piece.embeddings = self._encoded[piece.key]
+
+    def forget(self) -> None:
+        """Drops the embeddings of images seen so far."""
+        self._encoded.clear()
+
+    def drop(self, piece: ImagePiece) -> None:
+        """Frees all that is held of an image that was read and will not come again."""
+        self._encoded.pop(piece.key, None)
+        piece.embeddings = None
+        self.release([piece])
+
+    def release(self, pieces: list[Piece]) -> None:
+        """Frees what mtmd holds of the pieces."""
+        for piece in pieces:
+            if isinstance(piece, ImagePiece) and piece.chunk:
+                self.mtmd.mtmd_input_chunk_free(piece.chunk)
+                piece.chunk = None

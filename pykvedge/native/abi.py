@@ -1,0 +1,229 @@
+"""kvedge.h as ctypes declares it: structs, prototypes, and the library itself. Nothing is loaded on import.
+
+For libkvedge.py alone, which is what the rest of the package uses.
+"""
+
+from __future__ import annotations
+
+import ctypes as c
+import functools
+import itertools
+from typing import Any, NamedTuple
+
+from pykvedge import errors
+from pykvedge.native import libraries
+
+ABI_VERSION = 1
+KV_TYPE = {"f16": 0, "bf16": 1, "f32": 2, "q8_0": 3, "q4_0": 4, "kivi4": 5, "kivi2": 6}
+STAGE_NUMBER = {"scorer": 0, "allocator": 1, "reducer": 2, "decode": 3}
+_ERROR_OF_STATUS: dict[int, type[errors.KvedgeError]] = {
+    1: errors.UsageError,
+    2: errors.UnknownNameError,
+    3: errors.BudgetError,
+    4: errors.OutOfMemoryError,
+    5: errors.NothingToCompressError,
+    6: errors.StateError,
+    7: errors.UnsupportedError,
+    8: errors.PluginError,
+    9: errors.SessionFileError,
+}
+
+
+@functools.cache
+def lib() -> c.CDLL:
+    """libkvedge with its prototypes. Raises LibraryError when it is missing or of another version."""
+    handle = libraries.kvedge()
+    _declare(handle)
+    return handle
+
+
+class Declared(NamedTuple):
+    """A kvedge_setting: of words the fallback is an index, step 0 is any number."""
+
+    name: str
+    help: str
+    fallback: float
+    lowest: float
+    highest: float
+    step: int
+    choices: tuple[str, ...]
+
+
+def stage_settings(stage: str, member: str) -> list[Declared]:
+    """Settings of a member of the library's, by its name."""
+    found = (lib().kvedge_stage_setting(STAGE_NUMBER[stage], member.encode(), i) for i in itertools.count())
+    return [setting.contents.declared for setting in itertools.takewhile(bool, found)]
+
+
+# ------------------------------------------------------------------------------------------------------------
+# kvedge.h
+
+
+def text(value: bytes | None) -> str:
+    """A char * of the library's or of a plugin's."""
+    return (value or b"").decode("utf-8", "replace")
+
+
+class Error(c.Structure):
+    """kvedge_error."""
+
+    _fields_ = [("status", c.c_int), ("message", c.c_char * 500)]
+
+    @property
+    def text(self) -> str:
+        """The message."""
+        return text(self.message)
+
+
+class Setting(c.Structure):
+    """kvedge_setting."""
+
+    _fields_ = [
+        ("name", c.c_char_p),
+        ("help", c.c_char_p),
+        *((name, c.c_double) for name in ("fallback", "lowest", "highest")),
+        ("step", c.c_int32),
+        ("choices", c.c_char_p),
+    ]
+
+    @property
+    def declared(self) -> Declared:
+        """A copy in Python's own types."""
+        words = tuple(text(self.choices).split(",")) if self.choices else ()
+        return Declared(text(self.name), text(self.help), self.fallback, self.lowest, self.highest, self.step, words)
+
+
+class Options(c.Structure):
+    """kvedge_options."""
+
+    _fields_ = [
+        ("struct_size", c.c_size_t),
+        ("type", c.c_int),
+        ("n_threads", c.c_int32),
+        ("auto_compress", c.c_bool),
+        ("type_k", c.c_int),
+        ("type_v", c.c_int),
+    ]
+
+
+class Stats(c.Structure):
+    """kvedge_stats: bytes are of buffers that exist, times in microseconds."""
+
+    _fields_ = [
+        ("struct_size", c.c_size_t),
+        *((name, c.c_int32) for name in (
+            "n_layers", "n_heads_kv", "n_tokens", "n_image_tokens", "n_compressions", "n_pending")),
+        *((name, c.c_uint64) for name in (
+            "bytes", "index_bytes", "score_bytes", "before_bytes", "after_bytes", "peak_bytes")),
+        ("compress_us", c.c_int64),
+    ]  # fmt: skip
+
+
+class Saved(c.Structure):
+    """kvedge_saved."""
+
+    _fields_ = [
+        ("struct_size", c.c_size_t),
+        ("file_bytes", c.c_uint64),
+        ("note_bytes", c.c_uint64),
+        ("model", c.c_char * 256),
+    ]
+
+
+class GivenArrays(c.Structure):
+    """kvedge_arrays."""
+
+    _fields_ = [
+        *((name, c.c_int32) for name in ("n_layers", "n_heads", "n_heads_kv", "n_tokens", "head_size")),
+        *((name, c.c_void_p) for name in ("q", "k", "v", "image_mask")),
+    ]
+
+
+_P = c.c_void_p
+_I = c.c_int32
+_ERR = c.c_void_p  # an Error
+_OUT = c.POINTER(c.c_void_p)
+Look = c.CFUNCTYPE(c.c_bool, _I, _P)  # kvedge_encoder_look
+_PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
+    "version": (c.c_char_p, []),
+    "abi_version": (_I, []),
+    "simd": (c.c_char_p, []),
+    "kernels": (c.c_char_p, [_I]),
+    "check_kernels": (c.c_int, [c.c_char_p, _ERR]),
+    "load_backends": (c.c_int, [_ERR]),
+    "stage_count": (_I, [c.c_int]),
+    "stage_name": (c.c_char_p, [c.c_int, _I]),
+    "stage_setting": (c.POINTER(Setting), [c.c_int, c.c_char_p, _I]),
+    "plan_create": (c.c_int, [_OUT, _ERR]),
+    "plan_free": (None, [_P]),
+    "plan_set": (c.c_int, [_P, c.c_char_p, c.c_char_p, _ERR]),
+    "plan_set_profile": (c.c_int, [_P, c.c_int, _P, _P, _I, _I, _ERR]),
+    "plan_check": (c.c_int, [_P, _ERR]),
+    "plan_budget": (_I, [_P, _I]),
+    "plan_later_budget": (_I, [_P, _I]),
+    "plan_check_stream": (c.c_int, [_P, _ERR]),
+    "plan_score_bytes": (c.c_uint64, [_P, _I, _I, _I, _I]),
+    **{f"plan_add_{stage}": (c.c_int, [_P, _P, _ERR]) for stage in ("scorer", "allocator", "reducer")},
+    "options_default": (Options, []),
+    "attach": (c.c_int, [_P, _P, c.POINTER(Options), _OUT, _ERR]),
+    "detach": (None, [_P]),
+    "set_plan": (c.c_int, [_P, _P, _ERR]),
+    "set_sequence_plan": (c.c_int, [_P, _I, _P, _ERR]),
+    "set_auto_compress": (c.c_int, [_P, c.c_bool, _ERR]),
+    "plan_check_bounded": (c.c_int, [_P, c.c_int, c.c_int, _ERR]),
+    "bound_prompt": (c.c_int, [_P, _I, _P, _I, _ERR]),
+    "bounded_layers": (_I, [_P, _I]),
+    "compress": (c.c_int, [_P, _I, _ERR]),
+    "compress_stream": (c.c_int, [_P, _I, _ERR]),
+    "cells": (_I, [_P, _I]),
+    "take_error": (c.c_int, [_P, _ERR]),
+    "get_stats": (c.c_int, [_P, _I, c.POINTER(Stats), _ERR]),
+    "layer_id": (_I, [_P, _I]),
+    "head_length": (_I, [_P, _I, _I, _I]),
+    "query_heads": (_I, [_P, _I]),
+    "watch": (c.c_int, [_P, c.c_bool, _ERR]),
+    "attention": (c.c_int, [_P, _I, _I, _I, c.POINTER(c.c_float), _I, _ERR]),
+    "head_tokens": (c.c_int, [_P, _I, _I, _I, c.POINTER(_I), _I, _ERR]),
+    "layer_shape": (c.c_int, [_P, _I, *[c.POINTER(_I)] * 4, _ERR]),
+    "head_rows": (c.c_int, [_P, _I, _I, _I, c.POINTER(c.c_float), c.POINTER(c.c_float), _I, _ERR]),
+    "pending_scores": (c.c_int, [_P, _I, _I, c.POINTER(c.c_float), _I, _ERR]),
+    "save": (c.c_int, [_P, _I, c.c_char_p, c.c_char_p, c.c_char_p, c.c_size_t, _ERR]),
+    "load": (c.c_int, [_P, _I, c.c_char_p, c.c_char_p, _ERR]),
+    "read_saved": (c.c_int, [c.c_char_p, c.POINTER(Saved), _P, c.c_size_t, _ERR]),
+    "encoder_create": (c.c_int, [_OUT, _ERR]),
+    "encoder_free": (None, [_P]),
+    "encoder_set_look": (None, [_P, Look, _P]),
+    "encoder_eval": (c.c_bool, [_P, c.c_bool, _P]),
+    "encoder_release": (c.c_uint64, [_P]),
+    "compress_arrays_as": (c.c_int, [_P, c.POINTER(GivenArrays), c.c_int, c.c_int, _I, _OUT, _ERR]),
+    "stream_arrays": (c.c_int, [_P, c.POINTER(GivenArrays), c.c_int, c.c_int, _I, _I, _OUT, _ERR]),
+    "result_free": (None, [_P]),
+    "result_length": (_I, [_P, _I, _I]),
+    "result_kept": (c.POINTER(_I), [_P, _I, _I]),
+    "result_k": (c.POINTER(c.c_float), [_P, _I, _I]),
+    "result_v": (c.POINTER(c.c_float), [_P, _I, _I]),
+    "result_scores": (c.POINTER(c.c_float), [_P, _I, _I]),
+    "result_attention": (c.POINTER(c.c_float), [_P, _I]),
+}
+
+
+def _declare(handle: c.CDLL) -> None:
+    for name, (result, arguments) in _PROTOTYPES.items():
+        try:
+            function = getattr(handle, f"kvedge_{name}")
+        except AttributeError:
+            raise errors.LibraryError(f"libkvedge lacks kvedge_{name}; {libraries.HOW_TO_BUILD}") from None
+        function.restype, function.argtypes = result, arguments
+
+
+def raise_(error: Error) -> None:
+    """Raises what the status of a kvedge_error stands for (errors.py)."""
+    message = error.text or f"libkvedge failed with status {error.status}"
+    raise _ERROR_OF_STATUS.get(error.status, errors.KvedgeError)(message)
+
+
+def call(name: str, *arguments: Any) -> None:
+    """kvedge_NAME(arguments, &error). Raises where it fails."""
+    error = Error()
+    if getattr(lib(), f"kvedge_{name}")(*arguments, c.byref(error)) != 0:
+        raise_(error)

@@ -1,0 +1,60 @@
+"""An image encoder of libmtmd at work, by kvedge-encoder.h: how far it is, its end before the end, and its memory."""
+
+from __future__ import annotations
+
+import ctypes as c
+from collections.abc import Callable
+from typing import Any
+
+from pykvedge.native.abi import Look, call, lib
+
+
+class EncoderWatch:
+    """A kvedge_encoder, for one mtmd context."""
+
+    def __init__(self, n_layers: int) -> None:
+        """n_layers: of the encoder. Raises OutOfMemoryError."""
+        self._n_layers = max(n_layers, 1)
+        self._handle = c.c_void_p()
+        call("encoder_create", c.byref(self._handle))
+
+    def install(self, params: Any, callback: Any) -> None:
+        """Makes itself known in an mtmd_context_params. callback: the bindings' type of cb_eval."""
+        params.cb_eval = c.cast(lib().kvedge_encoder_eval, callback)
+        params.cb_eval_user_data = self._handle
+
+    def run(self, encode: Callable[[], int], look: Callable[[float], None]) -> int:
+        """encode(), and the memory goes back if it returns 0. look(share done) is called after every layer.
+
+        What look raises, KeyboardInterrupt as well, stops the encoder and is raised here.
+        """
+        failure: BaseException | None = None
+
+        def at(layer: int, _: Any) -> bool:
+            nonlocal failure
+            try:
+                look(min((layer + 1) / self._n_layers, 1.0))
+            except BaseException as error:
+                failure = error
+            return failure is None
+
+        called = Look(at)
+        lib().kvedge_encoder_set_look(self._handle, called, None)
+        try:
+            status = encode()
+        finally:
+            lib().kvedge_encoder_set_look(self._handle, Look(), None)
+        if status == 0:
+            self.release()
+        if failure is not None:
+            raise failure
+        return status
+
+    def release(self) -> int:
+        """Gives the pages back, right after an image was encoded. Returns their bytes; 0 on a GPU."""
+        return lib().kvedge_encoder_release(self._handle)
+
+    def close(self) -> None:
+        """After mtmd_free. Does nothing the second time."""
+        lib().kvedge_encoder_free(self._handle)
+        self._handle = c.c_void_p()

@@ -1,0 +1,263 @@
+"""ggml by ctypes: devices, what the CPU code was built with, and products of one weight."""
+
+from __future__ import annotations
+
+import ctypes as c
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pykvedge.errors import LibraryError
+from pykvedge.native import libraries, llamacpp
+
+if TYPE_CHECKING:
+    import numpy as np
+
+F32, I32, CPU = 0, 26, 0  # ggml_type, and the ggml_backend_dev_type of processors
+KINDS = {0: "CPU", 1: "GPU", 2: "integrated GPU", 3: "accelerator"}
+_WEIGHTS = 1  # ggml_backend_buffer_usage
+_P, _S, _L = c.c_void_p, c.c_size_t, c.c_int64
+
+
+class _InitParams(c.Structure):
+    _fields_ = [("mem_size", _S), ("mem_buffer", _P), ("no_alloc", c.c_bool)]
+
+
+class _Feature(c.Structure):
+    _fields_ = [("name", c.c_char_p), ("value", c.c_char_p)]
+
+
+_TO_FLOAT = c.CFUNCTYPE(None, _P, _P, _L)
+
+
+class _Traits(c.Structure):
+    """ggml_type_traits."""
+
+    _fields_ = [
+        ("name", c.c_char_p), ("block", _L), ("interleave", _L), ("size", _S), ("quantised", c.c_bool),
+        ("to_float", _TO_FLOAT),
+    ]  # fmt: skip
+
+
+_PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
+    "ggml_init": (_P, [_InitParams]),
+    "ggml_free": (None, [_P]),
+    "ggml_new_tensor_2d": (_P, [_P, c.c_int, _L, _L]),
+    "ggml_new_tensor_3d": (_P, [_P, c.c_int, _L, _L, _L]),
+    "ggml_mul_mat": (_P, [_P, _P, _P]),
+    "ggml_mul_mat_id": (_P, [_P, _P, _P, _P]),
+    "ggml_new_graph": (_P, [_P]),
+    "ggml_build_forward_expand": (None, [_P, _P]),
+    "ggml_nbytes": (_S, [_P]),
+    "ggml_row_size": (_S, [c.c_int, _L]),
+    "ggml_quantize_chunk": (_S, [c.c_int, _P, _P, _L, _L, _L, _P]),
+    "ggml_get_type_traits": (c.POINTER(_Traits), [c.c_int]),
+    "ggml_backend_dev_count": (_S, []),
+    "ggml_backend_dev_get": (_P, [_S]),
+    "ggml_backend_dev_by_type": (_P, [c.c_int]),
+    "ggml_backend_dev_name": (c.c_char_p, [_P]),
+    "ggml_backend_dev_description": (c.c_char_p, [_P]),
+    "ggml_backend_dev_type": (c.c_int, [_P]),
+    "ggml_backend_dev_memory": (None, [_P, c.POINTER(_S), c.POINTER(_S)]),
+    "ggml_backend_dev_backend_reg": (_P, [_P]),
+    "ggml_backend_dev_buffer_type": (_P, [_P]),
+    "ggml_backend_dev_init": (_P, [_P, c.c_char_p]),
+    "ggml_backend_dev_supports_op": (c.c_bool, [_P, _P]),
+    "ggml_backend_reg_get_proc_address": (_P, [_P, c.c_char_p]),
+    "ggml_backend_free": (None, [_P]),
+    "ggml_backend_buft_name": (c.c_char_p, [_P]),
+    "ggml_backend_buft_alloc_buffer": (_P, [_P, _S]),
+    "ggml_backend_buft_get_alloc_size": (_S, [_P, _P]),
+    "ggml_backend_buffer_get_base": (_P, [_P]),
+    "ggml_backend_buffer_set_usage": (None, [_P, c.c_int]),
+    "ggml_backend_buffer_free": (None, [_P]),
+    "ggml_backend_alloc_ctx_tensors_from_buft": (_P, [_P, _P]),
+    "ggml_backend_tensor_alloc": (c.c_int, [_P, _P, _P]),
+    "ggml_backend_tensor_set": (None, [_P, _P, _S, _S]),
+    "ggml_backend_tensor_get": (None, [_P, _P, _S, _S]),
+    "ggml_backend_graph_compute": (c.c_int, [_P, _P]),
+}
+
+
+@functools.cache
+def _function(name: str) -> Any:
+    for handle in _handles():
+        if (function := getattr(handle, name, None)) is not None:
+            function.restype, function.argtypes = _PROTOTYPES[name]
+            return function
+    raise LibraryError(f"ggml has no function {name}; {libraries.HOW_TO_BUILD}")
+
+
+@functools.cache
+def _handles() -> list[c.CDLL]:
+    llamacpp.start(verbose=False, vision=False)
+    place = libraries.require_dir()
+    return [c.CDLL(str(place / libraries.file_name(name))) for name in ("ggml-base", "ggml")]
+
+
+def call(name: str, *arguments: Any) -> Any:
+    """ggml_NAME(...). Raises LibraryError where ggml has no such function."""
+    return _function(f"ggml_{name}")(*arguments)
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device of ggml's."""
+
+    handle: int
+    name: str
+    description: str
+    kind: str
+    total_bytes: int
+    free_bytes: int
+
+
+def devices() -> list[Device]:
+    """Every device that ggml found."""
+    found = []
+    for i in range(call("backend_dev_count")):
+        handle = call("backend_dev_get", i)
+        free, total = _S(), _S()
+        call("backend_dev_memory", handle, c.byref(free), c.byref(total))
+        name, description = (call(f"backend_dev_{what}", handle).decode() for what in ("name", "description"))
+        kind = KINDS.get(call("backend_dev_type", handle), "other")
+        found.append(Device(handle, name, description, kind, total.value, free.value))
+    return found
+
+
+def cpu() -> int:
+    """The processor's device. Raises LibraryError where ggml has none."""
+    handle = call("backend_dev_by_type", CPU)
+    if not handle:
+        raise LibraryError(f"ggml has no code for this processor; {libraries.HOW_TO_BUILD}")
+    return handle
+
+
+def _extension(device: int, name: str, prototype: Any) -> Any:
+    address = call("backend_reg_get_proc_address", call("backend_dev_backend_reg", device), name.encode())
+    return prototype(address) if address else None
+
+
+def features(device: int) -> list[str]:
+    """What the code of a device was built with, as ggml names it."""
+    get = _extension(device, "ggml_backend_get_features", c.CFUNCTYPE(c.POINTER(_Feature), _P))
+    out: list[str] = []
+    if get is not None:
+        found = get(call("backend_dev_backend_reg", device))
+        while found[len(out)].name:
+            feature = found[len(out)]
+            out.append(feature.name.decode() + ("" if feature.value == b"1" else f"={feature.value.decode()}"))
+    return out
+
+
+def buffer_types(device: int) -> list[tuple[str, int]]:
+    """Kinds of memory that weights may lie in, in the order in which llama.cpp asks for them; the plain one is last."""
+    get = _extension(device, "ggml_backend_dev_get_extra_bufts", c.CFUNCTYPE(c.POINTER(_P), _P))
+    handles: list[int] = []
+    if get is not None:
+        extra = get(device)
+        while extra and extra[len(handles)]:
+            handles.append(extra[len(handles)])
+    handles.append(call("backend_dev_buffer_type", device))
+    return [(call("backend_buft_name", handle).decode(), handle) for handle in handles]
+
+
+def quantised(kind: int, values: np.ndarray) -> np.ndarray:
+    """Rows [n][k] of float32 in a ggml type, as bytes [n][row]."""
+    import numpy as np
+
+    n, k = values.shape
+    out = np.empty((n, call("row_size", kind, k)), np.uint8)
+    weights = np.ones(k, np.float32)  # some types are written only if it is said how much each value matters
+    call("quantize_chunk", kind, values.ctypes.data, out.ctypes.data, 0, n, k, weights.ctypes.data)
+    return out
+
+
+def widened(kind: int, data: np.ndarray, k: int) -> np.ndarray:
+    """What ggml itself reads in rows of a type, float32 [n][k]."""
+    import numpy as np
+
+    out = np.empty((len(data), k), np.float32)
+    traits = call("get_type_traits", kind).contents
+    for row, to in zip(data, out, strict=True):
+        traits.to_float(row.ctypes.data, to.ctypes.data, k)
+    return out
+
+
+class Weight:
+    """A weight [e][n][k] in a kind of memory, and products with it on the processor."""
+
+    def __init__(self, kind: int, buffer_type: int, shape: tuple[int, int, int], threads: int) -> None:
+        """shape: e matrices of n rows of k values; e is 1 for a plain weight, else experts."""
+        self._kind, self._memory, self._shape, self._threads = kind, buffer_type, shape, threads
+
+    @contextmanager
+    def _graph(self, m: int) -> Iterator[tuple[int, int, int, int, int]]:
+        """(context, weight, input, ids or 0, output) of a product with m rows; only the weight's memory is there."""
+        e, n, k = self._shape
+        context = call("init", _InitParams(1 << 20, None, True))
+        weight_memory = 0
+        try:
+            weight = call("new_tensor_3d", context, self._kind, k, n, e)
+            ids = call("new_tensor_2d", context, I32, 1, m) if e > 1 else 0
+            given = call("new_tensor_3d", context, F32, k, 1, m) if ids else call("new_tensor_2d", context, F32, k, m)
+            made = call("mul_mat_id", context, weight, given, ids) if ids else call("mul_mat", context, weight, given)
+            size = call("backend_buft_get_alloc_size", self._memory, weight)
+            weight_memory = call("backend_buft_alloc_buffer", self._memory, size)
+            if not weight_memory:
+                raise LibraryError(f"ggml cannot allocate {size} bytes")
+            call("backend_buffer_set_usage", weight_memory, _WEIGHTS)
+            call("backend_tensor_alloc", weight_memory, weight, call("backend_buffer_get_base", weight_memory))
+            yield context, weight, given, ids, made
+        finally:
+            if weight_memory:
+                call("backend_buffer_free", weight_memory)
+            call("free", context)
+
+    @property
+    def n_bytes(self) -> int:
+        """What it takes there."""
+        with self._graph(1) as (_, weight, *_):
+            return call("backend_buft_get_alloc_size", self._memory, weight)
+
+    def supported(self, m: int) -> bool:
+        """Whether llama.cpp would put such a weight there."""
+        with self._graph(m) as (*_, made):
+            return call("backend_dev_supports_op", cpu(), made)
+
+    def times(self, data: np.ndarray, rows: np.ndarray, experts: np.ndarray) -> np.ndarray:
+        """Products [m][n] of rows [m][k] with the weight's bytes; experts [m]: the matrix of each row."""
+        import numpy as np
+
+        m, n = len(rows), self._shape[1]
+        with self._graph(m) as (context, weight, given, ids, made):
+            plain = call("backend_dev_buffer_type", cpu())
+            others = call("backend_alloc_ctx_tensors_from_buft", context, plain)
+            backend = call("backend_dev_init", cpu(), None)
+            try:
+                _put(weight, data)
+                _put(given, np.ascontiguousarray(rows, np.float32))
+                if ids:
+                    _put(ids, np.ascontiguousarray(experts, np.int32))
+                graph = call("new_graph", context)
+                call("build_forward_expand", graph, made)
+                self._use_threads(backend)
+                if call("backend_graph_compute", backend, graph) != 0:
+                    raise LibraryError("ggml cannot compute the product")
+                out = np.empty((m, n), np.float32)
+                call("backend_tensor_get", made, out.ctypes.data, 0, out.nbytes)
+                return out
+            finally:
+                call("backend_free", backend)
+                call("backend_buffer_free", others)
+
+    def _use_threads(self, backend: int) -> None:
+        set_threads = _extension(cpu(), "ggml_backend_set_n_threads", c.CFUNCTYPE(None, _P, c.c_int))
+        if set_threads is not None:
+            set_threads(backend, self._threads)
+
+
+def _put(tensor: int, data: np.ndarray) -> None:
+    call("backend_tensor_set", tensor, data.ctypes.data, 0, data.nbytes)

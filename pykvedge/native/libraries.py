@@ -1,0 +1,193 @@
+"""Finding and loading kvedge's shared libraries, and the llama_cpp bindings on top of them.
+
+kvedge carries the bindings (bindings/llama_cpp in the installed package) and they load its libraries. `prepare`, which
+importing pykvedge calls, puts them before any other llama_cpp, and loads nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from pykvedge.errors import LibraryError
+from pykvedge.native import libcheck
+
+BINDINGS_VERSION = "0.3.36"  # the pin in scripts/llama_source.py
+HOW_TO_BUILD = libcheck.REINSTALL
+IMPORT_FIRST = "write 'import pykvedge' before 'import llama_cpp'"
+# what libkvedge needs, each after what it needs itself: loaded by their paths, they cannot come from anywhere else
+_BELOW = ("ggml-base", "ggml-cpu", "ggml", "llama")
+_VARIABLES = ("LLAMA_CPP_LIB_PATH", "MTMD_CPP_LIB")  # where the bindings look instead
+
+
+def file_name(base: str) -> str:
+    """What a shared library is called on this system."""
+    if sys.platform == "win32":
+        return f"{base}.dll"
+    return f"lib{base}.dylib" if sys.platform == "darwin" else f"lib{base}.so"
+
+
+@functools.cache
+def library_dir() -> Path | None:
+    """The folder with libllama, libmtmd and libkvedge: KVEDGE_LIB_DIR, or lib/ in the installed package."""
+    override = os.environ.get("KVEDGE_LIB_DIR")
+    for place in [Path(override)] if override else _in_package("lib"):
+        if (place / file_name("llama")).exists():
+            return place.resolve()
+    return None
+
+
+def _in_package(name: str) -> list[Path]:
+    # an editable install spreads the package over two folders: the sources, and the one with what was built
+    return [Path(folder) / name for folder in sys.modules["pykvedge"].__path__]
+
+
+@functools.cache
+def bindings_dir() -> Path | None:
+    """The folder of kvedge's copy of llama_cpp. None in a source tree that was never installed."""
+    return next((place for place in _in_package("bindings") if (place / "llama_cpp").is_dir()), None)
+
+
+def prepare() -> None:
+    """Makes kvedge's copy of llama_cpp the one that imports find, unless one was imported already."""
+    place = bindings_dir()
+    if place is not None and (not sys.path or sys.path[0] != str(place)):
+        sys.path.insert(0, str(place))
+
+
+def require_dir() -> Path:
+    """The folder of our libraries. Raises LibraryError when there is none."""
+    place = library_dir()
+    if place is None:
+        where = os.environ.get("KVEDGE_LIB_DIR")
+        found = f"KVEDGE_LIB_DIR={where} holds no {file_name('llama')}" if where else "kvedge's libraries are missing"
+        raise LibraryError(f"{found}; {HOW_TO_BUILD}")
+    return place
+
+
+@functools.cache
+def load(base: str) -> ctypes.CDLL:
+    """One of our libraries. Raises LibraryError, which says why it cannot be used here and what to do."""
+    place = require_dir()
+    libcheck.check_cpu(place)
+    path = place / file_name(base)
+    if not path.exists():
+        raise LibraryError(f"{path} is missing; {HOW_TO_BUILD}")
+    libcheck.check_machine(path)
+    if sys.platform == "win32":
+        os.add_dll_directory(str(place))
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise libcheck.explain(path, str(error)) from None
+
+
+def folder_with(base: str) -> Path:
+    """Called by our copy of llama_cpp as it is imported: the folder whose lib`base` it is to load, ready to be used.
+
+    Raises LibraryError.
+    """
+    load_backends()
+    load(base)
+    return require_dir()
+
+
+@functools.cache
+def kvedge() -> ctypes.CDLL:
+    """libkvedge and what it needs, without the bindings. Raises LibraryError, as `llama` does."""
+    _refuse_others(require_dir())
+    return _kvedge()
+
+
+def _kvedge() -> ctypes.CDLL:
+    from pykvedge.native.abi import ABI_VERSION
+
+    place = require_dir()
+    for base in _BELOW:
+        if (place / file_name(base)).exists():
+            load(base)
+    libkvedge = load("kvedge")
+    try:
+        libcheck.check_version(libkvedge, ABI_VERSION)
+        libkvedge.kvedge_load_backends.restype = ctypes.c_int
+    except AttributeError as lacking:
+        raise LibraryError(f"libkvedge is of another version ({lacking}); {HOW_TO_BUILD}") from None
+    return libkvedge
+
+
+@functools.cache
+def load_backends() -> None:
+    """Makes ggml load its CPU variant, where the variants are libraries of their own. Raises LibraryError."""
+    from pykvedge.native.abi import Error
+
+    error = Error()
+    if _kvedge().kvedge_load_backends(ctypes.byref(error)) != 0:
+        raise LibraryError(error.text)
+
+
+@functools.cache
+def llama() -> Any:
+    """The llama_cpp.llama_cpp bindings on top of our libraries.
+
+    Raises LibraryError: they are missing or cannot be used here, or a llama_cpp with others was imported first.
+    """
+    place = require_dir()
+    _refuse_others(place)
+    prepare()
+    load_backends()
+    bindings = _imported("llama_cpp.llama_cpp")
+    _check_origin(bindings._lib._name, place / file_name("llama"))
+    return bindings
+
+
+@functools.cache
+def mtmd() -> Any:
+    """The llama_cpp.mtmd_cpp bindings on top of our libraries. Raises LibraryError."""
+    llama()
+    bindings = _imported("llama_cpp.mtmd_cpp")
+    _check_origin(bindings._libmtmd._name, require_dir() / file_name("mtmd"))
+    return bindings
+
+
+def _imported(name: str) -> Any:
+    try:
+        __import__(name)
+    except ImportError as error:
+        raise LibraryError(f"the llama_cpp bindings cannot be imported: {error}; {HOW_TO_BUILD}") from None
+    except (OSError, RuntimeError, AttributeError) as error:
+        raise LibraryError(f"llama_cpp cannot load the libraries in {require_dir()}: {error}") from None
+    return sys.modules[name]
+
+
+def _refuse_others(place: Path) -> None:
+    """Before anything of ours is in the process: two llama.cpp in one would call each other's functions."""
+    for variable in _VARIABLES:
+        wanted = os.environ.get(variable)
+        if wanted is not None and Path(wanted).resolve() != place:
+            raise LibraryError(
+                f"{variable} is {wanted}, but kvedge needs its own libraries, in {place}: unset {variable} "
+                "(KVEDGE_LIB_DIR chooses other libraries of kvedge's)"
+            )
+    module = sys.modules.get("llama_cpp")
+    if module is not None:
+        version = getattr(module, "__version__", None)
+        if version not in (None, BINDINGS_VERSION):
+            where = Path(getattr(module, "__file__", None) or "llama_cpp").parent
+            raise LibraryError(
+                f"llama_cpp {version} ({where}) was imported first; "
+                f"kvedge needs its own, {BINDINGS_VERSION}: {IMPORT_FIRST}"
+            )
+        inner = sys.modules.get("llama_cpp.llama_cpp")
+        if loaded := getattr(getattr(inner, "_lib", None), "_name", None):
+            _check_origin(loaded, place / file_name("llama"))
+
+
+def _check_origin(loaded: str, ours: Path) -> None:
+    if Path(loaded).resolve() != ours.resolve():
+        raise LibraryError(
+            f"llama_cpp was imported first and loaded {loaded}; kvedge needs its own in {ours.parent}: {IMPORT_FIRST}"
+        )

@@ -1,0 +1,115 @@
+"""Set-up that every use of llama.cpp shares: where its log goes, which CPU cores to use."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from pykvedge.native import libraries
+
+_ERROR, _CONT = 4, 5  # ggml_log_level
+
+
+class _Lines(threading.local):
+    """What this thread's calls have logged: llama.cpp logs from the thread that called it."""
+
+    def __init__(self) -> None:
+        self.errors: deque[str] = deque(maxlen=50)
+        self.level = 0
+
+
+class _Log:
+    """Receives llama.cpp's log: keeps the last errors for the message of an exception, prints all if verbose."""
+
+    def __init__(self) -> None:
+        self.verbose = False
+        self.here = _Lines()
+
+    def receive(self, level: int, text: bytes, _: Any) -> None:
+        line, here = text.decode("utf-8", "replace"), self.here
+        if level != _CONT:
+            here.level = level
+        if here.level == _ERROR and line.strip():
+            here.errors.append(line.strip())
+        if self.verbose:
+            sys.stderr.write(line)
+
+
+_log = _Log()
+
+
+@functools.cache
+def _log_callback() -> Any:
+    return libraries.llama().llama_log_callback(_log.receive)  # kept alive by the cache: C goes on calling it
+
+
+def start(verbose: bool, vision: bool) -> Any:
+    """Loads the libraries, directs their log (to stderr if verbose, else nowhere), returns the llama bindings."""
+    llama = libraries.llama()
+    _log.verbose = verbose
+    # each time: other users of llama.cpp in this process may have directed the log elsewhere meanwhile
+    llama.llama_log_set(_log_callback(), None)
+    libraries.load_backends()
+    _init_backend()
+    if vision:
+        libraries.mtmd().mtmd_helper_log_set(_log_callback(), None)
+    return llama
+
+
+@functools.cache
+def _init_backend() -> None:
+    libraries.llama().llama_backend_init()
+
+
+@contextmanager
+def collected_errors() -> Iterator[deque[str]]:
+    """The error lines that llama.cpp logs inside the block, in this thread, oldest first."""
+    lines = _log.here.errors
+    lines.clear()
+    yield lines
+
+
+def reason(lines: deque[str], default: str) -> str:
+    """The most telling of llama.cpp's error lines, without the name of the C function that wrote it."""
+    for line in lines:
+        text = line.rpartition("error: ")[2] if "error: " in line else line
+        head, colon, tail = text.partition(": ")
+        if colon and " " not in head:
+            text = tail
+        text = " ".join(text.split())
+        if text:
+            return text
+    return default
+
+
+def default_threads() -> int:
+    """Physical cores that this process may run on, or fewer where a control group limits its CPU time."""
+    try:
+        allowed = os.sched_getaffinity(0)
+    except AttributeError:
+        return max(1, (os.cpu_count() or 2) // 2)
+    cores = {_core_of(cpu) for cpu in allowed}
+    return max(1, min(len(cores), _cpu_quota()))
+
+
+def _core_of(cpu: int) -> str:
+    try:
+        return Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text()
+    except OSError:
+        return str(cpu)
+
+
+def _cpu_quota() -> int:
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return math.ceil(int(quota) / int(period))
+    except (OSError, ValueError):
+        return 1 << 16

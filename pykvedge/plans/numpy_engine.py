@@ -1,0 +1,118 @@
+"""The NumPy engine: runs a plan on arrays by the definitions in stages/. Slow, plain, and the oracle for libkvedge."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pykvedge.plans.kvtypes import KvType, held
+from pykvedge.plans.kvtypes.plain import round_to
+from pykvedge.plans.plan import Plan
+from pykvedge.plans.stages import registry
+from pykvedge.plans.stages.base import Head, Layer, ProfileTable, Prompt
+
+
+class Arrays(NamedTuple):
+    """One prompt: q [L, H, T, d], k and v [L, Hkv, T, d], contiguous float32; image_mask [T] bool."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    image_mask: np.ndarray
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Per layer and KV head: kept [n] int32 ascending; k, v [n, d] float32. scores: [L, Hkv, T] float32."""
+
+    kept: list[list[np.ndarray]]
+    k: list[list[np.ndarray]]
+    v: list[list[np.ndarray]]
+    scores: np.ndarray
+
+
+def protection(plan: Plan, n_tokens: int, kept: int) -> np.ndarray:
+    """[T] bool: the last and first tokens that are kept whatever their score, when `kept` tokens stay."""
+    recent, sinks = plan.protected(n_tokens, kept)
+    index = np.arange(n_tokens)
+    return (index < sinks) | (index >= n_tokens - recent)
+
+
+def select(
+    plan: Plan, scores: np.ndarray, image_mask: np.ndarray, kept: int, reserve: np.ndarray | None = None
+) -> np.ndarray:
+    """Tokens that one KV head keeps, ascending int32. scores: [T] float64; image_mask: [T] bool.
+
+    Protected tokens first, then by (class, score), text above image where the plan says so (LOOK-M, eq. 5 and 8);
+    equal scores go to the lower index. Where the scorer has a second score, reserve [T] float64, it chooses its share
+    of them first, by (class, reserve).
+    """
+    n_tokens = len(scores)
+    if kept >= n_tokens:
+        return np.arange(n_tokens, dtype=np.int32)
+    chosen = protection(plan, n_tokens, kept)
+    mixed = bool(image_mask.any()) and not bool(image_mask.all())
+    text = ~image_mask if plan.text_prior and mixed else np.zeros(n_tokens, dtype=bool)
+    rest = kept - int(chosen.sum())
+    if plan.text_overflow == "keep_all":
+        rest = max(rest, int(text[~chosen].sum()))
+    turns = [(scores, rest)]
+    if reserve is not None:
+        first = min(rest, registry.scorer(plan.scorer).reserved(kept, plan.settings("scorer")))
+        turns = [(reserve, first), (scores, rest - first)]
+    for by, count in turns:
+        order = np.lexsort((-by, ~text))  # stable: by class, then score, then index
+        chosen[order[~chosen[order]][:count]] = True
+    return np.flatnonzero(chosen).astype(np.int32)
+
+
+def run(
+    plan: Plan, arrays: Arrays, kv_type: KvType | str, profiles: Mapping[str, ProfileTable] | None = None
+) -> Outcome:
+    """What the plan keeps of a prompt whose keys and values are stored as kv_type.
+
+    profiles: by the stages that need one. Scores and merges see plain numbers, f16 where the type is quantised; what is
+    left is rounded last.
+    """
+    kv_type = KvType.parse(kv_type)
+    q, image_mask = arrays.q, arrays.image_mask
+    k, v = round_to(arrays.k, kv_type.plain.k), round_to(arrays.v, kv_type.plain.v)
+    n_layers, n_heads_kv, n_tokens, _ = k.shape
+    scorer, allocator = registry.scorer(plan.scorer), registry.allocator(plan.allocator)
+    profiles = profiles or {}
+    rows = profiles["scorer"].values if "scorer" in profiles else [None] * n_layers
+    layers = [Layer(q[i], k[i], v[i], image_mask, i, n_layers, profile=rows[i]) for i in range(n_layers)]
+    scores, reserve, attention = (_of_layers(f, layers, plan) for f in (scorer.score, scorer.reserve, scorer.attention))
+    budget = plan.count(n_tokens)
+    share = np.full((n_layers, n_heads_kv), n_tokens)
+    if budget < n_tokens:
+        recent = min(budget, plan.asked_recent(n_tokens, budget))
+        fixed = 0 if plan.recent is None else recent
+        prompt = Prompt(scores, image_mask, budget, recent, tuple(layers), profiles.get("allocator"), attention, fixed)
+        share = allocator.allocate(prompt, plan.settings("allocator"))
+    out = Outcome([], [], [], scores.astype(np.float32))
+    for i in range(n_layers):
+        heads = []
+        for h, count in enumerate(share[i].tolist()):
+            kept = select(plan, scores[i, h], image_mask, count, None if reserve is None else reserve[i, h])
+            heads.append(Head(k[i, h], v[i, h], kept, protection(plan, n_tokens, count), i, n_layers, h))
+        pairs = [reduced(plan, head, kv_type) for head in heads]
+        out.kept.append([head.kept for head in heads])
+        out.k.append([pair[0] for pair in pairs])
+        out.v.append([pair[1] for pair in pairs])
+    return out
+
+
+def _of_layers(score: Any, layers: list[Layer], plan: Plan) -> Any:
+    return np.stack([score(layer, plan.settings("scorer")) for layer in layers]) if score else None
+
+
+def reduced(plan: Plan, head: Head, kv_type: KvType) -> tuple[np.ndarray, np.ndarray]:
+    """k, v [n, d] float32 that the storage type can represent: the rows that stand for the head."""
+    k, v = head.k.copy(), head.v.copy()
+    if len(head.kept) < len(head.k):
+        k, v = registry.reducer(plan.reducer).reduce(head, plan.settings("reducer"))
+    return held.keys(k, kv_type.k), held.values(v, kv_type.v)

@@ -1,0 +1,279 @@
+"""Plan: what to keep of a prompt. A composition of four stages, a budget, and what is protected inside it.
+
+A plan is immutable and travels as JSON. Plans are usually made by `pykvedge.plan("lookm", budget=0.2)` (presets.py).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from decimal import Decimal
+from types import MappingProxyType
+from typing import Any
+
+from pykvedge.errors import BudgetError, UnknownNameError, UsageError, unknown
+from pykvedge.plans.stages import registry
+from pykvedge.plans.stages.registry import STAGES, member
+
+JSON_VERSION = 1
+LATER_FLOOR = 32  # tokens that a later message keeps at least: a fifth of a short question does not say what is asked
+LARGEST_COUNT = 2**31 - 1  # the library counts tokens in 32 bits
+TEXT_OVERFLOW = ("budget", "keep_all")
+
+
+def _number(value: Any) -> int | float | None:
+    """An int from an int or a text without point and exponent, a float from the rest; None from what is no number."""
+    if isinstance(value, (bool, complex)):
+        return None
+    try:
+        if isinstance(value, int) or (isinstance(value, str) and not set(value) & set(".eE")):
+            return int(value)
+        number = float(value)
+    except (TypeError, ValueError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+@dataclass(frozen=True)
+class Amount:
+    """A number of tokens: `pairs` of them, or a `ratio` of the prompt. Exactly one of the two is set."""
+
+    ratio: float | None = None
+    pairs: int | None = None
+
+    @classmethod
+    def parse(cls, value: Any, what: str) -> Amount:
+        """0.2 or "0.2" is a ratio, 128 or "128" a number of pairs ("1.0" is a ratio, "1" one pair).
+
+        Raises UsageError if `value` is no number.
+        """
+        if isinstance(value, Amount):
+            return cls(value.ratio, value.pairs)
+        number = _number(value)
+        if number is None:
+            raise UsageError(f"{what} must be a ratio like 0.2 or a number of tokens like 128, not {value!r}")
+        return cls(pairs=number) if isinstance(number, int) else cls(ratio=number)
+
+    @property
+    def value(self) -> float | int:
+        """The ratio as a float, or the pairs as an int."""
+        return self.pairs if self.pairs is not None else float(self.ratio or 0.0)
+
+    def count(self, n_tokens: int) -> int:
+        """Tokens out of a prompt of n_tokens: floor(n_tokens * ratio + 1e-9), or the number of pairs."""
+        return self.pairs if self.pairs is not None else math.floor(n_tokens * (self.ratio or 0.0) + 1e-9)
+
+    def __str__(self) -> str:
+        if self.pairs is not None:
+            return str(self.pairs)
+        text = format(Decimal(repr(self.ratio)), "f")  # never with an exponent: kvedge.h wants 0.00001, not 1e-05
+        return text if "." in text else text + ".0"
+
+    def as_json(self) -> dict[str, float | int | None]:
+        """{"ratio": r} or {"pairs": n}: languages without a separate integer type cannot tell 1.0 from 1."""
+        return {"pairs": self.pairs} if self.pairs is not None else {"ratio": self.ratio}
+
+
+@dataclass(frozen=True)
+class Budget(Amount):
+    """KV pairs that each layer and KV head keeps: a ratio of the prompt in (0, 1], or a number of pairs >= 1."""
+
+    def __post_init__(self) -> None:
+        if self.pairs is not None and self.pairs < 1:
+            raise BudgetError(f"budget must be at least 1 KV pair, not {self.pairs}")
+        if self.pairs is not None and self.pairs > LARGEST_COUNT:
+            raise BudgetError(f"budget must be at most {LARGEST_COUNT} KV pairs, not {self.pairs}")
+        if self.ratio is not None and not 0 < self.ratio <= 1:
+            hint = f" (for {self.ratio:g} KV pairs write {self.ratio:.0f})" if self.ratio > 1 else ""
+            raise BudgetError(f"budget as a ratio must be above 0 and at most 1.0, not {self}{hint}")
+
+    def count(self, n_tokens: int) -> int:
+        """KV pairs kept of a prompt of n_tokens: at least 1, at most n_tokens; 0 for an empty prompt."""
+        return min(max(super().count(n_tokens), 1), n_tokens) if n_tokens > 0 else 0
+
+
+AUTO = "auto"  # recent: as many as the scorer's method has (H2O, LOOK-M: half of the budget)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to keep. Fields as in kvedge.h; `params` holds settings of stage members ("scorer.window").
+
+    Raises UnknownNameError, BudgetError or UsageError when the fields do not fit together.
+    """
+
+    method: str = "full"
+    scorer: str = "position"
+    allocator: str = "uniform"
+    reducer: str = "evict"
+    decode: str = "keep-all"
+    budget: Budget = Budget(ratio=1.0)
+    recent: Amount | None = None  # None: auto
+    sinks: int = 0
+    text_prior: bool = False
+    text_overflow: str = "budget"
+    params: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for stage in STAGES:
+            member(stage, getattr(self, stage))
+        _set(self, "budget", Budget.parse(self.budget, "budget"))
+        _set(self, "recent", _recent(self.recent))
+        if isinstance(self.sinks, bool) or not isinstance(self.sinks, int) or not 0 <= self.sinks <= LARGEST_COUNT:
+            raise UsageError(f"sinks must be a whole number of tokens, 0 or more, not {self.sinks!r}")
+        if not isinstance(self.text_prior, bool):
+            raise UsageError(f"text_prior must be true or false, not {self.text_prior!r}")
+        if self.text_overflow not in TEXT_OVERFLOW:
+            raise unknown("text_overflow", str(self.text_overflow), TEXT_OVERFLOW)
+        _set(self, "params", MappingProxyType(_check_params(self)))
+        _check_protection(self)
+
+    def __hash__(self) -> int:
+        return hash(self.to_json())
+
+    def count(self, n_tokens: int) -> int:
+        """KV pairs per layer and KV head that an even share of the budget keeps of n_tokens.
+
+        All of them where the scorer needs the whole prompt to judge it (SnapKV: no longer than the window).
+        """
+        whole = n_tokens <= registry.scorer(self.scorer).whole_up_to(self.settings("scorer"))
+        return n_tokens if whole else self.budget.count(n_tokens)
+
+    def for_later(self, n_tokens: int) -> Plan:
+        """The plan for n_tokens that come after a first prompt: a budget that is a share keeps LATER_FLOOR of them."""
+        floor = min(n_tokens, LATER_FLOOR)
+        if self.budget.ratio is None or self.count(n_tokens) >= floor:
+            return self
+        return self.with_(budget=Budget(pairs=floor))
+
+    def asked_recent(self, n_tokens: int, kept: int) -> int:
+        """Last tokens that the plan wants a head to keep that keeps `kept` of n_tokens; may exceed `kept`."""
+        if self.recent is not None:
+            return min(n_tokens, self.recent.count(n_tokens))
+        return registry.scorer(self.scorer).auto_recent(kept, self.count(n_tokens), self.settings("scorer"))
+
+    def protected(self, n_tokens: int, kept: int) -> tuple[int, int]:
+        """(recent, sinks): last and first tokens that are always kept, when `kept` of n_tokens stay.
+
+        When `kept` does not cover both, the scorer says which of the two shrinks first.
+        """
+        scorer, recent = registry.scorer(self.scorer), self.asked_recent(n_tokens, kept)
+        if scorer.sinks_first:
+            sinks = min(self.sinks, kept)
+            return min(recent, kept - sinks), sinks
+        recent = min(recent, kept)
+        return recent, min(self.sinks, kept - recent)
+
+    def settings(self, stage: str) -> dict[str, Any]:
+        """All parameters of the member chosen for `stage`, defaults included, by their short names."""
+        chosen = member(stage, getattr(self, stage))
+        return {p.name: self.params.get(f"{stage}.{p.name}", p.default) for p in chosen.params}
+
+    def profile_kinds(self) -> dict[str, str]:
+        """Stage -> kind of the calibrated profile that it needs of the model (profile.py); empty: none is needed.
+
+        A plan never holds a profile, nor says where one lies, so that it means the same on every machine and model.
+        """
+        scorer, allocator = registry.scorer(self.scorer), registry.allocator(self.allocator)
+        kinds = {
+            "scorer": scorer.profile(self.settings("scorer")),
+            "allocator": allocator.profile(self.settings("allocator")),
+        }
+        return {stage: kind for stage, kind in kinds.items() if kind}
+
+    def as_text(self) -> dict[str, str]:
+        """The fields as kvedge_plan_set takes them, in an order that it accepts."""
+        out = {stage: getattr(self, stage) for stage in STAGES}
+        out["budget"] = str(self.budget)
+        out["recent"] = AUTO if self.recent is None else str(self.recent)
+        out["sinks"] = str(self.sinks)
+        out["text_prior"] = "true" if self.text_prior else "false"
+        out["text_overflow"] = self.text_overflow
+        for key, value in self.params.items():
+            out[key] = str(value).lower() if isinstance(value, bool) else str(value)
+        return out
+
+    def to_json(self) -> str:
+        """One JSON object that from_json reads back to an equal plan."""
+        out: dict[str, Any] = {"kvedge_plan": JSON_VERSION}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            out[f.name] = value.as_json() if isinstance(value, Amount) else value
+        out["recent"] = AUTO if self.recent is None else out["recent"]
+        out["params"] = dict(self.params)
+        return json.dumps(out)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Raises UsageError for JSON that is no plan, or a plan of a later version."""
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise UsageError(f"not a plan: {error}") from None
+        if not isinstance(data, dict) or "kvedge_plan" not in data:
+            raise UsageError('not a plan: a JSON object with "kvedge_plan": 1 was expected')
+        if data.pop("kvedge_plan") != JSON_VERSION:
+            raise UsageError(f"this plan has another version than {JSON_VERSION}; update kvedge to read it")
+        known = {f.name for f in fields(cls)}
+        for name in data:
+            if name not in known:
+                raise unknown("plan field", name, known)
+        for name in ("budget", "recent"):
+            if isinstance(data.get(name), dict):
+                data[name] = _amount_from_json(name, data[name])
+        return cls(**data)
+
+    def with_(self, **changes: Any) -> Plan:
+        """A copy with some fields replaced."""
+        return replace(self, **changes)
+
+
+def _set(plan: Plan, name: str, value: Any) -> None:
+    object.__setattr__(plan, name, value)
+
+
+def _amount_from_json(name: str, data: dict[str, Any]) -> Amount:
+    if len(data) != 1 or not set(data) <= {"ratio", "pairs"}:
+        raise UsageError(f'{name} in a plan must be {{"ratio": 0.2}} or {{"pairs": 128}}, not {json.dumps(data)}')
+    [(unit, value)] = data.items()
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise UsageError(f"{name}.{unit} in a plan must be a number, not {json.dumps(value)}")
+    return Amount.parse(float(value) if unit == "ratio" else value, name)
+
+
+def _recent(value: Any) -> Amount | None:
+    if value is None or value == AUTO:
+        return None
+    amount = Amount.parse(value, "recent")
+    in_range = (amount.pairs or 0) in range(LARGEST_COUNT + 1) and 0 <= (amount.ratio or 0) <= 1
+    if not in_range:
+        raise UsageError(f"recent must be 'auto', 0 or more tokens, or a ratio between 0.0 and 1.0, not {amount}")
+    return amount
+
+
+def _check_params(plan: Plan) -> dict[str, Any]:
+    known = {f"{stage}.{p.name}": p for stage in STAGES for p in member(stage, getattr(plan, stage)).params}
+    for key in plan.params:
+        stage, _, name = key.partition(".")
+        if key not in known and stage in STAGES and not member(stage, getattr(plan, stage)).params:
+            raise UnknownNameError(f"{stage} '{getattr(plan, stage)}' has no setting '{name}', nor any other")
+        if key not in known:
+            raise unknown("setting", key, known)
+    return {key: known[key].check(value, key) for key, value in plan.params.items()}
+
+
+def _check_protection(plan: Plan) -> None:
+    """Refuses what no prompt length can make fit; what depends on the length shrinks as Plan.protected says."""
+    budget, recent = plan.budget, plan.recent or Amount(pairs=0)
+    if budget.pairs is not None and recent.pairs is not None and recent.pairs + plan.sinks > budget.pairs:
+        raise BudgetError(
+            f"a budget of {budget.pairs} KV pairs is smaller than the protected tokens "
+            f"({recent.pairs} recent, {plan.sinks} sinks); raise the budget or protect fewer"
+        )
+    if budget.ratio is not None and recent.ratio is not None and recent.ratio > budget.ratio:
+        raise BudgetError(
+            f"a budget of {budget} of the prompt is smaller than the protected share of recent tokens, {recent}; "
+            "raise the budget or protect fewer"
+        )

@@ -1,0 +1,112 @@
+"""The stages and presets that were registered in this process."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pykvedge.errors import PluginError
+
+if TYPE_CHECKING:
+    from pykvedge.plans.presets import Preset
+    from pykvedge.plans.stages.base import Member, Settings
+
+STAGES = ("scorer", "allocator", "reducer")  # those that can be registered
+NAME = re.compile(r"[a-z][a-z0-9-]{0,39}")
+SHOWN = 60  # characters of a wrong name in a message
+
+
+def none(settings: Settings) -> int:
+    """No queries, no protected tokens."""
+    return 0
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """A registered member, and what the runtime must know to call it in the middle of a request.
+
+    member: its function is the checked one (calling.py). origin: the file that registered it. queries, recent: last
+    queries that a scorer sees, and last tokens that recent = auto protects. native: the kvedge_custom_* struct of a
+    member that a shared library brought; None for one in Python.
+    """
+
+    member: Member
+    origin: str
+    queries: Callable[[Settings], int] = none
+    recent: Callable[[Settings], int] = none
+    column_sums: bool = False
+    native: Any = None
+
+
+_members: dict[tuple[str, str], Plugin] = {}
+_presets: dict[str, tuple[Preset, str]] = {}
+
+
+def check_name(kind: str, name: Any, origin: str) -> None:
+    """Raises PluginError for a name that cannot be written on a command line, in a plan or in C."""
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        shown = repr(name) if len(repr(name)) <= SHOWN else repr(name)[:SHOWN] + "..."
+        raise PluginError(
+            f"{origin}: a {kind}'s name is 1 to 40 of a-z, 0-9 and '-' and starts with a letter, not {shown}"
+        )
+
+
+def add(plugin: Plugin) -> None:
+    """Registers a member; the same file may do so again. Raises PluginError for a name that is taken."""
+    from pykvedge.plans.stages import registry
+
+    stage, name = plugin.member.stage, plugin.member.name
+    check_name(stage, name, plugin.origin)
+    before = _members.get((stage, name))
+    if name in registry.formulas(stage):
+        raise PluginError(f"{plugin.origin}: there is a built-in {stage} '{name}'; choose another name")
+    if before is not None and before.origin != plugin.origin:
+        raise PluginError(f"{plugin.origin}: {before.origin} registered a {stage} '{name}' already")
+    _members[stage, name] = plugin
+
+
+def add_preset(preset: Preset, origin: str) -> None:
+    """Registers a method name; the same file may do so again. Raises PluginError for a name that is taken."""
+    from pykvedge.plans.presets import PRESETS
+
+    check_name("preset", preset.name, origin)
+    if preset.name in PRESETS:
+        raise PluginError(f"{origin}: there is a built-in method '{preset.name}'; choose another name")
+    before = _presets.get(preset.name)
+    if before is not None and before[1] != origin:
+        raise PluginError(f"{origin}: {before[1]} registered a preset '{preset.name}' already")
+    _presets[preset.name] = (preset, origin)
+
+
+def get(stage: str, name: str) -> Plugin | None:
+    """The member of that name, if one was registered."""
+    return _members.get((stage, name))
+
+
+def get_preset(name: str) -> Preset | None:
+    """The preset of that name, if one was registered."""
+    return _presets[name][0] if name in _presets else None
+
+
+def names(stage: str) -> list[str]:
+    """Names of the registered members of a stage."""
+    return [name for of, name in _members if of == stage]
+
+
+def preset_names() -> list[str]:
+    """Names of the registered presets."""
+    return list(_presets)
+
+
+def snapshot() -> tuple[dict[tuple[str, str], Plugin], dict[str, tuple[Preset, str]]]:
+    """What is registered now, for restore."""
+    return dict(_members), dict(_presets)
+
+
+def restore(state: tuple[dict[tuple[str, str], Plugin], dict[str, tuple[Preset, str]]]) -> None:
+    """Forgets what was registered since the snapshot: a plugin that fails half-way leaves nothing behind."""
+    for now, before in ((_members, state[0]), (_presets, state[1])):
+        now.clear()  # type: ignore[attr-defined]
+        now.update(before)  # type: ignore[attr-defined]

@@ -1,0 +1,266 @@
+"""The named methods. Each is a composition of stages: one entry of data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from pykvedge.errors import BudgetError, UnknownNameError, UsageError, unknown
+from pykvedge.plans.plan import Plan
+from pykvedge.plans.stages.registry import STAGES
+
+DEFAULT_BUDGET = 0.2  # of a method that says nothing else: the setting that the papers compare at
+
+# What answers when nobody chose a method: of what was measured (docs/demo-model.md) it loses least at half of the
+# memory, also on questions that come a turn after the image. Its budget is that half, whether it is named or not.
+DEFAULT_METHOD = "mixkv"
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A method: what it is, where it comes from, and the fields of its plan that differ from Plan's defaults."""
+
+    name: str
+    summary: str
+    reference: str
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def budget(self) -> float:
+        """The budget if none is asked for."""
+        return self.values.get("budget", DEFAULT_BUDGET)
+
+
+_STREAMING = "Xiao et al. 2024, Efficient Streaming Language Models with Attention Sinks, arXiv:2309.17453"
+_H2O = "Zhang et al. 2023, H2O: Heavy-Hitter Oracle for Efficient Generative Inference of LLMs, arXiv:2306.14048"
+_SNAPKV = "Li et al. 2024, SnapKV: LLM Knows What You are Looking for Before Generation, arXiv:2404.14469"
+_PYRAMIDKV = "Cai et al. 2024, PyramidKV: Dynamic KV Cache Compression based on Pyramidal Funneling, arXiv:2406.02069"
+_ADAKV = "Feng et al. 2024, Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation, arXiv:2407.11550"
+_SPARSEMM = "Wang et al. 2025, SparseMM: Head Sparsity Emerges from Visual Concept Responses in MLLMs, ICCV"
+_HEADKV = "Fu et al. 2024, Not All Heads Matter: Head-Level KV Cache Compression with Reasoning, arXiv:2410.19258"
+_KNORM = "Devoto et al. 2024, A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression, arXiv:2406.11430"
+_ELASTIC = "Liu et al. 2024, Efficient Inference of Vision Instruction-Following Models with Elastic Cache, ECCV"
+_PREFIXKV = "Wang et al. 2024, PrefixKV: Adaptive Prefix KV Cache is What Vision Instruction-Following Models Need"
+_ROCO = (
+    "Ren & Zhu 2024, On the Efficacy of Eviction Policy for Key-Value Constrained Generative Language Model Inference, "
+    "arXiv:2402.06262"
+)
+_MEDA = (
+    "Wan et al. 2025, MEDA: Dynamic KV Cache Allocation for Efficient Multimodal Long-Context Inference, NAACL, "
+    "arXiv:2502.17599"
+)
+_LOOKM = "Wan et al. 2024, LOOK-M: Look-Once Optimization in KV Cache, EMNLP Findings, arXiv:2406.18139"
+_MIXKV = (
+    "Liu et al. 2025, Mixing Importance with Diversity: Joint Optimization for KV Cache Compression in Large "
+    "Vision-Language Models, arXiv:2510.20707"
+)
+_FLASHCACHE = (
+    "Yang et al. 2025, Revisiting Multimodal KV Cache Compression: A Frequency-Domain-Guided Outlier-KV-Aware "
+    "Approach, arXiv:2511.16786"
+)
+
+# one importance for all heads of a layer; the first and the last token always stay
+_LAYERWISE = {"scorer": "cumulative", "params": {"scorer.share": "layer"}, "sinks": 1, "recent": 1}
+_PRESETS = (
+    Preset("full", "keep every KV pair", "the uncompressed cache", {"budget": 1.0}),
+    Preset("streaming-llm", "4 first tokens and the most recent ones", _STREAMING, {"scorer": "position", "sinks": 4}),
+    Preset("h2o", "recent tokens and those that received most attention", _H2O, {"scorer": "cumulative"}),
+    Preset(
+        "lookm",
+        "h2o that prefers text to image tokens and merges what it evicts",
+        _LOOKM,
+        {"scorer": "cumulative", "text_prior": True, "reducer": "pivotal"},
+    ),
+    Preset(
+        "meda",
+        "lookm with averaged merging, and more for the layers in which text and images look at each other widely",
+        _MEDA,
+        {"scorer": "cumulative", "text_prior": True, "reducer": "averaged", "allocator": "entropy"},
+    ),
+    Preset(
+        "roco",
+        "tokens whose attention varies the most, and those with the largest mean attention",
+        _ROCO,
+        {"scorer": "mean", "sinks": 4},
+    ),
+    Preset("snapkv", "what the last 32 tokens of the prompt look at, and those tokens", _SNAPKV, {"scorer": "window"}),
+    Preset(
+        "pyramidkv",
+        "snapkv with more for the lower layers",
+        _PYRAMIDKV,
+        {"scorer": "window", "allocator": "pyramid"},
+    ),
+    Preset(
+        "adakv",
+        "snapkv with more for the heads whose attention spreads widest",
+        _ADAKV,
+        {"scorer": "window", "allocator": "ada"},
+    ),
+    Preset(
+        "sparsemm",
+        "snapkv with more for the heads that look at what is asked about (kvedge calibrate heads)",
+        _SPARSEMM,
+        {"scorer": "window", "allocator": "heads"},
+    ),
+    Preset(
+        "headkv",
+        "snapkv with more for the heads that find what is asked for (kvedge calibrate heads --kind retrieval)",
+        _HEADKV,
+        {
+            "scorer": "window",
+            "allocator": "heads",
+            "params": {
+                "scorer.window": 8,
+                "scorer.kernel": 7,
+                "scorer.pool": "max",
+                "allocator.rule": "headkv",
+            },
+        },
+    ),
+    Preset(
+        "mixkv",
+        "snapkv that adds value norms, and diversity where the keys of a head are alike",
+        _MIXKV,
+        {"scorer": "mixkv", "budget": 0.5},
+    ),
+    Preset(
+        "mixkv-pyramid",
+        "mixkv with more for the lower layers",
+        _MIXKV,
+        {"scorer": "mixkv", "allocator": "pyramid"},
+    ),
+    Preset(
+        "mixkv-ada",
+        "mixkv with more for the heads with the largest scores",
+        _MIXKV,
+        {"scorer": "mixkv", "allocator": "ada"},
+    ),
+    Preset(
+        "mixkv-sparsemm",
+        "mixkv with more for the heads that look at what is asked about",
+        _MIXKV,
+        {"scorer": "mixkv", "allocator": "heads"},
+    ),
+    Preset(
+        "mixkv-headkv",
+        "mixkv with more for the heads that find what is asked for",
+        _MIXKV,
+        {"scorer": "mixkv", "allocator": "heads", "params": {"allocator.rule": "headkv"}},
+    ),
+    Preset(
+        "flashcache",
+        "keys and values that stand out from the smooth part, with more for the layers that have more of them",
+        _FLASHCACHE,
+        {"scorer": "dct", "allocator": "spectral"},
+    ),
+    Preset(
+        "elastic",
+        "tokens with most attention in their layer; the others join the nearest of them",
+        _ELASTIC,
+        {**_LAYERWISE, "reducer": "bucket", "decode": "fixed-point"},
+    ),
+    Preset(
+        "prefixkv",
+        "per layer, as many tokens as hold the same share of its attention",
+        _PREFIXKV,
+        {**_LAYERWISE, "allocator": "prefix", "decode": "ratio"},
+    ),
+    Preset("knorm", "tokens whose keys have the smallest norm", _KNORM, {"scorer": "knorm"}),
+    Preset("vnorm", "tokens whose values have the largest norm", "a control, and a part of MixKV", {"scorer": "vnorm"}),
+    Preset("random", "chance", "a control", {"scorer": "random"}),
+)
+PRESETS: Mapping[str, Preset] = {p.name: p for p in _PRESETS}
+
+
+def methods() -> list[str]:
+    """Names of all methods, in the order in which they are explained; those of plugins last."""
+    from pykvedge.plans.plugins import loading
+
+    loading.load_installed()
+    return [*PRESETS, *loading.method_names()]
+
+
+def preset(name: str) -> Preset:
+    """The preset of that name, built in or of a plugin. Raises UnknownNameError with a suggestion."""
+    if name in PRESETS:
+        return PRESETS[name]
+    from pykvedge.plans.plugins import loading
+
+    found = loading.find_preset(name)
+    if found is None:
+        raise unknown("method", str(name), [*PRESETS, *loading.method_names()], loading.problems())
+    return found
+
+
+def usual_sinks(name: str) -> int:
+    """Sinks that the method of that name has by itself; 0 for a name that is no method (of a plan from a file)."""
+    try:
+        return preset(name).values.get("sinks", 0)
+    except UnknownNameError:
+        return 0
+
+
+def _params_that_fit(chosen: Preset, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The preset's settings of stage members, but for stages whose member is replaced."""
+    replaced = {stage for stage in STAGES if settings.get(stage, chosen.values.get(stage)) != chosen.values.get(stage)}
+    return {k: v for k, v in chosen.values.get("params", {}).items() if k.partition(".")[0] not in replaced}
+
+
+def plan(method: str, budget: Any = None, **settings: Any) -> Plan:
+    """The plan of a method, with some settings changed.
+
+    budget: 0.2 (a ratio of the prompt) or 128 (KV pairs per layer and KV head); default 0.2, but 0.5 for "mixkv", the
+    default method, and 1.0 for "full".
+    settings: fields of Plan (`reducer="averaged"`, `sinks=4`, `recent=32`), or settings of a stage member by their full
+    name (`**{"scorer.window": 16}`).
+    Raises UnknownNameError, BudgetError or UsageError.
+    """
+    chosen = preset(method)
+    known = {f.name for f in fields(Plan)} - {"method", "params"}
+    params = {**_params_that_fit(chosen, settings), **settings.pop("params", {})}
+    for key in settings:
+        if "." not in key and key not in known:
+            raise unknown("setting", key, known)
+    params.update({key: value for key, value in settings.items() if "." in key})
+    preset_values = {k: v for k, v in chosen.values.items() if k != "params"}
+    values = {"budget": chosen.budget, **preset_values, **{k: v for k, v in settings.items() if "." not in k}}
+    if budget is not None:
+        values["budget"] = budget
+    made = Plan(method=chosen.name, params=params, **values)
+    if chosen.name == "full" and made.budget.ratio != 1.0:
+        raise BudgetError(
+            f"method 'full' keeps everything, so a budget of {made.budget} has no meaning; "
+            "choose another method, for example lookm"
+        )
+    return made
+
+
+def default_plan(budget: Any = None, **settings: Any) -> Plan:
+    """The plan where no method is named: mixkv's, half of the prompt unless `budget` says otherwise."""
+    return plan(DEFAULT_METHOD, budget, **settings)
+
+
+def checked_plan(given: Plan | None) -> Plan:
+    """The plan itself, or the default one for None. Raises UsageError for what is no plan."""
+    if given is None:
+        return default_plan()
+    if not isinstance(given, Plan):
+        raise UsageError(f"the plan must be one that pykvedge.plan makes, not {given!r:.40}")
+    return given
+
+
+def check_protection(plan: Plan, n_tokens: int) -> None:
+    """Raises BudgetError if protection that was asked for does not fit into the budget of a prompt of n_tokens.
+
+    What a preset protects by itself shrinks instead (Plan.protected).
+    """
+    usual = usual_sinks(plan.method)
+    recent = plan.recent.count(n_tokens) if plan.recent else 0
+    sinks = plan.sinks if plan.sinks != usual else 0
+    kept = plan.count(n_tokens)
+    if recent + sinks > kept and kept < n_tokens:
+        raise BudgetError(
+            f"a budget of {plan.budget} leaves {kept} of {n_tokens} tokens, fewer than the {recent + sinks} protected "
+            "ones; raise --budget, or lower --recent and --sinks"
+        )

@@ -1,0 +1,322 @@
+"""Profiles: what `kvedge calibrate` measured of a model once, for methods whose budgets are not found in the prompt.
+
+A profile is a JSON file of one model, which it names by a hash. A plan does not hold its profiles: it says what its
+stages need (allocator heads; prefix or scorer mixkv with source = profile), and travels between models. Each stage's is
+found when the plan meets a model: a file that was given and fits the stage, else the user's folder (`folder()`), else
+what kvedge ships (pykvedge/data/profiles).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pykvedge.errors import ModelError, ProfileError
+from pykvedge.plans.stages.base import ProfileTable
+
+if TYPE_CHECKING:
+    from pykvedge.plans.plan import Plan
+
+JSON_VERSION = 1
+# kind -> the command that makes one
+KINDS = {
+    "visual-heads": "kvedge calibrate heads",
+    "retrieval-heads": "kvedge calibrate heads --kind retrieval",
+    "prefix": "kvedge calibrate prefix",
+    "key-redundancy": "kvedge calibrate heads --kind redundancy",
+}
+# kind -> what its numbers are of, in every layer; a stage takes any kind with the columns of its own
+COLUMNS = {
+    "visual-heads": "query heads",
+    "retrieval-heads": "query heads",
+    "prefix": "budgets",
+    "key-redundancy": "KV heads",
+}
+LARGEST_FILE = 16 << 20  # bytes; a model of 100 layers and 100 heads takes a tenth of one of those megabytes
+_SAMPLES, _SAMPLE_BYTES = 64, 64 << 10
+SHIPPED = Path(__file__).parent.parent / "data" / "profiles"
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Numbers of a model, rows by its layers: values [L, H] (heads), [L, budgets] (prefix: kept shares), or [L, Hkv]
+    (key-redundancy: mean cosine similarity of a KV head's keys, in [0, 1]).
+    """
+
+    kind: str  # one of KINDS
+    values: np.ndarray  # float64
+    budgets: tuple[float, ...] = ()  # prefix: ascending in (0, 1]
+    model_hash: str = ""  # of hash_of; empty fits any model of its shape
+    samples: int = 0  # that it is the mean of
+    about: Mapping[str, Any] = field(default_factory=dict)  # how it was made, and which model that was
+
+    def __post_init__(self) -> None:
+        """Raises ProfileError for numbers that make no profile."""
+        if self.kind not in KINDS:
+            raise ProfileError(f"a profile is one of {', '.join(KINDS)}, not {self.kind!r}")
+        values = np.asarray(self.values, dtype=np.float64)
+        if values.ndim != 2 or 0 in values.shape:
+            raise ProfileError("a profile holds one row of numbers for every layer")
+        if not np.isfinite(values).all() or values.min() < 0 or values.max() > np.finfo(np.float32).max:
+            raise ProfileError("a profile holds numbers that are finite and not negative")
+        if self.kind == "prefix":
+            low = (0.0, *self.budgets)
+            rising = all(a < b <= 1 for a, b in zip(low, self.budgets, strict=False))
+            if len(self.budgets) != values.shape[1] or not rising or values.max() > 1:
+                raise ProfileError("a prefix profile holds shares up to 1, for budgets up to 1 in ascending order")
+        elif self.kind == "key-redundancy":
+            if self.budgets or values.max() > 1:
+                raise ProfileError("a key-redundancy profile holds numbers up to 1, and no budgets")
+        elif self.budgets or not values.any():
+            raise ProfileError("a profile of heads holds scores, some of them above 0, and no budgets")
+        object.__setattr__(self, "values", values)
+
+    @property
+    def table(self) -> ProfileTable:
+        """The numbers alone, as stages take them: in float32's precision, on both engines."""
+        return ProfileTable(self.values.astype(np.float32), np.array(self.budgets, dtype=np.float32))
+
+    def to_json(self) -> str:
+        """One JSON object that from_json reads back, a row of numbers a line."""
+        head = {
+            "kvedge_profile": JSON_VERSION,
+            "kind": self.kind,
+            "model": {"hash": self.model_hash, **self.about.get("model", {})},
+            "samples": self.samples,
+            "made": self.about.get("made", {}),
+        }
+        if self.budgets:
+            head["budgets"] = list(self.budgets)
+        rows = ",\n  ".join(json.dumps([float(f"{x:.6g}") for x in row]) for row in self.values)
+        return json.dumps(head, indent=1)[:-2] + f',\n "values": [\n  {rows}\n ]\n}}\n'
+
+    @classmethod
+    def from_json(cls, text: str) -> Profile:
+        """Raises ProfileError, one line that says what is wrong, for anything that is no profile."""
+        try:
+            data = json.loads(text)
+        except (ValueError, RecursionError):
+            raise ProfileError("not a profile: no JSON") from None
+        if not isinstance(data, dict) or "kvedge_profile" not in data:
+            raise ProfileError('not a profile: a JSON object with "kvedge_profile" was expected')
+        if data["kvedge_profile"] != JSON_VERSION:
+            raise ProfileError(f"a profile of another version than {JSON_VERSION}; update kvedge, or calibrate again")
+        model, made, samples = data.get("model"), data.get("made", {}), data.get("samples")
+        if not isinstance(model, dict) or not isinstance(model.get("hash"), str) or not model["hash"]:
+            raise ProfileError("a profile that does not name its model; calibrate again")
+        if not isinstance(made, dict) or isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
+            raise ProfileError("a profile that does not say how it was made; calibrate again")
+        about = {"model": {k: v for k, v in model.items() if k != "hash"}, "made": made}
+        values, budgets = _rows(data.get("values")), _numbers(data.get("budgets", []))
+        return cls(str(data.get("kind")), values, tuple(budgets), model["hash"], samples, about)
+
+
+OneGiven = Profile | str | os.PathLike[str]
+Given = OneGiven | Sequence[OneGiven] | None  # none, one or several, each for the stage that it fits
+
+
+def _numbers(row: Any) -> list[float]:
+    if not isinstance(row, list) or any(isinstance(x, bool) or not isinstance(x, (int, float)) for x in row):
+        raise ProfileError("a damaged profile: rows of numbers were expected")
+    try:
+        return [float(x) for x in row]
+    except OverflowError:
+        raise ProfileError("a damaged profile: a number is too large") from None
+
+
+def _rows(values: Any) -> np.ndarray:
+    rows = [_numbers(row) for row in values] if isinstance(values, list) else []
+    if not rows or len({len(row) for row in rows}) != 1:
+        raise ProfileError("a damaged profile: one row for every layer was expected, all of one length")
+    return np.array(rows, dtype=np.float64)
+
+
+def load(path: str | os.PathLike[str]) -> Profile:
+    """The profile in a file. Raises ProfileError if it cannot be read or is none."""
+    path = Path(path).expanduser()
+    try:
+        with path.open("rb") as file:
+            data = file.read(LARGEST_FILE + 1)
+        if len(data) > LARGEST_FILE:
+            raise ProfileError("not a profile: it is too large")
+        return Profile.from_json(data.decode("utf-8"))
+    except OSError as error:
+        raise ProfileError(f"{path} cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise ProfileError(f"{path}: not a profile: it is not text") from None
+    except ProfileError as error:
+        raise ProfileError(f"{path}: {error}") from None
+
+
+def save(profile: Profile, path: str | os.PathLike[str]) -> None:
+    """Writes the file whole or not at all. Raises ProfileError."""
+    path = Path(path).expanduser()
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with beside.open("w", encoding="utf-8") as file:
+                file.write(profile.to_json())
+                file.flush()
+                os.fsync(file.fileno())
+            beside.replace(path)
+        finally:
+            beside.unlink(missing_ok=True)
+    except OSError as error:
+        raise ProfileError(f"{path} cannot be written: {error.strerror or error}") from None
+
+
+# ------------------------------------------------------------------------------------------------------------
+
+
+def hash_of(model: str | os.PathLike[str]) -> str:
+    """Names the weights in a GGUF file: "sampled-sha256:" and 64 hexadecimal digits.
+
+    The hash is of the file's size, of its whole header (metadata, vocabulary, names, types and places of all tensors),
+    and of 64 pieces of 64 KiB spread evenly over the data, or of all the data where that is less: a fine-tuned or
+    requantised model differs in all of them, and a file of any size takes a moment. Raises ModelError.
+    """
+    from pykvedge.models.gguf import read_header
+
+    header = read_header(model)
+    digest = hashlib.sha256(f"{header.file_size};{header.data_start};".encode())
+    data, most = header.file_size - header.data_start, _SAMPLES * _SAMPLE_BYTES
+    try:
+        with Path(model).open("rb") as file:
+            digest.update(file.read(header.data_start))
+            if data <= most:
+                digest.update(file.read())
+            for i in range(_SAMPLES if data > most else 0):
+                file.seek(header.data_start + (data - _SAMPLE_BYTES) * i // (_SAMPLES - 1))
+                digest.update(file.read(_SAMPLE_BYTES))
+    except OSError as error:
+        raise ModelError(f"{model} cannot be read: {error.strerror or error}") from None
+    return "sampled-sha256:" + digest.hexdigest()
+
+
+def folder() -> Path:
+    """Where the user's own profiles lie."""
+    import click
+
+    return Path(click.get_app_dir("kvedge")) / "profiles"
+
+
+def file_name(kind: str, model_hash: str) -> str:
+    """Name of a profile in the user's folder, and among those that kvedge ships."""
+    return f"{kind}-{model_hash.rpartition(':')[2][:16]}.json"
+
+
+def as_list(given: Given) -> list[OneGiven]:
+    """What was given as a profile, as a list: none, one, or several."""
+    if given is None:
+        return []
+    return [given] if isinstance(given, (Profile, str, os.PathLike)) else list(given)
+
+
+def find(plan: Plan, model: str | os.PathLike[str], given: Given = None, spare: bool = False) -> dict[str, Profile]:
+    """Stage -> the profile that it needs for a GGUF file; empty if the plan needs none.
+
+    given: profiles or their files, each for the stage whose kind it fits, instead of those that lie ready.
+    spare: one that fits no stage is left alone, for another plan of the conversation; else it is refused.
+    Raises ProfileError for what is missing, damaged, of another kind, or of another model.
+    """
+    kinds = plan.profile_kinds()
+    out = _assigned(plan, given, spare)
+    wanted = hash_of(model) if kinds else ""
+    for stage, kind in kinds.items():
+        if stage not in out:
+            places = [place / file_name(kind, wanted) for place in (folder(), SHIPPED)]
+            path = next((path for path in places if path.is_file()), None)
+            if path is None:
+                raise _missing(plan, stage, f"of {Path(model).name} ")
+            out[stage] = str(path), _fitting(plan, stage, load(path))
+    for where, profile in out.values():
+        if profile.model_hash and profile.model_hash != wanted:
+            raise _of_another_model(where, profile, Path(model).name)
+    return {stage: profile for stage, (_, profile) in out.items()}
+
+
+def tables_for(
+    plan: Plan, model: str | os.PathLike[str], given: Given = None, spare: bool = False
+) -> dict[str, ProfileTable]:
+    """Stage -> the numbers of what `find` finds. Raises as it does."""
+    return {stage: found.table for stage, found in find(plan, model, given, spare).items()}
+
+
+def for_arrays(plan: Plan, given: Given, n_layers: int, n_heads: int, n_heads_kv: int) -> dict[str, Profile]:
+    """Stage -> the profile that it needs, for arrays of so many layers, query heads and KV heads.
+
+    Raises ProfileError as `find` does, and for another shape.
+    """
+    kinds = plan.profile_kinds()
+    out = {stage: profile for stage, (_, profile) in _assigned(plan, given, spare=False).items()}
+    for stage, kind in kinds.items():
+        if stage not in out:
+            raise _missing(plan, stage, "")
+        found = out[stage].values.shape
+        columns = {"query heads": n_heads, "KV heads": n_heads_kv, "budgets": len(out[stage].budgets)}[COLUMNS[kind]]
+        if found != (n_layers, columns):
+            raise ProfileError(
+                f"the profile has {found[0]} layers of {found[1]} numbers, {n_layers} of {columns} are needed; it "
+                "belongs to another model"
+            )
+    return out
+
+
+def _assigned(plan: Plan, given: Given, spare: bool) -> dict[str, tuple[str, Profile]]:
+    """Stage -> the given profile that it takes, and what to call it. Raises ProfileError."""
+    kinds = plan.profile_kinds()
+    out: dict[str, tuple[str, Profile]] = {}
+    for one in as_list(given) if kinds else []:
+        profile = one if isinstance(one, Profile) else load(one)
+        stage = next((stage for stage, kind in kinds.items() if COLUMNS[profile.kind] == COLUMNS[kind]), None)
+        if stage is None and spare:
+            continue
+        if stage is None:
+            raise _misfit(plan, list(kinds), profile)
+        if stage in out:
+            raise ProfileError(f"two profiles were given for {stage} '{getattr(plan, stage)}'; give one")
+        out[stage] = "the profile" if isinstance(one, Profile) else str(one), profile
+    return out
+
+
+def _fitting(plan: Plan, stage: str, profile: Profile) -> Profile:
+    if COLUMNS[profile.kind] != COLUMNS[plan.profile_kinds()[stage]]:
+        raise _misfit(plan, [stage], profile)
+    return profile
+
+
+def _misfit(plan: Plan, stages: list[str], profile: Profile) -> ProfileError:
+    """Either kind of query heads' scores serves either rule; the preferred one is only what is looked for."""
+    kinds = plan.profile_kinds()
+    members = " or ".join(f"{stage} '{getattr(plan, stage)}'" for stage in stages)
+    commands = " or ".join(f"`{KINDS[kinds[stage]]}`" for stage in stages)
+    return ProfileError(f"a profile of kind '{profile.kind}' does not fit {members}; make one with {commands}")
+
+
+def _missing(plan: Plan, stage: str, of_model: str) -> ProfileError:
+    kind = plan.profile_kinds()[stage]
+    return ProfileError(
+        f"method '{plan.method}' needs a {kind} profile {of_model}({stage} '{getattr(plan, stage)}'), and there is "
+        f"none; make one with `{KINDS[kind]}`"
+    )
+
+
+def _of_another_model(where: str, profile: Profile, model: str) -> ProfileError:
+    name = profile.about.get("model", {}).get("name")
+    other = f"was made for {name!r}" if isinstance(name, str) else "was made for another model"
+    return ProfileError(f"{where} {other}, not for the weights in {model}; run `{KINDS[profile.kind]}` for these")
+
+
+def is_close(a: Profile, b: Profile) -> bool:
+    """Whether two profiles say the same, up to the digits that a file holds."""
+    same = a.kind == b.kind and a.model_hash == b.model_hash and a.values.shape == b.values.shape
+    return same and bool(np.allclose(a.values, b.values, rtol=1e-5)) and math.isclose(sum(a.budgets), sum(b.budgets))

@@ -1,0 +1,254 @@
+"""What a stage member is: the types that every file in stages/<stage>/ fills in.
+
+Symbols: H query heads, Hkv KV heads (query head h reads KV head h // (H / Hkv)), T tokens, d head size, n kept tokens.
+Definitions compute in float64, so that they can serve as the oracle for the float32 kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pykvedge.errors import UsageError
+
+if TYPE_CHECKING:
+    from pykvedge.native.abi import Declared
+
+Settings = Mapping[str, Any]
+
+
+FLAG = ("true", "false")  # the choices of a setting that is a switch
+
+
+@dataclass(frozen=True)
+class Param:
+    """One setting of a member, set as "<stage>.<name>"."""
+
+    name: str
+    default: int | float | bool | str
+    help: str
+    low: float | None = None
+    high: float | None = None
+    choices: tuple[str, ...] = ()
+    step: int = 1  # whole numbers: low + a multiple of it
+
+    @classmethod
+    def declared(cls, s: Declared) -> Param:
+        """As the library, or a plugin in C, has it. Raises UsageError for a fallback that it does not allow."""
+        if s.choices == FLAG:
+            return cls(s.name, s.fallback == 0, s.help)
+        if s.choices:
+            out = cls(s.name, dict(enumerate(s.choices)).get(int(s.fallback), ""), s.help, choices=s.choices)
+        elif s.step:
+            out = cls(s.name, int(s.fallback), s.help, int(s.lowest), int(s.highest), step=s.step)
+        else:
+            out = cls(s.name, s.fallback, s.help, s.lowest, s.highest)
+        out.check(out.default, s.name)
+        return out
+
+    def number(self, value: Any) -> float:
+        """A value as the library hands it to a stage in C: of words, and of true and false, the index."""
+        if isinstance(self.default, bool):
+            return float(not value)
+        return float(self.choices.index(value) if self.choices else value)
+
+    def check(self, value: Any, key: str) -> int | float | bool | str:
+        """`value` as the type of the default. Raises UsageError when it does not fit."""
+        kind = type(self.default)
+        try:
+            out = _parse_bool(value) if kind is bool else kind(value)
+        except (TypeError, ValueError):
+            raise UsageError(f"{key} must be {_KINDS[kind]}, not {value!r}") from None
+        if kind is int and (isinstance(value, bool) or (isinstance(value, float) and value != out)):
+            raise UsageError(f"{key} must be {_KINDS[kind]}, not {value!r}")
+        if self.choices and out not in self.choices:
+            raise UsageError(f"{key} must be one of {', '.join(self.choices)}, not {value!r}")
+        number = out if isinstance(out, (int, float)) else 0
+        if (self.low is not None and number < self.low) or (self.high is not None and number > self.high):
+            raise UsageError(f"{key} must lie between {self.low} and {self.high}, not {value!r}")
+        if self.step > 1 and (out - (self.low or 0)) % self.step:
+            raise UsageError(f"{key} must be {self.low:g} plus a multiple of {self.step}, not {value!r}")
+        return out
+
+
+_KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
+
+
+def _parse_bool(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    text = str(value).lower()
+    if text in ("true", "yes", "on", "1"):
+        return True
+    if text in ("false", "no", "off", "0"):
+        return False
+    raise ValueError(value)
+
+
+@dataclass(frozen=True, eq=False)  # a layer is itself: what was computed of it can be looked up
+class Layer:
+    """One layer of a prompt, as a scorer sees it."""
+
+    q: np.ndarray  # [H, T, d] float32, position encoding applied; plugins see the last n, [H, n, d]
+    k: np.ndarray  # [Hkv, T, d] float32 that the storage type can represent, position encoding applied
+    v: np.ndarray  # [Hkv, T, d]
+    image_mask: np.ndarray  # [T] bool
+    index: int = 0  # of the layer, among those that are compressed
+    n_layers: int = 1  # that are compressed
+    # [Hkv, T] as scorer cumulative has them; for plugins that ask, and of a stream, whose earlier queries are gone
+    column_sums: np.ndarray | None = None
+    profile: np.ndarray | None = None  # [Hkv] float32 calibrated numbers; None where the scorer asked for none
+
+
+@dataclass(frozen=True)
+class ProfileTable:
+    """The numbers of a calibrated profile (pykvedge/plans/profile.py), one row for every layer."""
+
+    values: np.ndarray  # float32: [L, H] of query heads, [L, Hkv] of KV heads, or [L, n] kept shares at each budget
+    budgets: np.ndarray  # [n] float32 ascending in (0, 1]; empty for numbers of heads
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The whole prompt, as an allocator sees it."""
+
+    scores: np.ndarray  # [L, Hkv, T] float64
+    image_mask: np.ndarray  # [T] bool
+    budget: int  # n: KV pairs per layer and head if shared out evenly, 1 <= n < T
+    recent: int = 0  # of those, last tokens that every head keeps
+    layers: tuple[Layer, ...] = ()  # L of them; empty only where the allocator looks at nothing but scores
+    profile: ProfileTable | None = None  # None where the allocator asked for none
+    attention: np.ndarray | None = None  # as scores, of a scorer that mixes it with more; None: scores are all
+    fixed_recent: int = 0  # of recent, those that the plan asks for by number: a head with a smaller share has no less
+
+
+@dataclass(frozen=True)
+class Head:
+    """One KV head after selection, as a reducer sees it."""
+
+    k: np.ndarray  # [T, d] float32 in storage precision
+    v: np.ndarray  # [T, d]
+    kept: np.ndarray  # [n] int32 token indices, ascending
+    protected: np.ndarray  # [T] bool
+    layer: int = 0  # as Layer.index
+    n_layers: int = 1
+    index: int = 0  # of the head in its layer
+
+
+@dataclass(frozen=True)
+class DecodeState:
+    """One KV head after a generated token, as a decode policy sees it."""
+
+    prompt: int  # T: tokens of the sequence when its last prompt was compressed
+    kept: int  # rows that the head held right after that, and what a budget in pairs left unused
+    budget: int  # rows that an even share of the budget would have held
+    generated: int  # tokens since then
+    length: int  # rows that the head holds now
+    sinks: int  # first rows that stay
+    recent: int = 0  # last rows that the plan protects when a head keeps that many; 0: it does not say
+    scores: np.ndarray | None = None  # [length] attention that each row received so far; None unless asked for
+
+
+def no_recent(kept: int, even: int, settings: Settings) -> int:
+    """Number of last tokens that "recent = auto" protects: none."""
+    return 0
+
+
+def window_recent(window: int, kept: int, even: int) -> int:
+    """Number of last tokens that "recent = auto" protects for a window of that many, when a head keeps `kept`.
+
+    The window gives way where it would leave next to nothing to choose: it takes at most half of an even share of the
+    budget, `even`, and of a head that gets less than that half of what it gets.
+    """
+    window = min(window, even // 2)
+    return window if kept >= window else kept // 2
+
+
+def none_reserved(kept: int, settings: Settings) -> int:
+    """Number of kept tokens that are chosen by the second score: none."""
+    return 0
+
+
+def never_whole(settings: Settings) -> int:
+    """Longest prompt that is kept whole whatever the budget: none."""
+    return 0
+
+
+def no_profile(settings: Settings) -> str | None:
+    """Kind of calibrated profile that a member needs with these settings: none."""
+    return None
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """How much does a KV pair matter? `score(layer, settings)` -> [Hkv, T] float64, higher is kept first.
+
+    A method that keeps some tokens for another reason has a second score, `reserve`, of the same shape: of the tokens
+    that are not protected, the `reserved(kept, settings)` best by it stay, and the others are chosen by `score`.
+    `auto_recent(kept, even, settings)` says how many last tokens a head of `kept` pairs keeps if the plan names no
+    number, where an even share of the budget is `even` pairs.
+    A scorer that mixes attention with something else gives the attention alone as `attention`.
+    One that needs calibrated numbers with some settings names their kind in `profile`, and finds them in its layers.
+    """
+
+    name: str
+    summary: str
+    source: str
+    score: Callable[[Layer, Settings], np.ndarray]
+    params: tuple[Param, ...] = ()
+    auto_recent: Callable[[int, int, Settings], int] = no_recent
+    whole_up_to: Callable[[Settings], int] = never_whole
+    sinks_first: bool = False  # which protection shrinks last when the budget does not cover both
+    by_place: bool = False  # scores depend on the number of the head or layer
+    reserve: Callable[[Layer, Settings], np.ndarray] | None = None
+    reserved: Callable[[int, Settings], int] = none_reserved
+    attention: Callable[[Layer, Settings], np.ndarray] | None = None
+    profile: Callable[[Settings], str | None] = no_profile
+    stage: str = "scorer"
+
+
+@dataclass(frozen=True)
+class Allocator:
+    """How many KV pairs does each layer and head keep? `allocate(prompt, settings)` -> [L, Hkv] int64."""
+
+    name: str
+    summary: str
+    source: str
+    allocate: Callable[[Prompt, Settings], np.ndarray]
+    params: tuple[Param, ...] = ()
+    by_place: bool = False  # counts depend on the number of the head, and be it for equal remainders
+    profile: Callable[[Settings], str | None] = no_profile
+    stage: str = "allocator"
+
+
+@dataclass(frozen=True)
+class Reducer:
+    """What becomes of the evicted pairs? `reduce(head, settings)` -> rows k, v [n, d] float64 in the order of kept."""
+
+    name: str
+    summary: str
+    source: str
+    reduce: Callable[[Head, Settings], tuple[np.ndarray, np.ndarray]]
+    params: tuple[Param, ...] = ()
+    merges: bool = False
+    by_place: bool = False
+    stage: str = "reducer"
+
+
+@dataclass(frozen=True)
+class DecodePolicy:
+    """What happens as tokens are generated? `evict(state, settings)` -> the row to drop after a token, or None."""
+
+    name: str
+    summary: str
+    source: str
+    evict: Callable[[DecodeState, Settings], int | None]
+    params: tuple[Param, ...] = ()
+    needs_scores: bool = False  # column sums of the prompt, and what every new token adds to them
+    stage: str = "decode"
+
+
+Member = Scorer | Allocator | Reducer | DecodePolicy

@@ -1,0 +1,32 @@
+"""Pivotal merge: each evicted row is first averaged with its pivot, the kept row, so that the pivot weighs more.
+
+LOOK-M (Wan et al. 2024), eq. 11: k_j <- (k_j + sum_i (k_i + k_j) / 2) / (L_j + 1), all right-hand sides with the
+original k_j. The kept row ends with the weight (1 + L_j / 2) / (L_j + 1), never below one half.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pykvedge.plans.stages.base import Head, Reducer, Settings
+from pykvedge.plans.stages.similarity import Assignment, assign, merged
+
+
+def _pivoted(rows: np.ndarray, kept: np.ndarray, to: Assignment) -> np.ndarray:
+    pivots = rows[kept[to.target]].astype(np.float64)
+    return merged(rows, kept, to, (rows[to.source] + pivots) / 2)
+
+
+def reduce(head: Head, settings: Settings) -> tuple[np.ndarray, np.ndarray]:
+    """Merged keys and values, [n, d] float64 each."""
+    to = assign(head)
+    return _pivoted(head.k, head.kept, to), _pivoted(head.v, head.kept, to)
+
+
+MEMBER = Reducer(
+    name="pivotal",
+    summary="like averaged, but the kept pair keeps at least half of the weight",
+    source="LOOK-M, eq. 11",
+    reduce=reduce,
+    merges=True,
+)

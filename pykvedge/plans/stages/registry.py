@@ -1,0 +1,78 @@
+"""Finds the members of every stage: each module in stages/<stage>/ is one, so a new member is one new file.
+
+What settings a member has is the library's to say (kvedge_stage_setting); the module has the formula.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+from dataclasses import replace
+from typing import TYPE_CHECKING, cast
+
+from pykvedge.errors import UsageError, unknown
+from pykvedge.native import abi
+from pykvedge.plans.stages.base import Param
+
+if TYPE_CHECKING:
+    from pykvedge.plans.stages.base import Allocator, Member, Reducer, Scorer
+
+STAGES = ("scorer", "allocator", "reducer", "decode")
+
+
+@functools.cache
+def formulas(stage: str) -> dict[str, Member]:
+    """Name -> member of one stage without its settings, in alphabetical order. Needs no library.
+
+    Raises UnknownNameError for a stage that does not exist.
+    """
+    if stage not in STAGES:
+        raise unknown("stage", stage, STAGES)
+    package = importlib.import_module(f"pykvedge.plans.stages.{stage}")
+    found: dict[str, Member] = {}
+    for info in pkgutil.iter_modules(package.__path__):
+        module = importlib.import_module(f"{package.__name__}.{info.name}")
+        member = module.MEMBER
+        if member.stage != stage or member.name.replace("-", "_") != info.name:
+            raise UsageError(f"{module.__name__} must define the {stage} '{info.name}', not '{member.name}'")
+        found[member.name] = member
+    return dict(sorted(found.items()))
+
+
+@functools.cache
+def members(stage: str) -> dict[str, Member]:
+    """Name -> member of one stage, in alphabetical order. Raises UnknownNameError, LibraryError."""
+    return {name: _with_settings(stage, found) for name, found in formulas(stage).items()}
+
+
+def _with_settings(stage: str, found: Member) -> Member:
+    return replace(found, params=tuple(Param.declared(s) for s in abi.stage_settings(stage, found.name)))
+
+
+def scorer(name: str) -> Scorer:
+    """The scorer of that name. Raises UnknownNameError."""
+    return cast("Scorer", member("scorer", name))
+
+
+def allocator(name: str) -> Allocator:
+    """The allocator of that name. Raises UnknownNameError."""
+    return cast("Allocator", member("allocator", name))
+
+
+def reducer(name: str) -> Reducer:
+    """The reducer of that name. Raises UnknownNameError."""
+    return cast("Reducer", member("reducer", name))
+
+
+def member(stage: str, name: str) -> Member:
+    """The member of that name, built in or of a plugin. Raises UnknownNameError with a suggestion."""
+    known = members(stage)
+    if name in known:
+        return known[name]
+    from pykvedge.plans.plugins import loading, table
+
+    plugin = loading.find(stage, name)
+    if plugin is None:
+        raise unknown(stage, str(name), [*known, *table.names(stage)], loading.problems())
+    return plugin.member

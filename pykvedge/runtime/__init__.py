@@ -1,0 +1,1 @@
+"""Prompts read into a llama_context whose KV memory libkvedge owns, compressed, and measured."""

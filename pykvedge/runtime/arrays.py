@@ -1,0 +1,143 @@
+"""compress: a plan applied to plain arrays, without a model. For research and tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pykvedge.errors import ArrayError, unknown
+from pykvedge.plans.kvtypes import GROUP, KvType
+from pykvedge.plans.plan import Plan
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from pykvedge.plans.numpy_engine import Arrays, Outcome
+    from pykvedge.plans.profile import Given
+
+ENGINES = ("native", "numpy")
+_LARGEST = {"f16": 65504.0, "bf16": 3.3895313892515355e38, "f32": float("inf")}
+
+
+@dataclass(frozen=True)
+class Result:
+    """What is left of a prompt.
+
+    kept[l][h]: [n] int32, original token indices, ascending. k[l][h], v[l][h]: [n, d] float32, rows in the order of
+    kept, merged where the plan merges. scores: [L, Hkv, T] float32.
+    """
+
+    kept: list[list[np.ndarray]]
+    k: list[list[np.ndarray]]
+    v: list[list[np.ndarray]]
+    scores: np.ndarray
+
+
+def compress(
+    plan: Plan,
+    q: Any,
+    k: Any,
+    v: Any,
+    image_mask: Any = None,
+    engine: str = "native",
+    kv_type: str | KvType = "f16",
+    threads: int = 0,
+    profile: Given = None,
+    stream: int = 0,
+) -> Result:
+    """Compresses the KV pairs of one prompt.
+
+    q: [L, H, T, d], k and v: [L, Hkv, T, d], floating point, position encoding applied; H is a multiple of Hkv.
+    image_mask: [T] bool, True for an image token; None: all text.
+    engine: "native" (libkvedge) or "numpy" (the definitions in stages/).
+    kv_type: storage type that k and v are rounded to (kvtypes.NAMES), or "K:V" for one of each. Where it is quantised,
+    d is a multiple of 32, and scores and merges see f16. threads: of the native engine, 0 for all cores.
+    profile: a Profile or its file, or several, for a plan whose stages need them (Plan.profile_kinds), each for the
+    stage that it fits; shapes are [L, H], [L, Hkv] (key-redundancy), or [L, budgets] (prefix).
+    stream: tokens that are read at a time, and compressed with what is left of those before (docs/streaming.md); 0: all
+    are one prompt. The plan's budget is then a number of pairs, kv_type not quantised, and scores are [L, Hkv, 0].
+    Raises ArrayError, UnknownNameError, BudgetError, ProfileError, LibraryError, OutOfMemoryError.
+    """
+    if engine not in ENGINES:
+        raise unknown("engine", str(engine), ENGINES)
+    kv_type = KvType.parse(kv_type)
+    if not isinstance(plan, Plan):
+        raise ArrayError(f"plan must be a pykvedge.Plan, for example pykvedge.plan('lookm'), not {type(plan).__name__}")
+    arrays = _check(q, k, v, image_mask, kv_type)
+    from pykvedge.plans.profile import for_arrays
+
+    found = for_arrays(plan, profile, len(arrays.q), arrays.q.shape[1], arrays.k.shape[1])
+    tables = {stage: profile.table for stage, profile in found.items()}
+    if stream:
+        out = _stream(plan, arrays, engine, kv_type, threads, stream, tables)
+    elif engine == "numpy":
+        from pykvedge.plans import numpy_engine
+
+        out = numpy_engine.run(plan, arrays, kv_type, tables)
+    else:
+        from pykvedge.runtime import libkvedge
+
+        out = libkvedge.compress_arrays(plan, arrays, kv_type, threads, tables)
+    return Result(out.kept, out.k, out.v, out.scores)
+
+
+def _stream(
+    plan: Plan, arrays: Arrays, engine: str, kv_type: KvType, threads: int, step: int, tables: dict[str, Any]
+) -> Outcome:
+    from pykvedge.runtime.stream import check
+
+    if not isinstance(step, int) or step < 0:
+        raise ArrayError(f"stream must be a number of tokens, or 0, not {step!r}")
+    check(plan)
+    if kv_type.quantised:
+        raise ArrayError(f"a stream is rounded again at every step; kv_type {kv_type} cannot be used, take f16")
+    if engine == "numpy":
+        from pykvedge.plans import numpy_stream
+
+        return numpy_stream.run(plan, arrays, kv_type, step, tables)
+    from pykvedge.runtime import libkvedge
+
+    return libkvedge.compress_arrays(plan, arrays, kv_type, threads, tables, step)
+
+
+def _check(q: Any, k: Any, v: Any, image_mask: Any, kv_type: KvType) -> Arrays:
+    import numpy as np
+
+    from pykvedge.plans.numpy_engine import Arrays
+
+    q, k, v = (_floats(x, name) for x, name in ((q, "q"), (k, "k"), (v, "v")))
+    if k.shape != v.shape:
+        raise ArrayError(f"k and v must have the same shape, not {k.shape} and {v.shape}")
+    if q.shape[0] != k.shape[0] or q.shape[2:] != k.shape[2:]:
+        raise ArrayError(f"q [L, H, T, d] and k [L, Hkv, T, d] must agree in L, T and d, not {q.shape} and {k.shape}")
+    if q.shape[1] % k.shape[1]:
+        raise ArrayError(f"the number of query heads, {q.shape[1]}, must be a multiple of the KV heads, {k.shape[1]}")
+    if k.shape[3] % 8:
+        raise ArrayError(f"the head size must be a multiple of 8, not {k.shape[3]}")
+    if kv_type.quantised and k.shape[3] % GROUP:
+        raise ArrayError(f"kv_type {kv_type} takes head sizes that are multiples of {GROUP}, not {k.shape[3]}")
+    for x, name, held in ((k, "k", kv_type.plain.k), (v, "v", kv_type.plain.v)):
+        if np.abs(x).max() > _LARGEST[held]:
+            raise ArrayError(f"{name} holds values that {held} cannot; use kv_type bf16 or f32")
+    n_tokens = k.shape[2]
+    mask = np.zeros(n_tokens, dtype=bool) if image_mask is None else np.asarray(image_mask)
+    if mask.shape != (n_tokens,) or mask.dtype != bool:
+        raise ArrayError(f"image_mask must be [{n_tokens}] of bool, not {list(mask.shape)} of {mask.dtype}")
+    return Arrays(q, k, v, mask)
+
+
+def _floats(x: Any, name: str) -> np.ndarray:
+    import numpy as np
+
+    try:
+        x = np.asarray(x)
+    except ValueError as error:
+        raise ArrayError(f"{name} is no array: {error}") from None
+    if x.ndim != 4 or 0 in x.shape:
+        raise ArrayError(f"{name} must have four dimensions, [layers, heads, tokens, head size], not {list(x.shape)}")
+    if x.dtype.kind != "f":
+        raise ArrayError(f"{name} must hold floating-point numbers, not {x.dtype}")
+    x = np.ascontiguousarray(x, dtype=np.float32)
+    if not np.isfinite(x).all():
+        raise ArrayError(f"{name} holds NaN or infinite values")
+    return x

@@ -1,0 +1,87 @@
+"""A whole prompt, images and text, as one batch: bounded prefill sends it through each layer at once."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import numpy as np
+
+from pykvedge.errors import KvedgeError
+from pykvedge.models.model import Model
+from pykvedge.models.token_table import TokenTable
+from pykvedge.models.vision import ImagePiece, Piece, TextPiece, Vision
+
+N_POS = 4  # positions of an M-RoPE token: time, row, column, unused
+
+
+@dataclass(frozen=True)
+class OnePass:
+    """positions [1 or 4, T] int32; image_mask [T] uint8; end: the next position; embeddings [T, width] float32, or None
+    for a prompt of text alone, which goes as tokens [T] int32 (llama.cpp gives them further positions itself)."""
+
+    positions: np.ndarray
+    image_mask: np.ndarray
+    end: int
+    embeddings: np.ndarray | None = None
+    tokens: np.ndarray | None = None
+
+    @property
+    def n_tokens(self) -> int:
+        """T."""
+        return len(self.image_mask)
+
+
+def why_not(vision: Vision | None, pieces: list[Piece]) -> str:
+    """Why the pieces cannot go through a layer in one causal pass; empty if they can."""
+    if vision is not None and vision.non_causal() and any(isinstance(p, ImagePiece) for p in pieces):
+        return "the tokens of an image look at each other in both directions in this model"
+    return ""
+
+
+def gather_text(pieces: list[Piece], start: int) -> OnePass:
+    """Pieces that are all text, from position `start` on."""
+    tokens = np.array([t for p in pieces if isinstance(p, TextPiece) for t in p.tokens], dtype=np.int32)
+    positions = np.arange(start, start + len(tokens), dtype=np.int32)[None, :]
+    return OnePass(positions, np.zeros(len(tokens), dtype=np.uint8), start + len(tokens), tokens=tokens)
+
+
+def gather(pieces: list[Piece], table: TokenTable, vision: Vision, model: Model, start: int) -> OnePass:
+    """The pieces, images encoded, from position `start` on.
+
+    Text rows narrower than an image's are filled up with zeros, as llama.cpp does for models with deep stacks of image
+    features. Raises UnsupportedError, KvedgeError for an image that was not encoded.
+    """
+    n = sum(p.n_tokens for p in pieces)
+    mrope = model.has_mrope
+    embeddings = np.zeros((n, model.n_embd_input), dtype=np.float32)
+    positions = np.zeros((N_POS if mrope else 1, n), dtype=np.int32)
+    mask = np.zeros(n, dtype=np.uint8)
+    at, past = 0, start
+    for piece in pieces:
+        here = slice(at, at + piece.n_tokens)
+        if isinstance(piece, TextPiece):
+            embeddings[here, : table.width] = table.rows(piece.tokens)
+            positions[: 3 if mrope else 1, here] = np.arange(past, past + piece.n_tokens)
+            past += piece.n_tokens
+        else:
+            if piece.embeddings is None:
+                raise KvedgeError("the image was not encoded")
+            embeddings[here, : piece.embeddings.shape[1]] = piece.embeddings
+            mask[here] = 1
+            positions[:, here] = _image_positions(vision, piece, past, mrope)
+            past += vision.mtmd.mtmd_input_chunk_get_n_pos(piece.chunk)
+        at += piece.n_tokens
+    return OnePass(positions, mask, past, embeddings=embeddings)
+
+
+def _image_positions(vision: Vision, piece: ImagePiece, past: int, mrope: bool) -> np.ndarray:
+    mtmd = vision.mtmd
+    if not mrope:
+        return np.arange(past, past + piece.n_tokens, dtype=np.int32)[None, :]
+    tokens = mtmd.mtmd_input_chunk_get_tokens_image(piece.chunk)
+    places = (mtmd.mtmd_decoder_pos * piece.n_tokens)()
+    mtmd.mtmd_helper_image_get_decoder_pos(tokens, past, places)
+    flat = np.frombuffer(places, dtype=np.uint32).reshape(piece.n_tokens, ctypes.sizeof(mtmd.mtmd_decoder_pos) // 4)
+    t, x, y, z = flat.T[:N_POS].astype(np.int32)
+    return np.stack([t, y, x, z])

@@ -1,0 +1,398 @@
+"""kvedge.h for the rest of the package, by ctypes: plans, caches, and plain arrays. Nothing is loaded on import."""
+
+from __future__ import annotations
+
+import ctypes as c
+import itertools
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from pykvedge import errors
+from pykvedge.native import libraries
+from pykvedge.native.abi import KV_TYPE, STAGE_NUMBER, Error, GivenArrays, Saved, Stats, call, lib, raise_
+from pykvedge.native.guard import Guard, one_thread
+from pykvedge.plans.kvtypes import KvType
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import numpy as np
+
+    from pykvedge.plans.numpy_engine import Arrays, Outcome
+    from pykvedge.plans.plan import Plan
+    from pykvedge.plans.plugins.callbacks import OwnStages
+    from pykvedge.plans.stages.base import ProfileTable
+
+
+def version() -> str:
+    """Version of libkvedge."""
+    return lib().kvedge_version().decode()
+
+
+def simd() -> str:
+    """Instruction set of libkvedge's kernels on this machine."""
+    return lib().kvedge_simd().decode()
+
+
+def kernel_tables() -> list[str]:
+    """Names of the tables of kernels that this machine can run, the chosen one first."""
+    return [name.decode() for name in iter(map(lib().kvedge_kernels, itertools.count()).__next__, None)]
+
+
+def check_kernels(table: str) -> None:
+    """Runs every kernel of a table against plain loops. Raises UnsupportedError where a result is wrong."""
+    call("check_kernels", table.encode())
+
+
+def describe() -> str:
+    """One line per library: its version and what it uses of the machine, or that it is missing."""
+    try:
+        bindings = libraries.llama()
+        lines = [f"llama.cpp {bindings.llama_version().decode()} in {libraries.require_dir()}"]
+        lines.append(f"libkvedge {version()} ({simd()})")
+    except errors.LibraryError as error:
+        return f"libraries: {error}"
+    return "\n".join(lines)
+
+
+def stage_members(stage: str) -> list[str]:
+    """Names of the members of a stage that libkvedge can run."""
+    number = STAGE_NUMBER[stage]
+    return [lib().kvedge_stage_name(number, i).decode() for i in range(lib().kvedge_stage_count(number))]
+
+
+class _NativePlan:
+    """A kvedge_plan made from a Plan; use in a with statement."""
+
+    def __init__(self, plan: Plan, profiles: Mapping[str, ProfileTable] | None = None) -> None:
+        """profiles: of the stages that need one, by name."""
+        from pykvedge.plans.plugins.callbacks import OwnStages
+
+        self.handle = c.c_void_p()
+        self.own = OwnStages(plan)
+        call("plan_create", c.byref(self.handle))
+        try:
+            for stage, struct in self.own.structs.items():
+                call(f"plan_add_{stage}", self.handle, c.byref(struct))
+            for key, value in plan.as_text().items():
+                if key.partition(".")[0] not in self.own.unset or "." not in key:
+                    call("plan_set", self.handle, key.encode(), value.encode())
+            for stage, profile in (profiles or {}).items():
+                self._set_profile(stage, profile)
+            call("plan_check", self.handle)
+        except errors.KvedgeError:
+            lib().kvedge_plan_free(self.handle)
+            raise
+
+    def _set_profile(self, stage: str, profile: ProfileTable) -> None:
+        budgets = profile.budgets.ctypes.data if len(profile.budgets) else None
+        values = profile.values
+        call("plan_set_profile", self.handle, STAGE_NUMBER[stage], values.ctypes.data, budgets, *values.shape)
+
+    def __enter__(self) -> _NativePlan:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        lib().kvedge_plan_free(self.handle)
+
+
+def why_not_bounded(plan: Plan, kv_type: str | KvType = "f16") -> str:
+    """What keeps prompts under a plan from being compressed layer by layer; empty if nothing does."""
+    kv_type = KvType.parse(kv_type)
+    with _NativePlan(plan) as native:
+        try:
+            call("plan_check_bounded", native.handle, KV_TYPE[kv_type.k], KV_TYPE[kv_type.v])
+        except errors.UnsupportedError as error:
+            return str(error)
+    return ""
+
+
+def plan_budget(plan: Plan, n_tokens: int) -> int:
+    """What libkvedge makes of the plan's budget for a prompt of n_tokens."""
+    with _NativePlan(plan) as native:
+        return lib().kvedge_plan_budget(native.handle, n_tokens)
+
+
+class Cache:
+    """The KV memory of one llama_context, owned by libkvedge (kvedge_cache).
+
+    For the thread that decodes: a call while another thread is in one, or while llama_decode runs in another, raises
+    StateError. `detach` waits for that thread.
+    """
+
+    def __init__(
+        self,
+        context: Any,
+        plan: Plan,
+        kv_type: str | KvType = "f16",
+        auto_compress: bool = True,
+        profiles: Mapping[str, ProfileTable] | None = None,
+    ) -> None:
+        """Takes over the KV memory of a llama_context without tokens. Raises what kvedge_attach reports.
+
+        profiles: of the plan's stages that need one, by name (profile.tables_for).
+        """
+        self.guard = Guard("cache", over="the cache was detached; attach again")
+        options = lib().kvedge_options_default()
+        kv_type = KvType.parse(kv_type)
+        options.type_k, options.type_v = KV_TYPE[kv_type.k], KV_TYPE[kv_type.v]
+        options.auto_compress = auto_compress
+        self._handle = c.c_void_p()
+        with _NativePlan(plan, profiles) as native:
+            call("attach", context, native.handle, c.byref(options), c.byref(self._handle))
+        self.own = native.own  # C has a copy of the plan, and with it these callbacks
+        self._owns: dict[int, OwnStages] = {}  # of sequences with plans of their own
+
+    def detach(self) -> None:
+        """Gives the context back to llama.cpp, its memory cleared. Does nothing the second time."""
+        if not self._handle:
+            return
+        with self.guard.closing():
+            if self._handle:
+                lib().kvedge_detach(self._handle)
+                self._handle = c.c_void_p()
+
+    @property
+    def attached(self) -> bool:
+        """False after detach."""
+        return bool(self._handle)
+
+    @property
+    def handle(self) -> c.c_void_p:
+        """For the functions of this module. Raises StateError after detach."""
+        return self._live()
+
+    def _live(self) -> c.c_void_p:
+        if not self._handle:
+            raise errors.StateError("the cache was detached; attach again")
+        return self._handle
+
+    @one_thread
+    def set_plan(self, plan: Plan, profiles: Mapping[str, ProfileTable] | None = None) -> None:
+        """Prompts that complete from now on are compressed by this plan. profiles: as for a new cache."""
+        with _NativePlan(plan, profiles) as native:
+            call("set_plan", self._live(), native.handle)
+        self.own = native.own
+
+    @one_thread
+    def set_sequence_plan(
+        self, sequence: int, plan: Plan | None, profiles: Mapping[str, ProfileTable] | None = None
+    ) -> None:
+        """Gives one sequence a plan of its own; None: the cache's again. profiles: as for a new cache."""
+        if plan is None:
+            call("set_sequence_plan", self._live(), sequence, None)
+            self._owns.pop(sequence, None)
+            return
+        with _NativePlan(plan, profiles) as native:
+            call("set_sequence_plan", self._live(), sequence, native.handle)
+        self._owns[sequence] = native.own
+
+    @one_thread
+    def set_auto_compress(self, on: bool) -> None:
+        """Whether the first token decoded after a prompt triggers the compression."""
+        call("set_auto_compress", self._live(), on)
+
+    @one_thread
+    def compress(self, sequence: int = 0) -> None:
+        """Compresses, now, what was added since the last compression. Raises PluginError if a plugin's stage fails."""
+        with self._owns.get(sequence, self.own).explained():
+            call("compress", self._live(), sequence)
+
+    @one_thread
+    def bound_prompt(self, image_mask: np.ndarray, sequence: int = 0) -> None:
+        """The next decode brings a whole prompt in one pass, whose layers are compressed one by one.
+
+        image_mask: [T] uint8, 1 for an image token. Raises what kvedge_bound_prompt reports.
+        """
+        mask = image_mask.astype("uint8", order="C")
+        call("bound_prompt", self._live(), sequence, mask.ctypes.data, len(mask))
+
+    def bounded_layers(self, sequence: int = 0) -> int:
+        """Layers that the bounded prompt under way has behind it; also while llama_decode runs in this thread."""
+        return lib().kvedge_bounded_layers(self._live(), sequence)
+
+    @one_thread
+    def compress_stream(self, sequence: int = 0) -> None:
+        """Makes the sequence a stream; compresses all that it holds to the plan's bound. Raises UnsupportedError."""
+        with self._owns.get(sequence, self.own).explained():
+            call("compress_stream", self._live(), sequence)
+
+    @one_thread
+    def cells(self, sequence: int = 0) -> int:
+        """Tokens of the sequence that take up room in llama.cpp's own cache of n_ctx places."""
+        if (n := lib().kvedge_cells(self._live(), sequence)) < 0:
+            raise errors.StateError("another thread decodes with this cache; wait until it is done")
+        return n
+
+    @one_thread
+    def check(self) -> None:
+        """Raises the first error that happened inside llama_decode since the last call, if there was one."""
+        error = Error()
+        if lib().kvedge_take_error(self._live(), c.byref(error)) != 0 or error.status != 0:
+            with ExitStack() as stages:
+                for own in (self.own, *self._owns.values()):
+                    stages.enter_context(own.explained())
+                raise_(error)
+
+    @one_thread
+    def stats(self, sequence: int = 0) -> Stats:
+        """Figures of one sequence."""
+        out = Stats(struct_size=c.sizeof(Stats))
+        call("get_stats", self._live(), sequence, c.byref(out))
+        return out
+
+    def layer_ids(self) -> list[int]:
+        """The model's numbers of the stored layers."""
+        return [self.layer_id(i) for i in range(self.stats().n_layers)]
+
+    @one_thread
+    def lengths(self, sequence: int = 0) -> list[list[int]]:
+        """KV pairs held now, per stored layer and KV head."""
+        out: list[list[int]] = []
+        for layer in range(self.stats(sequence).n_layers):
+            heads: list[int] = []
+            while (n := lib().kvedge_head_length(self._live(), sequence, layer, len(heads))) >= 0:
+                heads.append(n)
+            out.append(heads)
+        return out
+
+    def layer_id(self, layer: int) -> int:
+        """Number, in the model, of a stored layer."""
+        return lib().kvedge_layer_id(self._live(), layer)
+
+    @one_thread
+    def tokens(self, layer: int, head: int, sequence: int = 0) -> list[int]:
+        """Original token indices that a stored layer's KV head holds, ascending."""
+        n = lib().kvedge_head_length(self._live(), sequence, layer, head)
+        out = (c.c_int32 * max(n, 1))()
+        call("head_tokens", self._live(), sequence, layer, head, out, len(out))
+        return list(out)[:n]
+
+    @one_thread
+    def watch(self, on: bool) -> None:
+        """Whether the attention of tokens that are decoded one by one is kept for `attention`."""
+        call("watch", self._live(), on)
+
+    @one_thread
+    def attention(self, layer: int, query_head: int, sequence: int = 0) -> np.ndarray:
+        """[n] float32: softmax weights that the last token paid, in a stored layer's query head, to the rows of its KV
+        head, in the order of `tokens`. Raises StateError unless that token was decoded by itself and watched.
+        """
+        import numpy as np
+
+        n_heads = lib().kvedge_query_heads(self._live(), layer)
+        if not 0 <= query_head < n_heads:
+            raise errors.UsageError(f"there is no query head {query_head} in stored layer {layer}")
+        lengths = self.lengths(sequence)[layer] or [0]
+        out = np.empty(lengths[query_head // (n_heads // len(lengths))], dtype=np.float32)
+        where = out.ctypes.data_as(c.POINTER(c.c_float))
+        call("attention", self._live(), sequence, layer, query_head, where, len(out))
+        return out
+
+    @one_thread
+    def attention_of_all(self, sequence: int = 0) -> np.ndarray:
+        """[stored layers, H, n] float32: `attention` of all heads, which hold n rows each; 0 for missing ones."""
+        import numpy as np
+
+        live, layers = self._live(), range(self.stats(sequence).n_layers)
+        heads = [lib().kvedge_query_heads(live, i) for i in layers]
+        n = lib().kvedge_head_length(live, sequence, 0, 0)
+        if any(length != n for lengths in self.lengths(sequence) for length in lengths):
+            raise errors.StateError("heads hold different numbers of rows; ask for the attention of one at a time")
+        out = np.zeros((len(heads), max(heads), n), dtype=np.float32)
+        for i in layers:
+            for h in range(heads[i]):
+                call("attention", live, sequence, i, h, out[i, h].ctypes.data_as(c.POINTER(c.c_float)), n)
+        return out
+
+    @one_thread
+    def save(self, path: bytes, model: str, note: bytes, sequence: int = 0) -> None:
+        """Writes a sequence and a note of the caller's to a file. model: told apart by load."""
+        call("save", self._live(), sequence, path, model.encode(), note, len(note))
+
+    @one_thread
+    def load(self, path: bytes, model: str, sequence: int = 0) -> None:
+        """Reads a file of `save` into an empty sequence. Raises SessionFileError, UsageError, OutOfMemoryError."""
+        call("load", self._live(), sequence, path, model.encode())
+
+
+def read_saved(path: bytes) -> tuple[str, bytes]:
+    """Model and note of a file of Cache.save. Raises SessionFileError."""
+    saved = Saved(struct_size=c.sizeof(Saved))
+    call("read_saved", path, c.byref(saved), None, 0)
+    note = c.create_string_buffer(max(saved.note_bytes, 1))
+    call("read_saved", path, c.byref(saved), note, saved.note_bytes)
+    return saved.model.decode(), note.raw[: saved.note_bytes]
+
+
+def shape(cache: Cache, layer: int) -> tuple[int, int, int, int]:
+    """(H, Hkv, d_k, d_v) of a stored layer."""
+    out = [c.c_int32() for _ in range(4)]
+    call("layer_shape", cache.handle, layer, *(c.byref(x) for x in out))
+    return tuple(x.value for x in out)
+
+
+def rows(cache: Cache, layer: int, head: int, sequence: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Keys [n, d_k] and values [n, d_v], float32, of a stored layer's KV head, in the order of Cache.tokens."""
+    import numpy as np
+
+    _, _, d_k, d_v = shape(cache, layer)
+    n = max(lib().kvedge_head_length(cache.handle, sequence, layer, head), 0)
+    k, v = np.empty((n, d_k), np.float32), np.empty((n, d_v), np.float32)
+    to = [x.ctypes.data_as(c.POINTER(c.c_float)) for x in (k, v)]
+    call("head_rows", cache.handle, sequence, layer, head, *to, n)
+    return k, v
+
+
+def pending_scores(cache: Cache, layer: int, sequence: int = 0) -> np.ndarray:
+    """[Hkv, T] float32: what the plan's scorer makes of the tokens that are not compressed yet. Raises StateError."""
+    import numpy as np
+
+    out = np.empty((shape(cache, layer)[1], cache.stats(sequence).n_pending), np.float32)
+    at = out.ctypes.data_as(c.POINTER(c.c_float))
+    with cache.own.explained():
+        call("pending_scores", cache.handle, sequence, layer, at, out.size)
+    return out
+
+
+def compress_arrays(
+    plan: Plan,
+    arrays: Arrays,
+    kv_type: KvType,
+    threads: int,
+    profiles: Mapping[str, ProfileTable] | None = None,
+    step: int = 0,
+) -> Outcome:
+    """kvedge_compress_arrays_as, or kvedge_stream_arrays with a step. threads: 0 for all cores.
+
+    profiles: by the stages that need one.
+    """
+    import numpy as np
+
+    from pykvedge.plans.numpy_engine import Outcome
+
+    q, k, v, mask = arrays
+    n_layers, n_heads_kv, n_tokens, size = k.shape
+    given = GivenArrays(n_layers, q.shape[1], n_heads_kv, n_tokens, size, *(x.ctypes.data for x in (q, k, v, mask)))
+    result = c.c_void_p()
+    types = KV_TYPE[kv_type.k], KV_TYPE[kv_type.v]
+    with _NativePlan(plan, profiles) as native, native.own.explained():
+        name, counts = ("stream_arrays", [step, threads]) if step else ("compress_arrays_as", [threads])
+        call(name, native.handle, c.byref(given), *types, *counts, c.byref(result))
+    library = lib()
+    out = Outcome([], [], [], np.zeros((n_layers, n_heads_kv, 0 if step else n_tokens), dtype=np.float32))
+    try:
+        for i in range(n_layers):
+            for column in (out.kept, out.k, out.v):
+                column.append([])
+            for h in range(n_heads_kv):
+                n = library.kvedge_result_length(result, i, h)
+                at = (result, i, h)
+                out.kept[i].append(np.ctypeslib.as_array(library.kvedge_result_kept(*at), (n,)).copy())
+                out.k[i].append(np.ctypeslib.as_array(library.kvedge_result_k(*at), (n, size)).copy())
+                out.v[i].append(np.ctypeslib.as_array(library.kvedge_result_v(*at), (n, size)).copy())
+                if not step:
+                    out.scores[i, h] = np.ctypeslib.as_array(library.kvedge_result_scores(*at), (n_tokens,))
+    finally:
+        library.kvedge_result_free(result)
+    return out

@@ -1,0 +1,227 @@
+"""A llama.cpp context: decoding text and images into it, with the position of what comes next."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pykvedge.errors import CancelledError, ContextError, KvedgeError, OutOfMemoryError
+from pykvedge.models.model import Model
+from pykvedge.models.vision import ImagePiece, Vision
+from pykvedge.native import libraries, llamacpp, memory
+from pykvedge.plans.kvtypes import KvType
+from pykvedge.runtime.bounded_batch import OnePass
+
+N_BATCH = 2048
+N_UBATCH = 512
+DEFAULT_CTX = 4096
+ROOM_TO_ANSWER = 512  # tokens that an automatic context has beyond the prompt, at least
+GGML_TYPE = {"f16": 1, "bf16": 30, "f32": 0, "q8_0": 8, "q4_0": 2}  # the bindings lack a name for bf16
+
+
+@dataclass(frozen=True)
+class ContextSize:
+    """How large a context is to be."""
+
+    n_ctx: int
+    n_ubatch: int = N_UBATCH
+    kv_type: str = "f16"
+    prompt_tokens: int = 0  # of the first prompt, for the estimate of memory
+    n_seq: int = 1  # sequences that share its tokens
+    peak_tokens: int = 0  # of the first prompt that are there at once; 0: all
+
+
+def check_memory(model: Model, size: ContextSize, whole_cache: bool) -> None:
+    """Raises OutOfMemoryError if a context of that size will not fit.
+
+    whole_cache: the KV cache is allocated for n_ctx tokens at once, as llama.cpp does; else for what is in it.
+    """
+    n_ubatch = min(size.n_ubatch, size.n_ctx)
+    per_token = model.kv_bytes_per_token(KvType.parse(size.kv_type).plain.bytes_per_value)
+    most = size.peak_tokens or size.prompt_tokens
+    cache = per_token * (size.n_ctx if whole_cache else min(most + 1, size.n_ctx))
+    width = max(model.n_embd_input, 1)
+    compute = n_ubatch * (16 * width + size.n_ctx) * 4 + model.n_vocab * 4 + size.n_ctx * 64
+    what = f"a context of {size.n_ctx} tokens with a prompt of {size.prompt_tokens}"
+    memory.require(cache + compute, what, "lower --ctx or close other programs")
+
+
+class Context:
+    """A llama_context. Tokens go to sequence number 0, or to the one that `switch` chose."""
+
+    def __init__(self, model: Model, size: ContextSize, threads: int) -> None:
+        """Raises OutOfMemoryError or KvedgeError with llama.cpp's reason."""
+        llama = self.llama = libraries.llama()
+        self.model = model
+        params = llama.llama_context_default_params()
+        params.n_ctx = size.n_ctx
+        params.n_batch = max(N_BATCH, size.n_ubatch)
+        params.n_ubatch = size.n_ubatch
+        params.n_threads = params.n_threads_batch = threads
+        plain = KvType.parse(size.kv_type).plain  # of layers that llama.cpp keeps
+        params.type_k, params.type_v = GGML_TYPE[plain.k], GGML_TYPE[plain.v]
+        params.n_outputs_max = size.n_seq  # only the last token of a prompt is asked for its logits
+        params.n_seq_max, params.kv_unified = size.n_seq, size.n_seq > 1
+        with llamacpp.collected_errors() as lines:
+            self.handle = llama.llama_init_from_model(model.handle, params)
+        if not self.handle:
+            why = llamacpp.reason(lines, "llama.cpp does not say why")
+            kind = OutOfMemoryError if "alloc" in why or "memory" in why else KvedgeError
+            raise kind(f"a context of {size.n_ctx} tokens cannot be made: {why}; lower --ctx")
+        self.n_batch = llama.llama_n_batch(self.handle)
+        self.n_ctx = llama.llama_n_ctx(self.handle)
+        self.n_ubatch = llama.llama_n_ubatch(self.handle)
+        self.n_past = 0  # position of the next token
+        self.n_cells = 0  # tokens in the cache; images of M-RoPE models take fewer positions than tokens
+        self.sequence = 0
+        self._ends: dict[int, int] = {}  # n_past of the other sequences
+        self._batch = llama.llama_batch_init(self.n_batch, 0, 1)
+        self._abort: Any = None
+
+    def close(self) -> None:
+        """Frees the context. Does nothing the second time."""
+        if getattr(self, "handle", None):
+            self.llama.llama_batch_free(self._batch)
+            self.llama.llama_free(self.handle)
+            self.handle = None
+
+    def clear(self) -> None:
+        """Forgets all tokens."""
+        self.llama.llama_memory_clear(self.llama.llama_get_memory(self.handle), True)
+        self.n_past = self.n_cells = self.sequence = 0
+        self._ends.clear()
+
+    def copy_to(self, sequence: int) -> None:
+        """Makes another sequence, which must be empty, hold what the current one holds."""
+        self.llama.llama_memory_seq_cp(self.llama.llama_get_memory(self.handle), self.sequence, sequence, -1, -1)
+        self._ends[sequence] = self.n_past
+
+    def switch(self, sequence: int) -> None:
+        """What is decoded from now on goes to this sequence."""
+        self._ends[self.sequence] = self.n_past
+        self.sequence, self.n_past = sequence, self._ends.pop(sequence, 0)
+
+    def drop(self, sequence: int) -> None:
+        """Empties a sequence other than the current one."""
+        self.llama.llama_memory_seq_rm(self.llama.llama_get_memory(self.handle), sequence, -1, -1)
+        self._ends.pop(sequence, None)
+
+    def move_from(self, sequence: int) -> None:
+        """The current sequence becomes what another one holds, which is empty then. Positions stay with the caller."""
+        llama, here = self.llama, self.sequence
+        memory_ = llama.llama_get_memory(self.handle)
+        llama.llama_memory_seq_rm(memory_, here, -1, -1)
+        llama.llama_memory_seq_cp(memory_, sequence, here, -1, -1)
+        self.drop(sequence)
+
+    def logits(self) -> np.ndarray:
+        """Of the last token decoded, if they were asked for: [n_vocab] float32, a view until the next decode."""
+        row = self.llama.llama_get_logits_ith(self.handle, -1)
+        return np.ctypeslib.as_array(row, (self.model.n_vocab,))
+
+    @property
+    def room(self) -> int:
+        """Tokens that still fit."""
+        return self.n_ctx - self.n_cells
+
+    def stop_when(self, cancel: threading.Event | None, look: Callable[[], None] | None = None) -> None:
+        """Makes a running decode give up when the event is set; None: never. look: called now and then meanwhile."""
+        llama = self.llama
+
+        def asked(_: Any) -> bool:
+            if look is not None:
+                look()
+            return cancel is not None and cancel.is_set()
+
+        self._abort = llama.ggml_abort_callback(asked) if cancel or look else llama.ggml_abort_callback()
+        llama.llama_set_abort_callback(self.handle, self._abort, None)
+
+    def decode(self, tokens: list[int], want_logits: bool) -> None:
+        """Appends tokens. want_logits: of the last one. Raises ContextError, CancelledError, KvedgeError."""
+        for start in range(0, len(tokens), self.n_batch):
+            part = tokens[start : start + self.n_batch]
+            batch = self._batch
+            batch.n_tokens = len(part)
+            for i, token in enumerate(part):
+                batch.token[i] = token
+                batch.pos[i] = self.n_past + i
+                batch.n_seq_id[i] = 1
+                batch.seq_id[i][0] = self.sequence
+                batch.logits[i] = False
+            batch.logits[len(part) - 1] = want_logits and start + len(part) == len(tokens)
+            self._checked(lambda: self.llama.llama_decode(self.handle, batch))  # noqa: B023
+            self.n_past += len(part)
+            self.n_cells += len(part)
+
+    def decode_image(self, vision: Vision, piece: ImagePiece) -> None:
+        """Appends an encoded image. Raises as decode does."""
+        if piece.embeddings is None:
+            raise KvedgeError("the image was not encoded")
+        position = libraries.llama().llama_pos(0)
+        embeddings = piece.embeddings.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+        # the model looks at all tokens of an image at once where it looks in both directions
+        n_batch = piece.n_tokens if vision.non_causal() else min(self.n_batch, piece.n_tokens)
+        self._checked(
+            lambda: vision.mtmd.mtmd_helper_decode_image_chunk(
+                vision.handle,
+                self.handle,
+                piece.chunk,
+                embeddings,
+                self.n_past,
+                self.sequence,
+                n_batch,
+                ctypes.byref(position),
+                vision.mtmd.mtmd_helper_post_decode_callback(),
+                None,
+            )
+        )
+        self.n_past = position.value
+        self.n_cells += piece.n_tokens
+
+    def decode_whole(self, prompt: OnePass) -> None:
+        """Appends a prompt in one batch and one pass; n_ubatch must hold it. Logits are kept of its last token.
+
+        Raises as decode does.
+        """
+        n, llama = prompt.n_tokens, self.llama
+        sequence = (llama.llama_seq_id * 1)(self.sequence)
+        pointer = ctypes.POINTER(llama.llama_seq_id)
+        batch = llama.llama_batch()
+        batch.n_tokens = n
+        if prompt.embeddings is not None:
+            batch.embd = prompt.embeddings.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+        elif prompt.tokens is not None:
+            batch.token = prompt.tokens.ctypes.data_as(ctypes.POINTER(llama.llama_token))
+        batch.pos = prompt.positions.ctypes.data_as(ctypes.POINTER(llama.llama_pos))
+        batch.n_seq_id = (ctypes.c_int32 * n)(*[1] * n)
+        batch.seq_id = (pointer * n)(*[ctypes.cast(sequence, pointer)] * n)
+        batch.logits = (ctypes.c_int8 * n)(*[0] * (n - 1), 1)
+        self._checked(lambda: llama.llama_decode(self.handle, batch))
+        self.n_past = prompt.end
+        self.n_cells += n
+
+    def _checked(self, run: Callable[[], int]) -> None:
+        with llamacpp.collected_errors() as lines:
+            status = run()
+        if status == 0:
+            return
+        if status == 1:
+            raise ContextError(f"the context of {self.n_ctx} tokens is full; raise --ctx")
+        if status == 2:
+            raise CancelledError
+        why = llamacpp.reason(lines, f"status {status}")
+        if status == -2:
+            raise OutOfMemoryError(f"llama.cpp cannot get the memory to go on: {why}; lower --ctx")
+        raise KvedgeError(f"llama.cpp cannot decode the prompt: {why}")
+
+
+def ubatch_for(vision: Vision | None, image_tokens: int) -> int:
+    """Tokens that one pass must hold: images of models that look in both directions cannot be split."""
+    if vision is not None and image_tokens > N_UBATCH and vision.non_causal():
+        return image_tokens
+    return N_UBATCH

@@ -1,0 +1,128 @@
+"""What a session file says beside the KV cache: the conversation, and where the context stands. libkvedge writes it.
+
+The layout of the file is in docs/sessions.md; this is its note, one JSON object.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from pykvedge.errors import KvedgeError, SessionFileError, UsageError
+from pykvedge.models.gguf import Header
+from pykvedge.models.images import Picture
+from pykvedge.models.prompt import Message
+from pykvedge.plans.plan import Plan
+from pykvedge.runtime import libkvedge
+from pykvedge.runtime.settings import MAX_CTX
+
+_SAMPLES, _SAMPLE_BYTES = 64, 4096
+
+
+@dataclass
+class Note:
+    """A conversation without its cache."""
+
+    plan: Plan
+    kv_type: str
+    n_ctx: int
+    n_ubatch: int
+    n_past: int  # position of the next token
+    n_cells: int  # tokens in the cache
+    held: float  # pairs per head after the last compression, averaged over heads and layers
+    pending: list[int] = field(default_factory=list)  # generated, but not yet in the cache
+    messages: list[Message] = field(default_factory=list)
+    floor: int = 0  # pairs, where the last message kept more than the plan says because it was short
+
+    def encode(self) -> bytes:
+        """As it stands in the file. Of pictures only name and size: they are in the cache."""
+        data: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        data["plan"] = self.plan.to_json()
+        data["messages"] = [
+            {
+                "role": m.role,
+                "text": m.text,
+                "pictures": [{"name": p.name, "width": p.width, "height": p.height} for p in m.pictures],
+            }
+            for m in self.messages
+        ]
+        return json.dumps(data).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Note:
+        """Raises ValueError if it is none."""
+        try:
+            given = json.loads(data)
+            messages = [_message(m) for m in given["messages"]]
+            note = cls(
+                Plan.from_json(_of(str, given["plan"])),
+                _of(str, given["kv_type"]),
+                *(_count(given[name]) for name in ("n_ctx", "n_ubatch", "n_past", "n_cells")),
+                held=float(given["held"]),
+                pending=[_count(t) for t in given["pending"]],
+                messages=messages,
+                floor=_count(given.get("floor", 0)),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError, KvedgeError) as error:
+            raise ValueError(str(error)) from None
+        if len(note.pending) > 1 or not note.messages:
+            raise ValueError("a conversation that cannot be")
+        return note
+
+
+def _of(kind: type, value: Any) -> Any:
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise ValueError(f"{value!r} is no {kind.__name__}")
+    return value
+
+
+def _count(value: Any) -> int:
+    if not 0 <= _of(int, value) <= MAX_CTX:
+        raise ValueError(f"a count of {value}")
+    return value
+
+
+def _message(data: Any) -> Message:
+    role = _of(str, data["role"])
+    if role not in ("system", "user", "assistant"):
+        raise ValueError(f"a role '{role}'")
+    pictures = [Picture(_of(str, p["name"]), _count(p["width"]), _count(p["height"]), b"") for p in data["pictures"]]
+    return Message(role, _of(str, data["text"]), pictures)
+
+
+def encoded(path: str | os.PathLike[str]) -> bytes:
+    """The path for libkvedge. Raises UsageError for one that cannot be."""
+    name = os.fsencode(path)
+    if b"\0" in name or not name:
+        raise UsageError("a session file needs a name")
+    return name
+
+
+def read_note(path: str | os.PathLike[str], model: str) -> Note:
+    """The note of a file that was saved with `model`. Raises SessionFileError."""
+    found, data = libkvedge.read_saved(encoded(path))
+    if found != model:
+        raise SessionFileError(
+            f"{os.fspath(path)} was saved with another model; load that one, or use another session file"
+        )
+    try:
+        return Note.decode(data)
+    except ValueError as error:
+        raise SessionFileError(f"{os.fspath(path)} holds no conversation that can be continued: {error}") from None
+
+
+def fingerprint(header: Header) -> str:
+    """Tells model files apart: a hash of the size, the first MiB, and 64 samples of 4 KiB spread over the file.
+
+    Hashing all of a model of 4 GB would take longer than loading it.
+    """
+    digest = hashlib.sha256(str(header.file_size).encode())
+    with header.path.open("rb") as file:
+        digest.update(file.read(1 << 20))
+        for i in range(1, _SAMPLES + 1):
+            file.seek(max(0, header.file_size * i // _SAMPLES - _SAMPLE_BYTES))
+            digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()

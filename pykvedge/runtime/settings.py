@@ -1,0 +1,89 @@
+"""How a session runs, apart from what it keeps (that is the plan)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from pykvedge.errors import UsageError, check_number, unknown
+from pykvedge.plans.kvtypes import KvType
+
+if TYPE_CHECKING:
+    from pykvedge.plans.profile import Given
+
+MAX_THREADS = 512  # of ggml
+MAX_CTX = 2**30
+STREAM_TOKENS = 128
+
+
+class GivenSettings(TypedDict, total=False):
+    """The fields of Settings, for those who name them one by one."""
+
+    n_ctx: int
+    threads: int
+    gpu_layers: int | None
+    kv_type: str
+    system: str
+    verbose: bool
+    measure_peak: bool
+    bounded: bool
+    profile: Given
+    stream: bool | int
+    undo: bool
+
+
+@dataclass(frozen=True)
+class Settings:
+    """0 or None: chosen for the machine and the model. Raises UsageError for values out of range."""
+
+    n_ctx: int = 0  # tokens that the conversation may hold
+    threads: int = 0
+    gpu_layers: int | None = None  # layers on the GPU, -1 for all
+    kv_type: str = "f16"  # storage type of keys and values (kvtypes.NAMES), or "K:V" for one of each
+    system: str = ""  # text that opens the conversation
+    verbose: bool = False  # llama.cpp's log on stderr
+    measure_peak: bool = False  # note the peak of resident memory of every message, which takes a thread
+    bounded: bool = False  # compress each layer of a prompt before the next one runs, where that is possible
+    profile: Given = None  # one or several, for plans that need them (profile.py)
+    # the conversation is a stream (stream.py): compressed to the plan's bound after every image and every 128 tokens
+    # (True), or whenever so many have come
+    stream: bool | int = False
+    undo: bool = False  # a copy of the cache is kept from before the last message, for Session.undo and retry
+
+    def __post_init__(self) -> None:
+        check_number("n_ctx", self.n_ctx)
+        check_number("threads", self.threads)
+        check_number("gpu_layers", 0 if self.gpu_layers is None else self.gpu_layers)
+        if not isinstance(self.system, str):
+            raise UsageError(f"system must be text, not {self.system!r:.40}")
+        object.__setattr__(self, "kv_type", str(KvType.parse(self.kv_type)))
+        if not 0 <= self.n_ctx < MAX_CTX:
+            raise UsageError(f"n_ctx must be a number of tokens, or 0 (automatic), not {self.n_ctx}")
+        if not 0 <= self.threads <= MAX_THREADS:
+            raise UsageError(f"threads must lie between 1 and {MAX_THREADS}, or be 0 (automatic), not {self.threads}")
+        if self.gpu_layers is not None and not -1 <= self.gpu_layers < 2**31:
+            raise UsageError(f"gpu_layers must be 0 or more, or -1 for all, not {self.gpu_layers}")
+        if not isinstance(self.stream, int) or not 0 <= self.stream < MAX_CTX:
+            raise UsageError(f"stream must be True, or a number of tokens of at least 1, not {self.stream!r}")
+        if self.stream and self.bounded:
+            raise UsageError("a stream is read piece by piece, a bounded prompt at once: choose one of the two")
+        if self.stream and self.undo:
+            raise UsageError("a stream forgets what it has read, so nothing of it can be undone: choose one of the two")
+        if self.stream and KvType.parse(self.kv_type).quantised:
+            raise UsageError(
+                f"a stream is compressed again and again, and {self.kv_type} would round it each time; use f16 or bf16"
+            )
+
+    @property
+    def stream_tokens(self) -> int:
+        """Tokens after which a stream is compressed; 0 for what is none."""
+        return STREAM_TOKENS if self.stream is True else int(self.stream)
+
+    @classmethod
+    def of(cls, given: dict[str, Any]) -> Settings:
+        """Raises UnknownNameError for a name that is no setting."""
+        names = [f.name for f in fields(cls)]
+        for name in given:
+            if name not in names:
+                raise unknown("session setting", name, names)
+        return cls(**given)

@@ -1,0 +1,62 @@
+"""Files, functions and parameter lists that have grown past what can be read at once.
+
+    python3 scripts/dev.py lint        runs this after ruff
+
+A file may have 400 lines, a function 60 lines and 7 parameters (`self` and `cls` are none). Lengths are measured by
+lizard, which reads C, C++ and Python. Each offender is a line on stdout, as ruff prints them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import lizard
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("pykvedge", "native", "scripts", "tests", "examples")
+SUFFIXES = (".py", ".c", ".cpp", ".h")
+FOREIGN = ("pykvedge/bindings",)  # other people's, where it is installed
+
+FILE_LINES, FUNCTION_LINES, PARAMETERS = 400, 60, 7
+
+
+def sources() -> Iterator[Path]:
+    """All files that the limits hold for."""
+    for folder in FOLDERS:
+        for path in sorted((ROOT / folder).rglob("*")):
+            if path.suffix in SUFFIXES and not path.relative_to(ROOT).as_posix().startswith(FOREIGN):
+                yield path
+
+
+def parameters(function: lizard.FunctionInfo) -> int:
+    """How many values a caller passes."""
+    return sum(name.lstrip("*") not in ("self", "cls", "") for name in function.parameters)
+
+
+def offences(path: Path) -> Iterator[str]:
+    """What of a file is over a limit, with its place."""
+    name = path.relative_to(ROOT).as_posix()
+    lines = len(path.read_text(encoding="utf-8").splitlines())
+    if lines > FILE_LINES:
+        yield f"{name}:{FILE_LINES + 1}:1: the file has {lines} lines, {FILE_LINES} at most"
+    for function in lizard.analyze_file(str(path)).function_list:
+        place = f"{name}:{function.start_line}:1: {function.name}"
+        if function.length > FUNCTION_LINES:
+            yield f"{place} has {function.length} lines, {FUNCTION_LINES} at most"
+        if parameters(function) > PARAMETERS:
+            yield f"{place} takes {parameters(function)} parameters, {PARAMETERS} at most"
+
+
+def main() -> int:
+    found = [offence for path in sources() for offence in offences(path)]
+    for offence in found:
+        print(offence)
+    if found:
+        print("error: split by idea, not by length; docs/design.md says where things belong", file=sys.stderr)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
