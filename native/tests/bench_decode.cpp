@@ -8,7 +8,7 @@
 // stdout: the table of kernels, bytes and layers; then a line per round: wall seconds of the sum and of the attention, and
 // their processor seconds divided by the threads, which other programs disturb less.
 
-#include "attention/attention.h"
+#include "backend/cpu/attention/attention.h"
 #include "core/compress.h"
 
 #include <algorithm>

@@ -1,9 +1,9 @@
 // What a sequence holds after prompts, generated tokens, drops, cuts and copies, for every storage type: the rows of the
 // tokens it names, as exact as the type is, and of KIVI's types no more plain rows than the residual.
 
+#include "backend/cpu/kernels/kernels.h"
 #include "check.h"
 #include "core/compress.h"
-#include "kernels/kernels.h"
 #include "core/sequence.h"
 
 #include <algorithm>

@@ -1,8 +1,8 @@
 // The store under random series of what happens to a sequence, against plain lists of rows; and what a long answer costs.
 
+#include "backend/cpu/pages.h"
 #include "check.h"
 #include "core/compress.h"
-#include "store/pages.h"
 
 #include <algorithm>
 #include <atomic>

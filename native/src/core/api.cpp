@@ -1,6 +1,6 @@
 // Version, and compression of plain arrays.
 
-#include "attention/attention.h"
+#include "backend/cpu/attention/attention.h"
 #include "core/compress.h"
 #include "core/error.h"
 #include "core/observe.h"

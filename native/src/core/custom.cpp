@@ -1,7 +1,7 @@
 #include "core/custom.h"
 
+#include "backend/cpu/kernels/kernels.h"
 #include "core/error.h"
-#include "kernels/kernels.h"
 
 #include <algorithm>
 #include <cfloat>

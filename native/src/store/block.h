@@ -4,12 +4,12 @@
 // the block's do, so that tokens can be added.
 //
 // Layout of a layer's memory in a uniform block: keys [Hkv][capacity][d_k], then values [Hkv][capacity][d_v], always of a
-// plain type (Storage::plain); heads of a loose layer have them as their second areas. In a ragged block: store/ragged.h.
+// plain type (Storage::plain); heads of a loose layer have them as their second areas. In a ragged block: backend/cpu/ragged.h.
 
 #pragma once
 
-#include "store/pages.h"
-#include "store/ragged.h"
+#include "backend/cpu/pages.h"
+#include "backend/cpu/ragged.h"
 
 #include <cstdint>
 #include <vector>

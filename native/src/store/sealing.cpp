@@ -1,6 +1,6 @@
 // Quantising rows after they were written, block by block, and the way back.
 
-#include "kernels/quantise.h"
+#include "backend/cpu/kernels/quantise.h"
 #include "store/store.h"
 
 #include <algorithm>

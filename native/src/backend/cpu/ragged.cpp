@@ -1,6 +1,6 @@
-#include "store/ragged.h"
+#include "backend/cpu/ragged.h"
 
-#include "kernels/quantise.h"
+#include "backend/cpu/kernels/quantise.h"
 
 #include <algorithm>
 #include <cstring>

@@ -1,4 +1,4 @@
-#include "attention/attention.h"
+#include "backend/cpu/attention/attention.h"
 
 #include "primitives/softmax.h"
 

@@ -1,5 +1,5 @@
-#include "attention/attention.h"
-#include "kernels/kernels_compiler.h"
+#include "backend/cpu/attention/attention.h"
+#include "backend/cpu/kernels/kernels_compiler.h"
 
 #include <algorithm>
 #include <cmath>

@@ -4,7 +4,7 @@
 
 #pragma once
 
-#include "kernels/kernels.h"
+#include "backend/cpu/kernels/kernels.h"
 
 #include <array>
 #include <cstdint>
