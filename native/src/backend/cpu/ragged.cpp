@@ -145,22 +145,6 @@ void keep_rows(uint8_t * memory, Side & side, const SideLayout & layout, const u
     }
 }
 
-void keep_listed(RaggedHead & head, const std::vector<uint8_t> & keep) {
-    size_t kept = 0;
-    for (size_t r = 0; r < keep.size(); r++) {
-        if (keep[r]) {
-            head.tokens[kept] = head.tokens[r];
-            if (!head.scores.empty()) {
-                head.scores[kept] = head.scores[r];
-            }
-            kept++;
-        }
-    }
-    head.length = (int32_t) kept;
-    head.tokens.resize(kept);
-    head.scores.resize(head.scores.empty() ? 0 : kept);
-}
-
 void drop_row(uint8_t * memory, Side & side, const SideLayout & layout, int32_t row, bool from_front) {
     const size_t a    = row < side[0].n ? 0 : 1;
     Area &       area = side[a];
