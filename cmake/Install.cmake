@@ -10,7 +10,8 @@ if(KVEDGE_RUNTIME)
 endif()
 install(
     FILES native/include/kvedge.h native/include/kvedge-arrays.h native/include/kvedge-encoder.h
-        native/include/kvedge-queries.h native/include/kvedge-stages.h
+        native/include/kvedge-inspect.h native/include/kvedge-queries.h native/include/kvedge-sessions.h
+        native/include/kvedge-stages.h
     DESTINATION pykvedge/include COMPONENT kvedge)
 
 # programs in C include llama.cpp's interface, too

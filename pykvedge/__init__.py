@@ -44,6 +44,7 @@ from pykvedge.errors import (
     UsageError,
 )
 from pykvedge.native import libraries  # the bindings that kvedge carries ask for it here
+from pykvedge.native.version import package_version
 from pykvedge.plans.plan import Budget, Plan
 from pykvedge.plans.plugins.decorators import allocator, preset, reducer, scorer
 from pykvedge.plans.presets import default_plan, methods, plan
@@ -136,21 +137,12 @@ if not TYPE_CHECKING:  # a type checker would take every name for one of these
         if name in _LATER:
             return getattr(importlib.import_module(f"pykvedge.{_LATER[name]}"), name)
         if name == "__version__":
-            return _version()
+            return package_version()
         raise AttributeError(f"module 'pykvedge' has no attribute '{name}'")
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-def _version() -> str:
-    from importlib import metadata
-
-    try:
-        return metadata.version("kvedge")
-    except metadata.PackageNotFoundError:
-        return "0+source"  # run from a source tree that was never installed
 
 
 libraries.prepare()

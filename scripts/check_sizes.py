@@ -2,8 +2,9 @@
 
     python3 scripts/dev.py lint        runs this after ruff
 
-A file may have 400 lines, a function 60 lines and 7 parameters (`self` and `cls` are none). Lengths are measured by
-lizard, which reads C, C++ and Python. Each offender is a line on stdout, as ruff prints them.
+A file may have 400 lines, a function 60 lines and 7 parameters (`self` and `cls` are none, nor is `err`, the
+kvedge_error that functions in C end with). Lengths are measured by lizard, which reads C, C++ and Python. Each offender
+is a line on stdout, as ruff prints them.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def sources() -> Iterator[Path]:
 
 def parameters(function: lizard.FunctionInfo) -> int:
     """How many values a caller passes."""
-    return sum(name.lstrip("*") not in ("self", "cls", "") for name in function.parameters)
+    return sum(name.lstrip("*") not in ("self", "cls", "err", "") for name in function.parameters)
 
 
 def offences(path: Path) -> Iterator[str]:

@@ -117,8 +117,8 @@ def compiled(place: Place) -> Path:
     compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         raise CheckError("the program in C: no C compiler")
-    folder, out = package(place), place.home / "check_wheel"
-    command = [compiler, "-std=c11", "-Wall", "-Wextra", "-Werror", "-O1", str(ROOT / "scripts" / "check_wheel.c")]
+    folder, out = package(place), place.home / "ask"
+    command = [compiler, "-std=c11", "-Wall", "-Wextra", "-Werror", "-O1", str(ROOT / "examples" / "c" / "ask.c")]
     command += ["-o", str(out), f"-I{folder / 'include'}", f"-L{folder / 'lib'}", f"-Wl,-rpath,{folder / 'lib'}"]
     command += ["-lkvedge", "-lmtmd", "-lllama", "-lggml", "-lggml-base"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -138,7 +138,7 @@ def refused(place: Place, program: Path) -> None:
         if "ggml-cpu-" not in path.name and path.is_file():
             shutil.copy(path, bare)
     try:
-        place.run("no variants", [program, "m", "p", "i", "q"], LD_LIBRARY_PATH=str(bare), DYLD_LIBRARY_PATH=str(bare))
+        place.run("no variants", [program, "model", "question"], LD_LIBRARY_PATH=str(bare), DYLD_LIBRARY_PATH=str(bare))
     except CheckError as error:
         if "holds no CPU backend of ggml" not in str(error):
             raise
@@ -162,8 +162,8 @@ def ask(place: Place, program: Path | None, label: str) -> None:
 
 def ask_in_c(place: Place, program: Path, label: str) -> None:
     data = package(place) / "data"
-    files = [data / name for name in ("demo-model.gguf", "demo-mmproj.gguf")]
-    place.asked(f"{label}a program in C", [program, *files, SCENE, QUESTION])
+    picture = ["--mmproj", data / "demo-mmproj.gguf", "--image", SCENE]
+    place.asked(f"{label}a program in C", [program, *picture, data / "demo-model.gguf", QUESTION])
 
 
 def main() -> int:

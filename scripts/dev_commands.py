@@ -3,7 +3,8 @@
 dev.py demo [OPTIONS]     ask the packaged model about examples/scene-1.png with a compressed KV cache; OPTIONS of chat
 dev.py test [ARGS]        the tests; ARGS go to pytest
 dev.py lint               ruff, and limits on the length of files and functions
-dev.py sanitize [NAME]    the native tests under the sanitizers, each in a small build of its own
+dev.py sanitize [NAME]    the native tests under the sanitizers, each in a build of its own; glue: with llama.cpp
+dev.py abi [--store]      compares the C ABI of libkvedge with the stored one, by libabigail
 dev.py cross NAME         the native tests for another system, under an emulator: aarch64, mingw; --whole: all of kvedge
 dev.py wheel [--check]    a wheel for other machines, in dist/; --check tries it in a fresh environment
 dev.py build [-DNAME=V]   build and install, then kvedge doctor; the options are kept for later (-DGGML_CUDA=ON, ...)
@@ -48,6 +49,7 @@ def main() -> int:
         "test": test,
         "lint": lint,
         "sanitize": sanitize,
+        "abi": abi,
         "cross": cross,
         "wheel": wheel,
         "build": build,
@@ -139,10 +141,15 @@ def lint(args: list[str]) -> int:
 
 
 def sanitize(args: list[str]) -> int:
-    # needs no build of llama.cpp
-    ensure_venv()
+    ensure_package()  # whose llama.cpp the glue is tested with
     ensure_tools(["cmake", "ninja"])
     return execute([venv_program("python"), str(ROOT / "scripts" / "sanitize.py"), *args])
+
+
+def abi(args: list[str]) -> int:
+    # needs no build
+    ensure_venv()
+    return execute([venv_program("python"), str(ROOT / "scripts" / "abi.py"), *args])
 
 
 def cross(args: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""Builds native/ by itself, without llama.cpp: for sanitizers and benchmarks. A folder per set of options."""
+"""Builds native/ by itself: for sanitizers, benchmarks and the ABI. A folder per set of options."""
 
 from __future__ import annotations
 

@@ -90,6 +90,7 @@ def profile_file(tmp_path_factory):
     """profile_file(model, kind) -> file with a profile for that GGUF file, a few of its heads or layers strong."""
     import numpy as np
 
+    from pykvedge.models import profiles
     from pykvedge.models.gguf import read_header
     from pykvedge.plans import profile
 
@@ -105,8 +106,8 @@ def profile_file(tmp_path_factory):
         values = rng.random((n_layers, 2)) * 0.6 if budgets else rng.gamma(0.3, 1.0, (n_layers, n_heads))
         if kind == "key-redundancy":
             values = rng.random((n_layers, header.values[f"{header.architecture}.attention.head_count_kv"]))
-        path = folder / profile.file_name(kind, profile.hash_of(model))
-        profile.save(profile.Profile(kind, values, budgets, profile.hash_of(model), 1, {}), path)
+        path = folder / profiles.file_name(kind, profiles.hash_of(model))
+        profile.save(profile.Profile(kind, values, budgets, profiles.hash_of(model), 1, {}), path)
         return path
 
     return make

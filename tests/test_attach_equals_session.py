@@ -7,7 +7,7 @@ from attached import chat, complete, differing, held, llama, profiles, talk
 from contexts import TinyContext, random_tokens
 
 import pykvedge
-from pykvedge.plans.profile import tables_for
+from pykvedge.models.profiles import tables_for
 
 WORDS = "The quick brown fox jumps over the lazy dog and looks at the picture. "
 BUDGET = 0.4

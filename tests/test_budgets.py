@@ -11,7 +11,7 @@ from test_parity import assert_same
 
 import pykvedge
 from pykvedge.errors import UnknownNameError, UsageError
-from pykvedge.plans.stages.registry import STAGES, members
+from pykvedge.plans.registry import STAGES, members
 from pykvedge.plans.stages.shares import round_shares
 
 ALLOCATORS, SCORERS = list(members("allocator")), list(members("scorer"))

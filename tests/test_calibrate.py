@@ -16,13 +16,14 @@ from pykvedge.lab.calibrate.places import boxes_of_tokens, tokens_in_grid, token
 from pykvedge.lab.calibrate.prefix import kept_shares
 from pykvedge.lab.calibrate.samples import TASKS, Box, Labelled, read_jsonl, scenes
 from pykvedge.lab.demo_tasks.evalset import samples as held_out
+from pykvedge.models import profiles
 from pykvedge.models.images import Picture, load_picture
 from pykvedge.models.imagetokens import Places, places
 from pykvedge.models.vision import ImagePiece, TextPiece
 from pykvedge.plans import profile
 from pykvedge.runtime.interrupt import CancelledError
 
-DATA = profile.SHIPPED.parent
+DATA = profiles.SHIPPED.parent
 DEMO, DEMO_MMPROJ = DATA / "demo-model.gguf", DATA / "demo-mmproj.gguf"
 FULL = pykvedge.plan("full")
 
@@ -201,9 +202,9 @@ def test_calibrating_the_heads_of_the_demo_model(kvedge, tmp_path, kind):
     assert done.code == 0 and done.err == "", done
     made = profile.load(out)
     assert done.json["file"] == str(out) and done.json["profile"] == json.loads(out.read_text())
-    assert made.kind == f"{kind}-heads" and made.samples == 4 and made.model_hash == profile.hash_of(DEMO)
+    assert made.kind == f"{kind}-heads" and made.samples == 4 and made.model_hash == profiles.hash_of(DEMO)
     assert made.about["made"]["labelled_tokens"] >= 8 and made.about["model"]["name"] == "demo-model.gguf"
-    shipped = profile.load(profile.SHIPPED / profile.file_name(made.kind, made.model_hash))
+    shipped = profile.load(profiles.SHIPPED / profiles.file_name(made.kind, made.model_hash))
     # the same few heads stand out
     assert set(np.argsort(-made.values, axis=None)[:4]) & set(np.argsort(-shipped.values, axis=None)[:4])
     picture, reference = scene_with_code(tmp_path)
@@ -240,7 +241,7 @@ def test_calibrating_the_redundancy_of_the_demo_model(kvedge, tmp_path):
     made = profile.load(path)
     assert made.kind == "key-redundancy" and made.values.shape == (5, 2) and made.samples == 6
     assert made.about["made"]["command"] == "kvedge calibrate heads --kind redundancy --samples 6"
-    shipped = profile.load(profile.SHIPPED / path.name)
+    shipped = profile.load(profiles.SHIPPED / path.name)
     np.testing.assert_allclose(made.values, shipped.values, atol=0.05)  # one of each task, as in the 50
     picture, reference = scene_with_code(tmp_path)
     arguments = ["--method", "mixkv", "--set", "scorer.source=profile", "--budget", 0.8, "--image", picture]
@@ -268,7 +269,7 @@ def test_shares_are_those_of_the_online_search(demo):
 
 def test_the_shipped_heads_really_look_at_the_box(demo):
     """Hit rates on unseen codes, by the cells that the task itself names; not by what calibration is made of."""
-    shipped = profile.load(profile.SHIPPED / profile.file_name("visual-heads", profile.hash_of(DEMO)))
+    shipped = profile.load(profiles.SHIPPED / profiles.file_name("visual-heads", profiles.hash_of(DEMO)))
     hits, total = np.zeros((5, 4)), 0
     for sample in itertools.islice(held_out("code", seed=31), 6):
         [image] = sample.images()

@@ -8,8 +8,8 @@ from contexts import TinyContext, random_tokens
 
 import pykvedge
 from pykvedge.plans.plan import Plan
+from pykvedge.plans.registry import member, members
 from pykvedge.plans.stages.base import DecodeState
-from pykvedge.plans.stages.registry import member, members
 
 POLICIES = list(members("decode"))
 PROMPT = 200

@@ -9,8 +9,8 @@ from arrays import prompt
 
 import pykvedge
 from pykvedge.plans.numpy_engine import round_to, select
+from pykvedge.plans.registry import STAGES, member, members
 from pykvedge.plans.stages.base import DecodeState, Head, Layer
-from pykvedge.plans.stages.registry import STAGES, member, members
 
 MERGES = ("averaged", "pivotal", "weighted")
 

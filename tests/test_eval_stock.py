@@ -20,6 +20,7 @@ from pykvedge.lab.eval import table
 from pykvedge.lab.eval.measure import Preparer
 from pykvedge.lab.eval.runner import FULL, full_cell
 from pykvedge.lab.eval.tasks import Line, Sample, demo_samples
+from pykvedge.models.composer import Composer
 
 
 def stock_perplexity(environment, stock_dir, model, cases, exact=False):
@@ -119,9 +120,9 @@ def test_perplexity_is_that_of_stock_llama_cpp_on_random_weights(tiny, native, e
     rows = run(samples, [], model, None)
     [line] = [x for x in table.lines(rows, samples, [full_cell()]) if x.task == table.ALL]
     with tiny(kind).session() as session:
-        template = session._template
-        texts = [session._with_bos(template.first(s.messages(), "")) for s in samples]
-        lead = template.lead()
+        composer = Composer(session.model, None)
+        texts = [composer.first(s.messages()).text for s in samples]
+        lead = composer.lead()
     cases = [{"segments": [{"text": t}], "answer": lead + s.answer} for t, s in zip(texts, samples, strict=True)]
     expected, _ = stock_perplexity(environment, stock_dir, model, cases)
     assert line.ppl == pytest.approx(expected, rel=1e-3)

@@ -14,9 +14,9 @@ import pykvedge
 from pykvedge.errors import UsageError
 from pykvedge.plans.kvtypes import KvType
 from pykvedge.plans.profile import Profile
+from pykvedge.plans.registry import member
 from pykvedge.plans.stages.allocator.prefix import calibrated
 from pykvedge.plans.stages.base import ProfileTable, Prompt
-from pykvedge.plans.stages.registry import member
 
 RULES = {"sparsemm": {"ratio": 0.1, "beta": 1.5}, "headkv": {"ratio": 0.1, "beta": 1.5}}
 DEFAULTS = {"rule": "sparsemm", "ratio": 0.1, "beta": 1.5, "power": 1.0, "rounding": "exact"}

@@ -16,7 +16,7 @@ import pykvedge
 from pykvedge.errors import ArrayError, UnknownNameError
 from pykvedge.plans.kvtypes import BYTES, NAMES, KvType, held, kivi, q4_0, q8_0
 from pykvedge.plans.kvtypes.plain import round_to
-from pykvedge.plans.stages.registry import members
+from pykvedge.plans.registry import members
 
 QUANTISED = ("q8_0", "q4_0", "kivi4", "kivi2")
 

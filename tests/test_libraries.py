@@ -258,7 +258,7 @@ def test_a_library_is_missing(said, folder):
 
 
 def test_backends_can_be_loaded_again(native):
-    from pykvedge.native.abi import call
+    from pykvedge.native.calls import call
 
     call("load_backends")
     call("load_backends")

@@ -131,13 +131,13 @@ def test_a_model_without_sessions_is_freed_at_once(tiny, native):
 
 
 def test_a_session_that_could_not_be_made_borrows_nothing(tiny, llava, monkeypatch):
-    from pykvedge.chat import session
+    from pykvedge.models import composer
 
     class Broken:
         def __init__(self, *_):
             raise pykvedge.ModelError("no template")
 
-    monkeypatch.setattr(session, "ChatTemplate", Broken)
+    monkeypatch.setattr(composer, "ChatTemplate", Broken)
     with pytest.raises(pykvedge.ModelError):
         pykvedge.Session(llava)
     assert llava.open_sessions == 0

@@ -9,7 +9,7 @@ from contexts import TinyContext, random_tokens
 from resident import own_bytes
 
 import pykvedge
-from pykvedge.plans.stages.registry import members
+from pykvedge.plans.registry import members
 
 PROMPT, GENERATED, WARM = 1500, 10_000, 2_000
 SHAPE = {"n_heads": 2, "n_heads_kv": 2, "head_size": 64, "n_vocab": 384, "n_ctx_train": 16384, "weight": "f32"}

@@ -14,13 +14,13 @@ from pykvedge.errors import ProfileError, UsageError
 from pykvedge.lab.calibrate.redundancy import key_redundancy
 from pykvedge.lab.calibrate.samples import scenes
 from pykvedge.lab.checks import suite
-from pykvedge.plans import profile
+from pykvedge.models import profiles
 from pykvedge.plans.kvtypes import KvType
 from pykvedge.plans.profile import Profile
 from pykvedge.plans.stages.base import ProfileTable
 from pykvedge.runtime.libkvedge import rows
 
-DATA = profile.SHIPPED.parent
+DATA = profiles.SHIPPED.parent
 DEMO, DEMO_MMPROJ = DATA / "demo-model.gguf", DATA / "demo-mmproj.gguf"
 OFFLINE = {"scorer.source": "profile"}
 SMALL = {**OFFLINE, "scorer.window": 8}
@@ -42,7 +42,7 @@ def same(a, b):
 @pytest.fixture
 def own_folder(tmp_path, monkeypatch):
     folder = tmp_path / "own"
-    monkeypatch.setattr(profile, "folder", lambda: folder)
+    monkeypatch.setattr(profiles, "folder", lambda: folder)
     return folder
 
 
@@ -192,12 +192,12 @@ def test_the_mean_is_over_samples(native):
 
 
 def test_both_profiles_of_the_demo_model_are_found(native, own_folder):
-    found = profile.find(BOTH, DEMO)
+    found = profiles.find(BOTH, DEMO)
     assert {stage: made.kind for stage, made in found.items()} == BOTH.profile_kinds()
     assert found["scorer"].values.shape == (5, 2) and found["scorer"].samples == 50
     [sample] = itertools.islice(scenes("key-redundancy"), 1)
     kept = []
-    for given in (None, profile.SHIPPED / profile.file_name("key-redundancy", profile.hash_of(DEMO)),
+    for given in (None, profiles.SHIPPED / profiles.file_name("key-redundancy", profiles.hash_of(DEMO)),
                   [redundancies(np.zeros((5, 2))), heads(np.eye(5, 4))]):  # fmt: skip
         with demo_session(BOTH, profile=given) as session:
             kept.append(kept_by(session, sample))

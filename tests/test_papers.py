@@ -10,9 +10,9 @@ import pytest
 from arrays import prompt
 
 import pykvedge
+from pykvedge.plans.registry import member
 from pykvedge.plans.stages.allocator.prefix import cumulative_priority, prefix_lengths
 from pykvedge.plans.stages.base import Head, Layer, Prompt
-from pykvedge.plans.stages.registry import member
 from pykvedge.plans.stages.scorer.mixkv import directions, redundancy
 from pykvedge.plans.stages.spectrum import cosines, cutoff
 

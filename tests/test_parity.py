@@ -14,7 +14,7 @@ from arrays import LAYOUTS, prompt
 
 import pykvedge
 from pykvedge.lab.checks import rules
-from pykvedge.plans.stages.registry import STAGES, members
+from pykvedge.plans.registry import STAGES, members
 
 SCORERS, REDUCERS = list(members("scorer")), list(members("reducer"))
 HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}

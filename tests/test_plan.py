@@ -12,8 +12,8 @@ import pykvedge
 from pykvedge.errors import BudgetError, UnknownNameError, UsageError
 from pykvedge.plans.plan import Amount, Budget, Plan
 from pykvedge.plans.presets import PRESETS, preset
+from pykvedge.plans.registry import STAGES, member
 from pykvedge.plans.stages.base import Param
-from pykvedge.plans.stages.registry import STAGES, member
 
 
 @pytest.mark.parametrize(("given_", "ratio", "pairs"), [

@@ -15,22 +15,22 @@ from test_plugins import EXAMPLES, FIVE_LINES, HEAD, both_engines
 import pykvedge
 from pykvedge.errors import PluginError
 from pykvedge.lab.checks import suite
-from pykvedge.plans.plugins import loading
+from pykvedge.plans import plugin_files
 
 # ------------------------------------------------------------------------------------------ names and compositions
 
 
 def test_names_are_taken_once(write):
-    loading.load_file(write(FIVE_LINES))
-    loading.load_file(write(FIVE_LINES))  # the same file again: its newest version
+    plugin_files.load_file(write(FIVE_LINES))
+    plugin_files.load_file(write(FIVE_LINES))  # the same file again: its newest version
     with pytest.raises(PluginError, match=r"other.py: my_method.py registered a scorer 'mine' already"):
-        loading.load_file(write(FIVE_LINES, "other.py"))
-    loading.load_file(write(FIVE_LINES.replace("mine", "yours"), "other.py"))
+        plugin_files.load_file(write(FIVE_LINES, "other.py"))
+    plugin_files.load_file(write(FIVE_LINES.replace("mine", "yours"), "other.py"))
     assert {"mine", "yours"} <= set(pykvedge.methods())
 
 
 def test_a_scorer_alone_is_a_method(write):
-    loading.load_file(write(FIVE_LINES.replace(", recent=0", "")))
+    plugin_files.load_file(write(FIVE_LINES.replace(", recent=0", "")))
     made, snapkv = pykvedge.plan("mine"), pykvedge.plan("snapkv")
     for name in ("allocator", "reducer", "decode", "budget", "sinks", "text_prior"):
         assert getattr(made, name) == getattr(snapkv, name)
@@ -40,7 +40,7 @@ def test_a_scorer_alone_is_a_method(write):
 
 
 def test_an_allocator_alone_is_one_too():
-    loading.load_file(EXAMPLES / "pictures.py")
+    plugin_files.load_file(EXAMPLES / "pictures.py")
     assert pykvedge.plan("rising").scorer == "window" and pykvedge.plan("rising").allocator == "rising"
     assert pykvedge.plan("pictures").params == {} and pykvedge.plan("pictures").reducer == "blend"
 
@@ -116,7 +116,7 @@ def test_the_examples_pass_the_checks(kvedge, name):
 ])  # fmt: skip
 def test_checks_find_what_is_wrong(native, write, body, check):
     code = f"{HEAD}COUNT = []\n@pykvedge.scorer('mine', recent=0)\ndef mine(layer, settings):\n    {body}\n"
-    loading.load_file(write(code))
+    plugin_files.load_file(write(code))
     rows = suite.check("mine")
     assert [row for row in rows if row.check.startswith(check) and row.failed], rows
 

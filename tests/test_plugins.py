@@ -12,7 +12,7 @@ from test_decode_policies import PROMPT, random_tokens, running  # noqa: F401 - 
 
 import pykvedge
 from pykvedge.errors import PluginError, UnknownNameError
-from pykvedge.plans.plugins import loading
+from pykvedge.plans import plugin_files
 from pykvedge.plans.stages.base import Layer
 from pykvedge.plans.stages.scorer.cumulative import score as cumulative
 
@@ -47,7 +47,7 @@ def test_five_lines_answer_about_a_picture(kvedge, tiny, write, picture_file, ki
 
 @pytest.mark.parametrize("kind", ["llava", "qwen2vl"])
 def test_what_it_says_is_what_stays(native, tiny, write, picture_file, kind):
-    loading.load_file(write(FIVE_LINES))
+    plugin_files.load_file(write(FIVE_LINES))
     with tiny(kind).session(pykvedge.plan("mine", 0.3)) as session:
         session.ask("What is this?", [picture_file()]).close()
         n, cache = session.engine.cache.stats().n_tokens, session.engine.cache
@@ -129,7 +129,7 @@ def test_callbacks_run_on_the_calling_thread(native):
 def test_a_conversation_goes_on_after_a_failure(kvedge, tiny, write):
     code = FIVE_LINES.replace("    return", "    if layer.k.shape[1] < 60: raise ValueError('too short')\n    return")
     chat = ["chat", *tiny("llama").arguments(), "--max-tokens", 2, "--plugin", write(code), "--method", "mine"]
-    loading.load_file(write(code))
+    plugin_files.load_file(write(code))
     with tiny("llama").session(pykvedge.plan("mine")) as session:
         with pytest.raises(PluginError, match=r"scorer 'mine' failed: ValueError: too short \(my_method.py:5\)"):
             session.ask("Hello")
@@ -213,7 +213,7 @@ def test_ctrl_c_inside_a_stage_is_ctrl_c(native):
     ("return mine(layer, settings)", "RecursionError"),
 ])  # fmt: skip
 def test_scorers_that_fail(native, write, body, says):
-    loading.load_file(write(f"{HEAD}@pykvedge.scorer('mine')\ndef mine(layer, settings):\n    {body}\n"))
+    plugin_files.load_file(write(f"{HEAD}@pykvedge.scorer('mine')\ndef mine(layer, settings):\n    {body}\n"))
     for engine in ("native", "numpy"):
         with pytest.raises(PluginError) as caught:
             pykvedge.compress(pykvedge.plan("mine"), *prompt(90).arguments, engine=engine)
@@ -251,7 +251,9 @@ REDUCERS = [
 )
 def test_allocators_and_reducers_that_fail(native, write, engine, stage, body, says):
     argument = {"allocator": "prompt", "reducer": "head"}[stage]
-    loading.load_file(write(f"{HEAD}@pykvedge.{stage}('mine')\ndef mine({argument}, settings):\n    return {body}\n"))
+    plugin_files.load_file(
+        write(f"{HEAD}@pykvedge.{stage}('mine')\ndef mine({argument}, settings):\n    return {body}\n")
+    )
     with pytest.raises(PluginError) as caught:
         pykvedge.compress(pykvedge.plan("h2o", **{stage: "mine"}), *prompt(90).arguments, engine=engine)
     assert f"{stage} 'mine'" in str(caught.value) and says in str(caught.value), str(caught.value)
@@ -295,7 +297,7 @@ def test_rows_that_the_storage_type_cannot_hold(native):
 ])  # fmt: skip
 def test_files_that_cannot_be_used(write, code, words):
     with pytest.raises(PluginError) as caught:
-        loading.load_file(write(code))
+        plugin_files.load_file(write(code))
     assert len(str(caught.value)) < 300
     for word in ("my_method.py", *words):
         assert word in str(caught.value)
@@ -336,6 +338,6 @@ def test_what_a_plugin_prints_is_not_data(kvedge, tiny, write):
 
 def test_a_plugin_that_fails_leaves_nothing_behind(write):
     with pytest.raises(PluginError):
-        loading.load_file(write(FIVE_LINES + "raise ValueError\n"))
+        plugin_files.load_file(write(FIVE_LINES + "raise ValueError\n"))
     with pytest.raises(UnknownNameError):
         pykvedge.plan("mine")

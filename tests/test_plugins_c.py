@@ -18,7 +18,7 @@ import pykvedge
 from pykvedge.errors import PluginError
 from pykvedge.lab.checks import suite
 from pykvedge.native import libraries
-from pykvedge.plans.plugins import loading
+from pykvedge.plans import plugin_files
 
 ROOT = Path(__file__).resolve().parent.parent
 HEADER = ROOT / "native" / "include" / "kvedge-stages.h"
@@ -51,7 +51,7 @@ def library(tmp_path_factory):
 @pytest.fixture
 def own(native, library, forgotten):
     """The stages of own_stages.c are registered."""
-    loading.load_file(library(ROOT / "tests" / "own_stages.c"))
+    plugin_files.load_file(library(ROOT / "tests" / "own_stages.c"))
 
 
 @pytest.mark.parametrize("kind", ["llava", "qwen2vl"])
@@ -70,8 +70,8 @@ def test_the_example_answers_about_a_picture(kvedge, library, tiny, picture_file
 
 
 def test_c_and_python_keep_the_same_tokens(own, library):
-    loading.load_file(library(ROOT / "examples" / "plugins" / "outlying.c"))
-    loading.load_file(ROOT / "examples" / "plugins" / "outlying.py")
+    plugin_files.load_file(library(ROOT / "examples" / "plugins" / "outlying.c"))
+    plugin_files.load_file(ROOT / "examples" / "plugins" / "outlying.py")
     p = prompt(300, (4, 2), layers=3)
     c, python = (pykvedge.compress(pykvedge.plan(name), *p.arguments) for name in ("outlying-c", "outlying"))
     np.testing.assert_allclose(c.scores, python.scores, rtol=1e-5)
@@ -158,13 +158,13 @@ def test_libraries_that_are_no_plugins(tmp_path, code, says):
     source = tmp_path / "odd.c"
     source.write_text(code)
     with pytest.raises(PluginError, match=says):
-        loading.load_file(compiled(source, tmp_path / "odd.so", "-shared", "-fPIC"))
+        plugin_files.load_file(compiled(source, tmp_path / "odd.so", "-shared", "-fPIC"))
 
 
 def test_a_file_that_is_no_library(tmp_path):
     (tmp_path / "odd.so").write_text("not a library")
     with pytest.raises(PluginError, match="cannot be loaded"):
-        loading.load_file(tmp_path / "odd.so")
+        plugin_files.load_file(tmp_path / "odd.so")
 
 
 # ---------------------------------------------------------------------------------------------------------

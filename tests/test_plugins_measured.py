@@ -10,7 +10,7 @@ from conftest import ROOT, THREADS
 from test_plugins import EXAMPLES
 
 import pykvedge
-from pykvedge.plans.plugins import loading
+from pykvedge.plans import plugin_files
 
 # what streaming-llm without sinks keeps, written by hand
 LAST = """\
@@ -118,7 +118,7 @@ def test_results_of_another_version_of_a_plugin_or_plan_are_not_gone_on_with(kve
 def test_the_methods_of_the_results_pages_exist():
     """Commands in docs/results name built-in methods, or those of the plugin there, and use all of its methods."""
     folder = ROOT / "docs" / "results"
-    own = set(loading.load_file(folder / "tables.py"))
+    own = set(plugin_files.load_file(folder / "tables.py"))
     named = set()
     for page in folder.glob("*.md"):
         for listed in re.findall(r"(?:--methods |^    [A-Z]=)(\S+)", page.read_text(encoding="utf-8"), re.MULTILINE):

@@ -11,11 +11,12 @@ import pytest
 
 import pykvedge
 from pykvedge.errors import ProfileError
+from pykvedge.models import profiles
 from pykvedge.plans import profile
 from pykvedge.plans.plan import Plan
 from pykvedge.plans.profile import Profile
 
-DATA = profile.SHIPPED.parent
+DATA = profiles.SHIPPED.parent
 DEMO = DATA / "demo-model.gguf"
 SPARSEMM = pykvedge.plan("sparsemm")
 HEADS = {
@@ -111,12 +112,12 @@ def test_the_hash_names_the_weights(tmp_path, tiny):
     model = tiny("llama").model
     same = tmp_path / "another name.gguf"
     shutil.copy(model, same)
-    assert profile.hash_of(same) == profile.hash_of(model) != profile.hash_of(tiny("qwen3").model)
+    assert profiles.hash_of(same) == profiles.hash_of(model) != profiles.hash_of(tiny("qwen3").model)
     for at in (-1, -(model.stat().st_size // 3), 4000):  # one bit of the last tensor, of another, of the vocabulary
         data = bytearray(model.read_bytes())
         data[at] ^= 1
         same.write_bytes(data)
-        assert profile.hash_of(same) != profile.hash_of(model)
+        assert profiles.hash_of(same) != profiles.hash_of(model)
 
 
 def test_of_a_large_file_a_sample_is_read(tmp_path, tiny):
@@ -124,13 +125,13 @@ def test_of_a_large_file_a_sample_is_read(tmp_path, tiny):
     small = tiny("llama").model.read_bytes()
     large = tmp_path / "large.gguf"
     large.write_bytes(small + bytes(16 << 20))
-    before = profile.hash_of(large)
+    before = profiles.hash_of(large)
     with large.open("r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"\1")
-    after = profile.hash_of(large)
+    after = profiles.hash_of(large)
     large.write_bytes(small + bytes((16 << 20) + 1))
-    assert len({before, after, profile.hash_of(large)}) == 3
+    assert len({before, after, profiles.hash_of(large)}) == 3
 
 
 # Which profile a plan gets
@@ -139,47 +140,47 @@ def test_of_a_large_file_a_sample_is_read(tmp_path, tiny):
 @pytest.fixture
 def own_folder(tmp_path, monkeypatch):
     folder = tmp_path / "own"
-    monkeypatch.setattr(profile, "folder", lambda: folder)
+    monkeypatch.setattr(profiles, "folder", lambda: folder)
     return folder
 
 
 def test_what_kvedge_ships_is_found_for_the_demo_model(own_folder):
-    names = sorted(path.name for path in profile.SHIPPED.iterdir())
-    assert names == sorted(profile.file_name(kind, profile.hash_of(DEMO)) for kind in profile.KINDS)
+    names = sorted(path.name for path in profiles.SHIPPED.iterdir())
+    assert names == sorted(profiles.file_name(kind, profiles.hash_of(DEMO)) for kind in profile.KINDS)
     for method, kind in (("sparsemm", "visual-heads"), ("mixkv-headkv", "retrieval-heads")):
-        found = profile.find(pykvedge.plan(method), DEMO)["allocator"]
+        found = profiles.find(pykvedge.plan(method), DEMO)["allocator"]
         assert found.kind == kind and found.values.shape == (5, 4) and found.samples == 50
         assert found.about["made"]["command"].startswith("kvedge calibrate heads --kind")
     plan = pykvedge.plan("prefixkv", **{"allocator.source": "profile"})
-    found = profile.find(plan, DEMO)["allocator"]
+    found = profiles.find(plan, DEMO)["allocator"]
     assert found.values.shape == (5, len(found.budgets))
-    assert profile.find(pykvedge.plan("lookm"), DEMO) == {}
+    assert profiles.find(pykvedge.plan("lookm"), DEMO) == {}
 
 
 def test_the_users_own_comes_before_the_shipped_and_the_given_before_both(own_folder, tmp_path):
-    mine = Profile("visual-heads", np.ones((5, 4)), (), profile.hash_of(DEMO), 1, {})
-    profile.save(mine, own_folder / profile.file_name(mine.kind, mine.model_hash))
-    assert profile.is_close(profile.find(SPARSEMM, DEMO)["allocator"], mine)
+    mine = Profile("visual-heads", np.ones((5, 4)), (), profiles.hash_of(DEMO), 1, {})
+    profile.save(mine, own_folder / profiles.file_name(mine.kind, mine.model_hash))
+    assert profile.is_close(profiles.find(SPARSEMM, DEMO)["allocator"], mine)
     other = Profile("retrieval-heads", np.eye(5, 4), (), mine.model_hash, 1, {})
     profile.save(other, tmp_path / "other.json")
-    assert profile.is_close(profile.find(SPARSEMM, DEMO, tmp_path / "other.json")["allocator"], other)
-    assert profile.find(SPARSEMM, DEMO, other)["allocator"] is other
+    assert profile.is_close(profiles.find(SPARSEMM, DEMO, tmp_path / "other.json")["allocator"], other)
+    assert profiles.find(SPARSEMM, DEMO, other)["allocator"] is other
 
 
 def test_a_profile_of_another_model_is_refused(own_folder, tiny, profile_file):
     model = tiny("llama").model
     with pytest.raises(ProfileError, match=r"needs a visual-heads profile of model.gguf.*`kvedge calibrate heads`"):
-        profile.find(SPARSEMM, model, None)
-    shipped = profile.SHIPPED / profile.file_name("visual-heads", profile.hash_of(DEMO))
+        profiles.find(SPARSEMM, model, None)
+    shipped = profiles.SHIPPED / profiles.file_name("visual-heads", profiles.hash_of(DEMO))
     with pytest.raises(ProfileError, match=r"was made for 'demo-model.gguf', not for the weights in model.gguf"):
-        profile.find(SPARSEMM, model, shipped)
+        profiles.find(SPARSEMM, model, shipped)
     # a copy under the name that would be found is no way around
     own_folder.mkdir()
-    shutil.copy(shipped, own_folder / profile.file_name("visual-heads", profile.hash_of(model)))
+    shutil.copy(shipped, own_folder / profiles.file_name("visual-heads", profiles.hash_of(model)))
     with pytest.raises(ProfileError, match="was made for 'demo-model"):
-        profile.find(SPARSEMM, model, None)
+        profiles.find(SPARSEMM, model, None)
     with pytest.raises(ProfileError, match="kind 'prefix' does not fit"):
-        profile.find(SPARSEMM, model, profile_file(model, "prefix"))
+        profiles.find(SPARSEMM, model, profile_file(model, "prefix"))
 
 
 def test_a_plan_travels_without_its_profile():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import pykvedge
 from pykvedge.lab.checks import rules
 from pykvedge.plans.numpy_engine import round_to
-from pykvedge.plans.stages.registry import member, members
+from pykvedge.plans.registry import member, members
 
 ENGINES = rules.ENGINES
 

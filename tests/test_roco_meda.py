@@ -13,9 +13,9 @@ from test_parity import assert_same
 
 import pykvedge
 from pykvedge.plans.numpy_engine import select
+from pykvedge.plans.registry import member
 from pykvedge.plans.stages.allocator.entropy import layer_shares
 from pykvedge.plans.stages.base import Layer, Prompt
-from pykvedge.plans.stages.registry import member
 
 
 def layer_of(p, i=0):

@@ -9,15 +9,15 @@ from arrays import LAYOUTS, prompt
 
 import pykvedge
 from pykvedge.errors import KvedgeError, UnsupportedError, UsageError
-from pykvedge.plans.stages.registry import members
-from pykvedge.runtime import stream
+from pykvedge.plans.registry import members
+from pykvedge.runtime import pace
 
 HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
 
 
 def can_stream(plan):
     try:
-        stream.check(plan)
+        pace.check(plan)
     except UsageError:
         return False
     return True

@@ -9,7 +9,7 @@ from arrays import profiles_of, prompt
 from test_parity import assert_same
 
 import pykvedge
-from pykvedge.plans.stages.registry import members
+from pykvedge.plans.registry import members
 
 FAMILY = [name for name in pykvedge.methods() if pykvedge.plan(name).scorer in ("window", "mixkv")]
 SCORERS = [{"scorer": "window"}, {"scorer": "mixkv"}, {"scorer": "cumulative", "scorer.window": 32}]

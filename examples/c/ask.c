@@ -5,7 +5,6 @@
 // The answer goes to stdout, a line of figures to stderr. It is greedy, so that every machine gives the same one, as far as
 // its arithmetic does. examples/README.md says how it is built.
 
-#include "ggml-backend.h"
 #include "kvedge.h"
 #include "llama.h"
 #include "mtmd-helper.h"
@@ -27,11 +26,10 @@ static const char USAGE[] =
     "  --kv-type NAME    f16, q8_0 or q4_0: how keys and values are stored, f16 if it is not given\n"
     "  --max-tokens N    of the answer, 80 if it is not given\n"
     "  --threads N       4 if it is not given\n"
-    "  --raw             QUESTION is the whole prompt, with <__media__> where the image goes\n"
-    "  --backends DIR    where libggml-cpu-* lie, of a build whose CPU backends are chosen at run time\n";
+    "  --raw             QUESTION is the whole prompt, with <__media__> where the image goes\n";
 
 struct request {
-    const char * model, * mmproj, * image, * question, * backends;
+    const char * model, * mmproj, * image, * question;
     const char * fields[MOST_FIELDS];
     int          n_fields, max_tokens, threads;
     kvedge_type  type;
@@ -88,10 +86,7 @@ static int storage(const char * text, kvedge_type * out) {
 }
 
 static int set_option(const char * name, const char * value, struct request * out) {
-    const char ** text = strcmp(name, "--mmproj") == 0     ? &out->mmproj
-                         : strcmp(name, "--image") == 0    ? &out->image
-                         : strcmp(name, "--backends") == 0 ? &out->backends
-                                                           : NULL;
+    const char ** text = strcmp(name, "--mmproj") == 0 ? &out->mmproj : strcmp(name, "--image") == 0 ? &out->image : NULL;
     if (text) {
         *text = value;
         return 0;
@@ -247,7 +242,8 @@ static int attach(const struct request * ask, struct state * s, size_t n_prompt)
     if (!s->ctx) {
         return complain(FAILED, "a context of %u tokens cannot be made", params.n_ctx);
     }
-    kvedge_options options = kvedge_options_default();
+    kvedge_options options;
+    kvedge_options_init(&options, sizeof(options), NULL);
     options.auto_compress  = false;
     options.type           = ask->type;
     kvedge_error err       = { KVEDGE_OK, "" };
@@ -379,7 +375,10 @@ int main(int argc, char ** argv) {
     enum ggml_log_level last = GGML_LOG_LEVEL_NONE;
     llama_log_set(log_errors, &last);
     mtmd_helper_log_set(log_errors, &last);
-    ggml_backend_load_all_from_path(ask.backends);  // NULL: where the program lies
+    kvedge_error err = { KVEDGE_OK, "" };
+    if (kvedge_load_backends(&err) != KVEDGE_OK) {
+        return complain(FAILED, "%s", err.message);
+    }
     llama_backend_init();
     struct state s    = { 0 };
     const int    code = run(&ask, &s);

@@ -1,6 +1,6 @@
-// kvedge.h - the whole public C ABI of libkvedge, with kvedge-queries.h (what there is, and what a plan asks for),
-// kvedge-stages.h (stages of your own), kvedge-arrays.h (compression of plain arrays) and kvedge-encoder.h (image encoders),
-// which it includes.
+// kvedge.h - the whole public C ABI of libkvedge, with what it includes: kvedge-queries.h (what there is, and what a plan asks
+// for), kvedge-inspect.h (what a cache holds), kvedge-sessions.h (a sequence in a file), kvedge-stages.h (stages of your own),
+// kvedge-arrays.h (compression of plain arrays) and kvedge-encoder.h (image encoders).
 //
 // libkvedge owns the KV memory of a llama.cpp context. It attaches to an existing llama_context, stores keys
 // and values per layer and per KV head, attends over them, and after a prompt is complete it compresses the
@@ -33,6 +33,11 @@
 //     the cache, and leave the error for kvedge_take_error.
 //     kvedge_detach waits instead. llama.cpp itself does not notice: a program keeps its threads apart, as for llama_decode.
 //   - There is no global mutable state; any number of caches can exist in one process.
+//   - Structs that begin with struct_size may get more fields, at their end. The caller sets struct_size to the sizeof of its
+//     header, and what both sides know is copied. What the library reads: fields that an older program lacks have their
+//     defaults; bytes of a newer one that this library does not know must be 0, else KVEDGE_E_ARGUMENT. What it fills: fields
+//     that this library does not know become 0. A struct_size below that of the first version: KVEDGE_E_ARGUMENT.
+//     Structs without a struct_size, and what callbacks are given, never change.
 
 #ifndef KVEDGE_H
 #define KVEDGE_H
@@ -55,6 +60,11 @@
 extern "C" {
 #endif
 
+// Goes up when a program that was built with older headers would go wrong: a function, a field or a constant is gone, or
+// means something else. Within a version functions, constants and fields are only added. A program refuses a library of
+// another version:
+//
+//     if (kvedge_abi_version() != KVEDGE_ABI_VERSION) { ... "libkvedge and this program do not fit" ... }
 #define KVEDGE_ABI_VERSION 1
 
 struct llama_context;
@@ -84,7 +94,7 @@ typedef struct kvedge_error {
 // Version of the library, for example "0.1.0". Static storage.
 KVEDGE_API const char * kvedge_version(void);
 
-// KVEDGE_ABI_VERSION of the library that was loaded; differs from the header's when the two do not fit.
+// KVEDGE_ABI_VERSION of the library that was loaded.
 KVEDGE_API int32_t kvedge_abi_version(void);
 
 // Instruction set chosen at run time for the kernels: "avx512vnni", "avx512", "avx2", "neoni8mm",
@@ -204,21 +214,28 @@ typedef enum kvedge_type {
 } kvedge_type;
 
 typedef struct kvedge_options {
-    size_t      struct_size;    // sizeof(kvedge_options)
+    size_t      struct_size;    // set by kvedge_options_init
     kvedge_type type;           // storage type of keys and values
     int32_t     n_threads;      // threads of the compression; 0: the context's n_threads_batch
     bool        auto_compress;  // compress by itself when the first token after a prompt is decoded
     kvedge_type type_k;         // storage type of keys, where it is not `type`
     kvedge_type type_v;         // and of values
+    int32_t     unused;         // not read
 } kvedge_options;
 
-// Defaults: f16, 0, true, KVEDGE_TYPE_SAME twice.
-KVEDGE_API kvedge_options kvedge_options_default(void);
+// Fills options [struct_size bytes] with the defaults: f16, 0, true, KVEDGE_TYPE_SAME twice.
+//
+//     kvedge_options options;
+//     kvedge_options_init(&options, sizeof(options), NULL);
+//     options.type = KVEDGE_TYPE_Q8_0;
+//
+// Errors: KVEDGE_E_ARGUMENT (NULL, or a size that is too small).
+KVEDGE_API kvedge_status kvedge_options_init(kvedge_options * options, size_t struct_size, kvedge_error * err);
 
 // Takes over the KV memory of `ctx`. The context must hold no tokens. From now on llama_decode stores and attends
 // through the cache for every full-attention layer; sliding-window, recurrent and MLA layers stay as they are.
 // plan: copied; NULL keeps everything. options: NULL for the defaults.
-// Errors: KVEDGE_E_NOTHING (no layer to take over; the context is unchanged and usable), KVEDGE_E_STATE (tokens present,
+// Errors: KVEDGE_E_ARGUMENT (ctx or out is NULL, options that contradict themselves), KVEDGE_E_NOTHING (no layer to take over; the context is unchanged and usable), KVEDGE_E_STATE (tokens present,
 // or another provider attached), KVEDGE_E_BUDGET, KVEDGE_E_MEMORY, KVEDGE_E_UNSUPPORTED (head sizes that the storage type
 // cannot hold; the context is unchanged and usable).
 KVEDGE_API kvedge_status kvedge_attach(
@@ -331,98 +348,15 @@ typedef struct kvedge_stats {
 
 KVEDGE_API kvedge_status kvedge_get_stats(const kvedge_cache * kv, int32_t seq_id, kvedge_stats * out, kvedge_error * err);
 
-// Model layer number of stored layer i (0 <= i < n_layers), or -1.
-KVEDGE_API int32_t kvedge_layer_id(const kvedge_cache * kv, int32_t i);
-
-// KV pairs that stored layer i, KV head `head` holds now for the sequence; -1 if there is none such.
-KVEDGE_API int32_t kvedge_head_length(const kvedge_cache * kv, int32_t seq_id, int32_t i, int32_t head);
-
-// Original token index (0 = first token of the sequence) of every KV pair of stored layer i, KV head `head`, ascending,
-// into out[0 .. n-1] with n = kvedge_head_length. Errors: KVEDGE_E_ARGUMENT (no such layer, head or sequence; n_out < n).
-KVEDGE_API kvedge_status kvedge_head_tokens(
-    const kvedge_cache * kv, int32_t seq_id, int32_t i, int32_t head, int32_t * out, int32_t n_out, kvedge_error * err);
-
-// Query heads of stored layer i (H); query head h reads KV head h / (H / Hkv). -1: no such layer.
-KVEDGE_API int32_t kvedge_query_heads(const kvedge_cache * kv, int32_t i);
-
-// Switches watching on or off (off after kvedge_attach): whether the attention of tokens that are decoded one by one is
-// kept for kvedge_attention. Costs H floats per layer and stored row while it is on (counted in score_bytes), nothing
-// while it is off.
-KVEDGE_API kvedge_status kvedge_watch(kvedge_cache * kv, bool on, kvedge_error * err);
-
-// What the sequence's last token paid to each stored KV pair: the softmax weights of query head `query_head` of stored
-// layer i over the rows of its KV head, that token's own row included, into out[0 .. n-1] with n = kvedge_head_length, in
-// the order of kvedge_head_tokens. They add up to 1, with attention sinks (logits without a row, gpt-oss) to less.
-// Errors: KVEDGE_E_ARGUMENT (no such sequence, layer or head; n_out < n), KVEDGE_E_STATE (the last tokens of the sequence
-// came several at a time or unwatched, or rows were removed or compressed since).
-KVEDGE_API kvedge_status kvedge_attention(
-    const kvedge_cache * kv, int32_t seq_id, int32_t i, int32_t query_head, float * out, int32_t n_out, kvedge_error * err);
-
-// ---------------------------------------------------------------------------------------------------------
-// Looking inside, for pictures and research
-
-// Query heads H, KV heads Hkv and head sizes of stored layer i. Errors: KVEDGE_E_ARGUMENT.
-KVEDGE_API kvedge_status kvedge_layer_shape(
-    const kvedge_cache * kv, int32_t i, int32_t * n_heads, int32_t * n_heads_kv, int32_t * d_k, int32_t * d_v, kvedge_error * err);
-
-// Keys [n][d_k] and values [n][d_v] of stored layer i, KV head `head`, in float32, n = kvedge_head_length, in the order of
-// kvedge_head_tokens. n_out: rows that fit k and v. Errors: KVEDGE_E_ARGUMENT.
-KVEDGE_API kvedge_status kvedge_head_rows(
-    const kvedge_cache * kv, int32_t seq_id, int32_t i, int32_t head, float * k, float * v, int32_t n_out, kvedge_error * err);
-
-// Scores [Hkv][kvedge_stats.n_pending] that the plan's scorer gives to the tokens of stored layer i that were added since the last
-// compression, without compressing. n_out: floats that fit `out`. Errors: KVEDGE_E_ARGUMENT, KVEDGE_E_STATE (nothing is pending,
-// or the plan was set after the prompt and its scorer saw too little), KVEDGE_E_MEMORY.
-KVEDGE_API kvedge_status kvedge_pending_scores(
-    const kvedge_cache * kv, int32_t seq_id, int32_t i, float * out, int32_t n_out, kvedge_error * err);
-
-// ---------------------------------------------------------------------------------------------------------
-// Sessions: a sequence in a file, to go on with it later without reading its prompt again. docs/sessions.md has the
-// layout of the file. It holds the compressed rows, not the plan: what comes after is compressed by the plan then set, and
-// an answer that a decode policy bounds goes on if that plan has the same policy.
-//
-//     kvedge_save(kv, 0, "talk.kvs", "my-model", "any bytes", 9, &err);
-//     ... another process: the same model, a context with kvedge attached ...
-//     kvedge_load(kv, 0, "talk.kvs", "my-model", &err);
-//     llama_decode(ctx, ...) goes on at position llama_memory_seq_pos_max(mem, 0) + 1
-
-#define KVEDGE_SESSION_VERSION 1
-
-// Writes sequence seq_id to `path` (UTF-8). The file appears whole: until everything is on the disk, what was there stays.
-// Only its owner may read it. model: a name or hash of the model, at most 255 bytes, that kvedge_load compares.
-// note: n_note bytes of the caller's own, at most 64 MiB (NULL if 0).
-// Errors: KVEDGE_E_STATE (nothing to save, or a prompt that is not compressed yet: call kvedge_compress), KVEDGE_E_FILE,
-// KVEDGE_E_UNSUPPORTED (some full-attention layers are not kvedge's), KVEDGE_E_MEMORY, KVEDGE_E_ARGUMENT.
-KVEDGE_API kvedge_status kvedge_save(
-    kvedge_cache * kv, int32_t seq_id, const char * path, const char * model, const void * note, size_t n_note,
-    kvedge_error * err);
-
-// Reads a file of kvedge_save into sequence seq_id, which must be empty. Runs one token through the model, whose outcome
-// is thrown away: llama.cpp learns the last position that way. It knows of no other position of the sequence afterwards
-// (llama_memory_seq_pos_min is the last one, too). A failure leaves the sequence empty.
-// Errors: KVEDGE_E_FILE (damaged, truncated, of a newer version, another model or other layer shapes), KVEDGE_E_ARGUMENT
-// (another storage type than the cache's), KVEDGE_E_STATE (the sequence holds tokens), KVEDGE_E_MEMORY.
-KVEDGE_API kvedge_status kvedge_load(kvedge_cache * kv, int32_t seq_id, const char * path, const char * model, kvedge_error * err);
-
-typedef struct kvedge_saved {
-    size_t   struct_size;  // set by the caller to sizeof(kvedge_saved) before the call
-    uint64_t file_bytes;
-    uint64_t note_bytes;
-    char     model[256];   // as given to kvedge_save
-} kvedge_saved;
-
-// What a file of kvedge_save says at its beginning; the rows are not read, but the length of the file is checked.
-// The note goes to note[0 .. min(note_bytes, n_note) - 1]; NULL and 0: only the figures.
-// Errors: KVEDGE_E_FILE, KVEDGE_E_ARGUMENT, KVEDGE_E_MEMORY.
-KVEDGE_API kvedge_status kvedge_read_saved(const char * path, kvedge_saved * out, void * note, size_t n_note, kvedge_error * err);
-
 #ifdef __cplusplus
 }
 #endif
 
 #include "kvedge-arrays.h"
 #include "kvedge-encoder.h"
+#include "kvedge-inspect.h"
 #include "kvedge-queries.h"
+#include "kvedge-sessions.h"
 #include "kvedge-stages.h"
 
 #endif  // KVEDGE_H

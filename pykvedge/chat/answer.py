@@ -5,16 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Generator, Iterator
-from typing import TYPE_CHECKING
 
+from pykvedge.chat.conversation import Conversation
 from pykvedge.errors import StateError
 from pykvedge.models.model import TextStream
 from pykvedge.models.prompt import Message
 from pykvedge.runtime.report import Report
 from pykvedge.runtime.sampling import Sampler, Sampling
-
-if TYPE_CHECKING:
-    from pykvedge.chat.session import Session
 
 
 class Answer:
@@ -24,9 +21,9 @@ class Answer:
     went on with it meanwhile, the next piece is a StateError.
     """
 
-    def __init__(self, session: Session, report: Report, sampling: Sampling) -> None:
+    def __init__(self, conversation: Conversation, report: Report, sampling: Sampling) -> None:
         self.report = report
-        self._session, self._sampling = session, sampling
+        self._conversation, self._sampling = conversation, sampling
         self._done = False
         self._reader, self._taken = threading.get_ident(), False
         self._pieces = self._generate()
@@ -36,10 +33,10 @@ class Answer:
 
     def __next__(self) -> str:
         if self._taken:
-            raise StateError("another thread went on with the session, which ended this answer")
+            raise StateError("another thread went on with the conversation, which ended this answer")
         if self._done:
             raise StopIteration
-        with self._session.guard:
+        with self._conversation.guard:
             self._reader = threading.get_ident()
             return self._step()
 
@@ -48,11 +45,11 @@ class Answer:
             piece = next(self._pieces)
         except StopIteration:
             self._finish()
-            if self._session.guard.ending:
+            if self._conversation.guard.ending:
                 raise StateError("the session was closed while it answered") from None
             raise
         except BaseException:
-            self._session.in_cache = False  # a decode that was broken off: read the conversation again
+            self._conversation.in_cache = False  # a decode that was broken off: read the conversation again
             self._finish()
             raise
         self.report.text += piece
@@ -61,7 +58,7 @@ class Answer:
     def read(self) -> str:
         """The whole text, after it was generated to the end."""
         if self._taken or not self._done:
-            with self._session.guard:
+            with self._conversation.guard:
                 for _ in self:
                     pass
         return self.report.text
@@ -69,7 +66,7 @@ class Answer:
     def close(self) -> None:
         """Ends the answer where it is. Raises StateError while another thread reads it: set the session's cancel."""
         if not self._done:
-            with self._session.guard:
+            with self._conversation.guard:
                 self._finish()
 
     def give_way(self) -> None:
@@ -78,22 +75,22 @@ class Answer:
         self._finish()
 
     def _generate(self) -> Generator[str, None, None]:
-        session, time_, tokens = self._session, self.report.time, self.report.tokens
-        model, engine = session.model, session.engine
+        conversation, time_, tokens = self._conversation, self.report.time, self.report.tokens
+        model, engine = conversation.model, conversation.engine
         context = engine.context
         stream = TextStream(model)
         with Sampler(self._sampling) as sampler:
             token = sampler.sample(context.handle)
             while not model.is_end(token):
                 tokens.generated += 1
-                session.pending = [token]
+                conversation.pending = [token]
                 if text := self._begun(stream.feed(token)):
                     yield text
                 if self._must_stop(context.room):
                     break
                 started = time.perf_counter()
                 engine.extend(token)
-                session.pending = []
+                conversation.pending = []
                 token = sampler.sample(context.handle)
                 time_.decode_s += time.perf_counter() - started
                 time_.decode_steps += 1
@@ -107,7 +104,7 @@ class Answer:
         return text if self.report.text else text.removeprefix(" ")
 
     def _must_stop(self, room: int) -> bool:
-        if self._session.stop.is_set():
+        if self._conversation.stop.is_set():
             self.report.finish = "cancelled"
         elif self.report.tokens.generated >= self._sampling.max_tokens:
             self.report.finish = "length"
@@ -120,10 +117,10 @@ class Answer:
             return
         self._done = True
         self._pieces.close()
-        report, session = self.report, self._session
+        report, conversation = self.report, self._conversation
         report.finish = report.finish or "cancelled"
-        report.kv.peak_bytes = session.engine.peak_bytes(report.kv.peak_bytes)
+        report.kv.peak_bytes = conversation.engine.peak_bytes(report.kv.peak_bytes)
         if report.stream is not None:
-            session.measure_stream(report)
-        session.messages.append(Message("assistant", report.text))
-        session.last_report = report
+            conversation.measure_stream(report)
+        conversation.messages.append(Message("assistant", report.text))
+        conversation.last_report = report

@@ -91,7 +91,7 @@ class Attachment:
             llm._stack.callback(self._release)  # before llama_free, when the model is closed
 
     def _tables(self, plan: Plan, spare: bool) -> dict[str, ProfileTable]:
-        from pykvedge.plans.profile import tables_for
+        from pykvedge.models.profiles import tables_for
 
         return tables_for(plan, self._llm.model_path, self._profile, spare)
 

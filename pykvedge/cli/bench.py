@@ -12,7 +12,7 @@ import click
 
 from pykvedge.cli.chat import model_files, plugin_option, positive
 from pykvedge.errors import UsageError
-from pykvedge.plans.plugins.loading import load_file
+from pykvedge.plans.plugin_files import load_file
 from pykvedge.plans.presets import methods as method_names
 from pykvedge.plans.presets import plan as make_plan
 

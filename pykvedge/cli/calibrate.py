@@ -204,6 +204,7 @@ def _session(given: dict[str, Any], plan: Any) -> Iterator[tuple[Session, Any, t
 def _deliver(
     given: dict[str, Any], session: Session, kind: str, values: Any, budgets: tuple[float, ...], samples: int, made: Any
 ) -> None:
+    from pykvedge.models import profiles
     from pykvedge.plans import profile
 
     path = session.model.path
@@ -211,8 +212,8 @@ def _deliver(
         "model": {"name": path.name, "architecture": session.model.header.architecture},
         "made": made,
     }
-    done = profile.Profile(kind, values, budgets, profile.hash_of(path), samples, about)
-    place = given["output"] or profile.folder() / profile.file_name(kind, done.model_hash)
+    done = profile.Profile(kind, values, budgets, profiles.hash_of(path), samples, about)
+    place = given["output"] or profiles.folder() / profiles.file_name(kind, done.model_hash)
     profile.save(done, place)
     if given["as_json"]:
         click.echo(json.dumps({"file": str(place), "profile": json.loads(done.to_json())}))

@@ -12,7 +12,7 @@ import pykvedge
 from pykvedge.cli import paths
 from pykvedge.errors import UsageError, unknown
 from pykvedge.plans.plan import Plan
-from pykvedge.plans.plugins.loading import load_file
+from pykvedge.plans.plugin_files import load_file
 from pykvedge.plans.presets import default_plan
 from pykvedge.plans.presets import plan as make_plan
 
@@ -130,8 +130,9 @@ def _run(question: str | None, plan: Plan, model: Path, mmproj: Path | None, giv
 
     from pykvedge.chat.session import Session
     from pykvedge.cli.display import Display
+    from pykvedge.cli.talk.chat import Chat, Style
     from pykvedge.cli.talk.lines import history_file
-    from pykvedge.cli.talk.talk import Chat, Style
+    from pykvedge.cli.talk.loop import converse
     from pykvedge.models.images import load_picture
     from pykvedge.runtime.interrupt import as_event
     from pykvedge.runtime.sampling import Sampling
@@ -159,7 +160,7 @@ def _run(question: str | None, plan: Plan, model: Path, mmproj: Path | None, giv
         talk = Chat(session, sampling, Style(given["as_json"], given["quiet"]), display, file)
         if question is not None:
             return talk.once(question, pictures)
-        return talk.converse(pictures, history_file() if given["history"] else None)
+        return converse(talk, pictures, history_file() if given["history"] else None)
 
 
 def _session_file(path: Path | None) -> Path | None:

@@ -12,7 +12,7 @@ import click
 
 from pykvedge.cli.chat import model_files, plugin_option, positive, read_plan
 from pykvedge.errors import KvedgeError, UsageError, unknown
-from pykvedge.plans.plugins.loading import load_file, source_digest
+from pykvedge.plans.plugin_files import load_file, source_digest
 from pykvedge.plans.presets import methods as method_names
 from pykvedge.plans.presets import plan as make_plan
 

@@ -11,7 +11,7 @@ import click
 
 from pykvedge.errors import UsageError
 from pykvedge.plans.plan import Plan
-from pykvedge.plans.plugins.loading import load_file
+from pykvedge.plans.plugin_files import load_file
 from pykvedge.plans.presets import default_plan
 from pykvedge.plans.presets import plan as make_plan
 

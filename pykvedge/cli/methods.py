@@ -13,10 +13,10 @@ import click
 
 from pykvedge.cli.chat import plugin_option
 from pykvedge.errors import KvedgeError, UsageError
-from pykvedge.plans import presets
-from pykvedge.plans.plugins import loading
+from pykvedge.plans import plugin_files, presets
+from pykvedge.plans.plugins import installed
 from pykvedge.plans.presets import PRESETS, Preset, plan, preset
-from pykvedge.plans.stages.registry import STAGES, member
+from pykvedge.plans.registry import STAGES, member
 
 
 @click.command()
@@ -40,7 +40,7 @@ def methods(name: str | None, as_json: bool, plugins: tuple[Path, ...], checking
       kvedge methods --check mine --plugin mine.py
     """
     for file in plugins:
-        loading.load_file(file)
+        plugin_files.load_file(file)
     if checking:
         if name is None:
             raise UsageError("--check needs the name of a method or stage")
@@ -56,7 +56,7 @@ def methods(name: str | None, as_json: bool, plugins: tuple[Path, ...], checking
 
 def _all() -> list[Preset]:
     """Every method. A line on stderr for each installed plugin that cannot be loaded, or method that cannot be made."""
-    names, problems = presets.methods(), loading.problems()
+    names, problems = presets.methods(), installed.problems()
     out = [PRESETS[name] for name in names if name in PRESETS]
     for found in (preset(name) for name in names if name not in PRESETS):
         try:

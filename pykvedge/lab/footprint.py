@@ -315,7 +315,7 @@ def _attention_scratch(shape: ModelShape, n_keys: int, threads: int) -> int:
 
 def _score_bytes(shape: ModelShape, plan: Plan, n_tokens: int) -> int:
     """Accumulators while the prompt is read, and the scores of all layers when it is compressed."""
-    from pykvedge.plans.stages import registry
+    from pykvedge.plans import registry
 
     heads = sum(layer.n_heads_kv for layer in shape.layers)
     sums = {"cumulative": 8, "mean": 16}.get(plan.scorer, 0) * heads * n_tokens

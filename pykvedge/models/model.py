@@ -136,18 +136,34 @@ class Model:
         """Whether prompts start with a token that the tokeniser puts there by itself."""
         return bool(self.llama.llama_vocab_get_add_bos(self.vocab))
 
-    def tokenize(self, text: str) -> list[int]:
-        """Tokens of a text; special tokens written out in it are recognised, none is added."""
+    def tokenize(self, text: str, special: bool = True) -> list[int]:
+        """Tokens of a text; none is added. special: special tokens that are written out in it are recognised."""
         data = text.encode("utf-8", "replace")
         size = len(data) + 8
         while True:
             out = (self.llama.llama_token * size)()
-            n = self.llama.llama_tokenize(self.vocab, data, len(data), out, size, False, True)
+            n = self.llama.llama_tokenize(self.vocab, data, len(data), out, size, False, special)
             if n >= 0:
                 return list(out[:n])
             if -n <= size:
                 raise ModelError("the prompt cannot be tokenised")
             size = -n
+
+    def special_words(self, text: str) -> list[str]:
+        """Texts of the special tokens that `tokenize` finds in a text, the longest first."""
+        llama = self.llama
+        special = llama.LLAMA_TOKEN_ATTR_CONTROL | llama.LLAMA_TOKEN_ATTR_UNKNOWN
+        found = {token for token in set(self.tokenize(text)) if self._attributes(token) & special}
+        words = [llama.llama_vocab_get_text(self.vocab, token).decode("utf-8", "replace") for token in found]
+        return sorted((word for word in words if word and word in text), key=len, reverse=True)
+
+    def eats_blanks(self, word: str) -> bool:
+        """Whether a word is a special token's that takes the blanks after it away."""
+        tokens = self.tokenize(word)
+        return len(tokens) == 1 and bool(self._attributes(tokens[0]) & self.llama.LLAMA_TOKEN_ATTR_RSTRIP)
+
+    def _attributes(self, token: int) -> int:
+        return self.llama.llama_vocab_get_attr(self.vocab, token)
 
     def is_end(self, token: int) -> bool:
         """Whether the token ends an answer."""

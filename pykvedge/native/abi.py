@@ -1,40 +1,13 @@
-"""kvedge.h as ctypes declares it: structs, prototypes, and the library itself. Nothing is loaded on import.
-
-For libkvedge.py alone, which is what the rest of the package uses.
-"""
+"""kvedge.h as ctypes declares it: structs and prototypes. `calls` has the library itself."""
 
 from __future__ import annotations
 
 import ctypes as c
-import functools
-import itertools
 from typing import Any, NamedTuple
-
-from pykvedge import errors
-from pykvedge.native import libraries
 
 ABI_VERSION = 1
 KV_TYPE = {"f16": 0, "bf16": 1, "f32": 2, "q8_0": 3, "q4_0": 4, "kivi4": 5, "kivi2": 6}
 STAGE_NUMBER = {"scorer": 0, "allocator": 1, "reducer": 2, "decode": 3}
-_ERROR_OF_STATUS: dict[int, type[errors.KvedgeError]] = {
-    1: errors.UsageError,
-    2: errors.UnknownNameError,
-    3: errors.BudgetError,
-    4: errors.OutOfMemoryError,
-    5: errors.NothingToCompressError,
-    6: errors.StateError,
-    7: errors.UnsupportedError,
-    8: errors.PluginError,
-    9: errors.SessionFileError,
-}
-
-
-@functools.cache
-def lib() -> c.CDLL:
-    """libkvedge with its prototypes. Raises LibraryError when it is missing or of another version."""
-    handle = libraries.kvedge()
-    _declare(handle)
-    return handle
 
 
 class Declared(NamedTuple):
@@ -47,16 +20,6 @@ class Declared(NamedTuple):
     highest: float
     step: int
     choices: tuple[str, ...]
-
-
-def stage_settings(stage: str, member: str) -> list[Declared]:
-    """Settings of a member of the library's, by its name."""
-    found = (lib().kvedge_stage_setting(STAGE_NUMBER[stage], member.encode(), i) for i in itertools.count())
-    return [setting.contents.declared for setting in itertools.takewhile(bool, found)]
-
-
-# ------------------------------------------------------------------------------------------------------------
-# kvedge.h
 
 
 def text(value: bytes | None) -> str:
@@ -103,6 +66,7 @@ class Options(c.Structure):
         ("auto_compress", c.c_bool),
         ("type_k", c.c_int),
         ("type_v", c.c_int),
+        ("unused", c.c_int32),
     ]
 
 
@@ -144,7 +108,7 @@ _I = c.c_int32
 _ERR = c.c_void_p  # an Error
 _OUT = c.POINTER(c.c_void_p)
 Look = c.CFUNCTYPE(c.c_bool, _I, _P)  # kvedge_encoder_look
-_PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
+PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "version": (c.c_char_p, []),
     "abi_version": (_I, []),
     "simd": (c.c_char_p, []),
@@ -164,7 +128,7 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "plan_check_stream": (c.c_int, [_P, _ERR]),
     "plan_score_bytes": (c.c_uint64, [_P, _I, _I, _I, _I]),
     **{f"plan_add_{stage}": (c.c_int, [_P, _P, _ERR]) for stage in ("scorer", "allocator", "reducer")},
-    "options_default": (Options, []),
+    "options_init": (c.c_int, [c.POINTER(Options), c.c_size_t, _ERR]),
     "attach": (c.c_int, [_P, _P, c.POINTER(Options), _OUT, _ERR]),
     "detach": (None, [_P]),
     "set_plan": (c.c_int, [_P, _P, _ERR]),
@@ -205,25 +169,3 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "result_scores": (c.POINTER(c.c_float), [_P, _I, _I]),
     "result_attention": (c.POINTER(c.c_float), [_P, _I]),
 }
-
-
-def _declare(handle: c.CDLL) -> None:
-    for name, (result, arguments) in _PROTOTYPES.items():
-        try:
-            function = getattr(handle, f"kvedge_{name}")
-        except AttributeError:
-            raise errors.LibraryError(f"libkvedge lacks kvedge_{name}; {libraries.HOW_TO_BUILD}") from None
-        function.restype, function.argtypes = result, arguments
-
-
-def raise_(error: Error) -> None:
-    """Raises what the status of a kvedge_error stands for (errors.py)."""
-    message = error.text or f"libkvedge failed with status {error.status}"
-    raise _ERROR_OF_STATUS.get(error.status, errors.KvedgeError)(message)
-
-
-def call(name: str, *arguments: Any) -> None:
-    """kvedge_NAME(arguments, &error). Raises where it fails."""
-    error = Error()
-    if getattr(lib(), f"kvedge_{name}")(*arguments, c.byref(error)) != 0:
-        raise_(error)

@@ -6,7 +6,8 @@ import ctypes as c
 from collections.abc import Callable
 from typing import Any
 
-from pykvedge.native.abi import Look, call, lib
+from pykvedge.native.abi import Look
+from pykvedge.native.calls import call, lib
 
 
 class EncoderWatch:

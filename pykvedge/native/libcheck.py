@@ -12,8 +12,8 @@ import struct
 import sys
 from pathlib import Path
 
-import pykvedge
 from pykvedge.errors import LibraryError
+from pykvedge.native.version import NOT_INSTALLED, package_version
 
 REINSTALL = "reinstall kvedge, or set KVEDGE_LIB_DIR to the folder of a development build"
 REBUILD = "build kvedge on this machine: python3 scripts/dev.py build"
@@ -114,9 +114,9 @@ def check_version(libkvedge: ctypes.CDLL, abi_version: int) -> None:
     path, found = libkvedge._name, libkvedge.kvedge_abi_version()
     if found != abi_version:
         raise LibraryError(f"{path} has ABI version {found}, this package needs {abi_version}; {REINSTALL}")
-    version, package = libkvedge.kvedge_version().decode(), pykvedge.__version__
+    version, package = libkvedge.kvedge_version().decode(), package_version()
     # the numbers alone are what CMake knows; sources that were never installed have no version
-    if package != "0+source" and _numbers(version) != _numbers(package):
+    if package != NOT_INSTALLED and _numbers(version) != _numbers(package):
         raise LibraryError(f"{path} is of kvedge {version}, but the Python package is {package}; {REINSTALL}")
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from pykvedge.errors import LibraryError
 from pykvedge.native import libcheck
+from pykvedge.native.abi import ABI_VERSION, Error
 
 BINDINGS_VERSION = "0.3.36"  # the pin in scripts/llama_source.py
 HOW_TO_BUILD = libcheck.REINSTALL
@@ -104,8 +105,6 @@ def kvedge() -> ctypes.CDLL:
 
 
 def _kvedge() -> ctypes.CDLL:
-    from pykvedge.native.abi import ABI_VERSION
-
     place = require_dir()
     for base in _BELOW:
         if (place / file_name(base)).exists():
@@ -122,8 +121,6 @@ def _kvedge() -> ctypes.CDLL:
 @functools.cache
 def load_backends() -> None:
     """Makes ggml load its CPU variant, where the variants are libraries of their own. Raises LibraryError."""
-    from pykvedge.native.abi import Error
-
     error = Error()
     if _kvedge().kvedge_load_backends(ctypes.byref(error)) != 0:
         raise LibraryError(error.text)

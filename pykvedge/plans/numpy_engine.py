@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from pykvedge.plans import registry
 from pykvedge.plans.kvtypes import KvType, held
 from pykvedge.plans.kvtypes.plain import round_to
 from pykvedge.plans.plan import Plan
-from pykvedge.plans.stages import registry
 from pykvedge.plans.stages.base import Head, Layer, ProfileTable, Prompt
 
 

@@ -14,8 +14,8 @@ from types import MappingProxyType
 from typing import Any
 
 from pykvedge.errors import BudgetError, UnknownNameError, UsageError, unknown
-from pykvedge.plans.stages import registry
-from pykvedge.plans.stages.registry import STAGES, member
+from pykvedge.plans import registry
+from pykvedge.plans.registry import STAGES, member
 
 JSON_VERSION = 1
 LATER_FLOOR = 32  # tokens that a later message keeps at least: a fifth of a short question does not say what is asked

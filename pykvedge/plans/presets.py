@@ -3,33 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from typing import Any
 
 from pykvedge.errors import BudgetError, UnknownNameError, UsageError, unknown
 from pykvedge.plans.plan import Plan
-from pykvedge.plans.stages.registry import STAGES
-
-DEFAULT_BUDGET = 0.2  # of a method that says nothing else: the setting that the papers compare at
+from pykvedge.plans.plugins import installed, table
+from pykvedge.plans.plugins.table import Preset
+from pykvedge.plans.stages.members import STAGES
 
 # What answers when nobody chose a method: of what was measured (docs/demo-model.md) it loses least at half of the
 # memory, also on questions that come a turn after the image. Its budget is that half, whether it is named or not.
 DEFAULT_METHOD = "mixkv"
-
-
-@dataclass(frozen=True)
-class Preset:
-    """A method: what it is, where it comes from, and the fields of its plan that differ from Plan's defaults."""
-
-    name: str
-    summary: str
-    reference: str
-    values: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def budget(self) -> float:
-        """The budget if none is asked for."""
-        return self.values.get("budget", DEFAULT_BUDGET)
 
 
 _STREAMING = "Xiao et al. 2024, Efficient Streaming Language Models with Attention Sinks, arXiv:2309.17453"
@@ -171,25 +156,22 @@ _PRESETS = (
     Preset("random", "chance", "a control", {"scorer": "random"}),
 )
 PRESETS: Mapping[str, Preset] = {p.name: p for p in _PRESETS}
+table.reserve(PRESETS)
 
 
 def methods() -> list[str]:
     """Names of all methods, in the order in which they are explained; those of plugins last."""
-    from pykvedge.plans.plugins import loading
-
-    loading.load_installed()
-    return [*PRESETS, *loading.method_names()]
+    installed.load_installed()
+    return [*PRESETS, *installed.method_names()]
 
 
 def preset(name: str) -> Preset:
     """The preset of that name, built in or of a plugin. Raises UnknownNameError with a suggestion."""
     if name in PRESETS:
         return PRESETS[name]
-    from pykvedge.plans.plugins import loading
-
-    found = loading.find_preset(name)
+    found = installed.find_preset(name)
     if found is None:
-        raise unknown("method", str(name), [*PRESETS, *loading.method_names()], loading.problems())
+        raise unknown("method", str(name), [*PRESETS, *installed.method_names()], installed.problems())
     return found
 
 

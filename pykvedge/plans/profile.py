@@ -2,13 +2,12 @@
 
 A profile is a JSON file of one model, which it names by a hash. A plan does not hold its profiles: it says what its
 stages need (allocator heads; prefix or scorer mixkv with source = profile), and travels between models. Each stage's is
-found when the plan meets a model: a file that was given and fits the stage, else the user's folder (`folder()`), else
-what kvedge ships (pykvedge/data/profiles).
+found when the plan meets a model (models/profiles.py): a file that was given and fits the stage, else one in the user's
+folder, else what kvedge ships (pykvedge/data/profiles).
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pykvedge.errors import ModelError, ProfileError
+from pykvedge.errors import ProfileError
 from pykvedge.plans.stages.base import ProfileTable
 
 if TYPE_CHECKING:
@@ -41,8 +40,6 @@ COLUMNS = {
     "key-redundancy": "KV heads",
 }
 LARGEST_FILE = 16 << 20  # bytes; a model of 100 layers and 100 heads takes a tenth of one of those megabytes
-_SAMPLES, _SAMPLE_BYTES = 64, 64 << 10
-SHIPPED = Path(__file__).parent.parent / "data" / "profiles"
 
 
 @dataclass(frozen=True)
@@ -54,7 +51,7 @@ class Profile:
     kind: str  # one of KINDS
     values: np.ndarray  # float64
     budgets: tuple[float, ...] = ()  # prefix: ascending in (0, 1]
-    model_hash: str = ""  # of hash_of; empty fits any model of its shape
+    model_hash: str = ""  # as models/profiles.py makes it; empty fits any model of its shape
     samples: int = 0  # that it is the mean of
     about: Mapping[str, Any] = field(default_factory=dict)  # how it was made, and which model that was
 
@@ -177,78 +174,11 @@ def save(profile: Profile, path: str | os.PathLike[str]) -> None:
 # ------------------------------------------------------------------------------------------------------------
 
 
-def hash_of(model: str | os.PathLike[str]) -> str:
-    """Names the weights in a GGUF file: "sampled-sha256:" and 64 hexadecimal digits.
-
-    The hash is of the file's size, of its whole header (metadata, vocabulary, names, types and places of all tensors),
-    and of 64 pieces of 64 KiB spread evenly over the data, or of all the data where that is less: a fine-tuned or
-    requantised model differs in all of them, and a file of any size takes a moment. Raises ModelError.
-    """
-    from pykvedge.models.gguf import read_header
-
-    header = read_header(model)
-    digest = hashlib.sha256(f"{header.file_size};{header.data_start};".encode())
-    data, most = header.file_size - header.data_start, _SAMPLES * _SAMPLE_BYTES
-    try:
-        with Path(model).open("rb") as file:
-            digest.update(file.read(header.data_start))
-            if data <= most:
-                digest.update(file.read())
-            for i in range(_SAMPLES if data > most else 0):
-                file.seek(header.data_start + (data - _SAMPLE_BYTES) * i // (_SAMPLES - 1))
-                digest.update(file.read(_SAMPLE_BYTES))
-    except OSError as error:
-        raise ModelError(f"{model} cannot be read: {error.strerror or error}") from None
-    return "sampled-sha256:" + digest.hexdigest()
-
-
-def folder() -> Path:
-    """Where the user's own profiles lie."""
-    import click
-
-    return Path(click.get_app_dir("kvedge")) / "profiles"
-
-
-def file_name(kind: str, model_hash: str) -> str:
-    """Name of a profile in the user's folder, and among those that kvedge ships."""
-    return f"{kind}-{model_hash.rpartition(':')[2][:16]}.json"
-
-
 def as_list(given: Given) -> list[OneGiven]:
     """What was given as a profile, as a list: none, one, or several."""
     if given is None:
         return []
     return [given] if isinstance(given, (Profile, str, os.PathLike)) else list(given)
-
-
-def find(plan: Plan, model: str | os.PathLike[str], given: Given = None, spare: bool = False) -> dict[str, Profile]:
-    """Stage -> the profile that it needs for a GGUF file; empty if the plan needs none.
-
-    given: profiles or their files, each for the stage whose kind it fits, instead of those that lie ready.
-    spare: one that fits no stage is left alone, for another plan of the conversation; else it is refused.
-    Raises ProfileError for what is missing, damaged, of another kind, or of another model.
-    """
-    kinds = plan.profile_kinds()
-    out = _assigned(plan, given, spare)
-    wanted = hash_of(model) if kinds else ""
-    for stage, kind in kinds.items():
-        if stage not in out:
-            places = [place / file_name(kind, wanted) for place in (folder(), SHIPPED)]
-            path = next((path for path in places if path.is_file()), None)
-            if path is None:
-                raise _missing(plan, stage, f"of {Path(model).name} ")
-            out[stage] = str(path), _fitting(plan, stage, load(path))
-    for where, profile in out.values():
-        if profile.model_hash and profile.model_hash != wanted:
-            raise _of_another_model(where, profile, Path(model).name)
-    return {stage: profile for stage, (_, profile) in out.items()}
-
-
-def tables_for(
-    plan: Plan, model: str | os.PathLike[str], given: Given = None, spare: bool = False
-) -> dict[str, ProfileTable]:
-    """Stage -> the numbers of what `find` finds. Raises as it does."""
-    return {stage: found.table for stage, found in find(plan, model, given, spare).items()}
 
 
 def for_arrays(plan: Plan, given: Given, n_layers: int, n_heads: int, n_heads_kv: int) -> dict[str, Profile]:
@@ -257,10 +187,10 @@ def for_arrays(plan: Plan, given: Given, n_layers: int, n_heads: int, n_heads_kv
     Raises ProfileError as `find` does, and for another shape.
     """
     kinds = plan.profile_kinds()
-    out = {stage: profile for stage, (_, profile) in _assigned(plan, given, spare=False).items()}
+    out = {stage: profile for stage, (_, profile) in assigned(plan, given, spare=False).items()}
     for stage, kind in kinds.items():
         if stage not in out:
-            raise _missing(plan, stage, "")
+            raise missing(plan, stage, "")
         found = out[stage].values.shape
         columns = {"query heads": n_heads, "KV heads": n_heads_kv, "budgets": len(out[stage].budgets)}[COLUMNS[kind]]
         if found != (n_layers, columns):
@@ -271,8 +201,11 @@ def for_arrays(plan: Plan, given: Given, n_layers: int, n_heads: int, n_heads_kv
     return out
 
 
-def _assigned(plan: Plan, given: Given, spare: bool) -> dict[str, tuple[str, Profile]]:
-    """Stage -> the given profile that it takes, and what to call it. Raises ProfileError."""
+def assigned(plan: Plan, given: Given, spare: bool) -> dict[str, tuple[str, Profile]]:
+    """Stage -> what to call the given profile that it takes, and that profile.
+
+    spare: one that fits no stage is left alone; else it is refused. Raises ProfileError.
+    """
     kinds = plan.profile_kinds()
     out: dict[str, tuple[str, Profile]] = {}
     for one in as_list(given) if kinds else []:
@@ -288,7 +221,8 @@ def _assigned(plan: Plan, given: Given, spare: bool) -> dict[str, tuple[str, Pro
     return out
 
 
-def _fitting(plan: Plan, stage: str, profile: Profile) -> Profile:
+def fitting(plan: Plan, stage: str, profile: Profile) -> Profile:
+    """The profile itself. Raises ProfileError where its numbers are not of what the stage takes."""
     if COLUMNS[profile.kind] != COLUMNS[plan.profile_kinds()[stage]]:
         raise _misfit(plan, [stage], profile)
     return profile
@@ -302,18 +236,13 @@ def _misfit(plan: Plan, stages: list[str], profile: Profile) -> ProfileError:
     return ProfileError(f"a profile of kind '{profile.kind}' does not fit {members}; make one with {commands}")
 
 
-def _missing(plan: Plan, stage: str, of_model: str) -> ProfileError:
+def missing(plan: Plan, stage: str, of_model: str) -> ProfileError:
+    """The error of a plan whose stage has no profile. of_model: "of NAME ", or nothing."""
     kind = plan.profile_kinds()[stage]
     return ProfileError(
         f"method '{plan.method}' needs a {kind} profile {of_model}({stage} '{getattr(plan, stage)}'), and there is "
         f"none; make one with `{KINDS[kind]}`"
     )
-
-
-def _of_another_model(where: str, profile: Profile, model: str) -> ProfileError:
-    name = profile.about.get("model", {}).get("name")
-    other = f"was made for {name!r}" if isinstance(name, str) else "was made for another model"
-    return ProfileError(f"{where} {other}, not for the weights in {model}; run `{KINDS[profile.kind]}` for these")
 
 
 def is_close(a: Profile, b: Profile) -> bool:

@@ -10,10 +10,22 @@ from pykvedge.plans.kvtypes import GROUP, KvType
 from pykvedge.plans.plan import Plan
 
 if TYPE_CHECKING:
-    import numpy as np
+    from typing import TypedDict
 
-    from pykvedge.plans.numpy_engine import Arrays, Outcome
+    import numpy as np
+    from typing_extensions import Unpack
+
+    from pykvedge.plans.numpy_engine import Arrays
     from pykvedge.plans.profile import Given
+
+    class GivenOptions(TypedDict, total=False):
+        """What compress may be told by name."""
+
+        kv_type: str | KvType
+        threads: int
+        profile: Given
+        stream: int
+
 
 ENGINES = ("native", "numpy")
 _LARGEST = {"f16": 65504.0, "bf16": 3.3895313892515355e38, "f32": float("inf")}
@@ -33,6 +45,14 @@ class Result:
     scores: np.ndarray
 
 
+@dataclass(frozen=True)
+class _Options:
+    kv_type: str | KvType = "f16"
+    threads: int = 0
+    profile: Given = None
+    stream: int = 0
+
+
 def compress(
     plan: Plan,
     q: Any,
@@ -40,16 +60,14 @@ def compress(
     v: Any,
     image_mask: Any = None,
     engine: str = "native",
-    kv_type: str | KvType = "f16",
-    threads: int = 0,
-    profile: Given = None,
-    stream: int = 0,
+    **options: Unpack[GivenOptions],
 ) -> Result:
     """Compresses the KV pairs of one prompt.
 
     q: [L, H, T, d], k and v: [L, Hkv, T, d], floating point, position encoding applied; H is a multiple of Hkv.
     image_mask: [T] bool, True for an image token; None: all text.
     engine: "native" (libkvedge) or "numpy" (the definitions in stages/).
+    options, each by its name:
     kv_type: storage type that k and v are rounded to (kvtypes.NAMES), or "K:V" for one of each. Where it is quantised,
     d is a multiple of 32, and scores and merges see f16. threads: of the native engine, 0 for all cores.
     profile: a Profile or its file, or several, for a plan whose stages need them (Plan.profile_kinds), each for the
@@ -60,44 +78,40 @@ def compress(
     """
     if engine not in ENGINES:
         raise unknown("engine", str(engine), ENGINES)
-    kv_type = KvType.parse(kv_type)
+    chosen = _Options(**options)
+    kv_type = KvType.parse(chosen.kv_type)
     if not isinstance(plan, Plan):
         raise ArrayError(f"plan must be a pykvedge.Plan, for example pykvedge.plan('lookm'), not {type(plan).__name__}")
     arrays = _check(q, k, v, image_mask, kv_type)
     from pykvedge.plans.profile import for_arrays
 
-    found = for_arrays(plan, profile, len(arrays.q), arrays.q.shape[1], arrays.k.shape[1])
+    found = for_arrays(plan, chosen.profile, len(arrays.q), arrays.q.shape[1], arrays.k.shape[1])
     tables = {stage: profile.table for stage, profile in found.items()}
-    if stream:
-        out = _stream(plan, arrays, engine, kv_type, threads, stream, tables)
-    elif engine == "numpy":
+    if chosen.stream:
+        _check_stream(plan, chosen.stream, kv_type)
+    if engine == "native":
+        from pykvedge.runtime import libkvedge
+
+        out = libkvedge.compress_arrays(plan, arrays, kv_type, chosen.threads, tables, chosen.stream)
+    elif chosen.stream:
+        from pykvedge.plans import numpy_stream
+
+        out = numpy_stream.run(plan, arrays, kv_type, chosen.stream, tables)
+    else:
         from pykvedge.plans import numpy_engine
 
         out = numpy_engine.run(plan, arrays, kv_type, tables)
-    else:
-        from pykvedge.runtime import libkvedge
-
-        out = libkvedge.compress_arrays(plan, arrays, kv_type, threads, tables)
     return Result(out.kept, out.k, out.v, out.scores)
 
 
-def _stream(
-    plan: Plan, arrays: Arrays, engine: str, kv_type: KvType, threads: int, step: int, tables: dict[str, Any]
-) -> Outcome:
-    from pykvedge.runtime.stream import check
+def _check_stream(plan: Plan, step: int, kv_type: KvType) -> None:
+    from pykvedge.runtime.pace import check
 
     if not isinstance(step, int) or step < 0:
         raise ArrayError(f"stream must be a number of tokens, or 0, not {step!r}")
     check(plan)
     if kv_type.quantised:
         raise ArrayError(f"a stream is rounded again at every step; kv_type {kv_type} cannot be used, take f16")
-    if engine == "numpy":
-        from pykvedge.plans import numpy_stream
-
-        return numpy_stream.run(plan, arrays, kv_type, step, tables)
-    from pykvedge.runtime import libkvedge
-
-    return libkvedge.compress_arrays(plan, arrays, kv_type, threads, tables, step)
 
 
 def _check(q: Any, k: Any, v: Any, image_mask: Any, kv_type: KvType) -> Arrays:

@@ -5,37 +5,34 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from pykvedge.errors import (
-    CancelledError,
     ContextError,
-    KvedgeError,
-    LibraryError,
     NothingToCompressError,
     SessionFileError,
     StateError,
     UnsupportedError,
 )
+from pykvedge.models import profiles
 from pykvedge.models.model import Model, Progress
 from pykvedge.models.token_table import TokenTable
-from pykvedge.models.vision import ImagePiece, Piece, TextPiece, Vision
+from pykvedge.models.vision import ImagePiece, Piece, Vision
 from pykvedge.native import memory
-from pykvedge.plans import profile
 from pykvedge.plans.kvtypes import KvType
 from pykvedge.plans.plan import Budget, Plan
 from pykvedge.plans.presets import check_protection
 from pykvedge.plans.stages.base import ProfileTable
-from pykvedge.runtime import bounded_batch, branch, figures, libkvedge
+from pykvedge.runtime import bounded_batch, figures, libkvedge
+from pykvedge.runtime.driver import Driver
 from pykvedge.runtime.interrupt import stop_if_set
-from pykvedge.runtime.llama_context import DEFAULT_CTX, ROOM_TO_ANSWER, Context, ContextSize, check_memory, ubatch_for
+from pykvedge.runtime.llama_context import DEFAULT_CTX, ROOM_TO_ANSWER, Context, ContextSize, ubatch_for
+from pykvedge.runtime.mark import Mark, bring_back, copy
+from pykvedge.runtime.pace import Pace, stream_context
 from pykvedge.runtime.report import Kv
 from pykvedge.runtime.sessionfile import Note, encoded
 from pykvedge.runtime.settings import Settings
-from pykvedge.runtime.stream import Pace, cut, stream_context
 
 
 class Engine:
@@ -45,8 +42,7 @@ class Engine:
         """threads: for reading and generating."""
         self._model, self._vision = model, vision
         self._settings, self._threads = settings, threads
-        self._context: Context | None = None
-        self._cache: libkvedge.Cache | None = None
+        self._driver: Driver | None = None
         self._table: TokenTable | None = None
         self._not_bounded = ""
         self._set_plan: Plan | None = None  # that the cache follows
@@ -59,11 +55,16 @@ class Engine:
         self._held = 0.0  # pairs per head after it
 
     @property
+    def driver(self) -> Driver:
+        """Context and cache. Raises StateError before the first prompt."""
+        if self._driver is None:
+            raise StateError("nothing was read yet")
+        return self._driver
+
+    @property
     def context(self) -> Context:
         """The context. Raises StateError before the first prompt."""
-        if self._context is None:
-            raise StateError("nothing was read yet")
-        return self._context
+        return self.driver.context
 
     @property
     def pace(self) -> Pace:
@@ -75,16 +76,13 @@ class Engine:
     @property
     def cache(self) -> libkvedge.Cache | None:
         """The KV memory that libkvedge owns; None for a model that runs as it is."""
-        return self._cache
+        return self._driver.cache if self._driver is not None else None
 
     def close(self) -> None:
         """Frees the context and its KV memory; the next prompt makes new ones."""
-        if self._cache is not None:
-            self._cache.detach()
-            self._cache = None
-        if self._context is not None:
-            self._context.close()
-            self._context = None
+        if self._driver is not None:
+            self._driver.close()
+            self._driver = None
         self._reset()
 
     def set_plan(self, plan: Plan) -> None:
@@ -93,11 +91,11 @@ class Engine:
         Raises NothingToCompressError, ProfileError.
         """
         tables = self._tables(plan)
-        if self._cache is not None:
-            self._cache.set_plan(plan, tables)
+        if self.cache is not None:
+            self.cache.set_plan(plan, tables)
             self._set_plan = plan
-        elif self._context is not None:
-            self._require_full(plan)
+        elif self._driver is not None:
+            self.driver.require_full(plan)
 
     # ---------------------------------------------------------------------------------------------------
 
@@ -107,7 +105,7 @@ class Engine:
         Raises ContextError, OutOfMemoryError, NothingToCompressError, BudgetError.
         """
         if self._settings.stream:
-            if self._context is None:
+            if self._driver is None:
                 self._open(stream_context(self._model, self._vision, self._settings, pieces, plan), plan)
                 self.pace.compress()  # nothing yet, but whether it can be done
             return
@@ -115,26 +113,26 @@ class Engine:
         images = [p.n_tokens for p in pieces if isinstance(p, ImagePiece)]
         what = f"{n} tokens" + (f" ({sum(images)} of images)" if images else "")
         largest = max(images, default=0)
-        if self._cache is not None:
+        if self.cache is not None:
             plan = self._later(plan, n)
         self._not_bounded = self._why_not_bounded(pieces, n, plan) if self._settings.bounded else ""
-        if self._context is None:
+        if self._driver is None:
             check_protection(plan, n)
             self._make_context(n, largest, what, plan)
-        elif n > self._context.room:
+        elif n > self.context.room:
             raise ContextError(
-                f"the message has {what}, but only {self._context.room} of the context of {self._context.n_ctx} are "
+                f"the message has {what}, but only {self.context.room} of the context of {self.context.n_ctx} are "
                 "left; raise --ctx or start a new conversation"
             )
-        elif largest > self._context.n_ubatch < ubatch_for(self._vision, largest):
+        elif largest > self.context.n_ubatch < ubatch_for(self._vision, largest):
             raise ContextError(
                 f"an image of {largest} tokens must come with the first message; start a new conversation"
             )
 
     def _later(self, plan: Plan, n: int) -> Plan:
         """The plan for n tokens that come after a first prompt; the cache follows it from now on."""
-        if self._cache is not None and (self._set_plan is None or self._set_plan.decode == "keep-all"):
-            n += self._cache.stats().n_pending  # an answer that a policy bounds is not compressed again
+        if self.cache is not None and (self._set_plan is None or self._set_plan.decode == "keep-all"):
+            n += self.cache.stats().n_pending  # an answer that a policy bounds is not compressed again
         plan = plan.for_later(n)
         if plan != self._set_plan:
             self.set_plan(plan)
@@ -164,10 +162,10 @@ class Engine:
     def _why_not_bounded(self, pieces: list[Piece], n: int, plan: Plan) -> str:
         if plan.count(n) >= n and not KvType.parse(self._settings.kv_type).quantised:
             return "the budget covers the whole prompt"
-        if self._context is not None and self._cache is None:
+        if self._driver is not None and self.cache is None:
             return f"kvedge does not hold the KV cache of {self._model.path.name}"
-        if self._context is not None and n > self._context.n_ubatch:
-            return f"{n} tokens are more than the {self._context.n_ubatch} of the first message, which one pass holds"
+        if self._driver is not None and n > self.context.n_ubatch:
+            return f"{n} tokens are more than the {self.context.n_ubatch} of the first message, which one pass holds"
         if any(isinstance(p, ImagePiece) for p in pieces):
             try:
                 self._table = self._table or TokenTable(self._model.header)
@@ -176,52 +174,28 @@ class Engine:
         return bounded_batch.why_not(self._vision, pieces) or libkvedge.why_not_bounded(plan, self._settings.kv_type)
 
     def _open(self, size: ContextSize, plan: Plan) -> None:
-        size = replace(size, n_seq=2 if self._settings.undo else 1)
-        check_memory(self._model, size, whole_cache=False)
-        context = Context(self._model, size, self._threads)
+        tables = self._tables(plan)
+        driver = Driver(self._model, self._vision, replace(size, n_seq=2 if self._settings.undo else 1), self._threads)
         try:
-            self._cache, self._set_plan = self._attach(context, size, plan), plan
+            driver.take_over_if_possible(plan, tables)
         except BaseException:
-            context.close()
+            driver.close()
             raise
-        self._context = context
-        if self._settings.stream and self._cache is not None:
-            self._pace = Pace(self._cache, context, self._settings, self._model.n_layer)
+        self._driver, self._set_plan = driver, plan
+        if driver.cache is None and self._bounded:
+            self._not_bounded = f"kvedge does not hold the KV cache of {self._model.path.name}"
+        if self._settings.stream and driver.cache is not None:
+            self._pace = Pace(driver.cache, driver.context, self._settings, self._model.n_layer)
 
     def _tables(self, plan: Plan) -> dict[str, ProfileTable]:
-        return profile.tables_for(plan, self._model.path, self._settings.profile, spare=True)
-
-    def _attach(self, context: Context, size: ContextSize, plan: Plan) -> libkvedge.Cache | None:
-        try:
-            tables = self._tables(plan)
-            return libkvedge.Cache(context.handle, plan, size.kv_type, auto_compress=False, profiles=tables)
-        except (NothingToCompressError, LibraryError) as error:
-            if isinstance(error, LibraryError) and plan.method != "full":
-                raise
-            if KvType.parse(size.kv_type).quantised:
-                raise NothingToCompressError(
-                    f"{self._model.path.name} runs as it is, without kvedge's KV memory, so nothing can be stored as "
-                    f"{size.kv_type}; use f16, bf16 or f32"
-                ) from error
-            self._require_full(plan)
-            check_memory(self._model, size, whole_cache=True)
-            if self._bounded:
-                self._not_bounded = f"kvedge does not hold the KV cache of {self._model.path.name}"
-            return None
-
-    def _require_full(self, plan: Plan) -> None:
-        if plan.method != "full":
-            raise NothingToCompressError(
-                f"{self._model.path.name} has no attention layer whose KV memory kvedge can take over, so method "
-                f"'{plan.method}' has nothing to compress; use --method full"
-            )
+        return profiles.tables_for(plan, self._model.path, self._settings.profile, spare=True)
 
     # ---------------------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str], model: str, note: Note) -> None:
         """Writes the cache to a file, with a note that this completes. Raises SessionFileError, UnsupportedError."""
         context = self.context
-        if self._cache is None:
+        if self.cache is None:
             raise UnsupportedError(
                 f"kvedge does not keep the memory of {self._model.path.name}, so its sessions cannot be saved"
             )
@@ -229,7 +203,7 @@ class Engine:
         note.n_past, note.n_cells, note.held = context.n_past, context.n_cells, self._held
         if self._set_plan is not None and self._set_plan != note.plan:
             note.floor = self._set_plan.budget.pairs or 0
-        self._cache.save(encoded(path), model, note.encode())
+        self.cache.save(encoded(path), model, note.encode())
 
     def restore(self, path: str | os.PathLike[str], model: str, note: Note, plan: Plan) -> None:
         """A new context with the cache of a file in it. Raises as make_room does, and SessionFileError."""
@@ -241,12 +215,12 @@ class Engine:
         memory.require(Path(path).stat().st_size, name, "close other programs")
         self._open(ContextSize(n_ctx, max(note.n_ubatch, 1), self._settings.kv_type), plan)
         try:
-            if self._cache is None:
+            if self.cache is None:
                 raise SessionFileError(f"{name} was saved with another model; load that one")
             if note.floor and plan == note.plan:
                 self.set_plan(plan.with_(budget=Budget(pairs=note.floor)))  # the saved answer follows that one
-            self._cache.load(encoded(path), model)
-            stats = self._cache.stats()
+            self.cache.load(encoded(path), model)
+            stats = self.cache.stats()
             if stats.n_tokens < max(note.n_cells, note.n_past):
                 raise SessionFileError(f"{name} contradicts itself; it cannot be used")
         except BaseException:
@@ -259,14 +233,14 @@ class Engine:
 
     # ---------------------------------------------------------------------------------------------------
 
-    def mark(self) -> branch.Mark:
+    def mark(self) -> Mark:
         """Keeps a copy of all that was read, in place of an older one. Raises OutOfMemoryError, UnsupportedError."""
-        copied = branch.copy(self.context, self._cache)
-        return branch.Mark(self.context.n_past, self.context.n_cells, self._set_plan, self._held, copied)
+        copied = copy(self.context, self.cache)
+        return Mark(self.context.n_past, self.context.n_cells, self._set_plan, self._held, copied)
 
-    def return_to(self, mark: branch.Mark) -> None:
+    def return_to(self, mark: Mark) -> None:
         """What was read is what it was at the mark, whose copy is used up. Raises OutOfMemoryError."""
-        self._n_compressions, self._held = branch.bring_back(self.context, self._cache, mark), mark.held
+        self._n_compressions, self._held = bring_back(self.context, self.cache, mark), mark.held
         if mark.plan is not None and mark.plan != self._set_plan:
             self.set_plan(mark.plan)
 
@@ -291,19 +265,12 @@ class Engine:
             self._prefill_whole(pieces, progress, cancel)
             return
         context.stop_when(cancel)
-        steps = list(cut(pieces, context.n_ubatch))
-        done, total = 0, sum(p.n_tokens for p in pieces)
-        for i, step in enumerate(steps):
-            progress("reading the prompt", done / total)
-            stop_if_set(cancel)
-            self.read_step(step, want_logits=i == len(steps) - 1)
-            done += step.n_tokens
+        self.driver.read(pieces, progress, cancel)
         context.stop_when(None)
-        progress("reading the prompt", 1.0)
 
     def _prefill_whole(self, pieces: list[Piece], progress: Progress, cancel: threading.Event | None) -> None:
         """Reads the pieces in one pass; libkvedge compresses each layer before the next one runs."""
-        context, cache, start = self.context, self._cache, self.context.n_past
+        context, cache, start = self.context, self.cache, self.context.n_past
         if cache is None:
             raise StateError("a bounded prompt needs a KV cache that kvedge holds")
         if self._table is not None and self._vision is not None and any(isinstance(p, ImagePiece) for p in pieces):
@@ -324,7 +291,7 @@ class Engine:
         context.stop_when(cancel, look)
         try:
             cache.bound_prompt(prompt.image_mask)
-            with self._explained():
+            with self.driver.explained():
                 context.decode_whole(prompt)
         finally:
             context.stop_when(None)
@@ -332,15 +299,11 @@ class Engine:
 
     def read_step(self, step: Piece, want_logits: bool) -> None:
         """Reads a piece that one pass holds, an image encoded before. want_logits: of its last token."""
-        with self._explained():
-            if isinstance(step, ImagePiece):
-                self.context.decode_image(self._require_vision(), step)
-            else:
-                self.context.decode(step.tokens, want_logits)
+        self.driver.read_step(step, want_logits)
 
     def extend(self, token: int) -> None:
         """Reads one generated token; afterwards its logits are there. Raises ContextError."""
-        self.read_step(TextPiece([token]), want_logits=True)
+        self.driver.extend(token)
         if self._pace is not None:
             self._pace.after(1, now=self.context.room < 1)
 
@@ -348,25 +311,15 @@ class Engine:
         """Compresses what was read since the last time: the prompt, and before it the answer of the last turn."""
         if self._pace is not None:
             self._pace.compress()
-        elif self._cache is not None:
-            pending = self._cache.stats().n_pending
+        elif self.cache is not None:
+            pending = self.cache.stats().n_pending
             if not (self._bounded and pending == 0):
                 self._compressed_tokens = pending
             try:
-                self._cache.compress()
+                self.driver.compress()
             except StateError:
-                self._cache.check()  # what ended a bounded prompt
+                self.cache.check()  # what ended a bounded prompt
                 raise
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Replaces the error of a failed decode by what libkvedge met inside it, where that was the cause."""
-        try:
-            yield
-        except KvedgeError as error:
-            if self._cache is not None and not isinstance(error, CancelledError):
-                self._cache.check()
-            raise
 
     def _require_vision(self) -> Vision:
         if self._vision is None:
@@ -377,21 +330,20 @@ class Engine:
 
     def pairs_held(self) -> float:
         """KV pairs per KV head, averaged over heads and layers; 0 for a model that runs as it is."""
-        lengths = [n for heads in self._cache.lengths() for n in heads] if self._cache is not None else []
-        return sum(lengths) / len(lengths) if lengths else 0
+        return self._driver.pairs_held() if self._driver is not None else 0
 
     def measure(self) -> Kv:
         """Figures, right after compress."""
         kv_type = self._settings.kv_type
-        if self._cache is None:
+        if self.cache is None:
             return figures.of_llama(self._model, self.context, kv_type)
-        n, held = self._cache.stats().n_compressions, self.pairs_held()
+        n, held = self.cache.stats().n_compressions, self.pairs_held()
         # a prompt whose budget covers it is not compressed, and leaves the figures of the last compression alone
-        out = figures.of_cache(self._model, self._cache, kv_type, compressed=n > self._n_compressions)
+        out = figures.of_cache(self._model, self.cache, kv_type, compressed=n > self._n_compressions)
         out.compressed_tokens, out.kept_of_them = self._compressed_tokens, round(held - self._held)
         self._n_compressions, self._held = n, held
         return out
 
     def peak_bytes(self, so_far: int) -> int:
         """Largest amount of KV memory up to now."""
-        return self._cache.stats().peak_bytes if self._cache is not None else so_far
+        return self.cache.stats().peak_bytes if self.cache is not None else so_far

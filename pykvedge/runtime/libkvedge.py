@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from pykvedge import errors
 from pykvedge.native import libraries
-from pykvedge.native.abi import KV_TYPE, STAGE_NUMBER, Error, GivenArrays, Saved, Stats, call, lib, raise_
+from pykvedge.native.abi import KV_TYPE, STAGE_NUMBER, Error, GivenArrays, Options, Saved, Stats
+from pykvedge.native.calls import call, lib, raise_
 from pykvedge.native.guard import Guard, one_thread
 from pykvedge.plans.kvtypes import KvType
 
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 
     from pykvedge.plans.numpy_engine import Arrays, Outcome
     from pykvedge.plans.plan import Plan
-    from pykvedge.plans.plugins.callbacks import OwnStages
     from pykvedge.plans.stages.base import ProfileTable
+    from pykvedge.runtime.own_stages import OwnStages
 
 
 def version() -> str:
@@ -66,7 +67,7 @@ class _NativePlan:
 
     def __init__(self, plan: Plan, profiles: Mapping[str, ProfileTable] | None = None) -> None:
         """profiles: of the stages that need one, by name."""
-        from pykvedge.plans.plugins.callbacks import OwnStages
+        from pykvedge.runtime.own_stages import OwnStages
 
         self.handle = c.c_void_p()
         self.own = OwnStages(plan)
@@ -130,10 +131,11 @@ class Cache:
     ) -> None:
         """Takes over the KV memory of a llama_context without tokens. Raises what kvedge_attach reports.
 
-        profiles: of the plan's stages that need one, by name (profile.tables_for).
+        profiles: of the plan's stages that need one, by name (profiles.tables_for).
         """
         self.guard = Guard("cache", over="the cache was detached; attach again")
-        options = lib().kvedge_options_default()
+        options = Options()
+        call("options_init", c.byref(options), c.sizeof(options))
         kv_type = KvType.parse(kv_type)
         options.type_k, options.type_v = KV_TYPE[kv_type.k], KV_TYPE[kv_type.v]
         options.auto_compress = auto_compress

@@ -5,106 +5,20 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 
-from pykvedge.errors import ContextError, UsageError
+from pykvedge.errors import ContextError
+from pykvedge.models.composer import Composer, Written
 from pykvedge.models.images import Picture
 from pykvedge.models.model import Model, Progress
 from pykvedge.models.vision import ImagePiece, Piece, TextPiece, Vision
 from pykvedge.plans.plan import Plan
-from pykvedge.plans.stages import registry
 from pykvedge.runtime import figures
+from pykvedge.runtime.driver import cut
+from pykvedge.runtime.engine import Engine
 from pykvedge.runtime.interrupt import stop_if_set
-from pykvedge.runtime.llama_context import DEFAULT_CTX, ROOM_TO_ANSWER, Context, ContextSize, ubatch_for
 from pykvedge.runtime.report import Kv, Stream, Tokens
-from pykvedge.runtime.settings import Settings
-
-if TYPE_CHECKING:
-    from pykvedge.runtime.engine import Engine
-    from pykvedge.runtime.libkvedge import Cache
-
-
-def check(plan: Plan) -> None:
-    """Raises UsageError with what stands in the way of a stream, as libkvedge would refuse it."""
-    scorer, budget = registry.scorer(plan.scorer), plan.budget
-    if budget.pairs is None:
-        raise UsageError(
-            f"a stream needs a bound in KV pairs per layer and head, such as --budget 2048; {budget} is a share, of a "
-            "prompt that never ends"
-        )
-    if plan.allocator != "uniform":
-        raise UsageError(f"all heads of a stream hold as many KV pairs: use allocator uniform, not '{plan.allocator}'")
-    if plan.decode != "keep-all":
-        raise UsageError(f"the bound of a stream holds for the answer, too: use decode keep-all, not '{plan.decode}'")
-    settings = plan.settings("scorer")
-    if scorer.reserve is not None or settings.get("share") == "layer":
-        raise UsageError(
-            f"method '{plan.method}' cannot compress a stream: its scorer, '{plan.scorer}', looks at all heads at once "
-            "or at what is gone; take another, such as snapkv, mixkv, h2o, lookm or streaming-llm"
-        )
-    if plan.text_overflow == "keep_all":
-        raise UsageError("text_overflow keep_all keeps text beyond the bound of a stream; use budget")
-    whole = scorer.whole_up_to(settings)
-    if whole > budget.pairs:
-        raise UsageError(
-            f"scorer '{plan.scorer}' keeps its last {whole} tokens whole, more than the bound of {budget.pairs}; "
-            "raise --budget, or lower --set scorer.window"
-        )
-
-
-class Pace:
-    """Compresses a stream when it is time to."""
-
-    def __init__(self, cache: Cache, context: Context, settings: Settings, n_layers: int) -> None:
-        """n_layers: of the model."""
-        self._cache, self._context, self._settings, self._n_layers = cache, context, settings, n_layers
-        self._since = 0  # tokens since it was compressed
-
-    @property
-    def step(self) -> int:
-        """Tokens of text that are read at a time."""
-        return min(self._context.n_ubatch, self._settings.stream_tokens)
-
-    def compress(self) -> None:
-        """Compresses now. Raises what kvedge_compress_stream reports."""
-        self._cache.compress_stream()
-        self._context.n_cells = self._cache.cells()
-        self._since = 0
-
-    def after(self, n_tokens: int, image: bool = False, now: bool = False) -> None:
-        """n_tokens were read, an image or not. now: compress whatever the settings say."""
-        self._since += n_tokens
-        if now or self._since >= self._settings.stream_tokens or (image and self._settings.stream is True):
-            self.compress()
-
-    def require_room(self, n_tokens: int) -> None:
-        """Makes room in the context for so many. Raises ContextError."""
-        context = self._context
-        if context.room >= n_tokens:
-            return
-        self.compress()
-        if context.room >= n_tokens:
-            return
-        if self._cache.stats().n_layers < self._n_layers:
-            raise ContextError(
-                f"the context of {context.n_ctx} tokens is full: llama.cpp keeps some layers of this model, and --ctx "
-                "bounds its streams; raise --ctx"
-            )
-        raise ContextError(f"{n_tokens} tokens at a time do not fit a context of {context.n_ctx}; raise --ctx")
-
-
-def stream_context(
-    model: Model, vision: Vision | None, settings: Settings, pieces: list[Piece], plan: Plan
-) -> ContextSize:
-    """A context for a stream that begins with these pieces, one of each kind if there are any."""
-    largest = max((p.n_tokens for p in pieces if isinstance(p, ImagePiece)), default=0)
-    step = max(largest, settings.stream_tokens)
-    automatic = max(min(model.n_ctx_train or DEFAULT_CTX, DEFAULT_CTX), step + ROOM_TO_ANSWER)
-    n_ctx = settings.n_ctx or automatic
-    held = min((plan.budget.pairs or 0) + step, n_ctx)
-    return ContextSize(n_ctx, ubatch_for(vision, largest), settings.kv_type, held)
 
 
 def measure(engine: Engine, model: Model, plan: Plan, kv_type: str) -> tuple[Kv, Stream] | None:
@@ -151,18 +65,20 @@ class Source:
     """Pieces of a message as they are needed, and the pictures that have been read, without their pixels."""
 
     vision: Vision | None
-    tokenize: Callable[[str], list[int]]
+    composer: Composer
+    message: Written
     seen: list[Picture] = field(default_factory=list)
     open: list[Piece] = field(default_factory=list)  # of the last picture, some of which may not be read
 
     def pieces(self, parts: Iterable[tuple[str, Picture | None]]) -> Iterator[Piece]:
         """One part after the other."""
         for text, picture in parts:
+            written = replace(self.message, text=text)
             if picture is None or self.vision is None:
                 if text:
-                    yield TextPiece(self.tokenize(text))
+                    yield TextPiece(self.composer.tokens(written))
                 continue
-            self.open = self.vision.split(text + self.vision.marker, [picture])
+            self.open = self.composer.pieces(replace(written, text=text + self.composer.marker), [picture])
             yield from self.open
             self.seen.append(Picture(picture.name, picture.width, picture.height, b""))
 
@@ -221,12 +137,3 @@ def _read_step(engine: Engine, vision: Vision | None, step: Piece, cancel: threa
     else:
         engine.read_step(step, want_logits=last)
     pace.after(step.n_tokens, image=isinstance(step, ImagePiece), now=last)
-
-
-def cut(pieces: Iterable[Piece], most: int) -> Iterator[Piece]:
-    """The pieces, text cut so that each step is one pass through the model: progress shows, and Ctrl-C is heard."""
-    for piece in pieces:
-        if isinstance(piece, ImagePiece):
-            yield piece
-        else:
-            yield from (TextPiece(piece.tokens[i : i + most]) for i in range(0, piece.n_tokens, most))

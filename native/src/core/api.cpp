@@ -24,9 +24,9 @@ using namespace kvedge;
 #    define KVEDGE_VERSION "unknown"
 #endif
 
-extern "C" const char * kvedge_version(void) { return KVEDGE_VERSION; }
-extern "C" int32_t      kvedge_abi_version(void) { return KVEDGE_ABI_VERSION; }
-extern "C" const char * kvedge_simd(void) { return kernels().name; }
+extern "C" const char * kvedge_version(void) try { return KVEDGE_VERSION; } catch (...) { return nullptr; }
+extern "C" int32_t      kvedge_abi_version(void) try { return KVEDGE_ABI_VERSION; } catch (...) { return 0; }
+extern "C" const char * kvedge_simd(void) try { return kernels().name; } catch (...) { return nullptr; }
 
 struct kvedge_result {
     int32_t                         d = 0;
@@ -162,7 +162,7 @@ kvedge_status run_arrays(
 
 kvedge_status compress_arrays(
     const kvedge_plan * plan, const kvedge_arrays * in, Storage storage, int32_t step, int32_t n_threads, kvedge_result ** out,
-    kvedge_error * err) try {
+    kvedge_error * err) {
     *out = nullptr;
     if (const auto status = check_arrays(*in, err); status != KVEDGE_OK) {
         return status;
@@ -194,66 +194,82 @@ kvedge_status compress_arrays(
     }
     *out = r.release();
     return ok(err);
-} catch (const std::bad_alloc &) {
-    return fail(err, KVEDGE_E_MEMORY, "no memory to compress the arrays");
 }
 
 }  // namespace
 
 extern "C" kvedge_status kvedge_compress_arrays(
     const kvedge_plan * plan, const kvedge_arrays * in, kvedge_type type, int32_t n_threads, kvedge_result ** out,
-    kvedge_error * err) {
+    kvedge_error * err) try {
     return kvedge_compress_arrays_as(plan, in, type, type, n_threads, out, err);
+} catch (...) {
+    return caught(err, "compress the arrays");
 }
 
 extern "C" kvedge_status kvedge_compress_arrays_as(
     const kvedge_plan * plan, const kvedge_arrays * in, kvedge_type type_k, kvedge_type type_v, int32_t n_threads,
-    kvedge_result ** out, kvedge_error * err) {
+    kvedge_result ** out, kvedge_error * err) try {
     Storage storage;
     if (!plan || !in || !out || !make_storage(type_k, type_v, storage)) {
         return fail(err, KVEDGE_E_ARGUMENT, "kvedge_compress_arrays: plan, arrays or result is NULL, or a type is unknown");
     }
     return compress_arrays(plan, in, storage, 0, n_threads, out, err);
+} catch (...) {
+    return caught(err, "compress the arrays");
 }
 
 extern "C" kvedge_status kvedge_stream_arrays(
     const kvedge_plan * plan, const kvedge_arrays * in, kvedge_type type_k, kvedge_type type_v, int32_t step, int32_t n_threads,
-    kvedge_result ** out, kvedge_error * err) {
+    kvedge_result ** out, kvedge_error * err) try {
     Storage storage;
     if (!plan || !in || !out || step < 1 || !make_storage(type_k, type_v, storage)) {
         return fail(err, KVEDGE_E_ARGUMENT, "kvedge_stream_arrays: plan, arrays or result is NULL, a type is unknown, or step is below 1");
     }
     return compress_arrays(plan, in, storage, step, n_threads, out, err);
+} catch (...) {
+    return caught(err, "compress the arrays");
 }
 
-extern "C" void kvedge_result_free(kvedge_result * result) { delete result; }
+extern "C" void kvedge_result_free(kvedge_result * result) try { delete result; } catch (...) { }
 
-extern "C" int32_t kvedge_result_length(const kvedge_result * result, int32_t layer, int32_t head) {
+extern "C" int32_t kvedge_result_length(const kvedge_result * result, int32_t layer, int32_t head) try {
     const auto * h = result ? result->head(layer, head) : nullptr;
     return h ? (int32_t) h->kept.size() : -1;
+} catch (...) {
+    return -1;
 }
 
-extern "C" const int32_t * kvedge_result_kept(const kvedge_result * result, int32_t layer, int32_t head) {
+extern "C" const int32_t * kvedge_result_kept(const kvedge_result * result, int32_t layer, int32_t head) try {
     const auto * h = result ? result->head(layer, head) : nullptr;
     return h ? h->kept.data() : nullptr;
+} catch (...) {
+    return nullptr;
 }
 
-extern "C" const float * kvedge_result_k(const kvedge_result * result, int32_t layer, int32_t head) {
+extern "C" const float * kvedge_result_k(const kvedge_result * result, int32_t layer, int32_t head) try {
     const auto * h = result ? result->head(layer, head) : nullptr;
     return h ? h->k.data() : nullptr;
+} catch (...) {
+    return nullptr;
 }
 
-extern "C" const float * kvedge_result_v(const kvedge_result * result, int32_t layer, int32_t head) {
+extern "C" const float * kvedge_result_v(const kvedge_result * result, int32_t layer, int32_t head) try {
     const auto * h = result ? result->head(layer, head) : nullptr;
     return h ? h->v.data() : nullptr;
+} catch (...) {
+    return nullptr;
 }
 
-extern "C" const float * kvedge_result_scores(const kvedge_result * result, int32_t layer, int32_t head) {
+extern "C" const float * kvedge_result_scores(const kvedge_result * result, int32_t layer, int32_t head) try {
     return result && result->head(layer, head) && !result->scores.empty()
                ? result->scores[(size_t) layer].data() + (size_t) head * (size_t) result->n_tokens
                : nullptr;
+} catch (...) {
+    return nullptr;
 }
 
-extern "C" const float * kvedge_result_attention(const kvedge_result * result, int32_t layer) {
+extern "C" const float * kvedge_result_attention(const kvedge_result * result, int32_t layer) try {
     return result && layer >= 0 && (size_t) layer < result->attention.size() ? result->attention[(size_t) layer].data() : nullptr;
+} catch (...) {
+    return nullptr;
 }

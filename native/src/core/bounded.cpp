@@ -172,7 +172,7 @@ void BoundedPrompt::complete() {
     done_                = true;
 }
 
-kvedge_status BoundedPrompt::finish_layer(size_t layer, kvedge_error * err) {
+kvedge_status BoundedPrompt::finish_layer(size_t layer, kvedge_error * err) noexcept {
     const auto    start  = std::chrono::steady_clock::now();
     kvedge_status status = KVEDGE_OK;
     try {
@@ -185,11 +185,11 @@ kvedge_status BoundedPrompt::finish_layer(size_t layer, kvedge_error * err) {
         }
     } catch (const StageFailure & failure) {
         status = fail(err, KVEDGE_E_STAGE, "%s", failure.what());
-    } catch (const std::bad_alloc &) {
-        status = fail(err, KVEDGE_E_MEMORY, "no memory to compress a layer of the prompt");
+    } catch (...) {
+        status = caught(err, "compress a layer of the prompt");
     }
-    failed_ = status != KVEDGE_OK;
-    layers_ = (int32_t) layer + 1;
+    failed_  = status != KVEDGE_OK;
+    *layers_ = (int32_t) layer + 1;
     outcome_.us += std::chrono::duration_cast<std::chrono::microseconds>(std::chrono::steady_clock::now() - start).count();
     return status;
 }

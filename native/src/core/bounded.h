@@ -37,17 +37,20 @@ class BoundedPrompt {
     // The attention of a layer, one after the other, is done: compresses it, gives its rows back and makes room in the next.
     // The last layer completes the prompt. For one thread, with nobody else at the sequence.
     // After a failure nothing can be gone on with but abandon(). Errors: KVEDGE_E_MEMORY, KVEDGE_E_STAGE.
-    kvedge_status finish_layer(size_t layer, kvedge_error * err);
+    kvedge_status finish_layer(size_t layer, kvedge_error * err) noexcept;
 
     // Takes the prompt back out of the sequence, as far as it got.
     void abandon();
 
-    int32_t             layers() const { return layers_; }  // behind it; from any thread
+    int32_t             layers() const { return *layers_; }  // behind it
     bool                done() const { return done_; }
     bool                failed() const { return failed_; }
     int32_t             n_tokens() const { return n_pending_; }
     const Observation & wanted() const { return wanted_; }
     const Compression & outcome() const { return outcome_; }
+
+    // The same number for other threads, as long as the prompt is there.
+    std::weak_ptr<const std::atomic<int32_t>> progress() const { return layers_; }
 
   private:
     kvedge_status compress_layer(size_t layer, kvedge_error * err);
@@ -64,7 +67,9 @@ class BoundedPrompt {
     int32_t              n_         = 0;  // tokens of the prompt
     int32_t              n_pending_ = 0;  // and what was pending before it
     uint64_t             written_   = 0;  // bytes of the new blocks so far
-    std::atomic<int32_t> layers_{ 0 };
+
+    const std::shared_ptr<std::atomic<int32_t>> layers_ = std::make_shared<std::atomic<int32_t>>(0);
+
     bool                 reduced_ = false, provisional_ = false, done_ = false, failed_ = false;
 };
 

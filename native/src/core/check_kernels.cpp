@@ -256,13 +256,15 @@ std::string kvedge::what_is_wrong(const Kernels & kn) {
     return check.wrong;
 }
 
-extern "C" const char * kvedge_kernels(int32_t i) {
+extern "C" const char * kvedge_kernels(int32_t i) try {
     const Tables    tables = runnable_kernels();
     const Kernels * table  = i < 0 || i >= tables.n ? nullptr : tables.table[i];
     return table ? table->name : nullptr;
+} catch (...) {
+    return nullptr;
 }
 
-extern "C" kvedge_status kvedge_check_kernels(const char * name, kvedge_error * err) {
+extern "C" kvedge_status kvedge_check_kernels(const char * name, kvedge_error * err) try {
     if (!name) {
         return fail(err, KVEDGE_E_ARGUMENT, "the name of a table of kernels must be given");
     }
@@ -270,12 +272,10 @@ extern "C" kvedge_status kvedge_check_kernels(const char * name, kvedge_error * 
         if (std::strcmp(table->name, name) != 0) {
             continue;
         }
-        try {
-            const std::string wrong = what_is_wrong(*table);
-            return wrong.empty() ? ok(err) : fail(err, KVEDGE_E_UNSUPPORTED, "%s: %s", name, wrong.c_str());
-        } catch (const std::bad_alloc &) {
-            return fail(err, KVEDGE_E_MEMORY, "not enough memory to check the kernels");
-        }
+        const std::string wrong = what_is_wrong(*table);
+        return wrong.empty() ? ok(err) : fail(err, KVEDGE_E_UNSUPPORTED, "%s: %s", name, wrong.c_str());
     }
     return fail(err, KVEDGE_E_UNKNOWN, "this processor has no kernels '%s'", name);
+} catch (...) {
+    return caught(err, "check the kernels");
 }

@@ -1,6 +1,7 @@
 #include "core/custom.h"
 
 #include "core/error.h"
+#include "core/structs.h"
 #include "primitives/widen.h"
 
 #include <algorithm>
@@ -195,9 +196,9 @@ template <class T> const T * find_own(const std::vector<std::shared_ptr<const T>
     return nullptr;
 }
 
-// Checks what all three kinds have, and copies it.
-template <class C, class G>
-kvedge_status take(C & custom, const G & given, const char * stage, const void * known, bool has_function, kvedge_error * err) {
+// Checks what all three kinds have, and copies what custom.given points to.
+template <class C> kvedge_status take(C & custom, const char * stage, const void * known, bool has_function, kvedge_error * err) {
+    auto & given = custom.given;
     if (!is_name(given.name)) {
         return fail(err, KVEDGE_E_ARGUMENT, "a %s's name is 1 to %d of a-z, 0-9 and -, and starts with a letter", stage,
                     (int) LONGEST_NAME);
@@ -222,21 +223,16 @@ kvedge_status take(C & custom, const G & given, const char * stage, const void *
         custom.params.push_back({ keep(s.name), nullptr, s.fallback, s.lowest, s.highest, s.step, keep(s.choices) });
     }
     custom.params.push_back({});
-    custom.given          = given;
-    custom.given.name     = keep(given.name);
-    custom.given.summary  = nullptr;
-    custom.given.settings = nullptr;
-    custom.member.name    = custom.given.name;
-    custom.member.params  = custom.params.data();
+    given.name           = keep(given.name);
+    given.summary        = nullptr;
+    given.settings       = nullptr;
+    custom.member.name   = given.name;
+    custom.member.params = custom.params.data();
     return KVEDGE_OK;
 }
 
-template <class G> bool complete(const kvedge_plan * plan, const G * given) {
-    return plan && given && given->struct_size == sizeof(G);
-}
-
 kvedge_status incomplete(const char * function, kvedge_error * err) {
-    return fail(err, KVEDGE_E_ARGUMENT, "%s: plan or stage is NULL, or its struct_size is not set", function);
+    return fail(err, KVEDGE_E_ARGUMENT, "%s: plan or stage is NULL, its struct_size is not set, or it is of a newer kvedge.h", function);
 }
 
 }  // namespace
@@ -277,52 +273,55 @@ std::vector<const char *> own_names(const kvedge_plan & plan, kvedge_stage stage
 using namespace kvedge;
 
 extern "C" kvedge_status kvedge_plan_add_scorer(kvedge_plan * plan, const kvedge_custom_scorer * given, kvedge_error * err) try {
-    if (!complete(plan, given)) {
+    auto                   custom = std::make_shared<CustomScorer>();
+    kvedge_custom_scorer & own    = custom->given;
+    if (!plan || !read_struct(given, own)) {
         return incomplete("kvedge_plan_add_scorer", err);
     }
-    if (given->n_queries < 0 || given->n_queries > MOST_QUERIES || given->recent < 0) {
+    if (own.n_queries < 0 || own.n_queries > MOST_QUERIES || own.recent < 0) {
         return fail(err, KVEDGE_E_ARGUMENT, "a scorer sees 0 to %d queries, and protects 0 or more recent tokens", MOST_QUERIES);
     }
-    auto custom = std::make_shared<CustomScorer>();
-    if (const auto status = take(*custom, *given, "scorer", is_name(given->name) ? known_scorer(*plan, given->name) : nullptr,
-                                 given->score != nullptr, err); status != KVEDGE_OK) {
+    if (const auto status = take(*custom, "scorer", is_name(own.name) ? known_scorer(*plan, own.name) : nullptr,
+                                 own.score != nullptr, err); status != KVEDGE_OK) {
         return status;
     }
-    custom->member.needs_column_sums = given->column_sums;
+    custom->member.needs_column_sums = own.column_sums;
     custom->member.score             = score;
     custom->member.custom            = custom.get();
     plan->own_scorers.push_back(std::move(custom));
     return ok(err);
-} catch (const std::bad_alloc &) {
-    return fail(err, KVEDGE_E_MEMORY, "no memory for a scorer");
+} catch (...) {
+    return caught(err, "take a scorer");
 }
 
 extern "C" kvedge_status kvedge_plan_add_allocator(
     kvedge_plan * plan, const kvedge_custom_allocator * given, kvedge_error * err) try {
-    if (!complete(plan, given)) {
+    auto                      custom = std::make_shared<CustomAllocator>();
+    kvedge_custom_allocator & own    = custom->given;
+    if (!plan || !read_struct(given, own)) {
         return incomplete("kvedge_plan_add_allocator", err);
     }
-    auto custom = std::make_shared<CustomAllocator>();
-    if (const auto status = take(*custom, *given, "allocator",
-                                 is_name(given->name) ? known_allocator(*plan, given->name) : nullptr,
-                                 given->allocate != nullptr, err); status != KVEDGE_OK) {
+    if (const auto status = take(*custom, "allocator",
+                                 is_name(own.name) ? known_allocator(*plan, own.name) : nullptr,
+                                 own.allocate != nullptr, err); status != KVEDGE_OK) {
         return status;
     }
     custom->member.allocate = allocate;
     custom->member.custom   = custom.get();
     plan->own_allocators.push_back(std::move(custom));
     return ok(err);
-} catch (const std::bad_alloc &) {
-    return fail(err, KVEDGE_E_MEMORY, "no memory for an allocator");
+} catch (...) {
+    return caught(err, "take an allocator");
 }
 
 extern "C" kvedge_status kvedge_plan_add_reducer(kvedge_plan * plan, const kvedge_custom_reducer * given, kvedge_error * err) try {
-    if (!complete(plan, given)) {
+    auto                    custom = std::make_shared<CustomReducer>();
+    kvedge_custom_reducer & own    = custom->given;
+    if (!plan || !read_struct(given, own)) {
         return incomplete("kvedge_plan_add_reducer", err);
     }
-    auto custom = std::make_shared<CustomReducer>();
-    if (const auto status = take(*custom, *given, "reducer", is_name(given->name) ? known_reducer(*plan, given->name) : nullptr,
-                                 given->reduce != nullptr, err); status != KVEDGE_OK) {
+    if (const auto status = take(*custom, "reducer", is_name(own.name) ? known_reducer(*plan, own.name) : nullptr,
+                                 own.reduce != nullptr, err); status != KVEDGE_OK) {
         return status;
     }
     custom->member.reduce  = reduce;
@@ -330,6 +329,6 @@ extern "C" kvedge_status kvedge_plan_add_reducer(kvedge_plan * plan, const kvedg
     custom->member.custom  = custom.get();
     plan->own_reducers.push_back(std::move(custom));
     return ok(err);
-} catch (const std::bad_alloc &) {
-    return fail(err, KVEDGE_E_MEMORY, "no memory for a reducer");
+} catch (...) {
+    return caught(err, "take a reducer");
 }

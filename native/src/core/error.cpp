@@ -2,6 +2,8 @@
 
 #include <cstdarg>
 #include <cstdio>
+#include <new>
+#include <stdexcept>
 
 namespace kvedge {
 
@@ -22,6 +24,20 @@ kvedge_status ok(kvedge_error * err) {
         err->message[0] = '\0';
     }
     return KVEDGE_OK;
+}
+
+kvedge_status caught(kvedge_error * err, const char * doing) noexcept {
+    try {
+        throw;
+    } catch (const std::bad_alloc &) {
+        return fail(err, KVEDGE_E_MEMORY, "no memory to %s", doing);
+    } catch (const std::length_error &) {  // what a container says of a size beyond any memory
+        return fail(err, KVEDGE_E_MEMORY, "no memory to %s", doing);
+    } catch (const std::exception & e) {
+        return fail(err, KVEDGE_E_STATE, "failed to %s: %s", doing, e.what());
+    } catch (...) {
+        return fail(err, KVEDGE_E_STATE, "failed to %s", doing);
+    }
 }
 
 }  // namespace kvedge

@@ -17,4 +17,8 @@ kvedge_status fail(kvedge_error * err, kvedge_status status, const char * format
 
 kvedge_status ok(kvedge_error * err);
 
+// For the `catch (...)` that every export ends with, so that nothing is thrown through C: fills err with the exception at
+// hand. doing: "attach", as in "no memory to attach".
+kvedge_status caught(kvedge_error * err, const char * doing) noexcept;
+
 }  // namespace kvedge

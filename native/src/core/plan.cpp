@@ -232,15 +232,17 @@ int32_t plan_recent(const kvedge_plan & plan, int32_t n_tokens, int32_t kept) {
 
 using namespace kvedge;
 
-extern "C" kvedge_status kvedge_plan_create(kvedge_plan ** out, kvedge_error * err) {
+extern "C" kvedge_status kvedge_plan_create(kvedge_plan ** out, kvedge_error * err) try {
     if (!out) {
         return fail(err, KVEDGE_E_ARGUMENT, "kvedge_plan_create: out is NULL");
     }
     *out = new (std::nothrow) kvedge_plan(full_plan());
     return *out ? ok(err) : fail(err, KVEDGE_E_MEMORY, "no memory for a plan");
+} catch (...) {
+    return caught(err, "make a plan");
 }
 
-extern "C" void kvedge_plan_free(kvedge_plan * plan) { delete plan; }
+extern "C" void kvedge_plan_free(kvedge_plan * plan) try { delete plan; } catch (...) { }
 
 extern "C" kvedge_status kvedge_plan_set(kvedge_plan * plan, const char * key, const char * value, kvedge_error * err) try {
     if (!plan || !key || !value) {
@@ -285,11 +287,11 @@ extern "C" kvedge_status kvedge_plan_set(kvedge_plan * plan, const char * key, c
     return fail(err, KVEDGE_E_UNKNOWN,
                 "a plan has no setting '%s'; there are: scorer, allocator, reducer, decode, budget, recent, sinks, text_prior, "
                 "text_overflow, later_floor", key);
-} catch (const std::bad_alloc &) {
-    return fail(err, KVEDGE_E_MEMORY, "no memory for a plan");
+} catch (...) {
+    return caught(err, "change a plan");
 }
 
-extern "C" kvedge_status kvedge_plan_check(const kvedge_plan * plan, kvedge_error * err) {
+extern "C" kvedge_status kvedge_plan_check(const kvedge_plan * plan, kvedge_error * err) try {
     if (!plan) {
         return fail(err, KVEDGE_E_ARGUMENT, "kvedge_plan_check: plan is NULL");
     }
@@ -304,9 +306,11 @@ extern "C" kvedge_status kvedge_plan_check(const kvedge_plan * plan, kvedge_erro
                     plan->recent_ratio, plan->budget_ratio);
     }
     return ok(err);
+} catch (...) {
+    return caught(err, "check a plan");
 }
 
-extern "C" int32_t kvedge_plan_budget(const kvedge_plan * plan, int32_t n_tokens) {
+extern "C" int32_t kvedge_plan_budget(const kvedge_plan * plan, int32_t n_tokens) try {
     if (!plan || n_tokens <= 0) {
         return 0;
     }
@@ -315,4 +319,6 @@ extern "C" int32_t kvedge_plan_budget(const kvedge_plan * plan, int32_t n_tokens
     }
     const int32_t n = plan->budget_ratio > 0.0 ? share(plan->budget_ratio, n_tokens) : plan->budget_pairs;
     return std::clamp(n, 1, n_tokens);
+} catch (...) {
+    return 0;
 }

@@ -130,6 +130,6 @@ extern "C" kvedge_status kvedge_plan_set_profile(
     }
     plan->profiles[stage] = std::move(p);
     return ok(err);
-} catch (const std::bad_alloc &) {
-    return fail(err, KVEDGE_E_MEMORY, "no memory for a profile");
+} catch (...) {
+    return caught(err, "take a profile");
 }

@@ -47,29 +47,35 @@ const DecodePolicy * find_decode(const char * name) { return find<DecodePolicy>(
 
 using namespace kvedge;
 
-extern "C" const char * kvedge_stage_name(kvedge_stage stage, int32_t i) {
+extern "C" const char * kvedge_stage_name(kvedge_stage stage, int32_t i) try {
     for (const Registered & r : MEMBERS) {
         if (r.stage == stage && i-- == 0) {
             return r.member->name;
         }
     }
     return nullptr;
+} catch (...) {
+    return nullptr;
 }
 
-extern "C" int32_t kvedge_stage_count(kvedge_stage stage) {
+extern "C" int32_t kvedge_stage_count(kvedge_stage stage) try {
     int32_t n = 0;
     while (kvedge_stage_name(stage, n)) {
         n++;
     }
     return n;
+} catch (...) {
+    return 0;
 }
 
-extern "C" const kvedge_setting * kvedge_stage_setting(kvedge_stage stage, const char * member, int32_t i) {
+extern "C" const kvedge_setting * kvedge_stage_setting(kvedge_stage stage, const char * member, int32_t i) try {
     const Member * m = member ? find(stage, member) : nullptr;
     for (const Param * p = m ? m->params : nullptr; p && p->name; p++) {
         if (i-- == 0) {
             return p;
         }
     }
+    return nullptr;
+} catch (...) {
     return nullptr;
 }

@@ -6,23 +6,30 @@
 
 using namespace kvedge;
 
-void SequenceState::bound_answer(const kvedge_plan & plan, int32_t n_tokens) {
-    answer        = plan;
+Answer::Answer(const kvedge_plan & by, const std::vector<LayerShape> & shapes) : plan(by) {
+    if (plan.decode->evict && plan.budget_ratio != 1.0) {
+        for (const LayerShape & s : shapes) {
+            kept.emplace_back((size_t) s.n_heads_kv);
+        }
+    }
+}
+
+void SequenceState::bound_answer(Answer && next_answer, int32_t n_tokens) noexcept {
+    std::swap(answer, next_answer.plan);
+    std::swap(kept, next_answer.kept);
     prompt        = seq->rows.n_tokens();
     generated     = 0;
     weights.valid = false;
-    kept.clear();
-    if (!plan.decode->evict || plan.budget_ratio == 1.0) {
+    if (kept.empty()) {
         return;
     }
-    const int32_t unused = plan.budget_ratio > 0.0 ? 0 : std::max(0, plan.budget_pairs - n_tokens);
-    kept.resize(seq->rows.shapes().size());
+    const int32_t unused = answer.budget_ratio > 0.0 ? 0 : std::max(0, answer.budget_pairs - n_tokens);
     for (size_t l = 0; l < kept.size(); l++) {
-        for (int32_t h = 0; h < seq->rows.shapes()[l].n_heads_kv; h++) {
-            kept[l].push_back(seq->rows.head_length((int32_t) l, h) + unused);
+        for (size_t h = 0; h < kept[l].size(); h++) {
+            kept[l][h] = seq->rows.head_length((int32_t) l, (int32_t) h) + unused;
         }
     }
-    seq->rows.evict(plan.decode->needs_scores ? Eviction::by_score : Eviction::by_place);
+    seq->rows.evict(answer.decode->needs_scores ? Eviction::by_score : Eviction::by_place);
 }
 
 // What a policy holds bounded already is not compressed again with the next prompt.

@@ -3,13 +3,11 @@
 #include "core/error.h"
 #include "core/profile.h"
 #include "core/storage.h"
+#include "core/structs.h"
 #include "glue/cache.h"
 
 #include <algorithm>
 #include <chrono>
-#include <cstddef>
-#include <cstring>
-#include <new>
 #include <thread>
 
 using namespace kvedge;
@@ -19,7 +17,7 @@ namespace {
 kvedge_cache & self(void * user_data) { return *(kvedge_cache *) user_data; }
 
 // llama.cpp calls these from C++ of its own; nothing may be thrown through it.
-template <class T, class F> T guarded(void * user_data, T failed, const F & call) {
+template <class T, class F> T guarded(void * user_data, T failed, const F & call) noexcept {
     const Claim claim(self(user_data).owner, true);
     if (!claim) {
         self(user_data).refused = true;
@@ -27,11 +25,10 @@ template <class T, class F> T guarded(void * user_data, T failed, const F & call
     }
     try {
         return call(self(user_data));
-    } catch (const std::exception &) {
-        kvedge_error & e = self(user_data).error;
-        if (e.status == KVEDGE_OK) {
-            fail(&e, KVEDGE_E_MEMORY, "no memory");
-        }
+    } catch (...) {
+        kvedge_error now{};
+        caught(&now, "take the next tokens");
+        self(user_data).report(now.status, now.message);
         return failed;
     }
 }
@@ -114,15 +111,11 @@ kvedge_status check_plan(const kvedge_cache & kv, const kvedge_plan & plan, kved
     return status == KVEDGE_OK ? check_profiles(plan, kv.shapes, kv.model_layers, err) : status;
 }
 
-// Options of this version and of the one before it, which ended with auto_compress.
+constexpr kvedge_options DEFAULTS = { sizeof(kvedge_options), KVEDGE_TYPE_F16, 0, true, KVEDGE_TYPE_SAME, KVEDGE_TYPE_SAME, 0 };
+
 bool read_options(const kvedge_options * given, kvedge_options & o) {
-    constexpr size_t FIRST = offsetof(kvedge_options, type_k), ALIGN = alignof(kvedge_options);
-    if (given) {
-        const bool whole = given->struct_size == sizeof(o);
-        if (!whole && given->struct_size != (FIRST + ALIGN - 1) / ALIGN * ALIGN) {
-            return false;
-        }
-        memcpy(&o, given, whole ? sizeof(o) : FIRST);
+    if (given && !read_struct(given, o)) {
+        return false;
     }
     o.type_k = o.type_k == KVEDGE_TYPE_SAME ? o.type : o.type_k;
     o.type_v = o.type_v == KVEDGE_TYPE_SAME ? o.type : o.type_v;
@@ -131,8 +124,27 @@ bool read_options(const kvedge_options * given, kvedge_options & o) {
 
 }  // namespace
 
-extern "C" kvedge_options kvedge_options_default(void) {
-    return { sizeof(kvedge_options), KVEDGE_TYPE_F16, 0, true, KVEDGE_TYPE_SAME, KVEDGE_TYPE_SAME };
+extern "C" kvedge_status kvedge_options_init(kvedge_options * options, size_t struct_size, kvedge_error * err) try {
+    return write_struct(DEFAULTS, options, struct_size)
+               ? ok(err)
+               : fail(err, KVEDGE_E_ARGUMENT, "kvedge_options_init: options is NULL, or its size is too small");
+} catch (...) {
+    return caught(err, "fill the options");
+}
+
+// For programs that were built when this was how defaults were asked for: the struct as it was then.
+struct FirstOptions {
+    size_t      struct_size;
+    kvedge_type type;
+    int32_t     n_threads;
+    bool        auto_compress;
+    kvedge_type type_k, type_v;
+};
+
+extern "C" KVEDGE_API FirstOptions kvedge_options_default(void) try {
+    return { sizeof(FirstOptions), DEFAULTS.type, DEFAULTS.n_threads, DEFAULTS.auto_compress, DEFAULTS.type_k, DEFAULTS.type_v };
+} catch (...) {
+    return {};
 }
 
 extern "C" kvedge_status kvedge_attach(
@@ -141,10 +153,11 @@ extern "C" kvedge_status kvedge_attach(
         return fail(err, KVEDGE_E_ARGUMENT, "kvedge_attach: ctx or out is NULL");
     }
     *out             = nullptr;
-    kvedge_options o = kvedge_options_default();
+    kvedge_options o = DEFAULTS;
     Storage        storage;
     if (!read_options(options, o) || !make_storage(o.type_k, o.type_v, storage)) {
-        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_attach: options are not as kvedge_options_default() makes them");
+        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_attach: options are not as kvedge_options_init() makes them, or ask for what "
+                    "only a newer library knows");
     }
     if (plan) {
         if (const auto status = kvedge_plan_check(plan, err); status != KVEDGE_OK) {
@@ -174,11 +187,11 @@ extern "C" kvedge_status kvedge_attach(
     }
     *out = kv.release();
     return ok(err);
-} catch (const std::bad_alloc &) {
-    return fail(err, KVEDGE_E_MEMORY, "no memory to attach");
+} catch (...) {
+    return caught(err, "attach");
 }
 
-extern "C" void kvedge_detach(kvedge_cache * kv) {
+extern "C" void kvedge_detach(kvedge_cache * kv) try {
     while (kv && !kv->owner.enter()) {
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
@@ -186,6 +199,7 @@ extern "C" void kvedge_detach(kvedge_cache * kv) {
         llama_set_attn_provider(kv->ctx, nullptr);
     }
     delete kv;
+} catch (...) {
 }
 
 extern "C" kvedge_status kvedge_set_plan(kvedge_cache * kv, const kvedge_plan * plan, kvedge_error * err) try {
@@ -202,8 +216,8 @@ extern "C" kvedge_status kvedge_set_plan(kvedge_cache * kv, const kvedge_plan * 
     kvedge_plan copy = *plan;
     std::swap(kv->plan, copy);
     return ok(err);
-} catch (const std::bad_alloc &) {
-    return fail(err, KVEDGE_E_MEMORY, "no memory for a plan");
+} catch (...) {
+    return caught(err, "take a plan");
 }
 
 extern "C" kvedge_status kvedge_set_sequence_plan(
@@ -225,11 +239,11 @@ extern "C" kvedge_status kvedge_set_sequence_plan(
     kvedge_plan copy = *plan;
     std::swap(kv->own_plans[seq_id], copy);
     return ok(err);
-} catch (const std::bad_alloc &) {
-    return fail(err, KVEDGE_E_MEMORY, "no memory for a plan");
+} catch (...) {
+    return caught(err, "take a plan");
 }
 
-extern "C" kvedge_status kvedge_set_auto_compress(kvedge_cache * kv, bool on, kvedge_error * err) {
+extern "C" kvedge_status kvedge_set_auto_compress(kvedge_cache * kv, bool on, kvedge_error * err) try {
     if (!kv) {
         return fail(err, KVEDGE_E_ARGUMENT, "kvedge_set_auto_compress: cache is NULL");
     }
@@ -239,9 +253,11 @@ extern "C" kvedge_status kvedge_set_auto_compress(kvedge_cache * kv, bool on, kv
     }
     kv->auto_compress = on;
     return ok(err);
+} catch (...) {
+    return caught(err, "switch automatic compression");
 }
 
-extern "C" kvedge_status kvedge_compress(kvedge_cache * kv, int32_t seq_id, kvedge_error * err) {
+extern "C" kvedge_status kvedge_compress(kvedge_cache * kv, int32_t seq_id, kvedge_error * err) try {
     if (!kv) {
         return fail(err, KVEDGE_E_ARGUMENT, "kvedge_compress: cache is NULL");
     }
@@ -258,9 +274,11 @@ extern "C" kvedge_status kvedge_compress(kvedge_cache * kv, int32_t seq_id, kved
     }
     llama_synchronize(kv->ctx);
     return kv->compress(it->second, err);
+} catch (...) {
+    return caught(err, "compress the cache");
 }
 
-extern "C" kvedge_status kvedge_take_error(kvedge_cache * kv, kvedge_error * err) {
+extern "C" kvedge_status kvedge_take_error(kvedge_cache * kv, kvedge_error * err) try {
     if (!kv) {
         return fail(err, KVEDGE_E_ARGUMENT, "kvedge_take_error: cache is NULL");
     }
@@ -277,48 +295,59 @@ extern "C" kvedge_status kvedge_take_error(kvedge_cache * kv, kvedge_error * err
         *err = first;
     }
     return first.status;
+} catch (...) {
+    return caught(err, "report an error");
 }
 
-extern "C" kvedge_status kvedge_get_stats(const kvedge_cache * kv, int32_t seq_id, kvedge_stats * out, kvedge_error * err) {
-    if (!kv || !out || out->struct_size != sizeof(kvedge_stats)) {
-        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_get_stats: cache or out is NULL, or out->struct_size is not set");
+extern "C" kvedge_status kvedge_get_stats(const kvedge_cache * kv, int32_t seq_id, kvedge_stats * out, kvedge_error * err) try {
+    if (!kv || !out) {
+        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_get_stats: cache or out is NULL");
     }
     const Claim claim(kv->owner);
     if (!claim) {
         return fail_busy(err);
     }
-    *out             = {};
-    out->struct_size = sizeof(kvedge_stats);
-    out->n_layers    = (int32_t) kv->shapes.size();
-    out->n_heads_kv  = kv->shapes.empty() ? 0 : kv->shapes[0].n_heads_kv;
+    kvedge_stats now{};
+    now.n_layers   = (int32_t) kv->shapes.size();
+    now.n_heads_kv = kv->shapes.empty() ? 0 : kv->shapes[0].n_heads_kv;
     if (const SequenceState * s = find_seq(kv, seq_id)) {
-        const auto & image  = s->seq->rows.contents().image;
-        out->n_tokens       = s->seq->rows.n_tokens();
-        out->n_image_tokens = (int32_t) std::count(image.begin(), image.end(), 1);
-        out->n_compressions = s->n_compressions;
-        out->n_pending      = s->seq->rows.pending_length();
-        out->bytes          = s->seq->rows.bytes();
-        out->index_bytes    = s->seq->rows.index_bytes();
-        out->score_bytes    = s->score_bytes();
-        out->before_bytes   = s->before_bytes;
-        out->after_bytes    = s->after_bytes;
-        out->peak_bytes     = s->peak_bytes;
-        out->compress_us    = s->compress_us;
+        const auto & image = s->seq->rows.contents().image;
+        now.n_tokens       = s->seq->rows.n_tokens();
+        now.n_image_tokens = (int32_t) std::count(image.begin(), image.end(), 1);
+        now.n_compressions = s->n_compressions;
+        now.n_pending      = s->seq->rows.pending_length();
+        now.bytes          = s->seq->rows.bytes();
+        now.index_bytes    = s->seq->rows.index_bytes();
+        now.score_bytes    = s->score_bytes();
+        now.before_bytes   = s->before_bytes;
+        now.after_bytes    = s->after_bytes;
+        now.peak_bytes     = s->peak_bytes;
+        now.compress_us    = s->compress_us;
     }
-    return ok(err);
+    return write_struct(now, out, out->struct_size) ? ok(err) : fail(err, KVEDGE_E_ARGUMENT, "kvedge_get_stats: out->struct_size is not set");
+} catch (...) {
+    return caught(err, "fill the statistics");
 }
 
-extern "C" int32_t kvedge_layer_id(const kvedge_cache * kv, int32_t i) {
-    return kv && is_layer(*kv, i) ? kv->shapes[(size_t) i].il : -1;
+extern "C" int32_t kvedge_layer_id(const kvedge_cache * kv, int32_t i) try {
+    if (!kv) {
+        return -1;
+    }
+    const Claim claim(kv->owner);
+    return claim && is_layer(*kv, i) ? kv->shapes[(size_t) i].il : -1;
+} catch (...) {
+    return -1;
 }
 
-extern "C" int32_t kvedge_head_length(const kvedge_cache * kv, int32_t seq_id, int32_t i, int32_t head) {
+extern "C" int32_t kvedge_head_length(const kvedge_cache * kv, int32_t seq_id, int32_t i, int32_t head) try {
     if (!kv) {
         return -1;
     }
     const Claim           claim(kv->owner);
     const SequenceState * s = claim ? find_seq(kv, seq_id) : nullptr;
     return s && is_head(*kv, i, head) ? s->seq->rows.head_length(i, head) : -1;
+} catch (...) {
+    return -1;
 }
 
 extern "C" kvedge_status kvedge_head_tokens(
@@ -340,6 +369,6 @@ extern "C" kvedge_status kvedge_head_tokens(
     }
     std::copy(tokens.begin(), tokens.end(), out);
     return ok(err);
-} catch (const std::bad_alloc &) {
-    return fail(err, KVEDGE_E_MEMORY, "no memory for the token list");
+} catch (...) {
+    return caught(err, "list the tokens");
 }

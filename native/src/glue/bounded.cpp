@@ -46,7 +46,9 @@ bool kvedge_cache::enter_bounded(const llama_attn_provider_ubatch & ubatch, Run 
     state.end_answer();
     state.armed         = true;
     state.weights.valid = false;
+    state.next          = Answer(plan, shapes);
     auto         bounded = std::make_unique<BoundedPrompt>(*state.seq, compression_plan(*state.seq, plan, n));
+    progress.follow(state.id, bounded->progress());
     kvedge_error err{};
     if (bounded->enter(n, pos.data(), image.data(), &err) != KVEDGE_OK) {
         report(err.status, err.message);
@@ -65,28 +67,32 @@ bool kvedge_cache::enter_bounded(const llama_attn_provider_ubatch & ubatch, Run 
     return true;
 }
 
-void kvedge_cache::finish_layer(SequenceState & state, int32_t layer) {
+// Runs on a thread of ggml, which nothing may be thrown through.
+void kvedge_cache::finish_layer(SequenceState & state, int32_t layer) noexcept {
     BoundedPrompt & bounded = *state.bounded;
     kvedge_error    err{};
     if (bounded.finish_layer((size_t) layer, &err) != KVEDGE_OK) {
         report(err.status, err.message);
     } else if (bounded.done()) {
-        state.note_compression(plan_of(state.id), bounded.outcome(), bounded.n_tokens());
+        state.note_compression(std::move(state.next), bounded.outcome(), bounded.n_tokens());
     }
 }
 
-extern "C" int32_t kvedge_bounded_layers(const kvedge_cache * kv, int32_t seq_id) {
-    const SequenceState * state = find_seq(kv, seq_id);
-    return state && state->bounded ? state->bounded->layers() : -1;
+extern "C" int32_t kvedge_bounded_layers(const kvedge_cache * kv, int32_t seq_id) try {
+    return kv ? kv->progress.of(seq_id) : -1;
+} catch (...) {
+    return -1;
 }
 
 extern "C" kvedge_status kvedge_plan_check_bounded(
-    const kvedge_plan * plan, kvedge_type type_k, kvedge_type type_v, kvedge_error * err) {
+    const kvedge_plan * plan, kvedge_type type_k, kvedge_type type_v, kvedge_error * err) try {
     Storage storage;
     if (!plan || !make_storage(type_k, type_v, storage)) {
         return fail(err, KVEDGE_E_ARGUMENT, "kvedge_plan_check_bounded: plan is NULL, or a type is unknown");
     }
     return check_bounded(*plan, storage, err);
+} catch (...) {
+    return caught(err, "check a plan");
 }
 
 extern "C" kvedge_status kvedge_bound_prompt(
@@ -118,6 +124,6 @@ extern "C" kvedge_status kvedge_bound_prompt(
     }
     kv->open(seq_id).request = std::move(request);
     return ok(err);
-} catch (const std::bad_alloc &) {
-    return fail(err, KVEDGE_E_MEMORY, "no memory to announce a prompt");
+} catch (...) {
+    return caught(err, "announce a prompt");
 }

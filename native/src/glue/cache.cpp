@@ -10,9 +10,9 @@
 
 using namespace kvedge;
 
-void SequenceState::note_compression(const kvedge_plan & by, const Compression & outcome, int32_t n_tokens) {
+void SequenceState::note_compression(Answer && next_answer, const Compression & outcome, int32_t n_tokens) noexcept {
     armed = false;
-    bound_answer(by, n_tokens);
+    bound_answer(std::move(next_answer), n_tokens);
     n_compressions += 1;
     before_bytes = outcome.before_bytes;
     after_bytes  = outcome.after_bytes;
@@ -293,11 +293,12 @@ kvedge_status kvedge_cache::compress(SequenceState & state, kvedge_error * err) 
     Compression   outcome;
     const int32_t n_tokens = state.seq->rows.pending_length();
     const auto &  plan   = plan_of(state.id);
+    Answer        next(plan, shapes);
     const auto    status = compress_pending(*state.seq, compression_plan(*state.seq, plan, 0), threads(), outcome, err);
     if (status != KVEDGE_OK) {
         return status;
     }
-    state.note_compression(plan, outcome, n_tokens);
+    state.note_compression(std::move(next), outcome, n_tokens);
     return KVEDGE_OK;
 }
 
@@ -329,7 +330,7 @@ void kvedge_cache::seq_rm(int32_t seq_id, int32_t p0, int32_t p1) {
 
 bool kvedge_cache::seq_cp(int32_t from, int32_t to, int32_t p0, int32_t p1) {
     const auto it = seqs.find(from);
-    if (from == to || it == seqs.end()) {
+    if (from == to || it == seqs.end() || !it->second.seq) {
         return true;
     }
     auto copy = it->second.seq->clone();
@@ -343,12 +344,12 @@ bool kvedge_cache::seq_cp(int32_t from, int32_t to, int32_t p0, int32_t p1) {
     if (p1 >= 0) {
         copy->remove(p1, INT_MAX);
     }
-    SequenceState & state = seqs[to];
-    state                 = SequenceState{};
+    SequenceState state;  // takes its place when nothing can fail any more
     state.id              = to;
     state.seq             = std::move(copy);
     (Course &) state      = it->second;
     state.note_peak();
+    seqs[to] = std::move(state);
     return true;
 }
 

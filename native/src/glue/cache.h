@@ -16,6 +16,7 @@
 #include <atomic>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <vector>
 
 namespace kvedge {
@@ -34,6 +35,15 @@ struct TokenWeights {
 // What kvedge_bound_prompt announced: the next batch of the sequence is a whole prompt.
 struct BoundedRequest {
     std::vector<uint8_t> image;  // [n_tokens]
+};
+
+// What follows the compression of a prompt: made before it, so that nothing can fail after it.
+struct Answer {
+    kvedge_plan                       plan{};
+    std::vector<std::vector<int32_t>> kept;  // [layer][head] room for rows; empty where the plan bounds no answer
+
+    Answer() = default;
+    Answer(const kvedge_plan & by, const std::vector<LayerShape> & shapes);  // Throws std::bad_alloc.
 };
 
 // What decides how a sequence goes on; a copy of the sequence goes on in the same way.
@@ -61,14 +71,36 @@ struct SequenceState : Course {
 
     std::unique_ptr<BoundedRequest> request;
     std::unique_ptr<BoundedPrompt>  bounded;  // from the announced batch to the next one
+    Answer                          next;     // of the bounded prompt
 
     uint64_t score_bytes() const { return seq->score_bytes() + weights.bytes(); }
     void     note_peak();
-    void     note_compression(const kvedge_plan & plan, const Compression & outcome, int32_t n_tokens);
-    void     bound_answer(const kvedge_plan & plan, int32_t n_tokens);  // after the compression of n_tokens
+    void     note_compression(Answer && next, const Compression & outcome, int32_t n_tokens) noexcept;
+    void     bound_answer(Answer && next, int32_t n_tokens) noexcept;  // after the compression of n_tokens
     void     end_answer();
     void     drop_bounded();  // a prompt that llama.cpp gave up half-way
     void     evict_generated();
+};
+
+// Layers that bounded prompts have behind them, by sequence: any thread may ask, while another decodes.
+class Progress {
+  public:
+    // The prompt that the sequence reads now, until it is gone. Throws std::bad_alloc.
+    void follow(int32_t seq_id, std::weak_ptr<const std::atomic<int32_t>> layers) {
+        const std::lock_guard<std::mutex> hold(lock_);
+        prompts_[seq_id] = std::move(layers);
+    }
+
+    int32_t of(int32_t seq_id) const {  // -1: none
+        const std::lock_guard<std::mutex> hold(lock_);
+        const auto                        it     = prompts_.find(seq_id);
+        const auto                        layers = it == prompts_.end() ? nullptr : it->second.lock();
+        return layers ? layers->load() : -1;
+    }
+
+  private:
+    mutable std::mutex                                         lock_;
+    std::map<int32_t, std::weak_ptr<const std::atomic<int32_t>>> prompts_;
 };
 
 // The tokens of one sequence in the current ubatch.
@@ -120,6 +152,7 @@ struct kvedge_cache {
 
     std::map<int32_t, kvedge::SequenceState> seqs;
     std::map<int32_t, kvedge_plan>           own_plans;  // of sequences that have one, also while they are empty
+    kvedge::Progress                         progress;   // of bounded prompts
 
     // The current ubatch.
     std::vector<std::unique_ptr<kvedge::Run>> runs;
@@ -154,7 +187,8 @@ struct kvedge_cache {
     kvedge_status compress_stream(kvedge::SequenceState & state, kvedge_error * err);
     void          release_cells(int32_t seq_id, kvedge::SequenceState & state);
     int32_t       threads() const;
-    void          finish_layer(kvedge::SequenceState & state, int32_t layer);  // of its bounded prompt
+    void          finish_layer(kvedge::SequenceState & state, int32_t layer) noexcept;  // of its bounded prompt
+    int           report(kvedge_status status, const char * what);             // the first is kept for kvedge_take_error; -1
 
   private:
     bool collect_runs(const llama_attn_provider_ubatch & ubatch);
@@ -165,7 +199,6 @@ struct kvedge_cache {
     bool reserve_scratch();
     void release_scratch();         // attention's own
     void release_working_memory();  // and llama.cpp's: between two ubatches, when a prompt is complete
-    int  report(kvedge_status status, const char * what);
 };
 
 namespace kvedge {

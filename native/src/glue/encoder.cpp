@@ -30,26 +30,30 @@ static int32_t layer_of(const ggml_tensor & result) {
     return end != result.name + LENGTH && *end == '\0' && layer >= 0 && layer < (1 << 20) ? (int32_t) layer : -1;
 }
 
-extern "C" kvedge_status kvedge_encoder_create(kvedge_encoder ** out, kvedge_error * err) {
+extern "C" kvedge_status kvedge_encoder_create(kvedge_encoder ** out, kvedge_error * err) try {
     if (!out) {
         return fail(err, KVEDGE_E_ARGUMENT, "kvedge_encoder_create: out is NULL");
     }
     *out = new (std::nothrow) kvedge_encoder();
     return *out ? ok(err) : fail(err, KVEDGE_E_MEMORY, "no memory for an encoder");
+} catch (...) {
+    return caught(err, "watch an encoder");
 }
 
-extern "C" void kvedge_encoder_free(kvedge_encoder * encoder) {
+extern "C" void kvedge_encoder_free(kvedge_encoder * encoder) try {
     delete encoder;
+} catch (...) {
 }
 
-extern "C" void kvedge_encoder_set_look(kvedge_encoder * encoder, kvedge_encoder_look look, void * user_data) {
+extern "C" void kvedge_encoder_set_look(kvedge_encoder * encoder, kvedge_encoder_look look, void * user_data) try {
     if (encoder) {
         encoder->look      = look;
         encoder->user_data = user_data;
     }
+} catch (...) {
 }
 
-extern "C" bool kvedge_encoder_eval(ggml_tensor * tensor, bool ask, void * encoder) {
+extern "C" bool kvedge_encoder_eval(ggml_tensor * tensor, bool ask, void * encoder) try {
     auto * e = (kvedge_encoder *) encoder;
     if (!e || !tensor) {
         return !ask;  // wanted: none; when one was computed: go on
@@ -59,8 +63,12 @@ extern "C" bool kvedge_encoder_eval(ggml_tensor * tensor, bool ask, void * encod
         return e->look && layer_of(*tensor) >= 0;
     }
     return !e->look || e->look(layer_of(*tensor), e->user_data);
+} catch (...) {
+    return false;
 }
 
-extern "C" uint64_t kvedge_encoder_release(kvedge_encoder * encoder) {
+extern "C" uint64_t kvedge_encoder_release(kvedge_encoder * encoder) try {
     return encoder ? encoder->results.release() : 0;
+} catch (...) {
+    return 0;
 }

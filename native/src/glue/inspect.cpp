@@ -10,9 +10,16 @@
 using namespace kvedge;
 
 extern "C" kvedge_status kvedge_layer_shape(
-    const kvedge_cache * kv, int32_t i, int32_t * n_heads, int32_t * n_heads_kv, int32_t * d_k, int32_t * d_v, kvedge_error * err) {
-    if (!kv || !is_layer(*kv, i) || !n_heads || !n_heads_kv || !d_k || !d_v) {
-        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_layer_shape: no such layer, or an output is NULL");
+    const kvedge_cache * kv, int32_t i, int32_t * n_heads, int32_t * n_heads_kv, int32_t * d_k, int32_t * d_v, kvedge_error * err) try {
+    if (!kv || !n_heads || !n_heads_kv || !d_k || !d_v) {
+        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_layer_shape: cache or an output is NULL");
+    }
+    const Claim claim(kv->owner);
+    if (!claim) {
+        return fail_busy(err);
+    }
+    if (!is_layer(*kv, i)) {
+        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_layer_shape: no such layer");
     }
     const LayerShape & s = kv->shapes[(size_t) i];
     *n_heads             = s.n_heads;
@@ -20,6 +27,8 @@ extern "C" kvedge_status kvedge_layer_shape(
     *d_k                 = s.d_k;
     *d_v                 = s.d_v;
     return ok(err);
+} catch (...) {
+    return caught(err, "read the shape of a layer");
 }
 
 extern "C" kvedge_status kvedge_head_rows(
@@ -44,8 +53,8 @@ extern "C" kvedge_status kvedge_head_rows(
     const size_t   n_old = widen_rows(view.old, s, k, v);
     widen_rows(view.pending, s, k + n_old * (size_t) s.d_k, v + n_old * (size_t) s.d_v);
     return ok(err);
-} catch (const std::bad_alloc &) {
-    return fail(err, KVEDGE_E_MEMORY, "no memory to read the rows of a head");
+} catch (...) {
+    return caught(err, "copy the rows");
 }
 
 extern "C" kvedge_status kvedge_pending_scores(
@@ -70,6 +79,6 @@ extern "C" kvedge_status kvedge_pending_scores(
     }
     std::copy(scores.begin(), scores.end(), out);
     return ok(err);
-} catch (const std::bad_alloc &) {
-    return fail(err, KVEDGE_E_MEMORY, "no memory for the scores");
+} catch (...) {
+    return caught(err, "score the tokens");
 }

@@ -3,6 +3,7 @@
 
 #include "core/error.h"
 #include "core/storage.h"
+#include "core/structs.h"
 #include "glue/cache.h"
 #include "session/file.h"
 #include "session/serial.h"
@@ -238,17 +239,21 @@ kvedge_status enter(kvedge_cache & kv, int32_t seq_id, int32_t pos_max, const st
     return ok(err);
 }
 
-kvedge_status check_use(const kvedge_cache * kv, int32_t seq_id, const char * path, const char * model, kvedge_error * err) {
-    if (!kv || !path || !model || strlen(model) > MAX_MODEL) {
-        return fail(err, KVEDGE_E_ARGUMENT, "a session file needs a cache, a path, and a model name of at most %zu bytes", MAX_MODEL);
-    }
-    if (!kv->ctx) {
+kvedge_status check_names(const kvedge_cache * kv, const char * path, const char * model, kvedge_error * err) {
+    return kv && path && model && strlen(model) <= MAX_MODEL
+               ? ok(err)
+               : fail(err, KVEDGE_E_ARGUMENT, "a session file needs a cache, a path, and a model name of at most %zu bytes", MAX_MODEL);
+}
+
+// For whoever has claimed the cache.
+kvedge_status check_use(const kvedge_cache & kv, int32_t seq_id, kvedge_error * err) {
+    if (!kv.ctx) {
         return fail(err, KVEDGE_E_STATE, "the llama_context of this cache has been freed");
     }
-    if (seq_id < 0 || (uint32_t) seq_id >= llama_n_seq_max(kv->ctx)) {
+    if (seq_id < 0 || (uint32_t) seq_id >= llama_n_seq_max(kv.ctx)) {
         return fail(err, KVEDGE_E_ARGUMENT, "the context has no sequence %d", seq_id);
     }
-    if (kv->declined) {
+    if (kv.declined) {
         return fail(err, KVEDGE_E_UNSUPPORTED, "llama.cpp keeps some full-attention layers of this model; its sequences cannot be saved");
     }
     return little_endian() ? ok(err) : fail(err, KVEDGE_E_UNSUPPORTED, "session files are little-endian, this machine is not");
@@ -259,12 +264,15 @@ kvedge_status check_use(const kvedge_cache * kv, int32_t seq_id, const char * pa
 extern "C" kvedge_status kvedge_save(
     kvedge_cache * kv, int32_t seq_id, const char * path, const char * model, const void * note, size_t n_note,
     kvedge_error * err) try {
-    if (const auto status = check_use(kv, seq_id, path, model, err); status != KVEDGE_OK) {
+    if (const auto status = check_names(kv, path, model, err); status != KVEDGE_OK) {
         return status;
     }
     const Claim claim(kv->owner);
     if (!claim) {
         return fail_busy(err);
+    }
+    if (const auto status = check_use(*kv, seq_id, err); status != KVEDGE_OK) {
+        return status;
     }
     if ((n_note > 0 && !note) || n_note > MAX_NOTE) {
         return fail(err, KVEDGE_E_ARGUMENT, "kvedge_save: the note is NULL or longer than 64 MiB");
@@ -299,17 +307,20 @@ extern "C" kvedge_status kvedge_save(
     payload(file);
     file.value<uint32_t>(file.take_checksum());
     return file.commit(err);
-} catch (const std::exception &) {
-    return fail(err, KVEDGE_E_MEMORY, "no memory to save the sequence");
+} catch (...) {
+    return caught(err, "save the sequence");
 }
 
 extern "C" kvedge_status kvedge_load(kvedge_cache * kv, int32_t seq_id, const char * path, const char * model, kvedge_error * err) try {
-    if (const auto status = check_use(kv, seq_id, path, model, err); status != KVEDGE_OK) {
+    if (const auto status = check_names(kv, path, model, err); status != KVEDGE_OK) {
         return status;
     }
     const Claim claim(kv->owner);
     if (!claim) {
         return fail_busy(err);
+    }
+    if (const auto status = check_use(*kv, seq_id, err); status != KVEDGE_OK) {
+        return status;
     }
     if (kv->seqs.count(seq_id) || llama_memory_seq_pos_max(llama_get_memory(kv->ctx), seq_id) >= 0) {
         return fail(err, KVEDGE_E_STATE, "sequence %d holds tokens; remove them before another is loaded into it", seq_id);
@@ -342,23 +353,23 @@ extern "C" kvedge_status kvedge_load(kvedge_cache * kv, int32_t seq_id, const ch
     if (!file.value(sum) || sum != expected || (n_own > 0 && !llama_keeps_layers(kv->ctx))) {
         return damaged(path, err);
     }
+    state.peak_bytes = 0;  // of this process, from here on
+    state.note_peak();
+    std::map<int32_t, SequenceState> loaded;
+    loaded.emplace(seq_id, std::move(state));
     if (status = enter(*kv, seq_id, pos_max, own, err); status != KVEDGE_OK) {
         return status;
     }
-    state.peak_bytes = 0;  // of this process, from here on
-    state.note_peak();
-    kv->seqs[seq_id] = std::move(state);
+    kv->seqs.merge(loaded);  // takes no memory: llama.cpp knows of the sequence by now
     return ok(err);
-} catch (const std::exception &) {
-    return fail(err, KVEDGE_E_MEMORY, "no memory for the saved sequence");
+} catch (...) {
+    return caught(err, "load the sequence");
 }
 
 extern "C" kvedge_status kvedge_read_saved(const char * path, kvedge_saved * out, void * note, size_t n_note, kvedge_error * err) try {
-    if (!path || !out || out->struct_size != sizeof(kvedge_saved) || (n_note > 0 && !note)) {
+    if (!path || !out || (n_note > 0 && !note) || !write_struct(kvedge_saved{}, out, out->struct_size)) {
         return fail(err, KVEDGE_E_ARGUMENT, "kvedge_read_saved: path, out or note is NULL, or out->struct_size is not set");
     }
-    *out             = {};
-    out->struct_size = sizeof(kvedge_saved);
     FileReader file;
     Frame      frame;
     auto       status = file.open(path, err);
@@ -366,14 +377,16 @@ extern "C" kvedge_status kvedge_read_saved(const char * path, kvedge_saved * out
     if (status != KVEDGE_OK) {
         return status;
     }
-    out->file_bytes = file.size();
-    out->note_bytes = frame.note_bytes;
-    memcpy(out->model, frame.model.c_str(), frame.model.size() + 1);
+    kvedge_saved found{};
+    found.file_bytes = file.size();
+    found.note_bytes = frame.note_bytes;
+    memcpy(found.model, frame.model.c_str(), frame.model.size() + 1);
+    write_struct(found, out, out->struct_size);
     const size_t n = std::min(n_note, frame.note.size());
     if (n > 0) {
         memcpy(note, frame.note.data(), n);
     }
     return ok(err);
-} catch (const std::exception &) {
-    return fail(err, KVEDGE_E_MEMORY, "no memory to read the session file");
+} catch (...) {
+    return caught(err, "read the session file");
 }

@@ -14,12 +14,13 @@ kvedge_status kvedge_cache::compress_stream(SequenceState & state, kvedge_error 
     Compression   outcome;
     const int32_t n_tokens = state.seq->rows.pending_length();
     const auto &  plan     = plan_of(state.id);
+    Answer        next(plan, shapes);
     const auto    status   = kvedge::compress_stream(*state.seq, plan, threads(), outcome, err);
     if (status != KVEDGE_OK) {
         return status;
     }
     if (outcome.reduced) {
-        state.note_compression(plan, outcome, n_tokens);
+        state.note_compression(std::move(next), outcome, n_tokens);
     }
     state.armed = false;
     return ok(err);
@@ -86,15 +87,17 @@ extern "C" kvedge_status kvedge_compress_stream(kvedge_cache * kv, int32_t seq_i
         kv->release_cells(seq_id, state);
     }
     return status;
-} catch (const std::bad_alloc &) {
-    return fail(err, KVEDGE_E_MEMORY, "no memory for a stream");
+} catch (...) {
+    return caught(err, "compress the stream");
 }
 
-extern "C" int32_t kvedge_cells(const kvedge_cache * kv, int32_t seq_id) {
+extern "C" int32_t kvedge_cells(const kvedge_cache * kv, int32_t seq_id) try {
     if (!kv) {
         return 0;
     }
     const Claim           claim(kv->owner);
     const SequenceState * state = claim ? find_seq(kv, seq_id) : nullptr;
     return !claim ? -1 : state ? state->seq->rows.n_tokens() - state->released : 0;
+} catch (...) {
+    return -1;
 }

@@ -38,11 +38,17 @@ uint64_t TokenWeights::bytes() const {
     return n;
 }
 
-extern "C" int32_t kvedge_query_heads(const kvedge_cache * kv, int32_t i) {
-    return kv && i >= 0 && (size_t) i < kv->shapes.size() ? kv->shapes[(size_t) i].n_heads : -1;
+extern "C" int32_t kvedge_query_heads(const kvedge_cache * kv, int32_t i) try {
+    if (!kv) {
+        return -1;
+    }
+    const Claim claim(kv->owner);
+    return claim && is_layer(*kv, i) ? kv->shapes[(size_t) i].n_heads : -1;
+} catch (...) {
+    return -1;
 }
 
-extern "C" kvedge_status kvedge_watch(kvedge_cache * kv, bool on, kvedge_error * err) {
+extern "C" kvedge_status kvedge_watch(kvedge_cache * kv, bool on, kvedge_error * err) try {
     if (!kv) {
         return fail(err, KVEDGE_E_ARGUMENT, "kvedge_watch: cache is NULL");
     }
@@ -57,16 +63,21 @@ extern "C" kvedge_status kvedge_watch(kvedge_cache * kv, bool on, kvedge_error *
         }
     }
     return ok(err);
+} catch (...) {
+    return caught(err, "watch attention");
 }
 
 extern "C" kvedge_status kvedge_attention(
-    const kvedge_cache * kv, int32_t seq_id, int32_t i, int32_t query_head, float * out, int32_t n_out, kvedge_error * err) {
-    if (!kv || !out || query_head < 0 || query_head >= kvedge_query_heads(kv, i)) {
-        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_attention: cache or out is NULL, or there is no such layer or query head");
+    const kvedge_cache * kv, int32_t seq_id, int32_t i, int32_t query_head, float * out, int32_t n_out, kvedge_error * err) try {
+    if (!kv || !out) {
+        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_attention: cache or out is NULL");
     }
     const Claim claim(kv->owner);
     if (!claim) {
         return fail_busy(err);
+    }
+    if (!is_layer(*kv, i) || query_head < 0 || query_head >= kv->shapes[(size_t) i].n_heads) {
+        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_attention: there is no such layer or query head");
     }
     const SequenceState * found = find_seq(kv, seq_id);
     if (!found) {
@@ -86,4 +97,6 @@ extern "C" kvedge_status kvedge_attention(
     const auto row = (size_t) state.weights.rows[(size_t) i];
     std::copy_n(state.weights.weights[(size_t) i].begin() + (std::ptrdiff_t) ((size_t) query_head * row), n, out);
     return ok(err);
+} catch (...) {
+    return caught(err, "copy the attention");
 }

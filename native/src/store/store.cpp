@@ -120,7 +120,7 @@ Block Store::make_block(int32_t capacity) const {
     return block;
 }
 
-// Single tokens come one after the other and get room to grow: twice the last block's, but next to a bounded answer no
+// Single tokens come one after the other and get room to grow: twice the last block's, but next to an answer that evicts no
 // more than a quarter of what it holds.
 int32_t Store::next_capacity(const Block * last) const {
     if (storage_.quantised()) {

@@ -5,20 +5,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
 
 from pykvedge.cli import paths
+from pykvedge.cli.talk.chat import Chat
 from pykvedge.errors import UsageError, unknown
 from pykvedge.models.images import load_picture
 from pykvedge.native.memory import readable
 from pykvedge.plans.plan import Plan
 from pykvedge.plans.presets import methods
 from pykvedge.plans.presets import plan as make_plan
-from pykvedge.plans.stages.registry import STAGES, member
+from pykvedge.plans.registry import STAGES, member
 from pykvedge.runtime.sampling import Sampling
-
-if TYPE_CHECKING:
-    from pykvedge.cli.talk.talk import Chat
 
 LEAVE = ("/exit", "/quit")
 _WHOLE = ("top_k", "seed", "max_tokens")  # sampling settings that are whole numbers

@@ -12,18 +12,18 @@ from typing import Any
 
 import numpy as np
 
-from pykvedge.errors import CancelledError, KvedgeError, UsageError
+from pykvedge.errors import UsageError
 from pykvedge.lab.bench.machine import Energy, Others
 from pykvedge.lab.bench.matrix import Shape, Variant
 from pykvedge.lab.demo_tasks.scenes import draw_scene, render
 from pykvedge.models.images import Picture
 from pykvedge.models.model import Model
+from pykvedge.models.profiles import tables_for
 from pykvedge.models.vision import ImagePiece, Piece, TextPiece, Vision
 from pykvedge.native import memory
-from pykvedge.plans.profile import tables_for
-from pykvedge.runtime import libkvedge
+from pykvedge.runtime.driver import Driver
 from pykvedge.runtime.interrupt import stop_if_set
-from pykvedge.runtime.llama_context import Context, ContextSize, check_memory, ubatch_for
+from pykvedge.runtime.llama_context import ContextSize, ubatch_for
 
 PAD = 256  # llama.cpp rounds the tokens of a context up to a multiple of it
 WARM_UP_TOKENS = 64
@@ -145,39 +145,28 @@ def repetition(
     """Runs a variant in a context of its own. Raises what Context and libkvedge raise, CancelledError."""
     n_ctx = -(-(prompt.n_tokens + len(prompt.then) + 1) // PAD) * PAD
     size = ContextSize(n_ctx, ubatch_for(vision, prompt.largest_image), variant.kv_type, prompt.n_tokens)
-    check_memory(model, size, whole_cache=variant.plan is None)
     memory.trim()
     before = memory.rss_bytes()
     meter = memory.PeakMeter()
     meter.start()
-    context, cache = None, None
+    driver = None
     try:
-        context = Context(model, size, threads)
-        context.stop_when(cancel)
+        driver = Driver(model, vision, size, threads, whole_cache=variant.plan is None)
+        driver.context.stop_when(cancel)
         if variant.plan is not None:
-            tables = tables_for(variant.plan, model.path)
-            cache = libkvedge.Cache(context.handle, variant.plan, variant.kv_type, auto_compress=False, profiles=tables)
+            driver.take_over(variant.plan, tables_for(variant.plan, model.path))
         others = Others()
-        try:
-            with _uncollected():
-                out = _timed(context, vision, cache, prompt, energy, cancel)
-        except CancelledError:
-            raise
-        except KvedgeError:
-            if cache is not None:
-                cache.check()
-            raise
+        with _uncollected():
+            out = _timed(driver, prompt, energy, cancel)
         out.others_s, out.wall_s = others.taken()
         out.rss_peak_bytes = max(meter.stop() - before, 0)
         out.rss_after_bytes = max(out.rss_after_bytes - before, 0)
-        _bytes(out, model, context, cache)
+        _bytes(out, model, driver)
         return out
     finally:
         meter.stop()
-        if cache is not None:
-            cache.detach()
-        if context is not None:
-            context.close()
+        if driver is not None:
+            driver.close()
 
 
 @contextmanager
@@ -192,26 +181,14 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _timed(
-    context: Context,
-    vision: Vision | None,
-    cache: libkvedge.Cache | None,
-    prompt: Prompt,
-    energy: Energy,
-    cancel: threading.Event,
-) -> Repetition:
+def _timed(driver: Driver, prompt: Prompt, energy: Energy, cancel: threading.Event) -> Repetition:
+    context, cache = driver.context, driver.cache
     energy.start()
     began = time.perf_counter()
-    for i, piece in enumerate(prompt.pieces):
-        if isinstance(piece, ImagePiece):
-            assert vision is not None  # make_prompt refused images without it
-            context.decode_image(vision, piece)
-        else:
-            context.decode(piece.tokens, want_logits=i == len(prompt.pieces) - 1)
+    driver.read(prompt.pieces, cancel=cancel)
     context.logits()  # waits for the device
     read = time.perf_counter()
-    if cache is not None:
-        cache.compress()
+    driver.compress()
     compressed = time.perf_counter()
     out = Repetition(read - began, compressed - read, prefill_j=energy.joules())
     if cache is not None:
@@ -222,7 +199,7 @@ def _timed(
     for token in prompt.then:
         stop_if_set(cancel)
         started = time.perf_counter()
-        context.decode([token], want_logits=True)
+        driver.extend(token)
         context.logits()
         out.decode_s.append(time.perf_counter() - started)
     out.decode_j = energy.joules()
@@ -230,12 +207,12 @@ def _timed(
     return out
 
 
-def _bytes(out: Repetition, model: Model, context: Context, cache: libkvedge.Cache | None) -> None:
-    if cache is not None:
-        out.peak_bytes = cache.stats().peak_bytes
+def _bytes(out: Repetition, model: Model, driver: Driver) -> None:
+    if driver.cache is not None:
+        out.peak_bytes = driver.cache.stats().peak_bytes
         return
     # llama.cpp allocates for the whole context at once and does not tell how much; f16 is its default
-    out.full_bytes = out.kept_bytes = out.peak_bytes = model.kv_bytes_per_token(2) * context.n_ctx
+    out.full_bytes = out.kept_bytes = out.peak_bytes = model.kv_bytes_per_token(2) * driver.context.n_ctx
 
 
 def figures(repetition: Repetition) -> dict[str, Any]:

@@ -12,11 +12,10 @@ import numpy as np
 from pykvedge.errors import BudgetError, KvedgeError, UsageError, unknown
 from pykvedge.lab.checks import rules
 from pykvedge.lab.checks.prompts import LAYOUTS, Prompt, prompt
-from pykvedge.plans import presets
+from pykvedge.plans import presets, registry
 from pykvedge.plans.kvtypes import PLAIN
 from pykvedge.plans.plan import Budget, Plan
-from pykvedge.plans.plugins import loading
-from pykvedge.plans.stages import registry
+from pykvedge.plans.plugins import installed
 from pykvedge.plans.stages.base import Param
 
 HEADS = {"MHA": (4, 4), "GQA": (4, 2), "MQA": (4, 1)}
@@ -59,13 +58,13 @@ def check(name: str) -> list[Row]:
 
 def _maker(name: str) -> Make:
     """make(budget, **settings) -> the plan of the method, or of the base method with that stage."""
-    stages = [s for s in registry.STAGES if name in registry.members(s) or loading.find(s, name)]
-    if name in presets.PRESETS or loading.find_preset(name):
+    stages = [s for s in registry.STAGES if name in registry.members(s) or installed.find(s, name)]
+    if name in presets.PRESETS or installed.find_preset(name):
         values: dict[str, Any] = {}
         method = name
     elif not stages:
         known = [*presets.methods(), *(m for stage in CHECKED for m in registry.members(stage))]
-        raise unknown("method or stage", name, known, loading.problems())
+        raise unknown("method or stage", name, known, installed.problems())
     elif stages == ["decode"]:
         raise UsageError(
             f"'{name}' is a decode policy: it acts on what a model generates, and this checks prompts alone"

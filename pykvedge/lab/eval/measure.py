@@ -21,9 +21,10 @@ from pykvedge.errors import KvedgeError
 from pykvedge.lab.eval import metrics
 from pykvedge.lab.eval.reader import BRANCH, SIDE, Reader, reading_key
 from pykvedge.lab.eval.tasks import Sample
+from pykvedge.models.composer import Composer, Written
+from pykvedge.models.images import Picture
 from pykvedge.models.model import Model, TextStream
-from pykvedge.models.prompt import ChatTemplate, Message
-from pykvedge.models.vision import ImagePiece, Piece, TextPiece, Vision
+from pykvedge.models.vision import ImagePiece, Piece, Vision
 from pykvedge.plans.plan import Plan
 
 
@@ -87,9 +88,8 @@ class Preparer:
 
     def __init__(self, model: Model, vision: Vision | None, look: Callable[[float], None] = lambda share: None) -> None:
         """look: called while an image is encoded, with the share that is done; what it raises prepare raises."""
-        self._model, self._vision, self._look = model, vision, look
-        self._template = ChatTemplate(model.chat_template(), model.special_text("bos"), model.special_text("eos"))
-        self._lead = self._template.lead()
+        self._vision, self._look = vision, look
+        self._composer = Composer(model, vision)
 
     def prepare(self, sample: Sample) -> Prepared:
         """Tokens and encoded images; `release` them. Raises ImageError, KvedgeError."""
@@ -98,11 +98,12 @@ class Preparer:
         turns: list[tuple[list[Piece], list[int]]] = []
         try:
             for i in users:
-                text, pictures = self._text(messages[: i + 1], first=i == users[0])
-                pieces = self._pieces(text, pictures)
+                first = i == users[0]
+                written = (self._composer.first if first else self._composer.following)(messages[: i + 1])
+                pieces = self._pieces(written, [p for m in messages[0 if first else i : i + 1] for p in m.pictures])
                 last = i == users[-1]
                 reply = sample.answer if last else messages[i + 1].text
-                turns.append((pieces, self._reply(text, reply)))
+                turns.append((pieces, self._composer.reply(written, reply)))
             answer = turns[-1][1]
             turns[-1] = (turns[-1][0], [])
             prepared = Prepared(sample, turns, answer)
@@ -123,31 +124,10 @@ class Preparer:
                 self._vision.release(pieces)
             self._vision.forget()
 
-    def _text(self, messages: list[Message], first: bool) -> tuple[str, list[Any]]:
-        marker = self._vision.marker if self._vision else ""
-        if not first:
-            return self._template.following(messages, marker), messages[-1].pictures
-        text, bos = self._template.first(messages, marker), self._model.special_text("bos")
-        if self._model.adds_bos and not text.startswith(bos):
-            text = bos + text
-        return text, [p for m in messages for p in m.pictures]
-
-    def _pieces(self, text: str, pictures: list[Any]) -> list[Piece]:
-        if not pictures:
-            return [TextPiece(self._model.tokenize(text))]
-        if self._vision is None:
+    def _pieces(self, written: Written, pictures: list[Picture]) -> list[Piece]:
+        if pictures and self._vision is None:
             raise KvedgeError("the sample has images, and the model was loaded without an image encoder; see --mmproj")
-        return self._vision.split(text, pictures)
-
-    def _reply(self, text: str, reply: str) -> list[int]:
-        """Tokens of a reply after the prompt: tokenised together with it, because tokens depend on what is before."""
-        if self._vision is not None:
-            text = text.rpartition(self._vision.marker)[2]
-        before = self._model.tokenize(text)
-        both = self._model.tokenize(text + self._lead + reply)
-        if both[: len(before)] == before:
-            return both[len(before) :]
-        return self._model.tokenize(reply)
+        return self._composer.pieces(written, pictures)
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -13,16 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from pykvedge.errors import CancelledError, ContextError, KvedgeError, NothingToCompressError
+from pykvedge.errors import ContextError, KvedgeError
 from pykvedge.models.model import Model
-from pykvedge.models.vision import ImagePiece, Piece, Vision
-from pykvedge.plans.kvtypes import KvType
+from pykvedge.models.profiles import tables_for
+from pykvedge.models.vision import Piece, Vision
 from pykvedge.plans.plan import Plan
 from pykvedge.plans.presets import check_protection
-from pykvedge.plans.profile import tables_for
 from pykvedge.plans.stages.base import ProfileTable
-from pykvedge.runtime import libkvedge
-from pykvedge.runtime.llama_context import Context, ContextSize, check_memory, ubatch_for
+from pykvedge.runtime.driver import Driver
+from pykvedge.runtime.llama_context import ContextSize, ubatch_for
 
 PROMPT, BRANCH, SIDE = 0, 1, 2  # sequences: what was read, a compressed copy, a copy of that
 STEP = 1024  # contexts grow by so many tokens
@@ -43,19 +42,15 @@ class Reader:
         """n_ctx: tokens of the context, 0: as many as are needed, up to those that the model was trained for."""
         self.model, self.vision = model, vision
         self._threads, self._kv_type, self._n_ctx = threads, kv_type, n_ctx
-        self._context: Context | None = None
-        self._cache: libkvedge.Cache | None = None
+        self._driver: Driver | None = None
         self._cancel: threading.Event | None = None
         self._logits: dict[int, np.ndarray] = {}  # of the last token of each sequence
 
     def close(self) -> None:
         """Frees the context."""
-        if self._cache is not None:
-            self._cache.detach()
-            self._cache = None
-        if self._context is not None:
-            self._context.close()
-            self._context = None
+        if self._driver is not None:
+            self._driver.close()
+            self._driver = None
 
     def stop_when(self, cancel: threading.Event) -> None:
         """Decoding gives up with CancelledError when the event is set."""
@@ -79,37 +74,30 @@ class Reader:
         # the two answers lie in cells of their own, however many sequences share the prompt's
         cells = n_conversation + 2 * (n_answer + SPARE)
         n_ubatch = ubatch_for(self.vision, largest_image)
-        have = self._context
+        have = self._driver.context if self._driver is not None else None
         if have is not None and cells <= have.n_ctx and n_ubatch <= have.n_ubatch:
             return
         self.close()
         n_ctx = -(-cells // STEP) * STEP
         size = ContextSize(n_ctx, n_ubatch, self._kv_type, 2 * n_conversation, n_seq=3)
-        check_memory(self.model, size, whole_cache=False)
-        self._context = Context(self.model, size, self._threads)
+        self._driver = Driver(self.model, self.vision, size, self._threads)
 
     def start(self, plan: Plan) -> None:
         """Forgets everything; what is read next is read for this plan. Raises NothingToCompressError."""
-        context = self._live()
-        context.clear()
-        if self._cache is None:
-            try:
-                self._cache = libkvedge.Cache(
-                    context.handle, plan, self._kv_type, auto_compress=False, profiles=self._tables(plan)
-                )
-            except NothingToCompressError:
-                if plan.method != "full" or KvType.parse(self._kv_type).quantised:
-                    raise
+        driver = self._live()
+        driver.context.clear()
+        if driver.cache is None:
+            driver.take_over_if_possible(plan, self._tables(plan))
         else:
-            self._cache.set_plan(plan, self._tables(plan))
-        context.stop_when(self._cancel)
+            driver.cache.set_plan(plan, self._tables(plan))
+        driver.context.stop_when(self._cancel)
 
     def _tables(self, plan: Plan) -> dict[str, ProfileTable]:
         return tables_for(plan, self.model.path)
 
     def copy(self, to: int) -> None:
         """The current sequence goes on as two; `to` is then the current one."""
-        context = self._live()
+        context = self._live().context
         context.drop(to)
         context.copy_to(to)
         self._logits[to] = self._logits[context.sequence]
@@ -118,18 +106,18 @@ class Reader:
     @property
     def current(self) -> int:
         """The sequence that is read into."""
-        return self._live().sequence
+        return self._live().context.sequence
 
     def back_to(self, sequence: int) -> None:
         """Ends the current sequence, a copy, and makes another the current one."""
-        context = self._live()
+        context = self._live().context
         ended = context.sequence
         context.switch(sequence)
         context.drop(ended)
 
     def drop_copies(self) -> None:
         """Empties all copies of the prompt's sequence, which is then the current one."""
-        context = self._live()
+        context = self._live().context
         if context.sequence != PROMPT:
             context.switch(PROMPT)
         for sequence in (BRANCH, SIDE):
@@ -137,62 +125,38 @@ class Reader:
 
     def set_plan(self, plan: Plan) -> None:
         """The current sequence is compressed by this plan. Raises BudgetError if what it protects does not fit."""
-        if self._cache is not None:
-            check_protection(plan, self._cache.stats(self._live().sequence).n_pending)
-            self._cache.set_plan(plan, self._tables(plan))
+        driver = self._live()
+        if driver.cache is not None:
+            check_protection(plan, driver.cache.stats(driver.context.sequence).n_pending)
+            driver.cache.set_plan(plan, self._tables(plan))
 
     def read(self, pieces: Sequence[Piece]) -> None:
         """Appends pieces to the current sequence; afterwards the logits of the last token are there."""
-        context = self._live()
-        try:
-            for i, piece in enumerate(pieces):
-                if isinstance(piece, ImagePiece):
-                    if self.vision is None:
-                        raise KvedgeError("the model was loaded without an image encoder")
-                    context.decode_image(self.vision, piece)
-                else:
-                    context.decode(piece.tokens, want_logits=i == len(pieces) - 1)
-        except CancelledError:
-            raise
-        except KvedgeError:
-            self._check()
-            raise
-        self._logits[context.sequence] = context.logits().copy()
+        driver = self._live()
+        driver.read(pieces, cancel=self._cancel)
+        self._logits[driver.context.sequence] = driver.context.logits().copy()
 
     def extend(self, token: int) -> None:
         """Appends a generated token to the current sequence."""
-        context = self._live()
-        try:
-            context.decode([token], want_logits=True)
-        except CancelledError:
-            raise
-        except KvedgeError:
-            self._check()
-            raise
-        self._logits[context.sequence] = context.logits().copy()
+        driver = self._live()
+        driver.extend(token)
+        self._logits[driver.context.sequence] = driver.context.logits().copy()
 
     def logits(self) -> np.ndarray:
         """Of the last token of the current sequence: [n_vocab] float32."""
-        return self._logits[self._live().sequence]
+        return self._logits[self._live().context.sequence]
 
     def compress(self) -> None:
         """Compresses what the current sequence has of the last prompt."""
-        if self._cache is not None:
-            self._cache.compress(self._live().sequence)
+        self._live().compress()
 
     def held(self) -> tuple[float, int]:
         """(KV pairs per head, averaged over heads and layers; bytes of keys and values) of the current sequence."""
-        if self._cache is None:
-            return 0.0, 0
-        sequence = self._live().sequence
-        lengths = [n for heads in self._cache.lengths(sequence) for n in heads]
-        return sum(lengths) / max(len(lengths), 1), self._cache.stats(sequence).bytes
+        driver = self._live()
+        n_bytes = driver.cache.stats(driver.context.sequence).bytes if driver.cache is not None else 0
+        return driver.pairs_held(), n_bytes
 
-    def _live(self) -> Context:
-        if self._context is None:
+    def _live(self) -> Driver:
+        if self._driver is None:
             raise KvedgeError("no room was made for a conversation yet")
-        return self._context
-
-    def _check(self) -> None:
-        if self._cache is not None:
-            self._cache.check()
+        return self._driver

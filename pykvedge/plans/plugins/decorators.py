@@ -5,13 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from pykvedge.errors import PluginError
 from pykvedge.plans.plugins import calling, table
-
-if TYPE_CHECKING:
-    from pykvedge.plans.stages.base import Param, Settings
+from pykvedge.plans.plugins.table import Preset
+from pykvedge.plans.stages.base import Allocator, Param, Reducer, Scorer, Settings
 
 F = TypeVar("F", bound=Callable[..., Any])
 Number = "int | Callable[[Settings], int]"
@@ -40,8 +39,6 @@ def scorer(
     """
 
     def register(function: F) -> F:
-        from pykvedge.plans.stages.base import Scorer
-
         what, origin = f"scorer '{name}'", _origin(function)
         seen, protects = _number(queries, "queries", what), _number(recent, "recent", what)
         member = Scorer(
@@ -71,8 +68,6 @@ def allocator(
     """
 
     def register(function: F) -> F:
-        from pykvedge.plans.stages.base import Allocator
-
         origin = _origin(function)
         allocate = calling.checked_allocator(name, function)
         given = _params(params, f"allocator '{name}'")
@@ -92,8 +87,6 @@ def reducer(name: str, *, params: Sequence[Param] = (), by_place: bool = False, 
     """
 
     def register(function: F) -> F:
-        from pykvedge.plans.stages.base import Reducer
-
         origin = _origin(function)
         reduce = calling.checked_reducer(name, function)
         given = _params(params, f"reducer '{name}'")
@@ -112,8 +105,6 @@ def preset(name: str, *, summary: str = "", reference: str = "", **values: Any) 
     their full names (`**{"scorer.window": 16}`). Whether they fit together is found out when the method is used.
     Raises PluginError for a name that is taken or not allowed.
     """
-    from pykvedge.plans.presets import Preset
-
     origin = Path(sys._getframe(1).f_code.co_filename).name
     fields = {key: value for key, value in values.items() if "." not in key}
     params = {**fields.pop("params", {}), **{key: value for key, value in values.items() if "." in key}}
@@ -157,8 +148,6 @@ def _number(value: Any, key: str, what: str) -> Callable[[Settings], int]:
 
 
 def _params(params: Any, what: str) -> tuple[Param, ...]:
-    from pykvedge.plans.stages.base import Param
-
     if not isinstance(params, (list, tuple)) or not all(isinstance(p, Param) for p in params):
         raise PluginError(f"params of {what} must be a list of pykvedge.Param")
     return tuple(params)

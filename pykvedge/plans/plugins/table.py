@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from pykvedge.errors import PluginError
-
-if TYPE_CHECKING:
-    from pykvedge.plans.presets import Preset
-    from pykvedge.plans.stages.base import Member, Settings
+from pykvedge.plans.stages.base import Member, Settings
+from pykvedge.plans.stages.members import formulas
 
 STAGES = ("scorer", "allocator", "reducer")  # those that can be registered
 NAME = re.compile(r"[a-z][a-z0-9-]{0,39}")
+DEFAULT_BUDGET = 0.2  # of a method that says nothing else: the setting that the papers compare at
 SHOWN = 60  # characters of a wrong name in a message
 
 
@@ -40,6 +39,22 @@ class Plugin:
     native: Any = None
 
 
+@dataclass(frozen=True)
+class Preset:
+    """A method: what it is, where it comes from, and the fields of its plan that differ from Plan's defaults."""
+
+    name: str
+    summary: str
+    reference: str
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def budget(self) -> float:
+        """The budget if none is asked for."""
+        return self.values.get("budget", DEFAULT_BUDGET)
+
+
+_reserved: set[str] = set()  # names of built-in methods
 _members: dict[tuple[str, str], Plugin] = {}
 _presets: dict[str, tuple[Preset, str]] = {}
 
@@ -55,24 +70,25 @@ def check_name(kind: str, name: Any, origin: str) -> None:
 
 def add(plugin: Plugin) -> None:
     """Registers a member; the same file may do so again. Raises PluginError for a name that is taken."""
-    from pykvedge.plans.stages import registry
-
     stage, name = plugin.member.stage, plugin.member.name
     check_name(stage, name, plugin.origin)
     before = _members.get((stage, name))
-    if name in registry.formulas(stage):
+    if name in formulas(stage):
         raise PluginError(f"{plugin.origin}: there is a built-in {stage} '{name}'; choose another name")
     if before is not None and before.origin != plugin.origin:
         raise PluginError(f"{plugin.origin}: {before.origin} registered a {stage} '{name}' already")
     _members[stage, name] = plugin
 
 
+def reserve(names: Iterable[str]) -> None:
+    """Keeps the names of built-in methods from being registered."""
+    _reserved.update(names)
+
+
 def add_preset(preset: Preset, origin: str) -> None:
     """Registers a method name; the same file may do so again. Raises PluginError for a name that is taken."""
-    from pykvedge.plans.presets import PRESETS
-
     check_name("preset", preset.name, origin)
-    if preset.name in PRESETS:
+    if preset.name in _reserved:
         raise PluginError(f"{origin}: there is a built-in method '{preset.name}'; choose another name")
     before = _presets.get(preset.name)
     if before is not None and before[1] != origin:

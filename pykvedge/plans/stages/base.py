@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from pykvedge.errors import UsageError
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from pykvedge.native.abi import Declared
 
 Settings = Mapping[str, Any]

@@ -1,8 +1,7 @@
-"""Chatting: one question with its answer, or a conversation at the terminal."""
+"""A session at a terminal or in a pipe: messages, their answers, and the file that the conversation is kept in."""
 
 from __future__ import annotations
 
-import functools
 import json
 import sys
 import threading
@@ -13,13 +12,11 @@ from pathlib import Path
 
 from pykvedge.chat.session import Session
 from pykvedge.cli.display import Display
-from pykvedge.cli.talk import commands
-from pykvedge.cli.talk.lines import Lines
 from pykvedge.errors import KvedgeError
 from pykvedge.models.images import Picture
 from pykvedge.models.prompt import Message
 from pykvedge.native.memory import readable
-from pykvedge.runtime.interrupt import CancelledError, as_event, as_exception
+from pykvedge.runtime.interrupt import CancelledError, as_event
 from pykvedge.runtime.report import Report, Saved
 from pykvedge.runtime.sampling import Sampling
 
@@ -46,7 +43,8 @@ class Chat:
         self, session: Session, sampling: Sampling, style: Style, display: Display, file: Path | None = None
     ) -> None:
         """session: should have been made with a `cancel` event, which Ctrl-C sets. file: saved to after each answer."""
-        self.file, self._loaded = file, bool(session.messages)
+        self.file = file
+        self.loaded = bool(session.messages)  # the conversation began in a file
         self.session, self.sampling, self._style, self._display = session, sampling, style, display
         self._cancel = session.cancel or threading.Event()
         self.waiting: list[Picture | Path] = []  # for the next message
@@ -78,7 +76,7 @@ class Chat:
         message = self.undo()
         self.waiting = [*message.pictures, *self.waiting]  # should it fail, they still wait
         try:
-            self._answer(message.text, message.pictures)
+            self.answer(message.text, message.pictures)
         except (KvedgeError, CancelledError):
             print("(the message is taken back; its images wait for the next one)", file=sys.stderr)
             raise
@@ -86,7 +84,7 @@ class Chat:
 
     def clear(self) -> None:
         """Starts a new conversation."""
-        self._loaded = False
+        self.loaded = False
         self.session.clear()
         self.waiting = []
 
@@ -95,7 +93,7 @@ class Chat:
         if self.file is None:
             return 0
         turns = sum(m.role == "assistant" for m in self.session.messages)
-        report.session = Saved(str(self.file), self._loaded, turns)
+        report.session = Saved(str(self.file), self.loaded, turns)
         try:
             report.session.file_bytes = self.session.save(self.file)
         except KvedgeError as error:
@@ -104,17 +102,17 @@ class Chat:
             return 1
         return 0
 
-    def _recover(self) -> None:
+    def recover(self) -> None:
         """After a message that failed half-way: pictures of a loaded conversation are in the file's cache only."""
         session = self.session
-        if self.file is not None and self._loaded and not session.in_cache and self.file.exists():
+        if self.file is not None and self.loaded and not session.in_cache and self.file.exists():
             with suppress(KvedgeError):
                 session.load(self.file, session.plan)
 
     def once(self, prompt: str, pictures: Sequence[Picture | Path]) -> int:
         """One question. Returns the exit code: 130 if the answer was stopped, 1 if it could not be saved."""
-        if self._loaded and not self._style.quiet and not self._style.as_json:
-            self._show_loaded()
+        if self.loaded and not self._style.quiet and not self._style.as_json:
+            self.show_loaded()
         report = self.put(prompt, pictures)
         if self._style.as_json:
             failed = self._keep(report)
@@ -131,61 +129,13 @@ class Chat:
 
     # ---------------------------------------------------------------------------------------------------
 
-    def converse(self, pictures: Sequence[Picture | Path], history: Path | None = None) -> int:
-        """A conversation until the user leaves. pictures: for the first message. history: the file that keeps lines."""
-        as_exception()
-        self.waiting = list(pictures)
-        self._introduce()
-        interrupts = 0
-        with Lines(functools.partial(commands.completions, self), history) as lines:
-            while interrupts < 2:
-                try:
-                    line = lines.message("> ")
-                except EOFError:
-                    print(file=sys.stderr)
-                    return 0
-                except UnicodeDecodeError:
-                    complain("the line is no UTF-8 text")
-                    continue
-                except KeyboardInterrupt:
-                    interrupts += 1
-                    print("\n(Ctrl-C again, Ctrl-D or /exit leave)" if interrupts < 2 else "", file=sys.stderr)
-                    continue
-                interrupts = 0
-                if line in commands.LEAVE:
-                    return 0
-                if line:
-                    self._respond(line)
-        return 0
-
-    def _introduce(self) -> None:
-        plan = self.session.plan
-        if self._loaded:
-            self._show_loaded()
-        print(f"{self.session.model.path.name}, method {plan.method}, budget {plan.budget}. /help lists the commands.",
-              file=sys.stderr)  # fmt: skip
-
-    def _show_loaded(self) -> None:
+    def show_loaded(self) -> None:
+        """Says, on stderr, what the conversation of a file holds."""
         name = self.file.name if self.file is not None else "the conversation"
         print(f"{name} holds {holding(self.session)}", file=sys.stderr)
 
-    def _respond(self, line: str) -> None:
-        try:
-            if line.startswith("/"):
-                commands.run(self, line)
-            else:
-                self._answer(line, self.waiting)
-                self.waiting = []
-        except (CancelledError, KeyboardInterrupt):
-            print("(stopped)", file=sys.stderr)
-            self._recover()
-        except (KvedgeError, OSError) as error:
-            if isinstance(error, OSError) and error.filename is None:
-                raise  # not of a path: what is printed reaches nobody
-            complain(error)
-            self._recover()
-
-    def _answer(self, text: str, pictures: Sequence[Picture | Path]) -> None:
+    def answer(self, text: str, pictures: Sequence[Picture | Path]) -> None:
+        """Puts one message, shows what it cost, and saves the conversation where a file is kept."""
         report = self.put(text, pictures)
         print(flush=True)
         self._show_line(report)

@@ -9,14 +9,10 @@ import functools
 import importlib
 import pkgutil
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
 
 from pykvedge.errors import UsageError, unknown
-from pykvedge.native import abi
-from pykvedge.plans.stages.base import Param
-
-if TYPE_CHECKING:
-    from pykvedge.plans.stages.base import Allocator, Member, Reducer, Scorer
+from pykvedge.native import calls
+from pykvedge.plans.stages.base import Member, Param
 
 STAGES = ("scorer", "allocator", "reducer", "decode")
 
@@ -47,32 +43,4 @@ def members(stage: str) -> dict[str, Member]:
 
 
 def _with_settings(stage: str, found: Member) -> Member:
-    return replace(found, params=tuple(Param.declared(s) for s in abi.stage_settings(stage, found.name)))
-
-
-def scorer(name: str) -> Scorer:
-    """The scorer of that name. Raises UnknownNameError."""
-    return cast("Scorer", member("scorer", name))
-
-
-def allocator(name: str) -> Allocator:
-    """The allocator of that name. Raises UnknownNameError."""
-    return cast("Allocator", member("allocator", name))
-
-
-def reducer(name: str) -> Reducer:
-    """The reducer of that name. Raises UnknownNameError."""
-    return cast("Reducer", member("reducer", name))
-
-
-def member(stage: str, name: str) -> Member:
-    """The member of that name, built in or of a plugin. Raises UnknownNameError with a suggestion."""
-    known = members(stage)
-    if name in known:
-        return known[name]
-    from pykvedge.plans.plugins import loading, table
-
-    plugin = loading.find(stage, name)
-    if plugin is None:
-        raise unknown(stage, str(name), [*known, *table.names(stage)], loading.problems())
-    return plugin.member
+    return replace(found, params=tuple(Param.declared(s) for s in calls.stage_settings(stage, found.name)))

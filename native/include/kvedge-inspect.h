@@ -1,0 +1,59 @@
+// kvedge-inspect.h - what a cache holds: lengths, tokens, rows, attention and scores, for pictures and research. Included by
+// kvedge.h, whose conventions hold.
+
+#ifndef KVEDGE_INSPECT_H
+#define KVEDGE_INSPECT_H
+
+#include "kvedge.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// Model layer number of stored layer i (0 <= i < n_layers), or -1.
+KVEDGE_API int32_t kvedge_layer_id(const kvedge_cache * kv, int32_t i);
+
+// KV pairs that stored layer i, KV head `head` holds now for the sequence; -1 if there is none such.
+KVEDGE_API int32_t kvedge_head_length(const kvedge_cache * kv, int32_t seq_id, int32_t i, int32_t head);
+
+// Original token index (0 = first token of the sequence) of every KV pair of stored layer i, KV head `head`, ascending,
+// into out[0 .. n-1] with n = kvedge_head_length. Errors: KVEDGE_E_ARGUMENT (no such layer, head or sequence; n_out < n).
+KVEDGE_API kvedge_status kvedge_head_tokens(
+    const kvedge_cache * kv, int32_t seq_id, int32_t i, int32_t head, int32_t * out, int32_t n_out, kvedge_error * err);
+
+// Query heads of stored layer i (H); query head h reads KV head h / (H / Hkv). -1: no such layer.
+KVEDGE_API int32_t kvedge_query_heads(const kvedge_cache * kv, int32_t i);
+
+// Switches watching on or off (off after kvedge_attach): whether the attention of tokens that are decoded one by one is
+// kept for kvedge_attention. Costs H floats per layer and stored row while it is on (counted in score_bytes), nothing
+// while it is off.
+KVEDGE_API kvedge_status kvedge_watch(kvedge_cache * kv, bool on, kvedge_error * err);
+
+// What the sequence's last token paid to each stored KV pair: the softmax weights of query head `query_head` of stored
+// layer i over the rows of its KV head, that token's own row included, into out[0 .. n-1] with n = kvedge_head_length, in
+// the order of kvedge_head_tokens. They add up to 1, with attention sinks (logits without a row, gpt-oss) to less.
+// Errors: KVEDGE_E_ARGUMENT (no such sequence, layer or head; n_out < n), KVEDGE_E_STATE (the last tokens of the sequence
+// came several at a time or unwatched, or rows were removed or compressed since).
+KVEDGE_API kvedge_status kvedge_attention(
+    const kvedge_cache * kv, int32_t seq_id, int32_t i, int32_t query_head, float * out, int32_t n_out, kvedge_error * err);
+
+// Query heads H, KV heads Hkv and head sizes of stored layer i. Errors: KVEDGE_E_ARGUMENT.
+KVEDGE_API kvedge_status kvedge_layer_shape(
+    const kvedge_cache * kv, int32_t i, int32_t * n_heads, int32_t * n_heads_kv, int32_t * d_k, int32_t * d_v, kvedge_error * err);
+
+// Keys [n][d_k] and values [n][d_v] of stored layer i, KV head `head`, in float32, n = kvedge_head_length, in the order of
+// kvedge_head_tokens. n_out: rows that fit k and v. Errors: KVEDGE_E_ARGUMENT.
+KVEDGE_API kvedge_status kvedge_head_rows(
+    const kvedge_cache * kv, int32_t seq_id, int32_t i, int32_t head, float * k, float * v, int32_t n_out, kvedge_error * err);
+
+// Scores [Hkv][kvedge_stats.n_pending] that the plan's scorer gives to the tokens of stored layer i that were added since the last
+// compression, without compressing. n_out: floats that fit `out`. Errors: KVEDGE_E_ARGUMENT, KVEDGE_E_STATE (nothing is pending,
+// or the plan was set after the prompt and its scorer saw too little), KVEDGE_E_MEMORY.
+KVEDGE_API kvedge_status kvedge_pending_scores(
+    const kvedge_cache * kv, int32_t seq_id, int32_t i, float * out, int32_t n_out, kvedge_error * err);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif  // KVEDGE_INSPECT_H

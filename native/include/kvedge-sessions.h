@@ -1,0 +1,55 @@
+// kvedge-sessions.h - a sequence in a file, to go on with it later without reading its prompt again. Included by kvedge.h,
+// whose conventions hold.
+//
+// docs/sessions.md has the layout of the file. It holds the compressed rows, not the plan: what comes after is compressed by
+// the plan then set, and an answer that a decode policy bounds goes on if that plan has the same policy.
+//
+//     kvedge_save(kv, 0, "talk.kvs", "my-model", "any bytes", 9, &err);
+//     ... another process: the same model, a context with kvedge attached ...
+//     kvedge_load(kv, 0, "talk.kvs", "my-model", &err);
+//     llama_decode(ctx, ...) goes on at position llama_memory_seq_pos_max(mem, 0) + 1
+
+#ifndef KVEDGE_SESSIONS_H
+#define KVEDGE_SESSIONS_H
+
+#include "kvedge.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define KVEDGE_SESSION_VERSION 1
+
+// Writes sequence seq_id to `path` (UTF-8). The file appears whole: until everything is on the disk, what was there stays.
+// Only its owner may read it. model: a name or hash of the model, at most 255 bytes, that kvedge_load compares.
+// note: n_note bytes of the caller's own, at most 64 MiB (NULL if 0).
+// Errors: KVEDGE_E_STATE (nothing to save, or a prompt that is not compressed yet: call kvedge_compress), KVEDGE_E_FILE,
+// KVEDGE_E_UNSUPPORTED (some full-attention layers are not kvedge's), KVEDGE_E_MEMORY, KVEDGE_E_ARGUMENT.
+KVEDGE_API kvedge_status kvedge_save(
+    kvedge_cache * kv, int32_t seq_id, const char * path, const char * model, const void * note, size_t n_note,
+    kvedge_error * err);
+
+// Reads a file of kvedge_save into sequence seq_id, which must be empty. Runs one token through the model, whose outcome
+// is thrown away: llama.cpp learns the last position that way. It knows of no other position of the sequence afterwards
+// (llama_memory_seq_pos_min is the last one, too). A failure leaves the sequence empty.
+// Errors: KVEDGE_E_FILE (damaged, truncated, of a newer version, another model or other layer shapes), KVEDGE_E_ARGUMENT
+// (another storage type than the cache's), KVEDGE_E_STATE (the sequence holds tokens), KVEDGE_E_MEMORY.
+KVEDGE_API kvedge_status kvedge_load(kvedge_cache * kv, int32_t seq_id, const char * path, const char * model, kvedge_error * err);
+
+typedef struct kvedge_saved {
+    size_t   struct_size;  // set by the caller to sizeof(kvedge_saved) before the call
+    uint64_t file_bytes;
+    uint64_t note_bytes;
+    char     model[256];   // as given to kvedge_save
+} kvedge_saved;
+
+// What a file of kvedge_save says at its beginning; the rows are not read, but the length of the file is checked.
+// The note goes to note[0 .. min(note_bytes, n_note) - 1]; NULL and 0: only the figures.
+// Errors: KVEDGE_E_FILE, KVEDGE_E_ARGUMENT, KVEDGE_E_MEMORY.
+KVEDGE_API kvedge_status kvedge_read_saved(const char * path, kvedge_saved * out, void * note, size_t n_note, kvedge_error * err);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif  // KVEDGE_SESSIONS_H

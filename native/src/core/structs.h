@@ -1,0 +1,52 @@
+// Structs that a program shares with the library and that may grow: each begins with the size that its side knows. What
+// both know is copied, and nothing beyond (kvedge.h, "Structs").
+
+#pragma once
+
+#include "kvedge.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstring>
+
+namespace kvedge {
+
+// Bytes of a struct up to the end of its last field in the first version of the headers: no program has a smaller one.
+template <class S> struct FirstSize;
+template <> struct FirstSize<kvedge_options> { static constexpr size_t value = offsetof(kvedge_options, type_v) + sizeof(kvedge_type); };
+template <> struct FirstSize<kvedge_stats> { static constexpr size_t value = offsetof(kvedge_stats, compress_us) + sizeof(int64_t); };
+template <> struct FirstSize<kvedge_saved> { static constexpr size_t value = offsetof(kvedge_saved, model) + 256; };
+template <> struct FirstSize<kvedge_custom_scorer> { static constexpr size_t value = offsetof(kvedge_custom_scorer, user_data) + sizeof(void *); };
+template <> struct FirstSize<kvedge_custom_allocator> { static constexpr size_t value = offsetof(kvedge_custom_allocator, user_data) + sizeof(void *); };
+template <> struct FirstSize<kvedge_custom_reducer> { static constexpr size_t value = offsetof(kvedge_custom_reducer, user_data) + sizeof(void *); };
+
+// A struct that a program filled: `own` holds the defaults, and gets what the program knows. False: the size is none, or the
+// program asks for something that only a newer library knows (a byte behind our fields that is not 0).
+template <class S> bool read_struct(const S * given, S & own) {
+    if (!given || given->struct_size < FirstSize<S>::value) {
+        return false;
+    }
+    const auto * bytes = (const unsigned char *) given;
+    for (size_t i = sizeof(S); i < given->struct_size; i++) {
+        if (bytes[i] != 0) {
+            return false;
+        }
+    }
+    memcpy((void *) &own, given, std::min(sizeof(S), given->struct_size));
+    own.struct_size = sizeof(S);
+    return true;
+}
+
+// A struct that the library fills, into a program's of struct_size `size`; fields that only the program knows become 0.
+// False: the size is none, and nothing was written.
+template <class S> bool write_struct(const S & own, S * out, size_t size) {
+    if (!out || size < FirstSize<S>::value) {
+        return false;
+    }
+    memset((void *) out, 0, size);
+    memcpy((void *) out, &own, std::min(sizeof(S), size));
+    out->struct_size = size;
+    return true;
+}
+
+}  // namespace kvedge

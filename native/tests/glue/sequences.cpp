@@ -1,0 +1,120 @@
+// Sequences: several at once, copies and cuts, turns of a conversation, files, bounded prompts and streams.
+
+#include "world.h"
+
+#include <algorithm>
+
+void sequences(llama_model * model) {
+    Plan          plan({ { "scorer", "cumulative" }, { "reducer", "averaged" }, { "budget", "0.25" } });
+    Plan          careful({ { "scorer", "knorm" }, { "budget", "0.5" } });
+    World         w(model, plan.plan);
+    kvedge_error  err{};
+    const int32_t n = PROMPT / 2;
+    CHECK(kvedge_set_sequence_plan(w.kv, 1, careful.plan, &err) == KVEDGE_OK);
+
+    // two prompts in one batch, each by its plan
+    const auto  tokens = words(model, 2 * n, 5);
+    llama_batch batch  = llama_batch_init(2 * n, 0, 1);
+    batch.n_tokens     = 2 * n;
+    for (int32_t i = 0; i < 2 * n; i++) {
+        batch.token[i]     = tokens[(size_t) i];
+        batch.pos[i]       = i / 2;
+        batch.n_seq_id[i]  = 1;
+        batch.seq_id[i][0] = i % 2;
+        batch.logits[i]    = i + 2 >= 2 * n;
+    }
+    CHECK(llama_decode(w.ctx, batch) == 0);
+    llama_batch_free(batch);
+    w.next = { n, n, 0, 0 };
+    w.answer(1, 0);
+    w.answer(1, 1);
+    CHECK(w.kept(0, 0, 0).size() == (size_t) n / 4 + 1 && w.kept(0, 0, 1).size() == (size_t) n / 2 + 1);
+
+    // a copy goes its own way
+    llama_memory_seq_cp(w.memory(), 0, 2, -1, -1);
+    w.next[2] = w.next[0];
+    CHECK(w.kept(1, 1, 2) == w.kept(1, 1, 0));
+    w.answer(3, 2);
+    CHECK(w.kept(0, 0, 2).size() == (size_t) n / 4 + 4 && w.kept(0, 0, 0).size() == (size_t) n / 4 + 1);
+    // the part of a sequence
+    llama_memory_seq_cp(w.memory(), 1, 3, 0, n / 2);
+    const auto part = w.kept(0, 0, 3);
+    CHECK(std::all_of(part.begin(), part.end(), [&](int32_t t) { return t < n / 2; }));
+    // its end goes, with the answer
+    CHECK(llama_memory_seq_rm(w.memory(), 2, n, -1));
+    w.next[2] = n;
+    CHECK(w.kept(0, 0, 2).size() == (size_t) n / 4);
+    CHECK(w.decode(words(model, 8, 6), 2) == 0);
+    llama_memory_seq_keep(w.memory(), 2);
+    CHECK(w.stats(0).n_tokens == 0 && w.stats(2).n_tokens == n + 8);
+    CHECK(llama_memory_seq_rm(w.memory(), -1, -1, -1) && w.stats(2).bytes == 0);
+}
+
+// Turns are compressed one by one; a file goes on as the conversation does.
+void turns_and_files(llama_model * model, const std::string & folder) {
+    const std::string path = folder + "/turns.kvs";
+    for (const char * decode : { "keep-all", "heavy-hitter" }) {
+        Plan         plan({ { "scorer", "cumulative" }, { "budget", "0.25" }, { "decode", decode } });
+        World        w(model, plan.plan);
+        kvedge_error err{};
+        for (uint32_t turn = 0; turn < 3; turn++) {
+            CHECK(w.decode(words(model, PROMPT / 2, turn)) == 0);
+            CHECK(kvedge_save(w.kv, 0, path.c_str(), "tiny", nullptr, 0, &err) == KVEDGE_E_STATE);  // it is not compressed
+            w.answer(6);
+        }
+        CHECK(w.stats().n_compressions == 3);
+        CHECK(w.good(kvedge_save(w.kv, 0, path.c_str(), "tiny", "note", 4, &err), err));
+
+        kvedge_saved saved{};
+        saved.struct_size = sizeof(saved);
+        char note[5]      = {};
+        CHECK(kvedge_read_saved(path.c_str(), &saved, note, 4, &err) == KVEDGE_OK && std::string(note) == "note");
+        CHECK(std::string(saved.model) == "tiny" && saved.note_bytes == 4);
+
+        World other(model, plan.plan);
+        CHECK(kvedge_load(other.kv, 0, path.c_str(), "another", &err) == KVEDGE_E_FILE);
+        CHECK(other.good(kvedge_load(other.kv, 0, path.c_str(), "tiny", &err), err));
+        CHECK(kvedge_load(other.kv, 0, path.c_str(), "tiny", &err) == KVEDGE_E_STATE);
+        other.next[0] = w.next[0];
+        w.answer(4);
+        other.answer(4);
+        CHECK(other.kept(1, 0) == w.kept(1, 0));
+        const auto a = w.logits(), b = other.logits();
+        CHECK(std::equal(a.begin(), a.end(), b.begin(), [](float x, float y) { return close_to(x, y, 1e-4); }));
+    }
+}
+
+// Layer by layer or at the end: the same rows are kept.
+void bounded_prompts(llama_model * model) {
+    for (const char * allocator : { "uniform", "spectral" }) {
+        Plan         plan({ { "scorer", "dct" }, { "allocator", allocator }, { "budget", "0.25" } });
+        World        whole(model, plan.plan), bounded(model, plan.plan);
+        kvedge_error err{};
+        const auto   tokens = words(model, PROMPT, 8);
+        CHECK(whole.decode(tokens) == 0 && kvedge_compress(whole.kv, 0, &err) == KVEDGE_OK);
+        CHECK(kvedge_bounded_layers(bounded.kv, 0) == -1);
+        CHECK(bounded.good(kvedge_bound_prompt(bounded.kv, 0, nullptr, PROMPT, &err), err));
+        CHECK(bounded.decode(tokens) == 0 && bounded.good(kvedge_compress(bounded.kv, 0, &err), err));
+        const int32_t n_layers = whole.stats().n_layers;
+        CHECK(kvedge_bounded_layers(bounded.kv, 0) == n_layers);
+        for (int32_t l = 0; l < n_layers; l++) {
+            CHECK(bounded.kept(l, 0) == whole.kept(l, 0));
+        }
+        bounded.answer(3);
+        CHECK(kvedge_bounded_layers(bounded.kv, 0) == -1);
+    }
+}
+
+void streams(llama_model * model) {
+    Plan         plan({ { "scorer", "window" }, { "scorer.window", "8" }, { "budget", "32" }, { "sinks", "4" } });
+    World        w(model, plan.plan);
+    kvedge_error err{};
+    for (int32_t i = 0; i < 20; i++) {  // more than n_ctx in all
+        CHECK((i % 3 == 0 ? w.decode_image(64) : w.decode(words(model, 64, (uint32_t) i))) == 0);
+        CHECK(w.good(kvedge_compress_stream(w.kv, 0, &err), err));
+        CHECK(w.kept(0, 0).size() == 32);
+    }
+    CHECK(w.stats().n_tokens == 20 * 64 && kvedge_cells(w.kv, 0) <= 64);
+    w.answer(5);
+    CHECK(w.kept(1, 1).size() == 32 + 5);
+}

@@ -1,0 +1,137 @@
+// Calls from several threads, requests that are given up half-way, and the ends of contexts and caches.
+
+#include "world.h"
+
+#include <atomic>
+#include <chrono>
+#include <thread>
+
+// What a second thread is told while another one decodes: that the cache is busy, or the answer.
+void several_threads(llama_model * model) {
+    Plan              plan({ { "scorer", "mixkv" }, { "scorer.window", "8" }, { "reducer", "pivotal" }, { "budget", "0.25" } });
+    World             w(model, plan.plan);
+    std::atomic<bool> over{ false };
+    std::thread       other([&] {
+        std::vector<int32_t> tokens(N_CTX);
+        std::vector<float>   floats(1 << 20);
+        kvedge_stats         stats{};
+        stats.struct_size = sizeof(stats);
+        const auto fine   = [](kvedge_status s) { return s == KVEDGE_OK || s == KVEDGE_E_STATE || s == KVEDGE_E_ARGUMENT; };
+        while (!over) {
+            kvedge_error err{};
+            int32_t      h, hkv, dk, dv;
+            CHECK(kvedge_bounded_layers(w.kv, 0) >= -1);
+            CHECK(fine(kvedge_get_stats(w.kv, 0, &stats, &err)));
+            CHECK(fine(kvedge_head_tokens(w.kv, 0, 0, 0, tokens.data(), N_CTX, &err)));
+            CHECK(fine(kvedge_layer_shape(w.kv, 0, &h, &hkv, &dk, &dv, &err)));
+            CHECK(fine(kvedge_pending_scores(w.kv, 0, 0, floats.data(), 1 << 20, &err)));
+            CHECK(fine(kvedge_set_plan(w.kv, plan.plan, &err)));
+            CHECK(fine(kvedge_set_auto_compress(w.kv, true, &err)));
+            CHECK(kvedge_layer_id(w.kv, 0) >= -1 && kvedge_query_heads(w.kv, 0) >= -1 && kvedge_cells(w.kv, 0) >= -1);
+            CHECK(kvedge_head_length(w.kv, 0, 0, 0) >= -1);
+            CHECK(fine(kvedge_check_kernels(kvedge_simd(), &err)));
+            CHECK(kvedge_load_backends(&err) == KVEDGE_OK);
+        }
+    });
+    for (uint32_t i = 0; i < 6; i++) {
+        kvedge_error err{};
+        const auto   tokens = words(model, PROMPT, i);
+        if (i % 2 == 0) {
+            while (kvedge_bound_prompt(w.kv, 0, nullptr, PROMPT, &err) == KVEDGE_E_STATE) {
+            }
+        }
+        CHECK(w.decode(tokens) == 0);
+        w.answer(4);
+        w.clear();
+    }
+    over = true;
+    other.join();
+    kvedge_error err{};
+    (void) kvedge_take_error(w.kv, &err);  // that the threads met
+    CHECK(w.decode(words(model, PROMPT, 9)) == 0);
+    w.answer(2);
+    CHECK(w.stats().n_compressions == 1);
+}
+
+// llama_decode is stopped in the middle of its graph; the next request is as good as ever.
+void given_up(llama_model * model) {
+    Plan         plan({ { "scorer", "cumulative" }, { "budget", "0.25" } });
+    World        w(model, plan.plan);
+    kvedge_error err{};
+    for (int32_t after = 1; after < 60; after += 6) {
+        std::atomic<int32_t> left{ after };
+        llama_set_abort_callback(w.ctx, [](void * n) { return --*(std::atomic<int32_t> *) n < 0; }, &left);
+        if (after % 4 == 3) {
+            CHECK(kvedge_bound_prompt(w.kv, 0, nullptr, PROMPT, &err) == KVEDGE_OK);
+        }
+        const int code = w.decode(words(model, PROMPT, 1));
+        CHECK(code == 0 || code == 2);
+        llama_set_abort_callback(w.ctx, nullptr, nullptr);
+        w.clear();
+        CHECK(w.decode(words(model, PROMPT, 2)) == 0);
+        w.answer(2);
+        CHECK(w.kept(0, 0).size() == PROMPT / 4 + 2);
+        w.clear();
+    }
+}
+
+namespace {
+
+struct Detaching {
+    kvedge_cache *    kv = nullptr;
+    std::atomic<bool> inside{ false };
+    bool              over = false;  // written by the call that the other thread waits for
+};
+
+kvedge_status dawdles(const kvedge_score_input * in, float *, kvedge_error *) {
+    auto & d = *(Detaching *) in->user_data;
+    d.inside = true;
+    std::this_thread::sleep_for(std::chrono::milliseconds(30));
+    d.over = in->layer == in->n_layers - 1;
+    return KVEDGE_OK;
+}
+
+}  // namespace
+
+// Caches and contexts end in any order, and a cache not before a call of another thread is over.
+void ends(llama_model * model) {
+    Plan         plan({ { "scorer", "knorm" }, { "budget", "16" } });
+    kvedge_error err{};
+    World        freed(model, plan.plan);
+    CHECK(freed.decode(words(model, PROMPT, 1)) == 0);
+    llama_free(freed.ctx);
+    freed.ctx = nullptr;
+    CHECK(kvedge_compress(freed.kv, 0, &err) == KVEDGE_E_STATE && kvedge_save(freed.kv, 0, "x", "x", nullptr, 0, &err) == KVEDGE_E_STATE);
+    CHECK(freed.stats().n_tokens == PROMPT);
+
+    World twice(model, plan.plan);
+    kvedge_cache * second = nullptr;
+    CHECK(kvedge_attach(twice.ctx, plan.plan, nullptr, &second, &err) == KVEDGE_E_STATE && !second);
+    kvedge_detach(twice.kv);
+    twice.kv = nullptr;
+    CHECK(twice.decode(words(model, PROMPT, 1)) == 0);  // llama.cpp's own cache again
+    CHECK(kvedge_attach(twice.ctx, plan.plan, nullptr, &twice.kv, &err) == KVEDGE_E_STATE);
+    twice.clear();
+    CHECK(twice.good(kvedge_attach(twice.ctx, plan.plan, nullptr, &twice.kv, &err), err));
+
+    Detaching            d;
+    kvedge_custom_scorer slow{};
+    slow.struct_size = sizeof(slow);
+    slow.name        = "dawdles";
+    slow.score       = dawdles;
+    slow.user_data   = &d;
+    CHECK(kvedge_plan_add_scorer(plan.plan, &slow, &err) == KVEDGE_OK);
+    plan.set("scorer", "dawdles");
+    CHECK(kvedge_set_plan(twice.kv, plan.plan, &err) == KVEDGE_OK);
+    CHECK(twice.decode(words(model, PROMPT, 1)) == 0);
+    std::thread other([&] {
+        while (!d.inside) {
+            std::this_thread::yield();
+        }
+        kvedge_detach(twice.kv);
+        CHECK(d.over);
+    });
+    CHECK(kvedge_compress(twice.kv, 0, &err) == KVEDGE_OK);
+    other.join();
+    twice.kv = nullptr;
+}

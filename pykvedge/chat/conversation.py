@@ -1,0 +1,162 @@
+"""Conversation: messages, the engine that has read them, and how what is new in them is brought into its cache."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+from pykvedge.errors import StateError
+from pykvedge.models.composer import Composer
+from pykvedge.models.images import Picture
+from pykvedge.models.model import Model, Progress
+from pykvedge.models.prompt import Message
+from pykvedge.models.vision import ImagePiece, Piece, TextPiece, Vision
+from pykvedge.native import memory
+from pykvedge.native.guard import Guard, Stop
+from pykvedge.plans.plan import Plan
+from pykvedge.runtime import pace, stream
+from pykvedge.runtime.engine import Engine
+from pykvedge.runtime.report import Report, Tokens
+from pykvedge.runtime.settings import Settings
+
+
+class Conversation:
+    """What a session, its answers and its branches share; the session brings the model, its vision and its engine."""
+
+    model: Model
+    _composer: Composer
+
+    def __init__(self, plan: Plan, settings: Settings, progress: Progress, cancel: threading.Event | None) -> None:
+        self.plan, self.settings = plan, settings
+        self.messages: list[Message] = []
+        self.pending: list[int] = []  # generated, but not yet read back into the cache
+        self.in_cache = False  # whether the cache holds the conversation so far
+        self.last_report: Report | None = None
+        self.cancel = cancel
+        self.guard = Guard("session", over="the session is closed")
+        self.stop = Stop(self.guard, lambda: self.cancel)
+        self._progress = progress
+        self._frames: Iterator[Picture] = iter(())  # of a stream, not read yet
+        self._vision: Vision | None = None
+        self._engine: Engine | None = None
+
+    @property
+    def engine(self) -> Engine:
+        """Context and cache. Raises StateError after close."""
+        if self._engine is None:
+            raise StateError("the session is closed")
+        return self._engine
+
+    def forget(self) -> None:
+        """Drops the cache; the next message reads the conversation again."""
+        self.engine.close()
+        self.in_cache, self.pending = False, []
+
+    def release(self, pieces: list[Piece]) -> None:
+        """Frees what the image encoder holds of the pieces."""
+        if self._vision is not None:
+            self._vision.release(pieces)
+
+    def read(self, report: Report) -> None:
+        """Brings the conversation into the cache, compresses what was added, and measures."""
+        if not self.in_cache:
+            if any(not p.rgb for m in self.messages for p in m.pictures):
+                raise StateError(
+                    "the pictures of this conversation were in the cache only, and it is gone; load the session file "
+                    "again, or start a new conversation"
+                )
+            self.engine.close()
+            self.pending = []
+        if self.settings.stream:
+            self._read_stream(report)
+            return
+        pieces = self._pieces()
+        engine, spent = self.engine, report.time
+        try:
+            with self._peak_of(report):
+                n_image = sum(p.n_tokens for p in pieces if isinstance(p, ImagePiece))
+                report.tokens = Tokens(sum(p.n_tokens for p in pieces), n_image)
+                self._progress("preparing the context", 1.0)
+                spent.load_s += _timed(lambda: engine.make_room(pieces, self.plan))
+                if self.settings.bounded:
+                    report.bounded, report.not_bounded = not engine.not_bounded, engine.not_bounded
+                spent.encode_s = _timed(lambda: engine.encode(pieces, self._progress, self.stop))
+                report.rss.before_prefill_bytes = memory.rss_bytes()
+                spent.prefill_s = _timed(lambda: engine.prefill(pieces, self._progress, self.stop))
+                spent.compress_s = _timed(engine.compress)
+                report.rss.after_compress_bytes = memory.rss_bytes()
+                report.kv = engine.measure()
+        finally:
+            self.release(pieces)
+        self.in_cache, self.pending = True, []
+
+    @contextmanager
+    def _peak_of(self, report: Report) -> Iterator[None]:
+        """Notes the peak of resident memory inside the block, if that was asked for."""
+        if not self.settings.measure_peak:
+            yield
+            return
+        meter = memory.PeakMeter()
+        meter.start()
+        try:
+            yield
+        finally:
+            rss = report.rss
+            # the meter looks every 10 ms, and may have missed what was read in between
+            rss.peak_bytes = max(meter.stop(), rss.before_prefill_bytes, rss.after_compress_bytes)
+
+    def _read_stream(self, report: Report) -> None:
+        """The same piece by piece: an image is encoded, read and forgotten before the next one is looked at."""
+        engine, message = self.engine, self.messages[-1]
+        composer = self._composer
+        written = composer.following(self.messages) if self.in_cache else composer.first(self.messages)
+        source = stream.Source(self._vision, composer, written)
+        earlier = sum(len(m.pictures) for m in self.messages[:-1])
+        parts: Iterable[tuple[str, Picture | None]] = [(written.text, None)]
+        if self._vision is not None:
+            parts = stream.segments(written.text, composer.marker, self._frames, earlier)
+        before: list[Piece] = [TextPiece(self.pending)] if self.pending else []
+        pieces = itertools.chain(before, source.pieces(parts))
+        report.rss.before_prefill_bytes = memory.rss_bytes()
+        try:
+            with self._peak_of(report):
+                report.time.prefill_s = _timed(
+                    lambda: stream.read(
+                        engine, self._vision, self.plan, pieces, self._progress, self.stop, report.tokens
+                    )
+                )
+        finally:
+            self.release(source.open)
+        report.rss.after_compress_bytes = memory.rss_bytes()
+        message.pictures = source.seen
+        self.measure_stream(report)
+        self.in_cache, self.pending = True, []
+
+    def measure_stream(self, report: Report) -> None:
+        """What a stream has become; the first time, when the prompt was read, also the figures of its cache."""
+        if figures := stream.measure(self.engine, self.model, self.plan, self.settings.kv_type):
+            report.kv = report.kv if report.stream else figures[0]
+            report.stream = figures[1]
+
+    def check_stream(self, plan: Plan) -> None:
+        if self.settings.stream:
+            pace.check(plan)
+
+    def _pieces(self) -> list[Piece]:
+        if not self.in_cache:
+            return self.first_pieces(self.messages)
+        before: list[Piece] = [TextPiece(self.pending)] if self.pending else []
+        return before + self._composer.pieces(self._composer.following(self.messages), self.messages[-1].pictures)
+
+    def first_pieces(self, messages: list[Message]) -> list[Piece]:
+        """Messages as the model would read them at the start of a conversation; release them."""
+        return self._composer.pieces(self._composer.first(messages), [p for m in messages for p in m.pictures])
+
+
+def _timed(step: Callable[[], None]) -> float:
+    started = time.perf_counter()
+    step()
+    return time.perf_counter() - started

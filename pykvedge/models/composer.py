@@ -1,0 +1,126 @@
+"""From a conversation to the tokens and images that a model reads: its chat template around what people wrote.
+
+A model's special tokens are the template's to use. Where people wrote the text of one, or the word that stands for a
+picture, the template is given a stand-in for it; after that the text is put back, and read as nothing but text.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from pykvedge.errors import UsageError
+from pykvedge.models.images import Picture
+from pykvedge.models.model import Model
+from pykvedge.models.prompt import ChatTemplate, Message
+from pykvedge.models.vision import ImagePiece, Piece, TextPiece, Vision
+
+
+@dataclass(frozen=True)
+class Written:
+    """A prompt as text, with a marker for each picture. hidden: stand-ins in it, and the words that they stand for."""
+
+    text: str
+    hidden: Mapping[str, str] = field(default_factory=dict)
+
+
+class Composer:
+    """Writes a model's prompts, and reads them into pieces."""
+
+    def __init__(self, model: Model, vision: Vision | None) -> None:
+        """Raises ModelError for a chat template that cannot be read."""
+        self._model, self._vision = model, vision
+        self._bos = model.special_text("bos")
+        self._template = ChatTemplate(model.chat_template(), self._bos, model.special_text("eos"))
+        self.marker = vision.marker if vision else ""
+
+    def first(self, messages: list[Message]) -> Written:
+        """The whole conversation up to where the assistant is to answer."""
+        hidden: dict[str, str] = {}
+        text = self._template.first(self._safe(messages, hidden), self.marker)
+        if self._model.adds_bos and not text.startswith(self._bos):
+            text = self._bos + text
+        return Written(text, hidden)
+
+    def following(self, messages: list[Message]) -> Written:
+        """What comes after the last answer. messages: of the conversation; the last three are user, assistant, user."""
+        hidden: dict[str, str] = {}
+        return Written(self._template.following(self._safe(messages, hidden), self.marker), hidden)
+
+    def lead(self) -> str:
+        """What the template puts between where the assistant is to answer and the answer, mostly a space or nothing."""
+        return self._template.lead()
+
+    def pieces(self, written: Written, pictures: list[Picture]) -> list[Piece]:
+        """The prompt with these pictures in their places. Raises ImageError, UsageError."""
+        if self._vision is None or not pictures:
+            return [TextPiece(self.tokens(written))]
+        if not any(word in written.text for word in written.hidden):
+            return self._vision.split(written.text, pictures)
+        texts = written.text.split(self.marker)
+        if len(texts) != len(pictures) + 1:
+            raise UsageError(f"the prompt has not as many image places as images, {len(pictures)}")
+        out: list[Piece] = []
+        for text, picture in zip(texts, [*pictures, None], strict=True):
+            _join(out, TextPiece(self.tokens(Written(text, written.hidden)) if text else []))
+            for piece in self._vision.split(self.marker, [picture]) if picture else []:
+                _join(out, piece)
+        return out
+
+    def reply(self, written: Written, reply: str) -> list[int]:
+        """Tokens of a reply after a prompt: tokenised together with it, because tokens depend on what is before."""
+        hidden = dict(written.hidden)
+        reply = self._hide(reply, hidden)
+        text = written.text.rpartition(self.marker)[2] if self.marker else written.text
+        before = self.tokens(Written(text, hidden))
+        both = self.tokens(Written(text + self.lead() + reply, hidden))
+        return both[len(before) :] if both[: len(before)] == before else self.tokens(Written(reply, hidden))
+
+    def tokens(self, written: Written) -> list[int]:
+        """Tokens of a text without markers."""
+        model, rest = self._model, written.text
+        stand_ins = [word for word in written.hidden if word in rest]
+        if not stand_ins:
+            return model.tokenize(rest)
+        put_back = re.compile("|".join(stand_ins))
+        # special tokens part a text: what lies between two of them is tokenised by itself
+        special = model.special_words(rest)
+        parts = re.split(f"({'|'.join(map(re.escape, special))})", rest) if special else [rest]
+        out, plain, before = [], "", ""
+        for part in parts:
+            text = put_back.sub(lambda found: written.hidden[found[0]], part)
+            if text == part:
+                plain += part
+            else:
+                text = text.lstrip() if model.eats_blanks(before) else text
+                out += model.tokenize(plain) + model.tokenize(text, special=False)
+                plain = ""
+            before = part
+        return out + model.tokenize(plain)
+
+    # ---------------------------------------------------------------------------------------------------
+
+    def _safe(self, messages: list[Message], hidden: dict[str, str]) -> list[Message]:
+        return [replace(message, text=self._hide(message.text, hidden)) for message in messages]
+
+    def _hide(self, text: str, hidden: dict[str, str]) -> str:
+        """The text with stand-ins for words that would be read as more than text, which are added to `hidden`."""
+        words = [self.marker] if self.marker and self.marker in text else []
+        while words := words or self._model.special_words(text):
+            for word in words:
+                stand_in = secrets.token_hex(16)
+                hidden[stand_in] = word
+                text = text.replace(word, stand_in)
+            words = []
+        return text
+
+
+def _join(pieces: list[Piece], piece: Piece) -> None:
+    """Appends a piece; text to text that is the last one."""
+    if isinstance(piece, ImagePiece) or not pieces or isinstance(pieces[-1], ImagePiece):
+        if piece.n_tokens:
+            pieces.append(piece)
+    else:
+        pieces[-1] = TextPiece([*pieces[-1].tokens, *piece.tokens])

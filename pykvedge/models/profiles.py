@@ -1,0 +1,87 @@
+"""The profiles of a model: which file it is, where its profiles lie, and which of them a plan needs."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+from pykvedge.errors import ModelError, ProfileError
+from pykvedge.models.gguf import read_header
+from pykvedge.plans.plan import Plan
+from pykvedge.plans.profile import KINDS, Given, Profile, assigned, fitting, load, missing
+from pykvedge.plans.stages.base import ProfileTable
+
+_SAMPLES, _SAMPLE_BYTES = 64, 64 << 10
+SHIPPED = Path(__file__).parent.parent / "data" / "profiles"
+
+
+def hash_of(model: str | os.PathLike[str]) -> str:
+    """Names the weights in a GGUF file: "sampled-sha256:" and 64 hexadecimal digits.
+
+    The hash is of the file's size, of its whole header (metadata, vocabulary, names, types and places of all tensors),
+    and of 64 pieces of 64 KiB spread evenly over the data, or of all the data where that is less: a fine-tuned or
+    requantised model differs in all of them, and a file of any size takes a moment. Raises ModelError.
+    """
+    header = read_header(model)
+    digest = hashlib.sha256(f"{header.file_size};{header.data_start};".encode())
+    data, most = header.file_size - header.data_start, _SAMPLES * _SAMPLE_BYTES
+    try:
+        with Path(model).open("rb") as file:
+            digest.update(file.read(header.data_start))
+            if data <= most:
+                digest.update(file.read())
+            for i in range(_SAMPLES if data > most else 0):
+                file.seek(header.data_start + (data - _SAMPLE_BYTES) * i // (_SAMPLES - 1))
+                digest.update(file.read(_SAMPLE_BYTES))
+    except OSError as error:
+        raise ModelError(f"{model} cannot be read: {error.strerror or error}") from None
+    return "sampled-sha256:" + digest.hexdigest()
+
+
+def folder() -> Path:
+    """Where the user's own profiles lie."""
+    import click
+
+    return Path(click.get_app_dir("kvedge")) / "profiles"
+
+
+def file_name(kind: str, model_hash: str) -> str:
+    """Name of a profile in the user's folder, and among those that kvedge ships."""
+    return f"{kind}-{model_hash.rpartition(':')[2][:16]}.json"
+
+
+def find(plan: Plan, model: str | os.PathLike[str], given: Given = None, spare: bool = False) -> dict[str, Profile]:
+    """Stage -> the profile that it needs for a GGUF file; empty if the plan needs none.
+
+    given: profiles or their files, each for the stage whose kind it fits, instead of those that lie ready.
+    spare: one that fits no stage is left alone, for another plan of the conversation; else it is refused.
+    Raises ProfileError for what is missing, damaged, of another kind, or of another model.
+    """
+    kinds = plan.profile_kinds()
+    out = assigned(plan, given, spare)
+    wanted = hash_of(model) if kinds else ""
+    for stage, kind in kinds.items():
+        if stage not in out:
+            places = [place / file_name(kind, wanted) for place in (folder(), SHIPPED)]
+            path = next((path for path in places if path.is_file()), None)
+            if path is None:
+                raise missing(plan, stage, f"of {Path(model).name} ")
+            out[stage] = str(path), fitting(plan, stage, load(path))
+    for where, profile in out.values():
+        if profile.model_hash and profile.model_hash != wanted:
+            raise _of_another_model(where, profile, Path(model).name)
+    return {stage: profile for stage, (_, profile) in out.items()}
+
+
+def tables_for(
+    plan: Plan, model: str | os.PathLike[str], given: Given = None, spare: bool = False
+) -> dict[str, ProfileTable]:
+    """Stage -> the numbers of what `find` finds. Raises as it does."""
+    return {stage: found.table for stage, found in find(plan, model, given, spare).items()}
+
+
+def _of_another_model(where: str, profile: Profile, model: str) -> ProfileError:
+    name = profile.about.get("model", {}).get("name")
+    other = f"was made for {name!r}" if isinstance(name, str) else "was made for another model"
+    return ProfileError(f"{where} {other}, not for the weights in {model}; run `{KINDS[profile.kind]}` for these")

@@ -1,0 +1,60 @@
+"""libkvedge with its prototypes, and calls of it whose failures are exceptions. Nothing is loaded on import."""
+
+from __future__ import annotations
+
+import ctypes as c
+import functools
+import itertools
+from typing import Any
+
+from pykvedge import errors
+from pykvedge.native import libraries
+from pykvedge.native.abi import PROTOTYPES, STAGE_NUMBER, Declared, Error
+
+_ERROR_OF_STATUS: dict[int, type[errors.KvedgeError]] = {
+    1: errors.UsageError,
+    2: errors.UnknownNameError,
+    3: errors.BudgetError,
+    4: errors.OutOfMemoryError,
+    5: errors.NothingToCompressError,
+    6: errors.StateError,
+    7: errors.UnsupportedError,
+    8: errors.PluginError,
+    9: errors.SessionFileError,
+}
+
+
+@functools.cache
+def lib() -> c.CDLL:
+    """libkvedge with its prototypes. Raises LibraryError when it is missing or of another version."""
+    handle = libraries.kvedge()
+    _declare(handle)
+    return handle
+
+
+def stage_settings(stage: str, member: str) -> list[Declared]:
+    """Settings of a member of the library's, by its name."""
+    found = (lib().kvedge_stage_setting(STAGE_NUMBER[stage], member.encode(), i) for i in itertools.count())
+    return [setting.contents.declared for setting in itertools.takewhile(bool, found)]
+
+
+def _declare(handle: c.CDLL) -> None:
+    for name, (result, arguments) in PROTOTYPES.items():
+        try:
+            function = getattr(handle, f"kvedge_{name}")
+        except AttributeError:
+            raise errors.LibraryError(f"libkvedge lacks kvedge_{name}; {libraries.HOW_TO_BUILD}") from None
+        function.restype, function.argtypes = result, arguments
+
+
+def raise_(error: Error) -> None:
+    """Raises what the status of a kvedge_error stands for (errors.py)."""
+    message = error.text or f"libkvedge failed with status {error.status}"
+    raise _ERROR_OF_STATUS.get(error.status, errors.KvedgeError)(message)
+
+
+def call(name: str, *arguments: Any) -> None:
+    """kvedge_NAME(arguments, &error). Raises where it fails."""
+    error = Error()
+    if getattr(lib(), f"kvedge_{name}")(*arguments, c.byref(error)) != 0:
+        raise_(error)

@@ -1,0 +1,88 @@
+"""Plugins that the user names: Python files and shared libraries."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import sys
+from pathlib import Path
+
+from pykvedge.errors import KvedgeError, PluginError
+from pykvedge.plans.plan import Plan
+from pykvedge.plans.plugins import calling, table
+from pykvedge.plans.presets import plan
+
+LIBRARY_ENDINGS = (".so", ".dylib", ".dll")
+
+_digests: dict[str, str] = {}  # names of plugin files, and digests of what was in them when they were loaded
+
+
+def load_file(path: Path) -> list[str]:
+    """Registers what a plugin file (.py, or a shared library) brings. Returns the names of stages and presets.
+
+    Raises PluginError: no such file, an error while it is read, a name that is taken, nothing registered.
+    """
+    path = path.expanduser()
+    if not path.exists():
+        raise PluginError(f"plugin {path} does not exist")
+    if path.is_dir():
+        raise PluginError(f"plugin {path} is a folder; pass the file")
+    before = table.snapshot()
+    try:
+        if path.suffix in LIBRARY_ENDINGS:
+            from pykvedge.plans.plugins import shared_library
+
+            for plugin in shared_library.load_library(path):
+                table.add(plugin)
+        elif path.suffix == ".py":
+            _run(path)
+        else:
+            raise PluginError(f"plugin {path} is neither a Python file (.py) nor a shared library (.so, .dylib, .dll)")
+        names = _registered_by(path.name)
+        if not names:
+            raise PluginError(f"plugin {path} registers no scorer, allocator, reducer or preset")
+        _check_presets(path.name)
+    except BaseException:
+        table.restore(before)
+        raise
+    _digests[path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return names
+
+
+def source_digest(plan: Plan) -> str:
+    """Other for other versions of the plugin files that a plan's stages come from; "" if it has none from a file."""
+    own = [table.get(stage, getattr(plan, stage)) for stage in table.STAGES]
+    found = sorted({_digests[plugin.origin] for plugin in own if plugin is not None and plugin.origin in _digests})
+    return " ".join(found)
+
+
+def _run(path: Path) -> None:
+    name = f"kvedge_plugin_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise PluginError(f"plugin {path} cannot be loaded")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look a class's module up
+    try:
+        calling.guarded(f"plugin {path.name}", spec.loader.exec_module, module, file=str(path))
+    except BaseException:
+        sys.modules.pop(name, None)
+        raise
+
+
+def _registered_by(origin: str) -> list[str]:
+    members, presets = table.snapshot()
+    return [name for (_, name), p in members.items() if p.origin == origin] + [
+        name for name, (_, of) in presets.items() if of == origin
+    ]
+
+
+def _check_presets(origin: str) -> None:
+    for name, (_, of) in table.snapshot()[1].items():
+        if of == origin:
+            try:
+                plan(name)
+            except PluginError:
+                raise
+            except (KvedgeError, TypeError) as error:
+                raise PluginError(f"{origin}: preset '{name}': {error}") from None

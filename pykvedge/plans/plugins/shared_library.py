@@ -1,0 +1,166 @@
+"""Stages that a shared library brings: C functions that Python calls, and that libkvedge is given as they are.
+
+libkvedge is not needed: a library of stages can be loaded, and its members run by the NumPy engine, without it.
+"""
+
+from __future__ import annotations
+
+import ctypes as c
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pykvedge.errors import KvedgeError, PluginError, UsageError
+from pykvedge.native.abi import Error, Setting, text
+from pykvedge.native.stage_structs import (
+    BYTES,
+    DOUBLES,
+    FLOATS,
+    INTS,
+    STRUCTS,
+    AllocateInput,
+    Plugin,
+    ReduceInput,
+    ScoreInput,
+)
+from pykvedge.plans.plugins import calling, table
+from pykvedge.plans.stages import base
+
+PLUGIN_SYMBOL = "kvedge_plugin_v1"
+
+
+def load_library(path: Path) -> list[table.Plugin]:
+    """The members that a shared library exports by kvedge_plugin_v1. Raises PluginError."""
+    try:
+        library = c.CDLL(str(path.resolve()))
+    except OSError as error:
+        raise PluginError(f"plugin {path} cannot be loaded: {error}") from None
+    try:
+        entry = getattr(library, PLUGIN_SYMBOL)
+    except AttributeError:
+        raise PluginError(f"plugin {path} exports no {PLUGIN_SYMBOL}; see kvedge.h") from None
+    entry.restype = c.POINTER(Plugin)
+    found = entry()
+    plugin = _own_copy(Plugin, c.cast(found, c.c_void_p).value)
+    if plugin is None:
+        raise PluginError(f"plugin {path} was built for another kvedge.h: {PLUGIN_SYMBOL} returns no table that fits")
+    out = []
+    for stage, (kind, _) in STRUCTS.items():
+        at = c.cast(getattr(plugin, f"{stage}s"), c.c_void_p).value
+        for i in range(getattr(plugin, f"n_{stage}s")):
+            struct = _own_copy(kind, at)
+            if struct is None or not struct.call:
+                raise PluginError(f"plugin {path}: {stage} {i} has no function, or its struct_size does not fit")
+            at += c.c_size_t.from_address(at).value
+            out.append(_native_member(stage, struct, path.name))
+    return out
+
+
+def _own_copy(kind: type[c.Structure], address: int | None) -> Any:
+    """The struct at an address as this package knows it, or None if it is smaller, or asks for what is not known here.
+
+    As kvedge.h says of structs with a struct_size: one of a newer header may be larger, with zeros at its end.
+    """
+    if not address:
+        return None
+    known, size = c.sizeof(kind), c.c_size_t.from_address(address).value
+    last = getattr(kind, "n_reducers" if kind is Plugin else "user_data")  # in the first version
+    if size < last.offset + last.size or any(c.string_at(address + known, max(size - known, 0))):
+        return None
+    own = kind.from_buffer_copy(c.string_at(address, min(size, known)).ljust(known, b"\0"))
+    own.struct_size = known
+    return own
+
+
+def _native_member(stage: str, struct: Any, origin: str) -> table.Plugin:
+    name = text(struct.name)
+    table.check_name(stage, name, origin)
+    summary = text(struct.summary) or "no description"
+    params = tuple(_param(struct.settings[i], origin) for i in range(struct.n_settings))
+    if stage == "allocator":
+        allocate = calling.checked_allocator(name, _NativeCall(struct, params, _run_allocate))
+        return table.Plugin(base.Allocator(name, summary, origin, allocate, params), origin, native=struct)
+    if stage == "reducer":
+        reduce = calling.checked_reducer(name, _NativeCall(struct, params, _run_reduce))
+        return table.Plugin(base.Reducer(name, summary, origin, reduce, params, merges=True), origin, native=struct)
+    n_queries, recent = struct.n_queries, struct.recent
+    member = base.Scorer(
+        name,
+        summary,
+        origin,
+        calling.checked_scorer(name, _NativeCall(struct, params, _run_score), lambda _: n_queries, struct.column_sums),
+        params,
+        auto_recent=lambda kept, even, _: min(kept // 2, recent),
+    )
+    return table.Plugin(member, origin, lambda _: n_queries, lambda _: recent, struct.column_sums, struct)
+
+
+def _param(s: Setting, origin: str) -> base.Param:
+    try:
+        return base.Param.declared(s.declared)
+    except KvedgeError as error:
+        raise PluginError(f"{origin}: setting '{text(s.name)}' does not allow its own fallback: {error}") from None
+
+
+class _NativeCall:
+    """A C callback as a function on arrays, for the NumPy engine."""
+
+    def __init__(self, struct: Any, params: tuple[base.Param, ...], run: Callable[..., Any]) -> None:
+        self._struct, self._params, self._run = struct, params, run
+
+    def __call__(self, given: Any, settings: base.Settings) -> Any:
+        numbers = [p.number(settings[p.name]) for p in self._params]
+        values = (c.c_double * max(1, len(numbers)))(*numbers)
+        return self._run(self._struct, given, c.cast(values, DOUBLES))
+
+
+def _pointer(x: np.ndarray, kind: Any) -> Any:
+    return x.ctypes.data_as(kind)
+
+
+def _c_call(struct: Any, given: c.Structure, *out: Any) -> None:
+    error = Error()
+    given.user_data = struct.user_data
+    status = struct.call(c.byref(given), *out, c.byref(error))
+    if status != 0:
+        raise UsageError(error.text or f"status {status}, and nothing said")
+
+
+def _run_score(struct: Any, layer: base.Layer, settings: Any) -> np.ndarray:
+    heads, n_tokens, d_k = layer.k.shape
+    k, v, q = (np.ascontiguousarray(x, np.float32) for x in (layer.k, layer.v, layer.q.swapaxes(0, 1)))
+    mask = layer.image_mask.astype(np.uint8)
+    given = ScoreInput(layer.index, layer.n_layers, q.shape[1], heads, n_tokens, d_k, v.shape[2],
+                       _pointer(k, FLOATS), _pointer(v, FLOATS), _pointer(mask, BYTES), len(q),
+                       settings=settings)  # fmt: skip
+    if len(q):
+        given.q = _pointer(q, FLOATS)
+    if layer.column_sums is not None:
+        sums = np.ascontiguousarray(layer.column_sums, np.float32)
+        given.column_sums = _pointer(sums, FLOATS)
+    out = np.zeros((heads, n_tokens), np.float32)
+    _c_call(struct, given, _pointer(out, FLOATS))
+    return out
+
+
+def _run_allocate(struct: Any, prompt: base.Prompt, settings: Any) -> np.ndarray:
+    n_layers, n_heads, n_tokens = prompt.scores.shape
+    heads, scores = np.full(n_layers, n_heads, np.int32), np.ascontiguousarray(prompt.scores, np.float32)
+    mask, counts = prompt.image_mask.astype(np.uint8), np.zeros((n_layers, n_heads), np.int32)
+    given = AllocateInput(n_layers, n_layers * n_heads, n_tokens, _pointer(heads, INTS), _pointer(scores, FLOATS),
+                           _pointer(mask, BYTES), prompt.budget, prompt.recent, settings)  # fmt: skip
+    _c_call(struct, given, _pointer(counts, INTS))
+    return counts
+
+
+def _run_reduce(struct: Any, head: base.Head, settings: Any) -> tuple[np.ndarray, np.ndarray]:
+    k, v = np.ascontiguousarray(head.k, np.float32), np.ascontiguousarray(head.v, np.float32)
+    kept = np.ascontiguousarray(head.kept, np.int32)
+    sinks, recent = int(np.argmin(head.protected)), int(np.argmin(head.protected[::-1]))
+    given = ReduceInput(head.layer, head.n_layers, head.index, *k.shape, v.shape[1], _pointer(k, FLOATS),
+                        _pointer(v, FLOATS), _pointer(kept, INTS), len(kept), sinks, recent, settings)  # fmt: skip
+    out = k[kept], v[kept]
+    _c_call(struct, given, *(_pointer(rows, FLOATS) for rows in out))
+    return out

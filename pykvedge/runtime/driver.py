@@ -1,0 +1,133 @@
+"""Driver: one llama_context and the cache that libkvedge keeps of it. Sessions, evaluations and benchmarks read by it.
+
+So what is measured is what a session does: prompts are cut into the same passes, and fail with the same words.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+from pykvedge.errors import CancelledError, KvedgeError, LibraryError, NothingToCompressError, StateError
+from pykvedge.models.model import Model, Progress, silent
+from pykvedge.models.vision import ImagePiece, Piece, TextPiece, Vision
+from pykvedge.plans.kvtypes import KvType
+from pykvedge.plans.plan import Plan
+from pykvedge.plans.stages.base import ProfileTable
+from pykvedge.runtime.interrupt import stop_if_set
+from pykvedge.runtime.libkvedge import Cache
+from pykvedge.runtime.llama_context import Context, ContextSize, check_memory
+
+
+class Driver:
+    """A context of a model; close it when done. `cache` is None where llama.cpp keeps the KV memory itself."""
+
+    def __init__(
+        self, model: Model, vision: Vision | None, size: ContextSize, threads: int, whole_cache: bool = False
+    ) -> None:
+        """whole_cache: llama.cpp is to keep the KV memory, which it allocates for the whole context at once.
+
+        Raises OutOfMemoryError, and KvedgeError with llama.cpp's reason.
+        """
+        check_memory(model, size, whole_cache)
+        self._model, self._vision, self._size = model, vision, size
+        self.context = Context(model, size, threads)
+        self.cache: Cache | None = None
+
+    def close(self) -> None:
+        """Frees the context and its KV memory. Does nothing the second time."""
+        if self.cache is not None:
+            self.cache.detach()
+            self.cache = None
+        self.context.close()
+
+    def take_over(self, plan: Plan, tables: Mapping[str, ProfileTable] | None = None) -> None:
+        """From now on libkvedge owns the KV memory of the context, which holds no tokens yet.
+
+        tables: profiles of the plan's stages that need one. Raises NothingToCompressError, and what Cache raises.
+        """
+        self.cache = Cache(self.context.handle, plan, self._size.kv_type, auto_compress=False, profiles=tables)
+
+    def take_over_if_possible(self, plan: Plan, tables: Mapping[str, ProfileTable] | None = None) -> None:
+        """The same, but a plan that keeps everything as it is also runs where kvedge has nothing to take over."""
+        try:
+            self.take_over(plan, tables)
+        except (NothingToCompressError, LibraryError) as error:
+            if isinstance(error, LibraryError) and plan.method != "full":
+                raise
+            if KvType.parse(self._size.kv_type).quantised:
+                raise NothingToCompressError(
+                    f"{self._model.path.name} runs as it is, without kvedge's KV memory, so nothing can be stored as "
+                    f"{self._size.kv_type}; use f16, bf16 or f32"
+                ) from error
+            self.require_full(plan)
+            check_memory(self._model, self._size, whole_cache=True)
+
+    def require_full(self, plan: Plan) -> None:
+        """Raises NothingToCompressError for a plan that a model without KV memory of kvedge's cannot follow."""
+        if plan.method != "full":
+            raise NothingToCompressError(
+                f"{self._model.path.name} has no attention layer whose KV memory kvedge can take over, so method "
+                f"'{plan.method}' has nothing to compress; use --method full"
+            )
+
+    # ---------------------------------------------------------------------------------------------------
+
+    def read(self, pieces: Iterable[Piece], progress: Progress = silent, cancel: threading.Event | None = None) -> None:
+        """Appends pieces to the current sequence; afterwards the logits of the last token are there.
+
+        Raises ContextError, CancelledError, and what libkvedge met meanwhile.
+        """
+        steps = list(cut(pieces, self.context.n_ubatch))
+        done, total = 0, sum(step.n_tokens for step in steps)
+        for i, step in enumerate(steps):
+            progress("reading the prompt", done / total)
+            stop_if_set(cancel)
+            self.read_step(step, want_logits=i == len(steps) - 1)
+            done += step.n_tokens
+        progress("reading the prompt", 1.0)
+
+    def read_step(self, step: Piece, want_logits: bool) -> None:
+        """Appends a piece that one pass holds, an image encoded before. want_logits: of its last token."""
+        with self.explained():
+            if not isinstance(step, ImagePiece):
+                self.context.decode(step.tokens, want_logits)
+            elif self._vision is None:
+                raise StateError("the model was loaded without an image encoder")
+            else:
+                self.context.decode_image(self._vision, step)
+
+    def extend(self, token: int) -> None:
+        """Appends one generated token; afterwards its logits are there. Raises ContextError."""
+        self.read_step(TextPiece([token]), want_logits=True)
+
+    def compress(self) -> None:
+        """Compresses what the current sequence has of the last prompt."""
+        if self.cache is not None:
+            self.cache.compress(self.context.sequence)
+
+    def pairs_held(self) -> float:
+        """KV pairs of the current sequence per KV head, averaged over heads and layers; 0 where there is no cache."""
+        cache = self.cache
+        lengths = [n for heads in cache.lengths(self.context.sequence) for n in heads] if cache is not None else []
+        return sum(lengths) / len(lengths) if lengths else 0
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Replaces the error of a failed decode by what libkvedge met inside it, where that was the cause."""
+        try:
+            yield
+        except KvedgeError as error:
+            if self.cache is not None and not isinstance(error, CancelledError):
+                self.cache.check()
+            raise
+
+
+def cut(pieces: Iterable[Piece], most: int) -> Iterator[Piece]:
+    """The pieces, text cut so that each step is one pass through the model: progress shows, and Ctrl-C is heard."""
+    for piece in pieces:
+        if isinstance(piece, ImagePiece):
+            yield piece
+        else:
+            yield from (TextPiece(piece.tokens[i : i + most]) for i in range(0, piece.n_tokens, most))

@@ -1,0 +1,57 @@
+"""What is measured is what a session does: eval and bench keep of a prompt what a session keeps, to the token."""
+
+import threading
+
+import pytest
+from conftest import THREADS
+
+import pykvedge
+from pykvedge.lab.bench.machine import Energy
+from pykvedge.lab.bench.matrix import Shape, Variant
+from pykvedge.lab.bench.measure import Prompt, repetition
+from pykvedge.lab.eval.reader import Reader
+from pykvedge.models.vision import ImagePiece
+from pykvedge.runtime.libkvedge import Cache
+
+WORDS = "The quick brown fox jumps over the lazy dog and looks at the picture. "
+
+
+def held(cache):
+    return [[cache.tokens(i, h) for h in range(len(heads))] for i, heads in enumerate(cache.lengths())]
+
+
+@pytest.mark.parametrize("method", ["lookm", "snapkv", "elastic", "pyramidkv"])
+def test_eval_and_bench_keep_what_a_session_keeps(tiny, picture_file, native, monkeypatch, method):
+    """Of a prompt of several passes with an image among them."""
+    plan, seen = pykvedge.plan(method, 0.3), {}
+    with tiny("llava").session(plan, n_ctx=4096) as session:
+        question = WORDS * 30 + "<image>" + WORDS * 30
+        pieces = session.first_prompt(question, [picture_file()])
+        n = sum(p.n_tokens for p in pieces)
+        assert n > 2 * 512
+        session.ask(question, [picture_file()], pykvedge.Sampling(temp=0, max_tokens=1)).read()
+        seen["session"] = held(session.engine.cache)
+        for piece in pieces:
+            if isinstance(piece, ImagePiece):
+                session._vision.encode(piece)
+
+        reader = Reader(session.model, session._vision, THREADS, "f16")
+        reader.make_room(n, 8, 0)
+        reader.start(plan)
+        reader.read(pieces)
+        reader.compress()
+        seen["eval"] = held(reader._driver.cache)
+        reader.close()
+
+        detach = Cache.detach
+
+        def looked_at(cache):
+            if cache.attached:
+                seen["bench"] = held(cache)
+            detach(cache)
+
+        monkeypatch.setattr(Cache, "detach", looked_at)
+        prompt = Prompt(Shape(n), pieces, [], 0.0)
+        repetition(session.model, session._vision, prompt, Variant(method, plan), THREADS, Energy(), threading.Event())
+        session.release(pieces)
+    assert seen["session"] == seen["eval"] == seen["bench"]

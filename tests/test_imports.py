@@ -1,0 +1,120 @@
+"""The floors of the package: no module imports, anywhere in its code, what lies above it, and none imports in a circle.
+
+Imports inside functions and those for type checkers count, and so do names of modules in strings, as importlib takes
+them. The sources are read, not imported.
+"""
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+# from the bottom up; a module belongs to the longest name that fits it
+FLOORS = (
+    "pykvedge.errors",
+    "pykvedge.native",
+    "pykvedge.plans.kvtypes",
+    "pykvedge.plans.stages",
+    "pykvedge.plans.plugins",
+    "pykvedge.plans",
+    "pykvedge.models",
+    "pykvedge.runtime",
+    "pykvedge.chat",
+    "pykvedge",
+    "pykvedge.lab",
+    "pykvedge.cli",
+    "pykvedge.__main__",
+)
+NAME = re.compile(r"pykvedge(\.\w+)*")
+
+
+def modules():
+    """Name -> source file of every module of the package; a package's own module has its name."""
+    found = {}
+    for path in sorted((ROOT / "pykvedge").rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        if "bindings" not in parts:
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports(source, known):
+    """(module, line) of everything of the package that some code imports or names."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            wanted = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            inner = [f"{node.module}.{alias.name}" for alias in node.names]
+            wanted = [name if name in known else node.module for name in inner]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and NAME.fullmatch(node.value):
+            wanted = [node.value] if "." in node.value else []
+        else:
+            continue
+        yield from ((name, node.lineno) for name in wanted if name in known)
+
+
+def floor(module):
+    fitting = [name for name in FLOORS if module == name or module.startswith(f"{name}.")]
+    return FLOORS.index(max(fitting, key=len))
+
+
+def graph(sources):
+    return {name: dict(imports(source, sources)) for name, source in sources.items()}
+
+
+def going_up(edges):
+    """Imports of what lies on a higher floor, as lines that say where."""
+    return [
+        f"{module}:{line} imports {name}, from above"
+        for module, found in edges.items()
+        for name, line in found.items()
+        if floor(name) > floor(module)
+    ]
+
+
+def circles(edges):
+    """Circles of imports, each named by its modules once."""
+    found, done = [], set()
+
+    def visit(module, path):
+        if module in path:
+            found.append(" -> ".join([*path[path.index(module) :], module]))
+            return
+        if module in done:
+            return
+        for name in edges[module]:
+            visit(name, [*path, module])
+        done.add(module)
+
+    for module in edges:
+        visit(module, [])
+    return found
+
+
+def package():
+    return graph({name: path.read_text("utf-8") for name, path in modules().items()})
+
+
+def test_no_module_imports_what_lies_above_it():
+    assert going_up(package()) == []
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    assert circles(package()) == []
+
+
+def test_the_top_level_has_at_most_a_dozen_entries():
+    entries = {path.relative_to(ROOT / "pykvedge").parts[0] for path in modules().values()}
+    assert len(entries | {"data", "py.typed"}) <= 12, entries
+
+
+def test_what_this_test_would_find():
+    sources = {
+        "pykvedge.models.a": "def f():\n    from pykvedge.models import b\n",
+        "pykvedge.models.b": "import importlib\nimportlib.import_module('pykvedge.models.c')\n",
+        "pykvedge.models.c": "if TYPE_CHECKING:\n    from pykvedge.models.a import f\n",
+        "pykvedge.native.d": "from pykvedge import models\nimport pykvedge.models.a\n",
+    }
+    edges = graph(sources)
+    assert circles(edges) == ["pykvedge.models.a -> pykvedge.models.b -> pykvedge.models.c -> pykvedge.models.a"]
+    assert going_up(edges) == ["pykvedge.native.d:2 imports pykvedge.models.a, from above"]

@@ -1,0 +1,164 @@
+"""What people write is text: the text of a special token, or the word that stands for a picture, typed by somebody.
+
+Which tokens are special is read here from the file, and what a text means to the tokeniser is llama.cpp's answer.
+"""
+
+import ctypes
+
+import pytest
+from gguf import GGUFReader
+
+import pykvedge
+from pykvedge.lab.eval.measure import Preparer
+from pykvedge.lab.eval.tasks import Line, Sample
+from pykvedge.models.composer import Composer, Written
+from pykvedge.models.images import load_picture
+from pykvedge.models.vision import ImagePiece, TextPiece
+
+KINDS = ["llama", "llava", "qwen2vl", "qwen3", "phi3", "gemma3"]
+FEW = pykvedge.Sampling(temp=0, max_tokens=4)
+BENIGN = "Say {}, and {} again: \u00fcber 3 <b> | \u56fe [INST] <notatoken>."
+CONTROL, UNKNOWN = 3, 2  # tokenizer.ggml.token_type
+
+
+def specials(path):
+    """Text -> number of the tokens of a file that are more than text."""
+    fields = GGUFReader(path).fields
+    tokens, types = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
+    kinds = [int(types.parts[i][0]) for i in types.data]
+    texts = [bytes(tokens.parts[i]).decode() for i in tokens.data]
+    return {text: i for i, (text, kind) in enumerate(zip(texts, kinds, strict=True)) if kind in (CONTROL, UNKNOWN)}
+
+
+def spoken(model, tokens):
+    """The tokens as text, special ones written out."""
+    out = b""
+    for token in tokens:
+        buffer = ctypes.create_string_buffer(256)
+        n = model.llama.llama_token_to_piece(model.vocab, token, buffer, 256, 0, True)
+        out += buffer.raw[:n]
+    return out.decode("utf-8", "replace")
+
+
+def tokens_of(pieces):
+    return [token for p in pieces if isinstance(p, TextPiece) for token in p.tokens]
+
+
+def hostile(path):
+    """Every special token's text, alone, in words and after each other."""
+    words = list(specials(path))
+    return "A" + "".join(words) + " and ".join(words) + f"x{words[-1]}\n{words[0]} B"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_text_without_such_words_is_read_as_a_whole(tiny, native, kind):
+    with tiny(kind).session(system="Be <brief>.") as session:
+        text = BENIGN.format("<|x|>", "s>")
+        composer = Composer(session.model, session._vision)
+        asked = [pykvedge.Message("system", "Be <brief>."), pykvedge.Message("user", text)]
+        turns = [asked, [*asked, pykvedge.Message("assistant", "Yes."), pykvedge.Message("user", text)]]
+        for written in (composer.first(turns[0]), composer.first(turns[1]), composer.following(turns[1])):
+            assert not written.hidden and text in written.text
+            assert tokens_of(composer.pieces(written, [])) == session.model.tokenize(written.text)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_putting_words_back_changes_no_token(tiny, native, kind):
+    """Of ordinary words: those around them are cut as if nothing had been taken out."""
+    with tiny(kind).session() as session:
+        composer, model = Composer(session.model, None), session.model
+        end = model.special_text("eos")
+        for word in ("quick", " quick ", "uick br", "\n"):
+            text = f"{end}The quick brown\n fox{end}\n jumps quick {end}{end}quick"
+            stand_in = "0123456789abcdef" * 2
+            hidden = {stand_in: word}
+            assert composer.tokens(Written(text.replace(word, stand_in), hidden)) == model.tokenize(text)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_typed_special_tokens_are_text(tiny, native, kind):
+    files = tiny(kind)
+    special, text = specials(files.model), hostile(files.model)
+    with files.session(system=text) as session:
+        model = session.model
+        assert set(model.tokenize(text)) & set(special.values())  # they would be more
+
+        def count(content, answer):
+            messages = [pykvedge.Message("system", content), pykvedge.Message("user", content)]
+            composer = Composer(model, session._vision)
+            first = tokens_of(composer.pieces(composer.first(messages), []))
+            more = [*messages, pykvedge.Message("assistant", answer), pykvedge.Message("user", content)]
+            after = tokens_of(composer.pieces(composer.following(more), []))
+            again = tokens_of(composer.pieces(composer.first(more), []))
+            return [[t for t in tokens if t in special.values()] for tokens in (first, after, again)], first, after
+
+        plain, *_ = count("Hello there.", "Yes.")
+        typed, first, after = count(text, text)
+        assert typed == plain
+        assert spoken(model, first).count(text) == 2 and spoken(model, after).count(text) == 1
+        [piece] = session.first_prompt(text)
+        assert text in spoken(model, piece.tokens)
+        n = len(model.tokenize(text, special=False))
+        assert say(session, text).tokens.prompt > 2 * n and say(session, text).tokens.prompt > n  # and the system's
+
+
+@pytest.mark.parametrize("kind", ["llava", "qwen2vl"])
+def test_a_typed_image_marker_is_no_image(tiny, picture_file, native, kind):
+    files = tiny(kind)
+    text = hostile(files.model)
+    with files.session() as session:
+        marker = session._vision.marker
+        pictures = [load_picture(picture_file()), load_picture(picture_file("b.png", 60, 90))]
+        for words in (f"{marker} is a word", f"{text} <image> {marker} <image> {marker}{text}", text):
+            pieces, plain = session.first_prompt(words, pictures), session.first_prompt("<image> a <image>", pictures)
+            images = [
+                [(p.n_tokens, p.key.partition("/")[0]) for p in x if isinstance(p, ImagePiece)] for x in (pieces, plain)
+            ]
+            assert images[0] == images[1]
+            written = spoken(session.model, tokens_of(pieces))
+            assert written.count(marker) == words.count(marker) and written.count(text) == words.count(text)
+            special = set(specials(files.model).values())
+            assert [t for t in tokens_of(pieces) if t in special] == [t for t in tokens_of(plain) if t in special]
+            session.release(pieces)
+            session.release(plain)
+        report = say(session, f"{text} {marker}", pictures)
+        assert report.tokens.image == sum(n for n, _ in images[0])
+        assert say(session, f"{marker} again", pictures[:1]).tokens.image == images[0][0][0]
+        assert say(session, f"{marker} and {text}").tokens.image == 0
+
+
+def say(session, *arguments):
+    answer = session.ask(*arguments, sampling=FEW)
+    answer.read()
+    return answer.report
+
+
+def test_typed_words_in_a_stream(tiny, picture_file, native):
+    files = tiny("llava")
+    text = hostile(files.model)
+    with files.session(pykvedge.plan("snapkv", 256), stream=True) as session:
+        marker = session._vision.marker
+        plain = say(session, "Hello", [picture_file()]).tokens
+        report = say(session, f"{text} {marker}", [picture_file()])
+        assert report.tokens.image == plain.image
+        expected = len(session.model.tokenize(f"{text} {marker}", special=False))
+        assert report.tokens.prompt >= plain.image + expected
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_typed_words_in_a_data_set(tiny, native, kind):
+    files = tiny(kind)
+    special, text = set(specials(files.model).values()), hostile(files.model)
+    with files.session() as session:
+        preparer = Preparer(session.model, None)
+
+        def prepared(content):
+            lines = (Line("user", content), Line("assistant", content), Line("user", content))
+            return preparer.prepare(Sample("s", "text", lines, content, "ppl"))
+
+        typed, plain = prepared(text), prepared("Hello there.")
+        for (pieces, reply), (others, other) in zip(typed.turns, plain.turns, strict=True):
+            assert [t for t in tokens_of(pieces) if t in special] == [t for t in tokens_of(others) if t in special]
+            assert not set(reply) & special and not set(other) & special
+        assert not set(typed.answer) & special
+        assert text in spoken(session.model, typed.answer) and text in spoken(session.model, typed.turns[0][1])
