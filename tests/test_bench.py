@@ -91,16 +91,16 @@ def test_prompts_have_the_size_that_was_asked_for(tiny, native):
 
 def test_stock_is_llama_cpp_without_a_provider(tiny, native, monkeypatch):
     """What is called stock never attaches; the others always do."""
-    from pykvedge.runtime import libkvedge
+    from pykvedge.runtime import driver
 
     attached = []
-    real = libkvedge.Cache
+    real = driver.Cache
 
     def noted(*arguments, **options):
         attached.append(arguments[1].method)
         return real(*arguments, **options)
 
-    monkeypatch.setattr(libkvedge, "Cache", noted)
+    monkeypatch.setattr(driver, "Cache", noted)
     measured([ModelFiles(tiny("llama").model)], [Shape(50)], [Variant("full", pykvedge.plan("full"))], repeat=1)
     assert attached == ["full"] * 2  # warm-up and one round, and none for stock
 

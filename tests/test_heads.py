@@ -17,6 +17,7 @@ from pykvedge.plans.profile import Profile
 from pykvedge.plans.registry import member
 from pykvedge.plans.stages.allocator.prefix import calibrated
 from pykvedge.plans.stages.base import ProfileTable, Prompt
+from pykvedge.runtime.native_plan import compress_arrays
 
 RULES = {"sparsemm": {"ratio": 0.1, "beta": 1.5}, "headkv": {"ratio": 0.1, "beta": 1.5}}
 DEFAULTS = {"rule": "sparsemm", "ratio": 0.1, "beta": 1.5, "power": 1.0, "rounding": "exact"}
@@ -171,7 +172,7 @@ def test_the_library_refuses_by_itself_what_python_would_never_send(native):
     def run(values, budgets=none, stage="allocator", **settings_):
         plan = pykvedge.plan("sparsemm", 40, **settings_)
         table = None if values is None else ProfileTable(np.array(values, dtype=np.float32), budgets)
-        return native.compress_arrays(plan, arrays, KvType.parse("f16"), 1, table and {stage: table})
+        return compress_arrays(plan, arrays, KvType.parse("f16"), 1, table and {stage: table})
 
     assert run(np.ones((2, 4))).kept
     for values, says in (

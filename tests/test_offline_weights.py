@@ -19,6 +19,7 @@ from pykvedge.plans.kvtypes import KvType
 from pykvedge.plans.profile import Profile
 from pykvedge.plans.stages.base import ProfileTable
 from pykvedge.runtime.libkvedge import rows
+from pykvedge.runtime.native_plan import compress_arrays
 
 DATA = profiles.SHIPPED.parent
 DEMO, DEMO_MMPROJ = DATA / "demo-model.gguf", DATA / "demo-mmproj.gguf"
@@ -133,7 +134,7 @@ def test_the_library_refuses_by_itself(native):
 
     def run(plan, stage, values, budgets=()):
         table = ProfileTable(np.array(values, dtype=np.float32), np.array(budgets, dtype=np.float32))
-        return native.compress_arrays(plan, arrays, KvType.parse("f16"), 1, {stage: table})
+        return compress_arrays(plan, arrays, KvType.parse("f16"), 1, {stage: table})
 
     plan = pykvedge.plan("mixkv", 40, **OFFLINE)
     assert run(plan, "scorer", np.ones((2, 2))).kept

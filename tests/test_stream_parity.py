@@ -11,6 +11,7 @@ import pykvedge
 from pykvedge.errors import KvedgeError, UnsupportedError, UsageError
 from pykvedge.plans.registry import members
 from pykvedge.runtime import pace
+from pykvedge.runtime.native_plan import compress_arrays
 
 HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
 
@@ -147,9 +148,9 @@ def test_what_cannot_be_a_stream_is_refused_by_both(native, name):
 
     arrays = Arrays(*(np.ascontiguousarray(x) for x in p.arguments))
     with pytest.raises(UnsupportedError):
-        native.compress_arrays(plan, arrays, KvType.parse("f16"), 1, step=8)
+        compress_arrays(plan, arrays, KvType.parse("f16"), 1, step=8)
     with pytest.raises(UnsupportedError):
-        native.compress_arrays(pykvedge.plan("h2o", 8), arrays, KvType.parse("q8_0"), 1, step=8)
+        compress_arrays(pykvedge.plan("h2o", 8), arrays, KvType.parse("q8_0"), 1, step=8)
     with pytest.raises(KvedgeError, match="rounded again"):
         pykvedge.compress(pykvedge.plan("h2o", 8), *p.arguments, kv_type="q8_0", stream=8)
 
@@ -164,7 +165,7 @@ def test_both_refuse_the_same_stages(native):
         for name in members(stage):
             plan = pykvedge.plan("h2o", 64, **{stage: name})
             try:
-                native.compress_arrays(plan, arrays, KvType.parse("f16"), 1, step=8)
+                compress_arrays(plan, arrays, KvType.parse("f16"), 1, step=8)
                 accepted = True
             except UnsupportedError:
                 accepted = False

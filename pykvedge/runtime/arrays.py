@@ -90,9 +90,9 @@ def compress(
     if chosen.stream:
         _check_stream(plan, chosen.stream, kv_type)
     if engine == "native":
-        from pykvedge.runtime import libkvedge
+        from pykvedge.runtime import native_plan
 
-        out = libkvedge.compress_arrays(plan, arrays, kv_type, chosen.threads, tables, chosen.stream)
+        out = native_plan.compress_arrays(plan, arrays, kv_type, chosen.threads, tables, chosen.stream)
     elif chosen.stream:
         from pykvedge.plans import numpy_stream
 

@@ -24,7 +24,7 @@ from pykvedge.plans.kvtypes import KvType
 from pykvedge.plans.plan import Budget, Plan
 from pykvedge.plans.presets import check_protection
 from pykvedge.plans.stages.base import ProfileTable
-from pykvedge.runtime import bounded_batch, figures, libkvedge
+from pykvedge.runtime import bounded_batch, figures, libkvedge, native_plan
 from pykvedge.runtime.driver import Driver
 from pykvedge.runtime.interrupt import stop_if_set
 from pykvedge.runtime.llama_context import DEFAULT_CTX, ROOM_TO_ANSWER, Context, ContextSize, ubatch_for
@@ -171,7 +171,7 @@ class Engine:
                 self._table = self._table or TokenTable(self._model.header)
             except UnsupportedError as error:
                 return str(error)
-        return bounded_batch.why_not(self._vision, pieces) or libkvedge.why_not_bounded(plan, self._settings.kv_type)
+        return bounded_batch.why_not(self._vision, pieces) or native_plan.why_not_bounded(plan, self._settings.kv_type)
 
     def _open(self, size: ContextSize, plan: Plan) -> None:
         tables = self._tables(plan)

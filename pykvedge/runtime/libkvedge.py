@@ -1,4 +1,4 @@
-"""kvedge.h for the rest of the package, by ctypes: plans, caches, and plain arrays. Nothing is loaded on import."""
+"""kvedge.h for the rest of the package, by ctypes: what the library is, and caches. Nothing is loaded on import."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 from pykvedge import errors
 from pykvedge.native import libraries
-from pykvedge.native.abi import KV_TYPE, STAGE_NUMBER, Error, GivenArrays, Options, Saved, Stats
+from pykvedge.native.abi import KV_TYPE, STAGE_NUMBER, Error, Options, Saved, Stats
 from pykvedge.native.calls import call, lib, raise_
 from pykvedge.native.guard import Guard, one_thread
 from pykvedge.plans.kvtypes import KvType
+from pykvedge.runtime.native_plan import NativePlan
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import numpy as np
 
-    from pykvedge.plans.numpy_engine import Arrays, Outcome
     from pykvedge.plans.plan import Plan
     from pykvedge.plans.stages.base import ProfileTable
     from pykvedge.runtime.own_stages import OwnStages
@@ -62,58 +62,6 @@ def stage_members(stage: str) -> list[str]:
     return [lib().kvedge_stage_name(number, i).decode() for i in range(lib().kvedge_stage_count(number))]
 
 
-class _NativePlan:
-    """A kvedge_plan made from a Plan; use in a with statement."""
-
-    def __init__(self, plan: Plan, profiles: Mapping[str, ProfileTable] | None = None) -> None:
-        """profiles: of the stages that need one, by name."""
-        from pykvedge.runtime.own_stages import OwnStages
-
-        self.handle = c.c_void_p()
-        self.own = OwnStages(plan)
-        call("plan_create", c.byref(self.handle))
-        try:
-            for stage, struct in self.own.structs.items():
-                call(f"plan_add_{stage}", self.handle, c.byref(struct))
-            for key, value in plan.as_text().items():
-                if key.partition(".")[0] not in self.own.unset or "." not in key:
-                    call("plan_set", self.handle, key.encode(), value.encode())
-            for stage, profile in (profiles or {}).items():
-                self._set_profile(stage, profile)
-            call("plan_check", self.handle)
-        except errors.KvedgeError:
-            lib().kvedge_plan_free(self.handle)
-            raise
-
-    def _set_profile(self, stage: str, profile: ProfileTable) -> None:
-        budgets = profile.budgets.ctypes.data if len(profile.budgets) else None
-        values = profile.values
-        call("plan_set_profile", self.handle, STAGE_NUMBER[stage], values.ctypes.data, budgets, *values.shape)
-
-    def __enter__(self) -> _NativePlan:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        lib().kvedge_plan_free(self.handle)
-
-
-def why_not_bounded(plan: Plan, kv_type: str | KvType = "f16") -> str:
-    """What keeps prompts under a plan from being compressed layer by layer; empty if nothing does."""
-    kv_type = KvType.parse(kv_type)
-    with _NativePlan(plan) as native:
-        try:
-            call("plan_check_bounded", native.handle, KV_TYPE[kv_type.k], KV_TYPE[kv_type.v])
-        except errors.UnsupportedError as error:
-            return str(error)
-    return ""
-
-
-def plan_budget(plan: Plan, n_tokens: int) -> int:
-    """What libkvedge makes of the plan's budget for a prompt of n_tokens."""
-    with _NativePlan(plan) as native:
-        return lib().kvedge_plan_budget(native.handle, n_tokens)
-
-
 class Cache:
     """The KV memory of one llama_context, owned by libkvedge (kvedge_cache).
 
@@ -140,7 +88,7 @@ class Cache:
         options.type_k, options.type_v = KV_TYPE[kv_type.k], KV_TYPE[kv_type.v]
         options.auto_compress = auto_compress
         self._handle = c.c_void_p()
-        with _NativePlan(plan, profiles) as native:
+        with NativePlan(plan, profiles) as native:
             call("attach", context, native.handle, c.byref(options), c.byref(self._handle))
         self.own = native.own  # C has a copy of the plan, and with it these callbacks
         self._owns: dict[int, OwnStages] = {}  # of sequences with plans of their own
@@ -172,7 +120,7 @@ class Cache:
     @one_thread
     def set_plan(self, plan: Plan, profiles: Mapping[str, ProfileTable] | None = None) -> None:
         """Prompts that complete from now on are compressed by this plan. profiles: as for a new cache."""
-        with _NativePlan(plan, profiles) as native:
+        with NativePlan(plan, profiles) as native:
             call("set_plan", self._live(), native.handle)
         self.own = native.own
 
@@ -185,7 +133,7 @@ class Cache:
             call("set_sequence_plan", self._live(), sequence, None)
             self._owns.pop(sequence, None)
             return
-        with _NativePlan(plan, profiles) as native:
+        with NativePlan(plan, profiles) as native:
             call("set_sequence_plan", self._live(), sequence, native.handle)
         self._owns[sequence] = native.own
 
@@ -354,47 +302,4 @@ def pending_scores(cache: Cache, layer: int, sequence: int = 0) -> np.ndarray:
     at = out.ctypes.data_as(c.POINTER(c.c_float))
     with cache.own.explained():
         call("pending_scores", cache.handle, sequence, layer, at, out.size)
-    return out
-
-
-def compress_arrays(
-    plan: Plan,
-    arrays: Arrays,
-    kv_type: KvType,
-    threads: int,
-    profiles: Mapping[str, ProfileTable] | None = None,
-    step: int = 0,
-) -> Outcome:
-    """kvedge_compress_arrays_as, or kvedge_stream_arrays with a step. threads: 0 for all cores.
-
-    profiles: by the stages that need one.
-    """
-    import numpy as np
-
-    from pykvedge.plans.numpy_engine import Outcome
-
-    q, k, v, mask = arrays
-    n_layers, n_heads_kv, n_tokens, size = k.shape
-    given = GivenArrays(n_layers, q.shape[1], n_heads_kv, n_tokens, size, *(x.ctypes.data for x in (q, k, v, mask)))
-    result = c.c_void_p()
-    types = KV_TYPE[kv_type.k], KV_TYPE[kv_type.v]
-    with _NativePlan(plan, profiles) as native, native.own.explained():
-        name, counts = ("stream_arrays", [step, threads]) if step else ("compress_arrays_as", [threads])
-        call(name, native.handle, c.byref(given), *types, *counts, c.byref(result))
-    library = lib()
-    out = Outcome([], [], [], np.zeros((n_layers, n_heads_kv, 0 if step else n_tokens), dtype=np.float32))
-    try:
-        for i in range(n_layers):
-            for column in (out.kept, out.k, out.v):
-                column.append([])
-            for h in range(n_heads_kv):
-                n = library.kvedge_result_length(result, i, h)
-                at = (result, i, h)
-                out.kept[i].append(np.ctypeslib.as_array(library.kvedge_result_kept(*at), (n,)).copy())
-                out.k[i].append(np.ctypeslib.as_array(library.kvedge_result_k(*at), (n, size)).copy())
-                out.v[i].append(np.ctypeslib.as_array(library.kvedge_result_v(*at), (n, size)).copy())
-                if not step:
-                    out.scores[i, h] = np.ctypeslib.as_array(library.kvedge_result_scores(*at), (n_tokens,))
-    finally:
-        library.kvedge_result_free(result)
     return out

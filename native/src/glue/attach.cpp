@@ -311,7 +311,7 @@ extern "C" kvedge_status kvedge_get_stats(const kvedge_cache * kv, int32_t seq_i
     now.n_layers   = (int32_t) kv->shapes.size();
     now.n_heads_kv = kv->shapes.empty() ? 0 : kv->shapes[0].n_heads_kv;
     if (const SequenceState * s = find_seq(kv, seq_id)) {
-        const auto & image = s->seq->rows.contents().image;
+        const auto & image  = s->seq->rows.contents().image;
         now.n_tokens       = s->seq->rows.n_tokens();
         now.n_image_tokens = (int32_t) std::count(image.begin(), image.end(), 1);
         now.n_compressions = s->n_compressions;
