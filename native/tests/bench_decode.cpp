@@ -8,7 +8,9 @@
 // stdout: the table of kernels, bytes and layers; then a line per round: wall seconds of the sum and of the attention, and
 // their processor seconds divided by the threads, which other programs disturb less.
 
-#include "attention/attention.h"
+#include "backend/cpu/attention/attention.h"
+#include "backend/cpu/kernels/kernels.h"
+#include "backend/cpu/reach.h"
 #include "core/compress.h"
 
 #include <algorithm>
@@ -62,7 +64,7 @@ bool fill(Bench & b) {
     }
     uint32_t random = 1;
     for (int32_t l = 0; l < (int32_t) b.shapes.size(); l++) {
-        auto * x = (uint16_t *) b.seq->rows.k_row(b.seq->rows.place_from_end(0, b.tokens), l, 0);
+        auto * x = (uint16_t *) k_row(b.seq->rows.place_from_end(0, b.tokens), l, 0);
         for (size_t i = 0; i < plain; i++) {
             random = random * 1664525u + 1013904223u;
             x[i]   = (uint16_t) (0x3000 | (random >> 16 & 0x8bff));  // in half precision of either sign, 1/8 to 1/2
@@ -136,8 +138,8 @@ Seconds timed(int32_t n_threads, int32_t n_tasks, const std::function<void(int32
 Seconds time_sum(Bench & b) {
     const auto n_layers = (int32_t) b.shapes.size();
     return timed(b.threads, n_layers * b.threads, [&](int32_t i) {
-        const Pages & memory = b.seq->rows.contents().blocks[0].layers[(size_t) (i / b.threads)].memory;
-        const size_t  part   = memory.size() / (size_t) b.threads;
+        const CpuRows & memory = cpu_rows(b.seq->rows.contents().blocks[0].layers[(size_t) (i / b.threads)]);
+        const size_t    part   = memory.bytes() / (size_t) b.threads;
         b.sum.fetch_add(sum_bytes(memory.data() + (size_t) (i % b.threads) * part, part), std::memory_order_relaxed);
     });
 }

@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include "backend/cpu/kernels/kernels.h"
+#include "backend/cpu/reach.h"
 #include "check.h"
 #include "core/sequence.h"
 
@@ -28,8 +30,8 @@ inline void store(Sequence & seq, const std::vector<float> & k, const std::vecto
     for (int32_t t = 0; t < n; t++) {
         const auto at = seq.rows.place_from_end(t, n);
         for (int32_t h = 0; h < s.n_heads_kv; h++) {
-            kernels().from_f32(plain.k, k.data() + (size_t) ((t * s.n_heads_kv + h) * s.d_k), seq.rows.k_row(at, 0, h), (size_t) s.d_k);
-            kernels().from_f32(plain.v, v.data() + (size_t) ((t * s.n_heads_kv + h) * s.d_v), seq.rows.v_row(at, 0, h), (size_t) s.d_v);
+            kernels().from_f32(plain.k, k.data() + (size_t) ((t * s.n_heads_kv + h) * s.d_k), k_row(at, 0, h), (size_t) s.d_k);
+            kernels().from_f32(plain.v, v.data() + (size_t) ((t * s.n_heads_kv + h) * s.d_v), v_row(at, 0, h), (size_t) s.d_v);
         }
     }
 }

@@ -1,7 +1,7 @@
 // Prefill, decode, column sums and entropies over blocks of every kind, against an attention matrix written out in double
 // precision.
 
-#include "attention/attention.h"
+#include "backend/cpu/attention/attention.h"
 #include "core/compress.h"
 #include "rows.h"
 

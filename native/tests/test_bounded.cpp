@@ -1,9 +1,10 @@
 // A prompt that is compressed layer by layer against the same prompt compressed at its end: equal rows of equal tokens, and
 // never more memory than what is kept and one layer. Earlier turns, an answer that waits, failures and giving up included.
 
+#include "backend/cpu/kernels/kernels.h"
+#include "backend/cpu/reach.h"
 #include "check.h"
 #include "core/bounded.h"
-#include "kernels/kernels.h"
 
 #include <algorithm>
 #include <cmath>
@@ -55,8 +56,8 @@ void run_layer(Sequence & seq, const Tokens & t, size_t l, const Observation & w
         const auto at = seq.rows.place_from_end(i, t.n());
         for (int32_t h = 0; h < s.n_heads_kv; h++) {
             const size_t row = (size_t) i * (size_t) s.n_heads_kv + (size_t) h;
-            kernels().from_f32(plain.k, t.k[l].data() + row * (size_t) s.d_k, seq.rows.k_row(at, (int32_t) l, h), (size_t) s.d_k);
-            kernels().from_f32(plain.v, t.v[l].data() + row * (size_t) s.d_v, seq.rows.v_row(at, (int32_t) l, h), (size_t) s.d_v);
+            kernels().from_f32(plain.k, t.k[l].data() + row * (size_t) s.d_k, k_row(at, (int32_t) l, h), (size_t) s.d_k);
+            kernels().from_f32(plain.v, t.v[l].data() + row * (size_t) s.d_v, v_row(at, (int32_t) l, h), (size_t) s.d_v);
         }
     }
     AttendJob job{};

@@ -1,5 +1,7 @@
 // Stages of the program's own, on layers that differ: what callbacks are given, on which threads, and what a failure leaves.
 
+#include "backend/cpu/kernels/kernels.h"
+#include "backend/cpu/reach.h"
 #include "check.h"
 #include "core/compress.h"
 

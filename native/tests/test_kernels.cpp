@@ -1,8 +1,8 @@
 // Every table of kernels that this machine can run, against plain loops in double precision.
 
+#include "backend/cpu/kernels/kernels.h"
+#include "backend/cpu/kernels/quantise.h"
 #include "check.h"
-#include "kernels/kernels.h"
-#include "kernels/quantise.h"
 
 #include <algorithm>
 #include <cstring>

@@ -1,7 +1,7 @@
 // Memory that is given up is the system's again: its own figures say so.
 
+#include "backend/cpu/pages.h"
 #include "check.h"
-#include "store/pages.h"
 
 #include <algorithm>
 

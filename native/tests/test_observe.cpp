@@ -1,7 +1,7 @@
 // What is gathered besides the attention itself: how many queries saw a token, and the queries that are kept for the entropy
 // between text and images, against sums in double precision.
 
-#include "attention/attention.h"
+#include "backend/cpu/attention/attention.h"
 #include "primitives/entropy.h"
 #include "rows.h"
 

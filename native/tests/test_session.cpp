@@ -1,5 +1,7 @@
 // Sequences to files and back: equal rows, and no harm from files that lie. Meant for the sanitizers above all.
 
+#include "backend/cpu/kernels/kernels.h"
+#include "backend/cpu/reach.h"
 #include "check.h"
 #include "session/crc32.h"
 #include "session/file.h"
@@ -24,9 +26,9 @@ const std::string path =
 
 int32_t below(int32_t n) { return (int32_t) (rng() % (uint32_t) n); }
 
-void fill(Pages & pages) {
-    for (size_t i = 0; i < pages.size(); i++) {
-        pages.data()[i] = (uint8_t) rng();
+void fill(CpuRows & rows) {
+    for (size_t i = 0; i < rows.bytes(); i++) {
+        rows.data()[i] = (uint8_t) rng();
     }
 }
 
@@ -40,18 +42,17 @@ std::unique_ptr<Sequence> make(const std::vector<LayerShape> & shapes, const Sto
     ragged.kind = type.quantised() ? BlockKind::open : BlockKind::ragged;
     ragged.layers.resize(shapes.size());
     for (size_t l = 0; l < shapes.size(); l++) {
-        auto & heads = ragged.layers[l].heads;
+        auto &                  heads = ragged.layers[l].heads;
+        std::vector<StoredRows> stored;
         heads.resize((size_t) shapes[l].n_heads_kv);
         for (auto & head : heads) {
             for (int32_t t = 0; t < 100; t += 1 + below(5)) {
                 head.tokens.push_back(t);
             }
-            head.length = (int32_t) head.tokens.size();
-            head.k      = make_side(keys_of(shapes[l], type), head.length, stored_keys(type, head.length));
-            head.v      = make_side(values_of(shapes[l], type), head.length, stored_values(type, head.length));
+            stored.push_back({ head.length(), stored_keys(type, head.length()), stored_values(type, head.length()) });
         }
-        ragged.layers[l].extent = lay_out(shapes[l], type, heads);
-        ragged.layers[l].memory = Pages::take(ragged.layers[l].extent);
+        ragged.layers[l].rows = cpu_backend().ragged(shapes[l], type, stored);
+        CHECK(ragged.layers[l].rows->take());
     }
     seq->rows.replace_pending(std::move(ragged), Block());
     seq->close_pending();
@@ -67,7 +68,7 @@ std::unique_ptr<Sequence> make(const std::vector<LayerShape> & shapes, const Sto
     StoreContents contents = seq->rows.release();
     for (auto & block : contents.blocks) {
         for (auto & layer : block.layers) {
-            fill(layer.memory);
+            fill(cpu_rows(layer));
             for (auto & head : layer.heads) {
                 for (double & score : head.scores) {
                     score = (double) rng();
@@ -160,8 +161,8 @@ void test_there_and_back(const std::vector<LayerShape> & shapes, const Storage &
         for (size_t l = 0; l < shapes.size(); l++) {
             for (int32_t h = 0; h < shapes[l].n_heads_kv; h++) {
                 const auto at = to->rows.place_from_end(0, 1);
-                memset(to->rows.k_row(at, (int32_t) l, h), 7, row_k(shapes[l], type.plain().k));
-                memset(to->rows.v_row(at, (int32_t) l, h), 8, row_v(shapes[l], type.plain().v));
+                memset(k_row(at, (int32_t) l, h), 7, row_k(shapes[l], type.plain().k));
+                memset(v_row(at, (int32_t) l, h), 8, row_v(shapes[l], type.plain().v));
             }
         }
     }

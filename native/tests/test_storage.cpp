@@ -1,9 +1,10 @@
 // What a sequence holds after prompts, generated tokens, drops, cuts and copies, for every storage type: the rows of the
 // tokens it names, as exact as the type is, and of KIVI's types no more plain rows than the residual.
 
+#include "backend/cpu/kernels/kernels.h"
+#include "backend/cpu/reach.h"
 #include "check.h"
 #include "core/compress.h"
-#include "kernels/kernels.h"
 #include "core/sequence.h"
 
 #include <algorithm>
@@ -47,8 +48,8 @@ struct Shadow {
                     std::generate(row.k.begin(), row.k.end(), [&] { return normal(rng); });
                     std::generate(row.v.begin(), row.v.end(), [&] { return normal(rng); });
                     const auto at = seq.rows.place_from_end(t, n);
-                    kernels().from_f32(plain.k, row.k.data(), seq.rows.k_row(at, (int32_t) l, h), row.k.size());
-                    kernels().from_f32(plain.v, row.v.data(), seq.rows.v_row(at, (int32_t) l, h), row.v.size());
+                    kernels().from_f32(plain.k, row.k.data(), k_row(at, (int32_t) l, h), row.k.size());
+                    kernels().from_f32(plain.v, row.v.data(), v_row(at, (int32_t) l, h), row.v.size());
                     rows.back()[l].push_back(std::move(row));
                 }
             }
@@ -222,7 +223,7 @@ void test_any_row_goes(const Storage & storage) {
             uint64_t bytes = 0;
             for (const auto & block : x.seq.rows.contents().blocks) {
                 for (const auto & layer : block.layers) {
-                    bytes += layer.extent;
+                    bytes += layer.rows->extent();
                 }
             }
             most = std::max(most, (size_t) bytes);

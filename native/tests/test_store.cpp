@@ -1,8 +1,10 @@
 // The store under random series of what happens to a sequence, against plain lists of rows; and what a long answer costs.
 
+#include "backend/cpu/kernels/kernels.h"
+#include "backend/cpu/pages.h"
+#include "backend/cpu/reach.h"
 #include "check.h"
 #include "core/compress.h"
-#include "store/pages.h"
 
 #include <algorithm>
 #include <atomic>
@@ -73,8 +75,8 @@ class Checked {
                 const auto         at = seq->rows.place_from_end(i, n);
                 std::vector<float> k((size_t) SHAPES[l].d_k, value(first + i, l, h, false));
                 std::vector<float> v((size_t) SHAPES[l].d_v, value(first + i, l, h, true));
-                kernels().from_f32(Type::f32, k.data(), seq->rows.k_row(at, (int32_t) l, (int32_t) h), k.size());
-                kernels().from_f32(Type::f32, v.data(), seq->rows.v_row(at, (int32_t) l, (int32_t) h), v.size());
+                kernels().from_f32(Type::f32, k.data(), k_row(at, (int32_t) l, (int32_t) h), k.size());
+                kernels().from_f32(Type::f32, v.data(), v_row(at, (int32_t) l, (int32_t) h), v.size());
                 rows[l][h].push_back({ first + i, 0.0 });
             }
         });

@@ -1,5 +1,7 @@
 // Streams under random series of what happens to a sequence, against plain lists of rows; and on arrays, by every scorer.
 
+#include "backend/cpu/kernels/kernels.h"
+#include "backend/cpu/reach.h"
 #include "check.h"
 #include "core/stream.h"
 
@@ -50,8 +52,8 @@ void append(Sequence & seq, int32_t n) {
         for (int32_t i = 0; i < n; i++) {
             const auto         at = seq.rows.place_from_end(i, n);
             std::vector<float> k((size_t) SHAPES[l].d_k, value(first + i, l, h, false)), v((size_t) SHAPES[l].d_v, value(first + i, l, h, true));
-            kernels().from_f32(Type::f32, k.data(), seq.rows.k_row(at, (int32_t) l, (int32_t) h), k.size());
-            kernels().from_f32(Type::f32, v.data(), seq.rows.v_row(at, (int32_t) l, (int32_t) h), v.size());
+            kernels().from_f32(Type::f32, k.data(), k_row(at, (int32_t) l, (int32_t) h), k.size());
+            kernels().from_f32(Type::f32, v.data(), v_row(at, (int32_t) l, (int32_t) h), v.size());
             seq.observed.sums(l).sums[h * (size_t) seq.observed.sums(l).capacity + (size_t) (before + i)] = sum_of(first + i, l, h);
         }
     });

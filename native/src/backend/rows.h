@@ -72,6 +72,9 @@ struct Storage {
     Storage plain() const { return { is_quantised(k) ? Type::f16 : k, is_quantised(v) ? Type::f16 : v }; }
 };
 
+// Whether values are not quantised with their keys, but when newer tokens exist (KIVI).
+inline bool values_wait(const Storage & t) { return t.v == Type::kivi4_v || t.v == Type::kivi2_v; }
+
 // Consecutive rows of one head, in the host's memory.
 struct Segment {
     Rows    k, v;

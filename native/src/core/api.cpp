@@ -1,6 +1,7 @@
 // Version, and compression of plain arrays.
 
-#include "attention/attention.h"
+#include "backend/cpu/attention/attention.h"
+#include "backend/cpu/kernels/kernels.h"
 #include "core/compress.h"
 #include "core/error.h"
 #include "core/observe.h"
@@ -8,6 +9,7 @@
 #include "core/storage.h"
 #include "core/stream.h"
 #include "core/threads.h"
+#include "primitives/widen.h"
 
 #include <algorithm>
 #include <cmath>
@@ -71,16 +73,9 @@ struct Step {
 };
 
 void store_layer(const kvedge_arrays & in, Sequence & seq, int32_t l, Step step) {
-    const auto d = (size_t) in.head_size, T = (size_t) in.n_tokens;
-    for (int32_t h = 0; h < in.n_heads_kv; h++) {
-        const size_t head = ((size_t) l * (size_t) in.n_heads_kv + (size_t) h) * T * d;
-        for (int32_t t = 0; t < step.n; t++) {
-            const size_t row = head + (size_t) (step.first + t) * d;
-            const auto   at  = seq.rows.place_from_end(t, step.n);
-            kernels().from_f32(seq.rows.storage().plain().k, in.k + row, seq.rows.k_row(at, l, h), d);
-            kernels().from_f32(seq.rows.storage().plain().v, in.v + row, seq.rows.v_row(at, l, h), d);
-        }
-    }
+    const auto   d = (size_t) in.head_size, T = (size_t) in.n_tokens;
+    const size_t first = ((size_t) l * (size_t) in.n_heads_kv * T + (size_t) step.first) * d;
+    store_task({ &seq.rows, l, step.n, in.k + first, d, T * d, in.v + first, d, T * d, nullptr }, 0, 1);
 }
 
 void attend_layer(
@@ -120,12 +115,10 @@ void read_back(const kvedge_arrays & in, kvedge_result & r) {
             head.kept   = r.seq->rows.head_tokens(l, h);
             head.k.resize(head.kept.size() * d);
             head.v.resize(head.kept.size() * d);
-            size_t at = 0;
-            r.seq->rows.each_segment(l, h, [&](const Segment & s) {
-                kernels().widen(s.k, s.n, in.head_size, head.k.data() + at, d);
-                kernels().widen(s.v, s.n, in.head_size, head.v.data() + at, d);
-                at += (size_t) s.n * d;
-            });
+            const HeadView view  = r.seq->rows.view(l, h);
+            const auto &   shape = r.shapes[(size_t) l];
+            const size_t   n_old = widen_rows(view.old, shape, head.k.data(), head.v.data());
+            widen_rows(view.pending, shape, head.k.data() + n_old * d, head.v.data() + n_old * d);
         }
     }
 }

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
-#include <cstring>
 #include <new>
 
 namespace kvedge {
@@ -65,7 +64,7 @@ kvedge_status BoundedPrompt::enter(int32_t n, const int32_t * pos, const uint8_t
     outcome_.reduced      = reduced_;
     outcome_.before_bytes = seq_.rows.bytes();
     for (size_t l = 1; l < seq_.rows.shapes().size(); l++) {
-        outcome_.before_bytes += seq_.rows.contents().blocks.back().layers[l].extent;
+        outcome_.before_bytes += seq_.rows.contents().blocks.back().layers[l].rows->extent();
     }
     return ok(err);
 }
@@ -97,7 +96,7 @@ kvedge_status BoundedPrompt::compress_layer(size_t l, kvedge_error * err) {
     if (!provisional_) {
         job.kept[l] = std::vector<std::vector<int32_t>>();
     }
-    written_ += job.main->layers[l].memory.size() + job.tail->layers[l].memory.size();
+    written_ += job.main->layers[l].rows->bytes() + job.tail->layers[l].rows->bytes();
     note_peak();
     seq_.rows.give_back_layer(l);
     seq_.observed.drop_layer(l);
@@ -117,10 +116,8 @@ void BoundedPrompt::note_peak() {
 
 // The rows of a layer that the budgets leave, from those that it kept provisionally, `left` [head] of the pending ones.
 bool BoundedPrompt::trim_layer(const Block & from, size_t l, const std::vector<std::vector<int32_t>> & left) {
-    Job &            job = *job_;
-    const LayerShape s   = seq_.rows.shapes()[l];
-    const Storage    t   = seq_.rows.storage();
-    const size_t     T = (size_t) n_pending_, kst = row_k(s, t.k), vst = row_v(s, t.v);
+    Job &        job = *job_;
+    const size_t T   = (size_t) n_pending_;
     for (size_t h = 0; h < left.size(); h++) {
         Bulk<float> scores(T, -HUGE_VALF), & all = job.scores[l];
         for (int32_t row : left[h]) {
@@ -133,17 +130,15 @@ bool BoundedPrompt::trim_layer(const Block & from, size_t l, const std::vector<s
         return false;
     }
     for (size_t h = 0; h < left.size(); h++) {
-        const auto &       kept = job.kept[l][h];
-        const RaggedHead & old  = from.layers[l].heads[h];
-        const RaggedHead & head = job.main->layers[l].heads[h];
-        const uint8_t *    rows = from.layers[l].memory.data();
-        uint8_t *          to   = job.main->layers[l].memory.data();
-        size_t             at   = 0;
-        for (size_t i = 0; i < kept.size(); i++) {
+        const auto &         kept = job.kept[l][h];
+        std::vector<int32_t> places;  // of the kept ones among those that are left
+        for (size_t i = 0, at = 0; i < kept.size(); i++) {
             at = (size_t) (std::lower_bound(left[h].begin() + (std::ptrdiff_t) at, left[h].end(), kept[i]) - left[h].begin());
-            memcpy(to + head.k[0].offset + i * kst, rows + old.k[0].offset + at * kst, kst);
-            memcpy(to + head.v[0].offset + i * vst, rows + old.v[0].offset + at * vst, vst);
+            places.push_back((int32_t) at);
         }
+        std::vector<Segment> rows;
+        from.layers[l].rows->view((int32_t) h, rows);
+        job.main->layers[l].rows->gather((int32_t) h, places, rows);
     }
     return true;
 }
@@ -159,10 +154,10 @@ bool BoundedPrompt::trim() {
         if (!trim_layer(*from, l, left[l])) {
             return false;
         }
-        written_ += job.main->layers[l].memory.size();
+        written_ += job.main->layers[l].rows->bytes();
         note_peak();
-        written_ -= from->layers[l].memory.size();
-        from->layers[l].memory = Pages();
+        written_ -= from->layers[l].rows->bytes();
+        from->layers[l].rows->give_back();
     }
     return true;
 }

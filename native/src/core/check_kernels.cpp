@@ -3,8 +3,8 @@
 
 #include "core/check_kernels.h"
 
+#include "backend/cpu/kernels/quantise.h"
 #include "core/error.h"
-#include "kernels/quantise.h"
 
 #include <algorithm>
 #include <cmath>

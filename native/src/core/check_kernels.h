@@ -1,6 +1,6 @@
 #pragma once
 
-#include "kernels/kernels.h"
+#include "backend/cpu/kernels/kernels.h"
 
 #include <string>
 

@@ -2,7 +2,7 @@
 
 #include "core/error.h"
 #include "core/structs.h"
-#include "kernels/kernels.h"
+#include "primitives/widen.h"
 
 #include <algorithm>
 #include <cfloat>
@@ -45,13 +45,9 @@ void widen(const ScoreInput & in, int32_t first, int32_t n, std::vector<float> &
     k.resize((size_t) n * T * dk);
     v.resize((size_t) n * T * dv);
     for (int32_t h = 0; h < n; h++) {
-        size_t         row  = (size_t) h * T;
+        const size_t   row  = (size_t) h * T;
         const HeadView view = in.view->head(in.layer, first + h);
-        for (const Segment & seg : view.pending) {
-            kernels().widen(seg.k, seg.n, shape.d_k, k.data() + row * dk, dk);
-            kernels().widen(seg.v, seg.n, shape.d_v, v.data() + row * dv, dv);
-            row += (size_t) seg.n;
-        }
+        widen_rows(view.pending, shape, k.data() + row * dk, v.data() + row * dv);
     }
 }
 

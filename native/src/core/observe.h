@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "attention/attention.h"
+#include "backend/cpu/attention/attention.h"
 #include "core/plan.h"
 #include "core/sequence.h"
 

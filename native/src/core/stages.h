@@ -3,9 +3,9 @@
 
 #pragma once
 
+#include "backend/cpu/pages.h"
 #include "core/pending.h"
 #include "kvedge.h"
-#include "store/pages.h"
 
 #include <cstdint>
 #include <vector>

@@ -1,11 +1,12 @@
 // The rows that stay, written to the blocks that replace the pending ones.
 
+#include "backend/cpu/kernels/kernels.h"
 #include "core/job.h"
 #include "core/select.h"
 #include "core/threads.h"
+#include "primitives/widen.h"
 
 #include <algorithm>
-#include <cstring>
 
 namespace kvedge {
 
@@ -18,58 +19,30 @@ int32_t main_rows(const Storage & storage, int32_t n) {
 }
 
 // Of one of the two blocks, the rows [first, last) of a head.
-void plan_head(const Job & job, size_t l, size_t h, int32_t first, int32_t last, BlockLayer & layer) {
-    const LayerShape & shape   = job.seq.rows.shapes()[l];
-    const Storage &    storage = job.seq.rows.storage();
-    const auto &       kept    = job.kept[l][h];
-    const auto         n       = (int32_t) kept.size();
-    RaggedHead &       head    = layer.heads[h];
-    head.length                = last - first;
-    head.k = make_side(keys_of(shape, storage), head.length, std::min(last, stored_keys(storage, n)) - first);
-    head.v = make_side(values_of(shape, storage), head.length, std::min(last, stored_values(storage, n)) - first);
-    head.tokens.reserve((size_t) head.length);
+StoredRows plan_head(const Job & job, size_t l, size_t h, int32_t first, int32_t last, HeadList & head) {
+    const Storage & storage = job.seq.rows.storage();
+    const auto &    kept    = job.kept[l][h];
+    const auto      n       = (int32_t) kept.size();
+    head.tokens.reserve((size_t) (last - first));
     for (int32_t i = first; i < last; i++) {
         head.tokens.push_back(job.tokens_of(l, h)[kept[(size_t) i]]);
     }
     if (job.scored) {
         const ColumnSums & cs   = job.seq.observed.sums(l);
         const double *     sums = cs.sums.data() + h * (size_t) cs.capacity;
-        head.scores.reserve((size_t) head.length + 1);
+        head.scores.reserve((size_t) (last - first) + 1);
         for (int32_t i = first; i < last; i++) {
             head.scores.push_back(sums[kept[(size_t) i]]);
         }
     }
+    return { last - first, std::min(last, stored_keys(storage, n)) - first, std::min(last, stored_values(storage, n)) - first };
 }
 
 // The kept rows `first` and after, n <= GROUP of them, into the block that they belong to. first is a multiple of GROUP.
 void store_rows(Job & job, int32_t l, int32_t h, int32_t first, int32_t n, const float * k, const float * v) {
-    const LayerShape & shape   = job.seq.rows.shapes()[(size_t) l];
-    const Storage &    storage = job.seq.rows.storage();
-    const int32_t      split   = main_rows(storage, (int32_t) job.kept[(size_t) l][(size_t) h].size());
-    BlockLayer &       layer   = (first < split ? job.main : job.tail)->layers[(size_t) l];
-    const RaggedHead & head    = layer.heads[(size_t) h];
-    const int32_t      at      = first < split ? first : first - split;
-    write_rows(layer.memory.data(), head.k, keys_of(shape, storage), at, n, k);
-    write_rows(layer.memory.data(), head.v, values_of(shape, storage), at, n, v);
-}
-
-// Plain types: rows stay as they are, bit for bit.
-void gather_rows(Job & job, int32_t l, int32_t h) {
-    const auto &       kept  = job.kept[(size_t) l][(size_t) h];
-    BlockLayer &       layer = job.main->layers[(size_t) l];
-    const RaggedHead & head  = layer.heads[(size_t) h];
-    uint8_t * const    k     = layer.memory.data() + head.k[0].offset;
-    uint8_t * const    v     = layer.memory.data() + head.v[0].offset;
-    size_t             next  = 0;
-    int32_t            at    = 0;
-    for (const Segment & seg : job.seq.rows.view(l, h).pending) {
-        for (; next < kept.size() && kept[next] < at + seg.n; next++) {
-            const auto r = (size_t) (kept[next] - at);
-            memcpy(k + next * seg.k.stride, seg.k.data + r * seg.k.stride, seg.k.stride);
-            memcpy(v + next * seg.v.stride, seg.v.data + r * seg.v.stride, seg.v.stride);
-        }
-        at += seg.n;
-    }
+    const int32_t split = main_rows(job.seq.rows.storage(), (int32_t) job.kept[(size_t) l][(size_t) h].size());
+    Block &       to    = first < split ? *job.main : *job.tail;
+    to.layers[(size_t) l].rows->write(h, first < split ? first : first - split, n, k, v);
 }
 
 void quantise_rows(Job & job, int32_t l, int32_t h, int32_t worker) {
@@ -79,7 +52,8 @@ void quantise_rows(Job & job, int32_t l, int32_t h, int32_t worker) {
     float * const k    = job.rows[(size_t) worker].data();
     float * const v    = k + GROUP * dk;
     int32_t       next = 0, at = 0;
-    for (const Segment & seg : job.seq.rows.view(l, h).pending) {
+    const HeadView view = job.seq.rows.view(l, h);
+    for (const Segment & seg : view.pending) {
         for (; next < n && kept[(size_t) next] < at + seg.n;) {
             const int32_t r = kept[(size_t) next] - at, slot = next % GROUP;
             kernels().widen(seg.k.from(r), 1, (int32_t) dk, k + (size_t) slot * dk, dk);
@@ -100,12 +74,7 @@ void reduce_rows(Job & job, int32_t l, int32_t h, int32_t worker) {
     float *            rk = rows, *rv = rk + n * dk, *ok = rv + n * dv, *ov = ok + kept.size() * dk;
     float *            scratch = ov + kept.size() * dv;
 
-    size_t at = 0;
-    for (const Segment & seg : job.seq.rows.view(l, h).pending) {
-        kernels().widen(seg.k, seg.n, shape.d_k, rk + at * dk, dk);
-        kernels().widen(seg.v, seg.n, shape.d_v, rv + at * dv, dv);
-        at += (size_t) seg.n;
-    }
+    widen_rows(job.seq.rows.view(l, h).pending, shape, rk, rv);
     const Protection p     = fit_protection(job.plan, job.n_tokens, job.counts[(size_t) l][(size_t) h]);
     const Storage    plain = job.seq.rows.storage().plain();
     job.plan.reducer->reduce({ job.n_tokens, shape.d_k, shape.d_v, rk, rv, kept.data(), (int32_t) kept.size(), p.sinks, p.recent,
@@ -134,11 +103,12 @@ bool open_layer(Job & job, size_t l, bool reduces, int32_t n_workers) {
     size_t             widest = GROUP * width;
     job.main->layers[l].heads.resize((size_t) shape.n_heads_kv);
     job.tail->layers[l].heads.resize((size_t) shape.n_heads_kv);
+    std::vector<StoredRows> stored[2];
     for (size_t h = 0; h < (size_t) shape.n_heads_kv; h++) {
         const auto    n     = (int32_t) job.kept[l][h].size();
         const int32_t split = main_rows(job.seq.rows.storage(), n);
-        plan_head(job, l, h, 0, split, job.main->layers[l]);
-        plan_head(job, l, h, split, n, job.tail->layers[l]);
+        stored[0].push_back(plan_head(job, l, h, 0, split, job.main->layers[l].heads[h]));
+        stored[1].push_back(plan_head(job, l, h, split, n, job.tail->layers[l].heads[h]));
         if (reduces) {
             const size_t rows = (size_t) job.n_tokens + (size_t) n;
             widest            = std::max(widest, rows * width + job.plan.reducer->scratch(job.n_tokens, n, shape.d_k));
@@ -146,9 +116,8 @@ bool open_layer(Job & job, size_t l, bool reduces, int32_t n_workers) {
     }
     for (auto * block : { job.main.get(), job.tail.get() }) {
         BlockLayer & layer = block->layers[l];
-        layer.extent       = lay_out(shape, job.seq.rows.storage(), layer.heads);
-        layer.memory       = Pages::take(layer.extent);
-        if (layer.extent > 0 && !layer.memory) {
+        layer.rows = job.seq.rows.backend().ragged(shape, job.seq.rows.storage(), stored[block == job.tail.get()]);
+        if (!layer.rows->take()) {
             return false;
         }
     }
@@ -171,7 +140,7 @@ void fill_layer(Job & job, size_t l, bool reduces, int32_t n_threads) {
         } else if (job.seq.rows.storage().quantised()) {
             quantise_rows(job, (int32_t) l, h, worker);
         } else {
-            gather_rows(job, (int32_t) l, h);
+            job.main->layers[l].rows->gather(h, job.kept[l][(size_t) h], job.seq.rows.view((int32_t) l, h).pending);
         }
     });
 }

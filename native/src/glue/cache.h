@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "attention/attention.h"
+#include "backend/cpu/attention/attention.h"
 #include "core/bounded.h"
 #include "core/claim.h"
 #include "core/compress.h"

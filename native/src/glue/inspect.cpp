@@ -2,6 +2,7 @@
 
 #include "core/error.h"
 #include "glue/cache.h"
+#include "primitives/widen.h"
 
 #include <algorithm>
 #include <new>
@@ -48,12 +49,9 @@ extern "C" kvedge_status kvedge_head_rows(
     if (n_out < rows.head_length(i, head)) {
         return fail(err, KVEDGE_E_ARGUMENT, "kvedge_head_rows: %d rows do not fit %d places", rows.head_length(i, head), n_out);
     }
-    rows.each_segment(i, head, [&](const Segment & seg) {
-        kernels().widen(seg.k, seg.n, s.d_k, k, (size_t) s.d_k);
-        kernels().widen(seg.v, seg.n, s.d_v, v, (size_t) s.d_v);
-        k += (size_t) seg.n * (size_t) s.d_k;
-        v += (size_t) seg.n * (size_t) s.d_v;
-    });
+    const HeadView view  = rows.view(i, head);
+    const size_t   n_old = widen_rows(view.old, s, k, v);
+    widen_rows(view.pending, s, k + n_old * (size_t) s.d_k, v + n_old * (size_t) s.d_v);
     return ok(err);
 } catch (...) {
     return caught(err, "copy the rows");

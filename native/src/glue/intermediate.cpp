@@ -1,7 +1,7 @@
 #include "glue/intermediate.h"
 
+#include "backend/cpu/pages.h"
 #include "ggml-backend.h"
-#include "store/pages.h"
 
 using namespace kvedge;
 

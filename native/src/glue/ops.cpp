@@ -9,10 +9,6 @@ namespace kvedge {
 
 namespace {
 
-const float * row_of(const ggml_tensor * t, int32_t head, int32_t token) {
-    return (const float *) ((const char *) t->data + (size_t) head * t->nb[1] + (size_t) token * t->nb[2]);
-}
-
 AttendJob make_job(const LayerOp & op, const Run & run, ggml_tensor * dst) {
     const kvedge_cache & kv    = *op.kv;
     const LayerShape &   shape = kv.shapes[(size_t) op.layer];
@@ -49,7 +45,6 @@ void store_op(ggml_tensor * dst, int ith, int nth, void * layer_op) {
     const LayerOp &     op    = *(const LayerOp *) layer_op;
     kvedge_cache &      kv    = *op.kv;
     const LayerShape &  shape = kv.shapes[(size_t) op.layer];
-    const Storage       plain = kv.storage.plain();
     const ggml_tensor * k     = dst->src[0];
     const ggml_tensor * v     = dst->src[1];
     if (k->ne[2] != kv.n_tokens) {
@@ -70,17 +65,18 @@ void store_op(ggml_tensor * dst, int ith, int nth, void * layer_op) {
         if (run->bounded && run->bounded->failed()) {
             continue;
         }
-        Store &       rows  = run->state->seq->rows;
-        const auto    n     = (int32_t) run->index.size();
-        const int64_t items = (int64_t) n * shape.n_heads_kv;
-        const auto    last  = items * (ith + 1) / nth;
-        for (int64_t i = items * ith / nth; i < last; i++) {
-            const auto t    = (int32_t) (i / shape.n_heads_kv);
-            const auto head = (int32_t) (i % shape.n_heads_kv);
-            const auto at   = rows.place_from_end(t, n);
-            kernels().from_f32(plain.k, row_of(k, head, run->index[(size_t) t]), rows.k_row(at, op.layer, head), (size_t) shape.d_k);
-            kernels().from_f32(plain.v, row_of(v, head, run->index[(size_t) t]), rows.v_row(at, op.layer, head), (size_t) shape.d_v);
-        }
+        StoreJob job{};
+        job.rows    = &run->state->seq->rows;
+        job.layer   = op.layer;
+        job.n       = (int32_t) run->index.size();
+        job.k       = (const float *) k->data;
+        job.k_head  = k->nb[1] / sizeof(float);
+        job.k_token = k->nb[2] / sizeof(float);
+        job.v       = (const float *) v->data;
+        job.v_head  = v->nb[1] / sizeof(float);
+        job.v_token = v->nb[2] / sizeof(float);
+        job.index   = run->index.data();
+        store_task(job, ith, nth);
     }
 }
 

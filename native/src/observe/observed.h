@@ -3,8 +3,8 @@
 
 #pragma once
 
+#include "backend/cpu/pages.h"
 #include "backend/rows.h"
-#include "store/pages.h"
 
 #include <cstdint>
 #include <vector>

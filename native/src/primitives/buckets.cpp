@@ -1,6 +1,6 @@
 #include "primitives/buckets.h"
 
-#include "kernels/kernels.h"
+#include "backend/cpu/kernels/kernels.h"
 
 #include <algorithm>
 

@@ -1,6 +1,6 @@
 #include "primitives/entropy.h"
 
-#include "kernels/kernels.h"
+#include "backend/cpu/kernels/kernels.h"
 #include "primitives/softmax.h"
 
 #include <algorithm>

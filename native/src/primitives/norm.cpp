@@ -1,6 +1,6 @@
 #include "primitives/norm.h"
 
-#include "kernels/kernels.h"
+#include "backend/cpu/kernels/kernels.h"
 
 #include <cmath>
 

@@ -1,9 +1,9 @@
 // Importance and diversity mixed by each head's redundancy (MixKV, sec. 3): attention of the last queries plus the norm
 // of the value, and distance from the mean key direction; the more alike a head's keys, the more diversity counts.
 
+#include "backend/cpu/kernels/kernels.h"
 #include "core/profile.h"
 #include "core/stages.h"
-#include "kernels/kernels.h"
 #include "primitives/window.h"
 
 #include <algorithm>

@@ -9,8 +9,6 @@ namespace {
 
 constexpr int32_t MAX_SPARE = 256;  // rows that a block which still grows may have beyond its tokens
 
-size_t bytes_of(const LayerShape & s, const Storage & t) { return row_k(s, t.k) + row_v(s, t.v); }
-
 // What a ragged block says of itself.
 enum : uint8_t { GENERATED = 1, OPEN_K = 2, OPEN_V = 4, ALL_FLAGS = 7 };
 
@@ -23,37 +21,6 @@ bool rising(const std::vector<int32_t> & tokens, int32_t first, size_t n_tokens)
         first = t + 1;
     }
     return true;
-}
-
-void write_side(const uint8_t * memory, const Side & side, const SideLayout & layout, Sink & out) {
-    for (size_t a = 0; a < 2; a++) {
-        if (const size_t n = area_bytes(layout.types[a], layout.d, side[a]); n > 0) {
-            out.write(memory + side[a].offset, n);
-        }
-    }
-}
-
-void write_rows(const Store & store, const Block & block, size_t l, Sink & out) {
-    const LayerShape & shape = store.shapes()[l];
-    const BlockLayer & layer = block.layers[l];
-    for (int32_t h = 0; h < shape.n_heads_kv; h++) {
-        if (!layer.heads.empty()) {
-            write_side(layer.memory.data(), layer.heads[(size_t) h].k, keys_of(shape, store.storage()), out);
-            write_side(layer.memory.data(), layer.heads[(size_t) h].v, values_of(shape, store.storage()), out);
-        } else if (const Segment s = store.uniform_segment(block, (int32_t) l, h); s.n > 0) {
-            out.write(s.k.data, (size_t) s.n * s.k.stride);
-            out.write(s.v.data, (size_t) s.n * s.v.stride);
-        }
-    }
-}
-
-// How many of a side's rows are quantised, and how they lie in groups.
-void write_counts(const Side & side, const SideLayout & layout, Sink & out) {
-    out.value<int32_t>(side[0].n);
-    if (is_grouped(layout.types[0])) {
-        out.value<uint32_t>((uint32_t) side[0].live.size());
-        out.values(side[0].live);
-    }
 }
 
 void write_head(const std::vector<int32_t> & tokens, const std::vector<double> & scores, Sink & out) {
@@ -78,20 +45,12 @@ uint8_t flags_of(const Block & block, bool plain) {
 
 // Of a block with a list for every head, of which one that is stored as it is has them for its areas, too.
 void write_heads(const Store & store, const Block & block, size_t l, bool ragged, Sink & out) {
-    const LayerShape & shape = store.shapes()[l];
     const BlockLayer & layer = block.layers[l];
-    const SideLayout   keys = keys_of(shape, store.storage()), vals = values_of(shape, store.storage());
-    const auto         n    = (int32_t) block.length();
-    for (int32_t h = 0; ragged && layer.heads.empty() && h < shape.n_heads_kv; h++) {
-        write_head(block.tokens, {}, out);
-        write_counts(make_side(keys, n, 0), keys, out);
-        write_counts(make_side(vals, n, 0), vals, out);
-    }
-    for (const RaggedHead & head : layer.heads) {
-        write_head(head.tokens, head.scores, out);
+    for (int32_t h = 0; (ragged || !layer.heads.empty()) && h < store.shapes()[l].n_heads_kv; h++) {
+        const bool listed = !layer.heads.empty();
+        write_head(block.tokens_of((int32_t) l, h), listed ? layer.heads[(size_t) h].scores : std::vector<double>(), out);
         if (ragged) {
-            write_counts(head.k, keys, out);
-            write_counts(head.v, vals, out);
+            layer.rows->save_counts(h, out);
         }
     }
 }
@@ -121,7 +80,7 @@ void write_block(const Store & store, size_t b, bool pending, Sink & out) {
             out.value<uint8_t>(!block.layers[l].heads.empty());
         }
         write_heads(store, block, l, ragged, out);
-        write_rows(store, block, l, out);
+        block.layers[l].rows->save(out);
     }
 }
 
@@ -141,72 +100,18 @@ struct Parse {
         }
     }
 
-    bool side(uint8_t * memory, const Side & side, const SideLayout & layout) {
-        for (size_t a = 0; a < 2; a++) {
-            const size_t n = area_bytes(layout.types[a], layout.d, side[a]);
-            if (n > 0 && !in.read(memory + side[a].offset, n)) {
-                return false;
-            }
-        }
-        return true;
-    }
-
-    bool rows(Block & block, size_t l) {
-        const LayerShape & shape = empty.shapes()[l];
-        BlockLayer &       layer = block.layers[l];
-        for (int32_t h = 0; h < shape.n_heads_kv; h++) {
-            if (!layer.heads.empty()) {
-                const RaggedHead & head = layer.heads[(size_t) h];
-                if (!side(layer.memory.data(), head.k, keys_of(shape, empty.storage())) ||
-                    !side(layer.memory.data(), head.v, values_of(shape, empty.storage()))) {
-                    return false;
-                }
-            } else if (const Segment s = empty.uniform_segment(block, (int32_t) l, h);
-                       s.n > 0 && (!in.read(const_cast<uint8_t *>(s.k.data), (size_t) s.n * s.k.stride) ||
-                                   !in.read(const_cast<uint8_t *>(s.v.data), (size_t) s.n * s.v.stride))) {
-                return false;
-            }
-        }
-        return true;
-    }
-
-    bool counts(Side & side, const SideLayout & layout, int32_t length) {
-        Area &   stored   = side[0];
-        uint32_t n_groups = 0;
-        if (!in.value(stored.n) || stored.n < 0 || stored.n > length) {
-            return false;
-        }
-        side[1].n = length - stored.n;
-        if (!is_grouped(layout.types[0])) {
-            return true;
-        }
-        if (!in.value(n_groups) || !in.values(stored.live, n_groups)) {
-            return false;
-        }
-        int64_t live = 0;
-        for (uint8_t n : stored.live) {
-            live += n;
-            if (n > GROUP) {
-                return false;
-            }
-        }
-        return live == stored.n;
-    }
-
-    bool heads(BlockLayer & layer, size_t l, int32_t & next, bool in_areas) {
-        const LayerShape & shape = empty.shapes()[l];
-        layer.heads.resize((size_t) shape.n_heads_kv);
+    bool heads(BlockLayer & layer, size_t l, int32_t & next, bool counted) {
+        layer.heads.resize((size_t) empty.shapes()[l].n_heads_kv);
         for (size_t h = 0; h < layer.heads.size(); h++) {
-            RaggedHead & head = layer.heads[h];
-            uint8_t      scored;
-            if (!in.value(head.length) || head.length < 0 || !in.values(head.tokens, (uint64_t) head.length) ||
+            HeadList & head = layer.heads[h];
+            int32_t    length;
+            uint8_t    scored;
+            if (!in.value(length) || length < 0 || !in.values(head.tokens, (uint64_t) length) ||
                 !rising(head.tokens, own[l][h], out.pos.size()) || !in.value(scored) || scored > 1 ||
-                !in.values(head.scores, scored ? (uint64_t) head.length : 0)) {
+                !in.values(head.scores, scored ? (uint64_t) length : 0)) {
                 return false;
             }
-            head.k[1].n = head.v[1].n = head.length;
-            if (in_areas && !(counts(head.k, keys_of(shape, empty.storage()), head.length) &&
-                              counts(head.v, values_of(shape, empty.storage()), head.length))) {
+            if (counted && !layer.rows->load_counts((int32_t) h, length, in)) {
                 return false;
             }
             own[l][h] = head.tokens.empty() ? own[l][h] : head.tokens.back() + 1;
@@ -215,66 +120,43 @@ struct Parse {
         return true;
     }
 
-    // Whether the file can hold as much.
-    bool can_hold(uint64_t n_rows, uint64_t row) const { return row == 0 || n_rows <= in.left() / row; }
-
     bool ragged(Block & block, size_t l, int32_t & next) {
-        const LayerShape & shape = empty.shapes()[l];
-        const SideLayout   keys = keys_of(shape, empty.storage()), vals = values_of(shape, empty.storage());
-        BlockLayer &       layer = block.layers[l];
-        uint64_t           held  = 0;
+        BlockLayer & layer = block.layers[l];
+        layer.rows         = empty.backend().ragged(empty.shapes()[l], empty.storage(),
+                                                    std::vector<StoredRows>((size_t) empty.shapes()[l].n_heads_kv));
         if (!heads(layer, l, next, true)) {
             return false;
         }
-        for (const RaggedHead & head : layer.heads) {
-            for (size_t a = 0; a < 2; a++) {
-                held += area_bytes(keys.types[a], keys.d, head.k[a]) + area_bytes(vals.types[a], vals.d, head.v[a]);
-            }
-            if (held > in.left() || (!block.tokens.empty() && head.tokens != block.tokens)) {
+        for (const HeadList & head : layer.heads) {
+            if (!block.tokens.empty() && head.tokens != block.tokens) {
                 return false;
             }
         }
-        return take(layer, lay_out(shape, empty.storage(), layer.heads)) && rows(block, l);
+        return layer.rows->load(in);
     }
 
     bool uniform(Block & block, size_t l, int32_t & next) {
-        const LayerShape & shape    = empty.shapes()[l];
-        const auto         n_heads  = (size_t) shape.n_heads_kv;
-        const auto         capacity = (size_t) block.capacity;
-        BlockLayer &       layer    = block.layers[l];
-        const Storage      plain = empty.storage().plain();
-        const size_t       kst = row_k(shape, plain.k), vst = row_v(shape, plain.v);
-        const bool         scored = block.kind == BlockKind::scored;
-        uint8_t            loose;
+        BlockLayer & layer  = block.layers[l];
+        const bool   scored = block.kind == BlockKind::scored;
+        uint8_t      loose;
         if (!in.value(loose) || loose > 1 || (scored && !loose) || (loose && block.capacity > MAX_SPARE)) {
             return false;
         }
-        if (!loose && !can_hold(n_heads * block.length(), bytes_of(shape, plain))) {
-            return false;
-        }
+        layer.rows = empty.backend().uniform(empty.shapes()[l], empty.storage(), block.capacity);
+        layer.rows->add((int32_t) block.length());
         if (loose && !heads(layer, l, next, false)) {
             return false;
         }
         for (size_t h = 0; h < layer.heads.size(); h++) {
-            RaggedHead & head = layer.heads[h];
-            if ((size_t) head.length > block.length() || head.scores.size() != (scored ? (size_t) head.length : 0) ||
+            const HeadList & head = layer.heads[h];
+            if ((size_t) head.length() > block.length() || head.scores.size() != (scored ? (size_t) head.length() : 0) ||
                 !std::includes(block.tokens.begin(), block.tokens.end(), head.tokens.begin(), head.tokens.end())) {
                 return false;
             }
-            const size_t row = h * capacity + block.length() - (size_t) head.length;  // rows end where the block does
-            head.k[1].offset = row * kst;
-            head.v[1].offset = n_heads * capacity * kst + row * vst;
+            layer.rows->loosen();
+            layer.rows->set_loose((int32_t) h, head.length());  // rows end where the block does
         }
-        return take(layer, n_heads * capacity * (kst + vst)) && rows(block, l);
-    }
-
-    static bool take(BlockLayer & layer, size_t size) {
-        layer.extent = size;
-        layer.memory = Pages::take(size);
-        if (size > 0 && !layer.memory) {
-            throw std::bad_alloc();
-        }
-        return true;
+        return layer.rows->load(in);
     }
 
     bool block(bool last, bool pending) {

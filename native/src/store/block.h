@@ -2,24 +2,34 @@
 // quantised, and ragged (every head holds its own selection) from then on. In between, a layer of a uniform block is loose
 // once one of its heads has dropped a row or has scores: its heads keep lists of their own, and their rows still end where
 // the block's do, so that tokens can be added.
-//
-// Layout of a layer's memory in a uniform block: keys [Hkv][capacity][d_k], then values [Hkv][capacity][d_v], always of a
-// plain type (Storage::plain); heads of a loose layer have them as their second areas. In a ragged block: store/ragged.h.
 
 #pragma once
 
-#include "store/pages.h"
-#include "store/ragged.h"
+#include "backend/backend.h"
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 namespace kvedge {
 
+// Which rows a head holds.
+struct HeadList {
+    std::vector<int32_t> tokens;  // token index of each row, ascending
+    std::vector<double>  scores;  // what a decode policy holds in favour of each row; empty: nothing
+
+    int32_t length() const { return (int32_t) tokens.size(); }
+    void    keep(const std::vector<uint8_t> & flags);  // those whose flag is set
+};
+
 struct BlockLayer {
-    Pages                   memory;
-    size_t                  extent = 0;  // bytes of the rows that fit
-    std::vector<RaggedHead> heads;       // [Hkv] in a ragged block and in a loose layer, else empty
+    std::unique_ptr<LayerRows> rows;
+    std::vector<HeadList>      heads;  // [Hkv] in a ragged block and in a loose layer, else empty
+
+    BlockLayer() = default;
+    BlockLayer(const BlockLayer & other) : rows(other.rows ? other.rows->clone() : nullptr), heads(other.heads) {}
+    BlockLayer(BlockLayer &&) noexcept             = default;
+    BlockLayer & operator=(BlockLayer &&) noexcept = default;
 };
 
 enum class BlockKind : uint8_t {
@@ -48,7 +58,7 @@ struct Block {
     // Rows of a head.
     int32_t rows(int32_t layer, int32_t head) const {
         const auto & heads = layers[(size_t) layer].heads;
-        return heads.empty() ? (int32_t) length() : heads[(size_t) head].length;
+        return heads.empty() ? (int32_t) length() : heads[(size_t) head].length();
     }
     // Token index of each of them.
     const std::vector<int32_t> & tokens_of(int32_t layer, int32_t head) const {

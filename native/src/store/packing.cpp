@@ -16,7 +16,7 @@ bool Store::grows(size_t block) const {
 void Store::drop_empty_blocks() {
     for (size_t b = blocks.size(); b-- > 0;) {
         const auto left = [](const BlockLayer & l) {
-            return !l.heads.empty() && std::all_of(l.heads.begin(), l.heads.end(), [](const RaggedHead & h) { return h.length == 0; });
+            return !l.heads.empty() && std::all_of(l.heads.begin(), l.heads.end(), [](const HeadList & h) { return h.tokens.empty(); });
         };
         if (!grows(b) && std::all_of(blocks[b].layers.begin(), blocks[b].layers.end(), left)) {
             blocks.erase(blocks.begin() + (std::ptrdiff_t) b);
@@ -34,33 +34,17 @@ size_t Store::packable() const {
     return (size_t) (open - blocks.begin());
 }
 
-// Rows of keys that packing makes room for: groups keep that of rows that are gone until few are left.
-uint64_t Store::packed_keys(size_t n_blocks, int32_t layer, int32_t head) const {
-    std::vector<uint8_t> live;
-    uint64_t             rows = 0;
-    for (size_t b = 0; b < n_blocks; b++) {
-        if (is_grouped(storage_.k)) {
-            const auto & groups = blocks[b].layers[(size_t) layer].heads[(size_t) head].k[0].live;
-            live.insert(live.end(), groups.begin(), groups.end());
-        } else {
-            rows += (uint64_t) blocks[b].rows(layer, head);
-        }
-    }
-    return rows + GROUP * merge_sparse(live).size();
-}
-
 bool Store::is_sparse() const {
     uint64_t     held = 0, extent = 0;
     const size_t n    = packable();
     for (size_t l = 0; l < shapes().size(); l++) {
-        for (int32_t h = 0; h < shapes()[l].n_heads_kv; h++) {
-            held += packed_keys(n, (int32_t) l, h) * row_k(shapes()[l], storage_.k);
-            for (size_t b = 0; b < n; b++) {
-                held += (uint64_t) blocks[b].rows((int32_t) l, h) * row_v(shapes()[l], storage_.v);
-            }
-        }
+        std::vector<const LayerRows *> rows;
         for (size_t b = 0; b < n; b++) {
-            extent += blocks[b].layers[l].extent;
+            rows.push_back(blocks[b].layers[l].rows.get());
+            extent += rows.back()->extent();
+        }
+        for (int32_t h = 0; h < shapes()[l].n_heads_kv; h++) {
+            held += backend_->joined_bytes(rows, h);
         }
     }
     return extent > held + held / 4;
@@ -76,15 +60,19 @@ void Store::pack_if_sparse() try {
     packed.layers.resize(shapes().size());
     for (size_t l = 0; l < shapes().size(); l++) {
         packed.layers[l].heads.resize((size_t) shapes()[l].n_heads_kv);
+        packed.layers[l].rows = backend_->ragged(shapes()[l], storage_, std::vector<StoredRows>(packed.layers[l].heads.size()));
     }
     blocks.reserve(blocks.size() + 1);
     // Packed rows count as compressed. Where a layer cannot be packed, the blocks are as good as before.
     for (size_t l = 0; l < shapes().size(); l++) {
-        BlockLayer                           layer;
-        std::vector<std::vector<RaggedHead>> left(n_blocks, std::vector<RaggedHead>((size_t) shapes()[l].n_heads_kv));
-        bool                                 done = false;
+        BlockLayer                         layer;
+        std::vector<std::vector<HeadList>> left(n_blocks, std::vector<HeadList>((size_t) shapes()[l].n_heads_kv));
+        bool                               done = false;
         try {
-            done = gather_layer(l, 0, n_blocks, true, layer);
+            for (size_t b = 0; b < n_blocks; b++) {
+                loosen(blocks[b], l);
+            }
+            done = join_layer(l, 0, n_blocks, true, layer);
         } catch (const std::bad_alloc &) {
         }
         if (!done) {
@@ -94,8 +82,7 @@ void Store::pack_if_sparse() try {
         for (size_t b = 0; b < n_blocks; b++) {
             BlockLayer & gone = blocks[b].layers[l];
             gone.heads        = std::move(left[b]);
-            gone.extent       = 0;
-            gone.memory       = Pages();
+            gone.rows->clear();
         }
     }
     blocks.insert(blocks.begin(), std::move(packed));

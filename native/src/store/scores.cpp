@@ -50,9 +50,9 @@ void Store::read_scores(int32_t layer, int32_t head, double * out) const {
             out = std::fill_n(out, block.length(), 0.0);
             continue;
         }
-        const RaggedHead & h = heads[(size_t) head];
+        const HeadList & h = heads[(size_t) head];
         out = std::copy(h.scores.begin(), h.scores.end(), out);
-        out = std::fill_n(out, (size_t) h.length - h.scores.size(), 0.0);
+        out = std::fill_n(out, h.tokens.size() - h.scores.size(), 0.0);
     }
 }
 

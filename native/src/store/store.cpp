@@ -1,7 +1,7 @@
 #include "store/store.h"
 
 #include <algorithm>
-#include <cstring>
+#include <new>
 
 namespace kvedge {
 
@@ -23,21 +23,18 @@ void reserve_room(Block & block) {
     block.tokens.reserve((size_t) block.capacity);
     for (auto & layer : block.layers) {
         for (auto & head : layer.heads) {
-            head.tokens.reserve((size_t) head.length + room);
-            head.scores.reserve(block.kind == BlockKind::scored ? (size_t) head.length + room : 0);
+            head.tokens.reserve(head.tokens.size() + room);
+            head.scores.reserve(block.kind == BlockKind::scored ? head.tokens.size() + room : 0);
         }
     }
 }
 
-// Adds a token to a uniform block that has room for it, and to what its loose heads hold.
+// Adds a token to a uniform block that has room for it, and to the lists of its loose heads.
 void enter(Block & block, int32_t token) {
     block.tokens.push_back(token);
     for (auto & layer : block.layers) {
         for (auto & head : layer.heads) {
             head.tokens.push_back(token);
-            head.length++;
-            head.k[1].n++;
-            head.v[1].n++;
             if (block.kind == BlockKind::scored) {
                 head.scores.push_back(0.0);
             }
@@ -45,8 +42,10 @@ void enter(Block & block, int32_t token) {
     }
 }
 
-size_t uniform_bytes(const LayerShape & s, const Storage & plain, int32_t capacity) {
-    return (size_t) s.n_heads_kv * (size_t) capacity * (row_k(s, plain.k) + row_v(s, plain.v));
+void add_rows(Block * block, int32_t n) {
+    for (size_t l = 0; block && l < block->layers.size(); l++) {
+        block->layers[l].rows->add(n);
+    }
 }
 
 }  // namespace
@@ -68,23 +67,32 @@ int32_t Block::newest() const {
     return last;
 }
 
+void HeadList::keep(const std::vector<uint8_t> & flags) {
+    size_t kept = 0;
+    for (size_t r = 0; r < flags.size(); r++) {
+        if (flags[r]) {
+            tokens[kept] = tokens[r];
+            if (!scores.empty()) {
+                scores[kept] = scores[r];
+            }
+            kept++;
+        }
+    }
+    tokens.resize(kept);
+    scores.resize(scores.empty() ? 0 : kept);
+}
+
 void Store::loosen(Block & block, size_t layer) const {
-    const LayerShape & s  = shapes()[layer];
-    BlockLayer &       bl = block.layers[layer];
+    BlockLayer & bl = block.layers[layer];
     if (!bl.heads.empty()) {
         return;
     }
-    std::vector<RaggedHead> heads((size_t) s.n_heads_kv);
-    const size_t            kst = row_k(s, storage_.plain().k), vst = row_v(s, storage_.plain().v);
-    const size_t            keys = heads.size() * (size_t) block.capacity * kst;
-    for (size_t h = 0; h < heads.size(); h++) {
-        heads[h].length      = (int32_t) block.length();
-        heads[h].k[1].offset = h * (size_t) block.capacity * kst;
-        heads[h].v[1].offset = keys + h * (size_t) block.capacity * vst;
-        heads[h].k[1].n = heads[h].v[1].n = heads[h].length;
-        heads[h].tokens.reserve((size_t) block.capacity);
-        heads[h].tokens = block.tokens;
+    std::vector<HeadList> heads((size_t) shapes()[layer].n_heads_kv);
+    for (HeadList & head : heads) {
+        head.tokens.reserve((size_t) block.capacity);
+        head.tokens = block.tokens;
     }
+    bl.rows->loosen();
     bl.heads = std::move(heads);
 }
 
@@ -97,7 +105,7 @@ Block Store::lay_out_block(int32_t capacity) const {
     block.capacity = capacity;
     block.layers.resize(shapes().size());
     for (size_t l = 0; l < shapes().size(); l++) {
-        block.layers[l].extent = uniform_bytes(shapes()[l], storage_.plain(), capacity);
+        block.layers[l].rows = backend_->uniform(shapes()[l], storage_, capacity);
     }
     return block;
 }
@@ -105,15 +113,14 @@ Block Store::lay_out_block(int32_t capacity) const {
 Block Store::make_block(int32_t capacity) const {
     Block block = lay_out_block(capacity);
     for (auto & layer : block.layers) {
-        layer.memory = Pages::take(layer.extent);
-        if (!layer.memory) {
+        if (!layer.rows->take()) {
             throw std::bad_alloc();
         }
     }
     return block;
 }
 
-// Single tokens come one after the other and get room to grow: twice the last block's, but next to a bounded answer no
+// Single tokens come one after the other and get room to grow: twice the last block's, but next to an answer that evicts no
 // more than a quarter of what it holds.
 int32_t Store::next_capacity(const Block * last) const {
     if (storage_.quantised()) {
@@ -150,7 +157,9 @@ bool Store::append(int32_t n, const int32_t * new_pos, bool is_image) try {
         pos.push_back(new_pos[i]);
         image.push_back(is_image ? 1 : 0);
     }
+    add_rows(last, n - rest);
     if (rest > 0) {
+        add_rows(&fresh, rest);
         blocks.push_back(std::move(fresh));
     }
     return true;
@@ -169,6 +178,7 @@ bool Store::append_unallocated(int32_t n, const int32_t * new_pos, const uint8_t
         pos.push_back(new_pos[i]);
         image.push_back(new_image[i] ? 1 : 0);
     }
+    add_rows(&block, n);
     blocks.push_back(std::move(block));
     return true;
 } catch (const std::bad_alloc &) {
@@ -176,12 +186,10 @@ bool Store::append_unallocated(int32_t n, const int32_t * new_pos, const uint8_t
 }
 
 bool Store::take_layer(size_t layer) {
-    BlockLayer & to = blocks.back().layers[layer];
-    to.memory       = Pages::take(to.extent);
-    return (bool) to.memory;
+    return blocks.back().layers[layer].rows->take();
 }
 
-void Store::give_back_layer(size_t layer) { blocks.back().layers[layer].memory = Pages(); }
+void Store::give_back_layer(size_t layer) { blocks.back().layers[layer].rows->give_back(); }
 
 void Store::mark_images(int32_t n, const uint8_t * mask) {
     std::transform(mask, mask + n, image.end() - n, [](uint8_t i) { return (uint8_t) (i != 0); });
@@ -205,40 +213,12 @@ Store::Place Store::place_from_end(int32_t i, int32_t n) {
     return { nullptr, 0 };
 }
 
-uint8_t * Store::k_row(const Place & at, int32_t layer, int32_t head) {
-    const LayerShape & s = shapes()[(size_t) layer];
-    return at.block->layers[(size_t) layer].memory.data() +
-           ((size_t) head * (size_t) at.block->capacity + (size_t) at.row) * row_k(s, storage_.plain().k);
-}
-
-uint8_t * Store::v_row(const Place & at, int32_t layer, int32_t head) {
-    const LayerShape & s     = shapes()[(size_t) layer];
-    const Storage      plain = storage_.plain();
-    const size_t       keys  = (size_t) s.n_heads_kv * (size_t) at.block->capacity * row_k(s, plain.k);
-    return at.block->layers[(size_t) layer].memory.data() + keys +
-           ((size_t) head * (size_t) at.block->capacity + (size_t) at.row) * row_v(s, plain.v);
-}
-
-Segment Store::uniform_segment(const Block & block, int32_t layer, int32_t head) const {
-    const LayerShape & s     = shapes()[(size_t) layer];
-    const Storage      plain = storage_.plain();
-    const size_t       kst = row_k(s, plain.k), vst = row_v(s, plain.v);
-    const auto         cap  = (size_t) block.capacity;
-    const uint8_t *    keys = block.layers[(size_t) layer].memory.data();
-    const uint8_t *    vals = keys + (size_t) s.n_heads_kv * cap * kst;
-    return { { keys + (size_t) head * cap * kst, kst, plain.k },
-             { vals + (size_t) head * cap * vst, vst, plain.v },
-             (int32_t) block.length() };
-}
-
 HeadView Store::view(int32_t layer, int32_t head) const {
     HeadView out;
     for (size_t b = 0; b < blocks.size(); b++) {
         const bool old = b < pending_from;
-        each_segment_in(blocks[b], layer, head, [&](const Segment & s) {
-            (old ? out.old : out.pending).push_back(s);
-            (old ? out.n_old : out.n_pending) += s.n;
-        });
+        blocks[b].layers[(size_t) layer].rows->view(head, old ? out.old : out.pending);
+        (old ? out.n_old : out.n_pending) += blocks[b].rows(layer, head);
     }
     return out;
 }
@@ -289,7 +269,7 @@ void Store::close_pending() {
 void Store::replace_pending(Block && main, Block && tail) {
     blocks.resize(pending_from);
     for (Block * block : { &main, &tail }) {
-        if (std::any_of(block->layers.begin(), block->layers.end(), [](const BlockLayer & layer) { return layer.extent > 0; })) {
+        if (std::any_of(block->layers.begin(), block->layers.end(), [](const BlockLayer & layer) { return layer.rows->extent() > 0; })) {
             blocks.push_back(std::move(*block));
         }
     }
@@ -298,17 +278,17 @@ void Store::replace_pending(Block && main, Block && tail) {
 uint64_t Store::give_back_pending(size_t layer) {
     uint64_t n = 0;
     for (size_t b = pending_from; b < blocks.size(); b++) {
-        n += blocks[b].layers[layer].memory.size();
-        blocks[b].layers[layer].memory = Pages();
+        n += blocks[b].layers[layer].rows->bytes();
+        blocks[b].layers[layer].rows->give_back();
     }
     return n;
 }
 
 uint64_t Store::bytes() const {
     uint64_t n = 0;
-    for (const Block & b : blocks) {
-        for (const auto & l : b.layers) {
-            n += l.memory.size();
+    for (const Block & block : blocks) {
+        for (const auto & layer : block.layers) {
+            n += layer.rows->bytes();
         }
     }
     return n;
@@ -316,11 +296,12 @@ uint64_t Store::bytes() const {
 
 uint64_t Store::index_bytes() const {
     uint64_t n = pos.capacity() * sizeof(int32_t) + image.capacity();
-    for (const Block & b : blocks) {
-        n += b.tokens.capacity() * sizeof(int32_t);
-        for (const auto & l : b.layers) {
-            for (const auto & h : l.heads) {
-                n += sizeof(RaggedHead) + h.tokens.capacity() * sizeof(int32_t) + h.k[0].live.capacity();
+    for (const Block & block : blocks) {
+        n += block.tokens.capacity() * sizeof(int32_t);
+        for (const auto & layer : block.layers) {
+            n += layer.rows->index_bytes() + layer.heads.size() * sizeof(HeadList);
+            for (const auto & head : layer.heads) {
+                n += head.tokens.capacity() * sizeof(int32_t);
             }
         }
     }

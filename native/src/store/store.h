@@ -5,6 +5,7 @@
 
 #include "store/block.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -34,12 +35,13 @@ struct Removed {
 
 class Store : private StoreContents {
   public:
-    Store(const std::vector<LayerShape> & shapes, const Storage & storage) : shapes_(&shapes), storage_(storage) {}
-    Store(const std::vector<LayerShape> & shapes, const Storage & storage, StoreContents contents)
-        : StoreContents(std::move(contents)), shapes_(&shapes), storage_(storage) {}
+    Store(const std::vector<LayerShape> & shapes, const Storage & storage, StoreContents contents = {},
+          const Backend & backend = cpu_backend())
+        : StoreContents(std::move(contents)), shapes_(&shapes), storage_(storage), backend_(&backend) {}
 
     const std::vector<LayerShape> & shapes() const { return *shapes_; }
     const Storage &                 storage() const { return storage_; }
+    const Backend &                 backend() const { return *backend_; }
     const StoreContents &           contents() const { return *this; }
     StoreContents                   release() { return std::move((StoreContents &) *this); }  // only to be destroyed then
 
@@ -48,7 +50,7 @@ class Store : private StoreContents {
     bool    scored() const { return eviction == Eviction::by_score; }
     void    evict(Eviction how) { eviction = how; }
 
-    // Makes room for n tokens and enters them; their rows are then written to k_row and v_row. False: no memory, nothing changed.
+    // Makes room for n tokens and enters them; their rows are then written by the backend. False: no memory, nothing changed.
     bool append(int32_t n, const int32_t * new_pos, bool is_image);
     // The same in a block of their own that has no memory yet: take_layer gives it to one layer after the other. new_image [n].
     bool append_unallocated(int32_t n, const int32_t * new_pos, const uint8_t * new_image);
@@ -64,24 +66,13 @@ class Store : private StoreContents {
     };
     Place place_from_end(int32_t i, int32_t n);  // i-th of the last n tokens, while they lie in uniform blocks
 
-    uint8_t * k_row(const Place & at, int32_t layer, int32_t head);
-    uint8_t * v_row(const Place & at, int32_t layer, int32_t head);
-
     // Segments of one head in token order.
     template <class F> void each_segment(int32_t layer, int32_t head, const F & visit) const {
-        for (const Block & block : blocks) {
-            each_segment_in(block, layer, head, visit);
+        const HeadView all = view(layer, head);
+        for (const auto * part : { &all.old, &all.pending }) {
+            std::for_each(part->begin(), part->end(), visit);
         }
     }
-    template <class F> void each_segment_in(const Block & block, int32_t layer, int32_t head, const F & visit) const {
-        const BlockLayer & bl = block.layers[(size_t) layer];
-        if (!bl.heads.empty()) {
-            each_ragged(bl.memory.data(), bl.heads[(size_t) head], (*shapes_)[(size_t) layer], storage_, visit);
-        } else if (const Segment s = uniform_segment(block, layer, head); s.n > 0) {
-            visit(s);
-        }
-    }
-    Segment  uniform_segment(const Block & block, int32_t layer, int32_t head) const;  // of a layer that is not loose
     HeadView view(int32_t layer, int32_t head) const;
 
     int32_t              head_length(int32_t layer, int32_t head) const;
@@ -145,26 +136,24 @@ class Store : private StoreContents {
     uint64_t score_bytes() const;  // of what rows are held in favour of
 
   private:
-    Block                make_block(int32_t capacity) const;  // without memory in its last layer: there is none
-    Block                lay_out_block(int32_t capacity) const;
+    Block                make_block(int32_t capacity) const;     // both throw std::bad_alloc
+    Block                lay_out_block(int32_t capacity) const;  // without memory
     int32_t              next_capacity(const Block * last) const;
     void                 loosen(Block & block, size_t layer) const;
     bool                 grows(size_t block) const;
     bool                 is_sparse() const;
     std::vector<uint8_t> outside(const std::vector<int32_t> & tokens, int32_t p0, int32_t p1) const;  // 1: not in [p0, p1)
-    void                 remove_from_loose(Block & block, size_t layer, int32_t p0, int32_t p1, int32_t n_left);
-    void                 remove_from_ragged(Block & block, int32_t p0, int32_t p1);
-    void                 remove_from_uniform(Block & block, int32_t p0, int32_t p1, const std::vector<int32_t> & keep);
+    void                 remove_by_head(BlockLayer & layer, int32_t p0, int32_t p1, int32_t n_left);
     std::vector<int32_t> remove_listed(Block & block, int32_t p0, int32_t p1);
     void                 remove_streamed(Block & block, int32_t p0, int32_t p1, size_t first, std::vector<Removed> & gone);
     size_t               packable() const;
-    uint64_t             packed_keys(size_t n_blocks, int32_t layer, int32_t head) const;
-    bool                 gather_layer(size_t layer, size_t first, size_t last, bool values, BlockLayer & to) const;
+    bool                 join_layer(size_t layer, size_t first, size_t last, bool values, BlockLayer & to) const;
     bool                 seal(size_t first, size_t last, bool values);
     bool                 join_sealed();
 
     const std::vector<LayerShape> * shapes_;
     Storage                         storage_;
+    const Backend *                 backend_;
 };
 
 // Newest tokens whose values KIVI leaves as they are.

@@ -55,7 +55,7 @@ void Store::remove_streamed(Block & block, int32_t p0, int32_t p1, size_t first,
     std::vector<std::vector<std::vector<uint8_t>>> keep(shapes().size());
     int32_t                                        fewest = n;
     for (size_t l = 0; l < keep.size(); l++) {
-        for (const RaggedHead & h : block.layers[l].heads) {
+        for (const HeadList & h : block.layers[l].heads) {
             auto & flags = keep[l].emplace_back(outside(h.tokens, p0, p1));
             fewest = std::min(fewest, (int32_t) std::count(flags.begin(), flags.end(), 1));
         }
@@ -77,11 +77,8 @@ void Store::remove_streamed(Block & block, int32_t p0, int32_t p1, size_t first,
                     of_head.keep.push_back(r);
                 }
             }
-            RaggedHead & head = block.layers[l].heads[h];
-            uint8_t *    data = block.layers[l].memory.data();
-            keep_rows(data, head.k, keys_of(shapes()[l], storage_), flags.data());
-            keep_rows(data, head.v, values_of(shapes()[l], storage_), flags.data());
-            keep_listed(head, flags);
+            block.layers[l].rows->keep_flagged((int32_t) h, flags.data(), 0);
+            block.layers[l].heads[h].keep(flags);
             gone.push_back(std::move(of_head));
         }
     }

@@ -4,7 +4,7 @@
 
 #pragma once
 
-#include "kernels/kernels.h"
+#include "backend/cpu/kernels/kernels.h"
 
 #include <array>
 #include <cstdint>
@@ -27,10 +27,7 @@ struct SideLayout {
 };
 
 struct RaggedHead {
-    Side                 k, v;
-    int32_t              length = 0;
-    std::vector<int32_t> tokens;  // [length] token index of each row, ascending
-    std::vector<double>  scores;  // [length] what a decode policy holds in favour of each row; empty: nothing
+    Side k, v;
 };
 
 inline SideLayout keys_of(const LayerShape & s, const Storage & t) { return { { t.k, t.plain().k }, s.d_k }; }
@@ -51,9 +48,6 @@ void write_rows(uint8_t * memory, const Side & side, const SideLayout & layout, 
 // Takes out the rows whose flag in keep [n] is 0; what is left moves together, of a grouped type only within its group:
 // groups have scales of their own.
 void keep_rows(uint8_t * memory, Side & side, const SideLayout & layout, const uint8_t * keep);
-
-// Of the tokens and scores of a head those whose flag is set stay.
-void keep_listed(RaggedHead & head, const std::vector<uint8_t> & keep);
 
 // Takes out one row. What lies before or behind it in its area closes the gap, whichever is shorter, or what lies before
 // where the rows' end must not move; of a grouped type what lies behind it in its group.

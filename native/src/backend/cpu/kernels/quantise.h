@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "kernels/kernels.h"
+#include "backend/cpu/kernels/kernels.h"
 
 namespace kvedge {
 

@@ -1,5 +1,8 @@
-#include "attention/attention.h"
-#include "kernels/kernels_compiler.h"
+#include "backend/cpu/attention/attention.h"
+
+#include "backend/cpu/kernels/kernels.h"
+#include "backend/cpu/kernels/kernels_compiler.h"
+#include "backend/cpu/reach.h"
 
 #include <algorithm>
 #include <cmath>
@@ -222,7 +225,7 @@ void decode_task(const AttendJob & job, int32_t task, int32_t n_splits, DecodePa
         x.n = std::min(DECODE_ROWS, piece.rows - x.first);
         load_queries(job, piece, shape.d_k, x);
         int32_t at = 0;
-        job.rows->each_segment(job.layer, piece.head, [&](const Segment & seg) {
+        each_segment(*job.rows, job.layer, piece.head, [&](const Segment & seg) {
             const int32_t first = std::max(piece.a - at, 0), last = std::min(piece.b - at, seg.n);
             const int32_t block = block_of(seg, x.n);
             for (int32_t c = first; c < last; c += block) {

@@ -1,4 +1,4 @@
-#include "kernels/quantise.h"
+#include "backend/cpu/kernels/quantise.h"
 
 #include <algorithm>
 #include <cmath>

@@ -1,6 +1,6 @@
-#include "store/ragged.h"
+#include "backend/cpu/ragged.h"
 
-#include "kernels/quantise.h"
+#include "backend/cpu/kernels/quantise.h"
 
 #include <algorithm>
 #include <cstring>
@@ -143,22 +143,6 @@ void keep_rows(uint8_t * memory, Side & side, const SideLayout & layout, const u
         }
         keep += n;
     }
-}
-
-void keep_listed(RaggedHead & head, const std::vector<uint8_t> & keep) {
-    size_t kept = 0;
-    for (size_t r = 0; r < keep.size(); r++) {
-        if (keep[r]) {
-            head.tokens[kept] = head.tokens[r];
-            if (!head.scores.empty()) {
-                head.scores[kept] = head.scores[r];
-            }
-            kept++;
-        }
-    }
-    head.length = (int32_t) kept;
-    head.tokens.resize(kept);
-    head.scores.resize(head.scores.empty() ? 0 : kept);
 }
 
 void drop_row(uint8_t * memory, Side & side, const SideLayout & layout, int32_t row, bool from_front) {

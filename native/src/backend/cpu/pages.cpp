@@ -1,4 +1,4 @@
-#include "store/pages.h"
+#include "backend/cpu/pages.h"
 
 #include <cstring>
 

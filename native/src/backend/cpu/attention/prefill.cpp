@@ -1,5 +1,7 @@
-#include "attention/attention.h"
+#include "backend/cpu/attention/attention.h"
 
+#include "backend/cpu/kernels/kernels.h"
+#include "backend/cpu/reach.h"
 #include "primitives/softmax.h"
 
 #include <algorithm>
@@ -55,7 +57,7 @@ void load_queries(const AttendJob & job, const Tile & tile, int32_t d_k, float *
 void logits(const AttendJob & job, const Tile & tile, int32_t d_k, Scratch & x) {
     const Kernels & kn = kernels();
     int32_t         at = 0;
-    job.rows->each_segment(job.layer, tile.head, [&](const Segment & seg) {
+    each_segment(*job.rows, job.layer, tile.head, [&](const Segment & seg) {
         for (int32_t c = 0; c < seg.n && at < tile.n_visible; c += BLOCK) {
             const int32_t w = std::min({ BLOCK, seg.n - c, tile.n_visible - at });
             kn.pack(seg.k.from(c), w, d_k, x.panel);
@@ -202,7 +204,7 @@ void weigh_values(const AttendJob & job, const Tile & tile, int32_t d_v, Scratch
     const auto      ld = (size_t) pad16(d_v);
     std::fill(x.o, x.o + (size_t) tile.rows * ld, 0.0f);
     int32_t at = 0;
-    job.rows->each_segment(job.layer, tile.head, [&](const Segment & seg) {
+    each_segment(*job.rows, job.layer, tile.head, [&](const Segment & seg) {
         for (int32_t c = 0; c < seg.n && at < tile.n_visible; c += BLOCK) {
             const int32_t w = std::min({ BLOCK, seg.n - c, tile.n_visible - at });
             kn.widen(seg.v.from(c), w, d_v, x.vals, ld);

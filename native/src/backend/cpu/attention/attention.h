@@ -7,6 +7,7 @@
 
 #pragma once
 
+#include "backend/cpu/pages.h"
 #include "observe/observed.h"
 #include "store/store.h"
 
@@ -26,6 +27,20 @@ class SpinLock {
   private:
     std::atomic_flag flag_ = ATOMIC_FLAG_INIT;
 };
+
+// New rows of a layer: of the last n tokens of the sequence.
+struct StoreJob {
+    Store *         rows;
+    int32_t         layer, n;
+    const float *   k;  // row of token i, head h: k + index(i) * k_token + h * k_head floats
+    size_t          k_token, k_head;
+    const float *   v;  // likewise
+    size_t          v_token, v_head;
+    const int32_t * index;  // [n] place of token i in k and v; NULL: i itself
+};
+
+// Thread ith of nth stores its share.
+void store_task(const StoreJob & job, int32_t ith, int32_t nth);
 
 struct AttendJob {
     const Store * rows;
