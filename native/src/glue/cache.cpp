@@ -172,11 +172,18 @@ bool kvedge_cache::enter_run(const llama_attn_provider_ubatch & ubatch, Run & ru
     }
     state.armed       = state.armed || prompt;
     state.prev_output = output;
+    return store_run(ubatch, run, prompt, request.get());
+}
 
-    const bool watched = (prompt || state.streaming) && plan.budget_ratio != 1.0;
-    run.wanted         = watched ? plan_observes(plan) : Observation{};
-    run.score          = prompt ? run.wanted.sums && plan.decode->needs_scores : state.seq->rows.scored();
-    const auto pos     = positions(ubatch, run);
+bool kvedge_cache::store_run(
+    const llama_attn_provider_ubatch & ubatch, Run & run, bool prompt, const BoundedRequest * request) {
+    SequenceState &     state   = *run.state;
+    const auto          n       = (int32_t) run.index.size();
+    const kvedge_plan & plan    = plan_of(state.id);
+    const bool          watched = (prompt || state.streaming) && plan.budget_ratio != 1.0;
+    run.wanted = watched ? plan_observes(plan) : Observation{};
+    run.score  = prompt ? run.wanted.sums && plan.decode->needs_scores : state.seq->rows.scored();
+    const auto pos = positions(ubatch, run);
     if (!make_room(*state.seq, run.wanted, n) || !state.seq->rows.append(n, pos.data(), ubatch.token == nullptr)) {
         report(KVEDGE_E_MEMORY, "no memory for the keys and values of the next tokens; shorten the prompt or free memory");
         return false;

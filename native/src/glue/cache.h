@@ -193,6 +193,8 @@ struct kvedge_cache {
   private:
     bool collect_runs(const llama_attn_provider_ubatch & ubatch);
     bool enter_run(const llama_attn_provider_ubatch & ubatch, kvedge::Run & run);
+    // Room for the rows of a run and for what is gathered of it; request: of a bounded prompt that is read as any other, or NULL.
+    bool store_run(const llama_attn_provider_ubatch & ubatch, kvedge::Run & run, bool prompt, const kvedge::BoundedRequest * request);
     bool enter_bounded(const llama_attn_provider_ubatch & ubatch, kvedge::Run & run, const std::vector<uint8_t> & image);
     bool end_bounded(kvedge::SequenceState & state);
     bool decodes(const kvedge::Run & run) const;
