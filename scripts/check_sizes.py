@@ -9,11 +9,11 @@ is a line on stdout, as ruff prints them.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-
-import lizard
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("pykvedge", "native", "scripts", "tests", "examples")
@@ -31,13 +31,15 @@ def sources() -> Iterator[Path]:
                 yield path
 
 
-def parameters(function: lizard.FunctionInfo) -> int:
+def parameters(function: Any) -> int:
     """How many values a caller passes."""
     return sum(name.lstrip("*") not in ("self", "cls", "err", "") for name in function.parameters)
 
 
 def offences(path: Path) -> Iterator[str]:
     """What of a file is over a limit, with its place."""
+    import lizard
+
     name = path.relative_to(ROOT).as_posix()
     lines = len(path.read_text(encoding="utf-8").splitlines())
     if lines > FILE_LINES:
@@ -51,6 +53,7 @@ def offences(path: Path) -> Iterator[str]:
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     found = [offence for path in sources() for offence in offences(path)]
     for offence in found:
         print(offence)

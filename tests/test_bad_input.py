@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import struct
 import sys
@@ -11,6 +10,7 @@ import zlib
 import pytest
 
 import pykvedge
+from pykvedge.cli import options
 from pykvedge.errors import ImageError, ModelError, UsageError
 from pykvedge.models.gguf import read_header
 from pykvedge.models.images import load_picture
@@ -30,10 +30,9 @@ def pair(model, mmproj=None):
 
 def test_no_model(kvedge, llava, monkeypatch, tmp_path):
     kvedge("chat", "--mmproj", llava.mmproj, "Hello").failed(2, "no model", "--model")
-    chat = importlib.import_module("pykvedge.cli.chat")  # the attribute of that name is the command
-    monkeypatch.setattr(chat, "DATA", tmp_path)  # an installation without the demo model
+    monkeypatch.setattr(options, "DATA", tmp_path)  # an installation without the demo model
     with pytest.raises(UsageError, match="no model: pass --model"):
-        chat.model_files(None, None)
+        options.model_files(None, None)
 
 
 def test_a_model_that_is_not_there(kvedge, llava, tmp_path):

@@ -10,15 +10,14 @@ from arrays import LAYOUTS, prompt
 import pykvedge
 from pykvedge.errors import KvedgeError, UnsupportedError, UsageError
 from pykvedge.plans.registry import members
-from pykvedge.runtime import pace
-from pykvedge.runtime.native_plan import compress_arrays
+from pykvedge.runtime.native_plan import check_stream, compress_arrays
 
 HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
 
 
 def can_stream(plan):
     try:
-        pace.check(plan)
+        check_stream(plan)
     except UsageError:
         return False
     return True
