@@ -21,11 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llama_source import ROOT, SourceError, log
-from native_build import build_native
+from native_build import FEWER, build_native
 from wine import windows
 
 KERNELS = "test_kernels"  # the test that takes the name of the table that must be chosen
-FEWER = {"test_attention": ["3"]}  # tests that take how few of their cases to run: an emulator takes minutes for each
 AT_ONCE = 4  # tests wait for the disk and for their own threads as much as they compute
 
 

@@ -1,4 +1,4 @@
-"""Builds native/ by itself: for sanitizers, benchmarks and the ABI. A folder per set of options."""
+"""Builds native/ by itself: for sanitizers and other systems. A folder per set of options."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from pathlib import Path
 
 from build_stock import tool
 from llama_source import ROOT, SourceError
+
+# arguments with which tests run some of their cases: under an emulator or the thread sanitizer all of them take minutes
+FEWER = {"test_attention": ["3"]}
 
 
 def build_native(name: str, targets: list[str], **options: str) -> Path:
