@@ -7,6 +7,8 @@ foreach(part COMMON TESTS TOOLS EXAMPLES SERVER APP)
     set(LLAMA_BUILD_${part} OFF)
 endforeach()
 set(LLAMA_ALL_WARNINGS OFF)
+# layers on other machines; costs a small library of its own
+set(GGML_RPC ON)
 if(NOT DEFINED GGML_CCACHE)
     set(GGML_CCACHE OFF)
 endif()

@@ -13,6 +13,10 @@ extern "C" {
 // Model layer number of stored layer i (0 <= i < n_layers), or -1.
 KVEDGE_API int32_t kvedge_layer_id(const kvedge_cache * kv, int32_t i);
 
+// Name, as ggml has it, of the device on which the rows of layer i lie ("CUDA0", "RPC0"); NULL: on the host, or no such layer.
+// Static storage.
+KVEDGE_API const char * kvedge_layer_device(const kvedge_cache * kv, int32_t i);
+
 // KV pairs that stored layer i, KV head `head` holds now for the sequence; -1 if there is none such.
 KVEDGE_API int32_t kvedge_head_length(const kvedge_cache * kv, int32_t seq_id, int32_t i, int32_t head);
 

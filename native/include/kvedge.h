@@ -27,8 +27,8 @@
 //   - A "KV pair" is one token's key row and value row of one KV head of one layer. Budgets are counted in KV pairs
 //     per layer and KV head.
 //   - A handle is used by one thread at a time: the thread that calls llama_decode on the context. A function that takes a
-//     kvedge_cache, called from a second thread while one is in such a function, or in llama_decode before the end of the
-//     last attention layer, returns KVEDGE_E_STATE (-1 where it returns a number) and does nothing. llama_decode and the
+//     kvedge_cache, called from a second thread while one is in such a function, or in llama_decode until its last graph
+//     is computed, returns KVEDGE_E_STATE (-1 where it returns a number) and does nothing. llama_decode and the
 //     llama_memory_* functions wait for such a function of another thread; beside another llama_decode they do nothing to
 //     the cache, and leave the error for kvedge_take_error.
 //     kvedge_detach waits instead. llama.cpp itself does not notice: a program keeps its threads apart, as for llama_decode.
@@ -213,6 +213,13 @@ typedef enum kvedge_type {
     KVEDGE_TYPE_SAME  = -1, // in kvedge_options: as `type`
 } kvedge_type;
 
+// Where keys and values lie, and where attention over them is computed.
+typedef enum kvedge_devices {
+    KVEDGE_DEVICES_AUTO = 0,  // with the weights of their layer: on a GPU or another machine what llama.cpp put there
+    KVEDGE_DEVICES_NONE = 1,  // on the host, all of them; their way to a GPU's layer and back is paid for every token
+    KVEDGE_DEVICES_ALL  = 2,  // as AUTO, and the CPU's layers too go through ggml's operations: to compare with
+} kvedge_devices;
+
 typedef struct kvedge_options {
     size_t      struct_size;    // set by kvedge_options_init
     kvedge_type type;           // storage type of keys and values
@@ -221,9 +228,14 @@ typedef struct kvedge_options {
     kvedge_type type_k;         // storage type of keys, where it is not `type`
     kvedge_type type_v;         // and of values
     int32_t     unused;         // not read
+    // Where rows lie. A quantised storage type keeps them on the host. What looks at more than a device's attention gives -
+    // prompts for scorers of column sums or entropies, streams, bounded prompts, decode policies, watched tokens - takes place
+    // on the host, with the rows fetched; they go back with the next token that a device can attend to.
+    kvedge_devices devices;
+    int32_t        unused2;     // 0
 } kvedge_options;
 
-// Fills options [struct_size bytes] with the defaults: f16, 0, true, KVEDGE_TYPE_SAME twice.
+// Fills options [struct_size bytes] with the defaults: f16, 0, true, KVEDGE_TYPE_SAME twice, KVEDGE_DEVICES_AUTO.
 //
 //     kvedge_options options;
 //     kvedge_options_init(&options, sizeof(options), NULL);
@@ -344,6 +356,7 @@ typedef struct kvedge_stats {
     uint64_t after_bytes;        // `bytes` right after it
     uint64_t peak_bytes;         // largest value of bytes + index_bytes + score_bytes so far
     int64_t  compress_us;        // wall time of the last compression, microseconds
+    uint64_t device_bytes;       // of `bytes`, those that lie on devices
 } kvedge_stats;
 
 KVEDGE_API kvedge_status kvedge_get_stats(const kvedge_cache * kv, int32_t seq_id, kvedge_stats * out, kvedge_error * err);

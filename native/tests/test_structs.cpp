@@ -14,7 +14,8 @@ using namespace kvedge;
 
 namespace {
 
-constexpr kvedge_options DEFAULTS = { sizeof(kvedge_options), KVEDGE_TYPE_F16, 3, true, KVEDGE_TYPE_SAME, KVEDGE_TYPE_SAME, 7 };
+constexpr kvedge_options DEFAULTS = { sizeof(kvedge_options), KVEDGE_TYPE_F16, 3, true, KVEDGE_TYPE_SAME, KVEDGE_TYPE_SAME, 7,
+                                      KVEDGE_DEVICES_AUTO, 0 };
 
 // What a program of newer headers hands over.
 struct Newer {

@@ -50,8 +50,10 @@ llama_attn_provider make_provider(kvedge_cache * kv) {
     p.ubatch_begin = [](void * u, const llama_attn_provider_ubatch * ubatch) {
         return guarded_between(u, -1, [&](kvedge_cache & c) { return c.ubatch_begin(*ubatch); });
     };
+    p.ubatch_end = [](void * u) { self(u).owner.rest(); };
     p.clear = [](void * u) {
         guarded_between(u, false, [](kvedge_cache & c) {
+            c.settle();
             c.seqs.clear();
             return true;
         });
@@ -111,7 +113,8 @@ kvedge_status check_plan(const kvedge_cache & kv, const kvedge_plan & plan, kved
     return status == KVEDGE_OK ? check_profiles(plan, kv.shapes, kv.model_layers, err) : status;
 }
 
-constexpr kvedge_options DEFAULTS = { sizeof(kvedge_options), KVEDGE_TYPE_F16, 0, true, KVEDGE_TYPE_SAME, KVEDGE_TYPE_SAME, 0 };
+constexpr kvedge_options DEFAULTS = { sizeof(kvedge_options), KVEDGE_TYPE_F16, 0, true, KVEDGE_TYPE_SAME, KVEDGE_TYPE_SAME, 0,
+                                      KVEDGE_DEVICES_AUTO, 0 };
 
 bool read_options(const kvedge_options * given, kvedge_options & o) {
     if (given && !read_struct(given, o)) {
@@ -119,7 +122,7 @@ bool read_options(const kvedge_options * given, kvedge_options & o) {
     }
     o.type_k = o.type_k == KVEDGE_TYPE_SAME ? o.type : o.type_k;
     o.type_v = o.type_v == KVEDGE_TYPE_SAME ? o.type : o.type_v;
-    return o.n_threads >= 0;
+    return o.n_threads >= 0 && o.devices >= KVEDGE_DEVICES_AUTO && o.devices <= KVEDGE_DEVICES_ALL;
 }
 
 }  // namespace
@@ -176,6 +179,7 @@ extern "C" kvedge_status kvedge_attach(
     kv->storage       = storage;
     kv->n_threads     = o.n_threads;
     kv->auto_compress = o.auto_compress;
+    kv->devices       = o.devices;
     kv->provider      = make_provider(kv.get());
     if (const auto status = take_over(*kv, err); status != KVEDGE_OK) {
         return status;
@@ -316,7 +320,8 @@ extern "C" kvedge_status kvedge_get_stats(const kvedge_cache * kv, int32_t seq_i
         now.n_image_tokens = (int32_t) std::count(image.begin(), image.end(), 1);
         now.n_compressions = s->n_compressions;
         now.n_pending      = s->seq->rows.pending_length();
-        now.bytes          = s->seq->rows.bytes();
+        now.bytes          = s->row_bytes();
+        now.device_bytes   = s->device ? s->device->bytes() : 0;
         now.index_bytes    = s->seq->rows.index_bytes();
         now.score_bytes    = s->score_bytes();
         now.before_bytes   = s->before_bytes;
@@ -337,6 +342,17 @@ extern "C" int32_t kvedge_layer_id(const kvedge_cache * kv, int32_t i) try {
     return claim && is_layer(*kv, i) ? kv->shapes[(size_t) i].il : -1;
 } catch (...) {
     return -1;
+}
+
+extern "C" const char * kvedge_layer_device(const kvedge_cache * kv, int32_t i) try {
+    if (!kv) {
+        return nullptr;
+    }
+    const Claim claim(kv->owner);
+    const auto  place = claim && is_layer(*kv, i) ? kv->places[(size_t) i] : nullptr;
+    return place ? ggml_backend_dev_name(place) : nullptr;
+} catch (...) {
+    return nullptr;
 }
 
 extern "C" int32_t kvedge_head_length(const kvedge_cache * kv, int32_t seq_id, int32_t i, int32_t head) try {

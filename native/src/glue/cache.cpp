@@ -21,7 +21,7 @@ void SequenceState::note_compression(Answer && next_answer, const Compression & 
 }
 
 void SequenceState::note_peak() {
-    peak_bytes = std::max(peak_bytes, seq->rows.bytes() + seq->rows.index_bytes() + score_bytes());
+    peak_bytes = std::max(peak_bytes, row_bytes() + seq->rows.index_bytes() + score_bytes());
 }
 
 SequenceState & kvedge_cache::open(int32_t seq_id) {
@@ -88,10 +88,18 @@ ggml_tensor * kvedge_cache::build_attn(const llama_attn_provider_layer & layer) 
         }
         shapes.push_back({ layer.il, (int32_t) layer.q->ne[1], (int32_t) layer.k->ne[1], (int32_t) layer.k->ne[0],
                            (int32_t) layer.v->ne[0], layer.softcap });
+        places.push_back(place_of(layer));
+        sinks.emplace_back();
         ops.push_back(std::make_unique<LayerOp>());
         op     = ops.end() - 1;
         **op   = { this, (int32_t) shapes.size() - 1, layer.scale };
         locks.reset();
+    }
+    const auto at = (size_t) (*op)->layer;
+    if (places[at]) {
+        if (ggml_tensor * out = build_on_device(layer, at)) {
+            return out;
+        }
     }
     ggml_tensor * kv_args[] = { layer.k, layer.v };
     ggml_tensor * stored    = ggml_custom_4d(layer.ctx, GGML_TYPE_F32, 1, 1, 1, 1, kv_args, 2, store_op, GGML_N_TASKS_MAX, op->get());
@@ -135,61 +143,65 @@ bool kvedge_cache::decodes(const Run & run) const {
     return !w.attention() && (n == 1 || n * group <= DECODE_ROWS);
 }
 
-// Decides what a sequence's tokens are - prompt or generated - and makes room for them.
-bool kvedge_cache::enter_run(const llama_attn_provider_ubatch & ubatch, Run & run) {
+// Decides what a sequence's tokens are, prompt or generated, and ends what was before them.
+bool kvedge_cache::prepare_run(const llama_attn_provider_ubatch & ubatch, Run & run) {
     SequenceState & state  = *run.state;
     const auto      n      = (int32_t) run.index.size();
     const bool      output = ubatch.output && ubatch.output[run.index.back()];
     if (!end_bounded(state)) {
         return false;
     }
-    const auto request = std::move(state.request);
-    if (request && (n != (int32_t) request->image.size() || runs.size() != 1)) {
+    run.request = std::move(state.request);
+    if (run.request && (n != (int32_t) run.request->image.size() || runs.size() != 1)) {
         report(KVEDGE_E_STATE, "a bounded prompt must come as announced: all its tokens in one batch of their own, within n_ubatch");
         return false;
     }
     const kvedge_plan & plan = plan_of(state.id);
-    if (request && BoundedPrompt::pays(*state.seq, plan, n)) {
-        state.prev_output = output;
-        return enter_bounded(ubatch, run, request->image);
-    }
+    run.pays                 = run.request && BoundedPrompt::pays(*state.seq, plan, n);
     // A generated token comes alone, asks for logits, and follows one whose logits were asked for. A prompt that is not
     // compressed by itself lasts until somebody does it.
-    const bool prompt = n > 1 || !output || state.seq->rows.n_tokens() == 0 || (state.armed && (!state.prev_output || !auto_compress));
+    run.prompt = run.pays || n > 1 || !output || state.seq->rows.n_tokens() == 0 ||
+                 (state.armed && (!state.prev_output || !auto_compress));
 
-    if (!prompt && state.armed && auto_compress) {
+    if (!run.prompt && state.armed && auto_compress) {
         kvedge_error err{};
         if (compress(state, &err) != KVEDGE_OK) {
             report(err.status, err.message);
             return false;
         }
     }
-    if (prompt) {
+    if (run.prompt) {
         state.end_answer();
     } else {
         state.evict_generated();
         state.seq->rows.seal_generated();  // without the memory for it, rows stay as they are until the next time
     }
-    state.armed       = state.armed || prompt;
-    state.prev_output = output;
-    return store_run(ubatch, run, prompt, request.get());
+    state.armed        = state.armed || run.prompt;
+    state.prev_output  = output;
+    const bool watched = (run.prompt || state.streaming) && plan.budget_ratio != 1.0;
+    run.wanted         = watched ? plan_observes(plan) : Observation{};
+    run.score          = run.prompt ? run.wanted.sums && plan.decode->needs_scores : state.seq->rows.scored();
+    return true;
 }
 
-bool kvedge_cache::store_run(
-    const llama_attn_provider_ubatch & ubatch, Run & run, bool prompt, const BoundedRequest * request) {
-    SequenceState &     state   = *run.state;
-    const auto          n       = (int32_t) run.index.size();
-    const kvedge_plan & plan    = plan_of(state.id);
-    const bool          watched = (prompt || state.streaming) && plan.budget_ratio != 1.0;
-    run.wanted = watched ? plan_observes(plan) : Observation{};
-    run.score  = prompt ? run.wanted.sums && plan.decode->needs_scores : state.seq->rows.scored();
-    const auto pos = positions(ubatch, run);
+// Makes room for a sequence's tokens, and for what is gathered of them.
+bool kvedge_cache::store_run(const llama_attn_provider_ubatch & ubatch, Run & run) {
+    SequenceState & state   = *run.state;
+    const auto      n       = (int32_t) run.index.size();
+    const bool      watched = (run.prompt || state.streaming) && plan_of(state.id).budget_ratio != 1.0;
+    const auto      pos     = positions(ubatch, run);
+    if (on_devices && !reserve_on_device(run)) {
+        return false;
+    }
     if (!make_room(*state.seq, run.wanted, n) || !state.seq->rows.append(n, pos.data(), ubatch.token == nullptr)) {
         report(KVEDGE_E_MEMORY, "no memory for the keys and values of the next tokens; shorten the prompt or free memory");
         return false;
     }
-    if (request) {
-        state.seq->rows.mark_images(n, request->image.data());
+    if (run.request) {
+        state.seq->rows.mark_images(n, run.request->image.data());
+    }
+    if (run.device) {
+        run.device->enter(n, ubatch.causal);
     }
     run.decode          = decodes(run);
     run.watch           = watching && n == 1 && run.decode;
@@ -202,7 +214,7 @@ bool kvedge_cache::store_run(
     if (run.wanted.attention()) {
         state.seq->observe(n, ubatch.causal);
     }
-    if (prompt) {
+    if (run.prompt) {
         state.seq->observed.missing().count(run.wanted.sums, run.wanted.squares, run.wanted.entropy, watched, n);
     }
     if (!watched) {
@@ -223,7 +235,7 @@ bool kvedge_cache::reserve_scratch() {
             continue;
         }
         for (size_t l = 0; l < shapes.size(); l++) {
-            for (int32_t h = 0; h < shapes[l].n_heads_kv; h++) {
+            for (int32_t h = 0; h < shapes[l].n_heads_kv && !(on_devices && places[l]); h++) {
                 n_keys = std::max(n_keys, run->state->seq->rows.head_length((int32_t) l, h));
             }
         }
@@ -259,31 +271,33 @@ void kvedge_cache::release_working_memory() {
 }
 
 int kvedge_cache::ubatch_begin(const llama_attn_provider_ubatch & ubatch) {
+    settle();
     causal   = ubatch.causal;
     n_tokens = (int32_t) ubatch.n_tokens;
     if (entering) {
         runs.clear();  // nothing is stored, and nothing attended to
-        owner.go_on();
-        return 0;
+        on_devices = false;
+        return finish_begin();
     }
-    if (!collect_runs(ubatch)) {
+    if (!collect_runs(ubatch) || !std::all_of(runs.begin(), runs.end(), [&](auto & run) { return prepare_run(ubatch, *run); }) ||
+        !place_runs()) {
         return -1;
     }
     for (auto & run : runs) {
-        if (!enter_run(ubatch, *run)) {
+        if (!(run->pays ? enter_bounded(ubatch, *run, run->request->image) : store_run(ubatch, *run))) {
             return -1;
         }
     }
     if (!reserve_scratch()) {
         return report(KVEDGE_E_MEMORY, "no memory for the attention of the prompt");
     }
-    owner.go_on();
-    return 0;
+    return finish_begin();
 }
 
 // ---------------------------------------------------------------------------------------------------------
 
 kvedge_status kvedge_cache::compress(SequenceState & state, kvedge_error * err) {
+    settle();
     if (!state.streaming) {
         release_working_memory();
     }
@@ -301,6 +315,10 @@ kvedge_status kvedge_cache::compress(SequenceState & state, kvedge_error * err) 
     const int32_t n_tokens = state.seq->rows.pending_length();
     const auto &  plan   = plan_of(state.id);
     Answer        next(plan, shapes);
+    const bool    all = kvedge_plan_budget(&plan, n_tokens) >= n_tokens && !plan.decode->needs_scores && !storage.quantised();
+    if (!all && !to_host(state)) {
+        return fail(err, KVEDGE_E_MEMORY, "no memory on the host for the keys and values of %d tokens, which are compressed there", n_tokens);
+    }
     const auto    status = compress_pending(*state.seq, compression_plan(*state.seq, plan, 0), threads(), outcome, err);
     if (status != KVEDGE_OK) {
         return status;
@@ -313,6 +331,7 @@ void kvedge_cache::seq_rm(int32_t seq_id, int32_t p0, int32_t p1) {
     if (releasing) {
         return;
     }
+    settle();
     p0 = std::max(p0, 0);
     p1 = p1 < 0 ? INT_MAX : p1;
     for (auto it = seqs.begin(); it != seqs.end();) {
@@ -325,6 +344,11 @@ void kvedge_cache::seq_rm(int32_t seq_id, int32_t p0, int32_t p1) {
         }
         if (wanted && any) {
             state.drop_bounded();
+            if (!to_host(state)) {
+                report(KVEDGE_E_MEMORY, "no memory on the host to remove tokens of a sequence, which is gone now");
+                it = seqs.erase(it);
+                continue;
+            }
             state.seq->remove(p0, p1);
             state.weights.valid = false;
             const auto n        = state.seq->rows.n_tokens();
@@ -340,7 +364,8 @@ bool kvedge_cache::seq_cp(int32_t from, int32_t to, int32_t p0, int32_t p1) {
     if (from == to || it == seqs.end() || !it->second.seq) {
         return true;
     }
-    auto copy = it->second.seq->clone();
+    settle();
+    auto copy = to_host(it->second) ? it->second.seq->clone() : nullptr;
     if (!copy) {
         report(KVEDGE_E_MEMORY, "no memory to copy a sequence");
         return false;
@@ -361,6 +386,7 @@ bool kvedge_cache::seq_cp(int32_t from, int32_t to, int32_t p0, int32_t p1) {
 }
 
 void kvedge_cache::seq_keep(int32_t seq_id) {
+    settle();
     for (auto it = seqs.begin(); it != seqs.end();) {
         it = it->first == seq_id ? std::next(it) : seqs.erase(it);
     }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "backend/cpu/attention/attention.h"
+#include "backend/graph/rows.h"
 #include "core/bounded.h"
 #include "core/claim.h"
 #include "core/compress.h"
@@ -64,6 +65,7 @@ struct Course {
 struct SequenceState : Course {
     int32_t                   id = 0;
     std::unique_ptr<Sequence> seq;
+    std::shared_ptr<GraphRows> device;  // the rows of layers on devices, while they are there; NULL: the store has them
     int32_t                   n_compressions = 0;
     uint64_t                  before_bytes = 0, after_bytes = 0, peak_bytes = 0;
     int64_t                   compress_us = 0;
@@ -73,6 +75,7 @@ struct SequenceState : Course {
     std::unique_ptr<BoundedPrompt>  bounded;  // from the announced batch to the next one
     Answer                          next;     // of the bounded prompt
 
+    uint64_t row_bytes() const { return seq->rows.bytes() + (device ? device->bytes() : 0); }
     uint64_t score_bytes() const { return seq->score_bytes() + weights.bytes(); }
     void     note_peak();
     void     note_compression(Answer && next, const Compression & outcome, int32_t n_tokens) noexcept;
@@ -111,6 +114,10 @@ struct Run {
     bool                 decode; // few rows: the decode path
     bool                 watch;  // a single token whose attention somebody wants to see
     bool                 score;  // add its attention to the scores of rows that are there already
+    bool                 prompt;
+    std::unique_ptr<BoundedRequest> request;  // announced for it
+    bool                            pays;     // to bound it
+    std::shared_ptr<GraphRows>      device;   // as the sequence's; graphs that were built hold its tensors
     BoundedPrompt *      bounded = nullptr;  // which is compressed layer by layer; NULL: not so
     DecodePartials       partials;
 };
@@ -150,6 +157,14 @@ struct kvedge_cache {
     bool                                          entering  = false;  // the token being decoded is a place holder
     bool                                          releasing = false;  // what llama.cpp removes are its cells only
 
+    // Layers on devices (glue/devices.cpp).
+    kvedge_devices                        devices = KVEDGE_DEVICES_AUTO;
+    std::vector<ggml_backend_dev_t>       places;            // as shapes; NULL: rows and attention are the host's
+    std::vector<std::vector<float>>       sinks;             // as shapes: logits of a layer's sinks, of layers on devices
+    bool                                  on_devices = false; // the current ubatch attends there
+    uint64_t                              stamps     = 0;
+    std::vector<kvedge::GraphRows::Signature> wanted_graph, built_graph;
+
     std::map<int32_t, kvedge::SequenceState> seqs;
     std::map<int32_t, kvedge_plan>           own_plans;  // of sequences that have one, also while they are empty
     kvedge::Progress                         progress;   // of bounded prompts
@@ -166,13 +181,11 @@ struct kvedge_cache {
     // Of the last graph that ran. Only a graph that is built can move them: they are forgotten then.
     kvedge::Intermediate intermediate;
 
-    std::atomic<int32_t>                      done{ 0 };      // threads that are through with a layer
-
     kvedge_error error{};  // the first that llama_decode could not report
 
     std::atomic<bool> refused{ false };  // a second thread's call inside llama.cpp, which could not report it either
 
-    mutable kvedge::Owner owner;  // the thread in a call, or in a ubatch up to its last layer
+    mutable kvedge::Owner owner;  // the thread in a call, or in a ubatch
 
     ggml_tensor * build_attn(const llama_attn_provider_layer & layer);
     int           ubatch_begin(const llama_attn_provider_ubatch & ubatch);
@@ -190,11 +203,25 @@ struct kvedge_cache {
     void          finish_layer(kvedge::SequenceState & state, int32_t layer) noexcept;  // of its bounded prompt
     int           report(kvedge_status status, const char * what);             // the first is kept for kvedge_take_error; -1
 
+    // Rows that are on devices come to the host, before anything but a graph looks at them. False: no memory.
+    bool to_host(kvedge::SequenceState & state);
+    // What the last ubatch left on devices is read; it is over then. Before the sequences change.
+    void settle();
+
   private:
     bool collect_runs(const llama_attn_provider_ubatch & ubatch);
-    bool enter_run(const llama_attn_provider_ubatch & ubatch, kvedge::Run & run);
+    bool prepare_run(const llama_attn_provider_ubatch & ubatch, kvedge::Run & run);
+    bool has_devices() const;
+    bool fits_devices(const kvedge::Run & run) const;
+    bool place_runs();
+    bool to_device(kvedge::SequenceState & state);
+    bool reserve_on_device(kvedge::Run & run);
+    int  finish_begin();
+    ggml_backend_dev_t place_of(const llama_attn_provider_layer & layer) const;
+    ggml_tensor *      build_on_device(const llama_attn_provider_layer & layer, size_t at);
+    void               read_queries(kvedge::Run & run);
     // Room for the rows of a run and for what is gathered of it; request: of a bounded prompt that is read as any other, or NULL.
-    bool store_run(const llama_attn_provider_ubatch & ubatch, kvedge::Run & run, bool prompt, const kvedge::BoundedRequest * request);
+    bool store_run(const llama_attn_provider_ubatch & ubatch, kvedge::Run & run);
     bool enter_bounded(const llama_attn_provider_ubatch & ubatch, kvedge::Run & run, const std::vector<uint8_t> & image);
     bool end_bounded(kvedge::SequenceState & state);
     bool decodes(const kvedge::Run & run) const;
@@ -204,6 +231,9 @@ struct kvedge_cache {
 };
 
 namespace kvedge {
+
+// What a caller reads of a sequence's rows: on the host. False: no memory.
+bool rows_at_hand(const kvedge_cache & kv, const SequenceState & state);
 
 // Takes a bounded prompt that failed out of the sequence; says once more that it did.
 kvedge_status fail_bounded(SequenceState & state, kvedge_error * err);

@@ -49,6 +49,9 @@ extern "C" kvedge_status kvedge_head_rows(
     if (n_out < rows.head_length(i, head)) {
         return fail(err, KVEDGE_E_ARGUMENT, "kvedge_head_rows: %d rows do not fit %d places", rows.head_length(i, head), n_out);
     }
+    if (!rows_at_hand(*kv, *state)) {
+        return fail(err, KVEDGE_E_MEMORY, "no memory on the host for the keys and values of the sequence, which lie on a device");
+    }
     const HeadView view  = rows.view(i, head);
     const size_t   n_old = widen_rows(view.old, s, k, v);
     widen_rows(view.pending, s, k + n_old * (size_t) s.d_k, v + n_old * (size_t) s.d_v);
@@ -69,6 +72,9 @@ extern "C" kvedge_status kvedge_pending_scores(
     const SequenceState * state = find_seq(kv, seq_id);
     if (!state || !is_layer(*kv, i) || !out) {
         return fail(err, KVEDGE_E_ARGUMENT, "kvedge_pending_scores: no such sequence or layer, or out is NULL");
+    }
+    if (!rows_at_hand(*kv, *state)) {
+        return fail(err, KVEDGE_E_MEMORY, "no memory on the host for the keys and values of the sequence, which lie on a device");
     }
     Bulk<float> scores;
     if (const auto status = score_pending(*state->seq, kv->plan_of(seq_id), i, scores, err); status != KVEDGE_OK) {

@@ -54,7 +54,6 @@ void store_op(ggml_tensor * dst, int ith, int nth, void * layer_op) {
         kv.intermediate.note(dst);
         kv.next_task.store(0, std::memory_order_relaxed);
         kv.finished.store(0, std::memory_order_relaxed);
-        kv.done.store(0, std::memory_order_relaxed);
         for (auto & run : kv.runs) {
             if (run->decode) {
                 run->partials.start(shape.n_heads_kv);
@@ -80,7 +79,7 @@ void store_op(ggml_tensor * dst, int ith, int nth, void * layer_op) {
     }
 }
 
-static void attend(ggml_tensor * dst, int ith, int nth, void * layer_op) {
+void attend_op(ggml_tensor * dst, int ith, int nth, void * layer_op) {
     const LayerOp & op = *(const LayerOp *) layer_op;
     kvedge_cache &  kv = *op.kv;
     if (dst->src[0]->ne[2] != kv.n_tokens || kv.runs.empty()) {
@@ -132,15 +131,6 @@ static void attend(ggml_tensor * dst, int ith, int nth, void * layer_op) {
             task = -1;
         }
         first += n;
-    }
-}
-
-void attend_op(ggml_tensor * dst, int ith, int nth, void * layer_op) {
-    attend(dst, ith, nth, layer_op);
-    const LayerOp & op = *(const LayerOp *) layer_op;
-    kvedge_cache &  kv = *op.kv;
-    if (op.layer + 1 == (int32_t) kv.shapes.size() && kv.done.fetch_add(1, std::memory_order_acq_rel) + 1 == nth) {
-        kv.owner.rest();  // nothing of the cache is touched any more
     }
 }
 

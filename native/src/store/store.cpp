@@ -112,8 +112,9 @@ Block Store::lay_out_block(int32_t capacity) const {
 
 Block Store::make_block(int32_t capacity) const {
     Block block = lay_out_block(capacity);
-    for (auto & layer : block.layers) {
-        if (!layer.rows->take()) {
+    for (size_t l = 0; l < block.layers.size(); l++) {
+        const bool away = !away_.empty() && away_[l];
+        if (!away && !block.layers[l].rows->take()) {
             throw std::bad_alloc();
         }
     }
@@ -190,6 +191,27 @@ bool Store::take_layer(size_t layer) {
 }
 
 void Store::give_back_layer(size_t layer) { blocks.back().layers[layer].rows->give_back(); }
+
+void Store::send_away(size_t layer) {
+    away_.resize(shapes().size());
+    away_[layer] = 1;
+    for (Block & block : blocks) {
+        block.layers[layer].rows->give_back();
+    }
+}
+
+bool Store::bring_back(size_t layer) {
+    for (size_t b = 0; b < blocks.size(); b++) {
+        if (!blocks[b].layers[layer].rows->take()) {
+            while (b-- > 0) {
+                blocks[b].layers[layer].rows->give_back();
+            }
+            return false;
+        }
+    }
+    away_[layer] = 0;
+    return true;
+}
 
 void Store::mark_images(int32_t n, const uint8_t * mask) {
     std::transform(mask, mask + n, image.end() - n, [](uint8_t i) { return (uint8_t) (i != 0); });

@@ -56,6 +56,9 @@ class Store : private StoreContents {
     bool append_unallocated(int32_t n, const int32_t * new_pos, const uint8_t * new_image);
     bool take_layer(size_t layer);                         // of the last block; false: no memory
     void give_back_layer(size_t layer);                    // of the last block
+    // Rows of a layer that are somewhere else: the memory of all its rows goes back, and blocks that are made get none.
+    void send_away(size_t layer);
+    bool bring_back(size_t layer);                         // memory for all of them, not yet written; false: none, nothing changed
     void take_back(int32_t n);                             // the last block goes, and with it the last n tokens
     void mark_images(int32_t n, const uint8_t * mask);     // of the last n tokens
 
@@ -154,6 +157,7 @@ class Store : private StoreContents {
     const std::vector<LayerShape> * shapes_;
     Storage                         storage_;
     const Backend *                 backend_;
+    std::vector<uint8_t>            away_;  // [layer] 1: its rows are somewhere else; empty: none are
 };
 
 // Newest tokens whose values KIVI leaves as they are.

@@ -12,12 +12,19 @@ int main(int argc, char ** argv) {
         return 2;
     }
     llama_log_set([](ggml_log_level, const char *, void *) {}, nullptr);  // failures are part of the scenarios
-    for (int i = 2; i < argc; i++) {
+    for (int run = 0; run < 2 * (argc - 2); run++) {
+        const int     i     = 2 + run / 2;
         llama_model * model = llama_model_load_from_file(argv[i], llama_model_default_params());
         if (!model) {
             return 1;
         }
-        const auto step = [&](const char * name) { std::fprintf(stderr, "%s: %s\n", argv[i], name); };
+        const bool graph     = run % 2 == 1;
+        World::usual_devices = graph ? KVEDGE_DEVICES_ALL : KVEDGE_DEVICES_NONE;
+        const auto step = [&](const char * name) { std::fprintf(stderr, "%s%s: %s\n", argv[i], graph ? ", on devices" : "", name); };
+        if (graph) {
+            step("as on the host");
+            devices(model, argv[1]);
+        }
         if (i == 2) {
             step("plans");
             every_member(model);

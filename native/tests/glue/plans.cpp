@@ -157,6 +157,7 @@ void add_scorer(Plan & plan, const char * name, kvedge_status (*score)(const kve
 }  // namespace
 
 void own_stages(llama_model * model) {
+    calls = 0;
     Plan plan({ { "budget", "24" } });
     add_scorer(plan, "by-value", by_value, true);
     add_scorer(plan, "refuses", refuses, false);

@@ -2,7 +2,9 @@
 
 #include <random>
 
-World::World(llama_model * m, const kvedge_plan * plan, kvedge_type type, bool attached) : model(m), next(N_SEQ, 0) {
+kvedge_devices World::usual_devices = KVEDGE_DEVICES_NONE;
+
+static llama_context * make_context(llama_model * model) {
     llama_context_params params = llama_context_default_params();
     params.n_ctx                = N_CTX;
     params.n_batch = params.n_ubatch = N_UBATCH;
@@ -10,14 +12,25 @@ World::World(llama_model * m, const kvedge_plan * plan, kvedge_type type, bool a
     params.n_threads = params.n_threads_batch = N_THREADS;
     params.kv_unified                         = true;
     params.flash_attn_type                    = LLAMA_FLASH_ATTN_TYPE_DISABLED;
-    ctx                                       = llama_init_from_model(model, params);
+    llama_context * ctx                       = llama_init_from_model(model, params);
     CHECK(ctx);
-    if (attached) {
-        kvedge_options options;
-        kvedge_error   err{};
-        CHECK(kvedge_options_init(&options, sizeof(options), &err) == KVEDGE_OK);
-        options.type = type;
-        CHECK(good(kvedge_attach(ctx, plan, &options, &kv, &err), err));
+    return ctx;
+}
+
+World::World(llama_model * m, const kvedge_plan * plan, kvedge_type type, kvedge_devices devices)
+    : model(m), ctx(make_context(m)), next(N_SEQ, 0) {
+    kvedge_options options;
+    kvedge_error   err{};
+    CHECK(kvedge_options_init(&options, sizeof(options), &err) == KVEDGE_OK);
+    options.type    = type;
+    options.devices = devices;
+    CHECK(good(kvedge_attach(ctx, plan, &options, &kv, &err), err));
+}
+
+World::World(llama_model * m, const kvedge_plan * plan, kvedge_type type, bool attached) : World(m, plan, type, usual_devices) {
+    if (!attached) {
+        kvedge_detach(kv);
+        kv = nullptr;
     }
 }
 

@@ -38,6 +38,7 @@ struct Plan {
 // A context with a cache. Ends in either order: the context or the cache first.
 struct World {
     World(llama_model * model, const kvedge_plan * plan, kvedge_type type = KVEDGE_TYPE_F16, bool attached = true);
+    World(llama_model * model, const kvedge_plan * plan, kvedge_type type, kvedge_devices devices);
     ~World();
     World(const World &)             = delete;
     World & operator=(const World &) = delete;
@@ -53,6 +54,10 @@ struct World {
     std::vector<float>   logits() const;  // of the last token
     llama_memory_t       memory() const { return llama_get_memory(ctx); }
     bool                 good(kvedge_status status, const kvedge_error & err) const;  // says the message where it is not
+
+    // Where the rows of caches lie that are attached without saying so: every scenario runs with rows on the host, and again
+    // with rows that ggml attends to.
+    static kvedge_devices usual_devices;
 
     llama_model *          model;
     llama_context *        ctx = nullptr;
@@ -75,4 +80,5 @@ void storage_types(llama_model * model);
 void own_stages(llama_model * model);
 void given_up(llama_model * model);
 void several_threads(llama_model * model);
+void devices(llama_model * model, const std::string & folder);
 void ends(llama_model * model);

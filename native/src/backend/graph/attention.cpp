@@ -1,0 +1,130 @@
+// Attention over rows on a device, as ggml's operations. New rows are written first: what is attended to is a view of the
+// result of that, so that the order is kept. In f32 but for what the kernels themselves do in f16.
+
+#include "backend/graph/rows.h"
+
+#include <algorithm>
+
+namespace kvedge {
+
+using T = ggml_tensor *;
+
+// Queries and rows as the operations take them: heads that share a mask on dimension 2, others on dimension 3.
+struct GraphRows::Parts {
+    T q;     // [d_k, n, heads, groups]
+    T k;     // [d_k, slots, KV heads, groups]
+    T v;     // [d_v, slots, KV heads, groups]
+    T mask;  // [slots, n, 1, groups]
+};
+
+namespace {
+
+T whole(ggml_context * ctx, T x) { return ggml_is_contiguous(x) ? x : ggml_cont(ctx, x); }
+
+// Head sizes that no device's kernel is asked about: a server elsewhere says yes to everything.
+bool common_size(int64_t d) { return d == 64 || d == 80 || d == 96 || d == 112 || d == 128 || d == 256; }
+
+bool has_flash(ggml_backend_dev_t device, T flash, int64_t d_k, int64_t d_v) {
+    if (ggml_backend_dev_type(device) == GGML_BACKEND_DEVICE_TYPE_CPU) {
+        return true;
+    }
+    return common_size(d_k) && d_k == d_v && ggml_backend_dev_supports_op(device, flash);
+}
+
+// [d_v, heads, n, groups]
+template <class Parts> T attention(const GraphLayer & in, const Parts & p, ggml_backend_dev_t device) {
+    ggml_context * c     = in.ctx;
+    T              flash = ggml_flash_attn_ext(c, p.q, p.k, p.v, p.mask, in.scale, 0.0f, in.softcap);
+    if (has_flash(device, flash, p.k->ne[0], p.v->ne[0])) {
+        ggml_prec_set_acc(flash, GGML_PREC_F32);
+        if (in.sinks) {
+            ggml_flash_attn_ext_add_sinks(flash, in.sinks);
+        }
+        return flash;
+    }
+    T logits = ggml_mul_mat(c, p.k, p.q);
+    ggml_prec_set_acc(logits, GGML_PREC_F32);
+    float scale = in.scale;
+    if (in.softcap != 0.0f) {
+        logits = ggml_scale(c, ggml_tanh(c, ggml_scale(c, logits, scale / in.softcap)), in.softcap);
+        scale  = 1.0f;
+    }
+    T weights = ggml_soft_max_ext(c, logits, p.mask, scale, 0.0f);
+    if (in.sinks) {
+        ggml_soft_max_add_sinks(weights, in.sinks);
+    }
+    T out = ggml_mul_mat(c, ggml_cont(c, ggml_transpose(c, p.v)), weights);
+    return ggml_permute(c, out, 0, 2, 1, 3);
+}
+
+}  // namespace
+
+// The queries of the last tokens go to the window on the device; the others stay where they are.
+T GraphRows::keep_queries(const GraphLayer & in, const Layer & layer) const {
+    const int64_t kept = kept_queries(), rest = in.q->ne[2] - kept;
+    if (kept == 0) {
+        return in.q;
+    }
+    const auto tokens = [&](T x, int64_t first, int64_t n) {
+        return ggml_view_3d(in.ctx, x, x->ne[0], x->ne[1], n, x->nb[1], x->nb[2], (size_t) first * x->nb[2]);
+    };
+    T last = ggml_cpy(in.ctx, tokens(in.q, rest, kept), tokens(layer.queries, 0, kept));
+    return rest == 0 ? last : ggml_concat(in.ctx, whole(in.ctx, tokens(in.q, 0, rest)), last, 2);
+}
+
+T GraphRows::attend_even(const GraphLayer & in, const Layer & layer, const Group & group) const {
+    ggml_context * c     = in.ctx;
+    const Inputs & from  = inputs_[layer.inputs];
+    const int64_t  n     = in.q->ne[2], shown = visible();
+    T              q     = keep_queries(in, layer);
+    T              index = ggml_view_1d(c, from.index, n, 0);
+    T              k     = ggml_set_rows(c, group.k, ggml_permute(c, in.k, 0, 2, 1, 3), index);
+    T              v     = ggml_set_rows(c, group.v, ggml_permute(c, in.v, 0, 2, 1, 3), index);
+    const auto     seen  = [&](T x) { return ggml_view_3d(c, x, x->ne[0], shown, x->ne[2], x->nb[1], x->nb[2], 0); };
+    T mask = ggml_view_2d(c, from.mask, shown, n, (size_t) shown * sizeof(ggml_fp16_t), 0);
+    T out  = attention(in, Parts{ ggml_permute(c, q, 0, 2, 1, 3), seen(k), seen(v), mask }, layer.device);
+    return ggml_reshape_2d(c, whole(c, out), group.v->ne[0] * in.q->ne[1], n);
+}
+
+// Of one token: [d_v * H / Hkv, heads].
+T GraphRows::attend_group(const GraphLayer & in, const Layer & layer, const Group & group, bool pick) const {
+    ggml_context * c     = in.ctx;
+    const Inputs & from  = inputs_[layer.inputs];
+    const int64_t  heads = (int64_t) group.heads.size(), dk = group.k->ne[0], dv = group.v->ne[0], n_kv = in.k->ne[1];
+    const int64_t  share = in.q->ne[1] / n_kv;
+    const auto     of    = [&](T x, int64_t width) {  // [width, heads]
+        T rows = ggml_reshape_2d(c, whole(c, x), width, n_kv);
+        return pick ? ggml_get_rows(c, rows, group.pick) : rows;
+    };
+    T          index = ggml_view_1d(c, from.index, 1, group.entry * sizeof(int64_t));
+    const auto write = [&](T to, T x) { return ggml_set_rows(c, to, ggml_reshape_3d(c, x, x->ne[0], 1, heads), index); };
+    const auto apart = [&](T x) { return ggml_reshape_4d(c, x, x->ne[0], group.slots, 1, heads); };
+    T          k     = write(group.k, of(in.k, dk));
+    T          v     = write(group.v, of(in.v, dv));
+    T          zeros = ggml_view_3d(c, from.zeros, 1, 1, heads, from.zeros->nb[1], from.zeros->nb[2], 0);
+    T          mask  = ggml_set_rows(c, group.mask, zeros, index);
+    T          q     = ggml_reshape_4d(c, of(in.q, dk * share), dk, 1, share, heads);
+    T out = attention(in, Parts{ q, apart(k), apart(v), ggml_reshape_4d(c, mask, group.slots, 1, 1, heads) }, layer.device);
+    return ggml_reshape_2d(c, whole(c, out), dv * share, heads);
+}
+
+T GraphRows::attend(const GraphLayer & in, size_t l) {
+    const Layer & layer = layers_[l];
+    if (even_) {
+        return attend_even(in, layer, layer.groups[0]);
+    }
+    const bool several = layer.groups.size() > 1;
+    GraphLayer with    = in;
+    with.q             = keep_queries(in, layer);
+    T out              = nullptr;
+    for (const Group & group : layer.groups) {
+        T heads = attend_group(with, layer, group, several);
+        out     = out ? ggml_concat(in.ctx, out, heads, 1) : heads;
+    }
+    if (several) {
+        out = ggml_get_rows(in.ctx, out, layer.joined);
+    }
+    return ggml_reshape_2d(in.ctx, out, ggml_nelements(out), 1);
+}
+
+}  // namespace kvedge

@@ -1,0 +1,352 @@
+#include "backend/graph/rows.h"
+
+#include "backend/graph/groups.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace kvedge {
+
+namespace {
+
+ggml_type ggml_type_of(Type type) {
+    return type == Type::f32 ? GGML_TYPE_F32 : type == Type::bf16 ? GGML_TYPE_BF16 : GGML_TYPE_F16;
+}
+
+constexpr int32_t STEP = 256;  // slots by which what a graph looks at grows, so that it serves many tokens
+
+int32_t rounded(int32_t n) { return (n + STEP - 1) / STEP * STEP; }
+
+}  // namespace
+
+GraphRows::GraphRows(const std::vector<LayerShape> & shapes, const std::vector<ggml_backend_dev_t> & devices, const Storage & storage,
+                     uint64_t & stamps)
+    : shapes_(&shapes), storage_(storage), stamps_(&stamps), layers_(shapes.size()) {
+    for (size_t l = 0; l < layers_.size(); l++) {
+        layers_[l].device = devices[l];
+    }
+}
+
+bool GraphRows::refuse(ggml_backend_dev_t device) {
+    full_device_ = ggml_backend_dev_name(device);
+    return false;
+}
+
+uint64_t GraphRows::bytes() const {
+    uint64_t n = 0;
+    for (const Layer & layer : layers_) {
+        n += layer.order.bytes() + layer.window.bytes();
+        for (const Group & group : layer.groups) {
+            n += group.held.bytes();
+        }
+    }
+    for (const Inputs & inputs : inputs_) {
+        n += inputs.held.bytes();
+    }
+    return n;
+}
+
+// ---------------------------------------------------------------------------------------------------------
+// To the devices and back
+
+bool GraphRows::make_group(size_t l, Group & group, int32_t slots) {
+    const LayerShape & shape = (*shapes_)[l];
+    const auto         heads = (int64_t) group.heads.size();
+    const bool         picks = heads < shape.n_heads_kv;
+    Tensors            held(4);
+    ggml_tensor * const k = held.add(ggml_type_of(storage_.k), shape.d_k, slots, heads);
+    ggml_tensor * const v = held.add(ggml_type_of(storage_.v), shape.d_v, slots, heads);
+    ggml_tensor * const m = even_ ? nullptr : held.add(GGML_TYPE_F16, 1, slots, heads);
+    ggml_tensor * const p = picks ? held.add(GGML_TYPE_I32, heads) : nullptr;
+    if (!held.allocate(layers_[l].device)) {
+        return refuse(layers_[l].device);
+    }
+    if (group.k) {
+        copy_slots(group.k, k, group.base + since_);
+        copy_slots(group.v, v, group.base + since_);
+    }
+    std::swap(group.held, held);
+    group.k     = k;
+    group.v     = v;
+    group.mask  = m;
+    group.pick  = p;
+    group.slots = slots;
+    if (m) {
+        write_mask(group);
+    }
+    if (p) {
+        ggml_backend_tensor_set(p, group.heads.data(), 0, group.heads.size() * sizeof(int32_t));
+    }
+    stamp_ = ++*stamps_;
+    return true;
+}
+
+// What every head may look at so far.
+void GraphRows::write_mask(Group & group) {
+    const ggml_fp16_t        hidden = ggml_fp32_to_fp16(-INFINITY), seen = ggml_fp32_to_fp16(0.0f);
+    std::vector<ggml_fp16_t> mask(group.heads.size() * (size_t) group.slots, hidden);
+    for (size_t i = 0; i < group.heads.size(); i++) {
+        const auto head = mask.begin() + (std::ptrdiff_t) (i * (size_t) group.slots);
+        std::fill_n(head, group.rows[i], seen);
+        std::fill_n(head + group.base, since_, seen);
+    }
+    ggml_backend_tensor_set(group.mask, mask.data(), 0, mask.size() * sizeof(ggml_fp16_t));
+}
+
+// visit(tensor, offset in it, host memory, bytes) for all stretches of rows of a layer that lie together on both sides.
+template <class F> void GraphRows::each_stretch(const Store & store, size_t l, const F & visit) const {
+    for (const Group & group : layers_[l].groups) {
+        for (size_t i = 0; i < group.heads.size(); i++) {
+            const HeadView view = store.view((int32_t) l, group.heads[i]);
+            int32_t        row  = 0;
+            for (const auto * part : { &view.old, &view.pending }) {
+                for (const Segment & s : *part) {
+                    for (int32_t done = 0; done < s.n;) {
+                        const bool    then = row < group.rows[i];
+                        const int32_t slot = then ? row : group.base + row - group.rows[i];
+                        const int32_t n    = then ? std::min(s.n - done, group.rows[i] - row) : s.n - done;
+                        const size_t  at   = i * (size_t) group.slots + (size_t) slot;
+                        // rows of a sequence that is away are not written by anyone else
+                        visit(group.k, at * s.k.stride, const_cast<uint8_t *>(s.k.data) + (size_t) done * s.k.stride, (size_t) n * s.k.stride);
+                        visit(group.v, at * s.v.stride, const_cast<uint8_t *>(s.v.data) + (size_t) done * s.v.stride, (size_t) n * s.v.stride);
+                        row += n;
+                        done += n;
+                    }
+                }
+            }
+        }
+    }
+}
+
+bool GraphRows::load_layer(const Store & from, size_t l) {
+    const LayerShape &   shape = (*shapes_)[l];
+    Layer &              layer = layers_[l];
+    std::vector<int32_t> rows;
+    for (int32_t h = 0; h < shape.n_heads_kv; h++) {
+        rows.push_back(from.head_length((int32_t) l, h));
+    }
+    auto groups = even_ ? std::vector<std::vector<int32_t>>{ {} } : group_heads(rows);
+    for (int32_t h = 0; even_ && h < shape.n_heads_kv; h++) {
+        groups[0].push_back(h);
+    }
+    std::vector<int32_t> joined((size_t) shape.n_heads_kv);
+    int32_t              at = 0;
+    for (auto & heads : groups) {
+        Group group;
+        for (int32_t h : heads) {
+            group.rows.push_back(rows[(size_t) h]);
+            group.base         = std::max(group.base, rows[(size_t) h]);
+            joined[(size_t) h] = at++;
+        }
+        group.heads = std::move(heads);
+        if (!make_group(l, group, slots_for(group.base))) {
+            return false;
+        }
+        layer.groups.push_back(std::move(group));
+    }
+    if (layer.groups.size() > 1) {
+        layer.order  = Tensors(1);
+        layer.joined = layer.order.add(GGML_TYPE_I32, shape.n_heads_kv);
+        if (!layer.order.allocate(layer.device)) {
+            return refuse(layer.device);
+        }
+        ggml_backend_tensor_set(layer.joined, joined.data(), 0, joined.size() * sizeof(int32_t));
+    }
+    each_stretch(from, l, [](ggml_tensor * to, size_t offset, uint8_t * rows_at, size_t n) { ggml_backend_tensor_set(to, rows_at, offset, n); });
+    return true;
+}
+
+bool GraphRows::holds_even(const Store & store, const std::vector<ggml_backend_dev_t> & devices) {
+    int32_t n = -1;
+    for (size_t l = 0; l < devices.size(); l++) {
+        for (int32_t h = 0; devices[l] && h < store.shapes()[l].n_heads_kv; h++) {
+            const int32_t length = store.head_length((int32_t) l, h);
+            if (n >= 0 && length != n) {
+                return false;
+            }
+            n = length;
+        }
+    }
+    return true;
+}
+
+bool GraphRows::load(Store & from) {
+    std::vector<ggml_backend_dev_t> devices;
+    for (const Layer & layer : layers_) {
+        devices.push_back(layer.device);
+    }
+    even_ = holds_even(from, devices);
+    for (size_t l = 0; l < layers_.size(); l++) {
+        if (layers_[l].device && !load_layer(from, l)) {
+            for (Layer & layer : layers_) {
+                layer.groups.clear();
+            }
+            return false;
+        }
+    }
+    for (size_t l = 0; l < layers_.size(); l++) {
+        if (layers_[l].device) {
+            from.send_away(l);
+        }
+    }
+    plan_inputs();
+    return true;
+}
+
+bool GraphRows::fetch(Store & to) {
+    for (size_t l = 0; l < layers_.size(); l++) {
+        if (layers_[l].device && !to.bring_back(l)) {
+            while (l-- > 0) {
+                if (layers_[l].device) {
+                    to.send_away(l);
+                }
+            }
+            return false;
+        }
+    }
+    for (size_t l = 0; l < layers_.size(); l++) {
+        each_stretch(to, l, [](ggml_tensor * of, size_t offset, uint8_t * rows_at, size_t n) { ggml_backend_tensor_get(of, rows_at, offset, n); });
+        layers_[l].groups.clear();
+    }
+    return true;
+}
+
+// ---------------------------------------------------------------------------------------------------------
+// Room for tokens, and the inputs of a graph
+
+void GraphRows::plan_inputs() {
+    for (size_t l = 0; l < layers_.size(); l++) {
+        Layer & layer = layers_[l];
+        if (!layer.device) {
+            continue;
+        }
+        auto it = std::find_if(inputs_.begin(), inputs_.end(), [&](const Inputs & i) { return i.device == layer.device; });
+        if (it == inputs_.end()) {
+            it = inputs_.insert(it, Inputs{});
+            it->device  = layer.device;
+            it->entries = even_ ? 1 : 0;
+        }
+        layer.inputs = (size_t) (it - inputs_.begin());
+        for (Group & group : layer.groups) {
+            group.entry = even_ ? 0 : it->entries++;
+            it->most    = std::max(it->most, (int32_t) group.heads.size());
+        }
+    }
+}
+
+int32_t GraphRows::visible_after(int32_t n) const {
+    for (const Layer & layer : layers_) {
+        if (layer.device) {
+            const Group & group = layer.groups[0];
+            return std::min(group.slots, rounded(group.base + since_ + n));
+        }
+    }
+    return 0;
+}
+
+int32_t GraphRows::visible() const { return visible_after(0); }
+
+bool GraphRows::grow(size_t layer, Group & group, int32_t n) {
+    const int32_t need = group.base + since_ + n;
+    if (need <= group.slots) {
+        return true;
+    }
+    // in steps that keep the cost of a token constant
+    return make_group(layer, group, std::max(slots_for(need), n > 1 ? rounded(need + need / 2) : slots_for(need + need / 8)));
+}
+
+bool GraphRows::make_inputs(int32_t n) {
+    const int32_t shown = even_ ? visible_after(n) : 0;
+    if (n <= room_q_ && shown <= room_visible_) {
+        return true;
+    }
+    for (Inputs & inputs : inputs_) {
+        Tensors held(3);
+        ggml_tensor * const index = held.add(GGML_TYPE_I64, (int64_t) inputs.entries * n);
+        ggml_tensor * const mask  = even_ ? held.add(GGML_TYPE_F16, (int64_t) shown * n) : nullptr;
+        ggml_tensor * const zeros = held.add(GGML_TYPE_F32, 1, 1, inputs.most);
+        room_q_ = room_visible_ = 0;
+        if (!held.allocate(inputs.device)) {
+            return refuse(inputs.device);
+        }
+        inputs.held  = std::move(held);
+        inputs.index = index;
+        inputs.mask  = mask;
+        inputs.zeros = zeros;
+    }
+    room_q_       = n;
+    room_visible_ = shown;
+    stamp_        = ++*stamps_;
+    return true;
+}
+
+bool GraphRows::make_windows(int32_t window) {
+    for (size_t l = 0; l < layers_.size() && window > room_window_; l++) {
+        Layer & layer = layers_[l];
+        if (!layer.device) {
+            continue;
+        }
+        layer.window  = Tensors(1);
+        layer.queries = layer.window.add(GGML_TYPE_F32, (*shapes_)[l].d_k, (*shapes_)[l].n_heads, window);
+        stamp_        = ++*stamps_;
+        if (!layer.window.allocate(layer.device)) {
+            room_window_ = 0;
+            return refuse(layer.device);
+        }
+    }
+    room_window_ = std::max(room_window_, window);
+    window_      = window;
+    return true;
+}
+
+bool GraphRows::reserve(int32_t n, int32_t window) {
+    for (size_t l = 0; l < layers_.size(); l++) {
+        for (Group & group : layers_[l].groups) {
+            if (!grow(l, group, n)) {
+                return false;
+            }
+        }
+    }
+    return make_inputs(n) && make_windows(window);
+}
+
+void GraphRows::enter(int32_t n, bool causal) {
+    const int32_t first = since_;
+    n_ = n;
+    since_ += n;
+    std::vector<std::vector<int64_t>> index(inputs_.size());
+    for (const Layer & layer : layers_) {
+        for (const Group & group : layer.groups) {
+            auto & slots = index[layer.inputs];
+            slots.resize(std::max(slots.size(), (group.entry + 1) * (size_t) n));
+            for (int32_t i = 0; i < n; i++) {
+                slots[group.entry * (size_t) n + (size_t) i] = group.base + first + i;
+            }
+        }
+    }
+    std::vector<ggml_fp16_t> mask;
+    for (size_t i = 0; i < inputs_.size(); i++) {
+        ggml_backend_tensor_set(inputs_[i].index, index[i].data(), 0, index[i].size() * sizeof(int64_t));
+        if (!even_) {
+            continue;
+        }
+        if (mask.empty()) {
+            const auto    shown = (size_t) visible();
+            const int32_t base  = (int32_t) index[i][0];
+            mask.assign(shown * (size_t) n, ggml_fp32_to_fp16(-INFINITY));
+            for (int32_t t = 0; t < n; t++) {
+                std::fill_n(mask.begin() + (std::ptrdiff_t) ((size_t) t * shown), base + (causal ? t + 1 : n), ggml_fp32_to_fp16(0.0f));
+            }
+        }
+        ggml_backend_tensor_set(inputs_[i].mask, mask.data(), 0, mask.size() * sizeof(ggml_fp16_t));
+    }
+}
+
+std::vector<float> GraphRows::queries(size_t l) const {
+    const LayerShape & shape = (*shapes_)[l];
+    std::vector<float> out((size_t) kept_queries() * (size_t) shape.n_heads * (size_t) shape.d_k);
+    ggml_backend_tensor_get(layers_[l].queries, out.data(), 0, out.size() * sizeof(float));
+    return out;
+}
+
+}  // namespace kvedge

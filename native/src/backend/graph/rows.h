@@ -1,0 +1,132 @@
+// The rows of one sequence in buffers of their layers' devices, through ggml: a GPU, another machine, or the CPU; and the
+// attention over them in ggml's operations. The store keeps all it knows of them meanwhile, but their memory.
+//
+// Every head has its rows of then, in token order, at the front of its slots, and what came since behind the longest head of
+// its group. While all heads of all layers have as many rows they are even: one tensor of keys and one of values for a layer,
+// one mask for all layers. Else heads of similar length share a group, with a mask of its own, and tokens come one by one.
+
+#pragma once
+
+#include "backend/graph/tensors.h"
+#include "backend/rows.h"
+#include "store/store.h"
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace kvedge {
+
+// One layer, while a graph is built: tokens of this sequence only, position encoding applied.
+struct GraphLayer {
+    ggml_context * ctx;
+    ggml_tensor *  q;  // [d_k, H, n]
+    ggml_tensor *  k;  // [d_k, Hkv, n]
+    ggml_tensor *  v;  // [d_v, Hkv, n]
+    ggml_tensor *  sinks;  // [H] or NULL
+    float          scale, softcap;
+};
+
+class GraphRows {
+  public:
+    // devices [layers]: NULL for a layer whose rows stay with the store. stamps counts the tensors of a cache that were made.
+    GraphRows(const std::vector<LayerShape> & shapes, const std::vector<ggml_backend_dev_t> & devices, const Storage & storage,
+              uint64_t & stamps);
+
+    // The rows of `from` go to the devices, and its memory is given back. False: a device has no memory (full_device), and
+    // nothing has changed. Throws std::bad_alloc.
+    bool load(Store & from);
+    // And back; what is on the devices is freed, layer by layer. False: no memory, and nothing has changed.
+    bool fetch(Store & to);
+
+    // Room and inputs for n more tokens, of which the last `window` queries are kept. False: a device has no memory, and
+    // nothing has changed that matters. Throws std::bad_alloc.
+    bool reserve(int32_t n, int32_t window);
+    // Enters them, where there is room; the graph that follows writes their rows. Not of a graph that runs.
+    void enter(int32_t n, bool causal);
+
+    // Attention of the tokens entered last: [d_v * H, n].
+    ggml_tensor * attend(const GraphLayer & in, size_t layer);
+
+    // Two graphs are the same where this is.
+    using Signature = std::array<uint64_t, 4>;
+    Signature signature() const { return { stamp_, (uint64_t) n_, (uint64_t) visible(), (uint64_t) kept_queries() }; }
+
+    // Queries of the last tokens entered, as the graph left them: [kept_queries][H][d_k].
+    int32_t            kept_queries() const { return std::min(n_, window_); }
+    std::vector<float> queries(size_t layer) const;
+    void               forget_queries() { window_ = 0; }
+
+    // Whether all heads of the layers on devices hold as many rows: those that are there, or those of a store.
+    bool        even() const { return even_; }
+    static bool holds_even(const Store & store, const std::vector<ggml_backend_dev_t> & devices);
+    uint64_t            bytes() const;                                // of keys and values, and what goes with them
+    const std::string & full_device() const { return full_device_; }  // the one that had no memory
+
+  private:
+    struct Group {
+        std::vector<int32_t> heads, rows;  // rows[i]: of heads[i], when they came
+        int32_t              base  = 0;    // slot of the first token that came since
+        int32_t              slots = 0;
+        Tensors              held;
+        ggml_tensor *        k    = nullptr;  // [d_k, slots, heads]
+        ggml_tensor *        v    = nullptr;  // [d_v, slots, heads]
+        ggml_tensor *        mask = nullptr;  // [1, slots, heads] f16, where heads are uneven
+        ggml_tensor *        pick = nullptr;  // [heads] i32, where there are several groups
+        size_t               entry = 0;       // its slots in the index input of its device
+    };
+    struct Layer {
+        ggml_backend_dev_t device = nullptr;
+        std::vector<Group> groups;
+        Tensors            order;
+        ggml_tensor *      joined = nullptr;  // [Hkv] i32: where each head lies, when groups follow each other
+        Tensors            window;
+        ggml_tensor *      queries = nullptr;  // [d_k, H, window]
+        size_t             inputs  = 0;
+    };
+    // What the host writes before each graph, for all layers of a device.
+    struct Inputs {
+        ggml_backend_dev_t device  = nullptr;
+        size_t             entries = 0;
+        int32_t            most    = 0;  // heads of a group
+        Tensors            held;
+        ggml_tensor *      index = nullptr;  // [entries * n] i64
+        ggml_tensor *      mask  = nullptr;  // [visible * n] f16, where heads are even
+        ggml_tensor *      zeros = nullptr;  // [1, 1, most] f32
+    };
+    struct Parts;  // of the attention (graph/attention.cpp)
+
+    int32_t visible() const;  // slots that an even graph looks at
+    int32_t visible_after(int32_t n) const;
+    bool    refuse(ggml_backend_dev_t device);
+    bool    make_group(size_t layer, Group & group, int32_t slots);
+    bool    load_layer(const Store & from, size_t layer);
+    bool    grow(size_t layer, Group & group, int32_t n);
+    bool    make_inputs(int32_t n);
+    bool    make_windows(int32_t window);
+    void    write_mask(Group & group);
+    void    plan_inputs();
+    template <class F> void each_stretch(const Store & store, size_t layer, const F & visit) const;
+
+    ggml_tensor * attend_even(const GraphLayer & in, const Layer & layer, const Group & group) const;
+    ggml_tensor * attend_group(const GraphLayer & in, const Layer & layer, const Group & group, bool pick) const;
+    ggml_tensor * keep_queries(const GraphLayer & in, const Layer & layer) const;
+
+    const std::vector<LayerShape> * shapes_;
+    Storage                         storage_;
+    uint64_t *                      stamps_;
+    uint64_t                        stamp_ = 0;
+    std::vector<Layer>              layers_;
+    std::vector<Inputs>             inputs_;
+    bool                            even_   = true;
+    int32_t                         since_  = 0;  // tokens that came since
+    int32_t                         n_      = 0;  // of those, entered last
+    int32_t                         room_q_ = 0, room_visible_ = 0;  // that the inputs have
+    int32_t                         window_ = 0, room_window_ = 0;
+    std::string                     full_device_;
+};
+
+}  // namespace kvedge

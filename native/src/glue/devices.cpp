@@ -1,0 +1,198 @@
+// Layers on devices: where a layer lies, when its rows go there and come back, and the graph's share of the work.
+//
+// A device attends over the rows of a prompt and of an answer. What looks at rows in other ways takes place on the host, with
+// the rows fetched: compression, and attention whose weights somebody wants (column sums, entropies, watched tokens, scores
+// of a decode policy). A ubatch attends on devices if all its sequences can.
+
+#include "glue/cache.h"
+
+#include <algorithm>
+#include <new>
+#include <string>
+
+using namespace kvedge;
+
+namespace {
+
+// The device of the weights that made a tensor; NULL: there are none.
+ggml_backend_dev_t device_of(const ggml_tensor * t, int depth) {
+    constexpr int DEEPEST = 12;  // operations between a projection and its attention
+    if (!t || depth > DEEPEST) {
+        return nullptr;
+    }
+    if (t->buffer && ggml_backend_buffer_get_usage(t->buffer) == GGML_BACKEND_BUFFER_USAGE_WEIGHTS) {
+        return ggml_backend_buft_get_device(ggml_backend_buffer_get_type(t->buffer));
+    }
+    for (const ggml_tensor * from : t->src) {
+        if (const auto device = device_of(from, depth + 1)) {
+            return device;
+        }
+    }
+    return nullptr;
+}
+
+bool follow_each_other(const std::vector<int32_t> & index) {
+    for (size_t i = 1; i < index.size(); i++) {
+        if (index[i] != index[i - 1] + 1) {
+            return false;
+        }
+    }
+    return true;
+}
+
+}  // namespace
+
+ggml_backend_dev_t kvedge_cache::place_of(const llama_attn_provider_layer & layer) const {
+    const ggml_backend_dev_t host = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
+    if (devices == KVEDGE_DEVICES_NONE || storage.quantised()) {
+        return nullptr;
+    }
+    const ggml_backend_dev_t device = device_of(layer.k, 0);
+    if (!device || ggml_backend_dev_type(device) == GGML_BACKEND_DEVICE_TYPE_CPU) {
+        return devices == KVEDGE_DEVICES_ALL ? host : nullptr;
+    }
+    return device;
+}
+
+bool kvedge_cache::has_devices() const {
+    return std::any_of(places.begin(), places.end(), [](auto * place) { return place != nullptr; });
+}
+
+bool kvedge_cache::fits_devices(const Run & run) const {
+    const SequenceState & state = *run.state;
+    if (run.request || run.score || run.wanted.attention() || run.wanted.queries || watching || state.streaming || !state.kept.empty() ||
+        !follow_each_other(run.index)) {
+        return false;
+    }
+    const bool even = state.device ? state.device->even() : GraphRows::holds_even(state.seq->rows, places);
+    const bool sunk = std::any_of(sinks.begin(), sinks.end(), [](const auto & s) { return !s.empty(); });
+    return even || (run.index.size() == 1 && !sunk);
+}
+
+bool kvedge_cache::to_device(SequenceState & state) {
+    if (state.device) {
+        return true;
+    }
+    auto device = std::make_shared<GraphRows>(shapes, places, storage, stamps);
+    if (!device->load(state.seq->rows)) {
+        const std::string what = "device " + device->full_device() + " has no memory for the keys and values of " +
+                                 std::to_string(state.seq->rows.n_tokens()) + " tokens; put fewer layers on it, or keep rows on the host";
+        report(KVEDGE_E_MEMORY, what.c_str());
+        return false;
+    }
+    state.device = std::move(device);
+    return true;
+}
+
+bool kvedge_cache::to_host(SequenceState & state) {
+    if (!state.device) {
+        return true;
+    }
+    if (ctx) {
+        llama_synchronize(ctx);
+    }
+    if (!state.device->fetch(state.seq->rows)) {
+        return false;
+    }
+    state.device.reset();
+    return true;
+}
+
+bool kvedge_cache::place_runs() {
+    on_devices = has_devices() && std::all_of(runs.begin(), runs.end(), [&](const auto & run) { return fits_devices(*run); });
+    for (auto & run : runs) {
+        if (!on_devices && !to_host(*run->state)) {
+            report(KVEDGE_E_MEMORY, "no memory on the host for keys and values that lie on devices");
+            return false;
+        }
+        if (on_devices && !to_device(*run->state)) {
+            return false;
+        }
+        run->device = run->state->device;
+    }
+    return true;
+}
+
+bool kvedge_cache::reserve_on_device(Run & run) {
+    if (run.device->reserve((int32_t) run.index.size(), run.wanted.window)) {
+        return true;
+    }
+    const std::string what = "device " + run.device->full_device() + " has no memory for the keys and values of the next " +
+                             std::to_string(run.index.size()) + " tokens; put fewer layers on it, or keep rows on the host";
+    report(KVEDGE_E_MEMORY, what.c_str());
+    return false;
+}
+
+// 1: the graph must be built anew.
+int kvedge_cache::finish_begin() {
+    wanted_graph.clear();
+    for (const auto & run : runs) {
+        if (run->device) {
+            wanted_graph.push_back(run->device->signature());
+        }
+    }
+    owner.go_on();
+    return wanted_graph == built_graph ? 0 : 1;
+}
+
+ggml_tensor * kvedge_cache::build_on_device(const llama_attn_provider_layer & layer, size_t at) {
+    const bool meant = on_devices && !runs.empty() && layer.q->ne[2] == n_tokens;  // llama.cpp reserves memory with other graphs, too
+    built_graph      = meant ? wanted_graph : std::vector<GraphRows::Signature>();
+    if (layer.sinks && sinks[at].empty() && layer.sinks->buffer) {
+        sinks[at].resize((size_t) ggml_nelements(layer.sinks));
+        ggml_backend_tensor_get(layer.sinks, sinks[at].data(), 0, ggml_nbytes(layer.sinks));
+    }
+    ggml_tensor * out = nullptr;
+    for (size_t r = 0; meant && r < runs.size(); r++) {
+        const auto n    = (int64_t) runs[r]->index.size();
+        const auto part = [&](ggml_tensor * x) {
+            return runs.size() == 1 ? x : ggml_view_3d(layer.ctx, x, x->ne[0], x->ne[1], n, x->nb[1], x->nb[2], (size_t) runs[r]->index[0] * x->nb[2]);
+        };
+        const GraphLayer in = { layer.ctx, part(layer.q), part(layer.k), part(layer.v), layer.sinks, layer.scale, layer.softcap };
+        ggml_tensor *    of = runs[r]->device->attend(in, at);
+        out                 = out ? ggml_concat(layer.ctx, out, of, 1) : of;
+    }
+    return out;
+}
+
+void kvedge_cache::read_queries(Run & run) {
+    for (size_t l = 0; l < places.size(); l++) {
+        if (!places[l]) {
+            continue;
+        }
+        const auto q = run.device->queries(l);
+        AttendJob  job{};
+        job.rows    = &run.state->seq->rows;
+        job.layer   = (int32_t) l;
+        job.n       = run.device->kept_queries();
+        job.q       = q.data();
+        job.q_head  = (size_t) shapes[l].d_k;
+        job.q_token = job.q_head * (size_t) shapes[l].n_heads;
+        job.scale   = ops[l]->scale;
+        job.sinks   = sinks[l].empty() ? nullptr : sinks[l].data();
+        record_window(job, run.state->seq->observed, 0, 1);
+    }
+    run.device->forget_queries();
+}
+
+void kvedge_cache::settle() {
+    const bool any = std::any_of(runs.begin(), runs.end(), [](const auto & run) { return run->device != nullptr; });
+    if (!any) {
+        return;
+    }
+    if (ctx) {
+        llama_synchronize(ctx);
+    }
+    for (auto & run : runs) {
+        if (run->device->kept_queries() > 0) {
+            read_queries(*run);
+        }
+    }
+    runs.clear();
+}
+
+bool kvedge::rows_at_hand(const kvedge_cache & kv, const SequenceState & state) {
+    // where rows lie is nothing that a caller sees
+    const_cast<kvedge_cache &>(kv).settle();
+    return const_cast<kvedge_cache &>(kv).to_host(const_cast<SequenceState &>(state));
+}

@@ -1,0 +1,147 @@
+// Rows that ggml attends to against rows on the host: the same kept sets, logits, files, and memory that goes back.
+
+#include "world.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace {
+
+constexpr float CLOSE = 1e-3f;  // of logits of order 1, with rows in f32; layers that llama.cpp keeps have theirs in f16
+
+float distance(const std::vector<float> & a, const std::vector<float> & b) {
+    float most = 0.0f;
+    for (size_t i = 0; i < a.size(); i++) {
+        most = std::max(most, std::fabs(a[i] - b[i]));
+    }
+    return most;
+}
+
+void same(const World & host, const World & device, const char * what, int32_t seq = 0) {
+    const float far = distance(host.logits(), device.logits());
+    if (!(far <= CLOSE)) {
+        std::fprintf(stderr, "%s: logits differ by %g\n", what, (double) far);
+        failures()++;
+    }
+    const kvedge_stats stats = host.stats(seq);
+    for (int32_t l = 0; l < stats.n_layers; l++) {
+        for (int32_t h = 0; kvedge_head_length(host.kv, seq, l, h) >= 0; h++) {
+            if (host.kept(l, h, seq) != device.kept(l, h, seq)) {
+                std::fprintf(stderr, "%s: layer %d, head %d keeps other tokens\n", what, l, h);
+                failures()++;
+            }
+        }
+    }
+}
+
+// Two turns with an image, and an answer long enough that buffers grow.
+void converse(World & w) {
+    for (uint32_t turn = 0; turn < 2; turn++) {
+        CHECK(w.decode(words(w.model, PROMPT / 2, 10 + turn)) == 0);
+        CHECK(w.decode_image(PROMPT) == 0);
+        CHECK(w.decode(words(w.model, PROMPT / 2, 20 + turn)) == 0);
+        w.answer(40);
+    }
+}
+
+void compare(llama_model * model, Plan::Fields fields, const char * what) {
+    Plan  plan(fields);
+    World host(model, plan.plan, KVEDGE_TYPE_F32, KVEDGE_DEVICES_NONE), device(model, plan.plan, KVEDGE_TYPE_F32, KVEDGE_DEVICES_ALL);
+    converse(host);
+    converse(device);
+    same(host, device, what);
+    CHECK(host.stats().device_bytes == 0 && !kvedge_layer_device(host.kv, 0) && kvedge_layer_device(device.kv, 0));
+}
+
+// What a prompt held goes back when it is compressed: the device holds about what is kept.
+void gives_back(llama_model * model) {
+    Plan         plan({ { "scorer", "knorm" }, { "budget", "64" } });
+    World        w(model, plan.plan, KVEDGE_TYPE_F32, KVEDGE_DEVICES_ALL);
+    kvedge_error err{};
+    for (uint32_t i = 0; i < 7; i++) {
+        CHECK(w.decode(words(model, 128, 30 + i)) == 0);
+    }
+    const uint64_t full = w.stats().device_bytes;
+    CHECK(w.good(kvedge_compress(w.kv, 0, &err), err));
+    CHECK(w.stats().device_bytes == 0);
+    w.answer(1);
+    const uint64_t kept = w.stats().device_bytes;
+    if (kept * 6 > full) {
+        std::fprintf(stderr, "%llu bytes of %llu for 64 rows of 896\n", (unsigned long long) kept, (unsigned long long) full);
+        failures()++;
+    }
+    w.clear();
+    CHECK(w.stats().bytes == 0 && w.stats().device_bytes == 0);
+}
+
+// Files, copies and cuts: rows come to the host for them, and go on where they were.
+void moves(llama_model * model, const std::string & folder) {
+    const std::string path = folder + "/device.kvs";
+    Plan              plan({ { "scorer", "window" }, { "scorer.window", "8" }, { "budget", "0.25" } });
+    World             w(model, plan.plan, KVEDGE_TYPE_F32, KVEDGE_DEVICES_ALL), host(model, plan.plan, KVEDGE_TYPE_F32, KVEDGE_DEVICES_NONE);
+    kvedge_error      err{};
+    CHECK(w.decode(words(model, PROMPT, 1)) == 0);
+    w.answer(5);
+    CHECK(w.good(kvedge_save(w.kv, 0, path.c_str(), "a model", nullptr, 0, &err), err));
+    CHECK(w.good(kvedge_load(host.kv, 0, path.c_str(), "a model", &err), err));
+    host.next[0] = w.next[0];
+    llama_memory_seq_cp(w.memory(), 0, 1, -1, -1);
+    w.next[1] = w.next[0];
+    w.answer(3, 1);
+    const auto copied = w.logits();
+    w.answer(3, 0);
+    host.answer(3);
+    CHECK(distance(w.logits(), copied) <= CLOSE);
+    same(host, w, "a file");
+    for (World * x : { &w, &host }) {
+        if (!llama_memory_seq_rm(x->memory(), 0, PROMPT + 4, -1)) {
+            return;  // a model with a state that has no parts
+        }
+        x->next[0] = PROMPT + 4;
+        x->answer(2);
+    }
+    same(host, w, "a cut");
+}
+
+// Tokens of several sequences in one batch, one of each.
+void several(llama_model * model) {
+    Plan  plan({ { "scorer", "knorm" }, { "budget", "0.5" } });
+    World host(model, plan.plan, KVEDGE_TYPE_F32, KVEDGE_DEVICES_NONE), device(model, plan.plan, KVEDGE_TYPE_F32, KVEDGE_DEVICES_ALL);
+    for (World * w : { &host, &device }) {
+        for (int32_t s = 0; s < 3; s++) {
+            CHECK(w->decode(words(model, 20 + 10 * s, 40 + (uint32_t) s), s) == 0);
+        }
+        for (int32_t t = 0; t < 3; t++) {
+            llama_batch batch = llama_batch_init(3, 0, 1);
+            batch.n_tokens    = 3;
+            for (int32_t s = 0; s < 3; s++) {
+                batch.token[s]     = words(model, 1, 50 + (uint32_t) (3 * t + s))[0];
+                batch.pos[s]       = w->next[(size_t) s]++;
+                batch.n_seq_id[s]  = 1;
+                batch.seq_id[s][0] = s;
+                batch.logits[s]    = true;
+            }
+            CHECK(llama_decode(w->ctx, batch) == 0);
+            llama_batch_free(batch);
+        }
+    }
+    CHECK(device.stats(2).device_bytes > 0);
+    for (int32_t s = 0; s < 3; s++) {
+        same(host, device, "several sequences", s);
+    }
+}
+
+}  // namespace
+
+void devices(llama_model * model, const std::string & folder) {
+    compare(model, { { "budget", "1.0" } }, "full");
+    compare(model, { { "scorer", "knorm" }, { "budget", "0.25" } }, "knorm");
+    compare(model, { { "scorer", "window" }, { "scorer.window", "8" }, { "budget", "0.25" } }, "window");
+    compare(model, { { "scorer", "window" }, { "scorer.window", "8" }, { "allocator", "pyramid" }, { "budget", "0.25" } }, "pyramid");
+    compare(model, { { "scorer", "window" }, { "scorer.window", "8" }, { "allocator", "ada" }, { "budget", "0.25" } }, "ada");
+    compare(model, { { "scorer", "cumulative" }, { "reducer", "pivotal" }, { "budget", "0.25" } }, "cumulative");
+    compare(model, { { "scorer", "cumulative" }, { "decode", "heavy-hitter" }, { "budget", "0.25" } }, "heavy-hitter");
+    gives_back(model);
+    moves(model, folder);
+    several(model);
+}
