@@ -79,6 +79,10 @@ class UnsoundError(KvedgeError):
     """A check of kvedge doctor came to its end with a wrong result."""
 
 
+class DeviceError(KvedgeError):
+    """A GPU or another machine that cannot be used: nobody answers, or it has nothing to lend."""
+
+
 class LibraryError(KvedgeError):
     """The shared libraries are missing, too old, or others were loaded first."""
 

@@ -44,7 +44,7 @@ QUICK = {"budgets": "0.2", "tokens": "64", "images": "8", "repeat": 3, "generate
     option("--generate", type=int, metavar="N",
            help=f"Tokens in each round. Default {DEFAULTS['generate']}, quick {QUICK['generate']}."),
     options.THREADS,
-    options.GPU_LAYERS,
+    *options.DEVICES,
     options.output("Where the table goes instead of stdout: .md, .csv, .json or .jsonl.", metavar="FILE"),
     options.JSON,
     option("--save", type=options.PATH, metavar="FILE.jsonl",
@@ -143,7 +143,7 @@ def _matrix(given: dict[str, Any]) -> Matrix:
         FILL_S if given["repeat"] is None else 0.0,
         positive("--generate", chosen["generate"]),
         positive("--threads", given["threads"]),
-        given["gpu_layers"],
+        options.offload(given),
         timeline=given["memory_plot"] is not None,
     )
 

@@ -32,7 +32,7 @@ _OPTIONS = (
     options.output("Where the profile goes. Default: where `kvedge chat` finds it by itself.", metavar="FILE.json"),
     options.CTX,
     options.THREADS,
-    options.GPU_LAYERS,
+    *options.DEVICES,
     options.JSON,
     options.QUIET,
 )

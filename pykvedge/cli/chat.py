@@ -25,7 +25,7 @@ _OPTIONS = (
            help="Read images one by one and compress after each: memory stays at --budget N, however many come."),
     options.CTX,
     options.THREADS,
-    options.GPU_LAYERS,
+    *options.DEVICES,
     options.KV_TYPE,
     option("--bounded", is_flag=True,
            help="Compress each layer of a prompt before the next one runs: the full cache never exists. Not with "

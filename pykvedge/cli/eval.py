@@ -64,7 +64,7 @@ BUDGET = "0.2"
                 "matplotlib."),
     options.CTX,
     options.THREADS,
-    options.GPU_LAYERS,
+    *options.DEVICES,
     options.KV_TYPE,
     options.QUIET,
     options.VERBOSE,

@@ -30,7 +30,7 @@ from pykvedge.plans.plan import Plan
     options.PROFILE,
     options.CTX,
     options.THREADS,
-    options.GPU_LAYERS,
+    *options.DEVICES,
     options.output("Where the report goes.", default=Path("kvedge-inspect"), show_default=True, metavar="FOLDER"),
     option("--figures/--no-figures", default=True, help="Whether to draw; the numbers are always written."),
     options.JSON,

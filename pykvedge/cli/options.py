@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,8 @@ import click
 
 import pykvedge
 from pykvedge.cli import paths
-from pykvedge.errors import SaveError, UsageError
+from pykvedge.errors import LibraryError, SaveError, UsageError
+from pykvedge.models.offload import Offload
 from pykvedge.plans.plan import Plan
 from pykvedge.plans.plugin_files import load_file
 from pykvedge.plans.presets import default_plan
@@ -83,7 +86,13 @@ PROFILE = option(
 
 CTX = option("--ctx", type=int, metavar="N", help="Tokens that the conversation may hold. Default: up to 4096.")
 THREADS = option("--threads", type=int, metavar="N", help="Default: one per physical core.")
-GPU_LAYERS = option("--gpu-layers", type=int, metavar="N", help="Layers on the GPU, -1 for all.")
+DEVICES = (
+    option("--gpu-layers", type=int, metavar="N", help="Layers on GPUs and other machines, -1 for all."),
+    option("--device", default="auto", show_default=True, metavar="NAMES",
+           help="Where layers may lie: auto, none, or names that `kvedge doctor` lists, as in CUDA0."),
+    option("--rpc", default="", metavar="HOST:PORT",
+           help="Other machines that run `kvedge rpc-server`, whose devices take layers; several with commas."),
+)  # fmt: skip
 KV_TYPE = option(
     "--kv-type", default="f16", show_default=True, metavar="TYPE",
     help="How keys and values are stored: f16, bf16, f32, q8_0, q4_0, kivi4, kivi2, or K:V, as in q8_0:q4_0.",
@@ -176,11 +185,30 @@ def positive(name: str, value: int | None) -> int:
 
 
 def running(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of a session, of those of --ctx, --threads, --gpu-layers and --kv-type that the command has."""
-    out = {k: given[k] for k in ("gpu_layers", "kv_type") if k in given}
+    """Settings of a session, of those of --ctx, --threads, --kv-type and DEVICES that the command has."""
+    _end_in_one_line()
+    out = {k: given[k] for k in ("gpu_layers", "device", "rpc", "kv_type") if k in given}
     if "ctx" in given:
         out["n_ctx"] = positive("--ctx", given["ctx"])
     return {**out, "threads": positive("--threads", given["threads"])}
+
+
+def _end_in_one_line() -> None:
+    """Where ggml would abort - a server that is gone, a driver that fails - the program ends with one line and code 1."""
+    from pykvedge.native import ggml
+
+    def explain(message: str) -> None:
+        what = " ".join(message.partition(": ")[2].split()) or message
+        os.write(2, f"kvedge: error: llama.cpp had to stop: {what}; what was not saved is lost\n".encode())
+        os._exit(1)
+
+    with contextlib.suppress(LibraryError):  # the command itself says what is missing
+        ggml.on_abort(explain)
+
+
+def offload(given: Mapping[str, Any]) -> Offload:
+    """What DEVICES say."""
+    return Offload(given["gpu_layers"], given["device"], given["rpc"])
 
 
 def listed(name: str, text: str) -> list[str]:

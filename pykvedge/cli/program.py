@@ -19,6 +19,7 @@ from pykvedge.cli.eval import evaluate
 from pykvedge.cli.fit import fit
 from pykvedge.cli.inspect import inspect
 from pykvedge.cli.methods import methods
+from pykvedge.cli.rpc_server import rpc_server
 from pykvedge.errors import CancelledError, KvedgeError, UsageError
 
 
@@ -55,6 +56,7 @@ cli.add_command(inspect)
 cli.add_command(calibrate)
 cli.add_command(fit)
 cli.add_command(doctor)
+cli.add_command(rpc_server)
 
 
 @cli.command(hidden=True, context_settings={"ignore_unknown_options": True, "help_option_names": []})

@@ -11,6 +11,7 @@ from typing import Any
 
 from pykvedge.errors import CancelledError, ModelError
 from pykvedge.models.modelfile import check_model
+from pykvedge.models.offload import Offload
 from pykvedge.native import llamacpp, memory
 
 Progress = Callable[[str, float], None]  # (what, share done in 0..1)
@@ -26,22 +27,22 @@ class Model:
     def __init__(
         self,
         path: str | os.PathLike[str],
-        gpu_layers: int | None = None,
+        offload: Offload = Offload(),  # noqa: B008 - frozen
         progress: Progress = silent,
         cancel: threading.Event | None = None,
         verbose: bool = False,
     ) -> None:
-        """gpu_layers: layers put on the GPU, -1 for all; None: llama.cpp's default.
+        """offload: what goes to GPUs and other machines.
 
-        Raises ModelError, LibraryError, CancelledError.
+        Raises ModelError, LibraryError, DeviceError, UsageError, CancelledError.
         """
+        self.offload = offload
         self.header = check_model(path)
         llama = self.llama = llamacpp.start(verbose, vision=False)
-        if gpu_layers == 0 or not llama.llama_supports_gpu_offload():
+        if offload.off or not llama.llama_supports_gpu_offload():
             memory.require(self.header.file_size, f"{path}", "use a smaller model, or one of fewer bits")
         params = llama.llama_model_default_params()
-        if gpu_layers is not None:
-            params.n_gpu_layers = gpu_layers
+        devices = offload.apply(params)
 
         def report(share: float, _: Any) -> bool:
             progress("loading the model", share)
@@ -51,6 +52,7 @@ class Model:
         params.progress_callback = callback
         with llamacpp.collected_errors() as lines:
             self.handle = llama.llama_model_load_from_file(os.fsencode(path), params)
+            del devices
         if cancel is not None and cancel.is_set():
             self.close()
             raise CancelledError

@@ -67,6 +67,8 @@ class Options(c.Structure):
         ("type_k", c.c_int),
         ("type_v", c.c_int),
         ("unused", c.c_int32),
+        ("devices", c.c_int),
+        ("unused2", c.c_int32),
     ]
 
 
@@ -80,6 +82,7 @@ class Stats(c.Structure):
         *((name, c.c_uint64) for name in (
             "bytes", "index_bytes", "score_bytes", "before_bytes", "after_bytes", "peak_bytes")),
         ("compress_us", c.c_int64),
+        ("device_bytes", c.c_uint64),
     ]  # fmt: skip
 
 
@@ -102,6 +105,8 @@ class GivenArrays(c.Structure):
         *((name, c.c_void_p) for name in ("q", "k", "v", "image_mask")),
     ]
 
+
+DEVICES_AUTO, DEVICES_NONE, DEVICES_ALL = 0, 1, 2  # kvedge_devices
 
 _P = c.c_void_p
 _I = c.c_int32
@@ -143,6 +148,7 @@ PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "take_error": (c.c_int, [_P, _ERR]),
     "get_stats": (c.c_int, [_P, _I, c.POINTER(Stats), _ERR]),
     "layer_id": (_I, [_P, _I]),
+    "layer_device": (c.c_char_p, [_P, _I]),
     "head_length": (_I, [_P, _I, _I, _I]),
     "query_heads": (_I, [_P, _I]),
     "watch": (c.c_int, [_P, c.c_bool, _ERR]),

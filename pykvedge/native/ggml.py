@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ctypes as c
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pykvedge.errors import LibraryError
+from pykvedge.errors import DeviceError, LibraryError
 from pykvedge.native import libraries, llamacpp
 
 if TYPE_CHECKING:
@@ -66,6 +66,9 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "ggml_backend_dev_init": (_P, [_P, c.c_char_p]),
     "ggml_backend_dev_supports_op": (c.c_bool, [_P, _P]),
     "ggml_backend_reg_get_proc_address": (_P, [_P, c.c_char_p]),
+    "ggml_backend_reg_by_name": (_P, [c.c_char_p]),
+    "ggml_backend_register": (None, [_P]),
+    "ggml_set_abort_callback": (_P, [_P]),
     "ggml_backend_free": (None, [_P]),
     "ggml_backend_buft_name": (c.c_char_p, [_P]),
     "ggml_backend_buft_alloc_buffer": (_P, [_P, _S]),
@@ -125,6 +128,48 @@ def devices() -> list[Device]:
         kind = KINDS.get(call("backend_dev_type", handle), "other")
         found.append(Device(handle, name, description, kind, total.value, free.value))
     return found
+
+
+_ADD_SERVER = c.CFUNCTYPE(_P, c.c_char_p)
+_SERVE = c.CFUNCTYPE(None, c.c_char_p, c.c_char_p, _S, _S, c.POINTER(_P))
+
+
+def _rpc(name: str, prototype: Any) -> Any:
+    registry = call("backend_reg_by_name", b"RPC")
+    address = call("backend_reg_get_proc_address", registry, f"ggml_backend_rpc_{name}".encode()) if registry else None
+    if not address:
+        raise LibraryError(f"this build of ggml knows no RPC servers; {libraries.HOW_TO_BUILD}")
+    return prototype(address)
+
+
+@functools.cache
+def add_server(endpoint: str) -> None:
+    """Makes the devices of an RPC server at HOST:PORT devices of this process, for good.
+
+    ggml ends the process where nobody answers, or a server of another version does. Raises DeviceError, LibraryError.
+    """
+    registry = _rpc("add_server", _ADD_SERVER)(endpoint.encode())
+    if not registry:
+        raise DeviceError(f"the RPC server at {endpoint} lends no device")
+    call("backend_register", registry)
+
+
+def serve(endpoint: str, handles: list[int], threads: int) -> None:
+    """Lends devices to whoever connects. Returns only where it cannot listen."""
+    _rpc("start_server", _SERVE)(endpoint.encode(), None, threads, len(handles), (_P * len(handles))(*handles))
+
+
+_ABORT = c.CFUNCTYPE(None, c.c_char_p)
+
+
+def on_abort(explain: Callable[[str], None]) -> None:
+    """explain(message) is called when ggml is about to end the process, and should end it itself."""
+    global _explain_abort
+    _explain_abort = _ABORT(lambda message: explain(message.decode("utf-8", "replace")))
+    call("set_abort_callback", _explain_abort)
+
+
+_explain_abort: Any = None
 
 
 def cpu() -> int:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pykvedge.errors import CancelledError, KvedgeError, LibraryError, NothingToCompressError, StateError
 from pykvedge.models.model import Model, Progress, silent
 from pykvedge.models.vision import ImagePiece, Piece, TextPiece, Vision
+from pykvedge.native.abi import DEVICES_ALL, DEVICES_AUTO
 from pykvedge.plans.kvtypes import KvType
 from pykvedge.plans.plan import Plan
 from pykvedge.plans.stages.base import ProfileTable
@@ -51,7 +52,10 @@ class Driver:
         NothingToCompressError, and what Cache raises.
         """
         kv_type = self._size.kv_type
-        self.cache = Cache(self.context.handle, plan, kv_type, False, profiles=tables, later_floor=later_floor)
+        devices = DEVICES_ALL if self._model.offload.through_graph else DEVICES_AUTO
+        self.cache = Cache(
+            self.context.handle, plan, kv_type, False, profiles=tables, later_floor=later_floor, devices=devices
+        )
 
     def take_over_if_possible(
         self, plan: Plan, tables: Mapping[str, ProfileTable] | None = None, later_floor: int | None = None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pykvedge import errors
 from pykvedge.native import libraries
-from pykvedge.native.abi import KV_TYPE, STAGE_NUMBER, Error, Options, Saved, Stats
+from pykvedge.native.abi import DEVICES_AUTO, KV_TYPE, STAGE_NUMBER, Error, Options, Saved, Stats
 from pykvedge.native.calls import call, lib, raise_
 from pykvedge.native.guard import Guard, one_thread
 from pykvedge.plans.kvtypes import KvType
@@ -77,11 +77,13 @@ class Cache:
         auto_compress: bool = True,
         profiles: Mapping[str, ProfileTable] | None = None,
         later_floor: int | None = None,
+        devices: int = DEVICES_AUTO,
     ) -> None:
         """Takes over the KV memory of a llama_context without tokens. Raises what kvedge_attach reports.
 
         profiles: of the plan's stages that need one, by name (profiles.tables_for). later_floor: tokens that a message
-        keeps at least which follows another; None: as many as the library says (kvedge_plan_set).
+        keeps at least which follows another; None: as many as the library says (kvedge_plan_set). devices: where rows lie
+        (kvedge_devices).
         """
         self._later_floor = later_floor
         self.guard = Guard("cache", over="the cache was detached; attach again")
@@ -89,7 +91,7 @@ class Cache:
         call("options_init", c.byref(options), c.sizeof(options))
         kv_type = KvType.parse(kv_type)
         options.type_k, options.type_v = KV_TYPE[kv_type.k], KV_TYPE[kv_type.v]
-        options.auto_compress = auto_compress
+        options.auto_compress, options.devices = auto_compress, devices
         self._handle = c.c_void_p()
         with NativePlan(plan, profiles, self._later_floor) as native:
             call("attach", context, native.handle, c.byref(options), c.byref(self._handle))

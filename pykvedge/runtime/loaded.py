@@ -7,13 +7,17 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pykvedge.errors import StateError, UsageError
 from pykvedge.models.encoder import Encoder
 from pykvedge.models.model import Model, Progress, silent
+from pykvedge.models.offload import Offload
 from pykvedge.native import llamacpp
-from pykvedge.runtime.settings import Settings
+from pykvedge.runtime.settings import LoadSettings, Settings
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @dataclass(frozen=True)
@@ -95,29 +99,28 @@ def load(
     model: str | os.PathLike[str],
     mmproj: str | os.PathLike[str] | None = None,
     *,
-    threads: int = 0,
-    gpu_layers: int | None = None,
     progress: Progress = silent,
     cancel: threading.Event | None = None,
-    verbose: bool = False,
+    **given: Unpack[LoadSettings],
 ) -> LoadedModel:
     """Loads a model, and the image encoder if one is given, for several sessions.
 
         with pykvedge.load("model.gguf", "mmproj.gguf") as model:
             session = pykvedge.Session(model, plan=pykvedge.plan("lookm", 0.2))
 
-    threads: of the image encoder, and of sessions that name none; 0: the physical cores. gpu_layers: layers on the GPU,
-    -1 for all. progress(what, share done) is called meanwhile; setting `cancel` stops it. verbose: llama.cpp's log on
-    stderr. Raises ModelError, LibraryError, OutOfMemoryError, UsageError, CancelledError.
+    progress(what, share done) is called meanwhile; setting `cancel` stops it. Settings: threads, of the image encoder,
+    and of sessions that name none; 0: the physical cores. gpu_layers, on devices, -1 for all. device: "auto", "none", or
+    names of devices. rpc: servers whose devices are added, as in "HOST:PORT,HOST:PORT". verbose: llama.cpp's log on stderr.
+    Raises ModelError, LibraryError, DeviceError, OutOfMemoryError, UsageError, CancelledError.
     """
-    settings = Settings(threads=threads, gpu_layers=gpu_layers, verbose=verbose)  # checks them
-    threads = settings.threads or llamacpp.default_threads()
-    weights = Model(path_of(model), gpu_layers, progress, cancel, verbose)
+    settings = Settings(**given)  # checks them
+    threads, verbose = settings.threads or llamacpp.default_threads(), settings.verbose
+    weights = Model(path_of(model), settings.offload, progress, cancel, verbose)
     try:
         encoder = None
         if mmproj is not None:
             progress("loading the image encoder", 1.0)
-            encoder = Encoder(path_of(mmproj, "the mmproj"), weights, threads, gpu_layers != 0, verbose)
+            encoder = Encoder(path_of(mmproj, "the mmproj"), weights, threads, not settings.offload.off, verbose)
     except BaseException:
         weights.close()
         raise
@@ -138,13 +141,13 @@ def borrow(
     if isinstance(model, LoadedModel):
         if mmproj is not None:
             raise UsageError("the image encoder belongs to the loaded model: pykvedge.load(model, mmproj)")
-        if settings.gpu_layers is not None or settings.verbose:
-            raise UsageError("gpu_layers and verbose are settings of pykvedge.load when the model is loaded before")
+        if settings.offload != Offload() or settings.verbose:
+            raise UsageError(
+                "gpu_layers, device, rpc and verbose are settings of pykvedge.load when the model is loaded before"
+            )
         return model.lend()
-    threads, gpu_layers, verbose = settings.threads, settings.gpu_layers, settings.verbose
-    with load(
-        model, mmproj, threads=threads, gpu_layers=gpu_layers, progress=progress, cancel=cancel, verbose=verbose
-    ) as loaded:
+    loading: LoadSettings = {name: getattr(settings, name) for name in LoadSettings.__annotations__}  # type: ignore[assignment]
+    with load(model, mmproj, progress=progress, cancel=cancel, **loading) as loaded:
         return loaded.lend()
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from pykvedge.errors import UsageError, check_number, unknown
+from pykvedge.models.offload import Offload
 from pykvedge.plans.kvtypes import KvType
 
 if TYPE_CHECKING:
@@ -16,15 +17,22 @@ MAX_CTX = 2**30
 STREAM_TOKENS = 128
 
 
-class GivenSettings(TypedDict, total=False):
-    """The fields of Settings, for those who name them one by one."""
+class LoadSettings(TypedDict, total=False):
+    """The fields of Settings that belong to the loading of a model, for those who name them one by one."""
 
-    n_ctx: int
     threads: int
     gpu_layers: int | None
+    device: str
+    rpc: str
+    verbose: bool
+
+
+class GivenSettings(LoadSettings, total=False):
+    """All fields of Settings."""
+
+    n_ctx: int
     kv_type: str
     system: str
-    verbose: bool
     measure_peak: bool
     bounded: bool
     profile: Given
@@ -38,7 +46,9 @@ class Settings:
 
     n_ctx: int = 0  # tokens that the conversation may hold
     threads: int = 0
-    gpu_layers: int | None = None  # layers on the GPU, -1 for all
+    gpu_layers: int | None = None  # layers on devices, -1 for all
+    device: str = "auto"  # devices that layers may lie on: "auto" for all, "none", or names, as in "CUDA0,RPC0"
+    rpc: str = ""  # RPC servers whose devices are added, as in "HOST:PORT,HOST:PORT"
     kv_type: str = "f16"  # storage type of keys and values (kvtypes.NAMES), or "K:V" for one of each
     system: str = ""  # text that opens the conversation
     verbose: bool = False  # llama.cpp's log on stderr
@@ -54,6 +64,9 @@ class Settings:
         check_number("n_ctx", self.n_ctx)
         check_number("threads", self.threads)
         check_number("gpu_layers", 0 if self.gpu_layers is None else self.gpu_layers)
+        for name in ("device", "rpc"):
+            if not isinstance(getattr(self, name), str):
+                raise UsageError(f"{name} must be text, not {getattr(self, name)!r:.40}")
         if not isinstance(self.system, str):
             raise UsageError(f"system must be text, not {self.system!r:.40}")
         object.__setattr__(self, "kv_type", str(KvType.parse(self.kv_type)))
@@ -63,6 +76,7 @@ class Settings:
             raise UsageError(f"threads must lie between 1 and {MAX_THREADS}, or be 0 (automatic), not {self.threads}")
         if self.gpu_layers is not None and not -1 <= self.gpu_layers < 2**31:
             raise UsageError(f"gpu_layers must be 0 or more, or -1 for all, not {self.gpu_layers}")
+        _ = self.offload  # checks device and rpc
         if not isinstance(self.stream, int) or not 0 <= self.stream < MAX_CTX:
             raise UsageError(f"stream must be True, or a number of tokens of at least 1, not {self.stream!r}")
         if self.stream and self.bounded:
@@ -87,3 +101,8 @@ class Settings:
             if name not in names:
                 raise unknown("session setting", name, names)
         return cls(**given)
+
+    @property
+    def offload(self) -> Offload:
+        """Which devices the model's layers lie on."""
+        return Offload(self.gpu_layers, self.device, self.rpc)

@@ -323,6 +323,10 @@ kvedge_status kvedge_cache::compress(SequenceState & state, kvedge_error * err) 
     if (status != KVEDGE_OK) {
         return status;
     }
+    if (state.device) {  // where all of it stays
+        outcome.before_bytes += state.device->bytes();
+        outcome.after_bytes += state.device->bytes();
+    }
     state.note_compression(std::move(next), outcome, n_tokens);
     return KVEDGE_OK;
 }

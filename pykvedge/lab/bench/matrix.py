@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pykvedge.models.offload import Offload
 from pykvedge.plans.plan import Plan
 
 STOCK = "stock"
@@ -68,7 +69,7 @@ class Matrix:
     fill_s: float = 0.0  # a prompt's rounds that take less in all are followed by more, up to MOST_ROUNDS
     generate: int = 32  # tokens per repetition
     threads: int = 0
-    gpu_layers: int | None = None
+    offload: Offload = Offload()
     timeline: bool = False  # one more run of each variant, whose memory is watched
     stock: Variant = field(default_factory=lambda: Variant(STOCK))
 

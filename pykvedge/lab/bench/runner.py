@@ -121,10 +121,10 @@ class _Loaded:
 
     def measure(self) -> None:
         vision: Vision | None = None
-        model = Model(self._files.model, self._matrix.gpu_layers, self._display, self._cancel)
+        model = Model(self._files.model, self._matrix.offload, self._display, self._cancel)
         try:
             if self._files.mmproj is not None and any(shape.images for shape in self._matrix.shapes):
-                on_gpu = self._matrix.gpu_layers != 0
+                on_gpu = not self._matrix.offload.off
                 vision = Vision(Encoder(self._files.mmproj, model, self._threads, on_gpu, False))
             for shape in self._matrix.shapes:
                 self._prompt(model, vision, shape)

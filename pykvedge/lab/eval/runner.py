@@ -86,9 +86,9 @@ def evaluate(
     threads = job.settings.threads or llamacpp.default_threads()
     model, vision, reader = None, None, None
     try:
-        model = Model(job.model, job.settings.gpu_layers, display, cancel, job.settings.verbose)
+        model = Model(job.model, job.settings.offload, display, cancel, job.settings.verbose)
         if job.mmproj is not None:
-            on_gpu = job.settings.gpu_layers != 0
+            on_gpu = not job.settings.offload.off
             vision = Vision(Encoder(job.mmproj, model, threads, on_gpu, job.settings.verbose))
         reader = Reader(model, vision, threads, job.settings.kv_type, job.settings.n_ctx)
         reader.stop_when(cancel)

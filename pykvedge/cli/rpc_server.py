@@ -1,0 +1,52 @@
+"""kvedge rpc-server."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import signal
+import sys
+
+import click
+
+from pykvedge.cli import options
+from pykvedge.errors import DeviceError, UsageError
+
+
+@click.command("rpc-server")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")
+@click.option("--port", default=50052, show_default=True, type=click.IntRange(1, 65535))
+@click.option("--device", default="auto", metavar="NAMES", help="Devices to lend, as in CUDA0; auto: all there are.")
+@options.taking(options.THREADS)
+def rpc_server(host: str, port: int, device: str, threads: int | None) -> None:
+    """Lend this machine's devices to `kvedge chat --rpc` on another one.
+
+    Layers of a model lie here, with their keys and values, which are compressed where they lie. It is llama.cpp's own
+    server: it knows no passwords and trusts whoever connects, so let it listen in a network of your own only. Ctrl-C
+    ends it.
+
+    \b
+    kvedge rpc-server --host 192.168.0.7              on the machine that lends
+    kvedge chat --rpc 192.168.0.7:50052 "Hello"       on the one that asks
+    """
+    from pykvedge.native import ggml, llamacpp
+
+    count = options.positive("--threads", threads) or llamacpp.default_threads()
+    found = ggml.devices()
+    lent = [d for d in found if d.kind != "CPU"] or found
+    if device != "auto":
+        names = options.listed("--device", device)
+        lent = [d for d in found if d.name in names]
+        if len(lent) < len(names):
+            raise UsageError(f"--device {device}: this machine has {', '.join(d.name for d in found)}")
+    try:
+        alone = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        alone = host == "localhost"
+    if not alone:
+        click.echo("anyone who reaches this address can use it, and read and write its memory", err=True)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # C code runs from here on
+    sys.stdout.flush()
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # it says on stdout what it does
+    ggml.serve(f"{host}:{port}", [d.handle for d in lent], count)
+    raise DeviceError(f"the server at {host}:{port} ended; is the port in use, or the address not this machine's?")

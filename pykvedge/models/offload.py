@@ -1,0 +1,103 @@
+"""Which of ggml's devices a model's layers lie on: GPUs, and other machines through llama.cpp's RPC servers."""
+
+from __future__ import annotations
+
+import ctypes
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+from pykvedge.errors import DeviceError, UsageError
+from pykvedge.native import ggml
+
+AUTO, NONE = "auto", "none"
+CONNECT_S = 5.0  # to find that nobody listens
+
+
+@dataclass(frozen=True)
+class Offload:
+    """What the user asked for. Raises UsageError for what cannot be meant."""
+
+    gpu_layers: int | None = None  # layers on devices, -1 for all; None: llama.cpp's default
+    device: str = AUTO  # "auto": all that there are; "none"; or names, as in "CUDA0,RPC0"
+    rpc: str = ""  # servers, as in "HOST:PORT,HOST:PORT", whose devices are added to this machine's
+
+    def __post_init__(self) -> None:
+        if not self.names and self.device not in (AUTO, NONE):
+            raise UsageError("--device takes auto, none, or names of devices, as in CUDA0,RPC0")
+        if self.device == NONE and (self.rpc or self.gpu_layers):
+            raise UsageError("--device none leaves no device for --rpc or --gpu-layers")
+        for endpoint in self.servers:
+            _address(endpoint)
+
+    @property
+    def servers(self) -> list[str]:
+        """The servers' addresses."""
+        return _words(self.rpc)
+
+    @property
+    def names(self) -> list[str]:
+        """The devices that were named; empty: none were."""
+        return [] if self.device in (AUTO, NONE) else _words(self.device)
+
+    @property
+    def off(self) -> bool:
+        """Whether everything stays on the processor."""
+        return self.device == NONE or self.gpu_layers == 0
+
+    @property
+    def through_graph(self) -> bool:
+        """Whether the processor's own layers are to be attended to as a device's are, to compare the two."""
+        return self.names == ["CPU"]
+
+    def apply(self, params: Any) -> Any:
+        """Sets llama_model_params. Returns what must live as long as they do.
+
+        Raises DeviceError for a server that does not answer, UsageError for a device that is not there.
+        """
+        for endpoint in self.servers:
+            _reach(endpoint)
+            ggml.add_server(endpoint)
+        if self.gpu_layers is not None:
+            params.n_gpu_layers = self.gpu_layers
+        if self.device == AUTO:
+            return None
+        if self.off or self.through_graph:
+            params.n_gpu_layers = 0
+            chosen = []
+        else:
+            chosen = [_device(name) for name in self.names]
+        array = (ctypes.c_void_p * (len(chosen) + 1))(*chosen, None)
+        params.devices = ctypes.cast(array, ctypes.c_void_p)
+        return array
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _device(name: str) -> int:
+    found = {device.name: device for device in ggml.devices()}
+    if name not in found:
+        raise UsageError(f"there is no device {name}; this machine has {', '.join(found) or 'none'}")
+    if found[name].kind == "CPU":
+        raise UsageError("--device CPU stands alone: layers that lie on no device are the CPU's")
+    return found[name].handle
+
+
+def _address(endpoint: str) -> tuple[str, int]:
+    host, colon, port = endpoint.rpartition(":")
+    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise UsageError(f"--rpc takes HOST:PORT, as in 192.168.0.7:50052, not '{endpoint}'")
+    return host, int(port)
+
+
+def _reach(endpoint: str) -> None:
+    """ggml would end the process."""
+    try:
+        socket.create_connection(_address(endpoint), CONNECT_S).close()
+    except OSError as error:
+        why = error.strerror or str(error) or "no answer"
+        raise DeviceError(
+            f"no RPC server answers at {endpoint}: {why}; start one there with `kvedge rpc-server --host ADDRESS`"
+        ) from None
