@@ -194,7 +194,7 @@ def running(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _end_in_one_line() -> None:
-    """Where ggml would abort - a server that is gone, a driver that fails - the program ends with one line and code 1."""
+    """Where ggml would abort - a server is gone, a driver fails - the program ends with one line and exit code 1."""
     from pykvedge.native import ggml
 
     def explain(message: str) -> None:

@@ -22,8 +22,8 @@ def rpc_server(host: str, port: int, device: str, threads: int | None) -> None:
     """Lend this machine's devices to `kvedge chat --rpc` on another one.
 
     Layers of a model lie here, with their keys and values, which are compressed where they lie. It is llama.cpp's own
-    server: it knows no passwords and trusts whoever connects, so let it listen in a network of your own only. Ctrl-C
-    ends it.
+    server: it knows no passwords and trusts whoever connects, so let it listen in a network of your own only. It serves
+    one program at a time, others wait. Ctrl-C ends it.
 
     \b
     kvedge rpc-server --host 192.168.0.7              on the machine that lends

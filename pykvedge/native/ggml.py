@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes as c
 import functools
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -131,6 +132,7 @@ def devices() -> list[Device]:
 
 
 _ADD_SERVER = c.CFUNCTYPE(_P, c.c_char_p)
+_M_MMAP_THRESHOLD = -3
 _SERVE = c.CFUNCTYPE(None, c.c_char_p, c.c_char_p, _S, _S, c.POINTER(_P))
 
 
@@ -156,6 +158,9 @@ def add_server(endpoint: str) -> None:
 
 def serve(endpoint: str, handles: list[int], threads: int) -> None:
     """Lends devices to whoever connects. Returns only where it cannot listen."""
+    if (mallopt := getattr(c.CDLL(None), "mallopt", None)) if os.name != "nt" else None:
+        # glibc keeps what was freed once, up to 32 MiB a piece; buffers that are freed are to go back to the system
+        mallopt(_M_MMAP_THRESHOLD, 1 << 17)
     _rpc("start_server", _SERVE)(endpoint.encode(), None, threads, len(handles), (_P * len(handles))(*handles))
 
 

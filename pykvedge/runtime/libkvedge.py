@@ -82,8 +82,8 @@ class Cache:
         """Takes over the KV memory of a llama_context without tokens. Raises what kvedge_attach reports.
 
         profiles: of the plan's stages that need one, by name (profiles.tables_for). later_floor: tokens that a message
-        keeps at least which follows another; None: as many as the library says (kvedge_plan_set). devices: where rows lie
-        (kvedge_devices).
+        keeps at least which follows another; None: as many as the library says (kvedge_plan_set). devices: where rows
+        lie (kvedge_devices).
         """
         self._later_floor = later_floor
         self.guard = Guard("cache", over="the cache was detached; attach again")

@@ -108,10 +108,11 @@ def load(
         with pykvedge.load("model.gguf", "mmproj.gguf") as model:
             session = pykvedge.Session(model, plan=pykvedge.plan("lookm", 0.2))
 
-    progress(what, share done) is called meanwhile; setting `cancel` stops it. Settings: threads, of the image encoder,
-    and of sessions that name none; 0: the physical cores. gpu_layers, on devices, -1 for all. device: "auto", "none", or
-    names of devices. rpc: servers whose devices are added, as in "HOST:PORT,HOST:PORT". verbose: llama.cpp's log on stderr.
-    Raises ModelError, LibraryError, DeviceError, OutOfMemoryError, UsageError, CancelledError.
+    progress(what, share done) is called meanwhile; setting `cancel` stops it. Settings: threads, of the image
+    encoder, and of sessions that name none; 0: the physical cores. gpu_layers, on devices, -1 for all. device: "auto",
+    "none", or names of devices. rpc: servers whose devices are added, as in "HOST:PORT,HOST:PORT". verbose:
+    llama.cpp's log on stderr. Raises ModelError, LibraryError, DeviceError, OutOfMemoryError, UsageError,
+    CancelledError.
     """
     settings = Settings(**given)  # checks them
     threads, verbose = settings.threads or llamacpp.default_threads(), settings.verbose

@@ -69,7 +69,7 @@ class Matrix:
     fill_s: float = 0.0  # a prompt's rounds that take less in all are followed by more, up to MOST_ROUNDS
     generate: int = 32  # tokens per repetition
     threads: int = 0
-    offload: Offload = Offload()
+    offload: Offload = field(default_factory=Offload)
     timeline: bool = False  # one more run of each variant, whose memory is watched
     stock: Variant = field(default_factory=lambda: Variant(STOCK))
 

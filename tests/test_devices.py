@@ -1,0 +1,270 @@
+"""Layers on devices: the processor through ggml's operations, and a server on loopback, whose memory is not ours."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from attached import differing, profiles
+from contexts import TinyContext, random_tokens
+
+import pykvedge
+from pykvedge.native.abi import DEVICES_ALL
+from pykvedge.runtime import libkvedge
+
+METHODS = pykvedge.methods()
+WORDS = "The quick brown fox jumps over the lazy dog and looks at the picture. "
+TIES = 0.005  # of two pairs that score alike to the last bits either may stay
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Server:
+    """kvedge rpc-server, a process of its own."""
+
+    def __init__(self, environment) -> None:
+        self.address = f"127.0.0.1:{free_port()}"
+        command = [sys.executable, "-m", "pykvedge", "rpc-server", "--port", self.address.rpartition(":")[2]]
+        self.process = subprocess.Popen([*command, "--threads", "1"], env=environment, stderr=subprocess.DEVNULL)
+        for _ in range(200):
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", int(command[-1]))) == 0:
+                    return
+            time.sleep(0.1)
+        self.stop()
+        pytest.fail("the RPC server does not answer")
+
+    def memory(self) -> int:
+        return psutil.Process(self.process.pid).memory_full_info().uss
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def server(environment):
+    running = Server(environment)
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def own_server(environment):
+    running = Server(environment)
+    yield running
+    running.stop()
+
+
+def case_of(files, method, messages, profile_file):
+    plan = pykvedge.plan(method, None if method == "full" else 0.4)
+    profile = profiles(profile_file, files, method)
+    return {
+        "model": str(files.model),
+        "mmproj": files.mmproj and str(files.mmproj),
+        "plan": plan.to_json(),
+        "profile": profile and [str(file) for file in profile],
+        "messages": [(text, [str(image) for image in images]) for text, images in messages],
+    }
+
+
+def talked(environment, cases, **settings):
+    """What the worker says of each case."""
+    worker = Path(__file__).with_name("device_worker.py")
+    done = subprocess.run(
+        [sys.executable, worker],
+        input=json.dumps({"cases": cases, "settings": settings}),
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def same(host, device, cases) -> None:
+    """What is held after each message, up to an answer that went another way: random weights, tokens all but tied."""
+    other = 0
+    for case, here, there in zip(cases, host, device, strict=True):
+        name = json.loads(case["plan"])["method"]
+        assert not any(here["device_bytes"])
+        for turn in range(len(case["messages"])):
+            assert differing(here["held"][turn], there["held"][turn]) <= TIES, name
+            if here["answers"][turn] != there["answers"][turn]:
+                other += 1
+                break
+    assert other <= len(cases) / 10
+
+
+@pytest.mark.parametrize("kind", ["llava", "qwen2vl"])
+def test_every_method_keeps_on_a_device_what_it_keeps_on_the_host(
+    native, tiny, picture_file, profile_file, environment, server, kind
+):
+    """Two messages, one of them with images. Ends with rows on the device but for policies that drop single ones."""
+    files = tiny(kind)
+    images = [picture_file(), picture_file("b.png", 60, 90)]
+    messages = [(WORDS * 5, images), (WORDS * 2, [])]
+    cases = [case_of(files, method, messages, profile_file) for method in METHODS]
+    host = talked(environment, cases)
+    graph = talked(environment, cases, device="CPU")
+    remote = talked(environment, cases, rpc=server.address)
+    same(host, graph, cases)
+    same(host, remote, cases)
+    for method, here, there in zip(METHODS, graph, remote, strict=True):
+        bounded = pykvedge.plan(method, None if method == "full" else 0.4).decode != "keep-all"
+        assert bool(here["device_bytes"][-1]) != bounded, method
+        assert bool(there["device_bytes"][-1]) != bounded, method
+
+
+def test_the_uncompressed_cache_is_llama_cpps(native, tiny):
+    """Logits of the graph's attention against llama.cpp's own cache, both in f32: KL below 1e-4."""
+    files, plan = tiny("llama"), pykvedge.plan("full")
+    ours, theirs = TinyContext(files.model, plan, "f32"), TinyContext(files.model, None)
+    ours.cache.detach()
+    ours.cache = libkvedge.Cache(ours.context, plan, "f32", devices=DEVICES_ALL)
+    for step in ([random_tokens(300)], *([[t]] for t in random_tokens(20, 1))):
+        rows = []
+        for context in (ours, theirs):
+            context.decode(*step)
+            row = context.llama.llama_get_logits_ith(context.context, -1)
+            logits = np.ctypeslib.as_array(row, (1000,)).astype(np.float64)
+            rows.append(logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max())
+        assert (np.exp(rows[1]) * (rows[1] - rows[0])).sum() < 1e-4
+    assert ours.cache.stats().device_bytes > 0
+    ours.close(), theirs.close()
+
+
+def chat(environment, files, *options):
+    command = [sys.executable, "-m", "pykvedge", "chat", "--ctx", "16000", *files.arguments(), *map(str, options)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_the_servers_memory_shrinks(native, tiny, environment, own_server):
+    """What the server uses while an answer to some 6000 tokens is written: with 64 of them kept, less by the others."""
+    files = tiny("llama")
+    prompt = "word " * 2000  # at least 3 tokens each
+    used = {}
+    for options in (["--method", "full"], ["--method", "knorm", "--budget", "64"]):
+        talking = chat(environment, files, "--rpc", own_server.address, "--kv-type", "f32", "--max-tokens", "8000",
+                       *options, prompt)  # fmt: skip
+        assert len(talking.stdout.read(40)) == 40
+        used[options[1]] = own_server.memory()
+        talking.kill()
+        talking.communicate()
+    pairs = 2 * 2 * (32 + 32) * 4  # bytes of a token in f32: layers, KV heads, keys and values
+    assert used["full"] - used["knorm"] >= 0.9 * (6000 - 64) * pairs
+
+
+class Counting:
+    """Passes bytes on between a client and a server, and counts them."""
+
+    def __init__(self, address: str) -> None:
+        self.target = address.partition(":")[0], int(address.partition(":")[2])
+        self.bytes = 0
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._socket.getsockname()[1]}"
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        while True:
+            here = self._socket.accept()[0]
+            there = socket.create_connection(self.target)
+            for pair in ((here, there), (there, here)):
+                threading.Thread(target=self._pass_on, args=pair, daemon=True).start()
+
+    def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                self.bytes += len(data)
+                sink.sendall(data)
+        for end in (source, sink):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)  # wakes the other thread
+
+
+def test_no_keys_and_values_travel_for_a_token(native, tiny, environment, own_server):
+    """Bytes for 100 more tokens of an answer, after prompts of two lengths: as many, but for 2 of each pair's mask."""
+    files = tiny("llama")
+    kept, a_token = [], []
+    for n_words in (200, 1200):
+        sums = []
+        for n_answer in (20, 120):
+            wire = Counting(own_server.address)
+            options = ["--method", "knorm", "--budget", "0.5", "--max-tokens", n_answer, "--json"]
+            talking = chat(environment, files, "--rpc", wire.address, *options, "word " * n_words)
+            out, err = talking.communicate(timeout=120)
+            assert json.loads(out)["tokens"]["generated"] == n_answer, err
+            sums.append(wire.bytes)
+        kept.append(json.loads(out)["tokens"]["prompt"] // 2)
+        a_token.append((sums[1] - sums[0]) / 100)
+    more = kept[1] - kept[0]
+    rows = 2 * 2 * (32 + 32) * 2  # bytes of a token's keys and values in f16
+    print(f"{a_token[0]:.0f} bytes a token with {kept[0]} pairs, {a_token[1]:.0f} with {kept[1]}")
+    assert a_token[1] - a_token[0] <= 2 * (more + 256) < rows * more / 50
+
+
+def test_a_server_that_dies_is_one_line(native, tiny, environment, own_server):
+    talking = chat(environment, tiny("llama"), "--rpc", own_server.address, "--max-tokens", "15000", "hello")
+    assert talking.stdout.read(1)
+    own_server.stop()
+    _, err = talking.communicate(timeout=60)
+    assert talking.returncode == 1
+    assert [line for line in err.splitlines() if "error" in line] == err.splitlines()[-1:]
+    assert "llama.cpp had to stop" in err
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        (["--rpc", "127.0.0.1:1"], 1, ["127.0.0.1:1", "rpc-server"]),
+        (["--rpc", "somewhere"], 2, ["HOST:PORT"]),
+        (["--rpc", "a:99999"], 2, ["HOST:PORT"]),
+        (["--device", "CUDA7"], 2, ["CUDA7", "CPU"]),
+        (["--device", ","], 2, ["--device"]),
+        (["--device", "none", "--gpu-layers", "3"], 2, ["none"]),
+    ],
+)
+def test_devices_that_are_not_there(kvedge, tiny, options, code, words):
+    kvedge("chat", *tiny("llama").arguments(), *options, "hello").failed(code, *words)
+
+
+def test_a_port_where_something_else_listens(kvedge, tiny):
+    """Which hangs up at once."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+
+        def hang_up():
+            while True:
+                try:
+                    other.accept()[0].close()
+                except OSError:
+                    return
+
+        threading.Thread(target=hang_up, daemon=True).start()
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        kvedge("chat", *tiny("llama").arguments(), "--rpc", address, "hello", timeout=60).failed(1, "RPC server")
+
+
+def test_a_server_at_a_port_in_use(kvedge):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        done = kvedge("rpc-server", "--port", other.getsockname()[1], timeout=60)
+    assert done.code == 1 and done.out == ""
+    assert done.err.splitlines()[-1].startswith("kvedge: error: the server at 127.0.0.1")
