@@ -6,6 +6,7 @@ tenth of a second. Format: docs/gguf.md of ggml, versions 2 and 3, little endian
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import struct
@@ -50,13 +51,6 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _STRING, _ARRAY = 8, 9
 _LIST = 1024
 _LIMIT = 1 << 24  # of counts: no real header comes near it
-# ggml type number -> (elements per block, bytes per block)
-_BLOCKS = {
-    0: (1, 4), 1: (1, 2), 2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34), 9: (32, 36), 10: (256, 84),
-    11: (256, 110), 12: (256, 144), 13: (256, 176), 14: (256, 210), 15: (256, 292), 16: (256, 66), 17: (256, 74),
-    18: (256, 98), 19: (256, 50), 20: (32, 18), 21: (256, 110), 22: (256, 82), 23: (256, 136), 24: (1, 1), 25: (1, 2),
-    26: (1, 4), 27: (1, 8), 28: (1, 8), 29: (256, 56), 30: (1, 2), 34: (256, 54), 35: (256, 66), 39: (32, 17),
-}  # fmt: skip
 
 
 class _Reader:
@@ -159,14 +153,14 @@ def _parse(path: Path, data: mmap.mmap, size: int) -> Header:
 
 
 def tensor_bytes(tensor: Tensor) -> int | None:
-    """Bytes of a tensor's data; None for a type that this reader does not know."""
-    if tensor.type not in _BLOCKS:
+    """The bytes of a tensor's data, or None for a type that the gguf package does not know."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    try:
+        elements, block = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.type)]
+    except ValueError:
         return None
-    elements, block = _BLOCKS[tensor.type]
-    n = 1
-    for dim in tensor.shape:
-        n *= dim
-    return n // elements * block
+    return math.prod(tensor.shape) // elements * block
 
 
 def _data_start(values: Mapping[str, Scalar], end_of_header: int) -> int:
