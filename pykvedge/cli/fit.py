@@ -81,9 +81,10 @@ def fit(file: Path | None, **given: Any) -> None:
 
 
 def _request(model: Path, mmproj: Path | None, given: dict[str, Any]) -> tuple[Files, Request, int]:
-    from pykvedge.lab.footprint import Files, ModelShape, Request, encoder_compute, machine_simd, program_bytes
+    from pykvedge.lab.footprint import Files, Request, Weights, encoder_compute, machine_simd, program_bytes
     from pykvedge.models.imagetokens import image_grid
     from pykvedge.models.modelfile import check_mmproj, check_model
+    from pykvedge.models.shape import ModelShape
     from pykvedge.native import llamacpp
     from pykvedge.plans.kvtypes import KvType
 
@@ -91,7 +92,7 @@ def _request(model: Path, mmproj: Path | None, given: dict[str, Any]) -> tuple[F
     pictures = _sizes(given)
     chosen = options.chosen_plan(given)
     header = check_model(model)
-    shape = ModelShape.of(header, machine_simd())
+    shape, weights = ModelShape.of(header), Weights.of(header, machine_simd())
     encoder = working = tokens = 0
     if mmproj is not None:
         projector = check_mmproj(mmproj, header)
@@ -104,7 +105,7 @@ def _request(model: Path, mmproj: Path | None, given: dict[str, Any]) -> tuple[F
         raise UsageError("images need the image encoder of the model: pass it with --mmproj")
     n_images = len(given["images"]) or given["n_images"]
     n_images = int(mmproj is not None) if n_images is None else n_images
-    files = Files(shape, program_bytes(header), encoder, working if n_images else 0)
+    files = Files(shape, weights, program_bytes(header), encoder, working if n_images else 0)
     how = options.running(given)
     threads = how["threads"] or llamacpp.default_threads()
     request = Request(chosen, n_images, tokens or 0, given["text_tokens"], how["n_ctx"], how["kv_type"], threads)
