@@ -21,13 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from llama_source import ROOT, log
 
-ROOT = Path(__file__).resolve().parent.parent
+from pykvedge.lab.eval.metrics import divergence, log_softmax
+
 STOCK_LIB = Path(os.environ.get("KVEDGE_STOCK_DIR", ROOT / "build" / "stock" / "lib"))
-
-
-def log(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 class Worker:
@@ -104,15 +102,9 @@ def measure_speed(args: argparse.Namespace, sides: dict[bool, Worker]) -> list[d
     return rows
 
 
-def divergence(reference: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """KL divergence of the next-token distributions, per row, in nats."""
-
-    def log_softmax(x: np.ndarray) -> np.ndarray:
-        x = x.astype(np.float64) - x.max(-1, keepdims=True)
-        return x - np.log(np.exp(x).sum(-1, keepdims=True))
-
-    p, q = log_softmax(reference), log_softmax(other)
-    return (np.exp(p) * (p - q)).sum(-1)
+def largest_divergence(reference: np.ndarray, other: np.ndarray) -> float:
+    """The largest KL divergence of the next-token distributions of all rows of logits, in nats."""
+    return max(divergence(p, q) for p, q in zip(log_softmax(reference), log_softmax(other), strict=True))
 
 
 def compare_logits(args: argparse.Namespace, sides: dict[bool, Worker]) -> list[dict[str, Any]]:
@@ -140,9 +132,9 @@ def compare_logits(args: argparse.Namespace, sides: dict[bool, Worker]) -> list[
                     "prompt": n,
                     "steps": args.forced,
                     "patched_identical_to_stock": bool(np.array_equal(out["stock"], out["patched"])),
-                    "kl_full_to_stock": float(divergence(out["stock"], out["full"]).max()),
-                    "kl_full_to_stock_f32": float(divergence(out[exact], out["full"]).max()),
-                    "kl_stock_to_stock_f32": float(divergence(out[exact], out["stock"]).max()),
+                    "kl_full_to_stock": largest_divergence(out["stock"], out["full"]),
+                    "kl_full_to_stock_f32": largest_divergence(out[exact], out["full"]),
+                    "kl_stock_to_stock_f32": largest_divergence(out[exact], out["stock"]),
                 }
             )
     return rows

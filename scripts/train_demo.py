@@ -52,7 +52,7 @@ def text_phase(args: argparse.Namespace) -> None:
     others = start_workers(args) if args.rank == 0 and args.workers > 1 else []
     if args.workers > 1:
         dist.init_process_group("gloo", init_method=f"file://{args.store}", rank=args.rank, world_size=args.workers)
-    train_text(args.out, plan, args.rank, args.workers)
+    train_text(args.out, plan, args.rank)
     if args.workers > 1:
         dist.barrier()
         dist.destroy_process_group()

@@ -41,7 +41,6 @@ class Tokenizer:
         characters = list(map(chr, range(33, 127)))
         self.byte_start = 3
         self.pieces = ["<unk>", "<s>", "</s>"] + [f"<0x{b:02X}>" for b in range(256)]
-        self.user_start = len(self.pieces)
         self.pieces += [*USER_DEFINED, SPACE, *characters, *prefixes]
         self.pieces += [f"<unused{k}>" for k in range(-len(self.pieces) % 32)]
         self.ids = {p: k for k, p in enumerate(self.pieces)}

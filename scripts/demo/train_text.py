@@ -185,7 +185,7 @@ def load_learner(folder: Path, seed: int) -> Learner:
     return learner.eval()
 
 
-def train_text(folder: Path, plan: Plan, rank: int = 0, world: int = 1) -> Path:
+def train_text(folder: Path, plan: Plan, rank: int = 0) -> Path:
     """Train (or go on training); `plan.steps` counts from the beginning, and the rate decays towards it."""
     path = folder / "text.pt"
     tower = load_tower(folder)
