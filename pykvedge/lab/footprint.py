@@ -132,7 +132,6 @@ class Request:
 
     @property
     def prompt_tokens(self) -> int:
-        """Of the whole prompt."""
         return self.text_tokens + self.n_images * self.image_tokens
 
 
@@ -192,7 +191,8 @@ def footprint(files: Files, request: Request) -> Footprint:
     one_pass = min(N_UBATCH, max(request.text_tokens, request.image_tokens if request.n_images else 0))
     # an image's embeddings are held by the encoder, by the session, and by the batch that reads them
     embeddings = 4 * shape.n_embd * request.image_tokens * (request.n_images + 2 if request.n_images else 0)
-    fixed = _attention_scratch(shape, n_tokens, request.threads) + embeddings + _GRAPH
+    scratch = request.threads * min(64 * (n_tokens + 64) * 4, 1 << 20)  # of attention
+    fixed = scratch + embeddings + _GRAPH
     compute = shape.compute(one_pass) + fixed
     stock = shape.compute(one_pass, stock=True) - shape.compute(one_pass)
     # the prompt as one batch of embeddings: ours, and llama.cpp's copy
@@ -236,10 +236,6 @@ def footprint(files: Files, request: Request) -> Footprint:
         answer_full=loaded + answer + per_token * n_tokens,
         after_compression=loaded + answer + kv_kept,
     )
-
-
-def _attention_scratch(shape: ModelShape, n_keys: int, threads: int) -> int:
-    return threads * min(64 * (n_keys + 64) * 4, 1 << 20)
 
 
 def most_images(files: Files, request: Request, available: int, kind: str) -> int:

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 
 from pykvedge.models.gguf import Header, tensor_bytes
@@ -43,8 +44,6 @@ class Bandwidth:
             self._measured[size] = max(self._measured.get(size, 0.0), self._measure(size))
 
     def _measure(self, size: int) -> float:
-        import numpy as np
-
         arrays = [np.ones(size // 4 // self._threads, dtype=np.float32) for _ in range(self._threads)]
         n_bytes = sum(a.nbytes for a in arrays)
 
@@ -101,7 +100,6 @@ class Energy:
         return bool(self._zones)
 
     def start(self) -> None:
-        """Counts from now on."""
         self._last = self._read()
 
     def joules(self) -> float | None:

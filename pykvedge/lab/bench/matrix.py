@@ -35,7 +35,6 @@ class Shape:
 
     @property
     def name(self) -> str:
-        """For tables."""
         return f"{self.text_tokens} text" + (f" + {self.images} images" if self.images else "")
 
 

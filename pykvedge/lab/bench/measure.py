@@ -40,7 +40,6 @@ class Prompt:
 
     @property
     def n_tokens(self) -> int:
-        """Of the prompt."""
         return sum(p.n_tokens for p in self.pieces)
 
     @property
@@ -50,7 +49,6 @@ class Prompt:
 
     @property
     def largest_image(self) -> int:
-        """Its tokens."""
         return max((p.n_tokens for p in self.pieces if isinstance(p, ImagePiece)), default=0)
 
     def warm_up(self) -> Prompt:
@@ -60,11 +58,7 @@ class Prompt:
 
 
 def make_prompt(
-    model: Model,
-    vision: Vision | None,
-    shape: Shape,
-    generate: int,
-    look: Callable[[float], None] = lambda share: None,
+    model: Model, vision: Vision | None, shape: Shape, generate: int, look: Callable[[float], None] = lambda share: None
 ) -> Prompt:
     """Random text (neither time nor memory depends on what it says) and drawn scenes, encoded.
 

@@ -71,7 +71,6 @@ def _largest(group: list[Row], chart: Chart) -> float:
 
 
 def svg(rows: list[Row]) -> str:
-    """One SVG document."""
     parts, y = [], 0
     for group in _groups(rows):
         parts.append(_text(10, y + 18, f"{group[0].model}: {group[0].prompt}, {group[0].tokens} tokens", "bold"))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -15,6 +13,7 @@ from pykvedge.lab.bench.machine import Bandwidth, Others
 from pykvedge.lab.bench.matrix import STOCK, Variant
 from pykvedge.lab.bench.measure import Repetition
 from pykvedge.lab.bench.runner import Group, Outcome
+from pykvedge.lab.tables import markdown
 from pykvedge.native.memory import readable
 
 Spread = tuple[float, float]
@@ -173,23 +172,6 @@ def as_jsonl(made: list[Row]) -> str:
     return "\n".join(json.dumps(asdict(row)) for row in made)
 
 
-def as_csv(made: list[Row]) -> str:
-    """One line a row; spreads in two columns."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    for i, row in enumerate(made):
-        flat: dict[str, Any] = {}
-        for name, value in asdict(row).items():
-            if name.endswith("_spread"):
-                flat[name + "_low"], flat[name + "_high"] = value
-            else:
-                flat[name] = "" if value is None else value
-        if i == 0:
-            writer.writerow(flat)
-        writer.writerow(flat.values())
-    return out.getvalue().rstrip("\n")
-
-
 def as_markdown(made: list[Row], outcome: Outcome) -> str:
     """A table per model and prompt, under a line that says what it is, and what the columns mean."""
     parts = []
@@ -198,10 +180,11 @@ def as_markdown(made: list[Row], outcome: Outcome) -> str:
         mine = [row for row in made if (row.model, row.prompt) == (model, prompt)]
         images = f", {mine[0].image_tokens} of images" if mine[0].image_tokens else ""
         title = f"**{model}**: a prompt of {mine[0].tokens} tokens ({prompt}{images}), {mine[0].rounds} rounds"
-        parts += [title, _table([_head(energy), *(_cells(row, energy) for row in mine)])]
+        parts += [title, markdown([_head(energy), *(_cells(row, energy) for row in mine)])]
     about = outcome.machine
     told = "" if energy else " The system does not tell the energy spent."
-    parts.append(f"{about.get('cpu', '')}, {_threads(about)}.{told}")
+    n = about.get("threads", 0)
+    parts.append(f"{about.get('cpu', '')}, {n} thread{'s' * (n != 1)}.{told}")
     disturbed = [f"Disturbed: {text}." for text in warnings(made)]
     return "\n\n".join([*parts, *disturbed, *NOTES, *(["Stopped before the end."] if outcome.interrupted else [])])
 
@@ -236,19 +219,5 @@ def _times(ratio: float | None) -> str:
     return "" if ratio is None else f"{ratio:.2f} x" if ratio < 100 else f"{ratio:.0f} x"
 
 
-def _threads(about: dict[str, Any]) -> str:
-    n = about.get("threads", 0)
-    return "1 thread" if n == 1 else f"{n} threads"
-
-
 def _speed(tokens_per_second: float) -> str:
     return f"{tokens_per_second:.{0 if tokens_per_second >= 100 else 1}f}"
-
-
-def _table(lines: list[list[str]]) -> str:
-    widths = [max(3, *(len(line[i]) for line in lines)) for i in range(len(lines[0]))]
-
-    def text(cells: list[str]) -> str:
-        return "| " + " | ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) + " |"
-
-    return "\n".join([text(lines[0]), text(["-" * width for width in widths]), *map(text, lines[1:])])

@@ -6,8 +6,6 @@ Agresti and Min's rule for pairs, of the others by a paired bootstrap over sampl
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -19,6 +17,7 @@ from pykvedge.lab.eval.measure import Cell
 from pykvedge.lab.eval.metrics import LEAST, identity, paired_interval, pooled, score_interval
 from pykvedge.lab.eval.runner import FULL
 from pykvedge.lab.eval.tasks import Sample
+from pykvedge.lab.tables import markdown
 
 ALL = "all"
 Rows = list[dict[str, Any]]
@@ -153,23 +152,6 @@ def as_json(made: list[Line], about: dict[str, Any]) -> str:
     return json.dumps({**about, "rows": [asdict(line) for line in made]}, indent=1)
 
 
-def as_csv(made: list[Line]) -> str:
-    """One row a line; intervals in two columns."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    for i, line in enumerate(made):
-        flat: dict[str, Any] = {}
-        for name, value in asdict(line).items():
-            if name.endswith("_change"):
-                flat[name + "_low"], flat[name + "_high"] = value or (None, None)
-            else:
-                flat[name] = value
-        if i == 0:
-            writer.writerow(flat)
-        writer.writerow(["" if v is None else v for v in flat.values()])
-    return out.getvalue().rstrip("\n")
-
-
 def as_markdown(made: list[Line], notes: Iterable[str] = (), against: str = FULL) -> str:
     """A table of scores by task, a table of figures over all tasks, and notes. against: as of lines()."""
     tasks = [task for task in dict.fromkeys(line.task for line in made) if task != ALL]
@@ -180,12 +162,12 @@ def as_markdown(made: list[Line], notes: Iterable[str] = (), against: str = FULL
     if any(line.score is not None for line in made) and len(tasks) > 1:
         rows = [["method", "budget", *tasks]]
         for (method, budget), of in by_cell.items():
-            rows.append([method, _plain(budget), *(_percent(of.get(task)) for task in tasks)])
-        parts += [PER_TASK, _markdown(rows)]
+            rows.append([method, f"{budget:g}", *(_percent(of.get(task)) for task in tasks)])
+        parts += [PER_TASK, markdown(rows)]
     rows = [_HEAD, *(_overall(of[ALL], sign="" if against == FULL else "+") for of in by_cell.values() if ALL in of)]
     used = [i for i in range(len(_HEAD)) if i < 3 or any(row[i] for row in rows[1:])]
     base = "the full cache" if against == FULL else f"{against} at the same budget"
-    parts += [OVER_ALL.format(base=base), _markdown([[row[i] for i in used] for row in rows])]
+    parts += [OVER_ALL.format(base=base), markdown([[row[i] for i in used] for row in rows])]
     if any(of[ALL].samples < LEAST for of in by_cell.values() if ALL in of):
         parts.append(TOO_FEW)
     return "\n\n".join([*parts, *notes])
@@ -199,7 +181,7 @@ def _overall(line: Line, sign: str) -> list[str]:
     """sign: of the divergence's interval, which is a difference unless the base is the full cache."""
     return [
         line.method,
-        _plain(line.budget),
+        f"{line.budget:g}",
         str(line.samples),
         _share(line.kept),
         _share(line.score),
@@ -211,10 +193,6 @@ def _overall(line: Line, sign: str) -> list[str]:
         _span(line.kld_change, 1, 3, sign),
         _share(line.top1),
     ]
-
-
-def _plain(budget: float | int) -> str:
-    return f"{budget:g}"
 
 
 def _percent(line: Line | None) -> str:
@@ -236,12 +214,3 @@ def _span(values: tuple[float, float] | None, scale: float, digits: int, sign: s
     largest = max(abs(low), abs(high))
     form = f"{sign}.2g" if largest >= 1e5 else f"{sign}.{0 if largest >= 1000 else digits}f"
     return f"{low:{form}} to {high:{form}}"
-
-
-def _markdown(rows: list[list[str]]) -> str:
-    widths = [max(3, *(len(row[i]) for row in rows)) for i in range(len(rows[0]))]
-
-    def line(cells: list[str]) -> str:
-        return "| " + " | ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) + " |"
-
-    return "\n".join([line(rows[0]), line(["-" * width for width in widths]), *map(line, rows[1:])])

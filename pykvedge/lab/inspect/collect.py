@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from pykvedge.chat.session import Session
 from pykvedge.lab.inspect import measures
 from pykvedge.models.images import Picture
 from pykvedge.models.imagetokens import Places
 from pykvedge.models.vision import ImagePiece, Piece
 from pykvedge.plans.plan import Plan
 from pykvedge.runtime import libkvedge
-
-if TYPE_CHECKING:
-    from pykvedge.chat.session import Session
 
 GAMMA = 0.2  # cut-off of the outlier ratio, FlashCache's best
 
@@ -48,7 +46,6 @@ class Findings:
 
     @property
     def n_tokens(self) -> int:
-        """T."""
         return len(self.image_mask)
 
     @property
