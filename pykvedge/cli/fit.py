@@ -1,4 +1,4 @@
-"""kvedge fit."""
+"""The command `kvedge fit` tells what a conversation will take of memory."""
 
 from __future__ import annotations
 
@@ -113,22 +113,13 @@ def _request(model: Path, mmproj: Path | None, given: dict[str, Any]) -> tuple[F
 
 
 def _sizes(given: dict[str, Any]) -> list[tuple[int, int]]:
-    """Width and height of each picture that is different."""
+    """Tells the width and height of every picture."""
     from pykvedge.models.images import load_picture
 
     if given["images"] and (given["image_size"] or given["n_images"] is not None):
         raise UsageError("--image says how many images there are, and how large; leave --images and --image-size out")
     loaded = [load_picture(options.paths.expanded(path)) for path in given["images"]]
-    return [(p.width, p.height) for p in loaded] or [_size(given["image_size"] or "1024x768")]
-
-
-def _size(text: str) -> tuple[int, int]:
-    width, x, height = text.lower().partition("x")
-    if not (x and width.isascii() and width.isdigit() and height.isascii() and height.isdigit()):
-        raise UsageError(f"--image-size is WIDTHxHEIGHT, for example 1024x768, not '{text}'")
-    if not (0 < int(width) <= 10**5 and 0 < int(height) <= 10**5):
-        raise UsageError(f"--image-size must lie between 1x1 and 100000x100000, not '{text}'")
-    return int(width), int(height)
+    return [(p.width, p.height) for p in loaded] or [options.pixels(given["image_size"] or "1024x768", 10**5)]
 
 
 def _table(f: Footprint, request: Request, out: dict[str, Any]) -> str:

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
 from pykvedge.errors import ModelError
 
 Scalar = int | float | bool | str
@@ -154,8 +156,6 @@ def _parse(path: Path, data: mmap.mmap, size: int) -> Header:
 
 def tensor_bytes(tensor: Tensor) -> int | None:
     """The bytes of a tensor's data, or None for a type that the gguf package does not know."""
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-
     try:
         elements, block = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.type)]
     except ValueError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import ctypes
 import os
 import threading
 from collections.abc import Callable
@@ -79,7 +80,6 @@ class Model:
 
     @property
     def path(self) -> Path:
-        """The file that it was loaded from."""
         return self.header.path
 
     @property
@@ -100,12 +100,10 @@ class Model:
 
     @property
     def n_vocab(self) -> int:
-        """Tokens in the vocabulary."""
         return self.llama.llama_vocab_n_tokens(self.vocab)
 
     @property
     def n_layer(self) -> int:
-        """Layers of the model."""
         return self.llama.llama_model_n_layer(self.handle)
 
     def kv_bytes_per_token(self, element_bytes: float) -> int:
@@ -166,13 +164,10 @@ class Model:
         return self.llama.llama_vocab_get_attr(self.vocab, token)
 
     def is_end(self, token: int) -> bool:
-        """Whether the token ends an answer."""
         return bool(self.llama.llama_vocab_is_eog(self.vocab, token))
 
     def piece(self, token: int) -> bytes:
         """The bytes that a token stands for, which may be part of a character; empty for a special token."""
-        import ctypes
-
         size = 64
         while True:
             buffer = ctypes.create_string_buffer(size)

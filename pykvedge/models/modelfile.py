@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from gguf import LlamaFileType
+
 from pykvedge.errors import ModelError
 from pykvedge.models.gguf import Header, read_header
 
@@ -24,8 +26,6 @@ _NEEDS_PLAIN_ROPE = ("mlp", "ldp", "ldpv2", "gemma3", "idefics3", "internvl")
 
 def facts(header: Header) -> tuple[str, str, str]:
     """Name (of the model, else of its file), file name, and quantisation ("" where the file does not say)."""
-    from gguf import LlamaFileType
-
     name = str(header.values.get("general.name") or header.path.stem)
     number = header.values.get("general.file_type")
     kind = next((kind.name for kind in LlamaFileType if kind == number), "")

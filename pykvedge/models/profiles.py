@@ -9,7 +9,7 @@ from pathlib import Path
 from pykvedge.errors import ModelError, ProfileError
 from pykvedge.models.gguf import read_header
 from pykvedge.plans.plan import Plan
-from pykvedge.plans.profile import KINDS, Given, Profile, assigned, fitting, load, missing
+from pykvedge.plans.profile import COLUMNS, KINDS, Given, Profile, assigned, load, misfit, missing
 from pykvedge.plans.stages.base import ProfileTable
 
 _SAMPLES, _SAMPLE_BYTES = 64, 64 << 10
@@ -67,7 +67,9 @@ def find(plan: Plan, model: str | os.PathLike[str], given: Given = None, spare: 
             path = next((path for path in places if path.is_file()), None)
             if path is None:
                 raise missing(plan, stage, f"of {Path(model).name} ")
-            out[stage] = str(path), fitting(plan, stage, load(path))
+            out[stage] = str(path), load(path)
+            if COLUMNS[out[stage][1].kind] != COLUMNS[kind]:
+                raise misfit(plan, [stage], out[stage][1])
     for where, profile in out.values():
         if profile.model_hash and profile.model_hash != wanted:
             raise _of_another_model(where, profile, Path(model).name)

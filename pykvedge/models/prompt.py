@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import datetime
+import json
 import re
 import secrets
 from dataclasses import dataclass, field
 from typing import Any
+
+from jinja2 import TemplateError
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from pykvedge.errors import ModelError, UsageError
 from pykvedge.models.images import Picture
@@ -46,7 +51,7 @@ def check_places(text: str, n_pictures: int) -> None:
 
 @dataclass
 class Message:
-    """One turn of a conversation."""
+    """A message is one turn of a conversation."""
 
     role: str  # system, user or assistant
     text: str
@@ -85,14 +90,10 @@ class ChatTemplate:
 
     def __init__(self, source: str | None, bos: str, eos: str) -> None:
         """source: None takes the fallback. Raises ModelError for a template that is no Jinja."""
-        from jinja2 import TemplateError
-        from jinja2.ext import loopcontrols
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-        environment.filters["tojson"] = _tojson
+        environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
         self._tokens = {"bos_token": bos, "eos_token": eos}
         try:
             self._template = environment.from_string(source or FALLBACK)
@@ -128,7 +129,7 @@ class ChatTemplate:
 
     def _render(self, messages: list[dict[str, str]], prompt: bool = True) -> str:
         try:
-            return self._run(messages, prompt)
+            return self._template.render(messages=messages, add_generation_prompt=prompt, **self._tokens)
         except Exception as error:  # a template is a program: it fails in any way
             if messages[0]["role"] != "system" or len(messages) < 2:
                 raise ModelError(f"the model's chat template fails: {error}") from None
@@ -137,17 +138,6 @@ class ChatTemplate:
         joined = {"role": first["role"], "content": f"{system['content']}\n\n{first['content']}"}
         return self._render([joined, *rest], prompt)
 
-    def _run(self, messages: list[dict[str, str]], prompt: bool) -> str:
-        return self._template.render(messages=messages, add_generation_prompt=prompt, **self._tokens)
-
 
 def _refuse(message: str) -> Any:
-    from jinja2 import TemplateError
-
     raise TemplateError(message)
-
-
-def _tojson(value: Any, indent: int | None = None) -> str:
-    import json
-
-    return json.dumps(value, ensure_ascii=False, indent=indent)

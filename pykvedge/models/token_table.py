@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from gguf import GGMLQuantizationType, quants
 
 from pykvedge.errors import ModelError, UnsupportedError
 from pykvedge.models.gguf import Header, tensor_bytes
@@ -24,8 +25,6 @@ class TokenTable:
 
     def __init__(self, header: Header) -> None:
         """Raises UnsupportedError if a token is more than a row of the table, or its type has no reader."""
-        from gguf import GGMLQuantizationType
-
         if header.architecture not in SAME_FOR_BOTH:
             raise UnsupportedError(
                 f"{header.path.name}: text of {header.architecture} models cannot be given as embeddings"
@@ -45,8 +44,6 @@ class TokenTable:
 
     def rows(self, tokens: list[int]) -> np.ndarray:
         """[n, width] float32: what llama.cpp's get_rows gives for these tokens."""
-        from gguf import quants
-
         rows = np.ascontiguousarray(self._rows[np.asarray(tokens, dtype=np.int64)])
         try:
             out = quants.dequantize(rows, self._type)

@@ -19,13 +19,10 @@ from pykvedge.native import llamacpp
 
 @dataclass
 class TextPiece:
-    """Tokens of text."""
-
     tokens: list[int]
 
     @property
     def n_tokens(self) -> int:
-        """How many."""
         return len(self.tokens)
 
 
@@ -47,19 +44,13 @@ class Vision:
     """What one conversation sees through an encoder, which others may share."""
 
     def __init__(self, encoder: Encoder) -> None:
-        self.encoder = encoder
-        self.mtmd = encoder.mtmd
+        self.encoder, self.mtmd = encoder, encoder.mtmd
+        self.marker = encoder.marker  # stands for a picture in the text of a prompt
         self._encoded: dict[str, np.ndarray] = {}
 
     @property
     def handle(self) -> Any:
-        """The mtmd_context."""
         return self.encoder.handle
-
-    @property
-    def marker(self) -> str:
-        """What stands for a picture in the text of a prompt."""
-        return self.encoder.marker
 
     def non_causal(self) -> bool:
         """Whether the tokens of an image look at each other in both directions."""

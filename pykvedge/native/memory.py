@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import threading
 from pathlib import Path
@@ -73,8 +74,6 @@ def trim() -> None:
     """Returns to the system what the C library keeps of freed memory, so that what is measured next is its own."""
     if sys.platform != "linux":
         return
-    import ctypes
-
     function = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
     if function is not None:
         function(ctypes.c_size_t(0))
@@ -85,21 +84,18 @@ def available_bytes() -> int | None:
 
     The least of what the machine has available, what its control group may still use, and its address-space limit.
     """
-    limits = [n for n in (_machine_available(), _cgroup_available(), _address_space_available()) if n is not None]
+    limits = [n for n in (_of_machine("available"), _cgroup_available(), _address_space_available()) if n is not None]
     return min(limits) if limits else None
 
 
 def total_bytes() -> int | None:
     """Memory of the machine, in bytes; None where it cannot be told."""
-    try:
-        return psutil.virtual_memory().total
-    except (OSError, psutil.Error):
-        return None
+    return _of_machine("total")
 
 
-def _machine_available() -> int | None:
+def _of_machine(figure: str) -> int | None:
     try:
-        return psutil.virtual_memory().available
+        return getattr(psutil.virtual_memory(), figure)
     except (OSError, psutil.Error):
         return None
 

@@ -13,15 +13,13 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from pykvedge.errors import ProfileError
+from pykvedge.plans.plan import Plan
 from pykvedge.plans.stages.base import ProfileTable
-
-if TYPE_CHECKING:
-    from pykvedge.plans.plan import Plan
 
 JSON_VERSION = 1
 # kind -> the command that makes one
@@ -173,13 +171,6 @@ def save(profile: Profile, path: str | os.PathLike[str]) -> None:
 # ------------------------------------------------------------------------------------------------------------
 
 
-def as_list(given: Given) -> list[OneGiven]:
-    """What was given as a profile, as a list: none, one, or several."""
-    if given is None:
-        return []
-    return [given] if isinstance(given, (Profile, str, os.PathLike)) else list(given)
-
-
 def for_arrays(plan: Plan, given: Given, n_layers: int, n_heads: int, n_heads_kv: int) -> dict[str, Profile]:
     """Stage -> the profile that it needs, for arrays of so many layers, query heads and KV heads.
 
@@ -207,28 +198,25 @@ def assigned(plan: Plan, given: Given, spare: bool) -> dict[str, tuple[str, Prof
     """
     kinds = plan.profile_kinds()
     out: dict[str, tuple[str, Profile]] = {}
-    for one in as_list(given) if kinds else []:
+    several = [given] if isinstance(given, (Profile, str, os.PathLike)) else given or []
+    for one in several if kinds else []:
         profile = one if isinstance(one, Profile) else load(one)
         stage = next((stage for stage, kind in kinds.items() if COLUMNS[profile.kind] == COLUMNS[kind]), None)
         if stage is None and spare:
             continue
         if stage is None:
-            raise _misfit(plan, list(kinds), profile)
+            raise misfit(plan, list(kinds), profile)
         if stage in out:
             raise ProfileError(f"two profiles were given for {stage} '{getattr(plan, stage)}'; give one")
         out[stage] = "the profile" if isinstance(one, Profile) else str(one), profile
     return out
 
 
-def fitting(plan: Plan, stage: str, profile: Profile) -> Profile:
-    """The profile itself. Raises ProfileError where its numbers are not of what the stage takes."""
-    if COLUMNS[profile.kind] != COLUMNS[plan.profile_kinds()[stage]]:
-        raise _misfit(plan, [stage], profile)
-    return profile
+def misfit(plan: Plan, stages: list[str], profile: Profile) -> ProfileError:
+    """The error of a profile whose numbers are not of what the stages take.
 
-
-def _misfit(plan: Plan, stages: list[str], profile: Profile) -> ProfileError:
-    """Either kind of query heads' scores serves either rule; the preferred one is only what is looked for."""
+    Either kind of query heads' scores serves either rule; the preferred one is only what is looked for.
+    """
     kinds = plan.profile_kinds()
     members = " or ".join(f"{stage} '{getattr(plan, stage)}'" for stage in stages)
     commands = " or ".join(f"`{KINDS[kinds[stage]]}`" for stage in stages)

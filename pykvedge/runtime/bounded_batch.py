@@ -28,7 +28,6 @@ class OnePass:
 
     @property
     def n_tokens(self) -> int:
-        """T."""
         return len(self.image_mask)
 
 

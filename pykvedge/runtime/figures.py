@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from pykvedge.models.model import Model
 from pykvedge.plans.kvtypes import KvType
+from pykvedge.runtime.libkvedge import Cache
+from pykvedge.runtime.llama_context import Context
 from pykvedge.runtime.report import Kv
-
-if TYPE_CHECKING:
-    from pykvedge.models.model import Model
-    from pykvedge.runtime.libkvedge import Cache
-    from pykvedge.runtime.llama_context import Context
 
 
 def of_llama(model: Model, context: Context, kv_type: str) -> Kv:
@@ -27,7 +23,7 @@ def of_cache(model: Model, cache: Cache, kv_type: str, compressed: bool) -> Kv:
         full_bytes=max(there, uncompressed(model, cache, kv_type)),
         kept_bytes=stats.after_bytes if compressed else stats.bytes,
         peak_bytes=stats.peak_bytes,
-        kept_per_layer=[_tidy(sum(heads) / len(heads)) for heads in cache.lengths() if heads],
+        kept_per_layer=per_layer(cache),
     )
 
 
@@ -37,5 +33,7 @@ def uncompressed(model: Model, cache: Cache, kv_type: str) -> int:
     return int(stats.n_tokens * stats.n_layers * stats.n_heads_kv * model.pair_width * element)
 
 
-def _tidy(x: float) -> float | int:
-    return int(x) if x == int(x) else round(x, 2)
+def per_layer(cache: Cache) -> list[float]:
+    """KV pairs per KV head that are held now, averaged over the heads of each stored layer, to two places."""
+    means = (round(sum(heads) / len(heads), 2) for heads in cache.lengths() if heads)
+    return [int(n) if n == int(n) else n for n in means]

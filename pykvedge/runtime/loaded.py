@@ -30,7 +30,6 @@ class LoadedModel:
     """What `load` returns. Close it when done, or use it in a with statement."""
 
     def __init__(self, model: Model, encoder: Encoder | None, threads: int) -> None:
-        """Takes over the model and the encoder."""
         self._model, self._encoder = model, encoder
         self.threads = threads
         self._lock = threading.Lock()

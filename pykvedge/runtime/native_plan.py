@@ -12,9 +12,9 @@ from pykvedge import errors
 from pykvedge.native.abi import KV_TYPE, STAGE_NUMBER, GivenArrays
 from pykvedge.native.calls import call, lib
 from pykvedge.plans.kvtypes import KvType
-from pykvedge.plans.numpy_engine import Arrays, Outcome
+from pykvedge.plans.numpy_engine import Arrays
 from pykvedge.plans.plan import Plan
-from pykvedge.plans.stages.base import ProfileTable
+from pykvedge.plans.stages.base import ProfileTable, Result
 from pykvedge.runtime.own_stages import OwnStages
 
 
@@ -96,7 +96,7 @@ def compress_arrays(
     threads: int,
     profiles: Mapping[str, ProfileTable] | None = None,
     step: int = 0,
-) -> Outcome:
+) -> Result:
     """kvedge_compress_arrays_as, or kvedge_stream_arrays with a step. threads: 0 for all cores.
 
     profiles: by the stages that need one.
@@ -110,7 +110,7 @@ def compress_arrays(
         name, counts = ("stream_arrays", [step, threads]) if step else ("compress_arrays_as", [threads])
         call(name, native.handle, c.byref(given), *types, *counts, c.byref(result))
     library = lib()
-    out = Outcome([], [], [], np.zeros((n_layers, n_heads_kv, 0 if step else n_tokens), dtype=np.float32))
+    out = Result([], [], [], np.zeros((n_layers, n_heads_kv, 0 if step else n_tokens), dtype=np.float32))
     try:
         for i in range(n_layers):
             for column in (out.kept, out.k, out.v):

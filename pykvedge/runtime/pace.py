@@ -15,7 +15,6 @@ class Pace:
     """Compresses a stream when it is time to."""
 
     def __init__(self, cache: Cache, context: Context, settings: Settings, n_layers: int) -> None:
-        """n_layers: of the model."""
         self._cache, self._context, self._settings, self._n_layers = cache, context, settings, n_layers
         self._since = 0  # tokens since it was compressed
 

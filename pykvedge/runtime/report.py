@@ -123,7 +123,7 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         """The object that `kvedge chat --json` prints. Bytes, seconds, tokens per second."""
-        t, kv, rss, tokens = self.time, self.kv, self.rss, self.tokens
+        t, kv = self.time, self.kv
         session: dict[str, Any] = {"session": asdict(self.session)} if self.session else {}
         if self.bounded is not None:
             session["bounded"] = {"used": self.bounded, "why_not": self.not_bounded}
@@ -134,24 +134,16 @@ class Report:
             "budget": self.budget,
             "text": self.text,
             "stop": self.finish,
-            "tokens": {"prompt": tokens.prompt, "image": tokens.image, "generated": tokens.generated},
+            "tokens": asdict(self.tokens),
             "kv": {
                 "full_bytes": kv.full_bytes,
                 "kept_bytes": kv.kept_bytes,
                 "peak_bytes": kv.peak_bytes,
                 "kept_per_layer": kv.kept_per_layer,
             },
-            "rss": {
-                "before_prefill_bytes": rss.before_prefill_bytes,
-                "peak_bytes": rss.peak_bytes,
-                "after_compress_bytes": rss.after_compress_bytes,
-            },
+            "rss": asdict(self.rss),
             "time": {
-                "load_s": round(t.load_s, 4),
-                "encode_s": round(t.encode_s, 4),
-                "prefill_s": round(t.prefill_s, 4),
-                "compress_s": round(t.compress_s, 4),
-                "decode_s": round(t.decode_s, 4),
+                **{name: round(value, 4) for name, value in asdict(t).items() if name.endswith("_s")},
                 "decode_tok_s": round(t.decode_tok_s, 2),
             },
             **stream,
@@ -159,30 +151,20 @@ class Report:
         }
 
     def line(self) -> str:
-        """One line for a person."""
-        tokens, kv = self.tokens, self.kv
-        if self.stream is not None:
-            return self._stream_line(self.stream)
+        """Sums the report up in one line for a person."""
+        tokens, kv, stream = self.tokens, self.kv, self.stream
         image = f" ({tokens.image} image)" if tokens.image else ""
+        unit, size = ("MiB", MIB) if kv.full_bytes >= MIB / 10 else ("KiB", 1024)
+        speed = f"{self.time.decode_tok_s:.1f} tok/s" if self.time.decode_steps else ""
+        if stream is not None:
+            new = f"{tokens.prompt}{image} new -> {kv.kept_of_them} of {stream.bound}"
+            held = f"KV {stream.kv_bytes / size:.1f} {unit}, peak {kv.peak_bytes / size:.1f}"
+            parts = [f"stream of {stream.tokens} tokens, {new}", f"{held}, full {kv.full_bytes / size:.1f}"]
+            return " | ".join(filter(None, [*parts, speed, stream.note()]))
         answer = kv.compressed_tokens - tokens.prompt
         since = f" + {answer} of the last answer" if answer > 0 else ""
         everything = kv.kept_of_them >= kv.compressed_tokens
         kept = ", all kept" if everything else f" -> {kv.kept_of_them} kept"
-        unit, size = ("MiB", MIB) if kv.full_bytes >= MIB / 10 else ("KiB", 1024)
         after = "" if kv.kept_bytes == kv.full_bytes else f" -> {kv.kept_bytes / size:.1f}"
         parts = [f"prompt {tokens.prompt} tokens{image}{since}{kept}", f"KV {kv.full_bytes / size:.1f}{after} {unit}"]
-        if self.time.decode_steps:
-            parts.append(f"{self.time.decode_tok_s:.1f} tok/s")
-        return " | ".join(parts)
-
-    def _stream_line(self, stream: Stream) -> str:
-        kv = self.kv
-        unit, size = ("MiB", MIB) if kv.full_bytes >= MIB / 10 else ("KiB", 1024)
-        image = f" ({self.tokens.image} image)" if self.tokens.image else ""
-        parts = [
-            f"stream of {stream.tokens} tokens, {self.tokens.prompt}{image} new -> {kv.kept_of_them} of {stream.bound}",
-            f"KV {stream.kv_bytes / size:.1f} {unit}, peak {kv.peak_bytes / size:.1f}, full {kv.full_bytes / size:.1f}",
-        ]
-        if self.time.decode_steps:
-            parts.append(f"{self.time.decode_tok_s:.1f} tok/s")
-        return " | ".join(part for part in (*parts, stream.note()) if part)
+        return " | ".join(filter(None, [*parts, speed]))

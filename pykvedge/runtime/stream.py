@@ -28,9 +28,7 @@ def measure(engine: Engine, model: Model, plan: Plan, kv_type: str) -> tuple[Kv,
         return None
     stats, held = cache.stats(), engine.pairs_held()
     full = figures.uncompressed(model, cache, kv_type)
-    layers = [round(sum(heads) / len(heads), 2) for heads in cache.lengths() if heads]
-    kept = [int(n) if n == int(n) else n for n in layers]
-    kv = Kv(full, stats.bytes, stats.peak_bytes, kept, stats.n_tokens, round(held))
+    kv = Kv(full, stats.bytes, stats.peak_bytes, figures.per_layer(cache), stats.n_tokens, round(held))
     positions, bound = engine.context.n_past, plan.budget.pairs or 0
     return kv, Stream(bound, stats.n_tokens, stats.n_compressions, stats.bytes, positions, model.n_ctx_train)
 
@@ -110,12 +108,12 @@ def read(
     while step is not None:
         stop_if_set(cancel)
         tokens.prompt += step.n_tokens
-        if isinstance(step, ImagePiece):
+        image = isinstance(step, ImagePiece)
+        if image:
             n_images += 1
             tokens.image += step.n_tokens
             progress(f"reading image {n_images}, {tokens.prompt} tokens so far", 0.0)
         # what follows an image is only looked at when it was read; a prompt ends with text
-        image = isinstance(step, ImagePiece)
         following = None if image else next(steps, None)
         _read_step(engine, vision, step, cancel, last=not image and following is None)
         step = next(steps, None) if image else following
@@ -132,8 +130,8 @@ def _read_step(engine: Engine, vision: Vision | None, step: Piece, cancel: threa
                 f"an image of {step.n_tokens} tokens must come with the first message; start a new conversation"
             )
         vision.encode(step, functools.partial(stop_if_set, cancel))
-        engine.read_step(step, want_logits=False)
+        engine.driver.read_step(step, want_logits=False)
         vision.drop(step)
     else:
-        engine.read_step(step, want_logits=last)
+        engine.driver.read_step(step, want_logits=last)
     pace.after(step.n_tokens, image=isinstance(step, ImagePiece), now=last)

@@ -139,6 +139,20 @@ class Head:
 
 
 @dataclass(frozen=True)
+class Result:
+    """What is left of a prompt, per layer and KV head.
+
+    kept[l][h]: [n] int32, original token indices, ascending. k[l][h], v[l][h]: [n, d] float32, rows in the order of
+    kept, merged where the plan merges. scores: [L, Hkv, T] float32.
+    """
+
+    kept: list[list[np.ndarray]]
+    k: list[list[np.ndarray]]
+    v: list[list[np.ndarray]]
+    scores: np.ndarray
+
+
+@dataclass(frozen=True)
 class DecodeState:
     """One KV head after a generated token, as a decode policy sees it."""
 
@@ -152,11 +166,6 @@ class DecodeState:
     scores: np.ndarray | None = None  # [length] attention that each row received so far; None unless asked for
 
 
-def no_recent(kept: int, even: int, settings: Settings) -> int:
-    """Number of last tokens that "recent = auto" protects: none."""
-    return 0
-
-
 def window_recent(window: int, kept: int, even: int) -> int:
     """Number of last tokens that "recent = auto" protects for a window of that many, when a head keeps `kept`.
 
@@ -165,21 +174,6 @@ def window_recent(window: int, kept: int, even: int) -> int:
     """
     window = min(window, even // 2)
     return window if kept >= window else kept // 2
-
-
-def none_reserved(kept: int, settings: Settings) -> int:
-    """Number of kept tokens that are chosen by the second score: none."""
-    return 0
-
-
-def never_whole(settings: Settings) -> int:
-    """Longest prompt that is kept whole whatever the budget: none."""
-    return 0
-
-
-def no_profile(settings: Settings) -> str | None:
-    """Kind of calibrated profile that a member needs with these settings: none."""
-    return None
 
 
 @dataclass(frozen=True)
@@ -199,14 +193,14 @@ class Scorer:
     source: str
     score: Callable[[Layer, Settings], np.ndarray]
     params: tuple[Param, ...] = ()
-    auto_recent: Callable[[int, int, Settings], int] = no_recent
-    whole_up_to: Callable[[Settings], int] = never_whole
+    auto_recent: Callable[[int, int, Settings], int] = lambda kept, even, settings: 0
+    whole_up_to: Callable[[Settings], int] = lambda settings: 0  # longest prompt that is kept whole anyway
     sinks_first: bool = False  # which protection shrinks last when the budget does not cover both
     by_place: bool = False  # scores depend on the number of the head or layer
     reserve: Callable[[Layer, Settings], np.ndarray] | None = None
-    reserved: Callable[[int, Settings], int] = none_reserved
+    reserved: Callable[[int, Settings], int] = lambda kept, settings: 0
     attention: Callable[[Layer, Settings], np.ndarray] | None = None
-    profile: Callable[[Settings], str | None] = no_profile
+    profile: Callable[[Settings], str | None] = lambda settings: None
     stage: str = "scorer"
 
 
@@ -220,7 +214,7 @@ class Allocator:
     allocate: Callable[[Prompt, Settings], np.ndarray]
     params: tuple[Param, ...] = ()
     by_place: bool = False  # counts depend on the number of the head, and be it for equal remainders
-    profile: Callable[[Settings], str | None] = no_profile
+    profile: Callable[[Settings], str | None] = lambda settings: None
     stage: str = "allocator"
 
 
