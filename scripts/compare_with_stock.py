@@ -28,6 +28,14 @@ from pykvedge.lab.eval.metrics import divergence, log_softmax
 STOCK_LIB = Path(os.environ.get("KVEDGE_STOCK_DIR", ROOT / "build" / "stock" / "lib"))
 
 
+def require(parser: argparse.ArgumentParser, model: str, stock: bool = True) -> None:
+    """Ends the program where the model is missing, or the unpatched library although it is needed."""
+    if not Path(model).is_file():
+        parser.error(f"{model} is not a file; scripts/make_shape_model.py writes models to measure with")
+    if stock and not STOCK_LIB.is_dir():
+        parser.error(f"{STOCK_LIB} is missing; python3 scripts/build_stock.py builds the unpatched library")
+
+
 class Worker:
     """A process with one library; calls block until it answers."""
 
@@ -178,10 +186,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     args.method = args.method or ["lookm"]
-    if not Path(args.model).is_file():
-        parser.error(f"{args.model} is not a file; scripts/make_shape_model.py writes models to measure with")
-    if not STOCK_LIB.is_dir():
-        parser.error(f"{STOCK_LIB} is missing; python3 scripts/build_stock.py builds the unpatched library")
+    require(parser, args.model)
     sides = {kvedge: Worker(args.model, args.threads, kvedge) for kvedge in (False, True)}
     try:
         show(compare_logits(args, sides) if args.logits else measure_speed(args, sides), args.json)

@@ -19,9 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.distributed as dist
+from demo.checkpoint import Log
 from demo.convert import convert
 from demo.evaluate import accuracy
-from demo.log import Log
 from demo.train_text import Plan, load_learner, load_tower, train_text
 from demo.train_vision import train_vision
 

@@ -12,8 +12,8 @@ from pykvedge.plans.plugins import installed, table
 from pykvedge.plans.plugins.table import Preset
 from pykvedge.plans.stages.members import STAGES
 
-# What answers when nobody chose a method: of what was measured (docs/demo-model.md) it loses least at half of the
-# memory, also on questions that come a turn after the image. Its budget is that half, whether it is named or not.
+# This method answers when nobody chose one: of those that were measured (docs/demo-model.md) it loses least at half of
+# the memory, also on questions that come a turn after the image. Its budget is that half, whether it is named or not.
 DEFAULT_METHOD = "mixkv"
 
 
@@ -45,7 +45,7 @@ _FLASHCACHE = (
     "Approach, arXiv:2511.16786"
 )
 
-# one importance for all heads of a layer; the first and the last token always stay
+# These have one importance for all heads of a layer, and the first and the last token always stay.
 _LAYERWISE = {"scorer": "cumulative", "params": {"scorer.share": "layer"}, "sinks": 1, "recent": 1}
 _PRESETS = (
     Preset("full", "keep every KV pair", "the uncompressed cache", {"budget": 1.0}),

@@ -303,7 +303,9 @@ class Engine:
         """Measures the KV memory, right after compress."""
         kv_type = self._settings.kv_type
         if self.cache is None:
-            return figures.of_llama(self._model, self.context, kv_type)
+            # llama.cpp allocates for the whole context at once
+            n = self._model.kv_bytes_per_token(KvType.parse(kv_type).plain.bytes_per_value) * self.context.n_ctx
+            return Kv(n, n, n)
         n, held = self.cache.stats().n_compressions, self.pairs_held()
         # a prompt whose budget covers it is not compressed, and leaves the figures of the last compression alone
         out = figures.of_cache(self._model, self.cache, kv_type, compressed=n > self._n_compressions)

@@ -1,4 +1,4 @@
-"""kvedge.h for the rest of the package, by ctypes: what the library is, and caches. Nothing is loaded on import."""
+"""The rest of the package meets kvedge.h here: what the library is, and caches. Nothing is loaded on import."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def version() -> str:
 
 
 def simd() -> str:
-    """Instruction set of libkvedge's kernels on this machine."""
+    """Names the instruction set of libkvedge's kernels on this machine."""
     return lib().kvedge_simd().decode()
 
 
 def kernel_tables() -> list[str]:
-    """Names of the tables of kernels that this machine can run, the chosen one first."""
+    """Names the tables of kernels that this machine can run, the chosen one first."""
     return [name.decode() for name in iter(map(lib().kvedge_kernels, itertools.count()).__next__, None)]
 
 
@@ -42,7 +42,7 @@ def check_kernels(table: str) -> None:
 
 
 def describe() -> str:
-    """One line per library: its version and what it uses of the machine, or that it is missing."""
+    """Tells in a line per library its version and what it uses of the machine, or that it is missing."""
     try:
         llama = f"llama.cpp {libraries.llama().llama_version().decode()} in {libraries.require_dir()}"
         return f"{llama}\nlibkvedge {version()} ({simd()})"
@@ -51,10 +51,10 @@ def describe() -> str:
 
 
 class Cache:
-    """The KV memory of one llama_context, owned by libkvedge (kvedge_cache).
+    """libkvedge owns the KV memory of one llama_context (kvedge_cache).
 
-    For the thread that decodes: a call while another thread is in one, or while llama_decode runs in another, raises
-    StateError. `detach` waits for that thread.
+    It is for the thread that decodes: a call while another thread is in one, or while llama_decode runs in another,
+    raises StateError. `detach` waits for that thread.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Cache:
 
     @property
     def attached(self) -> bool:
-        """False after detach."""
+        """This is false after detach."""
         return bool(self._handle)
 
     @property
@@ -107,7 +107,7 @@ class Cache:
 
     @one_thread
     def set_plan(self, plan: Plan, profiles: Mapping[str, ProfileTable] | None = None) -> None:
-        """Prompts that complete from now on are compressed by this plan. profiles: as for a new cache."""
+        """Compresses prompts that complete from now on by this plan. profiles: as for a new cache."""
         with NativePlan(plan, profiles, self._later_floor) as native:
             call("set_plan", self.handle, native.handle)
         self.own = native.own
@@ -127,7 +127,7 @@ class Cache:
 
     @one_thread
     def set_auto_compress(self, on: bool) -> None:
-        """Whether the first token decoded after a prompt triggers the compression."""
+        """Sets whether the first token decoded after a prompt triggers the compression."""
         call("set_auto_compress", self.handle, on)
 
     @one_thread
@@ -138,7 +138,7 @@ class Cache:
 
     @one_thread
     def bound_prompt(self, image_mask: np.ndarray, sequence: int = 0) -> None:
-        """The next decode brings a whole prompt in one pass, whose layers are compressed one by one.
+        """Announces that the next decode brings a whole prompt in one pass, whose layers are compressed one by one.
 
         image_mask: [T] uint8, 1 for an image token. Raises what kvedge_bound_prompt reports.
         """
@@ -146,7 +146,7 @@ class Cache:
         call("bound_prompt", self.handle, sequence, mask.ctypes.data, len(mask))
 
     def bounded_layers(self, sequence: int = 0) -> int:
-        """Layers that the bounded prompt under way has behind it; also while llama_decode runs in this thread."""
+        """Counts the layers that a bounded prompt has behind it, also while llama_decode runs in this thread."""
         return lib().kvedge_bounded_layers(self.handle, sequence)
 
     @one_thread
@@ -157,7 +157,7 @@ class Cache:
 
     @one_thread
     def cells(self, sequence: int = 0) -> int:
-        """Tokens of the sequence that take up room in llama.cpp's own cache of n_ctx places."""
+        """Counts the tokens of the sequence that take up room in llama.cpp's own cache of n_ctx places."""
         if (n := lib().kvedge_cells(self.handle, sequence)) < 0:
             raise errors.StateError("another thread decodes with this cache; wait until it is done")
         return n
@@ -174,18 +174,18 @@ class Cache:
 
     @one_thread
     def stats(self, sequence: int = 0) -> Stats:
-        """Figures of one sequence."""
+        """Returns figures of one sequence."""
         out = Stats(struct_size=c.sizeof(Stats))
         call("get_stats", self.handle, sequence, c.byref(out))
         return out
 
     def layer_ids(self) -> list[int]:
-        """The model's numbers of the stored layers."""
+        """Lists the numbers that the stored layers have in the model."""
         return [self.layer_id(i) for i in range(self.stats().n_layers)]
 
     @one_thread
     def lengths(self, sequence: int = 0) -> list[list[int]]:
-        """KV pairs held now, per stored layer and KV head."""
+        """Counts the KV pairs held now, per stored layer and KV head."""
         out: list[list[int]] = []
         for layer in range(self.stats(sequence).n_layers):
             heads: list[int] = []
@@ -195,12 +195,12 @@ class Cache:
         return out
 
     def layer_id(self, layer: int) -> int:
-        """Number, in the model, of a stored layer."""
+        """Returns the number that a stored layer has in the model."""
         return lib().kvedge_layer_id(self.handle, layer)
 
     @one_thread
     def tokens(self, layer: int, head: int, sequence: int = 0) -> list[int]:
-        """Original token indices that a stored layer's KV head holds, ascending."""
+        """Lists the original token indices that a stored layer's KV head holds, ascending."""
         n = lib().kvedge_head_length(self.handle, sequence, layer, head)
         out = (c.c_int32 * max(n, 1))()
         call("head_tokens", self.handle, sequence, layer, head, out, len(out))
@@ -208,7 +208,7 @@ class Cache:
 
     @one_thread
     def watch(self, on: bool) -> None:
-        """Whether the attention of tokens that are decoded one by one is kept for `attention`."""
+        """Sets whether the attention of tokens that are decoded one by one is kept for `attention`."""
         call("watch", self.handle, on)
 
     @one_thread
@@ -241,7 +241,7 @@ class Cache:
 
     @one_thread
     def save(self, path: bytes, model: str, note: bytes, sequence: int = 0) -> None:
-        """Writes a sequence and a note of the caller's to a file. model: told apart by load."""
+        """Writes a sequence and a note of the caller's to a file. model: a name that load compares."""
         call("save", self.handle, sequence, path, model.encode(), note, len(note))
 
     @one_thread
@@ -251,7 +251,7 @@ class Cache:
 
 
 def read_saved(path: bytes) -> tuple[str, bytes]:
-    """Model and note of a file of Cache.save. Raises SessionFileError."""
+    """Reads model and note of a file of Cache.save. Raises SessionFileError."""
     saved = Saved(struct_size=c.sizeof(Saved))
     call("read_saved", path, c.byref(saved), None, 0)
     note = c.create_string_buffer(max(saved.note_bytes, 1))
@@ -260,7 +260,7 @@ def read_saved(path: bytes) -> tuple[str, bytes]:
 
 
 def shape(cache: Cache, layer: int) -> tuple[int, int, int, int]:
-    """(H, Hkv, d_k, d_v) of a stored layer."""
+    """Returns (H, Hkv, d_k, d_v) of a stored layer."""
     out = [c.c_int32() for _ in range(4)]
     call("layer_shape", cache.handle, layer, *(c.byref(x) for x in out))
     return tuple(x.value for x in out)

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from pykvedge.lab.demo_tasks.scenes import GRID, render
 
-from .checkpoint import Clock, load_checkpoint, save_checkpoint
-from .log import Log
+from .checkpoint import Clock, Log, load_checkpoint, save_checkpoint
 from .optim import Optimizers
 from .rows import IGNORE, Batch, RowMaker, collate, draw_row
 from .text import Projector, TextConfig, TextModel

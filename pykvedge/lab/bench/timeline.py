@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from pykvedge.lab.bench.matrix import Variant
 from pykvedge.lab.bench.measure import Prompt, Repetition
 from pykvedge.lab.drawing import canvas
@@ -36,18 +34,12 @@ class Trace:
     phases: list[tuple[str, float, float]] = field(default_factory=list)
 
 
-def own_bytes() -> int:
-    """Resident memory of this process that is not shared with a file, where the system tells them apart."""
-    info = psutil.Process().memory_info()
-    return int(info.rss - getattr(info, "shared", 0))
-
-
 class Watch:
     """In a with statement: a thread that writes down own_bytes every INTERVAL_S."""
 
     def __init__(self) -> None:
         memory.trim()
-        self.began, self._base = time.perf_counter(), own_bytes()
+        self.began, self._base = time.perf_counter(), memory.own_bytes()
         self.seconds: list[float] = []
         self.n_bytes: list[int] = []
         self._done = threading.Event()
@@ -56,7 +48,7 @@ class Watch:
     def _watch(self) -> None:
         while not self._done.is_set():
             self.seconds.append(time.perf_counter() - self.began)
-            self.n_bytes.append(own_bytes() - self._base)
+            self.n_bytes.append(memory.own_bytes() - self._base)
             self._done.wait(INTERVAL_S)
 
     def __enter__(self) -> Watch:

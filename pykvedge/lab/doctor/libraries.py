@@ -1,4 +1,4 @@
-"""Loading every library, and what they say about themselves and about the devices that they found."""
+"""Every library is loaded and says what it is and what devices it found; each table of kernels meets plain loops."""
 
 from __future__ import annotations
 
@@ -20,6 +20,12 @@ def steps() -> Iterator[Step]:
     yield Step("the image library", _mtmd)
     yield Step("libkvedge", _kvedge)
     yield Step("ggml's devices", _devices)
+
+
+def kernels() -> Iterator[Step]:
+    """One for each table of libkvedge's kernels that this processor can run."""
+    for table in libkvedge.kernel_tables():
+        yield Step(table, lambda at, table=table: libkvedge.check_kernels(table), part=table)
 
 
 def _llama(at: At) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def groups() -> list[Group]:
     again = f"the libraries do not fit this processor; {_build()}"
     return [
         Group("libraries", f"{here}.libraries:steps", "{}", {"": _build()}),
-        Group("kernels", f"{here}.kernels:steps", "kernels {} of libkvedge", {"": again}),
+        Group("kernels", f"{here}.libraries:kernels", "kernels {} of libkvedge", {"": again}),
         Group(
             "products",
             f"{here}.products:steps",
