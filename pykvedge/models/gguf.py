@@ -1,4 +1,4 @@
-"""A light reader of GGUF headers, to refuse a bad file with a clear message before llama.cpp sees it.
+"""GGUF headers are read lightly, to refuse a bad file with a clear message before llama.cpp sees it.
 
 Values of long arrays are skipped, tensor data is never touched: a header with a vocabulary of 150 000 tokens takes a
 tenth of a second. Format: docs/gguf.md of ggml, versions 2 and 3, little endian.
@@ -23,7 +23,7 @@ Scalar = int | float | bool | str
 
 @dataclass(frozen=True)
 class Tensor:
-    """Shape (fastest dimension first) and ggml type number of one tensor."""
+    """A tensor has a shape (fastest dimension first) and the number of a ggml type."""
 
     shape: tuple[int, ...]
     type: int
@@ -32,7 +32,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Header:
-    """What a GGUF file says about itself."""
+    """A GGUF file says this about itself."""
 
     path: Path
     values: Mapping[str, Scalar]  # metadata, arrays left out
@@ -44,7 +44,7 @@ class Header:
 
     @property
     def architecture(self) -> str:
-        """general.architecture, or an empty string."""
+        """This is general.architecture, or an empty string."""
         return str(self.values.get("general.architecture", ""))
 
 
@@ -78,7 +78,7 @@ class _Reader:
         return self.data[self.at - n : self.at].decode("utf-8", "replace")
 
     def array(self) -> tuple[int, list[Scalar] | None]:
-        """Its length, and its values if they are few numbers."""
+        """Reads the length of an array, and its values if they are few numbers."""
         start = self.at
         kind, n = int(self.scalar("I")), self.count("an array length")
         if kind == _STRING:
@@ -155,7 +155,7 @@ def _parse(path: Path, data: mmap.mmap, size: int) -> Header:
 
 
 def tensor_bytes(tensor: Tensor) -> int | None:
-    """The bytes of a tensor's data, or None for a type that the gguf package does not know."""
+    """Counts the bytes of a tensor's data; None is of a type that the gguf package does not know."""
     try:
         elements, block = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.type)]
     except ValueError:

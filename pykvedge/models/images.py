@@ -1,4 +1,4 @@
-"""Images: files, file objects, bytes, arrays and PIL images, as upright RGB pixels."""
+"""Files, file objects, bytes, arrays and PIL images become upright RGB pixels here."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FORMS = "a path, the bytes of an image file, an open file, a PIL image, or a uin
 
 @dataclass(frozen=True)
 class Picture:
-    """width * height RGB pixels of 3 bytes, row by row.
+    """A picture has width * height RGB pixels of 3 bytes, row by row.
 
     Without pixels (`rgb` empty) it only tells of a picture that was read and forgotten.
     Raises ImageError if the bytes are not as many as the pixels need, or the pixels are too many.
@@ -59,13 +59,13 @@ class Picture:
 
     @property
     def key(self) -> str:
-        """Equal for equal pixels."""
+        """The key is equal for equal pixels."""
         size = f"{self.width}x{self.height}".encode()
         return hashlib.sha256(size + self.rgb).hexdigest()
 
 
 def load_pictures(images: ImageSources) -> Iterator[Picture]:
-    """One picture or several, loaded as they are asked for. Those that have no name are numbered: image 1, image 2.
+    """Loads one picture or several, as they are asked for. Those without a name are numbered: image 1, image 2.
 
     Raises UsageError, ArrayError or ImageError.
     """
@@ -80,7 +80,7 @@ def load_pictures(images: ImageSources) -> Iterator[Picture]:
 
 
 def load_picture(source: ImageSource, name: str | None = None) -> Picture:
-    """A picture from a path, the bytes of an image file, an open file, a PIL image, or an array.
+    """Makes a picture from a path, the bytes of an image file, an open file, a PIL image, or an array.
 
     Files may be jpg, png, webp, bmp or gif (its first frame). They are turned as their EXIF data says; transparency
     becomes white. Arrays are uint8, [height, width, 3] RGB, [height, width, 4] RGBA or [height, width] grey. An open
@@ -149,7 +149,7 @@ def _from_stream(file: Any, what: str) -> Picture:
 
 
 def _from_file(file: Path | io.BytesIO, what: str, name: str) -> Picture:
-    """what: the subject of messages."""
+    """Opens an image. what: the subject of messages."""
     with _explained(what), Image.open(file, formats=FORMATS) as image:
         return _upright(image, what, name)
 
@@ -191,7 +191,7 @@ def _upright(image: PillowImage, what: str, name: str) -> Picture:
 
 @contextmanager
 def _explained(what: str) -> Iterator[None]:
-    """Inside the block what pillow raises becomes an ImageError about `what`."""
+    """Turns what pillow raises inside the block into an ImageError about `what`."""
     try:
         with _one_at_a_time, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the size is checked here, more strictly

@@ -1,4 +1,4 @@
-"""Checks on model files before llama.cpp opens them: what it would abort on, or report in terms of its own source."""
+"""Model files are checked before llama.cpp opens them, which would abort, or report in terms of its own source."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NEEDS_PLAIN_ROPE = ("mlp", "ldp", "ldpv2", "gemma3", "idefics3", "internvl")
 
 
 def facts(header: Header) -> tuple[str, str, str]:
-    """Name (of the model, else of its file), file name, and quantisation ("" where the file does not say)."""
+    """Returns the name (of the model, else of its file), file name, and quantisation ("" where it is not said)."""
     name = str(header.values.get("general.name") or header.path.stem)
     number = header.values.get("general.file_type")
     kind = next((kind.name for kind in LlamaFileType if kind == number), "")
@@ -33,7 +33,7 @@ def facts(header: Header) -> tuple[str, str, str]:
 
 
 def check_model(path: str | os.PathLike[str]) -> Header:
-    """The header of a language model. Raises ModelError if the file is none."""
+    """Reads the header of a language model. Raises ModelError if the file is none."""
     header = read_header(path)
     if header.architecture == "clip":
         raise ModelError(f"{path} is an image encoder; pass it as --mmproj and the language model as --model")
@@ -45,7 +45,7 @@ def check_model(path: str | os.PathLike[str]) -> Header:
 
 
 def check_mmproj(path: str | os.PathLike[str], model: Header) -> Header:
-    """The header of an mmproj that fits the model. Raises ModelError if it is none or does not fit."""
+    """Reads the header of an mmproj that fits the model. Raises ModelError if it is none or does not fit."""
     header = read_header(path)
     if header.architecture != "clip":
         kind = header.architecture or "unknown"
@@ -68,7 +68,7 @@ def check_mmproj(path: str | os.PathLike[str], model: Header) -> Header:
 
 
 def projector(header: Header) -> str:
-    """Type of an mmproj's projector, as llama.cpp names it; empty if it does not say."""
+    """Returns the type of an mmproj's projector, as llama.cpp names it; it is empty if it does not say."""
     values = header.values
     return str(values.get("clip.projector_type") or values.get("clip.vision.projector_type") or "")
 

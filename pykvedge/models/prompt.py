@@ -1,4 +1,4 @@
-"""From a conversation to text: the model's own chat template, rendered turn by turn."""
+"""The model's own chat template turns a conversation into text, turn by turn."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _PLACE = re.compile(r"\\?" + IMAGE)
 
 
 def places(text: str) -> int:
-    """How many pictures a prompt gives a place in its text."""
+    """Counts the pictures that a prompt gives a place in its text."""
     return sum(found == IMAGE for found in _PLACE.findall(text))
 
 
@@ -58,7 +58,7 @@ class Message:
     pictures: list[Picture] = field(default_factory=list)
 
     def content(self, marker: str, before: int = 0) -> str:
-        """The text with the marker where its pictures go. before: pictures in earlier messages.
+        """Writes the text with the marker where its pictures go. before: pictures in earlier messages.
 
         A text without places (`IMAGE`) comes after a line per picture. Pictures have numbers as their names there,
         counted through the conversation; the only one of a first message has none.
@@ -76,7 +76,7 @@ class Message:
 
 
 def contents(messages: list[Message], marker: str) -> list[dict[str, str]]:
-    """Role and content of each message of a conversation, as chat templates want them."""
+    """Lists role and content of each message of a conversation, as chat templates want them."""
     before = 0
     out = []
     for message in messages:
@@ -86,10 +86,10 @@ def contents(messages: list[Message], marker: str) -> list[dict[str, str]]:
 
 
 class ChatTemplate:
-    """A Jinja chat template, run in a sandbox."""
+    """A chat template is a Jinja template that runs in a sandbox."""
 
     def __init__(self, source: str | None, bos: str, eos: str) -> None:
-        """source: None takes the fallback. Raises ModelError for a template that is no Jinja."""
+        """Takes the fallback for None. Raises ModelError for a template that is no Jinja."""
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
@@ -101,11 +101,11 @@ class ChatTemplate:
             raise ModelError(f"the model's chat template cannot be read: {error}") from None
 
     def first(self, messages: list[Message], marker: str) -> str:
-        """The whole conversation up to where the assistant is to answer."""
+        """Writes the whole conversation up to where the assistant is to answer."""
         return self._render(contents(messages, marker))
 
     def following(self, messages: list[Message], marker: str) -> str:
-        """What comes after the last answer: its end, the user's new message, and the start of the next answer.
+        """Writes what comes after the last answer: its end, the user's new message, and the start of the next answer.
 
         messages: the conversation, the last three of them user, assistant, user.
         """
@@ -119,7 +119,7 @@ class ChatTemplate:
         return rest
 
     def lead(self) -> str:
-        """What the template puts between where the assistant is to answer and the answer, mostly a space or nothing."""
+        """Finds what the template puts before an answer, mostly a space or nothing."""
         stand_in = secrets.token_hex(16)
         question = {"role": "user", "content": "?"}
         answered = [question, {"role": "assistant", "content": stand_in}]

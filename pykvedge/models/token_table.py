@@ -1,4 +1,4 @@
-"""Text as embeddings: the rows of a model's token table, so that text and images go through the layers in one pass."""
+"""Text becomes rows of a model's token table, so that text and images go through the layers in one pass."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SAME_FOR_BOTH = frozenset(
 
 
 class TokenTable:
-    """The token embeddings of a GGUF file, read row by row as they are asked for."""
+    """A token table has the token embeddings of a GGUF file, which are read row by row as they are asked for."""
 
     def __init__(self, header: Header) -> None:
         """Raises UnsupportedError if a token is more than a row of the table, or its type has no reader."""
@@ -43,7 +43,7 @@ class TokenTable:
         self._rows: Any = data.reshape(self.n_vocab, -1)
 
     def rows(self, tokens: list[int]) -> np.ndarray:
-        """[n, width] float32: what llama.cpp's get_rows gives for these tokens."""
+        """Returns [n, width] float32: what llama.cpp's get_rows gives for these tokens."""
         rows = np.ascontiguousarray(self._rows[np.asarray(tokens, dtype=np.int64)])
         try:
             out = quants.dequantize(rows, self._type)

@@ -1,4 +1,4 @@
-"""The prompt as a list of text and image pieces, and the embeddings of the images."""
+"""A prompt becomes a list of text and image pieces here, and images become embeddings."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TextPiece:
 
 @dataclass
 class ImagePiece:
-    """An image, or a part of one, as the model wants it: mtmd's chunk, and its embeddings once it is encoded."""
+    """This is an image, or a part of one, as the model wants it: mtmd's chunk, and its embeddings once encoded."""
 
     chunk: Any  # mtmd_input_chunk *, owned
     n_tokens: int
@@ -41,7 +41,7 @@ Piece = TextPiece | ImagePiece
 
 
 class Vision:
-    """What one conversation sees through an encoder, which others may share."""
+    """One conversation sees through an encoder, which others may share."""
 
     def __init__(self, encoder: Encoder) -> None:
         self.encoder, self.mtmd = encoder, encoder.mtmd
@@ -53,11 +53,11 @@ class Vision:
         return self.encoder.handle
 
     def non_causal(self) -> bool:
-        """Whether the tokens of an image look at each other in both directions."""
+        """Tells whether the tokens of an image look at each other in both directions."""
         return bool(self.mtmd.mtmd_decode_use_non_causal(self.handle, None))
 
     def split(self, text: str, pictures: list[Picture]) -> list[Piece]:
-        """The prompt in pieces; `text` holds `marker` once for every picture.
+        """Cuts the prompt into pieces; `text` holds `marker` once for every picture.
 
         Raises ImageError when a picture cannot be prepared, UsageError when markers and pictures differ in number.
         """
