@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from pykvedge.lab.bench.matrix import Matrix, ModelFiles, Shape, Variant
 
 OUTPUTS = ("md", "csv", "json", "jsonl")
-DEFAULTS = {"budgets": "0.5,0.2", "tokens": "64", "images": "2,8", "repeat": 5, "generate": 32}
+DEFAULTS: dict[str, Any] = {"budgets": "0.5,0.2", "tokens": "64", "images": "2,8", "repeat": 5, "generate": 32}
 FILL_S = 10.0  # rounds of less than this are repeated beyond their number
-QUICK = {"budgets": "0.2", "tokens": "64", "images": "8", "repeat": 3, "generate": 16}
+QUICK: dict[str, Any] = {"budgets": "0.2", "tokens": "64", "images": "8", "repeat": 3, "generate": 16}
 
 
 @click.command()

@@ -88,10 +88,7 @@ def heads(kind: str, samples: int, **given: Any) -> None:
     from pykvedge.lab.calibrate.redundancy import key_redundancy
     from pykvedge.plans.presets import plan
 
-    made: dict[str, Any] = {
-        "command": f"kvedge calibrate heads --kind {kind} --samples {samples}",
-        "data": _data_name(given),
-    }
+    made: dict[str, Any] = {"command": f"kvedge calibrate heads --kind {kind} --samples {samples}"}
     with _session(given, plan("full")) as (session, display, cancel):
         source, count = _samples(given, KINDS[kind]), options.positive("--samples", samples)
         if kind == "redundancy":
@@ -146,7 +143,7 @@ def prefix(budgets: str, samples: int, **given: Any) -> None:
         count = options.positive("--samples", samples)
         values, used = kept_shares(session, shares, _samples(given, "prefix"), count, display, cancel)
     command = f"kvedge calibrate prefix --budget {','.join(f'{b:g}' for b in shares)} --samples {samples}"
-    made = {"command": command, "data": _data_name(given), "method": "prefixkv"}
+    made = {"command": command, "method": "prefixkv"}
     _deliver(given, session, "prefix", values, tuple(shares), used, made)
 
 
@@ -158,10 +155,6 @@ def _budgets(text: str) -> list[float]:
         return [float(x) for x in text.split(",")]
     except ValueError:
         raise UsageError(f"--budget takes shares like 0.1,0.2,0.5, not '{text}'") from None
-
-
-def _data_name(given: dict[str, Any]) -> str:
-    return given["data"].name if given["data"] else "scenes drawn by kvedge"
 
 
 def _samples(given: dict[str, Any], kind: str) -> Iterable[Labelled]:
@@ -197,6 +190,7 @@ def _deliver(
     from pykvedge.plans import profile
 
     path = session.model.path
+    made["data"] = given["data"].name if given["data"] else "scenes drawn by kvedge"
     about = {"model": {"name": path.name, "architecture": session.model.header.architecture}, "made": made}
     done = profile.Profile(kind, values, budgets, profiles.hash_of(path), samples, about)
     place = given["output"] or profiles.folder() / profiles.file_name(kind, done.model_hash)

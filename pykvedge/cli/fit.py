@@ -125,7 +125,7 @@ def _sizes(given: dict[str, Any]) -> list[tuple[int, int]]:
 def _table(f: Footprint, request: Request, out: dict[str, Any]) -> str:
     from pykvedge.native.memory import readable
 
-    rows = [
+    rows: list[tuple[Any, ...]] = [
         ("program and its libraries", *[f.program] * 3),
         ("weights, from the file", *[f.weights] * 3),
         ("weights, rearranged for this CPU", *[f.repacked] * 3),

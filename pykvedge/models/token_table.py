@@ -30,11 +30,11 @@ class TokenTable:
                 f"{header.path.name}: text of {header.architecture} models cannot be given as embeddings"
             )
         tensor = header.tensors.get(TABLE)
-        if tensor is None or len(tensor.shape) != 2 or tensor_bytes(tensor) is None:
+        size = tensor_bytes(tensor) if tensor is not None else None
+        if tensor is None or len(tensor.shape) != 2 or size is None:
             raise UnsupportedError(f"{header.path.name} has no token table that can be read")
         self.width, self.n_vocab = tensor.shape
         self._type = GGMLQuantizationType(tensor.type)
-        size = tensor_bytes(tensor)
         try:
             start = header.data_start + tensor.offset
             data = np.memmap(header.path, dtype=np.uint8, mode="r", offset=start, shape=(size,))

@@ -261,9 +261,9 @@ def read_saved(path: bytes) -> tuple[str, bytes]:
 
 def shape(cache: Cache, layer: int) -> tuple[int, int, int, int]:
     """Returns (H, Hkv, d_k, d_v) of a stored layer."""
-    out = [c.c_int32() for _ in range(4)]
+    out = (c.c_int32(), c.c_int32(), c.c_int32(), c.c_int32())
     call("layer_shape", cache.handle, layer, *(c.byref(x) for x in out))
-    return tuple(x.value for x in out)
+    return out[0].value, out[1].value, out[2].value, out[3].value
 
 
 def rows(cache: Cache, layer: int, head: int, sequence: int = 0) -> tuple[np.ndarray, np.ndarray]:

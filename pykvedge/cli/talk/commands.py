@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from pykvedge.cli import paths
 from pykvedge.cli.talk.chat import Chat
@@ -110,7 +111,8 @@ def _set(chat: Chat, rest: str) -> None:
         chat.session.set_plan(plan.with_(params={**plan.params, name: value}))
         value = _settings(chat)[name]
     else:
-        chat.sampling = replace(chat.sampling, **{name: _number(name, value)})
+        given: dict[str, Any] = {name: _number(name, value)}
+        chat.sampling = replace(chat.sampling, **given)
         value = getattr(chat.sampling, name)
     _say(f"{name} {value}, from the next message on")
 

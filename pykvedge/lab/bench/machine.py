@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -13,8 +11,8 @@ from typing import Any
 import numpy as np
 import psutil
 
+from pykvedge.lab.doctor import diagnosis
 from pykvedge.models.gguf import Header, tensor_bytes
-from pykvedge.native import cpu, memory
 from pykvedge.runtime import libkvedge
 
 SETS = (4 << 20, 16 << 20, 64 << 20, 256 << 20)  # bytes read over and over: caches are faster than memory
@@ -145,13 +143,5 @@ class Others:
 
 
 def describe(threads: int) -> dict[str, Any]:
-    """What figures depend on."""
-    return {
-        "cpu": cpu.name(),
-        "threads": threads,
-        "cores": os.cpu_count() or 1,
-        "memory_bytes": memory.total_bytes(),
-        "available_bytes": memory.available_bytes(),
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "libraries": libkvedge.describe().splitlines(),
-    }
+    """Tells what figures depend on: the machine, threads and libraries."""
+    return {"threads": threads, **diagnosis.machine(), "libraries": libkvedge.describe().splitlines()}

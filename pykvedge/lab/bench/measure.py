@@ -88,7 +88,7 @@ def make_prompt(
 
 
 def _random_tokens(model: Model, rng: np.random.Generator, n: int) -> list[int]:
-    low, out = model.n_vocab // 3, []
+    low, out = model.n_vocab // 3, list[int]()
     while len(out) < n:
         token = int(rng.integers(low, model.n_vocab))
         if model.piece(token) and not model.is_end(token):

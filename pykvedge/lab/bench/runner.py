@@ -12,6 +12,7 @@ from typing import Any
 
 from pykvedge.errors import ContextError, ImageError, KvedgeError, UsageError
 from pykvedge.lab.bench import machine
+from pykvedge.lab.bench.machine import Bandwidth
 from pykvedge.lab.bench.matrix import MOST_ROUNDS, Matrix, ModelFiles, Shape, Variant
 from pykvedge.lab.bench.measure import Prompt, Repetition, figures, make_prompt, repetition
 from pykvedge.lab.bench.timeline import Trace, trace
@@ -46,7 +47,7 @@ class Outcome:
     groups: list[Group] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     interrupted: bool = False
-    bandwidth: machine.Bandwidth | None = None
+    bandwidth: Bandwidth | None = None
     traces: list[Trace] = field(default_factory=list)
 
 

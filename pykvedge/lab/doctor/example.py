@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ def steps() -> Iterator[Step]:
         return
     for plan in (pykvedge.plan("full"), pykvedge.default_plan()):
         name = "the whole cache" if plan.method == "full" else f"{plan.method} at {plan.budget}"
-        yield Step(name, lambda at, plan=plan: _ask(files, plan, at))
+        yield Step(name, functools.partial(_ask, files, plan))
 
 
 def _missing(at: At) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -25,7 +26,11 @@ def steps() -> Iterator[Step]:
 def kernels() -> Iterator[Step]:
     """One for each table of libkvedge's kernels that this processor can run."""
     for table in libkvedge.kernel_tables():
-        yield Step(table, lambda at, table=table: libkvedge.check_kernels(table), part=table)
+        yield Step(table, functools.partial(_kernels, table), part=table)
+
+
+def _kernels(table: str, at: At) -> None:
+    libkvedge.check_kernels(table)
 
 
 def _llama(at: At) -> dict[str, Any]:

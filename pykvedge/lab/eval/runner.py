@@ -95,7 +95,7 @@ def evaluate(
     except CancelledError:
         out.interrupted = True
     finally:
-        for part in (reader, vision and vision.encoder, model):
+        for part in (reader, vision.encoder if vision is not None else None, model):
             if part is not None:
                 part.close()
         display.done()

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from pykvedge.lab.eval.measure import Cell
-from pykvedge.lab.eval.metrics import LEAST, identity, paired_interval, pooled, score_interval
+from pykvedge.lab.eval.metrics import LEAST, paired_interval, pooled, score_interval
 from pykvedge.lab.eval.runner import FULL
 from pykvedge.lab.eval.tasks import Sample
 from pykvedge.lab.tables import markdown
@@ -141,7 +141,7 @@ def _changes(line: Line, rows: Rows, base: Rows) -> None:
     line.ppl_change = paired_interval(mine, weights, theirs, np.exp)
     mine, theirs = _column(rows, "kld"), _column(base, "kld")
     if mine is not None:
-        line.kld_change = paired_interval(mine, weights, np.zeros(len(rows)) if theirs is None else theirs, identity)
+        line.kld_change = paired_interval(mine, weights, np.zeros(len(rows)) if theirs is None else theirs)
 
 
 # ------------------------------------------------------------------------------------------------------------

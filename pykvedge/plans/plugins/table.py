@@ -114,6 +114,7 @@ def snapshot() -> tuple[dict[tuple[str, str], Plugin], dict[str, tuple[Preset, s
 
 def restore(state: tuple[dict[tuple[str, str], Plugin], dict[str, tuple[Preset, str]]]) -> None:
     """Forgets what was registered since the snapshot: a plugin that fails half-way leaves nothing behind."""
-    for now, before in ((_members, state[0]), (_presets, state[1])):
-        now.clear()  # type: ignore[attr-defined]
-        now.update(before)  # type: ignore[attr-defined]
+    _members.clear()
+    _members.update(state[0])
+    _presets.clear()
+    _presets.update(state[1])

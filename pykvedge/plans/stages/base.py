@@ -69,7 +69,7 @@ class Param:
         number = out if isinstance(out, (int, float)) else 0
         if (self.low is not None and number < self.low) or (self.high is not None and number > self.high):
             raise UsageError(f"{key} must lie between {self.low} and {self.high}, not {value!r}")
-        if self.step > 1 and (out - (self.low or 0)) % self.step:
+        if self.step > 1 and (number - (self.low or 0)) % self.step:
             raise UsageError(f"{key} must be {self.low:g} plus a multiple of {self.step}, not {value!r}")
         return out
 
