@@ -1,4 +1,4 @@
-"""compress: a plan applied to plain arrays, without a model. For research and tests."""
+"""`compress` applies a plan to plain arrays, without a model, for research and tests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pykvedge.plans.profile import Given
 
     class GivenOptions(TypedDict, total=False):
-        """What compress may be told by name."""
+        """These may be given to compress by name."""
 
         kv_type: str | KvType
         threads: int

@@ -1,4 +1,4 @@
-"""Streams: prompts of any length, read piece by piece, and compressed to a bound on the way."""
+"""A stream is a prompt of any length, which is read piece by piece and compressed to a bound on the way."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pykvedge.runtime.report import Kv, Stream, Tokens
 
 
 def measure(engine: Engine, model: Model, plan: Plan, kv_type: str) -> tuple[Kv, Stream] | None:
-    """Figures of the stream so far; None where there is none."""
+    """Measures the stream so far; None is returned where there is none."""
     cache = engine.cache
     if cache is None:
         return None
@@ -36,7 +36,7 @@ def measure(engine: Engine, model: Model, plan: Plan, kv_type: str) -> tuple[Kv,
 def segments(
     text: str, marker: str, pictures: Iterable[Picture], before_these: int = 0
 ) -> Iterator[tuple[str, Picture | None]]:
-    """Parts of a message in which `marker` stands once for all pictures, or once for each, with the one that follows.
+    """Cuts a message in which `marker` stands once for all pictures, or once for each, with the one that follows.
 
     Several that share a marker are named as Message.content names them, `before_these` others being there already.
     Pictures are asked for one at a time.
@@ -60,7 +60,7 @@ def segments(
 
 @dataclass
 class Source:
-    """Pieces of a message as they are needed, and the pictures that have been read, without their pixels."""
+    """A source has pieces of a message as they are needed, and pictures that were read, without their pixels."""
 
     vision: Vision | None
     composer: Composer
@@ -69,7 +69,7 @@ class Source:
     open: list[Piece] = field(default_factory=list)  # of the last picture, some of which may not be read
 
     def pieces(self, parts: Iterable[tuple[str, Picture | None]]) -> Iterator[Piece]:
-        """One part after the other."""
+        """Yields the pieces of one part after the other."""
         for text, picture in parts:
             written = replace(self.message, text=text)
             if picture is None or self.vision is None:
@@ -121,7 +121,7 @@ def read(
 
 
 def _read_step(engine: Engine, vision: Vision | None, step: Piece, cancel: threading.Event | None, last: bool) -> None:
-    """last: of the prompt. Its logits are wanted, and the answer begins at the bound."""
+    """Reads one step. last: of the prompt; its logits are wanted, and the answer begins at the bound."""
     context, pace = engine.context, engine.pace
     pace.require_room(step.n_tokens)
     if isinstance(step, ImagePiece) and vision is not None:

@@ -1,4 +1,4 @@
-"""Runs a matrix in turns: each round measures every variant once, so that a change of the machine's speed meets all."""
+"""A matrix is run in turns: each round measures every variant once, so that a change of the speed meets all."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from pykvedge.runtime.interrupt import CancelledError, stop_if_set
 
 @dataclass
 class Group:
-    """What was measured of one prompt with one model: per variant, a repetition per round; None where it failed."""
+    """One prompt was measured with one model: per variant, there is a repetition for each round."""
 
     model: str
     shape: Shape
@@ -41,7 +41,7 @@ class Group:
 
 @dataclass
 class Outcome:
-    """Everything measured. left_out: lines that say what is missing and why. traces: if the matrix asks for them."""
+    """All of this was measured. left_out: lines that say what is missing and why. traces: where they were asked for."""
 
     machine: dict[str, Any] = field(default_factory=dict)
     groups: list[Group] = field(default_factory=list)
@@ -52,7 +52,7 @@ class Outcome:
 
 
 def new_log(path: Path | None) -> JsonLines:
-    """Where raw repetitions go as JSON lines, each before the next is measured.
+    """Opens the file that raw repetitions go to as JSON lines, each before the next is measured.
 
     Raises UsageError if there is such a file already, SaveError if it cannot be written.
     """
@@ -137,7 +137,7 @@ class _Loaded:
             vision.forget()
 
     def _watch(self, model: Model, vision: Vision | None, shape: Shape, variants: list[Variant]) -> None:
-        """Every variant that was measured once more, from the pictures on, with its memory written down."""
+        """Runs every variant that was measured once more, from the pictures on, and writes its memory down."""
         name = f"{self.files.name}, {shape.name}"
         look = partial(stop_if_set, self.cancel)
         for variant in variants:
@@ -179,7 +179,7 @@ class _Loaded:
                     self.log.add(self._line(group, variant, turn, measured))
 
     def _turns(self, n_variants: int) -> Iterator[tuple[int, int]]:
-        """(number of the round, rounds left with it). Round 0 warms up; short ones are followed by more."""
+        """Yields the number of a round, and the rounds left with it. Round 0 warms up; more follow short ones."""
         last, started = self.matrix.repeat, time.monotonic()
         for turn in range(last + 1):
             yield turn, last + 1 - turn

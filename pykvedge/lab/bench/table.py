@@ -1,4 +1,4 @@
-"""Repetitions to figures: medians over rounds, quartiles as spread, and ratios to stock of the same round."""
+"""Repetitions become figures: medians over rounds, quartiles as spread, and ratios to stock of the same round."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SPARE = 0.1  # of the processors: what an idle system takes now and then
 
 @dataclass
 class Row:
-    """Figures of a variant on a prompt. Medians; *_spread: first and third quartile.
+    """A row has the figures of a variant on a prompt. They are medians; *_spread: first and third quartile.
 
     first_token_s: encoding of the images, prefill and compression. *_vs_stock: medians of the ratios of each round.
     limit_tok_s: read bandwidth over the bytes that a token reads, weights and kept KV. *_j_token: joules per token.
@@ -60,7 +60,7 @@ class Row:
 
 
 def rows(outcome: Outcome) -> list[Row]:
-    """In the order in which they were measured: per model and prompt, stock first."""
+    """Makes rows in the order in which they were measured: per model and prompt, with stock first."""
     assert outcome.bandwidth is not None
     out = []
     for group in outcome.groups:
@@ -77,7 +77,7 @@ def rows(outcome: Outcome) -> list[Row]:
 
 
 def _disturbance(row: Row, found: list[Repetition], about: dict[str, Any]) -> None:
-    """Were other programs in the way? They may have the processors that this one's threads leave, and a tenth more."""
+    """Tells whether others were in the way: they may have the processors that our threads leave, and a tenth more."""
     wall, cores = sum(r.wall_s for r in found), about.get("cores", 1)
     if wall >= Others.SPAN_S:
         row.others = min(sum(r.others_s for r in found) / wall / cores, 1.0)
@@ -85,7 +85,7 @@ def _disturbance(row: Row, found: list[Repetition], about: dict[str, Any]) -> No
 
 
 def warnings(made: list[Row]) -> list[str]:
-    """A line a prompt whose figures other programs disturbed."""
+    """Writes a line for each prompt whose figures other programs disturbed."""
     out = []
     for model, prompt in dict.fromkeys((row.model, row.prompt) for row in made):
         shares = [row.others or 0.0 for row in made if (row.model, row.prompt) == (model, prompt) and row.disturbed]
@@ -141,7 +141,7 @@ def _quartiles(values: Sequence[float]) -> Spread:
 
 
 def _ratio(pairs: list[tuple[float, float]]) -> float | None:
-    """Median of first / second."""
+    """Takes the median of first / second."""
     return float(np.median([a / b for a, b in pairs])) if pairs else None
 
 
@@ -162,18 +162,18 @@ NOTES = (
 
 
 def as_json(made: list[Row], outcome: Outcome) -> str:
-    """One object: machine, rows, what was left out."""
+    """Writes one object with the machine, the rows, and what was left out."""
     about = {"machine": outcome.machine, "left_out": outcome.left_out, "interrupted": outcome.interrupted}
     return json.dumps({**about, "rows": [asdict(row) for row in made]}, indent=1)
 
 
 def as_jsonl(made: list[Row]) -> str:
-    """One object a line."""
+    """Writes one object a line."""
     return "\n".join(json.dumps(asdict(row)) for row in made)
 
 
 def as_markdown(made: list[Row], outcome: Outcome) -> str:
-    """A table per model and prompt, under a line that says what it is, and what the columns mean."""
+    """Writes a table per model and prompt, under a line that says what it is, and what the columns mean."""
     parts = []
     energy = any(row.decode_j_token is not None for row in made)
     for model, prompt in dict.fromkeys((row.model, row.prompt) for row in made):

@@ -1,4 +1,4 @@
-"""Memory over time: each variant reads a prompt once more, from its pictures on, while the process is watched."""
+"""For memory over time each variant reads a prompt once more, from its pictures on, while the process is watched."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STOCK_COLOUR, COLOUR = "#80868b", "#1a56c4"
 
 @dataclass
 class Trace:
-    """A variant's run. seconds, n_bytes: [n], since the run began, and above what the process held then.
+    """This is a variant's run. seconds, n_bytes: [n], since the run began, and above what the process held then.
 
     phases: (name, begin, end) in seconds, in the order of PHASES; a prompt without pictures has no encoding.
     """
@@ -35,7 +35,7 @@ class Trace:
 
 
 class Watch:
-    """In a with statement: a thread that writes down own_bytes every INTERVAL_S."""
+    """Writes down own_bytes every INTERVAL_S, in a thread; use it in a with statement."""
 
     def __init__(self) -> None:
         memory.trim()
@@ -67,7 +67,7 @@ def trace(
     run: Callable[[Prompt, Variant], Repetition],
     drop: Callable[[Prompt], None],
 ) -> Trace:
-    """One run under watch: make encodes the prompt, run reads it, drop frees its pictures. Raises what they raise."""
+    """Watches one run: make encodes the prompt, run reads it, drop frees its pictures. Raises what they raise."""
     with Watch() as watch:
         prompt = make()
         encoded = time.perf_counter() - watch.began
@@ -81,7 +81,7 @@ def trace(
 
 
 def draw(path: Path, traces: list[Trace]) -> bool:
-    """A panel per variant and prompt, stock's line in each. False if no run finished. Raises KvedgeError."""
+    """Draws a panel per variant and prompt, stock's line in each. False if no run finished. Raises KvedgeError."""
     ours = [t for t in traces if t.variant.plan is not None]
     if not ours:
         return False
