@@ -1,4 +1,4 @@
-"""kvedge: vision-language models on llama.cpp with a KV cache that is compressed after the prompt.
+"""kvedge runs vision-language models on llama.cpp with a KV cache that is compressed after the prompt.
 
     import pykvedge
 
@@ -116,7 +116,7 @@ __all__ = [
     "scorer",
 ]
 
-# name -> the module that is imported when it is asked for: sessions need more than plans do, and take longer to import
+# These names are imported from their modules when they are asked for: sessions take longer to import than plans do.
 _LATER = {
     "Answer": "chat.answer",
     "LoadedModel": "runtime.loaded",

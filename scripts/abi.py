@@ -23,7 +23,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from llama_source import ROOT, SourceError, log
+from llama_source import ROOT, SourceError, ended, log
 
 STORED = ROOT / "native" / "abi"
 INCLUDE = ROOT / "native" / "include"
@@ -96,8 +96,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except (SourceError, OSError, subprocess.CalledProcessError) as error:
-        log(f"error: {error}")
-        sys.exit(1)
+    sys.exit(ended(main))

@@ -13,10 +13,11 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from llama_source import MENDS, ROOT, SHA256, SourceError, file_sha256, log, prepare
+from llama_source import MENDS, ROOT, SHA256, SourceError, ended, file_sha256, log, prepare
 
 STOCK = ROOT / "build" / "stock"
 PATCHES = ROOT / "patches"
@@ -62,11 +63,9 @@ def build_stock(build: Path) -> Path:
     stamp.unlink(missing_ok=True)
     prepare(STOCK / "llama.cpp", None, PATCHES, MENDS)
     log("building the unpatched llama.cpp (the baseline)")
-    cmake, work = tool("cmake"), STOCK / "work"
-    configure = [cmake, "-S", str(ROOT / "cmake" / "stock"), "-B", str(work), "-G", "Ninja"]
-    configure += [f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}", f"-DKVEDGE_BUILD={build.as_posix()}"]
-    run([*configure, f"-DKVEDGE_LLAMA_DIR={(STOCK / 'llama.cpp').as_posix()}"], "configuring")
-    run([cmake, "--build", str(work)], "building")
+    work = STOCK / "work"
+    options = {"KVEDGE_BUILD": build.as_posix(), "KVEDGE_LLAMA_DIR": (STOCK / "llama.cpp").as_posix()}
+    cmake(ROOT / "cmake" / "stock", work, options)
     shutil.rmtree(lib, ignore_errors=True)
     lib.mkdir(parents=True)
     for library in (work / "bin").iterdir():
@@ -76,29 +75,31 @@ def build_stock(build: Path) -> Path:
     return lib
 
 
-def run(command: list[str], what: str) -> None:
-    # stdout is for the result
-    done = subprocess.run(command, stdout=sys.stderr, check=False)
-    if done.returncode != 0:
-        raise SourceError(f"{what} the baseline failed with code {done.returncode}")
+def cmake(source: Path, folder: Path, options: Mapping[str, str] | None, *targets: str) -> None:
+    """Configures with options, unless they are None, and builds with Ninja.
+
+    Raises SourceError when a tool is missing or a step fails.
+    """
+    configure = [tool("cmake"), "-S", str(source), "-B", str(folder), "-G", "Ninja"]
+    configure += [
+        f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}",
+        *(f"-D{key}={value}" for key, value in (options or {}).items()),
+    ]
+    build = [tool("cmake"), "--build", str(folder), *(["--target", *targets] if targets else [])]
+    for command in (build,) if options is None else (configure, build):
+        # stdout is for the result
+        if subprocess.run(command, stdout=sys.stderr, check=False).returncode != 0:
+            raise SourceError(f"the build in {folder} failed; its messages are above")
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--build", type=Path, metavar="DIR", help="kvedge's build folder (default: the newest in build/)"
     )
     args = parser.parse_args()
-    try:
-        print(build_stock((args.build or find_build()).resolve()))
-    except SourceError as error:
-        log(f"error: {error}")
-        return 1
-    except OSError as error:
-        log(f"error: {error}")
-        return 1
-    return 0
+    print(build_stock((args.build or find_build()).resolve()))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from llama_source import ROOT, SourceError, log
+from llama_source import ROOT, SourceError, ended, log
 
 WORK = ROOT / "build" / "wheel"
 DIST = ROOT / "dist"
@@ -97,32 +97,27 @@ def run(command: list[str], what: str) -> str:
     return done.stdout
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="try the wheel in a fresh environment")
     args = parser.parse_args()
-    try:
-        (WORK / "log.txt").unlink(missing_ok=True)
-        made = repair(build())
-        named = sorted(f"{name} names {folder}" for name, folder in named_folders(made, builders_folders()))
-        if named:
-            raise SourceError(f"the wheel names folders of this machine ({len(named)} times): {'; '.join(named[:5])}")
-        DIST.mkdir(exist_ok=True)
-        for old in DIST.glob("kvedge-*.whl"):
-            old.unlink()
-        wheel = DIST / made.name
-        shutil.copyfile(made, wheel)
-        log(f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB")
-        if args.check:
-            checker = [sys.executable, str(ROOT / "scripts" / "check_wheel.py"), str(wheel)]
-            if subprocess.run(checker, stdout=sys.stderr, check=False).returncode != 0:
-                return 1
-    except (SourceError, OSError) as error:
-        log(f"error: {error}")
-        return 1
+    (WORK / "log.txt").unlink(missing_ok=True)
+    made = repair(build())
+    named = sorted(f"{name} names {folder}" for name, folder in named_folders(made, builders_folders()))
+    if named:
+        raise SourceError(f"the wheel names folders of this machine ({len(named)} times): {'; '.join(named[:5])}")
+    DIST.mkdir(exist_ok=True)
+    for old in DIST.glob("kvedge-*.whl"):
+        old.unlink()
+    wheel = DIST / made.name
+    shutil.copyfile(made, wheel)
+    log(f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB")
+    if args.check:
+        subprocess.run(
+            [sys.executable, str(ROOT / "scripts" / "check_wheel.py"), str(wheel)], stdout=sys.stderr, check=True
+        )
     print(wheel)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

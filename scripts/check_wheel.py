@@ -89,10 +89,6 @@ class Place:
             raise CheckError(f"{what}: it says '{said}', not '{text.strip()}'")
         print(f"{what}: {said}", flush=True)
 
-    def asked(self, what: str, command: Sequence[str | Path]) -> None:
-        """Runs a command that must print the answer."""
-        self.said(ANSWER, what, command)
-
 
 def install(place: Place, wheel: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", str(place.venv)], check=True)
@@ -152,8 +148,8 @@ def ask(place: Place, program: Path | None, label: str) -> None:
     if sys.platform.startswith("linux"):
         print(f"{label}loads {place.run('variant', [python, '-c', VARIANT]).strip()}", flush=True)
     chat = [python, "-m", "pykvedge", "chat", "--image", SCENE]
-    place.asked(f"{label}kvedge chat", [*chat, QUESTION])
-    place.asked(f"{label}kvedge chat --method lookm", [*chat, "--method", "lookm", QUESTION])
+    place.said(ANSWER, f"{label}kvedge chat", [*chat, QUESTION])
+    place.said(ANSWER, f"{label}kvedge chat --method lookm", [*chat, "--method", "lookm", QUESTION])
     for order in ("pykvedge, llama_cpp", "llama_cpp, pykvedge"):
         place.said("compressed ", f"{label}import {order}; attach", [python, "-c", ATTACHED.format(imports=order)])
     if program is not None:
@@ -163,7 +159,7 @@ def ask(place: Place, program: Path | None, label: str) -> None:
 def ask_in_c(place: Place, program: Path, label: str) -> None:
     data = package(place) / "data"
     picture = ["--mmproj", data / "demo-mmproj.gguf", "--image", SCENE]
-    place.asked(f"{label}a program in C", [program, *picture, data / "demo-model.gguf", QUESTION])
+    place.said(ANSWER, f"{label}a program in C", [program, *picture, data / "demo-model.gguf", QUESTION])
 
 
 def main() -> int:

@@ -21,13 +21,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from llama_source import ROOT, log
 
-ROOT = Path(__file__).resolve().parent.parent
+from pykvedge.lab.eval.metrics import divergence, log_softmax
+
 STOCK_LIB = Path(os.environ.get("KVEDGE_STOCK_DIR", ROOT / "build" / "stock" / "lib"))
 
 
-def log(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+def require(parser: argparse.ArgumentParser, model: str, stock: bool = True) -> None:
+    """Ends the program where the model is missing, or the unpatched library although it is needed."""
+    if not Path(model).is_file():
+        parser.error(f"{model} is not a file; scripts/make_shape_model.py writes models to measure with")
+    if stock and not STOCK_LIB.is_dir():
+        parser.error(f"{STOCK_LIB} is missing; python3 scripts/build_stock.py builds the unpatched library")
 
 
 class Worker:
@@ -104,15 +110,9 @@ def measure_speed(args: argparse.Namespace, sides: dict[bool, Worker]) -> list[d
     return rows
 
 
-def divergence(reference: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """KL divergence of the next-token distributions, per row, in nats."""
-
-    def log_softmax(x: np.ndarray) -> np.ndarray:
-        x = x.astype(np.float64) - x.max(-1, keepdims=True)
-        return x - np.log(np.exp(x).sum(-1, keepdims=True))
-
-    p, q = log_softmax(reference), log_softmax(other)
-    return (np.exp(p) * (p - q)).sum(-1)
+def largest_divergence(reference: np.ndarray, other: np.ndarray) -> float:
+    """The largest KL divergence of the next-token distributions of all rows of logits, in nats."""
+    return max(divergence(p, q) for p, q in zip(log_softmax(reference), log_softmax(other), strict=True))
 
 
 def compare_logits(args: argparse.Namespace, sides: dict[bool, Worker]) -> list[dict[str, Any]]:
@@ -140,9 +140,9 @@ def compare_logits(args: argparse.Namespace, sides: dict[bool, Worker]) -> list[
                     "prompt": n,
                     "steps": args.forced,
                     "patched_identical_to_stock": bool(np.array_equal(out["stock"], out["patched"])),
-                    "kl_full_to_stock": float(divergence(out["stock"], out["full"]).max()),
-                    "kl_full_to_stock_f32": float(divergence(out[exact], out["full"]).max()),
-                    "kl_stock_to_stock_f32": float(divergence(out[exact], out["stock"]).max()),
+                    "kl_full_to_stock": largest_divergence(out["stock"], out["full"]),
+                    "kl_full_to_stock_f32": largest_divergence(out[exact], out["full"]),
+                    "kl_stock_to_stock_f32": largest_divergence(out[exact], out["stock"]),
                 }
             )
     return rows
@@ -186,10 +186,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     args.method = args.method or ["lookm"]
-    if not Path(args.model).is_file():
-        parser.error(f"{args.model} is not a file; scripts/make_shape_model.py writes models to measure with")
-    if not STOCK_LIB.is_dir():
-        parser.error(f"{STOCK_LIB} is missing; python3 scripts/build_stock.py builds the unpatched library")
+    require(parser, args.model)
     sides = {kvedge: Worker(args.model, args.threads, kvedge) for kvedge in (False, True)}
     try:
         show(compare_logits(args, sides) if args.logits else measure_speed(args, sides), args.json)

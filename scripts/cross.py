@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from llama_source import ROOT, SourceError, log
+from llama_source import ROOT, SourceError, ended
 from native_build import FEWER, build_native
 from wine import windows
 
@@ -94,11 +94,7 @@ TARGETS = {
             Processor("neoverse-n1", (*ARM_LIBRARIES, "-cpu", "neoverse-n1"), "neondot"),
             Processor("cortex-a53", (*ARM_LIBRARIES, "-cpu", "cortex-a53"), "neon", whole=False),
         ),
-        whole_options=(
-            ("GGML_NATIVE", "OFF"),
-            ("GGML_OPENMP", "OFF"),
-            ("GGML_CPU_ARM_ARCH", "armv8.2-a+dotprod"),
-        ),
+        whole_options=(("GGML_NATIVE", "OFF"), ("GGML_OPENMP", "OFF"), ("GGML_CPU_ARM_ARCH", "armv8.2-a+dotprod")),
     ),
     "mingw": Target(
         toolchain="mingw-w64.cmake",
@@ -142,29 +138,24 @@ def run_tests(name: str) -> int:
         return sum(not passed for passed in pool.map(lambda run: run_test(target, *run), runs))
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(
         prog="cross", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("target", metavar="NAME", choices=TARGETS, help=" or ".join(TARGETS))
     parser.add_argument("--whole", action="store_true", help="all of kvedge instead of the native tests")
     args = parser.parse_args()
-    try:
-        TARGETS[args.target].require_tools()
-        emulator = str(TARGETS[args.target].emulator.path)
-        with windows(emulator) if args.target == "mingw" else contextlib.nullcontext():
-            if args.whole:
-                from cross_whole import run_whole
+    TARGETS[args.target].require_tools()
+    emulator = str(TARGETS[args.target].emulator.path)
+    with windows(emulator) if args.target == "mingw" else contextlib.nullcontext():
+        if args.whole:
+            from cross_whole import run_whole
 
-                failed = run_whole(args.target, TARGETS[args.target])
-            else:
-                failed = run_tests(args.target)
-    except (SourceError, OSError) as error:
-        log(f"error: {error}")
-        return 1
+            failed = run_whole(args.target, TARGETS[args.target])
+        else:
+            failed = run_tests(args.target)
     if failed:
-        log(f"error: {failed} failed; what they said is above")
-    return 1 if failed else 0
+        raise SourceError(f"{failed} failed; what they said is above")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

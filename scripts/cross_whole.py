@@ -6,14 +6,13 @@ It answers what the same program answers here, with as many bytes of keys and va
 from __future__ import annotations
 
 import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from build_stock import find_build, tool
+from build_stock import cmake, find_build
 from llama_source import ROOT, SourceError, log
 from modelgen.tiny import write_tiny
 
@@ -77,14 +76,7 @@ def ask(command: list[str]) -> Outcome:
 
 def build(folder: Path, options: dict[str, str]) -> Path:
     """Builds ask and what it needs in `folder`; the program. Raises SourceError."""
-    cmake = tool("cmake")
-    if not (folder / "build.ninja").is_file():
-        configure = [cmake, "-S", str(ROOT), "-B", str(folder), "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}"]
-        configure += [f"-D{key}={value}" for key, value in options.items()]
-        if subprocess.run(configure, stdout=sys.stderr, check=False).returncode != 0:
-            raise SourceError(f"{folder} cannot be configured; CMake's messages are above")
-    if subprocess.run([cmake, "--build", str(folder), "--target", PROGRAM], stdout=sys.stderr, check=False).returncode:
-        raise SourceError(f"the build in {folder} failed; its messages are above")
+    cmake(ROOT, folder, None if (folder / "build.ninja").is_file() else options, PROGRAM)
     found = [path for suffix in ("", ".exe") if (path := folder / "bin" / f"{PROGRAM}{suffix}").is_file()]
     if not found:
         raise SourceError(f"{folder} holds no {PROGRAM}; delete the folder and try again")

@@ -15,27 +15,14 @@ dev.py ARGS               kvedge ARGS: dev.py chat --help, dev.py methods, dev.p
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
-from dev_install import (
-    BUILD,
-    ROOT,
-    DevError,
-    ensure_package,
-    ensure_tools,
-    ensure_venv,
-    log,
-    run_logged,
-    venv_program,
-)
+from dev_install import BUILD, ensure_package, ensure_tools, ensure_venv, run_logged, venv_program
+from llama_source import ROOT, SourceError, ended, log
 
 SCENE = ROOT / "examples" / "scene-1.png"  # of the kind that the packaged model was trained on
-PHOTO = ROOT / "examples" / "photo.jpg"
-DEMO_MODEL = "llava-1.4b"
 QUESTION = "Describe the image."
 
 
@@ -56,29 +43,17 @@ def main() -> int:
         "python": python,
     }
     try:
-        command = commands.get(args[0])
-        return command(args[1:]) if command else kvedge(args)
-    except DevError as error:
-        log(f"error: {error}")
-        return 1
-    except OSError as error:
-        log(f"error: {error}")
-        return 1
+        return ended(lambda: commands[args[0]](args[1:]) if args[0] in commands else kvedge(args))
     except KeyboardInterrupt:
         return 130
 
 
 def demo(args: list[str]) -> int:
-    """kvedge chat about a drawn scene, or a photograph where no model is packaged; ARGS are more options of chat."""
+    """kvedge chat about a drawn scene; ARGS are more options of chat."""
     ensure_package()
-    packaged = any((ROOT / "pykvedge" / "data").glob("*.gguf"))
-    chat = ["chat", "--image", str(SCENE if packaged else PHOTO), "--max-tokens", "80"]
+    chat = ["chat", "--image", str(SCENE), "--max-tokens", "80"]
     if not any(a.split("=")[0] in ("--method", "--plan") for a in args):
         chat += ["--method", "lookm", "--budget", "0.2"]
-    if not packaged:
-        folder = shape_model()
-        log("the model has a real one's shape and random weights: its answer is noise, the figures are real")
-        chat += ["--model", str(folder / "model.gguf"), "--mmproj", str(folder / "mmproj.gguf")]
     code = subprocess.run([venv_program("kvedge"), *chat, *args, QUESTION], check=False).returncode
     if end := crash(code):
         log(f"error: kvedge chat ended by {end}; python3 scripts/dev.py doctor says what is wrong")
@@ -97,36 +72,13 @@ def crash(code: int) -> str:
     return names.get(-code, f"signal {-code}")  # type: ignore[call-overload]
 
 
-def shape_model() -> Path:
-    """A model with random weights for the demo, made once."""
-    folder = BUILD / "demo" / DEMO_MODEL
-    if not (folder / "mmproj.gguf").is_file() or not (folder / "model.gguf").is_file():
-        log(f"making a model of the shape {DEMO_MODEL}")
-        half = folder.with_name(folder.name + ".half")
-        shutil.rmtree(half, ignore_errors=True)
-        half.mkdir(parents=True)
-        script = ROOT / "scripts" / "make_shape_model.py"
-        run_logged(
-            [venv_program("python"), str(script), DEMO_MODEL, "--quant", "q4_0", "-o", str(half)],
-            "making the demo model",
-        )
-        shutil.rmtree(folder, ignore_errors=True)
-        half.replace(folder)
-    return folder
-
-
 def test(args: list[str]) -> int:
     ensure_package("test")
-    build = package_build()
+    build = max(BUILD.glob("py3-none-*"), key=lambda p: p.stat().st_mtime)  # the folder that the install built in
     stock = [venv_program("python"), str(ROOT / "scripts" / "build_stock.py"), "--build", str(build)]
     run_logged(stock, "building the baseline (stock llama.cpp)")
     run_logged([venv_program("cmake"), "--build", str(build), "--target", "kvedge-tests"], "building the native tests")
     return execute([venv_program("python"), "-m", "pytest", *args])
-
-
-def package_build() -> Path:
-    """The folder that the install built in."""
-    return max(BUILD.glob("py3-none-*"), key=lambda p: p.stat().st_mtime)
 
 
 def lint(args: list[str]) -> int:
@@ -172,7 +124,7 @@ def wheel(args: list[str]) -> int:
 def build(args: list[str]) -> int:
     for arg in args:
         if not arg.startswith("-D") or "=" not in arg:
-            raise DevError(f"build takes CMake options like -DGGML_CUDA=ON, not {arg}")
+            raise SourceError(f"build takes CMake options like -DGGML_CUDA=ON, not {arg}")
     ensure_package(options=[a[2:] for a in args] if args else None, force=True)
     log("asking kvedge doctor whether the build is sound here")
     return subprocess.run([venv_program("kvedge"), "doctor"], stdout=sys.stderr, check=False).returncode

@@ -18,7 +18,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from llama_source import ROOT, SourceError, log
+
 VENV = ROOT / ".venv"
 BUILD = ROOT / "build"
 STATE = VENV / "kvedge-install.json"
@@ -29,14 +30,6 @@ SOURCES = ("pyproject.toml", "CMakeLists.txt", "cmake/**/*", "native/**/*", "pat
            "scripts/llama_source.py")  # fmt: skip
 VARIABLES = ("CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS", "CMAKE_ARGS", "CMAKE_GENERATOR", "LLAMA_CPP_SOURCE_DIR",
              "CUDACXX", "CUDAARCHS", "MACOSX_DEPLOYMENT_TARGET")  # fmt: skip
-
-
-class DevError(Exception):
-    """Something that the user can act on; one line."""
-
-
-def log(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)
 
 
 def venv_program(name: str) -> str:
@@ -62,8 +55,10 @@ def ensure_venv() -> None:
         shutil.rmtree(VENV, ignore_errors=True)
         if "ensurepip" in done.stdout + done.stderr:
             version = f"{sys.version_info[0]}.{sys.version_info[1]}"
-            raise DevError(f"Python's venv module is incomplete; on Debian or Ubuntu: apt install python{version}-venv")
-        raise DevError(f"cannot make {VENV}: {(done.stderr or done.stdout).strip().splitlines()[-1]}")
+            raise SourceError(
+                f"Python's venv module is incomplete; on Debian or Ubuntu: apt install python{version}-venv"
+            )
+        raise SourceError(f"cannot make {VENV}: {(done.stderr or done.stdout).strip().splitlines()[-1]}")
 
 
 def _usable_venv() -> bool:
@@ -100,12 +95,8 @@ def ensure_package(extra: str = "", options: list[str] | None = None, force: boo
         options = state.get("options", [])
     extras = sorted({*state.get("extras", []), extra} - {""})
     want = {"key": _key(), "options": options, "extras": extras}
-    if (
-        state == want
-        and not force
-        and not os.environ.get("LLAMA_CPP_SOURCE_DIR")
-        and Path(venv_program("kvedge")).exists()
-    ):
+    done = state == want and Path(venv_program("kvedge")).exists()
+    if done and not force and not os.environ.get("LLAMA_CPP_SOURCE_DIR"):
         return
     BUILD.mkdir(exist_ok=True)
     LOG.write_bytes(b"")
@@ -116,15 +107,8 @@ def ensure_package(extra: str = "", options: list[str] | None = None, force: boo
         _pip("removing the llama.cpp bindings that kvedge carries now", "uninstall", "-y", "llama-cpp-python")
     target = str(ROOT) + (f"[{','.join(extras)}]" if extras else "")
     settings = [f"--config-settings=cmake.define.{o}" for o in options]
-    _pip(
-        "building kvedge (minutes the first time)",
-        "install",
-        "-v",
-        "--no-build-isolation",
-        *settings,
-        "-e",
-        target,
-    )
+    how = ["install", "-v", "--no-build-isolation", *settings, "-e", target]
+    _pip("building kvedge (minutes the first time)", *how)
     STATE.write_text(json.dumps(want), encoding="utf-8")
 
 
@@ -133,12 +117,12 @@ def _build_requirements() -> list[str]:
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     found = re.search(r"^requires = (\[.*?\])", text, re.MULTILINE | re.DOTALL)
     if not found:
-        raise DevError("pyproject.toml has no build requirements")
+        raise SourceError("pyproject.toml has no build requirements")
     return list(ast.literal_eval(found[1]))
 
 
-def _pip(what: str, *args: str, env: dict[str, str] | None = None) -> None:
-    run_logged([venv_program("python"), "-m", "pip", "--disable-pip-version-check", "--no-input", *args], what, env)
+def _pip(what: str, *args: str) -> None:
+    run_logged([venv_program("python"), "-m", "pip", "--disable-pip-version-check", "--no-input", *args], what)
 
 
 def _read_state() -> dict[str, object]:
@@ -158,17 +142,16 @@ def _key() -> str:
                 digest.update(hashlib.sha256(path.read_bytes()).digest())
     digest.update(json.dumps([os.environ.get(name) for name in VARIABLES]).encode())
     # an editable install knows modules by their files: one that became a folder would not be found
-    digest.update(
-        json.dumps(sorted(str(p.relative_to(ROOT).parent) for p in ROOT.glob("pykvedge/**/__init__.py"))).encode()
-    )
+    packages = sorted(str(p.relative_to(ROOT).parent) for p in ROOT.glob("pykvedge/**/__init__.py"))
+    digest.update(json.dumps(packages).encode())
     return digest.hexdigest()
 
 
-def run_logged(command: list[str], what: str, env: dict[str, str] | None = None) -> str:
-    """Runs a command with its output in the log and its progress on stderr. Returns the output."""
+def run_logged(command: list[str], what: str) -> None:
+    """Runs a command with its output in the log and its progress on stderr. Raises SourceError where it fails."""
     BUILD.mkdir(exist_ok=True)
     # pip settings that make sense outside a virtual environment only
-    full = {**os.environ, "PIP_USER": "0", "PYTHONUNBUFFERED": "1", **(env or {})}
+    full = {**os.environ, "PIP_USER": "0", "PYTHONUNBUFFERED": "1"}
     progress = Progress(what)
     lines: list[str] = []
     with LOG.open("a", encoding="utf-8") as out:
@@ -183,17 +166,13 @@ def run_logged(command: list[str], what: str, env: dict[str, str] | None = None)
                 progress.see(line)
     progress.end(child.returncode == 0)
     if child.returncode != 0:
-        raise DevError(f"{what.split(' (')[0]} failed: {_cause(lines)} (all of it: {LOG.relative_to(ROOT)})")
-    return "\n".join(lines)
+        raise SourceError(f"{what.split(' (')[0]} failed: {_cause(lines)} (all of it: {LOG.relative_to(ROOT)})")
 
 
 def _cause(lines: list[str]) -> str:
     """The line of a failed command's output that most likely says why."""
-    for pattern in (
-        r"\berror: (?!subprocess|metadata|legacy)",
-        r"\bFAILED\b",
-        r"^\s*ERROR: |^CMake Error|\*\*\*",
-    ):
+    patterns = (r"\berror: (?!subprocess|metadata|legacy)", r"\bFAILED\b", r"^\s*ERROR: |^CMake Error|\*\*\*")
+    for pattern in patterns:
         for line in lines:
             if re.search(pattern, line):
                 hint = "; is the package index reachable?" if "from versions: none" in line else ""
@@ -210,7 +189,7 @@ class Progress:
         self.what = what
         self.terminal = sys.stderr.isatty()
         self.shown = 0
-        log(f"{what} ...") if not self.terminal else self._draw("")
+        self._draw("") if self.terminal else log(f"{what} ...")
 
     def see(self, line: str) -> None:
         found = self._STEP.search(line)

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from llama_source import BASE_TAG, ROOT, Patch, SourceError, git, log, read_series
+from llama_source import BASE_TAG, ROOT, Patch, SourceError, ended, git, read_series
 
 
 def export(tree: Path) -> dict[str, str]:
@@ -71,7 +71,7 @@ def count(patches: list[Patch]) -> None:
     print(f"{total:5d}  in all")
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tree", type=Path, nargs="?", metavar="TREE")
     parser.add_argument("--out", type=Path, default=ROOT / "patches", metavar="DIR", help="default: patches/")
@@ -79,16 +79,11 @@ def main() -> int:
     args = parser.parse_args()
     if bool(args.tree) == args.count:
         parser.error("give the working tree, or --count")
-    try:
-        if args.count:
-            count(read_series(args.out))
-        else:
-            write(export(args.tree), args.out)
-    except SourceError as error:
-        log(f"error: {error}")
-        return 1
-    return 0
+    if args.count:
+        count(read_series(args.out))
+    else:
+        write(export(args.tree), args.out)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

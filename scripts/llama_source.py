@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -139,25 +139,8 @@ def _download(folder: Path) -> None:
     # with the hash in a requirements file pip checks the archive before it runs anything from it
     wanted = folder / "requirements.txt"
     wanted.write_text(f"{PACKAGE}=={VERSION} --hash=sha256:{SHA256}\n", encoding="utf-8")
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--no-deps",
-        "--no-build-isolation",
-        "--no-binary",
-        PACKAGE,
-    ]
-    command += [
-        "--require-hashes",
-        "-r",
-        str(wanted),
-        "-d",
-        str(folder),
-        "--disable-pip-version-check",
-        "--no-input",
-    ]
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-build-isolation", "--no-binary", PACKAGE]
+    command += ["--require-hashes", "-r", str(wanted), "-d", str(folder), "--disable-pip-version-check", "--no-input"]
     done = subprocess.run(
         command, capture_output=True, text=True, errors="replace", env=_pip_environment(), check=False
     )
@@ -299,12 +282,7 @@ def make_git(out: Path, sdist: Path | None, patches: Path) -> None:
 
 def git(tree: Path, *args: str, text: str | None = None) -> str:
     """Runs git in a tree, apart from repositories around it and from the user's hooks, signing and line ends."""
-    config = [
-        "core.hooksPath=/dev/null",
-        "commit.gpgsign=false",
-        "core.autocrlf=false",
-        "core.safecrlf=false",
-    ]
+    config = ("core.hooksPath=/dev/null", "commit.gpgsign=false", "core.autocrlf=false", "core.safecrlf=false")
     command = ["git", "-C", str(tree), *(arg for entry in config for arg in ("-c", entry)), *args]
     try:
         # bytes: text mode would turn the line ends of a diff
@@ -322,24 +300,23 @@ def git(tree: Path, *args: str, text: str | None = None) -> str:
 def _commit(tree: Path, message: str) -> None:
     git(tree, "add", "-A", "-f")
     identity = ("-c", "user.name=kvedge", "-c", "user.email=kvedge@localhost")
-    git(
-        tree,
-        *identity,
-        "commit",
-        "-q",
-        "--allow-empty",
-        "--cleanup=whitespace",
-        "-F",
-        "-",
-        text=message + "\n",
-    )
+    git(tree, *identity, "commit", "-q", "--allow-empty", "--cleanup=whitespace", "-F", "-", text=message + "\n")
 
 
 def log(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
-def main() -> int:
+def ended(main: Callable[[], int | None]) -> int:
+    """Runs a script; its exit code: 1, after one line that says why, for an error that the user can act on."""
+    try:
+        return main() or 0
+    except (SourceError, OSError, subprocess.CalledProcessError) as error:
+        log(f"error: {error}")
+        return 1
+
+
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     action = parser.add_mutually_exclusive_group(required=True)
     action.add_argument("--out", type=Path, metavar="DIR", help="make the patched tree in DIR")
@@ -353,29 +330,19 @@ def main() -> int:
         "--sdist", type=Path, metavar="FILE", help="use this source distribution instead of fetching it"
     )
     parser.add_argument("--patches", type=Path, default=ROOT / "patches", metavar="DIR", help="default: patches/")
-    parser.add_argument("--no-patches", action="store_true", help="with --out: the source as it is")
     args = parser.parse_args()
-    try:
-        if args.out:
-            prepare(args.out.absolute(), args.sdist, None if args.no_patches else args.patches)
-        elif args.bindings:
-            prepare(args.bindings.absolute(), args.sdist, args.patches / "bindings", part=BINDINGS)
-        elif args.git:
-            make_git(args.git.absolute(), args.sdist, args.patches)
-        elif args.check:
-            lacks = check(args.check, args.patches)
-            if lacks:
-                raise SourceError(f"{args.check} does not carry the patches: {lacks}")
-        else:
-            print(fetch())
-    except SourceError as error:
-        log(f"error: {error}")
-        return 1
-    except OSError as error:
-        log(f"error: {error.filename or ''}: {error.strerror or error}")
-        return 1
-    return 0
+    if args.out:
+        prepare(args.out.absolute(), args.sdist, args.patches)
+    elif args.bindings:
+        prepare(args.bindings.absolute(), args.sdist, args.patches / "bindings", part=BINDINGS)
+    elif args.git:
+        make_git(args.git.absolute(), args.sdist, args.patches)
+    elif args.check:
+        if lacks := check(args.check, args.patches):
+            raise SourceError(f"{args.check} does not carry the patches: {lacks}")
+    else:
+        print(fetch())
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

@@ -11,7 +11,6 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -72,16 +71,12 @@ def _models(args: argparse.Namespace) -> dict[str, Model]:
     return models
 
 
-def _tensor_bytes(model: Model) -> int:
-    return sum(tensor.nbytes for tensor in model[1])
-
-
 def _check_target(folder: Path, models: dict[str, Model], force: bool) -> None:
     for name in models:
         if (folder / f"{name}.gguf").exists() and not force:
             raise FileExistsError(f"{folder / name}.gguf exists: give --force to overwrite it")
     folder.mkdir(parents=True, exist_ok=True)
-    need = sum(_tensor_bytes(model) + _HEADER_ROOM for model in models.values())
+    need = sum(_HEADER_ROOM + sum(tensor.nbytes for tensor in tensors) for _, tensors in models.values())
     free = shutil.disk_usage(folder).free
     if need > free:
         sizes = f"{need / 1e9:.1f} GB needed, {free / 1e9:.1f} GB free"
@@ -117,21 +112,13 @@ def _write(args: argparse.Namespace, models: dict[str, Model]) -> dict[str, obje
     return report
 
 
-def _run(args: argparse.Namespace, out: Callable[[str], None]) -> None:
-    models = _models(args)
-    _check_target(args.output, models, args.force)
-    report = _write(args, models)
-    if args.json:
-        out(json.dumps(report))
-    else:
-        for name in models:
-            out(str(report[name]))
-
-
 def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
-        _run(args, print)
+        models = _models(args)
+        _check_target(args.output, models, args.force)
+        report = _write(args, models)
+        print(json.dumps(report) if args.json else "\n".join(str(report[name]) for name in models))
     except OSError as error:
         message = error.args[0] if len(error.args) == 1 else f"cannot write: {error}"
         print(f"make_shape_model.py: {message}", file=sys.stderr)

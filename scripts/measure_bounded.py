@@ -18,36 +18,16 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from compare_with_stock import STOCK_LIB, log
-from resident import own_bytes
+from compare_with_stock import STOCK_LIB, log, require
+
+from pykvedge.native.memory import PeakMeter, own_bytes
 
 SIDES = ("stock", "ordinary", "one pass", "bounded")
-
-
-class Anonymous:
-    """Largest anonymous memory of this process while the with statement lasts, looked at every 5 ms."""
-
-    def __init__(self) -> None:
-        self._done, self.peak = threading.Event(), 0
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-
-    def _watch(self) -> None:
-        while not self._done.wait(0.005):
-            self.peak = max(self.peak, own_bytes())
-
-    def __enter__(self) -> Anonymous:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self._thread.join()
 
 
 def pieces(args: argparse.Namespace) -> list[tuple[bool, int]]:
@@ -106,20 +86,20 @@ def stock_side(args: argparse.Namespace) -> dict[str, Any]:
     llama.llama_log_set(quiet, None)
     llama.llama_backend_init()
     model = llama.llama_model_load_from_file(args.model.encode(), llama.llama_model_default_params())
-    before, start = own_bytes(), time.perf_counter()
-    with Anonymous() as memory:
-        params = llama.llama_context_default_params()
-        params.n_ctx = args.tokens + 64
-        params.n_threads = params.n_threads_batch = args.threads
-        context = llama.llama_init_from_model(model, params)
-        read_in_pieces(llama, context, llama.llama_model_n_embd(model), args)
-    seconds = time.perf_counter() - start
+    before, start, meter = own_bytes(), time.perf_counter(), PeakMeter(own_bytes)
+    meter.start()
+    params = llama.llama_context_default_params()
+    params.n_ctx = args.tokens + 64
+    params.n_threads = params.n_threads_batch = args.threads
+    context = llama.llama_init_from_model(model, params)
+    read_in_pieces(llama, context, llama.llama_model_n_embd(model), args)
+    peak, seconds = meter.stop(), time.perf_counter() - start
     answer(llama, context, args.tokens)
     heads = llama.llama_model_n_head_kv(model) * llama.llama_model_n_layer(model)
     size = llama.llama_model_n_embd(model) // llama.llama_model_n_head(model)
     return {
         "kv_peak_bytes": llama.llama_n_ctx(context) * heads * size * 4,
-        "beyond_weights_bytes": memory.peak - before,
+        "beyond_weights_bytes": peak - before,
         "answering_bytes": own_bytes() - before,
         "seconds": seconds,
     }
@@ -140,27 +120,27 @@ def our_side(args: argparse.Namespace) -> dict[str, Any]:
     plan = pykvedge.plan(args.method, args.budget)
     # a budget in pairs that covers the prompt: everything is gathered, nothing is dropped until the plan proper is set
     first = plan.with_(budget=Budget(pairs=args.tokens)) if args.side == "one pass" else plan
-    before, start = own_bytes(), time.perf_counter()
-    with Anonymous() as memory:
-        n_ubatch = 512 if args.side == "ordinary" else args.tokens
-        context = Context(model, ContextSize(args.tokens + 64, n_ubatch), args.threads)
-        cache = Cache(context.handle, first, "f16", auto_compress=False)
-        if args.side == "ordinary":
-            read_in_pieces(context.llama, context.handle, model.n_embd_input, args)
-        else:
-            prompt = whole_prompt(TokenTable(model.header), model.n_embd_input, args)
-            cache.bound_prompt(prompt.image_mask)
-            context.decode_whole(prompt)
-            cache.set_plan(plan)
-            del prompt
-        cache.compress()
-    seconds = time.perf_counter() - start
+    before, start, meter = own_bytes(), time.perf_counter(), PeakMeter(own_bytes)
+    meter.start()
+    n_ubatch = 512 if args.side == "ordinary" else args.tokens
+    context = Context(model, ContextSize(args.tokens + 64, n_ubatch), args.threads)
+    cache = Cache(context.handle, first, "f16", auto_compress=False)
+    if args.side == "ordinary":
+        read_in_pieces(context.llama, context.handle, model.n_embd_input, args)
+    else:
+        prompt = whole_prompt(TokenTable(model.header), model.n_embd_input, args)
+        cache.bound_prompt(prompt.image_mask)
+        context.decode_whole(prompt)
+        cache.set_plan(plan)
+        del prompt
+    cache.compress()
+    peak, seconds = meter.stop(), time.perf_counter() - start
     answer(context.llama, context.handle, args.tokens)
     held = own_bytes() - before
     kept = [[of_prompt(cache.tokens(i, h)) for h in range(len(x))] for i, x in enumerate(cache.lengths())]
     return {
         "kv_peak_bytes": cache.stats().peak_bytes,
-        "beyond_weights_bytes": memory.peak - before,
+        "beyond_weights_bytes": peak - before,
         "answering_bytes": held,
         "seconds": seconds,
         "kept": kept,
@@ -231,12 +211,9 @@ def main() -> None:
     if args.side:
         print(json.dumps(stock_side(args) if args.side == "stock" else our_side(args)))
         return
-    if not Path(args.model).is_file():
-        parser.error(f"{args.model} is not a file; scripts/make_shape_model.py writes models to measure with")
+    require(parser, args.model)
     if not Path("/proc/self/status").exists():
         parser.error("anonymous memory is read from /proc, which this system lacks")
-    if not STOCK_LIB.is_dir():
-        parser.error(f"{STOCK_LIB} is missing; python3 scripts/build_stock.py builds the unpatched library")
     found = {}
     for side in SIDES:
         log(f"{side} ...")

@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llama_source import SourceError, log
+from llama_source import SourceError, ended
 from native_build import build_native
 
 SHAPES = {"mha-16x1x128": (16, 1, 128), "mha-16x1x64": (16, 1, 64), "gqa-2x6x128": (2, 6, 128)}
@@ -68,7 +68,7 @@ def show(row: dict[str, Any], first: bool) -> None:
     print("  ".join(text.ljust(14) for text in cells).rstrip(), flush=True)
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--shape", action="append", default=[], choices=SHAPES, metavar="SHAPE",
@@ -85,21 +85,16 @@ def main() -> int:
     args = parser.parse_args()
     shapes = args.shape or list(SHAPES)
     rows: list[dict[str, Any]] = []
-    try:
-        for table in args.kernels or ["best"]:
-            options = {} if table == "best" else {"KVEDGE_KERNELS": table}
-            programs = build_native(table, ["bench_decode"], **options)
-            for setting in itertools.starmap(Setting, itertools.product(args.type, shapes, args.tokens, args.threads)):
-                rows.append(measure(programs / "bench_decode", setting, args))
-                if not args.json:
-                    show(rows[-1], len(rows) == 1)
-    except (SourceError, OSError) as error:
-        log(f"error: {error}")
-        return 1
+    for table in args.kernels or ["best"]:
+        options = {} if table == "best" else {"KVEDGE_KERNELS": table}
+        programs = build_native(table, ["bench_decode"], **options)
+        for setting in itertools.starmap(Setting, itertools.product(args.type, shapes, args.tokens, args.threads)):
+            rows.append(measure(programs / "bench_decode", setting, args))
+            if not args.json:
+                show(rows[-1], len(rows) == 1)
     if args.json:
         print(json.dumps(rows, indent=2))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

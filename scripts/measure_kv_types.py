@@ -24,9 +24,8 @@ import numpy as np
 
 import pykvedge
 from pykvedge.lab.demo_tasks.evalset import Sample, samples
-from pykvedge.models.images import Picture
+from pykvedge.lab.eval.metrics import log_softmax
 from pykvedge.models.model import Model
-from pykvedge.native import libraries
 from pykvedge.plans.kvtypes import KvType
 from pykvedge.runtime import libkvedge
 from pykvedge.runtime.llama_context import Context, ContextSize
@@ -38,30 +37,18 @@ BUDGETS = (1.0, 0.25)
 ROUND = 8  # tokens between two looks at the clock
 
 
-def pictures(sample: Sample) -> list[Picture]:
-    return [Picture(f"scene {i}", x.shape[1], x.shape[0], x.tobytes()) for i, x in enumerate(sample.images())]
-
-
 def make_plan(method: str, budget: float) -> pykvedge.Plan:
     return pykvedge.plan("full") if budget == 1.0 else pykvedge.plan(method, budget)
-
-
-def log_probabilities(session: pykvedge.Session) -> np.ndarray:
-    llama = libraries.llama()
-    logits = llama.llama_get_logits_ith(session.engine.context.handle, -1)
-    row = np.ctypeslib.as_array(logits, (session.model.n_vocab,)).astype(np.float64)
-    row -= row.max()
-    return row - np.log(np.exp(row).sum())
 
 
 def along_the_answer(session: pykvedge.Session, sample: Sample) -> np.ndarray:
     """[n + 1, vocabulary] log-probabilities of the next token, before each token of the right answer and after it."""
     session.clear()
-    session.ask(sample.question.text, pictures(sample))
-    rows = [log_probabilities(session)]
+    session.ask(sample.question.text, sample.images())
+    rows = [log_softmax(session.engine.context.logits())]
     for token in session.model.tokenize(sample.answer):
         session.engine.extend(token)
-        rows.append(log_probabilities(session))
+        rows.append(log_softmax(session.engine.context.logits()))
     return np.stack(rows)
 
 

@@ -15,10 +15,9 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-from pathlib import Path
 from typing import Any
 
-from compare_with_stock import STOCK_LIB, Worker, log, show
+from compare_with_stock import Worker, log, require, show
 
 import pykvedge
 
@@ -141,10 +140,7 @@ def main() -> None:
     add("--json", action="store_true")
     args = parser.parse_args()
     args.method = args.method or measurable()
-    if not Path(args.model).is_file():
-        parser.error(f"{args.model} is not a file; scripts/make_shape_model.py writes models to measure with")
-    if args.stock and not STOCK_LIB.is_dir():
-        parser.error(f"{STOCK_LIB} is missing; python3 scripts/build_stock.py builds the unpatched library")
+    require(parser, args.model, args.stock)
     if min(args.rounds, args.compressions) < 1:
         parser.error("--rounds and --compressions must be at least 1")
     try:

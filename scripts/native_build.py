@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
-from build_stock import tool
-from llama_source import ROOT, SourceError
+from build_stock import cmake
+from llama_source import ROOT
 
 # arguments with which tests run some of their cases: under an emulator or the thread sanitizer all of them take minutes
 FEWER = {"test_attention": ["3"]}
@@ -19,11 +17,5 @@ def build_native(name: str, targets: list[str], **options: str) -> Path:
     Raises SourceError when a tool is missing or the build fails.
     """
     folder = ROOT / "build" / "native" / name
-    cmake = tool("cmake")
-    configure = [cmake, "-S", str(ROOT / "native"), "-B", str(folder), "-G", "Ninja"]
-    configure += [f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}", *(f"-D{key}={value}" for key, value in options.items())]
-    for command in (configure, [cmake, "--build", str(folder), "--target", *targets]):
-        # stdout is for the result
-        if subprocess.run(command, stdout=sys.stderr, check=False).returncode != 0:
-            raise SourceError(f"the build in {folder} failed; its messages are above")
+    cmake(ROOT / "native", folder, options, *targets)
     return folder / "bin"

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from build_stock import find_build
-from llama_source import ROOT, SourceError, log
+from llama_source import ROOT, SourceError, ended, log
 from native_build import FEWER, build_native
 
 SANITIZERS = ("address,undefined", "thread")  # the first two get on with each other in one build
@@ -72,15 +72,11 @@ def main() -> int:
         if name not in (*SANITIZERS, "glue"):
             parser.error(f"there is no {name}: {', '.join(SANITIZERS)} or glue")
     chosen = [name for name in args.what if name != "glue"] or SANITIZERS
-    try:
-        failed = [test for name in chosen for test in run_tests(name, "glue" in args.what)]
-    except (SourceError, OSError, subprocess.CalledProcessError) as error:
-        log(f"error: {error}")
-        return 1
+    failed = [test for name in chosen for test in run_tests(name, "glue" in args.what)]
     for test in failed:
         log(f"error: {test} failed")
     return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

@@ -19,9 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.distributed as dist
+from demo.checkpoint import Log
 from demo.convert import convert
 from demo.evaluate import accuracy
-from demo.log import Log
 from demo.train_text import Plan, load_learner, load_tower, train_text
 from demo.train_vision import train_vision
 
@@ -52,7 +52,7 @@ def text_phase(args: argparse.Namespace) -> None:
     others = start_workers(args) if args.rank == 0 and args.workers > 1 else []
     if args.workers > 1:
         dist.init_process_group("gloo", init_method=f"file://{args.store}", rank=args.rank, world_size=args.workers)
-    train_text(args.out, plan, args.rank, args.workers)
+    train_text(args.out, plan, args.rank)
     if args.workers > 1:
         dist.barrier()
         dist.destroy_process_group()

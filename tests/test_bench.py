@@ -21,7 +21,9 @@ import pykvedge
 from pykvedge.lab.bench import machine, plot, table
 from pykvedge.lab.bench.matrix import MOST_ROUNDS, Matrix, ModelFiles, Shape, Variant
 from pykvedge.lab.bench.measure import Repetition, make_prompt
-from pykvedge.lab.bench.runner import Group, Log, Outcome, run
+from pykvedge.lab.bench.runner import Group, Outcome, run
+from pykvedge.lab.jsonlines import JsonLines
+from pykvedge.lab.tables import as_csv
 from pykvedge.models.encoder import Encoder
 from pykvedge.models.gguf import read_header
 from pykvedge.models.model import Model
@@ -30,7 +32,11 @@ from pykvedge.models.vision import Vision
 
 def measured(files, shapes, variants, **options):
     out = Outcome()
-    run(Matrix(files, shapes, variants, threads=THREADS, **{"repeat": 2, "generate": 5, **options}), Log(None), out)
+    run(
+        Matrix(files, shapes, variants, threads=THREADS, **{"repeat": 2, "generate": 5, **options}),
+        JsonLines(None),
+        out,
+    )
     assert not out.left_out and not out.interrupted
     return out
 
@@ -158,7 +164,7 @@ def test_forms_of_the_table():
     made = made_up()
     rows = table.rows(made)
     assert [json.loads(line)["variant"] for line in table.as_jsonl(rows).splitlines()] == ["stock", "h2o 0.5"]
-    listed = list(csv.DictReader(io.StringIO(table.as_csv(rows))))
+    listed = list(csv.DictReader(io.StringIO(as_csv(rows, "_spread"))))
     assert [float(r["decode_spread_low"]) for r in listed] == [pytest.approx(r.decode_spread[0]) for r in rows]
     assert json.loads(table.as_json(rows, made))["rows"][1]["decode_tok_s"] == pytest.approx(20)
     said = table.as_markdown(rows, made)
@@ -243,7 +249,7 @@ def test_what_fails_is_left_out_and_said(tiny, native):
     mamba, llama = ModelFiles(tiny("mamba").model), ModelFiles(tiny("llama").model)
     out = Outcome()
     variants = [Variant("h2o", pykvedge.plan("h2o"))]
-    run(Matrix([mamba, llama], [Shape(30)], variants, repeat=1, generate=2, threads=THREADS), Log(None), out)
+    run(Matrix([mamba, llama], [Shape(30)], variants, repeat=1, generate=2, threads=THREADS), JsonLines(None), out)
     assert len(out.left_out) == 1 and "h2o 0.2 left out" in out.left_out[0]
     assert [r.variant for r in table.rows(out)] == ["stock", "stock", "h2o 0.2"]
 
@@ -251,7 +257,7 @@ def test_what_fails_is_left_out_and_said(tiny, native):
 def test_cancelling_before_the_start(tiny, native):
     out, cancel = Outcome(), threading.Event()
     cancel.set()
-    run(Matrix([ModelFiles(tiny("llama").model)], [Shape(30)], []), Log(None), out, cancel=cancel)
+    run(Matrix([ModelFiles(tiny("llama").model)], [Shape(30)], []), JsonLines(None), out, cancel=cancel)
     assert out.interrupted and table.rows(out) == []
 
 
@@ -279,7 +285,7 @@ def test_a_disk_that_fills_up_keeps_whole_lines(environment, tiny, native, tmp_p
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full")
 def test_a_full_disk_is_one_line(tmp_path):
-    log = Log(Path("/dev/full"))
+    log = JsonLines(Path("/dev/full"))
     with pytest.raises(pykvedge.KvedgeError, match="/dev/full cannot be written: No space left"):
         log.add({"a": 1})
     log.close()

@@ -12,8 +12,8 @@ import pykvedge
 from pykvedge.errors import UnsupportedError
 from pykvedge.lab.footprint import (
     Files,
-    ModelShape,
     Request,
+    Weights,
     _copied,
     footprint,
     machine_simd,
@@ -23,6 +23,7 @@ from pykvedge.lab.footprint import (
 from pykvedge.models.gguf import read_header, tensor_bytes
 from pykvedge.models.images import Picture
 from pykvedge.models.imagetokens import image_grid
+from pykvedge.models.shape import ModelShape
 from pykvedge.models.vision import ImagePiece
 from pykvedge.native import ggml
 from pykvedge.runtime.llama_context import N_UBATCH
@@ -57,7 +58,7 @@ def test_the_compute_buffer_is_the_one_that_llama_cpp_reserves(tiny, kvedge, kin
     model = tiny(kind, n_layers=2, n_heads=8, n_heads_kv=4, head_size=128)
     done = kvedge("chat", *model.arguments(), "--method", "full", "--max-tokens", 1, "--verbose", "Hello")
     sizes = [float(x) * MIB for x in re.findall(r"sched_reserve: +CPU compute buffer size = +([\d.]+) MiB", done.err)]
-    shape = ModelShape.of(read_header(model.model), "none")
+    shape = ModelShape.of(read_header(model.model))
     work = N_UBATCH * shape.n_ff * 34 // 32
     assert shape.compute(N_UBATCH) - work == pytest.approx(sizes[1], rel=0.03)  # sizes[0] is stock's
 
@@ -78,8 +79,10 @@ def test_the_peak_is_the_measured_one(tiny, kvedge, method, weight):
 
 @pytest.fixture
 def files(tiny):
-    shape = ModelShape.of(read_header(tiny("llama").model), "avx2")
-    return Files(shape, program=50 * MIB, encoder=10 * MIB, encoder_compute=MIB)
+    header = read_header(tiny("llama").model)
+    return Files(
+        ModelShape.of(header), Weights.of(header, "avx2"), program=50 * MIB, encoder=10 * MIB, encoder_compute=MIB
+    )
 
 
 def test_the_largest_number_of_images_is_the_largest(files):
@@ -95,16 +98,16 @@ def test_the_largest_number_of_images_is_the_largest(files):
 
 
 def test_what_is_not_attended_costs_no_cache(tiny):
-    lfm2 = ModelShape.of(read_header(tiny("lfm2").model), "avx2")
+    lfm2 = ModelShape.of(read_header(tiny("lfm2").model))
     assert len(lfm2.layers) == 2  # the other two are convolutions
-    llama = ModelShape.of(read_header(tiny("llama").model), "avx2")
+    llama = ModelShape.of(read_header(tiny("llama").model))
     assert llama.kv_per_token(2) == 2 * 2 * (64 + 64) * 2
 
 
 def test_weights_that_are_rearranged_are_counted_twice(tiny):
     header = read_header(tiny("llama", weight="q4_0").model)
-    here, elsewhere = ModelShape.of(header, "avx2"), ModelShape.of(header, "generic")
-    assert elsewhere.repacked == 0 and elsewhere.weights > here.repacked > 0.4 * elsewhere.weights
+    here, elsewhere = Weights.of(header, "avx2"), Weights.of(header, "generic")
+    assert elsewhere.repacked == 0 and elsewhere.mapped > here.repacked > 0.4 * elsewhere.mapped
 
 
 @pytest.mark.parametrize("weight", ["f16", "q4_0", "q8_0"])

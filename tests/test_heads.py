@@ -203,7 +203,7 @@ def test_rows_belong_to_the_layers_of_the_model(native, tiny, tmp_path):
         session.ask("Good morning, how are you today?").read()
         stored, query_heads = session.engine.cache.layer_ids(), 4
         assert 0 < len(stored) < n_layers
-        query_heads = native.lib().kvedge_query_heads(session.engine.cache._live(), 0)
+        query_heads = native.lib().kvedge_query_heads(session.engine.cache.handle, 0)
     values = np.full((n_layers, query_heads), 1000.0)
     values[stored] = np.random.default_rng(0).random((len(stored), query_heads))
     plan = pykvedge.plan("sparsemm", 30, **{"scorer.window": 4})

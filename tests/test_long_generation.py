@@ -6,9 +6,9 @@ import sys
 
 import pytest
 from contexts import TinyContext, random_tokens
-from resident import own_bytes
 
 import pykvedge
+from pykvedge.native.memory import own_bytes
 from pykvedge.plans.registry import members
 
 PROMPT, GENERATED, WARM = 1500, 10_000, 2_000

@@ -169,6 +169,7 @@ def test_calibrating_on_one_prompt_gives_that_prompts_redundancies(native, own_f
     [sample] = itertools.islice(scenes("key-redundancy"), 1)
     with demo_session(pykvedge.plan("full")) as session:
         values, used = key_redundancy(session, [sample], 5)
+        session.ask(sample.question, sample.pictures)
         keys = [[rows(session.engine.cache, i, h)[0].astype(np.float64) for h in range(2)] for i in range(5)]
     assert used == 1 and values.shape == (5, 2)
     for layer, head in itertools.product(range(5), range(2)):

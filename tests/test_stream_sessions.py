@@ -6,11 +6,11 @@ import sys
 
 import pytest
 from conversations import say
-from resident import own_bytes
 
 import pykvedge
 from pykvedge.errors import ContextError, ImageError, NothingToCompressError, StateError, UsageError
 from pykvedge.models.images import Picture
+from pykvedge.native.memory import own_bytes
 from pykvedge.runtime.sampling import Sampling
 
 SHORT = Sampling(max_tokens=12)

@@ -8,10 +8,10 @@ from itertools import chain
 import numpy as np
 import pytest
 from contexts import TinyContext, random_tokens
-from resident import own_bytes
 
 import pykvedge
 from pykvedge.errors import StateError, UnsupportedError
+from pykvedge.native.memory import own_bytes
 from pykvedge.runtime import libkvedge
 
 BOUND = 40

@@ -1,4 +1,4 @@
-"""Answer: the generated text of one turn, piece by piece, and what it cost."""
+"""An Answer is the generated text of one turn, piece by piece, and what it cost."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Answer:
         return piece
 
     def read(self) -> str:
-        """The whole text, after it was generated to the end."""
+        """Generates to the end and returns the whole text."""
         if self._taken or not self._done:
             with self._conversation.guard:
                 for _ in self:
@@ -70,7 +70,7 @@ class Answer:
                 self._finish()
 
     def give_way(self) -> None:
-        """The same because the session goes on, maybe in another thread than the one that reads."""
+        """Does the same because the session goes on, maybe in another thread than the one that reads."""
         self._taken = not self._done and self._reader != threading.get_ident()
         self._finish()
 

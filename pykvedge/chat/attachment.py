@@ -1,4 +1,4 @@
-"""attach: compression for an existing llama_cpp.Llama, with one line."""
+"""With `attach`, one line makes an existing llama_cpp.Llama compress its prompts."""
 
 from __future__ import annotations
 
@@ -21,12 +21,7 @@ if TYPE_CHECKING:
 
 
 def attach(
-    llm: Any,
-    method: str | Plan | None = None,
-    budget: Any = None,
-    *,
-    profile: Given = None,
-    **settings: Any,
+    llm: Any, method: str | Plan | None = None, budget: Any = None, *, profile: Given = None, **settings: Any
 ) -> Attachment:
     """Compresses the prompts of a llama_cpp.Llama from now on; everything else is used as before.
 
@@ -35,7 +30,7 @@ def attach(
         llm = Llama("model.gguf", n_ctx=8192)
         pykvedge.attach(llm, method="lookm", budget=0.2)
 
-    method, budget, settings: as for pykvedge.plan; `method` may be a Plan; None: pykvedge.default_plan.
+    method, budget and settings are those of pykvedge.plan; `method` may be a Plan, and None is pykvedge.default_plan.
     What the model had read is forgotten.
     profile: one or several, for methods that need them, instead of what is found by itself (pykvedge/plans/profile.py).
     Raises LibraryError (the model is of a llama_cpp with other libraries), NothingToCompressError, ProfileError,
@@ -62,9 +57,9 @@ WRAPPED = ("eval", "sample", "generate", "create_chat_completion")
 
 
 class Attachment:
-    """What attach returns: figures, another plan, and the way back. Also usable in a with statement.
+    """What attach returns tells figures, takes another plan, and knows the way back. It works in a with statement, too.
 
-    For the thread that uses the model: while that one is at work, calls of others raise StateError. `detach`, and
+    It is for the thread that uses the model: while that one is at work, calls of others raise StateError. `detach`, and
     closing the model, wait for the token under way; the generation ends with StateError.
     """
 
@@ -183,17 +178,17 @@ class Attachment:
 
     @one_thread
     def stats(self) -> Stats:
-        """Figures of the sequence: fields as in kvedge_stats, bytes and microseconds. Raises StateError if detached."""
+        """Returns figures of the sequence, as kvedge_stats has them, in bytes and us. Raises StateError if detached."""
         return self._cache.stats()
 
     @one_thread
     def kept(self) -> list[list[int]]:
-        """KV pairs held now, per layer and KV head."""
+        """Counts the KV pairs held now, per layer and KV head."""
         return self._cache.lengths()
 
     @one_thread
     def set_plan(self, method: str | Plan, budget: Any = None, **settings: Any) -> None:
-        """Prompts that complete from now on are compressed by this plan."""
+        """Compresses prompts that complete from now on by this plan."""
         plan = _plan(method, budget, settings)
         given = self._tables(plan, spare=True)
         self._cache.set_plan(plan, given)

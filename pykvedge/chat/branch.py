@@ -1,4 +1,4 @@
-"""Branches: a conversation is taken back to where it stood before its last message, to the bit.
+"""A conversation is taken back to where it stood before its last message, to the bit.
 
 Before a message the engine marks what it has read (runtime/mark.py). Taking the message back goes to that mark.
 """
@@ -17,7 +17,7 @@ from pykvedge.runtime.report import Report
 
 @dataclass(frozen=True)
 class Branch:
-    """A conversation before its last message. mark: None where the cache held nothing of it, or could not be copied."""
+    """What a conversation was before its last message. mark: None where the cache held nothing, or was not copied."""
 
     n_messages: int
     pending: list[int]
@@ -28,7 +28,7 @@ class Branch:
 
 
 def before_message(conversation: Conversation) -> Branch:
-    """Where the conversation stands. Copies the cache if there is something in it and the settings ask for it."""
+    """Notes where the conversation stands. Copies the cache if it holds something and the settings ask for it."""
     branch = Branch(len(conversation.messages), conversation.pending, conversation.plan, conversation.last_report)
     if not conversation.in_cache:
         return branch
@@ -41,7 +41,7 @@ def before_message(conversation: Conversation) -> Branch:
 
 
 def restore(conversation: Conversation, branch: Branch) -> None:
-    """Makes the conversation what it was. Its plan stays. Raises KvedgeError."""
+    """Makes the conversation what it was, but for its plan, which stays. Raises KvedgeError."""
     engine = conversation.engine
     del conversation.messages[branch.n_messages :]
     conversation.last_report = branch.report
@@ -59,7 +59,7 @@ def restore(conversation: Conversation, branch: Branch) -> None:
 
 
 def recover(conversation: Conversation, branch: Branch) -> None:
-    """After a message that failed: the cache of before, or none where there is no copy of it."""
+    """Goes back to the cache of before a message that failed, or to none where there is no copy of it."""
     if branch.mark is None:
         conversation.forget()
         return

@@ -1,4 +1,4 @@
-"""Conversation: messages, the engine that has read them, and how what is new in them is brought into its cache."""
+"""A Conversation has messages and the engine that has read them, and brings what is new in them into its cache."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pykvedge.runtime.settings import Settings
 
 
 class Conversation:
-    """What a session, its answers and its branches share; the session brings the model, its vision and its engine."""
+    """A session, its answers and its branches share this; the session brings the model, its vision and its engine."""
 
     model: Model
     _composer: Composer
@@ -45,7 +45,7 @@ class Conversation:
 
     @property
     def engine(self) -> Engine:
-        """Context and cache. Raises StateError after close."""
+        """The engine has context and cache. Raises StateError after close."""
         if self._engine is None:
             raise StateError("the session is closed")
         return self._engine
@@ -109,7 +109,7 @@ class Conversation:
             rss.peak_bytes = max(meter.stop(), rss.before_prefill_bytes, rss.after_compress_bytes)
 
     def _read_stream(self, report: Report) -> None:
-        """The same piece by piece: an image is encoded, read and forgotten before the next one is looked at."""
+        """Does the same piece by piece: an image is encoded, read and forgotten before the next one is looked at."""
         engine, message = self.engine, self.messages[-1]
         composer = self._composer
         written = composer.following(self.messages) if self.in_cache else composer.first(self.messages)
@@ -136,7 +136,7 @@ class Conversation:
         self.in_cache, self.pending = True, []
 
     def measure_stream(self, report: Report) -> None:
-        """What a stream has become; the first time, when the prompt was read, also the figures of its cache."""
+        """Notes what a stream has become; the first time, when the prompt was read, also the figures of its cache."""
         if figures := stream.measure(self.engine, self.model, self.plan, self.settings.kv_type):
             report.kv = report.kv if report.stream else figures[0]
             report.stream = figures[1]
@@ -152,7 +152,7 @@ class Conversation:
         return before + self._composer.pieces(self._composer.following(self.messages), self.messages[-1].pictures)
 
     def first_pieces(self, messages: list[Message]) -> list[Piece]:
-        """Messages as the model would read them at the start of a conversation; release them."""
+        """Cuts messages as the model would read them at the start of a conversation; release the pieces after use."""
         return self._composer.pieces(self._composer.first(messages), [p for m in messages for p in m.pictures])
 
 

@@ -1,4 +1,4 @@
-"""History: how the tokens in an attached model's cache came there, and what of it a new request may go on from.
+"""A History knows how the tokens in an attached model's cache came there, and what a new request may go on from.
 
 A compressed cache cannot be cut: its rows were chosen, and maybe merged, in the light of the whole prompt. A request
 that only adds to what is there goes on from it, as the next message of a conversation does. Any other one goes back to
@@ -21,13 +21,13 @@ class Read:
 
 
 class History:
-    """Of one sequence, from an empty cache on."""
+    """The history of one sequence begins with an empty cache."""
 
     def __init__(self) -> None:
         self.clear(uncut=False)
 
     def clear(self, uncut: bool) -> None:
-        """The cache is empty. uncut: nothing that comes will be compressed."""
+        """Begins anew, as the cache is empty. uncut: nothing that comes will be compressed."""
         self.uncut = uncut
         self._reads: list[Read] | None = []  # None: something came that was not noted
         self._n = 0  # tokens of them
@@ -35,11 +35,11 @@ class History:
         self._requests: list[tuple[int, int]] = []  # tokens and reads that were there when each began
 
     def knows(self, n_tokens: int) -> bool:
-        """Whether the n_tokens of the cache are those that were noted."""
+        """Tells whether the n_tokens of the cache are those that were noted."""
         return self._reads is not None and self._n == n_tokens
 
     def note(self, n_before: int, tokens: Sequence[int], generated: bool) -> None:
-        """Tokens were read into a cache of n_before."""
+        """Notes that tokens were read into a cache of n_before."""
         if self._reads is None or self._n != n_before:
             self.lose()
             return
@@ -47,33 +47,33 @@ class History:
         self._n += len(tokens)
 
     def lose(self) -> None:
-        """Nobody knows how the cache came to what it holds."""
+        """Notes that nobody knows how the cache came to what it holds."""
         self._reads, self._requests = None, []
 
     def fail(self) -> None:
-        """Tokens were refused half-way: nothing can go on from here."""
+        """Notes that tokens were refused half-way: nothing can go on from here."""
         self.lose()
         self.failed = True
 
     def begin(self) -> None:
-        """A request goes on from here."""
+        """Notes that a request goes on from here."""
         if self._reads is not None:
             self._requests.append((self._n, len(self._reads)))
 
     def before(self, n_shared: int) -> tuple[list[Read], list[tuple[int, int]]]:
-        """What to read again for a request that shares n_shared tokens with the cache, and the requests in it."""
+        """Returns what to read again for a request that shares n_shared tokens, and the requests in it."""
         if self._reads is None:
             return [], []
         earlier = [request for request in self._requests if request[0] <= n_shared]
         return (self._reads[: earlier[-1][1]], earlier[:-1]) if earlier else ([], [])
 
     def again(self, requests: list[tuple[int, int]]) -> None:
-        """What `before` returned was read again."""
+        """Notes that what `before` returned was read again."""
         if self._reads is not None:
             self._requests = requests
 
 
 def shared(a: Sequence[int], b: Sequence[int]) -> int:
-    """Tokens that both begin with."""
+    """Counts the tokens that both begin with."""
     n = min(len(a), len(b))
     return next((i for i in range(n) if a[i] != b[i]), n)

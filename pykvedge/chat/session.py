@@ -1,4 +1,4 @@
-"""Session: a model, its image encoder, a plan, and a conversation whose KV cache is compressed after every prompt."""
+"""A Session is a conversation with a model, whose KV cache is compressed by a plan after every prompt."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 class Session(Conversation):
     """A conversation with a model. Close it when done, or use it in a with statement.
 
-    For one thread at a time: a call while another thread is in one raises StateError. `close` waits for that thread,
-    whose call ends early, with CancelledError; the answer that it reads ends with StateError.
+    It is for one thread at a time: a call while another thread is in one raises StateError. `close` waits for that
+    thread, whose call ends early, with CancelledError; the answer that it reads ends with StateError.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Session(Conversation):
     ) -> None:
         """Loads the model, and the image encoder if one is given; or takes what pykvedge.load has loaded.
 
-        plan: what to keep of each prompt, default: default_plan(). settings: fields of Settings.
+        plan: what to keep of each prompt; without one it is default_plan(). settings: fields of Settings.
         progress(what, share done) is called during long steps. Setting `cancel` stops a step or an answer that is
         under way. Raises ModelError, LibraryError, ProfileError, UsageError, CancelledError, and StateError for a
         loaded model that was closed.
@@ -82,12 +82,7 @@ class Session(Conversation):
         self._load_s = time.perf_counter() - started
 
     @one_thread
-    def ask(
-        self,
-        prompt: str,
-        images: ImageSources = (),
-        sampling: Sampling | None = None,
-    ) -> Answer:
+    def ask(self, prompt: str, images: ImageSources = (), sampling: Sampling | None = None) -> Answer:
         """Puts the next message to the model; iterate over what it returns to get the answer piece by piece.
 
         `<image>` in the prompt is the place of a picture, in their order; without any, they come before the text.
@@ -142,7 +137,7 @@ class Session(Conversation):
 
     @property
     def undo_bytes(self) -> int:
-        """Bytes of keys and values in the copy that undo goes back to; 0 where there is none."""
+        """The copy that undo goes back to has so many bytes of keys and values; without one they are 0."""
         return self._branch.mark.n_bytes if self._branch and self._branch.mark else 0
 
     @one_thread
@@ -159,29 +154,24 @@ class Session(Conversation):
         tokens that are kept. Raises what ask raises, and NothingToCompressError where llama.cpp keeps the cache.
         """
         self.clear()
-        self.messages.append(Message("user", prompt, list(load_pictures(images))))
+        pieces = self.first_prompt(prompt, images)
         try:
-            pieces = self._pieces()
-            try:
-                self.engine.make_room(pieces, plan)
-                self.engine.encode(pieces, self._progress, self.stop)
-                self.engine.prefill(pieces, self._progress, self.stop)
-                cache = self.engine.cache
-                if cache is None:
-                    raise NothingToCompressError(f"kvedge does not hold the KV cache of {self.model.path.name}")
-                look(cache, pieces)
-                self.engine.compress()
-                lengths = cache.lengths()
-                return [[cache.tokens(i, h) for h in range(len(heads))] for i, heads in enumerate(lengths)]
-            finally:
-                self.release(pieces)
+            self.engine.make_room(pieces, plan)
+            self.engine.encode(pieces, self._progress, self.stop)
+            self.engine.prefill(pieces, self._progress, self.stop)
+            cache = self.engine.cache
+            if cache is None:
+                raise NothingToCompressError(f"kvedge does not hold the KV cache of {self.model.path.name}")
+            look(cache, pieces)
+            self.engine.compress()
+            return [[cache.tokens(i, h) for h in range(len(heads))] for i, heads in enumerate(cache.lengths())]
         finally:
-            self.messages.clear()
+            self.release(pieces)
             self.forget()
 
     @one_thread
     def set_plan(self, plan: Plan) -> None:
-        """Prompts that come from now on are compressed by this plan. Raises NothingToCompressError."""
+        """Compresses prompts that come from now on by this plan. Raises NothingToCompressError."""
         plan = checked_plan(plan)
         self.check_stream(plan)
         self._end_answer()
@@ -216,8 +206,8 @@ class Session(Conversation):
     def load(self, path: str | os.PathLike[str], plan: Plan | None = None) -> None:
         """Goes on with the conversation in a file of `save`, in place of the one so far.
 
-        plan: for the prompts from now on; None: the plan that the file was saved with. Pictures of earlier messages are
-        in the cache only. Raises SessionFileError, ContextError, OutOfMemoryError, UsageError.
+        plan: for the prompts from now on; with None it is the plan that the file was saved with. Pictures of earlier
+        messages are in the cache only. Raises SessionFileError, ContextError, OutOfMemoryError, UsageError.
         """
         self._end_answer()
         model = fingerprint(self.model.header)
@@ -263,12 +253,12 @@ class Session(Conversation):
 
     @property
     def sees_images(self) -> bool:
-        """Whether an image encoder was loaded."""
+        """Tells whether an image encoder was loaded."""
         return self._vision is not None
 
     @one_thread
     def first_prompt(self, prompt: str, pictures: ImageSources = ()) -> list[Piece]:
-        """A message as the model would read it at the start of a conversation, for use with `engine`; release it."""
+        """Cuts a message as the model would read it first, for `engine`; release the pieces after use."""
         _ = self.engine  # raises after close
         message = Message("user", prompt, list(load_pictures(pictures)))
         self._require_eyes(message.pictures)

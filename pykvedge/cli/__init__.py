@@ -1,4 +1,4 @@
-"""The command line: one thin command per file, which program.py puts together."""
+"""The command line has one thin command per file; program.py puts them together."""
 
 from pykvedge.cli.program import main
 

@@ -1,4 +1,4 @@
-"""kvedge bench."""
+"""The command `kvedge bench` measures speed and memory of methods beside stock llama.cpp."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from pykvedge.lab.bench.matrix import Matrix, ModelFiles, Shape, Variant
 
 OUTPUTS = ("md", "csv", "json", "jsonl")
-DEFAULTS = {"budgets": "0.5,0.2", "tokens": "64", "images": "2,8", "repeat": 5, "generate": 32}
+DEFAULTS: dict[str, Any] = {"budgets": "0.5,0.2", "tokens": "64", "images": "2,8", "repeat": 5, "generate": 32}
 FILL_S = 10.0  # rounds of less than this are repeated beyond their number
-QUICK = {"budgets": "0.2", "tokens": "64", "images": "8", "repeat": 3, "generate": 16}
+QUICK: dict[str, Any] = {"budgets": "0.2", "tokens": "64", "images": "8", "repeat": 3, "generate": 16}
 
 
 @click.command()
@@ -76,7 +76,7 @@ def bench(**given: Any) -> None:
 def _run(given: dict[str, Any]) -> int:
     from pykvedge.lab import drawing
     from pykvedge.lab.bench import plot
-    from pykvedge.lab.bench.runner import Log, Outcome, run
+    from pykvedge.lab.bench.runner import Outcome, new_log, run
     from pykvedge.lab.jsonlines import SaveError
     from pykvedge.lab.progress import Display
     from pykvedge.runtime.interrupt import as_event
@@ -88,7 +88,7 @@ def _run(given: dict[str, Any]) -> int:
         plot.check(given["plot"])
     if given["memory_plot"] is not None:
         drawing.check("--memory-plot", given["memory_plot"])
-    log, outcome, failure = Log(given["save"]), Outcome(), None
+    log, outcome, failure = new_log(given["save"]), Outcome(), None
     display = Display(enabled=not given["quiet"], steps=matrix.steps)
 
     try:
@@ -107,11 +107,12 @@ def _run(given: dict[str, Any]) -> int:
 
 def _print(outcome: Any, given: dict[str, Any]) -> None:
     from pykvedge.lab.bench import plot, table, timeline
+    from pykvedge.lab.tables import as_csv
 
     made = table.rows(outcome) if outcome.bandwidth is not None else []
     forms = {
         "md": lambda: table.as_markdown(made, outcome) if made else "",
-        "csv": lambda: table.as_csv(made),
+        "csv": lambda: as_csv(made, "_spread"),
         "json": lambda: table.as_json(made, outcome),
         "jsonl": lambda: table.as_jsonl(made),
     }
@@ -172,10 +173,7 @@ def _numbers(option: str, text: str, least: int) -> list[int]:
 def _shapes(chosen: dict[str, Any], image_size: str) -> list[Shape]:
     from pykvedge.lab.bench.matrix import Shape
 
-    found = re.fullmatch(r"(\d{1,5})x(\d{1,5})", image_size)
-    if not found or not 1 <= min(map(int, found.groups())) <= max(map(int, found.groups())) <= 10000:
-        raise UsageError(f"--image-size takes WIDTHxHEIGHT in pixels, for example 336x336, not '{image_size}'")
-    width, height = map(int, found.groups())
+    width, height = options.pixels(image_size, 10**4)
     tokens, images = _numbers("--tokens", chosen["tokens"], 2), _numbers("--images", chosen["images"], 0)
     return [Shape(n, i, width, height) for n in tokens for i in images]
 

@@ -1,4 +1,4 @@
-"""kvedge calibrate."""
+"""The command `kvedge calibrate` measures profiles of a model."""
 
 from __future__ import annotations
 
@@ -88,12 +88,9 @@ def heads(kind: str, samples: int, **given: Any) -> None:
     from pykvedge.lab.calibrate.redundancy import key_redundancy
     from pykvedge.plans.presets import plan
 
-    made: dict[str, Any] = {
-        "command": f"kvedge calibrate heads --kind {kind} --samples {samples}",
-        "data": _data_name(given),
-    }
+    made: dict[str, Any] = {"command": f"kvedge calibrate heads --kind {kind} --samples {samples}"}
     with _session(given, plan("full")) as (session, display, cancel):
-        source, count = _samples(given, KINDS[kind]), _count(samples)
+        source, count = _samples(given, KINDS[kind]), options.positive("--samples", samples)
         if kind == "redundancy":
             values, used = key_redundancy(session, source, count, display, cancel)
         else:
@@ -143,9 +140,10 @@ def prefix(budgets: str, samples: int, **given: Any) -> None:
 
     check_budgets(shares)
     with _session(given, plan("full")) as (session, display, cancel):
-        values, used = kept_shares(session, shares, _samples(given, "prefix"), _count(samples), display, cancel)
+        count = options.positive("--samples", samples)
+        values, used = kept_shares(session, shares, _samples(given, "prefix"), count, display, cancel)
     command = f"kvedge calibrate prefix --budget {','.join(f'{b:g}' for b in shares)} --samples {samples}"
-    made = {"command": command, "data": _data_name(given), "method": "prefixkv"}
+    made = {"command": command, "method": "prefixkv"}
     _deliver(given, session, "prefix", values, tuple(shares), used, made)
 
 
@@ -159,16 +157,6 @@ def _budgets(text: str) -> list[float]:
         raise UsageError(f"--budget takes shares like 0.1,0.2,0.5, not '{text}'") from None
 
 
-def _count(samples: int) -> int:
-    if samples < 1:
-        raise UsageError(f"--samples must be at least 1, not {samples}")
-    return samples
-
-
-def _data_name(given: dict[str, Any]) -> str:
-    return given["data"].name if given["data"] else "scenes drawn by kvedge"
-
-
 def _samples(given: dict[str, Any], kind: str) -> Iterable[Labelled]:
     from pykvedge.lab.calibrate.samples import read_jsonl, scenes
 
@@ -177,7 +165,7 @@ def _samples(given: dict[str, Any], kind: str) -> Iterable[Labelled]:
 
 @contextmanager
 def _session(given: dict[str, Any], plan: Any) -> Iterator[tuple[Session, Any, threading.Event]]:
-    """A session in which Ctrl-C asks for an end: nothing is written then."""
+    """Opens a session in which Ctrl-C asks for an end, after which nothing is written."""
     from pykvedge.chat.session import Session
     from pykvedge.lab.progress import Display
     from pykvedge.runtime.interrupt import CancelledError, as_event
@@ -202,10 +190,8 @@ def _deliver(
     from pykvedge.plans import profile
 
     path = session.model.path
-    about = {
-        "model": {"name": path.name, "architecture": session.model.header.architecture},
-        "made": made,
-    }
+    made["data"] = given["data"].name if given["data"] else "scenes drawn by kvedge"
+    about = {"model": {"name": path.name, "architecture": session.model.header.architecture}, "made": made}
     done = profile.Profile(kind, values, budgets, profiles.hash_of(path), samples, about)
     place = given["output"] or profiles.folder() / profiles.file_name(kind, done.model_hash)
     profile.save(done, place)
@@ -217,7 +203,7 @@ def _deliver(
 
 
 def _table(profile: Profile) -> str:
-    """Rows of layers, in percent: scores of heads as parts of the whole, kept shares and redundancies as they are."""
+    """Shows rows of layers in percent: scores of heads are parts of the whole, shares and redundancies as they are."""
     is_prefix = profile.kind == "prefix"
     whole = profile.values.sum() if profile.kind in ("visual-heads", "retrieval-heads") else 1
     names = [f"{b:g}" for b in profile.budgets] if is_prefix else [f"head {h}" for h in range(profile.values.shape[1])]

@@ -1,4 +1,4 @@
-"""kvedge chat."""
+"""The command `kvedge chat` asks a model about images, once or in a conversation."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _run(question: str | None, plan: Plan, model: Path, mmproj: Path | None, giv
     sampling = Sampling(**{k: given[k] for k in ("temp", "top_p", "top_k", "seed", "max_tokens")})
     images = [paths.expanded(path) for path in given["images"]]
     # those of a stream are loaded when it is their turn; a wrong path is found now
-    pictures = [path if given["stream"] and paths.is_file(path) else load_picture(path) for path in images]
+    pictures = [path if given["stream"] and paths.ask(Path.is_file, path) else load_picture(path) for path in images]
     display = Display(enabled=not given["quiet"] and not given["verbose"])
     settings = {k: given[k] for k in ("system", "verbose", "profile", "bounded", "stream")} | options.running(given)
     file = _session_file(given["session_file"])
@@ -110,7 +110,7 @@ def _run(question: str | None, plan: Plan, model: Path, mmproj: Path | None, giv
         finally:
             display.done()
     with session:
-        if file is not None and paths.exists(file):
+        if file is not None and paths.ask(Path.exists, file):
             if given["system"]:
                 raise UsageError(f"--system opens a conversation, but the one in {file} has begun; leave it out")
             session.load(file, plan if options.chooses_plan(given) else None)
@@ -124,13 +124,13 @@ def _session_file(path: Path | None) -> Path | None:
     if path is None:
         return None
     path = paths.expanded(path)
-    if not paths.is_folder(path.parent):
+    if not paths.ask(Path.is_dir, path.parent):
         raise UsageError(f"--session {path} cannot be written: there is no folder {path.parent}")
     return path
 
 
 def _question(prompt: str | None) -> str | None:
-    """The prompt, from the argument or a pipe; None when a person sits at the terminal."""
+    """Takes the prompt from the argument or a pipe; None means that a person sits at the terminal."""
     if prompt is not None and prompt != "-":
         return prompt
     if prompt is None and sys.stdin is not None and sys.stdin.isatty():

@@ -1,4 +1,4 @@
-"""kvedge doctor."""
+"""The command `kvedge doctor` tells whether kvedge is sound on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""kvedge eval."""
+"""The command `kvedge eval` measures what compression costs."""
 
 from __future__ import annotations
 
@@ -220,6 +220,7 @@ def _check_base(cells: list[Cell], against: str) -> None:
 def _print(job: Job, outcome: Any, given: dict[str, Any]) -> None:
     from pykvedge.lab.eval import plot, table
     from pykvedge.lab.eval.runner import FULL
+    from pykvedge.lab.tables import as_csv
 
     against = given["against"]
     cells = [cell for cell in job.cells if any(key[1:] == cell.key for key in outcome.records.rows)]
@@ -230,7 +231,7 @@ def _print(job: Job, outcome: Any, given: dict[str, Any]) -> None:
         notes.append(f"Left out: {len(outcome.left_out)}, see the messages.")
     forms = {
         "md": lambda: table.as_markdown(made, notes, against) if made else "",
-        "csv": lambda: table.as_csv(made),
+        "csv": lambda: as_csv(made, "_change"),
         "json": lambda: table.as_json(made, about),
     }
     options.write_table(given, forms)

@@ -1,4 +1,4 @@
-"""kvedge fit."""
+"""The command `kvedge fit` tells what a conversation will take of memory."""
 
 from __future__ import annotations
 
@@ -81,9 +81,10 @@ def fit(file: Path | None, **given: Any) -> None:
 
 
 def _request(model: Path, mmproj: Path | None, given: dict[str, Any]) -> tuple[Files, Request, int]:
-    from pykvedge.lab.footprint import Files, ModelShape, Request, encoder_compute, machine_simd, program_bytes
+    from pykvedge.lab.footprint import Files, Request, Weights, encoder_compute, machine_simd, program_bytes
     from pykvedge.models.imagetokens import image_grid
     from pykvedge.models.modelfile import check_mmproj, check_model
+    from pykvedge.models.shape import ModelShape
     from pykvedge.native import llamacpp
     from pykvedge.plans.kvtypes import KvType
 
@@ -91,7 +92,7 @@ def _request(model: Path, mmproj: Path | None, given: dict[str, Any]) -> tuple[F
     pictures = _sizes(given)
     chosen = options.chosen_plan(given)
     header = check_model(model)
-    shape = ModelShape.of(header, machine_simd())
+    shape, weights = ModelShape.of(header), Weights.of(header, machine_simd())
     encoder = working = tokens = 0
     if mmproj is not None:
         projector = check_mmproj(mmproj, header)
@@ -104,7 +105,7 @@ def _request(model: Path, mmproj: Path | None, given: dict[str, Any]) -> tuple[F
         raise UsageError("images need the image encoder of the model: pass it with --mmproj")
     n_images = len(given["images"]) or given["n_images"]
     n_images = int(mmproj is not None) if n_images is None else n_images
-    files = Files(shape, program_bytes(header), encoder, working if n_images else 0)
+    files = Files(shape, weights, program_bytes(header), encoder, working if n_images else 0)
     how = options.running(given)
     threads = how["threads"] or llamacpp.default_threads()
     request = Request(chosen, n_images, tokens or 0, given["text_tokens"], how["n_ctx"], how["kv_type"], threads)
@@ -112,28 +113,19 @@ def _request(model: Path, mmproj: Path | None, given: dict[str, Any]) -> tuple[F
 
 
 def _sizes(given: dict[str, Any]) -> list[tuple[int, int]]:
-    """Width and height of each picture that is different."""
+    """Tells the width and height of every picture."""
     from pykvedge.models.images import load_picture
 
     if given["images"] and (given["image_size"] or given["n_images"] is not None):
         raise UsageError("--image says how many images there are, and how large; leave --images and --image-size out")
     loaded = [load_picture(options.paths.expanded(path)) for path in given["images"]]
-    return [(p.width, p.height) for p in loaded] or [_size(given["image_size"] or "1024x768")]
-
-
-def _size(text: str) -> tuple[int, int]:
-    width, x, height = text.lower().partition("x")
-    if not (x and width.isascii() and width.isdigit() and height.isascii() and height.isdigit()):
-        raise UsageError(f"--image-size is WIDTHxHEIGHT, for example 1024x768, not '{text}'")
-    if not (0 < int(width) <= 10**5 and 0 < int(height) <= 10**5):
-        raise UsageError(f"--image-size must lie between 1x1 and 100000x100000, not '{text}'")
-    return int(width), int(height)
+    return [(p.width, p.height) for p in loaded] or [options.pixels(given["image_size"] or "1024x768", 10**5)]
 
 
 def _table(f: Footprint, request: Request, out: dict[str, Any]) -> str:
     from pykvedge.native.memory import readable
 
-    rows = [
+    rows: list[tuple[Any, ...]] = [
         ("program and its libraries", *[f.program] * 3),
         ("weights, from the file", *[f.weights] * 3),
         ("weights, rearranged for this CPU", *[f.repacked] * 3),

@@ -1,4 +1,4 @@
-"""kvedge inspect."""
+"""The command `kvedge inspect` draws what a KV cache holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""kvedge methods."""
+"""The command `kvedge methods` lists, explains and checks the methods."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def methods(name: str | None, as_json: bool, checking: bool, **given: Any) -> No
 
 
 def _all() -> list[Preset]:
-    """Every method. A line on stderr for each installed plugin that cannot be loaded, or method that cannot be made."""
+    """Lists every method, and says on stderr which plugins cannot be loaded and which methods cannot be made."""
     names, problems = presets.methods(), installed.problems()
     out = [PRESETS[name] for name in names if name in PRESETS]
     for found in (preset(name) for name in names if name not in PRESETS):

@@ -1,9 +1,10 @@
-"""The options that several commands have, each declared once: one name means the same everywhere."""
+"""The options that several commands have are declared here, each once: one name means the same everywhere."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ _BUDGET_HELP = "What is kept: 0.2 of the prompt, or 128 KV pairs per layer and h
 option = click.option
 
 # ------------------------------------------------------------------------------------------------------------
-# What is asked of what
+# Which model is asked about which images
 
 MODEL = option("--model", type=PATH, metavar="FILE.gguf", help=_MODEL_HELP)
 MODELS = option("--model", "models", type=PATH, multiple=True, metavar="FILE.gguf", help=f"{_MODEL_HELP} Repeatable.")
@@ -103,12 +104,12 @@ VERBOSE = option("--verbose", is_flag=True, help="llama.cpp's log on stderr.")
 
 
 def output(what: str, **settings: Any) -> Callable[[Any], Any]:
-    """--output: the file or folder that a command writes."""
+    """Declares --output, the file or folder that a command writes."""
     return option("--output", type=PATH, help=what, **settings)
 
 
 def taking(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The command has these options, and its help lists them in this order."""
+    """Gives a command these options, which its help lists in this order."""
 
     def decorate(command: Any) -> Any:
         for one in reversed(options):
@@ -123,13 +124,12 @@ def taking(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def load_plugins(given: Mapping[str, Any]) -> None:
-    """Loads what --plugin names."""
     for file in given["plugins"]:
         load_file(file)
 
 
 def chosen_plan(given: Mapping[str, Any]) -> Plan:
-    """The plan of --method and what changes it, or of --plan. Raises UsageError and what making a plan raises."""
+    """Makes the plan of --method and what changes it, or of --plan. Raises UsageError and what making a plan raises."""
     settings = {k: given[k] for k in _PLAN_SETTINGS if given[k] is not None}
     settings.update(_parsed(change) for change in given["changes"])
     if given["plan_file"] is None:
@@ -142,7 +142,7 @@ def chosen_plan(given: Mapping[str, Any]) -> Plan:
 
 
 def chooses_plan(given: Mapping[str, Any]) -> bool:
-    """Whether any option says what to keep."""
+    """Tells whether any option says what to keep."""
     names = ("method", "budget", "plan_file", *_PLAN_SETTINGS)
     return bool(given["changes"]) or any(given[name] is not None for name in names)
 
@@ -155,7 +155,7 @@ def _parsed(change: str) -> tuple[str, str]:
 
 
 def read_plan(path: Path) -> Plan:
-    """The plan in a JSON file. Raises UsageError if it cannot be read or is none."""
+    """Reads the plan in a JSON file. Raises UsageError if it cannot be read or is none."""
     try:
         return Plan.from_json(paths.expanded(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -165,7 +165,7 @@ def read_plan(path: Path) -> Plan:
 
 
 def model_files(model: Path | None, mmproj: Path | None) -> tuple[Path, Path | None]:
-    """The files that were asked for, or the packaged demo model. Raises UsageError where there is none."""
+    """Returns the files that were asked for, or the packaged demo model. Raises UsageError where there is none."""
     if model is not None:
         return paths.expanded(model), paths.expanded(mmproj) if mmproj else None
     demo, demo_mmproj = DATA / "demo-model.gguf", DATA / "demo-mmproj.gguf"
@@ -178,14 +178,14 @@ def model_files(model: Path | None, mmproj: Path | None) -> tuple[Path, Path | N
 
 
 def positive(name: str, value: int | None) -> int:
-    """The value, 0 for none. Raises UsageError for a number below 1."""
+    """Returns the value, or 0 for none. Raises UsageError for a number below 1."""
     if value is not None and value < 1:
         raise UsageError(f"{name} must be at least 1, not {value}")
     return value or 0
 
 
 def running(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of a session, of those of --ctx, --threads, --kv-type and DEVICES that the command has."""
+    """Collects settings of a session: --ctx, --threads, --kv-type and DEVICES, as far as the command has them."""
     _end_in_one_line()
     out = {k: given[k] for k in ("gpu_layers", "device", "rpc", "kv_type") if k in given}
     if "ctx" in given:
@@ -211,8 +211,17 @@ def offload(given: Mapping[str, Any]) -> Offload:
     return Offload(given["gpu_layers"], given["device"], given["rpc"])
 
 
+def pixels(text: str, most: int) -> tuple[int, int]:
+    """Reads the width and height of --image-size. Raises UsageError for what is none, and for a side above `most`."""
+    found = re.fullmatch(r"(\d{1,6})x(\d{1,6})", text.lower(), re.ASCII)
+    width, height = map(int, found.groups()) if found else (0, 0)
+    if not (0 < width <= most and 0 < height <= most):
+        raise UsageError(f"--image-size takes WIDTHxHEIGHT in pixels up to {most}, for example 336x336, not '{text}'")
+    return width, height
+
+
 def listed(name: str, text: str) -> list[str]:
-    """The parts of "A,B", each once. Raises UsageError where there is none."""
+    """Splits "A,B" into its parts, each once. Raises UsageError where there is none."""
     names = list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     if not names:
         raise UsageError(f"{name} is empty; name at least one")
@@ -225,12 +234,12 @@ def check_table(path: Path | None, forms: tuple[str, ...]) -> None:
         return
     if path.suffix[1:] not in forms:
         raise UsageError(f"--output {path} must end in {', '.join('.' + form for form in forms)}")
-    if not paths.is_folder(paths.expanded(path).parent):
+    if not paths.ask(Path.is_dir, paths.expanded(path).parent):
         raise UsageError(f"--output {path} cannot be written: there is no folder {path.parent}")
 
 
 def write_table(given: Mapping[str, Any], forms: Mapping[str, Callable[[], str]]) -> None:
-    """The table to --output, in the form of its name; else to stdout, as Markdown or with --json."""
+    """Writes the table to --output, in the form of its name; else to stdout, as Markdown or with --json."""
     path = given["output"]
     text = forms[path.suffix[1:] if path else "json" if given["as_json"] else "md"]()
     if path is None:

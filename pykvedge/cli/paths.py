@@ -1,4 +1,4 @@
-"""Paths as people give them: with a home folder, quotes, backslashes, or as the URL of a file that was dragged here."""
+"""People give paths with a home folder, quotes, backslashes, or as the URL of a file that was dragged here."""
 
 from __future__ import annotations
 
@@ -16,29 +16,15 @@ _QUOTED = ("'", '"')
 
 
 def expanded(path: Path | str) -> Path:
-    """The path with ~ and ~name replaced by home folders. Raises UsageError for a name without one."""
+    """Replaces ~ and ~name by home folders. Raises UsageError for a name without one."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
         raise UsageError(f"{path} names a home folder that cannot be found; write the whole path") from None
 
 
-def exists(path: Path) -> bool:
-    """Whether there is something of that name. Raises UsageError where that cannot be told."""
-    return _asked(path, Path.exists)
-
-
-def is_file(path: Path) -> bool:
-    """Whether it is a file. Raises UsageError where that cannot be told."""
-    return _asked(path, Path.is_file)
-
-
-def is_folder(path: Path) -> bool:
-    """Whether it is a folder. Raises UsageError where that cannot be told."""
-    return _asked(path, Path.is_dir)
-
-
-def _asked(path: Path, question: Callable[[Path], bool]) -> bool:
+def ask(question: Callable[[Path], bool], path: Path) -> bool:
+    """Answers Path.exists, Path.is_file or Path.is_dir. Raises UsageError where that cannot be told."""
     try:
         return question(path)
     except (OSError, ValueError) as error:  # a name that is too long, a folder that may not be looked into
@@ -46,7 +32,7 @@ def _asked(path: Path, question: Callable[[Path], bool]) -> bool:
 
 
 def typed(text: str) -> Path:
-    """The path that somebody typed, dragged or completed at a prompt; blanks need no quotes.
+    """Reads a path that somebody typed, dragged or completed at a prompt; blanks need no quotes.
 
     Raises UsageError for an empty one, a home folder that is unknown, and a URL that names no file of this machine.
     """
@@ -60,7 +46,7 @@ def typed(text: str) -> Path:
 
 
 def unquoted(text: str) -> str:
-    """Without the quotes around it, or the backslashes in it; an open quote counts as closed at the end."""
+    """Takes away the quotes around it, or the backslashes in it; an open quote counts as closed at the end."""
     if text[:1] in _QUOTED:
         quote, inner = text[0], text[1:]
         inner = inner.removesuffix(quote)
@@ -76,7 +62,7 @@ def _of_url(text: str) -> Path:
 
 
 def completions(text: str) -> list[str]:
-    """What a half-typed path may become, written in the same manner: with an open quote, or with backslashes."""
+    """Lists what a half-typed path may become, written in the same manner: with an open quote, or with backslashes."""
     quote = text[:1] if text[:1] in _QUOTED else ""
     folder, begun = os.path.split(unquoted(text))
     try:

@@ -1,4 +1,4 @@
-"""The `kvedge` program: its commands in one group, and what becomes of errors."""
+"""The `kvedge` program puts the commands into one group, and turns errors into one line and an exit code."""
 
 from __future__ import annotations
 
@@ -48,15 +48,8 @@ def cli() -> None:
     """
 
 
-cli.add_command(bench)
-cli.add_command(chat)
-cli.add_command(evaluate)
-cli.add_command(methods)
-cli.add_command(inspect)
-cli.add_command(calibrate)
-cli.add_command(fit)
-cli.add_command(doctor)
-cli.add_command(rpc_server)
+for command in (bench, chat, evaluate, methods, inspect, calibrate, fit, doctor, rpc_server):
+    cli.add_command(command)
 
 
 @cli.command(hidden=True, context_settings={"ignore_unknown_options": True, "help_option_names": []})
@@ -66,7 +59,7 @@ def plan(words: tuple[str, ...]) -> None:
 
 
 def main() -> None:
-    """Entry point of the `kvedge` program: errors are one line on stderr, exit code 2 for usage, 1 for run time."""
+    """Runs the `kvedge` program: errors are one line on stderr, with exit code 2 for usage and 1 for run time."""
     os.environ.setdefault("GGML_NO_BACKTRACE", "1")  # should ggml abort, its one line says enough
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # answers hold characters that not every terminal has

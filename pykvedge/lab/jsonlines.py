@@ -12,13 +12,16 @@ from pykvedge.errors import SaveError
 
 
 class JsonLines:
-    """Adds lines to a file, each written before `add` returns, so that a program that is killed loses none."""
+    """Adds lines to a file, each written before `add` returns, so that a program that is killed loses none.
 
-    def __init__(self, path: Path, good: int = 0) -> None:
+    Without a path nothing is kept.
+    """
+
+    def __init__(self, path: Path | None, good: int = 0) -> None:
         """good: bytes of the file to keep; the rest is a line that was not written to its end. Raises SaveError."""
-        self._path, self._good = path, good
+        self._path, self._good = path or Path(os.devnull), good
         try:
-            self._file = path.open("r+b" if path.is_file() else "wb", buffering=0)
+            self._file = self._path.open("r+b" if self._path.is_file() else "wb", buffering=0)
             self._file.seek(good)
             self._cut()
         except OSError as error:

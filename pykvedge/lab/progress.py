@@ -46,7 +46,6 @@ class Display:
         print(text, file=sys.stderr, flush=True)
 
     def done(self) -> None:
-        """Removes the bar."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

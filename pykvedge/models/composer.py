@@ -1,4 +1,4 @@
-"""From a conversation to the tokens and images that a model reads: its chat template around what people wrote.
+"""A conversation becomes the tokens and images that a model reads: its chat template around what people wrote.
 
 A model's special tokens are the template's to use. Where people wrote the text of one, or the word that stands for a
 picture, the template is given a stand-in for it; after that the text is put back, and read as nothing but text.
@@ -21,7 +21,7 @@ from pykvedge.models.vision import ImagePiece, Piece, TextPiece, Vision
 
 @dataclass(frozen=True)
 class Written:
-    """A prompt as text, with a marker for each picture. hidden: stand-ins in it, and the words that they stand for."""
+    """This is a prompt as text, with a marker for each picture. hidden: stand-ins in it, and what they stand for."""
 
     text: str
     hidden: Mapping[str, str] = field(default_factory=dict)
@@ -38,7 +38,7 @@ class Composer:
         self.marker = vision.marker if vision else ""
 
     def first(self, messages: list[Message]) -> Written:
-        """The whole conversation up to where the assistant is to answer."""
+        """Writes the whole conversation up to where the assistant is to answer."""
         hidden: dict[str, str] = {}
         text = self._template.first(self._safe(messages, hidden), self.marker)
         if self._model.adds_bos and not text.startswith(self._bos):
@@ -46,20 +46,20 @@ class Composer:
         return Written(text, hidden)
 
     def following(self, messages: list[Message]) -> Written:
-        """What comes after the last answer. messages: of the conversation; the last three are user, assistant, user."""
+        """Writes what comes after the last answer. messages: the last three are user, assistant, user."""
         hidden: dict[str, str] = {}
         return Written(self._template.following(self._safe(messages, hidden), self.marker), hidden)
 
     @functools.cached_property
     def lead(self) -> str:
-        """What the template puts between where the assistant is to answer and the answer, mostly a space or nothing.
+        """The template puts this before an answer, where the assistant is to answer: mostly a space or nothing.
 
         Raises ModelError for a template that cannot write answers.
         """
         return self._template.lead()
 
     def pieces(self, written: Written, pictures: list[Picture]) -> list[Piece]:
-        """The prompt with these pictures in their places. Raises ImageError, UsageError."""
+        """Cuts the prompt with these pictures in their places. Raises ImageError, UsageError."""
         if self._vision is None or not pictures:
             return [TextPiece(self.tokens(written))]
         if not any(word in written.text for word in written.hidden):
@@ -75,7 +75,7 @@ class Composer:
         return out
 
     def reply(self, written: Written, reply: str) -> list[int]:
-        """Tokens of a reply after a prompt: tokenised together with it, because tokens depend on what is before."""
+        """Tokenises a reply together with the prompt before it, because tokens depend on what is before."""
         hidden = dict(written.hidden)
         reply = self._hide(reply, hidden)
         text = written.text.rpartition(self.marker)[2] if self.marker else written.text
@@ -84,7 +84,7 @@ class Composer:
         return both[len(before) :] if both[: len(before)] == before else self.tokens(Written(reply, hidden))
 
     def tokens(self, written: Written) -> list[int]:
-        """Tokens of a text without markers."""
+        """Tokenises a text without markers."""
         model, rest = self._model, written.text
         stand_ins = [word for word in written.hidden if word in rest]
         if not stand_ins:
@@ -111,7 +111,7 @@ class Composer:
         return [replace(message, text=self._hide(message.text, hidden)) for message in messages]
 
     def _hide(self, text: str, hidden: dict[str, str]) -> str:
-        """The text with stand-ins for words that would be read as more than text, which are added to `hidden`."""
+        """Puts stand-ins for words that would be read as more than text, and adds them to `hidden`."""
         words = [self.marker] if self.marker and self.marker in text else []
         while words := words or self._model.special_words(text):
             for word in words:
@@ -123,7 +123,7 @@ class Composer:
 
 
 def _join(pieces: list[Piece], piece: Piece) -> None:
-    """Appends a piece; text to text that is the last one."""
+    """Appends a piece; text is joined to text that comes last."""
     if isinstance(piece, ImagePiece) or not pieces or isinstance(pieces[-1], ImagePiece):
         if piece.n_tokens:
             pieces.append(piece)

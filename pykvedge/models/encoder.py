@@ -1,4 +1,4 @@
-"""The mmproj on libmtmd: loading it, and embeddings of one image at a time, for any number of conversations."""
+"""libmtmd loads the mmproj, and makes embeddings of one image at a time, for any number of conversations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LOOK_S = 0.05  # between two looks at what may end the wait for another convers
 
 
 class Encoder:
-    """A loaded mmproj. `encode` may be called from several threads: they wait for each other."""
+    """This is a loaded mmproj. `encode` may be called from several threads: they wait for each other."""
 
     def __init__(self, path: str | os.PathLike[str], model: Model, threads: int, use_gpu: bool, verbose: bool) -> None:
         """Raises ModelError if the file is no image encoder or does not fit the model, OutOfMemoryError."""
@@ -61,7 +61,7 @@ class Encoder:
             self._watch.close()
 
     def encode(self, chunk: Any, n_tokens: int, look: Callable[[float], None]) -> np.ndarray:
-        """Embeddings [n_tokens, width] float32 of mtmd's chunk of an image. Raises ImageError, StateError.
+        """Makes embeddings [n_tokens, width] float32 of mtmd's chunk of an image. Raises ImageError, StateError.
 
         look: called meanwhile with the share that is done; what it raises ends the encoding, and is raised.
         """
@@ -74,7 +74,7 @@ class Encoder:
 
     @contextmanager
     def _turn(self, look: Callable[[float], None]) -> Iterator[None]:
-        """One thread at a time: mtmd has one place for what it computes, and one for the embeddings."""
+        """Lets in one thread at a time: mtmd has one place for what it computes, and one for the embeddings."""
         me = threading.get_ident()
         if self._at_work_for == me:
             raise StateError("the image encoder is at work for this thread; do not ask about images in `progress`")

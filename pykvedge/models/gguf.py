@@ -1,4 +1,4 @@
-"""A light reader of GGUF headers, to refuse a bad file with a clear message before llama.cpp sees it.
+"""GGUF headers are read lightly, to refuse a bad file with a clear message before llama.cpp sees it.
 
 Values of long arrays are skipped, tensor data is never touched: a header with a vocabulary of 150 000 tokens takes a
 tenth of a second. Format: docs/gguf.md of ggml, versions 2 and 3, little endian.
@@ -6,12 +6,15 @@ tenth of a second. Format: docs/gguf.md of ggml, versions 2 and 3, little endian
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from pykvedge.errors import ModelError
 
@@ -20,7 +23,7 @@ Scalar = int | float | bool | str
 
 @dataclass(frozen=True)
 class Tensor:
-    """Shape (fastest dimension first) and ggml type number of one tensor."""
+    """A tensor has a shape (fastest dimension first) and the number of a ggml type."""
 
     shape: tuple[int, ...]
     type: int
@@ -29,7 +32,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Header:
-    """What a GGUF file says about itself."""
+    """A GGUF file says this about itself."""
 
     path: Path
     values: Mapping[str, Scalar]  # metadata, arrays left out
@@ -41,7 +44,7 @@ class Header:
 
     @property
     def architecture(self) -> str:
-        """general.architecture, or an empty string."""
+        """This is general.architecture, or an empty string."""
         return str(self.values.get("general.architecture", ""))
 
 
@@ -50,13 +53,6 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _STRING, _ARRAY = 8, 9
 _LIST = 1024
 _LIMIT = 1 << 24  # of counts: no real header comes near it
-# ggml type number -> (elements per block, bytes per block)
-_BLOCKS = {
-    0: (1, 4), 1: (1, 2), 2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34), 9: (32, 36), 10: (256, 84),
-    11: (256, 110), 12: (256, 144), 13: (256, 176), 14: (256, 210), 15: (256, 292), 16: (256, 66), 17: (256, 74),
-    18: (256, 98), 19: (256, 50), 20: (32, 18), 21: (256, 110), 22: (256, 82), 23: (256, 136), 24: (1, 1), 25: (1, 2),
-    26: (1, 4), 27: (1, 8), 28: (1, 8), 29: (256, 56), 30: (1, 2), 34: (256, 54), 35: (256, 66), 39: (32, 17),
-}  # fmt: skip
 
 
 class _Reader:
@@ -82,7 +78,7 @@ class _Reader:
         return self.data[self.at - n : self.at].decode("utf-8", "replace")
 
     def array(self) -> tuple[int, list[Scalar] | None]:
-        """Its length, and its values if they are few numbers."""
+        """Reads the length of an array, and its values if they are few numbers."""
         start = self.at
         kind, n = int(self.scalar("I")), self.count("an array length")
         if kind == _STRING:
@@ -159,14 +155,12 @@ def _parse(path: Path, data: mmap.mmap, size: int) -> Header:
 
 
 def tensor_bytes(tensor: Tensor) -> int | None:
-    """Bytes of a tensor's data; None for a type that this reader does not know."""
-    if tensor.type not in _BLOCKS:
+    """Counts the bytes of a tensor's data; None is of a type that the gguf package does not know."""
+    try:
+        elements, block = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.type)]
+    except ValueError:
         return None
-    elements, block = _BLOCKS[tensor.type]
-    n = 1
-    for dim in tensor.shape:
-        n *= dim
-    return n // elements * block
+    return math.prod(tensor.shape) // elements * block
 
 
 def _data_start(values: Mapping[str, Scalar], end_of_header: int) -> int:

@@ -1,4 +1,4 @@
-"""Images: files, file objects, bytes, arrays and PIL images, as upright RGB pixels."""
+"""Files, file objects, bytes, arrays and PIL images become upright RGB pixels here."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
 
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL.Image import Image as PillowImage
+
 from pykvedge.errors import ArrayError, ImageError, UsageError
 
 if TYPE_CHECKING:
-    import numpy as np
-    from PIL.Image import Image as PillowImage
-
     ImageSource: TypeAlias = (
         str | os.PathLike[str] | bytes | bytearray | memoryview | BinaryIO | PillowImage | np.ndarray | "Picture"
     )
@@ -32,7 +33,7 @@ FORMS = "a path, the bytes of an image file, an open file, a PIL image, or a uin
 
 @dataclass(frozen=True)
 class Picture:
-    """width * height RGB pixels of 3 bytes, row by row.
+    """A picture has width * height RGB pixels of 3 bytes, row by row.
 
     Without pixels (`rgb` empty) it only tells of a picture that was read and forgotten.
     Raises ImageError if the bytes are not as many as the pixels need, or the pixels are too many.
@@ -58,13 +59,13 @@ class Picture:
 
     @property
     def key(self) -> str:
-        """Equal for equal pixels."""
+        """The key is equal for equal pixels."""
         size = f"{self.width}x{self.height}".encode()
         return hashlib.sha256(size + self.rgb).hexdigest()
 
 
 def load_pictures(images: ImageSources) -> Iterator[Picture]:
-    """One picture or several, loaded as they are asked for. Those that have no name are numbered: image 1, image 2.
+    """Loads one picture or several, as they are asked for. Those without a name are numbered: image 1, image 2.
 
     Raises UsageError, ArrayError or ImageError.
     """
@@ -79,7 +80,7 @@ def load_pictures(images: ImageSources) -> Iterator[Picture]:
 
 
 def load_picture(source: ImageSource, name: str | None = None) -> Picture:
-    """A picture from a path, the bytes of an image file, an open file, a PIL image, or an array.
+    """Makes a picture from a path, the bytes of an image file, an open file, a PIL image, or an array.
 
     Files may be jpg, png, webp, bmp or gif (its first frame). They are turned as their EXIF data says; transparency
     becomes white. Arrays are uint8, [height, width, 3] RGB, [height, width, 4] RGBA or [height, width] grey. An open
@@ -89,9 +90,6 @@ def load_picture(source: ImageSource, name: str | None = None) -> Picture:
     Raises ImageError if it cannot be read or has too many pixels, ArrayError for an array of another shape or type,
     UsageError for what is no picture at all.
     """
-    import numpy as np
-    from PIL import Image
-
     what = name or "image"
     if isinstance(source, Picture):
         if not source.rgb:
@@ -111,9 +109,6 @@ def load_picture(source: ImageSource, name: str | None = None) -> Picture:
 
 
 def _is_one(images: Any) -> bool:
-    import numpy as np
-    from PIL import Image
-
     one = (Picture, str, os.PathLike, bytes, bytearray, memoryview, np.ndarray, Image.Image)
     return isinstance(images, one) or hasattr(images, "read")
 
@@ -154,9 +149,7 @@ def _from_stream(file: Any, what: str) -> Picture:
 
 
 def _from_file(file: Path | io.BytesIO, what: str, name: str) -> Picture:
-    """what: the subject of messages."""
-    from PIL import Image
-
+    """Opens an image. what: the subject of messages."""
     with _explained(what), Image.open(file, formats=FORMATS) as image:
         return _upright(image, what, name)
 
@@ -171,8 +164,6 @@ def _from_pillow(image: PillowImage, what: str) -> Picture:
 
 
 def _from_array(array: np.ndarray, what: str) -> Picture:
-    import numpy as np
-
     shape = list(array.shape)
     if array.dtype != np.uint8:
         scale = ", scaled to 0..255" if array.dtype.kind in "fub" else ""
@@ -186,16 +177,12 @@ def _from_array(array: np.ndarray, what: str) -> Picture:
         elif array.ndim == 4:
             advice += "; for several pictures pass list(array)"
         raise ArrayError(f"{what} is an array of shape {shape}; pictures are {advice}")
-    from PIL import Image
-
     _check_size(what, array.shape[1], array.shape[0])
     with _explained(what):
         return _upright(Image.fromarray(np.ascontiguousarray(array)), what, what)
 
 
 def _upright(image: PillowImage, what: str, name: str) -> Picture:
-    from PIL import ImageOps
-
     _check_size(what, image.width, image.height)
     image.load()
     rgb = _on_white(ImageOps.exif_transpose(image) or image)
@@ -204,9 +191,7 @@ def _upright(image: PillowImage, what: str, name: str) -> Picture:
 
 @contextmanager
 def _explained(what: str) -> Iterator[None]:
-    """Inside the block what pillow raises becomes an ImageError about `what`."""
-    from PIL import Image, UnidentifiedImageError
-
+    """Turns what pillow raises inside the block into an ImageError about `what`."""
     try:
         with _one_at_a_time, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the size is checked here, more strictly
@@ -234,8 +219,6 @@ def _check_size(what: str, width: int, height: int) -> None:
 
 
 def _on_white(image: PillowImage) -> PillowImage:
-    from PIL import Image
-
     if image.mode in ("RGBA", "LA", "PA", "RGBa") or "transparency" in image.info:
         image = image.convert("RGBA")
         white = Image.new("RGBA", image.size, (255, 255, 255, 255))

@@ -1,8 +1,9 @@
-"""A language model on llama.cpp: loading, its vocabulary, and the text that it makes of tokens."""
+"""A language model is loaded by llama.cpp; it has a vocabulary, and makes text of tokens."""
 
 from __future__ import annotations
 
 import codecs
+import ctypes
 import os
 import threading
 from collections.abc import Callable
@@ -18,11 +19,11 @@ Progress = Callable[[str, float], None]  # (what, share done in 0..1)
 
 
 def silent(what: str, share: float) -> None:
-    """Progress that nobody looks at."""
+    """Stands for progress that nobody looks at."""
 
 
 class Model:
-    """A loaded GGUF model. Close it when done; contexts made from it must be closed before."""
+    """This is a loaded GGUF model. Close it when done; contexts made from it must be closed before."""
 
     def __init__(
         self,
@@ -81,42 +82,39 @@ class Model:
 
     @property
     def path(self) -> Path:
-        """The file that it was loaded from."""
         return self.header.path
 
     @property
     def n_ctx_train(self) -> int:
-        """Tokens that the model was trained to see at once."""
+        """The model was trained to see so many tokens at once."""
         return self.llama.llama_model_n_ctx_train(self.handle)
 
     @property
     def n_embd_input(self) -> int:
-        """Width of the embeddings that the model takes."""
+        """The model takes embeddings of this width."""
         return self.llama.llama_model_n_embd_inp(self.handle)
 
     @property
     def has_mrope(self) -> bool:
-        """Whether a token has several positions (time, row and column: M-RoPE)."""
+        """Tells whether a token has several positions (time, row and column: M-RoPE)."""
         llama = self.llama
         return llama.llama_model_rope_type(self.handle) in (llama.LLAMA_ROPE_TYPE_MROPE, llama.LLAMA_ROPE_TYPE_IMROPE)
 
     @property
     def n_vocab(self) -> int:
-        """Tokens in the vocabulary."""
         return self.llama.llama_vocab_n_tokens(self.vocab)
 
     @property
     def n_layer(self) -> int:
-        """Layers of the model."""
         return self.llama.llama_model_n_layer(self.handle)
 
     def kv_bytes_per_token(self, element_bytes: float) -> int:
-        """Bytes of keys and values of one token over all layers, if every layer has plain attention."""
+        """Counts the bytes of one token's keys and values over all layers, if every layer has plain attention."""
         return int(self.n_layer * self.llama.llama_model_n_head_kv(self.handle) * self.pair_width * element_bytes)
 
     @property
     def pair_width(self) -> int:
-        """Numbers in one KV pair: the sizes of a key and of a value of one head."""
+        """A KV pair has so many numbers: the sizes of a key and of a value of one head."""
         arch, values = self.header.architecture, self.header.values
         n_head = max(self.llama.llama_model_n_head(self.handle), 1)
         head = self.llama.llama_model_n_embd(self.handle) // n_head
@@ -124,22 +122,22 @@ class Model:
         return k + int(values.get(f"{arch}.attention.value_length", head))
 
     def chat_template(self) -> str | None:
-        """The Jinja template in the model's metadata, if there is one."""
+        """Returns the Jinja template in the model's metadata, if there is one."""
         text = self.llama.llama_model_chat_template(self.handle, None)
         return text.decode("utf-8", "replace") if text else None
 
     def special_text(self, which: str) -> str:
-        """Text of the "bos" or "eos" token, empty if the model has none."""
+        """Returns the text of the "bos" or "eos" token; it is empty if the model has none."""
         token = getattr(self.llama, f"llama_vocab_{which}")(self.vocab)
         return self.llama.llama_vocab_get_text(self.vocab, token).decode("utf-8", "replace") if token >= 0 else ""
 
     @property
     def adds_bos(self) -> bool:
-        """Whether prompts start with a token that the tokeniser puts there by itself."""
+        """Tells whether prompts start with a token that the tokeniser puts there by itself."""
         return bool(self.llama.llama_vocab_get_add_bos(self.vocab))
 
     def tokenize(self, text: str, special: bool = True) -> list[int]:
-        """Tokens of a text; none is added. special: special tokens that are written out in it are recognised."""
+        """Cuts a text into tokens; none is added. special: special tokens that are written out in it are recognised."""
         data = text.encode("utf-8", "replace")
         size = len(data) + 8
         while True:
@@ -152,7 +150,7 @@ class Model:
             size = -n
 
     def special_words(self, text: str) -> list[str]:
-        """Texts of the special tokens that `tokenize` finds in a text, the longest first."""
+        """Lists the texts of the special tokens that `tokenize` finds in a text, the longest first."""
         llama = self.llama
         special = llama.LLAMA_TOKEN_ATTR_CONTROL | llama.LLAMA_TOKEN_ATTR_UNKNOWN
         found = {token for token in set(self.tokenize(text)) if self._attributes(token) & special}
@@ -160,7 +158,7 @@ class Model:
         return sorted((word for word in words if word and word in text), key=len, reverse=True)
 
     def eats_blanks(self, word: str) -> bool:
-        """Whether a word is a special token's that takes the blanks after it away."""
+        """Tells whether a word is a special token's that takes the blanks after it away."""
         tokens = self.tokenize(word)
         return len(tokens) == 1 and bool(self._attributes(tokens[0]) & self.llama.LLAMA_TOKEN_ATTR_RSTRIP)
 
@@ -168,13 +166,10 @@ class Model:
         return self.llama.llama_vocab_get_attr(self.vocab, token)
 
     def is_end(self, token: int) -> bool:
-        """Whether the token ends an answer."""
         return bool(self.llama.llama_vocab_is_eog(self.vocab, token))
 
     def piece(self, token: int) -> bytes:
-        """The bytes that a token stands for, which may be part of a character; empty for a special token."""
-        import ctypes
-
+        """Returns the bytes that a token stands for, maybe a part of a character; a special token has none."""
         size = 64
         while True:
             buffer = ctypes.create_string_buffer(size)
@@ -192,9 +187,9 @@ class TextStream:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, token: int) -> str:
-        """The text that this token completes, possibly empty."""
+        """Returns the text that this token completes, possibly empty."""
         return self._decoder.decode(self._model.piece(token))
 
     def finish(self) -> str:
-        """What an unfinished character at the end becomes."""
+        """Returns what an unfinished character at the end becomes."""
         return self._decoder.decode(b"", final=True)

@@ -1,8 +1,10 @@
-"""Checks on model files before llama.cpp opens them: what it would abort on, or report in terms of its own source."""
+"""Model files are checked before llama.cpp opens them, which would abort, or report in terms of its own source."""
 
 from __future__ import annotations
 
 import os
+
+from gguf import LlamaFileType
 
 from pykvedge.errors import ModelError
 from pykvedge.models.gguf import Header, read_header
@@ -20,24 +22,18 @@ _OUTPUT_WIDTH = {
 # projectors whose images have positions in two dimensions, and projectors whose images cannot have them
 _NEEDS_M_ROPE = ("qwen2vl_merger", "qwen2.5vl_merger", "qwen3vl_merger")
 _NEEDS_PLAIN_ROPE = ("mlp", "ldp", "ldpv2", "gemma3", "idefics3", "internvl")
-# general.file_type: what most of the weights are stored as
-_FILE_TYPES = {
-    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M",
-    13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 19: "IQ2_XXS", 20: "IQ2_XS",
-    21: "Q2_K_S", 22: "IQ3_XS", 23: "IQ3_XXS", 24: "IQ1_S", 25: "IQ4_NL", 26: "IQ3_S", 27: "IQ3_M", 28: "IQ2_S",
-    29: "IQ2_M", 30: "IQ4_XS", 31: "IQ1_M", 32: "BF16", 36: "TQ1_0", 37: "TQ2_0", 38: "MXFP4_MOE",
-}  # fmt: skip
 
 
 def facts(header: Header) -> tuple[str, str, str]:
-    """Name (of the model, else of its file), file name, and quantisation ("" where the file does not say)."""
-    kind = header.values.get("general.file_type")
+    """Returns the name (of the model, else of its file), file name, and quantisation ("" where it is not said)."""
     name = str(header.values.get("general.name") or header.path.stem)
-    return name, header.path.name, _FILE_TYPES.get(kind, "") if isinstance(kind, int) else ""
+    number = header.values.get("general.file_type")
+    kind = next((kind.name for kind in LlamaFileType if kind == number), "")
+    return name, header.path.name, kind.removeprefix("MOSTLY_").removeprefix("ALL_")
 
 
 def check_model(path: str | os.PathLike[str]) -> Header:
-    """The header of a language model. Raises ModelError if the file is none."""
+    """Reads the header of a language model. Raises ModelError if the file is none."""
     header = read_header(path)
     if header.architecture == "clip":
         raise ModelError(f"{path} is an image encoder; pass it as --mmproj and the language model as --model")
@@ -49,7 +45,7 @@ def check_model(path: str | os.PathLike[str]) -> Header:
 
 
 def check_mmproj(path: str | os.PathLike[str], model: Header) -> Header:
-    """The header of an mmproj that fits the model. Raises ModelError if it is none or does not fit."""
+    """Reads the header of an mmproj that fits the model. Raises ModelError if it is none or does not fit."""
     header = read_header(path)
     if header.architecture != "clip":
         kind = header.architecture or "unknown"
@@ -72,7 +68,7 @@ def check_mmproj(path: str | os.PathLike[str], model: Header) -> Header:
 
 
 def projector(header: Header) -> str:
-    """Type of an mmproj's projector, as llama.cpp names it; empty if it does not say."""
+    """Returns the type of an mmproj's projector, as llama.cpp names it; it is empty if it does not say."""
     values = header.values
     return str(values.get("clip.projector_type") or values.get("clip.vision.projector_type") or "")
 

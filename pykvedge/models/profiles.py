@@ -1,4 +1,4 @@
-"""The profiles of a model: which file it is, where its profiles lie, and which of them a plan needs."""
+"""A model's profiles are found by its hash: where they lie, and which of them a plan needs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from pykvedge.errors import ModelError, ProfileError
 from pykvedge.models.gguf import read_header
 from pykvedge.plans.plan import Plan
-from pykvedge.plans.profile import KINDS, Given, Profile, assigned, fitting, load, missing
+from pykvedge.plans.profile import COLUMNS, KINDS, Given, Profile, assigned, load, misfit, missing
 from pykvedge.plans.stages.base import ProfileTable
 
 _SAMPLES, _SAMPLE_BYTES = 64, 64 << 10
@@ -40,19 +40,19 @@ def hash_of(model: str | os.PathLike[str]) -> str:
 
 
 def folder() -> Path:
-    """Where the user's own profiles lie."""
+    """Names the folder of the user's own profiles."""
     import click
 
     return Path(click.get_app_dir("kvedge")) / "profiles"
 
 
 def file_name(kind: str, model_hash: str) -> str:
-    """Name of a profile in the user's folder, and among those that kvedge ships."""
+    """Names a profile in the user's folder, and among those that kvedge ships."""
     return f"{kind}-{model_hash.rpartition(':')[2][:16]}.json"
 
 
 def find(plan: Plan, model: str | os.PathLike[str], given: Given = None, spare: bool = False) -> dict[str, Profile]:
-    """Stage -> the profile that it needs for a GGUF file; empty if the plan needs none.
+    """Finds the profile that each stage needs for a GGUF file; there are none if the plan needs none.
 
     given: profiles or their files, each for the stage whose kind it fits, instead of those that lie ready.
     spare: one that fits no stage is left alone, for another plan of the conversation; else it is refused.
@@ -67,7 +67,9 @@ def find(plan: Plan, model: str | os.PathLike[str], given: Given = None, spare: 
             path = next((path for path in places if path.is_file()), None)
             if path is None:
                 raise missing(plan, stage, f"of {Path(model).name} ")
-            out[stage] = str(path), fitting(plan, stage, load(path))
+            out[stage] = str(path), load(path)
+            if COLUMNS[out[stage][1].kind] != COLUMNS[kind]:
+                raise misfit(plan, [stage], out[stage][1])
     for where, profile in out.values():
         if profile.model_hash and profile.model_hash != wanted:
             raise _of_another_model(where, profile, Path(model).name)
@@ -77,7 +79,7 @@ def find(plan: Plan, model: str | os.PathLike[str], given: Given = None, spare: 
 def tables_for(
     plan: Plan, model: str | os.PathLike[str], given: Given = None, spare: bool = False
 ) -> dict[str, ProfileTable]:
-    """Stage -> the numbers of what `find` finds. Raises as it does."""
+    """Returns the numbers of what `find` finds, by stage. Raises as it does."""
     return {stage: found.table for stage, found in find(plan, model, given, spare).items()}
 
 

@@ -1,12 +1,17 @@
-"""From a conversation to text: the model's own chat template, rendered turn by turn."""
+"""The model's own chat template turns a conversation into text, turn by turn."""
 
 from __future__ import annotations
 
 import datetime
+import json
 import re
 import secrets
 from dataclasses import dataclass, field
 from typing import Any
+
+from jinja2 import TemplateError
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from pykvedge.errors import ModelError, UsageError
 from pykvedge.models.images import Picture
@@ -30,7 +35,7 @@ _PLACE = re.compile(r"\\?" + IMAGE)
 
 
 def places(text: str) -> int:
-    """How many pictures a prompt gives a place in its text."""
+    """Counts the pictures that a prompt gives a place in its text."""
     return sum(found == IMAGE for found in _PLACE.findall(text))
 
 
@@ -46,14 +51,14 @@ def check_places(text: str, n_pictures: int) -> None:
 
 @dataclass
 class Message:
-    """One turn of a conversation."""
+    """A message is one turn of a conversation."""
 
     role: str  # system, user or assistant
     text: str
     pictures: list[Picture] = field(default_factory=list)
 
     def content(self, marker: str, before: int = 0) -> str:
-        """The text with the marker where its pictures go. before: pictures in earlier messages.
+        """Writes the text with the marker where its pictures go. before: pictures in earlier messages.
 
         A text without places (`IMAGE`) comes after a line per picture. Pictures have numbers as their names there,
         counted through the conversation; the only one of a first message has none.
@@ -71,7 +76,7 @@ class Message:
 
 
 def contents(messages: list[Message], marker: str) -> list[dict[str, str]]:
-    """Role and content of each message of a conversation, as chat templates want them."""
+    """Lists role and content of each message of a conversation, as chat templates want them."""
     before = 0
     out = []
     for message in messages:
@@ -81,18 +86,14 @@ def contents(messages: list[Message], marker: str) -> list[dict[str, str]]:
 
 
 class ChatTemplate:
-    """A Jinja chat template, run in a sandbox."""
+    """A chat template is a Jinja template that runs in a sandbox."""
 
     def __init__(self, source: str | None, bos: str, eos: str) -> None:
-        """source: None takes the fallback. Raises ModelError for a template that is no Jinja."""
-        from jinja2 import TemplateError
-        from jinja2.ext import loopcontrols
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
+        """Takes the fallback for None. Raises ModelError for a template that is no Jinja."""
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-        environment.filters["tojson"] = _tojson
+        environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
         self._tokens = {"bos_token": bos, "eos_token": eos}
         try:
             self._template = environment.from_string(source or FALLBACK)
@@ -100,11 +101,11 @@ class ChatTemplate:
             raise ModelError(f"the model's chat template cannot be read: {error}") from None
 
     def first(self, messages: list[Message], marker: str) -> str:
-        """The whole conversation up to where the assistant is to answer."""
+        """Writes the whole conversation up to where the assistant is to answer."""
         return self._render(contents(messages, marker))
 
     def following(self, messages: list[Message], marker: str) -> str:
-        """What comes after the last answer: its end, the user's new message, and the start of the next answer.
+        """Writes what comes after the last answer: its end, the user's new message, and the start of the next answer.
 
         messages: the conversation, the last three of them user, assistant, user.
         """
@@ -118,7 +119,7 @@ class ChatTemplate:
         return rest
 
     def lead(self) -> str:
-        """What the template puts between where the assistant is to answer and the answer, mostly a space or nothing."""
+        """Finds what the template puts before an answer, mostly a space or nothing."""
         stand_in = secrets.token_hex(16)
         question = {"role": "user", "content": "?"}
         answered = [question, {"role": "assistant", "content": stand_in}]
@@ -128,7 +129,7 @@ class ChatTemplate:
 
     def _render(self, messages: list[dict[str, str]], prompt: bool = True) -> str:
         try:
-            return self._run(messages, prompt)
+            return self._template.render(messages=messages, add_generation_prompt=prompt, **self._tokens)
         except Exception as error:  # a template is a program: it fails in any way
             if messages[0]["role"] != "system" or len(messages) < 2:
                 raise ModelError(f"the model's chat template fails: {error}") from None
@@ -137,17 +138,6 @@ class ChatTemplate:
         joined = {"role": first["role"], "content": f"{system['content']}\n\n{first['content']}"}
         return self._render([joined, *rest], prompt)
 
-    def _run(self, messages: list[dict[str, str]], prompt: bool) -> str:
-        return self._template.render(messages=messages, add_generation_prompt=prompt, **self._tokens)
-
 
 def _refuse(message: str) -> Any:
-    from jinja2 import TemplateError
-
     raise TemplateError(message)
-
-
-def _tojson(value: Any, indent: int | None = None) -> str:
-    import json
-
-    return json.dumps(value, ensure_ascii=False, indent=indent)

@@ -1,10 +1,11 @@
-"""Text as embeddings: the rows of a model's token table, so that text and images go through the layers in one pass."""
+"""Text becomes rows of a model's token table, so that text and images go through the layers in one pass."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
+from gguf import GGMLQuantizationType, quants
 
 from pykvedge.errors import ModelError, UnsupportedError
 from pykvedge.models.gguf import Header, tensor_bytes
@@ -20,22 +21,20 @@ SAME_FOR_BOTH = frozenset(
 
 
 class TokenTable:
-    """The token embeddings of a GGUF file, read row by row as they are asked for."""
+    """A token table has the token embeddings of a GGUF file, which are read row by row as they are asked for."""
 
     def __init__(self, header: Header) -> None:
         """Raises UnsupportedError if a token is more than a row of the table, or its type has no reader."""
-        from gguf import GGMLQuantizationType
-
         if header.architecture not in SAME_FOR_BOTH:
             raise UnsupportedError(
                 f"{header.path.name}: text of {header.architecture} models cannot be given as embeddings"
             )
         tensor = header.tensors.get(TABLE)
-        if tensor is None or len(tensor.shape) != 2 or tensor_bytes(tensor) is None:
+        size = tensor_bytes(tensor) if tensor is not None else None
+        if tensor is None or len(tensor.shape) != 2 or size is None:
             raise UnsupportedError(f"{header.path.name} has no token table that can be read")
         self.width, self.n_vocab = tensor.shape
         self._type = GGMLQuantizationType(tensor.type)
-        size = tensor_bytes(tensor)
         try:
             start = header.data_start + tensor.offset
             data = np.memmap(header.path, dtype=np.uint8, mode="r", offset=start, shape=(size,))
@@ -44,9 +43,7 @@ class TokenTable:
         self._rows: Any = data.reshape(self.n_vocab, -1)
 
     def rows(self, tokens: list[int]) -> np.ndarray:
-        """[n, width] float32: what llama.cpp's get_rows gives for these tokens."""
-        from gguf import quants
-
+        """Returns [n, width] float32: what llama.cpp's get_rows gives for these tokens."""
         rows = np.ascontiguousarray(self._rows[np.asarray(tokens, dtype=np.int64)])
         try:
             out = quants.dequantize(rows, self._type)

@@ -1,4 +1,4 @@
-"""The prompt as a list of text and image pieces, and the embeddings of the images."""
+"""A prompt becomes a list of text and image pieces here, and images become embeddings."""
 
 from __future__ import annotations
 
@@ -19,19 +19,16 @@ from pykvedge.native import llamacpp
 
 @dataclass
 class TextPiece:
-    """Tokens of text."""
-
     tokens: list[int]
 
     @property
     def n_tokens(self) -> int:
-        """How many."""
         return len(self.tokens)
 
 
 @dataclass
 class ImagePiece:
-    """An image, or a part of one, as the model wants it: mtmd's chunk, and its embeddings once it is encoded."""
+    """This is an image, or a part of one, as the model wants it: mtmd's chunk, and its embeddings once encoded."""
 
     chunk: Any  # mtmd_input_chunk *, owned
     n_tokens: int
@@ -44,29 +41,23 @@ Piece = TextPiece | ImagePiece
 
 
 class Vision:
-    """What one conversation sees through an encoder, which others may share."""
+    """One conversation sees through an encoder, which others may share."""
 
     def __init__(self, encoder: Encoder) -> None:
-        self.encoder = encoder
-        self.mtmd = encoder.mtmd
+        self.encoder, self.mtmd = encoder, encoder.mtmd
+        self.marker = encoder.marker  # stands for a picture in the text of a prompt
         self._encoded: dict[str, np.ndarray] = {}
 
     @property
     def handle(self) -> Any:
-        """The mtmd_context."""
         return self.encoder.handle
 
-    @property
-    def marker(self) -> str:
-        """What stands for a picture in the text of a prompt."""
-        return self.encoder.marker
-
     def non_causal(self) -> bool:
-        """Whether the tokens of an image look at each other in both directions."""
+        """Tells whether the tokens of an image look at each other in both directions."""
         return bool(self.mtmd.mtmd_decode_use_non_causal(self.handle, None))
 
     def split(self, text: str, pictures: list[Picture]) -> list[Piece]:
-        """The prompt in pieces; `text` holds `marker` once for every picture.
+        """Cuts the prompt into pieces; `text` holds `marker` once for every picture.
 
         Raises ImageError when a picture cannot be prepared, UsageError when markers and pictures differ in number.
         """

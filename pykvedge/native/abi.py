@@ -34,7 +34,6 @@ class Error(c.Structure):
 
     @property
     def text(self) -> str:
-        """The message."""
         return text(self.message)
 
 

@@ -28,7 +28,12 @@ _ERROR_OF_STATUS: dict[int, type[errors.KvedgeError]] = {
 def lib() -> c.CDLL:
     """libkvedge with its prototypes. Raises LibraryError when it is missing or of another version."""
     handle = libraries.kvedge()
-    _declare(handle)
+    for name, (result, arguments) in PROTOTYPES.items():
+        try:
+            function = getattr(handle, f"kvedge_{name}")
+        except AttributeError:
+            raise errors.LibraryError(f"libkvedge lacks kvedge_{name}; {libraries.HOW_TO_BUILD}") from None
+        function.restype, function.argtypes = result, arguments
     return handle
 
 
@@ -36,15 +41,6 @@ def stage_settings(stage: str, member: str) -> list[Declared]:
     """Settings of a member of the library's, by its name."""
     found = (lib().kvedge_stage_setting(STAGE_NUMBER[stage], member.encode(), i) for i in itertools.count())
     return [setting.contents.declared for setting in itertools.takewhile(bool, found)]
-
-
-def _declare(handle: c.CDLL) -> None:
-    for name, (result, arguments) in PROTOTYPES.items():
-        try:
-            function = getattr(handle, f"kvedge_{name}")
-        except AttributeError:
-            raise errors.LibraryError(f"libkvedge lacks kvedge_{name}; {libraries.HOW_TO_BUILD}") from None
-        function.restype, function.argtypes = result, arguments
 
 
 def raise_(error: Error) -> None:

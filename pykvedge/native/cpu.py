@@ -21,7 +21,7 @@ def name() -> str:
     """What the processor calls itself, or its architecture."""
     if sys.platform == "darwin":
         return _sysctl("machdep.cpu.brand_string") or platform.machine()
-    return _field("model name") or platform.processor() or platform.machine()
+    return field("model name") or platform.processor() or platform.machine()
 
 
 def features() -> list[str] | None:
@@ -30,7 +30,7 @@ def features() -> list[str] | None:
         found = {f for f in _FEATURES if _sysctl("hw.optional.arm." + f.rpartition(":")[2]) == "1"}
         known = [f for f in _FEATURES if f in found]
     else:
-        flags = set((_field("flags") or _field("Features")).split())
+        flags = set((field("flags") or field("Features")).split())
         if not flags:
             return None
         known = [f for f in _FEATURES if f.partition(":")[0] in flags]
@@ -38,7 +38,8 @@ def features() -> list[str] | None:
     return [_READABLE.get(f, f) for f in short]
 
 
-def _field(key: str) -> str:
+def field(key: str) -> str:
+    """Reads a line of /proc/cpuinfo; it is empty where there is none."""
     try:
         for line in _CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines():
             if line.partition(":")[0].strip() == key:

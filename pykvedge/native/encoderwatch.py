@@ -11,10 +11,9 @@ from pykvedge.native.calls import call, lib
 
 
 class EncoderWatch:
-    """A kvedge_encoder, for one mtmd context."""
+    """A kvedge_encoder, which watches one mtmd context. Raises OutOfMemoryError when it is made."""
 
     def __init__(self, n_layers: int) -> None:
-        """n_layers: of the encoder. Raises OutOfMemoryError."""
         self._n_layers = max(n_layers, 1)
         self._handle = c.c_void_p()
         call("encoder_create", c.byref(self._handle))

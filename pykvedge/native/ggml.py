@@ -8,13 +8,12 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from pykvedge.errors import DeviceError, LibraryError
 from pykvedge.native import libraries, llamacpp
-
-if TYPE_CHECKING:
-    import numpy as np
 
 F32, I32, CPU = 0, 26, 0  # ggml_type, and the ggml_backend_dev_type of processors
 KINDS = {0: "CPU", 1: "GPU", 2: "integrated GPU", 3: "accelerator"}
@@ -216,8 +215,6 @@ def buffer_types(device: int) -> list[tuple[str, int]]:
 
 def quantised(kind: int, values: np.ndarray) -> np.ndarray:
     """Rows [n][k] of float32 in a ggml type, as bytes [n][row]."""
-    import numpy as np
-
     n, k = values.shape
     out = np.empty((n, call("row_size", kind, k)), np.uint8)
     weights = np.ones(k, np.float32)  # some types are written only if it is said how much each value matters
@@ -227,8 +224,6 @@ def quantised(kind: int, values: np.ndarray) -> np.ndarray:
 
 def widened(kind: int, data: np.ndarray, k: int) -> np.ndarray:
     """What ggml itself reads in rows of a type, float32 [n][k]."""
-    import numpy as np
-
     out = np.empty((len(data), k), np.float32)
     traits = call("get_type_traits", kind).contents
     for row, to in zip(data, out, strict=True):
@@ -279,8 +274,6 @@ class Weight:
 
     def times(self, data: np.ndarray, rows: np.ndarray, experts: np.ndarray) -> np.ndarray:
         """Products [m][n] of rows [m][k] with the weight's bytes; experts [m]: the matrix of each row."""
-        import numpy as np
-
         m, n = len(rows), self._shape[1]
         with self._graph(m) as (context, weight, given, ids, made):
             plain = call("backend_dev_buffer_type", cpu())

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from pykvedge.errors import LibraryError
+from pykvedge.native import cpu
 from pykvedge.native.version import NOT_INSTALLED, package_version
 
 REINSTALL = "reinstall kvedge, or set KVEDGE_LIB_DIR to the folder of a development build"
@@ -48,12 +49,8 @@ def this_machine() -> str:
 @functools.cache
 def cpu_features() -> frozenset[str] | None:
     """The instruction sets that this processor and system offer, by the names of /proc/cpuinfo. None: nobody knows."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    found = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
-    return frozenset(found[1].split()) if found else None
+    flags = cpu.field("flags") or cpu.field("Features")
+    return frozenset(flags.split()) if flags else None
 
 
 def check_cpu(folder: Path) -> None:
@@ -98,9 +95,9 @@ def explain(library: Path, message: str) -> LibraryError:
     text = " ".join(message.split())
     if found := re.search(r"version [`'](\w+?)_([\w.]+)' not found", text):
         what = _NEWER.get(found[1], f"a newer {found[1]}")
-        return LibraryError(
-            f"{library.name} needs {what}, {found[2]} or later, than this system has{_glibc(found[1])}; {REBUILD}"
-        )
+        glibc = platform.libc_ver()[1] if found[1] == "GLIBC" else ""
+        has = f"than this system has{f' ({glibc})' if glibc else ''}"
+        return LibraryError(f"{library.name} needs {what}, {found[2]} or later, {has}; {REBUILD}")
     if found := re.search(r"(\S+): cannot open shared object file: No such file", text):
         missing = Path(found[1]).name
         how = next((how for prefix, how in _PACKAGES.items() if missing.startswith(prefix)), None)
@@ -122,8 +119,3 @@ def check_version(libkvedge: ctypes.CDLL, abi_version: int) -> None:
 
 def _numbers(version: str) -> str:
     return re.sub(r"[^0-9.].*", "", version).rstrip(".")
-
-
-def _glibc(what: str) -> str:
-    version = platform.libc_ver()[1] if what == "GLIBC" else ""
-    return f" ({version})" if version else ""

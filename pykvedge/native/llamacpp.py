@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from pykvedge.native import libraries
 
 _ERROR, _CONT = 4, 5  # ggml_log_level
@@ -95,7 +97,7 @@ def default_threads() -> int:
     try:
         allowed = os.sched_getaffinity(0)
     except AttributeError:
-        return max(1, (os.cpu_count() or 2) // 2)
+        return psutil.cpu_count(logical=False) or 1
     cores = {_core_of(cpu) for cpu in allowed}
     return max(1, min(len(cores), _cpu_quota()))
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -21,6 +23,12 @@ def rss_bytes() -> int:
         return 0
 
 
+def own_bytes() -> int:
+    """Resident memory of this process that is not shared with a file, in bytes, where the system tells them apart."""
+    info = psutil.Process().memory_info()
+    return int(info.rss - getattr(info, "shared", 0))
+
+
 def _highest_bytes() -> int:
     """The largest resident set size that the system has noted for this process; it only grows. 0: it notes none."""
     if sys.platform == "win32":
@@ -35,7 +43,7 @@ def _highest_bytes() -> int:
 
 
 class PeakMeter:
-    """Largest resident set size between `start` and `stop`, in bytes. For those who ask for it: it takes a thread.
+    """Measures the largest resident set size between `start` and `stop`, in bytes. It takes a thread.
 
     The thread looks every 10 ms. Where the system's own mark has risen meanwhile, that mark is the peak, to the byte.
     The mark is read and never reset: it belongs to the whole process.
@@ -43,20 +51,21 @@ class PeakMeter:
 
     _INTERVAL_S = 0.01
 
-    def __init__(self) -> None:
-        self._peak = self._mark = 0
+    def __init__(self, look: Callable[[], int] = rss_bytes) -> None:
+        """look: another figure, which the system has no mark of."""
+        self._look, self._peak, self._mark = look, 0, 0
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Begins to look. A meter is started once."""
-        self._peak, self._mark = rss_bytes(), _highest_bytes()
+        self._peak, self._mark = self._look(), _highest_bytes()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="kvedge-peak")
         self._thread.start()
 
     def _watch(self) -> None:
         while not self._done.wait(self._INTERVAL_S):
-            self._peak = max(self._peak, rss_bytes())
+            self._peak = max(self._peak, self._look())
 
     def stop(self) -> int:
         """The peak since start; the same again when it is asked again."""
@@ -64,8 +73,8 @@ class PeakMeter:
             self._done.set()
             self._thread.join()
             self._thread = None
-            mark = _highest_bytes()
-            self._peak = max(self._peak, rss_bytes(), mark if mark > self._mark else 0)
+            mark = _highest_bytes() if self._look is rss_bytes else 0
+            self._peak = max(self._peak, self._look(), mark if mark > self._mark else 0)
         return self._peak
 
 
@@ -73,8 +82,6 @@ def trim() -> None:
     """Returns to the system what the C library keeps of freed memory, so that what is measured next is its own."""
     if sys.platform != "linux":
         return
-    import ctypes
-
     function = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
     if function is not None:
         function(ctypes.c_size_t(0))
@@ -85,21 +92,18 @@ def available_bytes() -> int | None:
 
     The least of what the machine has available, what its control group may still use, and its address-space limit.
     """
-    limits = [n for n in (_machine_available(), _cgroup_available(), _address_space_available()) if n is not None]
+    limits = [n for n in (_of_machine("available"), _cgroup_available(), _address_space_available()) if n is not None]
     return min(limits) if limits else None
 
 
 def total_bytes() -> int | None:
     """Memory of the machine, in bytes; None where it cannot be told."""
-    try:
-        return psutil.virtual_memory().total
-    except (OSError, psutil.Error):
-        return None
+    return _of_machine("total")
 
 
-def _machine_available() -> int | None:
+def _of_machine(figure: str) -> int | None:
     try:
-        return psutil.virtual_memory().available
+        return getattr(psutil.virtual_memory(), figure)
     except (OSError, psutil.Error):
         return None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +11,7 @@ from pykvedge.plans import registry
 from pykvedge.plans.kvtypes import KvType, held
 from pykvedge.plans.kvtypes.plain import round_to
 from pykvedge.plans.plan import Plan
-from pykvedge.plans.stages.base import Head, Layer, ProfileTable, Prompt
+from pykvedge.plans.stages.base import Head, Layer, ProfileTable, Prompt, Result
 
 
 class Arrays(NamedTuple):
@@ -22,16 +21,6 @@ class Arrays(NamedTuple):
     k: np.ndarray
     v: np.ndarray
     image_mask: np.ndarray
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Per layer and KV head: kept [n] int32 ascending; k, v [n, d] float32. scores: [L, Hkv, T] float32."""
-
-    kept: list[list[np.ndarray]]
-    k: list[list[np.ndarray]]
-    v: list[list[np.ndarray]]
-    scores: np.ndarray
 
 
 def protection(plan: Plan, n_tokens: int, kept: int) -> np.ndarray:
@@ -71,7 +60,7 @@ def select(
 
 def run(
     plan: Plan, arrays: Arrays, kv_type: KvType | str, profiles: Mapping[str, ProfileTable] | None = None
-) -> Outcome:
+) -> Result:
     """What the plan keeps of a prompt whose keys and values are stored as kv_type.
 
     profiles: by the stages that need one. Scores and merges see plain numbers, f16 where the type is quantised; what is
@@ -93,7 +82,7 @@ def run(
         fixed = 0 if plan.recent is None else recent
         prompt = Prompt(scores, image_mask, budget, recent, tuple(layers), profiles.get("allocator"), attention, fixed)
         share = allocator.allocate(prompt, plan.settings("allocator"))
-    out = Outcome([], [], [], scores.astype(np.float32))
+    out = Result([], [], [], scores.astype(np.float32))
     for i in range(n_layers):
         heads = []
         for h, count in enumerate(share[i].tolist()):

@@ -15,9 +15,9 @@ import numpy as np
 from pykvedge.plans import registry
 from pykvedge.plans.kvtypes import KvType
 from pykvedge.plans.kvtypes.plain import round_to
-from pykvedge.plans.numpy_engine import Arrays, Outcome, protection, reduced, select
+from pykvedge.plans.numpy_engine import Arrays, protection, reduced, select
 from pykvedge.plans.plan import Plan
-from pykvedge.plans.stages.base import Head, Layer, ProfileTable
+from pykvedge.plans.stages.base import Head, Layer, ProfileTable, Result
 
 
 @dataclass
@@ -46,7 +46,7 @@ class _Held:
 
 def run(
     plan: Plan, arrays: Arrays, kv_type: KvType | str, step: int, profiles: Mapping[str, ProfileTable] | None = None
-) -> Outcome:
+) -> Result:
     """What the plan keeps of a stream that is read and compressed `step` tokens at a time. The scores are empty.
 
     profiles: by the stages that need one.
@@ -70,7 +70,8 @@ def run(
             seen = Layer(arrays.q[i, :, : new.stop], k[i], v[i], arrays.image_mask, i, n_layers, profile=calibrated[i])
             _compress(plan, heads, seen, kv_type)
     empty = np.zeros((n_layers, n_heads_kv, 0), np.float32)
-    return Outcome(*([[getattr(h, x) for h in heads] for heads in held] for x in ("tokens", "k", "v")), empty)
+    kept, k_left, v_left = ([[getattr(head, x) for head in heads] for heads in held] for x in ("tokens", "k", "v"))
+    return Result(kept, k_left, v_left, empty)
 
 
 def _compress(plan: Plan, heads: list[_Held], stream: Layer, kv_type: KvType) -> None:

@@ -1,4 +1,4 @@
-"""Plan: what to keep of a prompt. A composition of four stages, a budget, and what is protected inside it.
+"""A Plan says what is kept of a prompt: it composes four stages, has a budget, and names what is protected in it.
 
 A plan is immutable and travels as JSON. Plans are usually made by `pykvedge.plan("lookm", budget=0.2)` (presets.py).
 """
@@ -23,7 +23,7 @@ TEXT_OVERFLOW = ("budget", "keep_all")
 
 
 def _number(value: Any) -> int | float | None:
-    """An int from an int or a text without point and exponent, a float from the rest; None from what is no number."""
+    """Reads an int from an int or a text without point and exponent, and a float from others; None is no number."""
     if isinstance(value, (bool, complex)):
         return None
     try:
@@ -37,14 +37,14 @@ def _number(value: Any) -> int | float | None:
 
 @dataclass(frozen=True)
 class Amount:
-    """A number of tokens: `pairs` of them, or a `ratio` of the prompt. Exactly one of the two is set."""
+    """A number of tokens is given as `pairs`, or as a `ratio` of the prompt. Exactly one of the two is set."""
 
     ratio: float | None = None
     pairs: int | None = None
 
     @classmethod
     def parse(cls, value: Any, what: str) -> Amount:
-        """0.2 or "0.2" is a ratio, 128 or "128" a number of pairs ("1.0" is a ratio, "1" one pair).
+        """Takes 0.2 or "0.2" as a ratio, and 128 or "128" as a number of pairs ("1.0" is a ratio, "1" is one pair).
 
         Raises UsageError if `value` is no number.
         """
@@ -57,11 +57,11 @@ class Amount:
 
     @property
     def value(self) -> float | int:
-        """The ratio as a float, or the pairs as an int."""
+        """This is the ratio as a float, or the pairs as an int."""
         return self.pairs if self.pairs is not None else float(self.ratio or 0.0)
 
     def count(self, n_tokens: int) -> int:
-        """Tokens out of a prompt of n_tokens: floor(n_tokens * ratio + 1e-9), or the number of pairs."""
+        """Counts the tokens out of a prompt of n_tokens: floor(n_tokens * ratio + 1e-9), or the number of pairs."""
         return self.pairs if self.pairs is not None else math.floor(n_tokens * (self.ratio or 0.0) + 1e-9)
 
     def __str__(self) -> str:
@@ -71,13 +71,13 @@ class Amount:
         return text if "." in text else text + ".0"
 
     def as_json(self) -> dict[str, float | int | None]:
-        """{"ratio": r} or {"pairs": n}: languages without a separate integer type cannot tell 1.0 from 1."""
+        """Writes {"ratio": r} or {"pairs": n}: languages without an integer type cannot tell 1.0 from 1."""
         return {"pairs": self.pairs} if self.pairs is not None else {"ratio": self.ratio}
 
 
 @dataclass(frozen=True)
 class Budget(Amount):
-    """KV pairs that each layer and KV head keeps: a ratio of the prompt in (0, 1], or a number of pairs >= 1."""
+    """Each layer and KV head keeps so many KV pairs: a ratio of the prompt in (0, 1], or a number of pairs >= 1."""
 
     def __post_init__(self) -> None:
         if self.pairs is not None and self.pairs < 1:
@@ -89,16 +89,16 @@ class Budget(Amount):
             raise BudgetError(f"budget as a ratio must be above 0 and at most 1.0, not {self}{hint}")
 
     def count(self, n_tokens: int) -> int:
-        """KV pairs kept of a prompt of n_tokens: at least 1, at most n_tokens; 0 for an empty prompt."""
+        """Counts the KV pairs kept of a prompt of n_tokens: from 1 to n_tokens, and 0 for an empty prompt."""
         return min(max(super().count(n_tokens), 1), n_tokens) if n_tokens > 0 else 0
 
 
-AUTO = "auto"  # recent: as many as the scorer's method has (H2O, LOOK-M: half of the budget)
+AUTO = "auto"  # of recent: the scorer's method says how many (H2O, LOOK-M: half of the budget)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to keep. Fields as in kvedge.h; `params` holds settings of stage members ("scorer.window").
+    """A plan has the fields of kvedge.h; `params` holds settings of stage members ("scorer.window").
 
     Raises UnknownNameError, BudgetError or UsageError when the fields do not fit together.
     """
@@ -133,21 +133,21 @@ class Plan:
         return hash(self.to_json())
 
     def count(self, n_tokens: int) -> int:
-        """KV pairs per layer and KV head that an even share of the budget keeps of n_tokens.
+        """Counts the KV pairs per layer and KV head that an even share of the budget keeps of n_tokens.
 
-        All of them where the scorer needs the whole prompt to judge it (SnapKV: no longer than the window).
+        All of them stay where the scorer needs the whole prompt to judge it (SnapKV: no longer than the window).
         """
         whole = n_tokens <= registry.scorer(self.scorer).whole_up_to(self.settings("scorer"))
         return n_tokens if whole else self.budget.count(n_tokens)
 
     def asked_recent(self, n_tokens: int, kept: int) -> int:
-        """Last tokens that the plan wants a head to keep that keeps `kept` of n_tokens; may exceed `kept`."""
+        """Counts the last tokens that the plan wants of a head that keeps `kept` of n_tokens; may exceed `kept`."""
         if self.recent is not None:
             return min(n_tokens, self.recent.count(n_tokens))
         return registry.scorer(self.scorer).auto_recent(kept, self.count(n_tokens), self.settings("scorer"))
 
     def protected(self, n_tokens: int, kept: int) -> tuple[int, int]:
-        """(recent, sinks): last and first tokens that are always kept, when `kept` of n_tokens stay.
+        """Counts the last and the first tokens that are always kept, (recent, sinks), when `kept` of n_tokens stay.
 
         When `kept` does not cover both, the scorer says which of the two shrinks first.
         """
@@ -159,12 +159,12 @@ class Plan:
         return recent, min(self.sinks, kept - recent)
 
     def settings(self, stage: str) -> dict[str, Any]:
-        """All parameters of the member chosen for `stage`, defaults included, by their short names."""
+        """Returns the parameters of the member chosen for `stage`, defaults included, by their short names."""
         chosen = member(stage, getattr(self, stage))
         return {p.name: self.params.get(f"{stage}.{p.name}", p.default) for p in chosen.params}
 
     def profile_kinds(self) -> dict[str, str]:
-        """Stage -> kind of the calibrated profile that it needs of the model (profile.py); empty: none is needed.
+        """Names the kind of calibrated profile that each stage needs of the model (profile.py), if it needs one.
 
         A plan never holds a profile, nor says where one lies, so that it means the same on every machine and model.
         """
@@ -176,7 +176,7 @@ class Plan:
         return {stage: kind for stage, kind in kinds.items() if kind}
 
     def as_text(self) -> dict[str, str]:
-        """The fields as kvedge_plan_set takes them, in an order that it accepts."""
+        """Writes the fields as kvedge_plan_set takes them, in an order that it accepts."""
         out = {stage: getattr(self, stage) for stage in STAGES}
         out["budget"] = str(self.budget)
         out["recent"] = AUTO if self.recent is None else str(self.recent)
@@ -188,7 +188,7 @@ class Plan:
         return out
 
     def to_json(self) -> str:
-        """One JSON object that from_json reads back to an equal plan."""
+        """Writes one JSON object, which from_json reads back to an equal plan."""
         out: dict[str, Any] = {"kvedge_plan": JSON_VERSION}
         for f in fields(self):
             value = getattr(self, f.name)
@@ -199,7 +199,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Raises UsageError for JSON that is no plan, or a plan of a later version."""
+        """Reads a plan. Raises UsageError for JSON that is no plan, or a plan of a later version."""
         try:
             data = json.loads(text)
         except ValueError as error:
@@ -218,7 +218,7 @@ class Plan:
         return cls(**data)
 
     def with_(self, **changes: Any) -> Plan:
-        """A copy with some fields replaced."""
+        """Returns a copy with some fields replaced."""
         return replace(self, **changes)
 
 

@@ -1,4 +1,4 @@
-"""The named methods. Each is a composition of stages: one entry of data."""
+"""The named methods: each is a composition of stages, and one entry of data."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pykvedge.plans.plugins import installed, table
 from pykvedge.plans.plugins.table import Preset
 from pykvedge.plans.stages.members import STAGES
 
-# What answers when nobody chose a method: of what was measured (docs/demo-model.md) it loses least at half of the
-# memory, also on questions that come a turn after the image. Its budget is that half, whether it is named or not.
+# This method answers when nobody chose one: of those that were measured (docs/demo-model.md) it loses least at half of
+# the memory, also on questions that come a turn after the image. Its budget is that half, whether it is named or not.
 DEFAULT_METHOD = "mixkv"
 
 
@@ -45,7 +45,7 @@ _FLASHCACHE = (
     "Approach, arXiv:2511.16786"
 )
 
-# one importance for all heads of a layer; the first and the last token always stay
+# These have one importance for all heads of a layer, and the first and the last token always stay.
 _LAYERWISE = {"scorer": "cumulative", "params": {"scorer.share": "layer"}, "sinks": 1, "recent": 1}
 _PRESETS = (
     Preset("full", "keep every KV pair", "the uncompressed cache", {"budget": 1.0}),
@@ -71,10 +71,7 @@ _PRESETS = (
     ),
     Preset("snapkv", "what the last 32 tokens of the prompt look at, and those tokens", _SNAPKV, {"scorer": "window"}),
     Preset(
-        "pyramidkv",
-        "snapkv with more for the lower layers",
-        _PYRAMIDKV,
-        {"scorer": "window", "allocator": "pyramid"},
+        "pyramidkv", "snapkv with more for the lower layers", _PYRAMIDKV, {"scorer": "window", "allocator": "pyramid"}
     ),
     Preset(
         "adakv",
@@ -95,12 +92,7 @@ _PRESETS = (
         {
             "scorer": "window",
             "allocator": "heads",
-            "params": {
-                "scorer.window": 8,
-                "scorer.kernel": 7,
-                "scorer.pool": "max",
-                "allocator.rule": "headkv",
-            },
+            "params": {"scorer.window": 8, "scorer.kernel": 7, "scorer.pool": "max", "allocator.rule": "headkv"},
         },
     ),
     Preset(
@@ -110,10 +102,7 @@ _PRESETS = (
         {"scorer": "mixkv", "budget": 0.5},
     ),
     Preset(
-        "mixkv-pyramid",
-        "mixkv with more for the lower layers",
-        _MIXKV,
-        {"scorer": "mixkv", "allocator": "pyramid"},
+        "mixkv-pyramid", "mixkv with more for the lower layers", _MIXKV, {"scorer": "mixkv", "allocator": "pyramid"}
     ),
     Preset(
         "mixkv-ada",
@@ -160,13 +149,13 @@ table.reserve(PRESETS)
 
 
 def methods() -> list[str]:
-    """Names of all methods, in the order in which they are explained; those of plugins last."""
+    """Names all methods in the order in which they are explained; those of plugins come last."""
     installed.load_installed()
     return [*PRESETS, *installed.method_names()]
 
 
 def preset(name: str) -> Preset:
-    """The preset of that name, built in or of a plugin. Raises UnknownNameError with a suggestion."""
+    """Finds the preset of that name, built in or of a plugin. Raises UnknownNameError with a suggestion."""
     if name in PRESETS:
         return PRESETS[name]
     found = installed.find_preset(name)
@@ -175,25 +164,17 @@ def preset(name: str) -> Preset:
     return found
 
 
-def usual_sinks(name: str) -> int:
-    """Sinks that the method of that name has by itself; 0 for a name that is no method (of a plan from a file)."""
-    try:
-        return preset(name).values.get("sinks", 0)
-    except UnknownNameError:
-        return 0
-
-
 def _params_that_fit(chosen: Preset, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The preset's settings of stage members, but for stages whose member is replaced."""
+    """Returns the preset's settings of stage members, but for stages whose member is replaced."""
     replaced = {stage for stage in STAGES if settings.get(stage, chosen.values.get(stage)) != chosen.values.get(stage)}
     return {k: v for k, v in chosen.values.get("params", {}).items() if k.partition(".")[0] not in replaced}
 
 
 def plan(method: str, budget: Any = None, **settings: Any) -> Plan:
-    """The plan of a method, with some settings changed.
+    """Makes the plan of a method, with some settings changed.
 
-    budget: 0.2 (a ratio of the prompt) or 128 (KV pairs per layer and KV head); default 0.2, but 0.5 for "mixkv", the
-    default method, and 1.0 for "full".
+    budget: 0.2 (a ratio of the prompt) or 128 (KV pairs per layer and KV head). The default is 0.2, but 0.5 for
+    "mixkv", the default method, and 1.0 for "full".
     settings: fields of Plan (`reducer="averaged"`, `sinks=4`, `recent=32`), or settings of a stage member by their full
     name (`**{"scorer.window": 16}`).
     Raises UnknownNameError, BudgetError or UsageError.
@@ -219,12 +200,12 @@ def plan(method: str, budget: Any = None, **settings: Any) -> Plan:
 
 
 def default_plan(budget: Any = None, **settings: Any) -> Plan:
-    """The plan where no method is named: mixkv's, half of the prompt unless `budget` says otherwise."""
+    """Makes the plan where no method is named: mixkv's, with half of the prompt unless `budget` says otherwise."""
     return plan(DEFAULT_METHOD, budget, **settings)
 
 
 def checked_plan(given: Plan | None) -> Plan:
-    """The plan itself, or the default one for None. Raises UsageError for what is no plan."""
+    """Returns the plan itself, or the default one for None. Raises UsageError for what is no plan."""
     if given is None:
         return default_plan()
     if not isinstance(given, Plan):
@@ -237,7 +218,10 @@ def check_protection(plan: Plan, n_tokens: int) -> None:
 
     What a preset protects by itself shrinks instead (Plan.protected).
     """
-    usual = usual_sinks(plan.method)
+    try:
+        usual = preset(plan.method).values.get("sinks", 0)
+    except UnknownNameError:  # the plan is from a file
+        usual = 0
     recent = plan.recent.count(n_tokens) if plan.recent else 0
     sinks = plan.sinks if plan.sinks != usual else 0
     kept = plan.count(n_tokens)

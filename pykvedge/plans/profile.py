@@ -1,4 +1,4 @@
-"""Profiles: what `kvedge calibrate` measured of a model once, for methods whose budgets are not found in the prompt.
+"""A Profile is what `kvedge calibrate` measured of a model once, for budgets that are not found in the prompt.
 
 A profile is a JSON file of one model, which it names by a hash. A plan does not hold its profiles: it says what its
 stages need (allocator heads; prefix or scorer mixkv with source = profile), and travels between models. Each stage's is
@@ -13,15 +13,13 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from pykvedge.errors import ProfileError
+from pykvedge.plans.plan import Plan
 from pykvedge.plans.stages.base import ProfileTable
-
-if TYPE_CHECKING:
-    from pykvedge.plans.plan import Plan
 
 JSON_VERSION = 1
 # kind -> the command that makes one
@@ -55,7 +53,7 @@ class Profile:
     about: Mapping[str, Any] = field(default_factory=dict)  # how it was made, and which model that was
 
     def __post_init__(self) -> None:
-        """Raises ProfileError for numbers that make no profile."""
+        """Refuses numbers that make no profile. Raises ProfileError."""
         if self.kind not in KINDS:
             raise ProfileError(f"a profile is one of {', '.join(KINDS)}, not {self.kind!r}")
         values = np.asarray(self.values, dtype=np.float64)
@@ -77,11 +75,11 @@ class Profile:
 
     @property
     def table(self) -> ProfileTable:
-        """The numbers alone, as stages take them: in float32's precision, on both engines."""
+        """The table has the numbers alone, as stages take them: in float32's precision, on both engines."""
         return ProfileTable(self.values.astype(np.float32), np.array(self.budgets, dtype=np.float32))
 
     def to_json(self) -> str:
-        """One JSON object that from_json reads back, a row of numbers a line."""
+        """Writes one JSON object that from_json reads back, a row of numbers a line."""
         head = {
             "kvedge_profile": JSON_VERSION,
             "kind": self.kind,
@@ -96,7 +94,7 @@ class Profile:
 
     @classmethod
     def from_json(cls, text: str) -> Profile:
-        """Raises ProfileError, one line that says what is wrong, for anything that is no profile."""
+        """Reads a profile. Raises ProfileError, one line that says what is wrong, for anything that is none."""
         try:
             data = json.loads(text)
         except (ValueError, RecursionError):
@@ -136,7 +134,7 @@ def _rows(values: Any) -> np.ndarray:
 
 
 def load(path: str | os.PathLike[str]) -> Profile:
-    """The profile in a file. Raises ProfileError if it cannot be read or is none."""
+    """Reads the profile in a file. Raises ProfileError if it cannot be read or is none."""
     path = Path(path).expanduser()
     try:
         with path.open("rb") as file:
@@ -173,15 +171,8 @@ def save(profile: Profile, path: str | os.PathLike[str]) -> None:
 # ------------------------------------------------------------------------------------------------------------
 
 
-def as_list(given: Given) -> list[OneGiven]:
-    """What was given as a profile, as a list: none, one, or several."""
-    if given is None:
-        return []
-    return [given] if isinstance(given, (Profile, str, os.PathLike)) else list(given)
-
-
 def for_arrays(plan: Plan, given: Given, n_layers: int, n_heads: int, n_heads_kv: int) -> dict[str, Profile]:
-    """Stage -> the profile that it needs, for arrays of so many layers, query heads and KV heads.
+    """Finds the profile that each stage needs, for arrays of so many layers, query heads and KV heads.
 
     Raises ProfileError as `find` does, and for another shape.
     """
@@ -201,34 +192,31 @@ def for_arrays(plan: Plan, given: Given, n_layers: int, n_heads: int, n_heads_kv
 
 
 def assigned(plan: Plan, given: Given, spare: bool) -> dict[str, tuple[str, Profile]]:
-    """Stage -> what to call the given profile that it takes, and that profile.
+    """Assigns given profiles to the stages that take them: what to call each, and the profile.
 
     spare: one that fits no stage is left alone; else it is refused. Raises ProfileError.
     """
     kinds = plan.profile_kinds()
     out: dict[str, tuple[str, Profile]] = {}
-    for one in as_list(given) if kinds else []:
+    several = [given] if isinstance(given, (Profile, str, os.PathLike)) else given or []
+    for one in several if kinds else []:
         profile = one if isinstance(one, Profile) else load(one)
         stage = next((stage for stage, kind in kinds.items() if COLUMNS[profile.kind] == COLUMNS[kind]), None)
         if stage is None and spare:
             continue
         if stage is None:
-            raise _misfit(plan, list(kinds), profile)
+            raise misfit(plan, list(kinds), profile)
         if stage in out:
             raise ProfileError(f"two profiles were given for {stage} '{getattr(plan, stage)}'; give one")
         out[stage] = "the profile" if isinstance(one, Profile) else str(one), profile
     return out
 
 
-def fitting(plan: Plan, stage: str, profile: Profile) -> Profile:
-    """The profile itself. Raises ProfileError where its numbers are not of what the stage takes."""
-    if COLUMNS[profile.kind] != COLUMNS[plan.profile_kinds()[stage]]:
-        raise _misfit(plan, [stage], profile)
-    return profile
+def misfit(plan: Plan, stages: list[str], profile: Profile) -> ProfileError:
+    """Makes the error of a profile whose numbers are not of what the stages take.
 
-
-def _misfit(plan: Plan, stages: list[str], profile: Profile) -> ProfileError:
-    """Either kind of query heads' scores serves either rule; the preferred one is only what is looked for."""
+    Either kind of query heads' scores serves either rule; the preferred one is only what is looked for.
+    """
     kinds = plan.profile_kinds()
     members = " or ".join(f"{stage} '{getattr(plan, stage)}'" for stage in stages)
     commands = " or ".join(f"`{KINDS[kinds[stage]]}`" for stage in stages)
@@ -236,7 +224,7 @@ def _misfit(plan: Plan, stages: list[str], profile: Profile) -> ProfileError:
 
 
 def missing(plan: Plan, stage: str, of_model: str) -> ProfileError:
-    """The error of a plan whose stage has no profile. of_model: "of NAME ", or nothing."""
+    """Makes the error of a plan whose stage has no profile. of_model: "of NAME ", or nothing."""
     kind = plan.profile_kinds()[stage]
     return ProfileError(
         f"method '{plan.method}' needs a {kind} profile {of_model}({stage} '{getattr(plan, stage)}'), and there is "

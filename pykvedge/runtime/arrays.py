@@ -1,4 +1,4 @@
-"""compress: a plan applied to plain arrays, without a model. For research and tests."""
+"""`compress` applies a plan to plain arrays, without a model, for research and tests."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pykvedge.errors import ArrayError, unknown
 from pykvedge.plans.kvtypes import GROUP, KvType
 from pykvedge.plans.plan import Plan
+from pykvedge.plans.stages.base import Result
 
 if TYPE_CHECKING:
     from typing import TypedDict
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from pykvedge.plans.profile import Given
 
     class GivenOptions(TypedDict, total=False):
-        """What compress may be told by name."""
+        """These may be given to compress by name."""
 
         kv_type: str | KvType
         threads: int
@@ -32,20 +33,6 @@ _LARGEST = {"f16": 65504.0, "bf16": 3.3895313892515355e38, "f32": float("inf")}
 
 
 @dataclass(frozen=True)
-class Result:
-    """What is left of a prompt.
-
-    kept[l][h]: [n] int32, original token indices, ascending. k[l][h], v[l][h]: [n, d] float32, rows in the order of
-    kept, merged where the plan merges. scores: [L, Hkv, T] float32.
-    """
-
-    kept: list[list[np.ndarray]]
-    k: list[list[np.ndarray]]
-    v: list[list[np.ndarray]]
-    scores: np.ndarray
-
-
-@dataclass(frozen=True)
 class _Options:
     kv_type: str | KvType = "f16"
     threads: int = 0
@@ -54,13 +41,7 @@ class _Options:
 
 
 def compress(
-    plan: Plan,
-    q: Any,
-    k: Any,
-    v: Any,
-    image_mask: Any = None,
-    engine: str = "native",
-    **options: Unpack[GivenOptions],
+    plan: Plan, q: Any, k: Any, v: Any, image_mask: Any = None, engine: str = "native", **options: Unpack[GivenOptions]
 ) -> Result:
     """Compresses the KV pairs of one prompt.
 
@@ -92,16 +73,14 @@ def compress(
     if engine == "native":
         from pykvedge.runtime import native_plan
 
-        out = native_plan.compress_arrays(plan, arrays, kv_type, chosen.threads, tables, chosen.stream)
-    elif chosen.stream:
+        return native_plan.compress_arrays(plan, arrays, kv_type, chosen.threads, tables, chosen.stream)
+    if chosen.stream:
         from pykvedge.plans import numpy_stream
 
-        out = numpy_stream.run(plan, arrays, kv_type, chosen.stream, tables)
-    else:
-        from pykvedge.plans import numpy_engine
+        return numpy_stream.run(plan, arrays, kv_type, chosen.stream, tables)
+    from pykvedge.plans import numpy_engine
 
-        out = numpy_engine.run(plan, arrays, kv_type, tables)
-    return Result(out.kept, out.k, out.v, out.scores)
+    return numpy_engine.run(plan, arrays, kv_type, tables)
 
 
 def _check_stream(plan: Plan, step: int, kv_type: KvType) -> None:

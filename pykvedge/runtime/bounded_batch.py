@@ -1,4 +1,4 @@
-"""A whole prompt, images and text, as one batch: bounded prefill sends it through each layer at once."""
+"""A whole prompt, images and text, becomes one batch, which bounded prefill sends through each layer at once."""
 
 from __future__ import annotations
 
@@ -28,26 +28,25 @@ class OnePass:
 
     @property
     def n_tokens(self) -> int:
-        """T."""
         return len(self.image_mask)
 
 
 def why_not(vision: Vision | None, pieces: list[Piece]) -> str:
-    """Why the pieces cannot go through a layer in one causal pass; empty if they can."""
+    """Says why the pieces cannot go through a layer in one causal pass; it is empty if they can."""
     if vision is not None and vision.non_causal() and any(isinstance(p, ImagePiece) for p in pieces):
         return "the tokens of an image look at each other in both directions in this model"
     return ""
 
 
 def gather_text(pieces: list[Piece], start: int) -> OnePass:
-    """Pieces that are all text, from position `start` on."""
+    """Gathers pieces that are all text, from position `start` on."""
     tokens = np.array([t for p in pieces if isinstance(p, TextPiece) for t in p.tokens], dtype=np.int32)
     positions = np.arange(start, start + len(tokens), dtype=np.int32)[None, :]
     return OnePass(positions, np.zeros(len(tokens), dtype=np.uint8), start + len(tokens), tokens=tokens)
 
 
 def gather(pieces: list[Piece], table: TokenTable, vision: Vision, model: Model, start: int) -> OnePass:
-    """The pieces, images encoded, from position `start` on.
+    """Gathers the pieces, images encoded, from position `start` on.
 
     Text rows narrower than an image's are filled up with zeros, as llama.cpp does for models with deep stacks of image
     features. Raises UnsupportedError, KvedgeError for an image that was not encoded.

@@ -1,4 +1,4 @@
-"""Driver: one llama_context and the cache that libkvedge keeps of it. Sessions, evaluations and benchmarks read by it.
+"""A Driver has one llama_context and its cache in libkvedge. Sessions, evaluations and benchmarks read by it.
 
 So what is measured is what a session does: prompts are cut into the same passes, and fail with the same words.
 """
@@ -60,7 +60,7 @@ class Driver:
     def take_over_if_possible(
         self, plan: Plan, tables: Mapping[str, ProfileTable] | None = None, later_floor: int | None = None
     ) -> None:
-        """The same, but a plan that keeps everything as it is also runs where kvedge has nothing to take over."""
+        """Does the same, but a plan that keeps everything also runs where kvedge has nothing to take over."""
         try:
             self.take_over(plan, tables, later_floor)
         except (NothingToCompressError, LibraryError) as error:
@@ -118,7 +118,7 @@ class Driver:
             self.cache.compress(self.context.sequence)
 
     def pairs_held(self) -> float:
-        """KV pairs of the current sequence per KV head, averaged over heads and layers; 0 where there is no cache."""
+        """Averages the KV pairs per KV head of the current sequence; they are 0 where there is no cache."""
         cache = self.cache
         lengths = [n for heads in cache.lengths(self.context.sequence) for n in heads] if cache is not None else []
         return sum(lengths) / len(lengths) if lengths else 0
@@ -135,7 +135,7 @@ class Driver:
 
 
 def cut(pieces: Iterable[Piece], most: int) -> Iterator[Piece]:
-    """The pieces, text cut so that each step is one pass through the model: progress shows, and Ctrl-C is heard."""
+    """Cuts text so that each step is one pass through the model: progress shows, and Ctrl-C is heard."""
     for piece in pieces:
         if isinstance(piece, ImagePiece):
             yield piece

@@ -1,4 +1,4 @@
-"""Engine: reads prompts into a llama.cpp context whose KV memory libkvedge owns, and compresses them."""
+"""The Engine reads prompts into a llama.cpp context whose KV memory libkvedge owns, and compresses them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,7 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
-from pykvedge.errors import (
-    ContextError,
-    NothingToCompressError,
-    SessionFileError,
-    StateError,
-    UnsupportedError,
-)
+from pykvedge.errors import ContextError, NothingToCompressError, SessionFileError, StateError, UnsupportedError
 from pykvedge.models import profiles
 from pykvedge.models.model import Model, Progress
 from pykvedge.models.token_table import TokenTable
@@ -36,15 +30,15 @@ from pykvedge.runtime.settings import Settings
 
 
 class Engine:
-    """One sequence of tokens: text and images go in, logits come out, and what was read can be compressed."""
+    """An engine has one sequence of tokens: text and images go in, logits come out, and what it read is compressed."""
 
     def __init__(self, model: Model, vision: Vision | None, settings: Settings, threads: int) -> None:
-        """threads: for reading and generating."""
+        """threads: as many read and generate."""
         self._model, self._vision = model, vision
         self._settings, self._threads = settings, threads
         self._driver: Driver | None = None
         self._table: TokenTable | None = None
-        self._not_bounded = ""
+        self.not_bounded = ""  # why the last prompt was not read layer by layer although that was asked for
         self._set_plan: Plan | None = None  # that the cache follows
         self._reset()
 
@@ -56,26 +50,26 @@ class Engine:
 
     @property
     def driver(self) -> Driver:
-        """Context and cache. Raises StateError before the first prompt."""
+        """The driver has the context and the cache. Raises StateError before the first prompt."""
         if self._driver is None:
             raise StateError("nothing was read yet")
         return self._driver
 
     @property
     def context(self) -> Context:
-        """The context. Raises StateError before the first prompt."""
+        """The context exists from the first prompt on. Raises StateError before."""
         return self.driver.context
 
     @property
     def pace(self) -> Pace:
-        """What compresses a stream. Raises NothingToCompressError where there is none."""
+        """The pace says when a stream is compressed. Raises NothingToCompressError where there is none."""
         if self._pace is None:
             raise NothingToCompressError(f"kvedge does not hold the KV cache of {self._model.path.name}")
         return self._pace
 
     @property
     def cache(self) -> libkvedge.Cache | None:
-        """The KV memory that libkvedge owns; None for a model that runs as it is."""
+        """The cache is the KV memory that libkvedge owns; it is None for a model that runs as it is."""
         return self._driver.cache if self._driver is not None else None
 
     def close(self) -> None:
@@ -86,10 +80,7 @@ class Engine:
         self._reset()
 
     def set_plan(self, plan: Plan) -> None:
-        """Prompts that complete from now on are compressed by this plan.
-
-        Raises NothingToCompressError, ProfileError.
-        """
+        """Compresses prompts that complete from now on by this plan. Raises NothingToCompressError, ProfileError."""
         tables = self._tables(plan)
         if self.cache is not None:
             self.cache.set_plan(plan, tables)
@@ -115,7 +106,7 @@ class Engine:
         largest = max(images, default=0)
         if self.cache is not None and plan != self._set_plan:
             self.set_plan(plan)
-        self._not_bounded = self._why_not_bounded(pieces, n, plan) if self._settings.bounded else ""
+        self.not_bounded = self._why_not_bounded(pieces, n, plan) if self._settings.bounded else ""
         if self._driver is None:
             check_protection(plan, n)
             self._make_context(n, largest, what, plan)
@@ -143,12 +134,7 @@ class Engine:
 
     @property
     def _bounded(self) -> bool:
-        return self._settings.bounded and not self._not_bounded
-
-    @property
-    def not_bounded(self) -> str:
-        """Why the last prompt was not read layer by layer although that was asked for; empty where all is as asked."""
-        return self._not_bounded
+        return self._settings.bounded and not self.not_bounded
 
     def _why_not_bounded(self, pieces: list[Piece], n: int, plan: Plan) -> str:
         covered = native_plan.plan_budget(plan, n, later=self.cache is not None) >= n
@@ -175,7 +161,7 @@ class Engine:
             raise
         self._driver, self._set_plan = driver, plan
         if driver.cache is None and self._bounded:
-            self._not_bounded = f"kvedge does not hold the KV cache of {self._model.path.name}"
+            self.not_bounded = f"kvedge does not hold the KV cache of {self._model.path.name}"
         if self._settings.stream and driver.cache is not None:
             self._pace = Pace(driver.cache, driver.context, self._settings, self._model.n_layer)
 
@@ -185,7 +171,7 @@ class Engine:
     # ---------------------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str], model: str, note: Note) -> None:
-        """Writes the cache to a file, with a note that this completes. Raises SessionFileError, UnsupportedError."""
+        """Writes the cache to a file, with a note that it completes. Raises SessionFileError, UnsupportedError."""
         context = self.context
         if self.cache is None:
             raise UnsupportedError(
@@ -196,7 +182,7 @@ class Engine:
         self.cache.save(encoded(path), model, note.encode())
 
     def restore(self, path: str | os.PathLike[str], model: str, note: Note, plan: Plan) -> None:
-        """A new context with the cache of a file in it. Raises as make_room does, and SessionFileError."""
+        """Makes a new context with the cache of a file in it. Raises what make_room raises, and SessionFileError."""
         self.close()
         name = os.fspath(path)
         n_ctx = self._settings.n_ctx or note.n_ctx
@@ -227,7 +213,7 @@ class Engine:
         return Mark(self.context.n_past, self.context.n_cells, self._set_plan, self._held, copied)
 
     def return_to(self, mark: Mark) -> None:
-        """What was read is what it was at the mark, whose copy is used up. Raises OutOfMemoryError."""
+        """Goes back to what was read at the mark, whose copy is used up. Raises OutOfMemoryError."""
         self._n_compressions, self._held = bring_back(self.context, self.cache, mark), mark.held
         if mark.plan is not None and mark.plan != self._set_plan:
             self.set_plan(mark.plan)
@@ -244,7 +230,9 @@ class Engine:
 
         for i, piece in enumerate(images):
             look(i, 0.0)
-            self._require_vision().encode(piece, functools.partial(look, i))
+            if self._vision is None:
+                raise StateError("the session has no image encoder")
+            self._vision.encode(piece, functools.partial(look, i))
 
     def prefill(self, pieces: list[Piece], progress: Progress, cancel: threading.Event | None) -> None:
         """Reads the pieces; afterwards the logits of the last token are there. Raises ContextError, CancelledError."""
@@ -285,10 +273,6 @@ class Engine:
             context.stop_when(None)
         progress("reading the prompt, layer by layer", 1.0)
 
-    def read_step(self, step: Piece, want_logits: bool) -> None:
-        """Reads a piece that one pass holds, an image encoded before. want_logits: of its last token."""
-        self.driver.read_step(step, want_logits)
-
     def extend(self, token: int) -> None:
         """Reads one generated token; afterwards its logits are there. Raises ContextError."""
         self.driver.extend(token)
@@ -296,7 +280,7 @@ class Engine:
             self._pace.after(1, now=self.context.room < 1)
 
     def compress(self) -> None:
-        """Compresses what was read since the last time: the prompt, and before it the answer of the last turn."""
+        """Compresses what was read since the last time: the answer of the last turn, and the prompt."""
         if self._pace is not None:
             self._pace.compress()
         elif self.cache is not None:
@@ -309,22 +293,19 @@ class Engine:
                 self.cache.check()  # what ended a bounded prompt
                 raise
 
-    def _require_vision(self) -> Vision:
-        if self._vision is None:
-            raise StateError("the session has no image encoder")
-        return self._vision
-
     # ---------------------------------------------------------------------------------------------------
 
     def pairs_held(self) -> float:
-        """KV pairs per KV head, averaged over heads and layers; 0 for a model that runs as it is."""
+        """Averages the KV pairs per KV head over heads and layers; they are 0 for a model that runs as it is."""
         return self._driver.pairs_held() if self._driver is not None else 0
 
     def measure(self) -> Kv:
-        """Figures, right after compress."""
+        """Measures the KV memory, right after compress."""
         kv_type = self._settings.kv_type
         if self.cache is None:
-            return figures.of_llama(self._model, self.context, kv_type)
+            # llama.cpp allocates for the whole context at once
+            n = self._model.kv_bytes_per_token(KvType.parse(kv_type).plain.bytes_per_value) * self.context.n_ctx
+            return Kv(n, n, n)
         n, held = self.cache.stats().n_compressions, self.pairs_held()
         # a prompt whose budget covers it is not compressed, and leaves the figures of the last compression alone
         out = figures.of_cache(self._model, self.cache, kv_type, compressed=n > self._n_compressions)
@@ -333,5 +314,5 @@ class Engine:
         return out
 
     def peak_bytes(self, so_far: int) -> int:
-        """Largest amount of KV memory up to now."""
+        """Tells the largest amount of KV memory up to now, in bytes. so_far: the answer without a cache."""
         return self.cache.stats().peak_bytes if self.cache is not None else so_far

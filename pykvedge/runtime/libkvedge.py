@@ -1,42 +1,38 @@
-"""kvedge.h for the rest of the package, by ctypes: what the library is, and caches. Nothing is loaded on import."""
+"""The rest of the package meets kvedge.h here: what the library is, and caches. Nothing is loaded on import."""
 
 from __future__ import annotations
 
 import ctypes as c
 import itertools
+from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from pykvedge import errors
 from pykvedge.native import libraries
-from pykvedge.native.abi import DEVICES_AUTO, KV_TYPE, STAGE_NUMBER, Error, Options, Saved, Stats
+from pykvedge.native.abi import DEVICES_AUTO, KV_TYPE, Error, Options, Saved, Stats
 from pykvedge.native.calls import call, lib, raise_
 from pykvedge.native.guard import Guard, one_thread
 from pykvedge.plans.kvtypes import KvType
+from pykvedge.plans.plan import Plan
+from pykvedge.plans.stages.base import ProfileTable
 from pykvedge.runtime.native_plan import NativePlan
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    import numpy as np
-
-    from pykvedge.plans.plan import Plan
-    from pykvedge.plans.stages.base import ProfileTable
-    from pykvedge.runtime.own_stages import OwnStages
+from pykvedge.runtime.own_stages import OwnStages
 
 
 def version() -> str:
-    """Version of libkvedge."""
     return lib().kvedge_version().decode()
 
 
 def simd() -> str:
-    """Instruction set of libkvedge's kernels on this machine."""
+    """Names the instruction set of libkvedge's kernels on this machine."""
     return lib().kvedge_simd().decode()
 
 
 def kernel_tables() -> list[str]:
-    """Names of the tables of kernels that this machine can run, the chosen one first."""
+    """Names the tables of kernels that this machine can run, the chosen one first."""
     return [name.decode() for name in iter(map(lib().kvedge_kernels, itertools.count()).__next__, None)]
 
 
@@ -46,27 +42,19 @@ def check_kernels(table: str) -> None:
 
 
 def describe() -> str:
-    """One line per library: its version and what it uses of the machine, or that it is missing."""
+    """Tells in a line per library its version and what it uses of the machine, or that it is missing."""
     try:
-        bindings = libraries.llama()
-        lines = [f"llama.cpp {bindings.llama_version().decode()} in {libraries.require_dir()}"]
-        lines.append(f"libkvedge {version()} ({simd()})")
+        llama = f"llama.cpp {libraries.llama().llama_version().decode()} in {libraries.require_dir()}"
+        return f"{llama}\nlibkvedge {version()} ({simd()})"
     except errors.LibraryError as error:
         return f"libraries: {error}"
-    return "\n".join(lines)
-
-
-def stage_members(stage: str) -> list[str]:
-    """Names of the members of a stage that libkvedge can run."""
-    number = STAGE_NUMBER[stage]
-    return [lib().kvedge_stage_name(number, i).decode() for i in range(lib().kvedge_stage_count(number))]
 
 
 class Cache:
-    """The KV memory of one llama_context, owned by libkvedge (kvedge_cache).
+    """libkvedge owns the KV memory of one llama_context (kvedge_cache).
 
-    For the thread that decodes: a call while another thread is in one, or while llama_decode runs in another, raises
-    StateError. `detach` waits for that thread.
+    It is for the thread that decodes: a call while another thread is in one, or while llama_decode runs in another,
+    raises StateError. `detach` waits for that thread.
     """
 
     def __init__(
@@ -109,24 +97,21 @@ class Cache:
 
     @property
     def attached(self) -> bool:
-        """False after detach."""
+        """This is false after detach."""
         return bool(self._handle)
 
     @property
     def handle(self) -> c.c_void_p:
-        """For the functions of this module. Raises StateError after detach."""
-        return self._live()
-
-    def _live(self) -> c.c_void_p:
+        """The kvedge_cache. Raises StateError after detach."""
         if not self._handle:
             raise errors.StateError("the cache was detached; attach again")
         return self._handle
 
     @one_thread
     def set_plan(self, plan: Plan, profiles: Mapping[str, ProfileTable] | None = None) -> None:
-        """Prompts that complete from now on are compressed by this plan. profiles: as for a new cache."""
+        """Compresses prompts that complete from now on by this plan. profiles: as for a new cache."""
         with NativePlan(plan, profiles, self._later_floor) as native:
-            call("set_plan", self._live(), native.handle)
+            call("set_plan", self.handle, native.handle)
         self.own = native.own
 
     @one_thread
@@ -135,47 +120,47 @@ class Cache:
     ) -> None:
         """Gives one sequence a plan of its own; None: the cache's again. profiles: as for a new cache."""
         if plan is None:
-            call("set_sequence_plan", self._live(), sequence, None)
+            call("set_sequence_plan", self.handle, sequence, None)
             self._owns.pop(sequence, None)
             return
         with NativePlan(plan, profiles, self._later_floor) as native:
-            call("set_sequence_plan", self._live(), sequence, native.handle)
+            call("set_sequence_plan", self.handle, sequence, native.handle)
         self._owns[sequence] = native.own
 
     @one_thread
     def set_auto_compress(self, on: bool) -> None:
-        """Whether the first token decoded after a prompt triggers the compression."""
-        call("set_auto_compress", self._live(), on)
+        """Sets whether the first token decoded after a prompt triggers the compression."""
+        call("set_auto_compress", self.handle, on)
 
     @one_thread
     def compress(self, sequence: int = 0) -> None:
         """Compresses, now, what was added since the last compression. Raises PluginError if a plugin's stage fails."""
         with self._owns.get(sequence, self.own).explained():
-            call("compress", self._live(), sequence)
+            call("compress", self.handle, sequence)
 
     @one_thread
     def bound_prompt(self, image_mask: np.ndarray, sequence: int = 0) -> None:
-        """The next decode brings a whole prompt in one pass, whose layers are compressed one by one.
+        """Announces that the next decode brings a whole prompt in one pass, whose layers are compressed one by one.
 
         image_mask: [T] uint8, 1 for an image token. Raises what kvedge_bound_prompt reports.
         """
         mask = image_mask.astype("uint8", order="C")
-        call("bound_prompt", self._live(), sequence, mask.ctypes.data, len(mask))
+        call("bound_prompt", self.handle, sequence, mask.ctypes.data, len(mask))
 
     def bounded_layers(self, sequence: int = 0) -> int:
-        """Layers that the bounded prompt under way has behind it; also while llama_decode runs in this thread."""
-        return lib().kvedge_bounded_layers(self._live(), sequence)
+        """Counts the layers that a bounded prompt has behind it, also while llama_decode runs in this thread."""
+        return lib().kvedge_bounded_layers(self.handle, sequence)
 
     @one_thread
     def compress_stream(self, sequence: int = 0) -> None:
         """Makes the sequence a stream; compresses all that it holds to the plan's bound. Raises UnsupportedError."""
         with self._owns.get(sequence, self.own).explained():
-            call("compress_stream", self._live(), sequence)
+            call("compress_stream", self.handle, sequence)
 
     @one_thread
     def cells(self, sequence: int = 0) -> int:
-        """Tokens of the sequence that take up room in llama.cpp's own cache of n_ctx places."""
-        if (n := lib().kvedge_cells(self._live(), sequence)) < 0:
+        """Counts the tokens of the sequence that take up room in llama.cpp's own cache of n_ctx places."""
+        if (n := lib().kvedge_cells(self.handle, sequence)) < 0:
             raise errors.StateError("another thread decodes with this cache; wait until it is done")
         return n
 
@@ -183,7 +168,7 @@ class Cache:
     def check(self) -> None:
         """Raises the first error that happened inside llama_decode since the last call, if there was one."""
         error = Error()
-        if lib().kvedge_take_error(self._live(), c.byref(error)) != 0 or error.status != 0:
+        if lib().kvedge_take_error(self.handle, c.byref(error)) != 0 or error.status != 0:
             with ExitStack() as stages:
                 for own in (self.own, *self._owns.values()):
                     stages.enter_context(own.explained())
@@ -191,65 +176,61 @@ class Cache:
 
     @one_thread
     def stats(self, sequence: int = 0) -> Stats:
-        """Figures of one sequence."""
+        """Returns figures of one sequence."""
         out = Stats(struct_size=c.sizeof(Stats))
-        call("get_stats", self._live(), sequence, c.byref(out))
+        call("get_stats", self.handle, sequence, c.byref(out))
         return out
 
     def layer_ids(self) -> list[int]:
-        """The model's numbers of the stored layers."""
+        """Lists the numbers that the stored layers have in the model."""
         return [self.layer_id(i) for i in range(self.stats().n_layers)]
 
     @one_thread
     def lengths(self, sequence: int = 0) -> list[list[int]]:
-        """KV pairs held now, per stored layer and KV head."""
+        """Counts the KV pairs held now, per stored layer and KV head."""
         out: list[list[int]] = []
         for layer in range(self.stats(sequence).n_layers):
             heads: list[int] = []
-            while (n := lib().kvedge_head_length(self._live(), sequence, layer, len(heads))) >= 0:
+            while (n := lib().kvedge_head_length(self.handle, sequence, layer, len(heads))) >= 0:
                 heads.append(n)
             out.append(heads)
         return out
 
     def layer_id(self, layer: int) -> int:
-        """Number, in the model, of a stored layer."""
-        return lib().kvedge_layer_id(self._live(), layer)
+        """Returns the number that a stored layer has in the model."""
+        return lib().kvedge_layer_id(self.handle, layer)
 
     @one_thread
     def tokens(self, layer: int, head: int, sequence: int = 0) -> list[int]:
-        """Original token indices that a stored layer's KV head holds, ascending."""
-        n = lib().kvedge_head_length(self._live(), sequence, layer, head)
+        """Lists the original token indices that a stored layer's KV head holds, ascending."""
+        n = lib().kvedge_head_length(self.handle, sequence, layer, head)
         out = (c.c_int32 * max(n, 1))()
-        call("head_tokens", self._live(), sequence, layer, head, out, len(out))
+        call("head_tokens", self.handle, sequence, layer, head, out, len(out))
         return list(out)[:n]
 
     @one_thread
     def watch(self, on: bool) -> None:
-        """Whether the attention of tokens that are decoded one by one is kept for `attention`."""
-        call("watch", self._live(), on)
+        """Sets whether the attention of tokens that are decoded one by one is kept for `attention`."""
+        call("watch", self.handle, on)
 
     @one_thread
     def attention(self, layer: int, query_head: int, sequence: int = 0) -> np.ndarray:
         """[n] float32: softmax weights that the last token paid, in a stored layer's query head, to the rows of its KV
         head, in the order of `tokens`. Raises StateError unless that token was decoded by itself and watched.
         """
-        import numpy as np
-
-        n_heads = lib().kvedge_query_heads(self._live(), layer)
+        n_heads = lib().kvedge_query_heads(self.handle, layer)
         if not 0 <= query_head < n_heads:
             raise errors.UsageError(f"there is no query head {query_head} in stored layer {layer}")
         lengths = self.lengths(sequence)[layer] or [0]
         out = np.empty(lengths[query_head // (n_heads // len(lengths))], dtype=np.float32)
         where = out.ctypes.data_as(c.POINTER(c.c_float))
-        call("attention", self._live(), sequence, layer, query_head, where, len(out))
+        call("attention", self.handle, sequence, layer, query_head, where, len(out))
         return out
 
     @one_thread
     def attention_of_all(self, sequence: int = 0) -> np.ndarray:
         """[stored layers, H, n] float32: `attention` of all heads, which hold n rows each; 0 for missing ones."""
-        import numpy as np
-
-        live, layers = self._live(), range(self.stats(sequence).n_layers)
+        live, layers = self.handle, range(self.stats(sequence).n_layers)
         heads = [lib().kvedge_query_heads(live, i) for i in layers]
         n = lib().kvedge_head_length(live, sequence, 0, 0)
         if any(length != n for lengths in self.lengths(sequence) for length in lengths):
@@ -262,17 +243,17 @@ class Cache:
 
     @one_thread
     def save(self, path: bytes, model: str, note: bytes, sequence: int = 0) -> None:
-        """Writes a sequence and a note of the caller's to a file. model: told apart by load."""
-        call("save", self._live(), sequence, path, model.encode(), note, len(note))
+        """Writes a sequence and a note of the caller's to a file. model: a name that load compares."""
+        call("save", self.handle, sequence, path, model.encode(), note, len(note))
 
     @one_thread
     def load(self, path: bytes, model: str, sequence: int = 0) -> None:
         """Reads a file of `save` into an empty sequence. Raises SessionFileError, UsageError, OutOfMemoryError."""
-        call("load", self._live(), sequence, path, model.encode())
+        call("load", self.handle, sequence, path, model.encode())
 
 
 def read_saved(path: bytes) -> tuple[str, bytes]:
-    """Model and note of a file of Cache.save. Raises SessionFileError."""
+    """Reads model and note of a file of Cache.save. Raises SessionFileError."""
     saved = Saved(struct_size=c.sizeof(Saved))
     call("read_saved", path, c.byref(saved), None, 0)
     note = c.create_string_buffer(max(saved.note_bytes, 1))
@@ -281,16 +262,14 @@ def read_saved(path: bytes) -> tuple[str, bytes]:
 
 
 def shape(cache: Cache, layer: int) -> tuple[int, int, int, int]:
-    """(H, Hkv, d_k, d_v) of a stored layer."""
-    out = [c.c_int32() for _ in range(4)]
+    """Returns (H, Hkv, d_k, d_v) of a stored layer."""
+    out = (c.c_int32(), c.c_int32(), c.c_int32(), c.c_int32())
     call("layer_shape", cache.handle, layer, *(c.byref(x) for x in out))
-    return tuple(x.value for x in out)
+    return out[0].value, out[1].value, out[2].value, out[3].value
 
 
 def rows(cache: Cache, layer: int, head: int, sequence: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Keys [n, d_k] and values [n, d_v], float32, of a stored layer's KV head, in the order of Cache.tokens."""
-    import numpy as np
-
     _, _, d_k, d_v = shape(cache, layer)
     n = max(lib().kvedge_head_length(cache.handle, sequence, layer, head), 0)
     k, v = np.empty((n, d_k), np.float32), np.empty((n, d_v), np.float32)
@@ -301,8 +280,6 @@ def rows(cache: Cache, layer: int, head: int, sequence: int = 0) -> tuple[np.nda
 
 def pending_scores(cache: Cache, layer: int, sequence: int = 0) -> np.ndarray:
     """[Hkv, T] float32: what the plan's scorer makes of the tokens that are not compressed yet. Raises StateError."""
-    import numpy as np
-
     out = np.empty((shape(cache, layer)[1], cache.stats(sequence).n_pending), np.float32)
     at = out.ctypes.data_as(c.POINTER(c.c_float))
     with cache.own.explained():

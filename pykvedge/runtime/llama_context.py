@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from pykvedge.errors import CancelledError, ContextError, KvedgeError, OutOfMemoryError
+from pykvedge.errors import CancelledError, ContextError, KvedgeError, ModelError, OutOfMemoryError
 from pykvedge.models.model import Model
+from pykvedge.models.shape import ModelShape, mask_bytes
 from pykvedge.models.vision import ImagePiece, Vision
 from pykvedge.native import libraries, llamacpp, memory
 from pykvedge.plans.kvtypes import KvType
@@ -21,6 +22,7 @@ N_BATCH = 2048
 N_UBATCH = 512
 DEFAULT_CTX = 4096
 ROOM_TO_ANSWER = 512  # tokens that an automatic context has beyond the prompt, at least
+CELL = 64  # bytes of llama.cpp's bookkeeping for each token of a context
 GGML_TYPE = {"f16": 1, "bf16": 30, "f32": 0, "q8_0": 8, "q4_0": 2}  # the bindings lack a name for bf16
 
 
@@ -41,12 +43,14 @@ def check_memory(model: Model, size: ContextSize, whole_cache: bool) -> None:
 
     whole_cache: the KV cache is allocated for n_ctx tokens at once, as llama.cpp does; else for what is in it.
     """
+    try:
+        shape = ModelShape.of(model.header)
+    except ModelError:  # a file that does not say enough; llama.cpp allocates, or says what it cannot
+        return
     n_ubatch = min(size.n_ubatch, size.n_ctx)
-    per_token = model.kv_bytes_per_token(KvType.parse(size.kv_type).plain.bytes_per_value)
-    most = size.peak_tokens or size.prompt_tokens
-    cache = per_token * (size.n_ctx if whole_cache else min(most + 1, size.n_ctx))
-    width = max(model.n_embd_input, 1)
-    compute = n_ubatch * (16 * width + size.n_ctx) * 4 + model.n_vocab * 4 + size.n_ctx * 64
+    tokens = size.n_ctx if whole_cache else min((size.peak_tokens or size.prompt_tokens) + 1, size.n_ctx)
+    cache = tokens * shape.kv_per_token(KvType.parse(size.kv_type).plain.bytes_per_value)
+    compute = shape.compute(n_ubatch, whole_cache) + mask_bytes(size.n_ctx, n_ubatch) + CELL * size.n_ctx
     what = f"a context of {size.n_ctx} tokens with a prompt of {size.prompt_tokens}"
     memory.require(cache + compute, what, "lower --ctx or close other programs")
 

@@ -1,4 +1,4 @@
-"""A model in memory, with its image encoder, for any number of conversations."""
+"""A loaded model serves any number of conversations, with its image encoder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Loan:
-    """What a session works with, until it calls give_back: once, and after it has freed its context."""
+    """A session works with this until it calls give_back: once, and after it has freed its context."""
 
     model: Model
     encoder: Encoder | None
@@ -31,10 +31,9 @@ class Loan:
 
 
 class LoadedModel:
-    """What `load` returns. Close it when done, or use it in a with statement."""
+    """`load` returns this. Close it when done, or use it in a with statement."""
 
     def __init__(self, model: Model, encoder: Encoder | None, threads: int) -> None:
-        """Takes over the model and the encoder."""
         self._model, self._encoder = model, encoder
         self.threads = threads
         self._lock = threading.Lock()
@@ -42,22 +41,22 @@ class LoadedModel:
 
     @property
     def path(self) -> Path:
-        """The file of the language model."""
+        """The language model was loaded from this file."""
         return self._model.path
 
     @property
     def sees_images(self) -> bool:
-        """Whether an image encoder was loaded."""
+        """Tells whether an image encoder was loaded."""
         return self._encoder is not None
 
     @property
     def open_sessions(self) -> int:
-        """Sessions made from it that are not closed yet."""
+        """Counts the sessions made from it that are not closed yet."""
         return self._n_open
 
     @property
     def in_memory(self) -> bool:
-        """False once it is closed and all of its sessions are: the weights are freed."""
+        """This is false once it is closed and all of its sessions are: the weights are freed."""
         return bool(self._model.handle)
 
     def close(self) -> None:
@@ -70,7 +69,7 @@ class LoadedModel:
             self._free_if_unused()
 
     def lend(self) -> Loan:
-        """For a session: the weights stay until it gives the loan back. Raises StateError after close."""
+        """Lends the weights to a session; they stay until it gives them back. Raises StateError after close."""
         with self._lock:
             if self._closed:
                 raise StateError(f"{self.path.name} is closed; load it again")
@@ -135,7 +134,7 @@ def borrow(
     progress: Progress,
     cancel: threading.Event | None,
 ) -> Loan:
-    """A loan of a loaded model, or of one that is loaded for this and freed when the loan is given back.
+    """Borrows a loaded model, or one that is loaded for this and freed when the loan is given back.
 
     Raises what load raises; UsageError for settings that belong to the loading, StateError for a model that is closed.
     """
@@ -153,7 +152,7 @@ def borrow(
 
 
 def path_of(model: Any, what: str = "the model") -> Path:
-    """The file of a model, loaded or not. Raises UsageError for what is no path."""
+    """Returns the file of a model, loaded or not. Raises UsageError for what is no path."""
     if isinstance(model, LoadedModel):
         return model.path
     if not isinstance(model, (str, os.PathLike)) or not isinstance(name := os.fspath(model), str):

@@ -1,4 +1,4 @@
-"""Plans as libkvedge has them: made from ours, checked by it, and applied to plain arrays."""
+"""libkvedge has plans of its own: they are made from ours, checked by it, and applied to plain arrays."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pykvedge import errors
 from pykvedge.native.abi import KV_TYPE, STAGE_NUMBER, GivenArrays
 from pykvedge.native.calls import call, lib
 from pykvedge.plans.kvtypes import KvType
-from pykvedge.plans.numpy_engine import Arrays, Outcome
+from pykvedge.plans.numpy_engine import Arrays
 from pykvedge.plans.plan import Plan
-from pykvedge.plans.stages.base import ProfileTable
+from pykvedge.plans.stages.base import ProfileTable, Result
 from pykvedge.runtime.own_stages import OwnStages
 
 
 class NativePlan:
-    """A kvedge_plan made from a Plan; use in a with statement."""
+    """A kvedge_plan is made from a Plan; use it in a with statement."""
 
     def __init__(
         self, plan: Plan, profiles: Mapping[str, ProfileTable] | None = None, later_floor: int | None = None
@@ -56,7 +56,7 @@ class NativePlan:
 
 
 def why_not_bounded(plan: Plan, kv_type: str | KvType = "f16") -> str:
-    """What keeps prompts under a plan from being compressed layer by layer; empty if nothing does."""
+    """Says what keeps prompts under a plan from being compressed layer by layer; it is empty if nothing does."""
     kv_type = KvType.parse(kv_type)
     with NativePlan(plan) as native:
         try:
@@ -67,14 +67,14 @@ def why_not_bounded(plan: Plan, kv_type: str | KvType = "f16") -> str:
 
 
 def plan_budget(plan: Plan, n_tokens: int, later: bool = False) -> int:
-    """KV pairs that a plan keeps of a prompt of n_tokens, or of a message that follows one."""
+    """Counts the KV pairs that a plan keeps of a prompt of n_tokens, or of a message that follows one."""
     with NativePlan(plan) as native:
         asked = lib().kvedge_plan_later_budget if later else lib().kvedge_plan_budget
         return asked(native.handle, n_tokens)
 
 
 def check_stream(plan: Plan) -> None:
-    """Raises UsageError with what stands in the way of a stream under a plan."""
+    """Refuses a plan that cannot compress a stream. Raises UsageError with what stands in the way."""
     with NativePlan(plan) as native:
         try:
             call("plan_check_stream", native.handle)
@@ -83,7 +83,7 @@ def check_stream(plan: Plan) -> None:
 
 
 def score_bytes(plan: Plan, n_tokens: int, layers: Iterable[tuple[int, int, int]]) -> int:
-    """Bytes beside keys and values while a prompt is read and compressed under a plan. layers: (H, Hkv, d_k) each."""
+    """Counts bytes beside keys and values while a prompt is read and compressed. layers: (H, Hkv, d_k) each."""
     with NativePlan(plan) as native:
         of_layer = functools.cache(functools.partial(lib().kvedge_plan_score_bytes, native.handle, n_tokens))
         return sum(of_layer(*shape) for shape in layers)
@@ -96,8 +96,8 @@ def compress_arrays(
     threads: int,
     profiles: Mapping[str, ProfileTable] | None = None,
     step: int = 0,
-) -> Outcome:
-    """kvedge_compress_arrays_as, or kvedge_stream_arrays with a step. threads: 0 for all cores.
+) -> Result:
+    """Calls kvedge_compress_arrays_as, or kvedge_stream_arrays with a step. threads: 0 for all cores.
 
     profiles: by the stages that need one.
     """
@@ -110,7 +110,7 @@ def compress_arrays(
         name, counts = ("stream_arrays", [step, threads]) if step else ("compress_arrays_as", [threads])
         call(name, native.handle, c.byref(given), *types, *counts, c.byref(result))
     library = lib()
-    out = Outcome([], [], [], np.zeros((n_layers, n_heads_kv, 0 if step else n_tokens), dtype=np.float32))
+    out = Result([], [], [], np.zeros((n_layers, n_heads_kv, 0 if step else n_tokens), dtype=np.float32))
     try:
         for i in range(n_layers):
             for column in (out.kept, out.k, out.v):

@@ -45,7 +45,8 @@ class OwnStages:
 
     def _struct(self, stage: str, plugin: table.Plugin, settings: base.Settings) -> c.Structure:
         kind, prototype = STRUCTS[stage]
-        run = {"scorer": _score, "allocator": _allocate, "reducer": _reduce}[stage]
+        runs: dict[str, Any] = {"scorer": _score, "allocator": _allocate, "reducer": _reduce}
+        run = runs[stage]
 
         def call(given: Any, *others: Any) -> int:
             try:

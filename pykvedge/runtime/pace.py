@@ -1,4 +1,4 @@
-"""The pace of a stream: which plans it takes, how large its context is, and when it is compressed."""
+"""A stream has a pace: how large its context is, and when it is compressed."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ class Pace:
     """Compresses a stream when it is time to."""
 
     def __init__(self, cache: Cache, context: Context, settings: Settings, n_layers: int) -> None:
-        """n_layers: of the model."""
         self._cache, self._context, self._settings, self._n_layers = cache, context, settings, n_layers
         self._since = 0  # tokens since it was compressed
 
     @property
     def step(self) -> int:
-        """Tokens of text that are read at a time."""
+        """So many tokens of text are read at a time."""
         return min(self._context.n_ubatch, self._settings.stream_tokens)
 
     def compress(self) -> None:
@@ -31,7 +30,7 @@ class Pace:
         self._since = 0
 
     def after(self, n_tokens: int, image: bool = False, now: bool = False) -> None:
-        """n_tokens were read, an image or not. now: compress whatever the settings say."""
+        """Notes that n_tokens were read, an image or not. now: it compresses whatever the settings say."""
         self._since += n_tokens
         if now or self._since >= self._settings.stream_tokens or (image and self._settings.stream is True):
             self.compress()
@@ -55,7 +54,7 @@ class Pace:
 def stream_context(
     model: Model, vision: Vision | None, settings: Settings, pieces: list[Piece], plan: Plan
 ) -> ContextSize:
-    """A context for a stream that begins with these pieces, one of each kind if there are any."""
+    """Sizes a context for a stream that begins with these pieces, one of each kind if there are any."""
     largest = max((p.n_tokens for p in pieces if isinstance(p, ImagePiece)), default=0)
     step = max(largest, settings.stream_tokens)
     automatic = max(min(model.n_ctx_train or DEFAULT_CTX, DEFAULT_CTX), step + ROOM_TO_ANSWER)

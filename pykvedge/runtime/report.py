@@ -1,4 +1,4 @@
-"""What one answer cost: tokens, memory and time, as JSON and as one line."""
+"""A Report says what one answer cost: tokens, memory and time, as JSON and as one line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MIB = 2**20
 
 @dataclass
 class Tokens:
-    """Counts of one turn; `image` is the part of `prompt` that came from images."""
+    """These tokens are counted in one turn; `image` is the part of `prompt` that came from images."""
 
     prompt: int = 0
     image: int = 0
@@ -19,8 +19,8 @@ class Tokens:
 
 @dataclass
 class Kv:
-    """Keys and values of the whole conversation when the answer begins, earlier turns included; only the last two
-    figures are of this turn alone.
+    """These figures are of keys and values of the whole conversation when the answer begins, earlier turns included;
+    only the last two are of this turn alone.
 
     full_bytes: what all tokens so far would take, had nothing been dropped or quantised. kept_bytes: what is left, and
     read once for every token of the answer. peak_bytes: the most that there was at once, up to now.
@@ -37,7 +37,7 @@ class Kv:
 
 @dataclass
 class Rss:
-    """Resident set size of the process, as the operating system tells it.
+    """The operating system tells this resident set size of the process.
 
     The peak is that of a whole message: its images are encoded, its prompt is read and compressed. It is None where
     nobody asked for it (Settings.measure_peak).
@@ -50,7 +50,7 @@ class Rss:
 
 @dataclass
 class Time:
-    """Seconds of each step. decode_steps: tokens that were decoded in decode_s."""
+    """Each step took so many seconds. decode_steps: tokens that were decoded in decode_s."""
 
     load_s: float = 0.0
     encode_s: float = 0.0
@@ -61,13 +61,13 @@ class Time:
 
     @property
     def decode_tok_s(self) -> float:
-        """Tokens per second while generating; 0 when nothing was decoded."""
+        """So many tokens per second were generated; the figure is 0 when nothing was decoded."""
         return self.decode_steps / self.decode_s if self.decode_s > 0 else 0.0
 
 
 @dataclass
 class Saved:
-    """The session file of a conversation. error: why it could not be written, or empty."""
+    """A conversation was saved in this session file. error: why it could not be written, or empty."""
 
     path: str
     loaded: bool  # whether the conversation began in an earlier run
@@ -78,7 +78,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Which model answered. name: as its file says, or the file's; quantisation: empty where the file says none."""
+    """This model answered. name: as its file says, or the file's; quantisation: empty where the file says none."""
 
     name: str
     file: str
@@ -87,7 +87,7 @@ class ModelFacts:
 
 @dataclass
 class Stream:
-    """What a stream has become. positions: of the next token; trained: as many as the model was trained for."""
+    """A stream has become this. positions: of the next token; trained: as many as the model was trained for."""
 
     bound: int  # KV pairs per layer and head that are left by every compression
     tokens: int  # read and generated so far, of all turns
@@ -97,7 +97,7 @@ class Stream:
     trained: int
 
     def note(self) -> str:
-        """A warning, where the positions go beyond the model's; else nothing."""
+        """Returns a warning where the positions go beyond the model's; else nothing."""
         if not self.trained or self.positions <= self.trained:
             return ""
         return f"positions up to {self.positions}, trained for {self.trained}: answers may lose sense"
@@ -105,7 +105,7 @@ class Stream:
 
 @dataclass
 class Report:
-    """Everything measured about one turn."""
+    """A report holds everything that was measured about one turn."""
 
     method: str
     budget: float | int
@@ -122,8 +122,8 @@ class Report:
     stream: Stream | None = None  # only of a stream
 
     def as_json(self) -> dict[str, Any]:
-        """The object that `kvedge chat --json` prints. Bytes, seconds, tokens per second."""
-        t, kv, rss, tokens = self.time, self.kv, self.rss, self.tokens
+        """Makes the object that `kvedge chat --json` prints, in bytes, seconds and tokens per second."""
+        t, kv = self.time, self.kv
         session: dict[str, Any] = {"session": asdict(self.session)} if self.session else {}
         if self.bounded is not None:
             session["bounded"] = {"used": self.bounded, "why_not": self.not_bounded}
@@ -134,24 +134,16 @@ class Report:
             "budget": self.budget,
             "text": self.text,
             "stop": self.finish,
-            "tokens": {"prompt": tokens.prompt, "image": tokens.image, "generated": tokens.generated},
+            "tokens": asdict(self.tokens),
             "kv": {
                 "full_bytes": kv.full_bytes,
                 "kept_bytes": kv.kept_bytes,
                 "peak_bytes": kv.peak_bytes,
                 "kept_per_layer": kv.kept_per_layer,
             },
-            "rss": {
-                "before_prefill_bytes": rss.before_prefill_bytes,
-                "peak_bytes": rss.peak_bytes,
-                "after_compress_bytes": rss.after_compress_bytes,
-            },
+            "rss": asdict(self.rss),
             "time": {
-                "load_s": round(t.load_s, 4),
-                "encode_s": round(t.encode_s, 4),
-                "prefill_s": round(t.prefill_s, 4),
-                "compress_s": round(t.compress_s, 4),
-                "decode_s": round(t.decode_s, 4),
+                **{name: round(value, 4) for name, value in asdict(t).items() if name.endswith("_s")},
                 "decode_tok_s": round(t.decode_tok_s, 2),
             },
             **stream,
@@ -159,30 +151,20 @@ class Report:
         }
 
     def line(self) -> str:
-        """One line for a person."""
-        tokens, kv = self.tokens, self.kv
-        if self.stream is not None:
-            return self._stream_line(self.stream)
+        """Sums the report up in one line for a person."""
+        tokens, kv, stream = self.tokens, self.kv, self.stream
         image = f" ({tokens.image} image)" if tokens.image else ""
+        unit, size = ("MiB", MIB) if kv.full_bytes >= MIB / 10 else ("KiB", 1024)
+        speed = f"{self.time.decode_tok_s:.1f} tok/s" if self.time.decode_steps else ""
+        if stream is not None:
+            new = f"{tokens.prompt}{image} new -> {kv.kept_of_them} of {stream.bound}"
+            held = f"KV {stream.kv_bytes / size:.1f} {unit}, peak {kv.peak_bytes / size:.1f}"
+            parts = [f"stream of {stream.tokens} tokens, {new}", f"{held}, full {kv.full_bytes / size:.1f}"]
+            return " | ".join(filter(None, [*parts, speed, stream.note()]))
         answer = kv.compressed_tokens - tokens.prompt
         since = f" + {answer} of the last answer" if answer > 0 else ""
         everything = kv.kept_of_them >= kv.compressed_tokens
         kept = ", all kept" if everything else f" -> {kv.kept_of_them} kept"
-        unit, size = ("MiB", MIB) if kv.full_bytes >= MIB / 10 else ("KiB", 1024)
         after = "" if kv.kept_bytes == kv.full_bytes else f" -> {kv.kept_bytes / size:.1f}"
         parts = [f"prompt {tokens.prompt} tokens{image}{since}{kept}", f"KV {kv.full_bytes / size:.1f}{after} {unit}"]
-        if self.time.decode_steps:
-            parts.append(f"{self.time.decode_tok_s:.1f} tok/s")
-        return " | ".join(parts)
-
-    def _stream_line(self, stream: Stream) -> str:
-        kv = self.kv
-        unit, size = ("MiB", MIB) if kv.full_bytes >= MIB / 10 else ("KiB", 1024)
-        image = f" ({self.tokens.image} image)" if self.tokens.image else ""
-        parts = [
-            f"stream of {stream.tokens} tokens, {self.tokens.prompt}{image} new -> {kv.kept_of_them} of {stream.bound}",
-            f"KV {stream.kv_bytes / size:.1f} {unit}, peak {kv.peak_bytes / size:.1f}, full {kv.full_bytes / size:.1f}",
-        ]
-        if self.time.decode_steps:
-            parts.append(f"{self.time.decode_tok_s:.1f} tok/s")
-        return " | ".join(part for part in (*parts, stream.note()) if part)
+        return " | ".join(filter(None, [*parts, speed]))

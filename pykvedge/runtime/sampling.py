@@ -1,4 +1,4 @@
-"""How the next token is chosen."""
+"""Sampling says how the next token is chosen."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Sampler:
             llama.llama_sampler_chain_add(self._chain, link)
 
     def sample(self, context: Any) -> int:
-        """The next token, from the last logits of a llama_context."""
+        """Chooses the next token from the last logits of a llama_context."""
         return self._llama.llama_sampler_sample(self._chain, context, -1)
 
     def __enter__(self) -> Sampler:

@@ -59,7 +59,7 @@ class Note:
             note = cls(
                 Plan.from_json(_of(str, given["plan"])),
                 _of(str, given["kv_type"]),
-                *(_count(given[name]) for name in ("n_ctx", "n_ubatch", "n_past", "n_cells")),
+                **{name: _count(given[name]) for name in ("n_ctx", "n_ubatch", "n_past", "n_cells")},
                 held=float(given["held"]),
                 pending=[_count(t) for t in given["pending"]],
                 messages=messages,

@@ -1,4 +1,4 @@
-"""How a session runs, apart from what it keeps (that is the plan)."""
+"""Settings say how a session runs, apart from what it keeps (that is the plan)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STREAM_TOKENS = 128
 
 
 class LoadSettings(TypedDict, total=False):
-    """The fields of Settings that belong to the loading of a model, for those who name them one by one."""
+    """These are the fields of Settings that belong to the loading of a model, for those who name them one by one."""
 
     threads: int
     gpu_layers: int | None
@@ -42,7 +42,7 @@ class GivenSettings(LoadSettings, total=False):
 
 @dataclass(frozen=True)
 class Settings:
-    """0 or None: chosen for the machine and the model. Raises UsageError for values out of range."""
+    """What is 0 or None is chosen for the machine and the model. Raises UsageError for values out of range."""
 
     n_ctx: int = 0  # tokens that the conversation may hold
     threads: int = 0
@@ -90,12 +90,12 @@ class Settings:
 
     @property
     def stream_tokens(self) -> int:
-        """Tokens after which a stream is compressed; 0 for what is none."""
+        """A stream is compressed after so many tokens; what is none has 0."""
         return STREAM_TOKENS if self.stream is True else int(self.stream)
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> Settings:
-        """Raises UnknownNameError for a name that is no setting."""
+        """Makes settings of names and values. Raises UnknownNameError for a name that is no setting."""
         names = [f.name for f in fields(cls)]
         for name in given:
             if name not in names:

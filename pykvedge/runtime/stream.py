@@ -1,4 +1,4 @@
-"""Streams: prompts of any length, read piece by piece, and compressed to a bound on the way."""
+"""A stream is a prompt of any length, which is read piece by piece and compressed to a bound on the way."""
 
 from __future__ import annotations
 
@@ -22,15 +22,13 @@ from pykvedge.runtime.report import Kv, Stream, Tokens
 
 
 def measure(engine: Engine, model: Model, plan: Plan, kv_type: str) -> tuple[Kv, Stream] | None:
-    """Figures of the stream so far; None where there is none."""
+    """Measures the stream so far; None is returned where there is none."""
     cache = engine.cache
     if cache is None:
         return None
     stats, held = cache.stats(), engine.pairs_held()
     full = figures.uncompressed(model, cache, kv_type)
-    layers = [round(sum(heads) / len(heads), 2) for heads in cache.lengths() if heads]
-    kept = [int(n) if n == int(n) else n for n in layers]
-    kv = Kv(full, stats.bytes, stats.peak_bytes, kept, stats.n_tokens, round(held))
+    kv = Kv(full, stats.bytes, stats.peak_bytes, figures.per_layer(cache), stats.n_tokens, round(held))
     positions, bound = engine.context.n_past, plan.budget.pairs or 0
     return kv, Stream(bound, stats.n_tokens, stats.n_compressions, stats.bytes, positions, model.n_ctx_train)
 
@@ -38,7 +36,7 @@ def measure(engine: Engine, model: Model, plan: Plan, kv_type: str) -> tuple[Kv,
 def segments(
     text: str, marker: str, pictures: Iterable[Picture], before_these: int = 0
 ) -> Iterator[tuple[str, Picture | None]]:
-    """Parts of a message in which `marker` stands once for all pictures, or once for each, with the one that follows.
+    """Cuts a message in which `marker` stands once for all pictures, or once for each, with the one that follows.
 
     Several that share a marker are named as Message.content names them, `before_these` others being there already.
     Pictures are asked for one at a time.
@@ -62,7 +60,7 @@ def segments(
 
 @dataclass
 class Source:
-    """Pieces of a message as they are needed, and the pictures that have been read, without their pixels."""
+    """A source has pieces of a message as they are needed, and pictures that were read, without their pixels."""
 
     vision: Vision | None
     composer: Composer
@@ -71,7 +69,7 @@ class Source:
     open: list[Piece] = field(default_factory=list)  # of the last picture, some of which may not be read
 
     def pieces(self, parts: Iterable[tuple[str, Picture | None]]) -> Iterator[Piece]:
-        """One part after the other."""
+        """Yields the pieces of one part after the other."""
         for text, picture in parts:
             written = replace(self.message, text=text)
             if picture is None or self.vision is None:
@@ -110,12 +108,12 @@ def read(
     while step is not None:
         stop_if_set(cancel)
         tokens.prompt += step.n_tokens
-        if isinstance(step, ImagePiece):
+        image = isinstance(step, ImagePiece)
+        if image:
             n_images += 1
             tokens.image += step.n_tokens
             progress(f"reading image {n_images}, {tokens.prompt} tokens so far", 0.0)
         # what follows an image is only looked at when it was read; a prompt ends with text
-        image = isinstance(step, ImagePiece)
         following = None if image else next(steps, None)
         _read_step(engine, vision, step, cancel, last=not image and following is None)
         step = next(steps, None) if image else following
@@ -123,7 +121,7 @@ def read(
 
 
 def _read_step(engine: Engine, vision: Vision | None, step: Piece, cancel: threading.Event | None, last: bool) -> None:
-    """last: of the prompt. Its logits are wanted, and the answer begins at the bound."""
+    """Reads one step. last: of the prompt; its logits are wanted, and the answer begins at the bound."""
     context, pace = engine.context, engine.pace
     pace.require_room(step.n_tokens)
     if isinstance(step, ImagePiece) and vision is not None:
@@ -132,8 +130,8 @@ def _read_step(engine: Engine, vision: Vision | None, step: Piece, cancel: threa
                 f"an image of {step.n_tokens} tokens must come with the first message; start a new conversation"
             )
         vision.encode(step, functools.partial(stop_if_set, cancel))
-        engine.read_step(step, want_logits=False)
+        engine.driver.read_step(step, want_logits=False)
         vision.drop(step)
     else:
-        engine.read_step(step, want_logits=last)
+        engine.driver.read_step(step, want_logits=last)
     pace.after(step.n_tokens, image=isinstance(step, ImagePiece), now=last)

@@ -1,12 +1,25 @@
-"""Checkpoints: written beside the old one and moved over it, so that a killed run always finds a whole file."""
+"""What a run leaves: its log, and checkpoints, written beside the old one so that a killed run finds a whole file."""
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+
+
+class Log:
+    """Writes lines to stderr, and to a file that stays with the weights."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __call__(self, line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
 
 
 class Clock:

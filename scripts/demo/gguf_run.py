@@ -14,6 +14,7 @@ from llama_cpp import mtmd_cpp as mc
 from pykvedge.lab.demo_tasks.evalset import Sample, samples
 from pykvedge.lab.demo_tasks.prompts import prompt
 from pykvedge.lab.demo_tasks.tasks import NEEDLE_TASKS, TASKS
+from pykvedge.lab.eval.metrics import rouge_l
 
 
 @lc.llama_log_callback
@@ -92,17 +93,6 @@ class GgufModel:
 
     def answer_sample(self, sample: Sample) -> str:
         return self.answer(prompt(sample.messages()), sample.images())
-
-
-def rouge_l(answer: str, reference: str) -> float:
-    """F1 of the longest common subsequence of words."""
-    a, b = answer.split(), reference.split()
-    row = [0] * (len(b) + 1)
-    for word in a:
-        previous = 0
-        for j, other in enumerate(b, 1):
-            previous, row[j] = row[j], previous + 1 if word == other else max(row[j], row[j - 1])
-    return 2 * row[-1] / (len(a) + len(b)) if a and b else 0.0
 
 
 def gguf_accuracy(model: GgufModel, count: int, images: int, seed: int = 0) -> dict[str, tuple[float, float]]:

@@ -7,8 +7,6 @@ Line breaks and the names of the roles are user-defined tokens, after which llam
 
 from __future__ import annotations
 
-import string
-
 from pykvedge.lab.demo_tasks.scenes import COLOURS, COLUMN_NAMES, PLURALS, ROW_NAMES, SHAPES
 from pykvedge.lab.demo_tasks.tasks import NUMBERS
 
@@ -41,7 +39,6 @@ class Tokenizer:
         characters = list(map(chr, range(33, 127)))
         self.byte_start = 3
         self.pieces = ["<unk>", "<s>", "</s>"] + [f"<0x{b:02X}>" for b in range(256)]
-        self.user_start = len(self.pieces)
         self.pieces += [*USER_DEFINED, SPACE, *characters, *prefixes]
         self.pieces += [f"<unused{k}>" for k in range(-len(self.pieces) % 32)]
         self.ids = {p: k for k, p in enumerate(self.pieces)}
@@ -94,4 +91,4 @@ class Tokenizer:
         return [float(len(p)) if p in self.known else -1000.0 for p in self.pieces]
 
 
-assert all(c.isascii() for w in WORDS for c in w) and string.ascii_letters
+assert all(c.isascii() for w in WORDS for c in w)

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from pykvedge.lab.demo_tasks.scenes import GRID, render
 
-from .checkpoint import Clock, load_checkpoint, save_checkpoint
-from .log import Log
+from .checkpoint import Clock, Log, load_checkpoint, save_checkpoint
 from .optim import Optimizers
 from .rows import IGNORE, Batch, RowMaker, collate, draw_row
 from .text import Projector, TextConfig, TextModel
@@ -185,7 +184,7 @@ def load_learner(folder: Path, seed: int) -> Learner:
     return learner.eval()
 
 
-def train_text(folder: Path, plan: Plan, rank: int = 0, world: int = 1) -> Path:
+def train_text(folder: Path, plan: Plan, rank: int = 0) -> Path:
     """Train (or go on training); `plan.steps` counts from the beginning, and the rate decays towards it."""
     path = folder / "text.pt"
     tower = load_tower(folder)

@@ -10,8 +10,7 @@ import torch
 
 from pykvedge.lab.demo_tasks.scenes import draw_scene, render
 
-from .checkpoint import Clock, load_checkpoint, save_checkpoint
-from .log import Log
+from .checkpoint import Clock, Log, load_checkpoint, save_checkpoint
 from .optim import Optimizers
 from .vision import PATCH_TARGETS, PatchHeads, VisionTower, patch_labels, patchify
 

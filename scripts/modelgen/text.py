@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from gguf import GGMLQuantizationType
 
 from .tokens import Vocabulary
-from .writer import F16, Q4_0, Q6_K, Tensor, Value, file_type, fitting_type, matrix, vector
+from .writer import F16, FILE_TYPES, Q4_0, Q6_K, Tensor, Value, fitting_type, matrix, vector
 
 _HEAD_GAINS = (0.5, 2.0)
 _KEY_GAIN = 1.5
@@ -65,7 +65,7 @@ def _base_meta(spec: TextSpec) -> dict[str, Value]:
         "general.type": "model",
         "general.name": spec.name,
         "general.description": "random weights: for tests and measurements, not for answers",
-        "general.file_type": file_type(spec.weight),
+        "general.file_type": FILE_TYPES[spec.weight],
         "general.quantization_version": 2,
         f"{a}.vocab_size": spec.vocab.size,
         f"{a}.context_length": spec.n_ctx_train,

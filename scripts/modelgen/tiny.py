@@ -47,10 +47,7 @@ class TinySpec:
 
 DEFAULT_SPEC = TinySpec()
 # Sliding-window and hybrid models alternate two sorts of layers: four of them show each sort twice.
-_DEFAULT_SPECS = {
-    "gemma3": replace(DEFAULT_SPEC, n_layers=4),
-    "lfm2": replace(DEFAULT_SPEC, n_layers=4),
-}
+_DEFAULT_SPECS = {"gemma3": replace(DEFAULT_SPEC, n_layers=4), "lfm2": replace(DEFAULT_SPEC, n_layers=4)}
 
 
 def default_spec(kind: str) -> TinySpec:

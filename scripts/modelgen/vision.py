@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from gguf import GGMLQuantizationType
 
 from .text import Model
-from .writer import F16, F32, Tensor, Value, file_type, matrix, vector
+from .writer import F16, F32, FILE_TYPES, Tensor, Value, matrix, vector
 
 _CLIP_MEAN = [0.48145466, 0.4578275, 0.40821073]
 _CLIP_STD = [0.26862954, 0.26130258, 0.27577711]
@@ -63,7 +63,7 @@ def _meta(spec: VisionSpec, blocks: int) -> dict[str, Value]:
         "general.type": "mmproj",
         "general.name": spec.name,
         "general.description": "random weights: for tests and measurements, not for answers",
-        "general.file_type": file_type(spec.weight),
+        "general.file_type": FILE_TYPES[spec.weight],
         "general.quantization_version": 2,
         "clip.has_vision_encoder": True,
         "clip.projector_type": spec.projector,

@@ -27,7 +27,7 @@ Progress = Callable[[int, int], None]
 
 _POOL_BLOCKS = {F32: 1_048_573, F16: 1_048_573, Q8_0: 131_071, Q4_0: 262_139, Q6_K: 16_381}
 _CHUNK_BYTES = 4 << 20
-_FILE_TYPES = {F32: 0, F16: 1, Q4_0: 2, Q8_0: 7}
+FILE_TYPES = {F32: 0, F16: 1, Q4_0: 2, Q8_0: 7}  # general.file_type of a model made mostly of a type
 
 
 @dataclass(frozen=True)
@@ -153,12 +153,7 @@ def _write_tensors(out: BinaryIO, writer: GGUFWriter, tensors: Sequence[Tensor],
 
 
 def write_gguf(
-    path: Path,
-    meta: Meta,
-    tensors: Iterable[Tensor],
-    *,
-    seed: int = 0,
-    progress: Progress = lambda done, total: None,
+    path: Path, meta: Meta, tensors: Iterable[Tensor], *, seed: int = 0, progress: Progress = lambda done, total: None
 ) -> None:
     """Write `path` whole or not at all. `meta` must hold general.architecture."""
     tensors = list(tensors)
@@ -186,8 +181,3 @@ def write_gguf(
         writer.close()
         part.unlink(missing_ok=True)
         raise
-
-
-def file_type(type_: GGMLQuantizationType) -> int:
-    """The number that general.file_type has for a model made mostly of this type."""
-    return _FILE_TYPES[type_]

@@ -1,1 +1,1 @@
-"""The conversation at a terminal: lines, commands that begin with a slash, answers as they come."""
+"""A conversation at a terminal has lines, commands that begin with a slash, and answers as they come."""

@@ -1,4 +1,4 @@
-"""A session at a terminal or in a pipe: messages, their answers, and the file that the conversation is kept in."""
+"""A Chat puts messages to a session, shows their answers, and keeps the conversation in a file."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ INTERRUPTED = 130
 
 @dataclass(frozen=True)
 class Style:
-    """How answers are shown."""
+    """A style says how answers are shown."""
 
     as_json: bool = False  # one object on stdout instead of the text
     quiet: bool = False  # no line about tokens, memory and time
 
 
 def complain(message: object) -> None:
-    """One line about an error, on stderr."""
+    """Writes one line about an error to stderr."""
     print("kvedge: error: " + " ".join(str(message).split()), file=sys.stderr, flush=True)
 
 
 class Chat:
-    """A session at a terminal or in a pipe."""
+    """A chat is a session at a terminal or in a pipe."""
 
     def __init__(
         self, session: Session, sampling: Sampling, style: Style, display: Display, file: Path | None = None
     ) -> None:
-        """session: should have been made with a `cancel` event, which Ctrl-C sets. file: saved to after each answer."""
+        """session: Ctrl-C sets its `cancel` event, if it has one. file: the conversation is saved there."""
         self.file = file
         self.loaded = bool(session.messages)  # the conversation began in a file
         self.session, self.sampling, self._style, self._display = session, sampling, style, display
@@ -50,7 +50,7 @@ class Chat:
         self.waiting: list[Picture | Path] = []  # for the next message
 
     def put(self, prompt: str, pictures: Sequence[Picture | Path]) -> Report:
-        """Puts one message, streams the answer to stdout. Ctrl-C ends it; CancelledError if it had not begun."""
+        """Puts one message and streams the answer to stdout. Ctrl-C ends it, or raises CancelledError before."""
         with as_event(self._cancel):
             try:
                 answer = self.session.ask(prompt, pictures, self.sampling)
@@ -67,12 +67,11 @@ class Chat:
         return answer.report
 
     def undo(self) -> Message:
-        """Takes the last message back; it is returned. Raises StateError."""
+        """Takes the last message back and returns it. Raises StateError."""
         with as_event(self._cancel):
             return self.session.undo()
 
     def retry(self) -> None:
-        """Puts the last message again."""
         message = self.undo()
         self.waiting = [*message.pictures, *self.waiting]  # should it fail, they still wait
         try:
@@ -83,7 +82,6 @@ class Chat:
         del self.waiting[: len(message.pictures)]
 
     def clear(self) -> None:
-        """Starts a new conversation."""
         self.loaded = False
         self.session.clear()
         self.waiting = []
@@ -103,14 +101,14 @@ class Chat:
         return 0
 
     def recover(self) -> None:
-        """After a message that failed half-way: pictures of a loaded conversation are in the file's cache only."""
+        """Loads the file again after a message that failed: pictures of earlier runs are in its cache only."""
         session = self.session
         if self.file is not None and self.loaded and not session.in_cache and self.file.exists():
             with suppress(KvedgeError):
                 session.load(self.file, session.plan)
 
     def once(self, prompt: str, pictures: Sequence[Picture | Path]) -> int:
-        """One question. Returns the exit code: 130 if the answer was stopped, 1 if it could not be saved."""
+        """Puts one question. Returns the exit code: 130 if the answer was stopped, 1 if it could not be saved."""
         if self.loaded and not self._style.quiet and not self._style.as_json:
             self.show_loaded()
         report = self.put(prompt, pictures)
@@ -143,7 +141,7 @@ class Chat:
 
 
 def holding(session: Session) -> str:
-    """What a conversation and its cache consist of, in one line."""
+    """Tells in one line what a conversation and its cache consist of."""
     turns = sum(m.role == "assistant" for m in session.messages)
     images = sum(len(m.pictures) for m in session.messages)
     parts = [f"{turns} answer{'s' * (turns != 1)}", f"{images} image{'s' * (images != 1)}"]

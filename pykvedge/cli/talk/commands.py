@@ -1,10 +1,11 @@
-"""What may be typed in a conversation beside messages: commands, their explanation and their completion."""
+"""Beside messages, commands may be typed in a conversation; they explain and complete themselves."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from pykvedge.cli import paths
 from pykvedge.cli.talk.chat import Chat
@@ -32,7 +33,6 @@ class Command:
 
     @property
     def name(self) -> str:
-        """With its slash."""
         return self.usage.split()[0]
 
 
@@ -45,7 +45,7 @@ def run(chat: Chat, line: str) -> None:
 
 
 def completions(chat: Chat, line: str) -> list[str]:
-    """Lines that a half-typed one may become; none for a message."""
+    """Lists the lines that a half-typed one may become; there are none for a message."""
     name, blank, begun = line.partition(" ")
     if not name.startswith("/"):
         return []
@@ -111,13 +111,14 @@ def _set(chat: Chat, rest: str) -> None:
         chat.session.set_plan(plan.with_(params={**plan.params, name: value}))
         value = _settings(chat)[name]
     else:
-        chat.sampling = replace(chat.sampling, **{name: _number(name, value)})
+        given: dict[str, Any] = {name: _number(name, value)}
+        chat.sampling = replace(chat.sampling, **given)
         value = getattr(chat.sampling, name)
     _say(f"{name} {value}, from the next message on")
 
 
 def _settings(chat: Chat) -> dict[str, object]:
-    """All that /set can change, with its values."""
+    """Lists all that /set can change, with its values."""
     plan = chat.session.plan
     out = {f.name: getattr(chat.sampling, f.name) for f in fields(Sampling)}
     for stage in STAGES:
@@ -146,17 +147,14 @@ def _undo(chat: Chat, rest: str) -> None:
     message = chat.undo()
     text = " ".join(message.text.split())
     shown = text if len(text) <= 60 else text[:57] + "..."
-    images = f" and its {_counted(len(message.pictures), 'image')}" if message.pictures else ""
+    n = len(message.pictures)
+    images = f" and its {n} image{'s' * (n != 1)}" if n else ""
     _say(f"taken back: {shown}{images}")
 
 
 def _nothing_after(name: str, rest: str) -> None:
     if rest:
         raise UsageError(f"{name} takes nothing after it")
-
-
-def _counted(n: int, what: str) -> str:
-    return f"{n} {what}" if n == 1 else f"{n} {what}s"
 
 
 def _stats(chat: Chat, _: str) -> None:

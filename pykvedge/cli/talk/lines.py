@@ -1,4 +1,4 @@
-"""Lines at a terminal: messages of several lines, history on disk, completion with Tab."""
+"""Lines at a terminal may make a message of several lines; they are kept on disk, and Tab completes them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Complete = Callable[[str], list[str]]  # what a line may become
 
 
 def history_file() -> Path | None:
-    """Where lines are remembered: the state folder of this user. None for a user without a home."""
+    """Lines are remembered in the state folder of this user. None is returned for a user without a home."""
     state = os.environ.get("XDG_STATE_HOME") or ""
     try:
         folder = Path(state) if Path(state).is_absolute() else Path.home() / ".local" / "state"
@@ -27,10 +27,10 @@ def history_file() -> Path | None:
 
 
 class Lines:
-    """What is typed. Use it in a with statement, at whose end the history is written."""
+    """This reads what is typed. Use it in a with statement, at whose end the history is written."""
 
     def __init__(self, complete: Complete, history: Path | None) -> None:
-        """complete(line): whole lines that it may become. history: None keeps none."""
+        """complete(line) lists whole lines that it may become. history: with None no line is remembered."""
         self._complete, self._history = complete, history
         self._readline = _readline() if sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty() else None
         self._known = 0  # entries that were read from the file
@@ -54,7 +54,7 @@ class Lines:
                 print(f"kvedge: {self._history} cannot be written: {error.strerror or error}", file=sys.stderr)
 
     def message(self, prompt: str) -> str:
-        """The next message or command, blanks around it left out. Raises EOFError, KeyboardInterrupt.
+        """Reads the next message or command, without blanks around it. Raises EOFError, KeyboardInterrupt.
 
         A line that ends in a backslash goes on in the next one; three double quotes open a block that three more close.
         """
@@ -90,7 +90,7 @@ class Lines:
 
 
 def read_history(file: Path) -> list[str]:
-    """The lines of a history; none where it cannot be read."""
+    """Reads the lines of a history; there are none where it cannot be read."""
     try:
         return file.read_text(encoding="utf-8", errors="replace").splitlines()[-MOST_LINES:]
     except OSError:

@@ -1,4 +1,4 @@
-"""The conversation at a terminal: what is typed is a message or a command, until the user leaves."""
+"""A conversation at a terminal takes what is typed as a message or a command, until the user leaves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pykvedge.runtime.interrupt import CancelledError, as_exception
 
 
 def converse(chat: Chat, pictures: Sequence[Picture | Path], history: Path | None = None) -> int:
-    """A conversation until the user leaves. pictures: for the first message. history: the file that keeps lines."""
+    """Talks until the user leaves. pictures: they go with the first message. history: the file that keeps lines."""
     as_exception()
     chat.waiting = list(pictures)
     _introduce(chat)

@@ -1,19 +1,18 @@
-"""The machine: what it is, how fast it reads memory, what energy it spends."""
+"""A machine says what it is; how fast it reads memory and what energy it spends is measured."""
 
 from __future__ import annotations
 
-import os
-import platform
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 
+from pykvedge.lab.doctor import diagnosis
 from pykvedge.models.gguf import Header, tensor_bytes
-from pykvedge.native import cpu, memory
 from pykvedge.runtime import libkvedge
 
 SETS = (4 << 20, 16 << 20, 64 << 20, 256 << 20)  # bytes read over and over: caches are faster than memory
@@ -22,7 +21,7 @@ POWERCAP = Path("/sys/class/powercap")
 
 
 class Bandwidth:
-    """Bytes read per second by dot products of float32 arrays, in several threads; the best of a few attempts.
+    """Measures the bytes per second that dot products of float32 arrays read, in several threads; the best counts.
 
     `look` before and after what is measured: the best stays, because other programs can only make it worse.
     """
@@ -32,19 +31,17 @@ class Bandwidth:
         self._measured: dict[int, float] = {}
 
     def bytes_per_second(self, n_bytes: float) -> float:
-        """For a set of n_bytes that is read again and again; measured at the next size of SETS."""
+        """Tells the figure of a set of n_bytes that is read again and again, at the next size of SETS."""
         if not self._measured:
             self.look()
         return self._measured[next((s for s in SETS if s >= n_bytes), SETS[-1])]
 
     def look(self) -> None:
-        """Measures all sizes; about a second."""
+        """Measures all sizes, which takes about a second."""
         for size in SETS:
             self._measured[size] = max(self._measured.get(size, 0.0), self._measure(size))
 
     def _measure(self, size: int) -> float:
-        import numpy as np
-
         arrays = [np.ones(size // 4 // self._threads, dtype=np.float32) for _ in range(self._threads)]
         n_bytes = sum(a.nbytes for a in arrays)
 
@@ -64,7 +61,7 @@ class Bandwidth:
 
 
 def weight_bytes_per_token(header: Header) -> int:
-    """Bytes of weights that decoding one token reads.
+    """Counts the bytes of weights that decoding one token reads.
 
     Of the token embeddings it reads one row, unless they are the output matrix too; of experts, those that are used.
     """
@@ -81,7 +78,7 @@ def weight_bytes_per_token(header: Header) -> int:
 
 
 class Energy:
-    """Joules that the processor packages have spent, as Linux's powercap tells; `known` is false where it does not."""
+    """Linux's powercap tells the joules that the processor packages have spent; `known` is false where it does not."""
 
     def __init__(self, root: Path = POWERCAP) -> None:
         self._zones: list[tuple[Path, int]] = []
@@ -97,15 +94,14 @@ class Energy:
 
     @property
     def known(self) -> bool:
-        """Whether there is anything to read; on most systems only root may."""
+        """Tells whether there is anything to read; on most systems only root may."""
         return bool(self._zones)
 
     def start(self) -> None:
-        """Counts from now on."""
         self._last = self._read()
 
     def joules(self) -> float | None:
-        """Since start; None where it cannot be told. Counters that ran over once are understood."""
+        """Returns the joules since start, or None where they cannot be told. Counters may run over once."""
         now = self._read()
         if not self._zones or len(now) != len(self._last):
             return None
@@ -122,7 +118,7 @@ class Energy:
 
 
 class Others:
-    """What other programs take of the processors while something is measured, as the system counts it.
+    """The system counts what other programs take of the processors while something is measured.
 
     Time that a hypervisor gave to other machines is theirs too. Systems count in hundredths of a second: spans of less
     than SPAN_S say nothing.
@@ -134,7 +130,7 @@ class Others:
         self._before = self._counters()
 
     def taken(self) -> tuple[float, float]:
-        """(seconds of processor time that others had, seconds that went by) since this object was made."""
+        """Returns the seconds of processor time that others had, and those that went by, since this object was made."""
         before, after = self._before, self._counters()
         return max(after[0] - before[0] - (after[1] - before[1]), 0.0), after[2] - before[2]
 
@@ -147,13 +143,5 @@ class Others:
 
 
 def describe(threads: int) -> dict[str, Any]:
-    """What figures depend on."""
-    return {
-        "cpu": cpu.name(),
-        "threads": threads,
-        "cores": os.cpu_count() or 1,
-        "memory_bytes": memory.total_bytes(),
-        "available_bytes": memory.available_bytes(),
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "libraries": libkvedge.describe().splitlines(),
-    }
+    """Tells what figures depend on: the machine, threads and libraries."""
+    return {"threads": threads, **diagnosis.machine(), "libraries": libkvedge.describe().splitlines()}

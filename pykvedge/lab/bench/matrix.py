@@ -1,4 +1,4 @@
-"""What a bench measures: every variant on every prompt of every model."""
+"""A bench measures every variant on every prompt of every model."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ STOCK = "stock"
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A model, and its image encoder if prompts with images are measured."""
+    """These are a model's file, and that of its image encoder if prompts with images are measured."""
 
     model: Path
     mmproj: Path | None = None
 
     @property
     def name(self) -> str:
-        """For tables: the folder's name where the file's says nothing."""
+        """Tables say this: the folder's name where the file's says nothing."""
         stem = self.model.stem
         return self.model.resolve().parent.name if stem in ("model", "ggml-model") else stem
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A prompt: tokens of text, of which half come before the images, and images of width x height pixels."""
+    """A prompt has tokens of text, of which half come before the images, and images of width x height pixels."""
 
     text_tokens: int
     images: int = 0
@@ -36,13 +36,12 @@ class Shape:
 
     @property
     def name(self) -> str:
-        """For tables."""
         return f"{self.text_tokens} text" + (f" + {self.images} images" if self.images else "")
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to run a model. plan None: llama.cpp's own attention and cache, as in an unpatched llama.cpp."""
+    """A variant runs a model by a plan; None is llama.cpp's own attention and cache, as without patches."""
 
     name: str
     plan: Plan | None = None
@@ -50,7 +49,7 @@ class Variant:
 
     @property
     def label(self) -> str:
-        """Name, budget and, unless it is f16, storage type."""
+        """The label has name, budget and, unless it is f16, storage type."""
         budget = f" {self.plan.budget.value:g}" if self.plan and self.plan.budget.ratio != 1.0 else ""
         return self.name + budget + (f" {self.kv_type}" if self.kv_type != "f16" else "")
 
@@ -60,7 +59,7 @@ MOST_ROUNDS = 25
 
 @dataclass(frozen=True)
 class Matrix:
-    """Everything, and how often. Stock is a variant of its own, the first."""
+    """A matrix says what is measured, and how often. Stock is a variant of its own, the first."""
 
     models: list[ModelFiles]
     shapes: list[Shape]
@@ -75,5 +74,5 @@ class Matrix:
 
     @property
     def steps(self) -> int:
-        """Repetitions that there are at least, the warm-up among them."""
+        """There are at least so many repetitions, the warm-up among them."""
         return len(self.models) * len(self.shapes) * (len(self.variants) + 1) * (self.repeat + 1)

@@ -1,4 +1,4 @@
-"""One variant reads one prompt once and generates some tokens: times, bytes, energy."""
+"""One variant reads one prompt once and generates some tokens; times, bytes and energy are measured."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WARM_UP_TOKENS = 64
 
 @dataclass
 class Prompt:
-    """A shape as tokens and encoded images. encode_s: of all images."""
+    """A prompt is a shape as tokens and encoded images. encode_s: of all images."""
 
     shape: Shape
     pieces: list[Piece]
@@ -40,33 +40,27 @@ class Prompt:
 
     @property
     def n_tokens(self) -> int:
-        """Of the prompt."""
         return sum(p.n_tokens for p in self.pieces)
 
     @property
     def n_image_tokens(self) -> int:
-        """Of those, tokens that stand for images."""
+        """So many of the tokens stand for images."""
         return sum(p.n_tokens for p in self.pieces if isinstance(p, ImagePiece))
 
     @property
     def largest_image(self) -> int:
-        """Its tokens."""
         return max((p.n_tokens for p in self.pieces if isinstance(p, ImagePiece)), default=0)
 
     def warm_up(self) -> Prompt:
-        """A short prompt of the same tokens."""
+        """Makes a short prompt of the same tokens."""
         tokens = [t for p in self.pieces if isinstance(p, TextPiece) for t in p.tokens]
         return Prompt(self.shape, [TextPiece((tokens or self.then)[:WARM_UP_TOKENS])], self.then[:2])
 
 
 def make_prompt(
-    model: Model,
-    vision: Vision | None,
-    shape: Shape,
-    generate: int,
-    look: Callable[[float], None] = lambda share: None,
+    model: Model, vision: Vision | None, shape: Shape, generate: int, look: Callable[[float], None] = lambda share: None
 ) -> Prompt:
-    """Random text (neither time nor memory depends on what it says) and drawn scenes, encoded.
+    """Makes random text (neither time nor memory depends on what it says) and drawn scenes, and encodes them.
 
     look: called while they are, with the share of the image that is done; it may raise. Raises ImageError.
     """
@@ -94,7 +88,7 @@ def make_prompt(
 
 
 def _random_tokens(model: Model, rng: np.random.Generator, n: int) -> list[int]:
-    low, out = model.n_vocab // 3, []
+    low, out = model.n_vocab // 3, list[int]()
     while len(out) < n:
         token = int(rng.integers(low, model.n_vocab))
         if model.piece(token) and not model.is_end(token):
@@ -111,7 +105,7 @@ def _picture(rng: np.random.Generator, shape: Shape) -> Picture:
 
 @dataclass
 class Repetition:
-    """Seconds, bytes, joules (None: the system does not tell). decode_s: of each token.
+    """A repetition took seconds, bytes and joules (None: the system does not tell). decode_s: of each token.
 
     rss_*: growth of the process since before the context was made; the weights are not in it. others_s: processor time
     that other programs had meanwhile, wall_s: how long that was. marks: when prefill, compression and decoding began,
@@ -171,7 +165,7 @@ def repetition(
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Inside the block Python looks for no garbage: it would do so in the same places of every run."""
+    """Keeps Python from looking for garbage, which it would do in the same places of every run."""
     on = gc.isenabled()
     gc.disable()
     try:
@@ -216,6 +210,6 @@ def _bytes(out: Repetition, model: Model, driver: Driver) -> None:
 
 
 def figures(repetition: Repetition) -> dict[str, Any]:
-    """The repetition as JSON."""
+    """Writes the repetition as JSON."""
     kept = {name: value for name, value in vars(repetition).items() if name != "marks"}
     return {**kept, "decode_s": [round(s, 7) for s in repetition.decode_s]}

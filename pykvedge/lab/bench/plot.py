@@ -1,4 +1,4 @@
-"""Rows as a picture: bars per variant for decode speed, prefill speed and KV memory, one strip per model and prompt.
+"""Rows become a picture: bars per variant for decode speed, prefill speed and KV memory, a strip per prompt.
 
 SVG and HTML are written here, without any library; PNG needs matplotlib.
 """
@@ -22,7 +22,7 @@ STOCK_COLOUR, COLOUR, MARK, WHISKER = "#9aa0a6", "#3367d6", "#d93025", "#202124"
 
 @dataclass(frozen=True)
 class Chart:
-    """A value per row, for some its spread, and a mark beside it (what is possible, or what was there before)."""
+    """A chart has a value per row, for some its spread, and a mark beside it: what is possible, or was there before."""
 
     title: str
     value: Callable[[Row], float]
@@ -66,12 +66,11 @@ def _groups(rows: list[Row]) -> list[list[Row]]:
 
 
 def _largest(group: list[Row], chart: Chart) -> float:
-    """Of the values and spreads; marks beyond a quarter more are not drawn, so that bars stay readable."""
+    """Finds the largest value or spread; marks beyond a quarter more are not drawn, so that bars stay readable."""
     return max((max(chart.value(row), *(chart.spread(row) or (0.0,))) for row in group), default=1.0) or 1.0
 
 
 def svg(rows: list[Row]) -> str:
-    """One SVG document."""
     parts, y = [], 0
     for group in _groups(rows):
         parts.append(_text(10, y + 18, f"{group[0].model}: {group[0].prompt}, {group[0].tokens} tokens", "bold"))
@@ -106,7 +105,7 @@ def _bars(group: list[Row], chart: Chart, x: int, y: int) -> list[str]:
 
 
 def _whisker(spread: Spread | None, x: float, scale: float, y: float) -> list[str]:
-    """The middle half as a line with ends."""
+    """Draws the middle half as a line with ends."""
     if spread is None:
         return []
     low, high = (x + scale * value for value in spread)
@@ -123,7 +122,7 @@ def _text(x: float, y: float, text: str, weight: str = "normal", anchor: str = "
 
 
 def page(rows: list[Row], notes: list[str]) -> str:
-    """One HTML document that needs nothing from elsewhere."""
+    """Writes one HTML document that needs nothing from elsewhere."""
     head = ("model", "prompt", "variant", "prefill tok/s", "compress ms", "decode tok/s", "times stock", "KV kept MiB")
     body = [
         (r.model, r.prompt, r.variant, f"{r.prefill_tok_s:.0f}", f"{r.compress_ms:.1f}", f"{r.decode_tok_s:.1f}",
@@ -155,7 +154,7 @@ def _png(path: Path, rows: list[Row]) -> None:
 
 
 def _chart(axis: Any, chart: Chart, group: list[Row]) -> None:
-    """Bars of one figure on matplotlib's axes, as _bars draws them."""
+    """Draws the bars of one figure on matplotlib's axes, as _bars does."""
     colours = [STOCK_COLOUR if row.method in ("stock", "full") else COLOUR for row in group]
     axis.barh([row.variant for row in group], [chart.value(row) for row in group], color=colours)
     for i, row in enumerate(group):

@@ -1,4 +1,4 @@
-"""Runs a matrix in turns: each round measures every variant once, so that a change of the machine's speed meets all."""
+"""A matrix is run in turns: each round measures every variant once, so that a change of the speed meets all."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 from pykvedge.errors import ContextError, ImageError, KvedgeError, UsageError
 from pykvedge.lab.bench import machine
+from pykvedge.lab.bench.machine import Bandwidth
 from pykvedge.lab.bench.matrix import MOST_ROUNDS, Matrix, ModelFiles, Shape, Variant
 from pykvedge.lab.bench.measure import Prompt, Repetition, figures, make_prompt, repetition
 from pykvedge.lab.bench.timeline import Trace, trace
@@ -26,7 +27,7 @@ from pykvedge.runtime.interrupt import CancelledError, stop_if_set
 
 @dataclass
 class Group:
-    """What was measured of one prompt with one model: per variant, a repetition per round; None where it failed."""
+    """One prompt was measured with one model: per variant, there is a repetition for each round."""
 
     model: str
     shape: Shape
@@ -40,45 +41,28 @@ class Group:
 
 @dataclass
 class Outcome:
-    """Everything measured. left_out: lines that say what is missing and why. traces: if the matrix asks for them."""
+    """All of this was measured. left_out: lines that say what is missing and why. traces: where they were asked for."""
 
     machine: dict[str, Any] = field(default_factory=dict)
     groups: list[Group] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     interrupted: bool = False
-    bandwidth: machine.Bandwidth | None = None
+    bandwidth: Bandwidth | None = None
     traces: list[Trace] = field(default_factory=list)
 
 
-class Log:
-    """Raw repetitions as JSON lines, each written before the next is measured."""
+def new_log(path: Path | None) -> JsonLines:
+    """Opens the file that raw repetitions go to as JSON lines, each before the next is measured.
 
-    def __init__(self, path: Path | None) -> None:
-        """Raises UsageError if there is such a file already, SaveError if it cannot be written."""
-        self._file: JsonLines | None = None
-        if path is None:
-            return
-        if path.is_file() and path.stat().st_size:
-            raise UsageError(f"{path} exists; save to another file")
-        self._file = JsonLines(path)
-
-    def add(self, line: dict[str, Any]) -> None:
-        """Raises SaveError if the disk is full; what was written before stays."""
-        if self._file is not None:
-            self._file.add(line)
-
-    def close(self) -> None:
-        """Ends the file."""
-        if self._file is not None:
-            self._file.close()
+    Raises UsageError if there is such a file already, SaveError if it cannot be written.
+    """
+    if path is not None and path.is_file() and path.stat().st_size:
+        raise UsageError(f"{path} exists; save to another file")
+    return JsonLines(path)
 
 
 def run(
-    matrix: Matrix,
-    log: Log,
-    out: Outcome,
-    display: Display | None = None,
-    cancel: threading.Event | None = None,
+    matrix: Matrix, log: JsonLines, out: Outcome, display: Display | None = None, cancel: threading.Event | None = None
 ) -> None:
     """Measures into `out`, which holds what is there so far whatever happens.
 
@@ -102,31 +86,25 @@ def run(
         display.done()
 
 
+@dataclass
 class _Loaded:
-    """One model and its prompts."""
-
-    def __init__(
-        self,
-        matrix: Matrix,
-        files: ModelFiles,
-        threads: int,
-        log: Log,
-        out: Outcome,
-        display: Display,
-        cancel: threading.Event,
-    ) -> None:
-        self._matrix, self._files, self._threads = matrix, files, threads
-        self._log, self._out, self._display, self._cancel = log, out, display, cancel
-        self._energy = machine.Energy()
+    matrix: Matrix
+    files: ModelFiles
+    threads: int
+    log: JsonLines
+    out: Outcome
+    display: Display
+    cancel: threading.Event
+    energy: machine.Energy = field(default_factory=machine.Energy)
 
     def measure(self) -> None:
         vision: Vision | None = None
-        model = Model(self._files.model, self._matrix.offload, self._display, self._cancel)
+        model = Model(self.files.model, self.matrix.offload, self.display, self.cancel)
         try:
-            if self._files.mmproj is not None and any(shape.images for shape in self._matrix.shapes):
-                on_gpu = not self._matrix.offload.off
-                vision = Vision(Encoder(self._files.mmproj, model, self._threads, on_gpu, False))
-            for shape in self._matrix.shapes:
+            if self.files.mmproj is not None and any(shape.images for shape in self.matrix.shapes):
+                on_gpu = not self.matrix.offload.off
+                vision = Vision(Encoder(self.files.mmproj, model, self.threads, on_gpu, False))
+            for shape in self.matrix.shapes:
                 self._prompt(model, vision, shape)
         finally:
             if vision is not None:
@@ -134,23 +112,23 @@ class _Loaded:
             model.close()
 
     def _prompt(self, model: Model, vision: Vision | None, shape: Shape) -> None:
-        name, variants = f"{self._files.name}, {shape.name}", [self._matrix.stock, *self._matrix.variants]
-        stop_if_set(self._cancel)
+        name, variants = f"{self.files.name}, {shape.name}", [self.matrix.stock, *self.matrix.variants]
+        stop_if_set(self.cancel)
         if shape.images:
-            self._display.step(f"{name}: encoding images", 0)
+            self.display.step(f"{name}: encoding images", 0)
         try:
-            prompt = make_prompt(model, vision, shape, self._matrix.generate, partial(stop_if_set, self._cancel))
+            prompt = make_prompt(model, vision, shape, self.matrix.generate, partial(stop_if_set, self.cancel))
         except ImageError as error:
-            self._leave_out(f"{name} left out: {error}", len(variants) * (self._matrix.repeat + 1))
+            self._leave_out(f"{name} left out: {error}", len(variants) * (self.matrix.repeat + 1))
             return
-        group = Group(self._files.name, shape, prompt.n_tokens, prompt.n_image_tokens, prompt.encode_s,
+        group = Group(self.files.name, shape, prompt.n_tokens, prompt.n_image_tokens, prompt.encode_s,
                       machine.weight_bytes_per_token(model.header), model.kv_bytes_per_token(2))  # fmt: skip
-        self._out.groups.append(group)
+        self.out.groups.append(group)
         try:
             self._rounds(group, variants, lambda variant, shown: self._once(model, vision, shown, variant), prompt)
         finally:
             self._release(vision, prompt)
-        if self._matrix.timeline:
+        if self.matrix.timeline:
             self._watch(model, vision, shape, list(group.rounds))
 
     def _release(self, vision: Vision | None, prompt: Prompt) -> None:
@@ -159,35 +137,31 @@ class _Loaded:
             vision.forget()
 
     def _watch(self, model: Model, vision: Vision | None, shape: Shape, variants: list[Variant]) -> None:
-        """Every variant that was measured once more, from the pictures on, with its memory written down."""
-        name = f"{self._files.name}, {shape.name}"
-        look = partial(stop_if_set, self._cancel)
+        """Runs every variant that was measured once more, from the pictures on, and writes its memory down."""
+        name = f"{self.files.name}, {shape.name}"
+        look = partial(stop_if_set, self.cancel)
         for variant in variants:
-            self._display.step(f"{name}: memory of {variant.label}", 0)
-            self._out.traces.append(
+            self.display.step(f"{name}: memory of {variant.label}", 0)
+            self.out.traces.append(
                 trace(
                     name,
                     variant,
-                    lambda: make_prompt(model, vision, shape, self._matrix.generate, look),
+                    lambda: make_prompt(model, vision, shape, self.matrix.generate, look),
                     lambda prompt, which: self._once(model, vision, prompt, which),
                     partial(self._release, vision),
                 )
             )
 
     def _once(self, model: Model, vision: Vision | None, prompt: Prompt, variant: Variant) -> Repetition:
-        return repetition(model, vision, prompt, variant, self._threads, self._energy, self._cancel)
+        return repetition(model, vision, prompt, variant, self.threads, self.energy, self.cancel)
 
     def _rounds(
-        self,
-        group: Group,
-        variants: list[Variant],
-        once: Callable[[Variant, Prompt], Repetition],
-        prompt: Prompt,
+        self, group: Group, variants: list[Variant], once: Callable[[Variant, Prompt], Repetition], prompt: Prompt
     ) -> None:
         name = f"{group.model}, {group.shape.name}"
         for turn, left in self._turns(len(variants)):
             for variant in list(variants):
-                stop_if_set(self._cancel)
+                stop_if_set(self.cancel)
                 try:
                     measured = once(variant, prompt if turn else prompt.warm_up())
                 except ContextError as error:
@@ -199,19 +173,19 @@ class _Loaded:
                     variants.remove(variant)
                     self._leave_out(f"{name}, {variant.label} left out: {error}", left)
                     continue
-                self._display.step(f"{name}: {variant.label}")
+                self.display.step(f"{name}: {variant.label}")
                 if turn:
                     group.rounds.setdefault(variant, []).append(measured)
-                    self._log.add(self._line(group, variant, turn, measured))
+                    self.log.add(self._line(group, variant, turn, measured))
 
     def _turns(self, n_variants: int) -> Iterator[tuple[int, int]]:
-        """(number of the round, rounds left with it). Round 0 warms up; short ones are followed by more."""
-        last, started = self._matrix.repeat, time.monotonic()
+        """Yields the number of a round, and the rounds left with it. Round 0 warms up; more follow short ones."""
+        last, started = self.matrix.repeat, time.monotonic()
         for turn in range(last + 1):
             yield turn, last + 1 - turn
-        while last < MOST_ROUNDS and time.monotonic() - started < self._matrix.fill_s:
+        while last < MOST_ROUNDS and time.monotonic() - started < self.matrix.fill_s:
             last += 1
-            self._display.skip(-n_variants)
+            self.display.skip(-n_variants)
             yield last, 1
 
     def _line(self, group: Group, variant: Variant, turn: int, measured: Repetition) -> dict[str, Any]:
@@ -229,6 +203,6 @@ class _Loaded:
         }
 
     def _leave_out(self, text: str, steps: int) -> None:
-        self._out.left_out.append(text)
-        self._display.skip(steps)
-        self._display.say(f"kvedge: {text}")
+        self.out.left_out.append(text)
+        self.display.skip(steps)
+        self.display.say(f"kvedge: {text}")

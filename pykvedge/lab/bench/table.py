@@ -1,9 +1,7 @@
-"""Repetitions to figures: medians over rounds, quartiles as spread, and ratios to stock of the same round."""
+"""Repetitions become figures: medians over rounds, quartiles as spread, and ratios to stock of the same round."""
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -15,6 +13,7 @@ from pykvedge.lab.bench.machine import Bandwidth, Others
 from pykvedge.lab.bench.matrix import STOCK, Variant
 from pykvedge.lab.bench.measure import Repetition
 from pykvedge.lab.bench.runner import Group, Outcome
+from pykvedge.lab.tables import markdown
 from pykvedge.native.memory import readable
 
 Spread = tuple[float, float]
@@ -23,7 +22,7 @@ SPARE = 0.1  # of the processors: what an idle system takes now and then
 
 @dataclass
 class Row:
-    """Figures of a variant on a prompt. Medians; *_spread: first and third quartile.
+    """A row has the figures of a variant on a prompt. They are medians; *_spread: first and third quartile.
 
     first_token_s: encoding of the images, prefill and compression. *_vs_stock: medians of the ratios of each round.
     limit_tok_s: read bandwidth over the bytes that a token reads, weights and kept KV. *_j_token: joules per token.
@@ -61,7 +60,7 @@ class Row:
 
 
 def rows(outcome: Outcome) -> list[Row]:
-    """In the order in which they were measured: per model and prompt, stock first."""
+    """Makes rows in the order in which they were measured: per model and prompt, with stock first."""
     assert outcome.bandwidth is not None
     out = []
     for group in outcome.groups:
@@ -78,7 +77,7 @@ def rows(outcome: Outcome) -> list[Row]:
 
 
 def _disturbance(row: Row, found: list[Repetition], about: dict[str, Any]) -> None:
-    """Were other programs in the way? They may have the processors that this one's threads leave, and a tenth more."""
+    """Tells whether others were in the way: they may have the processors that our threads leave, and a tenth more."""
     wall, cores = sum(r.wall_s for r in found), about.get("cores", 1)
     if wall >= Others.SPAN_S:
         row.others = min(sum(r.others_s for r in found) / wall / cores, 1.0)
@@ -86,7 +85,7 @@ def _disturbance(row: Row, found: list[Repetition], about: dict[str, Any]) -> No
 
 
 def warnings(made: list[Row]) -> list[str]:
-    """A line a prompt whose figures other programs disturbed."""
+    """Writes a line for each prompt whose figures other programs disturbed."""
     out = []
     for model, prompt in dict.fromkeys((row.model, row.prompt) for row in made):
         shares = [row.others or 0.0 for row in made if (row.model, row.prompt) == (model, prompt) and row.disturbed]
@@ -142,7 +141,7 @@ def _quartiles(values: Sequence[float]) -> Spread:
 
 
 def _ratio(pairs: list[tuple[float, float]]) -> float | None:
-    """Median of first / second."""
+    """Takes the median of first / second."""
     return float(np.median([a / b for a, b in pairs])) if pairs else None
 
 
@@ -163,45 +162,29 @@ NOTES = (
 
 
 def as_json(made: list[Row], outcome: Outcome) -> str:
-    """One object: machine, rows, what was left out."""
+    """Writes one object with the machine, the rows, and what was left out."""
     about = {"machine": outcome.machine, "left_out": outcome.left_out, "interrupted": outcome.interrupted}
     return json.dumps({**about, "rows": [asdict(row) for row in made]}, indent=1)
 
 
 def as_jsonl(made: list[Row]) -> str:
-    """One object a line."""
+    """Writes one object a line."""
     return "\n".join(json.dumps(asdict(row)) for row in made)
 
 
-def as_csv(made: list[Row]) -> str:
-    """One line a row; spreads in two columns."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    for i, row in enumerate(made):
-        flat: dict[str, Any] = {}
-        for name, value in asdict(row).items():
-            if name.endswith("_spread"):
-                flat[name + "_low"], flat[name + "_high"] = value
-            else:
-                flat[name] = "" if value is None else value
-        if i == 0:
-            writer.writerow(flat)
-        writer.writerow(flat.values())
-    return out.getvalue().rstrip("\n")
-
-
 def as_markdown(made: list[Row], outcome: Outcome) -> str:
-    """A table per model and prompt, under a line that says what it is, and what the columns mean."""
+    """Writes a table per model and prompt, under a line that says what it is, and what the columns mean."""
     parts = []
     energy = any(row.decode_j_token is not None for row in made)
     for model, prompt in dict.fromkeys((row.model, row.prompt) for row in made):
         mine = [row for row in made if (row.model, row.prompt) == (model, prompt)]
         images = f", {mine[0].image_tokens} of images" if mine[0].image_tokens else ""
         title = f"**{model}**: a prompt of {mine[0].tokens} tokens ({prompt}{images}), {mine[0].rounds} rounds"
-        parts += [title, _table([_head(energy), *(_cells(row, energy) for row in mine)])]
+        parts += [title, markdown([_head(energy), *(_cells(row, energy) for row in mine)])]
     about = outcome.machine
     told = "" if energy else " The system does not tell the energy spent."
-    parts.append(f"{about.get('cpu', '')}, {_threads(about)}.{told}")
+    n = about.get("threads", 0)
+    parts.append(f"{about.get('cpu', '')}, {n} thread{'s' * (n != 1)}.{told}")
     disturbed = [f"Disturbed: {text}." for text in warnings(made)]
     return "\n\n".join([*parts, *disturbed, *NOTES, *(["Stopped before the end."] if outcome.interrupted else [])])
 
@@ -236,19 +219,5 @@ def _times(ratio: float | None) -> str:
     return "" if ratio is None else f"{ratio:.2f} x" if ratio < 100 else f"{ratio:.0f} x"
 
 
-def _threads(about: dict[str, Any]) -> str:
-    n = about.get("threads", 0)
-    return "1 thread" if n == 1 else f"{n} threads"
-
-
 def _speed(tokens_per_second: float) -> str:
     return f"{tokens_per_second:.{0 if tokens_per_second >= 100 else 1}f}"
-
-
-def _table(lines: list[list[str]]) -> str:
-    widths = [max(3, *(len(line[i]) for line in lines)) for i in range(len(lines[0]))]
-
-    def text(cells: list[str]) -> str:
-        return "| " + " | ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) + " |"
-
-    return "\n".join([text(lines[0]), text(["-" * width for width in widths]), *map(text, lines[1:])])

@@ -1,4 +1,4 @@
-"""Memory over time: each variant reads a prompt once more, from its pictures on, while the process is watched."""
+"""For memory over time each variant reads a prompt once more, from its pictures on, while the process is watched."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from pykvedge.lab.bench.matrix import Variant
 from pykvedge.lab.bench.measure import Prompt, Repetition
@@ -24,7 +22,7 @@ STOCK_COLOUR, COLOUR = "#80868b", "#1a56c4"
 
 @dataclass
 class Trace:
-    """A variant's run. seconds, n_bytes: [n], since the run began, and above what the process held then.
+    """This is a variant's run. seconds, n_bytes: [n], since the run began, and above what the process held then.
 
     phases: (name, begin, end) in seconds, in the order of PHASES; a prompt without pictures has no encoding.
     """
@@ -36,18 +34,12 @@ class Trace:
     phases: list[tuple[str, float, float]] = field(default_factory=list)
 
 
-def own_bytes() -> int:
-    """Resident memory of this process that is not shared with a file, where the system tells them apart."""
-    info = psutil.Process().memory_info()
-    return int(info.rss - getattr(info, "shared", 0))
-
-
 class Watch:
-    """In a with statement: a thread that writes down own_bytes every INTERVAL_S."""
+    """Writes down own_bytes every INTERVAL_S, in a thread; use it in a with statement."""
 
     def __init__(self) -> None:
         memory.trim()
-        self.began, self._base = time.perf_counter(), own_bytes()
+        self.began, self._base = time.perf_counter(), memory.own_bytes()
         self.seconds: list[float] = []
         self.n_bytes: list[int] = []
         self._done = threading.Event()
@@ -56,7 +48,7 @@ class Watch:
     def _watch(self) -> None:
         while not self._done.is_set():
             self.seconds.append(time.perf_counter() - self.began)
-            self.n_bytes.append(own_bytes() - self._base)
+            self.n_bytes.append(memory.own_bytes() - self._base)
             self._done.wait(INTERVAL_S)
 
     def __enter__(self) -> Watch:
@@ -75,7 +67,7 @@ def trace(
     run: Callable[[Prompt, Variant], Repetition],
     drop: Callable[[Prompt], None],
 ) -> Trace:
-    """One run under watch: make encodes the prompt, run reads it, drop frees its pictures. Raises what they raise."""
+    """Watches one run: make encodes the prompt, run reads it, drop frees its pictures. Raises what they raise."""
     with Watch() as watch:
         prompt = make()
         encoded = time.perf_counter() - watch.began
@@ -89,7 +81,7 @@ def trace(
 
 
 def draw(path: Path, traces: list[Trace]) -> bool:
-    """A panel per variant and prompt, stock's line in each. False if no run finished. Raises KvedgeError."""
+    """Draws a panel per variant and prompt, stock's line in each. False if no run finished. Raises KvedgeError."""
     ours = [t for t in traces if t.variant.plan is not None]
     if not ours:
         return False

@@ -9,6 +9,7 @@ generated tokens of a sample, and over samples. The source is a box, or a needle
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -52,13 +53,6 @@ def retrieval_credit(attention: np.ndarray, source: np.ndarray) -> np.ndarray:
 CREDIT = {"visual-heads": visual_credit, "retrieval-heads": retrieval_credit}
 
 
-def _layout(session: Session, sample: Labelled, pieces: list[Piece]) -> list[np.ndarray]:
-    """Tokens of each source: the boxes, or the needle."""
-    if sample.needle:
-        return [tokens_of_needle(sample.needle, pieces, session.model)]
-    return tokens_of_boxes(sample, pieces)
-
-
 def _alone(pieces: list[Piece]) -> tuple[list[Piece], int]:
     """The prompt without its last token, and that token: read alone, its attention is watched."""
     last = pieces[-1]
@@ -85,7 +79,8 @@ class HeadScorer:
         session = self._session
         pieces = session.first_prompt(sample.question, sample.pictures)
         try:
-            sources = _layout(session, sample, pieces)
+            needle = sample.needle
+            sources = [tokens_of_needle(needle, pieces, session.model)] if needle else tokens_of_boxes(sample, pieces)
             if not sources:
                 raise UsageError('a sample has neither "boxes" nor a "needle"')
             rest, last = _alone(pieces)
@@ -151,9 +146,7 @@ def score_heads(
 ) -> Scores:
     """Scores from `count` samples. Raises KvedgeError, UsageError, UnsupportedError, CancelledError."""
     scorer = HeadScorer(session, kind)
-    for number, sample in enumerate(samples):
-        if number == count:
-            break
+    for number, sample in enumerate(itertools.islice(samples, count)):
         progress("watching the heads", number / count)
         scorer.add(sample, cancel=cancel)
     return scorer.scores()

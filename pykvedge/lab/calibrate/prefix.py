@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterable, Sequence
 
@@ -12,8 +13,6 @@ from pykvedge.errors import NothingToCompressError, UsageError
 from pykvedge.lab.calibrate.samples import Labelled
 from pykvedge.models.model import Progress, silent
 from pykvedge.plans.presets import plan
-
-BUDGETS = (0.1, 0.2, 0.3, 0.5, 0.7)
 
 
 def check_budgets(budgets: Sequence[float]) -> None:
@@ -37,9 +36,7 @@ def kept_shares(
     check_budgets(budgets)
     totals = np.zeros((session.model.n_layer, len(budgets)))
     used = 0
-    for number, sample in enumerate(samples):
-        if number == count:
-            break
+    for number, sample in enumerate(itertools.islice(samples, count)):
         pieces = session.first_prompt(sample.question, sample.pictures)
         try:
             session.engine.encode(pieces, silent, cancel)

@@ -6,17 +6,18 @@ each prompt; the released code, and the rows marked offline in table 4, take suc
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterable
 
 import numpy as np
 
 from pykvedge.chat.session import Session
-from pykvedge.errors import NothingToCompressError
 from pykvedge.lab.calibrate.samples import Labelled
 from pykvedge.lab.inspect.measures import head_redundancy
 from pykvedge.models.model import Progress, silent
 from pykvedge.runtime import libkvedge
+from pykvedge.runtime.interrupt import stop_if_set
 
 
 def key_redundancy(
@@ -32,9 +33,7 @@ def key_redundancy(
     of rows of layers with fewer KV heads. Raises NothingToCompressError, CancelledError, UsageError.
     """
     total, used = np.zeros((session.model.n_layer, 0)), 0
-    for number, sample in enumerate(samples):
-        if number == count:
-            break
+    for number, sample in enumerate(itertools.islice(samples, count)):
         progress("reading the keys", number / count)
         found = _of_sample(session, sample, cancel)
         total = found if used == 0 else total + found
@@ -43,21 +42,15 @@ def key_redundancy(
 
 
 def _of_sample(session: Session, sample: Labelled, cancel: threading.Event | None) -> np.ndarray:
-    engine = session.engine
-    pieces = session.first_prompt(sample.question, sample.pictures)
-    try:
-        engine.close()
-        engine.make_room(pieces, session.plan)
-        engine.encode(pieces, silent, cancel)
-        engine.prefill(pieces, silent, cancel)
-    finally:
-        session.release(pieces)
-    cache = engine.cache
-    if cache is None:
-        raise NothingToCompressError(f"{session.model.path.name} has no keys that kvedge can read")
-    heads = [libkvedge.shape(cache, layer)[1] for layer in range(cache.stats().n_layers)]
-    out = np.zeros((session.model.n_layer, max(heads)))
-    for layer, n_heads_kv in enumerate(heads):
-        keys = np.stack([libkvedge.rows(cache, layer, head)[0] for head in range(n_heads_kv)])
-        out[cache.layer_id(layer), :n_heads_kv] = head_redundancy(keys)
-    return out
+    found: list[np.ndarray] = []
+
+    def look(cache: libkvedge.Cache, _: object) -> None:
+        stop_if_set(cancel)
+        heads = [libkvedge.shape(cache, layer)[1] for layer in range(cache.stats().n_layers)]
+        found.append(np.zeros((session.model.n_layer, max(heads))))
+        for layer, n_heads_kv in enumerate(heads):
+            keys = np.stack([libkvedge.rows(cache, layer, head)[0] for head in range(n_heads_kv)])
+            found[0][cache.layer_id(layer), :n_heads_kv] = head_redundancy(keys)
+
+    session.examine(sample.question, sample.pictures, session.plan, look)
+    return found[0]

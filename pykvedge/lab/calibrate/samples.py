@@ -103,9 +103,7 @@ def scenes(kind: str) -> Iterator[Labelled]:
         task = TASKS[kind][number % len(TASKS[kind])]
         rng = np.random.default_rng((_SEED, number))
         sample = draw_sample(rng, task, IMAGES, second_turn=False, held_out=False)
-        pictures = tuple(
-            Picture(f"scene {i + 1}", x.shape[1], x.shape[0], x.tobytes()) for i, x in enumerate(sample.images())
-        )
+        pictures = tuple(load_picture(x, f"scene {i + 1}") for i, x in enumerate(sample.images()))
         boxes = boxes_of(sample) if kind in LABELLED else ()
         yield Labelled(sample.question.text, pictures, boxes, answer=sample.answer)
         number += 1

@@ -57,8 +57,8 @@ def prompt(
     loud = rng.gamma(2.0, 0.5, (layers, n_heads_kv, n_tokens, 1))
     k = rng.standard_normal((layers, n_heads_kv, n_tokens, size)) * loud
     v = rng.standard_normal((layers, n_heads_kv, n_tokens, size))
-    q, k, v = (np.ascontiguousarray(x, dtype=np.float32) for x in (q, k, v))
-    return Prompt(q, k, v, image_mask(layout, n_tokens, seed))
+    q32, k32, v32 = (np.ascontiguousarray(x, dtype=np.float32) for x in (q, k, v))
+    return Prompt(q32, k32, v32, image_mask(layout, n_tokens, seed))
 
 
 def profiles_of(plan: Plan, p: Prompt) -> list[Profile]:

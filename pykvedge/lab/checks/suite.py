@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,8 +22,10 @@ from pykvedge.plans.stages.base import Param
 HEADS = {"MHA": (4, 4), "GQA": (4, 2), "MQA": (4, 1)}
 LENGTHS = (1, 2, 3, 5, 17, 64, 129, 256, 600)
 BUDGETS = (0.05, 0.1, 0.2, 0.5, 0.9, 1.0, 1, 16, 5000)
-PROTECTION = ({"recent": 0}, {"recent": 7}, {"recent": 0.1}, {"recent": 0.05, "sinks": 4}, {"sinks": 400},
-              {"recent": 400}, {"recent": 30, "sinks": 30})  # fmt: skip
+PROTECTION: tuple[dict[str, Any], ...] = (
+    {"recent": 0}, {"recent": 7}, {"recent": 0.1}, {"recent": 0.05, "sinks": 4}, {"sinks": 400}, {"recent": 400},
+    {"recent": 30, "sinks": 30},
+)  # fmt: skip
 CHECKED = ("scorer", "allocator", "reducer")  # decode policies act on what a model generates
 BASE = "h2o"  # the method that a stage is tried in, if it makes none of its own
 RANDOM_PROMPTS = 24
@@ -184,7 +187,7 @@ def _random_prompts() -> Iterator[tuple[str, Prompt, dict[str, Any]]]:
 def _everywhere(make: Make, rule: Callable[[Plan, Prompt, str], None]) -> Iterator[Case]:
     for (title, p, settings), engine in itertools.product(list(_random_prompts()), rules.ENGINES):
         plan = make(**settings)
-        yield Case(f"{engine}, {title}", lambda plan=plan, p=p, engine=engine: rule(plan, p, engine))
+        yield Case(f"{engine}, {title}", functools.partial(rule, plan, p, engine))
 
 
 def _commutes(make: Make) -> Row:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 # No 0, 1, I, O, S, B (alike), and no C, D, H, W: they start words of the questions, into which the tokenizer would
@@ -32,6 +34,7 @@ CODE_CHARS = "".join(_GLYPHS)
 GLYPH_W, GLYPH_H = 10, 14
 
 
+@functools.cache
 def glyph(char: str) -> np.ndarray:
     """The character as a 14 x 10 mask of 0 and 1 (each font pixel doubled)."""
     rows = [[c == "#" for c in line] for line in _GLYPHS[char].split()]

@@ -30,14 +30,7 @@ COLOURS = {
 }
 ROW_NAMES, COLUMN_NAMES = ("top", "middle", "bottom"), ("left", "centre", "right")
 MAX_OBJECTS, MAX_COUNT = 6, 5
-_BACKGROUNDS = (
-    (250, 250, 248),
-    (225, 228, 232),
-    (246, 238, 220),
-    (222, 236, 246),
-    (226, 242, 226),
-    (243, 228, 240),
-)
+_BACKGROUNDS = ((250, 250, 248), (225, 228, 232), (246, 238, 220), (222, 236, 246), (226, 242, 226), (243, 228, 240))
 _HELD_OUT_ONE_IN = 8
 
 
@@ -164,11 +157,6 @@ def _sprite(shape: str, size: int) -> np.ndarray:
     return inside.reshape(size, 6, size, 6).mean((1, 3))
 
 
-@functools.cache
-def _glyph(char: str) -> np.ndarray:
-    return glyph(char)
-
-
 def _blend(image: np.ndarray, top: int, left: int, mask: np.ndarray, colour: np.ndarray) -> None:
     part = image[top : top + mask.shape[0], left : left + mask.shape[1]]
     part[...] = np.rint(part + (colour - part) * mask[..., None]).astype(np.uint8)
@@ -186,5 +174,5 @@ def render(scene: Scene) -> np.ndarray:
     for k, char in enumerate(scene.code):
         top = scene.code_row * CELL + scene.code_offset[0]
         left = (scene.code_col + k) * CELL + scene.code_offset[1]
-        _blend(image, top, left, _glyph(char), ink)
+        _blend(image, top, left, glyph(char), ink)
     return image

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -28,7 +29,7 @@ class Question:
     sources: tuple[tuple[Cell, ...], ...] = ()
 
 
-def _pick(rng: np.random.Generator, options: Sequence) -> object:
+def _pick(rng: np.random.Generator, options: Sequence[Any]) -> Any:
     return options[int(rng.integers(0, len(options)))]
 
 
@@ -49,7 +50,7 @@ def ask_colour(rng: np.random.Generator, scenes: Sequence[Scene], k: int) -> Que
     unique = [i for i in scenes[k].items if len(scenes[k].where(shape=i.shape)) == 1]
     if not unique:
         return None
-    item: Item = _pick(rng, unique)  # type: ignore[assignment]
+    item: Item = _pick(rng, unique)
     text = f"What colour is the {item.shape}{_of(scenes, k)}?"
     return Question("colour", text, item.colour, ((_cell(k, item),),))
 
@@ -58,7 +59,7 @@ def ask_shape(rng: np.random.Generator, scenes: Sequence[Scene], k: int) -> Ques
     unique = [i for i in scenes[k].items if len(scenes[k].where(colour=i.colour)) == 1]
     if not unique:
         return None
-    item: Item = _pick(rng, unique)  # type: ignore[assignment]
+    item: Item = _pick(rng, unique)
     text = f"What shape is the {item.colour} object{_of(scenes, k)}?"
     return Question("shape", text, item.shape, ((_cell(k, item),),))
 
@@ -69,7 +70,7 @@ def ask_count(rng: np.random.Generator, scenes: Sequence[Scene], k: int) -> Ques
     if rng.integers(0, 2):
         largest = max(len(scenes[k].where(shape=s)) for s in shapes)
         shapes = [s for s in shapes if len(scenes[k].where(shape=s)) == largest]
-    shape: str = _pick(rng, shapes)  # type: ignore[assignment]
+    shape: str = _pick(rng, shapes)
     found = scenes[k].where(shape=shape)
     text = f"How many {PLURALS[shape]} are there{_of(scenes, k)}?"
     return Question("count", text, NUMBERS[len(found)], (tuple(_cell(k, i) for i in found),))
@@ -79,7 +80,7 @@ def ask_where(rng: np.random.Generator, scenes: Sequence[Scene], k: int) -> Ques
     unique = [i for i in scenes[k].items if len(scenes[k].where(i.shape, i.colour)) == 1]
     if not unique:
         return None
-    item: Item = _pick(rng, unique)  # type: ignore[assignment]
+    item: Item = _pick(rng, unique)
     text = f"Where is the {item.name}{_of(scenes, k)}?"
     return Question("where", text, f"at the {item.place}", ((_cell(k, item),),) * 4)
 
@@ -115,7 +116,7 @@ def ask_which_image(rng: np.random.Generator, scenes: Sequence[Scene], k: int) -
     unique = [i for i in scenes[k].items if sum(len(s.where(i.shape, i.colour)) for s in scenes) == 1]
     if not unique:
         return None
-    item: Item = _pick(rng, unique)  # type: ignore[assignment]
+    item: Item = _pick(rng, unique)
     answer = f"image {k + 1}, at the {item.place}"
     return Question("which-image", f"Which image has the {item.name}?", answer, ((_cell(k, item),),) * 8)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import json
 import os
@@ -31,17 +30,13 @@ def main(target: str, skip: list[str], parts: list[str]) -> None:
             fault, facts = "", None
             if tried:
                 try:
-                    facts = step.run(functools.partial(_at, say))
+                    facts = step.run(lambda detail: say(at=detail))
                 except Exception as error:
                     fault = _text(error)
             say(end=step.name, fault=fault, facts=facts or {}, tried=tried)
     except Exception as error:
         say(end="", fault=_text(error), facts={}, tried=True)
     say(done=True)
-
-
-def _at(say: Any, detail: str) -> None:
-    say(at=detail)
 
 
 def _text(error: Exception) -> str:

@@ -29,7 +29,6 @@ class Diagnosis:
         return all(o.tried and not o.fault for o in self.outcomes)
 
     def of(self, group: Group) -> list[Outcome]:
-        """The outcomes of one group."""
         return [o for o in self.outcomes if o.group is group]
 
     def facts(self) -> dict[str, Any]:

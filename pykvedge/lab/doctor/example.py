@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ def steps() -> Iterator[Step]:
         return
     for plan in (pykvedge.plan("full"), pykvedge.default_plan()):
         name = "the whole cache" if plan.method == "full" else f"{plan.method} at {plan.budget}"
-        yield Step(name, lambda at, plan=plan: _ask(files, plan, at))
+        yield Step(name, functools.partial(_ask, files, plan))
 
 
 def _missing(at: At) -> None:
@@ -36,17 +37,14 @@ def _ask(files: tuple[Path, Path], plan: Plan, at: At) -> dict[str, Any]:
 
     from pykvedge.lab.demo_tasks.scenes import draw_scene, render
     from pykvedge.lab.demo_tasks.tasks import describe
-    from pykvedge.models.images import Picture
     from pykvedge.runtime.sampling import Sampling
 
     scene = draw_scene(np.random.default_rng(SEED), held_out=True)
-    image = render(scene)
     expected = describe(scene)
     at("loading")
     with pykvedge.Session(files[0], files[1], plan) as session:
         at("answering")
-        picture = Picture("scene", image.shape[1], image.shape[0], image.tobytes())
-        answer = session.ask(QUESTION, [picture], Sampling(max_tokens=120)).read().strip()
+        answer = session.ask(QUESTION, [render(scene)], Sampling(max_tokens=120)).read().strip()
     if answer != expected:
         raise UnsoundError(f"answers '{answer}' instead of '{expected}'")
     return {"question": QUESTION, "answer": answer}

@@ -1,7 +1,8 @@
-"""Loading every library, and what they say about themselves and about the devices that they found."""
+"""Every library is loaded and says what it is and what devices it found; each table of kernels meets plain loops."""
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -20,6 +21,16 @@ def steps() -> Iterator[Step]:
     yield Step("the image library", _mtmd)
     yield Step("libkvedge", _kvedge)
     yield Step("ggml's devices", _devices)
+
+
+def kernels() -> Iterator[Step]:
+    """One for each table of libkvedge's kernels that this processor can run."""
+    for table in libkvedge.kernel_tables():
+        yield Step(table, functools.partial(_kernels, table), part=table)
+
+
+def _kernels(table: str, at: At) -> None:
+    libkvedge.check_kernels(table)
 
 
 def _llama(at: At) -> dict[str, Any]:

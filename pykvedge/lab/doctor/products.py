@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import gguf
+import numpy as np
 
 from pykvedge.errors import UnsoundError
 from pykvedge.lab.doctor.steps import At, Step
 from pykvedge.native import ggml, llamacpp
-
-if TYPE_CHECKING:
-    import numpy as np
 
 ROWS = (1, 7, 33)  # a token, a few, more than any kernel takes at once
 N, K = 64, 512  # rows of a weight and their length: the least that every kind of memory takes
@@ -27,8 +27,6 @@ _NOT_WEIGHTS = ("Q8_1", "Q8_K", "I8", "I16", "I32", "I64", "F64")
 
 def steps() -> Iterator[Step]:
     """One for each type and kind of memory."""
-    import gguf
-
     kinds = [k for k in gguf.GGMLQuantizationType if k.name not in _NOT_WEIGHTS]
     for memory, handle in ggml.buffer_types(ggml.cpu()):
         for kind in kinds:
@@ -39,8 +37,6 @@ def steps() -> Iterator[Step]:
 
 
 def _check(kind: Any, memory: int, stacks: list[int], at: At) -> dict[str, Any]:
-    import numpy as np
-
     threads = min(llamacpp.default_threads(), 2)
     rng = np.random.default_rng(int(kind))
     worst = 0.0
@@ -64,9 +60,6 @@ def _check(kind: Any, memory: int, stacks: list[int], at: At) -> dict[str, Any]:
 
 def _weight(kind: Any, n: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """n rows of K values in a type, as bytes, and what a reader that shares no code with the products finds."""
-    import gguf
-    import numpy as np
-
     if kind.name in _ANY_BITS:
         data = _any_bits(kind, n, rng)
     else:
@@ -78,9 +71,6 @@ def _weight(kind: Any, n: int, rng: np.random.Generator) -> tuple[np.ndarray, np
 
 
 def _any_bits(kind: Any, n: int, rng: np.random.Generator) -> np.ndarray:
-    import gguf
-    import numpy as np
-
     values, size = gguf.GGML_QUANT_SIZES[kind]
     blocks = rng.integers(0, 256, (n * K // values, size), np.uint8)
     scale = np.float16(0.05)
@@ -95,8 +85,6 @@ def _any_bits(kind: Any, n: int, rng: np.random.Generator) -> np.ndarray:
 
 def _error(got: np.ndarray, rows: np.ndarray, weights: np.ndarray) -> float:
     """got [m][n], rows [m][k], weights [n][k]; the largest error in units of |row| |weight| / sqrt(k)."""
-    import numpy as np
-
     rows, weights = rows.astype(np.float64), weights.astype(np.float64)
     sizes = np.outer(np.linalg.norm(rows, axis=1), np.linalg.norm(weights, axis=1)) / np.sqrt(rows.shape[1])
     errors = np.abs(got - rows @ weights.T) / np.maximum(sizes, 1e-6)

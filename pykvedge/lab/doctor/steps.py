@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -68,7 +69,7 @@ def groups() -> list[Group]:
     again = f"the libraries do not fit this processor; {_build()}"
     return [
         Group("libraries", f"{here}.libraries:steps", "{}", {"": _build()}),
-        Group("kernels", f"{here}.kernels:steps", "kernels {} of libkvedge", {"": again}),
+        Group("kernels", f"{here}.libraries:kernels", "kernels {} of libkvedge", {"": again}),
         Group(
             "products",
             f"{here}.products:steps",
@@ -86,8 +87,6 @@ def groups() -> list[Group]:
 
 def interpreter(target: str, skip: list[str], parts: list[str]) -> list[str]:
     """The command of a child, which imports what this process imports from the same places."""
-    import json
-
     code = (
         "import json, sys; given = json.loads(sys.argv[1]); sys.path[:] = given.pop('path'); "
         "from pykvedge.lab.doctor.child import main; main(**given)"

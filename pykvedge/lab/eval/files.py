@@ -22,7 +22,6 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file holds."""
     try:
         return json.loads(read_text(path))
     except (ValueError, RecursionError) as error:

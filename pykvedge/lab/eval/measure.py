@@ -119,7 +119,6 @@ class Preparer:
             raise
 
     def release(self, turns: Iterable[tuple[list[Piece], list[int]]]) -> None:
-        """Frees what prepare made."""
         if self._vision is not None:
             for pieces, _ in turns:
                 self._vision.release(pieces)
@@ -143,8 +142,6 @@ class Baseline:
 
 
 class Measurer:
-    """Measures prepared samples with a reader."""
-
     def __init__(self, model: Model, reader: Reader, wants: Wants) -> None:
         self._model, self._reader, self._wants = model, reader, wants
 

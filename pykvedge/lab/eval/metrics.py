@@ -107,12 +107,7 @@ def choice_match(answer: str, reference: str, choices: Sequence[str]) -> float:
 # ------------------------------------------------------------------------------------------------------------
 
 
-def identity(x: np.ndarray) -> np.ndarray:
-    """What is averaged is reported as it is."""
-    return x
-
-
-def pooled(amounts: np.ndarray, weights: np.ndarray, form: Callable[[np.ndarray], np.ndarray] = identity) -> float:
+def pooled(amounts: np.ndarray, weights: np.ndarray, form: Callable[[np.ndarray], np.ndarray] = np.asarray) -> float:
     """form(sum of amounts / sum of weights), both [n] per sample. Perplexity: amounts NLL, weights tokens, form exp."""
     return float(form(np.asarray(amounts.sum() / weights.sum())))
 
@@ -125,7 +120,7 @@ def paired_interval(
     amounts: np.ndarray,
     weights: np.ndarray,
     base: np.ndarray,
-    form: Callable[[np.ndarray], np.ndarray] = identity,
+    form: Callable[[np.ndarray], np.ndarray] = np.asarray,
     seed: int = 0,
 ) -> tuple[float, float] | None:
     """Bootstrap interval of pooled(amounts) - pooled(base): whole samples are drawn, the same for both.

@@ -19,7 +19,6 @@ from pykvedge.models.profiles import tables_for
 from pykvedge.models.vision import Piece, Vision
 from pykvedge.plans.plan import Plan
 from pykvedge.plans.presets import check_protection
-from pykvedge.plans.stages.base import ProfileTable
 from pykvedge.runtime.driver import Driver
 from pykvedge.runtime.llama_context import ContextSize, ubatch_for
 
@@ -47,7 +46,6 @@ class Reader:
         self._logits: dict[int, np.ndarray] = {}  # of the last token of each sequence
 
     def close(self) -> None:
-        """Frees the context."""
         if self._driver is not None:
             self._driver.close()
             self._driver = None
@@ -63,13 +61,9 @@ class Reader:
         """
         limit = self._n_ctx or self.model.n_ctx_train or n_conversation + n_answer
         if n_conversation + n_answer > limit:
+            most = f"context holds {limit}; raise --ctx" if self._n_ctx else f"model was trained for {limit}; see --ctx"
             raise ContextError(
-                f"the conversation and its answer have up to {n_conversation + n_answer} tokens, the "
-                + (
-                    f"context holds {limit}; raise --ctx"
-                    if self._n_ctx
-                    else f"model was trained for {limit}; see --ctx"
-                )
+                f"the conversation and its answer have up to {n_conversation + n_answer} tokens, the {most}"
             )
         # the two answers lie in cells of their own, however many sequences share the prompt's
         cells = n_conversation + 2 * (n_answer + SPARE)
@@ -87,13 +81,10 @@ class Reader:
         driver = self._live()
         driver.context.clear()
         if driver.cache is None:
-            driver.take_over_if_possible(plan, self._tables(plan), later_floor=0)
+            driver.take_over_if_possible(plan, tables_for(plan, self.model.path), later_floor=0)
         else:
-            driver.cache.set_plan(plan, self._tables(plan))
+            driver.cache.set_plan(plan, tables_for(plan, self.model.path))
         driver.context.stop_when(self._cancel)
-
-    def _tables(self, plan: Plan) -> dict[str, ProfileTable]:
-        return tables_for(plan, self.model.path)
 
     def copy(self, to: int) -> None:
         """The current sequence goes on as two; `to` is then the current one."""
@@ -105,7 +96,6 @@ class Reader:
 
     @property
     def current(self) -> int:
-        """The sequence that is read into."""
         return self._live().context.sequence
 
     def back_to(self, sequence: int) -> None:
@@ -128,7 +118,7 @@ class Reader:
         driver = self._live()
         if driver.cache is not None:
             check_protection(plan, driver.cache.stats(driver.context.sequence).n_pending)
-            driver.cache.set_plan(plan, self._tables(plan))
+            driver.cache.set_plan(plan, tables_for(plan, self.model.path))
 
     def read(self, pieces: Sequence[Piece]) -> None:
         """Appends pieces to the current sequence; afterwards the logits of the last token are there."""
@@ -137,7 +127,6 @@ class Reader:
         self._logits[driver.context.sequence] = driver.context.logits().copy()
 
     def extend(self, token: int) -> None:
-        """Appends a generated token to the current sequence."""
         driver = self._live()
         driver.extend(token)
         self._logits[driver.context.sequence] = driver.context.logits().copy()
@@ -147,7 +136,6 @@ class Reader:
         return self._logits[self._live().context.sequence]
 
     def compress(self) -> None:
-        """Compresses what the current sequence has of the last prompt."""
         self._live().compress()
 
     def held(self) -> tuple[float, int]:

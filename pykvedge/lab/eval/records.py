@@ -6,6 +6,7 @@ is brought to the disk, so that a machine that stops loses one sample at most.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -32,11 +33,8 @@ class Records:
         SaveError if it cannot be written.
         """
         self.rows: dict[Key, dict[str, Any]] = {}
-        self._file: JsonLines | None = None
-        if path is None:
-            return
         header, good = {"kvedge_eval": VERSION, **header}, 0
-        if path.is_file() and path.stat().st_size:
+        if path is not None and path.is_file() and path.stat().st_size:
             if not resume:
                 raise UsageError(f"{path} exists; add --resume to go on with it, or save to another file")
             good = self._read(path, header)
@@ -70,24 +68,19 @@ class Records:
     def add(self, record: dict[str, Any]) -> None:
         """Keeps a record. Raises SaveError; the file then ends with the record before."""
         self.rows[key_of(record)] = record
-        if self._file is not None:
-            self._file.add(record)
+        self._file.add(record)
 
     def sync(self) -> None:
         """Brings what was written to the disk."""
-        if self._file is not None:
-            self._file.sync()
+        self._file.sync()
 
     def close(self) -> None:
         """Ends the file. Does nothing the second time."""
-        if self._file is not None:
-            self._file.close()
+        self._file.close()
 
 
 def fingerprint(path: Path) -> str:
     """Name, size and a digest of the ends of a file: large models are told apart without being read."""
-    import hashlib
-
     size, end = path.stat().st_size, 1 << 20
     digest = hashlib.sha256()
     with path.open("rb") as file:

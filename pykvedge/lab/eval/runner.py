@@ -59,15 +59,11 @@ class Job:
 
 
 def full_cell() -> Cell:
-    """The full cache."""
     return Cell(FULL, plan(FULL))
 
 
 def evaluate(
-    job: Job,
-    records: Records,
-    display: Display | None = None,
-    cancel: threading.Event | None = None,
+    job: Job, records: Records, display: Display | None = None, cancel: threading.Event | None = None
 ) -> Outcome:
     """Measures what is not in `records` yet, and adds it.
 
@@ -99,7 +95,7 @@ def evaluate(
     except CancelledError:
         out.interrupted = True
     finally:
-        for part in (reader, vision and vision.encoder, model):
+        for part in (reader, vision.encoder if vision is not None else None, model):
             if part is not None:
                 part.close()
         display.done()
@@ -120,58 +116,51 @@ def _missing(sample: Sample, full: Cell, cells: list[Cell], records: Records) ->
     return missing
 
 
+@dataclass
 class _Run:
-    """The steps of a run that need the model."""
-
-    def __init__(
-        self,
-        out: Outcome,
-        full: Cell,
-        cells: list[Cell],
-        display: Display,
-        cancel: threading.Event,
-        preparer: Preparer,
-        measurer: Measurer,
-    ) -> None:
-        self._out, self._full, self._cells = out, full, cells
-        self._display, self._cancel = display, cancel
-        self._preparer, self._measurer = preparer, measurer
+    out: Outcome
+    full: Cell
+    cells: list[Cell]
+    display: Display
+    cancel: threading.Event
+    preparer: Preparer
+    measurer: Measurer
 
     def one(self, sample: Sample, missing: set[tuple[str, str]]) -> None:
         """Measures a sample by the cells that it lacks. Raises CancelledError, SaveError."""
-        stop_if_set(self._cancel)
-        cells = [cell for cell in self._cells if cell.key in missing]
-        self._display.step(sample.task, 0)
+        stop_if_set(self.cancel)
+        cells = [cell for cell in self.cells if cell.key in missing]
+        self.display.step(sample.task, 0)
         try:
-            prepared = self._preparer.prepare(sample)
+            prepared = self.preparer.prepare(sample)
         except (ImageError, ContextError) as error:
             self._skip(sample, error, len(missing))
             return
         try:
-            for cell, record in self._measurer.measure(prepared, self._full, cells, self._fail):
+            for cell, record in self.measurer.measure(prepared, self.full, cells, self._fail):
                 if cell.key in missing:
-                    self._out.records.add(_record(sample, cell, record))
-                    self._display.step(f"{sample.task}, {cell.name} {cell.plan.budget}")
+                    self.out.records.add(_record(sample, cell, record))
+                    self.display.step(f"{sample.task}, {cell.name} {cell.plan.budget}")
         except ContextError as error:
             self._skip(sample, error, len(missing))
         finally:
-            self._preparer.release(prepared.turns)
-        self._out.records.sync()
+            self.preparer.release(prepared.turns)
+        self.out.records.sync()
 
     def _skip(self, sample: Sample, error: KvedgeError, steps: int) -> None:
         self._say(f"{sample.id} left out: {error}")
-        self._display.skip(steps)
+        self.display.skip(steps)
 
     def _fail(self, cell: Cell, error: KvedgeError) -> None:
         if isinstance(error, (CancelledError, SaveError)):
             raise error
-        if cell in self._cells:
-            self._cells.remove(cell)
+        if cell in self.cells:
+            self.cells.remove(cell)
             self._say(f"{cell.name} at {cell.plan.budget} left out: {error}")
 
     def _say(self, text: str) -> None:
-        self._out.left_out.append(text)
-        self._display.say(f"kvedge: {text}")
+        self.out.left_out.append(text)
+        self.display.say(f"kvedge: {text}")
 
 
 def _record(sample: Sample, cell: Cell, figures: dict[str, Any]) -> dict[str, Any]:

@@ -6,8 +6,6 @@ Agresti and Min's rule for pairs, of the others by a paired bootstrap over sampl
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -16,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from pykvedge.lab.eval.measure import Cell
-from pykvedge.lab.eval.metrics import LEAST, identity, paired_interval, pooled, score_interval
+from pykvedge.lab.eval.metrics import LEAST, paired_interval, pooled, score_interval
 from pykvedge.lab.eval.runner import FULL
 from pykvedge.lab.eval.tasks import Sample
+from pykvedge.lab.tables import markdown
 
 ALL = "all"
 Rows = list[dict[str, Any]]
@@ -142,7 +141,7 @@ def _changes(line: Line, rows: Rows, base: Rows) -> None:
     line.ppl_change = paired_interval(mine, weights, theirs, np.exp)
     mine, theirs = _column(rows, "kld"), _column(base, "kld")
     if mine is not None:
-        line.kld_change = paired_interval(mine, weights, np.zeros(len(rows)) if theirs is None else theirs, identity)
+        line.kld_change = paired_interval(mine, weights, np.zeros(len(rows)) if theirs is None else theirs)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -151,23 +150,6 @@ def _changes(line: Line, rows: Rows, base: Rows) -> None:
 def as_json(made: list[Line], about: dict[str, Any]) -> str:
     """One object: `about`, and the lines."""
     return json.dumps({**about, "rows": [asdict(line) for line in made]}, indent=1)
-
-
-def as_csv(made: list[Line]) -> str:
-    """One row a line; intervals in two columns."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    for i, line in enumerate(made):
-        flat: dict[str, Any] = {}
-        for name, value in asdict(line).items():
-            if name.endswith("_change"):
-                flat[name + "_low"], flat[name + "_high"] = value or (None, None)
-            else:
-                flat[name] = value
-        if i == 0:
-            writer.writerow(flat)
-        writer.writerow(["" if v is None else v for v in flat.values()])
-    return out.getvalue().rstrip("\n")
 
 
 def as_markdown(made: list[Line], notes: Iterable[str] = (), against: str = FULL) -> str:
@@ -180,12 +162,12 @@ def as_markdown(made: list[Line], notes: Iterable[str] = (), against: str = FULL
     if any(line.score is not None for line in made) and len(tasks) > 1:
         rows = [["method", "budget", *tasks]]
         for (method, budget), of in by_cell.items():
-            rows.append([method, _plain(budget), *(_percent(of.get(task)) for task in tasks)])
-        parts += [PER_TASK, _markdown(rows)]
+            rows.append([method, f"{budget:g}", *(_percent(of.get(task)) for task in tasks)])
+        parts += [PER_TASK, markdown(rows)]
     rows = [_HEAD, *(_overall(of[ALL], sign="" if against == FULL else "+") for of in by_cell.values() if ALL in of)]
     used = [i for i in range(len(_HEAD)) if i < 3 or any(row[i] for row in rows[1:])]
     base = "the full cache" if against == FULL else f"{against} at the same budget"
-    parts += [OVER_ALL.format(base=base), _markdown([[row[i] for i in used] for row in rows])]
+    parts += [OVER_ALL.format(base=base), markdown([[row[i] for i in used] for row in rows])]
     if any(of[ALL].samples < LEAST for of in by_cell.values() if ALL in of):
         parts.append(TOO_FEW)
     return "\n\n".join([*parts, *notes])
@@ -199,7 +181,7 @@ def _overall(line: Line, sign: str) -> list[str]:
     """sign: of the divergence's interval, which is a difference unless the base is the full cache."""
     return [
         line.method,
-        _plain(line.budget),
+        f"{line.budget:g}",
         str(line.samples),
         _share(line.kept),
         _share(line.score),
@@ -211,10 +193,6 @@ def _overall(line: Line, sign: str) -> list[str]:
         _span(line.kld_change, 1, 3, sign),
         _share(line.top1),
     ]
-
-
-def _plain(budget: float | int) -> str:
-    return f"{budget:g}"
 
 
 def _percent(line: Line | None) -> str:
@@ -236,12 +214,3 @@ def _span(values: tuple[float, float] | None, scale: float, digits: int, sign: s
     largest = max(abs(low), abs(high))
     form = f"{sign}.2g" if largest >= 1e5 else f"{sign}.{0 if largest >= 1000 else digits}f"
     return f"{low:{form}} to {high:{form}}"
-
-
-def _markdown(rows: list[list[str]]) -> str:
-    widths = [max(3, *(len(row[i]) for row in rows)) for i in range(len(rows[0]))]
-
-    def line(cells: list[str]) -> str:
-        return "| " + " | ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) + " |"
-
-    return "\n".join([line(rows[0]), line(["-" * width for width in widths]), *map(line, rows[1:])])

@@ -71,10 +71,7 @@ class Sample:
 
 
 def _picture(image: Path | Scene) -> Picture:
-    if isinstance(image, Path):
-        return load_picture(image)
-    pixels = render(image)
-    return Picture("scene", pixels.shape[1], pixels.shape[0], pixels.tobytes())
+    return load_picture(image if isinstance(image, Path) else render(image), "scene")
 
 
 def _name(image: Path | Scene) -> str:

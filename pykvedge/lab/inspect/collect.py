@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from pykvedge.chat.session import Session
 from pykvedge.lab.inspect import measures
 from pykvedge.models.images import Picture
 from pykvedge.models.imagetokens import Places
 from pykvedge.models.vision import ImagePiece, Piece
-from pykvedge.plans.plan import Plan
+from pykvedge.plans.plan import Budget, Plan
 from pykvedge.runtime import libkvedge
-
-if TYPE_CHECKING:
-    from pykvedge.chat.session import Session
 
 GAMMA = 0.2  # cut-off of the outlier ratio, FlashCache's best
 
@@ -44,11 +42,10 @@ class Findings:
     spectrum_k: np.ndarray  # [L, T] float64
     spectrum_v: np.ndarray  # [L, T] float64
     outliers: np.ndarray  # [L] float64
-    kept: dict[str, list[list[np.ndarray]]] = field(default_factory=dict)  # method -> [L][Hkv] token indices
+    kept: dict[str, list[list[list[int]]]] = field(default_factory=dict)  # method -> [L][Hkv] token indices
 
     @property
     def n_tokens(self) -> int:
-        """T."""
         return len(self.image_mask)
 
     @property
@@ -92,7 +89,7 @@ def collect(session: Session, prompt: str, pictures: list[Picture], plans: list[
     """
     found: list[Findings] = []
     # any budget below 1 makes the scorer gather attention; nothing is compressed before `measure` has looked
-    everything = Plan(method="inspect", scorer="cumulative", budget=0.5)
+    everything = Plan(method="inspect", scorer="cumulative", budget=Budget(ratio=0.5))
 
     def measure(cache: libkvedge.Cache, pieces: list[Piece]) -> None:
         found.append(_measure(session, cache, pieces, prompt, pictures))
@@ -108,7 +105,8 @@ def _measure(
     session: Session, cache: libkvedge.Cache, pieces: list[Piece], prompt: str, pictures: list[Picture]
 ) -> Findings:
     n_layers = cache.stats().n_layers
-    importance, redundancy, spectra, outliers = [], [], ([], []), []
+    importance, redundancy, outliers = [], [], []
+    spectra: tuple[list[np.ndarray], list[np.ndarray]] = [], []
     for layer in range(n_layers):
         _, n_heads_kv, _, _ = libkvedge.shape(cache, layer)
         heads = [libkvedge.rows(cache, layer, head) for head in range(n_heads_kv)]

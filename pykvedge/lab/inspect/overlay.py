@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
+from PIL import Image, ImageDraw
+from PIL.Image import Image as PillowImage
 
 from pykvedge.lab.inspect.collect import Findings, Shown
-
-if TYPE_CHECKING:
-    from PIL.Image import Image as PillowImage
 
 TILE = 240  # pixels of the longer side of one layer's picture
 GAP, LABEL = 8, 18
@@ -18,8 +15,6 @@ DARKEST = 0.12  # brightness of a patch that no head keeps
 
 def _seen(shown: Shown) -> PillowImage:
     """The picture as the model saw it: as it is, or centred on a square."""
-    from PIL import Image
-
     picture = Image.frombytes("RGB", (shown.picture.width, shown.picture.height), shown.picture.rgb)
     if shown.places is not None and shown.places.padded and picture.width != picture.height:
         side = max(picture.size)
@@ -32,8 +27,6 @@ def _seen(shown: Shown) -> PillowImage:
 
 def patches(picture: PillowImage, share: np.ndarray) -> PillowImage:
     """The picture, each patch as bright as the share of heads that keeps it. share: [rows, columns], 0 to 1."""
-    from PIL import Image
-
     rows, columns = share.shape
     y = np.arange(picture.height) * rows // picture.height
     x = np.arange(picture.width) * columns // picture.width
@@ -43,8 +36,6 @@ def patches(picture: PillowImage, share: np.ndarray) -> PillowImage:
 
 def kept_patches(findings: Findings, method: str, shown: Shown) -> PillowImage:
     """One sheet: the picture, and for each layer what its heads keep of it. Needs shown.places."""
-    from PIL import Image, ImageDraw
-
     rows, columns = (shown.places.down, shown.places.across) if shown.places else (1, shown.count)
     picture = _seen(shown)
     share = findings.keep_share(method)[:, shown.first : shown.first + shown.count]

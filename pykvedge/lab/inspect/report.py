@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from pykvedge.errors import UsageError
 from pykvedge.lab.inspect.collect import Findings
 
@@ -17,8 +19,6 @@ REPORT, NUMBERS = "report.html", "data.npz"
 
 @dataclass(frozen=True)
 class Drawing:
-    """One picture of the report."""
-
     name: str  # of its file, without .png
     title: str
     note: str
@@ -88,8 +88,6 @@ Prompt: <q>{{ f.prompt }}</q></p>
 
 def table(findings: Findings) -> list[list[str]]:
     """A row per layer: its number, mean redundancy, Gini, outlier ratio, and pairs per head for each method."""
-    import numpy as np
-
     budgets = {m: findings.budgets(m) for m in findings.kept}
     gini = findings.gini
     rows = []
@@ -108,7 +106,6 @@ def table(findings: Findings) -> list[list[str]]:
 
 
 def page(findings: Findings, pictures: list[Drawing]) -> str:
-    """The report as one HTML document."""
     import jinja2
 
     shown = [{"title": d.title, "note": d.note, "data": base64.b64encode(d.png).decode()} for d in pictures]
@@ -118,8 +115,6 @@ def page(findings: Findings, pictures: list[Drawing]) -> str:
 
 def write(findings: Findings, folder: Path, with_figures: bool = True) -> list[Path]:
     """Writes everything into a folder, which is made. Returns the files. Raises UsageError, LibraryError."""
-    import numpy as np
-
     pictures = list(drawings(findings)) if with_figures else []
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,5 @@
 """Stages from outside the package: a decorated function, a plugin file, an entry point, or a shared library.
 
-`decorators` registers, `table` remembers, `loading` finds files and entry points, `calling` runs what was registered
+`decorators` registers, `table` remembers, `installed` finds entry points, `calling` runs what was registered
 and checks what comes back. Importing them loads nothing and looks nothing up.
 """

@@ -35,7 +35,7 @@ def guarded(what: str, function: Callable[..., Any], *arguments: Any, file: str 
         raise PluginError(f"{error}{_line(error, file)}") from error
     except BaseException as error:
         where = getattr(getattr(function, "__code__", None), "co_filename", "") if file == "" else file
-        if isinstance(error, SyntaxError) and error.filename == where:
+        if isinstance(error, SyntaxError) and error.filename and error.filename == where:
             text, at = error.msg, f" ({Path(error.filename).name}:{error.lineno})"
         else:
             text, at = " ".join(str(error).split()), _line(error, where) or place(function)

@@ -66,16 +66,7 @@ def allocator(
     `scorer`.
     """
 
-    def register(function: F) -> F:
-        origin = _origin(function)
-        allocate = calling.checked_allocator(name, function)
-        given = _params(params, f"allocator '{name}'")
-        member = Allocator(name, summary or _first_line(function), origin, allocate, given, by_place=by_place)
-        table.add(table.Plugin(member, origin))
-        return function
-
-    _called("allocator", name)
-    return register
+    return _registering(Allocator, calling.checked_allocator, name, params, by_place, summary)
 
 
 def reducer(name: str, *, params: Sequence[Param] = (), by_place: bool = False, summary: str = "") -> Callable[[F], F]:
@@ -85,16 +76,7 @@ def reducer(name: str, *, params: Sequence[Param] = (), by_place: bool = False, 
     called for heads that lose rows. by_place, summary and errors: as for `scorer`.
     """
 
-    def register(function: F) -> F:
-        origin = _origin(function)
-        reduce = calling.checked_reducer(name, function)
-        given = _params(params, f"reducer '{name}'")
-        member = Reducer(name, summary or _first_line(function), origin, reduce, given, by_place=by_place)
-        table.add(table.Plugin(member, origin))
-        return function
-
-    _called("reducer", name)
-    return register
+    return _registering(Reducer, calling.checked_reducer, name, params, by_place, summary)
 
 
 def preset(name: str, *, summary: str = "", reference: str = "", **values: Any) -> None:
@@ -113,6 +95,21 @@ def preset(name: str, *, summary: str = "", reference: str = "", **values: Any) 
 
 
 # ---------------------------------------------------------------------------------------------------------
+
+
+def _registering(
+    kind: type[Allocator | Reducer], check: Callable[..., Any], name: str, params: Any, by_place: bool, summary: str
+) -> Callable[[F], F]:
+    """What decorates the function of an allocator or a reducer. check: makes it the checked one (calling.py)."""
+
+    def register(function: F) -> F:
+        origin, given = _origin(function), _params(params, f"{kind.stage} '{name}'")
+        summed_up = summary or _first_line(function)
+        table.add(table.Plugin(kind(name, summed_up, origin, check(name, function), given, by_place), origin))
+        return function
+
+    _called(kind.stage, name)
+    return register
 
 
 def _called(stage: str, name: Any) -> None:

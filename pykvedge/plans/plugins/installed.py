@@ -35,12 +35,11 @@ def _load_entry_point(point: EntryPoint) -> None:
         _tried[point.name] = str(error)
 
 
-def load_installed(first: str = "") -> list[str]:
-    """Loads entry points: the one called `first` alone if there is one, else all. Returns what went wrong."""
+def load_installed(first: str = "") -> None:
+    """Loads entry points: the one called `first` alone if there is one, else all. `problems` says what went wrong."""
     points = _entry_points()
     for point in [points[first]] if first in points else points.values():
         _load_entry_point(point)
-    return [problem for problem in _tried.values() if problem]
 
 
 def find(stage: str, name: str) -> table.Plugin | None:

@@ -51,7 +51,7 @@ def load_library(path: Path) -> list[table.Plugin]:
         at = c.cast(getattr(plugin, f"{stage}s"), c.c_void_p).value
         for i in range(getattr(plugin, f"n_{stage}s")):
             struct = _own_copy(kind, at)
-            if struct is None or not struct.call:
+            if at is None or struct is None or not struct.call:
                 raise PluginError(f"plugin {path}: {stage} {i} has no function, or its struct_size does not fit")
             at += c.c_size_t.from_address(at).value
             out.append(_native_member(stage, struct, path.name))

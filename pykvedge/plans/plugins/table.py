@@ -17,11 +17,6 @@ DEFAULT_BUDGET = 0.2  # of a method that says nothing else: the setting that the
 SHOWN = 60  # characters of a wrong name in a message
 
 
-def none(settings: Settings) -> int:
-    """No queries, no protected tokens."""
-    return 0
-
-
 @dataclass(frozen=True)
 class Plugin:
     """A registered member, and what the runtime must know to call it in the middle of a request.
@@ -33,8 +28,8 @@ class Plugin:
 
     member: Member
     origin: str
-    queries: Callable[[Settings], int] = none
-    recent: Callable[[Settings], int] = none
+    queries: Callable[[Settings], int] = lambda settings: 0
+    recent: Callable[[Settings], int] = lambda settings: 0
     column_sums: bool = False
     native: Any = None
 
@@ -97,22 +92,18 @@ def add_preset(preset: Preset, origin: str) -> None:
 
 
 def get(stage: str, name: str) -> Plugin | None:
-    """The member of that name, if one was registered."""
     return _members.get((stage, name))
 
 
 def get_preset(name: str) -> Preset | None:
-    """The preset of that name, if one was registered."""
     return _presets[name][0] if name in _presets else None
 
 
 def names(stage: str) -> list[str]:
-    """Names of the registered members of a stage."""
     return [name for of, name in _members if of == stage]
 
 
 def preset_names() -> list[str]:
-    """Names of the registered presets."""
     return list(_presets)
 
 
@@ -123,6 +114,7 @@ def snapshot() -> tuple[dict[tuple[str, str], Plugin], dict[str, tuple[Preset, s
 
 def restore(state: tuple[dict[tuple[str, str], Plugin], dict[str, tuple[Preset, str]]]) -> None:
     """Forgets what was registered since the snapshot: a plugin that fails half-way leaves nothing behind."""
-    for now, before in ((_members, state[0]), (_presets, state[1])):
-        now.clear()  # type: ignore[attr-defined]
-        now.update(before)  # type: ignore[attr-defined]
+    _members.clear()
+    _members.update(state[0])
+    _presets.clear()
+    _presets.update(state[1])

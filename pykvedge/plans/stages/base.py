@@ -1,4 +1,4 @@
-"""What a stage member is: the types that every file in stages/<stage>/ fills in.
+"""A stage member is one of these types, which every file in stages/<stage>/ fills in.
 
 Symbols: H query heads, Hkv KV heads (query head h reads KV head h // (H / Hkv)), T tokens, d head size, n kept tokens.
 Definitions compute in float64, so that they can serve as the oracle for the float32 kernels.
@@ -25,7 +25,7 @@ FLAG = ("true", "false")  # the choices of a setting that is a switch
 
 @dataclass(frozen=True)
 class Param:
-    """One setting of a member, set as "<stage>.<name>"."""
+    """A Param is one setting of a member, which is set as "<stage>.<name>"."""
 
     name: str
     default: int | float | bool | str
@@ -37,7 +37,7 @@ class Param:
 
     @classmethod
     def declared(cls, s: Declared) -> Param:
-        """As the library, or a plugin in C, has it. Raises UsageError for a fallback that it does not allow."""
+        """Takes a setting of the library or of a plugin in C. Raises UsageError for a fallback that is not allowed."""
         if s.choices == FLAG:
             return cls(s.name, s.fallback == 0, s.help)
         if s.choices:
@@ -50,13 +50,13 @@ class Param:
         return out
 
     def number(self, value: Any) -> float:
-        """A value as the library hands it to a stage in C: of words, and of true and false, the index."""
+        """Turns a value into what the library hands to a stage in C: of words, and of true and false, the index."""
         if isinstance(self.default, bool):
             return float(not value)
         return float(self.choices.index(value) if self.choices else value)
 
     def check(self, value: Any, key: str) -> int | float | bool | str:
-        """`value` as the type of the default. Raises UsageError when it does not fit."""
+        """Returns `value` as the type of the default. Raises UsageError when it does not fit."""
         kind = type(self.default)
         try:
             out = _parse_bool(value) if kind is bool else kind(value)
@@ -69,7 +69,7 @@ class Param:
         number = out if isinstance(out, (int, float)) else 0
         if (self.low is not None and number < self.low) or (self.high is not None and number > self.high):
             raise UsageError(f"{key} must lie between {self.low} and {self.high}, not {value!r}")
-        if self.step > 1 and (out - (self.low or 0)) % self.step:
+        if self.step > 1 and (number - (self.low or 0)) % self.step:
             raise UsageError(f"{key} must be {self.low:g} plus a multiple of {self.step}, not {value!r}")
         return out
 
@@ -90,7 +90,7 @@ def _parse_bool(value: Any) -> bool:
 
 @dataclass(frozen=True, eq=False)  # a layer is itself: what was computed of it can be looked up
 class Layer:
-    """One layer of a prompt, as a scorer sees it."""
+    """A scorer sees one layer of a prompt like this."""
 
     q: np.ndarray  # [H, T, d] float32, position encoding applied; plugins see the last n, [H, n, d]
     k: np.ndarray  # [Hkv, T, d] float32 that the storage type can represent, position encoding applied
@@ -105,7 +105,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class ProfileTable:
-    """The numbers of a calibrated profile (pykvedge/plans/profile.py), one row for every layer."""
+    """These are the numbers of a calibrated profile (pykvedge/plans/profile.py), one row for every layer."""
 
     values: np.ndarray  # float32: [L, H] of query heads, [L, Hkv] of KV heads, or [L, n] kept shares at each budget
     budgets: np.ndarray  # [n] float32 ascending in (0, 1]; empty for numbers of heads
@@ -113,7 +113,7 @@ class ProfileTable:
 
 @dataclass(frozen=True)
 class Prompt:
-    """The whole prompt, as an allocator sees it."""
+    """An allocator sees the whole prompt like this."""
 
     scores: np.ndarray  # [L, Hkv, T] float64
     image_mask: np.ndarray  # [T] bool
@@ -127,7 +127,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Head:
-    """One KV head after selection, as a reducer sees it."""
+    """A reducer sees one KV head after selection like this."""
 
     k: np.ndarray  # [T, d] float32 in storage precision
     v: np.ndarray  # [T, d]
@@ -139,8 +139,22 @@ class Head:
 
 
 @dataclass(frozen=True)
+class Result:
+    """This is left of a prompt, per layer and KV head.
+
+    kept[l][h]: [n] int32, original token indices, ascending. k[l][h], v[l][h]: [n, d] float32, rows in the order of
+    kept, merged where the plan merges. scores: [L, Hkv, T] float32.
+    """
+
+    kept: list[list[np.ndarray]]
+    k: list[list[np.ndarray]]
+    v: list[list[np.ndarray]]
+    scores: np.ndarray
+
+
+@dataclass(frozen=True)
 class DecodeState:
-    """One KV head after a generated token, as a decode policy sees it."""
+    """A decode policy sees one KV head after a generated token like this."""
 
     prompt: int  # T: tokens of the sequence when its last prompt was compressed
     kept: int  # rows that the head held right after that, and what a budget in pairs left unused
@@ -152,34 +166,14 @@ class DecodeState:
     scores: np.ndarray | None = None  # [length] attention that each row received so far; None unless asked for
 
 
-def no_recent(kept: int, even: int, settings: Settings) -> int:
-    """Number of last tokens that "recent = auto" protects: none."""
-    return 0
-
-
 def window_recent(window: int, kept: int, even: int) -> int:
-    """Number of last tokens that "recent = auto" protects for a window of that many, when a head keeps `kept`.
+    """Counts the last tokens that "recent = auto" protects for a window of that many, when a head keeps `kept`.
 
     The window gives way where it would leave next to nothing to choose: it takes at most half of an even share of the
     budget, `even`, and of a head that gets less than that half of what it gets.
     """
     window = min(window, even // 2)
     return window if kept >= window else kept // 2
-
-
-def none_reserved(kept: int, settings: Settings) -> int:
-    """Number of kept tokens that are chosen by the second score: none."""
-    return 0
-
-
-def never_whole(settings: Settings) -> int:
-    """Longest prompt that is kept whole whatever the budget: none."""
-    return 0
-
-
-def no_profile(settings: Settings) -> str | None:
-    """Kind of calibrated profile that a member needs with these settings: none."""
-    return None
 
 
 @dataclass(frozen=True)
@@ -199,14 +193,14 @@ class Scorer:
     source: str
     score: Callable[[Layer, Settings], np.ndarray]
     params: tuple[Param, ...] = ()
-    auto_recent: Callable[[int, int, Settings], int] = no_recent
-    whole_up_to: Callable[[Settings], int] = never_whole
+    auto_recent: Callable[[int, int, Settings], int] = lambda kept, even, settings: 0
+    whole_up_to: Callable[[Settings], int] = lambda settings: 0  # longest prompt that is kept whole anyway
     sinks_first: bool = False  # which protection shrinks last when the budget does not cover both
     by_place: bool = False  # scores depend on the number of the head or layer
     reserve: Callable[[Layer, Settings], np.ndarray] | None = None
-    reserved: Callable[[int, Settings], int] = none_reserved
+    reserved: Callable[[int, Settings], int] = lambda kept, settings: 0
     attention: Callable[[Layer, Settings], np.ndarray] | None = None
-    profile: Callable[[Settings], str | None] = no_profile
+    profile: Callable[[Settings], str | None] = lambda settings: None
     stage: str = "scorer"
 
 
@@ -220,7 +214,7 @@ class Allocator:
     allocate: Callable[[Prompt, Settings], np.ndarray]
     params: tuple[Param, ...] = ()
     by_place: bool = False  # counts depend on the number of the head, and be it for equal remainders
-    profile: Callable[[Settings], str | None] = no_profile
+    profile: Callable[[Settings], str | None] = lambda settings: None
     stage: str = "allocator"
 
 

@@ -39,8 +39,7 @@ def formulas(stage: str) -> dict[str, Member]:
 @functools.cache
 def members(stage: str) -> dict[str, Member]:
     """Name -> member of one stage, in alphabetical order. Raises UnknownNameError, LibraryError."""
-    return {name: _with_settings(stage, found) for name, found in formulas(stage).items()}
-
-
-def _with_settings(stage: str, found: Member) -> Member:
-    return replace(found, params=tuple(Param.declared(s) for s in calls.stage_settings(stage, found.name)))
+    return {
+        name: replace(found, params=tuple(Param.declared(s) for s in calls.stage_settings(stage, name)))
+        for name, found in formulas(stage).items()
+    }

@@ -67,7 +67,4 @@ def merged(rows: np.ndarray, kept: np.ndarray, to: Assignment, terms: np.ndarray
 
 def means(head: Head, to: Assignment) -> tuple[np.ndarray, np.ndarray]:
     """Keys and values of the kept tokens, each the plain mean of itself and what goes to it. [n, d] float64 each."""
-    return (
-        merged(head.k, head.kept, to, head.k[to.source]),
-        merged(head.v, head.kept, to, head.v[to.source]),
-    )
+    return (merged(head.k, head.kept, to, head.k[to.source]), merged(head.v, head.kept, to, head.v[to.source]))

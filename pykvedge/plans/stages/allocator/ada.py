@@ -26,8 +26,8 @@ def winners(scores: np.ndarray, base: int) -> np.ndarray:
 def allocate(prompt: Prompt, settings: Settings) -> np.ndarray:
     """[L, Hkv] int64; every layer's sum is Hkv times the even budget, but for the official rounding."""
     n_layers, n_heads_kv, n_tokens = prompt.scores.shape
-    by_attention = prompt.attention is not None and settings["budget_score"] == "attention"
-    all_scores = prompt.attention if by_attention else prompt.scores
+    attention = prompt.attention if settings["budget_score"] == "attention" else None
+    all_scores = prompt.scores if attention is None else attention
     held = max(prompt.recent, 1)  # of every head, so that none is left empty
     base, most = prompt.budget - held, n_tokens - held
     out = np.zeros((n_layers, n_heads_kv), dtype=np.int64)

@@ -15,7 +15,7 @@ from pykvedge.plans.stages.base import DecodePolicy, DecodeState, Settings
 
 def evict(state: DecodeState, settings: Settings) -> int | None:
     """The row to drop, once the head has grown."""
-    if state.length <= state.kept:
+    if state.length <= state.kept or state.scores is None:
         return None
     asked = settings["recent"] or state.recent or state.kept // 2
     recent = max(1, min(asked, state.kept))

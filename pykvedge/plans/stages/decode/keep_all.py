@@ -11,8 +11,5 @@ def evict(state: DecodeState, settings: Settings) -> int | None:
 
 
 MEMBER = DecodePolicy(
-    name="keep-all",
-    summary="generated tokens are all kept",
-    source="LOOK-M, section 3.2",
-    evict=evict,
+    name="keep-all", summary="generated tokens are all kept", source="LOOK-M, section 3.2", evict=evict
 )

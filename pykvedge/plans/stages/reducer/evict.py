@@ -12,9 +12,4 @@ def reduce(head: Head, settings: Settings) -> tuple[np.ndarray, np.ndarray]:
     return head.k[head.kept].astype(np.float64), head.v[head.kept].astype(np.float64)
 
 
-MEMBER = Reducer(
-    name="evict",
-    summary="drop the others",
-    source="H2O; StreamingLLM",
-    reduce=reduce,
-)
+MEMBER = Reducer(name="evict", summary="drop the others", source="H2O; StreamingLLM", reduce=reduce)

@@ -16,9 +16,4 @@ def score(layer: Layer, settings: Settings) -> np.ndarray:
     return -np.linalg.norm(layer.k.astype(np.float64), axis=-1)
 
 
-MEMBER = Scorer(
-    name="knorm",
-    summary="keys with a small norm win",
-    source="Devoto et al. 2024, section 3",
-    score=score,
-)
+MEMBER = Scorer(name="knorm", summary="keys with a small norm win", source="Devoto et al. 2024, section 3", score=score)

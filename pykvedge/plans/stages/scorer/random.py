@@ -30,9 +30,5 @@ def score(layer: Layer, settings: Settings) -> np.ndarray:
 
 
 MEMBER = Scorer(
-    name="random",
-    summary="chance, the same for the same seed",
-    source="a control",
-    score=score,
-    by_place=True,
+    name="random", summary="chance, the same for the same seed", source="a control", score=score, by_place=True
 )

@@ -16,9 +16,4 @@ def score(layer: Layer, settings: Settings) -> np.ndarray:
     return np.linalg.norm(layer.v.astype(np.float64), axis=-1)
 
 
-MEMBER = Scorer(
-    name="vnorm",
-    summary="values with a large norm win",
-    source="MixKV, section 3.3",
-    score=score,
-)
+MEMBER = Scorer(name="vnorm", summary="values with a large norm win", source="MixKV, section 3.3", score=score)
