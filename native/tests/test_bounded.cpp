@@ -312,7 +312,7 @@ void test_clipped_budgets() {
 }  // namespace
 
 int main() {
-    const Storage              kivi{ Type::kivi4_k, Type::kivi4_v };
+    const Storage              kivi{ of_keys(Type::kivi4), Type::kivi4 };
     const std::vector<Case> cases = {
         { { { "scorer", "cumulative" }, { "reducer", "pivotal" }, { "text_prior", "true" }, { "budget", "0.2" } }, {} },
         { { { "scorer", "cumulative" }, { "budget", "0.3" }, { "decode", "heavy-hitter" } }, {} },

@@ -220,7 +220,7 @@ int main() {
     const std::vector<LayerShape> shapes = { { 0, 4, 2, 16, 8 }, { 3, 4, 4, 8, 8 } };
     const std::vector<LayerShape> blocks = { { 0, 4, 2, 32, 64 }, { 3, 4, 4, 64, 32 } };
     const Storage plain[] = { { Type::f16, Type::f16 }, { Type::f32, Type::f32 }, { Type::f32, Type::bf16 } };
-    const Storage quantised[] = { { Type::q8_0, Type::q4_0 }, { Type::kivi2_k, Type::kivi4_v }, { Type::kivi4_k, Type::f32 } };
+    const Storage quantised[] = { { Type::q8_0, Type::q4_0 }, { of_keys(Type::kivi2), Type::kivi4 }, { of_keys(Type::kivi4), Type::f32 } };
     for (size_t i = 0; i < 6; i++) {
         const Storage & type = i < 3 ? plain[i] : quantised[i - 3];
         for (bool gaps : { false, true }) {

@@ -11,6 +11,7 @@ import click
 import pykvedge
 from pykvedge.cli import paths
 from pykvedge.errors import SaveError, UsageError
+from pykvedge.plans.kvtypes import NAMES
 from pykvedge.plans.plan import Plan
 from pykvedge.plans.plugin_files import load_file
 from pykvedge.plans.presets import default_plan
@@ -86,7 +87,7 @@ THREADS = option("--threads", type=int, metavar="N", help="Default: one per phys
 GPU_LAYERS = option("--gpu-layers", type=int, metavar="N", help="Layers on the GPU, -1 for all.")
 KV_TYPE = option(
     "--kv-type", default="f16", show_default=True, metavar="TYPE",
-    help="How keys and values are stored: f16, bf16, f32, q8_0, q4_0, kivi4, kivi2, or K:V, as in q8_0:q4_0.",
+    help=f"How keys and values are stored: {', '.join(NAMES)}, or K:V, as in q8_0:q4_0.",
 )  # fmt: skip
 JSON = option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 QUIET = option("--quiet", is_flag=True, help="Nothing on stderr but errors.")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pykvedge import errors
 from pykvedge.native import libraries
-from pykvedge.native.abi import KV_TYPE, STAGE_NUMBER, Error, Options, Saved, Stats
+from pykvedge.native.abi import STAGE_NUMBER, Error, Options, Saved, Stats
 from pykvedge.native.calls import call, lib, raise_
 from pykvedge.native.guard import Guard, one_thread
 from pykvedge.plans.kvtypes import KvType
@@ -87,8 +87,7 @@ class Cache:
         self.guard = Guard("cache", over="the cache was detached; attach again")
         options = Options()
         call("options_init", c.byref(options), c.sizeof(options))
-        kv_type = KvType.parse(kv_type)
-        options.type_k, options.type_v = KV_TYPE[kv_type.k], KV_TYPE[kv_type.v]
+        options.type_k, options.type_v = KvType.parse(kv_type).numbers
         options.auto_compress = auto_compress
         self._handle = c.c_void_p()
         with NativePlan(plan, profiles, self._later_floor) as native:

@@ -139,7 +139,7 @@ bool read_kept(FileReader & in, const kvedge_cache & kv, SequenceState & state, 
 kvedge_status read_shapes(FileReader & in, const kvedge_cache & kv, const char * path, kvedge_error * err) {
     int32_t  type_k, type_v;
     uint32_t n_layers;
-    if (!in.value(type_k) || !in.value(type_v) || !type_name(type_k) || !type_name(type_v) || !in.value(n_layers)) {
+    if (!in.value(type_k) || !in.value(type_v) || !kvedge_type_name(type_k) || !kvedge_type_name(type_v) || !in.value(n_layers)) {
         return damaged(path, err);
     }
     bool same = n_layers == kv.shapes.size();
@@ -159,7 +159,7 @@ kvedge_status read_shapes(FileReader & in, const kvedge_cache & kv, const char *
     const int32_t own_k = type_number(kv.storage.k), own_v = type_number(kv.storage.v);
     if (type_k != own_k || type_v != own_v) {
         return fail(err, KVEDGE_E_ARGUMENT, "%s holds keys and values as %s:%s, this cache stores %s:%s; attach with the file's types",
-                    path, type_name(type_k), type_name(type_v), type_name(own_k), type_name(own_v));
+                    path, kvedge_type_name(type_k), kvedge_type_name(type_v), kvedge_type_name(own_k), kvedge_type_name(own_v));
     }
     return ok(err);
 }

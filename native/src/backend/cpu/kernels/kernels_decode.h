@@ -39,7 +39,7 @@ inline void prefetch(const uint8_t * p) { KVEDGE_PREFETCH(p); }
 
 // Bytes of V::W values of a row, on the average.
 template <Type T> constexpr size_t vector_bytes() {
-    return T == Type::q8_0 ? (size_t) V::W * block_bytes(T) / GROUP : (size_t) V::W * type_size(T);
+    return is_quantised(T) ? (size_t) V::W * block_bytes(T) / GROUP : (size_t) V::W * type_size(T);
 }
 
 // Asks for the lines that begin in bytes [step * STEP, (step + 1) * STEP) from p on.
@@ -154,16 +154,6 @@ template <Type T> void rows_dot_t(FloatIn q, int32_t m, Rows k, int32_t n, int32
     }
 }
 
-void k_rows_dot(FloatIn q, int32_t m, Rows k, int32_t n, int32_t d, FloatOut s, const uint8_t * next) {
-    switch (k.type) {
-        case Type::f16:  rows_dot_t<Type::f16>(q, m, k, n, d, s, next); break;
-        case Type::bf16: rows_dot_t<Type::bf16>(q, m, k, n, d, s, next); break;
-        case Type::f32:  rows_dot_t<Type::f32>(q, m, k, n, d, s, next); break;
-        case Type::q8_0: rows_dot_t<Type::q8_0>(q, m, k, n, d, s, next); break;
-        default:         break;  // kernels_quant_decode.h
-    }
-}
-
 // Columns [i, i + D * V::W) of n rows v.
 template <Type T, int M, int D> inline void axpy_micro(
     FloatIn p, Rows v, int32_t i, int32_t n, FloatOut o, const uint8_t * next) {
@@ -238,16 +228,6 @@ template <Type T> void rows_axpy_t(FloatIn p, int32_t m, Rows v, int32_t n, int3
                 }
             }
         });
-    }
-}
-
-void k_rows_axpy(FloatIn p, int32_t m, Rows v, int32_t n, int32_t d, FloatOut o, const uint8_t * next) {
-    switch (v.type) {
-        case Type::f16:  rows_axpy_t<Type::f16>(p, m, v, n, d, o, next); break;
-        case Type::bf16: rows_axpy_t<Type::bf16>(p, m, v, n, d, o, next); break;
-        case Type::f32:  rows_axpy_t<Type::f32>(p, m, v, n, d, o, next); break;
-        case Type::q8_0: rows_axpy_t<Type::q8_0>(p, m, v, n, d, o, next); break;
-        default:         break;
     }
 }
 
