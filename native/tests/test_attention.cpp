@@ -3,6 +3,7 @@
 
 #include "backend/cpu/attention/attention.h"
 #include "core/compress.h"
+#include "core/observe.h"
 #include "rows.h"
 
 #include <algorithm>
@@ -139,7 +140,7 @@ void check_step(const Case & c, Sequence & seq, int32_t n) {
     const auto         q       = random_floats((size_t) (n * c.H * c.d_k));
     const auto         sinks   = random_floats((size_t) c.H);
     std::vector<float> out((size_t) (n * c.H * c.d_v));
-    CHECK(seq.observed.ensure_sums(seq.rows.pending_length() + 0, true) && seq.observed.ensure_entropies());
+    CHECK(make_room(seq, { true, true }, 0) && seq.observed.ensure_entropies());
     const auto before = seq.observed.sums(0).sums, squares_before = seq.observed.sums(0).squares;
     const auto entropy_before = seq.observed.entropies()[0];
 

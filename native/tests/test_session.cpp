@@ -127,7 +127,7 @@ uint32_t visit(const Sequence & seq) {
     for (const LayerShape & shape : seq.rows.shapes()) {
         const auto l = (int32_t) (&shape - seq.rows.shapes().data());
         for (int32_t h = 0; h < shape.n_heads_kv; h++) {
-            seq.rows.each_segment(l, h, [&](const Segment & s) {
+            each_segment(seq.rows, l, h, [&](const Segment & s) {
                 wide.resize((size_t) s.n * (size_t) std::max(shape.d_k, shape.d_v));
                 kernels().widen(s.k, s.n, shape.d_k, wide.data(), (size_t) shape.d_k);
                 k = crc32(k, wide.data(), (size_t) s.n * (size_t) shape.d_k * sizeof(float));

@@ -91,7 +91,7 @@ void check(const Sequence & seq, const Shadow & shadow, bool once = true) {
             size_t             at = 0;
             int32_t            plain_k = 0, plain_v = 0;
             std::vector<float> k, v;
-            seq.rows.each_segment((int32_t) l, h, [&](const Segment & s) {
+            each_segment(seq.rows, (int32_t) l, h, [&](const Segment & s) {
                 const auto dk = (size_t) SHAPES[l].d_k, dv = (size_t) SHAPES[l].d_v, n = (size_t) s.n;
                 k.resize(n * dk);
                 v.resize(n * dv);
@@ -248,7 +248,7 @@ void test_kivi_residual() {
         x.add(n);
         compress(x, 1.0);
         int32_t plain_k = 0, plain_v = 0;
-        x.seq.rows.each_segment(0, 0, [&](const Segment & s) {
+        each_segment(x.seq.rows, 0, 0, [&](const Segment & s) {
             plain_k += is_quantised(s.k.type) ? 0 : s.n;
             plain_v += is_quantised(s.v.type) ? 0 : s.n;
         });

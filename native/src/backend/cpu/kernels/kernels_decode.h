@@ -137,7 +137,8 @@ template <Type T, int M, int C> int32_t dot_tiles(FloatIn q, Rows k, int32_t n, 
     return c;
 }
 
-template <Type T> void rows_dot_t(FloatIn q, int32_t m, Rows k, int32_t n, int32_t d, FloatOut s, const uint8_t * next) {
+template <Type T>
+KVEDGE_APART void rows_dot_t(FloatIn q, int32_t m, Rows k, int32_t n, int32_t d, FloatOut s, const uint8_t * next) {
     constexpr int32_t B = 64;  // rows of K that stay in L1 while every group of query rows passes over them
     for (int32_t c0 = 0; c0 < n; c0 += B) {
         const int32_t w = n - c0 < B ? n - c0 : B;
@@ -203,7 +204,8 @@ template <int D, class F> inline void each_columns(int32_t d, int32_t & i, const
     }
 }
 
-template <Type T> void rows_axpy_t(FloatIn p, int32_t m, Rows v, int32_t n, int32_t d, FloatOut o, const uint8_t * next) {
+template <Type T>
+KVEDGE_APART void rows_axpy_t(FloatIn p, int32_t m, Rows v, int32_t n, int32_t d, FloatOut o, const uint8_t * next) {
     constexpr int32_t B = 64;  // as above; every block of them reads and writes all sums
     for (int32_t c = 0; c < n; c += B) {
         const int32_t w     = n - c < B ? n - c : B;

@@ -47,7 +47,7 @@ template <Type T, int C> inline void dot_blocks(const float * q, const uint8_t *
     }
 }
 
-template <Type T> void rows_dot_blocks(const float * q, Rows k, int32_t n, int32_t d, float * s, const uint8_t * next) {
+template <Type T> KVEDGE_APART void rows_dot_blocks(const float * q, Rows k, int32_t n, int32_t d, float * s, const uint8_t * next) {
     int32_t c = 0;
     for (; c + 4 <= n; c += 4) {
         fetch(later(next, (size_t) c * k.stride), 4 * k.stride);
@@ -88,7 +88,7 @@ template <Type T, int C> inline void dot_codes(const float * q, const uint8_t * 
     }
 }
 
-template <Type T> void rows_dot_groups(const float * q, Rows k, int32_t n, int32_t d, float * s, const uint8_t * next) {
+template <Type T> KVEDGE_APART void rows_dot_groups(const float * q, Rows k, int32_t n, int32_t d, float * s, const uint8_t * next) {
     float scaled[MAX_ROW];
     while (n > 0) {
         const int32_t w   = n < GROUP - k.skip ? n : GROUP - k.skip;
@@ -153,7 +153,7 @@ template <Type T, int B> inline void axpy_blocks(
     }
 }
 
-template <Type T> void rows_axpy_blocks(const float * p, Rows v, int32_t n, int32_t d, float * o, const uint8_t * next) {
+template <Type T> KVEDGE_APART void rows_axpy_blocks(const float * p, Rows v, int32_t n, int32_t d, float * o, const uint8_t * next) {
     constexpr int B = V::W == 16 ? 4 : V::W == 8 ? 2 : 1;  // as many as leave the registers for codes and scales
     int32_t       i = 0;
     for (; i + B * GROUP <= d; i += B * GROUP) {
@@ -176,6 +176,18 @@ template <class F> inline void each_widened(Rows rows, int32_t n, int32_t d, con
     }
 }
 
+void wide_rows_dot(FloatIn q, int32_t m, Rows k, int32_t n, int32_t d, FloatOut s, const uint8_t * next) {
+    each_widened(k, n, d, next, [&](Rows wide, int32_t c, int32_t w) {
+        rows_dot_t<Type::f32>(q, m, wide, w, d, s.at(0, c), nullptr);
+    });
+}
+
+void wide_rows_axpy(FloatIn p, int32_t m, Rows v, int32_t n, int32_t d, FloatOut o, const uint8_t * next) {
+    each_widened(v, n, d, next, [&](Rows wide, int32_t c, int32_t w) {
+        rows_axpy_t<Type::f32>(p.at(0, c), m, wide, w, d, o, nullptr);
+    });
+}
+
 template <Type T> void any_rows_dot(FloatIn q, int32_t m, Rows k, int32_t n, int32_t d, FloatOut s, const uint8_t * next) {
     if constexpr (Traits<T>::residual) {
         if (m == 1 && is_grouped(k.type)) {
@@ -189,9 +201,7 @@ template <Type T> void any_rows_dot(FloatIn q, int32_t m, Rows k, int32_t n, int
     if constexpr (in_vectors(T)) {
         rows_dot_t<T>(q, m, k, n, d, s, next);
     } else {
-        each_widened(k, n, d, next, [&](Rows wide, int32_t c, int32_t w) {
-            rows_dot_t<Type::f32>(q, m, wide, w, d, s.at(0, c), nullptr);
-        });
+        wide_rows_dot(q, m, k, n, d, s, next);
     }
 }
 
@@ -204,9 +214,7 @@ template <Type T> void any_rows_axpy(FloatIn p, int32_t m, Rows v, int32_t n, in
     if constexpr (in_vectors(T)) {
         rows_axpy_t<T>(p, m, v, n, d, o, next);
     } else {
-        each_widened(v, n, d, next, [&](Rows wide, int32_t c, int32_t w) {
-            rows_axpy_t<Type::f32>(p.at(0, c), m, wide, w, d, o, nullptr);
-        });
+        wide_rows_axpy(p, m, v, n, d, o, next);
     }
 }
 
