@@ -21,13 +21,6 @@ class Declared(NamedTuple):
     choices: tuple[str, ...]
 
 
-class StoredType(NamedTuple):
-    """A storage type: its kvedge_type, and bytes of a stored number with its share of scales and minima."""
-
-    number: int
-    bytes: float
-
-
 def text(value: bytes | None) -> str:
     """A char * of the library's or of a plugin's."""
     return (value or b"").decode("utf-8", "replace")

@@ -9,7 +9,7 @@ from typing import Any
 
 from pykvedge import errors
 from pykvedge.native import libraries
-from pykvedge.native.abi import PROTOTYPES, STAGE_NUMBER, Declared, Error, StoredType, text
+from pykvedge.native.abi import PROTOTYPES, STAGE_NUMBER, Declared, Error, text
 
 _ERROR_OF_STATUS: dict[int, type[errors.KvedgeError]] = {
     1: errors.UsageError,
@@ -39,10 +39,10 @@ def stage_settings(stage: str, member: str) -> list[Declared]:
 
 
 @functools.cache
-def kv_types() -> dict[str, StoredType]:
-    """The library's storage types by their names."""
+def kv_types() -> dict[str, float]:
+    """The library's storage types in the order of their numbers: name -> bytes of a number with its share of scales."""
     names = itertools.takewhile(bool, map(lib().kvedge_type_name, itertools.count()))
-    return {text(name): StoredType(i, lib().kvedge_type_bytes(i) / 32) for i, name in enumerate(names)}
+    return {text(name): lib().kvedge_type_bytes(i) / 32 for i, name in enumerate(names)}
 
 
 def _declare(handle: c.CDLL) -> None:

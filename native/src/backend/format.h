@@ -1,5 +1,5 @@
 // What a file of storage/ says of the storage type that it is named after, in a struct of that name: its number in files and
-// in C, and what the structs here leave open. Everything else learns of it from there (backend/types.h).
+// in C, the next one that is free, and what the structs here leave open. All else learns of it from there (backend/types.h).
 
 #pragma once
 
@@ -11,11 +11,20 @@ namespace kvedge {
 constexpr int32_t GROUP = 32;  // values that share a scale
 
 // Plain numbers, which every table of kernels reads and writes by itself.
-template <size_t BYTES> struct Plain {
-    static constexpr size_t value_bytes = BYTES, code_bytes = 0;
-    static constexpr bool   minimum = false, residual = false;
-    static constexpr int    bits = 0, lowest = 0, highest = 0;
+template <int32_t NUMBER, size_t BYTES> struct Plain {
+    static constexpr int32_t number      = NUMBER;
+    static constexpr size_t  value_bytes = BYTES, code_bytes = 0;
+    static constexpr bool    minimum = false, residual = false;
+    static constexpr int     bits = 0, lowest = 0, highest = 0;
 };
+
+namespace storage {
+
+struct f16 : Plain<0, 2> {};
+struct bf16 : Plain<1, 2> {};
+struct f32 : Plain<2, 4> {};
+
+}  // namespace storage
 
 // Up to GROUP values as codes: value i is scale * code + minimum, both of these in half precision.
 struct Coded {

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "backend/format.h"
 #include "storage/members.h"
 
 namespace kvedge {
@@ -13,7 +14,7 @@ constexpr int32_t GROUPED = 1 << 16, MOST_TYPES = 64;
 
 // What the file of a type says: Traits<Type::q8_0> is storage::q8_0.
 template <Type> struct Traits;
-#define KVEDGE_TRAITS(name) template <> struct Traits<Type::name> : storage::name {};
+#define KVEDGE_TRAITS(name) template <> struct Traits<Type::name> : storage::name { static constexpr Type value = Type::name; };
 KVEDGE_TYPES(KVEDGE_TRAITS)
 
 // The part of it that is looked up at run time.
@@ -24,42 +25,29 @@ struct Format {
     int          bits, lowest, highest;
 };
 
-struct Formats {
-    Format of[MOST_TYPES];  // by number, without gaps
-};
-
-constexpr Formats list_formats() {
-    Formats out = {};
-#define KVEDGE_FORMAT(name)                                                                                                  \
-    out.of[storage::name::number] = { #name,                    storage::name::value_bytes, storage::name::code_bytes,       \
-                                      storage::name::minimum,   storage::name::residual,    storage::name::bits,             \
-                                      storage::name::lowest,    storage::name::highest };
-    KVEDGE_TYPES(KVEDGE_FORMAT)
-    return out;
+template <class S> constexpr Format format_of(const char * name) {
+    return { name, S::value_bytes, S::code_bytes, S::minimum, S::residual, S::bits, S::lowest, S::highest };
 }
-inline constexpr Formats FORMATS = list_formats();
 
-#define KVEDGE_ONE(name) +1
-static_assert(FORMATS.of[KVEDGE_TYPES(KVEDGE_ONE) - 1].name && !FORMATS.of[KVEDGE_TYPES(KVEDGE_ONE)].name, "numbers without gaps");
+// By number, without gaps; the name of the one past the last is NULL.
+struct Formats {
+    Format of[MOST_TYPES] = {};
+
+    constexpr Formats() {
+#define KVEDGE_FORMAT(name) of[storage::name::number] = format_of<storage::name>(#name);
+        KVEDGE_TYPES(KVEDGE_FORMAT)
+    }
+};
+inline constexpr Formats FORMATS;
 
 constexpr int32_t        type_number(Type t) { return (int32_t) t & ~GROUPED; }
 constexpr const Format & format(Type t) { return FORMATS.of[type_number(t)]; }
 
-template <Type T> struct TypeConstant {
-    static constexpr Type value = T;
-};
-
-// Calls f with the TypeConstant of a type, grouped or not.
+// Calls f with the Traits of a type, grouped or not, whose `value` is the type.
 template <class F> inline void with_type(Type t, const F & f) {
-#define KVEDGE_CASE(name) case Type::name: f(TypeConstant<Type::name>()); break;
+#define KVEDGE_CASE(name) case Type::name: f(Traits<Type::name>()); break;
     switch ((Type) type_number(t)) { KVEDGE_TYPES(KVEDGE_CASE) }
 }
-
-#undef KVEDGE_NUMBER
-#undef KVEDGE_TRAITS
-#undef KVEDGE_FORMAT
-#undef KVEDGE_ONE
-#undef KVEDGE_CASE
 
 constexpr bool is_quantised(Type t) { return format(t).code_bytes > 0; }
 constexpr bool is_grouped(Type t) { return ((int32_t) t & GROUPED) != 0; }  // rows share scales with others

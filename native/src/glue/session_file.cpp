@@ -41,9 +41,12 @@ struct Frame {
     uint64_t             payload_bytes = 0;
 };
 
-kvedge_status read_frame(FileReader & in, const char * path, Frame & frame, kvedge_error * err) {
+kvedge_status open_frame(FileReader & in, const char * path, Frame & frame, kvedge_error * err) {
     char     magic[8];
     uint32_t version, n_model, sum;
+    if (const auto status = in.open(path, err); status != KVEDGE_OK) {
+        return status;
+    }
     if (!in.read(magic, sizeof(magic)) || memcmp(magic, MAGIC, sizeof(MAGIC)) != 0) {
         return fail(err, KVEDGE_E_FILE, "%s is no session file of kvedge", path);
     }
@@ -327,16 +330,14 @@ extern "C" kvedge_status kvedge_load(kvedge_cache * kv, int32_t seq_id, const ch
     }
     FileReader file;
     Frame      frame;
-    auto       status = file.open(path, err);
-    status            = status == KVEDGE_OK ? read_frame(file, path, frame, err) : status;
-    if (status != KVEDGE_OK) {
+    if (const auto status = open_frame(file, path, frame, err); status != KVEDGE_OK) {
         return status;
     }
     if (frame.model != model) {
         return fail(err, KVEDGE_E_FILE, "%s was saved with another model", path);
     }
     file.limit_to(frame.payload_bytes);
-    if (status = read_shapes(file, *kv, path, err); status != KVEDGE_OK) {
+    if (const auto status = read_shapes(file, *kv, path, err); status != KVEDGE_OK) {
         return status;
     }
     SequenceState        state;
@@ -357,7 +358,7 @@ extern "C" kvedge_status kvedge_load(kvedge_cache * kv, int32_t seq_id, const ch
     state.note_peak();
     std::map<int32_t, SequenceState> loaded;
     loaded.emplace(seq_id, std::move(state));
-    if (status = enter(*kv, seq_id, pos_max, own, err); status != KVEDGE_OK) {
+    if (const auto status = enter(*kv, seq_id, pos_max, own, err); status != KVEDGE_OK) {
         return status;
     }
     kv->seqs.merge(loaded);  // takes no memory: llama.cpp knows of the sequence by now
@@ -372,9 +373,7 @@ extern "C" kvedge_status kvedge_read_saved(const char * path, kvedge_saved * out
     }
     FileReader file;
     Frame      frame;
-    auto       status = file.open(path, err);
-    status            = status == KVEDGE_OK ? read_frame(file, path, frame, err) : status;
-    if (status != KVEDGE_OK) {
+    if (const auto status = open_frame(file, path, frame, err); status != KVEDGE_OK) {
         return status;
     }
     kvedge_saved found{};

@@ -83,19 +83,20 @@ class KvType:
     @property
     def numbers(self) -> tuple[int, int]:
         """As kvedge_type."""
-        return calls.kv_types()[self.k].number, calls.kv_types()[self.v].number
+        order = list(calls.kv_types())
+        return order.index(self.k), order.index(self.v)
 
     @property
     def bytes_per_value(self) -> float:
         """Bytes of a number, averaged over keys and values of the same size, without KIVI's residual."""
-        return (calls.kv_types()[self.k].bytes + calls.kv_types()[self.v].bytes) / 2
+        return (calls.kv_types()[self.k] + calls.kv_types()[self.v]) / 2
 
     def held_bytes_per_value(self, n: int) -> float:
         """The same with the residual, right after a compression that left n rows of a head; 0 for none."""
         types = calls.kv_types()
         waiting = (self.k, n % GROUP), (self.v, min(n, RESIDUAL))
         plain = sum(
-            rows * (types["f16"].bytes - types[name].bytes)
+            rows * (types["f16"] - types[name])
             for name, rows in waiting
             if name not in PLAIN and definition(name).residual
         )

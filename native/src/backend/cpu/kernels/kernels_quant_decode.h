@@ -19,6 +19,14 @@ inline void fetch(const uint8_t * next, size_t n) {
 
 inline const uint8_t * later(const uint8_t * next, size_t n) { return next ? next + n : nullptr; }
 
+template <int C> inline void store_sums(const V (&acc)[C], float * s) {
+    if constexpr (C == 4) {
+        V::hsum4(acc[0], acc[1], acc[2], acc[3], s);
+    } else {
+        s[0] = acc[0].hsum();
+    }
+}
+
 // s[c] = q . k[c] for C rows of blocks.
 template <Type T, int C> inline void dot_blocks(const float * q, const uint8_t * k, size_t stride, int32_t d, float * s) {
     V acc[C];
@@ -40,11 +48,7 @@ template <Type T, int C> inline void dot_blocks(const float * q, const uint8_t *
             acc[c] = V::fma(sum, V::set1_f16(p), acc[c]);
         }
     }
-    if constexpr (C == 4) {
-        V::hsum4(acc[0], acc[1], acc[2], acc[3], s);
-    } else {
-        s[0] = acc[0].hsum();
-    }
+    store_sums(acc, s);
 }
 
 template <Type T> KVEDGE_APART void rows_dot_blocks(const float * q, Rows k, int32_t n, int32_t d, float * s, const uint8_t * next) {
@@ -77,11 +81,7 @@ template <Type T, int C> inline void dot_codes(const float * q, const uint8_t * 
             }
         }
     }
-    if constexpr (C == 4) {
-        V::hsum4(acc[0], acc[1], acc[2], acc[3], s);
-    } else {
-        s[0] = acc[0].hsum();
-    }
+    store_sums(acc, s);
     KVEDGE_UNROLL
     for (int c = 0; c < C; c++) {
         s[c] += base;
