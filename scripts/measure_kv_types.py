@@ -26,13 +26,13 @@ import pykvedge
 from pykvedge.lab.demo_tasks.evalset import Sample, samples
 from pykvedge.lab.eval.metrics import log_softmax
 from pykvedge.models.model import Model
-from pykvedge.plans.kvtypes import KvType
+from pykvedge.plans.kvtypes import QUANTISED, KvType
 from pykvedge.runtime import libkvedge
 from pykvedge.runtime.llama_context import Context, ContextSize
 
 DATA = Path(pykvedge.__file__).resolve().parent / "data"
 TASKS = ("code", "describe", "where", "which-image", "code-in-image-k", "difference")
-TYPES = ("f16", "q8_0", "q4_0", "kivi4", "kivi2")
+TYPES = ("f16", *QUANTISED)
 BUDGETS = (1.0, 0.25)
 ROUND = 8  # tokens between two looks at the clock
 

@@ -197,7 +197,7 @@ def test_what_cannot_be_attached_to(llama_of):
     with pytest.raises(NothingToCompressError):
         pykvedge.attach(llama_of("mamba"), "h2o")
     with pytest.raises(UnsupportedError, match="type_k"):
-        pykvedge.attach(llama_of(type_k=llama_cpp.GGML_TYPE_Q5_0), "h2o")
+        pykvedge.attach(llama_of(type_k=llama_cpp.GGML_TYPE_IQ4_NL), "h2o")
 
 
 def test_a_failed_attach_leaves_the_model_as_it_was(llama_of):

@@ -248,7 +248,7 @@ def test_prompts_with_anything_in_them(kvedge, llava, picture_file):
     (["--reducer", "pivotl"], "did you mean 'pivotal'"), (["--method", "full", "--budget", "0.5"], "keeps everything"),
     (["--ctx", "0"], "--ctx"), (["--ctx", "-5"], "--ctx"), (["--ctx", "5000000000"], "n_ctx"),
     (["--threads", "0"], "--threads"), (["--threads", "100000"], "threads"), (["--gpu-layers", "-2"], "gpu_layers"),
-    (["--kv-type", "q5_0"], "kv_type"), (["--kv-type", "q8_0:"], "kv_type"), (["--kv-type", "f16:kivi3"], "kivi"),
+    (["--kv-type", "q9_9"], "kv_type"), (["--kv-type", "q8_0:"], "kv_type"), (["--kv-type", "f16:kivi3"], "kivi"),
     (["--max-tokens", "0"], "max_tokens"), (["--temp", "-1"], "temp"),
     (["--temp", "nan"], "temp"), (["--top-p", "0"], "top_p"), (["--top-k", "-1"], "top_k"), (["--seed", "-1"], "seed"),
     (["--seed", "x"], "--seed"), (["--budgt", "0.2"], "--budget"),

@@ -14,11 +14,13 @@ from test_decode_policies import running  # noqa: F401
 
 import pykvedge
 from pykvedge.errors import ArrayError, UnknownNameError
-from pykvedge.plans.kvtypes import BYTES, NAMES, KvType, held, kivi, q4_0, q8_0
-from pykvedge.plans.kvtypes.plain import round_to
+from pykvedge.native import calls
+from pykvedge.plans import held
+from pykvedge.plans.held import round_to
+from pykvedge.plans.kvtypes import NAMES, QUANTISED, KvType, definition
 from pykvedge.plans.registry import members
 
-QUANTISED = ("q8_0", "q4_0", "kivi4", "kivi2")
+RESIDUAL = [name for name in QUANTISED if definition(name).residual]
 
 
 def rows_of(n=70, d=64, seed=0):
@@ -32,23 +34,26 @@ def rows_of(n=70, d=64, seed=0):
 # ---------------------------------------------------------------------------------------------------- definitions
 
 
-@pytest.mark.parametrize(("module", "kind"), [(q8_0, "Q8_0"), (q4_0, "Q4_0")])
-def test_blocks_are_those_of_the_gguf_package(module, kind):
-    kind = gguf.GGMLQuantizationType[kind]
+def test_every_type_has_a_definition_and_its_kernels(native):
+    assert sorted(calls.kv_types()) == sorted(NAMES) and {"q8_0", "q4_0", "kivi4", "kivi2"} <= set(QUANTISED)
+
+
+@pytest.mark.parametrize("name", [name for name in QUANTISED if definition(name).ggml is not None])
+def test_blocks_are_those_of_the_gguf_package(native, name):
+    kind = gguf.GGMLQuantizationType(definition(name).ggml)
+    assert kind.name.lower() == name
     for seed in range(20):
         rows = rows_of(seed=seed)
         packed = gguf.quants.quantize(rows, kind)
-        assert packed.shape[1] == 64 * BYTES[kind.name.lower()]
-        scales, codes = module.quantise(rows)
-        blocks = packed.reshape(len(rows), 2, -1)
-        np.testing.assert_array_equal(scales, np.ascontiguousarray(blocks[..., :2]).view(np.float16)[..., 0])
-        np.testing.assert_array_equal(module.dequantise(scales, codes), gguf.quants.dequantize(packed, kind))
+        assert packed.shape[1] == 64 * calls.kv_types()[name]
+        np.testing.assert_array_equal(held.keys(rows, name), gguf.quants.dequantize(packed, kind))
 
 
 @pytest.mark.parametrize("bits", [2, 4])
 def test_kivi_as_its_equations_say(bits):
     rows, levels = rows_of(96, 64).astype(np.float64), 2**bits - 1
-    keys, values = kivi.rounded_keys(rows, bits), kivi.rounded_values(rows, bits)
+    both = np.concatenate([rows, rows[:32]])  # the newest values are left as they are
+    keys, values = held.keys(rows, f"kivi{bits}"), held.values(both, f"kivi{bits}")
     for first, c in itertools.product(range(0, 96, 32), range(64)):  # a channel of 32 tokens
         x = rows[first : first + 32, c]
         step = (x.max() - x.min()) / levels
@@ -62,10 +67,11 @@ def test_kivi_as_its_equations_say(bits):
     np.testing.assert_array_equal(values[32, :32], np.full(32, -1.5))  # all equal: no scale to divide by
 
 
+@pytest.mark.parametrize("name", RESIDUAL)
 @pytest.mark.parametrize("n", [1, 31, 32, 33, 64, 70])
-def test_kivi_leaves_its_residual_alone(n):
+def test_kivi_leaves_its_residual_alone(n, name):
     rows = rows_of(n)
-    keys, values = held.keys(rows, "kivi2"), held.values(rows, "kivi2")
+    keys, values = held.keys(rows, name), held.values(rows, name)
     np.testing.assert_array_equal(keys[n - n % 32 :], rows[n - n % 32 :])
     np.testing.assert_array_equal(values[max(0, n - 32) :], rows[max(0, n - 32) :])
     assert n < 64 or np.abs(values[0] - rows[0]).max() > 0.01
@@ -86,18 +92,15 @@ def test_names():
 def steps(rows, kv_type, of_keys):
     """How far two roundings of nearly equal rows may lie apart, per number: a step of its group."""
     n, d = rows.shape
-    if kv_type in ("q8_0", "q4_0"):
-        top = np.abs(rows).reshape(n, d // 32, 32).max(axis=2, keepdims=True) / (127 if kv_type == "q8_0" else 8)
-        return np.broadcast_to(top, (n, d // 32, 32)).reshape(n, d)
-    levels = 15 if kv_type == "kivi4" else 3
-    if of_keys:
+    kind = definition(kv_type)
+    if of_keys and kind.residual:
         out = np.zeros((n, d))
         for first in range(0, n, 32):
-            out[first : first + 32] = np.ptp(rows[first : first + 32], axis=0) / levels
+            out[first : first + 32] = np.ptp(rows[first : first + 32], axis=0) / kind.levels
         return out
-    return np.broadcast_to(
-        np.ptp(rows.reshape(n, d // 32, 32), axis=2, keepdims=True) / levels, (n, d // 32, 32)
-    ).reshape(n, d)
+    groups = rows.reshape(n, d // 32, 32)
+    size = np.ptp(groups, axis=2, keepdims=True) if kind.minimum else np.abs(groups).max(axis=2, keepdims=True)
+    return np.broadcast_to(size / kind.levels, groups.shape).reshape(n, d)
 
 
 def assert_same(plan, p, kv_type):
@@ -178,7 +181,7 @@ def test_bytes_are_those_of_the_type(running, kv_type, budget):  # noqa: F811
     assert full >= expected_bytes(c, 1600, KvType.parse(kv_type).plain)
     c.cache.compress()
     pairs = int(1600 * budget)
-    residual = expected_bytes(c, 32, "f16") if "kivi" in kv_type else 0
+    residual = expected_bytes(c, 32, "f16") if kv_type in RESIDUAL else 0
     pages = 4 * 4096 * c.cache.stats().n_layers
     assert (
         expected_bytes(c, pairs, kv_type)

@@ -16,6 +16,12 @@ extern "C" {
 //     for (int32_t i = 0; (s = kvedge_stage_setting(KVEDGE_STAGE_SCORER, "window", i)); i++) printf("%s: %s\n", s->name, s->help);
 KVEDGE_API const kvedge_setting * kvedge_stage_setting(kvedge_stage stage, const char * member, int32_t i);
 
+// What storage type a number is, as `kvedge chat --kv-type` and messages call it, and the bytes that 32 stored numbers take with
+// their share of scales and minima. Numbers are 0, 1, 2 and so on; NULL and 0 past the last. Also of types that have no
+// constant in kvedge_type.
+KVEDGE_API const char * kvedge_type_name(int32_t type);
+KVEDGE_API int32_t      kvedge_type_bytes(int32_t type);
+
 // As kvedge_plan_budget, of n_tokens that follow others which were compressed before: a budget that is a share keeps
 // later_floor of them.
 KVEDGE_API int32_t kvedge_plan_later_budget(const kvedge_plan * plan, int32_t n_tokens);

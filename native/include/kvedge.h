@@ -211,6 +211,7 @@ typedef enum kvedge_type {
     KVEDGE_TYPE_KIVI4 = 5,  // 4 bits, 5 with scales
     KVEDGE_TYPE_KIVI2 = 6,  // 2 bits, 3 with scales
     KVEDGE_TYPE_SAME  = -1, // in kvedge_options: as `type`
+    KVEDGE_TYPE_LAST  = 63, // a library may have more types, up to this number: kvedge_type_name
 } kvedge_type;
 
 // Where keys and values lie, and where attention over them is computed.

@@ -3,7 +3,7 @@
 //   bench_decode HEADS KV_HEADS HEAD_SIZE TOKENS THREADS ROUNDS MIB TYPE
 //
 // As many layers as hold MIB MiB of keys and values: 192 fit no cache, 1 shows what the kernels could do with faster
-// memory. TYPE is what they are stored as: f16, bf16, q8_0 or q4_0. Both share out layers and heads among the threads, with
+// memory. TYPE is what they are stored as: any storage type but f32. Both share out layers and heads among the threads, with
 // no barrier in between.
 // stdout: the table of kernels, bytes and layers; then a line per round: wall seconds of the sum and of the attention, and
 // their processor seconds divided by the threads, which other programs disturb less.
@@ -38,14 +38,10 @@ struct Bench {
 };
 
 bool type_named(const char * name, Type & type) {
-    constexpr struct {
-        const char * name;
-        Type         type;
-    } types[] = { { "f16", Type::f16 }, { "bf16", Type::bf16 }, { "q8_0", Type::q8_0 }, { "q4_0", Type::q4_0 } };
-    for (const auto & t : types) {
-        if (strcmp(t.name, name) == 0) {
-            type = t.type;
-            return true;
+    for (int32_t i = 0; FORMATS.of[i].name; i++) {
+        if (strcmp(FORMATS.of[i].name, name) == 0) {
+            type = (Type) i;
+            return type != Type::f32;
         }
     }
     return false;
@@ -57,7 +53,7 @@ bool fill(Bench & b) {
     for (size_t l = 0; l * layer < (size_t) b.mib << 20; l++) {
         b.shapes.push_back({ (int32_t) l, b.n_heads, b.n_heads_kv, b.size, b.size });
     }
-    b.seq = std::make_unique<Sequence>(b.shapes, Storage{ b.type, b.type });
+    b.seq = std::make_unique<Sequence>(b.shapes, Storage{ of_keys(b.type), b.type });
     std::vector<int32_t> pos((size_t) b.tokens);
     if (!b.seq->rows.append(b.tokens, pos.data(), false)) {
         return false;
@@ -160,7 +156,7 @@ Seconds time_attention(Bench & b) {
 int main(int argc, char ** argv) {
     Bench b;
     if (argc != 9 || !type_named(argv[8], b.type)) {
-        std::fprintf(stderr, "usage: bench_decode HEADS KV_HEADS HEAD_SIZE TOKENS THREADS ROUNDS MIB f16|bf16|q8_0|q4_0\n");
+        std::fprintf(stderr, "usage: bench_decode HEADS KV_HEADS HEAD_SIZE TOKENS THREADS ROUNDS MIB TYPE\n");
         return 2;
     }
     b.n_heads        = std::atoi(argv[1]);

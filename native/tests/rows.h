@@ -51,7 +51,7 @@ inline void rows_of(const Store & store, int32_t head, std::vector<float> & k, s
     const LayerShape & s = store.shapes()[0];
     k.clear();
     v.clear();
-    store.each_segment(0, head, [&](const Segment & seg) {
+    each_segment(store, 0, head, [&](const Segment & seg) {
         const size_t at_k = k.size(), at_v = v.size();
         k.resize(at_k + (size_t) (seg.n * s.d_k));
         v.resize(at_v + (size_t) (seg.n * s.d_v));

@@ -3,6 +3,7 @@
 
 #include "backend/cpu/attention/attention.h"
 #include "core/compress.h"
+#include "core/observe.h"
 #include "rows.h"
 
 #include <algorithm>
@@ -139,7 +140,7 @@ void check_step(const Case & c, Sequence & seq, int32_t n) {
     const auto         q       = random_floats((size_t) (n * c.H * c.d_k));
     const auto         sinks   = random_floats((size_t) c.H);
     std::vector<float> out((size_t) (n * c.H * c.d_v));
-    CHECK(seq.observed.ensure_sums(seq.rows.pending_length() + 0, true) && seq.observed.ensure_entropies());
+    CHECK(make_room(seq, { true, true }, 0) && seq.observed.ensure_entropies());
     const auto before = seq.observed.sums(0).sums, squares_before = seq.observed.sums(0).squares;
     const auto entropy_before = seq.observed.entropies()[0];
 
@@ -233,21 +234,23 @@ void check_case(const Case & c) {
 // test_attention [N]: every Nth case only, for emulators, where all of them take a quarter of an hour.
 int main(int argc, char ** argv) {
     const size_t every   = argc > 1 ? (size_t) std::max(1, std::atoi(argv[1])) : 1;
-    const Case   cases[] = {
+    std::vector<Case> cases = {
         { 4, 4, 64, 64, true, 0.0f, false, { Type::f16, Type::f16 } },    { 8, 2, 128, 128, true, 0.0f, false, { Type::f16, Type::f16 } },
         { 6, 1, 80, 80, true, 0.0f, false, { Type::bf16, Type::bf16 } },   { 24, 1, 96, 96, true, 0.0f, false, { Type::f32, Type::f32 } },
         { 4, 2, 128, 64, true, 30.0f, false, { Type::f16, Type::f16 } },  { 4, 4, 64, 64, false, 0.0f, false, { Type::f16, Type::f16 } },
         { 8, 4, 64, 64, true, 0.0f, true, { Type::f16, Type::f16 } },     { 2, 1, 256, 256, false, 20.0f, true, { Type::f32, Type::f32 } },
-        { 4, 4, 64, 64, true, 0.0f, false, { Type::q8_0, Type::q8_0 } },
         { 12, 2, 128, 128, true, 0.0f, false, { Type::q8_0, Type::q8_0 } },
         { 8, 2, 128, 64, true, 0.0f, true, { Type::q4_0, Type::q4_0 } },
-        { 4, 4, 128, 128, true, 0.0f, false, { Type::kivi2_k, Type::kivi2_v } },
-        { 6, 2, 64, 96, true, 30.0f, false, { Type::kivi4_k, Type::kivi4_v } },
-        { 4, 1, 64, 64, false, 0.0f, false, { Type::kivi4_k, Type::bf16 } },
-        { 2, 2, 32, 32, true, 0.0f, false, { Type::f32, Type::kivi2_v } },
-        { 4, 2, 64, 64, true, 0.0f, false, { Type::q8_0, Type::kivi4_v } },
+        { 4, 4, 128, 128, true, 0.0f, false, { of_keys(Type::kivi2), Type::kivi2 } },
+        { 6, 2, 64, 96, true, 30.0f, false, { of_keys(Type::kivi4), Type::kivi4 } },
+        { 4, 1, 64, 64, false, 0.0f, false, { of_keys(Type::kivi4), Type::bf16 } },
+        { 2, 2, 32, 32, true, 0.0f, false, { Type::f32, Type::kivi2 } },
+        { 4, 2, 64, 64, true, 0.0f, false, { Type::q8_0, Type::kivi4 } },
     };
-    for (size_t i = 0; i < std::size(cases); i += every) {
+    for (int32_t i = 0; FORMATS.of[i].name; i++) {
+        cases.push_back({ 4, 4, 64, 64, true, 0.0f, false, { of_keys((Type) i), (Type) i } });
+    }
+    for (size_t i = 0; i < cases.size(); i += every) {
         check_case(cases[i]);
     }
     std::fprintf(stderr, "%d failures\n", failures());

@@ -120,7 +120,7 @@ void read_bounded(Sequence & seq, const kvedge_plan & plan, const Tokens & t, Co
 std::vector<float> rows_of(const Sequence & seq, int32_t l, int32_t h) {
     const LayerShape & s = SHAPES[(size_t) l];
     std::vector<float> out;
-    seq.rows.each_segment(l, h, [&](const Segment & seg) {
+    each_segment(seq.rows, l, h, [&](const Segment & seg) {
         const size_t at = out.size(), n = (size_t) seg.n;
         out.resize(at + n * (size_t) (s.d_k + s.d_v));
         kernels().widen(seg.k, seg.n, s.d_k, out.data() + at, (size_t) s.d_k);
@@ -312,7 +312,7 @@ void test_clipped_budgets() {
 }  // namespace
 
 int main() {
-    const Storage              kivi{ Type::kivi4_k, Type::kivi4_v };
+    const Storage              kivi{ of_keys(Type::kivi4), Type::kivi4 };
     const std::vector<Case> cases = {
         { { { "scorer", "cumulative" }, { "reducer", "pivotal" }, { "text_prior", "true" }, { "budget", "0.2" } }, {} },
         { { { "scorer", "cumulative" }, { "budget", "0.3" }, { "decode", "heavy-hitter" } }, {} },

@@ -37,11 +37,11 @@ static void test_reading() {
     }), "to_f32");
     finds(with(&Kernels::widen, +[](Rows rows, int32_t n, int32_t d, float * out, size_t ld) {
         right().widen(rows, n, d, out, ld);
-        out[(size_t) (n - 1) * ld + (size_t) d - 1] += rows.type == Type::kivi2_k ? 0.125f : 0.0f;
+        out[(size_t) (n - 1) * ld + (size_t) d - 1] += rows.type == of_keys(Type::kivi2) ? 0.125f : 0.0f;
     }), "widen gives");
     finds(with(&Kernels::widen, +[](Rows rows, int32_t n, int32_t d, float * out, size_t ld) {
         right().widen(rows, n, d, out, ld);
-        out[(size_t) (n - 1) * ld + (size_t) d - 1] += rows.type == Type::kivi2_k ? 0.125f : 0.0f;
+        out[(size_t) (n - 1) * ld + (size_t) d - 1] += rows.type == of_keys(Type::kivi2) ? 0.125f : 0.0f;
     }), "over rows of kivi2 keys");
     finds(with(&Kernels::pack, +[](Rows k, int32_t n, int32_t d, float * out) {
         right().pack(k, n, d, out);

@@ -4,6 +4,7 @@
 #include "backend/cpu/reach.h"
 #include "check.h"
 #include "core/compress.h"
+#include "core/observe.h"
 
 #include <algorithm>
 #include <cstring>
@@ -32,7 +33,7 @@ Sequence make_sequence() {
     for (int32_t t = 0; t < T; t++) {
         pos[(size_t) t] = t;
     }
-    CHECK(seq.observed.ensure_windows(seq.rows.n_tokens(), QUERIES) && seq.rows.append(T - 3, pos.data(), false) && seq.rows.append(3, pos.data() + T - 3, true));
+    CHECK(make_room(seq, { false, false, false, false, QUERIES }, 0) && seq.rows.append(T - 3, pos.data(), false) && seq.rows.append(3, pos.data() + T - 3, true));
     for (int32_t l = 0; l < (int32_t) SHAPES.size(); l++) {
         const LayerShape & s = SHAPES[(size_t) l];
         for (int32_t h = 0; h < s.n_heads_kv; h++) {
@@ -173,7 +174,7 @@ void check_run(bool threads, int32_t n_threads) {
     for (int32_t l = 0, row = 0; l < 4; l++) {
         for (int32_t h = 0; h < SHAPES[(size_t) l].n_heads_kv; h++, row++) {
             CHECK(seq.rows.head_length(l, h) == 6 + row);
-            seq.rows.each_segment(l, h, [&](const Segment & seg) {
+            each_segment(seq.rows, l, h, [&](const Segment & seg) {
                 float v;
                 kernels().to_f32(Type::f16, seg.v.data, &v, 1);
                 CHECK(v == value(l, h, seq.rows.head_tokens(l, h)[0], 0) + 1.0f);

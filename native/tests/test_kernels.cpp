@@ -13,7 +13,19 @@ using namespace kvedge;
 
 static std::mt19937 rng(7);
 
-static const Type QUANTISED[] = { Type::q8_0, Type::q4_0, Type::kivi4_v, Type::kivi2_v, Type::kivi4_k, Type::kivi2_k };
+static std::vector<Type> quantised_types() {
+    std::vector<Type> out;
+    for (int32_t i = 0; FORMATS.of[i].name; i++) {
+        const Type t = (Type) i;
+        if (is_quantised(t)) {
+            out.push_back(t);
+        }
+        if (of_keys(t) != t) {
+            out.push_back(of_keys(t));
+        }
+    }
+    return out;
+}
 
 static std::vector<float> random_floats(size_t n, float scale = 1.0f) {
     std::normal_distribution<float> normal(0.0f, scale);
@@ -120,11 +132,13 @@ static double half(const uint8_t * p) {
 }
 
 static double code_at(Type type, const uint8_t * codes, int32_t i) {
-    if (type == Type::q8_0) {
-        return (int8_t) codes[i];
-    }
-    const int32_t bytes = (int32_t) code_bytes(type), bits = bytes == 16 ? 4 : 2;
-    return codes[i % bytes] >> (i / bytes * bits) & ((1 << bits) - 1);
+    double out = 0.0;
+    with_type(type, [&](auto of) {
+        if constexpr (is_quantised(of.value)) {
+            out = Traits<of.value>::code(codes, i);
+        }
+    });
+    return out;
 }
 
 // Value i of row r, and the distance between two neighbouring values that its group can hold.
@@ -137,10 +151,8 @@ static double decoded(Type type, const std::vector<uint8_t> & data, int32_t d, i
         return step * code_at(type, codes, i % 32) + half(group + 2 * d + 2 * i);
     }
     const uint8_t * block = data.data() + (size_t) r * row_bytes(type, d) + (size_t) b * block_bytes(type);
-    const bool      plain = type == Type::q8_0 || type == Type::q4_0;
     step                  = std::fabs(half(block));
-    const double code     = code_at(type, block + (plain ? 2 : 4), i % 32) - (type == Type::q4_0 ? 8 : 0);
-    return half(block) * code + (plain ? 0.0 : half(block + 2));
+    return half(block) * code_at(type, block + code_offset(type), i % 32) + (has_minimum(type) ? half(block + 2) : 0.0);
 }
 
 static std::vector<uint8_t> quantised(Type type, const std::vector<float> & x, int32_t n, int32_t d) {
@@ -170,8 +182,8 @@ static void test_rounding(Type type) {
         for (int32_t i = 0; i < d; i++) {
             double       step = 0.0;
             const double got = decoded(type, data, d, r, i, step), was = x[(size_t) (r * d + i)];
-            // half a step; the end that q4_0 has no code for is a whole one off; a stored scale or minimum is off by 2^-11
-            const double most = type == Type::q4_0 ? 1.0 : 0.5;
+            // half a step; the end that q4_0 and its like have no code for is a whole one off; a stored scale or minimum is off by 2^-11
+            const double most = format(type).highest < -format(type).lowest ? 1.0 : 0.5;
             CHECK(std::fabs(got - was) <= most * step + 16.0 * (step + std::fabs(was)) / 2048.0);
             CHECK(step > 0.0 || std::fabs(got - was) <= std::fabs(was) / 2048.0);
         }
@@ -339,7 +351,7 @@ int main(int argc, char ** argv) {
             test_softmax(*t, m, 130, m == 4 ? 17 : 64);
         }
     }
-    for (Type type : QUANTISED) {
+    for (Type type : quantised_types()) {
         test_rounding(type);
         for (const Kernels * t : tables) {
             for (int32_t d : { 32, 64, 96, 128, 256, 512 }) {

@@ -2,6 +2,7 @@
 // between text and images, against sums in double precision.
 
 #include "backend/cpu/attention/attention.h"
+#include "core/observe.h"
 #include "primitives/entropy.h"
 #include "rows.h"
 
@@ -19,7 +20,7 @@ void check_seen() {
     Sequence                      seq(shapes, Storage{});
     std::vector<int32_t>          expected;
     const auto                    enter = [&](int32_t n, bool causal) {
-        CHECK(seq.observed.ensure_sums(seq.rows.pending_length() + n, true));
+        CHECK(make_room(seq, { true, true }, n));
         append(seq, n);
         seq.observe(n, causal);
         const size_t first = expected.size();

@@ -127,7 +127,7 @@ uint32_t visit(const Sequence & seq) {
     for (const LayerShape & shape : seq.rows.shapes()) {
         const auto l = (int32_t) (&shape - seq.rows.shapes().data());
         for (int32_t h = 0; h < shape.n_heads_kv; h++) {
-            seq.rows.each_segment(l, h, [&](const Segment & s) {
+            each_segment(seq.rows, l, h, [&](const Segment & s) {
                 wide.resize((size_t) s.n * (size_t) std::max(shape.d_k, shape.d_v));
                 kernels().widen(s.k, s.n, shape.d_k, wide.data(), (size_t) shape.d_k);
                 k = crc32(k, wide.data(), (size_t) s.n * (size_t) shape.d_k * sizeof(float));
@@ -219,13 +219,16 @@ int main() {
     CHECK(crc32(crc32(0, digits, 4), digits + 4, 5) == 0xCBF43926u);
     const std::vector<LayerShape> shapes = { { 0, 4, 2, 16, 8 }, { 3, 4, 4, 8, 8 } };
     const std::vector<LayerShape> blocks = { { 0, 4, 2, 32, 64 }, { 3, 4, 4, 64, 32 } };
-    const Storage plain[] = { { Type::f16, Type::f16 }, { Type::f32, Type::f32 }, { Type::f32, Type::bf16 } };
-    const Storage quantised[] = { { Type::q8_0, Type::q4_0 }, { Type::kivi2_k, Type::kivi4_v }, { Type::kivi4_k, Type::f32 } };
-    for (size_t i = 0; i < 6; i++) {
-        const Storage & type = i < 3 ? plain[i] : quantised[i - 3];
+    std::vector<Storage> storages = { { Type::f16, Type::f16 }, { Type::f32, Type::f32 }, { Type::f32, Type::bf16 } };
+    for (int32_t i = 0; FORMATS.of[i].name; i++) {
+        if (is_quantised((Type) i)) {
+            storages.push_back({ of_keys((Type) i), FORMATS.of[i + 1].name ? (Type) (i + 1) : Type::f32 });
+        }
+    }
+    for (const Storage & storage : storages) {
         for (bool gaps : { false, true }) {
-            test_there_and_back(i < 3 ? shapes : blocks, type, gaps);
-            test_lies(i < 3 ? shapes : blocks, type, gaps);
+            test_there_and_back(storage.quantised() ? blocks : shapes, storage, gaps);
+            test_lies(storage.quantised() ? blocks : shapes, storage, gaps);
         }
     }
     std::filesystem::remove(std::filesystem::u8path(path));

@@ -6,9 +6,11 @@
 #include "check.h"
 #include "core/compress.h"
 #include "core/sequence.h"
+#include "core/storage.h"
 
 #include <algorithm>
 #include <climits>
+#include <cstring>
 #include <random>
 #include <vector>
 
@@ -76,7 +78,8 @@ double cosine(const float * a, const std::vector<float> & b) {
 
 // Least cosine of a stored row with what was written: two bits leave less of it, rows of another token nothing.
 double exactness(Type t) {
-    return t == Type::kivi2_k || t == Type::kivi2_v ? 0.7 : t == Type::q8_0 ? 0.9999 : is_quantised(t) ? 0.985 : 0.99999;
+    const int range = format(t).highest - format(t).lowest;
+    return !is_quantised(t) ? 0.99999 : range < 4 ? 0.7 : range < 250 ? 0.985 : 0.9999;
 }
 
 void check(const Sequence & seq, const Shadow & shadow, bool once = true) {
@@ -88,7 +91,7 @@ void check(const Sequence & seq, const Shadow & shadow, bool once = true) {
             size_t             at = 0;
             int32_t            plain_k = 0, plain_v = 0;
             std::vector<float> k, v;
-            seq.rows.each_segment((int32_t) l, h, [&](const Segment & s) {
+            each_segment(seq.rows, (int32_t) l, h, [&](const Segment & s) {
                 const auto dk = (size_t) SHAPES[l].d_k, dv = (size_t) SHAPES[l].d_v, n = (size_t) s.n;
                 k.resize(n * dk);
                 v.resize(n * dv);
@@ -241,11 +244,11 @@ void test_any_row_goes(const Storage & storage) {
 
 void test_kivi_residual() {
     for (int32_t n : { 1, 31, 32, 33, 64, 100, 128 }) {
-        Shadow x({ Type::kivi2_k, Type::kivi2_v });
+        Shadow x({ of_keys(Type::kivi2), Type::kivi2 });
         x.add(n);
         compress(x, 1.0);
         int32_t plain_k = 0, plain_v = 0;
-        x.seq.rows.each_segment(0, 0, [&](const Segment & s) {
+        each_segment(x.seq.rows, 0, 0, [&](const Segment & s) {
             plain_k += is_quantised(s.k.type) ? 0 : s.n;
             plain_v += is_quantised(s.v.type) ? 0 : s.n;
         });
@@ -256,11 +259,16 @@ void test_kivi_residual() {
 }  // namespace
 
 int main() {
-    const Storage storages[] = {
-        { Type::f16, Type::f16 },         { Type::q8_0, Type::q8_0 },    { Type::q4_0, Type::q4_0 },
-        { Type::kivi4_k, Type::kivi4_v }, { Type::kivi2_k, Type::kivi2_v }, { Type::q8_0, Type::kivi2_v },
-        { Type::kivi4_k, Type::f32 },     { Type::bf16, Type::q4_0 },
+    for (int32_t i = 0; i <= KVEDGE_TYPE_KIVI2; i++) {
+        const char * const names[] = { "f16", "bf16", "f32", "q8_0", "q4_0", "kivi4", "kivi2" };
+        CHECK(strcmp(kvedge_type_name(i), names[i]) == 0);
+    }
+    std::vector<Storage> storages = {
+        { Type::f16, Type::f16 }, { Type::q8_0, Type::kivi2 }, { of_keys(Type::kivi4), Type::f32 }, { Type::bf16, Type::q4_0 },
     };
+    for (int32_t i = KVEDGE_TYPE_Q8_0; kvedge_type_name(i); i++) {
+        storages.push_back({ of_keys((Type) i), (Type) i });
+    }
     for (const Storage & storage : storages) {
         std::fprintf(stderr, "%d:%d\n", (int) storage.k, (int) storage.v);
         test_conversation(storage);

@@ -5,6 +5,7 @@
 #include "backend/cpu/reach.h"
 #include "check.h"
 #include "core/compress.h"
+#include "core/observe.h"
 
 #include <algorithm>
 #include <atomic>
@@ -96,7 +97,7 @@ class Checked {
             return;
         }
         const auto pending = seq->rows.pending_tokens();
-        CHECK(seq->observed.ensure_sums(seq->rows.pending_length() + 0, false));
+        CHECK(make_room(*seq, { true, false }, 0));
         for (size_t l = 0; l < SHAPES.size(); l++) {
             for (size_t h = 0; h < rows[l].size(); h++) {
                 for (size_t i = 0; i < pending.size(); i++) {
@@ -173,7 +174,7 @@ class Checked {
             std::vector<double> scores(list.size());
             seq->rows.read_scores((int32_t) l, (int32_t) h, scores.data());
             size_t i = 0;
-            seq->rows.each_segment((int32_t) l, (int32_t) h, [&](const Segment & s) {
+            each_segment(seq->rows, (int32_t) l, (int32_t) h, [&](const Segment & s) {
                 for (int32_t r = 0; r < s.n && i < list.size(); r++, i++) {
                     const auto * k = (const float *) (s.k.data + (size_t) r * s.k.stride);
                     const auto * v = (const float *) (s.v.data + (size_t) r * s.v.stride);
@@ -286,7 +287,7 @@ void test_removing_nothing() {
     }
     c.prompt(30);
     Sequence & seq = *c.seq;
-    CHECK(seq.observed.ensure_windows(seq.rows.n_tokens(), 8) && seq.observed.ensure_sums(seq.rows.pending_length() + 0, true) && seq.observed.ensure_queries(seq.rows.n_tokens(), 4));
+    CHECK(make_room(seq, { true, true, false, true, 8 }, 4));
     c.append(4);
     seq.observed.skip_windows(42);
     const int32_t last     = seq.rows.contents().pos.back(), first = seq.rows.contents().pos.front();

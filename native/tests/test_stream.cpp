@@ -3,6 +3,7 @@
 #include "backend/cpu/kernels/kernels.h"
 #include "backend/cpu/reach.h"
 #include "check.h"
+#include "core/observe.h"
 #include "core/stream.h"
 
 #include <algorithm>
@@ -46,7 +47,7 @@ void append(Sequence & seq, int32_t n) {
         pos.push_back(seq.rows.n_tokens() + i);
     }
     const auto first = seq.rows.n_tokens();
-    CHECK(seq.observed.ensure_sums(seq.rows.pending_length() + n, false) && seq.rows.append(n, pos.data(), below(2) != 0));
+    CHECK(make_room(seq, { true, false }, n) && seq.rows.append(n, pos.data(), below(2) != 0));
     const int32_t before = seq.rows.pending_length() - n;
     each_head([&](size_t l, size_t h) {
         for (int32_t i = 0; i < n; i++) {
@@ -67,7 +68,7 @@ void check_rows(const Sequence & seq, int32_t n) {
         CHECK((int32_t) tokens.size() == n && seq.rows.pending_tokens((int32_t) l, (int32_t) h) == tokens);
         CHECK(std::is_sorted(tokens.begin(), tokens.end()) && std::adjacent_find(tokens.begin(), tokens.end()) == tokens.end());
         size_t at = 0;
-        seq.rows.each_segment((int32_t) l, (int32_t) h, [&](const Segment & s) {
+        each_segment(seq.rows, (int32_t) l, (int32_t) h, [&](const Segment & s) {
             std::vector<float> k((size_t) (s.n * SHAPES[l].d_k)), v((size_t) (s.n * SHAPES[l].d_v));
             kernels().widen(s.k, s.n, SHAPES[l].d_k, k.data(), (size_t) SHAPES[l].d_k);
             kernels().widen(s.v, s.n, SHAPES[l].d_v, v.data(), (size_t) SHAPES[l].d_v);
@@ -145,7 +146,7 @@ void random_series(int32_t steps) {
             const int32_t n = seq->rows.pending_length();
             seq->close_pending();
             CHECK(seq->rows.pending_length() == 0);
-            CHECK(open_stream(*seq, plan, &err) == KVEDGE_OK && seq->rows.pending_length() == n && seq->observed.ensure_sums(seq->rows.pending_length() + 0, false));
+            CHECK(open_stream(*seq, plan, &err) == KVEDGE_OK && seq->rows.pending_length() == n && make_room(*seq, { true, false }, 0));
             each_head([&](size_t l, size_t h) {
                 const auto tokens = seq->rows.head_tokens((int32_t) l, (int32_t) h);
                 for (size_t t = 0; t < tokens.size(); t++) {

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pykvedge.chat.reuse import History, shared
 from pykvedge.errors import KvedgeError, StateError, UnsupportedError, UsageError
 from pykvedge.native.guard import Guard, one_thread
-from pykvedge.plans.kvtypes import KvType
+from pykvedge.plans.kvtypes import KvType, ggml_types
 from pykvedge.plans.plan import Plan
 from pykvedge.plans.presets import default_plan
 from pykvedge.plans.presets import plan as make_plan
@@ -225,13 +225,11 @@ def _forget(llm: Any) -> None:
 
 
 def _kv_type(llm: Any) -> KvType:
-    from pykvedge.runtime.llama_context import GGML_TYPE
-
-    known = {number: name for name, number in GGML_TYPE.items()}
+    known = {number: name for name, number in ggml_types().items()}
     wanted = llm.context_params.type_k, llm.context_params.type_v
     if not set(wanted) <= set(known):
         raise UnsupportedError(
-            f"kvedge stores keys and values as {', '.join(GGML_TYPE)}; make the model with one of these as type_k and "
-            "type_v, or leave them out"
+            f"kvedge stores keys and values as {', '.join(known.values())}; make the model with one of these as type_k "
+            "and type_v, or leave them out"
         )
     return KvType(known[wanted[0]], known[wanted[1]])

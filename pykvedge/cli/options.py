@@ -15,6 +15,7 @@ import pykvedge
 from pykvedge.cli import paths
 from pykvedge.errors import LibraryError, SaveError, UsageError
 from pykvedge.models.offload import Offload
+from pykvedge.plans.kvtypes import NAMES
 from pykvedge.plans.plan import Plan
 from pykvedge.plans.plugin_files import load_file
 from pykvedge.plans.presets import default_plan
@@ -96,7 +97,7 @@ DEVICES = (
 )  # fmt: skip
 KV_TYPE = option(
     "--kv-type", default="f16", show_default=True, metavar="TYPE",
-    help="How keys and values are stored: f16, bf16, f32, q8_0, q4_0, kivi4, kivi2, or K:V, as in q8_0:q4_0.",
+    help=f"How keys and values are stored: {', '.join(NAMES)}, or K:V, as in q8_0:q4_0.",
 )  # fmt: skip
 JSON = option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 QUIET = option("--quiet", is_flag=True, help="Nothing on stderr but errors.")

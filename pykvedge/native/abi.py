@@ -6,7 +6,6 @@ import ctypes as c
 from typing import Any, NamedTuple
 
 ABI_VERSION = 1
-KV_TYPE = {"f16": 0, "bf16": 1, "f32": 2, "q8_0": 3, "q4_0": 4, "kivi4": 5, "kivi2": 6}
 STAGE_NUMBER = {"scorer": 0, "allocator": 1, "reducer": 2, "decode": 3}
 
 
@@ -122,6 +121,8 @@ PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "stage_count": (_I, [c.c_int]),
     "stage_name": (c.c_char_p, [c.c_int, _I]),
     "stage_setting": (c.POINTER(Setting), [c.c_int, c.c_char_p, _I]),
+    "type_name": (c.c_char_p, [_I]),
+    "type_bytes": (_I, [_I]),
     "plan_create": (c.c_int, [_OUT, _ERR]),
     "plan_free": (None, [_P]),
     "plan_set": (c.c_int, [_P, c.c_char_p, c.c_char_p, _ERR]),

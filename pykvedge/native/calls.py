@@ -9,7 +9,7 @@ from typing import Any
 
 from pykvedge import errors
 from pykvedge.native import libraries
-from pykvedge.native.abi import PROTOTYPES, STAGE_NUMBER, Declared, Error
+from pykvedge.native.abi import PROTOTYPES, STAGE_NUMBER, Declared, Error, text
 
 _ERROR_OF_STATUS: dict[int, type[errors.KvedgeError]] = {
     1: errors.UsageError,
@@ -41,6 +41,13 @@ def stage_settings(stage: str, member: str) -> list[Declared]:
     """Settings of a member of the library's, by its name."""
     found = (lib().kvedge_stage_setting(STAGE_NUMBER[stage], member.encode(), i) for i in itertools.count())
     return [setting.contents.declared for setting in itertools.takewhile(bool, found)]
+
+
+@functools.cache
+def kv_types() -> dict[str, float]:
+    """The library's storage types in the order of their numbers: name -> bytes of a number with its share of scales."""
+    names = itertools.takewhile(bool, map(lib().kvedge_type_name, itertools.count()))
+    return {text(name): lib().kvedge_type_bytes(i) / 32 for i, name in enumerate(names)}
 
 
 def raise_(error: Error) -> None:

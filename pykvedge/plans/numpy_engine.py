@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pykvedge.plans import registry
-from pykvedge.plans.kvtypes import KvType, held
-from pykvedge.plans.kvtypes.plain import round_to
+from pykvedge.plans import held, registry
+from pykvedge.plans.held import round_to
+from pykvedge.plans.kvtypes import KvType
 from pykvedge.plans.plan import Plan
 from pykvedge.plans.stages.base import Head, Layer, ProfileTable, Prompt, Result
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pykvedge.plans import registry
+from pykvedge.plans.held import round_to
 from pykvedge.plans.kvtypes import KvType
-from pykvedge.plans.kvtypes.plain import round_to
 from pykvedge.plans.numpy_engine import Arrays, protection, reduced, select
 from pykvedge.plans.plan import Plan
 from pykvedge.plans.stages.base import Head, Layer, ProfileTable, Result

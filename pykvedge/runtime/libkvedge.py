@@ -12,7 +12,7 @@ import numpy as np
 
 from pykvedge import errors
 from pykvedge.native import libraries
-from pykvedge.native.abi import DEVICES_AUTO, KV_TYPE, Error, Options, Saved, Stats
+from pykvedge.native.abi import DEVICES_AUTO, Error, Options, Saved, Stats
 from pykvedge.native.calls import call, lib, raise_
 from pykvedge.native.guard import Guard, one_thread
 from pykvedge.plans.kvtypes import KvType
@@ -77,8 +77,7 @@ class Cache:
         self.guard = Guard("cache", over="the cache was detached; attach again")
         options = Options()
         call("options_init", c.byref(options), c.sizeof(options))
-        kv_type = KvType.parse(kv_type)
-        options.type_k, options.type_v = KV_TYPE[kv_type.k], KV_TYPE[kv_type.v]
+        options.type_k, options.type_v = KvType.parse(kv_type).numbers
         options.auto_compress, options.devices = auto_compress, devices
         self._handle = c.c_void_p()
         with NativePlan(plan, profiles, self._later_floor) as native:

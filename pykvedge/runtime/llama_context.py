@@ -15,7 +15,7 @@ from pykvedge.models.model import Model
 from pykvedge.models.shape import ModelShape, mask_bytes
 from pykvedge.models.vision import ImagePiece, Vision
 from pykvedge.native import libraries, llamacpp, memory
-from pykvedge.plans.kvtypes import KvType
+from pykvedge.plans.kvtypes import KvType, ggml_types
 from pykvedge.runtime.bounded_batch import OnePass
 
 N_BATCH = 2048
@@ -23,7 +23,6 @@ N_UBATCH = 512
 DEFAULT_CTX = 4096
 ROOM_TO_ANSWER = 512  # tokens that an automatic context has beyond the prompt, at least
 CELL = 64  # bytes of llama.cpp's bookkeeping for each token of a context
-GGML_TYPE = {"f16": 1, "bf16": 30, "f32": 0, "q8_0": 8, "q4_0": 2}  # the bindings lack a name for bf16
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ class Context:
         params.n_ubatch = size.n_ubatch
         params.n_threads = params.n_threads_batch = threads
         plain = KvType.parse(size.kv_type).plain  # of layers that llama.cpp keeps
-        params.type_k, params.type_v = GGML_TYPE[plain.k], GGML_TYPE[plain.v]
+        params.type_k, params.type_v = ggml_types()[plain.k], ggml_types()[plain.v]
         params.n_outputs_max = size.n_seq  # only the last token of a prompt is asked for its logits
         params.n_seq_max, params.kv_unified = size.n_seq, size.n_seq > 1
         with llamacpp.collected_errors() as lines:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from pykvedge import errors
-from pykvedge.native.abi import KV_TYPE, STAGE_NUMBER, GivenArrays
+from pykvedge.native.abi import STAGE_NUMBER, GivenArrays
 from pykvedge.native.calls import call, lib
 from pykvedge.plans.kvtypes import KvType
 from pykvedge.plans.numpy_engine import Arrays
@@ -57,10 +57,9 @@ class NativePlan:
 
 def why_not_bounded(plan: Plan, kv_type: str | KvType = "f16") -> str:
     """Says what keeps prompts under a plan from being compressed layer by layer; it is empty if nothing does."""
-    kv_type = KvType.parse(kv_type)
     with NativePlan(plan) as native:
         try:
-            call("plan_check_bounded", native.handle, KV_TYPE[kv_type.k], KV_TYPE[kv_type.v])
+            call("plan_check_bounded", native.handle, *KvType.parse(kv_type).numbers)
         except errors.UnsupportedError as error:
             return str(error)
     return ""
@@ -105,10 +104,9 @@ def compress_arrays(
     n_layers, n_heads_kv, n_tokens, size = k.shape
     given = GivenArrays(n_layers, q.shape[1], n_heads_kv, n_tokens, size, *(x.ctypes.data for x in (q, k, v, mask)))
     result = c.c_void_p()
-    types = KV_TYPE[kv_type.k], KV_TYPE[kv_type.v]
     with NativePlan(plan, profiles) as native, native.own.explained():
         name, counts = ("stream_arrays", [step, threads]) if step else ("compress_arrays_as", [threads])
-        call(name, native.handle, c.byref(given), *types, *counts, c.byref(result))
+        call(name, native.handle, c.byref(given), *kv_type.numbers, *counts, c.byref(result))
     library = lib()
     out = Result([], [], [], np.zeros((n_layers, n_heads_kv, 0 if step else n_tokens), dtype=np.float32))
     try:

@@ -21,16 +21,25 @@ namespace {
 constexpr double TOLERANCE = 2e-4;  // of the sum of the sizes of what is added up; q8_0 rounds queries to 16 bits
 
 struct TypeName {
-    Type         type;
-    const char * name;
-    int32_t      low, high;  // codes of the values, in units of 1/8; both ends occur wherever values share a scale
+    Type        type;
+    std::string name;
+    int32_t     low, high;  // codes of the values, in units of 1/8; both ends occur wherever values share a scale
 };
 
-constexpr TypeName TYPES[] = {
-    { Type::f16, "f16", -31, 31 },     { Type::bf16, "bf16", -31, 31 },      { Type::f32, "f32", -31, 31 },
-    { Type::q8_0, "q8_0", -127, 127 }, { Type::q4_0, "q4_0", -8, 7 },        { Type::kivi4_v, "kivi4 values", -3, 12 },
-    { Type::kivi2_v, "kivi2 values", -1, 2 }, { Type::kivi4_k, "kivi4 keys", -3, 12 }, { Type::kivi2_k, "kivi2 keys", -1, 2 },
-};
+// Every storage type; two where keys and values lie in different ways.
+std::vector<TypeName> all_types() {
+    std::vector<TypeName> out;
+    for (int32_t i = 0; FORMATS.of[i].name; i++) {
+        const Type     t   = (Type) i;
+        const Format & f   = format(t);
+        const int32_t  low = is_quantised(t) ? f.lowest - f.minimum : -31, high = is_quantised(t) ? f.highest - f.minimum : 31;
+        out.push_back({ t, f.name + std::string(f.residual ? " values" : ""), low, high });
+        if (f.residual) {
+            out.push_back({ of_keys(t), f.name + std::string(" keys"), low, high });
+        }
+    }
+    return out;
+}
 
 // The outcome of comparisons: the first that failed.
 struct Check {
@@ -199,7 +208,7 @@ void check_softmax(const Kernels & kn, Check & check, Random & random) {
 // A filter that lets everything pass, of one stage: there and back again is n times what it was.
 void check_filter(const Kernels & kn, int32_t n, Check & check, Random & random) {
     const size_t       row = 2 * (size_t) BAND_PAIRS;
-    const TypeName     f32 = TYPES[2];
+    const TypeName     f32 = { Type::f32, "f32", -31, 31 };
     const Stored       given = stored(kn, f32, n, (int32_t) row, random);
     std::vector<float> x((size_t) n * row), origin(given.values.begin(), given.values.begin() + (std::ptrdiff_t) row);
     std::vector<float> squares((size_t) n * (size_t) BAND_PAIRS), twiddle;
@@ -234,7 +243,7 @@ void check_filter(const Kernels & kn, int32_t n, Check & check, Random & random)
 
 std::string kvedge::what_is_wrong(const Kernels & kn) {
     Random random;
-    for (const TypeName & t : TYPES) {
+    for (const TypeName & t : all_types()) {
         for (int32_t m : { 1, 7, 16 }) {
             for (int32_t d : { 64, 96 }) {
                 Check check;

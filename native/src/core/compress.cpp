@@ -99,7 +99,7 @@ static kvedge_status compress_tokens(
     if ((reduced || scored) && !saw_all(seq, plan)) {
         return fail_unobserved(err);
     }
-    if (plan_sums(plan) && !seq.ensure_sums(plan.scorer->needs_squares)) {
+    if (!make_room(seq, { plan_sums(plan), plan.scorer->needs_squares }, 0)) {
         return fail(err, KVEDGE_E_MEMORY, "no memory for the scores of %d tokens", T);
     }
     if (quantise && !reduced && !scored && !outcome.want_scores) {

@@ -24,17 +24,18 @@ uint64_t observed_bytes(const Observation & wanted, const LayerShape & layer, in
 }
 
 bool make_room(Sequence & seq, const Observation & wanted, int32_t n) {
-    Observed &    seen = seq.observed;
-    const int32_t next = seq.rows.n_tokens();
-    return (!wanted.sums || seen.ensure_sums(seq.rows.pending_length() + n, wanted.squares)) &&
-           (!wanted.entropy || seen.ensure_entropies()) && (!wanted.queries || seen.ensure_queries(next, n)) &&
-           (wanted.window == 0 || seen.ensure_windows(next, wanted.window));
+    bool fits = true;
+    for (size_t l = 0; l < seq.rows.shapes().size() && fits; l++) {
+        fits = make_layer_room(seq, wanted, l, n);
+    }
+    return fits && (!wanted.entropy || seq.observed.ensure_entropies()) &&
+           (!wanted.queries || seq.observed.ensure_queries(seq.rows.n_tokens(), n));
 }
 
 bool make_layer_room(Sequence & seq, const Observation & wanted, size_t layer, int32_t n) {
     Observed & seen = seq.observed;
-    return (!wanted.sums || seen.ensure_layer_sums(layer, seq.rows.pending_length() + n, wanted.squares)) &&
-           (wanted.window == 0 || seen.ensure_layer_window(layer, seq.rows.n_tokens(), wanted.window));
+    return (!wanted.sums || seen.ensure_sums(layer, seq.rows.pending_length() + n, wanted.squares)) &&
+           (wanted.window == 0 || seen.ensure_window(layer, seq.rows.n_tokens(), wanted.window));
 }
 
 void gather(AttendJob & job, Observed & to, const Observation & wanted, SpinLock * locks) {

@@ -9,11 +9,11 @@
 namespace kvedge {
 
 struct Observation {
-    bool    sums;     // column sums of the attention
-    bool    squares;  // and of its squares
-    bool    entropy;  // entropy of its rows
-    bool    queries;  // all queries, kept until the compression
-    int32_t window;   // the last queries; 0: none
+    bool    sums    = false;  // column sums of the attention
+    bool    squares = false;  // and of its squares
+    bool    entropy = false;  // entropy of its rows
+    bool    queries = false;  // all queries, kept until the compression
+    int32_t window  = 0;      // the last queries; 0: none
 
     bool attention() const { return sums || entropy; }
     bool any() const { return attention() || queries || window > 0; }
@@ -24,7 +24,7 @@ Observation plan_observes(const kvedge_plan & plan);
 // Bytes that gathering it takes of one layer, for a prompt of n_tokens.
 uint64_t observed_bytes(const Observation & wanted, const LayerShape & layer, int32_t n_tokens);
 
-// Room for what is wanted of the next n tokens. False: no memory.
+// Room for what is wanted of all that is pending and of the next n tokens. False: no memory.
 bool make_room(Sequence & seq, const Observation & wanted, int32_t n);
 // The same of one layer, where nothing is wanted but sums and the window. n: tokens that are not entered yet.
 bool make_layer_room(Sequence & seq, const Observation & wanted, size_t layer, int32_t n);

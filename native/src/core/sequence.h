@@ -21,8 +21,6 @@ struct Sequence {
 
     // The last n tokens, which are entered already, attend now.
     void observe(int32_t n, bool causal);
-    // Room for the column sums of all pending tokens. False: no memory.
-    bool ensure_sums(bool squares) { return observed.ensure_sums(rows.pending_length(), squares); }
 
     // Removes the tokens with a position in [p0, p1). Where there are none, nothing changes.
     void remove(int32_t p0, int32_t p1);

@@ -2,6 +2,7 @@
 
 #include "core/error.h"
 #include "core/job.h"
+#include "core/observe.h"
 
 #include <new>
 
@@ -76,7 +77,7 @@ static kvedge_status compress_rows(
     if (!observed_some(seq, plan)) {
         return fail_unobserved(err);
     }
-    if (plan_sums(plan) && !seq.ensure_sums(false)) {
+    if (!make_room(seq, { plan_sums(plan) }, 0)) {
         return fail(err, KVEDGE_E_MEMORY, "no memory for the scores of %d tokens", T);
     }
     Job job = make_job(seq, plan, n_threads, false);

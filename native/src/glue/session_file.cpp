@@ -41,9 +41,12 @@ struct Frame {
     uint64_t             payload_bytes = 0;
 };
 
-kvedge_status read_frame(FileReader & in, const char * path, Frame & frame, kvedge_error * err) {
+kvedge_status open_frame(FileReader & in, const char * path, Frame & frame, kvedge_error * err) {
     char     magic[8];
     uint32_t version, n_model, sum;
+    if (const auto status = in.open(path, err); status != KVEDGE_OK) {
+        return status;
+    }
     if (!in.read(magic, sizeof(magic)) || memcmp(magic, MAGIC, sizeof(MAGIC)) != 0) {
         return fail(err, KVEDGE_E_FILE, "%s is no session file of kvedge", path);
     }
@@ -139,7 +142,7 @@ bool read_kept(FileReader & in, const kvedge_cache & kv, SequenceState & state, 
 kvedge_status read_shapes(FileReader & in, const kvedge_cache & kv, const char * path, kvedge_error * err) {
     int32_t  type_k, type_v;
     uint32_t n_layers;
-    if (!in.value(type_k) || !in.value(type_v) || !type_name(type_k) || !type_name(type_v) || !in.value(n_layers)) {
+    if (!in.value(type_k) || !in.value(type_v) || !kvedge_type_name(type_k) || !kvedge_type_name(type_v) || !in.value(n_layers)) {
         return damaged(path, err);
     }
     bool same = n_layers == kv.shapes.size();
@@ -159,7 +162,7 @@ kvedge_status read_shapes(FileReader & in, const kvedge_cache & kv, const char *
     const int32_t own_k = type_number(kv.storage.k), own_v = type_number(kv.storage.v);
     if (type_k != own_k || type_v != own_v) {
         return fail(err, KVEDGE_E_ARGUMENT, "%s holds keys and values as %s:%s, this cache stores %s:%s; attach with the file's types",
-                    path, type_name(type_k), type_name(type_v), type_name(own_k), type_name(own_v));
+                    path, kvedge_type_name(type_k), kvedge_type_name(type_v), kvedge_type_name(own_k), kvedge_type_name(own_v));
     }
     return ok(err);
 }
@@ -330,16 +333,14 @@ extern "C" kvedge_status kvedge_load(kvedge_cache * kv, int32_t seq_id, const ch
     }
     FileReader file;
     Frame      frame;
-    auto       status = file.open(path, err);
-    status            = status == KVEDGE_OK ? read_frame(file, path, frame, err) : status;
-    if (status != KVEDGE_OK) {
+    if (const auto status = open_frame(file, path, frame, err); status != KVEDGE_OK) {
         return status;
     }
     if (frame.model != model) {
         return fail(err, KVEDGE_E_FILE, "%s was saved with another model", path);
     }
     file.limit_to(frame.payload_bytes);
-    if (status = read_shapes(file, *kv, path, err); status != KVEDGE_OK) {
+    if (const auto status = read_shapes(file, *kv, path, err); status != KVEDGE_OK) {
         return status;
     }
     SequenceState        state;
@@ -360,7 +361,7 @@ extern "C" kvedge_status kvedge_load(kvedge_cache * kv, int32_t seq_id, const ch
     state.note_peak();
     std::map<int32_t, SequenceState> loaded;
     loaded.emplace(seq_id, std::move(state));
-    if (status = enter(*kv, seq_id, pos_max, own, err); status != KVEDGE_OK) {
+    if (const auto status = enter(*kv, seq_id, pos_max, own, err); status != KVEDGE_OK) {
         return status;
     }
     kv->seqs.merge(loaded);  // takes no memory: llama.cpp knows of the sequence by now
@@ -375,9 +376,7 @@ extern "C" kvedge_status kvedge_read_saved(const char * path, kvedge_saved * out
     }
     FileReader file;
     Frame      frame;
-    auto       status = file.open(path, err);
-    status            = status == KVEDGE_OK ? read_frame(file, path, frame, err) : status;
-    if (status != KVEDGE_OK) {
+    if (const auto status = open_frame(file, path, frame, err); status != KVEDGE_OK) {
         return status;
     }
     kvedge_saved found{};

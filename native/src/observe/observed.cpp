@@ -38,7 +38,7 @@ template <class Numbers> void close_rows(Numbers & x, size_t capacity, size_t fi
 
 }  // namespace
 
-bool Observed::ensure_layer_sums(size_t l, int32_t n_rows, bool squares) try {
+bool Observed::ensure_sums(size_t l, int32_t n_rows, bool squares) try {
     sums_.resize(shapes_->size());
     ColumnSums & cs = sums_[l];
     if (squares && cs.capacity > 0 && cs.squares.empty()) {
@@ -58,15 +58,6 @@ bool Observed::ensure_layer_sums(size_t l, int32_t n_rows, bool squares) try {
     return true;
 } catch (const std::bad_alloc &) {
     return false;
-}
-
-bool Observed::ensure_sums(int32_t n_rows, bool squares) {
-    for (size_t l = 0; l < shapes_->size(); l++) {
-        if (!ensure_layer_sums(l, n_rows, squares)) {
-            return false;
-        }
-    }
-    return true;
 }
 
 bool Observed::ensure_entropies() try {
@@ -134,7 +125,7 @@ void Observed::start_windows(int32_t next, int32_t n) {
     }
 }
 
-bool Observed::ensure_layer_window(size_t l, int32_t next, int32_t n) try {
+bool Observed::ensure_window(size_t l, int32_t next, int32_t n) try {
     start_windows(next, n);
     const auto heads = (size_t) (*shapes_)[l].n_heads;
     windows_[l].q.resize((size_t) n * heads * (size_t) (*shapes_)[l].d_k);
@@ -142,15 +133,6 @@ bool Observed::ensure_layer_window(size_t l, int32_t next, int32_t n) try {
     return true;
 } catch (const std::bad_alloc &) {
     return false;
-}
-
-bool Observed::ensure_windows(int32_t next, int32_t n) {
-    for (size_t l = 0; l < shapes_->size(); l++) {
-        if (!ensure_layer_window(l, next, n)) {
-            return false;
-        }
-    }
-    return true;
 }
 
 float * Observed::window_slot(size_t layer, int32_t token) {

@@ -41,12 +41,10 @@ class Observed {
     explicit Observed(const std::vector<LayerShape> & shapes) : shapes_(&shapes) {}
 
     // Room for what is wanted. False: no memory.
-    bool ensure_sums(int32_t n_rows, bool squares);  // column sums, and sums of squares, of n_rows pending rows
-    bool ensure_layer_sums(size_t layer, int32_t n_rows, bool squares);
-    bool ensure_entropies();                         // the sum of entropies of every head
-    bool ensure_queries(int32_t next, int32_t n);    // the queries of the tokens [next, next + n), of every layer
-    bool ensure_windows(int32_t next, int32_t n);    // the last n queries of every layer; `next` is the next token
-    bool ensure_layer_window(size_t layer, int32_t next, int32_t n);
+    bool ensure_sums(size_t layer, int32_t n_rows, bool squares);  // column sums, and sums of squares, of n_rows pending rows
+    bool ensure_entropies();  // the sum of entropies of every head
+    bool ensure_queries(int32_t next, int32_t n);  // the queries of the tokens [next, next + n), of every layer
+    bool ensure_window(size_t layer, int32_t next, int32_t n);  // the last n queries of a layer; `next` is the next token
 
     // The last n of n_rows pending tokens attend: counts who sees whom and whose entropy there is. modality [n_rows], 1 for
     // an image token, where queries are kept.

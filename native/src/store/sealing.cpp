@@ -44,7 +44,7 @@ bool Store::join_layer(size_t layer, size_t first, size_t last, bool values, Blo
 // Quantises blocks [first, last), which lie on one side of pending_from, into one that takes their place.
 bool Store::seal(size_t first, size_t last, bool values) try {
     Block block;
-    block.kind      = !values && values_wait(storage_) ? BlockKind::open_values : BlockKind::ragged;
+    block.kind      = !values && format(storage_.v).residual ? BlockKind::open_values : BlockKind::ragged;
     block.generated = last - first == 1 && blocks[first].generated;
     block.layers.resize(shapes().size());
     for (size_t b = first; b < last && first >= pending_from; b++) {

@@ -52,10 +52,7 @@ void add_rows(Block * block, int32_t n) {
 
 int32_t stored_keys(const Storage & storage, int32_t n) { return is_grouped(storage.k) ? n - n % GROUP : n; }
 
-int32_t stored_values(const Storage & storage, int32_t n) {
-    const bool kivi = storage.v == Type::kivi4_v || storage.v == Type::kivi2_v;
-    return kivi ? std::max(0, n - RESIDUAL) : n;
-}
+int32_t stored_values(const Storage & storage, int32_t n) { return format(storage.v).residual ? std::max(0, n - RESIDUAL) : n; }
 
 int32_t Block::newest() const {
     int32_t last = tokens.empty() ? -1 : tokens.back();

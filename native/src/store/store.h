@@ -69,13 +69,6 @@ class Store : private StoreContents {
     };
     Place place_from_end(int32_t i, int32_t n);  // i-th of the last n tokens, while they lie in uniform blocks
 
-    // Segments of one head in token order.
-    template <class F> void each_segment(int32_t layer, int32_t head, const F & visit) const {
-        const HeadView all = view(layer, head);
-        for (const auto * part : { &all.old, &all.pending }) {
-            std::for_each(part->begin(), part->end(), visit);
-        }
-    }
     HeadView view(int32_t layer, int32_t head) const;
 
     int32_t              head_length(int32_t layer, int32_t head) const;

@@ -1,23 +1,51 @@
-"""Storage types of keys and values: their names, what they cost, and (in this package's files) their rounding.
+"""Storage types of keys and values: their names and what they cost. Each file of this package defines a quantised one.
 
-f16, bf16 and f32 are plain numbers. q8_0 and q4_0 are llama.cpp's blocks: 32 channels of one token share a scale.
-kivi4 and kivi2 are KIVI's (Liu et al. 2024, arXiv 2402.02750): keys share scale and minimum per channel over 32 tokens,
-values per token over 32 channels.
+f16, bf16 and f32 are plain numbers. A type's number and its size are the library's to say (kvedge_type_name).
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
+import pkgutil
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from pykvedge.errors import unknown
+from pykvedge.native import calls
+
+if TYPE_CHECKING:
+    import numpy as np
 
 PLAIN = ("f16", "bf16", "f32")
-KIVI = ("kivi4", "kivi2")
-NAMES = (*PLAIN, "q8_0", "q4_0", *KIVI)
+QUANTISED = tuple(sorted((info.name for info in pkgutil.iter_modules(__path__)), reverse=True))
+NAMES = (*PLAIN, *QUANTISED)
 GROUP = 32  # values that share a scale; head sizes of the quantised types are multiples of it
 RESIDUAL = 32  # newest values that KIVI leaves in f16
-# KIVI: bits / 8 + 4 / GROUP, for two half-precision numbers a group; the blocks have one
-BYTES = {"f16": 2.0, "bf16": 2.0, "f32": 4.0, "q8_0": 34 / 32, "q4_0": 18 / 32, "kivi4": 20 / 32, "kivi2": 12 / 32}
+
+
+@dataclass(frozen=True)
+class Definition:
+    """A quantised type. rounded: what it makes of values that share a scale, [..., GROUP] float32, in that shape."""
+
+    rounded: Callable[[np.ndarray], np.ndarray]
+    levels: int  # steps from 0 to the largest size; of a type with minimum, from the smallest value to the largest
+    minimum: bool = False
+    residual: bool = False  # KIVI's: keys share a scale per channel over GROUP tokens, and the newest rows stay f16
+    ggml: int | None = None  # llama.cpp's number, where the blocks are its
+
+
+@functools.cache
+def definition(name: str) -> Definition:
+    """What the file of a quantised type says."""
+    return importlib.import_module(f"{__name__}.{name}").TYPE
+
+
+def ggml_types() -> dict[str, int]:
+    """Types that llama.cpp has as well: name -> its number."""
+    numbers = {"f16": 1, "bf16": 30, "f32": 0, **{name: definition(name).ggml for name in QUANTISED}}
+    return {name: number for name, number in numbers.items() if number is not None}
 
 
 @dataclass(frozen=True)
@@ -53,13 +81,23 @@ class KvType:
         return KvType(self.k if self.k in PLAIN else "f16", self.v if self.v in PLAIN else "f16")
 
     @property
+    def numbers(self) -> tuple[int, int]:
+        """As kvedge_type."""
+        order = list(calls.kv_types())
+        return order.index(self.k), order.index(self.v)
+
+    @property
     def bytes_per_value(self) -> float:
         """Bytes of a number, averaged over keys and values of the same size, without KIVI's residual."""
-        return (BYTES[self.k] + BYTES[self.v]) / 2
+        return (calls.kv_types()[self.k] + calls.kv_types()[self.v]) / 2
 
     def held_bytes_per_value(self, n: int) -> float:
         """The same with the residual, right after a compression that left n rows of a head; 0 for none."""
-        keys = n % GROUP if self.k in KIVI else 0
-        values = min(n, RESIDUAL) if self.v in KIVI else 0
-        plain = keys * (BYTES["f16"] - BYTES[self.k]) + values * (BYTES["f16"] - BYTES[self.v])
+        types = calls.kv_types()
+        waiting = (self.k, n % GROUP), (self.v, min(n, RESIDUAL))
+        plain = sum(
+            rows * (types["f16"] - types[name])
+            for name, rows in waiting
+            if name not in PLAIN and definition(name).residual
+        )
         return self.bytes_per_value + plain / (2 * n) if n else 0.0

@@ -167,7 +167,7 @@ class CpuBackend final : public Backend {
                 add_sources(cpu(from), (int32_t) h, from_k[h], from_v[h]);
             }
             k.emplace_back(from_k[h], keys_of(shape, storage), true);
-            v.emplace_back(from_v[h], values_of(shape, storage), values || !values_wait(storage));
+            v.emplace_back(from_v[h], values_of(shape, storage), values || !format(storage.v).residual);
             k.back().count(heads[h].k);
             v.back().count(heads[h].v);
         }

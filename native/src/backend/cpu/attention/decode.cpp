@@ -13,7 +13,7 @@ namespace {
 
 constexpr int32_t BLOCK      = 128;  // most keys at a time
 constexpr size_t  KEY_BYTES  = 8 << 10;  // of them, or their values: these and the next ones fit a first-level cache
-constexpr size_t  Q8_BYTES   = 18 << 10;  // of q8_0 for several query rows, which are rounded for each block anew
+constexpr size_t  Q8_BYTES   = 18 << 10;  // of codes of 8 bits for several query rows, which are rounded for each block anew
 constexpr int32_t SPLIT_KEYS = 256;  // fewest keys worth a split of their own
 constexpr int32_t MAX_SIZE   = MAX_HEAD_SIZE;
 
@@ -60,7 +60,7 @@ float * weights_of(const AttendJob & job, const Piece & piece, int32_t r) {
 
 // Keys at a time, whole groups of them.
 int32_t block_of(const Segment & seg, int32_t n_rows) {
-    const bool rounds = n_rows > 1 && seg.k.type == Type::q8_0 && seg.v.type == Type::q8_0;
+    const bool rounds = n_rows > 1 && format(seg.k.type).bits == 8 && format(seg.v.type).bits == 8;
     const auto fit    = (int32_t) ((rounds ? Q8_BYTES : KEY_BYTES) / std::max(seg.k.stride, seg.v.stride));
     return std::clamp(fit / GROUP * GROUP, GROUP, BLOCK);
 }

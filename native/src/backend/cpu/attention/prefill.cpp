@@ -54,16 +54,22 @@ void load_queries(const AttendJob & job, const Tile & tile, int32_t d_k, float *
     }
 }
 
-void logits(const AttendJob & job, const Tile & tile, int32_t d_k, Scratch & x) {
-    const Kernels & kn = kernels();
-    int32_t         at = 0;
+// Calls use(rows, n, at) for blocks of the keys, or of the values, that the tile sees, from the at-th on.
+template <class F> void each_block(const AttendJob & job, const Tile & tile, Rows Segment::*side, const F & use) {
+    int32_t at = 0;
     each_segment(*job.rows, job.layer, tile.head, [&](const Segment & seg) {
         for (int32_t c = 0; c < seg.n && at < tile.n_visible; c += BLOCK) {
-            const int32_t w = std::min({ BLOCK, seg.n - c, tile.n_visible - at });
-            kn.pack(seg.k.from(c), w, d_k, x.panel);
-            kn.gemm_qk({ x.q, (size_t) d_k }, tile.rows, x.panel, w, d_k, { x.s + at, tile.stride });
-            at += w;
+            const int32_t n = std::min({ BLOCK, seg.n - c, tile.n_visible - at });
+            use((seg.*side).from(c), n, at);
+            at += n;
         }
+    });
+}
+
+void logits(const AttendJob & job, const Tile & tile, int32_t d_k, Scratch & x) {
+    each_block(job, tile, &Segment::k, [&](const Rows & k, int32_t n, int32_t at) {
+        kernels().pack(k, n, d_k, x.panel);
+        kernels().gemm_qk({ x.q, (size_t) d_k }, tile.rows, x.panel, n, d_k, { x.s + at, tile.stride });
     });
 }
 
@@ -200,20 +206,14 @@ void add_sums(const AttendJob & job, const Tile & tile, Scratch & x) {
 }
 
 void weigh_values(const AttendJob & job, const Tile & tile, int32_t d_v, Scratch & x) {
-    const Kernels & kn = kernels();
-    const auto      ld = (size_t) pad16(d_v);
+    const auto ld = (size_t) pad16(d_v);
     std::fill(x.o, x.o + (size_t) tile.rows * ld, 0.0f);
-    int32_t at = 0;
-    each_segment(*job.rows, job.layer, tile.head, [&](const Segment & seg) {
-        for (int32_t c = 0; c < seg.n && at < tile.n_visible; c += BLOCK) {
-            const int32_t w = std::min({ BLOCK, seg.n - c, tile.n_visible - at });
-            kn.widen(seg.v.from(c), w, d_v, x.vals, ld);
-            for (int32_t i = 0; i < w; i++) {
-                std::fill(x.vals + (size_t) i * ld + d_v, x.vals + (size_t) (i + 1) * ld, 0.0f);
-            }
-            kn.gemm_pv({ x.s + at, tile.stride }, tile.rows, w, { x.vals, ld }, d_v, x.o);
-            at += w;
+    each_block(job, tile, &Segment::v, [&](const Rows & v, int32_t n, int32_t at) {
+        kernels().widen(v, n, d_v, x.vals, ld);
+        for (int32_t i = 0; i < n; i++) {
+            std::fill(x.vals + (size_t) i * ld + d_v, x.vals + (size_t) (i + 1) * ld, 0.0f);
         }
+        kernels().gemm_pv({ x.s + at, tile.stride }, tile.rows, n, { x.vals, ld }, d_v, x.o);
     });
     for (int32_t r = 0; r < tile.rows; r++) {
         const int32_t t    = tile.t0 + r / tile.group;

@@ -86,12 +86,12 @@ struct V {
     static V load_i8(const uint8_t * p) {
         return { _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *) p))) };
     }
-    template <Type T> static void codes(const uint8_t * p, V * x) {
-        if constexpr (T == Type::q8_0) {
+    template <int BITS> static void codes(const uint8_t * p, V * x) {
+        if constexpr (BITS == 8) {
             for (int j = 0; j < 4; j++) {
                 x[j] = load_i8(p + 8 * j);
             }
-        } else if constexpr (code_bytes(T) == 16) {
+        } else if constexpr (BITS == 4) {
             const __m256i mask = _mm256_set1_epi32(15);
             for (int j = 0; j < 2; j++) {
                 const __m256i lanes = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *) (p + 8 * j)));

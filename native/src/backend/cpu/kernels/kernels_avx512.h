@@ -92,12 +92,12 @@ struct V {
         return { _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *) p))) };
     }
     // Codes below 16 become floats by a look-up that reads the low four bits of a lane and no others.
-    template <Type T> static void codes(const uint8_t * p, V * x) {
-        if constexpr (T == Type::q8_0) {
+    template <int BITS> static void codes(const uint8_t * p, V * x) {
+        if constexpr (BITS == 8) {
             for (int j = 0; j < 2; j++) {
                 x[j] = load_i8(p + 16 * j);
             }
-        } else if constexpr (code_bytes(T) == 16) {
+        } else if constexpr (BITS == 4) {
             const __m512  table = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
             const __m512i lanes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *) p));
             x[0].x              = _mm512_permutexvar_ps(lanes, table);

@@ -9,6 +9,10 @@
 #    define KVEDGE_UNROLL _Pragma("GCC unroll 16")
 #endif
 
+// The kernels of one type: inlined where the type is looked up, all of them would be one function that is too large for GCC to
+// inline what they are made of.
+#define KVEDGE_APART __attribute__((noinline))
+
 // Asks for the line of cache at p, which need not be readable.
 #define KVEDGE_PREFETCH(p) __builtin_prefetch(p, 0, 3)
 

@@ -39,7 +39,7 @@ inline void prefetch(const uint8_t * p) { KVEDGE_PREFETCH(p); }
 
 // Bytes of V::W values of a row, on the average.
 template <Type T> constexpr size_t vector_bytes() {
-    return T == Type::q8_0 ? (size_t) V::W * block_bytes(T) / GROUP : (size_t) V::W * type_size(T);
+    return is_quantised(T) ? (size_t) V::W * block_bytes(T) / GROUP : (size_t) V::W * type_size(T);
 }
 
 // Asks for the lines that begin in bytes [step * STEP, (step + 1) * STEP) from p on.
@@ -137,7 +137,8 @@ template <Type T, int M, int C> int32_t dot_tiles(FloatIn q, Rows k, int32_t n, 
     return c;
 }
 
-template <Type T> void rows_dot_t(FloatIn q, int32_t m, Rows k, int32_t n, int32_t d, FloatOut s, const uint8_t * next) {
+template <Type T>
+KVEDGE_APART void rows_dot_t(FloatIn q, int32_t m, Rows k, int32_t n, int32_t d, FloatOut s, const uint8_t * next) {
     constexpr int32_t B = 64;  // rows of K that stay in L1 while every group of query rows passes over them
     for (int32_t c0 = 0; c0 < n; c0 += B) {
         const int32_t w = n - c0 < B ? n - c0 : B;
@@ -151,16 +152,6 @@ template <Type T> void rows_dot_t(FloatIn q, int32_t m, Rows k, int32_t n, int32
                 dot_tiles<T, M, 1>(q.at(r), part.from(done), w - done, d, to.at(0, done), nullptr);
             }
         });
-    }
-}
-
-void k_rows_dot(FloatIn q, int32_t m, Rows k, int32_t n, int32_t d, FloatOut s, const uint8_t * next) {
-    switch (k.type) {
-        case Type::f16:  rows_dot_t<Type::f16>(q, m, k, n, d, s, next); break;
-        case Type::bf16: rows_dot_t<Type::bf16>(q, m, k, n, d, s, next); break;
-        case Type::f32:  rows_dot_t<Type::f32>(q, m, k, n, d, s, next); break;
-        case Type::q8_0: rows_dot_t<Type::q8_0>(q, m, k, n, d, s, next); break;
-        default:         break;  // kernels_quant_decode.h
     }
 }
 
@@ -213,7 +204,8 @@ template <int D, class F> inline void each_columns(int32_t d, int32_t & i, const
     }
 }
 
-template <Type T> void rows_axpy_t(FloatIn p, int32_t m, Rows v, int32_t n, int32_t d, FloatOut o, const uint8_t * next) {
+template <Type T>
+KVEDGE_APART void rows_axpy_t(FloatIn p, int32_t m, Rows v, int32_t n, int32_t d, FloatOut o, const uint8_t * next) {
     constexpr int32_t B = 64;  // as above; every block of them reads and writes all sums
     for (int32_t c = 0; c < n; c += B) {
         const int32_t w     = n - c < B ? n - c : B;
@@ -238,16 +230,6 @@ template <Type T> void rows_axpy_t(FloatIn p, int32_t m, Rows v, int32_t n, int3
                 }
             }
         });
-    }
-}
-
-void k_rows_axpy(FloatIn p, int32_t m, Rows v, int32_t n, int32_t d, FloatOut o, const uint8_t * next) {
-    switch (v.type) {
-        case Type::f16:  rows_axpy_t<Type::f16>(p, m, v, n, d, o, next); break;
-        case Type::bf16: rows_axpy_t<Type::bf16>(p, m, v, n, d, o, next); break;
-        case Type::f32:  rows_axpy_t<Type::f32>(p, m, v, n, d, o, next); break;
-        case Type::q8_0: rows_axpy_t<Type::q8_0>(p, m, v, n, d, o, next); break;
-        default:         break;
     }
 }
 

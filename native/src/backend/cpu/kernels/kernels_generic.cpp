@@ -86,12 +86,9 @@ struct V {
     }
     static V set1_f16(const uint8_t * p) { return set1(lane_from_f16(p)); }
     static V load_i8(const uint8_t * p) { return each([=](int i) { return (float) (int8_t) p[i]; }); }
-    template <Type T> static void codes(const uint8_t * p, V * x) {
-        constexpr int per_byte = 32 / (int) code_bytes(T), bits = 8 / per_byte;
+    template <int BITS> static void codes(const uint8_t * p, V * x) {
         for (int i = 0; i < GROUP; i++) {
-            const int byte  = i % (int) code_bytes(T);
-            x[i / W].x[i % W] = T == Type::q8_0 ? (float) (int8_t) p[byte]
-                                                : (float) ((p[byte] >> (i / (int) code_bytes(T) * bits)) & ((1 << bits) - 1));
+            x[i / W].x[i % W] = (float) Packed<BITS>::code(p, i);
         }
     }
     void store_f16(uint8_t * p) const {

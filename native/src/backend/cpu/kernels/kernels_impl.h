@@ -3,8 +3,8 @@
 //   load/store/load_first and store_first (n < W lanes, the rest a given number)/set1/zero/kept (in a register: not loaded
 //   anew for every use)/fma/fnma (c - a * b)/add/sub/mul/max/round (to an integer)/scale2 (a * 2^n, n integral)/hsum/
 //   hsum4 (of four)/hmax/transpose (of W vectors); load16(Type, ptr) widens W stored values, store_f16 narrows them;
-//   load_i8(ptr) widens W codes with a sign; codes(Type, ptr, x) widens GROUP codes into GROUP / W vectors; set1_f16(ptr)
-//   a stored scale into all lanes.
+//   load_i8(ptr) widens W codes with a sign; codes<bits>(ptr, x) widens GROUP codes (Packed) into GROUP / W vectors;
+//   set1_f16(ptr) a stored scale into all lanes.
 // Nothing here may come from std:: templates: the linker would merge copies compiled for different processors.
 
 #pragma once

@@ -87,14 +87,14 @@ struct V {
         x[0].x             = vcvtq_f32_u32(vmovl_u16(vget_low_u16(w)));
         x[1].x             = vcvtq_f32_u32(vmovl_u16(vget_high_u16(w)));
     }
-    template <Type T> static void codes(const uint8_t * p, V * x) {
-        if constexpr (T == Type::q8_0) {
+    template <int BITS> static void codes(const uint8_t * p, V * x) {
+        if constexpr (BITS == 8) {
             for (int j = 0; j < 4; j++) {
                 const int16x8_t w = vmovl_s8(vreinterpret_s8_u8(vld1_u8(p + 8 * j)));
                 x[2 * j].x        = vcvtq_f32_s32(vmovl_s16(vget_low_s16(w)));
                 x[2 * j + 1].x    = vcvtq_f32_s32(vmovl_s16(vget_high_s16(w)));
             }
-        } else if constexpr (code_bytes(T) == 16) {
+        } else if constexpr (BITS == 4) {
             for (int j = 0; j < 2; j++) {
                 const uint8x8_t c = vld1_u8(p + 8 * j);
                 widen_u8(vand_u8(c, vdup_n_u8(15)), x + 2 * j);

@@ -78,9 +78,12 @@ inline float scalar_load(Type t, const uint8_t * p, size_t i) {
     return t == Type::f16 ? scalar_from_f16(h) : scalar_from_bf16(h);
 }
 
-// Values i and following of a row of plain numbers or of q8_0.
+// Types whose rows are read V::W values at a time: plain numbers, and codes of a byte each with no minimum.
+constexpr bool in_vectors(Type t) { return !is_quantised(t) || (format(t).bits == 8 && !has_minimum(t)); }
+
+// Values i and following of a row of such a type.
 template <Type T> inline V load_as(const uint8_t * p, size_t i) {
-    if constexpr (T == Type::q8_0) {
+    if constexpr (is_quantised(T)) {
         const uint8_t * block = p + i / GROUP * block_bytes(T);
         return V::mul(V::load_i8(block + 2 + i % GROUP), V::set1_f16(block));
     } else if constexpr (T == Type::f32) {

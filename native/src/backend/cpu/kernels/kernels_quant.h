@@ -10,21 +10,29 @@ namespace {
 constexpr int32_t MAX_ROW = 512;         // largest head size
 constexpr int     CV      = GROUP / V::W;  // vectors of a block's codes
 
-constexpr bool has_minimum(Type t) { return t != Type::q8_0 && t != Type::q4_0; }
-
-// The codes of a block, of a symmetric type with their sign.
+// The codes of a block.
 template <Type T> inline void block_codes(const uint8_t * p, V * x) {
-    V::template codes<T>(p, x);
-    if constexpr (T == Type::q4_0) {
+    if constexpr (Traits<T>::bits > 0) {
+        V::template codes<Traits<T>::bits>(p, x);
+        if constexpr (Traits<T>::zero != 0) {
+            for (int j = 0; j < CV; j++) {
+                x[j] = V::add(x[j], V::set1((float) -Traits<T>::zero));
+            }
+        }
+    } else {
+        float codes[GROUP];
+        for (int i = 0; i < GROUP; i++) {
+            codes[i] = (float) Traits<T>::code(p, i);
+        }
         for (int j = 0; j < CV; j++) {
-            x[j] = V::add(x[j], V::set1(-8.0f));
+            x[j] = V::load(codes + j * V::W);
         }
     }
 }
 
 template <Type T> void widen_block(const uint8_t * p, float * out) {
     V x[CV];
-    block_codes<T>(p + block_bytes(T) - code_bytes(T), x);
+    block_codes<T>(p + code_offset(T), x);
     const V scale = V::set1_f16(p), minimum = has_minimum(T) ? V::set1_f16(p + 2) : V::zero();
     for (int j = 0; j < CV; j++) {
         V::fma(x[j], scale, minimum).store(out + j * V::W);
@@ -61,19 +69,23 @@ template <Type T> void widen_groups(Rows rows, int32_t n, int32_t d, float * out
     }
 }
 
-void k_widen(Rows rows, int32_t n, int32_t d, float * out, size_t ld) {
-    switch (rows.type) {
-        case Type::q8_0:    widen_blocks<Type::q8_0>(rows, n, d, out, ld); break;
-        case Type::q4_0:    widen_blocks<Type::q4_0>(rows, n, d, out, ld); break;
-        case Type::kivi4_v: widen_blocks<Type::kivi4_v>(rows, n, d, out, ld); break;
-        case Type::kivi2_v: widen_blocks<Type::kivi2_v>(rows, n, d, out, ld); break;
-        case Type::kivi4_k: widen_groups<Type::kivi4_k>(rows, n, d, out, ld); break;
-        case Type::kivi2_k: widen_groups<Type::kivi2_k>(rows, n, d, out, ld); break;
-        default:
-            for (int32_t r = 0; r < n; r++) {
-                k_to_f32(rows.type, rows.data + (size_t) r * rows.stride, out + (size_t) r * ld, (size_t) d);
-            }
+template <Type T> void widen_rows(Rows rows, int32_t n, int32_t d, float * out, size_t ld) {
+    if constexpr (Traits<T>::residual) {
+        if (is_grouped(rows.type)) {
+            return widen_groups<T>(rows, n, d, out, ld);
+        }
     }
+    if constexpr (is_quantised(T)) {
+        widen_blocks<T>(rows, n, d, out, ld);
+    } else {
+        for (int32_t r = 0; r < n; r++) {
+            k_to_f32(T, rows.data + (size_t) r * rows.stride, out + (size_t) r * ld, (size_t) d);
+        }
+    }
+}
+
+void k_widen(Rows rows, int32_t n, int32_t d, float * out, size_t ld) {
+    with_type(rows.type, [&](auto of) { widen_rows<of.value>(rows, n, d, out, ld); });
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
 // Decode over quantised rows: one query row reads the codes and multiplies them as they are widened; several query rows
-// share one widening, of q8_0 in registers (kernels_decode.h), of the others into the first-level cache. Part of
-// kernels_impl.h, under its rules.
+// share one widening, in registers where vectors can read the rows (kernels_decode.h), else into the first-level cache.
+// Part of kernels_impl.h, under its rules.
 
 #pragma once
 
@@ -18,6 +18,14 @@ inline void fetch(const uint8_t * next, size_t n) {
 }
 
 inline const uint8_t * later(const uint8_t * next, size_t n) { return next ? next + n : nullptr; }
+
+template <int C> inline void store_sums(const V (&acc)[C], float * s) {
+    if constexpr (C == 4) {
+        V::hsum4(acc[0], acc[1], acc[2], acc[3], s);
+    } else {
+        s[0] = acc[0].hsum();
+    }
+}
 
 // s[c] = q . k[c] for C rows of blocks.
 template <Type T, int C> inline void dot_blocks(const float * q, const uint8_t * k, size_t stride, int32_t d, float * s) {
@@ -40,14 +48,10 @@ template <Type T, int C> inline void dot_blocks(const float * q, const uint8_t *
             acc[c] = V::fma(sum, V::set1_f16(p), acc[c]);
         }
     }
-    if constexpr (C == 4) {
-        V::hsum4(acc[0], acc[1], acc[2], acc[3], s);
-    } else {
-        s[0] = acc[0].hsum();
-    }
+    store_sums(acc, s);
 }
 
-template <Type T> void rows_dot_blocks(const float * q, Rows k, int32_t n, int32_t d, float * s, const uint8_t * next) {
+template <Type T> KVEDGE_APART void rows_dot_blocks(const float * q, Rows k, int32_t n, int32_t d, float * s, const uint8_t * next) {
     int32_t c = 0;
     for (; c + 4 <= n; c += 4) {
         fetch(later(next, (size_t) c * k.stride), 4 * k.stride);
@@ -77,18 +81,14 @@ template <Type T, int C> inline void dot_codes(const float * q, const uint8_t * 
             }
         }
     }
-    if constexpr (C == 4) {
-        V::hsum4(acc[0], acc[1], acc[2], acc[3], s);
-    } else {
-        s[0] = acc[0].hsum();
-    }
+    store_sums(acc, s);
     KVEDGE_UNROLL
     for (int c = 0; c < C; c++) {
         s[c] += base;
     }
 }
 
-template <Type T> void rows_dot_groups(const float * q, Rows k, int32_t n, int32_t d, float * s, const uint8_t * next) {
+template <Type T> KVEDGE_APART void rows_dot_groups(const float * q, Rows k, int32_t n, int32_t d, float * s, const uint8_t * next) {
     float scaled[MAX_ROW];
     while (n > 0) {
         const int32_t w   = n < GROUP - k.skip ? n : GROUP - k.skip;
@@ -137,7 +137,7 @@ template <Type T, int B> inline void axpy_blocks(
                 low[b] = V::fma(a, V::set1_f16(block + 2), low[b]);
             }
             V x[CV];
-            block_codes<T>(block + block_bytes(T) - code_bytes(T), x);
+            block_codes<T>(block + code_offset(T), x);
             KVEDGE_UNROLL
             for (int j = 0; j < CV; j++) {
                 acc[b][j] = V::fma(scale, x[j], acc[b][j]);
@@ -153,7 +153,7 @@ template <Type T, int B> inline void axpy_blocks(
     }
 }
 
-template <Type T> void rows_axpy_blocks(const float * p, Rows v, int32_t n, int32_t d, float * o, const uint8_t * next) {
+template <Type T> KVEDGE_APART void rows_axpy_blocks(const float * p, Rows v, int32_t n, int32_t d, float * o, const uint8_t * next) {
     constexpr int B = V::W == 16 ? 4 : V::W == 8 ? 2 : 1;  // as many as leave the registers for codes and scales
     int32_t       i = 0;
     for (; i + B * GROUP <= d; i += B * GROUP) {
@@ -176,40 +176,54 @@ template <class F> inline void each_widened(Rows rows, int32_t n, int32_t d, con
     }
 }
 
-void k_any_rows_dot(FloatIn q, int32_t m, Rows k, int32_t n, int32_t d, FloatOut s, const uint8_t * next) {
-    if (!is_quantised(k.type) || (m > 1 && k.type == Type::q8_0)) {
-        k_rows_dot(q, m, k, n, d, s, next);
-    } else if (m == 1 && k.type == Type::q8_0) {
-        rows_dot_blocks<Type::q8_0>(q.data, k, n, d, s.data, next);
-    } else if (m == 1 && k.type == Type::q4_0) {
-        rows_dot_blocks<Type::q4_0>(q.data, k, n, d, s.data, next);
-    } else if (m == 1 && k.type == Type::kivi4_k) {
-        rows_dot_groups<Type::kivi4_k>(q.data, k, n, d, s.data, next);
-    } else if (m == 1 && k.type == Type::kivi2_k) {
-        rows_dot_groups<Type::kivi2_k>(q.data, k, n, d, s.data, next);
+void wide_rows_dot(FloatIn q, int32_t m, Rows k, int32_t n, int32_t d, FloatOut s, const uint8_t * next) {
+    each_widened(k, n, d, next, [&](Rows wide, int32_t c, int32_t w) {
+        rows_dot_t<Type::f32>(q, m, wide, w, d, s.at(0, c), nullptr);
+    });
+}
+
+void wide_rows_axpy(FloatIn p, int32_t m, Rows v, int32_t n, int32_t d, FloatOut o, const uint8_t * next) {
+    each_widened(v, n, d, next, [&](Rows wide, int32_t c, int32_t w) {
+        rows_axpy_t<Type::f32>(p.at(0, c), m, wide, w, d, o, nullptr);
+    });
+}
+
+template <Type T> void any_rows_dot(FloatIn q, int32_t m, Rows k, int32_t n, int32_t d, FloatOut s, const uint8_t * next) {
+    if constexpr (Traits<T>::residual) {
+        if (m == 1 && is_grouped(k.type)) {
+            return rows_dot_groups<T>(q.data, k, n, d, s.data, next);
+        }
+    } else if constexpr (is_quantised(T) && !has_minimum(T)) {
+        if (m == 1) {
+            return rows_dot_blocks<T>(q.data, k, n, d, s.data, next);
+        }
+    }
+    if constexpr (in_vectors(T)) {
+        rows_dot_t<T>(q, m, k, n, d, s, next);
     } else {
-        each_widened(k, n, d, next, [&](Rows wide, int32_t c, int32_t w) {
-            k_rows_dot(q, m, wide, w, d, s.at(0, c), nullptr);
-        });
+        wide_rows_dot(q, m, k, n, d, s, next);
     }
 }
 
-void k_any_rows_axpy(FloatIn p, int32_t m, Rows v, int32_t n, int32_t d, FloatOut o, const uint8_t * next) {
-    if (!is_quantised(v.type) || (m > 1 && v.type == Type::q8_0)) {
-        k_rows_axpy(p, m, v, n, d, o, next);
-    } else if (m == 1 && v.type == Type::q8_0) {
-        rows_axpy_blocks<Type::q8_0>(p.data, v, n, d, o.data, next);
-    } else if (m == 1 && v.type == Type::q4_0) {
-        rows_axpy_blocks<Type::q4_0>(p.data, v, n, d, o.data, next);
-    } else if (m == 1 && v.type == Type::kivi4_v) {
-        rows_axpy_blocks<Type::kivi4_v>(p.data, v, n, d, o.data, next);
-    } else if (m == 1 && v.type == Type::kivi2_v) {
-        rows_axpy_blocks<Type::kivi2_v>(p.data, v, n, d, o.data, next);
-    } else {
-        each_widened(v, n, d, next, [&](Rows wide, int32_t c, int32_t w) {
-            k_rows_axpy(p.at(0, c), m, wide, w, d, o, nullptr);
-        });
+template <Type T> void any_rows_axpy(FloatIn p, int32_t m, Rows v, int32_t n, int32_t d, FloatOut o, const uint8_t * next) {
+    if constexpr (is_quantised(T)) {
+        if (m == 1 && !is_grouped(v.type)) {
+            return rows_axpy_blocks<T>(p.data, v, n, d, o.data, next);
+        }
     }
+    if constexpr (in_vectors(T)) {
+        rows_axpy_t<T>(p, m, v, n, d, o, next);
+    } else {
+        wide_rows_axpy(p, m, v, n, d, o, next);
+    }
+}
+
+void k_any_rows_dot(FloatIn q, int32_t m, Rows k, int32_t n, int32_t d, FloatOut s, const uint8_t * next) {
+    with_type(k.type, [&](auto of) { any_rows_dot<of.value>(q, m, k, n, d, s, next); });
+}
+
+void k_any_rows_axpy(FloatIn p, int32_t m, Rows v, int32_t n, int32_t d, FloatOut o, const uint8_t * next) {
+    with_type(v.type, [&](auto of) { any_rows_axpy<of.value>(p, m, v, n, d, o, next); });
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Writing quantised rows: each type's rounding, as its format or paper defines it. Slower than reading, and done once.
+// Writing quantised rows, rounded as their type says (storage/). Slower than reading, and done once.
 
 #pragma once
 
@@ -6,12 +6,11 @@
 
 namespace kvedge {
 
-// One row of d values, a multiple of GROUP, into row_bytes(type, d) bytes at out; x must be finite. Types: q8_0 and q4_0
-// (llama.cpp's reference rounding), kivi4_v, kivi2_v (KIVI sec. 3.2, q = round((x - min) / scale) with the scale that is
-// stored, ties to even; 0 where all values of a group are equal).
+// One row of d values, a multiple of GROUP, into row_bytes(type, d) bytes at out, of a type that is not grouped. x is finite.
 void quantise_row(Type type, const float * x, int32_t d, uint8_t * out);
 
-// Up to GROUP rows [n][d], which become a group of their own at out. Types: kivi4_k, kivi2_k.
+// Up to GROUP rows [n][d], which become a group of their own at out, of a grouped type: scale[d] and minimum[d] in half
+// precision, then the codes of each row.
 void quantise_group(Type type, const float * x, int32_t n, int32_t d, uint8_t * out);
 
 // Bytes at out that quantise_group writes.

@@ -1,0 +1,72 @@
+// The storage types, from the files of storage/ that the build lists.
+
+#pragma once
+
+#include "backend/format.h"
+#include "storage/members.h"
+
+namespace kvedge {
+
+// How rows of keys or values lie in memory: the type's number, and of keys that share scales per channel GROUPED with it.
+#define KVEDGE_NUMBER(name) name = storage::name::number,
+enum class Type : int32_t { KVEDGE_TYPES(KVEDGE_NUMBER) };
+constexpr int32_t GROUPED = 1 << 16, MOST_TYPES = 64;
+
+// What the file of a type says: Traits<Type::q8_0> is storage::q8_0.
+template <Type> struct Traits;
+#define KVEDGE_TRAITS(name) template <> struct Traits<Type::name> : storage::name { static constexpr Type value = Type::name; };
+KVEDGE_TYPES(KVEDGE_TRAITS)
+
+// The part of it that is looked up at run time.
+struct Format {
+    const char * name;
+    size_t       value_bytes, code_bytes;  // of a plain number; of GROUP codes
+    bool         minimum, residual;
+    int          bits, lowest, highest;
+};
+
+template <class S> constexpr Format format_of(const char * name) {
+    return { name, S::value_bytes, S::code_bytes, S::minimum, S::residual, S::bits, S::lowest, S::highest };
+}
+
+// By number, without gaps; the name of the one past the last is NULL.
+struct Formats {
+    Format of[MOST_TYPES] = {};
+
+    constexpr Formats() {
+#define KVEDGE_FORMAT(name) of[storage::name::number] = format_of<storage::name>(#name);
+        KVEDGE_TYPES(KVEDGE_FORMAT)
+    }
+};
+inline constexpr Formats FORMATS;
+
+constexpr int32_t        type_number(Type t) { return (int32_t) t & ~GROUPED; }
+constexpr const Format & format(Type t) { return FORMATS.of[type_number(t)]; }
+
+// Calls f with the Traits of a type, grouped or not, whose `value` is the type.
+template <class F> inline void with_type(Type t, const F & f) {
+#define KVEDGE_CASE(name) case Type::name: f(Traits<Type::name>()); break;
+    switch ((Type) type_number(t)) { KVEDGE_TYPES(KVEDGE_CASE) }
+}
+
+constexpr bool is_quantised(Type t) { return format(t).code_bytes > 0; }
+constexpr bool is_grouped(Type t) { return ((int32_t) t & GROUPED) != 0; }  // rows share scales with others
+constexpr bool has_minimum(Type t) { return format(t).minimum; }
+
+// What keys of a type are stored as, and what they and values are until they are quantised.
+constexpr Type of_keys(Type t) { return format(t).residual ? (Type) ((int32_t) t | GROUPED) : t; }
+constexpr Type plain_type(Type t) { return is_quantised(t) ? Type::f16 : t; }
+
+constexpr size_t type_size(Type t) { return format(t).value_bytes; }    // of a plain number
+constexpr size_t code_bytes(Type t) { return format(t).code_bytes; }    // of GROUP codes
+constexpr size_t code_offset(Type t) { return has_minimum(t) ? 4 : 2; }  // from the beginning of a block
+
+// Bytes of GROUP values with what they need to be read: of a row's block, or of a row's share of a group.
+constexpr size_t block_bytes(Type t) { return code_offset(t) + code_bytes(t); }
+
+// Bytes of a row of d values; of a grouped type, of a row and its share of what the group has in common.
+constexpr size_t row_bytes(Type t, int32_t d) {
+    return is_quantised(t) ? (size_t) (d / GROUP) * block_bytes(t) : (size_t) d * type_size(t);
+}
+
+}  // namespace kvedge
