@@ -205,13 +205,15 @@ struct kvedge_cache {
 
     // Rows that are on devices come to the host, before anything but a graph looks at them. False: no memory.
     bool to_host(kvedge::SequenceState & state);
+    uint32_t device_nodes() const;  // of a graph, that the attention of layers on devices may take
     // What the last ubatch left on devices is read; it is over then. Before the sequences change.
     void settle();
 
   private:
     bool collect_runs(const llama_attn_provider_ubatch & ubatch);
     bool prepare_run(const llama_attn_provider_ubatch & ubatch, kvedge::Run & run);
-    bool has_devices() const;
+    uint32_t device_layers() const;
+    bool     even(const kvedge::SequenceState & state) const;
     bool fits_devices(const kvedge::Run & run) const;
     bool place_runs();
     bool to_device(kvedge::SequenceState & state);

@@ -54,8 +54,20 @@ ggml_backend_dev_t kvedge_cache::place_of(const llama_attn_provider_layer & laye
     return device;
 }
 
-bool kvedge_cache::has_devices() const {
-    return std::any_of(places.begin(), places.end(), [](auto * place) { return place != nullptr; });
+uint32_t kvedge_cache::device_layers() const {
+    return (uint32_t) std::count_if(places.begin(), places.end(), [](auto * place) { return place != nullptr; });
+}
+
+bool kvedge_cache::even(const SequenceState & state) const {
+    return state.device ? state.device->even() : GraphRows::holds_even(state.seq->rows, places);
+}
+
+// Nodes of a sequence's attention in one layer: where heads are even, and in four groups.
+constexpr uint32_t EVEN_NODES = 24, UNEVEN_NODES = 112;
+
+uint32_t kvedge_cache::device_nodes() const {
+    constexpr uint32_t MOST_EVEN = 16;  // sequences in one batch
+    return ctx ? device_layers() * (UNEVEN_NODES + EVEN_NODES * (std::min(llama_n_seq_max(ctx), MOST_EVEN) - 1)) : 0;
 }
 
 bool kvedge_cache::fits_devices(const Run & run) const {
@@ -64,9 +76,8 @@ bool kvedge_cache::fits_devices(const Run & run) const {
         !follow_each_other(run.index)) {
         return false;
     }
-    const bool even = state.device ? state.device->even() : GraphRows::holds_even(state.seq->rows, places);
     const bool sunk = std::any_of(sinks.begin(), sinks.end(), [](const auto & s) { return !s.empty(); });
-    return even || (run.index.size() == 1 && !sunk);
+    return even(state) || (run.index.size() == 1 && !sunk);
 }
 
 bool kvedge_cache::to_device(SequenceState & state) {
@@ -99,7 +110,13 @@ bool kvedge_cache::to_host(SequenceState & state) {
 }
 
 bool kvedge_cache::place_runs() {
-    on_devices = has_devices() && std::all_of(runs.begin(), runs.end(), [&](const auto & run) { return fits_devices(*run); });
+    uint32_t nodes = 0;  // in each layer
+    for (const auto & run : runs) {
+        nodes += even(*run->state) ? EVEN_NODES : UNEVEN_NODES;
+    }
+    const uint32_t layers = device_layers();
+    on_devices = layers > 0 && nodes * layers <= provider.extra_nodes &&
+                 std::all_of(runs.begin(), runs.end(), [&](const auto & run) { return fits_devices(*run); });
     for (auto & run : runs) {
         if (!on_devices && !to_host(*run->state)) {
             report(KVEDGE_E_MEMORY, "no memory on the host for keys and values that lie on devices");
