@@ -290,7 +290,10 @@ class TestSeries:
         """But for the mends, which the baseline carries as well."""
         mends = read_series(ROOT / "patches", llama_source.MENDS)
         paths = {f for p in read_series(ROOT / "patches") if p not in mends for f in p.changed_lines()[2]}
-        assert {p for p in paths if p.startswith("ggml/")} == {"ggml/src/ggml-alloc.c"}
+        assert {p for p in paths if p.startswith("ggml/")} == {
+            "ggml/src/ggml-alloc.c",
+            "ggml/src/ggml-rpc/ggml-rpc.cpp",
+        }
 
     def test_the_bindings_are_of_the_pinned_source_and_not_a_dependency(self, tmp_path):
         """Kvedge carries them: the index has them only as a source that compiles a second llama.cpp."""

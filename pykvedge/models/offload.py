@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from pykvedge.errors import DeviceError, UsageError
-from pykvedge.native import ggml
 
 AUTO, NONE = "auto", "none"
 CONNECT_S = 5.0  # to find that nobody listens
@@ -55,6 +54,8 @@ class Offload:
 
         Raises DeviceError for a server that does not answer, UsageError for a device that is not there.
         """
+        from pykvedge.native import ggml
+
         for endpoint in self.servers:
             _reach(endpoint)
             ggml.add_server(endpoint)
@@ -77,6 +78,8 @@ def _words(text: str) -> list[str]:
 
 
 def _device(name: str) -> int:
+    from pykvedge.native import ggml
+
     found = {device.name: device for device in ggml.devices()}
     if name not in found:
         raise UsageError(f"there is no device {name}; this machine has {', '.join(found) or 'none'}")

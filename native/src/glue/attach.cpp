@@ -86,19 +86,8 @@ bool holds_tokens(llama_context * ctx) {
     return false;
 }
 
-// Which layers lie on devices is known when graphs were reserved once; theirs are larger.
-int32_t set_provider(kvedge_cache & kv) {
-    const int32_t code       = llama_set_attn_provider(kv.ctx, &kv.provider);
-    kv.provider.extra_nodes = kv.device_nodes();
-    if (code != 0 || kv.provider.extra_nodes == 0) {
-        return code;
-    }
-    llama_set_attn_provider(kv.ctx, nullptr);
-    return llama_set_attn_provider(kv.ctx, &kv.provider);
-}
-
 kvedge_status take_over(kvedge_cache & kv, kvedge_error * err) {
-    switch (set_provider(kv)) {
+    switch (kv.set_provider()) {
         case 0:  break;
         case -2: return fail(err, KVEDGE_E_MEMORY, "llama.cpp could not reserve its compute buffers");
         case -3: return fail(err, KVEDGE_E_STATE, "the context has an attention provider already; detach that one first");

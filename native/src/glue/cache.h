@@ -205,7 +205,7 @@ struct kvedge_cache {
 
     // Rows that are on devices come to the host, before anything but a graph looks at them. False: no memory.
     bool to_host(kvedge::SequenceState & state);
-    uint32_t device_nodes() const;  // of a graph, that the attention of layers on devices may take
+    int32_t set_provider();  // llama_set_attn_provider
     // What the last ubatch left on devices is read; it is over then. Before the sequences change.
     void settle();
 
@@ -213,6 +213,7 @@ struct kvedge_cache {
     bool collect_runs(const llama_attn_provider_ubatch & ubatch);
     bool prepare_run(const llama_attn_provider_ubatch & ubatch, kvedge::Run & run);
     uint32_t device_layers() const;
+    uint32_t device_nodes() const;  // of a graph, that the attention of layers on devices may take
     bool     even(const kvedge::SequenceState & state) const;
     bool fits_devices(const kvedge::Run & run) const;
     bool place_runs();

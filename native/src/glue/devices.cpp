@@ -70,6 +70,17 @@ uint32_t kvedge_cache::device_nodes() const {
     return ctx ? device_layers() * (UNEVEN_NODES + EVEN_NODES * (std::min(llama_n_seq_max(ctx), MOST_EVEN) - 1)) : 0;
 }
 
+// Which layers lie on devices is known when graphs were reserved once; theirs are larger.
+int32_t kvedge_cache::set_provider() {
+    const int32_t code   = llama_set_attn_provider(ctx, &provider);
+    provider.extra_nodes = device_nodes();
+    if (code != 0 || provider.extra_nodes == 0) {
+        return code;
+    }
+    llama_set_attn_provider(ctx, nullptr);
+    return llama_set_attn_provider(ctx, &provider);
+}
+
 bool kvedge_cache::fits_devices(const Run & run) const {
     const SequenceState & state = *run.state;
     if (run.request || run.score || run.wanted.attention() || run.wanted.queries || watching || state.streaming || !state.kept.empty() ||
