@@ -32,7 +32,7 @@ FAILED, USAGE, CHANGED = 1, 2, 4  # abidiff's exit code is a sum of these
 
 
 def headers() -> str:
-    """The text of all headers, without comments."""
+    """Reads the text of all headers, without comments."""
     files = (path.read_text(encoding="utf-8") for path in sorted(INCLUDE.glob("*.h")))
     return "\n".join(re.sub(r"//.*", "", text) for text in files)
 
@@ -51,7 +51,7 @@ def tool(name: str, package: str) -> str:
 
 
 def describe(folder: Path) -> Path:
-    """What the headers declare, in libabigail's XML, without places, which differ between machines."""
+    """Writes what the headers declare in libabigail's XML, without places, which differ between machines."""
     declared = [" ".join(text.split()) for text in re.findall(r"^KVEDGE_API ([^;]+);", headers(), re.MULTILINE)]
     source, library, out = folder / "exports.c", folder / "libkvedge.so", folder / "abi.xml"
     functions = "".join(f"{text} {{ __builtin_trap(); }}\n" for text in [*declared, PLUGIN])
@@ -66,7 +66,7 @@ def describe(folder: Path) -> Path:
 
 
 def same(stored: Path, now: Path) -> bool:
-    """Whether programs of the stored ABI run; says on stderr what has changed."""
+    """Tells whether programs of the stored ABI run; says on stderr what has changed."""
     command = [tool("abidiff", "abigail-tools"), "--no-added-syms", "--suppressions", str(STORED / "growth.ini")]
     done = subprocess.run([*command, str(stored), str(now)], stdout=sys.stderr, check=False)
     if done.returncode & (FAILED | USAGE):

@@ -28,7 +28,7 @@ DIST = ROOT / "dist"
 
 
 def build() -> Path:
-    """The wheel as scikit-build-core makes it."""
+    """Builds the wheel as scikit-build-core makes it."""
     raw = WORK / "raw"
     shutil.rmtree(raw, ignore_errors=True)
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", str(ROOT), "--no-deps", "-v"]
@@ -39,7 +39,7 @@ def build() -> Path:
 
 
 def repair(raw: Path) -> Path:
-    """The same with a manylinux tag, confirmed by a second look; other systems have none."""
+    """Gives it a manylinux tag, which is confirmed by a second look; other systems have none."""
     if not sys.platform.startswith("linux"):
         return raw
     folder = WORK / "repaired"
@@ -63,14 +63,14 @@ def only(folder: Path) -> Path:
 
 
 def builders_folders() -> list[Path]:
-    """What must not be named in anything that travels."""
+    """Lists what must not be named in anything that travels."""
     given = [ROOT, WORK, Path.home(), Path(tempfile.gettempdir()), Path(sys.prefix)]
     folders = {folder for path in given for folder in (path.absolute(), path.resolve())}
     return sorted(folder for folder in folders if folder != folder.parent)
 
 
 def named_folders(wheel: Path, folders: Iterable[Path]) -> Iterator[tuple[str, Path]]:
-    """Files of the wheel in which a folder is named, and the folder."""
+    """Finds files of the wheel in which a folder is named, and the folder."""
     wanted = [(folder, f"{folder}/".encode()) for folder in folders]
     wanted += [(folder, f"{folder}\\".encode()) for folder, _ in wanted if sys.platform == "win32"]
     with zipfile.ZipFile(wheel) as archive:

@@ -23,7 +23,7 @@ from pykvedge.lab.demo_tasks.tasks import TASKS
 
 
 def agreement(model: GgufModel, folder: Path, count: int, images: int) -> dict[str, float]:
-    """Percent of the samples of a task, in both turns, that PyTorch and llama.cpp answer with the same text."""
+    """Counts the percent of a task's samples, in both turns, that PyTorch and llama.cpp answer with the same text."""
     from demo.evaluate import generate
     from demo.train_text import load_learner, load_tower
 

@@ -24,7 +24,7 @@ FILE_LINES, FUNCTION_LINES, PARAMETERS = 400, 60, 7
 
 
 def sources() -> Iterator[Path]:
-    """All files that the limits hold for."""
+    """Lists all files that the limits hold for."""
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*")):
             if path.suffix in SUFFIXES and not path.relative_to(ROOT).as_posix().startswith(FOREIGN):
@@ -32,12 +32,12 @@ def sources() -> Iterator[Path]:
 
 
 def parameters(function: Any) -> int:
-    """How many values a caller passes."""
+    """Counts the values that a caller passes."""
     return sum(name.lstrip("*") not in ("self", "cls", "err", "") for name in function.parameters)
 
 
 def offences(path: Path) -> Iterator[str]:
-    """What of a file is over a limit, with its place."""
+    """Lists what of a file is over a limit, with its place."""
     import lizard
 
     name = path.relative_to(ROOT).as_posix()

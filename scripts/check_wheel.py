@@ -46,11 +46,11 @@ print(*sorted({p.rpartition("/")[2] for p in maps if "ggml-cpu" in p}))
 
 
 class CheckError(Exception):
-    """A step that failed; one line."""
+    """A step failed; one line says how."""
 
 
 class Place:
-    """The fresh environment, and how programs are run in it."""
+    """A place is the fresh environment, and runs programs in it."""
 
     def __init__(self, folder: Path) -> None:
         self.venv, self.work, self.home = folder / "venv", folder / "work", folder / "home"
@@ -65,7 +65,7 @@ class Place:
         return str(self.venv / "bin" / name)
 
     def run(self, what: str, command: Sequence[str | Path], **variables: str) -> str:
-        """stdout of a command in the empty folder. Raises CheckError."""
+        """Returns stdout of a command in the empty folder. Raises CheckError."""
         keep = ("PIP_", "SSL_", "REQUESTS_", "HTTP", "http", "NO_PROXY", "no_proxy", "SYSTEMROOT", "LANG", "LC_")
         env = {k: v for k, v in os.environ.items() if k.startswith(keep)}
         env |= {"PATH": str(self.empty), "HOME": str(self.home), "TMPDIR": str(self.home), "PYTHONUTF8": "1"}
@@ -101,7 +101,7 @@ def install(place: Place, wheel: Path) -> None:
 
 
 def package(place: Place) -> Path:
-    """The folder of the installed package."""
+    """Finds the folder of the installed package."""
     emulator, place.emulator = place.emulator, []
     where = place.run("package", [place.program("python"), "-c", "import pykvedge; print(pykvedge.__path__[0])"])
     place.emulator = emulator
@@ -109,7 +109,7 @@ def package(place: Place) -> Path:
 
 
 def compiled(place: Place) -> Path:
-    """A program in C, linked to the installed libraries; for this the user needs a compiler."""
+    """Compiles a program in C against the installed libraries; for this the user needs a compiler."""
     compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         raise CheckError("the program in C: no C compiler")
@@ -124,7 +124,7 @@ def compiled(place: Place) -> Path:
 
 
 def refused(place: Place, program: Path) -> None:
-    """Without its variants the program in C says so."""
+    """Checks that without its variants the program in C says so."""
     lib = package(place) / "lib"
     if not any(lib.glob("*ggml-cpu-*")):
         return

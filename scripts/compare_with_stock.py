@@ -37,7 +37,7 @@ def require(parser: argparse.ArgumentParser, model: str, stock: bool = True) -> 
 
 
 class Worker:
-    """A process with one library; calls block until it answers."""
+    """A worker is a process with one library; calls block until it answers."""
 
     def __init__(self, model: str, threads: int, kvedge: bool) -> None:
         command = [sys.executable, str(Path(__file__).with_name("comparison_worker.py")), model]
@@ -69,7 +69,7 @@ class Worker:
 
 
 def measure_speed(args: argparse.Namespace, sides: dict[bool, Worker]) -> list[dict[str, Any]]:
-    """Rows of the speed table: medians over rounds."""
+    """Measures the rows of the speed table: medians over rounds."""
     variants: dict[str, tuple[Worker, str | None]] = {"stock": (sides[False], None)}
     variants |= {"patched": (sides[True], None), "full": (sides[True], "full")}
     variants |= {method: (sides[True], method) for method in args.method}
@@ -111,12 +111,12 @@ def measure_speed(args: argparse.Namespace, sides: dict[bool, Worker]) -> list[d
 
 
 def largest_divergence(reference: np.ndarray, other: np.ndarray) -> float:
-    """The largest KL divergence of the next-token distributions of all rows of logits, in nats."""
+    """Finds the largest KL divergence of the next-token distributions of all rows of logits, in nats."""
     return max(divergence(p, q) for p, q in zip(log_softmax(reference), log_softmax(other), strict=True))
 
 
 def compare_logits(args: argparse.Namespace, sides: dict[bool, Worker]) -> list[dict[str, Any]]:
-    """Rows of the logits table, one per prompt."""
+    """Makes the rows of the logits table, one per prompt."""
     runs = {
         "stock": (False, None, True),
         "stock without flash attention": (False, None, False),

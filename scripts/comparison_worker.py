@@ -16,7 +16,7 @@ import numpy as np
 
 
 class Side:
-    """The model, and one context per variant under test."""
+    """A side has the model, and one context per variant under test."""
 
     def __init__(self, model: str, threads: int, kvedge: bool) -> None:
         if kvedge:
@@ -41,7 +41,7 @@ class Side:
     def open(
         self, name: str, n_ctx: int, method: str | None, budget: float, flash: bool = True, copies: bool = False
     ) -> dict[str, Any]:
-        """A fresh context; llama.cpp's defaults apart from its size, so that stock is what its users get.
+        """Opens a fresh context; llama.cpp's defaults apart from its size, so that stock is what its users get.
 
         copies: with room for a second sequence, for compress_copy.
         """
@@ -69,7 +69,7 @@ class Side:
         return {}
 
     def decode(self, name: str, tokens: list[int]) -> np.ndarray:
-        """Decodes tokens after those that are there; the logits of the last one, a view."""
+        """Decodes tokens after those that are there; returns the logits of the last one, a view."""
         batch = self.llama.llama_batch_init(len(tokens), 0, 1)
         batch.n_tokens = len(tokens)
         for i, token in enumerate(tokens):
@@ -90,7 +90,7 @@ class Side:
         self.ends[name] += n
 
     def part(self, name: str, n: int, image: bool, seed: int) -> dict[str, Any]:
-        """Decodes n more tokens of a prompt, an image's as embeddings; the time it took, and what scores take then."""
+        """Decodes n more tokens of a prompt, an image's as embeddings; returns the time, and what scores take then."""
         batch = self.llama.llama_batch_init(n, self.n_embd if image else 0, 1)
         batch.n_tokens = n
         if image:
@@ -119,7 +119,7 @@ class Side:
             self.llama.llama_memory_seq_rm(memory, 1, -1, -1)
 
     def tokens(self, n: int, seed: int) -> list[int]:
-        """Random text tokens: the time and the arithmetic do not depend on what they say."""
+        """Draws random text tokens: the time and the arithmetic do not depend on what they say."""
         low, high = (300, 30000) if self.n_vocab > 30000 else (self.n_vocab // 2, self.n_vocab - 1)
         return [int(t) for t in np.random.default_rng(seed).integers(low, high, n)]
 

@@ -30,20 +30,20 @@ AT_ONCE = 4  # tests wait for the disk and for their own threads as much as they
 
 @dataclass(frozen=True)
 class Tool:
-    """A program, by the names that it may have, and the Debian package that brings it."""
+    """A tool is a program, by the names that it may have, and the Debian package that brings it."""
 
     names: tuple[str, ...]
     package: str
 
     @property
     def path(self) -> str | None:
-        """Where the program is; None: it is missing."""
+        """Finds the program; None: it is missing."""
         return next(filter(None, map(shutil.which, self.names)), None)
 
 
 @dataclass(frozen=True)
 class Processor:
-    """What an emulator plays."""
+    """An emulator plays this."""
 
     name: str
     arguments: tuple[str, ...] = ()  # of the emulator
@@ -53,7 +53,7 @@ class Processor:
 
 @dataclass(frozen=True)
 class Target:
-    """A system that is built for on this one."""
+    """A target is a system that is built for on this one."""
 
     toolchain: str  # below cmake/toolchains
     compiler: Tool
@@ -64,7 +64,7 @@ class Target:
 
     @property
     def cmake_options(self) -> dict[str, str]:
-        """Options that any build for the target takes."""
+        """Lists options that any build for the target takes."""
         toolchain = ROOT / "cmake" / "toolchains" / self.toolchain
         return {"CMAKE_TOOLCHAIN_FILE": str(toolchain), "CMAKE_BUILD_TYPE": "Release", **dict(self.options)}
 
@@ -77,7 +77,7 @@ class Target:
             raise SourceError(f"{names} missing; on Debian: apt-get install {packages}")
 
     def command(self, processor: Processor, program: Path, *arguments: str) -> list[str]:
-        """What runs a program of the target here."""
+        """Makes the command that runs a program of the target here."""
         return [str(self.emulator.path), *processor.arguments, str(program), *arguments]
 
 
@@ -107,7 +107,7 @@ TARGETS = {
 
 
 def run_test(target: Target, processor: Processor, program: Path) -> bool:
-    """Runs one test program, with its name and outcome as a line on stdout; whether it passed."""
+    """Runs one test program, with its name and outcome as a line on stdout; returns whether it passed."""
     arguments = [processor.kernels] if program.stem == KERNELS and processor.kernels else FEWER.get(program.stem, [])
     done = subprocess.run(
         target.command(processor, program, *arguments),
@@ -124,7 +124,7 @@ def run_test(target: Target, processor: Processor, program: Path) -> bool:
 
 
 def run_tests(name: str) -> int:
-    """Builds and runs the native tests of a target; how many failed. Raises SourceError."""
+    """Builds and runs the native tests of a target; returns how many failed. Raises SourceError."""
     target = TARGETS[name]
     programs = build_native(name, ["kvedge-tests"], **target.cmake_options)
     tests = sorted(p for p in programs.glob("test_*") if p.suffix in ("", ".exe"))

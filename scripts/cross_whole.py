@@ -30,7 +30,7 @@ THREADS = "1"  # the same sums everywhere, and no waiting for each other on a bu
 
 @dataclass(frozen=True)
 class Case:
-    """A question, as arguments of ask."""
+    """A case is a question, as arguments of ask."""
 
     name: str
     arguments: tuple[str, ...]
@@ -38,20 +38,20 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run said."""
+    """A run said this."""
 
     answer: str
     figures: dict[str, str]
 
     def same_as(self, other: Outcome) -> list[str]:
-        """What differs, by name. Which kernels ran may, and which of tokens that matter about the same are kept."""
+        """Names what differs. Which kernels ran may, and which of tokens that matter about the same are kept."""
         names = sorted({*self.figures, *other.figures} - {"kernels", "kept"})
         differs = [name for name in names if self.figures.get(name) != other.figures.get(name)]
         return differs if self.answer == other.answer else ["answer", *differs]
 
 
 def cases(folder: Path) -> list[Case]:
-    """The packaged model with an image, its keys and values in three types, and tiny models with random weights."""
+    """Lists the packaged model with an image, its cache in three types, and tiny models with random weights."""
     demo = ("--mmproj", str(DATA / "demo-mmproj.gguf"), "--image", str(SCENE))
     asked = (str(DATA / "demo-model.gguf"), IMAGE_QUESTION)
     out = [Case(f"demo model, {kind}", ("--kv-type", kind, *demo, *asked)) for kind in ("f16", "q8_0", "q4_0")]
@@ -75,7 +75,7 @@ def ask(command: list[str]) -> Outcome:
 
 
 def build(folder: Path, options: dict[str, str]) -> Path:
-    """Builds ask and what it needs in `folder`; the program. Raises SourceError."""
+    """Builds ask and what it needs in `folder`; returns the program. Raises SourceError."""
     cmake(ROOT, folder, None if (folder / "build.ninja").is_file() else options, PROGRAM)
     found = [path for suffix in ("", ".exe") if (path := folder / "bin" / f"{PROGRAM}{suffix}").is_file()]
     if not found:
@@ -84,7 +84,7 @@ def build(folder: Path, options: dict[str, str]) -> Path:
 
 
 def compare(case: Case, here: Outcome, target: Target, processor: Processor, program: Path) -> bool:
-    """Runs a case under the emulator, with a line on stdout; whether it is as here."""
+    """Runs a case under the emulator, with a line on stdout; returns whether it is as here."""
     start = time.monotonic()
     there = ask(target.command(processor, program, "--threads", THREADS, *case.arguments))
     differs = there.same_as(here)
@@ -105,7 +105,7 @@ def compare(case: Case, here: Outcome, target: Target, processor: Processor, pro
 
 
 def run_whole(name: str, target: Target) -> int:
-    """Builds for the target and compares; how many cases differ. Raises SourceError."""
+    """Builds for the target and compares; returns how many cases differ. Raises SourceError."""
     native = build(find_build(), {})
     crossed = build(ROOT / "build" / "cross" / f"{name}-whole", {**target.cmake_options, **dict(target.whole_options)})
     failed = 0

@@ -62,7 +62,7 @@ def demo(args: list[str]) -> int:
 
 
 def crash(code: int) -> str:
-    """How a program ended whose exit code says that it crashed; empty if it did not."""
+    """Words how a program ended whose exit code says that it crashed; empty if it did not."""
     if code >= 0:
         unsigned = code & 0xFFFFFFFF
         return f"exception {unsigned:#x}" if unsigned > 0xC0000000 else ""

@@ -18,7 +18,7 @@ from llama_source import BASE_TAG, ROOT, Patch, SourceError, ended, git, read_se
 
 
 def export(tree: Path) -> dict[str, str]:
-    """File name -> text of every commit after the base, in order."""
+    """Maps file names to the text of every commit after the base, in order."""
     if not (tree / ".git").exists():
         raise SourceError(f"{tree} is no git repository; make one with scripts/llama_source.py --git {tree}")
     if git(tree, "status", "--porcelain", "--untracked-files=no").strip():

@@ -31,7 +31,7 @@ SIDES = ("stock", "ordinary", "one pass", "bounded")
 
 
 def pieces(args: argparse.Namespace) -> list[tuple[bool, int]]:
-    """(whether an image, tokens) of each piece."""
+    """Lists (whether an image, tokens) of each piece."""
     text = args.tokens - args.images * args.image_tokens
     if text < 2:
         raise SystemExit(f"{args.images} images of {args.image_tokens} tokens leave no text in {args.tokens} tokens")
@@ -39,12 +39,12 @@ def pieces(args: argparse.Namespace) -> list[tuple[bool, int]]:
 
 
 def image_rows(n: int, width: int, number: int) -> np.ndarray:
-    """[n, width] float32."""
+    """Draws embeddings [n, width] float32."""
     return np.random.default_rng(number).standard_normal((n, width), dtype=np.float32) * np.float32(0.02)
 
 
 def text_tokens(n: int, number: int) -> list[int]:
-    """Random text."""
+    """Draws random text."""
     return [int(t) for t in np.random.default_rng(1000 + number).integers(300, 30000, n)]
 
 
@@ -148,7 +148,7 @@ def our_side(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def whole_prompt(table: Any, width: int, args: argparse.Namespace) -> Any:
-    """The prompt as one batch of embeddings."""
+    """Makes the prompt one batch of embeddings."""
     from pykvedge.runtime.bounded_batch import OnePass
 
     embeddings = np.empty((args.tokens, width), dtype=np.float32)
@@ -161,7 +161,7 @@ def whole_prompt(table: Any, width: int, args: argparse.Namespace) -> Any:
 
 
 def run(side: str, args: argparse.Namespace) -> dict[str, Any]:
-    """One side in a process of its own, with stock's library or ours."""
+    """Runs one side in a process of its own, with stock's library or ours."""
     environment = dict(os.environ)
     if side == "stock":
         environment |= {"LLAMA_CPP_LIB_PATH": str(STOCK_LIB), "MTMD_CPP_LIB": str(STOCK_LIB)}
@@ -175,7 +175,7 @@ def run(side: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def in_common(a: list[list[list[int]]], b: list[list[list[int]]]) -> float:
-    """Share of a's kept pairs that b keeps, too."""
+    """Computes the share of a's kept pairs that b keeps, too."""
     pairs = [(set(x), set(y)) for one, other in zip(a, b, strict=True) for x, y in zip(one, other, strict=True)]
     return sum(len(x & y) for x, y in pairs) / sum(len(x) for x, _ in pairs)
 

@@ -26,7 +26,7 @@ SHAPES = {"mha-16x1x128": (16, 1, 128), "mha-16x1x64": (16, 1, 64), "gqa-2x6x128
 
 
 class Setting(NamedTuple):
-    """Of one row of the table."""
+    """A setting is of one row of the table."""
 
     kv_type: str
     shape: str
@@ -35,7 +35,7 @@ class Setting(NamedTuple):
 
 
 def measure(program: Path, setting: Setting, args: argparse.Namespace) -> dict[str, Any]:
-    """One row of the table. Raises SourceError when the program fails."""
+    """Measures one row of the table. Raises SourceError when the program fails."""
     n_heads_kv, group, size = SHAPES[setting.shape]
     numbers = [n_heads_kv * group, n_heads_kv, size, setting.tokens, setting.threads, args.rounds, args.mib]
     done = subprocess.run([program, *map(str, numbers), setting.kv_type], capture_output=True, text=True, check=False)

@@ -42,7 +42,7 @@ def make_plan(method: str, budget: float) -> pykvedge.Plan:
 
 
 def along_the_answer(session: pykvedge.Session, sample: Sample) -> np.ndarray:
-    """[n + 1, vocabulary] log-probabilities of the next token, before each token of the right answer and after it."""
+    """Returns log-probabilities [n + 1, vocabulary] of the next token, before each of the right answer and after it."""
     session.clear()
     session.ask(sample.question.text, sample.images())
     rows = [log_softmax(session.engine.context.logits())]
@@ -72,7 +72,7 @@ def fidelity(args: argparse.Namespace) -> dict[tuple[str, float], dict[str, floa
 
 
 class Reader:
-    """A context whose KV memory has a type, and a prompt of random tokens in it."""
+    """A Reader has a context whose KV memory has a type, and a prompt of random tokens in it."""
 
     def __init__(self, model: Model, kv_type: str, plan: pykvedge.Plan, n_tokens: int, threads: int) -> None:
         self.context = Context(model, ContextSize(n_tokens + 1024, kv_type=kv_type), threads)
@@ -82,7 +82,7 @@ class Reader:
         self.cache.compress()
 
     def decode(self, n: int) -> float:
-        """Seconds per token."""
+        """Measures seconds per token."""
         started = time.perf_counter()
         for token in self._tokens[:n]:
             self.context.decode([token], want_logits=True)

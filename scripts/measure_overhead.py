@@ -25,7 +25,7 @@ Piece = tuple[int, bool]  # tokens, and whether they are an image's
 
 
 def pieces(images: int, image_tokens: int, tokens: int) -> list[Piece]:
-    """The prompt, as it is decoded: a few words, the images, the question. Raises ValueError if it is too short."""
+    """Makes the prompt in pieces: a few words, the images, the question. Raises ValueError if it is too short."""
     text = tokens - images * image_tokens
     if text < 2:
         raise ValueError(f"{images} images of {image_tokens} tokens leave no text in a prompt of {tokens} tokens")
@@ -33,7 +33,7 @@ def pieces(images: int, image_tokens: int, tokens: int) -> list[Piece]:
 
 
 def gathering(method: str) -> str:
-    """Methods with the same answer gather the same while the prompt is processed."""
+    """Returns a key: methods with the same one gather the same while the prompt is processed."""
     plan = pykvedge.plan(method)
     queries = "and queries" if plan.allocator == "entropy" else ""
     scorer = "window" if plan.scorer == "mixkv" else plan.scorer  # the last queries, both of them
@@ -41,7 +41,7 @@ def gathering(method: str) -> str:
 
 
 def measurable() -> list[str]:
-    """Methods that need no profile of the model; budgets by profile cost nothing worth measuring."""
+    """Lists methods that need no profile of the model; budgets by profile cost nothing worth measuring."""
     return [m for m in pykvedge.methods() if m != "full" and not pykvedge.plan(m).profile_kinds()]
 
 

@@ -32,14 +32,14 @@ COLUMNS = ("images", "tokens", "pairs_per_head", "kv_bytes", "score_bytes", "ful
 
 
 class Meter:
-    """Pictures that are made when they are asked for; what the process holds at these moments."""
+    """A meter makes pictures when they are asked for, and notes what the process holds at these moments."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.rows = args, []
         self.session: Session | None = None
 
     def pictures(self) -> Iterator[Picture]:
-        """args.images of them."""
+        """Yields args.images of them."""
         side = self.args.size
         for i in range(self.args.images):
             self.note()
@@ -63,14 +63,14 @@ class Meter:
             self.show(self.rows[-1])
 
     def show(self, row: dict[str, Any]) -> None:
-        """One line of the table, the first time with its head; bytes in MiB."""
+        """Prints one line of the table, the first time with its head; bytes in MiB."""
         if len(self.rows) == 1:
             print("  ".join(name.replace("_bytes", " MiB").rjust(14) for name in COLUMNS))
         cells = [f"{v / MIB:.1f}" if name.endswith("_bytes") else f"{v:g}" for name, v in row.items()]
         print("  ".join(text.rjust(14) for text in cells), flush=True)
 
     def strays(self) -> dict[str, float]:
-        """Percent, by column."""
+        """Computes percent, by column."""
         later = self.rows[SETTLED - 1 :]
         names = ("kv_bytes", "rss_bytes")
         return {n: 100 * max(abs(r[n] - later[0][n]) / later[0][n] for r in later) for n in names} if later else {}

@@ -12,7 +12,7 @@ FEWER = {"test_attention": ["3"]}
 
 
 def build_native(name: str, targets: list[str], **options: str) -> Path:
-    """Builds `targets` of native/ with CMake options into build/native/NAME; the folder of the programs.
+    """Builds `targets` of native/ with CMake options into build/native/NAME; returns the folder of the programs.
 
     Raises SourceError when a tool is missing or the build fails.
     """

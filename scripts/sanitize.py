@@ -26,7 +26,7 @@ MODELS = ("llama", "gemma3")  # all layers kvedge's; windowed layers with llama.
 
 
 def build(sanitizer: str, targets: list[str]) -> Path:
-    """The folder of the programs, made with a sanitizer. Raises SourceError when the build fails."""
+    """Builds the programs with a sanitizer, and returns their folder. Raises SourceError when the build fails."""
     kvedge = find_build()
     options = {"KVEDGE_SANITIZE": sanitizer, "KVEDGE_LLAMA_DIR": (kvedge / "llama.cpp").as_posix()}
     if sanitizer != "thread":
@@ -35,7 +35,7 @@ def build(sanitizer: str, targets: list[str]) -> Path:
 
 
 def commands(programs: Path, only_glue: bool, folder: Path) -> Iterator[list[str]]:
-    """What is run: the tests, and the glue's with its models in a folder."""
+    """Lists what is run: the tests, and the glue's with its models in a folder."""
     if not only_glue:
         tests = sorted(p for p in programs.glob("test_*") if p.is_file() and p.suffix in ("", ".exe"))
         if not tests:
@@ -49,7 +49,7 @@ def commands(programs: Path, only_glue: bool, folder: Path) -> Iterator[list[str
 
 
 def run_tests(sanitizer: str, only_glue: bool) -> list[str]:
-    """Builds and runs the tests; names of those that failed. Raises SourceError when the build fails."""
+    """Builds and runs the tests; returns the names of those that failed. Raises SourceError when the build fails."""
     programs = build(sanitizer, ["kvedge-glue-tests"] if only_glue else ["kvedge-tests"])
     failed = []
     with tempfile.TemporaryDirectory(prefix="kvedge-sanitize-") as folder:

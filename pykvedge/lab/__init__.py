@@ -1,1 +1,1 @@
-"""Instruments: benchmarks, evaluation, inspection, calibration, checks of stages and of the machine."""
+"""The lab has instruments: benchmarks, evaluation, inspection, calibration, checks of stages and machines."""

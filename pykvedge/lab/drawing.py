@@ -1,4 +1,4 @@
-"""Pictures with matplotlib: whether they can be written, and a canvas that becomes a file."""
+"""Pictures are drawn with matplotlib, on a canvas that becomes a file; whether they can be is asked first."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FORMATS = (".png", ".svg", ".pdf")
 
 
 def check_place(option: str, path: Path, formats: Sequence[str]) -> None:
-    """Raises UsageError if the name has none of the endings, or there is no such folder."""
+    """Refuses a name that has none of the endings, or is in no folder. Raises UsageError."""
     if path.suffix not in formats:
         raise UsageError(f"{option} writes {', '.join(formats)}, not '{path.suffix or path.name}'")
     if not path.parent.is_dir():
@@ -21,7 +21,7 @@ def check_place(option: str, path: Path, formats: Sequence[str]) -> None:
 
 
 def check_library(what: str, otherwise: str = "") -> None:
-    """Raises UsageError if matplotlib is missing. what: needs it; otherwise: what does not."""
+    """Looks for matplotlib. Raises UsageError if it is missing. what: needs it; otherwise: what does not."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -29,14 +29,14 @@ def check_library(what: str, otherwise: str = "") -> None:
 
 
 def check(option: str, path: Path) -> None:
-    """Raises UsageError if a picture cannot be written there, before anything is measured for it."""
+    """Refuses a place where no picture can be written, before anything is measured for it. Raises UsageError."""
     check_place(option, path, FORMATS)
     check_library(option)
 
 
 @contextmanager
 def canvas(path: Path, rows: int, columns: int, **layout: Any) -> Iterator[Any]:
-    """Axes [rows][columns] to draw on; the file is written at the end. Raises KvedgeError if it cannot be."""
+    """Yields axes [rows][columns] to draw on; the file is written at the end. Raises KvedgeError if it cannot be."""
     import matplotlib
 
     matplotlib.use("Agg")

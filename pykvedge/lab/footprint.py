@@ -1,4 +1,4 @@
-"""What a conversation will take of memory, from the metadata of the files alone: nothing is loaded.
+"""What a conversation will take of memory is computed from the metadata of the files: nothing is loaded.
 
 Every figure is bytes of resident memory; models/shape.py says what they follow from.
 """
@@ -48,7 +48,7 @@ _BESIDE_AMX = "avx512vnni"  # what processors with AMX have for the other weight
 
 @dataclass(frozen=True)
 class Weights:
-    """Bytes of a language model's weights. mapped: of the file, from the first to the last tensor that is read there.
+    """A language model's weights take bytes. mapped: of the file, from the first to the last tensor read there.
 
     in_place: of those tensors alone. repacked: of the copies in another order.
     """
@@ -76,7 +76,7 @@ class Weights:
 
 
 def machine_simd() -> str:
-    """The instruction set by the name that libkvedge gives it, AMX where ggml uses it; a guess without libraries."""
+    """Names the instruction set as libkvedge does, AMX where ggml uses it; without libraries it is a guess."""
     try:
         return AMX if "AMX" in dict(ggml.buffer_types(ggml.cpu())) else libkvedge.simd()
     except errors.LibraryError:
@@ -84,7 +84,7 @@ def machine_simd() -> str:
 
 
 def program_bytes(header: Header) -> int:
-    """What a session's process takes before a model is loaded, and the model's vocabulary: this process is measured."""
+    """Measures what this process takes before a model is loaded, and adds the model's vocabulary."""
     importlib.import_module("pykvedge.chat.session")
     with suppress(errors.LibraryError):
         llamacpp.start(False, vision=True)
@@ -93,7 +93,7 @@ def program_bytes(header: Header) -> int:
 
 
 def _copied(tensor: Tensor, simd: str) -> float:
-    """How large the rearranged copy of a weight is, as a multiple of the weight; 0: there is none."""
+    """Tells how large the rearranged copy of a weight is, as a multiple of the weight; 0: there is none."""
     if len(tensor.shape) < 2:
         return 0.0
     if simd == AMX:
@@ -107,7 +107,7 @@ def _copied(tensor: Tensor, simd: str) -> float:
 
 
 def encoder_compute(mmproj: Header, grid: ImageGrid) -> int:
-    """Bytes that the encoding of one image takes beside the weights."""
+    """Computes the bytes that encoding one image takes beside the weights."""
     values = mmproj.values
     width = int(values.get("clip.vision.embedding_length", 0))
     ff = int(values.get("clip.vision.feed_forward_length", 4 * width))
@@ -120,7 +120,7 @@ def encoder_compute(mmproj: Header, grid: ImageGrid) -> int:
 
 @dataclass(frozen=True)
 class Request:
-    """What is to run."""
+    """A request says what is to run."""
 
     plan: Plan
     n_images: int = 0
@@ -137,7 +137,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Resident bytes by what they are for; `full` is kvedge without compression, `stock` llama.cpp without kvedge.
+    """Resident bytes are told by what they are for; `full`: kvedge, uncompressed, `stock`: llama.cpp alone.
 
     Stock keeps the working memory of the image encoder while it reads the prompt; kvedge gives it back first, so that
     its peaks are those of whichever takes more. It gives back llama.cpp's compute buffer when the prompt is complete.
@@ -171,7 +171,7 @@ class Footprint:
 
 @dataclass(frozen=True)
 class Files:
-    """The parts of a footprint that do not depend on the prompt."""
+    """These parts of a footprint do not depend on the prompt."""
 
     shape: ModelShape
     weights: Weights
@@ -181,7 +181,7 @@ class Files:
 
 
 def footprint(files: Files, request: Request) -> Footprint:
-    """The memory that a first message of that size takes."""
+    """Computes the memory that a first message of that size takes."""
     shape, weights, plan, types = files.shape, files.weights, request.plan, KvType.parse(request.kv_type)
     element = types.plain.bytes_per_value  # of the prompt until it is compressed
     n_tokens = request.prompt_tokens
@@ -239,7 +239,7 @@ def footprint(files: Files, request: Request) -> Footprint:
 
 
 def most_images(files: Files, request: Request, available: int, kind: str) -> int:
-    """Largest number of images in one prompt whose peak fits. kind: "stock", "full", "compressed" or "bounded"."""
+    """Finds the most images in one prompt whose peak fits. kind: "stock", "full", "compressed" or "bounded"."""
 
     def fits(n: int) -> bool:
         f = footprint(files, replace(request, n_images=n, n_ctx=0))
@@ -251,13 +251,13 @@ def most_images(files: Files, request: Request, available: int, kind: str) -> in
 
 
 def most_turns(files: Files, request: Request, available: int) -> int:
-    """Largest number of messages, each with one image and compressed before the next, that fit."""
+    """Finds the largest number of messages that fit, each with one image and compressed before the next."""
     once = footprint(files, replace(request, n_images=1, n_ctx=0))
     return _largest(lambda n: once.peak_prefill - once.reclaimable + (n - 1) * once.kv_kept <= available if n else True)
 
 
 def _largest(fits: Callable[[int], bool]) -> int:
-    """Largest n that fits, of a condition that holds up to some n; -1 if it does not hold for 0."""
+    """Finds the largest n that fits, of a condition that holds up to some n; -1 if it does not hold for 0."""
     if not fits(0):
         return -1
     low, high = 0, 1

@@ -1,4 +1,4 @@
-"""A file of JSON lines that is written while something long runs: each line is whole or not there."""
+"""JSON lines are written while something long runs: each line is whole or not there."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class JsonLines:
             raise self._error(error) from None
 
     def add(self, line: dict[str, Any]) -> None:
-        """Raises SaveError; the file then ends with the line before, and is closed."""
+        """Writes a line. Raises SaveError; the file then ends with the line before, and is closed."""
         data = json.dumps(line, ensure_ascii=False).encode() + b"\n"
         try:
             written = 0

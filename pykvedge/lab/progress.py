@@ -1,4 +1,4 @@
-"""What a person sees on stderr while waiting: a bar at a terminal; in a file, of a long run, a line at times."""
+"""A person who waits sees a bar on stderr at a terminal; in a file, of a long run, a line at times."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Display:
         self._show(what, share, None if unknown else 1.0)
 
     def step(self, what: str, n: int = 1) -> None:
-        """n more steps are done, and `what` comes next."""
+        """Counts n more steps as done; `what` comes next."""
         self._done += n
         now = time.monotonic()
         left = (now - self._started) / max(self._done, 1) * (self._total - self._done)
@@ -37,11 +37,11 @@ class Display:
             print(line, file=sys.stderr, flush=True)
 
     def skip(self, n: int) -> None:
-        """n steps need not be done after all; negative: so many more must."""
+        """Leaves out n steps that need not be done after all; negative: so many more must."""
         self._total = max(self._total - n, 1)
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Writes a line that stays."""
         self.done()
         print(text, file=sys.stderr, flush=True)
 
@@ -68,7 +68,7 @@ class Display:
 
 
 def clock(seconds: float) -> str:
-    """12 s, 3:05 min, 1:02 h."""
+    """Writes a time as 12 s, 3:05 min, or 1:02 h."""
     s = max(round(seconds), 0)
     if s < 60:
         return f"{s} s"

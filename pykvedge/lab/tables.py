@@ -1,4 +1,4 @@
-"""Tables of results as text: Markdown whose columns line up, and CSV."""
+"""Tables of results become text: Markdown whose columns line up, and CSV."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def markdown(rows: list[list[str]]) -> str:
-    """The rows under each other, the first of which is the head."""
+    """Writes the rows under each other, the first of which is the head."""
     widths = [max(3, *(len(row[i]) for row in rows)) for i in range(len(rows[0]))]
     return "\n".join(
         "| " + " | ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) + " |"
@@ -19,8 +19,8 @@ def markdown(rows: list[list[str]]) -> str:
 
 
 def as_csv(rows: Iterable[Any], pair: str) -> str:
-    """A line for each dataclass, below their names. A field that ends in `pair` holds two numbers, or None: it becomes
-    the columns NAME_low and NAME_high. None is an empty cell.
+    """Writes a line for each dataclass, below the names of the fields. A field that ends in `pair` holds two numbers
+    or None: it becomes the columns NAME_low and NAME_high. None is an empty cell.
     """
     out, writer = io.StringIO(), None
     for row in rows:

@@ -1,1 +1,1 @@
-"""What the package meets below it: kvedge.h by ctypes, the libraries, llama.cpp's set-up, memory and processor."""
+"""The package meets this below it: kvedge.h by ctypes, the libraries, llama.cpp's set-up, memory, processor."""

@@ -1,4 +1,4 @@
-"""The processor: its name, and the features that kvedge and llama.cpp have code for."""
+"""The processor has a name, and features that kvedge and llama.cpp have code for."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _CPUINFO = Path("/proc/cpuinfo")
 
 
 def name() -> str:
-    """What the processor calls itself, or its architecture."""
+    """Returns what the processor calls itself, or its architecture."""
     if sys.platform == "darwin":
         return _sysctl("machdep.cpu.brand_string") or platform.machine()
     return field("model name") or platform.processor() or platform.machine()
 
 
 def features() -> list[str] | None:
-    """Those that matter here, of what the system says that the processor has; None where it does not say."""
+    """Names those that matter here of what the system says that it has; None where it does not say."""
     if sys.platform == "darwin":
         found = {f for f in _FEATURES if _sysctl("hw.optional.arm." + f.rpartition(":")[2]) == "1"}
         known = [f for f in _FEATURES if f in found]

@@ -1,4 +1,4 @@
-"""An image encoder of libmtmd at work, by kvedge-encoder.h: how far it is, its end before the end, and its memory."""
+"""kvedge-encoder.h watches an image encoder of libmtmd: how far it is, whether to stop it, and its memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pykvedge.native.calls import call, lib
 
 
 class EncoderWatch:
-    """A kvedge_encoder, which watches one mtmd context. Raises OutOfMemoryError when it is made."""
+    """This is a kvedge_encoder, which watches one mtmd context. Raises OutOfMemoryError when it is made."""
 
     def __init__(self, n_layers: int) -> None:
         self._n_layers = max(n_layers, 1)
@@ -24,7 +24,7 @@ class EncoderWatch:
         params.cb_eval_user_data = self._handle
 
     def run(self, encode: Callable[[], int], look: Callable[[float], None]) -> int:
-        """encode(), and the memory goes back if it returns 0. look(share done) is called after every layer.
+        """Calls encode(), and gives the memory back if it returns 0. look(share done) is called after every layer.
 
         What look raises, KeyboardInterrupt as well, stops the encoder and is raised here.
         """
@@ -55,6 +55,6 @@ class EncoderWatch:
         return lib().kvedge_encoder_release(self._handle)
 
     def close(self) -> None:
-        """After mtmd_free. Does nothing the second time."""
+        """Ends the watch, after mtmd_free. Does nothing the second time."""
         lib().kvedge_encoder_free(self._handle)
         self._handle = c.c_void_p()

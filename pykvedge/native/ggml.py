@@ -1,4 +1,4 @@
-"""ggml by ctypes: devices, what the CPU code was built with, and products of one weight."""
+"""ggml is called by ctypes: its devices, what the CPU code was built with, and products of one weight."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _handles() -> list[c.CDLL]:
 
 
 def call(name: str, *arguments: Any) -> Any:
-    """ggml_NAME(...). Raises LibraryError where ggml has no such function."""
+    """Calls ggml_NAME(...). Raises LibraryError where ggml has no such function."""
     return _function(f"ggml_{name}")(*arguments)
 
 
@@ -118,7 +118,7 @@ class Device:
 
 
 def devices() -> list[Device]:
-    """Every device that ggml found."""
+    """Lists every device that ggml found."""
     found = []
     for i in range(call("backend_dev_count")):
         handle = call("backend_dev_get", i)
@@ -177,7 +177,7 @@ _explain_abort: Any = None
 
 
 def cpu() -> int:
-    """The processor's device. Raises LibraryError where ggml has none."""
+    """Finds the processor's device. Raises LibraryError where ggml has none."""
     handle = call("backend_dev_by_type", CPU)
     if not handle:
         raise LibraryError(f"ggml has no code for this processor; {libraries.HOW_TO_BUILD}")
@@ -190,7 +190,7 @@ def _extension(device: int, name: str, prototype: Any) -> Any:
 
 
 def features(device: int) -> list[str]:
-    """What the code of a device was built with, as ggml names it."""
+    """Tells what the code of a device was built with, as ggml names it."""
     get = _extension(device, "ggml_backend_get_features", c.CFUNCTYPE(c.POINTER(_Feature), _P))
     out: list[str] = []
     if get is not None:
@@ -202,7 +202,7 @@ def features(device: int) -> list[str]:
 
 
 def buffer_types(device: int) -> list[tuple[str, int]]:
-    """Kinds of memory that weights may lie in, in the order in which llama.cpp asks for them; the plain one is last."""
+    """Lists the kinds of memory for weights in the order in which llama.cpp asks for them; the plain one is last."""
     get = _extension(device, "ggml_backend_dev_get_extra_bufts", c.CFUNCTYPE(c.POINTER(_P), _P))
     handles: list[int] = []
     if get is not None:
@@ -214,7 +214,7 @@ def buffer_types(device: int) -> list[tuple[str, int]]:
 
 
 def quantised(kind: int, values: np.ndarray) -> np.ndarray:
-    """Rows [n][k] of float32 in a ggml type, as bytes [n][row]."""
+    """Turns rows [n][k] of float32 into a ggml type, as bytes [n][row]."""
     n, k = values.shape
     out = np.empty((n, call("row_size", kind, k)), np.uint8)
     weights = np.ones(k, np.float32)  # some types are written only if it is said how much each value matters
@@ -223,7 +223,7 @@ def quantised(kind: int, values: np.ndarray) -> np.ndarray:
 
 
 def widened(kind: int, data: np.ndarray, k: int) -> np.ndarray:
-    """What ggml itself reads in rows of a type, float32 [n][k]."""
+    """Returns what ggml itself reads in rows of a type, float32 [n][k]."""
     out = np.empty((len(data), k), np.float32)
     traits = call("get_type_traits", kind).contents
     for row, to in zip(data, out, strict=True):
@@ -232,7 +232,7 @@ def widened(kind: int, data: np.ndarray, k: int) -> np.ndarray:
 
 
 class Weight:
-    """A weight [e][n][k] in a kind of memory, and products with it on the processor."""
+    """This is a weight [e][n][k] in a kind of memory; products with it run on the processor."""
 
     def __init__(self, kind: int, buffer_type: int, shape: tuple[int, int, int], threads: int) -> None:
         """shape: e matrices of n rows of k values; e is 1 for a plain weight, else experts."""
@@ -240,7 +240,7 @@ class Weight:
 
     @contextmanager
     def _graph(self, m: int) -> Iterator[tuple[int, int, int, int, int]]:
-        """(context, weight, input, ids or 0, output) of a product with m rows; only the weight's memory is there."""
+        """Builds (context, weight, input, ids or 0, output) of a product of m rows; only the weight has memory."""
         e, n, k = self._shape
         context = call("init", _InitParams(1 << 20, None, True))
         weight_memory = 0
@@ -263,17 +263,17 @@ class Weight:
 
     @property
     def n_bytes(self) -> int:
-        """What it takes there."""
+        """Tells the bytes that it takes there."""
         with self._graph(1) as (_, weight, *_):
             return call("backend_buft_get_alloc_size", self._memory, weight)
 
     def supported(self, m: int) -> bool:
-        """Whether llama.cpp would put such a weight there."""
+        """Tells whether llama.cpp would put such a weight there."""
         with self._graph(m) as (*_, made):
             return call("backend_dev_supports_op", cpu(), made)
 
     def times(self, data: np.ndarray, rows: np.ndarray, experts: np.ndarray) -> np.ndarray:
-        """Products [m][n] of rows [m][k] with the weight's bytes; experts [m]: the matrix of each row."""
+        """Computes products [m][n] of rows [m][k] with the weight's bytes; experts [m]: the matrix of each row."""
         m, n = len(rows), self._shape[1]
         with self._graph(m) as (context, weight, given, ids, made):
             plain = call("backend_dev_buffer_type", cpu())

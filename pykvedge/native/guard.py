@@ -1,4 +1,4 @@
-"""Guard: keeps a program's threads apart where native memory is used. One is inside at a time, the others are told."""
+"""A Guard keeps threads apart where native memory is used. One is inside at a time, the others are told."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Guard:
 
 
 class Stop(threading.Event):
-    """What long steps look at: set when `cancel` says so, or when a thread waits to close."""
+    """Long steps look at this: it is set when `cancel` says so, or when a thread waits to close."""
 
     def __init__(self, guard: Guard, cancel: Callable[[], threading.Event | None]) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Stop(threading.Event):
 
 
 def one_thread(method: Callable[Concatenate[T, P], R]) -> Callable[Concatenate[T, P], R]:
-    """A method that runs inside its object's `guard`."""
+    """Makes a method run inside its object's `guard`."""
 
     @functools.wraps(method)
     def inside(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:

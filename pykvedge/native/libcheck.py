@@ -41,14 +41,14 @@ _NEWER = {
 
 
 def this_machine() -> str:
-    """The processor's architecture, by the name that Linux gives it."""
+    """Names the processor's architecture as Linux does."""
     name = platform.machine().lower()
     return _SAME.get(name, name)
 
 
 @functools.cache
 def cpu_features() -> frozenset[str] | None:
-    """The instruction sets that this processor and system offer, by the names of /proc/cpuinfo. None: nobody knows."""
+    """Names the instruction sets that processor and system offer, as /proc/cpuinfo does. None: nobody knows."""
     flags = cpu.field("flags") or cpu.field("Features")
     return frozenset(flags.split()) if flags else None
 
@@ -91,7 +91,7 @@ def check_machine(library: Path) -> None:
 
 
 def explain(library: Path, message: str) -> LibraryError:
-    """The loader's message in one line that says what to do."""
+    """Puts the loader's message in one line that says what to do."""
     text = " ".join(message.split())
     if found := re.search(r"version [`'](\w+?)_([\w.]+)' not found", text):
         what = _NEWER.get(found[1], f"a newer {found[1]}")

@@ -1,4 +1,4 @@
-"""Finding and loading kvedge's shared libraries, and the llama_cpp bindings on top of them.
+"""kvedge's shared libraries are found and loaded here, and the llama_cpp bindings on top of them.
 
 kvedge carries the bindings (bindings/llama_cpp in the installed package) and they load its libraries. `prepare`, which
 importing pykvedge calls, puts them before any other llama_cpp, and loads nothing.
@@ -26,7 +26,7 @@ _VARIABLES = ("LLAMA_CPP_LIB_PATH", "MTMD_CPP_LIB")  # where the bindings look i
 
 
 def file_name(base: str) -> str:
-    """What a shared library is called on this system."""
+    """Tells what a shared library is called on this system."""
     if sys.platform == "win32":
         return f"{base}.dll"
     return f"lib{base}.dylib" if sys.platform == "darwin" else f"lib{base}.so"
@@ -34,7 +34,7 @@ def file_name(base: str) -> str:
 
 @functools.cache
 def library_dir() -> Path | None:
-    """The folder with libllama, libmtmd and libkvedge: KVEDGE_LIB_DIR, or lib/ in the installed package."""
+    """Finds libllama, libmtmd and libkvedge: in KVEDGE_LIB_DIR, or in lib/ of the installed package."""
     override = os.environ.get("KVEDGE_LIB_DIR")
     for place in [Path(override)] if override else _in_package("lib"):
         if (place / file_name("llama")).exists():
@@ -49,7 +49,7 @@ def _in_package(name: str) -> list[Path]:
 
 @functools.cache
 def bindings_dir() -> Path | None:
-    """The folder of kvedge's copy of llama_cpp. None in a source tree that was never installed."""
+    """Finds the folder of kvedge's copy of llama_cpp. None in a source tree that was never installed."""
     return next((place for place in _in_package("bindings") if (place / "llama_cpp").is_dir()), None)
 
 
@@ -61,7 +61,7 @@ def prepare() -> None:
 
 
 def require_dir() -> Path:
-    """The folder of our libraries. Raises LibraryError when there is none."""
+    """Finds the folder of our libraries. Raises LibraryError when there is none."""
     place = library_dir()
     if place is None:
         where = os.environ.get("KVEDGE_LIB_DIR")
@@ -72,7 +72,7 @@ def require_dir() -> Path:
 
 @functools.cache
 def load(base: str) -> ctypes.CDLL:
-    """One of our libraries. Raises LibraryError, which says why it cannot be used here and what to do."""
+    """Loads one of our libraries. Raises LibraryError, which says why it cannot be used here and what to do."""
     place = require_dir()
     libcheck.check_cpu(place)
     path = place / file_name(base)
@@ -88,7 +88,7 @@ def load(base: str) -> ctypes.CDLL:
 
 
 def folder_with(base: str) -> Path:
-    """Called by our copy of llama_cpp as it is imported: the folder whose lib`base` it is to load, ready to be used.
+    """Tells our copy of llama_cpp, as it is imported, the folder whose lib`base` it is to load.
 
     Raises LibraryError.
     """
@@ -99,7 +99,7 @@ def folder_with(base: str) -> Path:
 
 @functools.cache
 def kvedge() -> ctypes.CDLL:
-    """libkvedge and what it needs, without the bindings. Raises LibraryError, as `llama` does."""
+    """Loads libkvedge and what it needs, without the bindings. Raises LibraryError, as `llama` does."""
     _refuse_others(require_dir())
     return _kvedge()
 
@@ -128,7 +128,7 @@ def load_backends() -> None:
 
 @functools.cache
 def llama() -> Any:
-    """The llama_cpp.llama_cpp bindings on top of our libraries.
+    """Imports the llama_cpp.llama_cpp bindings on top of our libraries.
 
     Raises LibraryError: they are missing or cannot be used here, or a llama_cpp with others was imported first.
     """
@@ -143,7 +143,7 @@ def llama() -> Any:
 
 @functools.cache
 def mtmd() -> Any:
-    """The llama_cpp.mtmd_cpp bindings on top of our libraries. Raises LibraryError."""
+    """Imports the llama_cpp.mtmd_cpp bindings on top of our libraries. Raises LibraryError."""
     llama()
     bindings = _imported("llama_cpp.mtmd_cpp")
     _check_origin(bindings._libmtmd._name, require_dir() / file_name("mtmd"))
@@ -161,7 +161,7 @@ def _imported(name: str) -> Any:
 
 
 def _refuse_others(place: Path) -> None:
-    """Before anything of ours is in the process: two llama.cpp in one would call each other's functions."""
+    """Runs before anything of ours is in the process: two llama.cpp in one would call each other's functions."""
     for variable in _VARIABLES:
         wanted = os.environ.get(variable)
         if wanted is not None and Path(wanted).resolve() != place:

@@ -1,4 +1,4 @@
-"""Set-up that every use of llama.cpp shares: where its log goes, which CPU cores to use."""
+"""Every use of llama.cpp shares this set-up: where its log goes, which CPU cores to use."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ERROR, _CONT = 4, 5  # ggml_log_level
 
 
 class _Lines(threading.local):
-    """What this thread's calls have logged: llama.cpp logs from the thread that called it."""
+    """These lines were logged by this thread's calls: llama.cpp logs from the thread that called it."""
 
     def __init__(self) -> None:
         self.errors: deque[str] = deque(maxlen=50)
@@ -29,7 +29,7 @@ class _Lines(threading.local):
 
 
 class _Log:
-    """Receives llama.cpp's log: keeps the last errors for the message of an exception, prints all if verbose."""
+    """This receives llama.cpp's log, keeps the last errors for an exception's message, and prints all if verbose."""
 
     def __init__(self) -> None:
         self.verbose = False
@@ -73,14 +73,14 @@ def _init_backend() -> None:
 
 @contextmanager
 def collected_errors() -> Iterator[deque[str]]:
-    """The error lines that llama.cpp logs inside the block, in this thread, oldest first."""
+    """Collects the error lines that llama.cpp logs inside the block, in this thread, oldest first."""
     lines = _log.here.errors
     lines.clear()
     yield lines
 
 
 def reason(lines: deque[str], default: str) -> str:
-    """The most telling of llama.cpp's error lines, without the name of the C function that wrote it."""
+    """Picks the most telling of llama.cpp's error lines, without the name of the C function that wrote it."""
     for line in lines:
         text = line.rpartition("error: ")[2] if "error: " in line else line
         head, colon, tail = text.partition(": ")
@@ -93,7 +93,7 @@ def reason(lines: deque[str], default: str) -> str:
 
 
 def default_threads() -> int:
-    """Physical cores that this process may run on, or fewer where a control group limits its CPU time."""
+    """Counts the physical cores that this process may run on, or fewer where a control group limits its CPU time."""
     try:
         allowed = os.sched_getaffinity(0)
     except AttributeError:

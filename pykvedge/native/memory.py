@@ -1,4 +1,4 @@
-"""What the operating system says about memory: resident set size of this process, and what is left of the machine's."""
+"""The operating system tells the resident set size of this process, and what is left of the machine's memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def rss_bytes() -> int:
-    """Resident set size of this process now, in bytes; 0 where it cannot be told."""
+    """Returns the resident set size of this process now, in bytes; 0 where it cannot be told."""
     try:
         return psutil.Process().memory_info().rss
     except (OSError, psutil.Error):
@@ -24,13 +24,13 @@ def rss_bytes() -> int:
 
 
 def own_bytes() -> int:
-    """Resident memory of this process that is not shared with a file, in bytes, where the system tells them apart."""
+    """Returns the resident bytes that are not shared with a file, where the system tells them apart."""
     info = psutil.Process().memory_info()
     return int(info.rss - getattr(info, "shared", 0))
 
 
 def _highest_bytes() -> int:
-    """The largest resident set size that the system has noted for this process; it only grows. 0: it notes none."""
+    """Returns the largest resident set size that the system has noted here; it only grows. 0: it notes none."""
     if sys.platform == "win32":
         return psutil.Process().memory_info().peak_wset
     try:  # getrusage would also tell what the program held that started this one
@@ -43,7 +43,7 @@ def _highest_bytes() -> int:
 
 
 class PeakMeter:
-    """Measures the largest resident set size between `start` and `stop`, in bytes. It takes a thread.
+    """This measures the largest resident set size between `start` and `stop`, in bytes. It takes a thread.
 
     The thread looks every 10 ms. Where the system's own mark has risen meanwhile, that mark is the peak, to the byte.
     The mark is read and never reset: it belongs to the whole process.
@@ -68,7 +68,7 @@ class PeakMeter:
             self._peak = max(self._peak, self._look())
 
     def stop(self) -> int:
-        """The peak since start; the same again when it is asked again."""
+        """Returns the peak since start; the same again when it is asked again."""
         if self._thread is not None:
             self._done.set()
             self._thread.join()
@@ -88,7 +88,7 @@ def trim() -> None:
 
 
 def available_bytes() -> int | None:
-    """Memory that this process can still get without swapping, in bytes; None where it cannot be told.
+    """Returns the bytes that this process can still get without swapping; None where it cannot be told.
 
     The least of what the machine has available, what its control group may still use, and its address-space limit.
     """
@@ -97,7 +97,7 @@ def available_bytes() -> int | None:
 
 
 def total_bytes() -> int | None:
-    """Memory of the machine, in bytes; None where it cannot be told."""
+    """Returns the bytes of the machine's memory; None where it cannot be told."""
     return _of_machine("total")
 
 
@@ -109,7 +109,7 @@ def _of_machine(figure: str) -> int | None:
 
 
 def cgroup_limit() -> int | None:
-    """What the control group of this process allows, in bytes; None: no limit."""
+    """Returns the bytes that the control group of this process allows; None: no limit."""
     try:
         limit = (_CGROUP / "memory.max").read_text().strip()
         return None if limit == "max" else int(limit)
@@ -132,7 +132,7 @@ def _cgroup_available() -> int | None:
 
 
 def address_space_limit() -> int | None:
-    """Most bytes of address space that this process may have (ulimit -v); None: no limit."""
+    """Returns the bytes of address space that this process may have (ulimit -v); None: no limit."""
     try:
         import resource
 
@@ -160,7 +160,7 @@ def require(n_bytes: int, what: str, advice: str) -> None:
 
 
 def readable(n_bytes: float) -> str:
-    """3.4 GiB, 306.0 MiB, 12.5 KiB."""
+    """Writes 3.4 GiB, 306.0 MiB, or 12.5 KiB."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
         if n_bytes >= size:
             return f"{n_bytes / size:.1f} {unit}"

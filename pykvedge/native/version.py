@@ -1,4 +1,4 @@
-"""The version of the package that is installed."""
+"""The installed package says its version."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ NOT_INSTALLED = "0+source"  # run from a source tree that was never installed
 
 
 def package_version() -> str:
-    """As pyproject.toml had it when the package was installed."""
+    """Returns what pyproject.toml had when the package was installed."""
     from importlib import metadata
 
     try:

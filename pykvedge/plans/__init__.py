@@ -1,1 +1,1 @@
-"""What to keep of a prompt: stages, plans, presets, profiles and plugins, with their definitions in NumPy."""
+"""Plans say what to keep of a prompt: stages, presets, profiles and plugins, with definitions in NumPy."""

@@ -1,4 +1,4 @@
-"""The NumPy engine: runs a plan on arrays by the definitions in stages/. Slow, plain, and the oracle for libkvedge."""
+"""The NumPy engine runs a plan on arrays by the definitions in stages/: slow, plain, libkvedge's oracle."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pykvedge.plans.stages.base import Head, Layer, ProfileTable, Prompt, Result
 
 
 class Arrays(NamedTuple):
-    """One prompt: q [L, H, T, d], k and v [L, Hkv, T, d], contiguous float32; image_mask [T] bool."""
+    """This is one prompt: q [L, H, T, d], k and v [L, Hkv, T, d], contiguous float32; image_mask [T] bool."""
 
     q: np.ndarray
     k: np.ndarray
@@ -24,7 +24,7 @@ class Arrays(NamedTuple):
 
 
 def protection(plan: Plan, n_tokens: int, kept: int) -> np.ndarray:
-    """[T] bool: the last and first tokens that are kept whatever their score, when `kept` tokens stay."""
+    """Marks, [T] bool, the last and first tokens that are kept whatever their score, when `kept` tokens stay."""
     recent, sinks = plan.protected(n_tokens, kept)
     index = np.arange(n_tokens)
     return (index < sinks) | (index >= n_tokens - recent)
@@ -33,7 +33,7 @@ def protection(plan: Plan, n_tokens: int, kept: int) -> np.ndarray:
 def select(
     plan: Plan, scores: np.ndarray, image_mask: np.ndarray, kept: int, reserve: np.ndarray | None = None
 ) -> np.ndarray:
-    """Tokens that one KV head keeps, ascending int32. scores: [T] float64; image_mask: [T] bool.
+    """Chooses the tokens that one KV head keeps, ascending int32. scores: [T] float64; image_mask: [T] bool.
 
     Protected tokens first, then by (class, score), text above image where the plan says so (LOOK-M, eq. 5 and 8);
     equal scores go to the lower index. Where the scorer has a second score, reserve [T] float64, it chooses its share
@@ -61,7 +61,7 @@ def select(
 def run(
     plan: Plan, arrays: Arrays, kv_type: KvType | str, profiles: Mapping[str, ProfileTable] | None = None
 ) -> Result:
-    """What the plan keeps of a prompt whose keys and values are stored as kv_type.
+    """Computes what the plan keeps of a prompt whose keys and values are stored as kv_type.
 
     profiles: by the stages that need one. Scores and merges see plain numbers, f16 where the type is quantised; what is
     left is rounded last.
@@ -100,7 +100,7 @@ def _of_layers(score: Any, layers: list[Layer], plan: Plan) -> Any:
 
 
 def reduced(plan: Plan, head: Head, kv_type: KvType) -> tuple[np.ndarray, np.ndarray]:
-    """k, v [n, d] float32 that the storage type can represent: the rows that stand for the head."""
+    """Returns the rows that stand for the head: k, v [n, d] float32 that the storage type can represent."""
     k, v = head.k.copy(), head.v.copy()
     if len(head.kept) < len(head.k):
         k, v = registry.reducer(plan.reducer).reduce(head, plan.settings("reducer"))

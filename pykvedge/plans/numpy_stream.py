@@ -1,4 +1,4 @@
-"""Streams in NumPy, the oracle for libkvedge's: the definitions of stages/ on what is left and what came since.
+"""Streams in NumPy are the oracle for libkvedge's: stages/ work on what is left and what came since.
 
 A step is definition.run on other arrays: of every KV head the rows that it still holds, and then the new ones. Two
 things of earlier queries are carried along, as their rows may be gone: the column sums of the rows that are held, to
@@ -22,7 +22,7 @@ from pykvedge.plans.stages.base import Head, Layer, ProfileTable, Result
 
 @dataclass
 class _Held:
-    """What one KV head holds: tokens [n] int32, k and v [n, d] float32, sums [n] float64."""
+    """One KV head holds this: tokens [n] int32, k and v [n, d] float32, sums [n] float64."""
 
     tokens: np.ndarray
     k: np.ndarray
@@ -35,7 +35,7 @@ class _Held:
         self.sums = np.concatenate([self.sums, np.zeros(len(tokens))])
 
     def attend(self, q: np.ndarray) -> None:
-        """q [g, n, d]: queries of the last n rows, which see all before them; adds what they pay, mean of the g."""
+        """Adds what the queries q [g, n, d] of the last n rows pay, mean of the g; they see all before them."""
         logits = q.astype(np.float64) @ self.k.astype(np.float64).T / np.sqrt(q.shape[-1])
         n = q.shape[1]
         logits[:, :, len(self.k) - n :][:, ~np.tri(n, dtype=bool)] = -np.inf
@@ -47,7 +47,7 @@ class _Held:
 def run(
     plan: Plan, arrays: Arrays, kv_type: KvType | str, step: int, profiles: Mapping[str, ProfileTable] | None = None
 ) -> Result:
-    """What the plan keeps of a stream that is read and compressed `step` tokens at a time. The scores are empty.
+    """Finds what the plan keeps of a stream that is read and compressed `step` tokens at a time. The scores are empty.
 
     profiles: by the stages that need one.
     """
@@ -75,7 +75,7 @@ def run(
 
 
 def _compress(plan: Plan, heads: list[_Held], stream: Layer, kv_type: KvType) -> None:
-    """stream: all of it so far, of one layer."""
+    """Compresses one layer. stream: all of it so far."""
     n = len(heads[0].tokens)
     budget = plan.count(n)
     if budget >= n:
@@ -89,7 +89,7 @@ def _compress(plan: Plan, heads: list[_Held], stream: Layer, kv_type: KvType) ->
 
 
 def _scores(plan: Plan, heads: list[_Held], stream: Layer) -> np.ndarray:
-    """[Hkv, n] float64."""
+    """Computes scores [Hkv, n] float64."""
     scorer, group, n = registry.scorer(plan.scorer), len(stream.q) // len(heads), len(heads[0].tokens)
 
     def shown(first: int, last: int) -> np.ndarray:

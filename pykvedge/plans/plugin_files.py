@@ -1,4 +1,4 @@
-"""Plugins that the user names: Python files and shared libraries."""
+"""Users name plugins: Python files and shared libraries."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def load_file(path: Path) -> list[str]:
 
 
 def source_digest(plan: Plan) -> str:
-    """Other for other versions of the plugin files that a plan's stages come from; "" if it has none from a file."""
+    """Differs between versions of the plugin files that a plan's stages come from; "" if it has none from a file."""
     own = [table.get(stage, getattr(plan, stage)) for stage in table.STAGES]
     found = sorted({_digests[plugin.origin] for plugin in own if plugin is not None and plugin.origin in _digests})
     return " ".join(found)

@@ -1,4 +1,4 @@
-"""The members of every stage by their names: ours, those of plugins and, failing these, of installed packages."""
+"""Members are found by their names: ours, those of plugins and, failing these, of installed packages."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ __all__ = ["STAGES", "allocator", "member", "members", "reducer", "scorer"]
 
 
 def scorer(name: str) -> Scorer:
-    """The scorer of that name. Raises UnknownNameError."""
+    """Finds the scorer of that name. Raises UnknownNameError."""
     return cast("Scorer", member("scorer", name))
 
 
 def allocator(name: str) -> Allocator:
-    """The allocator of that name. Raises UnknownNameError."""
+    """Finds the allocator of that name. Raises UnknownNameError."""
     return cast("Allocator", member("allocator", name))
 
 
 def reducer(name: str) -> Reducer:
-    """The reducer of that name. Raises UnknownNameError."""
+    """Finds the reducer of that name. Raises UnknownNameError."""
     return cast("Reducer", member("reducer", name))
 
 
 def member(stage: str, name: str) -> Member:
-    """The member of that name, built in or of a plugin. Raises UnknownNameError with a suggestion."""
+    """Finds the member of that name, built in or of a plugin. Raises UnknownNameError with a suggestion."""
     known = members(stage)
     if name in known:
         return known[name]

@@ -1,1 +1,1 @@
-"""Calibration: profiles of a model, measured on a few prompts with images (`kvedge calibrate`)."""
+"""Calibration measures profiles of a model on a few prompts with images (`kvedge calibrate`)."""

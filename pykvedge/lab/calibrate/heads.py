@@ -1,4 +1,4 @@
-"""Scores of query heads: how often a head looks at the place that the next token is read from.
+"""Query heads are scored by how often a head looks at the place that the next token is read from.
 
 Visual heads (SparseMM, Wang et al. 2025, section 3.1): while a token is generated that belongs to exactly one labelled
 box, a query head whose most attended token lies in that box gets 1 / (tokens of the box); the sum over a sample's
@@ -30,7 +30,7 @@ LONGEST_ANSWER = 160  # tokens
 
 @dataclass
 class Scores:
-    """values: [layers of the model, H]."""
+    """These are the scores of heads. values: [layers of the model, H]."""
 
     values: np.ndarray
     samples: int  # that had a labelled token
@@ -38,12 +38,12 @@ class Scores:
 
 
 def visual_credit(attention: np.ndarray, source: np.ndarray) -> np.ndarray:
-    """[L, H] from attention [L, H, n] of one generated token, and the tokens of its box."""
+    """Gives [L, H] from attention [L, H, n] of one generated token, and the tokens of its box."""
     return np.isin(attention.argmax(axis=-1), source) / len(source)
 
 
 def retrieval_credit(attention: np.ndarray, source: np.ndarray) -> np.ndarray:
-    """[L, H] from attention [L, H, n] of one generated token, and the tokens of its source."""
+    """Gives [L, H] from attention [L, H, n] of one generated token, and the tokens of its source."""
     k = min(len(source), attention.shape[-1])
     top = np.argpartition(-attention, k - 1, axis=-1)[..., :k]
     weights = np.take_along_axis(attention, top, axis=-1)
@@ -54,7 +54,7 @@ CREDIT = {"visual-heads": visual_credit, "retrieval-heads": retrieval_credit}
 
 
 def _alone(pieces: list[Piece]) -> tuple[list[Piece], int]:
-    """The prompt without its last token, and that token: read alone, its attention is watched."""
+    """Splits the prompt before its last token: read alone, its attention is watched."""
     last = pieces[-1]
     if not isinstance(last, TextPiece) or not last.tokens:
         raise UsageError("the prompt must end in text; the model's chat template ends in an image")
@@ -65,7 +65,7 @@ def _alone(pieces: list[Piece]) -> tuple[list[Piece], int]:
 
 
 class HeadScorer:
-    """Puts samples to a session and adds up what each head deserves."""
+    """A HeadScorer puts samples to a session and adds up what each head deserves."""
 
     def __init__(self, session: Session, kind: str) -> None:
         """session: of the full plan, in which nothing is dropped. kind: visual-heads or retrieval-heads."""
@@ -103,7 +103,7 @@ class HeadScorer:
     def _generate(
         self, token: int, sources: list[np.ndarray], cancel: threading.Event | None
     ) -> tuple[list[bytes], list[np.ndarray]]:
-        """The greedy answer token by token, and [sources, L, H] what each head deserves for each of them."""
+        """Generates the greedy answer, and returns [sources, L, H]: what each head deserves for its tokens."""
         session, engine = self._session, self._session.engine
         cache = engine.cache
         if cache is None:
@@ -124,7 +124,7 @@ class HeadScorer:
                 texts.append(session.model.piece(token))
 
     def scores(self) -> Scores:
-        """The mean so far. Raises KvedgeError if no token was labelled: nothing can be said then."""
+        """Returns the mean so far. Raises KvedgeError if no token was labelled: nothing can be said then."""
         if self._total is None or not self._total.any():
             what = "no answer says what its boxes say" if self._total is None else "no head looks at the boxes"
             raise KvedgeError(
@@ -144,7 +144,7 @@ def score_heads(
     progress: Progress = silent,
     cancel: threading.Event | None = None,
 ) -> Scores:
-    """Scores from `count` samples. Raises KvedgeError, UsageError, UnsupportedError, CancelledError."""
+    """Computes scores from `count` samples. Raises KvedgeError, UsageError, UnsupportedError, CancelledError."""
     scorer = HeadScorer(session, kind)
     for number, sample in enumerate(itertools.islice(samples, count)):
         progress("watching the heads", number / count)

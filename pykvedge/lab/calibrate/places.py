@@ -1,4 +1,4 @@
-"""From places in images and texts to tokens of the prompt."""
+"""Places in images and texts are turned into tokens of the prompt."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ENOUGH = 0.25  # a token counts where the box covers so much of its patch, or th
 def tokens_in_grid(
     pixels: tuple[float, float, float, float], size: tuple[int, int], grid: tuple[int, int]
 ) -> np.ndarray:
-    """Tokens of an image, row by row, that a box covers. size: of the image, grid: tokens (across, down).
+    """Lists the tokens of an image, row by row, that a box covers. size: of the image, grid: tokens (across, down).
 
     The image keeps its proportions and lies in the middle of the grid, as llama.cpp pads it.
     """
@@ -32,7 +32,7 @@ def tokens_in_grid(
 
 
 def _images(sample: Labelled, pieces: list[Piece]) -> list[tuple[int, tuple[int, int]]]:
-    """First token, and grid, of every image. Raises UnsupportedError where an image's tokens have no known places."""
+    """Lists first token and grid of every image. Raises UnsupportedError where its tokens have no known places."""
     out: list[tuple[int, tuple[int, int]]] = []
     at = 0
     for piece in pieces:
@@ -52,7 +52,7 @@ def _images(sample: Labelled, pieces: list[Piece]) -> list[tuple[int, tuple[int,
 
 
 def tokens_of_boxes(sample: Labelled, pieces: list[Piece]) -> list[np.ndarray]:
-    """Per box, the tokens of the prompt that show it, ascending."""
+    """Lists, per box, the tokens of the prompt that show it, ascending."""
     if not sample.boxes:
         return []
     images = _images(sample, pieces)
@@ -65,7 +65,7 @@ def tokens_of_boxes(sample: Labelled, pieces: list[Piece]) -> list[np.ndarray]:
 
 
 def tokens_of_needle(needle: str, pieces: list[Piece], model: Model) -> np.ndarray:
-    """The tokens of the prompt whose text lies in the needle, ascending. Raises UsageError if it is not found once."""
+    """Lists the tokens whose text lies in the needle, ascending. Raises UsageError if it is not found once."""
     text, starts, tokens, at = b"", [], [], 0
     for piece in pieces:
         if isinstance(piece, TextPiece):
@@ -87,7 +87,7 @@ def tokens_of_needle(needle: str, pieces: list[Piece], model: Model) -> np.ndarr
 
 
 def _occurrences(answer: bytes, box: Box, reference: str) -> list[tuple[int, int]]:
-    """Where a generated answer says what the box says, in bytes."""
+    """Finds where a generated answer says what the box says, in bytes."""
     if box.span is not None:
         whole, at = reference.encode(), answer.find(reference.encode())
         if not whole or at < 0 or answer.count(whole) != 1:
@@ -104,7 +104,7 @@ def _occurrences(answer: bytes, box: Box, reference: str) -> list[tuple[int, int
 
 
 def boxes_of_tokens(generated: list[bytes], sample: Labelled) -> list[int | None]:
-    """Per generated token the one box that it belongs to: its text lies where the answer says what that box says.
+    """Names, per generated token, its one box: its text lies where the answer says what that box says.
 
     None: it belongs to none, or to several. With a needle all tokens of the reference answer belong to it (box 0).
     """

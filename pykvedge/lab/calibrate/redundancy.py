@@ -1,4 +1,4 @@
-"""Redundancy of KV heads: how alike a prompt's keys are in each head (MixKV, eq. 4), averaged over prompts.
+"""KV heads are redundant as a prompt's keys in a head are alike (MixKV, eq. 4), averaged over prompts.
 
 MixKV (Liu et al. 2025, arXiv:2510.20707) weighs importance and diversity of a head by it. The paper computes it for
 each prompt; the released code, and the rows marked offline in table 4, take such a mean.
@@ -27,7 +27,7 @@ def key_redundancy(
     progress: Progress = silent,
     cancel: threading.Event | None = None,
 ) -> tuple[np.ndarray, int]:
-    """[layers of the model, Hkv] in [0, 1]: redundancy of each KV head, mean over samples; and their number.
+    """Returns [layers of the model, Hkv] in [0, 1], the mean redundancy of KV heads, and the number of samples.
 
     session: of the full plan, in which nothing is dropped. Layers that kvedge does not store have 0, and so has the end
     of rows of layers with fewer KV heads. Raises NothingToCompressError, CancelledError, UsageError.

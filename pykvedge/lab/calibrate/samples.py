@@ -1,4 +1,4 @@
-"""Prompts to calibrate on: scenes that kvedge draws, or the user's own images with boxes.
+"""Prompts to calibrate on are scenes that kvedge draws, or the user's own images with boxes.
 
 In a scene it is known where everything lies that an answer names. Scenes are of the side that the demo model was
 trained on, so that evaluation sets stay unseen.
@@ -33,7 +33,7 @@ _FIELDS = {"image", "images", "question", "answer", "boxes", "needle", "id"}
 
 @dataclass(frozen=True)
 class Box:
-    """A place in an image, and what it says.
+    """A box is a place in an image, and what it says.
 
     pixels: (left, top, right, bottom). text: what an answer says of it. span: where that stands in the reference
     answer, as characters (from, to), if the text alone does not tell.
@@ -47,7 +47,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Labelled:
-    """A question about images, and the places that its answer is read from: boxes, or a piece of the question."""
+    """A question about images has places that its answer is read from: boxes, or a piece of the question."""
 
     question: str
     pictures: tuple[Picture, ...]
@@ -61,7 +61,7 @@ def _cell(row: int, col: int) -> tuple[float, float, float, float]:
 
 
 def _code(image: int, scene: Scene, start: int) -> list[Box]:
-    """One box a character; start: of the code in the answer."""
+    """Makes one box a character; start: of the code in the answer."""
     return [
         Box(image, _cell(scene.code_row, scene.code_col + i), char, (start + i, start + i + 1))
         for i, char in enumerate(scene.code)
@@ -82,7 +82,7 @@ def _described(scene: Scene, answer: str) -> list[Box]:
 
 
 def boxes_of(sample: Sample) -> tuple[Box, ...]:
-    """What the answer names, and where it lies. For the tasks of visual-heads and retrieval-heads."""
+    """Lists what the answer names, and where it lies. For the tasks of visual-heads and retrieval-heads."""
     answer, sources = sample.answer, sample.question.sources
     image, row, col = sources[0][0]
     scene = sample.scenes[image]
@@ -97,7 +97,7 @@ def boxes_of(sample: Sample) -> tuple[Box, ...]:
 
 
 def scenes(kind: str) -> Iterator[Labelled]:
-    """Samples without end, always the same ones, for a kind of profile."""
+    """Draws samples without end, always the same ones, for a kind of profile."""
     number = 0
     while True:
         task = TASKS[kind][number % len(TASKS[kind])]
@@ -113,7 +113,7 @@ def scenes(kind: str) -> Iterator[Labelled]:
 
 
 def read_jsonl(path: Path) -> list[Labelled]:
-    """The user's own samples, one JSON object a line:
+    """Reads the user's own samples, one JSON object a line:
 
         {"image": "a.jpg", "question": "What does the sign say?", "answer": "Open until 5",
          "boxes": [{"box": [left, top, right, bottom], "text": "Open until 5"}]}

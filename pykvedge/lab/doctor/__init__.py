@@ -1,1 +1,1 @@
-"""Whether kvedge is sound on this machine: checks that run in child processes, so that a crash is a finding."""
+"""The doctor tells whether kvedge is sound here: checks run in child processes, so that a crash is a finding."""

@@ -1,4 +1,4 @@
-"""The child process: runs the steps of one group, and says before each what it is about to do."""
+"""The child process runs the steps of one group, and says before each what it is about to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the checks found, with what this machine is: as JSON, and as one screen."""
+"""A diagnosis says what the checks found, and what this machine is: as JSON, and as one screen."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pykvedge.native.memory import readable
 
 @dataclass
 class Diagnosis:
-    """Outcomes of all steps of all groups, and the seconds that they took."""
+    """A diagnosis has the outcomes of all steps of all groups, and the seconds that they took."""
 
     groups: list[Group]
     outcomes: list[Outcome] = field(default_factory=list)
@@ -25,18 +25,18 @@ class Diagnosis:
 
     @property
     def sound(self) -> bool:
-        """Whether every step was tried and found right."""
+        """Tells whether every step was tried and found right."""
         return all(o.tried and not o.fault for o in self.outcomes)
 
     def of(self, group: Group) -> list[Outcome]:
         return [o for o in self.outcomes if o.group is group]
 
     def facts(self) -> dict[str, Any]:
-        """What the libraries said of themselves, as far as they came."""
+        """Collects what the libraries said of themselves, as far as they came."""
         return {k: v for o in self.outcomes if o.group.name == "libraries" for k, v in o.facts.items()}
 
     def faults(self) -> list[str]:
-        """One line for each kind of fault: what it befell, what it is, and the remedy."""
+        """Writes one line for each kind of fault: what it befell, what it is, and the remedy."""
         alike: dict[tuple[Any, ...], list[Outcome]] = {}
         for o in self.outcomes:
             if o.fault:
@@ -44,7 +44,7 @@ class Diagnosis:
         return [_line(same, self.of(same[0].group)) for same in alike.values()]
 
     def as_json(self) -> dict[str, Any]:
-        """The object that `kvedge doctor --json` prints. Bytes and seconds."""
+        """Makes the object that `kvedge doctor --json` prints, in bytes and seconds."""
         checks = [
             {
                 "group": o.group.name,
@@ -82,7 +82,7 @@ def diagnose(groups: Iterable[Group], watch: Callable[[str], None] = lambda what
 
 
 def machine() -> dict[str, Any]:
-    """The processor, and the memory that this process can have."""
+    """Describes the processor, and the memory that this process can have."""
     return {
         "cpu": cpu.name(),
         "features": cpu.features(),
@@ -110,7 +110,7 @@ def _line(same: list[Outcome], all_of_group: list[Outcome]) -> str:
 
 
 def table(found: Diagnosis) -> list[tuple[str, str]]:
-    """The screen: headings and what stands beside them."""
+    """Makes the screen: headings and what stands beside them."""
     m, facts = machine(), found.facts()
     features = "not told by the system" if m["features"] is None else " ".join(m["features"]) or "none that matter here"
     rows = [

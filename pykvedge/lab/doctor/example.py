@@ -1,4 +1,4 @@
-"""The packaged model's answer to a question whose answer is known."""
+"""The packaged model answers a question whose answer is known."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ QUESTION = "Describe the image."
 
 
 def steps() -> Iterator[Step]:
-    """The whole cache, and a compressed one."""
+    """Makes a step with the whole cache, and one with a compressed one."""
     folder = Path(pykvedge.__file__).parent / "data"
     files = (folder / "demo-model.gguf", folder / "demo-mmproj.gguf")
     if not all(file.is_file() for file in files):

@@ -16,7 +16,7 @@ from pykvedge.runtime import libkvedge
 
 
 def steps() -> Iterator[Step]:
-    """In the order in which they need each other."""
+    """Makes the steps in the order in which they need each other."""
     yield Step("llama.cpp and its bindings", _llama)
     yield Step("the image library", _mtmd)
     yield Step("libkvedge", _kvedge)
@@ -24,7 +24,7 @@ def steps() -> Iterator[Step]:
 
 
 def kernels() -> Iterator[Step]:
-    """One for each table of libkvedge's kernels that this processor can run."""
+    """Makes a step for each table of libkvedge's kernels that this processor can run."""
     for table in libkvedge.kernel_tables():
         yield Step(table, functools.partial(_kernels, table), part=table)
 

@@ -1,4 +1,4 @@
-"""Runs groups of steps in child processes; a child that dies or hangs is a fault of the step that it was at."""
+"""Groups of steps run in child processes; a child that dies or hangs is a fault of the step that it was at."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WINDOWS = {0xC000001D: "illegal instruction", 0xC0000005: "access violation", 0
 
 
 def how_it_ended(code: int) -> str:
-    """What an exit code says about a program that did not come to its own end; empty if it did."""
+    """Words what an exit code says of a program that did not come to its own end; empty if it did."""
     if code < 0:
         try:
             name = signal.Signals(-code).name
@@ -36,7 +36,7 @@ def how_it_ended(code: int) -> str:
 
 @dataclass
 class _Life:
-    """What one child said until it ended."""
+    """One child said this until it ended."""
 
     ended: list[Outcome] = field(default_factory=list)
     done: bool = False
@@ -109,7 +109,7 @@ def _read(stream: IO[str], lines: queue.Queue[str | None]) -> None:
 
 
 def _last_words(errors: IO[bytes]) -> str:
-    """What ggml wrote before it aborted, or Python's last line."""
+    """Finds what ggml wrote before it aborted, or Python's last line."""
     errors.seek(0)
     said = errors.read().decode("utf-8", "replace").strip().splitlines()
     return f" ({said[-1].strip()})" if said else ""

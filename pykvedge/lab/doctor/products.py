@@ -1,4 +1,4 @@
-"""Products of each weight type, in each kind of memory that llama.cpp may put it in, against plain NumPy."""
+"""Products of each weight type, in each kind of memory that llama.cpp may use, are compared with plain NumPy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NOT_WEIGHTS = ("Q8_1", "Q8_K", "I8", "I16", "I32", "I64", "F64")
 
 
 def steps() -> Iterator[Step]:
-    """One for each type and kind of memory."""
+    """Makes a step for each type and kind of memory."""
     kinds = [k for k in gguf.GGMLQuantizationType if k.name not in _NOT_WEIGHTS]
     for memory, handle in ggml.buffer_types(ggml.cpu()):
         for kind in kinds:
@@ -59,7 +59,7 @@ def _check(kind: Any, memory: int, stacks: list[int], at: At) -> dict[str, Any]:
 
 
 def _weight(kind: Any, n: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """n rows of K values in a type, as bytes, and what a reader that shares no code with the products finds."""
+    """Makes n rows of K values as bytes of a type, and what a reader that shares no code with the products finds."""
     if kind.name in _ANY_BITS:
         data = _any_bits(kind, n, rng)
     else:
@@ -84,7 +84,7 @@ def _any_bits(kind: Any, n: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def _error(got: np.ndarray, rows: np.ndarray, weights: np.ndarray) -> float:
-    """got [m][n], rows [m][k], weights [n][k]; the largest error in units of |row| |weight| / sqrt(k)."""
+    """Finds the largest error in units of |row| |weight| / sqrt(k). got [m][n], rows [m][k], weights [n][k]."""
     rows, weights = rows.astype(np.float64), weights.astype(np.float64)
     sizes = np.outer(np.linalg.norm(rows, axis=1), np.linalg.norm(weights, axis=1)) / np.sqrt(rows.shape[1])
     errors = np.abs(got - rows @ weights.T) / np.maximum(sizes, 1e-6)

@@ -1,4 +1,4 @@
-"""What is checked: groups of steps. A group runs in a child process of its own."""
+"""Groups of steps are checked. A group runs in a child process of its own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ At = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Step:
-    """One thing that is tried. `run(at)` calls at(detail) as it goes on, returns facts or None, raises if unsound.
+    """A step is tried. `run(at)` calls at(detail) as it goes on, returns facts or None, raises if unsound.
 
     part: what steps have in common that would crash together; after some crashes the rest of a part is not tried.
     """
@@ -28,7 +28,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Group:
-    """Steps of one kind.
+    """A group has steps of one kind.
 
     target: "module:function", which the child calls for an iterable of steps. subject: how a step is spoken of, with
     its name in place of {}. remedies: what to do, by part; "" is for every other part.
@@ -43,7 +43,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a step. fault: empty if it is sound. tried: false where the part had crashed too often."""
+    """This became of a step. fault: empty if it is sound. tried: false where the part had crashed too often."""
 
     group: Group
     name: str
@@ -56,7 +56,7 @@ class Outcome:
 
 
 def _build(option: str = "") -> str:
-    """How to build again, from a clone or from an installed package."""
+    """Says how to build again, from a clone or from an installed package."""
     if (Path(pykvedge.__file__).resolve().parent.parent / "scripts" / "dev.py").is_file():
         return f"build again with python3 scripts/dev.py build {f'-D{option}' if option else ''}".rstrip()
     how = f" with -C cmake.define.{option}" if option else ""
@@ -64,7 +64,7 @@ def _build(option: str = "") -> str:
 
 
 def groups() -> list[Group]:
-    """Everything that `kvedge doctor` checks, in this order."""
+    """Lists everything that `kvedge doctor` checks, in this order."""
     here = "pykvedge.lab.doctor"
     again = f"the libraries do not fit this processor; {_build()}"
     return [
@@ -86,7 +86,7 @@ def groups() -> list[Group]:
 
 
 def interpreter(target: str, skip: list[str], parts: list[str]) -> list[str]:
-    """The command of a child, which imports what this process imports from the same places."""
+    """Makes the command of a child, which imports what this process imports from the same places."""
     code = (
         "import json, sys; given = json.loads(sys.argv[1]); sys.path[:] = given.pop('path'); "
         "from pykvedge.lab.doctor.child import main; main(**given)"

@@ -1,4 +1,4 @@
-"""What compression costs: the same samples by every method, against the full cache.
+"""Evaluation measures what compression costs: the same samples by every method, against the full cache.
 
 tasks      samples, and those of the demo generator
 datasets   samples from files: our JSONL, MileBench, LLaVA-Description, MM-Vet

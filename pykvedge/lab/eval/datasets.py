@@ -1,4 +1,4 @@
-"""Samples from files: our JSONL, MileBench, LLaVA-Description and MM-Vet, as they lie on disk.
+"""Samples are read from files: our JSONL, MileBench, LLaVA-Description and MM-Vet, as they lie on disk.
 
 Everything is checked before anything is measured; an error names the file, the line or the sample, and what is wrong.
 """
@@ -32,7 +32,7 @@ ROLES = ("system", "user", "assistant")
 
 
 def load(path: Path, form: str = "auto", images: Path | None = None, limit: int | None = None) -> list[Sample]:
-    """The first `limit` samples of a data set (of each, where a MileBench folder holds several).
+    """Reads the first `limit` samples of a data set (of each, where a MileBench folder holds several).
 
     form: a name in FORMATS, or "auto" (a list of JSON objects counts as LLaVA-Description). images: the folder that
     image paths start from; None: where the format has it. Raises DatasetError, UnknownNameError.
@@ -63,7 +63,7 @@ def _guess(path: Path) -> str:
 
 
 def jsonl(path: Path, images: Path | None, limit: int | None) -> list[Sample]:
-    """One JSON object a line, with the keys in COLUMNS: `answer`, and `messages` or `question`, must be there."""
+    """Reads one JSON object a line, with the keys in COLUMNS: `answer`, and `messages` or `question`, must be there."""
     out: list[Sample] = []
     known: set[str] = set()
     for number, text in enumerate(read_text(path).splitlines(), 1):
@@ -111,7 +111,7 @@ def _jsonl_sample(data: dict[str, Any], folder: Path, path: Path, number: int) -
 
 
 def _messages(data: dict[str, Any], images: tuple[Path, ...], choices: tuple[str, ...], where: str) -> tuple[Line, ...]:
-    """The conversation. Images go to the marks in order; without any mark, all to the first user's message."""
+    """Makes the conversation. Images go to the marks in order; without any mark, all to the first user's message."""
     if ("messages" in data) == ("question" in data):
         raise DatasetError(f"{where}: either 'messages' or 'question' is needed, and not both")
     if "question" in data:
@@ -158,12 +158,12 @@ def _placed(pairs: list[tuple[str, str]], images: tuple[Path, ...]) -> tuple[Lin
 
 
 def llava_description(path: Path, images: Path | None, limit: int | None) -> list[Sample]:
-    """A JSON list of {"image", "question", "answer"}, or of {"image", "conversations": [{"from", "value"}, ...]}."""
+    """Reads a list of {"image", "question", "answer"}, or of {"image", "conversations": [{"from", "value"}, ...]}."""
     return [_llava_sample(*found, images or path.parent, False) for found in _objects(path, limit)]
 
 
 def mm_vet(path: Path, images: Path | None, limit: int | None) -> list[Sample]:
-    """A JSON dict {id: {"imagename", "question", "answer", "capability"}}, or a list; images follow questions there."""
+    """Reads a dict {id: {"imagename", "question", "answer", "capability"}}, or a list; images follow questions."""
     folders = [images] if images else [path.parent / "images", path.parent]
     out = []
     for where, identity, data in _objects(path, limit):
@@ -182,7 +182,7 @@ def mm_vet(path: Path, images: Path | None, limit: int | None) -> list[Sample]:
 
 
 def _objects(path: Path, limit: int | None) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """(where, id, object) of a JSON list or dict."""
+    """Yields (where, id, object) of a JSON list or dict."""
     data = read_json(path)
     if not isinstance(data, (list, dict)):
         raise DatasetError(f"{path} must hold a list or an object of samples")

@@ -1,4 +1,4 @@
-"""Reading files of samples. `where` names the file and the line or sample, for messages."""
+"""Files of samples are read here. `where` names the file and the line or sample, for messages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pykvedge.models.prompt import IMAGE, places
 
 
 def read_text(path: Path) -> str:
-    """The whole of a file in UTF-8."""
+    """Reads the whole of a file in UTF-8."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -29,14 +29,14 @@ def read_json(path: Path) -> Any:
 
 
 def check_columns(data: dict[str, Any], known: tuple[str, ...], where: str) -> None:
-    """A misspelt column would else be one that is not there, an image for example."""
+    """Refuses a misspelt column, which would else be one that is not there, an image for example."""
     for column in data:
         if column not in known:
             raise DatasetError(f"{where}: {unknown('column', column, known)}")
 
 
 def image_file(folder: Path, name: Any, where: str) -> Path:
-    """The path of an image that exists."""
+    """Returns the path of an image that exists."""
     if not isinstance(name, str) or not name:
         raise DatasetError(f"{where}: an image must be a path, not {name!r}")
     path = folder / name
@@ -46,7 +46,7 @@ def image_file(folder: Path, name: Any, where: str) -> Path:
 
 
 def text_field(data: dict[str, Any], key: str, where: str) -> str:
-    """A text that is there and not blank."""
+    """Returns a text that is there and not blank."""
     value = data.get(key)
     if not isinstance(value, str) or not value.strip():
         raise DatasetError(
@@ -56,7 +56,7 @@ def text_field(data: dict[str, Any], key: str, where: str) -> str:
 
 
 def check_marks(lines: tuple[Line, ...], where: str) -> None:
-    """Every message has as many marks as images, or none."""
+    """Refuses a message that has marks, but not as many as images."""
     for line in lines:
         marks = places(line.text)
         if marks and marks != len(line.images):

@@ -1,4 +1,4 @@
-"""One sample by many plans: answers, and how likely the reference answer is to each.
+"""One sample is put to many plans: for their answers, and how likely the reference answer is to each.
 
 The reference answer is fed token by token (teacher forcing), the decode policy active. Where the model would have
 answered otherwise, a copy of the sequence goes on by itself: that is the greedy answer, the same that decoding from
@@ -30,7 +30,7 @@ from pykvedge.plans.plan import Plan
 
 @dataclass(frozen=True)
 class Cell:
-    """A column of the measurement: a plan under the name that tables give it.
+    """A cell is a column of the measurement: a plan under the name that tables give it.
 
     source: tells versions of the code of the plan's own stages apart; "" where all are built in.
     """
@@ -41,7 +41,7 @@ class Cell:
 
     @property
     def budget(self) -> float | int:
-        """As asked for: a ratio of the prompt, or pairs per layer and head."""
+        """Returns what was asked for: a ratio of the prompt, or pairs per layer and head."""
         return self.plan.budget.value
 
     @property
@@ -51,13 +51,13 @@ class Cell:
 
     @cached_property
     def digest(self) -> str:
-        """Equal for cells that compress the same way: a file of results is refused for others of the same name."""
+        """Is equal for cells that compress the same way: a file of results is refused for others of the same name."""
         return hashlib.sha256(f"{self.plan.to_json()} {self.source}".encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
 class Wants:
-    """What is measured: greedy answers, and the likelihood of the reference answer."""
+    """These are measured: greedy answers, and the likelihood of the reference answer."""
 
     answers: bool = True
     likelihood: bool = True
@@ -66,7 +66,7 @@ class Wants:
 
 @dataclass
 class Prepared:
-    """A sample as tokens. turns: what is read, and the assistant's tokens that follow it; the last turn has none."""
+    """This is a sample as tokens. turns: what is read, and the assistant's tokens that follow; the last has none."""
 
     sample: Sample
     turns: list[tuple[list[Piece], list[int]]]
@@ -74,17 +74,17 @@ class Prepared:
 
     @property
     def n_conversation(self) -> int:
-        """Tokens up to the answer."""
+        """Counts the tokens up to the answer."""
         return sum(sum(p.n_tokens for p in pieces) + len(reply) for pieces, reply in self.turns)
 
     @property
     def images(self) -> list[int]:
-        """Tokens of each image."""
+        """Counts the tokens of each image."""
         return [p.n_tokens for pieces, _ in self.turns for p in pieces if isinstance(p, ImagePiece)]
 
 
 class Preparer:
-    """Makes tokens of samples, by the model's chat template."""
+    """A Preparer makes tokens of samples, by the model's chat template."""
 
     def __init__(self, model: Model, vision: Vision | None, look: Callable[[float], None] = lambda share: None) -> None:
         """look: called while an image is encoded, with the share that is done; what it raises prepare raises."""
@@ -93,7 +93,7 @@ class Preparer:
         _ = self._composer.lead  # a template without answers fails before the first sample
 
     def prepare(self, sample: Sample) -> Prepared:
-        """Tokens and encoded images; `release` them. Raises ImageError, KvedgeError."""
+        """Makes tokens and encoded images; `release` them. Raises ImageError, KvedgeError."""
         messages = sample.messages()
         users = [i for i, m in enumerate(messages) if m.role == "user"]
         turns: list[tuple[list[Piece], list[int]]] = []
@@ -135,7 +135,7 @@ class Preparer:
 
 @dataclass
 class Baseline:
-    """What the full cache said of the sample that is being measured."""
+    """The full cache said this of the sample that is being measured."""
 
     log_probabilities: list[np.ndarray] = field(default_factory=list)  # per answer token, [n_vocab] float32
     answer: str = ""
@@ -148,7 +148,7 @@ class Measurer:
     def measure(
         self, prepared: Prepared, full: Cell, cells: list[Cell], failed: Callable[[Cell, KvedgeError], None]
     ) -> Iterator[tuple[Cell, dict[str, Any]]]:
-        """The records of the full cache and then of each cell; failed(cell, reason) is told of cells without one."""
+        """Yields the records of the full cache, then of each cell; failed(cell, reason) is told of cells without."""
         answer = len(prepared.answer)
         more = max(answer, self._longest(prepared.sample)) + 1
         self._reader.make_room(prepared.n_conversation, more, max(prepared.images, default=0))
@@ -224,7 +224,7 @@ class Measurer:
     def _forced(
         self, answer: list[int], base: Baseline, is_full: bool, longest: int
     ) -> tuple[dict[str, Any], list[int]]:
-        """Sums over the reference answer's tokens, and the tokens of the greedy answer."""
+        """Returns sums over the reference answer's tokens, and the tokens of the greedy answer."""
         reader = self._reader
         nll = divergence = 0.0
         agree, right, tokens = 0, longest > 0, []
@@ -250,7 +250,7 @@ class Measurer:
         return sums, tokens
 
     def _aside(self, before: list[int], longest: int) -> list[int]:
-        """The greedy answer from here on, in a copy of the sequence."""
+        """Generates the greedy answer from here on, in a copy of the sequence."""
         here = self._reader.current
         self._reader.copy(SIDE)
         tokens = self._continue(list(before), longest)
@@ -271,7 +271,7 @@ class Measurer:
 
 
 def _groups(cells: list[Cell]) -> list[list[Cell]]:
-    """Cells that one reading serves, together."""
+    """Puts cells together that one reading serves."""
     keys = {cell.key: repr(reading_key(cell.plan)) for cell in cells}
     ordered = sorted(cells, key=lambda cell: keys[cell.key])
     return [list(group) for _, group in groupby(ordered, key=lambda cell: keys[cell.key])]

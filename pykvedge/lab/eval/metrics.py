@@ -1,4 +1,4 @@
-"""Scores of answers and of distributions, and intervals for them. NumPy only.
+"""Answers and distributions get scores, and scores get intervals. This needs NumPy only.
 
 ROUGE-L is Lin's (2004) sentence-level F1 on lower-cased words, as the rouge-score package computes it without stemmer.
 """
@@ -18,30 +18,30 @@ REPEATS = 2000  # resamplings of a bootstrap interval
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """[..., n_vocab] of any float type -> log-probabilities, float64."""
+    """Turns logits [..., n_vocab] of any float type into log-probabilities, float64."""
     x = logits.astype(np.float64)
     x -= x.max(axis=-1, keepdims=True)
     return x - np.log(np.exp(x).sum(axis=-1, keepdims=True))
 
 
 def divergence(log_p: np.ndarray, log_q: np.ndarray) -> float:
-    """KL(p || q) in nats of two distributions given as log-probabilities [n_vocab]. Tokens with p = 0 add nothing."""
+    """Computes KL(p || q) in nats from log-probabilities [n_vocab]. Tokens with p = 0 add nothing."""
     seen = log_p > -np.inf
     return float((np.exp(log_p[seen]) * (log_p[seen] - log_q[seen])).sum())
 
 
 def words(text: str) -> list[str]:
-    """Lower-cased runs of letters and digits."""
+    """Finds the lower-cased runs of letters and digits."""
     return _WORD.findall(text.lower())
 
 
 def normalised(text: str) -> str:
-    """Words with one space between: case, punctuation and white space do not count."""
+    """Joins the words by one space: case, punctuation and white space do not count."""
     return " ".join(words(text))
 
 
 def rouge_l(answer: str, reference: str) -> float:
-    """ROUGE-L F1 in 0..1; 0 where one of the two has no words."""
+    """Computes ROUGE-L F1 in 0..1; it is 0 where one of the two has no words."""
     a, b = words(answer), words(reference)
     if not a or not b:
         return 0.0
@@ -50,7 +50,7 @@ def rouge_l(answer: str, reference: str) -> float:
 
 
 def _common_subsequence(a: Sequence[str], b: Sequence[str]) -> int:
-    """Length of the longest common subsequence. One row of the dynamic programme is one integer (Hyyrö 2004)."""
+    """Finds the length of the longest common subsequence. A row of the table is one integer (Hyyrö 2004)."""
     places: dict[str, int] = {}
     for i, word in enumerate(a):
         places[word] = places.get(word, 0) | 1 << i
@@ -63,22 +63,22 @@ def _common_subsequence(a: Sequence[str], b: Sequence[str]) -> int:
 
 
 def exact_match(answer: str, reference: str) -> float:
-    """1 if both are the same but for white space around them."""
+    """Gives 1 if both are the same but for white space around them."""
     return float(answer.strip() == reference.strip())
 
 
 def contains(answer: str, reference: str) -> float:
-    """1 if the words of the reference stand in the answer, in a row."""
+    """Gives 1 if the words of the reference stand in the answer, in a row."""
     return float(bool(words(reference)) and f" {normalised(reference)} " in f" {normalised(answer)} ")
 
 
 def letter(i: int, n_choices: int) -> str:
-    """The letter of choice i; empty where there are more choices than letters (MileBench's GPR1200)."""
+    """Names the letter of choice i; it is empty where there are more choices than letters (MileBench's GPR1200)."""
     return chr(ord("a") + i) if n_choices <= 26 else ""
 
 
 def chosen(answer: str, choices: Sequence[str]) -> int | None:
-    """Which choice an answer names: by letter and text, else by its text, else by a bare letter. None: none of them.
+    """Finds the choice that an answer names: by letter and text, its text, or a bare letter. None: none.
 
     Of several the one named first, and of those at the same place the longest.
     """
@@ -98,7 +98,7 @@ def chosen(answer: str, choices: Sequence[str]) -> int | None:
 
 
 def choice_match(answer: str, reference: str, choices: Sequence[str]) -> float:
-    """1 if the answer names the choice that the reference names; the reference is a choice's text, or its letter."""
+    """Gives 1 if the answer names the choice of the reference, which is a choice's text, or its letter."""
     names = [normalised(choice) for choice in choices]
     right = names.index(normalised(reference)) if normalised(reference) in names else chosen(reference, choices)
     return float(right is not None and chosen(answer, choices) == right)
@@ -108,7 +108,7 @@ def choice_match(answer: str, reference: str, choices: Sequence[str]) -> float:
 
 
 def pooled(amounts: np.ndarray, weights: np.ndarray, form: Callable[[np.ndarray], np.ndarray] = np.asarray) -> float:
-    """form(sum of amounts / sum of weights), both [n] per sample. Perplexity: amounts NLL, weights tokens, form exp."""
+    """Computes form(sum of amounts / sum of weights), both [n]. Perplexity: amounts NLL, weights tokens, form exp."""
     return float(form(np.asarray(amounts.sum() / weights.sum())))
 
 
@@ -123,7 +123,7 @@ def paired_interval(
     form: Callable[[np.ndarray], np.ndarray] = np.asarray,
     seed: int = 0,
 ) -> tuple[float, float] | None:
-    """Bootstrap interval of pooled(amounts) - pooled(base): whole samples are drawn, the same for both.
+    """Bootstraps the interval of pooled(amounts) - pooled(base): whole samples are drawn, the same for both.
 
     amounts, weights, base: [n] per sample. None of fewer than LEAST samples. The quantiles lie further out than the
     plain percentile's, by as much as Student's interval is wider than the normal one (Hesterberg 2015, section 5.2).
@@ -140,7 +140,7 @@ def paired_interval(
 
 
 def score_interval(scores: np.ndarray, base: np.ndarray) -> tuple[float, float] | None:
-    """Interval of the mean difference of scores in 0..1, [n] each, of the same samples. None of fewer than LEAST.
+    """Finds the interval of the mean difference of scores in 0..1, [n] of the same samples. None below LEAST.
 
     Two made-up samples that changed, one each way by a half, and one that did not go with the real ones (Agresti & Min
     2005, for matched pairs): of 20 answers that are all alike in two methods nobody knows that the 21st is.
@@ -157,7 +157,7 @@ def score_interval(scores: np.ndarray, base: np.ndarray) -> tuple[float, float] 
 
 @functools.cache
 def student(freedom: int) -> float:
-    """The two-sided quantile of Student's t for SHARE, from 4 degrees of freedom: its density is summed up."""
+    """Finds the two-sided quantile of Student's t for SHARE, from 4 degrees of freedom, by summing its density."""
     log_scale = math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2) - 0.5 * math.log(freedom * math.pi)
     t = np.arange(0.0, 30.0, 0.001)
     density = np.exp(log_scale - (freedom + 1) / 2 * np.log1p(t**2 / freedom))

@@ -1,4 +1,4 @@
-"""MileBench (Song et al. 2024) as it lies on disk: NAME/NAME.json and NAME/images/."""
+"""MileBench (Song et al. 2024) is read as it lies on disk: NAME/NAME.json and NAME/images/."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LONGEST_ANSWER = 512  # tokens, of the benchmark
 
 
 def load(path: Path, images: Path | None, limit: int | None) -> list[Sample]:
-    """The samples of one data set's folder or JSON file, or of every data set in a folder of them."""
+    """Reads the samples of one data set's folder or JSON file, or of every data set in a folder of them."""
     files = [path] if path.is_file() else _files(path)
     if not files:
         raise DatasetError(f"{path} holds no data set: neither {path.name}.json nor folders NAME with NAME.json")
@@ -91,7 +91,7 @@ def _sample(name: str, i: int, item: dict[str, Any], meta: dict[str, Any], folde
 
 
 def _placed(context: str, n_images: int, where: str) -> tuple[str, list[int]]:
-    """The context with our mark in each image's place, and which image each mark stands for."""
+    """Puts our mark in each image's place in the context, and says which image each mark stands for."""
     order = [int(k) - 1 for k in _PLACE.findall(context)]
     wrong = [k + 1 for k in order if not 0 <= k < n_images]
     if wrong:

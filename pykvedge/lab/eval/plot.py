@@ -1,4 +1,4 @@
-"""What compression costs, as a picture: right answers, and divergence from the full cache, against the bytes kept."""
+"""A picture shows what compression costs: right answers, and divergence from the full cache, by the bytes kept."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MARKERS = "osD^vP*X<>hp"
 
 @dataclass(frozen=True)
 class Panel:
-    """A figure of a line, with its interval where there is one; None: it was not measured."""
+    """A panel shows a figure of a line, with its interval where there is one; None: it was not measured."""
 
     title: str
     value: Callable[[Line], float | None]
@@ -38,7 +38,7 @@ PANELS = (
 
 
 def draw(path: Path, made: list[Line], against_full: bool) -> bool:
-    """One line a method over its budgets, all tasks together. False if nothing was measured that could be drawn.
+    """Draws one line a method over its budgets, all tasks together. False if nothing was measured that could be drawn.
 
     against_full: the intervals are of the difference to the full cache; others say nothing about a method's own figure.
     """

@@ -1,4 +1,4 @@
-"""Reader: reads a prompt once, and compresses copies of it by several plans.
+"""A Reader reads a prompt once, and compresses copies of it by several plans.
 
 A prompt's keys and values depend neither on the budget nor on what becomes of evicted pairs. So one reading serves all
 plans with the same `reading_key`: libkvedge copies the sequence, with the scores gathered so far, and each copy is
@@ -28,14 +28,14 @@ SPARE = 8
 
 
 def reading_key(plan: Plan) -> tuple[Any, ...]:
-    """Equal for plans that gather the same while the prompt is read."""
+    """Is equal for plans that gather the same while the prompt is read."""
     members = (plan.scorer, plan.allocator, plan.decode)
     settings = tuple(sorted((k, v) for k, v in plan.params.items() if not k.startswith("reducer.")))
     return (plan.budget.ratio == 1.0, *members, settings)
 
 
 class Reader:
-    """A context of the model. Close it when done. Errors are those of Context and of libkvedge."""
+    """A Reader has a context of the model. Close it when done. Errors are those of Context and of libkvedge."""
 
     def __init__(self, model: Model, vision: Vision | None, threads: int, kv_type: str, n_ctx: int = 0) -> None:
         """n_ctx: tokens of the context, 0: as many as are needed, up to those that the model was trained for."""
@@ -51,7 +51,7 @@ class Reader:
             self._driver = None
 
     def stop_when(self, cancel: threading.Event) -> None:
-        """Decoding gives up with CancelledError when the event is set."""
+        """Makes decoding give up with CancelledError when the event is set."""
         self._cancel = cancel
 
     def make_room(self, n_conversation: int, n_answer: int, largest_image: int) -> None:
@@ -87,7 +87,7 @@ class Reader:
         driver.context.stop_when(self._cancel)
 
     def copy(self, to: int) -> None:
-        """The current sequence goes on as two; `to` is then the current one."""
+        """Lets the current sequence go on as two; `to` is then the current one."""
         context = self._live().context
         context.drop(to)
         context.copy_to(to)
@@ -114,7 +114,7 @@ class Reader:
             context.drop(sequence)
 
     def set_plan(self, plan: Plan) -> None:
-        """The current sequence is compressed by this plan. Raises BudgetError if what it protects does not fit."""
+        """Compresses the current sequence by this plan. Raises BudgetError if what it protects does not fit."""
         driver = self._live()
         if driver.cache is not None:
             check_protection(plan, driver.cache.stats(driver.context.sequence).n_pending)
@@ -132,14 +132,14 @@ class Reader:
         self._logits[driver.context.sequence] = driver.context.logits().copy()
 
     def logits(self) -> np.ndarray:
-        """Of the last token of the current sequence: [n_vocab] float32."""
+        """Returns those of the last token of the current sequence: [n_vocab] float32."""
         return self._logits[self._live().context.sequence]
 
     def compress(self) -> None:
         self._live().compress()
 
     def held(self) -> tuple[float, int]:
-        """(KV pairs per head, averaged over heads and layers; bytes of keys and values) of the current sequence."""
+        """Tells the KV pairs per head, averaged over heads and layers, and their bytes, of the current sequence."""
         driver = self._live()
         n_bytes = driver.cache.stats(driver.context.sequence).bytes if driver.cache is not None else 0
         return driver.pairs_held(), n_bytes

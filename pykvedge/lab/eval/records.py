@@ -1,4 +1,4 @@
-"""The file of results: JSON lines, the first of which says what is measured. Each line is whole or not there.
+"""Results go to a file of JSON lines, the first of which says what is measured. Each is whole or not there.
 
 A record is written as soon as it is measured, so that a program that is killed loses none; after each sample the file
 is brought to the disk, so that a machine that stops loses one sample at most.
@@ -19,12 +19,12 @@ Key = tuple[str, str, str]  # sample id, name and budget of the cell
 
 
 def key_of(record: dict[str, Any]) -> Key:
-    """What no two records of a file share."""
+    """Returns what no two records of a file share."""
     return record["id"], record["method"], str(record["budget"])
 
 
 class Records:
-    """Results so far. Without a path they are kept in memory only."""
+    """These are the results so far. Without a path they are kept in memory only."""
 
     def __init__(self, path: Path | None, header: dict[str, Any], resume: bool) -> None:
         """header: must be that of the file, when there is one already.
@@ -80,7 +80,7 @@ class Records:
 
 
 def fingerprint(path: Path) -> str:
-    """Name, size and a digest of the ends of a file: large models are told apart without being read."""
+    """Returns name, size and a digest of the ends of a file: it tells large models apart without reading them."""
     size, end = path.stat().st_size, 1 << 20
     digest = hashlib.sha256()
     with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""All samples by all methods: sample after sample, so that whatever is finished compares the same ones."""
+"""All samples are put to all methods, one after the other: whatever is finished compares the same ones."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FULL = "full"
 
 @dataclass
 class Outcome:
-    """What a run came to. left_out: lines that say what is missing and why."""
+    """A run came to this. left_out: lines that say what is missing and why."""
 
     records: Records
     left_out: list[str] = field(default_factory=list)
@@ -37,7 +37,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Job:
-    """What to measure with which model. cells: the full cache comes first by itself."""
+    """A job says what to measure with which model. cells: the full cache comes first by itself."""
 
     model: Path
     mmproj: Path | None
@@ -47,7 +47,7 @@ class Job:
     settings: Settings = field(default_factory=Settings)
 
     def header(self) -> dict[str, Any]:
-        """What must be equal in two runs whose results may lie in one file."""
+        """Returns what must be equal in two runs whose results may lie in one file."""
         return {
             "model": fingerprint(self.model),
             "mmproj": fingerprint(self.mmproj) if self.mmproj else None,
@@ -179,6 +179,6 @@ def _record(sample: Sample, cell: Cell, figures: dict[str, Any]) -> dict[str, An
 
 
 def steps(job: Job, records: Records) -> int:
-    """How many records a run will add."""
+    """Counts the records that a run will add."""
     cells = [cell for cell in job.cells if cell.name != FULL]
     return sum(len(_missing(sample, full_cell(), cells, records)) for sample in job.samples)

@@ -1,4 +1,4 @@
-"""Records to figures: per task and over all tasks, each method on the samples that the full cache was measured on too.
+"""Records become figures per task and over all tasks, on the samples that the full cache was measured on too.
 
 Perplexity and KL divergence are pooled over tokens, scores are averaged over samples; intervals are 95 %: of scores by
 Agresti and Min's rule for pairs, of the others by a paired bootstrap over samples. Of a few samples there are none.
@@ -29,7 +29,7 @@ TOO_FEW = f"Fewer than {LEAST} samples: no intervals, and figures that the next 
 
 @dataclass
 class Line:
-    """Figures of one method and budget on one task ("all": on all of them). None: not measured.
+    """A line has the figures of one method and budget on one task ("all": on all of them). None: not measured.
 
     score, rouge (against the reference), rouge_full (against the full cache's answer): means, 0..1. ppl, kld (nats),
     top1 (share of tokens): over all tokens of the reference answers. *_change: the interval of the difference to the
@@ -57,7 +57,7 @@ class Line:
 def lines(
     records: dict[Any, dict[str, Any]], samples: list[Sample], cells: Iterable[Cell], against: str = FULL
 ) -> list[Line]:
-    """Per cell, a line for each task in order, each group of tasks, and all of them. Only samples that full has.
+    """Makes, per cell, a line for each task, each group of tasks, and all of them. Only samples that full has.
 
     against: the method whose figures at the same budget the changes are against; of samples without them, and of
     cells with another budget, there are no changes.
@@ -91,7 +91,7 @@ def _tasks(samples: list[Sample]) -> list[tuple[str, list[Sample]]]:
 
 
 def _groups(cell: Cell, samples: list[Sample], made: list[Line]) -> list[Line]:
-    """A group's score is the mean over its tasks, as MileBench's columns are; of levels, over their samples' tasks."""
+    """Scores groups by the mean over their tasks, as MileBench's columns are; levels by their samples' tasks."""
     tasks: dict[str, dict[str, int]] = {}
     for sample in samples:
         for group in sample.groups:
@@ -130,7 +130,7 @@ def _line(cell: Cell, task: str, rows: Rows) -> Line:
 
 
 def _changes(line: Line, rows: Rows, base: Rows) -> None:
-    """The intervals of a line: rows and base are of the same samples. The full cache has no divergence to itself."""
+    """Finds a line's intervals: rows and base are of the same samples. Full has no divergence from itself."""
     weights = _column(rows, "tokens")
     mine, theirs = _column(rows, "score"), _column(base, "score")
     if mine is not None and theirs is not None:
@@ -148,12 +148,12 @@ def _changes(line: Line, rows: Rows, base: Rows) -> None:
 
 
 def as_json(made: list[Line], about: dict[str, Any]) -> str:
-    """One object: `about`, and the lines."""
+    """Writes one object: `about`, and the lines."""
     return json.dumps({**about, "rows": [asdict(line) for line in made]}, indent=1)
 
 
 def as_markdown(made: list[Line], notes: Iterable[str] = (), against: str = FULL) -> str:
-    """A table of scores by task, a table of figures over all tasks, and notes. against: as of lines()."""
+    """Writes a table of scores by task, a table of figures over all tasks, and notes. against: as of lines()."""
     tasks = [task for task in dict.fromkeys(line.task for line in made) if task != ALL]
     by_cell: dict[tuple[str, Any], dict[str, Line]] = {}
     for line in made:

@@ -1,4 +1,4 @@
-"""Samples: a conversation with images up to a question, and its reference answer. Those of the demo generator."""
+"""A sample is a conversation with images up to a question, and its reference answer; the demo tasks have some."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NO_SCORE = ("ppl", "kld")  # samples of which only the reference answer is looke
 
 @dataclass(frozen=True)
 class Line:
-    """A message: role is system, user or assistant; images belong to the marks in the text, or come before it."""
+    """A message's role is system, user or assistant; images belong to the marks in the text, or come before it."""
 
     role: str
     text: str
@@ -34,7 +34,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Sample:
-    """The last line is a user's; `answer` is what should follow. `id` names the sample within a run.
+    """A sample's last line is a user's; `answer` is what should follow. `id` names the sample within a run.
 
     metric: how the answer is scored. max_tokens: of the answer that is generated; None: the run's.
     groups: names under which the scores of several tasks are averaged, for example "T-1".
@@ -50,11 +50,11 @@ class Sample:
     max_tokens: int | None = None
 
     def messages(self) -> list[Message]:
-        """The conversation with its pictures. Raises ImageError."""
+        """Loads the conversation's pictures. Raises ImageError."""
         return [Message(line.role, line.text, [_picture(image) for image in line.images]) for line in self.lines]
 
     def score(self, answer: str) -> float | None:
-        """0..1 by the sample's metric; None where only the reference answer is looked at."""
+        """Scores in 0..1 by the sample's metric; None where only the reference answer is looked at."""
         if self.metric == "exact":
             return metrics.exact_match(answer, self.answer)
         if self.metric == "choice":
@@ -64,7 +64,7 @@ class Sample:
         return metrics.rouge_l(answer, self.answer) if self.metric == "rouge" else None
 
     def digest(self) -> str:
-        """Equal for samples that ask the same: a file of results is refused for others of the same name."""
+        """Is equal for samples that ask the same: a file of results is refused for others of the same name."""
         lines = [[line.role, line.text, [_name(image) for image in line.images]] for line in self.lines]
         text = json.dumps([self.task, lines, self.answer, self.choices, self.metric])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -79,7 +79,7 @@ def _name(image: Path | Scene) -> str:
 
 
 def with_choices(question: str, choices: Iterable[str]) -> str:
-    """The question followed by its choices, worded as MileBench words them."""
+    """Writes the question and then its choices, worded as MileBench words them."""
     listed = list(choices)
     if not listed:
         return question
@@ -94,12 +94,12 @@ def with_choices(question: str, choices: Iterable[str]) -> str:
 
 
 def demo_names() -> list[str]:
-    """Names of the demo generator's tasks, each also as a second turn."""
+    """Names the demo generator's tasks, each also as a second turn."""
     return [*TASKS, *(name + SECOND for name in TASKS)]
 
 
 def demo_samples(name: str, count: int, seed: int, images: int) -> list[Sample]:
-    """`count` held-out samples of a demo task; `images` in a sample of the needle tasks. Raises UnknownNameError.
+    """Draws `count` held-out samples of a demo task; `images` in a sample of the needle tasks. Raises UnknownNameError.
 
     Answers are cut at twice the length of the reference: nothing longer can be right.
     """

@@ -1,4 +1,4 @@
-"""Stages from outside the package: a decorated function, a plugin file, an entry point, or a shared library.
+"""Plugins bring stages from outside: a decorated function, a file, an entry point, or a shared library.
 
 `decorators` registers, `table` remembers, `installed` finds entry points, `calling` runs what was registered
 and checks what comes back. Importing them loads nothing and looks nothing up.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def guarded(what: str, function: Callable[..., Any], *arguments: Any, file: str | None = "") -> Any:
-    """function(*arguments). Whatever it raises, SystemExit too, is a PluginError; what it prints goes to stderr.
+    """Calls function(*arguments). What it raises, SystemExit too, is a PluginError; what it prints goes to stderr.
 
     file: where the plugin's code is, if not where the function is; None: wherever the error came from.
     """
@@ -44,7 +44,7 @@ def guarded(what: str, function: Callable[..., Any], *arguments: Any, file: str 
 
 
 def _line(error: BaseException, file: str | None) -> str:
-    """ " (file:line)" of the last line of the file that the error passed, "" if it passed none. None: of any file."""
+    """Writes " (file:line)" of the file's last line that the error passed, "" if it passed none. None: of any file."""
     import traceback
 
     frames = traceback.extract_tb(error.__traceback__)
@@ -53,13 +53,13 @@ def _line(error: BaseException, file: str | None) -> str:
 
 
 def place(function: Any) -> str:
-    """Where a function is defined, as " (file:line)"; nothing for one that was not written in Python."""
+    """Tells where a function is defined, as " (file:line)"; nothing for one that was not written in Python."""
     code = getattr(function, "__code__", None)
     return f" ({Path(code.co_filename).name}:{code.co_firstlineno})" if code is not None else ""
 
 
 def view(layer: Layer, n_queries: int, column_sums: bool) -> Layer:
-    """The layer as a plugin sees it in a running model: as many queries, and column sums, as it asks for."""
+    """Makes the layer as a plugin sees it in a running model: as many queries, and column sums, as it asks for."""
     import numpy as np
 
     sums = layer.column_sums if column_sums else None
@@ -76,7 +76,7 @@ def view(layer: Layer, n_queries: int, column_sums: bool) -> Layer:
 def checked_scorer(
     name: str, function: Any, queries: Callable[[Settings], int], column_sums: bool
 ) -> Callable[[Layer, Settings], np.ndarray]:
-    """The scorer for all engines: [Hkv, T] float64 that float32 can represent. Raises PluginError."""
+    """Makes the scorer for all engines: [Hkv, T] float64 that float32 can represent. Raises PluginError."""
     what = f"scorer '{name}'"
 
     def score(layer: Layer, settings: Settings) -> np.ndarray:
@@ -97,7 +97,7 @@ def checked_scorer(
 
 
 def checked_allocator(name: str, function: Any) -> Callable[[Prompt, Settings], np.ndarray]:
-    """The allocator for all engines: [L, Hkv] int64 that meet the budget. Raises PluginError."""
+    """Makes the allocator for all engines: [L, Hkv] int64 that meet the budget. Raises PluginError."""
     what = f"allocator '{name}'"
 
     def allocate(prompt: Prompt, settings: Settings) -> np.ndarray:
@@ -124,7 +124,7 @@ def checked_allocator(name: str, function: Any) -> Callable[[Prompt, Settings], 
 
 
 def checked_reducer(name: str, function: Any) -> Callable[[Head, Settings], tuple[np.ndarray, np.ndarray]]:
-    """The reducer for all engines: rows [n, d] float64, finite. Raises PluginError."""
+    """Makes the reducer for all engines: rows [n, d] float64, finite. Raises PluginError."""
     what = f"reducer '{name}'"
 
     def reduce(head: Head, settings: Settings) -> tuple[np.ndarray, np.ndarray]:

@@ -1,4 +1,4 @@
-"""Registering a stage: `@pykvedge.scorer("mine")` above a function on NumPy arrays, and `pykvedge.preset`."""
+"""A stage is registered by `@pykvedge.scorer("mine")` above a function on NumPy arrays, and `pykvedge.preset`."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def preset(name: str, *, summary: str = "", reference: str = "", **values: Any) 
 def _registering(
     kind: type[Allocator | Reducer], check: Callable[..., Any], name: str, params: Any, by_place: bool, summary: str
 ) -> Callable[[F], F]:
-    """What decorates the function of an allocator or a reducer. check: makes it the checked one (calling.py)."""
+    """Makes what decorates the function of an allocator or a reducer. check: makes it the checked one (calling.py)."""
 
     def register(function: F) -> F:
         origin, given = _origin(function), _params(params, f"{kind.stage} '{name}'")

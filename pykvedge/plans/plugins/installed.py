@@ -1,4 +1,4 @@
-"""Plugins of installed packages: those with an entry point in group kvedge.plugins, loaded when a name is not known."""
+"""Installed packages have plugins by entry points in group kvedge.plugins, loaded when a name is not known."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def load_installed(first: str = "") -> None:
 
 
 def find(stage: str, name: str) -> table.Plugin | None:
-    """The member of that name, from what was registered or, failing that, from installed packages."""
+    """Finds the member of that name, from what was registered or, failing that, from installed packages."""
     if stage in table.STAGES and isinstance(name, str) and table.get(stage, name) is None:
         load_installed(name)
         if table.get(stage, name) is None:
@@ -52,7 +52,7 @@ def find(stage: str, name: str) -> table.Plugin | None:
 
 
 def find_preset(name: str) -> Preset | None:
-    """The preset of that name; or, if stages are called so, the method that they make with snapkv's other stages."""
+    """Finds the preset of that name; or, if stages are called so, the method they make with snapkv's other stages."""
     if not isinstance(name, str):
         return None
     for load in (None, name, ""):
@@ -73,10 +73,10 @@ def _implied(name: str) -> Preset | None:
 
 
 def problems() -> list[str]:
-    """What went wrong with the installed plugins that were loaded so far, a line each."""
+    """Tells what went wrong with the installed plugins that were loaded so far, a line each."""
     return [problem for problem in _tried.values() if problem]
 
 
 def method_names() -> list[str]:
-    """Methods that plugins brought: their presets, and their stages by the names of which a method is implied."""
+    """Lists the methods that plugins brought: their presets, and the stages whose names imply a method."""
     return list(dict.fromkeys([*table.preset_names(), *(n for stage in table.STAGES for n in table.names(stage))]))

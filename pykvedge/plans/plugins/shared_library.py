@@ -1,4 +1,4 @@
-"""Stages that a shared library brings: C functions that Python calls, and that libkvedge is given as they are.
+"""A shared library brings stages: C functions that Python calls, and that libkvedge is given as they are.
 
 libkvedge is not needed: a library of stages can be loaded, and its members run by the NumPy engine, without it.
 """
@@ -32,7 +32,7 @@ PLUGIN_SYMBOL = "kvedge_plugin_v1"
 
 
 def load_library(path: Path) -> list[table.Plugin]:
-    """The members that a shared library exports by kvedge_plugin_v1. Raises PluginError."""
+    """Makes the members that a shared library exports by kvedge_plugin_v1. Raises PluginError."""
     try:
         library = c.CDLL(str(path.resolve()))
     except OSError as error:
@@ -59,7 +59,7 @@ def load_library(path: Path) -> list[table.Plugin]:
 
 
 def _own_copy(kind: type[c.Structure], address: int | None) -> Any:
-    """The struct at an address as this package knows it, or None if it is smaller, or asks for what is not known here.
+    """Copies the struct at an address, or returns None if it is smaller, or asks for what is not known here.
 
     As kvedge.h says of structs with a struct_size: one of a newer header may be larger, with zeros at its end.
     """
@@ -105,7 +105,7 @@ def _param(s: Setting, origin: str) -> base.Param:
 
 
 class _NativeCall:
-    """A C callback as a function on arrays, for the NumPy engine."""
+    """This makes a C callback a function on arrays, for the NumPy engine."""
 
     def __init__(self, struct: Any, params: tuple[base.Param, ...], run: Callable[..., Any]) -> None:
         self._struct, self._params, self._run = struct, params, run

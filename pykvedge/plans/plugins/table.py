@@ -1,4 +1,4 @@
-"""The stages and presets that were registered in this process."""
+"""This table has the stages and presets that were registered in this process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHOWN = 60  # characters of a wrong name in a message
 
 @dataclass(frozen=True)
 class Plugin:
-    """A registered member, and what the runtime must know to call it in the middle of a request.
+    """This is a registered member, and what the runtime must know to call it in the middle of a request.
 
     member: its function is the checked one (calling.py). origin: the file that registered it. queries, recent: last
     queries that a scorer sees, and last tokens that recent = auto protects. native: the kvedge_custom_* struct of a
@@ -36,7 +36,7 @@ class Plugin:
 
 @dataclass(frozen=True)
 class Preset:
-    """A method: what it is, where it comes from, and the fields of its plan that differ from Plan's defaults."""
+    """A preset is a method: what it is, where it is from, and the fields of its plan that differ from Plan's."""
 
     name: str
     summary: str
@@ -45,7 +45,7 @@ class Preset:
 
     @property
     def budget(self) -> float:
-        """The budget if none is asked for."""
+        """This is the budget if none is asked for."""
         return self.values.get("budget", DEFAULT_BUDGET)
 
 
@@ -55,7 +55,7 @@ _presets: dict[str, tuple[Preset, str]] = {}
 
 
 def check_name(kind: str, name: Any, origin: str) -> None:
-    """Raises PluginError for a name that cannot be written on a command line, in a plan or in C."""
+    """Refuses a name that cannot be written on a command line, in a plan or in C."""
     if not isinstance(name, str) or not NAME.fullmatch(name):
         shown = repr(name) if len(repr(name)) <= SHOWN else repr(name)[:SHOWN] + "..."
         raise PluginError(
@@ -108,7 +108,7 @@ def preset_names() -> list[str]:
 
 
 def snapshot() -> tuple[dict[tuple[str, str], Plugin], dict[str, tuple[Preset, str]]]:
-    """What is registered now, for restore."""
+    """Returns what is registered now, for restore."""
     return dict(_members), dict(_presets)
 
 
