@@ -35,7 +35,7 @@ struct Coded {
 // A type whose values lie in blocks of a row: a scale, a minimum where the type has one, and GROUP codes. Beside what is here
 // it has
 //   code_bytes, lowest, highest   bytes of GROUP codes, the least code and the largest
-//   code(p, i)                    code i of those at p
+//   code(p, i)                    code i of those at p, from -128 to 127
 //   pack(codes, p)                the way back
 //   quantise(x, n, out)           of n <= GROUP finite values, as the type's format or paper defines its rounding
 struct Blocks {

@@ -20,12 +20,15 @@ template <Type T> inline void block_codes(const uint8_t * p, V * x) {
             }
         }
     } else {
-        float codes[GROUP];
-        for (int i = 0; i < GROUP; i++) {
-            codes[i] = (float) Traits<T>::code(p, i);
+        uint8_t codes[GROUP];
+        for (int half = 0; half < GROUP; half += GROUP / 2) {
+            KVEDGE_UNROLL
+            for (int i = 0; i < GROUP / 2; i++) {  // with i known, shifts and masks are constants
+                codes[half + i] = (uint8_t) Traits<T>::code(p, half + i);
+            }
         }
         for (int j = 0; j < CV; j++) {
-            x[j] = V::load(codes + j * V::W);
+            x[j] = V::load_i8(codes + j * V::W);
         }
     }
 }

@@ -29,7 +29,7 @@ template <Type T> void write_group(const float * x, int32_t n, int32_t d, uint8_
     for (int32_t b = 0; b < d; b += GROUP) {
         uint8_t codes[GROUP][GROUP];  // [row][channel]
         for (int32_t i = 0; i < GROUP; i++) {
-            float column[GROUP];
+            float column[GROUP] = {};
             Coded channel;
             for (int32_t r = 0; r < n; r++) {
                 column[r] = x[(size_t) r * (size_t) d + (size_t) (b + i)];
