@@ -15,6 +15,7 @@ import numpy as np
 import psutil
 import pytest
 from attached import differing, profiles
+from conftest import ROOT, TinyModel
 from contexts import TinyContext, random_tokens
 
 import pykvedge
@@ -108,7 +109,7 @@ def same(host, device, cases) -> None:
             if here["answers"][turn] != there["answers"][turn]:
                 other += 1
                 break
-    assert other <= len(cases) / 10
+    assert other <= len(cases) / 3  # the tied tokens of a prompt are those of many methods
 
 
 @pytest.mark.parametrize("kind", ["llava", "qwen2vl"])
@@ -129,6 +130,22 @@ def test_every_method_keeps_on_a_device_what_it_keeps_on_the_host(
         bounded = pykvedge.plan(method, None if method == "full" else 0.4).decode != "keep-all"
         assert bool(here["device_bytes"][-1]) != bounded, method
         assert bool(there["device_bytes"][-1]) != bounded, method
+
+
+def test_the_demo_model_answers_alike(native, environment, server, profile_file):
+    """A trained model, whose tokens are not tied: the same words everywhere, from the whole cache and from a fifth of it."""
+    data = Path(pykvedge.__file__).parent / "data"
+    files = TinyModel(data / "demo-model.gguf", data / "demo-mmproj.gguf")
+    messages = [("What is the code?", [ROOT / "examples" / "scene-1.png"]), ("What shape is red?", [])]
+    cases = [
+        case_of(files, method, messages, profile_file) for method in ("full", "lookm", "mixkv", "adakv", "flashcache")
+    ]
+    host = talked(environment, cases)
+    for settings in ({"device": "CPU"}, {"rpc": server.address}):
+        there = talked(environment, cases, **settings)
+        assert [case["answers"] for case in there] == [case["answers"] for case in host]
+        for here, case in zip(host, there, strict=True):
+            assert all(differing(a, b) <= TIES for a, b in zip(here["held"], case["held"], strict=True))
 
 
 def test_the_uncompressed_cache_is_llama_cpps(native, tiny):
