@@ -133,7 +133,7 @@ def test_every_method_keeps_on_a_device_what_it_keeps_on_the_host(
 
 
 def test_the_demo_model_answers_alike(native, environment, server, profile_file):
-    """A trained model, whose tokens are not tied, says the same everywhere, from the whole cache and from a part of it."""
+    """A trained model, whose tokens are not tied, says the same everywhere, with every budget."""
     data = Path(pykvedge.__file__).parent / "data"
     files = TinyModel(data / "demo-model.gguf", data / "demo-mmproj.gguf")
     messages = [("What is the code?", [ROOT / "examples" / "scene-1.png"]), ("What shape is red?", [])]
