@@ -1,32 +1,49 @@
 """Conversations on devices, in a process of its own: the devices of an RPC server stay until the process ends.
 
 stdin: one JSON object with "settings" of sessions and "cases": a model, an mmproj, a plan, a profile and the messages.
+With "module" ggml loads that backend first.
 stdout: a line of JSON for each case: what each head holds after every message, the answers, and where the rows lay.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import sys
 
 from attached import held
 
 import pykvedge
+from pykvedge.native import libraries, llamacpp
+from pykvedge.native.calls import lib
 from pykvedge.plans.plan import Plan
 
 
 def talk(case, settings):
     plan = Plan.from_json(case["plan"])
     given = {"threads": 1, "kv_type": "f32", "n_ctx": 2048, "profile": case["profile"], **settings}
-    out = {"held": [], "answers": [], "device_bytes": []}
+    out = {"held": [], "answers": [], "device_bytes": [], "devices": []}
     with pykvedge.Session(case["model"], case["mmproj"], plan, **given) as session:
         for text, images in case["messages"]:
             out["answers"].append(session.ask(text, images, pykvedge.Sampling(max_tokens=12)).read())
             out["held"].append(held(session.engine.cache))
             out["device_bytes"].append(session.engine.cache.stats().device_bytes)
+        cache = session.engine.cache
+        names = {lib().kvedge_layer_device(cache.handle, i) for i in range(len(cache.lengths()))}
+        out["devices"] = sorted(name.decode() if name else "host" for name in names)
     return out
 
 
+def load_module(path):
+    llamacpp.start(verbose=False, vision=False)
+    ggml = ctypes.CDLL(str(libraries.require_dir() / libraries.file_name("ggml")))
+    ggml.ggml_backend_load.restype, ggml.ggml_backend_load.argtypes = ctypes.c_void_p, [ctypes.c_char_p]
+    if not ggml.ggml_backend_load(path.encode()):
+        sys.exit(f"ggml cannot load {path}")
+
+
 job = json.load(sys.stdin)
+if job.get("module"):
+    load_module(job["module"])
 for case in job["cases"]:
     print(json.dumps(talk(case, job["settings"])), flush=True)
