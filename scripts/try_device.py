@@ -90,10 +90,14 @@ def compare(case: dict[str, Any], host: dict[str, Any], device: dict[str, Any]) 
     """Makes a row of the table."""
     from attached import differing
 
+    alike = [a == b for a, b in zip(host["answers"], device["answers"], strict=True)]
+    turns = (
+        alike.index(False) + 1 if False in alike else len(alike)
+    )  # what follows another answer is another conversation
     return {
         "case": case["name"],
-        "other_pairs": max(differing(a, b) for a, b in zip(host["held"], device["held"], strict=True)),
-        "same_answers": sum(a == b for a, b in zip(host["answers"], device["answers"], strict=True)),
+        "other_pairs": max(differing(a, b) for a, b in zip(host["held"][:turns], device["held"], strict=False)),
+        "same_answers": sum(alike),
         "answers": len(host["answers"]),
         "device_bytes": device["device_bytes"][-1],
         "devices": device["devices"],
@@ -101,9 +105,10 @@ def compare(case: dict[str, Any], host: dict[str, Any], device: dict[str, Any]) 
 
 
 def main() -> int:
-    """Prints a table. Exit code: 1 where nothing lay on a device, or a head kept other pairs."""
+    """Prints a table. Exit code: 1 where nothing lay on a device, or heads kept other pairs than rounding explains."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("backend", help="vulkan, cuda, metal, ... as in GGML_VULKAN")
+    parser.add_argument("--module", type=Path, help="the backend's library, if it was built elsewhere")
     parser.add_argument("--device", default="auto", help="its name, where there are several (default %(default)s)")
     parser.add_argument("--model", type=Path, help="a GGUF file instead of tiny models")
     parser.add_argument("--method", action="append", default=[], help=f"repeatable (default {', '.join(METHODS)})")
@@ -111,7 +116,9 @@ def main() -> int:
     args, options = parser.parse_known_args()
     if any(not option.startswith("-D") or "=" not in option for option in options):
         parser.error(f"options of the backend's build are -DNAME=VALUE, not {' '.join(options)}")
-    module = build(args.backend, options)
+    module = args.module or build(args.backend, options)
+    if not module.is_file():
+        raise SourceError(f"{module} is no file")
     with tempfile.TemporaryDirectory() as folder:
         asked = cases(args.model, args.method or list(METHODS), Path(folder))
         log(f"{len(asked)} conversations on the host")
@@ -125,7 +132,7 @@ def main() -> int:
         for row in rows:
             print(f"{row['case']:24} {row['other_pairs']:8.4f} other pairs, {row['same_answers']} of {row['answers']} "
                   f"answers alike, {row['device_bytes']:9} bytes on {', '.join(row['devices'])}")  # fmt: skip
-    return int(any(row["other_pairs"] > 0.01 or not row["device_bytes"] for row in rows))
+    return int(any(row["other_pairs"] > 0.05 or not row["device_bytes"] for row in rows))
 
 
 if __name__ == "__main__":
