@@ -91,9 +91,8 @@ def compare(case: dict[str, Any], host: dict[str, Any], device: dict[str, Any]) 
     from attached import differing
 
     alike = [a == b for a, b in zip(host["answers"], device["answers"], strict=True)]
-    turns = (
-        alike.index(False) + 1 if False in alike else len(alike)
-    )  # what follows another answer is another conversation
+    # what follows another answer is another conversation
+    turns = alike.index(False) + 1 if False in alike else len(alike)
     return {
         "case": case["name"],
         "other_pairs": max(differing(a, b) for a, b in zip(host["held"][:turns], device["held"], strict=False)),
