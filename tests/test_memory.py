@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,7 @@ def test_what_the_system_says():
     meter.start()
     block = bytearray(64 * MIB)
     block[::4096] = b"x" * len(block[::4096])
+    time.sleep(0.3)  # the meter looks now and then
     del block
     assert meter.stop() >= before + 60 * MIB
     # the high-water mark of the process still holds the block: a meter that starts now must not

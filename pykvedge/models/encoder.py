@@ -14,7 +14,7 @@ import numpy as np
 from pykvedge.errors import ImageError, ModelError, StateError
 from pykvedge.models.model import Model
 from pykvedge.models.modelfile import check_mmproj, projector
-from pykvedge.native import libraries, llamacpp, memory
+from pykvedge.native import ggml, libraries, llamacpp, memory
 from pykvedge.native.encoderwatch import EncoderWatch
 
 WORKSPACE = 128 << 20  # bytes that encoding an image takes beside the weights, about
@@ -28,7 +28,7 @@ class Encoder:
         """Raises ModelError if the file is no image encoder or does not fit the model, OutOfMemoryError."""
         header = check_mmproj(path, model.header)
         llama = llamacpp.start(verbose, vision=True)
-        if not use_gpu or not llama.llama_supports_gpu_offload():
+        if not use_gpu or not ggml.has_gpu():
             # mtmd aborts where it cannot get the memory for the weights
             memory.require(header.file_size + WORKSPACE, f"{path}", "close other programs")
         mtmd = self.mtmd = libraries.mtmd()

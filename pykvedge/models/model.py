@@ -13,7 +13,7 @@ from typing import Any
 from pykvedge.errors import CancelledError, ModelError
 from pykvedge.models.modelfile import check_model
 from pykvedge.models.offload import Offload
-from pykvedge.native import llamacpp, memory
+from pykvedge.native import ggml, llamacpp, memory
 
 Progress = Callable[[str, float], None]  # (what, share done in 0..1)
 
@@ -40,10 +40,10 @@ class Model:
         self.offload = offload
         self.header = check_model(path)
         llama = self.llama = llamacpp.start(verbose, vision=False)
-        if offload.off or not llama.llama_supports_gpu_offload():
-            memory.require(self.header.file_size, f"{path}", "use a smaller model, or one of fewer bits")
         params = llama.llama_model_default_params()
         devices = offload.apply(params)
+        if offload.off or not ggml.has_gpu():
+            memory.require(self.header.file_size, f"{path}", "use a smaller model, or one of fewer bits")
 
         def report(share: float, _: Any) -> bool:
             progress("loading the model", share)

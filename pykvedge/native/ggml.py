@@ -131,6 +131,13 @@ def devices() -> list[Device]:
 
 
 _ADD_SERVER = c.CFUNCTYPE(_P, c.c_char_p)
+
+
+def has_gpu() -> bool:
+    """Tells whether there is a device with memory of its own; an RPC server's counts as one."""
+    return any("GPU" in device.kind for device in devices())
+
+
 _M_MMAP_THRESHOLD = -3
 _SERVE = c.CFUNCTYPE(None, c.c_char_p, c.c_char_p, _S, _S, c.POINTER(_P))
 
