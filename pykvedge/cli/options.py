@@ -187,7 +187,8 @@ def positive(name: str, value: int | None) -> int:
 
 def running(given: Mapping[str, Any]) -> dict[str, Any]:
     """Collects settings of a session: --ctx, --threads, --kv-type and DEVICES, as far as the command has them."""
-    _end_in_one_line()
+    if "rpc" in given:
+        _end_in_one_line()
     out = {k: given[k] for k in ("gpu_layers", "device", "rpc", "kv_type") if k in given}
     if "ctx" in given:
         out["n_ctx"] = positive("--ctx", given["ctx"])

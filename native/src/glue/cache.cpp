@@ -176,20 +176,19 @@ bool kvedge_cache::prepare_run(const llama_attn_provider_ubatch & ubatch, Run & 
         state.evict_generated();
         state.seq->rows.seal_generated();  // without the memory for it, rows stay as they are until the next time
     }
-    state.armed        = state.armed || run.prompt;
-    state.prev_output  = output;
-    const bool watched = (run.prompt || state.streaming) && plan.budget_ratio != 1.0;
-    run.wanted         = watched ? plan_observes(plan) : Observation{};
-    run.score          = run.prompt ? run.wanted.sums && plan.decode->needs_scores : state.seq->rows.scored();
+    state.armed       = state.armed || run.prompt;
+    state.prev_output = output;
+    run.watched       = (run.prompt || state.streaming) && plan.budget_ratio != 1.0;
+    run.wanted        = run.watched ? plan_observes(plan) : Observation{};
+    run.score         = run.prompt ? run.wanted.sums && plan.decode->needs_scores : state.seq->rows.scored();
     return true;
 }
 
 // Makes room for a sequence's tokens, and for what is gathered of them.
 bool kvedge_cache::store_run(const llama_attn_provider_ubatch & ubatch, Run & run) {
-    SequenceState & state   = *run.state;
-    const auto      n       = (int32_t) run.index.size();
-    const bool      watched = (run.prompt || state.streaming) && plan_of(state.id).budget_ratio != 1.0;
-    const auto      pos     = positions(ubatch, run);
+    SequenceState & state = *run.state;
+    const auto      n     = (int32_t) run.index.size();
+    const auto      pos   = positions(ubatch, run);
     if (on_devices && !reserve_on_device(run)) {
         return false;
     }
@@ -215,9 +214,9 @@ bool kvedge_cache::store_run(const llama_attn_provider_ubatch & ubatch, Run & ru
         state.seq->observe(n, ubatch.causal);
     }
     if (run.prompt) {
-        state.seq->observed.missing().count(run.wanted.sums, run.wanted.squares, run.wanted.entropy, watched, n);
+        state.seq->observed.missing().count(run.wanted.sums, run.wanted.squares, run.wanted.entropy, run.watched, n);
     }
-    if (!watched) {
+    if (!run.watched) {
         state.seq->observed.skip_windows(state.seq->rows.n_tokens());  // these queries are not in the window
     }
     state.note_peak();

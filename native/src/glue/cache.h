@@ -115,6 +115,7 @@ struct Run {
     bool                 watch;  // a single token whose attention somebody wants to see
     bool                 score;  // add its attention to the scores of rows that are there already
     bool                 prompt;
+    bool                 watched; // its plan is to choose among these tokens
     std::unique_ptr<BoundedRequest> request;  // announced for it
     bool                            pays;     // to bound it
     std::shared_ptr<GraphRows>      device;   // as the sequence's; graphs that were built hold its tensors
@@ -215,10 +216,11 @@ struct kvedge_cache {
     uint32_t device_layers() const;
     uint32_t device_nodes() const;  // of a graph, that the attention of layers on devices may take
     bool     even(const kvedge::SequenceState & state) const;
-    bool fits_devices(const kvedge::Run & run) const;
+    bool fits_devices(const kvedge::Run & run, bool even) const;
     bool place_runs();
     bool to_device(kvedge::SequenceState & state);
     bool reserve_on_device(kvedge::Run & run);
+    bool report_full(const kvedge::GraphRows & device, int32_t n);  // which had no memory for n tokens; false
     int  finish_begin();
     ggml_backend_dev_t place_of(const llama_attn_provider_layer & layer) const;
     ggml_tensor *      build_on_device(const llama_attn_provider_layer & layer, size_t at);
@@ -235,8 +237,8 @@ struct kvedge_cache {
 
 namespace kvedge {
 
-// What a caller reads of a sequence's rows: on the host. False: no memory.
-bool rows_at_hand(const kvedge_cache & kv, const SequenceState & state);
+// What a caller reads of a sequence's rows: on the host. Errors: KVEDGE_E_MEMORY.
+kvedge_status rows_at_hand(const kvedge_cache & kv, const SequenceState & state, kvedge_error * err);
 
 // Takes a bounded prompt that failed out of the sequence; says once more that it did.
 kvedge_status fail_bounded(SequenceState & state, kvedge_error * err);

@@ -4,10 +4,10 @@
 // the rows fetched: compression, and attention whose weights somebody wants (column sums, entropies, watched tokens, scores
 // of a decode policy). A ubatch attends on devices if all its sequences can.
 
+#include "core/error.h"
 #include "glue/cache.h"
 
 #include <algorithm>
-#include <new>
 #include <string>
 
 using namespace kvedge;
@@ -81,14 +81,21 @@ int32_t kvedge_cache::set_provider() {
     return llama_set_attn_provider(ctx, &provider);
 }
 
-bool kvedge_cache::fits_devices(const Run & run) const {
+bool kvedge_cache::fits_devices(const Run & run, bool even) const {
     const SequenceState & state = *run.state;
     if (run.request || run.score || run.wanted.attention() || run.wanted.queries || watching || state.streaming || !state.kept.empty() ||
         !follow_each_other(run.index)) {
         return false;
     }
     const bool sunk = std::any_of(sinks.begin(), sinks.end(), [](const auto & s) { return !s.empty(); });
-    return even(state) || (run.index.size() == 1 && !sunk);
+    return even || (run.index.size() == 1 && !sunk);
+}
+
+bool kvedge_cache::report_full(const GraphRows & device, int32_t n) {
+    const std::string what = "device " + device.full_device() + " has no memory for the keys and values of " + std::to_string(n) +
+                             " tokens; put fewer layers on it, or keep rows on the host";
+    report(KVEDGE_E_MEMORY, what.c_str());
+    return false;
 }
 
 bool kvedge_cache::to_device(SequenceState & state) {
@@ -97,10 +104,7 @@ bool kvedge_cache::to_device(SequenceState & state) {
     }
     auto device = std::make_shared<GraphRows>(shapes, places, storage, stamps);
     if (!device->load(state.seq->rows)) {
-        const std::string what = "device " + device->full_device() + " has no memory for the keys and values of " +
-                                 std::to_string(state.seq->rows.n_tokens()) + " tokens; put fewer layers on it, or keep rows on the host";
-        report(KVEDGE_E_MEMORY, what.c_str());
-        return false;
+        return report_full(*device, state.seq->rows.n_tokens());
     }
     state.device = std::move(device);
     return true;
@@ -121,13 +125,16 @@ bool kvedge_cache::to_host(SequenceState & state) {
 }
 
 bool kvedge_cache::place_runs() {
-    uint32_t nodes = 0;  // in each layer
-    for (const auto & run : runs) {
-        nodes += even(*run->state) ? EVEN_NODES : UNEVEN_NODES;
-    }
     const uint32_t layers = device_layers();
-    on_devices = layers > 0 && nodes * layers <= provider.extra_nodes &&
-                 std::all_of(runs.begin(), runs.end(), [&](const auto & run) { return fits_devices(*run); });
+    if (layers == 0) {
+        return true;
+    }
+    uint32_t nodes = 0;  // in each layer
+    on_devices     = std::all_of(runs.begin(), runs.end(), [&](const auto & run) {
+        const bool as_one = even(*run->state);
+        nodes += as_one ? EVEN_NODES : UNEVEN_NODES;
+        return nodes * layers <= provider.extra_nodes && fits_devices(*run, as_one);
+    });
     for (auto & run : runs) {
         if (!on_devices && !to_host(*run->state)) {
             report(KVEDGE_E_MEMORY, "no memory on the host for keys and values that lie on devices");
@@ -142,13 +149,8 @@ bool kvedge_cache::place_runs() {
 }
 
 bool kvedge_cache::reserve_on_device(Run & run) {
-    if (run.device->reserve((int32_t) run.index.size(), run.wanted.window)) {
-        return true;
-    }
-    const std::string what = "device " + run.device->full_device() + " has no memory for the keys and values of the next " +
-                             std::to_string(run.index.size()) + " tokens; put fewer layers on it, or keep rows on the host";
-    report(KVEDGE_E_MEMORY, what.c_str());
-    return false;
+    const auto n = (int32_t) run.index.size();
+    return run.device->reserve(n, run.wanted.window) || report_full(*run.device, run.state->seq->rows.n_tokens() + n);
 }
 
 // 1: the graph must be built anew.
@@ -219,8 +221,11 @@ void kvedge_cache::settle() {
     runs.clear();
 }
 
-bool kvedge::rows_at_hand(const kvedge_cache & kv, const SequenceState & state) {
+kvedge_status kvedge::rows_at_hand(const kvedge_cache & kv, const SequenceState & state, kvedge_error * err) {
     // where rows lie is nothing that a caller sees
     const_cast<kvedge_cache &>(kv).settle();
-    return const_cast<kvedge_cache &>(kv).to_host(const_cast<SequenceState &>(state));
+    if (const_cast<kvedge_cache &>(kv).to_host(const_cast<SequenceState &>(state))) {
+        return KVEDGE_OK;
+    }
+    return fail(err, KVEDGE_E_MEMORY, "no memory on the host for the keys and values of the sequence, which lie on a device");
 }

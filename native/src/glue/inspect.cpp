@@ -49,8 +49,8 @@ extern "C" kvedge_status kvedge_head_rows(
     if (n_out < rows.head_length(i, head)) {
         return fail(err, KVEDGE_E_ARGUMENT, "kvedge_head_rows: %d rows do not fit %d places", rows.head_length(i, head), n_out);
     }
-    if (!rows_at_hand(*kv, *state)) {
-        return fail(err, KVEDGE_E_MEMORY, "no memory on the host for the keys and values of the sequence, which lie on a device");
+    if (const auto status = rows_at_hand(*kv, *state, err); status != KVEDGE_OK) {
+        return status;
     }
     const HeadView view  = rows.view(i, head);
     const size_t   n_old = widen_rows(view.old, s, k, v);
@@ -73,8 +73,8 @@ extern "C" kvedge_status kvedge_pending_scores(
     if (!state || !is_layer(*kv, i) || !out) {
         return fail(err, KVEDGE_E_ARGUMENT, "kvedge_pending_scores: no such sequence or layer, or out is NULL");
     }
-    if (!rows_at_hand(*kv, *state)) {
-        return fail(err, KVEDGE_E_MEMORY, "no memory on the host for the keys and values of the sequence, which lie on a device");
+    if (const auto status = rows_at_hand(*kv, *state, err); status != KVEDGE_OK) {
+        return status;
     }
     Bulk<float> scores;
     if (const auto status = score_pending(*state->seq, kv->plan_of(seq_id), i, scores, err); status != KVEDGE_OK) {

@@ -289,8 +289,8 @@ extern "C" kvedge_status kvedge_save(
         return fail(err, KVEDGE_E_STATE, "a prompt was read and is not compressed yet; compress it before it is saved");
     }
     llama_synchronize(kv->ctx);
-    if (!rows_at_hand(*kv, state)) {
-        return fail(err, KVEDGE_E_MEMORY, "no memory on the host for the keys and values of the sequence, which lie on a device");
+    if (const auto status = rows_at_hand(*kv, state, err); status != KVEDGE_OK) {
+        return status;
     }
     const int32_t              pos_max = llama_memory_seq_pos_max(llama_get_memory(kv->ctx), seq_id);
     const std::vector<uint8_t> own     = llama_part(kv->ctx, seq_id);

@@ -69,8 +69,8 @@ extern "C" kvedge_status kvedge_compress_stream(kvedge_cache * kv, int32_t seq_i
     }
     SequenceState & state = it->second;
     llama_synchronize(kv->ctx);
-    if (!rows_at_hand(*kv, state)) {
-        return fail(err, KVEDGE_E_MEMORY, "no memory on the host for the keys and values of the sequence, which lie on a device");
+    if (const auto status = rows_at_hand(*kv, state, err); status != KVEDGE_OK) {
+        return status;
     }
     if (state.bounded && !state.bounded->done()) {
         return fail_bounded(state, err);
