@@ -224,7 +224,9 @@ struct kvedge_cache {
     int  finish_begin();
     ggml_backend_dev_t place_of(const llama_attn_provider_layer & layer) const;
     ggml_tensor *      build_on_device(const llama_attn_provider_layer & layer, size_t at);
-    void               read_queries(kvedge::Run & run);
+    void               read_observed(kvedge::Run & run);
+    void               read_queries(kvedge::Run & run, size_t layer);
+    bool               read_sums(kvedge::Run & run, size_t layer);  // false: the device failed
     // Room for the rows of a run and for what is gathered of it; request: of a bounded prompt that is read as any other, or NULL.
     bool store_run(const llama_attn_provider_ubatch & ubatch, kvedge::Run & run);
     bool enter_bounded(const llama_attn_provider_ubatch & ubatch, kvedge::Run & run, const std::vector<uint8_t> & image);

@@ -1,8 +1,8 @@
 // Layers on devices: where a layer lies, when its rows go there and come back, and the graph's share of the work.
 //
-// A device attends over the rows of a prompt and of an answer. What looks at rows in other ways takes place on the host, with
-// the rows fetched: compression, and attention whose weights somebody wants (column sums, entropies, watched tokens, scores
-// of a decode policy). A ubatch attends on devices if all its sequences can.
+// A device attends over the rows of a prompt and of an answer, and adds up a prompt's attention. What looks at rows in other
+// ways takes place on the host, with the rows fetched: compression, and attention whose weights somebody wants (watched tokens,
+// scores of a decode policy). A ubatch attends on devices if all its sequences can.
 
 #include "core/error.h"
 #include "glue/cache.h"
@@ -83,12 +83,12 @@ int32_t kvedge_cache::set_provider() {
 
 bool kvedge_cache::fits_devices(const Run & run, bool even) const {
     const SequenceState & state = *run.state;
-    if (run.request || run.score || run.wanted.attention() || run.wanted.queries || watching || state.streaming || !state.kept.empty() ||
-        !follow_each_other(run.index)) {
+    if (run.request || run.wanted.queries || watching || state.streaming || !state.kept.empty() || !follow_each_other(run.index) ||
+        (run.score && state.seq->rows.even_rows() != 0)) {
         return false;
     }
     const bool sunk = std::any_of(sinks.begin(), sinks.end(), [](const auto & s) { return !s.empty(); });
-    return even || (run.index.size() == 1 && !sunk);
+    return even ? !run.wanted.attention() || !sunk : run.index.size() == 1 && !run.wanted.attention() && !sunk;
 }
 
 bool kvedge_cache::report_full(const GraphRows & device, int32_t n) {
@@ -150,7 +150,8 @@ bool kvedge_cache::place_runs() {
 
 bool kvedge_cache::reserve_on_device(Run & run) {
     const auto n = (int32_t) run.index.size();
-    return run.device->reserve(n, run.wanted.window) || report_full(*run.device, run.state->seq->rows.n_tokens() + n);
+    const Summed summed = { run.wanted.sums, run.wanted.squares, run.wanted.entropy };
+    return run.device->reserve(n, run.wanted.window, summed, threads()) || report_full(*run.device, run.state->seq->rows.n_tokens() + n);
 }
 
 // 1: the graph must be built anew.
@@ -185,22 +186,65 @@ ggml_tensor * kvedge_cache::build_on_device(const llama_attn_provider_layer & la
     return out;
 }
 
-void kvedge_cache::read_queries(Run & run) {
-    for (size_t l = 0; l < places.size(); l++) {
-        if (!places[l]) {
-            continue;
+void kvedge_cache::read_queries(Run & run, size_t l) {
+    const int32_t last = std::min(run.device->kept_queries(), run.wanted.window);
+    if (last == 0) {
+        return;
+    }
+    const auto q = run.device->queries(l, last);
+    AttendJob  job{};
+    job.rows    = &run.state->seq->rows;
+    job.layer   = (int32_t) l;
+    job.n       = last;
+    job.q       = q.data();
+    job.q_head  = (size_t) shapes[l].d_k;
+    job.q_token = job.q_head * (size_t) shapes[l].n_heads;
+    job.scale   = ops[l]->scale;
+    job.sinks   = sinks[l].empty() ? nullptr : sinks[l].data();
+    record_window(job, run.state->seq->observed, 0, 1);
+}
+
+bool kvedge_cache::read_sums(Run & run, size_t l) {
+    Observed &    to   = run.state->seq->observed;
+    const int32_t rows = run.state->seq->rows.pending_length();
+    AttentionSums sums;
+    if (!run.wanted.attention()) {
+        return true;
+    }
+    if (!run.device->sum_attention(l, ops[l]->scale, rows, sums)) {
+        const std::string what = "device " + run.device->full_device() + " failed";
+        report(KVEDGE_E_STATE, what.c_str());
+        return false;
+    }
+    const auto   heads = (size_t) shapes[l].n_heads_kv;
+    const double share = (double) shapes[l].n_heads / (double) heads;
+    for (size_t h = 0; h < heads && run.wanted.sums; h++) {
+        ColumnSums & cs = to.sums(l);
+        for (size_t r = 0; r < (size_t) rows; r++) {
+            const size_t at = h * (size_t) cs.capacity + r, from = h * (size_t) rows + r;
+            cs.sums[at] += sums.columns[from] / share;
+            if (run.wanted.squares) {
+                cs.squares[at] += sums.squares[from] / (share * share);
+            }
         }
-        const auto q = run.device->queries(l);
-        AttendJob  job{};
-        job.rows    = &run.state->seq->rows;
-        job.layer   = (int32_t) l;
-        job.n       = run.device->kept_queries();
-        job.q       = q.data();
-        job.q_head  = (size_t) shapes[l].d_k;
-        job.q_token = job.q_head * (size_t) shapes[l].n_heads;
-        job.scale   = ops[l]->scale;
-        job.sinks   = sinks[l].empty() ? nullptr : sinks[l].data();
-        record_window(job, run.state->seq->observed, 0, 1);
+    }
+    for (size_t h = 0; h < heads && run.wanted.entropy; h++) {
+        to.entropies(l)[h] -= sums.entropy[h];
+    }
+    return true;
+}
+
+// What a graph left of a prompt is read, or said to be missing.
+void kvedge_cache::read_observed(Run & run) {
+    bool summed = true;
+    for (size_t l = 0; l < places.size(); l++) {
+        if (places[l]) {
+            read_queries(run, l);
+            summed = summed && read_sums(run, l);
+        }
+    }
+    if (!summed) {
+        run.state->seq->observed.missing().count(false, false, false, true, (int32_t) run.index.size());
     }
     run.device->forget_queries();
 }
@@ -215,7 +259,7 @@ void kvedge_cache::settle() {
     }
     for (auto & run : runs) {
         if (run->device->kept_queries() > 0) {
-            read_queries(*run);
+            read_observed(*run);
         }
     }
     runs.clear();

@@ -41,6 +41,7 @@ void converse(World & w) {
         CHECK(w.decode(words(w.model, PROMPT / 2, 10 + turn)) == 0);
         CHECK(w.decode_image(PROMPT) == 0);
         CHECK(w.decode(words(w.model, PROMPT / 2, 20 + turn)) == 0);
+        CHECK(turn > 0 || (w.stats().device_bytes > 0) == (kvedge_layer_device(w.kv, 0) != nullptr));  // prompts are read there
         w.answer(40);
     }
 }
@@ -147,6 +148,8 @@ void devices(llama_model * model, const std::string & folder) {
     compare(model, { { "scorer", "window" }, { "scorer.window", "8" }, { "allocator", "ada" }, { "budget", "0.25" } }, "ada");
     compare(model, { { "scorer", "cumulative" }, { "reducer", "pivotal" }, { "budget", "0.25" } }, "cumulative");
     compare(model, { { "scorer", "cumulative" }, { "decode", "heavy-hitter" }, { "budget", "0.25" } }, "heavy-hitter");
+    compare(model, { { "scorer", "mean" }, { "budget", "0.25" } }, "mean");
+    compare(model, { { "scorer", "knorm" }, { "allocator", "entropy" }, { "allocator.attention", "full" }, { "budget", "0.25" } }, "entropy");
     gives_back(model);
     moves(model, folder);
     if (!llama_model_is_hybrid(model)) {  // llama.cpp itself gives several sequences of some of these another answer every time

@@ -42,14 +42,7 @@ template <class Parts> T attention(const GraphLayer & in, const Parts & p, ggml_
         }
         return flash;
     }
-    T logits = ggml_mul_mat(c, p.k, p.q);
-    ggml_prec_set_acc(logits, GGML_PREC_F32);
-    float scale = in.scale;
-    if (in.softcap != 0.0f) {
-        logits = ggml_scale(c, ggml_tanh(c, ggml_scale(c, logits, scale / in.softcap)), in.softcap);
-        scale  = 1.0f;
-    }
-    T weights = ggml_soft_max_ext(c, logits, p.mask, scale, 0.0f);
+    T weights = attention_weights(c, p.q, p.k, p.mask, in.scale, in.softcap);
     if (in.sinks) {
         ggml_soft_max_add_sinks(weights, in.sinks);
     }
@@ -58,6 +51,16 @@ template <class Parts> T attention(const GraphLayer & in, const Parts & p, ggml_
 }
 
 }  // namespace
+
+T attention_weights(ggml_context * c, T q, T k, T mask, float scale, float softcap) {
+    T logits = ggml_mul_mat(c, k, q);
+    ggml_prec_set_acc(logits, GGML_PREC_F32);
+    if (softcap != 0.0f) {
+        logits = ggml_scale(c, ggml_tanh(c, ggml_scale(c, logits, scale / softcap)), softcap);
+        scale  = 1.0f;
+    }
+    return ggml_soft_max_ext(c, logits, mask, scale, 0.0f);
+}
 
 // The queries of the last tokens go to the window on the device; the others stay where they are.
 T GraphRows::keep_queries(const GraphLayer & in, const Layer & layer) const {

@@ -41,7 +41,7 @@ uint64_t GraphRows::bytes() const {
         }
     }
     for (const Inputs & inputs : inputs_) {
-        n += inputs.held.bytes();
+        n += inputs.held.bytes() + inputs.worker.bytes();
     }
     return n;
 }
@@ -299,7 +299,7 @@ bool GraphRows::make_windows(int32_t window) {
     return true;
 }
 
-bool GraphRows::reserve(int32_t n, int32_t window) {
+bool GraphRows::reserve(int32_t n, int32_t window, const Summed & summed, int32_t n_threads) {
     for (size_t l = 0; l < layers_.size(); l++) {
         for (Group & group : layers_[l].groups) {
             if (!grow(l, group, n)) {
@@ -307,7 +307,8 @@ bool GraphRows::reserve(int32_t n, int32_t window) {
             }
         }
     }
-    return make_inputs(n) && make_windows(window);
+    summed_ = summed;
+    return make_inputs(n) && make_windows(summed.any() ? std::max(n, window) : window) && make_sums(n, n_threads);
 }
 
 void GraphRows::enter(int32_t n, bool causal) {
@@ -342,10 +343,10 @@ void GraphRows::enter(int32_t n, bool causal) {
     }
 }
 
-std::vector<float> GraphRows::queries(size_t l) const {
-    const LayerShape & shape = (*shapes_)[l];
-    std::vector<float> out((size_t) kept_queries() * (size_t) shape.n_heads * (size_t) shape.d_k);
-    ggml_backend_tensor_get(layers_[l].queries, out.data(), 0, out.size() * sizeof(float));
+std::vector<float> GraphRows::queries(size_t l, int32_t last) const {
+    const ggml_tensor * kept = layers_[l].queries;
+    std::vector<float>  out((size_t) last * (size_t) (kept->ne[0] * kept->ne[1]));
+    ggml_backend_tensor_get(kept, out.data(), (size_t) (kept_queries() - last) * kept->nb[2], out.size() * sizeof(float));
     return out;
 }
 

@@ -30,6 +30,23 @@ struct GraphLayer {
     float          scale, softcap;
 };
 
+// softmax(mask + scale * q k^T) of q [d, n, H, ...] and k [d, slots, Hkv, ...]: [slots, n, H, ...] f32. softcap 0: none.
+ggml_tensor * attention_weights(ggml_context * ctx, ggml_tensor * q, ggml_tensor * k, ggml_tensor * mask, float scale, float softcap);
+
+// What is added up of a prompt's attention.
+struct Summed {
+    bool columns = false, squares = false, entropy = false;
+
+    bool any() const { return columns || entropy; }
+};
+
+// The sums of one layer over the queries of the tokens entered last; empty where they are not wanted.
+struct AttentionSums {
+    std::vector<float> columns;  // [Hkv][rows] of the attention of all query heads
+    std::vector<float> squares;  // [Hkv][rows] of the squares of the query heads' sum
+    std::vector<float> entropy;  // [Hkv] of the entropies of all query heads, over all rows
+};
+
 class GraphRows {
   public:
     // devices [layers]: NULL for a layer whose rows stay with the store. stamps counts the tensors of a cache that were made.
@@ -42,9 +59,9 @@ class GraphRows {
     // And back; what is on the devices is freed, layer by layer. False: no memory, and nothing has changed.
     bool fetch(Store & to);
 
-    // Room and inputs for n more tokens, of which the last `window` queries are kept. False: a device has no memory, and
-    // nothing has changed that matters. Throws std::bad_alloc.
-    bool reserve(int32_t n, int32_t window);
+    // Room and inputs for n more tokens, of which the last `window` queries are kept, and room to add up their attention. False:
+    // a device has no memory, and nothing has changed that matters. Throws std::bad_alloc.
+    bool reserve(int32_t n, int32_t window, const Summed & summed, int32_t n_threads);
     // Enters them, where there is room; the graph that follows writes their rows. Not of a graph that runs.
     void enter(int32_t n, bool causal);
 
@@ -55,9 +72,12 @@ class GraphRows {
     using Signature = std::array<uint64_t, 4>;
     Signature signature() const { return { stamp_, (uint64_t) n_, (uint64_t) visible(), (uint64_t) kept_queries() }; }
 
-    // Queries of the last tokens entered, as the graph left them: [kept_queries][H][d_k].
+    // Queries of the tokens entered last, as the graph left them: [last][H][d_k], of at most kept_queries.
     int32_t            kept_queries() const { return std::min(n_, window_); }
-    std::vector<float> queries(size_t layer) const;
+    std::vector<float> queries(size_t layer, int32_t last) const;
+    // And what their attention adds up to over the last `rows` rows, while heads are even. False: the device failed. Throws
+    // std::bad_alloc.
+    bool sum_attention(size_t layer, float scale, int32_t rows, AttentionSums & out);
     void               forget_queries() { window_ = 0; }
 
     // Whether all heads of the layers on devices hold as many rows: those that are there, or those of a store.
@@ -96,8 +116,10 @@ class GraphRows {
         ggml_tensor *      index = nullptr;  // [entries * n] i64
         ggml_tensor *      mask  = nullptr;  // [visible * n] f16, where heads are even
         ggml_tensor *      zeros = nullptr;  // [1, 1, most] f32
+        Worker             worker;
     };
-    struct Parts;  // of the attention (graph/attention.cpp)
+    struct Parts;     // of the attention (graph/attention.cpp)
+    struct SumGraph;  // what adds it up (graph/sums.cpp)
 
     int32_t visible() const;  // slots that an even graph looks at
     int32_t visible_after(int32_t n) const;
@@ -107,6 +129,7 @@ class GraphRows {
     bool    grow(size_t layer, Group & group, int32_t n);
     bool    make_inputs(int32_t n);
     bool    make_windows(int32_t window);
+    bool    make_sums(int32_t n, int32_t n_threads);
     void    write_mask(Group & group);
     void    plan_inputs();
     template <class F> void each_stretch(const Store & store, size_t layer, const F & visit) const;
@@ -114,6 +137,7 @@ class GraphRows {
     ggml_tensor * attend_even(const GraphLayer & in, const Layer & layer, const Group & group) const;
     ggml_tensor * attend_group(const GraphLayer & in, const Layer & layer, const Group & group, bool pick) const;
     ggml_tensor * keep_queries(const GraphLayer & in, const Layer & layer) const;
+    SumGraph      sum_graph(size_t layer, float scale, int32_t n, int32_t shown, int32_t first, int32_t rows) const;
 
     const std::vector<LayerShape> * shapes_;
     Storage                         storage_;
@@ -126,6 +150,7 @@ class GraphRows {
     int32_t                         n_      = 0;  // of those, entered last
     int32_t                         room_q_ = 0, room_visible_ = 0;  // that the inputs have
     int32_t                         window_ = 0, room_window_ = 0;
+    Summed                          summed_;  // of the tokens entered last
     std::string                     full_device_;
 };
 

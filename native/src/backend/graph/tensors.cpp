@@ -4,19 +4,15 @@
 
 namespace kvedge {
 
-namespace {
-
-ggml_context * make_context(size_t n) {
-    ggml_context * context = ggml_init({ n * ggml_tensor_overhead(), nullptr, true });
+GgmlContext make_context(size_t bytes) {
+    GgmlContext context(ggml_init({ bytes, nullptr, true }));
     if (!context) {
         throw std::bad_alloc();
     }
     return context;
 }
 
-}  // namespace
-
-Tensors::Tensors(size_t n) : context_(make_context(n)) {}
+Tensors::Tensors(size_t n) : context_(make_context(n * ggml_tensor_overhead())) {}
 
 ggml_tensor * Tensors::add(ggml_type type, int64_t ne0, int64_t ne1, int64_t ne2) {
     return ggml_new_tensor_3d(context_.get(), type, ne0, ne1, ne2);
@@ -33,17 +29,34 @@ bool Tensors::allocate(ggml_backend_dev_t device) {
 
 void copy_slots(ggml_tensor * from, ggml_tensor * to, int64_t n) {
     const int64_t heads = from->ne[2];
-    ggml_context * const context = make_context(2 * (size_t) heads);
+    const GgmlContext context = make_context(2 * (size_t) heads * ggml_tensor_overhead());
     for (int64_t h = 0; h < heads && n > 0; h++) {
         ggml_tensor * parts[2];
         for (int i = 0; i < 2; i++) {
             ggml_tensor * of = i == 0 ? from : to;
-            parts[i]         = ggml_view_2d(context, of, of->ne[0], n, of->nb[1], (size_t) h * of->nb[2]);
+            parts[i]         = ggml_view_2d(context.get(), of, of->ne[0], n, of->nb[1], (size_t) h * of->nb[2]);
             ggml_backend_view_init(parts[i]);
         }
         ggml_backend_tensor_copy(parts[0], parts[1]);
     }
-    ggml_free(context);
+}
+
+bool Worker::make_room(ggml_backend_dev_t device, ggml_cgraph * graph, int32_t n_threads) {
+    if (!backend_) {
+        backend_.reset(ggml_backend_dev_init(device, nullptr));
+        memory_.reset(backend_ ? ggml_gallocr_new(ggml_backend_dev_buffer_type(device)) : nullptr);
+        const auto set_threads = (ggml_backend_set_n_threads_t) ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(device),
+                                                                                                  "ggml_backend_set_n_threads");
+        if (backend_ && set_threads) {
+            set_threads(backend_.get(), n_threads);
+        }
+    }
+    return backend_ && ggml_gallocr_reserve(memory_.get(), graph);
+}
+
+bool Worker::compute(ggml_cgraph * graph) {
+    return ggml_gallocr_alloc_graph(memory_.get(), graph) &&
+           ggml_backend_graph_compute(backend_.get(), graph) == GGML_STATUS_SUCCESS;
 }
 
 }  // namespace kvedge

@@ -1,7 +1,8 @@
-// Tensors that share one buffer on a device.
+// Tensors that share one buffer on a device, and graphs of our own there.
 
 #pragma once
 
+#include "ggml-alloc.h"
 #include "ggml-backend.h"
 #include "ggml.h"
 
@@ -9,6 +10,17 @@
 #include <memory>
 
 namespace kvedge {
+
+struct FreeGgml {
+    void operator()(ggml_context * c) const { ggml_free(c); }
+    void operator()(ggml_backend_buffer * b) const { ggml_backend_buffer_free(b); }
+    void operator()(ggml_backend * b) const { ggml_backend_free(b); }
+    void operator()(ggml_gallocr * a) const { ggml_gallocr_free(a); }
+};
+
+using GgmlContext = std::unique_ptr<ggml_context, FreeGgml>;
+
+GgmlContext make_context(size_t bytes);  // for descriptions of tensors, not for data. Throws std::bad_alloc
 
 class Tensors {
   public:
@@ -20,12 +32,21 @@ class Tensors {
     uint64_t      bytes() const { return buffer_ ? ggml_backend_buffer_get_size(buffer_.get()) : 0; }
 
   private:
-    struct Free {
-        void operator()(ggml_context * c) const { ggml_free(c); }
-        void operator()(ggml_backend_buffer * b) const { ggml_backend_buffer_free(b); }
-    };
-    std::unique_ptr<ggml_context, Free>        context_;
-    std::unique_ptr<ggml_backend_buffer, Free> buffer_;
+    GgmlContext                                    context_;
+    std::unique_ptr<ggml_backend_buffer, FreeGgml> buffer_;
+};
+
+// Runs graphs of ours on a device, between those of llama.cpp.
+class Worker {
+  public:
+    // Memory for the results of a graph, and for those of any smaller one. False: the device has none.
+    bool     make_room(ggml_backend_dev_t device, ggml_cgraph * graph, int32_t n_threads);
+    bool     compute(ggml_cgraph * graph);  // one that there is room for. False: the device failed
+    uint64_t bytes() const { return memory_ ? ggml_gallocr_get_buffer_size(memory_.get(), 0) : 0; }
+
+  private:
+    std::unique_ptr<ggml_backend, FreeGgml> backend_;
+    std::unique_ptr<ggml_gallocr, FreeGgml> memory_;
 };
 
 // The first n slots of every head, from one tensor [d, slots, heads] to another, on their device.
