@@ -284,6 +284,12 @@ KVEDGE_API kvedge_status kvedge_set_auto_compress(kvedge_cache * kv, bool on, kv
 // A failure leaves the sequence as it was. Errors: KVEDGE_E_STATE, KVEDGE_E_MEMORY.
 KVEDGE_API kvedge_status kvedge_compress(kvedge_cache * kv, int32_t seq_id, kvedge_error * err);
 
+// Says that n_tokens more of sequence seq_id follow soon, in batches of any size. Buffers on devices are then made once for
+// all of them, instead of growing by halves; rows on the host grow without copies, and nothing is done for them. A device that
+// has no memory for so many refuses the first batch (KVEDGE_E_MEMORY, kvedge_take_error). A number that does not come true
+// costs memory until the next compression. Errors: KVEDGE_E_ARGUMENT, KVEDGE_E_STATE.
+KVEDGE_API kvedge_status kvedge_expect(kvedge_cache * kv, int32_t seq_id, int32_t n_tokens, kvedge_error * err);
+
 // Bounded prefill. The next llama_decode of sequence seq_id brings a whole prompt, n_tokens of them in one batch of its own
 // (tokens, or embeddings for text and images alike: then image_mask [n_tokens] says which are of an image; NULL: none). The
 // prompt goes through each layer at once, and the layer is compressed before the next one runs: the peak is what is kept

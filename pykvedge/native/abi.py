@@ -140,6 +140,7 @@ PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "set_sequence_plan": (c.c_int, [_P, _I, _P, _ERR]),
     "set_auto_compress": (c.c_int, [_P, c.c_bool, _ERR]),
     "plan_check_bounded": (c.c_int, [_P, c.c_int, c.c_int, _ERR]),
+    "expect": (c.c_int, [_P, _I, _I, _ERR]),
     "bound_prompt": (c.c_int, [_P, _I, _P, _I, _ERR]),
     "bounded_layers": (_I, [_P, _I]),
     "compress": (c.c_int, [_P, _I, _ERR]),

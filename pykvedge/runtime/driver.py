@@ -91,6 +91,8 @@ class Driver:
         """
         steps = list(cut(pieces, self.context.n_ubatch))
         done, total = 0, sum(step.n_tokens for step in steps)
+        if self.cache is not None:
+            self.cache.expect(total, self.context.sequence)
         for i, step in enumerate(steps):
             progress("reading the prompt", done / total)
             stop_if_set(cancel)

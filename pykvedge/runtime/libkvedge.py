@@ -138,6 +138,11 @@ class Cache:
             call("compress", self.handle, sequence)
 
     @one_thread
+    def expect(self, n_tokens: int, sequence: int = 0) -> None:
+        """Announces that so many tokens follow, so that devices make room for them once."""
+        call("expect", self.handle, sequence, n_tokens)
+
+    @one_thread
     def bound_prompt(self, image_mask: np.ndarray, sequence: int = 0) -> None:
         """Announces that the next decode brings a whole prompt in one pass, whose layers are compressed one by one.
 

@@ -202,6 +202,7 @@ bool kvedge_cache::store_run(const llama_attn_provider_ubatch & ubatch, Run & ru
     if (run.device) {
         run.device->enter(n, ubatch.causal);
     }
+    state.expected = run.prompt ? std::max(0, state.expected - n) : 0;
     run.decode          = decodes(run);
     run.watch           = watching && n == 1 && run.decode;
     state.weights.valid = run.watch;

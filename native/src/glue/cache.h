@@ -52,6 +52,7 @@ struct Course {
     bool    armed       = false;  // a prompt came in since the last compression
     bool    prev_output = false;  // logits of the last token were asked for
     bool    streaming   = false;  // what is compressed stays pending (glue/stream.cpp)
+    int32_t expected    = 0;      // tokens that were announced and have not come
     int32_t released    = 0;      // first tokens whose cells in llama.cpp's own cache are free again
 
     // For decode policies: the state right after the last compression, whose plan the answer follows.

@@ -151,7 +151,8 @@ bool kvedge_cache::place_runs() {
 bool kvedge_cache::reserve_on_device(Run & run) {
     const auto n = (int32_t) run.index.size();
     const Summed summed = { run.wanted.sums, run.wanted.squares, run.wanted.entropy };
-    return run.device->reserve(n, run.wanted.window, summed, threads()) || report_full(*run.device, run.state->seq->rows.n_tokens() + n);
+    const Incoming incoming = { n, std::max(n, run.state->expected), run.wanted.window, summed };
+    return run.device->reserve(incoming, threads()) || report_full(*run.device, run.state->seq->rows.n_tokens() + n);
 }
 
 // 1: the graph must be built anew.
@@ -272,4 +273,18 @@ kvedge_status kvedge::rows_at_hand(const kvedge_cache & kv, const SequenceState 
         return KVEDGE_OK;
     }
     return fail(err, KVEDGE_E_MEMORY, "no memory on the host for the keys and values of the sequence, which lie on a device");
+}
+
+extern "C" kvedge_status kvedge_expect(kvedge_cache * kv, int32_t seq_id, int32_t n_tokens, kvedge_error * err) try {
+    if (!kv || n_tokens < 0 || seq_id < 0) {
+        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_expect: cache is NULL, the number of tokens is negative, or no such sequence");
+    }
+    const Claim claim(kv->owner);
+    if (!claim) {
+        return fail_busy(err);
+    }
+    kv->open(seq_id).expected = n_tokens;
+    return ok(err);
+} catch (...) {
+    return caught(err, "announce tokens");
 }

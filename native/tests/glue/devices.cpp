@@ -60,10 +60,18 @@ void gives_back(llama_model * model) {
     Plan         plan({ { "scorer", "knorm" }, { "budget", "64" } });
     World        w(model, plan.plan, KVEDGE_TYPE_F32, KVEDGE_DEVICES_ALL);
     kvedge_error err{};
-    for (uint32_t i = 0; i < 7; i++) {
-        CHECK(w.decode(words(model, 128, 30 + i)) == 0);
+    uint64_t full = 0;
+    for (const bool announced : { false, true }) {
+        CHECK(!announced || w.good(kvedge_expect(w.kv, 0, 7 * 128, &err), err));
+        for (uint32_t i = 0; i < 7; i++) {
+            CHECK(w.decode(words(model, 128, 30 + i)) == 0);
+        }
+        CHECK(!announced || w.stats().device_bytes < full);  // no buffer grew beyond what came
+        full = w.stats().device_bytes;
+        if (!announced) {
+            w.clear();
+        }
     }
-    const uint64_t full = w.stats().device_bytes;
     CHECK(w.good(kvedge_compress(w.kv, 0, &err), err));
     CHECK(w.stats().device_bytes == 0);
     w.answer(1);

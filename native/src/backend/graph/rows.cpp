@@ -246,13 +246,16 @@ int32_t GraphRows::visible_after(int32_t n) const {
 
 int32_t GraphRows::visible() const { return visible_after(0); }
 
-bool GraphRows::grow(size_t layer, Group & group, int32_t n) {
-    const int32_t need = group.base + since_ + n;
+bool GraphRows::grow(size_t layer, Group & group, const Incoming & incoming) {
+    const int32_t held = group.base + since_, need = held + incoming.n;
     if (need <= group.slots) {
         return true;
     }
+    if (incoming.follow > incoming.n) {
+        return make_group(layer, group, slots_for(held + incoming.follow));
+    }
     // in steps that keep the cost of a token constant
-    return make_group(layer, group, std::max(slots_for(need), n > 1 ? rounded(need + need / 2) : slots_for(need + need / 8)));
+    return make_group(layer, group, std::max(slots_for(need), incoming.n > 1 ? rounded(need + need / 2) : slots_for(need + need / 8)));
 }
 
 bool GraphRows::make_inputs(int32_t n) {
@@ -299,16 +302,17 @@ bool GraphRows::make_windows(int32_t window) {
     return true;
 }
 
-bool GraphRows::reserve(int32_t n, int32_t window, const Summed & summed, int32_t n_threads) {
+bool GraphRows::reserve(const Incoming & incoming, int32_t n_threads) {
     for (size_t l = 0; l < layers_.size(); l++) {
         for (Group & group : layers_[l].groups) {
-            if (!grow(l, group, n)) {
+            if (!grow(l, group, incoming)) {
                 return false;
             }
         }
     }
-    summed_ = summed;
-    return make_inputs(n) && make_windows(summed.any() ? std::max(n, window) : window) && make_sums(n, n_threads);
+    summed_ = incoming.summed;
+    return make_inputs(incoming.n) && make_windows(summed_.any() ? std::max(incoming.n, incoming.window) : incoming.window) &&
+           make_sums(incoming.n, n_threads);
 }
 
 void GraphRows::enter(int32_t n, bool causal) {

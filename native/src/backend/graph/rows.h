@@ -40,6 +40,14 @@ struct Summed {
     bool any() const { return columns || entropy; }
 };
 
+// Tokens that are about to be read.
+struct Incoming {
+    int32_t n;       // in the next graph
+    int32_t follow;  // in this one and those after it: slots are made for all of them
+    int32_t window;  // last queries that are kept
+    Summed  summed;
+};
+
 // The sums of one layer over the queries of the tokens entered last; empty where they are not wanted.
 struct AttentionSums {
     std::vector<float> columns;  // [Hkv][rows] of the attention of all query heads
@@ -59,9 +67,9 @@ class GraphRows {
     // And back; what is on the devices is freed, layer by layer. False: no memory, and nothing has changed.
     bool fetch(Store & to);
 
-    // Room and inputs for n more tokens, of which the last `window` queries are kept, and room to add up their attention. False:
-    // a device has no memory, and nothing has changed that matters. Throws std::bad_alloc.
-    bool reserve(int32_t n, int32_t window, const Summed & summed, int32_t n_threads);
+    // Room and inputs for more tokens, for the queries that are kept, and to add up their attention. False: a device has no
+    // memory, and nothing has changed that matters. Throws std::bad_alloc.
+    bool reserve(const Incoming & incoming, int32_t n_threads);
     // Enters them, where there is room; the graph that follows writes their rows. Not of a graph that runs.
     void enter(int32_t n, bool causal);
 
@@ -126,7 +134,7 @@ class GraphRows {
     bool    refuse(ggml_backend_dev_t device);
     bool    make_group(size_t layer, Group & group, int32_t slots);
     bool    load_layer(const Store & from, size_t layer);
-    bool    grow(size_t layer, Group & group, int32_t n);
+    bool    grow(size_t layer, Group & group, const Incoming & incoming);
     bool    make_inputs(int32_t n);
     bool    make_windows(int32_t window);
     bool    make_sums(int32_t n, int32_t n_threads);
