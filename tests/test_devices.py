@@ -8,15 +8,14 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 from attached import differing, profiles
 from conftest import ROOT, TinyModel
 from contexts import TinyContext, random_tokens
+from rpcserver import Server
 
 import pykvedge
 from pykvedge.native.abi import DEVICES_ALL
@@ -25,35 +24,6 @@ from pykvedge.runtime import libkvedge
 METHODS = pykvedge.methods()
 WORDS = "The quick brown fox jumps over the lazy dog and looks at the picture. "
 TIES = 0.005  # of two pairs that score alike to the last bits either may stay
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-class Server:
-    """kvedge rpc-server, a process of its own."""
-
-    def __init__(self, environment) -> None:
-        self.address = f"127.0.0.1:{free_port()}"
-        command = [sys.executable, "-m", "pykvedge", "rpc-server", "--port", self.address.rpartition(":")[2]]
-        self.process = subprocess.Popen([*command, "--threads", "1"], env=environment, stderr=subprocess.DEVNULL)
-        for _ in range(600):  # 60 seconds on a machine that is busy
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", int(command[-1]))) == 0:
-                    return
-            time.sleep(0.1)
-        self.stop()
-        pytest.fail("the RPC server does not answer")
-
-    def memory(self) -> int:
-        return psutil.Process(self.process.pid).memory_full_info().uss
-
-    def stop(self) -> None:
-        self.process.kill()
-        self.process.wait()
 
 
 @pytest.fixture(scope="module")

@@ -144,7 +144,7 @@ def _matrix(given: dict[str, Any]) -> Matrix:
         FILL_S if given["repeat"] is None else 0.0,
         positive("--generate", chosen["generate"]),
         positive("--threads", given["threads"]),
-        options.offload(given),
+        options.offload(given, max(shape.text_tokens + 1024 * shape.images for shape in shapes)),
         timeline=given["memory_plot"] is not None,
     )
 

@@ -15,6 +15,7 @@ from pykvedge.errors import UsageError
 
 if TYPE_CHECKING:
     from pykvedge.lab.footprint import Files, Footprint, Request
+    from pykvedge.models.placement import Placement, Talk
 
 _COUNT = click.IntRange(0, 10**6)
 
@@ -34,6 +35,7 @@ _COUNT = click.IntRange(0, 10**6)
     *options.COMPOSITION,
     options.CTX,
     options.THREADS,
+    *options.DEVICES,
     options.KV_TYPE,
     options.JSON,
 )  # fmt: skip
@@ -41,13 +43,15 @@ def fit(file: Path | None, **given: Any) -> None:
     """Tell what a conversation will take of memory, before anything is loaded.
 
     The figures come from the metadata of the files: weights, image encoder, compute buffers, and the KV cache of stock
-    llama.cpp, of the whole prompt, and compressed; whether that fits this machine, and how many images would.
+    llama.cpp, of the whole prompt, and compressed; whether that fits this machine, and how many images would. Where
+    there are GPUs or --rpc, also which layers go there and what they take; --gpu-layers auto finds how many fit.
 
     \b
     Examples:
       kvedge fit model.gguf --mmproj mmproj.gguf --images 4
       kvedge fit model.gguf --mmproj mmproj.gguf --images 8 --image-size 1920x1080 --method snapkv --budget 0.1
       kvedge fit --model model.gguf --text 8000 --ctx 16384 --json
+      kvedge fit model.gguf --text 16000 --method snapkv --gpu-layers auto
       kvedge fit model.gguf --mmproj mmproj.gguf --image photo.jpg --method mixkv --allocator prefix
     """
     from pykvedge.lab.footprint import footprint, most_images, most_turns
@@ -57,7 +61,7 @@ def fit(file: Path | None, **given: Any) -> None:
         raise UsageError(f"{file} and --model name a model each; pass one")
     options.load_plugins(given)
     model, mmproj = options.model_files(given["model"] or file, given["mmproj"])
-    files, request, n_train = _request(model, mmproj, given)
+    files, request, placement, n_train = _request(model, mmproj, given)
     found, available = footprint(files, request), memory.available_bytes()
     needed = found.peak_prefill - found.reclaimable
     images: dict[str, int] = {}
@@ -74,13 +78,15 @@ def fit(file: Path | None, **given: Any) -> None:
         "image_tokens": request.image_tokens,
         "n_ctx_train": n_train,
         "bytes": asdict(found) | {"needed": needed, "available": available},
-        "fits": None if available is None else needed <= available,
+        "gpu_layers": placement.gpu_layers,
+        "devices": [share.as_json() for share in placement.shares],
+        "fits": None if available is None else needed <= available and placement.fits,
         "most_images": images,
     }
-    click.echo(json.dumps(out) if given["as_json"] else _table(found, request, out))
+    click.echo(json.dumps(out) if given["as_json"] else _table(found, request, placement, out))
 
 
-def _request(model: Path, mmproj: Path | None, given: dict[str, Any]) -> tuple[Files, Request, int]:
+def _request(model: Path, mmproj: Path | None, given: dict[str, Any]) -> tuple[Files, Request, Placement, int]:
     from pykvedge.lab.footprint import Files, Request, Weights, encoder_compute, machine_simd, program_bytes
     from pykvedge.models.imagetokens import image_grid
     from pykvedge.models.modelfile import check_mmproj, check_model
@@ -92,7 +98,7 @@ def _request(model: Path, mmproj: Path | None, given: dict[str, Any]) -> tuple[F
     pictures = _sizes(given)
     chosen = options.chosen_plan(given)
     header = check_model(model)
-    shape, weights = ModelShape.of(header), Weights.of(header, machine_simd())
+    shape = ModelShape.of(header)
     encoder = working = tokens = 0
     if mmproj is not None:
         projector = check_mmproj(mmproj, header)
@@ -105,11 +111,25 @@ def _request(model: Path, mmproj: Path | None, given: dict[str, Any]) -> tuple[F
         raise UsageError("images need the image encoder of the model: pass it with --mmproj")
     n_images = len(given["images"]) or given["n_images"]
     n_images = int(mmproj is not None) if n_images is None else n_images
-    files = Files(shape, weights, program_bytes(header), encoder, working if n_images else 0)
     how = options.running(given)
     threads = how["threads"] or llamacpp.default_threads()
     request = Request(chosen, n_images, tokens or 0, given["text_tokens"], how["n_ctx"], how["kv_type"], threads)
-    return files, request, shape.n_ctx_train
+    placement = options.offload(given).placement(header, _talk(request))
+    weights = Weights.of(header, machine_simd(), placement.away)
+    files = Files(shape, weights, program_bytes(header), encoder, working if n_images else 0)
+    return files, request, placement, shape.n_ctx_train
+
+
+def _talk(request: Request) -> Talk:
+    from pykvedge.models.placement import Talk
+    from pykvedge.plans.kvtypes import KvType
+    from pykvedge.runtime.llama_context import N_UBATCH
+    from pykvedge.runtime.native_plan import score_bytes
+
+    types, n = KvType.parse(request.kv_type), request.prompt_tokens
+    width = 0 if types.quantised else types.plain.bytes_per_value
+    observes = score_bytes(request.plan, n, [(1, 1, 8)]) > 0
+    return Talk(n, min(request.plan.count(n), n), width, N_UBATCH, observes)
 
 
 def _sizes(given: dict[str, Any]) -> list[tuple[int, int]]:
@@ -122,7 +142,27 @@ def _sizes(given: dict[str, Any]) -> list[tuple[int, int]]:
     return [(p.width, p.height) for p in loaded] or [options.pixels(given["image_size"] or "1024x768", 10**5)]
 
 
-def _table(f: Footprint, request: Request, out: dict[str, Any]) -> str:
+def _placed(placement: Placement) -> list[str]:
+    """Says what each device takes, a line for each."""
+    from pykvedge.native.memory import readable
+
+    lines = []
+    for share in placement.shares:
+        n = len(share.layers)
+        what = f"layers {share.layers[0] + 1} to {share.layers[-1] + 1} of {placement.n_layers}" if n else "no layer"
+        what += " and the output" if share.output else ""
+        verdict = "it fits" if share.fits else "it does not fit: fewer --gpu-layers, or auto"
+        lines.append(
+            f"{share.device.name} takes {what}: weights {readable(share.weights)}, KV cache of the prompt "
+            f"{readable(share.kv_prompt)} and of the answer {readable(share.kv_kept)}, working memory "
+            f"{readable(share.working)}; {readable(share.usable)} can be used: {verdict}"
+        )
+    if lines:
+        lines.append("keys and values of these layers are on the host, too, while they are compressed")
+    return lines
+
+
+def _table(f: Footprint, request: Request, placement: Placement, out: dict[str, Any]) -> str:
     from pykvedge.native.memory import readable
 
     rows: list[tuple[Any, ...]] = [
@@ -154,10 +194,11 @@ def _table(f: Footprint, request: Request, out: dict[str, Any]) -> str:
             f"with --bounded, where model and method allow it: KV cache {readable(f.kv_bounded)} while the prompt is "
             f"read, compute buffers {readable(f.compute_bounded)}, peak {readable(f.peak_bounded)}"
         )
+    lines += _placed(placement)
     b = out["bytes"]
     if b["available"] is None:
         return "\n".join([*lines, f"{readable(b['needed'])} are needed; how much this machine has cannot be told"])
-    verdict = "it fits" if out["fits"] else "it does not fit"
+    verdict = "it fits" if b["needed"] <= b["available"] else "it does not fit"
     spare = f" (without {readable(f.reclaimable)} of file pages that the system may drop)" if f.reclaimable else ""
     lines.append(f"needs {readable(b['needed'])}{spare}, {readable(b['available'])} are available: {verdict}")
     if out["most_images"]:

@@ -29,6 +29,16 @@ _BUDGET_HELP = "What is kept: 0.2 of the prompt, or 128 KV pairs per layer and h
 
 option = click.option
 
+
+class LayerCount(click.ParamType):
+    """A number of layers, or "auto"."""
+
+    name = "layers"
+
+    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> int | str:
+        return value if value == "auto" else click.INT.convert(value, param, context)
+
+
 # ------------------------------------------------------------------------------------------------------------
 # Which model is asked about which images
 
@@ -89,7 +99,8 @@ PROFILE = option(
 CTX = option("--ctx", type=int, metavar="N", help="Tokens that the conversation may hold. Default: up to 4096.")
 THREADS = option("--threads", type=int, metavar="N", help="Default: one per physical core.")
 DEVICES = (
-    option("--gpu-layers", type=int, metavar="N", help="Layers on GPUs and other machines, -1 for all."),
+    option("--gpu-layers", type=LayerCount(), metavar="N",
+           help="Layers on GPUs and other machines: a number, -1 for all, or auto for as many as fit."),
     option("--device", default="auto", show_default=True, metavar="NAMES",
            help="Where layers may lie: auto, none, or names that `kvedge doctor` lists, as in CUDA0."),
     option("--rpc", default="", metavar="HOST:PORT",
@@ -208,9 +219,11 @@ def _end_in_one_line() -> None:
         ggml.on_abort(explain)
 
 
-def offload(given: Mapping[str, Any]) -> Offload:
-    """What DEVICES say."""
-    return Offload(given["gpu_layers"], given["device"], given["rpc"])
+def offload(given: Mapping[str, Any], n_ctx: int = 0) -> Offload:
+    """What DEVICES say. n_ctx: tokens that "auto" makes room for."""
+    from pykvedge.runtime.settings import Settings
+
+    return Settings(gpu_layers=given["gpu_layers"], device=given["device"], rpc=given["rpc"], n_ctx=n_ctx).offload
 
 
 def pixels(text: str, most: int) -> tuple[int, int]:

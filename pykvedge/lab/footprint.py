@@ -58,11 +58,13 @@ class Weights:
     repacked: int
 
     @classmethod
-    def of(cls, header: Header, simd: str) -> Weights:
-        """simd: the instruction set of this machine (machine_simd())."""
+    def of(cls, header: Header, simd: str, away: frozenset[str] = frozenset()) -> Weights:
+        """simd: the instruction set of this machine (machine_simd()). away: tensors that lie on devices."""
         tied = "output.weight" not in header.tensors
         first, last, in_place, repacked = header.file_size, 0, 0, 0
         for name, tensor in header.tensors.items():
+            if name in away:
+                continue
             n_bytes = tensor_bytes(tensor) or 0
             copied = _copied(tensor, simd)
             # an embedding that is looked up stays as it is; one that makes the logits, too, is copied for them

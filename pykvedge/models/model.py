@@ -41,7 +41,7 @@ class Model:
         self.header = check_model(path)
         llama = self.llama = llamacpp.start(verbose, vision=False)
         params = llama.llama_model_default_params()
-        devices = offload.apply(params)
+        devices = offload.apply(params, self.header)
         if offload.off or not ggml.has_gpu():
             memory.require(self.header.file_size, f"{path}", "use a smaller model, or one of fewer bits")
 

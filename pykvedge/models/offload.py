@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import socket
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from pykvedge.errors import DeviceError, UsageError
+from pykvedge.errors import DeviceError, ModelError, UsageError
+
+if TYPE_CHECKING:
+    from pykvedge.models.gguf import Header
+    from pykvedge.models.placement import Placement, Talk
+    from pykvedge.native.ggml import Device
 
 AUTO, NONE = "auto", "none"
 CONNECT_S = 5.0  # to find that nobody listens
@@ -17,11 +22,14 @@ CONNECT_S = 5.0  # to find that nobody listens
 class Offload:
     """What the user asked for. Raises UsageError for what cannot be meant."""
 
-    gpu_layers: int | None = None  # layers on devices, -1 for all; None: llama.cpp's default
+    gpu_layers: int | str | None = None  # on devices, -1 for all, "auto" for what fits; None: llama.cpp's default
     device: str = AUTO  # "auto": all that there are; "none"; or names, as in "CUDA0,RPC0"
     rpc: str = ""  # servers, as in "HOST:PORT,HOST:PORT", whose devices are added to this machine's
+    talk: Talk | None = field(default=None, compare=False)  # what "auto" makes room for
 
     def __post_init__(self) -> None:
+        if isinstance(self.gpu_layers, str) and self.gpu_layers != AUTO:
+            raise UsageError(f"--gpu-layers takes a number, -1 for all, or auto, not '{self.gpu_layers:.40}'")
         if not self.names and self.device not in (AUTO, NONE):
             raise UsageError("--device takes auto, none, or names of devices, as in CUDA0,RPC0")
         if self.device == NONE and (self.rpc or self.gpu_layers):
@@ -49,8 +57,8 @@ class Offload:
         """Whether the processor's own layers are to be attended to as a device's are, to compare the two."""
         return self.names == ["CPU"]
 
-    def apply(self, params: Any) -> Any:
-        """Sets llama_model_params. Returns what must live as long as they do.
+    def devices(self) -> list[Device]:
+        """Lists the devices that layers may lie on, in llama.cpp's order: servers, GPUs, or else an integrated GPU.
 
         Raises DeviceError for a server that does not answer, UsageError for a device that is not there.
         """
@@ -59,25 +67,55 @@ class Offload:
         for endpoint in self.servers:
             _reach(endpoint)
             ggml.add_server(endpoint)
-        if self.gpu_layers is not None:
+        if self.off or self.through_graph:
+            return []
+        if self.names:
+            return [_device(name) for name in self.names]
+        there = [device for device in ggml.devices() if "GPU" in device.kind]
+        servers = [device for device in there if device.name.startswith("RPC")]
+        own = [device for device in there if device.kind == "GPU" and device not in servers]
+        return servers + (own or [device for device in there if device.kind == "integrated GPU"][:1])
+
+    def apply(self, params: Any, header: Header) -> Any:
+        """Sets llama_model_params for a model. Returns what must live as long as they do.
+
+        Raises what `devices` raises.
+        """
+        chosen = self.devices()
+        if isinstance(self.gpu_layers, str):
+            params.n_gpu_layers = self._most(header)
+        elif self.gpu_layers is not None:
             params.n_gpu_layers = self.gpu_layers
-        if self.device == AUTO:
-            return None
         if self.off or self.through_graph:
             params.n_gpu_layers = 0
-            chosen = []
-        else:
-            chosen = [_device(name) for name in self.names]
-        array = (ctypes.c_void_p * (len(chosen) + 1))(*chosen, None)
+        if self.device == AUTO and not isinstance(self.gpu_layers, str):
+            return None
+        array = (ctypes.c_void_p * (len(chosen) + 1))(*(device.handle for device in chosen), None)
         params.devices = ctypes.cast(array, ctypes.c_void_p)
         return array
+
+    def _most(self, header: Header) -> int:
+        try:
+            return self.placement(header, self.talk).gpu_layers if self.talk is not None else 0
+        except ModelError:  # a file that does not say enough to plan with
+            return 0
+
+    def placement(self, header: Header, talk: Talk) -> Placement:
+        """Computes what a model's layers take on the devices. Raises what `devices` raises, and ModelError."""
+        from pykvedge.models import placement
+        from pykvedge.models.shape import ModelShape
+
+        shape, chosen = ModelShape.of(header), self.devices()
+        if isinstance(self.gpu_layers, str):
+            return placement.largest(header, shape, chosen, talk)
+        return placement.place(header, shape, chosen, talk, -1 if self.gpu_layers is None else self.gpu_layers)
 
 
 def _words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
-def _device(name: str) -> int:
+def _device(name: str) -> Device:
     from pykvedge.native import ggml
 
     found = {device.name: device for device in ggml.devices()}
@@ -85,7 +123,7 @@ def _device(name: str) -> int:
         raise UsageError(f"there is no device {name}; this machine has {', '.join(found) or 'none'}")
     if found[name].kind == "CPU":
         raise UsageError("--device CPU stands alone: layers that lie on no device are the CPU's")
-    return found[name].handle
+    return found[name]
 
 
 def _address(endpoint: str) -> tuple[str, int]:

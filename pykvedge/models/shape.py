@@ -18,6 +18,7 @@ from pykvedge.models.gguf import Header
 class Layer:
     """KV geometry of a full-attention layer."""
 
+    index: int  # in the model
     n_heads_kv: int
     width: int  # numbers of one token: keys and values of all KV heads
 
@@ -55,7 +56,7 @@ class ModelShape:
         if used:
             n_ff = max(n_ff, used * number("expert_feed_forward_length", n_ff))
         layers = tuple(
-            Layer(n_head_kv[i], n_head_kv[i] * (head_k + head_v)) for i in range(n_layer) if _attends(header, i)
+            Layer(i, n_head_kv[i], n_head_kv[i] * (head_k + head_v)) for i in range(n_layer) if _attends(header, i)
         )
         n_vocab = header.arrays.get("tokenizer.ggml.tokens", 0) or int(values.get(f"{arch}.vocab_size", 0))
         return cls(n_embd, n_ff, max(n_head), n_vocab, number("context_length", 4096), layers, head_k)

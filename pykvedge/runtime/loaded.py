@@ -108,10 +108,10 @@ def load(
             session = pykvedge.Session(model, plan=pykvedge.plan("lookm", 0.2))
 
     progress(what, share done) is called meanwhile; setting `cancel` stops it. Settings: threads, of the image
-    encoder, and of sessions that name none; 0: the physical cores. gpu_layers, on devices, -1 for all. device: "auto",
-    "none", or names of devices. rpc: servers whose devices are added, as in "HOST:PORT,HOST:PORT". verbose:
-    llama.cpp's log on stderr. Raises ModelError, LibraryError, DeviceError, OutOfMemoryError, UsageError,
-    CancelledError.
+    encoder, and of sessions that name none; 0: the physical cores. gpu_layers, on devices: a number, -1 for all,
+    "auto" for as many as fit with a whole context. device: "auto", "none", or names of devices. rpc: servers whose
+    devices are added, as in "HOST:PORT,HOST:PORT". verbose: llama.cpp's log on stderr. Raises ModelError,
+    LibraryError, DeviceError, OutOfMemoryError, UsageError, CancelledError.
     """
     settings = Settings(**given)  # checks them
     threads, verbose = settings.threads or llamacpp.default_threads(), settings.verbose

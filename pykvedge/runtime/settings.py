@@ -21,7 +21,7 @@ class LoadSettings(TypedDict, total=False):
     """These are the fields of Settings that belong to the loading of a model, for those who name them one by one."""
 
     threads: int
-    gpu_layers: int | None
+    gpu_layers: int | str | None
     device: str
     rpc: str
     verbose: bool
@@ -46,7 +46,7 @@ class Settings:
 
     n_ctx: int = 0  # tokens that the conversation may hold
     threads: int = 0
-    gpu_layers: int | None = None  # layers on devices, -1 for all
+    gpu_layers: int | str | None = None  # layers on devices, -1 for all, "auto" for as many as fit
     device: str = "auto"  # devices that layers may lie on: "auto" for all, "none", or names, as in "CUDA0,RPC0"
     rpc: str = ""  # RPC servers whose devices are added, as in "HOST:PORT,HOST:PORT"
     kv_type: str = "f16"  # storage type of keys and values (kvtypes.NAMES), or "K:V" for one of each
@@ -63,7 +63,10 @@ class Settings:
     def __post_init__(self) -> None:
         check_number("n_ctx", self.n_ctx)
         check_number("threads", self.threads)
-        check_number("gpu_layers", 0 if self.gpu_layers is None else self.gpu_layers)
+        if self.gpu_layers is not None and not isinstance(self.gpu_layers, str):
+            check_number("gpu_layers", self.gpu_layers)
+            if not -1 <= self.gpu_layers < 2**31:
+                raise UsageError(f"gpu_layers must be 0 or more, or -1 for all, not {self.gpu_layers}")
         for name in ("device", "rpc"):
             if not isinstance(getattr(self, name), str):
                 raise UsageError(f"{name} must be text, not {getattr(self, name)!r:.40}")
@@ -74,8 +77,6 @@ class Settings:
             raise UsageError(f"n_ctx must be a number of tokens, or 0 (automatic), not {self.n_ctx}")
         if not 0 <= self.threads <= MAX_THREADS:
             raise UsageError(f"threads must lie between 1 and {MAX_THREADS}, or be 0 (automatic), not {self.threads}")
-        if self.gpu_layers is not None and not -1 <= self.gpu_layers < 2**31:
-            raise UsageError(f"gpu_layers must be 0 or more, or -1 for all, not {self.gpu_layers}")
         _ = self.offload  # checks device and rpc
         if not isinstance(self.stream, int) or not 0 <= self.stream < MAX_CTX:
             raise UsageError(f"stream must be True, or a number of tokens of at least 1, not {self.stream!r}")
@@ -105,4 +106,12 @@ class Settings:
     @property
     def offload(self) -> Offload:
         """Which devices the model's layers lie on."""
-        return Offload(self.gpu_layers, self.device, self.rpc)
+        if not isinstance(self.gpu_layers, str):
+            return Offload(self.gpu_layers, self.device, self.rpc)
+        from pykvedge.models.placement import Talk
+        from pykvedge.runtime.llama_context import DEFAULT_CTX, N_UBATCH
+
+        tokens = self.n_ctx or DEFAULT_CTX
+        host = self.bounded or self.stream or KvType.parse(self.kv_type).quantised
+        width = 0 if host else KvType.parse(self.kv_type).plain.bytes_per_value
+        return Offload(self.gpu_layers, self.device, self.rpc, Talk(tokens, tokens, width, N_UBATCH))

@@ -1,0 +1,162 @@
+"""Which layers lie on which device, and what they take there: computed from metadata, before anything is loaded.
+
+llama.cpp gives a model's last layers to its devices, and the output as one layer more, each device a run of them in
+proportion to its free memory (load_tensors in its llama-model.cpp). kvedge's rows lie with their layers.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from pykvedge.models.gguf import Header, tensor_bytes
+from pykvedge.models.shape import Layer, ModelShape, mask_bytes
+from pykvedge.native.ggml import Device
+
+_FLASH = (64, 80, 96, 112, 128, 256)  # head sizes with flash attention (native/src/backend/graph/attention.cpp)
+_SUMS = 4 * (32 << 20)  # bytes that adding up a prompt's attention takes (native/src/backend/graph/sums.cpp)
+_SPARE = 0.05  # share of a device that is left for its driver
+_MOST_SPARE = 512 << 20
+
+
+@dataclass(frozen=True)
+class Talk:
+    """What is to be read and kept on devices."""
+
+    prompt_tokens: int
+    kept_tokens: int  # pairs per head
+    bytes_per_value: float  # mean of keys and values; 0 where they stay on the host
+    n_ubatch: int
+    observes: bool = True  # whether compression looks at attention
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one device gets, in bytes."""
+
+    device: Device
+    layers: tuple[int, ...]
+    output: bool
+    weights: int
+    kv_prompt: int
+    kv_kept: int
+    working: int  # compute buffers, masks, queries
+
+    @property
+    def needed(self) -> int:
+        return self.weights + self.kv_prompt + self.working
+
+    @property
+    def usable(self) -> int:
+        """What kvedge plans with of the device's free memory."""
+        return self.device.free_bytes - min(int(self.device.total_bytes * _SPARE), _MOST_SPARE)
+
+    @property
+    def fits(self) -> bool:
+        return self.needed <= self.usable
+
+    def as_json(self) -> dict[str, Any]:
+        """The figures as JSON has them."""
+        sizes = {
+            name: getattr(self, name) for name in ("weights", "kv_prompt", "kv_kept", "working", "needed", "usable")
+        }
+        return {
+            "name": self.device.name,
+            "layers": list(self.layers),
+            "output": self.output,
+            "bytes": sizes | {"free": self.device.free_bytes},
+            "fits": self.fits,
+        }
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a model's layers lie."""
+
+    gpu_layers: int  # as llama.cpp counts them, the output among them
+    n_layers: int
+    shares: tuple[Share, ...]
+    away: frozenset[str]  # tensors that are not in the host's memory
+
+    @property
+    def fits(self) -> bool:
+        return all(share.fits for share in self.shares)
+
+
+def assigned(n_layers: int, gpu_layers: int, free: Sequence[int]) -> list[int | None]:
+    """Tells the device of each layer, and of the output behind them; None: the processor. free: of each device."""
+    active = min(gpu_layers, n_layers + 1)
+    first = n_layers + 1 - active
+    ends = [end / max(sum(free), 1) for end in accumulate(free)]
+    return [
+        None if not free or i < first else min(bisect_right(ends, (i - first) / active), len(free) - 1)
+        for i in range(n_layers + 1)
+    ]
+
+
+def place(header: Header, shape: ModelShape, devices: Sequence[Device], talk: Talk, gpu_layers: int) -> Placement:
+    """Computes what the devices take of a model. gpu_layers: -1 for all. Raises ModelError as ModelShape.of."""
+    n_layers = int(header.values[f"{header.architecture}.block_count"])
+    count = n_layers + 1 if gpu_layers < 0 else min(gpu_layers, n_layers + 1)
+    where = assigned(n_layers, count, [device.free_bytes for device in devices])
+    layer_of = {name: _layer_of(name, n_layers) for name in header.tensors}
+    shares = []
+    for number, device in enumerate(devices):
+        indices = tuple(i for i in range(n_layers) if where[i] == number)
+        output = where[n_layers] == number
+        mine = [name for name, layer in layer_of.items() if layer is not None and where[layer] == number]
+        if output and "output.weight" not in header.tensors:
+            mine.append("token_embd.weight")  # which makes the logits, too
+        if indices or output:
+            weights = sum(tensor_bytes(header.tensors[name]) or 0 for name in mine if name in header.tensors)
+            kept = [layer for layer in shape.layers if layer.index in indices]
+            shares.append(_share(device, indices, output, weights, kept, shape, talk))
+    away = frozenset(name for name, layer in layer_of.items() if layer is not None and where[layer] is not None)
+    return Placement(count if shares else 0, n_layers, tuple(shares), away)
+
+
+def largest(header: Header, shape: ModelShape, devices: Sequence[Device], talk: Talk) -> Placement:
+    """Finds the placement with the most layers on devices that fits them; it may have none."""
+    n_layers = int(header.values[f"{header.architecture}.block_count"])
+    tried = (place(header, shape, devices, talk, n) for n in range(n_layers + 1, 0, -1))
+    return next((found for found in tried if found.fits), place(header, shape, devices, talk, 0))
+
+
+def _layer_of(name: str, n_layers: int) -> int | None:
+    """Tells the layer that a tensor belongs to; n_layers is the output, None the input, which the host keeps."""
+    head, _, rest = name.partition(".")
+    number = rest.partition(".")[0]
+    if head == "blk" and number.isdecimal():
+        return int(number) if int(number) < n_layers else None
+    return n_layers if head.startswith("output") else None
+
+
+def _share(
+    device: Device,
+    indices: tuple[int, ...],
+    output: bool,
+    weights: int,
+    kept: list[Layer],
+    shape: ModelShape,
+    talk: Talk,
+) -> Share:
+    n_ubatch = min(talk.n_ubatch, talk.prompt_tokens)
+    slots = _slots(talk.prompt_tokens)
+    width = sum(layer.width for layer in kept) * talk.bytes_per_value
+    working = shape.compute(n_ubatch)
+    if kept and talk.bytes_per_value:
+        working += mask_bytes(slots, n_ubatch)
+        if shape.head_k not in _FLASH:
+            working += 2 * 4 * n_ubatch * slots * shape.n_head
+        if talk.observes:
+            working += _SUMS + len(kept) * n_ubatch * shape.n_head * shape.head_k * 4
+    return Share(device, indices, output, weights, int(width * slots), int(width * _slots(talk.kept_tokens)), working)
+
+
+def _slots(n: int) -> int:
+    """Slots that kvedge makes for so many pairs of a head (slots_for in native/src/backend/graph/groups.cpp)."""
+    step = 64 if n < 2048 else 256
+    return -(-(n + 32) // step) * step

@@ -1,0 +1,126 @@
+"""Layers planned onto devices, against where llama.cpp puts them, and against what they take there."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from rpcserver import Server
+
+from pykvedge.models.gguf import read_header
+from pykvedge.models.placement import Talk, largest, place
+from pykvedge.models.shape import ModelShape
+from pykvedge.native import ggml
+
+MIB = 2**20
+
+
+@pytest.fixture
+def two_servers(environment):
+    running = [Server(environment), Server(environment)]
+    yield ",".join(server.address for server in running)
+    for server in running:
+        server.stop()
+
+
+def device(name, free_mib):
+    return ggml.Device(0, name, name, "GPU", free_mib * MIB, free_mib * MIB)
+
+
+@pytest.fixture
+def planned(tiny):
+    header = read_header(tiny("llama", n_layers=6).model)
+    return header, ModelShape.of(header)
+
+
+WORKER = """
+import json, sys
+import pykvedge
+from pykvedge.native import ggml
+from pykvedge.native.calls import lib
+from pykvedge.runtime.settings import Settings
+from pykvedge.models.gguf import read_header
+from pykvedge.models.placement import Talk
+model, rpc = sys.argv[1:3]
+for layers in [*range(8), -1, "auto"]:
+    with pykvedge.Session(model, plan=pykvedge.plan("knorm", 0.5), rpc=rpc, gpu_layers=layers, n_ctx=512) as session:
+        session.ask("word " * 60, sampling=pykvedge.Sampling(max_tokens=3)).read()
+        cache = session.engine.cache
+        names = [lib().kvedge_layer_device(cache.handle, i) for i in range(6)]
+        offload = Settings(gpu_layers=layers, rpc=rpc, n_ctx=512).offload
+        tokens = cache.stats().n_tokens
+        kept = cache.lengths()[0][0]
+        plan = offload.placement(read_header(model), Talk(tokens, kept, 2, 512))
+        there = {i: share.device.name for share in plan.shares for i in share.layers}
+        print(json.dumps({
+            "measured": [name and name.decode() for name in names],
+            "planned": [there.get(i) for i in range(6)],
+            "held": cache.stats().device_bytes,
+            "kv_kept": sum(share.kv_kept for share in plan.shares),
+            "fits": plan.fits,
+        }))
+"""
+
+
+def test_layers_lie_where_they_are_planned(native, tiny, kvedge, two_servers):
+    """For every number of layers over two servers, and what the cache holds there: rows, a mask, and little more."""
+    done = kvedge(tiny("llama", n_layers=6).model, two_servers, program=("-c", WORKER))
+    cases = [json.loads(line) for line in done.out.splitlines()]
+    assert len(cases) == 10, done.err
+    for case in cases:
+        assert case["measured"] == case["planned"] and case["fits"]
+        assert case["kv_kept"] <= case["held"] <= case["kv_kept"] + 64 * 1024
+    assert cases[0]["measured"] == [None] * 6 and cases[0]["held"] == 0
+    assert set(cases[-1]["measured"]) == set(cases[-2]["measured"]) == {"RPC0", "RPC1"}
+
+
+def test_as_many_layers_as_fit(planned):
+    """More memory, more layers; a device too small for one has none; what is compressed does not help the prompt."""
+    header, shape = planned
+    talk = Talk(4000, 400, 2, 512, observes=False)
+    everything = place(header, shape, [device("A", 10**6)], talk, -1)
+    need = everything.shares[0].needed
+    assert everything.gpu_layers == 7 and everything.fits and need > 4000 * shape.kv_per_token(2)
+    counts = []
+    for percent in (2, 30, 60, 80, 95, 110, 200):
+        found = largest(header, shape, [device("A", max(1, int(need * percent / 100 / 0.95 / MIB)))], talk)
+        assert found.fits and sum(len(share.layers) for share in found.shares) == max(found.gpu_layers - 1, 0)
+        counts.append(found.gpu_layers)
+    assert counts == sorted(counts) and counts[0] == 0 and counts[-1] == 7 and len(set(counts)) > 3
+    assert largest(header, shape, [], talk).gpu_layers == 0
+
+
+def test_what_lies_on_a_device(planned):
+    """Weights by layer make the file's; rows in f32 take twice those in f16, and none where they stay on the host."""
+    header, shape = planned
+    talk = Talk(1000, 100, 2, 512, observes=False)
+    all_of_it = place(header, shape, [device("A", 1000), device("B", 1000)], talk, -1)
+    assert [len(share.layers) for share in all_of_it.shares] == [4, 2] and all_of_it.shares[1].output
+    sizes = [share.weights for share in all_of_it.shares]
+    assert 0.9 * header.file_size < sum(sizes) + 1000 * shape.n_embd * 4 and sum(sizes) < header.file_size
+    double = place(header, shape, [device("A", 1000), device("B", 1000)], replace(talk, bytes_per_value=4), -1)
+    for one, two in zip(all_of_it.shares, double.shares, strict=True):
+        assert two.kv_prompt == 2 * one.kv_prompt and two.weights == one.weights
+    on_host = place(header, shape, [device("A", 1000)], replace(talk, bytes_per_value=0), -1)
+    assert on_host.shares[0].kv_prompt == 0
+
+
+def test_fit_tells_what_devices_take(kvedge, tiny, two_servers):
+    model = tiny("llama", n_layers=6).model
+    done = kvedge("fit", model, "--text", 2000, "--method", "knorm", "--rpc", two_servers, "--gpu-layers", 3, "--json")
+    out = done.json
+    assert out["gpu_layers"] == 3 and out["fits"]
+    assert [(d["name"], d["layers"], d["output"]) for d in out["devices"]] == [
+        ("RPC0", [4, 5], False),
+        ("RPC1", [], True),
+    ]
+    table = kvedge("fit", model, "--rpc", two_servers, "--gpu-layers", "auto").out
+    assert "RPC0 takes layers 1 to 4 of 6" in table and "RPC1 takes layers 5 to 6 of 6 and the output" in table
+    none = kvedge("fit", model, "--json").json
+    assert none["devices"] == [] and none["gpu_layers"] == 0
+
+
+@pytest.mark.parametrize("layers", ["many", "-2", "1.5"])
+def test_layers_that_are_no_number(kvedge, tiny, layers):
+    kvedge("chat", *tiny("llama").arguments(), f"--gpu-layers={layers}", "hello").failed(2, layers.lstrip("-"))
