@@ -223,6 +223,7 @@ def offload(given: Mapping[str, Any], n_ctx: int = 0) -> Offload:
     """What DEVICES say. n_ctx: tokens that "auto" makes room for."""
     from pykvedge.runtime.settings import Settings
 
+    _end_in_one_line()
     return Settings(gpu_layers=given["gpu_layers"], device=given["device"], rpc=given["rpc"], n_ctx=n_ctx).offload
 
 

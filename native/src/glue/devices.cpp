@@ -152,7 +152,7 @@ bool kvedge_cache::reserve_on_device(Run & run) {
     const auto n = (int32_t) run.index.size();
     const Summed summed = { run.wanted.sums, run.wanted.squares, run.wanted.entropy };
     const Incoming incoming = { n, std::max(n, run.state->expected), run.wanted.window, summed };
-    return run.device->reserve(incoming, threads()) || report_full(*run.device, run.state->seq->rows.n_tokens() + n);
+    return run.device->reserve(incoming, threads()) || report_full(*run.device, run.state->seq->rows.n_tokens() + incoming.follow);
 }
 
 // 1: the graph must be built anew.
