@@ -132,6 +132,27 @@ def test_the_demo_model_answers_alike(native, environment, server, own_server, p
             assert all(differing(a, b) <= TIES for a, b in zip(here["held"], case["held"], strict=True))
 
 
+def test_quantised_rows(native, environment, server, profile_file):
+    """The demo model answers from q8_0 and q4_0 on a device as from them on the host, and they take their bytes."""
+    data = Path(pykvedge.__file__).parent / "data"
+    files = TinyModel(data / "demo-model.gguf", data / "demo-mmproj.gguf")
+    messages = [("What is the code?", [ROOT / "examples" / "scene-1.png"]), ("What shape is red?", [])]
+    cases = [case_of(files, method, messages, profile_file) for method in ("full", "lookm", "snapkv", "adakv")]
+    held = {}
+    for kv_type in ("f16", "q8_0", "q4_0"):
+        host = talked(environment, cases, kv_type=kv_type)
+        for settings in ({"device": "CPU"}, {"rpc": server.address}):
+            there = talked(environment, cases, kv_type=kv_type, **settings)
+            assert [case["answers"] for case in there] == [case["answers"] for case in host]
+            held[kv_type] = [case["device_bytes"][-1] for case in there]
+    for plain, eight, four in zip(*held.values(), strict=True):
+        assert 0 < four < eight < plain
+    lookm = [held[kv_type][1] for kv_type in held]  # whose buffers were made for the answer
+    assert lookm[1] < 0.56 * lookm[0] and lookm[2] < 0.32 * lookm[0]  # 34 and 18 bytes for 64, and masks
+    other = talked(environment, cases[:1], kv_type="q8_0:q4_0", device="CPU")
+    assert not any(other[0]["device_bytes"])  # no flash attention of two types everywhere
+
+
 def test_the_uncompressed_cache_is_llama_cpps(native, tiny):
     """Logits of the graph's attention against llama.cpp's own cache, both in f32: KL below 1e-4."""
     files, plan = tiny("llama"), pykvedge.plan("full")

@@ -12,6 +12,7 @@ from pykvedge.models.gguf import read_header
 from pykvedge.models.placement import Talk, largest, place
 from pykvedge.models.shape import ModelShape
 from pykvedge.native import ggml
+from pykvedge.plans.kvtypes import KvType
 
 MIB = 2**20
 
@@ -42,35 +43,39 @@ from pykvedge.native.calls import lib
 from pykvedge.runtime.settings import Settings
 from pykvedge.models.gguf import read_header
 from pykvedge.models.placement import Talk
+from pykvedge.plans.kvtypes import KvType
 model, rpc = sys.argv[1:3]
-for layers in [*range(8), -1, "auto"]:
-    with pykvedge.Session(model, plan=pykvedge.plan("knorm", 0.5), rpc=rpc, gpu_layers=layers, n_ctx=512) as session:
+plan = pykvedge.plan("knorm", 0.5)
+for layers, kv_type in [*((n, "f16") for n in range(8)), (-1, "q8_0"), (-1, "f32"), ("auto", "f16")]:
+    how = {"rpc": rpc, "gpu_layers": layers, "n_ctx": 512, "kv_type": kv_type}
+    with pykvedge.Session(model, plan=plan, **how) as session:
         session.ask("word " * 60, sampling=pykvedge.Sampling(max_tokens=3)).read()
         cache = session.engine.cache
         names = [lib().kvedge_layer_device(cache.handle, i) for i in range(6)]
-        offload = Settings(gpu_layers=layers, rpc=rpc, n_ctx=512).offload
+        offload = Settings(**how).offload
         tokens = cache.stats().n_tokens
         kept = cache.lengths()[0][0]
-        plan = offload.placement(read_header(model), Talk(tokens, kept, 2, 512))
-        there = {i: share.device.name for share in plan.shares for i in share.layers}
+        found = offload.placement(read_header(model), Talk(tokens, kept, KvType.parse(kv_type), 512))
+        there = {i: share.device.name for share in found.shares for i in share.layers}
         print(json.dumps({
             "measured": [name and name.decode() for name in names],
             "planned": [there.get(i) for i in range(6)],
             "held": cache.stats().device_bytes,
-            "kv_kept": sum(share.kv_kept for share in plan.shares),
-            "fits": plan.fits,
+            "kv_kept": sum(share.kv_kept for share in found.shares),
+            "fits": found.fits,
         }))
 """
 
 
 def test_layers_lie_where_they_are_planned(native, tiny, kvedge, two_servers):
     """For every number of layers over two servers, and what the cache holds there: rows, a mask, and little more."""
-    done = kvedge(tiny("llama", n_layers=6).model, two_servers, program=("-c", WORKER))
+    done = kvedge(tiny("llama", n_layers=6, head_size=64).model, two_servers, program=("-c", WORKER))
     cases = [json.loads(line) for line in done.out.splitlines()]
-    assert len(cases) == 10, done.err
+    assert len(cases) == 11, done.err
     for case in cases:
         assert case["measured"] == case["planned"] and case["fits"]
         assert case["kv_kept"] <= case["held"] <= case["kv_kept"] + 64 * 1024
+    assert all(any(case["planned"]) for case in cases[2:])
     assert cases[0]["measured"] == [None] * 6 and cases[0]["held"] == 0
     assert set(cases[-1]["measured"]) == set(cases[-2]["measured"]) == {"RPC0", "RPC1"}
 
@@ -78,7 +83,7 @@ def test_layers_lie_where_they_are_planned(native, tiny, kvedge, two_servers):
 def test_as_many_layers_as_fit(planned):
     """More memory, more layers; a device too small for one has none; what is compressed does not help the prompt."""
     header, shape = planned
-    talk = Talk(4000, 400, 2, 512, observes=False)
+    talk = Talk(4000, 400, KvType("f16", "f16"), 512, observes=False)
     everything = place(header, shape, [device("A", 10**6)], talk, -1)
     need = everything.shares[0].needed
     assert everything.gpu_layers == 7 and everything.fits and need > 4000 * shape.kv_per_token(2)
@@ -94,15 +99,16 @@ def test_as_many_layers_as_fit(planned):
 def test_what_lies_on_a_device(planned):
     """Weights by layer make the file's; rows in f32 take twice those in f16, and none where they stay on the host."""
     header, shape = planned
-    talk = Talk(1000, 100, 2, 512, observes=False)
+    talk = Talk(1000, 100, KvType("f16", "f16"), 512, observes=False)
     all_of_it = place(header, shape, [device("A", 1000), device("B", 1000)], talk, -1)
     assert [len(share.layers) for share in all_of_it.shares] == [4, 2] and all_of_it.shares[1].output
     sizes = [share.weights for share in all_of_it.shares]
     assert 0.9 * header.file_size < sum(sizes) + 1000 * shape.n_embd * 4 and sum(sizes) < header.file_size
-    double = place(header, shape, [device("A", 1000), device("B", 1000)], replace(talk, bytes_per_value=4), -1)
+    wide = replace(talk, kv_type=KvType("f32", "f32"))
+    double = place(header, shape, [device("A", 1000), device("B", 1000)], wide, -1)
     for one, two in zip(all_of_it.shares, double.shares, strict=True):
         assert two.kv_prompt == 2 * one.kv_prompt and two.weights == one.weights
-    on_host = place(header, shape, [device("A", 1000)], replace(talk, bytes_per_value=0), -1)
+    on_host = place(header, shape, [device("A", 1000)], replace(talk, kv_type=None), -1)
     assert on_host.shares[0].kv_prompt == 0
 
 

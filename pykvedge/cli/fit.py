@@ -126,10 +126,9 @@ def _talk(request: Request) -> Talk:
     from pykvedge.runtime.llama_context import N_UBATCH
     from pykvedge.runtime.native_plan import score_bytes
 
-    types, n = KvType.parse(request.kv_type), request.prompt_tokens
-    width = 0 if types.quantised else types.plain.bytes_per_value
+    n = request.prompt_tokens
     observes = score_bytes(request.plan, n, [(1, 1, 8)]) > 0
-    return Talk(n, min(request.plan.count(n), n), width, N_UBATCH, observes)
+    return Talk(n, min(request.plan.count(n), n), KvType.parse(request.kv_type), N_UBATCH, observes)
 
 
 def _sizes(given: dict[str, Any]) -> list[tuple[int, int]]:

@@ -15,8 +15,10 @@ from typing import Any
 from pykvedge.models.gguf import Header, tensor_bytes
 from pykvedge.models.shape import Layer, ModelShape, mask_bytes
 from pykvedge.native.ggml import Device
+from pykvedge.plans.kvtypes import KvType
 
 _FLASH = (64, 80, 96, 112, 128, 256)  # head sizes with flash attention (native/src/backend/graph/attention.cpp)
+_BLOCKS = ("q8_0", "q4_0")  # quantised types that ggml has, too
 _SUMS = 4 * (32 << 20)  # bytes that adding up a prompt's attention takes (native/src/backend/graph/sums.cpp)
 _SPARE = 0.05  # share of a device that is left for its driver
 _MOST_SPARE = 512 << 20
@@ -28,7 +30,7 @@ class Talk:
 
     prompt_tokens: int
     kept_tokens: int  # pairs per head
-    bytes_per_value: float  # mean of keys and values; 0 where they stay on the host
+    kv_type: KvType | None  # of keys and values; None: they stay on the host
     n_ubatch: int
     observes: bool = True  # whether compression looks at attention
 
@@ -145,15 +147,27 @@ def _share(
 ) -> Share:
     n_ubatch = min(talk.n_ubatch, talk.prompt_tokens)
     slots = _slots(talk.prompt_tokens)
-    width = sum(layer.width for layer in kept) * talk.bytes_per_value
+    width = sum(layer.width for layer in kept)
+    read, stored = _bytes_per_value(talk.kv_type, shape)
     working = shape.compute(n_ubatch)
-    if kept and talk.bytes_per_value:
+    if kept and read:
         working += mask_bytes(slots, n_ubatch)
         if shape.head_k not in _FLASH:
             working += 2 * 4 * n_ubatch * slots * shape.n_head
         if talk.observes:
             working += _SUMS + len(kept) * n_ubatch * shape.n_head * shape.head_k * 4
-    return Share(device, indices, output, weights, int(width * slots), int(width * _slots(talk.kept_tokens)), working)
+    kept_bytes = int(width * stored * _slots(talk.kept_tokens))
+    return Share(device, indices, output, weights, int(width * read * slots), kept_bytes, working)
+
+
+def _bytes_per_value(kv_type: KvType | None, shape: ModelShape) -> tuple[float, float]:
+    """Bytes of a number while the prompt is read, and of the answer; 0: rows stay on the host (GraphRows::holds)."""
+    if kv_type is None:
+        return 0, 0
+    alike = kv_type.k == kv_type.v and kv_type.k in _BLOCKS and shape.head_k in _FLASH
+    if kv_type.quantised and not alike:
+        return 0, 0
+    return kv_type.plain.bytes_per_value, kv_type.bytes_per_value
 
 
 def _slots(n: int) -> int:

@@ -112,6 +112,5 @@ class Settings:
         from pykvedge.runtime.llama_context import DEFAULT_CTX, N_UBATCH
 
         tokens = self.n_ctx or DEFAULT_CTX
-        host = self.bounded or self.stream or KvType.parse(self.kv_type).quantised
-        width = 0 if host else KvType.parse(self.kv_type).plain.bytes_per_value
-        return Offload(self.gpu_layers, self.device, self.rpc, Talk(tokens, tokens, width, N_UBATCH))
+        kv_type = None if self.bounded or self.stream else KvType.parse(self.kv_type)
+        return Offload(self.gpu_layers, self.device, self.rpc, Talk(tokens, tokens, kv_type, N_UBATCH))

@@ -174,7 +174,9 @@ bool kvedge_cache::prepare_run(const llama_attn_provider_ubatch & ubatch, Run & 
         state.end_answer();
     } else {
         state.evict_generated();
-        state.seq->rows.seal_generated();  // without the memory for it, rows stay as they are until the next time
+        if (!state.device) {
+            state.seq->rows.seal_generated();  // without the memory for it, rows stay as they are until the next time
+        }
     }
     state.armed       = state.armed || run.prompt;
     state.prev_output = output;

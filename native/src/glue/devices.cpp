@@ -44,14 +44,14 @@ bool follow_each_other(const std::vector<int32_t> & index) {
 
 ggml_backend_dev_t kvedge_cache::place_of(const llama_attn_provider_layer & layer) const {
     const ggml_backend_dev_t host = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
-    if (devices == KVEDGE_DEVICES_NONE || storage.quantised()) {
+    if (devices == KVEDGE_DEVICES_NONE) {
         return nullptr;
     }
-    const ggml_backend_dev_t device = device_of(layer.k, 0);
+    ggml_backend_dev_t device = device_of(layer.k, 0);
     if (!device || ggml_backend_dev_type(device) == GGML_BACKEND_DEVICE_TYPE_CPU) {
-        return devices == KVEDGE_DEVICES_ALL ? host : nullptr;
+        device = devices == KVEDGE_DEVICES_ALL ? host : nullptr;
     }
-    return device;
+    return device && GraphRows::holds(storage, layer.k->ne[0], layer.v->ne[0], device) ? device : nullptr;
 }
 
 uint32_t kvedge_cache::device_layers() const {
@@ -84,7 +84,7 @@ int32_t kvedge_cache::set_provider() {
 bool kvedge_cache::fits_devices(const Run & run, bool even) const {
     const SequenceState & state = *run.state;
     if (run.request || run.wanted.queries || watching || state.streaming || !state.kept.empty() || !follow_each_other(run.index) ||
-        (run.score && state.seq->rows.even_rows() != 0)) {
+        ((run.score || (run.prompt && storage.quantised())) && state.seq->rows.even_rows() != 0)) {
         return false;
     }
     const bool sunk = std::any_of(sinks.begin(), sinks.end(), [](const auto & s) { return !s.empty(); });
@@ -98,11 +98,17 @@ bool kvedge_cache::report_full(const GraphRows & device, int32_t n) {
     return false;
 }
 
-bool kvedge_cache::to_device(SequenceState & state) {
-    if (state.device) {
+// A prompt's rows are plain until it is compressed.
+bool kvedge_cache::to_device(SequenceState & state, bool prompt) {
+    const Storage as = prompt ? storage.plain() : storage;
+    if (state.device && state.device->storage().k == as.k) {
         return true;
     }
-    auto device = std::make_shared<GraphRows>(shapes, places, storage, stamps);
+    if (!to_host(state)) {
+        report(KVEDGE_E_MEMORY, "no memory on the host for keys and values that lie on devices");
+        return false;
+    }
+    auto device = std::make_shared<GraphRows>(shapes, places, as, stamps);
     if (!device->load(state.seq->rows)) {
         return report_full(*device, state.seq->rows.n_tokens());
     }
@@ -140,7 +146,7 @@ bool kvedge_cache::place_runs() {
             report(KVEDGE_E_MEMORY, "no memory on the host for keys and values that lie on devices");
             return false;
         }
-        if (on_devices && !to_device(*run->state)) {
+        if (on_devices && !to_device(*run->state, run->prompt)) {
             return false;
         }
         run->device = run->state->device;

@@ -18,9 +18,9 @@ float distance(const std::vector<float> & a, const std::vector<float> & b) {
     return most;
 }
 
-void same(const World & host, const World & device, const char * what, int32_t seq = 0) {
+void same(const World & host, const World & device, const char * what, int32_t seq = 0, float close = CLOSE) {
     const float far = distance(host.logits(), device.logits());
-    if (!(far <= CLOSE)) {
+    if (!(far <= close)) {
         std::fprintf(stderr, "%s: logits differ by %g\n", what, (double) far);
         failures()++;
     }
@@ -46,12 +46,12 @@ void converse(World & w) {
     }
 }
 
-void compare(llama_model * model, Plan::Fields fields, const char * what) {
+void compare(llama_model * model, Plan::Fields fields, const char * what, kvedge_type type = KVEDGE_TYPE_F32, float close = CLOSE) {
     Plan  plan(fields);
-    World host(model, plan.plan, KVEDGE_TYPE_F32, KVEDGE_DEVICES_NONE), device(model, plan.plan, KVEDGE_TYPE_F32, KVEDGE_DEVICES_ALL);
+    World host(model, plan.plan, type, KVEDGE_DEVICES_NONE), device(model, plan.plan, type, KVEDGE_DEVICES_ALL);
     converse(host);
     converse(device);
-    same(host, device, what);
+    same(host, device, what, 0, close);
     CHECK(host.stats().device_bytes == 0 && !kvedge_layer_device(host.kv, 0) && kvedge_layer_device(device.kv, 0));
 }
 
@@ -158,6 +158,9 @@ void devices(llama_model * model, const std::string & folder) {
     compare(model, { { "scorer", "cumulative" }, { "decode", "heavy-hitter" }, { "budget", "0.25" } }, "heavy-hitter");
     compare(model, { { "scorer", "mean" }, { "budget", "0.25" } }, "mean");
     compare(model, { { "scorer", "knorm" }, { "allocator", "entropy" }, { "allocator.attention", "full" }, { "budget", "0.25" } }, "entropy");
+    compare(model, { { "budget", "1.0" } }, "full, q8_0", KVEDGE_TYPE_Q8_0, 0.1f);
+    compare(model, { { "scorer", "window" }, { "scorer.window", "8" }, { "budget", "0.25" } }, "window, q8_0", KVEDGE_TYPE_Q8_0, 0.1f);
+    compare(model, { { "scorer", "position" }, { "allocator", "pyramid" }, { "budget", "0.25" } }, "pyramid, q4_0", KVEDGE_TYPE_Q4_0, 1.0f);
     gives_back(model);
     moves(model, folder);
     if (!llama_model_is_hybrid(model)) {  // llama.cpp itself gives several sequences of some of these another answer every time

@@ -24,18 +24,12 @@ T whole(ggml_context * ctx, T x) { return ggml_is_contiguous(x) ? x : ggml_cont(
 // Head sizes that no device's kernel is asked about: a server elsewhere says yes to everything.
 bool common_size(int64_t d) { return d == 64 || d == 80 || d == 96 || d == 112 || d == 128 || d == 256; }
 
-bool has_flash(ggml_backend_dev_t device, T flash, int64_t d_k, int64_t d_v) {
-    if (ggml_backend_dev_type(device) == GGML_BACKEND_DEVICE_TYPE_CPU) {
-        return true;
-    }
-    return common_size(d_k) && d_k == d_v && ggml_backend_dev_supports_op(device, flash);
-}
 
 // [d_v, heads, n, groups]
 template <class Parts> T attention(const GraphLayer & in, const Parts & p, ggml_backend_dev_t device) {
     ggml_context * c     = in.ctx;
     T              flash = ggml_flash_attn_ext(c, p.q, p.k, p.v, p.mask, in.scale, 0.0f, in.softcap);
-    if (has_flash(device, flash, p.k->ne[0], p.v->ne[0])) {
+    if (has_flash_size(device, p.k->ne[0], p.v->ne[0]) && ggml_backend_dev_supports_op(device, flash)) {
         ggml_prec_set_acc(flash, GGML_PREC_F32);
         if (in.sinks) {
             ggml_flash_attn_ext_add_sinks(flash, in.sinks);
@@ -51,6 +45,10 @@ template <class Parts> T attention(const GraphLayer & in, const Parts & p, ggml_
 }
 
 }  // namespace
+
+bool has_flash_size(ggml_backend_dev_t device, int64_t d_k, int64_t d_v) {
+    return ggml_backend_dev_type(device) == GGML_BACKEND_DEVICE_TYPE_CPU || (common_size(d_k) && d_k == d_v);
+}
 
 T attention_weights(ggml_context * c, T q, T k, T mask, float scale, float softcap) {
     T logits = ggml_mul_mat(c, k, q);

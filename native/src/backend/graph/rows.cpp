@@ -9,10 +9,6 @@ namespace kvedge {
 
 namespace {
 
-ggml_type ggml_type_of(Type type) {
-    return type == Type::f32 ? GGML_TYPE_F32 : type == Type::bf16 ? GGML_TYPE_BF16 : GGML_TYPE_F16;
-}
-
 constexpr int32_t STEP = 256;  // slots by which what a graph looks at grows, so that it serves many tokens
 
 int32_t rounded(int32_t n) { return (n + STEP - 1) / STEP * STEP; }
@@ -47,7 +43,7 @@ uint64_t GraphRows::bytes() const {
 }
 
 // ---------------------------------------------------------------------------------------------------------
-// To the devices and back
+// Room on the devices
 
 bool GraphRows::make_group(size_t l, Group & group, int32_t slots) {
     const LayerShape & shape = (*shapes_)[l];
@@ -91,124 +87,6 @@ void GraphRows::write_mask(Group & group) {
         std::fill_n(head + group.base, since_, seen);
     }
     ggml_backend_tensor_set(group.mask, mask.data(), 0, mask.size() * sizeof(ggml_fp16_t));
-}
-
-// visit(tensor, offset in it, host memory, bytes) for all stretches of rows of a layer that lie together on both sides.
-template <class F> void GraphRows::each_stretch(const Store & store, size_t l, const F & visit) const {
-    for (const Group & group : layers_[l].groups) {
-        for (size_t i = 0; i < group.heads.size(); i++) {
-            const HeadView view = store.view((int32_t) l, group.heads[i]);
-            int32_t        row  = 0;
-            for (const auto * part : { &view.old, &view.pending }) {
-                for (const Segment & s : *part) {
-                    for (int32_t done = 0; done < s.n;) {
-                        const bool    then = row < group.rows[i];
-                        const int32_t slot = then ? row : group.base + row - group.rows[i];
-                        const int32_t n    = then ? std::min(s.n - done, group.rows[i] - row) : s.n - done;
-                        const size_t  at   = i * (size_t) group.slots + (size_t) slot;
-                        // rows of a sequence that is away are not written by anyone else
-                        visit(group.k, at * s.k.stride, const_cast<uint8_t *>(s.k.data) + (size_t) done * s.k.stride, (size_t) n * s.k.stride);
-                        visit(group.v, at * s.v.stride, const_cast<uint8_t *>(s.v.data) + (size_t) done * s.v.stride, (size_t) n * s.v.stride);
-                        row += n;
-                        done += n;
-                    }
-                }
-            }
-        }
-    }
-}
-
-bool GraphRows::load_layer(const Store & from, size_t l) {
-    const LayerShape &   shape = (*shapes_)[l];
-    Layer &              layer = layers_[l];
-    std::vector<int32_t> rows;
-    for (int32_t h = 0; h < shape.n_heads_kv; h++) {
-        rows.push_back(from.head_length((int32_t) l, h));
-    }
-    auto groups = even_ ? std::vector<std::vector<int32_t>>{ {} } : group_heads(rows);
-    for (int32_t h = 0; even_ && h < shape.n_heads_kv; h++) {
-        groups[0].push_back(h);
-    }
-    std::vector<int32_t> joined((size_t) shape.n_heads_kv);
-    int32_t              at = 0;
-    for (auto & heads : groups) {
-        Group group;
-        for (int32_t h : heads) {
-            group.rows.push_back(rows[(size_t) h]);
-            group.base         = std::max(group.base, rows[(size_t) h]);
-            joined[(size_t) h] = at++;
-        }
-        group.heads = std::move(heads);
-        if (!make_group(l, group, slots_for(group.base))) {
-            return false;
-        }
-        layer.groups.push_back(std::move(group));
-    }
-    if (layer.groups.size() > 1) {
-        layer.order  = Tensors(1);
-        layer.joined = layer.order.add(GGML_TYPE_I32, shape.n_heads_kv);
-        if (!layer.order.allocate(layer.device)) {
-            return refuse(layer.device);
-        }
-        ggml_backend_tensor_set(layer.joined, joined.data(), 0, joined.size() * sizeof(int32_t));
-    }
-    each_stretch(from, l, [](ggml_tensor * to, size_t offset, uint8_t * rows_at, size_t n) { ggml_backend_tensor_set(to, rows_at, offset, n); });
-    return true;
-}
-
-bool GraphRows::holds_even(const Store & store, const std::vector<ggml_backend_dev_t> & devices) {
-    int32_t n = -1;
-    for (size_t l = 0; l < devices.size(); l++) {
-        for (int32_t h = 0; devices[l] && h < store.shapes()[l].n_heads_kv; h++) {
-            const int32_t length = store.head_length((int32_t) l, h);
-            if (n >= 0 && length != n) {
-                return false;
-            }
-            n = length;
-        }
-    }
-    return true;
-}
-
-bool GraphRows::load(Store & from) {
-    std::vector<ggml_backend_dev_t> devices;
-    for (const Layer & layer : layers_) {
-        devices.push_back(layer.device);
-    }
-    even_ = holds_even(from, devices);
-    for (size_t l = 0; l < layers_.size(); l++) {
-        if (layers_[l].device && !load_layer(from, l)) {
-            for (Layer & layer : layers_) {
-                layer.groups.clear();
-            }
-            return false;
-        }
-    }
-    for (size_t l = 0; l < layers_.size(); l++) {
-        if (layers_[l].device) {
-            from.send_away(l);
-        }
-    }
-    plan_inputs();
-    return true;
-}
-
-bool GraphRows::fetch(Store & to) {
-    for (size_t l = 0; l < layers_.size(); l++) {
-        if (layers_[l].device && !to.bring_back(l)) {
-            while (l-- > 0) {
-                if (layers_[l].device) {
-                    to.send_away(l);
-                }
-            }
-            return false;
-        }
-    }
-    for (size_t l = 0; l < layers_.size(); l++) {
-        each_stretch(to, l, [](ggml_tensor * of, size_t offset, uint8_t * rows_at, size_t n) { ggml_backend_tensor_get(of, rows_at, offset, n); });
-        layers_[l].groups.clear();
-    }
-    return true;
 }
 
 // ---------------------------------------------------------------------------------------------------------

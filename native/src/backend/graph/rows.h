@@ -33,6 +33,12 @@ struct GraphLayer {
 // softmax(mask + scale * q k^T) of q [d, n, H, ...] and k [d, slots, Hkv, ...]: [slots, n, H, ...] f32. softcap 0: none.
 ggml_tensor * attention_weights(ggml_context * ctx, ggml_tensor * q, ggml_tensor * k, ggml_tensor * mask, float scale, float softcap);
 
+// ggml's type of plain or quantised rows; GGML_TYPE_COUNT: it has none.
+ggml_type ggml_type_of(Type type);
+
+// Whether a device has flash attention of heads of these sizes.
+bool has_flash_size(ggml_backend_dev_t device, int64_t d_k, int64_t d_v);
+
 // What is added up of a prompt's attention.
 struct Summed {
     bool columns = false, squares = false, entropy = false;
@@ -57,9 +63,14 @@ struct AttentionSums {
 
 class GraphRows {
   public:
-    // devices [layers]: NULL for a layer whose rows stay with the store. stamps counts the tensors of a cache that were made.
+    // devices [layers]: NULL for a layer whose rows stay with the store. storage: as the rows are to lie there; those of the
+    // store are converted where they differ. stamps counts the tensors of a cache that were made.
     GraphRows(const std::vector<LayerShape> & shapes, const std::vector<ggml_backend_dev_t> & devices, const Storage & storage,
               uint64_t & stamps);
+
+    // Whether a device attends to rows of these types: quantised ones take flash attention, keys and values of the same type.
+    static bool     holds(const Storage & storage, int64_t d_k, int64_t d_v, ggml_backend_dev_t device);
+    const Storage & storage() const { return storage_; }
 
     // The rows of `from` go to the devices, and its memory is given back. False: a device has no memory (full_device), and
     // nothing has changed. Throws std::bad_alloc.
@@ -126,6 +137,13 @@ class GraphRows {
         ggml_tensor *      zeros = nullptr;  // [1, 1, most] f32
         Worker             worker;
     };
+    // n rows of a head from row `at` of a tensor on, and where they lie in the host's memory.
+    struct Stretch {
+        ggml_tensor * tensor;
+        size_t        at;
+        Rows          rows;
+        int32_t       n;
+    };
     struct Parts;     // of the attention (graph/attention.cpp)
     struct SumGraph;  // what adds it up (graph/sums.cpp)
 
@@ -141,6 +159,8 @@ class GraphRows {
     void    write_mask(Group & group);
     void    plan_inputs();
     template <class F> void each_stretch(const Store & store, size_t layer, const F & visit) const;
+    static void put(const Stretch & stretch);  // to the device
+    static void get(const Stretch & stretch);  // and back
 
     ggml_tensor * attend_even(const GraphLayer & in, const Layer & layer, const Group & group) const;
     ggml_tensor * attend_group(const GraphLayer & in, const Layer & layer, const Group & group, bool pick) const;
