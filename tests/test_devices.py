@@ -86,7 +86,7 @@ def same(host, device, cases) -> None:
 def test_every_method_keeps_on_a_device_what_it_keeps_on_the_host(
     native, tiny, picture_file, profile_file, environment, server, kind
 ):
-    """Two messages, one of them with images. Ends with rows on the device but for policies that drop single ones."""
+    """Two messages, one of them with images. Ends with rows on the device, also where answers drop some."""
     files = tiny(kind)
     images = [picture_file(), picture_file("b.png", 60, 90)]
     messages = [(WORDS * 5, images), (WORDS * 2, [])]
@@ -97,9 +97,7 @@ def test_every_method_keeps_on_a_device_what_it_keeps_on_the_host(
     same(host, graph, cases)
     same(host, remote, cases)
     for method, here, there in zip(METHODS, graph, remote, strict=True):
-        bounded = pykvedge.plan(method, None if method == "full" else 0.4).decode != "keep-all"
-        assert bool(here["device_bytes"][-1]) != bounded, method
-        assert bool(there["device_bytes"][-1]) != bounded, method
+        assert here["device_bytes"][-1] and there["device_bytes"][-1], method
 
 
 def test_heads_in_several_groups(native, tiny, environment, server, profile_file):

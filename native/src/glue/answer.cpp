@@ -69,11 +69,14 @@ void SequenceState::evict_generated() {
             const int32_t row = answer.decode->evict(in);
             if (row >= 0 && row < in.length) {
                 seq->rows.drop_row(layer, head, row);
+                if (device) {
+                    device->drop(l, head, row);
+                }
             }
         }
     }
     seq->rows.drop_empty_blocks();
-    if (generated % PACK_EVERY == 0) {
+    if (generated % PACK_EVERY == 0 && !device) {
         seq->rows.pack_if_sparse();
     }
 }

@@ -59,7 +59,11 @@ uint32_t kvedge_cache::device_layers() const {
 }
 
 bool kvedge_cache::even(const SequenceState & state) const {
-    return state.device ? state.device->even() : GraphRows::holds_even(state.seq->rows, places);
+    if (!state.kept.empty()) {
+        return false;
+    }
+    const bool known = state.device && !state.device->form().dropping;
+    return known ? state.device->even() : GraphRows::holds_even(state.seq->rows, places);
 }
 
 // Nodes of a sequence's attention in one layer: where heads are even, and in four groups.
@@ -83,7 +87,7 @@ int32_t kvedge_cache::set_provider() {
 
 bool kvedge_cache::fits_devices(const Run & run, bool even) const {
     const SequenceState & state = *run.state;
-    if (run.request || run.wanted.queries || watching || state.streaming || !state.kept.empty() || !follow_each_other(run.index) ||
+    if (run.request || run.wanted.queries || watching || state.streaming || !follow_each_other(run.index) ||
         ((run.score || (run.prompt && storage.quantised())) && state.seq->rows.even_rows() != 0)) {
         return false;
     }
@@ -100,15 +104,15 @@ bool kvedge_cache::report_full(const GraphRows & device, int32_t n) {
 
 // A prompt's rows are plain until it is compressed.
 bool kvedge_cache::to_device(SequenceState & state, bool prompt) {
-    const Storage as = prompt ? storage.plain() : storage;
-    if (state.device && state.device->storage().k == as.k) {
+    const GraphRows::Form form = { prompt ? storage.plain() : storage, !state.kept.empty() };
+    if (state.device && state.device->form() == form) {
         return true;
     }
     if (!to_host(state)) {
         report(KVEDGE_E_MEMORY, "no memory on the host for keys and values that lie on devices");
         return false;
     }
-    auto device = std::make_shared<GraphRows>(shapes, places, as, stamps);
+    auto device = std::make_shared<GraphRows>(shapes, places, form, stamps);
     if (!device->load(state.seq->rows)) {
         return report_full(*device, state.seq->rows.n_tokens());
     }

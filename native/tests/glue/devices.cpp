@@ -52,6 +52,8 @@ void compare(llama_model * model, Plan::Fields fields, const char * what, kvedge
     converse(host);
     converse(device);
     same(host, device, what, 0, close);
+    const bool by_score = std::any_of(fields.begin(), fields.end(), [](const auto & f) { return f.second == std::string("heavy-hitter"); });
+    CHECK((device.stats().device_bytes > 0) != by_score);
     CHECK(host.stats().device_bytes == 0 && !kvedge_layer_device(host.kv, 0) && kvedge_layer_device(device.kv, 0));
 }
 
@@ -155,6 +157,9 @@ void devices(llama_model * model, const std::string & folder) {
     compare(model, { { "scorer", "window" }, { "scorer.window", "8" }, { "allocator", "pyramid" }, { "budget", "0.25" } }, "pyramid");
     compare(model, { { "scorer", "window" }, { "scorer.window", "8" }, { "allocator", "ada" }, { "budget", "0.25" } }, "ada");
     compare(model, { { "scorer", "cumulative" }, { "reducer", "pivotal" }, { "budget", "0.25" } }, "cumulative");
+    compare(model, { { "scorer", "cumulative" }, { "decode", "fixed-point" }, { "budget", "0.25" } }, "fixed-point");
+    compare(model, { { "scorer", "cumulative" }, { "allocator", "pyramid" }, { "decode", "ratio" }, { "budget", "0.25" } }, "ratio");
+    compare(model, { { "scorer", "position" }, { "decode", "sliding" }, { "budget", "0.25" } }, "sliding, f16", KVEDGE_TYPE_F16, 0.1f);
     compare(model, { { "scorer", "cumulative" }, { "decode", "heavy-hitter" }, { "budget", "0.25" } }, "heavy-hitter");
     compare(model, { { "scorer", "mean" }, { "budget", "0.25" } }, "mean");
     compare(model, { { "scorer", "knorm" }, { "allocator", "entropy" }, { "allocator.attention", "full" }, { "budget", "0.25" } }, "entropy");

@@ -50,13 +50,12 @@ void keep_plain(uint8_t * memory, Area & area, size_t stride, const uint8_t * ke
 
 void drop_plain(uint8_t * memory, Area & area, size_t stride, int32_t row, bool from_front) {
     const auto before = (size_t) row, after = (size_t) (area.n - row - 1);
-    uint8_t *  base = memory + area.offset;
-    if (from_front || before <= after) {
-        memmove(base + stride, base, before * stride);
-        area.offset += stride;
-    } else {
-        memmove(base + before * stride, base + (before + 1) * stride, after * stride);
+    const bool front  = from_front || before <= after;
+    if (memory) {  // rows that are somewhere else move there
+        uint8_t * base = memory + area.offset;
+        memmove(base + (front ? 1 : before) * stride, base + (front ? 0 : before + 1) * stride, (front ? before : after) * stride);
     }
+    area.offset += front ? stride : 0;
     area.n--;
 }
 

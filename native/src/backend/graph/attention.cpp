@@ -97,7 +97,7 @@ T GraphRows::attend_group(const GraphLayer & in, const Layer & layer, const Grou
         T rows = ggml_reshape_2d(c, whole(c, x), width, n_kv);
         return pick ? ggml_get_rows(c, rows, group.pick) : rows;
     };
-    T          index = ggml_view_1d(c, from.index, 1, group.entry * sizeof(int64_t));
+    T          index = ggml_view_2d(c, from.index, 1, heads, sizeof(int64_t), group.entry * sizeof(int64_t));
     const auto write = [&](T to, T x) { return ggml_set_rows(c, to, ggml_reshape_3d(c, x, x->ne[0], 1, heads), index); };
     const auto apart = [&](T x) { return ggml_reshape_4d(c, x, x->ne[0], group.slots, 1, heads); };
     T          k     = write(group.k, of(in.k, dk));

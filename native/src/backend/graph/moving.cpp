@@ -6,6 +6,8 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
+#include <utility>
 
 namespace kvedge {
 
@@ -42,6 +44,19 @@ bool GraphRows::holds(const Storage & storage, int64_t d_k, int64_t d_v, ggml_ba
     return storage.k == storage.v && ggml_type_of(storage.k) != GGML_TYPE_COUNT && has_flash_size(device, d_k, d_v);
 }
 
+// The slot of a head's row, and how many of the next `most` rows lie one after the other from there on.
+static std::pair<int32_t, int32_t> slots_of(const std::vector<int32_t> * order, int32_t row, int32_t most) {
+    if (!order) {
+        return { row, most };
+    }
+    const auto at = order->begin() + row;
+    int32_t    n  = 1;
+    while (n < most && at[n] == at[0] + n) {
+        n++;
+    }
+    return { *at, n };
+}
+
 // visit(stretch) for all stretches of rows of a layer that lie together on both sides.
 template <class F> void GraphRows::each_stretch(const Store & store, size_t l, const F & visit) const {
     for (const Group & group : layers_[l].groups) {
@@ -51,10 +66,8 @@ template <class F> void GraphRows::each_stretch(const Store & store, size_t l, c
             for (const auto * part : { &view.old, &view.pending }) {
                 for (const Segment & s : *part) {
                     for (int32_t done = 0; done < s.n;) {
-                        const bool    then = row < group.rows[i];
-                        const int32_t slot = then ? row : group.base + row - group.rows[i];
-                        const int32_t n    = then ? std::min(s.n - done, group.rows[i] - row) : s.n - done;
-                        const size_t  at   = i * (size_t) group.slots + (size_t) slot;
+                        const auto [slot, n] = slots_of(form_.dropping ? &group.order[i] : nullptr, row, s.n - done);
+                        const size_t at      = i * (size_t) group.slots + (size_t) slot;
                         visit(Stretch{ group.k, at, s.k.from(done), n });
                         visit(Stretch{ group.v, at, s.v.from(done), n });
                         row += n;
@@ -107,12 +120,14 @@ bool GraphRows::load_layer(const Store & from, size_t l) {
     for (auto & heads : groups) {
         Group group;
         for (int32_t h : heads) {
-            group.rows.push_back(rows[(size_t) h]);
-            group.base         = std::max(group.base, rows[(size_t) h]);
+            group.used.push_back(rows[(size_t) h]);
+            group.order.emplace_back(form_.dropping ? (size_t) rows[(size_t) h] : 0);
+            std::iota(group.order.back().begin(), group.order.back().end(), 0);
             joined[(size_t) h] = at++;
         }
         group.heads = std::move(heads);
-        if (!make_group(l, group, slots_for(group.base))) {
+        group.spare.resize(group.heads.size());
+        if (!make_group(l, group, slots_for(group.most_used()))) {
             return false;
         }
         layer.groups.push_back(std::move(group));
@@ -148,7 +163,7 @@ bool GraphRows::load(Store & from) {
     for (const Layer & layer : layers_) {
         devices.push_back(layer.device);
     }
-    even_ = holds_even(from, devices);
+    even_ = !form_.dropping && holds_even(from, devices);
     for (size_t l = 0; l < layers_.size(); l++) {
         if (layers_[l].device && !load_layer(from, l)) {
             for (Layer & layer : layers_) {

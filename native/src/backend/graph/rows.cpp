@@ -15,9 +15,9 @@ int32_t rounded(int32_t n) { return (n + STEP - 1) / STEP * STEP; }
 
 }  // namespace
 
-GraphRows::GraphRows(const std::vector<LayerShape> & shapes, const std::vector<ggml_backend_dev_t> & devices, const Storage & storage,
+GraphRows::GraphRows(const std::vector<LayerShape> & shapes, const std::vector<ggml_backend_dev_t> & devices, const Form & form,
                      uint64_t & stamps)
-    : shapes_(&shapes), storage_(storage), stamps_(&stamps), layers_(shapes.size()) {
+    : shapes_(&shapes), form_(form), stamps_(&stamps), layers_(shapes.size()) {
     for (size_t l = 0; l < layers_.size(); l++) {
         layers_[l].device = devices[l];
     }
@@ -50,16 +50,16 @@ bool GraphRows::make_group(size_t l, Group & group, int32_t slots) {
     const auto         heads = (int64_t) group.heads.size();
     const bool         picks = heads < shape.n_heads_kv;
     Tensors            held(4);
-    ggml_tensor * const k = held.add(ggml_type_of(storage_.k), shape.d_k, slots, heads);
-    ggml_tensor * const v = held.add(ggml_type_of(storage_.v), shape.d_v, slots, heads);
+    ggml_tensor * const k = held.add(ggml_type_of(form_.storage.k), shape.d_k, slots, heads);
+    ggml_tensor * const v = held.add(ggml_type_of(form_.storage.v), shape.d_v, slots, heads);
     ggml_tensor * const m = even_ ? nullptr : held.add(GGML_TYPE_F16, 1, slots, heads);
     ggml_tensor * const p = picks ? held.add(GGML_TYPE_I32, heads) : nullptr;
     if (!held.allocate(layers_[l].device)) {
         return refuse(layers_[l].device);
     }
     if (group.k) {
-        copy_slots(group.k, k, group.base + since_);
-        copy_slots(group.v, v, group.base + since_);
+        copy_slots(group.k, k, group.most_used());
+        copy_slots(group.v, v, group.most_used());
     }
     std::swap(group.held, held);
     group.k     = k;
@@ -83,8 +83,10 @@ void GraphRows::write_mask(Group & group) {
     std::vector<ggml_fp16_t> mask(group.heads.size() * (size_t) group.slots, hidden);
     for (size_t i = 0; i < group.heads.size(); i++) {
         const auto head = mask.begin() + (std::ptrdiff_t) (i * (size_t) group.slots);
-        std::fill_n(head, group.rows[i], seen);
-        std::fill_n(head + group.base, since_, seen);
+        std::fill_n(head, form_.dropping ? 0 : group.used[i], seen);
+        for (const int32_t slot : group.order[i]) {
+            head[slot] = seen;
+        }
     }
     ggml_backend_tensor_set(group.mask, mask.data(), 0, mask.size() * sizeof(ggml_fp16_t));
 }
@@ -106,8 +108,9 @@ void GraphRows::plan_inputs() {
         }
         layer.inputs = (size_t) (it - inputs_.begin());
         for (Group & group : layer.groups) {
-            group.entry = even_ ? 0 : it->entries++;
-            it->most    = std::max(it->most, (int32_t) group.heads.size());
+            group.entry = even_ ? 0 : it->entries;
+            it->entries += even_ ? 0 : group.heads.size();
+            it->most = std::max(it->most, (int32_t) group.heads.size());
         }
     }
 }
@@ -116,7 +119,7 @@ int32_t GraphRows::visible_after(int32_t n) const {
     for (const Layer & layer : layers_) {
         if (layer.device) {
             const Group & group = layer.groups[0];
-            return std::min(group.slots, rounded(group.base + since_ + n));
+            return std::min(group.slots, rounded(group.most_used() + n));
         }
     }
     return 0;
@@ -125,7 +128,7 @@ int32_t GraphRows::visible_after(int32_t n) const {
 int32_t GraphRows::visible() const { return visible_after(0); }
 
 bool GraphRows::grow(size_t layer, Group & group, const Incoming & incoming) {
-    const int32_t held = group.base + since_, need = held + incoming.n;
+    const int32_t held = group.most_used(), need = held + incoming.n;
     if (need <= group.slots) {
         return true;
     }
@@ -193,17 +196,52 @@ bool GraphRows::reserve(const Incoming & incoming, int32_t n_threads) {
            make_sums(incoming.n, n_threads);
 }
 
+// Of the next row of a head.
+int32_t GraphRows::Group::take_slot(size_t head, bool dropping) {
+    int32_t slot = used[head];
+    if (spare[head].empty()) {
+        used[head]++;
+    } else {
+        slot = spare[head].back();
+        spare[head].pop_back();
+    }
+    if (dropping) {
+        order[head].push_back(slot);
+    }
+    return slot;
+}
+
+void GraphRows::drop(size_t l, int32_t head, int32_t row) {
+    for (Group & group : layers_[l].groups) {
+        const auto at = std::lower_bound(group.heads.begin(), group.heads.end(), head);
+        if (at == group.heads.end() || *at != head) {
+            continue;
+        }
+        const auto i    = (size_t) (at - group.heads.begin());
+        const auto slot = group.order[i].begin() + row;
+        group.spare[i].push_back(*slot);
+        group.order[i].erase(slot);
+        if (group.spare[i].size() > 1) {  // else the next row takes it, and it stays visible
+            write_mask(group);
+        }
+    }
+}
+
 void GraphRows::enter(int32_t n, bool causal) {
-    const int32_t first = since_;
     n_ = n;
-    since_ += n;
     std::vector<std::vector<int64_t>> index(inputs_.size());
-    for (const Layer & layer : layers_) {
-        for (const Group & group : layer.groups) {
+    for (Layer & layer : layers_) {
+        for (Group & group : layer.groups) {
             auto & slots = index[layer.inputs];
-            slots.resize(std::max(slots.size(), (group.entry + 1) * (size_t) n));
-            for (int32_t i = 0; i < n; i++) {
-                slots[group.entry * (size_t) n + (size_t) i] = group.base + first + i;
+            for (int32_t t = 0; even_ && slots.size() < (size_t) n; t++) {
+                slots.push_back(group.used[0] + t);
+            }
+            for (size_t i = 0; i < group.heads.size(); i++) {
+                if (even_) {
+                    group.used[i] += n;
+                } else {
+                    slots.push_back(group.take_slot(i, form_.dropping));
+                }
             }
         }
     }

@@ -1,9 +1,9 @@
 // The rows of one sequence in buffers of their layers' devices, through ggml: a GPU, another machine, or the CPU; and the
 // attention over them in ggml's operations. The store keeps all it knows of them meanwhile, but their memory.
 //
-// Every head has its rows of then, in token order, at the front of its slots, and what came since behind the longest head of
-// its group. While all heads of all layers have as many rows they are even: one tensor of keys and one of values for a layer,
-// one mask for all layers. Else heads of similar length share a group, with a mask of its own, and tokens come one by one.
+// Every head has its rows in the first of its slots, in token order. While all heads of all layers have as many rows they are
+// even: one tensor of keys and one of values for a layer, one mask for all layers. Else heads of similar length share a group,
+// with a mask of its own, and tokens come one by one. Where a decode policy drops rows, the next one takes the slot.
 
 #pragma once
 
@@ -63,14 +63,21 @@ struct AttentionSums {
 
 class GraphRows {
   public:
-    // devices [layers]: NULL for a layer whose rows stay with the store. storage: as the rows are to lie there; those of the
-    // store are converted where they differ. stamps counts the tensors of a cache that were made.
-    GraphRows(const std::vector<LayerShape> & shapes, const std::vector<ggml_backend_dev_t> & devices, const Storage & storage,
+    // How rows lie on devices: those of the store are converted where their types differ. dropping: single ones may go.
+    struct Form {
+        Storage storage;
+        bool    dropping;
+
+        bool operator==(const Form & x) const { return storage.k == x.storage.k && storage.v == x.storage.v && dropping == x.dropping; }
+    };
+
+    // devices [layers]: NULL for a layer whose rows stay with the store. stamps counts the tensors of a cache that were made.
+    GraphRows(const std::vector<LayerShape> & shapes, const std::vector<ggml_backend_dev_t> & devices, const Form & form,
               uint64_t & stamps);
 
     // Whether a device attends to rows of these types: quantised ones take flash attention, keys and values of the same type.
-    static bool     holds(const Storage & storage, int64_t d_k, int64_t d_v, ggml_backend_dev_t device);
-    const Storage & storage() const { return storage_; }
+    static bool  holds(const Storage & storage, int64_t d_k, int64_t d_v, ggml_backend_dev_t device);
+    const Form & form() const { return form_; }
 
     // The rows of `from` go to the devices, and its memory is given back. False: a device has no memory (full_device), and
     // nothing has changed. Throws std::bad_alloc.
@@ -83,6 +90,9 @@ class GraphRows {
     bool reserve(const Incoming & incoming, int32_t n_threads);
     // Enters them, where there is room; the graph that follows writes their rows. Not of a graph that runs.
     void enter(int32_t n, bool causal);
+
+    // Takes out a row of a head, in token order; nothing where the layer lies on no device.
+    void drop(size_t layer, int32_t head, int32_t row);
 
     // Attention of the tokens entered last: [d_v * H, n].
     ggml_tensor * attend(const GraphLayer & in, size_t layer);
@@ -107,15 +117,19 @@ class GraphRows {
 
   private:
     struct Group {
-        std::vector<int32_t> heads, rows;  // rows[i]: of heads[i], when they came
-        int32_t              base  = 0;    // slot of the first token that came since
-        int32_t              slots = 0;
+        std::vector<int32_t> heads, used;  // used[i]: first slots of heads[i] that have or had a row
+        // where rows are dropped: the slots of each head's rows, in token order, and those that are free again
+        std::vector<std::vector<int32_t>> order, spare;
+        int32_t                           slots = 0;
+
+        int32_t most_used() const { return *std::max_element(used.begin(), used.end()); }
+        int32_t take_slot(size_t head, bool dropping);
         Tensors              held;
         ggml_tensor *        k    = nullptr;  // [d_k, slots, heads]
         ggml_tensor *        v    = nullptr;  // [d_v, slots, heads]
         ggml_tensor *        mask = nullptr;  // [1, slots, heads] f16, where heads are uneven
         ggml_tensor *        pick = nullptr;  // [heads] i32, where there are several groups
-        size_t               entry = 0;       // its slots in the index input of its device
+        size_t               entry = 0;       // of its first head in the index input of its device
     };
     struct Layer {
         ggml_backend_dev_t device = nullptr;
@@ -168,14 +182,13 @@ class GraphRows {
     SumGraph      sum_graph(size_t layer, float scale, int32_t n, int32_t shown, int32_t first, int32_t rows) const;
 
     const std::vector<LayerShape> * shapes_;
-    Storage                         storage_;
+    Form                            form_;
     uint64_t *                      stamps_;
     uint64_t                        stamp_ = 0;
     std::vector<Layer>              layers_;
     std::vector<Inputs>             inputs_;
     bool                            even_   = true;
-    int32_t                         since_  = 0;  // tokens that came since
-    int32_t                         n_      = 0;  // of those, entered last
+    int32_t                         n_      = 0;  // tokens entered last
     int32_t                         room_q_ = 0, room_visible_ = 0;  // that the inputs have
     int32_t                         window_ = 0, room_window_ = 0;
     Summed                          summed_;  // of the tokens entered last

@@ -113,7 +113,7 @@ bool GraphRows::make_sums(int32_t n, int32_t n_threads) {
 }
 
 bool GraphRows::sum_attention(size_t l, float scale, int32_t rows, AttentionSums & out) {
-    const SumGraph sums = sum_graph(l, scale, n_, visible(), layers_[l].groups[0].base + since_ - rows, rows);
+    const SumGraph sums = sum_graph(l, scale, n_, visible(), layers_[l].groups[0].used[0] - rows, rows);
     if (!inputs_[layers_[l].inputs].worker.compute(sums.graph)) {
         return refuse(layers_[l].device);
     }
