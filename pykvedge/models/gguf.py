@@ -38,6 +38,7 @@ class Header:
     values: Mapping[str, Scalar]  # metadata, arrays left out
     arrays: Mapping[str, int]  # metadata arrays: their lengths
     lists: Mapping[str, list[Scalar]]  # those of at most 1024 numbers: their values
+    types: Mapping[str, int]  # numbers of their types as GGUF has them; of an array that of its elements
     tensors: Mapping[str, Tensor]
     file_size: int
     data_start: int = 0  # where the tensors' data section begins, bytes
@@ -77,8 +78,8 @@ class _Reader:
         self.at += n
         return self.data[self.at - n : self.at].decode("utf-8", "replace")
 
-    def array(self) -> tuple[int, list[Scalar] | None]:
-        """Reads the length of an array, and its values if they are few numbers."""
+    def array(self) -> tuple[int, int, list[Scalar] | None]:
+        """Reads the type and the length of an array, and its values if they are few numbers."""
         start = self.at
         kind, n = int(self.scalar("I")), self.count("an array length")
         if kind == _STRING:
@@ -93,8 +94,8 @@ class _Reader:
         if self.at > len(self.data):
             raise ValueError("an array beyond the end of the file")
         if kind == _STRING or n > _LIST:
-            return n, None
-        return n, list(struct.unpack_from(f"<{n}{_SCALARS[kind]}", self.data, start + 12))
+            return kind, n, None
+        return kind, n, list(struct.unpack_from(f"<{n}{_SCALARS[kind]}", self.data, start + 12))
 
 
 def read_header(path: str | os.PathLike[str]) -> Header:
@@ -130,10 +131,12 @@ def _parse(path: Path, data: mmap.mmap, size: int) -> Header:
     values: dict[str, Scalar] = {}
     arrays: dict[str, int] = {}
     lists: dict[str, list[Scalar]] = {}
+    types: dict[str, int] = {}
     for _ in range(n_values):
         key, kind = reader.string(), int(reader.scalar("I"))
+        types[key] = kind
         if kind == _ARRAY:
-            arrays[key], found = reader.array()
+            types[key], arrays[key], found = reader.array()
             if found is not None:
                 lists[key] = found
         elif kind == _STRING:
@@ -149,7 +152,7 @@ def _parse(path: Path, data: mmap.mmap, size: int) -> Header:
             raise ValueError(f"tensor '{name}' with {n_dims} dimensions")
         shape = tuple(int(reader.scalar("Q")) for _ in range(n_dims))
         tensors[name] = Tensor(shape, int(reader.scalar("I")), int(reader.scalar("Q")))
-    header = Header(path, values, arrays, lists, tensors, size, _data_start(values, reader.at))
+    header = Header(path, values, arrays, lists, types, tensors, size, _data_start(values, reader.at))
     _check_length(header)
     return header
 
