@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -165,13 +163,7 @@ def mutants(folder, projector):
 
 
 @pytest.mark.parametrize("projector", TOWERS)
-def test_whatever_is_not_refused_runs(tiny, native, picture_file, tmp_path, environment, projector):
+def test_whatever_is_not_refused_runs(tiny, native, picture_file, tmp_path, worked, projector):
     files = list(mutants(tmp_path, projector))
-    worker = Path(__file__).with_name("mmproj_worker.py")
-    done = subprocess.run(
-        [sys.executable, worker, tiny(OWNERS[projector]).model, picture_file(), *files],
-        capture_output=True, text=True, env=environment, timeout=600, check=False,
-    )  # fmt: skip
-    lines = done.stdout.splitlines()
-    assert done.returncode == 0, (files[len(lines)], done.stderr[-2000:])
-    assert len(lines) == len(files) and "ran" in lines
+    lines = worked("mmprojs", tiny(OWNERS[projector]).model, picture_file(), files=files)
+    assert "ran" in lines

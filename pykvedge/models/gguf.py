@@ -42,6 +42,7 @@ class Header:
     tensors: Mapping[str, Tensor]
     file_size: int
     data_start: int = 0  # where the tensors' data section begins, bytes
+    distinct_tokens: int = 0  # different texts in the vocabulary
 
     @property
     def architecture(self) -> str:
@@ -53,12 +54,14 @@ class Header:
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _LIST = 1024
+TOKENS = "tokenizer.ggml.tokens"
 _LIMIT = 1 << 24  # of counts: no real header comes near it
 
 
 class _Reader:
     def __init__(self, data: mmap.mmap) -> None:
         self.data, self.at = data, 0
+        self.distinct_tokens = 0
 
     def scalar(self, form: str) -> Scalar:
         (value,) = struct.unpack_from("<" + form, self.data, self.at)
@@ -72,17 +75,24 @@ class _Reader:
         return n
 
     def string(self) -> str:
+        return self._bytes().decode("utf-8", "replace")
+
+    def _bytes(self) -> bytes:
         n = self.count("a string length")
         if self.at + n > len(self.data):
             raise ValueError("a string beyond the end of the file")
         self.at += n
-        return self.data[self.at - n : self.at].decode("utf-8", "replace")
+        return self.data[self.at - n : self.at]
 
-    def array(self) -> tuple[int, int, list[Scalar] | None]:
+    def array(self, key: str) -> tuple[int, int, list[Scalar] | None]:
         """Reads the type and the length of an array, and its values if they are few numbers."""
         start = self.at
         kind, n = int(self.scalar("I")), self.count("an array length")
-        if kind == _STRING:
+        if kind == _STRING and key == TOKENS:
+            # llama.cpp gives an empty token a name of its own
+            texts = [self._bytes() for _ in range(n)]
+            self.distinct_tokens = len(set(filter(None, texts))) + texts.count(b"")
+        elif kind == _STRING:
             read, data, at = struct.Struct("<Q").unpack_from, self.data, self.at
             for _ in range(n):
                 at += 8 + read(data, at)[0]
@@ -136,7 +146,7 @@ def _parse(path: Path, data: mmap.mmap, size: int) -> Header:
         key, kind = reader.string(), int(reader.scalar("I"))
         types[key] = kind
         if kind == _ARRAY:
-            types[key], arrays[key], found = reader.array()
+            types[key], arrays[key], found = reader.array(key)
             if found is not None:
                 lists[key] = found
         elif kind == _STRING:
@@ -152,7 +162,8 @@ def _parse(path: Path, data: mmap.mmap, size: int) -> Header:
             raise ValueError(f"tensor '{name}' with {n_dims} dimensions")
         shape = tuple(int(reader.scalar("Q")) for _ in range(n_dims))
         tensors[name] = Tensor(shape, int(reader.scalar("I")), int(reader.scalar("Q")))
-    header = Header(path, values, arrays, lists, types, tensors, size, _data_start(values, reader.at))
+    start = _data_start(values, reader.at)
+    header = Header(path, values, arrays, lists, types, tensors, size, start, reader.distinct_tokens)
     _check_length(header)
     return header
 

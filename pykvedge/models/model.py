@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pykvedge.errors import CancelledError, ModelError
+from pykvedge.models.model_values import rotates_nothing
 from pykvedge.models.modelfile import check_model
 from pykvedge.models.offload import Offload
 from pykvedge.native import ggml, llamacpp, memory
@@ -73,6 +74,9 @@ class Model:
         if llama.llama_vocab_n_tokens(self.vocab) < 1:
             self.close()
             raise ModelError(f"{path} has no vocabulary; convert the model again")
+        if rotates_nothing(self.header) and llama.llama_model_rope_type(self.handle) != llama.LLAMA_ROPE_TYPE_NONE:
+            self.close()
+            raise ModelError(f"{path} has a rope.dimension_count of 0; convert the model again")
 
     def close(self) -> None:
         """Frees the model. Does nothing the second time."""

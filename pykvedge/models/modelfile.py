@@ -10,6 +10,7 @@ from pykvedge.errors import ModelError
 from pykvedge.models.gguf import Header, read_header
 from pykvedge.models.mmproj_tensors import check_tensors
 from pykvedge.models.mmproj_values import projector, read_tower
+from pykvedge.models.model_values import check_values
 
 # projector type -> (tensor, dimension counted from the fastest) that holds the width of its output
 _OUTPUT_WIDTH = {
@@ -43,6 +44,7 @@ def check_model(path: str | os.PathLike[str]) -> Header:
         raise ModelError(f"{path} does not say which architecture it has; convert the model again")
     if not header.tensors:
         raise ModelError(f"{path} holds no weights (a vocabulary only?); use a complete model")
+    check_values(header)
     return header
 
 
