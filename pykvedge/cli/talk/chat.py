@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from pykvedge.native.memory import readable
 from pykvedge.runtime.interrupt import CancelledError, as_event
 from pykvedge.runtime.report import Report, Saved
 from pykvedge.runtime.sampling import Sampling
+from pykvedge.runtime.sessionlock import SessionLock
 
 INTERRUPTED = 130
 
@@ -99,6 +101,11 @@ class Chat:
             complain(error)
             return 1
         return 0
+
+    def holding(self, path: Path) -> AbstractContextManager[object]:
+        """Keeps other programs away from a session file meanwhile. Raises SessionFileError where one uses it."""
+        own = self.file is not None and os.path.realpath(path) == os.path.realpath(self.file)
+        return nullcontext() if own else SessionLock(path)
 
     def recover(self) -> None:
         """Loads the file again after a message that failed: pictures of earlier runs are in its cache only."""

@@ -175,7 +175,8 @@ def _save(chat: Chat, rest: str) -> None:
     path = paths.typed(rest) if rest else chat.file
     if path is None:
         raise UsageError("/save needs a file: /save talk.kvs")
-    n_bytes = chat.session.save(path)
+    with chat.holding(path):
+        n_bytes = chat.session.save(path)
     _say(f"saved to {path}, {readable(n_bytes)}")
 
 
