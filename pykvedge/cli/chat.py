@@ -103,7 +103,7 @@ def _talk(
     from pykvedge.cli.talk.loop import converse
     from pykvedge.lab.progress import Display
     from pykvedge.models.images import load_picture
-    from pykvedge.runtime.interrupt import as_event
+    from pykvedge.runtime.interrupt import as_event, stop_if_set
     from pykvedge.runtime.sampling import Sampling
 
     sampling = Sampling(**{k: given[k] for k in ("temp", "top_p", "top_k", "seed", "max_tokens")})
@@ -120,10 +120,13 @@ def _talk(
         finally:
             display.done()
     with session:
+        stop_if_set(cancel)  # pressed when nothing looked any more, as while the image encoder was loaded
         if file is not None and paths.ask(Path.exists, file):
             if given["system"]:
                 raise UsageError(f"--system opens a conversation, but the one in {file} has begun; leave it out")
-            session.load(file, plan if options.chooses_plan(given) else None)
+            with as_event(cancel):
+                session.load(file, plan if options.chooses_plan(given) else None)
+            stop_if_set(cancel)
         talk = Chat(session, sampling, Style(given["as_json"], given["quiet"]), display, file)
         if question is not None:
             return talk.once(question, pictures)

@@ -61,6 +61,10 @@ def plan(words: tuple[str, ...]) -> None:
 def main() -> None:
     """Runs the `kvedge` program: errors are one line on stderr, with exit code 2 for usage and 1 for run time."""
     os.environ.setdefault("GGML_NO_BACKTRACE", "1")  # should ggml abort, its one line says enough
+    _replace_closed_streams()
+    if sys.stdout is None:
+        _complain("stdout is closed, so there is nowhere to write to")
+        sys.exit(1)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # answers hold characters that not every terminal has
     unwritten = False
@@ -78,6 +82,23 @@ def main() -> None:
         # whoever read our output has left, or the disk is full: Python would try again as it ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _replace_closed_streams() -> None:
+    """Lets nothing else take the places of stdin, stdout and stderr: C would write its messages into a model file.
+
+    Without a stderr there is nobody to read it, and the answer still goes to stdout.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            handle = os.open(os.devnull, os.O_RDWR)  # the first free number, this one
+            if handle != number:
+                os.dup2(handle, number)
+                os.close(handle)
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123 - open until the end
 
 
 def _run() -> object:

@@ -46,15 +46,23 @@ class Model:
         if offload.off or not ggml.has_gpu():
             memory.require(self.header.file_size, f"{path}", "use a smaller model, or one of fewer bits")
 
+        raised: list[BaseException] = []
+
         def report(share: float, _: Any) -> bool:
-            progress("loading the model", share)
-            return cancel is None or not cancel.is_set()
+            try:
+                progress("loading the model", share)
+            except BaseException as error:  # of a callback, C hears of no exception
+                raised.append(error)
+            return not raised and (cancel is None or not cancel.is_set())
 
         callback = llama.llama_progress_callback(report)
         params.progress_callback = callback
         with llamacpp.collected_errors() as lines:
             self.handle = llama.llama_model_load_from_file(os.fsencode(path), params)
             del devices
+        if raised:
+            self.close()
+            raise raised[0]
         if cancel is not None and cancel.is_set():
             self.close()
             raise CancelledError

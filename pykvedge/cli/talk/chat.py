@@ -95,7 +95,8 @@ class Chat:
         turns = sum(m.role == "assistant" for m in self.session.messages)
         report.session = Saved(str(self.file), self.loaded, turns)
         try:
-            report.session.file_bytes = self.session.save(self.file)
+            with as_event(self._cancel):  # an answer that was shown is kept
+                report.session.file_bytes = self.session.save(self.file)
         except KvedgeError as error:
             report.session.error = str(error)
             complain(error)
@@ -111,7 +112,7 @@ class Chat:
         """Loads the file again after a message that failed: pictures of earlier runs are in its cache only."""
         session = self.session
         if self.file is not None and self.loaded and not session.in_cache and self.file.exists():
-            with suppress(KvedgeError):
+            with suppress(KvedgeError), as_event(self._cancel):
                 session.load(self.file, session.plan)
 
     def once(self, prompt: str, pictures: Sequence[Picture | Path]) -> int:
