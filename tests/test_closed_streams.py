@@ -141,4 +141,3 @@ def test_what_progress_raises_while_a_model_is_loaded_is_raised(tiny, native, er
 
     with pytest.raises(error):
         pykvedge.load(tiny("llama").model, progress=progress)
-

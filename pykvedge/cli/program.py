@@ -20,7 +20,7 @@ from pykvedge.cli.fit import fit
 from pykvedge.cli.inspect import inspect
 from pykvedge.cli.methods import methods
 from pykvedge.cli.rpc_server import rpc_server
-from pykvedge.errors import CancelledError, KvedgeError, UsageError
+from pykvedge.errors import CancelledError, KvedgeError, UsageError, one_line
 
 
 def _show_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
@@ -125,7 +125,7 @@ def _explain(error: Exception) -> int:
         _complain(error.format_message().rstrip(".") + hint)
         return error.exit_code
     if isinstance(error, KvedgeError):
-        _complain(str(error))
+        _complain(error)
         return error.exit_code
     if isinstance(error, OSError) and error.filename is None and error.errno in (errno.ENOSPC, errno.EFBIG, errno.EIO):
         _complain(f"the output cannot be written: {error.strerror}")
@@ -133,9 +133,9 @@ def _explain(error: Exception) -> int:
     if isinstance(error, MemoryError):
         _complain("not enough memory; close other programs or use a smaller model")
         return 1
-    _complain(f"unexpected {type(error).__name__}: {error} (set KVEDGE_DEBUG=1 to see where)")
+    _complain(f"unexpected {type(error).__name__}: {one_line(error)} (set KVEDGE_DEBUG=1 to see where)")
     return 1
 
 
-def _complain(message: str) -> None:
-    print("kvedge: error: " + " ".join(message.split()), file=sys.stderr)
+def _complain(message: object) -> None:
+    print(f"kvedge: error: {one_line(message)}", file=sys.stderr)

@@ -83,7 +83,10 @@ def _start() -> subprocess.Popen[bytes]:
     try:
         return subprocess.Popen(
             [sys.executable, "-I", "-c", program],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, **group,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            **group,
         )  # fmt: skip - Ctrl-C at the terminal is not for the child, which would answer nothing
     except OSError as error:
         raise ModelError(f"the model's chat template cannot be run: {error.strerror or error}") from None
@@ -128,4 +131,3 @@ def _end(child: subprocess.Popen[bytes]) -> None:
                 pipe.close()
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         child.wait(5)
-

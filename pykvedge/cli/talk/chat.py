@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pykvedge.chat.session import Session
-from pykvedge.errors import KvedgeError
+from pykvedge.errors import KvedgeError, one_line, printable
 from pykvedge.lab.progress import Display
 from pykvedge.models.images import Picture
 from pykvedge.models.prompt import Message
@@ -35,7 +35,7 @@ class Style:
 
 def complain(message: object) -> None:
     """Writes one line about an error to stderr."""
-    print("kvedge: error: " + " ".join(str(message).split()), file=sys.stderr, flush=True)
+    print(f"kvedge: error: {one_line(message)}", file=sys.stderr, flush=True)
 
 
 class Chat:
@@ -59,7 +59,7 @@ class Chat:
             finally:
                 self._display.done()
             if answer.report.not_bounded and not self._style.quiet:
-                print(f"kvedge: not bounded: {answer.report.not_bounded}", file=sys.stderr, flush=True)
+                print(f"kvedge: not bounded: {one_line(answer.report.not_bounded)}", file=sys.stderr, flush=True)
             try:
                 for piece in answer:
                     if not self._style.as_json:
@@ -131,14 +131,14 @@ class Chat:
 
     def _show_line(self, report: Report) -> None:
         if not self._style.quiet:
-            print(report.line(), file=sys.stderr, flush=True)
+            print(printable(report.line()), file=sys.stderr, flush=True)
 
     # ---------------------------------------------------------------------------------------------------
 
     def show_loaded(self) -> None:
         """Says, on stderr, what the conversation of a file holds."""
         name = self.file.name if self.file is not None else "the conversation"
-        print(f"{name} holds {holding(self.session)}", file=sys.stderr)
+        print(f"{printable(name)} holds {holding(self.session)}", file=sys.stderr)
 
     def answer(self, text: str, pictures: Sequence[Picture | Path]) -> None:
         """Puts one message, shows what it cost, and saves the conversation where a file is kept."""
