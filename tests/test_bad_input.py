@@ -112,6 +112,23 @@ def test_counts_that_no_file_has(tmp_path):
             read_header(path)
 
 
+@pytest.mark.parametrize("length", [2**24, 2**62, 2**63 - 1, 2**63, 2**64 - 1])
+def test_lengths_that_no_text_has(tmp_path, length):
+    path = tmp_path / "x.gguf"
+    head = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1) + b"k"
+    for value in (struct.pack("<IQ", 8, length), struct.pack("<IIQQQ", 9, 8, 2, length, length)):
+        path.write_bytes(head + value + bytes(100))
+        with pytest.raises(ModelError, match="damaged"):
+            read_header(path)
+
+
+def test_what_is_no_file(kvedge, tmp_path):
+    kvedge("chat", *pair("x" * 800), "Hello").failed(1, "cannot be read")
+    if hasattr(os, "mkfifo"):
+        os.mkfifo(tmp_path / "pipe.gguf")
+        kvedge("chat", *pair(tmp_path / "pipe.gguf"), "Hello", timeout=60).failed(1, "pipe.gguf is no file")
+
+
 def test_model_and_mmproj_swapped(kvedge, llava):
     kvedge("chat", *pair(llava.mmproj), "Hello").failed(1, "is an image encoder", "--mmproj")
     kvedge("chat", *pair(llava.model, llava.model), "Hello").failed(1, "not an image encoder")

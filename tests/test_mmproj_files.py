@@ -132,6 +132,29 @@ def test_the_shapes_of_real_models_are_taken(name):
     check_tensors(header, read_tower(header))
 
 
+def test_the_blocks_of_other_towers_are_checked():
+    """Of projectors that modelgen does not make: a plain tower with grouped heads, and one with fused weights."""
+    meta, tensors = vision_model(dataclasses.replace(SMALL, projector="pixtral", n_heads=4, width=64))
+    grouped = {**meta, V + "attention.head_count_kv": 2}
+    kv = ("attn_k.weight", "attn_v.weight", "attn_k.bias", "attn_v.bias")
+    narrow = [dataclasses.replace(t, shape=(32, *t.shape[1:])) if t.name.endswith(kv) else t for t in tensors]
+    fused = [
+        dataclasses.replace(t, name=t.name.replace("attn_q.", "attn_qkv."), shape=(192, *t.shape[1:]))
+        if ".attn_q." in t.name else t for t in tensors if ".attn_k." not in t.name and ".attn_v." not in t.name
+    ]  # fmt: skip
+    for values, own in ((meta, tensors), (grouped, narrow), (meta, fused)):
+        header = header_of(values, own)
+        check_tensors(header, read_tower(header))
+        for left_out in ("v.patch_embd.weight", BLOCK + "attn_out.weight", BLOCK + "ffn_up.weight"):
+            broken = header_of(values, without(left_out)(own))
+            with pytest.raises(ModelError, match=f"{left_out} is missing"):
+                check_tensors(broken, read_tower(broken))
+    for values, own in ((meta, narrow), (grouped, tensors)):
+        header = header_of(values, own)
+        with pytest.raises(ModelError, match="where its metadata imply"):
+            check_tensors(header, read_tower(header))
+
+
 @pytest.mark.parametrize("kind", ["llava", "qwen2vl"])
 @pytest.mark.parametrize("shape", [{}, {"image_size": 14}, {"image_size": 112}, {"head_size": 128}, {"weight": "q8_0"}])
 def test_every_tiny_mmproj_is_taken(tiny, kind, shape):

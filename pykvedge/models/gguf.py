@@ -114,9 +114,11 @@ def read_header(path: str | os.PathLike[str]) -> Header:
     Raises ModelError with one line that says what is wrong with the file.
     """
     path = Path(path)
-    if path.is_dir():
-        raise ModelError(f"{path} is a folder, not a GGUF file")
     try:
+        if path.is_dir():
+            raise ModelError(f"{path} is a folder, not a GGUF file")
+        if path.exists() and not path.is_file():  # opening a pipe waits for somebody who writes
+            raise ModelError(f"{path} is no file")
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size < 24 or file.read(4) != b"GGUF":
@@ -127,7 +129,7 @@ def read_header(path: str | os.PathLike[str]) -> Header:
         raise ModelError(f"{path} does not exist") from None
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror or error}") from None
-    except (ValueError, struct.error, UnicodeDecodeError) as error:
+    except (ValueError, OverflowError, struct.error) as error:
         raise ModelError(f"{path} is damaged or truncated ({error}); download or convert it again") from None
 
 

@@ -22,6 +22,10 @@ _PLAIN = frozenset(
      "kimivl", "lfm2", "lightonocr", "ling3vl", "llama4", "minimax_m3", "nemotron_v2_vl", "paddleocr", "phi4",
      "pixtral", "resampler", "step3vl"}
 )  # fmt: skip
+_PLACED = frozenset(  # those of them that read a table of positions, whether it is there or not
+    {"gemma4v", "kimik25", "kimivl", "lfm2", "ling3vl", "llama4", "nemotron_v2_vl", "paddleocr", "phi4", "resampler",
+     "step3vl"}
+)  # fmt: skip
 _LLAVA = frozenset({"mlp", "ldp", "ldpv2", "adapter"})  # clip_graph_llava: no fused weights, no grouped heads
 _QWEN = frozenset({"qwen2vl_merger", "qwen2.5vl_merger", "qwen2.5o"})  # and these want every bias
 _QWEN3 = frozenset({"qwen3vl_merger"})  # fused weights with a bias
@@ -118,6 +122,9 @@ def check_tensors(header: Header, tower: Tower) -> None:
         raise bad(header, f"its heads of size {tower.head} cannot be rotated, which takes a multiple of 4")
     for end in ("pre_ln", "post_ln"):
         check.norm(f"v.{end}", tower.n_embd)
+    check.shape("v.patch_embd.weight")
+    if kind in _PLACED:
+        check.shape("v.position_embd.weight")
     for layer in range(tower.n_layer):
         _check_block(check, f"v.blk.{layer}")
     _ENDS.get(kind, lambda check: None)(check)

@@ -11,7 +11,7 @@ from jinja2 import TemplateError
 from pykvedge.errors import ModelError, UsageError
 from pykvedge.models import jinja_worker
 from pykvedge.models.images import Picture
-from pykvedge.models.sandbox import Sandbox
+from pykvedge.models.sandbox import Sandbox, can_start
 
 # what models without a template are mostly trained on: LLaVA-1.5's conversation, itself Vicuna's
 FALLBACK = (
@@ -90,7 +90,7 @@ class ChatTemplate:
         self._tokens = {"bos_token": bos, "eos_token": eos}
         source = source or FALLBACK
         try:
-            plain = jinja_worker.is_plain(source)
+            plain = jinja_worker.is_plain(source) or not can_start()
             self._template = jinja_worker.environment().from_string(source) if plain else None
         except TemplateError as error:
             raise ModelError(f"the model's chat template cannot be read: {error}") from None

@@ -33,6 +33,11 @@ class TemplateFailedError(Exception):
     """A template says that it cannot write these messages."""
 
 
+def can_start() -> bool:
+    """Tells whether there is a Python to run. A program that embeds or packs one has none that takes a script."""
+    return bool(sys.executable) and not getattr(sys, "frozen", False)
+
+
 class Sandbox:
     """Renders one template in a child process. It is for one thread at a time."""
 
@@ -42,8 +47,6 @@ class Sandbox:
 
     def render(self, values: dict[str, Any]) -> str:
         """Raises TemplateFailedError; ModelError where the template had to be ended."""
-        if not sys.executable:
-            raise ModelError("the model's chat template needs a Python of its own to run in, and there is none")
         child = self._running()
         request = json.dumps({"source": self._source, "values": values}).encode() + b"\n"
         why: list[str] = []
