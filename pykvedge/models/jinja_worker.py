@@ -27,10 +27,6 @@ _PLAIN: tuple[type[nodes.Node], ...] = (
 )  # fmt: skip
 
 
-class TooMuchError(Exception):
-    """A template wrote more than any prompt could hold."""
-
-
 def environment() -> ImmutableSandboxedEnvironment:
     """Makes what chat templates expect to find."""
     found = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
@@ -78,12 +74,12 @@ def _is_plain(node: nodes.Node, in_loop: bool) -> bool:
 
 
 def render(template: Template, values: dict[str, Any]) -> str:
-    """Writes a prompt. Raises TooMuchError, and whatever a template raises: it is a program."""
+    """Writes a prompt. Raises TemplateError if it has no end, and whatever a template raises: it is a program."""
     out, length = [], 0
     for piece in template.generate(**values):
         length += len(piece)
         if length > MOST_OUTPUT:
-            raise TooMuchError(f"it writes more than {MOST_OUTPUT} characters")
+            raise TemplateError(f"it writes more than {MOST_OUTPUT} characters")
         out.append(piece)
     return "".join(out)
 
@@ -101,8 +97,6 @@ def _answer(templates: dict[str, Template], request: dict[str, Any]) -> dict[str
         if source not in templates:
             templates[source] = environment().from_string(source)
         return {"text": render(templates[source], request["values"])}
-    except TooMuchError as error:
-        return {"fatal": str(error)}
     except MemoryError:
         return {"fatal": "it takes too much memory"}
     except RecursionError:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from jinja2 import TemplateError
 
 from pykvedge.errors import ModelError
 from pykvedge.models import jinja_worker
@@ -27,10 +28,6 @@ _LOOK_S = 0.05  # between two looks at a child's memory
 _MOST_ANSWER = 8 * jinja_worker.MOST_OUTPUT  # bytes of JSON, where a character may be six
 
 _START = "import sys; sys.path[:] = {path!r}; import runpy; runpy.run_path({worker!r}, run_name='__main__')"
-
-
-class TemplateFailedError(Exception):
-    """A template says that it cannot write these messages."""
 
 
 def can_start() -> bool:
@@ -46,7 +43,7 @@ class Sandbox:
         self._child: subprocess.Popen[bytes] | None = None
 
     def render(self, values: dict[str, Any]) -> str:
-        """Raises TemplateFailedError; ModelError where the template had to be ended."""
+        """Raises TemplateError, as the template does; ModelError where the template had to be ended."""
         child = self._running()
         request = json.dumps({"source": self._source, "values": values}).encode() + b"\n"
         why: list[str] = []
@@ -63,7 +60,7 @@ class Sandbox:
             raise ModelError(_failed(why[0] if why else "it ended the process that it ran in"))
         answer = json.loads(line)
         if "error" in answer:
-            raise TemplateFailedError(answer["error"])
+            raise TemplateError(answer["error"])
         if "fatal" in answer:
             raise ModelError(_failed(answer["fatal"]))
         return str(answer["text"])

@@ -106,7 +106,7 @@ class Chat:
     def holding(self, path: Path) -> AbstractContextManager[object]:
         """Keeps other programs away from a session file meanwhile. Raises SessionFileError where one uses it."""
         own = self.file is not None and os.path.realpath(path) == os.path.realpath(self.file)
-        return nullcontext() if own else SessionLock(path)
+        return nullcontext() if own or not self.session.messages else SessionLock(path)
 
     def recover(self) -> None:
         """Loads the file again after a message that failed: pictures of earlier runs are in its cache only."""
