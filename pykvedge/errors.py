@@ -108,6 +108,24 @@ class BrokenRuleError(KvedgeError, AssertionError):
     """A method that does what none may do: `kvedge methods --check` found it."""
 
 
+_MOST_SHOWN = 2000  # characters of a message
+
+
+def printable(text: str) -> str:
+    """Writes out what is no letter, sign or blank: a name or a model's text may hold commands for a terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
+
+
+def one_line(message: object) -> str:
+    """Makes the line that is shown of an error, whatever it says, and if it cannot even be asked."""
+    try:
+        text = str(message)
+    except Exception:
+        text = f"{type(message).__name__}, which cannot be written"
+    text = " ".join(printable(" ".join(text.split())).split())
+    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN // 2]} ... {text[-_MOST_SHOWN // 2 :]}"
+
+
 def unknown(kind: str, name: str, known: Iterable[str], also: Sequence[str] = ()) -> UnknownNameError:
     """An UnknownNameError for `name` that suggests the nearest of the known names. also: what may be the reason."""
     names = sorted(known)

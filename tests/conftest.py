@@ -183,6 +183,24 @@ def kvedge(environment):
     return run
 
 
+@pytest.fixture(scope="session")
+def worked(environment):
+    """worked(*arguments, files) -> what tests/file_worker.py said of each file. A crash of it fails the test."""
+
+    def run(*arguments, files) -> list[str]:
+        worker = Path(__file__).with_name("file_worker.py")
+        done = subprocess.run(
+            [sys.executable, worker, *map(str, (*arguments, *files))],
+            capture_output=True, text=True, env=environment, timeout=600, check=False,
+        )  # fmt: skip
+        lines = done.stdout.splitlines()
+        at = files[min(len(lines), len(files) - 1)]
+        assert done.returncode == 0 and len(lines) == len(files), (done.returncode, at, done.stderr[-2000:])
+        return lines
+
+    return run
+
+
 @pytest.fixture(autouse=True)
 def forgotten():
     """Stages that a test registers are gone after it."""

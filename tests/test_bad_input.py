@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import struct
 import sys
 import zlib
+from pathlib import Path
 
 import pytest
 
 import pykvedge
 from pykvedge.cli import options
-from pykvedge.errors import ImageError, ModelError, UsageError
+from pykvedge.errors import ImageError, ModelError, UsageError, one_line
 from pykvedge.models.gguf import read_header
 from pykvedge.models.images import load_picture
 
@@ -108,6 +110,23 @@ def test_counts_that_no_file_has(tmp_path):
         path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, *counts) + bytes(100))
         with pytest.raises(ModelError, match="damaged"):
             read_header(path)
+
+
+@pytest.mark.parametrize("length", [2**24, 2**62, 2**63 - 1, 2**63, 2**64 - 1])
+def test_lengths_that_no_text_has(tmp_path, length):
+    path = tmp_path / "x.gguf"
+    head = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1) + b"k"
+    for value in (struct.pack("<IQ", 8, length), struct.pack("<IIQQQ", 9, 8, 2, length, length)):
+        path.write_bytes(head + value + bytes(100))
+        with pytest.raises(ModelError, match="damaged"):
+            read_header(path)
+
+
+def test_what_is_no_file(kvedge, tmp_path):
+    kvedge("chat", *pair("x" * 800), "Hello").failed(1, "cannot be read")
+    if hasattr(os, "mkfifo"):
+        os.mkfifo(tmp_path / "pipe.gguf")
+        kvedge("chat", *pair(tmp_path / "pipe.gguf"), "Hello", timeout=60).failed(1, "pipe.gguf is no file")
 
 
 def test_model_and_mmproj_swapped(kvedge, llava):
@@ -295,3 +314,74 @@ def test_the_library_names_its_errors():
         value = getattr(pykvedge, name)
         if isinstance(value, type) and issubclass(value, Exception):
             assert issubclass(value, pykvedge.KvedgeError) and value.exit_code in (1, 2, 130)
+
+
+# ------------------------------------------------------------------------------------------------- what is said of it
+
+
+def broken_plan(**fields):
+    return json.dumps({**json.loads(pykvedge.plan("lookm", 0.2).to_json()), **fields})
+
+
+BAD_PLANS = {
+    "a list as a stage": broken_plan(scorer=["mean"]),
+    "an object as a stage": broken_plan(reducer={"evict": 1}),
+    "no name as a method": broken_plan(method=3),
+    "a list as params": broken_plan(params=["scorer.window"]),
+    "no params": broken_plan(params=None),
+    "a number as params": broken_plan(params=7),
+    "brackets": "[" * 100_000,
+    "objects": '{"a":' * 100_000,
+    "a long name": broken_plan(scorer="x" * 100_000),
+    "too large": " " * (1 << 20) + broken_plan(),
+}
+
+
+@pytest.mark.parametrize("text", BAD_PLANS.values(), ids=BAD_PLANS)
+def test_a_plan_that_is_none(text, tmp_path):
+    file = tmp_path / "plan.json"
+    file.write_text(text)
+    with pytest.raises(UsageError) as said:
+        options.read_plan(file)
+    assert len(one_line(said.value)) < 2100
+
+
+@pytest.mark.skipif(not Path("/dev/zero").exists(), reason="a device that has no end")
+def test_a_plan_without_end(kvedge, llava):
+    done = kvedge("chat", *llava.arguments(), "--plan", "/dev/zero", "Hello", preexec_fn=no_more_than(2 << 30))
+    done.failed(2, "/dev/zero is not a plan")
+
+
+def no_more_than(n_bytes):
+    def limit():
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (n_bytes, n_bytes))
+
+    return limit
+
+
+def test_commands_for_a_terminal_are_written_out(kvedge, llava, tmp_path):
+    name = "\x1b]0;gone\x07\x1b[2J\u202e.png"
+    done = kvedge("chat", *llava.arguments(), "--image", tmp_path / name, "Hello")
+    done.failed(1, r"\x1b]0;gone\x07\x1b[2J\u202e.png does not exist")
+    assert done.err.rstrip("\n").isprintable()
+    done = kvedge("chat", "--model", f"{name}.gguf", "Hello")
+    done.failed(1, r"\x1b[2J")
+    assert done.err.rstrip("\n").isprintable()
+
+
+class MuteError(Exception):
+    def __str__(self):
+        raise RuntimeError
+
+
+def test_an_error_that_cannot_be_written_is_one_line_too(kvedge, llava, write):
+    assert one_line(MuteError()) == "MuteError, which cannot be written"
+    plugin = write(
+        "from pykvedge import scorer\n"
+        "class Mute(Exception):\n    def __str__(self):\n        raise RuntimeError\n"
+        "@scorer('mute')\ndef mute(layer, settings):\n    raise Mute\n"
+    )
+    done = kvedge("chat", *llava.arguments(), "--plugin", plugin, "--method", "h2o", "--scorer", "mute", "word " * 40)
+    done.failed(1, "failed: Mute", "my_method.py:7")

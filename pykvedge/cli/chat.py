@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,16 @@ def chat(prompt: str | None, **given: Any) -> None:
 
 
 def _run(question: str | None, plan: Plan, model: Path, mmproj: Path | None, given: dict[str, Any]) -> int:
+    from pykvedge.runtime.sessionlock import SessionLock
+
+    file = _session_file(given["session_file"])
+    with SessionLock(file) if file is not None else contextlib.nullcontext():
+        return _talk(question, plan, (model, mmproj), file, given)
+
+
+def _talk(
+    question: str | None, plan: Plan, models: tuple[Path, Path | None], file: Path | None, given: dict[str, Any]
+) -> int:
     import threading
 
     from pykvedge.chat.session import Session
@@ -92,7 +103,7 @@ def _run(question: str | None, plan: Plan, model: Path, mmproj: Path | None, giv
     from pykvedge.cli.talk.loop import converse
     from pykvedge.lab.progress import Display
     from pykvedge.models.images import load_picture
-    from pykvedge.runtime.interrupt import as_event
+    from pykvedge.runtime.interrupt import as_event, stop_if_set
     from pykvedge.runtime.sampling import Sampling
 
     sampling = Sampling(**{k: given[k] for k in ("temp", "top_p", "top_k", "seed", "max_tokens")})
@@ -101,19 +112,21 @@ def _run(question: str | None, plan: Plan, model: Path, mmproj: Path | None, giv
     pictures = [path if given["stream"] and paths.ask(Path.is_file, path) else load_picture(path) for path in images]
     display = Display(enabled=not given["quiet"] and not given["verbose"])
     settings = {k: given[k] for k in ("system", "verbose", "profile", "bounded", "stream")} | options.running(given)
-    file = _session_file(given["session_file"])
     settings["undo"] = given["undo"] and question is None and not given["stream"]
     settings["measure_peak"] = given["as_json"]
     with as_event(threading.Event()) as cancel:
         try:
-            session = Session(model, mmproj, plan, progress=display, cancel=cancel, **settings)
+            session = Session(*models, plan, progress=display, cancel=cancel, **settings)
         finally:
             display.done()
     with session:
+        stop_if_set(cancel)  # pressed when nothing looked any more, as while the image encoder was loaded
         if file is not None and paths.ask(Path.exists, file):
             if given["system"]:
                 raise UsageError(f"--system opens a conversation, but the one in {file} has begun; leave it out")
-            session.load(file, plan if options.chooses_plan(given) else None)
+            with as_event(cancel):
+                session.load(file, plan if options.chooses_plan(given) else None)
+            stop_if_set(cancel)
         talk = Chat(session, sampling, Style(given["as_json"], given["quiet"]), display, file)
         if question is not None:
             return talk.once(question, pictures)

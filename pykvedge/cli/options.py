@@ -24,6 +24,7 @@ from pykvedge.plans.presets import plan as make_plan
 DATA = Path(pykvedge.__file__).parent / "data"  # importlib.resources names no folder in an editable installation
 PATH = click.Path(path_type=Path)
 _PLAN_SETTINGS = ("recent", "sinks", "text_prior", "scorer", "allocator", "reducer", "decode")
+_LARGEST_PLAN = 1 << 20  # bytes
 _MODEL_HELP = "The language model. Default: the packaged demo model."
 _BUDGET_HELP = "What is kept: 0.2 of the prompt, or 128 KV pairs per layer and head. Default: 0.2, with mixkv 0.5."
 
@@ -169,7 +170,11 @@ def _parsed(change: str) -> tuple[str, str]:
 def read_plan(path: Path) -> Plan:
     """Reads the plan in a JSON file. Raises UsageError if it cannot be read or is none."""
     try:
-        return Plan.from_json(paths.expanded(path).read_text(encoding="utf-8"))
+        with paths.expanded(path).open("rb") as file:
+            data = file.read(_LARGEST_PLAN + 1)  # of a device there is no end
+        if len(data) > _LARGEST_PLAN:
+            raise UsageError(f"{path} is not a plan: it is too large")
+        return Plan.from_json(data.decode("utf-8"))
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError:

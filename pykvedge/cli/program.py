@@ -20,7 +20,7 @@ from pykvedge.cli.fit import fit
 from pykvedge.cli.inspect import inspect
 from pykvedge.cli.methods import methods
 from pykvedge.cli.rpc_server import rpc_server
-from pykvedge.errors import CancelledError, KvedgeError, UsageError
+from pykvedge.errors import CancelledError, KvedgeError, UsageError, one_line
 
 
 def _show_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
@@ -61,6 +61,10 @@ def plan(words: tuple[str, ...]) -> None:
 def main() -> None:
     """Runs the `kvedge` program: errors are one line on stderr, with exit code 2 for usage and 1 for run time."""
     os.environ.setdefault("GGML_NO_BACKTRACE", "1")  # should ggml abort, its one line says enough
+    _replace_closed_streams()
+    if sys.stdout is None:
+        _complain("stdout is closed, so there is nowhere to write to")
+        sys.exit(1)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # answers hold characters that not every terminal has
     unwritten = False
@@ -78,6 +82,23 @@ def main() -> None:
         # whoever read our output has left, or the disk is full: Python would try again as it ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _replace_closed_streams() -> None:
+    """Lets nothing else take the places of stdin, stdout and stderr: C would write its messages into a model file.
+
+    Without a stderr there is nobody to read it, and the answer still goes to stdout.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            handle = os.open(os.devnull, os.O_RDWR)  # the first free number, this one
+            if handle != number:
+                os.dup2(handle, number)
+                os.close(handle)
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123 - open until the end
 
 
 def _run() -> object:
@@ -104,7 +125,7 @@ def _explain(error: Exception) -> int:
         _complain(error.format_message().rstrip(".") + hint)
         return error.exit_code
     if isinstance(error, KvedgeError):
-        _complain(str(error))
+        _complain(error)
         return error.exit_code
     if isinstance(error, OSError) and error.filename is None and error.errno in (errno.ENOSPC, errno.EFBIG, errno.EIO):
         _complain(f"the output cannot be written: {error.strerror}")
@@ -112,9 +133,9 @@ def _explain(error: Exception) -> int:
     if isinstance(error, MemoryError):
         _complain("not enough memory; close other programs or use a smaller model")
         return 1
-    _complain(f"unexpected {type(error).__name__}: {error} (set KVEDGE_DEBUG=1 to see where)")
+    _complain(f"unexpected {type(error).__name__}: {one_line(error)} (set KVEDGE_DEBUG=1 to see where)")
     return 1
 
 
-def _complain(message: str) -> None:
-    print("kvedge: error: " + " ".join(message.split()), file=sys.stderr)
+def _complain(message: object) -> None:
+    print(f"kvedge: error: {one_line(message)}", file=sys.stderr)

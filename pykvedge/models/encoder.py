@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from pykvedge.errors import ImageError, ModelError, StateError
+from pykvedge.models.mmproj_values import projector
 from pykvedge.models.model import Model
-from pykvedge.models.modelfile import check_mmproj, projector
+from pykvedge.models.modelfile import check_mmproj
 from pykvedge.native import ggml, libraries, llamacpp, memory
 from pykvedge.native.encoderwatch import EncoderWatch
 

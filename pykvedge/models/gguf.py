@@ -38,9 +38,11 @@ class Header:
     values: Mapping[str, Scalar]  # metadata, arrays left out
     arrays: Mapping[str, int]  # metadata arrays: their lengths
     lists: Mapping[str, list[Scalar]]  # those of at most 1024 numbers: their values
+    types: Mapping[str, int]  # numbers of their types as GGUF has them; of an array that of its elements
     tensors: Mapping[str, Tensor]
     file_size: int
     data_start: int = 0  # where the tensors' data section begins, bytes
+    distinct_tokens: int = 0  # different texts in the vocabulary
 
     @property
     def architecture(self) -> str:
@@ -52,12 +54,14 @@ class Header:
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _LIST = 1024
+TOKENS = "tokenizer.ggml.tokens"
 _LIMIT = 1 << 24  # of counts: no real header comes near it
 
 
 class _Reader:
     def __init__(self, data: mmap.mmap) -> None:
         self.data, self.at = data, 0
+        self.distinct_tokens = 0
 
     def scalar(self, form: str) -> Scalar:
         (value,) = struct.unpack_from("<" + form, self.data, self.at)
@@ -71,17 +75,24 @@ class _Reader:
         return n
 
     def string(self) -> str:
+        return self._bytes().decode("utf-8", "replace")
+
+    def _bytes(self) -> bytes:
         n = self.count("a string length")
         if self.at + n > len(self.data):
             raise ValueError("a string beyond the end of the file")
         self.at += n
-        return self.data[self.at - n : self.at].decode("utf-8", "replace")
+        return self.data[self.at - n : self.at]
 
-    def array(self) -> tuple[int, list[Scalar] | None]:
-        """Reads the length of an array, and its values if they are few numbers."""
+    def array(self, key: str) -> tuple[int, int, list[Scalar] | None]:
+        """Reads the type and the length of an array, and its values if they are few numbers."""
         start = self.at
         kind, n = int(self.scalar("I")), self.count("an array length")
-        if kind == _STRING:
+        if kind == _STRING and key == TOKENS:
+            # llama.cpp gives an empty token a name of its own
+            texts = [self._bytes() for _ in range(n)]
+            self.distinct_tokens = len(set(filter(None, texts))) + texts.count(b"")
+        elif kind == _STRING:
             read, data, at = struct.Struct("<Q").unpack_from, self.data, self.at
             for _ in range(n):
                 at += 8 + read(data, at)[0]
@@ -93,8 +104,8 @@ class _Reader:
         if self.at > len(self.data):
             raise ValueError("an array beyond the end of the file")
         if kind == _STRING or n > _LIST:
-            return n, None
-        return n, list(struct.unpack_from(f"<{n}{_SCALARS[kind]}", self.data, start + 12))
+            return kind, n, None
+        return kind, n, list(struct.unpack_from(f"<{n}{_SCALARS[kind]}", self.data, start + 12))
 
 
 def read_header(path: str | os.PathLike[str]) -> Header:
@@ -103,9 +114,11 @@ def read_header(path: str | os.PathLike[str]) -> Header:
     Raises ModelError with one line that says what is wrong with the file.
     """
     path = Path(path)
-    if path.is_dir():
-        raise ModelError(f"{path} is a folder, not a GGUF file")
     try:
+        if path.is_dir():
+            raise ModelError(f"{path} is a folder, not a GGUF file")
+        if path.exists() and not path.is_file():  # opening a pipe waits for somebody who writes
+            raise ModelError(f"{path} is no file")
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size < 24 or file.read(4) != b"GGUF":
@@ -116,7 +129,7 @@ def read_header(path: str | os.PathLike[str]) -> Header:
         raise ModelError(f"{path} does not exist") from None
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror or error}") from None
-    except (ValueError, struct.error, UnicodeDecodeError) as error:
+    except (ValueError, OverflowError, struct.error) as error:
         raise ModelError(f"{path} is damaged or truncated ({error}); download or convert it again") from None
 
 
@@ -130,10 +143,12 @@ def _parse(path: Path, data: mmap.mmap, size: int) -> Header:
     values: dict[str, Scalar] = {}
     arrays: dict[str, int] = {}
     lists: dict[str, list[Scalar]] = {}
+    types: dict[str, int] = {}
     for _ in range(n_values):
         key, kind = reader.string(), int(reader.scalar("I"))
+        types[key] = kind
         if kind == _ARRAY:
-            arrays[key], found = reader.array()
+            types[key], arrays[key], found = reader.array(key)
             if found is not None:
                 lists[key] = found
         elif kind == _STRING:
@@ -149,7 +164,8 @@ def _parse(path: Path, data: mmap.mmap, size: int) -> Header:
             raise ValueError(f"tensor '{name}' with {n_dims} dimensions")
         shape = tuple(int(reader.scalar("Q")) for _ in range(n_dims))
         tensors[name] = Tensor(shape, int(reader.scalar("I")), int(reader.scalar("Q")))
-    header = Header(path, values, arrays, lists, tensors, size, _data_start(values, reader.at))
+    start = _data_start(values, reader.at)
+    header = Header(path, values, arrays, lists, types, tensors, size, start, reader.distinct_tokens)
     _check_length(header)
     return header
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pykvedge.errors import CancelledError, ModelError
+from pykvedge.models.model_values import rotates_nothing
 from pykvedge.models.modelfile import check_model
 from pykvedge.models.offload import Offload
 from pykvedge.native import ggml, llamacpp, memory
@@ -45,15 +46,23 @@ class Model:
         if offload.off or not ggml.has_gpu():
             memory.require(self.header.file_size, f"{path}", "use a smaller model, or one of fewer bits")
 
+        raised: list[BaseException] = []
+
         def report(share: float, _: Any) -> bool:
-            progress("loading the model", share)
-            return cancel is None or not cancel.is_set()
+            try:
+                progress("loading the model", share)
+            except BaseException as error:  # of a callback, C hears of no exception
+                raised.append(error)
+            return not raised and (cancel is None or not cancel.is_set())
 
         callback = llama.llama_progress_callback(report)
         params.progress_callback = callback
         with llamacpp.collected_errors() as lines:
             self.handle = llama.llama_model_load_from_file(os.fsencode(path), params)
             del devices
+        if raised:
+            self.close()
+            raise raised[0]
         if cancel is not None and cancel.is_set():
             self.close()
             raise CancelledError
@@ -73,6 +82,9 @@ class Model:
         if llama.llama_vocab_n_tokens(self.vocab) < 1:
             self.close()
             raise ModelError(f"{path} has no vocabulary; convert the model again")
+        if rotates_nothing(self.header) and llama.llama_model_rope_type(self.handle) != llama.LLAMA_ROPE_TYPE_NONE:
+            self.close()
+            raise ModelError(f"{path} has a rope.dimension_count of 0; convert the model again")
 
     def close(self) -> None:
         """Frees the model. Does nothing the second time."""

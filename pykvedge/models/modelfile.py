@@ -8,6 +8,9 @@ from gguf import LlamaFileType
 
 from pykvedge.errors import ModelError
 from pykvedge.models.gguf import Header, read_header
+from pykvedge.models.mmproj_tensors import check_tensors
+from pykvedge.models.mmproj_values import projector, read_tower
+from pykvedge.models.model_values import check_values
 
 # projector type -> (tensor, dimension counted from the fastest) that holds the width of its output
 _OUTPUT_WIDTH = {
@@ -41,6 +44,7 @@ def check_model(path: str | os.PathLike[str]) -> Header:
         raise ModelError(f"{path} does not say which architecture it has; convert the model again")
     if not header.tensors:
         raise ModelError(f"{path} holds no weights (a vocabulary only?); use a complete model")
+    check_values(header)
     return header
 
 
@@ -52,6 +56,7 @@ def check_mmproj(path: str | os.PathLike[str], model: Header) -> Header:
         raise ModelError(f"{path} is a '{kind}' model, not an image encoder (mmproj); swap --model and --mmproj?")
     if not header.values.get("clip.has_vision_encoder"):
         raise ModelError(f"{path} has no image encoder; use the mmproj that was made for this model's images")
+    tower = read_tower(header)
     width, expected = _output_width(header), _embedding_width(model)
     if width and expected and width != expected:
         raise ModelError(
@@ -64,13 +69,8 @@ def check_mmproj(path: str | os.PathLike[str], model: Header) -> Header:
             f"{path} (projector '{kind}') was not made for a '{model.architecture}' model; "
             "use the mmproj that belongs to this model"
         )
+    check_tensors(header, tower)
     return header
-
-
-def projector(header: Header) -> str:
-    """Returns the type of an mmproj's projector, as llama.cpp names it; it is empty if it does not say."""
-    values = header.values
-    return str(values.get("clip.projector_type") or values.get("clip.vision.projector_type") or "")
 
 
 def _output_width(header: Header) -> int | None:
@@ -82,4 +82,4 @@ def _output_width(header: Header) -> int | None:
 def _embedding_width(model: Header) -> int | None:
     width = model.values.get(f"{model.architecture}.embedding_length")
     deepstack = model.values.get(f"{model.architecture}.n_deepstack_layers", 0)
-    return int(width) * (1 + int(deepstack)) if isinstance(width, int) else None
+    return width * (1 + deepstack) if isinstance(width, int) and isinstance(deepstack, int) else None

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import datetime
-import json
 import re
 import secrets
 from dataclasses import dataclass, field
-from typing import Any
 
 from jinja2 import TemplateError
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from pykvedge.errors import ModelError, UsageError
+from pykvedge.models import jinja_worker
 from pykvedge.models.images import Picture
+from pykvedge.models.sandbox import Sandbox, can_start
 
 # what models without a template are mostly trained on: LLaVA-1.5's conversation, itself Vicuna's
 FALLBACK = (
@@ -86,19 +83,18 @@ def contents(messages: list[Message], marker: str) -> list[dict[str, str]]:
 
 
 class ChatTemplate:
-    """A chat template is a Jinja template that runs in a sandbox."""
+    """A chat template is a Jinja template that runs in a sandbox: a plain one here, another one in a child process."""
 
     def __init__(self, source: str | None, bos: str, eos: str) -> None:
         """Takes the fallback for None. Raises ModelError for a template that is no Jinja."""
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-        environment.globals["raise_exception"] = _refuse
-        environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-        environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
         self._tokens = {"bos_token": bos, "eos_token": eos}
+        source = source or FALLBACK
         try:
-            self._template = environment.from_string(source or FALLBACK)
+            plain = jinja_worker.is_plain(source) or not can_start()
+            self._template = jinja_worker.environment().from_string(source) if plain else None
         except TemplateError as error:
             raise ModelError(f"the model's chat template cannot be read: {error}") from None
+        self._sandbox = Sandbox(source)
 
     def first(self, messages: list[Message], marker: str) -> str:
         """Writes the whole conversation up to where the assistant is to answer."""
@@ -128,8 +124,11 @@ class ChatTemplate:
         return before[len(asked) :] if before.startswith(asked) else ""
 
     def _render(self, messages: list[dict[str, str]], prompt: bool = True) -> str:
+        values = {"messages": messages, "add_generation_prompt": prompt, **self._tokens}
         try:
-            return self._template.render(messages=messages, add_generation_prompt=prompt, **self._tokens)
+            return jinja_worker.render(self._template, values) if self._template else self._sandbox.render(values)
+        except ModelError:
+            raise
         except Exception as error:  # a template is a program: it fails in any way
             if messages[0]["role"] != "system" or len(messages) < 2:
                 raise ModelError(f"the model's chat template fails: {error}") from None
@@ -138,6 +137,3 @@ class ChatTemplate:
         joined = {"role": first["role"], "content": f"{system['content']}\n\n{first['content']}"}
         return self._render([joined, *rest], prompt)
 
-
-def _refuse(message: str) -> Any:
-    raise TemplateError(message)

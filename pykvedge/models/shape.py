@@ -51,14 +51,14 @@ class ModelShape:
         n_head_kv = _number_or_list(header, "attention.head_count_kv", n_layer, n_head)
         head = n_embd // max(max(n_head), 1)
         head_k, head_v = number("attention.key_length", head), number("attention.value_length", head)
-        used = int(values.get(f"{arch}.expert_used_count", 0))
+        used = max(_number_or_list(header, "expert_used_count", n_layer, [0] * n_layer))
         n_ff = max(_number_or_list(header, "feed_forward_length", n_layer, [4 * n_embd] * n_layer))
         if used:
             n_ff = max(n_ff, used * number("expert_feed_forward_length", n_ff))
         layers = tuple(
             Layer(i, n_head_kv[i], n_head_kv[i] * (head_k + head_v)) for i in range(n_layer) if _attends(header, i)
         )
-        n_vocab = header.arrays.get("tokenizer.ggml.tokens", 0) or int(values.get(f"{arch}.vocab_size", 0))
+        n_vocab = header.arrays.get("tokenizer.ggml.tokens", 0) or number("vocab_size", 1)
         return cls(n_embd, n_ff, max(n_head), n_vocab, number("context_length", 4096), layers, head_k)
 
     def kv_per_token(self, element: float) -> int:

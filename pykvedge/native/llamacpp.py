@@ -34,14 +34,22 @@ class _Log:
     def __init__(self) -> None:
         self.verbose = False
         self.here = _Lines()
+        self.interrupted = False  # by Ctrl-C, while a line was received
 
     def receive(self, level: int, text: bytes, _: Any) -> None:
+        """Takes a line. An exception would end here, in the callback of a C function: Ctrl-C is kept for later."""
+        try:
+            self._take(level, text)
+        except KeyboardInterrupt:
+            self.interrupted = True
+
+    def _take(self, level: int, text: bytes) -> None:
         line, here = text.decode("utf-8", "replace"), self.here
         if level != _CONT:
             here.level = level
         if here.level == _ERROR and line.strip():
             here.errors.append(line.strip())
-        if self.verbose:
+        if self.verbose and sys.stderr is not None:
             sys.stderr.write(line)
 
 
@@ -73,10 +81,16 @@ def _init_backend() -> None:
 
 @contextmanager
 def collected_errors() -> Iterator[deque[str]]:
-    """Collects the error lines that llama.cpp logs inside the block, in this thread, oldest first."""
+    """Collects the error lines that llama.cpp logs inside the block, in this thread, oldest first.
+
+    Raises KeyboardInterrupt at its end if Ctrl-C was pressed while a line was received.
+    """
     lines = _log.here.errors
     lines.clear()
     yield lines
+    if _log.interrupted and threading.current_thread() is threading.main_thread():
+        _log.interrupted = False
+        raise KeyboardInterrupt
 
 
 def reason(lines: deque[str], default: str) -> str:

@@ -116,6 +116,11 @@ class Plan:
     params: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for name in ("method", *STAGES):
+            if not isinstance(getattr(self, name), str):
+                raise UsageError(f"{name} must be a name, not {getattr(self, name)!r:.40}")
+        if not isinstance(self.params, Mapping) or not all(isinstance(key, str) for key in self.params):
+            raise UsageError(f"params must be settings by their names, not {self.params!r:.40}")
         for stage in STAGES:
             member(stage, getattr(self, stage))
         _set(self, "budget", Budget.parse(self.budget, "budget"))
@@ -204,6 +209,8 @@ class Plan:
             data = json.loads(text)
         except ValueError as error:
             raise UsageError(f"not a plan: {error}") from None
+        except RecursionError:
+            raise UsageError("not a plan: it is nested too deeply") from None
         if not isinstance(data, dict) or "kvedge_plan" not in data:
             raise UsageError('not a plan: a JSON object with "kvedge_plan": 1 was expected')
         if data.pop("kvedge_plan") != JSON_VERSION:

@@ -135,15 +135,15 @@ def _rows(values: Any) -> np.ndarray:
 
 def load(path: str | os.PathLike[str]) -> Profile:
     """Reads the profile in a file. Raises ProfileError if it cannot be read or is none."""
-    path = Path(path).expanduser()
     try:
+        path = Path(path).expanduser()
         with path.open("rb") as file:
             data = file.read(LARGEST_FILE + 1)
         if len(data) > LARGEST_FILE:
             raise ProfileError("not a profile: it is too large")
         return Profile.from_json(data.decode("utf-8"))
-    except OSError as error:
-        raise ProfileError(f"{path} cannot be read: {error.strerror or error}") from None
+    except (OSError, RuntimeError) as error:  # RuntimeError: of a home folder that is not known
+        raise ProfileError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     except UnicodeDecodeError:
         raise ProfileError(f"{path}: not a profile: it is not text") from None
     except ProfileError as error:

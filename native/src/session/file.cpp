@@ -69,6 +69,20 @@ std::error_code replace(const fs::path & part, const fs::path & path) {
 #endif
 }
 
+// A file that nobody may write to is not replaced either, though its folder would allow it.
+bool is_read_only(const fs::path & path, const fs::file_status & there) {
+    const fs::perms writers = fs::perms::owner_write | fs::perms::group_write | fs::perms::others_write;
+    if ((there.permissions() & writers) == fs::perms::none) {
+        return true;
+    }
+#if defined(_WIN32)
+    (void) path;
+    return false;
+#else
+    return access(path.c_str(), W_OK) != 0;
+#endif
+}
+
 int process_id() {
 #if defined(_WIN32)
     return _getpid();
@@ -94,10 +108,15 @@ kvedge_status FileWriter::open(const char * path, kvedge_error * err) {
     fs::path        place = fs::u8path(path);
     if (const fs::path real = fs::canonical(place, code); !code) {
         place = real;  // a link stays a link
+    } else if (const fs::path target = fs::read_symlink(place, code); !code) {
+        place = place.parent_path() / target;  // of one whose file is not there yet
     }
     const fs::file_status there = fs::status(place, code);
     if (fs::exists(there) && !fs::is_regular_file(there)) {
         return fail(err, KVEDGE_E_FILE, "%s is not a file; give the name of a file", path);
+    }
+    if (fs::exists(there) && is_read_only(place, there)) {
+        return fail(err, KVEDGE_E_FILE, "%s is read-only; allow writing to it, or use another file", path);
     }
     path_ = place.u8string();
     for (int i = 0; i < 100 && !file_; i++) {
@@ -134,6 +153,13 @@ kvedge_status FileWriter::commit(kvedge_error * err) {
         failed_ = last_error();
     }
     file_ = nullptr;
+#if !defined(_WIN32)
+    // who may read a conversation is for its owner to say, once it is there
+    std::error_code unknown;
+    if (const fs::file_status there = fs::status(fs::u8path(path_), unknown); !failed_ && fs::exists(there)) {
+        fs::permissions(fs::u8path(part_), there.permissions(), unknown);
+    }
+#endif
     if (!failed_) {
         failed_ = replace(fs::u8path(part_), fs::u8path(path_));
     }

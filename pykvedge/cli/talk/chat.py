@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from pykvedge.chat.session import Session
-from pykvedge.errors import KvedgeError
+from pykvedge.errors import KvedgeError, one_line, printable
 from pykvedge.lab.progress import Display
 from pykvedge.models.images import Picture
 from pykvedge.models.prompt import Message
@@ -19,6 +20,7 @@ from pykvedge.native.memory import readable
 from pykvedge.runtime.interrupt import CancelledError, as_event
 from pykvedge.runtime.report import Report, Saved
 from pykvedge.runtime.sampling import Sampling
+from pykvedge.runtime.sessionlock import SessionLock
 
 INTERRUPTED = 130
 
@@ -33,7 +35,7 @@ class Style:
 
 def complain(message: object) -> None:
     """Writes one line about an error to stderr."""
-    print("kvedge: error: " + " ".join(str(message).split()), file=sys.stderr, flush=True)
+    print(f"kvedge: error: {one_line(message)}", file=sys.stderr, flush=True)
 
 
 class Chat:
@@ -57,7 +59,7 @@ class Chat:
             finally:
                 self._display.done()
             if answer.report.not_bounded and not self._style.quiet:
-                print(f"kvedge: not bounded: {answer.report.not_bounded}", file=sys.stderr, flush=True)
+                print(f"kvedge: not bounded: {one_line(answer.report.not_bounded)}", file=sys.stderr, flush=True)
             try:
                 for piece in answer:
                     if not self._style.as_json:
@@ -93,18 +95,24 @@ class Chat:
         turns = sum(m.role == "assistant" for m in self.session.messages)
         report.session = Saved(str(self.file), self.loaded, turns)
         try:
-            report.session.file_bytes = self.session.save(self.file)
+            with as_event(self._cancel):  # an answer that was shown is kept
+                report.session.file_bytes = self.session.save(self.file)
         except KvedgeError as error:
             report.session.error = str(error)
             complain(error)
             return 1
         return 0
 
+    def holding(self, path: Path) -> AbstractContextManager[object]:
+        """Keeps other programs away from a session file meanwhile. Raises SessionFileError where one uses it."""
+        own = self.file is not None and os.path.realpath(path) == os.path.realpath(self.file)
+        return nullcontext() if own or not self.session.messages else SessionLock(path)
+
     def recover(self) -> None:
         """Loads the file again after a message that failed: pictures of earlier runs are in its cache only."""
         session = self.session
         if self.file is not None and self.loaded and not session.in_cache and self.file.exists():
-            with suppress(KvedgeError):
+            with suppress(KvedgeError), as_event(self._cancel):
                 session.load(self.file, session.plan)
 
     def once(self, prompt: str, pictures: Sequence[Picture | Path]) -> int:
@@ -123,14 +131,14 @@ class Chat:
 
     def _show_line(self, report: Report) -> None:
         if not self._style.quiet:
-            print(report.line(), file=sys.stderr, flush=True)
+            print(printable(report.line()), file=sys.stderr, flush=True)
 
     # ---------------------------------------------------------------------------------------------------
 
     def show_loaded(self) -> None:
         """Says, on stderr, what the conversation of a file holds."""
         name = self.file.name if self.file is not None else "the conversation"
-        print(f"{name} holds {holding(self.session)}", file=sys.stderr)
+        print(f"{printable(name)} holds {holding(self.session)}", file=sys.stderr)
 
     def answer(self, text: str, pictures: Sequence[Picture | Path]) -> None:
         """Puts one message, shows what it cost, and saves the conversation where a file is kept."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from pykvedge.cli import paths
 from pykvedge.cli.talk.chat import Chat
-from pykvedge.errors import UsageError, unknown
+from pykvedge.errors import UsageError, printable, unknown
 from pykvedge.models.images import load_picture
 from pykvedge.native.memory import readable
 from pykvedge.plans.plan import Plan
@@ -57,7 +57,7 @@ def completions(chat: Chat, line: str) -> list[str]:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr)
+    print(printable(text), file=sys.stderr)
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -175,7 +175,8 @@ def _save(chat: Chat, rest: str) -> None:
     path = paths.typed(rest) if rest else chat.file
     if path is None:
         raise UsageError("/save needs a file: /save talk.kvs")
-    n_bytes = chat.session.save(path)
+    with chat.holding(path):
+        n_bytes = chat.session.save(path)
     _say(f"saved to {path}, {readable(n_bytes)}")
 
 

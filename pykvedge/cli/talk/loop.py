@@ -10,7 +10,7 @@ from pathlib import Path
 from pykvedge.cli.talk import commands
 from pykvedge.cli.talk.chat import Chat, complain
 from pykvedge.cli.talk.lines import Lines
-from pykvedge.errors import KvedgeError
+from pykvedge.errors import KvedgeError, printable
 from pykvedge.models.images import Picture
 from pykvedge.runtime.interrupt import CancelledError, as_exception
 
@@ -47,8 +47,8 @@ def _introduce(chat: Chat) -> None:
     plan = chat.session.plan
     if chat.loaded:
         chat.show_loaded()
-    print(f"{chat.session.model.path.name}, method {plan.method}, budget {plan.budget}. /help lists the commands.",
-          file=sys.stderr)  # fmt: skip
+    name = printable(chat.session.model.path.name)
+    print(f"{name}, method {plan.method}, budget {plan.budget}. /help lists the commands.", file=sys.stderr)
 
 
 def _respond(chat: Chat, line: str) -> None:

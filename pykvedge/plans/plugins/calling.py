@@ -38,9 +38,17 @@ def guarded(what: str, function: Callable[..., Any], *arguments: Any, file: str 
         if isinstance(error, SyntaxError) and error.filename and error.filename == where:
             text, at = error.msg, f" ({Path(error.filename).name}:{error.lineno})"
         else:
-            text, at = " ".join(str(error).split()), _line(error, where) or place(function)
+            text, at = _text(error), _line(error, where) or place(function)
         text = f": {text}" if text else ""
         raise PluginError(f"{what} failed: {type(error).__name__}{text}{at}") from error
+
+
+def _text(error: BaseException) -> str:
+    """Asks an exception of a plugin what it says; that is the plugin's code, too."""
+    try:
+        return " ".join(str(error).split())
+    except Exception:
+        return ""
 
 
 def _line(error: BaseException, file: str | None) -> str:
