@@ -180,7 +180,7 @@ void score(const ScoreInput & in, float * out) {
 
 extern const Scorer scorer_mixkv;
 const Scorer        scorer_mixkv = {
-    { "mixkv", PARAMS, profile_kind }, false, auto_recent, false, window, score, false, nullptr, nullptr, attention
+    { "mixkv", PARAMS, profile_kind }, false, auto_recent, false, window, score, nullptr, nullptr, false, nullptr, nullptr, attention
 };
 
 }  // namespace kvedge
