@@ -13,10 +13,8 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <memory>
 #include <numeric>
-#include <new>
 
 using namespace kvedge;
 

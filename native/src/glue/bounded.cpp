@@ -5,8 +5,6 @@
 #include "core/storage.h"
 #include "glue/calls.h"
 
-#include <new>
-
 using namespace kvedge;
 
 void SequenceState::drop_bounded() {

@@ -4,7 +4,6 @@
 #include "primitives/widen.h"
 
 #include <algorithm>
-#include <new>
 
 using namespace kvedge;
 

@@ -4,8 +4,6 @@
 
 #include "glue/calls.h"
 
-#include <new>
-
 using namespace kvedge;
 
 kvedge_status kvedge_cache::compress_stream(SequenceState & state, kvedge_error * err) {

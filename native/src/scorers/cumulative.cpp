@@ -3,8 +3,6 @@
 #include "core/stages.h"
 #include "primitives/shared.h"
 
-#include <algorithm>
-
 namespace kvedge {
 
 enum { WINDOW, SHARE };
@@ -35,7 +33,6 @@ static void score(const ScoreInput & in, float * out) {
     }
 }
 
-extern const Scorer scorer_cumulative;
-const Scorer        scorer_cumulative = { { "cumulative", PARAMS }, true, auto_recent, false, nullptr, score, joins_heads };
+extern const Scorer scorer_cumulative = { { "cumulative", PARAMS }, true, auto_recent, false, nullptr, score, joins_heads };
 
 }  // namespace kvedge

@@ -38,7 +38,6 @@ void score(const ScoreInput & in, float * out) {
 
 }  // namespace
 
-extern const Scorer scorer_dct;
-const Scorer        scorer_dct = { { "dct", PARAMS }, false, nullptr, false, nullptr, score, joins_heads, low_share };
+extern const Scorer scorer_dct = { { "dct", PARAMS }, false, nullptr, false, nullptr, score, joins_heads, low_share };
 
 }  // namespace kvedge

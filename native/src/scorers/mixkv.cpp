@@ -178,8 +178,7 @@ void score(const ScoreInput & in, float * out) {
 
 }  // namespace
 
-extern const Scorer scorer_mixkv;
-const Scorer        scorer_mixkv = {
+extern const Scorer scorer_mixkv = {
     { "mixkv", PARAMS, profile_kind }, false, auto_recent, false, window, score, nullptr, nullptr, false, nullptr, nullptr, attention
 };
 
