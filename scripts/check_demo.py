@@ -1,56 +1,62 @@
-"""Measure GGUF files of the demo model in llama.cpp, on held-out samples, greedily.
+"""Compare the GGUF files of the demo model with the PyTorch model that they were made from, on held-out samples.
 
-    python scripts/check_demo.py MODEL MMPROJ --samples 200
+    python scripts/check_demo.py MODEL MMPROJ OUT --samples 50
 
-Prints JSON: percent exact and mean ROUGE-L of each task and turn; with --torch OUT (a folder of train_demo.py) also
-the share of answers that the PyTorch model gives alike. The llama.cpp is the one that the llama_cpp bindings load.
+OUT is a folder of train_demo.py. Prints JSON: the percent of each task's samples, half of them asked in the second
+turn, that both answer greedily with the same text. How many answers are right is for `kvedge eval --method full`.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import sys
+from itertools import islice
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from demo.gguf_run import GgufModel, gguf_accuracy
-
-from pykvedge.lab.demo_tasks.evalset import samples
+from pykvedge.lab.demo_tasks import evalset
+from pykvedge.lab.demo_tasks.prompts import MEDIA
 from pykvedge.lab.demo_tasks.tasks import TASKS
+from pykvedge.lab.eval.measure import Wants
+from pykvedge.lab.eval.records import Records
+from pykvedge.lab.eval.runner import Job, evaluate
+from pykvedge.lab.eval.tasks import Line, Sample
+from pykvedge.models.prompt import IMAGE
 
 
-def agreement(model: GgufModel, folder: Path, count: int, images: int) -> dict[str, float]:
-    """Counts the percent of a task's samples, in both turns, that PyTorch and llama.cpp answer with the same text."""
-    from demo.evaluate import generate
-    from demo.train_text import load_learner, load_tower
+def conversation(sample: evalset.Sample) -> tuple[Line, ...]:
+    """Makes the messages as the trainer wrote them, its images numbered."""
+    texts = [(m["role"], m["content"].replace(MEDIA, IMAGE)) for m in sample.messages()]
+    return tuple(Line(role, text, sample.scenes if i == 0 else ()) for i, (role, text) in enumerate(texts))
 
-    learner, tower = load_learner(folder, 1), load_tower(folder)
-    table = {}
-    for task in TASKS:
-        chosen = [s for turn in (False, True) for s in itertools.islice(samples(task, 1, images, turn), count // 2)]
-        same = sum(generate(learner, tower, s) == model.answer_sample(s) for s in chosen)
-        table[task] = 100 * same / len(chosen)
-    return table
+
+def answers(args: argparse.Namespace, chosen: list[evalset.Sample]) -> list[str]:
+    """Lists what the GGUF files answer with the full cache."""
+    asked = [Sample(str(i), s.task, conversation(s), s.answer) for i, s in enumerate(chosen)]
+    done = evaluate(Job(args.model, args.mmproj, asked, [], Wants(likelihood=False)), Records(None, {}, False))
+    return [row["answer"] for row in done.records.rows.values()]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("mmproj", type=Path)
-    parser.add_argument("--samples", type=int, default=200)
-    parser.add_argument("--images", type=int, default=4, help="images of the needle tasks")
-    parser.add_argument("--torch", type=Path, help="folder of the PyTorch checkpoints to compare with")
-    parser.add_argument("--agreement-samples", type=int, default=50)
+    parser.add_argument("out", type=Path, help="folder of the PyTorch checkpoints")
+    parser.add_argument("--samples", type=int, default=50, help="of each task (default %(default)s)")
+    parser.add_argument("--images", type=int, default=4, help="images of the needle tasks (default %(default)s)")
     args = parser.parse_args()
-    model = GgufModel(args.model, args.mmproj)
-    table = gguf_accuracy(model, args.samples, args.images)
-    result: dict[str, object] = {n: {"exact": e, "rouge_l": round(r, 4)} for n, (e, r) in table.items()}
-    if args.torch is not None:
-        result["agreement"] = agreement(model, args.torch, args.agreement_samples, args.images)
-    print(json.dumps(result, indent=1))
+    from demo.evaluate import generate
+    from demo.train_text import load_learner, load_tower
+
+    learner, tower, table = load_learner(args.out, 1), load_tower(args.out), {}
+    for task in TASKS:
+        turns = [evalset.samples(task, 1, args.images, second) for second in (False, True)]
+        chosen = [sample for drawn in turns for sample in islice(drawn, args.samples // 2)]
+        same = zip(answers(args, chosen), chosen, strict=True)
+        table[task] = 100 * sum(text == generate(learner, tower, s) for text, s in same) / len(chosen)
+    print(json.dumps(table, indent=1))
     return 0
 
 

@@ -11,61 +11,16 @@ speed meets all of them; ratios are of medians. Random tokens: neither time nor 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from llama_source import ROOT, log
+from llama_source import log
+from measuring import Worker, options, require, show
 
 from pykvedge.lab.eval.metrics import divergence, log_softmax
-
-STOCK_LIB = Path(os.environ.get("KVEDGE_STOCK_DIR", ROOT / "build" / "stock" / "lib"))
-
-
-def require(parser: argparse.ArgumentParser, model: str, stock: bool = True) -> None:
-    """Ends the program where the model is missing, or the unpatched library although it is needed."""
-    if not Path(model).is_file():
-        parser.error(f"{model} is not a file; scripts/make_shape_model.py writes models to measure with")
-    if stock and not STOCK_LIB.is_dir():
-        parser.error(f"{STOCK_LIB} is missing; python3 scripts/build_stock.py builds the unpatched library")
-
-
-class Worker:
-    """A worker is a process with one library; calls block until it answers."""
-
-    def __init__(self, model: str, threads: int, kvedge: bool) -> None:
-        command = [sys.executable, str(Path(__file__).with_name("comparison_worker.py")), model]
-        command += ["--threads", str(threads), *(["--kvedge"] if kvedge else [])]
-        environment = dict(os.environ)
-        if not kvedge:
-            environment |= {"LLAMA_CPP_LIB_PATH": str(STOCK_LIB), "MTMD_CPP_LIB": str(STOCK_LIB)}
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
-        self._answer()
-
-    def _answer(self) -> dict[str, Any]:
-        line = self._process.stdout.readline() if self._process.stdout else ""
-        if not line:
-            raise SystemExit("compare_with_stock: a worker ended early; its message is above")
-        return json.loads(line)
-
-    def call(self, do: str, **arguments: Any) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
-        self._process.stdin.flush()
-        return self._answer()
-
-    def end(self) -> None:
-        if self._process.stdin:
-            self._process.stdin.close()
-        self._process.wait()
 
 
 def measure_speed(args: argparse.Namespace, sides: dict[bool, Worker]) -> list[dict[str, Any]]:
@@ -148,45 +103,20 @@ def compare_logits(args: argparse.Namespace, sides: dict[bool, Worker]) -> list[
     return rows
 
 
-def show(rows: list[dict[str, Any]], as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(rows, indent=2))
-        return
-
-    def cell(value: Any) -> str:
-        if isinstance(value, list):
-            return " - ".join(f"{v:.1f}" for v in value)
-        if isinstance(value, float):
-            return f"{value:.2e}" if value < 0.01 else f"{value:.2f}"
-        return str(value)
-
-    table = [list(rows[0])] + [[cell(v) for v in row.values()] for row in rows]
-    widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
-    for line in table:
-        print("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip())
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="GGUF file of the text model")
-    parser.add_argument("--tokens", type=int, default=2560, help="prompt length (default %(default)s)")
-    parser.add_argument("--method", action="append", default=[], help="repeatable (default lookm)")
-    parser.add_argument("--budget", type=float, default=0.2)
-    parser.add_argument(
-        "--threads", type=int, default=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4
-    )
-    parser.add_argument("--prefills", type=int, default=3, help="prefills of each variant (default %(default)s)")
-    parser.add_argument("--rounds", type=int, default=8, help="rounds of decoding (default %(default)s)")
-    parser.add_argument("--steps", type=int, default=6, help="tokens of each variant in a round (default %(default)s)")
-    parser.add_argument("--logits", action="store_true", help="compare logits instead of speed")
-    parser.add_argument("--prompts", type=int, nargs="+", default=[17, 300, 900], help="prompt lengths for --logits")
-    parser.add_argument(
-        "--forced", type=int, default=64, help="teacher-forced steps for --logits (default %(default)s)"
-    )
-    parser.add_argument("--json", action="store_true")
+    parser = options(__doc__, images=False)
+    add = parser.add_argument
+    add("--method", action="append", default=[], help="repeatable (default lookm)")
+    add("--budget", type=float, default=0.2)
+    add("--prefills", type=int, default=3, help="prefills of each variant (default %(default)s)")
+    add("--rounds", type=int, default=8, help="rounds of decoding (default %(default)s)")
+    add("--steps", type=int, default=6, help="tokens of each variant in a round (default %(default)s)")
+    add("--logits", action="store_true", help="compare logits instead of speed")
+    add("--prompts", type=int, nargs="+", default=[17, 300, 900], help="prompt lengths for --logits")
+    add("--forced", type=int, default=64, help="teacher-forced steps for --logits (default %(default)s)")
     args = parser.parse_args()
     args.method = args.method or ["lookm"]
-    require(parser, args.model)
+    require(parser, args)
     sides = {kvedge: Worker(args.model, args.threads, kvedge) for kvedge in (False, True)}
     try:
         show(compare_logits(args, sides) if args.logits else measure_speed(args, sides), args.json)

@@ -1,4 +1,4 @@
-"""One side of compare_with_stock.py and measure_overhead.py: a process with a llama.cpp library, doing as it is told.
+"""One side of a comparison (measuring.py starts it): a process with a llama.cpp library, doing as it is told.
 
 Reads one JSON object a line from stdin, answers with one on stdout. LLAMA_CPP_LIB_PATH chooses the library; with
 --kvedge it is kvedge's own, and contexts can be given a method.

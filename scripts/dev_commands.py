@@ -31,17 +31,7 @@ def main() -> int:
     if not args or args[0] in ("-h", "--help", "help"):
         print(__doc__, file=sys.stderr)
         return 0 if args else 2
-    commands = {
-        "demo": demo,
-        "test": test,
-        "lint": lint,
-        "sanitize": sanitize,
-        "abi": abi,
-        "cross": cross,
-        "wheel": wheel,
-        "build": build,
-        "python": python,
-    }
+    commands = {f.__name__: f for f in (demo, test, lint, sanitize, abi, cross, wheel, build, python)}
     try:
         return ended(lambda: commands[args[0]](args[1:]) if args[0] in commands else kvedge(args))
     except KeyboardInterrupt:

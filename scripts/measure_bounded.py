@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import time
@@ -23,19 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from compare_with_stock import STOCK_LIB, log, require
+from llama_source import log
+from measuring import libraries, options, pieces, require, show
 
 from pykvedge.native.memory import PeakMeter, own_bytes
 
 SIDES = ("stock", "ordinary", "one pass", "bounded")
-
-
-def pieces(args: argparse.Namespace) -> list[tuple[bool, int]]:
-    """Lists (whether an image, tokens) of each piece."""
-    text = args.tokens - args.images * args.image_tokens
-    if text < 2:
-        raise SystemExit(f"{args.images} images of {args.image_tokens} tokens leave no text in {args.tokens} tokens")
-    return [(False, text - text // 2), *[(True, args.image_tokens)] * args.images, (False, text // 2)]
 
 
 def image_rows(n: int, width: int, number: int) -> np.ndarray:
@@ -51,7 +43,7 @@ def text_tokens(n: int, number: int) -> list[int]:
 def read_in_pieces(llama: Any, context: Any, width: int, args: argparse.Namespace) -> None:
     """Decodes the prompt as llama.cpp's own programs do: text as tokens, an image as embeddings."""
     past = 0
-    for number, (image, n) in enumerate(pieces(args)):
+    for number, (n, image) in enumerate(pieces(args.images, args.image_tokens, args.tokens)):
         batch = llama.llama_batch_init(n, width if image else 0, 1)
         batch.n_tokens = n
         if image:
@@ -108,6 +100,7 @@ def stock_side(args: argparse.Namespace) -> dict[str, Any]:
 def our_side(args: argparse.Namespace) -> dict[str, Any]:
     import pykvedge
     from pykvedge.models.model import Model
+    from pykvedge.models.offload import Offload
     from pykvedge.models.token_table import TokenTable
     from pykvedge.plans.plan import Budget
     from pykvedge.runtime.libkvedge import Cache
@@ -116,7 +109,7 @@ def our_side(args: argparse.Namespace) -> dict[str, Any]:
     def of_prompt(tokens: list[int]) -> list[int]:
         return [t for t in tokens if t < args.tokens]
 
-    model = Model(args.model, gpu_layers=0)
+    model = Model(Path(args.model), Offload(gpu_layers=0))
     plan = pykvedge.plan(args.method, args.budget)
     # a budget in pairs that covers the prompt: everything is gathered, nothing is dropped until the plan proper is set
     first = plan.with_(budget=Budget(pairs=args.tokens)) if args.side == "one pass" else plan
@@ -153,7 +146,7 @@ def whole_prompt(table: Any, width: int, args: argparse.Namespace) -> Any:
 
     embeddings = np.empty((args.tokens, width), dtype=np.float32)
     mask, at = np.zeros(args.tokens, dtype=np.uint8), 0
-    for number, (image, n) in enumerate(pieces(args)):
+    for number, (n, image) in enumerate(pieces(args.images, args.image_tokens, args.tokens)):
         embeddings[at : at + n] = image_rows(n, width, number) if image else table.rows(text_tokens(n, number))
         mask[at : at + n] = image
         at += n
@@ -162,13 +155,10 @@ def whole_prompt(table: Any, width: int, args: argparse.Namespace) -> Any:
 
 def run(side: str, args: argparse.Namespace) -> dict[str, Any]:
     """Runs one side in a process of its own, with stock's library or ours."""
-    environment = dict(os.environ)
-    if side == "stock":
-        environment |= {"LLAMA_CPP_LIB_PATH": str(STOCK_LIB), "MTMD_CPP_LIB": str(STOCK_LIB)}
     command = [sys.executable, __file__, args.model, "--side", side]
     for name in ("method", "budget", "tokens", "images", "image_tokens", "threads"):
         command += ["--" + name.replace("_", "-"), str(getattr(args, name))]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=False)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=libraries(side != "stock"), check=False)
     if done.returncode != 0:
         raise SystemExit(f"measure_bounded: the side '{side}' ended with code {done.returncode}; its message is above")
     return json.loads(done.stdout.splitlines()[-1])
@@ -180,38 +170,22 @@ def in_common(a: list[list[list[int]]], b: list[list[list[int]]]) -> float:
     return sum(len(x & y) for x, y in pairs) / sum(len(x) for x, _ in pairs)
 
 
-def show(rows: list[dict[str, Any]]) -> None:
-    print(
-        "side      KV peak MiB   of stock   beyond weights MiB   of stock   answering MiB   seconds   "
-        "kept as in one pass"
-    )
-    for r in rows:
-        common = "" if r["in_common"] is None else f"{100 * r['in_common']:.2f} %"
-        print(
-            f"{r['side']:9} {r['kv_peak_bytes'] / 2**20:11.1f} {r['kv_of_stock']:10.3f} "
-            f"{r['beyond_weights_bytes'] / 2**20:20.1f} {r['beyond_of_stock']:10.3f} "
-            f"{r['answering_bytes'] / 2**20:15.1f} {r['seconds']:9.1f}   {common}"
-        )
+def in_mib(row: dict[str, Any]) -> dict[str, Any]:
+    """Makes a row as people read it."""
+    return {k.replace("bytes", "MiB"): v / 2**20 if k.endswith("_bytes") else v for k, v in row.items()}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     add = parser.add_argument
-    add("model", help="GGUF file of the text model")
     add("--method", default="lookm", help="one whose layers can be decided one by one (default %(default)s)")
     add("--budget", default="0.2", help="(default %(default)s)")
-    add("--tokens", type=int, default=2560, help="prompt length, images included (default %(default)s)")
-    add("--images", type=int, default=4, help="images in it (default %(default)s)")
-    add("--image-tokens", type=int, default=576, help="tokens of each (default %(default)s)")
-    add("--threads", type=int, default=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4)
     add("--side", choices=SIDES, help=argparse.SUPPRESS)
-    add("--json", action="store_true")
     args = parser.parse_args()
-    pieces(args)
     if args.side:
         print(json.dumps(stock_side(args) if args.side == "stock" else our_side(args)))
         return
-    require(parser, args.model)
+    require(parser, args)
     if not Path("/proc/self/status").exists():
         parser.error("anonymous memory is read from /proc, which this system lacks")
     found = {}
@@ -229,10 +203,7 @@ def main() -> None:
         }
         for side, figures in found.items()
     ]
-    if args.json:
-        print(json.dumps(rows, indent=2))
-    else:
-        show(rows)
+    show(rows if args.json else [in_mib(row) for row in rows], args.json)
 
 
 if __name__ == "__main__":

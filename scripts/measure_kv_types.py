@@ -1,12 +1,10 @@
-"""What the storage types of keys and values cost: bytes, fidelity on the demo model, and speed of decoding.
+"""What the storage types of keys and values cost in fidelity, on the demo model.
 
     python3 scripts/dev.py python scripts/measure_kv_types.py
 
-Fidelity: Kullback-Leibler divergence, in nats per token, of the next token's distribution from the one that the full
-f16 cache gives, along the right answers to held-out questions about images, and the share of tokens at which both find
-the same one likeliest. Bytes: key and value buffers after a prompt of --tokens, page by page as they exist, over those
-of the full f16 cache. Speed: tokens per second after that prompt, all types in turn in rounds of a few tokens, the
-fastest round of each; only the ratios mean something.
+Kullback-Leibler divergence, in nats per token, of the next token's distribution from the one that the full f16 cache
+gives, along the right answers to held-out questions about images, and the share of tokens at which both find the same
+one likeliest. What they cost in bytes and speed `kvedge bench --kv-type` measures.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ import itertools
 import json
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +22,13 @@ import numpy as np
 import pykvedge
 from pykvedge.lab.demo_tasks.evalset import Sample, samples
 from pykvedge.lab.eval.metrics import log_softmax
-from pykvedge.models.model import Model
+from pykvedge.lab.tables import markdown
 from pykvedge.plans.kvtypes import QUANTISED, KvType
-from pykvedge.runtime import libkvedge
-from pykvedge.runtime.llama_context import Context, ContextSize
 
 DATA = Path(pykvedge.__file__).resolve().parent / "data"
 TASKS = ("code", "describe", "where", "which-image", "code-in-image-k", "difference")
 TYPES = ("f16", *QUANTISED)
 BUDGETS = (1.0, 0.25)
-ROUND = 8  # tokens between two looks at the clock
 
 
 def make_plan(method: str, budget: float) -> pykvedge.Plan:
@@ -71,71 +65,18 @@ def fidelity(args: argparse.Namespace) -> dict[tuple[str, float], dict[str, floa
     return out
 
 
-class Reader:
-    """A Reader has a context whose KV memory has a type, and a prompt of random tokens in it."""
-
-    def __init__(self, model: Model, kv_type: str, plan: pykvedge.Plan, n_tokens: int, threads: int) -> None:
-        self.context = Context(model, ContextSize(n_tokens + 1024, kv_type=kv_type), threads)
-        self.cache = libkvedge.Cache(self.context.handle, plan, kv_type, auto_compress=False)
-        self._tokens = np.random.default_rng(0).integers(10, model.n_vocab - 1, n_tokens).tolist()
-        self.context.decode(self._tokens, want_logits=True)
-        self.cache.compress()
-
-    def decode(self, n: int) -> float:
-        """Measures seconds per token."""
-        started = time.perf_counter()
-        for token in self._tokens[:n]:
-            self.context.decode([token], want_logits=True)
-        return (time.perf_counter() - started) / n
-
-    def close(self) -> None:
-        self.cache.detach()
-        self.context.close()
-
-
-def bytes_and_speed(args: argparse.Namespace) -> dict[tuple[str, float], dict[str, float]]:
-    out: dict[tuple[str, float], dict[str, float]] = {}
-    model = Model(args.model)
-    for budget in BUDGETS:
-        readers = {}
-        for kv_type in args.type:
-            print(f"bytes and speed: {kv_type} at {budget:g}", file=sys.stderr, flush=True)
-            readers[kv_type] = Reader(model, kv_type, make_plan(args.method, budget), args.tokens, args.threads)
-            out[kv_type, budget] = {"bytes": readers[kv_type].cache.stats().bytes}
-        for _ in range(args.rounds):
-            for kv_type, reader in readers.items():
-                cell = out[kv_type, budget]
-                cell["tok_s"] = max(cell.get("tok_s", 0.0), 1 / reader.decode(ROUND))
-        for reader in readers.values():
-            reader.close()
-    model.close()
-    return out
-
-
 def table(args: argparse.Namespace) -> list[dict[str, Any]]:
-    close, large = fidelity(args), bytes_and_speed(args)
-    full = large["f16", 1.0]["bytes"]
+    found = fidelity(args)
     return [
-        {
-            "type": kv_type, "budget": budget, "bits": 8 * KvType.parse(kv_type).bytes_per_value,
-            **close[kv_type, budget],
-            "bytes": int(large[kv_type, budget]["bytes"]), "of_full": large[kv_type, budget]["bytes"] / full,
-            "tok_s": large[kv_type, budget]["tok_s"],
-            "speed": large[kv_type, budget]["tok_s"] / large["f16", budget]["tok_s"],
-        }
+        {"type": kv_type, "budget": budget, "bits": 8 * KvType.parse(kv_type).bytes_per_value, **found[kv_type, budget]}
         for budget, kv_type in itertools.product(BUDGETS, args.type)
-    ]  # fmt: skip
+    ]
 
 
 def show(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
-    print(f"Prompt of {args.tokens} tokens for bytes and speed; below a budget of 1 method {args.method}.\n")
-    print(
-        "| type | budget | bits a number | KV bytes / f16 full | KL, nats a token | same top token | tokens/s / f16's |"
-    )
-    print("| --- | --- | --- | --- | --- | --- | --- |")
-    for r in rows:
-        print(f"| {r['type']} | {r['budget']:g} | {r['bits']:g} | {r['of_full']:.4f} | {r['kl']:.5f} | "
-              f"{r['top1']:.1%} | {r['speed']:.2f} |")  # fmt: skip
+    print(f"Below a budget of 1 method {args.method}.\n")
+    cells = [[r["type"], f"{r['budget']:g}", f"{r['bits']:g}", f"{r['kl']:.5f}", f"{r['top1']:.1%}"] for r in rows]
+    print(markdown([["type", "budget", "bits a number", "KL, nats a token", "same top token"], *cells]))
 
 
 def main() -> int:
@@ -145,9 +86,6 @@ def main() -> int:
     parser.add_argument("--task", action="append", default=[], choices=TASKS, help="repeatable")
     parser.add_argument("--type", action="append", default=[], help="besides f16; repeatable, also K:V")
     parser.add_argument("--method", default="h2o", help="where the budget is not 1 (default %(default)s)")
-    parser.add_argument("--tokens", type=int, default=8192, help="of the prompt (default %(default)s)")
-    parser.add_argument("--rounds", type=int, default=8, help="of decoding (default %(default)s)")
-    parser.add_argument("--model", type=Path, default=DATA / "demo-model.gguf", help="for bytes and speed")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a Markdown table")
     args = parser.parse_args()

@@ -13,23 +13,13 @@ Columns: shares of the time of full's prefill in percent, then of unpatched llam
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 from typing import Any
 
-from compare_with_stock import Worker, log, require, show
+from llama_source import log
+from measuring import Worker, options, pieces, require, show
 
 import pykvedge
-
-Piece = tuple[int, bool]  # tokens, and whether they are an image's
-
-
-def pieces(images: int, image_tokens: int, tokens: int) -> list[Piece]:
-    """Makes the prompt in pieces: a few words, the images, the question. Raises ValueError if it is too short."""
-    text = tokens - images * image_tokens
-    if text < 2:
-        raise ValueError(f"{images} images of {image_tokens} tokens leave no text in a prompt of {tokens} tokens")
-    return [(text - text // 2, False), *[(image_tokens, True)] * images, (text // 2, False)]
 
 
 def gathering(method: str) -> str:
@@ -122,31 +112,21 @@ class Overhead:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     add = parser.add_argument
-    add("model", help="GGUF file of the text model")
     add("--method", action="append", default=[], choices=measurable(), metavar="NAME",
         help="repeatable (default: all that need no profile)")  # fmt: skip
-    add("--tokens", type=int, default=2560, help="prompt length, images included (default %(default)s)")
-    add("--images", type=int, default=4, help="images in it (default %(default)s)")
-    add("--image-tokens", type=int, default=576, help="tokens of each (default %(default)s)")
     add("--budget", type=float, default=0.2)
     add("--rounds", type=int, default=3, help="prompts of each kind (default %(default)s)")
     add("--compressions", type=int, default=3, help="of each method and prompt (default %(default)s)")
-    add("--threads", type=int, default=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4)
     add("--cpu", action="store_true",
         help="processor time instead of wall time; with --threads 1 a busy machine hardly disturbs it")  # fmt: skip
     add("--stock", action="store_true", help="time unpatched llama.cpp too")
-    add("--json", action="store_true")
     args = parser.parse_args()
     args.method = args.method or measurable()
-    require(parser, args.model, args.stock)
+    require(parser, args, args.stock)
     if min(args.rounds, args.compressions) < 1:
         parser.error("--rounds and --compressions must be at least 1")
-    try:
-        pieces(args.images, args.image_tokens, args.tokens)
-    except ValueError as error:
-        parser.error(str(error))
     stock = Worker(args.model, args.threads, kvedge=False) if args.stock else None
     ours = Worker(args.model, args.threads, kvedge=True)
     try:

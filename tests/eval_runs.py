@@ -21,3 +21,9 @@ def run(samples, cells, model=MODEL, mmproj=MMPROJ, kv_type="f16", **options):
     out = evaluate(job, Records(None, {}, False))
     assert not out.left_out and not out.interrupted
     return out.records.rows
+
+
+def prompt(turns):
+    """The text that the chat template of the demo model makes of the conversation."""
+    forms = {"user": "USER: {}\n", "assistant": "ASSISTANT: {}</s>\n"}
+    return "".join(forms[t["role"]].format(t["content"]) for t in turns) + "ASSISTANT:"

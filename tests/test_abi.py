@@ -22,6 +22,11 @@ def declared() -> set[str]:
     return set(re.findall(r"^KVEDGE_API [^;(]*\b(kvedge_\w+)\(", headers, re.MULTILINE))
 
 
+# but for a look at its arguments the function does all in a template that is noexcept, as those of glue/calls.h are
+LOOK = r"(?:    const char \* missing = [^\n]*\n|    if \(!kv\) \{\n        return 0;\n    \}\n)?"
+NOEXCEPT = rf"\) \{{\n{LOOK}    return (?:claimed|asked|of_head)\(.*\);\n\}}$"
+
+
 def definitions() -> dict[str, str]:
     """Functions of native/src with C linkage: signature and body."""
     found = {}
@@ -39,6 +44,8 @@ def test_every_export_catches_what_is_thrown():
     assert set(found) == declared() | OLDER and len(found) > 50
     for name, code in found.items():
         caught = re.search(r"\) try \{.*\} catch \(\.\.\.\) \{.*\}$", code, re.DOTALL)
+        if re.search(NOEXCEPT, code, re.DOTALL):
+            continue
         assert caught, f"{name} lets exceptions through"
         assert code.count("} catch (") == 1 or name == "kvedge_load_backends", f"{name} catches twice"
 

@@ -12,10 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import THREADS
-from eval_runs import MMPROJ, MODEL, run
+from eval_runs import MMPROJ, MODEL, prompt, run
 
 import pykvedge
-from pykvedge.lab.demo_tasks.prompts import prompt
 from pykvedge.lab.eval import table
 from pykvedge.lab.eval.measure import Preparer
 from pykvedge.lab.eval.runner import FULL, full_cell

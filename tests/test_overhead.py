@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import measure_overhead
+import measuring
 import pytest
 
 SCRIPT = Path(measure_overhead.__file__)
@@ -37,7 +38,7 @@ def test_every_method_is_measured_against_full(tiny, environment, native):
 
 
 def test_the_prompt_has_the_length_asked_for():
-    parts = measure_overhead.pieces(4, 576, 2560)
+    parts = measuring.pieces(4, 576, 2560)
     assert sum(n for n, _ in parts) == 2560 and sum(n for n, image in parts if image) == 4 * 576
     assert [image for _, image in parts] == [False, True, True, True, True, False]
 

@@ -60,7 +60,7 @@ Layer = Callable[[TextSpec, int], list[Tensor]]
 
 def _base_meta(spec: TextSpec) -> dict[str, Value]:
     a = spec.arch
-    meta: dict[str, Value] = {
+    return {
         "general.architecture": a,
         "general.type": "model",
         "general.name": spec.name,
@@ -74,12 +74,13 @@ def _base_meta(spec: TextSpec) -> dict[str, Value]:
         f"{a}.feed_forward_length": spec.n_ff,
         f"{a}.attention.layer_norm_rms_epsilon": spec.eps,
     }
-    return meta
 
 
-def _attention_meta(spec: TextSpec) -> dict[str, Value]:
+def _meta(spec: TextSpec) -> dict[str, Value]:
+    """Of a model with attention in its layers."""
     a = spec.arch
     return {
+        **_base_meta(spec),
         f"{a}.attention.head_count": spec.n_heads,
         f"{a}.attention.head_count_kv": spec.n_heads_kv,
         f"{a}.attention.key_length": spec.head_size,
@@ -158,8 +159,7 @@ def _plain(spec: TextSpec, i: int) -> list[Tensor]:
 
 def llama(spec: TextSpec) -> Model:
     """Llama and whatever else is the same to llama.cpp: Vicuna, MobileLLaMA, Mistral."""
-    meta = _base_meta(spec) | _attention_meta(spec)
-    return meta, [*_ends(spec), *_stack(spec, _plain)]
+    return _meta(spec), [*_ends(spec), *_stack(spec, _plain)]
 
 
 def _biased(spec: TextSpec, i: int) -> list[Tensor]:
@@ -180,19 +180,19 @@ def mrope_sections(head_size: int) -> list[int]:
 
 
 def qwen2vl(spec: TextSpec) -> Model:
-    meta = _base_meta(spec) | _attention_meta(spec)
+    meta = _meta(spec)
     meta["qwen2vl.rope.dimension_sections"] = mrope_sections(spec.head_size)
     return meta, [*_ends(spec), *_stack(spec, _biased)]
 
 
-def qwen3(spec: TextSpec) -> Model:
-    def layer(spec: TextSpec, i: int) -> list[Tensor]:
-        b = f"blk.{i}"
-        # Normalised queries and keys get their sharpness from the norm's weight.
-        norms = [_norm(f"{b}.attn_{x}_norm.weight", spec.head_size, mean=1.5) for x in "qk"]
-        return [*_plain(spec, i), *norms]
+def _normed(spec: TextSpec, i: int) -> list[Tensor]:
+    # Normalised queries and keys get their sharpness from the norm's weight.
+    norms = [_norm(f"blk.{i}.attn_{x}_norm.weight", spec.head_size, mean=1.5) for x in "qk"]
+    return [*_plain(spec, i), *norms]
 
-    return _base_meta(spec) | _attention_meta(spec), [*_ends(spec), *_stack(spec, layer)]
+
+def qwen3(spec: TextSpec) -> Model:
+    return _meta(spec), [*_ends(spec), *_stack(spec, _normed)]
 
 
 def phi3(spec: TextSpec) -> Model:
@@ -207,19 +207,17 @@ def phi3(spec: TextSpec) -> Model:
         qkv = Tensor(f"{b}.attn_qkv.weight", (n + 2 * kv, n), bands, 0.0, fitting_type(spec.weight, (n,)))
         return [_norm(f"{b}.attn_norm.weight", n), qkv, _attn_out(spec, b), norm, fused, down]
 
-    return _base_meta(spec) | _attention_meta(spec), [*_ends(spec), *_stack(spec, layer)]
+    return _meta(spec), [*_ends(spec), *_stack(spec, layer)]
 
 
 def gemma3(spec: TextSpec) -> Model:
     """Gemma 3: sliding-window layers (32 tokens) with a full one after each."""
 
     def layer(spec: TextSpec, i: int) -> list[Tensor]:
-        b, n = f"blk.{i}", spec.n_embd
-        norms = [_norm(f"{b}.attn_{x}_norm.weight", spec.head_size, mean=1.5) for x in "qk"]
-        post = [_norm(f"{b}.post_{x}_norm.weight", n, mean=spec.out_gain) for x in ("attention", "ffw")]
-        return [*_plain(spec, i), *norms, *post]
+        post = [f"blk.{i}.post_{x}_norm.weight" for x in ("attention", "ffw")]
+        return [*_normed(spec, i), *(_norm(name, spec.n_embd, mean=spec.out_gain) for name in post)]
 
-    meta = _base_meta(spec) | _attention_meta(spec)
+    meta = _meta(spec)
     meta["gemma3.attention.sliding_window"] = 32
     meta["gemma3.attention.sliding_window_pattern"] = 2
     ends = _ends(spec)
@@ -234,8 +232,7 @@ def lfm2(spec: TextSpec) -> Model:
     def layer(spec: TextSpec, i: int) -> list[Tensor]:
         b, n, unit = f"blk.{i}", spec.n_embd, 1 / math.sqrt(spec.n_embd)
         if i % 2:
-            norms = [_norm(f"{b}.attn_{x}_norm.weight", spec.head_size, mean=1.5) for x in "qk"]
-            return [*_plain(spec, i), *norms]
+            return _normed(spec, i)
         return [
             _norm(f"{b}.attn_norm.weight", n),
             vector(f"{b}.shortconv.conv.weight", (n, 3), std=0.6),
@@ -244,7 +241,7 @@ def lfm2(spec: TextSpec) -> Model:
             *_ffn(spec, b),
         ]
 
-    meta = _base_meta(spec) | _attention_meta(spec)
+    meta = _meta(spec)
     meta["lfm2.shortconv.l_cache"] = 3
     meta["lfm2.attention.head_count_kv"] = [spec.n_heads_kv if i % 2 else 0 for i in range(spec.n_layers)]
     return meta, [*_ends(spec, "token_embd_norm.weight"), *_stack(spec, layer)]
@@ -298,8 +295,7 @@ def deepseek2(spec: TextSpec) -> Model:
             *_ffn(spec, b),
         ]
 
-    meta = _base_meta(spec) | _attention_meta(spec)
-    meta |= {
+    meta = _meta(spec) | {
         "deepseek2.attention.head_count_kv": 1,
         "deepseek2.attention.key_length": rank + rope,
         "deepseek2.attention.value_length": rank,

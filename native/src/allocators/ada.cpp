@@ -110,7 +110,6 @@ void allocate(const AllocateInput & in, std::vector<std::vector<int32_t>> & out)
 
 }  // namespace
 
-extern const Allocator allocator_ada;
-const Allocator        allocator_ada = { { "ada", PARAMS }, allocate, wants, [](const kvedge_plan &) { return Reach::layer; } };
+extern const Allocator allocator_ada = { { "ada", PARAMS }, allocate, wants, [](const kvedge_plan &) { return Reach::layer; } };
 
 }  // namespace kvedge

@@ -110,7 +110,6 @@ void allocate(const AllocateInput & in, std::vector<std::vector<int32_t>> & out)
 
 }  // namespace
 
-extern const Allocator allocator_entropy;
-const Allocator        allocator_entropy = { { "entropy", PARAMS }, allocate, wants };
+extern const Allocator allocator_entropy = { { "entropy", PARAMS }, allocate, wants };
 
 }  // namespace kvedge

@@ -74,7 +74,6 @@ void allocate(const AllocateInput & in, std::vector<std::vector<int32_t>> & out)
 
 }  // namespace
 
-extern const Allocator allocator_heads;
-const Allocator        allocator_heads = { { "heads", PARAMS, [](const double *) { return ProfileKind::heads; } }, allocate, nullptr, [](const kvedge_plan &) { return Reach::layer; } };
+extern const Allocator allocator_heads = { { "heads", PARAMS, [](const double *) { return ProfileKind::heads; } }, allocate, nullptr, [](const kvedge_plan &) { return Reach::layer; } };
 
 }  // namespace kvedge

@@ -6,7 +6,6 @@
 #include "primitives/share.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstdlib>
 
 namespace kvedge {
@@ -100,8 +99,7 @@ void allocate(const AllocateInput & in, std::vector<std::vector<int32_t>> & out)
 
 }  // namespace
 
-extern const Allocator allocator_prefix;
-const Allocator        allocator_prefix = {
+extern const Allocator allocator_prefix = {
     { "prefix", PARAMS, [](const double * params) { return from_profile(params) ? ProfileKind::shares : ProfileKind::none; } },
     allocate,
     nullptr,

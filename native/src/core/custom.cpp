@@ -8,7 +8,6 @@
 #include <cfloat>
 #include <cmath>
 #include <cstring>
-#include <new>
 
 namespace kvedge {
 

@@ -1,7 +1,6 @@
 #include "core/select.h"
 
 #include <algorithm>
-#include <cstring>
 
 namespace kvedge {
 

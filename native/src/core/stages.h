@@ -100,6 +100,9 @@ struct Scorer : Member {
     int32_t (*window)(const double * params);
     // out [Hkv][T], larger matters more
     void (*score)(const ScoreInput & in, float * out);
+    // Whether the heads of a layer score together, which they can only while they hold the same tokens. NULL: never.
+    bool (*joins_heads)(const double * params) = nullptr;
+    double (*gamma)(const double * params) = nullptr;  // of the Spectrum that it leaves; NULL: it leaves none
     bool needs_squares = false;  // beside column sums
     // A second score: of the tokens that are not protected, the reserved() best by it are kept, and the others are chosen
     // by score. NULL: none.
@@ -107,10 +110,7 @@ struct Scorer : Member {
     void (*reserve)(const ScoreInput & in, float * out)      = nullptr;
     // The attention alone, where score() mixes it with more. NULL: score() is all there is.
     void (*attention)(const ScoreInput & in, float * out) = nullptr;
-    double (*gamma)(const double * params) = nullptr;  // of the Spectrum that it leaves; NULL: it leaves none
     const CustomScorer * custom = nullptr;  // a stage of the program's own, which may throw StageFailure
-    // Whether the heads of a layer score together, which they can only while they hold the same tokens. NULL: never.
-    bool (*joins_heads)(const double * params) = nullptr;
 };
 
 // What an allocator looks at beside scores.

@@ -1,10 +1,9 @@
 // The cache's C interface: attach, detach, plans and statistics.
 
-#include "core/error.h"
 #include "core/profile.h"
 #include "core/storage.h"
 #include "core/structs.h"
-#include "glue/cache.h"
+#include "glue/calls.h"
 
 #include <algorithm>
 #include <chrono>
@@ -206,185 +205,124 @@ extern "C" void kvedge_detach(kvedge_cache * kv) try {
 } catch (...) {
 }
 
-extern "C" kvedge_status kvedge_set_plan(kvedge_cache * kv, const kvedge_plan * plan, kvedge_error * err) try {
-    if (!kv || !plan) {
-        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_set_plan: cache or plan is NULL");
-    }
-    const Claim claim(kv->owner);
-    if (!claim) {
-        return fail_busy(err);
-    }
-    if (const auto status = check_plan(*kv, *plan, err); status != KVEDGE_OK) {
-        return status;
-    }
-    kvedge_plan copy = *plan;
-    std::swap(kv->plan, copy);
-    return ok(err);
-} catch (...) {
-    return caught(err, "take a plan");
+extern "C" kvedge_status kvedge_set_plan(kvedge_cache * kv, const kvedge_plan * plan, kvedge_error * err) {
+    return claimed(kv, plan, "kvedge_set_plan: cache or plan is NULL", "take a plan", err, [&] {
+        if (const auto status = check_plan(*kv, *plan, err); status != KVEDGE_OK) {
+            return status;
+        }
+        kvedge_plan copy = *plan;
+        std::swap(kv->plan, copy);
+        return ok(err);
+    });
 }
 
 extern "C" kvedge_status kvedge_set_sequence_plan(
-    kvedge_cache * kv, int32_t seq_id, const kvedge_plan * plan, kvedge_error * err) try {
-    if (!kv || seq_id < 0) {
-        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_set_sequence_plan: cache is NULL, or there is no such sequence");
-    }
-    const Claim claim(kv->owner);
-    if (!claim) {
-        return fail_busy(err);
-    }
-    if (!plan) {
-        kv->own_plans.erase(seq_id);
+    kvedge_cache * kv, int32_t seq_id, const kvedge_plan * plan, kvedge_error * err) {
+    return claimed(kv, seq_id >= 0, "kvedge_set_sequence_plan: cache is NULL, or there is no such sequence", "take a plan", err, [&] {
+        if (!plan) {
+            kv->own_plans.erase(seq_id);
+            return ok(err);
+        }
+        if (const auto status = check_plan(*kv, *plan, err); status != KVEDGE_OK) {
+            return status;
+        }
+        kvedge_plan copy = *plan;
+        std::swap(kv->own_plans[seq_id], copy);
         return ok(err);
-    }
-    if (const auto status = check_plan(*kv, *plan, err); status != KVEDGE_OK) {
-        return status;
-    }
-    kvedge_plan copy = *plan;
-    std::swap(kv->own_plans[seq_id], copy);
-    return ok(err);
-} catch (...) {
-    return caught(err, "take a plan");
+    });
 }
 
-extern "C" kvedge_status kvedge_set_auto_compress(kvedge_cache * kv, bool on, kvedge_error * err) try {
-    if (!kv) {
-        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_set_auto_compress: cache is NULL");
-    }
-    const Claim claim(kv->owner);
-    if (!claim) {
-        return fail_busy(err);
-    }
-    kv->auto_compress = on;
-    return ok(err);
-} catch (...) {
-    return caught(err, "switch automatic compression");
-}
-
-extern "C" kvedge_status kvedge_compress(kvedge_cache * kv, int32_t seq_id, kvedge_error * err) try {
-    if (!kv) {
-        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_compress: cache is NULL");
-    }
-    const Claim claim(kv->owner);
-    if (!claim) {
-        return fail_busy(err);
-    }
-    if (!kv->ctx) {
-        return fail(err, KVEDGE_E_STATE, "the llama_context of this cache has been freed");
-    }
-    const auto it = kv->seqs.find(seq_id);
-    if (it == kv->seqs.end() || !it->second.seq) {
+extern "C" kvedge_status kvedge_set_auto_compress(kvedge_cache * kv, bool on, kvedge_error * err) {
+    return claimed(kv, true, "kvedge_set_auto_compress: cache is NULL", "switch automatic compression", err, [&] {
+        kv->auto_compress = on;
         return ok(err);
-    }
-    llama_synchronize(kv->ctx);
-    return kv->compress(it->second, err);
-} catch (...) {
-    return caught(err, "compress the cache");
+    });
 }
 
-extern "C" kvedge_status kvedge_take_error(kvedge_cache * kv, kvedge_error * err) try {
-    if (!kv) {
-        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_take_error: cache is NULL");
-    }
-    const Claim claim(kv->owner);
-    if (!claim) {
-        return fail_busy(err);
-    }
-    kvedge_error first = kv->error;
-    kv->error          = {};
-    if (kv->refused.exchange(false) && first.status == KVEDGE_OK) {
-        fail_busy(&first);
-    }
-    if (err) {
-        *err = first;
-    }
-    return first.status;
-} catch (...) {
-    return caught(err, "report an error");
+extern "C" kvedge_status kvedge_compress(kvedge_cache * kv, int32_t seq_id, kvedge_error * err) {
+    return claimed(kv, true, "kvedge_compress: cache is NULL", "compress the cache", err, [&] {
+        if (!kv->ctx) {
+            return fail(err, KVEDGE_E_STATE, "the llama_context of this cache has been freed");
+        }
+        const auto it = kv->seqs.find(seq_id);
+        if (it == kv->seqs.end() || !it->second.seq) {
+            return ok(err);
+        }
+        llama_synchronize(kv->ctx);
+        return kv->compress(it->second, err);
+    });
 }
 
-extern "C" kvedge_status kvedge_get_stats(const kvedge_cache * kv, int32_t seq_id, kvedge_stats * out, kvedge_error * err) try {
-    if (!kv || !out) {
-        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_get_stats: cache or out is NULL");
-    }
-    const Claim claim(kv->owner);
-    if (!claim) {
-        return fail_busy(err);
-    }
-    kvedge_stats now{};
-    now.n_layers   = (int32_t) kv->shapes.size();
-    now.n_heads_kv = kv->shapes.empty() ? 0 : kv->shapes[0].n_heads_kv;
-    if (const SequenceState * s = find_seq(kv, seq_id)) {
-        const auto & image  = s->seq->rows.contents().image;
-        now.n_tokens       = s->seq->rows.n_tokens();
-        now.n_image_tokens = (int32_t) std::count(image.begin(), image.end(), 1);
-        now.n_compressions = s->n_compressions;
-        now.n_pending      = s->seq->rows.pending_length();
-        now.bytes          = s->row_bytes();
-        now.device_bytes   = s->device ? s->device->bytes() : 0;
-        now.index_bytes    = s->seq->rows.index_bytes();
-        now.score_bytes    = s->score_bytes();
-        now.before_bytes   = s->before_bytes;
-        now.after_bytes    = s->after_bytes;
-        now.peak_bytes     = s->peak_bytes;
-        now.compress_us    = s->compress_us;
-    }
-    return write_struct(now, out, out->struct_size) ? ok(err) : fail(err, KVEDGE_E_ARGUMENT, "kvedge_get_stats: out->struct_size is not set");
-} catch (...) {
-    return caught(err, "fill the statistics");
+extern "C" kvedge_status kvedge_take_error(kvedge_cache * kv, kvedge_error * err) {
+    return claimed(kv, true, "kvedge_take_error: cache is NULL", "report an error", err, [&] {
+        kvedge_error first = kv->error;
+        kv->error          = {};
+        if (kv->refused.exchange(false) && first.status == KVEDGE_OK) {
+            fail_busy(&first);
+        }
+        if (err) {
+            *err = first;
+        }
+        return first.status;
+    });
 }
 
-extern "C" int32_t kvedge_layer_id(const kvedge_cache * kv, int32_t i) try {
-    if (!kv) {
-        return -1;
-    }
-    const Claim claim(kv->owner);
-    return claim && is_layer(*kv, i) ? kv->shapes[(size_t) i].il : -1;
-} catch (...) {
-    return -1;
+extern "C" kvedge_status kvedge_get_stats(const kvedge_cache * kv, int32_t seq_id, kvedge_stats * out, kvedge_error * err) {
+    return claimed(kv, out, "kvedge_get_stats: cache or out is NULL", "fill the statistics", err, [&] {
+        kvedge_stats now{};
+        now.n_layers   = (int32_t) kv->shapes.size();
+        now.n_heads_kv = kv->shapes.empty() ? 0 : kv->shapes[0].n_heads_kv;
+        if (const SequenceState * s = find_seq(kv, seq_id)) {
+            const auto & image  = s->seq->rows.contents().image;
+            now.n_tokens       = s->seq->rows.n_tokens();
+            now.n_image_tokens = (int32_t) std::count(image.begin(), image.end(), 1);
+            now.n_compressions = s->n_compressions;
+            now.n_pending      = s->seq->rows.pending_length();
+            now.bytes          = s->row_bytes();
+            now.device_bytes   = s->device ? s->device->bytes() : 0;
+            now.index_bytes    = s->seq->rows.index_bytes();
+            now.score_bytes    = s->score_bytes();
+            now.before_bytes   = s->before_bytes;
+            now.after_bytes    = s->after_bytes;
+            now.peak_bytes     = s->peak_bytes;
+            now.compress_us    = s->compress_us;
+        }
+        return write_struct(now, out, out->struct_size)
+                   ? ok(err)
+                   : fail(err, KVEDGE_E_ARGUMENT, "kvedge_get_stats: out->struct_size is not set");
+    });
 }
 
-extern "C" const char * kvedge_layer_device(const kvedge_cache * kv, int32_t i) try {
-    if (!kv) {
-        return nullptr;
-    }
-    const Claim claim(kv->owner);
-    const auto  place = claim && is_layer(*kv, i) ? kv->places[(size_t) i] : nullptr;
-    return place ? ggml_backend_dev_name(place) : nullptr;
-} catch (...) {
-    return nullptr;
+extern "C" int32_t kvedge_layer_id(const kvedge_cache * kv, int32_t i) {
+    return asked(kv, -1, [&] { return is_layer(*kv, i) ? kv->shapes[(size_t) i].il : -1; });
 }
 
-extern "C" int32_t kvedge_head_length(const kvedge_cache * kv, int32_t seq_id, int32_t i, int32_t head) try {
-    if (!kv) {
-        return -1;
-    }
-    const Claim           claim(kv->owner);
-    const SequenceState * s = claim ? find_seq(kv, seq_id) : nullptr;
-    return s && is_head(*kv, i, head) ? s->seq->rows.head_length(i, head) : -1;
-} catch (...) {
-    return -1;
+extern "C" const char * kvedge_layer_device(const kvedge_cache * kv, int32_t i) {
+    return asked(kv, (const char *) nullptr, [&] {
+        const auto place = is_layer(*kv, i) ? kv->places[(size_t) i] : nullptr;
+        return place ? ggml_backend_dev_name(place) : nullptr;
+    });
+}
+
+extern "C" int32_t kvedge_head_length(const kvedge_cache * kv, int32_t seq_id, int32_t i, int32_t head) {
+    return asked(kv, -1, [&] {
+        const SequenceState * s = find_seq(kv, seq_id);
+        return s && is_head(*kv, i, head) ? s->seq->rows.head_length(i, head) : -1;
+    });
 }
 
 extern "C" kvedge_status kvedge_head_tokens(
-    const kvedge_cache * kv, int32_t seq_id, int32_t i, int32_t head, int32_t * out, int32_t n_out, kvedge_error * err) try {
-    if (!kv) {
-        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_head_tokens: cache is NULL");
-    }
-    const Claim claim(kv->owner);
-    if (!claim) {
-        return fail_busy(err);
-    }
-    const SequenceState * s = find_seq(kv, seq_id);
-    if (!s || !is_head(*kv, i, head) || !out) {
-        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_head_tokens: no such sequence, layer or head");
-    }
-    const auto tokens = s->seq->rows.head_tokens(i, head);
-    if ((size_t) std::max(n_out, 0) < tokens.size()) {
-        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_head_tokens: %zu tokens do not fit %d places", tokens.size(), n_out);
-    }
-    std::copy(tokens.begin(), tokens.end(), out);
-    return ok(err);
-} catch (...) {
-    return caught(err, "list the tokens");
+    const kvedge_cache * kv, int32_t seq_id, int32_t i, int32_t head, int32_t * out, int32_t n_out, kvedge_error * err) {
+    return claimed(kv, true, "kvedge_head_tokens: cache is NULL", "list the tokens", err, [&] {
+        const SequenceState * s = find_seq(kv, seq_id);
+        if (!s || !is_head(*kv, i, head) || !out) {
+            return fail(err, KVEDGE_E_ARGUMENT, "kvedge_head_tokens: no such sequence, layer or head");
+        }
+        const auto tokens = s->seq->rows.head_tokens(i, head);
+        if ((size_t) std::max(n_out, 0) < tokens.size()) {
+            return fail(err, KVEDGE_E_ARGUMENT, "kvedge_head_tokens: %zu tokens do not fit %d places", tokens.size(), n_out);
+        }
+        std::copy(tokens.begin(), tokens.end(), out);
+        return ok(err);
+    });
 }

@@ -2,11 +2,8 @@
 
 #include "core/bounded.h"
 
-#include "core/error.h"
 #include "core/storage.h"
-#include "glue/cache.h"
-
-#include <new>
+#include "glue/calls.h"
 
 using namespace kvedge;
 
@@ -96,34 +93,30 @@ extern "C" kvedge_status kvedge_plan_check_bounded(
 }
 
 extern "C" kvedge_status kvedge_bound_prompt(
-    kvedge_cache * kv, int32_t seq_id, const uint8_t * image_mask, int32_t n_tokens, kvedge_error * err) try {
-    if (!kv || n_tokens < 1 || seq_id < 0) {
-        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_bound_prompt: cache is NULL, or there are no tokens, or no such sequence");
-    }
-    const Claim claim(kv->owner);
-    if (!claim) {
-        return fail_busy(err);
-    }
-    if (!kv->ctx) {
-        return fail(err, KVEDGE_E_STATE, "the llama_context of this cache has been freed");
-    }
-    if ((uint32_t) n_tokens > llama_n_ubatch(kv->ctx)) {
-        return fail(err, KVEDGE_E_ARGUMENT, "a bounded prompt of %d tokens does not fit one pass of %u; make the context with a larger n_ubatch",
-                    n_tokens, llama_n_ubatch(kv->ctx));
-    }
-    if (const auto status = check_bounded(kv->plan_of(seq_id), kv->storage, err); status != KVEDGE_OK) {
-        return status;
-    }
-    if (const SequenceState * state = find_seq(kv, seq_id); state && state->streaming) {
-        return fail(err, KVEDGE_E_UNSUPPORTED, "sequence %d is a stream, which is compressed as a whole; read the prompt in pieces", seq_id);
-    }
-    auto request = std::make_unique<BoundedRequest>();
-    request->image.assign((size_t) n_tokens, 0);
-    for (int32_t i = 0; image_mask && i < n_tokens; i++) {
-        request->image[(size_t) i] = image_mask[i] ? 1 : 0;
-    }
-    kv->open(seq_id).request = std::move(request);
-    return ok(err);
-} catch (...) {
-    return caught(err, "announce a prompt");
+    kvedge_cache * kv, int32_t seq_id, const uint8_t * image_mask, int32_t n_tokens, kvedge_error * err) {
+    const char * missing = "kvedge_bound_prompt: cache is NULL, or there are no tokens, or no such sequence";
+    return claimed(kv, n_tokens >= 1 && seq_id >= 0, missing, "announce a prompt", err, [&] {
+        if (!kv->ctx) {
+            return fail(err, KVEDGE_E_STATE, "the llama_context of this cache has been freed");
+        }
+        if ((uint32_t) n_tokens > llama_n_ubatch(kv->ctx)) {
+            return fail(err, KVEDGE_E_ARGUMENT,
+                        "a bounded prompt of %d tokens does not fit one pass of %u; make the context with a larger n_ubatch", n_tokens,
+                        llama_n_ubatch(kv->ctx));
+        }
+        if (const auto status = check_bounded(kv->plan_of(seq_id), kv->storage, err); status != KVEDGE_OK) {
+            return status;
+        }
+        if (const SequenceState * state = find_seq(kv, seq_id); state && state->streaming) {
+            return fail(err, KVEDGE_E_UNSUPPORTED,
+                        "sequence %d is a stream, which is compressed as a whole; read the prompt in pieces", seq_id);
+        }
+        auto request = std::make_unique<BoundedRequest>();
+        request->image.assign((size_t) n_tokens, 0);
+        for (int32_t i = 0; image_mask && i < n_tokens; i++) {
+            request->image[(size_t) i] = image_mask[i] ? 1 : 0;
+        }
+        kv->open(seq_id).request = std::move(request);
+        return ok(err);
+    });
 }

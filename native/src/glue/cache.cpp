@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <climits>
-#include <new>
 
 using namespace kvedge;
 

@@ -1,90 +1,68 @@
 // Reading what a cache holds, and what its plan's scorer makes of it.
 
-#include "core/error.h"
-#include "glue/cache.h"
+#include "glue/calls.h"
 #include "primitives/widen.h"
 
 #include <algorithm>
-#include <new>
 
 using namespace kvedge;
 
 extern "C" kvedge_status kvedge_layer_shape(
-    const kvedge_cache * kv, int32_t i, int32_t * n_heads, int32_t * n_heads_kv, int32_t * d_k, int32_t * d_v, kvedge_error * err) try {
-    if (!kv || !n_heads || !n_heads_kv || !d_k || !d_v) {
-        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_layer_shape: cache or an output is NULL");
-    }
-    const Claim claim(kv->owner);
-    if (!claim) {
-        return fail_busy(err);
-    }
-    if (!is_layer(*kv, i)) {
-        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_layer_shape: no such layer");
-    }
-    const LayerShape & s = kv->shapes[(size_t) i];
-    *n_heads             = s.n_heads;
-    *n_heads_kv          = s.n_heads_kv;
-    *d_k                 = s.d_k;
-    *d_v                 = s.d_v;
-    return ok(err);
-} catch (...) {
-    return caught(err, "read the shape of a layer");
+    const kvedge_cache * kv, int32_t i, int32_t * n_heads, int32_t * n_heads_kv, int32_t * d_k, int32_t * d_v, kvedge_error * err) {
+    const char * missing = "kvedge_layer_shape: cache or an output is NULL";
+    return claimed(kv, n_heads && n_heads_kv && d_k && d_v, missing, "read the shape of a layer", err, [&] {
+        if (!is_layer(*kv, i)) {
+            return fail(err, KVEDGE_E_ARGUMENT, "kvedge_layer_shape: no such layer");
+        }
+        const LayerShape & s = kv->shapes[(size_t) i];
+        *n_heads             = s.n_heads;
+        *n_heads_kv          = s.n_heads_kv;
+        *d_k                 = s.d_k;
+        *d_v                 = s.d_v;
+        return ok(err);
+    });
 }
 
 extern "C" kvedge_status kvedge_head_rows(
-    const kvedge_cache * kv, int32_t seq_id, int32_t i, int32_t head, float * k, float * v, int32_t n_out, kvedge_error * err) try {
-    if (!kv) {
-        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_head_rows: cache is NULL");
-    }
-    const Claim claim(kv->owner);
-    if (!claim) {
-        return fail_busy(err);
-    }
-    const SequenceState * state = find_seq(kv, seq_id);
-    if (!state || !is_head(*kv, i, head) || !k || !v) {
-        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_head_rows: no such sequence, layer or head, or an output is NULL");
-    }
-    const LayerShape & s    = kv->shapes[(size_t) i];
-    const Store &      rows = state->seq->rows;
-    if (n_out < rows.head_length(i, head)) {
-        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_head_rows: %d rows do not fit %d places", rows.head_length(i, head), n_out);
-    }
-    if (const auto status = rows_at_hand(*kv, *state, err); status != KVEDGE_OK) {
-        return status;
-    }
-    const HeadView view  = rows.view(i, head);
-    const size_t   n_old = widen_rows(view.old, s, k, v);
-    widen_rows(view.pending, s, k + n_old * (size_t) s.d_k, v + n_old * (size_t) s.d_v);
-    return ok(err);
-} catch (...) {
-    return caught(err, "copy the rows");
+    const kvedge_cache * kv, int32_t seq_id, int32_t i, int32_t head, float * k, float * v, int32_t n_out, kvedge_error * err) {
+    return claimed(kv, true, "kvedge_head_rows: cache is NULL", "copy the rows", err, [&] {
+        const SequenceState * state = find_seq(kv, seq_id);
+        if (!state || !is_head(*kv, i, head) || !k || !v) {
+            return fail(err, KVEDGE_E_ARGUMENT, "kvedge_head_rows: no such sequence, layer or head, or an output is NULL");
+        }
+        const LayerShape & s    = kv->shapes[(size_t) i];
+        const Store &      rows = state->seq->rows;
+        if (n_out < rows.head_length(i, head)) {
+            return fail(err, KVEDGE_E_ARGUMENT, "kvedge_head_rows: %d rows do not fit %d places", rows.head_length(i, head), n_out);
+        }
+        if (const auto status = rows_at_hand(*kv, *state, err); status != KVEDGE_OK) {
+            return status;
+        }
+        const HeadView view  = rows.view(i, head);
+        const size_t   n_old = widen_rows(view.old, s, k, v);
+        widen_rows(view.pending, s, k + n_old * (size_t) s.d_k, v + n_old * (size_t) s.d_v);
+        return ok(err);
+    });
 }
 
 extern "C" kvedge_status kvedge_pending_scores(
-    const kvedge_cache * kv, int32_t seq_id, int32_t i, float * out, int32_t n_out, kvedge_error * err) try {
-    if (!kv) {
-        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_pending_scores: cache is NULL");
-    }
-    const Claim claim(kv->owner);
-    if (!claim) {
-        return fail_busy(err);
-    }
-    const SequenceState * state = find_seq(kv, seq_id);
-    if (!state || !is_layer(*kv, i) || !out) {
-        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_pending_scores: no such sequence or layer, or out is NULL");
-    }
-    if (const auto status = rows_at_hand(*kv, *state, err); status != KVEDGE_OK) {
-        return status;
-    }
-    Bulk<float> scores;
-    if (const auto status = score_pending(*state->seq, kv->plan_of(seq_id), i, scores, err); status != KVEDGE_OK) {
-        return status;
-    }
-    if (n_out < 0 || (size_t) n_out < scores.size()) {
-        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_pending_scores: %zu scores do not fit %d places", scores.size(), n_out);
-    }
-    std::copy(scores.begin(), scores.end(), out);
-    return ok(err);
-} catch (...) {
-    return caught(err, "score the tokens");
+    const kvedge_cache * kv, int32_t seq_id, int32_t i, float * out, int32_t n_out, kvedge_error * err) {
+    return claimed(kv, true, "kvedge_pending_scores: cache is NULL", "score the tokens", err, [&] {
+        const SequenceState * state = find_seq(kv, seq_id);
+        if (!state || !is_layer(*kv, i) || !out) {
+            return fail(err, KVEDGE_E_ARGUMENT, "kvedge_pending_scores: no such sequence or layer, or out is NULL");
+        }
+        if (const auto status = rows_at_hand(*kv, *state, err); status != KVEDGE_OK) {
+            return status;
+        }
+        Bulk<float> scores;
+        if (const auto status = score_pending(*state->seq, kv->plan_of(seq_id), i, scores, err); status != KVEDGE_OK) {
+            return status;
+        }
+        if (n_out < 0 || (size_t) n_out < scores.size()) {
+            return fail(err, KVEDGE_E_ARGUMENT, "kvedge_pending_scores: %zu scores do not fit %d places", scores.size(), n_out);
+        }
+        std::copy(scores.begin(), scores.end(), out);
+        return ok(err);
+    });
 }

@@ -1,16 +1,14 @@
 // Saving and loading a sequence: the file's frame, what automatic compression and decode policies remember, and the
 // positions and layers that llama.cpp keeps itself.
 
-#include "core/error.h"
 #include "core/storage.h"
 #include "core/structs.h"
-#include "glue/cache.h"
+#include "glue/calls.h"
 #include "session/file.h"
 #include "session/serial.h"
 
 #include <algorithm>
 #include <cstring>
-#include <new>
 
 using namespace kvedge;
 
@@ -242,11 +240,10 @@ kvedge_status enter(kvedge_cache & kv, int32_t seq_id, int32_t pos_max, const st
     return ok(err);
 }
 
-kvedge_status check_names(const kvedge_cache * kv, const char * path, const char * model, kvedge_error * err) {
-    return kv && path && model && strlen(model) <= MAX_MODEL
-               ? ok(err)
-               : fail(err, KVEDGE_E_ARGUMENT, "a session file needs a cache, a path, and a model name of at most %zu bytes", MAX_MODEL);
-}
+constexpr char UNNAMED[] = "a session file needs a cache, a path, and a model name of at most 255 bytes";
+static_assert(MAX_MODEL == 255, "what UNNAMED says");
+
+bool named(const char * path, const char * model) { return path && model && strlen(model) <= MAX_MODEL; }
 
 // For whoever has claimed the cache.
 kvedge_status check_use(const kvedge_cache & kv, int32_t seq_id, kvedge_error * err) {
@@ -266,108 +263,94 @@ kvedge_status check_use(const kvedge_cache & kv, int32_t seq_id, kvedge_error * 
 
 extern "C" kvedge_status kvedge_save(
     kvedge_cache * kv, int32_t seq_id, const char * path, const char * model, const void * note, size_t n_note,
-    kvedge_error * err) try {
-    if (const auto status = check_names(kv, path, model, err); status != KVEDGE_OK) {
-        return status;
-    }
-    const Claim claim(kv->owner);
-    if (!claim) {
-        return fail_busy(err);
-    }
-    if (const auto status = check_use(*kv, seq_id, err); status != KVEDGE_OK) {
-        return status;
-    }
-    if ((n_note > 0 && !note) || n_note > MAX_NOTE) {
-        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_save: the note is NULL or longer than 64 MiB");
-    }
-    const SequenceState * found = find_seq(kv, seq_id);
-    if (!found) {
-        return fail(err, KVEDGE_E_STATE, "sequence %d is empty; there is nothing to save", seq_id);
-    }
-    const SequenceState & state = *found;
-    if (state.streaming ? state.armed : state.seq->observed.any()) {
-        return fail(err, KVEDGE_E_STATE, "a prompt was read and is not compressed yet; compress it before it is saved");
-    }
-    llama_synchronize(kv->ctx);
-    if (const auto status = rows_at_hand(*kv, state, err); status != KVEDGE_OK) {
-        return status;
-    }
-    const int32_t              pos_max = llama_memory_seq_pos_max(llama_get_memory(kv->ctx), seq_id);
-    const std::vector<uint8_t> own     = llama_part(kv->ctx, seq_id);
-    const auto                 payload = [&](Sink & out) {
-        write_state(*kv, state, pos_max, out);
-        write_sequence(*state.seq, out);
-        out.value<uint64_t>(own.size());
-        out.values(own);
-    };
-    Sink nowhere;
-    payload(nowhere);
+    kvedge_error * err) {
+    return claimed(kv, named(path, model), UNNAMED, "save the sequence", err, [&] {
+        if (const auto status = check_use(*kv, seq_id, err); status != KVEDGE_OK) {
+            return status;
+        }
+        if ((n_note > 0 && !note) || n_note > MAX_NOTE) {
+            return fail(err, KVEDGE_E_ARGUMENT, "kvedge_save: the note is NULL or longer than 64 MiB");
+        }
+        const SequenceState * found = find_seq(kv, seq_id);
+        if (!found) {
+            return fail(err, KVEDGE_E_STATE, "sequence %d is empty; there is nothing to save", seq_id);
+        }
+        const SequenceState & state = *found;
+        if (state.streaming ? state.armed : state.seq->observed.any()) {
+            return fail(err, KVEDGE_E_STATE, "a prompt was read and is not compressed yet; compress it before it is saved");
+        }
+        llama_synchronize(kv->ctx);
+        if (const auto status = rows_at_hand(*kv, state, err); status != KVEDGE_OK) {
+            return status;
+        }
+        const int32_t              pos_max = llama_memory_seq_pos_max(llama_get_memory(kv->ctx), seq_id);
+        const std::vector<uint8_t> own     = llama_part(kv->ctx, seq_id);
+        const auto                 payload = [&](Sink & out) {
+            write_state(*kv, state, pos_max, out);
+            write_sequence(*state.seq, out);
+            out.value<uint64_t>(own.size());
+            out.values(own);
+        };
+        Sink nowhere;
+        payload(nowhere);
 
-    FileWriter file;
-    if (const auto status = file.open(path, err); status != KVEDGE_OK) {
-        return status;
-    }
-    write_head(file, model, note, n_note, nowhere.size());
-    file.value<uint32_t>(file.take_checksum());
-    (void) file.take_checksum();
-    payload(file);
-    file.value<uint32_t>(file.take_checksum());
-    return file.commit(err);
-} catch (...) {
-    return caught(err, "save the sequence");
+        FileWriter file;
+        if (const auto status = file.open(path, err); status != KVEDGE_OK) {
+            return status;
+        }
+        write_head(file, model, note, n_note, nowhere.size());
+        file.value<uint32_t>(file.take_checksum());
+        (void) file.take_checksum();
+        payload(file);
+        file.value<uint32_t>(file.take_checksum());
+        return file.commit(err);
+    });
 }
 
-extern "C" kvedge_status kvedge_load(kvedge_cache * kv, int32_t seq_id, const char * path, const char * model, kvedge_error * err) try {
-    if (const auto status = check_names(kv, path, model, err); status != KVEDGE_OK) {
-        return status;
-    }
-    const Claim claim(kv->owner);
-    if (!claim) {
-        return fail_busy(err);
-    }
-    if (const auto status = check_use(*kv, seq_id, err); status != KVEDGE_OK) {
-        return status;
-    }
-    if (kv->seqs.count(seq_id) || llama_memory_seq_pos_max(llama_get_memory(kv->ctx), seq_id) >= 0) {
-        return fail(err, KVEDGE_E_STATE, "sequence %d holds tokens; remove them before another is loaded into it", seq_id);
-    }
-    FileReader file;
-    Frame      frame;
-    if (const auto status = open_frame(file, path, frame, err); status != KVEDGE_OK) {
-        return status;
-    }
-    if (frame.model != model) {
-        return fail(err, KVEDGE_E_FILE, "%s was saved with another model", path);
-    }
-    file.limit_to(frame.payload_bytes);
-    if (const auto status = read_shapes(file, *kv, path, err); status != KVEDGE_OK) {
-        return status;
-    }
-    SequenceState        state;
-    state.id = seq_id;
-    std::vector<uint8_t> own;
-    int32_t              pos_max = -1;
-    uint64_t             n_own   = 0;
-    uint32_t             sum     = 0;
-    if (!read_state(file, *kv, state, pos_max) || !file.value(n_own) || !file.values(own, n_own) || file.left() != 0) {
-        return damaged(path, err);
-    }
-    const uint32_t expected = file.take_checksum();
-    file.unlimit();
-    if (!file.value(sum) || sum != expected || (n_own > 0 && !llama_keeps_layers(kv->ctx))) {
-        return damaged(path, err);
-    }
-    state.peak_bytes = 0;  // of this process, from here on
-    state.note_peak();
-    std::map<int32_t, SequenceState> loaded;
-    loaded.emplace(seq_id, std::move(state));
-    if (const auto status = enter(*kv, seq_id, pos_max, own, err); status != KVEDGE_OK) {
-        return status;
-    }
-    kv->seqs.merge(loaded);  // takes no memory: llama.cpp knows of the sequence by now
-    return ok(err);
-} catch (...) {
-    return caught(err, "load the sequence");
+extern "C" kvedge_status kvedge_load(kvedge_cache * kv, int32_t seq_id, const char * path, const char * model, kvedge_error * err) {
+    return claimed(kv, named(path, model), UNNAMED, "load the sequence", err, [&] {
+        if (const auto status = check_use(*kv, seq_id, err); status != KVEDGE_OK) {
+            return status;
+        }
+        if (kv->seqs.count(seq_id) || llama_memory_seq_pos_max(llama_get_memory(kv->ctx), seq_id) >= 0) {
+            return fail(err, KVEDGE_E_STATE, "sequence %d holds tokens; remove them before another is loaded into it", seq_id);
+        }
+        FileReader file;
+        Frame      frame;
+        if (const auto status = open_frame(file, path, frame, err); status != KVEDGE_OK) {
+            return status;
+        }
+        if (frame.model != model) {
+            return fail(err, KVEDGE_E_FILE, "%s was saved with another model", path);
+        }
+        file.limit_to(frame.payload_bytes);
+        if (const auto status = read_shapes(file, *kv, path, err); status != KVEDGE_OK) {
+            return status;
+        }
+        SequenceState        state;
+        state.id = seq_id;
+        std::vector<uint8_t> own;
+        int32_t              pos_max = -1;
+        uint64_t             n_own   = 0;
+        uint32_t             sum     = 0;
+        if (!read_state(file, *kv, state, pos_max) || !file.value(n_own) || !file.values(own, n_own) || file.left() != 0) {
+            return damaged(path, err);
+        }
+        const uint32_t expected = file.take_checksum();
+        file.unlimit();
+        if (!file.value(sum) || sum != expected || (n_own > 0 && !llama_keeps_layers(kv->ctx))) {
+            return damaged(path, err);
+        }
+        state.peak_bytes = 0;  // of this process, from here on
+        state.note_peak();
+        std::map<int32_t, SequenceState> loaded;
+        loaded.emplace(seq_id, std::move(state));
+        if (const auto status = enter(*kv, seq_id, pos_max, own, err); status != KVEDGE_OK) {
+            return status;
+        }
+        kv->seqs.merge(loaded);  // takes no memory: llama.cpp knows of the sequence by now
+        return ok(err);
+    });
 }
 
 extern "C" kvedge_status kvedge_read_saved(const char * path, kvedge_saved * out, void * note, size_t n_note, kvedge_error * err) try {

@@ -2,10 +2,7 @@
 
 #include "core/stream.h"
 
-#include "core/error.h"
-#include "glue/cache.h"
-
-#include <new>
+#include "glue/calls.h"
 
 using namespace kvedge;
 
@@ -44,63 +41,55 @@ void kvedge_cache::release_cells(int32_t seq_id, SequenceState & state) {
     state.released = (int32_t) (pos.size() - at_last);
 }
 
-extern "C" kvedge_status kvedge_compress_stream(kvedge_cache * kv, int32_t seq_id, kvedge_error * err) try {
-    if (!kv) {
-        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_compress_stream: cache is NULL");
-    }
-    const Claim claim(kv->owner);
-    if (!claim) {
-        return fail_busy(err);
-    }
-    if (!kv->ctx) {
-        return fail(err, KVEDGE_E_STATE, "the llama_context of this cache has been freed");
-    }
-    const kvedge_plan & plan = kv->plan_of(seq_id);
-    if (const auto status = check_stream(plan, err); status != KVEDGE_OK) {
-        return status;
-    }
-    if (kv->storage.quantised()) {
-        Sequence none(kv->shapes, kv->storage);
-        return open_stream(none, plan, err);
-    }
-    const auto it = kv->seqs.find(seq_id);
-    if (it == kv->seqs.end() || !it->second.seq) {
-        return ok(err);
-    }
-    SequenceState & state = it->second;
-    llama_synchronize(kv->ctx);
-    if (const auto status = rows_at_hand(*kv, state, err); status != KVEDGE_OK) {
-        return status;
-    }
-    if (state.bounded && !state.bounded->done()) {
-        return fail_bounded(state, err);
-    }
-    if (!state.streaming) {
-        if (const auto status = open_stream(*state.seq, plan, err); status != KVEDGE_OK) {
+extern "C" kvedge_status kvedge_compress_stream(kvedge_cache * kv, int32_t seq_id, kvedge_error * err) {
+    return claimed(kv, true, "kvedge_compress_stream: cache is NULL", "compress the stream", err, [&] {
+        if (!kv->ctx) {
+            return fail(err, KVEDGE_E_STATE, "the llama_context of this cache has been freed");
+        }
+        const kvedge_plan & plan = kv->plan_of(seq_id);
+        if (const auto status = check_stream(plan, err); status != KVEDGE_OK) {
             return status;
         }
-        state.streaming = true;
-        if (!state.armed) {  // compressed before, or from a session file: there is nothing to go by yet
-            kv->release_cells(seq_id, state);
+        if (kv->storage.quantised()) {
+            Sequence none(kv->shapes, kv->storage);
+            return open_stream(none, plan, err);
+        }
+        const auto it = kv->seqs.find(seq_id);
+        if (it == kv->seqs.end() || !it->second.seq) {
             return ok(err);
         }
-    }
-    const auto status = kv->compress_stream(state, err);
-    if (status == KVEDGE_OK) {
-        kv->release_cells(seq_id, state);
-    }
-    return status;
-} catch (...) {
-    return caught(err, "compress the stream");
+        SequenceState & state = it->second;
+        llama_synchronize(kv->ctx);
+        if (const auto status = rows_at_hand(*kv, state, err); status != KVEDGE_OK) {
+            return status;
+        }
+        if (state.bounded && !state.bounded->done()) {
+            return fail_bounded(state, err);
+        }
+        if (!state.streaming) {
+            if (const auto status = open_stream(*state.seq, plan, err); status != KVEDGE_OK) {
+                return status;
+            }
+            state.streaming = true;
+            if (!state.armed) {  // compressed before, or from a session file: there is nothing to go by yet
+                kv->release_cells(seq_id, state);
+                return ok(err);
+            }
+        }
+        const auto status = kv->compress_stream(state, err);
+        if (status == KVEDGE_OK) {
+            kv->release_cells(seq_id, state);
+        }
+        return status;
+    });
 }
 
-extern "C" int32_t kvedge_cells(const kvedge_cache * kv, int32_t seq_id) try {
+extern "C" int32_t kvedge_cells(const kvedge_cache * kv, int32_t seq_id) {
     if (!kv) {
         return 0;
     }
-    const Claim           claim(kv->owner);
-    const SequenceState * state = claim ? find_seq(kv, seq_id) : nullptr;
-    return !claim ? -1 : state ? state->seq->rows.n_tokens() - state->released : 0;
-} catch (...) {
-    return -1;
+    return asked(kv, -1, [&] {
+        const SequenceState * state = find_seq(kv, seq_id);
+        return state ? state->seq->rows.n_tokens() - state->released : 0;
+    });
 }

@@ -9,7 +9,6 @@ static int32_t evict(const DecodeInput & in) {
     return evict_by_share(in, (double) in.budget / in.prompt);
 }
 
-extern const DecodePolicy decode_fixed_point;
-const DecodePolicy        decode_fixed_point = { { "fixed-point", DISTANCE_PARAMS }, false, evict };
+extern const DecodePolicy decode_fixed_point = { { "fixed-point", DISTANCE_PARAMS }, false, evict };
 
 }  // namespace kvedge

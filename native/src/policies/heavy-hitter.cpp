@@ -31,7 +31,6 @@ static int32_t evict(const DecodeInput & in) {
     return lowest;
 }
 
-extern const DecodePolicy decode_heavy_hitter;
-const DecodePolicy        decode_heavy_hitter = { { "heavy-hitter", PARAMS }, true, evict };
+extern const DecodePolicy decode_heavy_hitter = { { "heavy-hitter", PARAMS }, true, evict };
 
 }  // namespace kvedge

@@ -4,7 +4,6 @@
 
 namespace kvedge {
 
-extern const DecodePolicy decode_keep_all;
-const DecodePolicy        decode_keep_all = { { "keep-all", nullptr }, false, nullptr };
+extern const DecodePolicy decode_keep_all = { { "keep-all", nullptr }, false, nullptr };
 
 }  // namespace kvedge

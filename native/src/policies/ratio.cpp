@@ -8,7 +8,6 @@ static int32_t evict(const DecodeInput & in) {
     return evict_by_share(in, (double) in.kept / in.prompt);
 }
 
-extern const DecodePolicy decode_ratio;
-const DecodePolicy        decode_ratio = { { "ratio", DISTANCE_PARAMS }, false, evict };
+extern const DecodePolicy decode_ratio = { { "ratio", DISTANCE_PARAMS }, false, evict };
 
 }  // namespace kvedge

@@ -6,7 +6,6 @@ namespace kvedge {
 
 static int32_t evict(const DecodeInput & in) { return in.length > in.kept ? in.sinks : -1; }
 
-extern const DecodePolicy decode_sliding;
-const DecodePolicy        decode_sliding = { { "sliding", nullptr }, false, evict };
+extern const DecodePolicy decode_sliding = { { "sliding", nullptr }, false, evict };
 
 }  // namespace kvedge

@@ -8,7 +8,6 @@ static void reduce(const ReduceInput & in, float * k, float * v) {
     merge_rows(in, { [](float) { return 1.0f; }, [](float) { return 1.0f; } }, k, v);
 }
 
-extern const Reducer reducer_averaged;
-const Reducer        reducer_averaged = { { "averaged", nullptr }, reduce, merge_scratch };
+extern const Reducer reducer_averaged = { { "averaged", nullptr }, reduce, merge_scratch };
 
 }  // namespace kvedge

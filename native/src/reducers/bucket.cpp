@@ -27,7 +27,6 @@ size_t scratch(int32_t, int32_t n_kept, int32_t) { return (size_t) n_kept; }
 
 }  // namespace
 
-extern const Reducer reducer_bucket;
-const Reducer        reducer_bucket = { { "bucket", PARAMS }, reduce, scratch };
+extern const Reducer reducer_bucket = { { "bucket", PARAMS }, reduce, scratch };
 
 }  // namespace kvedge

@@ -4,7 +4,6 @@
 
 namespace kvedge {
 
-extern const Reducer reducer_evict;
-const Reducer        reducer_evict = { { "evict", nullptr }, nullptr, nullptr };
+extern const Reducer reducer_evict = { { "evict", nullptr }, nullptr, nullptr };
 
 }  // namespace kvedge

@@ -9,7 +9,6 @@ static void reduce(const ReduceInput & in, float * k, float * v) {
     merge_rows(in, { [](float) { return 1.0f; }, [](float) { return 1.0f; } }, k, v);
 }
 
-extern const Reducer reducer_feature;
-const Reducer        reducer_feature = { { "feature", nullptr }, reduce, merge_scratch };
+extern const Reducer reducer_feature = { { "feature", nullptr }, reduce, merge_scratch };
 
 }  // namespace kvedge

@@ -8,7 +8,6 @@ static void reduce(const ReduceInput & in, float * k, float * v) {
     merge_rows(in, { [](float n) { return 1.0f + 0.5f * n; }, [](float) { return 0.5f; } }, k, v);
 }
 
-extern const Reducer reducer_pivotal;
-const Reducer        reducer_pivotal = { { "pivotal", nullptr }, reduce, merge_scratch };
+extern const Reducer reducer_pivotal = { { "pivotal", nullptr }, reduce, merge_scratch };
 
 }  // namespace kvedge

@@ -8,7 +8,6 @@ static void reduce(const ReduceInput & in, float * k, float * v) { merge_buckets
 
 static size_t scratch(int32_t, int32_t n_kept, int32_t) { return (size_t) n_kept; }
 
-extern const Reducer reducer_position;
-const Reducer        reducer_position = { { "position", nullptr }, reduce, scratch };
+extern const Reducer reducer_position = { { "position", nullptr }, reduce, scratch };
 
 }  // namespace kvedge

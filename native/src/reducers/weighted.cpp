@@ -21,7 +21,6 @@ static void reduce(const ReduceInput & in, float * k, float * v) {
     merge_rows(in, { [](float) { return 1.0f; }, clamp ? clamped : as_is, filter }, k, v);
 }
 
-extern const Reducer reducer_weighted;
-const Reducer        reducer_weighted = { { "weighted", PARAMS }, reduce, merge_scratch };
+extern const Reducer reducer_weighted = { { "weighted", PARAMS }, reduce, merge_scratch };
 
 }  // namespace kvedge

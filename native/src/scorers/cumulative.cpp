@@ -3,8 +3,6 @@
 #include "core/stages.h"
 #include "primitives/shared.h"
 
-#include <algorithm>
-
 namespace kvedge {
 
 enum { WINDOW, SHARE };
@@ -20,6 +18,8 @@ static int32_t auto_recent(int32_t kept, int32_t even, const double * params) {
     return params[WINDOW] > 0 ? window_recent((int32_t) params[WINDOW], kept, even) : kept / 2;
 }
 
+static bool joins_heads(const double * params) { return params[SHARE] == 1; }
+
 static void score(const ScoreInput & in, float * out) {
     const int32_t n_heads_kv = in.shape.n_heads_kv;
     for (int32_t h = 0; h < n_heads_kv; h++) {
@@ -28,26 +28,11 @@ static void score(const ScoreInput & in, float * out) {
             out[(size_t) h * (size_t) in.n_tokens + (size_t) t] = (float) sums[t];
         }
     }
-    if (in.params[SHARE] == 1) {
+    if (joins_heads(in.params)) {
         share_among_heads(out, n_heads_kv, in.n_tokens);
     }
 }
 
-extern const Scorer scorer_cumulative;
-const Scorer        scorer_cumulative = {
-    { "cumulative", PARAMS },
-    true,
-    auto_recent,
-    false,
-    nullptr,
-    score,
-    false,
-    nullptr,
-    nullptr,
-    nullptr,
-    nullptr,
-    nullptr,
-    [](const double * params) { return params[SHARE] == 1; },
-};
+extern const Scorer scorer_cumulative = { { "cumulative", PARAMS }, true, auto_recent, false, nullptr, score, joins_heads };
 
 }  // namespace kvedge

@@ -19,6 +19,10 @@ const Param PARAMS[] = {
     {},
 };
 
+bool joins_heads(const double * params) { return params[SHARE] == 0; }
+
+double low_share(const double * params) { return params[GAMMA]; }
+
 void score(const ScoreInput & in, float * out) {
     const int32_t  n_heads_kv = in.shape.n_heads_kv;
     const HighPass filter(in.n_tokens, in.params[GAMMA]);
@@ -27,28 +31,13 @@ void score(const ScoreInput & in, float * out) {
     if (in.spectrum) {
         *in.spectrum = { in.params[GAMMA], high };
     }
-    if (in.params[SHARE] == 0) {
+    if (joins_heads(in.params)) {
         share_among_heads(out, n_heads_kv, in.n_tokens);
     }
 }
 
 }  // namespace
 
-extern const Scorer scorer_dct;
-const Scorer        scorer_dct = {
-    { "dct", PARAMS },
-    false,
-    nullptr,
-    false,
-    nullptr,
-    score,
-    false,
-    nullptr,
-    nullptr,
-    nullptr,
-    [](const double * params) { return params[GAMMA]; },
-    nullptr,
-    [](const double * params) { return params[SHARE] == 0; },
-};
+extern const Scorer scorer_dct = { { "dct", PARAMS }, false, nullptr, false, nullptr, score, joins_heads, low_share };
 
 }  // namespace kvedge

@@ -6,7 +6,6 @@ namespace kvedge {
 
 static void score(const ScoreInput & in, float * out) { score_norms(in, false, -1.0f, out); }
 
-extern const Scorer scorer_knorm;
-const Scorer        scorer_knorm = { { "knorm", nullptr }, false, nullptr, false, nullptr, score };
+extern const Scorer scorer_knorm = { { "knorm", nullptr }, false, nullptr, false, nullptr, score };
 
 }  // namespace kvedge

@@ -42,7 +42,8 @@ void reserve(const ScoreInput & in, float * out) {
 
 }  // namespace
 
-extern const Scorer scorer_mean;
-const Scorer        scorer_mean = { { "mean", PARAMS }, true, auto_recent, false, nullptr, score, true, reserved, reserve };
+extern const Scorer scorer_mean = {
+    { "mean", PARAMS }, true, auto_recent, false, nullptr, score, nullptr, nullptr, true, reserved, reserve
+};
 
 }  // namespace kvedge

@@ -178,9 +178,8 @@ void score(const ScoreInput & in, float * out) {
 
 }  // namespace
 
-extern const Scorer scorer_mixkv;
-const Scorer        scorer_mixkv = {
-    { "mixkv", PARAMS, profile_kind }, false, auto_recent, false, window, score, false, nullptr, nullptr, attention
+extern const Scorer scorer_mixkv = {
+    { "mixkv", PARAMS, profile_kind }, false, auto_recent, false, window, score, nullptr, nullptr, false, nullptr, nullptr, attention
 };
 
 }  // namespace kvedge

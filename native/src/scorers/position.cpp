@@ -13,7 +13,6 @@ static void score(const ScoreInput & in, float * out) {
     }
 }
 
-extern const Scorer scorer_position;
-const Scorer        scorer_position = { { "position", nullptr }, false, nullptr, true, nullptr, score };
+extern const Scorer scorer_position = { { "position", nullptr }, false, nullptr, true, nullptr, score };
 
 }  // namespace kvedge

@@ -6,7 +6,6 @@ namespace kvedge {
 
 static void score(const ScoreInput & in, float * out) { score_norms(in, true, 1.0f, out); }
 
-extern const Scorer scorer_vnorm;
-const Scorer        scorer_vnorm = { { "vnorm", nullptr }, false, nullptr, false, nullptr, score };
+extern const Scorer scorer_vnorm = { { "vnorm", nullptr }, false, nullptr, false, nullptr, score };
 
 }  // namespace kvedge

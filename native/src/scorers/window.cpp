@@ -34,7 +34,6 @@ void score(const ScoreInput & in, float * out) {
 
 }  // namespace
 
-extern const Scorer scorer_window;
-const Scorer        scorer_window = { { "window", PARAMS }, false, auto_recent, false, window, score };
+extern const Scorer scorer_window = { { "window", PARAMS }, false, auto_recent, false, window, score };
 
 }  // namespace kvedge

@@ -1,7 +1,6 @@
 #include "session/crc32.h"
 
 #include <array>
-#include <cstring>
 
 namespace kvedge {
 

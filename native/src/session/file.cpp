@@ -4,7 +4,6 @@
 #include "session/crc32.h"
 
 #include <cerrno>
-#include <cstring>
 #include <filesystem>
 #include <system_error>
 

@@ -1,7 +1,6 @@
 #include "session/serial.h"
 
 #include <algorithm>
-#include <new>
 
 namespace kvedge {
 

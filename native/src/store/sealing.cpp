@@ -2,7 +2,6 @@
 
 #include "store/store.h"
 
-#include <algorithm>
 #include <new>
 
 namespace kvedge {

@@ -17,6 +17,7 @@ import numpy as np
 from pykvedge.errors import ImageError, UsageError
 from pykvedge.lab.demo_tasks.evalset import Sample, draw_sample
 from pykvedge.lab.demo_tasks.scenes import CELL, Item, Scene
+from pykvedge.lab.eval.files import read_text
 from pykvedge.models.images import Picture, load_picture
 
 TASKS = {
@@ -122,14 +123,8 @@ def read_jsonl(path: Path) -> list[Labelled]:
     box without "text" stands for the whole answer. "needle": a piece of the question's own text that answers it.
     Raises UsageError with the number of the line.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror or error}") from None
-    except UnicodeDecodeError:
-        raise UsageError(f"{path} is no JSONL file: it is not text") from None
     out = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_text(path).splitlines(), 1):
         if line.strip():
             try:
                 out.append(_parse(line, path.parent))

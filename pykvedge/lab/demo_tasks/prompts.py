@@ -27,9 +27,3 @@ def messages(count: int, question: str, second_turn: bool = False) -> list[dict[
         {"role": "assistant", "content": SHOW_ANSWER},
         {"role": "user", "content": question},
     ]
-
-
-def prompt(turns: list[dict[str, str]]) -> str:
-    """The text that the chat template of the model makes of the conversation."""
-    forms = {"user": "USER: {}\n", "assistant": "ASSISTANT: {}</s>\n"}
-    return "".join(forms[t["role"]].format(t["content"]) for t in turns) + "ASSISTANT:"

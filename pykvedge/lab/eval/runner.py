@@ -15,12 +15,10 @@ from pykvedge.lab.eval.records import Records, fingerprint
 from pykvedge.lab.eval.tasks import Sample
 from pykvedge.lab.jsonlines import SaveError
 from pykvedge.lab.progress import Display
-from pykvedge.models.encoder import Encoder
-from pykvedge.models.model import Model
 from pykvedge.models.vision import Vision
-from pykvedge.native import llamacpp
 from pykvedge.plans.presets import plan
 from pykvedge.runtime.interrupt import CancelledError, stop_if_set
+from pykvedge.runtime.loaded import borrow
 from pykvedge.runtime.settings import Settings
 
 FULL = "full"
@@ -79,25 +77,23 @@ def evaluate(
     display = display or Display(enabled=False)
     if not todo:
         return out
-    threads = job.settings.threads or llamacpp.default_threads()
-    model, vision, reader = None, None, None
+    loan, reader = None, None
     try:
-        model = Model(job.model, job.settings.offload, display, cancel, job.settings.verbose)
-        if job.mmproj is not None:
-            on_gpu = not job.settings.offload.off
-            vision = Vision(Encoder(job.mmproj, model, threads, on_gpu, job.settings.verbose))
-        reader = Reader(model, vision, threads, job.settings.kv_type, job.settings.n_ctx)
+        loan = borrow(job.model, job.mmproj, job.settings, display, cancel)
+        vision = Vision(loan.encoder) if loan.encoder else None
+        reader = Reader(loan.model, vision, loan.threads, job.settings.kv_type, job.settings.n_ctx)
         reader.stop_when(cancel)
-        preparer = Preparer(model, vision, partial(stop_if_set, cancel))
-        run = _Run(out, full, cells, display, cancel, preparer, Measurer(model, reader, job.wants))
+        preparer = Preparer(loan.model, vision, partial(stop_if_set, cancel))
+        run = _Run(out, full, cells, display, cancel, preparer, Measurer(loan.model, reader, job.wants))
         for sample, missing in todo:
             run.one(sample, missing)
     except CancelledError:
         out.interrupted = True
     finally:
-        for part in (reader, vision.encoder if vision is not None else None, model):
-            if part is not None:
-                part.close()
+        if reader is not None:
+            reader.close()
+        if loan is not None:
+            loan.give_back()
         display.done()
     return out
 

@@ -6,16 +6,8 @@ LOOK-M's averaged merge, under the name that PrefixKV gives it.
 
 from __future__ import annotations
 
-import numpy as np
-
-from pykvedge.plans.stages.base import Head, Reducer, Settings
-from pykvedge.plans.stages.similarity import assign, means
-
-
-def reduce(head: Head, settings: Settings) -> tuple[np.ndarray, np.ndarray]:
-    """Merged keys and values, [n, d] float64 each."""
-    return means(head, assign(head))
-
+from pykvedge.plans.stages.base import Reducer
+from pykvedge.plans.stages.reducer.averaged import reduce
 
 MEMBER = Reducer(
     name="feature",

@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include <cstddef>
+
 // For the loops over accumulators: an array that is not unrolled away lives in memory, and every step writes it there.
 #if defined(__clang__)
 #    define KVEDGE_UNROLL _Pragma("unroll")
@@ -18,3 +20,24 @@
 
 // A value that is used several times: loading it with every use would cost as many loads as there are products.
 #define KVEDGE_IN_REGISTER(x, constraint) __asm__("" : "+" constraint(x))
+
+namespace {
+
+// The first n lanes of a vector without masks, by way of memory.
+template <class V> inline V load_lanes(const float * p, size_t n, float rest) {
+    float lanes[V::W];
+    for (size_t i = 0; i < V::W; i++) {
+        lanes[i] = i < n ? p[i] : rest;
+    }
+    return V::load(lanes);
+}
+
+template <class V> inline void store_lanes(const V & v, float * p, size_t n) {
+    float lanes[V::W];
+    v.store(lanes);
+    for (size_t i = 0; i < n; i++) {
+        p[i] = lanes[i];
+    }
+}
+
+}  // namespace

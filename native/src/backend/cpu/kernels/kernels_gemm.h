@@ -3,7 +3,7 @@
 
 #pragma once
 
-#include "kernels_compiler.h"
+#include "kernels_decode.h"
 #include "kernels_quant.h"
 
 namespace kvedge {
@@ -87,46 +87,14 @@ void k_gemm_qk(FloatIn q, int32_t m, const float * packed, int32_t n, int32_t d,
     }
 }
 
-template <int M, int D> inline void pv_micro(const float * p, size_t ldp, int32_t n, const float * v, size_t ldv, float * o) {
-    V acc[M][D];
-    KVEDGE_UNROLL
-    for (int r = 0; r < M; r++) {
-        KVEDGE_UNROLL
-        for (int j = 0; j < D; j++) {
-            acc[r][j] = V::load(o + r * ldv + j * V::W);
-        }
-    }
-    for (int32_t c = 0; c < n; c++) {
-        V b[D];
-        KVEDGE_UNROLL
-        for (int j = 0; j < D; j++) {
-            b[j] = V::load(v + c * ldv + j * V::W);
-        }
-        KVEDGE_UNROLL
-        for (int r = 0; r < M; r++) {
-            const V a = V::set1(p[r * ldp + c]).kept();
-            KVEDGE_UNROLL
-            for (int j = 0; j < D; j++) {
-                acc[r][j] = V::fma(a, b[j], acc[r][j]);
-            }
-        }
-    }
-    KVEDGE_UNROLL
-    for (int r = 0; r < M; r++) {
-        KVEDGE_UNROLL
-        for (int j = 0; j < D; j++) {
-            acc[r][j].store(o + r * ldv + j * V::W);
-        }
-    }
-}
-
 template <int D> void pv_columns(FloatIn p, int32_t m, int32_t n, FloatIn v, float * o) {
-    int32_t r = 0;
+    const Rows rows = { (const uint8_t *) v.data, v.ld * sizeof(float), Type::f32 };
+    int32_t    r    = 0;
     for (; r + V::PR <= m; r += V::PR) {
-        pv_micro<V::PR, D>(p.row(r), p.ld, n, v.data, v.ld, o + r * v.ld);
+        axpy_micro<Type::f32, V::PR, D>(p.at(r), rows, 0, n, { o + r * v.ld, v.ld }, nullptr);
     }
     for (; r < m; r++) {
-        pv_micro<1, D>(p.row(r), p.ld, n, v.data, v.ld, o + r * v.ld);
+        axpy_micro<Type::f32, 1, D>(p.at(r), rows, 0, n, { o + r * v.ld, v.ld }, nullptr);
     }
 }
 

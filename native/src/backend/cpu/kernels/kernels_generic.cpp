@@ -28,20 +28,8 @@ struct V {
             p[i] = x[i];
         }
     }
-    static V load_first(const float * p, size_t n, float rest) {
-        float lanes[W];
-        for (size_t i = 0; i < W; i++) {
-            lanes[i] = i < n ? p[i] : rest;
-        }
-        return load(lanes);
-    }
-    void store_first(float * p, size_t n) const {
-        float lanes[W];
-        store(lanes);
-        for (size_t i = 0; i < n; i++) {
-            p[i] = lanes[i];
-        }
-    }
+    static V load_first(const float * p, size_t n, float rest) { return load_lanes<V>(p, n, rest); }
+    void     store_first(float * p, size_t n) const { store_lanes(*this, p, n); }
     static V set1(float a) { return each([=](int) { return a; }); }
     V kept() const { return *this; }
     static V zero() { return set1(0.0f); }

@@ -16,20 +16,8 @@ struct V {
 
     static V load(const float * p) { return { vld1q_f32(p) }; }
     void     store(float * p) const { vst1q_f32(p, x); }
-    static V load_first(const float * p, size_t n, float rest) {
-        float lanes[W];
-        for (size_t i = 0; i < W; i++) {
-            lanes[i] = i < n ? p[i] : rest;
-        }
-        return load(lanes);
-    }
-    void store_first(float * p, size_t n) const {
-        float lanes[W];
-        store(lanes);
-        for (size_t i = 0; i < n; i++) {
-            p[i] = lanes[i];
-        }
-    }
+    static V load_first(const float * p, size_t n, float rest) { return load_lanes<V>(p, n, rest); }
+    void     store_first(float * p, size_t n) const { store_lanes(*this, p, n); }
     static V set1(float a) { return { vdupq_n_f32(a) }; }
     V kept() const {
         V v = *this;
