@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -19,3 +20,20 @@ def test_explains_itself(environment, native, name):
     )
     assert done.returncode == 0 and not done.stderr, done.stderr
     assert "usage:" in done.stdout and len(done.stdout) > 200
+
+
+def test_a_device_is_measured(environment, native, tiny, tmp_path):
+    """The device's code on the processor, against stock llama.cpp."""
+    out = tmp_path / "rows.json"
+    asked = ["--model", tiny("llama").model, "--device", "CPU", "--tokens", "128,256", "--method", "knorm", "--json"]
+    done = subprocess.run(
+        [sys.executable, SCRIPTS / "measure_device.py", *asked, "--generate", "4", "--repeat", "1", "--output", out],
+        env=environment, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    rows = json.loads(done.stdout)
+    assert [(row["tokens"], row["variant"]) for row in rows] == [
+        (n, name) for n in (128, 256) for name in ("stock", "full", "knorm 0.2")
+    ]
+    stock, full, knorm = rows[3:]
+    assert stock["device_bytes"] == 0 and 0 < knorm["device_bytes"] < 0.5 * full["device_bytes"]
+    assert json.loads(out.read_text())[0]["model"] == rows[0]["model"]

@@ -118,6 +118,8 @@ class Repetition:
     full_bytes: int = 0
     kept_bytes: int = 0
     peak_bytes: int = 0
+    device_prompt_bytes: int = 0  # of keys and values, and what goes with them, when the prompt was read
+    device_bytes: int = 0  # and after the last token
     rss_peak_bytes: int = 0
     rss_after_bytes: int = 0
     prefill_j: float | None = None
@@ -182,9 +184,11 @@ def _timed(driver: Driver, prompt: Prompt, energy: Energy, cancel: threading.Eve
     driver.read(prompt.pieces, cancel=cancel)
     context.logits()  # waits for the device
     read = time.perf_counter()
+    lying = cache.stats().device_bytes if cache is not None else 0
+    compressing = time.perf_counter()
     driver.compress()
     compressed = time.perf_counter()
-    out = Repetition(read - began, compressed - read, prefill_j=energy.joules())
+    out = Repetition(read - began, compressed - compressing, prefill_j=energy.joules(), device_prompt_bytes=lying)
     if cache is not None:
         stats = cache.stats()
         out.full_bytes, out.kept_bytes = stats.before_bytes or stats.bytes, stats.bytes
@@ -203,7 +207,8 @@ def _timed(driver: Driver, prompt: Prompt, energy: Energy, cancel: threading.Eve
 
 def _bytes(out: Repetition, model: Model, driver: Driver) -> None:
     if driver.cache is not None:
-        out.peak_bytes = driver.cache.stats().peak_bytes
+        stats = driver.cache.stats()
+        out.peak_bytes, out.device_bytes = stats.peak_bytes, stats.device_bytes
         return
     # llama.cpp allocates for the whole context at once and does not tell how much; f16 is its default
     out.full_bytes = out.kept_bytes = out.peak_bytes = model.kv_bytes_per_token(2) * driver.context.n_ctx

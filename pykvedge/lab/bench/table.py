@@ -26,8 +26,9 @@ class Row:
 
     first_token_s: encoding of the images, prefill and compression. *_vs_stock: medians of the ratios of each round.
     limit_tok_s: read bandwidth over the bytes that a token reads, weights and kept KV. *_j_token: joules per token.
-    rss_*: growth of the process by the context. others: share of the processors that other programs had meanwhile, None
-    where the rounds were too short to tell; disturbed: more than the threads of this one left.
+    device_*: keys and values on devices, before the compression and after the answer. rss_*: growth of the process by
+    the context. others: share of the processors that other programs had meanwhile, None where the rounds were too short
+    to tell; disturbed: more than the threads of this one left.
     """
 
     model: str
@@ -51,6 +52,8 @@ class Row:
     kv_full_bytes: int
     kv_kept_bytes: int
     kv_peak_bytes: int
+    device_prompt_bytes: int
+    device_bytes: int
     rss_peak_bytes: int
     rss_after_bytes: int
     prefill_j_token: float | None = None
@@ -128,6 +131,8 @@ def _row(group: Group, variant: Variant, found: list[Repetition], stock: list[Re
         kv_full_bytes=last.full_bytes,
         kv_kept_bytes=last.kept_bytes,
         kv_peak_bytes=max(r.peak_bytes for r in found),
+        device_prompt_bytes=last.device_prompt_bytes,
+        device_bytes=last.device_bytes,
         rss_peak_bytes=round(float(np.median([r.rss_peak_bytes for r in found]))),
         rss_after_bytes=round(float(np.median([r.rss_after_bytes for r in found]))),
         prefill_j_token=_energy([(r.prefill_j, group.n_tokens) for r in found]),
