@@ -5,7 +5,7 @@ docs/results/devices.md.
     python3 scripts/dev.py python scripts/measure_device.py --output devices.json
 
 Without --model it writes two models of random weights, one with as many key as query heads (1.4 B), one with fewer
-(2 B). Each length of prompt is a run of its own of `kvedge bench`, in which stock and every variant take turns; one that
+(2 B). Each length of prompt is a run of its own of `kvedge bench`, in which stock and all variants take turns; one that
 does not fit, or would begin after --minutes, is said to be left out. Nothing is fetched from a network. Device memory:
 what kvedge holds there after the prompt and after the answer, and, where nvidia-smi is, the most that the device said
 was in use.
