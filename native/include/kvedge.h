@@ -229,9 +229,10 @@ typedef struct kvedge_options {
     kvedge_type type_k;         // storage type of keys, where it is not `type`
     kvedge_type type_v;         // and of values
     int32_t     unused;         // not read
-    // Where rows lie. A quantised storage type keeps them on the host. What looks at more than a device's attention gives -
-    // prompts for scorers of column sums or entropies, streams, bounded prompts, decode policies, watched tokens - takes place
-    // on the host, with the rows fetched; they go back with the next token that a device can attend to.
+    // Where rows lie. Quantised types other than q8_0 and q4_0 keep them on the host, also these two where heads have no flash
+    // attention. What a device's attention does not give - prompts for allocator entropy, streams, bounded prompts, decode
+    // policies by score, watched tokens, later messages where heads differ - takes place on the host, with the rows fetched;
+    // they go back with the next token that a device can attend to.
     kvedge_devices devices;
     int32_t        unused2;     // 0
 } kvedge_options;
