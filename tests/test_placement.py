@@ -13,6 +13,8 @@ from pykvedge.models.placement import Talk, largest, place
 from pykvedge.models.shape import ModelShape
 from pykvedge.native import ggml
 from pykvedge.plans.kvtypes import KvType
+from pykvedge.runtime import loaded
+from pykvedge.runtime.settings import Settings
 
 MIB = 2**20
 
@@ -130,3 +132,20 @@ def test_fit_tells_what_devices_take(kvedge, tiny, two_servers):
 @pytest.mark.parametrize("layers", ["many", "-2", "1.5"])
 def test_layers_that_are_no_number(kvedge, tiny, layers):
     kvedge("chat", *tiny("llama").arguments(), f"--gpu-layers={layers}", "hello").failed(2, layers.lstrip("-"))
+
+
+def test_auto_makes_room_for_the_context_of_the_session(monkeypatch):
+    """What a session asks for reaches the loading of its model."""
+
+    class ReachedError(Exception):
+        pass
+
+    def loading(path, offload, *rest):
+        raise ReachedError(offload.talk)
+
+    monkeypatch.setattr(loaded, "Model", loading)
+    settings = Settings(gpu_layers="auto", n_ctx=9999, kv_type="q8_0")
+    with pytest.raises(ReachedError) as reached:
+        loaded.borrow("model.gguf", None, settings, loaded.silent, None)
+    talk = reached.value.args[0]
+    assert talk.prompt_tokens == 9999 and talk.kv_type == KvType("q8_0", "q8_0")

@@ -113,7 +113,16 @@ def load(
     devices are added, as in "HOST:PORT,HOST:PORT". verbose: llama.cpp's log on stderr. Raises ModelError,
     LibraryError, DeviceError, OutOfMemoryError, UsageError, CancelledError.
     """
-    settings = Settings(**given)  # checks them
+    return _load(model, mmproj, Settings(**given), progress, cancel)
+
+
+def _load(
+    model: str | os.PathLike[str],
+    mmproj: str | os.PathLike[str] | None,
+    settings: Settings,
+    progress: Progress,
+    cancel: threading.Event | None,
+) -> LoadedModel:
     threads, verbose = settings.threads or llamacpp.default_threads(), settings.verbose
     weights = Model(path_of(model), settings.offload, progress, cancel, verbose)
     try:
@@ -146,8 +155,7 @@ def borrow(
                 "gpu_layers, device, rpc and verbose are settings of pykvedge.load when the model is loaded before"
             )
         return model.lend()
-    loading: LoadSettings = {name: getattr(settings, name) for name in LoadSettings.__annotations__}  # type: ignore[assignment]
-    with load(model, mmproj, progress=progress, cancel=cancel, **loading) as loaded:
+    with _load(model, mmproj, settings, progress, cancel) as loaded:
         return loaded.lend()
 
 
