@@ -39,8 +39,15 @@ HOSTILE = {
 USER = [Message("user", "Hello")]
 
 
+@pytest.fixture
+def children():
+    """Lists the processes that the test has started and that are there."""
+    before = psutil.Process().children()  # other tests may have left one that nobody waited for
+    return lambda: [child for child in psutil.Process().children() if child not in before]
+
+
 @pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE)
-def test_a_template_without_end_is_ended(source, monkeypatch):
+def test_a_template_without_end_is_ended(source, monkeypatch, children):
     monkeypatch.setattr(sandbox, "PATIENCE", 2.0)
     before = psutil.Process().memory_info().rss
     with pytest.raises(ModelError, match=r"chat template (fails|cannot be read)") as failed:
@@ -49,7 +56,7 @@ def test_a_template_without_end_is_ended(source, monkeypatch):
     assert psutil.Process().memory_info().rss - before < 200 << 20
     del failed
     gc.collect()
-    assert not psutil.Process().children()
+    assert not children()
 
 
 def test_output_without_end_of_a_plain_template_is_ended():
@@ -95,29 +102,29 @@ RICH = (
 )
 
 
-def test_a_rich_template_writes_in_its_child_what_it_writes_here():
+def test_a_rich_template_writes_in_its_child_what_it_writes_here(children):
     template = ChatTemplate(RICH, "<s>", "</s>")
     words = [Message("user", "Größe 🦙\n "), Message("assistant", "\x00\ud800"), Message("user", "<image>")]
     messages = [{"role": m.role, "content": m.text} for m in words]
     values = {"messages": messages, "add_generation_prompt": True, "bos_token": "<s>", "eos_token": "</s>"}
     here = jinja_worker.render(jinja_worker.environment().from_string(RICH), values)
     assert template.first(words, "") == here
-    [child] = psutil.Process().children()
+    [child] = children()
     assert template.first(words[:1], "") == '<user>GRÖSSE 🦙1{"a": "ü"}<s>!'
-    assert psutil.Process().children() == [child]
+    assert children() == [child]
     with pytest.raises(ModelError, match="no x"):
         template.first([Message("user", "x")], "")
     joined = template.first([Message("system", "Be brief"), *words[:1]], "")
     assert joined.startswith("<system>BE BRIEF1<user>")
     del template
     gc.collect()
-    assert not psutil.Process().children()
+    assert not children()
 
 
-def test_a_child_that_was_ended_is_started_again():
+def test_a_child_that_was_ended_is_started_again(children):
     template = ChatTemplate(RICH, "<s>", "</s>")
     first = template.first(USER, "")
-    [child] = psutil.Process().children()
+    [child] = children()
     child.kill()
     child.wait()
     assert template.first(USER, "") == first

@@ -88,6 +88,8 @@ def _run(question: str | None, plan: Plan, model: Path, mmproj: Path | None, giv
     from pykvedge.runtime.sessionlock import SessionLock
 
     file = _session_file(given["session_file"])
+    if file is not None:
+        paths.ask(Path.exists, file)  # a name that cannot be one is what the user asked for, not what went wrong
     with SessionLock(file) if file is not None else contextlib.nullcontext():
         return _talk(question, plan, (model, mmproj), file, given)
 
