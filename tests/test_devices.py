@@ -218,12 +218,12 @@ class Counting:
 
 
 def test_no_keys_and_values_travel_for_a_token(native, tiny, environment, own_server):
-    """Bytes for 100 more tokens of an answer, after prompts of two lengths: as many, but for 2 of each pair's mask."""
+    """Bytes for 50 more tokens of an answer, after prompts of two lengths: as many, but for 2 of each pair's mask."""
     files = tiny("llama")
     kept, a_token = [], []
-    for n_words in (200, 1200):
+    for n_words in (200, 700):
         sums = []
-        for n_answer in (20, 120):
+        for n_answer in (10, 60):
             wire = Counting(own_server.address)
             options = ["--method", "knorm", "--budget", "0.5", "--max-tokens", n_answer, "--json"]
             talking = chat(environment, files, "--rpc", wire.address, *options, "word " * n_words)
@@ -231,7 +231,7 @@ def test_no_keys_and_values_travel_for_a_token(native, tiny, environment, own_se
             assert json.loads(out)["tokens"]["generated"] == n_answer, err
             sums.append(wire.bytes)
         kept.append(json.loads(out)["tokens"]["prompt"] // 2)
-        a_token.append((sums[1] - sums[0]) / 100)
+        a_token.append((sums[1] - sums[0]) / 50)
     more = kept[1] - kept[0]
     rows = 2 * 2 * (32 + 32) * 2  # bytes of a token's keys and values in f16
     print(f"{a_token[0]:.0f} bytes a token with {kept[0]} pairs, {a_token[1]:.0f} with {kept[1]}")
