@@ -4,8 +4,7 @@
 // ways takes place on the host, with the rows fetched: compression, and attention whose weights somebody wants (watched tokens,
 // scores of a decode policy). A ubatch attends on devices if all its sequences can.
 
-#include "core/error.h"
-#include "glue/cache.h"
+#include "glue/calls.h"
 
 #include <algorithm>
 #include <string>
@@ -285,16 +284,10 @@ kvedge_status kvedge::rows_at_hand(const kvedge_cache & kv, const SequenceState 
     return fail(err, KVEDGE_E_MEMORY, "no memory on the host for the keys and values of the sequence, which lie on a device");
 }
 
-extern "C" kvedge_status kvedge_expect(kvedge_cache * kv, int32_t seq_id, int32_t n_tokens, kvedge_error * err) try {
-    if (!kv || n_tokens < 0 || seq_id < 0) {
-        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_expect: cache is NULL, the number of tokens is negative, or no such sequence");
-    }
-    const Claim claim(kv->owner);
-    if (!claim) {
-        return fail_busy(err);
-    }
-    kv->open(seq_id).expected = n_tokens;
-    return ok(err);
-} catch (...) {
-    return caught(err, "announce tokens");
+extern "C" kvedge_status kvedge_expect(kvedge_cache * kv, int32_t seq_id, int32_t n_tokens, kvedge_error * err) {
+    const bool sound = seq_id >= 0 && n_tokens >= 0;
+    return claimed(kv, sound, "kvedge_expect: cache is NULL, or the sequence or the number is negative", "announce tokens", err, [&] {
+        kv->open(seq_id).expected = n_tokens;
+        return ok(err);
+    });
 }
