@@ -285,8 +285,7 @@ kvedge_status kvedge::rows_at_hand(const kvedge_cache & kv, const SequenceState 
 }
 
 extern "C" kvedge_status kvedge_expect(kvedge_cache * kv, int32_t seq_id, int32_t n_tokens, kvedge_error * err) {
-    const bool sound = seq_id >= 0 && n_tokens >= 0;
-    return claimed(kv, sound, "kvedge_expect: cache is NULL, or the sequence or the number is negative", "announce tokens", err, [&] {
+    return claimed(kv, seq_id >= 0 && n_tokens >= 0, "kvedge_expect: cache is NULL, or a number is negative", "announce tokens", err, [&] {
         kv->open(seq_id).expected = n_tokens;
         return ok(err);
     });
