@@ -83,7 +83,7 @@ class Offload:
         """
         chosen = self.devices()
         if isinstance(self.gpu_layers, str):
-            params.n_gpu_layers = self._most(header)
+            params.n_gpu_layers = self._most(header, chosen)
         elif self.gpu_layers is not None:
             params.n_gpu_layers = self.gpu_layers
         if self.off or self.through_graph:
@@ -94,21 +94,24 @@ class Offload:
         params.devices = ctypes.cast(array, ctypes.c_void_p)
         return array
 
-    def _most(self, header: Header) -> int:
+    def _most(self, header: Header, devices: list[Device]) -> int:
         try:
-            return self.placement(header, self.talk).gpu_layers if self.talk is not None else 0
+            return self._placed(header, self.talk, devices).gpu_layers if self.talk is not None else 0
         except ModelError:  # a file that does not say enough to plan with
             return 0
 
     def placement(self, header: Header, talk: Talk) -> Placement:
         """Computes what a model's layers take on the devices. Raises what `devices` raises, and ModelError."""
+        return self._placed(header, talk, self.devices())
+
+    def _placed(self, header: Header, talk: Talk, devices: list[Device]) -> Placement:
         from pykvedge.models import placement
         from pykvedge.models.shape import ModelShape
 
-        shape, chosen = ModelShape.of(header), self.devices()
+        shape = ModelShape.of(header)
         if isinstance(self.gpu_layers, str):
-            return placement.largest(header, shape, chosen, talk)
-        return placement.place(header, shape, chosen, talk, -1 if self.gpu_layers is None else self.gpu_layers)
+            return placement.largest(header, shape, devices, talk)
+        return placement.place(header, shape, devices, talk, -1 if self.gpu_layers is None else self.gpu_layers)
 
 
 def _words(text: str) -> list[str]:
