@@ -220,6 +220,7 @@ struct kvedge_cache {
     bool fits_devices(const kvedge::Run & run, bool even) const;
     bool place_runs();
     bool to_device(kvedge::SequenceState & state, bool prompt);
+    bool needed_on_host(kvedge::SequenceState & state);
     bool reserve_on_device(kvedge::Run & run);
     bool report_full(const kvedge::GraphRows & device, int32_t n);  // which had no memory for n tokens; false
     int  finish_begin();

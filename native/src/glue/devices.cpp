@@ -101,14 +101,22 @@ bool kvedge_cache::report_full(const GraphRows & device, int32_t n) {
     return false;
 }
 
+// Fetches rows for a ubatch, and reports it where there is no memory for them.
+bool kvedge_cache::needed_on_host(SequenceState & state) {
+    if (to_host(state)) {
+        return true;
+    }
+    report(KVEDGE_E_MEMORY, "no memory on the host for keys and values that lie on devices");
+    return false;
+}
+
 // A prompt's rows are plain until it is compressed.
 bool kvedge_cache::to_device(SequenceState & state, bool prompt) {
     const GraphRows::Form form = { prompt ? storage.plain() : storage, !state.kept.empty() };
     if (state.device && state.device->form() == form) {
         return true;
     }
-    if (!to_host(state)) {
-        report(KVEDGE_E_MEMORY, "no memory on the host for keys and values that lie on devices");
+    if (!needed_on_host(state)) {
         return false;
     }
     auto device = std::make_shared<GraphRows>(shapes, places, form, stamps);
@@ -145,8 +153,7 @@ bool kvedge_cache::place_runs() {
         return nodes * layers <= provider.extra_nodes && fits_devices(*run, as_one);
     });
     for (auto & run : runs) {
-        if (!on_devices && !to_host(*run->state)) {
-            report(KVEDGE_E_MEMORY, "no memory on the host for keys and values that lie on devices");
+        if (!on_devices && !needed_on_host(*run->state)) {
             return false;
         }
         if (on_devices && !to_device(*run->state, run->prompt)) {
