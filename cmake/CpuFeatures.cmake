@@ -6,12 +6,11 @@ add_library(kvedge-cpu-features OBJECT ${CMAKE_CURRENT_LIST_DIR}/cpu-features.c)
 if(TARGET ggml-cpu)
     target_compile_options(kvedge-cpu-features PRIVATE $<TARGET_PROPERTY:ggml-cpu,COMPILE_OPTIONS>)
 endif()
-set(features ${PROJECT_BINARY_DIR}/bin/cpu-features.txt)
+set(KVEDGE_CPU_FEATURES ${PROJECT_BINARY_DIR}/bin/cpu-features.txt)
 add_custom_command(
-    OUTPUT ${features}
-    COMMAND ${CMAKE_COMMAND} -DOBJECT=$<TARGET_OBJECTS:kvedge-cpu-features> -DOUT=${features}
+    OUTPUT ${KVEDGE_CPU_FEATURES}
+    COMMAND ${CMAKE_COMMAND} -DOBJECT=$<TARGET_OBJECTS:kvedge-cpu-features> -DOUT=${KVEDGE_CPU_FEATURES}
             -P ${CMAKE_CURRENT_LIST_DIR}/write-cpu-features.cmake
     DEPENDS kvedge-cpu-features $<TARGET_OBJECTS:kvedge-cpu-features> ${CMAKE_CURRENT_LIST_DIR}/write-cpu-features.cmake
     VERBATIM)
-add_custom_target(kvedge-cpu-features-file ALL DEPENDS ${features})
-install(FILES ${features} DESTINATION pykvedge/lib COMPONENT kvedge)
+add_custom_target(kvedge-cpu-features-file ALL DEPENDS ${KVEDGE_CPU_FEATURES})

@@ -4,16 +4,17 @@
     python3 scripts/check_wheel.py dist/kvedge-*.whl --cpu Nehalem --cpu Haswell
 
 pip may fetch the dependencies, as wheels only. Then the packaged model is asked about an image by `kvedge chat` and by
-a program in C that the system's compiler builds with the wheel's headers and libraries, and it completes a text through
-llama_cpp with pykvedge.attach, imported in both orders. --cpu runs all of them again on a lesser processor, under
-qemu-x86_64 (Debian: qemu-user). One line a step on stdout, with ggml's CPU variant where one was loaded; exit code 1 if
-a step fails.
+a program in C that the system's compiler builds with what `python -m pykvedge --cflags --libs` prints, and it completes
+a text through llama_cpp with pykvedge.attach, imported in both orders. --cpu runs all of them again on a lesser
+processor, under qemu-x86_64 (Debian: qemu-user). One line a step on stdout, with ggml's CPU variant where one was
+loaded; exit code 1 if a step fails.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -64,12 +65,11 @@ class Place:
             return str(self.venv / "Scripts" / f"{name}.exe")
         return str(self.venv / "bin" / name)
 
-    def run(self, what: str, command: Sequence[str | Path], **variables: str) -> str:
+    def run(self, what: str, command: Sequence[str | Path]) -> str:
         """Returns stdout of a command in the empty folder. Raises CheckError."""
         keep = ("PIP_", "SSL_", "REQUESTS_", "HTTP", "http", "NO_PROXY", "no_proxy", "SYSTEMROOT", "LANG", "LC_")
         env = {k: v for k, v in os.environ.items() if k.startswith(keep)}
         env |= {"PATH": str(self.empty), "HOME": str(self.home), "TMPDIR": str(self.home), "PYTHONUTF8": "1"}
-        env |= variables
         full = [*self.emulator, *map(str, command)]
         try:
             done = subprocess.run(
@@ -113,10 +113,10 @@ def compiled(place: Place) -> Path:
     compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         raise CheckError("the program in C: no C compiler")
-    folder, out = package(place), place.home / "ask"
+    out = place.home / "ask"
+    flags = place.run("flags", [place.program("python"), "-m", "pykvedge", "--cflags", "--libs"])
     command = [compiler, "-std=c11", "-Wall", "-Wextra", "-Werror", "-O1", str(ROOT / "examples" / "c" / "ask.c")]
-    command += ["-o", str(out), f"-I{folder / 'include'}", f"-L{folder / 'lib'}", f"-Wl,-rpath,{folder / 'lib'}"]
-    command += ["-lkvedge", "-lmtmd", "-lllama", "-lggml", "-lggml-base"]
+    command += ["-o", str(out), *shlex.split(flags)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise CheckError(f"the program in C is not built: {done.stderr.strip().splitlines()[0]}")
@@ -125,21 +125,23 @@ def compiled(place: Place) -> Path:
 
 def refused(place: Place, program: Path) -> None:
     """Checks that without its variants the program in C says so."""
-    lib = package(place) / "lib"
-    if not any(lib.glob("*ggml-cpu-*")):
+    lib, away = package(place) / "lib", place.home / "variants"
+    variants = [path for path in lib.iterdir() if "ggml-cpu-" in path.name]
+    if not variants:
         return
-    bare = place.home / "bare"
-    bare.mkdir()
-    for path in lib.iterdir():
-        if "ggml-cpu-" not in path.name and path.is_file():
-            shutil.copy(path, bare)
+    away.mkdir()
+    for path in variants:
+        path.rename(away / path.name)
     try:
-        place.run("no variants", [program, "model", "question"], LD_LIBRARY_PATH=str(bare), DYLD_LIBRARY_PATH=str(bare))
+        place.run("no variants", [program, "model", "question"])
     except CheckError as error:
         if "holds no CPU backend of ggml" not in str(error):
             raise
         print(f"refused as it should be: {error}", flush=True)
         return
+    finally:
+        for path in variants:
+            (away / path.name).rename(path)
     raise CheckError("the program in C does not say that the CPU variants are missing")
 
 

@@ -1,6 +1,6 @@
 // kvedge.h - the whole public C ABI of libkvedge, with what it includes: kvedge-queries.h (what there is, and what a plan asks
 // for), kvedge-inspect.h (what a cache holds), kvedge-sessions.h (a sequence in a file), kvedge-stages.h (stages of your own),
-// kvedge-arrays.h (compression of plain arrays) and kvedge-encoder.h (image encoders).
+// kvedge-arrays.h (compression of plain arrays), kvedge-encoder.h (image encoders) and kvedge-images.h (fewer image tokens).
 //
 // libkvedge owns the KV memory of a llama.cpp context. It attaches to an existing llama_context, stores keys
 // and values per layer and per KV head, attends over them, and after a prompt is complete it compresses the
@@ -132,6 +132,7 @@ typedef enum kvedge_stage {
     KVEDGE_STAGE_ALLOCATOR = 1,  // how many does each layer and KV head keep?
     KVEDGE_STAGE_REDUCER   = 2,  // what becomes of the others?
     KVEDGE_STAGE_DECODE    = 3,  // what happens as tokens are generated?
+    KVEDGE_STAGE_PRUNER    = 4,  // which rows of an image does the model read? (kvedge-images.h)
 } kvedge_stage;
 
 // Number of members of a stage (0 for a stage that does not exist), and the name of member i (NULL past the end).
@@ -146,9 +147,10 @@ KVEDGE_API kvedge_status kvedge_plan_create(kvedge_plan ** out, kvedge_error * e
 KVEDGE_API void          kvedge_plan_free(kvedge_plan * plan);  // NULL is allowed
 
 // Sets one field from text. Keys:
-//   scorer, allocator, reducer, decode   name of a stage member
+//   scorer, allocator, reducer, decode, pruner   name of a stage member
 //   budget      "0.2": share of the prompt kept, in (0, 1];  "128": KV pairs per layer and KV head, an integer >= 1
 //               ("1.0" is the ratio, "1" is one pair)
+//   image_tokens   what the pruner leaves of an image (kvedge-images.h): "0.5" of its tokens, in (0, 1], or "288", >= 1
 //   recent      last tokens of the prompt that are always kept, inside the budget: "16" pairs, or "0.1" of the prompt,
 //               or "auto": half of the budget with scorer cumulative (H2O and LOOK-M: a1 = a2), the window, but at most
 //               half of the budget, with scorer window (SnapKV) and mixkv, a tenth of the budget and at least 1 with
@@ -375,6 +377,7 @@ KVEDGE_API kvedge_status kvedge_get_stats(const kvedge_cache * kv, int32_t seq_i
 
 #include "kvedge-arrays.h"
 #include "kvedge-encoder.h"
+#include "kvedge-images.h"
 #include "kvedge-inspect.h"
 #include "kvedge-queries.h"
 #include "kvedge-sessions.h"
