@@ -1,5 +1,5 @@
-// kvedge-sessions.h - a sequence in a file, to go on with it later without reading its prompt again. Included by kvedge.h,
-// whose conventions hold.
+// kvedge-sessions.h - a sequence in a file or in memory, to go on with it later without reading its prompt again. Included by
+// kvedge.h, whose conventions hold.
 //
 // docs/sessions.md has the layout of the file. It holds the compressed rows, not the plan: what comes after is compressed by
 // the plan then set, and an answer that a decode policy bounds goes on if that plan has the same policy.
@@ -35,6 +35,16 @@ KVEDGE_API kvedge_status kvedge_save(
 // Errors: KVEDGE_E_FILE (damaged, truncated, of a newer version, another model or other layer shapes), KVEDGE_E_ARGUMENT
 // (another storage type than the cache's), KVEDGE_E_STATE (the sequence holds tokens), KVEDGE_E_MEMORY.
 KVEDGE_API kvedge_status kvedge_load(kvedge_cache * kv, int32_t seq_id, const char * path, const char * model, kvedge_error * err);
+
+// The same bytes in memory, with no note: to put a conversation aside, to begin several with what they share, or to go on in
+// another context of the same model. data [*n_data]; *n_data: the room there, and then the bytes that the sequence takes; NULL
+// and 0: only how many. Nothing is changed. Errors: those of kvedge_save; KVEDGE_E_ARGUMENT too where the room is too small.
+KVEDGE_API kvedge_status kvedge_pack(
+    kvedge_cache * kv, int32_t seq_id, const char * model, void * data, size_t * n_data, kvedge_error * err);
+
+// Reads bytes of kvedge_pack, or of a file of kvedge_save, as kvedge_load reads a file. Errors: those of kvedge_load.
+KVEDGE_API kvedge_status kvedge_unpack(
+    kvedge_cache * kv, int32_t seq_id, const char * model, const void * data, size_t n_data, kvedge_error * err);
 
 typedef struct kvedge_saved {
     size_t   struct_size;  // set by the caller to sizeof(kvedge_saved) before the call

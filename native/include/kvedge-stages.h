@@ -1,9 +1,9 @@
 // kvedge-stages.h - your own stages. Included by kvedge.h, whose conventions hold.
 
+#include "kvedge.h"  // before the guard: what that includes needs what is declared here
+
 #ifndef KVEDGE_STAGES_H
 #define KVEDGE_STAGES_H
-
-#include "kvedge.h"
 
 #ifdef __cplusplus
 extern "C" {

@@ -1,4 +1,4 @@
-"""A Plan says what is kept of a prompt: it composes four stages, has a budget, and names what is protected in it.
+"""A Plan says what is kept of a prompt: it composes five stages, has a budget, and names what is protected in it.
 
 A plan is immutable and travels as JSON. Plans are usually made by `pykvedge.plan("lookm", budget=0.2)` (presets.py).
 """
@@ -93,6 +93,22 @@ class Budget(Amount):
         return min(max(super().count(n_tokens), 1), n_tokens) if n_tokens > 0 else 0
 
 
+@dataclass(frozen=True)
+class ImageTokens(Amount):
+    """The model reads so many tokens of each image: a ratio of them in (0, 1], or a number >= 1."""
+
+    def __post_init__(self) -> None:
+        in_range = 1 <= (self.pairs or 1) <= LARGEST_COUNT and 0 < (1.0 if self.ratio is None else self.ratio) <= 1
+        if not in_range or self.pairs == 0:
+            raise BudgetError(
+                f"image_tokens must be a ratio above 0 and at most 1.0, or a number of tokens from 1 on, not {self}"
+            )
+
+    def count(self, n_tokens: int) -> int:
+        """Counts the tokens that the model reads of an image of n_tokens: from 1 to n_tokens."""
+        return min(max(super().count(n_tokens), 1), n_tokens)
+
+
 AUTO = "auto"  # of recent: the scorer's method says how many (H2O, LOOK-M: half of the budget)
 
 
@@ -108,6 +124,8 @@ class Plan:
     allocator: str = "uniform"
     reducer: str = "evict"
     decode: str = "keep-all"
+    pruner: str = "none"
+    image_tokens: ImageTokens = ImageTokens(ratio=1.0)
     budget: Budget = Budget(ratio=1.0)
     recent: Amount | None = None  # None: auto
     sinks: int = 0
@@ -124,6 +142,9 @@ class Plan:
         for stage in STAGES:
             member(stage, getattr(self, stage))
         _set(self, "budget", Budget.parse(self.budget, "budget"))
+        _set(self, "image_tokens", ImageTokens.parse(self.image_tokens, "image_tokens"))
+        if self.pruner == "none" and self.image_tokens.ratio != 1.0:
+            raise UsageError(f"image_tokens {self.image_tokens} needs a pruner that chooses them, for example residual")
         _set(self, "recent", _recent(self.recent))
         if isinstance(self.sinks, bool) or not isinstance(self.sinks, int) or not 0 <= self.sinks <= LARGEST_COUNT:
             raise UsageError(f"sinks must be a whole number of tokens, 0 or more, not {self.sinks!r}")
@@ -183,6 +204,7 @@ class Plan:
     def as_text(self) -> dict[str, str]:
         """Writes the fields as kvedge_plan_set takes them, in an order that it accepts."""
         out = {stage: getattr(self, stage) for stage in STAGES}
+        out["image_tokens"] = str(self.image_tokens)
         out["budget"] = str(self.budget)
         out["recent"] = AUTO if self.recent is None else str(self.recent)
         out["sinks"] = str(self.sinks)
@@ -219,7 +241,7 @@ class Plan:
         for name in data:
             if name not in known:
                 raise unknown("plan field", name, known)
-        for name in ("budget", "recent"):
+        for name in ("budget", "recent", "image_tokens"):
             if isinstance(data.get(name), dict):
                 data[name] = _amount_from_json(name, data[name])
         return cls(**data)

@@ -40,7 +40,7 @@ def load_file(path: Path) -> list[str]:
             raise PluginError(f"plugin {path} is neither a Python file (.py) nor a shared library (.so, .dylib, .dll)")
         names = _registered_by(path.name)
         if not names:
-            raise PluginError(f"plugin {path} registers no scorer, allocator, reducer or preset")
+            raise PluginError(f"plugin {path} registers no scorer, allocator, reducer, pruner or preset")
         _check_presets(path.name)
     except BaseException:
         table.restore(before)

@@ -15,6 +15,7 @@ from pykvedge.plans.stages.members import STAGES
 # This method answers when nobody chose one: of those that were measured (docs/demo-model.md) it loses least at half of
 # the memory, also on questions that come a turn after the image. Its budget is that half, whether it is named or not.
 DEFAULT_METHOD = "mixkv"
+DEFAULT_PRUNER = "residual"  # where only the number of image tokens is said
 
 
 _STREAMING = "Xiao et al. 2024, Efficient Streaming Language Models with Attention Sinks, arXiv:2309.17453"
@@ -190,6 +191,8 @@ def plan(method: str, budget: Any = None, **settings: Any) -> Plan:
     values = {"budget": chosen.budget, **preset_values, **{k: v for k, v in settings.items() if "." not in k}}
     if budget is not None:
         values["budget"] = budget
+    if "image_tokens" in values and "pruner" not in values:
+        values["pruner"] = DEFAULT_PRUNER
     made = Plan(method=chosen.name, params=params, **values)
     if chosen.name == "full" and made.budget.ratio != 1.0:
         raise BudgetError(

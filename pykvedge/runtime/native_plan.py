@@ -32,7 +32,8 @@ class NativePlan:
             for stage, struct in self.own.structs.items():
                 call(f"plan_add_{stage}", self.handle, c.byref(struct))
             for key, value in plan.as_text().items():
-                if key.partition(".")[0] not in self.own.unset or "." not in key:
+                stage, _, setting = key.partition(".")
+                if stage not in self.own.unknown and not (setting and stage in self.own.unset):
                     call("plan_set", self.handle, key.encode(), value.encode())
             if later_floor is not None:
                 call("plan_set", self.handle, b"later_floor", str(later_floor).encode())

@@ -32,8 +32,10 @@ class OwnStages:
     def __init__(self, plan: Plan) -> None:
         self.structs: dict[str, c.Structure] = {}  # by stage
         self.unset: set[str] = set()  # stages whose settings C does not know
+        # a pruner is called from here (runtime/pruning.py): C hears nothing of it
+        self.unknown = {"pruner"} if table.get("pruner", plan.pruner) is not None else set[str]()
         self._failure: BaseException | None = None
-        for stage in table.STAGES:
+        for stage in table.COMPRESSING:
             plugin = table.get(stage, getattr(plan, stage))
             if plugin is None:
                 continue

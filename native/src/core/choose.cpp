@@ -105,7 +105,7 @@ Scores attention_scores(Job & job, int32_t layer, uint32_t wants) {
 }  // namespace
 
 Job make_job(Sequence & seq, const kvedge_plan & plan, int32_t n_threads, bool scored) {
-    Job job{ seq, plan, std::max(1, n_threads), seq.rows.pending_length(), scored, {}, {}, {}, {}, {}, 0, {}, {}, {}, {}, {}, {}, {} };
+    Job job{ seq, plan, std::max(1, n_threads), seq.rows.pending_length(), scored, {}, {}, {}, {}, {}, 0, {}, {}, {}, {}, {}, {}, {}, {} };
     job.most       = job.n_tokens;
     const size_t n = seq.rows.shapes().size();
     if (seq.rows.pending_differs()) {
@@ -120,6 +120,7 @@ Job make_job(Sequence & seq, const kvedge_plan & plan, int32_t n_threads, bool s
     job.spectra.resize(n);
     job.scores.resize(n);
     job.kept.resize(n);
+    job.sources.resize(n);
     for (const LayerShape & shape : seq.rows.shapes()) {
         job.counts.emplace_back((size_t) shape.n_heads_kv, job.n_tokens);
     }

@@ -86,6 +86,23 @@ kvedge_status measured(
     return fail(err, KVEDGE_E_MEMORY, "no memory to compress the cache");
 }
 
+// Quantised rows of the pending tokens, which are plain while they are compressed: they come back where that fails.
+class Unsealed {
+  public:
+    explicit Unsealed(Store & rows) : rows_(rows), good_(rows.unseal_pending(&was_)) {}
+    ~Unsealed() { rows_.seal_again(std::move(was_)); }
+    Unsealed(const Unsealed &)             = delete;
+    Unsealed & operator=(const Unsealed &) = delete;
+
+    bool good() const { return good_; }
+    void forget() { was_.clear(); }  // nothing can fail any more
+
+  private:
+    Store &       rows_;
+    Store::Sealed was_;
+    bool          good_;
+};
+
 static kvedge_status compress_tokens(
     Sequence & seq, const kvedge_plan & plan, int32_t n_threads, Compression & outcome, kvedge_error * err) {
     const int32_t T      = seq.rows.pending_length();
@@ -105,7 +122,8 @@ static kvedge_status compress_tokens(
     if (quantise && !reduced && !scored && !outcome.want_scores) {
         seq.promote_sealed();  // what is quantised already stays as it is
     }
-    if (!seq.rows.unseal_pending()) {
+    Unsealed unsealed(seq.rows);
+    if (!unsealed.good()) {
         return fail(err, KVEDGE_E_MEMORY, "no memory to compress the last answer, which is quantised");
     }
     Job        job = make_job(seq, plan, n_threads, scored);
@@ -124,11 +142,15 @@ static kvedge_status compress_tokens(
         if (!open_layers(job, reduces)) {
             return fail(err, KVEDGE_E_MEMORY, "no memory for the compressed cache of %d tokens", budget);
         }
+        if (!reduces || !plan.reducer->custom) {
+            unsealed.forget();  // its memory is not needed beside the new rows
+        }
         fill_layers(job, reduces, outcome);
         outcome.reduced = reduced;
     } else if (scored) {
         seq.sums_to_scores();
     }
+    unsealed.forget();
     seq.close_pending();
     seq.rows.seal_old(first);  // without the memory for it, they stay as large as they are
     return ok(err);

@@ -262,7 +262,8 @@ std::vector<const char *> own_names(const kvedge_plan & plan, kvedge_stage stage
         case KVEDGE_STAGE_SCORER:    list(plan.own_scorers); break;
         case KVEDGE_STAGE_ALLOCATOR: list(plan.own_allocators); break;
         case KVEDGE_STAGE_REDUCER:   list(plan.own_reducers); break;
-        case KVEDGE_STAGE_DECODE:    break;
+        case KVEDGE_STAGE_DECODE:
+        case KVEDGE_STAGE_PRUNER:    break;
     }
     return names;
 }

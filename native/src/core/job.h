@@ -30,6 +30,7 @@ struct Job {
     // The ragged blocks that replace the pending ones: rows that are stored whole, and KIVI's newest with their residual.
     std::unique_ptr<Block>   main, tail;
     std::vector<Bulk<float>> rows;  // [worker] keys and values of one head, and the reducer's scratch
+    std::vector<std::vector<std::vector<Segment>>> sources;  // [layer][head] where the pending rows lie, of layers that are open
 
     // Of a stream that was compressed before, for each head:
     std::vector<std::vector<int32_t>> head_tokens;  // [layer][Hkv * T]; empty where all hold the same
@@ -68,7 +69,7 @@ Bulk<float> scores_of(const Sequence & seq, const kvedge_plan & plan, size_t lay
 void open_blocks(Job & job);
 // Takes memory for the rows of one layer that stay, and working memory for n_workers. False: no memory.
 bool open_layer(Job & job, size_t layer, bool reduces, int32_t n_workers);
-// Fills one layer of the new blocks.
+// Fills one layer of the new blocks, with the memory that open_layer took: only a reducer of the program's own can fail.
 void fill_layer(Job & job, size_t layer, bool reduces, int32_t n_threads);
 // Both for all layers. open_layers: memory, false if there is none. fill_layers puts the new blocks in the place of the pending ones as well.
 bool open_layers(Job & job, bool reduces);

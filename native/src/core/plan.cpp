@@ -19,6 +19,7 @@ kvedge_plan full_plan() {
     p.allocator    = find_allocator("uniform");
     p.reducer      = find_reducer("evict");
     p.decode       = find_decode("keep-all");
+    p.pruner       = find_pruner("none");
     p.budget_ratio = 1.0;
     p.recent_auto  = true;
     return p;
@@ -26,7 +27,7 @@ kvedge_plan full_plan() {
 
 namespace {
 
-const char * const STAGE_NAMES[] = { "scorer", "allocator", "reducer", "decode" };
+const char * const STAGE_NAMES[] = { "scorer", "allocator", "reducer", "decode", "pruner" };
 
 int32_t share(double ratio, int32_t n_tokens) { return (int32_t) std::floor(ratio * n_tokens + 1e-9); }
 
@@ -121,7 +122,7 @@ kvedge_status set_param(double & slot, const Param & p, const std::string & key,
 // "scorer.window": a setting of the member that the plan has for that stage.
 kvedge_status set_member_param(kvedge_plan & plan, const std::string & key, const char * value, kvedge_error * err) {
     const size_t dot = key.find('.');
-    for (int32_t stage = 0; stage < 4; stage++) {
+    for (int32_t stage = 0; stage < N_STAGES; stage++) {
         if (key.compare(0, dot, STAGE_NAMES[stage]) != 0) {
             continue;
         }
@@ -136,8 +137,8 @@ kvedge_status set_member_param(kvedge_plan & plan, const std::string & key, cons
         return fail(err, KVEDGE_E_UNKNOWN, "%s '%s' has no setting '%s'; there are: %s", STAGE_NAMES[stage], m.name,
                     key.c_str() + dot + 1, names.empty() ? "none" : names.c_str());
     }
-    return fail(err, KVEDGE_E_UNKNOWN, "a plan has no setting '%s'; settings of members start with scorer., allocator., reducer. or "
-                "decode.", key.c_str());
+    return fail(err, KVEDGE_E_UNKNOWN, "a plan has no setting '%s'; settings of members start with scorer., allocator., reducer., "
+                "decode. or pruner.", key.c_str());
 }
 
 kvedge_status set_budget(kvedge_plan & plan, const char * value, kvedge_error * err) {
@@ -150,6 +151,19 @@ kvedge_status set_budget(kvedge_plan & plan, const char * value, kvedge_error * 
     }
     plan.budget_ratio = a.ratio;
     plan.budget_pairs = a.pairs;
+    return ok(err);
+}
+
+kvedge_status set_image_tokens(kvedge_plan & plan, const char * value, kvedge_error * err) {
+    Amount a;
+    if (!parse_amount(value, a)) {
+        return fail(err, KVEDGE_E_ARGUMENT, "image_tokens '%s' is not a number; use a ratio like 0.5 or tokens like 288", value);
+    }
+    if (a.is_ratio ? !(a.ratio > 0.0 && a.ratio <= 1.0) : a.pairs < 1) {
+        return fail(err, KVEDGE_E_BUDGET, "image_tokens %s is out of range; a ratio lies in (0, 1], tokens are 1 or more", value);
+    }
+    plan.image_ratio  = a.ratio;
+    plan.image_tokens = a.pairs;
     return ok(err);
 }
 
@@ -191,6 +205,7 @@ const Member & plan_member(const kvedge_plan & plan, int32_t stage) {
         case KVEDGE_STAGE_SCORER:    return *plan.scorer;
         case KVEDGE_STAGE_ALLOCATOR: return *plan.allocator;
         case KVEDGE_STAGE_REDUCER:   return *plan.reducer;
+        case KVEDGE_STAGE_PRUNER:    return *plan.pruner;
         default:                     return *plan.decode;
     }
 }
@@ -261,6 +276,12 @@ extern "C" kvedge_status kvedge_plan_set(kvedge_plan * plan, const char * key, c
     if (k == "decode") {
         return set_stage(*plan, &kvedge_plan::decode, find_decode(value), KVEDGE_STAGE_DECODE, value, err);
     }
+    if (k == "pruner") {
+        return set_stage(*plan, &kvedge_plan::pruner, find_pruner(value), KVEDGE_STAGE_PRUNER, value, err);
+    }
+    if (k == "image_tokens") {
+        return set_image_tokens(*plan, value, err);
+    }
     if (k == "budget") {
         return set_budget(*plan, value, err);
     }
@@ -285,8 +306,8 @@ extern "C" kvedge_status kvedge_plan_set(kvedge_plan * plan, const char * key, c
         return set_member_param(*plan, k, value, err);
     }
     return fail(err, KVEDGE_E_UNKNOWN,
-                "a plan has no setting '%s'; there are: scorer, allocator, reducer, decode, budget, recent, sinks, text_prior, "
-                "text_overflow, later_floor", key);
+                "a plan has no setting '%s'; there are: scorer, allocator, reducer, decode, pruner, budget, image_tokens, recent, "
+                "sinks, text_prior, text_overflow, later_floor", key);
 } catch (...) {
     return caught(err, "change a plan");
 }

@@ -11,12 +11,13 @@ struct kvedge_plan {
     const kvedge::Allocator *    allocator = nullptr;
     const kvedge::Reducer *      reducer   = nullptr;
     const kvedge::DecodePolicy * decode    = nullptr;
+    const kvedge::Pruner *       pruner    = nullptr;
 
     // Values of the members' settings, in the order of their params; by kvedge_stage.
-    double params[4][kvedge::MAX_PARAMS] = {};
+    double params[kvedge::N_STAGES][kvedge::MAX_PARAMS] = {};
 
     // Profiles of the members that take one, by kvedge_stage. Never changed, so that copies of a plan share them.
-    std::shared_ptr<const kvedge::Profile> profiles[4];
+    std::shared_ptr<const kvedge::Profile> profiles[kvedge::N_STAGES];
 
     // Each amount is a ratio of the prompt's tokens (ratio > 0) or a number of KV pairs (ratio = 0).
     double  budget_ratio = 1.0;
@@ -25,6 +26,10 @@ struct kvedge_plan {
     double  recent_ratio = 0.0;
     int32_t recent_pairs = 0;
     int32_t sinks        = 0;
+
+    // Rows of an image that the model reads: a ratio (above 0), or a number.
+    double  image_ratio  = 1.0;
+    int32_t image_tokens = 0;
 
     bool text_prior    = false;
     bool keep_all_text = false;  // text_overflow = keep_all

@@ -10,7 +10,7 @@ namespace kvedge {
 
 namespace {
 
-const char * const STAGE_NAMES[]   = { "scorer", "allocator", "reducer", "decode" };
+const char * const STAGE_NAMES[]   = { "scorer", "allocator", "reducer", "decode", "pruner" };
 constexpr int32_t  LARGEST_PROFILE = 1 << 16;  // layers, columns: no model comes near it
 
 ProfileKind kind_of(const kvedge_plan & plan, int32_t stage) {
@@ -75,7 +75,7 @@ kvedge_status check_shape(
 
 kvedge_status check_profiles(
     const kvedge_plan & plan, const std::vector<LayerShape> & shapes, int32_t n_layers, kvedge_error * err) {
-    for (int32_t stage = 0; stage < 4; stage++) {
+    for (int32_t stage = 0; stage < N_STAGES; stage++) {
         const ProfileKind kind = kind_of(plan, stage);
         if (kind == ProfileKind::none) {
             continue;

@@ -16,6 +16,7 @@ template <class T> constexpr kvedge_stage STAGE_OF = KVEDGE_STAGE_SCORER;
 template <> constexpr kvedge_stage STAGE_OF<Allocator>    = KVEDGE_STAGE_ALLOCATOR;
 template <> constexpr kvedge_stage STAGE_OF<Reducer>      = KVEDGE_STAGE_REDUCER;
 template <> constexpr kvedge_stage STAGE_OF<DecodePolicy> = KVEDGE_STAGE_DECODE;
+template <> constexpr kvedge_stage STAGE_OF<Pruner>       = KVEDGE_STAGE_PRUNER;
 
 struct Registered {
     kvedge_stage   stage;
@@ -42,6 +43,7 @@ const Scorer *       find_scorer(const char * name) { return find<Scorer>(name);
 const Allocator *    find_allocator(const char * name) { return find<Allocator>(name); }
 const Reducer *      find_reducer(const char * name) { return find<Reducer>(name); }
 const DecodePolicy * find_decode(const char * name) { return find<DecodePolicy>(name); }
+const Pruner *       find_pruner(const char * name) { return find<Pruner>(name); }
 
 }  // namespace kvedge
 

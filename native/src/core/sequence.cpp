@@ -10,21 +10,32 @@ std::unique_ptr<Sequence> Sequence::clone() const try {
     return nullptr;
 }
 
-void Sequence::observe(int32_t n, bool causal) {
-    std::vector<uint8_t> modality;
+std::vector<uint8_t> Sequence::modality() const {
+    std::vector<uint8_t> out;
     if (observed.has_queries()) {
         for (int32_t token : rows.pending_tokens()) {
-            modality.push_back(rows.contents().image[(size_t) token]);
+            out.push_back(rows.contents().image[(size_t) token]);
         }
     }
-    observed.count(rows.pending_length(), n, causal, std::move(modality));
+    return out;
 }
+
+void Sequence::observe(int32_t n, bool causal) { observed.count(rows.pending_length(), n, causal, modality()); }
 
 void Sequence::remove(int32_t p0, int32_t p1) {
     if (!rows.holds(p0, p1)) {
         return;
     }
-    const int32_t n_pending = rows.pending_length();
+    const int32_t        n_pending = rows.pending_length();
+    std::vector<int32_t> staying;  // pending ones; memory for it is taken before a row goes
+    if (observed.has_queries()) {
+        for (int32_t token : rows.pending_tokens()) {
+            const int32_t pos = rows.contents().pos[(size_t) token];
+            if (pos < p0 || pos >= p1) {
+                staying.push_back(token);
+            }
+        }
+    }
     for (const Removed & gone : rows.remove_rows(p0, p1)) {
         if (gone.layer < 0) {
             observed.remove_rows(gone.first, gone.n, gone.keep);
@@ -34,7 +45,7 @@ void Sequence::remove(int32_t p0, int32_t p1) {
     }
     rows.forget_last(p0, p1);
     if (observed.has_queries()) {
-        observed.forget_queries(rows.pending_tokens(), rows.n_tokens());
+        observed.forget_queries(staying, rows.n_tokens());
     }
     if (rows.pending_length() != n_pending) {
         observed.skip_windows(rows.n_tokens());  // the rings count rows that are gone

@@ -19,6 +19,9 @@ struct Sequence {
     // A copy with memory of its own; NULL if there is no memory for it.
     std::unique_ptr<Sequence> clone() const;
 
+    // [pending] 1 for an image token, where queries are kept; else empty.
+    std::vector<uint8_t> modality() const;
+
     // The last n tokens, which are entered already, attend now.
     void observe(int32_t n, bool causal);
 

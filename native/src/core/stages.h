@@ -36,6 +36,7 @@ constexpr Param flag(const char * name, bool fallback, const char * help) {
 }  // namespace setting
 
 constexpr int32_t MAX_PARAMS = 8;
+constexpr int32_t N_STAGES   = 5;  // as kvedge_stage counts them
 
 using Scores = std::vector<Bulk<float>>;  // [layer][Hkv * T]
 
@@ -203,9 +204,23 @@ struct DecodePolicy : Member {
     int32_t (*evict)(const DecodeInput & in);
 };
 
+// An image, or a tile of one, as its encoder made it. Rows lie row by row in a grid; where their places are not known down is 1.
+struct ImageRows {
+    const float * rows;  // [n][d]
+    int32_t       n, d, down, across;
+};
+
+struct Pruner : Member {
+    // Rows that the model reads: at most `keep` of them, ascending. 1 <= keep <= image.n. Throws std::bad_alloc.
+    void (*prune)(const ImageRows & image, int32_t keep, const double * params, int32_t n_threads, std::vector<int32_t> & kept);
+    // What it reads instead of those, out [kept][d]; NULL: those as they are. Throws std::bad_alloc.
+    void (*merge)(const ImageRows & image, const std::vector<int32_t> & kept, const double * params, int32_t n_threads, float * out);
+};
+
 const Scorer *       find_scorer(const char * name);
 const Allocator *    find_allocator(const char * name);
 const Reducer *      find_reducer(const char * name);
 const DecodePolicy * find_decode(const char * name);
+const Pruner *       find_pruner(const char * name);
 
 }  // namespace kvedge

@@ -7,6 +7,7 @@
 #include "primitives/widen.h"
 
 #include <algorithm>
+#include <functional>
 
 namespace kvedge {
 
@@ -52,8 +53,7 @@ void quantise_rows(Job & job, int32_t l, int32_t h, int32_t worker) {
     float * const k    = job.rows[(size_t) worker].data();
     float * const v    = k + GROUP * dk;
     int32_t       next = 0, at = 0;
-    const HeadView view = job.seq.rows.view(l, h);
-    for (const Segment & seg : view.pending) {
+    for (const Segment & seg : job.sources[(size_t) l][(size_t) h]) {
         for (; next < n && kept[(size_t) next] < at + seg.n;) {
             const int32_t r = kept[(size_t) next] - at, slot = next % GROUP;
             kernels().widen(seg.k.from(r), 1, (int32_t) dk, k + (size_t) slot * dk, dk);
@@ -74,7 +74,7 @@ void reduce_rows(Job & job, int32_t l, int32_t h, int32_t worker) {
     float *            rk = rows, *rv = rk + n * dk, *ok = rv + n * dv, *ov = ok + kept.size() * dk;
     float *            scratch = ov + kept.size() * dv;
 
-    widen_rows(job.seq.rows.view(l, h).pending, shape, rk, rv);
+    widen_rows(job.sources[(size_t) l][(size_t) h], shape, rk, rv);
     const Protection p     = fit_protection(job.plan, job.n_tokens, job.counts[(size_t) l][(size_t) h]);
     const Storage    plain = job.seq.rows.storage().plain();
     job.plan.reducer->reduce({ job.n_tokens, shape.d_k, shape.d_v, rk, rv, kept.data(), (int32_t) kept.size(), p.sinks, p.recent,
@@ -103,10 +103,12 @@ bool open_layer(Job & job, size_t l, bool reduces, int32_t n_workers) {
     size_t             widest = GROUP * width;
     job.main->layers[l].heads.resize((size_t) shape.n_heads_kv);
     job.tail->layers[l].heads.resize((size_t) shape.n_heads_kv);
+    job.sources[l].clear();
     std::vector<StoredRows> stored[2];
     for (size_t h = 0; h < (size_t) shape.n_heads_kv; h++) {
         const auto    n     = (int32_t) job.kept[l][h].size();
         const int32_t split = main_rows(job.seq.rows.storage(), n);
+        job.sources[l].push_back(job.seq.rows.view((int32_t) l, (int32_t) h).pending);
         stored[0].push_back(plan_head(job, l, h, 0, split, job.main->layers[l].heads[h]));
         stored[1].push_back(plan_head(job, l, h, split, n, job.tail->layers[l].heads[h]));
         if (reduces) {
@@ -134,15 +136,16 @@ bool open_layer(Job & job, size_t l, bool reduces, int32_t n_workers) {
 }
 
 void fill_layer(Job & job, size_t l, bool reduces, int32_t n_threads) {
-    parallel_for(n_threads, job.seq.rows.shapes()[l].n_heads_kv, [&](int32_t h, int32_t worker) {
+    const auto fill = [&](int32_t h, int32_t worker) {
         if (reduces) {
             reduce_rows(job, (int32_t) l, h, worker);
         } else if (job.seq.rows.storage().quantised()) {
             quantise_rows(job, (int32_t) l, h, worker);
         } else {
-            job.main->layers[l].rows->gather(h, job.kept[l][(size_t) h], job.seq.rows.view((int32_t) l, h).pending);
+            job.main->layers[l].rows->gather(h, job.kept[l][(size_t) h], job.sources[l][(size_t) h]);
         }
-    });
+    };
+    parallel_for(n_threads, job.seq.rows.shapes()[l].n_heads_kv, std::ref(fill));  // a reference takes no memory
 }
 
 }  // namespace kvedge

@@ -2,16 +2,9 @@
 // alone, so that two runs, and both engines, agree.
 
 #include "core/stages.h"
+#include "primitives/mix.h"
 
 namespace kvedge {
-
-// splitmix64 (Steele et al. 2014)
-static uint64_t mix(uint64_t x) {
-    x += 0x9e3779b97f4a7c15u;
-    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
-    x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-    return x ^ (x >> 31);
-}
 
 // 24 bits, exact in float32: mix(mix(mix(mix(seed) + layer) + head) + token) / 2^64, rounded down.
 static void score(const ScoreInput & in, float * out) {

@@ -68,6 +68,8 @@ def _maker(name: str) -> Make:
     elif not stages:
         known = [*presets.methods(), *(m for stage in CHECKED for m in registry.members(stage))]
         raise unknown("method or stage", name, known, installed.problems())
+    elif stages == ["pruner"]:
+        raise UsageError(f"'{name}' is a pruner: it acts on images before they are read, and this checks prompts alone")
     elif stages == ["decode"]:
         raise UsageError(
             f"'{name}' is a decode policy: it acts on what a model generates, and this checks prompts alone"

@@ -14,7 +14,7 @@ from pykvedge.errors import PluginError
 if TYPE_CHECKING:
     import numpy as np
 
-    from pykvedge.plans.stages.base import Head, Layer, Prompt, Settings
+    from pykvedge.plans.stages.base import Head, ImageRows, Layer, Prompt, Settings
 
 
 def guarded(what: str, function: Callable[..., Any], *arguments: Any, file: str | None = "") -> Any:
@@ -152,6 +152,39 @@ def checked_reducer(name: str, function: Any) -> Callable[[Head, Settings], tupl
         return rows[0], rows[1]
 
     return reduce
+
+
+def checked_pruner(name: str, function: Any) -> Callable[[ImageRows, int, Settings], tuple[np.ndarray, np.ndarray]]:
+    """Makes the pruner: row numbers [m] int64 and what the model reads [m, D] float32. Raises PluginError."""
+    what = f"pruner '{name}'"
+
+    def prune(image: ImageRows, n: int, settings: Settings) -> tuple[np.ndarray, np.ndarray]:
+        import numpy as np
+
+        whole = image.rows
+        returned = guarded(what, function, replace(image, rows=whole.copy()), n, settings)
+        pair = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
+        expected = f"1 to {n} row numbers, ascending and each once"
+        try:
+            kept = np.asarray(pair[0])
+        except (TypeError, ValueError):
+            raise PluginError(f"{what} must return {expected}, not {_kind(pair[0])}{place(function)}") from None
+        if kept.ndim != 1 or kept.dtype.kind not in "iu" or not 1 <= len(kept) <= n:
+            kind = f"{kept.dtype} {list(kept.shape)}" if kept.dtype != object else _kind(pair[0])
+            raise PluginError(f"{what} must return {expected}, not {kind}{place(function)}")
+        kept = kept.astype(np.int64)
+        if (np.diff(kept) <= 0).any() or kept[0] < 0 or kept[-1] >= len(whole):
+            raise PluginError(f"{what} must return {expected}, of the {len(whole)} of the image{place(function)}")
+        if pair[1] is None:
+            return kept, whole[kept]
+        rows = _numbers(f"{what}, rows:", function, pair[1], (len(kept), whole.shape[1]), "rows, width")
+        with np.errstate(over="ignore"):
+            rows = rows.astype(np.float32)
+        if not np.isfinite(rows).all():
+            raise PluginError(f"{what} gave NaN or infinite rows{place(function)}")
+        return kept, rows
+
+    return prune
 
 
 def _numbers(what: str, function: Any, given: Any, shape: tuple[int, ...], meaning: str) -> np.ndarray:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from pykvedge.errors import PluginError
 from pykvedge.plans.plugins import calling, table
 from pykvedge.plans.plugins.table import Preset
-from pykvedge.plans.stages.base import Allocator, Param, Reducer, Scorer, Settings
+from pykvedge.plans.stages.base import Allocator, Param, Pruner, Reducer, Scorer, Settings
 
 F = TypeVar("F", bound=Callable[..., Any])
 RECENT = 32  # SnapKV's window: the end of the prompt is the question, which an answer needs
@@ -77,6 +77,25 @@ def reducer(name: str, *, params: Sequence[Param] = (), by_place: bool = False, 
     """
 
     return _registering(Reducer, calling.checked_reducer, name, params, by_place, summary)
+
+
+def pruner(name: str, *, params: Sequence[Param] = (), summary: str = "") -> Callable[[F], F]:
+    """Registers `function(image, n, settings)` -> 1 to n row numbers, ascending, that the model reads of an image.
+
+    image: a pykvedge.plans.stages.base.ImageRows; rows [N, D] float32 as the encoder made them, place (down, across)
+    of their grid, or None. `--pruner name --image-tokens 0.5` calls it for every image, and every tile of one. It may
+    return the rows to read as well: numbers [m], rows [m, D]. summary and errors: as for `scorer`.
+    """
+
+    def register(function: F) -> F:
+        origin, given = _origin(function), _params(params, f"pruner '{name}'")
+        checked = calling.checked_pruner(name, function)
+        member = Pruner(name, summary or _first_line(function), origin, lambda *image: checked(*image)[0], given)
+        table.add(table.Plugin(member, origin, pruned=checked))
+        return function
+
+    _called("pruner", name)
+    return register
 
 
 def preset(name: str, *, summary: str = "", reference: str = "", **values: Any) -> None:

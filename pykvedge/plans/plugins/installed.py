@@ -64,7 +64,7 @@ def find_preset(name: str) -> Preset | None:
 
 
 def _implied(name: str) -> Preset | None:
-    own = {stage: plugin for stage in table.STAGES if (plugin := table.get(stage, name)) is not None}
+    own = {stage: plugin for stage in table.COMPRESSING if (plugin := table.get(stage, name)) is not None}
     if not own:
         return None
     first = next(iter(own.values()))
@@ -79,4 +79,4 @@ def problems() -> list[str]:
 
 def method_names() -> list[str]:
     """Lists the methods that plugins brought: their presets, and the stages whose names imply a method."""
-    return list(dict.fromkeys([*table.preset_names(), *(n for stage in table.STAGES for n in table.names(stage))]))
+    return list(dict.fromkeys([*table.preset_names(), *(n for stage in table.COMPRESSING for n in table.names(stage))]))

@@ -11,7 +11,8 @@ from pykvedge.errors import PluginError
 from pykvedge.plans.stages.base import Member, Settings
 from pykvedge.plans.stages.members import formulas
 
-STAGES = ("scorer", "allocator", "reducer")  # those that can be registered
+COMPRESSING = ("scorer", "allocator", "reducer")  # one of these alone is a method, and libkvedge calls it
+STAGES = (*COMPRESSING, "pruner")  # those that can be registered
 NAME = re.compile(r"[a-z][a-z0-9-]{0,39}")
 DEFAULT_BUDGET = 0.2  # of a method that says nothing else: the setting that the papers compare at
 SHOWN = 60  # characters of a wrong name in a message
@@ -32,6 +33,7 @@ class Plugin:
     recent: Callable[[Settings], int] = lambda settings: 0
     column_sums: bool = False
     native: Any = None
+    pruned: Callable[..., Any] | None = None  # of a pruner: numbers and rows (calling.checked_pruner)
 
 
 @dataclass(frozen=True)

@@ -243,4 +243,41 @@ class DecodePolicy:
     stage: str = "decode"
 
 
-Member = Scorer | Allocator | Reducer | DecodePolicy
+@dataclass(frozen=True)
+class ImageRows:
+    """A pruner sees one image, or one tile of it, like this: what the encoder made, before the model reads it."""
+
+    rows: np.ndarray  # [N, D] float32
+    place: tuple[int, int] | None = None  # (down, across), row by row; None: what each row shows is not known
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """(down, across) of the rows, which lie in one line where their places are not known."""
+        return self.place or (1, len(self.rows))
+
+    def unit(self) -> np.ndarray:
+        """The rows [N, D] in float64 with length 1; a row of zeros stays one."""
+        import numpy as np
+
+        rows = self.rows.astype(np.float64)
+        length = np.sqrt((rows**2).sum(axis=1, keepdims=True))
+        return rows / np.where(length > 0, length, 1.0)
+
+
+@dataclass(frozen=True)
+class Pruner:
+    """Which rows of an image does the model read? `prune(image, n, settings)` -> [at most n] rows, ascending.
+
+    One that changes rows has `merge(image, kept, settings)` -> [n, D] float64, in the order of kept. 1 <= n <= N.
+    """
+
+    name: str
+    summary: str
+    source: str
+    prune: Callable[[ImageRows, int, Settings], np.ndarray]
+    params: tuple[Param, ...] = ()
+    merge: Callable[[ImageRows, np.ndarray, Settings], np.ndarray] | None = None
+    stage: str = "pruner"
+
+
+Member = Scorer | Allocator | Reducer | DecodePolicy | Pruner

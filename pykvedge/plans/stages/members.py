@@ -14,7 +14,7 @@ from pykvedge.errors import UsageError, unknown
 from pykvedge.native import calls
 from pykvedge.plans.stages.base import Member, Param
 
-STAGES = ("scorer", "allocator", "reducer", "decode")
+STAGES = ("scorer", "allocator", "reducer", "decode", "pruner")
 
 
 @functools.cache

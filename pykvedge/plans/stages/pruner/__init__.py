@@ -1,0 +1,1 @@
+"""Pruners: which rows of an image does the model read?"""

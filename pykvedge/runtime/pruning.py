@@ -1,0 +1,77 @@
+"""A plan's pruner at work: which rows of an image the model reads."""
+
+from __future__ import annotations
+
+import ctypes as c
+from dataclasses import replace
+
+import numpy as np
+
+from pykvedge.models.imagetokens import Places
+from pykvedge.models.vision import ImagePiece, Piece
+from pykvedge.native.abi import GivenImage
+from pykvedge.native.calls import call
+from pykvedge.plans import registry
+from pykvedge.plans.plan import Plan
+from pykvedge.plans.plugins import table
+from pykvedge.plans.stages.base import ImageRows
+from pykvedge.runtime.native_plan import NativePlan
+
+
+def planned(pieces: list[Piece], plan: Plan, threads: int) -> list[Piece]:
+    """Returns the pieces as the plan lets the model read them: images that are encoded at once, others when they are.
+
+    Images are new pieces that share their chunks with those that were given: release one of the two. threads: 0 for all
+    cores.
+    """
+    if plan.pruner == "none":
+        return pieces
+    pruning = PlannedPruning(plan, threads)
+    return [pruning.planned(piece) if isinstance(piece, ImagePiece) else piece for piece in pieces]
+
+
+class PlannedPruning:
+    """This chooses rows by a plan (models/vision.py, Pruning)."""
+
+    def __init__(self, plan: Plan, threads: int) -> None:
+        """threads: 0 for all cores."""
+        self._plan, self._threads = plan, threads
+
+    def planned(self, piece: ImagePiece) -> ImagePiece:
+        """Returns a whole image as the model is to read it."""
+        out = replace(piece, pruning=self, n_tokens=self._plan.image_tokens.count(piece.n_rows))
+        if piece.embeddings is not None:
+            out.kept, out.embeddings = self.choose(piece.embeddings, piece.places)
+            out.n_tokens = len(out.kept)
+        return out
+
+    def choose(self, rows: np.ndarray, places: Places | None) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the numbers of the rows [n] that the model reads, ascending, and what it reads [n, width] float32.
+
+        Raises PluginError where a plugin's pruner fails.
+        """
+        rows, n = np.ascontiguousarray(rows, np.float32), self._plan.image_tokens.count(len(rows))
+        place = (places.down, places.across) if places is not None else None
+        plugin = table.get("pruner", self._plan.pruner)
+        if plugin is not None and plugin.pruned is not None:
+            return plugin.pruned(ImageRows(rows, place), n, self._plan.settings("pruner"))
+        return by_library(self._plan, ImageRows(rows, place), self._threads)
+
+
+def by_library(plan: Plan, image: ImageRows, threads: int) -> tuple[np.ndarray, np.ndarray]:
+    """Prunes with kvedge_prune."""
+    n_rows, width = image.rows.shape
+    down, across = image.place or (0, 0)
+    given = GivenImage(c.sizeof(GivenImage), image.rows.ctypes.data, n_rows, width, down, across)
+    kept, rows, n = np.empty(n_rows, np.int32), np.empty((n_rows, width), np.float32), c.c_int32(n_rows)
+    with NativePlan(plan) as native:
+        call("prune", native.handle, c.byref(given), threads, kept.ctypes.data, rows.ctypes.data, c.byref(n))
+    return kept[: n.value].astype(np.int64), rows[: n.value].copy()
+
+
+def by_definition(plan: Plan, image: ImageRows, n: int) -> tuple[np.ndarray, np.ndarray]:
+    """Prunes with the definition of a built-in member."""
+    member, settings = registry.pruner(plan.pruner), plan.settings("pruner")
+    kept = np.asarray(member.prune(image, n, settings))
+    rows = image.rows[kept] if member.merge is None else member.merge(image, kept, settings)
+    return kept.astype(np.int64), np.asarray(rows, np.float32)
