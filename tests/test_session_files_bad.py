@@ -29,6 +29,7 @@ def test_a_note_that_is_none(saved):
         bad = [b"", b"{}", b"[1]", b"\xff", b"[" * 100_000, json.dumps({**good, "plan": "{}"}).encode()]
         bad += [json.dumps({**good, key: value}).encode() for key, value in [
             ("n_ctx", -1), ("n_ctx", 2**40), ("n_past", True), ("pending", [1, 2]), ("messages", []), ("held", None),
+            ("held", float("nan")), ("held", float("inf")), ("held", -1),
             ("messages", [{"role": "root", "text": "", "pictures": []}]), ("kv_type", 3)]]  # fmt: skip
         for note in bad:
             file.write_bytes(reframed(data, note=note))

@@ -159,7 +159,7 @@ def test_leftovers_of_killed_programs_go_and_those_of_living_ones_stay(environme
     dead.send_signal(signal.SIGKILL)
     dead.wait()
     stays = ["talk.kvs", f"talk.kvs.{os.getpid()}-0.part", f"other.kvs.{dead.pid}-0.part", "talk.kvs.x-0.part"]
-    for name in (*stays, f"talk.kvs.{dead.pid}-0.part", f"talk.kvs.{dead.pid}-12.part"):
+    for name in (*stays, *(f"talk.kvs.{n}-{i}.part" for n, i in ((dead.pid, 0), (dead.pid, 12), (9999999999, 1)))):
         (tmp_path / name).write_bytes(b"half")
     with SessionLock(tmp_path / "talk.kvs"):
         assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*stays, "talk.kvs.lock"])

@@ -60,7 +60,7 @@ class Note:
                 Plan.from_json(_of(str, given["plan"])),
                 _of(str, given["kv_type"]),
                 **{name: _count(given[name]) for name in ("n_ctx", "n_ubatch", "n_past", "n_cells")},
-                held=float(given["held"]),
+                held=_share(given["held"]),
                 pending=[_count(t) for t in given["pending"]],
                 messages=messages,
             )
@@ -81,6 +81,12 @@ def _count(value: Any) -> int:
     if not 0 <= _of(int, value) <= MAX_CTX:
         raise ValueError(f"a count of {value}")
     return value
+
+
+def _share(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= MAX_CTX:
+        raise ValueError(f"{value!r} pairs a head")
+    return float(value)
 
 
 def _message(data: Any) -> Message:

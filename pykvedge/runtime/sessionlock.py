@@ -96,9 +96,16 @@ def remove_leftovers(path: Path) -> None:
     with suppress(OSError):
         for entry in list(os.scandir(path.parent)):
             found = mine.fullmatch(entry.name)
-            if found and not psutil.pid_exists(int(found[1])):
+            if found and not _lives(int(found[1])):
                 with suppress(OSError):
                     Path(entry.path).unlink()
+
+
+def _lives(process: int) -> bool:
+    try:
+        return psutil.pid_exists(process)
+    except OverflowError:
+        return False  # no process has such a number
 
 
 def _check_writable(path: Path, real: Path) -> None:

@@ -11,7 +11,7 @@
 namespace kvedge {
 
 class Sink;
-class FileReader;
+class Reader;
 
 // Rows of one layer of one block, wherever they lie. They are uniform at first: as much room for every head, filled from the
 // front, in a plain type; once rows of single heads may go they are loose, and those that are left end where the others do.
@@ -52,8 +52,8 @@ class LayerRows {
     // False: damaged, or the file cannot hold as much.
     virtual void save_counts(int32_t head, Sink & out) const                     = 0;
     virtual void save(Sink & out) const                                          = 0;
-    virtual bool load_counts(int32_t head, int32_t length, FileReader & in)      = 0;
-    virtual bool load(FileReader & in)                                           = 0;  // takes the memory. Throws std::bad_alloc
+    virtual bool load_counts(int32_t head, int32_t length, Reader & in)      = 0;
+    virtual bool load(Reader & in)                                           = 0;  // takes the memory. Throws std::bad_alloc
 };
 
 // Rows of a head, and how many of its keys and values are of the storage type: the first of them.

@@ -19,6 +19,7 @@ void SequenceState::bound_answer(Answer && next_answer, int32_t n_tokens) noexce
     std::swap(kept, next_answer.kept);
     prompt        = seq->rows.n_tokens();
     generated     = 0;
+    evicted       = false;
     weights.valid = false;
     if (kept.empty()) {
         return;
@@ -40,18 +41,24 @@ void SequenceState::end_answer() {
     seq->close_pending();
     seq->rows.evict(Eviction::none);
     kept.clear();
+    evicted = false;
 }
 
 // Drops, for the generated tokens that are there, what the decode policy says: at most one row of each head.
 void SequenceState::evict_generated() {
     constexpr int32_t PACK_EVERY = 32;  // tokens: looking for gaps costs a little for every block, layer and head
-    if (kept.empty() || generated++ == 0) {
+    if (kept.empty() || generated == 0) {
+        generated += kept.empty() ? 0 : 1;
         return;  // before the first token nothing was generated yet
     }
+    struct Gone {
+        int32_t layer, head, row;
+    };
+    std::vector<Gone> gone;
     DecodeInput in{};
     in.prompt    = prompt;
     in.budget    = kvedge_plan_budget(&answer, prompt);
-    in.generated = generated - 1;
+    in.generated = generated;
     in.sinks     = answer.sinks;
     in.params    = answer.params[KVEDGE_STAGE_DECODE];
     std::vector<double> scores;
@@ -68,13 +75,20 @@ void SequenceState::evict_generated() {
             }
             const int32_t row = answer.decode->evict(in);
             if (row >= 0 && row < in.length) {
-                seq->rows.drop_row(layer, head, row);
-                if (device) {
-                    device->drop(l, head, row);
-                }
+                gone.push_back({ layer, head, row });
             }
         }
     }
+    for (const Gone & g : gone) {  // all memory first: either every head drops its row, or none does
+        seq->rows.loosen_row(g.layer, g.head, g.row);
+    }
+    for (const Gone & g : gone) {
+        seq->rows.drop_row(g.layer, g.head, g.row);
+        if (device) {
+            device->drop((size_t) g.layer, g.head, g.row);
+        }
+    }
+    generated++;
     seq->rows.drop_empty_blocks();
     if (generated % PACK_EVERY == 0 && !device) {
         seq->rows.pack_if_sparse();

@@ -85,27 +85,45 @@ bool holds_tokens(llama_context * ctx) {
     return false;
 }
 
-kvedge_status take_over(kvedge_cache & kv, kvedge_error * err) {
-    switch (kv.set_provider()) {
+// known: whether the context has the provider now.
+kvedge_status take_over(kvedge_cache & kv, bool & known, kvedge_error * err) {
+    const int32_t code = kv.set_provider();
+    known              = code == 0 || code == -2;  // which llama.cpp notices when it has taken the provider
+    switch (code) {
         case 0:  break;
         case -2: return fail(err, KVEDGE_E_MEMORY, "llama.cpp could not reserve its compute buffers");
         case -3: return fail(err, KVEDGE_E_STATE, "the context has an attention provider already; detach that one first");
         default: return fail(err, KVEDGE_E_NOTHING, "this model keeps no plain KV cache; there is nothing to compress");
     }
-    kvedge_status status = KVEDGE_OK;
+    kvedge_status status = kv.error.status;  // of a layer that was asked for: it did not take part
+    if (status != KVEDGE_OK) {
+        fail(err, status, "%s", kv.error.message);
+    }
     for (const auto & s : kv.shapes) {
         status = status == KVEDGE_OK ? check_storage(kv.storage, s.d_k, s.d_v, err) : status;
     }
     if (!kv.shapes.empty() && !kv.shares_kv && status == KVEDGE_OK) {
         return KVEDGE_OK;
     }
-    llama_set_attn_provider(kv.ctx, nullptr);
     if (status != KVEDGE_OK) {
         return status;
     }
-    return kv.shares_kv ? fail(err, KVEDGE_E_NOTHING, "this model's layers share their KV cache; it cannot be compressed yet")
+    return kv.shares_kv ? fail(err, KVEDGE_E_NOTHING, "layers of this model read the KV cache of another one, which is compressed on "
+                                                      "the host only; keep its layers off the devices")
                         : fail(err, KVEDGE_E_NOTHING, "this model has no full-attention layer; there is nothing to compress");
 }
+
+// A cache whose context knows of it, until the caller has it.
+struct Attaching {
+    explicit Attaching(llama_context * ctx) : kv(std::make_unique<kvedge_cache>()) { kv->ctx = ctx; }
+    ~Attaching() {
+        if (kv && known) {
+            llama_set_attn_provider(kv->ctx, nullptr);
+        }
+    }
+    std::unique_ptr<kvedge_cache> kv;
+    bool                          known = false;
+};
 
 kvedge_status check_plan(const kvedge_cache & kv, const kvedge_plan & plan, kvedge_error * err) {
     const auto status = kvedge_plan_check(&plan, err);
@@ -172,20 +190,19 @@ extern "C" kvedge_status kvedge_attach(
     if (holds_tokens(ctx)) {
         return fail(err, KVEDGE_E_STATE, "the context holds tokens; attach before the first decode or clear its memory");
     }
-    auto kv           = std::make_unique<kvedge_cache>();
-    kv->ctx           = ctx;
+    Attaching attaching(ctx);
+    auto &    kv      = attaching.kv;
     kv->plan          = plan ? *plan : full_plan();
     kv->storage       = storage;
     kv->n_threads     = o.n_threads;
     kv->auto_compress = o.auto_compress;
     kv->devices       = o.devices;
     kv->provider      = make_provider(kv.get());
-    if (const auto status = take_over(*kv, err); status != KVEDGE_OK) {
+    if (const auto status = take_over(*kv, attaching.known, err); status != KVEDGE_OK) {
         return status;
     }
     kv->model_layers = llama_model_n_layer(llama_get_model(ctx));
     if (const auto status = check_profiles(kv->plan, kv->shapes, kv->model_layers, err); status != KVEDGE_OK) {
-        llama_set_attn_provider(ctx, nullptr);
         return status;
     }
     *out = kv.release();

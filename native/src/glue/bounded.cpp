@@ -104,6 +104,10 @@ extern "C" kvedge_status kvedge_bound_prompt(
                         "a bounded prompt of %d tokens does not fit one pass of %u; make the context with a larger n_ubatch", n_tokens,
                         llama_n_ubatch(kv->ctx));
         }
+        if (!kv->readers.empty()) {
+            return fail(err, KVEDGE_E_UNSUPPORTED,
+                        "layers of this model read the keys and values of an earlier one, all of them; it takes no bounded prompt");
+        }
         if (const auto status = check_bounded(kv->plan_of(seq_id), kv->storage, err); status != KVEDGE_OK) {
             return status;
         }

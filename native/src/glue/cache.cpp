@@ -69,11 +69,56 @@ static bool can_attend(const llama_attn_provider_layer & layer) {
            v->ne[0] <= MAX_HEAD_SIZE && (!layer.sinks || layer.sinks->type == GGML_TYPE_F32);
 }
 
+// All of it or, without memory, nothing: the layer is asked for again.
+void kvedge_cache::add_layer(const llama_attn_provider_layer & layer) {
+    auto         op    = std::make_unique<LayerOp>();
+    const size_t n     = shapes.size() + 1;
+    const auto   place = place_of(layer);
+    *op                = { this, (int32_t) shapes.size(), layer.scale };
+    shapes.reserve(n);
+    places.reserve(n);
+    sinks.reserve(n);
+    ops.reserve(n);
+    shapes.push_back({ layer.il, (int32_t) layer.q->ne[1], (int32_t) layer.k->ne[1], (int32_t) layer.k->ne[0],
+                       (int32_t) layer.v->ne[0], layer.softcap });
+    places.push_back(place);
+    sinks.emplace_back();
+    ops.push_back(std::move(op));
+}
+
+// Attention of a layer without keys and values of its own, over the rows of the one that has them.
+ggml_tensor * kvedge_cache::build_reader(const llama_attn_provider_layer & layer) {
+    const auto owner = std::find_if(ops.begin(), ops.end(), [&](const auto & o) { return shapes[(size_t) o->layer].il == layer.il_kv; });
+    if (owner == ops.end()) {
+        declined = true;
+        return nullptr;  // llama.cpp has the rows
+    }
+    const auto          at    = (*owner)->layer;
+    const LayerShape &  shape = shapes[(size_t) at];
+    const ggml_tensor * q     = layer.q;
+    auto op = std::find_if(readers.begin(), readers.end(), [&](const auto & o) { return o->reader == layer.il; });
+    const bool same = q->type == GGML_TYPE_F32 && q->nb[0] == sizeof(float) && q->ne[3] == 1 && q->ne[0] == shape.d_k &&
+                      q->ne[1] == shape.n_heads && layer.softcap == shape.softcap && !layer.kq_b && layer.max_alibi_bias == 0.0f &&
+                      (!layer.sinks || layer.sinks->type == GGML_TYPE_F32);
+    if (!same || places[(size_t) at] || (op == readers.end() && !seqs.empty())) {
+        shares_kv = true;
+        return nullptr;
+    }
+    if (op == readers.end()) {
+        readers.push_back(std::make_unique<LayerOp>(LayerOp{ this, at, layer.scale, layer.il }));
+        op = readers.end() - 1;
+    }
+    ggml_tensor * start_args[] = { layer.q };
+    ggml_tensor * started      = ggml_custom_4d(layer.ctx, GGML_TYPE_F32, 1, 1, 1, 1, start_args, 1, start_op, 1, op->get());
+    ggml_tensor * q_args[]     = { layer.q, started, layer.sinks };
+    return ggml_custom_4d(layer.ctx, GGML_TYPE_F32, shape.d_v * layer.q->ne[1], layer.q->ne[2], 1, 1, q_args, layer.sinks ? 3 : 2,
+                          attend_op, GGML_N_TASKS_MAX, op->get());
+}
+
 ggml_tensor * kvedge_cache::build_attn(const llama_attn_provider_layer & layer) {
     intermediate.forget();
     if (!layer.k || !layer.v) {
-        shares_kv = true;
-        return nullptr;
+        return build_reader(layer);
     }
     if (!can_attend(layer)) {
         declined = true;
@@ -85,13 +130,8 @@ ggml_tensor * kvedge_cache::build_attn(const llama_attn_provider_layer & layer) 
             declined = true;
             return nullptr;  // a layer that was not there when the store was laid out
         }
-        shapes.push_back({ layer.il, (int32_t) layer.q->ne[1], (int32_t) layer.k->ne[1], (int32_t) layer.k->ne[0],
-                           (int32_t) layer.v->ne[0], layer.softcap });
-        places.push_back(place_of(layer));
-        sinks.emplace_back();
-        ops.push_back(std::make_unique<LayerOp>());
-        op     = ops.end() - 1;
-        **op   = { this, (int32_t) shapes.size() - 1, layer.scale };
+        add_layer(layer);
+        op = ops.end() - 1;
         locks.reset();
     }
     const auto at = (size_t) (*op)->layer;
@@ -172,127 +212,19 @@ bool kvedge_cache::prepare_run(const llama_attn_provider_ubatch & ubatch, Run & 
     if (run.prompt) {
         state.end_answer();
     } else {
-        state.evict_generated();
+        if (!state.evicted) {  // once for a token, also where it was refused at first
+            state.evict_generated();
+            state.evicted = true;
+        }
         if (!state.device) {
             state.seq->rows.seal_generated();  // without the memory for it, rows stay as they are until the next time
         }
     }
-    state.armed       = state.armed || run.prompt;
-    state.prev_output = output;
+    run.output  = output;
     run.watched       = (run.prompt || state.streaming) && plan.budget_ratio != 1.0;
     run.wanted        = run.watched ? plan_observes(plan) : Observation{};
     run.score         = run.prompt ? run.wanted.sums && plan.decode->needs_scores : state.seq->rows.scored();
     return true;
-}
-
-// Makes room for a sequence's tokens, and for what is gathered of them.
-bool kvedge_cache::store_run(const llama_attn_provider_ubatch & ubatch, Run & run) {
-    SequenceState & state = *run.state;
-    const auto      n     = (int32_t) run.index.size();
-    const auto      pos   = positions(ubatch, run);
-    if (on_devices && !reserve_on_device(run)) {
-        return false;
-    }
-    if (!make_room(*state.seq, run.wanted, n) || !state.seq->rows.append(n, pos.data(), ubatch.token == nullptr)) {
-        report(KVEDGE_E_MEMORY, "no memory for the keys and values of the next tokens; shorten the prompt or free memory");
-        return false;
-    }
-    if (run.request) {
-        state.seq->rows.mark_images(n, run.request->image.data());
-    }
-    if (run.device) {
-        run.device->enter(n, ubatch.causal);
-    }
-    state.expected = run.prompt ? std::max(0, state.expected - n) : 0;
-    run.decode          = decodes(run);
-    run.watch           = watching && n == 1 && run.decode;
-    state.weights.valid = run.watch;
-    if ((run.watch || (run.decode && (run.score || run.wanted.sums))) && !state.weights.reserve(state.seq->rows, run.watch)) {
-        state.weights = {};
-        report(KVEDGE_E_MEMORY, "no memory for the attention weights of a token; free memory");
-        return false;
-    }
-    if (run.wanted.attention()) {
-        state.seq->observe(n, ubatch.causal);
-    }
-    if (run.prompt) {
-        state.seq->observed.missing().count(run.wanted.sums, run.wanted.squares, run.wanted.entropy, run.watched, n);
-    }
-    if (!run.watched) {
-        state.seq->observed.skip_windows(state.seq->rows.n_tokens());  // these queries are not in the window
-    }
-    state.note_peak();
-    if (run.decode && !run.partials.reserve(shapes, n, std::max(llama_n_threads(ctx), llama_n_threads_batch(ctx)))) {
-        report(KVEDGE_E_MEMORY, "no memory for partial attention results");
-        return false;
-    }
-    return true;
-}
-
-bool kvedge_cache::reserve_scratch() {
-    int32_t n_keys = 0;
-    for (const auto & run : runs) {
-        if (run->decode) {
-            continue;
-        }
-        for (size_t l = 0; l < shapes.size(); l++) {
-            for (int32_t h = 0; h < shapes[l].n_heads_kv && !(on_devices && places[l]); h++) {
-                n_keys = std::max(n_keys, run->state->seq->rows.head_length((int32_t) l, h));
-            }
-        }
-    }
-    if (n_keys == 0) {
-        return true;
-    }
-    scratch.resize((size_t) std::max({ 1, llama_n_threads(ctx), llama_n_threads_batch(ctx) }));
-    if (!locks) {
-        int32_t heads = 1;
-        for (const auto & s : shapes) {
-            heads = std::max(heads, s.n_heads_kv);
-        }
-        locks.reset(new SpinLock[(size_t) heads]);
-    }
-    return std::all_of(scratch.begin(), scratch.end(), [&](Scratch & s) { return s.reserve(shapes, n_keys); });
-}
-
-void kvedge_cache::release_scratch() {
-    for (auto & s : scratch) {
-        s.release();
-    }
-}
-
-// A prompt's intermediate results are many times those of a token: an answer gets by with a few of these pages. Every graph
-// writes its inputs anew, and what it put out has been copied.
-void kvedge_cache::release_working_memory() {
-    release_scratch();
-    // An encoder's graphs are built without asking for attention.
-    if (ctx && !llama_model_has_encoder(llama_get_model(ctx))) {
-        intermediate.release();
-    }
-}
-
-int kvedge_cache::ubatch_begin(const llama_attn_provider_ubatch & ubatch) {
-    settle();
-    causal   = ubatch.causal;
-    n_tokens = (int32_t) ubatch.n_tokens;
-    if (entering) {
-        runs.clear();  // nothing is stored, and nothing attended to
-        on_devices = false;
-        return finish_begin();
-    }
-    if (!collect_runs(ubatch) || !std::all_of(runs.begin(), runs.end(), [&](auto & run) { return prepare_run(ubatch, *run); }) ||
-        !place_runs()) {
-        return -1;
-    }
-    for (auto & run : runs) {
-        if (!(run->pays ? enter_bounded(ubatch, *run, run->request->image) : store_run(ubatch, *run))) {
-            return -1;
-        }
-    }
-    if (!reserve_scratch()) {
-        return report(KVEDGE_E_MEMORY, "no memory for the attention of the prompt");
-    }
-    return finish_begin();
 }
 
 // ---------------------------------------------------------------------------------------------------------
@@ -308,8 +240,13 @@ kvedge_status kvedge_cache::compress(SequenceState & state, kvedge_error * err) 
     if (state.streaming) {
         return compress_stream(state, err);
     }
+    if (state.seq->rows.pending_length() == 0) {  // also of a prompt whose tokens were removed: what was seen of them goes, too
+        state.seq->close_pending();
+        state.armed = false;
+        return ok(err);
+    }
     // Of an answer that a decode policy bounds, heads hold different tokens already: there is no prompt to choose from.
-    if (state.seq->rows.pending_length() == 0 || !state.kept.empty()) {
+    if (!state.kept.empty()) {
         return ok(err);
     }
     Compression   outcome;

@@ -53,6 +53,7 @@ struct Course {
     bool    prev_output = false;  // logits of the last token were asked for
     bool    streaming   = false;  // what is compressed stays pending (glue/stream.cpp)
     int32_t expected    = 0;      // tokens that were announced and have not come
+    bool    evicted     = false;  // the rows that the next token displaces are gone, and it has not come
     int32_t released    = 0;      // first tokens whose cells in llama.cpp's own cache are free again
 
     // For decode policies: the state right after the last compression, whose plan the answer follows.
@@ -116,6 +117,9 @@ struct Run {
     bool                 watch;  // a single token whose attention somebody wants to see
     bool                 score;  // add its attention to the scores of rows that are there already
     bool                 prompt;
+    bool                 output;  // logits of its last token are asked for
+    bool                 entered = false;   // its tokens are in the store
+    std::vector<uint8_t> modality = {};     // of the pending tokens, where queries are kept
     bool                 watched; // its plan is to choose among these tokens
     std::unique_ptr<BoundedRequest> request;  // announced for it
     bool                            pays;     // to bound it
@@ -138,6 +142,7 @@ struct LayerOp {
     kvedge_cache * kv;
     int32_t        layer;  // index into shapes
     float          scale;
+    int32_t        reader = -1;  // the number of a layer that has no rows and reads those of `layer`; -1: `layer` itself
 };
 
 }  // namespace kvedge
@@ -154,7 +159,8 @@ struct kvedge_cache {
     int32_t                                       model_layers = 0;  // of the model, stored or not
     std::vector<kvedge::LayerShape>               shapes;
     std::vector<std::unique_ptr<kvedge::LayerOp>> ops;  // as shapes; the graphs keep their addresses
-    bool                                          shares_kv = false;  // a full-attention layer reads another layer's K and V
+    std::vector<std::unique_ptr<kvedge::LayerOp>> readers;            // of layers that read another layer's rows; likewise
+    bool                                          shares_kv = false;  // a layer cannot read the rows of the one that it shares with
     bool                                          declined  = false;  // a full-attention layer stayed with llama.cpp
     bool                                          entering  = false;  // the token being decoded is a place holder
     bool                                          releasing = false;  // what llama.cpp removes are its cells only
@@ -224,12 +230,17 @@ struct kvedge_cache {
     bool reserve_on_device(kvedge::Run & run);
     bool report_full(const kvedge::GraphRows & device, int32_t n);  // which had no memory for n tokens; false
     int  finish_begin();
+    void add_layer(const llama_attn_provider_layer & layer);
+    ggml_tensor * build_reader(const llama_attn_provider_layer & layer);
     ggml_backend_dev_t place_of(const llama_attn_provider_layer & layer) const;
     ggml_tensor *      build_on_device(const llama_attn_provider_layer & layer, size_t at);
     void               read_observed(kvedge::Run & run);
     void               read_queries(kvedge::Run & run, size_t layer);
     bool               read_sums(kvedge::Run & run, size_t layer);  // false: the device failed
     // Room for the rows of a run and for what is gathered of it; request: of a bounded prompt that is read as any other, or NULL.
+    bool store_runs(const llama_attn_provider_ubatch & ubatch);
+    void take_back_runs() noexcept;
+    void go_on(kvedge::Run & run);
     bool store_run(const llama_attn_provider_ubatch & ubatch, kvedge::Run & run);
     bool enter_bounded(const llama_attn_provider_ubatch & ubatch, kvedge::Run & run, const std::vector<uint8_t> & image);
     bool end_bounded(kvedge::SequenceState & state);
@@ -266,6 +277,7 @@ inline bool is_head(const kvedge_cache & kv, int32_t i, int32_t head) {
 
 // The two operations of a layer in the graph; see ggml_custom_4d.
 void store_op(ggml_tensor * dst, int ith, int nth, void * layer_op);   // src: k, v
-void attend_op(ggml_tensor * dst, int ith, int nth, void * layer_op);  // src: q, store_op's result, sinks (optional)
+void start_op(ggml_tensor * dst, int ith, int nth, void * layer_op);   // src: q; in its place, of a layer that stores nothing
+void attend_op(ggml_tensor * dst, int ith, int nth, void * layer_op);  // src: q, the result of either, sinks (optional)
 
 }  // namespace kvedge

@@ -28,6 +28,9 @@ AttendJob make_job(const LayerOp & op, const Run & run, ggml_tensor * dst) {
     job.scale     = op.scale;
     job.softcap   = shape.softcap;
     job.sinks     = dst->src[2] ? (const float *) dst->src[2]->data : nullptr;
+    if (op.reader >= 0) {
+        return job;  // scores are those of the layer that the rows belong to
+    }
     gather(job, run.state->seq->observed, run.wanted, kv.locks.get());
     job.scored = run.score ? &run.state->seq->rows : nullptr;
     if (run.watch || (run.decode && (run.score || run.wanted.sums))) {
@@ -39,7 +42,25 @@ AttendJob make_job(const LayerOp & op, const Run & run, ggml_tensor * dst) {
     return job;
 }
 
+// The attention that follows starts behind a barrier.
+void start(kvedge_cache & kv, const LayerShape & shape) {
+    kv.next_task.store(0, std::memory_order_relaxed);
+    kv.finished.store(0, std::memory_order_relaxed);
+    for (auto & run : kv.runs) {
+        if (run->decode) {
+            run->partials.start(shape.n_heads_kv);
+        }
+    }
+}
+
 }  // namespace
+
+void start_op(ggml_tensor * dst, int ith, int /*nth*/, void * layer_op) {
+    const LayerOp & op = *(const LayerOp *) layer_op;
+    if (ith == 0 && dst->src[0]->ne[2] == op.kv->n_tokens) {
+        start(*op.kv, op.kv->shapes[(size_t) op.layer]);
+    }
+}
 
 void store_op(ggml_tensor * dst, int ith, int nth, void * layer_op) {
     const LayerOp &     op    = *(const LayerOp *) layer_op;
@@ -50,15 +71,9 @@ void store_op(ggml_tensor * dst, int ith, int nth, void * layer_op) {
     if (k->ne[2] != kv.n_tokens) {
         return;
     }
-    if (ith == 0) {  // the attention that follows starts behind a barrier
+    if (ith == 0) {
         kv.intermediate.note(dst);
-        kv.next_task.store(0, std::memory_order_relaxed);
-        kv.finished.store(0, std::memory_order_relaxed);
-        for (auto & run : kv.runs) {
-            if (run->decode) {
-                run->partials.start(shape.n_heads_kv);
-            }
-        }
+        start(kv, shape);
     }
     for (auto & run : kv.runs) {
         if (run->bounded && run->bounded->failed()) {
@@ -99,7 +114,7 @@ void attend_op(ggml_tensor * dst, int ith, int nth, void * layer_op) {
             return;  // it came alone
         }
         const AttendJob job = make_job(op, *run, dst);
-        if (run->wanted.window > 0) {
+        if (run->wanted.window > 0 && op.reader < 0) {
             record_window(job, run->state->seq->observed, ith, nth);
         }
         if (!run->decode && (size_t) ith >= kv.scratch.size()) {

@@ -1,11 +1,8 @@
-// Saving and loading a sequence: the file's frame, what automatic compression and decode policies remember, and the
-// positions and layers that llama.cpp keeps itself.
+// Saving and loading a sequence: the frame of a file, and of the same bytes in memory.
 
-#include "core/storage.h"
 #include "core/structs.h"
 #include "glue/calls.h"
-#include "session/file.h"
-#include "session/serial.h"
+#include "glue/saved.h"
 
 #include <algorithm>
 #include <cstring>
@@ -18,17 +15,6 @@ constexpr char     MAGIC[8]  = { 'k', 'v', 'e', 'd', 'g', 'e', '\x1a', '\n' };
 constexpr uint64_t MAX_NOTE  = 64ull << 20;
 constexpr size_t   MAX_MODEL = sizeof(kvedge_saved::model) - 1;
 
-bool little_endian() {
-    const uint16_t one = 1;
-    uint8_t        first;
-    memcpy(&first, &one, 1);
-    return first == 1;
-}
-
-kvedge_status damaged(const char * path, kvedge_error * err) {
-    return fail(err, KVEDGE_E_FILE, "%s is damaged or truncated; it cannot be used", path);
-}
-
 // ---------------------------------------------------------------------------------------------------------
 // The frame: magic, version, lengths, model, note, checksum of all that; the payload; its checksum.
 
@@ -39,12 +25,9 @@ struct Frame {
     uint64_t             payload_bytes = 0;
 };
 
-kvedge_status open_frame(FileReader & in, const char * path, Frame & frame, kvedge_error * err) {
+kvedge_status read_frame(Reader & in, const char * path, Frame & frame, kvedge_error * err) {
     char     magic[8];
     uint32_t version, n_model, sum;
-    if (const auto status = in.open(path, err); status != KVEDGE_OK) {
-        return status;
-    }
     if (!in.read(magic, sizeof(magic)) || memcmp(magic, MAGIC, sizeof(MAGIC)) != 0) {
         return fail(err, KVEDGE_E_FILE, "%s is no session file of kvedge", path);
     }
@@ -88,176 +71,42 @@ void write_head(Sink & out, const char * model, const void * note, size_t n_note
     }
 }
 
-// ---------------------------------------------------------------------------------------------------------
-// The payload
-
-void write_state(const kvedge_cache & kv, const SequenceState & state, int32_t pos_max, Sink & out) {
-    out.value<int32_t>(type_number(kv.storage.k));
-    out.value<int32_t>(type_number(kv.storage.v));
-    out.value<uint32_t>((uint32_t) kv.shapes.size());
-    for (const LayerShape & s : kv.shapes) {
-        for (int32_t n : { s.il, s.n_heads, s.n_heads_kv, s.d_k, s.d_v }) {
-            out.value<int32_t>(n);
-        }
-    }
-    out.value<int32_t>(pos_max);
-    out.value<uint8_t>(state.armed);
-    out.value<uint8_t>(state.prev_output);
-    out.value<int32_t>(state.n_compressions);
-    out.value<uint64_t>(state.before_bytes);
-    out.value<uint64_t>(state.after_bytes);
-    out.value<uint64_t>(state.peak_bytes);
-    out.value<int64_t>(state.compress_us);
-    out.value<int32_t>(state.prompt);
-    out.value<int32_t>(state.generated);
-    out.value<uint8_t>(!state.kept.empty());
-    if (!state.kept.empty()) {
-        const char * policy = state.answer.decode->name;
-        out.value<uint8_t>((uint8_t) strlen(policy));
-        out.write(policy, strlen(policy));
-    }
-    for (const auto & heads : state.kept) {
-        out.values(heads);
-    }
+// Writes all of it to a file or to memory.
+void write_framed(const Saving & saving, const char * model, const void * note, size_t n_note, SummedSink & out) {
+    Sink nowhere;
+    saving.write(nowhere);
+    write_head(out, model, note, n_note, nowhere.size());
+    out.value<uint32_t>(out.take_checksum());
+    (void) out.take_checksum();
+    saving.write(out);
+    out.value<uint32_t>(out.take_checksum());
 }
 
-// Rows kept per head, and the name of the decode policy that counts from there; both empty if there is none.
-bool read_kept(FileReader & in, const kvedge_cache & kv, SequenceState & state, std::vector<char> & policy) {
-    uint8_t has_kept, n_policy = 0;
-    if (!in.value(has_kept) || has_kept > 1 || (has_kept && !in.value(n_policy)) || !in.values(policy, n_policy)) {
-        return false;
+// name: of the file, for messages
+kvedge_status read_framed(kvedge_cache & kv, int32_t seq_id, Reader & in, const char * name, const char * model, kvedge_error * err) {
+    Frame frame;
+    if (const auto status = read_frame(in, name, frame, err); status != KVEDGE_OK) {
+        return status;
     }
-    state.kept.resize(has_kept ? kv.shapes.size() : 0);
-    for (size_t l = 0; l < state.kept.size(); l++) {
-        if (!in.values(state.kept[l], (uint64_t) kv.shapes[l].n_heads_kv) ||
-            std::any_of(state.kept[l].begin(), state.kept[l].end(), [](int32_t n) { return n < 0; })) {
-            return false;
-        }
+    if (frame.model != model) {
+        return fail(err, KVEDGE_E_FILE, "%s was saved with another model", name);
     }
-    return true;
+    return read_saved(kv, seq_id, in, frame.payload_bytes, name, err);
 }
 
-kvedge_status read_shapes(FileReader & in, const kvedge_cache & kv, const char * path, kvedge_error * err) {
-    int32_t  type_k, type_v;
-    uint32_t n_layers;
-    if (!in.value(type_k) || !in.value(type_v) || !kvedge_type_name(type_k) || !kvedge_type_name(type_v) || !in.value(n_layers)) {
-        return damaged(path, err);
+kvedge_status check_empty(kvedge_cache & kv, int32_t seq_id, kvedge_error * err) {
+    if (const auto status = check_use(kv, seq_id, err); status != KVEDGE_OK) {
+        return status;
     }
-    bool same = n_layers == kv.shapes.size();
-    for (uint32_t l = 0; same && l < n_layers; l++) {
-        const LayerShape & s = kv.shapes[l];
-        for (int32_t expected : { s.il, s.n_heads, s.n_heads_kv, s.d_k, s.d_v }) {
-            int32_t found;
-            if (!in.value(found)) {
-                return damaged(path, err);
-            }
-            same = same && found == expected;
-        }
-    }
-    if (!same) {
-        return fail(err, KVEDGE_E_FILE, "%s belongs to a model with other layers", path);
-    }
-    const int32_t own_k = type_number(kv.storage.k), own_v = type_number(kv.storage.v);
-    if (type_k != own_k || type_v != own_v) {
-        return fail(err, KVEDGE_E_ARGUMENT, "%s holds keys and values as %s:%s, this cache stores %s:%s; attach with the file's types",
-                    path, kvedge_type_name(type_k), kvedge_type_name(type_v), kvedge_type_name(own_k), kvedge_type_name(own_v));
-    }
-    return ok(err);
-}
-
-// Everything but the layers that llama.cpp keeps.
-bool read_state(FileReader & in, const kvedge_cache & kv, SequenceState & state, int32_t & pos_max) {
-    uint8_t           armed, prev_output;
-    std::vector<char> policy;
-    if (!in.value(pos_max) || !in.value(armed) || !in.value(prev_output) || !in.value(state.n_compressions) ||
-        !in.value(state.before_bytes) || !in.value(state.after_bytes) || !in.value(state.peak_bytes) || !in.value(state.compress_us) ||
-        !in.value(state.prompt) || !in.value(state.generated) || !read_kept(in, kv, state, policy)) {
-        return false;
-    }
-    state.armed       = armed != 0;
-    state.prev_output = prev_output != 0;
-    state.seq         = read_sequence(in, kv.shapes, kv.storage);
-    if (!state.seq || state.seq->rows.evicting() == state.kept.empty() || pos_max < -1 || pos_max == INT32_MAX || armed > 1 || prev_output > 1) {
-        return false;
-    }
-    // A bounded answer goes on by the same policy of the plan that is set now; under another it ends here.
-    const kvedge_plan & plan = kv.plan_of(state.id);
-    state.answer = plan;
-    const DecodePolicy & now = *plan.decode;
-    if (!now.evict || std::string(policy.begin(), policy.end()) != now.name || now.needs_scores != state.seq->rows.scored() ||
-        plan.budget_ratio == 1.0) {
-        state.end_answer();
-    }
-    const auto n = state.seq->rows.n_tokens();
-    return state.n_compressions >= 0 && state.prompt >= 0 && state.prompt <= n && state.generated >= 0 && state.generated <= n;
-}
-
-// ---------------------------------------------------------------------------------------------------------
-// What llama.cpp keeps: the windowed layers of interleaved models, the recurrent layers of hybrid ones.
-
-bool llama_keeps_layers(const llama_context * ctx) {
-    const llama_model * model = llama_get_model(ctx);
-    return llama_model_is_hybrid(model) || llama_model_n_swa(model) > 0;
-}
-
-std::vector<uint8_t> llama_part(llama_context * ctx, int32_t seq_id) {
-    std::vector<uint8_t> out;
-    if (llama_keeps_layers(ctx)) {
-        out.resize(llama_state_seq_get_size_ext(ctx, seq_id, LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY));
-        if (llama_state_seq_get_data_ext(ctx, out.data(), out.size(), seq_id, LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY) != out.size()) {
-            out.clear();
-        }
-    }
-    return out;
-}
-
-// llama.cpp enters positions only for what it decodes: one token stands in for all, and is stored nowhere.
-bool enter_position(kvedge_cache & kv, int32_t seq_id, int32_t pos) {
-    llama_batch batch  = llama_batch_init(1, 0, 1);
-    batch.n_tokens     = 1;
-    batch.token[0]     = 0;
-    batch.pos[0]       = pos;
-    batch.n_seq_id[0]  = 1;
-    batch.seq_id[0][0] = seq_id;
-    batch.logits[0]    = 0;
-    kv.entering        = true;
-    const int status   = llama_decode(kv.ctx, batch);
-    llama_synchronize(kv.ctx);
-    kv.entering = false;
-    llama_batch_free(batch);
-    return status == 0;
-}
-
-kvedge_status enter(kvedge_cache & kv, int32_t seq_id, int32_t pos_max, const std::vector<uint8_t> & own, kvedge_error * err) {
-    if (pos_max >= 0 && !enter_position(kv, seq_id, pos_max)) {
-        return fail(err, KVEDGE_E_STATE, "llama.cpp could not enter the last position of the saved sequence");
-    }
-    if (!own.empty() &&
-        llama_state_seq_set_data_ext(kv.ctx, own.data(), own.size(), seq_id, LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY) != own.size()) {
-        llama_memory_seq_rm(llama_get_memory(kv.ctx), seq_id, -1, -1);
-        return fail(err, KVEDGE_E_FILE, "llama.cpp cannot take back its own layers; the file belongs to another version or context");
-    }
-    return ok(err);
+    const bool empty = !kv.seqs.count(seq_id) && llama_memory_seq_pos_max(llama_get_memory(kv.ctx), seq_id) < 0;
+    return empty ? ok(err) : fail(err, KVEDGE_E_STATE, "sequence %d holds tokens; remove them before another is loaded into it", seq_id);
 }
 
 constexpr char UNNAMED[] = "a session file needs a cache, a path, and a model name of at most 255 bytes";
-static_assert(MAX_MODEL == 255, "what UNNAMED says");
+constexpr char UNPLACED[] = "a packed sequence needs a cache, its bytes, and a model name of at most 255 bytes";
+static_assert(MAX_MODEL == 255, "what they say");
 
-bool named(const char * path, const char * model) { return path && model && strlen(model) <= MAX_MODEL; }
-
-// For whoever has claimed the cache.
-kvedge_status check_use(const kvedge_cache & kv, int32_t seq_id, kvedge_error * err) {
-    if (!kv.ctx) {
-        return fail(err, KVEDGE_E_STATE, "the llama_context of this cache has been freed");
-    }
-    if (seq_id < 0 || (uint32_t) seq_id >= llama_n_seq_max(kv.ctx)) {
-        return fail(err, KVEDGE_E_ARGUMENT, "the context has no sequence %d", seq_id);
-    }
-    if (kv.declined) {
-        return fail(err, KVEDGE_E_UNSUPPORTED, "llama.cpp keeps some full-attention layers of this model; its sequences cannot be saved");
-    }
-    return little_endian() ? ok(err) : fail(err, KVEDGE_E_UNSUPPORTED, "session files are little-endian, this machine is not");
-}
+bool named(const void * place, const char * model) { return place && model && strlen(model) <= MAX_MODEL; }
 
 }  // namespace
 
@@ -265,91 +114,58 @@ extern "C" kvedge_status kvedge_save(
     kvedge_cache * kv, int32_t seq_id, const char * path, const char * model, const void * note, size_t n_note,
     kvedge_error * err) {
     return claimed(kv, named(path, model), UNNAMED, "save the sequence", err, [&] {
-        if (const auto status = check_use(*kv, seq_id, err); status != KVEDGE_OK) {
-            return status;
-        }
         if ((n_note > 0 && !note) || n_note > MAX_NOTE) {
             return fail(err, KVEDGE_E_ARGUMENT, "kvedge_save: the note is NULL or longer than 64 MiB");
         }
-        const SequenceState * found = find_seq(kv, seq_id);
-        if (!found) {
-            return fail(err, KVEDGE_E_STATE, "sequence %d is empty; there is nothing to save", seq_id);
-        }
-        const SequenceState & state = *found;
-        if (state.streaming ? state.armed : state.seq->observed.any()) {
-            return fail(err, KVEDGE_E_STATE, "a prompt was read and is not compressed yet; compress it before it is saved");
-        }
-        llama_synchronize(kv->ctx);
-        if (const auto status = rows_at_hand(*kv, state, err); status != KVEDGE_OK) {
+        Saving     saving;
+        FileWriter file;
+        if (const auto status = prepare_saving(*kv, seq_id, saving, err); status != KVEDGE_OK) {
             return status;
         }
-        const int32_t              pos_max = llama_memory_seq_pos_max(llama_get_memory(kv->ctx), seq_id);
-        const std::vector<uint8_t> own     = llama_part(kv->ctx, seq_id);
-        const auto                 payload = [&](Sink & out) {
-            write_state(*kv, state, pos_max, out);
-            write_sequence(*state.seq, out);
-            out.value<uint64_t>(own.size());
-            out.values(own);
-        };
-        Sink nowhere;
-        payload(nowhere);
-
-        FileWriter file;
         if (const auto status = file.open(path, err); status != KVEDGE_OK) {
             return status;
         }
-        write_head(file, model, note, n_note, nowhere.size());
-        file.value<uint32_t>(file.take_checksum());
-        (void) file.take_checksum();
-        payload(file);
-        file.value<uint32_t>(file.take_checksum());
+        write_framed(saving, model, note, n_note, file);
         return file.commit(err);
+    });
+}
+
+extern "C" kvedge_status kvedge_pack(
+    kvedge_cache * kv, int32_t seq_id, const char * model, void * data, size_t * n_data, kvedge_error * err) {
+    return claimed(kv, named(n_data, model) && (data || *n_data == 0), UNPLACED, "pack the sequence", err, [&] {
+        Saving saving;
+        if (const auto status = prepare_saving(*kv, seq_id, saving, err); status != KVEDGE_OK) {
+            return status;
+        }
+        BytesWriter  out(data, *n_data);
+        const size_t room = *n_data;
+        write_framed(saving, model, nullptr, 0, out);
+        *n_data = (size_t) out.size();
+        return !data || out.size() <= room
+                   ? ok(err)
+                   : fail(err, KVEDGE_E_ARGUMENT, "kvedge_pack: there is room for %zu bytes, and the sequence takes %zu", room, *n_data);
     });
 }
 
 extern "C" kvedge_status kvedge_load(kvedge_cache * kv, int32_t seq_id, const char * path, const char * model, kvedge_error * err) {
     return claimed(kv, named(path, model), UNNAMED, "load the sequence", err, [&] {
-        if (const auto status = check_use(*kv, seq_id, err); status != KVEDGE_OK) {
+        if (const auto status = check_empty(*kv, seq_id, err); status != KVEDGE_OK) {
             return status;
-        }
-        if (kv->seqs.count(seq_id) || llama_memory_seq_pos_max(llama_get_memory(kv->ctx), seq_id) >= 0) {
-            return fail(err, KVEDGE_E_STATE, "sequence %d holds tokens; remove them before another is loaded into it", seq_id);
         }
         FileReader file;
-        Frame      frame;
-        if (const auto status = open_frame(file, path, frame, err); status != KVEDGE_OK) {
+        const auto status = file.open(path, err);
+        return status == KVEDGE_OK ? read_framed(*kv, seq_id, file, path, model, err) : status;
+    });
+}
+
+extern "C" kvedge_status kvedge_unpack(
+    kvedge_cache * kv, int32_t seq_id, const char * model, const void * data, size_t n_data, kvedge_error * err) {
+    return claimed(kv, named(data, model), UNPLACED, "unpack the sequence", err, [&] {
+        if (const auto status = check_empty(*kv, seq_id, err); status != KVEDGE_OK) {
             return status;
         }
-        if (frame.model != model) {
-            return fail(err, KVEDGE_E_FILE, "%s was saved with another model", path);
-        }
-        file.limit_to(frame.payload_bytes);
-        if (const auto status = read_shapes(file, *kv, path, err); status != KVEDGE_OK) {
-            return status;
-        }
-        SequenceState        state;
-        state.id = seq_id;
-        std::vector<uint8_t> own;
-        int32_t              pos_max = -1;
-        uint64_t             n_own   = 0;
-        uint32_t             sum     = 0;
-        if (!read_state(file, *kv, state, pos_max) || !file.value(n_own) || !file.values(own, n_own) || file.left() != 0) {
-            return damaged(path, err);
-        }
-        const uint32_t expected = file.take_checksum();
-        file.unlimit();
-        if (!file.value(sum) || sum != expected || (n_own > 0 && !llama_keeps_layers(kv->ctx))) {
-            return damaged(path, err);
-        }
-        state.peak_bytes = 0;  // of this process, from here on
-        state.note_peak();
-        std::map<int32_t, SequenceState> loaded;
-        loaded.emplace(seq_id, std::move(state));
-        if (const auto status = enter(*kv, seq_id, pos_max, own, err); status != KVEDGE_OK) {
-            return status;
-        }
-        kv->seqs.merge(loaded);  // takes no memory: llama.cpp knows of the sequence by now
-        return ok(err);
+        BytesReader in(data, n_data);
+        return read_framed(*kv, seq_id, in, "the packed sequence", model, err);
     });
 }
 
@@ -359,7 +175,10 @@ extern "C" kvedge_status kvedge_read_saved(const char * path, kvedge_saved * out
     }
     FileReader file;
     Frame      frame;
-    if (const auto status = open_frame(file, path, frame, err); status != KVEDGE_OK) {
+    if (const auto status = file.open(path, err); status != KVEDGE_OK) {
+        return status;
+    }
+    if (const auto status = read_frame(file, path, frame, err); status != KVEDGE_OK) {
         return status;
     }
     kvedge_saved found{};

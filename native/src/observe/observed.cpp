@@ -6,13 +6,13 @@ namespace kvedge {
 
 namespace {
 
-// [heads][from] to [heads][to], the new places 0.
-template <class T> void widen(Bulk<T> & x, size_t heads, int32_t from, int32_t to) {
+// [heads][from] as [heads][to], the new places 0.
+template <class T> Bulk<T> widened(const Bulk<T> & x, size_t heads, int32_t from, int32_t to) {
     Bulk<T> grown(heads * (size_t) to, T());
     for (size_t h = 0; h < heads && !x.empty(); h++) {
         std::copy_n(x.begin() + (std::ptrdiff_t) (h * (size_t) from), from, grown.begin() + (std::ptrdiff_t) (h * (size_t) to));
     }
-    x = std::move(grown);
+    return grown;
 }
 
 // Of a row [capacity]: the n entries from `first` on become those in keep, and the rest moves up.
@@ -40,21 +40,21 @@ template <class Numbers> void close_rows(Numbers & x, size_t capacity, size_t fi
 
 bool Observed::ensure_sums(size_t l, int32_t n_rows, bool squares) try {
     sums_.resize(shapes_->size());
-    ColumnSums & cs = sums_[l];
-    if (squares && cs.capacity > 0 && cs.squares.empty()) {
-        cs = {};  // sums of queries whose squares are not known
-    }
-    if (cs.capacity >= n_rows) {
+    ColumnSums &  cs    = sums_[l];
+    const bool    blind = squares && cs.capacity > 0 && cs.squares.empty();  // sums of queries whose squares are not known
+    const int32_t held  = blind ? 0 : cs.capacity;
+    if (held >= n_rows && !blind) {
         return true;
     }
-    const auto    heads    = (size_t) (*shapes_)[l].n_heads_kv;
-    const int32_t capacity = std::max(n_rows, cs.capacity + cs.capacity / 2);
+    const auto heads = (size_t) (*shapes_)[l].n_heads_kv;
+    ColumnSums grown;  // takes its place as a whole
+    grown.capacity = std::max(n_rows, held + held / 2);
     if (squares || !cs.squares.empty()) {
-        widen(cs.squares, heads, cs.capacity, capacity);
-        seen_.resize(std::max(seen_.size(), (size_t) capacity), 0);
+        grown.squares = widened(cs.squares, heads, held, grown.capacity);
+        seen_.resize(std::max(seen_.size(), (size_t) grown.capacity), 0);
     }
-    widen(cs.sums, heads, cs.capacity, capacity);
-    cs.capacity = capacity;
+    grown.sums = widened(blind ? Bulk<double>() : cs.sums, heads, held, grown.capacity);
+    cs         = std::move(grown);
     return true;
 } catch (const std::bad_alloc &) {
     return false;
@@ -176,16 +176,19 @@ void Observed::keep_sums(size_t layer, size_t head, const std::vector<int32_t> &
 }
 
 void Observed::shift_rows(size_t n) {
-    for (auto & cs : sums_) {
-        Bulk<double> shifted;
+    std::vector<ColumnSums> all(sums_.size());
+    for (size_t l = 0; l < sums_.size(); l++) {
+        const ColumnSums & cs = sums_[l];
+        Bulk<double> &     shifted = all[l].sums;
         for (size_t from = 0; from < cs.sums.size(); from += (size_t) cs.capacity) {
             shifted.insert(shifted.end(), n, 0.0);
             shifted.insert(shifted.end(), cs.sums.begin() + (std::ptrdiff_t) from,
                            cs.sums.begin() + (std::ptrdiff_t) (from + (size_t) cs.capacity));
         }
-        cs.sums = std::move(shifted);
-        cs.capacity += cs.capacity > 0 ? (int32_t) n : 0;
+        all[l].squares  = cs.squares;
+        all[l].capacity = cs.capacity + (cs.capacity > 0 ? (int32_t) n : 0);
     }
+    sums_ = std::move(all);
 }
 
 void Observed::forget_queries(const std::vector<int32_t> & pending, int32_t n_tokens) {

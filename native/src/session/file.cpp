@@ -3,9 +3,12 @@
 #include "core/error.h"
 #include "session/crc32.h"
 
+#include <algorithm>
 #include <cerrno>
+#include <cstring>
 #include <filesystem>
 #include <system_error>
+#include <utility>
 
 #include <fcntl.h>
 #if defined(_WIN32)
@@ -26,23 +29,40 @@ namespace {
 
 std::error_code last_error() { return { errno ? errno : EIO, std::generic_category() }; }
 
-// A file of our own that nobody else may read: conversations are private. On Windows its folder says who may. NULL: errno
-// says why.
-std::FILE * create(const fs::path & path) {
+// A file of our own that nobody else may read: conversations are private. On Windows its folder says who may. -1: errno says
+// why.
+int create(const fs::path & path) {
 #if defined(_WIN32)
-    const int fd = _wopen(path.c_str(), _O_WRONLY | _O_CREAT | _O_EXCL | _O_BINARY | _O_NOINHERIT, _S_IREAD | _S_IWRITE);
-    return fd < 0 ? nullptr : _fdopen(fd, "wb");
+    return _wopen(path.c_str(), _O_WRONLY | _O_CREAT | _O_EXCL | _O_BINARY | _O_NOINHERIT, _S_IREAD | _S_IWRITE);
 #else
-    const int fd = ::open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
-    return fd < 0 ? nullptr : fdopen(fd, "wb");
+    return ::open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
 #endif
 }
 
-bool flush_to_disk(std::FILE * file) {
+constexpr size_t BUFFER = 64u << 10, LARGEST = 1u << 30;  // bytes; LARGEST: of one call to the system
+
+// Bytes that were written, fewer than asked for perhaps; below 0: errno says why.
+std::ptrdiff_t write_some(int file, const uint8_t * data, size_t size) {
 #if defined(_WIN32)
-    return fflush(file) == 0 && _commit(_fileno(file)) == 0;
+    return _write(file, data, (unsigned) std::min(size, LARGEST));
 #else
-    return fflush(file) == 0 && fsync(fileno(file)) == 0;
+    return ::write(file, data, std::min(size, LARGEST));
+#endif
+}
+
+bool to_disk(int file) {
+#if defined(_WIN32)
+    return _commit(file) == 0;
+#else
+    return fsync(file) == 0;
+#endif
+}
+
+bool close_file(int file) {
+#if defined(_WIN32)
+    return _close(file) == 0;
+#else
+    return close(file) == 0;
 #endif
 }
 
@@ -53,12 +73,12 @@ std::error_code replace(const fs::path & part, const fs::path & path) {
     const bool done = MoveFileExW(part.c_str(), path.c_str(), MOVEFILE_REPLACE_EXISTING | MOVEFILE_WRITE_THROUGH);
     return done ? std::error_code() : std::error_code((int) GetLastError(), std::system_category());
 #else
+    const fs::path  folder = path.parent_path();  // before the step, behind which nothing may fail
     std::error_code code;
     fs::rename(part, path, code);
     if (code) {
         return code;
     }
-    const fs::path folder = path.parent_path();
     const int      fd     = ::open(folder.empty() ? "." : folder.c_str(), O_RDONLY | O_CLOEXEC);
     if (fd >= 0) {
         (void) fsync(fd);
@@ -93,12 +113,12 @@ int process_id() {
 }  // namespace
 
 FileWriter::~FileWriter() {
-    if (file_) {
-        fclose(file_);
+    if (is_open()) {
+        close_file(file_);
     }
     if (!part_.empty()) {
         std::error_code ignored;
-        fs::remove(fs::u8path(part_), ignored);
+        fs::remove(part_, ignored);
     }
 }
 
@@ -117,53 +137,71 @@ kvedge_status FileWriter::open(const char * path, kvedge_error * err) {
     if (fs::exists(there) && is_read_only(place, there)) {
         return fail(err, KVEDGE_E_FILE, "%s is read-only; allow writing to it, or use another file", path);
     }
-    path_ = place.u8string();
-    for (int i = 0; i < 100 && !file_; i++) {
-        const std::string part = path_ + "." + std::to_string(process_id()) + "-" + std::to_string(i) + ".part";
-        file_                  = create(fs::u8path(part));
-        if (file_) {
-            part_ = part;
+    path_ = std::move(place);
+    buffer_.reserve(BUFFER);
+    for (int i = 0; i < 100 && !is_open(); i++) {
+        fs::path part = path_;
+        part += "." + std::to_string(process_id()) + "-" + std::to_string(i) + ".part";
+        file_ = create(part);
+        if (is_open()) {
+            part_ = std::move(part);  // takes no memory: whatever fails from here on, the file is removed
         } else if (errno != EEXIST) {
             break;
         }
     }
-    return file_ ? ok(err) : fail(err, KVEDGE_E_FILE, "%s cannot be written: %s", path, last_error().message().c_str());
+    return is_open() ? ok(err) : fail(err, KVEDGE_E_FILE, "%s cannot be written: %s", path, last_error().message().c_str());
 }
 
-void FileWriter::write(const void * data, size_t size) {
-    Sink::write(data, size);
-    checksum_ = crc32(checksum_, data, size);
-    if (!failed_ && fwrite(data, 1, size, file_) != size) {
-        failed_ = last_error();
+void FileWriter::put(const void * data, size_t size) {
+    if (buffer_.size() + size > BUFFER) {
+        flush();
+    }
+    if (size > BUFFER) {
+        send((const uint8_t *) data, size);
+    } else if (size > 0) {
+        buffer_.insert(buffer_.end(), (const uint8_t *) data, (const uint8_t *) data + size);  // within its room
     }
 }
 
-uint32_t FileWriter::take_checksum() {
-    const uint32_t sum = checksum_;
-    checksum_          = 0;
-    return sum;
+void FileWriter::flush() {
+    send(buffer_.data(), buffer_.size());
+    buffer_.clear();
+}
+
+void FileWriter::send(const uint8_t * data, size_t size) {
+    while (size > 0 && !failed_) {
+        errno                  = 0;
+        const std::ptrdiff_t n = write_some(file_, data, size);
+        if (n > 0) {
+            data += n;
+            size -= (size_t) n;
+        } else if (errno != EINTR) {
+            failed_ = last_error();
+        }
+    }
 }
 
 kvedge_status FileWriter::commit(kvedge_error * err) {
-    if (!failed_ && !flush_to_disk(file_)) {
+    flush();
+    if (!failed_ && !to_disk(file_)) {
         failed_ = last_error();
     }
-    if (fclose(file_) != 0 && !failed_) {
+    if (!close_file(file_) && !failed_) {
         failed_ = last_error();
     }
-    file_ = nullptr;
+    file_ = -1;
 #if !defined(_WIN32)
     // who may read a conversation is for its owner to say, once it is there
     std::error_code unknown;
-    if (const fs::file_status there = fs::status(fs::u8path(path_), unknown); !failed_ && fs::exists(there)) {
-        fs::permissions(fs::u8path(part_), there.permissions(), unknown);
+    if (const fs::file_status there = fs::status(path_, unknown); !failed_ && fs::exists(there)) {
+        fs::permissions(part_, there.permissions(), unknown);
     }
 #endif
     if (!failed_) {
-        failed_ = replace(fs::u8path(part_), fs::u8path(path_));
+        failed_ = replace(part_, path_);
     }
     if (failed_) {
-        return fail(err, KVEDGE_E_FILE, "%s cannot be written: %s; what was there before is untouched", path_.c_str(),
+        return fail(err, KVEDGE_E_FILE, "%s cannot be written: %s; what was there before is untouched", path_.u8string().c_str(),
                     failed_.message().c_str());
     }
     part_.clear();
@@ -186,7 +224,7 @@ kvedge_status FileReader::open(const char * path, kvedge_error * err) {
     if (!fs::is_regular_file(there)) {
         return fail(err, KVEDGE_E_FILE, "%s is not a file", path);
     }
-    size_ = fs::file_size(place, code);
+    const uint64_t size = fs::file_size(place, code);
 #if defined(_WIN32)
     file_ = code ? nullptr : _wfopen(place.c_str(), L"rbN");  // N: not for the programs that this one starts
 #else
@@ -195,12 +233,20 @@ kvedge_status FileReader::open(const char * path, kvedge_error * err) {
     if (!file_) {
         return fail(err, KVEDGE_E_FILE, "%s cannot be read: %s", path, (code ? code : last_error()).message().c_str());
     }
-    limit_ = size_;
+    begin(size);
     return ok(err);
 }
 
-bool FileReader::read(void * data, size_t size) {
-    if (size > left() || fread(data, 1, size, file_) != size) {
+bool FileReader::fetch(void * data, size_t size) { return fread(data, 1, size, file_) == size; }
+
+bool BytesReader::fetch(void * data, size_t size) {
+    memcpy(data, next_, size);
+    next_ += size;
+    return true;
+}
+
+bool Reader::read(void * data, size_t size) {
+    if (size > left() || !fetch(data, size)) {
         return false;
     }
     at_ += size;
@@ -208,10 +254,23 @@ bool FileReader::read(void * data, size_t size) {
     return true;
 }
 
-uint32_t FileReader::take_checksum() {
-    const uint32_t sum = checksum_;
-    checksum_          = 0;
-    return sum;
+uint32_t Reader::take_checksum() { return std::exchange(checksum_, 0u); }
+
+void SummedSink::write(const void * data, size_t size) {
+    Sink::write(data, size);
+    checksum_ = crc32(checksum_, data, size);
+    put(data, size);
+}
+
+uint32_t SummedSink::take_checksum() { return std::exchange(checksum_, 0u); }
+
+void BytesWriter::put(const void * data, size_t size) {
+    const size_t n = std::min(size, left_);
+    if (n > 0) {
+        memcpy(at_, data, n);
+    }
+    at_ += n;
+    left_ = size > left_ ? 0 : left_ - size;
 }
 
 }  // namespace kvedge

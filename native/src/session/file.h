@@ -1,4 +1,4 @@
-// Files that appear whole or not at all, and files that are read with every size in doubt.
+// Files that appear whole or not at all, and bytes that are read with every size in doubt.
 
 #pragma once
 
@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
+#include <filesystem>
 #include <string>
 #include <system_error>
 #include <type_traits>
@@ -14,7 +15,7 @@
 
 namespace kvedge {
 
-// Where a payload is written to: a file, or nowhere, to learn its size.
+// Where a payload is written to: a file, memory, or nowhere, to learn its size.
 class Sink {
   public:
     virtual ~Sink() = default;
@@ -35,33 +36,59 @@ class Sink {
     uint64_t size_ = 0;
 };
 
-// Writes beside `path` and takes its place in commit(); what was there before stays until then.
-class FileWriter : public Sink {
+class SummedSink : public Sink {
+  public:
+    void     write(const void * data, size_t size) final;
+    uint32_t take_checksum();  // of what was written since the last call
+
+  protected:
+    virtual void put(const void * data, size_t size) = 0;
+
+  private:
+    uint32_t checksum_ = 0;
+};
+
+// Writes beside `path` and takes its place in commit(); what was there before stays until then. A failed write shows there.
+class FileWriter final : public SummedSink {
   public:
     ~FileWriter() override;
     kvedge_status open(const char * path, kvedge_error * err);
-    void          write(const void * data, size_t size) override;  // a failure shows in commit()
-    uint32_t      take_checksum();                                 // of what was written since the last call
     kvedge_status commit(kvedge_error * err);
 
   private:
-    std::FILE *     file_ = nullptr;
-    std::string     path_, part_;  // UTF-8
-    uint32_t        checksum_ = 0;
-    std::error_code failed_;  // of the first failed write
+    void flush();
+    void put(const void * data, size_t size) override;
+    void send(const uint8_t * data, size_t size);
+    bool is_open() const { return file_ >= 0; }
+
+    int                   file_ = -1;
+    std::vector<uint8_t>  buffer_;  // bytes that are not in the file yet
+    std::filesystem::path path_, part_;  // part_: empty where nothing is left to remove
+    std::error_code       failed_;  // of the first failed write
 };
 
-// Reads a file from its beginning; nothing beyond the end is ever granted.
-class FileReader {
+// Writes into `size` bytes of the caller's; what goes beyond them is counted only.
+class BytesWriter final : public SummedSink {
   public:
-    ~FileReader();
-    kvedge_status open(const char * path, kvedge_error * err);
-    bool          read(void * data, size_t size);  // false: beyond the limit, or the disk failed
-    uint64_t      left() const { return limit_ - at_; }
-    uint64_t      size() const { return size_; }
-    void          limit_to(uint64_t bytes) { limit_ = at_ + bytes; }  // bytes <= left()
-    void          unlimit() { limit_ = size_; }
-    uint32_t      take_checksum();
+    BytesWriter(void * data, size_t size) : at_((char *) data), left_(size) {}
+
+  private:
+    void put(const void * data, size_t size) override;
+
+    char * at_;
+    size_t left_;
+};
+
+// Reads from the beginning; nothing beyond the end is ever granted.
+class Reader {
+  public:
+    virtual ~Reader() = default;
+    bool     read(void * data, size_t size);  // false: beyond the limit, or the disk failed
+    uint64_t left() const { return limit_ - at_; }
+    uint64_t size() const { return size_; }
+    void     limit_to(uint64_t bytes) { limit_ = at_ + bytes; }  // bytes <= left()
+    void     unlimit() { limit_ = size_; }
+    uint32_t take_checksum();
 
     template <class T> bool value(T & x) {
         static_assert(std::is_arithmetic_v<T>, "numbers only");
@@ -76,10 +103,34 @@ class FileReader {
         return n == 0 || read(x.data(), (size_t) n * sizeof(T));
     }
 
+  protected:
+    void         begin(uint64_t size) { size_ = limit_ = size; }
+    virtual bool fetch(void * data, size_t size) = 0;  // the next bytes, which are there
+
   private:
+    uint64_t size_ = 0, at_ = 0, limit_ = 0;
+    uint32_t checksum_ = 0;
+};
+
+class FileReader final : public Reader {
+  public:
+    ~FileReader() override;
+    kvedge_status open(const char * path, kvedge_error * err);
+
+  private:
+    bool fetch(void * data, size_t size) override;
+
     std::FILE * file_ = nullptr;
-    uint64_t    size_ = 0, at_ = 0, limit_ = 0;
-    uint32_t    checksum_ = 0;
+};
+
+class BytesReader final : public Reader {
+  public:
+    BytesReader(const void * data, size_t size) : next_((const char *) data) { begin(size); }
+
+  private:
+    bool fetch(void * data, size_t size) override;
+
+    const char * next_;
 };
 
 }  // namespace kvedge

@@ -84,7 +84,7 @@ void write_block(const Store & store, size_t b, bool pending, Sink & out) {
 }
 
 struct Parse {
-    FileReader &    in;
+    Reader &        in;
     const Store &   empty;  // says what a block of the sequence is like
     StoreContents & out;
     int32_t         first = 0;  // smallest token index that the next block may list for all its heads
@@ -243,7 +243,7 @@ void write_sequence(const Sequence & seq, Sink & out) {
     }
 }
 
-std::unique_ptr<Sequence> read_sequence(FileReader & in, const std::vector<LayerShape> & shapes, const Storage & storage) {
+std::unique_ptr<Sequence> read_sequence(Reader & in, const std::vector<LayerShape> & shapes, const Storage & storage) {
     StoreContents all;
     Missing       missing;
     uint64_t      n_tokens;

@@ -13,6 +13,6 @@ namespace kvedge {
 void write_sequence(const Sequence & seq, Sink & out);
 
 // NULL: the bytes are no sequence of these shapes. Throws std::bad_alloc; no more memory is asked for than the file can fill, some spare rows apart.
-std::unique_ptr<Sequence> read_sequence(FileReader & in, const std::vector<LayerShape> & shapes, const Storage & storage);
+std::unique_ptr<Sequence> read_sequence(Reader & in, const std::vector<LayerShape> & shapes, const Storage & storage);
 
 }  // namespace kvedge

@@ -15,39 +15,54 @@ std::vector<uint8_t> Store::outside(const std::vector<int32_t> & tokens, int32_t
     return flags;
 }
 
-// Of a layer whose heads have lists. n_left: tokens that a block that is not ragged will have.
-void Store::remove_by_head(BlockLayer & layer, int32_t p0, int32_t p1, int32_t n_left) {
-    for (size_t h = 0; h < layer.heads.size(); h++) {
-        const auto keep = outside(layer.heads[h].tokens, p0, p1);
-        layer.rows->keep_flagged((int32_t) h, keep.data(), n_left);
-        layer.heads[h].keep(keep);
-    }
-}
-
-// Of a block that lists its tokens. Returns the rows that stay.
-std::vector<int32_t> Store::remove_listed(Block & block, int32_t p0, int32_t p1) {
-    std::vector<int32_t> keep;
+// Of a block that lists its tokens: the rows that stay.
+Cut Store::cut_listed(const Block & block, int32_t p0, int32_t p1) const {
+    Cut cut;
     for (size_t r = 0; r < block.length(); r++) {
         const int32_t p = pos[(size_t) block.tokens[r]];
         if (p < p0 || p >= p1) {
-            keep.push_back((int32_t) r);
+            cut.rows.push_back((int32_t) r);
         }
     }
-    if (keep.size() == block.length()) {
-        return keep;
+    cut.any  = cut.rows.size() < block.length();
+    cut.left = (int32_t) cut.rows.size();
+    for (const BlockLayer & layer : block.layers) {
+        auto & heads = cut.flags.emplace_back();
+        for (size_t h = 0; cut.any && h < layer.heads.size(); h++) {
+            heads.push_back(outside(layer.heads[h].tokens, p0, p1));
+        }
     }
-    for (BlockLayer & layer : block.layers) {
+    return cut;
+}
+
+// Of a block whose heads have lists of their own.
+Cut Store::cut_by_head(const Block & block, int32_t p0, int32_t p1) const {
+    Cut cut;
+    cut.any = true;
+    for (const BlockLayer & layer : block.layers) {
+        auto & heads = cut.flags.emplace_back();
+        for (const HeadList & head : layer.heads) {
+            heads.push_back(outside(head.tokens, p0, p1));
+        }
+    }
+    return cut;
+}
+
+void Store::apply(Block & block, const Cut & cut) noexcept {
+    for (size_t l = 0; l < block.layers.size(); l++) {
+        BlockLayer & layer = block.layers[l];
         if (layer.heads.empty()) {
-            layer.rows->keep(keep);
-        } else {
-            remove_by_head(layer, p0, p1, (int32_t) keep.size());
+            layer.rows->keep(cut.rows);
+        }
+        for (size_t h = 0; h < layer.heads.size(); h++) {
+            layer.rows->keep_flagged((int32_t) h, cut.flags[l][h].data(), cut.left);
+            layer.heads[h].keep(cut.flags[l][h]);
         }
     }
-    for (size_t to = 0; to < keep.size(); to++) {
-        block.tokens[to] = block.tokens[(size_t) keep[to]];
+    for (size_t to = 0; to < cut.rows.size(); to++) {
+        block.tokens[to] = block.tokens[(size_t) cut.rows[to]];
     }
-    block.tokens.resize(keep.size());
-    return keep;
+    block.tokens.resize(block.tokens.empty() ? 0 : cut.rows.size());
 }
 
 bool Store::holds(int32_t p0, int32_t p1) const {
@@ -63,26 +78,28 @@ void Store::forget_last(int32_t p0, int32_t p1) {
     image.resize(n);
 }
 
+// All memory is taken before the first row moves, so that nothing fails half-way.
 std::vector<Removed> Store::remove_rows(int32_t p0, int32_t p1) {
     std::vector<Removed> gone;
+    std::vector<Cut>     cuts;
     size_t               row    = 0;  // pending
     const auto           listed = [&](size_t b) { return !blocks[b].ragged() || b >= pending_from; };
     for (size_t b = 0; b < blocks.size(); b++) {
-        Block & block = blocks[b];
+        const Block & block = blocks[b];
         if (block.kind == BlockKind::streamed) {
-            remove_streamed(block, p0, p1, row, gone);
-            row += (size_t) block.rows(0, 0);
-        } else if (listed(b)) {
-            const size_t n    = block.length();
-            auto         keep = remove_listed(block, p0, p1);
-            if (b >= pending_from && keep.size() < n) {
-                gone.push_back({ -1, -1, row, n, std::move(keep) });
-            }
-            row += b >= pending_from ? block.length() : 0;
-        } else {
-            for (BlockLayer & layer : block.layers) {
-                remove_by_head(layer, p0, p1, 0);
-            }
+            cuts.push_back(cut_streamed(block, p0, p1, row, gone));
+            row += (size_t) cuts.back().left_each;
+            continue;
+        }
+        cuts.push_back(listed(b) ? cut_listed(block, p0, p1) : cut_by_head(block, p0, p1));
+        if (b >= pending_from && cuts.back().any) {
+            gone.push_back({ -1, -1, row, block.length(), cuts.back().rows });
+        }
+        row += b >= pending_from ? cuts.back().rows.size() : 0;
+    }
+    for (size_t b = 0; b < blocks.size(); b++) {
+        if (cuts[b].any) {
+            apply(blocks[b], cuts[b]);
         }
     }
     for (size_t b = blocks.size(); b-- > 0;) {
@@ -92,6 +109,17 @@ std::vector<Removed> Store::remove_rows(int32_t p0, int32_t p1) {
         }
     }
     return gone;
+}
+
+void Store::loosen_row(int32_t layer, int32_t head, int32_t row) {
+    for (Block & block : blocks) {
+        const int32_t n = block.rows(layer, head);
+        if (row < n) {
+            loosen(block, (size_t) layer);
+            return;
+        }
+        row -= n;
+    }
 }
 
 void Store::drop_row(int32_t layer, int32_t head, int32_t row) {

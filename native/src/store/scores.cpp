@@ -8,11 +8,18 @@
 namespace kvedge {
 
 void Store::score_pending(const std::function<const double *(size_t layer, size_t head)> & of) {
+    for (size_t b = pending_from; b < blocks.size(); b++) {  // all memory first: then nothing fails half-way
+        for (size_t l = 0; l < shapes().size(); l++) {
+            loosen(blocks[b], l);
+            for (HeadList & head : blocks[b].layers[l].heads) {
+                head.scores.reserve(blocks[b].length());
+            }
+        }
+    }
     size_t first = 0;  // pending row
     for (size_t b = pending_from; b < blocks.size(); b++) {
         const size_t n = blocks[b].length();
         for (size_t l = 0; l < shapes().size(); l++) {
-            loosen(blocks[b], l);
             auto & heads = blocks[b].layers[l].heads;
             for (size_t h = 0; h < heads.size(); h++) {
                 const double * from = of(l, h) + first;

@@ -109,9 +109,9 @@ bool Store::seal_old(size_t end) {
     return true;
 }
 
-bool Store::unseal_pending() try {
-    std::vector<std::pair<size_t, Block>> fresh;
-    std::vector<Segment>                  segments;
+bool Store::unseal_pending(Sealed * was) try {
+    Sealed               fresh;
+    std::vector<Segment> segments;
     for (size_t b = pending_from; b < blocks.size(); b++) {
         const Block & from = blocks[b];
         if (!from.ragged()) {
@@ -131,11 +131,21 @@ bool Store::unseal_pending() try {
         fresh.emplace_back(b, std::move(to));
     }
     for (auto & f : fresh) {
-        blocks[f.first] = std::move(f.second);
+        std::swap(blocks[f.first], f.second);
+    }
+    if (was) {
+        *was = std::move(fresh);
     }
     return true;
 } catch (const std::bad_alloc &) {
     return false;
+}
+
+void Store::seal_again(Sealed && was) noexcept {
+    for (auto & [place, block] : was) {
+        std::swap(blocks[place], block);
+    }
+    was.clear();
 }
 
 bool Store::promote_sealed() {

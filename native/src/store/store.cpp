@@ -214,10 +214,26 @@ void Store::mark_images(int32_t n, const uint8_t * mask) {
     std::transform(mask, mask + n, image.end() - n, [](uint8_t i) { return (uint8_t) (i != 0); });
 }
 
-void Store::take_back(int32_t n) {
-    blocks.pop_back();
+void Store::take_back(int32_t n) noexcept {
     pos.resize(pos.size() - (size_t) n);
     image.resize(image.size() - (size_t) n);
+    while (n > 0) {
+        Block &       last = blocks.back();
+        const int32_t gone = std::min(n, (int32_t) last.length());
+        n -= gone;
+        if (gone == (int32_t) last.length()) {
+            blocks.pop_back();
+            continue;
+        }
+        last.tokens.resize(last.length() - (size_t) gone);
+        for (BlockLayer & layer : last.layers) {
+            for (HeadList & head : layer.heads) {
+                head.tokens.resize(head.tokens.size() - (size_t) gone);
+                head.scores.resize(head.scores.empty() ? 0 : head.tokens.size());
+            }
+        }
+        add_rows(&last, -gone);
+    }
 }
 
 Store::Place Store::place_from_end(int32_t i, int32_t n) {

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <utility>
 #include <vector>
 
 namespace kvedge {
@@ -31,6 +32,15 @@ struct Removed {
     int32_t              layer, head;
     size_t               first, n;
     std::vector<int32_t> keep;
+};
+
+// What a removal does to one block.
+struct Cut {
+    bool                                           any = false;
+    std::vector<int32_t>                           rows;           // that stay, of a block that lists its tokens
+    std::vector<std::vector<std::vector<uint8_t>>> flags;          // [layer][head][row] 1: it stays; of heads with lists of their own
+    int32_t                                        left      = 0;  // tokens that a block that is not ragged will have
+    int32_t                                        left_each = 0;  // rows of every head of a stream
 };
 
 class Store : private StoreContents {
@@ -59,7 +69,7 @@ class Store : private StoreContents {
     // Rows of a layer that are somewhere else: the memory of all its rows goes back, and blocks that are made get none.
     void send_away(size_t layer);
     bool bring_back(size_t layer);                         // memory for all of them, not yet written; false: none, nothing changed
-    void take_back(int32_t n);                             // the last block goes, and with it the last n tokens
+    void take_back(int32_t n) noexcept;                    // the last n tokens, which were entered last
     void mark_images(int32_t n, const uint8_t * mask);     // of the last n tokens
 
     // Places of the last n tokens entered.
@@ -78,7 +88,8 @@ class Store : private StoreContents {
     std::vector<int32_t> pending_tokens(int32_t layer, int32_t head) const;
     std::vector<int32_t> head_tokens(int32_t layer, int32_t head) const;
 
-    // Drops one row of one head. Throws std::bad_alloc, and then nothing has changed.
+    // Drops one row of one head. Throws std::bad_alloc, and then nothing has changed; not after loosen_row for the same row.
+    void loosen_row(int32_t layer, int32_t head, int32_t row);
     void drop_row(int32_t layer, int32_t head, int32_t row);
     // Gives back the blocks that every head has left. The last one stays while tokens can be added to it.
     void drop_empty_blocks();
@@ -93,7 +104,10 @@ class Store : private StoreContents {
     // The same for the first `end` blocks, none of them pending, where they hold none of the last RESIDUAL tokens.
     bool seal_old(size_t end);
     // Gives the pending tokens plain rows again, so that they can be scored and merged. False: no memory, nothing changed.
-    bool unseal_pending();
+    // was: blocks that were quantised, with their places, for seal_again; NULL: nobody asks for them.
+    using Sealed = std::vector<std::pair<size_t, Block>>;
+    bool unseal_pending(Sealed * was = nullptr);
+    void seal_again(Sealed && was) noexcept;
     // Blocks at the head of the pending ones that are quantised already need nothing more than to be pending no longer.
     // False: there are none.
     bool promote_sealed();
@@ -107,7 +121,7 @@ class Store : private StoreContents {
     void read_scores(int32_t layer, int32_t head, double * out) const;
 
     bool holds(int32_t p0, int32_t p1) const;  // whether a token with a position in [p0, p1) was entered, and not removed
-    // Removes the tokens with a position in [p0, p1): the rows, and then the tokens at the end that no row is left of, whose
+    // Removes the tokens with a position in [p0, p1), or throws std::bad_alloc and removes none: the rows, and then the tokens at the end that no row is left of, whose
     // indices the next ones take.
     std::vector<Removed> remove_rows(int32_t p0, int32_t p1);
     void                 forget_last(int32_t p0, int32_t p1);
@@ -139,9 +153,10 @@ class Store : private StoreContents {
     bool                 grows(size_t block) const;
     bool                 is_sparse() const;
     std::vector<uint8_t> outside(const std::vector<int32_t> & tokens, int32_t p0, int32_t p1) const;  // 1: not in [p0, p1)
-    void                 remove_by_head(BlockLayer & layer, int32_t p0, int32_t p1, int32_t n_left);
-    std::vector<int32_t> remove_listed(Block & block, int32_t p0, int32_t p1);
-    void                 remove_streamed(Block & block, int32_t p0, int32_t p1, size_t first, std::vector<Removed> & gone);
+    Cut                  cut_listed(const Block & block, int32_t p0, int32_t p1) const;
+    Cut                  cut_by_head(const Block & block, int32_t p0, int32_t p1) const;
+    Cut                  cut_streamed(const Block & block, int32_t p0, int32_t p1, size_t first, std::vector<Removed> & gone) const;
+    static void          apply(Block & block, const Cut & cut) noexcept;
     size_t               packable() const;
     bool                 join_layer(size_t layer, size_t first, size_t last, bool values, BlockLayer & to) const;
     bool                 seal(size_t first, size_t last, bool values);

@@ -50,18 +50,22 @@ void Store::open_stream(int32_t n_sinks) {
 
 // Where heads lose different numbers of rows, those that lost fewer give up the oldest behind the sinks, too. first: pending
 // rows before the block.
-void Store::remove_streamed(Block & block, int32_t p0, int32_t p1, size_t first, std::vector<Removed> & gone) {
-    const int32_t                                  n = block.rows(0, 0);
-    std::vector<std::vector<std::vector<uint8_t>>> keep(shapes().size());
-    int32_t                                        fewest = n;
+Cut Store::cut_streamed(const Block & block, int32_t p0, int32_t p1, size_t first, std::vector<Removed> & gone) const {
+    const int32_t n = block.rows(0, 0);
+    Cut           cut;
+    int32_t       fewest = n;
+    auto &        keep   = cut.flags;
+    keep.resize(shapes().size());
     for (size_t l = 0; l < keep.size(); l++) {
         for (const HeadList & h : block.layers[l].heads) {
             auto & flags = keep[l].emplace_back(outside(h.tokens, p0, p1));
             fewest = std::min(fewest, (int32_t) std::count(flags.begin(), flags.end(), 1));
         }
     }
-    if (fewest == n) {
-        return;
+    cut.any       = fewest < n;
+    cut.left_each = fewest;
+    if (!cut.any) {
+        return cut;
     }
     for (size_t l = 0; l < keep.size(); l++) {
         for (size_t h = 0; h < keep[l].size(); h++) {
@@ -77,11 +81,10 @@ void Store::remove_streamed(Block & block, int32_t p0, int32_t p1, size_t first,
                     of_head.keep.push_back(r);
                 }
             }
-            block.layers[l].rows->keep_flagged((int32_t) h, flags.data(), 0);
-            block.layers[l].heads[h].keep(flags);
             gone.push_back(std::move(of_head));
         }
     }
+    return cut;
 }
 
 }  // namespace kvedge

@@ -42,6 +42,10 @@ void run(llama_model * model, const std::string & folder, bool first, bool graph
         step("several threads");
         several_threads(model);
     }
+    if (first && !graph && !FEWER) {
+        step("no memory");
+        no_memory(model, folder);
+    }
     step("requests given up, ends");
     given_up(model);
     ends(model);

@@ -3,6 +3,8 @@
 #include "world.h"
 
 #include <algorithm>
+#include <fstream>
+#include <iterator>
 
 void sequences(llama_model * model) {
     Plan          plan({ { "scorer", "cumulative" }, { "reducer", "averaged" }, { "budget", "0.25" } });
@@ -50,6 +52,31 @@ void sequences(llama_model * model) {
     CHECK(llama_memory_seq_rm(w.memory(), -1, -1, -1) && w.stats(2).bytes == 0);
 }
 
+// The same bytes in memory as in a file without a note; cut short or damaged anywhere they are refused, and nothing is there.
+void packing(World & from, World & to, const std::string & path) {
+    kvedge_error err{};
+    size_t       n = 0;
+    CHECK(kvedge_pack(from.kv, 0, "tiny", nullptr, &n, &err) == KVEDGE_OK && n > 0);
+    std::vector<char> bytes(n, 1);
+    size_t            less = n - 1;
+    CHECK(kvedge_pack(from.kv, 0, "tiny", bytes.data(), &less, &err) == KVEDGE_E_ARGUMENT && less == n);
+    CHECK(from.good(kvedge_pack(from.kv, 0, "tiny", bytes.data(), &n, &err), err) && n == bytes.size());
+    CHECK(from.good(kvedge_save(from.kv, 0, path.c_str(), "tiny", nullptr, 0, &err), err));
+    std::ifstream           file(path, std::ios::binary);
+    const std::vector<char> saved{ std::istreambuf_iterator<char>(file), {} };
+    CHECK(saved == bytes);
+    for (size_t at = 0; at < n; at += 1 + n / 61) {
+        std::vector<char> bad = bytes;
+        bad[at] ^= 4;
+        CHECK(kvedge_unpack(to.kv, 0, "tiny", bad.data(), n, &err) == KVEDGE_E_FILE);
+        CHECK(kvedge_unpack(to.kv, 0, "tiny", bytes.data(), at, &err) == KVEDGE_E_FILE);
+    }
+    CHECK(kvedge_unpack(to.kv, 0, "another", bytes.data(), n, &err) == KVEDGE_E_FILE && to.stats().bytes == 0);
+    CHECK(kvedge_unpack(to.kv, 0, "tiny", nullptr, n, &err) == KVEDGE_E_ARGUMENT);
+    CHECK(to.good(kvedge_unpack(to.kv, 0, "tiny", bytes.data(), n, &err), err));
+    CHECK(kvedge_unpack(to.kv, 0, "tiny", bytes.data(), n, &err) == KVEDGE_E_STATE);
+}
+
 // Turns are compressed one by one; a file goes on as the conversation does.
 void turns_and_files(llama_model * model, const std::string & folder) {
     const std::string path = folder + "/turns.kvs";
@@ -75,9 +102,13 @@ void turns_and_files(llama_model * model, const std::string & folder) {
         CHECK(kvedge_load(other.kv, 0, path.c_str(), "another", &err) == KVEDGE_E_FILE);
         CHECK(other.good(kvedge_load(other.kv, 0, path.c_str(), "tiny", &err), err));
         CHECK(kvedge_load(other.kv, 0, path.c_str(), "tiny", &err) == KVEDGE_E_STATE);
-        other.next[0] = w.next[0];
+        World packed(model, plan.plan);
+        packing(w, packed, path);
+        packed.next[0] = other.next[0] = w.next[0];
         w.answer(4);
         other.answer(4);
+        packed.answer(4);
+        CHECK(packed.logits() == other.logits());
         CHECK(other.kept(1, 0) == w.kept(1, 0));
         const auto a = w.logits(), b = other.logits();
         CHECK(std::equal(a.begin(), a.end(), b.begin(), [](float x, float y) { return close_to(x, y, 1e-4); }));

@@ -90,3 +90,4 @@ void given_up(llama_model * model);
 void several_threads(llama_model * model);
 void devices(llama_model * model, const std::string & folder);
 void ends(llama_model * model);
+void no_memory(llama_model * model, const std::string & folder);

@@ -158,7 +158,7 @@ static void save_side_counts(const Area & stored, const SideLayout & layout, Sin
     }
 }
 
-static bool load_side_counts(Side & side, const SideLayout & layout, int32_t length, FileReader & in) {
+static bool load_side_counts(Side & side, const SideLayout & layout, int32_t length, Reader & in) {
     Area &   stored   = side[0];
     uint32_t n_groups = 0;
     if (!in.value(stored.n) || stored.n < 0 || stored.n > length) {
@@ -215,12 +215,12 @@ void CpuRows::save(Sink & out) const {
     }
 }
 
-bool CpuRows::load_counts(int32_t head, int32_t length, FileReader & in) {
+bool CpuRows::load_counts(int32_t head, int32_t length, Reader & in) {
     RaggedHead & of = heads_[(size_t) head];
     return load_side_counts(of.k, keys_of(shape_, storage_), length, in) && load_side_counts(of.v, values_of(shape_, storage_), length, in);
 }
 
-bool CpuRows::load(FileReader & in) {
+bool CpuRows::load(Reader & in) {
     uint64_t held = 0;
     if (ragged_) {
         extent_ = lay_out(shape_, storage_, heads_);

@@ -37,8 +37,8 @@ class CpuRows final : public LayerRows {
     void drop(int32_t head, int32_t row) override;
     void save_counts(int32_t head, Sink & out) const override;
     void save(Sink & out) const override;
-    bool load_counts(int32_t head, int32_t length, FileReader & in) override;
-    bool load(FileReader & in) override;
+    bool load_counts(int32_t head, int32_t length, Reader & in) override;
+    bool load(Reader & in) override;
 
     // Of uniform rows.
     uint8_t * k_row(int32_t head, int32_t row) { return memory_.data() + k_at(head, row); }

@@ -1,0 +1,104 @@
+// Allocations that fail on purpose: operator new, and the pages of backend/cpu/pages.h. For one file of a program, whose
+// allocators these are then.
+
+#pragma once
+
+#if defined(__GNUC__) && !defined(__clang__)
+#    pragma GCC diagnostic ignored "-Wmismatched-new-delete"  // of the allocators below, seen through their inlined halves
+#endif
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <new>
+
+#if defined(__linux__)
+#    include <cerrno>
+#    include <sys/mman.h>
+#    include <sys/syscall.h>
+#    include <unistd.h>
+#endif
+
+namespace faults {
+
+inline std::atomic<int64_t> left{ -1 };     // allocations until one fails; below 0: none does
+inline std::atomic<bool>    fired{ false };
+inline std::atomic<int64_t> live{ 0 };      // blocks and mappings that were taken and not given back
+
+// Whether allocations of a caller are counted; NULL: all are. caller: an address in its code.
+inline bool (*counted)(const void * caller) = nullptr;
+
+inline bool fails(const void * caller) {
+    if (left.load(std::memory_order_relaxed) <= 0 || (counted && !counted(caller)) || left.fetch_sub(1) != 1) {
+        return false;
+    }
+    fired = true;
+    return true;
+}
+
+// From here on the n-th allocation fails, and no other.
+inline void arm(int64_t n) {
+    fired = false;
+    left  = n;
+}
+
+// Says whether one failed.
+inline bool disarm() {
+    left = -1;
+    return fired;
+}
+
+inline void * take(size_t size, const void * caller) noexcept {
+    void * data = fails(caller) ? nullptr : std::malloc(size ? size : 1);
+    live += data ? 1 : 0;
+    return data;
+}
+
+inline void give(void * data) noexcept {
+    live -= data ? 1 : 0;
+    std::free(data);
+}
+
+}  // namespace faults
+
+// Not inlined: the compiler may leave out a new whose delete it sees, and the caller is who called.
+#define KVEDGE_CALLER __builtin_return_address(0)
+
+__attribute__((noinline)) void * operator new(size_t size) {
+    if (void * data = faults::take(size, KVEDGE_CALLER)) {
+        return data;
+    }
+    throw std::bad_alloc();
+}
+__attribute__((noinline)) void * operator new[](size_t size) {
+    if (void * data = faults::take(size, KVEDGE_CALLER)) {
+        return data;
+    }
+    throw std::bad_alloc();
+}
+__attribute__((noinline)) void * operator new(size_t size, const std::nothrow_t &) noexcept { return faults::take(size, KVEDGE_CALLER); }
+__attribute__((noinline)) void * operator new[](size_t size, const std::nothrow_t &) noexcept { return faults::take(size, KVEDGE_CALLER); }
+void operator delete(void * data) noexcept { faults::give(data); }
+void operator delete[](void * data) noexcept { faults::give(data); }
+void operator delete(void * data, size_t) noexcept { faults::give(data); }
+void operator delete[](void * data, size_t) noexcept { faults::give(data); }
+void operator delete(void * data, const std::nothrow_t &) noexcept { faults::give(data); }
+void operator delete[](void * data, const std::nothrow_t &) noexcept { faults::give(data); }
+
+#if defined(__linux__) && !defined(__SANITIZE_THREAD__)
+// What the program itself maps; the C library maps by calls of its own.
+extern "C" __attribute__((noinline)) void * mmap(void * at, size_t size, int protection, int flags, int file, off_t offset) noexcept {
+    if (faults::fails(KVEDGE_CALLER)) {
+        errno = ENOMEM;
+        return MAP_FAILED;
+    }
+    void * data = (void *) syscall(SYS_mmap, at, size, protection, flags, file, offset);
+    faults::live += data != MAP_FAILED ? 1 : 0;
+    return data;
+}
+extern "C" int munmap(void * data, size_t size) noexcept {
+    faults::live--;
+    return (int) syscall(SYS_munmap, data, size);
+}
+#endif

@@ -1,0 +1,278 @@
+// Every allocation of libkvedge fails once, in turn, in calls through llama.cpp, whose own allocations do not: a call says
+// that there is no memory, leaves the sequence as it was, and then does what it does without a failure.
+
+#if defined(__linux__)
+
+#    include "../faults.h"
+#    include "session/crc32.h"
+#    include "world.h"
+
+#    include <algorithm>
+#    include <cstring>
+#    include <execinfo.h>
+#    include <filesystem>
+#    include <functional>
+#    include <map>
+
+extern "C" char __executable_start, etext;  // of the program, which holds libkvedge's objects
+
+namespace {
+
+constexpr int32_t N = 40;  // tokens of a prompt
+
+int64_t n_faults = 0;  // that were met
+
+bool in_program(const void * address) { return address >= (const void *) &__executable_start && address < (const void *) &etext; }
+
+// llama.cpp's containers may run in functions of this program, as the linker keeps one of each: who called those counts.
+bool is_ours(const void * caller) {
+    void *     frames[12];
+    const int  n  = in_program(caller) ? backtrace(frames, 12) : 0;
+    const auto at = std::find(frames, frames + n, caller);
+    return at < frames + n - 1 && in_program(at[1]);
+}
+
+// What a sequence holds: the tokens of all heads, keys and values.
+uint32_t told(const World & w, int32_t seq) {
+    uint32_t     sum = 0;
+    kvedge_error err{};
+    for (int32_t l = 0; l < w.stats().n_layers; l++) {
+        int32_t h_q, h_kv, d_k, d_v;
+        CHECK(kvedge_layer_shape(w.kv, l, &h_q, &h_kv, &d_k, &d_v, &err) == KVEDGE_OK);
+        for (int32_t h = 0; h < h_kv; h++) {
+            const int32_t n = kvedge_head_length(w.kv, seq, l, h);
+            if (n <= 0) {
+                continue;
+            }
+            const auto         tokens = w.kept(l, h, seq);
+            std::vector<float> k((size_t) (n * d_k)), v((size_t) (n * d_v));
+            CHECK(w.good(kvedge_head_rows(w.kv, seq, l, h, k.data(), v.data(), n, &err), err));
+            sum = kvedge::crc32(sum, tokens.data(), tokens.size() * sizeof(int32_t));
+            sum = kvedge::crc32(sum, k.data(), k.size() * sizeof(float));
+            sum = kvedge::crc32(sum, v.data(), v.size() * sizeof(float));
+        }
+    }
+    return sum;
+}
+
+struct Call {
+    const char *                          name;
+    std::function<void(World &)>          before;         // in an empty context
+    std::function<kvedge_status(World &)> call;
+    int32_t                               seq  = 0;       // that is looked at
+    bool                                  gone = false;   // a failure loses the sequence, as the header says: begun anew
+    bool                                  due  = false;   // what is due before the call stays done: compression, rows that leave
+};
+
+// What a decode makes of it for the caller.
+kvedge_status decoded(World & w, int code) {
+    kvedge_error err{};
+    const auto   status = kvedge_take_error(w.kv, &err);
+    CHECK((code == 0) == (status == KVEDGE_OK));
+    return status;
+}
+
+// Begins it again until no allocation fails.
+void try_call(llama_model * model, const kvedge_plan * plan, kvedge_type type, const Call & of) {
+    World w(model, plan, type);
+    llama_set_n_threads(w.ctx, 1, 1);  // more would wait for each other, and a thousand prompts are read
+    uint32_t           after = 0;
+    std::vector<float> logits;
+    const int32_t      n_bad = failures();
+    int64_t            n     = 0;  // the first time nothing fails
+    for (bool fired = true; fired && failures() == n_bad; n++) {
+        w.clear();
+        kvedge_set_plan(w.kv, plan, nullptr);
+        of.before(w);
+        const uint32_t before = told(w, of.seq);
+        const auto     next   = w.next;
+        faults::arm(n);
+        auto status = of.call(w);
+        fired       = faults::disarm() || n == 0;
+        CHECK(status == KVEDGE_OK || (n > 0 && fired && status == KVEDGE_E_MEMORY));
+        if (status != KVEDGE_OK) {
+            CHECK(of.gone || of.due || told(w, of.seq) == before);
+            if (of.gone) {
+                w.clear();
+                of.before(w);
+            } else {
+                CHECK(w.next == next);
+            }
+            status = of.call(w);
+            CHECK(status == KVEDGE_OK);
+        }
+        const uint32_t now = told(w, of.seq);
+        w.answer(2, of.seq);
+        after  = n == 0 ? now : after;
+        logits = n == 0 ? w.logits() : logits;
+        CHECK(now == after && w.logits() == logits);
+    }
+    if (failures() != n_bad) {
+        std::fprintf(stderr, "  %s, allocation %d\n", of.name, (int) n - 1);
+    }
+    n_faults += n - 2;
+}
+
+// The first time, when nothing fails, takes the memory for it.
+const std::vector<llama_token> & text(const World & w, int32_t n, uint32_t seed) {
+    static std::map<std::pair<int32_t, uint32_t>, std::vector<llama_token>> known;
+    const auto                                                              at = known.find({ n, seed });
+    return at != known.end() ? at->second : known.emplace(std::make_pair(n, seed), words(w.model, n, seed)).first->second;
+}
+
+const auto nothing = [](World &) {};
+const auto prompt  = [](World & w) { CHECK(w.decode(text(w, N, 1)) == 0); };
+const auto ready   = [](World & w) { prompt(w), w.answer(2); };
+const auto next_tokens = [](World & w) { return decoded(w, w.decode(text(w, N / 2, 4))); };
+const auto few_tokens  = [](World & w) { return decoded(w, w.decode(text(w, 5, 4))); };
+const auto parts       = [](World & w) { prompt(w); CHECK(next_tokens(w) == KVEDGE_OK); };
+const auto next_token  = [](World & w) { return decoded(w, w.decode(text(w, 1, 4))); };
+const auto compress    = [](World & w) {
+    kvedge_error err{};
+    return kvedge_compress(w.kv, 0, &err);
+};
+
+void prompts_and_answers(llama_model * model) {
+    for (const char * scorer : { "cumulative", "mixkv", "mean" }) {
+        Plan plan({ { "scorer", scorer }, { "budget", "0.5" } });
+        if (!strcmp(scorer, "mixkv")) {
+            plan.set("scorer.window", "8");
+        }
+        try_call(model, plan.plan, KVEDGE_TYPE_F16, { "a prompt", nothing, next_tokens });
+        try_call(model, plan.plan, KVEDGE_TYPE_F16, { "its second part", prompt, next_tokens });
+        try_call(model, plan.plan, KVEDGE_TYPE_F16, { "a short third part", parts, few_tokens });
+        try_call(model, plan.plan, KVEDGE_TYPE_F16, { "the first token of an answer", prompt, next_token, 0, false, true });
+        try_call(model, plan.plan, KVEDGE_TYPE_F16, { "compress", prompt, compress });
+    }
+    Plan entropy({ { "scorer", "knorm" }, { "allocator", "entropy" }, { "budget", "0.5" } });
+    try_call(model, entropy.plan, KVEDGE_TYPE_F16, { "a prompt of allocator entropy", prompt, next_tokens });
+    try_call(model, entropy.plan, KVEDGE_TYPE_F16, { "compress by entropy", prompt, compress });
+    Plan heavy({ { "scorer", "cumulative" }, { "budget", "0.5" }, { "decode", "heavy-hitter" } });
+    try_call(model, heavy.plan, KVEDGE_TYPE_F16, { "the first token of a bounded answer", prompt, next_token, 0, false, true });
+    try_call(model, heavy.plan, KVEDGE_TYPE_F16, { "a token that drops rows", ready, next_token, 0, false, true });
+    try_call(model, heavy.plan, KVEDGE_TYPE_F16, { "the next prompt", ready, next_tokens });
+    const auto long_answer = [](World & w) { prompt(w), w.answer(33); };
+    try_call(model, heavy.plan, KVEDGE_TYPE_KIVI4, { "a token that quantises others", long_answer, next_token, 0, false, true });
+    try_call(model, heavy.plan, KVEDGE_TYPE_Q8_0, { "compress and quantise", prompt, compress });
+}
+
+void changes(llama_model * model, const std::string & folder) {
+    static std::string path;
+    path = folder + "/faults.kvs";
+    Plan       plan({ { "scorer", "cumulative" }, { "budget", "0.5" } });
+    const auto ours = [&](const Call & call) { try_call(model, plan.plan, KVEDGE_TYPE_F16, call); };
+    ours({ "copy", ready, [](World & w) {
+              llama_memory_seq_cp(w.memory(), 0, 2, -1, -1);
+              const auto status = kvedge_take_error(w.kv, nullptr);
+              w.next[2] = status == KVEDGE_OK ? w.next[0] : 0;
+              return status;
+          }, 2 });
+    ours({ "cut", ready, [](World & w) {
+              const bool done = llama_memory_seq_rm(w.memory(), 0, N / 2, -1);
+              const auto status = kvedge_take_error(w.kv, nullptr);
+              CHECK(done == (status == KVEDGE_OK));
+              w.next[0] = done ? N / 2 : w.next[0];
+              return status;
+          } });
+    ours({ "save", ready, [](World & w) {
+              kvedge_error err{};
+              return kvedge_save(w.kv, 0, path.c_str(), "m", "note", 4, &err);
+          } });
+    ours({ "load", nothing, [](World & w) {
+              kvedge_error err{};
+              const auto   status = kvedge_load(w.kv, 0, path.c_str(), "m", &err);
+              w.next[0]           = status == KVEDGE_OK ? N + 2 : 0;
+              return status;
+          } });
+    CHECK(std::distance(std::filesystem::directory_iterator(folder), {}) >= 1);
+    for (const auto & entry : std::filesystem::directory_iterator(folder)) {
+        CHECK(entry.path().extension() != ".part");
+    }
+    ours({ "plans", ready, [](World & w) {
+              kvedge_error err{};
+              kvedge_plan * other = nullptr;
+              kvedge_status status = kvedge_plan_create(&other, &err);
+              status = status ? status : kvedge_plan_set(other, "budget", "0.3", &err);
+              status = status ? status : kvedge_set_plan(w.kv, other, &err);
+              status = status ? status : kvedge_set_sequence_plan(w.kv, 1, other, &err);
+              status = status ? status : kvedge_expect(w.kv, 3, 10, &err);
+              kvedge_plan_free(other);
+              return status;
+          } });
+}
+
+void bounded_and_streams(llama_model * model) {
+    Plan bounded({ { "scorer", "dct" }, { "allocator", "spectral" }, { "budget", "0.5" } });
+    try_call(model, bounded.plan, KVEDGE_TYPE_F16, { "a bounded prompt", nothing, [](World & w) {
+        kvedge_error err{};
+        const auto   status = kvedge_bound_prompt(w.kv, 0, nullptr, N, &err);
+        if (status != KVEDGE_OK) {
+            return status;
+        }
+        const int  code  = w.decode(text(w, N, 1));
+        const auto first = kvedge_take_error(w.kv, &err);
+        const auto last  = kvedge_compress(w.kv, 0, &err);
+        CHECK(code == 0 || first != KVEDGE_OK);
+        CHECK((first == KVEDGE_OK) <= (last == KVEDGE_OK));
+        return first;
+    }, 0, true });
+    Plan stream({ { "scorer", "cumulative" }, { "budget", "16" }, { "sinks", "2" } });
+    const auto go_on = [](World & w) {
+        kvedge_error err{};
+        return kvedge_compress_stream(w.kv, 0, &err);
+    };
+    try_call(model, stream.plan, KVEDGE_TYPE_F16, { "a stream", prompt, go_on });
+    try_call(model, stream.plan, KVEDGE_TYPE_F16, { "more of a stream", [&](World & w) {
+        prompt(w);
+        CHECK(go_on(w) == KVEDGE_OK);
+        CHECK(w.decode(text(w, N, 2)) == 0);
+    }, go_on });
+}
+
+// All layers are kvedge's, or there is no cache.
+void attaching(llama_model * model) {
+    Plan  plan({ { "scorer", "cumulative" }, { "budget", "0.5" } });
+    World w(model, plan.plan);
+    const int32_t n_layers = w.stats().n_layers;
+    const int32_t n_bad    = failures();
+    kvedge_error  err{};
+    kvedge_options options;
+    CHECK(kvedge_options_init(&options, sizeof(options), &err) == KVEDGE_OK);
+    options.devices = World::usual_devices;
+    bool fired = true;
+    for (int64_t n = 1; fired && failures() == n_bad; n++) {
+        kvedge_detach(w.kv);
+        w.kv = nullptr;
+        faults::arm(n);
+        const auto status = kvedge_attach(w.ctx, plan.plan, &options, &w.kv, &err);
+        fired             = faults::disarm();
+        CHECK(status == KVEDGE_OK || (fired && status == KVEDGE_E_MEMORY && !w.kv));
+        if (!w.kv) {
+            CHECK(w.good(kvedge_attach(w.ctx, plan.plan, &options, &w.kv, &err), err));
+        }
+        CHECK(w.stats().n_layers == n_layers);
+    }
+    prompt(w);
+    CHECK(w.good(kvedge_compress(w.kv, 0, &err), err));
+}
+
+}  // namespace
+
+void no_memory(llama_model * model, const std::string & folder) {
+    faults::counted = is_ours;
+    attaching(model);
+    prompts_and_answers(model);
+    changes(model, folder);
+    bounded_and_streams(model);
+    faults::counted = nullptr;
+    std::fprintf(stderr, "%d allocations failed\n", (int) n_faults);
+    CHECK(n_faults > 1000);
+}
+
+#else
+
+#    include "world.h"
+
+void no_memory(llama_model *, const std::string &) {}  // whose allocations a caller's are is asked of Linux's linker
+
+#endif

@@ -1,0 +1,28 @@
+"""A program that is killed while it saves: the session file is the old or the new one, and nothing stays beside it.
+
+What a killed program left to the system is on the disk in the end; a power failure is another matter, for which
+native/tests/test_writes.cpp checks the order of the writes.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+WORKER = Path(__file__).with_name("save_worker.py")
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks a process that holds a model")
+def test_a_thousand_kills_break_no_file_and_leave_nothing(tiny, environment, native, tmp_path):
+    file = tmp_path / "talk.kvs"
+    command = [sys.executable, WORKER, tiny("llama").model, file, "1000", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    assert found["kills"] == 1000
+    assert found["parts"] > 50 and found["new"] > 50, found  # in the middle of a save, and behind one
+    assert [p.name for p in tmp_path.iterdir()] == ["talk.kvs"]
