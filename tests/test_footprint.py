@@ -49,7 +49,7 @@ def test_image_tokens_are_those_of_mtmd(tiny, kind, native):
 def test_images_that_cannot_be_counted(tiny):
     header = read_header(tiny("llava").mmproj)
     other = replace(header, values={**header.values, "clip.projector_type": "internvl"})
-    with pytest.raises(UnsupportedError, match="--image-tokens"):
+    with pytest.raises(UnsupportedError, match="--encoder-tokens"):
         image_grid(other, 100, 100)
 
 
@@ -100,6 +100,8 @@ def test_the_largest_number_of_images_is_the_largest(files):
 def test_what_is_not_attended_costs_no_cache(tiny):
     lfm2 = ModelShape.of(read_header(tiny("lfm2").model))
     assert len(lfm2.layers) == 2  # the other two are convolutions
+    for kind, own in (("gemma4e", 4), ("gemma3n", 20)):  # the others read the keys and values of these
+        assert len(ModelShape.of(read_header(tiny(kind).model)).layers) == own
     llama = ModelShape.of(read_header(tiny("llama").model))
     assert llama.kv_per_token(2) == 2 * 2 * (64 + 64) * 2
 

@@ -10,12 +10,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pykvedge.cli import options
+from pykvedge.cli.modelfiles import headers
 from pykvedge.cli.options import option
 from pykvedge.errors import UsageError
 
 if TYPE_CHECKING:
     from pykvedge.lab.footprint import Files, Footprint, Request
+    from pykvedge.lab.imagework import ImageWork
+    from pykvedge.models.gguf import Header
+    from pykvedge.models.imagetokens import ImageGrid
     from pykvedge.models.placement import Placement, Talk
+    from pykvedge.plans.plan import Plan
 
 _COUNT = click.IntRange(0, 10**6)
 
@@ -25,11 +30,14 @@ _COUNT = click.IntRange(0, 10**6)
 @options.taking(
     options.MODEL,
     options.MMPROJ,
+    *options.HUB,
     options.IMAGE,
     option("--images", "n_images", type=_COUNT, metavar="N",
            help="Images in the prompt, if there are none at hand. Default: 1 with an image encoder."),
     option("--image-size", metavar="WxH", help="Pixels of each image. Default: those of --image, or 1024x768."),
-    option("--image-tokens", type=click.IntRange(1, 10**6), metavar="N", help="Tokens of each image, if you know."),
+    *options.IMAGE_LIMITS,
+    option("--encoder-tokens", type=click.IntRange(1, 10**6), metavar="N",
+           help="Tokens that the encoder makes of each image, if you know."),
     option("--text", "text_tokens", type=click.IntRange(1, 10**8), default=64, show_default=True, metavar="N",
            help="Tokens of text in the prompt."),
     *options.COMPOSITION,
@@ -42,26 +50,33 @@ _COUNT = click.IntRange(0, 10**6)
 def fit(file: Path | None, **given: Any) -> None:
     """Tell what a conversation will take of memory, before anything is loaded.
 
+    It also says where an image is made cheaper: before the encoder, by --image-max-tokens, or after, by --image-tokens.
     The figures come from the metadata of the files: weights, image encoder, compute buffers, and the KV cache of stock
     llama.cpp, of the whole prompt, and compressed; whether that fits this machine, and how many images would. Where
-    there are GPUs or --rpc, also which layers go there and what they take; --gpu-layers auto finds how many fit.
+    there are GPUs or --rpc, also which layers go there and what they take; --gpu-layers auto finds how many fit. Of a
+    model by name (-hf) only the headers are fetched. An encoder that cuts images into tiles is loaded for a moment, to
+    count their tokens.
 
     \b
     Examples:
       kvedge fit model.gguf --mmproj mmproj.gguf --images 4
       kvedge fit model.gguf --mmproj mmproj.gguf --images 8 --image-size 1920x1080 --method snapkv --budget 0.1
+      kvedge fit -hf user/repo:Q4_K_M --images 4      before gigabytes are fetched
       kvedge fit --model model.gguf --text 8000 --ctx 16384 --json
       kvedge fit model.gguf --text 16000 --method snapkv --gpu-layers auto
       kvedge fit model.gguf --mmproj mmproj.gguf --image photo.jpg --method mixkv --allocator prefix
     """
     from pykvedge.lab.footprint import footprint, most_images, most_turns
     from pykvedge.native import memory
+    from pykvedge.plans.kvtypes import KvType
 
     if file is not None and given["model"] is not None:
         raise UsageError(f"{file} and --model name a model each; pass one")
     options.load_plugins(given)
-    model, mmproj = options.model_files(given["model"] or file, given["mmproj"])
-    files, request, placement, n_train = _request(model, mmproj, given)
+    KvType.parse(given["kv_type"])
+    plan = options.chosen_plan(given)
+    model, mmproj = headers({**given, "model": given["model"] or file})
+    files, request, placement, work = _request(model, mmproj, plan, given)
     found, available = footprint(files, request), memory.available_bytes()
     needed = found.peak_prefill - found.reclaimable
     images: dict[str, int] = {}
@@ -70,54 +85,80 @@ def fit(file: Path | None, **given: Any) -> None:
         images = {name: most_images(files, request, available, kind) for name, kind in kinds.items()}
         images["one_per_message"] = most_turns(files, request, available)
     out = {
-        "model": str(model),
-        "mmproj": str(mmproj) if mmproj else None,
+        "model": str(model.path),
+        "mmproj": str(mmproj.path) if mmproj else None,
         "method": request.plan.method,
         "budget": request.plan.budget.value,
         "images": request.n_images,
         "image_tokens": request.image_tokens,
-        "n_ctx_train": n_train,
+        "n_ctx_train": files.shape.n_ctx_train,
         "bytes": asdict(found) | {"needed": needed, "available": available},
         "gpu_layers": placement.gpu_layers,
         "devices": [share.as_json() for share in placement.shares],
         "fits": None if available is None else needed <= available and placement.fits,
         "most_images": images,
+        "image_work": work.as_json() if work else None,
     }
-    click.echo(json.dumps(out) if given["as_json"] else _table(found, request, placement, out))
+    if given["as_json"]:
+        click.echo(json.dumps(out))
+        return
+    click.echo("\n".join(filter(None, [_table(found, request, placement, out), work.line() if work else ""])))
 
 
-def _request(model: Path, mmproj: Path | None, given: dict[str, Any]) -> tuple[Files, Request, Placement, int]:
+def _request(
+    header: Header, projector: Header | None, plan: Plan, given: dict[str, Any]
+) -> tuple[Files, Request, Placement, ImageWork | None]:
     from pykvedge.lab.footprint import Files, Request, Weights, encoder_compute, machine_simd, program_bytes
-    from pykvedge.models.imagetokens import image_grid
-    from pykvedge.models.modelfile import check_mmproj, check_model
+    from pykvedge.lab.imagework import image_work
     from pykvedge.models.shape import ModelShape
     from pykvedge.native import llamacpp
-    from pykvedge.plans.kvtypes import KvType
 
-    KvType.parse(given["kv_type"])
     pictures = _sizes(given)
-    chosen = options.chosen_plan(given)
-    header = check_model(model)
-    shape = ModelShape.of(header)
+    shape, program = ModelShape.of(header), program_bytes(header)  # before an encoder is asked, which leaves traces
     encoder = working = tokens = 0
-    if mmproj is not None:
-        projector = check_mmproj(mmproj, header)
-        encoder, tokens = projector.file_size, given["image_tokens"]
-        if not tokens:
-            grids = [image_grid(projector, *size) for size in pictures]
-            tokens = max(grid.n_tokens for grid in grids)
-            working = max(encoder_compute(projector, grid) for grid in grids)
-    elif given["n_images"] or given["images"] or given["image_tokens"]:
+    grid = None
+    if projector is not None:
+        grid = _largest(header, projector, pictures, given)
+        encoder, tokens = projector.file_size, grid.n_tokens if grid else given["encoder_tokens"]
+        working = encoder_compute(projector, grid) if grid else 0
+    elif given["n_images"] or given["images"] or given["encoder_tokens"] or any(options.image_limits(given).values()):
         raise UsageError("images need the image encoder of the model: pass it with --mmproj")
     n_images = len(given["images"]) or given["n_images"]
-    n_images = int(mmproj is not None) if n_images is None else n_images
+    n_images = int(projector is not None) if n_images is None else n_images
     how = options.running(given)
     threads = how["threads"] or llamacpp.default_threads()
-    request = Request(chosen, n_images, tokens or 0, given["text_tokens"], how["n_ctx"], how["kv_type"], threads)
+    read = plan.image_tokens.count(tokens) if tokens else 0
+    request = Request(plan, n_images, read, given["text_tokens"], how["n_ctx"], how["kv_type"], threads)
     placement = options.offload(given).placement(header, _talk(request))
     weights = Weights.of(header, machine_simd(), placement.away)
-    files = Files(shape, weights, program_bytes(header), encoder, working if n_images else 0)
-    return files, request, placement, shape.n_ctx_train
+    files = Files(shape, weights, program, encoder, working if n_images else 0)
+    prompt = request.text_tokens + n_images * tokens
+    work = image_work(projector, header, grid, prompt) if projector and grid and n_images else None
+    return files, request, placement, work
+
+
+def _largest(
+    model: Header, projector: Header, pictures: list[tuple[int, int]], given: dict[str, Any]
+) -> ImageGrid | None:
+    """Tells what the encoder makes of the picture that becomes most tokens; None where --encoder-tokens says it."""
+    from pykvedge.errors import UnsupportedError
+    from pykvedge.models import imagecount
+    from pykvedge.models.imagetokens import image_grid, token_limits
+    from pykvedge.runtime.settings import Settings
+
+    asked = Settings.of(options.image_limits(given)).image_limits  # checked as those of a session are
+    limits = token_limits(projector, *asked)
+    if given["encoder_tokens"]:
+        if any(asked):
+            raise UsageError("--encoder-tokens says how many tokens there are; leave the limits of them out")
+        return None
+    try:
+        grids = [image_grid(projector, *size, limits) for size in pictures]
+    except UnsupportedError:
+        if not imagecount.is_here(model, projector):
+            raise
+        grids = imagecount.count(model, projector, pictures, asked)
+    return max(grids, key=lambda grid: grid.n_patches * grid.parts)
 
 
 def _talk(request: Request) -> Talk:

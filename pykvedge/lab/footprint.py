@@ -87,10 +87,15 @@ def machine_simd() -> str:
 
 def program_bytes(header: Header) -> int:
     """Measures what this process takes before a model is loaded, and adds the model's vocabulary."""
+    vocabulary = header.arrays.get("tokenizer.ggml.tokens", 0) + header.arrays.get("tokenizer.ggml.merges", 0)
+    return process_bytes(vocabulary)
+
+
+def process_bytes(vocabulary: int) -> int:
+    """Measures this process with its libraries, and adds a model's vocabulary, of so many tokens and merges."""
     importlib.import_module("pykvedge.chat.session")
     with suppress(errors.LibraryError):
         llamacpp.start(False, vision=True)
-    vocabulary = header.arrays.get("tokenizer.ggml.tokens", 0) + header.arrays.get("tokenizer.ggml.merges", 0)
     return memory.rss_bytes() + _VOCABULARY * vocabulary
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from pykvedge.errors import ImageError, ModelError, StateError
+from pykvedge.models.imagetokens import token_limits
 from pykvedge.models.mmproj_values import projector
 from pykvedge.models.model import Model
 from pykvedge.models.modelfile import check_mmproj
@@ -25,23 +26,43 @@ _LOOK_S = 0.05  # between two looks at what may end the wait for another convers
 class Encoder:
     """This is a loaded mmproj. `encode` may be called from several threads: they wait for each other."""
 
-    def __init__(self, path: str | os.PathLike[str], model: Model, threads: int, use_gpu: bool, verbose: bool) -> None:
-        """Raises ModelError if the file is no image encoder or does not fit the model, OutOfMemoryError."""
-        header = check_mmproj(path, model.header)
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        model: Model,
+        threads: int,
+        use_gpu: bool,
+        verbose: bool,
+        limits: tuple[int, int] = (0, 0),
+        packed: bool = True,
+    ) -> None:
+        """limits: the least and the most tokens of an image, 0 where the encoder's own are to hold. packed: quantised
+        weights lie as the CPU multiplies them fastest (patches/0008); stock llama.cpp has them as in the file.
+
+        Raises ModelError if the file is no image encoder or does not fit the model, UsageError for limits where images
+        have a fixed size, OutOfMemoryError.
+        """
+        header = self.header = check_mmproj(path, model.header)
+        self.limits = token_limits(header, *limits) if any(limits) else None
         llama = llamacpp.start(verbose, vision=True)
-        if not use_gpu or not ggml.has_gpu():
+        self.on_device = use_gpu and ggml.has_gpu()
+        if not self.on_device:
             # mtmd aborts where it cannot get the memory for the weights
             memory.require(header.file_size + WORKSPACE, f"{path}", "close other programs")
         mtmd = self.mtmd = libraries.mtmd()
         self.projector = projector(header)
         # drawn at random, so that no prompt contains it by accident
         self.marker = f"<__image_{secrets.token_hex(8)}__>"
-        self._width = model.n_embd_input
+        self.width = model.n_embd_input  # of the embeddings
         self._lock, self._at_work_for = threading.Lock(), 0
         params = mtmd.mtmd_context_params_default()
         params.n_threads, params.use_gpu = threads, use_gpu
         params.print_timings = params.warmup = False
+        if hasattr(params, "pack_weights"):  # other bindings than kvedge's do not know it
+            params.pack_weights = packed
         params.media_marker = self.marker.encode()
+        if self.limits is not None:
+            params.image_min_tokens, params.image_max_tokens = self.limits
         layers = header.values.get("clip.vision.block_count")
         self._watch = EncoderWatch(layers if isinstance(layers, int) else 1)
         self._watch.install(params, llama.ggml_backend_sched_eval_callback)
@@ -70,7 +91,7 @@ class Encoder:
             status = self._watch.run(lambda: self.mtmd.mtmd_encode_chunk(self.handle, chunk), look)
             if status != 0:
                 raise ImageError(f"the image cannot be encoded: {llamacpp.reason(lines, 'mtmd does not say why')}")
-            out = np.ctypeslib.as_array(self.mtmd.mtmd_get_output_embd(self.handle), (n_tokens, self._width))
+            out = np.ctypeslib.as_array(self.mtmd.mtmd_get_output_embd(self.handle), (n_tokens, self.width))
             return out.copy()  # mtmd's own are overwritten by the next image
 
     @contextmanager

@@ -6,11 +6,12 @@ import ctypes
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from pykvedge.errors import ImageError, UsageError
+from pykvedge.models.encoded import IMAGE_CACHE, Encoded
 from pykvedge.models.encoder import Encoder
 from pykvedge.models.images import Picture
 from pykvedge.models.imagetokens import Places, places
@@ -26,15 +27,26 @@ class TextPiece:
         return len(self.tokens)
 
 
+class Pruning(Protocol):
+    """What a plan's pruner does (runtime/pruning.py)."""
+
+    def choose(self, rows: np.ndarray, places: Places | None) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the numbers of the rows [n] that the model reads, ascending, and what it reads [n, width]."""
+
+
 @dataclass
 class ImagePiece:
     """This is an image, or a part of one, as the model wants it: mtmd's chunk, and its embeddings once encoded."""
 
     chunk: Any  # mtmd_input_chunk *, owned
-    n_tokens: int
+    n_tokens: int  # that the model reads; before the image is encoded, at most
     key: str  # equal for pieces that have equal embeddings
+    n_rows: int  # that the encoder makes
     embeddings: np.ndarray | None = None  # [n_tokens, width] float32
-    places: Places | None = None  # None: what each token shows is not known
+    places: Places | None = None  # of the rows; None: what each shows is not known
+    kept: np.ndarray | None = None  # [n_tokens] the rows that they are, ascending; None: all, in their order
+    pruning: Pruning | None = None  # chooses them; None: the model reads all
+    reused: bool = False  # whether the embeddings were there, so that nothing was encoded
 
 
 Piece = TextPiece | ImagePiece
@@ -43,10 +55,11 @@ Piece = TextPiece | ImagePiece
 class Vision:
     """One conversation sees through an encoder, which others may share."""
 
-    def __init__(self, encoder: Encoder) -> None:
+    def __init__(self, encoder: Encoder, encoded: Encoded | None = None) -> None:
+        """encoded: what all conversations share of images that were encoded; None: this one has its own."""
         self.encoder, self.mtmd = encoder, encoder.mtmd
         self.marker = encoder.marker  # stands for a picture in the text of a prompt
-        self._encoded: dict[str, np.ndarray] = {}
+        self._shared, self._encoded = encoded is not None, encoded or Encoded(encoder.width, IMAGE_CACHE)
 
     @property
     def handle(self) -> Any:
@@ -82,7 +95,8 @@ class Vision:
                 mtmd.mtmd_bitmap_free(bitmap)
 
     def _bitmap(self, picture: Picture) -> Any:
-        pixels = (ctypes.c_uint8 * len(picture.rgb)).from_buffer_copy(picture.rgb)
+        # without pixels mtmd only tells how many tokens there would be
+        pixels = (ctypes.c_uint8 * len(picture.rgb)).from_buffer_copy(picture.rgb) if picture.rgb else None
         bitmap = self.mtmd.mtmd_bitmap_init(picture.width, picture.height, pixels)
         self.mtmd.mtmd_bitmap_set_id(bitmap, picture.key.encode())
         return bitmap
@@ -99,13 +113,13 @@ class Vision:
                 tokens = mtmd.mtmd_input_chunk_get_tokens_text(chunk, ctypes.byref(n))
                 out.append(TextPiece(list(tokens[: n.value])))
             elif kind == mtmd.MTMD_INPUT_CHUNK_TYPE_IMAGE:
-                n_tokens = mtmd.mtmd_input_chunk_get_n_tokens(chunk)
+                n_rows = mtmd.mtmd_input_chunk_get_n_tokens(chunk)
                 key = (mtmd.mtmd_input_chunk_get_id(chunk) or b"").decode()
                 tokens = mtmd.mtmd_input_chunk_get_tokens_image(chunk)
                 grid = (mtmd.mtmd_image_tokens_get_nx(tokens), mtmd.mtmd_image_tokens_get_ny(tokens))
                 copy = mtmd.mtmd_input_chunk_copy(chunk)
-                shown = places(self.encoder.projector, grid, n_tokens)
-                out.append(ImagePiece(copy, n_tokens, f"{key}/{parts[key]}", places=shown))
+                shown = places(self.encoder.projector, grid, n_rows)
+                out.append(ImagePiece(copy, n_rows, f"{key}/{parts[key]}", n_rows, places=shown))
                 parts[key] += 1
             else:
                 raise UsageError("the prompt holds something that is neither text nor image")
@@ -116,17 +130,24 @@ class Vision:
 
         look: called meanwhile with the share that is done; what it raises ends the encoding, and is raised.
         """
-        if piece.key not in self._encoded:
-            self._encoded[piece.key] = self.encoder.encode(piece.chunk, piece.n_tokens, look)
-        piece.embeddings = self._encoded[piece.key]
+
+        def make() -> np.ndarray:
+            return self.encoder.encode(piece.chunk, piece.n_rows, look)
+
+        piece.embeddings, piece.reused = self._encoded.rows(piece.key, piece.n_rows, make, look)
+        if piece.pruning is not None and piece.n_tokens < piece.n_rows:
+            piece.kept, piece.embeddings = piece.pruning.choose(piece.embeddings, piece.places)
+            piece.n_tokens = len(piece.kept)
 
     def forget(self) -> None:
-        """Drops the embeddings of images seen so far."""
-        self._encoded.clear()
+        """Drops the embeddings of images seen so far, unless others share them."""
+        if not self._shared:
+            self._encoded.clear()
 
     def drop(self, piece: ImagePiece) -> None:
         """Frees all that is held of an image that was read and will not come again."""
-        self._encoded.pop(piece.key, None)
+        if not piece.reused:  # who found them there leaves them to the others
+            self._encoded.drop(piece.key)
         piece.embeddings = None
         self.release([piece])
 

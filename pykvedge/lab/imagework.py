@@ -1,0 +1,87 @@
+"""What an image costs in floating-point operations, before the prompt and in it: which of two ways makes it cheaper.
+
+A cap before the encoder (--image-max-tokens) leaves fewer pixels to encode and fewer tokens to read. A pruner after it
+(--image-tokens) leaves fewer tokens to read, of an image that was seen whole. Products of matrices are counted, two
+operations for each multiplication and addition; all else is small beside them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from pykvedge.models.gguf import Header
+from pykvedge.models.imagetokens import ImageGrid, token_limits
+from pykvedge.models.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class ImageWork:
+    """The work that one image is, in floating-point operations. capped: the encoder takes images of any size."""
+
+    encoder: int
+    prompt: int  # to read its tokens, all of them
+    capped: bool
+
+    @property
+    def encoder_share(self) -> float:
+        """The part of all of it that is done before the prompt."""
+        return self.encoder / max(self.encoder + self.prompt, 1)
+
+    @property
+    def better(self) -> str:
+        """Names the setting that saves most: a pruner cannot save what the encoder has done."""
+        return "image_max_tokens" if self.capped and self.encoder_share >= 0.5 else "image_tokens"
+
+    def as_json(self) -> dict[str, Any]:
+        """Makes the object that `kvedge fit --json` prints."""
+        share = round(self.encoder_share, 4)
+        return {"encoder_flop": self.encoder, "prompt_flop": self.prompt, "encoder_share": share, "better": self.better}
+
+    def line(self) -> str:
+        """Says for a person what follows."""
+        costs = f"an image costs the encoder {_readable(self.encoder)}, the prompt {_readable(self.prompt)}"
+        if self.better == "image_max_tokens":
+            return f"{costs}: a cap before the encoder, --image-max-tokens, saves more than --image-tokens after it"
+        if self.capped:
+            return f"{costs}: --image-tokens after the encoder, which sees the whole image, saves most of it"
+        return f"{costs}: every image has one size, --image-tokens after the encoder makes fewer tokens of it"
+
+
+def image_work(mmproj: Header, model: Header, grid: ImageGrid, prompt_tokens: int) -> ImageWork:
+    """prompt_tokens: of the whole prompt, half of which the average token looks at."""
+    shape = ModelShape.of(model)
+    seen = 4 * shape.n_head * shape.head_k * len(shape.layers) * prompt_tokens // 2
+    a_token = 2 * _weights(model, "blk.", _active(model)) + seen
+    encoder = 2 * (_weights(mmproj, "v.") * grid.n_patches * grid.parts + _weights(mmproj, "mm.") * grid.n_tokens)
+    capped = token_limits(mmproj) is not None
+    return ImageWork(encoder + grid.parts * _attention(mmproj, grid.n_patches), a_token * grid.n_tokens, capped)
+
+
+def _readable(operations: int) -> str:
+    """Writes 3.4 TFLOP, 306.0 GFLOP, or 12.5 MFLOP."""
+    for unit, size in (("TFLOP", 10**12), ("GFLOP", 10**9)):
+        if operations >= size:
+            return f"{operations / size:.1f} {unit}"
+    return f"{operations / 10**6:.1f} MFLOP"
+
+
+def _weights(header: Header, prefix: str, active: float = 1.0) -> int:
+    """Counts the weights of the matrices that every row is multiplied with. active: the share of experts at work."""
+    total = 0.0
+    for name, tensor in header.tensors.items():
+        if name.startswith(prefix) and len(tensor.shape) > 1 and "position_embd" not in name:
+            total += prod(tensor.shape) * (active if "_exps." in name else 1.0)
+    return int(total)
+
+
+def _active(model: Header) -> float:
+    used, there = (model.values.get(f"{model.architecture}.expert_{what}") for what in ("used_count", "count"))
+    return used / there if isinstance(used, int) and isinstance(there, int) and there > 0 else 1.0
+
+
+def _attention(mmproj: Header, n_patches: int) -> int:
+    """Counts patches that look at each other; llama.cpp computes all pairs and masks them where there are windows."""
+    layers, width = (int(mmproj.values.get(f"clip.vision.{name}", 0)) for name in ("block_count", "embedding_length"))
+    return 4 * layers * width * n_patches**2
