@@ -128,16 +128,18 @@ def test_memory_of_a_long_prompt_is_seen_in_rss(tiny, native):
 
 
 def repetition(prefill, decode, compress=0.0, **figures):
-    return Repetition(prefill, compress, [decode] * 3, **figures)
+    return Repetition(prefill, compress, [decode] * 3, **{"tokens": 100, **figures})
 
 
 def made_up(**changes):
     """Stock and a method in three rounds, the machine twice as slow in the second."""
     stock, method = Variant("stock"), Variant("h2o", pykvedge.plan("h2o", 0.5))
-    group = Group("m", Shape(100), 100, 0, 0.25, 800, 2)
+    fewer = Variant("h2o", pykvedge.plan("h2o", 0.5, image_tokens=0.25))
+    group = Group("m", Shape(20, 1), 100, 80, 0.25, 0.5, 800, 2)
     group.rounds = {
         stock: [repetition(1.0 * s, 0.10 * s, decode_j=6.0) for s in (1, 2, 1)],
         method: [repetition(0.8 * s, 0.05 * s, 0.2 * s, kept_bytes=100, decode_j=3.0) for s in (1, 2, 1)],
+        fewer: [repetition(0.2 * s, 0.05, 0.1 * s, tokens=40, prune_s=0.05 * s, again_s=0.01 * s) for s in (1, 2, 1)],
     }
     out = Outcome({"cpu": "c", "threads": 1}, [group], **changes)
     out.bandwidth = machine.Bandwidth(1)
@@ -146,11 +148,16 @@ def made_up(**changes):
 
 
 def test_medians_ratios_and_limits():
-    stock, h2o = table.rows(made_up())
+    stock, h2o, fewer = table.rows(made_up())
     assert (stock.prefill_tok_s, stock.decode_tok_s) == pytest.approx((100, 10))
     assert (h2o.prefill_tok_s, h2o.decode_tok_s, h2o.compress_ms) == pytest.approx((125, 20, 200))
     assert h2o.decode_vs_stock == pytest.approx(2) and h2o.prefill_vs_stock == pytest.approx(1)
-    assert h2o.first_token_s == pytest.approx(1.25)
+    assert h2o.first_token_s == pytest.approx(1.25) and h2o.first_token_vs_stock == pytest.approx(1.2)
+    assert (fewer.tokens, fewer.image_tokens) == (40, 20) and fewer.prefill_tok_s == pytest.approx(200)
+    assert (fewer.encode_s, fewer.prune_ms, fewer.image_again_s) == pytest.approx((0.25, 50, 0.35))
+    assert fewer.first_token_s == pytest.approx(0.6) and fewer.first_token_vs_stock == pytest.approx(1.5 / 0.6)
+    assert (stock.encode_s, stock.first_token_s) == pytest.approx((0.5, 1.5))
+    assert fewer.again_s == pytest.approx(0.01) and h2o.again_s is None
     assert stock.limit_tok_s == pytest.approx(9000 / (800 + 2 * 100)) and h2o.limit_tok_s == pytest.approx(9000 / 900)
     assert (stock.decode_j_token, h2o.decode_j_token, h2o.prefill_j_token) == (2, 1, None)
     low, high = h2o.decode_spread
@@ -163,11 +170,13 @@ def test_medians_ratios_and_limits():
 def test_forms_of_the_table():
     made = made_up()
     rows = table.rows(made)
-    assert [json.loads(line)["variant"] for line in table.as_jsonl(rows).splitlines()] == ["stock", "h2o 0.5"]
+    variants = [json.loads(line)["variant"] for line in table.as_jsonl(rows).splitlines()]
+    assert variants == ["stock", "h2o 0.5", "h2o 0.5, residual 0.25"]
     listed = list(csv.DictReader(io.StringIO(as_csv(rows, "_spread"))))
     assert [float(r["decode_spread_low"]) for r in listed] == [pytest.approx(r.decode_spread[0]) for r in rows]
     assert json.loads(table.as_json(rows, made))["rows"][1]["decode_tok_s"] == pytest.approx(20)
     said = table.as_markdown(rows, made)
+    assert "| talk again |" in said and "| 0.01 s " in said
     assert "| stock " in said and "stock: llama.cpp's own attention" in said and "J/token" in said
 
 
@@ -186,6 +195,16 @@ def test_the_program_measures_saves_and_draws(kvedge, tiny, native, tmp_path):
     assert header["kvedge_bench"] == 1 and len(raw) == 6 and all(len(r["decode_s"]) == 3 for r in raw)
     assert [r["kept_bytes"] for r in raw] == [r["kv_kept_bytes"] for r in rows]
     kvedge(*arguments, "--save", save).failed(2, "raw.jsonl exists")
+
+
+def test_fewer_image_tokens_and_a_second_conversation(kvedge, tiny, native):
+    arguments = ["bench", *tiny("llava").arguments(), "--method", "snapkv", "--budget", "0.5", "--images", "2",
+                 "--repeat", 1, "--generate", 2, "--image-tokens", "0.5,4", "--again", "--json"]  # fmt: skip
+    stock, *rows = kvedge(*arguments).json["rows"]
+    assert [r["image_tokens"] for r in (stock, *rows)] == [32, 32, 16, 8, 32, 16, 8]
+    assert stock["again_s"] is None and all(r["again_s"] > 0 for r in rows)
+    kvedge(*arguments[:-1], "--image-tokens", "1.5").failed(2, "image_tokens")
+    kvedge(*arguments[:-1], "--pruner", "best").failed(2, "pruner")
 
 
 def test_pictures(tmp_path):
@@ -324,7 +343,7 @@ def test_a_machine_that_is_too_busy_for_a_figure_is_said(others_s, threads, dist
         for one in found:
             one.others_s, one.wall_s = others_s / len(found), 10.0 / len(found)
     rows = table.rows(made)
-    assert [r.disturbed for r in rows] == [disturbed] * 2
+    assert [r.disturbed for r in rows] == [disturbed] * 3
     assert rows[0].others == pytest.approx(others_s / 10 / 2)
     said = table.as_markdown(rows, made)
     assert ("| stock ? " in said) == ("Disturbed: " in said) == bool(table.warnings(rows)) == disturbed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 import threading
@@ -10,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pykvedge.cli import options
-from pykvedge.cli.options import listed, model_files, option, positive
+from pykvedge.cli.modelfiles import fetched, model_files
+from pykvedge.cli.options import listed, option, positive
 from pykvedge.errors import UsageError
 from pykvedge.plans.presets import methods as method_names
 from pykvedge.plans.presets import plan as make_plan
@@ -29,6 +31,7 @@ QUICK: dict[str, Any] = {"budgets": "0.2", "tokens": "64", "images": "8", "repea
     option("--quick", is_flag=True, help="One prompt, one budget, fewer rounds."),
     options.MODELS,
     options.MMPROJS,
+    *options.HUBS,
     options.METHOD_LIST,
     options.BUDGET_LIST,
     options.PLUGIN,
@@ -36,6 +39,10 @@ QUICK: dict[str, Any] = {"budgets": "0.2", "tokens": "64", "images": "8", "repea
     option("--images", metavar="N,M",
            help=f"Images of each prompt. Default {DEFAULTS['images']}, 0 without --mmproj; quick {QUICK['images']}."),
     option("--image-size", default="336x336", show_default=True, metavar="WxH", help="Pixels."),
+    option("--image-tokens", "image_tokens", metavar="A,B",
+           help="Also with fewer tokens of each image, as 0.5,0.25: every method with each."),
+    option("--pruner", default="residual", show_default=True, metavar="NAME", help="Who chooses them."),
+    option("--again", is_flag=True, help="Also time a second conversation about the same images."),
     option("--kv-type", "kv_types", default="f16", show_default=True, metavar="A,B",
            help="Storage types; stock uses f16."),
     option("--repeat", type=int, metavar="N",
@@ -65,6 +72,7 @@ def bench(**given: Any) -> None:
     Examples:
       kvedge bench --quick                    two minutes at most, on the demo model
       kvedge bench --model m.gguf --mmproj mm.gguf --images 1,4 --method lookm,mixkv --plot bench.svg
+      kvedge bench -hf user/repo:Q4_K_M --quick
       kvedge bench --plugin mine.py --method snapkv,mine
       kvedge bench --model m.gguf --tokens 512,2560,8192 --budget 0.2 --output speed.csv
 
@@ -145,6 +153,7 @@ def _matrix(given: dict[str, Any]) -> Matrix:
         positive("--generate", chosen["generate"]),
         positive("--threads", given["threads"]),
         options.offload(given, max(shape.text_tokens + 1024 * shape.images for shape in shapes)),
+        again=given["again"],
         timeline=given["memory_plot"] is not None,
     )
 
@@ -152,13 +161,14 @@ def _matrix(given: dict[str, Any]) -> Matrix:
 def _models(given: dict[str, Any]) -> list[ModelFiles]:
     from pykvedge.lab.bench.matrix import ModelFiles
 
-    models, mmprojs = given["models"], given["mmprojs"]
-    if not models:
-        return [ModelFiles(*model_files(None, mmprojs[0] if mmprojs else None))]
+    models, mmprojs, by_name = given["models"], given["mmprojs"], given["hf_repos"]
+    if not models and not by_name:
+        return [ModelFiles(*model_files({"model": None, "mmproj": mmprojs[0] if mmprojs else None}))]
     if len(mmprojs) not in (0, len(models)):
         raise UsageError(f"{len(models)} models and {len(mmprojs)} image encoders; pass one --mmproj for each, or '-'")
     pairs = zip(models, mmprojs or [None] * len(models), strict=True)
-    return [ModelFiles(m.expanduser(), p.expanduser() if p and str(p) != "-" else None) for m, p in pairs]
+    files = [ModelFiles(m.expanduser(), p.expanduser() if p and str(p) != "-" else None) for m, p in pairs]
+    return files + [ModelFiles(*fetched(name, given)) for name in by_name]
 
 
 def _numbers(option: str, text: str, least: int) -> list[int]:
@@ -187,9 +197,13 @@ def _variants(given: dict[str, Any], budgets: str) -> list[Variant]:
     types = listed("--kv-type", given["kv_types"])
     for name in types:
         KvType.parse(name)
-    out = []
-    for kv_type in types:
-        for name in names:
-            for budget in [None] if name == "full" else listed("--budget", budgets):
-                out.append(Variant(name, make_plan(name, budget), kv_type))
-    return out
+    less: list[dict[str, str]] = [{}]
+    if given["image_tokens"] is not None:
+        amounts = listed("--image-tokens", given["image_tokens"])
+        less += [{"pruner": given["pruner"], "image_tokens": amount} for amount in amounts]
+    combined = itertools.product(types, names, less)
+    return [
+        Variant(name, make_plan(name, budget, **fewer), kv_type)
+        for kv_type, name, fewer in combined
+        for budget in ([None] if name == "full" else listed("--budget", budgets))
+    ]

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pykvedge.cli import options
-from pykvedge.cli.options import listed, model_files, option, positive, read_plan
+from pykvedge.cli.modelfiles import model_files
+from pykvedge.cli.options import listed, option, positive, read_plan
 from pykvedge.errors import KvedgeError, UsageError, unknown
 from pykvedge.plans.plugin_files import source_digest
 from pykvedge.plans.presets import methods as method_names
@@ -33,6 +34,7 @@ BUDGET = "0.2"
 @options.taking(
     options.MODEL,
     options.MMPROJ,
+    *options.HUB,
     option("--tasks", metavar="A,B",
            help="Of the demo generator, or all; NAME/2 asks in the second turn. Default: all of the first turn, where "
                 "no DATA is given."),
@@ -132,7 +134,7 @@ def _job(given: dict[str, Any]) -> Job:
     from pykvedge.lab.eval.runner import Job
     from pykvedge.runtime.settings import Settings
 
-    model, mmproj = model_files(given["model"], given["mmproj"])
+    model, mmproj = model_files(given)
     for path in filter(None, (model, mmproj)):
         if not path.is_file():
             raise UsageError(f"{path} does not exist" if not path.exists() else f"{path} is a folder, not a model")

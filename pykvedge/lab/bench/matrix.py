@@ -49,8 +49,10 @@ class Variant:
 
     @property
     def label(self) -> str:
-        """The label has name, budget and, unless it is f16, storage type."""
+        """The label has name, budget, the tokens left of each image, and, unless it is f16, storage type."""
         budget = f" {self.plan.budget.value:g}" if self.plan and self.plan.budget.ratio != 1.0 else ""
+        if self.plan and self.plan.pruner != "none":
+            budget += f", {self.plan.pruner} {self.plan.image_tokens}"
         return self.name + budget + (f" {self.kv_type}" if self.kv_type != "f16" else "")
 
 
@@ -69,6 +71,7 @@ class Matrix:
     generate: int = 32  # tokens per repetition
     threads: int = 0
     offload: Offload = field(default_factory=Offload)
+    again: bool = False  # each variant begins a second conversation about the same images
     timeline: bool = False  # one more run of each variant, whose memory is watched
     stock: Variant = field(default_factory=lambda: Variant(STOCK))
 

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,27 +16,35 @@ from pykvedge.errors import UsageError
 from pykvedge.lab.bench.machine import Energy, Others
 from pykvedge.lab.bench.matrix import Shape, Variant
 from pykvedge.lab.demo_tasks.scenes import draw_scene, render
+from pykvedge.models.encoder import Encoder
 from pykvedge.models.images import Picture
 from pykvedge.models.model import Model
 from pykvedge.models.profiles import tables_for
 from pykvedge.models.vision import ImagePiece, Piece, TextPiece, Vision
 from pykvedge.native import memory
+from pykvedge.runtime import libkvedge, opening
 from pykvedge.runtime.driver import Driver
 from pykvedge.runtime.interrupt import stop_if_set
 from pykvedge.runtime.llama_context import ContextSize, ubatch_for
+from pykvedge.runtime.pruning import planned
 
 PAD = 256  # llama.cpp rounds the tokens of a context up to a multiple of it
 WARM_UP_TOKENS = 64
+NAME = "bench"  # of the model, in what is packed and unpacked at once
 
 
 @dataclass
 class Prompt:
-    """A prompt is a shape as tokens and encoded images. encode_s: of all images."""
+    """A prompt is a shape as tokens and encoded images.
+
+    encode_s: of all images, stock_encode_s: by llama.cpp as it is.
+    """
 
     shape: Shape
     pieces: list[Piece]
     then: list[int]  # tokens to go on with
     encode_s: float = 0.0
+    stock_encode_s: float = 0.0
 
     @property
     def n_tokens(self) -> int:
@@ -58,33 +66,44 @@ class Prompt:
 
 
 def make_prompt(
-    model: Model, vision: Vision | None, shape: Shape, generate: int, look: Callable[[float], None] = lambda share: None
+    model: Model,
+    vision: Vision | None,
+    shape: Shape,
+    generate: int,
+    look: Callable[[float], None] = lambda share: None,
+    stock: Encoder | None = None,
 ) -> Prompt:
     """Makes random text (neither time nor memory depends on what it says) and drawn scenes, and encodes them.
 
-    look: called while they are, with the share of the image that is done; it may raise. Raises ImageError.
+    look: called while they are, with the share of the image that is done; it may raise. stock: takes its turn at each
+    image before `vision`; without it that one's time counts for both. Raises ImageError.
     """
     rng = np.random.default_rng(0)
     text = _random_tokens(model, rng, shape.text_tokens + generate)
     before, after = text[: shape.text_tokens // 2], text[shape.text_tokens // 2 : shape.text_tokens]
     pieces: list[Piece] = [TextPiece(before)] if before else []
-    spent = 0.0
+    spent = stock_spent = 0.0
     if shape.images:
         if vision is None:
             raise UsageError(f"{model.path.name} has no image encoder; pass --mmproj, or --images 0")
         images = vision.split(vision.marker * shape.images, [_picture(rng, shape) for _ in range(shape.images)])
-        started = time.perf_counter()
         try:
             for piece in images:
-                if isinstance(piece, ImagePiece):
-                    vision.encode(piece, look)
+                if not isinstance(piece, ImagePiece):
+                    continue
+                began = time.perf_counter()
+                if stock is not None:
+                    stock.encode(piece.chunk, piece.n_rows, look)
+                between = time.perf_counter()
+                vision.encode(piece, look)
+                spent += time.perf_counter() - between
+                stock_spent += between - began
         except BaseException:
             vision.release(images)
             raise
-        spent = time.perf_counter() - started
         pieces += images
     pieces.append(TextPiece(after))
-    return Prompt(shape, pieces, text[shape.text_tokens :], spent)
+    return Prompt(shape, pieces, text[shape.text_tokens :], spent, stock_spent if stock is not None else spent)
 
 
 def _random_tokens(model: Model, rng: np.random.Generator, n: int) -> list[int]:
@@ -127,6 +146,9 @@ class Repetition:
     others_s: float = 0.0
     wall_s: float = 0.0
     marks: list[float] = field(default_factory=list)
+    prune_s: float = 0.0
+    tokens: int = 0  # of the prompt, that the model read
+    again_s: float | None = None  # prefill and compression of a second conversation about the same images
 
 
 def repetition(
@@ -139,6 +161,7 @@ def repetition(
     cancel: threading.Event,
 ) -> Repetition:
     """Runs a variant in a context of its own. Raises what Context and libkvedge raise, CancelledError."""
+    prompt, prune_s = _pruned(prompt, variant, threads)
     n_ctx = -(-(prompt.n_tokens + len(prompt.then) + 1) // PAD) * PAD
     size = ContextSize(n_ctx, ubatch_for(vision, prompt.largest_image), variant.kv_type, prompt.n_tokens)
     memory.trim()
@@ -154,6 +177,7 @@ def repetition(
         others = Others()
         with _uncollected():
             out = _timed(driver, prompt, energy, cancel)
+        out.prune_s, out.tokens = prune_s, prompt.n_tokens
         out.others_s, out.wall_s = others.taken()
         out.rss_peak_bytes = max(meter.stop() - before, 0)
         out.rss_after_bytes = max(out.rss_after_bytes - before, 0)
@@ -163,6 +187,52 @@ def repetition(
         meter.stop()
         if driver is not None:
             driver.close()
+
+
+def _pruned(prompt: Prompt, variant: Variant, threads: int) -> tuple[Prompt, float]:
+    """Returns what the variant's model reads of a prompt, and the seconds that choosing it took."""
+    if variant.plan is None:
+        return prompt, 0.0
+    started = time.perf_counter()
+    pieces = planned(prompt.pieces, variant.plan, threads)
+    return replace(prompt, pieces=pieces), time.perf_counter() - started
+
+
+def again(
+    model: Model, vision: Vision | None, prompt: Prompt, variant: Variant, threads: int, cancel: threading.Event
+) -> float | None:
+    """Returns the seconds that a second conversation with the same images takes to read its question and compress it.
+
+    Its opening was read, compressed and packed by another context. None where a prompt has no opening, or for stock.
+    Raises what repetition raises.
+    """
+    prompt, _ = _pruned(prompt, variant, threads)
+    before, question = opening.cut(prompt.pieces)
+    if variant.plan is None or not before:
+        return None
+    n_ctx = -(-(prompt.n_tokens + len(prompt.then) + 1) // PAD) * PAD
+    size = ContextSize(n_ctx, ubatch_for(vision, prompt.largest_image), variant.kv_type, prompt.n_tokens)
+    seconds, rows, at = 0.0, bytearray(), (0, 0)
+    for first in (True, False):
+        driver = Driver(model, vision, size, threads)
+        try:
+            driver.context.stop_when(cancel)
+            driver.take_over(variant.plan, tables_for(variant.plan, model.path))
+            assert driver.cache is not None
+            started = time.perf_counter()
+            if not first:
+                libkvedge.unpack(driver.cache, rows, NAME)
+                driver.context.n_past, driver.context.n_cells = at
+            driver.read(before if first else question, cancel=cancel)
+            if not first:
+                driver.context.logits()  # waits for the device
+            driver.compress()
+            seconds = time.perf_counter() - started
+            if first:
+                rows, at = libkvedge.pack(driver.cache, NAME), (driver.context.n_past, driver.context.n_cells)
+        finally:
+            driver.close()
+    return seconds
 
 
 @contextmanager

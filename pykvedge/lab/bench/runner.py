@@ -14,7 +14,7 @@ from pykvedge.errors import ContextError, ImageError, KvedgeError, UsageError
 from pykvedge.lab.bench import machine
 from pykvedge.lab.bench.machine import Bandwidth
 from pykvedge.lab.bench.matrix import MOST_ROUNDS, Matrix, ModelFiles, Shape, Variant
-from pykvedge.lab.bench.measure import Prompt, Repetition, figures, make_prompt, repetition
+from pykvedge.lab.bench.measure import Prompt, Repetition, again, figures, make_prompt, repetition
 from pykvedge.lab.bench.timeline import Trace, trace
 from pykvedge.lab.jsonlines import JsonLines
 from pykvedge.lab.progress import Display
@@ -34,6 +34,7 @@ class Group:
     n_tokens: int
     n_image_tokens: int
     encode_s: float
+    stock_encode_s: float
     weight_bytes: int  # read per token
     kv_bytes_per_token: int  # of a full f16 cache
     rounds: dict[Variant, list[Repetition]] = field(default_factory=dict)
@@ -99,30 +100,36 @@ class _Loaded:
 
     def measure(self) -> None:
         vision: Vision | None = None
+        stock: Encoder | None = None
         model = Model(self.files.model, self.matrix.offload, self.display, self.cancel)
         try:
             if self.files.mmproj is not None and any(shape.images for shape in self.matrix.shapes):
                 on_gpu = not self.matrix.offload.off
                 vision = Vision(Encoder(self.files.mmproj, model, self.threads, on_gpu, False))
+                if not vision.encoder.on_device:
+                    stock = Encoder(self.files.mmproj, model, self.threads, on_gpu, False, packed=False)
             for shape in self.matrix.shapes:
-                self._prompt(model, vision, shape)
+                self._prompt(model, vision, stock, shape)
         finally:
+            if stock is not None:
+                stock.close()
             if vision is not None:
                 vision.encoder.close()
             model.close()
 
-    def _prompt(self, model: Model, vision: Vision | None, shape: Shape) -> None:
+    def _prompt(self, model: Model, vision: Vision | None, stock: Encoder | None, shape: Shape) -> None:
         name, variants = f"{self.files.name}, {shape.name}", [self.matrix.stock, *self.matrix.variants]
         stop_if_set(self.cancel)
         if shape.images:
             self.display.step(f"{name}: encoding images", 0)
         try:
-            prompt = make_prompt(model, vision, shape, self.matrix.generate, partial(stop_if_set, self.cancel))
+            prompt = make_prompt(model, vision, shape, self.matrix.generate, partial(stop_if_set, self.cancel), stock)
         except ImageError as error:
             self._leave_out(f"{name} left out: {error}", len(variants) * (self.matrix.repeat + 1))
             return
         group = Group(self.files.name, shape, prompt.n_tokens, prompt.n_image_tokens, prompt.encode_s,
-                      machine.weight_bytes_per_token(model.header), model.kv_bytes_per_token(2))  # fmt: skip
+                      prompt.stock_encode_s, machine.weight_bytes_per_token(model.header),
+                      model.kv_bytes_per_token(2))  # fmt: skip
         self.out.groups.append(group)
         try:
             self._rounds(group, variants, lambda variant, shown: self._once(model, vision, shown, variant), prompt)
@@ -153,7 +160,10 @@ class _Loaded:
             )
 
     def _once(self, model: Model, vision: Vision | None, prompt: Prompt, variant: Variant) -> Repetition:
-        return repetition(model, vision, prompt, variant, self.threads, self.energy, self.cancel)
+        out = repetition(model, vision, prompt, variant, self.threads, self.energy, self.cancel)
+        if self.matrix.again and prompt.n_image_tokens:
+            out.again_s = again(model, vision, prompt, variant, self.threads, self.cancel)
+        return out
 
     def _rounds(
         self, group: Group, variants: list[Variant], once: Callable[[Variant, Prompt], Repetition], prompt: Prompt

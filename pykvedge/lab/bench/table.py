@@ -24,7 +24,9 @@ SPARE = 0.1  # of the processors: what an idle system takes now and then
 class Row:
     """A row has the figures of a variant on a prompt. They are medians; *_spread: first and third quartile.
 
-    first_token_s: encoding of the images, prefill and compression. *_vs_stock: medians of the ratios of each round.
+    first_token_s: encoding of the images, pruning, prefill and compression. image_again_s: the same of a prompt whose
+    images are encoded already. again_s: of a second conversation about the same images, None where it was not measured.
+    prefill_tok_s: of the tokens that the model read. *_vs_stock: medians of the ratios of each round.
     limit_tok_s: read bandwidth over the bytes that a token reads, weights and kept KV. *_j_token: joules per token.
     device_*: keys and values on devices, before the compression and after the answer. rss_*: growth of the process by
     the context. others: share of the processors that other programs had meanwhile, None where the rounds were too short
@@ -44,7 +46,12 @@ class Row:
     prefill_spread: Spread
     prefill_vs_stock: float | None
     compress_ms: float
+    encode_s: float
+    prune_ms: float
     first_token_s: float
+    first_token_vs_stock: float | None
+    image_again_s: float
+    again_s: float | None
     decode_tok_s: float
     decode_spread: Spread
     decode_vs_stock: float | None
@@ -101,19 +108,22 @@ def warnings(made: list[Row]) -> list[str]:
 
 
 def _row(group: Group, variant: Variant, found: list[Repetition], stock: list[Repetition], bandwidth: Bandwidth) -> Row:
-    prefill = [group.n_tokens / r.prefill_s for r in found]
+    prefill = [r.tokens / r.prefill_s for r in found]
+    waits = [_wait(r) for r in found]
+    again = [r.again_s for r in found if r.again_s is not None]
     steps = [float(np.median(r.decode_s)) for r in found]
     all_steps = [s for r in found for s in r.decode_s]
     last, shared = found[-1], list(zip(found, stock, strict=False))
     is_stock = variant.plan is None
+    encode_s = group.stock_encode_s if is_stock else group.encode_s
     # what stock reads is what is in its cache, not what it allocated
     kv_read = group.kv_bytes_per_token * group.n_tokens if is_stock else last.kept_bytes
     per_token = group.weight_bytes + kv_read
     return Row(
         model=group.model,
         prompt=group.shape.name,
-        tokens=group.n_tokens,
-        image_tokens=group.n_image_tokens,
+        tokens=last.tokens,
+        image_tokens=group.n_image_tokens - (group.n_tokens - last.tokens),
         variant=variant.label,
         method=variant.name,
         budget=variant.plan.budget.value if variant.plan else None,
@@ -123,7 +133,12 @@ def _row(group: Group, variant: Variant, found: list[Repetition], stock: list[Re
         prefill_spread=_quartiles(prefill),
         prefill_vs_stock=_ratio([(b.prefill_s, a.prefill_s + a.compress_s) for a, b in shared]),
         compress_ms=1000 * float(np.median([r.compress_s for r in found])),
-        first_token_s=group.encode_s + float(np.median([r.prefill_s + r.compress_s for r in found])),
+        encode_s=encode_s,
+        prune_ms=1000 * float(np.median([r.prune_s for r in found])),
+        first_token_s=encode_s + float(np.median(waits)),
+        first_token_vs_stock=_ratio([(group.stock_encode_s + _wait(b), encode_s + _wait(a)) for a, b in shared]),
+        image_again_s=float(np.median(waits)),
+        again_s=float(np.median(again)) if again else None,
         decode_tok_s=1 / float(np.median(steps)),
         decode_spread=_quartiles([1 / s for s in all_steps]),
         decode_vs_stock=_ratio([(float(np.median(b.decode_s)), float(np.median(a.decode_s))) for a, b in shared]),
@@ -135,9 +150,14 @@ def _row(group: Group, variant: Variant, found: list[Repetition], stock: list[Re
         device_bytes=last.device_bytes,
         rss_peak_bytes=round(float(np.median([r.rss_peak_bytes for r in found]))),
         rss_after_bytes=round(float(np.median([r.rss_after_bytes for r in found]))),
-        prefill_j_token=_energy([(r.prefill_j, group.n_tokens) for r in found]),
+        prefill_j_token=_energy([(r.prefill_j, r.tokens) for r in found]),
         decode_j_token=_energy([(r.decode_j, len(r.decode_s)) for r in found]),
     )
+
+
+def _wait(r: Repetition) -> float:
+    """Seconds from an encoded image to the first token."""
+    return r.prune_s + r.prefill_s + r.compress_s
 
 
 def _quartiles(values: Sequence[float]) -> Spread:
@@ -164,6 +184,12 @@ NOTES = (
     "counted as prefill. first token: encoding the images, prefill, compression. limit: tokens/s that reading the "
     "weights and the kept KV would allow. RSS: growth of the process since before the context was made.",
 )
+WAITS = (
+    "first token: encoding, pruning, prefill and compression together, and how much sooner that is than stock's, which "
+    "encodes with the weights as they lie in the file. image again: the same where the encoder's output was kept. talk "
+    "again: a second conversation about the same images goes on from what the first one compressed of them, and reads "
+    "its question (`--again`)."
+)
 
 
 def as_json(made: list[Row], outcome: Outcome) -> str:
@@ -186,12 +212,36 @@ def as_markdown(made: list[Row], outcome: Outcome) -> str:
         images = f", {mine[0].image_tokens} of images" if mine[0].image_tokens else ""
         title = f"**{model}**: a prompt of {mine[0].tokens} tokens ({prompt}{images}), {mine[0].rounds} rounds"
         parts += [title, markdown([_head(energy), *(_cells(row, energy) for row in mine)])]
+        if mine[0].image_tokens:
+            parts.append(markdown([WAIT_HEAD, *(_wait_cells(row) for row in mine)]))
     about = outcome.machine
     told = "" if energy else " The system does not tell the energy spent."
     n = about.get("threads", 0)
     parts.append(f"{about.get('cpu', '')}, {n} thread{'s' * (n != 1)}.{told}")
     disturbed = [f"Disturbed: {text}." for text in warnings(made)]
-    return "\n\n".join([*parts, *disturbed, *NOTES, *(["Stopped before the end."] if outcome.interrupted else [])])
+    notes = [*NOTES, *([WAITS] if any(row.image_tokens for row in made) else [])]
+    return "\n\n".join([*parts, *disturbed, *notes, *(["Stopped before the end."] if outcome.interrupted else [])])
+
+
+WAIT_HEAD = ["variant", "tokens", "of images", "encode", "prune", "prefill", "compress", "first token", "vs stock",
+             "image again", "talk again"]  # fmt: skip
+
+
+def _wait_cells(row: Row) -> list[str]:
+    prefill = row.image_again_s - (row.prune_ms + row.compress_ms) / 1000
+    return [
+        row.variant + (" ?" if row.disturbed else ""),
+        str(row.tokens),
+        str(row.image_tokens),
+        f"{row.encode_s:.2f} s",
+        f"{row.prune_ms:.1f} ms",
+        f"{prefill:.2f} s",
+        f"{row.compress_ms:.1f} ms",
+        f"{row.first_token_s:.2f} s",
+        _times(row.first_token_vs_stock),
+        f"{row.image_again_s:.2f} s",
+        f"{row.again_s:.2f} s" if row.again_s is not None else "",
+    ]
 
 
 def _head(energy: bool) -> list[str]:

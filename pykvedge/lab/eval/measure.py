@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Any
@@ -26,6 +26,7 @@ from pykvedge.models.images import Picture
 from pykvedge.models.model import Model, TextStream
 from pykvedge.models.vision import ImagePiece, Piece, Vision
 from pykvedge.plans.plan import Plan
+from pykvedge.runtime.pruning import planned
 
 
 @dataclass(frozen=True)
@@ -153,8 +154,10 @@ class Measurer:
         more = max(answer, self._longest(prepared.sample)) + 1
         self._reader.make_room(prepared.n_conversation, more, max(prepared.images, default=0))
         base = Baseline()
+        whole = prepared
         for group in [[full], *_groups(cells)]:
             try:
+                prepared = _seen(whole, group[0].plan)
                 self._reader.start(group[0].plan)
                 self._reader.read(prepared.turns[0][0])
             except KvedgeError as reason:
@@ -268,6 +271,11 @@ class Measurer:
             if len(tokens) < longest:
                 self._reader.extend(token)
         return tokens
+
+
+def _seen(prepared: Prepared, plan: Plan) -> Prepared:
+    """Returns a sample as a model reads it under a plan, whose pruner may leave less of its images."""
+    return replace(prepared, turns=[(planned(pieces, plan, 0), reply) for pieces, reply in prepared.turns])
 
 
 def _groups(cells: list[Cell]) -> list[list[Cell]]:

@@ -29,7 +29,7 @@ SPARE = 8
 
 def reading_key(plan: Plan) -> tuple[Any, ...]:
     """Is equal for plans that gather the same while the prompt is read."""
-    members = (plan.scorer, plan.allocator, plan.decode)
+    members = (plan.scorer, plan.allocator, plan.decode, plan.pruner, str(plan.image_tokens))
     settings = tuple(sorted((k, v) for k, v in plan.params.items() if not k.startswith("reducer.")))
     return (plan.budget.ratio == 1.0, *members, settings)
 
