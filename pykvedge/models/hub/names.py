@@ -1,0 +1,193 @@
+"""Which files of a repository are meant by user/repo[:quant]: the rules of llama.cpp's common/download.cpp.
+
+They are functions of the files' names alone. The one difference: where a quantisation is asked for, a word of its own
+comes before the end of another word, so that F16 is not BF16.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from pykvedge.errors import HubError, UsageError, one_line, unknown
+
+DEFAULT_QUANTS = ("Q4_K_M", "Q8_0")
+NO_MMPROJ = "none"
+_REPO = re.compile(r"(?!.{257})\w+(?:[.-]\w+)*/\w+(?:[.-]\w+)*", re.ASCII)
+_QUANT = re.compile(r"[\w.-]{1,64}", re.ASCII)
+_SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})")
+_TAG = re.compile(r"[-.]([A-Z0-9_]+)$", re.IGNORECASE)
+_SIDECARS = ("mmproj", "imatrix", "mtp-", "eagle3-", "dflash-", "dspark-")  # that belong to a model, and are none
+_LONGEST_PATH = 512
+
+
+@dataclass(frozen=True)
+class Name:
+    """A repository, and the quantisation that is asked for; an empty one leaves the choice."""
+
+    repo: str
+    quant: str = ""
+
+    @classmethod
+    def of(cls, text: str) -> Name:
+        """Reads user/repo[:quant]. Raises UsageError for what is none."""
+        if not isinstance(text, str):
+            raise UsageError(f"the name of a model is text as in user/repo:Q4_K_M, not {text!r:.40}")
+        repo, colon, quant = text.partition(":")
+        if not is_repo(repo) or (colon and not _QUANT.fullmatch(quant)):
+            raise UsageError(f"'{one_line(text):.80}' names no model; write user/repo, or user/repo:Q4_K_M")
+        return cls(repo, quant)
+
+    def __str__(self) -> str:
+        return f"{self.repo}:{self.quant}" if self.quant else self.repo
+
+
+def is_repo(text: str) -> bool:
+    """Tells whether a text is user/repo, by the rule of llama.cpp: two dashes stand for the slash in the cache."""
+    return _REPO.fullmatch(text) is not None
+
+
+@dataclass(frozen=True)
+class Split:
+    """What the name of a GGUF file says: what it has in common with its other parts, its quantisation, its place."""
+
+    prefix: str
+    quant: str  # in capitals; empty: it names none
+    index: int = 1
+    count: int = 1
+
+    @property
+    def bits(self) -> int:
+        """The first number in the quantisation: 4 of Q4_K_M, 16 of BF16; 0: there is none."""
+        found = re.search(r"\d{1,6}", self.quant)
+        return int(found[0]) if found else 0
+
+
+def split_of(path: str) -> Split:
+    """Reads the name of a file; of one that is no GGUF file it says nothing."""
+    if not path.endswith(".gguf"):
+        return Split("", "", 0)
+    prefix, index, count = path.removesuffix(".gguf"), 1, 1
+    if found := _SPLIT.fullmatch(prefix):
+        prefix, index, count = found[1], int(found[2]), int(found[3])
+    tag = _TAG.search(prefix)
+    return Split(prefix, tag[1].upper() if tag else "", index, count)
+
+
+def is_safe(path: str) -> bool:
+    """Tells whether a path of a repository stays inside of a folder, on every system, and can be shown."""
+    parts = path.split("/")
+    return (
+        len(path) <= _LONGEST_PATH
+        and path.isprintable()
+        and not any(sign in path for sign in "\\:")
+        and not any(part in ("", ".", "..") for part in parts)
+    )
+
+
+def is_model(path: str) -> bool:
+    """Tells whether a file is a language model, or a part of one, by its name."""
+    name = path.rpartition("/")[2]
+    return name.endswith(".gguf") and not any(word in name for word in _SIDECARS)
+
+
+def quants(paths: Iterable[str]) -> list[str]:
+    """Lists the quantisations that there are models of, or a model's path where its name says none."""
+    found = [split_of(path).quant or path for path in paths if is_model(path)]
+    return list(dict.fromkeys(found))
+
+
+def find_model(paths: Sequence[str], quant: str) -> str | None:
+    """Chooses the model, or its first part; without a quantisation Q4_K_M, Q8_0, or the first that there is."""
+    first = [path for path in paths if is_model(path) and split_of(path).index <= 1]
+    for wanted in (quant,) if quant else DEFAULT_QUANTS:
+        for before in (r"(?<![A-Za-z0-9])", "") if quant else ("",):
+            pattern = re.compile(before + re.escape(wanted) + "[.-]", re.IGNORECASE)
+            found = next(filter(pattern.search, first), None)
+            if found is not None:
+                return found
+    return None if quant else next(iter(first), None)
+
+
+def find_parts(paths: Iterable[str], model: str) -> list[str]:
+    """Lists the files that a model consists of, in their order. Raises HubError where one is missing."""
+    whole = split_of(model)
+    if whole.count <= 1:
+        return [model]
+    parts = {
+        split_of(p).index: p for p in paths if (split_of(p).prefix, split_of(p).count) == (whole.prefix, whole.count)
+    }
+    missing = [index for index in range(1, whole.count + 1) if index not in parts]
+    if missing:
+        raise HubError(f"part {missing[0]} of {whole.count} of {model} is missing; choose another quantisation")
+    return [parts[index] for index in range(1, whole.count + 1)]
+
+
+def find_mmproj(paths: Iterable[str], model: str) -> str | None:
+    """Chooses the image encoder: from the model's folder or the nearest above, the nearest in bits to the model."""
+    folder, bits = model.split("/")[:-1], split_of(model).bits
+    best: tuple[tuple[int, int], str] | None = None
+    for path in paths:
+        beside = path.split("/")[:-1]
+        if not path.endswith(".gguf") or "mmproj" not in path or folder[: len(beside)] != beside:
+            continue
+        rank = (-len(beside), abs(split_of(path).bits - bits))
+        if best is None or rank < best[0]:
+            best = rank, path
+    return best[1] if best else None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The files of a repository that are meant."""
+
+    model: str  # the first of its parts
+    parts: tuple[str, ...]
+    mmproj: str | None
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """All of them, the small one first."""
+        return (*filter(None, [self.mmproj]), *self.parts)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a user asks for. file, mmproj: paths in the repository instead of the rules; mmproj "none": without."""
+
+    name: Name
+    file: str = ""
+    mmproj: str = ""
+
+    def choice(self, paths: Sequence[str]) -> Choice:
+        """Chooses among the files of the repository.
+
+        Raises UnknownNameError for a quantisation or file that is not there, HubError where there is no model at all.
+        """
+        hostile = next((path for path in paths if path.endswith(".gguf") and not is_safe(path)), None)
+        if hostile is not None:
+            raise HubError(f"{self.name.repo} has a file named {hostile!r:.80}, which leads elsewhere; it is not used")
+        models = [path for path in paths if is_model(path)]
+        if not models:
+            raise HubError(f"{self.name.repo} has no GGUF model; look for a repository whose name ends in GGUF")
+        if self.file:
+            model: str | None = self._named("file", self.file, models)
+        else:
+            model = find_model(paths, self.name.quant)
+        if model is None:
+            raise unknown(f"quantisation of {self.name.repo}", self.name.quant, quants(paths), [_there_are(paths)])
+        mmproj = find_mmproj(paths, model)
+        if self.mmproj:
+            encoders = [path for path in paths if path.endswith(".gguf") and "mmproj" in path]
+            mmproj = None if self.mmproj == NO_MMPROJ else self._named("mmproj", self.mmproj, encoders)
+        return Choice(model, tuple(find_parts(models, model)), mmproj)
+
+    def _named(self, kind: str, path: str, paths: Sequence[str]) -> str:
+        if path not in paths:
+            raise unknown(f"{kind} in {self.name.repo}", one_line(path), paths)
+        return path
+
+
+def _there_are(paths: Sequence[str]) -> str:
+    return f"there are {', '.join(quants(paths))}"

@@ -1,0 +1,191 @@
+"""A hub of models is asked through huggingface_hub: what a repository holds, and bytes of its files.
+
+hf_hub_download is not used: it begins anew after a kill, and compares no checksum. The endpoint is MODEL_ENDPOINT as
+for llama.cpp, else HF_ENDPOINT, else the one that huggingface_hub knows; tokens are those that it finds (HF_TOKEN).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from pykvedge.errors import HubError, UnreachableError, UsageError, one_line
+from pykvedge.models.hub.folders import is_checksum, is_commit
+from pykvedge.native.version import package_version
+
+_TIMEOUT_S = 30.0
+_TRUE = ("1", "ON", "YES", "TRUE")
+_OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "LLAMA_ARG_OFFLINE")
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """A file of a repository. checksum: its sha256, or git's sha1 of a file that is not in large file storage."""
+
+    path: str
+    size: int  # bytes
+    checksum: str
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What a repository holds at a commit."""
+
+    commit: str
+    files: dict[str, RemoteFile]  # by their paths, in the hub's order
+
+
+def offline() -> bool:
+    """Tells whether the environment asks for no network, as huggingface_hub and llama.cpp understand it."""
+    return any(os.environ.get(name, "").upper() in _TRUE for name in _OFFLINE)
+
+
+class Hub:
+    """The hub of models that the environment names."""
+
+    def __init__(self) -> None:
+        """Raises UsageError where huggingface_hub is not installed, or the endpoint is none."""
+        endpoint = os.environ.get("MODEL_ENDPOINT") or os.environ.get("HF_ENDPOINT") or None
+        if endpoint is not None and not endpoint.startswith(("http://", "https://")):
+            raise UsageError(f"HF_ENDPOINT is the URL of a hub, not '{one_line(endpoint):.80}'")
+        try:
+            import huggingface_hub
+            from huggingface_hub import errors, utils
+            from huggingface_hub.utils import http_stream_backoff  # since 1.0
+        except ImportError as error:
+            raise UsageError(
+                "models by name need huggingface_hub: pip install 'kvedge[hub]'; what is in the cache is found with "
+                f"--offline ({one_line(error):.80})"
+            ) from None
+        self._hub, self._utils, self._stream = huggingface_hub, utils, http_stream_backoff
+        self._status_error = errors.HfHubHTTPError
+        # of its HTTP client, which is httpx or httpx2
+        self._http_error: type[Exception] = next(c for c in errors.HfHubHTTPError.__mro__ if c.__name__ == "HTTPError")
+        self._endpoint = endpoint.rstrip("/") if endpoint else None
+        self._about: Any = {"library_name": "kvedge", "library_version": package_version()}
+
+    def listing(self, repo: str) -> Listing:
+        """Asks what main holds. Raises HubError, UnreachableError."""
+        with self._answers(repo):
+            api = self._hub.HfApi(endpoint=self._endpoint, **self._about)
+            # the listing of this call has a time limit and says checksums; that of list_repo_tree has no limit
+            info = api.model_info(repo, revision="main", timeout=_TIMEOUT_S, files_metadata=True)
+            commit = info.sha or ""
+            if not is_commit(commit):
+                raise UnreachableError(f"{self._where} says no commit of {repo}")
+            files = [_file(repo, found) for found in info.siblings or () if found.rfilename.endswith(".gguf")]
+        return Listing(commit, {file.path: file for file in files})
+
+    def confirm(self, repo: str, commit: str, file: RemoteFile) -> None:
+        """Asks for the file itself, which may be denied where the listing is not. Raises HubError."""
+        with self._answers(repo):
+            url = self._url(repo, commit, file)
+            found = self._hub.get_hf_file_metadata(url, timeout=_TIMEOUT_S, **self._about, endpoint=self._endpoint)
+        if found.etag != file.checksum or found.size not in (file.size, None):
+            raise HubError(f"{self._where} says two sizes or checksums of {repo}/{file.path}; try again later")
+
+    def start(self, repo: str, commit: str, file: RemoteFile, begin: int, end: int) -> bytes:
+        """Fetches the bytes from `begin` to before `end`. Raises HubError."""
+        begun = bytearray()
+        with self._answers(repo), self._get(self._url(repo, commit, file), f"bytes={begin}-{end - 1}") as response:
+            skip = 0 if response.status_code == 206 else begin
+            for chunk in response.iter_bytes():
+                begun += chunk
+                if len(begun) >= skip + end - begin:
+                    break
+        return bytes(begun[skip : skip + end - begin])
+
+    def append(self, repo: str, commit: str, file: RemoteFile, out: BinaryIO, look: Callable[[int], None]) -> None:
+        """Fetches what `out`, a file opened to append to, lacks of the whole.
+
+        look: called with the bytes there are, after each piece. Raises UnreachableError where the connection breaks,
+        HubError, and OSError of the file.
+        """
+        there = out.tell()
+        asked = f"bytes={there}-" if there else None
+        with self._answers(repo), self._get(self._url(repo, commit, file), asked) as response:
+            if there and response.status_code != 206:  # from the beginning, after all
+                out.truncate(0)
+                out.seek(0)
+                there = 0
+            for chunk in response.iter_bytes():  # as they come: what a size would hold back is lost when it breaks
+                there += len(chunk)
+                if there > file.size:
+                    raise HubError(f"{self._where} sends more of {repo}/{file.path} than the {file.size} bytes it has")
+                out.write(chunk)
+                look(there)
+        if there < file.size:
+            raise UnreachableError(f"{self._where} ended the connection after {there} of {file.size} bytes")
+
+    @contextmanager
+    def lock(self, path: Path) -> Iterator[None]:
+        """Keeps other programs from fetching the same file, kvedge or not."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with self._utils.WeakFileLock(path):
+            yield
+
+    @contextmanager
+    def _get(self, url: str, asked: str | None) -> Iterator[Any]:
+        headers = self._utils.build_hf_headers(**self._about) | {"Accept-Encoding": "identity"}
+        if asked:
+            headers["Range"] = asked
+        with self._stream(
+            "GET", url, headers=headers, timeout=_TIMEOUT_S, max_retries=3, retry_on_exceptions=()
+        ) as response:
+            self._utils.hf_raise_for_status(response)
+            yield response
+
+    def _url(self, repo: str, commit: str, file: RemoteFile) -> str:
+        return self._hub.hf_hub_url(repo, file.path, revision=commit, endpoint=self._endpoint)
+
+    @property
+    def _where(self) -> str:
+        return self._endpoint or "the hub"
+
+    @contextmanager
+    def _answers(self, repo: str) -> Iterator[None]:
+        """Words what goes wrong on the way to the hub and back."""
+        try:
+            yield
+        except HubError:
+            raise
+        except self._status_error as error:
+            raise _refused(repo, self._where, error) from None
+        except self._http_error as error:
+            why = one_line(error) or type(error).__name__
+            raise UnreachableError(f"{self._where} cannot be reached ({why:.120})") from None
+        except ConnectionError as error:  # huggingface_hub's own word for HF_HUB_OFFLINE
+            raise UnreachableError(f"{self._where} is not asked: {one_line(error):.120}") from None
+        except UnicodeEncodeError:
+            raise UsageError("HF_TOKEN is no token: it holds a sign that tokens have none of") from None
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            why = f"{type(error).__name__}: {one_line(error):.80}"
+            raise UnreachableError(f"{self._where} does not answer as a hub of models does ({why})") from None
+
+
+def _file(repo: str, found: Any) -> RemoteFile:
+    checksum = found.lfs.sha256 if found.lfs else found.blob_id
+    if not isinstance(found.size, int) or found.size < 0 or not is_checksum(checksum or ""):
+        raise HubError(f"{repo} has no size or checksum of {found.rfilename!r:.80}; it cannot be fetched")
+    return RemoteFile(found.rfilename, found.size, checksum)
+
+
+def _refused(repo: str, where: str, error: Any) -> HubError:
+    status = error.response.status_code
+    if status == 401:
+        has_token = "authorization" in error.response.request.headers
+        advice = "HF_TOKEN is not valid there" if has_token else "set HF_TOKEN to a token if it is private or gated"
+        return HubError(f"{where} does not show {repo}, if it exists at all; {advice}")
+    if status == 403:
+        return HubError(f"{where} denies {repo} to this HF_TOKEN; ask for access on the page of the repository")
+    if status == 404:
+        return HubError(f"{where} has no {repo}, or it is private; check the name, and HF_TOKEN")
+    if status == 429:
+        return HubError(f"{where} was asked too often; try again in some minutes, or with an HF_TOKEN")
+    if status >= 500:
+        return UnreachableError(f"{where} has a fault of its own (status {status}); try again later")
+    return HubError(f"{where} refused a request for {repo} (status {status})")

@@ -1,0 +1,72 @@
+"""What the tests of models by name share: a hub with tiny models, and an environment that knows no other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from hubserver import HubServer
+
+import pykvedge
+from pykvedge.models.hub import fetching
+
+REPO = "tiny/llava-GGUF"
+MODEL, MMPROJ = "llava-Q4_K_M.gguf", "mmproj-llava-f16.gguf"
+HEADERS = 2 * (128 << 10)  # bytes: what is fetched at first of a model and of its encoder
+_OTHERS = ("LLAMA_CACHE", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "MODEL_ENDPOINT", "HF_TOKEN", "HF_HUB_OFFLINE",
+           "TRANSFORMERS_OFFLINE", "LLAMA_ARG_OFFLINE")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Place:
+    """A hub, and the cache of those that ask it."""
+
+    hub: HubServer
+    home: Path
+    env: dict[str, str]
+
+    @property
+    def folder(self) -> Path:
+        return self.home / "hub" / f"models--{REPO.replace('/', '--')}"
+
+    def blobs(self) -> set[str]:
+        """Names of the files that are there, begun ones too."""
+        return {path.name for path in (self.folder / "blobs").glob("*")}
+
+    def asked(self) -> list[tuple[str, str, str | None]]:
+        """What was asked since the last call: method, path and range."""
+        out = [one for one in self.hub.requests if "agent" not in one[1]]  # which huggingface_hub asks for itself
+        self.hub.requests.clear()
+        return out
+
+
+def environment(hub: HubServer, home: Path) -> dict[str, str]:
+    return {
+        "HF_HOME": str(home),
+        "HF_ENDPOINT": hub.url,
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "NO_PROXY": "127.0.0.1,localhost",
+        **dict.fromkeys(_OTHERS, ""),
+    }
+
+
+def fill(hub: HubServer, pair) -> None:
+    """The repository that most tests ask for."""
+    hub.add(REPO, "README.md", b"A tiny model.", large=False)
+    hub.add(REPO, MODEL, pair.model.read_bytes())
+    hub.add(REPO, MMPROJ, pair.mmproj.read_bytes())
+
+
+def fresh_place(hub: HubServer, pair, home: Path, monkeypatch) -> Place:
+    """A hub without faults that holds the pair, and an empty cache, for this process."""
+    hub.forget()
+    fill(hub, pair)
+    env = environment(hub, home)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(fetching, "_PAUSE_S", 0.01)
+    return Place(hub, home, env)
+
+
+def resolve(name: str = REPO, **settings):
+    return pykvedge.hub.resolve(name, **settings)

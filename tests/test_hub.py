@@ -1,0 +1,292 @@
+"""Models by name, from a hub on this machine: fetched, resumed, checked, and found again."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from hubs import HEADERS, MMPROJ, MODEL, REPO, fresh_place, resolve
+from hubserver import HubServer
+
+import pykvedge
+from pykvedge import HubError, ModelError, UnknownNameError, UnreachableError, UsageError
+from pykvedge.models.hub import fetching
+
+
+@pytest.fixture(scope="module")
+def server():
+    with HubServer() as hub:
+        yield hub
+
+
+@pytest.fixture
+def place(server, tiny, tmp_path, monkeypatch):
+    return fresh_place(server, tiny("llava"), tmp_path / "hf", monkeypatch)
+
+
+def sha256(path):
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def fetched(place, path):
+    """Bytes of a file beyond those of its header."""
+    return place.hub.sent[path] - HEADERS // 2
+
+
+# ------------------------------------------------------------------------------------------------- finding
+
+
+def test_a_pair_is_fetched_into_the_layout_that_others_know(place, tiny):
+    pair, model = resolve(), place.hub.repos[REPO][MODEL].data
+    assert pair.model.read_bytes() == model and pair.mmproj.read_bytes() == tiny("llava").mmproj.read_bytes()
+    commit = place.hub.commit(REPO)
+    assert pair.model == place.folder / "snapshots" / commit / MODEL
+    assert place.blobs() == {sha256(pair.model), sha256(pair.mmproj)}
+    assert pair.model.resolve() == (place.folder / "blobs" / sha256(pair.model)).resolve()
+    assert (place.folder / "refs" / "main").read_text() == commit
+    assert not place.hub.strayed and place.hub.bytes_sent == len(model) + pair.mmproj.stat().st_size + HEADERS
+
+
+def test_huggingface_hub_finds_what_was_fetched_and_the_other_way_round(place, tmp_path, monkeypatch):
+    import huggingface_hub
+
+    cache = place.home / "hub"
+    pair = resolve()
+    found = huggingface_hub.hf_hub_download(REPO, MODEL, cache_dir=cache, local_files_only=True)
+    assert found == str(pair.model)
+    scanned = huggingface_hub.scan_cache_dir(cache)
+    assert not scanned.warnings and scanned.size_on_disk == pair.model.stat().st_size + pair.mmproj.stat().st_size
+
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "other"))
+    for path in (MODEL, MMPROJ):
+        huggingface_hub.hf_hub_download(REPO, path, cache_dir=tmp_path / "other" / "hub", endpoint=place.hub.url)
+    place.asked()
+    again = resolve(offline=True)
+    assert again.model.is_relative_to(tmp_path / "other") and again.mmproj.read_bytes() == pair.mmproj.read_bytes()
+    assert resolve() == again and len(place.asked()) == 1
+
+
+def test_what_is_in_the_cache_is_not_fetched_again(place):
+    pair, sent = resolve(), place.hub.bytes_sent
+    place.asked()
+    assert resolve(f"{REPO}:q4_k_m") == pair
+    assert place.asked() == [("GET", f"/api/models/{REPO}/revision/main", None)]
+    assert resolve(offline=True) == pair and place.asked() == []
+    assert place.hub.bytes_sent == sent
+
+
+def in_parts(model, folder):
+    """The same model in several files, as llama.cpp's gguf-split names them."""
+    import gguf
+
+    reader = gguf.GGUFReader(model)
+    writer = gguf.GGUFWriter(folder / "parted-Q8_0.gguf", reader.fields["general.architecture"].contents(),
+                             split_max_tensors=8)  # fmt: skip
+    for field in reader.fields.values():
+        if not field.name.startswith("GGUF.") and field.name != "general.architecture":
+            of = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(field.name, field.contents(), field.types[0], of)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return sorted(folder.glob("parted-*"))
+
+
+def test_a_model_in_parts_answers_as_the_whole_does(place, tiny, tmp_path, native):
+    whole = tiny("llama").model
+    parts = in_parts(whole, tmp_path)
+    assert len(parts) == 3
+    for path in reversed(parts):
+        place.hub.add("tiny/parted", f"sub/{path.name}", path.read_bytes())
+    pair = resolve("tiny/parted")
+    assert pair.mmproj is None and sorted(path.name for path in pair.model.parent.iterdir()) == [p.name for p in parts]
+    assert resolve("tiny/parted:q8_0", offline=True) == pair
+    (model,), _ = pykvedge.hub.cached_models()
+    assert model.name == "tiny/parted:Q8_0" and model.bytes == sum(path.stat().st_size for path in parts)
+    answers = []
+    for path in (whole, pair.model):
+        with pykvedge.Session(path, plan=pykvedge.plan("full"), threads=1) as session:
+            answers.append(session.ask("Hello there?", sampling=pykvedge.Sampling(max_tokens=8)).read())
+    assert answers[0] == answers[1] != ""
+
+
+def test_offline_wants_what_is_there(place, monkeypatch):
+    with pytest.raises(HubError, match=f"{REPO} is not in the cache"):
+        resolve(offline=True)
+    resolve()
+    with pytest.raises(UnknownNameError, match="Q4_K_M"):
+        resolve(f"{REPO}:Q8_0", offline=True)
+    place.asked()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert resolve().model.name == MODEL and place.asked() == []
+
+
+def test_a_file_that_a_new_commit_leaves_as_it_was_is_not_fetched_again(place):
+    first = resolve()
+    place.hub.add(REPO, "mmproj-llava-q8_0.gguf", place.hub.repos[REPO][MMPROJ].data)
+    place.hub.sent.clear()
+    second = resolve()
+    assert second.model.parent != first.model.parent and second.model.read_bytes() == first.model.read_bytes()
+    assert second.mmproj.name == "mmproj-llava-q8_0.gguf" and place.hub.bytes_sent == 0
+    del place.hub.repos[REPO]["mmproj-llava-q8_0.gguf"]
+    assert resolve(mmproj=MMPROJ, offline=True).mmproj == first.mmproj  # which only the older commit has
+
+
+def test_a_hub_that_cannot_be_reached_is_replaced_by_the_cache(place, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(UnreachableError, match=r"http://127\.0\.0\.1:9 cannot be reached"):
+        resolve()
+    monkeypatch.setenv("HF_ENDPOINT", place.hub.url)
+    place.hub.faults.silent_listing = True
+    with pytest.raises(UnreachableError, match="does not answer as a hub"):
+        resolve()
+    place.hub.faults.silent_listing = False
+    pair, lines = resolve(), []
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    assert resolve(warn=lines.append) == pair
+    assert len(lines) == 1 and "going on with what is in the cache" in lines[0]
+    with pytest.raises(UnreachableError):
+        resolve(f"{REPO}:Q8_0", warn=lines.append)  # which is not there
+    monkeypatch.setenv("HF_ENDPOINT", "ftp://127.0.0.1")
+    with pytest.raises(UsageError, match="HF_ENDPOINT"):
+        resolve()
+
+
+@pytest.mark.parametrize("variable", ["LLAMA_CACHE", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"])
+def test_the_folder_is_the_one_that_llama_cpp_takes(place, tmp_path, monkeypatch, variable):
+    monkeypatch.setenv(variable, str(tmp_path / "elsewhere"))
+    assert resolve().model.is_relative_to(tmp_path / "elsewhere" / place.folder.name)
+    assert not place.home.exists()
+
+
+def test_only_headers_are_fetched_where_only_headers_are_asked_for(place, tiny):
+    header, projector = pykvedge.hub.headers(REPO)
+    own = tiny("llava")
+    assert header.file_size == own.model.stat().st_size and header.architecture == "llama"
+    assert projector.file_size == own.mmproj.stat().st_size and str(projector.path) == f"{REPO}/{MMPROJ}"
+    assert place.hub.bytes_sent == HEADERS and not place.folder.exists()
+    resolve()
+    sent = place.hub.bytes_sent
+    assert pykvedge.hub.headers(REPO)[0] == header and place.hub.bytes_sent == sent
+
+
+# ------------------------------------------------------------------------------------------------- fetching
+
+
+def test_a_connection_that_breaks_is_taken_up_where_it_broke(place):
+    place.hub.faults.cut = [200_000, 900_000, 0, 1_000_000]
+    pair = resolve()
+    assert sha256(pair.model) in place.blobs()
+    assert fetched(place, MODEL) == pair.model.stat().st_size and fetched(place, MMPROJ) == pair.mmproj.stat().st_size
+    assert any(asked == "bytes=200000-" for _, _, asked in place.hub.requests)
+
+
+def test_a_connection_that_brings_nothing_is_not_tried_for_ever(place):
+    place.hub.faults.cut = [100_000] + [0] * 50
+    with pytest.raises(UnreachableError):
+        resolve()
+    assert len(place.hub.faults.cut) > 40 and any(name.endswith(".incomplete") for name in place.blobs())
+    place.hub.faults.cut = []
+    place.asked()
+    pair = resolve()
+    assert any(asked == "bytes=100000-" for _, _, asked in place.asked())
+    assert place.blobs() == {sha256(pair.model), sha256(pair.mmproj)}
+
+
+def test_a_kill_in_the_middle_costs_nothing_that_was_there(place, environment):
+    place.hub.faults.hold = threading.Event()
+    code = f"import pykvedge; pykvedge.hub.resolve({REPO!r}, mmproj='none')"
+    child = subprocess.Popen([sys.executable, "-c", code], env={**environment, **place.env})
+    assert place.hub.halfway.wait(60)
+    size = place.hub.repos[REPO][MODEL].data
+    begun = next((place.folder / "blobs").glob("*.incomplete"))
+    until = time.monotonic() + 30
+    while begun.stat().st_size < len(size) // 4 and time.monotonic() < until:
+        time.sleep(0.01)
+    os.kill(child.pid, signal.SIGKILL if hasattr(signal, "SIGKILL") else signal.SIGTERM)
+    child.wait()
+    place.hub.faults.hold.set()
+    there = begun.stat().st_size
+    assert 0 < there < len(size) and len(place.blobs()) == 1
+    with pytest.raises(HubError):
+        resolve(offline=True)
+    place.asked()
+    pair = resolve(mmproj="none")
+    assert pair.model.read_bytes() == size and place.blobs() == {sha256(pair.model)}
+    assert [asked for _, path, asked in place.asked() if path.startswith("/storage")][-1] == f"bytes={there}-"
+
+
+def test_a_server_without_ranges_sends_all_of_it_again(place):
+    place.hub.faults.no_ranges, place.hub.faults.cut = True, [200_000, 800_000]
+    pair = resolve(mmproj="none")
+    assert pair.model.read_bytes() == place.hub.repos[REPO][MODEL].data
+
+
+def test_a_wrong_checksum_leaves_nothing(place):
+    for path, wrong in ((MODEL, "a" * 64), (MMPROJ, "b" * 64)):
+        own = place.hub.repos[REPO][path]
+        own.said = wrong
+        with pytest.raises(HubError, match=f"{path} came damaged: its checksum is .* the hub says {wrong[:12]}"):
+            resolve()
+        assert wrong not in "".join(place.blobs())
+        own.said = None
+    assert sha256(resolve().model) in place.blobs()
+
+
+def test_a_file_that_is_not_in_large_file_storage_has_a_checksum_too(place):
+    file = place.hub.repos[REPO][MMPROJ]
+    file.large = False
+    pair = resolve()
+    assert pair.mmproj.resolve().name == file.checksum and len(file.checksum) == 40
+    shutil.rmtree(place.folder)
+    file.said = "0" * 40
+    with pytest.raises(HubError, match="came damaged"):
+        resolve()
+
+
+def test_more_bytes_than_the_hub_says_are_not_taken(place):
+    place.hub.repos[REPO][MODEL].size = 2_000_000
+    with pytest.raises(ModelError, match="damaged or truncated"):  # by the header, whose tensors end beyond
+        resolve(mmproj="none")
+    file = fetching.RemoteFile(MODEL, 100_000, "a" * 64)
+    hub, folder = fetching.Hub(), fetching.Folder.of(REPO)
+    with pytest.raises(HubError, match="sends more"):
+        fetching.fetch(hub, folder, place.hub.commit(REPO), file, lambda n: None)
+
+
+def test_two_that_want_the_same_fetch_it_once(place):
+    pairs = []
+    threads = [threading.Thread(target=lambda: pairs.append(resolve(mmproj="none"))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(pairs)) == 1 and len(pairs) == 3
+    assert place.hub.sent[MODEL] <= pairs[0].model.stat().st_size + 3 * HEADERS // 2
+
+
+def test_it_can_be_cancelled_and_goes_on_later(place):
+    cancel, shares = threading.Event(), []
+
+    def progress(what, share):
+        shares.append(share)
+        if what.startswith(f"fetching {MODEL}") and share > 0.5:
+            cancel.set()
+
+    with pytest.raises(pykvedge.CancelledError):
+        resolve(progress=progress, cancel=cancel)
+    begun = next((place.folder / "blobs").glob("*.incomplete")).stat().st_size
+    assert begun > 0 and shares == sorted(shares)
+    place.asked()
+    resolve()
+    assert any(asked == f"bytes={begun}-" for _, _, asked in place.asked())

@@ -1,0 +1,225 @@
+"""-hf and `kvedge models`, by running the program beside a hub on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+from click.testing import CliRunner
+from hubs import HEADERS, MMPROJ, MODEL, REPO, Place, environment, fill
+from hubserver import HubServer
+
+from pykvedge import KvedgeError
+from pykvedge.cli.program import cli
+
+
+@pytest.fixture(scope="module")
+def server(tiny):
+    with HubServer() as hub:
+        fill(hub, tiny("llava"))
+        yield hub
+
+
+@pytest.fixture(scope="module")
+def filled(server, kvedge, tmp_path_factory):
+    """A cache that `chat -hf` has filled, with what the program said."""
+    place = Place(server, tmp_path_factory.mktemp("hf"), {})
+    place.env.update(environment(server, place.home))
+    done = kvedge("chat", "-hf", REPO, "--threads", 1, "--max-tokens", 8, "Hello?", env=place.env)
+    return place, done
+
+
+@pytest.fixture
+def fresh(server, tiny, tmp_path):
+    server.forget()
+    fill(server, tiny("llava"))
+    return Place(server, tmp_path, environment(server, tmp_path))
+
+
+def offline(place):
+    return {**place.env, "HF_ENDPOINT": "http://127.0.0.1:9"}
+
+
+def test_the_answer_is_that_of_the_files(kvedge, tiny, filled, picture_file):
+    place, first = filled
+    asked = ["--max-tokens", 8, "--threads", 1]
+    assert first.code == 0, first
+    lines = [line for line in first.err.splitlines() if line.startswith("fetching ")]
+    assert [line.split(":")[0] for line in lines] == [f"fetching {MMPROJ}", f"fetching {MODEL}"]
+    assert kvedge("chat", *tiny("llava").arguments(), *asked, "Hello?").out == first.out
+    seen = ["--image", picture_file(), "What is this?"]
+    by_name = kvedge("chat", "-hf", f"{REPO}:Q4_K_M", "--offline", *asked, *seen, env=offline(place))
+    by_file = kvedge("chat", *tiny("llava").arguments(), *asked, *seen)
+    assert by_name.code == 0 and by_name.out == by_file.out and "fetching" not in by_name.err
+
+
+def test_fit_reads_headers_alone(kvedge, tiny, fresh):
+    own = tiny("llava")
+    done = kvedge("fit", "-hf", REPO, "--json", env=fresh.env)
+    assert done.code == 0 and fresh.hub.bytes_sent == HEADERS and not fresh.folder.exists()
+    files = kvedge("fit", own.model, "--mmproj", own.mmproj, "--json")
+    assert done.json["model"] == f"{REPO}/{MODEL}" and done.json["mmproj"] == f"{REPO}/{MMPROJ}"
+    for key in ("weights", "encoder", "kv_prompt", "kv_kept"):
+        assert done.json["bytes"][key] == files.json["bytes"][key]
+
+
+def refused(place, *arguments):
+    """The error that ends a command, run in this process."""
+    done = CliRunner().invoke(cli, list(map(str, arguments)), env=place.env)
+    assert done.exit_code != 0 and isinstance(done.exception, KvedgeError) and done.stdout == "", (arguments, done)
+    return done.exception
+
+
+COMMANDS = (["bench", "--quick"], ["eval"], ["inspect", "--no-figures"], ["fit"], ["calibrate", "heads"],
+            ["calibrate", "prefix"])  # fmt: skip
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_every_command_that_takes_a_model_takes_a_name(native, fresh, command):
+    assert "has no tiny/nothing" in str(refused(fresh, *command, "-hf", "tiny/nothing"))
+    assert fresh.asked() == [("GET", "/api/models/tiny/nothing/revision/main", None)]
+
+
+def test_bench_takes_several_names(kvedge, filled):
+    place, _ = filled
+    run = ["--quick", "--images", 0, "--method", "h2o", "--tokens", 16, "--generate", 2, "--repeat", 1, "--json"]
+    done = kvedge("bench", "-hf", REPO, "--offline", *run, env=offline(place))
+    assert done.code == 0, done
+    assert MODEL.removesuffix(".gguf") in done.out
+
+
+def test_bad_requests_are_refused(native, fresh, tiny):
+    model = tiny("llava").model
+    for code, arguments, words in (
+        (2, ["-hf", "../x"], "names no model"),
+        (2, ["-hf", f"{REPO}:Q9"], "there are Q4_K_M"),
+        (2, ["-hf", REPO, "--model", model], "--model and -hf"),
+        (2, ["-hf", REPO, "--mmproj", model, "--hf-mmproj", MMPROJ], "--mmproj and --hf-mmproj"),
+        (2, ["--offline"], "--offline goes with -hf"),
+        (2, ["--model", model, "--hf-file", MODEL], "--hf-file goes with -hf"),
+        (1, ["-hf", REPO, "--offline"], "is not in the cache"),
+        (1, ["-hf", "tiny/nothing"], "has no tiny/nothing"),
+    ):
+        error = refused(fresh, "chat", *arguments, "Hello?")
+        assert error.exit_code == code and words in str(error)
+    assert fresh.hub.bytes_sent == 0
+
+
+def test_what_goes_wrong_is_one_line(kvedge, fresh):
+    kvedge("chat", "-hf", f"{REPO}:Q9", "Hello?", env=fresh.env).failed(2, "unknown quantisation", "Q4_K_M")
+    kvedge("chat", "-hf", REPO, "Hello?", env=offline(fresh)).failed(1, "cannot be reached")
+    kvedge("chat", "-hf", REPO, "--json", env=fresh.env).failed(2, "the prompt is empty")
+    assert fresh.hub.bytes_sent == 0
+
+
+@pytest.mark.skipif(os.name != "posix", reason="Ctrl-C is another matter elsewhere")
+def test_ctrl_c_ends_a_download_and_keeps_what_has_come(fresh, environment):
+    fresh.hub.faults.hold = threading.Event()
+    command = [sys.executable, "-m", "pykvedge", "chat", "-hf", REPO, "--hf-mmproj", "none", "Hello?"]
+    child = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**environment, **fresh.env}
+    )
+    assert fresh.hub.halfway.wait(60)
+    for _ in range(
+        6
+    ):  # one that comes right before Python begins to wait for bytes is seen when that ends: press again
+        child.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            out, err = child.communicate(timeout=10)
+            break
+    fresh.hub.faults.hold.set()
+    assert child.returncode == 130 and out == ""
+    assert len(err.strip().splitlines()) == 1 and err.startswith(f"fetching {MODEL}: ")
+    (begun,) = fresh.blobs()
+    assert begun.endswith(".incomplete")
+
+
+def test_without_the_extra_it_says_what_to_install(kvedge, environment, fresh, tmp_path):
+    """A module of that name that cannot be imported stands for one that is not installed."""
+    (tmp_path / "huggingface_hub.py").write_text("raise ImportError('no module')\n")
+    env = {**fresh.env, "PYTHONPATH": f"{tmp_path}:{environment['PYTHONPATH']}"}
+    kvedge("chat", "-hf", REPO, "Hello?", env=env).failed(2, "pip install 'kvedge[hub]'")
+    assert kvedge("models", "--json", env=env).json["models"] == []
+
+
+def test_an_encoder_of_ones_own_comes_in_the_place_of_the_repositorys(kvedge, tiny, fresh, picture_file):
+    own = tiny("llava").mmproj
+    arguments = ["--image", picture_file(), "--threads", 1, "--max-tokens", 4, "--json", "What?"]
+    done = kvedge("chat", "-hf", REPO, "--mmproj", own, *arguments, env=fresh.env)
+    assert done.code == 0 and done.json["tokens"]["image"] == 16
+    assert MMPROJ not in fresh.hub.sent and fresh.hub.sent[MODEL] > 0
+    blind = kvedge("chat", "-hf", REPO, "--hf-mmproj", "none", "--offline", *arguments, env=fresh.env)
+    blind.failed(2, "--image needs the image encoder")
+
+
+def test_models_are_listed_and_removed(kvedge, native, fresh):
+    def run(*arguments):
+        done = CliRunner().invoke(cli, ["models", *arguments], env=fresh.env)
+        assert done.exit_code == 0, done
+        return done
+
+    empty = run()
+    assert empty.stdout == "" and "no models in" in empty.stderr
+    assert kvedge("chat", "-hf", REPO, "--max-tokens", 1, "--quiet", "Hello?", env=fresh.env).err == ""
+    listed = json.loads(run("--json").stdout)
+    (model,) = listed["models"]
+    sizes = [len(fresh.hub.repos[REPO][path].data) for path in (MODEL, MMPROJ)]
+    assert (model["name"], model["file"], model["mmproj"]) == (f"{REPO}:Q4_K_M", MODEL, MMPROJ)
+    assert [model["bytes"], model["mmproj_bytes"]] == sizes and listed["unfinished"] == {}
+    assert f"| {REPO}:Q4_K_M | 3.3 MiB" in run().stdout
+    assert "pass --yes" in str(refused(fresh, "models", "remove", REPO))
+    assert "unknown quantisation" in str(refused(fresh, "models", "remove", f"{REPO}:Q8_0", "--yes"))
+    assert "stand behind it" in str(refused(fresh, "models", "--json", "remove", REPO))
+    assert len(fresh.blobs()) == 2
+    gone = json.loads(run("remove", f"{REPO}:Q4_K_M", "--yes", "--json").stdout)
+    assert gone == {"name": f"{REPO}:Q4_K_M", "files": sorted([MODEL, MMPROJ]), "bytes": sum(sizes)}
+    assert fresh.blobs() == set()
+    (fresh.folder / "blobs" / ("a" * 64 + ".incomplete")).write_bytes(b"begun")
+    assert f"{REPO}: a download stopped after" in run().stderr
+    assert "removed" in run("remove", REPO, "--yes").stdout and not fresh.folder.exists()
+
+
+def test_removing_asks_at_a_terminal(kvedge, native, fresh, monkeypatch):
+    from pykvedge.cli import models
+
+    (fresh.folder / "blobs").mkdir(parents=True)
+    runner = CliRunner()
+    monkeypatch.setattr(models, "_at_terminal", lambda: True)
+    no = runner.invoke(cli, ["models", "remove", REPO], env=fresh.env, input="n\n")
+    assert no.exit_code == 1 and no.stdout == "" and "nothing was removed" in no.stderr and fresh.folder.exists()
+    yes = runner.invoke(cli, ["models", "remove", REPO], env=fresh.env, input="y\n")
+    assert yes.exit_code == 0 and not fresh.folder.exists()
+
+
+def test_suggestions_are_names_with_approximate_figures(kvedge, native, fresh):
+    found = json.loads(CliRunner().invoke(cli, ["models", "--suggest", "--json"], env=fresh.env).stdout)
+    assert len(found["models"]) >= 4
+    for row in found["models"]:
+        repo, _, quant = row["name"].partition(":")
+        assert repo.count("/") == 1 and repo.endswith("-GGUF") and quant
+        assert row["needed_bytes"] > row["model_bytes"] + row["mmproj_bytes"] > 2**27
+        assert row["fits"] == (row["needed_bytes"] <= found["available_bytes"])
+        assert row["approximate"] and not row["run"]
+    text = kvedge("models", "--suggest", env=fresh.env).out
+    assert "not run here" in text and text.count("about") >= 3 * len(found["models"])
+
+
+def test_the_sizes_of_suggestions_are_near_those_that_are_published():
+    """Published: gemma-3-4b Q4_K_M 2.49 GB, its encoder in f16 851 MB; parameters of the others by their names."""
+    from pykvedge.lab.suggestions import SUGGESTIONS
+
+    found = {one.repo.partition("/")[2]: one for one in SUGGESTIONS}
+    gemma = found["gemma-3-4b-it-GGUF"]
+    assert gemma.model_bytes == pytest.approx(2.49e9, rel=0.04)
+    assert gemma.mmproj_bytes == pytest.approx(851e6, rel=0.04)
+    sizes = {"SmolVLM-256M": 256e6, "SmolVLM-500M": 507e6, "SmolVLM2-2.2B": 2.25e9, "Qwen2.5-VL-3B": 3.75e9}
+    for name, parameters in sizes.items():
+        one = found[f"{name}-Instruct-GGUF"]
+        bits = {"Q8_0": 8.5, "Q4_K_M": 5.0}[one.quant]
+        assert one.model_bytes * 8 / bits + one.mmproj_bytes / 2 == pytest.approx(parameters, rel=0.06), name
