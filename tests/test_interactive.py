@@ -204,7 +204,7 @@ def test_a_message_is_put_again_and_taken_back(terminal, llava, picture_file):
     t.wait_for("> ")
     second = question(t, "And that?")
     assert "(16 image)" in second
-    again = question(t, "/retry")
+    again = question(t, "/retry").replace("image, 1 from the cache)", "image)")  # it was encoded the first time
     figures = re.compile(r"prompt \d+ tokens.*? \| KV [^|]*")
     assert figures.search(again)[0] == figures.search(second)[0]
     t.type("/stats\n")

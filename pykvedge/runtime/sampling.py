@@ -1,19 +1,47 @@
-"""Sampling says how the next token is chosen."""
+"""Sampling says how the next token is chosen, and when an answer ends."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from pykvedge.errors import UsageError, check_number
-from pykvedge.native import libraries
+from pykvedge.errors import GrammarError, UsageError, check_number
+from pykvedge.runtime import grammar_source
+
+# name: the least and the most that it may be
+_REAL = {
+    "temp": (0.0, 100.0),
+    "min_p": (0.0, 1.0),
+    "frequency_penalty": (-100.0, 100.0),
+    "presence_penalty": (-100.0, 100.0),
+}
+_POSITIVE = {"top_p": 1.0, "typical_p": 1.0, "repeat_penalty": 100.0}  # above 0, and at most this
+MOST_LOGPROBS = 20
+_LARGEST_BIAS = 1e6
+_MOST_STOPS, _LONGEST_STOP = 64, 1000  # texts, and characters of one
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """temp 0 takes the likeliest token; otherwise top_k (0: off), then top_p (1: off), then temperature.
+    """How tokens are chosen, in this order: logit_bias, the penalties, then with temp 0 the likeliest token.
+
+    Otherwise top_k (0: off), typical_p (1: off), top_p (1: off), min_p (0: off), temp. All of them are llama.cpp's.
 
     seed: the same seed gives the same answer; None takes a new one each time.
+    repeat_penalty (1: off), frequency_penalty, presence_penalty (0: off): make tokens less likely that are among the
+    last repeat_last_n (0: off) of this answer; a prompt's tokens have no part in it.
+    logit_bias: is added to the logits of tokens, each given by its number or as text, which stands for every token
+    that it is cut into; -inf forbids one.
+    stop: a text, or several; the answer ends before the one that is complete first.
+    grammar: the answer follows this grammar (llama.cpp's GBNF, from its rule `root` on): text, or a file, which is what
+    has no "::=". json_schema: it is JSON by this schema: a dict, text, or a file, which is what begins with no "{".
+    Either becomes its text, and takes a child process for as long as the answer does.
+    logprobs: with a number from 0 to 20 the answer's report has for each token its logarithmic probability, and so
+    many of the likeliest.
+    Raises UsageError for a value that cannot be used; GrammarError, which is one.
     """
 
     temp: float = 0.0
@@ -21,52 +49,82 @@ class Sampling:
     top_k: int = 40
     seed: int | None = None
     max_tokens: int = 512
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repeat_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repeat_last_n: int = 64
+    logit_bias: Mapping[int | str, float] = field(default_factory=dict, hash=False)
+    stop: str | Sequence[str] = ()  # becomes a tuple
+    logprobs: int | None = None
+    grammar: str | os.PathLike[str] | None = None
+    json_schema: str | os.PathLike[str] | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        check_number("temp", self.temp, whole=False)
-        check_number("top_p", self.top_p, whole=False)
+        for name, (least, most) in _REAL.items():
+            check_number(name, getattr(self, name), whole=False)
+            if not least <= getattr(self, name) <= most:
+                raise UsageError(f"{name} must lie between {least:g} and {most:g}, not {getattr(self, name)}")
+        for name, most in _POSITIVE.items():
+            check_number(name, getattr(self, name), whole=False)
+            if not 0 < getattr(self, name) <= most:
+                raise UsageError(f"{name} must be above 0 and at most {most:g}, not {getattr(self, name)}")
         check_number("top_k", self.top_k)
         check_number("seed", 0 if self.seed is None else self.seed)
         check_number("max_tokens", self.max_tokens)
-        if not 0 <= self.temp <= 100:
-            raise UsageError(f"temp must lie between 0 and 100, not {self.temp}")
-        if not 0 < self.top_p <= 1:
-            raise UsageError(f"top_p must be above 0 and at most 1, not {self.top_p}")
+        check_number("repeat_last_n", self.repeat_last_n)
         if not 0 <= self.top_k < 2**31:
             raise UsageError(f"top_k must be 0 (off) or more, not {self.top_k}")
         if self.seed is not None and not 0 <= self.seed < 2**32:
             raise UsageError(f"seed must lie between 0 and 4294967295, not {self.seed}")
         if not 1 <= self.max_tokens < 2**31:
             raise UsageError(f"max_tokens must be at least 1, not {self.max_tokens}")
+        if not 0 <= self.repeat_last_n <= 2**20:
+            raise UsageError(f"repeat_last_n must lie between 0 (off) and 1048576, not {self.repeat_last_n}")
+        if self.logprobs is not None:
+            check_number("logprobs", self.logprobs)
+            if not 0 <= self.logprobs <= MOST_LOGPROBS:
+                raise UsageError(f"logprobs must lie between 0 and {MOST_LOGPROBS}, not {self.logprobs}")
+        _check_bias(self.logit_bias)
+        object.__setattr__(self, "stop", _stop_texts(self.stop))
+        if self.grammar is not None and self.json_schema is not None:
+            raise GrammarError("an answer follows a grammar or a JSON schema, not both")
+        if self.grammar is not None:
+            object.__setattr__(self, "grammar", grammar_source.grammar(self.grammar))
+        if self.json_schema is not None:
+            object.__setattr__(self, "json_schema", grammar_source.schema(self.json_schema))
+
+    @property
+    def constrained(self) -> bool:
+        """Tells whether the answer has a form to follow."""
+        return self.grammar is not None or self.json_schema is not None
+
+    @property
+    def penalises(self) -> bool:
+        """Tells whether any penalty is on."""
+        penalties = (self.repeat_penalty, self.frequency_penalty, self.presence_penalty)
+        return self.repeat_last_n > 0 and penalties != (1.0, 0.0, 0.0)
 
 
-class Sampler:
-    """A llama.cpp sampler chain; close it, or use it in a with statement."""
-
-    def __init__(self, sampling: Sampling) -> None:
-        llama = self._llama = libraries.llama()
-        self._chain = llama.llama_sampler_chain_init(llama.llama_sampler_chain_default_params())
-        for link in _links(llama, sampling):
-            llama.llama_sampler_chain_add(self._chain, link)
-
-    def sample(self, context: Any) -> int:
-        """Chooses the next token from the last logits of a llama_context."""
-        return self._llama.llama_sampler_sample(self._chain, context, -1)
-
-    def __enter__(self) -> Sampler:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._llama.llama_sampler_free(self._chain)
+def _check_bias(biases: object) -> None:
+    if not isinstance(biases, Mapping):
+        raise UsageError(f"logit_bias must map tokens to numbers, not {biases!r:.40}")
+    for token, bias in biases.items():
+        if isinstance(token, bool) or not isinstance(token, int | str) or token == "":
+            raise UsageError(f"logit_bias takes tokens by number or as text, not {token!r:.40}")
+        check_number("a logit_bias", bias, whole=False)
+        if not abs(bias) <= _LARGEST_BIAS and bias != -math.inf:
+            raise UsageError(f"a logit_bias must lie between -1e6 and 1e6, or be -inf, not {bias}")
 
 
-def _links(llama: Any, sampling: Sampling) -> list[Any]:
-    if sampling.temp == 0:
-        return [llama.llama_sampler_init_greedy()]
-    links = []
-    if sampling.top_k:
-        links.append(llama.llama_sampler_init_top_k(sampling.top_k))
-    if sampling.top_p < 1:
-        links.append(llama.llama_sampler_init_top_p(sampling.top_p, 1))
-    seed = llama.LLAMA_DEFAULT_SEED if sampling.seed is None else sampling.seed
-    return [*links, llama.llama_sampler_init_temp(sampling.temp), llama.llama_sampler_init_dist(seed)]
+def _stop_texts(given: object) -> tuple[str, ...]:
+    texts = (given,) if isinstance(given, str) else given
+    if not isinstance(texts, Sequence) or isinstance(texts, bytes) or not all(isinstance(t, str) for t in texts):
+        raise UsageError(f"stop must be a text or several, not {given!r:.40}")
+    if not all(texts) or len(texts) > _MOST_STOPS or max(map(len, texts), default=0) > _LONGEST_STOP:
+        raise UsageError(
+            f"stop takes up to {_MOST_STOPS} texts, each of 1 to {_LONGEST_STOP} characters; "
+            f"given were {len(texts)}, of {min(map(len, texts))} to {max(map(len, texts))}"
+        )
+    return tuple(texts)

@@ -60,6 +60,9 @@ class Chat:
                 self._display.done()
             if answer.report.not_bounded and not self._style.quiet:
                 print(f"kvedge: not bounded: {one_line(answer.report.not_bounded)}", file=sys.stderr, flush=True)
+            if not self._style.quiet:
+                for note in answer.report.notes:
+                    print(f"kvedge: {one_line(note)}", file=sys.stderr, flush=True)
             try:
                 for piece in answer:
                     if not self._style.as_json:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from pykvedge.cli import paths
+from pykvedge.cli import paths, sampling
 from pykvedge.cli.talk.chat import Chat
 from pykvedge.errors import UsageError, printable, unknown
 from pykvedge.models.images import load_picture
@@ -16,10 +17,8 @@ from pykvedge.plans.plan import Plan
 from pykvedge.plans.presets import methods
 from pykvedge.plans.presets import plan as make_plan
 from pykvedge.plans.registry import STAGES, member
-from pykvedge.runtime.sampling import Sampling
 
 LEAVE = ("/exit", "/quit")
-_WHOLE = ("top_k", "seed", "max_tokens")  # sampling settings that are whole numbers
 
 
 @dataclass(frozen=True)
@@ -95,46 +94,33 @@ def _budget(chat: Chat, rest: str) -> None:
 
 
 def _set(chat: Chat, rest: str) -> None:
-    words = rest.replace("=", " ", 1).split()
-    if not words:
+    if not rest:
         for name, value in _settings(chat).items():
             _say(f"  {name} {value}")
         return
-    if len(words) != 2:
+    name, value = (*re.split(r"\s*=\s*|\s+", rest, maxsplit=1), "")[:2]
+    if not value or (name not in sampling.TEXTS and len(value.split()) > 1):
         raise UsageError("/set needs a name and a value: /set temp 0.7, or /set scorer.window 16")
-    name, value = words
     known = _settings(chat)
     if name not in known and "." not in name:
         raise unknown("setting", name, known)
     if "." in name:
         plan = chat.session.plan
         chat.session.set_plan(plan.with_(params={**plan.params, name: value}))
-        value = _settings(chat)[name]
     else:
-        given: dict[str, Any] = {name: _number(name, value)}
+        given: dict[str, Any] = {name: sampling.read(name, value)}
         chat.sampling = replace(chat.sampling, **given)
-        value = getattr(chat.sampling, name)
-    _say(f"{name} {value}, from the next message on")
+    _say(f"{name} {_settings(chat)[name]}, from the next message on")
 
 
 def _settings(chat: Chat) -> dict[str, object]:
     """Lists all that /set can change, with its values."""
     plan = chat.session.plan
-    out = {f.name: getattr(chat.sampling, f.name) for f in fields(Sampling)}
+    out = {name: sampling.shown(chat.sampling, name) for name in sampling.SETTINGS}
     for stage in STAGES:
         values = plan.settings(stage)
         out.update({f"{stage}.{p.name}": values[p.name] for p in member(stage, getattr(plan, stage)).params})
     return {name: "random" if value is None else value for name, value in out.items()}
-
-
-def _number(name: str, value: str) -> float | int | None:
-    if name == "seed" and value == "random":
-        return None
-    try:
-        return int(value) if name in _WHOLE else float(value)
-    except ValueError:
-        kind = "a whole number" if name in _WHOLE else "a number"
-        raise UsageError(f"{name} must be {kind}, not {value!r}") from None
 
 
 def _retry(chat: Chat, rest: str) -> None:
@@ -214,7 +200,7 @@ _ALL = (
     Command("/method NAME [BUDGET]", "compress from now on by another method: /method lookm 0.2", _method,
             _complete_method),
     Command("/budget AMOUNT", "keep 0.2 of a message, or 128 KV pairs of it, from now on", _budget),
-    Command("/set [NAME VALUE]", "temp, top_p, top_k, seed, max_tokens, or a stage's: /set scorer.window 16", _set,
+    Command("/set [NAME VALUE]", "temp, max_tokens and more, or a stage's: /set scorer.window 16; alone: list", _set,
             _complete_setting),
     Command("/stats", "tokens, memory and time of the last answer", _stats),
     Command("/save [FILE]", "write the conversation to a file; --session FILE goes on with it", _save, _complete_path),

@@ -1,0 +1,105 @@
+"""How tokens are chosen, and when an answer ends, as the command line and /set say it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pykvedge.cli import paths
+from pykvedge.cli.options import option
+from pykvedge.errors import UsageError
+
+if TYPE_CHECKING:
+    from pykvedge.runtime.sampling import Sampling
+
+OPTIONS = (
+    option("--max-tokens", type=int, default=512, show_default=True, metavar="N", help="Longest answer."),
+    option("--temp", type=float, default=0.0, show_default=True, help="0 always takes the likeliest token."),
+    option("--top-p", type=float, default=0.95, show_default=True, help="With --temp above 0."),
+    option("--top-k", type=int, default=40, show_default=True, help="With --temp above 0."),
+    option("--min-p", type=float, default=0.0, show_default=True,
+           help="With --temp above 0: drop what is less likely than this share of the likeliest."),
+    option("--typical-p", type=float, default=1.0, show_default=True, help="With --temp above 0; 1 is off."),
+    option("--seed", type=int, help="Makes answers with --temp above 0 repeatable."),
+    option("--repeat-penalty", type=float, default=1.0, show_default=True,
+           help="Above 1 makes tokens less likely that the answer has; 1 is off."),
+    option("--frequency-penalty", type=float, default=0.0, show_default=True,
+           help="Is taken from a token's logit for each time that the answer has it."),
+    option("--presence-penalty", type=float, default=0.0, show_default=True, help="The same, once."),
+    option("--repeat-last-n", type=int, default=64, show_default=True, metavar="N",
+           help="The three look at so many tokens of the answer, the last ones."),
+    option("--logit-bias", multiple=True, metavar="ID=BIAS",
+           help="Is added to the logit of a token, by its number or as text; -inf forbids it; repeatable."),
+    option("--grammar", metavar="FILE|TEXT", help="The answer follows this grammar, in llama.cpp's GBNF."),
+    option("--json-schema", metavar="FILE|JSON", help="The answer is JSON by this schema."),
+    option("--logprobs", type=int, metavar="N",
+           help="With --json: the probability of each token, and the N likeliest there."),
+    option("--stop", multiple=True, metavar="TEXT", help="The answer ends before this text; repeatable."),
+)  # fmt: skip
+_PLAIN = ("temp", "top_p", "top_k", "seed", "max_tokens", "min_p", "typical_p", "repeat_penalty", "frequency_penalty",
+          "presence_penalty", "repeat_last_n")  # fmt: skip
+WHOLE = ("top_k", "seed", "max_tokens", "repeat_last_n")
+TEXTS = ("logit_bias", "stop", "grammar", "json_schema")  # settings that are no numbers
+SETTINGS = (*_PLAIN, *TEXTS)  # what /set takes
+
+
+def chosen(given: Mapping[str, Any]) -> Sampling:
+    """Makes the Sampling of OPTIONS. Raises UsageError."""
+    from pykvedge.runtime.sampling import Sampling
+
+    plain = {name: given[name] for name in (*_PLAIN, "stop", "logprobs")}
+    forms = {name: form(name, given[name]) for name in ("grammar", "json_schema")}
+    return Sampling(**plain, **forms, logit_bias=biases(given["logit_bias"]))
+
+
+def form(name: str, text: str | None) -> str | Path | None:
+    """Tells the text of a grammar or a JSON schema from the name of a file."""
+    from pykvedge.runtime.grammar_source import is_grammar, is_schema
+
+    is_text = is_grammar if name == "grammar" else is_schema
+    return text if text is None or is_text(text) else paths.expanded(Path(text))
+
+
+def biases(texts: Iterable[str]) -> dict[int | str, float]:
+    """Reads ID=BIAS, or TEXT=BIAS. Raises UsageError for what is neither."""
+    out: dict[int | str, float] = {}
+    for text in texts:
+        token, equals, bias = text.rpartition("=")
+        try:
+            number = float(bias)
+        except ValueError:
+            equals = ""
+        if not (token and equals):
+            raise UsageError(f"a logit bias is ID=BIAS, for example 42=-5 or 42=-inf, not '{text}'")
+        out[int(token) if token.isascii() and token.isdigit() and len(token) < 20 else token] = number
+    return out
+
+
+def read(name: str, text: str) -> Any:
+    """Reads the value of a setting as it is typed after /set. Raises UsageError."""
+    if name == "seed" and text == "random":
+        return None
+    if name == "logit_bias":
+        return biases([] if text == "none" else text.split())
+    if name in ("grammar", "json_schema"):
+        return None if text == "none" else form(name, text)
+    if name == "stop":
+        return () if text == "none" else (text.replace("\\n", "\n"),)
+    try:
+        return int(text) if name in WHOLE else float(text)
+    except ValueError:
+        kind = "a whole number" if name in WHOLE else "a number"
+        raise UsageError(f"{name} must be {kind}, not {text!r}") from None
+
+
+def shown(sampling: Sampling, name: str) -> object:
+    """Writes a setting's value as `read` reads it."""
+    value = getattr(sampling, name)
+    if name == "logit_bias":
+        return " ".join(f"{token}={bias:g}" for token, bias in value.items()) or "none"
+    if name == "stop":
+        return ", ".join(value).replace("\n", "\\n") or "none"
+    if name in ("grammar", "json_schema"):
+        return value or "none"
+    return "random" if value is None else value

@@ -1,0 +1,133 @@
+"""A Sampler chooses tokens as a Sampling says: by a chain of llama.cpp's samplers."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import weakref
+from typing import Any
+
+import numpy as np
+
+from pykvedge.errors import UsageError
+from pykvedge.models.model import Model
+from pykvedge.runtime.grammar import Grammar
+from pykvedge.runtime.sampling import Sampling
+
+
+class Sampler:
+    """Chooses the tokens of one answer; close it, or use it in a with statement."""
+
+    def __init__(self, sampling: Sampling, model: Model) -> None:
+        """Raises UsageError for a logit_bias that does not fit the model, GrammarError."""
+        llama = self._llama = model.llama
+        self._model, biases = model, _biases(sampling, model)
+        self._forbidden = [token for token, bias in biases.items() if bias == -math.inf]
+        self._grammar = Grammar(sampling, model) if sampling.constrained else None
+        self._chain = llama.llama_sampler_chain_init(llama.llama_sampler_chain_default_params())
+        for link in [*_changes(sampling, model, biases), *_choice(llama, sampling)]:
+            llama.llama_sampler_chain_add(self._chain, link)
+        # an answer that nobody read to its end is only forgotten
+        self._free = weakref.finalize(self, llama.llama_sampler_free, self._chain)
+        self._free.atexit = False
+
+    def sample(self, context: Any, output: int = -1) -> int:
+        """Chooses the next token from the logits of a llama_context. Raises GrammarError where there is none.
+
+        output: the place in the last batch of the token whose logits they are; -1: the last one that has any.
+        """
+        if self._grammar is None:
+            return self._llama.llama_sampler_sample(self._chain, context, output)
+        row = self._llama.llama_get_logits_ith(context, output)
+        token = self._follow(np.ctypeslib.as_array(row, (self._model.n_vocab,)), self._grammar)
+        self._llama.llama_sampler_accept(self._chain, token)
+        return token
+
+    def _follow(self, logits: np.ndarray, grammar: Grammar) -> int:
+        """Chooses as without a grammar, and once more among what it allows if that does not fit; so does llama.cpp."""
+        token = self._choose(logits)
+        allowed = grammar.take(token)
+        if allowed is None:
+            return token
+        possible = allowed.copy()
+        possible[self._forbidden] = False
+        if not possible.any():
+            for one in np.flatnonzero(allowed).tolist():
+                if self._model.is_end(one):  # the answer is whole, and only a bias forbids its end
+                    return one
+            raise grammar.dead_end()
+        token = self._choose(np.where(possible, logits, -np.inf))
+        if not possible[token] or grammar.take(token) is not None:
+            raise grammar.dead_end()
+        return token
+
+    def _choose(self, logits: np.ndarray) -> int:
+        llama, n = self._llama, len(logits)
+        data = (llama.llama_token_data * n)()
+        view = np.frombuffer(data, [("id", "i4"), ("logit", "f4"), ("p", "f4")])
+        view["id"], view["logit"] = np.arange(n), logits
+        array = llama.llama_token_data_array(data, n, -1, False)
+        llama.llama_sampler_apply(self._chain, ctypes.byref(array))
+        return int(array.data[array.selected].id) if 0 <= array.selected < n else int(logits.argmax())
+
+    def close(self) -> None:
+        """Frees the chain and the grammar. Does nothing the second time."""
+        if self._grammar is not None:
+            self._grammar.close()
+        self._free()
+
+    def __enter__(self) -> Sampler:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _biases(sampling: Sampling, model: Model) -> dict[int, float]:
+    """Collects what is added to which token. Raises UsageError for tokens that the model does not have."""
+    n_vocab, out = model.n_vocab, dict[int, float]()
+    for token, bias in sampling.logit_bias.items():
+        tokens = model.tokenize(token, special=False) if isinstance(token, str) else [int(token)]
+        for one in set(tokens):
+            if not 0 <= one < n_vocab:
+                raise UsageError(f"logit_bias: the model has no token {one}, only those from 0 to {n_vocab - 1}")
+            out[one] = out.get(one, 0.0) + bias
+    if sum(bias == -math.inf for bias in out.values()) == n_vocab:
+        raise UsageError("logit_bias forbids every token of the model")
+    return out
+
+
+def _changes(sampling: Sampling, model: Model, biases: dict[int, float]) -> list[Any]:
+    """Makes the samplers that change logits."""
+    llama, out = model.llama, []
+    if biases:
+        array = (llama.llama_logit_bias * len(biases))(*biases.items())
+        out.append(llama.llama_sampler_init_logit_bias(model.n_vocab, len(biases), array))
+    if sampling.penalises:
+        out.append(
+            llama.llama_sampler_init_penalties(
+                model.n_vocab,
+                sampling.repeat_last_n,
+                sampling.repeat_penalty,
+                sampling.frequency_penalty,
+                sampling.presence_penalty,
+            )
+        )
+    return out
+
+
+def _choice(llama: Any, sampling: Sampling) -> list[Any]:
+    """Makes the samplers that choose, in llama.cpp's own order."""
+    if sampling.temp == 0:
+        return [llama.llama_sampler_init_greedy()]
+    links = []
+    if sampling.top_k:
+        links.append(llama.llama_sampler_init_top_k(sampling.top_k))
+    if sampling.typical_p < 1:
+        links.append(llama.llama_sampler_init_typical(sampling.typical_p, 1))
+    if sampling.top_p < 1:
+        links.append(llama.llama_sampler_init_top_p(sampling.top_p, 1))
+    if sampling.min_p > 0:
+        links.append(llama.llama_sampler_init_min_p(sampling.min_p, 1))
+    seed = llama.LLAMA_DEFAULT_SEED if sampling.seed is None else sampling.seed
+    return [*links, llama.llama_sampler_init_temp(sampling.temp), llama.llama_sampler_init_dist(seed)]

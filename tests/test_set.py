@@ -1,0 +1,103 @@
+"""/set: how a conversation's answers are chosen is changed by what is typed."""
+
+from __future__ import annotations
+
+import pytest
+
+from pykvedge import Sampling, UsageError
+from pykvedge.cli.talk import commands
+from pykvedge.cli.talk.chat import Chat, Style
+from pykvedge.lab.progress import Display
+
+
+@pytest.fixture
+def chat(tiny, native):
+    with tiny("llama").session() as session:
+        yield Chat(session, Sampling(max_tokens=20), Style(), Display(enabled=False))
+
+
+def typed(chat, line, capsys):
+    """What /set says."""
+    capsys.readouterr()
+    commands.run(chat, f"/set {line}".strip())
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "value"),
+    [
+        ("min_p 0.1", "min_p", 0.1),
+        ("typical_p=0.5", "typical_p", 0.5),
+        ("repeat_penalty = 1.5", "repeat_penalty", 1.5),
+        ("frequency_penalty -1", "frequency_penalty", -1.0),
+        ("presence_penalty 2", "presence_penalty", 2.0),
+        ("repeat_last_n 0", "repeat_last_n", 0),
+        ("logit_bias 7=-inf see=2.5", "logit_bias", {7: float("-inf"), "see": 2.5}),
+        ("seed random", "seed", None),
+        ('grammar root ::= "yes" | "no"', "grammar", 'root ::= "yes" | "no"'),
+        ('json_schema {"enum": [1, "a = b"]}', "json_schema", '{"enum": [1, "a = b"]}'),
+        ("stop The end.", "stop", ("The end.",)),
+        (r"stop \n\nAnd", "stop", ("\n\nAnd",)),
+    ],
+)
+def test_a_setting_is_changed(chat, capsys, line, name, value):
+    said = typed(chat, line, capsys)
+    assert getattr(chat.sampling, name) == value and chat.sampling.max_tokens == 20
+    assert said.startswith(f"{name} ") and said.endswith(", from the next message on\n")
+    shown = said.removesuffix(", from the next message on\n")
+    assert f"  {shown}\n" in typed(chat, "", capsys)
+    before = chat.sampling
+    typed(chat, shown, capsys)  # it is listed as it is typed
+    assert chat.sampling == before
+
+
+def test_what_is_taken_away(chat, capsys):
+    typed(chat, "logit_bias 7=1", capsys)
+    assert "none" in typed(chat, "logit_bias none", capsys) and chat.sampling.logit_bias == {}
+    typed(chat, "stop END", capsys)
+    assert "none" in typed(chat, "stop none", capsys) and chat.sampling.stop == ()
+    for name, text in (("grammar", 'root ::= "a"'), ("json_schema", '{"const": 1}')):
+        typed(chat, f"{name} {text}", capsys)
+        assert "none" in typed(chat, f"{name} none", capsys) and getattr(chat.sampling, name) is None
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("min_p", "needs a name and a value"),
+        ("min_p 0.1 0.2", "needs a name and a value"),
+        ("min_p 3", "min_p must lie between"),
+        ("repeat_last_n 1.5", "repeat_last_n must be a whole number"),
+        ("logit_bias 7", "ID=BIAS"),
+        ("grammar nowhere.gbnf", "nowhere.gbnf cannot be read"),
+        ("json_schema {", "no JSON"),
+        ("minp 1", "did you mean 'min_p'"),
+    ],
+)
+def test_what_cannot_be_set(chat, capsys, line, why):
+    before = chat.sampling
+    with pytest.raises(UsageError, match=why):
+        typed(chat, line, capsys)
+    assert chat.sampling == before
+
+
+def test_an_answer_follows_what_was_set(chat, capsys, tmp_path):
+    (tmp_path / "g.gbnf").write_text('root ::= "yes" | "no"')
+    typed(chat, f"grammar {tmp_path / 'g.gbnf'}", capsys)
+    chat.answer("Hello", [])
+    assert capsys.readouterr().out in ("yes\n", "no\n")
+
+
+def test_settings_hold_for_the_next_message(chat, capsys):
+    def answered():
+        chat.clear()
+        chat.answer("Hello", [])
+        return capsys.readouterr().out
+
+    plain = answered()
+    typed(chat, "frequency_penalty 5", capsys)
+    typed(chat, f"logit_bias {chat.session.model.tokenize(plain.split()[0], special=False)[0]}=-inf", capsys)
+    assert answered() != plain
+    typed(chat, "frequency_penalty 0", capsys)
+    typed(chat, "logit_bias none", capsys)
+    assert answered() == plain
