@@ -7,11 +7,13 @@ import time
 from collections.abc import Generator, Iterator
 
 from pykvedge.chat.conversation import Conversation
-from pykvedge.errors import StateError
-from pykvedge.models.model import TextStream
+from pykvedge.chat.writing import Writing
+from pykvedge.errors import GrammarError, StateError
 from pykvedge.models.prompt import Message
+from pykvedge.runtime import logprobs
 from pykvedge.runtime.report import Report
-from pykvedge.runtime.sampling import Sampler, Sampling
+from pykvedge.runtime.sampler import Sampler
+from pykvedge.runtime.sampling import Sampling
 
 
 class Answer:
@@ -21,12 +23,20 @@ class Answer:
     went on with it meanwhile, the next piece is a StateError.
     """
 
-    def __init__(self, conversation: Conversation, report: Report, sampling: Sampling) -> None:
+    def __init__(self, conversation: Conversation, report: Report, sampling: Sampling, sampler: Sampler) -> None:
+        """sampler: chooses the tokens, and is closed at the end."""
         self.report = report
-        self._conversation, self._sampling = conversation, sampling
+        self._conversation, self._sampling, self._sampler = conversation, sampling, sampler
+        report.logprobs = None if sampling.logprobs is None else []
+        self._writing = Writing(conversation.model, sampling)
         self._done = False
         self._reader, self._taken = threading.get_ident(), False
         self._pieces = self._generate()
+
+    @property
+    def tokens(self) -> list[logprobs.Token]:
+        """The tokens so far, where Sampling.logprobs asks for them; also those that make up a stop text."""
+        return self.report.logprobs or []
 
     def __iter__(self) -> Iterator[str]:
         return self
@@ -47,6 +57,9 @@ class Answer:
             self._finish()
             if self._conversation.guard.ending:
                 raise StateError("the session was closed while it answered") from None
+            raise
+        except GrammarError:  # between two tokens: what was read is what was said
+            self._finish()
             raise
         except BaseException:
             self._conversation.in_cache = False  # a decode that was broken off: read the conversation again
@@ -74,36 +87,51 @@ class Answer:
         self._taken = not self._done and self._reader != threading.get_ident()
         self._finish()
 
+    def drop(self) -> None:
+        """Frees what chooses the tokens: the session is closed, and nothing goes on."""
+        self._sampler.close()
+
     def _generate(self) -> Generator[str, None, None]:
         conversation, time_, tokens = self._conversation, self.report.time, self.report.tokens
         model, engine = conversation.model, conversation.engine
         context = engine.context
-        stream = TextStream(model)
-        with Sampler(self._sampling) as sampler:
-            token = sampler.sample(context.handle)
-            while not model.is_end(token):
-                tokens.generated += 1
-                conversation.pending = [token]
-                if text := self._begun(stream.feed(token)):
-                    yield text
-                if self._must_stop(context.room):
-                    break
-                started = time.perf_counter()
-                engine.extend(token)
-                conversation.pending = []
-                token = sampler.sample(context.handle)
-                time_.decode_s += time.perf_counter() - started
-                time_.decode_steps += 1
-            else:
-                self.report.finish = "end"
-        if text := self._begun(stream.finish()):
+        writing = self._writing
+        token = self._sample()
+        while not model.is_end(token):
+            tokens.generated += 1
+            text, conversation.pending = writing.feed(token), writing.pending
+            if writing.stopped:
+                self.report.finish = "stop"
+            if text:
+                yield text
+            if self._must_stop(context.room):
+                break
+            started = time.perf_counter()
+            engine.extend(token)
+            conversation.pending = []
+            token = self._sample()
+            time_.decode_s += time.perf_counter() - started
+            time_.decode_steps += 1
+        else:
+            self.report.finish = "end"
+        text = writing.finish()
+        if writing.stopped:
+            self.report.finish = "stop"
+        if text:
             yield text
 
-    def _begun(self, text: str) -> str:
-        # tokenizers put a blank before the first word of a text
-        return text if self.report.text else text.removeprefix(" ")
+    def _sample(self) -> int:
+        """Chooses the next token, and notes how likely it was."""
+        conversation, noted = self._conversation, self.report.logprobs
+        context, model = conversation.engine.context, conversation.model
+        token = self._sampler.sample(context.handle)
+        if noted is not None and not model.is_end(token):
+            noted.append(logprobs.token(token, context.logits(), self._sampling.logprobs or 0, model.piece))
+        return token
 
     def _must_stop(self, room: int) -> bool:
+        if self.report.finish:
+            return True
         if self._conversation.stop.is_set():
             self.report.finish = "cancelled"
         elif self.report.tokens.generated >= self._sampling.max_tokens:
@@ -117,8 +145,10 @@ class Answer:
             return
         self._done = True
         self._pieces.close()
+        self._sampler.close()
         report, conversation = self.report, self._conversation
         report.finish = report.finish or "cancelled"
+        report.text += self._writing.held_back()  # of an answer that was closed
         report.kv.peak_bytes = conversation.engine.peak_bytes(report.kv.peak_bytes)
         if report.stream is not None:
             conversation.measure_stream(report)

@@ -6,9 +6,10 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 
-from pykvedge.errors import StateError
+from pykvedge.errors import OutOfMemoryError, SessionFileError, StateError, UnsupportedError
 from pykvedge.models.composer import Composer
 from pykvedge.models.images import Picture
 from pykvedge.models.model import Model, Progress
@@ -16,10 +17,13 @@ from pykvedge.models.prompt import Message
 from pykvedge.models.vision import ImagePiece, Piece, TextPiece, Vision
 from pykvedge.native import memory
 from pykvedge.native.guard import Guard, Stop
+from pykvedge.plans.kvtypes import KvType
 from pykvedge.plans.plan import Plan
-from pykvedge.runtime import native_plan, stream
+from pykvedge.runtime import libkvedge, native_plan, opening, stream
 from pykvedge.runtime.engine import Engine
-from pykvedge.runtime.report import Report, Tokens
+from pykvedge.runtime.pruning import planned
+from pykvedge.runtime.report import Report
+from pykvedge.runtime.sessionfile import fingerprint
 from pykvedge.runtime.settings import Settings
 
 
@@ -42,6 +46,7 @@ class Conversation:
         self._frames: Iterator[Picture] = iter(())  # of a stream, not read yet
         self._vision: Vision | None = None
         self._engine: Engine | None = None
+        self._openings: opening.Openings | None = None  # of earlier conversations, if they are kept
 
     @property
     def engine(self) -> Engine:
@@ -73,25 +78,82 @@ class Conversation:
         if self.settings.stream:
             self._read_stream(report)
             return
-        pieces = self._pieces()
+        self._read_pieces(self._pieces(), report)
+        self.in_cache, self.pending = True, []
+
+    def _read_pieces(self, pieces: list[Piece], report: Report) -> None:
         engine, spent = self.engine, report.time
         try:
             with self._peak_of(report):
-                n_image = sum(p.n_tokens for p in pieces if isinstance(p, ImagePiece))
-                report.tokens = Tokens(sum(p.n_tokens for p in pieces), n_image)
                 self._progress("preparing the context", 1.0)
                 spent.load_s += _timed(lambda: engine.make_room(pieces, self.plan))
                 if self.settings.bounded:
                     report.bounded, report.not_bounded = not engine.not_bounded, engine.not_bounded
-                spent.encode_s = _timed(lambda: engine.encode(pieces, self._progress, self.stop))
-                report.rss.before_prefill_bytes = memory.rss_bytes()
-                spent.prefill_s = _timed(lambda: engine.prefill(pieces, self._progress, self.stop))
-                spent.compress_s = _timed(engine.compress)
+                before, question = self._cut(pieces)
+                if before:
+                    self._open(before, report)
+                    engine.make_room(question, self.plan)
+                self._take_in(question, report)
                 report.rss.after_compress_bytes = memory.rss_bytes()
                 report.kv = engine.measure()
         finally:
             self.release(pieces)
-        self.in_cache, self.pending = True, []
+
+    def _take_in(self, pieces: list[Piece], report: Report) -> None:
+        engine, spent = self.engine, report.time
+        spent.encode_s += _timed(lambda: engine.encode(pieces, self._progress, self.stop))
+        report.tokens.add(pieces)  # a pruner may leave less than it was allowed
+        report.rss.before_prefill_bytes = report.rss.before_prefill_bytes or memory.rss_bytes()
+        spent.prefill_s += _timed(lambda: engine.prefill(pieces, self._progress, self.stop))
+        spent.compress_s += _timed(engine.compress)
+
+    # ---------------------------------------------------------------------------------------------------
+
+    def _cut(self, pieces: list[Piece]) -> tuple[list[Piece], list[Piece]]:
+        """Cuts a prompt before its question, where that is asked for or changes nothing (runtime/opening.py)."""
+        keeps = self._openings is not None and not self.in_cache and self.plan.method == "full"
+        if self.engine.cache is None or not (self.settings.question_blind or (keeps and not self._rounds())):
+            return [], pieces
+        if self.in_cache or any(isinstance(piece, ImagePiece) for piece in pieces):
+            return opening.cut(pieces)
+        *earlier, last = self.messages
+        others = [[*earlier, replace(last, text=text)] for text in ("0", "~")]
+        return opening.cut(pieces, [self._composer.tokens(self._composer.first(other)) for other in others])
+
+    def _rounds(self) -> bool:
+        return KvType.parse(self.settings.kv_type).quantised
+
+    def _open(self, before: list[Piece], report: Report) -> None:
+        """Reads what comes before the question, or goes on from where another conversation read it."""
+        name, model = "", ""
+        if self._openings is not None and not self.in_cache:
+            model = fingerprint(self.model.header)
+            name = opening.key(self._about(model), self.plan, self.engine.tables(self.plan), before)
+            if self._go_on(self._openings.get(name, self.plan), model, report):
+                return
+        self._take_in(before, report)
+        if self._openings is not None and name:
+            counts = report.tokens
+            with suppress(OutOfMemoryError, UnsupportedError):
+                at, rows = self.engine.pack(model)
+                kept = opening.Opening(at, counts.prompt, counts.image, counts.pruned, rows)
+                self._openings.put(name, self.plan, kept)
+
+    def _go_on(self, found: opening.Opening | None, model: str, report: Report) -> bool:
+        if found is None:
+            return False
+        try:
+            report.time.prefill_s += _timed(lambda: self.engine.begin(found.standing, found.rows, model))
+        except SessionFileError:
+            return False
+        report.tokens.prompt, report.tokens.image, report.tokens.pruned = found.prompt, found.image, found.pruned
+        report.tokens.reused = found.prompt
+        report.rss.before_prefill_bytes = memory.rss_bytes()
+        return True
+
+    def _about(self, model: str) -> list[str]:
+        encoder = fingerprint(self._vision.encoder.header) if self._vision is not None else ""
+        return [libkvedge.version(), model, encoder, self.settings.kv_type, str(self.settings.bounded)]
 
     @contextmanager
     def _peak_of(self, report: Report) -> Iterator[None]:
@@ -113,7 +175,7 @@ class Conversation:
         engine, message = self.engine, self.messages[-1]
         composer = self._composer
         written = composer.following(self.messages) if self.in_cache else composer.first(self.messages)
-        source = stream.Source(self._vision, composer, written)
+        source = stream.Source(self._vision, composer, written, lambda p: planned(p, self.plan, self.settings.threads))
         earlier = sum(len(m.pictures) for m in self.messages[:-1])
         parts: Iterable[tuple[str, Picture | None]] = [(written.text, None)]
         if self._vision is not None:
@@ -147,13 +209,15 @@ class Conversation:
 
     def _pieces(self) -> list[Piece]:
         if not self.in_cache:
-            return self.first_pieces(self.messages)
+            return self.first_pieces(self.messages, self.plan)
         before: list[Piece] = [TextPiece(self.pending)] if self.pending else []
-        return before + self._composer.pieces(self._composer.following(self.messages), self.messages[-1].pictures)
+        new = self._composer.pieces(self._composer.following(self.messages), self.messages[-1].pictures)
+        return before + planned(new, self.plan, self.settings.threads)
 
-    def first_pieces(self, messages: list[Message]) -> list[Piece]:
+    def first_pieces(self, messages: list[Message], plan: Plan) -> list[Piece]:
         """Cuts messages as the model would read them at the start of a conversation; release the pieces after use."""
-        return self._composer.pieces(self._composer.first(messages), [p for m in messages for p in m.pictures])
+        pieces = self._composer.pieces(self._composer.first(messages), [p for m in messages for p in m.pictures])
+        return planned(pieces, plan, self.settings.threads)
 
 
 def _timed(step: Callable[[], None]) -> float:

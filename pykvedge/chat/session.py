@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,7 @@ from pykvedge.runtime import libkvedge
 from pykvedge.runtime.engine import Engine
 from pykvedge.runtime.loaded import LoadedModel, Loan, borrow, path_of
 from pykvedge.runtime.report import ModelFacts, Report, Time
+from pykvedge.runtime.sampler import Sampler
 from pykvedge.runtime.sampling import Sampling
 from pykvedge.runtime.sessionfile import Note, fingerprint, read_note
 from pykvedge.runtime.settings import Settings
@@ -48,7 +50,7 @@ class Session(Conversation):
 
     def __init__(
         self,
-        model: str | os.PathLike[str] | LoadedModel,
+        model: str | os.PathLike[str] | LoadedModel | Loan,
         mmproj: str | os.PathLike[str] | None = None,
         plan: Plan | None = None,
         *,
@@ -70,9 +72,9 @@ class Session(Conversation):
         profiles.find(self.plan, path_of(model), self.settings.profile)  # before the weights are read
         started = time.perf_counter()
         self._loan: Loan | None = borrow(model, mmproj, self.settings, progress, cancel)
-        self.model = self._loan.model
+        self.model, self._openings = self._loan.model, self._loan.caches.openings
         try:
-            self._vision = Vision(self._loan.encoder) if self._loan.encoder else None
+            self._vision = Vision(self._loan.encoder, self._loan.caches.images) if self._loan.encoder else None
             self._composer = Composer(self.model, self._vision)
         except BaseException:
             self.close()
@@ -101,6 +103,8 @@ class Session(Conversation):
         check_places(prompt, len(pictures))
         if not prompt.strip() and not pictures:
             raise UsageError("the prompt is empty; write a question")
+        sampling = sampling or Sampling()
+        sampler = Sampler(sampling, self.model)
         report = Report(self.plan.method, self.plan.budget.value, time=Time(load_s=self._load_s), model=self._facts)
         self._branch, before = None, branch.before_message(self)
         if not self.messages and self.settings.system:
@@ -110,11 +114,13 @@ class Session(Conversation):
             self.read(report)
         except BaseException:
             # whatever the cache holds now, the next message starts from the copy, or from the conversation's text
+            sampler.close()
             self.messages.pop()
             branch.recover(self, before)
             raise
         self._load_s, self._branch = 0.0, before
-        self._answer = Answer(self, report, sampling or Sampling())
+        report.notes = self._loan.caches.notes() if self._loan is not None else []
+        self._answer = Answer(self, report, sampling, sampler)
         return self._answer
 
     @one_thread
@@ -154,7 +160,7 @@ class Session(Conversation):
         tokens that are kept. Raises what ask raises, and NothingToCompressError where llama.cpp keeps the cache.
         """
         self.clear()
-        pieces = self.first_prompt(prompt, images)
+        pieces = self.first_prompt(prompt, images, plan)
         try:
             self.engine.make_room(pieces, plan)
             self.engine.encode(pieces, self._progress, self.stop)
@@ -198,8 +204,7 @@ class Session(Conversation):
         self._end_answer()
         if not self.in_cache or not self.messages:
             raise StateError("there is no conversation to save yet")
-        note = Note(self.plan, self.settings.kv_type, 0, 0, 0, 0, 0.0, self.pending, self.messages)
-        self.engine.save(path, fingerprint(self.model.header), note)
+        self.engine.save(path, fingerprint(self.model.header), self._note())
         return Path(path).stat().st_size
 
     @one_thread
@@ -223,13 +228,44 @@ class Session(Conversation):
         self.plan, self.messages, self.pending, self.in_cache = plan, note.messages, note.pending, True
         self.last_report = None
 
+    @one_thread
+    def fork(self, plan: Plan | None = None, cancel: threading.Event | None = None) -> Session:
+        """Makes another conversation that stands where this one does, for the price of its compressed rows.
+
+        Both go on apart, in memory of their own; the model is shared. plan: for the prompts from now on; None: this
+        one's. An answer that is still being generated ends here. Raises StateError (nothing was asked yet),
+        UnsupportedError, OutOfMemoryError, UsageError.
+        """
+        self._end_answer()
+        if not self.in_cache or not self.messages or self._loan is None:
+            raise StateError("there is no conversation to fork yet")
+        model = fingerprint(self.model.header)
+        at, rows = self.engine.pack(model)
+        note = self._note()
+        note.n_past, note.n_cells, note.held = at.n_past, at.n_cells, at.held
+        note.n_ctx, note.n_ubatch = self.engine.context.n_ctx, self.engine.context.n_ubatch
+        settings: GivenSettings = {f.name: getattr(self.settings, f.name) for f in fields(self.settings)}  # type: ignore
+        other = Session(self._loan, None, plan or self.plan, progress=self._progress, cancel=cancel, **settings)
+        try:
+            other.engine.fork(rows, model, note, other.plan)
+        except BaseException:
+            other.close()
+            raise
+        other.messages, other.pending, other.in_cache = list(self.messages), list(self.pending), True
+        return other
+
+    def _note(self) -> Note:
+        return Note(self.plan, self.settings.kv_type, 0, 0, 0, 0, 0.0, self.pending, self.messages)
+
     def close(self) -> None:
         """Frees everything but a model that was loaded apart, as soon as a thread that is in a call has left it.
 
         Does nothing the second time.
         """
         with self.guard.closing():
-            self._answer = None
+            if self._answer is not None:
+                self._answer.drop()
+                self._answer = None
             if self._engine is not None:
                 self._engine.close()
                 self._engine = None
@@ -257,12 +293,15 @@ class Session(Conversation):
         return self._vision is not None
 
     @one_thread
-    def first_prompt(self, prompt: str, pictures: ImageSources = ()) -> list[Piece]:
-        """Cuts a message as the model would read it first, for `engine`; release the pieces after use."""
+    def first_prompt(self, prompt: str, pictures: ImageSources = (), plan: Plan | None = None) -> list[Piece]:
+        """Cuts a message as the model would read it first, for `engine`; release the pieces after use.
+
+        plan: whose pruner the images meet; None: the session's.
+        """
         _ = self.engine  # raises after close
         message = Message("user", prompt, list(load_pictures(pictures)))
         self._require_eyes(message.pictures)
-        return self.first_pieces([message])
+        return self.first_pieces([message], plan or self.plan)
 
     # ---------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,1 @@
+"""`kvedge serve`: one model answers many conversations over HTTP, in bounded memory."""

@@ -1,0 +1,218 @@
+"""POST /v1/messages: Anthropic's wire format, as a translation of chat completions."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import AsyncIterator
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from pykvedge.chat.serve import errors
+from pykvedge.chat.serve import tools as calling
+from pykvedge.chat.serve.completions import Events, asked, begun, complete, streamed, usage
+from pykvedge.chat.serve.job import Done, Failed, Text
+from pykvedge.chat.serve.service import Service
+from pykvedge.chat.serve.translating import Object, Parts, chat_request, error, event_line, joined, text_of
+from pykvedge.chat.serve.waiting import Waiting
+from pykvedge.chat.serve.wire import (
+    MOST_MESSAGES,
+    MOST_TOOLS,
+    ChatRequest,
+    Compression,
+    Count,
+    Share,
+    Wire,
+    parsed,
+)
+from pykvedge.errors import RequestError
+from pykvedge.runtime.report import Report
+
+
+class AnthropicMessage(Wire):
+    role: Literal["user", "assistant"]
+    content: str | Parts
+
+
+class AnthropicTool(Wire):
+    name: str
+    description: str | None = None
+    input_schema: Object | None = None
+
+
+class AnthropicChoice(Wire):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+
+
+class CountRequest(Wire):
+    """The body of POST /v1/messages/count_tokens."""
+
+    model: str | None = None
+    messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
+    system: str | Parts | None = None
+    tools: Annotated[list[AnthropicTool], Field(max_length=MOST_TOOLS)] | None = None
+    tool_choice: AnthropicChoice | None = None
+    kvedge: Compression | None = None
+
+
+class MessagesRequest(CountRequest):
+    """The body of POST /v1/messages."""
+
+    max_tokens: Count
+    stream: bool | None = None
+    temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
+    top_p: Share | None = None
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    stop_sequences: Annotated[list[str], Field(max_length=64)] | None = None
+
+
+async def answer(service: Service, http: HttpRequest) -> Response:
+    """Answers POST /v1/messages."""
+    given = parsed(MessagesRequest, await http.body())
+    chat = _of_messages(given)
+    waiting = await asked(service, http, chat)
+    if given.stream:
+        return streamed(_message_events(service, chat, waiting, await begun(waiting)))
+    report = (await complete(waiting))[0].report
+    return JSONResponse(_message(service, chat, report))
+
+
+async def count(service: Service, http: HttpRequest) -> Response:
+    """Answers POST /v1/messages/count_tokens: what a prompt has, with the tokens of its pictures that would be read."""
+    given = parsed(CountRequest, await http.body())
+    waiting = await asked(service, http, _of_messages(MessagesRequest(**dict(given), max_tokens=1)), count_only=True)
+    return JSONResponse({"input_tokens": (await complete(waiting))[0].report.tokens.prompt})
+
+
+def _of_messages(given: MessagesRequest) -> ChatRequest:
+    out: list[Object] = []
+    if given.system is not None:
+        out.append({"role": "system", "content": joined(given.system)})
+    for message in given.messages:
+        out += _turns(message)
+    choice: Any = None
+    if given.tool_choice is not None:
+        named = {"type": "function", "function": {"name": given.tool_choice.name or ""}}
+        choice = {"auto": "auto", "any": "required", "none": "none", "tool": named}[given.tool_choice.type]
+    tools = [
+        {"type": "function", "function": {"name": t.name, "description": t.description, "parameters": t.input_schema}}
+        for t in given.tools or []
+    ]
+    plain = ("model", "max_tokens", "stream", "temperature", "top_p", "top_k")
+    kvedge = given.kvedge.model_dump(exclude_none=True) if given.kvedge is not None else None
+    same = {name: getattr(given, name) for name in plain}
+    return chat_request({**same, "messages": out, "stop": given.stop_sequences, "tools": tools or None,
+                         "tool_choice": choice, "kvedge": kvedge})  # fmt: skip
+
+
+def _turns(message: AnthropicMessage) -> list[Object]:
+    if isinstance(message.content, str):
+        return [{"role": message.role, "content": message.content}]
+    parts, calls, results = [], list[Object](), list[Object]()
+    for part in message.content:
+        kind = part.get("type")
+        if kind == "text":
+            parts.append({"type": "text", "text": text_of(part)})
+        elif kind == "image":
+            parts.append({"type": "image_url", "image_url": {"url": _source(part.get("source"))}})
+        elif kind == "tool_use":
+            arguments = json.dumps(part.get("input") or {})
+            function = {"name": str(part.get("name")), "arguments": arguments}
+            calls.append({"id": str(part.get("id", "")), "type": "function", "function": function})
+        elif kind == "tool_result":
+            told = {"role": "tool", "tool_call_id": str(part.get("tool_use_id", ""))}
+            results.append({**told, "content": joined(part.get("content"))})
+        elif kind not in ("thinking", "redacted_thinking"):
+            raise RequestError(400, f"messages: a part of type {kind!r:.40} is not known", "invalid_value", "messages")
+    own: list[Object] = []
+    if parts or calls:
+        text = "\n".join(part["text"] for part in parts if part["type"] == "text")
+        content: Any = parts if message.role == "user" else text
+        own = [{"role": message.role, "content": content, **({"tool_calls": calls} if calls else {})}]
+    return [*results, *own]
+
+
+def _source(source: Any) -> str:
+    if isinstance(source, dict) and source.get("type") == "base64":
+        return f"data:{source.get('media_type', 'image/png')};base64,{source.get('data', '')}"
+    if isinstance(source, dict) and source.get("type") == "url":
+        return str(source.get("url", ""))
+    raise RequestError(400, "messages: an image has a source of type base64 or url", "invalid_value", "messages")
+
+
+def _stop_reason(report: Report, called: bool) -> str:
+    if called:
+        return "tool_use"
+    return {"length": "max_tokens", "context": "max_tokens", "stop": "stop_sequence"}.get(report.finish, "end_turn")
+
+
+def _blocks(chat: ChatRequest, report: Report) -> tuple[list[Object], bool]:
+    text, calls = (
+        calling.calls_in(report.text, chat.tools) if chat.tools and chat.tool_choice != "none" else (report.text, [])
+    )
+    blocks: list[Object] = [{"type": "text", "text": text}] if text or not calls else []
+    for call in calls:
+        arguments = json.loads(call["function"]["arguments"] or "{}")
+        blocks.append({"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": arguments})
+    return blocks, bool(calls)
+
+
+def _counted(report: Report) -> Object:
+    counts = usage([report])
+    return {
+        "input_tokens": counts["prompt_tokens"] - report.tokens.reused,
+        "cache_read_input_tokens": report.tokens.reused,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": counts["completion_tokens"],
+    }
+
+
+def _message(service: Service, chat: ChatRequest, report: Report) -> Object:
+    blocks, called = _blocks(chat, report)
+    return {**_message_head(service), "content": blocks, "stop_reason": _stop_reason(report, called),
+            "stop_sequence": None, "usage": _counted(report)}  # fmt: skip
+
+
+def _message_head(service: Service) -> Object:
+    return {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "model": service.name}
+
+
+async def _message_events(service: Service, chat: ChatRequest, waiting: Waiting, events: Events) -> AsyncIterator[str]:
+    begun_with = {**_counted(waiting.jobs[0].report), "output_tokens": 0}
+    message = {**_message_head(service), "content": [], "stop_reason": None, "stop_sequence": None, "usage": begun_with}
+    with waiting:
+        yield event_line("message_start", message=message)
+        try:
+            live = not chat.tools or chat.tool_choice == "none"
+            if live:
+                yield event_line("content_block_start", index=0, content_block={"type": "text", "text": ""})
+            async for _, event in events:
+                if isinstance(event, Failed):
+                    raise event.error
+                if isinstance(event, Text) and live and event.text:
+                    yield event_line("content_block_delta", index=0, delta={"type": "text_delta", "text": event.text})
+                if isinstance(event, Done):
+                    for line in _message_end(chat, event.report, live):
+                        yield line
+        except Exception as failed:
+            yield event_line("error", error=error(errors.of(failed))["error"])
+
+
+def _message_end(chat: ChatRequest, report: Report, live: bool) -> list[str]:
+    blocks, called = _blocks(chat, report)
+    lines = [event_line("content_block_stop", index=0)] if live else []
+    for i, block in enumerate([] if live else blocks):
+        if block["type"] == "text":
+            delta = {"type": "text_delta", "text": block["text"]}
+            start = {"type": "text", "text": ""}
+        else:
+            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+            start = {**block, "input": {}}
+        lines.append(event_line("content_block_start", index=i, content_block=start))
+        lines += [event_line("content_block_delta", index=i, delta=delta), event_line("content_block_stop", index=i)]
+    ended = {"stop_reason": _stop_reason(report, called), "stop_sequence": None}
+    return [*lines, event_line("message_delta", delta=ended, usage=_counted(report)), event_line("message_stop")]

@@ -1,0 +1,140 @@
+"""The routes of `kvedge serve`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from pykvedge.chat.serve import (
+    anthropic,
+    completions,
+    errors,
+    metrics,
+    openapi,
+    page,
+    responses,
+    translating,
+    watching,
+)
+from pykvedge.chat.serve.asking import plan_of
+from pykvedge.chat.serve.guarding import Guarding, Rules
+from pykvedge.chat.serve.service import Service
+from pykvedge.chat.serve.wire import ChatRequest, Compression, parsed
+from pykvedge.errors import RequestError
+from pykvedge.plans import presets
+
+Handler = Callable[[Service, HttpRequest], Awaitable[Response]]
+
+
+def application(service: Service, rules: Rules) -> Any:
+    """Makes the ASGI application."""
+    routes = [
+        _route(service, "/health", _health),
+        _route(service, "/metrics", _metrics),
+        _route(service, "/openapi.json", _document),
+        _route(service, "/v1/models", _models),
+        _route(service, "/v1/models/{name:path}", _model),
+        _route(service, "/v1/chat/completions", _chat, "POST"),
+        _route(service, "/chat/completions", _chat, "POST"),  # base URLs without /v1, which llama-server takes too
+        _route(service, "/responses", responses.answer, "POST"),
+        _route(service, "/models", _models),
+        _route(service, "/v1/responses", responses.answer, "POST"),
+        _route(service, "/v1/messages", anthropic.answer, "POST"),
+        _route(service, "/v1/messages/count_tokens", anthropic.count, "POST"),
+        _route(service, "/v1/kvedge/methods", _methods),
+        _route(service, "/v1/kvedge/plan", _plan, "POST"),
+        _route(service, "/v1/kvedge/memory", watching.memory),
+        _route(service, "/v1/kvedge/sessions", watching.sessions),
+        _route(service, "/v1/kvedge/sessions/{name}", watching.forget, "DELETE"),
+        _route(service, "/v1/kvedge/events", watching.events),
+        _route(service, "/", page.index),
+        _route(service, "/page/{name}", page.part),
+    ]
+    app = Starlette(routes=routes, exception_handlers={HTTPException: _unrouted})
+    return Guarding(app, rules)
+
+
+def _route(service: Service, path: str, handler: Handler, method: str = "GET") -> Route:
+    async def endpoint(http: HttpRequest) -> Response:
+        try:
+            return await handler(service, http)
+        except Exception as error:
+            return refusal(errors.of(error), path.startswith("/v1/messages"))
+
+    return Route(path, endpoint, methods=[method])
+
+
+def refusal(error: RequestError, anthropic: bool = False) -> Response:
+    """Makes the response to a request that cannot be answered."""
+    headers = {"Retry-After": str(error.retry_s)} if error.retry_s else {}
+    body = translating.error(error) if anthropic else errors.body(error)
+    return JSONResponse(body, error.status, headers)
+
+
+async def _unrouted(http: HttpRequest, error: Exception) -> Response:
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    what = {404: f"there is no {http.url.path:.100}", 405: f"{http.url.path:.100} takes another method"}
+    return refusal(RequestError(status, what.get(status, "the request cannot be answered"), "not_found"))
+
+
+# ---------------------------------------------------------------------------------------------------
+
+
+async def _chat(service: Service, http: HttpRequest) -> Response:
+    return await completions.answer(service, http, parsed(ChatRequest, await http.body()))
+
+
+async def _health(service: Service, http: HttpRequest) -> Response:
+    return JSONResponse({"status": "ok", "model": service.name, "uptime_s": round(time.time() - service.began, 1)})
+
+
+async def _metrics(service: Service, http: HttpRequest) -> Response:
+    return PlainTextResponse(metrics.text(service.engine), media_type="text/plain; version=0.0.4")
+
+
+async def _document(service: Service, http: HttpRequest) -> Response:
+    return JSONResponse(openapi.document())
+
+
+async def _models(service: Service, http: HttpRequest) -> Response:
+    return JSONResponse({"object": "list", "data": [_described(service)]})
+
+
+async def _model(service: Service, http: HttpRequest) -> Response:
+    name = http.path_params["name"]
+    if name != service.name:
+        raise RequestError(
+            404, f"there is no model '{name:.80}'; this server has {service.name}", "model_not_found", "model"
+        )
+    return JSONResponse(_described(service))
+
+
+def _described(service: Service) -> dict[str, Any]:
+    limits, plan = service.engine.limits, service.defaults.plan
+    about = {
+        "n_ctx": limits.n_ctx,
+        "images": service.engine.preparer.vision is not None,
+        "tools_in_template": service.defaults.knows_tools,
+        "method": plan.method,
+        "budget": plan.budget.value,
+        "kv_bytes_per_token": service.engine.preparer.bytes_per_token,
+    }
+    return {"id": service.name, "object": "model", "created": int(service.began), "owned_by": "kvedge", "kvedge": about}
+
+
+async def _methods(service: Service, http: HttpRequest) -> Response:
+    return JSONResponse({"default": json.loads(service.defaults.plan.to_json()), "methods": sorted(presets.methods())})
+
+
+async def _plan(service: Service, http: HttpRequest) -> Response:
+    given = parsed(Compression, await http.body() or b"{}")
+    return JSONResponse(json.loads((await asyncio.to_thread(plan_of, given, service.defaults.plan)).to_json()))

@@ -1,0 +1,230 @@
+"""A chat request of the wire becomes what the engine is asked: messages with pictures, a plan, and a sampling."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pykvedge.chat.serve import tools as calling
+from pykvedge.chat.serve.job import Request
+from pykvedge.chat.serve.pictures import Sources
+from pykvedge.chat.serve.wire import ChatRequest, Compression, Part, ResponseFormat, WireMessage
+from pykvedge.errors import RequestError
+from pykvedge.models.images import Picture
+from pykvedge.models.prompt import IMAGE, Message
+from pykvedge.plans.plan import Plan
+from pykvedge.plans.presets import plan as make_plan
+from pykvedge.runtime.sampling import Sampling
+
+MOST_PICTURES = 64
+MOST_PIXELS = 100_000_000  # of one message
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What holds where a request says nothing. max_tokens: of an answer; 0: as many as there is room for."""
+
+    plan: Plan
+    sampling: Sampling
+    sources: Sources
+    max_tokens: int = 0
+    knows_tools: bool = False  # the model's template does
+    room: int = 1 << 20  # tokens of a conversation
+
+
+def request_of(given: ChatRequest, defaults: Defaults) -> Request:
+    """Raises RequestError, ImageError, UsageError. Decodes pictures, which takes time: not in an event loop."""
+    messages = messages_of(given.messages, defaults.sources)
+    values: dict[str, Any] = dict(given.chat_template_kwargs or {})
+    tools = given.tools if given.tools and given.tool_choice != "none" else []
+    if tools and defaults.knows_tools:
+        values["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
+    elif tools:
+        messages = _with_system(messages, calling.told(tools))
+    reserved = {"messages", "add_generation_prompt", "bos_token", "eos_token"} & values.keys()
+    if reserved:
+        raise RequestError(400, f"chat_template_kwargs: {min(reserved)} is the server's to set", "invalid_value")
+    plan, sampling = plan_of(given.kvedge, defaults.plan), sampling_of(given, defaults)
+    return Request(messages, plan, sampling, values, given.kvedge is not None and given.kvedge.patches)
+
+
+def messages_of(given: list[WireMessage], sources: Sources) -> list[Message]:
+    """Converts messages; those of the system at the beginning become one. Raises RequestError, ImageError."""
+    out: list[Message] = []
+    pictures = 0
+    for i, message in enumerate(given):
+        role = "system" if message.role == "developer" else message.role
+        text, seen = _content(message, i, sources, pictures)
+        pictures += len(seen)
+        if seen and role != "user":
+            raise RequestError(
+                400, f"messages.{i}: pictures belong to messages of the user", "invalid_value", "messages"
+            )
+        if role == "system" and len(out) == 1 and out[0].role == "system":
+            out[0] = Message("system", f"{out[0].text}\n\n{text}")
+            continue
+        out.append(Message(role, text, seen, _fields(message)))
+    if out[-1].role not in ("user", "tool"):
+        raise RequestError(
+            400, "messages: the last one is the user's or a tool's, to be answered", "invalid_value", "messages"
+        )
+    if out[-1].role == "user" and not out[-1].text.strip() and not out[-1].pictures:
+        raise RequestError(400, "messages: the last one is empty", "invalid_value", "messages")
+    return out
+
+
+def _content(message: WireMessage, i: int, sources: Sources, before: int) -> tuple[str, list[Picture]]:
+    if message.content is None or isinstance(message.content, str):
+        text = message.content or ""
+        return (_escaped(text) if message.role == "user" else text), []
+    parts, seen = [], list[Picture]()
+    for part in message.content:
+        if part.type in ("image_url", "input_image"):
+            if before + len(seen) >= MOST_PICTURES:
+                raise RequestError(400, f"messages: at most {MOST_PICTURES} pictures", "too_many_images", "messages")
+            seen.append(sources.load(_url(part, i), f"picture {before + len(seen) + 1}"))
+            if sum(picture.width * picture.height for picture in seen) > MOST_PIXELS:
+                most = MOST_PIXELS // 10**6
+                raise RequestError(400, f"messages.{i}: at most {most} million pixels", "too_many_pixels", "messages")
+            parts.append(IMAGE)
+        else:
+            text = part.text or ""
+            parts.append(_escaped(text) if message.role == "user" else text)
+    return "\n".join(parts), seen
+
+
+def _url(part: Part, i: int) -> str:
+    url = part.image_url if isinstance(part.image_url, str) else part.image_url.url if part.image_url else ""
+    if not url:
+        raise RequestError(400, f"messages.{i}: an image_url without a url", "invalid_value", "messages")
+    return url
+
+
+def _escaped(text: str) -> str:
+    """Makes the word that stands for a picture nothing but text."""
+    return text.replace(IMAGE, "\\" + IMAGE)
+
+
+def _fields(message: WireMessage) -> Mapping[str, Any]:
+    fields: dict[str, Any] = {}
+    if message.tool_calls:
+        fields["tool_calls"] = [
+            _call(call.id, call.function.name, call.function.arguments) for call in message.tool_calls
+        ]
+    if message.tool_call_id:
+        fields["tool_call_id"] = message.tool_call_id
+    if message.name:
+        fields["name"] = message.name
+    return fields
+
+
+def _call(number: str, name: str, arguments: str | dict[str, Any]) -> dict[str, Any]:
+    """Templates take the arguments as an object, or write it as JSON themselves."""
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            raise RequestError(
+                400, "messages: the arguments of a tool call are no JSON", "invalid_value", "messages"
+            ) from None
+    return {"id": number, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _with_system(messages: list[Message], text: str) -> list[Message]:
+    if messages[0].role == "system":
+        return [Message("system", f"{messages[0].text}\n\n{text}"), *messages[1:]]
+    return [Message("system", text), *messages]
+
+
+# ---------------------------------------------------------------------------------------------------
+
+
+def plan_of(given: Compression | None, default: Plan) -> Plan:
+    """Makes the plan of a request. Raises UsageError."""
+    if given is None or not given.model_fields_set - {"patches", "progress"}:
+        return default
+    settings: dict[str, Any] = dict(given.settings)
+    if given.image_tokens is not None:
+        settings["image_tokens"] = given.image_tokens
+    if given.pruner is not None:
+        settings["pruner"] = given.pruner
+    method = given.method or default.method
+    budget = given.budget
+    if budget is None and method == default.method:
+        budget = default.budget.value
+    return make_plan(method, budget, **settings)
+
+
+def sampling_of(given: ChatRequest, defaults: Defaults) -> Sampling:
+    """Makes the sampling of a request. Raises RequestError, UsageError."""
+    same = (
+        "top_k",
+        "min_p",
+        "typical_p",
+        "repeat_penalty",
+        "repeat_last_n",
+        "frequency_penalty",
+        "presence_penalty",
+        "stop",
+    )
+    out: dict[str, Any] = {name: getattr(given, name) for name in same if getattr(given, name) is not None}
+    if given.temperature is not None:
+        out["temp"] = given.temperature
+    if given.top_p is not None:
+        out["top_p"] = max(given.top_p, 1e-6)
+    if given.seed is not None:
+        out["seed"] = given.seed % 2**32
+    out["max_tokens"] = given.max_completion_tokens or given.max_tokens or defaults.max_tokens or defaults.room
+    if given.logit_bias:
+        out["logit_bias"] = {_token(token): bias for token, bias in given.logit_bias.items()}
+    if given.logprobs or given.top_logprobs is not None:
+        if not given.logprobs:
+            raise RequestError(400, "top_logprobs needs logprobs: true", "invalid_value", "top_logprobs")
+        out["logprobs"] = given.top_logprobs or 0
+    if "stop" in out and not isinstance(out["stop"], str):
+        out["stop"] = tuple(out["stop"])
+    return _replaced(defaults.sampling, {**out, **_form(given)})
+
+
+def _replaced(default: Sampling, changes: dict[str, Any]) -> Sampling:
+    from dataclasses import replace
+
+    return replace(default, **changes)
+
+
+def _token(text: str) -> int | str:
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else text
+
+
+def _form(given: ChatRequest) -> dict[str, Any]:
+    """Chooses what the answer has to follow."""
+    forms: list[tuple[str, Any]] = []
+    if given.grammar is not None:
+        if "::=" not in given.grammar:
+            raise RequestError(400, 'grammar: it has no rule, as root ::= "yes" | "no"', "invalid_value", "grammar")
+        forms.append(("grammar", given.grammar))
+    if given.json_schema is not None:
+        forms.append(("json_schema", given.json_schema))
+    if given.response_format is not None and (schema := _schema(given.response_format)) is not None:
+        forms.append(("json_schema", schema))
+    forced = calling.forced_schema(given.tools, given.tool_choice) if given.tools else None
+    if forced is not None:
+        forms.append(("json_schema", forced))
+    elif given.tool_choice not in (None, "none", "auto") and not given.tools:
+        raise RequestError(400, "tool_choice: there are no tools", "invalid_value", "tool_choice")
+    if len(forms) > 1:
+        raise RequestError(
+            400, "an answer has one form: a grammar, a json_schema, a response_format or a tool call", "invalid_value"
+        )
+    return dict(forms)
+
+
+def _schema(form: ResponseFormat) -> dict[str, Any] | None:
+    if form.type == "text":
+        return None
+    given = form.json_schema.schema_ if form.json_schema is not None else form.schema_
+    if form.type == "json_schema" and given is None:
+        raise RequestError(400, "response_format: json_schema without a schema", "invalid_value", "response_format")
+    return given if given is not None else {"type": "object"}

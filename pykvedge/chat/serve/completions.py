@@ -1,0 +1,253 @@
+"""POST /v1/chat/completions: one JSON object, or a stream of chunks."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from pykvedge.chat.serve import asking, errors
+from pykvedge.chat.serve import tools as calling
+from pykvedge.chat.serve.job import Done, Event, Failed, Request, Step, Text
+from pykvedge.chat.serve.service import Service
+from pykvedge.chat.serve.waiting import Waiting
+from pykvedge.chat.serve.wire import ChatRequest
+from pykvedge.runtime.logprobs import Alternative, Token
+from pykvedge.runtime.report import Report
+
+Events = AsyncIterator[tuple[int, Event]]
+FINISH = {"end": "stop", "stop": "stop", "length": "length", "context": "length", "cancelled": "stop"}
+_STEP_S = 0.1  # between two steps of progress that are told
+_QUIET_S = 10.0  # a stream that has nothing to say says so after this
+
+
+async def answer(service: Service, http: HttpRequest, given: ChatRequest) -> Response:
+    """Answers a chat request. Raises RequestError and what the engine raises."""
+    waiting = await asked(service, http, given)
+    if not given.stream:
+        return JSONResponse(completion(service, given, await complete(waiting)))
+    at_once = given.kvedge is not None and given.kvedge.progress
+    events = waiting.events() if at_once else await begun(waiting)
+    return streamed(Chunks(service, given, waiting).written(events))
+
+
+async def asked(service: Service, http: HttpRequest, given: ChatRequest, count_only: bool = False) -> Waiting:
+    """Hands a chat request to the engine. count_only: nobody wants an answer, but to know how many tokens it has."""
+    service.check_model(given.model)
+    async with service.looking:
+        request = await asyncio.to_thread(asking.request_of, given, service.defaults)
+    waiting = Waiting(service.engine, http)
+    _submit(waiting, replace(request, count_only=count_only), given.n or 1)
+    return waiting
+
+
+async def complete(waiting: Waiting) -> list[Done]:
+    """Waits for all answers. Raises what one of them failed with and where the client left."""
+    with waiting:
+        done: dict[int, Done] = {}
+        async for number, event in waiting.events():
+            if isinstance(event, Failed):
+                raise event.error
+            if isinstance(event, Done):
+                done[number] = event
+        return [done[i] for i in sorted(done)]
+
+
+async def begun(waiting: Waiting) -> Events:
+    """Waits until an answer begins: an error before its first word still has a status of its own."""
+    events = waiting.events()
+    try:
+        async for number, event in events:
+            if isinstance(event, Failed):
+                raise event.error
+            if not isinstance(event, Step):
+                return _again((number, event), events)
+    except BaseException:
+        waiting.__exit__()
+        raise
+    return events
+
+
+async def _again(first: tuple[int, Event], events: Events) -> Events:
+    yield first
+    async for item in events:
+        yield item
+
+
+def streamed(lines: AsyncIterator[str]) -> Response:
+    """Makes the response that sends events as they come."""
+    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+    return StreamingResponse(lines, media_type="text/event-stream", headers=headers)
+
+
+def _submit(waiting: Waiting, request: Request, n: int) -> None:
+    seed = request.sampling.seed
+    try:
+        for i in range(n):
+            sampling = request.sampling if seed is None else replace(request.sampling, seed=(seed + i) % 2**32)
+            waiting.submit(replace(request, sampling=sampling))
+    except BaseException:
+        waiting.__exit__()
+        raise
+
+
+# ---------------------------------------------------------------------------------------------------
+
+
+def completion(service: Service, given: ChatRequest, done: list[Done]) -> dict[str, Any]:
+    """Makes the object of an answer that is complete."""
+    choices = []
+    for i, report in enumerate(one.report for one in done):
+        text, calls = _calls(given, report.text)
+        message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
+        if calls:
+            message["tool_calls"] = calls
+        choices.append(
+            {
+                "index": i,
+                "message": message,
+                "finish_reason": _finish(report, bool(calls)),
+                "logprobs": _logprobs(report.logprobs),
+            }
+        )
+    return {
+        **_about(service, "chat.completion"),
+        "choices": choices,
+        "usage": usage([one.report for one in done]),
+        "kvedge": figures(done),
+    }
+
+
+def _about(service: Service, what: str) -> dict[str, Any]:
+    return {
+        "id": f"chatcmpl-{secrets.token_hex(12)}",
+        "object": what,
+        "created": int(time.time()),
+        "model": service.name,
+        "system_fingerprint": service.fingerprint,
+    }
+
+
+def _calls(given: ChatRequest, text: str) -> tuple[str, list[dict[str, Any]]]:
+    if not given.tools or given.tool_choice == "none":
+        return text, []
+    return calling.calls_in(text, given.tools)
+
+
+def _finish(report: Report, called: bool) -> str:
+    return "tool_calls" if called and report.finish in ("end", "stop") else FINISH.get(report.finish, "stop")
+
+
+def usage(reports: list[Report]) -> dict[str, Any]:
+    """Counts tokens: of the prompt once, of all answers together."""
+    first = reports[0].tokens
+    prompt, generated = first.prompt + first.reused, sum(report.tokens.generated for report in reports)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": generated,
+        "total_tokens": prompt + generated,
+        "prompt_tokens_details": {"cached_tokens": first.reused},
+    }
+
+
+def figures(done: list[Done]) -> list[dict[str, Any]]:
+    """Says what each answer cost, as `kvedge chat --json` does, without what is said elsewhere; and of patches.kept."""
+    told = ("method", "budget", "stop", "tokens", "kv", "time")
+    out = [{name: part for name, part in one.report.as_json().items() if name in told} for one in done]
+    for one, of in zip(done, out, strict=True):
+        of.update({"patches": one.patches} if one.patches is not None else {})
+    return out
+
+
+def _logprobs(tokens: list[Token] | tuple[Token, ...] | None) -> dict[str, Any] | None:
+    if tokens is None:
+        return None
+    return {
+        "content": [{**_plain(token), "top_logprobs": [_plain(t) for t in token.top]} for token in tokens],
+        "refusal": None,
+    }
+
+
+def _plain(token: Token | Alternative) -> dict[str, Any]:
+    return {"token": token.text, "logprob": max(token.logprob, -9999.0), "bytes": list(token.data)}
+
+
+# ---------------------------------------------------------------------------------------------------
+
+
+class Chunks:
+    """An answer as chunks of a stream."""
+
+    def __init__(self, service: Service, given: ChatRequest, waiting: Waiting) -> None:
+        self._service, self._given, self._waiting = service, given, waiting
+        self._head = _about(service, "chat.completion.chunk")
+        self._usage = given.stream_options is not None and given.stream_options.include_usage
+        self._done: dict[int, Done] = {}
+        self._progress = given.kvedge is not None and given.kvedge.progress
+
+    async def written(self, events: Events) -> AsyncIterator[str]:
+        """Yields the stream. A client that leaves ends it, and with it the jobs."""
+        with self._waiting:
+            for i in range(len(self._waiting.jobs)):
+                yield self._chunk(i, {"role": "assistant", "content": ""})
+            try:
+                async for line in self._lines(events):
+                    yield line
+            except Exception as error:
+                yield f"data: {json.dumps(errors.body(errors.of(error)))}\n\n"
+            else:
+                if self._usage:
+                    done = [self._done[i] for i in sorted(self._done)]
+                    last = {**self._head, "choices": [], "usage": usage([one.report for one in done])}
+                    last["kvedge"] = figures(done)
+                    yield f"data: {json.dumps(last)}\n\n"
+            yield "data: [DONE]\n\n"
+
+    async def _lines(self, events: Events) -> AsyncIterator[str]:
+        said = time.monotonic()
+        async for number, event in events:
+            if isinstance(event, Failed):
+                raise event.error
+            if isinstance(event, Step) and self._progress and event.share < 1 and time.monotonic() - said < _STEP_S:
+                continue
+            if isinstance(event, Step) and time.monotonic() - said > _QUIET_S:
+                yield f": {event.what}, {100 * event.share:.0f} %\n\n"
+                said = time.monotonic()
+            for line in self._of(number, event):
+                said = time.monotonic()
+                yield line
+
+    def _of(self, number: int, event: Any) -> list[str]:
+        given = self._given
+        if isinstance(event, Step) and self._progress:
+            told = {"progress": {"what": event.what, "share": round(event.share, 4)}}
+            return [f"data: {json.dumps({**self._head, 'choices': [], 'kvedge': told})}\n\n"]
+        if isinstance(event, Text):
+            if given.tools and given.tool_choice != "none":
+                return []  # what it is, text or a call, is known at its end
+            return [self._chunk(number, {"content": event.text}, logprobs=_logprobs(event.tokens or None))]
+        if not isinstance(event, Done):
+            return []
+        self._done[number] = event
+        lines = []
+        text, calls = _calls(given, event.report.text)
+        if given.tools and given.tool_choice != "none":
+            delta: dict[str, Any] = {"content": text} if text else {}
+            if calls:
+                delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
+            lines.append(self._chunk(number, delta, logprobs=_logprobs(event.report.logprobs)))
+        return [*lines, self._chunk(number, {}, finish=_finish(event.report, bool(calls)))]
+
+    def _chunk(
+        self, number: int, delta: dict[str, Any], finish: str | None = None, logprobs: dict[str, Any] | None = None
+    ) -> str:
+        choice = {"index": number, "delta": delta, "finish_reason": finish, "logprobs": logprobs}
+        usage_: dict[str, Any] = {"usage": None} if self._usage else {}
+        return f"data: {json.dumps({**self._head, 'choices': [choice], **usage_})}\n\n"

@@ -1,0 +1,243 @@
+"""The Decoder has the context that all conversations of a server share, and takes their jobs on, batch by batch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+
+import numpy as np
+
+from pykvedge.chat.serve import patches
+from pykvedge.chat.serve.batch import TokenBatch
+from pykvedge.chat.serve.job import Done, Step
+from pykvedge.chat.serve.limits import Limits
+from pykvedge.chat.serve.parked import Park, Parked
+from pykvedge.chat.serve.preparing import Preparer
+from pykvedge.chat.serve.slot import Prepared, Slot
+from pykvedge.errors import CancelledError, OutOfMemoryError, SessionFileError, UnsupportedError
+from pykvedge.models import profiles
+from pykvedge.models.model import Model
+from pykvedge.models.vision import ImagePiece
+from pykvedge.runtime import figures, libkvedge
+from pykvedge.runtime.driver import Driver
+from pykvedge.runtime.opening import Standing
+
+SHARED = 128  # tokens of a prompt that are read at once while others are answered, who wait for them
+
+WATCHED = 16  # so many tokens of a prompt are over before anybody notices; being asked at every node costs as much
+
+Ended = list[tuple[Slot, Exception | None]]
+
+
+class _Given:
+    """Tells llama.cpp to stop when everybody who has a part in a batch has given up."""
+
+    def __init__(self, slots: Iterable[Slot]) -> None:
+        self._slots = list(slots)
+
+    def is_set(self) -> bool:
+        return all(slot.job.cancelled.is_set() for slot in self._slots)
+
+
+def _without(slots: list[Slot], ended: Ended) -> list[Slot]:
+    gone = {slot.sequence for slot, _ in ended}
+    return [slot for slot in slots if slot.sequence not in gone]
+
+
+class Decoder:
+    """For one thread."""
+
+    def __init__(self, driver: Driver, model: Model, preparer: Preparer, park: Park, limits: Limits) -> None:
+        self._driver, self._model, self._preparer, self._park = driver, model, preparer, park
+        self._limits, self._llama = limits, driver.context.llama
+        self._batch = TokenBatch(self._llama, driver.context.n_ubatch)
+        self.n_bytes = 0  # of keys and values, after the last turn
+
+    def close(self) -> None:
+        """Frees the context."""
+        self._driver.close()
+
+    # ---------------------------------------------------------------------------------------------------
+
+    def begin(self, work: Prepared, taken: set[int]) -> tuple[Slot | None, Exception | None]:
+        """Gives a job one of the sequences that nobody has; or tells why that cannot be."""
+        sequence = next(n for n in range(self._limits.slots) if n not in taken)
+        slot = Slot.of(sequence, work, self._model)
+        try:
+            if work.job.cancelled.is_set():
+                raise CancelledError
+            plan, cache = work.job.request.plan, self._driver.cache
+            if cache is None:
+                self._driver.require_full(plan)
+            else:
+                cache.set_sequence_plan(sequence, plan, profiles.tables_for(plan, self._model.path, None, spare=True))
+                if work.parked is not None:
+                    libkvedge.unpack(cache, work.parked.rows, self._preparer.model_name, sequence)
+            work.parked = None
+        except Exception as error:
+            self._free(slot)
+            return None, error
+        return slot, None
+
+    def turn(self, slots: list[Slot]) -> Ended:
+        """Reads a part of a prompt, and a token of every answer. Returns the jobs that have ended with it, and how."""
+        ended = [self._end(slot, "cancelled") for slot in slots if slot.job.cancelled.is_set()]
+        going = _without(slots, ended)
+        reader = next((slot for slot in going if slot.next is None), None)
+        if reader is not None and reader.steps and isinstance(reader.steps[0], ImagePiece):
+            ended += self._read_image(reader)
+            reader = None
+        answering = [slot for slot in going if slot.next is not None]
+        if answering or reader is not None:
+            ended += self._decode(answering, reader)
+        self._measure(_without(slots, ended))
+        return ended
+
+    def report(self, slot: Slot) -> None:
+        """Tells that an answer is complete."""
+        slot.job.end(Done(slot.job.report, slot.job.patches))
+
+    def reserved(self, slots: list[Slot]) -> int:
+        """Counts the bytes that these jobs take at most from now on."""
+        return sum(slot.work.need for slot in slots)
+
+    # ---------------------------------------------------------------------------------------------------
+
+    def _read_image(self, slot: Slot) -> Ended:
+        piece, context = slot.steps.popleft(), self._driver.context
+        context.sequence, context.n_past = slot.sequence, slot.n_past
+        context.stop_when(_Given([slot]))  # type: ignore[arg-type]
+        try:
+            self._driver.read_step(piece, want_logits=not slot.steps)
+        except Exception as error:
+            return [self._end(slot, "", error)]
+        finally:
+            context.stop_when(None)
+        slot.moved(piece.n_tokens, context.n_past)
+        self._tell(slot)
+        return [] if slot.steps else self._begin_answer(slot, -1)
+
+    def _decode(self, answering: list[Slot], reader: Slot | None) -> Ended:
+        """Decodes in one batch; where that fails, one by one, so that nobody fails with another."""
+        slots = [*answering, *([reader] if reader is not None else [])]
+        before = [list(slot.steps) for slot in slots]
+        try:
+            return self._decode_once(answering, reader)
+        except Exception as error:
+            if len(slots) == 1:
+                return [self._end(slots[0], "", error)]
+        ended: Ended = []
+        for slot, steps in zip(slots, before, strict=True):
+            slot.steps.clear()
+            slot.steps.extend(steps)
+            ended += self._decode([], slot) if slot is reader else self._decode([slot], None)
+        return ended
+
+    def _decode_once(self, answering: list[Slot], reader: Slot | None) -> Ended:
+        batch, context = self._batch, self._driver.context
+        batch.clear()
+        places = [batch.add([slot.next or 0], slot.n_past, slot.sequence, True) for slot in answering]
+        part: list[int] = []
+        if reader is not None:
+            part = reader.text_step(min(batch.room, SHARED) if answering else batch.room)
+            place = batch.add(part, reader.n_past, reader.sequence, not reader.steps)
+        if len(part) > WATCHED and reader is not None:
+            context.stop_when(_Given([*answering, reader]))  # type: ignore[arg-type]
+        try:
+            with self._driver.explained():
+                context.decode_batch(batch.as_llama())
+        finally:
+            context.stop_when(None)
+        ended: Ended = []
+        for slot in answering:
+            slot.moved(1)
+        for slot, output in zip(answering, places, strict=True):
+            ended += self._next(slot, output)
+        if reader is not None:
+            reader.moved(len(part))
+            self._tell(reader)
+            ended += [] if reader.steps else self._begin_answer(reader, place)
+        return ended
+
+    def _tell(self, slot: Slot) -> None:
+        slot.job.emit(Step("reading the prompt", slot.share))
+
+    def _begin_answer(self, slot: Slot, output: int) -> Ended:
+        """Compresses a prompt that was read, and chooses the first token of its answer."""
+        try:
+            started = time.perf_counter()
+            slot.job.report.time.prefill_s = started - slot.began
+            self._compress(slot)
+            slot.job.report.time.compress_s = time.perf_counter() - started
+        except Exception as error:
+            return [self._end(slot, "", error)]
+        return self._next(slot, output)
+
+    def _compress(self, slot: Slot) -> None:
+        cache, report, work = self._driver.cache, slot.job.report, slot.work
+        if cache is None:
+            return
+        stats = cache.stats(slot.sequence)
+        slot.compressed_tokens += stats.n_pending
+        cache.compress(slot.sequence)
+        after = cache.stats(slot.sequence)
+        kept = after.n_compressions > stats.n_compressions
+        report.kv = figures.of_cache(self._model, cache, self._limits.kv_type, kept, slot.sequence)
+        report.kv.compressed_tokens = slot.compressed_tokens
+        if slot.job.request.patches:
+            slot.job.patches = patches.kept(cache, work.pieces, slot.n_cells - work.n_tokens, slot.sequence)
+        work.need = after.bytes + min(work.room, slot.job.request.sampling.max_tokens) * self._preparer.bytes_per_token
+
+    def _next(self, slot: Slot, output: int) -> Ended:
+        """Chooses the next token by the logits of a place in the last batch."""
+        handle, n_vocab = self._driver.context.handle, self._model.n_vocab
+        try:
+            token = slot.work.sampler.sample(handle, output)
+            logits = None
+            if slot.job.report.logprobs is not None:
+                logits = np.ctypeslib.as_array(self._llama.llama_get_logits_ith(handle, output), (n_vocab,))
+            how = slot.take(token, logits)
+        except Exception as error:
+            return [self._end(slot, "", error)]
+        return [self._end(slot, how)] if how else []
+
+    # ---------------------------------------------------------------------------------------------------
+
+    def _end(self, slot: Slot, how: str, error: Exception | None = None) -> tuple[Slot, Exception | None]:
+        if isinstance(error, CancelledError):
+            how, error = "cancelled", None
+        if error is None:
+            slot.finish(how)
+            if how != "cancelled":
+                with suppress(OutOfMemoryError, UnsupportedError, SessionFileError):
+                    self._keep(slot)
+        self._free(slot)
+        return slot, error
+
+    def _keep(self, slot: Slot) -> None:
+        cache = self._driver.cache
+        if cache is None or cache.stats(slot.sequence).bytes > self._limits.memory // 2:
+            return
+        rows = libkvedge.pack(cache, self._preparer.model_name, slot.sequence)
+        lengths = [n for heads in cache.lengths(slot.sequence) for n in heads]
+        held = sum(lengths) / len(lengths) if lengths else 0.0
+        at = Standing(slot.n_past, slot.n_cells, cache.stats(slot.sequence).n_pending, held)
+        self._park.put(self._preparer.name_after(slot.job), Parked(at, tuple(slot.pending), rows))
+
+    def _free(self, slot: Slot) -> None:
+        memory = self._llama.llama_get_memory(self._driver.context.handle)
+        self._llama.llama_memory_seq_rm(memory, slot.sequence, -1, -1)
+        if self._driver.cache is not None:
+            self._driver.cache.set_sequence_plan(slot.sequence, None)
+        slot.work.sampler.close()
+        self._preparer.release(slot.work.pieces)
+
+    def _measure(self, slots: list[Slot]) -> None:
+        cache = self._driver.cache
+        if cache is None:
+            return
+        for slot in slots:
+            stats, kv = cache.stats(slot.sequence), slot.job.report.kv
+            slot.n_bytes, kv.peak_bytes = stats.bytes, max(kv.peak_bytes, stats.peak_bytes)
+        self.n_bytes = sum(slot.n_bytes for slot in slots)

@@ -1,0 +1,54 @@
+"""What goes wrong with a request becomes an error of the wire format, with the right status."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pykvedge.errors import (
+    CancelledError,
+    ContextError,
+    ImageError,
+    KvedgeError,
+    ModelError,
+    NothingToCompressError,
+    OutOfMemoryError,
+    RequestError,
+    StateError,
+    UsageError,
+    one_line,
+)
+
+LEFT = 499  # the status of a request whose client did not wait for it
+
+
+def kind(error: RequestError) -> str:
+    """Names the type that clients of OpenAI's interface know."""
+    kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+    return kinds.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
+
+
+def body(error: RequestError) -> dict[str, Any]:
+    """Makes the body of the response."""
+    return {"error": {"message": error.message, "type": kind(error), "param": error.param, "code": error.code}}
+
+
+def of(error: Exception) -> RequestError:
+    """Makes the error for what was raised while a request was looked at or answered."""
+    if isinstance(error, RequestError):
+        return error
+    text = one_line(error)
+    if isinstance(error, ContextError):
+        return RequestError(400, text, "context_length_exceeded", "messages")
+    if isinstance(error, ImageError):
+        return RequestError(400, text, "invalid_image", "messages")
+    if isinstance(error, CancelledError):
+        return RequestError(503, "the answer was given up, because the server goes down", "cancelled", retry_s=5)
+    if isinstance(error, StateError):
+        return RequestError(503, text, "unavailable", retry_s=5)
+    if isinstance(error, OutOfMemoryError):
+        return RequestError(503, text, "out_of_memory", retry_s=5)
+    if isinstance(error, (UsageError, NothingToCompressError, ModelError)):
+        return RequestError(400, text, "invalid_value")
+    if isinstance(error, KvedgeError):
+        return RequestError(500, text)
+    return RequestError(500, f"unexpected {type(error).__name__}: {text}")

@@ -1,0 +1,98 @@
+"""A Job is one answer that somebody waits for; what happens to it is told event by event."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+from pykvedge.models.prompt import Message
+from pykvedge.plans.plan import Plan
+from pykvedge.runtime.logprobs import Token
+from pykvedge.runtime.report import Report
+from pykvedge.runtime.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class Step:
+    """The job has come so far: what is done now, and its share from 0 to 1."""
+
+    what: str
+    share: float
+
+
+@dataclass(frozen=True)
+class Text:
+    """The answer goes on with this text. tokens: those of it that are certain, where logprobs were asked for."""
+
+    text: str
+    tokens: tuple[Token, ...] = ()
+
+
+@dataclass(frozen=True)
+class Done:
+    """The answer is complete; the job's report says how it ended and what it cost. patches: of patches.kept."""
+
+    report: Report
+    patches: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Failed:
+    """There is no answer, or no more of it."""
+
+    error: Exception
+
+
+Event: TypeAlias = Step | Text | Done | Failed
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a model is asked: a conversation that ends where it is to answer.
+
+    values: variables for the chat template, as the tools that there are. patches: whether the report is to tell what
+    is left of each picture. count_only: the report is to have the tokens of the prompt, and nothing is read.
+    """
+
+    messages: list[Message]
+    plan: Plan
+    sampling: Sampling
+    values: Mapping[str, Any] = field(default_factory=dict)
+    patches: bool = False
+    count_only: bool = False
+
+
+class Job:
+    """A request on its way. emit is called with each event, in threads of the engine; it must not wait."""
+
+    def __init__(self, request: Request, emit: Callable[[Event], None]) -> None:
+        self.request, self.emit = request, emit
+        self.id = secrets.token_hex(8)
+        self.cancelled = threading.Event()
+        self.said: list[Any] = []  # what was said (parked.said_in), once that was looked at
+        self.report = Report(request.plan.method, request.plan.budget.value)
+        self.report.logprobs = None if request.sampling.logprobs is None else []
+        self.asked_at = time.perf_counter()
+        self.since = time.time()  # seconds since 1970
+        self.first_token_s: float | None = None  # since it was asked
+        self.patches: dict[str, Any] | None = None  # (patches.kept)
+        self.over = False
+
+    @property
+    def picture_bytes(self) -> int:
+        """So many bytes of pixels wait to be looked at."""
+        return sum(len(picture.rgb) for message in self.request.messages for picture in message.pictures)
+
+    def forget_messages(self) -> None:
+        """Frees the pictures: the prompt was made of them."""
+        self.request = replace(self.request, messages=[])
+
+    def end(self, event: Done | Failed) -> None:
+        """Tells how it ended. Does nothing the second time."""
+        if not self.over:
+            self.over = True
+            self.emit(event)

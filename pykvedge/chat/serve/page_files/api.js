@@ -1,0 +1,85 @@
+// What the page asks the server, with the key where one is wanted.
+
+export class ApiError extends Error {
+  constructor(message, status) {
+    super(message);
+    this.status = status;
+  }
+}
+
+const KEY = "kvedge-key";
+
+export function setKey(key) {
+  sessionStorage.setItem(KEY, key);
+}
+
+async function request(path, options = {}) {
+  const key = sessionStorage.getItem(KEY);
+  const headers = { ...options.headers, ...(key ? { Authorization: `Bearer ${key}` } : {}) };
+  let response;
+  try {
+    response = await fetch(path, { ...options, headers });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ApiError("The server does not answer.", 0);
+  }
+  if (!response.ok) throw await failure(response);
+  return response;
+}
+
+async function failure(response) {
+  const body = await response.json().catch(() => ({}));
+  const wait = response.headers.get("Retry-After");
+  const text = body.error?.message ?? `status ${response.status}`;
+  return new ApiError(wait ? `${text} (try again in ${wait} s)` : text, response.status);
+}
+
+export async function read(path) {
+  return (await request(path)).json();
+}
+
+export async function remove(path) {
+  return (await request(path, { method: "DELETE" })).json();
+}
+
+// The JSON of each event of a stream, until it ends.
+async function* events(response) {
+  const decoder = new TextDecoderStream();
+  const reader = response.body.pipeThrough(decoder).getReader();
+  let rest = "";
+  try {
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) return;
+      const lines = (rest + value).split("\n");
+      rest = lines.pop();
+      for (const line of lines) {
+        if (line === "data: [DONE]") return;
+        if (line.startsWith("data: ")) yield JSON.parse(line.slice(6));
+      }
+    }
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}
+
+export async function* watch(path, signal) {
+  yield* events(await request(path, { signal }));
+}
+
+// The chunks of an answer. A chunk that tells of an error is thrown.
+export async function* chat(body, signal) {
+  const response = await request("v1/chat/completions", {
+    method: "POST",
+    headers: { "Content-Type": "application/json" },
+    body: JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true } }),
+    signal,
+  });
+  let ended = false;
+  for await (const chunk of events(response)) {
+    if (chunk.error) throw new ApiError(chunk.error.message, 200);
+    ended ||= Boolean(chunk.usage);
+    yield chunk;
+  }
+  if (!ended) throw new ApiError("The answer broke off: the server has gone.", 0);
+}

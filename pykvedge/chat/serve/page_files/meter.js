@@ -1,0 +1,60 @@
+// What the server takes of memory, as it changes, and the conversations that it keeps.
+
+import * as api from "./api.js";
+import { $, bar, bytes, element, percent } from "./show.js";
+
+const AGAIN_MS = 3000;
+
+export async function follow() {
+  for (;;) {
+    try {
+      for await (const now of api.watch("v1/kvedge/events")) told(now);
+    } catch (error) {
+      if (error.status === 401) return;
+    }
+    $("requests").textContent = "the server does not answer";
+    await new Promise((resolve) => setTimeout(resolve, AGAIN_MS));
+  }
+}
+
+function told({ memory }) {
+  const held = memory.kv_bytes + memory.parked_bytes;
+  $("all").textContent = `${bytes(held)} of ${bytes(memory.limit_bytes)}`;
+  bar("all-bar", held / memory.limit_bytes);
+  $("private").textContent = bytes(memory.private_bytes);
+  $("requests").textContent = `${memory.running} now, ${memory.waiting} waiting`;
+}
+
+// What the last answer kept. figures: of the answer, null where there is none yet.
+export function kept(figures) {
+  const kv = figures?.kv;
+  if (!kv?.full_bytes) {
+    $("kept").textContent = figures ? "the cache stays with llama.cpp" : "no answer yet";
+    bar("kept-bar", 0);
+    return;
+  }
+  $("kept").textContent = `${bytes(kv.kept_bytes)} of ${bytes(kv.full_bytes)}, ${percent(kv.kept_bytes / kv.full_bytes)}`;
+  bar("kept-bar", kv.kept_bytes / kv.full_bytes);
+}
+
+export function speed(tokens, seconds) {
+  $("speed").textContent = tokens > 1 && seconds > 0 ? ((tokens - 1) / seconds).toFixed(1) : "–";
+}
+
+export function first(seconds) {
+  $("first").textContent = seconds === null ? "–" : `${seconds.toFixed(2)} s`;
+}
+
+export async function sessions() {
+  const { sessions: found } = await api.read("v1/kvedge/sessions");
+  const rows = found.map((one) => {
+    const end = element("button", { className: "plain", textContent: one.state === "parked" ? "Forget" : "End" });
+    end.setAttribute("aria-label", `${end.textContent} the conversation of ${one.tokens ?? "?"} tokens`);
+    end.onclick = () => api.remove(`v1/kvedge/sessions/${one.id}`).catch(() => {}).finally(sessions);
+    const cells = [one.where ?? one.state, one.tokens ?? "", (one.bytes / (1 << 20)).toFixed(2)];
+    return element("tr", {}, ...cells.map((text) => element("td", { textContent: text })), element("td", {}, end));
+  });
+  if (!rows.length) rows.push(element("tr", {}, element("td", { colSpan: 4, textContent: "none" })));
+  $("sessions").hidden = false;
+  $("sessions").tBodies[0].replaceChildren(...rows);
+}

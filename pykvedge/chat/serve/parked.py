@@ -1,0 +1,149 @@
+"""Conversations that wait for their next message: their compressed rows, in memory under a bound, then in a folder.
+
+One is found again by what was said in it, so that clients which send the whole conversation each time - as the wire
+formats want it - go on from its rows. Its name is a hash; neither text nor pictures are kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from pykvedge.errors import UsageError
+from pykvedge.models.prompt import Message
+from pykvedge.plans.plan import Plan
+from pykvedge.runtime.cachefolder import CacheFolder
+from pykvedge.runtime.opening import Standing
+
+KIND = "conversations"
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Parked:
+    """A conversation up to its last answer. pending: tokens of it that were not read yet. len(): its bytes, about."""
+
+    standing: Standing
+    pending: tuple[int, ...]
+    rows: bytes | bytearray | memoryview
+    since: float = field(default_factory=time.time, compare=False)  # seconds since 1970
+
+    def __len__(self) -> int:
+        return len(self.rows) + 512
+
+    def encode(self) -> list[bytes | bytearray | memoryview]:
+        """Writes it, in parts: the length of a JSON text in 4 bytes, that text, and the rows."""
+        text = json.dumps({**asdict(self.standing), "pending": list(self.pending)}).encode()
+        return [len(text).to_bytes(4, "little"), text, self.rows]
+
+    @classmethod
+    def decode(cls, data: memoryview) -> Parked:
+        """Raises ValueError for what is none."""
+        end = 4 + int.from_bytes(data[:4], "little")
+        try:
+            given = json.loads(bytes(data[4:end]))
+            pending = tuple(given.pop("pending"))
+            standing = Standing(**{f.name: given.pop(f.name) for f in fields(Standing)})
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(str(error)) from None
+        counts = (standing.n_past, standing.n_cells, standing.compressed_tokens, *pending)
+        if given or not all(type(n) is int and n >= 0 for n in counts) or not isinstance(standing.held, (int, float)):
+            raise ValueError("a conversation that cannot be")
+        return cls(standing, pending, data[end:])
+
+
+def said_in(messages: Iterable[Message]) -> list[Any]:
+    """Lists what was said, with hashes in the place of pictures."""
+    return [[m.role, m.text, dict(m.fields), [p.key for p in m.pictures]] for m in messages]
+
+
+def name_of(about: Sequence[str], plan: Plan, values: Mapping[str, Any], said: Sequence[Any]) -> str:
+    """Makes a name that is equal for conversations whose rows are equal. about: all else that they depend on."""
+    text = json.dumps([_VERSION, *about, plan.to_json(), values, said], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+class Park:
+    """Keeps conversations that were parked; the one used longest ago leaves memory for the folder first.
+
+    Any thread may call it. With the folder, a bound of memory loses nothing but time.
+    """
+
+    def __init__(self, folder: CacheFolder | None) -> None:
+        """folder: bounded itself; None: what leaves memory is gone."""
+        self._folder = folder
+        self._held: OrderedDict[str, Parked] = OrderedDict()
+        self._lock = threading.Lock()
+        self.n_bytes = 0  # in memory
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    @property
+    def folder_bytes(self) -> int:
+        """So many bytes lie in the folder."""
+        return self._folder.total_bytes() if self._folder is not None else 0
+
+    def put(self, name: str, parked: Parked) -> None:
+        """Keeps a conversation in memory, in place of one of the same name."""
+        with self._lock:
+            self._drop(name)
+            self._held[name] = parked
+            self.n_bytes += len(parked)
+
+    def get(self, name: str) -> Parked | None:
+        """Returns a conversation, which stays: its last message may be put in other words."""
+        with self._lock:
+            if name in self._held:
+                self._held.move_to_end(name)
+                return self._held[name]
+        data = self._folder.get(KIND, name) if self._folder is not None else None
+        try:
+            return Parked.decode(data) if data is not None else None
+        except ValueError:
+            return None
+
+    def shrink(self, limit: int) -> None:
+        """Makes what is in memory take at most so many bytes."""
+        while self.n_bytes > max(limit, 0):
+            with self._lock:
+                if not self._held:
+                    return
+                name, oldest = next(iter(self._held.items()))
+            if self._folder is not None:
+                self._folder.put(KIND, name, oldest.encode())
+            with self._lock:
+                if self._held.get(name) is oldest:
+                    self._drop(name)
+
+    def listed(self) -> list[dict[str, Any]]:
+        """Describes the conversations that wait; of those in the folder no more is known than their bytes."""
+        with self._lock:
+            held = dict(self._held)
+        out = [{"id": name, "state": "parked", "where": "memory", "tokens": one.standing.n_cells, "bytes": len(one),
+                "since": one.since} for name, one in held.items()]  # fmt: skip
+        there = self._folder.entries(KIND) if self._folder is not None else {}
+        out += [{"id": name, "state": "parked", "where": "folder", "bytes": size, "since": since}
+                for name, (size, since) in there.items() if name not in held]  # fmt: skip
+        return out
+
+    def forget(self, name: str) -> bool:
+        """Drops a conversation, from the folder too; False is returned where there is none."""
+        with self._lock:
+            there = name in self._held
+            self._drop(name)
+        try:
+            gone = self._folder is not None and self._folder.remove(KIND, name)
+        except UsageError:  # no name of a conversation
+            gone = False
+        return there or gone
+
+    def _drop(self, name: str) -> None:
+        old = self._held.pop(name, None)
+        self.n_bytes -= len(old) if old is not None else 0

@@ -1,0 +1,152 @@
+"""Before a job gets a slot its conversation is looked up, its prompt cut into tokens, and its images are encoded."""
+
+from __future__ import annotations
+
+from pykvedge.chat.serve.job import Job, Step
+from pykvedge.chat.serve.limits import Limits
+from pykvedge.chat.serve.parked import Park, Parked, name_of, said_in
+from pykvedge.chat.serve.slot import Prepared
+from pykvedge.errors import ContextError, RequestError, StateError, UsageError
+from pykvedge.models.composer import Composer
+from pykvedge.models.prompt import Message, check_places
+from pykvedge.models.shape import ModelShape
+from pykvedge.models.vision import ImagePiece, Piece, TextPiece, Vision
+from pykvedge.plans.kvtypes import KvType
+from pykvedge.plans.presets import check_protection
+from pykvedge.runtime import libkvedge
+from pykvedge.runtime.interrupt import stop_if_set
+from pykvedge.runtime.llama_context import N_UBATCH
+from pykvedge.runtime.loaded import Loan
+from pykvedge.runtime.pruning import planned
+from pykvedge.runtime.sampler import Sampler
+from pykvedge.runtime.sessionfile import fingerprint
+
+
+class Preparer:
+    """Prepares one job at a time, for one thread."""
+
+    def __init__(self, loan: Loan, park: Park, limits: Limits) -> None:
+        """Raises ModelError for a chat template that cannot be read."""
+        self._model, self._park, self._limits, self._threads = loan.model, park, limits, loan.threads
+        self.vision = Vision(loan.encoder, loan.caches.images) if loan.encoder is not None else None
+        self._composer = Composer(loan.model, self.vision)
+        encoder = fingerprint(loan.encoder.header) if loan.encoder is not None else ""
+        self.model_name = fingerprint(loan.model.header)
+        self._about = [libkvedge.version(), self.model_name, encoder, limits.kv_type]
+        element = KvType.parse(limits.kv_type).plain.bytes_per_value
+        self.bytes_per_token = int(ModelShape.of(loan.model.header).kv_per_token(element))
+
+    def prepare(self, job: Job) -> Prepared:
+        """Raises ContextError, RequestError, ImageError, UsageError, ModelError, GrammarError, CancelledError."""
+        request = job.request
+        self._check(request.messages)
+        job.said = said_in(request.messages)
+        parked = self._find(job)
+        pieces = self._pieces(job, parked)
+        job.forget_messages()
+        try:
+            self._encode(job, pieces)
+            job.report.tokens.add(pieces)
+            if parked is not None:
+                job.report.tokens.reused = parked.standing.n_cells
+            work = Prepared(job, pieces, Sampler(request.sampling, self._model), parked)
+            try:
+                self._fit(work)
+            except BaseException:
+                work.sampler.close()
+                raise
+        except BaseException:
+            self.release(pieces)
+            raise
+        return work
+
+    def count(self, job: Job) -> None:
+        """Puts into the report how many tokens the prompt has. Raises ImageError, UsageError, ModelError."""
+        self._check(job.request.messages)
+        pieces = self._pieces(job, None)
+        job.forget_messages()
+        job.report.tokens.add(pieces)
+        self.release(pieces)
+
+    def name_after(self, job: Job) -> str:
+        """Names the conversation with its answer."""
+        request = job.request
+        said = [*job.said, *said_in([Message("assistant", job.report.text)])]
+        return name_of(self._about, request.plan, request.values, said)
+
+    def release(self, pieces: list[Piece]) -> None:
+        """Frees what the image encoder holds of the pieces."""
+        if self.vision is not None:
+            self.vision.release(pieces)
+
+    # ---------------------------------------------------------------------------------------------------
+
+    def _check(self, messages: list[Message]) -> None:
+        for message in messages:
+            if message.pictures and self.vision is None:
+                raise UsageError(f"{self._model.path.name} was loaded without an image encoder, so it sees no images")
+            if message.role == "user":
+                check_places(message.text, len(message.pictures))
+
+    def _find(self, job: Job) -> Parked | None:
+        """Finds the conversation that this one goes on from by one message of the user's."""
+        said = job.request.messages
+        if [m.role for m in said[-3:]] != ["user", "assistant", "user"] or said[-2].fields:
+            return None
+        return self._park.get(name_of(self._about, job.request.plan, job.request.values, job.said[:-1]))
+
+    def _pieces(self, job: Job, parked: Parked | None) -> list[Piece]:
+        request, composer = job.request, self._composer
+        if parked is not None:
+            before: list[Piece] = [TextPiece(list(parked.pending))] if parked.pending else []
+            written = composer.following(request.messages, request.values)
+            new = composer.pieces(written, request.messages[-1].pictures)
+            return before + planned(new, request.plan, self._threads)
+        pictures = [picture for message in request.messages for picture in message.pictures]
+        written = composer.first(request.messages, request.values)
+        return planned(composer.pieces(written, pictures), request.plan, self._threads)
+
+    def _encode(self, job: Job, pieces: list[Piece]) -> None:
+        images = [piece for piece in pieces if isinstance(piece, ImagePiece)]
+        if images and self.vision is None:
+            raise StateError("the server has no image encoder")
+        largest = max((piece.n_tokens for piece in images), default=0)
+        if self.vision is not None and largest > N_UBATCH and self.vision.non_causal():
+            raise ContextError(f"an image of {largest} tokens is more than the {N_UBATCH} that one pass holds")
+
+        def look(i: int, share: float) -> None:
+            job.emit(Step(f"encoding image {i + 1} of {len(images)}", (i + share) / len(images)))
+            stop_if_set(job.cancelled)
+
+        for i, piece in enumerate(images):
+            look(i, 0.0)
+            if self.vision is not None:
+                self.vision.encode(piece, lambda share, i=i: look(i, share))  # type: ignore[misc]
+        stop_if_set(job.cancelled)
+
+    def _fit(self, work: Prepared) -> None:
+        """Checks that the prompt fits into a context and into memory, and says what of both the answer may take."""
+        limits, n = self._limits, work.n_tokens
+        plan = work.job.request.plan
+        there, kept = (work.parked.standing.n_cells, len(work.parked.rows)) if work.parked is not None else (0, 0)
+        if work.parked is None:
+            check_protection(plan, n)
+        room = limits.n_ctx - there - n
+        if room < 1:
+            before = f" after {there} of the conversation" if there else ""
+            raise ContextError(
+                f"the message has {n} tokens{before}, and a conversation holds {limits.n_ctx}; send less, or start the "
+                "server with a larger --ctx"
+            )
+        prompt = kept + n * self.bytes_per_token
+        if prompt + self.bytes_per_token > limits.memory:
+            raise RequestError(
+                413,
+                f"the prompt takes {prompt >> 20} MiB of keys and values, and all conversations together may take "
+                f"{limits.memory >> 20} MiB; send less, or start the server with a larger --memory",
+                "too_large",
+            )
+        fits = (limits.memory - prompt) // max(self.bytes_per_token, 1)
+        work.room = min(room, fits)
+        answer = min(work.room, work.job.request.sampling.max_tokens)
+        work.need = prompt + answer * self.bytes_per_token

@@ -1,0 +1,247 @@
+"""The server as a process: where it listens, how it ends, and what it tells whoever started it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import secrets
+import signal
+import socket
+import stat
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import uvicorn
+
+from pykvedge.chat.serve.app import application
+from pykvedge.chat.serve.asking import Defaults
+from pykvedge.chat.serve.engine import Engine
+from pykvedge.chat.serve.guarding import Rules, is_loopback
+from pykvedge.chat.serve.limits import Limits
+from pykvedge.chat.serve.parked import Park
+from pykvedge.chat.serve.pictures import Sources
+from pykvedge.chat.serve.service import Service
+from pykvedge.errors import KvedgeError, UsageError
+from pykvedge.native.version import package_version
+from pykvedge.plans.plan import Plan
+from pykvedge.runtime.cachefolder import CacheFolder
+from pykvedge.runtime.loaded import LoadedModel
+from pykvedge.runtime.sampling import Sampling
+
+_LOOK_S = 1.0  # between two looks at the parent
+_LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a server runs. hosts: more names for the Host header. park: folder for conversations that wait; None: one of
+    the server's own, gone when it ends. grace: seconds that answers may take after a signal.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8137
+    name: str = ""
+    key: str = ""
+    hosts: tuple[str, ...] = ()
+    limits: Limits = field(default_factory=Limits)
+    sources: Sources = field(default_factory=Sources)
+    park: Path | None = None
+    park_size: int = 4 << 30
+    max_tokens: int = 0
+    max_body: int = 64 << 20
+    grace: float = 10.0
+    parent: int = 0
+    strict: bool = False
+
+
+def check(options: Options) -> None:
+    """Raises UsageError for what cannot be served, before a model is loaded."""
+    if not is_loopback(options.host) and not options.key:
+        raise UsageError(
+            f"on {options.host} other machines can ask: give a key, --key-file FILE, or listen on 127.0.0.1"
+        )
+    if options.parent and not psutil.pid_exists(options.parent):
+        raise UsageError(f"--parent-pid {options.parent}: there is no such process")
+
+
+def serve(model: LoadedModel, plan: Plan, sampling: Sampling, options: Options, say: Callable[[str], None]) -> None:
+    """Answers requests until a signal, the parent's end, or the end of a stdin that is a pipe.
+
+    Prints one line of JSON with its address on stdout. say: for people. Raises KvedgeError where it cannot listen.
+    """
+    with contextlib.ExitStack() as stack:
+        listening = stack.enter_context(_listening(options))
+        folder = options.park or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvedge-park-")))
+        park = Park(CacheFolder(folder, options.park_size, durable=False))
+        engine = Engine(model, options.limits, park)
+        ended = threading.Event()
+        try:
+            service = _service(engine, plan, sampling, options)
+            address = _address(listening)
+            _announce(address, service.name)
+            say(f"{service.name} answers at {address} (Ctrl-C ends it)")
+            with _parent_watched(options.parent, ended):
+                asyncio.run(_run(service, options, listening, ended, say))
+        finally:
+            engine.close()
+
+
+def _service(engine: Engine, plan: Plan, sampling: Sampling, options: Options) -> Service:
+    model = engine.loan.model
+    defaults = Defaults(plan, sampling, options.sources, options.max_tokens, "tools" in (model.chat_template() or ""),
+                        options.limits.n_ctx)  # fmt: skip
+    fingerprint = f"kvedge-{package_version()}-{engine.preparer.model_name[:12]}"
+    return Service(engine, defaults, options.name or model.path.stem, fingerprint, options.strict)
+
+
+@contextlib.contextmanager
+def _listening(options: Options) -> Iterator[socket.socket]:
+    try:
+        family = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0][0]
+        listening = socket.create_server((options.host, options.port), family=family, backlog=128)
+    except (OSError, OverflowError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise KvedgeError(
+            f"cannot listen on {options.host} port {options.port}: {why}; choose another --port"
+        ) from None
+    with listening:
+        yield listening
+
+
+def _address(listening: socket.socket) -> str:
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _announce(address: str, name: str) -> None:
+    print(json.dumps({"url": address, "model": name, "pid": os.getpid(), "version": package_version()}), flush=True)
+
+
+async def _run(
+    service: Service, options: Options, listening: socket.socket, ended: threading.Event, say: Callable[[str], None]
+) -> None:
+    rules = Rules(_host_names(options, listening), options.key, options.max_body)
+    config = uvicorn.Config(
+        application(service, rules), log_config=None, access_log=False, server_header=False, date_header=False,
+        lifespan="off", timeout_keep_alive=30, h11_max_incomplete_event_size=64 << 10, limit_concurrency=512,
+        timeout_graceful_shutdown=5, http="h11", loop="asyncio",
+    )  # fmt: skip
+    server = _Server(config)
+    logging.getLogger("uvicorn").addHandler(logging.NullHandler())  # stderr is for what concerns people
+    logging.getLogger("uvicorn").propagate = False
+    loop = asyncio.get_running_loop()
+
+    tasks: set[asyncio.Task[None]] = set()
+
+    def end() -> None:  # a second time: at once
+        if service.engine.busy:
+            say("ending; answers that are under way are given up" + ("" if tasks else f" after {options.grace:g} s"))
+        tasks.add(asyncio.ensure_future(_drained(service.engine, server, 0 if tasks else options.grace)))
+
+    signals = (signal.SIGINT, signal.SIGTERM)
+    for number in signals:
+        try:
+            loop.add_signal_handler(number, end)
+        except NotImplementedError:  # Windows
+            signal.signal(number, lambda *_: loop.call_soon_threadsafe(end))
+    watcher = asyncio.create_task(_end_with(ended, end))
+    try:
+        await server.serve(sockets=[listening])
+    finally:
+        watcher.cancel()
+
+
+async def _drained(engine: Engine, server: uvicorn.Server, patience: float) -> None:
+    await asyncio.to_thread(engine.drain, patience)
+    server.should_exit = True
+
+
+async def _end_with(ended: threading.Event, end: Callable[[], None]) -> None:
+    while not ended.is_set():
+        await asyncio.sleep(0.1)
+    end()
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to us: uvicorn would raise them again after its end, and a server that was told to end has not
+    failed.
+    """
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _host_names(options: Options, listening: socket.socket) -> frozenset[str]:
+    """The names that requests may call the server by: a page of another site that got its own name to point here
+    cannot ask.
+    """
+    if not is_loopback(options.host):
+        return frozenset(name.lower() for name in options.hosts)
+    return frozenset({*_LOOPBACK_NAMES, options.host.lower(), *(name.lower() for name in options.hosts)})
+
+
+@contextlib.contextmanager
+def _parent_watched(parent: int, ended: threading.Event) -> Iterator[None]:
+    """Sets the event when the parent ends, or stdin does where it is a pipe of the parent's."""
+    over = threading.Event()
+
+    def watch() -> None:
+        started = psutil.Process(parent).create_time() if psutil.pid_exists(parent) else 0.0
+        while not over.wait(_LOOK_S):
+            with contextlib.suppress(psutil.Error):
+                if psutil.Process(parent).create_time() == started and psutil.Process(parent).status() != "zombie":
+                    continue
+            ended.set()
+            return
+
+    def read() -> None:
+        with contextlib.suppress(OSError, ValueError):
+            while os.read(0, 4096):
+                pass
+        ended.set()
+
+    if parent:
+        threading.Thread(target=watch, daemon=True, name="kvedge-parent").start()
+        if _is_pipe(0):
+            threading.Thread(target=read, daemon=True, name="kvedge-stdin").start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def _is_pipe(number: int) -> bool:
+    try:
+        mode = os.fstat(number).st_mode
+    except OSError:
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
+
+
+def new_key() -> str:
+    """Makes a key that nobody guesses."""
+    return secrets.token_urlsafe(32)
+
+
+def read_key(path: Path) -> str:
+    """Reads the key in a file. Raises UsageError."""
+    try:
+        text = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--key-file {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    if not 16 <= len(text) <= 1024 or not text.isascii() or not text.isprintable():
+        raise UsageError(f"--key-file {path} must hold one line of 16 to 1024 letters, digits and signs")
+    return text
+
+
+def free_memory_share() -> int:
+    """Chooses what conversations may take where nothing was said: half of what the machine has left."""
+    return max(psutil.virtual_memory().available // 2, 64 << 20)

@@ -1,0 +1,115 @@
+"""`kvedge serve` answers over HTTP."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pykvedge.cli import options, paths
+from pykvedge.cli.modelfiles import model_files
+from pykvedge.errors import UsageError
+
+_EXTRA = ("starlette", "uvicorn", "pydantic")
+
+
+@click.command()
+@options.taking(
+    options.MODEL, options.MMPROJ, *options.HUB, *options.IMAGE_LIMITS, *options.COMPOSITION,
+    options.option("--host", default="127.0.0.1", show_default=True, metavar="ADDRESS",
+                   help="Where to listen; beyond this machine a key is needed."),
+    options.option("--port", type=click.IntRange(0, 65535), default=8137, show_default=True,
+                   help="0: any free one, which is printed."),
+    options.option("--key-file", type=options.PATH, metavar="FILE",
+                   help="The key that requests must show, as Authorization: Bearer KEY."),
+    options.option("--allow-host", "hosts", multiple=True, metavar="NAME",
+                   help="Another name that requests may call this server by; repeatable."),
+    options.option("--name", default="", metavar="NAME", help="What the model is called. Default: its file's name."),
+    options.option("--strict-model", is_flag=True, help="Refuse requests that name another model."),
+    options.option("--memory", metavar="SIZE",
+                   help="The most that keys and values of all conversations may take, as in 2GiB. "
+                   "Default: half of what is free."),
+    options.option("--parallel", type=click.IntRange(1, 64), default=4, show_default=True, metavar="N",
+                   help="Answers that are written at the same time."),
+    options.option("--queue", type=click.IntRange(1, 10000), default=64, show_default=True, metavar="N",
+                   help="Requests that may wait; more are told to come again."),
+    options.option("--park", type=options.PATH, metavar="DIR",
+                   help="Keep conversations that wait in this folder, also for the next run. "
+                   "Default: one that goes away with the server."),
+    options.option("--park-size", metavar="SIZE", help="The most that the folder may take. Default: 4GiB."),
+    options.option("--max-tokens", type=int, metavar="N",
+                   help="Tokens of an answer where a request does not say. Default: as many as there is room for."),
+    options.option("--max-body", metavar="SIZE", help="The most that a request may have. Default: 64MiB."),
+    options.option("--allow-https-images", is_flag=True, help="Fetch pictures that requests name by https: URLs."),
+    options.option("--image-folder", type=options.PATH, metavar="DIR",
+                   help="Requests may name pictures in this folder by file: URLs."),
+    options.option("--grace", type=click.FloatRange(0, 3600), default=10, show_default=True, metavar="SECONDS",
+                   help="What answers may take to end after Ctrl-C or SIGTERM."),
+    options.option("--parent-pid", type=click.IntRange(1), metavar="PID",
+                   help="End with this process, and when stdin ends if that is a pipe."),
+    options.CTX, options.THREADS, *options.DEVICES, options.KV_TYPE, *options.CACHE, options.QUIET, options.VERBOSE,
+)  # fmt: skip
+def serve(**given: Any) -> None:
+    """Answer over HTTP, as OpenAI's and Anthropic's clients expect it.
+
+    Routes: /v1/chat/completions, /v1/responses, /v1/messages, /v1/models, /health, /metrics, and /v1/kvedge/... for
+    methods, plans and memory; /openapi.json describes them. One line of JSON on stdout says where. What is kept of a
+    prompt is chosen as in `kvedge chat`, and by each request in its field "kvedge". Conversations that wait lie in
+    memory under --memory, then in a folder, and go on where they were.
+
+    \b
+      kvedge serve --model model.gguf --mmproj mmproj.gguf --method lookm --budget 0.2
+      kvedge serve ... --memory 2GiB --parallel 8
+      kvedge serve ... --host 0.0.0.0 --key-file key.txt --allow-host myhost
+      kvedge serve ... --port 0 --parent-pid $$      beside a program that starts and ends it
+    """
+    missing = [name for name in _EXTRA if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UsageError(f"serving needs {', '.join(missing)}: pip install 'kvedge[serve]'")
+    from pykvedge.chat.serve import server
+    from pykvedge.lab.progress import Display
+    from pykvedge.runtime.loaded import load
+    from pykvedge.runtime.sampling import Sampling
+
+    options.load_plugins(given)
+    plan = options.chosen_plan(given)
+    chosen = _options(given, server)
+    server.check(chosen)
+    model, mmproj = model_files(given)
+    display = Display(enabled=not given["quiet"] and not given["verbose"])
+    running = options.running(given)
+    loading = {name: running[name] for name in ("threads", "gpu_layers", "device", "rpc")}
+    try:
+        loaded = load(model, mmproj, progress=display, verbose=given["verbose"], **loading, **options.cache(given),
+                      **options.image_limits(given))  # fmt: skip
+    finally:
+        display.done()
+    with loaded:
+        say = (lambda text: None) if given["quiet"] else (lambda text: click.echo(f"kvedge: {text}", err=True))
+        server.serve(loaded, plan, Sampling(), chosen, say)
+
+
+def _options(given: dict[str, Any], server: Any) -> Any:
+    from pykvedge.chat.serve.limits import Limits
+    from pykvedge.chat.serve.pictures import Sources
+
+    def size(name: str, default: int) -> int:
+        text = given[name.strip("-").replace("-", "_")]
+        return options.size(name, text) if text is not None else default
+
+    folder = given["image_folder"]
+    if folder is not None and not paths.ask(Path.is_dir, folder := paths.expanded(folder)):
+        raise UsageError(f"--image-folder {folder} is no folder")
+    memory = size("--memory", 0) or server.free_memory_share()
+    limits = Limits(given["parallel"], options.positive("--ctx", given["ctx"]) or 4096, memory, given["queue"],
+                    given["kv_type"])  # fmt: skip
+    return server.Options(
+        host=given["host"], port=given["port"], name=given["name"], hosts=given["hosts"], limits=limits,
+        key=server.read_key(paths.expanded(given["key_file"])) if given["key_file"] else "",
+        sources=Sources(given["allow_https_images"], folder),
+        park=paths.expanded(given["park"]) if given["park"] else None, park_size=size("--park-size", 4 << 30),
+        max_tokens=options.positive("--max-tokens", given["max_tokens"]), max_body=size("--max-body", 64 << 20),
+        grace=given["grace"], parent=given["parent_pid"] or 0, strict=given["strict_model"],
+    )  # fmt: skip

@@ -1,0 +1,230 @@
+"""`kvedge serve`: what it answers is what a session answers, whoever else asks at the same time."""
+
+from __future__ import annotations
+
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import anthropic
+import httpx
+import openai
+import pytest
+from server import DEMO, ENDLESS, SCENES, asks, data_url, serving
+
+import pykvedge
+
+QUESTIONS = ("How many shapes are there?", "What is at the top left?", "Which color is the circle?", "What is there?")
+PLAN = ("--method", "lookm", "--budget", "0.3")
+
+
+@pytest.fixture(scope="module")
+def server(environment):
+    with serving(environment, *PLAN, "--memory", "64MiB", "--parallel", "4", "--ctx", "2048") as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def told(native):
+    """What a session says to each question about each scene, and then to another one."""
+    out = {}
+    with pykvedge.load(DEMO / "demo-model.gguf", DEMO / "demo-mmproj.gguf", threads=1) as model:
+        for path in SCENES[:3]:
+            for question in QUESTIONS[:3]:
+                with pykvedge.Session(model, plan=pykvedge.plan("lookm", 0.3)) as session:
+                    sampling = pykvedge.Sampling(max_tokens=24)
+                    first = session.ask(question, path, sampling).read()
+                    out[path, question] = (first, session.ask(QUESTIONS[3], (), sampling).read())
+    return out
+
+
+def test_answers_are_a_sessions_alone_and_side_by_side(server, told):
+    def both(key):
+        path, question = key
+        said = asks(question, path)
+        first = server.text(said)
+        said += [{"role": "assistant", "content": first}, {"role": "user", "content": QUESTIONS[3]}]
+        second = server.chat(said).json()
+        return first, second["choices"][0]["message"]["content"], second["usage"]
+
+    for key in list(told)[:2]:
+        assert both(key)[:2] == told[key]
+    with ThreadPoolExecutor(6) as pool:
+        found = dict(zip(told, pool.map(both, told), strict=True))
+    assert {key: two[:2] for key, two in found.items()} == told
+    # the second message goes on from the first one's rows
+    assert all(usage["prompt_tokens_details"]["cached_tokens"] > 100 for _, _, usage in found.values())
+
+
+def test_a_stream_is_the_answer_in_pieces(server):
+    said = asks(QUESTIONS[0], SCENES[0])
+    whole = server.chat(said, logprobs=True, top_logprobs=2).json()["choices"][0]
+    fields = {"stream": True, "stream_options": {"include_usage": True}, "temperature": 0, "max_tokens": 24}
+    with server.client.stream("POST", "/v1/chat/completions", json={"messages": said, **fields}) as answer:
+        lines = [line[6:] for line in answer.iter_lines() if line.startswith("data: ")]
+    assert lines[-1] == "[DONE]"
+    chunks = [json.loads(line) for line in lines[:-1]]
+    assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks[:-1]) == whole["message"]["content"]
+    assert [c["choices"][0]["finish_reason"] for c in chunks[:-1]][-1] == whole["finish_reason"] == "stop"
+    assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["completion_tokens"] == len(whole["logprobs"]["content"])
+    first = whole["logprobs"]["content"][0]
+    assert first["logprob"] == first["top_logprobs"][0]["logprob"] and len(first["top_logprobs"]) == 2
+
+
+def test_what_is_kept_is_chosen_by_each_request(server):
+    def kept(**choice):
+        answer = server.chat(asks(QUESTIONS[0], SCENES[1]), kvedge=choice).json()["kvedge"][0]
+        return answer["method"], answer["kv"]["kept_bytes"] / answer["kv"]["full_bytes"]
+
+    assert kept() == ("lookm", pytest.approx(0.3, abs=0.05))
+    assert kept(method="full") == ("full", pytest.approx(1.0))
+    assert kept(method="knorm", budget=0.1) == ("knorm", pytest.approx(0.1, abs=0.05))
+    plan = server.client.post("/v1/kvedge/plan", json={"method": "snapkv", "budget": 0.5, "image_tokens": 0.5}).json()
+    assert plan == json.loads(pykvedge.plan("snapkv", 0.5, image_tokens=0.5).to_json())
+    wrong = server.chat(asks("?", SCENES[0]), kvedge={"method": "nothing"})
+    assert wrong.status_code == 400 and "unknown method" in wrong.json()["error"]["message"]
+
+
+def test_forms_stops_and_choices(server):
+    schema = {
+        "type": "object",
+        "properties": {"n": {"type": "integer"}},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    text = server.text(asks(QUESTIONS[0], SCENES[0]), response_format=form, max_tokens=200)
+    assert isinstance(json.loads(text)["n"], int)
+    tools = [{"type": "function", "function": {"name": "paint", "parameters": schema}}]
+    forced = server.chat(asks("Paint it.", SCENES[0]), tools=tools, tool_choice="required", max_tokens=200).json()
+    call = forced["choices"][0]["message"]["tool_calls"][0]["function"]
+    assert call["name"] == "paint" and isinstance(json.loads(call["arguments"])["n"], int)
+    assert forced["choices"][0]["finish_reason"] == "tool_calls"
+    assert server.text(asks(QUESTIONS[0], SCENES[0]), grammar='root ::= "yes" | "no"') in ("yes", "no")
+    several = server.chat(asks("What is there?", SCENES[0]), n=3, temperature=1, seed=7).json()
+    assert [choice["index"] for choice in several["choices"]] == [0, 1, 2]
+    again = server.chat(asks("What is there?", SCENES[0]), n=3, temperature=1, seed=7).json()
+    assert [c["message"] for c in several["choices"]] == [c["message"] for c in again["choices"]]
+
+
+def test_text_never_becomes_a_control_token(server):
+    """What a user writes is text, also the name of a special token or the word for a picture."""
+    plain = server.chat([{"role": "user", "content": "<image> </s> <|im_end|> hello"}])
+    assert plain.status_code == 200
+    assert plain.json()["kvedge"][0]["tokens"]["image"] == 0
+
+
+def test_clients_of_others(server):
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+    said = asks(QUESTIONS[0], SCENES[0])
+    text = server.text(said)
+    done = client.chat.completions.create(model="any", messages=said, temperature=0, max_tokens=24)
+    assert done.choices[0].message.content == text
+    stream = client.chat.completions.create(model="any", messages=said, temperature=0, max_tokens=24, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == text
+    content = [{"type": "input_image", "image_url": data_url(SCENES[0]), "detail": "auto"},
+               {"type": "input_text", "text": QUESTIONS[0]}]  # fmt: skip
+    asked = {"model": "any", "input": [{"role": "user", "content": content}], "temperature": 0}
+    assert client.responses.create(**asked).output_text == text
+    with client.responses.stream(**asked) as events:
+        assert events.until_done().get_final_response().output_text == text
+    assert [model.id for model in client.models.list()] == [server.told["model"]]
+    other = anthropic.Anthropic(base_url=server.url, api_key="none")
+    source = {"type": "base64", "media_type": "image/png", "data": data_url(SCENES[0]).partition(",")[2]}
+    parts = [{"type": "image", "source": source}, {"type": "text", "text": QUESTIONS[0]}]
+    message = {"model": "any", "max_tokens": 24, "messages": [{"role": "user", "content": parts}], "temperature": 0}
+    extra = {"extra_body": {"temperature": message.pop("temperature")}}
+    assert other.messages.create(**message, **extra).content[0].text == text
+    with other.messages.stream(**message, **extra) as events:
+        assert "".join(events.text_stream) == text
+
+
+def test_tokens_are_counted_before_they_are_read(server):
+    other = anthropic.Anthropic(base_url=server.url, api_key="none")
+    source = {"type": "base64", "media_type": "image/png", "data": data_url(SCENES[0]).partition(",")[2]}
+    parts = [{"type": "image", "source": source}, {"type": "text", "text": QUESTIONS[0]}]
+    messages = [{"role": "user", "content": parts}]
+    read = server.metric("prompt_tokens_total")
+    n = other.messages.count_tokens(model="any", messages=messages).input_tokens
+    assert n > 144 and server.metric("prompt_tokens_total") == read
+    with other.messages.stream(model="any", messages=messages, max_tokens=4) as events:
+        first = next(iter(events))
+    cached = first.message.usage.cache_read_input_tokens
+    assert first.type == "message_start" and first.message.usage.input_tokens + cached == n
+    half = {"extra_body": {"kvedge": {"image_tokens": 0.5}}}
+    assert other.messages.count_tokens(model="any", messages=messages, **half).input_tokens == n - 72
+    bad = server.client.post("/v1/messages/count_tokens", json={"messages": []})
+    assert bad.status_code == 400 and bad.json()["type"] == "error"
+
+
+def test_an_answer_has_one_form(server):
+    schema = {"const": "yes"}
+    assert server.text(asks(QUESTIONS[0]), json_schema=schema) == '"yes"'
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    both = server.chat(asks(QUESTIONS[0]), json_schema=schema, response_format=form)
+    assert both.status_code == 400 and "one form" in both.json()["error"]["message"]
+
+
+def test_who_leaves_ends_the_answer(server):
+    before = server.metric('answers_total{finish="cancelled"}')
+    fields = {
+        "messages": asks("What is there?", SCENES[0]),
+        "stream": True,
+        "max_tokens": 1500,
+        "grammar": ENDLESS,
+    }  # fmt: skip - which has no end
+    with server.client.stream("POST", "/v1/chat/completions", json=fields) as answer:
+        next(line for line in answer.iter_lines() if '"content": "a' in line)
+    server.wait_for('answers_total{finish="cancelled"}', before + 1)
+    server.wait_for("requests_running", 0)
+    assert server.metric("kv_bytes") == 0
+
+
+def test_memory_is_bounded_and_what_waits_comes_back(environment):
+    """Of 20 conversations in room for few each goes on from its rows, and says what it says with room for all."""
+
+    def talks(memory):
+        with serving(environment, *PLAN, "--memory", memory, "--ctx", "1024") as server:
+            said = [asks(f"{i}: {QUESTIONS[i % 3]}", SCENES[i % len(SCENES)]) for i in range(20)]
+            for conversation in said:
+                conversation.append({"role": "assistant", "content": server.text(conversation)})
+            out = []
+            for conversation in said:
+                answer = server.chat([*conversation, {"role": "user", "content": QUESTIONS[3]}]).json()
+                out.append((answer["choices"][0]["message"]["content"], answer["usage"]))
+                held = server.client.get("/v1/kvedge/memory").json()
+                assert held["kv_bytes"] + held["parked_bytes"] <= held["limit_bytes"]
+            return out, held
+
+    few, held = talks("1MiB")
+    assert held["folder_bytes"] > 0 < held["parked_bytes"]
+    many, free = talks("64MiB")
+    assert few == many and free["folder_bytes"] == 0
+    assert all(usage["prompt_tokens_details"]["cached_tokens"] for _, usage in few)
+
+
+def test_pictures_of_a_conversation_need_no_encoder_again(server):
+    said = asks(QUESTIONS[0], SCENES[2])
+    server.text(said)
+    again = server.chat(asks(QUESTIONS[1], SCENES[2])).json()["kvedge"][0]
+    assert again["tokens"]["images_reused"] == 1
+
+
+def test_many_at_once_are_refused_in_time(environment):
+    with serving(environment, "--parallel", "1", "--queue", "1", "--ctx", "1024") as server:
+        endless = {"messages": asks("?", SCENES[0]), "max_tokens": 200, "grammar": ENDLESS}
+        statuses, threads = [], []
+
+        def ask():
+            with httpx.Client(base_url=server.url, timeout=60) as client:
+                statuses.append(client.post("/v1/chat/completions", json=endless))
+
+        for _ in range(8):
+            threads.append(threading.Thread(target=ask))
+            threads[-1].start()
+        for thread in threads:
+            thread.join()
+        refused = [answer for answer in statuses if answer.status_code == 503]
+        assert refused and all(int(answer.headers["retry-after"]) > 0 for answer in refused)
+        assert {answer.status_code for answer in statuses} == {200, 503}
+        assert server.text(asks("?", SCENES[0])) is not None

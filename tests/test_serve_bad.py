@@ -1,0 +1,255 @@
+"""`kvedge serve` and what nobody should send it: each is an error of its own, and nothing else is disturbed."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import zlib
+
+import httpx
+import pytest
+from PIL import Image
+from server import ENDLESS, QUESTION, SCENES, asks, serving
+
+KEY = "0123456789abcdefghij"
+
+
+@pytest.fixture(scope="module")
+def server(environment, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pictures")
+    (folder / "a.png").write_bytes(SCENES[0].read_bytes())
+    with serving(
+        environment, "--ctx", "1024", "--memory", "16MiB", "--max-body", "2MB", "--image-folder", folder
+    ) as one:
+        one.folder = folder
+        yield one
+        assert one.text(asks(QUESTION, SCENES[0]))  # whatever came before
+        assert one.metric("requests_running") == 0
+
+
+def bomb():
+    """A PNG that says it has 60000 x 60000 pixels, and has the bytes for them packed."""
+
+    def chunk(kind, data):
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    head = struct.pack(">IIBBBBB", 60000, 60000, 8, 2, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", head)
+        + chunk(b"IDAT", zlib.compress(bytes(1 << 20)))
+        + chunk(b"IEND", b"")
+    )
+
+
+def image(url):
+    return [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
+
+
+def as_url(data):
+    return "data:image/png;base64," + base64.b64encode(data).decode()
+
+
+HELLO = [{"role": "user", "content": "Hello"}]
+DEEP = "[" * 100_000
+WRONG = [
+    (b"", 400), (b"{", 400), (b"[]", 400), (b"null", 400), (b"\xff\xfe", 400), (DEEP.encode(), 400),
+    ({}, 400), ({"messages": []}, 400), ({"messages": "Hello"}, 400), ({"messages": [{}]}, 400),
+    ({"messages": [{"role": "wizard", "content": "x"}]}, 400), ({"messages": [{"role": "user", "content": 5}]}, 400),
+    ({"messages": [{"role": "user", "content": [{"type": "sound"}]}]}, 400),
+    ({"messages": [{"role": "user", "content": ""}]}, 400),
+    ({"messages": [{"role": "assistant", "content": "x"}]}, 400),
+    ({"messages": [{"role": "system", "content": "x"}]}, 400),
+    ({"messages": [{"role": "user", "content": "word " * 3000}]}, 400),
+    ({"messages": HELLO, "temperature": -1}, 400), ({"messages": HELLO, "temperature": "hot"}, 400),
+    ({"messages": HELLO, "temperature": 1e400}, 400), ({"messages": HELLO, "top_p": 2}, 400),
+    ({"messages": HELLO, "max_tokens": 0}, 400), ({"messages": HELLO, "max_tokens": 2**40}, 400),
+    ({"messages": HELLO, "n": 100}, 400),
+    ({"messages": HELLO, "stop": [""]}, 400), ({"messages": HELLO, "stop": 5}, 400),
+    ({"messages": HELLO, "logit_bias": {"99999999": 1}}, 400), ({"messages": HELLO, "logit_bias": [1]}, 400),
+    ({"messages": HELLO, "seed": 2**70}, 400), ({"messages": HELLO, "top_logprobs": 3}, 400),
+    ({"messages": HELLO, "grammar": "no rule"}, 400), ({"messages": HELLO, "grammar": "root ::= ("}, 400),
+    ({"messages": HELLO, "response_format": {"type": "json_schema"}}, 400),
+    ({"messages": HELLO, "response_format": {"type": "json_object", "schema": {"type": "magic"}}}, 400),
+    ({"messages": HELLO, "tool_choice": "required"}, 400), ({"messages": HELLO, "tools": [{"type": "magic"}]}, 400),
+    ({"messages": HELLO, "kvedge": {"method": "magic"}}, 400), ({"messages": HELLO, "kvedge": {"budget": -1}}, 400),
+    ({"messages": HELLO, "kvedge": {"unknown": 1}}, 400),
+    ({"messages": HELLO, "chat_template_kwargs": {"messages": []}}, 400),
+    ({"messages": image("data:image/png;base64,%%%")}, 400), ({"messages": image("data:,hello")}, 400),
+    ({"messages": image(as_url(b"no picture"))}, 400), ({"messages": image(as_url(bomb()))}, 400),
+    ({"messages": image("http://127.0.0.1/a.png")}, 400), ({"messages": image("https://127.0.0.1/a.png")}, 400),
+    ({"messages": image("file:///etc/passwd")}, 403), ({"messages": image("a.png")}, 400),
+    ({"messages": HELLO, "x": "y" * 3_000_000}, 413),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "status"), WRONG, ids=range(len(WRONG)))
+def test_wrong_requests(server, body, status):
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    answer = server.client.post("/v1/chat/completions", content=data)
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["message"] and "\n" not in error["message"]
+    assert "unexpected" not in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/v1/messages", {"messages": HELLO}, 400), ("/v1/messages", {"max_tokens": 5, "messages": [{}]}, 400),
+        ("/v1/messages", {"max_tokens": 5, "messages": [{"role": "user", "content": [{"type": "text"}]}]}, 400),
+        ("/v1/messages", {"max_tokens": 5, "messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400),
+        ("/v1/responses", {"input": []}, 400), ("/v1/responses", {"input": [{"role": "user"}]}, 400),
+        ("/v1/responses", {"input": "x", "previous_response_id": "a"}, 400),
+        ("/v1/responses", {"input": [{"type": "magic"}]}, 400),
+        ("/v1/kvedge/plan", {"method": 5}, 400), ("/v1/nothing", {}, 404), ("/v1/models", {}, 405),
+    ],
+)  # fmt: skip
+def test_wrong_requests_in_other_forms(server, path, body, status):
+    answer = server.client.post(path, json=body)
+    assert answer.status_code == status, answer.text
+    assert answer.json()["error"]["message"]
+
+
+def test_many_pixels_are_too_many_together(server):
+    data = io.BytesIO()
+    Image.new("1", (9000, 5000)).save(data, "PNG")
+    said = [{"role": "user", "content": [image(as_url(data.getvalue()))[0]["content"][0]] * 3}]
+    answer = server.chat(said)
+    assert answer.status_code == 400 and answer.json()["error"]["code"] == "too_many_pixels"
+
+
+def test_a_file_below_the_folder_is_read_and_no_other(server):
+    inside = (server.folder / "a.png").as_uri()
+    assert server.chat(image(inside)).status_code == 200
+    (server.folder / "out.png").symlink_to("/etc/hostname")
+    for path in ((server.folder / "out.png").as_uri(), f"{server.folder.as_uri()}/../a.png", "file://host/a.png"):
+        assert server.chat(image(path)).status_code == 403
+
+
+def test_other_names_and_other_pages(server):
+    for headers in ({"Host": "evil.example"}, {"Origin": "https://evil.example"}):
+        answer = server.client.post("/v1/chat/completions", json={"messages": HELLO}, headers=headers)
+        assert answer.status_code == 403
+    assert server.client.get("/health", headers={"Host": "localhost:1"}).status_code == 200
+
+
+def test_what_comes_slowly_or_leaves_is_no_trouble(server):
+    host, port = "127.0.0.1", int(server.url.rpartition(":")[2])
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n"
+    left = [socket.create_connection((host, port)) for _ in range(20)]
+    for i, one in enumerate(left):
+        one.sendall(head + b"{" * i)
+    assert server.text(HELLO) is not None
+    for one in left:
+        one.close()
+    with socket.create_connection((host, port)) as one:
+        one.sendall(b"nothing that is HTTP\r\n\r\n")
+        assert one.recv(100).startswith(b"HTTP/1.1 400")
+
+
+def test_a_key(environment, tmp_path):
+    file = tmp_path / "key"
+    file.write_text(KEY + "\n")
+    with serving(environment, "--key-file", file, "--ctx", "512") as server:
+        good = {"Authorization": f"Bearer {KEY}"}
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}, {"x-api-key": "wrong"}):
+            answer = server.client.post("/v1/chat/completions", json={"messages": HELLO}, headers=headers)
+            assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
+            assert server.client.get("/metrics", headers=headers).status_code == 401
+        for headers in (good, {"x-api-key": KEY}):
+            assert server.client.get("/v1/models", headers=headers).status_code == 200
+        assert server.client.get("/health").status_code == 200
+
+
+# ---------------------------------------------------------------------------------------------------- the process
+
+
+def test_options_that_cannot_be(kvedge, tmp_path):
+    short = tmp_path / "key"
+    short.write_text("short")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        kvedge("serve", "--port", taken.getsockname()[1]).failed(1, "cannot listen", "--port")
+    kvedge("serve", "--host", "0.0.0.0").failed(2, "--key-file")
+    kvedge("serve", "--key-file", short).failed(2, "16")
+    kvedge("serve", "--key-file", tmp_path / "none").failed(2, "cannot be read")
+    kvedge("serve", "--memory", "much").failed(2, "--memory")
+    kvedge("serve", "--image-folder", tmp_path / "none").failed(2, "is no folder")
+    kvedge("serve", "--parent-pid", "4000000").failed(2, "no such process")
+    kvedge("serve", "--model", tmp_path / "none.gguf").failed(1, "none.gguf")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+def test_a_signal_in_the_middle_of_an_answer(environment):
+    endless = {"messages": HELLO, "max_tokens": 900, "grammar": ENDLESS, "stream": True}
+    with serving(environment, "--ctx", "1024", "--grace", "1") as server:
+        with (
+            httpx.Client(base_url=server.url, timeout=60) as client,
+            client.stream("POST", "/v1/chat/completions", json=endless) as answer,
+        ):
+            lines = answer.iter_lines()
+            next(line for line in lines if '"content": "a' in line)
+            server.process.send_signal(signal.SIGTERM)
+            last = [line for line in lines if line]
+            assert "the server goes down" in last[-2] and last[-1] == "data: [DONE]"
+        _, err = server.process.communicate(timeout=60)
+        assert server.process.returncode == 0 and "Traceback" not in err, err
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="pipes")
+def test_it_ends_with_its_parent_or_its_pipe(environment):
+    command = [
+        sys.executable,
+        "-m",
+        "pykvedge",
+        "serve",
+        "--port",
+        "0",
+        "--ctx",
+        "512",
+        "--parent-pid",
+        str(os.getpid()),
+    ]
+    process = subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    told = json.loads(process.stdout.readline())
+    assert httpx.get(f"{told['url']}/health").json()["status"] == "ok"
+    process.stdin.close()
+    assert process.wait(30) == 0
+    parent = subprocess.Popen(["sleep", "60"])
+    command[-1] = str(parent.pid)
+    process = subprocess.Popen(
+        command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert json.loads(process.stdout.readline())["url"]
+    parent.kill()
+    parent.wait()
+    assert process.wait(30) == 0
+    process.stdout.close()
+    process.stderr.close()
+
+
+def test_a_folder_that_is_damaged_or_full_costs_time_only(environment, tmp_path):
+    park = tmp_path / "park"
+    with serving(environment, "--park", park, "--ctx", "1024", "--memory", "3MiB") as server:
+        said = asks(QUESTION, SCENES[0])
+        said += [{"role": "assistant", "content": server.text(said)}, {"role": "user", "content": "And then?"}]
+        assert server.end()[0] == 0
+    entries = list(park.iterdir())
+    assert entries and all(entry.stat().st_mode & 0o77 == 0 for entry in entries) and park.stat().st_mode & 0o77 == 0
+    with serving(environment, "--park", park, "--ctx", "1024") as server:
+        whole = server.chat(said).json()
+        assert whole["usage"]["prompt_tokens_details"]["cached_tokens"] > 0  # of the run before
+    for entry in entries:
+        entry.write_bytes(entry.read_bytes()[:-10])
+    with serving(environment, "--park", park, "--ctx", "1024") as server:
+        again = server.chat(said).json()
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
