@@ -61,12 +61,12 @@ def tokens(n, seed=0, n_vocab=1000):
     return np.random.default_rng([seed, n]).integers(5, n_vocab, n).tolist()
 
 
-def case(*segments, then=6, **batching):
-    """segments: a number of tokens, or (height, width) of an image."""
+def case(*segments, then=6, n_vocab=1000, **batching):
+    """segments: a number of tokens, or (height, width) of an image. n_vocab: tokens are below it."""
     made = []
     for i, s in enumerate(segments):
-        made.append({"tokens": tokens(s, i)} if isinstance(s, int) else {"image": [*s, i]})
-    return {"segments": made, "then": tokens(then, 99), **batching}
+        made.append({"tokens": tokens(s, i, n_vocab)} if isinstance(s, int) else {"image": [*s, i]})
+    return {"segments": made, "then": tokens(then, 99, n_vocab), **batching}
 
 
 def divergence(p_logits, q_logits):
@@ -121,10 +121,11 @@ def test_images_anywhere_and_batches_of_any_size(tiny, logits, kind):
     assert_close(logits, model, cases)
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "phi3", "gemma3", "lfm2"])
+@pytest.mark.parametrize("kind", ["qwen3", "phi3", "gemma3", "lfm2", "llama4", "gemma3n", "gemma4e"])
 def test_other_architectures(tiny, logits, kind):
     model = tiny(kind).model
-    cases = [case(40), case(600, then=3), case(100, n_batch=16, n_ubatch=16)]
+    n = 400 if kind == "gemma3n" else 1000
+    cases = [case(40, n_vocab=n), case(600, then=3, n_vocab=n), case(100, n_vocab=n, n_batch=16, n_ubatch=16)]
     assert_close(logits, model, cases)
 
 

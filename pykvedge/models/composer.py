@@ -11,6 +11,7 @@ import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from pykvedge.errors import UsageError
 from pykvedge.models.images import Picture
@@ -37,18 +38,19 @@ class Composer:
         self._template = ChatTemplate(model.chat_template(), self._bos, model.special_text("eos"))
         self.marker = vision.marker if vision else ""
 
-    def first(self, messages: list[Message]) -> Written:
-        """Writes the whole conversation up to where the assistant is to answer."""
+    def first(self, messages: list[Message], values: Mapping[str, Any] | None = None) -> Written:
+        """Writes the whole conversation up to where the assistant is to answer. values: variables for the template."""
         hidden: dict[str, str] = {}
-        text = self._template.first(self._safe(messages, hidden), self.marker)
+        text = self._template.first(self._safe(messages, hidden), self.marker, self._hide_in(values or {}, hidden))
         if self._model.adds_bos and not text.startswith(self._bos):
             text = self._bos + text
         return Written(text, hidden)
 
-    def following(self, messages: list[Message]) -> Written:
+    def following(self, messages: list[Message], values: Mapping[str, Any] | None = None) -> Written:
         """Writes what comes after the last answer. messages: the last three are user, assistant, user."""
         hidden: dict[str, str] = {}
-        return Written(self._template.following(self._safe(messages, hidden), self.marker), hidden)
+        safe, known = self._safe(messages, hidden), self._hide_in(values or {}, hidden)
+        return Written(self._template.following(safe, self.marker, known), hidden)
 
     @functools.cached_property
     def lead(self) -> str:
@@ -108,7 +110,18 @@ class Composer:
     # ---------------------------------------------------------------------------------------------------
 
     def _safe(self, messages: list[Message], hidden: dict[str, str]) -> list[Message]:
-        return [replace(message, text=self._hide(message.text, hidden)) for message in messages]
+        return [
+            replace(message, text=self._hide(message.text, hidden), fields=self._hide_in(message.fields, hidden))
+            for message in messages
+        ]
+
+    def _hide_in(self, value: Any, hidden: dict[str, str]) -> Any:
+        """Does the same with all text in what JSON is made of."""
+        if isinstance(value, str):
+            return self._hide(value, hidden)
+        if isinstance(value, Mapping):
+            return {self._hide(str(key), hidden): self._hide_in(part, hidden) for key, part in value.items()}
+        return [self._hide_in(part, hidden) for part in value] if isinstance(value, (list, tuple)) else value
 
     def _hide(self, text: str, hidden: dict[str, str]) -> str:
         """Puts stand-ins for words that would be read as more than text, and adds them to `hidden`."""

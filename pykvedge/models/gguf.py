@@ -59,13 +59,16 @@ _LIMIT = 1 << 24  # of counts: no real header comes near it
 
 
 class _Reader:
-    def __init__(self, data: mmap.mmap) -> None:
+    def __init__(self, data: mmap.mmap | bytes) -> None:
         self.data, self.at = data, 0
         self.distinct_tokens = 0
 
     def scalar(self, form: str) -> Scalar:
+        end = self.at + struct.calcsize("<" + form)
+        if end > len(self.data):
+            raise EOFError("a value beyond the end of the file")
         (value,) = struct.unpack_from("<" + form, self.data, self.at)
-        self.at += struct.calcsize("<" + form)
+        self.at = end
         return value
 
     def count(self, what: str) -> int:
@@ -80,7 +83,7 @@ class _Reader:
     def _bytes(self) -> bytes:
         n = self.count("a string length")
         if self.at + n > len(self.data):
-            raise ValueError("a string beyond the end of the file")
+            raise EOFError("a string beyond the end of the file")
         self.at += n
         return self.data[self.at - n : self.at]
 
@@ -93,8 +96,10 @@ class _Reader:
             texts = [self._bytes() for _ in range(n)]
             self.distinct_tokens = len(set(filter(None, texts))) + texts.count(b"")
         elif kind == _STRING:
-            read, data, at = struct.Struct("<Q").unpack_from, self.data, self.at
+            read, data, at, last = struct.Struct("<Q").unpack_from, self.data, self.at, len(self.data) - 8
             for _ in range(n):
+                if at > last:
+                    raise EOFError("an array beyond the end of the file")
                 at += 8 + read(data, at)[0]
             self.at = at
         elif kind in _SCALARS:
@@ -102,7 +107,7 @@ class _Reader:
         else:
             raise ValueError(f"an array of type {kind}")
         if self.at > len(self.data):
-            raise ValueError("an array beyond the end of the file")
+            raise EOFError("an array beyond the end of the file")
         if kind == _STRING or n > _LIST:
             return kind, n, None
         return kind, n, list(struct.unpack_from(f"<{n}{_SCALARS[kind]}", self.data, start + 12))
@@ -129,11 +134,35 @@ def read_header(path: str | os.PathLike[str]) -> Header:
         raise ModelError(f"{path} does not exist") from None
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror or error}") from None
-    except (ValueError, OverflowError, struct.error) as error:
-        raise ModelError(f"{path} is damaged or truncated ({error}); download or convert it again") from None
+    except _DAMAGE as error:
+        raise _damaged(path, error) from None
 
 
-def _parse(path: Path, data: mmap.mmap, size: int) -> Header:
+def header_of(name: Path, start: bytes, size: int) -> Header | None:
+    """Reads the header in the first bytes of a GGUF file of `size` bytes; None: they end before the header does.
+
+    name: what messages call the file. Raises ModelError as read_header does.
+    """
+    if size < 24 or not start.startswith(b"GGUF"[: len(start)]):
+        raise ModelError(f"{name} is no GGUF file; give a model that was converted for llama.cpp")
+    try:
+        return _parse(name, start, size)
+    except EOFError as error:
+        if len(start) < size:
+            return None
+        raise _damaged(name, error) from None
+    except _DAMAGE as error:
+        raise _damaged(name, error) from None
+
+
+_DAMAGE = (ValueError, EOFError, OverflowError, struct.error)  # EOFError: the header goes on where the bytes end
+
+
+def _damaged(path: Path, error: Exception) -> ModelError:
+    return ModelError(f"{path} is damaged or truncated ({error}); download or convert it again")
+
+
+def _parse(path: Path, data: mmap.mmap | bytes, size: int) -> Header:
     reader = _Reader(data)
     reader.at = 4
     version = int(reader.scalar("I"))

@@ -7,27 +7,70 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pykvedge.errors import UnsupportedError
+from pykvedge.errors import UnsupportedError, UsageError
 from pykvedge.models.gguf import Header
 from pykvedge.models.modelfile import projector
 
 _FIXED = {"mlp": 1, "ldp": 2, "ldpv2": 2, "gemma3": 4}  # projector -> patches that become one token, along each side
 _SQUARE = (*_FIXED, "adapter", "gemma3nv", "janus_pro")  # those that see every image centred on one square
-_BY_SIZE = ("qwen2vl_merger", "qwen2.5vl_merger")
-_LEAST, _MOST = 8, 4096  # tokens of an image of those, unless the file says otherwise
+# projector -> the key that says how many patches become one token, along each side, and what holds without it, of those
+# that resize every image as Qwen2-VL does, to a size that depends on its own
+_MERGE, _SCALE = "clip.vision.spatial_merge_size", "clip.vision.projector.scale_factor"
+_BY_SIZE = {
+    "qwen2vl_merger": (_MERGE, 2),
+    "qwen2.5vl_merger": (_MERGE, 2),
+    "qwen3vl_merger": (_MERGE, 2),
+    "glm4v": (_MERGE, 2),
+    "pixtral": (_MERGE, 1),
+    "kimivl": (_SCALE, 1),
+    "gemma4v": (_SCALE, 3),
+}
+# projector -> the least and the most tokens that mtmd has it make of an image, where it may be told otherwise
+_LIMITS = {
+    **dict.fromkeys(("qwen2vl_merger", "qwen2.5vl_merger", "qwen3vl_merger", "ling3vl", "glm4v"), (8, 4096)),
+    **dict.fromkeys(("pixtral", "kimivl"), (8, 1024)),
+    **dict.fromkeys(("gemma4v", "gemma4uv"), (70, 1120)),
+    "minimax_m3": (8, 576),
+}
+MOST_TOKENS = 1 << 14  # that may be asked for: an encoder's work grows with their square
 
 
 @dataclass(frozen=True)
 class ImageGrid:
-    """What an encoder makes of one image."""
+    """What an encoder makes of one image, which it may cut into parts that it encodes one after the other."""
 
-    n_tokens: int
-    n_patches: int
+    n_tokens: int  # of all parts
+    n_patches: int  # of one part, as pixels are
     pixels: int
+    parts: int = 1
 
 
-def image_grid(mmproj: Header, width: int, height: int) -> ImageGrid:
-    """Raises UnsupportedError for an encoder whose images are cut in a way that is not known here."""
+def token_limits(mmproj: Header, least: int = 0, most: int = 0) -> tuple[int, int] | None:
+    """Returns how few and how many tokens an encoder makes of an image of any size; None: none can be told to it.
+
+    least, most: as they are asked for, 0 where they are not. A limit that is asked for moves the encoder's own out of
+    its way. The most is exceeded by images so long that a row of them has more tokens. Raises UsageError where limits
+    are asked of an encoder that takes none.
+    """
+    kind = projector(mmproj)
+    if kind not in _LIMITS:
+        if not least and not most:
+            return None
+        why = "its images have a fixed size" if kind in _SQUARE else f"its projector '{kind}' takes no such limits"
+        raise UsageError(
+            f"--image-min-tokens and --image-max-tokens do nothing for {mmproj.path.name}: {why}; "
+            "--image-tokens has the model read fewer"
+        )
+    own_least, own_most = _LIMITS[kind]
+    most_now = most or max(own_most, least)
+    return least or (own_least if own_least <= most_now else 1), most_now
+
+
+def image_grid(mmproj: Header, width: int, height: int, limits: tuple[int, int] | None = None) -> ImageGrid:
+    """Tells what becomes of an image of that size. limits: of token_limits, None for the encoder's own.
+
+    Raises UnsupportedError for an encoder whose images are cut in a way that only mtmd knows: imagecount.py asks it.
+    """
     kind, values = projector(mmproj), mmproj.values
     patch, size = int(values.get("clip.vision.patch_size", 0)), int(values.get("clip.vision.image_size", 0))
     if patch > 0 and kind in _FIXED and size >= patch:
@@ -36,12 +79,13 @@ def image_grid(mmproj: Header, width: int, height: int) -> ImageGrid:
         merge = merge if kind == "gemma3" else _FIXED[kind]
         return ImageGrid((per_side // merge) ** 2, per_side**2 + 1, size * size)
     if patch > 0 and kind in _BY_SIZE:
-        merge = int(values.get("clip.vision.spatial_merge_size", 2))
-        side = patch * merge
-        w, h = _aligned(width, height, side, _LEAST * side * side, _MOST * side * side)
-        return ImageGrid((w // side) * (h // side), (w // patch) * (h // patch), w * h)
+        side = patch * int(values.get(*_BY_SIZE[kind]))
+        least, most = limits or _LIMITS[kind]
+        w, h = _aligned(width, height, side, least * side * side, most * side * side)
+        breaks = h // side - 1 if kind == "pixtral" else 0  # a token after each row but the last
+        return ImageGrid((w // side) * (h // side) + breaks, (w // patch) * (h // patch), w * h)
     raise UnsupportedError(
-        f"{mmproj.path}: how many tokens its projector '{kind}' makes of an image is not known; give --image-tokens"
+        f"{mmproj.path}: how many tokens its projector '{kind}' makes of an image is not known; give --encoder-tokens"
     )
 
 

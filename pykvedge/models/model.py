@@ -33,17 +33,20 @@ class Model:
         progress: Progress = silent,
         cancel: threading.Event | None = None,
         verbose: bool = False,
+        vocabulary_only: bool = False,
     ) -> None:
-        """offload: what goes to GPUs and other machines.
+        """offload: what goes to GPUs and other machines. vocabulary_only: no weights, so that it makes tokens alone.
 
         Raises ModelError, LibraryError, DeviceError, UsageError, CancelledError.
         """
         self.offload = offload
         self.header = check_model(path)
+        self.location = self.path.absolute()  # wherever the process goes
         llama = self.llama = llamacpp.start(verbose, vision=False)
         params = llama.llama_model_default_params()
         devices = offload.apply(params, self.header)
-        if offload.off or not ggml.has_gpu():
+        params.vocab_only = vocabulary_only
+        if not vocabulary_only and (offload.off or not ggml.has_gpu()):
             memory.require(self.header.file_size, f"{path}", "use a smaller model, or one of fewer bits")
 
         raised: list[BaseException] = []

@@ -37,7 +37,12 @@ def facts(header: Header) -> tuple[str, str, str]:
 
 def check_model(path: str | os.PathLike[str]) -> Header:
     """Reads the header of a language model. Raises ModelError if the file is none."""
-    header = read_header(path)
+    return usable_model(read_header(path))
+
+
+def usable_model(header: Header) -> Header:
+    """Returns the header of a language model. Raises ModelError if it is of no usable one."""
+    path = header.path
     if header.architecture == "clip":
         raise ModelError(f"{path} is an image encoder; pass it as --mmproj and the language model as --model")
     if not header.architecture:
@@ -50,7 +55,12 @@ def check_model(path: str | os.PathLike[str]) -> Header:
 
 def check_mmproj(path: str | os.PathLike[str], model: Header) -> Header:
     """Reads the header of an mmproj that fits the model. Raises ModelError if it is none or does not fit."""
-    header = read_header(path)
+    return usable_mmproj(read_header(path), model)
+
+
+def usable_mmproj(header: Header, model: Header) -> Header:
+    """Returns the header of an mmproj that fits the model. Raises ModelError if it is of none or does not fit."""
+    path = header.path
     if header.architecture != "clip":
         kind = header.architecture or "unknown"
         raise ModelError(f"{path} is a '{kind}' model, not an image encoder (mmproj); swap --model and --mmproj?")

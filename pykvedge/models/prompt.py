@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from jinja2 import TemplateError
 
 from pykvedge.errors import ModelError, UsageError
 from pykvedge.models import jinja_worker
+from pykvedge.models.child import can_start
 from pykvedge.models.images import Picture
-from pykvedge.models.sandbox import Sandbox, can_start
+from pykvedge.models.sandbox import Sandbox
 
 # what models without a template are mostly trained on: LLaVA-1.5's conversation, itself Vicuna's
 FALLBACK = (
@@ -48,11 +51,15 @@ def check_places(text: str, n_pictures: int) -> None:
 
 @dataclass
 class Message:
-    """A message is one turn of a conversation."""
+    """A message is one turn of a conversation.
 
-    role: str  # system, user or assistant
+    fields: what else a chat template is told of it, as the tool calls of an answer.
+    """
+
+    role: str  # system, user or assistant; tool, where the template knows it
     text: str
     pictures: list[Picture] = field(default_factory=list)
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
     def content(self, marker: str, before: int = 0) -> str:
         """Writes the text with the marker where its pictures go. before: pictures in earlier messages.
@@ -72,12 +79,12 @@ class Message:
         return "".join(f"Image {before + i + 1}: {marker}\n" for i in range(n)) + text
 
 
-def contents(messages: list[Message], marker: str) -> list[dict[str, str]]:
-    """Lists role and content of each message of a conversation, as chat templates want them."""
+def contents(messages: list[Message], marker: str) -> list[dict[str, Any]]:
+    """Lists role, content and fields of each message of a conversation, as chat templates want them."""
     before = 0
     out = []
     for message in messages:
-        out.append({"role": message.role, "content": message.content(marker, before)})
+        out.append({"role": message.role, "content": message.content(marker, before), **message.fields})
         before += len(message.pictures)
     return out
 
@@ -96,11 +103,11 @@ class ChatTemplate:
             raise ModelError(f"the model's chat template cannot be read: {error}") from None
         self._sandbox = Sandbox(source)
 
-    def first(self, messages: list[Message], marker: str) -> str:
-        """Writes the whole conversation up to where the assistant is to answer."""
-        return self._render(contents(messages, marker))
+    def first(self, messages: list[Message], marker: str, values: Mapping[str, Any] | None = None) -> str:
+        """Writes the whole conversation up to where the assistant is to answer. values: variables for the template."""
+        return self._render(contents(messages, marker), values=values)
 
-    def following(self, messages: list[Message], marker: str) -> str:
+    def following(self, messages: list[Message], marker: str, values: Mapping[str, Any] | None = None) -> str:
         """Writes what comes after the last answer: its end, the user's new message, and the start of the next answer.
 
         messages: the conversation, the last three of them user, assistant, user.
@@ -109,9 +116,9 @@ class ChatTemplate:
         stand_in = secrets.token_hex(16)
         rendered = contents(messages, marker)
         rendered[-2] = {"role": "assistant", "content": stand_in}
-        _, found, rest = self._render(rendered).partition(stand_in)
+        _, found, rest = self._render(rendered, values=values).partition(stand_in)
         if not found:  # a template that drops earlier answers
-            rest = self._render(rendered[-1:])
+            rest = self._render(rendered[-1:], values=values)
         return rest
 
     def lead(self) -> str:
@@ -123,10 +130,12 @@ class ChatTemplate:
         asked = self._render([question])
         return before[len(asked) :] if before.startswith(asked) else ""
 
-    def _render(self, messages: list[dict[str, str]], prompt: bool = True) -> str:
-        values = {"messages": messages, "add_generation_prompt": prompt, **self._tokens}
+    def _render(
+        self, messages: list[dict[str, Any]], prompt: bool = True, values: Mapping[str, Any] | None = None
+    ) -> str:
+        known = {**(values or {}), "messages": messages, "add_generation_prompt": prompt, **self._tokens}
         try:
-            return jinja_worker.render(self._template, values) if self._template else self._sandbox.render(values)
+            return jinja_worker.render(self._template, known) if self._template else self._sandbox.render(known)
         except ModelError:
             raise
         except Exception as error:  # a template is a program: it fails in any way
@@ -134,6 +143,5 @@ class ChatTemplate:
                 raise ModelError(f"the model's chat template fails: {error}") from None
         # some templates know no system role: its text then opens the first message
         system, first, *rest = messages
-        joined = {"role": first["role"], "content": f"{system['content']}\n\n{first['content']}"}
-        return self._render([joined, *rest], prompt)
-
+        joined = {**first, "content": f"{system['content']}\n\n{first['content']}"}
+        return self._render([joined, *rest], prompt, values)

@@ -83,6 +83,20 @@ def mask_bytes(n_ctx: int, n_tokens: int) -> int:
     return n_tokens * n_ctx * 2
 
 
+def shares_cache(header: Header) -> bool:
+    """Tells whether layers of a model read the keys and values of an earlier one (Gemma 3n, Gemma 4 E2B and E4B)."""
+    return _own_layers(header) is not None
+
+
+def _own_layers(header: Header) -> int | None:
+    """Counts the first layers that have keys and values of their own; None: all have."""
+    arch, values = header.architecture, header.values
+    if arch == "gemma3n":
+        return 20  # as llama.cpp has it; the file does not say
+    n_layer, shared = values.get(f"{arch}.block_count"), values.get(f"{arch}.attention.shared_kv_layers")
+    return n_layer - shared if isinstance(n_layer, int) and isinstance(shared, int) and shared > 0 else None
+
+
 def _number_or_list(header: Header, name: str, n_layer: int, default: list[int] | None = None) -> list[int]:
     """One value for each layer, of a metadata value that is one number or an array of them."""
     key = f"{header.architecture}.{name}"
@@ -95,5 +109,8 @@ def _number_or_list(header: Header, name: str, n_layer: int, default: list[int] 
 
 
 def _attends(header: Header, layer: int) -> bool:
+    own = _own_layers(header)
+    if own is not None and layer >= own:
+        return False
     names = ("attn_k.weight", "attn_qkv.weight", "attn_kv_a_mqa.weight")
     return any(f"blk.{layer}.{name}" in header.tensors for name in names)

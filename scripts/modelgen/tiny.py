@@ -6,11 +6,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from . import tokens
+from .families import FAMILIES, Family
 from .text import ARCHITECTURES, TextSpec, text_model
+from .text_more import DEEPSTACK
 from .vision import VisionSpec, vision_model
 from .writer import F16, F32, Q4_0, Q8_0, write_gguf
 
-VISION_KINDS = ("llava", "qwen2vl")
+VISION_KINDS = ("llava", "qwen2vl", *FAMILIES)
 KINDS = (*VISION_KINDS, *(arch for arch in ARCHITECTURES if arch not in VISION_KINDS))
 WEIGHTS = {"f32": F32, "f16": F16, "q8_0": Q8_0, "q4_0": Q4_0}
 
@@ -19,7 +21,8 @@ WEIGHTS = {"f32": F32, "f16": F16, "q8_0": Q8_0, "q4_0": Q4_0}
 class TinySpec:
     """The shape of a tiny model. The width is n_heads * head_size, the feed-forward twice that.
 
-    `image_size` is that of the llava tower (patches of 14: 56 gives 16 image tokens); qwen2vl takes any size.
+    `image_size` is that of the llava tower (patches of 14: 56 gives 16 image tokens); qwen2vl takes any size, and
+    families.py says it of the others.
     """
 
     n_layers: int = 2
@@ -47,7 +50,13 @@ class TinySpec:
 
 DEFAULT_SPEC = TinySpec()
 # Sliding-window and hybrid models alternate two sorts of layers: four of them show each sort twice.
-_DEFAULT_SPECS = {"gemma3": replace(DEFAULT_SPEC, n_layers=4), "lfm2": replace(DEFAULT_SPEC, n_layers=4)}
+_DEFAULT_SPECS = {
+    "gemma3": replace(DEFAULT_SPEC, n_layers=4),
+    "lfm2": replace(DEFAULT_SPEC, n_layers=4),
+    # its tables are as wide as the layers are many: few heads, few tokens
+    "gemma3n": TinySpec(n_layers=25, n_heads=2, n_heads_kv=1, head_size=32, n_vocab=400),
+    **{kind: replace(DEFAULT_SPEC, n_layers=family.n_layers, head_size=32) for kind, family in FAMILIES.items()},
+}
 
 
 def default_spec(kind: str) -> TinySpec:
@@ -55,13 +64,11 @@ def default_spec(kind: str) -> TinySpec:
 
 
 def _text_spec(kind: str, spec: TinySpec) -> TextSpec:
-    arch = "llama" if kind == "llava" else kind
-    byte_level = arch in ("qwen2vl", "qwen3", "lfm2")
-    template = tokens.VICUNA if kind in ("llava", "llama") else tokens.CHATML
-    make = tokens.bpe if byte_level else tokens.spm
+    family = FAMILIES.get(kind)
+    arch = family.arch if family else "llama" if kind == "llava" else kind
     return TextSpec(
         arch=arch,
-        vocab=make(spec.n_vocab, template=template),
+        vocab=_vocabulary(kind, spec, family),
         n_layers=spec.n_layers,
         n_heads=spec.n_heads,
         n_heads_kv=spec.n_heads_kv,
@@ -74,12 +81,21 @@ def _text_spec(kind: str, spec: TinySpec) -> TextSpec:
     )
 
 
+def _vocabulary(kind: str, spec: TinySpec, family: Family | None) -> tokens.Vocabulary:
+    if family and not family.spm:
+        return tokens.bpe(spec.n_vocab, specials=family.specials, words=family.words)
+    if family:
+        return tokens.spm(spec.n_vocab, template=tokens.CHATML, specials=family.specials)
+    make = tokens.bpe if kind in ("qwen2vl", "qwen2", "qwen3", "qwen3vl", "lfm2") else tokens.spm
+    return make(spec.n_vocab, template=tokens.VICUNA if kind in ("llava", "llama") else tokens.CHATML)
+
+
 def _vision_spec(kind: str, spec: TinySpec, text: TextSpec) -> VisionSpec:
-    llava = kind == "llava"
+    family, llava = FAMILIES.get(kind), kind == "llava"
     return VisionSpec(
-        projector="mlp" if llava else "qwen2vl_merger",
-        image_size=spec.image_size,
-        patch_size=14,
+        projector=family.projector if family else "mlp" if llava else "qwen2vl_merger",
+        image_size=family.image_size if family else spec.image_size,
+        patch_size=family.patch_size if family else 14,
         width=64,
         n_layers=3 if llava else 2,
         n_heads=2,
@@ -87,6 +103,8 @@ def _vision_spec(kind: str, spec: TinySpec, text: TextSpec) -> VisionSpec:
         n_out=text.n_embd,
         out_std=text.embedding_std,
         name="kvedge tiny",
+        merge=family.merge if family else 2,
+        deepstack=DEEPSTACK if kind == "qwen3vl" else 0,
     )
 
 

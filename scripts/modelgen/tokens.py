@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, product
 from string import ascii_lowercase, printable
@@ -63,15 +63,16 @@ def _pieces(space: str) -> Iterator[str]:
                 yield prefix + "".join(letters)
 
 
-def spm(size: int, template: str = VICUNA) -> Vocabulary:
-    """A SentencePiece vocabulary as Llama's: <unk>, <s>, </s>, 256 bytes, then pieces."""
+def spm(size: int, template: str = VICUNA, specials: Sequence[str] = ()) -> Vocabulary:
+    """A SentencePiece vocabulary as Llama's: <unk>, <s>, </s>, 256 bytes, pieces; `specials` come last."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581"]
     head = len(tokens)
     tokens += [char for char in printable if not char.isspace()]
-    if size < len(tokens):
-        raise ValueError(f"a vocabulary of {size} tokens is too small: at least {len(tokens)}")
-    tokens += islice(_pieces("\u2581"), size - len(tokens))
-    types = [UNKNOWN, CONTROL, CONTROL] + [BYTE] * 256 + [NORMAL] * (size - 259)
+    first_special = size - len(specials)
+    if first_special < len(tokens):
+        raise ValueError(f"a vocabulary of {size} tokens is too small: at least {len(tokens) + len(specials)}")
+    tokens += [*islice(_pieces("\u2581"), first_special - len(tokens)), *specials]
+    types = [UNKNOWN, CONTROL, CONTROL] + [BYTE] * 256 + [NORMAL] * (first_special - 259) + [CONTROL] * len(specials)
     meta: dict[str, Value] = {
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.pre": "default",
@@ -86,7 +87,7 @@ def spm(size: int, template: str = VICUNA) -> Vocabulary:
         "tokenizer.ggml.add_eos_token": False,
         "tokenizer.chat_template": template,
     }
-    return Vocabulary(meta, size, ((0, head),))
+    return Vocabulary(meta, size, ((0, head), (first_special, size)))
 
 
 def _byte_characters() -> list[str]:
@@ -95,23 +96,29 @@ def _byte_characters() -> list[str]:
     return [chr(code) for code in shown] + [chr(0x100 + i) for i in range(256 - len(shown))]
 
 
-def bpe(size: int, used: int | None = None, template: str = CHATML) -> Vocabulary:
-    """A byte-level vocabulary as Qwen2-VL's; tokens after number `used` are unused padding."""
+def bpe(
+    size: int, used: int | None = None, template: str = CHATML, specials: Sequence[str] = (), words: Sequence[str] = ()
+) -> Vocabulary:
+    """A byte-level vocabulary as Qwen2-VL's; tokens after number `used` are unused padding.
+
+    specials: more of them, after Qwen's. words: more tokens of text, which no merge makes: programs look them up.
+    """
+    specials = (*QWEN_SPECIALS, *specials)
     used = size if used is None else used
     space = "\u0120"
     tokens = _byte_characters()
-    first_special = used - len(QWEN_SPECIALS)
-    if first_special < len(tokens):
-        least = len(tokens) + len(QWEN_SPECIALS)
+    first_special = used - len(specials)
+    if first_special < len(tokens) + len(words):
+        least = len(tokens) + len(words) + len(specials)
         raise ValueError(f"a vocabulary of {used} tokens is too small: at least {least}")
-    pieces = list(islice(_pieces(space), first_special - len(tokens)))
+    pieces = list(islice(_pieces(space), first_special - len(tokens) - len(words)))
     known = {*tokens, *pieces}
     # Four letters are for the true vocabulary size only: a merge for each would slow down every load.
     short = [piece for piece in pieces if len(piece.removeprefix(space)) < 4]
     merges = [f"{p[:-n]} {p[-n:]}" for n in (1, 2) for p in short if len(p) > n and {p[:-n], p[-n:]} <= known]
-    tokens += [*pieces, *QWEN_SPECIALS, *(f"[PAD{i}]" for i in range(used, size))]
-    special = {name: first_special + i for i, name in enumerate(QWEN_SPECIALS)}
-    types = [NORMAL] * first_special + [CONTROL] * len(QWEN_SPECIALS) + [UNUSED] * (size - used)
+    tokens += [*pieces, *words, *specials, *(f"[PAD{i}]" for i in range(used, size))]
+    special = {name: first_special + i for i, name in enumerate(specials)}
+    types = [NORMAL] * first_special + [CONTROL] * len(specials) + [UNUSED] * (size - used)
     meta: dict[str, Value] = {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "qwen2",

@@ -21,6 +21,11 @@ Q8_0 = GGMLQuantizationType.Q8_0
 Q4_0 = GGMLQuantizationType.Q4_0
 Q6_K = GGMLQuantizationType.Q6_K
 
+
+class Int32(int):
+    """A whole number that is stored with a sign: llama.cpp reads a few of its keys so."""
+
+
 Value = str | bool | int | float | Sequence[str] | Sequence[int] | Sequence[float] | Sequence[bool]
 Meta = Mapping[str, Value]
 Progress = Callable[[int, int], None]
@@ -126,6 +131,8 @@ class _Pool:
 def _add(writer: GGUFWriter, key: str, value: Value) -> None:
     if isinstance(value, bool):
         writer.add_bool(key, value)
+    elif isinstance(value, Int32):
+        writer.add_int32(key, value)
     elif isinstance(value, int):
         writer.add_uint32(key, value)
     elif isinstance(value, float):

@@ -1,0 +1,52 @@
+"""mtmd is asked how many tokens it makes of an image: it cuts the images of some encoders in ways of its own.
+
+That takes the files themselves: the vocabulary of the model, and the image encoder with its weights, for a moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pykvedge.models.encoder import Encoder
+from pykvedge.models.gguf import Header
+from pykvedge.models.images import Picture
+from pykvedge.models.imagetokens import ImageGrid
+from pykvedge.models.mmproj_values import read_tower
+from pykvedge.models.model import Model
+from pykvedge.models.offload import Offload
+from pykvedge.models.vision import ImagePiece, Vision
+
+
+def is_here(*headers: Header) -> bool:
+    """Tells whether the files lie here as a whole; of a model by name only the beginnings may have been fetched."""
+    return all(header.path.is_file() and header.path.stat().st_size == header.file_size for header in headers)
+
+
+def count(
+    model: Header, mmproj: Header, sizes: Sequence[tuple[int, int]], limits: tuple[int, int] = (0, 0)
+) -> list[ImageGrid]:
+    """Asks for images of these widths and heights. limits: the least and the most tokens, 0 where mtmd's own hold.
+
+    Raises what Model, Encoder and Vision.split raise.
+    """
+    off = Offload(device="none")
+    vocabulary = Model(model.path, off, vocabulary_only=True)
+    try:
+        encoder = Encoder(mmproj.path, vocabulary, 1, use_gpu=False, verbose=False, limits=limits)
+        try:
+            return [_grid(Vision(encoder), mmproj, size) for size in sizes]
+        finally:
+            encoder.close()
+    finally:
+        vocabulary.close()
+
+
+def _grid(vision: Vision, mmproj: Header, size: tuple[int, int]) -> ImageGrid:
+    pieces = vision.split(vision.marker, [Picture("an image", *size, b"")])
+    parts = [piece.n_rows for piece in pieces if isinstance(piece, ImagePiece)]
+    vision.release(pieces)
+    tower = read_tower(mmproj)
+    # parts of a size of their own have as many patches as their tokens are made of, the others those of the tower
+    own = max(parts) * tower.merge**2
+    patches = own if tower.projector == "lfm2" else max(tower.patches**2, own)
+    return ImageGrid(sum(parts), patches, patches * tower.patch_size**2, len(parts))

@@ -1,0 +1,180 @@
+"""Text models: the parts of which architectures are made, and the strength of their weights.
+
+Strengths are chosen so that random weights behave like a model rather than like noise: layers together
+add about as much as one unit of residual, heads differ in how sharply they attend, and logits have a
+standard deviation of a few units, so that greedy decoding has clear winners.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gguf import GGMLQuantizationType
+
+from .tokens import Vocabulary
+from .writer import F16, FILE_TYPES, Q4_0, Q6_K, Tensor, Value, fitting_type, matrix, vector
+
+_HEAD_GAINS = (0.5, 2.0)
+KEY_GAIN = 1.5
+_LOGIT_STD = 2.5
+_HUSH = 0.04
+
+
+@dataclass(frozen=True)
+class TextSpec:
+    """The shape of a text model."""
+
+    arch: str
+    vocab: Vocabulary
+    n_layers: int
+    n_heads: int
+    n_heads_kv: int
+    head_size: int
+    n_ff: int
+    n_ctx_train: int
+    name: str = "random"
+    rope_base: float = 10000.0
+    eps: float = 1e-5
+    tied: bool = False
+    weight: GGMLQuantizationType = F16
+
+    @property
+    def n_embd(self) -> int:
+        return self.n_heads * self.head_size
+
+    @property
+    def embedding_std(self) -> float:
+        # A tied matrix is also the output: it has to have the size that gives good logits.
+        return _LOGIT_STD / math.sqrt(self.n_embd) if self.tied else 1.0
+
+    @property
+    def out_gain(self) -> float:
+        return 1 / math.sqrt(2 * self.n_layers)
+
+
+Model = tuple[dict[str, Value], list[Tensor]]
+Layer = Callable[[TextSpec, int], list[Tensor]]
+
+
+def base_meta(spec: TextSpec) -> dict[str, Value]:
+    a = spec.arch
+    return {
+        "general.architecture": a,
+        "general.type": "model",
+        "general.name": spec.name,
+        "general.description": "random weights: for tests and measurements, not for answers",
+        "general.file_type": FILE_TYPES[spec.weight],
+        "general.quantization_version": 2,
+        f"{a}.vocab_size": spec.vocab.size,
+        f"{a}.context_length": spec.n_ctx_train,
+        f"{a}.embedding_length": spec.n_embd,
+        f"{a}.block_count": spec.n_layers,
+        f"{a}.feed_forward_length": spec.n_ff,
+        f"{a}.attention.layer_norm_rms_epsilon": spec.eps,
+    }
+
+
+def attention_meta(spec: TextSpec) -> dict[str, Value]:
+    """Of a model with attention in its layers."""
+    a = spec.arch
+    return {
+        **base_meta(spec),
+        f"{a}.attention.head_count": spec.n_heads,
+        f"{a}.attention.head_count_kv": spec.n_heads_kv,
+        f"{a}.attention.key_length": spec.head_size,
+        f"{a}.attention.value_length": spec.head_size,
+        f"{a}.rope.dimension_count": spec.head_size,
+        f"{a}.rope.freq_base": spec.rope_base,
+    }
+
+
+def head_bands(heads: int, rows: int, unit: float) -> tuple[tuple[int, float], ...]:
+    """Gains from flat to sharp, head by head: allocators that compare heads need heads that differ."""
+    low, high = _HEAD_GAINS
+    return tuple((rows, unit * low * (high / low) ** (h / max(1, heads - 1))) for h in range(heads))
+
+
+def norm(name: str, size: int, mean: float = 1.0) -> Tensor:
+    return vector(name, size, mean=mean, std=0.1 * mean)
+
+
+def qkv(spec: TextSpec, b: str) -> list[Tensor]:
+    n, unit = spec.n_embd, 1 / math.sqrt(spec.n_embd)
+    kv = spec.n_heads_kv * spec.head_size
+    bands = head_bands(spec.n_heads, spec.head_size, unit)
+    return [
+        Tensor(f"{b}.attn_q.weight", (n, n), bands, 0.0, fitting_type(spec.weight, (n,))),
+        matrix(f"{b}.attn_k.weight", (kv, n), KEY_GAIN * unit, spec.weight),
+        matrix(f"{b}.attn_v.weight", (kv, n), unit, spec.weight),
+    ]
+
+
+def attn_out(spec: TextSpec, b: str, width: int | None = None) -> Tensor:
+    width = width or spec.n_embd
+    # Attention averages values, so its output is weaker than what it reads.
+    std = 2 * spec.out_gain / math.sqrt(width)
+    return matrix(f"{b}.attn_output.weight", (spec.n_embd, width), std, spec.weight)
+
+
+def ffn(spec: TextSpec, b: str) -> list[Tensor]:
+    n, ff, unit = spec.n_embd, spec.n_ff, 1 / math.sqrt(spec.n_embd)
+    return [
+        norm(f"{b}.ffn_norm.weight", n),
+        matrix(f"{b}.ffn_gate.weight", (ff, n), unit, spec.weight),
+        matrix(f"{b}.ffn_up.weight", (ff, n), unit, spec.weight),
+        matrix(f"{b}.ffn_down.weight", (n, ff), 2 * spec.out_gain / math.sqrt(ff), spec.weight),
+    ]
+
+
+def attention(spec: TextSpec, b: str) -> list[Tensor]:
+    return [norm(f"{b}.attn_norm.weight", spec.n_embd), *qkv(spec, b), attn_out(spec, b)]
+
+
+def ends(spec: TextSpec, output_norm: str = "output_norm.weight") -> list[Tensor]:
+    n, shape = spec.n_embd, (spec.vocab.size, spec.n_embd)
+    # As llama.cpp quantises: in a Q4_0 file the matrix that makes the logits is finer than the others.
+    fine = Q6_K if spec.weight == Q4_0 and n % 256 == 0 else spec.weight
+    logit = _LOGIT_STD / math.sqrt(n)
+    loud = spec.vocab.bands(logit, _HUSH * logit)
+    if spec.tied:
+        # A norm of either sign: else the token just read, still in the residual, would always win.
+        last = vector(output_norm, n, std=1.0)
+        return [Tensor("token_embd.weight", shape, loud, 0.0, fitting_type(fine, shape)), last]
+    return [
+        matrix("token_embd.weight", shape, spec.embedding_std, spec.weight),
+        norm(output_norm, n),
+        Tensor("output.weight", shape, loud, 0.0, fitting_type(fine, shape)),
+    ]
+
+
+def stack(spec: TextSpec, layer: Layer) -> list[Tensor]:
+    return [t for i in range(spec.n_layers) for t in layer(spec, i)]
+
+
+def plain(spec: TextSpec, i: int) -> list[Tensor]:
+    return [*attention(spec, f"blk.{i}"), *ffn(spec, f"blk.{i}")]
+
+
+def biased(spec: TextSpec, i: int) -> list[Tensor]:
+    b, kv = f"blk.{i}", spec.n_heads_kv * spec.head_size
+    biases = [
+        vector(f"{b}.attn_q.bias", spec.n_embd, std=0.5),
+        vector(f"{b}.attn_k.bias", kv, std=0.5),
+        vector(f"{b}.attn_v.bias", kv, std=0.1),
+    ]
+    return [*plain(spec, i), *biases]
+
+
+def mrope_sections(head_size: int) -> list[int]:
+    """Rotary pairs for time, height and width, in the proportions of Qwen2-VL (16, 24, 24 of 64)."""
+    pairs = head_size // 2
+    space = 3 * pairs // 8
+    return [pairs - 2 * space, space, space, 0]
+
+
+def normed(spec: TextSpec, i: int, mean: float = 1.5) -> list[Tensor]:
+    # Normalised queries and keys get their sharpness from the norm's weight.
+    norms = [norm(f"blk.{i}.attn_{x}_norm.weight", spec.head_size, mean=mean) for x in "qk"]
+    return [*plain(spec, i), *norms]

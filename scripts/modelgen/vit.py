@@ -1,0 +1,117 @@
+"""What the vision transformers of mmproj files have in common: blocks, patches, metadata."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from gguf import GGMLQuantizationType
+
+from .writer import F16, F32, FILE_TYPES, Tensor, Value, matrix, vector
+
+_CLIP_MEAN = [0.48145466, 0.4578275, 0.40821073]
+_CLIP_STD = [0.26862954, 0.26130258, 0.27577711]
+# What the pixels of one patch have in common outweighs what they differ in, hence more than one unit.
+_PATCH_GAIN = 1.5
+
+
+@dataclass(frozen=True)
+class VisionSpec:
+    """The shape of a ViT and its projector; `out_std` is the size of the embeddings it hands over."""
+
+    projector: str
+    image_size: int
+    patch_size: int
+    width: int
+    n_layers: int
+    n_heads: int
+    n_ff: int
+    n_out: int
+    out_std: float = 1.0
+    name: str = "random"
+    eps: float = 1e-5
+    deepstack: int = 0  # layers whose outputs go to the language model as well, as in Qwen3-VL
+    merge: int = 2  # patches that become one token, along a side, where the projector says so
+    weight: GGMLQuantizationType = F16
+
+
+def norm(name: str, size: int, rms: bool = False) -> list[Tensor]:
+    """rms: a norm without a bias."""
+    weight = vector(f"{name}.weight", size, mean=1.0, std=0.05)
+    return [weight] if rms else [weight, vector(f"{name}.bias", size, std=0.05)]
+
+
+def linear(spec: VisionSpec, name: str, shape: tuple[int, int], gain: float, biased: bool = True) -> list[Tensor]:
+    weight = matrix(f"{name}.weight", shape, gain / math.sqrt(shape[1]), spec.weight)
+    return [weight, vector(f"{name}.bias", shape[0], std=0.02 * gain)] if biased else [weight]
+
+
+@dataclass(frozen=True)
+class Style:
+    """How the blocks of a tower are made: norms without bias, a gate, matrices without bias, one matrix for q, k, v."""
+
+    rms: bool = False
+    gated: bool = False
+    biased: bool = True
+    fused: bool = False
+
+
+PLAIN = Style()
+
+
+def block(spec: VisionSpec, i: int, style: Style = PLAIN) -> list[Tensor]:
+    b, n, out = f"v.blk.{i}", spec.width, 1 / math.sqrt(2 * spec.n_layers)
+    biased = style.biased
+    return [
+        *norm(f"{b}.ln1", n, style.rms),
+        *_qkv(spec, b, style),
+        *linear(spec, f"{b}.attn_out", (n, n), 2 * out, biased),
+        *norm(f"{b}.ln2", n, style.rms),
+        *linear(spec, f"{b}.ffn_up", (spec.n_ff, n), 1.0, biased),
+        *(linear(spec, f"{b}.ffn_gate", (spec.n_ff, n), 1.0, biased) if style.gated else []),
+        *linear(spec, f"{b}.ffn_down", (n, spec.n_ff), 2 * out, biased),
+    ]
+
+
+def _qkv(spec: VisionSpec, b: str, style: Style) -> list[Tensor]:
+    n = spec.width
+    if style.fused:
+        return linear(spec, f"{b}.attn_qkv", (3 * n, n), 1.5, style.biased)
+    gains = {"q": 1.5, "k": 1.5, "v": 1.0}
+    return [t for x, gain in gains.items() for t in linear(spec, f"{b}.attn_{x}", (n, n), gain, style.biased)]
+
+
+def positions(spec: VisionSpec, extra: int = 0) -> Tensor:
+    """A table with a row for each patch of the tower's own image size."""
+    patches = (spec.image_size // spec.patch_size) ** 2
+    return vector("v.position_embd.weight", (patches + extra, spec.width), std=0.5)
+
+
+def tower_meta(spec: VisionSpec, blocks: int) -> dict[str, Value]:
+    return {
+        "general.architecture": "clip",
+        "general.type": "mmproj",
+        "general.name": spec.name,
+        "general.description": "random weights: for tests and measurements, not for answers",
+        "general.file_type": FILE_TYPES[spec.weight],
+        "general.quantization_version": 2,
+        "clip.has_vision_encoder": True,
+        "clip.projector_type": spec.projector,
+        "clip.use_gelu": False,
+        "clip.vision.image_size": spec.image_size,
+        "clip.vision.patch_size": spec.patch_size,
+        "clip.vision.embedding_length": spec.width,
+        "clip.vision.feed_forward_length": spec.n_ff,
+        "clip.vision.block_count": blocks,
+        "clip.vision.projection_dim": spec.n_out,
+        "clip.vision.attention.head_count": spec.n_heads,
+        "clip.vision.attention.layer_norm_epsilon": spec.eps,
+        "clip.vision.image_mean": _CLIP_MEAN,
+        "clip.vision.image_std": _CLIP_STD,
+    }
+
+
+def patch(spec: VisionSpec, name: str, parts: int = 1) -> Tensor:
+    shape = (spec.width, 3, spec.patch_size, spec.patch_size)
+    std = _PATCH_GAIN / math.sqrt(parts * math.prod(shape[1:]))
+    return matrix(name, shape, std, F32 if parts > 1 else F16)

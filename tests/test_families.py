@@ -1,0 +1,203 @@
+"""Families of vision-language models: answers are stock llama.cpp's, and docs/coverage.md says what is compressed."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field, replace
+from itertools import cycle
+
+import numpy as np
+import pytest
+from conversations import SHORT, a_plan, say
+from modelgen.families import FAMILIES
+from stock_runner import Runner
+
+import pykvedge
+from pykvedge.errors import NothingToCompressError, UnsupportedError
+from pykvedge.models import imagecount
+from pykvedge.models.gguf import read_header
+from pykvedge.models.imagetokens import image_grid
+from pykvedge.models.vision import Vision
+
+N = 6  # tokens of an answer
+MAX_KL = 1e-4  # nats
+PAGE = 4096 if sys.platform != "darwin" else 16384  # what a layer is rounded up to
+QUESTION = "What is to be seen here, and what is to the left of it? Say it in a few words, please."
+# kind -> layers whose keys and values kvedge holds; the others have a window, a state, or no cache of this kind
+HELD = {kind: [1, 3] for kind in ("qwen35", "gemma3v", "lfm2vl", "gemma4v", "gemma4e")} | {"kimivl": [], "llama4": [3]}
+# where stock llama.cpp cannot be told to drop the same: positions of a token are not its number, or chunks are wide
+NOT_DROPPED = {"qwen25vl", "qwen3vl", "qwen35", "glm4v", "llama4"}
+PAIRS = list(FAMILIES)
+
+
+def layers_of(kind):
+    return HELD.get(kind, list(range(FAMILIES[kind].n_layers)))
+
+
+def scene(width=300, height=200):
+    """[height, width, 3] pixels that differ from place to place."""
+    y, x = np.mgrid[0:height, 0:width]
+    base = np.stack([255 * x / width, 255 * y / height, 127 + 80 * np.sin(x / 9 + y / 7)], axis=-1)
+    noise = np.random.default_rng(5).normal(0, 20, base.shape)
+    return np.clip(base + noise, 0, 255).astype(np.uint8)
+
+
+@dataclass
+class Reading:
+    """What a session made of a question: its prompt, with mtmd's marker for the picture, and N rows of logits."""
+
+    prompt: str = ""
+    logits: list = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    n_image: int = 0
+    kept: list[int] = field(default_factory=list)  # tokens of the first head that kvedge holds
+
+
+def read_by_session(files, monkeypatch, plan=None):
+    seen, split = Reading(), Vision.split
+
+    def noting(self, text, pictures):
+        seen.prompt += text.replace(self.marker, "<__media__>")
+        return split(self, text, pictures)
+
+    with monkeypatch.context() as patched, files.session(plan) as session:
+        patched.setattr(Vision, "split", noting)
+        answer = session.ask(QUESTION, [scene()])
+        seen.n_image = answer.report.tokens.image
+        seen.kept = session.engine.cache.tokens(0, 0) if session.engine.cache else []
+        for _ in range(N):
+            seen.logits.append(session.engine.context.logits().copy())
+            seen.ids.append(int(seen.logits[-1].argmax()))
+            session.engine.extend(seen.ids[-1])
+        answer.close()
+    return seen
+
+
+def divergence(p, q):
+    """KL(p || q) of two rows of logits, in nats."""
+    p, q = (x.astype(np.float64) - x.max() for x in (p, q))
+    log_p, log_q = (x - np.log(np.exp(x).sum()) for x in (p, q))
+    return float((np.exp(log_p) * (log_p - log_q)).sum())
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+def test_answers_are_those_of_stock(tiny, native, monkeypatch, kind):
+    files = tiny(kind)
+    ours = read_by_session(files, monkeypatch)
+    with Runner(files.model, files.mmproj, exact=True) as stock:
+        stock.special = False  # the prompt has all its tokens already
+        theirs = stock.answer(scene(), ours.prompt, N)
+    assert ours.prompt.count("<__media__>") == 1 and ours.n_image == theirs.image_tokens > 0
+    assert ours.ids == theirs.ids
+    apart = list(map(divergence, theirs.logits, ours.logits))
+    assert max(apart) < MAX_KL, apart
+
+
+COMPRESSED = [kind for kind in PAIRS if layers_of(kind)]
+
+
+@pytest.mark.parametrize(("kind", "method"), list(zip(COMPRESSED, cycle(["mixkv", "lookm"]), strict=False)))
+def test_its_layers_are_compressed(tiny, native, kind, method):
+    plan = pykvedge.plan(method, 0.3)
+    with tiny(kind).session(plan) as session:
+        answer = session.ask(QUESTION, [scene()], pykvedge.Sampling(max_tokens=N))
+        lengths, n = session.engine.cache.lengths(), answer.report.tokens.prompt
+        assert session.engine.cache.layer_ids() == layers_of(kind)
+        assert {kept for heads in lengths for kept in heads} == {plan.count(n)} and plan.count(n) < n / 3
+        assert answer.read() and answer.report.tokens.generated
+        kv = answer.report.kv
+    assert kv.kept_per_layer == [plan.count(n)] * len(layers_of(kind))
+    layers, row = len(layers_of(kind)), 2 * 2 * 32 * 2  # bytes: keys and values of two heads of 32, f16
+    kept = plan.count(n) * row * layers
+    assert kept <= kv.kept_bytes < kept + layers * PAGE and kv.full_bytes >= n * row * layers
+
+
+@pytest.mark.parametrize("kind", [kind for kind in PAIRS if not layers_of(kind)])
+def test_what_has_nothing_to_compress_says_so(tiny, native, kind):
+    with (
+        tiny(kind).session(pykvedge.plan("lookm", 0.3)) as session,
+        pytest.raises(NothingToCompressError, match="use --method full"),
+    ):
+        session.ask(QUESTION, [scene()])
+
+
+@pytest.mark.parametrize("kind", [kind for kind in COMPRESSED if kind not in NOT_DROPPED])
+def test_what_was_dropped_is_read_by_no_layer(tiny, native, monkeypatch, kind):
+    """As in stock llama.cpp without these tokens: layers with a window of 32 do not reach back to what was dropped."""
+    files = tiny(kind)
+    ours = read_by_session(files, monkeypatch, pykvedge.plan("streaming-llm", 60))
+    with Runner(files.model, files.mmproj, exact=True) as stock:
+        stock.special = False
+        theirs = stock.answer(scene(), ours.prompt, N, kept=ours.kept)
+        whole = stock.answer(scene(), ours.prompt, N)
+    assert len(ours.kept) == 60 < theirs.prompt_tokens - 20
+    apart, without = (list(map(divergence, x.logits, ours.logits)) for x in (theirs, whole))
+    assert max(apart) < MAX_KL < max(without), (apart, without)
+
+
+@pytest.mark.parametrize("plan", ["sliding", "scored", "ragged", "merged"])
+def test_layers_that_share_a_cache_read_what_is_kept(tiny, native, plan):
+    """Layers 4 and 5 of gemma4e have no keys and values: 5 reads those of 3, as long as its heads are."""
+    with tiny("gemma4e").session(a_plan(plan), undo=True) as session:
+        answer = session.ask(QUESTION, [scene()], SHORT)
+        first = [session.engine.cache.layer_ids(), session.engine.cache.lengths()]
+        text = answer.read()
+        second = say(session, "And to the right of it?", [scene(90, 120)])
+        assert first[0] == [1, 3] and all(n < answer.report.tokens.prompt for heads in first[1] for n in heads)
+        assert second.text and second.kv.compressed_tokens > 0
+        session.undo()
+        assert say(session, "And to the right of it?", [scene(90, 120)]).text == second.text
+    assert text
+
+
+def test_a_model_that_shares_a_cache_takes_no_bounded_prompt(tiny, native):
+    with tiny("gemma4e").session(pykvedge.plan("lookm", 0.3), bounded=True) as session:
+        report = say(session, QUESTION, [scene()])
+        assert report.bounded is False and "earlier one" in report.not_bounded
+        session.engine.cache.compress()
+        with pytest.raises(UnsupportedError, match="an earlier one"):
+            session.engine.cache.bound_prompt(np.zeros(4, np.uint8))
+
+
+def test_on_devices_layers_that_share_a_cache_stay_with_llama_cpp(tiny, native):
+    """The processor as a device, through ggml's graphs."""
+    files = tiny("gemma4e")
+    with files.session(device="CPU") as session:
+        assert say(session, QUESTION, [scene()]).text and session.engine.cache is None
+    with (
+        files.session(pykvedge.plan("lookm", 0.3), device="CPU") as session,
+        pytest.raises(NothingToCompressError, match="use --method full"),
+    ):
+        session.ask(QUESTION, [scene()])
+
+
+SIZES = [(300, 200), (80, 60), (14, 14), (64, 2000), (333, 1021), (1200, 900)]
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+def test_fit_counts_image_tokens_as_mtmd_does(tiny, native, kind):
+    files = tiny(kind)
+    model, mmproj = read_header(files.model), read_header(files.mmproj)
+    with Runner(files.model, files.mmproj) as stock:
+        made = [stock.image_tokens(scene(*size)) for size in SIZES]
+    try:
+        grids = [image_grid(mmproj, *size) for size in SIZES]
+    except UnsupportedError:
+        grids = imagecount.count(model, mmproj, SIZES)
+    assert [grid.n_tokens for grid in grids] == made
+    assert all(grid.n_patches > 0 for grid in grids)
+
+
+@pytest.mark.parametrize("kind", ["qwen3vl", "smolvlm"])
+def test_fit_says_what_chat_reads(tiny, kvedge, picture_file, kind):
+    files, image = tiny(kind), picture_file("wide.png", 300, 200)
+    planned = kvedge("fit", files.model, "--mmproj", files.mmproj, "--image", image, "--json").json
+    read = kvedge("chat", *files.arguments(), "--image", image, "--max-tokens", 2, "--json", "What?").json
+    assert planned["image_tokens"] == read["tokens"]["image"] > 0 and planned["bytes"]["encoder_compute"] > 0
+
+
+def test_an_encoder_that_is_not_here_is_not_asked(tiny, native):
+    header = read_header(tiny("smolvlm").mmproj)
+    assert imagecount.is_here(header)
+    assert not imagecount.is_here(header, replace(header, path=header.path.with_name("other.gguf")))
+    assert not imagecount.is_here(replace(header, file_size=header.file_size + 1))
