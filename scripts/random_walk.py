@@ -1,0 +1,68 @@
+"""A random walk of the C interface beside unpatched llama.cpp: the same operations, and the same logits.
+
+    .venv/bin/python scripts/random_walk.py MODEL.gguf [--steps 100000] [--seed N]
+
+Prompts and answers of several sequences in common batches, copies, cuts, clears; kvedge also compresses by plans that
+keep everything, and takes sequences through files. Both sides compute in float32, and differ by rounding alone. A walk
+of many steps is many walks of 2000 with seeds that follow each other, so that one that fails is found again at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from llama_source import ROOT, SourceError, ended, log
+
+WORKER = Path(__file__).with_name("walk_worker.py")
+STEPS = 2000  # of one walk
+TOLERANCE = 1e-8  # KL of the next token's distribution, in nats; what was measured is a thousandth of it
+
+
+def divergence(p_logits: np.ndarray, q_logits: np.ndarray) -> np.ndarray:
+    """KL(p || q) of each row, in nats."""
+    p, q = (x.astype(np.float64) - x.max(axis=-1, keepdims=True) for x in (p_logits, q_logits))
+    log_p, log_q = (x - np.log(np.exp(x).sum(axis=-1, keepdims=True)) for x in (p, q))
+    return np.asarray((np.exp(log_p) * (log_p - log_q)).sum(axis=-1))
+
+
+def walk(model: Path, steps: int, seed: int, stock: Path, env: dict[str, str]) -> tuple[int, float]:
+    """Logits that were compared, and the largest divergence. Raises SourceError where a side fails."""
+    outside = {k: v for k, v in env.items() if k != "KVEDGE_LIB_DIR"}
+    sides = {"stock": {**outside, "LLAMA_CPP_LIB_PATH": str(stock)}, "ours": env}
+    with tempfile.TemporaryDirectory(prefix="kvedge-walk-") as folder:
+        found = []
+        for side, its_env in sides.items():
+            out = Path(folder) / f"{side}.npy"
+            command = [sys.executable, str(WORKER), side, str(model), str(out), str(steps), str(seed)]
+            done = subprocess.run(command, env=its_env, capture_output=True, text=True, check=False)
+            if done.returncode != 0:
+                raise SourceError(f"{side}, seed {seed}: code {done.returncode}: {done.stderr[-2000:]}")
+            found.append(np.load(out))
+    if found[0].shape != found[1].shape or not np.isfinite(found[1]).all():
+        raise SourceError(f"seed {seed}: {found[0].shape} and {found[1].shape} logits, or some that are no numbers")
+    return len(found[0]), float(divergence(*found).max())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    stock = Path(os.environ.get("KVEDGE_STOCK_DIR", ROOT / "build" / "stock" / "lib"))
+    failed = 0
+    for i, done in enumerate(range(0, args.steps, STEPS)):
+        n, worst = walk(args.model, min(STEPS, args.steps - done), args.seed + i, stock, dict(os.environ))
+        failed += worst > TOLERANCE
+        log(f"seed {args.seed + i}: {n} logits, divergence up to {worst:.2e}{' FAILED' if worst > TOLERANCE else ''}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(ended(main))
