@@ -7,8 +7,8 @@
             print(piece, end="", flush=True)
 
 A Session is a conversation. load() reads a model once for several of them, plan() says what is kept of a prompt,
-attach() does the same for a llama_cpp.Llama, compress() for arrays. Everything that is raised derives from KvedgeError.
-docs/python.md has an example of each.
+attach() does the same for a llama_cpp.Llama, compress() for arrays, hub.resolve() finds models by name. Everything that
+is raised derives from KvedgeError. docs/python.md has an example of each.
 
 kvedge brings the llama_cpp bindings along, on top of its own libraries. Where another llama-cpp-python is installed as
 well, import pykvedge before llama_cpp.
@@ -28,6 +28,8 @@ from pykvedge.errors import (
     ContextError,
     DatasetError,
     DeviceError,
+    GrammarError,
+    HubError,
     ImageError,
     KvedgeError,
     LibraryError,
@@ -36,10 +38,12 @@ from pykvedge.errors import (
     OutOfMemoryError,
     PluginError,
     ProfileError,
+    RequestError,
     SaveError,
     SessionFileError,
     StateError,
     UnknownNameError,
+    UnreachableError,
     UnsoundError,
     UnsupportedError,
     UsageError,
@@ -47,18 +51,20 @@ from pykvedge.errors import (
 from pykvedge.native import libraries  # the bindings that kvedge carries ask for it here
 from pykvedge.native.version import package_version
 from pykvedge.plans.plan import Budget, Plan
-from pykvedge.plans.plugins.decorators import allocator, preset, reducer, scorer
+from pykvedge.plans.plugins.decorators import allocator, preset, pruner, reducer, scorer
 from pykvedge.plans.presets import default_plan, methods, plan
 from pykvedge.runtime.arrays import Result, compress
 
 if TYPE_CHECKING:
     from pykvedge.chat.answer import Answer
     from pykvedge.chat.session import Session
+    from pykvedge.models import hub
     from pykvedge.models.images import Picture, load_picture
     from pykvedge.models.prompt import Message
     from pykvedge.plans.profile import Profile
     from pykvedge.plans.stages.base import Param
     from pykvedge.runtime.loaded import LoadedModel, load
+    from pykvedge.runtime.logprobs import Alternative, Token
     from pykvedge.runtime.report import Report
     from pykvedge.runtime.sampling import Sampling
     from pykvedge.runtime.settings import Settings
@@ -66,6 +72,7 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "Alternative",
     "Answer",
     "ArrayError",
     "Attachment",
@@ -76,6 +83,8 @@ __all__ = [
     "ContextError",
     "DatasetError",
     "DeviceError",
+    "GrammarError",
+    "HubError",
     "ImageError",
     "KvedgeError",
     "LibraryError",
@@ -91,6 +100,7 @@ __all__ = [
     "Profile",
     "ProfileError",
     "Report",
+    "RequestError",
     "Result",
     "Sampling",
     "SaveError",
@@ -98,7 +108,9 @@ __all__ = [
     "SessionFileError",
     "Settings",
     "StateError",
+    "Token",
     "UnknownNameError",
+    "UnreachableError",
     "UnsoundError",
     "UnsupportedError",
     "UsageError",
@@ -107,17 +119,20 @@ __all__ = [
     "attach",
     "compress",
     "default_plan",
+    "hub",
     "load",
     "load_picture",
     "methods",
     "plan",
     "preset",
+    "pruner",
     "reducer",
     "scorer",
 ]
 
 # These names are imported from their modules when they are asked for: sessions take longer to import than plans do.
 _LATER = {
+    "Alternative": "runtime.logprobs",
     "Answer": "chat.answer",
     "LoadedModel": "runtime.loaded",
     "Message": "models.prompt",
@@ -128,6 +143,7 @@ _LATER = {
     "Sampling": "runtime.sampling",
     "Session": "chat.session",
     "Settings": "runtime.settings",
+    "Token": "runtime.logprobs",
     "load": "runtime.loaded",
     "load_picture": "models.images",
 }
@@ -136,6 +152,8 @@ _LATER = {
 if not TYPE_CHECKING:  # a type checker would take every name for one of these
 
     def __getattr__(name: str) -> Any:
+        if name == "hub":
+            return importlib.import_module("pykvedge.models.hub")
         if name in _LATER:
             return getattr(importlib.import_module(f"pykvedge.{_LATER[name]}"), name)
         if name == "__version__":

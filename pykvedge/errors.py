@@ -35,12 +35,24 @@ class ArrayError(UsageError):
     """An array whose shape, type or values cannot be used."""
 
 
+class GrammarError(UsageError):
+    """A grammar or JSON schema that cannot be used, or that an answer cannot follow."""
+
+
 class ProfileError(UsageError):
     """A calibrated profile that is missing, damaged, or of another model."""
 
 
 class ModelError(KvedgeError):
     """A model or mmproj file that cannot be read, is damaged, or does not fit."""
+
+
+class HubError(KvedgeError):
+    """A model that was asked for by name cannot be had: the hub does not answer or refuses, or it came damaged."""
+
+
+class UnreachableError(HubError):
+    """The hub did not answer, or not as one does; what is in the cache may do instead (--offline)."""
 
 
 class ImageError(KvedgeError):
@@ -94,6 +106,20 @@ class CancelledError(KvedgeError):
 
     def __init__(self, message: str = "cancelled before it was done") -> None:
         super().__init__(message)
+
+
+class RequestError(KvedgeError):
+    """A request over HTTP that is refused, or whose answer cannot go on.
+
+    status: of the response. code: a word for programs. param: the field that is wrong. retry_s: seconds after which it
+    may be tried again; 0: never.
+    """
+
+    def __init__(
+        self, status: int, message: str, code: str | None = None, param: str | None = None, retry_s: int = 0
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.code, self.param, self.retry_s = status, message, code, param, retry_s
 
 
 class SaveError(KvedgeError):

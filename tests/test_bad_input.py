@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import pykvedge
-from pykvedge.cli import options
+from pykvedge.cli import modelfiles, options
 from pykvedge.errors import ImageError, ModelError, UsageError, one_line
 from pykvedge.models.gguf import read_header
 from pykvedge.models.images import load_picture
@@ -34,7 +34,7 @@ def test_no_model(kvedge, llava, monkeypatch, tmp_path):
     kvedge("chat", "--mmproj", llava.mmproj, "Hello").failed(2, "no model", "--model")
     monkeypatch.setattr(options, "DATA", tmp_path)  # an installation without the demo model
     with pytest.raises(UsageError, match="no model: pass --model"):
-        options.model_files(None, None)
+        modelfiles.model_files({"model": None, "mmproj": None})
 
 
 def test_a_model_that_is_not_there(kvedge, llava, tmp_path):

@@ -132,7 +132,7 @@ def test_what_cannot_go_in_one_causal_pass(tiny):
         def non_causal(self):
             return True
 
-    assert "both directions" in bounded_batch.why_not(BothWays(), [ImagePiece(None, 4, "")])
+    assert "both directions" in bounded_batch.why_not(BothWays(), [ImagePiece(None, 4, "", 4)])
     assert bounded_batch.why_not(BothWays(), [TextPiece([1, 2])]) == ""
 
 

@@ -85,11 +85,12 @@ def test_what_has_no_known_places_is_refused(demo):
     from pykvedge.lab.calibrate.places import tokens_of_boxes
 
     with pytest.raises(UnsupportedError, match="does not say which token"):
-        tokens_of_boxes(sample, [ImagePiece(None, 144, "a/0")])
-    sliced = [ImagePiece(None, 144, f"a/{i}", places=Places(12, 12, True)) for i in range(2)]
+        tokens_of_boxes(sample, [ImagePiece(None, 144, "a/0", 144)])
+    sliced = [ImagePiece(None, 144, f"a/{i}", 144, places=Places(12, 12, True)) for i in range(2)]
     with pytest.raises(UnsupportedError, match="slices"):
         tokens_of_boxes(sample, sliced)
-    found = tokens_of_boxes(sample, [TextPiece([1, 2, 3]), ImagePiece(None, 144, "a/0", places=Places(12, 12, True))])
+    image = ImagePiece(None, 144, "a/0", 144, places=Places(12, 12, True))
+    found = tokens_of_boxes(sample, [TextPiece([1, 2, 3]), image])
     assert [t.tolist() for t in found] == [[3]]
 
 

@@ -18,7 +18,7 @@ from pykvedge.cli.program import cli
 
 KEYS = {
     "model": {"name", "file", "quantisation"},
-    "tokens": {"prompt", "image", "generated"},
+    "tokens": {"prompt", "image", "generated", "pruned", "reused", "images_reused"},
     "kv": {"full_bytes", "kept_bytes", "peak_bytes", "kept_per_layer"},
     "rss": {"before_prefill_bytes", "peak_bytes", "after_compress_bytes"},
     "time": {"load_s", "encode_s", "prefill_s", "compress_s", "decode_s", "decode_tok_s"},
@@ -193,8 +193,8 @@ def test_an_option_means_the_same_in_every_command():
         "--set",
     ):
         assert len(found[name]) > 1 and len(set(found[name].values())) == 1, name
-    loads = {"chat", "eval", "bench", "inspect", "fit", "heads", "prefix"}
-    assert loads == set(found["--model"]) == set(found["--mmproj"]) <= set(found["--json"])
+    loads = {"chat", "eval", "bench", "inspect", "fit", "heads", "prefix", "serve"}
+    assert loads == set(found["--model"]) == set(found["--mmproj"]) <= {*found["--json"], "serve"}
     assert set(found["--method"]) == loads - {"heads", "prefix"} and set(found["--budget"]) == loads - {"heads"}
 
 

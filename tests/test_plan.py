@@ -149,8 +149,8 @@ def test_json_that_is_no_plan_is_refused(text, says):
 def test_what_the_library_is_told():
     text = pykvedge.plan("lookm", 1e-4, recent=1e-5, sinks=2, text_overflow="keep_all").as_text()
     assert text == {"scorer": "cumulative", "allocator": "uniform", "reducer": "pivotal", "decode": "keep-all",
-                    "budget": "0.0001", "recent": "0.00001", "sinks": "2", "text_prior": "true",
-                    "text_overflow": "keep_all"}  # fmt: skip
+                    "pruner": "none", "budget": "0.0001", "image_tokens": "1.0", "recent": "0.00001", "sinks": "2",
+                    "text_prior": "true", "text_overflow": "keep_all"}  # fmt: skip
     assert pykvedge.plan("h2o").as_text()["recent"] == "auto"
 
 

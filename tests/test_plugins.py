@@ -277,7 +277,7 @@ def test_rows_that_the_storage_type_cannot_hold(native):
     ("import nothing_of_that_name\n", ["ModuleNotFoundError", "my_method.py:1"]),
     ("x = 1\nraise ValueError('no')\n", ["ValueError: no", "my_method.py:2"]),
     ("import sys\nsys.exit(0)\n", ["SystemExit", "my_method.py:2"]),
-    ("x = 1\n", ["registers no scorer, allocator, reducer or preset"]),
+    ("x = 1\n", ["registers no scorer, allocator, reducer, pruner or preset"]),
     ("", ["registers no"]),
     (HEAD + "pykvedge.preset('mine', scorer='nobody')\n", ["preset 'mine'", "unknown scorer 'nobody'"]),
     (HEAD + "pykvedge.preset('mine', scorrer='window')\n", ["preset 'mine'", "scorrer"]),

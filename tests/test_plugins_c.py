@@ -17,7 +17,7 @@ from test_decode_policies import PROMPT, random_tokens, running  # noqa: F401 - 
 import pykvedge
 from pykvedge.errors import PluginError
 from pykvedge.lab.checks import suite
-from pykvedge.native import libraries
+from pykvedge.native import cpackage
 from pykvedge.plans import plugin_files
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -232,8 +232,7 @@ def test_the_example_in_the_header_compiles_and_runs(native, tmp_path):
     function, use = example_of_the_header()
     source = tmp_path / "program.c"
     source.write_text(PROGRAM.format(function=function, use=use).replace("//", "// "))
-    where = str(libraries.require_dir())
-    links = [f"-L{where}", "-lkvedge", f"-Wl,-rpath,{where}", f"-Wl,-rpath-link,{where}", "-Wno-sign-compare"]
+    links = [*cpackage.flags("Libs"), "-Wno-sign-compare"]
     program = compiled(source, tmp_path / "program", *links)
     k = np.random.default_rng(0).standard_normal((2, 2, 50, 16)).astype(np.float32)
     done = subprocess.run([program], input=k.tobytes(), capture_output=True, check=False)

@@ -218,4 +218,5 @@ def test_the_system_sees_no_growth_over_many_images(tiny, native):
 
     with model.session(pykvedge.plan("snapkv", 128), stream=True) as session:
         say(session, "What is this?", watched(), Sampling(max_tokens=1))
-    assert max(sizes[40:]) - max(sizes[20:40]) <= 2**20, sizes[::10]
+    # the pixels of one image that stay are 120 KB, of all 10 MB; a page or two of others' come and go
+    assert max(sizes[40:]) - max(sizes[20:40]) <= 3 * 2**20, sizes[::10]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pykvedge.cli import options
+from pykvedge.cli.modelfiles import model_files
 from pykvedge.cli.options import option
 from pykvedge.errors import UsageError, unknown
 
@@ -26,6 +27,7 @@ KINDS = {"visual": "visual-heads", "retrieval": "retrieval-heads", "redundancy":
 _OPTIONS = (
     options.MODEL,
     options.MMPROJ,
+    *options.HUB,
     option(
         "--data", type=options.PATH, metavar="FILE.jsonl", help="Your own samples. Default: scenes drawn by kvedge."
     ),
@@ -170,7 +172,7 @@ def _session(given: dict[str, Any], plan: Any) -> Iterator[tuple[Session, Any, t
     from pykvedge.lab.progress import Display
     from pykvedge.runtime.interrupt import CancelledError, as_event
 
-    model, mmproj = options.model_files(given["model"], given["mmproj"])
+    model, mmproj = model_files(given)
     display = Display(enabled=not given["quiet"])
     with as_event(threading.Event()) as cancel:
         try:

@@ -9,7 +9,8 @@ from typing import Any
 
 import click
 
-from pykvedge.cli import options, paths
+from pykvedge.cli import options, paths, sampling
+from pykvedge.cli.modelfiles import model_files
 from pykvedge.cli.options import option
 from pykvedge.errors import UsageError
 from pykvedge.plans.plan import Plan
@@ -17,7 +18,9 @@ from pykvedge.plans.plan import Plan
 _OPTIONS = (
     options.MODEL,
     options.MMPROJ,
+    *options.HUB,
     options.IMAGE,
+    *options.IMAGE_LIMITS,
     *options.COMPOSITION,
     options.PROFILE,
     option("--session", "session_file", type=options.PATH, metavar="FILE",
@@ -28,14 +31,13 @@ _OPTIONS = (
     options.THREADS,
     *options.DEVICES,
     options.KV_TYPE,
+    *options.CACHE,
     option("--bounded", is_flag=True,
            help="Compress each layer of a prompt before the next one runs: the full cache never exists. Not with "
                 "every model and method; stderr says why not."),
-    option("--max-tokens", type=int, default=512, show_default=True, metavar="N", help="Longest answer."),
-    option("--temp", type=float, default=0.0, show_default=True, help="0 always takes the likeliest token."),
-    option("--top-p", type=float, default=0.95, show_default=True, help="With --temp above 0."),
-    option("--top-k", type=int, default=40, show_default=True, help="With --temp above 0."),
-    option("--seed", type=int, help="Makes answers with --temp above 0 repeatable."),
+    option("--question-blind", is_flag=True,
+           help="Compress what comes before the question without looking at it: other questions find it as it was."),
+    *sampling.OPTIONS,
     option("--system", default="", metavar="TEXT", help="Text that opens the conversation."),
     options.JSON,
     option("--undo/--no-undo", default=True,
@@ -45,6 +47,7 @@ _OPTIONS = (
     options.QUIET,
     options.VERBOSE,
 )  # fmt: skip
+_SETTINGS = ("system", "verbose", "profile", "bounded", "stream", "question_blind")
 
 
 @click.command()
@@ -59,6 +62,7 @@ def chat(prompt: str | None, **given: Any) -> None:
     \b
     Examples:
       kvedge chat --model m.gguf --mmproj mm.gguf --image cat.jpg "What is the cat doing?"
+      kvedge chat -hf user/repo:Q4_K_M --image cat.jpg "What is the cat doing?"      fetched the first time
       kvedge chat ... --image a.jpg --image b.jpg --method lookm --budget 0.1 "What differs?"
       kvedge chat ... --method h2o --budget 256 --sinks 4 "Summarise."
       kvedge chat ... --method snapkv --allocator ada --reducer pivotal --set scorer.window=16 "What is this?"
@@ -75,12 +79,14 @@ def chat(prompt: str | None, **given: Any) -> None:
         raise UsageError(
             f"method '{plan.method}' uses no profile; leave --profile out, or see `kvedge calibrate --help`"
         )
-    model, mmproj = options.model_files(given["model"], given["mmproj"])
-    if given["images"] and mmproj is None:
-        raise UsageError("--image needs the image encoder of the model: pass it with --mmproj")
     question = _question(prompt)
     if question is None and given["as_json"]:
         raise UsageError("--json needs a PROMPT, as argument or from a pipe")
+    if given["logprobs"] is not None and not given["as_json"]:
+        raise UsageError("--logprobs are part of what --json prints; add it")
+    model, mmproj = model_files(given)
+    if given["images"] and mmproj is None:
+        raise UsageError("--image needs the image encoder of the model: pass it with --mmproj")
     sys.exit(_run(question, plan, model, mmproj, given))
 
 
@@ -106,14 +112,14 @@ def _talk(
     from pykvedge.lab.progress import Display
     from pykvedge.models.images import load_picture
     from pykvedge.runtime.interrupt import as_event, stop_if_set
-    from pykvedge.runtime.sampling import Sampling
 
-    sampling = Sampling(**{k: given[k] for k in ("temp", "top_p", "top_k", "seed", "max_tokens")})
+    chosen = sampling.chosen(given)
     images = [paths.expanded(path) for path in given["images"]]
     # those of a stream are loaded when it is their turn; a wrong path is found now
     pictures = [path if given["stream"] and paths.ask(Path.is_file, path) else load_picture(path) for path in images]
     display = Display(enabled=not given["quiet"] and not given["verbose"])
-    settings = {k: given[k] for k in ("system", "verbose", "profile", "bounded", "stream")} | options.running(given)
+    settings = {k: given[k] for k in _SETTINGS} | options.running(given)
+    settings |= options.cache(given) | options.image_limits(given)
     settings["undo"] = given["undo"] and question is None and not given["stream"]
     settings["measure_peak"] = given["as_json"]
     with as_event(threading.Event()) as cancel:
@@ -129,7 +135,7 @@ def _talk(
             with as_event(cancel):
                 session.load(file, plan if options.chooses_plan(given) else None)
             stop_if_set(cancel)
-        talk = Chat(session, sampling, Style(given["as_json"], given["quiet"]), display, file)
+        talk = Chat(session, chosen, Style(given["as_json"], given["quiet"]), display, file)
         if question is not None:
             return talk.once(question, pictures)
         return converse(talk, pictures, history_file() if given["history"] else None)

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from pykvedge.cli import options, paths
+from pykvedge.cli.modelfiles import model_files
 from pykvedge.cli.options import option
 from pykvedge.errors import UsageError
 from pykvedge.plans.plan import Plan
@@ -21,6 +22,7 @@ from pykvedge.plans.plan import Plan
     option("--prompt", default="Describe the image.", show_default=True, metavar="TEXT", help="What is asked."),
     options.MODEL,
     options.MMPROJ,
+    *options.HUB,
     options.IMAGE,
     options.METHODS,
     options.BUDGET,
@@ -62,7 +64,7 @@ def inspect(files: tuple[Path, ...], **given: Any) -> None:
         require_matplotlib()
     options.load_plugins(given)
     plans = _plans(given)
-    model, mmproj = options.model_files(given["model"], given["mmproj"])
+    model, mmproj = model_files(given)
     images = [*files, *given["images"]]
     if images and mmproj is None:
         raise UsageError("images need the image encoder of the model: pass it with --mmproj")

@@ -126,5 +126,8 @@ def _explain(p: Preset) -> str:
     lines.append(f"  sinks     {made.sinks} (--sinks)")
     prior = "yes, text outranks image tokens" if made.text_prior else "no"
     lines.append(f"  text      {prior} (--text-prior / --no-text-prior)")
+    lines.append(
+        f"  images    {made.image_tokens} of an image's tokens, pruner {made.pruner} (--image-tokens, --pruner)"
+    )
     lines.append(f"  others    {made.reducer} (--reducer {', '.join(members('reducer'))})")
     return "\n".join(textwrap.fill(line, 110, subsequent_indent=" " * 12) for line in lines)

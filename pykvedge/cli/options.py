@@ -23,9 +23,9 @@ from pykvedge.plans.presets import plan as make_plan
 
 DATA = Path(pykvedge.__file__).parent / "data"  # importlib.resources names no folder in an editable installation
 PATH = click.Path(path_type=Path)
-_PLAN_SETTINGS = ("recent", "sinks", "text_prior", "scorer", "allocator", "reducer", "decode")
+_PLAN_SETTINGS = ("recent", "sinks", "text_prior", "scorer", "allocator", "reducer", "decode", "pruner", "image_tokens")
 _LARGEST_PLAN = 1 << 20  # bytes
-_MODEL_HELP = "The language model. Default: the packaged demo model."
+_MODEL_HELP = "The language model, a file. Default: the packaged demo model."
 _BUDGET_HELP = "What is kept: 0.2 of the prompt, or 128 KV pairs per layer and head. Default: 0.2, with mixkv 0.5."
 
 option = click.option
@@ -50,9 +50,29 @@ MMPROJS = option(
     "--mmproj", "mmprojs", type=PATH, multiple=True, metavar="FILE.gguf",
     help="The image encoder of each --model, in the same order; '-' for a model without.",
 )  # fmt: skip
+HUB = (
+    option("-hf", "--hf-repo", "hf_repo", metavar="USER/REPO[:QUANT]",
+           help="A model by name instead: fetched once, with its image encoder, then found in the cache; Q4_K_M or "
+                "Q8_0 where no QUANT is named. `kvedge models` lists what there is."),
+    option("--hf-file", metavar="PATH", help="The model's file in the repository, if no QUANT tells it apart."),
+    option("--hf-mmproj", metavar="PATH", help="Its image encoder there, if not the usual one; 'none' for none."),
+    option("--offline", is_flag=True, help="Only models that are in the cache: nothing is asked of the network."),
+)  # fmt: skip
+HUBS = (
+    option("-hf", "--hf-repo", "hf_repos", multiple=True, metavar="USER/REPO[:QUANT]",
+           help="A model by name, with its image encoder; repeatable."),
+    HUB[-1],
+)  # fmt: skip
 IMAGE = option(
     "--image", "images", type=PATH, multiple=True, metavar="PATH",
     help="An image to ask about; repeatable. jpg, png, webp, bmp, gif.",
+)  # fmt: skip
+
+IMAGE_LIMITS = (
+    option("--image-min-tokens", type=int, metavar="N",
+           help="The least tokens of an image, which is enlarged for them before it is encoded."),
+    option("--image-max-tokens", type=int, metavar="N",
+           help="The most, for which it is made smaller. Both for encoders that take images of any size."),
 )  # fmt: skip
 
 # ------------------------------------------------------------------------------------------------------------
@@ -81,6 +101,9 @@ CHANGES = (
     option("--allocator", metavar="NAME", help="Another allocator."),
     option("--reducer", metavar="NAME", help="What becomes of the others: evict, averaged, pivotal, weighted, ..."),
     option("--decode", metavar="NAME", help="Another policy for what happens while the answer is generated."),
+    option("--image-tokens", "image_tokens", metavar="AMOUNT",
+           help="What the model reads of each image: 0.5 of its tokens, or 288. Default: all."),
+    option("--pruner", metavar="NAME", help="Who chooses: residual (the default), grid, maxmin, means, dart, random."),
     option("--set", "changes", multiple=True, metavar="STAGE.NAME=VALUE",
            help="A setting of a stage, for example scorer.window=16; repeatable."),
 )  # fmt: skip
@@ -110,6 +133,11 @@ DEVICES = (
 KV_TYPE = option(
     "--kv-type", default="f16", show_default=True, metavar="TYPE",
     help=f"How keys and values are stored: {', '.join(NAMES)}, or K:V, as in q8_0:q4_0.",
+)  # fmt: skip
+CACHE = (
+    option("--cache", type=PATH, metavar="DIR",
+           help="Keep what was computed of images in this folder, for later runs and others at the same time."),
+    option("--cache-size", metavar="SIZE", help="The most that the folder may take, as in 500MiB. Default: 4GiB."),
 )  # fmt: skip
 JSON = option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 QUIET = option("--quiet", is_flag=True, help="Nothing on stderr but errors.")
@@ -181,19 +209,6 @@ def read_plan(path: Path) -> Plan:
         raise UsageError(f"{path} is not a plan: it is not text") from None
 
 
-def model_files(model: Path | None, mmproj: Path | None) -> tuple[Path, Path | None]:
-    """Returns the files that were asked for, or the packaged demo model. Raises UsageError where there is none."""
-    if model is not None:
-        return paths.expanded(model), paths.expanded(mmproj) if mmproj else None
-    demo, demo_mmproj = DATA / "demo-model.gguf", DATA / "demo-mmproj.gguf"
-    if mmproj is not None or not demo.exists():
-        raise UsageError(
-            "no model: pass --model FILE.gguf, and --mmproj FILE.gguf to ask about images (any GGUF pair that runs on "
-            "llama.cpp, for example a LLaVA-1.5 or Qwen2-VL)"
-        )
-    return demo, demo_mmproj if demo_mmproj.exists() else None
-
-
 def positive(name: str, value: int | None) -> int:
     """Returns the value, or 0 for none. Raises UsageError for a number below 1."""
     if value is not None and value < 1:
@@ -209,6 +224,33 @@ def running(given: Mapping[str, Any]) -> dict[str, Any]:
     if "ctx" in given:
         out["n_ctx"] = positive("--ctx", given["ctx"])
     return {**out, "threads": positive("--threads", given["threads"])}
+
+
+def cache(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Collects the settings of CACHE. Raises UsageError for a size that is none, or that is of nothing."""
+    if given["cache"] is None:
+        if given["cache_size"] is not None:
+            raise UsageError("--cache-size says how large the folder of --cache may become; name one")
+        return {}
+    out: dict[str, Any] = {"cache": paths.expanded(given["cache"])}
+    return out if given["cache_size"] is None else {**out, "cache_size": size("--cache-size", given["cache_size"])}
+
+
+def size(name: str, text: str) -> int:
+    """Reads a number of bytes, as in 500MiB, 1.5GiB or 4GB. Raises UsageError for what is none, and for less than 1."""
+    found = re.fullmatch(r"(\d{1,12}(?:\.\d{1,3})?) ?(?:([KMGT])(I?))?B?", text.strip().upper(), re.ASCII)
+    unit = found[2] if found else None
+    scale = (1024 if found and found[3] else 1000) ** ("KMGT".index(unit) + 1) if unit else 1
+    n_bytes = int(float(found[1]) * scale) if found else 0
+    if n_bytes < 1:
+        raise UsageError(f"{name} takes a number of bytes, for example 500MiB or 4GiB, not '{text}'")
+    return n_bytes
+
+
+def image_limits(given: Mapping[str, Any]) -> dict[str, int]:
+    """Collects the settings of IMAGE_LIMITS. Raises UsageError for numbers below 1."""
+    names = ("image_min_tokens", "image_max_tokens")
+    return {name: positive(f"--{name.replace('_', '-')}", given[name]) for name in names}
 
 
 def _end_in_one_line() -> None:

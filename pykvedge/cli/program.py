@@ -19,7 +19,9 @@ from pykvedge.cli.eval import evaluate
 from pykvedge.cli.fit import fit
 from pykvedge.cli.inspect import inspect
 from pykvedge.cli.methods import methods
+from pykvedge.cli.models import models
 from pykvedge.cli.rpc_server import rpc_server
+from pykvedge.cli.serve import serve
 from pykvedge.errors import CancelledError, KvedgeError, UsageError, one_line
 
 
@@ -35,20 +37,43 @@ def _show_version(context: click.Context, _: click.Parameter, wanted: bool) -> N
 
 
 @click.group(
+    invoke_without_command=True,
+    no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    epilog="`kvedge COMMAND --help` explains a command, `kvedge methods` the compression methods.",
+    epilog="`kvedge COMMAND --help` explains a command, `kvedge methods` the compression methods; "
+    "`kvedge models --suggest` names models to begin with.",
 )
 @click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version,
               help="Show the versions of kvedge and of its libraries.")  # fmt: skip
-def cli() -> None:
+@click.option("--cflags", is_flag=True, help="Print what a C compiler needs to find the headers.")
+@click.option("--libs", is_flag=True, help="Print what it needs to link the libraries.")
+@click.option("--cmake-dir", is_flag=True, help="Print the folder of kvedge-config.cmake.")
+@click.pass_context
+def cli(context: click.Context, cflags: bool, libs: bool, cmake_dir: bool) -> None:
     """Vision-language models on your own machine, with a compressed KV cache.
 
     \b
     kvedge chat --model model.gguf --mmproj mmproj.gguf --image photo.jpg "What is this?"
+    kvedge chat -hf user/repo:Q4_K_M --image photo.jpg "What is this?"
     """
+    if not (cflags or libs or cmake_dir):
+        if context.invoked_subcommand is None:
+            context.fail("Missing command.")
+        return
+    if context.invoked_subcommand:
+        raise UsageError(f"--cflags, --libs and --cmake-dir take no command such as {context.invoked_subcommand}")
+    _show_c_package([*["Cflags"] * cflags, *["Libs"] * libs], cmake_dir)
 
 
-for command in (bench, chat, evaluate, methods, inspect, calibrate, fit, doctor, rpc_server):
+def _show_c_package(fields: list[str], cmake_dir: bool) -> None:
+    from pykvedge.native import cpackage
+
+    lines = [cpackage.for_shell([word for field in fields for word in cpackage.flags(field)])] if fields else []
+    for line in [*lines, *[str(cpackage.cmake_dir())] * cmake_dir]:
+        click.echo(line)
+
+
+for command in (bench, chat, evaluate, methods, models, inspect, calibrate, fit, doctor, serve, rpc_server):
     cli.add_command(command)
 
 

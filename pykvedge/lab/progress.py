@@ -67,6 +67,23 @@ class Display:
         self._bar.start()
 
 
+class Fetching(Display):
+    """The progress of downloads; where stderr is no terminal, a line as each file begins, and at times."""
+
+    def __init__(self, enabled: bool) -> None:
+        super().__init__(enabled)
+        self._file = ""
+
+    def __call__(self, what: str, share: float) -> None:
+        file, colon, _ = what.partition(": ")
+        now = time.monotonic()
+        if self._terminal or not self._enabled or not (colon and file.startswith("fetching ")):
+            self._show(what, share, 1.0)
+        elif file != self._file or now - self._told >= FILE_S:
+            self._file, self._told = file, now
+            print(what, file=sys.stderr, flush=True)
+
+
 def clock(seconds: float) -> str:
     """Writes a time as 12 s, 3:05 min, or 1:02 h."""
     s = max(round(seconds), 0)

@@ -6,7 +6,7 @@ import ctypes as c
 from typing import Any, NamedTuple
 
 ABI_VERSION = 1
-STAGE_NUMBER = {"scorer": 0, "allocator": 1, "reducer": 2, "decode": 3}
+STAGE_NUMBER = {"scorer": 0, "allocator": 1, "reducer": 2, "decode": 3, "pruner": 4}
 
 
 class Declared(NamedTuple):
@@ -104,6 +104,15 @@ class GivenArrays(c.Structure):
     ]
 
 
+class GivenImage(c.Structure):
+    """kvedge_image."""
+
+    _fields_ = [
+        ("struct_size", c.c_size_t), ("rows", c.c_void_p),
+        *((name, c.c_int32) for name in ("n_rows", "width", "down", "across")),
+    ]  # fmt: skip
+
+
 DEVICES_AUTO, DEVICES_NONE, DEVICES_ALL = 0, 1, 2  # kvedge_devices
 
 _P = c.c_void_p
@@ -128,6 +137,8 @@ PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "plan_set": (c.c_int, [_P, c.c_char_p, c.c_char_p, _ERR]),
     "plan_set_profile": (c.c_int, [_P, c.c_int, _P, _P, _I, _I, _ERR]),
     "plan_check": (c.c_int, [_P, _ERR]),
+    "plan_image_tokens": (_I, [_P, _I]),
+    "prune": (c.c_int, [_P, c.POINTER(GivenImage), _I, _P, _P, c.POINTER(_I), _ERR]),
     "plan_budget": (_I, [_P, _I]),
     "plan_later_budget": (_I, [_P, _I]),
     "plan_check_stream": (c.c_int, [_P, _ERR]),
@@ -160,6 +171,8 @@ PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "pending_scores": (c.c_int, [_P, _I, _I, c.POINTER(c.c_float), _I, _ERR]),
     "save": (c.c_int, [_P, _I, c.c_char_p, c.c_char_p, c.c_char_p, c.c_size_t, _ERR]),
     "load": (c.c_int, [_P, _I, c.c_char_p, c.c_char_p, _ERR]),
+    "pack": (c.c_int, [_P, _I, c.c_char_p, _P, c.POINTER(c.c_size_t), _ERR]),
+    "unpack": (c.c_int, [_P, _I, c.c_char_p, _P, c.c_size_t, _ERR]),
     "read_saved": (c.c_int, [c.c_char_p, c.POINTER(Saved), _P, c.c_size_t, _ERR]),
     "encoder_create": (c.c_int, [_OUT, _ERR]),
     "encoder_free": (None, [_P]),

@@ -26,23 +26,25 @@ _VARIABLES = ("LLAMA_CPP_LIB_PATH", "MTMD_CPP_LIB")  # where the bindings look i
 
 
 def file_name(base: str) -> str:
-    """Tells what a shared library is called on this system."""
+    """Tells what a shared library is called on this system. That of libkvedge holds its ABI version."""
     if sys.platform == "win32":
         return f"{base}.dll"
-    return f"lib{base}.dylib" if sys.platform == "darwin" else f"lib{base}.so"
+    version = f".{ABI_VERSION}" if base == "kvedge" else ""
+    return f"lib{base}{version}.dylib" if sys.platform == "darwin" else f"lib{base}.so{version}"
 
 
 @functools.cache
 def library_dir() -> Path | None:
     """Finds libllama, libmtmd and libkvedge: in KVEDGE_LIB_DIR, or in lib/ of the installed package."""
     override = os.environ.get("KVEDGE_LIB_DIR")
-    for place in [Path(override)] if override else _in_package("lib"):
+    for place in [Path(override)] if override else in_package("lib"):
         if (place / file_name("llama")).exists():
             return place.resolve()
     return None
 
 
-def _in_package(name: str) -> list[Path]:
+def in_package(name: str) -> list[Path]:
+    """Lists where a folder of the package may lie."""
     # an editable install spreads the package over two folders: the sources, and the one with what was built
     return [Path(folder) / name for folder in sys.modules["pykvedge"].__path__]
 
@@ -50,7 +52,7 @@ def _in_package(name: str) -> list[Path]:
 @functools.cache
 def bindings_dir() -> Path | None:
     """Finds the folder of kvedge's copy of llama_cpp. None in a source tree that was never installed."""
-    return next((place for place in _in_package("bindings") if (place / "llama_cpp").is_dir()), None)
+    return next((place for place in in_package("bindings") if (place / "llama_cpp").is_dir()), None)
 
 
 def prepare() -> None:

@@ -68,19 +68,27 @@ def gather(pieces: list[Piece], table: TokenTable, vision: Vision, model: Model,
                 raise KvedgeError("the image was not encoded")
             embeddings[here, : piece.embeddings.shape[1]] = piece.embeddings
             mask[here] = 1
-            positions[:, here] = _image_positions(vision, piece, past, mrope)
-            past += vision.mtmd.mtmd_input_chunk_get_n_pos(piece.chunk)
+            positions[:, here], past = image_positions(vision, piece, past, mrope, gaps=True)
         at += piece.n_tokens
     return OnePass(positions, mask, past, embeddings=embeddings)
 
 
-def _image_positions(vision: Vision, piece: ImagePiece, past: int, mrope: bool) -> np.ndarray:
+def image_positions(vision: Vision, piece: ImagePiece, past: int, mrope: bool, gaps: bool) -> tuple[np.ndarray, int]:
+    """Makes the positions [1 or 4, n] of an image's tokens from position `past` on, and that of what follows.
+
+    A row keeps its place in the whole image. gaps: whether llama.cpp takes positions that leave some out, as
+    it does with M-RoPE and where kvedge holds the cache; else what a pruner left is counted anew.
+    """
     mtmd = vision.mtmd
     if not mrope:
-        return np.arange(past, past + piece.n_tokens, dtype=np.int32)[None, :]
+        if piece.kept is None or not gaps:
+            end = past + piece.n_tokens
+            return np.arange(past, end, dtype=np.int32)[None, :], end
+        return (past + piece.kept).astype(np.int32)[None, :], past + piece.n_rows
     tokens = mtmd.mtmd_input_chunk_get_tokens_image(piece.chunk)
-    places = (mtmd.mtmd_decoder_pos * piece.n_tokens)()
+    places = (mtmd.mtmd_decoder_pos * piece.n_rows)()
     mtmd.mtmd_helper_image_get_decoder_pos(tokens, past, places)
-    flat = np.frombuffer(places, dtype=np.uint32).reshape(piece.n_tokens, ctypes.sizeof(mtmd.mtmd_decoder_pos) // 4)
+    flat = np.frombuffer(places, dtype=np.uint32).reshape(piece.n_rows, ctypes.sizeof(mtmd.mtmd_decoder_pos) // 4)
+    flat = flat if piece.kept is None else flat[piece.kept]
     t, x, y, z = flat.T[:N_POS].astype(np.int32)
-    return np.stack([t, y, x, z])
+    return np.stack([t, y, x, z]), past + mtmd.mtmd_input_chunk_get_n_pos(piece.chunk)

@@ -56,6 +56,7 @@ class Driver:
         self.cache = Cache(
             self.context.handle, plan, kv_type, False, profiles=tables, later_floor=later_floor, devices=devices
         )
+        self.context.takes_gaps = True
 
     def take_over_if_possible(
         self, plan: Plan, tables: Mapping[str, ProfileTable] | None = None, later_floor: int | None = None

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from pykvedge.errors import ContextError, NothingToCompressError, SessionFileError, StateError, UnsupportedError
 from pykvedge.models import profiles
 from pykvedge.models.model import Model, Progress
+from pykvedge.models.shape import shares_cache
 from pykvedge.models.token_table import TokenTable
 from pykvedge.models.vision import ImagePiece, Piece, Vision
 from pykvedge.native import memory
@@ -23,6 +25,7 @@ from pykvedge.runtime.driver import Driver
 from pykvedge.runtime.interrupt import stop_if_set
 from pykvedge.runtime.llama_context import DEFAULT_CTX, ROOM_TO_ANSWER, Context, ContextSize, ubatch_for
 from pykvedge.runtime.mark import Mark, bring_back, copy
+from pykvedge.runtime.opening import Standing
 from pykvedge.runtime.pace import Pace, stream_context
 from pykvedge.runtime.report import Kv
 from pykvedge.runtime.sessionfile import Note, encoded
@@ -45,7 +48,7 @@ class Engine:
     def _reset(self) -> None:
         self._pace: Pace | None = None  # of a stream
         self._n_compressions = 0
-        self._compressed_tokens = 0  # by the last call of compress
+        self._compressed_tokens = 0  # since they were measured
         self._held = 0.0  # pairs per head after it
 
     @property
@@ -81,7 +84,7 @@ class Engine:
 
     def set_plan(self, plan: Plan) -> None:
         """Compresses prompts that complete from now on by this plan. Raises NothingToCompressError, ProfileError."""
-        tables = self._tables(plan)
+        tables = self.tables(plan)
         if self.cache is not None:
             self.cache.set_plan(plan, tables)
             self._set_plan = plan
@@ -144,6 +147,8 @@ class Engine:
             return f"kvedge does not hold the KV cache of {self._model.path.name}"
         if self._driver is not None and n > self.context.n_ubatch:
             return f"{n} tokens are more than the {self.context.n_ubatch} of the first message, which one pass holds"
+        if shares_cache(self._model.header):
+            return f"layers of {self._model.path.name} read the keys and values of an earlier one, all of them"
         if any(isinstance(p, ImagePiece) for p in pieces):
             try:
                 self._table = self._table or TokenTable(self._model.header)
@@ -152,7 +157,7 @@ class Engine:
         return bounded_batch.why_not(self._vision, pieces) or native_plan.why_not_bounded(plan, self._settings.kv_type)
 
     def _open(self, size: ContextSize, plan: Plan) -> None:
-        tables = self._tables(plan)
+        tables = self.tables(plan)
         driver = Driver(self._model, self._vision, replace(size, n_seq=2 if self._settings.undo else 1), self._threads)
         try:
             driver.take_over_if_possible(plan, tables)
@@ -165,7 +170,8 @@ class Engine:
         if self._settings.stream and driver.cache is not None:
             self._pace = Pace(driver.cache, driver.context, self._settings, self._model.n_layer)
 
-    def _tables(self, plan: Plan) -> dict[str, ProfileTable]:
+    def tables(self, plan: Plan) -> dict[str, ProfileTable]:
+        """Returns the profiles that the plan needs, by stage. Raises ProfileError."""
         return profiles.tables_for(plan, self._model.path, self._settings.profile, spare=True)
 
     # ---------------------------------------------------------------------------------------------------
@@ -183,27 +189,64 @@ class Engine:
 
     def restore(self, path: str | os.PathLike[str], model: str, note: Note, plan: Plan) -> None:
         """Makes a new context with the cache of a file in it. Raises what make_room raises, and SessionFileError."""
+        name, n_bytes = os.fspath(path), Path(path).stat().st_size
+        self._restore(note, plan, name, n_bytes, lambda cache: cache.load(encoded(path), model))
+
+    def fork(self, rows: bytearray, model: str, note: Note, plan: Plan) -> None:
+        """Makes a new context with a packed cache in it. Raises what make_room raises, and SessionFileError."""
+        self._restore(note, plan, "a fork", len(rows), lambda cache: libkvedge.unpack(cache, rows, model))
+
+    def _restore(
+        self, note: Note, plan: Plan, name: str, n_bytes: int, fill: Callable[[libkvedge.Cache], None]
+    ) -> None:
         self.close()
-        name = os.fspath(path)
         n_ctx = self._settings.n_ctx or note.n_ctx
         if note.n_cells >= n_ctx:
             raise ContextError(f"{name} holds {note.n_cells} tokens, the context {n_ctx}; raise --ctx")
-        memory.require(Path(path).stat().st_size, name, "close other programs")
+        memory.require(n_bytes, name, "close other programs")
         self._open(ContextSize(n_ctx, max(note.n_ubatch, 1), self._settings.kv_type), plan)
         try:
             if self.cache is None:
                 raise SessionFileError(f"{name} was saved with another model; load that one")
-            self.cache.load(encoded(path), model)
-            stats = self.cache.stats()
-            if stats.n_tokens < max(note.n_cells, note.n_past):
-                raise SessionFileError(f"{name} contradicts itself; it cannot be used")
+            fill(self.cache)
+            self._stand(Standing(note.n_past, note.n_cells, 0, note.held), name)
+            self._held = note.held
         except BaseException:
             self.close()
             raise
-        self.context.n_past, self.context.n_cells = note.n_past, note.n_cells
-        self._n_compressions, self._held = stats.n_compressions, note.held
         if self._pace is not None:
             self._pace.compress()
+
+    def _stand(self, at: Standing, name: str) -> None:
+        stats = self._own_cache().stats()
+        if stats.n_tokens < at.n_cells:
+            raise SessionFileError(f"{name} contradicts itself; it cannot be used")
+        self.context.n_past, self.context.n_cells = at.n_past, at.n_cells
+        self._n_compressions, self._compressed_tokens = stats.n_compressions, at.compressed_tokens
+
+    # ---------------------------------------------------------------------------------------------------
+
+    def pack(self, model: str) -> tuple[Standing, bytearray]:
+        """Returns what was read and compressed as bytes. Raises UnsupportedError, StateError, OutOfMemoryError."""
+        context, cache = self.context, self._own_cache()
+        memory.require(cache.stats().bytes, "a copy of the conversation", "close other programs")
+        at = Standing(context.n_past, context.n_cells, self._compressed_tokens, self.pairs_held())
+        return at, libkvedge.pack(cache, model)
+
+    def begin(self, at: Standing, rows: bytes | bytearray | memoryview, model: str) -> None:
+        """Goes on, in a context that nothing was read in, from what `pack` returned.
+
+        Raises SessionFileError, StateError, OutOfMemoryError; what is read then is read from the beginning.
+        """
+        libkvedge.unpack(self._own_cache(), rows, model)
+        self._stand(at, "what was kept of an earlier conversation")
+
+    def _own_cache(self) -> libkvedge.Cache:
+        if self.cache is None:
+            raise UnsupportedError(
+                f"kvedge does not keep the memory of {self._model.path.name}, so it cannot be put aside"
+            )
+        return self.cache
 
     # ---------------------------------------------------------------------------------------------------
 
@@ -253,7 +296,7 @@ class Engine:
             prompt = bounded_batch.gather(pieces, self._table, self._vision, self._model, start)
         else:
             prompt = bounded_batch.gather_text(pieces, start)
-        self._compressed_tokens = cache.stats().n_pending + prompt.n_tokens
+        self._compressed_tokens += cache.stats().n_pending + prompt.n_tokens
         layers = max(cache.stats().n_layers, 1)
         seen = -1
 
@@ -286,7 +329,7 @@ class Engine:
         elif self.cache is not None:
             pending = self.cache.stats().n_pending
             if not (self._bounded and pending == 0):
-                self._compressed_tokens = pending
+                self._compressed_tokens += pending
             try:
                 self.driver.compress()
             except StateError:
@@ -310,7 +353,7 @@ class Engine:
         # a prompt whose budget covers it is not compressed, and leaves the figures of the last compression alone
         out = figures.of_cache(self._model, self.cache, kv_type, compressed=n > self._n_compressions)
         out.compressed_tokens, out.kept_of_them = self._compressed_tokens, round(held - self._held)
-        self._n_compressions, self._held = n, held
+        self._n_compressions, self._held, self._compressed_tokens = n, held, 0
         return out
 
     def peak_bytes(self, so_far: int) -> int:

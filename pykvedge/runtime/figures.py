@@ -8,25 +8,25 @@ from pykvedge.runtime.libkvedge import Cache
 from pykvedge.runtime.report import Kv
 
 
-def of_cache(model: Model, cache: Cache, kv_type: str, compressed: bool) -> Kv:
-    """Measures all that the cache holds. compressed: whether the prompt that was just read was."""
-    stats = cache.stats()
+def of_cache(model: Model, cache: Cache, kv_type: str, compressed: bool, sequence: int = 0) -> Kv:
+    """Measures all that a sequence holds. compressed: whether the prompt that was just read was."""
+    stats = cache.stats(sequence)
     there = max(stats.before_bytes, stats.bytes) if compressed else stats.bytes
     return Kv(
-        full_bytes=max(there, uncompressed(model, cache, kv_type)),
+        full_bytes=max(there, uncompressed(model, cache, kv_type, sequence)),
         kept_bytes=stats.after_bytes if compressed else stats.bytes,
         peak_bytes=stats.peak_bytes,
-        kept_per_layer=per_layer(cache),
+        kept_per_layer=per_layer(cache, sequence),
     )
 
 
-def uncompressed(model: Model, cache: Cache, kv_type: str) -> int:
+def uncompressed(model: Model, cache: Cache, kv_type: str, sequence: int = 0) -> int:
     """Counts the bytes of all tokens that were ever read, had none been dropped and none been quantised."""
-    stats, element = cache.stats(), KvType.parse(kv_type).plain.bytes_per_value
+    stats, element = cache.stats(sequence), KvType.parse(kv_type).plain.bytes_per_value
     return int(stats.n_tokens * stats.n_layers * stats.n_heads_kv * model.pair_width * element)
 
 
-def per_layer(cache: Cache) -> list[float]:
+def per_layer(cache: Cache, sequence: int = 0) -> list[float]:
     """Averages the KV pairs that are held now over the heads of each stored layer, to two places."""
-    means = (round(sum(heads) / len(heads), 2) for heads in cache.lengths() if heads)
+    means = (round(sum(heads) / len(heads), 2) for heads in cache.lengths(sequence) if heads)
     return [int(n) if n == int(n) else n for n in means]

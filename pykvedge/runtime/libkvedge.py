@@ -256,6 +256,21 @@ class Cache:
         call("load", self.handle, sequence, path, model.encode())
 
 
+def pack(cache: Cache, model: str, sequence: int = 0) -> bytearray:
+    """Returns a sequence as the bytes of a file of Cache.save without a note. Raises what that raises."""
+    size = c.c_size_t(0)
+    call("pack", cache.handle, sequence, model.encode(), None, c.byref(size))
+    data = bytearray(size.value)
+    call("pack", cache.handle, sequence, model.encode(), (c.c_char * len(data)).from_buffer(data), c.byref(size))
+    return data
+
+
+def unpack(cache: Cache, data: bytes | bytearray | memoryview, model: str, sequence: int = 0) -> None:
+    """Reads bytes of `pack` into an empty sequence. Raises what Cache.load raises."""
+    given = np.frombuffer(data, np.uint8)  # no copy
+    call("unpack", cache.handle, sequence, model.encode(), given.ctypes.data, len(given))
+
+
 def read_saved(path: bytes) -> tuple[str, bytes]:
     """Reads model and note of a file of Cache.save. Raises SessionFileError."""
     saved = Saved(struct_size=c.sizeof(Saved))

@@ -16,7 +16,7 @@ from pykvedge.models.shape import ModelShape, mask_bytes
 from pykvedge.models.vision import ImagePiece, Vision
 from pykvedge.native import libraries, llamacpp, memory
 from pykvedge.plans.kvtypes import KvType, ggml_types
-from pykvedge.runtime.bounded_batch import OnePass
+from pykvedge.runtime.bounded_batch import OnePass, image_positions
 
 N_BATCH = 2048
 N_UBATCH = 512
@@ -82,6 +82,7 @@ class Context:
         self.n_past = 0  # position of the next token
         self.n_cells = 0  # tokens in the cache; images of M-RoPE models take fewer positions than tokens
         self.sequence = 0
+        self.takes_gaps = False  # between positions, which llama.cpp refuses where it holds keys and values itself
         self._ends: dict[int, int] = {}  # n_past of the other sequences
         self._batch = llama.llama_batch_init(self.n_batch, 0, 1)
         self._abort: Any = None
@@ -165,6 +166,9 @@ class Context:
         """Appends an encoded image. Raises as decode does."""
         if piece.embeddings is None:
             raise KvedgeError("the image was not encoded")
+        if piece.kept is not None:
+            self._decode_rows(vision, piece, piece.embeddings)
+            return
         position = libraries.llama().llama_pos(0)
         embeddings = piece.embeddings.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
         # the model looks at all tokens of an image at once where it looks in both directions
@@ -186,8 +190,24 @@ class Context:
         self.n_past = position.value
         self.n_cells += piece.n_tokens
 
-    def decode_whole(self, prompt: OnePass) -> None:
-        """Appends a prompt in one batch and one pass; n_ubatch must hold it. Logits are kept of its last token.
+    def _decode_rows(self, vision: Vision, piece: ImagePiece, embeddings: np.ndarray) -> None:
+        """Appends what a pruner left of an image, which mtmd cannot decode."""
+        mrope, gaps = self.model.has_mrope, self.takes_gaps
+        positions, end = image_positions(vision, piece, self.n_past, mrope, gaps)
+        both = vision.non_causal()
+        step = piece.n_tokens if both else self.n_batch
+        self.llama.llama_set_causal_attn(self.handle, not both)
+        try:
+            for at in range(0, piece.n_tokens, step):
+                part = slice(at, at + step)
+                rows = np.ascontiguousarray(embeddings[part])
+                mask = np.ones(len(rows), dtype=np.uint8)
+                self.decode_whole(OnePass(np.ascontiguousarray(positions[:, part]), mask, end, rows), want_logits=False)
+        finally:
+            self.llama.llama_set_causal_attn(self.handle, True)
+
+    def decode_whole(self, prompt: OnePass, want_logits: bool = True) -> None:
+        """Appends a prompt in one batch; as a bounded one n_ubatch must hold it. want_logits: of its last token.
 
         Raises as decode does.
         """
@@ -203,10 +223,14 @@ class Context:
         batch.pos = prompt.positions.ctypes.data_as(ctypes.POINTER(llama.llama_pos))
         batch.n_seq_id = (ctypes.c_int32 * n)(*[1] * n)
         batch.seq_id = (pointer * n)(*[ctypes.cast(sequence, pointer)] * n)
-        batch.logits = (ctypes.c_int8 * n)(*[0] * (n - 1), 1)
+        batch.logits = (ctypes.c_int8 * n)(*[0] * (n - 1), want_logits)
         self._checked(lambda: llama.llama_decode(self.handle, batch))
         self.n_past = prompt.end
         self.n_cells += n
+
+    def decode_batch(self, batch: Any) -> None:
+        """Decodes a llama_batch whose positions and sequences the caller keeps. Raises as decode does."""
+        self._checked(lambda: self.llama.llama_decode(self.handle, batch))
 
     def _checked(self, run: Callable[[], int]) -> None:
         with llamacpp.collected_errors() as lines:

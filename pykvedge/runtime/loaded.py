@@ -10,14 +10,48 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pykvedge.errors import StateError, UsageError
+from pykvedge.models.encoded import Encoded
 from pykvedge.models.encoder import Encoder
+from pykvedge.models.gguf import read_header
+from pykvedge.models.imagetokens import token_limits
 from pykvedge.models.model import Model, Progress, silent
-from pykvedge.models.offload import Offload
 from pykvedge.native import llamacpp
+from pykvedge.native.version import package_version
+from pykvedge.runtime.cachefolder import CacheFolder
+from pykvedge.runtime.opening import Openings
+from pykvedge.runtime.sessionfile import fingerprint
 from pykvedge.runtime.settings import LoadSettings, Settings
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+@dataclass(frozen=True)
+class Caches:
+    """What all sessions of a loaded model share. folder: for later runs and other programs."""
+
+    images: Encoded | None
+    openings: Openings | None  # None: they are not kept
+    folder: CacheFolder | None
+
+    @classmethod
+    def of(cls, encoder: Encoder | None, settings: Settings) -> Caches:
+        folder = CacheFolder(settings.cache, settings.cache_size) if settings.cache is not None else None
+        openings = Openings(settings.prompt_cache, folder) if settings.prompt_cache or folder else None
+        if encoder is None:
+            return cls(None, openings, folder)
+        name = _identity(encoder) if folder is not None else ""
+        return cls(Encoded(encoder.width, settings.image_cache, folder, name), openings, folder)
+
+    def notes(self) -> list[str]:
+        """Returns what went wrong with the folder since the last call, a line for each kind of trouble."""
+        return self.folder.notes() if self.folder is not None else []
+
+
+def _identity(encoder: Encoder) -> str:
+    """Tells apart what changes embeddings: the file, where it is computed, and the llama.cpp that prepares images."""
+    where = "device" if encoder.on_device else "cpu"
+    return f"{fingerprint(encoder.header)} {encoder.limits} {where} {package_version()}"
 
 
 @dataclass(frozen=True)
@@ -26,15 +60,17 @@ class Loan:
 
     model: Model
     encoder: Encoder | None
+    caches: Caches
     threads: int  # of a session that names no number
     give_back: Callable[[], None]
+    again: Callable[[], Loan]  # for a fork, also after LoadedModel.close
 
 
 class LoadedModel:
     """`load` returns this. Close it when done, or use it in a with statement."""
 
-    def __init__(self, model: Model, encoder: Encoder | None, threads: int) -> None:
-        self._model, self._encoder = model, encoder
+    def __init__(self, model: Model, encoder: Encoder | None, caches: Caches, threads: int) -> None:
+        self._model, self._encoder, self._caches = model, encoder, caches
         self.threads = threads
         self._lock = threading.Lock()
         self._n_open, self._closed = 0, False
@@ -73,8 +109,12 @@ class LoadedModel:
         with self._lock:
             if self._closed:
                 raise StateError(f"{self.path.name} is closed; load it again")
+        return self._lend()
+
+    def _lend(self) -> Loan:
+        with self._lock:
             self._n_open += 1
-        return Loan(self._model, self._encoder, self.threads, self._returned)
+        return Loan(self._model, self._encoder, self._caches, self.threads, self._returned, self._lend)
 
     def _returned(self) -> None:
         with self._lock:
@@ -83,6 +123,10 @@ class LoadedModel:
 
     def _free_if_unused(self) -> None:
         if self._closed and self._n_open == 0:
+            if self._caches.openings is not None:
+                self._caches.openings.finish()
+            if self._caches.images is not None:
+                self._caches.images.clear()
             if self._encoder is not None:
                 self._encoder.close()
             self._model.close()
@@ -110,7 +154,10 @@ def load(
     progress(what, share done) is called meanwhile; setting `cancel` stops it. Settings: threads, of the image
     encoder, and of sessions that name none; 0: the physical cores. gpu_layers, on devices: a number, -1 for all,
     "auto" for as many as fit with a whole context. device: "auto", "none", or names of devices. rpc: servers whose
-    devices are added, as in "HOST:PORT,HOST:PORT". verbose: llama.cpp's log on stderr. Raises ModelError,
+    devices are added, as in "HOST:PORT,HOST:PORT". verbose: llama.cpp's log on stderr. image_cache: bytes in memory of
+    images that were encoded, prompt_cache: of what conversations began with, from which others that begin so go on
+    (runtime/opening.py); 0 for none. cache: a folder that keeps both for later runs, cache_size: its bytes.
+    image_min_tokens, image_max_tokens: of an image, where the encoder takes any size; 0: its own. Raises ModelError,
     LibraryError, DeviceError, OutOfMemoryError, UsageError, CancelledError.
     """
     return _load(model, mmproj, Settings(**given), progress, cancel)
@@ -123,37 +170,53 @@ def _load(
     progress: Progress,
     cancel: threading.Event | None,
 ) -> LoadedModel:
+    _check_image_limits(mmproj, settings)
     threads, verbose = settings.threads or llamacpp.default_threads(), settings.verbose
     weights = Model(path_of(model), settings.offload, progress, cancel, verbose)
+    encoder = None
     try:
-        encoder = None
         if mmproj is not None:
             progress("loading the image encoder", 1.0)
-            encoder = Encoder(path_of(mmproj, "the mmproj"), weights, threads, not settings.offload.off, verbose)
+            path, on_device = path_of(mmproj, "the mmproj"), not settings.offload.off
+            encoder = Encoder(path, weights, threads, on_device, verbose, settings.image_limits)
+        caches = Caches.of(encoder, settings)
     except BaseException:
+        if encoder is not None:
+            encoder.close()
         weights.close()
         raise
-    return LoadedModel(weights, encoder, threads)
+    return LoadedModel(weights, encoder, caches, threads)
+
+
+def _check_image_limits(mmproj: str | os.PathLike[str] | None, settings: Settings) -> None:
+    """Refuses limits that an encoder does not take, before the weights are read."""
+    if not any(settings.image_limits):
+        return
+    if mmproj is None:
+        raise UsageError("image_min_tokens and image_max_tokens are of an image encoder; give the mmproj")
+    header = read_header(path_of(mmproj, "the mmproj"))
+    if header.architecture == "clip":  # of other files more is wrong
+        token_limits(header, *settings.image_limits)
 
 
 def borrow(
-    model: str | os.PathLike[str] | LoadedModel,
+    model: str | os.PathLike[str] | LoadedModel | Loan,
     mmproj: str | os.PathLike[str] | None,
     settings: Settings,
     progress: Progress,
     cancel: threading.Event | None,
 ) -> Loan:
-    """Borrows a loaded model, or one that is loaded for this and freed when the loan is given back.
+    """Borrows a loaded model, one that is loaded for this and freed when the loan is given back, or a loan again.
 
     Raises what load raises; UsageError for settings that belong to the loading, StateError for a model that is closed.
     """
+    if isinstance(model, Loan):
+        return model.again()
     if isinstance(model, LoadedModel):
         if mmproj is not None:
             raise UsageError("the image encoder belongs to the loaded model: pykvedge.load(model, mmproj)")
-        if settings.offload != Offload() or settings.verbose:
-            raise UsageError(
-                "gpu_layers, device, rpc and verbose are settings of pykvedge.load when the model is loaded before"
-            )
+        if changed := settings.changed_loading:
+            raise UsageError(f"{changed[0]} is a setting of pykvedge.load when the model is loaded before")
         return model.lend()
     with _load(model, mmproj, settings, progress, cancel) as loaded:
         return loaded.lend()
@@ -163,6 +226,8 @@ def path_of(model: Any, what: str = "the model") -> Path:
     """Returns the file of a model, loaded or not. Raises UsageError for what is no path."""
     if isinstance(model, LoadedModel):
         return model.path
+    if isinstance(model, Loan):
+        return model.model.path
     if not isinstance(model, (str, os.PathLike)) or not isinstance(name := os.fspath(model), str):
         raise UsageError(f"{what} must be the path of a GGUF file, not {model!r:.40}")
     if "\0" in name or not name:

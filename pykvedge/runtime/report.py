@@ -2,19 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from pykvedge.models.vision import ImagePiece, Piece
+from pykvedge.runtime.logprobs import Token
 
 MIB = 2**20
 
 
 @dataclass
 class Tokens:
-    """These tokens are counted in one turn; `image` is the part of `prompt` that came from images."""
+    """These tokens are counted in one turn; `image` is the part of `prompt` that came from images.
+
+    pruned: tokens of images that the model did not read. reused: tokens that an earlier conversation had read.
+    images_reused: images whose embeddings were there, so that they were not encoded; of models that cut an image into
+    several, each of its parts counts.
+    """
 
     prompt: int = 0
     image: int = 0
     generated: int = 0
+    pruned: int = 0
+    reused: int = 0
+    images_reused: int = field(default=0, compare=False)  # which does not change what was read
+
+    def add(self, pieces: Iterable[Piece]) -> Tokens:
+        """Adds what a model reads, encoded."""
+        for piece in pieces:
+            self.prompt += piece.n_tokens
+            if isinstance(piece, ImagePiece):
+                self.image += piece.n_tokens
+                self.pruned += piece.n_rows - piece.n_tokens
+                self.images_reused += piece.reused
+        return self
 
 
 @dataclass
@@ -110,7 +132,7 @@ class Report:
     method: str
     budget: float | int
     text: str = ""
-    finish: str = ""  # "end" (the model's), "length" (max_tokens), "context" (it is full) or "cancelled"
+    finish: str = ""  # "end" (the model's), "stop" (a text), "length" (max_tokens), "context" (full) or "cancelled"
     model: ModelFacts | None = None
     tokens: Tokens = field(default_factory=Tokens)
     kv: Kv = field(default_factory=Kv)
@@ -120,6 +142,8 @@ class Report:
     bounded: bool | None = None  # whether the prompt was compressed layer by layer; None: that was not asked for
     not_bounded: str = ""  # why not, where it was asked for
     stream: Stream | None = None  # only of a stream
+    logprobs: list[Token] | None = None  # of each generated token, where Sampling.logprobs asks for them
+    notes: list[str] = field(default_factory=list)  # what went wrong beside the answer, as with a cache folder
 
     def as_json(self) -> dict[str, Any]:
         """Makes the object that `kvedge chat --json` prints, in bytes, seconds and tokens per second."""
@@ -127,6 +151,10 @@ class Report:
         session: dict[str, Any] = {"session": asdict(self.session)} if self.session else {}
         if self.bounded is not None:
             session["bounded"] = {"used": self.bounded, "why_not": self.not_bounded}
+        if self.logprobs is not None:
+            session["logprobs"] = [token.as_json() for token in self.logprobs]
+        if self.notes:
+            session["notes"] = self.notes
         stream = {"stream": asdict(self.stream)} if self.stream else {}
         return {
             "model": asdict(self.model) if self.model else None,
@@ -153,7 +181,11 @@ class Report:
     def line(self) -> str:
         """Sums the report up in one line for a person."""
         tokens, kv, stream = self.tokens, self.kv, self.stream
-        image = f" ({tokens.image} image)" if tokens.image else ""
+        pruned = f" of {tokens.image + tokens.pruned}" if tokens.pruned else ""
+        counts = [f"{tokens.image}{pruned} image"] if tokens.image else []
+        counts += [f"{tokens.images_reused} from the cache"] if tokens.images_reused else []
+        counts += [f"{tokens.reused} read before"] if tokens.reused else []
+        image = f" ({', '.join(counts)})" if counts else ""
         unit, size = ("MiB", MIB) if kv.full_bytes >= MIB / 10 else ("KiB", 1024)
         speed = f"{self.time.decode_tok_s:.1f} tok/s" if self.time.decode_steps else ""
         if stream is not None:

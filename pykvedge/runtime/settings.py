@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from pykvedge.errors import UsageError, check_number, unknown
+from pykvedge.models.encoded import IMAGE_CACHE
+from pykvedge.models.imagetokens import MOST_TOKENS
 from pykvedge.models.offload import Offload
 from pykvedge.plans.kvtypes import KvType
 
@@ -15,6 +18,7 @@ if TYPE_CHECKING:
 MAX_THREADS = 512  # of ggml
 MAX_CTX = 2**30
 STREAM_TOKENS = 128
+CACHE_SIZE = 4 << 30  # bytes of a cache folder
 
 
 class LoadSettings(TypedDict, total=False):
@@ -25,6 +29,12 @@ class LoadSettings(TypedDict, total=False):
     device: str
     rpc: str
     verbose: bool
+    prompt_cache: int
+    image_cache: int
+    cache: str | os.PathLike[str] | None
+    cache_size: int
+    image_min_tokens: int
+    image_max_tokens: int
 
 
 class GivenSettings(LoadSettings, total=False):
@@ -38,6 +48,7 @@ class GivenSettings(LoadSettings, total=False):
     profile: Given
     stream: bool | int
     undo: bool
+    question_blind: bool
 
 
 @dataclass(frozen=True)
@@ -58,11 +69,23 @@ class Settings:
     # the conversation is a stream (stream.py): compressed to the plan's bound after every image and every 128 tokens
     # (True), or whenever so many have come
     stream: bool | int = False
+    image_cache: int = IMAGE_CACHE  # bytes in memory of images that were encoded, for all sessions of a loaded model
+    cache: str | os.PathLike[str] | None = None  # folder in which they outlive the program, and others find them
+    cache_size: int = CACHE_SIZE  # bytes that all in it may take
+    # of an image, before it is encoded, where the encoder takes images of any size; 0 leaves its own limits
+    image_min_tokens: int = 0
+    image_max_tokens: int = 0
     undo: bool = False  # a copy of the cache is kept from before the last message, for Session.undo and retry
+    # what comes before a question, up to the last image, is compressed without it: other questions find it as it was
+    question_blind: bool = False
+    prompt_cache: int = 0  # bytes in memory for what conversations begin with, so that others go on from it
 
     def __post_init__(self) -> None:
         check_number("n_ctx", self.n_ctx)
         check_number("threads", self.threads)
+        check_number("prompt_cache", self.prompt_cache)
+        if self.prompt_cache < 0:
+            raise UsageError(f"prompt_cache must be a number of bytes, 0 for none, not {self.prompt_cache}")
         if self.gpu_layers is not None and not isinstance(self.gpu_layers, str):
             check_number("gpu_layers", self.gpu_layers)
             if not -1 <= self.gpu_layers < 2**31:
@@ -78,6 +101,8 @@ class Settings:
         if not 0 <= self.threads <= MAX_THREADS:
             raise UsageError(f"threads must lie between 1 and {MAX_THREADS}, or be 0 (automatic), not {self.threads}")
         _ = self.offload  # checks device and rpc
+        self._check_caches()
+        self._check_image_limits()
         if not isinstance(self.stream, int) or not 0 <= self.stream < MAX_CTX:
             raise UsageError(f"stream must be True, or a number of tokens of at least 1, not {self.stream!r}")
         if self.stream and self.bounded:
@@ -88,6 +113,39 @@ class Settings:
             raise UsageError(
                 f"a stream is compressed again and again, and {self.kv_type} would round it each time; use f16 or bf16"
             )
+
+    def _check_caches(self) -> None:
+        for name, least in (("image_cache", 0), ("cache_size", 1)):
+            check_number(name, getattr(self, name))
+            if getattr(self, name) < least:
+                raise UsageError(f"{name} must be {least} bytes or more, not {getattr(self, name)}")
+        if self.cache is None:
+            return
+        if not isinstance(self.cache, (str, os.PathLike)) or not isinstance(name := os.fspath(self.cache), str):
+            raise UsageError(f"cache must be the path of a folder, not {self.cache!r:.40}")
+        if "\0" in name or not name:
+            raise UsageError("the path of the cache folder is empty or holds a zero byte")
+
+    def _check_image_limits(self) -> None:
+        for name in ("image_min_tokens", "image_max_tokens"):
+            check_number(name, getattr(self, name))
+            if not 0 <= getattr(self, name) <= MOST_TOKENS:
+                raise UsageError(f"{name} must lie between 1 and {MOST_TOKENS}, not {getattr(self, name)}")
+        if 0 < self.image_max_tokens < self.image_min_tokens:
+            raise UsageError(
+                f"image_min_tokens is {self.image_min_tokens}, more than image_max_tokens, {self.image_max_tokens}"
+            )
+
+    @property
+    def image_limits(self) -> tuple[int, int]:
+        """The least and the most tokens of an image; 0 where the encoder's own are to hold."""
+        return self.image_min_tokens, self.image_max_tokens
+
+    @property
+    def changed_loading(self) -> list[str]:
+        """Names the settings of a loading, other than threads, that are not what they are by themselves."""
+        others = [f for f in fields(self) if f.name in LoadSettings.__annotations__ and f.name != "threads"]
+        return [f.name for f in others if getattr(self, f.name) != f.default]
 
     @property
     def stream_tokens(self) -> int:

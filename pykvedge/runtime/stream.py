@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from pykvedge.errors import ContextError
@@ -65,6 +65,7 @@ class Source:
     vision: Vision | None
     composer: Composer
     message: Written
+    planned: Callable[[list[Piece]], list[Piece]]  # what the plan's pruner leaves of them
     seen: list[Picture] = field(default_factory=list)
     open: list[Piece] = field(default_factory=list)  # of the last picture, some of which may not be read
 
@@ -76,7 +77,9 @@ class Source:
                 if text:
                     yield TextPiece(self.composer.tokens(written))
                 continue
-            self.open = self.composer.pieces(replace(written, text=text + self.composer.marker), [picture])
+            self.open = self.planned(
+                self.composer.pieces(replace(written, text=text + self.composer.marker), [picture])
+            )
             yield from self.open
             self.seen.append(Picture(picture.name, picture.width, picture.height, b""))
 
@@ -107,15 +110,14 @@ def read(
     step = next(steps, None)
     while step is not None:
         stop_if_set(cancel)
-        tokens.prompt += step.n_tokens
         image = isinstance(step, ImagePiece)
         if image:
             n_images += 1
-            tokens.image += step.n_tokens
             progress(f"reading image {n_images}, {tokens.prompt} tokens so far", 0.0)
         # what follows an image is only looked at when it was read; a prompt ends with text
         following = None if image else next(steps, None)
         _read_step(engine, vision, step, cancel, last=not image and following is None)
+        tokens.add([step])
         step = next(steps, None) if image else following
     context.stop_when(None)
 

@@ -23,7 +23,8 @@ from pykvedge.lab.calibrate.samples import Labelled
 from pykvedge.models.model import Progress, silent
 from pykvedge.models.vision import Piece, TextPiece
 from pykvedge.runtime.interrupt import stop_if_set
-from pykvedge.runtime.sampling import Sampler, Sampling
+from pykvedge.runtime.sampler import Sampler
+from pykvedge.runtime.sampling import Sampling
 
 LONGEST_ANSWER = 160  # tokens
 
@@ -112,7 +113,7 @@ class HeadScorer:
         cache.watch(True)
         texts: list[bytes] = []
         deserved: list[np.ndarray] = []
-        with Sampler(Sampling(temp=0.0)) as sampler:
+        with Sampler(Sampling(temp=0.0), session.model) as sampler:
             while True:
                 stop_if_set(cancel)
                 engine.extend(token)

@@ -25,7 +25,8 @@ class Shown:
     picture: Picture
     first: int
     count: int
-    places: Places | None  # None: what each token shows is not known
+    places: Places | None  # of the encoder's rows; None: what each shows is not known
+    rows: np.ndarray | None = None  # [count] the rows that a pruner left; None: all
 
 
 @dataclass
@@ -143,6 +144,6 @@ def _places(pieces: list[Piece], pictures: list[Picture]) -> tuple[np.ndarray, l
     shown: list[Shown] = []
     for piece in pieces:
         if isinstance(piece, ImagePiece) and whole:
-            shown.append(Shown(pictures[len(shown)], len(mask), piece.n_tokens, piece.places))
+            shown.append(Shown(pictures[len(shown)], len(mask), piece.n_tokens, piece.places, piece.kept))
         mask += [isinstance(piece, ImagePiece)] * piece.n_tokens
     return np.array(mask, dtype=bool), shown

@@ -34,6 +34,15 @@ def patches(picture: PillowImage, share: np.ndarray) -> PillowImage:
     return Image.fromarray((np.asarray(picture, dtype=np.float64) * light[..., None]).round().astype(np.uint8))
 
 
+def _on_grid(share: np.ndarray, shown: Shown, n: int) -> np.ndarray:
+    """Puts what is kept of each token where it lies among n patches; those that no token shows keep nothing."""
+    if shown.rows is None:
+        return share
+    out = np.zeros(n)
+    out[shown.rows] = share
+    return out
+
+
 def kept_patches(findings: Findings, method: str, shown: Shown) -> PillowImage:
     """One sheet: the picture, and for each layer what its heads keep of it. Needs shown.places."""
     rows, columns = (shown.places.down, shown.places.across) if shown.places else (1, shown.count)
@@ -42,7 +51,7 @@ def kept_patches(findings: Findings, method: str, shown: Shown) -> PillowImage:
     tiles = [("image", picture)]
     for number, row in zip(findings.layers, share, strict=True):
         label = f"layer {number}: {100 * row.mean():.0f} %"
-        tiles.append((label, patches(picture, row.reshape(rows, columns))))
+        tiles.append((label, patches(picture, _on_grid(row, shown, rows * columns).reshape(rows, columns))))
     across = min(len(tiles), 6)
     down = -(-len(tiles) // across)
     width, height = picture.width + GAP, picture.height + GAP + LABEL
