@@ -8,7 +8,7 @@ from build_stock import cmake
 from llama_source import ROOT
 
 # arguments with which tests run some of their cases: under an emulator or the thread sanitizer all of them take minutes
-FEWER = {"test_attention": ["3"], "test_faults": ["11"]}
+FEWER = {"test_attention": ["3"], "test_faults": ["11"], "test_session": ["20"]}
 
 
 def build_native(name: str, targets: list[str], **options: str) -> Path:
