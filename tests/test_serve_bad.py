@@ -188,8 +188,8 @@ def test_options_that_cannot_be(kvedge, tmp_path):
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
 def test_a_signal_in_the_middle_of_an_answer(environment):
-    endless = {"messages": HELLO, "max_tokens": 900, "grammar": ENDLESS, "stream": True}
-    with serving(environment, "--ctx", "1024", "--grace", "1") as server:
+    endless = {"messages": HELLO, "max_tokens": 16000, "grammar": ENDLESS, "stream": True}
+    with serving(environment, "--ctx", "16384", "--grace", "1") as server:
         with (
             httpx.Client(base_url=server.url, timeout=60) as client,
             client.stream("POST", "/v1/chat/completions", json=endless) as answer,

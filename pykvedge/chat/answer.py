@@ -10,6 +10,7 @@ from pykvedge.chat.conversation import Conversation
 from pykvedge.chat.writing import Writing
 from pykvedge.errors import GrammarError, StateError
 from pykvedge.models.prompt import Message
+from pykvedge.native import team
 from pykvedge.runtime import logprobs
 from pykvedge.runtime.report import Report
 from pykvedge.runtime.sampler import Sampler
@@ -154,3 +155,4 @@ class Answer:
             conversation.measure_stream(report)
         conversation.messages.append(Message("assistant", report.text))
         conversation.last_report = report
+        team.give_back()  # the next answer may be another thread's

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
+from collections import deque
 from collections.abc import AsyncIterator
 
 from starlette.requests import Request as HttpRequest
 
 from pykvedge.chat.serve.engine import Engine
 from pykvedge.chat.serve.errors import LEFT
-from pykvedge.chat.serve.job import Done, Event, Failed, Job, Request
+from pykvedge.chat.serve.job import Done, Event, Failed, Job, Request, Step, Text
 from pykvedge.errors import CancelledError, RequestError
 
-_LOOK_S = 0.25  # between two looks at whether the client is still there
+# Text that comes sooner than this after the last is gathered and told in one piece: nobody sees the difference, and a
+# small model computes a token in less time than it takes to wake the event loop and write a chunk.
+_GATHER_S = 0.01
 
 
 class Waiting:
@@ -22,7 +24,10 @@ class Waiting:
 
     def __init__(self, engine: Engine, http: HttpRequest) -> None:
         self._engine, self._http = engine, http
-        self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        self._told: deque[tuple[int, Event]] = deque()
+        self._arrived = asyncio.Event()
+        self._waking = self._left = False
+        self._woken = 0.0  # when the event loop last looked
         self.jobs: list[Job] = []
 
     def __enter__(self) -> Waiting:
@@ -38,31 +43,70 @@ class Waiting:
         loop, number = asyncio.get_running_loop(), len(self.jobs)
 
         def emit(event: Event) -> None:
-            try:
-                loop.call_soon_threadsafe(self._events.put_nowait, (number, event))
-            except RuntimeError:  # the loop is closed: the server has gone down
+            self._told.append((number, event))
+            last = isinstance(event, (Done, Failed))
+            if self._waking and not last:
                 return
+            self._waking = True
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the server has gone down
+                loop.call_soon_threadsafe(self._wake, last)
 
         job = self._engine.submit(request, emit)
         self.jobs.append(job)
         return job
 
+    def _wake(self, at_once: bool) -> None:
+        loop = asyncio.get_running_loop()
+        left = self._woken + _GATHER_S - loop.time()
+        if left > 0 and not at_once:
+            loop.call_later(left, self._wake, True)
+            return
+        self._waking = False  # before anything is taken: what is appended from now on wakes again
+        self._woken = loop.time()
+        self._arrived.set()
+
     async def events(self) -> AsyncIterator[tuple[int, Event]]:
-        """Yields events with the number of their job, until all jobs are over.
+        """Yields events with the number of their job, until all jobs are over; text that waits, in one piece.
 
         Raises RequestError where the client left.
         """
-        over, looked = 0, time.monotonic()
-        while over < len(self.jobs):
-            number, event = -1, None
-            with contextlib.suppress(TimeoutError, asyncio.TimeoutError):
-                number, event = await asyncio.wait_for(self._events.get(), _LOOK_S)
-            if time.monotonic() - looked >= _LOOK_S:
-                looked = time.monotonic()
-                if await self._http.is_disconnected():
+        watch = asyncio.create_task(self._watch())
+        over = 0
+        try:
+            while over < len(self.jobs):
+                await self._arrived.wait()
+                self._arrived.clear()
+                if self._left:
                     raise RequestError(LEFT, "the client left")
-            if isinstance(event, Done) and event.report.finish == "cancelled":
-                event = Failed(CancelledError())  # not by this client, who is there
-            if event is not None:
-                over += isinstance(event, (Done, Failed))
-                yield number, event
+                while self._told:
+                    number, event = self._next()
+                    over += isinstance(event, (Done, Failed))
+                    yield number, event
+        finally:
+            watch.cancel()
+
+    def _next(self) -> tuple[int, Event]:
+        number, event = self._told.popleft()
+        if isinstance(event, Done) and event.report.finish == "cancelled":
+            return number, Failed(CancelledError())  # not by this client, who is there
+        while self._told and self._told[0][0] == number and (joined := _joined(event, self._told[0][1])):
+            self._told.popleft()
+            event = joined
+        return number, event
+
+    async def _watch(self) -> None:
+        """Notes that the client left."""
+        with contextlib.suppress(Exception):
+            while (await self._http.receive())["type"] != "http.disconnect":
+                pass
+            self._left = True
+            self._arrived.set()
+
+
+def _joined(event: Event, later: Event) -> Event | None:
+    """Makes one event of two, where nobody misses the first: text goes on, a step has come further."""
+    if isinstance(event, Text) and isinstance(later, Text):
+        return Text(event.text + later.text, event.tokens + later.tokens)
+    if isinstance(event, Step) and isinstance(later, Step) and event.what == later.what:
+        return later
+    return None
