@@ -57,6 +57,7 @@ class Server:
             "wrong": len(wrong),
             "wrong_first": wrong[:3],
             "tokens_per_s": round(sum(one.tokens for one in seen) / seconds, 1),
+            "characters_per_s": round(sum(one.characters for one in seen) / seconds, 1),
             "answers_per_s": round(len(answers) / seconds, 2),
             "first_token_p50_s": round(statistics.median(first), 4),
             "answer_p50_s": round(statistics.median(answers), 4),
@@ -132,10 +133,10 @@ def show(servers: list[Server], clients: int) -> dict[str, Any]:
     }
     if len(servers) == 2:
         ours, stock = (out[one.name] for one in servers)
+        names = ("tokens_per_s", "characters_per_s", "answers_per_s", "answer_p50_s", "answer_p99_s")
         out["ratio"] = {
-            f"tokens_per_s_{k}": round(ours[k]["tokens_per_s"] / stock[k]["tokens_per_s"], 3) for k in ("one", "many")
+            k: {name: round(ours[k][name] / stock[k][name], 3) for name in names} for k in ("one", "many")
         }
-        out["ratio"]["answer_p99_many"] = round(ours["many"]["answer_p99_s"] / stock["many"]["answer_p99_s"], 3)
     return out
 
 

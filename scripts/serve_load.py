@@ -27,6 +27,7 @@ class Seen:
     answers: list[float] = field(default_factory=list)
     first: list[float] = field(default_factory=list)
     tokens: int = 0
+    characters: int = 0  # of complete answers: servers do not agree on whether the last token counts
     left: int = 0
     wrong: list[str] = field(default_factory=list)
     kept: list[float] = field(default_factory=list)  # KV bytes of prompts, and of what was kept of them
@@ -104,6 +105,7 @@ class Load:
         seen.answers.append(time.monotonic() - began)
         seen.first.append(first)
         seen.tokens += usage["completion_tokens"]
+        seen.characters += len(text)
         return text
 
     def _note(self, seen: Seen, messages: list[Any], text: str, usage: Any) -> None:

@@ -39,9 +39,14 @@ class Composer:
         self.marker = vision.marker if vision else ""
 
     def first(self, messages: list[Message], values: Mapping[str, Any] | None = None) -> Written:
-        """Writes the whole conversation up to where the assistant is to answer. values: variables for the template."""
+        """Writes the whole conversation up to where the assistant is to answer, or to go on with its last message.
+
+        values: variables for the template.
+        """
         hidden: dict[str, str] = {}
-        text = self._template.first(self._safe(messages, hidden), self.marker, self._hide_in(values or {}, hidden))
+        known, safe = self._hide_in(values or {}, hidden), self._safe(messages, hidden)
+        begun = self.lead + safe.pop().text if len(safe) > 1 and safe[-1].role == "assistant" else ""
+        text = self._template.first(safe, self.marker, known) + begun
         if self._model.adds_bos and not text.startswith(self._bos):
             text = self._bos + text
         return Written(text, hidden)

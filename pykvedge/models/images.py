@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
 
@@ -57,7 +58,7 @@ class Picture:
                 f"{self.name} has {len(self.rgb)} bytes; {self.width} x {self.height} RGB pixels are {needed}"
             )
 
-    @property
+    @cached_property
     def key(self) -> str:
         """The key is equal for equal pixels."""
         size = f"{self.width}x{self.height}".encode()

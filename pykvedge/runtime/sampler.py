@@ -39,7 +39,11 @@ class Sampler:
         if self._grammar is None:
             return self._llama.llama_sampler_sample(self._chain, context, output)
         row = self._llama.llama_get_logits_ith(context, output)
-        token = self._follow(np.ctypeslib.as_array(row, (self._model.n_vocab,)), self._grammar)
+        return self.sample_from(np.ctypeslib.as_array(row, (self._model.n_vocab,)))
+
+    def sample_from(self, logits: np.ndarray) -> int:
+        """Chooses the next token from logits [n_vocab] float32, as `sample` does."""
+        token = self._choose(logits) if self._grammar is None else self._follow(logits, self._grammar)
         self._llama.llama_sampler_accept(self._chain, token)
         return token
 

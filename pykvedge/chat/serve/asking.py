@@ -66,10 +66,12 @@ def messages_of(given: list[WireMessage], sources: Sources) -> list[Message]:
             out[0] = Message("system", f"{out[0].text}\n\n{text}")
             continue
         out.append(Message(role, text, seen, _fields(message)))
-    if out[-1].role not in ("user", "tool"):
+    begun = out[-1].role == "assistant" and len(out) > 1 and out[-1].text.strip() and not out[-1].fields
+    if out[-1].role not in ("user", "tool") and not begun:
         raise RequestError(
-            400, "messages: the last one is the user's or a tool's, to be answered", "invalid_value", "messages"
-        )
+            400, "messages: the last one is the user's or a tool's, to be answered, or the assistant's text, to be "
+            "gone on with", "invalid_value", "messages",
+        )  # fmt: skip
     if out[-1].role == "user" and not out[-1].text.strip() and not out[-1].pictures:
         raise RequestError(400, "messages: the last one is empty", "invalid_value", "messages")
     return out

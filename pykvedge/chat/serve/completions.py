@@ -190,27 +190,32 @@ class Chunks:
         self._head = _about(service, "chat.completion.chunk")
         self._usage = given.stream_options is not None and given.stream_options.include_usage
         self._done: dict[int, Done] = {}
+        self._last: list[str] = []
         self._progress = given.kvedge is not None and given.kvedge.progress
 
     async def written(self, events: Events) -> AsyncIterator[str]:
         """Yields the stream. A client that leaves ends it, and with it the jobs."""
         with self._waiting:
-            for i in range(len(self._waiting.jobs)):
-                yield self._chunk(i, {"role": "assistant", "content": ""})
+            begin = "".join(
+                self._chunk(i, {"role": "assistant", "content": ""}) for i in range(len(self._waiting.jobs))
+            )
+            end = "data: [DONE]\n\n"
             try:
                 async for line in self._lines(events):
-                    yield line
+                    yield begin + line
+                    begin = ""
             except Exception as error:
-                yield f"data: {json.dumps(errors.body(errors.of(error)))}\n\n"
+                end = f"data: {json.dumps(errors.body(errors.of(error)))}\n\n{end}"
             else:
                 if self._usage:
                     done = [self._done[i] for i in sorted(self._done)]
                     last = {**self._head, "choices": [], "usage": usage([one.report for one in done])}
                     last["kvedge"] = figures(done)
-                    yield f"data: {json.dumps(last)}\n\n"
-            yield "data: [DONE]\n\n"
+                    end = f"data: {json.dumps(last)}\n\n{end}"
+            yield f"{begin}{''.join(self._last)}{end}"
 
     async def _lines(self, events: Events) -> AsyncIterator[str]:
+        """Yields what comes before the end of the last answer; that is left in `_last`, to be sent with the rest."""
         said = time.monotonic()
         async for number, event in events:
             if isinstance(event, Failed):
@@ -220,9 +225,12 @@ class Chunks:
             if isinstance(event, Step) and time.monotonic() - said > _QUIET_S:
                 yield f": {event.what}, {100 * event.share:.0f} %\n\n"
                 said = time.monotonic()
-            for line in self._of(number, event):
+            lines = self._of(number, event)
+            if len(self._done) == len(self._waiting.jobs):
+                self._last = lines
+            elif lines:
                 said = time.monotonic()
-                yield line
+                yield "".join(lines)
 
     def _of(self, number: int, event: Any) -> list[str]:
         given = self._given

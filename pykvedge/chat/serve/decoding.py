@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import replace
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from pykvedge.chat.serve import patches
 from pykvedge.chat.serve.batch import TokenBatch
 from pykvedge.chat.serve.job import Done, Step
 from pykvedge.chat.serve.limits import Limits
-from pykvedge.chat.serve.parked import Park, Parked
+from pykvedge.chat.serve.parked import Park, Parked, Read
 from pykvedge.chat.serve.preparing import Preparer
 from pykvedge.chat.serve.slot import Prepared, Slot
 from pykvedge.errors import CancelledError, OutOfMemoryError, SessionFileError, UnsupportedError
@@ -22,10 +23,13 @@ from pykvedge.models.vision import ImagePiece
 from pykvedge.runtime import figures, libkvedge
 from pykvedge.runtime.driver import Driver
 from pykvedge.runtime.opening import Standing
+from pykvedge.runtime.report import Tokens
 
 SHARED = 128  # tokens of a prompt that are read at once while others are answered, who wait for them
 
 WATCHED = 16  # so many tokens of a prompt are over before anybody notices; being asked at every node costs as much
+
+_SHARE_READ = 4  # a prompt is kept for those who ask the same where it takes no more than this part of the memory
 
 Ended = list[tuple[Slot, Exception | None]]
 
@@ -72,9 +76,6 @@ class Decoder:
                 self._driver.require_full(plan)
             else:
                 cache.set_sequence_plan(sequence, plan, profiles.tables_for(plan, self._model.path, None, spare=True))
-                if work.parked is not None:
-                    libkvedge.unpack(cache, work.parked.rows, self._preparer.model_name, sequence)
-            work.parked = None
         except Exception as error:
             self._free(slot)
             return None, error
@@ -85,6 +86,10 @@ class Decoder:
         ended = [self._end(slot, "cancelled") for slot in slots if slot.job.cancelled.is_set()]
         going = _without(slots, ended)
         reader = next((slot for slot in going if slot.next is None), None)
+        if reader is not None and not reader.begun:
+            ended += self._start(reader)
+            reader, going = (reader if reader.next is None else None), _without(going, ended)
+            reader = reader if reader in going else None
         if reader is not None and reader.steps and isinstance(reader.steps[0], ImagePiece):
             ended += self._read_image(reader)
             reader = None
@@ -103,6 +108,37 @@ class Decoder:
         return sum(slot.work.need for slot in slots)
 
     # ---------------------------------------------------------------------------------------------------
+
+    def _start(self, slot: Slot) -> Ended:
+        """Brings back what a job goes on from. Where the same prompt was read meanwhile, its answer begins."""
+        cache, work, report = self._driver.cache, slot.work, slot.job.report
+        slot.begun = True
+        try:
+            read = work.read or (self._park.get_read(work.name) if work.name else None)
+            before = read or work.parked
+            work.read = work.parked = None
+            if cache is None or before is None:
+                return []
+            libkvedge.unpack(cache, before.rows, self._preparer.model_name, slot.sequence)
+            slot.stand(before.standing)
+            if read is None:
+                return []
+            slot.steps.clear()
+            report.tokens = Tokens(reused=read.standing.n_cells)
+            report.kv = replace(read.kv, compressed_tokens=0, kept_of_them=0)
+            return self._take(slot, work.sampler.sample_from(read.logits), read.logits)
+        except Exception as error:
+            return [self._end(slot, "", error)]
+
+    def _keep_read(self, slot: Slot, output: int) -> None:
+        """Keeps a prompt that was read and compressed, with the logits of a place in the last batch."""
+        cache, work = self._driver.cache, slot.work
+        if cache is None or not work.name or cache.stats(slot.sequence).bytes > self._limits.memory // _SHARE_READ:
+            return
+        with suppress(OutOfMemoryError, UnsupportedError, SessionFileError):
+            rows = libkvedge.pack(cache, self._preparer.model_name, slot.sequence)
+            at = Standing(slot.n_past, slot.n_cells, slot.compressed_tokens, 0.0)
+            self._park.put_read(work.name, Read(at, rows, self._logits(output).copy(), replace(slot.job.report.kv)))
 
     def _read_image(self, slot: Slot) -> Ended:
         piece, context = slot.steps.popleft(), self._driver.context
@@ -170,6 +206,7 @@ class Decoder:
             slot.job.report.time.prefill_s = started - slot.began
             self._compress(slot)
             slot.job.report.time.compress_s = time.perf_counter() - started
+            self._keep_read(slot, output)
         except Exception as error:
             return [self._end(slot, "", error)]
         return self._next(slot, output)
@@ -191,16 +228,19 @@ class Decoder:
 
     def _next(self, slot: Slot, output: int) -> Ended:
         """Chooses the next token by the logits of a place in the last batch."""
-        handle, n_vocab = self._driver.context.handle, self._model.n_vocab
         try:
-            token = slot.work.sampler.sample(handle, output)
-            logits = None
-            if slot.job.report.logprobs is not None:
-                logits = np.ctypeslib.as_array(self._llama.llama_get_logits_ith(handle, output), (n_vocab,))
-            how = slot.take(token, logits)
+            token = slot.work.sampler.sample(self._driver.context.handle, output)
+            return self._take(slot, token, self._logits(output) if slot.job.report.logprobs is not None else None)
         except Exception as error:
             return [self._end(slot, "", error)]
+
+    def _take(self, slot: Slot, token: int, logits: np.ndarray | None) -> Ended:
+        how = slot.take(token, logits)
         return [self._end(slot, how)] if how else []
+
+    def _logits(self, output: int) -> np.ndarray:
+        row = self._llama.llama_get_logits_ith(self._driver.context.handle, output)
+        return np.ctypeslib.as_array(row, (self._model.n_vocab,))
 
     # ---------------------------------------------------------------------------------------------------
 

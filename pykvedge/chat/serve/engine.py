@@ -50,7 +50,9 @@ class Engine:
         except BaseException:
             self._loan.give_back()
             raise
-        self._changed = threading.Condition()
+        # one lock, and a condition for each thread: whoever has nothing to do is not woken
+        lock = threading.RLock()
+        self._changed, self._to_prepare, self._to_shrink = (threading.Condition(lock) for _ in range(3))
         self._asked: deque[Job] = deque()
         self._ready: deque[Prepared] = deque()
         self._slots: list[Slot] = []  # that have a job
@@ -83,7 +85,7 @@ class Engine:
                 self.counts.refused += 1
                 raise RequestError(503, "too many requests are waiting already", "queue_full", retry_s=2)
             self._asked.append(job)
-            self._changed.notify_all()
+            self._to_prepare.notify_all()
         return job
 
     def cancel(self, job: Job) -> None:
@@ -132,6 +134,7 @@ class Engine:
             for job, _, _ in self.working():
                 job.cancelled.set()
             self._changed.notify_all()
+            self._to_prepare.notify_all()
             self._changed.wait_for(lambda: not (self.busy or self.waiting), timeout=_LAST_S)
 
     def close(self) -> None:
@@ -139,7 +142,8 @@ class Engine:
         self.drain()
         with self._changed:
             self._over = True
-            self._changed.notify_all()
+            for condition in (self._changed, self._to_prepare, self._to_shrink):
+                condition.notify_all()
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()
@@ -152,7 +156,9 @@ class Engine:
     def _prepare(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._over or (self._asked and len(self._ready) < self.limits.slots))
+                self._to_prepare.wait_for(
+                    lambda: self._over or (self._asked and len(self._ready) < self.limits.slots)
+                )
                 if not self._asked:
                     return  # over
                 job = self._preparing = self._asked.popleft()
@@ -172,6 +178,7 @@ class Engine:
                 if work is not None:
                     self._ready.append(work)
                 self._changed.notify_all()
+                self._shrink_if_needed()
 
     def _failed(self, job: Job, error: Exception) -> None:
         self.counts.ended("cancelled" if isinstance(error, CancelledError) else "error", job)
@@ -198,7 +205,7 @@ class Engine:
     def _leave(self, slot: Slot, error: Exception | None) -> None:
         with self._changed:
             self._slots.remove(slot)
-            self._changed.notify_all()
+            self._settled()
         if error is not None:
             self._failed(slot.job, error)
         else:
@@ -214,14 +221,15 @@ class Engine:
                 work = self._ready[0]
                 needed = self._decoder.reserved(self._slots) + work.need
                 if not work.job.cancelled.is_set() and needed + self.park.n_bytes > self.limits.memory:
-                    self._changed.notify_all()  # whoever shrinks the park looks what is needed
+                    self._shrink_if_needed()
                     return
                 self._ready.popleft()
+                self._to_prepare.notify_all()
             slot, error = self._decoder.begin(work, {s.sequence for s in self._slots})
             with self._changed:
                 if slot is not None:
                     self._slots.append(slot)
-                self._changed.notify_all()
+                self._settled()
             if error is not None:
                 self._failed(work.job, error)
 
@@ -230,10 +238,21 @@ class Engine:
         needed = self._decoder.reserved(self._slots) + (self._ready[0].need if self._ready else 0)
         return max(self.limits.memory - needed, 0)
 
+    def _settled(self) -> None:
+        """Wakes who waits for the end of all jobs, or for less memory. Call it with the lock held."""
+        if self._stopping:
+            self._changed.notify_all()
+        self._shrink_if_needed()
+
+    def _shrink_if_needed(self) -> None:
+        """Wakes the thread that shrinks the park. Call it with the lock held."""
+        if self.park.n_bytes > self._target():
+            self._to_shrink.notify()
+
     def _shrink(self) -> None:
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._over or self.park.n_bytes > self._target())
+            with self._to_shrink:
+                self._to_shrink.wait_for(lambda: self._over or self.park.n_bytes > self._target())
                 if self._over:
                     return
                 target = self._target()

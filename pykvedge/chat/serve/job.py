@@ -83,6 +83,11 @@ class Job:
         self.over = False
 
     @property
+    def begun(self) -> str:
+        """The text of the answer that was given, and that it goes on with; empty where it begins anew."""
+        return self.said[-1][1] if self.said and self.said[-1][0] == "assistant" else ""
+
+    @property
     def picture_bytes(self) -> int:
         """So many bytes of pixels wait to be looked at."""
         return sum(len(picture.rgb) for message in self.request.messages for picture in message.pictures)

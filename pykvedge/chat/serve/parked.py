@@ -15,11 +15,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+import numpy as np
+
 from pykvedge.errors import UsageError
 from pykvedge.models.prompt import Message
 from pykvedge.plans.plan import Plan
 from pykvedge.runtime.cachefolder import CacheFolder
 from pykvedge.runtime.opening import Standing
+from pykvedge.runtime.report import Kv
 
 KIND = "conversations"
 _VERSION = 1
@@ -58,6 +61,22 @@ class Parked:
         return cls(standing, pending, data[end:])
 
 
+@dataclass(frozen=True)
+class Read:
+    """A prompt that was read and compressed, and is answered. logits: [n_vocab] float32, of its last token.
+
+    len(): its bytes, about.
+    """
+
+    standing: Standing
+    rows: bytes | bytearray | memoryview
+    logits: np.ndarray
+    kv: Kv
+
+    def __len__(self) -> int:
+        return len(self.rows) + self.logits.nbytes + 512
+
+
 def said_in(messages: Iterable[Message]) -> list[Any]:
     """Lists what was said, with hashes in the place of pictures."""
     return [[m.role, m.text, dict(m.fields), [p.key for p in m.pictures]] for m in messages]
@@ -72,6 +91,7 @@ def name_of(about: Sequence[str], plan: Plan, values: Mapping[str, Any], said: S
 class Park:
     """Keeps conversations that were parked; the one used longest ago leaves memory for the folder first.
 
+    Prompts that were read are kept beside them, for whoever asks the same again; only as long as there is memory.
     Any thread may call it. With the folder, a bound of memory loses nothing but time.
     """
 
@@ -79,6 +99,7 @@ class Park:
         """folder: bounded itself; None: what leaves memory is gone."""
         self._folder = folder
         self._held: OrderedDict[str, Parked] = OrderedDict()
+        self._read: OrderedDict[str, Read] = OrderedDict()
         self._lock = threading.Lock()
         self.n_bytes = 0  # in memory
 
@@ -109,10 +130,27 @@ class Park:
         except ValueError:
             return None
 
+    def put_read(self, name: str, read: Read) -> None:
+        """Keeps a prompt, in place of one of the same name."""
+        with self._lock:
+            self._drop_read(name)
+            self._read[name] = read
+            self.n_bytes += len(read)
+
+    def get_read(self, name: str) -> Read | None:
+        """Returns a prompt, which stays."""
+        with self._lock:
+            if name in self._read:
+                self._read.move_to_end(name)
+            return self._read.get(name)
+
     def shrink(self, limit: int) -> None:
         """Makes what is in memory take at most so many bytes."""
         while self.n_bytes > max(limit, 0):
             with self._lock:
+                if self._read:
+                    self._drop_read(next(iter(self._read)))
+                    continue
                 if not self._held:
                     return
                 name, oldest = next(iter(self._held.items()))
@@ -134,10 +172,12 @@ class Park:
         return out
 
     def forget(self, name: str) -> bool:
-        """Drops a conversation, from the folder too; False is returned where there is none."""
+        """Drops a conversation, from the folder too, and all prompts; False is returned where there is none."""
         with self._lock:
             there = name in self._held
             self._drop(name)
+            for prompt in list(self._read):
+                self._drop_read(prompt)
         try:
             gone = self._folder is not None and self._folder.remove(KIND, name)
         except UsageError:  # no name of a conversation
@@ -146,4 +186,8 @@ class Park:
 
     def _drop(self, name: str) -> None:
         old = self._held.pop(name, None)
+        self.n_bytes -= len(old) if old is not None else 0
+
+    def _drop_read(self, name: str) -> None:
+        old = self._read.pop(name, None)
         self.n_bytes -= len(old) if old is not None else 0

@@ -8,36 +8,53 @@ from __future__ import annotations
 
 import base64
 import binascii
+import hashlib
 import http.client
 import ipaddress
 import re
 import socket
 import ssl
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import unquote, urljoin, urlsplit
 
 from pykvedge.errors import ImageError, RequestError
 from pykvedge.models.images import Picture, load_picture
+from pykvedge.runtime.bytecache import ByteCache
 
+_KNOWN_BYTES = 64 << 20  # of pixels that are kept for the next message
 MOST_BYTES = 20 << 20  # of one picture's file
 _REDIRECTS, _SECONDS = 3, 20.0
 _DATA = re.compile(r"data:(?:image/[\w.+-]{1,40})?(?:;[\w=.+-]{1,80})*;base64,", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
+class _Loaded:
+    """A picture that was loaded. len(): bytes of its pixels."""
+
+    picture: Picture
+
+    def __len__(self) -> int:
+        return len(self.picture.rgb)
+
+
+@dataclass(frozen=True)
 class Sources:
-    """Where pictures may come from besides the request. files: the folder that file: URLs may name files of."""
+    """Where pictures may come from besides the request. files: the folder that file: URLs may name files of.
+
+    Clients send the pictures of a conversation with each of its messages: those in data: URLs are unpacked once.
+    """
 
     https: bool = False
     files: Path | None = None
+    _known: ByteCache[_Loaded] = field(default_factory=lambda: ByteCache(_KNOWN_BYTES), repr=False, compare=False)
 
     def load(self, url: str, name: str) -> Picture:
         """Loads a picture. Raises RequestError for a URL that is not taken, ImageError for what is no picture."""
         scheme = url[:16].partition(":")[0].lower()
         if scheme == "data":
-            return load_picture(_decoded(url), name)
+            return self._data(url, name)
         if scheme == "https" and self.https:
             return load_picture(fetch(url), name)
         if scheme == "file" and self.files is not None:
@@ -45,6 +62,15 @@ class Sources:
         ways = ["data: URLs", *["https: URLs"] * self.https, *["file: URLs"] * (self.files is not None)]
         taken = " and ".join(ways)
         raise RequestError(400, f"{name}: this server takes pictures as {taken}", "invalid_image", "messages")
+
+
+    def _data(self, url: str, name: str) -> Picture:
+        key = hashlib.sha256(url.encode("utf-8", "surrogatepass")).hexdigest()
+        known = self._known.get(key)
+        if known is None:
+            known = _Loaded(load_picture(_decoded(url), name))
+            self._known.put(key, known)
+        return known.picture if known.picture.name == name else replace(known.picture, name=name)
 
 
 def _decoded(url: str) -> bytes:

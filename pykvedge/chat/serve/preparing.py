@@ -41,6 +41,11 @@ class Preparer:
         request = job.request
         self._check(request.messages)
         job.said = said_in(request.messages)
+        name = "" if request.patches else name_of(self._about, request.plan, request.values, job.said)
+        if name and (read := self._park.get_read(name)) is not None:
+            job.forget_messages()
+            job.report.tokens.reused = read.standing.n_cells
+            return self._fitting(Prepared(job, [], Sampler(request.sampling, self._model), None, read, name))
         parked = self._find(job)
         pieces = self._pieces(job, parked)
         job.forget_messages()
@@ -49,16 +54,10 @@ class Preparer:
             job.report.tokens.add(pieces)
             if parked is not None:
                 job.report.tokens.reused = parked.standing.n_cells
-            work = Prepared(job, pieces, Sampler(request.sampling, self._model), parked)
-            try:
-                self._fit(work)
-            except BaseException:
-                work.sampler.close()
-                raise
+            return self._fitting(Prepared(job, pieces, Sampler(request.sampling, self._model), parked, name=name))
         except BaseException:
             self.release(pieces)
             raise
-        return work
 
     def count(self, job: Job) -> None:
         """Puts into the report how many tokens the prompt has. Raises ImageError, UsageError, ModelError."""
@@ -71,7 +70,8 @@ class Preparer:
     def name_after(self, job: Job) -> str:
         """Names the conversation with its answer."""
         request = job.request
-        said = [*job.said, *said_in([Message("assistant", job.report.text)])]
+        said = job.said[:-1] if job.begun else job.said
+        said = [*said, *said_in([Message("assistant", job.begun + job.report.text)])]
         return name_of(self._about, request.plan, request.values, said)
 
     def release(self, pieces: list[Piece]) -> None:
@@ -124,18 +124,27 @@ class Preparer:
                 self.vision.encode(piece, lambda share, i=i: look(i, share))  # type: ignore[misc]
         stop_if_set(job.cancelled)
 
+    def _fitting(self, work: Prepared) -> Prepared:
+        try:
+            self._fit(work)
+        except BaseException:
+            work.sampler.close()
+            raise
+        return work
+
     def _fit(self, work: Prepared) -> None:
         """Checks that the prompt fits into a context and into memory, and says what of both the answer may take."""
         limits, n = self._limits, work.n_tokens
         plan = work.job.request.plan
-        there, kept = (work.parked.standing.n_cells, len(work.parked.rows)) if work.parked is not None else (0, 0)
-        if work.parked is None:
+        before = work.read or work.parked
+        there, kept = (before.standing.n_cells, len(before.rows)) if before is not None else (0, 0)
+        if before is None:
             check_protection(plan, n)
         room = limits.n_ctx - there - n
         if room < 1:
-            before = f" after {there} of the conversation" if there else ""
+            after = f" after {there} of the conversation" if there else ""
             raise ContextError(
-                f"the message has {n} tokens{before}, and a conversation holds {limits.n_ctx}; send less, or start the "
+                f"the message has {n} tokens{after}, and a conversation holds {limits.n_ctx}; send less, or start the "
                 "server with a larger --ctx"
             )
         prompt = kept + n * self.bytes_per_token

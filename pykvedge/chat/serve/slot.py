@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pykvedge.chat.serve.job import Job, Text
-from pykvedge.chat.serve.parked import Parked
+from pykvedge.chat.serve.parked import Parked, Read
 from pykvedge.chat.writing import Writing
 from pykvedge.errors import StateError
 from pykvedge.models.model import Model
 from pykvedge.models.vision import ImagePiece, Piece, TextPiece
 from pykvedge.runtime import logprobs
+from pykvedge.runtime.opening import Standing
 from pykvedge.runtime.sampler import Sampler
 
 
@@ -22,6 +23,7 @@ from pykvedge.runtime.sampler import Sampler
 class Prepared:
     """A job whose prompt is cut and whose images are encoded. parked: the conversation that it goes on from.
 
+    read: the same prompt, read for somebody else; name: of the prompt, for whoever asks the same; empty: for nobody.
     need: bytes of keys and values that it takes at most; room: tokens that the answer may have within them.
     """
 
@@ -29,6 +31,8 @@ class Prepared:
     pieces: list[Piece]
     sampler: Sampler
     parked: Parked | None
+    read: Read | None = None
+    name: str = ""
     need: int = 0
     room: int = 0
 
@@ -50,18 +54,20 @@ class Slot:
     n_cells: int = 0
     compressed_tokens: int = 0  # since they were measured
     n_bytes: int = 0  # of keys and values, after the last turn
+    begun: bool = False  # its prompt has been looked for, and what it goes on from is there
     next: int | None = None  # the token that is decoded next; None: the prompt is being read
     began: float = field(default_factory=time.perf_counter)
     answering_since: float = 0.0
 
     @classmethod
     def of(cls, sequence: int, work: Prepared, model: Model) -> Slot:
-        """Begins a job at the beginning of a sequence, or behind what was parked."""
-        slot = cls(sequence, work, model, Writing(model, work.job.request.sampling), deque(work.pieces))
-        if work.parked is not None:
-            at = work.parked.standing
-            slot.n_past, slot.n_cells, slot.compressed_tokens = at.n_past, at.n_cells, at.compressed_tokens
-        return slot
+        """Begins a job at the beginning of a sequence."""
+        writing = Writing(model, work.job.request.sampling, bool(work.job.begun))
+        return cls(sequence, work, model, writing, deque(work.pieces))
+
+    def stand(self, at: Standing) -> None:
+        """Goes on behind what was read before."""
+        self.n_past, self.n_cells, self.compressed_tokens = at.n_past, at.n_cells, at.compressed_tokens
 
     @property
     def job(self) -> Job:
