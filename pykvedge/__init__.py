@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from pykvedge.models import hub
     from pykvedge.models.images import Picture, load_picture
     from pykvedge.models.prompt import Message
+    from pykvedge.models.video import frames
     from pykvedge.plans.profile import Profile
     from pykvedge.plans.stages.base import Param
     from pykvedge.runtime.loaded import LoadedModel, load
@@ -119,6 +120,7 @@ __all__ = [
     "attach",
     "compress",
     "default_plan",
+    "frames",
     "hub",
     "load",
     "load_picture",
@@ -144,6 +146,7 @@ _LATER = {
     "Session": "chat.session",
     "Settings": "runtime.settings",
     "Token": "runtime.logprobs",
+    "frames": "models.video",
     "load": "runtime.loaded",
     "load_picture": "models.images",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,9 @@ _OPTIONS = (
     options.PROFILE,
     option("--session", "session_file", type=options.PATH, metavar="FILE",
            help="Go on with the conversation in this file, if it exists; it is saved there after each answer."),
+    option("--video", "videos", type=options.PATH, multiple=True, metavar="PATH",
+           help="A video whose frames are read after the images, with --stream; repeatable. ffmpeg unpacks it."),
+    option("--fps", type=float, default=1.0, show_default=True, metavar="N", help="Frames of a second of video."),
     option("--stream", is_flag=True,
            help="Read images one by one and compress after each: memory stays at --budget N, however many come."),
     options.CTX,
@@ -71,6 +75,7 @@ def chat(prompt: str | None, **given: Any) -> None:
       kvedge chat ... --image a.jpg --method lookm --bounded "What is it?"      where the full cache does not fit
       kvedge chat ...                        a conversation; /image PATH adds an image
       kvedge chat ... --session talk.kvs "And then?"      goes on where the last run ended
+      kvedge chat ... --stream --budget 2048 --video clip.mp4 --fps 2 "What happens?"
       kvedge chat ... --stream --budget 2048 --image 1.jpg --image 2.jpg ... "What happens?"      frames without end
     """
     options.load_plugins(given)
@@ -84,9 +89,12 @@ def chat(prompt: str | None, **given: Any) -> None:
         raise UsageError("--json needs a PROMPT, as argument or from a pipe")
     if given["logprobs"] is not None and not given["as_json"]:
         raise UsageError("--logprobs are part of what --json prints; add it")
+    if given["videos"] and not (given["stream"] and question is not None):
+        raise UsageError("--video needs --stream, which reads its frames one by one, and a PROMPT")
     model, mmproj = model_files(given)
-    if given["images"] and mmproj is None:
-        raise UsageError("--image needs the image encoder of the model: pass it with --mmproj")
+    if (given["images"] or given["videos"]) and mmproj is None:
+        what = "--image" if given["images"] else "--video"
+        raise UsageError(f"{what} needs the image encoder of the model: pass it with --mmproj")
     sys.exit(_run(question, plan, model, mmproj, given))
 
 
@@ -111,12 +119,14 @@ def _talk(
     from pykvedge.cli.talk.loop import converse
     from pykvedge.lab.progress import Display
     from pykvedge.models.images import load_picture
+    from pykvedge.models.video import frames
     from pykvedge.runtime.interrupt import as_event, stop_if_set
 
     chosen = sampling.chosen(given)
     images = [paths.expanded(path) for path in given["images"]]
     # those of a stream are loaded when it is their turn; a wrong path is found now
     pictures = [path if given["stream"] and paths.ask(Path.is_file, path) else load_picture(path) for path in images]
+    clips = [frames(paths.expanded(path), given["fps"]) for path in given["videos"]]
     display = Display(enabled=not given["quiet"] and not given["verbose"])
     settings = {k: given[k] for k in _SETTINGS} | options.running(given)
     settings |= options.cache(given) | options.image_limits(given)
@@ -137,7 +147,7 @@ def _talk(
             stop_if_set(cancel)
         talk = Chat(session, chosen, Style(given["as_json"], given["quiet"]), display, file)
         if question is not None:
-            return talk.once(question, pictures)
+            return talk.once(question, itertools.chain(pictures, *clips) if clips else pictures)
         return converse(talk, pictures, history_file() if given["history"] else None)
 
 

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,7 +51,7 @@ class Chat:
         self._cancel = session.cancel or threading.Event()
         self.waiting: list[Picture | Path] = []  # for the next message
 
-    def put(self, prompt: str, pictures: Sequence[Picture | Path]) -> Report:
+    def put(self, prompt: str, pictures: Iterable[Picture | Path]) -> Report:
         """Puts one message and streams the answer to stdout. Ctrl-C ends it, or raises CancelledError before."""
         with as_event(self._cancel):
             try:
@@ -118,7 +118,7 @@ class Chat:
             with suppress(KvedgeError), as_event(self._cancel):
                 session.load(self.file, session.plan)
 
-    def once(self, prompt: str, pictures: Sequence[Picture | Path]) -> int:
+    def once(self, prompt: str, pictures: Iterable[Picture | Path]) -> int:
         """Puts one question. Returns the exit code: 130 if the answer was stopped, 1 if it could not be saved."""
         if self.loaded and not self._style.quiet and not self._style.as_json:
             self.show_loaded()

@@ -1,0 +1,100 @@
+"""Frames of a video, one at a time, as a stream asks for them. ffmpeg, a program of its own, unpacks them.
+
+mtmd can call ffmpeg too, but takes frames to be of the size that the file names, before they are turned: what a telephone
+took held upright comes out sheared. Here each frame says its own size, which is looked at before there is room for it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from pykvedge.errors import ImageError, UsageError
+from pykvedge.models.images import MAX_PIXELS, Picture
+
+_HOW_TO_GET = "apt install ffmpeg, brew install ffmpeg, or winget install ffmpeg"
+_MOST_HEADER = 64  # characters of a frame's
+_END_S = 5.0  # that ffmpeg may take to end
+
+
+def frames(path: str | os.PathLike[str], fps: float = 1.0) -> Iterator[Picture]:
+    """Yields the pictures of a video file, `fps` of each second of it, turned as the file says.
+
+    For `Session.ask` with `stream=True`, which asks for one at a time: nothing is unpacked ahead of it but what a pipe
+    holds. Raises UsageError where there is no ffmpeg or fps is none, ImageError for what is no video or ends broken.
+    """
+    if not isinstance(fps, (int, float)) or isinstance(fps, bool) or not 0.001 <= fps <= 1000:
+        raise UsageError(f"frames of a second are a number from 0.001 to 1000, not {fps!r:.20}")
+    place = Path(os.fspath(path))
+    try:
+        there = place.is_file()
+    except (OSError, ValueError):
+        there = False
+    if not there:
+        raise ImageError(f"{place} is no file")
+    program = shutil.which("ffmpeg")
+    if program is None:
+        raise UsageError(f"reading {place.name} needs ffmpeg, which is not here: {_HOW_TO_GET}")
+    return _frames(program, place.resolve(), float(fps))
+
+
+def _frames(program: str, place: Path, fps: float) -> Iterator[Picture]:
+    # a list of other files inside the file may name none on the network
+    source = ["-nostdin", "-loglevel", "error", "-protocol_whitelist", "file,pipe,crypto,data", "-i", str(place)]
+    form = ["-map", "0:v:0", "-vf", f"fps={fps:.6f}", "-f", "image2pipe", "-c:v", "ppm", "pipe:1"]
+    with tempfile.TemporaryFile() as said:
+        process = subprocess.Popen(
+            [program, *source, *form], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=said, bufsize=1 << 20,
+            start_new_session=True,  # Ctrl-C is for who reads the frames
+        )  # fmt: skip
+        n = 0
+        try:
+            while process.stdout is not None and (picture := _next(process.stdout, f"{place.name}, {n / fps:.1f} s")):
+                n += 1
+                yield picture
+            status = process.wait()
+        finally:
+            _end(process)
+        if status != 0 or n == 0:
+            raise ImageError(f"{place.name}, after {n} pictures: {_reason(said)}")
+
+
+def _next(pipe: IO[bytes], name: str) -> Picture | None:
+    """Reads a picture in the form of netpbm's P6; None: there is no other."""
+    words: list[bytes] = []
+    while len(words) < 4:  # P6, width, height, 255
+        line = pipe.readline(_MOST_HEADER)
+        if not line and not words:
+            return None
+        words += line.split()
+        if not line.endswith(b"\n") or words[0] != b"P6":
+            raise ImageError(f"{name}: ffmpeg was broken off")
+    width, height = int(words[1]), int(words[2])
+    if width * height > MAX_PIXELS:
+        raise ImageError(f"{name}: {width} x {height} pixels are more than {MAX_PIXELS // 10**6} million")
+    rgb = pipe.read(3 * width * height)
+    if len(rgb) != 3 * width * height:
+        raise ImageError(f"{name}: ffmpeg was broken off")
+    return Picture(name, width, height, rgb)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    if process.stdout is not None:
+        process.stdout.close()
+    try:
+        process.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _reason(said: Any) -> str:
+    said.seek(0)
+    lines = [line.strip() for line in said.read(1 << 16).decode("utf-8", "replace").splitlines() if line.strip()]
+    return lines[-1].removeprefix("Error opening input files: ") if lines else "ffmpeg finds no pictures in it"
