@@ -1,6 +1,6 @@
 """Frames of a video, one at a time, as a stream asks for them. ffmpeg, a program of its own, unpacks them.
 
-mtmd can call ffmpeg too, but takes frames to be of the size that the file names, before they are turned: what a telephone
+mtmd can call ffmpeg too, but takes frames to be of the size that the file names, before they are turned: what a phone
 took held upright comes out sheared. Here each frame says its own size, which is looked at before there is room for it.
 """
 
