@@ -33,15 +33,17 @@ def _function() -> Any:
     if not sys.platform.startswith("linux"):
         return None
     with suppress(OSError, AttributeError):
-        return ctypes.CDLL(str(_cpu_backend())).omp_pause_resource_all  # of the OpenMP that ggml was linked with
+        kernels = _cpu_backend()
+        if kernels is not None:
+            return ctypes.CDLL(str(kernels)).omp_pause_resource_all  # of the OpenMP that ggml was linked with
     return None
 
 
-def _cpu_backend() -> Path:
-    """Finds the library with ggml's CPU kernels: one of several variants. Raises OSError."""
+def _cpu_backend() -> Path | None:
+    """Finds the library with ggml's CPU kernels, one of several variants, where it is loaded."""
     here = libraries.library_dir()
     for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape").splitlines():
         path = Path(line.split(maxsplit=5)[-1])
         if path.name.startswith("libggml-cpu") and path.parent == here:
             return path
-    raise OSError("ggml's CPU kernels are not loaded")
+    return None
