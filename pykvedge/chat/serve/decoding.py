@@ -16,7 +16,7 @@ from pykvedge.chat.serve.limits import Limits
 from pykvedge.chat.serve.parked import Park, Parked, Read
 from pykvedge.chat.serve.preparing import Preparer
 from pykvedge.chat.serve.slot import Prepared, Slot
-from pykvedge.errors import CancelledError, OutOfMemoryError, SessionFileError, UnsupportedError
+from pykvedge.errors import CancelledError, KvedgeError, OutOfMemoryError, SessionFileError, UnsupportedError
 from pykvedge.models import profiles
 from pykvedge.models.model import Model
 from pykvedge.models.vision import ImagePiece
@@ -56,6 +56,7 @@ class Decoder:
         self._driver, self._model, self._preparer, self._park = driver, model, preparer, park
         self._limits, self._llama = limits, driver.context.llama
         self._batch = TokenBatch(self._llama, driver.context.n_ubatch)
+        self._slots: list[Slot] = []  # of the turn
         self.n_bytes = 0  # of keys and values, after the last turn
 
     def close(self) -> None:
@@ -83,6 +84,7 @@ class Decoder:
 
     def turn(self, slots: list[Slot]) -> Ended:
         """Reads a part of a prompt, and a token of every answer. Returns the jobs that have ended with it, and how."""
+        self._slots = slots
         ended = [self._end(slot, "cancelled") for slot in slots if slot.job.cancelled.is_set()]
         going = _without(slots, ended)
         reader = next((slot for slot in going if slot.next is None), None)
@@ -133,7 +135,11 @@ class Decoder:
     def _keep_read(self, slot: Slot, output: int) -> None:
         """Keeps a prompt that was read and compressed, with the logits of a place in the last batch."""
         cache, work = self._driver.cache, slot.work
-        if cache is None or not work.name or cache.stats(slot.sequence).bytes > self._limits.memory // _SHARE_READ:
+        if cache is None or not work.name:
+            return
+        n_bytes = cache.stats(slot.sequence).bytes + 4 * self._model.n_vocab
+        room = self._limits.memory - self.reserved(self._slots)
+        if n_bytes > self._limits.memory // _SHARE_READ or not self._park.room_for_read(n_bytes, room):
             return
         with suppress(OutOfMemoryError, UnsupportedError, SessionFileError):
             rows = libkvedge.pack(cache, self._preparer.model_name, slot.sequence)
@@ -253,12 +259,18 @@ class Decoder:
                 with suppress(OutOfMemoryError, UnsupportedError, SessionFileError):
                     self._keep(slot)
         self._free(slot)
+        self.n_bytes -= slot.n_bytes
+        slot.n_bytes = 0
         return slot, error
 
     def _keep(self, slot: Slot) -> None:
-        cache = self._driver.cache
-        if cache is None or cache.stats(slot.sequence).bytes > self._limits.memory // 2:
+        cache, memory = self._driver.cache, self._limits.memory
+        n_bytes = cache.stats(slot.sequence).bytes if cache is not None else 0
+        if cache is None or n_bytes > memory // 2:
             return
+        others = self.reserved([other for other in self._slots if other is not slot])
+        with suppress(KvedgeError):  # a folder that cannot be used says so in its notes
+            self._park.shrink(memory - others - 2 * n_bytes)  # the rows exist twice until the sequence is freed
         rows = libkvedge.pack(cache, self._preparer.model_name, slot.sequence)
         lengths = [n for heads in cache.lengths(slot.sequence) for n in heads]
         held = sum(lengths) / len(lengths) if lengths else 0.0

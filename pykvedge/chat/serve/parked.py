@@ -130,6 +130,13 @@ class Park:
         except ValueError:
             return None
 
+    def room_for_read(self, n_bytes: int, limit: int) -> bool:
+        """Drops prompts until one of so many bytes fits beside all else into `limit`; False: it never does."""
+        with self._lock:
+            while self._read and self.n_bytes + n_bytes > limit:
+                self._drop_read(next(iter(self._read)))
+            return self.n_bytes + n_bytes <= limit
+
     def put_read(self, name: str, read: Read) -> None:
         """Keeps a prompt, in place of one of the same name."""
         with self._lock:
