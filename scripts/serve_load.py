@@ -72,8 +72,8 @@ class Load:
     async def _ask(self, seen: Seen, messages: list[Any]) -> str | None:
         """Returns the answer, None where the client left or there was none."""
         fields = {"stream": True, "stream_options": {"include_usage": True}, "temperature": 0, "max_tokens": TOKENS}
-        leaves = self.random.randrange(1, 12) if self.random.random() < LEAVES else 0
-        began, first, text, usage, chunks = time.monotonic(), 0.0, "", None, 0
+        leaves = self.random.randrange(1, 48) if self.random.random() < LEAVES else 0
+        began, first, text, usage = time.monotonic(), 0.0, "", None
         reader, writer = await asyncio.open_connection(*self.address, limit=1 << 24)
         try:
             body = json.dumps({"messages": messages, **fields}).encode()
@@ -89,8 +89,8 @@ class Load:
                     break
                 piece = (chunk["choices"] or [{}])[0].get("delta", {}).get("content")
                 if piece:
-                    first, chunks, text = first or time.monotonic() - began, chunks + 1, text + piece
-                if leaves and chunks >= leaves:
+                    first, text = first or time.monotonic() - began, text + piece
+                if leaves and len(text) >= leaves:
                     seen.left += 1
                     return None
                 usage = chunk.get("usage") or usage

@@ -19,6 +19,7 @@ from pykvedge.plans.presets import plan as make_plan
 from pykvedge.runtime.sampling import Sampling
 
 MOST_PICTURES = 64
+_QUICK_PICTURES, _QUICK_TEXT = 8, 100_000
 MOST_PIXELS = 100_000_000  # of one message
 
 
@@ -48,6 +49,17 @@ def request_of(given: ChatRequest, defaults: Defaults) -> Request:
         raise RequestError(400, f"chat_template_kwargs: {min(reserved)} is the server's to set", "invalid_value")
     plan, sampling = plan_of(given.kvedge, defaults.plan), sampling_of(given, defaults)
     return Request(messages, plan, sampling, values, given.kvedge is not None and given.kvedge.patches)
+
+
+def is_quick(given: ChatRequest, defaults: Defaults) -> bool:
+    """Tells whether request_of takes next to no time: there is not much text, and the pictures were seen before."""
+    if sum(len(message.content) for message in given.messages if isinstance(message.content, str)) > _QUICK_TEXT:
+        return False
+    parts = [part for message in given.messages if isinstance(message.content, list) for part in message.content]
+    if sum(len(part.text or "") for part in parts) > _QUICK_TEXT:
+        return False
+    urls = [url for part in parts if (url := _named(part))]
+    return len(urls) <= _QUICK_PICTURES and all(defaults.sources.knows(url) for url in urls)
 
 
 def messages_of(given: list[WireMessage], sources: Sources) -> list[Message]:
@@ -98,10 +110,14 @@ def _content(message: WireMessage, i: int, sources: Sources, before: int) -> tup
 
 
 def _url(part: Part, i: int) -> str:
-    url = part.image_url if isinstance(part.image_url, str) else part.image_url.url if part.image_url else ""
+    url = _named(part)
     if not url:
         raise RequestError(400, f"messages.{i}: an image_url without a url", "invalid_value", "messages")
     return url
+
+
+def _named(part: Part) -> str:
+    return part.image_url if isinstance(part.image_url, str) else part.image_url.url if part.image_url else ""
 
 
 def _escaped(text: str) -> str:

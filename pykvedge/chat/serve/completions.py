@@ -11,7 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
 
 from pykvedge.chat.serve import asking, errors
 from pykvedge.chat.serve import tools as calling
@@ -41,8 +42,11 @@ async def answer(service: Service, http: HttpRequest, given: ChatRequest) -> Res
 async def asked(service: Service, http: HttpRequest, given: ChatRequest, count_only: bool = False) -> Waiting:
     """Hands a chat request to the engine. count_only: nobody wants an answer, but to know how many tokens it has."""
     service.check_model(given.model)
-    async with service.looking:
-        request = await asyncio.to_thread(asking.request_of, given, service.defaults)
+    if asking.is_quick(given, service.defaults):
+        request = asking.request_of(given, service.defaults)
+    else:
+        async with service.looking:
+            request = await asyncio.to_thread(asking.request_of, given, service.defaults)
     waiting = Waiting(service.engine, http)
     _submit(waiting, replace(request, count_only=count_only), given.n or 1)
     return waiting
@@ -81,10 +85,27 @@ async def _again(first: tuple[int, Event], events: Events) -> Events:
         yield item
 
 
+class _EventStream(Response):
+    """Sends text as it comes. Who makes the text looks whether the client is there; starlette's own does so too, with
+    two more tasks for each answer.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, lines: AsyncIterator[str]) -> None:
+        self._lines, self.status_code, self.background = lines, 200, None
+        self.init_headers({"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for text in self._lines:
+            await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
 def streamed(lines: AsyncIterator[str]) -> Response:
     """Makes the response that sends events as they come."""
-    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-    return StreamingResponse(lines, media_type="text/event-stream", headers=headers)
+    return _EventStream(lines)
 
 
 def _submit(waiting: Waiting, request: Request, n: int) -> None:

@@ -20,6 +20,7 @@ from pykvedge.errors import CancelledError, KvedgeError, OutOfMemoryError, Sessi
 from pykvedge.models import profiles
 from pykvedge.models.model import Model
 from pykvedge.models.vision import ImagePiece
+from pykvedge.plans.plan import Plan
 from pykvedge.runtime import figures, libkvedge
 from pykvedge.runtime.driver import Driver
 from pykvedge.runtime.opening import Standing
@@ -57,6 +58,7 @@ class Decoder:
         self._limits, self._llama = limits, driver.context.llama
         self._batch = TokenBatch(self._llama, driver.context.n_ubatch)
         self._slots: list[Slot] = []  # of the turn
+        self._plans: dict[int, Plan] = {}  # that sequences have, also while nobody has them
         self.n_bytes = 0  # of keys and values, after the last turn
 
     def close(self) -> None:
@@ -76,11 +78,18 @@ class Decoder:
             if cache is None:
                 self._driver.require_full(plan)
             else:
-                cache.set_sequence_plan(sequence, plan, profiles.tables_for(plan, self._model.path, None, spare=True))
+                self._set_plan(sequence, plan)
         except Exception as error:
             self._free(slot)
             return None, error
         return slot, None
+
+    def _set_plan(self, sequence: int, plan: Plan) -> None:
+        if self._plans.get(sequence) != plan and self._driver.cache is not None:
+            tables = profiles.tables_for(plan, self._model.path, None, spare=True)
+            self._plans.pop(sequence, None)
+            self._driver.cache.set_sequence_plan(sequence, plan, tables)
+            self._plans[sequence] = plan
 
     def turn(self, slots: list[Slot]) -> Ended:
         """Reads a part of a prompt, and a token of every answer. Returns the jobs that have ended with it, and how."""
@@ -280,8 +289,6 @@ class Decoder:
     def _free(self, slot: Slot) -> None:
         memory = self._llama.llama_get_memory(self._driver.context.handle)
         self._llama.llama_memory_seq_rm(memory, slot.sequence, -1, -1)
-        if self._driver.cache is not None:
-            self._driver.cache.set_sequence_plan(slot.sequence, None)
         slot.work.sampler.close()
         self._preparer.release(slot.work.pieces)
 

@@ -73,9 +73,10 @@ class Engine:
     def submit(self, request: Request, emit: Callable[[Event], None]) -> Job:
         """Takes a request. emit is called with each event, in threads of the engine; it must not wait.
 
-        Raises RequestError where too many wait, StateError after close.
+        Raises RequestError where too many wait, StateError after close, and what preparing raises that takes no time.
         """
         job = Job(request, emit)
+        work = self.preparer.at_once(job)
         with self._changed:
             if self._stopping:
                 raise StateError("the server is going down; it takes no more requests")
@@ -83,9 +84,15 @@ class Engine:
             full = len(self._asked) + len(self._ready) >= self.limits.queue
             if full or (pixels and pixels + job.picture_bytes > _MOST_PIXEL_BYTES):
                 self.counts.refused += 1
+                if work is not None:
+                    work.sampler.close()
                 raise RequestError(503, "too many requests are waiting already", "queue_full", retry_s=2)
-            self._asked.append(job)
-            self._to_prepare.notify_all()
+            if work is not None:
+                self._ready.append(work)
+                self._changed.notify_all()
+            else:
+                self._asked.append(job)
+                self._to_prepare.notify_all()
         return job
 
     def cancel(self, job: Job) -> None:

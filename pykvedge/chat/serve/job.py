@@ -74,6 +74,7 @@ class Job:
         self.id = secrets.token_hex(8)
         self.cancelled = threading.Event()
         self.said: list[Any] = []  # what was said (parked.said_in), once that was looked at
+        self.name = ""  # of the prompt (parked.name_of), for whoever asks the same
         self.report = Report(request.plan.method, request.plan.budget.value)
         self.report.logprobs = None if request.sampling.logprobs is None else []
         self.asked_at = time.perf_counter()

@@ -21,6 +21,8 @@ from pykvedge.runtime.pruning import planned
 from pykvedge.runtime.sampler import Sampler
 from pykvedge.runtime.sessionfile import fingerprint
 
+_QUICK_TEXT = 100_000  # characters that are looked up at once
+
 
 class Preparer:
     """Prepares one job at a time, for one thread."""
@@ -40,12 +42,8 @@ class Preparer:
         """Raises ContextError, RequestError, ImageError, UsageError, ModelError, GrammarError, CancelledError."""
         request = job.request
         self._check(request.messages)
-        job.said = said_in(request.messages)
-        name = "" if request.patches else name_of(self._about, request.plan, request.values, job.said)
-        if name and (read := self._park.get_read(name)) is not None:
-            job.forget_messages()
-            job.report.tokens.reused = read.standing.n_cells
-            return self._fitting(Prepared(job, [], Sampler(request.sampling, self._model), None, read, name))
+        if (there := self._there(job)) is not None:
+            return there
         parked = self._find(job)
         pieces = self._pieces(job, parked)
         job.forget_messages()
@@ -54,10 +52,28 @@ class Preparer:
             job.report.tokens.add(pieces)
             if parked is not None:
                 job.report.tokens.reused = parked.standing.n_cells
-            return self._fitting(Prepared(job, pieces, Sampler(request.sampling, self._model), parked, name=name))
+            return self._fitting(Prepared(job, pieces, Sampler(request.sampling, self._model), parked, name=job.name))
         except BaseException:
             self.release(pieces)
             raise
+
+    def at_once(self, job: Job) -> Prepared | None:
+        """Prepares a job that takes next to no time, in any thread: its prompt was read. Raises what `prepare` does."""
+        request = job.request
+        if request.count_only or request.sampling.constrained:
+            return None
+        return self._there(job) if sum(len(message.text) for message in request.messages) <= _QUICK_TEXT else None
+
+    def _there(self, job: Job) -> Prepared | None:
+        request = job.request
+        job.said = job.said or said_in(request.messages)
+        job.name = "" if request.patches else name_of(self._about, request.plan, request.values, job.said)
+        read = self._park.get_read(job.name) if job.name else None
+        if read is None:
+            return None
+        job.forget_messages()
+        job.report.tokens.reused = read.standing.n_cells
+        return self._fitting(Prepared(job, [], Sampler(request.sampling, self._model), None, read, job.name))
 
     def count(self, job: Job) -> None:
         """Puts into the report how many tokens the prompt has. Raises ImageError, UsageError, ModelError."""
