@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from decimal import Decimal
 from types import MappingProxyType
 from typing import Any
@@ -216,6 +217,10 @@ class Plan:
 
     def to_json(self) -> str:
         """Writes one JSON object, which from_json reads back to an equal plan."""
+        return self._json
+
+    @cached_property
+    def _json(self) -> str:
         out: dict[str, Any] = {"kvedge_plan": JSON_VERSION}
         for f in fields(self):
             value = getattr(self, f.name)
