@@ -9,8 +9,8 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
 from decimal import Decimal
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
