@@ -203,6 +203,33 @@ def test_memory_is_bounded_and_what_waits_comes_back(environment):
     assert all(usage["prompt_tokens_details"]["cached_tokens"] for _, usage in few)
 
 
+def test_the_bound_of_memory_holds_all_the_time(environment):
+    """Looked at again and again while conversations are read, answered, kept and parked side by side."""
+    with serving(environment, *PLAN, "--memory", "2MiB", "--ctx", "1024", "--parallel", "4") as server:
+        over, most = threading.Event(), []
+
+        def look():
+            with httpx.Client(base_url=server.url) as client:
+                while not over.is_set():
+                    held = client.get("/v1/kvedge/memory").json()
+                    most.append((held["kv_bytes"] + held["parked_bytes"]) / held["limit_bytes"])
+
+        def talk(number):
+            said = asks(f"{number % 7}: {QUESTIONS[number % 3]}", SCENES[number % len(SCENES)])
+            said.append({"role": "assistant", "content": server.text(said)})
+            return server.text([*said, {"role": "user", "content": QUESTIONS[3]}])
+
+        looking = threading.Thread(target=look)
+        looking.start()
+        try:
+            with ThreadPoolExecutor(6) as pool:
+                list(pool.map(talk, range(120)))
+        finally:
+            over.set()
+            looking.join()
+        assert len(most) > 10 and 0.5 < max(most) <= 1.0
+
+
 def test_pictures_of_a_conversation_need_no_encoder_again(server):
     said = asks(QUESTIONS[0], SCENES[2])
     server.text(said)
