@@ -50,6 +50,9 @@ BUDGET = "0.2"
     option("--plan", "plans", type=options.PATH, multiple=True, metavar="FILE.json",
            help="A composition of your own, with its budget; repeatable. Named after the file."),
     options.PLUGIN,
+    option("--compress", type=click.Choice(["prompt", "context"]), default="prompt", show_default=True,
+           help="What is compressed: the prompt with its question, or what comes before the question, which is then "
+                "read with what was kept."),
     option("--against", default="full", show_default=True, metavar="METHOD",
            help="What changes and their intervals are against: the full cache, or one of --method at the same "
                 "budget."),
@@ -202,7 +205,7 @@ def _wants(given: dict[str, Any]) -> Wants:
         if name not in METRICS:
             raise unknown("metric", name, METRICS)
     kinds = {METRICS[name] for name in names}
-    return Wants("answers" in kinds, "likelihood" in kinds, longest)
+    return Wants("answers" in kinds, "likelihood" in kinds, longest, given["compress"] == "context")
 
 
 def _check_base(cells: list[Cell], against: str) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from pykvedge.errors import KvedgeError
+from pykvedge.errors import ContextError, KvedgeError
 from pykvedge.lab.eval import metrics
 from pykvedge.lab.eval.reader import BRANCH, SIDE, Reader, reading_key
 from pykvedge.lab.eval.tasks import Sample
@@ -26,6 +26,7 @@ from pykvedge.models.images import Picture
 from pykvedge.models.model import Model, TextStream
 from pykvedge.models.vision import ImagePiece, Piece, Vision
 from pykvedge.plans.plan import Plan
+from pykvedge.runtime import opening
 from pykvedge.runtime.pruning import planned
 
 
@@ -58,25 +59,38 @@ class Cell:
 
 @dataclass(frozen=True)
 class Wants:
-    """These are measured: greedy answers, and the likelihood of the reference answer."""
+    """These are measured: greedy answers, and the likelihood of the reference answer.
+
+    context: what comes before the last question is compressed, and the question is read after that; else with it.
+    """
 
     answers: bool = True
     likelihood: bool = True
     max_tokens: int = 512
+    context: bool = False
 
 
 @dataclass
 class Prepared:
-    """This is a sample as tokens. turns: what is read, and the assistant's tokens that follow; the last has none."""
+    """This is a sample as tokens. turns: what is read, and the assistant's tokens that follow.
+
+    question: what is read after all is compressed; the last turn has no reply then, unless it is an earlier one.
+    """
 
     sample: Sample
     turns: list[tuple[list[Piece], list[int]]]
     answer: list[int]
+    question: list[Piece] = field(default_factory=list)
+
+    @property
+    def n_compressed(self) -> int:
+        """Counts the tokens that are compressed: those up to the answer, or up to the question."""
+        return sum(sum(p.n_tokens for p in pieces) + len(reply) for pieces, reply in self.turns)
 
     @property
     def n_conversation(self) -> int:
         """Counts the tokens up to the answer."""
-        return sum(sum(p.n_tokens for p in pieces) + len(reply) for pieces, reply in self.turns)
+        return self.n_compressed + sum(piece.n_tokens for piece in self.question)
 
     @property
     def images(self) -> list[int]:
@@ -87,9 +101,18 @@ class Prepared:
 class Preparer:
     """A Preparer makes tokens of samples, by the model's chat template."""
 
-    def __init__(self, model: Model, vision: Vision | None, look: Callable[[float], None] = lambda share: None) -> None:
-        """look: called while an image is encoded, with the share that is done; what it raises prepare raises."""
-        self._vision, self._look = vision, look
+    def __init__(
+        self,
+        model: Model,
+        vision: Vision | None,
+        look: Callable[[float], None] = lambda share: None,
+        context: bool = False,
+    ) -> None:
+        """look: called while an image is encoded, with the share that is done; what it raises prepare raises.
+
+        context: as of Wants.
+        """
+        self._vision, self._look, self._context = vision, look, context
         self._composer = Composer(model, vision)
         _ = self._composer.lead  # a template without answers fails before the first sample
 
@@ -109,6 +132,8 @@ class Preparer:
             answer = turns[-1][1]
             turns[-1] = (turns[-1][0], [])
             prepared = Prepared(sample, turns, answer)
+            if self._context:
+                prepared = _apart(prepared)
             if self._vision is not None:
                 for pieces, _ in turns:
                     for piece in pieces:
@@ -129,6 +154,18 @@ class Preparer:
         if pictures and self._vision is None:
             raise KvedgeError("the sample has images, and the model was loaded without an image encoder; see --mmproj")
         return self._composer.pieces(written, pictures)
+
+
+def _apart(prepared: Prepared) -> Prepared:
+    """Takes the question off what is compressed: what follows the last turn's last image, or that turn if it has none.
+
+    METHODS: kvpress, KVzip and SCBench measure so. Raises ContextError where nothing comes before the question.
+    """
+    *earlier, (last, _) = prepared.turns
+    before, question = opening.cut(last)
+    if not before and not earlier:
+        raise ContextError("nothing comes before its question that could be compressed without it")
+    return replace(prepared, turns=[*earlier, (before, [])] if before else earlier, question=question)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -195,9 +232,14 @@ class Measurer:
                 reader.extend(token)
             reader.read(pieces)
             reader.compress()
+        for token in prepared.turns[-1][1]:
+            reader.extend(token)
         kept, kept_bytes = reader.held()
+        if prepared.question:
+            reader.read(prepared.question)
+            reader.keep(cell.plan)
         record: dict[str, Any] = {
-            "prompt_tokens": prepared.n_conversation,
+            "prompt_tokens": prepared.n_compressed,
             "image_tokens": sum(prepared.images),
             "kept": round(kept, 3),
             "full_bytes": full_bytes,

@@ -16,9 +16,10 @@ import numpy as np
 from pykvedge.errors import ContextError, KvedgeError
 from pykvedge.models.model import Model
 from pykvedge.models.profiles import tables_for
-from pykvedge.models.vision import Piece, Vision
+from pykvedge.models.vision import ImagePiece, Piece, Vision
 from pykvedge.plans.plan import Plan
 from pykvedge.plans.presets import check_protection
+from pykvedge.plans.presets import plan as make_plan
 from pykvedge.runtime.driver import Driver
 from pykvedge.runtime.llama_context import ContextSize, ubatch_for
 
@@ -121,10 +122,12 @@ class Reader:
             driver.cache.set_plan(plan, tables_for(plan, self.model.path))
 
     def read(self, pieces: Sequence[Piece]) -> None:
-        """Appends pieces to the current sequence; afterwards the logits of the last token are there."""
+        """Appends pieces to the current sequence; afterwards the logits of the last token are there, of text."""
         driver = self._live()
         driver.read(pieces, cancel=self._cancel)
-        self._logits[driver.context.sequence] = driver.context.logits().copy()
+        none = np.empty(0, np.float32)  # nobody asks what follows an image
+        last = none if isinstance(pieces[-1], ImagePiece) else driver.context.logits().copy()
+        self._logits[driver.context.sequence] = last
 
     def extend(self, token: int) -> None:
         driver = self._live()
@@ -137,6 +140,14 @@ class Reader:
 
     def compress(self) -> None:
         self._live().compress()
+
+    def keep(self, plan: Plan) -> None:
+        """Keeps all of what was read last, and goes on by a plan: its decode policy rules what comes now."""
+        driver = self._live()
+        if driver.cache is not None:
+            driver.cache.set_plan(make_plan("full"))
+            driver.compress()
+            driver.cache.set_plan(plan, tables_for(plan, self.model.path))
 
     def held(self) -> tuple[float, int]:
         """Tells the KV pairs per head, averaged over heads and layers, and their bytes, of the current sequence."""

@@ -15,6 +15,7 @@ from pykvedge.errors import UsageError
 from pykvedge.lab.jsonlines import JsonLines
 
 VERSION = 2
+_UNSAID = {"compress": "prompt"}  # of a header that does not say it
 Key = tuple[str, str, str]  # sample id, name and budget of the cell
 
 
@@ -57,11 +58,10 @@ class Records:
             raise UsageError(f"{path} holds no results of kvedge eval; save to another file") from None
         if version != VERSION:
             raise UsageError(f"{path} has version {version} of the format, not {VERSION}; save to another file")
-        for name, value in header.items():
-            if first.get(name) != value:
-                raise UsageError(
-                    f"{path} was measured with {name} {first.get(name)!r}, not {value!r}; save to another file"
-                )
+        for name in dict.fromkeys((*header, *first)):
+            then, now = first.get(name, _UNSAID.get(name)), header.get(name, _UNSAID.get(name))
+            if then != now:
+                raise UsageError(f"{path} was measured with {name} {then!r}, not {now!r}; save to another file")
         self.rows = rows
         return sum(len(line) + 1 for line in lines)
 

@@ -53,6 +53,7 @@ class Job:
             "answers": self.wants.answers,
             "likelihood": self.wants.likelihood,
             "max_tokens": self.wants.max_tokens,
+            **({"compress": "context"} if self.wants.context else {}),
         }
 
 
@@ -83,7 +84,7 @@ def evaluate(
         vision = Vision(loan.encoder) if loan.encoder else None
         reader = Reader(loan.model, vision, loan.threads, job.settings.kv_type, job.settings.n_ctx)
         reader.stop_when(cancel)
-        preparer = Preparer(loan.model, vision, partial(stop_if_set, cancel))
+        preparer = Preparer(loan.model, vision, partial(stop_if_set, cancel), job.wants.context)
         run = _Run(out, full, cells, display, cancel, preparer, Measurer(loan.model, reader, job.wants))
         for sample, missing in todo:
             run.one(sample, missing)

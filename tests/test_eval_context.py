@@ -1,0 +1,84 @@
+"""kvedge eval --compress context: the question is read after the compression, and nothing before knows it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from eval_runs import MMPROJ, MODEL, run
+
+import pykvedge
+from pykvedge.lab.eval.measure import Cell, Wants
+from pykvedge.lab.eval.records import Records
+from pykvedge.lab.eval.runner import FULL, Job, evaluate, full_cell
+from pykvedge.lab.eval.tasks import Line, Sample, demo_samples
+
+
+def cells(*budgets, names=("snapkv", "knorm", "h2o")):
+    return [Cell(name, pykvedge.plan(name, budget)) for name in names for budget in budgets]
+
+
+def asked(sample, question):
+    return replace(sample, id=f"{sample.id} {question}", lines=(replace(sample.lines[0], text=question),))
+
+
+def test_the_whole_cache_does_not_mind_when_the_question_comes(native):
+    samples = [*demo_samples("code", 2, 5, 4), *demo_samples("code/2", 1, 5, 4)]
+    after, with_it = run(samples, [], context=True), run(samples, [])
+    for key, row in with_it.items():
+        assert after[key]["answer"] == row["answer"]
+        assert after[key]["nll"] == pytest.approx(row["nll"], abs=2e-2)
+
+
+def test_what_is_kept_does_not_depend_on_the_question(native):
+    [sample] = demo_samples("code", 1, 3, 4)
+    two = [asked(sample, text) for text in ("What is the code?", "Is there a red circle? What else can you see there?")]
+    rows = run(two, cells(0.2), context=True)
+    for name in ("snapkv", "knorm", "h2o"):
+        first, second = (rows[one.id, name, "0.2"] for one in two)
+        same = ("kept", "kept_bytes", "full_bytes", "prompt_tokens", "image_tokens")
+        assert [first[k] for k in same] == [second[k] for k in same]
+        assert first["kept"] == pytest.approx(0.2 * first["prompt_tokens"], abs=2)
+    aware = run(two, cells(0.2))
+    assert len({aware[one.id, "snapkv", "0.2"]["prompt_tokens"] for one in two}) == 2  # the question is in it there
+
+
+def test_the_first_token_of_the_answer_is_compressed_too(native):
+    """Of an answer of one token prompt compression shows nothing: its logits are those of the whole cache."""
+    [sample] = demo_samples("code", 1, 3, 4)
+    words = [replace(sample, id=word, answer=word) for word in ("red", "two", "the", "circle", "4", "top")]
+    counted = run(words, [], answers=False)
+    short = next(one for one in words if counted[one.id, FULL, "1.0"]["tokens"] == 1)
+    aware, before = (run([short], cells(0.02), context=context) for context in (False, True))
+    found = []
+    for name in ("snapkv", "knorm", "h2o"):
+        assert aware[short.id, name, "0.02"]["tokens"] == 1
+        assert aware[short.id, name, "0.02"]["kld"] == pytest.approx(0, abs=1e-12)
+        found.append(before[short.id, name, "0.02"]["kld"])
+    assert min(found) > 1e-9
+
+
+def test_decode_policies_go_on_behind_the_question(native):
+    [sample] = demo_samples("where", 1, 3, 4)
+    plans = [pykvedge.plan("h2o", 0.2, decode="heavy-hitter"), pykvedge.plan("lookm", 0.2, decode="sliding")]
+    rows = run([sample], [Cell(f"own {i}", plan) for i, plan in enumerate(plans)], context=True)
+    assert all(row["answer"] is not None for row in rows.values()) and len(rows) == 3
+
+
+def test_text_with_nothing_before_its_question_is_left_out(native):
+    sample = Sample("plain", "text", (Line("user", "What is there?"),), "Nothing.")
+    records = Records(None, {}, False)
+    out = evaluate(Job(MODEL, MMPROJ, [sample], [full_cell()], Wants(context=True)), records)
+    assert len(out.left_out) == 1 and "nothing comes before its question" in out.left_out[0] and not records.rows
+
+
+def test_results_of_the_two_do_not_mix(kvedge, tmp_path):
+    file = tmp_path / "r.jsonl"
+    small = ["eval", "--tasks", "code", "--samples", 1, "--method", "knorm", "--metrics", "kld", "--save", file]
+    assert kvedge(*small).code == 0
+    kvedge(*small, "--resume", "--compress", "context").failed(2, "compress 'prompt', not 'context'")
+    assert kvedge(*small, "--resume").code == 0
+    other = [*small[:-1], tmp_path / "c.jsonl", "--compress", "context"]
+    assert kvedge(*other).code == 0
+    kvedge(*small[:-1], tmp_path / "c.jsonl", "--resume").failed(2, "compress 'context', not 'prompt'")
+    assert FULL in kvedge(*other, "--resume").out
