@@ -3,8 +3,8 @@
     .venv/bin/python scripts/random_walk.py MODEL.gguf [--steps 100000] [--seed N]
 
 Prompts and answers of several sequences in common batches, copies, cuts, clears; kvedge also compresses by plans that
-keep everything, and takes sequences through files. Both sides compute in float32, and differ by rounding alone, where the
-weights of MODEL are float32 (others have activations rounded to f16 or less, which makes much of a little). A walk
+keep everything, and takes sequences through files. Both sides compute in float32, and differ by rounding alone, where
+the weights of MODEL are float32 (others have activations rounded to f16 or less, which makes much of a little). A walk
 of many steps is many walks of 2000 with seeds that follow each other, so that one that fails is found again at once.
 """
 

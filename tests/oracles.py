@@ -142,6 +142,13 @@ def mixkv(q, k, v, settings):
     return [(1 - r) * a + r * b for a, b in zip(s_imp, s_div, strict=True)] + attention[n:]
 
 
+def keydiff(k, of_units=True):
+    """KeyDiff, section 3: minus the cosine of each key and the mean of all of them. No key of norm zero."""
+    rows = [[c / math.sqrt(sum(x * x for x in row)) for c in row] for row in k] if of_units else k
+    anchor = [mean(channel) for channel in zip(*rows, strict=True)]
+    return [-_cosine(row, anchor) for row in k]
+
+
 def dct(x):
     """FlashCache, eq. 6: the orthonormal DCT-II of a list of T numbers."""
     n = len(x)

@@ -123,8 +123,9 @@ def test_ctrl_c_ends_a_download_and_keeps_what_has_come(fresh, environment):
     fresh.hub.faults.hold = threading.Event()
     command = [sys.executable, "-m", "pykvedge", "chat", "-hf", REPO, "--hf-mmproj", "none", "Hello?"]
     child = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**environment, **fresh.env}
-    )
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**environment, **fresh.env},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests in the background have it ignored
+    )  # fmt: skip
     assert fresh.hub.halfway.wait(60)
     for _ in range(
         6

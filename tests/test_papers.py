@@ -107,6 +107,35 @@ def test_what_is_constant_or_zero_gives_numbers():
         assert np.isfinite(scores).all()
 
 
+# KeyDiff
+
+
+@pytest.mark.parametrize("anchor", ["unit", "mean"])
+@pytest.mark.parametrize("n_tokens", [1, 2, 31])
+def test_keydiff_scores_are_minus_the_cosine_with_the_anchor(n_tokens, anchor):
+    p = prompt(n_tokens, (4, 2), size=8)
+    scores = member("scorer", "keydiff").score(layer_of(p), {"anchor": anchor})
+    for h in range(2):
+        np.testing.assert_allclose(scores[h], oracles.keydiff(p.k[0, h].tolist(), anchor == "unit"), atol=1e-12)
+
+
+def test_keydiff_orders_tokens_as_mixkvs_diversity_does():
+    p = prompt(50, (4, 2), size=16)
+    mixkv = member("scorer", "mixkv").score(layer_of(p), {**MIXKV, "mode": "diversity"})[:, :-8]  # but for its window
+    keydiff = member("scorer", "keydiff").score(layer_of(p), {"anchor": "unit"})[:, :-8]
+    np.testing.assert_array_equal(np.argsort(keydiff), np.argsort(mixkv))
+
+
+def test_keydiff_of_keys_that_say_nothing():
+    p = prompt(6, (1, 1), size=8, layers=1)
+    p.k[:] = 0
+    for anchor in ("unit", "mean"):
+        assert not member("scorer", "keydiff").score(layer_of(p), {"anchor": anchor}).any()
+    p.k[0, 0, :3], p.k[0, 0, 3:] = 1, -1  # the anchor is none
+    assert not member("scorer", "keydiff").score(layer_of(p), {"anchor": "unit"}).any()
+    assert run(pykvedge.plan("keydiff", 2, recent=0), p).kept[0][0].tolist() == [0, 1]  # of equal ones the first
+
+
 # FlashCache
 
 

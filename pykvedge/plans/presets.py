@@ -25,6 +25,7 @@ _PYRAMIDKV = "Cai et al. 2024, PyramidKV: Dynamic KV Cache Compression based on 
 _ADAKV = "Feng et al. 2024, Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation, arXiv:2407.11550"
 _SPARSEMM = "Wang et al. 2025, SparseMM: Head Sparsity Emerges from Visual Concept Responses in MLLMs, ICCV"
 _HEADKV = "Fu et al. 2024, Not All Heads Matter: Head-Level KV Cache Compression with Reasoning, arXiv:2410.19258"
+_KEYDIFF = "Park et al. 2025, KeyDiff: Key Similarity-Based KV Cache Eviction, arXiv:2504.15364"
 _KNORM = "Devoto et al. 2024, A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression, arXiv:2406.11430"
 _ELASTIC = "Liu et al. 2024, Efficient Inference of Vision Instruction-Following Models with Elastic Cache, ECCV"
 _PREFIXKV = "Wang et al. 2024, PrefixKV: Adaptive Prefix KV Cache is What Vision Instruction-Following Models Need"
@@ -140,6 +141,9 @@ _PRESETS = (
         "per layer, as many tokens as hold the same share of its attention",
         _PREFIXKV,
         {**_LAYERWISE, "allocator": "prefix", "decode": "ratio"},
+    ),
+    Preset(
+        "keydiff", "tokens whose keys point elsewhere than the others, and the last 32", _KEYDIFF, {"scorer": "keydiff"}
     ),
     Preset("knorm", "tokens whose keys have the smallest norm", _KNORM, {"scorer": "knorm"}),
     Preset("vnorm", "tokens whose values have the largest norm", "a control, and a part of MixKV", {"scorer": "vnorm"}),
