@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import ipaddress
 import json
@@ -22,6 +23,7 @@ HEADERS = [
     (b"referrer-policy", b"no-referrer"),
     (b"cross-origin-resource-policy", b"same-origin"),
 ]
+_DISCARDED, _DISCARD_S = 256 << 20, 2.0  # bytes and seconds of a body that nobody reads
 _BODIES = 4  # as many of the largest requests may be here at once
 OPEN = ("/health", "/")  # without a key: whether there is anybody, and the page, which asks for it
 
@@ -52,7 +54,7 @@ class Guarding:
             return
         headers = {name.lower(): value for name, value in scope["headers"]}
         try:
-            self._check(scope, headers)
+            await self._checked(scope, headers, receive)
             body = await asyncio.wait_for(self._body(headers, receive), self._rules.body_s)
         except (TimeoutError, asyncio.TimeoutError):
             await _refuse(send, RequestError(408, "the request took too long to arrive", "timeout"))
@@ -67,6 +69,13 @@ class Guarding:
             await self._app(scope, _replayed(body, receive), _with_headers(send))
         finally:
             self._held -= len(body)
+
+    async def _checked(self, scope: Scope, headers: dict[bytes, bytes], receive: Receive) -> None:
+        try:
+            self._check(scope, headers)
+        except RequestError:
+            await _discard(headers, receive)
+            raise
 
     def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         rules = self._rules
@@ -88,10 +97,13 @@ class Guarding:
     async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
         """Reads the body; None where the client left."""
         most, told = self._rules.body, headers.get(b"content-length", b"0")
+        too_large = RequestError(413, f"a request may have {most >> 20} MiB", "too_large")
         if told.isdigit() and int(told[:20]) > most:
-            raise RequestError(413, f"a request may have {most >> 20} MiB", "too_large")
+            await _discard(headers, receive)
+            raise too_large
         data = bytearray()
         if self._held > _BODIES * most:
+            await _discard(headers, receive)
             raise RequestError(503, "too many large requests at once", "busy", retry_s=2)
         while True:
             message = await receive()
@@ -99,7 +111,9 @@ class Guarding:
                 return None
             data += message.get("body", b"")
             if len(data) > most:
-                raise RequestError(413, f"a request may have {most >> 20} MiB", "too_large")
+                if message.get("more_body"):
+                    await _discard(headers, receive)
+                raise too_large
             if not message.get("more_body"):
                 return bytes(data)
 
@@ -146,6 +160,23 @@ def _with_headers(send: Send) -> Send:
         await send(message)
 
     return sending
+
+
+async def _discard(headers: dict[bytes, bytes], receive: Receive) -> None:
+    """Takes what is left of a body, within bounds: a connection that is closed on it is reset, and the answer lost."""
+
+    async def rest() -> None:
+        n = 0
+        while n < _DISCARDED:
+            message = await receive()
+            n += len(message.get("body", b""))
+            if message["type"] != "http.request" or not message.get("more_body"):
+                return
+
+    if b"expect" in headers:  # it asks first, and sends nothing then
+        return
+    with contextlib.suppress(TimeoutError, asyncio.TimeoutError):
+        await asyncio.wait_for(rest(), _DISCARD_S)
 
 
 async def _refuse(send: Send, error: RequestError) -> None:
