@@ -85,9 +85,9 @@ def serve(model: LoadedModel, plan: Plan, sampling: Sampling, options: Options, 
         try:
             service = _service(engine, plan, sampling, options)
             address = _address(listening)
-            _announce(address, service.name)
-            say(f"{service.name} answers at {address} (Ctrl-C ends it)")
-            with _parent_watched(options.parent, ended):
+            with _parent_watched(options.parent, ended):  # before it is told the address: it may end at once
+                _announce(address, service.name)
+                say(f"{service.name} answers at {address} (Ctrl-C ends it)")
                 asyncio.run(_run(service, options, listening, ended, say))
         finally:
             engine.close()
@@ -193,14 +193,14 @@ def _parent_watched(parent: int, ended: threading.Event) -> Iterator[None]:
     """Sets the event when the parent ends, or stdin does where it is a pipe of the parent's."""
     over = threading.Event()
 
-    def watch() -> None:
-        started = psutil.Process(parent).create_time() if psutil.pid_exists(parent) else 0.0
-        while not over.wait(_LOOK_S):
-            with contextlib.suppress(psutil.Error):
-                if psutil.Process(parent).create_time() == started and psutil.Process(parent).status() != "zombie":
-                    continue
-            ended.set()
-            return
+    def watch(process: psutil.Process | None) -> None:
+        while process is not None and not over.wait(_LOOK_S):
+            try:
+                if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
+                    break
+            except psutil.Error:
+                break
+        ended.set()
 
     def read() -> None:
         with contextlib.suppress(OSError, ValueError):
@@ -209,13 +209,20 @@ def _parent_watched(parent: int, ended: threading.Event) -> Iterator[None]:
         ended.set()
 
     if parent:
-        threading.Thread(target=watch, daemon=True, name="kvedge-parent").start()
+        threading.Thread(target=watch, args=(_process(parent),), daemon=True, name="kvedge-parent").start()
         if _is_pipe(0):
             threading.Thread(target=read, daemon=True, name="kvedge-stdin").start()
     try:
         yield
     finally:
         over.set()
+
+
+def _process(number: int) -> psutil.Process | None:
+    try:
+        return psutil.Process(number)
+    except psutil.Error:  # it has ended since we were told of it
+        return None
 
 
 def _is_pipe(number: int) -> bool:
