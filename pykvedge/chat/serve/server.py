@@ -11,6 +11,7 @@ import secrets
 import signal
 import socket
 import stat
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ from pykvedge.chat.serve.guarding import Rules, is_loopback
 from pykvedge.chat.serve.limits import Limits
 from pykvedge.chat.serve.parked import Park
 from pykvedge.chat.serve.pictures import Sources
+from pykvedge.chat.serve.protocol import Protocol
 from pykvedge.chat.serve.service import Service
 from pykvedge.errors import KvedgeError, UsageError
 from pykvedge.native.version import package_version
@@ -34,6 +36,11 @@ from pykvedge.plans.plan import Plan
 from pykvedge.runtime.cachefolder import CacheFolder
 from pykvedge.runtime.loaded import LoadedModel
 from pykvedge.runtime.sampling import Sampling
+
+if sys.platform == "win32":
+    _run_loop = asyncio.run
+else:
+    from uvloop import run as _run_loop  # a tenth more answers than asyncio's own
 
 _LOOK_S = 1.0  # between two looks at the parent
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
@@ -88,7 +95,7 @@ def serve(model: LoadedModel, plan: Plan, sampling: Sampling, options: Options, 
             with _parent_watched(options.parent, ended):  # before it is told the address: it may end at once
                 _announce(address, service.name)
                 say(f"{service.name} answers at {address} (Ctrl-C ends it)")
-                asyncio.run(_run(service, options, listening, ended, say))
+                _run_loop(_run(service, options, listening, ended, say))
         finally:
             engine.close()
 
@@ -130,8 +137,8 @@ async def _run(
     rules = Rules(_host_names(options, listening), options.key, options.max_body)
     config = uvicorn.Config(
         application(service, rules), log_config=None, access_log=False, server_header=False, date_header=False,
-        lifespan="off", timeout_keep_alive=30, h11_max_incomplete_event_size=64 << 10, limit_concurrency=512,
-        timeout_graceful_shutdown=5, http="h11", loop="asyncio",
+        lifespan="off", timeout_keep_alive=30, limit_concurrency=512, timeout_graceful_shutdown=5, http=Protocol,
+        ws="none", loop="none",
     )  # fmt: skip
     server = _Server(config)
     logging.getLogger("uvicorn").addHandler(logging.NullHandler())  # stderr is for what concerns people
