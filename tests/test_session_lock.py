@@ -75,7 +75,7 @@ def test_a_killed_program_holds_nothing(environment, tmp_path):
 
 def test_a_lock_whose_file_was_removed_meanwhile_is_taken_again(tmp_path, monkeypatch):
     """The holder before removes the file between our opening it and our locking it."""
-    try_lock, times = sessionlock._try_lock, []
+    try_lock, times = sessionlock.try_lock, []
 
     def removed_first(handle):
         if not times:
@@ -83,7 +83,7 @@ def test_a_lock_whose_file_was_removed_meanwhile_is_taken_again(tmp_path, monkey
         times.append(handle)
         try_lock(handle)
 
-    monkeypatch.setattr(sessionlock, "_try_lock", removed_first)
+    monkeypatch.setattr(sessionlock, "try_lock", removed_first)
     with SessionLock(tmp_path / "a.kvs"):
         assert len(times) == 2 and (tmp_path / "a.kvs.lock").exists()
 

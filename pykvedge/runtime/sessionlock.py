@@ -25,13 +25,15 @@ _LOCK_AT = 1 << 20  # Windows keeps others from reading what is locked: a byte t
 if sys.platform == "win32":
     import msvcrt
 
-    def _try_lock(handle: int) -> None:
+    def try_lock(handle: int) -> None:
+        """Locks an open file until it is closed. Raises OSError where another holds it."""
         os.lseek(handle, _LOCK_AT, os.SEEK_SET)
         msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
 else:
     import fcntl
 
-    def _try_lock(handle: int) -> None:
+    def try_lock(handle: int) -> None:
+        """Locks an open file until it is closed. Raises OSError where another holds it."""
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
@@ -54,7 +56,7 @@ class SessionLock:
             except OSError as error:
                 raise SessionFileError(f"{self.path} cannot be written: {error.strerror or error}") from None
             try:
-                _try_lock(handle)
+                try_lock(handle)
             except OSError as error:
                 if error.errno in (errno.EACCES, errno.EAGAIN, errno.EDEADLK):
                     holder = _holder(handle)

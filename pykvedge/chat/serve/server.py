@@ -12,7 +12,6 @@ import signal
 import socket
 import stat
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from pykvedge.chat.serve.asking import Defaults
 from pykvedge.chat.serve.engine import Engine
 from pykvedge.chat.serve.guarding import Rules, is_loopback
 from pykvedge.chat.serve.limits import Limits
+from pykvedge.chat.serve.ownfolder import own_folder
 from pykvedge.chat.serve.parked import Park
 from pykvedge.chat.serve.pictures import Sources
 from pykvedge.chat.serve.protocol import Protocol
@@ -85,7 +85,7 @@ def serve(model: LoadedModel, plan: Plan, sampling: Sampling, options: Options, 
     """
     with contextlib.ExitStack() as stack:
         listening = stack.enter_context(_listening(options))
-        folder = options.park or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvedge-park-")))
+        folder = options.park or stack.enter_context(own_folder())
         park = Park(CacheFolder(folder, options.park_size, durable=False))
         engine = Engine(model, options.limits, park)
         ended = threading.Event()

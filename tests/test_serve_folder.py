@@ -1,0 +1,58 @@
+"""The server's own folder for conversations that wait: gone with it, or removed by the next one after a kill."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+from server import QUESTION, SCENES, asks, serving
+
+from pykvedge.chat.serve import ownfolder
+from pykvedge.errors import KvedgeError
+
+
+def folders(root):
+    return sorted(path.name for path in root.iterdir() if path.name.startswith("kvedge-park-"))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+def test_what_a_killed_server_left_goes_when_the_next_one_begins(environment, tmp_path):
+    environment = {**environment, "TMPDIR": str(tmp_path)}
+    flags = ("--ctx", "1024", "--memory", "1MiB")
+    with serving(environment, *flags) as lives:
+        assert lives.text(asks(QUESTION, SCENES[0]))
+        with serving(environment, *flags) as server:
+            assert server.text(asks(QUESTION, SCENES[0]))
+            both = folders(tmp_path)
+            assert len(both) == 2
+            server.process.kill()
+            server.process.wait()
+        assert folders(tmp_path) == both
+        with serving(environment, *flags) as server:
+            now = folders(tmp_path)
+            assert len(now) == 2 and len(set(now) & set(both)) == 1  # the one that lives, and the new one
+            assert server.end()[0] == 0
+        assert folders(tmp_path) == [name for name in both if name in now]
+        assert lives.text(asks(QUESTION, SCENES[1]))
+
+
+def test_what_is_not_a_servers_stays(tmp_path, monkeypatch):
+    monkeypatch.setattr(ownfolder.tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "kvedge-park-made").mkdir()  # just now, without a lock yet
+    (tmp_path / "kvedge-park-file").write_text("a file")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "lock").write_text("")
+    os.symlink(tmp_path / "elsewhere", tmp_path / "kvedge-park-link")
+    before = sorted(tmp_path.iterdir())
+    with ownfolder.own_folder() as folder:
+        assert folder.parent == tmp_path and (sys.platform == "win32" or folder.stat().st_mode & 0o77 == 0)
+        with ownfolder.own_folder():
+            assert folder.exists()
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_no_folder_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(ownfolder.tempfile, "tempdir", str(tmp_path / "none"))
+    with pytest.raises(KvedgeError, match="--park DIR"), ownfolder.own_folder():
+        raise AssertionError("there is none")
