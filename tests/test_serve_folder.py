@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 
 import pytest
@@ -43,7 +42,7 @@ def test_what_is_not_a_servers_stays(tmp_path, monkeypatch):
     (tmp_path / "kvedge-park-file").write_text("a file")
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "lock").write_text("")
-    os.symlink(tmp_path / "elsewhere", tmp_path / "kvedge-park-link")
+    (tmp_path / "kvedge-park-link").symlink_to(tmp_path / "elsewhere")
     before = sorted(tmp_path.iterdir())
     with ownfolder.own_folder() as folder:
         assert folder.parent == tmp_path and (sys.platform == "win32" or folder.stat().st_mode & 0o77 == 0)

@@ -36,8 +36,8 @@ BUDGET = "0.2"
     options.MMPROJ,
     *options.HUB,
     option("--tasks", metavar="A,B",
-           help="Of the demo generator, or all; NAME/2 asks in the second turn. Default: all of the first turn, where "
-                "no DATA is given."),
+           help="Of the demo generator, or all; NAME/2 asks in the second turn, NAME+NAME one question after the other "
+                "about the same scene. Default: all of the first turn, where no DATA is given."),
     option("--samples", type=int, default=20, show_default=True, metavar="N", help="Of each demo task."),
     option("--images", type=int, default=4, show_default=True, metavar="N", help="In demo tasks with several."),
     option("--seed", type=int, default=0, show_default=True, help="Of the demo samples."),

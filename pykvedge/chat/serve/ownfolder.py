@@ -23,7 +23,7 @@ _LOCK = "lock"
 
 @contextmanager
 def own_folder() -> Iterator[Path]:
-    """Makes a folder that only its owner reads, and removes it in the end. Raises KvedgeError where none can be made."""
+    """Makes a folder that only its owner reads, and removes it in the end. Raises KvedgeError if none can be made."""
     with ExitStack() as stack:
         try:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=_PREFIX)))

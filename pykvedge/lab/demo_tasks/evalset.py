@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from .prompts import messages
 from .scenes import Scene, draw_scene, render
-from .tasks import NEEDLE_TASKS, SINGLE_TASKS, TASKS, Question, ask_difference, recolour
+from .tasks import NEEDLE_TASKS, SINGLE_TASKS, TASKS, Asker, Question, ask_difference, recolour
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,32 @@ def samples(task: str, seed: int = 0, images: int = 4, second_turn: bool = False
         rng = np.random.default_rng((seed, TASKS.index(task), images, int(second_turn), number))
         yield draw_sample(rng, task, images, second_turn)
         number += 1
+
+
+def chain(tasks: Sequence[str], seed: int = 0, images: int = 4) -> Iterator[tuple[tuple[Scene, ...], list[Question]]]:
+    """Held-out scenes without end, and for each one question of every task, all of them different.
+
+    tasks: of one image (SINGLE_TASKS), or of `images` (NEEDLE_TASKS). Sample n is the same whatever was drawn before.
+    Raises ValueError for others.
+    """
+    if not tasks or not (set(tasks) <= set(SINGLE_TASKS) or set(tasks) <= set(NEEDLE_TASKS)):
+        raise ValueError(f"questions about the same scenes: of {list(SINGLE_TASKS)}, or of {list(NEEDLE_TASKS)}")
+    single = tasks[0] in SINGLE_TASKS
+    count, number = 1 if single else images, 0
+    places = [TASKS.index(task) for task in tasks]
+    while True:
+        rng = np.random.default_rng((seed, len(TASKS), *places, count, number))
+        yield _chained(rng, [(SINGLE_TASKS if single else NEEDLE_TASKS)[task] for task in tasks], count)
+        number += 1
+
+
+def _chained(rng: np.random.Generator, askers: list[Asker], count: int) -> tuple[tuple[Scene, ...], list[Question]]:
+    while True:
+        scenes = tuple(draw_scene(rng, True) for _ in range(count))
+        asked = [ask(rng, scenes, int(rng.integers(0, count))) for ask in askers]
+        found = [question for question in asked if question is not None]
+        if len(found) == len(askers) and len({question.text for question in found}) == len(found):
+            return scenes, found
 
 
 def write_set(folder: Path, chosen: list[Sample], name: str = "samples.jsonl") -> Path:

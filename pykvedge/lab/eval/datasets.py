@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ from pykvedge.lab.eval.files import (
 from pykvedge.lab.eval.tasks import NO_SCORE, SCORES, Line, Sample, with_choices
 from pykvedge.models.prompt import IMAGE, places
 
-COLUMNS = ("id", "task", "images", "messages", "question", "answer", "choices", "metric", "max_tokens")
+COLUMNS = ("id", "task", "images", "messages", "question", "questions", "answer", "choices", "metric", "max_tokens")
+ASKED = ("question", "answer", "choices", "metric", "max_tokens", "task")  # of one of several questions
 LLAVA_COLUMNS = ("id", "question_id", "image", "question", "answer", "conversations", "capability", "category", "model",
                  "width", "height")  # fmt: skip
 MM_VET_COLUMNS = ("imagename", "question", "answer", "capability", "imagesource")
@@ -78,11 +80,37 @@ def jsonl(path: Path, images: Path | None, limit: int | None) -> list[Sample]:
             raise DatasetError(f"{where} is no JSON: {error}") from None
         if not isinstance(data, dict):
             raise DatasetError(f"{where} is no JSON object")
-        sample = _jsonl_sample(data, images or path.parent, path, number)
-        if sample.id in known:
-            raise DatasetError(f"{where}: the id '{sample.id}' was there before")
-        known.add(sample.id)
-        out.append(sample)
+        for sample in _jsonl_samples(data, images or path.parent, path, number):
+            if sample.id in known:
+                raise DatasetError(f"{where}: the id '{sample.id}' was there before")
+            known.add(sample.id)
+            out.append(sample)
+    return out
+
+
+def _jsonl_samples(data: dict[str, Any], folder: Path, path: Path, number: int) -> list[Sample]:
+    """Makes a sample of a line, or one of each of its questions, which ask about one context."""
+    if "questions" not in data:
+        return [_jsonl_sample(data, folder, path, number)]
+    where, asked = f"{path} line {number}", data["questions"]
+    if not isinstance(asked, list) or not asked or not all(isinstance(one, dict) for one in asked):
+        raise DatasetError(f"{where}: 'questions' must be a list of objects with 'question' and 'answer'")
+    for key in ASKED[:4]:
+        if key in data:
+            raise DatasetError(f"{where}: '{key}' and 'questions' do not go together; each question has its own")
+    common = {key: data[key] for key in data if key not in ("questions", "messages")}
+    identity, out = str(data.get("id", number)), []
+    for i, one in enumerate(asked, 1):
+        check_columns(one, ASKED, f"{where} question {i}")
+        of = {**common, **one, "id": f"{identity}/{i}"}
+        if "messages" in data:  # what was said before, and then each of the questions
+            if not isinstance(data["messages"], list):
+                raise DatasetError(f"{where}: 'messages' must be a list of objects with 'role' and 'content'")
+            text = text_field(of, "question", f"{where} question {i}")
+            of = {**of, "messages": [*data["messages"], {"role": "user", "content": text}]}
+            del of["question"]
+        sample = _jsonl_sample(of, folder, path, number)
+        out.append(replace(sample, context=f"{path.stem}:{identity}"))
     return out
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
@@ -19,7 +19,7 @@ import numpy as np
 
 from pykvedge.errors import ContextError, KvedgeError
 from pykvedge.lab.eval import metrics
-from pykvedge.lab.eval.reader import BRANCH, SIDE, Reader, reading_key
+from pykvedge.lab.eval.reader import ASKED, BRANCH, SIDE, Reader, reading_key
 from pykvedge.lab.eval.tasks import Sample
 from pykvedge.models.composer import Composer, Written
 from pykvedge.models.images import Picture
@@ -116,8 +116,23 @@ class Preparer:
         self._composer = Composer(model, vision)
         _ = self._composer.lead  # a template without answers fails before the first sample
 
-    def prepare(self, sample: Sample) -> Prepared:
-        """Makes tokens and encoded images; `release` them. Raises ImageError, KvedgeError."""
+    def prepare_all(self, samples: Sequence[Sample]) -> list[Prepared]:
+        """Prepares samples that ask about one context, whose images are encoded once; `release` the first's turns.
+
+        Raises what prepare raises.
+        """
+        first = self.prepare(samples[0])
+        try:
+            return [first, *(self.prepare(sample, encode=False) for sample in samples[1:])]
+        except BaseException:
+            self.release(first.turns)
+            raise
+
+    def prepare(self, sample: Sample, encode: bool = True) -> Prepared:
+        """Makes tokens and, unless another sample has them, encoded images; `release` them.
+
+        Raises ImageError, KvedgeError.
+        """
         messages = sample.messages()
         users = [i for i, m in enumerate(messages) if m.role == "user"]
         turns: list[tuple[list[Piece], list[int]]] = []
@@ -134,7 +149,7 @@ class Preparer:
             prepared = Prepared(sample, turns, answer)
             if self._context:
                 prepared = _apart(prepared)
-            if self._vision is not None:
+            if self._vision is not None and encode:
                 for pieces, _ in turns:
                     for piece in pieces:
                         if isinstance(piece, ImagePiece):
@@ -184,19 +199,21 @@ class Measurer:
         self._model, self._reader, self._wants = model, reader, wants
 
     def measure(
-        self, prepared: Prepared, full: Cell, cells: list[Cell], failed: Callable[[Cell, KvedgeError], None]
-    ) -> Iterator[tuple[Cell, dict[str, Any]]]:
-        """Yields the records of the full cache, then of each cell; failed(cell, reason) is told of cells without."""
-        answer = len(prepared.answer)
-        more = max(answer, self._longest(prepared.sample)) + 1
-        self._reader.make_room(prepared.n_conversation, more, max(prepared.images, default=0))
-        base = Baseline()
-        whole = prepared
+        self, asked: Sequence[Prepared], full: Cell, cells: list[Cell], failed: Callable[[Cell, KvedgeError], None]
+    ) -> Iterator[tuple[Sample, Cell, dict[str, Any]]]:
+        """Yields the records of the full cache, then of each cell; failed(cell, reason) is told of cells without.
+
+        asked: one sample, or several that differ in the question that is read after their context was compressed.
+        """
+        more = max(max(len(one.answer), self._longest(one.sample)) for one in asked) + 1
+        longest = max(one.n_conversation for one in asked)
+        self._reader.make_room(longest, more, max(asked[0].images, default=0))
+        bases = [Baseline() for _ in asked]
         for group in [[full], *_groups(cells)]:
             try:
-                prepared = _seen(whole, group[0].plan)
+                seen = _seen(asked[0], group[0].plan)
                 self._reader.start(group[0].plan)
-                self._reader.read(prepared.turns[0][0])
+                self._reader.read(seen.turns[0][0])
             except KvedgeError as reason:
                 if group[0] is full:
                     raise
@@ -205,13 +222,18 @@ class Measurer:
                 continue
             for cell in group:
                 try:
-                    record = self._branch(prepared, cell, base, cell is full, cell is group[-1])
+                    if cell is not group[-1]:
+                        self._reader.copy(BRANCH)
+                    common = self._compressed(seen, cell)
+                    records = [self._asked(one, cell, base, cell is full, one is asked[-1])
+                               for one, base in zip(asked, bases, strict=True)]  # fmt: skip
                 except KvedgeError as reason:
                     if cell is full:
                         raise
                     failed(cell, reason)
                 else:
-                    yield cell, record
+                    for one, of in zip(asked, records, strict=True):
+                        yield one.sample, cell, {**common, **of, "seconds": round(common["seconds"] + of["seconds"], 4)}
                 finally:
                     self._reader.drop_copies()
 
@@ -220,34 +242,41 @@ class Measurer:
             return 0
         return min(sample.max_tokens or self._wants.max_tokens, self._wants.max_tokens)
 
-    def _branch(self, prepared: Prepared, cell: Cell, base: Baseline, is_full: bool, last: bool) -> dict[str, Any]:
+    def _compressed(self, seen: Prepared, cell: Cell) -> dict[str, Any]:
+        """Compresses what was read, and the turns after it. Returns what is the same for all questions."""
         reader, started = self._reader, time.perf_counter()
-        if not last:
-            reader.copy(BRANCH)
         _, full_bytes = reader.held()
         reader.set_plan(cell.plan)
         reader.compress()
-        for (_, reply), (pieces, _) in zip(prepared.turns, prepared.turns[1:], strict=False):
+        for (_, reply), (pieces, _) in zip(seen.turns, seen.turns[1:], strict=False):
             for token in reply:
                 reader.extend(token)
             reader.read(pieces)
             reader.compress()
-        for token in prepared.turns[-1][1]:
+        for token in seen.turns[-1][1]:
             reader.extend(token)
         kept, kept_bytes = reader.held()
-        if prepared.question:
-            reader.read(prepared.question)
-            reader.keep(cell.plan)
-        record: dict[str, Any] = {
-            "prompt_tokens": prepared.n_compressed,
-            "image_tokens": sum(prepared.images),
+        return {
+            "prompt_tokens": seen.n_compressed,
+            "image_tokens": sum(seen.images),
             "kept": round(kept, 3),
             "full_bytes": full_bytes,
             "kept_bytes": kept_bytes,
+            "seconds": round(time.perf_counter() - started, 4),
         }
-        record |= self._answers(prepared, base, is_full)
-        record["seconds"] = round(time.perf_counter() - started, 4)
-        return record
+
+    def _asked(self, prepared: Prepared, cell: Cell, base: Baseline, is_full: bool, last: bool) -> dict[str, Any]:
+        """Reads the question, if it is apart, in a copy of the sequence unless it is the last, and answers."""
+        reader, started, here = self._reader, time.perf_counter(), self._reader.current
+        if not last:
+            reader.copy(ASKED)
+        if prepared.question:
+            reader.read(prepared.question)
+            reader.keep(cell.plan)
+        record = self._answers(prepared, base, is_full)
+        if not last:
+            reader.back_to(here)
+        return {**record, "seconds": round(time.perf_counter() - started, 4)}
 
     def _answers(self, prepared: Prepared, base: Baseline, is_full: bool) -> dict[str, Any]:
         out: dict[str, Any] = {}

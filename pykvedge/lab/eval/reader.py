@@ -23,7 +23,8 @@ from pykvedge.plans.presets import plan as make_plan
 from pykvedge.runtime.driver import Driver
 from pykvedge.runtime.llama_context import ContextSize, ubatch_for
 
-PROMPT, BRANCH, SIDE = 0, 1, 2  # sequences: what was read, a compressed copy, a copy of that
+# sequences: what was read, a compressed copy, that with one of several questions, a copy for an answer
+PROMPT, BRANCH, ASKED, SIDE = range(4)
 STEP = 1024  # contexts grow by so many tokens
 SPARE = 8
 
@@ -74,7 +75,7 @@ class Reader:
             return
         self.close()
         n_ctx = -(-cells // STEP) * STEP
-        size = ContextSize(n_ctx, n_ubatch, self._kv_type, 2 * n_conversation, n_seq=3)
+        size = ContextSize(n_ctx, n_ubatch, self._kv_type, 2 * n_conversation, n_seq=4)
         self._driver = Driver(self.model, self.vision, size, self._threads)
 
     def start(self, plan: Plan) -> None:
@@ -111,7 +112,7 @@ class Reader:
         context = self._live().context
         if context.sequence != PROMPT:
             context.switch(PROMPT)
-        for sequence in (BRANCH, SIDE):
+        for sequence in (BRANCH, ASKED, SIDE):
             context.drop(sequence)
 
     def set_plan(self, plan: Plan) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from pykvedge.runtime.loaded import borrow
 from pykvedge.runtime.settings import Settings
 
 FULL = "full"
+Todo = tuple[Sample, set[tuple[str, str]]]  # a sample, and the cells that it lacks
 
 
 @dataclass
@@ -86,8 +88,8 @@ def evaluate(
         reader.stop_when(cancel)
         preparer = Preparer(loan.model, vision, partial(stop_if_set, cancel), job.wants.context)
         run = _Run(out, full, cells, display, cancel, preparer, Measurer(loan.model, reader, job.wants))
-        for sample, missing in todo:
-            run.one(sample, missing)
+        for group in _together(todo, job.wants.context):
+            run.one(group)
     except CancelledError:
         out.interrupted = True
     finally:
@@ -97,6 +99,14 @@ def evaluate(
             loan.give_back()
         display.done()
     return out
+
+
+def _together(todo: list[Todo], context: bool) -> list[list[Todo]]:
+    """Puts questions about a context together that follow each other: it is compressed once for all of them."""
+    if not context:
+        return [[one] for one in todo]
+    keys = [sample.context or sample.id for sample, _ in todo]
+    return [[one for one, _ in found] for _, found in groupby(zip(todo, keys, strict=True), key=lambda pair: pair[1])]
 
 
 def _missing(sample: Sample, full: Cell, cells: list[Cell], records: Records) -> set[tuple[str, str]]:
@@ -123,29 +133,32 @@ class _Run:
     preparer: Preparer
     measurer: Measurer
 
-    def one(self, sample: Sample, missing: set[tuple[str, str]]) -> None:
-        """Measures a sample by the cells that it lacks. Raises CancelledError, SaveError."""
+    def one(self, group: list[Todo]) -> None:
+        """Measures samples of one context by the cells that they lack. Raises CancelledError, SaveError."""
         stop_if_set(self.cancel)
-        cells = [cell for cell in self.cells if cell.key in missing]
-        self.display.step(sample.task, 0)
+        missing = {sample.id: lacks for sample, lacks in group}
+        samples, steps = [sample for sample, _ in group], sum(len(lacks) for _, lacks in group)
+        cells = [cell for cell in self.cells if any(cell.key in lacks for _, lacks in group)]
+        self.display.step(samples[0].task, 0)
         try:
-            prepared = self.preparer.prepare(sample)
+            asked = self.preparer.prepare_all(samples)
         except (ImageError, ContextError) as error:
-            self._skip(sample, error, len(missing))
+            self._skip(samples, error, steps)
             return
         try:
-            for cell, record in self.measurer.measure(prepared, self.full, cells, self._fail):
-                if cell.key in missing:
+            for sample, cell, record in self.measurer.measure(asked, self.full, cells, self._fail):
+                if cell.key in missing[sample.id]:
                     self.out.records.add(_record(sample, cell, record))
                     self.display.step(f"{sample.task}, {cell.name} {cell.plan.budget}")
         except ContextError as error:
-            self._skip(sample, error, len(missing))
+            self._skip(samples, error, steps)
         finally:
-            self.preparer.release(prepared.turns)
+            self.preparer.release(asked[0].turns)
         self.out.records.sync()
 
-    def _skip(self, sample: Sample, error: KvedgeError, steps: int) -> None:
-        self._say(f"{sample.id} left out: {error}")
+    def _skip(self, samples: list[Sample], error: KvedgeError, steps: int) -> None:
+        for sample in samples:
+            self._say(f"{sample.id} left out: {error}")
         self.display.skip(steps)
 
     def _fail(self, cell: Cell, error: KvedgeError) -> None:

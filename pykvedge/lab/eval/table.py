@@ -33,7 +33,8 @@ class Line:
 
     score, rouge (against the reference), rouge_full (against the full cache's answer): means, 0..1. ppl, kld (nats),
     top1 (share of tokens): over all tokens of the reference answers. *_change: the interval of the difference to the
-    base, which is the full cache or another method at the same budget. kept: KV pairs per head as a share of the
+    base, which is the full cache or another method at the same budget. contexts: of several questions about one, scores
+    are means over it first, and intervals are over contexts. kept: KV pairs per head as a share of the
     conversation's tokens.
     """
 
@@ -41,6 +42,7 @@ class Line:
     budget: float | int
     task: str
     samples: int
+    contexts: int = 0
     kept: float | None = None
     score: float | None = None
     score_change: tuple[float, float] | None = None
@@ -74,12 +76,33 @@ def lines(
         base = {} if cell.name in (FULL, against) else full if against == FULL else rows.get((against, cell.key[1]), {})
         shared = [sample for sample in samples if sample.id in here and sample.id in full]
         for task, chosen in _tasks(shared):
-            line = _line(cell, task, [here[s.id] for s in chosen])
-            both = [s.id for s in chosen if s.id in base]
-            if len(both) == len(chosen):
-                _changes(line, [here[name] for name in both], [base[name] for name in both])
+            mine = _by_context(chosen, here)
+            line = _line(cell, task, mine)
+            line.samples, line.contexts = len(chosen), len(mine)
+            if all(s.id in base for s in chosen):
+                _changes(line, mine, _by_context(chosen, base))
             out.append(line)
         out += _groups(cell, shared, out)
+    return out
+
+
+_SUMS = ("nll", "kld", "top1", "tokens")
+
+
+def _by_context(samples: list[Sample], rows: dict[str, dict[str, Any]]) -> Rows:
+    """Makes one row of the questions about a context, which are not independent: means, and sums over tokens."""
+    found: dict[str, Rows] = {}
+    for sample in samples:
+        found.setdefault(sample.context or sample.id, []).append(rows[sample.id])
+    return [of[0] if len(of) == 1 else _merged(of) for of in found.values()]
+
+
+def _merged(rows: Rows) -> dict[str, Any]:
+    out = {}
+    for name in ("score", "rouge", "rouge_full", "kept", "kept_bytes", "prompt_tokens", *_SUMS):
+        values = [row[name] for row in rows if row.get(name) is not None]
+        if values:
+            out[name] = sum(values) / (1 if name in _SUMS else len(values))
     return out
 
 
@@ -168,7 +191,7 @@ def as_markdown(made: list[Line], notes: Iterable[str] = (), against: str = FULL
     used = [i for i in range(len(_HEAD)) if i < 3 or any(row[i] for row in rows[1:])]
     base = "the full cache" if against == FULL else f"{against} at the same budget"
     parts += [OVER_ALL.format(base=base), markdown([[row[i] for i in used] for row in rows])]
-    if any(of[ALL].samples < LEAST for of in by_cell.values() if ALL in of):
+    if any(of[ALL].contexts < LEAST for of in by_cell.values() if ALL in of):
         parts.append(TOO_FEW)
     return "\n\n".join([*parts, *notes])
 

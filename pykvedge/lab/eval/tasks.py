@@ -6,19 +6,20 @@ import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 
 from pykvedge.errors import UsageError, unknown
 from pykvedge.lab.demo_tasks import evalset
 from pykvedge.lab.demo_tasks.prompts import SHOW_ANSWER, show_text
 from pykvedge.lab.demo_tasks.scenes import Scene, render
-from pykvedge.lab.demo_tasks.tasks import NEEDLE_TASKS, TASKS
+from pykvedge.lab.demo_tasks.tasks import NEEDLE_TASKS, SINGLE_TASKS, TASKS
 from pykvedge.lab.eval import metrics
 from pykvedge.models.images import Picture, load_picture
 from pykvedge.models.prompt import Message
 
 SECOND = "/2"  # ends the name of a demo task whose question comes in the second turn
+THEN = "+"  # between demo tasks that ask about the same scenes
 SCORES = ("exact", "choice", "contains", "rouge")
 NO_SCORE = ("ppl", "kld")  # samples of which only the reference answer is looked at
 
@@ -38,6 +39,7 @@ class Sample:
 
     metric: how the answer is scored. max_tokens: of the answer that is generated; None: the run's.
     groups: names under which the scores of several tasks are averaged, for example "T-1".
+    context: a name that samples share which differ in their last question only; "": none does.
     """
 
     id: str
@@ -48,6 +50,7 @@ class Sample:
     choices: tuple[str, ...] = ()
     groups: tuple[str, ...] = ()
     max_tokens: int | None = None
+    context: str = ""
 
     def messages(self) -> list[Message]:
         """Loads the conversation's pictures. Raises ImageError."""
@@ -101,15 +104,44 @@ def demo_names() -> list[str]:
 def demo_samples(name: str, count: int, seed: int, images: int) -> list[Sample]:
     """Draws `count` held-out samples of a demo task; `images` in a sample of the needle tasks. Raises UnknownNameError.
 
+    name: a task, one with "/2", whose question comes in the second turn, or several with "+" between them: their
+    questions are asked about the same scenes, one after the other, each answered by its reference but for the last.
     Answers are cut at twice the length of the reference: nothing longer can be right.
     """
+    if THEN in name:
+        return _chains(name, count, seed, images)
     if name not in demo_names():
         raise unknown("task", name, demo_names())
     task, second = name.removesuffix(SECOND), name.endswith(SECOND)
-    if task in NEEDLE_TASKS and not 2 <= images <= 8:
-        raise UsageError(f"{task} needs 2 to 8 images, not {images}")
+    if task in NEEDLE_TASKS:
+        _check_images(task, images)
     drawn = islice(evalset.samples(task, seed, images, second), count)
     return [_demo_sample(name, f"{name}:{seed}:{images}:{n}", sample) for n, sample in enumerate(drawn)]
+
+
+def _check_images(task: str, images: int) -> None:
+    if not 2 <= images <= 8:
+        raise UsageError(f"{task} needs 2 to 8 images, not {images}")
+
+
+def _chains(name: str, count: int, seed: int, images: int) -> list[Sample]:
+    tasks = name.split(THEN)
+    for task in tasks:
+        if task not in TASKS:
+            raise unknown("task", task, TASKS)
+    if not (set(tasks) <= set(SINGLE_TASKS) or set(tasks) <= set(NEEDLE_TASKS)):
+        raise UsageError(f"--tasks {name}: questions that follow each other are all of {', '.join(SINGLE_TASKS)}, "
+                         f"or all of {', '.join(NEEDLE_TASKS)}")  # fmt: skip
+    if tasks[0] in NEEDLE_TASKS:
+        _check_images(name, images)
+    out = []
+    for n, (scenes, asked) in enumerate(islice(evalset.chain(tasks, seed, images), count)):
+        lines = [Line("user", asked[0].text, scenes)]
+        for before, question in pairwise(asked):
+            lines += [Line("assistant", before.answer), Line("user", question.text)]
+        answer = asked[-1].answer
+        out.append(Sample(f"{name}:{seed}:{images}:{n}", name, tuple(lines), answer, max_tokens=_longest(answer)))
+    return out
 
 
 def _demo_sample(name: str, identity: str, sample: evalset.Sample) -> Sample:
@@ -119,5 +151,8 @@ def _demo_sample(name: str, identity: str, sample: evalset.Sample) -> Sample:
         lines: tuple[Line, ...] = (shown, Line("assistant", SHOW_ANSWER), Line("user", question))
     else:
         lines = (Line("user", question, sample.scenes),)
-    longest = 2 * len(sample.answer.replace(",", " ,").split()) + 16
-    return Sample(identity, name, lines, sample.answer, max_tokens=longest)
+    return Sample(identity, name, lines, sample.answer, max_tokens=_longest(sample.answer))
+
+
+def _longest(answer: str) -> int:
+    return 2 * len(answer.replace(",", " ,").split()) + 16
