@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from .prompts import messages
-from .scenes import Scene, draw_scene, render
+from .scenes import PARTS, Scene, draw_scene, part_of, render
 from .tasks import NEEDLE_TASKS, SINGLE_TASKS, TASKS, Asker, Question, ask_difference, recolour
 
 
@@ -55,15 +55,29 @@ def draw_sample(rng: np.random.Generator, task: str, images: int, second_turn: b
             return Sample(task, scenes, question, second_turn)
 
 
-def samples(task: str, seed: int = 0, images: int = 4, second_turn: bool = False) -> Iterator[Sample]:
-    """Held-out samples without end; sample n is the same whatever was drawn before it."""
+def samples(
+    task: str, seed: int = 0, images: int = 4, second_turn: bool = False, part: str = ""
+) -> Iterator[Sample]:
+    """Held-out samples without end; sample n is the same whatever was drawn before it.
+
+    part: one of PARTS, whose scenes are not in the others; "": all.
+    """
     if task not in TASKS:
         raise ValueError(f"no task is called {task!r}: they are {', '.join(TASKS)}")
+    if part and part not in PARTS:
+        raise ValueError(f"no part is called {part!r}: they are {', '.join(PARTS)}")
     number = 0
     while True:
         rng = np.random.default_rng((seed, TASKS.index(task), images, int(second_turn), number))
-        yield draw_sample(rng, task, images, second_turn)
+        sample = draw_sample(rng, task, images, second_turn)
+        while not _within(sample.scenes, part):
+            sample = draw_sample(rng, task, images, second_turn)
+        yield sample
         number += 1
+
+
+def _within(scenes: tuple[Scene, ...], part: str) -> bool:
+    return not part or all(part_of(scene.code) == part for scene in scenes)
 
 
 def chain(tasks: Sequence[str], seed: int = 0, images: int = 4) -> Iterator[tuple[tuple[Scene, ...], list[Question]]]:

@@ -86,6 +86,15 @@ def code_is_held_out(code: str) -> bool:
     return zlib.crc32(code.encode()) % _HELD_OUT_ONE_IN == 0
 
 
+PARTS = {"search": (0, 1), "validation": (2,), "test": (3,)}  # of the held-out side, in quarters by the code
+
+
+def part_of(code: str) -> str:
+    """Names the part of the held-out side that a code, and so its scene, belongs to: nothing is in two of them."""
+    quarter = zlib.crc32(code.encode()) // _HELD_OUT_ONE_IN % 4
+    return next(name for name, quarters in PARTS.items() if quarter in quarters)
+
+
 def _draw_code(rng: np.random.Generator, held_out: bool) -> str:
     while True:
         chars = rng.integers(0, len(CODE_CHARS), rng.integers(4, 7))

@@ -101,22 +101,26 @@ def demo_names() -> list[str]:
     return [*TASKS, *(name + SECOND for name in TASKS)]
 
 
-def demo_samples(name: str, count: int, seed: int, images: int) -> list[Sample]:
+def demo_samples(name: str, count: int, seed: int, images: int, part: str = "") -> list[Sample]:
     """Draws `count` held-out samples of a demo task; `images` in a sample of the needle tasks. Raises UnknownNameError.
 
     name: a task, one with "/2", whose question comes in the second turn, or several with "+" between them: their
     questions are asked about the same scenes, one after the other, each answered by its reference but for the last.
+    part: "search", "validation" or "test", none of whose scenes is in another; "": all; several questions need that.
     Answers are cut at twice the length of the reference: nothing longer can be right.
     """
     if THEN in name:
+        if part:
+            raise UsageError(f"scenes of {name} are not told apart as {part} scenes")
         return _chains(name, count, seed, images)
     if name not in demo_names():
         raise unknown("task", name, demo_names())
     task, second = name.removesuffix(SECOND), name.endswith(SECOND)
     if task in NEEDLE_TASKS:
         _check_images(task, images)
-    drawn = islice(evalset.samples(task, seed, images, second), count)
-    return [_demo_sample(name, f"{name}:{seed}:{images}:{n}", sample) for n, sample in enumerate(drawn)]
+    drawn = islice(evalset.samples(task, seed, images, second, part), count)
+    of = f"{name}:{seed}:{images}:{part}".removesuffix(":")
+    return [_demo_sample(name, f"{of}:{n}", sample) for n, sample in enumerate(drawn)]
 
 
 def _check_images(task: str, images: int) -> None:

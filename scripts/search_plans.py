@@ -1,0 +1,122 @@
+"""Searches the product of stages and settings for the plan that loses least at a budget, on the packaged demo model.
+
+    python3 scripts/dev.py python scripts/search_plans.py --budget 0.2,0.1 --save search.jsonl
+
+Every composition is measured on few samples of each task, the better quarter on four times as many, and so on
+(successive halving, pykvedge/lab/eval/search.py); what comes out best in the last round is then measured on validation
+scenes beside every method that has a name. No scene is in two of the parts. Prints JSON: the best of every budget.
+With --save the same command goes on from where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from llama_source import ROOT, log
+
+from pykvedge.errors import KvedgeError
+from pykvedge.lab.eval.measure import Cell, Wants
+from pykvedge.lab.eval.records import Records
+from pykvedge.lab.eval.runner import FULL, Job, evaluate, full_cell
+from pykvedge.lab.eval.search import Space, Standing, halving, standings
+from pykvedge.lab.eval.tasks import Sample, demo_samples
+from pykvedge.plans.presets import methods, plan
+from pykvedge.runtime.settings import Settings
+
+DATA = ROOT / "pykvedge" / "data"
+TASKS = ("describe", "where", "code", "describe/2", "where/2", "code/2", "which-image", "code-in-image-k", "difference")
+SPACE = Space(
+    scorers={
+        "window": [{}, {"scorer.window": 8}, {"scorer.window": 8, "scorer.pool": "max"}, {"scorer.window": 64}],
+        "mixkv": [{}, {"scorer.window": 8}, {"scorer.window": 64}],
+        "cumulative": [{}, {"scorer.share": "layer"}],
+        "mean": [{}],
+        "keydiff": [{}],
+        "knorm": [{}],
+        "vnorm": [{}],
+        "dct": [{}],
+    },
+    allocators={
+        "uniform": [{}],
+        "pyramid": [{}],
+        "ada": [{}],
+        "global": [{}, {"allocator.own": 0.2}],
+        "heads": [{}, {"allocator.rule": "headkv"}],
+        "prefix": [{}],
+        "spectral": [{}],
+        "entropy": [{}],
+    },
+    reducers={"evict": [{}], "averaged": [{}], "pivotal": [{}], "weighted": [{}]},
+    others=({}, {"recent": 8}, {"recent": 1, "sinks": 1}, {"text_prior": True}),
+)
+
+
+class Search:
+    """Measures cells on scenes of one part."""
+
+    def __init__(self, args: argparse.Namespace, part: str) -> None:
+        self.args, self.part = args, part
+        self.wants = Wants(answers=part != "search", context=args.compress == "context")
+        path = None if args.save is None else args.save.with_suffix(f".{part}{args.save.suffix}")
+        self.records = Records(path, self.job([], []).header(), path is not None and path.exists())
+
+    def job(self, samples: list[Sample], cells: Sequence[Cell]) -> Job:
+        settings = Settings(threads=self.args.threads)
+        return Job(DATA / "demo-model.gguf", DATA / "demo-mmproj.gguf", samples, list(cells), self.wants, settings)
+
+    def measure(self, count: int, cells: Sequence[Cell]) -> list[Standing]:
+        samples = [s for name in self.args.tasks for s in demo_samples(name, count, self.args.seed, 4, self.part)]
+        log(f"{self.part}: {len(cells)} plans on {len(samples)} samples")
+        out = evaluate(self.job(samples, [full_cell(), *cells]), self.records)
+        for line in out.left_out[:5]:
+            log(line)
+        if out.interrupted:
+            sys.exit(130)
+        return standings(cells, samples, self.records.rows)
+
+
+def one(standing: Standing) -> dict[str, Any]:
+    return {
+        "plan": json.loads(standing.cell.plan.to_json()),
+        "name": standing.cell.name,
+        "loss": round(standing.mean, 5),
+        "loss_by_task": {task: round(value, 5) for task, value in standing.loss.items()},
+        "least_agreement": round(min(standing.agrees.values()), 4),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--budget", default="0.2", help="one or several, with commas (default %(default)s)")
+    parser.add_argument("--tasks", default=",".join(TASKS), help="of the demo generator (default %(default)s)")
+    parser.add_argument("--compress", choices=("context", "prompt"), default="context")
+    parser.add_argument("--rounds", default="1,4,16", help="samples of each task in every round (default %(default)s)")
+    parser.add_argument("--keep", type=float, default=0.2, help="share of plans that goes on (default %(default)s)")
+    parser.add_argument("--floor", type=float, default=0.5, help="least agreement with the full cache in any task")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--save", type=Path, metavar="FILE.jsonl", help="keep every measurement, and go on from there")
+    parser.add_argument("--best", type=int, default=5, help="plans of each budget that are validated and told")
+    args = parser.parse_args()
+    args.tasks, rounds = args.tasks.split(","), [int(n) for n in args.rounds.split(",")]
+    search, validation, out = Search(args, "search"), Search(args, "validation"), {}
+    for budget in args.budget.split(","):
+        cells = list(SPACE.cells(budget))
+        found = halving(cells, rounds, args.keep, args.floor, search.measure)[: args.best]
+        named = [Cell(name, plan(name, budget)) for name in methods() if name != FULL]
+        seen = validation.measure(rounds[-1], [*(s.cell for s in found), *named])
+        seen.sort(key=lambda standing: standing.order(args.floor))
+        out[budget] = {"tried": len(cells), "search": [one(s) for s in found], "validation": [one(s) for s in seen]}
+    print(json.dumps(out, indent=1))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KvedgeError as error:
+        sys.exit(f"error: {error}")
