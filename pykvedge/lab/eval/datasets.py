@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pykvedge.errors import unknown
-from pykvedge.lab.eval import milebench
+from pykvedge.lab.eval import milebench, vqa
 from pykvedge.lab.eval.files import (
     DatasetError,
     check_columns,
@@ -25,8 +25,9 @@ from pykvedge.lab.eval.files import (
 from pykvedge.lab.eval.tasks import NO_SCORE, SCORES, Line, Sample, with_choices
 from pykvedge.models.prompt import IMAGE, places
 
-COLUMNS = ("id", "task", "images", "messages", "question", "questions", "answer", "choices", "metric", "max_tokens")
-ASKED = ("question", "answer", "choices", "metric", "max_tokens", "task")  # of one of several questions
+COLUMNS = ("id", "task", "images", "messages", "question", "questions", "answer", "answers", "choices", "metric",
+           "max_tokens")  # fmt: skip
+ASKED = ("question", "answer", "answers", "choices", "metric", "max_tokens", "task")  # of one of several questions
 LLAVA_COLUMNS = ("id", "question_id", "image", "question", "answer", "conversations", "capability", "category", "model",
                  "width", "height")  # fmt: skip
 MM_VET_COLUMNS = ("imagename", "question", "answer", "capability", "imagesource")
@@ -95,7 +96,7 @@ def _jsonl_samples(data: dict[str, Any], folder: Path, path: Path, number: int) 
     where, asked = f"{path} line {number}", data["questions"]
     if not isinstance(asked, list) or not asked or not all(isinstance(one, dict) for one in asked):
         raise DatasetError(f"{where}: 'questions' must be a list of objects with 'question' and 'answer'")
-    for key in ASKED[:4]:
+    for key in ASKED[:5]:
         if key in data:
             raise DatasetError(f"{where}: '{key}' and 'questions' do not go together; each question has its own")
     common = {key: data[key] for key in data if key not in ("questions", "messages")}
@@ -117,7 +118,7 @@ def _jsonl_samples(data: dict[str, Any], folder: Path, path: Path, number: int) 
 def _jsonl_sample(data: dict[str, Any], folder: Path, path: Path, number: int) -> Sample:
     where = f"{path} line {number}"
     check_columns(data, COLUMNS, where)
-    answer = text_field(data, "answer", where)
+    answer, *others = _references(data, where)
     choices = data.get("choices", [])
     if not isinstance(choices, list) or not all(isinstance(c, str) and c.strip() for c in choices):
         raise DatasetError(f"{where}: 'choices' must be a list of texts")
@@ -126,6 +127,10 @@ def _jsonl_sample(data: dict[str, Any], folder: Path, path: Path, number: int) -
         raise DatasetError(f"{where}: {unknown('metric', str(metric), SCORES + NO_SCORE)}")
     if (metric == "choice") != bool(choices):
         raise DatasetError(f"{where}: 'choices' belong to the metric 'choice', which needs them")
+    if others and metric not in vqa.SCORES:
+        raise DatasetError(f"{where}: 'answers' belong to the metrics {', '.join(vqa.SCORES)}")
+    if metric == "point":
+        _check_boxes((answer, *others), where)
     longest = data.get("max_tokens")
     if longest is not None and (isinstance(longest, bool) or not isinstance(longest, int) or longest < 1):
         raise DatasetError(f"{where}: 'max_tokens' must be a number of tokens, not {longest!r}")
@@ -135,7 +140,25 @@ def _jsonl_sample(data: dict[str, Any], folder: Path, path: Path, number: int) -
     lines = _messages(data, tuple(image_file(folder, name, where) for name in files), tuple(choices), where)
     identity = f"{path.stem}:{data.get('id', number)}"
     task = str(data.get("task", path.stem))
-    return Sample(identity, task, lines, answer, metric, tuple(choices), max_tokens=longest)
+    return Sample(identity, task, lines, answer, metric, tuple(choices), max_tokens=longest,
+                  others=tuple(others))  # fmt: skip
+
+
+def _references(data: dict[str, Any], where: str) -> list[str]:
+    if "answers" not in data:
+        return [text_field(data, "answer", where)]
+    found = data["answers"]
+    if "answer" in data or not isinstance(found, list) or not found:
+        raise DatasetError(f"{where}: either 'answer' is needed, or a list of 'answers'")
+    return [text_field({"answers": one}, "answers", where) for one in found]
+
+
+def _check_boxes(references: tuple[str, ...], where: str) -> None:
+    for reference in references:
+        try:
+            vqa.box(reference)
+        except ValueError as error:
+            raise DatasetError(f"{where}: {error}") from None
 
 
 def _messages(data: dict[str, Any], images: tuple[Path, ...], choices: tuple[str, ...], where: str) -> tuple[Line, ...]:

@@ -14,13 +14,13 @@ from pykvedge.lab.demo_tasks import evalset
 from pykvedge.lab.demo_tasks.prompts import SHOW_ANSWER, show_text
 from pykvedge.lab.demo_tasks.scenes import Scene, render
 from pykvedge.lab.demo_tasks.tasks import NEEDLE_TASKS, SINGLE_TASKS, TASKS
-from pykvedge.lab.eval import metrics
+from pykvedge.lab.eval import metrics, vqa
 from pykvedge.models.images import Picture, load_picture
 from pykvedge.models.prompt import Message
 
 SECOND = "/2"  # ends the name of a demo task whose question comes in the second turn
 THEN = "+"  # between demo tasks that ask about the same scenes
-SCORES = ("exact", "choice", "contains", "rouge")
+SCORES = ("exact", "choice", "contains", "rouge", *vqa.SCORES)
 NO_SCORE = ("ppl", "kld")  # samples of which only the reference answer is looked at
 
 
@@ -39,6 +39,7 @@ class Sample:
 
     metric: how the answer is scored. max_tokens: of the answer that is generated; None: the run's.
     groups: names under which the scores of several tasks are averaged, for example "T-1".
+    others: more references, of which the scores of vqa.py take any; the likelihood is that of `answer`.
     context: a name that samples share which differ in their last question only; "": none does.
     """
 
@@ -50,6 +51,7 @@ class Sample:
     choices: tuple[str, ...] = ()
     groups: tuple[str, ...] = ()
     max_tokens: int | None = None
+    others: tuple[str, ...] = ()
     context: str = ""
 
     def messages(self) -> list[Message]:
@@ -64,12 +66,14 @@ class Sample:
             return metrics.choice_match(answer, self.answer, self.choices)
         if self.metric == "contains":
             return metrics.contains(answer, self.answer)
+        if self.metric in vqa.SCORES:
+            return vqa.SCORES[self.metric](answer, (self.answer, *self.others))
         return metrics.rouge_l(answer, self.answer) if self.metric == "rouge" else None
 
     def digest(self) -> str:
         """Is equal for samples that ask the same: a file of results is refused for others of the same name."""
         lines = [[line.role, line.text, [_name(image) for image in line.images]] for line in self.lines]
-        text = json.dumps([self.task, lines, self.answer, self.choices, self.metric])
+        text = json.dumps([self.task, lines, self.answer, self.choices, self.metric, *self.others])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
