@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 from collections import Counter
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from pykvedge.cli import options
 from pykvedge.cli.modelfiles import model_files
@@ -42,8 +44,11 @@ BUDGET = "0.2"
     option("--images", type=int, default=4, show_default=True, metavar="N", help="In demo tasks with several."),
     option("--seed", type=int, default=0, show_default=True, help="Of the demo samples."),
     option("--format", "form", default="auto", show_default=True, metavar="NAME",
-           help="Of DATA: jsonl, milebench, llava-description or mm-vet."),
+           help="Of DATA: jsonl, milebench, llava-description, mm-vet, docvqa, textvqa, chartqa or ocrbench."),
     option("--image-folder", type=options.PATH, metavar="PATH", help="Where the image paths of DATA start."),
+    option("--recipe", metavar="NAME",
+           help="Measure a table of a paper on DATA: its methods, budgets and figures, beside the paper's own; list "
+                "names them."),
     option("--limit", type=int, metavar="N", help="First samples of each data set."),
     options.METHOD_LIST,
     options.BUDGET_LIST,
@@ -106,6 +111,10 @@ def _run(given: dict[str, Any]) -> int:
     from pykvedge.lab.progress import Display
     from pykvedge.runtime.interrupt import as_event
 
+    if given["recipe"] == "list":
+        return _list_recipes(given)
+    if given["recipe"] is not None:
+        given = _by_recipe(given)
     options.load_plugins(given)
     options.check_table(given["output"], OUTPUTS)
     if given["plot"] is not None:
@@ -146,6 +155,38 @@ def _job(given: dict[str, Any]) -> Job:
     return Job(model, mmproj, samples, cells, wants, Settings.of(settings))
 
 
+_OF_RECIPE = ("methods", "budgets", "metrics", "form", "max_tokens", "plans", "tasks", "compress", "against")
+
+
+def _by_recipe(given: dict[str, Any]) -> dict[str, Any]:
+    """Puts what a recipe says in the place of options, none of which may be given with it."""
+    from pykvedge.lab.eval.recipes import recipe
+
+    chosen, context = recipe(given["recipe"]), click.get_current_context()
+    for name in _OF_RECIPE:
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            shown = {"methods": "method", "budgets": "budget", "form": "format", "plans": "plan"}.get(name, name)
+            raise UsageError(f"--{shown.replace('_', '-')} and --recipe do not go together; the recipe has its own")
+    if not given["data"]:
+        raise UsageError(f"--recipe {given['recipe']} needs its data: a file or folder in the form {chosen.form}")
+    return {**given, "named": chosen.named(), "budgets": ",".join(chosen.budgets), "metrics": chosen.metrics,
+            "form": chosen.form, "max_tokens": chosen.max_tokens}  # fmt: skip
+
+
+def _list_recipes(given: dict[str, Any]) -> int:
+    from pykvedge.lab.eval.recipes import RECIPES
+    from pykvedge.lab.tables import markdown
+
+    if given["as_json"]:
+        rows = {n: {"table": r.table, "form": r.form, "budgets": list(r.budgets), "metrics": r.metrics,
+                    "methods": [one[0] for one in r.named()]} for n, r in RECIPES.items()}  # fmt: skip
+        click.echo(json.dumps(rows, indent=1))
+        return 0
+    head = ["recipe", "of", "data", "budgets"]
+    click.echo(markdown([head, *([n, r.table, r.form, ", ".join(r.budgets)] for n, r in RECIPES.items())]))
+    return 0
+
+
 def _samples(given: dict[str, Any]) -> list[Sample]:
     from pykvedge.lab.eval.datasets import load
     from pykvedge.lab.eval.tasks import SECOND, demo_names, demo_samples
@@ -173,7 +214,7 @@ def _samples(given: dict[str, Any]) -> list[Sample]:
 def _cells(given: dict[str, Any]) -> list[Cell]:
     from pykvedge.lab.eval.runner import FULL, full_cell
 
-    names = listed("--method", given["methods"])
+    names = listed("--method", given["methods"]) if "named" not in given else []
     if names == ["all"]:
         names = method_names()
     budgets = listed("--budget", given["budgets"] or BUDGET)
@@ -181,6 +222,8 @@ def _cells(given: dict[str, Any]) -> list[Cell]:
     for name in names:
         if name != FULL:
             cells += [_cell(name, make_plan(name, budget)) for budget in budgets]
+    for name, method, settings in given.get("named", ()):
+        cells += [_cell(name, make_plan(method, budget, **settings)) for budget in budgets]
     for path in given["plans"]:
         cells.append(_cell(path.stem, read_plan(path)))
     keys = [cell.key for cell in cells]
@@ -223,17 +266,21 @@ def _check_base(cells: list[Cell], against: str) -> None:
 
 
 def _print(job: Job, outcome: Any, given: dict[str, Any]) -> None:
-    from pykvedge.lab.eval import plot, table
+    from pykvedge.lab.eval import plot, recipes, table
     from pykvedge.lab.eval.runner import FULL
     from pykvedge.lab.tables import as_csv
 
     against = given["against"]
     cells = [cell for cell in job.cells if any(key[1:] == cell.key for key in outcome.records.rows)]
     made = table.lines(outcome.records.rows, job.samples, cells, against)
+    recipe = given["recipe"]
     about = {**job.header(), "against": against, "left_out": outcome.left_out, "interrupted": outcome.interrupted}
     notes = ["Stopped before the end."] if outcome.interrupted else []
     if outcome.left_out:
         notes.append(f"Left out: {len(outcome.left_out)}, see the messages.")
+    if recipe is not None:
+        notes.append(recipes.beside(recipe, made))
+        about["paper"] = recipes.as_rows(recipe, made)
     forms = {
         "md": lambda: table.as_markdown(made, notes, against) if made else "",
         "csv": lambda: as_csv(made, "_change"),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pykvedge.errors import unknown
-from pykvedge.lab.eval import milebench, vqa
+from pykvedge.lab.eval import benchmarks, milebench, vqa
 from pykvedge.lab.eval.files import (
     DatasetError,
     check_columns,
@@ -272,4 +272,5 @@ FORMATS: dict[str, Callable[[Path, Path | None, int | None], list[Sample]]] = {
     "milebench": lambda path, images, limit: milebench.load(path, images, limit),
     "llava-description": llava_description,
     "mm-vet": mm_vet,
+    **benchmarks.FORMATS,
 }

@@ -114,4 +114,13 @@ def box(reference: str) -> tuple[float, float, float, float]:
     return left, top, right, bottom
 
 
-SCORES = {"anls": anls, "relaxed": relaxed, "vqa": vqa, "point": point}
+def ocr(answer: str, references: Sequence[str]) -> float:
+    """Gives 1 if a reference stands in the answer, letter by letter; case and white space do not count.
+
+    Liu et al. 2024, OCRBench. White space counts there outside of formulas; models break lines where they like.
+    """
+    said = "".join(answer.lower().split())
+    return float(any("".join(reference.lower().split()) in said for reference in references))
+
+
+SCORES = {"anls": anls, "relaxed": relaxed, "vqa": vqa, "point": point, "ocr": ocr}

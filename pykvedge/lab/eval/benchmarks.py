@@ -1,0 +1,110 @@
+"""Benchmarks of MixKV's tables are read as their authors give them out: DocVQA, TextVQA, ChartQA and OCRBench.
+
+Each is a JSON file, or a folder with one such file, and pictures; a question ends with the request that the evaluations
+of these papers use, so that answers are short.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from pykvedge.lab.eval.files import DatasetError, image_file, read_json, text_field
+from pykvedge.lab.eval.tasks import Line, Sample
+
+_SHORT = "\nAnswer the question using a single word or phrase."
+_WORD = "\nAnswer the question with a single word."
+
+
+def docvqa(path: Path, images: Path | None, limit: int | None) -> list[Sample]:
+    """Reads {"data": [{"questionId", "question", "image", "answers"}, ...]}: similarity by edits (ANLS)."""
+    file = _file(path)
+    out = []
+    for where, item in _items(file, limit, "data"):
+        picture = _picture(images or file.parent, [str(item.get("image", ""))], where)
+        out.append(_sample(file, where, item, "questionId", picture, "anls", _SHORT))
+    return out
+
+
+def textvqa(path: Path, images: Path | None, limit: int | None) -> list[Sample]:
+    """Reads {"data": [{"question_id", "question", "image_id", "answers"}, ...]}: VQA accuracy over ten answers."""
+    file = _file(path)
+    out = []
+    for where, item in _items(file, limit, "data"):
+        name = f"{item.get('image_id', '')}.jpg"
+        picture = _picture(images or file.parent, [name, f"train_images/{name}", f"test_images/{name}"], where)
+        out.append(_sample(file, where, item, "question_id", picture, "vqa", _SHORT))
+    return out
+
+
+def chartqa(path: Path, images: Path | None, limit: int | None) -> list[Sample]:
+    """Reads [{"imgname", "query", "label"}, ...]: numbers within 5 %."""
+    file = _file(path)
+    out = []
+    for where, item in _items(file, limit, ""):
+        name = str(item.get("imgname", ""))
+        picture = _picture(images or file.parent, [name, f"png/{name}"], where)
+        renamed = {"question": item.get("query"), "answers": [str(item.get("label", ""))]}
+        out.append(_sample(file, where, renamed, "", picture, "relaxed", _WORD))
+    return out
+
+
+def ocrbench(path: Path, images: Path | None, limit: int | None) -> list[Sample]:
+    """Reads [{"id", "image_path", "question", "answers"}, ...]: one of the answers stands in what is said."""
+    file = _file(path)
+    out = []
+    for where, item in _items(file, limit, ""):
+        picture = _picture(images or file.parent, [str(item.get("image_path", ""))], where)
+        out.append(_sample(file, where, item, "id", picture, "ocr", ""))
+    return out
+
+
+FORMATS: dict[str, Callable[[Path, Path | None, int | None], list[Sample]]] = {
+    "docvqa": docvqa,
+    "textvqa": textvqa,
+    "chartqa": chartqa,
+    "ocrbench": ocrbench,
+}
+
+
+def _file(path: Path) -> Path:
+    if not path.is_dir():
+        return path
+    found = sorted(path.glob("*.json"))
+    if len(found) != 1:
+        raise DatasetError(f"{path} holds {len(found)} .json files; name the one that is meant")
+    return found[0]
+
+
+def _items(file: Path, limit: int | None, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    data = read_json(file)
+    if key:
+        data = data.get(key) if isinstance(data, dict) else None
+    if not isinstance(data, list):
+        what = f"an object with a list '{key}'" if key else "a list of samples"
+        raise DatasetError(f"{file} does not hold {what}")
+    for i, item in enumerate(data[:limit], 1):
+        if not isinstance(item, dict):
+            raise DatasetError(f"{file} sample {i} is no JSON object")
+        yield f"{file} sample {i}", item
+
+
+def _picture(folder: Path, names: list[str], where: str) -> Path:
+    for name in names[1:]:
+        if (folder / name).is_file():
+            return folder / name
+    return image_file(folder, names[0], where)
+
+
+def _sample(
+    file: Path, where: str, item: dict[str, Any], key: str, picture: Path, metric: str, request: str
+) -> Sample:
+    question, answers = text_field(item, "question", where), item.get("answers")
+    answers = [answers] if isinstance(answers, str) else answers
+    if not isinstance(answers, list) or not answers:
+        raise DatasetError(f"{where}: 'answers' must be a list of texts")
+    first, *others = (text_field({"answers": one}, "answers", where) for one in answers)
+    number = where.rpartition(" ")[2]
+    line, name = Line("user", question + request, (picture,)), f"{file.stem}:{item.get(key, number)}:{number}"
+    return Sample(name, file.stem, (line,), first, metric, others=tuple(others))
