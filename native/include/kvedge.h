@@ -1,6 +1,7 @@
 // kvedge.h - the whole public C ABI of libkvedge, with what it includes: kvedge-queries.h (what there is, and what a plan asks
 // for), kvedge-inspect.h (what a cache holds), kvedge-sessions.h (a sequence in a file), kvedge-stages.h (stages of your own),
-// kvedge-arrays.h (compression of plain arrays), kvedge-encoder.h (image encoders) and kvedge-images.h (fewer image tokens).
+// kvedge-arrays.h (compression of plain arrays), kvedge-encoder.h (image encoders), kvedge-images.h (fewer image tokens) and
+// kvedge-crash.h (what a program says last).
 //
 // libkvedge owns the KV memory of a llama.cpp context. It attaches to an existing llama_context, stores keys
 // and values per layer and per KV head, attends over them, and after a prompt is complete it compresses the
@@ -21,7 +22,8 @@
 //
 // Conventions
 //   - Every function that can fail returns a kvedge_status and, when `err` is not NULL, fills a message that
-//     says what is wrong and what to do. No function aborts, throws, or writes to stdout or stderr.
+//     says what is wrong and what to do. No function aborts, throws, or writes to stdout or stderr; the handler of
+//     kvedge-crash.h writes to stderr.
 //   - Shapes are row-major, the last index contiguous. Symbols: L layers, H query heads, Hkv KV heads
 //     (query head h reads KV head h / (H / Hkv)), T tokens, d head size.
 //   - A "KV pair" is one token's key row and value row of one KV head of one layer. Budgets are counted in KV pairs
@@ -32,7 +34,8 @@
 //     llama_memory_* functions wait for such a function of another thread; beside another llama_decode they do nothing to
 //     the cache, and leave the error for kvedge_take_error.
 //     kvedge_detach waits instead. llama.cpp itself does not notice: a program keeps its threads apart, as for llama_decode.
-//   - There is no global mutable state; any number of caches can exist in one process.
+//   - There is no global mutable state but for the signal handlers of kvedge-crash.h; any number of caches can exist in one
+//     process.
 //   - Structs that begin with struct_size may get more fields, at their end. The caller sets struct_size to the sizeof of its
 //     header, and what both sides know is copied. What the library reads: fields that an older program lacks have their
 //     defaults; bytes of a newer one that this library does not know must be 0, else KVEDGE_E_ARGUMENT. What it fills: fields
@@ -376,6 +379,7 @@ KVEDGE_API kvedge_status kvedge_get_stats(const kvedge_cache * kv, int32_t seq_i
 #endif
 
 #include "kvedge-arrays.h"
+#include "kvedge-crash.h"
 #include "kvedge-encoder.h"
 #include "kvedge-images.h"
 #include "kvedge-inspect.h"

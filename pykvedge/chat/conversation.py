@@ -15,7 +15,7 @@ from pykvedge.models.images import Picture
 from pykvedge.models.model import Model, Progress
 from pykvedge.models.prompt import Message
 from pykvedge.models.vision import ImagePiece, Piece, TextPiece, Vision
-from pykvedge.native import memory
+from pykvedge.native import crash, memory
 from pykvedge.native.guard import Guard, Stop
 from pykvedge.plans.kvtypes import KvType
 from pykvedge.plans.plan import Plan
@@ -170,6 +170,7 @@ class Conversation:
             # the meter looks every 10 ms, and may have missed what was read in between
             rss.peak_bytes = max(meter.stop(), rss.before_prefill_bytes, rss.after_compress_bytes)
 
+    @crash.step("the stream was read")
     def _read_stream(self, report: Report) -> None:
         """Does the same piece by piece: an image is encoded, read and forgotten before the next one is looked at."""
         engine, message = self.engine, self.messages[-1]

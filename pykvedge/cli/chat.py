@@ -120,6 +120,7 @@ def _talk(
     from pykvedge.lab.progress import Display
     from pykvedge.models.images import load_picture
     from pykvedge.models.video import frames
+    from pykvedge.native import crash
     from pykvedge.runtime.interrupt import as_event, stop_if_set
 
     chosen = sampling.chosen(given)
@@ -130,6 +131,8 @@ def _talk(
     display = Display(enabled=not given["quiet"] and not given["verbose"])
     settings = {k: given[k] for k in _SETTINGS} | options.running(given)
     settings |= options.cache(given) | options.image_limits(given)
+    if file is not None and paths.ask(Path.exists, file):
+        crash.saved(file)
     settings["undo"] = given["undo"] and question is None and not given["stream"]
     settings["measure_peak"] = given["as_json"]
     with as_event(threading.Event()) as cancel:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,7 +11,7 @@ import click
 
 import pykvedge
 from pykvedge.cli import paths
-from pykvedge.errors import LibraryError, SaveError, UsageError
+from pykvedge.errors import SaveError, UsageError
 from pykvedge.models.offload import Offload
 from pykvedge.plans.kvtypes import NAMES
 from pykvedge.plans.plan import Plan
@@ -218,8 +216,10 @@ def positive(name: str, value: int | None) -> int:
 
 def running(given: Mapping[str, Any]) -> dict[str, Any]:
     """Collects settings of a session: --ctx, --threads, --kv-type and DEVICES, as far as the command has them."""
+    from pykvedge.native import crash
+
     if "rpc" in given:
-        _end_in_one_line()
+        crash.arm()
     out = {k: given[k] for k in ("gpu_layers", "device", "rpc", "kv_type") if k in given}
     if "ctx" in given:
         out["n_ctx"] = positive("--ctx", given["ctx"])
@@ -253,24 +253,12 @@ def image_limits(given: Mapping[str, Any]) -> dict[str, int]:
     return {name: positive(f"--{name.replace('_', '-')}", given[name]) for name in names}
 
 
-def _end_in_one_line() -> None:
-    """Where ggml would abort - a server is gone, a driver fails - the program ends with one line and exit code 1."""
-    from pykvedge.native import ggml
-
-    def explain(message: str) -> None:
-        what = " ".join(message.partition(": ")[2].split()) or message
-        os.write(2, f"kvedge: error: llama.cpp had to stop: {what}; what was not saved is lost\n".encode())
-        os._exit(1)
-
-    with contextlib.suppress(LibraryError):  # the command itself says what is missing
-        ggml.on_abort(explain)
-
-
 def offload(given: Mapping[str, Any], n_ctx: int = 0) -> Offload:
     """What DEVICES say. n_ctx: tokens that "auto" makes room for."""
+    from pykvedge.native import crash
     from pykvedge.runtime.settings import Settings
 
-    _end_in_one_line()
+    crash.arm()
     return Settings(gpu_layers=given["gpu_layers"], device=given["device"], rpc=given["rpc"], n_ctx=n_ctx).offload
 
 

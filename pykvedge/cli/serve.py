@@ -70,6 +70,7 @@ def serve(**given: Any) -> None:
         raise UsageError(f"serving needs {', '.join(missing)}: pip install 'kvedge[serve]'")
     from pykvedge.chat.serve import server
     from pykvedge.lab.progress import Display
+    from pykvedge.native import crash
     from pykvedge.runtime.loaded import load
     from pykvedge.runtime.sampling import Sampling
 
@@ -80,6 +81,7 @@ def serve(**given: Any) -> None:
     model, mmproj = model_files(given)
     display = Display(enabled=not given["quiet"] and not given["verbose"])
     running = options.running(given)
+    crash.left(f"what was parked in {chosen.park} is there for the next start" if chosen.park else "answers are lost")
     loading = {name: running[name] for name in ("threads", "gpu_layers", "device", "rpc")}
     try:
         loaded = load(model, mmproj, progress=display, verbose=given["verbose"], **loading, **options.cache(given),

@@ -174,6 +174,7 @@ PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "pack": (c.c_int, [_P, _I, c.c_char_p, _P, c.POINTER(c.c_size_t), _ERR]),
     "unpack": (c.c_int, [_P, _I, c.c_char_p, _P, c.c_size_t, _ERR]),
     "read_saved": (c.c_int, [c.c_char_p, c.POINTER(Saved), _P, c.c_size_t, _ERR]),
+    "last_words": (c.c_int, [c.c_char_p, c.c_char_p, _I, _ERR]),
     "encoder_create": (c.c_int, [_OUT, _ERR]),
     "encoder_free": (None, [_P]),
     "encoder_set_look": (None, [_P, Look, _P]),

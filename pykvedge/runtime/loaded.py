@@ -15,7 +15,7 @@ from pykvedge.models.encoder import Encoder
 from pykvedge.models.gguf import read_header
 from pykvedge.models.imagetokens import token_limits
 from pykvedge.models.model import Model, Progress, silent
-from pykvedge.native import llamacpp
+from pykvedge.native import crash, llamacpp
 from pykvedge.native.version import package_version
 from pykvedge.runtime.cachefolder import CacheFolder
 from pykvedge.runtime.opening import Openings
@@ -172,13 +172,15 @@ def _load(
 ) -> LoadedModel:
     _check_image_limits(mmproj, settings)
     threads, verbose = settings.threads or llamacpp.default_threads(), settings.verbose
-    weights = Model(path_of(model), settings.offload, progress, cancel, verbose)
+    with crash.step("the model was loaded"):
+        weights = Model(path_of(model), settings.offload, progress, cancel, verbose)
     encoder = None
     try:
         if mmproj is not None:
             progress("loading the image encoder", 1.0)
             path, on_device = path_of(mmproj, "the mmproj"), not settings.offload.off
-            encoder = Encoder(path, weights, threads, on_device, verbose, settings.image_limits)
+            with crash.step("the image encoder was loaded"):
+                encoder = Encoder(path, weights, threads, on_device, verbose, settings.image_limits)
         caches = Caches.of(encoder, settings)
     except BaseException:
         if encoder is not None:

@@ -20,6 +20,7 @@ from pykvedge.errors import CancelledError, KvedgeError, OutOfMemoryError, Sessi
 from pykvedge.models import profiles
 from pykvedge.models.model import Model
 from pykvedge.models.vision import ImagePiece
+from pykvedge.native import crash
 from pykvedge.plans.plan import Plan
 from pykvedge.runtime import figures, libkvedge
 from pykvedge.runtime.driver import Driver
@@ -155,6 +156,7 @@ class Decoder:
             at = Standing(slot.n_past, slot.n_cells, slot.compressed_tokens, 0.0)
             self._park.put_read(work.name, Read(at, rows, self._logits(output).copy(), replace(slot.job.report.kv)))
 
+    @crash.step("an image was read")
     def _read_image(self, slot: Slot) -> Ended:
         piece, context = slot.steps.popleft(), self._driver.context
         context.sequence, context.n_past = slot.sequence, slot.n_past
@@ -187,6 +189,7 @@ class Decoder:
 
     def _decode_once(self, answering: list[Slot], reader: Slot | None) -> Ended:
         batch, context = self._batch, self._driver.context
+        crash.now("answers were written" if reader is None else "a prompt was read")
         batch.clear()
         places = [batch.add([slot.next or 0], slot.n_past, slot.sequence, True) for slot in answering]
         part: list[int] = []
@@ -226,6 +229,7 @@ class Decoder:
             return [self._end(slot, "", error)]
         return self._next(slot, output)
 
+    @crash.step("a prompt was compressed")
     def _compress(self, slot: Slot) -> None:
         cache, report, work = self._driver.cache, slot.job.report, slot.work
         if cache is None:

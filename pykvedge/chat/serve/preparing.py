@@ -11,6 +11,7 @@ from pykvedge.models.composer import Composer
 from pykvedge.models.prompt import Message, check_places
 from pykvedge.models.shape import ModelShape
 from pykvedge.models.vision import ImagePiece, Piece, TextPiece, Vision
+from pykvedge.native import crash
 from pykvedge.plans.kvtypes import KvType
 from pykvedge.plans.presets import check_protection
 from pykvedge.runtime import libkvedge
@@ -38,6 +39,7 @@ class Preparer:
         element = KvType.parse(limits.kv_type).plain.bytes_per_value
         self.bytes_per_token = int(ModelShape.of(loan.model.header).kv_per_token(element))
 
+    @crash.step("a request was prepared")
     def prepare(self, job: Job) -> Prepared:
         """Raises ContextError, RequestError, ImageError, UsageError, ModelError, GrammarError, CancelledError."""
         request = job.request
@@ -137,7 +139,8 @@ class Preparer:
         for i, piece in enumerate(images):
             look(i, 0.0)
             if self.vision is not None:
-                self.vision.encode(piece, lambda share, i=i: look(i, share))  # type: ignore[misc]
+                with crash.step(f"image {i + 1} of {len(images)} of a request was encoded"):
+                    self.vision.encode(piece, lambda share, i=i: look(i, share))  # type: ignore[misc]
         stop_if_set(job.cancelled)
 
     def _fitting(self, work: Prepared) -> Prepared:

@@ -16,6 +16,7 @@ from pykvedge.errors import KvedgeError, one_line, printable
 from pykvedge.lab.progress import Display
 from pykvedge.models.images import Picture
 from pykvedge.models.prompt import Message
+from pykvedge.native import crash
 from pykvedge.native.memory import readable
 from pykvedge.runtime.interrupt import CancelledError, as_event
 from pykvedge.runtime.report import Report, Saved
@@ -55,7 +56,8 @@ class Chat:
         """Puts one message and streams the answer to stdout. Ctrl-C ends it, or raises CancelledError before."""
         with as_event(self._cancel):
             try:
-                answer = self.session.ask(prompt, pictures, self.sampling)
+                with crash.step("the message was prepared"):
+                    answer = self.session.ask(prompt, pictures, self.sampling)
             finally:
                 self._display.done()
             if answer.report.not_bounded and not self._style.quiet:
@@ -64,9 +66,10 @@ class Chat:
                 for note in answer.report.notes:
                     print(f"kvedge: {one_line(note)}", file=sys.stderr, flush=True)
             try:
-                for piece in answer:
-                    if not self._style.as_json:
-                        print(piece, end="", flush=True)
+                with crash.step("the answer was written"):
+                    for piece in answer:
+                        if not self._style.as_json:
+                            print(piece, end="", flush=True)
             finally:
                 answer.close()
         return answer.report
@@ -100,6 +103,7 @@ class Chat:
         try:
             with as_event(self._cancel):  # an answer that was shown is kept
                 report.session.file_bytes = self.session.save(self.file)
+                crash.saved(self.file)
         except KvedgeError as error:
             report.session.error = str(error)
             complain(error)

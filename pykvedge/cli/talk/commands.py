@@ -12,6 +12,7 @@ from pykvedge.cli import paths, sampling
 from pykvedge.cli.talk.chat import Chat
 from pykvedge.errors import UsageError, printable, unknown
 from pykvedge.models.images import load_picture
+from pykvedge.native import crash
 from pykvedge.native.memory import readable
 from pykvedge.plans.plan import Plan
 from pykvedge.plans.presets import methods
@@ -163,6 +164,7 @@ def _save(chat: Chat, rest: str) -> None:
         raise UsageError("/save needs a file: /save talk.kvs")
     with chat.holding(path):
         n_bytes = chat.session.save(path)
+        crash.saved(path)
     _say(f"saved to {path}, {readable(n_bytes)}")
 
 
