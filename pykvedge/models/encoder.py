@@ -20,6 +20,7 @@ from pykvedge.native import ggml, libraries, llamacpp, memory, team
 from pykvedge.native.encoderwatch import EncoderWatch
 
 WORKSPACE = 128 << 20  # bytes that encoding an image takes beside the weights, about
+_SCHEDULER = 165 << 20  # of address space, hardly touched: ggml's, for graphs of 8192 nodes; without them it asserts
 _LOOK_S = 0.05  # between two looks at what may end the wait for another conversation's image
 
 
@@ -48,7 +49,8 @@ class Encoder:
         self.on_device = use_gpu and ggml.has_gpu()
         if not self.on_device:
             # mtmd aborts where it cannot get the memory for the weights
-            memory.require(header.file_size + WORKSPACE, f"{path}", "close other programs")
+            addresses = _SCHEDULER if memory.address_space_limit() is not None else 0
+            memory.require(header.file_size + WORKSPACE + addresses, f"{path}", "close other programs")
         mtmd = self.mtmd = libraries.mtmd()
         self.projector = projector(header)
         # drawn at random, so that no prompt contains it by accident

@@ -19,6 +19,7 @@ from pykvedge.native.calls import call
 
 CODE = 1  # of the process
 _LOST = "what was not saved is lost"
+_NO_MEMORY = ("mem_buffer", "alloc", "out of memory")  # in what ggml asserts on
 
 
 class _LastWords:
@@ -101,6 +102,8 @@ def step(what: str) -> Iterator[None]:
 def _explain(message: str) -> None:
     """Ends the process where ggml would: its message names the cause."""
     what = " ".join(message.partition(": ")[2].split()) or message
+    if any(word in what for word in _NO_MEMORY):
+        what = f"not enough memory ({what})"
     os.write(2, f"{_words.begin('llama.cpp had to stop')}: {what}; {_words.left}\n".encode())
     os._exit(CODE)
 

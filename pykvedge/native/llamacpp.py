@@ -100,7 +100,7 @@ def reason(lines: deque[str], default: str) -> str:
         head, colon, tail = text.partition(": ")
         if colon and " " not in head:
             text = tail
-        text = " ".join(text.split())
+        text = " ".join(text.split()).replace("std::bad_alloc", "not enough memory")
         if text:
             return text
     return default

@@ -13,6 +13,8 @@ import psutil
 from pykvedge.errors import OutOfMemoryError
 
 _CGROUP = Path("/sys/fs/cgroup")
+_RESERVED = 64 << 20  # of address space, by glibc for the heap of a thread
+_STACK = 8 << 20  # of a thread, where the system says nothing
 
 
 def rss_bytes() -> int:
@@ -150,10 +152,25 @@ def _address_space_available() -> int | None:
         return None
 
 
+def addresses_to_compute(threads: int) -> int:
+    """Returns the bytes of address space that computing takes beside its data where that is limited; else 0.
+
+    Stacks of threads, and what the C library reserves for them: llama.cpp and OpenMP end the process where there is none.
+    """
+    if address_space_limit() is None:
+        return 0
+    import resource
+
+    stack = resource.getrlimit(resource.RLIMIT_STACK)[0]
+    return _RESERVED + threads * (_STACK if stack == resource.RLIM_INFINITY else stack)
+
+
 def require(n_bytes: int, what: str, advice: str) -> None:
     """Raises OutOfMemoryError if n_bytes are not available. what: the subject of the message, advice: its end."""
     available = available_bytes()
     if available is not None and n_bytes > available:
+        if available == _address_space_available():
+            advice = "raise the limit of the address space (ulimit -v)"
         raise OutOfMemoryError(
             f"not enough memory: {what} needs about {readable(n_bytes)}, {readable(available)} are available; {advice}"
         )

@@ -37,7 +37,7 @@ class ContextSize:
     peak_tokens: int = 0  # of the first prompt that are there at once; 0: all
 
 
-def check_memory(model: Model, size: ContextSize, whole_cache: bool) -> None:
+def check_memory(model: Model, size: ContextSize, threads: int, whole_cache: bool) -> None:
     """Raises OutOfMemoryError if a context of that size will not fit.
 
     whole_cache: the KV cache is allocated for n_ctx tokens at once, as llama.cpp does; else for what is in it.
@@ -51,7 +51,7 @@ def check_memory(model: Model, size: ContextSize, whole_cache: bool) -> None:
     cache = tokens * shape.kv_per_token(KvType.parse(size.kv_type).plain.bytes_per_value)
     compute = shape.compute(n_ubatch, whole_cache) + mask_bytes(size.n_ctx, n_ubatch) + CELL * size.n_ctx
     what = f"a context of {size.n_ctx} tokens with a prompt of {size.prompt_tokens}"
-    memory.require(cache + compute, what, "lower --ctx or close other programs")
+    memory.require(cache + compute + memory.addresses_to_compute(threads), what, "lower --ctx or close other programs")
 
 
 class Context:
