@@ -143,3 +143,37 @@ def test_a_plan_that_fails_is_told_to_its_own_sequence(many, forgotten):
         context.cache.compress(2)
     with pytest.raises(UsageError):
         context.cache.set_sequence_plan(-1, pykvedge.plan("knorm"))
+
+
+def test_a_batch_that_is_refused_counts_no_tokens(native, tiny):
+    """A token of two sequences at once, in the middle of tokens of one: nothing of the batch is there."""
+    contexts = [TinyContext(tiny("llama").model, pykvedge.plan("full"), kv_type="f32") for _ in range(2)]
+    refused = contexts[0]
+    prompt = random_tokens(40)
+    try:
+        for context in contexts:
+            context.decode(prompt, prompt[:20])
+        before = [refused.cache.stats(sequence) for sequence in (0, 1)]
+        llama = refused.llama
+        batch = llama.llama_batch_init(3, 0, 2)
+        for i, sequences in enumerate(([0], [0, 1], [1])):
+            batch.token[i], batch.n_seq_id[i], batch.logits[i] = prompt[i], len(sequences), True
+            batch.pos[i] = 20 if sequences == [1] else 40
+            for j, sequence in enumerate(sequences):
+                batch.seq_id[i][j] = sequence
+        batch.n_tokens = 3
+        assert llama.llama_decode(refused.context, batch) != 0
+        llama.llama_batch_free(batch)
+        for sequence in (0, 1):
+            after = refused.cache.stats(sequence)
+            assert (after.n_tokens, after.bytes) == (before[sequence].n_tokens, before[sequence].bytes)
+        rows = []
+        for context in contexts:
+            context.decode(prompt[:5], prompt[5:9])
+            row = context.llama.llama_get_logits_ith(context.context, -1)
+            rows.append(np.ctypeslib.as_array(row, (1024,)).copy())
+            assert [context.cache.stats(s).n_tokens for s in (0, 1)] == [45, 24]
+        np.testing.assert_array_equal(*rows)
+    finally:
+        for context in contexts:
+            context.close()

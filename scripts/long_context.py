@@ -1,0 +1,106 @@
+"""Reads one long prompt into a tiny model, by kvedge and by llama.cpp's own KV cache, and compares what they say next.
+
+    .venv/bin/python scripts/long_context.py --tokens 131072                  # 128 K tokens of context
+    .venv/bin/python scripts/long_context.py --tokens 8192 --trained 512      # positions beyond the training length
+
+The model has random weights and one layer of one KV head, so that attention is all it costs: it is written for this
+(modelgen). The exit code is 1 where the distributions of a next token differ by more than 1e-3 nats.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from llama_source import ended
+from make_tiny_models import default_spec, write_tiny
+from random_walk import divergence
+
+import pykvedge
+from pykvedge.models.model import Model
+from pykvedge.models.vision import TextPiece
+from pykvedge.runtime.driver import Driver
+from pykvedge.runtime.llama_context import N_UBATCH, ContextSize
+
+TOLERANCE = 1e-3  # nats, of KL(llama.cpp || kvedge): both keep f16, and add in another order
+GENERATED = 8
+ROOM = 64
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What one side said: logits [GENERATED, n_vocab] of the next tokens, seconds of the prompt, bytes of its cache."""
+
+    logits: np.ndarray
+    seconds: float
+    n_bytes: int
+
+
+def write_model(folder: Path, trained: int) -> Path:
+    spec = replace(default_spec("llama"), n_layers=1, n_heads=1, n_heads_kv=1, head_size=32, n_vocab=384,
+                   n_ctx_train=trained, weight="f32")  # fmt: skip
+    return Path(write_tiny("llama", folder, spec=spec)[0])
+
+
+def read(path: Path, tokens: list[int], ours: bool, threads: int, method: str = "full") -> Reading:
+    """Reads tokens, and the same few after them on both sides. ours: kvedge keeps the KV memory, by `method`."""
+    with_budget = [] if method == "full" else [0.2]
+    model = Model(path)
+    size = ContextSize(len(tokens) + ROOM, N_UBATCH, prompt_tokens=len(tokens))
+    driver = Driver(model, None, size, threads, whole_cache=not ours)
+    try:
+        if ours:
+            driver.take_over(pykvedge.plan(method, *with_budget))
+        started = time.perf_counter()
+        driver.read([TextPiece(tokens)])
+        rows = [driver.context.logits().copy()]
+        seconds = time.perf_counter() - started
+        driver.compress()
+        for token in tokens[: GENERATED - 1]:
+            driver.extend(token)
+            rows.append(driver.context.logits().copy())
+        whole = driver.context.n_ctx * model.kv_bytes_per_token(2)  # in f16, for the whole context
+        n_bytes = driver.cache.stats().bytes if driver.cache is not None else int(whole)
+        return Reading(np.array(rows), seconds, n_bytes)
+    finally:
+        driver.close()
+        model.close()
+
+
+def compare(n_tokens: int, trained: int, threads: int) -> dict[str, float]:
+    """Returns the largest divergence in nats, and seconds and bytes of each side; also of a compressed prompt."""
+    rng = np.random.default_rng(n_tokens)
+    tokens = [1, *(int(t) for t in rng.integers(263, 380, n_tokens - 1))]
+    with tempfile.TemporaryDirectory(prefix="kvedge-long-") as folder:
+        path = write_model(Path(folder), trained)
+        full, kept = (read(path, tokens, True, threads, method) for method in ("full", "lookm"))
+        stock = read(path, tokens, False, threads)
+    if not np.isfinite(kept.logits).all():
+        raise SystemExit("after a compression the logits are no numbers")
+    return {
+        "tokens": n_tokens, "trained": trained, "divergence": float(divergence(stock.logits, full.logits).max()),
+        "kvedge_s": round(full.seconds, 2), "lookm_s": round(kept.seconds, 2), "llama_cpp_s": round(stock.seconds, 2),
+        "kvedge_bytes": full.n_bytes, "lookm_bytes": kept.n_bytes, "llama_cpp_bytes": stock.n_bytes,
+    }  # fmt: skip
+
+
+def main() -> int:
+    """Returns 1 if the sides differ."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=131072, metavar="N")
+    parser.add_argument("--trained", type=int, metavar="N", help="the training length that the model states: --tokens")
+    parser.add_argument("--threads", type=int, default=1)
+    args = parser.parse_args()
+    found = compare(args.tokens, args.trained or args.tokens + ROOM, args.threads)
+    print(json.dumps(found))
+    return 1 if found["divergence"] > TOLERANCE else 0
+
+
+if __name__ == "__main__":
+    sys.exit(ended(main))

@@ -1,0 +1,70 @@
+"""scripts/soak.py: many chats and images in one process, and what it makes of a process that grows."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import soak
+
+SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "soak.py"
+MIB = 2**20
+
+
+def samples(private=(), **others):
+    """One for each number of bytes, the other figures as lists or constant."""
+    figures = {"handles": 8, "threads": 2, "children": 0, **others}
+    at = {name: value if isinstance(value, list) else [value] * len(private) for name, value in figures.items()}
+    return [
+        soak.Sample("chats", i, 0.0, n, **{name: values[i] for name, values in at.items()})
+        for i, n in enumerate(private)
+    ]
+
+
+def test_what_counts_as_growth():
+    flat = [40 * MIB] * 30
+    assert soak.grown(samples(flat)) == {}
+    assert soak.grown(samples([30 * MIB] * 5 + flat[5:])) == {}  # until caches are full
+    assert soak.grown(samples([n + i % 7 * MIB for i, n in enumerate(flat)])) == {}  # pages that come and go
+    assert soak.grown(samples([n + i * MIB // 4 for i, n in enumerate(flat)])).keys() == {"private_bytes"}
+    assert soak.grown(samples(flat, handles=[8 + i // 10 for i in range(30)])) == {"handles": 2}
+    assert soak.grown(samples(flat, threads=[2] * 20 + [3] * 10, children=[0] * 20 + [1] * 10)) == {
+        "threads": 1,
+        "children": 1,
+    }
+    assert soak.grown(samples(flat[:9], handles=list(range(9)))) == {}  # too few to tell
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="malloc_trim")
+def test_nothing_grows_over_a_few_chats_and_images(environment, native, tiny):
+    model = tiny("llava")
+    command = [SCRIPT, "--model", model.model, "--mmproj", model.mmproj, "--chats", "12", "--images", "12", "--json"]
+    done = subprocess.run(
+        [sys.executable, *map(str, command)], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = json.loads(done.stdout)
+    assert said["grown"] == {"chats": {}, "images": {}}
+    assert [s["done"] for s in said["samples"] if s["part"] == "chats"][-1] == 12
+    assert [s["done"] for s in said["samples"] if s["part"] == "images"][-1] == 12
+    assert all(s["private_bytes"] > MIB and s["handles"] > 2 and s["threads"] > 0 for s in said["samples"])
+
+
+def test_a_handle_that_is_left_behind_is_found(environment, native, tiny):
+    """A file that each chat opens and nobody closes."""
+    code = (
+        "import os, sys, soak\n"
+        "one = soak.chat\n"
+        "def leaking(*arguments):\n"
+        "    os.dup(0)\n"
+        "    one(*arguments)\n"
+        "soak.chat = leaking\n"
+        "sys.exit(soak.main())\n"
+    )
+    environment = {**environment, "PYTHONPATH": f"{SCRIPT.parent}:{environment['PYTHONPATH']}"}
+    command = [sys.executable, "-c", code, "--model", str(tiny("llama").model), "--chats", "12", "--images", "0"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 1 and "chats: grown: handles by" in done.stdout, done
