@@ -22,21 +22,21 @@ MIB = 2**20
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
 def test_a_megabyte_is_refused_before_it_is_read(kvedge, tiny, kind):
     """By both kinds of tokenizers, and with a context that no memory holds."""
-    done = kvedge("chat", *tiny(kind).arguments(), stdin=MEGABYTE, timeout=60)
+    done = kvedge("chat", *tiny(kind).arguments(), stdin=MEGABYTE)
     done.failed(1, "the prompt has", "tokens, the context holds", "--ctx")
-    done = kvedge("chat", *tiny(kind).arguments(), "--ctx", 700_000_000, stdin=MEGABYTE, timeout=60)
+    done = kvedge("chat", *tiny(kind).arguments(), "--ctx", 700_000_000, stdin=MEGABYTE)
     done.failed(1, "not enough memory", "lower --ctx")
 
 
 @pytest.mark.parametrize("text", ["a" * 10**6, " " * 10**6 + "x", "word\n" * 40_000, "<s>" * 3_000, "\u56fe" * 30_000])
 def test_text_that_is_no_language_is_refused_in_one_line(kvedge, tiny, text):
     """llama.cpp's tokenizer of this kind takes quadratic time for what its vocabulary does not hold."""
-    kvedge("chat", *tiny("llama").arguments(), stdin=text, timeout=60).failed(1, "the prompt has", "the context holds")
+    kvedge("chat", *tiny("llama").arguments(), stdin=text).failed(1, "the prompt has", "the context holds")
 
 
 def test_a_prompt_beyond_the_context_is_read_as_a_stream(kvedge, tiny):
     options = ["--stream", "--method", "streaming-llm", "--budget", "64", "--ctx", "512", "--max-tokens", "4", "--json"]
-    done = kvedge("chat", *tiny("llama").arguments(), *options, stdin=MEGABYTE[:60_000], timeout=120)
+    done = kvedge("chat", *tiny("llama").arguments(), *options, stdin=MEGABYTE[:60_000])
     assert done.code == 0 and len(done.err.splitlines()) <= 1, done
     report = json.loads(done.out)
     assert report["tokens"]["prompt"] > 20_000 and report["text"]
@@ -48,7 +48,7 @@ def test_a_long_context_says_what_llama_cpp_says(native, n_tokens, trained):
     """The second prompt goes on to twelve times the length that the model was trained for."""
     found = long_context.compare(n_tokens, trained, 1)
     assert 0 < found["divergence"] < long_context.TOLERANCE
-    assert found["lookm_bytes"] < 0.25 * found["kvedge_bytes"] <= 0.25 * 1.3 * found["llama_cpp_bytes"]
+    assert found["lookm_bytes"] < 0.25 * found["kvedge_bytes"] < 0.25 * 0.7 * found["llama_cpp_bytes"]
 
 
 def test_beyond_the_training_length_only_where_it_was_asked_for(kvedge, tiny):
