@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from pykvedge.models.video import frames
     from pykvedge.plans.profile import Profile
     from pykvedge.plans.stages.base import Param
+    from pykvedge.plans.stages.rotation import Rotation
     from pykvedge.runtime.loaded import LoadedModel, load
     from pykvedge.runtime.logprobs import Alternative, Token
     from pykvedge.runtime.report import Report
@@ -103,6 +104,7 @@ __all__ = [
     "Report",
     "RequestError",
     "Result",
+    "Rotation",
     "Sampling",
     "SaveError",
     "Session",
@@ -142,6 +144,7 @@ _LATER = {
     "Picture": "models.images",
     "Profile": "plans.profile",
     "Report": "runtime.report",
+    "Rotation": "plans.stages.rotation",
     "Sampling": "runtime.sampling",
     "Session": "chat.session",
     "Settings": "runtime.settings",

@@ -42,9 +42,13 @@ class TinyContext:
         self.n = dict.fromkeys(range(n_seq), 0)
         if plan is None:
             self._watch_stock(params)
+        self._adjust(params)
         self.context = self.llama.llama_init_from_model(self.model, params)
         self.memory = self.llama.llama_get_memory(self.context)
         self.cache = plan and libkvedge.Cache(self.context, plan, kv_type, auto_compress=True)
+
+    def _adjust(self, params) -> None:
+        """What a test wants of its contexts beyond that."""
 
     def _watch_stock(self, params) -> None:
         ggml = ctypes.CDLL(str(libraries.require_dir() / libraries.file_name("ggml-base")))

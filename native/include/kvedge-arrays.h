@@ -19,6 +19,24 @@ typedef struct kvedge_arrays {
     const uint8_t * image_mask;  // [T] 1 for an image token; NULL: all text
 } kvedge_arrays;
 
+// Which channels of a row turn together by its position (rotary position encoding).
+typedef enum kvedge_pairs {
+    KVEDGE_PAIRS_NORM = 0,  // 2 i and 2 i + 1: Llama's
+    KVEDGE_PAIRS_NEOX = 1,  // i and i + n of n pairs: GPT-NeoX's, Qwen's
+} kvedge_pairs;
+
+// Says that the queries and keys of arrays were turned by their positions, 0 to T - 1: pair i by angles[i] radians for each
+// position, i < n, channels beyond 2 n not at all. Scorer "expected" turns them back. Of a context the model's own rotation
+// holds instead. angles [n] are copied; NULL: they were not turned, as without this call.
+//
+//     for (i = 0; i < d / 2; i++) angles[i] = pow(10000.0, -2.0 * i / d);
+//     kvedge_plan_set_rotation(plan, KVEDGE_PAIRS_NEOX, angles, d / 2, &err);
+//
+// Errors: KVEDGE_E_ARGUMENT, KVEDGE_E_MEMORY. More channels than a head has are refused with KVEDGE_E_ARGUMENT by
+// kvedge_compress_arrays, where the plan asks for the rotation.
+KVEDGE_API kvedge_status kvedge_plan_set_rotation(
+    kvedge_plan * plan, kvedge_pairs pairs, const double * angles, int32_t n, kvedge_error * err);
+
 // Stores k and v as `type`, attends causally with scale 1/sqrt(d), compresses by the plan. A quantised type is written last:
 // attention, scores and merges see f16.
 // n_threads: 0 for one per core. Errors: KVEDGE_E_ARGUMENT, KVEDGE_E_MEMORY, KVEDGE_E_UNSUPPORTED (d that the type cannot hold).

@@ -31,8 +31,8 @@ KVEDGE_API int32_t kvedge_plan_later_budget(const kvedge_plan * plan, int32_t n_
 KVEDGE_API kvedge_status kvedge_plan_check_stream(const kvedge_plan * plan, kvedge_error * err);
 
 // Bytes that one layer of n_heads query heads and n_heads_kv KV heads, with keys of d_k numbers, takes beside its keys and
-// values while a prompt of n_tokens is read and compressed under the plan: column sums and their squares, entropies, queries
-// and the window's, as far as the stages look at them, and the scores. 0 where the plan keeps everything.
+// values while a prompt of n_tokens is read and compressed under the plan: column sums and their squares, entropies, queries,
+// the window's, their mean and covariance, as far as the stages look at them, and the scores. 0 where the plan keeps everything.
 KVEDGE_API uint64_t kvedge_plan_score_bytes(
     const kvedge_plan * plan, int32_t n_tokens, int32_t n_heads, int32_t n_heads_kv, int32_t d_k);
 

@@ -162,10 +162,56 @@ void check_kept_queries(float softcap) {
     check_cross(seq, q);
 }
 
+// Mean and covariance of queries that are far from 0, in blocks of different lengths.
+void check_moments() {
+    constexpr int32_t H = 3, D = 24;
+    QueryMoments      moments(H, D);
+    MomentsScratch    scratch;
+    CHECK(scratch.reserve(D));
+    std::vector<std::vector<float>> rows(H);  // [head] of [n][D]
+    for (int32_t n : { 1, MomentsScratch::BLOCK, 7, MomentsScratch::BLOCK, 30 }) {
+        for (int32_t h = 0; h < H; h++) {
+            auto part = random_floats((size_t) (n * D));
+            for (size_t i = 0; i < part.size(); i++) {
+                part[i] += 50.0f * (float) h + (float) (i % D);
+            }
+            rows[(size_t) h].insert(rows[(size_t) h].end(), part.begin(), part.end());
+            for (int32_t t = 0; t < n; t++) {
+                std::copy_n(part.begin() + t * D, D, scratch.x + (size_t) t * scratch.ld);
+            }
+            moments.add(h, scratch.x, scratch.ld, n, scratch.across, scratch.tile);
+        }
+    }
+    const QueryMoments copy = moments;
+    moments                 = {};
+    CHECK(moments.empty() && moments.bytes() == 0 && copy.bytes() == QueryMoments::bytes(H, D));
+    for (int32_t h = 0; h < H; h++) {
+        const auto &        all = rows[(size_t) h];
+        const size_t        n   = all.size() / D;
+        std::vector<double> mean, covariance, center(D, 0.0);
+        copy.read(h, mean, covariance);
+        CHECK(copy.count(h) == (int32_t) n);
+        for (size_t i = 0; i < all.size(); i++) {
+            center[i % D] += (double) all[i] / (double) n;
+        }
+        for (size_t i = 0; i < D; i++) {
+            CHECK(close_to(mean[i], center[i], 1e-6));
+            for (size_t j = 0; j < D; j++) {
+                double expected = 0.0;
+                for (size_t t = 0; t < n; t++) {
+                    expected += ((double) all[t * D + i] - center[i]) * ((double) all[t * D + j] - center[j]) / (double) n;
+                }
+                CHECK(close_to(covariance[i * D + j], expected, 1e-5));
+            }
+        }
+    }
+}
+
 }  // namespace
 
 int main() {
     check_seen();
+    check_moments();
     check_kept_queries(0.0f);
     check_kept_queries(2.0f);
     std::fprintf(stderr, "%d failures\n", failures());

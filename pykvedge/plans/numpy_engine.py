@@ -12,6 +12,7 @@ from pykvedge.plans.held import round_to
 from pykvedge.plans.kvtypes import KvType
 from pykvedge.plans.plan import Plan
 from pykvedge.plans.stages.base import Head, Layer, ProfileTable, Prompt, Result
+from pykvedge.plans.stages.rotation import Rotation
 
 
 class Arrays(NamedTuple):
@@ -21,6 +22,7 @@ class Arrays(NamedTuple):
     k: np.ndarray
     v: np.ndarray
     image_mask: np.ndarray
+    rotation: Rotation | None = None  # of q and k; None: they are not turned
 
 
 def protection(plan: Plan, n_tokens: int, kept: int) -> np.ndarray:
@@ -67,13 +69,15 @@ def run(
     left is rounded last.
     """
     kv_type = KvType.parse(kv_type)
-    q, image_mask = arrays.q, arrays.image_mask
+    q, image_mask, turned = arrays.q, arrays.image_mask, arrays.rotation
     k, v = round_to(arrays.k, kv_type.plain.k), round_to(arrays.v, kv_type.plain.v)
     n_layers, n_heads_kv, n_tokens, _ = k.shape
     scorer, allocator = registry.scorer(plan.scorer), registry.allocator(plan.allocator)
     profiles = profiles or {}
     rows = profiles["scorer"].values if "scorer" in profiles else [None] * n_layers
-    layers = [Layer(q[i], k[i], v[i], image_mask, i, n_layers, profile=rows[i]) for i in range(n_layers)]
+    layers = [
+        Layer(q[i], k[i], v[i], image_mask, i, n_layers, profile=rows[i], rotation=turned) for i in range(n_layers)
+    ]
     scores, reserve, attention = (_of_layers(f, layers, plan) for f in (scorer.score, scorer.reserve, scorer.attention))
     budget = plan.count(n_tokens)
     share = np.full((n_layers, n_heads_kv), n_tokens)

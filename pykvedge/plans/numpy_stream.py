@@ -67,7 +67,8 @@ def run(
             for h, head in enumerate(heads):
                 head.append(np.arange(new.start, new.stop, dtype=np.int32), k[i, h, new], v[i, h, new])
                 head.attend(arrays.q[i, h * group : (h + 1) * group, new])
-            seen = Layer(arrays.q[i, :, : new.stop], k[i], v[i], arrays.image_mask, i, n_layers, profile=calibrated[i])
+            q = arrays.q[i, :, : new.stop]
+            seen = Layer(q, k[i], v[i], arrays.image_mask, i, n_layers, None, calibrated[i], arrays.rotation, all_q=q)
             _compress(plan, heads, seen, kv_type)
     empty = np.zeros((n_layers, n_heads_kv, 0), np.float32)
     kept, k_left, v_left = ([[getattr(head, x) for head in heads] for heads in held] for x in ("tokens", "k", "v"))
@@ -102,6 +103,8 @@ def _scores(plan: Plan, heads: list[_Held], stream: Layer) -> np.ndarray:
             v=v,
             image_mask=stream.image_mask[some[0].tokens],
             column_sums=sums,
+            tokens=np.stack([h.tokens for h in some]),
+            all_q=stream.q[first * group : last * group],
             profile=None if stream.profile is None else stream.profile[first:last],
         )
         return scorer.score(layer, plan.settings("scorer"))

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from pykvedge.plans.numpy_engine import Arrays
     from pykvedge.plans.profile import Given
+    from pykvedge.plans.stages.rotation import Rotation
 
     class GivenOptions(TypedDict, total=False):
         """These may be given to compress by name."""
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
         threads: int
         profile: Given
         stream: int
+        rotation: Rotation | None
 
 
 ENGINES = ("native", "numpy")
@@ -38,6 +40,7 @@ class _Options:
     threads: int = 0
     profile: Given = None
     stream: int = 0
+    rotation: Rotation | None = None
 
 
 def compress(
@@ -55,6 +58,7 @@ def compress(
     stage that it fits; shapes are [L, H], [L, Hkv] (key-redundancy), or [L, budgets] (prefix).
     stream: tokens that are read at a time, and compressed with what is left of those before (docs/streaming.md); 0: all
     are one prompt. The plan's budget is then a number of pairs, kv_type not quantised, and scores are [L, Hkv, 0].
+    rotation: how q and k were turned by their positions, 0 to T - 1, for scorer expected; None: they were not.
     Raises ArrayError, UnknownNameError, BudgetError, ProfileError, LibraryError, OutOfMemoryError.
     """
     if engine not in ENGINES:
@@ -64,6 +68,7 @@ def compress(
     if not isinstance(plan, Plan):
         raise ArrayError(f"plan must be a pykvedge.Plan, for example pykvedge.plan('lookm'), not {type(plan).__name__}")
     arrays = _check(q, k, v, image_mask, kv_type)
+    arrays = arrays._replace(rotation=_turned(chosen.rotation, arrays.k))
     from pykvedge.plans.profile import for_arrays
 
     found = for_arrays(plan, chosen.profile, len(arrays.q), arrays.q.shape[1], arrays.k.shape[1])
@@ -81,6 +86,16 @@ def compress(
     from pykvedge.plans import numpy_engine
 
     return numpy_engine.run(plan, arrays, kv_type, tables)
+
+
+def _turned(rotation: Any, k: np.ndarray) -> Rotation | None:
+    from pykvedge.plans.stages.rotation import Rotation
+
+    if rotation is not None and not isinstance(rotation, Rotation):
+        raise ArrayError(f"rotation must be a pykvedge.Rotation, not {type(rotation).__name__}")
+    if rotation is not None and 2 * len(rotation.angles) > k.shape[3]:
+        raise ArrayError(f"a rotation of {2 * len(rotation.angles)} channels does not fit a head of {k.shape[3]}")
+    return rotation
 
 
 def _check_stream(plan: Plan, step: int, kv_type: KvType) -> None:

@@ -15,6 +15,7 @@ from pykvedge.plans.kvtypes import KvType
 from pykvedge.plans.numpy_engine import Arrays
 from pykvedge.plans.plan import Plan
 from pykvedge.plans.stages.base import ProfileTable, Result
+from pykvedge.plans.stages.rotation import PAIRS, Rotation
 from pykvedge.runtime.own_stages import OwnStages
 
 
@@ -48,6 +49,11 @@ class NativePlan:
         budgets = profile.budgets.ctypes.data if len(profile.budgets) else None
         values = profile.values
         call("plan_set_profile", self.handle, STAGE_NUMBER[stage], values.ctypes.data, budgets, *values.shape)
+
+    def turn(self, rotation: Rotation) -> None:
+        """Says how queries and keys of arrays are turned."""
+        angles = rotation.angles
+        call("plan_set_rotation", self.handle, PAIRS.index(rotation.pairs), angles.ctypes.data, len(angles))
 
     def __enter__(self) -> NativePlan:
         return self
@@ -101,11 +107,13 @@ def compress_arrays(
 
     profiles: by the stages that need one.
     """
-    q, k, v, mask = arrays
+    q, k, v, mask, rotation = arrays
     n_layers, n_heads_kv, n_tokens, size = k.shape
     given = GivenArrays(n_layers, q.shape[1], n_heads_kv, n_tokens, size, *(x.ctypes.data for x in (q, k, v, mask)))
     result = c.c_void_p()
     with NativePlan(plan, profiles) as native, native.own.explained():
+        if rotation is not None:
+            native.turn(rotation)
         name, counts = ("stream_arrays", [step, threads]) if step else ("compress_arrays_as", [threads])
         call(name, native.handle, c.byref(given), *kv_type.numbers, *counts, c.byref(result))
     library = lib()

@@ -9,6 +9,7 @@
 #include "core/storage.h"
 #include "core/stream.h"
 #include "core/threads.h"
+#include "core/turning.h"
 #include "primitives/widen.h"
 
 #include <algorithm>
@@ -99,6 +100,18 @@ void attend_layer(
     if (wanted.window > 0) {
         record_window(job, r.seq->observed, 0, 1);
     }
+    if (wanted.moments >= 0) {
+        const auto                  workers = (int32_t) scratch.size();
+        std::vector<MomentsScratch> turning((size_t) workers);
+        for (auto & x : turning) {
+            if (!x.reserve(in.head_size)) {
+                throw std::bad_alloc();
+            }
+        }
+        parallel_for(workers, workers, [&](int32_t part, int32_t) {
+            record_moments(job, r.seq->observed, wanted.moments, part, workers, turning[(size_t) part]);
+        });
+    }
     parallel_for((int32_t) scratch.size(), prefill_tasks(job, scratch[0]),
                  [&](int32_t task, int32_t worker) { prefill_task(job, task, scratch[(size_t) worker]); });
 }
@@ -178,7 +191,12 @@ kvedge_status compress_arrays(
     if (const auto status = check_profiles(*plan, r->shapes, in->n_layers, err); status != KVEDGE_OK) {
         return status;
     }
+    const auto rotations = std::make_shared<Rotations>(r->shapes.size(), plan->rotation ? *plan->rotation : Rotation());
+    if (const auto status = check_rotations(*plan, r->shapes, *rotations, err); status != KVEDGE_OK) {
+        return status;
+    }
     r->seq = std::make_unique<Sequence>(r->shapes, storage);
+    r->seq->observed.set_rotations(rotations);
     if (step > 0) {
         const auto can  = check_stream(*plan, err);
         const auto open = can == KVEDGE_OK ? open_stream(*r->seq, *plan, err) : can;

@@ -35,13 +35,14 @@ class SequenceView : public PendingView {
 
 using ScoreFunction = void (*)(const ScoreInput & in, float * out);
 
-// Where the images of a layer lie: [T] in all heads, or [Hkv * T] where heads hold different tokens, else NULL.
-struct ImageMask {
-    const uint8_t * shared;
-    const uint8_t * heads;
+// The tokens of a layer's rows, and which of them are an image's: [T] in all heads, or [Hkv * T] where heads hold different ones.
+struct Shown {
+    const uint8_t * image;
+    const int32_t * tokens;
+    bool            differs;
 };
 
-ImageMask mask_of(const Job & job, size_t l) { return { job.image_of(l, 0), job.head_image.empty() ? nullptr : job.image_of(l, 0) }; }
+Shown shown_of(const Job & job, size_t l) { return { job.image_of(l, 0), job.tokens_of(l, 0), !job.head_image.empty() }; }
 
 // Tokens of all heads of a layer, one after the other.
 std::vector<int32_t> tokens_of_heads(const Sequence & seq, size_t l) {
@@ -54,7 +55,7 @@ std::vector<int32_t> tokens_of_heads(const Sequence & seq, size_t l) {
 }
 
 Bulk<float> run_scorer(
-    const Sequence & seq, const kvedge_plan & plan, ImageMask image, size_t l, ScoreFunction score, Spectrum * spectrum) {
+    const Sequence & seq, const kvedge_plan & plan, Shown shown, size_t l, ScoreFunction score, Spectrum * spectrum) {
     const int32_t      n_tokens = seq.rows.pending_length();
     const SequenceView view(seq);
     ScoreInput         in{};
@@ -64,8 +65,9 @@ Bulk<float> run_scorer(
     in.n_layers = (int32_t) seq.rows.shapes().size();
     in.n_tokens = n_tokens;
     in.params   = plan.params[KVEDGE_STAGE_SCORER];
-    in.image    = image.shared;
-    in.heads    = image.heads;
+    in.image    = shown.image;
+    in.heads    = shown.differs ? shown.image : nullptr;
+    in.tokens   = shown.tokens;
     in.self     = plan.scorer;
     in.profile  = plan.profiles[KVEDGE_STAGE_SCORER].get();
     in.spectrum = spectrum;
@@ -84,6 +86,11 @@ Bulk<float> run_scorer(
         in.window_q        = window.data();
         in.sinks           = seen.window(l).sinks.empty() ? nullptr : seen.window(l).sinks.data();
     }
+    if (seen.has_moments()) {
+        in.moments       = &seen.moments(l);
+        in.rotation      = &seen.rotation(l);
+        in.next_position = std::max(seq.rows.contents().pos.back() + 1, seen.moments(l).next_position());
+    }
     Bulk<float> scores((size_t) seq.rows.shapes()[l].n_heads_kv * (size_t) n_tokens);
     score(in, scores.data());
     return scores;
@@ -93,7 +100,7 @@ Bulk<float> run_scorer(
 Scores attention_scores(Job & job, int32_t layer, uint32_t wants) {
     const ScoreFunction score = wants & WANTS_ATTENTION ? job.plan.scorer->attention : nullptr;
     Scores              out(score ? job.seq.rows.shapes().size() : 0);
-    const auto          one = [&](size_t l) { out[l] = run_scorer(job.seq, job.plan, mask_of(job, l), l, score, nullptr); };
+    const auto          one = [&](size_t l) { out[l] = run_scorer(job.seq, job.plan, shown_of(job, l), l, score, nullptr); };
     if (layer != ALL_LAYERS && score) {
         one((size_t) layer);
         return out;
@@ -132,14 +139,15 @@ Job make_job(Sequence & seq, const kvedge_plan & plan, int32_t n_threads, bool s
 
 Bulk<float> scores_of(const Sequence & seq, const kvedge_plan & plan, size_t layer) {
     const bool differs = seq.rows.pending_differs();
-    const auto image   = pending_image(seq, differs ? tokens_of_heads(seq, layer) : seq.rows.pending_tokens());
-    return run_scorer(seq, plan, { image.data(), differs ? image.data() : nullptr }, layer, plan.scorer->score, nullptr);
+    const auto tokens  = differs ? tokens_of_heads(seq, layer) : seq.rows.pending_tokens();
+    const auto image   = pending_image(seq, tokens);
+    return run_scorer(seq, plan, { image.data(), tokens.data(), differs }, layer, plan.scorer->score, nullptr);
 }
 
 void score_layer(Job & job, size_t l) {
-    job.scores[l] = run_scorer(job.seq, job.plan, mask_of(job, l), l, job.plan.scorer->score, &job.spectra[l]);
+    job.scores[l] = run_scorer(job.seq, job.plan, shown_of(job, l), l, job.plan.scorer->score, &job.spectra[l]);
     if (job.plan.scorer->reserve) {
-        job.reserve[l] = run_scorer(job.seq, job.plan, mask_of(job, l), l, job.plan.scorer->reserve, nullptr);
+        job.reserve[l] = run_scorer(job.seq, job.plan, shown_of(job, l), l, job.plan.scorer->reserve, nullptr);
     }
 }
 

@@ -47,7 +47,8 @@ kvedge_status fail_unobserved(kvedge_error * err) {
 bool saw_all(const Sequence & seq, const kvedge_plan & plan) {
     const Missing & m = seq.observed.missing();
     return (m.sums == 0 || !plan_sums(plan)) && (m.squares == 0 || !plan.scorer->needs_squares) &&
-           (m.entropies == 0 || !plan_observes(plan).entropy) && (m.queries == 0 || plan_window(plan) == 0);
+           (m.entropies == 0 || !plan_observes(plan).entropy) && (m.queries == 0 || plan_window(plan) == 0) &&
+           (m.moments == 0 || plan_moments(plan) < 0);
 }
 
 kvedge_status score_pending(
@@ -57,7 +58,8 @@ kvedge_status score_pending(
         return fail(err, KVEDGE_E_STATE, "no token was added since the last compression; there is nothing to score");
     }
     if (!saw_all(seq, plan) || (plan.scorer->needs_column_sums && !seq.observed.has_sums()) ||
-        (plan.scorer->needs_squares && seq.observed.seen().empty()) || (plan_window(plan) > 0 && !seq.observed.has_windows())) {
+        (plan.scorer->needs_squares && seq.observed.seen().empty()) || (plan_window(plan) > 0 && !seq.observed.has_windows()) ||
+        (plan_moments(plan) >= 0 && !seq.observed.has_moments())) {
         return fail_unobserved(err);
     }
     // scorers read plain rows: quantised ones become plain in a copy

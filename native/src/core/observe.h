@@ -14,9 +14,10 @@ struct Observation {
     bool    entropy = false;  // entropy of its rows
     bool    queries = false;  // all queries, kept until the compression
     int32_t window  = 0;      // the last queries; 0: none
+    int32_t moments = -1;     // mean and covariance of the queries of this token and all later ones; -1: not
 
     bool attention() const { return sums || entropy; }
-    bool any() const { return attention() || queries || window > 0; }
+    bool any() const { return attention() || queries || window > 0 || moments >= 0; }
 };
 
 Observation plan_observes(const kvedge_plan & plan);

@@ -232,6 +232,14 @@ int32_t plan_window(const kvedge_plan & plan) {
     return plan.scorer->window ? plan.scorer->window(plan.params[KVEDGE_STAGE_SCORER]) : 0;
 }
 
+int32_t plan_moments(const kvedge_plan & plan) {
+    return plan.scorer->moments ? plan.scorer->moments(plan.params[KVEDGE_STAGE_SCORER]) : -1;
+}
+
+int32_t plan_whole(const kvedge_plan & plan) {
+    return plan.scorer->custom ? 0 : std::max({ 0, plan_window(plan), plan_moments(plan) });
+}
+
 int32_t plan_recent(const kvedge_plan & plan, int32_t n_tokens, int32_t kept) {
     if (plan.recent_auto && plan.scorer->custom) {
         return std::min(kept / 2, plan.scorer->custom->given.recent);
@@ -335,7 +343,7 @@ extern "C" int32_t kvedge_plan_budget(const kvedge_plan * plan, int32_t n_tokens
     if (!plan || n_tokens <= 0) {
         return 0;
     }
-    if (!plan->scorer->custom && n_tokens <= plan_window(*plan)) {
+    if (n_tokens <= plan_whole(*plan)) {
         return n_tokens;
     }
     const int32_t n = plan->budget_ratio > 0.0 ? share(plan->budget_ratio, n_tokens) : plan->budget_pairs;

@@ -37,6 +37,9 @@ struct kvedge_plan {
     // A later message keeps so many tokens at least: a fifth of a short question does not say what is asked.
     int32_t later_floor = 32;
 
+    // How positions turn the queries and keys of arrays; NULL: not at all. Copies of the plan share it.
+    std::shared_ptr<const kvedge::Rotation> rotation;
+
     // The program's own; copies of the plan share them.
     std::vector<std::shared_ptr<const kvedge::CustomScorer>>    own_scorers;
     std::vector<std::shared_ptr<const kvedge::CustomAllocator>> own_allocators;
@@ -61,6 +64,12 @@ kvedge_plan plan_after(const kvedge_plan & plan, int32_t n_before, int32_t n_tok
 
 // The last queries that the plan's scorer wants to see; 0: none.
 int32_t plan_window(const kvedge_plan & plan);
+
+// The first token whose query counts for the moments that the plan's scorer wants; -1: it wants none.
+int32_t plan_moments(const kvedge_plan & plan);
+
+// The longest prompt that is kept whole, whatever the budget.
+int32_t plan_whole(const kvedge_plan & plan);
 
 // Last tokens of a prompt of n_tokens that the plan asks to protect in a head of `kept` pairs; may exceed these, and then
 // gives way (select.cpp).

@@ -6,6 +6,7 @@
 #include "backend/cpu/pages.h"
 #include "core/pending.h"
 #include "kvedge.h"
+#include "observe/moments.h"
 
 #include <cstdint>
 #include <vector>
@@ -83,6 +84,10 @@ struct ScoreInput {
     const struct Scorer * self;
     const Profile *  profile;        // as AllocateInput::profile
     Spectrum *       spectrum;       // to be filled in by whoever measures it; NULL: of no use
+    const int32_t *  tokens;         // [T] token index of each row, or [Hkv][T] where `heads` is given
+    int32_t          next_position;  // of the token that follows
+    const QueryMoments * moments;    // of the queries, scaled; NULL unless asked for
+    const Rotation * rotation;       // by which their positions turn them; NULL unless asked for
 };
 
 // auto_recent of a window: at most half of an even share of the budget, so that something is left to choose, and of a head
@@ -112,6 +117,9 @@ struct Scorer : Member {
     // The attention alone, where score() mixes it with more. NULL: score() is all there is.
     void (*attention)(const ScoreInput & in, float * out) = nullptr;
     const CustomScorer * custom = nullptr;  // a stage of the program's own, which may throw StageFailure
+    // The first token whose query counts for the mean and covariance that score() wants; those before it are kept, and with
+    // them a prompt that has no others. NULL: it wants neither.
+    int32_t (*moments)(const double * params) = nullptr;
 };
 
 // What an allocator looks at beside scores.

@@ -33,6 +33,10 @@ kvedge_status check_stream(const kvedge_plan & plan, kvedge_error * err) {
     if (plan.keep_all_text) {
         return fail(err, KVEDGE_E_UNSUPPORTED, "text_overflow keep_all keeps text beyond the bound of a stream; use budget");
     }
+    if (plan_moments(plan) > plan.budget_pairs) {
+        return fail(err, KVEDGE_E_UNSUPPORTED, "scorer '%s' keeps the first %d tokens, more than the bound of %d; raise the budget or set fewer aside",
+                    plan.scorer->name, plan_moments(plan), plan.budget_pairs);
+    }
     if (!plan.scorer->custom && plan_window(plan) > plan.budget_pairs) {
         return fail(err, KVEDGE_E_UNSUPPORTED, "scorer '%s' keeps its last %d tokens whole, more than the bound of %d; raise the budget or lower its window",
                     plan.scorer->name, plan_window(plan), plan.budget_pairs);
@@ -56,7 +60,7 @@ kvedge_status open_stream(Sequence & seq, const kvedge_plan & plan, kvedge_error
 
 // Whether anything was seen of what the plan's scorer goes by.
 static bool observed_some(const Sequence & seq, const kvedge_plan & plan) {
-    return (!plan_sums(plan) || seq.observed.has_sums()) &&
+    return (!plan_sums(plan) || seq.observed.has_sums()) && (plan_moments(plan) < 0 || seq.observed.has_moments()) &&
            (plan_window(plan) == 0 || (seq.observed.has_windows() && seq.rows.n_tokens() > seq.observed.window_from()));
 }
 

@@ -3,6 +3,7 @@
 #include "core/profile.h"
 #include "core/storage.h"
 #include "core/structs.h"
+#include "core/turning.h"
 #include "glue/calls.h"
 
 #include <algorithm>
@@ -125,9 +126,15 @@ struct Attaching {
     bool                          known = false;
 };
 
+// Whether the model has what the plan's stages ask of it.
+kvedge_status check_model(const kvedge_cache & kv, const kvedge_plan & plan, kvedge_error * err) {
+    const auto status = check_profiles(plan, kv.shapes, kv.model_layers, err);
+    return status == KVEDGE_OK ? check_rotations(plan, kv.shapes, *kv.rotations, err) : status;
+}
+
 kvedge_status check_plan(const kvedge_cache & kv, const kvedge_plan & plan, kvedge_error * err) {
     const auto status = kvedge_plan_check(&plan, err);
-    return status == KVEDGE_OK ? check_profiles(plan, kv.shapes, kv.model_layers, err) : status;
+    return status == KVEDGE_OK ? check_model(kv, plan, err) : status;
 }
 
 constexpr kvedge_options DEFAULTS = { sizeof(kvedge_options), KVEDGE_TYPE_F16, 0, true, KVEDGE_TYPE_SAME, KVEDGE_TYPE_SAME, 0,
@@ -202,7 +209,7 @@ extern "C" kvedge_status kvedge_attach(
         return status;
     }
     kv->model_layers = llama_model_n_layer(llama_get_model(ctx));
-    if (const auto status = check_profiles(kv->plan, kv->shapes, kv->model_layers, err); status != KVEDGE_OK) {
+    if (const auto status = check_model(*kv, kv->plan, err); status != KVEDGE_OK) {
         return status;
     }
     *out = kv.release();

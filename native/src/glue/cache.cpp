@@ -3,6 +3,7 @@
 #include "core/error.h"
 #include "core/threads.h"
 #include "ggml.h"
+#include "glue/rotation.h"
 
 #include <algorithm>
 #include <climits>
@@ -29,6 +30,7 @@ SequenceState & kvedge_cache::open(int32_t seq_id) {
     if (!state.seq) {
         state.seq = std::make_unique<Sequence>(shapes, storage);
     }
+    state.seq->observed.set_rotations(rotations);
     return state;
 }
 
@@ -74,15 +76,18 @@ void kvedge_cache::add_layer(const llama_attn_provider_layer & layer) {
     auto         op    = std::make_unique<LayerOp>();
     const size_t n     = shapes.size() + 1;
     const auto   place = place_of(layer);
+    auto         turns = rotation_of(layer);
     *op                = { this, (int32_t) shapes.size(), layer.scale };
     shapes.reserve(n);
     places.reserve(n);
     sinks.reserve(n);
+    rotations->reserve(n);
     ops.reserve(n);
     shapes.push_back({ layer.il, (int32_t) layer.q->ne[1], (int32_t) layer.k->ne[1], (int32_t) layer.k->ne[0],
                        (int32_t) layer.v->ne[0], layer.softcap });
     places.push_back(place);
     sinks.emplace_back();
+    rotations->push_back(std::move(turns));
     ops.push_back(std::move(op));
 }
 

@@ -120,6 +120,7 @@ struct Run {
     bool                 output;  // logits of its last token are asked for
     bool                 entered = false;   // its tokens are in the store
     std::vector<uint8_t> modality = {};     // of the pending tokens, where queries are kept
+    std::vector<int32_t> places = {};       // [PLACES][tokens] positions that turn them, where they have several and it matters
     bool                 watched; // its plan is to choose among these tokens
     std::unique_ptr<BoundedRequest> request;  // announced for it
     bool                            pays;     // to bound it
@@ -168,6 +169,7 @@ struct kvedge_cache {
     // Layers on devices (glue/devices.cpp).
     kvedge_devices                        devices = KVEDGE_DEVICES_AUTO;
     std::vector<ggml_backend_dev_t>       places;            // as shapes; NULL: rows and attention are the host's
+    std::shared_ptr<kvedge::Rotations>    rotations = std::make_shared<kvedge::Rotations>();  // as shapes
     std::vector<std::vector<float>>       sinks;             // as shapes: logits of a layer's sinks, of layers on devices
     bool                                  on_devices = false; // the current ubatch attends there
     uint64_t                              stamps     = 0;
@@ -182,6 +184,7 @@ struct kvedge_cache {
     bool                                      causal   = true;
     int32_t                                   n_tokens = 0;
     std::vector<kvedge::Scratch>              scratch;  // one per thread
+    std::vector<kvedge::MomentsScratch>       turning;  // likewise
     std::unique_ptr<kvedge::SpinLock[]>       locks;
     std::atomic<int32_t>                      next_task{ 0 };
     std::atomic<int32_t>                      finished{ 0 };  // pieces of a bounded prompt's layer
@@ -219,6 +222,7 @@ struct kvedge_cache {
 
   private:
     bool collect_runs(const llama_attn_provider_ubatch & ubatch);
+    void note_places(const llama_attn_provider_ubatch & ubatch, kvedge::Run & run) const;
     bool prepare_run(const llama_attn_provider_ubatch & ubatch, kvedge::Run & run);
     uint32_t device_layers() const;
     uint32_t device_nodes() const;  // of a graph, that the attention of layers on devices may take
@@ -246,6 +250,7 @@ struct kvedge_cache {
     bool end_bounded(kvedge::SequenceState & state);
     bool decodes(const kvedge::Run & run) const;
     bool reserve_scratch();
+    bool reserve_turning();
     void release_scratch();         // attention's own
     void release_working_memory();  // and llama.cpp's: between two ubatches, when a prompt is complete
 };

@@ -25,6 +25,7 @@ AttendJob make_job(const LayerOp & op, const Run & run, ggml_tensor * dst) {
     job.out_head  = (size_t) shape.d_v;
     job.out_token = dst->nb[1] / sizeof(float);
     job.index     = run.index.data();
+    job.places    = run.places.empty() ? nullptr : run.places.data();
     job.scale     = op.scale;
     job.softcap   = shape.softcap;
     job.sinks     = dst->src[2] ? (const float *) dst->src[2]->data : nullptr;
@@ -116,6 +117,10 @@ void attend_op(ggml_tensor * dst, int ith, int nth, void * layer_op) {
         const AttendJob job = make_job(op, *run, dst);
         if (run->wanted.window > 0 && op.reader < 0) {
             record_window(job, run->state->seq->observed, ith, nth);
+        }
+        const int32_t turners = std::min(nth, (int32_t) kv.turning.size());
+        if (run->wanted.moments >= 0 && op.reader < 0 && ith < turners) {
+            record_moments(job, run->state->seq->observed, run->wanted.moments, ith, turners, kv.turning[(size_t) ith]);
         }
         if (!run->decode && (size_t) ith >= kv.scratch.size()) {
             return;

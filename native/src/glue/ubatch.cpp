@@ -53,7 +53,8 @@ void kvedge_cache::go_on(Run & run) {
         state.seq->observed.count(state.seq->rows.pending_length(), n, causal, std::move(run.modality));
     }
     if (run.prompt) {
-        state.seq->observed.missing().count(run.wanted.sums, run.wanted.squares, run.wanted.entropy, run.watched, n);
+        const Observation & w = run.wanted;
+        state.seq->observed.missing().count(w.sums, w.squares, w.entropy, run.watched, w.moments >= 0, n);
     }
     if (!run.watched) {
         state.seq->observed.skip_windows(state.seq->rows.n_tokens());  // these queries are not in the window
@@ -81,7 +82,7 @@ bool kvedge_cache::store_runs(const llama_attn_provider_ubatch & ubatch) try {
             return false;
         }
     }
-    if (!reserve_scratch()) {
+    if (!reserve_scratch() || !reserve_turning()) {
         take_back_runs();
         report(KVEDGE_E_MEMORY, "no memory for the attention of the prompt");
         return false;
@@ -95,6 +96,18 @@ bool kvedge_cache::store_runs(const llama_attn_provider_ubatch & ubatch) try {
 } catch (...) {
     take_back_runs();
     throw;
+}
+
+bool kvedge_cache::reserve_turning() {
+    if (std::none_of(runs.begin(), runs.end(), [](const auto & run) { return run->wanted.moments >= 0; })) {
+        return true;
+    }
+    int32_t widest = 0;
+    for (const auto & s : shapes) {
+        widest = std::max(widest, s.d_k);
+    }
+    turning.resize((size_t) std::max({ 1, llama_n_threads(ctx), llama_n_threads_batch(ctx) }));
+    return std::all_of(turning.begin(), turning.end(), [&](MomentsScratch & x) { return x.reserve(widest); });
 }
 
 bool kvedge_cache::reserve_scratch() {
@@ -127,6 +140,7 @@ void kvedge_cache::release_scratch() {
     for (auto & s : scratch) {
         s.release();
     }
+    turning = {};
 }
 
 // A prompt's intermediate results are many times those of a token: an answer gets by with a few of these pages. Every graph
@@ -136,6 +150,18 @@ void kvedge_cache::release_working_memory() {
     // An encoder's graphs are built without asking for attention.
     if (ctx && !llama_model_has_encoder(llama_get_model(ctx))) {
         intermediate.release();
+    }
+}
+
+// Models with several positions for a token have them one row after the other, as llama_ubatch has. Those of text are alike,
+// but the last, which llama.cpp sets to 0.
+void kvedge_cache::note_places(const llama_attn_provider_ubatch & ubatch, Run & run) const {
+    const bool several = std::any_of(rotations->begin(), rotations->end(), [](const Rotation & r) { return !r.axes.empty(); });
+    for (int32_t axis = 0; axis < PLACES && several && run.wanted.moments >= 0; axis++) {
+        for (int32_t i : run.index) {
+            const bool none = axis == LAST_PLACE && ubatch.token;
+            run.places.push_back(none ? 0 : ubatch.pos[(size_t) axis * ubatch.n_tokens + (size_t) i]);
+        }
     }
 }
 
@@ -151,6 +177,9 @@ int kvedge_cache::ubatch_begin(const llama_attn_provider_ubatch & ubatch) {
     if (!collect_runs(ubatch) || !std::all_of(runs.begin(), runs.end(), [&](auto & run) { return prepare_run(ubatch, *run); }) ||
         !place_runs()) {
         return -1;
+    }
+    for (auto & run : runs) {
+        note_places(ubatch, *run);
     }
     if (!store_runs(ubatch)) {
         return -1;

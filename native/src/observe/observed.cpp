@@ -135,6 +135,22 @@ bool Observed::ensure_window(size_t l, int32_t next, int32_t n) try {
     return false;
 }
 
+bool Observed::ensure_moments(size_t l) try {
+    const LayerShape & s = (*shapes_)[l];
+    moments_.resize(shapes_->size());
+    if (moments_[l].empty()) {
+        moments_[l] = QueryMoments(s.n_heads, s.d_k);
+    }
+    return true;
+} catch (const std::bad_alloc &) {
+    return false;
+}
+
+const Rotation & Observed::rotation(size_t layer) const {
+    static const Rotation NONE;
+    return rotations_ ? (*rotations_)[layer] : NONE;
+}
+
 float * Observed::window_slot(size_t layer, int32_t token) {
     const LayerShape & s = (*shapes_)[layer];
     return windows_[layer].q.data() + (size_t) (token % window_size_) * (size_t) s.n_heads * (size_t) s.d_k;
@@ -210,6 +226,9 @@ void Observed::drop_layer(size_t l) {
     if (!windows_.empty()) {
         windows_[l] = {};
     }
+    if (!moments_.empty()) {
+        moments_[l] = {};
+    }
 }
 
 void Observed::drop() {
@@ -221,6 +240,7 @@ void Observed::drop() {
     spans_.clear();
     modality_    = std::vector<uint8_t>();
     windows_     = {};
+    moments_     = {};
     window_size_ = 0;
     window_from_ = 0;
 }
@@ -237,6 +257,9 @@ uint64_t Observed::bytes() const {
         for (const auto & part : layer) {
             n += part.size();
         }
+    }
+    for (const auto & m : moments_) {
+        n += m.bytes();
     }
     for (const auto & w : windows_) {
         n += (w.q.capacity() + w.sinks.capacity()) * sizeof(float);

@@ -1,12 +1,14 @@
-// What is gathered of the pending tokens' attention while they are read: column sums, entropies, queries, and the last
-// queries. Rows are counted from the first pending one.
+// What is gathered of the pending tokens' attention while they are read: column sums, entropies, queries, the last queries,
+// and mean and covariance of all of them. Rows are counted from the first pending one.
 
 #pragma once
 
 #include "backend/cpu/pages.h"
 #include "backend/rows.h"
+#include "observe/moments.h"
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 namespace kvedge {
@@ -26,13 +28,14 @@ struct QueryWindow {
 
 // Tokens of which something was not gathered; queries: of which nothing was.
 struct Missing {
-    int32_t sums = 0, squares = 0, entropies = 0, queries = 0;
+    int32_t sums = 0, squares = 0, entropies = 0, queries = 0, moments = 0;
 
-    void count(bool summed, bool squared, bool weighed, bool seen, int32_t n) {
+    void count(bool summed, bool squared, bool weighed, bool seen, bool averaged, int32_t n) {
         sums += summed ? 0 : n;
         squares += squared ? 0 : n;
         entropies += weighed ? 0 : n;
         queries += seen ? 0 : n;
+        moments += averaged ? 0 : n;
     }
 };
 
@@ -45,6 +48,7 @@ class Observed {
     bool ensure_entropies();  // the sum of entropies of every head
     bool ensure_queries(int32_t next, int32_t n);  // the queries of the tokens [next, next + n), of every layer
     bool ensure_window(size_t layer, int32_t next, int32_t n);  // the last n queries of a layer; `next` is the next token
+    bool ensure_moments(size_t layer);  // mean and covariance of a layer's queries
 
     // The last n of n_rows pending tokens attend: counts who sees whom and whose entropy there is. modality [n_rows], 1 for
     // an image token, where queries are kept.
@@ -81,6 +85,14 @@ class Observed {
     // Those of the last n tokens before `next`, in order, [n][H][d_k].
     Bulk<float> last_queries(size_t layer, int32_t next, int32_t n) const;
 
+    // Mean and covariance of the queries, where wanted.
+    bool                 has_moments() const { return !moments_.empty(); }
+    const QueryMoments & moments(size_t layer) const { return moments_[layer]; }
+    QueryMoments &       moments(size_t layer) { return moments_[layer]; }
+    const Rotation &     rotation(size_t layer) const;
+    // How rows are turned by their positions, of every layer; NULL: not at all.
+    void set_rotations(std::shared_ptr<const Rotations> rotations) { rotations_ = std::move(rotations); }
+
     Missing &       missing() { return missing_; }
     const Missing & missing() const { return missing_; }
 
@@ -94,7 +106,7 @@ class Observed {
     // Keeps queries of tokens that are there: `pending` ascending, and none from n_tokens on.
     void forget_queries(const std::vector<int32_t> & pending, int32_t n_tokens);
 
-    bool     any() const { return has_sums() || has_windows() || !entropies_.empty() || has_queries(); }
+    bool     any() const { return has_sums() || has_windows() || !entropies_.empty() || has_queries() || has_moments(); }
     void     drop();  // all of it, but what is missing
     void     drop_layer(size_t layer);
     uint64_t bytes() const;
@@ -120,7 +132,10 @@ class Observed {
     std::vector<QueryWindow>         windows_;
     int32_t                          window_size_ = 0;
     int32_t                          window_from_ = 0;  // first token from which on all queries were seen
+    std::vector<QueryMoments>        moments_;          // [layer] or empty
     Missing                          missing_;          // of pending prompt tokens
+
+    std::shared_ptr<const Rotations> rotations_;
 };
 
 }  // namespace kvedge

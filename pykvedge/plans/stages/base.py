@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from pykvedge.native.abi import Declared
+    from pykvedge.plans.stages.rotation import Rotation
 
 Settings = Mapping[str, Any]
 
@@ -101,6 +102,9 @@ class Layer:
     # [Hkv, T] as scorer cumulative has them; for plugins that ask, and of a stream, whose earlier queries are gone
     column_sums: np.ndarray | None = None
     profile: np.ndarray | None = None  # [Hkv] float32 calibrated numbers; None where the scorer asked for none
+    rotation: Rotation | None = None  # of queries and keys by their positions; None: they are not turned
+    tokens: np.ndarray | None = None  # [Hkv, T] token indices, which are positions, of a stream; None: 0 to T - 1
+    all_q: np.ndarray | None = None  # [H, n, d] all queries of a stream so far, from position 0 on; None: q are all
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,8 @@ struct AttendJob {
     size_t          out_token, out_head;
     const int32_t * index;  // [n] place of query token i in q and out; NULL: i itself
 
+    const int32_t * places;  // [axis][n] positions that turn the query tokens, where each has several; NULL: those of the rows
+
     float         scale;
     float         softcap;  // 0: none
     const float * sinks;    // [H] logits of attention sinks, or NULL
@@ -103,6 +105,10 @@ class Scratch {
 
 // Copies those of the job's queries that the windows hold into their rings; thread ith of nth does its share.
 void record_window(const AttendJob & job, Observed & to, int32_t ith, int32_t nth);
+
+// Adds those of the job's queries whose token is `from` or a later one, scaled and turned back, to the moments of their heads.
+// Thread ith of nth does its share of the heads.
+void record_moments(const AttendJob & job, Observed & to, int32_t from, int32_t ith, int32_t nth, MomentsScratch & scratch);
 
 int32_t prefill_tasks(const AttendJob & job, const Scratch & scratch);
 void    prefill_task(const AttendJob & job, int32_t task, Scratch & scratch);
