@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cmath
 import math
 
 
@@ -147,6 +148,43 @@ def keydiff(k, of_units=True):
     rows = [[c / math.sqrt(sum(x * x for x in row)) for c in row] for row in k] if of_units else k
     anchor = [mean(channel) for channel in zip(*rows, strict=True)]
     return [-_cosine(row, anchor) for row in k]
+
+
+def _turned(row, turns, neox):
+    """A row whose pairs of channels are multiplied by the complex numbers turns [n]; the channels beyond them stay."""
+    out, n = list(row), len(turns)
+    for i, w in enumerate(turns):
+        a, b = (i, i + n) if neox else (2 * i, 2 * i + 1)
+        z = complex(row[a], row[b]) * w
+        out[a], out[b] = z.real, z.imag
+    return out
+
+
+def expected_attention(q, k, v, turning, settings):
+    """Expected Attention, section 3: scores of the tokens after the sinks. q: heads of a group; k, v: of their KV head.
+
+    turning: (angles, whether pairs are those of NEOX). Token t has position t.
+    """
+    (angles, neox), first, size = turning, settings["n_sink"], len(k[0])
+    ahead = range(len(k), len(k) + settings["n_future"])
+    future = [mean([cmath.exp(1j * p * a) for p in ahead]) for a in angles]
+    shares = [0.0] * (len(k) - first)
+    for head in q:
+        rows = [_turned(head[t], [cmath.exp(-1j * t * a) for a in angles], neox) for t in range(first, len(k))]
+        center = [mean(channel) for channel in zip(*rows, strict=True)]
+        logits = []
+        for t in range(first, len(k)):
+            # R' k instead of R mu and R S R': the same product
+            key = _turned(k[t], [w.conjugate() for w in future], neox)
+            logit = sum(a * b for a, b in zip(center, key, strict=True)) / math.sqrt(size)
+            along = [sum((x - c) * y for x, c, y in zip(row, center, key, strict=True)) for row in rows]
+            logits.append(logit + settings["covariance"] * mean([a * a for a in along]) / (2 * size))
+        total = sum(math.exp(x) for x in logits)
+        shares = [s + math.exp(x) / total / len(q) for s, x in zip(shares, logits, strict=True)]
+    if not settings["vnorm"]:
+        return shares
+    lengths = [math.sqrt(sum(c * c for c in row)) for row in v[first:]]
+    return [(s + settings["eps"]) * n for s, n in zip(shares, lengths, strict=True)]
 
 
 def dct(x):

@@ -22,7 +22,7 @@ from pykvedge.runtime import bounded_batch
 from pykvedge.runtime.interrupt import CancelledError
 
 QUESTION = "What is in the two images? " * 3
-METHODS = ["lookm", "snapkv", "mixkv-ada", "pyramidkv", "h2o", "roco", "prefixkv", "flashcache"]
+METHODS = ["lookm", "snapkv", "mixkv-ada", "pyramidkv", "h2o", "roco", "prefixkv", "flashcache", "expected"]
 
 
 def kept(session):

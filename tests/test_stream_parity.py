@@ -53,7 +53,7 @@ def test_every_scorer(native, scorer, heads):
 
 
 @pytest.mark.parametrize("step", [1, 7, 64, 229, 230, 500])
-@pytest.mark.parametrize("scorer", ["cumulative", "window", "keydiff", "knorm"])
+@pytest.mark.parametrize("scorer", ["cumulative", "window", "expected", "keydiff", "knorm"])
 def test_every_step(native, scorer, step):
     agree(plan_of(scorer, 40, sinks=2), prompt(230 if step > 1 else 70), step)
 

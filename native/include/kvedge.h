@@ -157,7 +157,8 @@ KVEDGE_API void          kvedge_plan_free(kvedge_plan * plan);  // NULL is allow
 //   recent      last tokens of the prompt that are always kept, inside the budget: "16" pairs, or "0.1" of the prompt,
 //               or "auto": half of the budget with scorer cumulative (H2O and LOOK-M: a1 = a2), the window, but at most
 //               half of the budget, with scorer window (SnapKV) and mixkv, a tenth of the budget and at least 1 with
-//               scorer mean (RoCo), what a scorer of your own says, 0 with any other
+//               scorer mean (RoCo), 32, but at most half of the budget, with scorer keydiff and expected, what a scorer of
+//               your own says, 0 with any other
 //   sinks       first tokens of the prompt that are always kept, inside the budget: an integer >= 0
 //   text_prior  "true": text tokens rank above all image tokens (LOOK-M eq. 5)
 //   scorer.NAME, allocator.NAME, reducer.NAME, decode.NAME   a setting of the member chosen for that stage, for example
@@ -256,7 +257,8 @@ KVEDGE_API kvedge_status kvedge_options_init(kvedge_options * options, size_t st
 // plan: copied; NULL keeps everything. options: NULL for the defaults.
 // Errors: KVEDGE_E_ARGUMENT (ctx or out is NULL, options that contradict themselves), KVEDGE_E_NOTHING (no layer to take over; the context is unchanged and usable), KVEDGE_E_STATE (tokens present,
 // or another provider attached), KVEDGE_E_BUDGET, KVEDGE_E_MEMORY, KVEDGE_E_UNSUPPORTED (head sizes that the storage type
-// cannot hold; the context is unchanged and usable).
+// cannot hold, or scorer expected where it is not known how the model turns queries by their positions; the context is
+// unchanged and usable).
 KVEDGE_API kvedge_status kvedge_attach(
     struct llama_context * ctx, const kvedge_plan * plan, const kvedge_options * options, kvedge_cache ** out,
     kvedge_error * err);
@@ -266,6 +268,7 @@ KVEDGE_API kvedge_status kvedge_attach(
 KVEDGE_API void kvedge_detach(kvedge_cache * kv);
 
 // Replaces the plan; the prompts that complete from now on are compressed by it, and their answers follow its decode policy.
+// Errors: as kvedge_attach's of plans.
 KVEDGE_API kvedge_status kvedge_set_plan(kvedge_cache * kv, const kvedge_plan * plan, kvedge_error * err);
 
 // Gives one sequence a plan of its own, in place of the cache's; it stays the sequence's when that is emptied and filled
@@ -363,8 +366,8 @@ typedef struct kvedge_stats {
                                  // of a stream, KV pairs that each head holds
     uint64_t bytes;              // bytes of the sequence's key and value buffers that exist now
     uint64_t index_bytes;        // bytes of its token indices and positions
-    uint64_t score_bytes;        // bytes of column sums, of scores, of watched attention, and of queries kept for allocator
-                                 // entropy, that exist now
+    uint64_t score_bytes;        // bytes of column sums, of scores, of watched attention, of queries kept for allocator
+                                 // entropy, and of the mean and covariance of queries, that exist now
     uint64_t before_bytes;       // `bytes` right before the last compression (the full cache, for a first turn)
     uint64_t after_bytes;        // `bytes` right after it
     uint64_t peak_bytes;         // largest value of bytes + index_bytes + score_bytes so far

@@ -97,6 +97,31 @@ void check_refusals() {
     kvedge_plan_free(plan);
 }
 
+void check_rotations() {
+    const Given   g    = random_arrays(2, 40);
+    kvedge_plan * plan = heads_plan();
+    CHECK(kvedge_plan_set(plan, "allocator", "uniform", nullptr) == KVEDGE_OK && kvedge_plan_set(plan, "scorer", "expected", nullptr) == KVEDGE_OK);
+    const double good[9] = { 1.0, 0.1 }, bad[] = { 1.0, NAN };
+    const auto   set     = [&](int32_t pairs, const double * angles, int32_t n) {
+        kvedge_error err{};
+        const auto   status = kvedge_plan_set_rotation(plan, (kvedge_pairs) pairs, angles, n, &err);
+        CHECK(status == KVEDGE_OK || strlen(err.message) > 10);
+        return status;
+    };
+    const int32_t all = kept(plan, g);
+    CHECK(all > 0);
+    for (int32_t pairs : { KVEDGE_PAIRS_NORM, KVEDGE_PAIRS_NEOX }) {
+        CHECK(set(pairs, good, 2) == KVEDGE_OK && kept(plan, g) == all);
+    }
+    CHECK(set(2, good, 2) == KVEDGE_E_ARGUMENT && set(-1, good, 2) == KVEDGE_E_ARGUMENT && set(0, bad, 2) == KVEDGE_E_ARGUMENT);
+    CHECK(set(0, good, -1) == KVEDGE_E_ARGUMENT && set(0, good, 1 << 30) == KVEDGE_E_ARGUMENT);
+    CHECK(kvedge_plan_set_rotation(nullptr, KVEDGE_PAIRS_NORM, good, 2, nullptr) == KVEDGE_E_ARGUMENT);
+    CHECK(set(0, good, 9) == KVEDGE_OK && kept(plan, g) == -1);  // heads have fewer channels
+    CHECK(kvedge_plan_set(plan, "scorer", "knorm", nullptr) == KVEDGE_OK && kept(plan, g) == all);  // which asks for none
+    CHECK(set(0, nullptr, 0) == KVEDGE_OK && kvedge_plan_set(plan, "scorer", "expected", nullptr) == KVEDGE_OK && kept(plan, g) == all);
+    kvedge_plan_free(plan);
+}
+
 // Layers 1 and 3 of five are stored, with 2 and 4 KV heads: rows go by the model's numbers, and the total is exact.
 void check_uneven_layers() {
     const std::vector<LayerShape> shapes = { { 1, 4, 2, 8, 8 }, { 3, 4, 4, 8, 8 } };
@@ -157,6 +182,7 @@ void check_two_stages() {
 int main() {
     check_lifetime();
     check_refusals();
+    check_rotations();
     check_uneven_layers();
     check_two_stages();
     std::fprintf(stderr, "%d failures\n", failures());

@@ -204,7 +204,7 @@ void test_arrays() {
     }
     std::generate(image.begin(), image.end(), [] { return (uint8_t) below(2); });
     const kvedge_arrays in{ L, H, HKV, T, D, q.data(), k.data(), v.data(), image.data() };
-    for (const char * scorer : { "position", "cumulative", "window", "mixkv", "keydiff", "knorm", "vnorm", "random", "dct" }) {
+    for (const char * scorer : { "position", "cumulative", "window", "mixkv", "keydiff", "expected", "knorm", "vnorm", "random", "dct" }) {
         for (const char * reducer : { "evict", "pivotal" }) {
             kvedge_plan * plan = nullptr;
             kvedge_error  err{};

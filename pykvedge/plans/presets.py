@@ -26,6 +26,7 @@ _ADAKV = "Feng et al. 2024, Ada-KV: Optimizing KV Cache Eviction by Adaptive Bud
 _SPARSEMM = "Wang et al. 2025, SparseMM: Head Sparsity Emerges from Visual Concept Responses in MLLMs, ICCV"
 _HEADKV = "Fu et al. 2024, Not All Heads Matter: Head-Level KV Cache Compression with Reasoning, arXiv:2410.19258"
 _KEYDIFF = "Park et al. 2025, KeyDiff: Key Similarity-Based KV Cache Eviction, arXiv:2504.15364"
+_EXPECTED = "Devoto et al. 2025, Expected Attention: KV Cache Compression by Estimating Attention, arXiv:2510.00636"
 _KNORM = "Devoto et al. 2024, A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression, arXiv:2406.11430"
 _ELASTIC = "Liu et al. 2024, Efficient Inference of Vision Instruction-Following Models with Elastic Cache, ECCV"
 _PREFIXKV = "Wang et al. 2024, PrefixKV: Adaptive Prefix KV Cache is What Vision Instruction-Following Models Need"
@@ -144,6 +145,16 @@ _PRESETS = (
     ),
     Preset(
         "keydiff", "tokens whose keys point elsewhere than the others, and the last 32", _KEYDIFF, {"scorer": "keydiff"}
+    ),
+    Preset(
+        "expected",
+        "what queries yet to come are expected to look at, with more for the heads with the largest scores",
+        _EXPECTED,
+        {
+            "scorer": "expected",
+            "allocator": "ada",
+            "params": {"scorer.eps": 0.01, "allocator.normalize": False},
+        },
     ),
     Preset("knorm", "tokens whose keys have the smallest norm", _KNORM, {"scorer": "knorm"}),
     Preset("vnorm", "tokens whose values have the largest norm", "a control, and a part of MixKV", {"scorer": "vnorm"}),
