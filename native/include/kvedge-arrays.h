@@ -49,6 +49,12 @@ KVEDGE_API kvedge_status kvedge_compress_arrays_as(
     const kvedge_plan * plan, const kvedge_arrays * in, kvedge_type type_k, kvedge_type type_v, int32_t n_threads,
     kvedge_result ** out, kvedge_error * err);
 
+// The same by options: their types, threads and rotation, which the others leave out; the rest is not looked at. NULL: the defaults.
+// What comes out are the rows as they are read: quantised while they were rotated, and rotated back. Errors: also
+// KVEDGE_E_UNSUPPORTED (a d that cannot be rotated).
+KVEDGE_API kvedge_status kvedge_compress_arrays_by(
+    const kvedge_plan * plan, const kvedge_arrays * in, const kvedge_options * options, kvedge_result ** out, kvedge_error * err);
+
 // The same for a stream: `step` >= 1 tokens at a time attend to what is left of those before, and are compressed together
 // with it (kvedge_compress_stream). The result has no scores. Errors: also those of kvedge_compress_stream.
 KVEDGE_API kvedge_status kvedge_stream_arrays(

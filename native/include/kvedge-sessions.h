@@ -18,7 +18,7 @@
 extern "C" {
 #endif
 
-#define KVEDGE_SESSION_VERSION 1
+#define KVEDGE_SESSION_VERSION 2  // 2 where rows are rotated (kvedge_rotate), else files are of version 1
 
 // Writes sequence seq_id to `path` (UTF-8). The file appears whole: until everything is on the disk, what was there stays.
 // Only its owner may read it. model: a name or hash of the model, at most 255 bytes, that kvedge_load compares.
@@ -33,7 +33,7 @@ KVEDGE_API kvedge_status kvedge_save(
 // is thrown away: llama.cpp learns the last position that way. It knows of no other position of the sequence afterwards
 // (llama_memory_seq_pos_min is the last one, too). A failure leaves the sequence empty.
 // Errors: KVEDGE_E_FILE (damaged, truncated, of a newer version, another model or other layer shapes), KVEDGE_E_ARGUMENT
-// (another storage type than the cache's), KVEDGE_E_STATE (the sequence holds tokens), KVEDGE_E_MEMORY.
+// (another storage type than the cache's; whether rows are rotated is the file's to say, and so the sequence goes on), KVEDGE_E_STATE (the sequence holds tokens), KVEDGE_E_MEMORY.
 KVEDGE_API kvedge_status kvedge_load(kvedge_cache * kv, int32_t seq_id, const char * path, const char * model, kvedge_error * err);
 
 // The same bytes in memory, with no note: to put a conversation aside, to begin several with what they share, or to go on in

@@ -227,6 +227,18 @@ typedef enum kvedge_devices {
     KVEDGE_DEVICES_ALL  = 2,  // as AUTO, and the CPU's layers too go through ggml's operations: to compare with
 } kvedge_devices;
 
+// Whether rows of q8_0 and q4_0 are rotated before they are quantised: every 64 numbers of a value, and as many of a key as
+// the largest power of two that divides its size, are multiplied by a normalised Hadamard matrix, and by it again when they are
+// read. Channels that stand out then take less of the others' bits; where none does, it changes little. What is scored, merged
+// and read back are the rows themselves.
+typedef enum kvedge_rotate {
+    // as llama.cpp has its own cache: keys where all layers' are of the same size, a multiple of 64, and values likewise; but not
+    // where a layer's rows lie on a device
+    KVEDGE_ROTATE_AUTO = 0,
+    KVEDGE_ROTATE_OFF  = 1,
+    KVEDGE_ROTATE_ON   = 2,  // sizes are multiples of 64; quantised rows lie on the host
+} kvedge_rotate;
+
 typedef struct kvedge_options {
     size_t      struct_size;    // set by kvedge_options_init
     kvedge_type type;           // storage type of keys and values
@@ -240,10 +252,11 @@ typedef struct kvedge_options {
     // policies by score, watched tokens, later messages where heads differ - takes place on the host, with the rows fetched;
     // they go back with the next token that a device can attend to.
     kvedge_devices devices;
-    int32_t        unused2;     // 0
+    kvedge_rotate  rotate;      // of q8_0 and q4_0
 } kvedge_options;
 
-// Fills options [struct_size bytes] with the defaults: f16, 0, true, KVEDGE_TYPE_SAME twice, KVEDGE_DEVICES_AUTO.
+// Fills options [struct_size bytes] with the defaults: f16, 0, true, KVEDGE_TYPE_SAME twice, KVEDGE_DEVICES_AUTO,
+// KVEDGE_ROTATE_AUTO.
 //
 //     kvedge_options options;
 //     kvedge_options_init(&options, sizeof(options), NULL);
@@ -257,8 +270,8 @@ KVEDGE_API kvedge_status kvedge_options_init(kvedge_options * options, size_t st
 // plan: copied; NULL keeps everything. options: NULL for the defaults.
 // Errors: KVEDGE_E_ARGUMENT (ctx or out is NULL, options that contradict themselves), KVEDGE_E_NOTHING (no layer to take over; the context is unchanged and usable), KVEDGE_E_STATE (tokens present,
 // or another provider attached), KVEDGE_E_BUDGET, KVEDGE_E_MEMORY, KVEDGE_E_UNSUPPORTED (head sizes that the storage type
-// cannot hold, or scorer expected where it is not known how the model turns queries by their positions; the context is
-// unchanged and usable).
+// cannot hold, or that cannot be rotated, or scorer expected where it is not known how the model turns queries by their
+// positions; the context is unchanged and usable).
 KVEDGE_API kvedge_status kvedge_attach(
     struct llama_context * ctx, const kvedge_plan * plan, const kvedge_options * options, kvedge_cache ** out,
     kvedge_error * err);

@@ -3,7 +3,7 @@
 //   bench_decode HEADS KV_HEADS HEAD_SIZE TOKENS THREADS ROUNDS MIB TYPE
 //
 // As many layers as hold MIB MiB of keys and values: 192 fit no cache, 1 shows what the kernels could do with faster
-// memory. TYPE is what they are stored as: any storage type but f32. Both share out layers and heads among the threads, with
+// memory. TYPE is what they are stored as: any storage type but f32; rotated:q8_0 and rotated:q4_0 too. Both share out layers and heads among the threads, with
 // no barrier in between.
 // stdout: the table of kernels, bytes and layers; then a line per round: wall seconds of the sum and of the attention, and
 // their processor seconds divided by the threads, which other programs disturb less.
@@ -29,6 +29,7 @@ namespace {
 struct Bench {
     int32_t n_heads, n_heads_kv, size, tokens, threads, mib;
     Type    type;
+    bool    rotated = false;
 
     std::vector<LayerShape>      shapes;
     std::unique_ptr<Sequence>    seq;
@@ -37,11 +38,14 @@ struct Bench {
     std::atomic<uint64_t>        sum{ 0 };
 };
 
-bool type_named(const char * name, Type & type) {
+bool type_named(const char * name, Type & type, bool & rotated) {
+    const char prefix[] = "rotated:";
+    rotated             = strncmp(name, prefix, sizeof(prefix) - 1) == 0;
+    name += rotated ? sizeof(prefix) - 1 : 0;
     for (int32_t i = 0; FORMATS.of[i].name; i++) {
         if (strcmp(FORMATS.of[i].name, name) == 0) {
             type = (Type) i;
-            return type != Type::f32;
+            return type != Type::f32 && (!rotated || (is_quantised(type) && !format(type).residual));
         }
     }
     return false;
@@ -53,7 +57,8 @@ bool fill(Bench & b) {
     for (size_t l = 0; l * layer < (size_t) b.mib << 20; l++) {
         b.shapes.push_back({ (int32_t) l, b.n_heads, b.n_heads_kv, b.size, b.size });
     }
-    b.seq = std::make_unique<Sequence>(b.shapes, Storage{ of_keys(b.type), b.type });
+    const Storage plain_rows = { of_keys(b.type), b.type }, turned = { rotated_keys(b.type), rotated_values(b.type) };
+    b.seq = std::make_unique<Sequence>(b.shapes, b.rotated ? turned : plain_rows);
     std::vector<int32_t> pos((size_t) b.tokens);
     if (!b.seq->rows.append(b.tokens, pos.data(), false)) {
         return false;
@@ -155,7 +160,7 @@ Seconds time_attention(Bench & b) {
 
 int main(int argc, char ** argv) {
     Bench b;
-    if (argc != 9 || !type_named(argv[8], b.type)) {
+    if (argc != 9 || !type_named(argv[8], b.type, b.rotated) || (b.rotated && std::atoi(argv[3]) % ROTATION != 0)) {
         std::fprintf(stderr, "usage: bench_decode HEADS KV_HEADS HEAD_SIZE TOKENS THREADS ROUNDS MIB TYPE\n");
         return 2;
     }

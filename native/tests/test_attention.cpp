@@ -117,7 +117,7 @@ void check_decode(const Case & c, const Sequence & seq, AttendJob job, const Exp
     const int32_t splits = decode_splits(job, n_threads);
     run_tasks(decode_tasks(job, splits), n_threads, [&](int32_t i, int32_t) { decode_task(job, i, splits, partials); });
     // several rows over q8_0 may be rounded to 16 bits, against the largest of each block
-    const bool rounds = job.n * c.H > c.Hkv && (c.storage.k == Type::q8_0 || c.storage.v == Type::q8_0);
+    const bool rounds = job.n * c.H > c.Hkv && (unrotated(c.storage.k) == Type::q8_0 || unrotated(c.storage.v) == Type::q8_0);
     for (size_t i = 0; i < e.out.size(); i++) {
         CHECK(close_to(job.out[i], e.out[i], rounds ? 1e-4 : 2e-5));
     }
@@ -246,6 +246,10 @@ int main(int argc, char ** argv) {
         { 4, 1, 64, 64, false, 0.0f, false, { of_keys(Type::kivi4), Type::bf16 } },
         { 2, 2, 32, 32, true, 0.0f, false, { Type::f32, Type::kivi2 } },
         { 4, 2, 64, 64, true, 0.0f, false, { Type::q8_0, Type::kivi4 } },
+        { 8, 2, 128, 64, true, 0.0f, true, { rotated_keys(Type::q4_0), rotated_values(Type::q4_0) } },
+        { 12, 2, 192, 128, true, 30.0f, false, { rotated_keys(Type::q8_0), rotated_values(Type::q8_0) } },
+        { 4, 4, 64, 64, false, 0.0f, false, { rotated_keys(Type::q4_0), Type::kivi4 } },
+        { 4, 1, 64, 128, true, 0.0f, false, { Type::f16, rotated_values(Type::q8_0) } },
     };
     for (int32_t i = 0; FORMATS.of[i].name; i++) {
         cases.push_back({ 4, 4, 64, 64, true, 0.0f, false, { of_keys((Type) i), (Type) i } });

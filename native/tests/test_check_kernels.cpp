@@ -95,6 +95,13 @@ static void test_elements() {
         right().band_filter(filter, x, squares);
         squares[0] += filter.stages[0].radix == 5 ? 50.0f : 0.0f;
     }), "band_filter");
+    finds(with(&Kernels::rotate, +[](FloatOut x, int32_t n, int32_t d, int32_t block) {
+        right().rotate(x, n, d, block == 512 ? 256 : block);
+    }), "rotate");
+    finds(with(&Kernels::rotate, +[](FloatOut x, int32_t n, int32_t d, int32_t block) {
+        right().rotate(x, n, d, block);
+        x.row(n - 1)[d] += 0.125f;
+    }), "rotate");
 }
 
 int main() {

@@ -20,7 +20,7 @@ namespace {
 
 std::mt19937 rng(3);
 
-const std::vector<LayerShape> SHAPES = { { 0, 4, 2, 64, 32 }, { 1, 2, 1, 32, 96 } };
+std::vector<LayerShape> SHAPES = { { 0, 4, 2, 64, 32 }, { 1, 2, 1, 32, 96 } };
 
 struct Row {
     std::vector<float> k, v;
@@ -256,6 +256,26 @@ void test_kivi_residual() {
     }
 }
 
+// llama.cpp's rule, for keys and values apart.
+void test_what_is_rotated() {
+    const auto both = [](int32_t d_k, int32_t d_v, Type t, kvedge_rotate how) {
+        Storage      storage{ of_keys(t), t };
+        kvedge_error err{};
+        const auto   status = rotate_storage(storage, how, { { 0, 4, 2, d_k, d_v }, { 1, 4, 2, 128, 128 } }, &err);
+        CHECK(unrotated(storage.k) == of_keys(t) && unrotated(storage.v) == t && (status == KVEDGE_OK) == (err.message[0] == 0));
+        return status == KVEDGE_OK ? (is_rotated(storage.k) ? 1 : 0) + (is_rotated(storage.v) ? 2 : 0) : -1;
+    };
+    CHECK(both(128, 128, Type::q4_0, KVEDGE_ROTATE_AUTO) == 3 && both(128, 128, Type::q8_0, KVEDGE_ROTATE_ON) == 3);
+    CHECK(both(128, 128, Type::q4_0, KVEDGE_ROTATE_OFF) == 0);
+    CHECK(both(64, 128, Type::q8_0, KVEDGE_ROTATE_AUTO) == 2 && both(64, 128, Type::q8_0, KVEDGE_ROTATE_ON) == 3);
+    CHECK(both(96, 128, Type::q8_0, KVEDGE_ROTATE_AUTO) == 2 && both(96, 128, Type::q8_0, KVEDGE_ROTATE_ON) == -1);
+    for (Type t : { Type::f16, Type::f32, Type::kivi4, Type::kivi2 }) {
+        CHECK(both(128, 128, t, KVEDGE_ROTATE_AUTO) == 0 && both(128, 128, t, KVEDGE_ROTATE_ON) == -1);
+    }
+    CHECK(rotation(rotated_keys(Type::q8_0), 192) == 64 && rotation(rotated_keys(Type::q8_0), 256) == 256);
+    CHECK(rotation(rotated_values(Type::q8_0), 256) == 64 && rotation(Type::q8_0, 256) == 0);
+}
+
 }  // namespace
 
 int main() {
@@ -277,6 +297,15 @@ int main() {
         test_any_row_goes(storage);
     }
     test_kivi_residual();
+    test_what_is_rotated();
+    SHAPES = { { 0, 4, 2, 64, 128 }, { 1, 2, 1, 192, 64 } };
+    for (const Storage & storage : { Storage{ rotated_keys(Type::q4_0), rotated_values(Type::q4_0) }, { rotated_keys(Type::q8_0), Type::kivi2 },
+                                     { of_keys(Type::kivi4), rotated_values(Type::q8_0) } }) {
+        test_conversation(storage);
+        test_whole_prompts_are_quantised(storage);
+        test_policies(storage);
+        test_any_row_goes(storage);
+    }
     std::fprintf(stderr, "%d failures\n", failures());
     return failures() != 0;
 }

@@ -15,7 +15,7 @@ using namespace kvedge;
 namespace {
 
 constexpr kvedge_options DEFAULTS = { sizeof(kvedge_options), KVEDGE_TYPE_F16, 3, true, KVEDGE_TYPE_SAME, KVEDGE_TYPE_SAME, 7,
-                                      KVEDGE_DEVICES_AUTO, 0 };
+                                      KVEDGE_DEVICES_AUTO, KVEDGE_ROTATE_AUTO };
 
 // What a program of newer headers hands over.
 struct Newer {

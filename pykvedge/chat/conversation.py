@@ -153,7 +153,7 @@ class Conversation:
 
     def _about(self, model: str) -> list[str]:
         encoder = fingerprint(self._vision.encoder.header) if self._vision is not None else ""
-        return [libkvedge.version(), model, encoder, self.settings.kv_type, str(self.settings.bounded)]
+        return [libkvedge.version(), model, encoder, self.settings.storage.key, str(self.settings.bounded)]
 
     @contextmanager
     def _peak_of(self, report: Report) -> Iterator[None]:

@@ -35,6 +35,7 @@ _OPTIONS = (
     options.THREADS,
     *options.DEVICES,
     options.KV_TYPE,
+    options.KV_ROTATE,
     *options.CACHE,
     option("--bounded", is_flag=True,
            help="Compress each layer of a prompt before the next one runs: the full cache never exists. Not with "

@@ -76,6 +76,7 @@ BUDGET = "0.2"
     options.THREADS,
     *options.DEVICES,
     options.KV_TYPE,
+    options.KV_ROTATE,
     options.QUIET,
     options.VERBOSE,
 )  # fmt: skip

@@ -18,6 +18,7 @@ from pykvedge.plans.plan import Plan
 from pykvedge.plans.plugin_files import load_file
 from pykvedge.plans.presets import default_plan
 from pykvedge.plans.presets import plan as make_plan
+from pykvedge.plans.rotation import MODES
 
 DATA = Path(pykvedge.__file__).parent / "data"  # importlib.resources names no folder in an editable installation
 PATH = click.Path(path_type=Path)
@@ -132,6 +133,11 @@ KV_TYPE = option(
     "--kv-type", default="f16", show_default=True, metavar="TYPE",
     help=f"How keys and values are stored: {', '.join(NAMES)}, or K:V, as in q8_0:q4_0.",
 )  # fmt: skip
+KV_ROTATE = option(
+    "--kv-rotate", default="auto", show_default=True, type=click.Choice(MODES), metavar="WHEN",
+    help="Rotate rows before they become q8_0 or q4_0, so that channels that stand out cost the others less: on, off, "
+    "or auto, as llama.cpp does where head sizes are multiples of 64.",
+)  # fmt: skip
 CACHE = (
     option("--cache", type=PATH, metavar="DIR",
            help="Keep what was computed of images in this folder, for later runs and others at the same time."),
@@ -215,12 +221,12 @@ def positive(name: str, value: int | None) -> int:
 
 
 def running(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Collects settings of a session: --ctx, --threads, --kv-type and DEVICES, as far as the command has them."""
+    """Collects settings of a session: CTX, THREADS, KV_TYPE, KV_ROTATE and DEVICES, as far as the command has them."""
     from pykvedge.native import crash
 
     if "rpc" in given:
         crash.arm()
-    out = {k: given[k] for k in ("gpu_layers", "device", "rpc", "kv_type") if k in given}
+    out = {k: given[k] for k in ("gpu_layers", "device", "rpc", "kv_type", "kv_rotate") if k in given}
     if "ctx" in given:
         out["n_ctx"] = positive("--ctx", given["ctx"])
     return {**out, "threads": positive("--threads", given["threads"])}

@@ -49,7 +49,8 @@ _EXTRA = ("starlette", "uvicorn", "pydantic")
                    help="What answers may take to end after Ctrl-C or SIGTERM."),
     options.option("--parent-pid", type=click.IntRange(1), metavar="PID",
                    help="End with this process, and when stdin ends if that is a pipe."),
-    options.CTX, options.THREADS, *options.DEVICES, options.KV_TYPE, *options.CACHE, options.QUIET, options.VERBOSE,
+    options.CTX, options.THREADS, *options.DEVICES, options.KV_TYPE, options.KV_ROTATE, *options.CACHE,
+    options.QUIET, options.VERBOSE,
 )  # fmt: skip
 def serve(**given: Any) -> None:
     """Answer over HTTP, as OpenAI's and Anthropic's clients expect it.
@@ -106,7 +107,7 @@ def _options(given: dict[str, Any], server: Any) -> Any:
         raise UsageError(f"--image-folder {folder} is no folder")
     memory = size("--memory", 0) or server.free_memory_share()
     limits = Limits(given["parallel"], options.positive("--ctx", given["ctx"]) or 4096, memory, given["queue"],
-                    given["kv_type"])  # fmt: skip
+                    given["kv_type"], given["kv_rotate"])  # fmt: skip
     return server.Options(
         host=given["host"], port=given["port"], name=given["name"], hosts=given["hosts"], limits=limits,
         key=server.read_key(paths.expanded(given["key_file"])) if given["key_file"] else "",

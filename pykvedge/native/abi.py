@@ -66,7 +66,7 @@ class Options(c.Structure):
         ("type_v", c.c_int),
         ("unused", c.c_int32),
         ("devices", c.c_int),
-        ("unused2", c.c_int32),
+        ("rotate", c.c_int),
     ]
 
 
@@ -113,6 +113,7 @@ class GivenImage(c.Structure):
     ]  # fmt: skip
 
 
+ROTATE_NUMBER = {"auto": 0, "off": 1, "on": 2}  # kvedge_rotate
 DEVICES_AUTO, DEVICES_NONE, DEVICES_ALL = 0, 1, 2  # kvedge_devices
 
 _P = c.c_void_p
@@ -181,7 +182,7 @@ PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "encoder_set_look": (None, [_P, Look, _P]),
     "encoder_eval": (c.c_bool, [_P, c.c_bool, _P]),
     "encoder_release": (c.c_uint64, [_P]),
-    "compress_arrays_as": (c.c_int, [_P, c.POINTER(GivenArrays), c.c_int, c.c_int, _I, _OUT, _ERR]),
+    "compress_arrays_by": (c.c_int, [_P, c.POINTER(GivenArrays), c.POINTER(Options), _OUT, _ERR]),
     "stream_arrays": (c.c_int, [_P, c.POINTER(GivenArrays), c.c_int, c.c_int, _I, _I, _OUT, _ERR]),
     "result_free": (None, [_P]),
     "result_length": (_I, [_P, _I, _I]),

@@ -66,7 +66,7 @@ def run(
     """Computes what the plan keeps of a prompt whose keys and values are stored as kv_type.
 
     profiles: by the stages that need one. Scores and merges see plain numbers, f16 where the type is quantised; what is
-    left is rounded last.
+    left is rounded last, rotated where the type says so.
     """
     kv_type = KvType.parse(kv_type)
     q, image_mask, turned = arrays.q, arrays.image_mask, arrays.rotation
@@ -108,4 +108,5 @@ def reduced(plan: Plan, head: Head, kv_type: KvType) -> tuple[np.ndarray, np.nda
     k, v = head.k.copy(), head.v.copy()
     if len(head.kept) < len(head.k):
         k, v = registry.reducer(plan.reducer).reduce(head, plan.settings("reducer"))
-    return held.keys(k, kv_type.k), held.values(v, kv_type.v)
+    key_block, value_block = kv_type.blocks(k.shape[1])
+    return held.keys(k, kv_type.k, key_block), held.values(v, kv_type.v, value_block)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         """These may be given to compress by name."""
 
         kv_type: str | KvType
+        kv_rotate: str
         threads: int
         profile: Given
         stream: int
@@ -37,6 +38,7 @@ _LARGEST = {"f16": 65504.0, "bf16": 3.3895313892515355e38, "f32": float("inf")}
 @dataclass(frozen=True)
 class _Options:
     kv_type: str | KvType = "f16"
+    kv_rotate: str = "auto"
     threads: int = 0
     profile: Given = None
     stream: int = 0
@@ -53,7 +55,9 @@ def compress(
     engine: "native" (libkvedge) or "numpy" (the definitions in stages/).
     options, each by its name:
     kv_type: storage type that k and v are rounded to (kvtypes.NAMES), or "K:V" for one of each. Where it is quantised,
-    d is a multiple of 32, and scores and merges see f16. threads: of the native engine, 0 for all cores.
+    d is a multiple of 32, and scores and merges see f16. kv_rotate: whether q8_0 and q4_0 round rotated rows (KvType):
+    "auto" where d is a multiple of 64, "on" or "off"; what comes out is rotated back. threads: of the native engine, 0
+    for all cores.
     profile: a Profile or its file, or several, for a plan whose stages need them (Plan.profile_kinds), each for the
     stage that it fits; shapes are [L, H], [L, Hkv] (key-redundancy), or [L, budgets] (prefix).
     stream: tokens that are read at a time, and compressed with what is left of those before (docs/streaming.md); 0: all
@@ -64,7 +68,7 @@ def compress(
     if engine not in ENGINES:
         raise unknown("engine", str(engine), ENGINES)
     chosen = _Options(**options)
-    kv_type = KvType.parse(chosen.kv_type)
+    kv_type = KvType.parse(chosen.kv_type, chosen.kv_rotate)
     if not isinstance(plan, Plan):
         raise ArrayError(f"plan must be a pykvedge.Plan, for example pykvedge.plan('lookm'), not {type(plan).__name__}")
     arrays = _check(q, k, v, image_mask, kv_type)
@@ -124,6 +128,7 @@ def _check(q: Any, k: Any, v: Any, image_mask: Any, kv_type: KvType) -> Arrays:
         raise ArrayError(f"the head size must be a multiple of 8, not {k.shape[3]}")
     if kv_type.quantised and k.shape[3] % GROUP:
         raise ArrayError(f"kv_type {kv_type} takes head sizes that are multiples of {GROUP}, not {k.shape[3]}")
+    kv_type.blocks(k.shape[3])
     for x, name, held in ((k, "k", kv_type.plain.k), (v, "v", kv_type.plain.v)):
         if np.abs(x).max() > _LARGEST[held]:
             raise ArrayError(f"{name} holds values that {held} cannot; use kv_type bf16 or f32")

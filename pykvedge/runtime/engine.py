@@ -133,7 +133,7 @@ class Engine:
         n_ubatch, peak = ubatch_for(self._vision, largest_image), 0
         if self._bounded:
             n_ubatch, peak = max(n_ubatch, n_prompt), plan.count(n_prompt) + n_prompt // max(self._model.n_layer, 1)
-        self._open(ContextSize(n_ctx, n_ubatch, self._settings.kv_type, n_prompt, peak_tokens=peak), plan)
+        self._open(ContextSize(n_ctx, n_ubatch, self._settings.storage, n_prompt, peak_tokens=peak), plan)
 
     @property
     def _bounded(self) -> bool:
@@ -207,7 +207,7 @@ class Engine:
         if note.n_cells >= n_ctx:
             raise ContextError(f"{name} holds {note.n_cells} tokens, the context {n_ctx}; raise --ctx")
         memory.require(n_bytes, name, "close other programs")
-        self._open(ContextSize(n_ctx, max(note.n_ubatch, 1), self._settings.kv_type), plan)
+        self._open(ContextSize(n_ctx, max(note.n_ubatch, 1), self._settings.storage), plan)
         try:
             if self.cache is None:
                 raise SessionFileError(f"{name} was saved with another model; load that one")

@@ -12,13 +12,13 @@ import numpy as np
 
 from pykvedge import errors
 from pykvedge.native import libraries
-from pykvedge.native.abi import DEVICES_AUTO, Error, Options, Saved, Stats
+from pykvedge.native.abi import DEVICES_AUTO, Error, Saved, Stats
 from pykvedge.native.calls import call, lib, raise_
 from pykvedge.native.guard import Guard, one_thread
 from pykvedge.plans.kvtypes import KvType
 from pykvedge.plans.plan import Plan
 from pykvedge.plans.stages.base import ProfileTable
-from pykvedge.runtime.native_plan import NativePlan
+from pykvedge.runtime.native_plan import NativePlan, options_of
 from pykvedge.runtime.own_stages import OwnStages
 
 
@@ -75,9 +75,7 @@ class Cache:
         """
         self._later_floor = later_floor
         self.guard = Guard("cache", over="the cache was detached; attach again")
-        options = Options()
-        call("options_init", c.byref(options), c.sizeof(options))
-        options.type_k, options.type_v = KvType.parse(kv_type).numbers
+        options = options_of(KvType.parse(kv_type))
         options.auto_compress, options.devices = auto_compress, devices
         self._handle = c.c_void_p()
         with NativePlan(plan, profiles, self._later_floor) as native:

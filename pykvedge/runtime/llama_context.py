@@ -31,7 +31,7 @@ class ContextSize:
 
     n_ctx: int
     n_ubatch: int = N_UBATCH
-    kv_type: str = "f16"
+    kv_type: str | KvType = "f16"
     prompt_tokens: int = 0  # of the first prompt, for the estimate of memory
     n_seq: int = 1  # sequences that share its tokens
     peak_tokens: int = 0  # of the first prompt that are there at once; 0: all

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from pykvedge import errors
-from pykvedge.native.abi import STAGE_NUMBER, GivenArrays
+from pykvedge.native.abi import ROTATE_NUMBER, STAGE_NUMBER, GivenArrays, Options
 from pykvedge.native.calls import call, lib
 from pykvedge.plans.kvtypes import KvType
 from pykvedge.plans.numpy_engine import Arrays
@@ -95,6 +95,15 @@ def score_bytes(plan: Plan, n_tokens: int, layers: Iterable[tuple[int, int, int]
         return sum(of_layer(*shape) for shape in layers)
 
 
+def options_of(kv_type: KvType) -> Options:
+    """Fills a kvedge_options with the storage types and their rotation, the rest by default."""
+    options = Options()
+    call("options_init", c.byref(options), c.sizeof(options))
+    options.type_k, options.type_v = kv_type.numbers
+    options.rotate = ROTATE_NUMBER[kv_type.rotate]
+    return options
+
+
 def compress_arrays(
     plan: Plan,
     arrays: Arrays,
@@ -103,7 +112,7 @@ def compress_arrays(
     profiles: Mapping[str, ProfileTable] | None = None,
     step: int = 0,
 ) -> Result:
-    """Calls kvedge_compress_arrays_as, or kvedge_stream_arrays with a step. threads: 0 for all cores.
+    """Calls kvedge_compress_arrays_by, or kvedge_stream_arrays with a step. threads: 0 for all cores.
 
     profiles: by the stages that need one.
     """
@@ -114,8 +123,12 @@ def compress_arrays(
     with NativePlan(plan, profiles) as native, native.own.explained():
         if rotation is not None:
             native.turn(rotation)
-        name, counts = ("stream_arrays", [step, threads]) if step else ("compress_arrays_as", [threads])
-        call(name, native.handle, c.byref(given), *kv_type.numbers, *counts, c.byref(result))
+        if step:
+            call("stream_arrays", native.handle, c.byref(given), *kv_type.numbers, step, threads, c.byref(result))
+        else:
+            options = options_of(kv_type)
+            options.n_threads = threads
+            call("compress_arrays_by", native.handle, c.byref(given), c.byref(options), c.byref(result))
     library = lib()
     out = Result([], [], [], np.zeros((n_layers, n_heads_kv, 0 if step else n_tokens), dtype=np.float32))
     try:

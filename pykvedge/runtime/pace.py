@@ -60,4 +60,4 @@ def stream_context(
     automatic = max(min(model.n_ctx_train or DEFAULT_CTX, DEFAULT_CTX), step + ROOM_TO_ANSWER)
     n_ctx = settings.n_ctx or automatic
     held = min((plan.budget.pairs or 0) + step, n_ctx)
-    return ContextSize(n_ctx, ubatch_for(vision, largest), settings.kv_type, held)
+    return ContextSize(n_ctx, ubatch_for(vision, largest), settings.storage, held)

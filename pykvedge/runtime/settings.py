@@ -42,6 +42,7 @@ class GivenSettings(LoadSettings, total=False):
 
     n_ctx: int
     kv_type: str
+    kv_rotate: str
     system: str
     measure_peak: bool
     bounded: bool
@@ -61,6 +62,7 @@ class Settings:
     device: str = "auto"  # devices that layers may lie on: "auto" for all, "none", or names, as in "CUDA0,RPC0"
     rpc: str = ""  # RPC servers whose devices are added, as in "HOST:PORT,HOST:PORT"
     kv_type: str = "f16"  # storage type of keys and values (kvtypes.NAMES), or "K:V" for one of each
+    kv_rotate: str = "auto"  # q8_0 and q4_0 round rotated rows: "auto" as llama.cpp's own cache does, "on" or "off"
     system: str = ""  # text that opens the conversation
     verbose: bool = False  # llama.cpp's log on stderr
     measure_peak: bool = False  # note the peak of resident memory of every message, which takes a thread
@@ -95,7 +97,7 @@ class Settings:
                 raise UsageError(f"{name} must be text, not {getattr(self, name)!r:.40}")
         if not isinstance(self.system, str):
             raise UsageError(f"system must be text, not {self.system!r:.40}")
-        object.__setattr__(self, "kv_type", str(KvType.parse(self.kv_type)))
+        object.__setattr__(self, "kv_type", str(KvType.parse(self.kv_type, self.kv_rotate)))
         if not 0 <= self.n_ctx < MAX_CTX:
             raise UsageError(f"n_ctx must be a number of tokens, or 0 (automatic), not {self.n_ctx}")
         if not 0 <= self.threads <= MAX_THREADS:
@@ -135,6 +137,11 @@ class Settings:
             raise UsageError(
                 f"image_min_tokens is {self.image_min_tokens}, more than image_max_tokens, {self.image_max_tokens}"
             )
+
+    @property
+    def storage(self) -> KvType:
+        """How keys and values are stored: kv_type and kv_rotate."""
+        return KvType.parse(self.kv_type, self.kv_rotate)
 
     @property
     def image_limits(self) -> tuple[int, int]:

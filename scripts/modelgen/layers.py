@@ -39,6 +39,7 @@ class TextSpec:
     eps: float = 1e-5
     tied: bool = False
     weight: GGMLQuantizationType = F16
+    key_outliers: float = 1.0  # two pairs of channels of every key are so many times as large, their queries as small
 
     @property
     def n_embd(self) -> int:
@@ -100,13 +101,19 @@ def norm(name: str, size: int, mean: float = 1.0) -> Tensor:
     return vector(name, size, mean=mean, std=0.1 * mean)
 
 
+def outlying(bands: tuple[tuple[int, float], ...], gain: float) -> tuple[tuple[int, float], ...]:
+    """Makes the last two pairs of channels of each head `gain` times as strong; RoPE turns a pair within itself."""
+    return bands if gain == 1 else tuple(x for rows, std in bands for x in ((rows - 4, std), (4, gain * std)))
+
+
 def qkv(spec: TextSpec, b: str) -> list[Tensor]:
     n, unit = spec.n_embd, 1 / math.sqrt(spec.n_embd)
-    kv = spec.n_heads_kv * spec.head_size
-    bands = head_bands(spec.n_heads, spec.head_size, unit)
+    kv, out = spec.n_heads_kv * spec.head_size, spec.key_outliers
+    bands = outlying(head_bands(spec.n_heads, spec.head_size, unit), 1 / out)
+    keys = outlying(((spec.head_size, KEY_GAIN * unit),) * spec.n_heads_kv, out)
     return [
         Tensor(f"{b}.attn_q.weight", (n, n), bands, 0.0, fitting_type(spec.weight, (n,))),
-        matrix(f"{b}.attn_k.weight", (kv, n), KEY_GAIN * unit, spec.weight),
+        Tensor(f"{b}.attn_k.weight", (kv, n), keys, 0.0, fitting_type(spec.weight, (n,))),
         matrix(f"{b}.attn_v.weight", (kv, n), unit, spec.weight),
     ]
 

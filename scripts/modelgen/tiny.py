@@ -34,6 +34,7 @@ class TinySpec:
     image_size: int = 56
     weight: str = "f16"
     seed: int = 0
+    key_outliers: float = 1.0  # of llama: two pairs of channels of every key stand out; the model computes the same
 
     def check(self) -> None:
         if min(self.n_layers, self.n_heads, self.n_heads_kv, self.head_size) < 1:
@@ -44,6 +45,8 @@ class TinySpec:
             raise ValueError(f"head_size ({self.head_size}) must be even: rotary embedding turns pairs")
         if self.image_size < 14 or self.image_size % 14:
             raise ValueError(f"image_size ({self.image_size}) must be a multiple of 14, the patch size")
+        if self.key_outliers <= 0:
+            raise ValueError(f"key_outliers ({self.key_outliers}) must be above 0")
         if self.weight not in WEIGHTS:
             raise ValueError(f"weight type {self.weight!r} is not one of {', '.join(WEIGHTS)}")
 
@@ -78,6 +81,7 @@ def _text_spec(kind: str, spec: TinySpec) -> TextSpec:
         # llama.cpp changes the tokens of whatever has "phi3" in its name, so the kind is not in it.
         name="kvedge tiny",
         weight=WEIGHTS[spec.weight],
+        key_outliers=spec.key_outliers,
     )
 
 

@@ -7,10 +7,11 @@
 
 namespace kvedge {
 
-// How rows of keys or values lie in memory: the type's number, and of keys that share scales per channel GROUPED with it.
+// How rows of keys or values lie in memory: the type's number, of keys that share scales per channel GROUPED with it, and of
+// rows that are rotated before they are quantised ROTATED_WIDE (keys) or ROTATED (values).
 #define KVEDGE_NUMBER(name) name = storage::name::number,
 enum class Type : int32_t { KVEDGE_TYPES(KVEDGE_NUMBER) };
-constexpr int32_t GROUPED = 1 << 16, MOST_TYPES = 64;
+constexpr int32_t GROUPED = 1 << 16, ROTATED_WIDE = 1 << 17, ROTATED = 1 << 18, MOST_TYPES = 64;
 
 // What the file of a type says: Traits<Type::q8_0> is storage::q8_0.
 template <Type> struct Traits;
@@ -40,7 +41,7 @@ struct Formats {
 };
 inline constexpr Formats FORMATS;
 
-constexpr int32_t        type_number(Type t) { return (int32_t) t & ~GROUPED; }
+constexpr int32_t        type_number(Type t) { return (int32_t) t & (GROUPED - 1); }
 constexpr const Format & format(Type t) { return FORMATS.of[type_number(t)]; }
 
 // Calls f with the Traits of a type, grouped or not, whose `value` is the type.
@@ -51,11 +52,23 @@ template <class F> inline void with_type(Type t, const F & f) {
 
 constexpr bool is_quantised(Type t) { return format(t).code_bytes > 0; }
 constexpr bool is_grouped(Type t) { return ((int32_t) t & GROUPED) != 0; }  // rows share scales with others
+constexpr bool is_rotated(Type t) { return ((int32_t) t & (ROTATED_WIDE | ROTATED)) != 0; }
 constexpr bool has_minimum(Type t) { return format(t).minimum; }
 
 // What keys of a type are stored as, and what they and values are until they are quantised.
 constexpr Type of_keys(Type t) { return format(t).residual ? (Type) ((int32_t) t | GROUPED) : t; }
 constexpr Type plain_type(Type t) { return is_quantised(t) ? Type::f16 : t; }
+
+// Rotated: every so many values of a row are multiplied by a normalised Hadamard matrix in Sylvester's order, which is its own
+// inverse, as llama.cpp does for its quantised caches. It spreads a channel that stands out over those beside it. Of values 64,
+// of keys the largest power of two that divides d, a multiple of 64; 0: the rows are as they are.
+constexpr int32_t ROTATION = 64, MAX_HEAD_SIZE = 512;  // the latter of keys and of values
+constexpr int32_t rotation(Type t, int32_t d) {
+    return ((int32_t) t & ROTATED_WIDE) != 0 ? d & -d : ((int32_t) t & ROTATED) != 0 ? ROTATION : 0;
+}
+constexpr Type rotated_keys(Type t) { return (Type) ((int32_t) t | ROTATED_WIDE); }
+constexpr Type rotated_values(Type t) { return (Type) ((int32_t) t | ROTATED); }
+constexpr Type unrotated(Type t) { return (Type) ((int32_t) t & ~(ROTATED_WIDE | ROTATED)); }
 
 constexpr size_t type_size(Type t) { return format(t).value_bytes; }    // of a plain number
 constexpr size_t code_bytes(Type t) { return format(t).code_bytes; }    // of GROUP codes

@@ -234,6 +234,21 @@ extern "C" kvedge_status kvedge_compress_arrays_as(
     return caught(err, "compress the arrays");
 }
 
+extern "C" kvedge_status kvedge_compress_arrays_by(
+    const kvedge_plan * plan, const kvedge_arrays * in, const kvedge_options * options, kvedge_result ** out, kvedge_error * err) try {
+    kvedge_options o = DEFAULT_OPTIONS;
+    Storage        storage;
+    if (!plan || !in || !out || !read_options(options, o) || !make_storage(o.type_k, o.type_v, storage)) {
+        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_compress_arrays_by: plan, arrays or result is NULL, or options are not as "
+                    "kvedge_options_init() makes them");
+    }
+    const std::vector<LayerShape> shapes = { { 0, in->n_heads, in->n_heads_kv, in->head_size, in->head_size } };
+    const auto status = rotate_storage(storage, o.rotate, shapes, err);
+    return status == KVEDGE_OK ? compress_arrays(plan, in, storage, 0, o.n_threads, out, err) : status;
+} catch (...) {
+    return caught(err, "compress the arrays");
+}
+
 extern "C" kvedge_status kvedge_stream_arrays(
     const kvedge_plan * plan, const kvedge_arrays * in, kvedge_type type_k, kvedge_type type_v, int32_t step, int32_t n_threads,
     kvedge_result ** out, kvedge_error * err) try {

@@ -238,6 +238,28 @@ void check_filter(const Kernels & kn, int32_t n, Check & check, Random & random)
     check.that(got, all, all, "band_load");
 }
 
+// Rows of the matrix are signs: entry (i, j) is negative where i and j share an odd number of bits.
+void check_rotation(const Kernels & kn, int32_t d, int32_t block, Check & check, Random & random) {
+    const int32_t n = 3;
+    const auto    ld = (size_t) d + 16;
+    const auto    x  = random.many((size_t) n * ld, -2.0f, 2.0f);
+    auto          got = x;
+    kn.rotate({ got.data(), ld }, n, d, block);
+    for (size_t at = 0; at < x.size(); at++) {
+        const auto i = (int32_t) (at % ld), first = i / block * block;
+        double     sum = 0.0, size = 0.0;
+        for (int32_t j = 0; i < d && j < block; j++) {
+            bool negative = false;
+            for (int32_t bits = (i - first) & j; bits != 0; bits &= bits - 1) {
+                negative = !negative;
+            }
+            const double term = x[at - (size_t) (i - first) + (size_t) j] / std::sqrt((double) block);
+            sum += negative ? -term : term, size += std::fabs(term);
+        }
+        check.that(got[at], i < d ? sum : x[at], size, "rotate");  // and nothing behind a row
+    }
+}
+
 }  // namespace
 
 std::string kvedge::what_is_wrong(const Kernels & kn) {
@@ -260,6 +282,9 @@ std::string kvedge::what_is_wrong(const Kernels & kn) {
     check_softmax(kn, check, random);
     for (int32_t n : { 2, 3, 4, 5, 8 }) {
         check_filter(kn, n, check, random);
+    }
+    for (const auto & [d, block] : { std::pair<int32_t, int32_t>{ 64, 64 }, { 192, 64 }, { 384, 128 }, { 512, 512 } }) {
+        check_rotation(kn, d, block, check, random);
     }
     return check.wrong;
 }

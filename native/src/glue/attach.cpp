@@ -86,6 +86,12 @@ bool holds_tokens(llama_context * ctx) {
     return false;
 }
 
+// When it is known where the layers' rows lie. A device reads them as they are.
+kvedge_status rotate_rows(kvedge_cache & kv, kvedge_error * err) {
+    const bool away = std::any_of(kv.places.begin(), kv.places.end(), [](auto * place) { return place != nullptr; });
+    return rotate_storage(kv.storage, away && kv.rotate == KVEDGE_ROTATE_AUTO ? KVEDGE_ROTATE_OFF : kv.rotate, kv.shapes, err);
+}
+
 // known: whether the context has the provider now.
 kvedge_status take_over(kvedge_cache & kv, bool & known, kvedge_error * err) {
     const int32_t code = kv.set_provider();
@@ -104,7 +110,7 @@ kvedge_status take_over(kvedge_cache & kv, bool & known, kvedge_error * err) {
         status = status == KVEDGE_OK ? check_storage(kv.storage, s.d_k, s.d_v, err) : status;
     }
     if (!kv.shapes.empty() && !kv.shares_kv && status == KVEDGE_OK) {
-        return KVEDGE_OK;
+        return rotate_rows(kv, err);
     }
     if (status != KVEDGE_OK) {
         return status;
@@ -137,22 +143,10 @@ kvedge_status check_plan(const kvedge_cache & kv, const kvedge_plan & plan, kved
     return status == KVEDGE_OK ? check_model(kv, plan, err) : status;
 }
 
-constexpr kvedge_options DEFAULTS = { sizeof(kvedge_options), KVEDGE_TYPE_F16, 0, true, KVEDGE_TYPE_SAME, KVEDGE_TYPE_SAME, 0,
-                                      KVEDGE_DEVICES_AUTO, 0 };
-
-bool read_options(const kvedge_options * given, kvedge_options & o) {
-    if (given && !read_struct(given, o)) {
-        return false;
-    }
-    o.type_k = o.type_k == KVEDGE_TYPE_SAME ? o.type : o.type_k;
-    o.type_v = o.type_v == KVEDGE_TYPE_SAME ? o.type : o.type_v;
-    return o.n_threads >= 0 && o.devices >= KVEDGE_DEVICES_AUTO && o.devices <= KVEDGE_DEVICES_ALL;
-}
-
 }  // namespace
 
 extern "C" kvedge_status kvedge_options_init(kvedge_options * options, size_t struct_size, kvedge_error * err) try {
-    return write_struct(DEFAULTS, options, struct_size)
+    return write_struct(DEFAULT_OPTIONS, options, struct_size)
                ? ok(err)
                : fail(err, KVEDGE_E_ARGUMENT, "kvedge_options_init: options is NULL, or its size is too small");
 } catch (...) {
@@ -169,7 +163,7 @@ struct FirstOptions {
 };
 
 extern "C" KVEDGE_API FirstOptions kvedge_options_default(void) try {
-    return { sizeof(FirstOptions), DEFAULTS.type, DEFAULTS.n_threads, DEFAULTS.auto_compress, DEFAULTS.type_k, DEFAULTS.type_v };
+    return { sizeof(FirstOptions), DEFAULT_OPTIONS.type, DEFAULT_OPTIONS.n_threads, DEFAULT_OPTIONS.auto_compress, DEFAULT_OPTIONS.type_k, DEFAULT_OPTIONS.type_v };
 } catch (...) {
     return {};
 }
@@ -180,7 +174,7 @@ extern "C" kvedge_status kvedge_attach(
         return fail(err, KVEDGE_E_ARGUMENT, "kvedge_attach: ctx or out is NULL");
     }
     *out             = nullptr;
-    kvedge_options o = DEFAULTS;
+    kvedge_options o = DEFAULT_OPTIONS;
     Storage        storage;
     if (!read_options(options, o) || !make_storage(o.type_k, o.type_v, storage)) {
         return fail(err, KVEDGE_E_ARGUMENT, "kvedge_attach: options are not as kvedge_options_init() makes them, or ask for what "
@@ -201,6 +195,7 @@ extern "C" kvedge_status kvedge_attach(
     auto &    kv      = attaching.kv;
     kv->plan          = plan ? *plan : full_plan();
     kv->storage       = storage;
+    kv->rotate        = o.rotate;
     kv->n_threads     = o.n_threads;
     kv->auto_compress = o.auto_compress;
     kv->devices       = o.devices;

@@ -168,6 +168,7 @@ struct kvedge_cache {
 
     // Layers on devices (glue/devices.cpp).
     kvedge_devices                        devices = KVEDGE_DEVICES_AUTO;
+    kvedge_rotate                         rotate  = KVEDGE_ROTATE_AUTO;  // as it was asked for; storage says what became of it
     std::vector<ggml_backend_dev_t>       places;            // as shapes; NULL: rows and attention are the host's
     std::shared_ptr<kvedge::Rotations>    rotations = std::make_shared<kvedge::Rotations>();  // as shapes
     std::vector<std::vector<float>>       sinks;             // as shapes: logits of a layer's sinks, of layers on devices

@@ -43,7 +43,8 @@ bool follow_each_other(const std::vector<int32_t> & index) {
 
 ggml_backend_dev_t kvedge_cache::place_of(const llama_attn_provider_layer & layer) const {
     const ggml_backend_dev_t host = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
-    if (devices == KVEDGE_DEVICES_NONE) {
+    const bool rotates = rotate == KVEDGE_ROTATE_ON && storage.quantised();
+    if (devices == KVEDGE_DEVICES_NONE || rotates) {
         return nullptr;
     }
     ggml_backend_dev_t device = device_of(layer.k, 0);
@@ -86,7 +87,9 @@ int32_t kvedge_cache::set_provider() {
 
 bool kvedge_cache::fits_devices(const Run & run, bool even) const {
     const SequenceState & state = *run.state;
-    if (run.request || run.wanted.queries || run.wanted.moments >= 0 || watching || state.streaming || !follow_each_other(run.index) ||
+    const Storage & stored = state.seq->rows.storage();  // of a file, its own
+    if (run.request || run.wanted.queries || run.wanted.moments >= 0 || watching || state.streaming ||
+        is_rotated(stored.k) || is_rotated(stored.v) || !follow_each_other(run.index) ||
         ((run.score || (run.prompt && storage.quantised())) && state.seq->rows.even_rows() != 0)) {
         return false;
     }

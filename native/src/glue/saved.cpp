@@ -12,9 +12,13 @@ namespace kvedge {
 
 namespace {
 
+constexpr int32_t ROTATED_IN_FILES = 1 << 8;  // beside the number of a type
+
+int32_t type_in_files(Type t) { return type_number(t) | (is_rotated(t) ? ROTATED_IN_FILES : 0); }
+
 void write_state(const kvedge_cache & kv, const SequenceState & state, int32_t pos_max, Sink & out) {
-    out.value<int32_t>(type_number(kv.storage.k));
-    out.value<int32_t>(type_number(kv.storage.v));
+    out.value<int32_t>(type_in_files(state.seq->rows.storage().k));
+    out.value<int32_t>(type_in_files(state.seq->rows.storage().v));
     out.value<uint32_t>((uint32_t) kv.shapes.size());
     for (const LayerShape & s : kv.shapes) {
         for (int32_t n : { s.il, s.n_heads, s.n_heads_kv, s.d_k, s.d_v }) {
@@ -58,10 +62,22 @@ bool read_kept(Reader & in, const kvedge_cache & kv, SequenceState & state, std:
     return true;
 }
 
-kvedge_status read_shapes(Reader & in, const kvedge_cache & kv, const char * path, kvedge_error * err) {
+// What a file says of a type. False: there is none of that number, or it is rotated and cannot be.
+bool read_type(Reader & in, int32_t & type, bool & rotated) {
+    if (!in.value(type)) {
+        return false;
+    }
+    rotated = (type & ROTATED_IN_FILES) != 0;
+    type &= ~ROTATED_IN_FILES;
+    return kvedge_type_name(type) && (!rotated || can_rotate((Type) type));
+}
+
+// storage: the cache's types, rotated where the file's rows are; so the sequence goes on.
+kvedge_status read_shapes(Reader & in, const kvedge_cache & kv, Storage & storage, const char * path, kvedge_error * err) {
     int32_t  type_k, type_v;
     uint32_t n_layers;
-    if (!in.value(type_k) || !in.value(type_v) || !kvedge_type_name(type_k) || !kvedge_type_name(type_v) || !in.value(n_layers)) {
+    bool     rotated_k, rotated_v;
+    if (!read_type(in, type_k, rotated_k) || !read_type(in, type_v, rotated_v) || !in.value(n_layers)) {
         return damaged(path, err);
     }
     bool same = n_layers == kv.shapes.size();
@@ -83,11 +99,19 @@ kvedge_status read_shapes(Reader & in, const kvedge_cache & kv, const char * pat
         return fail(err, KVEDGE_E_ARGUMENT, "%s holds keys and values as %s:%s, this cache stores %s:%s; attach with the file's types",
                     path, kvedge_type_name(type_k), kvedge_type_name(type_v), kvedge_type_name(own_k), kvedge_type_name(own_v));
     }
+    const auto fits = [&](int32_t LayerShape::*size) {
+        return std::all_of(kv.shapes.begin(), kv.shapes.end(), [&](const LayerShape & s) { return s.*size % ROTATION == 0; });
+    };
+    if ((rotated_k && !fits(&LayerShape::d_k)) || (rotated_v && !fits(&LayerShape::d_v))) {
+        return damaged(path, err);
+    }
+    const Storage own = { unrotated(kv.storage.k), unrotated(kv.storage.v) };
+    storage           = { rotated_k ? rotated_keys(own.k) : own.k, rotated_v ? rotated_values(own.v) : own.v };
     return ok(err);
 }
 
 // Everything but the layers that llama.cpp keeps.
-bool read_state(Reader & in, const kvedge_cache & kv, SequenceState & state, int32_t & pos_max) {
+bool read_state(Reader & in, const kvedge_cache & kv, const Storage & storage, SequenceState & state, int32_t & pos_max) {
     uint8_t           armed, prev_output;
     std::vector<char> policy;
     if (!in.value(pos_max) || !in.value(armed) || !in.value(prev_output) || !in.value(state.n_compressions) ||
@@ -97,7 +121,7 @@ bool read_state(Reader & in, const kvedge_cache & kv, SequenceState & state, int
     }
     state.armed       = armed != 0;
     state.prev_output = prev_output != 0;
-    state.seq         = read_sequence(in, kv.shapes, kv.storage);
+    state.seq         = read_sequence(in, kv.shapes, storage);
     if (!state.seq || state.seq->rows.evicting() == state.kept.empty() || pos_max < -1 || pos_max == INT32_MAX || armed > 1 || prev_output > 1) {
         return false;
     }
@@ -211,7 +235,8 @@ void Saving::write(Sink & out) const {
 
 kvedge_status read_saved(kvedge_cache & kv, int32_t seq_id, Reader & in, uint64_t n_bytes, const char * name, kvedge_error * err) {
     in.limit_to(n_bytes);
-    if (const auto status = read_shapes(in, kv, name, err); status != KVEDGE_OK) {
+    Storage storage;
+    if (const auto status = read_shapes(in, kv, storage, name, err); status != KVEDGE_OK) {
         return status;
     }
     SequenceState        state;
@@ -220,7 +245,7 @@ kvedge_status read_saved(kvedge_cache & kv, int32_t seq_id, Reader & in, uint64_
     int32_t              pos_max = -1;
     uint64_t             n_own   = 0;
     uint32_t             sum     = 0;
-    if (!read_state(in, kv, state, pos_max) || !in.value(n_own) || !in.values(own, n_own) || in.left() != 0) {
+    if (!read_state(in, kv, storage, state, pos_max) || !in.value(n_own) || !in.values(own, n_own) || in.left() != 0) {
         return damaged(name, err);
     }
     const uint32_t expected = in.take_checksum();

@@ -12,6 +12,7 @@ using namespace kvedge;
 namespace {
 
 constexpr char     MAGIC[8]  = { 'k', 'v', 'e', 'd', 'g', 'e', '\x1a', '\n' };
+constexpr uint32_t UNROTATED_VERSION = 1;
 constexpr uint64_t MAX_NOTE  = 64ull << 20;
 constexpr size_t   MAX_MODEL = sizeof(kvedge_saved::model) - 1;
 
@@ -59,9 +60,15 @@ kvedge_status read_frame(Reader & in, const char * path, Frame & frame, kvedge_e
     return ok(err);
 }
 
-void write_head(Sink & out, const char * model, const void * note, size_t n_note, uint64_t payload) {
+// Files without rotated rows are as older libraries read them.
+uint32_t version_of(const Saving & saving) {
+    const Storage & storage = saving.state->seq->rows.storage();
+    return is_rotated(storage.k) || is_rotated(storage.v) ? KVEDGE_SESSION_VERSION : UNROTATED_VERSION;
+}
+
+void write_head(Sink & out, uint32_t version, const char * model, const void * note, size_t n_note, uint64_t payload) {
     out.write(MAGIC, sizeof(MAGIC));
-    out.value<uint32_t>(KVEDGE_SESSION_VERSION);
+    out.value<uint32_t>(version);
     out.value<uint32_t>((uint32_t) strlen(model));
     out.value<uint64_t>(n_note);
     out.value<uint64_t>(payload);
@@ -75,7 +82,7 @@ void write_head(Sink & out, const char * model, const void * note, size_t n_note
 void write_framed(const Saving & saving, const char * model, const void * note, size_t n_note, SummedSink & out) {
     Sink nowhere;
     saving.write(nowhere);
-    write_head(out, model, note, n_note, nowhere.size());
+    write_head(out, version_of(saving), model, note, n_note, nowhere.size());
     out.value<uint32_t>(out.take_checksum());
     (void) out.take_checksum();
     saving.write(out);

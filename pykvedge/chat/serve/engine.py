@@ -39,7 +39,7 @@ class Engine:
         try:
             self.preparer = Preparer(self._loan, park, limits)
             size = ContextSize(limits.slots * limits.n_ctx, ubatch_for(self.preparer.vision, N_UBATCH),
-                               limits.kv_type, n_seq=limits.slots)  # fmt: skip
+                               limits.storage, n_seq=limits.slots)  # fmt: skip
             driver = Driver(self._loan.model, self.preparer.vision, size, self._loan.threads)
             try:
                 driver.take_over_if_possible(make_plan("full"))

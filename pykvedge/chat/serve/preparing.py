@@ -35,7 +35,7 @@ class Preparer:
         self._composer = Composer(loan.model, self.vision)
         encoder = fingerprint(loan.encoder.header) if loan.encoder is not None else ""
         self.model_name = fingerprint(loan.model.header)
-        self._about = [libkvedge.version(), self.model_name, encoder, limits.kv_type]
+        self._about = [libkvedge.version(), self.model_name, encoder, limits.storage.key]
         element = KvType.parse(limits.kv_type).plain.bytes_per_value
         self.bytes_per_token = int(ModelShape.of(loan.model.header).kv_per_token(element))
 

@@ -17,6 +17,7 @@ from pykvedge.errors import ContextError, KvedgeError
 from pykvedge.models.model import Model
 from pykvedge.models.profiles import tables_for
 from pykvedge.models.vision import ImagePiece, Piece, Vision
+from pykvedge.plans.kvtypes import KvType
 from pykvedge.plans.plan import Plan
 from pykvedge.plans.presets import check_protection
 from pykvedge.plans.presets import plan as make_plan
@@ -39,7 +40,9 @@ def reading_key(plan: Plan) -> tuple[Any, ...]:
 class Reader:
     """A Reader has a context of the model. Close it when done. Errors are those of Context and of libkvedge."""
 
-    def __init__(self, model: Model, vision: Vision | None, threads: int, kv_type: str, n_ctx: int = 0) -> None:
+    def __init__(
+        self, model: Model, vision: Vision | None, threads: int, kv_type: str | KvType, n_ctx: int = 0
+    ) -> None:
         """n_ctx: tokens of the context, 0: as many as are needed, up to those that the model was trained for."""
         self.model, self.vision = model, vision
         self._threads, self._kv_type, self._n_ctx = threads, kv_type, n_ctx

@@ -51,7 +51,7 @@ class Job:
         return {
             "model": fingerprint(self.model),
             "mmproj": fingerprint(self.mmproj) if self.mmproj else None,
-            "kv_type": self.settings.kv_type,
+            "kv_type": self.settings.storage.key,
             "answers": self.wants.answers,
             "likelihood": self.wants.likelihood,
             "max_tokens": self.wants.max_tokens,
@@ -84,7 +84,7 @@ def evaluate(
     try:
         loan = borrow(job.model, job.mmproj, job.settings, display, cancel)
         vision = Vision(loan.encoder) if loan.encoder else None
-        reader = Reader(loan.model, vision, loan.threads, job.settings.kv_type, job.settings.n_ctx)
+        reader = Reader(loan.model, vision, loan.threads, job.settings.storage, job.settings.n_ctx)
         reader.stop_when(cancel)
         preparer = Preparer(loan.model, vision, partial(stop_if_set, cancel), job.wants.context)
         run = _Run(out, full, cells, display, cancel, preparer, Measurer(loan.model, reader, job.wants))

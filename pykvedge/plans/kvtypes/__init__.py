@@ -12,8 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pykvedge.errors import unknown
+from pykvedge.errors import ArrayError, unknown
 from pykvedge.native import calls
+from pykvedge.plans import rotation
 
 if TYPE_CHECKING:
     import numpy as np
@@ -48,27 +49,57 @@ def ggml_types() -> dict[str, int]:
     return {name: number for name, number in numbers.items() if number is not None}
 
 
+def _rotates(name: str) -> bool:
+    return name not in PLAIN and not definition(name).residual
+
+
 @dataclass(frozen=True)
 class KvType:
-    """Storage types of keys and of values, by name."""
+    """Storage types of keys and of values, by name, and whether q8_0 and q4_0 rows are rotated (rotation.py).
+
+    rotate: "on", "off", or "auto": as llama.cpp has its own cache, where head sizes are multiples of 64.
+    """
 
     k: str
     v: str
+    rotate: str = "auto"
 
     @classmethod
-    def parse(cls, text: str | KvType) -> KvType:
-        """From "q8_0", or "q8_0:q4_0" for keys and values apart. Raises UnknownNameError."""
+    def parse(cls, text: str | KvType, rotate: str = "auto") -> KvType:
+        """From "q8_0", or "q8_0:q4_0" for keys and values apart; a KvType stays as it is. Raises UnknownNameError."""
         if isinstance(text, KvType):
             return text
+        if rotate not in rotation.MODES:
+            raise unknown("kv_rotate", str(rotate), rotation.MODES)
         k, colon, v = str(text).partition(":")
         for name in (k, v) if colon else (k,):
             if name not in NAMES:
                 raise unknown("kv_type", name, NAMES)
-        return cls(k, v if colon else k)
+        return cls(k, v if colon else k, rotate)
+
+    def blocks(self, size: int) -> tuple[int, int]:
+        """Numbers of a key and of a value of `size` that are rotated together; 0 where they are not.
+
+        Raises ArrayError where they are to be rotated and cannot be.
+        """
+        fit = [_rotates(name) for name in (self.k, self.v)]
+        if self.rotate == "on" and (not any(fit) or size % rotation.BLOCK):
+            raise ArrayError(
+                f"kv_rotate on is for q8_0 and q4_0 and head sizes that are multiples of {rotation.BLOCK}, "
+                f"not for {self} and {size}"
+            )
+        if self.rotate == "off" or size % rotation.BLOCK:
+            return 0, 0
+        return rotation.key_block(size) if fit[0] else 0, rotation.BLOCK if fit[1] else 0
 
     def __str__(self) -> str:
         """As parse takes it."""
         return self.k if self.k == self.v else f"{self.k}:{self.v}"
+
+    @property
+    def key(self) -> str:
+        """What stored rows of others are found by."""
+        return f"{self}, rotate {self.rotate}" if self.quantised else str(self)
 
     @property
     def quantised(self) -> bool:

@@ -125,7 +125,6 @@ class DecodePartials {
     int32_t                                 splits_max = 1;
 };
 
-constexpr int32_t MAX_HEAD_SIZE = 512;  // of keys and of values
 
 constexpr int32_t DECODE_ROWS = 16;  // query rows (tokens x group) up to which the decode path is the faster one
 

@@ -37,13 +37,17 @@ struct Piece {
     int32_t a, b;  // keys [a, b) of the head
 };
 
-// Up to DECODE_ROWS scaled query rows, the unit that reads the keys once.
+// Up to DECODE_ROWS scaled query rows, the unit that reads the keys once. Where keys are rotated, so are the queries; where
+// values are, so is what they add up to, as long as they follow each other.
 struct Queries {
-    alignas(64) float q[DECODE_ROWS * MAX_SIZE];  // [n][d_k]
+    alignas(64) float q[DECODE_ROWS * MAX_SIZE];        // [n][d_k]
+    alignas(64) float rotated[DECODE_ROWS * MAX_SIZE];  // likewise, by `by`
     int32_t           first, n;
+    int32_t           by, out_by;  // the stretch of the rotation (types.h); 0: not rotated
 };
 
 void load_queries(const AttendJob & job, const Piece & piece, int32_t d_k, Queries & x) {
+    x.by = x.out_by = 0;
     for (int32_t i = 0; i < x.n; i++) {
         const int32_t r    = x.first + i;
         const auto    t    = (size_t) (job.index ? job.index[r / piece.group] : r / piece.group);
@@ -52,6 +56,35 @@ void load_queries(const AttendJob & job, const Piece & piece, int32_t d_k, Queri
             x.q[(size_t) i * (size_t) d_k + (size_t) c] = from[c] * job.scale;
         }
     }
+}
+
+// The queries for keys of a type.
+const float * queries_for(Type keys, int32_t d_k, Queries & x) {
+    const int32_t by = rotation(keys, d_k);
+    if (by != 0 && by != x.by) {
+        std::copy_n(x.q, (size_t) x.n * (size_t) d_k, x.rotated);
+        kernels().rotate({ x.rotated, (size_t) d_k }, x.n, d_k, by);
+        x.by = by;
+    }
+    return by != 0 ? x.rotated : x.q;
+}
+
+// What was summed so far becomes what values rotated by `by` can be added to. o: the first of the rows.
+void rotate_sums(int32_t by, int32_t d_v, Queries & x, FloatOut o) {
+    if (by == x.out_by) {
+        return;
+    }
+    for (int32_t each : { x.out_by, by }) {
+        if (each != 0) {
+            kernels().rotate(o, x.n, d_v, each);
+        }
+    }
+    x.out_by = by;
+}
+
+Rows as_stored(Rows rows) {
+    rows.type = unrotated(rows.type);
+    return rows;
 }
 
 float * weights_of(const AttendJob & job, const Piece & piece, int32_t r) {
@@ -88,14 +121,15 @@ void fetch_keys(const Rows & k, int32_t n) {
 // Adds the rows of seg, the head's rows from `at` on (at most BLOCK), to the partial result.
 // next: the keys of the block after it, or NULL.
 void attend_block(
-    const AttendJob & job, const Piece & piece, const Segment & seg, int32_t at, const Queries & x, const uint8_t * next,
+    const AttendJob & job, const Piece & piece, const Segment & seg, int32_t at, Queries & x, const uint8_t * next,
     Partial & out) {
     const LayerShape & shape = job.rows->shapes()[(size_t) job.layer];
     const Kernels &    kn    = kernels();
     const auto         ld    = (size_t) pad16(shape.d_v);
     alignas(64) float  s[DECODE_ROWS * BLOCK];
 
-    kn.rows_dot({ x.q, (size_t) shape.d_k }, x.n, seg.k, seg.n, shape.d_k, { s, BLOCK }, seg.v.data);
+    const float * q = queries_for(seg.k.type, shape.d_k, x);
+    kn.rows_dot({ q, (size_t) shape.d_k }, x.n, as_stored(seg.k), seg.n, shape.d_k, { s, BLOCK }, seg.v.data);
     for (int32_t i = 0, alike; i < x.n; i += alike) {
         const int32_t r    = x.first + i, token = r / piece.group;  // the rows of a token see the same keys
         const int32_t sees = job.causal ? piece.n_keys - job.n + token + 1 : piece.n_keys;
@@ -107,7 +141,9 @@ void attend_block(
         }
         kn.softmax_step(rows, BLOCK, alike, n, { out.top + r, out.sum + r, out.o + (size_t) r * ld, ld });
     }
-    kn.rows_axpy({ s, BLOCK }, x.n, seg.v, seg.n, shape.d_v, { out.o + (size_t) x.first * ld, ld }, next);
+    const FloatOut o = { out.o + (size_t) x.first * ld, ld };
+    rotate_sums(rotation(seg.v.type, shape.d_v), shape.d_v, x, o);
+    kn.rows_axpy({ s, BLOCK }, x.n, as_stored(seg.v), seg.n, shape.d_v, o, next);
 }
 
 // What a single token pays to the pending rows. Whoever writes out a head is alone with it.
@@ -237,6 +273,7 @@ void decode_task(const AttendJob & job, int32_t task, int32_t n_splits, DecodePa
             }
             at += seg.n;
         });
+        rotate_sums(0, shape.d_v, x, { out.o + (size_t) x.first * ld, ld });
     }
     // Whoever finishes a head's last split adds them up, always in the same order.
     if (partials.done[(size_t) piece.head].fetch_add(1, std::memory_order_acq_rel) + 1 == n_splits) {

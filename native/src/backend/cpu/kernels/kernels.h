@@ -61,7 +61,7 @@ struct Kernels {
     void (*to_f32)(Type type, const void * src, float * dst, size_t n);
     void (*from_f32)(Type type, const float * src, void * dst, size_t n);  // rounds to nearest, ties to even
 
-    // Any type: n rows of d values into out [n][ld].
+    // Any type: n rows of d values into out [n][ld]; rotated ones as they were before.
     void (*widen)(Rows rows, int32_t n, int32_t d, float * out, size_t ld);
 
     // out[p][i][c] = k[p * nr + c][i] for panels p of nr rows, zero past n; out holds ceil(n / nr) * d * nr floats
@@ -84,6 +84,7 @@ struct Kernels {
     void (*add_moments)(float a, const float * x, float * y, float * y2, size_t n);  // y += a * x; y2 += (a * x)^2
     float (*dot)(const float * x, const float * y, size_t n);
 
+    // Of rows as they are stored: what is rotated they take for the type without that.
     // One read of k for all m query rows: s[r][c] = q[r] . k[c], for m <= 16. next: n * k.stride bytes that are needed after
     // these, fetched into cache meanwhile; need not be readable; NULL: none
     void (*rows_dot)(FloatIn q, int32_t m, Rows k, int32_t n, int32_t d, FloatOut s, const uint8_t * next);
@@ -98,6 +99,10 @@ struct Kernels {
     // squares[r][i] += squares of both parts of what the filter makes of x, times the length of the FFT, squared;
     // squares [n_rows][BAND_PAIRS]. Overwrites x.
     void (*band_filter)(const BandFilter & filter, float * x, float * squares);
+
+    // Each `block` values of n rows of d, times the Hadamard matrix of that size over its square root (types.h: rotation), by the
+    // fast transform. block: a power of two of at least 16 that divides d. Every table gives the same bits.
+    void (*rotate)(FloatOut x, int32_t n, int32_t d, int32_t block);
 };
 
 // The best table that this processor can run.

@@ -24,7 +24,7 @@ constexpr Kernels make_table(
     return { name,          NR,          k_to_f32,        k_from_f32,  k_widen,      k_pack,
              k_gemm_qk,     k_gemm_pv,   k_max,           k_exp_sum,   k_softmax_step, k_exp_dot,
              k_softcap,     k_axpy,      k_add_moments,   k_dot,       rows_dot,     rows_axpy,
-             k_band_load,   k_band_filter };
+             k_band_load,   k_band_filter, k_rotate };
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernels_numbers.h"
+#include "kernels_rotate.h"
 
 namespace kvedge {
 namespace {
@@ -89,6 +90,9 @@ template <Type T> void widen_rows(Rows rows, int32_t n, int32_t d, float * out, 
 
 void k_widen(Rows rows, int32_t n, int32_t d, float * out, size_t ld) {
     with_type(rows.type, [&](auto of) { widen_rows<of.value>(rows, n, d, out, ld); });
+    if (is_rotated(rows.type)) {
+        k_rotate({ out, ld }, n, d, rotation(rows.type, d));
+    }
 }
 
 }  // namespace

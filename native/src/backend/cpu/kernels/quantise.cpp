@@ -50,6 +50,12 @@ template <Type T> void write_group(const float * x, int32_t n, int32_t d, uint8_
 }  // namespace
 
 void quantise_row(Type type, const float * x, int32_t d, uint8_t * out) {
+    float rotated[MAX_HEAD_SIZE];
+    if (is_rotated(type)) {
+        memcpy(rotated, x, (size_t) d * sizeof(float));
+        kernels().rotate({ rotated, (size_t) d }, 1, d, rotation(type, d));
+        x = rotated;
+    }
     with_type(type, [&](auto of) {
         if constexpr (is_quantised(of.value)) {
             write_blocks<of.value>(x, d, out);
