@@ -3,6 +3,7 @@
 #include "glue/saved.h"
 
 #include "core/storage.h"
+#include "session/frame.h"
 #include "session/serial.h"
 
 #include <algorithm>

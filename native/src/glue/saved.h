@@ -28,8 +28,4 @@ kvedge_status read_saved(kvedge_cache & kv, int32_t seq_id, Reader & in, uint64_
 // Errors: those of both.
 kvedge_status check_use(const kvedge_cache & kv, int32_t seq_id, kvedge_error * err);
 
-inline kvedge_status damaged(const char * name, kvedge_error * err) {
-    return fail(err, KVEDGE_E_FILE, "%s is damaged or truncated; it cannot be used", name);
-}
-
 }  // namespace kvedge

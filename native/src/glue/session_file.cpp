@@ -1,81 +1,21 @@
-// Saving and loading a sequence: the frame of a file, and of the same bytes in memory.
+// Saving and loading a sequence: a file, and the same bytes in memory.
 
-#include "core/structs.h"
 #include "glue/calls.h"
 #include "glue/saved.h"
+#include "session/frame.h"
 
-#include <algorithm>
 #include <cstring>
 
 using namespace kvedge;
 
 namespace {
 
-constexpr char     MAGIC[8]  = { 'k', 'v', 'e', 'd', 'g', 'e', '\x1a', '\n' };
 constexpr uint32_t UNROTATED_VERSION = 1;
-constexpr uint64_t MAX_NOTE  = 64ull << 20;
-constexpr size_t   MAX_MODEL = sizeof(kvedge_saved::model) - 1;
-
-// ---------------------------------------------------------------------------------------------------------
-// The frame: magic, version, lengths, model, note, checksum of all that; the payload; its checksum.
-
-struct Frame {
-    std::string          model;
-    std::vector<uint8_t> note;
-    uint64_t             note_bytes    = 0;
-    uint64_t             payload_bytes = 0;
-};
-
-kvedge_status read_frame(Reader & in, const char * path, Frame & frame, kvedge_error * err) {
-    char     magic[8];
-    uint32_t version, n_model, sum;
-    if (!in.read(magic, sizeof(magic)) || memcmp(magic, MAGIC, sizeof(MAGIC)) != 0) {
-        return fail(err, KVEDGE_E_FILE, "%s is no session file of kvedge", path);
-    }
-    if (!in.value(version)) {
-        return damaged(path, err);
-    }
-    if (version > KVEDGE_SESSION_VERSION) {
-        return fail(err, KVEDGE_E_FILE, "%s is a session file of version %u, this library reads versions up to %d; update kvedge", path,
-                    version, KVEDGE_SESSION_VERSION);
-    }
-    if (version == 0 || !in.value(n_model) || !in.value(frame.note_bytes) || !in.value(frame.payload_bytes) || n_model > MAX_MODEL ||
-        frame.note_bytes > MAX_NOTE) {
-        return damaged(path, err);
-    }
-    // the lengths must add up to the file's before anything is allocated
-    const uint64_t head = n_model + frame.note_bytes + sizeof(sum), tail = sizeof(sum);
-    if (in.left() < head + tail || in.left() - head - tail != frame.payload_bytes) {
-        return damaged(path, err);
-    }
-    frame.model.resize(n_model);
-    if (!in.read(&frame.model[0], n_model) || !in.values(frame.note, frame.note_bytes)) {
-        return damaged(path, err);
-    }
-    const uint32_t expected = in.take_checksum();
-    if (!in.value(sum) || sum != expected || frame.model.find('\0') != std::string::npos) {
-        return damaged(path, err);
-    }
-    (void) in.take_checksum();
-    return ok(err);
-}
 
 // Files without rotated rows are as older libraries read them.
 uint32_t version_of(const Saving & saving) {
     const Storage & storage = saving.state->seq->rows.storage();
     return is_rotated(storage.k) || is_rotated(storage.v) ? KVEDGE_SESSION_VERSION : UNROTATED_VERSION;
-}
-
-void write_head(Sink & out, uint32_t version, const char * model, const void * note, size_t n_note, uint64_t payload) {
-    out.write(MAGIC, sizeof(MAGIC));
-    out.value<uint32_t>(version);
-    out.value<uint32_t>((uint32_t) strlen(model));
-    out.value<uint64_t>(n_note);
-    out.value<uint64_t>(payload);
-    out.write(model, strlen(model));
-    if (n_note > 0) {
-        out.write(note, n_note);
-    }
 }
 
 // Writes all of it to a file or to memory.
@@ -174,30 +114,4 @@ extern "C" kvedge_status kvedge_unpack(
         BytesReader in(data, n_data);
         return read_framed(*kv, seq_id, in, "the packed sequence", model, err);
     });
-}
-
-extern "C" kvedge_status kvedge_read_saved(const char * path, kvedge_saved * out, void * note, size_t n_note, kvedge_error * err) try {
-    if (!path || !out || (n_note > 0 && !note) || !write_struct(kvedge_saved{}, out, out->struct_size)) {
-        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_read_saved: path, out or note is NULL, or out->struct_size is not set");
-    }
-    FileReader file;
-    Frame      frame;
-    if (const auto status = file.open(path, err); status != KVEDGE_OK) {
-        return status;
-    }
-    if (const auto status = read_frame(file, path, frame, err); status != KVEDGE_OK) {
-        return status;
-    }
-    kvedge_saved found{};
-    found.file_bytes = file.size();
-    found.note_bytes = frame.note_bytes;
-    memcpy(found.model, frame.model.c_str(), frame.model.size() + 1);
-    write_struct(found, out, out->struct_size);
-    const size_t n = std::min(n_note, frame.note.size());
-    if (n > 0) {
-        memcpy(note, frame.note.data(), n);
-    }
-    return ok(err);
-} catch (...) {
-    return caught(err, "read the session file");
 }
