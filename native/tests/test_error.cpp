@@ -18,6 +18,10 @@ int main() {
     const std::string text(3 * sizeof(err.message), 'x');
     CHECK(fail(&err, KVEDGE_E_FILE, "%s", text.c_str()) == KVEDGE_E_FILE);
     CHECK(text.substr(0, sizeof(err.message) - 1) == err.message);
+    CHECK(fail(&err, KVEDGE_E_UNKNOWN, "no '%s', '%s', '%s'", "a\nb\r", "\xFF\xC3(\xED\xA0\x80", "\U0001F4AC") == KVEDGE_E_UNKNOWN);
+    CHECK(strcmp(err.message, "no 'a b ', '?\?(?\?\?', '\U0001F4AC'") == 0);
+    const std::string before(sizeof(err.message) - 3, 'x');  // the character at the end has room for two of its three bytes
+    CHECK(fail(&err, KVEDGE_E_FILE, "%s\u4F1A", before.c_str()) == KVEDGE_E_FILE && err.message == before + "??");
     CHECK(fail(nullptr, KVEDGE_E_FILE, "nobody asks") == KVEDGE_E_FILE);
     CHECK(ok(&err) == KVEDGE_OK && err.status == KVEDGE_OK && err.message[0] == '\0');
     std::fprintf(stderr, "%d failures\n", failures());

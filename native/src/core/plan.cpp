@@ -52,13 +52,11 @@ bool parse_amount(const char * text, Amount & out) {
     return !in.fail() && in.peek() == std::istringstream::traits_type::eof() && std::isfinite(out.ratio);
 }
 
+// out stays as it is where the text is neither.
 bool parse_bool(const char * text, bool & out) {
-    if (!strcmp(text, "true") || !strcmp(text, "1")) {
-        out = true;
-        return true;
-    }
-    out = false;
-    return !strcmp(text, "false") || !strcmp(text, "0");
+    const bool yes = !strcmp(text, "true") || !strcmp(text, "1"), no = !strcmp(text, "false") || !strcmp(text, "0");
+    out            = yes || (out && !no);
+    return yes || no;
 }
 
 std::string members(const kvedge_plan & plan, kvedge_stage stage) {
@@ -305,10 +303,11 @@ extern "C" kvedge_status kvedge_plan_set(kvedge_plan * plan, const char * key, c
                    : fail(err, KVEDGE_E_ARGUMENT, "text_prior '%s' is neither true nor false", value);
     }
     if (k == "text_overflow") {
+        if (strcmp(value, "keep_all") != 0 && strcmp(value, "budget") != 0) {
+            return fail(err, KVEDGE_E_ARGUMENT, "text_overflow '%s' is neither budget nor keep_all", value);
+        }
         plan->keep_all_text = !strcmp(value, "keep_all");
-        return plan->keep_all_text || !strcmp(value, "budget")
-                   ? ok(err)
-                   : fail(err, KVEDGE_E_ARGUMENT, "text_overflow '%s' is neither budget nor keep_all", value);
+        return ok(err);
     }
     if (k.find('.') != std::string::npos) {
         return set_member_param(*plan, k, value, err);
