@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 from hypothesis import given
@@ -140,6 +141,8 @@ def test_plans_survive_json():
     ('{"kvedge_plan": 1, "budget": {"share": 0.2}}', "must be"),
     ('{"kvedge_plan": 1, "budget": {"ratio": "a"}}', "number"),
     ('{"kvedge_plan": 1, "budget": {"pairs": 0}}', "at least 1"), ('{"kvedge_plan": 1, "sinks": "4"}', "sinks"),
+    ('{"kvedge_plan": 1, "budget": {"ratio": 1%s}}' % ("0" * 400), "too large"),
+    ('{"kvedge_plan": 1, "scorer": "window", "params": {"scorer.window": Infinity}}', "whole number"),
 ])  # fmt: skip
 def test_json_that_is_no_plan_is_refused(text, says):
     with pytest.raises(UsageError, match=says):
@@ -157,9 +160,13 @@ def test_what_the_library_is_told():
 def test_settings_of_members_are_checked():
     window = Param("window", 32, "queries that look", low=1, high=512)
     assert window.check("16", "scorer.window") == 16
-    for bad in ("many", 0, 513, 1.5, True):
+    for bad in ("many", 0, 513, 1.5, True, math.inf, -math.inf, math.nan):
         with pytest.raises(UsageError, match=r"scorer\.window"):
             window.check(bad, "scorer.window")
+    weight = Param("weight", 0.5, "how much")
+    for bad in (math.inf, "inf", math.nan, "nan", 10**400):
+        with pytest.raises(UsageError, match=r"scorer\.weight must be a number"):
+            weight.check(bad, "scorer.weight")
     pooling = Param("pooling", "avg", "how", choices=("avg", "max"))
     assert pooling.check("max", "scorer.pooling") == "max"
     with pytest.raises(UsageError, match="one of avg, max"):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from decimal import Decimal
@@ -266,6 +267,8 @@ def _amount_from_json(name: str, data: dict[str, Any]) -> Amount:
     [(unit, value)] = data.items()
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise UsageError(f"{name}.{unit} in a plan must be a number, not {json.dumps(value)}")
+    if unit == "ratio" and abs(value) > sys.float_info.max:
+        raise UsageError(f"{name}.ratio in a plan is too large for a number")
     return Amount.parse(float(value) if unit == "ratio" else value, name)
 
 

@@ -6,6 +6,7 @@ Definitions compute in float64, so that they can serve as the oracle for the flo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -61,8 +62,10 @@ class Param:
         kind = type(self.default)
         try:
             out = _parse_bool(value) if kind is bool else kind(value)
-        except (TypeError, ValueError):
-            raise UsageError(f"{key} must be {_KINDS[kind]}, not {value!r}") from None
+        except (TypeError, ValueError, OverflowError):  # of infinity there is no whole number
+            raise UsageError(f"{key} must be {_KINDS[kind]}, not {value!r:.40}") from None
+        if isinstance(out, float) and not math.isfinite(out):
+            raise UsageError(f"{key} must be {_KINDS[kind]}, not {value!r:.40}")
         if kind is int and (isinstance(value, bool) or (isinstance(value, float) and value != out)):
             raise UsageError(f"{key} must be {_KINDS[kind]}, not {value!r}")
         if self.choices and out not in self.choices:
