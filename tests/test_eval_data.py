@@ -120,6 +120,9 @@ GOOD = {"question": "What?", "answer": "This.", "images": ["images/0.png"]}
         ({"max_tokens": 0}, "'max_tokens' must be"),
         ({"messages": []}, "not both"),
         ({"question": 5}, "'question' must be a text, not 5"),
+        ({"images": ["x" * 5000]}, "does not exist"),
+        ({"images": ["0.png\0"]}, "does not exist"),
+        ({"question": "\ud83d?"}, "half of a character"),
     ],
 )
 def test_a_bad_line_is_named(folder, change, words):
@@ -155,6 +158,11 @@ def test_paths_and_formats_that_do_not_exist(folder):
         load(folder, "milbench")
     with pytest.raises(DatasetError, match="holds no data set"):
         load(folder)
+
+
+def test_whole_characters_may_be_escaped(folder):
+    path = write(folder / "own.jsonl", '{"question": "\\ud83d\\ude00 \\\\ud83d?", "answer": "x"}')
+    assert load(path)[0].lines[0].text == "\U0001f600 \\ud83d?"
 
 
 # -------------------------------------------------------------------------------------------------- MileBench
@@ -250,6 +258,15 @@ def test_mm_vet(folder):
     assert rendered(c) == [("user", f"{MARK}\nWhat is x?", [21])]
 
 
+@pytest.mark.parametrize("key", ["first", float("inf"), float("nan"), -9, [], None])
+def test_instructions_that_are_not_there(folder, key):
+    path = milebench(folder, "TQA", "open-ended", ("x", ["0.png"], None, "x"))
+    data = json.loads(path.read_text())
+    data["data"][0]["task_instruction_id"] = key
+    with pytest.raises(DatasetError, match="does not have MileBench's form"):
+        load(write(path, data))
+
+
 ROBOT = {"image": "images/0.png", "conversations": [{"from": "robot", "value": "x"}] * 3}
 
 
@@ -267,6 +284,8 @@ def test_json_of_another_form(folder, data):
         ("a.json", {"v1_0": {"imagename": "0.png", "qestion": "x", "answer": "y"}}, "did you mean 'question'"),
         ("a.json", {"v1_0": {"imagename": "0.png", "question": "x", "answer": "y", "capability": 5}}, "'capability'"),
         ("a.json", "[" * 100000, "a.json is no JSON"),
+        ("a.json", {"v1_0": {"imagename": "x" * 5000, "question": "x", "answer": "y"}}, "does not exist"),
+        ("a.json", [{"image": "images/0.png", "question": "x", "answer": "\udc00"}], "half of a character"),
     ],
 )
 def test_what_is_wrong_with_json_is_named(folder, name, data, words):

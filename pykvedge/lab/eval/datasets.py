@@ -5,7 +5,6 @@ Everything is checked before anything is measured; an error names the file, the 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,8 @@ from pykvedge.lab.eval.files import (
     check_columns,
     check_marks,
     image_file,
+    is_file,
+    parsed,
     read_json,
     read_text,
     text_field,
@@ -76,7 +77,7 @@ def jsonl(path: Path, images: Path | None, limit: int | None) -> list[Sample]:
         if limit is not None and len(out) >= limit:
             break
         try:
-            data = json.loads(text)
+            data = parsed(text)
         except (ValueError, RecursionError) as error:
             raise DatasetError(f"{where} is no JSON: {error}") from None
         if not isinstance(data, dict):
@@ -225,7 +226,7 @@ def mm_vet(path: Path, images: Path | None, limit: int | None) -> list[Sample]:
         groups = data.get("capability", [])
         if not isinstance(groups, list):
             raise DatasetError(f"{where}: 'capability' must be a list of names")
-        folder = next((f for f in folders if (f / str(data["imagename"])).is_file()), folders[-1])
+        folder = next((f for f in folders if is_file(f / str(data["imagename"]))), folders[-1])
         line = Line("user", text_field(data, "question", where), (image_file(folder, data["imagename"], where),))
         names = tuple(str(name) for name in groups)
         out.append(Sample(identity, path.stem, (line,), text_field(data, "answer", where), "rouge", groups=names))

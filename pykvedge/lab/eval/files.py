@@ -21,9 +21,20 @@ def read_text(path: Path) -> str:
         raise DatasetError(f"{path} is not text in UTF-8") from None
 
 
+def parsed(text: str) -> Any:
+    """Reads JSON. Raises ValueError also for halves of characters, which no result could be written with."""
+    data = json.loads(text)
+    if "\\ud" in text.lower():
+        try:
+            json.dumps(data, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ValueError("it holds half of a character (a lone surrogate)") from None
+    return data
+
+
 def read_json(path: Path) -> Any:
     try:
-        return json.loads(read_text(path))
+        return parsed(read_text(path))
     except (ValueError, RecursionError) as error:
         raise DatasetError(f"{path} is no JSON: {error}") from None
 
@@ -35,12 +46,20 @@ def check_columns(data: dict[str, Any], known: tuple[str, ...], where: str) -> N
             raise DatasetError(f"{where}: {unknown('column', column, known)}")
 
 
+def is_file(path: Path) -> bool:
+    """Tells whether it is there; a name that the system refuses to look at is of none."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
 def image_file(folder: Path, name: Any, where: str) -> Path:
     """Returns the path of an image that exists."""
     if not isinstance(name, str) or not name:
         raise DatasetError(f"{where}: an image must be a path, not {name!r}")
     path = folder / name
-    if not path.is_file():
+    if not is_file(path):
         raise DatasetError(f"{where}: the image {path} does not exist")
     return path
 

@@ -57,7 +57,9 @@ def _load_file(path: Path, images: Path | None, limit: int | None) -> list[Sampl
         where = f"{path} sample {item.get('sample_id', i) if isinstance(item, dict) else i}"
         try:
             out.append(_sample(path.stem, i, item, data["meta_data"], images or path.parent / "images", where))
-        except (KeyError, TypeError, IndexError, AttributeError) as error:
+        except DatasetError:
+            raise
+        except (KeyError, TypeError, IndexError, AttributeError, ValueError, OverflowError) as error:
             raise DatasetError(f"{where} does not have MileBench's form: {type(error).__name__} {error}") from None
     return out
 
