@@ -156,8 +156,8 @@ def _blocks(chat: ChatRequest, report: Report) -> tuple[list[Object], bool]:
     )
     blocks: list[Object] = [{"type": "text", "text": text}] if text or not calls else []
     for call in calls:
-        arguments = json.loads(call["function"]["arguments"] or "{}")
-        blocks.append({"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": arguments})
+        name, given = call["function"]["name"], calling.arguments_of(call)
+        blocks.append({"type": "tool_use", "id": call["id"], "name": name, "input": given})
     return blocks, bool(calls)
 
 

@@ -69,6 +69,16 @@ def calls_in(text: str, tools: list[Tool]) -> tuple[str, list[dict[str, Any]]]:
     return ("".join(rest) + text[at:]).strip() if calls else text, calls
 
 
+def arguments_of(call: dict[str, Any]) -> dict[str, Any]:
+    """Reads the arguments of a call as an object; a model may write text that is none, which is then "text" in it."""
+    text = call["function"]["arguments"]
+    try:
+        given = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        given = None
+    return given if isinstance(given, dict) else {"text": text}
+
+
 def _calls(text: str, names: set[str]) -> list[dict[str, Any]]:
     try:
         given = json.loads(text)
@@ -76,7 +86,8 @@ def _calls(text: str, names: set[str]) -> list[dict[str, Any]]:
         return []
     out = []
     for one in given if isinstance(given, list) else [given]:
-        if not isinstance(one, dict) or one.get("name") not in names:
+        name = one.get("name") if isinstance(one, dict) else None
+        if not isinstance(name, str) or name not in names:
             return []
         arguments = one.get("arguments", one.get("parameters", {}))
         out.append(
@@ -84,7 +95,7 @@ def _calls(text: str, names: set[str]) -> list[dict[str, Any]]:
                 "id": f"call_{secrets.token_hex(12)}",
                 "type": "function",
                 "function": {
-                    "name": one["name"],
+                    "name": name,
                     "arguments": arguments if isinstance(arguments, str) else json.dumps(arguments),
                 },
             }
