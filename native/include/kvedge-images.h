@@ -28,7 +28,7 @@ typedef struct kvedge_image {
 } kvedge_image;
 
 // Rows that the plan lets a model read of an image of n_rows: floor(n_rows * ratio + 1e-9), or the number that it names; at least
-// 1, at most n_rows. 0 if n_rows <= 0.
+// 1, at most n_rows, and all of them with pruner none. 0 if n_rows <= 0.
 KVEDGE_API int32_t kvedge_plan_image_tokens(const kvedge_plan * plan, int32_t n_rows);
 
 // Chooses rows by the plan's pruner. kept [*n]: their numbers, ascending; rows [*n][width]: what the model reads, or NULL. *n:

@@ -1,7 +1,9 @@
-// A setting that is refused leaves the plan as it was.
+// A setting that is refused leaves the plan as it was, and what a plan keeps of images fits its promise.
 
 #include "check.h"
 #include "core/plan.h"
+
+#include <vector>
 
 using namespace kvedge;
 
@@ -24,10 +26,26 @@ void test_refused() {
     CHECK(set(plan, "scorer.window", "0") == KVEDGE_E_ARGUMENT && plan_window(plan) == 16);
 }
 
+// Without a pruner nothing is left out, so there must be room for all rows, however few image_tokens asks for.
+void test_no_pruner() {
+    kvedge_plan plan = full_plan();
+    CHECK(set(plan, "image_tokens", "0.5") == KVEDGE_OK && kvedge_plan_image_tokens(&plan, 10) == 10);
+    const std::vector<float> rows(10 * 4, 1.0f);
+    const kvedge_image       image{ sizeof(image), rows.data(), 10, 4, 0, 0 };
+    std::vector<int32_t>     kept(10, -1);
+    int32_t                  n = 5;
+    kvedge_error             err{};
+    CHECK(kvedge_prune(&plan, &image, 1, kept.data(), nullptr, &n, &err) == KVEDGE_E_ARGUMENT && kept[0] == -1);
+    n = 10;
+    CHECK(kvedge_prune(&plan, &image, 1, kept.data(), nullptr, &n, &err) == KVEDGE_OK && n == 10 && kept[9] == 9);
+    CHECK(set(plan, "pruner", "grid") == KVEDGE_OK && kvedge_plan_image_tokens(&plan, 10) == 5);
+}
+
 }  // namespace
 
 int main() {
     test_refused();
+    test_no_pruner();
     std::fprintf(stderr, "%d failures\n", failures());
     return failures() != 0;
 }

@@ -30,6 +30,9 @@ extern "C" int32_t kvedge_plan_image_tokens(const kvedge_plan * plan, int32_t n_
     if (!plan || n_rows <= 0) {
         return 0;
     }
+    if (plan->pruner == find_pruner("none")) {
+        return n_rows;  // whatever image_tokens says: nobody chooses
+    }
     const int32_t asked = plan->image_ratio > 0.0 ? (int32_t) std::floor(plan->image_ratio * n_rows + 1e-9) : plan->image_tokens;
     return std::clamp(asked, 1, n_rows);
 } catch (...) {
