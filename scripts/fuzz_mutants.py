@@ -10,7 +10,8 @@ import zlib
 from typing import Any
 
 EDGES = (0, 1, 2, 0x7F, 0x80, 0xFF, 0xFFFF, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1)
-VALUES = (None, True, -1, 0, 1e308, float("inf"), float("nan"), 2**31, 2**64, "", "\0", "x" * 5000, [], {}, [[1]], 0.3)
+NUMBERS = (-1, 0, 0.3, 1e308, float("inf"), float("nan"), 2**31, 2**64, 10**400)
+VALUES = (None, True, *NUMBERS, "", "\0", "x" * 5000, "\ud800", [], {}, [[1]])
 LARGEST_PIECE = 4096  # bytes that are put in or taken out
 
 
@@ -90,6 +91,8 @@ def _near(value: Any, rng: random.Random) -> Any:
     """A value of the same type that may be as good."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return value
+    if abs(value) > 1e300:  # too large for a float, or none that is near
+        return -value
     return rng.choice((value + 1, value - 1, value * 2, value / 2, -value, value + 0.5))
 
 
@@ -114,6 +117,20 @@ def of_text(data: bytes, rng: random.Random) -> bytes:
         else:
             inside[key] = rng.choice(VALUES)
     return json.dumps(value).encode()
+
+
+def of_json(data: bytes, rng: random.Random) -> bytes:
+    """As of_text, of any bytes: a line of those that are JSON line by line."""
+    try:
+        return of_text(data, rng)
+    except (ValueError, RecursionError, OverflowError):
+        lines = data.splitlines(keepends=True) or [b""]
+    at = rng.randrange(len(lines))
+    try:
+        lines[at] = of_text(lines[at], rng) + b"\n"
+    except (ValueError, RecursionError, OverflowError):
+        lines[at] = of_bytes(lines[at], rng)
+    return b"".join(lines)
 
 
 MAKERS = {

@@ -1,0 +1,187 @@
+"""Coverage-guided fuzzing: libFuzzer on native/fuzz, atheris on readers in Python; exit code 1 where anything is found.
+
+    python3 scripts/dev.py fuzz [--seconds 60] [--hours H] [--target NAME] [--jobs 2] [--keep FOLDER] [--json]
+
+Each target runs for so many seconds (or hours), `--jobs` of them at a time, from the inputs in tests/fuzz and from what
+earlier runs found worth keeping in build/fuzz. One table on stdout: executions, edges of the program that were reached,
+inputs that reach them, and findings, whose inputs are kept in FOLDER. Needs clang with its libFuzzer for the first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from build_stock import find_build
+from llama_source import ROOT, SourceError, ended, log
+from native_build import build_native
+
+NATIVE = ("session", "plan", "arrays", "stages", "images")
+PYTHON = ("gguf", "mmproj", "plan_json", "profile", "dataset", "note", "image", "wire", "tools")
+SEEDS, WORK = ROOT / "tests" / "fuzz", ROOT / "build" / "fuzz"
+COMPILERS = ("clang++", *(f"clang++-{n}" for n in range(22, 13, -1)))
+LONGEST, MOST_MIB, LARGEST = 10, 1024, 16384  # seconds and memory of an input, and its bytes
+ENOUGH = 5  # findings of a target, after which it is not begun again
+
+
+@dataclass
+class Outcome:
+    """What became of a target."""
+
+    target: str
+    seconds: float = 0.0
+    executions: int = 0
+    edges: int = 0  # of the program, and features of them, that were reached
+    features: int = 0
+    inputs: int = 0  # that reach them
+    most_mib: int = 0
+    findings: list[str] = field(default_factory=list)
+
+    def add(self, text: str) -> None:
+        """Reads what libFuzzer wrote."""
+        steps = re.findall(r"^#(\d+)\t.*cov: (\d+) ft: (\d+) corp: (\d+)/", text, re.MULTILINE)
+        total = re.search(r"stat::number_of_executed_units: *(\d+)", text)
+        peak = re.search(r"stat::peak_rss_mb: *(\d+)", text)
+        if steps:
+            self.edges, self.features, self.inputs = (int(n) for n in steps[-1][1:])
+        self.executions += int(total[1]) if total else int(steps[-1][0]) if steps else 0
+        self.most_mib = max(self.most_mib, int(peak[1]) if peak else 0)
+
+
+def clang() -> str:
+    """Finds clang++. Raises SourceError."""
+    found = next((path for name in COMPILERS if (path := shutil.which(name))), None)
+    if not found:
+        raise SourceError("no clang++ is here; on Debian or Ubuntu: apt-get install clang-19 libclang-rt-19-dev")
+    return found
+
+
+def build() -> Path:
+    """Builds the native targets, and returns their folder. Raises SourceError."""
+    options = {"CMAKE_CXX_COMPILER": clang(), "KVEDGE_SANITIZE": "address,undefined", "KVEDGE_FUZZ": "ON"}
+    return build_native("fuzz", ["kvedge-fuzzers"], **options)
+
+
+def environment(scratch: str) -> dict[str, str]:
+    """scratch: a folder for the files of samples, in memory where that can be had: a disk would be waited for."""
+    native = {"ASAN_OPTIONS": "detect_leaks=1:allocator_may_return_null=1", "UBSAN_OPTIONS": "print_stacktrace=1"}
+    libraries = {"KVEDGE_LIB_DIR": os.environ.get("KVEDGE_LIB_DIR") or str(find_build() / "bin")}
+    return {**os.environ, **native, **libraries, "TMPDIR": scratch}
+
+
+def reason(text: str) -> str:
+    """The line of a report that says most."""
+    if python := re.search(r"Uncaught Python exception: ===\s*\n(.*)", text):
+        return python[1].strip()
+    lines = (r"error: .*", r"SUMMARY: (?!libFuzzer).*", r".*: runtime error: .*", r"==\d+== ERROR: .*", r"\S+:\d+: .*")
+    for line in lines:
+        if found := re.search(f"^{line}", text, re.MULTILINE):
+            return found[0].strip()
+    return "ended without a word"
+
+
+@dataclass
+class Run:
+    """What all targets have in common."""
+
+    seconds: float
+    programs: Path | None  # of the native ones
+    keep: Path
+    env: dict[str, str]
+
+    def command(self, target: str, seconds: float) -> list[str]:
+        script = str(ROOT / "scripts" / "fuzz_python.py")
+        native = self.programs is not None and target in NATIVE
+        program = [str(self.programs / f"fuzz_{target}")] if native else [sys.executable, script, target]
+        limits = [f"-timeout={LONGEST}", f"-rss_limit_mb={MOST_MIB}", f"-max_len={LARGEST}"]
+        told = [f"-max_total_time={int(seconds)}", "-print_final_stats=1", f"-artifact_prefix={self.keep / target}-"]
+        return [*program, *limits, *told, str(WORK / "corpus" / target), str(SEEDS / target)]
+
+    def kept(self, target: str) -> set[str]:
+        """Names the inputs that are kept; one that is slow, but not as slow as LONGEST, is no finding."""
+        names = {path.name for path in self.keep.glob(f"{target}-*")}
+        return {name for name in names if not name.startswith(f"{target}-slow-unit-")}
+
+    def fuzz(self, target: str) -> Outcome:
+        """Runs one target, again where it ended at a finding."""
+        out, start = Outcome(target), time.monotonic()
+        (WORK / "corpus" / target).mkdir(parents=True, exist_ok=True)
+        while (left := self.seconds - (time.monotonic() - start)) >= 1 and len(out.findings) < ENOUGH:
+            before = self.kept(target)
+            with (WORK / f"{target}.log").open("wb") as written:
+                done = subprocess.run(
+                    self.command(target, left), stdout=written, stderr=written, env=self.env, check=False
+                )
+            text = (WORK / f"{target}.log").read_text(encoding="utf-8", errors="replace")
+            out.add(text)
+            kept = sorted(self.kept(target) - before)
+            if done.returncode == 0 and not kept:
+                break
+            out.findings.append(f"{reason(text)} ({', '.join(kept) or f'exit code {done.returncode}'})")
+            if not kept:  # it cannot run at all
+                break
+        out.seconds = round(time.monotonic() - start, 1)
+        return out
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    lines = ["target       seconds  executions   edges  features  inputs     MiB  findings"]
+    for o in outcomes:
+        lines.append(
+            f"{o.target:<11}{o.seconds:>9.0f}{o.executions:>12}{o.edges:>8}{o.features:>10}{o.inputs:>8}"
+            f"{o.most_mib:>8}{len(o.findings):>10}"
+        )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=60.0, help="of each target (default: 60)")
+    parser.add_argument("--hours", type=float, help="of each target, instead")
+    parser.add_argument(
+        "--target",
+        action="append",
+        choices=(*NATIVE, *PYTHON),
+        metavar="NAME",
+        help=f"only this one, repeatable: {', '.join((*NATIVE, *PYTHON))}",
+    )
+    parser.add_argument("--jobs", type=int, default=2, help="targets at a time (default: 2)")
+    parser.add_argument("--keep", type=Path, default=WORK / "found", metavar="FOLDER", help="default: build/fuzz/found")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
+    args = parser.parse_args()
+    targets = args.target or (*NATIVE, *PYTHON)
+    seconds = args.hours * 3600 if args.hours else args.seconds
+    programs = build() if set(targets) & set(NATIVE) else None
+    keep: Path = args.keep.resolve()
+    keep.mkdir(parents=True, exist_ok=True)
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    log(f"fuzzing {len(targets)} targets, {seconds:g} seconds each, {args.jobs} at a time")
+    outcomes = []
+    with (
+        tempfile.TemporaryDirectory(prefix="kvedge-fuzz-", dir=memory) as scratch,
+        ThreadPoolExecutor(max(1, args.jobs)) as pool,
+    ):
+        for outcome in pool.map(Run(seconds, programs, keep, environment(scratch)).fuzz, targets):
+            outcomes.append(outcome)
+            n, found = outcome.executions, len(outcome.findings)
+            log(f"{outcome.target}: {n} executions in {outcome.seconds:.0f} s, {found} findings")
+    print(json.dumps([asdict(outcome) for outcome in outcomes]) if args.json else table(outcomes), flush=True)
+    for outcome in outcomes:
+        for finding in outcome.findings:
+            log(f"error: {outcome.target}: {finding}; inputs are in {args.keep}")
+    return 1 if any(outcome.findings for outcome in outcomes) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(ended(main))

@@ -1,0 +1,164 @@
+"""What the fuzzers of readers in Python try: each target takes bytes, or raises one of kvedge's errors.
+
+Anything else is a finding. Half of the inputs are changed by their structure (fuzz_mutants.py, fuzz_headers.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from fuzz_headers import of_header
+from fuzz_mutants import of_json
+from PIL import BmpImagePlugin, GifImagePlugin, ImageOps, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
+
+from pykvedge.chat.serve import anthropic, asking, responses, tools, wire
+from pykvedge.chat.serve.pictures import Sources
+from pykvedge.errors import KvedgeError
+from pykvedge.lab.eval import datasets
+from pykvedge.models import gguf, images, imagetokens, modelfile, shape
+from pykvedge.plans import plan, presets, profile
+from pykvedge.runtime import native_plan, sampling, sessionfile
+
+PLUGINS = (BmpImagePlugin, GifImagePlugin, ImageOps, JpegImagePlugin, PngImagePlugin, WebPImagePlugin)
+SEEDS = Path(__file__).parents[1] / "tests" / "fuzz"
+FILE = 1 << 40  # bytes that a header is told its file has: tensors are looked at, too
+LENGTHS = (1, 7, 64, 5000)
+
+
+def gguf_header(data: bytes) -> None:
+    """As chat and plan read a language model."""
+    header = gguf.header_of(Path("model.gguf"), data, FILE)
+    if header is None:
+        return
+    modelfile.facts(modelfile.usable_model(header))
+    sizes = shape.ModelShape.of(header)
+    assert min(sizes.compute(512), sizes.kv_per_token(2.0), sizes.work_space(1)) >= 0
+    shape.shares_cache(header)
+    for tensor in header.tensors.values():
+        gguf.tensor_bytes(tensor)
+
+
+@functools.cache
+def _models() -> list[gguf.Header]:
+    found = [gguf.header_of(path, path.read_bytes(), FILE) for path in sorted((SEEDS / "gguf").iterdir())]
+    return [header for header in found if header is not None]
+
+
+def mmproj_header(data: bytes) -> None:
+    """As chat reads an image encoder, for each of some models, and counts the tokens of images."""
+    header = gguf.header_of(Path("mmproj.gguf"), data, FILE)
+    for model in _models() if header is not None else ():
+        with contextlib.suppress(KvedgeError):
+            used = modelfile.usable_mmproj(header, model)
+            limits = imagetokens.token_limits(used)
+            for width, height in ((1, 1), (336, 336), (4000, 30)):
+                assert imagetokens.image_grid(used, width, height, limits).n_tokens >= 0
+
+
+def plan_json(data: bytes) -> None:
+    """As --plan reads it, and hands it to libkvedge, which counts the same."""
+    found = plan.Plan.from_json(data.decode("utf-8", "replace"))
+    assert plan.Plan.from_json(found.to_json()) == found
+    for n in LENGTHS:
+        kept = found.count(n)
+        assert 1 <= kept <= n and sum(found.protected(n, kept)) <= kept
+        assert native_plan.plan_budget(found, n) == kept
+
+
+def profile_json(data: bytes) -> None:
+    found = profile.Profile.from_json(data.decode("utf-8", "replace"))
+    again = profile.Profile.from_json(found.to_json())
+    assert again.kind == found.kind and again.values.shape == found.values.shape
+    assert len(found.table.values) == len(found.values)
+    with contextlib.suppress(KvedgeError):
+        profile.for_arrays(presets.plan("knorm", 0.5, allocator="heads"), found, 2, 4, 2)
+
+
+@functools.cache
+def _folder() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="kvedge-fuzz-"))
+    (folder / "images").mkdir()
+    for place in (folder, folder / "images"):
+        (place / "a.png").write_bytes((SEEDS / "image" / "grey.png").read_bytes())
+    return folder
+
+
+def data_set(data: bytes) -> None:
+    """As eval reads a file of samples, as JSONL and as one of the other forms."""
+    for name in ("set.jsonl", "set.json"):
+        path = _folder() / name
+        path.write_bytes(data)
+        with contextlib.suppress(KvedgeError):
+            for sample in datasets.load(path):
+                sample.digest()
+                assert sample.score("an answer") is None or 0 <= sample.score("an answer") <= 1
+                f"{sample.id}{sample.task}{sample.answer}".encode()
+
+
+def session_note(data: bytes) -> None:
+    """As a session file's note is read: ValueError says that it is none."""
+    try:
+        note = sessionfile.Note.decode(data)
+    except ValueError as error:
+        assert type(error) is ValueError, error
+        return
+    again = sessionfile.Note.decode(note.encode())
+    assert again.encode() == note.encode() and again.plan == note.plan
+
+
+def image_file(data: bytes) -> None:
+    picture = images.load_picture(data)
+    assert len(picture.rgb) == 3 * picture.width * picture.height > 0
+
+
+@functools.cache
+def _defaults() -> asking.Defaults:
+    return asking.Defaults(presets.plan("lookm", 0.5), sampling.Sampling(), Sources())
+
+
+def wire_format(data: bytes) -> None:
+    """As the server reads a body: each of its requests, and what they are translated to."""
+    with contextlib.suppress(KvedgeError):
+        given = wire.parsed(wire.ChatRequest, data)
+        asking.is_quick(given, _defaults())
+        asking.request_of(given, _defaults())
+    with contextlib.suppress(KvedgeError):
+        given = anthropic._of_messages(wire.parsed(anthropic.MessagesRequest, data))
+        asking.request_of(given, _defaults())
+    with contextlib.suppress(KvedgeError):
+        given = responses._of_responses(wire.parsed(responses.ResponsesRequest, data))
+        asking.request_of(given, _defaults())
+    with contextlib.suppress(KvedgeError):
+        asking.plan_of(wire.parsed(wire.Compression, data), _defaults().plan)
+
+
+_TOOLS = [wire.Tool(type="function", function=wire.FunctionTool(name=name)) for name in ("look", "add")]
+
+
+def tool_calls(data: bytes) -> None:
+    """What a model writes is searched for calls of tools."""
+    text = data.decode("utf-8", "replace")
+    rest, calls = tools.calls_in(text, _TOOLS)
+    assert len(rest) <= len(text)
+    for call in calls:
+        assert call["function"]["name"] in ("look", "add") and isinstance(call["function"]["arguments"], str)
+        assert isinstance(tools.arguments_of(call), dict)
+
+
+# target -> what is tried, and how its inputs are changed by their structure
+TARGETS: dict[str, tuple[Callable[[bytes], None], Callable[[bytes, random.Random], bytes] | None]] = {
+    "gguf": (gguf_header, of_header),
+    "mmproj": (mmproj_header, of_header),
+    "plan_json": (plan_json, of_json),
+    "profile": (profile_json, of_json),
+    "dataset": (data_set, of_json),
+    "note": (session_note, of_json),
+    "image": (image_file, None),
+    "wire": (wire_format, of_json),
+    "tools": (tool_calls, of_json),
+}
