@@ -30,7 +30,7 @@ struct Memory : Sink {
 
 std::vector<uint8_t> framed(const uint8_t * payload, size_t size) {
     Memory out;
-    write_head(out, "model", "note", 4, size);
+    write_head(out, KVEDGE_SESSION_VERSION, "model", "note", 4, size);
     out.value<uint32_t>(crc32(0, out.bytes.data(), out.bytes.size()));
     out.write(payload, size);
     out.value<uint32_t>(crc32(0, payload, size));
