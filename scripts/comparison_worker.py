@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from pykvedge.plans.kvtypes import KvType, ggml_types
+
 
 class Side:
     """A side has the model, and one context per variant under test."""
@@ -39,12 +41,20 @@ class Side:
         self.ends: dict[str, int] = {}
 
     def open(
-        self, name: str, n_ctx: int, method: str | None, budget: float, flash: bool = True, copies: bool = False
+        self,
+        name: str,
+        n_ctx: int,
+        method: str | None,
+        budget: float,
+        flash: bool = True,
+        copies: bool = False,
+        stored: list[str] | None = None,
     ) -> dict[str, Any]:
         """Opens a fresh context; llama.cpp's defaults apart from its size, so that stock is what its users get.
 
-        copies: with room for a second sequence, for compress_copy.
+        copies: with room for a second sequence, for compress_copy. stored: kv_type and kv_rotate; None: f16.
         """
+        kv_type = KvType.parse(*(stored or ["f16"]))
         params = self.llama.llama_context_default_params()
         params.n_ctx, params.n_batch = n_ctx, n_ctx
         if copies:
@@ -52,6 +62,8 @@ class Side:
         params.n_threads = params.n_threads_batch = self.threads
         if not flash:
             params.flash_attn_type = self.llama.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        if method is None:
+            params.type_k, params.type_v = (ggml_types()[t] for t in (kv_type.k, kv_type.v))
         context = self.llama.llama_init_from_model(self.model, params)
         self.contexts[name], self.ends[name] = context, 0
         if method is not None:
@@ -59,7 +71,7 @@ class Side:
             from pykvedge.runtime.libkvedge import Cache
 
             plan = pykvedge.plan(method) if method == "full" else pykvedge.plan(method, budget)
-            self.caches[name] = Cache(context, plan, "f16", auto_compress=False)
+            self.caches[name] = Cache(context, plan, kv_type, auto_compress=False)
         return {}
 
     def close(self, name: str) -> dict[str, Any]:
@@ -144,6 +156,8 @@ class Side:
         """Saves the logits after the prompt and after each teacher-forced step: float32 [steps + 1, vocabulary]."""
         tokens = self.tokens(n + steps, seed)
         rows = [self.decode(name, tokens[:n]).copy()]
+        if name in self.caches:
+            self.caches[name].compress()  # where everything is kept: quantises, if anything
         rows += [self.decode(name, [token]).copy() for token in tokens[n:]]
         np.save(file, np.array(rows))
         return {}

@@ -1,23 +1,34 @@
 """What the storage types of keys and values cost in fidelity, on the demo model.
 
     python3 scripts/dev.py python scripts/measure_kv_types.py
+    python3 scripts/dev.py python scripts/measure_kv_types.py --stock
 
 Kullback-Leibler divergence, in nats per token, of the next token's distribution from the one that the full f16 cache
 gives, along the right answers to held-out questions about images, and the share of tokens at which both find the same
 one likeliest. What they cost in bytes and speed `kvedge bench --kv-type` measures.
+
+--stock: the same of the types that llama.cpp has, against its own cache of that type (build_stock.py), which it
+rotates where kvedge does by itself; and kvedge's rows as they are. Tiny models with random weights, head sizes 64 and
+128, with keys of which no channel stands out and with keys of which two pairs do; random prompts, then random tokens
+one by one, whose logits count. The reference is llama.cpp's cache in f32, without flash attention.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from llama_source import log
+from measuring import STOCK_LIB, Worker
+from modelgen.tiny import default_spec, write_tiny
 
 import pykvedge
 from pykvedge.lab.demo_tasks.evalset import Sample, samples
@@ -29,6 +40,8 @@ DATA = Path(pykvedge.__file__).resolve().parent / "data"
 TASKS = ("code", "describe", "where", "which-image", "code-in-image-k", "difference")
 TYPES = ("f16", *QUANTISED)
 BUDGETS = (1.0, 0.25)
+HEAD_SIZES, OUTLIERS, STEPS = (64, 128), (1.0, 8.0), 64
+SIDES = {"llama.cpp": None, "kvedge, off": "off", "kvedge, auto": "auto"}  # and kv_rotate
 
 
 def make_plan(method: str, budget: float) -> pykvedge.Plan:
@@ -54,7 +67,8 @@ def fidelity(args: argparse.Namespace) -> dict[tuple[str, float], dict[str, floa
     for kv_type, budget in itertools.product(args.type, BUDGETS):
         print(f"fidelity: {kv_type} at {budget:g}", file=sys.stderr, flush=True)
         files = DATA / "demo-model.gguf", DATA / "demo-mmproj.gguf"
-        with pykvedge.Session(*files, make_plan(args.method, budget), threads=args.threads, kv_type=kv_type) as session:
+        how: dict[str, Any] = {"threads": args.threads, "kv_type": kv_type, "kv_rotate": args.kv_rotate}
+        with pykvedge.Session(*files, make_plan(args.method, budget), **how) as session:
             found = [along_the_answer(session, s) for s in chosen]
         expected = expected or found  # the first is the full f16 cache
         full, here = np.concatenate(expected), np.concatenate(found)
@@ -79,6 +93,55 @@ def show(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
     print(markdown([["type", "budget", "bits a number", "KL, nats a token", "same top token"], *cells]))
 
 
+def logits(worker: Worker, stored: list[str], method: str | None, prompt: tuple[int, int], flash: bool) -> np.ndarray:
+    """Log-probabilities [STEPS, vocabulary] after each token that follows a prompt. prompt: its tokens, and a seed."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = str(Path(folder) / "logits.npy")
+        n, seed = prompt
+        worker.call("open", name="x", n_ctx=n + STEPS + 8, method=method, budget=1.0, flash=flash, stored=stored)
+        worker.call("logits", name="x", n=n, steps=STEPS, seed=seed, file=file)
+        worker.call("close", name="x")
+        return log_softmax(np.load(file)[1:])  # the first comes before a row is quantised
+
+
+def against_stock(model: Path, prompts: list[tuple[int, int]], threads: int) -> list[dict[str, Any]]:
+    """A row for each type: nats per token of every side."""
+    workers = {kvedge: Worker(str(model), threads, kvedge) for kvedge in (False, True)}
+    try:
+        exact = np.concatenate([logits(workers[False], ["f32"], None, p, False) for p in prompts])
+        rows = []
+        for kv_type in ("f16", "q8_0", "q4_0"):
+            row: dict[str, Any] = {"type": kv_type}
+            for side, rotate in SIDES.items():
+                how = (workers[bool(rotate)], [kv_type, rotate or "auto"], "full" if rotate else None)
+                here = np.concatenate([logits(*how, p, True) for p in prompts])
+                row[side] = float((np.exp(exact) * (exact - here)).sum(axis=1).mean())
+            rows.append(row)
+        return rows
+    finally:
+        for worker in workers.values():
+            worker.end()
+
+
+def stock_table(args: argparse.Namespace) -> list[dict[str, Any]]:
+    rows = []
+    for size, outliers in itertools.product(HEAD_SIZES, OUTLIERS):
+        log(f"head size {size}, outliers {outliers:g}")
+        spec = dataclasses.replace(
+            default_spec("llama"), n_layers=4, head_size=size, weight=args.weight, key_outliers=outliers
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            model, _ = write_tiny("llama", folder, spec=spec)
+            prompts = list(zip(args.prompts, range(len(args.prompts)), strict=True))
+            about = {"head size": size, "outliers": outliers}
+            rows += [{**about, **row} for row in against_stock(model, prompts, args.threads)]
+    return rows
+
+
+def show_stock(rows: list[dict[str, Any]]) -> None:
+    print(markdown([list(rows[0]), *[[x if isinstance(x, str) else f"{x:.3g}" for x in r.values()] for r in rows]]))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=10, help="of each task (default %(default)s)")
@@ -86,9 +149,19 @@ def main() -> int:
     parser.add_argument("--task", action="append", default=[], choices=TASKS, help="repeatable")
     parser.add_argument("--type", action="append", default=[], help="besides f16; repeatable, also K:V")
     parser.add_argument("--method", default="h2o", help="where the budget is not 1 (default %(default)s)")
+    parser.add_argument("--kv-rotate", default="auto", choices=("auto", "off"), help="default %(default)s")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a Markdown table")
+    parser.add_argument("--stock", action="store_true", help="against llama.cpp's own cache, on tiny models")
+    parser.add_argument("--weight", default="f16", choices=("f16", "f32"), help="of these (default %(default)s)")
+    parser.add_argument("--prompts", type=int, nargs="+", default=[200, 700, 1500], help="their tokens, for --stock")
     args = parser.parse_args()
+    if args.stock:
+        if not STOCK_LIB.is_dir():
+            parser.error(f"{STOCK_LIB} is missing; python3 scripts/build_stock.py builds it")
+        found = stock_table(args)
+        print(json.dumps(found, indent=1)) if args.json else show_stock(found)
+        return 0
     args.type = ["f16", *(args.type or TYPES[1:])]
     rows = table(args)
     if args.json:

@@ -59,8 +59,10 @@ void converse(World & w) {
 }
 
 void compare(llama_model * model, Plan::Fields fields, const char * what, kvedge_type type = KVEDGE_TYPE_F32, float close = CLOSE) {
-    Plan  plan(fields);
+    Plan plan(fields);
+    World::rotation = KVEDGE_ROTATE_OFF;  // as on devices
     World host(model, plan.plan, type, KVEDGE_DEVICES_NONE), device(model, plan.plan, type, KVEDGE_DEVICES_ALL);
+    World::rotation = KVEDGE_ROTATE_AUTO;
     converse(host);
     converse(device);
     same(host, device, what, 0, close);

@@ -3,6 +3,7 @@
 #include <random>
 
 kvedge_devices World::usual_devices = KVEDGE_DEVICES_NONE;
+kvedge_rotate  World::rotation      = KVEDGE_ROTATE_AUTO;
 
 static llama_context * make_context(llama_model * model) {
     llama_context_params params = llama_context_default_params();
@@ -24,6 +25,7 @@ World::World(llama_model * m, const kvedge_plan * plan, kvedge_type type, kvedge
     CHECK(kvedge_options_init(&options, sizeof(options), &err) == KVEDGE_OK);
     options.type    = type;
     options.devices = devices;
+    options.rotate  = rotation;
     CHECK(good(kvedge_attach(ctx, plan, &options, &kv, &err), err));
 }
 

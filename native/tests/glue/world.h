@@ -58,6 +58,7 @@ struct World {
     // Where the rows of caches lie that are attached without saying so: every scenario runs with rows on the host, and again
     // with rows that ggml attends to.
     static kvedge_devices usual_devices;
+    static kvedge_rotate  rotation;  // of caches that are attached
 
     llama_model *          model;
     llama_context *        ctx = nullptr;
