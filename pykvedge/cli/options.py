@@ -13,12 +13,11 @@ import pykvedge
 from pykvedge.cli import paths
 from pykvedge.errors import SaveError, UsageError
 from pykvedge.models.offload import Offload
-from pykvedge.plans.kvtypes import NAMES
+from pykvedge.plans.kvtypes import NAMES, ROTATES
 from pykvedge.plans.plan import Plan
 from pykvedge.plans.plugin_files import load_file
 from pykvedge.plans.presets import default_plan
 from pykvedge.plans.presets import plan as make_plan
-from pykvedge.plans.rotation import MODES
 
 DATA = Path(pykvedge.__file__).parent / "data"  # importlib.resources names no folder in an editable installation
 PATH = click.Path(path_type=Path)
@@ -134,7 +133,7 @@ KV_TYPE = option(
     help=f"How keys and values are stored: {', '.join(NAMES)}, or K:V, as in q8_0:q4_0.",
 )  # fmt: skip
 KV_ROTATE = option(
-    "--kv-rotate", default="auto", show_default=True, type=click.Choice(MODES), metavar="WHEN",
+    "--kv-rotate", default="auto", show_default=True, type=click.Choice(ROTATES), metavar="WHEN",
     help="Rotate rows before they become q8_0 or q4_0, so that channels that stand out cost the others less: on, off, "
     "or auto, as llama.cpp does where head sizes are multiples of 64.",
 )  # fmt: skip

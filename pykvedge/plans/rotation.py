@@ -10,9 +10,6 @@ import functools
 
 import numpy as np
 
-BLOCK = 64  # of values; keys take the largest power of two times this that divides their size
-MODES = ("auto", "on", "off")
-
 
 @functools.cache
 def hadamard(n: int) -> np.ndarray:
@@ -29,8 +26,3 @@ def rotated(rows: np.ndarray, block: int) -> np.ndarray:
         return rows
     parts = rows.astype(np.float32).reshape(*rows.shape[:-1], rows.shape[-1] // block, block)
     return (parts @ hadamard(block)).reshape(rows.shape)
-
-
-def key_block(size: int) -> int:
-    """Numbers of a key of `size`, a multiple of 64, that are rotated together."""
-    return size & -size

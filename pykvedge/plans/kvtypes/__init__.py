@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from pykvedge.errors import ArrayError, unknown
 from pykvedge.native import calls
-from pykvedge.plans import rotation
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,6 +22,8 @@ PLAIN = ("f16", "bf16", "f32")
 QUANTISED = tuple(sorted((info.name for info in pkgutil.iter_modules(__path__)), reverse=True))
 NAMES = (*PLAIN, *QUANTISED)
 GROUP = 32  # values that share a scale; head sizes of the quantised types are multiples of it
+ROTATES = ("auto", "on", "off")
+ROTATION = 64  # numbers of a value that are rotated together; of a key the largest power of two that divides its size
 RESIDUAL = 32  # newest values that KIVI leaves in f16
 
 
@@ -55,7 +56,7 @@ def _rotates(name: str) -> bool:
 
 @dataclass(frozen=True)
 class KvType:
-    """Storage types of keys and of values, by name, and whether q8_0 and q4_0 rows are rotated (rotation.py).
+    """Storage types of keys and of values, by name, and whether q8_0 and q4_0 rows are rotated (plans/rotation.py).
 
     rotate: "on", "off", or "auto": as llama.cpp has its own cache, where head sizes are multiples of 64.
     """
@@ -69,8 +70,8 @@ class KvType:
         """From "q8_0", or "q8_0:q4_0" for keys and values apart; a KvType stays as it is. Raises UnknownNameError."""
         if isinstance(text, KvType):
             return text
-        if rotate not in rotation.MODES:
-            raise unknown("kv_rotate", str(rotate), rotation.MODES)
+        if rotate not in ROTATES:
+            raise unknown("kv_rotate", str(rotate), ROTATES)
         k, colon, v = str(text).partition(":")
         for name in (k, v) if colon else (k,):
             if name not in NAMES:
@@ -83,14 +84,14 @@ class KvType:
         Raises ArrayError where they are to be rotated and cannot be.
         """
         fit = [_rotates(name) for name in (self.k, self.v)]
-        if self.rotate == "on" and (not any(fit) or size % rotation.BLOCK):
+        if self.rotate == "on" and (not any(fit) or size % ROTATION):
             raise ArrayError(
-                f"kv_rotate on is for q8_0 and q4_0 and head sizes that are multiples of {rotation.BLOCK}, "
+                f"kv_rotate on is for q8_0 and q4_0 and head sizes that are multiples of {ROTATION}, "
                 f"not for {self} and {size}"
             )
-        if self.rotate == "off" or size % rotation.BLOCK:
+        if self.rotate == "off" or size % ROTATION:
             return 0, 0
-        return rotation.key_block(size) if fit[0] else 0, rotation.BLOCK if fit[1] else 0
+        return size & -size if fit[0] else 0, ROTATION if fit[1] else 0
 
     def __str__(self) -> str:
         """As parse takes it."""
