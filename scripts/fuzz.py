@@ -30,7 +30,7 @@ from native_build import build_native
 NATIVE = ("session", "plan", "arrays", "stages", "images")
 PYTHON = ("gguf", "mmproj", "plan_json", "profile", "dataset", "note", "image", "wire", "tools")
 SEEDS, WORK = ROOT / "tests" / "fuzz", ROOT / "build" / "fuzz"
-COMPILERS = ("clang++", *(f"clang++-{n}" for n in range(22, 13, -1)))
+VERSIONS = ("", *(f"-{n}" for n in range(22, 13, -1)))
 LONGEST, MOST_MIB, LARGEST = 10, 1024, 16384  # seconds and memory of an input, and its bytes
 ENOUGH = 5  # findings of a target, after which it is not begun again
 
@@ -59,12 +59,16 @@ class Outcome:
         self.most_mib = max(self.most_mib, int(peak[1]) if peak else 0)
 
 
+def llvm(name: str) -> str:
+    """Finds a program of LLVM, whose name may end in its version; else an empty text."""
+    return next((path for end in VERSIONS if (path := shutil.which(f"{name}{end}"))), "")
+
+
 def clang() -> str:
     """Finds clang++. Raises SourceError."""
-    found = next((path for name in COMPILERS if (path := shutil.which(name))), None)
-    if not found:
-        raise SourceError("no clang++ is here; on Debian or Ubuntu: apt-get install clang-19 libclang-rt-19-dev")
-    return found
+    if found := llvm("clang++"):
+        return found
+    raise SourceError("no clang++ is here; on Debian or Ubuntu: apt-get install clang-19 libclang-rt-19-dev llvm-19")
 
 
 def build() -> Path:
@@ -75,7 +79,10 @@ def build() -> Path:
 
 def environment(scratch: str) -> dict[str, str]:
     """scratch: a folder for the files of samples, in memory where that can be had: a disk would be waited for."""
-    native = {"ASAN_OPTIONS": "detect_leaks=1:allocator_may_return_null=1", "UBSAN_OPTIONS": "print_stacktrace=1"}
+    asan = "detect_leaks=1:allocator_may_return_null=1"
+    if symbolizer := llvm("llvm-symbolizer"):  # gives reports the names of functions
+        asan += f":external_symbolizer_path={symbolizer}"
+    native = {"ASAN_OPTIONS": asan, "UBSAN_OPTIONS": "print_stacktrace=1"}
     libraries = {"KVEDGE_LIB_DIR": os.environ.get("KVEDGE_LIB_DIR") or str(find_build() / "bin")}
     return {**os.environ, **native, **libraries, "TMPDIR": scratch}
 

@@ -368,28 +368,6 @@ KVEDGE_API int32_t kvedge_cells(const kvedge_cache * kv, int32_t seq_id);
 // Reading it clears it.
 KVEDGE_API kvedge_status kvedge_take_error(kvedge_cache * kv, kvedge_error * err);
 
-typedef struct kvedge_stats {
-    size_t   struct_size;        // set by the caller to sizeof(kvedge_stats) before the call
-    int32_t  n_layers;           // layers that kvedge stores (the model may have more)
-    int32_t  n_heads_kv;         // KV heads of the first of them
-    int32_t  n_tokens;           // tokens of the sequence so far, compressed ones included
-    int32_t  n_image_tokens;     // of those, tokens that came as embeddings
-    int32_t  n_compressions;     // compressions of the sequence so far
-    int32_t  n_pending;          // tokens added since the last compression; of a bounded answer, those in blocks not yet packed;
-                                 // of a stream, KV pairs that each head holds
-    uint64_t bytes;              // bytes of the sequence's key and value buffers that exist now
-    uint64_t index_bytes;        // bytes of its token indices and positions
-    uint64_t score_bytes;        // bytes of column sums, of scores, of watched attention, of queries kept for allocator
-                                 // entropy, and of the mean and covariance of queries, that exist now
-    uint64_t before_bytes;       // `bytes` right before the last compression (the full cache, for a first turn)
-    uint64_t after_bytes;        // `bytes` right after it
-    uint64_t peak_bytes;         // largest value of bytes + index_bytes + score_bytes so far
-    int64_t  compress_us;        // wall time of the last compression, microseconds
-    uint64_t device_bytes;       // of `bytes`, those that lie on devices
-} kvedge_stats;
-
-KVEDGE_API kvedge_status kvedge_get_stats(const kvedge_cache * kv, int32_t seq_id, kvedge_stats * out, kvedge_error * err);
-
 #ifdef __cplusplus
 }
 #endif
