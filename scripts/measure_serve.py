@@ -6,6 +6,9 @@ Both servers run at the same time on the packaged demo model and are asked in tu
 --clients clients each, so that what else the machine does meets both. An answer is wrong where it is not, letter by
 letter, what the same server said before to the same messages. Private memory is what the system counts of each process
 after its first turns, at its highest since, and at the end.
+
+Methods change what a model says and how long it speaks. With --tokens N each answer has exactly so many tokens, as the
+token that would end it is forbidden: then both servers do the same work.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +31,8 @@ from typing import Any
 import psutil
 from llama_source import ROOT, log
 from serve_load import Load, Seen
+
+from pykvedge.models.gguf import read_header
 
 DATA = ROOT / "pykvedge" / "data"
 N_CTX = 2048  # tokens of a conversation
@@ -36,14 +42,21 @@ WARM = 5  # turns before memory is compared
 class Server:
     """A process, its clients, and what they saw with one and with many of them."""
 
-    def __init__(self, name: str, process: subprocess.Popen[str], url: str) -> None:
-        self.name, self.process, self.load = name, psutil.Process(process.pid), Load(url)
+    def __init__(self, name: str, process: subprocess.Popen[str], url: str, fields: dict[str, Any]) -> None:
+        self.name, self.process, self.load = name, psutil.Process(process.pid), Load(url, fields)
         self.seen: dict[int, list[Seen]] = {}
+        self.cpu: Counter[int] = Counter()  # milliseconds of processors, by the number of clients
         self.memory: list[int] = []
 
     def turn(self, clients: int, seconds: float) -> None:
+        before = self._cpu()
         self.seen.setdefault(clients, []).append(asyncio.run(self.load.run(clients, seconds)))
+        self.cpu[clients] += self._cpu() - before
         self.memory.append(self.process.memory_full_info().uss)
+
+    def _cpu(self) -> int:
+        times = self.process.cpu_times()
+        return round(1000 * (times.user + times.system))
 
     def figures(self, clients: int) -> dict[str, Any]:
         seen = self.seen[clients]
@@ -59,6 +72,7 @@ class Server:
             "tokens_per_s": round(sum(one.tokens for one in seen) / seconds, 1),
             "characters_per_s": round(sum(one.characters for one in seen) / seconds, 1),
             "answers_per_s": round(len(answers) / seconds, 2),
+            "cpu_ms_per_answer": round(self.cpu[clients] / max(len(answers), 1), 2),
             "first_token_p50_s": round(statistics.median(first), 4),
             "answer_p50_s": round(statistics.median(answers), 4),
             "answer_p99_s": round(answers[int(0.99 * (len(answers) - 1))], 4),
@@ -72,8 +86,8 @@ class Server:
 
 
 @contextlib.contextmanager
-def running(name: str, command: list[str], url: str) -> Iterator[Server]:
-    """A server, once it answers; ended with the context."""
+def running(name: str, command: list[str], url: str, fields: dict[str, Any] | None = None) -> Iterator[Server]:
+    """A server, once it answers; ended with the context. fields: of every request."""
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, text=True
     )
@@ -86,7 +100,7 @@ def running(name: str, command: list[str], url: str) -> Iterator[Server]:
             if process.poll() is not None or time.monotonic() > end:
                 sys.exit(f"{name} does not answer: {' '.join(command)}")
             time.sleep(0.2)
-        yield Server(name, process, url)
+        yield Server(name, process, url, fields or {})
     finally:
         process.terminate()
         try:
@@ -127,16 +141,27 @@ def commands(args: argparse.Namespace) -> dict[str, tuple[list[str], str]]:
     return out
 
 
+def exactly(tokens: int) -> dict[str, Any]:
+    """What a request asks for whose answer has so many tokens."""
+    ends = read_header(DATA / "demo-model.gguf").values["tokenizer.ggml.eos_token_id"]
+    return {"max_tokens": tokens, "logit_bias": {str(ends): -100}}
+
+
 def show(servers: list[Server], clients: int) -> dict[str, Any]:
     out: dict[str, Any] = {
         one.name: {"one": one.figures(1), "many": one.figures(clients), **one.grown()} for one in servers
     }
     if len(servers) == 2:
         ours, stock = (out[one.name] for one in servers)
-        names = ("tokens_per_s", "characters_per_s", "answers_per_s", "answer_p50_s", "answer_p99_s")
-        out["ratio"] = {
-            k: {name: round(ours[k][name] / stock[k][name], 3) for name in names} for k in ("one", "many")
-        }
+        names = (
+            "tokens_per_s",
+            "characters_per_s",
+            "answers_per_s",
+            "cpu_ms_per_answer",
+            "answer_p50_s",
+            "answer_p99_s",
+        )
+        out["ratio"] = {k: {name: round(ours[k][name] / stock[k][name], 3) for name in names} for k in ("one", "many")}
     return out
 
 
@@ -152,11 +177,13 @@ def main() -> None:
     parser.add_argument("--budget", default="0.2")
     parser.add_argument("--memory", default="16MiB", help="of kvedge (default %(default)s)")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--tokens", type=int, help="of every answer (default: as many as the model says)")
     args = parser.parse_args()
     if args.stock and not Path(args.stock).is_file():
         parser.error(f"{args.stock} is no file; build the target llama-server of the pinned source")
     with contextlib.ExitStack() as stack:
-        servers = [stack.enter_context(running(name, *how)) for name, how in commands(args).items()]
+        fields = exactly(args.tokens) if args.tokens else {}
+        servers = [stack.enter_context(running(name, *how, fields)) for name, how in commands(args).items()]
         end, turn = time.monotonic() + 60 * args.minutes, 0
         while time.monotonic() < end:
             clients = 1 if turn % 4 == 0 else args.clients

@@ -45,9 +45,17 @@ def picture(path: str) -> dict[str, Any]:
 class Load:
     """Clients of one server. Greedy answers about the same pictures are the same, so a lost or mixed one is seen."""
 
-    def __init__(self, url: str, seed: int = 0) -> None:
+    def __init__(self, url: str, fields: dict[str, Any] | None = None, seed: int = 0) -> None:
+        """fields: what every request asks for beside its messages."""
         host, _, port = url.removeprefix("http://").partition(":")
         self.address = (host, int(port))
+        self.fields = {
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "temperature": 0,
+            "max_tokens": TOKENS,
+        }
+        self.fields |= fields or {}
         self.random = random.Random(seed)
         self.known: dict[str, str] = {}  # answers, by what was said
 
@@ -71,12 +79,11 @@ class Load:
 
     async def _ask(self, seen: Seen, messages: list[Any]) -> str | None:
         """Returns the answer, None where the client left or there was none."""
-        fields = {"stream": True, "stream_options": {"include_usage": True}, "temperature": 0, "max_tokens": TOKENS}
         leaves = self.random.randrange(1, 48) if self.random.random() < LEAVES else 0
         began, first, text, usage = time.monotonic(), 0.0, "", None
         reader, writer = await asyncio.open_connection(*self.address, limit=1 << 24)
         try:
-            body = json.dumps({"messages": messages, **fields}).encode()
+            body = json.dumps({"messages": messages, **self.fields}).encode()
             head = (
                 f"POST /v1/chat/completions HTTP/1.1\r\nHost: {self.address[0]}\r\nContent-Type: application/json\r\n"
             )

@@ -166,7 +166,7 @@ def test_a_profile_is_needed_and_must_have_the_shape_of_the_model(native, engine
 
 def test_the_library_refuses_by_itself_what_python_would_never_send(native):
     p = prompt(60, (4, 2), layers=2)
-    arrays = type("Arrays", (tuple,), {})((p.q, p.k, p.v, p.image_mask.astype(np.uint8)))
+    arrays = type("Arrays", (tuple,), {})((p.q, p.k, p.v, p.image_mask.astype(np.uint8), None))
     none = np.zeros(0, dtype=np.float32)
 
     def run(values, budgets=none, stage="allocator", **settings_):

@@ -130,7 +130,7 @@ def test_what_does_not_fit_is_refused(native, engine):
 
 def test_the_library_refuses_by_itself(native):
     p = prompt(60, (4, 2), layers=2)
-    arrays = type("Arrays", (tuple,), {})((p.q, p.k, p.v, p.image_mask.astype(np.uint8)))
+    arrays = type("Arrays", (tuple,), {})((p.q, p.k, p.v, p.image_mask.astype(np.uint8), None))
 
     def run(plan, stage, values, budgets=()):
         table = ProfileTable(np.array(values, dtype=np.float32), np.array(budgets, dtype=np.float32))

@@ -38,6 +38,11 @@ class TokenBatch:
 
     def add(self, tokens: list[int], position: int, sequence: int, want_logits: bool) -> int:
         """Appends tokens from a position of a sequence on; want_logits: of the last one, whose place is returned."""
+        if len(tokens) == 1:  # an answer goes on; slices would cost more than a small model's share of the turn
+            at, self.n = self.n, self.n + 1
+            self._tokens[at], self._positions[at], self._sequences[at] = tokens[0], position, sequence
+            self._wanted[at] = want_logits
+            return at
         at = slice(self.n, self.n + len(tokens))
         self._tokens[at] = tokens
         self._positions[at] = np.arange(position, position + len(tokens))
