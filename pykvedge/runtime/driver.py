@@ -32,7 +32,7 @@ class Driver:
         Raises OutOfMemoryError, and KvedgeError with llama.cpp's reason.
         """
         check_memory(model, size, threads, whole_cache)
-        self._model, self._vision, self._size, self._threads = model, vision, size, threads
+        self._model, self._vision, self._size, self.threads = model, vision, size, threads
         self.context = Context(model, size, threads)
         self.cache: Cache | None = None
 
@@ -73,7 +73,7 @@ class Driver:
                     f"{self._size.kv_type}; use f16, bf16 or f32"
                 ) from error
             self.require_full(plan)
-            check_memory(self._model, self._size, self._threads, whole_cache=True)
+            check_memory(self._model, self._size, self.threads, whole_cache=True)
 
     def require_full(self, plan: Plan) -> None:
         """Raises NothingToCompressError for a plan that a model without KV memory of kvedge's cannot follow."""

@@ -100,6 +100,10 @@ class Context:
         self.n_past = self.n_cells = self.sequence = 0
         self._ends.clear()
 
+    def set_threads(self, threads: int) -> None:
+        """What is decoded and compressed from now on is computed with so many."""
+        self.llama.llama_set_n_threads(self.handle, threads, threads)
+
     def copy_to(self, sequence: int) -> None:
         """Makes another sequence, which must be empty, hold what the current one holds."""
         self.llama.llama_memory_seq_cp(self.llama.llama_get_memory(self.handle), self.sequence, sequence, -1, -1)

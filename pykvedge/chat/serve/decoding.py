@@ -11,6 +11,7 @@ import numpy as np
 
 from pykvedge.chat.serve import patches
 from pykvedge.chat.serve.batch import TokenBatch
+from pykvedge.chat.serve.crew import Crew
 from pykvedge.chat.serve.job import Done, Step
 from pykvedge.chat.serve.limits import Limits
 from pykvedge.chat.serve.parked import Park, Parked, Read
@@ -20,7 +21,7 @@ from pykvedge.errors import CancelledError, KvedgeError, OutOfMemoryError, Sessi
 from pykvedge.models import profiles
 from pykvedge.models.model import Model
 from pykvedge.models.vision import ImagePiece
-from pykvedge.native import crash
+from pykvedge.native import crash, llamacpp, team
 from pykvedge.plans.plan import Plan
 from pykvedge.runtime import figures, libkvedge
 from pykvedge.runtime.driver import Driver
@@ -58,6 +59,7 @@ class Decoder:
         self._driver, self._model, self._preparer, self._park = driver, model, preparer, park
         self._limits, self._llama = limits, driver.context.llama
         self._batch = TokenBatch(self._llama, driver.context.n_ubatch)
+        self._crew, self._threads = Crew(driver.threads, llamacpp.default_threads()), driver.threads
         self._slots: list[Slot] = []  # of the turn
         self._plans: dict[int, Plan] = {}  # that sequences have, also while nobody has them
         self.n_bytes = 0  # of keys and values, after the last turn
@@ -95,6 +97,7 @@ class Decoder:
     def turn(self, slots: list[Slot]) -> Ended:
         """Reads a part of a prompt, and a token of every answer. Returns the jobs that have ended with it, and how."""
         self._slots = slots
+        self._compute_with(self._crew.threads(len(slots)))
         ended = [self._end(slot, "cancelled") for slot in slots if slot.job.cancelled.is_set()]
         going = _without(slots, ended)
         reader = next((slot for slot in going if slot.next is None), None)
@@ -110,6 +113,13 @@ class Decoder:
             ended += self._decode(answering, reader)
         self._measure(_without(slots, ended))
         return ended
+
+    def _compute_with(self, threads: int) -> None:
+        if threads != self._threads:
+            self._driver.context.set_threads(threads)
+            if threads < self._threads:
+                team.give_back()  # a larger one's threads would count although they sleep
+            self._threads = threads
 
     def report(self, slot: Slot) -> None:
         """Tells that an answer is complete."""
@@ -198,11 +208,14 @@ class Decoder:
             place = batch.add(part, reader.n_past, reader.sequence, not reader.steps)
         if len(part) > WATCHED and reader is not None:
             context.stop_when(_Given([*answering, reader]))  # type: ignore[arg-type]
+        began = time.perf_counter()
         try:
             with self._driver.explained():
                 context.decode_batch(batch.as_llama())
         finally:
             context.stop_when(None)
+        if reader is None:
+            self._crew.took(time.perf_counter() - began)
         ended: Ended = []
         for slot in answering:
             slot.moved(1)
