@@ -251,6 +251,14 @@ def test_tables(kvedge, native, tmp_path):
         tokens = sum(m["tokens"] for m in mine)
         assert r["ppl"] == pytest.approx(math.exp(sum(m["nll"] for m in mine) / tokens))
         assert r["kld"] == pytest.approx(sum(m["kld"] for m in mine) / tokens)
+        if r["method"] == "full":
+            assert r["kld_p50"] is r["kld_max"] is None
+        else:
+            each = sorted(x for m in mine for x in m["klds"])
+            assert sum(each) == pytest.approx(tokens * r["kld"], rel=1e-3) and len(each) == tokens
+            assert r["kld_max"] == each[-1] and each[0] <= r["kld_p50"] <= r["kld_p90"] <= r["kld_p99"] <= each[-1]
+            below = sum(x <= r["kld_p90"] for x in each)
+            assert 0.9 * tokens - 1 <= below <= 0.9 * tokens + 1
         assert r["score"] == pytest.approx(sum(m["answer"] == m["reference"] for m in mine) / len(mine))
         if r["method"] != "full" and r["samples"] >= 5:
             low, high = r["ppl_change"]

@@ -47,9 +47,10 @@ def test_each_question_is_answered_as_if_it_were_alone(native):
     assert {row["answer"] for row in together.values() if row["method"] == FULL} != {""}
     for key, row in together.items():
         for other in (apart[key], backwards[key]):
-            figures = {k: v for k, v in other.items() if k not in ("nll", "kld")}
+            figures = {k: v for k, v in other.items() if k not in ("nll", "kld", "klds")}
             assert {k: row[k] for k in figures} == figures
             assert (row["nll"], row["kld"]) == pytest.approx((other["nll"], other["kld"]), abs=1e-4)
+            assert row.get("klds", []) == pytest.approx(other.get("klds", []), abs=1e-4)
     for name in ("snapkv", "knorm"):
         kept = {row["kept"] for (_, method, _), row in together.items() if method == name}
         assert len(kept) == 1

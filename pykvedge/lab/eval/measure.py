@@ -300,8 +300,8 @@ class Measurer:
     ) -> tuple[dict[str, Any], list[int]]:
         """Returns sums over the reference answer's tokens, and the tokens of the greedy answer."""
         reader = self._reader
-        nll = divergence = 0.0
-        agree, right, tokens = 0, longest > 0, []
+        nll, agree, right, tokens = 0.0, 0, longest > 0, []
+        each: list[float] = []  # divergence of every token
         for i, token in enumerate(answer):
             row = metrics.log_softmax(reader.logits())
             best = int(row.argmax())
@@ -311,7 +311,7 @@ class Measurer:
                 agree += 1
             else:
                 reference = base.log_probabilities[i]
-                divergence += metrics.divergence(reference.astype(np.float64), row)
+                each.append(max(metrics.divergence(reference.astype(np.float64), row), 0.0))
                 agree += int(best == int(reference.argmax()))
             if right and best != token:
                 right = False
@@ -320,8 +320,8 @@ class Measurer:
                 reader.extend(token)
         if right:
             tokens = self._continue(list(answer), longest)
-        sums = {"nll": nll, "kld": max(divergence, 0.0), "top1": agree, "tokens": len(answer)}
-        return sums, tokens
+        sums = {"nll": nll, "kld": sum(each), "top1": agree, "tokens": len(answer)}
+        return sums | ({} if is_full else {"klds": [float(f"{one:.4g}") for one in each]}), tokens
 
     def _aside(self, before: list[int], longest: int) -> list[int]:
         """Generates the greedy answer from here on, in a copy of the sequence."""

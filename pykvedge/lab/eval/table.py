@@ -32,7 +32,8 @@ class Line:
     """A line has the figures of one method and budget on one task ("all": on all of them). None: not measured.
 
     score, rouge (against the reference), rouge_full (against the full cache's answer): means, 0..1. ppl, kld (nats),
-    top1 (share of tokens): over all tokens of the reference answers. *_change: the interval of the difference to the
+    top1 (share of tokens): over all tokens of the reference answers, kld_p99 and its like the divergence that so many
+    of 100 of them do not exceed. *_change: the interval of the difference to the
     base, which is the full cache or another method at the same budget. contexts: of several questions about one, scores
     are means over it first, and intervals are over contexts. kept: KV pairs per head as a share of the
     conversation's tokens.
@@ -52,6 +53,11 @@ class Line:
     ppl_change: tuple[float, float] | None = None
     kld: float | None = None
     kld_change: tuple[float, float] | None = None
+    kld_p50: float | None = None
+    kld_p90: float | None = None
+    kld_p95: float | None = None
+    kld_p99: float | None = None
+    kld_max: float | None = None
     top1: float | None = None
     kv_bytes: float | None = None
 
@@ -86,6 +92,7 @@ def lines(
     return out
 
 
+_PERCENTILES = (50, 90, 95, 99)
 _SUMS = ("nll", "kld", "top1", "tokens")
 
 
@@ -103,6 +110,8 @@ def _merged(rows: Rows) -> dict[str, Any]:
         values = [row[name] for row in rows if row.get(name) is not None]
         if values:
             out[name] = sum(values) / (1 if name in _SUMS else len(values))
+    if all("klds" in row for row in rows):
+        out["klds"] = [one for row in rows for one in row["klds"]]
     return out
 
 
@@ -149,6 +158,10 @@ def _line(cell: Cell, task: str, rows: Rows) -> Line:
         for name in ("kld", "top1"):
             values = _column(rows, name)
             setattr(line, name, None if values is None else pooled(values, weights))
+    if all("klds" in row for row in rows) and (each := [one for row in rows for one in row["klds"]]):
+        for percent, value in zip(_PERCENTILES, np.percentile(each, _PERCENTILES), strict=True):
+            setattr(line, f"kld_p{percent}", float(value))
+        line.kld_max = max(each)
     return line
 
 
@@ -197,7 +210,7 @@ def as_markdown(made: list[Line], notes: Iterable[str] = (), against: str = FULL
 
 
 _HEAD = ["method", "budget", "samples", "kept", "score", "change", "ROUGE-L to full", "PPL", "change", "KL to full",
-         "interval", "same top token"]  # fmt: skip
+         "interval", "KL median", "KL 99 %", "same top token"]  # fmt: skip
 
 
 def _overall(line: Line, sign: str) -> list[str]:
@@ -214,6 +227,8 @@ def _overall(line: Line, sign: str) -> list[str]:
         _span(line.ppl_change, 1, 3),
         _figure(line.kld),
         _span(line.kld_change, 1, 3, sign),
+        _figure(line.kld_p50),
+        _figure(line.kld_p99),
         _share(line.top1),
     ]
 
