@@ -22,6 +22,8 @@ FORMS = {
     "textvqa": ({"data": [{"question_id": 7, "question": "What is the code?", "image_id": "a",
                            "answers": ["5F2"] * 10}]}, "train_images/a.jpg"),
     "chartqa": ([{"imgname": "a.png", "query": "What is the code?", "label": 5}], "png/a.png"),
+    "textcaps": ({"data": [{"image_id": name, "caption_id": i, "reference_strs": [f"The code is {name}.", "a code"]}
+                           for name in ("a", "b") for i in range(2)]}, "train_images/a.jpg"),
     "ocrbench": ([{"id": 7, "image_path": "x/a.jpg", "question": "What is the code?", "answers": "5F2"}], "x/a.jpg"),
 }  # fmt: skip
 
@@ -30,18 +32,23 @@ def written(folder, form):
     data, picture = FORMS[form]
     (folder / picture).parent.mkdir(parents=True, exist_ok=True)
     shutil.copy(SCENE, folder / picture)
+    if form == "textcaps":
+        shutil.copy(SCENE, folder / "train_images" / "b.jpg")
     (folder / "d.json").write_text(json.dumps(data))
     return folder
 
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_benchmarks_as_they_lie_on_disk(tmp_path, form):
-    [sample] = load(written(tmp_path, form), form)
-    assert sample.lines[0].text.startswith("What is the code?") and sample.lines[0].images[0].is_file()
-    assert load(tmp_path / "d.json", form) == [sample]
-    assert sample.score(sample.answer) == 1 and sample.score("nothing of the kind") == 0
+    sample, *more = load(written(tmp_path, form), form)
+    asked = "Provide a one-sentence caption" if form == "textcaps" else "What is the code?"
+    assert sample.lines[0].text.startswith(asked) and sample.lines[0].images[0].is_file()
+    assert load(tmp_path / "d.json", form) == [sample, *more] and len(more) == (form == "textcaps")
+    assert sample.score(sample.answer) == (pytest.approx(3.75) if more else 1)
+    assert sample.score("nothing of the kind") == 0
     assert (sample.metric, len(sample.others)) == {"docvqa": ("anls", 1), "textvqa": ("vqa", 9),
-                                                   "chartqa": ("relaxed", 0), "ocrbench": ("ocr", 0)}[form]  # fmt: skip
+                                                   "chartqa": ("relaxed", 0), "ocrbench": ("ocr", 0),
+                                                   "textcaps": ("cider", 1)}[form]  # fmt: skip
     if form == "ocrbench":
         assert sample.score("The code is 5f\n2.") == 1
 
@@ -54,7 +61,7 @@ def test_benchmarks_that_are_none(tmp_path, form):
         with pytest.raises(DatasetError):
             load(folder, form)
     data = json.loads(json.dumps(FORMS[form][0]).replace("a.png", "gone.png").replace("a.jpg", "gone.jpg"))
-    if form == "textvqa":
+    if form in ("textvqa", "textcaps"):
         data["data"][0]["image_id"] = "gone"
     (folder / "d.json").write_text(json.dumps(data))
     with pytest.raises(DatasetError, match="gone"):
@@ -92,6 +99,8 @@ def test_the_papers_figures_are_those_of_its_tables():
 
 def test_figures_beside_each_other():
     made = [Line("snapkv", 64, ALL, 5, score=0.5), Line("full", 1.0, ALL, 5, score=1.0)]
+    captions, *_ = [r for r in as_rows("mixkv-textcaps", made) if (r["method"], r["budget"]) == ("full", 1.0)]
+    assert (captions["figure"], captions["paper"], captions["this_run"]) == ("cider", 0.707, 1.0)
     text = beside("mixkv-docvqa", made)
     assert "This run / InternVL3-8B in MixKV, table 1." in text
     assert "| snapkv" in text and "50 / 75.7" in text and "100 / 90.96" in text and "- / 86.2" in text

@@ -1,4 +1,4 @@
-"""Benchmarks of MixKV's tables are read as their authors give them out: DocVQA, TextVQA, ChartQA and OCRBench.
+"""Benchmarks of MixKV's tables are read as their authors give them out: DocVQA, TextVQA, ChartQA, OCRBench, TextCaps.
 
 Each is a JSON file, or a folder with one such file, and pictures; a question ends with the request that the evaluations
 of these papers use, so that answers are short.
@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from pykvedge.lab.eval.files import DatasetError, image_file, read_json, text_field
-from pykvedge.lab.eval.tasks import Line, Sample
+from pykvedge.lab.eval.tasks import Line, Sample, with_corpus
 
 _SHORT = "\nAnswer the question using a single word or phrase."
+_CAPTION = "Provide a one-sentence caption for the provided image."
 _WORD = "\nAnswer the question with a single word."
 
 
@@ -60,11 +61,29 @@ def ocrbench(path: Path, images: Path | None, limit: int | None) -> list[Sample]
     return out
 
 
+def textcaps(path: Path, images: Path | None, limit: int | None) -> list[Sample]:
+    """Reads {"data": [{"image_id", "reference_strs"}, ...]}, an entry for each caption of a picture: CIDEr-D."""
+    file = _file(path)
+    out: dict[str, Sample] = {}
+    for where, item in _items(file, None, "data"):
+        name = str(item.get("image_id", ""))
+        if name in out:
+            continue
+        if limit is not None and len(out) >= limit:
+            break
+        names = [f"{name}.jpg", f"train_images/{name}.jpg", f"test_images/{name}.jpg"]
+        renamed = {"question": _CAPTION, "answers": item.get("reference_strs"), "image_id": name}
+        picture = _picture(images or file.parent, names, where)
+        out[name] = _sample(file, where, renamed, "image_id", picture, "cider", "")
+    return with_corpus(list(out.values()), str(file))
+
+
 FORMATS: dict[str, Callable[[Path, Path | None, int | None], list[Sample]]] = {
     "docvqa": docvqa,
     "textvqa": textvqa,
     "chartqa": chartqa,
     "ocrbench": ocrbench,
+    "textcaps": textcaps,
 }
 
 

@@ -23,7 +23,7 @@ from pykvedge.lab.eval.files import (
     read_text,
     text_field,
 )
-from pykvedge.lab.eval.tasks import NO_SCORE, SCORES, Line, Sample, with_choices
+from pykvedge.lab.eval.tasks import NO_SCORE, SCORES, SEVERAL, Line, Sample, with_choices, with_corpus
 from pykvedge.models.prompt import IMAGE, places
 
 COLUMNS = ("id", "task", "images", "messages", "question", "questions", "answer", "answers", "choices", "metric",
@@ -87,7 +87,7 @@ def jsonl(path: Path, images: Path | None, limit: int | None) -> list[Sample]:
                 raise DatasetError(f"{where}: the id '{sample.id}' was there before")
             known.add(sample.id)
             out.append(sample)
-    return out
+    return with_corpus(out, str(path))
 
 
 def _jsonl_samples(data: dict[str, Any], folder: Path, path: Path, number: int) -> list[Sample]:
@@ -128,8 +128,8 @@ def _jsonl_sample(data: dict[str, Any], folder: Path, path: Path, number: int) -
         raise DatasetError(f"{where}: {unknown('metric', str(metric), SCORES + NO_SCORE)}")
     if (metric == "choice") != bool(choices):
         raise DatasetError(f"{where}: 'choices' belong to the metric 'choice', which needs them")
-    if others and metric not in vqa.SCORES:
-        raise DatasetError(f"{where}: 'answers' belong to the metrics {', '.join(vqa.SCORES)}")
+    if others and metric not in SEVERAL:
+        raise DatasetError(f"{where}: 'answers' belong to the metrics {', '.join(SEVERAL)}")
     if metric == "point":
         _check_boxes((answer, *others), where)
     longest = data.get("max_tokens")

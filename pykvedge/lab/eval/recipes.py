@@ -21,7 +21,7 @@ _FILE = Path(__file__).resolve().parents[2] / "data" / "papers.json"
 _MIXKV = ("snapkv", "mixkv", "pyramidkv", "mixkv-pyramid", "adakv", "mixkv-ada", "sparsemm", "mixkv-sparsemm")
 _PREFIX = tuple(f"0.{i}" for i in range(1, 10))
 _PLAIN = {"text_prior": False}
-_COLUMNS = {"score": "score", "ppl": "PPL", "rouge": "ROUGE-L to full"}
+_COLUMNS = {"score": "score", "cider": "CIDEr", "ppl": "PPL", "rouge": "ROUGE-L to full"}
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,7 @@ RECIPES: dict[str, Recipe] = {
     "mixkv-textvqa": Recipe("MixKV, table 1", "textvqa", ("256", "128", "64"), _MIXKV, "score", _NEEDS_HEADS, 64),
     "mixkv-chartqa": Recipe("MixKV, table 1", "chartqa", ("256", "128", "64"), _MIXKV, "score", _NEEDS_HEADS, 64),
     "mixkv-ocrbench": Recipe("MixKV, table 1", "ocrbench", ("256", "128", "64"), _MIXKV, "score", _NEEDS_HEADS, 128),
+    "mixkv-textcaps": Recipe("MixKV, table 1", "textcaps", ("256", "128", "64"), _MIXKV, "score", _NEEDS_HEADS, 64),
 }  # fmt: skip
 
 
@@ -99,12 +100,12 @@ def figures(name: str) -> tuple[Figure, ...]:
 
 
 def mine(made: Sequence[Line], method: str, budget: float | int, column: str) -> float | None:
-    """Finds the figure of a run that belongs in the place of a paper's: in percent, or PPL, or ROUGE-L in 0..1."""
+    """Finds the figure of a run that belongs in the place of a paper's: in percent, or PPL, ROUGE-L in 0..1, CIDEr."""
     task = ALL if column in _COLUMNS else column
     for line in made:
         if (line.method, line.budget, line.task) == (method, budget, task):
             value = {"ppl": line.ppl, "rouge": line.rouge_full}.get(column, line.score)
-            return value if value is None or column in ("ppl", "rouge") else 100 * value
+            return value if value is None or column in ("ppl", "rouge", "cider") else 100 * value
     return None
 
 

@@ -21,7 +21,7 @@ from pykvedge.lab.tables import markdown
 
 ALL = "all"
 Rows = list[dict[str, Any]]
-PER_TASK = "Score by task: percent of right answers, or ROUGE-L times 100."
+PER_TASK = "Score by task: percent of right answers, or ROUGE-L or CIDEr times 100."
 OVER_ALL = "Over all samples, with 95 % intervals of the difference to {base} on the same samples."
 
 TOO_FEW = f"Fewer than {LEAST} samples: no intervals, and figures that the next sample may turn round."
@@ -170,7 +170,10 @@ def _changes(line: Line, rows: Rows, base: Rows) -> None:
     weights = _column(rows, "tokens")
     mine, theirs = _column(rows, "score"), _column(base, "score")
     if mine is not None and theirs is not None:
-        line.score_change = score_interval(mine, theirs)
+        if max(mine.max(), theirs.max()) > 1:  # CIDEr is no share of anything
+            line.score_change = paired_interval(mine, np.ones(len(mine)), theirs)
+        else:
+            line.score_change = score_interval(mine, theirs)
     mine, theirs = _column(rows, "nll"), _column(base, "nll")
     if mine is None or theirs is None or weights is None:
         return

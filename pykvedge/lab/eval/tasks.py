@@ -5,22 +5,24 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
 from pathlib import Path
 
-from pykvedge.errors import UsageError, unknown
+from pykvedge.errors import DatasetError, UsageError, unknown
 from pykvedge.lab.demo_tasks import evalset
 from pykvedge.lab.demo_tasks.prompts import SHOW_ANSWER, show_text
 from pykvedge.lab.demo_tasks.scenes import Scene, render
 from pykvedge.lab.demo_tasks.tasks import NEEDLE_TASKS, SINGLE_TASKS, TASKS
 from pykvedge.lab.eval import metrics, vqa
+from pykvedge.lab.eval.cider import Corpus
 from pykvedge.models.images import Picture, load_picture
 from pykvedge.models.prompt import Message
 
 SECOND = "/2"  # ends the name of a demo task whose question comes in the second turn
 THEN = "+"  # between demo tasks that ask about the same scenes
-SCORES = ("exact", "choice", "contains", "rouge", *vqa.SCORES)
+SEVERAL = (*vqa.SCORES, "cider")  # scores that take several references
+SCORES = ("exact", "choice", "contains", "rouge", *SEVERAL)
 NO_SCORE = ("ppl", "kld")  # samples of which only the reference answer is looked at
 
 
@@ -39,7 +41,7 @@ class Sample:
 
     metric: how the answer is scored. max_tokens: of the answer that is generated; None: the run's.
     groups: names under which the scores of several tasks are averaged, for example "T-1".
-    others: more references, of which the scores of vqa.py take any; the likelihood is that of `answer`.
+    others: more references, for the scores in SEVERAL; the likelihood is that of `answer`. corpus: of the metric cider.
     context: a name that samples share which differ in their last question only; "": none does.
     """
 
@@ -53,19 +55,22 @@ class Sample:
     max_tokens: int | None = None
     others: tuple[str, ...] = ()
     context: str = ""
+    corpus: Corpus | None = field(default=None, compare=False, repr=False)
 
     def messages(self) -> list[Message]:
         """Loads the conversation's pictures. Raises ImageError."""
         return [Message(line.role, line.text, [_picture(image) for image in line.images]) for line in self.lines]
 
     def score(self, answer: str) -> float | None:
-        """Scores in 0..1 by the sample's metric; None where only the reference answer is looked at."""
+        """Scores by the sample's metric, in 0..1, or 0..10 by cider; None where only the reference is looked at."""
         if self.metric == "exact":
             return metrics.exact_match(answer, self.answer)
         if self.metric == "choice":
             return metrics.choice_match(answer, self.answer, self.choices)
         if self.metric == "contains":
             return metrics.contains(answer, self.answer)
+        if self.metric == "cider" and self.corpus is not None:
+            return self.corpus.score(answer, (self.answer, *self.others))
         if self.metric in vqa.SCORES:
             return vqa.SCORES[self.metric](answer, (self.answer, *self.others))
         return metrics.rouge_l(answer, self.answer) if self.metric == "rouge" else None
@@ -75,6 +80,17 @@ class Sample:
         lines = [[line.role, line.text, [_name(image) for image in line.images]] for line in self.lines]
         text = json.dumps([self.task, lines, self.answer, self.choices, self.metric, *self.others])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def with_corpus(samples: list[Sample], where: str) -> list[Sample]:
+    """Gives those that are scored by cider what people say about all of them. Raises DatasetError for a single one."""
+    captioned = [(one.answer, *one.others) for one in samples if one.metric == "cider"]
+    if not captioned:
+        return samples
+    if len(captioned) == 1:
+        raise DatasetError(f"{where}: cider compares pictures, and needs more than one")
+    corpus = Corpus(captioned)
+    return [replace(one, corpus=corpus) if one.metric == "cider" else one for one in samples]
 
 
 def _picture(image: Path | Scene) -> Picture:

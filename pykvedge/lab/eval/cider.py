@@ -1,0 +1,67 @@
+"""CIDEr-D: how much an answer says of what people say about a picture, by words that are said about few others.
+
+Vedantam, Zitnick and Parikh 2015, Consensus-based Image Description Evaluation (arXiv:1411.5726), equations 1 to 3, and
+5 for CIDEr-D. As in the authors' code lengths are counted in pairs of words. Words are cut as the Penn Treebank does,
+by a rule that stands in for Stanford's tokenizer, which is a Java program; nothing is stemmed.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+LONGEST = 4  # words of an n-gram
+SIGMA = 6.0  # of the penalty on another length
+SCALE = 10.0
+_CUT = re.compile(r"(n't|'(?:s|re|ve|ll|d|m))\b")
+_WORD = re.compile(r"n't|'(?:s|re|ve|ll|d|m)\b|\w+(?:[-.,:/]\w+)*")
+Gram = tuple[str, ...]
+Vector = dict[Gram, float]
+
+
+def cut(text: str) -> list[str]:
+    """Cuts a text into lower-case words: "doesn't" are two, "12:30" and "half-full" one, and signs none."""
+    return _WORD.findall(_CUT.sub(r" \1", text.lower().replace("\u2019", "'")))
+
+
+def grams(text: str) -> Counter[Gram]:
+    """Counts the runs of 1 to LONGEST words."""
+    words = cut(text)
+    return Counter(tuple(words[i : i + n]) for n in range(1, LONGEST + 1) for i in range(len(words) - n + 1))
+
+
+class Corpus:
+    """Knows in the references of how many pictures a run of words stands."""
+
+    def __init__(self, references: Sequence[Sequence[str]]) -> None:
+        """references: texts of each picture. Of one picture alone all words are common, and every score is 0."""
+        self._pictures = len(references)
+        self._seen: Counter[Gram] = Counter()
+        for texts in references:
+            self._seen.update({gram for text in texts for gram in grams(text)})
+
+    def score(self, answer: str, references: Sequence[str]) -> float:
+        """Computes CIDEr-D, 0 to 10: the mean over the references of a picture, and over the lengths of runs."""
+        said, total = grams(answer), 0.0
+        for text in references:
+            right = grams(text)
+            apart = _pairs(said) - _pairs(right)
+            alike = sum(self._alike(said, right, n) for n in range(1, LONGEST + 1)) / LONGEST
+            total += alike * math.exp(-(apart**2) / (2 * SIGMA**2))
+        return SCALE * total / len(references)
+
+    def _alike(self, said: Counter[Gram], right: Counter[Gram], n: int) -> float:
+        a, b = self._weighed(said, n), self._weighed(right, n)
+        lengths = math.sqrt(sum(x * x for x in a.values()) * sum(x * x for x in b.values()))
+        common = sum(min(x, b[gram]) * b[gram] for gram, x in a.items() if gram in b)
+        return common / lengths if lengths else 0.0
+
+    def _weighed(self, counts: Counter[Gram], n: int) -> Vector:
+        whole = math.log(max(self._pictures, 1))
+        return {gram: k * (whole - math.log(max(self._seen[gram], 1))) for gram, k in counts.items() if len(gram) == n}
+
+
+def _pairs(counts: Counter[Gram]) -> int:
+    return sum(k for gram, k in counts.items() if len(gram) == 2)
