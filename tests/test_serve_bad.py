@@ -116,6 +116,7 @@ def test_wrong_requests_in_other_forms(server, path, body, status):
     answer = server.client.post(path, json=body)
     assert answer.status_code == status, answer.text
     assert answer.json()["error"]["message"]
+    assert sorted(answer.headers.get("allow", "").split(", ")) == (["GET", "HEAD"] if status == 405 else [""])
 
 
 def test_many_pixels_are_too_many_together(server):

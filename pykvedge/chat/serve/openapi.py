@@ -38,7 +38,7 @@ def document() -> dict[str, Any]:
         schemas.update(schema.pop("$defs", {}))
         schemas[model.__name__] = schema
         content = {"application/json": {"schema": {"$ref": _REF.format(model=model.__name__)}}}
-        body = {"required": True, "content": content}
+        body = {"required": path != "/v1/kvedge/plan", "content": content}
         paths[path] = {"post": {"summary": what, "requestBody": body, "responses": _responses(path)}}
     for path, what in _READ.items():
         paths[path] = {"get": {"summary": what, "responses": _responses(path)}}

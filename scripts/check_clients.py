@@ -1,0 +1,251 @@
+"""Programs that people use with servers of this kind, against `kvedge serve` on the packaged model: what passes.
+
+    pip install openai anthropic langchain-openai
+    python3 scripts/check_clients.py http://127.0.0.1:8137 [--json]
+
+Needs a server that runs (`kvedge serve`), and any Python that has the clients; those that are missing are passed over.
+The packaged model only describes scenes, so what is looked at is the form of answers, not their words. Exit code: 1
+where a check fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import importlib.metadata
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+SCENE = Path(__file__).resolve().parents[1] / "examples" / "scene-1.png"
+PICTURE = base64.b64encode(SCENE.read_bytes()).decode()
+URL = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PICTURE}"}}
+ASKED = [{"role": "user", "content": [URL, {"type": "text", "text": "What is the code?"}]}]
+SCHEMA = {"type": "object", "properties": {"shapes": {"type": "integer"}}, "required": ["shapes"],
+          "additionalProperties": False}  # fmt: skip
+WEATHER = {"name": "weather", "description": "Tells the weather.",
+           "parameters": {"type": "object", "properties": {"town": {"type": "string", "maxLength": 8}},
+                          "required": ["town"], "additionalProperties": False}}  # fmt: skip
+Check = Callable[[], Any]
+
+
+def require(what: Any, found: Any = None) -> None:
+    if not what:
+        raise AssertionError(f"not so: {found!r:.200}" if found is not None else "not so")
+
+
+def of_openai(url: str) -> Iterator[tuple[str, Check]]:
+    import openai
+
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    given: dict[str, Any] = {"model": client.models.list().data[0].id, "max_tokens": 24, "temperature": 0}
+    yield from of_chats(client.chat.completions, given)
+    yield from of_other_routes(client, given)
+
+
+def of_chats(chat: Any, given: dict[str, Any]) -> Iterator[tuple[str, Check]]:
+    def answers() -> None:
+        one = chat.create(messages=ASKED, **given)
+        require(one.choices[0].message.content and one.usage.total_tokens > 100, one)
+
+    def streams() -> None:
+        parts = list(chat.create(messages=ASKED, stream=True, stream_options={"include_usage": True}, **given))
+        text = "".join(p.choices[0].delta.content or "" for p in parts if p.choices)
+        require(text == chat.create(messages=ASKED, **given).choices[0].message.content and parts[-1].usage, text)
+
+    def helper_streams() -> None:
+        with chat.stream(messages=ASKED, **given) as events:
+            require(any(event.type == "content.done" for event in events))
+
+    def several() -> None:
+        one = chat.create(messages=ASKED, n=2, seed=1, **{**given, "temperature": 1})
+        require([c.index for c in one.choices] == [0, 1], one)
+
+    def likelihoods() -> None:
+        tokens = chat.create(messages=ASKED, logprobs=True, top_logprobs=2, **given).choices[0].logprobs.content
+        require(tokens and all(len(t.top_logprobs) == 2 and t.logprob <= 0 for t in tokens), tokens)
+
+    def stops() -> None:
+        one = chat.create(messages=ASKED, stop=["4", "U", "2"], **given)
+        require(one.choices[0].finish_reason == "stop", one)
+
+    def schemas() -> None:
+        form = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}
+        one = chat.create(messages=ASKED, response_format=form, **{**given, "max_tokens": 64})
+        require(isinstance(json.loads(one.choices[0].message.content)["shapes"], int), one)
+
+    def tools() -> None:
+        one = chat.create(messages=ASKED, tools=[{"type": "function", "function": WEATHER}], tool_choice="required",
+                          **{**given, "max_tokens": 128})  # fmt: skip
+        call = one.choices[0].message.tool_calls[0].function
+        require(call.name == "weather" and "town" in json.loads(call.arguments), one)
+
+    yield from named(answers, streams, helper_streams, several, likelihoods, stops, schemas, tools)
+
+
+def of_other_routes(client: Any, given: dict[str, Any]) -> Iterator[tuple[str, Check]]:
+    import openai
+
+    def responds() -> None:
+        parts = [{"type": "input_image", "image_url": URL["image_url"]["url"], "detail": "auto"},
+                 {"type": "input_text", "text": "What is the code?"}]  # fmt: skip
+        one = client.responses.create(model=given["model"], input=[{"role": "user", "content": parts}],
+                                      max_output_tokens=24)  # fmt: skip
+        require(one.output_text and one.status in ("completed", "incomplete"), one)
+
+    def responds_in_a_stream() -> None:
+        events = list(client.responses.create(model=given["model"], input="Hello", max_output_tokens=8, stream=True))
+        require(events[0].type == "response.created" and events[-1].type.startswith("response."), events[-1])
+
+    def refuses() -> None:
+        try:
+            client.chat.completions.create(messages=ASKED, **{**given, "temperature": -1})
+        except openai.BadRequestError as error:
+            require(error.param == "temperature" and error.status_code == 400, error)
+        else:
+            require(False)
+
+    def waits_for_nothing() -> None:
+        async def both() -> list[Any]:
+            async with openai.AsyncOpenAI(base_url=client.base_url, api_key="none") as other:
+                return await asyncio.gather(*[other.chat.completions.create(messages=ASKED, **given) for _ in "ab"])
+
+        first, second = asyncio.run(both())
+        require(first.choices[0].message.content == second.choices[0].message.content)
+
+    yield from named(responds, responds_in_a_stream, refuses, waits_for_nothing)
+
+
+def of_anthropic(url: str) -> Iterator[tuple[str, Check]]:
+    import anthropic
+
+    client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PICTURE}}
+    asked: list[Any] = [{"role": "user", "content": [image, {"type": "text", "text": "What is the code?"}]}]
+    given: dict[str, Any] = {"model": "demo-model", "max_tokens": 24,
+                             "messages": asked}  # fmt: skip
+
+    def answers() -> None:
+        one = client.messages.create(**given)
+        read = one.usage.input_tokens + (one.usage.cache_read_input_tokens or 0)
+        require(one.content[0].text and read > 100 and one.stop_reason, one)
+
+    def streams() -> None:
+        with client.messages.stream(**given) as events:
+            require("".join(events.text_stream) and events.get_final_message().stop_reason)
+
+    def counts() -> None:
+        require(client.messages.count_tokens(model=given["model"], messages=asked).input_tokens > 100)
+
+    def system() -> None:
+        require(client.messages.create(system="Be short.", **given).content)
+
+    def tools() -> None:
+        tool = {"name": "weather", "description": WEATHER["description"], "input_schema": WEATHER["parameters"]}
+        one = client.messages.create(tools=[tool], tool_choice={"type": "any"}, **{**given, "max_tokens": 128})
+        require([b.input.keys() for b in one.content if b.type == "tool_use"] == [{"town"}], one)
+
+    def refuses() -> None:
+        try:
+            client.messages.create(**{**given, "max_tokens": 0})
+        except anthropic.BadRequestError as error:
+            require(error.status_code == 400)
+        else:
+            require(False)
+
+    yield from named(answers, streams, counts, system, tools, refuses)
+
+
+def of_langchain(url: str) -> Iterator[tuple[str, Check]]:
+    from langchain_core.messages import AIMessage, HumanMessage
+    from langchain_openai import ChatOpenAI
+
+    model = ChatOpenAI(base_url=f"{url}/v1", api_key="none", model="demo-model", temperature=0, max_tokens=24,
+                       max_retries=0)  # fmt: skip
+    asked = HumanMessage(content=ASKED[0]["content"])
+
+    def answers() -> None:
+        one = model.invoke([asked])
+        require(one.content and one.usage_metadata["input_tokens"] > 100, one)
+
+    def streams() -> None:
+        require("".join(part.content for part in model.stream([asked])) == model.invoke([asked]).content)
+
+    def batches() -> None:
+        first, second = model.batch([[asked], [asked]])
+        require(first.content == second.content)
+
+    def goes_on() -> None:
+        said = model.invoke([asked])
+        require(model.invoke([asked, AIMessage(said.content), HumanMessage("How many shapes are there?")]).content)
+
+    def asynchronous() -> None:
+        require(asyncio.run(model.ainvoke([asked])).content)
+
+    def structured() -> None:
+        schema = {"title": "n", **SCHEMA}
+        longer = ChatOpenAI(base_url=f"{url}/v1", api_key="none", model="demo-model", temperature=0, max_tokens=96)
+        found = longer.with_structured_output(schema, method="json_schema").invoke([asked])
+        require(isinstance(found["shapes"], int), found)
+
+    def tools() -> None:
+        longer = ChatOpenAI(base_url=f"{url}/v1", api_key="none", model="demo-model", temperature=0, max_tokens=128)
+        bound = longer.bind_tools([{"type": "function", "function": WEATHER}], tool_choice="weather")
+        require(bound.invoke([asked]).tool_calls[0]["name"] == "weather")
+
+    def through_responses() -> None:
+        other = ChatOpenAI(base_url=f"{url}/v1", api_key="none", model="demo-model", use_responses_api=True,
+                           max_tokens=24)  # fmt: skip
+        require(other.invoke("Hello").content)
+
+    yield from named(answers, streams, batches, goes_on, asynchronous, structured, tools, through_responses)
+
+
+def named(*checks: Check) -> Iterator[tuple[str, Check]]:
+    for check in checks:
+        yield check.__name__.replace("_", " "), check
+
+
+CLIENTS = {"openai": of_openai, "anthropic": of_anthropic, "langchain-openai": of_langchain}
+
+
+def tried(package: str, url: str) -> dict[str, Any]:
+    """Runs the checks of a client."""
+    passed, failed = [], {}
+    for name, check in CLIENTS[package](url):
+        try:
+            check()
+            passed.append(name)
+        except Exception as error:
+            failed[name] = f"{type(error).__name__}: {error}"[:300]
+    return {"client": package, "version": importlib.metadata.version(package), "passed": passed, "failed": failed}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("url", help="of the server")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    found = []
+    for package in CLIENTS:
+        try:
+            importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            print(f"{package} is not installed: passed over", file=sys.stderr)
+            continue
+        found.append(tried(package, args.url.rstrip("/")))
+    if args.json:
+        print(json.dumps(found))
+    else:
+        for one in found:
+            print(f"{one['client']} {one['version']}: {len(one['passed'])} passed, {len(one['failed'])} failed")
+            for name, why in one["failed"].items():
+                print(f"  {name}: {why}")
+    return 1 if not found or any(one["failed"] for one in found) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
