@@ -1,6 +1,9 @@
 """Threads of a server's turns: one processor is left to others where that pays."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
+from server import SCENES, asks, serving
 
 from pykvedge.chat.serve.crew import Crew
 
@@ -36,3 +39,12 @@ def test_no_more_than_was_asked_for(threads, processors, fewer):
     crew = Crew(threads, processors)
     assert turns(crew, 1, 4, 0.001) == [threads]
     assert turns(crew, 100, 4, 0.001)[-1] == fewer
+
+
+def test_answers_do_not_depend_on_the_threads(environment):
+    with serving(environment, "--threads", "2", "--method", "lookm", "--budget", "0.3", "--parallel", "4") as server:
+        questions = [asks(text, path) for path in SCENES[:2] for text in ("Describe the image.", "What is the code?")]
+        alone = [server.text(said) for said in questions]
+        with ThreadPoolExecutor(4) as pool:
+            assert list(pool.map(server.text, questions * 12)) == alone * 12
+        assert [server.text(said) for said in questions] == alone
