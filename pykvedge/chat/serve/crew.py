@@ -1,34 +1,72 @@
-"""A Crew says how many threads a turn is computed with, as long as there is other work for the processors."""
+"""A Crew says how many threads a turn is computed with: all, or so many that one processor is left to other work."""
 
 from __future__ import annotations
 
-_QUICK_S, _SLOW_S = 0.003, 0.008  # seconds of a token of every answer
-_ALONE = 16  # turns
-_SHARE = 1 / 16  # of the last turn in the mean
+from collections import deque
+from collections.abc import Collection
+
+_ALONE = 16  # turns in a row, until a conversation counts as the only one
+_QUICK_S, _LARGE_S = 0.003, 0.02  # seconds of a turn
+_TRY = 8  # turns
+_REST_S, _REST = 0.5, 20  # until the next try: seconds, and times as long as the last one took
 
 
 class Crew:
-    """Leaves a processor to those who read requests and write answers, where turns are quick and conversations many.
+    """Leaves a processor to others where that makes answers come sooner.
 
-    Threads that compute wait for each other hundreds of times in a token. Where all processors are theirs, and the
-    server's other threads need one now and then, all of them wait for the one that lost its own: of a small model eight
-    clients get a fifth fewer answers. A large one's turn takes so long that there is little else to do.
+    Threads that compute wait for each other hundreds of times in a token. Where one of them has lost its processor, to
+    another program or to a thread of the server's own, all of them wait for it, and burn theirs meanwhile: of a small
+    model a token takes a hundred times as long. So a few turns are computed in the other way now and then. A large
+    model's turn takes so long that there is nothing to try.
     """
 
     def __init__(self, threads: int, processors: int) -> None:
-        self._threads, self._fewer = threads, max(min(threads, processors - 1), 1)
-        self._turn_s = _SLOW_S
-        self._sparing, self._alone = False, _ALONE
+        fewer = max(min(threads, processors - 1), 1)
+        self._kinds = (_Choice(threads, fewer, 0.0), _Choice(threads, fewer, _QUICK_S))
+        self._alone, self._kind = _ALONE, self._kinds[0]
 
     def threads(self, conversations: int) -> int:
         """Chooses for the next turn, in which so many conversations go on."""
         self._alone = 0 if conversations > 1 else self._alone + 1
-        if self._alone >= _ALONE or self._turn_s > _SLOW_S:
-            self._sparing = False
-        elif self._turn_s < _QUICK_S:
-            self._sparing = True
-        return self._fewer if self._sparing else self._threads
+        self._kind = self._kinds[self._alone < _ALONE]
+        return self._kind.threads
 
     def took(self, seconds: float) -> None:
-        """Notes how long a turn took in which answers went on and nothing was read."""
-        self._turn_s += _SHARE * (seconds - self._turn_s)
+        """Notes how long that turn took, in which answers went on and nothing was read."""
+        self._kind.took(seconds)
+
+
+class _Choice:
+    """Between all threads and fewer of them, by how long turns take."""
+
+    def __init__(self, threads: int, fewer: int, quick: float) -> None:
+        """quick: fewer are right where their turns take less than this, else where they take a tenth less than all."""
+        self._ways, self._quick = (threads, fewer), quick
+        self._turns = (deque[float](maxlen=2 * _TRY), deque[float](maxlen=2 * _TRY))
+        self._now, self._left = 0, 0  # the way, and turns of a try that are left
+        self._least, self._tried, self._rest = float("inf"), 0.0, 0.0
+
+    @property
+    def threads(self) -> int:
+        return self._ways[self._now]
+
+    def took(self, seconds: float) -> None:
+        self._least = min(self._least, seconds)
+        self._turns[self._now].append(seconds)
+        if self._left:
+            self._left, self._tried = self._left - 1, self._tried + seconds
+            if not self._left or self._tried > 3 * _TRY * _mean(self._turns[1 - self._now]):
+                self._now, self._left, self._rest = self._better(), 0, max(_REST_S, _REST * self._tried)
+            return
+        self._rest -= seconds
+        if self._rest <= 0 and self._least < _LARGE_S and self._ways[0] != self._ways[1]:
+            self._now, self._left, self._tried = 1 - self._now, _TRY, 0.0
+            self._turns[self._now].clear()
+
+    def _better(self) -> int:
+        of_all, of_fewer = map(_mean, self._turns)
+        return int(of_fewer < self._quick or of_fewer < 0.9 * of_all)
+
+
+def _mean(turns: Collection[float]) -> float:
+    return sum(turns) / len(turns) if turns else float("inf")
