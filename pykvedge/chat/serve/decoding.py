@@ -62,7 +62,7 @@ class Decoder:
         self._crew, self._threads = Crew(driver.threads, llamacpp.default_threads()), driver.threads
         self._slots: list[Slot] = []  # of the turn
         self._plans: dict[int, Plan] = {}  # that sequences have, also while nobody has them
-        self.n_bytes = 0  # of keys and values, after the last turn
+        self.n_bytes = 0  # of keys and values that are being answered from
 
     def close(self) -> None:
         """Frees the context."""
@@ -143,6 +143,7 @@ class Decoder:
                 return []
             libkvedge.unpack(cache, before.rows, self._preparer.model_name, slot.sequence)
             slot.stand(before.standing)
+            self._count(slot, cache.stats(slot.sequence).bytes)
             if read is None:
                 return []
             slot.steps.clear()
@@ -256,6 +257,7 @@ class Decoder:
         report.kv.compressed_tokens = slot.compressed_tokens
         if slot.job.request.patches:
             slot.job.patches = patches.kept(cache, work.pieces, slot.n_cells - work.n_tokens, slot.sequence)
+        self._count(slot, after.bytes)
         work.need = after.bytes + min(work.room, slot.job.request.sampling.max_tokens) * self._preparer.bytes_per_token
 
     def _next(self, slot: Slot, output: int) -> Ended:
@@ -285,8 +287,7 @@ class Decoder:
                 with suppress(OutOfMemoryError, UnsupportedError, SessionFileError):
                     self._keep(slot)
         self._free(slot)
-        self.n_bytes -= slot.n_bytes
-        slot.n_bytes = 0
+        self._count(slot, 0)
         return slot, error
 
     def _keep(self, slot: Slot) -> None:
@@ -315,5 +316,9 @@ class Decoder:
             return
         for slot in slots:
             stats, kv = cache.stats(slot.sequence), slot.job.report.kv
-            slot.n_bytes, kv.peak_bytes = stats.bytes, max(kv.peak_bytes, stats.peak_bytes)
-        self.n_bytes = sum(slot.n_bytes for slot in slots)
+            kv.peak_bytes = max(kv.peak_bytes, stats.peak_bytes)
+            self._count(slot, stats.bytes)
+
+    def _count(self, slot: Slot, n_bytes: int) -> None:
+        self.n_bytes += n_bytes - slot.n_bytes
+        slot.n_bytes = n_bytes

@@ -53,7 +53,7 @@ class Slot:
     n_past: int = 0
     n_cells: int = 0
     compressed_tokens: int = 0  # since they were measured
-    n_bytes: int = 0  # of keys and values, after the last turn
+    n_bytes: int = 0  # of keys and values, when they were last counted
     begun: bool = False  # its prompt has been looked for, and what it goes on from is there
     next: int | None = None  # the token that is decoded next; None: the prompt is being read
     began: float = field(default_factory=time.perf_counter)
