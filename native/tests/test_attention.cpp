@@ -100,6 +100,15 @@ void run_tasks(int32_t n, int32_t n_threads, const std::function<void(int32_t, i
     }
 }
 
+// Whether several query rows, or weights, may be rounded to 16 bits against the largest of each block of such rows.
+bool in_16_bits(Type type) {
+#if defined(KVEDGE_HAVE_NEON)
+    return unrotated(type) == Type::q8_0 || unrotated(type) == Type::q4_0;  // kernels_neondot_q.h
+#else
+    return unrotated(type) == Type::q8_0;
+#endif
+}
+
 // Decodes n tokens on several threads. One token's weights, and what it adds to column sums, are compared with the oracle.
 void check_decode(const Case & c, const Sequence & seq, AttendJob job, const Expected & e, int32_t n_threads) {
     const size_t        row = (size_t) seq.rows.head_length(0, 0) + 5;
@@ -116,8 +125,7 @@ void check_decode(const Case & c, const Sequence & seq, AttendJob job, const Exp
     partials.start(c.Hkv);
     const int32_t splits = decode_splits(job, n_threads);
     run_tasks(decode_tasks(job, splits), n_threads, [&](int32_t i, int32_t) { decode_task(job, i, splits, partials); });
-    // several rows over q8_0 may be rounded to 16 bits, against the largest of each block
-    const bool rounds = job.n * c.H > c.Hkv && (unrotated(c.storage.k) == Type::q8_0 || unrotated(c.storage.v) == Type::q8_0);
+    const bool rounds = job.n * c.H > c.Hkv && (in_16_bits(c.storage.k) || in_16_bits(c.storage.v));
     for (size_t i = 0; i < e.out.size(); i++) {
         CHECK(close_to(job.out[i], e.out[i], rounds ? 1e-4 : 2e-5));
     }
