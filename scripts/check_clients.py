@@ -12,17 +12,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import base64
 import importlib.metadata
 import json
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
-SCENE = Path(__file__).resolve().parents[1] / "examples" / "scene-1.png"
-PICTURE = base64.b64encode(SCENE.read_bytes()).decode()
-URL = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PICTURE}"}}
+from serve_load import SCENES, picture
+
+URL = picture(SCENES[0])
+PICTURE = URL["image_url"]["url"].partition(",")[2]
 ASKED = [{"role": "user", "content": [URL, {"type": "text", "text": "What is the code?"}]}]
 SCHEMA = {"type": "object", "properties": {"shapes": {"type": "integer"}}, "required": ["shapes"],
           "additionalProperties": False}  # fmt: skip
@@ -125,8 +124,7 @@ def of_anthropic(url: str) -> Iterator[tuple[str, Check]]:
     client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PICTURE}}
     asked: list[Any] = [{"role": "user", "content": [image, {"type": "text", "text": "What is the code?"}]}]
-    given: dict[str, Any] = {"model": "demo-model", "max_tokens": 24,
-                             "messages": asked}  # fmt: skip
+    given: dict[str, Any] = {"model": "demo-model", "max_tokens": 24, "messages": asked}
 
     def answers() -> None:
         one = client.messages.create(**given)

@@ -174,7 +174,8 @@ void test_what_was_there_stays() {
         CHECK(kvedge_last_words(nullptr, nullptr, 0, nullptr) == KVEDGE_OK);
         std::abort();
     });
-    CHECK(ended.said.find("mine") == std::string::npos && ended.signal == SIGABRT);  // an emulator says something of its own
+    CHECK((ended.said.empty() || ended.said.rfind("qemu: ", 0) == 0) && ended.said.find("mine") == std::string::npos);
+    CHECK(ended.signal == SIGABRT);
 }
 
 void test_arguments() {

@@ -84,7 +84,8 @@ async def _unrouted(http: HttpRequest, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
     what = {404: f"there is no {http.url.path:.100}", 405: f"{http.url.path:.100} takes another method"}
     response = refusal(RequestError(status, what.get(status, "the request cannot be answered"), "not_found"))
-    response.headers.update((isinstance(error, HTTPException) and error.headers) or {})  # Allow, as RFC 9110 asks
+    if isinstance(error, HTTPException) and error.headers:
+        response.headers.update(error.headers)  # Allow, as RFC 9110 asks
     return response
 
 

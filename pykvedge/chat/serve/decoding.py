@@ -62,13 +62,17 @@ class Decoder:
         self._crew, self._threads = Crew(driver.threads, llamacpp.default_threads()), driver.threads
         self._slots: list[Slot] = []  # of the turn
         self._plans: dict[int, Plan] = {}  # that sequences have, also while nobody has them
-        self.n_bytes = 0  # of keys and values that are being answered from
 
     def close(self) -> None:
         """Frees the context."""
         self._driver.close()
 
     # ---------------------------------------------------------------------------------------------------
+
+    @property
+    def n_bytes(self) -> int:
+        """Counts the bytes of keys and values that are being answered from."""
+        return sum(slot.n_bytes for slot in list(self._slots))
 
     def begin(self, work: Prepared, taken: set[int]) -> tuple[Slot | None, Exception | None]:
         """Gives a job one of the sequences that nobody has; or tells why that cannot be."""
@@ -143,7 +147,7 @@ class Decoder:
                 return []
             libkvedge.unpack(cache, before.rows, self._preparer.model_name, slot.sequence)
             slot.stand(before.standing)
-            self._count(slot, cache.stats(slot.sequence).bytes)
+            slot.n_bytes = cache.stats(slot.sequence).bytes
             if read is None:
                 return []
             slot.steps.clear()
@@ -257,7 +261,7 @@ class Decoder:
         report.kv.compressed_tokens = slot.compressed_tokens
         if slot.job.request.patches:
             slot.job.patches = patches.kept(cache, work.pieces, slot.n_cells - work.n_tokens, slot.sequence)
-        self._count(slot, after.bytes)
+        slot.n_bytes = after.bytes
         work.need = after.bytes + min(work.room, slot.job.request.sampling.max_tokens) * self._preparer.bytes_per_token
 
     def _next(self, slot: Slot, output: int) -> Ended:
@@ -287,7 +291,7 @@ class Decoder:
                 with suppress(OutOfMemoryError, UnsupportedError, SessionFileError):
                     self._keep(slot)
         self._free(slot)
-        self._count(slot, 0)
+        slot.n_bytes = 0
         return slot, error
 
     def _keep(self, slot: Slot) -> None:
@@ -316,9 +320,4 @@ class Decoder:
             return
         for slot in slots:
             stats, kv = cache.stats(slot.sequence), slot.job.report.kv
-            kv.peak_bytes = max(kv.peak_bytes, stats.peak_bytes)
-            self._count(slot, stats.bytes)
-
-    def _count(self, slot: Slot, n_bytes: int) -> None:
-        self.n_bytes += n_bytes - slot.n_bytes
-        slot.n_bytes = n_bytes
+            slot.n_bytes, kv.peak_bytes = stats.bytes, max(kv.peak_bytes, stats.peak_bytes)

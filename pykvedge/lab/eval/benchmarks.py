@@ -33,8 +33,7 @@ def textvqa(path: Path, images: Path | None, limit: int | None) -> list[Sample]:
     file = _file(path)
     out = []
     for where, item in _items(file, limit, "data"):
-        name = f"{item.get('image_id', '')}.jpg"
-        picture = _picture(images or file.parent, [name, f"train_images/{name}", f"test_images/{name}"], where)
+        picture = _open_image(images or file.parent, item, where)
         out.append(_sample(file, where, item, "question_id", picture, "vqa", _SHORT))
     return out
 
@@ -71,9 +70,8 @@ def textcaps(path: Path, images: Path | None, limit: int | None) -> list[Sample]
             continue
         if limit is not None and len(out) >= limit:
             break
-        names = [f"{name}.jpg", f"train_images/{name}.jpg", f"test_images/{name}.jpg"]
         renamed = {"question": _CAPTION, "answers": item.get("reference_strs"), "image_id": name}
-        picture = _picture(images or file.parent, names, where)
+        picture = _open_image(images or file.parent, item, where)
         out[name] = _sample(file, where, renamed, "image_id", picture, "cider", "")
     return with_corpus(list(out.values()), str(file))
 
@@ -114,6 +112,12 @@ def _picture(folder: Path, names: list[str], where: str) -> Path:
         if (folder / name).is_file():
             return folder / name
     return image_file(folder, names[0], where)
+
+
+def _open_image(folder: Path, item: dict[str, Any], where: str) -> Path:
+    """Finds a picture of Open Images, which TextVQA and TextCaps ask about, in the folders of their archives too."""
+    name = f"{item.get('image_id', '')}.jpg"
+    return _picture(folder, [name, f"train_images/{name}", f"test_images/{name}"], where)
 
 
 def _sample(

@@ -45,22 +45,26 @@ class Corpus:
     def score(self, answer: str, references: Sequence[str]) -> float:
         """Computes CIDEr-D, 0 to 10: the mean over the references of a picture, and over the lengths of runs."""
         said, total = grams(answer), 0.0
+        vectors = self._vectors(said)
         for text in references:
             right = grams(text)
             apart = _pairs(said) - _pairs(right)
-            alike = sum(self._alike(said, right, n) for n in range(1, LONGEST + 1)) / LONGEST
+            alike = sum(map(_alike, vectors, self._vectors(right))) / LONGEST
             total += alike * math.exp(-(apart**2) / (2 * SIGMA**2))
         return SCALE * total / len(references)
 
-    def _alike(self, said: Counter[Gram], right: Counter[Gram], n: int) -> float:
-        a, b = self._weighed(said, n), self._weighed(right, n)
-        lengths = math.sqrt(sum(x * x for x in a.values()) * sum(x * x for x in b.values()))
-        common = sum(min(x, b[gram]) * b[gram] for gram, x in a.items() if gram in b)
-        return common / lengths if lengths else 0.0
+    def _vectors(self, counts: Counter[Gram]) -> list[Vector]:
+        """Weighs runs by how few pictures they are said about: a vector of each length."""
+        out: list[Vector] = [{} for _ in range(LONGEST)]
+        for gram, k in counts.items():
+            out[len(gram) - 1][gram] = k * (math.log(max(self._pictures, 1)) - math.log(max(self._seen[gram], 1)))
+        return out
 
-    def _weighed(self, counts: Counter[Gram], n: int) -> Vector:
-        whole = math.log(max(self._pictures, 1))
-        return {gram: k * (whole - math.log(max(self._seen[gram], 1))) for gram, k in counts.items() if len(gram) == n}
+
+def _alike(a: Vector, b: Vector) -> float:
+    lengths = math.sqrt(sum(x * x for x in a.values()) * sum(x * x for x in b.values()))
+    common = sum(min(x, b[gram]) * b[gram] for gram, x in a.items() if gram in b)
+    return common / lengths if lengths else 0.0
 
 
 def _pairs(counts: Counter[Gram]) -> int:
