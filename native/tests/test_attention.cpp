@@ -2,12 +2,14 @@
 // precision.
 
 #include "backend/cpu/attention/attention.h"
+#include "backend/cpu/kernels/kernels.h"
 #include "core/compress.h"
 #include "core/observe.h"
 #include "rows.h"
 
 #include <algorithm>
 #include <functional>
+#include <string>
 #include <thread>
 
 using namespace kvedge;
@@ -102,11 +104,9 @@ void run_tasks(int32_t n, int32_t n_threads, const std::function<void(int32_t, i
 
 // Whether several query rows, or weights, may be rounded to 16 bits against the largest of each block of such rows.
 bool in_16_bits(Type type) {
-#if defined(KVEDGE_HAVE_NEON)
-    return unrotated(type) == Type::q8_0 || unrotated(type) == Type::q4_0;  // kernels_neondot_q.h
-#else
-    return unrotated(type) == Type::q8_0;
-#endif
+    const std::string name = kernels().name;
+    const bool        dot  = name == "neondot" || name == "neoni8mm";  // kernels_neondot_q.h
+    return unrotated(type) == Type::q8_0 || (dot && unrotated(type) == Type::q4_0);
 }
 
 // Decodes n tokens on several threads. One token's weights, and what it adds to column sums, are compared with the oracle.

@@ -60,9 +60,8 @@ void converse(World & w) {
 
 void compare(llama_model * model, Plan::Fields fields, const char * what, kvedge_type type = KVEDGE_TYPE_F32, float close = CLOSE) {
     Plan plan(fields);
-    World::rotation = KVEDGE_ROTATE_OFF;  // as on devices
-    World host(model, plan.plan, type, KVEDGE_DEVICES_NONE), device(model, plan.plan, type, KVEDGE_DEVICES_ALL);
-    World::rotation = KVEDGE_ROTATE_AUTO;
+    World host(model, plan.plan, type, KVEDGE_DEVICES_NONE, KVEDGE_ROTATE_OFF);  // as on devices
+    World device(model, plan.plan, type, KVEDGE_DEVICES_ALL, KVEDGE_ROTATE_OFF);
     converse(host);
     converse(device);
     same(host, device, what, 0, close);

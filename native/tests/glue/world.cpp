@@ -3,7 +3,6 @@
 #include <random>
 
 kvedge_devices World::usual_devices = KVEDGE_DEVICES_NONE;
-kvedge_rotate  World::rotation      = KVEDGE_ROTATE_AUTO;
 
 static llama_context * make_context(llama_model * model) {
     llama_context_params params = llama_context_default_params();
@@ -18,14 +17,14 @@ static llama_context * make_context(llama_model * model) {
     return ctx;
 }
 
-World::World(llama_model * m, const kvedge_plan * plan, kvedge_type type, kvedge_devices devices)
+World::World(llama_model * m, const kvedge_plan * plan, kvedge_type type, kvedge_devices devices, kvedge_rotate rotate)
     : model(m), ctx(make_context(m)), next(N_SEQ, 0) {
     kvedge_options options;
     kvedge_error   err{};
     CHECK(kvedge_options_init(&options, sizeof(options), &err) == KVEDGE_OK);
     options.type    = type;
     options.devices = devices;
-    options.rotate  = rotation;
+    options.rotate  = rotate;
     CHECK(good(kvedge_attach(ctx, plan, &options, &kv, &err), err));
 }
 

@@ -38,7 +38,8 @@ struct Plan {
 // A context with a cache. Ends in either order: the context or the cache first.
 struct World {
     World(llama_model * model, const kvedge_plan * plan, kvedge_type type = KVEDGE_TYPE_F16, bool attached = true);
-    World(llama_model * model, const kvedge_plan * plan, kvedge_type type, kvedge_devices devices);
+    World(llama_model * model, const kvedge_plan * plan, kvedge_type type, kvedge_devices devices,
+          kvedge_rotate rotate = KVEDGE_ROTATE_AUTO);
     ~World();
     World(const World &)             = delete;
     World & operator=(const World &) = delete;
@@ -58,7 +59,6 @@ struct World {
     // Where the rows of caches lie that are attached without saying so: every scenario runs with rows on the host, and again
     // with rows that ggml attends to.
     static kvedge_devices usual_devices;
-    static kvedge_rotate  rotation;  // of caches that are attached
 
     llama_model *          model;
     llama_context *        ctx = nullptr;
