@@ -104,7 +104,7 @@ def test_a_budget_below_the_protected_tokens_is_refused(budget, settings):
 
 @pytest.mark.parametrize("settings", [
     {"sinks": -1}, {"sinks": 1.5}, {"sinks": True}, {"recent": -1}, {"recent": 1.5}, {"recent": "few"},
-    {"text_prior": "yes"}, {"recent": -0.1},
+    {"text_prior": "yes"}, {"recent": -0.1}, {"params": 3}, {"params": "scorer.window"},
 ])  # fmt: skip
 def test_settings_of_a_wrong_kind_are_refused(settings):
     with pytest.raises(UsageError):

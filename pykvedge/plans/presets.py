@@ -197,7 +197,10 @@ def plan(method: str, budget: Any = None, **settings: Any) -> Plan:
     """
     chosen = preset(method)
     known = {f.name for f in fields(Plan)} - {"method", "params"}
-    params = {**_params_that_fit(chosen, settings), **settings.pop("params", {})}
+    given = settings.pop("params", {})
+    if not isinstance(given, Mapping):
+        raise UsageError(f"params holds settings of stage members by their full name, not {given!r:.40}")
+    params = {**_params_that_fit(chosen, settings), **given}
     for key in settings:
         if "." not in key and key not in known:
             raise unknown("setting", key, known)

@@ -11,7 +11,7 @@ from pykvedge.chat.serve import tools as calling
 from pykvedge.chat.serve.job import Request
 from pykvedge.chat.serve.pictures import Sources
 from pykvedge.chat.serve.wire import ChatRequest, Compression, Part, ResponseFormat, WireMessage
-from pykvedge.errors import RequestError
+from pykvedge.errors import RequestError, UsageError
 from pykvedge.models.images import Picture
 from pykvedge.models.prompt import IMAGE, Message
 from pykvedge.plans.plan import Plan
@@ -164,6 +164,8 @@ def plan_of(given: Compression | None, default: Plan) -> Plan:
     if given is None or not given.model_fields_set - {"patches", "progress"}:
         return default
     settings: dict[str, Any] = dict(given.settings)
+    for name in sorted({"method", "budget", "params"} & set(settings)):
+        raise UsageError(f"'{name}' is no setting: method and budget are fields beside settings, which hold the rest")
     if given.image_tokens is not None:
         settings["image_tokens"] = given.image_tokens
     if given.pruner is not None:
