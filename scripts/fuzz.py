@@ -1,10 +1,10 @@
 """Coverage-guided fuzzing: libFuzzer on native/fuzz, atheris on readers in Python; exit code 1 where anything is found.
 
-    python3 scripts/dev.py fuzz [--seconds 60] [--hours H] [--target NAME] [--jobs 2] [--keep FOLDER] [--json]
+    python3 scripts/dev.py fuzz [--seconds 60] [--hours H] [--target NAME] [--jobs 2] [--seed N] [--keep DIR] [--json]
 
 Each target runs for so many seconds (or hours), `--jobs` of them at a time, from the inputs in tests/fuzz and from what
 earlier runs found worth keeping in build/fuzz. One table on stdout: executions, edges of the program that were reached,
-inputs that reach them, and findings, whose inputs are kept in FOLDER. Needs clang with its libFuzzer for the first.
+inputs that reach them, and findings, whose inputs are kept in DIR. Needs clang with its libFuzzer for the first.
 """
 
 from __future__ import annotations
@@ -106,12 +106,13 @@ class Run:
     programs: Path | None  # of the native ones
     keep: Path
     env: dict[str, str]
+    seed: int = 0  # 0: another one each time
 
-    def command(self, target: str, seconds: float) -> list[str]:
+    def command(self, target: str, seconds: float, seed: int) -> list[str]:
         script = str(ROOT / "scripts" / "fuzz_python.py")
         native = self.programs is not None and target in NATIVE
         program = [str(self.programs / f"fuzz_{target}")] if native else [sys.executable, script, target]
-        limits = [f"-timeout={LONGEST}", f"-rss_limit_mb={MOST_MIB}", f"-max_len={LARGEST}"]
+        limits = [f"-timeout={LONGEST}", f"-rss_limit_mb={MOST_MIB}", f"-max_len={LARGEST}", f"-seed={seed}"]
         told = [f"-max_total_time={int(seconds)}", "-print_final_stats=1", f"-artifact_prefix={self.keep / target}-"]
         return [*program, *limits, *told, str(WORK / "corpus" / target), str(SEEDS / target)]
 
@@ -126,9 +127,10 @@ class Run:
         (WORK / "corpus" / target).mkdir(parents=True, exist_ok=True)
         while (left := self.seconds - (time.monotonic() - start)) >= 1 and len(out.findings) < ENOUGH:
             before = self.kept(target)
+            seed = self.seed and self.seed + len(out.findings)  # what was found is not sought again
             with (WORK / f"{target}.log").open("wb") as written:
                 done = subprocess.run(
-                    self.command(target, left), stdout=written, stderr=written, env=self.env, check=False
+                    self.command(target, left, seed), stdout=written, stderr=written, env=self.env, check=False
                 )
             text = (WORK / f"{target}.log").read_text(encoding="utf-8", errors="replace")
             out.add(text)
@@ -164,7 +166,8 @@ def main() -> int:
         help=f"only this one, repeatable: {', '.join((*NATIVE, *PYTHON))}",
     )
     parser.add_argument("--jobs", type=int, default=2, help="targets at a time (default: 2)")
-    parser.add_argument("--keep", type=Path, default=WORK / "found", metavar="FOLDER", help="default: build/fuzz/found")
+    parser.add_argument("--seed", type=int, default=0, help="of what is tried (default: another one each time)")
+    parser.add_argument("--keep", type=Path, default=WORK / "found", metavar="DIR", help="default: build/fuzz/found")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     args = parser.parse_args()
     targets = args.target or (*NATIVE, *PYTHON)
@@ -179,7 +182,7 @@ def main() -> int:
         tempfile.TemporaryDirectory(prefix="kvedge-fuzz-", dir=memory) as scratch,
         ThreadPoolExecutor(max(1, args.jobs)) as pool,
     ):
-        for outcome in pool.map(Run(seconds, programs, keep, environment(scratch)).fuzz, targets):
+        for outcome in pool.map(Run(seconds, programs, keep, environment(scratch), args.seed).fuzz, targets):
             outcomes.append(outcome)
             n, found = outcome.executions, len(outcome.findings)
             log(f"{outcome.target}: {n} executions in {outcome.seconds:.0f} s, {found} findings")

@@ -14,7 +14,7 @@ from torch import Tensor
 from pykvedge.lab.demo_tasks.evalset import Sample, samples
 from pykvedge.lab.demo_tasks.tasks import NEEDLE_TASKS, TASKS
 
-from .rows import IGNORE, Batch, Row, RowMaker, collate
+from .rows import IGNORE, Batch, Row, RowMaker, Style, collate
 from .tokenizer import EOS
 from .train_text import Learner, image_features
 from .vision import N_PATCHES, VisionTower
@@ -22,7 +22,7 @@ from .vision import N_PATCHES, VisionTower
 
 def sample_row(maker: RowMaker, sample: Sample) -> Row:
     row, at = maker.images(None, list(sample.scenes), N_PATCHES)
-    maker.ask(row, at, 1, sample.question, (int(sample.second_turn), int(sample.second_turn)))
+    maker.ask(row, at, 1, sample.question, Style(int(sample.second_turn), sample.second_turn, False))
     return row
 
 

@@ -1,4 +1,7 @@
-"""Training rows of the text model: images once, then several questions that see the images but not each other."""
+"""Training rows of the text model: images once, then several questions that see the images but not each other.
+
+Now and then one comes behind another and its answer, as a conversation goes on: it sees these, too.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,21 @@ WORDINGS = (
 )
 MAX_SOURCES = 5
 IGNORE = -100
+FOLLOWS = 0.35  # of the questions but the first: asked behind the answer to the one before
+
+
+@dataclass(frozen=True)
+class Style:
+    """How a question comes.
+
+    turn: 0 with the images, 1 after a turn that only shows them, 2 behind another question and its answer.
+    rare: the rarer form of what is before it.
+    spaced: its answer is history alone, with the space that a template writes before it, and is not learnt.
+    """
+
+    turn: int
+    rare: bool
+    spaced: bool
 
 
 @dataclass
@@ -79,27 +97,32 @@ class RowMaker:
             at += N_PATCHES
         return row, at
 
-    def ask(self, row: Row, at: int, branch: int, question: Question, style: tuple[int, int]) -> None:
-        """Add one question with its answer. style: the turn it comes in, and 1 for the rarer form of what is before."""
+    def ask(self, row: Row, at: int, branch: int, question: Question, style: Style) -> int:
+        """Add one question with its answer at position `at`; returns the position behind it."""
         show = f"\n{show_text(len(row.scenes))}\nASSISTANT:"
-        if style[0] == 0:
-            glue = "" if len(row.scenes) == 1 and style[1] else "\n"
-            before = self.tok.encode(f"{glue}{question.text}\nASSISTANT:")
-        else:
+        asked = f"{question.text}\nASSISTANT:" + (" " if style.spaced else "")
+        if style.turn == 0:
+            glue = "" if len(row.scenes) == 1 and style.rare else "\n"
+            before = self.tok.encode(glue + asked)
+        elif style.turn == 1:
             # The history as the model generated it, or as the template writes it (with a space before the answer).
-            before = self.tok.encode(show + (" " if style[1] else ""))
+            before = self.tok.encode(show + (" " if style.rare else ""))
             before += [*self.tok.encode(SHOW_ANSWER), EOS]
-            before += self.tok.encode(f"\nUSER: {question.text}\nASSISTANT:")
+            before += self.tok.encode(f"\nUSER: {asked}")
+        else:
+            before = [EOS, *self.tok.encode(f"\nUSER: {asked}")]
         answer = [*self.tok.encode(question.answer), EOS]
         first = len(row.ids) + len(before) - 1
         row.add(before + answer[:-1], at, branch)
-        row.targets[first : first + len(answer)] = answer
-        for j, cells in enumerate(question.sources[: len(answer) - 1]):
-            row.sources[first + j] = cells
-        if style == (1, 0):
+        if not style.spaced:
+            row.targets[first : first + len(answer)] = answer
+            for j, cells in enumerate(question.sources[: len(answer) - 1]):
+                row.sources[first + j] = cells
+        if style.turn == 1 and not style.rare:
             # The first turn's "ok" is learnt, too; its first token is the role marker's prediction.
-            start = first - len(before) + 1 + len(self.tok.encode(show)) - 1
+            start = len(row.ids) - len(answer) + 1 - len(before) + len(self.tok.encode(show)) - 1
             row.targets[start : start + 2] = [*self.tok.encode(SHOW_ANSWER), EOS]
+        return at + len(before) + len(answer) - 1
 
 
 def draw_questions(rng: np.random.Generator, scenes: list[Scene], amount: int) -> list[Question]:
@@ -146,10 +169,14 @@ def draw_row(maker: RowMaker, rng: np.random.Generator, count: int, background: 
     questions = extra + draw_questions(rng, scenes, 8 - len(extra))
     row, at = maker.images(rng, scenes, background)
     row.changed_from = changed
-    for branch, question in enumerate(questions, 1):
-        second = rng.random() < 0.3
-        style = (int(second), int(rng.random() < (0.5 if second else 0.1)))
-        maker.ask(row, at, branch, reworded(rng, question), style)
+    follows = [n > 0 and rng.random() < FOLLOWS for n in range(len(questions) + 1)]
+    branch, place = 0, at
+    for n, question in enumerate(questions):
+        branch, place = (branch, place) if follows[n] else (branch + 1, at)
+        turn = 2 if follows[n] else int(rng.random() < 0.3)
+        rare = rng.random() < (0.5 if turn == 1 else 0.1)
+        spaced = n + 1 < len(questions) and follows[n + 1] and rng.random() < 0.5
+        place = maker.ask(row, place, branch, reworded(rng, question), Style(turn, rare, spaced))
     return row
 
 
