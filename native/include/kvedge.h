@@ -161,6 +161,9 @@ KVEDGE_API void          kvedge_plan_free(kvedge_plan * plan);  // NULL is allow
 //               your own says, 0 with any other
 //   sinks       first tokens of the prompt that are always kept, inside the budget: an integer >= 0
 //   text_prior  "true": text tokens rank above all image tokens (LOOK-M eq. 5)
+//   critical    "l1" or "l2": what the best half by score leaves is chosen by (score + 1e-4) times the norm of what a value adds
+//               through the output projection (CriticalKV); with scorers of attention alone. "none": by score
+//   critical_half  "budget": protected tokens count as chosen by score, as released; "free": half of the others is
 //   scorer.NAME, allocator.NAME, reducer.NAME, decode.NAME   a setting of the member chosen for that stage, for example
 //               scorer.window with scorer "window"; choosing a member resets its settings
 //   later_floor    tokens that a later message keeps at least, where the budget is a share: an integer >= 0, 32 unless set, since

@@ -14,6 +14,7 @@ import click
 from pykvedge.cli import options
 from pykvedge.errors import KvedgeError, UsageError
 from pykvedge.plans import presets
+from pykvedge.plans.plan import CRITICAL, CRITICAL_HALF
 from pykvedge.plans.plugins import installed
 from pykvedge.plans.presets import PRESETS, Preset, plan, preset
 from pykvedge.plans.registry import STAGES, member, members
@@ -126,6 +127,8 @@ def _explain(p: Preset) -> str:
     lines.append(f"  sinks     {made.sinks} (--sinks)")
     prior = "yes, text outranks image tokens" if made.text_prior else "no"
     lines.append(f"  text      {prior} (--text-prior / --no-text-prior)")
+    half = f"{made.critical}, after the best half of the {made.critical_half}" if made.critical != "none" else "none"
+    lines.append(f"  critical  {half} (--critical {', '.join(CRITICAL)}; --critical-half {', '.join(CRITICAL_HALF)})")
     lines.append(
         f"  images    {made.image_tokens} of an image's tokens, pruner {made.pruner} (--image-tokens, --pruner)"
     )

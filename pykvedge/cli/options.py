@@ -21,7 +21,10 @@ from pykvedge.plans.presets import plan as make_plan
 
 DATA = Path(pykvedge.__file__).parent / "data"  # importlib.resources names no folder in an editable installation
 PATH = click.Path(path_type=Path)
-_PLAN_SETTINGS = ("recent", "sinks", "text_prior", "scorer", "allocator", "reducer", "decode", "pruner", "image_tokens")
+_PLAN_SETTINGS = (
+    "recent", "sinks", "text_prior", "critical", "critical_half", "scorer", "allocator", "reducer", "decode", "pruner",
+    "image_tokens",
+)  # fmt: skip
 _LARGEST_PLAN = 1 << 20  # bytes
 _MODEL_HELP = "The language model, a file. Default: the packaged demo model."
 _BUDGET_HELP = "What is kept: 0.2 of the prompt, or 128 KV pairs per layer and head. Default: 0.2, with mixkv 0.5."
@@ -95,6 +98,10 @@ CHANGES = (
     option("--recent", metavar="AMOUNT", help="Last tokens that are always kept: 16, 0.1 of the prompt, or auto."),
     option("--sinks", type=int, metavar="N", help="First tokens that are always kept."),
     option("--text-prior/--no-text-prior", default=None, help="Whether text outranks image tokens."),
+    option("--critical", metavar="NORM",
+           help="Choose what the best half leaves by attention times the norm of what a value adds: l1, l2 or none."),
+    option("--critical-half", metavar="OF",
+           help="That half is one of the budget, protected tokens included (budget), or of the others (free)."),
     option("--scorer", metavar="NAME", help="Another scorer for the method. See `kvedge methods NAME`."),
     option("--allocator", metavar="NAME", help="Another allocator."),
     option("--reducer", metavar="NAME", help="What becomes of the others: evict, averaged, pivotal, weighted, ..."),

@@ -138,6 +138,7 @@ PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "plan_set": (c.c_int, [_P, c.c_char_p, c.c_char_p, _ERR]),
     "plan_set_profile": (c.c_int, [_P, c.c_int, _P, _P, _I, _I, _ERR]),
     "plan_set_rotation": (c.c_int, [_P, c.c_int, _P, _I, _ERR]),
+    "plan_set_projection": (c.c_int, [_P, _P, _I, _I, _I, _I, _ERR]),
     "plan_check": (c.c_int, [_P, _ERR]),
     "plan_image_tokens": (_I, [_P, _I]),
     "prune": (c.c_int, [_P, c.POINTER(GivenImage), _I, _P, _P, c.POINTER(_I), _ERR]),

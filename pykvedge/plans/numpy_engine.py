@@ -11,6 +11,7 @@ from pykvedge.plans import held, registry
 from pykvedge.plans.held import round_to
 from pykvedge.plans.kvtypes import KvType
 from pykvedge.plans.plan import Plan
+from pykvedge.plans.stages import critical
 from pykvedge.plans.stages.base import Head, Layer, ProfileTable, Prompt, Result
 from pykvedge.plans.stages.rotation import Rotation
 
@@ -23,6 +24,7 @@ class Arrays(NamedTuple):
     v: np.ndarray
     image_mask: np.ndarray
     rotation: Rotation | None = None  # of q and k; None: they are not turned
+    projection: np.ndarray | None = None  # W_O [L, H, d, D] contiguous float32; None: it is not known
 
 
 def protection(plan: Plan, n_tokens: int, kept: int) -> np.ndarray:
@@ -33,13 +35,19 @@ def protection(plan: Plan, n_tokens: int, kept: int) -> np.ndarray:
 
 
 def select(
-    plan: Plan, scores: np.ndarray, image_mask: np.ndarray, kept: int, reserve: np.ndarray | None = None
+    plan: Plan,
+    scores: np.ndarray,
+    image_mask: np.ndarray,
+    kept: int,
+    reserve: np.ndarray | None = None,
+    weights: np.ndarray | None = None,
 ) -> np.ndarray:
     """Chooses the tokens that one KV head keeps, ascending int32. scores: [T] float64; image_mask: [T] bool.
 
     Protected tokens first, then by (class, score), text above image where the plan says so (LOOK-M, eq. 5 and 8);
     equal scores go to the lower index. Where the scorer has a second score, reserve [T] float64, it chooses its share
-    of them first, by (class, reserve).
+    of them first, by (class, reserve). With weights, [T] float64, the critical rule follows: by score until the first
+    half is full, what is reserved included, and by weighed scores from there on.
     """
     n_tokens = len(scores)
     if kept >= n_tokens:
@@ -50,10 +58,15 @@ def select(
     rest = kept - int(chosen.sum())
     if plan.text_overflow == "keep_all":
         rest = max(rest, int(text[~chosen].sum()))
-    turns = [(scores, rest)]
+    turns, first = [], 0
     if reserve is not None:
         first = min(rest, registry.scorer(plan.scorer).reserved(kept, plan.settings("scorer")))
-        turns = [(reserve, first), (scores, rest - first)]
+        turns.append((reserve, first))
+    if weights is not None:
+        half = min(rest, critical.first_half(plan.critical_half, kept, int(chosen.sum())))
+        turns.append((scores, max(0, half - first)))
+        scores, first = critical.weighed(scores, weights), max(first, half)
+    turns.append((scores, rest - first))
     for by, count in turns:
         order = np.lexsort((-by, ~text))  # stable: by class, then score, then index
         chosen[order[~chosen[order]][:count]] = True
@@ -69,7 +82,7 @@ def run(
     left is rounded last, rotated where the type says so.
     """
     kv_type = KvType.parse(kv_type)
-    q, image_mask, turned = arrays.q, arrays.image_mask, arrays.rotation
+    q, image_mask, turned, projection = arrays.q, arrays.image_mask, arrays.rotation, arrays.projection
     k, v = round_to(arrays.k, kv_type.plain.k), round_to(arrays.v, kv_type.plain.v)
     n_layers, n_heads_kv, n_tokens, _ = k.shape
     scorer, allocator = registry.scorer(plan.scorer), registry.allocator(plan.allocator)
@@ -89,8 +102,12 @@ def run(
     out = Result([], [], [], scores.astype(np.float32))
     for i in range(n_layers):
         heads = []
+        weights = None
+        if plan.critical != "none" and projection is not None:
+            weights = critical.value_weights(v[i], projection[i], plan.critical)
         for h, count in enumerate(share[i].tolist()):
-            kept = select(plan, scores[i, h], image_mask, count, None if reserve is None else reserve[i, h])
+            others = (None if x is None else x[h] for x in (None if reserve is None else reserve[i], weights))
+            kept = select(plan, scores[i, h], image_mask, count, *others)
             heads.append(Head(k[i, h], v[i, h], kept, protection(plan, n_tokens, count), i, n_layers, h))
         pairs = [reduced(plan, head, kv_type) for head in heads]
         out.kept.append([head.kept for head in heads])

@@ -17,6 +17,7 @@ from pykvedge.plans.held import round_to
 from pykvedge.plans.kvtypes import KvType
 from pykvedge.plans.numpy_engine import Arrays, protection, reduced, select
 from pykvedge.plans.plan import Plan
+from pykvedge.plans.stages import critical
 from pykvedge.plans.stages.base import Head, Layer, ProfileTable, Result
 
 
@@ -69,21 +70,27 @@ def run(
                 head.attend(arrays.q[i, h * group : (h + 1) * group, new])
             q = arrays.q[i, :, : new.stop]
             seen = Layer(q, k[i], v[i], arrays.image_mask, i, n_layers, None, calibrated[i], arrays.rotation, all_q=q)
-            _compress(plan, heads, seen, kv_type)
+            _compress(plan, heads, seen, kv_type, None if arrays.projection is None else arrays.projection[i])
     empty = np.zeros((n_layers, n_heads_kv, 0), np.float32)
     kept, k_left, v_left = ([[getattr(head, x) for head in heads] for heads in held] for x in ("tokens", "k", "v"))
     return Result(kept, k_left, v_left, empty)
 
 
-def _compress(plan: Plan, heads: list[_Held], stream: Layer, kv_type: KvType) -> None:
-    """Compresses one layer. stream: all of it so far."""
+def _compress(
+    plan: Plan, heads: list[_Held], stream: Layer, kv_type: KvType, projection: np.ndarray | None = None
+) -> None:
+    """Compresses one layer. stream: all of it so far. projection: [H, d_v, D], for the critical rule."""
     n = len(heads[0].tokens)
     budget = plan.count(n)
     if budget >= n:
         return
     scores = _scores(plan, heads, stream)
+    weights = None
+    if plan.critical != "none" and projection is not None:
+        weights = critical.value_weights(np.stack([head.v for head in heads]), projection, plan.critical)
     for h, head in enumerate(heads):
-        kept = select(plan, scores[h], stream.image_mask[head.tokens], budget)
+        of_head = None if weights is None else weights[h]
+        kept = select(plan, scores[h], stream.image_mask[head.tokens], budget, weights=of_head)
         whole = Head(head.k, head.v, kept, protection(plan, n, budget), stream.index, stream.n_layers, h)
         head.k, head.v = reduced(plan, whole, kv_type)
         head.tokens, head.sums = head.tokens[kept], head.sums[kept]

@@ -22,6 +22,8 @@ from pykvedge.plans.registry import STAGES, member
 JSON_VERSION = 1
 LARGEST_COUNT = 2**31 - 1  # the library counts tokens in 32 bits
 TEXT_OVERFLOW = ("budget", "keep_all")
+CRITICAL = ("none", "l1", "l2")
+CRITICAL_HALF = ("budget", "free")
 
 
 def _number(value: Any) -> int | float | None:
@@ -133,6 +135,8 @@ class Plan:
     sinks: int = 0
     text_prior: bool = False
     text_overflow: str = "budget"
+    critical: str = "none"  # by which norm of projected values the rest is chosen (stages/critical.py)
+    critical_half: str = "budget"
     params: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -154,8 +158,12 @@ class Plan:
             raise UsageError(f"text_prior must be true or false, not {self.text_prior!r}")
         if self.text_overflow not in TEXT_OVERFLOW:
             raise unknown("text_overflow", str(self.text_overflow), TEXT_OVERFLOW)
+        for name, choices in (("critical", CRITICAL), ("critical_half", CRITICAL_HALF)):
+            if getattr(self, name) not in choices:
+                raise unknown(name, str(getattr(self, name)), choices)
         _set(self, "params", MappingProxyType(_check_params(self)))
         _check_protection(self)
+        _check_critical(self)
 
     def __hash__(self) -> int:
         return hash(self.to_json())
@@ -212,6 +220,7 @@ class Plan:
         out["sinks"] = str(self.sinks)
         out["text_prior"] = "true" if self.text_prior else "false"
         out["text_overflow"] = self.text_overflow
+        out["critical"], out["critical_half"] = self.critical, self.critical_half
         for key, value in self.params.items():
             out[key] = str(value).lower() if isinstance(value, bool) else str(value)
         return out
@@ -306,3 +315,16 @@ def _check_protection(plan: Plan) -> None:
             f"a budget of {budget} of the prompt is smaller than the protected share of recent tokens, {recent}; "
             "raise the budget or protect fewer"
         )
+
+
+def _check_critical(plan: Plan) -> None:
+    """Refuses scores that the critical rule cannot weigh."""
+    scorer = registry.scorer(plan.scorer)
+    if plan.critical == "none" or scorer.attends(plan.settings("scorer")):
+        return
+    scorers = (registry.scorer(name) for name in registry.members("scorer"))
+    attending = ", ".join(s.name for s in scorers if s.attends({p.name: p.default for p in s.params}))
+    raise UsageError(
+        f"critical {plan.critical} weighs attention by what values add, and scorer '{plan.scorer}' scores by more, or "
+        f"by something else; use {attending}, expected with scorer.vnorm=false, or critical none"
+    )

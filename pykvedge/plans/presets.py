@@ -27,6 +27,10 @@ _SPARSEMM = "Wang et al. 2025, SparseMM: Head Sparsity Emerges from Visual Conce
 _HEADKV = "Fu et al. 2024, Not All Heads Matter: Head-Level KV Cache Compression with Reasoning, arXiv:2410.19258"
 _KEYDIFF = "Park et al. 2025, KeyDiff: Key Similarity-Based KV Cache Eviction, arXiv:2504.15364"
 _EXPECTED = "Devoto et al. 2025, Expected Attention: KV Cache Compression by Estimating Attention, arXiv:2510.00636"
+_CRITICALKV = (
+    "Feng et al. 2025, Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective, "
+    "arXiv:2502.03805"
+)
 _KNORM = "Devoto et al. 2024, A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression, arXiv:2406.11430"
 _ELASTIC = "Liu et al. 2024, Efficient Inference of Vision Instruction-Following Models with Elastic Cache, ECCV"
 _PREFIXKV = "Wang et al. 2024, PrefixKV: Adaptive Prefix KV Cache is What Vision Instruction-Following Models Need"
@@ -155,6 +159,18 @@ _PRESETS = (
             "allocator": "ada",
             "params": {"scorer.eps": 0.01, "allocator.normalize": False},
         },
+    ),
+    Preset(
+        "criticalkv",
+        "what the last 32 tokens look at, half of it by how much the values then add to the layer's output",
+        _CRITICALKV,
+        {"scorer": "window", "critical": "l1"},
+    ),
+    Preset(
+        "criticalkv-ada",
+        "criticalkv with more for the heads whose attention spreads widest",
+        _CRITICALKV,
+        {"scorer": "window", "critical": "l1", "allocator": "ada"},
     ),
     Preset("knorm", "tokens whose keys have the smallest norm", _KNORM, {"scorer": "knorm"}),
     Preset("vnorm", "tokens whose values have the largest norm", "a control, and a part of MixKV", {"scorer": "vnorm"}),

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         profile: Given
         stream: int
         rotation: Rotation | None
+        projection: Any
 
 
 ENGINES = ("native", "numpy")
@@ -43,6 +44,7 @@ class _Options:
     profile: Given = None
     stream: int = 0
     rotation: Rotation | None = None
+    projection: Any = None
 
 
 def compress(
@@ -63,6 +65,8 @@ def compress(
     stream: tokens that are read at a time, and compressed with what is left of those before (docs/streaming.md); 0: all
     are one prompt. The plan's budget is then a number of pairs, kv_type not quantised, and scores are [L, Hkv, 0].
     rotation: how q and k were turned by their positions, 0 to T - 1, for scorer expected; None: they were not.
+    projection: W_O of the layers, [L, H, d, D] floating point, for plans with critical: head h adds its output [d]
+    times projection[l, h] to a row of the residual stream.
     Raises ArrayError, UnknownNameError, BudgetError, ProfileError, LibraryError, OutOfMemoryError.
     """
     if engine not in ENGINES:
@@ -72,7 +76,8 @@ def compress(
     if not isinstance(plan, Plan):
         raise ArrayError(f"plan must be a pykvedge.Plan, for example pykvedge.plan('lookm'), not {type(plan).__name__}")
     arrays = _check(q, k, v, image_mask, kv_type)
-    arrays = arrays._replace(rotation=_turned(chosen.rotation, arrays.k))
+    projection = _projected(plan, chosen.projection, arrays)
+    arrays = arrays._replace(rotation=_turned(chosen.rotation, arrays.k), projection=projection)
     from pykvedge.plans.profile import for_arrays
 
     found = for_arrays(plan, chosen.profile, len(arrays.q), arrays.q.shape[1], arrays.k.shape[1])
@@ -100,6 +105,21 @@ def _turned(rotation: Any, k: np.ndarray) -> Rotation | None:
     if rotation is not None and 2 * len(rotation.angles) > k.shape[3]:
         raise ArrayError(f"a rotation of {2 * len(rotation.angles)} channels does not fit a head of {k.shape[3]}")
     return rotation
+
+
+def _projected(plan: Plan, projection: Any, arrays: Arrays) -> np.ndarray | None:
+    n_layers, n_heads, _, size = arrays.q.shape
+    if projection is None:
+        if plan.critical != "none":
+            raise ArrayError(
+                f"critical {plan.critical} weighs values by the output projection of their layer: give projection, "
+                f"[{n_layers}, {n_heads}, {size}, D]"
+            )
+        return None
+    out = _floats(projection, "projection")
+    if out.shape[:3] != (n_layers, n_heads, size):
+        raise ArrayError(f"projection must be [{n_layers}, {n_heads}, {size}, D], not {list(out.shape)}")
+    return out
 
 
 def _check_stream(plan: Plan, step: int, kv_type: KvType) -> None:

@@ -55,6 +55,10 @@ class NativePlan:
         angles = rotation.angles
         call("plan_set_rotation", self.handle, PAIRS.index(rotation.pairs), angles.ctypes.data, len(angles))
 
+    def project(self, weights: np.ndarray) -> None:
+        """Gives arrays the output projection of their layers."""
+        call("plan_set_projection", self.handle, weights.ctypes.data, *weights.shape)
+
     def __enter__(self) -> NativePlan:
         return self
 
@@ -116,13 +120,15 @@ def compress_arrays(
 
     profiles: by the stages that need one.
     """
-    q, k, v, mask, rotation = arrays
+    q, k, v, mask, rotation, projection = arrays
     n_layers, n_heads_kv, n_tokens, size = k.shape
     given = GivenArrays(n_layers, q.shape[1], n_heads_kv, n_tokens, size, *(x.ctypes.data for x in (q, k, v, mask)))
     result = c.c_void_p()
     with NativePlan(plan, profiles) as native, native.own.explained():
         if rotation is not None:
             native.turn(rotation)
+        if projection is not None and plan.critical != "none":
+            native.project(projection)
         if step:
             call("stream_arrays", native.handle, c.byref(given), *kv_type.numbers, step, threads, c.byref(result))
         else:

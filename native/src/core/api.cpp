@@ -6,6 +6,7 @@
 #include "core/error.h"
 #include "core/observe.h"
 #include "core/profile.h"
+#include "core/projection.h"
 #include "core/storage.h"
 #include "core/stream.h"
 #include "core/threads.h"
@@ -195,7 +196,12 @@ kvedge_status compress_arrays(
     if (const auto status = check_rotations(*plan, r->shapes, *rotations, err); status != KVEDGE_OK) {
         return status;
     }
+    const auto projections = plan->projection ? std::make_shared<Projections>(plan->projection) : nullptr;
+    if (const auto status = check_projections(*plan, r->shapes, projections.get(), err); status != KVEDGE_OK) {
+        return status;
+    }
     r->seq = std::make_unique<Sequence>(r->shapes, storage);
+    r->seq->projections = projections;
     r->seq->observed.set_rotations(rotations);
     if (step > 0) {
         const auto can  = check_stream(*plan, err);

@@ -27,6 +27,10 @@ kvedge_status check_bounded(const kvedge_plan & plan, const Storage & storage, k
         return fail(err, KVEDGE_E_UNSUPPORTED, "scorer '%s' chooses by two scores, and allocator '%s' grants its budgets after the last layer",
                     plan.scorer->name, plan.allocator->name);
     }
+    if (reach(plan) == Reach::scores && plan.critical != Critical::none) {
+        return fail(err, KVEDGE_E_UNSUPPORTED, "critical chooses by two scores, and allocator '%s' grants its budgets after the last layer",
+                    plan.allocator->name);
+    }
     if (own_thread_only(*plan.scorer) || own_thread_only(*plan.reducer)) {
         return fail(err, KVEDGE_E_UNSUPPORTED, "%s '%s' must run on the thread that asked for the compression",
                     own_thread_only(*plan.scorer) ? "scorer" : "reducer",
@@ -78,11 +82,15 @@ kvedge_status BoundedPrompt::compress_layer(size_t l, kvedge_error * err) {
         } else {
             allocate(job, (int32_t) l);
         }
+        weigh_layer(job, l, 1);
         select_layer(job, l);
         if (!provisional_) {
             job.scores[l] = Bulk<float>();  // = {} would keep its memory
             if (!job.reserve.empty()) {
                 job.reserve[l] = Bulk<float>();
+            }
+            if (!job.weights.empty()) {
+                job.weights[l] = Bulk<float>();
             }
         }
     } else {

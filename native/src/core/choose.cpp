@@ -2,6 +2,7 @@
 
 #include "core/custom.h"
 #include "core/job.h"
+#include "core/projection.h"
 #include "core/select.h"
 #include "core/threads.h"
 
@@ -112,7 +113,7 @@ Scores attention_scores(Job & job, int32_t layer, uint32_t wants) {
 }  // namespace
 
 Job make_job(Sequence & seq, const kvedge_plan & plan, int32_t n_threads, bool scored) {
-    Job job{ seq, plan, std::max(1, n_threads), seq.rows.pending_length(), scored, {}, {}, {}, {}, {}, 0, {}, {}, {}, {}, {}, {}, {}, {} };
+    Job job{ seq, plan, std::max(1, n_threads), seq.rows.pending_length(), scored, {}, {}, {}, {}, {}, {}, 0, {}, {}, {}, {}, {}, {}, {}, {} };
     job.most       = job.n_tokens;
     const size_t n = seq.rows.shapes().size();
     if (seq.rows.pending_differs()) {
@@ -133,6 +134,9 @@ Job make_job(Sequence & seq, const kvedge_plan & plan, int32_t n_threads, bool s
     }
     if (plan.scorer->reserve) {
         job.reserve.resize(n);
+    }
+    if (plan.critical != Critical::none) {
+        job.weights.resize(n);
     }
     return job;
 }
@@ -195,14 +199,32 @@ void select_layer(Job & job, size_t l) {
     job.kept[l].clear();
     for (size_t h = 0; h < job.counts[l].size(); h++) {
         const float * first = job.reserve.empty() ? nullptr : job.reserve[l].data() + h * T;
+        const float * weights = job.weights.empty() ? nullptr : job.weights[l].data() + h * T;
         job.kept[l].push_back(
-            select_tokens(job.plan, job.n_tokens, job.counts[l][h], job.image_of(l, h), job.scores[l].data() + h * T, first));
+            select_tokens(job.plan, job.n_tokens, job.counts[l][h], job.image_of(l, h), job.scores[l].data() + h * T, first, weights));
     }
+}
+
+// Layers one after the other, as each has its weights in memory meanwhile.
+void weigh_layer(Job & job, size_t l, int32_t n_threads) {
+    if (job.weights.empty()) {
+        return;
+    }
+    if (!job.seq.projections) {
+        throw StageFailure("the output projections that critical asks for are not there");
+    }
+    const SequenceView view(job.seq);
+    const LayerShape & shape = job.seq.rows.shapes()[l];
+    job.weights[l]           = Bulk<float>((size_t) shape.n_heads_kv * (size_t) job.n_tokens);
+    job.seq.projections->weigh(view, l, shape, job.plan.critical, n_threads, job.weights[l]);
 }
 
 void select_all(Job & job) {
     score_all(job);
     allocate(job, ALL_LAYERS);
+    for (size_t l = 0; l < job.weights.size(); l++) {
+        weigh_layer(job, l, job.n_threads);
+    }
     parallel_for(job.n_threads, (int32_t) job.kept.size(), [&](int32_t l, int32_t) { select_layer(job, (size_t) l); });
 }
 

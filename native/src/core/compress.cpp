@@ -133,7 +133,7 @@ static kvedge_status compress_tokens(
     if (reduced || outcome.want_scores) {
         select_all(job);
         outcome.scores = outcome.want_scores ? std::move(job.scores) : Scores();
-        job.scores = job.reserve = {};
+        job.scores = job.reserve = job.weights = {};
     }
     const size_t first = seq.rows.contents().pending_from;
     if (any && (reduced || quantise)) {

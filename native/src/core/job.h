@@ -21,7 +21,7 @@ struct Job {
     std::vector<int32_t> tokens;    // [T] token index of each pending row; empty where heads hold different ones
     std::vector<uint8_t> image;     // [T], likewise
 
-    Scores                                         scores, reserve;  // empty where there are none
+    Scores                                         scores, reserve, weights;  // empty where there are none
     std::vector<Spectrum>                          spectra;          // [layer]
     int32_t                                        most;    // pairs that a head can be granted
     std::vector<std::vector<int32_t>>              counts;  // [layer][head] KV pairs that the allocator grants
@@ -56,6 +56,8 @@ void score_all(Job & job);
 void allocate(Job & job, int32_t layer);
 // Chooses the rows of a layer that stay.
 void select_layer(Job & job, size_t layer);
+// What the critical rule weighs the scores of a layer by, where the plan has it. Throws StageFailure.
+void weigh_layer(Job & job, size_t layer, int32_t n_threads);
 // Scores, budgets and choice for all layers. No row is touched yet.
 void select_all(Job & job);
 // The same budget for every head of a layer.

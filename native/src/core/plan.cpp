@@ -2,6 +2,7 @@
 
 #include "core/custom.h"
 #include "core/error.h"
+#include "core/projection.h"
 
 #include <algorithm>
 #include <cmath>
@@ -183,6 +184,18 @@ kvedge_status set_recent(kvedge_plan & plan, const char * value, kvedge_error * 
     return ok(err);
 }
 
+kvedge_status set_critical(kvedge_plan & plan, const std::string & key, const char * value, kvedge_error * err) {
+    const bool    norm    = key == "critical";
+    const char *  choices = norm ? "none,l1,l2" : "budget,free";
+    const int32_t i       = choice_of(choices, value);
+    if (i < 0) {
+        return fail(err, KVEDGE_E_ARGUMENT, "%s is one of %s, not '%s'", key.c_str(), choices, value);
+    }
+    plan.critical      = norm ? (Critical) i : plan.critical;
+    plan.critical_free = norm ? plan.critical_free : i == 1;
+    return ok(err);
+}
+
 kvedge_status set_tokens(int32_t & slot, const char * key, const char * value, kvedge_error * err) {
     Amount a;
     if (!parse_amount(value, a) || a.is_ratio) {
@@ -302,6 +315,9 @@ extern "C" kvedge_status kvedge_plan_set(kvedge_plan * plan, const char * key, c
                    ? ok(err)
                    : fail(err, KVEDGE_E_ARGUMENT, "text_prior '%s' is neither true nor false", value);
     }
+    if (k == "critical" || k == "critical_half") {
+        return set_critical(*plan, k, value, err);
+    }
     if (k == "text_overflow") {
         if (strcmp(value, "keep_all") != 0 && strcmp(value, "budget") != 0) {
             return fail(err, KVEDGE_E_ARGUMENT, "text_overflow '%s' is neither budget nor keep_all", value);
@@ -314,7 +330,7 @@ extern "C" kvedge_status kvedge_plan_set(kvedge_plan * plan, const char * key, c
     }
     return fail(err, KVEDGE_E_UNKNOWN,
                 "a plan has no setting '%s'; there are: scorer, allocator, reducer, decode, pruner, budget, image_tokens, recent, "
-                "sinks, text_prior, text_overflow, later_floor", key);
+                "sinks, text_prior, text_overflow, critical, critical_half, later_floor", key);
 } catch (...) {
     return caught(err, "change a plan");
 }
@@ -333,7 +349,7 @@ extern "C" kvedge_status kvedge_plan_check(const kvedge_plan * plan, kvedge_erro
         return fail(err, KVEDGE_E_BUDGET, "recent %g of the prompt does not fit a budget of %g; raise the budget or lower recent",
                     plan->recent_ratio, plan->budget_ratio);
     }
-    return ok(err);
+    return check_critical(*plan, err);
 } catch (...) {
     return caught(err, "check a plan");
 }

@@ -6,6 +6,15 @@
 #include <memory>
 #include <vector>
 
+namespace kvedge {
+
+struct GivenWeights;
+
+// By what the critical rule measures projected values (projection.h).
+enum class Critical { none, l1, l2 };
+
+}  // namespace kvedge
+
 struct kvedge_plan {
     const kvedge::Scorer *       scorer    = nullptr;
     const kvedge::Allocator *    allocator = nullptr;
@@ -34,11 +43,17 @@ struct kvedge_plan {
     bool text_prior    = false;
     bool keep_all_text = false;  // text_overflow = keep_all
 
+    kvedge::Critical critical = kvedge::Critical::none;
+    bool critical_free = false;  // critical_half = free: half of what protection leaves, not of the budget
+
     // A later message keeps so many tokens at least: a fifth of a short question does not say what is asked.
     int32_t later_floor = 32;
 
     // How positions turn the queries and keys of arrays; NULL: not at all. Copies of the plan share it.
     std::shared_ptr<const kvedge::Rotation> rotation;
+
+    // What values of arrays are projected by; NULL: it was not given. Copies of the plan share it.
+    std::shared_ptr<const kvedge::GivenWeights> projection;
 
     // The program's own; copies of the plan share them.
     std::vector<std::shared_ptr<const kvedge::CustomScorer>>    own_scorers;

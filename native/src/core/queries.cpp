@@ -24,7 +24,8 @@ extern "C" uint64_t kvedge_plan_score_bytes(
         return 0;
     }
     const LayerShape layer{ 0, n_heads, n_heads_kv, d_k, d_k };
-    const uint64_t   scores = kvedge_plan_budget(plan, n_tokens) < n_tokens ? sizeof(float) : 0;
+    const uint64_t   each   = plan->critical == Critical::none ? sizeof(float) : 2 * sizeof(float);
+    const uint64_t   scores = kvedge_plan_budget(plan, n_tokens) < n_tokens ? each : 0;
     return observed_bytes(plan_observes(*plan), layer, n_tokens) + scores * (uint64_t) n_heads_kv * (uint64_t) n_tokens;
 } catch (...) {
     return 0;

@@ -9,9 +9,12 @@
 
 namespace kvedge {
 
+class Projections;
+
 struct Sequence {
     Store    rows;
     Observed observed;
+    std::shared_ptr<Projections> projections;  // of its layers; NULL: they are not known
 
     Sequence(const std::vector<LayerShape> & shapes, const Storage & storage) : Sequence(Store(shapes, storage)) {}
     explicit Sequence(Store store) : rows(std::move(store)), observed(rows.shapes()) {}

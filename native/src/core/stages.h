@@ -120,7 +120,13 @@ struct Scorer : Member {
     // The first token whose query counts for the mean and covariance that score() wants; those before it are kept, and with
     // them a prompt that has no others. NULL: it wants neither.
     int32_t (*moments)(const double * params) = nullptr;
+    // Whether scores are attention and nothing else, shares of a softmax or sums of them, which the critical rule may weigh.
+    // NULL: never.
+    bool (*attends)(const double * params) = nullptr;
 };
+
+// attends of a scorer that does so whatever its settings.
+inline bool always_attends(const double *) { return true; }
 
 // What an allocator looks at beside scores.
 enum AllocatorWants : uint32_t {

@@ -86,7 +86,7 @@ static kvedge_status compress_rows(
     }
     Job job = make_job(seq, plan, n_threads, false);
     select_all(job);
-    job.scores = job.reserve = {};
+    job.scores = job.reserve = job.weights = {};
     const bool reduces = plan.reducer->reduce != nullptr;
     if (!open_layers(job, reduces)) {
         return fail(err, KVEDGE_E_MEMORY, "no memory for the compressed cache of %d tokens", budget);

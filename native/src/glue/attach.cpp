@@ -5,6 +5,7 @@
 #include "core/structs.h"
 #include "core/turning.h"
 #include "glue/calls.h"
+#include "glue/projection.h"
 
 #include <algorithm>
 #include <chrono>
@@ -135,7 +136,8 @@ struct Attaching {
 // Whether the model has what the plan's stages ask of it.
 kvedge_status check_model(const kvedge_cache & kv, const kvedge_plan & plan, kvedge_error * err) {
     const auto status = check_profiles(plan, kv.shapes, kv.model_layers, err);
-    return status == KVEDGE_OK ? check_rotations(plan, kv.shapes, *kv.rotations, err) : status;
+    const auto turning = status == KVEDGE_OK ? check_rotations(plan, kv.shapes, *kv.rotations, err) : status;
+    return turning == KVEDGE_OK ? check_projections(plan, kv.shapes, kv.projections.get(), err) : turning;
 }
 
 kvedge_status check_plan(const kvedge_cache & kv, const kvedge_plan & plan, kvedge_error * err) {
@@ -204,6 +206,7 @@ extern "C" kvedge_status kvedge_attach(
         return status;
     }
     kv->model_layers = llama_model_n_layer(llama_get_model(ctx));
+    kv->projections  = std::make_shared<Projections>(model_weights(llama_get_model(ctx), kv->shapes));
     if (const auto status = check_model(*kv, kv->plan, err); status != KVEDGE_OK) {
         return status;
     }

@@ -31,6 +31,7 @@ SequenceState & kvedge_cache::open(int32_t seq_id) {
         state.seq = std::make_unique<Sequence>(shapes, storage);
     }
     state.seq->observed.set_rotations(rotations);
+    state.seq->projections = projections;
     return state;
 }
 
@@ -245,6 +246,7 @@ kvedge_status kvedge_cache::compress(SequenceState & state, kvedge_error * err) 
     if (state.streaming) {
         return compress_stream(state, err);
     }
+    state.seq->projections = projections;  // also of a sequence that was loaded
     if (state.seq->rows.pending_length() == 0) {  // also of a prompt whose tokens were removed: what was seen of them goes, too
         state.seq->close_pending();
         state.armed = false;

@@ -9,6 +9,7 @@
 #include "core/compress.h"
 #include "core/observe.h"
 #include "core/plan.h"
+#include "core/projection.h"
 #include "core/sequence.h"
 #include "glue/intermediate.h"
 #include "kvedge.h"
@@ -171,6 +172,7 @@ struct kvedge_cache {
     kvedge_rotate                         rotate  = KVEDGE_ROTATE_AUTO;  // as it was asked for; storage says what became of it
     std::vector<ggml_backend_dev_t>       places;            // as shapes; NULL: rows and attention are the host's
     std::shared_ptr<kvedge::Rotations>    rotations = std::make_shared<kvedge::Rotations>();  // as shapes
+    std::shared_ptr<kvedge::Projections>  projections;       // as shapes
     std::vector<std::vector<float>>       sinks;             // as shapes: logits of a layer's sinks, of layers on devices
     bool                                  on_devices = false; // the current ubatch attends there
     uint64_t                              stamps     = 0;

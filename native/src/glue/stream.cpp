@@ -8,6 +8,7 @@ using namespace kvedge;
 
 kvedge_status kvedge_cache::compress_stream(SequenceState & state, kvedge_error * err) {
     release_scratch();
+    state.seq->projections = projections;
     Compression   outcome;
     const int32_t n_tokens = state.seq->rows.pending_length();
     const auto &  plan     = plan_of(state.id);

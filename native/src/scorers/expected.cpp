@@ -27,6 +27,8 @@ const Param PARAMS[] = {
 
 int32_t auto_recent(int32_t kept, int32_t even, const double *) { return window_recent(RECENT, kept, even); }
 
+bool attends(const double * params) { return params[VNORM] != 0.0; }
+
 int32_t first_counted(const double * params) { return (int32_t) params[N_SINK]; }
 
 // The queries of one head that are yet to come: a key's logit is its product with mean + spread * key.
@@ -139,7 +141,7 @@ void score(const ScoreInput & in, float * out) {
 }  // namespace
 
 extern const Scorer scorer_expected = {
-    { "expected", PARAMS }, false, auto_recent, false, nullptr, score, nullptr, nullptr, false, nullptr, nullptr, nullptr, nullptr, first_counted
+    { "expected", PARAMS }, false, auto_recent, false, nullptr, score, nullptr, nullptr, false, nullptr, nullptr, nullptr, nullptr, first_counted, attends
 };
 
 }  // namespace kvedge

@@ -34,6 +34,8 @@ void score(const ScoreInput & in, float * out) {
 
 }  // namespace
 
-extern const Scorer scorer_window = { { "window", PARAMS }, false, auto_recent, false, window, score };
+extern const Scorer scorer_window = {
+    { "window", PARAMS }, false, auto_recent, false, window, score, nullptr, nullptr, false, nullptr, nullptr, nullptr, nullptr, nullptr, always_attends
+};
 
 }  // namespace kvedge

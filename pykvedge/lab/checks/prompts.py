@@ -66,6 +66,15 @@ def profiles_of(plan: Plan, p: Prompt) -> list[Profile]:
     return [_profile(kind, p) for kind in plan.profile_kinds().values()]
 
 
+def projection_of(plan: Plan, p: Prompt) -> np.ndarray | None:
+    """An output projection of the prompt's shape, [L, H, d, D] float32, for a plan whose critical rule needs one."""
+    if plan.critical == "none":
+        return None
+    n_layers, n_heads, _, size = p.q.shape
+    made = np.random.default_rng([11, n_layers, n_heads, size]).standard_normal((n_layers, n_heads, size, 2 * size + 5))
+    return (made * np.sqrt(1 / size)).astype(np.float32)
+
+
 def _profile(kind: str, p: Prompt) -> Profile:
     n_layers, n_heads = p.q.shape[:2]
     rng = np.random.default_rng([7, n_layers, n_heads])

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from pykvedge.errors import BrokenRuleError
-from pykvedge.lab.checks.prompts import Prompt, profiles_of
+from pykvedge.lab.checks.prompts import Prompt, profiles_of, projection_of
 from pykvedge.plans.numpy_engine import protection, round_to
 from pykvedge.plans.plan import Budget, Plan
 from pykvedge.runtime.arrays import Result, compress
@@ -20,7 +20,8 @@ FLOAT32_NOISE = 1e-5  # by which two engines' scores may differ, relative to the
 
 
 def _compress(plan: Plan, p: Prompt, **settings: Any) -> Result:
-    return compress(plan, *p.arguments, profile=profiles_of(plan, p), **settings)
+    given = {"profile": profiles_of(plan, p), "projection": projection_of(plan, p)}
+    return compress(plan, *p.arguments, **{**given, **settings})
 
 
 def _heads(p: Prompt) -> Iterator[tuple[int, int]]:

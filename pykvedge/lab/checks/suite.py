@@ -162,7 +162,11 @@ def _values(param: Param) -> list[Any]:
 def _compositions(make: Make) -> Iterator[Case]:
     for stage in CHECKED:
         for name in registry.members(stage):
-            yield _agree(f"with {stage} {name}", make(0.3, **{stage: name}), prompt(90, layers=3))
+            try:
+                plan = make(0.3, **{stage: name})
+            except UsageError:  # scores that the method's critical rule cannot weigh: refused, as it should be
+                continue
+            yield _agree(f"with {stage} {name}", plan, prompt(90, layers=3))
 
 
 def _ties(make: Make) -> Iterator[Case]:
@@ -196,6 +200,8 @@ def _commutes(make: Make) -> Row:
     title, plan = "the order of heads does not matter", make()
     places = [s for s in CHECKED if getattr(registry.member(s, getattr(plan, s)), "by_place", False)]
     fixed = sorted({*places, *plan.profile_kinds()})  # a profile has numbers for each head
+    if plan.critical != "none":
+        return Row(title, 0, 0, "by design", f"critical {plan.critical} goes by each head's own output projection")
     if fixed:
         which = " and ".join(f"{stage} '{getattr(plan, stage)}'" for stage in fixed)
         return Row(title, 0, 0, "by design", f"{which} depends on the number of the head")

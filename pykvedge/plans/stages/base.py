@@ -208,6 +208,7 @@ class Scorer:
     reserved: Callable[[int, Settings], int] = lambda kept, settings: 0
     attention: Callable[[Layer, Settings], np.ndarray] | None = None
     profile: Callable[[Settings], str | None] = lambda settings: None
+    attends: Callable[[Settings], bool] = lambda settings: False  # scores are attention alone (critical.py)
     stage: str = "scorer"
 
 

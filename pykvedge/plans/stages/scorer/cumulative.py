@@ -32,4 +32,5 @@ MEMBER = Scorer(
     auto_recent=lambda kept, even, settings: (
         window_recent(settings["window"], kept, even) if settings["window"] else kept // 2
     ),
+    attends=lambda settings: True,
 )

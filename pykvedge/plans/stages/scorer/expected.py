@@ -68,4 +68,5 @@ MEMBER = Scorer(
     score=score,
     auto_recent=lambda kept, even, settings: window_recent(RECENT, kept, even),
     whole_up_to=lambda settings: settings["n_sink"],
+    attends=lambda settings: not settings["vnorm"],
 )

@@ -61,4 +61,5 @@ MEMBER = Scorer(
     auto_recent=lambda kept, even, settings: max(1, math.floor(0.1 * kept + 1e-9)),
     reserve=deviation,
     reserved=lambda kept, settings: math.floor(settings["spread"] * kept + 1e-9),
+    attends=lambda settings: True,
 )

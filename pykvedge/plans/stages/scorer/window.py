@@ -27,4 +27,5 @@ MEMBER = Scorer(
     score=score,
     auto_recent=lambda kept, even, settings: window_recent(settings["window"], kept, even),
     whole_up_to=lambda settings: settings["window"],
+    attends=lambda settings: True,
 )

@@ -1,0 +1,69 @@
+// What values add to the residual stream: the output projection W_O of each layer, and the critical rule that weighs scores
+// by it (CriticalKV, Feng et al. 2025, arXiv:2502.03805).
+
+#pragma once
+
+#include "backend/cpu/pages.h"
+#include "backend/rows.h"
+#include "core/pending.h"
+#include "core/plan.h"
+
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace kvedge {
+
+// Where the W_O of the layers lie. Layers count as the stored ones do.
+class OutputWeights {
+  public:
+    virtual ~OutputWeights() = default;
+    // Why those of a layer cannot be used; empty: they can.
+    virtual std::string unusable(size_t layer, const LayerShape & shape) const = 0;
+    // D, numbers of a row of the residual stream.
+    virtual int32_t width(size_t layer) const = 0;
+    // out [D][H * d_v]: a row for each number of the residual stream. Throws std::bad_alloc, StageFailure.
+    virtual void read(size_t layer, int32_t n_threads, float * out) const = 0;
+};
+
+// The arrays' own, as kvedge_plan_set_projection was given them.
+struct GivenWeights : OutputWeights {
+    int32_t            n_layers = 0, n_heads = 0, d_v = 0, n_width = 0;
+    std::vector<float> values;  // [L][D][H * d_v]
+
+    std::string unusable(size_t layer, const LayerShape & shape) const override;
+    int32_t     width(size_t) const override { return n_width; }
+    void        read(size_t layer, int32_t n_threads, float * out) const override;
+};
+
+// The weights of a context's layers, and what was computed of them once. For one thread at a time.
+class Projections {
+  public:
+    explicit Projections(std::shared_ptr<const OutputWeights> weights) : weights_(std::move(weights)) {}
+
+    const OutputWeights & weights() const { return *weights_; }
+
+    // out [Hkv][T]: how long the pending values of a layer are once they are projected, v W_O[h], by the plan's norm; mean
+    // of the query heads of a KV head. Throws std::bad_alloc, StageFailure.
+    void weigh(const PendingView & view, size_t layer, const LayerShape & shape, Critical norm, int32_t n_threads, Bulk<float> & out);
+
+    uint64_t bytes() const;  // of what is kept
+
+  private:
+    using Grams = std::vector<float>;  // [H][d_v (d_v + 1) / 2] the lower triangles of W_O[h] W_O[h]', row by row
+
+    const Grams & grams(size_t layer, const LayerShape & shape, int32_t n_threads);
+
+    std::shared_ptr<const OutputWeights> weights_;
+    std::vector<Grams>                   grams_;  // [layer] those that were asked for
+};
+
+// Whether the plan's scorer is one that the critical rule can weigh. Errors: KVEDGE_E_ARGUMENT.
+kvedge_status check_critical(const kvedge_plan & plan, kvedge_error * err);
+
+// Whether the weights that a plan's critical rule asks for are there. projections: NULL where there are none at all.
+// Errors: KVEDGE_E_ARGUMENT, KVEDGE_E_UNSUPPORTED, with the layer and what it lacks.
+kvedge_status check_projections(
+    const kvedge_plan & plan, const std::vector<LayerShape> & shapes, const Projections * projections, kvedge_error * err);
+
+}  // namespace kvedge

@@ -1,0 +1,172 @@
+#include "glue/projection.h"
+
+#include "core/custom.h"
+#include "core/threads.h"
+#include "ggml-backend.h"
+#include "ggml.h"
+#include "llama-attn-provider.h"
+
+#include <algorithm>
+#include <functional>
+#include <memory>
+
+namespace kvedge {
+
+namespace {
+
+constexpr int64_t ROWS    = 128;  // of a weight that are fetched or widened at a time
+constexpr int64_t COLUMNS = 256;  // that one product takes out of a packed weight
+
+std::string name_of(const LayerShape & shape) { return "blk." + std::to_string(shape.il) + ".attn_output.weight"; }
+
+struct Free {
+    void operator()(ggml_context * x) const { ggml_free(x); }
+    void operator()(ggml_backend * x) const { ggml_backend_free(x); }
+    void operator()(ggml_backend_buffer * x) const { ggml_backend_buffer_free(x); }
+};
+template <class T> using Owned = std::unique_ptr<T, Free>;
+
+// n numbers of a type of ggml's in float32.
+void widen(ggml_type type, const void * from, int64_t n, float * out) {
+    if (type == GGML_TYPE_F32) {
+        std::copy_n((const float *) from, n, out);
+    } else {
+        ggml_get_type_traits(type)->to_float(from, out, n);
+    }
+}
+
+// Row by row, from where the host can read it or through a copy of some rows. out [ne1][ne0].
+void read_rows(const ggml_tensor & w, int32_t n_threads, float * out) {
+    const bool    here  = ggml_backend_buffer_is_host(w.buffer);
+    const int64_t parts = (w.ne[1] + ROWS - 1) / ROWS;
+    parallel_for(here ? n_threads : 1, (int32_t) parts, [&](int32_t part, int32_t) {
+        const int64_t        first = part * ROWS, n = std::min(ROWS, w.ne[1] - first);
+        std::vector<uint8_t> fetched(here ? 0 : (size_t) n * w.nb[1]);
+        if (!here) {
+            ggml_backend_tensor_get(&w, fetched.data(), (size_t) first * w.nb[1], fetched.size());
+        }
+        const uint8_t * rows = here ? (const uint8_t *) w.data + (size_t) first * w.nb[1] : fetched.data();
+        for (int64_t r = 0; r < n; r++) {
+            widen(w.type, rows + (size_t) r * w.nb[1], w.ne[0], out + (first + r) * w.ne[0]);
+        }
+    });
+}
+
+// Columns of the identity, and the graph that multiplies them with a weight: what comes out are the weight's columns.
+class Probe {
+  public:
+    Probe(const ggml_tensor & w, int32_t n_threads) {
+        const ggml_backend_dev_t dev = ggml_backend_buft_get_device(ggml_backend_buffer_get_type(w.buffer));
+        ggml_init_params         params{ 8 * ggml_tensor_overhead() + ggml_graph_overhead(), nullptr, true };
+        backend_.reset(dev ? ggml_backend_dev_init(dev, nullptr) : nullptr);
+        context_.reset(ggml_init(params));
+        if (!backend_ || !context_) {
+            throw std::bad_alloc();
+        }
+        const auto set_threads =
+            (ggml_backend_set_n_threads_t) ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(dev), "ggml_backend_set_n_threads");
+        if (set_threads) {
+            set_threads(backend_.get(), n_threads);
+        }
+        in_    = ggml_new_tensor_2d(context_.get(), GGML_TYPE_F32, w.ne[0], std::min(COLUMNS, w.ne[0]));
+        out_   = ggml_mul_mat(context_.get(), const_cast<ggml_tensor *>(&w), in_);
+        graph_ = ggml_new_graph(context_.get());
+        ggml_build_forward_expand(graph_, out_);
+        memory_.reset(ggml_backend_alloc_ctx_tensors(context_.get(), backend_.get()));
+        if (!memory_) {
+            throw std::bad_alloc();
+        }
+    }
+
+    int64_t columns() const { return in_->ne[1]; }
+
+    // out [columns()][D]: columns of the weight from `first` on. False: the device failed.
+    bool read(int64_t first, std::vector<float> & identity, std::vector<float> & out) {
+        identity.assign((size_t) ggml_nelements(in_), 0.0f);
+        out.resize((size_t) ggml_nelements(out_));
+        for (int64_t c = 0; c < std::min(columns(), in_->ne[0] - first); c++) {
+            identity[(size_t) (c * in_->ne[0] + first + c)] = 1.0f;
+        }
+        ggml_backend_tensor_set(in_, identity.data(), 0, ggml_nbytes(in_));
+        const bool good = ggml_backend_graph_compute(backend_.get(), graph_) == GGML_STATUS_SUCCESS;
+        if (good) {
+            ggml_backend_tensor_get(out_, out.data(), 0, ggml_nbytes(out_));
+        }
+        return good;
+    }
+
+  private:
+    Owned<ggml_backend>        backend_;
+    Owned<ggml_context>        context_;
+    Owned<ggml_backend_buffer> memory_;
+    ggml_tensor *              in_  = nullptr;
+    ggml_tensor *              out_ = nullptr;
+    ggml_cgraph *              graph_ = nullptr;
+};
+
+// Of a weight that lies packed for the CPU's products, which nothing but such a product reads. out [ne1][ne0].
+void read_packed(const ggml_tensor & w, int32_t n_threads, float * out) {
+    Probe              probe(w, n_threads);
+    std::vector<float> identity, columns;
+    const auto         across = (size_t) w.ne[0], down = (size_t) w.ne[1];
+    for (int64_t first = 0; first < w.ne[0]; first += probe.columns()) {
+        if (!probe.read(first, identity, columns)) {
+            throw StageFailure(std::string("the weights of ") + ggml_get_name(&w) + " cannot be read back from where they are packed");
+        }
+        const auto n = (size_t) std::min(probe.columns(), w.ne[0] - first);
+        for (size_t r = 0; r < down; r++) {
+            for (size_t c = 0; c < n; c++) {
+                out[r * across + (size_t) first + c] = columns[c * down + r];
+            }
+        }
+    }
+}
+
+// Whether a weight lies packed for the CPU's products: there is no reading such a buffer.
+bool is_packed(const ggml_tensor & w) {
+    const ggml_backend_dev_t dev = ggml_backend_buft_get_device(ggml_backend_buffer_get_type(w.buffer));
+    return !ggml_backend_buffer_is_host(w.buffer) && dev && ggml_backend_dev_type(dev) == GGML_BACKEND_DEVICE_TYPE_CPU;
+}
+
+class ModelWeights : public OutputWeights {
+  public:
+    ModelWeights(const llama_model * model, const std::vector<LayerShape> & shapes) {
+        for (const LayerShape & shape : shapes) {
+            tensors_.push_back(llama_attn_provider_weight(model, name_of(shape).c_str()));
+        }
+    }
+
+    std::string unusable(size_t layer, const LayerShape & shape) const override {
+        const ggml_tensor * w = layer < tensors_.size() ? tensors_[layer] : nullptr;
+        const std::string   name = name_of(shape);
+        if (!w || !w->buffer) {
+            return "the model has no tensor " + name;
+        }
+        if (w->ne[0] != (int64_t) shape.n_heads * shape.d_v || w->ne[2] != 1 || w->ne[3] != 1) {
+            return name + " has rows of " + std::to_string(w->ne[0]) + " numbers, its " + std::to_string(shape.n_heads) +
+                   " heads make " + std::to_string(shape.n_heads * shape.d_v);
+        }
+        if (w->type != GGML_TYPE_F32 && !ggml_get_type_traits(w->type)->to_float) {
+            return name + " is of type " + ggml_type_name(w->type) + ", which cannot be read";
+        }
+        return "";
+    }
+
+    int32_t width(size_t layer) const override { return (int32_t) tensors_[layer]->ne[1]; }
+
+    void read(size_t layer, int32_t n_threads, float * out) const override {
+        const ggml_tensor & w = *tensors_[layer];
+        is_packed(w) ? read_packed(w, n_threads, out) : read_rows(w, n_threads, out);
+    }
+
+  private:
+    std::vector<const ggml_tensor *> tensors_;  // as the stored layers; NULL: there is none
+};
+
+}  // namespace
+
+std::shared_ptr<const OutputWeights> model_weights(const llama_model * model, const std::vector<LayerShape> & shapes) {
+    return std::make_shared<ModelWeights>(model, shapes);
+}
+
+}  // namespace kvedge
