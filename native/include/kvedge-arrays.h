@@ -76,6 +76,8 @@ KVEDGE_API int32_t         kvedge_result_length(const kvedge_result * result, in
 KVEDGE_API const int32_t * kvedge_result_kept(const kvedge_result * result, int32_t layer, int32_t head);    // [length] ascending
 KVEDGE_API const float *   kvedge_result_k(const kvedge_result * result, int32_t layer, int32_t head);       // [length][d]
 KVEDGE_API const float *   kvedge_result_v(const kvedge_result * result, int32_t layer, int32_t head);       // [length][d]
+// [length] biases of the rows' logits, as kvedge_head_biases has them; NULL: all are 0.
+KVEDGE_API const float *   kvedge_result_biases(const kvedge_result * result, int32_t layer, int32_t head);
 KVEDGE_API const float *   kvedge_result_scores(const kvedge_result * result, int32_t layer, int32_t head);  // [T]; NULL: a stream
 // Attention output of the full prompt, before compression: [H][T][d] of one layer.
 KVEDGE_API const float *   kvedge_result_attention(const kvedge_result * result, int32_t layer);

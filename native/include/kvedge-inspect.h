@@ -19,7 +19,7 @@ typedef struct kvedge_stats {
     int32_t  n_compressions;     // compressions of the sequence so far
     int32_t  n_pending;          // tokens added since the last compression; of a bounded answer, those in blocks not yet packed;
                                  // of a stream, KV pairs that each head holds
-    uint64_t bytes;              // bytes of the sequence's key and value buffers that exist now
+    uint64_t bytes;              // bytes of the sequence's key and value buffers, biases of rows included, that exist now
     uint64_t index_bytes;        // bytes of its token indices and positions
     uint64_t score_bytes;        // bytes of column sums, of scores, of watched attention, of queries kept for allocator
                                  // entropy, and of the mean and covariance of queries, that exist now
@@ -71,6 +71,13 @@ KVEDGE_API kvedge_status kvedge_layer_shape(
 // kvedge_head_tokens. n_out: rows that fit k and v. Errors: KVEDGE_E_ARGUMENT.
 KVEDGE_API kvedge_status kvedge_head_rows(
     const kvedge_cache * kv, int32_t seq_id, int32_t i, int32_t head, float * k, float * v, int32_t n_out, kvedge_error * err);
+
+// What is added to the logits of the KV pairs of stored layer i, KV head `head`: natural logarithms, after a soft cap and before
+// the softmax, so that a pair stands for e^bias pairs. 0 for pairs that stand for themselves. Into out[0 .. n-1] with
+// n = kvedge_head_length, in the order of kvedge_head_tokens. A plan with "reducer.bias" = "mass" makes them: ln of 1 + the pairs
+// that were merged into one (four bytes each, counted in kvedge_stats.bytes). Errors: KVEDGE_E_ARGUMENT.
+KVEDGE_API kvedge_status kvedge_head_biases(
+    const kvedge_cache * kv, int32_t seq_id, int32_t i, int32_t head, float * out, int32_t n_out, kvedge_error * err);
 
 // Scores [Hkv][kvedge_stats.n_pending] that the plan's scorer gives to the tokens of stored layer i that were added since the last
 // compression, without compressing. n_out: floats that fit `out`. Errors: KVEDGE_E_ARGUMENT, KVEDGE_E_STATE (nothing is pending,

@@ -18,7 +18,8 @@
 extern "C" {
 #endif
 
-#define KVEDGE_SESSION_VERSION 2  // 2 where rows are rotated (kvedge_rotate), else files are of version 1
+// 3 where rows have biases (kvedge_head_biases), 2 where they are rotated (kvedge_rotate), else files are of version 1
+#define KVEDGE_SESSION_VERSION 3
 
 // Writes sequence seq_id to `path` (UTF-8). The file appears whole: until everything is on the disk, what was there stays.
 // Only its owner may read it. model: a name or hash of the model, at most 255 bytes, that kvedge_load compares.

@@ -171,6 +171,7 @@ PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "head_tokens": (c.c_int, [_P, _I, _I, _I, c.POINTER(_I), _I, _ERR]),
     "layer_shape": (c.c_int, [_P, _I, *[c.POINTER(_I)] * 4, _ERR]),
     "head_rows": (c.c_int, [_P, _I, _I, _I, c.POINTER(c.c_float), c.POINTER(c.c_float), _I, _ERR]),
+    "head_biases": (c.c_int, [_P, _I, _I, _I, c.POINTER(c.c_float), _I, _ERR]),
     "pending_scores": (c.c_int, [_P, _I, _I, c.POINTER(c.c_float), _I, _ERR]),
     "save": (c.c_int, [_P, _I, c.c_char_p, c.c_char_p, c.c_char_p, c.c_size_t, _ERR]),
     "load": (c.c_int, [_P, _I, c.c_char_p, c.c_char_p, _ERR]),
@@ -190,6 +191,7 @@ PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "result_kept": (c.POINTER(_I), [_P, _I, _I]),
     "result_k": (c.POINTER(c.c_float), [_P, _I, _I]),
     "result_v": (c.POINTER(c.c_float), [_P, _I, _I]),
+    "result_biases": (c.POINTER(c.c_float), [_P, _I, _I]),
     "result_scores": (c.POINTER(c.c_float), [_P, _I, _I]),
     "result_attention": (c.POINTER(c.c_float), [_P, _I]),
 }

@@ -87,9 +87,9 @@ def run(
     n_layers, n_heads_kv, n_tokens, _ = k.shape
     scorer, allocator = registry.scorer(plan.scorer), registry.allocator(plan.allocator)
     profiles = profiles or {}
-    rows = profiles["scorer"].values if "scorer" in profiles else [None] * n_layers
+    calibrated = profiles["scorer"].values if "scorer" in profiles else [None] * n_layers
     layers = [
-        Layer(q[i], k[i], v[i], image_mask, i, n_layers, profile=rows[i], rotation=turned) for i in range(n_layers)
+        Layer(q[i], k[i], v[i], image_mask, i, n_layers, profile=calibrated[i], rotation=turned) for i in range(n_layers)
     ]
     scores, reserve, attention = (_of_layers(f, layers, plan) for f in (scorer.score, scorer.reserve, scorer.attention))
     budget = plan.count(n_tokens)
@@ -109,10 +109,10 @@ def run(
             others = (None if x is None else x[h] for x in (None if reserve is None else reserve[i], weights))
             kept = select(plan, scores[i, h], image_mask, count, *others)
             heads.append(Head(k[i, h], v[i, h], kept, protection(plan, n_tokens, count), i, n_layers, h))
-        pairs = [reduced(plan, head, kv_type) for head in heads]
+        rows = [reduced(plan, head, kv_type) for head in heads]
         out.kept.append([head.kept for head in heads])
-        out.k.append([pair[0] for pair in pairs])
-        out.v.append([pair[1] for pair in pairs])
+        for column, of_head in zip((out.k, out.v, out.bias), zip(*rows, strict=True), strict=True):
+            column.append(list(of_head))
     return out
 
 
@@ -120,10 +120,12 @@ def _of_layers(score: Any, layers: list[Layer], plan: Plan) -> Any:
     return np.stack([score(layer, plan.settings("scorer")) for layer in layers]) if score else None
 
 
-def reduced(plan: Plan, head: Head, kv_type: KvType) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the rows that stand for the head: k, v [n, d] float32 that the storage type can represent."""
+def reduced(plan: Plan, head: Head, kv_type: KvType) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns the rows that stand for the head: k, v [n, d] float32 that the storage type can represent, their bias [n]."""
     k, v = head.k.copy(), head.v.copy()
+    bias = np.zeros(len(head.kept)) if head.bias is None else head.bias[head.kept]
     if len(head.kept) < len(head.k):
-        k, v = registry.reducer(plan.reducer).reduce(head, plan.settings("reducer"))
+        k, v, *biases = registry.reducer(plan.reducer).reduce(head, plan.settings("reducer"))
+        bias = biases[0] if biases else bias
     key_block, value_block = kv_type.blocks(k.shape[1])
-    return held.keys(k, kv_type.k, key_block), held.values(v, kv_type.v, value_block)
+    return held.keys(k, kv_type.k, key_block), held.values(v, kv_type.v, value_block), bias.astype(np.float32)

@@ -23,21 +23,23 @@ from pykvedge.plans.stages.base import Head, Layer, ProfileTable, Result
 
 @dataclass
 class _Held:
-    """One KV head holds this: tokens [n] int32, k and v [n, d] float32, sums [n] float64."""
+    """One KV head holds this: tokens [n] int32, k and v [n, d] float32, sums [n] float64, bias [n] float32."""
 
     tokens: np.ndarray
     k: np.ndarray
     v: np.ndarray
     sums: np.ndarray
+    bias: np.ndarray
 
     def append(self, tokens: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
         self.tokens = np.concatenate([self.tokens, tokens])
         self.k, self.v = np.concatenate([self.k, k]), np.concatenate([self.v, v])
         self.sums = np.concatenate([self.sums, np.zeros(len(tokens))])
+        self.bias = np.concatenate([self.bias, np.zeros(len(tokens), np.float32)])
 
     def attend(self, q: np.ndarray) -> None:
         """Adds what the queries q [g, n, d] of the last n rows pay, mean of the g; they see all before them."""
-        logits = q.astype(np.float64) @ self.k.astype(np.float64).T / np.sqrt(q.shape[-1])
+        logits = q.astype(np.float64) @ self.k.astype(np.float64).T / np.sqrt(q.shape[-1]) + self.bias
         n = q.shape[1]
         logits[:, :, len(self.k) - n :][:, ~np.tri(n, dtype=bool)] = -np.inf
         weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
@@ -59,7 +61,7 @@ def run(
     profiles = profiles or {}
     calibrated = profiles["scorer"].values if "scorer" in profiles else [None] * n_layers
     held = [
-        [_Held(np.zeros(0, np.int32), k[i, h, :0], v[i, h, :0], np.zeros(0)) for h in range(n_heads_kv)]
+        [_Held(np.zeros(0, np.int32), k[i, h, :0], v[i, h, :0], np.zeros(0), np.zeros(0, np.float32)) for h in range(n_heads_kv)]
         for i in range(n_layers)
     ]
     for first in range(0, n_tokens, step):
@@ -72,8 +74,9 @@ def run(
             seen = Layer(q, k[i], v[i], arrays.image_mask, i, n_layers, None, calibrated[i], arrays.rotation, all_q=q)
             _compress(plan, heads, seen, kv_type, None if arrays.projection is None else arrays.projection[i])
     empty = np.zeros((n_layers, n_heads_kv, 0), np.float32)
-    kept, k_left, v_left = ([[getattr(head, x) for head in heads] for heads in held] for x in ("tokens", "k", "v"))
-    return Result(kept, k_left, v_left, empty)
+    left = ([[getattr(head, x) for head in heads] for heads in held] for x in ("tokens", "k", "v", "bias"))
+    kept, k_left, v_left, bias = left
+    return Result(kept, k_left, v_left, empty, bias)
 
 
 def _compress(
@@ -91,8 +94,8 @@ def _compress(
     for h, head in enumerate(heads):
         of_head = None if weights is None else weights[h]
         kept = select(plan, scores[h], stream.image_mask[head.tokens], budget, weights=of_head)
-        whole = Head(head.k, head.v, kept, protection(plan, n, budget), stream.index, stream.n_layers, h)
-        head.k, head.v = reduced(plan, whole, kv_type)
+        whole = Head(head.k, head.v, kept, protection(plan, n, budget), stream.index, stream.n_layers, h, head.bias)
+        head.k, head.v, head.bias = reduced(plan, whole, kv_type)
         head.tokens, head.sums = head.tokens[kept], head.sums[kept]
 
 
@@ -102,7 +105,7 @@ def _scores(plan: Plan, heads: list[_Held], stream: Layer) -> np.ndarray:
 
     def shown(first: int, last: int) -> np.ndarray:
         some = heads[first:last]
-        k, v, sums = (np.stack([getattr(h, x) for h in some]) for x in ("k", "v", "sums"))
+        k, v, sums, bias = (np.stack([getattr(h, x) for h in some]) for x in ("k", "v", "sums", "bias"))
         layer = replace(
             stream,
             q=stream.q[first * group : last * group, stream.q.shape[1] - n :],  # the last ones, whatever rows are left
@@ -110,6 +113,7 @@ def _scores(plan: Plan, heads: list[_Held], stream: Layer) -> np.ndarray:
             v=v,
             image_mask=stream.image_mask[some[0].tokens],
             column_sums=sums,
+            bias=bias,
             tokens=np.stack([h.tokens for h in some]),
             all_q=stream.q[first * group : last * group],
             profile=None if stream.profile is None else stream.profile[first:last],

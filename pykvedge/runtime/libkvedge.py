@@ -295,6 +295,13 @@ def rows(cache: Cache, layer: int, head: int, sequence: int = 0) -> tuple[np.nda
     return k, v
 
 
+def biases(cache: Cache, layer: int, head: int, sequence: int = 0) -> np.ndarray:
+    """[n] float32: what is added to the logits of a stored layer's KV head, in the order of Cache.tokens."""
+    out = np.empty(max(lib().kvedge_head_length(cache.handle, sequence, layer, head), 0), np.float32)
+    call("head_biases", cache.handle, sequence, layer, head, out.ctypes.data_as(c.POINTER(c.c_float)), len(out))
+    return out
+
+
 def pending_scores(cache: Cache, layer: int, sequence: int = 0) -> np.ndarray:
     """[Hkv, T] float32: what the plan's scorer makes of the tokens that are not compressed yet. Raises StateError."""
     out = np.empty((shape(cache, layer)[1], cache.stats(sequence).n_pending), np.float32)

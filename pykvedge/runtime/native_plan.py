@@ -139,7 +139,7 @@ def compress_arrays(
     out = Result([], [], [], np.zeros((n_layers, n_heads_kv, 0 if step else n_tokens), dtype=np.float32))
     try:
         for i in range(n_layers):
-            for column in (out.kept, out.k, out.v):
+            for column in (out.kept, out.k, out.v, out.bias):
                 column.append([])
             for h in range(n_heads_kv):
                 n = library.kvedge_result_length(result, i, h)
@@ -147,6 +147,9 @@ def compress_arrays(
                 out.kept[i].append(np.ctypeslib.as_array(library.kvedge_result_kept(*at), (n,)).copy())
                 out.k[i].append(np.ctypeslib.as_array(library.kvedge_result_k(*at), (n, size)).copy())
                 out.v[i].append(np.ctypeslib.as_array(library.kvedge_result_v(*at), (n, size)).copy())
+                biases = library.kvedge_result_biases(*at)
+                bias = np.ctypeslib.as_array(biases, (n,)).copy() if biases else np.zeros(n, np.float32)
+                out.bias[i].append(bias)
                 if not step:
                     out.scores[i, h] = np.ctypeslib.as_array(library.kvedge_result_scores(*at), (n_tokens,))
     finally:

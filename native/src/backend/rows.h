@@ -45,8 +45,13 @@ struct Storage {
 
 // Consecutive rows of one head, in the host's memory.
 struct Segment {
-    Rows    k, v;
-    int32_t n;
+    Rows          k, v;
+    int32_t       n;
+    const float * bias = nullptr;  // [n] natural logarithms, added to the rows' finished logits before the softmax; NULL: all 0
+
+    Segment part(int32_t first, int32_t count) const {
+        return { k.from(first), v.from(first), count, bias ? bias + first : nullptr };
+    }
 };
 
 // Bytes of a key row and of a value row.

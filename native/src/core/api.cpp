@@ -39,6 +39,7 @@ struct kvedge_result {
     struct Head {
         std::vector<int32_t> kept;
         std::vector<float>   k, v;
+        std::vector<float>   biases;  // empty: all are 0
     };
     std::vector<std::vector<Head>> heads;  // [layer][Hkv]
 
@@ -131,6 +132,10 @@ void read_back(const kvedge_arrays & in, kvedge_result & r) {
             const auto &   shape = r.shapes[(size_t) l];
             const size_t   n_old = widen_rows(view.old, shape, head.k.data(), head.v.data());
             widen_rows(view.pending, shape, head.k.data() + n_old * d, head.v.data() + n_old * d);
+            head.biases.resize(r.seq->rows.biased() ? head.kept.size() : 0);
+            if (!head.biases.empty()) {
+                r.seq->rows.read_biases(l, h, head.biases.data());
+            }
         }
     }
 }
@@ -289,6 +294,10 @@ extern "C" const float * kvedge_result_k(const kvedge_result * result, int32_t l
 
 extern "C" const float * kvedge_result_v(const kvedge_result * result, int32_t layer, int32_t head) {
     return of_head(result, layer, head, (const float *) nullptr, [](const auto & h) { return h.v.data(); });
+}
+
+extern "C" const float * kvedge_result_biases(const kvedge_result * result, int32_t layer, int32_t head) {
+    return of_head(result, layer, head, (const float *) nullptr, [](const auto & h) { return h.biases.empty() ? nullptr : h.biases.data(); });
 }
 
 extern "C" const float * kvedge_result_scores(const kvedge_result * result, int32_t layer, int32_t head) {

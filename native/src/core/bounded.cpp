@@ -103,7 +103,7 @@ kvedge_status BoundedPrompt::compress_layer(size_t l, kvedge_error * err) {
     if (!provisional_) {
         job.kept[l] = std::vector<std::vector<int32_t>>();
     }
-    written_ += job.main->layers[l].rows->bytes() + job.tail->layers[l].rows->bytes();
+    written_ += job.main->layers[l].bytes() + job.tail->layers[l].bytes();
     note_peak();
     seq_.rows.give_back_layer(l);
     seq_.observed.drop_layer(l);

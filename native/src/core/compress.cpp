@@ -30,7 +30,7 @@ void fill_layers(Job & job, bool reduces, Compression & outcome) {
     const int32_t n_threads = reduces && own_thread_only(*job.plan.reducer) ? 1 : job.n_threads;
     for (size_t l = 0; l < seq.rows.shapes().size(); l++) {
         fill_layer(job, l, reduces, n_threads);
-        bytes += job.main->layers[l].rows->bytes() + job.tail->layers[l].rows->bytes();
+        bytes += job.main->layers[l].bytes() + job.tail->layers[l].bytes();
         outcome.peak_bytes = std::max(outcome.peak_bytes, bytes + seq.rows.index_bytes() + seq.score_bytes());
         if (!may_fail) {
             bytes -= seq.rows.give_back_pending(l);

@@ -149,18 +149,18 @@ void check_rows(const ReduceInput & in, const char * name, const float * rows, i
     }
 }
 
-void reduce(const ReduceInput & in, float * k, float * v) {
+void reduce(const ReduceInput & in, const ReducedRows & out) {
     const kvedge_custom_reducer & given = in.self->custom->given;
     const auto                    dk = (size_t) in.d_k, dv = (size_t) in.d_v;
     for (size_t i = 0; i < (size_t) in.n_kept; i++) {
-        std::copy_n(in.k + (size_t) in.kept[i] * dk, dk, k + i * dk);
-        std::copy_n(in.v + (size_t) in.kept[i] * dv, dv, v + i * dv);
+        std::copy_n(in.k + (size_t) in.kept[i] * dk, dk, out.k + i * dk);
+        std::copy_n(in.v + (size_t) in.kept[i] * dv, dv, out.v + i * dv);
     }
     const kvedge_reduce_input to{ in.layer, in.n_layers, in.head, in.n_tokens, in.d_k, in.d_v, in.k, in.v, in.kept, in.n_kept,
                                   in.sinks, in.recent, in.params, given.user_data };
-    call("reducer", given.name, [&](kvedge_error * err) { return given.reduce(&to, k, v, err); });
-    check_rows(in, given.name, k, in.d_k, "key");
-    check_rows(in, given.name, v, in.d_v, "value");
+    call("reducer", given.name, [&](kvedge_error * err) { return given.reduce(&to, out.k, out.v, err); });
+    check_rows(in, given.name, out.k, in.d_k, "key");
+    check_rows(in, given.name, out.v, in.d_v, "value");
 }
 
 size_t no_scratch(int32_t, int32_t, int32_t) { return 0; }

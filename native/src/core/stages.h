@@ -187,14 +187,23 @@ struct ReduceInput {
     int32_t         layer, n_layers, head;
     Type            type;     // that the rows are stored as
     const struct Reducer * self;
+    const float *   bias;     // [T] of the rows' logits (Segment::bias); NULL: all 0
+};
+
+// The rows to store, in the order of ReduceInput::kept.
+struct ReducedRows {
+    float * k;     // [n_kept][d_k]
+    float * v;     // [n_kept][d_v]
+    float * bias;  // [n_kept] finite, at most MOST_BIAS either way; those of the kept rows before. NULL: rows have none
 };
 
 struct Reducer : Member {
-    // k [n_kept][d_k], v [n_kept][d_v]: the rows to store. Allocates nothing: it must not fail half-way. NULL: the kept
-    // rows as they are.
-    void (*reduce)(const ReduceInput & in, float * k, float * v);
+    // Allocates nothing: it must not fail half-way. NULL: the kept rows as they are.
+    void (*reduce)(const ReduceInput & in, const ReducedRows & out);
     size_t (*scratch)(int32_t n_tokens, int32_t n_kept, int32_t d_k);
     const CustomReducer * custom = nullptr;  // this one may fail
+    // Whether rows get biases from it. NULL: never; then kept rows keep those that they have.
+    bool (*biases)(const double * params) = nullptr;
 };
 
 // One KV head after a generated token.

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <iterator>
 
 namespace kvedge {
 
@@ -19,8 +20,40 @@ int32_t main_rows(const Storage & storage, int32_t n) {
     return stored == n ? n : stored - stored % GROUP;
 }
 
-// Of one of the two blocks, the rows [first, last) of a head.
-StoredRows plan_head(const Job & job, size_t l, size_t h, int32_t first, int32_t last, HeadList & head) {
+bool gives_biases(const kvedge_plan & plan) {
+    return plan.reducer->biases && plan.reducer->biases(plan.params[KVEDGE_STAGE_REDUCER]);
+}
+
+// [n] biases of consecutive rows, n of them in all.
+void read_biases(const std::vector<Segment> & rows, float * out) {
+    for (const Segment & seg : rows) {
+        if (seg.bias) {
+            std::copy_n(seg.bias, seg.n, out);
+        } else {
+            std::fill_n(out, seg.n, 0.0f);
+        }
+        out += seg.n;
+    }
+}
+
+// [n_kept] biases that the kept rows of a head have; empty: there are none, nor will there be.
+std::vector<float> kept_biases(const Job & job, size_t l, size_t h, bool reduces) {
+    const auto &       rows = job.sources[l][h];
+    const auto &       kept = job.kept[l][h];
+    std::vector<float> out;
+    if (std::any_of(rows.begin(), rows.end(), [](const Segment & seg) { return seg.bias != nullptr; })) {
+        std::vector<float> all((size_t) job.n_tokens);
+        read_biases(rows, all.data());
+        std::transform(kept.begin(), kept.end(), std::back_inserter(out), [&](int32_t row) { return all[(size_t) row]; });
+    } else if (reduces && gives_biases(job.plan)) {
+        out.resize(kept.size());
+    }
+    return out;
+}
+
+// Of one of the two blocks, the rows [first, last) of a head. biases: kept_biases.
+StoredRows plan_head(
+    const Job & job, size_t l, size_t h, int32_t first, int32_t last, const std::vector<float> & biases, HeadList & head) {
     const Storage & storage = job.seq.rows.storage();
     const auto &    kept    = job.kept[l][h];
     const auto      n       = (int32_t) kept.size();
@@ -35,6 +68,9 @@ StoredRows plan_head(const Job & job, size_t l, size_t h, int32_t first, int32_t
         for (int32_t i = first; i < last; i++) {
             head.scores.push_back(sums[kept[(size_t) i]]);
         }
+    }
+    if (!biases.empty()) {
+        head.biases.assign(biases.begin() + first, biases.begin() + last);
     }
     return { last - first, std::min(last, stored_keys(storage, n)) - first, std::min(last, stored_values(storage, n)) - first };
 }
@@ -66,20 +102,43 @@ void quantise_rows(Job & job, int32_t l, int32_t h, int32_t worker) {
     }
 }
 
+// Working memory of reduce_rows beside the reducer's scratch, in floats.
+size_t reduce_floats(const LayerShape & shape, size_t n_tokens, size_t n_kept, bool biased) {
+    return (n_tokens + n_kept) * (size_t) (shape.d_k + shape.d_v + (biased ? 1 : 0));
+}
+
+// The biases of a head's kept rows to the lists that were made for them, if any were.
+void store_biases(Job & job, int32_t l, int32_t h, const float * from) {
+    for (Block * block : { job.main.get(), job.tail.get() }) {
+        auto & to = block->layers[(size_t) l].heads[(size_t) h].biases;
+        std::copy_n(from, to.size(), to.begin());
+        from += to.size();
+    }
+}
+
 void reduce_rows(Job & job, int32_t l, int32_t h, int32_t worker) {
     const LayerShape & shape = job.seq.rows.shapes()[(size_t) l];
     const auto &       kept  = job.kept[(size_t) l][(size_t) h];
     const auto         dk = (size_t) shape.d_k, dv = (size_t) shape.d_v, n = (size_t) job.n_tokens;
     float *            rows = job.rows[(size_t) worker].data();
     float *            rk = rows, *rv = rk + n * dk, *ok = rv + n * dv, *ov = ok + kept.size() * dk;
-    float *            scratch = ov + kept.size() * dv;
+    const auto &       from    = job.sources[(size_t) l][(size_t) h];
+    const bool         biased  = job.main->layers[(size_t) l].biases(h) || job.tail->layers[(size_t) l].biases(h);
+    float *            bias    = ov + kept.size() * dv, *ob = bias + (biased ? n : 0);
+    float *            scratch = ob + (biased ? kept.size() : 0);
 
-    widen_rows(job.sources[(size_t) l][(size_t) h], shape, rk, rv);
+    if (biased) {
+        read_biases(from, bias);
+        std::transform(kept.begin(), kept.end(), ob, [bias](int32_t row) { return bias[row]; });
+    }
+    widen_rows(from, shape, rk, rv);
     const Protection p     = fit_protection(job.plan, job.n_tokens, job.counts[(size_t) l][(size_t) h]);
     const Storage    plain = job.seq.rows.storage().plain();
     job.plan.reducer->reduce({ job.n_tokens, shape.d_k, shape.d_v, rk, rv, kept.data(), (int32_t) kept.size(), p.sinks, p.recent,
                                job.plan.params[KVEDGE_STAGE_REDUCER], scratch, l, (int32_t) job.seq.rows.shapes().size(), h,
-                               plain.k == Type::f16 ? plain.k : plain.v, job.plan.reducer }, ok, ov);
+                               plain.k == Type::f16 ? plain.k : plain.v, job.plan.reducer, biased ? bias : nullptr },
+                             { ok, ov, biased ? ob : nullptr });
+    store_biases(job, l, h, ob);
     for (size_t r = 0; r < kept.size(); r += GROUP) {
         store_rows(job, l, h, (int32_t) r, (int32_t) std::min(kept.size() - r, (size_t) GROUP), ok + r * dk, ov + r * dv);
     }
@@ -99,8 +158,7 @@ void open_blocks(Job & job) {
 
 bool open_layer(Job & job, size_t l, bool reduces, int32_t n_workers) {
     const LayerShape & shape  = job.seq.rows.shapes()[l];
-    const auto         width  = (size_t) (shape.d_k + shape.d_v);
-    size_t             widest = GROUP * width;
+    size_t             widest = GROUP * (size_t) (shape.d_k + shape.d_v);
     job.main->layers[l].heads.resize((size_t) shape.n_heads_kv);
     job.tail->layers[l].heads.resize((size_t) shape.n_heads_kv);
     job.sources[l].clear();
@@ -109,11 +167,12 @@ bool open_layer(Job & job, size_t l, bool reduces, int32_t n_workers) {
         const auto    n     = (int32_t) job.kept[l][h].size();
         const int32_t split = main_rows(job.seq.rows.storage(), n);
         job.sources[l].push_back(job.seq.rows.view((int32_t) l, (int32_t) h).pending);
-        stored[0].push_back(plan_head(job, l, h, 0, split, job.main->layers[l].heads[h]));
-        stored[1].push_back(plan_head(job, l, h, split, n, job.tail->layers[l].heads[h]));
+        const auto biases = kept_biases(job, l, h, reduces);
+        stored[0].push_back(plan_head(job, l, h, 0, split, biases, job.main->layers[l].heads[h]));
+        stored[1].push_back(plan_head(job, l, h, split, n, biases, job.tail->layers[l].heads[h]));
         if (reduces) {
-            const size_t rows = (size_t) job.n_tokens + (size_t) n;
-            widest            = std::max(widest, rows * width + job.plan.reducer->scratch(job.n_tokens, n, shape.d_k));
+            const size_t rows = reduce_floats(shape, (size_t) job.n_tokens, (size_t) n, !biases.empty());
+            widest            = std::max(widest, rows + job.plan.reducer->scratch(job.n_tokens, n, shape.d_k));
         }
     }
     for (auto * block : { job.main.get(), job.tail.get() }) {

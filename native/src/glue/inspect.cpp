@@ -45,6 +45,22 @@ extern "C" kvedge_status kvedge_head_rows(
     });
 }
 
+extern "C" kvedge_status kvedge_head_biases(
+    const kvedge_cache * kv, int32_t seq_id, int32_t i, int32_t head, float * out, int32_t n_out, kvedge_error * err) {
+    return claimed(kv, true, "kvedge_head_biases: cache is NULL", "copy the biases", err, [&] {
+        const SequenceState * state = find_seq(kv, seq_id);
+        if (!state || !is_head(*kv, i, head) || !out) {
+            return fail(err, KVEDGE_E_ARGUMENT, "kvedge_head_biases: no such sequence, layer or head, or out is NULL");
+        }
+        const Store & rows = state->seq->rows;
+        if (n_out < rows.head_length(i, head)) {
+            return fail(err, KVEDGE_E_ARGUMENT, "kvedge_head_biases: %d rows do not fit %d places", rows.head_length(i, head), n_out);
+        }
+        rows.read_biases(i, head, out);
+        return ok(err);
+    });
+}
+
 extern "C" kvedge_status kvedge_pending_scores(
     const kvedge_cache * kv, int32_t seq_id, int32_t i, float * out, int32_t n_out, kvedge_error * err) {
     return claimed(kv, true, "kvedge_pending_scores: cache is NULL", "score the tokens", err, [&] {

@@ -10,12 +10,15 @@ using namespace kvedge;
 
 namespace {
 
-constexpr uint32_t UNROTATED_VERSION = 1;
+constexpr uint32_t PLAIN_VERSION = 1, ROTATED_VERSION = 2;
 
-// Files without rotated rows are as older libraries read them.
+// The oldest one that has all that the sequence needs, so that older libraries read what they can.
 uint32_t version_of(const Saving & saving) {
-    const Storage & storage = saving.state->seq->rows.storage();
-    return is_rotated(storage.k) || is_rotated(storage.v) ? KVEDGE_SESSION_VERSION : UNROTATED_VERSION;
+    const Store & rows = saving.state->seq->rows;
+    if (rows.biased()) {
+        return KVEDGE_SESSION_VERSION;
+    }
+    return is_rotated(rows.storage().k) || is_rotated(rows.storage().v) ? ROTATED_VERSION : PLAIN_VERSION;
 }
 
 // Writes all of it to a file or to memory.

@@ -24,14 +24,12 @@ struct Space {
     float *   scores;      // [TILE][row]
     float *   similarity;  // [T]
     int32_t * target;      // [T] index into kept, or -1
-    int32_t * merged;      // [n_kept] rows that were merged into each; ZERO_KEY for a row that takes none
-    int32_t * zero;        // [n_zero] indices of those
+    float *   merged;      // [n_kept] mass of the rows that were merged into each
+    int32_t * zero;        // [n_zero] indices of those that take none
     int32_t   n_zero;
     size_t    row;         // n_kept rounded up to whole panels
     size_t    floats;
 };
-
-constexpr int32_t ZERO_KEY = -1;
 
 Space lay_out(float * base, int32_t n_tokens, int32_t n_kept, int32_t d_k) {
     const auto panel = (size_t) kernels().panel, d = (size_t) d_k, T = (size_t) n_tokens, n = (size_t) n_kept;
@@ -48,7 +46,7 @@ Space lay_out(float * base, int32_t n_tokens, int32_t n_kept, int32_t d_k) {
     x.scores     = take((size_t) TILE * x.row);
     x.similarity = take(T);
     x.target     = (int32_t *) take(T);
-    x.merged     = (int32_t *) take(n);
+    x.merged     = take(n);
     x.zero       = (int32_t *) take(n);
     return x;
 }
@@ -58,7 +56,7 @@ void pack_directions(const ReduceInput & in, Space & x) {
     for (int32_t j = 0; j < in.n_kept; j++) {
         const float * row   = in.k + (size_t) in.kept[j] * d;
         const float   scale = inverse_norm(row, in.d_k);
-        x.merged[j]         = scale == 0.0f ? ZERO_KEY : 0;
+        x.merged[j]         = 0.0f;
         if (scale == 0.0f) {
             x.zero[x.n_zero++] = j;
         }
@@ -137,7 +135,9 @@ size_t merge_scratch(int32_t n_tokens, int32_t n_kept, int32_t d_k) {
     return lay_out(nullptr, n_tokens, n_kept, d_k).floats;
 }
 
-void merge_rows(const ReduceInput & in, const MergeRule & rule, float * k, float * v) {
+float mass_of(const ReduceInput & in, bool mass, int32_t t) { return mass && in.bias ? std::exp(in.bias[t]) : 1.0f; }
+
+void merge_rows(const ReduceInput & in, const MergeRule & rule, const ReducedRows & out) {
     const Kernels & kn = kernels();
     const auto      dk = (size_t) in.d_k, dv = (size_t) in.d_v;
     Space           x = lay_out(in.scratch, in.n_tokens, in.n_kept, in.d_k);
@@ -148,19 +148,22 @@ void merge_rows(const ReduceInput & in, const MergeRule & rule, float * k, float
     }
     for (int32_t t = 0; t < in.n_tokens; t++) {
         if (x.target[t] >= 0) {
-            x.merged[x.target[t]]++;
+            x.merged[x.target[t]] += mass_of(in, rule.mass, t);
         }
     }
 
     for (int32_t j = 0; j < in.n_kept; j++) {
-        const auto  at   = (size_t) in.kept[j];
-        const auto  L    = (float) x.merged[j];
-        const float self = x.merged[j] <= 0 ? 1.0f : rule.self(L) / (L + 1.0f);
+        const auto  at     = (size_t) in.kept[j];
+        const float merged = x.merged[j], own = mass_of(in, rule.mass, in.kept[j]);
+        const float self   = merged == 0.0f ? 1.0f : rule.self(own, merged) / (own + merged);
         for (size_t i = 0; i < dk; i++) {
-            k[(size_t) j * dk + i] = self * in.k[at * dk + i];
+            out.k[(size_t) j * dk + i] = self * in.k[at * dk + i];
         }
         for (size_t i = 0; i < dv; i++) {
-            v[(size_t) j * dv + i] = self * in.v[at * dv + i];
+            out.v[(size_t) j * dv + i] = self * in.v[at * dv + i];
+        }
+        if (rule.mass && merged > 0.0f) {
+            out.bias[j] = std::log(own + merged);
         }
     }
     for (int32_t t = 0; t < in.n_tokens; t++) {
@@ -168,9 +171,10 @@ void merge_rows(const ReduceInput & in, const MergeRule & rule, float * k, float
             continue;
         }
         const auto  j = (size_t) x.target[t];
-        const float w = rule.weight(x.similarity[t]) / ((float) x.merged[j] + 1.0f);
-        kn.axpy(w, in.k + (size_t) t * dk, k + j * dk, dk);
-        kn.axpy(w, in.v + (size_t) t * dv, v + j * dv, dv);
+        const float m = mass_of(in, rule.mass, t), total = x.merged[j] + mass_of(in, rule.mass, in.kept[j]);
+        const float w = m * rule.weight(x.similarity[t]) / total;
+        kn.axpy(w, in.k + (size_t) t * dk, out.k + j * dk, dk);
+        kn.axpy(w, in.v + (size_t) t * dv, out.v + j * dv, dv);
     }
 }
 

@@ -8,16 +8,30 @@ namespace kvedge {
 
 // With L evicted rows i pointing at kept row j, the one whose key has the largest cosine similarity with row i's (the
 // lowest on ties):
-//   row_j = (self(L) * row_j + sum_i weight(similarity_i) * row_i) / (L + 1)
+//   row_j = (self(1, L) * row_j + sum_i weight(similarity_i) * row_i) / (1 + L)
 // for keys and values alike, all from the original rows; rows with L = 0 stay as they are. An evicted zero key merges
 // into nothing, a kept zero key receives nothing.
+//
+// With mass, a row of bias b counts as the e^b rows that it stands for, and a row that others merged into stands for all of
+// them: with m = e^b and M = sum_i m_i
+//   row_j = (self(m_j, M) * row_j + sum_i m_i * weight(similarity_i) * row_i) / (m_j + M),   b_j = ln(m_j + M)
+// so that the softmax does not lose what the rows received together: exactly where their keys are equal, else no more than it
+// had, since the mean of exponentials is at least the exponential of the mean. Our own; the papers have none.
 struct MergeRule {
-    float (*self)(float n_merged);
+    float (*self)(float own, float merged);  // masses of the kept row, and of what merges into it
     float (*weight)(float similarity);
     bool above_mean = false;  // only rows that are at least as similar as the mean of all, but for rounding
+    bool mass       = false;
 };
 
-void merge_rows(const ReduceInput & in, const MergeRule & rule, float * k, float * v);
+void merge_rows(const ReduceInput & in, const MergeRule & rule, const ReducedRows & out);
+
+// The setting of every reducer that merges.
+constexpr Param BIAS = setting::words("bias", "none,mass", "added to a row's logits: nothing, or ln of the rows that it stands for");
+inline bool     has_mass(double bias) { return bias == 1; }
+
+// Rows that row t stands for.
+float mass_of(const ReduceInput & in, bool mass, int32_t t);
 
 // Reducer::scratch of every reducer that calls merge_rows.
 size_t merge_scratch(int32_t n_tokens, int32_t n_kept, int32_t d_k);

@@ -11,6 +11,22 @@ namespace {
 
 constexpr int32_t BLOCK = 128;  // keys packed at a time
 
+// [n] biases of all stored rows of a head; empty: all are 0.
+std::vector<float> biases_of(const HeadView & view, size_t n) {
+    std::vector<float> out;
+    size_t             at = 0;
+    for (const auto * segments : { &view.old, &view.pending }) {
+        for (const Segment & seg : *segments) {
+            if (seg.bias) {
+                out.resize(n);
+                std::copy_n(seg.bias, seg.n, out.begin() + (std::ptrdiff_t) at);
+            }
+            at += (size_t) seg.n;
+        }
+    }
+    return out;
+}
+
 // s [n_window][stride]: logits of one query head's window over all stored rows of its KV head.
 void window_logits(const ScoreInput & in, const HeadView & view, int32_t query_head, float * panel, float * s, size_t stride) {
     const int32_t d = in.shape.d_k;
@@ -38,6 +54,7 @@ void window_attention(const ScoreInput & in, const HeadView & view, int32_t head
     const size_t       stride = ((size_t) n_keys + 64 + 15) / 16 * 16;
     std::vector<float> s((size_t) in.n_window * stride), panel((size_t) (BLOCK + 64) * (size_t) shape.d_k);
     std::vector<float> mean((size_t) in.n_tokens);
+    const auto         biases = biases_of(view, (size_t) n_keys);
 
     std::fill(out, out + in.n_tokens, 0.0f);
     for (int32_t g = 0; g < group && in.n_window > 0; g++) {
@@ -49,6 +66,9 @@ void window_attention(const ScoreInput & in, const HeadView & view, int32_t head
             const auto sees = (size_t) (n_keys - in.n_window + r + 1);
             if (shape.softcap != 0.0f) {
                 kn.softcap(row, sees, shape.softcap);
+            }
+            if (!biases.empty()) {
+                kn.axpy(1.0f, biases.data(), row, sees);
             }
             const float sink  = in.sinks ? in.sinks[query_head] : -INFINITY;
             const float top   = std::max(kn.max(row, sees), sink);

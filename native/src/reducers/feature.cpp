@@ -5,10 +5,14 @@
 
 namespace kvedge {
 
-static void reduce(const ReduceInput & in, float * k, float * v) {
-    merge_rows(in, { [](float) { return 1.0f; }, [](float) { return 1.0f; } }, k, v);
+static const Param PARAMS[] = { BIAS, {} };
+
+static void reduce(const ReduceInput & in, const ReducedRows & out) {
+    merge_rows(in, { [](float own, float) { return own; }, [](float) { return 1.0f; }, false, has_mass(in.params[0]) }, out);
 }
 
-extern const Reducer reducer_feature = { { "feature", nullptr }, reduce, merge_scratch };
+static bool biases(const double * params) { return has_mass(params[0]); }
+
+extern const Reducer reducer_feature = { { "feature", PARAMS }, reduce, merge_scratch, nullptr, biases };
 
 }  // namespace kvedge

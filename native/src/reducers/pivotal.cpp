@@ -4,10 +4,14 @@
 
 namespace kvedge {
 
-static void reduce(const ReduceInput & in, float * k, float * v) {
-    merge_rows(in, { [](float n) { return 1.0f + 0.5f * n; }, [](float) { return 0.5f; } }, k, v);
+static const Param PARAMS[] = { BIAS, {} };
+
+static void reduce(const ReduceInput & in, const ReducedRows & out) {
+    merge_rows(in, { [](float own, float merged) { return own + 0.5f * merged; }, [](float) { return 0.5f; }, false, has_mass(in.params[0]) }, out);
 }
 
-extern const Reducer reducer_pivotal = { { "pivotal", nullptr }, reduce, merge_scratch };
+static bool biases(const double * params) { return has_mass(params[0]); }
+
+extern const Reducer reducer_pivotal = { { "pivotal", PARAMS }, reduce, merge_scratch, nullptr, biases };
 
 }  // namespace kvedge

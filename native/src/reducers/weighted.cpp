@@ -5,22 +5,25 @@
 
 namespace kvedge {
 
-enum { SIM_FILTER, CLAMP };
+enum { SIM_FILTER, CLAMP, MASS };
 
 static const Param PARAMS[] = {
     setting::flag("sim_filter", false, "merge only what is at least as similar as the mean, drop the rest"),
     setting::flag("clamp", false, "count negative similarities as 0"),
+    BIAS,
     {},
 };
 
 static float as_is(float similarity) { return similarity; }
 static float clamped(float similarity) { return similarity > 0.0f ? similarity : 0.0f; }
 
-static void reduce(const ReduceInput & in, float * k, float * v) {
+static void reduce(const ReduceInput & in, const ReducedRows & out) {
     const bool clamp = in.params[CLAMP] == 0, filter = in.params[SIM_FILTER] == 0;
-    merge_rows(in, { [](float) { return 1.0f; }, clamp ? clamped : as_is, filter }, k, v);
+    merge_rows(in, { [](float own, float) { return own; }, clamp ? clamped : as_is, filter, has_mass(in.params[MASS]) }, out);
 }
 
-extern const Reducer reducer_weighted = { { "weighted", PARAMS }, reduce, merge_scratch };
+static bool biases(const double * params) { return has_mass(params[MASS]); }
+
+extern const Reducer reducer_weighted = { { "weighted", PARAMS }, reduce, merge_scratch, nullptr, biases };
 
 }  // namespace kvedge

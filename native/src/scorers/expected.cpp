@@ -72,7 +72,8 @@ void logits(const HeadView & view, const Future & future, int32_t d, std::vector
             }
             kn.gemm_pv({ keys.data(), ld }, n, d, { future.spread.data(), ld }, d, seen.data());
             for (int32_t t = 0; t < n; t++) {
-                *out++ = kn.dot(keys.data() + (size_t) t * ld, seen.data() + (size_t) t * ld, (size_t) d);
+                const float bias = seg.bias ? seg.bias[r + t] : 0.0f;
+                *out++ = kn.dot(keys.data() + (size_t) t * ld, seen.data() + (size_t) t * ld, (size_t) d) + bias;
             }
         }
     }

@@ -1,12 +1,16 @@
 #include "session/serial.h"
 
 #include <algorithm>
+#include <cmath>
 
 namespace kvedge {
 
 namespace {
 
 constexpr int32_t MAX_SPARE = 256;  // rows that a block which still grows may have beyond its tokens
+
+// What a head's list has beside tokens.
+enum : uint8_t { SCORES = 1, BIASES = 2 };
 
 // What a ragged block says of itself.
 enum : uint8_t { GENERATED = 1, OPEN_K = 2, OPEN_V = 4, ALL_FLAGS = 7 };
@@ -22,11 +26,18 @@ bool rising(const std::vector<int32_t> & tokens, int32_t first, size_t n_tokens)
     return true;
 }
 
-void write_head(const std::vector<int32_t> & tokens, const std::vector<double> & scores, Sink & out) {
+// of: the head's own list; NULL: it has none.
+void write_head(const std::vector<int32_t> & tokens, const HeadList * of, Sink & out) {
+    const bool scored = of && !of->scores.empty(), biased = of && !of->biases.empty();
     out.value<int32_t>((int32_t) tokens.size());
     out.values(tokens);
-    out.value<uint8_t>(!scores.empty());
-    out.values(scores);
+    out.value<uint8_t>((uint8_t) ((scored ? SCORES : 0) | (biased ? BIASES : 0)));
+    out.values(scored ? of->scores : std::vector<double>());
+    out.values(biased ? of->biases : std::vector<float>());
+}
+
+bool are_biases(const std::vector<float> & x) {
+    return std::all_of(x.begin(), x.end(), [](float b) { return std::fabs(b) <= MOST_BIAS; });
 }
 
 // Whether tokens can be added to a block, or it is the one that is quantised before the next token.
@@ -47,7 +58,7 @@ void write_heads(const Store & store, const Block & block, size_t l, bool ragged
     const BlockLayer & layer = block.layers[l];
     for (int32_t h = 0; (ragged || !layer.heads.empty()) && h < store.shapes()[l].n_heads_kv; h++) {
         const bool listed = !layer.heads.empty();
-        write_head(block.tokens_of((int32_t) l, h), listed ? layer.heads[(size_t) h].scores : std::vector<double>(), out);
+        write_head(block.tokens_of((int32_t) l, h), listed ? &layer.heads[(size_t) h] : nullptr, out);
         if (ragged) {
             layer.rows->save_counts(h, out);
         }
@@ -99,15 +110,17 @@ struct Parse {
         }
     }
 
+    // counted: of a ragged block, whose rows alone have biases.
     bool heads(BlockLayer & layer, size_t l, int32_t & next, bool counted) {
         layer.heads.resize((size_t) empty.shapes()[l].n_heads_kv);
         for (size_t h = 0; h < layer.heads.size(); h++) {
             HeadList & head = layer.heads[h];
             int32_t    length;
-            uint8_t    scored;
+            uint8_t    has;
             if (!in.value(length) || length < 0 || !in.values(head.tokens, (uint64_t) length) ||
-                !rising(head.tokens, own[l][h], out.pos.size()) || !in.value(scored) || scored > 1 ||
-                !in.values(head.scores, scored ? (uint64_t) length : 0)) {
+                !rising(head.tokens, own[l][h], out.pos.size()) || !in.value(has) || has > (counted ? SCORES | BIASES : SCORES) ||
+                !in.values(head.scores, has & SCORES ? (uint64_t) length : 0) ||
+                !in.values(head.biases, has & BIASES ? (uint64_t) length : 0) || !are_biases(head.biases)) {
                 return false;
             }
             if (counted && !layer.rows->load_counts((int32_t) h, length, in)) {

@@ -17,10 +17,14 @@ namespace kvedge {
 struct HeadList {
     std::vector<int32_t> tokens;  // token index of each row, ascending
     std::vector<double>  scores;  // what a decode policy holds in favour of each row; empty: nothing
+    std::vector<float>   biases;  // of each row's logits (Segment::bias); empty: all 0. Of ragged blocks only
 
     int32_t length() const { return (int32_t) tokens.size(); }
     void    keep(const std::vector<uint8_t> & flags);  // those whose flag is set
 };
+
+// Biases beyond are no file's: the mass of as many rows as there can be tokens is far below, and e^MOST_BIAS a float32.
+constexpr float MOST_BIAS = 64.0f;
 
 struct BlockLayer {
     std::unique_ptr<LayerRows> rows;
@@ -30,6 +34,12 @@ struct BlockLayer {
     BlockLayer(const BlockLayer & other) : rows(other.rows ? other.rows->clone() : nullptr), heads(other.heads) {}
     BlockLayer(BlockLayer &&) noexcept             = default;
     BlockLayer & operator=(BlockLayer &&) noexcept = default;
+
+    const float * biases(int32_t head) const {  // [rows], or NULL: all 0
+        return heads.empty() || heads[(size_t) head].biases.empty() ? nullptr : heads[(size_t) head].biases.data();
+    }
+    uint64_t bias_bytes() const;
+    uint64_t bytes() const { return rows->bytes() + bias_bytes(); }  // of keys, values and biases
 };
 
 enum class BlockKind : uint8_t {

@@ -137,6 +137,9 @@ void Store::drop_row(int32_t layer, int32_t head, int32_t row) {
         if (!h.scores.empty()) {
             h.scores.erase(h.scores.begin() + row);
         }
+        if (!h.biases.empty()) {
+            h.biases.erase(h.biases.begin() + row);
+        }
         return;
     }
 }

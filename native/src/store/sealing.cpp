@@ -26,6 +26,10 @@ bool Store::join_layer(size_t layer, size_t first, size_t last, bool values, Blo
             const BlockLayer & from   = blocks[b].layers[layer];
             const bool         listed = !from.heads.empty();
             const auto &       tokens = blocks[b].tokens_of((int32_t) layer, (int32_t) h);
+            if (from.biases((int32_t) h)) {
+                head.biases.resize(head.tokens.size());
+                head.biases.insert(head.biases.end(), from.heads[h].biases.begin(), from.heads[h].biases.end());
+            }
             if (listed) {
                 head.scores.insert(head.scores.end(), from.heads[h].scores.begin(), from.heads[h].scores.end());
             }
@@ -35,6 +39,7 @@ bool Store::join_layer(size_t layer, size_t first, size_t last, bool values, Blo
         if (!scores) {
             head.scores = {};
         }
+        head.biases.resize(head.biases.empty() ? 0 : head.tokens.size());
     }
     to.rows = backend_->join(rows, values);
     return to.rows != nullptr;

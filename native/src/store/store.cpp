@@ -72,11 +72,15 @@ void HeadList::keep(const std::vector<uint8_t> & flags) {
             if (!scores.empty()) {
                 scores[kept] = scores[r];
             }
+            if (!biases.empty()) {
+                biases[kept] = biases[r];
+            }
             kept++;
         }
     }
     tokens.resize(kept);
     scores.resize(scores.empty() ? 0 : kept);
+    biases.resize(biases.empty() ? 0 : kept);
 }
 
 void Store::loosen(Block & block, size_t layer) const {
@@ -251,11 +255,34 @@ Store::Place Store::place_from_end(int32_t i, int32_t n) {
 HeadView Store::view(int32_t layer, int32_t head) const {
     HeadView out;
     for (size_t b = 0; b < blocks.size(); b++) {
-        const bool old = b < pending_from;
-        blocks[b].layers[(size_t) layer].rows->view(head, old ? out.old : out.pending);
+        const bool         old  = b < pending_from;
+        const BlockLayer & from = blocks[b].layers[(size_t) layer];
+        auto &             to   = old ? out.old : out.pending;
+        const size_t       at   = to.size();
+        from.rows->view(head, to);
+        const float * bias = from.biases(head);
+        for (size_t i = at; bias && i < to.size(); i++) {
+            to[i].bias = bias;
+            bias += to[i].n;
+        }
         (old ? out.n_old : out.n_pending) += blocks[b].rows(layer, head);
     }
     return out;
+}
+
+void Store::read_biases(int32_t layer, int32_t head, float * out) const {
+    for (const Block & block : blocks) {
+        const float * from = block.layers[(size_t) layer].biases(head);
+        const auto    n    = (size_t) block.rows(layer, head);
+        out                = from ? std::copy_n(from, n, out) : std::fill_n(out, n, 0.0f);
+    }
+}
+
+bool Store::biased() const {
+    const auto has = [](const BlockLayer & layer) { return layer.bias_bytes() > 0; };
+    return std::any_of(blocks.begin(), blocks.end(), [&](const Block & block) {
+        return std::any_of(block.layers.begin(), block.layers.end(), has);
+    });
 }
 
 int32_t Store::head_length(int32_t layer, int32_t head) const {
@@ -319,11 +346,19 @@ uint64_t Store::give_back_pending(size_t layer) {
     return n;
 }
 
+uint64_t BlockLayer::bias_bytes() const {
+    uint64_t n = 0;
+    for (const HeadList & head : heads) {
+        n += head.biases.capacity() * sizeof(float);
+    }
+    return n;
+}
+
 uint64_t Store::bytes() const {
     uint64_t n = 0;
     for (const Block & block : blocks) {
         for (const auto & layer : block.layers) {
-            n += layer.rows->bytes();
+            n += layer.bytes();
         }
     }
     return n;

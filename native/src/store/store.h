@@ -80,6 +80,7 @@ class Store : private StoreContents {
     Place place_from_end(int32_t i, int32_t n);  // i-th of the last n tokens, while they lie in uniform blocks
 
     HeadView view(int32_t layer, int32_t head) const;
+    bool     biased() const;  // whether any row has a bias
 
     int32_t              head_length(int32_t layer, int32_t head) const;
     int32_t              pending_length() const;  // tokens, the same for every layer and head
@@ -87,6 +88,7 @@ class Store : private StoreContents {
     std::vector<int32_t> pending_tokens() const;  // their token indices, where all heads hold the same ones
     std::vector<int32_t> pending_tokens(int32_t layer, int32_t head) const;
     std::vector<int32_t> head_tokens(int32_t layer, int32_t head) const;
+    void                 read_biases(int32_t layer, int32_t head, float * out) const;  // [head_length], 0 where there are none
 
     // Drops one row of one head. Throws std::bad_alloc, and then nothing has changed; not after loosen_row for the same row.
     void loosen_row(int32_t layer, int32_t head, int32_t row);
@@ -141,7 +143,7 @@ class Store : private StoreContents {
     // Everything present counts as done; the next tokens open new blocks.
     void close_pending();
 
-    uint64_t bytes() const;        // of key and value buffers
+    uint64_t bytes() const;        // of key and value buffers, and of rows' biases
     uint64_t index_bytes() const;  // of token indices, positions and modality
     uint64_t score_bytes() const;  // of what rows are held in favour of
 

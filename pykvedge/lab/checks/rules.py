@@ -67,6 +67,7 @@ def engines_agree(
             )
         _close(ours.k[i][h], definition.k[i][h], RELATIVE[kv_type], absolute, f"key of {where} ")
         _close(ours.v[i][h], definition.v[i][h], RELATIVE[kv_type], absolute, f"value of {where} ")
+        _close(ours.bias[i][h], definition.bias[i][h], 1e-6, 1e-6, f"bias of {where} ")
     return ours
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pykvedge.errors import UsageError
@@ -108,6 +108,7 @@ class Layer:
     rotation: Rotation | None = None  # of queries and keys by their positions; None: they are not turned
     tokens: np.ndarray | None = None  # [Hkv, T] token indices, which are positions, of a stream; None: 0 to T - 1
     all_q: np.ndarray | None = None  # [H, n, d] all queries of a stream so far, from position 0 on; None: q are all
+    bias: np.ndarray | None = None  # [Hkv, T] float32 of the rows' logits, of a stream whose rows were merged; None: 0
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,7 @@ class Head:
     layer: int = 0  # as Layer.index
     n_layers: int = 1
     index: int = 0  # of the head in its layer
+    bias: np.ndarray | None = None  # [T] float32 of the rows' logits; None: all 0
 
 
 @dataclass(frozen=True)
@@ -150,13 +152,15 @@ class Result:
     """This is left of a prompt, per layer and KV head.
 
     kept[l][h]: [n] int32, original token indices, ascending. k[l][h], v[l][h]: [n, d] float32, rows in the order of
-    kept, merged where the plan merges. scores: [L, Hkv, T] float32.
+    kept, merged where the plan merges. scores: [L, Hkv, T] float32. bias[l][h]: [n] float32, natural logarithms that are
+    added to the rows' logits before the softmax; 0 of rows that stand for themselves.
     """
 
     kept: list[list[np.ndarray]]
     k: list[list[np.ndarray]]
     v: list[list[np.ndarray]]
     scores: np.ndarray
+    bias: list[list[np.ndarray]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -228,12 +232,15 @@ class Allocator:
 
 @dataclass(frozen=True)
 class Reducer:
-    """What becomes of the evicted pairs? `reduce(head, settings)` -> rows k, v [n, d] float64 in the order of kept."""
+    """What becomes of the evicted pairs? `reduce(head, settings)` -> rows k, v [n, d] float64 in the order of kept.
+
+    One that gives rows biases returns a third array, b [n] float64; else kept rows keep those that they have.
+    """
 
     name: str
     summary: str
     source: str
-    reduce: Callable[[Head, Settings], tuple[np.ndarray, np.ndarray]]
+    reduce: Callable[[Head, Settings], tuple[np.ndarray, ...]]
     params: tuple[Param, ...] = ()
     by_place: bool = False
     stage: str = "reducer"

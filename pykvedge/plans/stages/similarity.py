@@ -7,11 +7,14 @@ has no direction and is dropped unmerged; a kept key of norm zero attracts nothi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from pykvedge.plans.stages.base import Head
+from pykvedge.plans.stages.base import Head, Settings
+
+Terms = Callable[[np.ndarray], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -55,16 +58,33 @@ def assign(head: Head) -> Assignment:
     return Assignment(source, target, weight, np.bincount(target, minlength=n_kept))
 
 
-def merged(rows: np.ndarray, kept: np.ndarray, to: Assignment, terms: np.ndarray) -> np.ndarray:
-    """(rows[j] + sum of the terms that go to j) / (L_j + 1) for every kept j.
+def masses(head: Head, settings: Settings) -> np.ndarray:
+    """[T] float64: how many rows each row counts as. With bias = mass a row of bias b stands for e^b rows, else for 1."""
+    if settings["bias"] != "mass" or head.bias is None:
+        return np.ones(len(head.k))
+    return np.exp(head.bias.astype(np.float64))
 
-    rows: [T, d] original rows; terms: [m, d], one per evicted token. Returns [n, d] float64.
+
+def merge(head: Head, to: Assignment, settings: Settings, terms: Terms) -> tuple[np.ndarray, ...]:
+    """Keys and values [n, d] float64 of the kept tokens: row_j <- (m_j row_j + sum_i m_i terms_i) / (m_j + sum_i m_i).
+
+    terms(rows) -> [m, d]: what each evicted token adds, of the original rows [T, d]. m: masses, 1 unless rows were merged
+    before. With bias = mass also [n] float64 b_j = ln(m_j + sum_i m_i), so that a row is attended to like all that it
+    stands for: exactly where their keys are equal, else a little less. Our own; the papers have none.
     """
-    out = rows[kept].astype(np.float64)
-    np.add.at(out, to.target, terms)
-    return out / (to.count + 1)[:, None]
+    mass, kept = masses(head, settings), head.kept
+    total = mass[kept] + np.bincount(to.target, mass[to.source], minlength=len(kept))
+
+    def merged(rows: np.ndarray) -> np.ndarray:
+        out = mass[kept, None] * rows[kept]
+        np.add.at(out, to.target, mass[to.source, None] * terms(rows))
+        return out / total[:, None]
+
+    if settings["bias"] != "mass":
+        return merged(head.k), merged(head.v)
+    return merged(head.k), merged(head.v), np.log(total)
 
 
-def means(head: Head, to: Assignment) -> tuple[np.ndarray, np.ndarray]:
-    """Keys and values of the kept tokens, each the plain mean of itself and what goes to it. [n, d] float64 each."""
-    return (merged(head.k, head.kept, to, head.k[to.source]), merged(head.v, head.kept, to, head.v[to.source]))
+def means(head: Head, to: Assignment, settings: Settings) -> tuple[np.ndarray, ...]:
+    """Like merge, each kept row the plain mean of itself and what goes to it."""
+    return merge(head, to, settings, lambda rows: rows[to.source])

@@ -11,14 +11,14 @@ import numpy as np
 from pykvedge.plans.stages.base import Layer
 
 
-def window_attention(q: np.ndarray, k: np.ndarray, window: int) -> np.ndarray:
+def window_attention(q: np.ndarray, k: np.ndarray, window: int, bias: np.ndarray | float = 0.0) -> np.ndarray:
     """Mean attention of the last `window` queries to every token.
 
-    q: [n, d] the last n queries of one query head; k: [T, d] of its KV head. Returns [T] float64.
+    q: [n, d] the last n queries of one query head; k: [T, d] of its KV head; bias [T] of its logits. Returns [T] float64.
     """
     n_tokens, size = k.shape
     rows = min(window, len(q))
-    logits = (q[len(q) - rows :].astype(np.float64) @ k.astype(np.float64).T) / np.sqrt(size)
+    logits = (q[len(q) - rows :].astype(np.float64) @ k.astype(np.float64).T) / np.sqrt(size) + bias
     query = np.arange(n_tokens - rows, n_tokens)[:, None]
     logits[np.arange(n_tokens)[None, :] > query] = -np.inf
     weights = np.exp(logits - logits.max(axis=1, keepdims=True))
@@ -44,7 +44,9 @@ def pooled_attention(layer: Layer, window: int, kernel: int, kind: str, gqa: str
     n_heads = layer.q.shape[0]
     n_heads_kv, n_tokens, _ = layer.k.shape
     group = n_heads // n_heads_kv
-    attention = [window_attention(layer.q[h], layer.k[h // group], window) for h in range(n_heads)]
+    bias = np.zeros(layer.k.shape[:2]) if layer.bias is None else layer.bias
+    of = [h // group for h in range(n_heads)]
+    attention = [window_attention(layer.q[h], layer.k[of[h]], window, bias[of[h]]) for h in range(n_heads)]
     grouped = np.stack(attention).reshape(n_heads_kv, group, n_tokens)
     out = grouped.max(axis=1) if gqa == "max" else grouped.mean(axis=1)
     before = max(0, n_tokens - window)

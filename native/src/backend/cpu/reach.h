@@ -20,7 +20,13 @@ inline uint8_t * v_row(const Store::Place & at, int32_t layer, int32_t head) {
 // Segments of one head in token order.
 template <class F> void each_segment(const Store & store, int32_t layer, int32_t head, const F & visit) {
     for (const Block & block : store.contents().blocks) {
-        cpu_rows(block.layers[(size_t) layer]).each_segment(head, visit);
+        const BlockLayer & of   = block.layers[(size_t) layer];
+        const float *      bias = of.biases(head);
+        cpu_rows(of).each_segment(head, [&](Segment segment) {
+            segment.bias = bias;
+            bias         = bias ? bias + segment.n : nullptr;
+            visit(segment);
+        });
     }
 }
 

@@ -116,6 +116,7 @@ bool GraphRows::load_layer(const Store & from, size_t l) {
         groups[0].push_back(h);
     }
     std::vector<int32_t> joined((size_t) shape.n_heads_kv);
+    const bool           biased = !even_ && from.biased();
     int32_t              at = 0;
     for (auto & heads : groups) {
         Group group;
@@ -123,6 +124,10 @@ bool GraphRows::load_layer(const Store & from, size_t l) {
             group.used.push_back(rows[(size_t) h]);
             group.order.emplace_back(form_.dropping ? (size_t) rows[(size_t) h] : 0);
             std::iota(group.order.back().begin(), group.order.back().end(), 0);
+            group.biases.emplace_back(biased ? (size_t) rows[(size_t) h] : 0);
+            if (biased) {
+                from.read_biases((int32_t) l, h, group.biases.back().data());
+            }
             joined[(size_t) h] = at++;
         }
         group.heads = std::move(heads);
@@ -146,6 +151,9 @@ bool GraphRows::load_layer(const Store & from, size_t l) {
 
 bool GraphRows::holds_even(const Store & store, const std::vector<ggml_backend_dev_t> & devices) {
     int32_t n = -1;
+    if (store.biased()) {
+        return false;
+    }
     for (size_t l = 0; l < devices.size(); l++) {
         for (int32_t h = 0; devices[l] && h < store.shapes()[l].n_heads_kv; h++) {
             const int32_t length = store.head_length((int32_t) l, h);

@@ -87,6 +87,10 @@ void GraphRows::write_mask(Group & group) {
         for (const int32_t slot : group.order[i]) {
             head[slot] = seen;
         }
+        const auto & biases = group.biases[i];
+        for (size_t slot = 0; slot < biases.size(); slot++) {
+            head[(std::ptrdiff_t) slot] = head[(std::ptrdiff_t) slot] == seen ? ggml_fp32_to_fp16(biases[slot]) : hidden;
+        }
     }
     ggml_backend_tensor_set(group.mask, mask.data(), 0, mask.size() * sizeof(ggml_fp16_t));
 }
@@ -220,6 +224,9 @@ void GraphRows::drop(size_t l, int32_t head, int32_t row) {
         const auto i    = (size_t) (at - group.heads.begin());
         const auto slot = group.order[i].begin() + row;
         group.spare[i].push_back(*slot);
+        if ((size_t) *slot < group.biases[i].size()) {
+            group.biases[i][(size_t) *slot] = 0.0f;  // of the row that takes its place
+        }
         group.order[i].erase(slot);
         if (group.spare[i].size() > 1) {  // else the next row takes it, and it stays visible
             write_mask(group);

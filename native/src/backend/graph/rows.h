@@ -2,8 +2,8 @@
 // attention over them in ggml's operations. The store keeps all it knows of them meanwhile, but their memory.
 //
 // Every head has its rows in the first of its slots, in token order. While all heads of all layers have as many rows they are
-// even: one tensor of keys and one of values for a layer, one mask for all layers. Else heads of similar length share a group,
-// with a mask of its own, and tokens come one by one. Where a decode policy drops rows, the next one takes the slot.
+// even: one tensor of keys and one of values for a layer, one mask for all layers. Else, and where rows have biases, heads of
+// similar length share a group, with a mask of its own that holds the biases, and tokens come one by one. Where a decode policy drops rows, the next one takes the slot.
 
 #pragma once
 
@@ -109,7 +109,7 @@ class GraphRows {
     bool sum_attention(size_t layer, float scale, int32_t rows, AttentionSums & out);
     void               forget_queries() { window_ = 0; }
 
-    // Whether all heads of the layers on devices hold as many rows: those that are there, or those of a store.
+    // Whether all heads of the layers on devices hold as many rows, none of them with a bias: those that are there, or those of a store.
     bool        even() const { return even_; }
     static bool holds_even(const Store & store, const std::vector<ggml_backend_dev_t> & devices);
     uint64_t            bytes() const;                                // of keys and values, and what goes with them
@@ -120,6 +120,7 @@ class GraphRows {
         std::vector<int32_t> heads, used;  // used[i]: first slots of heads[i] that have or had a row
         // where rows are dropped: the slots of each head's rows, in token order, and those that are free again
         std::vector<std::vector<int32_t>> order, spare;
+        std::vector<std::vector<float>>   biases;  // of each head's first slots, whose rows came with them; empty: all 0
         int32_t                           slots = 0;
 
         int32_t most_used() const { return *std::max_element(used.begin(), used.end()); }
@@ -127,7 +128,7 @@ class GraphRows {
         Tensors              held;
         ggml_tensor *        k    = nullptr;  // [d_k, slots, heads]
         ggml_tensor *        v    = nullptr;  // [d_v, slots, heads]
-        ggml_tensor *        mask = nullptr;  // [1, slots, heads] f16, where heads are uneven
+        ggml_tensor *        mask = nullptr;  // [1, slots, heads] f16, where heads are uneven: a row's bias, or -inf
         ggml_tensor *        pick = nullptr;  // [heads] i32, where there are several groups
         size_t               entry = 0;       // of its first head in the index input of its device
     };

@@ -11,9 +11,9 @@ from pykvedge.plans.stages.base import Head, Reducer, Settings
 from pykvedge.plans.stages.similarity import assign, means
 
 
-def reduce(head: Head, settings: Settings) -> tuple[np.ndarray, np.ndarray]:
-    """Merged keys and values, [n, d] float64 each."""
-    return means(head, assign(head))
+def reduce(head: Head, settings: Settings) -> tuple[np.ndarray, ...]:
+    """Merged keys and values, [n, d] float64 each, and with bias = mass [n] biases."""
+    return means(head, assign(head), settings)
 
 
 MEMBER = Reducer(

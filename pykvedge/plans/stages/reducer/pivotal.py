@@ -9,18 +9,13 @@ from __future__ import annotations
 import numpy as np
 
 from pykvedge.plans.stages.base import Head, Reducer, Settings
-from pykvedge.plans.stages.similarity import Assignment, assign, merged
+from pykvedge.plans.stages.similarity import assign, merge
 
 
-def _pivoted(rows: np.ndarray, kept: np.ndarray, to: Assignment) -> np.ndarray:
-    pivots = rows[kept[to.target]].astype(np.float64)
-    return merged(rows, kept, to, (rows[to.source] + pivots) / 2)
-
-
-def reduce(head: Head, settings: Settings) -> tuple[np.ndarray, np.ndarray]:
-    """Merged keys and values, [n, d] float64 each."""
+def reduce(head: Head, settings: Settings) -> tuple[np.ndarray, ...]:
+    """Merged keys and values, [n, d] float64 each, and with bias = mass [n] biases."""
     to = assign(head)
-    return _pivoted(head.k, head.kept, to), _pivoted(head.v, head.kept, to)
+    return merge(head, to, settings, lambda rows: (rows[to.source].astype(np.float64) + rows[head.kept[to.target]]) / 2)
 
 
 MEMBER = Reducer(

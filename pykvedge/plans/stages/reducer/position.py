@@ -13,9 +13,9 @@ from pykvedge.plans.stages.nearness import assign_nearest
 from pykvedge.plans.stages.similarity import means
 
 
-def reduce(head: Head, settings: Settings) -> tuple[np.ndarray, np.ndarray]:
-    """Merged keys and values, [n, d] float64 each."""
-    return means(head, assign_nearest(head, np.arange(len(head.kept))))
+def reduce(head: Head, settings: Settings) -> tuple[np.ndarray, ...]:
+    """Merged keys and values, [n, d] float64 each, and with bias = mass [n] biases."""
+    return means(head, assign_nearest(head, np.arange(len(head.kept))), settings)
 
 
 MEMBER = Reducer(

@@ -11,19 +11,16 @@ from __future__ import annotations
 import numpy as np
 
 from pykvedge.plans.stages.base import Head, Reducer, Settings
-from pykvedge.plans.stages.similarity import assign, merged
+from pykvedge.plans.stages.similarity import assign, merge
 
 
-def reduce(head: Head, settings: Settings) -> tuple[np.ndarray, np.ndarray]:
-    """Merged keys and values, [n, d] float64 each."""
+def reduce(head: Head, settings: Settings) -> tuple[np.ndarray, ...]:
+    """Merged keys and values, [n, d] float64 each, and with bias = mass [n] biases."""
     to = assign(head)
     if settings["sim_filter"]:
         to = to.above_mean()
     weight = np.maximum(to.weight, 0)[:, None] if settings["clamp"] else to.weight[:, None]
-    return (
-        merged(head.k, head.kept, to, weight * head.k[to.source]),
-        merged(head.v, head.kept, to, weight * head.v[to.source]),
-    )
+    return merge(head, to, settings, lambda rows: weight * rows[to.source])
 
 
 MEMBER = Reducer(

@@ -29,10 +29,15 @@ def statistics(queries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return mean, away.T @ away / len(queries)
 
 
-def expected_attention(mean: np.ndarray, covariance: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """[n]: share of each key [n, d] in the expected exponential of logits, of queries with that mean and covariance."""
+def expected_attention(
+    mean: np.ndarray, covariance: np.ndarray, keys: np.ndarray, bias: np.ndarray | float = 0.0
+) -> np.ndarray:
+    """[n]: share of each key [n, d] in the expected exponential of logits, of queries with that mean and covariance.
+
+    bias: [n] of the logits of rows that stand for several.
+    """
     size = keys.shape[-1]
-    logits = keys @ mean / np.sqrt(size) + np.einsum("td,de,te->t", keys, covariance, keys) / (2 * size)
+    logits = keys @ mean / np.sqrt(size) + np.einsum("td,de,te->t", keys, covariance, keys) / (2 * size) + bias
     weights = np.exp(logits - logits.max())
     return weights / weights.sum()
 
@@ -53,7 +58,8 @@ def score(layer: Layer, settings: Settings) -> np.ndarray:
         for head in plain[h * group : (h + 1) * group] if free.any() else ():
             mean, covariance = statistics(head)
             spread = turn @ covariance @ turn.T * settings["covariance"]
-            out[h, free] += expected_attention(turn @ mean, spread, k[h, free]) / group
+            bias = 0.0 if layer.bias is None else layer.bias[h, free]
+            out[h, free] += expected_attention(turn @ mean, spread, k[h, free], bias) / group
         if settings["vnorm"]:
             out[h] = (out[h] + settings["eps"]) * np.linalg.norm(v[h], axis=-1)
     sinks = tokens < n_sink

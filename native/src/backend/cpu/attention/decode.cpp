@@ -98,16 +98,19 @@ int32_t block_of(const Segment & seg, int32_t n_rows) {
     return std::clamp(fit / GROUP * GROUP, GROUP, BLOCK);
 }
 
-// A row's n logits of keys that it sees, from key `at` on, capped and kept where that is wanted; what it does not see of
-// n_keys gets no weight.
-void prepare_row(const AttendJob & job, const Piece & piece, int32_t r, int32_t at, int32_t n, int32_t n_keys, float * row) {
+// A row's logits of the first n of seg's keys, those that it sees, from key `at` on: capped, biased, and kept where that is
+// wanted; what it does not see of seg gets no weight.
+void prepare_row(const AttendJob & job, const Piece & piece, int32_t r, int32_t at, int32_t n, const Segment & seg, float * row) {
     if (job.softcap != 0.0f) {
         kernels().softcap(row, (size_t) n, job.softcap);
+    }
+    if (seg.bias) {
+        kernels().axpy(1.0f, seg.bias, row, (size_t) n);
     }
     if (job.weights) {
         std::copy_n(row, n, weights_of(job, piece, r) + at);
     }
-    std::fill(row + n, row + n_keys, 0.0f);
+    std::fill(row + n, row + seg.n, 0.0f);
 }
 
 // The keys of a first block, which no block before it asks for.
@@ -137,7 +140,7 @@ void attend_block(
         alike              = std::min(x.n - i, (token + 1) * piece.group - r);
         float * rows       = s + (size_t) i * BLOCK;
         for (int32_t j = 0; j < alike; j++) {
-            prepare_row(job, piece, r + j, at, n, seg.n, rows + (size_t) j * BLOCK);
+            prepare_row(job, piece, r + j, at, n, seg, rows + (size_t) j * BLOCK);
         }
         kn.softmax_step(rows, BLOCK, alike, n, { out.top + r, out.sum + r, out.o + (size_t) r * ld, ld });
     }
@@ -265,7 +268,7 @@ void decode_task(const AttendJob & job, int32_t task, int32_t n_splits, DecodePa
             const int32_t first = std::max(piece.a - at, 0), last = std::min(piece.b - at, seg.n);
             const int32_t block = block_of(seg, x.n);
             for (int32_t c = first; c < last; c += block) {
-                const Segment part{ seg.k.from(c), seg.v.from(c), std::min(block, last - c) };
+                const Segment part = seg.part(c, std::min(block, last - c));
                 if (c == first) {
                     fetch_keys(part.k, part.n);
                 }

@@ -73,6 +73,23 @@ void logits(const AttendJob & job, const Tile & tile, int32_t d_k, Scratch & x) 
     });
 }
 
+// Biases of the rows that the tile sees, into x.mean, which nobody needs before the sums. False: all are 0.
+bool load_biases(const AttendJob & job, const Tile & tile, Scratch & x) {
+    bool    any = false;
+    int32_t at  = 0;
+    each_segment(*job.rows, job.layer, tile.head, [&](const Segment & seg) {
+        if (seg.bias && !any) {
+            any = true;
+            std::fill(x.mean, x.mean + tile.n_visible, 0.0f);
+        }
+        if (seg.bias && at < tile.n_visible) {
+            std::copy_n(seg.bias, std::min(seg.n, tile.n_visible - at), x.mean + at);
+        }
+        at += seg.n;
+    });
+    return any;
+}
+
 // Turns logits s [n] of one row to e^(s - top), and returns their sums. Where the job keeps queries, what the row saw
 // of the other modality goes with its query.
 SoftmaxRow exp_row(const AttendJob & job, const Tile & tile, int32_t r, float * s, size_t n, float top) {
@@ -119,12 +136,16 @@ void keep_queries(const AttendJob & job, const Tile & tile, int32_t d_k, const f
 
 void softmax(const AttendJob & job, const Tile & tile, Scratch & x) {
     const Kernels & kn      = kernels();
+    const bool      biased  = load_biases(job, tile, x);
     double          entropy = 0.0;
     for (int32_t r = 0; r < tile.rows; r++) {
         float *      s = x.s + (size_t) r * tile.stride;
         const auto   n = (size_t) visible(job, tile, tile.t0 + r / tile.group);
         if (job.softcap != 0.0f) {
             kn.softcap(s, n, job.softcap);
+        }
+        if (biased) {
+            kn.axpy(1.0f, x.mean, s, n);
         }
         float top  = kn.max(s, n);
         float sink = 0.0f;
