@@ -12,6 +12,7 @@ from pykvedge.plans.held import round_to
 from pykvedge.plans.kvtypes import KvType
 from pykvedge.plans.plan import Plan
 from pykvedge.plans.stages.base import Head, Layer, ProfileTable, Prompt, Result
+from pykvedge.plans.stages.replay import Replay
 from pykvedge.plans.stages.rotation import Rotation
 
 
@@ -23,6 +24,7 @@ class Arrays(NamedTuple):
     v: np.ndarray
     image_mask: np.ndarray
     rotation: Rotation | None = None  # of q and k; None: they are not turned
+    replay: Replay | None = None  # a second pass over the prompt; None: there was none
 
 
 def protection(plan: Plan, n_tokens: int, kept: int) -> np.ndarray:
@@ -75,8 +77,10 @@ def run(
     scorer, allocator = registry.scorer(plan.scorer), registry.allocator(plan.allocator)
     profiles = profiles or {}
     rows = profiles["scorer"].values if "scorer" in profiles else [None] * n_layers
+    replay = arrays.replay and Replay(arrays.replay.q, round_to(arrays.replay.k, kv_type.plain.k), arrays.replay.chunks)
     layers = [
-        Layer(q[i], k[i], v[i], image_mask, i, n_layers, profile=rows[i], rotation=turned) for i in range(n_layers)
+        Layer(q[i], k[i], v[i], image_mask, i, n_layers, profile=rows[i], rotation=turned, replay=replay)
+        for i in range(n_layers)
     ]
     scores, reserve, attention = (_of_layers(f, layers, plan) for f in (scorer.score, scorer.reserve, scorer.attention))
     budget = plan.count(n_tokens)

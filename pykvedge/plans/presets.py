@@ -27,6 +27,7 @@ _SPARSEMM = "Wang et al. 2025, SparseMM: Head Sparsity Emerges from Visual Conce
 _HEADKV = "Fu et al. 2024, Not All Heads Matter: Head-Level KV Cache Compression with Reasoning, arXiv:2410.19258"
 _KEYDIFF = "Park et al. 2025, KeyDiff: Key Similarity-Based KV Cache Eviction, arXiv:2504.15364"
 _EXPECTED = "Devoto et al. 2025, Expected Attention: KV Cache Compression by Estimating Attention, arXiv:2510.00636"
+_KVZIP = "Kim et al. 2025, KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction, arXiv:2505.23416"
 _KNORM = "Devoto et al. 2024, A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression, arXiv:2406.11430"
 _ELASTIC = "Liu et al. 2024, Efficient Inference of Vision Instruction-Following Models with Elastic Cache, ECCV"
 _PREFIXKV = "Wang et al. 2024, PrefixKV: Adaptive Prefix KV Cache is What Vision Instruction-Following Models Need"
@@ -155,6 +156,18 @@ _PRESETS = (
             "allocator": "ada",
             "params": {"scorer.eps": 0.01, "allocator.normalize": False},
         },
+    ),
+    Preset(
+        "kvzip",
+        "what the model looks at as it reads the prompt again, with more for the heads with the largest scores",
+        _KVZIP,
+        {"scorer": "replay", "allocator": "global", "params": {"scorer.source": "repeat"}},
+    ),
+    Preset(
+        "kvzip-uniform",
+        "what the model looks at as it reads the prompt again, alike for all heads",
+        _KVZIP,
+        {"scorer": "replay", "params": {"scorer.source": "repeat"}},
     ),
     Preset("knorm", "tokens whose keys have the smallest norm", _KNORM, {"scorer": "knorm"}),
     Preset("vnorm", "tokens whose values have the largest norm", "a control, and a part of MixKV", {"scorer": "vnorm"}),

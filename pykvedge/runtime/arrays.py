@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from pykvedge.plans.numpy_engine import Arrays
     from pykvedge.plans.profile import Given
+    from pykvedge.plans.stages.replay import Replay
     from pykvedge.plans.stages.rotation import Rotation
 
     class GivenOptions(TypedDict, total=False):
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
         profile: Given
         stream: int
         rotation: Rotation | None
+        replay: Replay | None
 
 
 ENGINES = ("native", "numpy")
@@ -43,6 +45,7 @@ class _Options:
     profile: Given = None
     stream: int = 0
     rotation: Rotation | None = None
+    replay: Replay | None = None
 
 
 def compress(
@@ -63,6 +66,8 @@ def compress(
     stream: tokens that are read at a time, and compressed with what is left of those before (docs/streaming.md); 0: all
     are one prompt. The plan's budget is then a number of pairs, kv_type not quantised, and scores are [L, Hkv, 0].
     rotation: how q and k were turned by their positions, 0 to T - 1, for scorer expected; None: they were not.
+    replay: a second pass over the prompt for scorer replay, whose source is instruction or repeat; None: the prompt's own
+    queries stand in for it.
     Raises ArrayError, UnknownNameError, BudgetError, ProfileError, LibraryError, OutOfMemoryError.
     """
     if engine not in ENGINES:
@@ -72,7 +77,9 @@ def compress(
     if not isinstance(plan, Plan):
         raise ArrayError(f"plan must be a pykvedge.Plan, for example pykvedge.plan('lookm'), not {type(plan).__name__}")
     arrays = _check(q, k, v, image_mask, kv_type)
-    arrays = arrays._replace(rotation=_turned(chosen.rotation, arrays.k))
+    arrays = arrays._replace(rotation=_turned(chosen.rotation, arrays.k), replay=chosen.replay)
+    if chosen.replay is not None:
+        _check_replay(chosen.replay, arrays, chosen.stream)
     from pykvedge.plans.profile import for_arrays
 
     found = for_arrays(plan, chosen.profile, len(arrays.q), arrays.q.shape[1], arrays.k.shape[1])
@@ -100,6 +107,16 @@ def _turned(rotation: Any, k: np.ndarray) -> Rotation | None:
     if rotation is not None and 2 * len(rotation.angles) > k.shape[3]:
         raise ArrayError(f"a rotation of {2 * len(rotation.angles)} channels does not fit a head of {k.shape[3]}")
     return rotation
+
+
+def _check_replay(replay: Any, arrays: Arrays, stream: int) -> None:
+    from pykvedge.plans.stages.replay import Replay
+
+    if not isinstance(replay, Replay):
+        raise ArrayError(f"replay must be a pykvedge.Replay, not {type(replay).__name__}")
+    if stream:
+        raise ArrayError("a stream is never complete, so there is no second pass over it; leave replay away")
+    replay.check(arrays.q, arrays.k)
 
 
 def _check_stream(plan: Plan, step: int, kv_type: KvType) -> None:
