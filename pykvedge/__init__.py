@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from pykvedge.models.video import frames
     from pykvedge.plans.profile import Profile
     from pykvedge.plans.stages.base import Param
+    from pykvedge.plans.stages.replay import Replay, ReplayChunk
     from pykvedge.plans.stages.rotation import Rotation
     from pykvedge.runtime.loaded import LoadedModel, load
     from pykvedge.runtime.logprobs import Alternative, Token
@@ -104,6 +105,8 @@ __all__ = [
     "Report",
     "RequestError",
     "Result",
+    "Replay",
+    "ReplayChunk",
     "Rotation",
     "Sampling",
     "SaveError",
@@ -144,6 +147,8 @@ _LATER = {
     "Picture": "models.images",
     "Profile": "plans.profile",
     "Report": "runtime.report",
+    "Replay": "plans.stages.replay",
+    "ReplayChunk": "plans.stages.replay",
     "Rotation": "plans.stages.rotation",
     "Sampling": "runtime.sampling",
     "Session": "chat.session",

@@ -277,3 +277,38 @@ def cross_entropy(q, k, image):
         ]
         total += mean([_entropy(row) for row in rows])
     return total
+
+
+def largest_attention(q, k):
+    """KVzip's score with the prompt's own queries: the most that any of them pays to each token. q: heads of a group."""
+    out = [0.0] * len(k)
+    for head in q:
+        for i in range(len(k)):
+            for t, share in enumerate(softmax_row(head[i], k[: i + 1])):
+                out[t] = max(out[t], share)
+    return out
+
+
+def replayed(q, k, own, chunk, within):
+    """KVzip, section 3.2: the most that a query of one chunk of the second pass pays to each token.
+
+    q: the chunk's queries of a group's heads; own: their keys. chunk: (first, last, sinks). within: only the sinks, the
+    chunk and the pass itself share the attention; then the others get nothing.
+    """
+    first, last, sinks = chunk
+    out = [0.0] * len(k)
+    seen = [t for t in range(len(k)) if not within or first <= t < last or t < sinks]
+    for head in q:
+        for i, query in enumerate(head):
+            shares = softmax_row(query, [k[t] for t in seen] + own[: i + 1])
+            for t, share in zip(seen, shares, strict=False):
+                if not within or first <= t < last:
+                    out[t] = max(out[t], share)
+    return out
+
+
+def softmax_row(query, keys):
+    """Shares of the keys in the softmax of their products with a query over the root of its size."""
+    logits = [sum(a * b for a, b in zip(query, key, strict=True)) / math.sqrt(len(query)) for key in keys]
+    weights = [math.exp(x - max(logits)) for x in logits]
+    return [w / sum(weights) for w in weights]

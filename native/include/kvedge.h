@@ -1,7 +1,7 @@
 // kvedge.h - the whole public C ABI of libkvedge, with what it includes: kvedge-queries.h (what there is, and what a plan asks
 // for), kvedge-inspect.h (what a cache holds), kvedge-sessions.h (a sequence in a file), kvedge-stages.h (stages of your own),
-// kvedge-arrays.h (compression of plain arrays), kvedge-encoder.h (image encoders), kvedge-images.h (fewer image tokens) and
-// kvedge-crash.h (what a program says last).
+// kvedge-arrays.h (compression of plain arrays), kvedge-encoder.h (image encoders), kvedge-images.h (fewer image tokens),
+// kvedge-replay.h (a second pass over a prompt) and kvedge-crash.h (what a program says last).
 //
 // libkvedge owns the KV memory of a llama.cpp context. It attaches to an existing llama_context, stores keys
 // and values per layer and per KV head, attends over them, and after a prompt is complete it compresses the
@@ -157,7 +157,7 @@ KVEDGE_API void          kvedge_plan_free(kvedge_plan * plan);  // NULL is allow
 //   recent      last tokens of the prompt that are always kept, inside the budget: "16" pairs, or "0.1" of the prompt,
 //               or "auto": half of the budget with scorer cumulative (H2O and LOOK-M: a1 = a2), the window, but at most
 //               half of the budget, with scorer window (SnapKV) and mixkv, a tenth of the budget and at least 1 with
-//               scorer mean (RoCo), 32, but at most half of the budget, with scorer keydiff and expected, what a scorer of
+//               scorer mean (RoCo), 32, but at most half of the budget, with scorer keydiff, expected and replay, what a scorer of
 //               your own says, 0 with any other
 //   sinks       first tokens of the prompt that are always kept, inside the budget: an integer >= 0
 //   text_prior  "true": text tokens rank above all image tokens (LOOK-M eq. 5)
@@ -381,6 +381,7 @@ KVEDGE_API kvedge_status kvedge_take_error(kvedge_cache * kv, kvedge_error * err
 #include "kvedge-images.h"
 #include "kvedge-inspect.h"
 #include "kvedge-queries.h"
+#include "kvedge-replay.h"
 #include "kvedge-sessions.h"
 #include "kvedge-stages.h"
 

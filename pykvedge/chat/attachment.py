@@ -66,11 +66,13 @@ class Attachment:
     def __init__(self, llm: Any, plan: Plan, profile: Given = None) -> None:
         from pykvedge.native import libraries
         from pykvedge.runtime import libkvedge
+        from pykvedge.runtime.native_plan import check_replay
 
         libraries.llama()  # refuses a llama_cpp that loaded other libraries
         self._llm, self._profile = llm, profile
         self.plan = plan
         self.guard = Guard("model", over="the cache was detached; attach again")
+        check_replay(plan)
         self._given = self._tables(plan, spare=False)
         _forget(llm)
         kv_type = _kv_type(llm)
@@ -189,7 +191,10 @@ class Attachment:
     @one_thread
     def set_plan(self, method: str | Plan, budget: Any = None, **settings: Any) -> None:
         """Compresses prompts that complete from now on by this plan."""
+        from pykvedge.runtime.native_plan import check_replay
+
         plan = _plan(method, budget, settings)
+        check_replay(plan)
         given = self._tables(plan, spare=True)
         self._cache.set_plan(plan, given)
         self.plan = plan

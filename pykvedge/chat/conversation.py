@@ -105,6 +105,8 @@ class Conversation:
         report.tokens.add(pieces)  # a pruner may leave less than it was allowed
         report.rss.before_prefill_bytes = report.rss.before_prefill_bytes or memory.rss_bytes()
         spent.prefill_s += _timed(lambda: engine.prefill(pieces, self._progress, self.stop))
+        spent.prefill_s -= engine.driver.replay_s
+        spent.replay_s += engine.driver.replay_s
         spent.compress_s += _timed(engine.compress)
 
     # ---------------------------------------------------------------------------------------------------

@@ -248,6 +248,7 @@ class Session(Conversation):
         other = Session(self._loan, None, plan or self.plan, progress=self._progress, cancel=cancel, **settings)
         try:
             other.engine.fork(rows, model, note, other.plan)
+            other.engine.driver.know(self.engine.driver.known(), 0)
         except BaseException:
             other.close()
             raise

@@ -112,6 +112,10 @@ class Composer:
             before = part
         return out + model.tokenize(plain)
 
+    def tokens_of(self, text: str) -> list[int]:
+        """Tokenises a text of the template's own."""
+        return self._model.tokenize(text)
+
     # ---------------------------------------------------------------------------------------------------
 
     def _safe(self, messages: list[Message], hidden: dict[str, str]) -> list[Message]:

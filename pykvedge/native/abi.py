@@ -104,6 +104,21 @@ class GivenArrays(c.Structure):
     ]
 
 
+class ReplayChunk(c.Structure):
+    """kvedge_replay_chunk."""
+
+    _fields_ = [(name, c.c_int32) for name in ("first", "last", "sinks", "n_tokens")]
+
+
+class GivenReplay(c.Structure):
+    """kvedge_replay."""
+
+    _fields_ = [
+        ("n_tokens", c.c_int32), ("n_chunks", c.c_int32), ("q", c.c_void_p), ("k", c.c_void_p),
+        ("chunks", c.POINTER(ReplayChunk)),
+    ]  # fmt: skip
+
+
 class GivenImage(c.Structure):
     """kvedge_image."""
 
@@ -184,7 +199,11 @@ PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "encoder_set_look": (None, [_P, Look, _P]),
     "encoder_eval": (c.c_bool, [_P, c.c_bool, _P]),
     "encoder_release": (c.c_uint64, [_P]),
-    "compress_arrays_by": (c.c_int, [_P, c.POINTER(GivenArrays), c.POINTER(Options), _OUT, _ERR]),
+    "compress_arrays_replayed": (
+        c.c_int, [_P, c.POINTER(GivenArrays), c.POINTER(GivenReplay), c.POINTER(Options), _OUT, _ERR]),
+    "plan_replays": (c.c_bool, [_P]),
+    "replay_begin": (c.c_int, [_P, _I, c.POINTER(ReplayChunk), _ERR]),
+    "replay_end": (c.c_int, [_P, _I, _ERR]),
     "stream_arrays": (c.c_int, [_P, c.POINTER(GivenArrays), c.c_int, c.c_int, _I, _I, _OUT, _ERR]),
     "result_free": (None, [_P]),
     "result_length": (_I, [_P, _I, _I]),

@@ -13,6 +13,7 @@ from pykvedge.plans.kvtypes import KvType
 from pykvedge.plans.plan import Plan
 from pykvedge.plans.stages import critical
 from pykvedge.plans.stages.base import Head, Layer, ProfileTable, Prompt, Result
+from pykvedge.plans.stages.replay import Replay
 from pykvedge.plans.stages.rotation import Rotation
 
 
@@ -25,6 +26,7 @@ class Arrays(NamedTuple):
     image_mask: np.ndarray
     rotation: Rotation | None = None  # of q and k; None: they are not turned
     projection: np.ndarray | None = None  # W_O [L, H, d, D] contiguous float32; None: it is not known
+    replay: Replay | None = None  # a second pass over the prompt; None: there was none
 
 
 def protection(plan: Plan, n_tokens: int, kept: int) -> np.ndarray:
@@ -87,9 +89,11 @@ def run(
     n_layers, n_heads_kv, n_tokens, _ = k.shape
     scorer, allocator = registry.scorer(plan.scorer), registry.allocator(plan.allocator)
     profiles = profiles or {}
-    calibrated = profiles["scorer"].values if "scorer" in profiles else [None] * n_layers
+    rows = profiles["scorer"].values if "scorer" in profiles else [None] * n_layers
+    replay = arrays.replay and Replay(arrays.replay.q, round_to(arrays.replay.k, kv_type.plain.k), arrays.replay.chunks)
     layers = [
-        Layer(q[i], k[i], v[i], image_mask, i, n_layers, profile=calibrated[i], rotation=turned) for i in range(n_layers)
+        Layer(q[i], k[i], v[i], image_mask, i, n_layers, profile=rows[i], rotation=turned, replay=replay)
+        for i in range(n_layers)
     ]
     scores, reserve, attention = (_of_layers(f, layers, plan) for f in (scorer.score, scorer.reserve, scorer.attention))
     budget = plan.count(n_tokens)

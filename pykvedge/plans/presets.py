@@ -31,6 +31,7 @@ _CRITICALKV = (
     "Feng et al. 2025, Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective, "
     "arXiv:2502.03805"
 )
+_KVZIP = "Kim et al. 2025, KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction, arXiv:2505.23416"
 _KNORM = "Devoto et al. 2024, A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression, arXiv:2406.11430"
 _ELASTIC = "Liu et al. 2024, Efficient Inference of Vision Instruction-Following Models with Elastic Cache, ECCV"
 _PREFIXKV = "Wang et al. 2024, PrefixKV: Adaptive Prefix KV Cache is What Vision Instruction-Following Models Need"
@@ -171,6 +172,18 @@ _PRESETS = (
         "criticalkv with more for the heads whose attention spreads widest",
         _CRITICALKV,
         {"scorer": "window", "critical": "l1", "allocator": "ada"},
+    ),
+    Preset(
+        "kvzip",
+        "what the model looks at as it reads the prompt again, with more for the heads with the largest scores",
+        _KVZIP,
+        {"scorer": "replay", "allocator": "global", "params": {"scorer.source": "repeat"}},
+    ),
+    Preset(
+        "kvzip-uniform",
+        "what the model looks at as it reads the prompt again, alike for all heads",
+        _KVZIP,
+        {"scorer": "replay", "params": {"scorer.source": "repeat"}},
     ),
     Preset("knorm", "tokens whose keys have the smallest norm", _KNORM, {"scorer": "knorm"}),
     Preset("vnorm", "tokens whose values have the largest norm", "a control, and a part of MixKV", {"scorer": "vnorm"}),

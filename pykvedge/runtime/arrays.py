@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from pykvedge.plans.numpy_engine import Arrays
     from pykvedge.plans.profile import Given
+    from pykvedge.plans.stages.replay import Replay
     from pykvedge.plans.stages.rotation import Rotation
 
     class GivenOptions(TypedDict, total=False):
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
         stream: int
         rotation: Rotation | None
         projection: Any
+        replay: Replay | None
 
 
 ENGINES = ("native", "numpy")
@@ -45,6 +47,7 @@ class _Options:
     stream: int = 0
     rotation: Rotation | None = None
     projection: Any = None
+    replay: Replay | None = None
 
 
 def compress(
@@ -67,6 +70,8 @@ def compress(
     rotation: how q and k were turned by their positions, 0 to T - 1, for scorer expected; None: they were not.
     projection: W_O of the layers, [L, H, d, D] floating point, for plans with critical: head h adds its output [d]
     times projection[l, h] to a row of the residual stream.
+    replay: a second pass over the prompt for scorer replay, whose source is instruction or repeat; None: the prompt's own
+    queries stand in for it.
     Raises ArrayError, UnknownNameError, BudgetError, ProfileError, LibraryError, OutOfMemoryError.
     """
     if engine not in ENGINES:
@@ -77,7 +82,11 @@ def compress(
         raise ArrayError(f"plan must be a pykvedge.Plan, for example pykvedge.plan('lookm'), not {type(plan).__name__}")
     arrays = _check(q, k, v, image_mask, kv_type)
     projection = _projected(plan, chosen.projection, arrays)
-    arrays = arrays._replace(rotation=_turned(chosen.rotation, arrays.k), projection=projection)
+    arrays = arrays._replace(
+        rotation=_turned(chosen.rotation, arrays.k), projection=projection, replay=chosen.replay
+    )
+    if chosen.replay is not None:
+        _check_replay(chosen.replay, arrays, chosen.stream)
     from pykvedge.plans.profile import for_arrays
 
     found = for_arrays(plan, chosen.profile, len(arrays.q), arrays.q.shape[1], arrays.k.shape[1])
@@ -120,6 +129,16 @@ def _projected(plan: Plan, projection: Any, arrays: Arrays) -> np.ndarray | None
     if out.shape[:3] != (n_layers, n_heads, size):
         raise ArrayError(f"projection must be [{n_layers}, {n_heads}, {size}, D], not {list(out.shape)}")
     return out
+
+
+def _check_replay(replay: Any, arrays: Arrays, stream: int) -> None:
+    from pykvedge.plans.stages.replay import Replay
+
+    if not isinstance(replay, Replay):
+        raise ArrayError(f"replay must be a pykvedge.Replay, not {type(replay).__name__}")
+    if stream:
+        raise ArrayError("a stream is never complete, so there is no second pass over it; leave replay away")
+    replay.check(arrays.q, arrays.k)
 
 
 def _check_stream(plan: Plan, step: int, kv_type: KvType) -> None:

@@ -6,10 +6,12 @@ So what is measured is what a session does: prompts are cut into the same passes
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 from pykvedge.errors import CancelledError, KvedgeError, LibraryError, NothingToCompressError, StateError
+from pykvedge.models.composer import Composer
 from pykvedge.models.model import Model, Progress, silent
 from pykvedge.models.vision import ImagePiece, Piece, TextPiece, Vision
 from pykvedge.native.abi import DEVICES_ALL, DEVICES_AUTO
@@ -19,6 +21,7 @@ from pykvedge.plans.stages.base import ProfileTable
 from pykvedge.runtime.interrupt import stop_if_set
 from pykvedge.runtime.libkvedge import Cache
 from pykvedge.runtime.llama_context import Context, ContextSize, check_memory
+from pykvedge.runtime.replay import Part, Passage, Requests, parts
 
 
 class Driver:
@@ -35,6 +38,8 @@ class Driver:
         self._model, self._vision, self._size, self.threads = model, vision, size, threads
         self.context = Context(model, size, threads)
         self.cache: Cache | None = None
+        self.replay_s = 0.0  # that the last second pass over a prompt took
+        self._passages: dict[int, Passage] = {}  # by sequence, of a plan that asks for such a pass
 
     def close(self) -> None:
         """Frees the context and its KV memory. Does nothing the second time."""
@@ -103,6 +108,11 @@ class Driver:
 
     def read_step(self, step: Piece, want_logits: bool) -> None:
         """Appends a piece that one pass holds, an image encoded before. want_logits: of its last token."""
+        self._decode(step, want_logits)
+        if self.cache is not None and self.cache.replays:
+            self._passages.setdefault(self.context.sequence, Passage()).add(step)
+
+    def _decode(self, step: Piece, want_logits: bool) -> None:
         with self.explained():
             if not isinstance(step, ImagePiece):
                 self.context.decode(step.tokens, want_logits)
@@ -116,9 +126,60 @@ class Driver:
         self.read_step(TextPiece([token]), want_logits=True)
 
     def compress(self) -> None:
-        """Compresses what the current sequence has of the last prompt."""
+        """Compresses what the current sequence has of the last prompt, after a second pass if there was none."""
         if self.cache is not None:
+            self.replay()
             self.cache.compress(self.context.sequence)
+            self.forget()
+
+    def forget(self) -> None:
+        """Forgets what the current sequence has read since it was compressed."""
+        self._passages.pop(self.context.sequence, None)
+
+    def known(self) -> Passage:
+        """Returns what the current sequence has read since it was compressed, as far as a second pass asks for it."""
+        return self._passages.get(self.context.sequence, Passage()).copy()
+
+    def know(self, passage: Passage, sequence: int) -> None:
+        """Notes that a sequence has read this since it was compressed."""
+        self._passages[sequence] = passage.copy()
+
+    def replay(self, progress: Progress = silent, cancel: threading.Event | None = None) -> None:
+        """Reads the prompt a second time if the plan asks for that, and takes it back; its logits stay.
+
+        Does nothing where the budget covers the prompt, or where that was done. Raises what read raises.
+        """
+        cache, context = self.cache, self.context
+        passage = self._passages.get(context.sequence) or Passage()
+        stats = cache.stats(context.sequence) if cache is not None and cache.replays else None
+        self.replay_s, n = 0.0, stats.n_pending if stats else 0
+        if cache is None or stats is None or passage.replayed == n or cache.plan.count(n) >= n:
+            return
+        started = time.perf_counter()
+        pieces = passage.last(n)
+        told = bool(pieces) and isinstance(pieces[-1], TextPiece)
+        logits = context.logits().copy() if told else None
+        requests = Requests(Composer(self._model, self._vision))
+        chunks = list(parts(cache.plan, pieces, n, context.room, requests, begins=n == stats.n_tokens))
+        for part in chunks:
+            self._read_again(cache, part, part is chunks[-1] and told, cancel)
+            progress("reading the prompt again", part.chunk.last / n)
+        if logits is not None:
+            context.put_back(logits)
+        passage.replayed, self._passages[context.sequence] = n, passage
+        self.replay_s = time.perf_counter() - started
+
+    def _read_again(self, cache: Cache, part: Part, want_logits: bool, cancel: threading.Event | None) -> None:
+        context = self.context
+        n_past, n_cells = context.n_past, context.n_cells
+        steps = list(cut(part.pieces, context.n_ubatch))
+        try:
+            with cache.replaying(part.chunk, context.sequence):
+                for i, step in enumerate(steps):
+                    stop_if_set(cancel)
+                    self._decode(step, want_logits and i == len(steps) - 1)
+        finally:
+            context.n_past, context.n_cells = n_past, n_cells
 
     def pairs_held(self) -> float:
         """Averages the KV pairs per KV head of the current sequence; they are 0 where there is no cache."""

@@ -27,6 +27,7 @@ from pykvedge.runtime.llama_context import DEFAULT_CTX, ROOM_TO_ANSWER, Context,
 from pykvedge.runtime.mark import Mark, bring_back, copy
 from pykvedge.runtime.opening import Standing
 from pykvedge.runtime.pace import Pace, stream_context
+from pykvedge.runtime.replay import extra_tokens
 from pykvedge.runtime.report import Kv
 from pykvedge.runtime.sessionfile import Note, encoded
 from pykvedge.runtime.settings import Settings
@@ -125,7 +126,8 @@ class Engine:
 
     def _make_context(self, n_prompt: int, largest_image: int, what: str, plan: Plan) -> None:
         trained = self._model.n_ctx_train or DEFAULT_CTX
-        automatic = max(min(trained, DEFAULT_CTX), min(trained, n_prompt + ROOM_TO_ANSWER))
+        more = max(ROOM_TO_ANSWER, extra_tokens(plan, n_prompt, largest_image))
+        automatic = max(min(trained, DEFAULT_CTX), min(trained, n_prompt + more))
         n_ctx = self._settings.n_ctx or automatic
         if n_prompt > n_ctx:
             advice = "raise --ctx" if self._settings.n_ctx else "set --ctx to go beyond what the model was trained for"
@@ -256,11 +258,12 @@ class Engine:
     def mark(self) -> Mark:
         """Keeps a copy of all that was read, in place of an older one. Raises OutOfMemoryError, UnsupportedError."""
         copied = copy(self.context, self.cache)
-        return Mark(self.context.n_past, self.context.n_cells, self._set_plan, self._held, copied)
+        return Mark(self.context.n_past, self.context.n_cells, self._set_plan, self._held, copied, self.driver.known())
 
     def return_to(self, mark: Mark) -> None:
         """Goes back to what was read at the mark, whose copy is used up. Raises OutOfMemoryError."""
         self._n_compressions, self._held = bring_back(self.context, self.cache, mark), mark.held
+        self.driver.know(mark.passage, self.context.sequence)
         if mark.plan is not None and mark.plan != self._set_plan:
             self.set_plan(mark.plan)
 
@@ -290,6 +293,7 @@ class Engine:
             return
         context.stop_when(cancel)
         self.driver.read(pieces, progress, cancel)
+        self.driver.replay(progress, cancel)
         context.stop_when(None)
 
     def _prefill_whole(self, pieces: list[Piece], progress: Progress, cancel: threading.Event | None) -> None:

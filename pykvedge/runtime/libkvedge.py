@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes as c
 import itertools
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -13,11 +13,13 @@ import numpy as np
 from pykvedge import errors
 from pykvedge.native import libraries
 from pykvedge.native.abi import DEVICES_AUTO, Error, Saved, Stats
+from pykvedge.native.abi import ReplayChunk as ReplayGiven
 from pykvedge.native.calls import call, lib, raise_
 from pykvedge.native.guard import Guard, one_thread
 from pykvedge.plans.kvtypes import KvType
 from pykvedge.plans.plan import Plan
 from pykvedge.plans.stages.base import ProfileTable
+from pykvedge.plans.stages.replay import ReplayChunk
 from pykvedge.runtime.native_plan import NativePlan, options_of
 from pykvedge.runtime.own_stages import OwnStages
 
@@ -80,6 +82,8 @@ class Cache:
         self._handle = c.c_void_p()
         with NativePlan(plan, profiles, self._later_floor) as native:
             call("attach", context, native.handle, c.byref(options), c.byref(self._handle))
+            self.replays = bool(lib().kvedge_plan_replays(native.handle))  # whether a second pass is asked for
+        self.plan = plan
         self.own = native.own  # C has a copy of the plan, and with it these callbacks
         self._owns: dict[int, OwnStages] = {}  # of sequences with plans of their own
 
@@ -109,7 +113,8 @@ class Cache:
         """Compresses prompts that complete from now on by this plan. profiles: as for a new cache."""
         with NativePlan(plan, profiles, self._later_floor) as native:
             call("set_plan", self.handle, native.handle)
-        self.own = native.own
+            self.replays = bool(lib().kvedge_plan_replays(native.handle))
+        self.plan, self.own = plan, native.own
 
     @one_thread
     def set_sequence_plan(
@@ -134,6 +139,23 @@ class Cache:
         """Compresses, now, what was added since the last compression. Raises PluginError if a plugin's stage fails."""
         with self._owns.get(sequence, self.own).explained():
             call("compress", self.handle, sequence)
+
+    @contextmanager
+    def replaying(self, chunk: ReplayChunk, sequence: int = 0) -> Iterator[None]:
+        """What is decoded inside is a chunk of a second pass over the prompt, and is gone afterwards.
+
+        Raises what kvedge_replay_begin reports.
+        """
+        given = ReplayGiven(chunk.first, chunk.last, chunk.sinks, chunk.n_tokens)
+        self._call("replay_begin", sequence, c.byref(given))
+        try:
+            yield
+        finally:
+            self._call("replay_end", sequence)
+
+    @one_thread
+    def _call(self, name: str, *arguments: Any) -> None:
+        call(name, self.handle, *arguments)
 
     @one_thread
     def expect(self, n_tokens: int, sequence: int = 0) -> None:

@@ -132,6 +132,10 @@ class Context:
         row = self.llama.llama_get_logits_ith(self.handle, -1)
         return np.ctypeslib.as_array(row, (self.model.n_vocab,))
 
+    def put_back(self, logits: np.ndarray) -> None:
+        """The token that was decoded last, whose logits were asked for, has these: [n_vocab] float32."""
+        self.logits()[:] = logits
+
     @property
     def room(self) -> int:
         """Tokens that still fit."""

@@ -12,6 +12,7 @@ from pykvedge.native import memory
 from pykvedge.plans.plan import Plan
 from pykvedge.runtime.libkvedge import Cache
 from pykvedge.runtime.llama_context import Context
+from pykvedge.runtime.replay import Passage
 
 COPY = 1  # number of the sequence that holds it
 
@@ -25,6 +26,7 @@ class Mark:
     plan: Plan | None  # that the cache followed
     held: float  # pairs per head after the last compression
     n_bytes: int  # of the copied rows
+    passage: Passage  # what was read since the last compression
 
 
 def copy(context: Context, cache: Cache | None) -> int:

@@ -9,12 +9,13 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from pykvedge import errors
-from pykvedge.native.abi import ROTATE_NUMBER, STAGE_NUMBER, GivenArrays, Options
+from pykvedge.native.abi import ROTATE_NUMBER, STAGE_NUMBER, GivenArrays, GivenReplay, Options, ReplayChunk
 from pykvedge.native.calls import call, lib
 from pykvedge.plans.kvtypes import KvType
 from pykvedge.plans.numpy_engine import Arrays
 from pykvedge.plans.plan import Plan
 from pykvedge.plans.stages.base import ProfileTable, Result
+from pykvedge.plans.stages.replay import Replay
 from pykvedge.plans.stages.rotation import PAIRS, Rotation
 from pykvedge.runtime.own_stages import OwnStages
 
@@ -99,6 +100,21 @@ def score_bytes(plan: Plan, n_tokens: int, layers: Iterable[tuple[int, int, int]
         return sum(of_layer(*shape) for shape in layers)
 
 
+def replays(plan: Plan) -> bool:
+    """Tells whether the plan's scorer goes by a second pass over the prompt (runtime/replay.py)."""
+    with NativePlan(plan) as native:
+        return bool(lib().kvedge_plan_replays(native.handle))
+
+
+def check_replay(plan: Plan) -> None:
+    """Refuses a plan that asks for a second pass over the prompt, where nobody makes one. Raises UsageError."""
+    if replays(plan):
+        raise errors.UsageError(
+            f"method '{plan.method}' goes by a second pass over the prompt, which conversations of kvedge's own make "
+            "(kvedge chat, pykvedge.Session); use it there, or set scorer.source to prompt"
+        )
+
+
 def options_of(kv_type: KvType) -> Options:
     """Fills a kvedge_options with the storage types and their rotation, the rest by default."""
     options = Options()
@@ -106,6 +122,12 @@ def options_of(kv_type: KvType) -> Options:
     options.type_k, options.type_v = kv_type.numbers
     options.rotate = ROTATE_NUMBER[kv_type.rotate]
     return options
+
+
+def _second_pass(replay: Replay) -> GivenReplay:
+    chunks = (ReplayChunk * len(replay.chunks))(*(ReplayChunk(x.first, x.last, x.sinks, x.n_tokens) for x in replay.chunks))
+    at = replay.q.ctypes.data, replay.k.ctypes.data
+    return GivenReplay(replay.q.shape[2], len(chunks), *at, chunks)
 
 
 def compress_arrays(
@@ -116,12 +138,13 @@ def compress_arrays(
     profiles: Mapping[str, ProfileTable] | None = None,
     step: int = 0,
 ) -> Result:
-    """Calls kvedge_compress_arrays_by, or kvedge_stream_arrays with a step. threads: 0 for all cores.
+    """Calls kvedge_compress_arrays_replayed, or kvedge_stream_arrays with a step. threads: 0 for all cores.
 
     profiles: by the stages that need one.
     """
-    q, k, v, mask, rotation, projection = arrays
+    q, k, v, mask, rotation, projection, replay = arrays
     n_layers, n_heads_kv, n_tokens, size = k.shape
+    second = None if replay is None else _second_pass(replay)
     given = GivenArrays(n_layers, q.shape[1], n_heads_kv, n_tokens, size, *(x.ctypes.data for x in (q, k, v, mask)))
     result = c.c_void_p()
     with NativePlan(plan, profiles) as native, native.own.explained():
@@ -134,7 +157,8 @@ def compress_arrays(
         else:
             options = options_of(kv_type)
             options.n_threads = threads
-            call("compress_arrays_by", native.handle, c.byref(given), c.byref(options), c.byref(result))
+            again = second and c.byref(second)
+            call("compress_arrays_replayed", native.handle, c.byref(given), again, c.byref(options), c.byref(result))
     library = lib()
     out = Result([], [], [], np.zeros((n_layers, n_heads_kv, 0 if step else n_tokens), dtype=np.float32))
     try:

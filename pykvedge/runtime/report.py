@@ -77,6 +77,7 @@ class Time:
     load_s: float = 0.0
     encode_s: float = 0.0
     prefill_s: float = 0.0
+    replay_s: float = 0.0  # a second pass over the prompt, where the method goes by one
     compress_s: float = 0.0
     decode_s: float = 0.0
     decode_steps: int = 0
@@ -199,4 +200,5 @@ class Report:
         kept = ", all kept" if everything else f" -> {kv.kept_of_them} kept"
         after = "" if kv.kept_bytes == kv.full_bytes else f" -> {kv.kept_bytes / size:.1f}"
         parts = [f"prompt {tokens.prompt} tokens{image}{since}{kept}", f"KV {kv.full_bytes / size:.1f}{after} {unit}"]
-        return " | ".join(filter(None, [*parts, speed]))
+        again = f"read again in {self.time.replay_s:.1f} s" if self.time.replay_s else ""
+        return " | ".join(filter(None, [*parts, again, speed]))

@@ -31,6 +31,10 @@ kvedge_status check_bounded(const kvedge_plan & plan, const Storage & storage, k
         return fail(err, KVEDGE_E_UNSUPPORTED, "critical chooses by two scores, and allocator '%s' grants its budgets after the last layer",
                     plan.allocator->name);
     }
+    if (plan_peaks(plan) & WANTS_REPLAY) {
+        return fail(err, KVEDGE_E_UNSUPPORTED, "scorer '%s' reads the prompt a second time, when all of it is there; set its source to prompt to do without",
+                    plan.scorer->name);
+    }
     if (own_thread_only(*plan.scorer) || own_thread_only(*plan.reducer)) {
         return fail(err, KVEDGE_E_UNSUPPORTED, "%s '%s' must run on the thread that asked for the compression",
                     own_thread_only(*plan.scorer) ? "scorer" : "reducer",

@@ -92,6 +92,10 @@ Bulk<float> run_scorer(
         in.rotation      = &seen.rotation(l);
         in.next_position = std::max(seq.rows.contents().pos.back() + 1, seen.moments(l).next_position());
     }
+    if (seen.has_peaks()) {
+        in.peaks          = seen.peaks(l).highest.data();
+        in.peaks_capacity = seen.peaks(l).capacity;
+    }
     Bulk<float> scores((size_t) seq.rows.shapes()[l].n_heads_kv * (size_t) n_tokens);
     score(in, scores.data());
     return scores;

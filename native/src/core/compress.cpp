@@ -39,7 +39,13 @@ void fill_layers(Job & job, bool reduces, Compression & outcome) {
     seq.rows.replace_pending(std::move(*job.main), std::move(*job.tail));
 }
 
-kvedge_status fail_unobserved(kvedge_error * err) {
+kvedge_status fail_unobserved(const kvedge_plan & plan, kvedge_error * err) {
+    if (plan_peaks(plan) & WANTS_REPLAY) {
+        return fail(err, KVEDGE_E_STATE,
+                    "scorer '%s' goes by a second pass over the prompt, which has not taken place (kvedge_replay_begin); "
+                    "set its source to prompt to do without",
+                    plan.scorer->name);
+    }
     return fail(err, KVEDGE_E_STATE,
                 "the prompt was processed under a plan that collects no attention scores; set the plan before the prompt");
 }
@@ -48,7 +54,8 @@ bool saw_all(const Sequence & seq, const kvedge_plan & plan) {
     const Missing & m = seq.observed.missing();
     return (m.sums == 0 || !plan_sums(plan)) && (m.squares == 0 || !plan.scorer->needs_squares) &&
            (m.entropies == 0 || !plan_observes(plan).entropy) && (m.queries == 0 || plan_window(plan) == 0) &&
-           (m.moments == 0 || plan_moments(plan) < 0);
+           (m.moments == 0 || plan_moments(plan) < 0) &&
+           (m.peaks == 0 || plan_peaks(plan) == 0);
 }
 
 kvedge_status score_pending(
@@ -59,8 +66,8 @@ kvedge_status score_pending(
     }
     if (!saw_all(seq, plan) || (plan.scorer->needs_column_sums && !seq.observed.has_sums()) ||
         (plan.scorer->needs_squares && seq.observed.seen().empty()) || (plan_window(plan) > 0 && !seq.observed.has_windows()) ||
-        (plan_moments(plan) >= 0 && !seq.observed.has_moments())) {
-        return fail_unobserved(err);
+        (plan_moments(plan) >= 0 && !seq.observed.has_moments()) || (plan_peaks(plan) != 0 && !seq.observed.has_peaks())) {
+        return fail_unobserved(plan, err);
     }
     // scorers read plain rows: quantised ones become plain in a copy
     std::unique_ptr<Sequence> plain;
@@ -116,7 +123,7 @@ static kvedge_status compress_tokens(
     const bool reduced  = budget < T;
     const bool quantise = seq.rows.storage().quantised();
     if ((reduced || scored) && !saw_all(seq, plan)) {
-        return fail_unobserved(err);
+        return fail_unobserved(plan, err);
     }
     if (!make_room(seq, { plan_sums(plan), plan.scorer->needs_squares }, 0)) {
         return fail(err, KVEDGE_E_MEMORY, "no memory for the scores of %d tokens", T);

@@ -36,7 +36,7 @@ kvedge_status measured(
 // Whether all was gathered of the pending tokens that the plan's stages look at.
 bool saw_all(const Sequence & seq, const kvedge_plan & plan);
 
-kvedge_status fail_unobserved(kvedge_error * err);  // KVEDGE_E_STATE
+kvedge_status fail_unobserved(const kvedge_plan & plan, kvedge_error * err);  // KVEDGE_E_STATE
 
 // Scores [Hkv * T] of one layer's pending tokens, as compress_pending would make them. Errors: KVEDGE_E_STATE, KVEDGE_E_MEMORY.
 kvedge_status score_pending(

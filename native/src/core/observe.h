@@ -16,7 +16,9 @@ struct Observation {
     int32_t window  = 0;      // the last queries; 0: none
     int32_t moments = -1;     // mean and covariance of the queries of this token and all later ones; -1: not
 
-    bool attention() const { return sums || entropy; }
+    bool    peaks   = false;  // the largest attention that each token received
+
+    bool attention() const { return sums || entropy || peaks; }
     bool any() const { return attention() || queries || window > 0 || moments >= 0; }
 };
 

@@ -247,6 +247,10 @@ int32_t plan_moments(const kvedge_plan & plan) {
     return plan.scorer->moments ? plan.scorer->moments(plan.params[KVEDGE_STAGE_SCORER]) : -1;
 }
 
+uint32_t plan_peaks(const kvedge_plan & plan) {
+    return plan.scorer->peaks ? plan.scorer->peaks(plan.params[KVEDGE_STAGE_SCORER]) : 0;
+}
+
 int32_t plan_whole(const kvedge_plan & plan) {
     return plan.scorer->custom ? 0 : std::max({ 0, plan_window(plan), plan_moments(plan) });
 }

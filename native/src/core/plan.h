@@ -83,6 +83,9 @@ int32_t plan_window(const kvedge_plan & plan);
 // The first token whose query counts for the moments that the plan's scorer wants; -1: it wants none.
 int32_t plan_moments(const kvedge_plan & plan);
 
+// What the plan's scorer wants to know of the largest attention that each token received: PeakWants.
+uint32_t plan_peaks(const kvedge_plan & plan);
+
 // The longest prompt that is kept whole, whatever the budget.
 int32_t plan_whole(const kvedge_plan & plan);
 

@@ -18,6 +18,8 @@ extern "C" kvedge_status kvedge_plan_check_stream(const kvedge_plan * plan, kved
     return caught(err, "check a plan");
 }
 
+extern "C" bool kvedge_plan_replays(const kvedge_plan * plan) { return plan && (plan_peaks(*plan) & WANTS_REPLAY); }
+
 extern "C" uint64_t kvedge_plan_score_bytes(
     const kvedge_plan * plan, int32_t n_tokens, int32_t n_heads, int32_t n_heads_kv, int32_t d_k) try {
     if (!plan || n_tokens < 1 || n_heads < 1 || n_heads_kv < 1 || d_k < 1 || plan->budget_ratio == 1.0) {

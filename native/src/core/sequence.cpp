@@ -55,7 +55,7 @@ void Sequence::remove(int32_t p0, int32_t p1) {
 void Sequence::take_back(int32_t n) {
     rows.take_back(n);
     observed.drop();  // of some layers it is gone already
-    observed.missing().count(false, false, false, false, false, rows.pending_length());
+    observed.missing().count(rows.pending_length());
 }
 
 void Sequence::close_pending() {
@@ -68,7 +68,7 @@ void Sequence::promote_sealed() {
     if (rows.promote_sealed()) {
         observed.drop();
         observed.missing() = {};
-        observed.missing().count(false, false, false, false, false, rows.pending_length());
+        observed.missing().count(rows.pending_length());
     }
 }
 

@@ -88,6 +88,8 @@ struct ScoreInput {
     int32_t          next_position;  // of the token that follows
     const QueryMoments * moments;    // of the queries, scaled; NULL unless asked for
     const Rotation * rotation;       // by which their positions turn them; NULL unless asked for
+    const float *    peaks;          // [Hkv][peaks_capacity] largest attention that a query paid; NULL unless asked for
+    int32_t          peaks_capacity;
 };
 
 // auto_recent of a window: at most half of an even share of the budget, so that something is left to choose, and of a head
@@ -96,6 +98,13 @@ inline int32_t window_recent(int32_t window, int32_t kept, int32_t even) {
     const int32_t most = window < even / 2 ? window : even / 2;
     return kept >= most ? most : kept / 2;
 }
+
+// What a scorer wants to know of the largest attention that each token received.
+enum PeakWants : uint32_t {
+    WANTS_PEAKS  = 1,  // paid by the prompt's own queries, unless:
+    WANTS_REPLAY = 2,  // by those of a second pass over the prompt (kvedge_replay_begin)
+    WITHIN_CHUNK = 4,  // as shares of what the chunk of that pass is about, not of all rows
+};
 
 struct Scorer : Member {
     bool needs_column_sums;
@@ -123,6 +132,7 @@ struct Scorer : Member {
     // Whether scores are attention and nothing else, shares of a softmax or sums of them, which the critical rule may weigh.
     // NULL: never.
     bool (*attends)(const double * params) = nullptr;
+    uint32_t (*peaks)(const double * params)  = nullptr;  // PeakWants; NULL: nothing
 };
 
 // attends of a scorer that does so whatever its settings.

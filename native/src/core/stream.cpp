@@ -30,6 +30,10 @@ kvedge_status check_stream(const kvedge_plan & plan, kvedge_error * err) {
         return fail(err, KVEDGE_E_UNSUPPORTED,
                     "scorer '%s' gives all heads of a layer one score, but the heads of a stream hold different tokens; use another", plan.scorer->name);
     }
+    if (plan_peaks(plan) != 0) {
+        return fail(err, KVEDGE_E_UNSUPPORTED, "scorer '%s' goes by the largest attention over a prompt that is complete, which a stream never is; use another",
+                    plan.scorer->name);
+    }
     if (plan.keep_all_text) {
         return fail(err, KVEDGE_E_UNSUPPORTED, "text_overflow keep_all keeps text beyond the bound of a stream; use budget");
     }
@@ -79,7 +83,7 @@ static kvedge_status compress_rows(
         return ok(err);
     }
     if (!observed_some(seq, plan)) {
-        return fail_unobserved(err);
+        return fail_unobserved(plan, err);
     }
     if (!make_room(seq, { plan_sums(plan) }, 0)) {
         return fail(err, KVEDGE_E_MEMORY, "no memory for the scores of %d tokens", T);

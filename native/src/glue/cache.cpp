@@ -11,7 +11,8 @@
 using namespace kvedge;
 
 void SequenceState::note_compression(Answer && next_answer, const Compression & outcome, int32_t n_tokens) noexcept {
-    armed = false;
+    armed    = false;
+    replayed = 0;
     bound_answer(std::move(next_answer), n_tokens);
     n_compressions += 1;
     before_bytes = outcome.before_bytes;
@@ -201,6 +202,14 @@ bool kvedge_cache::prepare_run(const llama_attn_provider_ubatch & ubatch, Run & 
         report(KVEDGE_E_STATE, "a bounded prompt must come as announced: all its tokens in one batch of their own, within n_ubatch");
         return false;
     }
+    if (state.replay) {
+        run.pays = run.score = run.watched = false;
+        run.prompt = true;
+        run.output = output;
+        run.wanted.peaks = true;
+        run.replay       = &state.replay->scope;
+        return true;
+    }
     const kvedge_plan & plan = plan_of(state.id);
     run.pays                 = run.request && BoundedPrompt::pays(*state.seq, plan, n);
     // A generated token comes alone, asks for logits, and follows one whose logits were asked for. A prompt that is not
@@ -242,6 +251,9 @@ kvedge_status kvedge_cache::compress(SequenceState & state, kvedge_error * err) 
     }
     if (state.bounded && !state.bounded->done()) {
         return fail_bounded(state, err);
+    }
+    if (state.replay) {
+        return fail_replaying(err);
     }
     if (state.streaming) {
         return compress_stream(state, err);
@@ -301,6 +313,7 @@ void kvedge_cache::seq_rm(int32_t seq_id, int32_t p0, int32_t p1) {
             state.seq->remove(p0, p1);
             state.weights.valid = false;
             const auto n        = state.seq->rows.n_tokens();
+            state.replayed      = 0;  // the rows that chunks were about have moved
             state.prompt        = std::min(state.prompt, n);
             state.released      = std::min(state.released, n);
         }

@@ -39,6 +39,14 @@ struct BoundedRequest {
     std::vector<uint8_t> image;  // [n_tokens]
 };
 
+// A chunk of a second pass over the prompt (kvedge_replay_begin): the sequence's tokens from n_old on are the pass's.
+struct Replay {
+    ReplayScope scope;
+    int32_t     n_old;      // tokens of the sequence before the pass
+    int32_t     announced;  // tokens of the pass
+    bool        armed, output;  // Course::armed and prev_output, as they were
+};
+
 // What follows the compression of a prompt: made before it, so that nothing can fail after it.
 struct Answer {
     kvedge_plan                       plan{};
@@ -77,6 +85,9 @@ struct SequenceState : Course {
     std::unique_ptr<BoundedRequest> request;
     std::unique_ptr<BoundedPrompt>  bounded;  // from the announced batch to the next one
     Answer                          next;     // of the bounded prompt
+
+    std::unique_ptr<Replay> replay;        // while one is read; runs of it point here
+    int32_t                 replayed = 0;  // pending tokens that chunks so far were about
 
     uint64_t row_bytes() const { return seq->rows.bytes() + (device ? device->bytes() : 0); }
     uint64_t score_bytes() const { return seq->score_bytes() + weights.bytes(); }
@@ -122,6 +133,7 @@ struct Run {
     bool                 entered = false;   // its tokens are in the store
     std::vector<uint8_t> modality = {};     // of the pending tokens, where queries are kept
     std::vector<int32_t> places = {};       // [PLACES][tokens] positions that turn them, where they have several and it matters
+    const ReplayScope *  replay = nullptr;  // its tokens are those of a second pass, which nothing but that is to see
     bool                 watched; // its plan is to choose among these tokens
     std::unique_ptr<BoundedRequest> request;  // announced for it
     bool                            pays;     // to bound it
@@ -266,6 +278,7 @@ kvedge_status rows_at_hand(const kvedge_cache & kv, const SequenceState & state,
 // Takes a bounded prompt that failed out of the sequence; says once more that it did.
 kvedge_status fail_bounded(SequenceState & state, kvedge_error * err);
 
+kvedge_status fail_replaying(kvedge_error * err);  // a chunk of a second pass was begun and not ended
 kvedge_status fail_busy(kvedge_error * err);  // another thread is the owner
 
 // What a caller of the C interface names. kv may be NULL; no such sequence: NULL.

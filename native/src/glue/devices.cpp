@@ -88,7 +88,7 @@ int32_t kvedge_cache::set_provider() {
 bool kvedge_cache::fits_devices(const Run & run, bool even) const {
     const SequenceState & state = *run.state;
     const Storage & stored = state.seq->rows.storage();  // of a file, its own
-    if (run.request || run.wanted.queries || run.wanted.moments >= 0 || watching || state.streaming ||
+    if (run.request || run.wanted.queries || run.wanted.moments >= 0 || run.wanted.peaks || watching || state.streaming ||
         is_rotated(stored.k) || is_rotated(stored.v) || !follow_each_other(run.index) ||
         ((run.score || (run.prompt && storage.quantised())) && state.seq->rows.even_rows() != 0)) {
         return false;
@@ -264,7 +264,7 @@ void kvedge_cache::read_observed(Run & run) {
         }
     }
     if (!summed) {
-        run.state->seq->observed.missing().count(false, false, false, true, true, (int32_t) run.index.size());
+        run.state->seq->observed.missing().count(false, false, false, true, true, true, (int32_t) run.index.size());
     }
     run.device->forget_queries();
 }

@@ -33,6 +33,7 @@ AttendJob make_job(const LayerOp & op, const Run & run, ggml_tensor * dst) {
         return job;  // scores are those of the layer that the rows belong to
     }
     gather(job, run.state->seq->observed, run.wanted, kv.locks.get());
+    job.replay = run.replay;
     job.scored = run.score ? &run.state->seq->rows : nullptr;
     if (run.watch || (run.decode && (run.score || run.wanted.sums))) {
         TokenWeights & weights = run.state->weights;

@@ -14,7 +14,8 @@ bool kvedge_cache::store_run(const llama_attn_provider_ubatch & ubatch, Run & ru
     if (on_devices && !reserve_on_device(run)) {
         return false;
     }
-    if (!make_room(*state.seq, run.wanted, n) || !state.seq->rows.append(n, pos.data(), ubatch.token == nullptr)) {
+    const Observation room = run.replay ? Observation{} : run.wanted;  // a second pass sees rows that have their scores
+    if (!make_room(*state.seq, room, n) || !state.seq->rows.append(n, pos.data(), ubatch.token == nullptr)) {
         report(KVEDGE_E_MEMORY, "no memory for the keys and values of the next tokens; shorten the prompt or free memory");
         return false;
     }
@@ -49,12 +50,16 @@ void kvedge_cache::go_on(Run & run) {
         return;
     }
     state.expected = run.prompt ? std::max(0, state.expected - n) : 0;
+    if (run.replay) {
+        state.note_peak();
+        return;
+    }
     if (run.wanted.attention()) {
         state.seq->observed.count(state.seq->rows.pending_length(), n, causal, std::move(run.modality));
     }
     if (run.prompt) {
         const Observation & w = run.wanted;
-        state.seq->observed.missing().count(w.sums, w.squares, w.entropy, run.watched, w.moments >= 0, n);
+        state.seq->observed.missing().count(w.sums, w.squares, w.entropy, run.watched, w.moments >= 0, w.peaks, n);
     }
     if (!run.watched) {
         state.seq->observed.skip_windows(state.seq->rows.n_tokens());  // these queries are not in the window

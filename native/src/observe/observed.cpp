@@ -146,6 +146,28 @@ bool Observed::ensure_moments(size_t l) try {
     return false;
 }
 
+bool Observed::ensure_peaks(size_t l, int32_t n_rows) try {
+    peaks_.resize(shapes_->size());
+    Peaks & p = peaks_[l];
+    if (p.capacity < n_rows) {
+        const int32_t grown = std::max(n_rows, p.capacity + p.capacity / 2);
+        p.highest           = widened(p.highest, (size_t) (*shapes_)[l].n_heads_kv, p.capacity, grown);
+        p.capacity          = grown;
+    }
+    return true;
+} catch (const std::bad_alloc &) {
+    return false;
+}
+
+void Observed::keep_first(int32_t n) {
+    for (size_t l = 0; l < peaks_.size(); l++) {
+        Peaks & p = peaks_[l];
+        for (int32_t h = 0; h < (*shapes_)[l].n_heads_kv; h++) {
+            std::fill_n(p.highest.begin() + (std::ptrdiff_t) h * p.capacity, std::min(n, p.capacity), KEPT_FIRST);
+        }
+    }
+}
+
 const Rotation & Observed::rotation(size_t layer) const {
     static const Rotation NONE;
     return rotations_ ? (*rotations_)[layer] : NONE;
@@ -175,10 +197,17 @@ void Observed::remove_rows(size_t first, size_t n, const std::vector<int32_t> & 
         close_rows(cs.sums, (size_t) cs.capacity, first, n, keep);
         close_rows(cs.squares, (size_t) cs.capacity, first, n, keep);
     }
+    for (auto & p : peaks_) {
+        close_rows(p.highest, (size_t) p.capacity, first, n, keep);
+    }
     close_rows(seen_, seen_.size(), first, n, keep);
 }
 
 void Observed::remove_head_rows(size_t layer, size_t head, size_t first, size_t n, const std::vector<int32_t> & keep) {
+    if (!peaks_.empty() && first < (size_t) peaks_[layer].capacity) {
+        const auto row = (size_t) peaks_[layer].capacity;
+        close_row(peaks_[layer].highest.data() + head * row, row, first, n, keep);
+    }
     if (sums_.empty() || first >= (size_t) sums_[layer].capacity) {
         return;
     }
@@ -205,6 +234,7 @@ void Observed::shift_rows(size_t n) {
         all[l].capacity = cs.capacity + (cs.capacity > 0 ? (int32_t) n : 0);
     }
     sums_ = std::move(all);
+    peaks_.clear();  // no stream goes by them
 }
 
 void Observed::forget_queries(const std::vector<int32_t> & pending, int32_t n_tokens) {
@@ -229,6 +259,9 @@ void Observed::drop_layer(size_t l) {
     if (!moments_.empty()) {
         moments_[l] = {};
     }
+    if (!peaks_.empty()) {
+        peaks_[l] = {};
+    }
 }
 
 void Observed::drop() {
@@ -241,6 +274,7 @@ void Observed::drop() {
     modality_    = std::vector<uint8_t>();
     windows_     = {};
     moments_     = {};
+    peaks_       = {};
     window_size_ = 0;
     window_from_ = 0;
 }
@@ -260,6 +294,9 @@ uint64_t Observed::bytes() const {
     }
     for (const auto & m : moments_) {
         n += m.bytes();
+    }
+    for (const auto & p : peaks_) {
+        n += p.highest.capacity() * sizeof(float);
     }
     for (const auto & w : windows_) {
         n += (w.q.capacity() + w.sinks.capacity()) * sizeof(float);

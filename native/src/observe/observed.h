@@ -1,5 +1,6 @@
 // What is gathered of the pending tokens' attention while they are read: column sums, entropies, queries, the last queries,
-// and mean and covariance of all of them. Rows are counted from the first pending one.
+// mean and covariance of all of them, the largest attention that each token received. Rows are counted from the first
+// pending one.
 
 #pragma once
 
@@ -20,6 +21,14 @@ struct ColumnSums {
     int32_t      capacity = 0;
 };
 
+constexpr float KEPT_FIRST = 2.0f;  // above any attention: of what is kept before all else
+
+// The largest attention that each pending token received from a query, of one layer.
+struct Peaks {
+    Bulk<float> highest;  // [Hkv][capacity]
+    int32_t     capacity = 0;
+};
+
 // The last queries of the prompt, of one layer, in a ring: token i of the sequence lies at slot i % capacity.
 struct QueryWindow {
     Bulk<float>        q;      // [capacity][H][d_k], scaled as for the logits
@@ -28,14 +37,16 @@ struct QueryWindow {
 
 // Tokens of which something was not gathered; queries: of which nothing was.
 struct Missing {
-    int32_t sums = 0, squares = 0, entropies = 0, queries = 0, moments = 0;
+    int32_t sums = 0, squares = 0, entropies = 0, queries = 0, moments = 0, peaks = 0;
 
-    void count(bool summed, bool squared, bool weighed, bool seen, bool averaged, int32_t n) {
+    void count(int32_t n) { count(false, false, false, false, false, false, n); }
+    void count(bool summed, bool squared, bool weighed, bool seen, bool averaged, bool peaked, int32_t n) {
         sums += summed ? 0 : n;
         squares += squared ? 0 : n;
         entropies += weighed ? 0 : n;
         queries += seen ? 0 : n;
         moments += averaged ? 0 : n;
+        peaks += peaked ? 0 : n;
     }
 };
 
@@ -49,6 +60,7 @@ class Observed {
     bool ensure_queries(int32_t next, int32_t n);  // the queries of the tokens [next, next + n), of every layer
     bool ensure_window(size_t layer, int32_t next, int32_t n);  // the last n queries of a layer; `next` is the next token
     bool ensure_moments(size_t layer);  // mean and covariance of a layer's queries
+    bool ensure_peaks(size_t layer, int32_t n_rows);  // the largest attention of n_rows pending rows
 
     // The last n of n_rows pending tokens attend: counts who sees whom and whose entropy there is. modality [n_rows], 1 for
     // an image token, where queries are kept.
@@ -93,6 +105,13 @@ class Observed {
     // How rows are turned by their positions, of every layer; NULL: not at all.
     void set_rotations(std::shared_ptr<const Rotations> rotations) { rotations_ = std::move(rotations); }
 
+    // The largest attention that the pending tokens received, where wanted.
+    bool          has_peaks() const { return !peaks_.empty(); }
+    const Peaks & peaks(size_t layer) const { return peaks_[layer]; }
+    Peaks &       peaks(size_t layer) { return peaks_[layer]; }
+    void          drop_peaks() { peaks_ = {}; }
+    void          keep_first(int32_t n);  // the first n rows are worth more than any attention makes them
+
     Missing &       missing() { return missing_; }
     const Missing & missing() const { return missing_; }
 
@@ -106,7 +125,7 @@ class Observed {
     // Keeps queries of tokens that are there: `pending` ascending, and none from n_tokens on.
     void forget_queries(const std::vector<int32_t> & pending, int32_t n_tokens);
 
-    bool     any() const { return has_sums() || has_windows() || !entropies_.empty() || has_queries() || has_moments(); }
+    bool     any() const { return has_sums() || has_windows() || !entropies_.empty() || has_queries() || has_moments() || has_peaks(); }
     void     drop();  // all of it, but what is missing
     void     drop_layer(size_t layer);
     uint64_t bytes() const;
@@ -133,6 +152,7 @@ class Observed {
     int32_t                          window_size_ = 0;
     int32_t                          window_from_ = 0;  // first token from which on all queries were seen
     std::vector<QueryMoments>        moments_;          // [layer] or empty
+    std::vector<Peaks>               peaks_;            // [layer] or empty
     Missing                          missing_;          // of pending prompt tokens
 
     std::shared_ptr<const Rotations> rotations_;

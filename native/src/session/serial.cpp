@@ -287,7 +287,7 @@ std::unique_ptr<Sequence> read_sequence(Reader & in, const std::vector<LayerShap
     all.eviction     = scored ? Eviction::by_score : evicting ? Eviction::by_place : Eviction::none;
     auto seq         = std::make_unique<Sequence>(Store(shapes, storage, std::move(all)));
     seq->observed.skip_windows(window_from);
-    missing.moments         = missing.sums;  // nothing was gathered of a prompt that can be written
+    missing.moments = missing.peaks = missing.sums;  // nothing was gathered of a prompt that can be written
     seq->observed.missing() = missing;
     const int32_t pending   = seq->rows.pending_length();
     for (int32_t count : { window_from, missing.sums, missing.squares, missing.entropies, missing.queries }) {

@@ -16,6 +16,7 @@ from pykvedge.models.images import Picture
 from pykvedge.models.prompt import IMAGE, Message
 from pykvedge.plans.plan import Plan
 from pykvedge.plans.presets import plan as make_plan
+from pykvedge.runtime import native_plan
 from pykvedge.runtime.sampling import Sampling
 
 MOST_PICTURES = 64
@@ -174,7 +175,9 @@ def plan_of(given: Compression | None, default: Plan) -> Plan:
     budget = given.budget
     if budget is None and method == default.method:
         budget = default.budget.value
-    return make_plan(method, budget, **settings)
+    plan = make_plan(method, budget, **settings)
+    native_plan.check_replay(plan)
+    return plan
 
 
 def sampling_of(given: ChatRequest, defaults: Defaults) -> Sampling:

@@ -27,6 +27,7 @@ from pykvedge.runtime.driver import Driver
 from pykvedge.runtime.interrupt import stop_if_set
 from pykvedge.runtime.llama_context import ContextSize, ubatch_for
 from pykvedge.runtime.pruning import planned
+from pykvedge.runtime.replay import extra_tokens
 
 PAD = 256  # llama.cpp rounds the tokens of a context up to a multiple of it
 WARM_UP_TOKENS = 64
@@ -162,7 +163,7 @@ def repetition(
 ) -> Repetition:
     """Runs a variant in a context of its own. Raises what Context and libkvedge raise, CancelledError."""
     prompt, prune_s = _pruned(prompt, variant, threads)
-    n_ctx = -(-(prompt.n_tokens + len(prompt.then) + 1) // PAD) * PAD
+    n_ctx = _room(prompt, variant)
     size = ContextSize(n_ctx, ubatch_for(vision, prompt.largest_image), variant.kv_type, prompt.n_tokens)
     memory.trim()
     before = memory.rss_bytes()
@@ -189,6 +190,11 @@ def repetition(
             driver.close()
 
 
+def _room(prompt: Prompt, variant: Variant) -> int:
+    again = extra_tokens(variant.plan, prompt.n_tokens, prompt.largest_image) if variant.plan is not None else 0
+    return -(-(prompt.n_tokens + max(again, len(prompt.then)) + 1) // PAD) * PAD
+
+
 def _pruned(prompt: Prompt, variant: Variant, threads: int) -> tuple[Prompt, float]:
     """Returns what the variant's model reads of a prompt, and the seconds that choosing it took."""
     if variant.plan is None:
@@ -210,7 +216,7 @@ def again(
     before, question = opening.cut(prompt.pieces)
     if variant.plan is None or not before:
         return None
-    n_ctx = -(-(prompt.n_tokens + len(prompt.then) + 1) // PAD) * PAD
+    n_ctx = _room(prompt, variant)
     size = ContextSize(n_ctx, ubatch_for(vision, prompt.largest_image), variant.kv_type, prompt.n_tokens)
     seconds, rows, at = 0.0, bytearray(), (0, 0)
     for first in (True, False):

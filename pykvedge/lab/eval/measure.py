@@ -28,6 +28,7 @@ from pykvedge.models.vision import ImagePiece, Piece, Vision
 from pykvedge.plans.plan import Plan
 from pykvedge.runtime import opening
 from pykvedge.runtime.pruning import planned
+from pykvedge.runtime.replay import extra_tokens
 
 
 @dataclass(frozen=True)
@@ -207,7 +208,9 @@ class Measurer:
         """
         more = max(max(len(one.answer), self._longest(one.sample)) for one in asked) + 1
         longest = max(one.n_conversation for one in asked)
-        self._reader.make_room(longest, more, max(asked[0].images, default=0))
+        largest = max(asked[0].images, default=0)
+        again = max((extra_tokens(cell.plan, longest, largest) for cell in cells), default=0)
+        self._reader.make_room(longest, more, largest, again)
         bases = [Baseline() for _ in asked]
         for group in [[full], *_groups(cells)]:
             try:

@@ -59,9 +59,10 @@ class Reader:
         """Makes decoding give up with CancelledError when the event is set."""
         self._cancel = cancel
 
-    def make_room(self, n_conversation: int, n_answer: int, largest_image: int) -> None:
+    def make_room(self, n_conversation: int, n_answer: int, largest_image: int, n_again: int = 0) -> None:
         """Makes a context, or a larger one, for a conversation of so many tokens and two answers to it.
 
+        n_again: tokens that a second pass over a prompt takes at a time.
         Raises ContextError if it has more tokens than --ctx or the model allows.
         """
         limit = self._n_ctx or self.model.n_ctx_train or n_conversation + n_answer
@@ -71,7 +72,7 @@ class Reader:
                 f"the conversation and its answer have up to {n_conversation + n_answer} tokens, the {most}"
             )
         # the two answers lie in cells of their own, however many sequences share the prompt's
-        cells = n_conversation + 2 * (n_answer + SPARE)
+        cells = n_conversation + max(2 * (n_answer + SPARE), n_again)
         n_ubatch = ubatch_for(self.vision, largest_image)
         have = self._driver.context if self._driver is not None else None
         if have is not None and cells <= have.n_ctx and n_ubatch <= have.n_ubatch:
@@ -85,6 +86,7 @@ class Reader:
         """Forgets everything; what is read next is read for this plan. Raises NothingToCompressError."""
         driver = self._live()
         driver.context.clear()
+        driver.forget()
         if driver.cache is None:
             driver.take_over_if_possible(plan, tables_for(plan, self.model.path), later_floor=0)
         else:
@@ -96,6 +98,7 @@ class Reader:
         context = self._live().context
         context.drop(to)
         context.copy_to(to)
+        self._live().know(self._live().known(), to)
         self._logits[to] = self._logits[context.sequence]
         context.switch(to)
 

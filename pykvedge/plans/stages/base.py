@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from pykvedge.native.abi import Declared
+    from pykvedge.plans.stages.replay import Replay
     from pykvedge.plans.stages.rotation import Rotation
 
 Settings = Mapping[str, Any]
@@ -107,6 +108,7 @@ class Layer:
     profile: np.ndarray | None = None  # [Hkv] float32 calibrated numbers; None where the scorer asked for none
     rotation: Rotation | None = None  # of queries and keys by their positions; None: they are not turned
     tokens: np.ndarray | None = None  # [Hkv, T] token indices, which are positions, of a stream; None: 0 to T - 1
+    replay: Replay | None = None  # a second pass over the prompt, of all layers; None: there was none
     all_q: np.ndarray | None = None  # [H, n, d] all queries of a stream so far, from position 0 on; None: q are all
     bias: np.ndarray | None = None  # [Hkv, T] float32 of the rows' logits, of a stream whose rows were merged; None: 0
 

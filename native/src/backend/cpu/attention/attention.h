@@ -42,6 +42,14 @@ struct StoreJob {
 // Thread ith of nth stores its share.
 void store_task(const StoreJob & job, int32_t ith, int32_t nth);
 
+// What the queries of a replay go by (kvedge_replay_begin). Rows are counted from the first pending one.
+struct ReplayScope {
+    int32_t first, last;  // the rows that the chunk is about
+    int32_t sinks;        // first rows that are in its scope as well
+    int32_t n_context;    // rows before those of the replay itself
+    bool    within;       // attention is shared out among these and the replay's own rows; else among all
+};
+
 struct AttendJob {
     const Store * rows;
     int32_t       layer;
@@ -66,8 +74,12 @@ struct AttendJob {
     double *   squares;  // likewise, of the squares of the group's mean; NULL: not wanted
     int32_t    sums_capacity;
     double *   entropy;  // [Hkv] sum of the entropies of all rows of the attention; NULL: not wanted
+    // [Hkv][peaks_capacity] the largest attention of any query to the pending rows; NULL: not wanted.
+    float *             peaks;
+    int32_t             peaks_capacity;
+    const ReplayScope * replay;  // that the query tokens belong to; NULL: none
     Observed * queries;  // keeps the queries, and what each sees of the other modality; NULL: not wanted
-    SpinLock * locks;    // [Hkv], guards these
+    SpinLock * locks;    // [Hkv], guards all of these
 
     // Of a single query token (n = 1, decode path): [H][weights_row] softmax weights of the rows of each query head's KV
     // head, in token order; NULL: not wanted.

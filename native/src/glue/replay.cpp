@@ -1,0 +1,116 @@
+// A second pass over a prompt, whose queries scorer "replay" goes by: its tokens come and go without leaving anything else.
+
+#include "glue/calls.h"
+
+#include <algorithm>
+#include <climits>
+
+using namespace kvedge;
+
+kvedge_status kvedge::fail_replaying(kvedge_error * err) {
+    return fail(err, KVEDGE_E_STATE, "a chunk of a second pass over the prompt was begun; end it first (kvedge_replay_end)");
+}
+
+static kvedge_status check_chunk(const kvedge_cache & kv, const SequenceState & state, const kvedge_replay_chunk & chunk, kvedge_error * err) {
+    const int32_t n = state.seq->rows.pending_length();
+    if (!(plan_peaks(kv.plan_of(state.id)) & WANTS_REPLAY)) {
+        return fail(err, KVEDGE_E_UNSUPPORTED, "scorer '%s' goes by no second pass over the prompt as it is set", kv.plan_of(state.id).scorer->name);
+    }
+    if (llama_model_is_recurrent(llama_get_model(kv.ctx)) || llama_model_is_hybrid(llama_get_model(kv.ctx))) {
+        return fail(err, KVEDGE_E_UNSUPPORTED, "this model has recurrent layers, which cannot take a second pass over the prompt back; "
+                    "set the scorer's source to prompt");
+    }
+    if (state.replay) {
+        return fail_replaying(err);
+    }
+    if (state.streaming || state.request || n == 0) {
+        return fail(err, KVEDGE_E_STATE, "there is no whole prompt for a second pass: it is a stream, bounded, or compressed already");
+    }
+    if (chunk.first < 0 || chunk.first >= chunk.last || chunk.last > n || chunk.sinks < 0 || chunk.sinks > n || chunk.n_tokens < 1) {
+        return fail(err, KVEDGE_E_ARGUMENT, "a chunk of tokens %d to %d with %d sinks, read again as %d, does not fit the %d of the prompt",
+                    chunk.first, chunk.last, chunk.sinks, chunk.n_tokens, n);
+    }
+    if (chunk.first > 0 && chunk.first > state.replayed) {
+        return fail(err, KVEDGE_E_STATE, "a chunk begins at token %d, but only %d were read again before it", chunk.first, state.replayed);
+    }
+    return ok(err);
+}
+
+// Room for the scores of n tokens, in which nothing was seen yet.
+static bool begin_anew(SequenceState & state, int32_t n) {
+    Observed & seen = state.seq->observed;
+    state.replayed  = 0;
+    seen.drop_peaks();
+    seen.missing().peaks = std::max(seen.missing().peaks, 1);
+    for (size_t l = 0; l < state.seq->rows.shapes().size(); l++) {
+        if (!seen.ensure_peaks(l, n)) {
+            seen.drop_peaks();
+            return false;
+        }
+    }
+    return true;
+}
+
+extern "C" kvedge_status kvedge_replay_begin(
+    kvedge_cache * kv, int32_t seq_id, const kvedge_replay_chunk * chunk, kvedge_error * err) {
+    return claimed(kv, chunk, "kvedge_replay_begin: cache or chunk is NULL", "begin a second pass over the prompt", err, [&] {
+        const auto it = kv->seqs.find(seq_id);
+        if (!kv->ctx || it == kv->seqs.end() || !it->second.seq) {
+            return fail(err, KVEDGE_E_STATE, "there is no prompt in sequence %d for a second pass", seq_id);
+        }
+        SequenceState & state = it->second;
+        if (const auto status = check_chunk(*kv, state, *chunk, err); status != KVEDGE_OK) {
+            return status;
+        }
+        llama_synchronize(kv->ctx);
+        kv->settle();
+        const int32_t n = state.seq->rows.pending_length();
+        auto replay     = std::make_unique<Replay>();
+        *replay         = { { chunk->first, chunk->last, chunk->sinks, n, (plan_peaks(kv->plan_of(seq_id)) & WITHIN_CHUNK) != 0 },
+                            state.seq->rows.n_tokens(), chunk->n_tokens, state.armed, state.prev_output };
+        if (chunk->first == 0 && !begin_anew(state, n)) {
+            return fail(err, KVEDGE_E_MEMORY, "no memory for the scores of %d tokens", n);
+        }
+        state.seq->observed.keep_first(chunk->sinks);
+        state.replay = std::move(replay);
+        return ok(err);
+    });
+}
+
+extern "C" kvedge_status kvedge_replay_end(kvedge_cache * kv, int32_t seq_id, kvedge_error * err) {
+    return claimed(kv, true, "kvedge_replay_end: cache is NULL", "end a second pass over the prompt", err, [&] {
+        const auto it = kv->seqs.find(seq_id);
+        if (it == kv->seqs.end() || !it->second.replay) {
+            return ok(err);
+        }
+        SequenceState & state = it->second;
+        if (!kv->ctx) {
+            return fail(err, KVEDGE_E_STATE, "the llama_context of this cache has been freed");
+        }
+        llama_synchronize(kv->ctx);
+        kv->settle();
+        if (!kv->to_host(state)) {
+            return fail(err, KVEDGE_E_MEMORY, "no memory on the host to take a second pass over the prompt back");
+        }
+        const Replay & replay = *state.replay;
+        const int32_t  came   = state.seq->rows.n_tokens() - replay.n_old;
+        const int32_t  from   = came > 0 ? state.seq->rows.contents().pos[(size_t) replay.n_old] : 0;
+        if (came > 0) {
+            state.seq->remove(from, INT_MAX);
+            kv->releasing = true;
+            llama_memory_seq_rm(llama_get_memory(kv->ctx), seq_id, from, -1);
+            kv->releasing       = false;
+            state.weights.valid = false;
+        }
+        state.armed       = replay.armed;
+        state.prev_output = replay.output;
+        if (came == replay.announced) {
+            state.replayed = std::max(state.replayed, replay.scope.last);
+        }
+        if (state.replayed >= replay.scope.n_context) {
+            state.seq->observed.missing().peaks = 0;
+        }
+        state.replay.reset();
+        return ok(err);
+    });
+}

@@ -1,0 +1,43 @@
+// The largest attention that a query of the prompt, or of a second pass over it, pays to a token (KVzip, Kim et al. 2025).
+
+#include "core/stages.h"
+
+namespace kvedge {
+
+namespace {
+
+enum { SOURCE, SCOPE, CHUNK };
+
+constexpr int32_t RECENT = 32;  // tokens at the end that recent = auto protects; the paper protects none
+
+const Param PARAMS[] = {
+    setting::words("source", "prompt,instruction,repeat",
+                   "whose queries count: the prompt's own, those of an instruction that is read after it, or of the prompt read again"),
+    setting::words("scope", "chunk,context",
+                   "what the attention of a second pass is shared out among: the chunk that it repeats, or all"),
+    setting::whole("chunk", 2000, 16, 1 << 20, "tokens that are read again at a time, images as a whole"),
+    {},
+};
+
+int32_t auto_recent(int32_t kept, int32_t even, const double *) { return window_recent(RECENT, kept, even); }
+
+uint32_t peaks(const double * params) {
+    return WANTS_PEAKS | (params[SOURCE] != 0.0 ? WANTS_REPLAY | (params[SCOPE] == 0.0 ? WITHIN_CHUNK : 0) : 0);
+}
+
+void score(const ScoreInput & in, float * out) {
+    for (int32_t h = 0; h < in.shape.n_heads_kv; h++) {
+        const float * of_head = in.peaks + (size_t) h * (size_t) in.peaks_capacity;
+        for (int32_t t = 0; t < in.n_tokens; t++) {
+            *out++ = t < in.peaks_capacity ? of_head[t] : 0.0f;  // nothing was seen of tokens that followed
+        }
+    }
+}
+
+}  // namespace
+
+extern const Scorer scorer_replay = {
+    { "replay", PARAMS }, false, auto_recent, false, nullptr, score, nullptr, nullptr, false, nullptr, nullptr, nullptr, nullptr, nullptr, peaks
+};
+
+}  // namespace kvedge

@@ -1,0 +1,61 @@
+"""A second pass over a prompt: the queries and keys of a model that reads the prompt again, in chunks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pykvedge.errors import ArrayError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from typing import Any
+
+    import numpy as np
+
+
+@dataclass(frozen=True)
+class ReplayChunk:
+    """A chunk is about the tokens [first, last) of the prompt, and n_tokens long, with the request to repeat them.
+
+    sinks: first tokens of the prompt, such as those of a chat template, that each chunk's softmax covers, and that are
+    kept before all others.
+    """
+
+    first: int
+    last: int
+    n_tokens: int
+    sinks: int = 0
+
+
+class Replay:
+    """The pass over a prompt of T tokens, whose chunks follow each other in q and k, each at positions T, T + 1, ..."""
+
+    def __init__(self, q: Any, k: Any, chunks: Sequence[ReplayChunk]) -> None:
+        """q: [L, H, R, d] and k: [L, Hkv, R, d], floating point, position encoding applied. Raises ArrayError."""
+        import numpy as np
+
+        arrays = [np.ascontiguousarray(x, dtype=np.float32) for x in (q, k)]
+        self.q, self.k = arrays
+        self.chunks = tuple(chunks)
+        n = sum(chunk.n_tokens for chunk in self.chunks)
+        if any(x.ndim != 4 or not np.isfinite(x).all() for x in arrays) or self.q.shape[2] != n or n == 0:
+            raise ArrayError(f"a replay's q and k must be [layers, heads, {n or 'tokens'}, head size] of finite numbers")
+
+    def check(self, q: np.ndarray, k: np.ndarray) -> None:
+        """Raises ArrayError where it is not one of the prompt q [L, H, T, d], k [L, Hkv, T, d]."""
+        for own, of, name in ((self.q, q, "q"), (self.k, k, "k")):
+            if (*own.shape[:2], own.shape[3]) != (*of.shape[:2], of.shape[3]) or own.shape[2] != self.q.shape[2]:
+                raise ArrayError(f"a replay's {name} {own.shape} does not fit the prompt's {of.shape}")
+        n = k.shape[2]
+        for c in self.chunks:
+            if not (0 <= c.first < c.last <= n and 0 <= c.sinks <= n and c.n_tokens > 0):
+                raise ArrayError(f"the chunk {c} does not fit a prompt of {n} tokens")
+
+    def parts(self, layer: int) -> Iterator[tuple[ReplayChunk, np.ndarray, np.ndarray]]:
+        """Yields each chunk with its queries [H, n, d] and keys [Hkv, n, d] of a layer."""
+        at = 0
+        for chunk in self.chunks:
+            own = slice(at, at + chunk.n_tokens)
+            yield chunk, self.q[layer, :, own], self.k[layer, :, own]
+            at = own.stop

@@ -1,0 +1,64 @@
+"""Replay: a token matters as much as the query that needs it most looks at it.
+
+KVzip (Kim et al. 2025, arXiv:2505.23416), section 3: after the prompt the model is asked to repeat it and reads it
+again, and the score of a pair is the largest attention that any query of this second pass pays to it, over the queries
+and the query heads of its KV head. What is needed to say the prompt again is what any question may need. The pass goes
+in chunks, each of which is asked for by itself and begins where the prompt ends: the softmax of its queries runs over
+the tokens of the chat template, the chunk's own and, causally, those of the pass. `scope` = context has all of the
+prompt in it instead. The tokens of the template are kept before all others.
+
+`source` says whose queries these are: of the prompt repeated (`repeat`, the paper's), of a fixed instruction that is
+read after the prompt (`instruction`, one short pass), or the prompt's own (`prompt`, no pass), where each query sees
+what is before it. Nothing else is protected by the paper; here `recent` = auto keeps the last 32 tokens, since the end
+of a prompt says what is to be done, and --recent 0 is the paper's.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pykvedge.plans.stages.attention import causal_attention
+from pykvedge.plans.stages.base import Layer, Scorer, Settings, window_recent
+
+RECENT = 32
+KEPT_FIRST = 2.0  # above any attention
+
+
+def replayed_attention(q: np.ndarray, context: np.ndarray, own: np.ndarray) -> np.ndarray:
+    """[n, m]: what queries [n, d] pay to keys [m, d] before them, and to their own [n, d] up to each of them."""
+    logits = q.astype(np.float64) @ np.concatenate([context, own]).astype(np.float64).T / np.sqrt(q.shape[-1])
+    later = np.triu_indices(len(own), k=1)
+    logits[later[0], len(context) + later[1]] = -np.inf
+    weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+    return (weights / weights.sum(axis=1, keepdims=True))[:, : len(context)]
+
+
+def score(layer: Layer, settings: Settings) -> np.ndarray:
+    """[Hkv, T] float64: the largest attention paid to each token."""
+    group, (n_heads_kv, n_tokens, _) = len(layer.q) // len(layer.k), layer.k.shape
+    out = np.zeros((n_heads_kv, n_tokens))
+    if settings["source"] == "prompt" or layer.replay is None:
+        for h, query_head in enumerate(layer.q):
+            np.maximum(out[h // group], causal_attention(query_head, layer.k[h // group]).max(axis=0), out=out[h // group])
+        return out
+    sinks = 0
+    for chunk, q, k in layer.replay.parts(layer.index):
+        sinks = max(sinks, chunk.sinks)
+        index = np.arange(n_tokens)
+        within = (index >= chunk.first) & (index < chunk.last)
+        scope = within | (index < chunk.sinks) if settings["scope"] == "chunk" else np.full(n_tokens, True)
+        scored = within if settings["scope"] == "chunk" else scope
+        for h, query_head in enumerate(q):
+            paid = replayed_attention(query_head, layer.k[h // group, scope], k[h // group]).max(axis=0)
+            out[h // group, scored] = np.maximum(out[h // group, scored], paid[scored[scope]])
+    out[:, :sinks] = KEPT_FIRST
+    return out
+
+
+MEMBER = Scorer(
+    name="replay",
+    summary="the largest attention of any query, the prompt's own or of a second pass over it",
+    source="KVzip (Kim et al. 2025), section 3",
+    score=score,
+    auto_recent=lambda kept, even, settings: window_recent(RECENT, kept, even),
+)

@@ -1,0 +1,164 @@
+"""The second pass over a prompt that scorer `replay` goes by: what is read in it, and in which pieces.
+
+KVzip (Kim et al. 2025, arXiv:2505.23416): after a request to repeat what came before, the model reads the prompt again,
+in chunks. Each begins where the prompt ends, and is taken back before the next one; from the second on the request
+names the last tokens of the chunk before. Images are read again as their embeddings. With source = instruction the
+pass is one request, and nothing is repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+from pykvedge.errors import ContextError
+from pykvedge.models.composer import Composer
+from pykvedge.models.prompt import Message
+from pykvedge.models.vision import ImagePiece, Piece, TextPiece
+from pykvedge.plans.plan import Plan
+from pykvedge.plans.stages.replay import ReplayChunk
+from pykvedge.runtime.native_plan import replays
+
+REPEAT = "Repeat what was said and shown before, word for word."
+GO_ON = "Repeat what was said and shown before, word for word. Go on from here: "
+INSTRUCTION = "Describe everything that was said and shown before, with every detail."
+NAMED = 8  # tokens of the chunk before, by which a request says where to go on
+REQUEST = 128  # tokens that a request takes at most, about
+LEAST = 64  # tokens of a chunk, request included, below which a context is too small
+
+
+class Passage:
+    """What a sequence has read since it was compressed last, as far as it is known."""
+
+    def __init__(self) -> None:
+        self.pieces: list[Piece] = []  # texts are its own
+        self.replayed = -1  # tokens that there were at the second pass; -1: there was none
+
+    def add(self, piece: Piece) -> None:
+        if isinstance(piece, ImagePiece):
+            self.pieces.append(piece)
+            return
+        if not self.pieces or isinstance(self.pieces[-1], ImagePiece):
+            self.pieces.append(TextPiece([]))
+        self.pieces[-1].tokens.extend(piece.tokens)  # type: ignore[union-attr]
+
+    def copy(self) -> Passage:
+        out = Passage()
+        for piece in self.pieces:
+            out.add(piece)
+        out.replayed = self.replayed
+        return out
+
+    def last(self, n: int) -> list[Piece]:
+        """Returns what the last n tokens are, as much as is known of them; not a part of an image."""
+        out: list[Piece] = []
+        for piece in reversed(self.pieces):
+            if isinstance(piece, ImagePiece) and piece.n_tokens > n:
+                break
+            out.append(piece if isinstance(piece, ImagePiece) else TextPiece(piece.tokens[-n:]))
+            n -= out[-1].n_tokens
+            if n == 0:
+                break
+        return out[::-1]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One chunk: what it is about, and what is read for it."""
+
+    chunk: ReplayChunk
+    pieces: list[Piece]
+
+
+def extra_tokens(plan: Plan, n_tokens: int, largest_image: int) -> int:
+    """Counts the tokens that a context has to hold beside a prompt of n_tokens, for the second pass over it."""
+    if not replays(plan):
+        return 0
+    settings = plan.settings("scorer")
+    again = max(min(n_tokens, settings["chunk"]), largest_image) if settings["source"] == "repeat" else 0
+    return again + REQUEST
+
+
+class Requests:
+    """Requests are written as a model's chat template has messages of the user."""
+
+    def __init__(self, composer: Composer) -> None:
+        self._composer = composer
+
+    def tokens(self, text: str, named: Sequence[int] = ()) -> list[int]:
+        """Makes a message of the text, and of tokens behind it, up to where the assistant is to answer."""
+        composer, asked = self._composer, Message("user", text.rstrip())
+        written = composer.following([Message("user", "?"), Message("assistant", "?"), asked]).text
+        before, _, after = written.rpartition(asked.text)
+        made = composer.tokens_of(before + (text if named else asked.text))
+        return [*made, *named, *composer.tokens_of(after + composer.lead)]
+
+    def template_start(self, pieces: Sequence[Piece]) -> int:
+        """Counts the tokens that the chat template puts before the first message, where a conversation begins so."""
+        if not pieces or isinstance(pieces[0], ImagePiece):
+            return 0
+        composer = self._composer
+        others = (composer.tokens(composer.first([Message("user", text)])) for text in ("0", "~"))
+        rows = zip(pieces[0].tokens, *others, strict=False)
+        return sum(1 for _ in takewhile(lambda row: len(set(row)) == 1, rows))
+
+
+def parts(plan: Plan, pieces: list[Piece], n_pending: int, room: int, requests: Requests, begins: bool) -> Iterator[Part]:
+    """Cuts the pass over n_pending tokens, whose last are `pieces`, into chunks that fit `room`.
+
+    begins: they begin the conversation. Raises ContextError where there is no room.
+    """
+    settings = plan.settings("scorer")
+    sinks = requests.template_start(pieces) if begins else 0
+    if settings["source"] == "instruction":
+        asked = requests.tokens(INSTRUCTION)
+        _require(len(asked) <= room, room)
+        yield Part(ReplayChunk(0, n_pending, len(asked), sinks), [TextPiece(asked)])
+        return
+    longest = max(len(requests.tokens(REPEAT)), len(requests.tokens(GO_ON)) + NAMED)
+    most = settings["chunk"]
+    while most + longest > room and most > 1:
+        most //= 2
+    _require(most + longest >= min(LEAST, n_pending + longest), room)
+    first = n_pending - sum(piece.n_tokens for piece in pieces)
+    named: list[int] = []
+    for i, again in enumerate(_cut(pieces, most)):
+        asked = requests.tokens(GO_ON, named) if named else requests.tokens(REPEAT)
+        n = sum(piece.n_tokens for piece in again)
+        _require(len(asked) + n <= room, room)
+        # tokens that nobody knows any more come first, and belong to the first chunk
+        yield Part(ReplayChunk(first if i else 0, first + n, len(asked) + n, sinks), [TextPiece(asked), *again])
+        first += n
+        named = again[-1].tokens[-NAMED:] if isinstance(again[-1], TextPiece) else []
+
+
+def _require(fits: bool, room: int) -> None:
+    if not fits:
+        raise ContextError(
+            f"the second pass over the prompt does not fit the {room} tokens that are left of the context; raise "
+            "--ctx, or set scorer.source to prompt"
+        )
+
+
+def _cut(pieces: Sequence[Piece], most: int) -> list[list[Piece]]:
+    """Cuts pieces into lists of at most so many tokens, but images stay whole."""
+    out: list[list[Piece]] = [[]]
+    left = most
+    for piece in pieces:
+        if isinstance(piece, ImagePiece):
+            if piece.n_tokens > left and out[-1]:
+                out.append([])
+                left = most
+            out[-1].append(piece)
+            left -= piece.n_tokens
+            continue
+        at = 0
+        while at < piece.n_tokens:
+            if left <= 0:
+                out.append([])
+                left = most
+            part = piece.tokens[at : at + left]
+            out[-1].append(TextPiece(part))
+            at, left = at + len(part), left - len(part)
+    return out if out[-1] else out[:-1]

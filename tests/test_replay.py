@@ -1,0 +1,355 @@
+"""Scorer replay: the definition against loops, both engines, the runtime's second pass, and what is left of it: nothing."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+
+import numpy as np
+import oracles
+import pytest
+from arrays import prompt
+from contexts import TinyContext, random_tokens
+from conversations import WORDS, say
+
+import pykvedge
+from pykvedge.errors import ArrayError, CancelledError, StateError, UnsupportedError, UsageError
+from pykvedge.models.vision import ImagePiece, TextPiece
+from pykvedge.native import libraries
+from pykvedge.native.calls import call
+from pykvedge.plans.registry import member
+from pykvedge.plans.stages.base import Layer
+from pykvedge.plans.stages.replay import Replay, ReplayChunk
+from pykvedge.runtime import libkvedge, native_plan
+from pykvedge.runtime.replay import GO_ON, INSTRUCTION, NAMED, REPEAT, Passage
+from pykvedge.runtime.sampling import Sampling
+
+SETTINGS = {"source": "repeat", "scope": "chunk", "chunk": 2000}
+PLAN = {"scorer": "replay", "scorer.source": "repeat"}
+CUTS = {
+    "one": lambda n: [ReplayChunk(0, n, n + 3)],
+    "three": lambda n: [ReplayChunk(0, n // 3, 5, 2), ReplayChunk(n // 3, n // 2, 9, 2), ReplayChunk(n // 2, n, 1, 2)],
+    "a part": lambda n: [ReplayChunk(n // 2, n, 4, min(n, 3))],
+}
+
+
+def second_pass(p, chunks, seed=5):
+    """Queries and keys of so many tokens of a pass, which mean nothing."""
+    n, draw = sum(c.n_tokens for c in chunks), np.random.default_rng(seed)
+    shape = lambda x: (*x.shape[:2], n, x.shape[3])  # noqa: E731
+    return Replay(draw.normal(0, 2, shape(p.q)), draw.normal(0, 1, shape(p.k)), chunks)
+
+
+def score(p, settings=SETTINGS, replay=None):
+    return member("scorer", "replay").score(Layer(p.q[0], p.k[0], p.v[0], p.image_mask, replay=replay), settings)
+
+
+@pytest.mark.parametrize("scope", ["chunk", "context"])
+@pytest.mark.parametrize("cut", CUTS)
+def test_scores_are_those_of_the_paper(cut, scope):
+    p = prompt(12, (4, 2), size=8, layers=1)
+    replay = second_pass(p, CUTS[cut](12))
+    found = score(p, {**SETTINGS, "scope": scope}, replay)
+    for h in range(2):
+        k, at, expected = p.k[0, h].tolist(), 0, [0.0] * 12
+        for c in replay.chunks:
+            q = replay.q[0, 2 * h : 2 * h + 2, at : at + c.n_tokens].tolist()
+            own = replay.k[0, h, at : at + c.n_tokens].tolist()
+            paid = oracles.replayed(q, k, own, (c.first, c.last, c.sinks), scope == "chunk")
+            expected, at = [max(a, b) for a, b in zip(expected, paid, strict=True)], at + c.n_tokens
+        sinks = max(c.sinks for c in replay.chunks)
+        np.testing.assert_allclose(found[h, sinks:], expected[sinks:], rtol=1e-6)
+        assert (found[h, :sinks] == 2).all()
+
+
+def test_the_prompts_own_queries_stand_in_for_a_pass_that_there_was_not():
+    p = prompt(9, (4, 2), size=8, layers=1)
+    found = score(p, {**SETTINGS, "source": "prompt"})
+    for h in range(2):
+        expected = oracles.largest_attention(p.q[0, 2 * h : 2 * h + 2].tolist(), p.k[0, h].tolist())
+        np.testing.assert_allclose(found[h], expected, rtol=1e-6)
+    np.testing.assert_array_equal(found, score(p))
+
+
+def same(plan, p, **options):
+    """Both engines keep the same tokens, of scores that agree."""
+    ours, definition = (pykvedge.compress(plan, *p.arguments, engine=e, **options) for e in ("native", "numpy"))
+    np.testing.assert_allclose(ours.scores, definition.scores, rtol=1e-3, atol=1e-6)
+    for layer, other in zip(ours.kept, definition.kept, strict=True):
+        for head, its in zip(layer, other, strict=True):
+            np.testing.assert_array_equal(head, its)
+    return ours
+
+
+@pytest.mark.parametrize("allocator", ["uniform", "ada", "global"])
+@pytest.mark.parametrize("scope", ["chunk", "context"])
+@pytest.mark.parametrize("cut", CUTS)
+def test_both_engines_go_by_the_same_pass(native, cut, scope, allocator):
+    for n_tokens, heads, kv_type in ((6, (4, 2), "f16"), (64, (4, 1), "bf16"), (300, (3, 3), "f16"), (90, (4, 2), "q8_0")):
+        p = prompt(n_tokens, heads, size=32, layers=3)
+        plan = pykvedge.plan("h2o", 0.3, allocator=allocator, **{**PLAN, "scorer.scope": scope})
+        same(plan, p, replay=second_pass(p, CUTS[cut](n_tokens)), kv_type=kv_type)
+
+
+def test_attention_to_what_a_chunk_is_about_is_not_lost_beside_what_it_is_not_about(native):
+    """All but one of the prompt's keys answer a query by far: within the chunk its share is as large as ever."""
+    p = prompt(40, (2, 1), size=16, layers=1)
+    p.k[:, :, :20], p.k[:, :, 20:] = 12, -12
+    chunks = [ReplayChunk(20, 40, 6)]
+    replay = Replay(np.full((1, 2, 6, 16), 9), np.full((1, 1, 6, 16), -14), chunks)
+    ours = same(pykvedge.plan("h2o", 0.5, recent=0, **PLAN), p, replay=replay)
+    np.testing.assert_allclose(ours.scores[0, 0, 20:], 1 / 20, rtol=1e-3)
+    assert (ours.scores[0, 0, :20] == 0).all()
+
+
+def test_the_number_of_threads_changes_nothing(native):
+    p, plan = prompt(150, (6, 2)), pykvedge.plan("kvzip", 0.2)
+    replay = second_pass(p, CUTS["three"](150))
+    made = [pykvedge.compress(plan, *p.arguments, threads=n, replay=replay).scores for n in (1, 2, 5)]
+    np.testing.assert_array_equal(made[0], made[1])
+    np.testing.assert_array_equal(made[0], made[2])
+
+
+def test_a_pass_that_does_not_fit_is_refused(native):
+    p = prompt(20, (4, 2), size=16)
+    for wrong in (
+        "again",
+        second_pass(prompt(20, (4, 4), size=16), CUTS["one"](20)),
+        second_pass(p, [ReplayChunk(0, 21, 4)]),
+        second_pass(p, [ReplayChunk(5, 5, 4)]),
+        second_pass(p, [ReplayChunk(0, 5, 4, 21)]),
+    ):
+        for engine in ("native", "numpy"):
+            with pytest.raises(ArrayError, match=r"replay|chunk"):
+                pykvedge.compress(pykvedge.plan("kvzip"), *p.arguments, engine=engine, replay=wrong)
+    q, k = np.ones((1, 2, 5, 8)), np.ones((1, 1, 5, 8))
+    for made in ((q, k, []), (q, k, [ReplayChunk(0, 1, 4)]), (q[0], k[0], [ReplayChunk(0, 1, 5)]),
+                 (q * np.nan, k, [ReplayChunk(0, 1, 5)])):  # fmt: skip
+        with pytest.raises(ArrayError, match="replay"):
+            Replay(*made)
+    with pytest.raises(ArrayError, match="stream"):
+        pykvedge.compress(pykvedge.plan("h2o", 5), *p.arguments, stream=4, replay=second_pass(p, CUTS["one"](20)))
+
+
+def test_where_there_is_no_second_pass_a_method_of_one_is_refused(native, kvedge):
+    plan = pykvedge.plan("kvzip", 64, allocator="uniform")
+    with pytest.raises(UsageError, match="a stream never is"):
+        native_plan.check_stream(plan)
+    assert "a second time" in native_plan.why_not_bounded(pykvedge.plan("kvzip-uniform"))
+    assert native_plan.why_not_bounded(pykvedge.plan("h2o", scorer="replay")) == ""
+    kvedge("serve", "--method", "kvzip", "--port", 0).failed(2, "method 'kvzip' goes by a second pass")
+    with pytest.raises(UsageError, match="a second pass"):
+        pykvedge.attach(type("Llama", (), dict.fromkeys(("ctx", "eval", "sample", "reset")))(), "kvzip")
+
+
+# ------------------------------------------------------------------------------------------------------------
+
+
+class Twice(TinyContext):
+    """Reads a prompt, and chunks of a second pass over it."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.cache.set_auto_compress(False)
+
+    def again(self, chunk, tokens, stop=None):
+        n = self.n[0]
+        with self.cache.replaying(chunk):
+            for part in np.array_split(tokens, 1 if len(tokens) < 9 else 3):
+                self.decode(part.tolist())
+        self.n[0] = n
+
+    def logits(self):
+        return np.ctypeslib.as_array(self.llama.llama_get_logits_ith(self.context, -1), (256,)).copy()
+
+    def scores(self):
+        return [libkvedge.pending_scores(self.cache, i) for i in range(len(self.cache.lengths()))]
+
+
+def watched(model, prompt_tokens, again):
+    """[layer][H, n, T + n]: what each token of a pass, one by one behind the prompt, pays to all before it and itself."""
+    context = Twice(model, pykvedge.plan("full"), "f32")
+    context.decode(prompt_tokens)
+    context.cache.watch(True)
+    out = []
+    for token in again:
+        context.decode([token])
+        out.append([
+            [context.cache.attention(i, h) for h in range(4)] for i in range(len(context.cache.lengths()))
+        ])  # fmt: skip
+    context.close()
+    return out
+
+
+@pytest.mark.parametrize("scope", ["chunk", "context"])
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_a_pass_gathers_what_its_tokens_pay_to_the_prompt(native, tiny, kind, scope):
+    model, tokens, n = tiny(kind).model, random_tokens(50), 50
+    plan = pykvedge.plan("kvzip", 0.3, **{"scorer.scope": scope})
+    chunks = [ReplayChunk(0, 30, 12, 3), ReplayChunk(30, 50, 7, 3)]
+    context = Twice(model, plan, "f32")
+    context.decode(tokens)
+    parts = [random_tokens(c.n_tokens, 7) for c in chunks]
+    for chunk, part in zip(chunks, parts, strict=True):
+        context.again(chunk, part)
+    found = context.scores()
+    context.close()
+    expected = [np.zeros_like(x) for x in found]
+    for c, part in zip(chunks, parts, strict=True):
+        index = np.arange(n)
+        within = (index >= c.first) & (index < c.last)
+        for row in watched(model, tokens, part):
+            for i, heads in enumerate(row):
+                for h, paid in enumerate(heads):
+                    scope_of = np.full(len(paid), True)
+                    if scope == "chunk":
+                        scope_of[:n] = within | (index < c.sinks)
+                    share = np.where(scope_of, paid, 0)[:n] / paid[scope_of].sum()
+                    to = expected[i][h // (len(heads) // len(expected[i]))]
+                    to[:] = np.maximum(to, np.where(within | (scope == "context"), share, 0))
+    for ours, its in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours[:, 3:], its[:, 3:], rtol=5e-3, atol=1e-6)
+        assert (ours[:, :3] == 2).all()
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "gemma4e", "qwen2vl"])
+def test_nothing_is_left_of_a_pass(native, tiny, kind):
+    """What follows is, to the bit, what follows without it; so is what another plan keeps of the prompt."""
+    def after(twice):
+        context = Twice(tiny(kind).model, pykvedge.plan("kvzip", 0.5), "f32", n_ctx=1024)
+        context.decode(random_tokens(90))
+        if twice:
+            context.again(ReplayChunk(0, 60, 80), random_tokens(80, 3))
+            context.again(ReplayChunk(60, 90, 40), random_tokens(40, 4))
+        stats = context.cache.stats()
+        assert (stats.n_tokens, stats.n_pending) == (90, 90)
+        context.decode(random_tokens(3, 5))
+        context.decode(random_tokens(1, 6))
+        out = context.logits(), context.cache.lengths()
+        context.close()
+        return out
+
+    (once, rows), (again, its) = after(False), after(True)
+    np.testing.assert_array_equal(once, again)
+    assert rows == its
+
+
+def test_misuse_of_the_pass_is_refused_and_leaves_the_prompt(native, tiny):
+    context = Twice(tiny("llama").model, pykvedge.plan("kvzip", 0.3, recent=0), "f32")
+    cache, chunk = context.cache, ReplayChunk(0, 40, 6)
+
+    def begin(*numbers):
+        given = libkvedge.ReplayGiven(*numbers)
+        call("replay_begin", cache.handle, 0, ctypes.byref(given))
+
+    with pytest.raises(StateError, match="no prompt"):
+        begin(0, 1, 0, 1)
+    context.decode(random_tokens(40))
+    call("replay_end", cache.handle, 0)  # nothing to end
+    for wrong in ((0, 41, 0, 1), (-1, 4, 0, 1), (4, 4, 0, 1), (0, 4, 41, 1), (0, 4, 0, 0)):
+        with pytest.raises(UsageError, match="does not fit"):
+            begin(*wrong)
+    with pytest.raises(StateError, match="only 0 were read"):
+        begin(10, 20, 0, 1)
+    with pytest.raises(StateError, match="has not taken place"):
+        cache.compress()
+    begin(0, 40, 0, 6)
+    for doing in (lambda: begin(0, 40, 0, 6), cache.compress):
+        with pytest.raises(StateError, match="end it first"):
+            doing()
+    context.decode(random_tokens(4))
+    call("replay_end", cache.handle, 0)
+    context.n[0] = 40
+    with pytest.raises(StateError, match="has not taken place"):  # two tokens did not come
+        cache.compress()
+    context.again(chunk, random_tokens(6))
+    cache.compress()
+    assert {len(tokens) for layer in context.held() for tokens in layer} != {40}
+    assert np.mean([len(tokens) for layer in context.held() for tokens in layer]) == 12
+    with pytest.raises(StateError, match="no whole prompt"):
+        begin(0, 1, 0, 1)
+    cache.set_plan(pykvedge.plan("snapkv", 0.3))
+    context.decode(random_tokens(20))
+    with pytest.raises(UnsupportedError, match="scorer 'window' goes by no second pass"):
+        begin(0, 20, 0, 1)
+    context.close()
+
+
+def test_a_model_whose_states_cannot_be_taken_back_is_refused(kvedge, tiny):
+    kvedge("chat", "--model", tiny("lfm2").model, "--method", "kvzip", "--threads", 1, WORDS).failed(1, "recurrent layers")
+
+
+# ------------------------------------------------------------------------------------------------------------
+
+
+FEW = Sampling(max_tokens=4, temp=0.0)
+
+
+def test_a_conversation_reads_its_prompts_again(native, tiny, picture_file):
+    """Whatever the chunks, an answer is there, of the budget's size; the pass is reported and no part of it."""
+    files = tiny("llava")
+    for settings in ({}, {"scorer.chunk": 16}, {"scorer.source": "instruction"}, {"scorer.scope": "context"}):
+        with files.session(pykvedge.plan("kvzip", 0.5, **settings), undo=True) as session:
+            first = say(session, WORDS, [picture_file()], FEW)
+            assert first.time.replay_s > 0 and "read again in" in first.line()
+            assert first.as_json()["time"]["replay_s"] > 0
+            kept = [session.engine.cache.tokens(0, h) for h in range(session.engine.cache.stats().n_heads_kv)]
+            n = first.tokens.prompt
+            assert session.engine.cache.stats().n_tokens == n + first.tokens.generated - 1
+            template = len(session.model.tokenize("USER: ")) + session.model.adds_bos
+            assert all(head[: template - 1] == list(range(template - 1)) for head in kept)
+            second = say(session, WORDS * 2, (), FEW)
+            assert second.time.replay_s > 0
+            session.undo()
+            assert say(session, WORDS * 2, (), FEW).text == second.text
+
+
+def test_the_logits_of_a_prompt_are_there_after_the_pass(native, tiny):
+    with tiny("llama").session(pykvedge.plan("kvzip", 0.99)) as session:
+        again = say(session, WORDS, (), Sampling(max_tokens=1, temp=0.0))
+    with tiny("llama").session(pykvedge.plan("full")) as session:
+        assert say(session, WORDS, (), Sampling(max_tokens=1, temp=0.0)).text == again.text
+
+
+def test_an_interrupted_pass_leaves_the_conversation(native, tiny):
+    cancel, steps = threading.Event(), []
+
+    def progress(what, share):
+        steps.append(what)
+        if what == "reading the prompt again" and cancel.wanted:
+            cancel.set()
+
+    cancel.wanted = False
+    plan = pykvedge.plan("kvzip", 0.5, **{"scorer.chunk": 16})
+    with tiny("llama").session(plan, undo=True, progress=progress, cancel=cancel) as session:
+        say(session, WORDS * 3, (), FEW)
+        held, cancel.wanted = session.engine.cache.lengths(), True
+        with pytest.raises(CancelledError):
+            say(session, WORDS * 3, (), FEW)
+        assert steps[-1] == "reading the prompt again"
+        assert session.engine.cache.lengths() == held and len(session.messages) == 2
+        cancel.wanted = False
+        cancel.clear()
+        after = say(session, WORDS * 3, (), FEW)
+    with tiny("llama").session(plan, undo=True) as session:
+        say(session, WORDS * 3, (), FEW)
+        assert say(session, WORDS * 3, (), FEW).text == after.text
+
+
+def test_a_context_without_room_for_the_pass_says_so(native, tiny, kvedge):
+    text, small = (WORDS * 2)[:330], ["--model", tiny("llama").model, "--threads", 1, "--ctx", 256, "--max-tokens", 2]
+    assert kvedge("chat", *small, "--method", "snapkv", text).code == 0
+    kvedge("chat", *small, "--method", "kvzip", text).failed(1, "second pass over the prompt does not fit", "--ctx")
+
+
+def test_a_passage_knows_its_last_tokens():
+    passage, image = Passage(), ImagePiece(None, 5, "", 5)
+    for piece in (TextPiece([1, 2]), TextPiece([3]), image, TextPiece([4, 5])):
+        passage.add(piece)
+    assert passage.last(1) == [TextPiece([5])]
+    assert passage.last(4) == [TextPiece([4, 5])]  # no half of an image
+    assert passage.last(8) == [TextPiece([3]), image, TextPiece([4, 5])]
+    assert passage.last(99) == [TextPiece([1, 2, 3]), image, TextPiece([4, 5])]
+    other = passage.copy()
+    other.add(TextPiece([6]))
+    assert passage.last(1) == [TextPiece([5])] and other.last(2) == [TextPiece([5, 6])]
