@@ -63,7 +63,8 @@ def plans() -> dict[str, bytes]:
         "prefix", np.linspace(0, 1, 6).reshape(2, 3), (0.1, 0.5, 1.0), "0" * 64, 2, {"made": {"by": "x"}}
     )
     keys = profile.Profile("key-redundancy", np.full((2, 2), 0.25), (), "0" * 64, 1, {"model": {"name": "m"}})
-    return out | {f"profile/{one.kind}": one.to_json().encode() for one in (heads, prefix, keys)}
+    shares = profile.Profile("head-budgets", np.array([[0.5, 0.125], [0.25, 0.125]]), (), "0" * 64, 1, {})
+    return out | {f"profile/{one.kind}": one.to_json().encode() for one in (heads, prefix, keys, shares)}
 
 
 def conversations() -> dict[str, bytes]:

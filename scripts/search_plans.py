@@ -47,6 +47,7 @@ SPACE = Space(
         "ada": [{}],
         "global": [{}, {"allocator.own": 0.2}],
         "heads": [{}, {"allocator.rule": "headkv"}],
+        "calibrated": [{}],
         "prefix": [{}],
         "spectral": [{}],
         "entropy": [{}],

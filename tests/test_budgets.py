@@ -66,6 +66,7 @@ SETTINGS = {
         {"allocator": "spectral", "allocator.gamma": 1.0},
         {"allocator": "prefix", "allocator.source": "profile"},
         {"allocator": "prefix", "allocator.source": "profile", "scorer": "cumulative", "recent": 3},
+        {"allocator": "calibrated", "allocator.share_of": "prompt", "recent": 3},
         {"allocator": "heads", "allocator.rule": "headkv"},
         {"allocator": "heads", "allocator.rule": "headkv", "allocator.beta": 1.0},
         {"allocator": "heads", "allocator.rule": "headkv", "allocator.beta": 40.0, "recent": 0},

@@ -81,7 +81,7 @@ def test_settings_change_a_method():
 
 @pytest.mark.parametrize(("arguments", "settings", "hint"), [
     (("lokm",), {}, "did you mean 'lookm'"),
-    (("nonsense-method-name",), {}, "known: adakv, elastic, expected, flashcache, full, h2o, headkv"),
+    (("nonsense-method-name",), {}, "known: adakv, calibrated, elastic, expected, flashcache, full, h2o"),
     (("lookm",), {"reducer": "pivotl"}, "did you mean 'pivotal'"),
     (("lookm",), {"scorer": "attention"}, "unknown scorer 'attention'"),
     (("lookm",), {"buget": 0.2}, "did you mean 'budget'"),

@@ -39,6 +39,7 @@ def test_profiles_survive_their_file(tmp_path):
         Profile("prefix", np.array([[0.1, 0.25], [0, 1]]), (0.2, 0.5), "sampled-sha256:cd", 2, about),
         Profile("key-redundancy", np.array([[0.0], [1.0]]), (), "sampled-sha256:ef", 1, about),
         Profile("key-redundancy", np.zeros((2, 1)), (), "sampled-sha256:ef", 1, about),  # no keys alike anywhere
+        Profile("head-budgets", np.array([[1 / 3, 0], [1 / 6, 0.5]]), (), "sampled-sha256:ef", 1, about),
     ):
         path = tmp_path / "folder" / "p.json"
         profile.save(made, path)
@@ -83,6 +84,9 @@ def is_close(a, b):
     ({"kind": "prefix", "budgets": [0.0, 0.5], "values": [[0.1, 0.2]]}, "ascending"),
     ({"kind": "key-redundancy"}, "up to 1"), ({"kind": "key-redundancy", "values": [[-0.1]]}, "not negative"),
     ({"kind": "key-redundancy", "values": [[0.5]], "budgets": [0.2]}, "no budgets"),
+    ({"kind": "head-budgets", "values": [[0, 0]]}, "add up to 1"), ({"kind": "head-budgets"}, "add up to 1"),
+    ({"kind": "head-budgets", "values": [[0.5, 0.5]], "budgets": [0.2, 0.5]}, "no budgets"),
+    ({"kind": "head-budgets", "values": [[1.5, -0.5]]}, "not negative"),
     ({"kind": "prefix", "budgets": "all", "values": [[0.1, 0.2]]}, "rows of numbers"),
 ])  # fmt: skip
 def test_damaged_and_hostile_profiles_are_refused(tmp_path, changed, says):

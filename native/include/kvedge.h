@@ -182,6 +182,8 @@ KVEDGE_API kvedge_status kvedge_plan_set(kvedge_plan * plan, const char * key, c
 //   scorer "mixkv" with scorer.source "profile" and scorer.mode "headwise"    values [n_layers][n_columns]: redundancy of each
 //                        KV head, in [0, 1], to mix by instead of the prompt's own (MixKV eq. 4, offline); n_columns = Hkv;
 //                        budgets NULL
+//   allocator "calibrated"    values [n_layers][n_columns]: share of all pairs that each KV head keeps, >= 0, in any unit, or with
+//                        allocator.share_of "prompt" its share of the prompt; n_columns = Hkv; budgets NULL
 // Each stage has a profile of its own. n_layers counts all layers of the model, row i being layer i, also those that kvedge
 // does not store. All is copied.
 // values NULL: the stage has no profile any more.

@@ -149,6 +149,39 @@ void check_uneven_layers() {
     CHECK((out[1] == std::vector<int32_t>{ 60, 60, 60, 60 + 150 }));
 }
 
+// Of the same layers, by allocator calibrated: only their rows count, whatever the others add up to.
+void check_shares() {
+    const std::vector<LayerShape> shapes = { { 1, 4, 2, 8, 8 }, { 3, 4, 4, 8, 8 } };
+    Profile                       p;
+    p.n_layers = 5, p.n_columns = 4;
+    p.values = { 9, 9, 9, 9, 90, 4, 0, 0, 9, 9, 9, 9, 1, 2, 2, 1, 9, 9, 9, 9 };
+    kvedge_plan plan = full_plan();
+    CHECK(kvedge_plan_set(&plan, "allocator", "calibrated", nullptr) == KVEDGE_OK);
+    const auto fits = [&] {
+        plan.profiles[KVEDGE_STAGE_ALLOCATOR] = std::make_shared<Profile>(p);
+        return check_profiles(plan, shapes, 5, nullptr);
+    };
+    CHECK(fits() == KVEDGE_OK);
+    std::vector<std::vector<int32_t>> out = { { 0, 0 }, { 0, 0, 0, 0 } };
+    AllocateInput in{};
+    in.n_tokens = in.most = 100;
+    in.budget   = 30;
+    in.recent   = 15;
+    in.shapes   = &shapes;
+    in.params   = plan.params[KVEDGE_STAGE_ALLOCATOR];
+    in.profile  = &p;
+    plan.allocator->allocate(in, out);
+    CHECK((out[0] == std::vector<int32_t>{ 100, 32 }) && (out[1] == std::vector<int32_t>{ 8, 16, 16, 8 }));
+    in.fixed_recent = 15;
+    plan.allocator->allocate(in, out);
+    CHECK((out[0] == std::vector<int32_t>{ 100, 20 }) && (out[1] == std::vector<int32_t>{ 15, 15, 15, 15 }));
+
+    for (size_t i = 0; i < 4; i++) {
+        p.values[4 + i] = p.values[12 + i] = 0;
+    }
+    CHECK(fits() == KVEDGE_E_ARGUMENT);  // nothing for what is stored
+}
+
 // A plan with a profile for each of two stages: both are needed, each in its own shape, and a stage gives up its own alone.
 void check_two_stages() {
     const std::vector<LayerShape> shapes = { { 0, 4, 2, 8, 8 }, { 2, 4, 1, 8, 8 } };
@@ -184,6 +217,7 @@ int main() {
     check_refusals();
     check_rotations();
     check_uneven_layers();
+    check_shares();
     check_two_stages();
     std::fprintf(stderr, "%d failures\n", failures());
     return failures() != 0;

@@ -6,7 +6,7 @@ import json
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -20,10 +20,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from pykvedge.chat.session import Session
+    from pykvedge.lab.calibrate.budgets import Curves, Setup
     from pykvedge.lab.calibrate.samples import Labelled
+    from pykvedge.lab.progress import Display
+    from pykvedge.models.model import Model
     from pykvedge.plans.profile import Profile
 
 KINDS = {"visual": "visual-heads", "retrieval": "retrieval-heads", "redundancy": "key-redundancy"}
+N_OUTPUTS = 64  # tokens of an answer that are fed in one pass; each takes a row of the vocabulary's numbers
 _OPTIONS = (
     options.MODEL,
     options.MMPROJ,
@@ -46,7 +50,8 @@ def calibrate() -> None:
 
     Some methods go by what is true of the model whatever the prompt: which heads look at what an answer is read from
     (sparsemm, headkv, mixkv-sparsemm, mixkv-headkv), which layers need many tokens (prefixkv with --set
-    allocator.source=profile), and in which heads keys are alike (mixkv with --set scorer.source=profile). A profile
+    allocator.source=profile), in which heads keys are alike (mixkv with --set scorer.source=profile), and what each
+    head's share of the budget costs the answers (calibrated). A profile
     holds those numbers. It belongs to the weights in one GGUF file, is found by itself from then on, and is refused for
     any other model. Nothing is written when the command is stopped.
     """
@@ -98,7 +103,7 @@ def heads(kind: str, samples: int, **given: Any) -> None:
         else:
             found = score_heads(session, KINDS[kind], source, count, display, cancel)
             values, used, made["labelled_tokens"] = found.values, found.samples, found.tokens
-    _deliver(given, session, KINDS[kind], values, (), used, made)
+    _deliver(given, session.model, KINDS[kind], values, (), used, made)
 
 
 @calibrate.command()
@@ -136,7 +141,7 @@ def prefix(budgets: str, samples: int, **given: Any) -> None:
       kvedge calibrate prefix --model m.gguf --mmproj mm.gguf --data prompts.jsonl --budget 0.1,0.2
       kvedge chat ... --method prefixkv --set allocator.source=profile "What is this?"
     """
-    shares = _budgets(budgets)
+    shares = _shares("--budget", budgets)
     from pykvedge.lab.calibrate.prefix import check_budgets, kept_shares
     from pykvedge.plans.presets import plan
 
@@ -146,38 +151,142 @@ def prefix(budgets: str, samples: int, **given: Any) -> None:
         values, used = kept_shares(session, shares, _samples(given, "prefix"), count, display, cancel)
     command = f"kvedge calibrate prefix --budget {','.join(f'{b:g}' for b in shares)} --samples {samples}"
     made = {"command": command, "method": "prefixkv"}
-    _deliver(given, session, "prefix", values, tuple(shares), used, made)
+    _deliver(given, session.model, "prefix", values, tuple(shares), used, made)
+
+
+@calibrate.command()
+@click.option("--samples", type=int, default=24, show_default=True, metavar="N", help="Prompts to measure, at most.")
+@click.option(
+    "--points",
+    type=int,
+    default=12,
+    show_default=True,
+    metavar="N",
+    help="Kept shares to measure each head at, from 1/128 of the prompt to all of it, each the same times the last.",
+)
+@click.option("--scorer", default="mixkv", show_default=True, metavar="NAME", help="That chooses what heads keep.")
+@click.option(
+    "--baseline", type=float, default=0.05, show_default=True, metavar="SHARE", help="Of the prompt: the other heads'."
+)
+@click.option(
+    "--targets",
+    default="0.05,0.1,0.2",
+    show_default=True,
+    metavar="A,B",
+    help="Budgets, shares of the prompt, over which the loss is averaged that the exchange makes small.",
+)
+@click.option("--seed", type=int, default=2024, show_default=True, metavar="N", help="Of the scenes drawn by kvedge.")
+@option("--save", type=options.PATH, metavar="FILE.jsonl",
+        help="Keep every head's losses, a line each, as they are measured.")  # fmt: skip
+@click.option("--resume", is_flag=True, help="Go on with the losses in --save FILE; other targets need no more.")
+@options.taking(*_OPTIONS)
+def budgets(samples: int, points: int, scorer: str, targets: str, seed: int, **given: Any) -> None:
+    """Find the share of all KV pairs that each head keeps with allocator calibrated.
+
+    Head by head and share by share: a copy of the prompt is compressed, the head keeping that share and the others the
+    baseline, and the answer is fed; the loss is how far the next token's distribution is from the full cache's. Shares
+    are then exchanged between the heads as long as one gains more than another loses. Without an "answer" of its own a
+    sample is measured on what the model answers with the full cache. The number of measurements is heads x points x
+    samples; how long they take is said when the first few are done. With --save a run that was stopped goes on later.
+
+    \b
+    Your own samples (--data), one a line:
+      {"image": "shop.jpg", "question": "What does the sign say?", "answer": "Open until 5"}
+
+    \b
+    Examples:
+      kvedge calibrate budgets
+      kvedge calibrate budgets --model m.gguf --mmproj mm.gguf --data signs.jsonl --samples 10 --points 8
+      kvedge chat --model m.gguf --mmproj mm.gguf --image a.jpg --method calibrated "What is this?"
+    """
+    from pykvedge.lab.calibrate.budgets import setup_for
+    from pykvedge.lab.calibrate.exchange import check_targets
+
+    wanted, baseline = _shares("--targets", targets), given["baseline"]
+    check_targets(wanted)
+    count, setup = options.positive("--samples", samples), setup_for(scorer, baseline, points, wanted)
+    if seed < 0:
+        raise UsageError(f"--seed must be 0 or more, not {seed}")
+    if given["resume"] and given["save"] is None:
+        raise UsageError("--resume needs the file of losses: --save FILE")
+    model, values, found = _measured(given, setup, seed, count)
+    command = f"kvedge calibrate budgets --samples {samples} --points {points} --scorer {scorer}"
+    command += f" --baseline {baseline:g} --targets {','.join(f'{t:g}' for t in wanted)} --seed {seed}"
+    made = {"command": command, "baseline_loss": float(f"{found.baseline:.4g}")}
+    _deliver(given, model, "head-budgets", values, (), found.samples, made)
 
 
 # ------------------------------------------------------------------------------------------------------------
 
 
-def _budgets(text: str) -> list[float]:
+def _measured(given: dict[str, Any], setup: Setup, seed: int, count: int) -> tuple[Model, Any, Curves]:
+    """Returns the model, which is closed, its heads' shares, and the curves that they follow from."""
+    from pykvedge.lab.calibrate.budgets import Curver, measure_curves
+    from pykvedge.lab.calibrate.curvefile import CurveFile
+    from pykvedge.lab.eval.reader import Reader
+    from pykvedge.lab.progress import clock
+    from pykvedge.models.vision import Vision
+    from pykvedge.runtime.loaded import borrow
+    from pykvedge.runtime.settings import Settings
+
+    model, mmproj = model_files(given)
+    settings, source = Settings.of(options.running(given)), _samples(given, "head-budgets", seed)
+    header = setup.header(model, given["data"].expanduser() if given["data"] else f"scenes of seed {seed}")
+    with _interruptible(given) as (display, cancel), ExitStack() as held:
+        kept = CurveFile(given["save"], header, len(setup.points), given["resume"])
+        held.callback(kept.close)
+        loan = borrow(model, mmproj, settings, display, cancel)
+        held.callback(loan.give_back)
+        vision = Vision(loan.encoder) if loan.encoder else None
+        reader = Reader(loan.model, vision, loan.threads, settings.storage, settings.n_ctx, n_outputs=N_OUTPUTS)
+        held.callback(reader.close)
+        reader.stop_when(cancel)
+
+        def told(runs: int, seconds: float) -> Any:
+            if not given["quiet"]:
+                display.say(f"{runs} measurements, about {clock(seconds)}")
+            display.skip(1 - runs)
+            return display.step
+
+        curver = Curver(loan.model, vision, reader, setup)
+        found = measure_curves(curver, source, count, kept, told, cancel)
+        return loan.model, found.shares(setup, loan.model.n_layer), found
+
+
+def _shares(name: str, text: str) -> list[float]:
     try:
         return [float(x) for x in text.split(",")]
     except ValueError:
-        raise UsageError(f"--budget takes shares like 0.1,0.2,0.5, not '{text}'") from None
+        raise UsageError(f"{name} takes shares like 0.1,0.2,0.5, not '{text}'") from None
 
 
-def _samples(given: dict[str, Any], kind: str) -> Iterable[Labelled]:
-    from pykvedge.lab.calibrate.samples import read_jsonl, scenes
+def _samples(given: dict[str, Any], kind: str, seed: int | None = None) -> Iterable[Labelled]:
+    from pykvedge.lab.calibrate.samples import SEED, read_jsonl, scenes
 
-    return read_jsonl(given["data"].expanduser()) if given["data"] else scenes(kind)
+    return read_jsonl(given["data"].expanduser()) if given["data"] else scenes(kind, SEED if seed is None else seed)
 
 
 @contextmanager
 def _session(given: dict[str, Any], plan: Any) -> Iterator[tuple[Session, Any, threading.Event]]:
     """Opens a session in which Ctrl-C asks for an end, after which nothing is written."""
     from pykvedge.chat.session import Session
+
+    model, mmproj = model_files(given)
+    with _interruptible(given) as (display, cancel), ExitStack() as held:
+        session = Session(model, mmproj, plan, progress=display, cancel=cancel, **options.running(given))
+        yield held.enter_context(session), display, cancel
+
+
+@contextmanager
+def _interruptible(given: dict[str, Any]) -> Iterator[tuple[Display, threading.Event]]:
+    """Gives a display, and an event that Ctrl-C sets, after which nothing is written."""
     from pykvedge.lab.progress import Display
     from pykvedge.runtime.interrupt import CancelledError, as_event
 
-    model, mmproj = model_files(given)
     display = Display(enabled=not given["quiet"])
     with as_event(threading.Event()) as cancel:
         try:
-            with Session(model, mmproj, plan, progress=display, cancel=cancel, **options.running(given)) as session:
-                yield session, display, cancel
+            yield display, cancel
         except CancelledError:
             print("kvedge: stopped; no profile was written", file=sys.stderr)
             raise
@@ -186,14 +295,14 @@ def _session(given: dict[str, Any], plan: Any) -> Iterator[tuple[Session, Any, t
 
 
 def _deliver(
-    given: dict[str, Any], session: Session, kind: str, values: Any, budgets: tuple[float, ...], samples: int, made: Any
+    given: dict[str, Any], model: Model, kind: str, values: Any, budgets: tuple[float, ...], samples: int, made: Any
 ) -> None:
     from pykvedge.models import profiles
     from pykvedge.plans import profile
 
-    path = session.model.path
+    path = model.path
     made["data"] = given["data"].name if given["data"] else "scenes drawn by kvedge"
-    about = {"model": {"name": path.name, "architecture": session.model.header.architecture}, "made": made}
+    about = {"model": {"name": path.name, "architecture": model.header.architecture}, "made": made}
     done = profile.Profile(kind, values, budgets, profiles.hash_of(path), samples, about)
     place = given["output"] or profiles.folder() / profiles.file_name(kind, done.model_hash)
     profile.save(done, place)
@@ -205,14 +314,20 @@ def _deliver(
 
 
 def _table(profile: Profile) -> str:
-    """Shows rows of layers in percent: scores of heads are parts of the whole, shares and redundancies as they are."""
+    """Shows rows of layers in percent: scores of heads are parts of the whole, shares and redundancies as they are.
+
+    Heads' budgets are percent of an even one.
+    """
     is_prefix = profile.kind == "prefix"
     whole = profile.values.sum() if profile.kind in ("visual-heads", "retrieval-heads") else 1
+    if profile.kind == "head-budgets":
+        whole = 1 / max((profile.values > 0).sum(), 1)
     names = [f"{b:g}" for b in profile.budgets] if is_prefix else [f"head {h}" for h in range(profile.values.shape[1])]
     shown = 100 * profile.values / whole
     what = {
         "prefix": "percent of the prompt kept at each budget",
         "key-redundancy": "mean similarity of two keys in percent",
+        "head-budgets": "percent of an even share of the budget",
     }.get(profile.kind, "percent of all scores")
     lines = [f"{profile.kind} of {profile.about['model']['name']}, {profile.samples} samples: {what}"]
     if len(names) > 16:

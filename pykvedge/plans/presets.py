@@ -25,6 +25,7 @@ _PYRAMIDKV = "Cai et al. 2024, PyramidKV: Dynamic KV Cache Compression based on 
 _ADAKV = "Feng et al. 2024, Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation, arXiv:2407.11550"
 _SPARSEMM = "Wang et al. 2025, SparseMM: Head Sparsity Emerges from Visual Concept Responses in MLLMs, ICCV"
 _HEADKV = "Fu et al. 2024, Not All Heads Matter: Head-Level KV Cache Compression with Reasoning, arXiv:2410.19258"
+_CALIBRATED = "Zweiger et al. 2026, Fast KV Compaction via Attention Matching, arXiv:2602.16284, with MixKV's scores"
 _KEYDIFF = "Park et al. 2025, KeyDiff: Key Similarity-Based KV Cache Eviction, arXiv:2504.15364"
 _EXPECTED = "Devoto et al. 2025, Expected Attention: KV Cache Compression by Estimating Attention, arXiv:2510.00636"
 _CRITICALKV = (
@@ -129,6 +130,12 @@ _PRESETS = (
         "mixkv with more for the heads that find what is asked for",
         _MIXKV,
         {"scorer": "mixkv", "allocator": "heads", "params": {"allocator.rule": "headkv"}},
+    ),
+    Preset(
+        "calibrated",
+        "mixkv with the share of the pairs for each head that costs answers least (kvedge calibrate budgets)",
+        _CALIBRATED,
+        {"scorer": "mixkv", "allocator": "calibrated"},
     ),
     Preset(
         "flashcache",

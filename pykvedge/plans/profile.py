@@ -28,6 +28,7 @@ KINDS = {
     "retrieval-heads": "kvedge calibrate heads --kind retrieval",
     "prefix": "kvedge calibrate prefix",
     "key-redundancy": "kvedge calibrate heads --kind redundancy",
+    "head-budgets": "kvedge calibrate budgets",
 }
 # kind -> what its numbers are of, in every layer; a stage takes any kind with the columns of its own
 COLUMNS = {
@@ -35,14 +36,16 @@ COLUMNS = {
     "retrieval-heads": "query heads",
     "prefix": "budgets",
     "key-redundancy": "KV heads",
+    "head-budgets": "KV heads' shares",
 }
+ROUNDED = 1e-3  # that shares written with six digits may miss their sum by
 LARGEST_FILE = 16 << 20  # bytes; a model of 100 layers and 100 heads takes a tenth of one of those megabytes
 
 
 @dataclass(frozen=True)
 class Profile:
     """Numbers of a model, rows by its layers: values [L, H] (heads), [L, budgets] (prefix: kept shares), or [L, Hkv]
-    (key-redundancy: mean cosine similarity of a KV head's keys, in [0, 1]).
+    (key-redundancy: mean cosine similarity of a KV head's keys, in [0, 1]; head-budgets: shares of all pairs, sum 1).
     """
 
     kind: str  # one of KINDS
@@ -69,6 +72,9 @@ class Profile:
         elif self.kind == "key-redundancy":
             if self.budgets or values.max() > 1:
                 raise ProfileError("a key-redundancy profile holds numbers up to 1, and no budgets")
+        elif self.kind == "head-budgets":
+            if self.budgets or abs(values.sum() - 1) > ROUNDED:
+                raise ProfileError("a head-budgets profile holds shares that add up to 1, and no budgets")
         elif self.budgets or not values.any():
             raise ProfileError("a profile of heads holds scores, some of them above 0, and no budgets")
         object.__setattr__(self, "values", values)
@@ -182,7 +188,7 @@ def for_arrays(plan: Plan, given: Given, n_layers: int, n_heads: int, n_heads_kv
         if stage not in out:
             raise missing(plan, stage, "")
         found = out[stage].values.shape
-        columns = {"query heads": n_heads, "KV heads": n_heads_kv, "budgets": len(out[stage].budgets)}[COLUMNS[kind]]
+        columns = len(out[stage].budgets) if kind == "prefix" else n_heads if "query" in COLUMNS[kind] else n_heads_kv
         if found != (n_layers, columns):
             raise ProfileError(
                 f"the profile has {found[0]} layers of {found[1]} numbers, {n_layers} of {columns} are needed; it "

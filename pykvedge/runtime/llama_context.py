@@ -35,6 +35,7 @@ class ContextSize:
     prompt_tokens: int = 0  # of the first prompt, for the estimate of memory
     n_seq: int = 1  # sequences that share its tokens
     peak_tokens: int = 0  # of the first prompt that are there at once; 0: all
+    n_outputs: int = 0  # tokens of one pass that are asked for their logits; as many as sequences can be anyway
 
 
 def check_memory(model: Model, size: ContextSize, threads: int, whole_cache: bool) -> None:
@@ -68,7 +69,7 @@ class Context:
         params.n_threads = params.n_threads_batch = threads
         plain = KvType.parse(size.kv_type).plain  # of layers that llama.cpp keeps
         params.type_k, params.type_v = ggml_types()[plain.k], ggml_types()[plain.v]
-        params.n_outputs_max = size.n_seq  # only the last token of a prompt is asked for its logits
+        params.n_outputs_max = max(size.n_seq, size.n_outputs)  # of a prompt the last token alone is asked for logits
         params.n_seq_max, params.kv_unified = size.n_seq, size.n_seq > 1
         with llamacpp.collected_errors() as lines:
             self.handle = llama.llama_init_from_model(model.handle, params)
@@ -157,18 +158,37 @@ class Context:
         """Appends tokens. want_logits: of the last one. Raises ContextError, CancelledError, KvedgeError."""
         for start in range(0, len(tokens), self.n_batch):
             part = tokens[start : start + self.n_batch]
-            batch = self._batch
-            batch.n_tokens = len(part)
-            for i, token in enumerate(part):
-                batch.token[i] = token
-                batch.pos[i] = self.n_past + i
-                batch.n_seq_id[i] = 1
-                batch.seq_id[i][0] = self.sequence
-                batch.logits[i] = False
+            batch = self._fill(part)
             batch.logits[len(part) - 1] = want_logits and start + len(part) == len(tokens)
             self._checked(lambda: self.llama.llama_decode(self.handle, batch))  # noqa: B023
             self.n_past += len(part)
             self.n_cells += len(part)
+
+    def decode_each(self, tokens: list[int]) -> np.ndarray:
+        """Appends tokens in one pass, at most n_outputs of ContextSize; [n, n_vocab] float32, the logits after each.
+
+        Raises as decode does.
+        """
+        batch = self._fill(tokens)
+        for i in range(len(tokens)):
+            batch.logits[i] = True
+        self._checked(lambda: self.llama.llama_decode(self.handle, batch))
+        self.n_past += len(tokens)
+        self.n_cells += len(tokens)
+        rows = self.llama.llama_get_logits(self.handle)
+        return np.ctypeslib.as_array(rows, (len(tokens), self.model.n_vocab)).copy()
+
+    def _fill(self, tokens: list[int]) -> Any:
+        """Puts tokens into the batch, none of which is asked for its logits."""
+        batch = self._batch
+        batch.n_tokens = len(tokens)
+        for i, token in enumerate(tokens):
+            batch.token[i] = token
+            batch.pos[i] = self.n_past + i
+            batch.n_seq_id[i] = 1
+            batch.seq_id[i][0] = self.sequence
+            batch.logits[i] = False
+        return batch
 
     def decode_image(self, vision: Vision, piece: ImagePiece) -> None:
         """Appends an encoded image. Raises as decode does."""

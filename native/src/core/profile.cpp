@@ -35,9 +35,10 @@ struct KindText {
 
 KindText text_of(ProfileKind kind) {
     switch (kind) {
-        case ProfileKind::heads:    return { "query heads", "heads" };
-        case ProfileKind::kv_heads: return { "KV heads", "heads --kind redundancy" };
-        default:                    return { "kept shares by budget", "prefix" };
+        case ProfileKind::heads:       return { "query heads", "heads" };
+        case ProfileKind::kv_heads:    return { "KV heads", "heads --kind redundancy" };
+        case ProfileKind::head_shares: return { "KV heads", "budgets" };
+        default:                       return { "kept shares by budget", "prefix" };
     }
 }
 
@@ -47,6 +48,26 @@ int32_t most_heads(const std::vector<LayerShape> & shapes, ProfileKind kind) {
         most = std::max(most, kind == ProfileKind::heads ? s.n_heads : s.n_heads_kv);
     }
     return most;
+}
+
+// Whether some stored head has a share, without which nothing says who gets the pairs.
+bool any_share(const Profile & p, const std::vector<LayerShape> & shapes) {
+    return std::any_of(shapes.begin(), shapes.end(), [&](const LayerShape & s) {
+        const float * row = p.layer(s.il);
+        return std::any_of(row, row + s.n_heads_kv, [](float x) { return x > 0.0f; });
+    });
+}
+
+kvedge_status check_numbers(
+    const Profile & p, const char * who, ProfileKind kind, const std::vector<LayerShape> & shapes, kvedge_error * err) {
+    const bool above = std::any_of(p.values.begin(), p.values.end(), [](float x) { return x > 1.0f; });
+    if (kind == ProfileKind::kv_heads && above) {
+        return fail(err, KVEDGE_E_ARGUMENT, "the profile of %s holds numbers above 1; it needs redundancies in [0, 1]", who);
+    }
+    if (kind == ProfileKind::head_shares && !any_share(p, shapes)) {
+        return fail(err, KVEDGE_E_ARGUMENT, "the profile of %s has no share above 0 for any layer that is stored", who);
+    }
+    return KVEDGE_OK;
 }
 
 kvedge_status check_shape(
@@ -65,10 +86,7 @@ kvedge_status check_shape(
         return fail(err, KVEDGE_E_ARGUMENT, "the profile of %s has %d %s a layer, the model %d; it belongs to another model", who,
                     p.n_columns, text.columns, most);
     }
-    const bool above = std::any_of(p.values.begin(), p.values.end(), [](float x) { return x > 1.0f; });
-    return kind == ProfileKind::kv_heads && above
-               ? fail(err, KVEDGE_E_ARGUMENT, "the profile of %s holds numbers above 1; it needs redundancies in [0, 1]", who)
-               : KVEDGE_OK;
+    return check_numbers(p, who, kind, shapes, err);
 }
 
 }  // namespace

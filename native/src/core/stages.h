@@ -43,9 +43,9 @@ using Scores = std::vector<Bulk<float>>;  // [layer][Hkv * T]
 
 struct Profile;
 
-// Calibrated numbers that a member needs: none, one a query head of every layer, one in [0, 1] a KV head, or kept shares of
-// every layer by budget.
-enum class ProfileKind { none, heads, kv_heads, shares };
+// Calibrated numbers that a member needs: none, one a query head of every layer, one in [0, 1] a KV head, kept shares of every
+// layer by budget, or a KV head's share of all pairs.
+enum class ProfileKind { none, heads, kv_heads, shares, head_shares };
 
 // What every member has. Values of its settings come in the order of params, which ends with a nameless one.
 struct Member {

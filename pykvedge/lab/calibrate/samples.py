@@ -25,10 +25,11 @@ TASKS = {
     "retrieval-heads": ("code-in-image-k", "which-image"),
     "prefix": ("code", "describe", "where", "code-in-image-k", "which-image", "difference"),
     "key-redundancy": ("code", "describe", "where", "code-in-image-k", "which-image", "difference"),
+    "head-budgets": ("code", "describe", "where", "code-in-image-k", "which-image", "difference"),
 }
 LABELLED = ("visual-heads", "retrieval-heads")  # the others need no boxes
 IMAGES = 4  # of the tasks that look for one among several
-_SEED = 2024
+SEED = 2024
 _FIELDS = {"image", "images", "question", "answer", "boxes", "needle", "id"}
 
 
@@ -97,12 +98,12 @@ def boxes_of(sample: Sample) -> tuple[Box, ...]:
     return (_object(image, item, answer, item.place if sample.task == "where" else answer),)
 
 
-def scenes(kind: str) -> Iterator[Labelled]:
-    """Draws samples without end, always the same ones, for a kind of profile."""
+def scenes(kind: str, seed: int = SEED) -> Iterator[Labelled]:
+    """Draws samples without end, the same ones for a seed, for a kind of profile."""
     number = 0
     while True:
         task = TASKS[kind][number % len(TASKS[kind])]
-        rng = np.random.default_rng((_SEED, number))
+        rng = np.random.default_rng((seed, number))
         sample = draw_sample(rng, task, IMAGES, second_turn=False, held_out=False)
         pictures = tuple(load_picture(x, f"scene {i + 1}") for i, x in enumerate(sample.images()))
         boxes = boxes_of(sample) if kind in LABELLED else ()

@@ -82,4 +82,7 @@ def _profile(kind: str, p: Prompt) -> Profile:
         return Profile(kind, np.sort(rng.random((n_layers, 3)), axis=1), (0.1, 0.25, 0.7))
     if kind == "key-redundancy":
         return Profile(kind, rng.random((n_layers, p.k.shape[1])))
+    if kind == "head-budgets":
+        shares = rng.gamma(0.3, 1.0, (n_layers, p.k.shape[1])) + 1e-9
+        return Profile(kind, shares / shares.sum())
     return Profile(kind, rng.gamma(0.3, 1.0, (n_layers, n_heads)))

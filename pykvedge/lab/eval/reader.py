@@ -8,7 +8,7 @@ compressed by its own plan. What is measured is what a session does; only the re
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from pykvedge.plans.kvtypes import KvType
 from pykvedge.plans.plan import Plan
 from pykvedge.plans.presets import check_protection
 from pykvedge.plans.presets import plan as make_plan
+from pykvedge.plans.stages.base import ProfileTable
 from pykvedge.runtime.driver import Driver
 from pykvedge.runtime.llama_context import ContextSize, ubatch_for
 
@@ -41,11 +42,20 @@ class Reader:
     """A Reader has a context of the model. Close it when done. Errors are those of Context and of libkvedge."""
 
     def __init__(
-        self, model: Model, vision: Vision | None, threads: int, kv_type: str | KvType, n_ctx: int = 0
+        self,
+        model: Model,
+        vision: Vision | None,
+        threads: int,
+        kv_type: str | KvType,
+        n_ctx: int = 0,
+        n_outputs: int = 0,
     ) -> None:
-        """n_ctx: tokens of the context, 0: as many as are needed, up to those that the model was trained for."""
+        """n_ctx: tokens of the context, 0: as many as are needed, up to those that the model was trained for.
+
+        n_outputs: tokens of one pass that can be asked for their logits, for `feed`.
+        """
         self.model, self.vision = model, vision
-        self._threads, self._kv_type, self._n_ctx = threads, kv_type, n_ctx
+        self._threads, self._kv_type, self._n_ctx, self._n_outputs = threads, kv_type, n_ctx, n_outputs
         self._driver: Driver | None = None
         self._cancel: threading.Event | None = None
         self._logits: dict[int, np.ndarray] = {}  # of the last token of each sequence
@@ -79,7 +89,7 @@ class Reader:
             return
         self.close()
         n_ctx = -(-cells // STEP) * STEP
-        size = ContextSize(n_ctx, n_ubatch, self._kv_type, 2 * n_conversation, n_seq=4)
+        size = ContextSize(n_ctx, n_ubatch, self._kv_type, 2 * n_conversation, n_seq=4, n_outputs=self._n_outputs)
         self._driver = Driver(self.model, self.vision, size, self._threads)
 
     def start(self, plan: Plan) -> None:
@@ -121,12 +131,15 @@ class Reader:
         for sequence in (BRANCH, ASKED, SIDE):
             context.drop(sequence)
 
-    def set_plan(self, plan: Plan) -> None:
-        """Compresses the current sequence by this plan. Raises BudgetError if what it protects does not fit."""
+    def set_plan(self, plan: Plan, tables: Mapping[str, ProfileTable] | None = None) -> None:
+        """Compresses the current sequence by this plan. Raises BudgetError if what it protects does not fit.
+
+        tables: profiles by stage, instead of those that lie ready.
+        """
         driver = self._live()
         if driver.cache is not None:
             check_protection(plan, driver.cache.stats(driver.context.sequence).n_pending)
-            driver.cache.set_plan(plan, tables_for(plan, self.model.path))
+            driver.cache.set_plan(plan, tables_for(plan, self.model.path) if tables is None else tables)
 
     def read(self, pieces: Sequence[Piece]) -> None:
         """Appends pieces to the current sequence; afterwards the logits of the last token are there, of text."""
@@ -140,6 +153,22 @@ class Reader:
         driver = self._live()
         driver.extend(token)
         self._logits[driver.context.sequence] = driver.context.logits().copy()
+
+    def feed(self, tokens: Sequence[int]) -> np.ndarray:
+        """Appends tokens in as few passes as n_outputs allows. Returns the logits after each: [n, n_vocab] float32."""
+        driver, out = self._live(), list[np.ndarray]()
+        for at in range(0, len(tokens), max(self._n_outputs, 1)):
+            with driver.explained():
+                out.append(driver.context.decode_each(list(tokens[at : at + max(self._n_outputs, 1)])))
+        return np.concatenate(out)
+
+    def heads(self) -> list[tuple[int, int]]:
+        """Lists (layer of the model, KV head) of all heads that kvedge stores; none where there is no cache."""
+        driver = self._live()
+        if driver.cache is None:
+            return []
+        lengths = driver.cache.lengths(driver.context.sequence)
+        return [(i, h) for i, of in zip(driver.cache.layer_ids(), lengths, strict=True) for h in range(len(of))]
 
     def logits(self) -> np.ndarray:
         """Returns those of the last token of the current sequence: [n_vocab] float32."""

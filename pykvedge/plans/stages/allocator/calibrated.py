@@ -1,0 +1,45 @@
+"""Calibrated: every KV head gets the share of all pairs that a calibration found to cost the answers least.
+
+How much a model's answers change as one head keeps less is measured once, head by head, and shares are exchanged
+between the heads as long as one gains more than another loses (`kvedge calibrate budgets`; after the code of Zweiger et
+al. 2026, Fast KV Compaction via Attention Matching, arXiv:2602.16284). Here the shares become whole numbers: a head's
+part of all pairs, none above the prompt, what exceeds it to the others in proportion, as often as need be, and the
+largest remainder meets the total. The released code truncates, lets no head keep more than three quarters of the
+tokens, and misses the total.
+
+`share_of = prompt` grants each head that share of the prompt, whatever the budget: so heads are measured one by one.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pykvedge.errors import ProfileError
+from pykvedge.plans.stages.base import Allocator, Prompt, Settings
+from pykvedge.plans.stages.shares import round_shares
+
+KIND = "head-budgets"
+
+
+def allocate(prompt: Prompt, settings: Settings) -> np.ndarray:
+    """[L, Hkv] int64, each at least 1 and what the plan protects by number; in all L * Hkv times the even budget.
+
+    With share_of = prompt the sum is what the shares come to. Raises ProfileError.
+    """
+    if prompt.profile is None:
+        raise ProfileError("allocator 'calibrated' needs a profile; make one with `kvedge calibrate budgets`")
+    shares, n_tokens = prompt.profile.values.astype(np.float64), prompt.scores.shape[2]
+    least = max(1, prompt.fixed_recent)
+    if settings["share_of"] == "prompt":
+        return np.clip(np.floor(shares * n_tokens + 0.5), least, n_tokens).astype(np.int64)
+    return round_shares(shares.reshape(-1), prompt.budget * shares.size, n_tokens, least).reshape(shares.shape)
+
+
+MEMBER = Allocator(
+    name="calibrated",
+    summary="to every head the share of all pairs that costs the answers least, by a calibration",
+    source="Fast KV Compaction via Attention Matching, released code",
+    allocate=allocate,
+    profile=lambda settings: KIND,
+    by_place=True,  # a profile belongs to the heads of one model
+)
