@@ -37,7 +37,7 @@ void score(const ScoreInput & in, float * out) {
 }  // namespace
 
 extern const Scorer scorer_replay = {
-    { "replay", PARAMS }, false, auto_recent, false, nullptr, score, nullptr, nullptr, false, nullptr, nullptr, nullptr, nullptr, nullptr, peaks
+    { "replay", PARAMS }, false, auto_recent, false, nullptr, score, nullptr, nullptr, false, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, peaks
 };
 
 }  // namespace kvedge
