@@ -364,3 +364,22 @@ def softmax_row(query, keys):
     logits = [sum(a * b for a, b in zip(query, key, strict=True)) / math.sqrt(len(query)) for key in keys]
     weights = [math.exp(x - max(logits)) for x in logits]
     return [w / sum(weights) for w in weights]
+
+
+def projected(value, weights, norm):
+    """CriticalKV: how much a value [d_v] adds through weights [d_v][D]: the sum of it, or its length."""
+    added = [sum(x * row[c] for x, row in zip(value, weights, strict=True)) for c in range(len(weights[0]))]
+    return sum(abs(x) for x in added) if norm == "l1" else math.sqrt(sum(x * x for x in added))
+
+
+def critical(scores, weights, n, protected, half="budget"):
+    """CriticalKV, algorithm 1, one token after the other: by score until half is chosen, then by (score + 1e-4) weight.
+
+    protected: tokens that stay anyway, and count for the half of the budget.
+    """
+    kept = set(protected)
+    first = n // 2 if half == "budget" else len(kept) + (n - len(kept)) // 2
+    while len(kept) < n:
+        by = scores if len(kept) < first else [(s + 1e-4) * w for s, w in zip(scores, weights, strict=True)]
+        kept.add(min((i for i in range(len(scores)) if i not in kept), key=lambda i: (-by[i], i)))
+    return sorted(kept)

@@ -22,7 +22,9 @@ from pykvedge.runtime import bounded_batch
 from pykvedge.runtime.interrupt import CancelledError
 
 QUESTION = "What is in the two images? " * 3
-METHODS = ["lookm", "snapkv", "mixkv-ada", "pyramidkv", "h2o", "roco", "prefixkv", "flashcache", "expected"]
+METHODS = [
+    "lookm", "snapkv", "mixkv-ada", "pyramidkv", "h2o", "roco", "prefixkv", "flashcache", "expected", "criticalkv",
+]  # fmt: skip
 
 
 def kept(session):

@@ -10,6 +10,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t * data, size_t size) {
     draw_arrays(in, arrays);
     const PlanHandle plan = new_plan();
     draw_plan(in, plan.get(), arrays.of.n_layers, arrays.of.n_heads, arrays.of.n_heads_kv);
+    give_projection(plan.get(), arrays.of);
     (void) compress(in, plan.get(), arrays);
     return 0;
 }

@@ -20,7 +20,7 @@ bool same(const kvedge_plan & a, const kvedge_plan & b) {
     out = out && a.budget_ratio == b.budget_ratio && a.budget_pairs == b.budget_pairs && a.recent_auto == b.recent_auto &&
           a.recent_ratio == b.recent_ratio && a.recent_pairs == b.recent_pairs && a.sinks == b.sinks;
     return out && a.image_ratio == b.image_ratio && a.image_tokens == b.image_tokens && a.text_prior == b.text_prior &&
-           a.keep_all_text == b.keep_all_text && a.later_floor == b.later_floor;
+           a.keep_all_text == b.keep_all_text && a.critical == b.critical && a.critical_free == b.critical_free && a.later_floor == b.later_floor;
 }
 
 void set_profile(Input & in, kvedge_plan * plan, kvedge_error & err) {

@@ -120,6 +120,8 @@ void draw_plan(Input & in, kvedge_plan * plan, int32_t n_layers, int32_t n_heads
     const uint8_t flags = in.byte();
     set(plan, "text_prior", flags & 1 ? "true" : "false");
     set(plan, "text_overflow", flags & 2 ? "keep_all" : "budget");
+    set(plan, "critical", flags & 16 ? "l1" : flags & 32 ? "l2" : "none");
+    set(plan, "critical_half", flags & 64 ? "free" : "budget");
     set(plan, "image_tokens", one_of(in, BUDGETS));
     if (flags & 4) {
         draw_profile(in, plan, n_layers, flags & 8 ? n_heads : n_heads_kv);
@@ -156,6 +158,15 @@ void draw_arrays(Input & in, Arrays & out) {
     of.k = out.k.data();
     of.v = out.v.data();
     of.image_mask = period > 0 ? out.mask.data() : nullptr;
+}
+
+void give_projection(kvedge_plan * plan, const kvedge_arrays & of) {
+    constexpr int32_t  WIDTH = 7;
+    uint32_t           state = 1;
+    std::vector<float> weights;
+    kvedge_error       err{};
+    fill(weights, (size_t) of.n_layers * (size_t) of.n_heads * (size_t) of.head_size * (size_t) WIDTH, state);
+    (void) told(kvedge_plan_set_projection(plan, weights.data(), of.n_layers, of.n_heads, of.head_size, WIDTH, &err), err);
 }
 
 bool compress(Input & in, const kvedge_plan * plan, const Arrays & arrays) {

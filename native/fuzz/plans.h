@@ -22,6 +22,9 @@ PlanHandle new_plan();
 // Sets stages, their settings, the budget and what is protected; a profile where a stage takes one of these shapes.
 void draw_plan(Input & in, kvedge_plan * plan, int32_t n_layers, int32_t n_heads, int32_t n_heads_kv);
 
+// Gives a plan the output projection of arrays of that shape. Reads no bytes.
+void give_projection(kvedge_plan * plan, const kvedge_arrays & of);
+
 struct Arrays {
     kvedge_arrays        of{};
     std::vector<float>   q, k, v;

@@ -3,6 +3,7 @@
 #include "check.h"
 #include "core/plan.h"
 
+#include <cstring>
 #include <vector>
 
 using namespace kvedge;
@@ -20,10 +21,30 @@ void test_refused() {
     CHECK(set(plan, "text_overflow", "keep_all") == KVEDGE_OK && plan.keep_all_text);
     CHECK(set(plan, "text_overflow", "both") == KVEDGE_E_ARGUMENT && plan.keep_all_text);
     CHECK(set(plan, "text_overflow", "budget") == KVEDGE_OK && !plan.keep_all_text);
+    CHECK(set(plan, "critical", "l2") == KVEDGE_OK && plan.critical == Critical::l2);
+    CHECK(set(plan, "critical", "l3") == KVEDGE_E_ARGUMENT && set(plan, "critical", "") == KVEDGE_E_ARGUMENT && plan.critical == Critical::l2);
+    CHECK(set(plan, "critical_half", "free") == KVEDGE_OK && set(plan, "critical_half", "all") == KVEDGE_E_ARGUMENT && plan.critical_free);
     CHECK(set(plan, "sinks", "4") == KVEDGE_OK && set(plan, "sinks", "-1") == KVEDGE_E_BUDGET && plan.sinks == 4);
     CHECK(set(plan, "recent", "3") == KVEDGE_OK && set(plan, "recent", "1.5") == KVEDGE_E_BUDGET && plan.recent_pairs == 3);
     CHECK(set(plan, "scorer", "window") == KVEDGE_OK && set(plan, "scorer.window", "16") == KVEDGE_OK);
     CHECK(set(plan, "scorer.window", "0") == KVEDGE_E_ARGUMENT && plan_window(plan) == 16);
+}
+
+// Scores that are not attention alone cannot be weighed.
+void test_critical() {
+    for (int32_t i = 0; const char * name = kvedge_stage_name(KVEDGE_STAGE_SCORER, i); i++) {
+        kvedge_plan  plan = full_plan();
+        kvedge_error err{};
+        CHECK(set(plan, "scorer", name) == KVEDGE_OK && kvedge_plan_check(&plan, &err) == KVEDGE_OK);
+        CHECK(set(plan, "critical", "l1") == KVEDGE_OK);
+        const bool weighed = plan.scorer->attends && plan.scorer->attends(plan.params[KVEDGE_STAGE_SCORER]);
+        CHECK(kvedge_plan_check(&plan, &err) == (weighed ? KVEDGE_OK : KVEDGE_E_ARGUMENT));
+        CHECK(weighed || (std::strstr(err.message, name) && !std::strchr(err.message, '\n')));
+    }
+    kvedge_plan plan = full_plan();
+    CHECK(set(plan, "scorer", "expected") == KVEDGE_OK && set(plan, "critical", "l2") == KVEDGE_OK);
+    CHECK(kvedge_plan_check(&plan, nullptr) == KVEDGE_E_ARGUMENT && set(plan, "scorer.vnorm", "false") == KVEDGE_OK);
+    CHECK(kvedge_plan_check(&plan, nullptr) == KVEDGE_OK);
 }
 
 // Without a pruner nothing is left out, so there must be room for all rows, however few image_tokens asks for.
@@ -45,6 +66,7 @@ void test_no_pruner() {
 
 int main() {
     test_refused();
+    test_critical();
     test_no_pruner();
     std::fprintf(stderr, "%d failures\n", failures());
     return failures() != 0;

@@ -2,6 +2,7 @@
 
 #include "check.h"
 #include "core/profile.h"
+#include "core/projection.h"
 
 #include <cstring>
 #include <random>
@@ -122,6 +123,56 @@ void check_rotations() {
     kvedge_plan_free(plan);
 }
 
+void check_projections_of_arrays() {
+    const Given   g    = random_arrays(2, 40);
+    kvedge_plan * plan = heads_plan();
+    CHECK(kvedge_plan_set(plan, "allocator", "uniform", nullptr) == KVEDGE_OK && kvedge_plan_set(plan, "scorer", "cumulative", nullptr) == KVEDGE_OK);
+    const int32_t all = kept(plan, g);
+    CHECK(all > 0 && kvedge_plan_set(plan, "critical", "l1", nullptr) == KVEDGE_OK);
+    CHECK(kept(plan, g) == -1);  // none given
+    std::vector<float> w(2 * 4 * 8 * 5, 0.5f);
+    const auto         set = [&](const float * values, int32_t n_layers, int32_t n_heads, int32_t d, int32_t width) {
+        kvedge_error err{};
+        const auto   status = kvedge_plan_set_projection(plan, values, n_layers, n_heads, d, width, &err);
+        CHECK(status == KVEDGE_OK || strlen(err.message) > 10);
+        return status;
+    };
+    CHECK(set(w.data(), 2, 4, 8, 5) == KVEDGE_OK && kept(plan, g) == all);
+    kvedge_plan_set(plan, "critical", "l2", nullptr);
+    CHECK(kept(plan, g) == all);
+    CHECK(set(w.data(), 0, 4, 8, 5) == KVEDGE_E_ARGUMENT && set(w.data(), 2, 4, 8, 0) == KVEDGE_E_ARGUMENT && set(w.data(), 2, -4, 8, 5) == KVEDGE_E_ARGUMENT);
+    CHECK(kvedge_plan_set_projection(nullptr, w.data(), 2, 4, 8, 5, nullptr) == KVEDGE_E_ARGUMENT);
+    w[100] = NAN;
+    CHECK(set(w.data(), 2, 4, 8, 5) == KVEDGE_E_ARGUMENT && kept(plan, g) == all);  // those of before
+    w[100] = 0.0f;
+    kvedge_result * r = nullptr;
+    kvedge_error    err{};
+    CHECK(set(w.data(), 1, 4, 8, 10) == KVEDGE_OK);
+    CHECK(kvedge_compress_arrays(plan, &g.arrays, KVEDGE_TYPE_F16, 1, &r, &err) == KVEDGE_E_UNSUPPORTED && strstr(err.message, "critical l2"));
+    CHECK(set(nullptr, 0, 0, 0, 0) == KVEDGE_OK && kept(plan, g) == -1);
+    kvedge_plan_free(plan);
+}
+
+// A model that lacks the weights of a layer, or has others than its heads call for.
+struct OddWeights : OutputWeights {
+    std::string unusable(size_t layer, const LayerShape &) const override { return layer == 1 ? "blk.3.attn_output.weight is odd" : ""; }
+    int32_t     width(size_t) const override { return 4; }
+    void        read(size_t, int32_t, float *) const override { CHECK(false); }
+};
+
+void check_projections_of_models() {
+    const std::vector<LayerShape> shapes = { { 1, 4, 2, 8, 8 }, { 3, 4, 4, 8, 8 } };
+    const Projections             odd(std::make_shared<OddWeights>());
+    kvedge_plan                   plan = full_plan();
+    kvedge_error                  err{};
+    CHECK(check_projections(plan, shapes, nullptr, &err) == KVEDGE_OK && check_projections(plan, shapes, &odd, &err) == KVEDGE_OK);
+    plan.scorer   = find_scorer("window");
+    plan.critical = Critical::l1;
+    CHECK(check_projections(plan, { shapes[0] }, &odd, &err) == KVEDGE_OK && check_projections(plan, shapes, nullptr, &err) == KVEDGE_E_ARGUMENT);
+    CHECK(check_projections(plan, shapes, &odd, &err) == KVEDGE_E_UNSUPPORTED);
+    CHECK(strstr(err.message, "layer 3") && strstr(err.message, "blk.3.attn_output.weight") && !strchr(err.message, '\n'));
+}
+
 // Layers 1 and 3 of five are stored, with 2 and 4 KV heads: rows go by the model's numbers, and the total is exact.
 void check_uneven_layers() {
     const std::vector<LayerShape> shapes = { { 1, 4, 2, 8, 8 }, { 3, 4, 4, 8, 8 } };
@@ -216,6 +267,8 @@ int main() {
     check_lifetime();
     check_refusals();
     check_rotations();
+    check_projections_of_arrays();
+    check_projections_of_models();
     check_uneven_layers();
     check_shares();
     check_two_stages();

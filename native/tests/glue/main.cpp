@@ -14,6 +14,8 @@ void host_scenarios(llama_model * model, const std::string & folder, bool first,
     if (first) {
         step("plans");
         every_member(model);
+        step("the critical rule");
+        critical_rule(model);
         step("storage types, stages of its own");
         storage_types(model);
         own_stages(model);

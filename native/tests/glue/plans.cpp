@@ -84,6 +84,15 @@ void every_member(llama_model * model) {
     }
 }
 
+// The critical rule, by the model's own weights: twice, as the second time finds what the first has left.
+void critical_rule(llama_model * model) {
+    World w(model, nullptr);
+    for (const char * norm : { "l1", "l2", "l1", "l2" }) {
+        Plan plan({ { "scorer", "window" }, { "scorer.window", "8" }, { "critical", norm }, { "budget", "0.25" } });
+        try_plan(w, plan, norm);
+    }
+}
+
 // An uncompressed cache against llama.cpp's own.
 void as_without_a_cache(llama_model * model) {
     World ours(model, nullptr), theirs(model, nullptr, KVEDGE_TYPE_F16, false);

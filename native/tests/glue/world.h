@@ -80,6 +80,7 @@ constexpr int32_t N_SEQ = 4, N_CTX = 1024, N_UBATCH = 256, N_THREADS = 2, PROMPT
 
 // The scenarios; `folder` is for files.
 void every_member(llama_model * model);
+void critical_rule(llama_model * model);
 void as_without_a_cache(llama_model * model);
 void sequences(llama_model * model);
 void turns_and_files(llama_model * model, const std::string & folder);
