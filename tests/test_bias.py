@@ -1,4 +1,4 @@
-"""Biases of merged rows: what reducer.bias = mass gives, against loops, in streams, the running model, and what it gains."""
+"""Biases of merged rows: what reducer.bias = mass gives, against loops, in streams, in the running model; its gain."""
 
 from __future__ import annotations
 
@@ -100,7 +100,8 @@ def test_rows_that_stand_for_several_in_loops(reducer):
 
 
 @pytest.mark.parametrize(("reducer", "scorer"), [
-    *((reducer, "cumulative") for reducer in MERGING), ("averaged", "window"), ("pivotal", "mixkv"), ("position", "expected"),
+    *((reducer, "cumulative") for reducer in MERGING),
+    ("averaged", "window"), ("pivotal", "mixkv"), ("position", "expected"),
 ])  # fmt: skip
 def test_streams_merge_again_what_was_merged(native, reducer, scorer):
     """Scores of both engines see the biases of what is held; without them the tokens that stay are others."""
@@ -187,7 +188,7 @@ def by_token(context, layer, head, sequence=0):
 
 
 def logits_without_bias(context, layer, head):
-    """What is left of the last token's log weights when biases are taken away, as a function of keys: how far from q.k."""
+    """How far the last token's log weights are from any q.k, for each query head: less the biases, and with them."""
     k, _ = libkvedge.rows(context.cache, layer, head)
     rows = np.concatenate([k.astype(np.float64), np.ones((len(k), 1))], axis=1)
     group = context.llama.llama_model_n_head(context.model) // len(context.cache.lengths()[layer])
@@ -204,7 +205,7 @@ def logits_without_bias(context, layer, head):
     ("f16", "keep-all"), ("f32", "sliding"), ("f16", "heavy-hitter"), ("q8_0", "sliding"), ("kivi4", "heavy-hitter"),
 ])  # fmt: skip
 def test_answers_attend_with_biases(native, tiny, kv_type, decode):
-    """The softmax weights of an answer's tokens are e^(q.k + b); rows keep their bias, and those that come have none."""
+    """The softmax weights of an answer's tokens are e^(q.k + b); rows keep their bias, new ones have none."""
     plan = pykvedge.plan("h2o", 0.4, reducer="averaged", decode=decode, **MASS)
     context = TinyContext(tiny("llama", weight="f32").model, plan, kv_type)
     try:

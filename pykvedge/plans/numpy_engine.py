@@ -76,7 +76,8 @@ def run(
     profiles = profiles or {}
     calibrated = profiles["scorer"].values if "scorer" in profiles else [None] * n_layers
     layers = [
-        Layer(q[i], k[i], v[i], image_mask, i, n_layers, profile=calibrated[i], rotation=turned) for i in range(n_layers)
+        Layer(q[i], k[i], v[i], image_mask, i, n_layers, profile=calibrated[i], rotation=turned)
+        for i in range(n_layers)
     ]
     scores, reserve, attention = (_of_layers(f, layers, plan) for f in (scorer.score, scorer.reserve, scorer.attention))
     budget = plan.count(n_tokens)
@@ -104,7 +105,7 @@ def _of_layers(score: Any, layers: list[Layer], plan: Plan) -> Any:
 
 
 def reduced(plan: Plan, head: Head, kv_type: KvType) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns the rows that stand for the head: k, v [n, d] float32 that the storage type can represent, their bias [n]."""
+    """Returns the rows that stand for the head: k, v [n, d] float32 that the storage type can hold, their bias [n]."""
     k, v = head.k.copy(), head.v.copy()
     bias = np.zeros(len(head.kept)) if head.bias is None else head.bias[head.kept]
     if len(head.kept) < len(head.k):
