@@ -14,6 +14,7 @@ WORDS = "The quick brown fox jumps over the lazy dog and looks at the picture. "
 PLANS = {
     "full": ("full", None, {}),
     "merged": ("lookm", 0.25, {}),
+    "biased": ("lookm", 0.25, {"reducer": "averaged", "reducer.bias": "mass"}),
     "ragged": ("snapkv", 0.3, {"allocator": "ada", "reducer": "weighted"}),
     "elastic": ("elastic", 0.3, {}),
     "prefixkv": ("prefixkv", 0.3, {}),

@@ -60,8 +60,8 @@ def _cosine(a, b):
     return sum(x * y for x, y in zip(a, b, strict=True)) / norms if norms else -math.inf
 
 
-def merge(k, v, kept, kind):
-    """LOOK-M, eq. 9 to 12, one evicted token after the other. Returns rows of keys, rows of values."""
+def nearest_by_key(k, kept):
+    """LOOK-M, eq. 9: for each kept token the evicted ones that go to it, each with its similarity."""
     evicted = [i for i in range(len(k)) if i not in set(kept)]
     groups = {j: [] for j in kept}
     for i in evicted:
@@ -70,7 +70,36 @@ def merge(k, v, kept, kind):
         if best > -math.inf:
             j = kept[similarity.index(best)]
             groups[j].append((i, best))
-    out_k, out_v = [], []
+    return groups
+
+
+def nearest_by_place(n_tokens, kept, anchors):
+    """Elastic Cache, eq. 2: likewise by the distance in tokens, ties to the left; a similarity of 1."""
+    groups = {j: [] for j in kept}
+    for i in sorted({*range(n_tokens)} - {*kept}):
+        if anchors:
+            groups[min(anchors, key=lambda j: (abs(i - j), j))].append((i, 1.0))
+    return groups
+
+
+def merge_copies(rows, groups, copies, kind):
+    """LOOK-M, eq. 10 to 12, of rows that there are several copies of, copy after copy: [kept][d]."""
+    out = []
+    for j, members in groups.items():
+        total, n = [0.0] * len(rows[j]), 0
+        for i, w in [(j, None), *members]:
+            for _ in range(copies[i]):
+                n += 1
+                for c, pivot in enumerate(rows[j]):
+                    x = rows[i][c]
+                    total[c] += x if i == j else {"averaged": x, "pivotal": (x + pivot) / 2, "weighted": w * x}[kind]
+        out.append([x / n for x in total])
+    return out
+
+
+def merge(k, v, kept, kind):
+    """LOOK-M, eq. 9 to 12, one evicted token after the other. Returns rows of keys, rows of values."""
+    groups, out_k, out_v = nearest_by_key(k, kept), [], []
     for j in kept:
         for rows, out in ((k, out_k), (v, out_v)):
             total = list(rows[j])

@@ -85,7 +85,7 @@ def test_settings_change_a_method():
     (("lookm",), {"reducer": "pivotl"}, "did you mean 'pivotal'"),
     (("lookm",), {"scorer": "attention"}, "unknown scorer 'attention'"),
     (("lookm",), {"buget": 0.2}, "did you mean 'budget'"),
-    (("lookm",), {"reducer.window": 16}, "reducer 'pivotal' has no setting 'window'"),
+    (("lookm",), {"reducer": "evict", "reducer.window": 16}, "reducer 'evict' has no setting 'window'"),
     (("lookm",), {"window.scorer": 16}, "unknown setting 'window.scorer'"),
     (("lookm",), {"text_overflow": "keepall"}, "did you mean 'keep_all'"),
 ])  # fmt: skip

@@ -41,7 +41,9 @@ Expected oracle(const Case & c, const AttendJob & job, int32_t pending) {
     for (int32_t h = 0; h < c.H; h++) {
         std::vector<float> k, v;
         rows_of(*job.rows, h / g, k, v);
-        const auto n_keys = (int32_t) (k.size() / (size_t) c.d_k);
+        const auto         n_keys = (int32_t) (k.size() / (size_t) c.d_k);
+        std::vector<float> bias((size_t) n_keys);
+        job.rows->read_biases(0, h / g, bias.data());
         for (int32_t t = 0; t < job.n; t++) {
             const int32_t       sees = c.causal ? n_keys - job.n + t + 1 : n_keys;
             std::vector<double> p((size_t) sees);
@@ -52,7 +54,7 @@ Expected oracle(const Case & c, const AttendJob & job, int32_t pending) {
                     s += (double) job.q[(size_t) ((t * c.H + h) * c.d_k + i)] * k[(size_t) (j * c.d_k + i)];
                 }
                 s *= job.scale;
-                p[(size_t) j] = c.softcap != 0.0f ? c.softcap * std::tanh(s / c.softcap) : s;
+                p[(size_t) j] = (c.softcap != 0.0f ? c.softcap * std::tanh(s / c.softcap) : s) + (double) bias[(size_t) j];
                 top           = std::max(top, p[(size_t) j]);
             }
             for (auto & x : p) {
@@ -196,24 +198,60 @@ void check_step(const Case & c, Sequence & seq, int32_t n) {
     check_decode(c, seq, job, e, 1);
 }
 
-kvedge_plan half_plan() {
+// mass: merged rows get biases.
+kvedge_plan half_plan(bool mass) {
     kvedge_plan plan  = full_plan();
     plan.budget_ratio = 0.5;
     plan.scorer       = find_scorer("cumulative");
     plan.reducer      = find_reducer("pivotal");
+    plan.params[KVEDGE_STAGE_REDUCER][0] = mass ? 1 : 0;
     return plan;
 }
 
-void check_case(const Case & c) {
-    const std::vector<LayerShape> shapes = { { 0, c.H, c.Hkv, c.d_k, c.d_v } };
-    Sequence                      seq(shapes, c.storage);
-    for (int32_t n : { 1, 70, 3, 699, 1 }) {
-        append(seq, n);
-        check_step(c, seq, n);
+// What was read of all heads: by token, what is added to its logits.
+using Biases = std::vector<std::vector<float>>;
+
+Biases biases_of(const Store & rows) {
+    Biases out;
+    for (int32_t h = 0; h < rows.shapes()[0].n_heads_kv; h++) {
+        const auto         tokens = rows.head_tokens(0, h);
+        std::vector<float> bias(tokens.size()), by_token((size_t) rows.n_tokens(), 0.0f);
+        rows.read_biases(0, h, bias.data());
+        for (size_t i = 0; i < tokens.size(); i++) {
+            by_token[(size_t) tokens[i]] = bias[i];
+        }
+        out.push_back(by_token);
     }
+    return out;
+}
+
+// Whether every row that is left has the bias that it had; rows that came since have none.
+bool same_biases(const Store & rows, const Biases & before) {
+    const Biases now = biases_of(rows);
+    for (size_t h = 0; h < now.size(); h++) {
+        for (int32_t token : rows.head_tokens(0, (int32_t) h)) {
+            const auto at = (size_t) token;
+            if (now[h][at] != (at < before[h].size() ? before[h][at] : 0.0f)) {
+                return false;
+            }
+        }
+    }
+    return true;
+}
+
+void check_compressed(const Case & c, Sequence & seq, bool mass) {
     Compression  outcome;
     kvedge_error err{};
-    CHECK(compress_pending(seq, half_plan(), 2, outcome, &err) == KVEDGE_OK);
+    CHECK(compress_pending(seq, half_plan(mass), 2, outcome, &err) == KVEDGE_OK);
+    CHECK(seq.rows.biased() == mass && outcome.after_bytes == seq.rows.bytes());
+    const Biases given = biases_of(seq.rows);
+    for (const auto & head : given) {
+        double total = 0.0;  // with mass, every one of the 774 rows stands in the row that it went to
+        for (int32_t token : seq.rows.head_tokens(0, (int32_t) (&head - given.data()))) {
+            total += std::exp((double) head[(size_t) token]);
+        }
+        CHECK(close_to((float) total, mass ? 774.0 : 387.0, 1e-2));
+    }
     CHECK(outcome.reduced && seq.rows.head_length(0, 0) == 387 && seq.rows.pending_length() == 0);
     for (int32_t n : { 1, 1, 40 }) {  // a compressed block, single tokens and the next prompt
         append(seq, n);
@@ -232,9 +270,35 @@ void check_case(const Case & c) {
     append(seq, 2);
     check_step(c, seq, 2);
     check_step(c, seq, 1);
+    CHECK(same_biases(seq.rows, given));
     const auto copy = seq.clone();
-    CHECK(copy && copy->rows.head_tokens(0, 0) == seq.rows.head_tokens(0, 0));
+    CHECK(copy && copy->rows.head_tokens(0, 0) == seq.rows.head_tokens(0, 0) && same_biases(copy->rows, given));
     check_step(c, *copy, 2);
+    copy->close_pending();
+    CHECK(copy->rows.seal_old(copy->rows.contents().blocks.size()));
+    for (int32_t h = 0; h < c.Hkv; h++) {
+        for (int32_t i = 0; i < 300; i++) {
+            copy->rows.drop_row(0, h, 40);
+        }
+    }
+    copy->rows.pack_if_sparse();  // blocks with biases and blocks without become one
+    CHECK(c.storage.quantised() || copy->rows.contents().blocks.size() < seq.rows.contents().blocks.size());
+    CHECK(same_biases(copy->rows, given));
+    append(*copy, 1);
+    check_step(c, *copy, 1);
+}
+
+void check_case(const Case & c) {
+    const std::vector<LayerShape> shapes = { { 0, c.H, c.Hkv, c.d_k, c.d_v } };
+    Sequence                      seq(shapes, c.storage);
+    for (int32_t n : { 1, 70, 3, 699, 1 }) {
+        append(seq, n);
+        check_step(c, seq, n);
+    }
+    const auto other = seq.clone();
+    CHECK(other != nullptr);
+    check_compressed(c, seq, false);
+    check_compressed(c, *other, true);
 }
 
 }  // namespace

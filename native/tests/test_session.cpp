@@ -8,6 +8,7 @@
 #include "session/serial.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
@@ -49,6 +50,9 @@ std::unique_ptr<Sequence> make(const std::vector<LayerShape> & shapes, const Sto
         for (auto & head : heads) {
             for (int32_t t = 0; t < 100; t += 1 + below(5)) {
                 head.tokens.push_back(t);
+            }
+            for (int32_t i = 0; l % 2 == 1 && i < head.length(); i++) {
+                head.biases.push_back((float) below(100) / 16.0f - 2.0f);
             }
             stored.push_back({ head.length(), stored_keys(type, head.length()), stored_values(type, head.length()) });
         }
@@ -140,6 +144,13 @@ uint32_t visit(const Sequence & seq) {
     return k ^ (v << 1 | v >> 31);
 }
 
+bool same_biases(const Sequence & a, const Sequence & b, int32_t layer, int32_t head) {
+    std::vector<float> of_a((size_t) a.rows.head_length(layer, head)), of_b((size_t) b.rows.head_length(layer, head));
+    a.rows.read_biases(layer, head, of_a.data());
+    b.rows.read_biases(layer, head, of_b.data());
+    return of_a == of_b && std::any_of(of_a.begin(), of_a.end(), [](float x) { return x != 0.0f; }) == (layer == 1);
+}
+
 void test_there_and_back(const std::vector<LayerShape> & shapes, const Storage & type, bool gaps) {
     const auto seq  = make(shapes, type, gaps);
     const auto data = bytes_of(*seq);
@@ -175,6 +186,7 @@ void test_there_and_back(const std::vector<LayerShape> & shapes, const Storage &
             seq->rows.read_scores((int32_t) l, h, a.data());
             back->rows.read_scores((int32_t) l, h, b.data());
             CHECK(a == b);
+            CHECK(same_biases(*seq, *back, (int32_t) l, h));
             back->rows.drop_row((int32_t) l, h, (int32_t) n - 3);
             seq->rows.drop_row((int32_t) l, h, (int32_t) n - 3);
             CHECK(back->rows.head_tokens((int32_t) l, h) == seq->rows.head_tokens((int32_t) l, h));
@@ -183,6 +195,23 @@ void test_there_and_back(const std::vector<LayerShape> & shapes, const Storage &
     back->rows.drop_empty_blocks();
     back->rows.pack_if_sparse();
     CHECK(visit(*back) == visit(*seq));
+    for (size_t l = 0; l < shapes.size(); l++) {
+        CHECK(same_biases(*seq, *back, (int32_t) l, 0));
+    }
+}
+
+// Biases that no softmax can take are damage.
+void test_bad_biases(const std::vector<LayerShape> & shapes) {
+    const Storage type = { Type::f16, Type::f16 };
+    for (float bad : { NAN, INFINITY, -INFINITY, 2.0f * MOST_BIAS, -2.0f * MOST_BIAS, MOST_BIAS }) {
+        auto          seq      = make(shapes, type, false);
+        StoreContents contents = seq->rows.release();
+        contents.blocks[0].layers[1].heads[0].biases[3] = bad;
+        seq = std::make_unique<Sequence>(Store(shapes, type, std::move(contents)));
+        CHECK(seq->rows.biased());
+        (void) bytes_of(*seq);
+        CHECK((read(shapes, type) != nullptr) == (bad == MOST_BIAS));
+    }
 }
 
 // every: only each so many of the lies is told.
@@ -228,6 +257,7 @@ int main(int argc, char ** argv) {
             storages.push_back({ of_keys((Type) i), FORMATS.of[i + 1].name ? (Type) (i + 1) : Type::f32 });
         }
     }
+    test_bad_biases(shapes);
     for (const Storage & storage : storages) {
         for (bool gaps : { false, true }) {
             test_there_and_back(storage.quantised() ? blocks : shapes, storage, gaps);

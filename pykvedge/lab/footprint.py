@@ -208,7 +208,7 @@ def footprint(files: Files, request: Request) -> Footprint:
     mask = mask_bytes(n_ctx, N_UBATCH)
     heads = [(shape.n_head, layer.n_heads_kv, shape.head_k) for layer in shape.layers]
     scores = native_plan.score_bytes(plan, n_tokens, heads)
-    kv_kept = int(shape.kv_per_token(1) * types.held_bytes_per_value(kept) * kept)
+    kv_kept = int(shape.kv_per_token(1) * types.held_bytes_per_value(kept) * kept) + _bias_bytes(request, shape, kept)
     changed = kept < n_tokens or types.quantised
     widest = max((layer.width for layer in shape.layers), default=0)
     largest = int(widest * types.held_bytes_per_value(kept) * kept) if changed else 0
@@ -243,6 +243,12 @@ def footprint(files: Files, request: Request) -> Footprint:
         answer_full=loaded + answer + per_token * n_tokens,
         after_compression=loaded + answer + kv_kept,
     )
+
+
+def _bias_bytes(request: Request, shape: ModelShape, kept: int) -> int:
+    """A float32 for each pair, where rows were merged and the plan gives them biases."""
+    merges = request.plan.settings("reducer").get("bias") == "mass" and kept < request.prompt_tokens
+    return 4 * kept * sum(layer.n_heads_kv for layer in shape.layers) if merges else 0
 
 
 def most_images(files: Files, request: Request, available: int, kind: str) -> int:

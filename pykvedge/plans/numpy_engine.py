@@ -125,7 +125,7 @@ def _of_layers(score: Any, layers: list[Layer], plan: Plan) -> Any:
 
 
 def reduced(plan: Plan, head: Head, kv_type: KvType) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns the rows that stand for the head: k, v [n, d] float32 that the storage type can represent, their bias [n]."""
+    """Returns the rows that stand for the head: k, v [n, d] float32 that the storage type can hold, their bias [n]."""
     k, v = head.k.copy(), head.v.copy()
     bias = np.zeros(len(head.kept)) if head.bias is None else head.bias[head.kept]
     if len(head.kept) < len(head.k):

@@ -61,7 +61,10 @@ def run(
     profiles = profiles or {}
     calibrated = profiles["scorer"].values if "scorer" in profiles else [None] * n_layers
     held = [
-        [_Held(np.zeros(0, np.int32), k[i, h, :0], v[i, h, :0], np.zeros(0), np.zeros(0, np.float32)) for h in range(n_heads_kv)]
+        [
+            _Held(np.zeros(0, np.int32), k[i, h, :0], v[i, h, :0], np.zeros(0), np.zeros(0, np.float32))
+            for h in range(n_heads_kv)
+        ]
         for i in range(n_layers)
     ]
     for first in range(0, n_tokens, step):

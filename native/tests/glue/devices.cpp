@@ -170,6 +170,10 @@ void devices(llama_model * model, const std::string & folder) {
     compare(model, { { "scorer", "window" }, { "scorer.window", "8" }, { "allocator", "pyramid" }, { "budget", "0.25" } }, "pyramid");
     compare(model, { { "scorer", "window" }, { "scorer.window", "8" }, { "allocator", "ada" }, { "budget", "0.25" } }, "ada");
     compare(model, { { "scorer", "cumulative" }, { "reducer", "pivotal" }, { "budget", "0.25" } }, "cumulative");
+    compare(model, { { "scorer", "cumulative" }, { "reducer", "averaged" }, { "reducer.bias", "mass" }, { "budget", "0.25" } }, "biased",
+            KVEDGE_TYPE_F32, 0.02f);
+    compare(model, { { "scorer", "cumulative" }, { "reducer", "averaged" }, { "reducer.bias", "mass" }, { "decode", "sliding" }, { "budget", "0.25" } },
+            "biased, sliding", KVEDGE_TYPE_F32, 0.02f);
     compare(model, { { "scorer", "cumulative" }, { "decode", "fixed-point" }, { "budget", "0.25" } }, "fixed-point");
     compare(model, { { "scorer", "cumulative" }, { "allocator", "pyramid" }, { "decode", "ratio" }, { "budget", "0.25" } }, "ratio");
     compare(model, { { "scorer", "position" }, { "decode", "sliding" }, { "budget", "0.25" } }, "sliding, f16", KVEDGE_TYPE_F16, 0.1f);

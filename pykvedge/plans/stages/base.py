@@ -110,7 +110,7 @@ class Layer:
     tokens: np.ndarray | None = None  # [Hkv, T] token indices, which are positions, of a stream; None: 0 to T - 1
     replay: Replay | None = None  # a second pass over the prompt, of all layers; None: there was none
     all_q: np.ndarray | None = None  # [H, n, d] all queries of a stream so far, from position 0 on; None: q are all
-    bias: np.ndarray | None = None  # [Hkv, T] float32 of the rows' logits, of a stream whose rows were merged; None: 0
+    bias: np.ndarray | None = None  # [Hkv, T] float32 of the logits, of a stream whose rows were merged; None: 0
 
 
 @dataclass(frozen=True)
@@ -154,8 +154,8 @@ class Result:
     """This is left of a prompt, per layer and KV head.
 
     kept[l][h]: [n] int32, original token indices, ascending. k[l][h], v[l][h]: [n, d] float32, rows in the order of
-    kept, merged where the plan merges. scores: [L, Hkv, T] float32. bias[l][h]: [n] float32, natural logarithms that are
-    added to the rows' logits before the softmax; 0 of rows that stand for themselves.
+    kept, merged where the plan merges. scores: [L, Hkv, T] float32. bias[l][h]: [n] float32, natural logarithms that
+    are added to the rows' logits before the softmax; 0 of rows that stand for themselves.
     """
 
     kept: list[list[np.ndarray]]

@@ -59,18 +59,18 @@ def assign(head: Head) -> Assignment:
 
 
 def masses(head: Head, settings: Settings) -> np.ndarray:
-    """[T] float64: how many rows each row counts as. With bias = mass a row of bias b stands for e^b rows, else for 1."""
+    """[T] float64: how many rows each row counts as. With bias = mass a row of bias b is e^b rows, else 1."""
     if settings["bias"] != "mass" or head.bias is None:
         return np.ones(len(head.k))
     return np.exp(head.bias.astype(np.float64))
 
 
 def merge(head: Head, to: Assignment, settings: Settings, terms: Terms) -> tuple[np.ndarray, ...]:
-    """Keys and values [n, d] float64 of the kept tokens: row_j <- (m_j row_j + sum_i m_i terms_i) / (m_j + sum_i m_i).
+    """Keys and values [n, d] float64 of the kept tokens: row_j <- (m_j row_j + sum m_i terms_i) / (m_j + sum m_i).
 
-    terms(rows) -> [m, d]: what each evicted token adds, of the original rows [T, d]. m: masses, 1 unless rows were merged
-    before. With bias = mass also [n] float64 b_j = ln(m_j + sum_i m_i), so that a row is attended to like all that it
-    stands for: exactly where their keys are equal, else a little less. Our own; the papers have none.
+    terms(rows) -> [m, d]: what each evicted token adds, of the original rows [T, d]. m: masses, 1 unless rows were
+    merged before. With bias = mass also [n] float64 b_j = ln(m_j + sum_i m_i), so that a row is attended to like all
+    that it stands for: exactly where their keys are equal, else a little less. Our own; the papers have none.
     """
     mass, kept = masses(head, settings), head.kept
     total = mass[kept] + np.bincount(to.target, mass[to.source], minlength=len(kept))

@@ -14,7 +14,8 @@ from pykvedge.plans.stages.base import Layer
 def window_attention(q: np.ndarray, k: np.ndarray, window: int, bias: np.ndarray | float = 0.0) -> np.ndarray:
     """Mean attention of the last `window` queries to every token.
 
-    q: [n, d] the last n queries of one query head; k: [T, d] of its KV head; bias [T] of its logits. Returns [T] float64.
+    q: [n, d] the last n queries of one query head; k: [T, d] of its KV head; bias: [T] of its logits.
+    Returns [T] float64.
     """
     n_tokens, size = k.shape
     rows = min(window, len(q))

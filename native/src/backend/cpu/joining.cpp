@@ -56,7 +56,7 @@ class Gathering {
             write_groups(next, wide);
         }
         for (const Source & from : sources_) {
-            if (from.stored && !is_grouped(type_)) {
+            if (from.stored && from.stored->n > 0 && !is_grouped(type_)) {
                 memcpy(next, from.memory + from.stored->offset, (size_t) from.stored->n * stride_);
                 next += (size_t) from.stored->n * stride_;
             }

@@ -15,7 +15,10 @@ from pykvedge.plans.stages.similarity import means
 
 
 def reduce(head: Head, settings: Settings) -> tuple[np.ndarray, ...]:
-    """Merged keys and values, [n, d] float64 each, and with bias = mass [n] biases. Without an anchor the evicted rows are dropped."""
+    """Merged keys and values, [n, d] float64 each, and with bias = mass [n] biases.
+
+    Without an anchor the evicted rows are dropped.
+    """
     anchor = np.ones(len(head.kept), dtype=bool) if settings["into_protected"] else ~head.protected[head.kept]
     return means(head, assign_nearest(head, np.flatnonzero(anchor)), settings)
 
