@@ -66,7 +66,7 @@ def compress(
     stream: tokens that are read at a time, and compressed with what is left of those before (docs/streaming.md); 0: all
     are one prompt. The plan's budget is then a number of pairs, kv_type not quantised, and scores are [L, Hkv, 0].
     rotation: how q and k were turned by their positions, 0 to T - 1, for scorer expected; None: they were not.
-    replay: a second pass over the prompt for scorer replay, whose source is instruction or repeat; None: the prompt's own
+    replay: a second pass over the prompt, for scorer replay with source instruction or repeat; None: the prompt's own
     queries stand in for it.
     Raises ArrayError, UnknownNameError, BudgetError, ProfileError, LibraryError, OutOfMemoryError.
     """
