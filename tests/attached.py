@@ -10,8 +10,10 @@ from pathlib import Path
 import pykvedge
 from pykvedge.models.vision import Vision
 from pykvedge.runtime.llama_context import Context
+from pykvedge.runtime.native_plan import replays
 from pykvedge.runtime.sampling import Sampling
 
+METHODS_TO_ATTACH = [name for name in pykvedge.methods() if not replays(pykvedge.plan(name))]
 THREADS = 1  # sums of several threads' shares may differ in their last bit
 
 

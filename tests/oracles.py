@@ -361,7 +361,7 @@ def cross_entropy(q, k, image):
 
 
 def largest_attention(q, k):
-    """KVzip's score with the prompt's own queries: the most that any of them pays to each token. q: heads of a group."""
+    """The most that any of the prompt's own queries pays to each token. q: heads of a group."""
     out = [0.0] * len(k)
     for head in q:
         for i in range(len(k)):

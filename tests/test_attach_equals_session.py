@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from attached import chat, complete, differing, held, llama, profiles, talk
+from attached import METHODS_TO_ATTACH, chat, complete, differing, held, llama, profiles, talk
 from contexts import TinyContext, random_tokens
 
 import pykvedge
@@ -11,7 +11,7 @@ from pykvedge.models.profiles import tables_for
 
 WORDS = "The quick brown fox jumps over the lazy dog and looks at the picture. "
 BUDGET = 0.4
-METHODS = pykvedge.methods()
+METHODS = METHODS_TO_ATTACH
 
 
 def budget_of(method):

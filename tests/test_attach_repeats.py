@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from attached import chat, complete, held, llama, profiles
+from attached import METHODS_TO_ATTACH, chat, complete, held, llama, profiles
 
-import pykvedge
 from pykvedge.chat.reuse import History, shared
 
 A = "The quick brown fox jumps over the lazy dog and looks at the picture. " * 4
 B = "The quick brown cat sleeps under a table, which was not what it had planned for that day. " * 3
-METHODS = pykvedge.methods()
+METHODS = METHODS_TO_ATTACH
 
 
 @pytest.fixture

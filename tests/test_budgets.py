@@ -42,6 +42,8 @@ SETTINGS = {
         {"scorer": "expected", "scorer.n_future": 1, "scorer.eps": 0.02},
         {"scorer": "expected", "scorer.n_sink": 0, "scorer.covariance": False},
         {"scorer": "expected", "scorer.n_sink": 9, "scorer.vnorm": False, "recent": 0},
+        {"scorer": "replay", "scorer.source": "repeat", "scorer.chunk": 16},
+        {"scorer": "replay", "scorer.source": "instruction", "scorer.scope": "context"},
         {"scorer": "dct", "scorer.gamma": 0.0},
         {"scorer": "dct", "scorer.gamma": 0.5, "scorer.share": "head"},
         {"scorer": "dct", "scorer.gamma": 1.0},

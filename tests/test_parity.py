@@ -60,6 +60,8 @@ def test_what_is_gathered_of_a_prompt_is_what_the_stages_look_at(native):
         ({"scorer": "mean"}, (4 + 16) * pairs),
         ({"scorer": "window", "scorer.window": 10}, 4 * pairs + 3 * 10 * 4 * 8 * 4),
         ({"scorer": "expected"}, 4 * pairs + 3 * 4 * (4 + 8 * (4 + 8) + 36 * 8)),
+        ({"scorer": "replay"}, (4 + 4) * pairs),
+        ({"scorer": "replay", "scorer.source": "repeat"}, (4 + 4) * pairs),
         ({"scorer": "knorm", "decode": "heavy-hitter"}, (4 + 8) * pairs),
     ):
         assert score_bytes(pykvedge.plan("h2o", 0.2, **settings), 100, layers) == expected

@@ -1,4 +1,4 @@
-"""Scorer replay: the definition against loops, both engines, the runtime's second pass, and what is left of it: nothing."""
+"""Scorer replay: the definition against loops, both engines, and the second pass, of which nothing is left."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from conversations import WORDS, say
 import pykvedge
 from pykvedge.errors import ArrayError, CancelledError, StateError, UnsupportedError, UsageError
 from pykvedge.models.vision import ImagePiece, TextPiece
-from pykvedge.native import libraries
 from pykvedge.native.calls import call
 from pykvedge.plans.registry import member
 from pykvedge.plans.stages.base import Layer
 from pykvedge.plans.stages.replay import Replay, ReplayChunk
 from pykvedge.runtime import libkvedge, native_plan
-from pykvedge.runtime.replay import GO_ON, INSTRUCTION, NAMED, REPEAT, Passage
+from pykvedge.runtime.replay import Passage
 from pykvedge.runtime.sampling import Sampling
 
 SETTINGS = {"source": "repeat", "scope": "chunk", "chunk": 2000}
@@ -85,7 +84,9 @@ def same(plan, p, **options):
 @pytest.mark.parametrize("scope", ["chunk", "context"])
 @pytest.mark.parametrize("cut", CUTS)
 def test_both_engines_go_by_the_same_pass(native, cut, scope, allocator):
-    for n_tokens, heads, kv_type in ((6, (4, 2), "f16"), (64, (4, 1), "bf16"), (300, (3, 3), "f16"), (90, (4, 2), "q8_0")):
+    for n_tokens, heads, kv_type in (
+        (6, (4, 2), "f16"), (64, (4, 1), "bf16"), (300, (3, 3), "f16"), (90, (4, 2), "q8_0"),
+    ):  # fmt: skip
         p = prompt(n_tokens, heads, size=32, layers=3)
         plan = pykvedge.plan("h2o", 0.3, allocator=allocator, **{**PLAN, "scorer.scope": scope})
         same(plan, p, replay=second_pass(p, CUTS[cut](n_tokens)), kv_type=kv_type)
@@ -167,7 +168,7 @@ class Twice(TinyContext):
 
 
 def watched(model, prompt_tokens, again):
-    """[layer][H, n, T + n]: what each token of a pass, one by one behind the prompt, pays to all before it and itself."""
+    """[layer][H, n, T + n]: what each token of a pass, one by one behind the prompt, pays to what is there."""
     context = Twice(model, pykvedge.plan("full"), "f32")
     context.decode(prompt_tokens)
     context.cache.watch(True)
@@ -275,8 +276,25 @@ def test_misuse_of_the_pass_is_refused_and_leaves_the_prompt(native, tiny):
     context.close()
 
 
+def test_a_program_that_knows_nothing_of_it_goes_by_the_prompts_own_queries(native, tiny):
+    """The first token of an answer compresses the prompt; where a pass is asked for, it says that there was none."""
+    for settings, works in (({"scorer": "replay"}, True), (PLAN, False)):
+        context = TinyContext(tiny("llama").model, pykvedge.plan("h2o", 0.2, **settings))
+        context.decode(random_tokens(100))
+        if works:
+            context.decode([7])
+            assert {len(tokens) for layer in context.held() for tokens in layer} == {21}
+        else:
+            with pytest.raises(AssertionError):
+                context.decode([7])
+            with pytest.raises(StateError, match="has not taken place"):
+                context.cache.check()
+        context.close()
+
+
 def test_a_model_whose_states_cannot_be_taken_back_is_refused(kvedge, tiny):
-    kvedge("chat", "--model", tiny("lfm2").model, "--method", "kvzip", "--threads", 1, WORDS).failed(1, "recurrent layers")
+    done = kvedge("chat", "--model", tiny("lfm2").model, "--method", "kvzip", "--threads", 1, WORDS)
+    done.failed(1, "recurrent layers")
 
 
 # ------------------------------------------------------------------------------------------------------------

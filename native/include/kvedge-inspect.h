@@ -22,7 +22,7 @@ typedef struct kvedge_stats {
     uint64_t bytes;              // bytes of the sequence's key and value buffers, biases of rows included, that exist now
     uint64_t index_bytes;        // bytes of its token indices and positions
     uint64_t score_bytes;        // bytes of column sums, of scores, of watched attention, of queries kept for allocator
-                                 // entropy, and of the mean and covariance of queries, that exist now
+                                 // entropy, of the mean and covariance of queries, and of the largest attention of each token, that exist now
     uint64_t before_bytes;       // `bytes` right before the last compression (the full cache, for a first turn)
     uint64_t after_bytes;        // `bytes` right after it
     uint64_t peak_bytes;         // largest value of bytes + index_bytes + score_bytes so far

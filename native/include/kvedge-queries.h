@@ -32,7 +32,7 @@ KVEDGE_API kvedge_status kvedge_plan_check_stream(const kvedge_plan * plan, kved
 
 // Bytes that one layer of n_heads query heads and n_heads_kv KV heads, with keys of d_k numbers, takes beside its keys and
 // values while a prompt of n_tokens is read and compressed under the plan: column sums and their squares, entropies, queries,
-// the window's, their mean and covariance, as far as the stages look at them, and the scores. 0 where the plan keeps everything.
+// the window's, their mean and covariance, the largest attention of each token, as far as the stages look at them, and the scores. 0 where the plan keeps everything.
 KVEDGE_API uint64_t kvedge_plan_score_bytes(
     const kvedge_plan * plan, int32_t n_tokens, int32_t n_heads, int32_t n_heads_kv, int32_t d_k);
 

@@ -23,6 +23,7 @@ from pykvedge.plans.kvtypes import KvType
 from pykvedge.plans.plan import Plan
 from pykvedge.runtime import libkvedge, native_plan
 from pykvedge.runtime.llama_context import DEFAULT_CTX, N_UBATCH, ROOM_TO_ANSWER
+from pykvedge.runtime.replay import extra_tokens
 
 _VOCABULARY = 260  # bytes a token of the vocabulary takes in llama.cpp's tables
 _GRAPH = 4 << 20  # bytes of llama.cpp's graphs, and of what it allocates for its bookkeeping
@@ -194,7 +195,8 @@ def footprint(files: Files, request: Request) -> Footprint:
     n_tokens = request.prompt_tokens
     kept = min(plan.count(n_tokens), n_tokens)
     per_token = shape.kv_per_token(element)
-    n_ctx = request.n_ctx or max(min(shape.n_ctx_train, DEFAULT_CTX), n_tokens + ROOM_TO_ANSWER)
+    again = extra_tokens(plan, n_tokens, request.image_tokens) if kept < n_tokens else 0  # beside the prompt's own
+    n_ctx = request.n_ctx or max(min(shape.n_ctx_train, DEFAULT_CTX), n_tokens + max(ROOM_TO_ANSWER, again))
     one_pass = min(N_UBATCH, max(request.text_tokens, request.image_tokens if request.n_images else 0))
     # an image's embeddings are held by the encoder, by the session, and by the batch that reads them
     embeddings = 4 * shape.n_embd * request.image_tokens * (request.n_images + 2 if request.n_images else 0)
@@ -212,6 +214,7 @@ def footprint(files: Files, request: Request) -> Footprint:
     changed = kept < n_tokens or types.quantised
     widest = max((layer.width for layer in shape.layers), default=0)
     largest = int(widest * types.held_bytes_per_value(kept) * kept) if changed else 0
+    largest = max(largest, per_token * again)  # one follows the other
     loaded = files.program + weights.mapped + weights.repacked + files.encoder
     encoding = loaded + embeddings + files.encoder_compute
     base = loaded + compute

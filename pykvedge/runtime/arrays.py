@@ -70,7 +70,7 @@ def compress(
     rotation: how q and k were turned by their positions, 0 to T - 1, for scorer expected; None: they were not.
     projection: W_O of the layers, [L, H, d, D] floating point, for plans with critical: head h adds its output [d]
     times projection[l, h] to a row of the residual stream.
-    replay: a second pass over the prompt for scorer replay, whose source is instruction or repeat; None: the prompt's own
+    replay: a second pass over the prompt, for scorer replay with source instruction or repeat; None: the prompt's own
     queries stand in for it.
     Raises ArrayError, UnknownNameError, BudgetError, ProfileError, LibraryError, OutOfMemoryError.
     """

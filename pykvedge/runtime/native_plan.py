@@ -125,7 +125,8 @@ def options_of(kv_type: KvType) -> Options:
 
 
 def _second_pass(replay: Replay) -> GivenReplay:
-    chunks = (ReplayChunk * len(replay.chunks))(*(ReplayChunk(x.first, x.last, x.sinks, x.n_tokens) for x in replay.chunks))
+    given = [ReplayChunk(x.first, x.last, x.sinks, x.n_tokens) for x in replay.chunks]
+    chunks = (ReplayChunk * len(given))(*given)
     at = replay.q.ctypes.data, replay.k.ctypes.data
     return GivenReplay(replay.q.shape[2], len(chunks), *at, chunks)
 

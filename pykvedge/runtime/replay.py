@@ -104,7 +104,9 @@ class Requests:
         return sum(1 for _ in takewhile(lambda row: len(set(row)) == 1, rows))
 
 
-def parts(plan: Plan, pieces: list[Piece], n_pending: int, room: int, requests: Requests, begins: bool) -> Iterator[Part]:
+def parts(
+    plan: Plan, pieces: list[Piece], n_pending: int, room: int, requests: Requests, begins: bool
+) -> Iterator[Part]:
     """Cuts the pass over n_pending tokens, whose last are `pieces`, into chunks that fit `room`.
 
     begins: they begin the conversation. Raises ContextError where there is no room.

@@ -18,7 +18,11 @@ extern "C" kvedge_status kvedge_plan_check_stream(const kvedge_plan * plan, kved
     return caught(err, "check a plan");
 }
 
-extern "C" bool kvedge_plan_replays(const kvedge_plan * plan) { return plan && (plan_peaks(*plan) & WANTS_REPLAY); }
+extern "C" bool kvedge_plan_replays(const kvedge_plan * plan) try {
+    return plan && (plan_peaks(*plan) & WANTS_REPLAY);
+} catch (...) {
+    return false;
+}
 
 extern "C" uint64_t kvedge_plan_score_bytes(
     const kvedge_plan * plan, int32_t n_tokens, int32_t n_heads, int32_t n_heads_kv, int32_t d_k) try {
@@ -28,7 +32,9 @@ extern "C" uint64_t kvedge_plan_score_bytes(
     const LayerShape layer{ 0, n_heads, n_heads_kv, d_k, d_k };
     const uint64_t   each   = plan->critical == Critical::none ? sizeof(float) : 2 * sizeof(float);
     const uint64_t   scores = kvedge_plan_budget(plan, n_tokens) < n_tokens ? each : 0;
-    return observed_bytes(plan_observes(*plan), layer, n_tokens) + scores * (uint64_t) n_heads_kv * (uint64_t) n_tokens;
+    Observation      wanted = plan_observes(*plan);
+    wanted.peaks            = plan_peaks(*plan) != 0;  // of the prompt, or of a second pass over it
+    return observed_bytes(wanted, layer, n_tokens) + scores * (uint64_t) n_heads_kv * (uint64_t) n_tokens;
 } catch (...) {
     return 0;
 }

@@ -40,7 +40,7 @@ class Replay:
         self.chunks = tuple(chunks)
         n = sum(chunk.n_tokens for chunk in self.chunks)
         if any(x.ndim != 4 or not np.isfinite(x).all() for x in arrays) or self.q.shape[2] != n or n == 0:
-            raise ArrayError(f"a replay's q and k must be [layers, heads, {n or 'tokens'}, head size] of finite numbers")
+            raise ArrayError(f"a replay's q and k must be finite numbers [layers, heads, {n or 'tokens'}, head size]")
 
     def check(self, q: np.ndarray, k: np.ndarray) -> None:
         """Raises ArrayError where it is not one of the prompt q [L, H, T, d], k [L, Hkv, T, d]."""

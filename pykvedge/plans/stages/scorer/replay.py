@@ -39,7 +39,8 @@ def score(layer: Layer, settings: Settings) -> np.ndarray:
     out = np.zeros((n_heads_kv, n_tokens))
     if settings["source"] == "prompt" or layer.replay is None:
         for h, query_head in enumerate(layer.q):
-            np.maximum(out[h // group], causal_attention(query_head, layer.k[h // group]).max(axis=0), out=out[h // group])
+            paid = causal_attention(query_head, layer.k[h // group]).max(axis=0)
+            out[h // group] = np.maximum(out[h // group], paid)
         return out
     sinks = 0
     for chunk, q, k in layer.replay.parts(layer.index):
