@@ -104,8 +104,9 @@ def profile_file(tmp_path_factory):
         rng = np.random.default_rng(3)
         budgets = (0.2, 0.6) if kind == "prefix" else ()
         values = rng.random((n_layers, 2)) * 0.6 if budgets else rng.gamma(0.3, 1.0, (n_layers, n_heads))
-        if kind == "key-redundancy":
+        if kind in ("key-redundancy", "head-budgets"):
             values = rng.random((n_layers, header.values[f"{header.architecture}.attention.head_count_kv"]))
+            values /= values.sum() if kind == "head-budgets" else 1
         path = folder / profiles.file_name(kind, profiles.hash_of(model))
         profile.save(profile.Profile(kind, values, budgets, profiles.hash_of(model), 1, {}), path)
         return path

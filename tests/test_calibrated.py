@@ -156,6 +156,24 @@ def test_a_head_keeps_what_it_was_granted(native):
         assert set(range(190, 200)) <= set(kept[0][1].tolist())  # half of a small head are its last tokens
 
 
+def test_a_session_finds_what_is_shipped_bounded_or_not(native):
+    """Of a question that comes with its image, and of one that comes later."""
+    [sample] = itertools.islice(scenes("head-budgets", seed=9), 1)
+    shares, found = profile.load(profiles.SHIPPED / profiles.file_name("head-budgets", profiles.hash_of(DEMO))), []
+    assert shares.samples == 24 and shares.about["made"]["command"].endswith(f"--seed {SEED}")
+    for bounded in (False, True):
+        plan = pykvedge.plan("calibrated", 0.2)
+        with pykvedge.Session(DEMO, DEMO_MMPROJ, plan, bounded=bounded, threads=1) as session:
+            answer = session.ask(sample.question, sample.pictures)
+            first, n, cache = session.engine.cache.lengths(), answer.report.tokens.prompt, session.engine.cache
+            assert answer.read().strip() == sample.answer and answer.report.bounded in (None, True)
+            wanted = oracles.calibrated(shares.table.values.ravel().tolist(), plan.count(n) * 10, n, 1)
+            assert [count for layer in first for count in layer] == wanted
+            session.ask("And now?").close()
+            found.append([cache.tokens(i, h) for i in range(5) for h in range(2)])
+    assert found[0] == found[1]
+
+
 # What does not fit
 
 

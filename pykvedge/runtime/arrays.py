@@ -64,7 +64,7 @@ def compress(
     "auto" where d is a multiple of 64, "on" or "off"; what comes out is rotated back. threads: of the native engine, 0
     for all cores.
     profile: a Profile or its file, or several, for a plan whose stages need them (Plan.profile_kinds), each for the
-    stage that it fits; shapes are [L, H], [L, Hkv] (key-redundancy), or [L, budgets] (prefix).
+    stage that it fits; shapes are [L, H], [L, Hkv] (key-redundancy, head-budgets), or [L, budgets] (prefix).
     stream: tokens that are read at a time, and compressed with what is left of those before (docs/streaming.md); 0: all
     are one prompt. The plan's budget is then a number of pairs, kv_type not quantised, and scores are [L, Hkv, 0].
     rotation: how q and k were turned by their positions, 0 to T - 1, for scorer expected; None: they were not.
