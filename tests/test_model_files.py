@@ -35,8 +35,11 @@ BROKEN = [
     ({"llama.block_count": 513}, "1 to 512 layers"),
     ({"llama.block_count": 0}, "block_count is 0"),
     ({"llama.nextn_predict_layers": 3}, "nextn_predict_layers is 3"),
-    ({"tokenizer.ggml.tokens": [*TOKENS[:-1], TOKENS[-2]]}, "1 of the 512 tokens in its vocabulary are there twice"),
+    ({"tokenizer.ggml.tokens": [*TOKENS[:-1], TOKENS[-2]]}, "1 of the 512 tokens in its vocabulary"),
+    ({"tokenizer.ggml.tokens": [*TOKENS[:-1], TOKENS[-2] + "\0x"]}, "1 of the 512 tokens in its vocabulary"),
+    ({"tokenizer.ggml.tokens": [*TOKENS[:-2], "[EMPTY_511]", ""]}, "1 of the 512 tokens in its vocabulary"),
     ({"tokenizer.ggml.model": "none"}, "has no tokenizer"),
+    ({"tokenizer.ggml.model": "none\0"}, "has no tokenizer"),
     ({"tokenizer.ggml.model": "no_vocab"}, "has no tokenizer"),
     ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.merges": 7}, "merges is no list"),
     ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.merges": [7]}, "merges is no list of texts"),
@@ -75,7 +78,7 @@ def test_tensors_that_begin_in_odd_places_are_refused(tmp_path, alignment):
         check_model(path)
 
 
-@pytest.mark.parametrize("at", [0, 4, 5, 9])
+@pytest.mark.parametrize("at", [0, 4, 5, 12])
 def test_chat_says_so_in_one_line(kvedge, tmp_path, at):
     meta, says = BROKEN[at]
     kvedge("chat", "--model", written(tmp_path, meta=meta), "Hi").failed(1, says, "m.gguf")

@@ -92,9 +92,9 @@ class _Reader:
         start = self.at
         kind, n = int(self.scalar("I")), self.count("an array length")
         if kind == _STRING and key == TOKENS:
-            # llama.cpp gives an empty token a name of its own
-            texts = [self._bytes() for _ in range(n)]
-            self.distinct_tokens = len(set(filter(None, texts))) + texts.count(b"")
+            # llama.cpp reads a text up to its first NUL, and gives an empty one a name of its own
+            texts = [self._bytes().partition(b"\0")[0] for _ in range(n)]
+            self.distinct_tokens = len({text or b"[EMPTY_%d]" % i for i, text in enumerate(texts)})
         elif kind == _STRING:
             read, data, at, last = struct.Struct("<Q").unpack_from, self.data, self.at, len(self.data) - 8
             for _ in range(n):
@@ -181,7 +181,7 @@ def _parse(path: Path, data: mmap.mmap | bytes, size: int) -> Header:
             if found is not None:
                 lists[key] = found
         elif kind == _STRING:
-            values[key] = reader.string()
+            values[key] = reader.string().partition("\0")[0]  # llama.cpp reads no further
         elif kind in _SCALARS:
             values[key] = reader.scalar(_SCALARS[kind])
         else:
