@@ -81,7 +81,7 @@ def test_settings_change_a_method():
 
 @pytest.mark.parametrize(("arguments", "settings", "hint"), [
     (("lokm",), {}, "did you mean 'lookm'"),
-    (("nonsense-method-name",), {}, "known: adakv, calibrated, elastic, expected, flashcache, full, h2o"),
+    (("nonsense-method-name",), {}, "known: adakv, calibrated, criticalkv, criticalkv-ada, elastic"),
     (("lookm",), {"reducer": "pivotl"}, "did you mean 'pivotal'"),
     (("lookm",), {"scorer": "attention"}, "unknown scorer 'attention'"),
     (("lookm",), {"buget": 0.2}, "did you mean 'budget'"),
@@ -153,7 +153,8 @@ def test_what_the_library_is_told():
     text = pykvedge.plan("lookm", 1e-4, recent=1e-5, sinks=2, text_overflow="keep_all").as_text()
     assert text == {"scorer": "cumulative", "allocator": "uniform", "reducer": "pivotal", "decode": "keep-all",
                     "pruner": "none", "budget": "0.0001", "image_tokens": "1.0", "recent": "0.00001", "sinks": "2",
-                    "text_prior": "true", "text_overflow": "keep_all"}  # fmt: skip
+                    "text_prior": "true", "text_overflow": "keep_all", "critical": "none",
+                    "critical_half": "budget"}  # fmt: skip
     assert pykvedge.plan("h2o").as_text()["recent"] == "auto"
 
 

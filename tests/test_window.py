@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import oracles
 import pytest
-from arrays import profiles_of, prompt
+from arrays import profiles_of, projection_of, prompt
 from test_parity import assert_same
 
 import pykvedge
@@ -22,12 +22,13 @@ def window_of(plan):
 
 
 def compress(plan, p, engine):
-    return pykvedge.compress(plan, *p.arguments, engine=engine, profile=profiles_of(plan, p))
+    given = {"profile": profiles_of(plan, p), "projection": projection_of(plan, p)}
+    return pykvedge.compress(plan, *p.arguments, engine=engine, **given)
 
 
 def test_the_family_is_all_there():
-    assert {"snapkv", "pyramidkv", "adakv", "sparsemm", "headkv", "mixkv", "mixkv-headkv"} <= set(FAMILY)
-    assert len(FAMILY) == 10
+    assert {"snapkv", "pyramidkv", "adakv", "sparsemm", "headkv", "mixkv", "mixkv-headkv", "criticalkv"} <= set(FAMILY)
+    assert len(FAMILY) == 12
 
 
 @pytest.mark.parametrize("engine", ["numpy", "native"])

@@ -14,6 +14,8 @@ namespace kvedge {
 namespace {
 
 constexpr int32_t TOKENS = 64;   // values at a time
+constexpr int32_t MOST   = 4096;  // layers or heads of arrays
+constexpr int32_t WIDEST = 1 << 20;
 constexpr int32_t WIDE   = 256;  // numbers of the residual stream at a time
 
 size_t triangle(size_t n) { return n * (n + 1) / 2; }
@@ -149,6 +151,9 @@ const Projections::Grams & Projections::grams(size_t layer, const LayerShape & s
 
 void Projections::weigh(
     const PendingView & view, size_t layer, const LayerShape & shape, Critical norm, int32_t n_threads, Bulk<float> & out) {
+    if (const auto why = weights_->unusable(layer, shape); !why.empty()) {
+        throw StageFailure(why);
+    }
     const int32_t      width = weights_->width(layer), group = shape.n_heads / shape.n_heads_kv;
     const size_t       T = out.size() / (size_t) shape.n_heads_kv, each = triangle((size_t) shape.d_v);
     std::vector<float> lengths((size_t) shape.n_heads * T, 0.0f);
@@ -224,8 +229,9 @@ extern "C" kvedge_status kvedge_plan_set_projection(
         plan->projection.reset();
         return ok(err);
     }
-    if (n_layers < 1 || n_heads < 1 || d_v < 1 || width < 1) {
-        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_plan_set_projection: every dimension must be at least 1");
+    if (n_layers < 1 || n_heads < 1 || d_v < 1 || width < 1 || n_layers > MOST || n_heads > MOST || d_v > MAX_HEAD_SIZE || width > WIDEST) {
+        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_plan_set_projection: dimensions are 1 or more, up to %d layers and heads, %d numbers a "
+                    "head and %d a row", MOST, MAX_HEAD_SIZE, WIDEST);
     }
     const auto given = std::make_shared<GivenWeights>();
     given->n_layers  = n_layers;
