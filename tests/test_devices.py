@@ -288,3 +288,20 @@ def test_a_server_at_a_port_in_use(kvedge):
         done = kvedge("rpc-server", "--port", other.getsockname()[1], timeout=60)
     assert done.code == 1 and done.out == ""
     assert done.err.splitlines()[-1].startswith("kvedge: error: the server at 127.0.0.1")
+
+
+def test_biases_of_merged_rows(native, environment, server, profile_file):
+    """They lie in the masks of answers: what is kept and said is the host's, also where heads differ and rows go."""
+    data = Path(pykvedge.__file__).parent / "data"
+    files = TinyModel(data / "demo-model.gguf", data / "demo-mmproj.gguf")
+    messages = [("What is the code?", [ROOT / "examples" / "scene-1.png"]), ("What shape is red?", [])]
+    cases = [case_of(files, "lookm", messages, profile_file) for _ in range(3)]
+    for case, more in zip(cases, ({}, {"decode": "sliding"}, {"allocator": "ada"}), strict=True):
+        plan = pykvedge.plan("lookm", 0.3, reducer="averaged", **{"reducer.bias": "mass"}, **more)
+        case["plan"] = plan.to_json()
+    host = talked(environment, cases)
+    for settings in ({"device": "CPU"}, {"rpc": server.address}):
+        there = talked(environment, cases, **settings)
+        same(host, there, cases)
+        assert [case["answers"] for case in there] == [case["answers"] for case in host]
+        assert all(case["device_bytes"][-1] > 0 for case in there)

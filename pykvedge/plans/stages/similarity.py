@@ -60,7 +60,7 @@ def assign(head: Head) -> Assignment:
 
 def masses(head: Head, settings: Settings) -> np.ndarray:
     """[T] float64: how many rows each row counts as. With bias = mass a row of bias b is e^b rows, else 1."""
-    if settings["bias"] != "mass" or head.bias is None:
+    if settings.get("bias") != "mass" or head.bias is None:
         return np.ones(len(head.k))
     return np.exp(head.bias.astype(np.float64))
 
@@ -80,7 +80,7 @@ def merge(head: Head, to: Assignment, settings: Settings, terms: Terms) -> tuple
         np.add.at(out, to.target, mass[to.source, None] * terms(rows))
         return out / total[:, None]
 
-    if settings["bias"] != "mass":
+    if settings.get("bias") != "mass":
         return merged(head.k), merged(head.v)
     return merged(head.k), merged(head.v), np.log(total)
 
