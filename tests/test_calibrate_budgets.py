@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 import pykvedge
 from pykvedge.cli.calibrate import calibrate
-from pykvedge.errors import KvedgeError, UsageError
+from pykvedge.errors import KvedgeError, NothingToCompressError, UsageError
 from pykvedge.lab.calibrate.budgets import Curver, Curves, measure_curves, setup_for
 from pykvedge.lab.calibrate.curvefile import CurveFile
 from pykvedge.lab.calibrate.exchange import FLOOR, STEPS, costs, exchange
@@ -254,10 +254,40 @@ def test_calibrating_the_demo_model(kvedge, tmp_path):
     assert again.err == "" and again.json["profile"]["values"] == json.loads(path.read_text())["values"]
 
 
+QUESTION = "What is the code of a star that no image shows, and of which nobody has ever heard anything? "
+
+
+def calibrated(files, folder, *arguments):
+    """Runs the command on a text without pictures."""
+    data, out = folder / "own.jsonl", folder / "out.json"
+    data.write_text(json.dumps({"question": 4 * QUESTION, "answer": "None at all."}) + "\n")
+    arguments = ["budgets", *files.arguments(), "--points", 2, "--data", data, "--output", out, "--quiet", *arguments]
+    return CliRunner().invoke(calibrate, [str(x) for x in arguments]), out
+
+
+@pytest.mark.parametrize("scorer", ["mixkv", "expected", "mean"])
+def test_sliding_windows_keep_no_share(native, tiny, tmp_path, scorer):
+    """gemma3's stay with llama.cpp, which holds them whole."""
+    run, out = calibrated(tiny("gemma3"), tmp_path, "--scorer", scorer)
+    assert run.exit_code == 0, run
+    stored = profile.load(out).values.any(axis=1)
+    assert 0 < stored.sum() < len(stored)
+
+
+def test_models_without_anything_to_compress_are_refused(native, tiny, tmp_path):
+    run, out = calibrated(tiny("deepseek2"), tmp_path)
+    assert isinstance(run.exception, NothingToCompressError) and not out.exists()
+
+
+def test_prompts_that_are_kept_whole_make_no_profile(native, tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr("test_calibrate_budgets.QUESTION", "?")
+    run, out = calibrated(tiny("llama"), tmp_path, "--scorer", "window")
+    assert "the same whatever a head keeps" in str(run.exception) and not out.exists()
+
+
 def test_text_alone_will_do(kvedge, tiny, tmp_path):
     data, out = tmp_path / "own.jsonl", tmp_path / "out.json"
-    question = "What is the code of a star that no image shows, and of which nobody has ever heard anything? "
-    data.write_text(json.dumps({"question": 4 * question, "answer": "None at all."}) + "\n")
+    data.write_text(json.dumps({"question": 4 * QUESTION, "answer": "None at all."}) + "\n")
     arguments = ["calibrate", "budgets", *tiny("llama").arguments(), "--points", 2, "--data", data, "--output", out]
     done = kvedge(*arguments, "--quiet", "--json")
     assert done.code == 0 and done.json["profile"]["samples"] == 1, done
