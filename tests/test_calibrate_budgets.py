@@ -279,6 +279,11 @@ def test_models_without_anything_to_compress_are_refused(native, tiny, tmp_path)
     assert isinstance(run.exception, NothingToCompressError) and not out.exists()
 
 
+def test_images_are_not_passed_over_where_there_is_no_encoder(native, tiny):
+    run = CliRunner().invoke(calibrate, ["budgets", *map(str, tiny("llama").arguments()), "--samples", "1"])
+    assert isinstance(run.exception, UsageError) and "--mmproj" in str(run.exception)
+
+
 def test_prompts_that_are_kept_whole_make_no_profile(native, tiny, tmp_path, monkeypatch):
     monkeypatch.setattr("test_calibrate_budgets.QUESTION", "?")
     run, out = calibrated(tiny("llama"), tmp_path, "--scorer", "window")

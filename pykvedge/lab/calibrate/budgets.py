@@ -115,6 +115,9 @@ class Curver:
         """Measures what `kept` lacks of one sample, and adds it. Raises what Reader raises, and SaveError."""
         if number in kept.baselines:
             return
+        if sample.pictures and self._vision is None:
+            name = self._model.path.name
+            raise UsageError(f"a sample has images, and {name} was loaded without an image encoder; see --mmproj")
         message = Message("user", sample.question, list(sample.pictures))
         written = self._composer.first([message])
         pieces = self._composer.pieces(written, message.pictures)
@@ -136,8 +139,6 @@ class Curver:
 
     def _read(self, pieces: list[Piece], n_answer: int, cancel: threading.Event | None) -> None:
         images = [piece for piece in pieces if isinstance(piece, ImagePiece)]
-        if images and self._vision is None:
-            raise UsageError("a sample has images, and the model was loaded without an image encoder; see --mmproj")
         for piece in images:
             if self._vision is not None:
                 self._vision.encode(piece, lambda _: stop_if_set(cancel))
