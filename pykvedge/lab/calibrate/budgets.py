@@ -37,6 +37,7 @@ from pykvedge.plans.stages.base import ProfileTable
 from pykvedge.runtime.interrupt import stop_if_set
 
 SMALLEST = 1 / 128  # of the prompt: the first point
+SAME = 1e-6  # nats: less is rounding
 Step = Callable[[str, int], None]  # what is under way, and how many more measurements are done
 
 
@@ -75,7 +76,7 @@ class Curves:
 
         Raises KvedgeError where no head's share changes anything.
         """
-        if np.ptp(self.losses, axis=1).max() <= 0:
+        if np.ptp(self.losses, axis=1).max() < SAME:
             raise KvedgeError(
                 "the answers are the same whatever a head keeps: the prompts are too short, or the answers need "
                 "nothing of them; give others with --data"
@@ -114,6 +115,9 @@ class Curver:
         """Measures what `kept` lacks of one sample, and adds it. Raises what Reader raises, and SaveError."""
         if number in kept.baselines:
             return
+        if sample.pictures and self._vision is None:
+            name = self._model.path.name
+            raise UsageError(f"a sample has images, and {name} was loaded without an image encoder; see --mmproj")
         message = Message("user", sample.question, list(sample.pictures))
         written = self._composer.first([message])
         pieces = self._composer.pieces(written, message.pictures)
@@ -135,8 +139,6 @@ class Curver:
 
     def _read(self, pieces: list[Piece], n_answer: int, cancel: threading.Event | None) -> None:
         images = [piece for piece in pieces if isinstance(piece, ImagePiece)]
-        if images and self._vision is None:
-            raise UsageError("a sample has images, and the model was loaded without an image encoder; see --mmproj")
         for piece in images:
             if self._vision is not None:
                 self._vision.encode(piece, lambda _: stop_if_set(cancel))
@@ -165,7 +167,7 @@ class Curver:
     ) -> None:
         reader = self._reader
         reader.copy(BRANCH)
-        full = metrics.log_softmax(reader.feed(answer))
+        full = [metrics.log_softmax(row).astype(np.float32) for row in reader.feed(answer)]
         reader.back_to(PROMPT)
         even = np.full(len(self.places), float(self._setup.plan.budget.value))
         for i, (layer, head) in enumerate(self.places):
@@ -181,17 +183,23 @@ class Curver:
             kept.add(number, (layer, head), losses)
         kept.end(number, self._loss(even, answer, full))
 
-    def _loss(self, shares: np.ndarray, answer: list[int], full: np.ndarray) -> float:
-        """Mean divergence from the full cache, where heads keep these shares [heads] of the prompt."""
+    def _loss(self, shares: np.ndarray, answer: list[int], full: list[np.ndarray]) -> float:
+        """Mean divergence from the full cache, where heads keep these shares [heads] of the prompt.
+
+        full: log-probabilities [n_vocab] after each token of the answer.
+        """
         table = np.zeros((self._model.n_layer, 1 + max(head for _, head in self.places)), dtype=np.float32)
         table[tuple(np.array(self.places).T)] = shares
         reader = self._reader
         reader.copy(BRANCH)
         reader.set_plan(self._counted, {"allocator": ProfileTable(table, np.zeros(0, dtype=np.float32))})
         reader.compress()
-        found = metrics.log_softmax(reader.feed(answer))
+        each = [
+            max(metrics.divergence(p.astype(np.float64), metrics.log_softmax(row)), 0.0)
+            for p, row in zip(full, reader.feed(answer), strict=True)
+        ]
         reader.back_to(PROMPT)
-        return float(np.mean([max(metrics.divergence(p, q), 0.0) for p, q in zip(full, found, strict=True)]))
+        return float(np.mean(each))
 
 
 def measure_curves(

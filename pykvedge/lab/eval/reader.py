@@ -8,7 +8,7 @@ compressed by its own plan. What is measured is what a session does; only the re
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -154,13 +154,13 @@ class Reader:
         driver.extend(token)
         self._logits[driver.context.sequence] = driver.context.logits().copy()
 
-    def feed(self, tokens: Sequence[int]) -> np.ndarray:
-        """Appends tokens in as few passes as n_outputs allows. Returns the logits after each: [n, n_vocab] float32."""
-        driver, out = self._live(), list[np.ndarray]()
-        for at in range(0, len(tokens), max(self._n_outputs, 1)):
+    def feed(self, tokens: Sequence[int]) -> Iterator[np.ndarray]:
+        """Appends tokens in as few passes as n_outputs allows. Yields the logits after each: [n_vocab] float32."""
+        driver, most = self._live(), max(self._n_outputs, 1)
+        for at in range(0, len(tokens), most):
             with driver.explained():
-                out.append(driver.context.decode_each(list(tokens[at : at + max(self._n_outputs, 1)])))
-        return np.concatenate(out)
+                rows = driver.context.decode_each(list(tokens[at : at + most]))
+            yield from rows
 
     def heads(self) -> list[tuple[int, int]]:
         """Lists (layer of the model, KV head) of all heads that kvedge stores; none where there is no cache."""

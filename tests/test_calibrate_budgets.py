@@ -1,0 +1,315 @@
+"""kvedge calibrate budgets: the exchange against loops of its own, the curves of a model, runs that were stopped."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+
+import numpy as np
+import oracles
+import pytest
+from click.testing import CliRunner
+
+import pykvedge
+from pykvedge.cli.calibrate import calibrate
+from pykvedge.errors import KvedgeError, NothingToCompressError, UsageError
+from pykvedge.lab.calibrate.budgets import Curver, Curves, measure_curves, setup_for
+from pykvedge.lab.calibrate.curvefile import CurveFile
+from pykvedge.lab.calibrate.exchange import FLOOR, STEPS, costs, exchange
+from pykvedge.lab.calibrate.samples import SEED, Labelled, scenes
+from pykvedge.lab.eval import metrics
+from pykvedge.lab.eval.reader import Reader
+from pykvedge.models import profiles
+from pykvedge.models.vision import Vision
+from pykvedge.plans import profile
+from pykvedge.plans.kvtypes import KvType
+from pykvedge.plans.stages.base import ProfileTable
+from pykvedge.runtime.interrupt import CancelledError
+from pykvedge.runtime.loaded import borrow
+from pykvedge.runtime.settings import Settings
+
+DATA = profiles.SHIPPED.parent
+DEMO, DEMO_MMPROJ = DATA / "demo-model.gguf", DATA / "demo-mmproj.gguf"
+POINTS = (0.01, 0.03, 0.1, 0.3, 1.0)
+NONE = np.zeros(0, dtype=np.float32)
+
+
+def falling(seed, n_heads, points=POINTS):
+    """Losses [heads, points] that mostly fall, as measured ones do, but not always."""
+    rng = np.random.default_rng(seed)
+    losses = rng.gamma(0.5, 1.0, (n_heads, 1)) * np.exp(-rng.uniform(2, 60, (n_heads, 1)) * np.array(points))
+    return losses + rng.normal(0, 1e-3, losses.shape)
+
+
+# The exchange
+
+
+@pytest.mark.parametrize("targets", [(0.1,), (0.02, 0.1), (0.05, 0.1, 0.2), (0.9,)])
+@pytest.mark.parametrize(("n_heads", "floor"), [(1, 0.1), (2, 0.0), (4, 0.1), (7, 0.33)])
+def test_shares_are_those_of_single_steps(targets, n_heads, floor):
+    for seed in range(2):
+        losses = falling(seed, n_heads)
+        found = exchange(np.array(POINTS), losses, targets, floor)
+        np.testing.assert_allclose(found, oracles.exchanged(POINTS, losses.tolist(), targets, floor), atol=1e-12)
+        assert found.sum() == pytest.approx(1, abs=1e-12) and found.min() >= floor / n_heads - 1e-12
+
+
+def test_no_single_step_is_left_that_gains():
+    losses, targets = falling(5, 12), (0.05, 0.2)
+    steps = np.rint(exchange(np.array(POINTS), losses, targets) * 12 * STEPS).astype(int)
+    at = costs(np.array(POINTS), losses, targets, steps.max() + 1)
+    total = sum(at[i, n] for i, n in enumerate(steps))
+    assert total < at[:, STEPS].sum()  # than with even shares
+    for to, giver in itertools.permutations(range(12), 2):
+        if steps[giver] > FLOOR * STEPS:
+            moved = steps + np.eye(12, dtype=int)[to] - np.eye(12, dtype=int)[giver]
+            assert sum(at[i, n] for i, n in enumerate(moved)) >= total - 1e-9
+
+
+def test_heads_alike_keep_even_shares_and_of_equal_ones_the_first_gains():
+    even = np.tile([4.0, 3.0, 2.0, 1.0, 0.0], (3, 1))
+    assert exchange(np.array([0.0, 0.25, 0.5, 0.75, 1.0]), even, (0.1,)).tolist() == [1 / 3] * 3
+    assert exchange(np.array(POINTS), np.zeros((3, 5)), (0.1,)).tolist() == [1 / 3] * 3
+    flat = np.array([[0.0, 0.0], [2.0, 0.0], [2.0, 0.0]])
+    found = np.rint(exchange(np.array([0.0, 1.0]), flat, (0.5,)) * 3 * STEPS)
+    assert found.tolist() == [5, 95, 50]  # the first gets all that the head without a loss can give
+    found = np.rint(exchange(np.array([0.0, 1.0]), flat, (0.9,)) * 3 * STEPS)
+    assert found.tolist() == [38, 56, 56]  # who keeps all of the prompt gains no more
+
+
+@pytest.mark.parametrize("targets", [(), (0.0,), (1.0,), (0.1, 2.0), (float("nan"),)])
+def test_targets_are_budgets(targets):
+    with pytest.raises(UsageError, match="targets must be shares"):
+        exchange(np.array(POINTS), falling(0, 2), targets)
+
+
+# Curves of a model
+
+
+@pytest.fixture(scope="module")
+def demo(native):
+    loan = borrow(DEMO, DEMO_MMPROJ, Settings(threads=1), lambda *_: None, None)
+    reader = Reader(loan.model, Vision(loan.encoder), 1, KvType.parse("f16"), n_outputs=5)  # of a pass
+    yield loan.model, Vision(loan.encoder), reader
+    reader.close()
+    loan.give_back()
+
+
+def measured(curver, sample):
+    """Losses [heads, points] of one sample, and that of the baseline."""
+    kept = CurveFile(None, {}, curver.n_points)
+    curver.measure(0, sample, kept, lambda what, n: None)
+    return np.array([kept.heads[0][place] for place in curver.places]), kept.baselines[0]
+
+
+def test_a_curve_is_the_divergence_of_answers_that_are_fed_token_by_token(demo):
+    """Again with a session of its own for every point, whose prompt is read anew."""
+    model, vision, reader = demo
+    setup = setup_for("window", 0.1, 3, (0.1,))
+    [sample] = itertools.islice(scenes("head-budgets"), 1)
+    curver = Curver(model, vision, reader, setup)
+    losses, even = measured(curver, sample)
+    assert losses.shape == (10, 3) and curver.places == list(itertools.product(range(5), range(2)))
+    counted = pykvedge.plan("snapkv", 0.1, allocator="calibrated", **{"allocator.share_of": "prompt"})
+
+    def followed(shares):
+        """Log-probabilities after each token of the answer, and how many pairs the heads held of how many."""
+        with pykvedge.Session(DEMO, DEMO_MMPROJ, pykvedge.plan("snapkv", 0.1), threads=1) as session:
+            pieces, engine = session.first_prompt(sample.question, sample.pictures), session.engine
+            engine.make_room(pieces, session.plan)
+            engine.encode(pieces, lambda *_: None, None)
+            engine.prefill(pieces, lambda *_: None, None)
+            engine.cache.set_plan(counted, {"allocator": ProfileTable(shares.reshape(5, 2), NONE)})
+            engine.compress()
+            held, out = np.array(engine.cache.lengths()).ravel(), []
+            for token in model.tokenize(sample.answer):
+                engine.extend(token)
+                out.append(metrics.log_softmax(engine.context.logits()))
+            session.release(pieces)
+            return out, held, sum(p.n_tokens for p in pieces)
+
+    full, held, n = followed(np.ones(10, np.float32))
+    assert set(held.tolist()) == {n}
+    for i, j in ((0, 0), (6, 1), (7, 2), (None, None)):
+        shares = np.full(10, 0.1, np.float32)
+        if i is not None:
+            shares[i] = setup.points[j]
+        found, held, _ = followed(shares)
+        assert held.tolist() == [max(1, int(float(share) * n + 0.5)) for share in shares]
+        divergence = np.mean([(np.exp(p) * (p - q)).sum() for p, q in zip(full, found, strict=True)])
+        loss = even if i is None else losses[i, j]
+        assert divergence > 0.05 and loss == pytest.approx(divergence, rel=0.02)  # several tokens in a pass round
+
+
+def test_a_sample_without_an_answer_is_measured_on_the_models_own(demo):
+    model, vision, reader = demo
+    [sample] = itertools.islice(scenes("head-budgets"), 1)
+    curver = Curver(model, vision, reader, setup_for("window", 0.1, 2, (0.1,)))
+    own, _ = measured(curver, Labelled(sample.question, sample.pictures))
+    same, _ = measured(curver, sample)  # which it answers right
+    np.testing.assert_allclose(own, same, rtol=0.02, atol=1e-3)
+
+
+def test_samples_count_the_same_and_an_estimate_comes_early(demo):
+    model, vision, reader = demo
+    curver = Curver(model, vision, reader, setup_for("keydiff", 0.1, 2, (0.1,)))
+    first, second = itertools.islice(scenes("head-budgets", seed=5), 2)
+    told = []
+
+    def tell(runs, seconds):
+        told.append((runs, seconds))
+        return lambda what, n: told.append(n)
+
+    both = measure_curves(curver, [first, second], 2, CurveFile(None, {}, 2), tell)
+    alone = [measured(curver, sample)[0] for sample in (first, second)]
+    np.testing.assert_allclose(both.losses, np.mean(alone, axis=0), rtol=1e-6, atol=1e-9)
+    assert both.samples == 2 and told[0][0] == 40 and told[0][1] > 0 and sum(told[1:]) == 40
+
+
+def test_what_was_stopped_goes_on_where_it_was(demo, tmp_path):
+    model, vision, reader = demo
+    setup, cancel, seen = setup_for("window", 0.1, 2, (0.1,)), threading.Event(), []
+    header, path = setup.header(DEMO, "scenes"), tmp_path / "losses.jsonl"
+    curver = Curver(model, vision, reader, setup)
+
+    def step(what, n):
+        seen.append(what)
+        if len(seen) == 22:  # the first head is told of once
+            cancel.set()
+
+    def run(kept, cancel=None):
+        return measure_curves(curver, scenes("head-budgets"), 2, kept, lambda runs, s: step, cancel)
+
+    with pytest.raises(CancelledError):
+        run(CurveFile(path, header, 2), cancel)
+    assert len(path.read_bytes().splitlines()) == 1 + 11 + 1  # ten heads and the end of a sample, one head of the next
+    with path.open("ab") as file:
+        file.write(b'{"sample": 1, "la')  # as the end of the power would leave it
+    gone_on = run(CurveFile(path, header, 2, resume=True))
+    assert seen[22] == "layer 0, head 1" and len(seen) == 22 + 17
+    np.testing.assert_allclose(gone_on.losses, run(CurveFile(None, {}, 2)).losses, rtol=1e-6, atol=1e-9)
+    again = run(CurveFile(path, header, 2, resume=True))  # nothing is left to do
+    assert again.losses.tolist() == gone_on.losses.tolist() and again.places == gone_on.places == curver.places
+
+
+def test_files_of_losses_that_do_not_fit(tmp_path):
+    header, path = setup_for("window", 0.1, 2, (0.1,)).header(DEMO, "scenes"), tmp_path / "losses.jsonl"
+    kept = CurveFile(path, header, 2)
+    kept.add(0, (0, 1), [0.5, 0.25])
+    kept.end(0, 0.125)
+    kept.close()
+    with pytest.raises(UsageError, match="add --resume"):
+        CurveFile(path, header, 2)
+    read = CurveFile(path, header, 2, resume=True)
+    assert read.heads == {0: {(0, 1): [0.5, 0.25]}} and read.baselines == {0: 0.125}
+    other = setup_for("window", 0.1, 3, (0.1,)).header(DEMO, "scenes")
+    for changed, says in (
+        ({**header, "scorer": "mixkv"}, "scorer 'window', not 'mixkv'"), (other, "with points"),
+        ({**header, "model": "another"}, "with model"),
+    ):  # fmt: skip
+        with pytest.raises(UsageError, match=says):
+            CurveFile(path, changed, 2, resume=True)
+    whole = path.read_bytes()
+    for damaged in (b"[1]\n", b"no JSON\n", b"{}\n", whole + b"[]\n", whole + b'{"sample": 1, "baseline": NaN}\n',
+                    whole + b'{"sample": 1, "layer": 0, "head": 0, "losses": [1]}\n'):  # fmt: skip
+        path.write_bytes(damaged)
+        with pytest.raises(UsageError, match="holds no losses"):
+            CurveFile(path, header, 2, resume=True)
+        assert path.read_bytes() == damaged
+
+
+def test_answers_that_need_nothing_make_no_profile():
+    with pytest.raises(KvedgeError, match="the same whatever a head keeps"):
+        Curves(np.full((2, 3), 0.5), [(0, 0), (0, 1)], 1, 0.5).shares(setup_for("window", 0.1, 3, (0.1,)), 1)
+
+
+def test_layers_that_are_not_stored_have_no_share():
+    curves = Curves(falling(1, 3, setup_for("window", 0.1, 5, (0.1,)).points), [(1, 0), (1, 1), (3, 0)], 1, 0.1)
+    found = curves.shares(setup_for("window", 0.1, 5, (0.1,)), 5)
+    assert found.shape == (5, 2) and found.sum() == pytest.approx(1)
+    assert not found[[0, 2, 4]].any() and found[3, 1] == 0 and (found[[1, 1, 3], [0, 1, 0]] > 0).all()
+
+
+def test_scenes_of_another_seed_are_others():
+    first, same, other = (next(scenes("head-budgets", seed)) for seed in (SEED, SEED, 7))
+    assert first == same == next(scenes("head-budgets")) and first.pictures != other.pictures
+
+
+# The command
+
+
+def test_calibrating_the_demo_model(kvedge, tmp_path):
+    where = {"HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path)}
+    arguments = ["calibrate", "budgets", "--samples", 2, "--points", 3, "--threads", 1]
+    done = kvedge(*arguments, env=where)
+    assert done.code == 0 and "percent of an even share" in done.out and "60 measurements, about" in done.err, done
+    [path] = tmp_path.rglob("*.json")  # the user's own folder, where chat finds it
+    made = profile.load(path)
+    assert made.kind == "head-budgets" and made.values.shape == (5, 2) and made.samples == 2
+    assert made.values.sum() == pytest.approx(1, abs=1e-4) and made.values.min() >= FLOOR / 10 - 1e-5
+    command = made.about["made"]["command"]
+    assert command.startswith("kvedge calibrate budgets --samples 2 --points 3") and command.endswith(f"--seed {SEED}")
+    again = kvedge(*arguments, "--quiet", "--json", "--output", tmp_path / "again.json", env=where)
+    assert again.err == "" and again.json["profile"]["values"] == json.loads(path.read_text())["values"]
+
+
+QUESTION = "What is the code of a star that no image shows, and of which nobody has ever heard anything? "
+
+
+def calibrated(files, folder, *arguments):
+    """Runs the command on a text without pictures."""
+    data, out = folder / "own.jsonl", folder / "out.json"
+    data.write_text(json.dumps({"question": 4 * QUESTION, "answer": "None at all."}) + "\n")
+    arguments = ["budgets", *files.arguments(), "--points", 2, "--data", data, "--output", out, "--quiet", *arguments]
+    return CliRunner().invoke(calibrate, [str(x) for x in arguments]), out
+
+
+@pytest.mark.parametrize("scorer", ["mixkv", "expected", "mean"])
+def test_sliding_windows_keep_no_share(native, tiny, tmp_path, scorer):
+    """gemma3's stay with llama.cpp, which holds them whole."""
+    run, out = calibrated(tiny("gemma3"), tmp_path, "--scorer", scorer)
+    assert run.exit_code == 0, run
+    stored = profile.load(out).values.any(axis=1)
+    assert 0 < stored.sum() < len(stored)
+
+
+def test_models_without_anything_to_compress_are_refused(native, tiny, tmp_path):
+    run, out = calibrated(tiny("deepseek2"), tmp_path)
+    assert isinstance(run.exception, NothingToCompressError) and not out.exists()
+
+
+def test_images_are_not_passed_over_where_there_is_no_encoder(native, tiny):
+    run = CliRunner().invoke(calibrate, ["budgets", *map(str, tiny("llama").arguments()), "--samples", "1"])
+    assert isinstance(run.exception, UsageError) and "--mmproj" in str(run.exception)
+
+
+def test_prompts_that_are_kept_whole_make_no_profile(native, tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr("test_calibrate_budgets.QUESTION", "?")
+    run, out = calibrated(tiny("llama"), tmp_path, "--scorer", "window")
+    assert "the same whatever a head keeps" in str(run.exception) and not out.exists()
+
+
+def test_text_alone_will_do(kvedge, tiny, tmp_path):
+    data, out = tmp_path / "own.jsonl", tmp_path / "out.json"
+    data.write_text(json.dumps({"question": 4 * QUESTION, "answer": "None at all."}) + "\n")
+    arguments = ["calibrate", "budgets", *tiny("llama").arguments(), "--points", 2, "--data", data, "--output", out]
+    done = kvedge(*arguments, "--quiet", "--json")
+    assert done.code == 0 and done.json["profile"]["samples"] == 1, done
+    assert profile.load(out).about["made"]["data"] == "own.jsonl"
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    (["--samples", "0"], ["--samples must be at least 1"]), (["--points", "1"], ["--points must be at least 2"]),
+    (["--scorer", "windw"], ["did you mean 'window'"]), (["--baseline", "0"], ["--baseline must be a share"]),
+    (["--baseline", "nan"], ["--baseline must be a share"]), (["--targets", "0.1,1.5"], ["targets must be shares"]),
+    (["--targets", "some"], ["--targets takes shares"]), (["--seed", "-1"], ["--seed must be 0 or more"]),
+    (["--data", "/nowhere/none.jsonl"], ["none.jsonl", "No such file"]), (["--resume"], ["--save FILE"]),
+])  # fmt: skip
+def test_bad_requests(arguments, words):
+    run = CliRunner().invoke(calibrate, ["budgets", *arguments])
+    assert isinstance(run.exception, UsageError) and all(word in str(run.exception) for word in words), run
+
+
+def test_bad_requests_are_one_line(kvedge):
+    kvedge("calibrate", "budgets", "--targets", "0.1,1.5").failed(2, "targets must be shares")
