@@ -216,58 +216,6 @@ def expected_attention(q, k, v, turning, settings):
     return [(s + settings["eps"]) * n for s, n in zip(shares, lengths, strict=True)]
 
 
-def calibrated(shares, total, most, least):
-    """Counts of the heads: each its part of the total, never above most, what that frees to the others in proportion,
-    round after round; then likewise for those below least; the largest remainders get what rounding down left.
-    """
-    from fractions import Fraction
-
-    shares = [Fraction(x) for x in shares]
-    fixed = {}
-    while True:
-        open_ = [i for i in range(len(shares)) if i not in fixed]
-        left, all_ = total - sum(fixed.values()), sum(shares[i] for i in open_)
-        real = {i: shares[i] * left / all_ if all_ else Fraction(left, len(open_)) for i in open_}
-        bad = {i: most for i, x in real.items() if x > most} or {i: least for i, x in real.items() if x < least}
-        if not bad:
-            break
-        fixed |= bad
-    real |= fixed
-    counts = [math.floor(real[i]) for i in range(len(shares))]
-    by_rest = sorted(real, key=lambda i: (counts[i] - real[i], i))
-    for i in by_rest[: total - sum(counts)]:
-        counts[i] += 1
-    return counts
-
-
-def exchanged(points, losses, targets, floor, per_even=50):
-    """Shares of the heads by moving one step at a time, of which an even share has per_even, until none gains."""
-
-    def at(curve, kept):
-        if kept <= points[0]:
-            return curve[0]
-        for i in range(1, len(points)):
-            if kept <= points[i]:
-                part = (kept - points[i - 1]) / (points[i] - points[i - 1])
-                return curve[i - 1] + (curve[i] - curve[i - 1]) * part
-        return curve[-1]
-
-    def cost(curve, steps):
-        return sum(at(curve, target * steps / per_even) for target in targets) / len(targets)
-
-    steps = [per_even for _ in losses]
-    while True:
-        gains = [cost(c, s) - cost(c, s + 1) for c, s in zip(losses, steps, strict=True)]
-        to = gains.index(max(gains))
-        givers = [i for i, s in enumerate(steps) if i != to and s - 1 >= floor * per_even - 1e-9]
-        price = {i: cost(losses[i], steps[i] - 1) - cost(losses[i], steps[i]) for i in givers}
-        giver = min(givers, key=lambda i: (price[i], i), default=None)
-        if giver is None or gains[to] <= price[giver] + 1e-12:
-            return [s / (per_even * len(losses)) for s in steps]
-        steps[to] += 1
-        steps[giver] -= 1
-
-
 def dct(x):
     """FlashCache, eq. 6: the orthonormal DCT-II of a list of T numbers."""
     n = len(x)

@@ -7,7 +7,7 @@ import json
 import threading
 
 import numpy as np
-import oracles
+import oracles_budgets as oracles
 import pytest
 from click.testing import CliRunner
 

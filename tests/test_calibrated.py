@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
-import oracles
+import oracles_budgets as oracles
 import pytest
 from arrays import prompt
 from hypothesis import given, settings

@@ -7,6 +7,7 @@
 #include "core/observe.h"
 #include "core/profile.h"
 #include "core/projection.h"
+#include "core/result.h"
 #include "core/storage.h"
 #include "core/stream.h"
 #include "core/threads.h"
@@ -28,28 +29,6 @@ using namespace kvedge;
 extern "C" const char * kvedge_version(void) try { return KVEDGE_VERSION; } catch (...) { return nullptr; }
 extern "C" int32_t      kvedge_abi_version(void) try { return KVEDGE_ABI_VERSION; } catch (...) { return 0; }
 extern "C" const char * kvedge_simd(void) try { return kernels().name; } catch (...) { return nullptr; }
-
-struct kvedge_result {
-    int32_t                         d = 0;
-    std::vector<LayerShape>         shapes;
-    std::unique_ptr<Sequence>       seq;
-    Scores                          scores;     // [layer][Hkv * T]
-    std::vector<std::vector<float>> attention;  // [layer][H * T * d]
-    int32_t                         n_tokens = 0;
-
-    struct Head {
-        std::vector<int32_t> kept;
-        std::vector<float>   k, v;
-        std::vector<float>   biases;  // empty: all are 0
-    };
-    std::vector<std::vector<Head>> heads;  // [layer][Hkv]
-
-    const Head * head(int32_t l, int32_t h) const {
-        return l >= 0 && (size_t) l < heads.size() && h >= 0 && (size_t) h < heads[(size_t) l].size()
-                   ? &heads[(size_t) l][(size_t) h]
-                   : nullptr;
-    }
-};
 
 namespace {
 
@@ -360,43 +339,4 @@ extern "C" kvedge_status kvedge_stream_arrays(
     return compress_arrays(plan, in, { storage, step, n_threads, nullptr }, out, err);
 } catch (...) {
     return caught(err, "compress the arrays");
-}
-
-extern "C" void kvedge_result_free(kvedge_result * result) try { delete result; } catch (...) { }
-
-// read(head) of a head of a result; `none` where there is no such head.
-template <class T, class F> static T of_head(const kvedge_result * result, int32_t layer, int32_t head, T none, const F & read) noexcept {
-    const auto * h = result ? result->head(layer, head) : nullptr;
-    return h ? read(*h) : none;
-}
-
-extern "C" int32_t kvedge_result_length(const kvedge_result * result, int32_t layer, int32_t head) {
-    return of_head(result, layer, head, -1, [](const auto & h) { return (int32_t) h.kept.size(); });
-}
-
-extern "C" const int32_t * kvedge_result_kept(const kvedge_result * result, int32_t layer, int32_t head) {
-    return of_head(result, layer, head, (const int32_t *) nullptr, [](const auto & h) { return h.kept.data(); });
-}
-
-extern "C" const float * kvedge_result_k(const kvedge_result * result, int32_t layer, int32_t head) {
-    return of_head(result, layer, head, (const float *) nullptr, [](const auto & h) { return h.k.data(); });
-}
-
-extern "C" const float * kvedge_result_v(const kvedge_result * result, int32_t layer, int32_t head) {
-    return of_head(result, layer, head, (const float *) nullptr, [](const auto & h) { return h.v.data(); });
-}
-
-extern "C" const float * kvedge_result_biases(const kvedge_result * result, int32_t layer, int32_t head) {
-    return of_head(result, layer, head, (const float *) nullptr, [](const auto & h) { return h.biases.empty() ? nullptr : h.biases.data(); });
-}
-
-extern "C" const float * kvedge_result_scores(const kvedge_result * result, int32_t layer, int32_t head) {
-    return of_head(result, layer, head, (const float *) nullptr, [&](const auto &) -> const float * {
-        const size_t at = (size_t) head * (size_t) result->n_tokens;
-        return result->scores.empty() ? nullptr : result->scores[(size_t) layer].data() + at;
-    });
-}
-
-extern "C" const float * kvedge_result_attention(const kvedge_result * result, int32_t layer) {
-    return of_head(result, layer, 0, (const float *) nullptr, [&](const auto &) { return result->attention[(size_t) layer].data(); });
 }

@@ -1,5 +1,6 @@
 #include "backend/cpu/attention/attention.h"
 
+#include "backend/cpu/attention/tile.h"
 #include "backend/cpu/kernels/kernels.h"
 #include "backend/cpu/reach.h"
 #include "primitives/softmax.h"
@@ -19,28 +20,12 @@ constexpr size_t  TILE_SIZE = 1 << 18;  // floats of a tile's logits: 1 MiB, a c
 constexpr int32_t MAX_ROWS  = 60;       // full tiles of any micro-kernel
 constexpr int32_t MIN_ROWS  = 16;
 
-struct Tile {
-    int32_t head;       // KV head
-    int32_t t0, t1;     // query tokens
-    int32_t group;      // query heads per KV head
-    int32_t rows;       // (t1 - t0) * group
-    int32_t n_keys;     // stored rows of this head
-    int32_t n_visible;  // of those, rows that the tile's last token sees
-    int32_t before;     // stored rows before the first query token
-    size_t  stride;     // floats between logit rows
-};
-
 int32_t tokens_per_tile(const AttendJob & job, const Scratch & scratch) {
     const LayerShape & shape = job.rows->shapes()[(size_t) job.layer];
     return std::max(1, scratch.rows / (shape.n_heads / shape.n_heads_kv));
 }
 
 size_t place(const AttendJob & job, int32_t t) { return (size_t) (job.index ? job.index[t] : t); }
-
-// Rows the query of token t sees.
-int32_t visible(const AttendJob & job, const Tile & tile, int32_t t) {
-    return job.causal ? tile.before + t + 1 : tile.n_keys;
-}
 
 void load_queries(const AttendJob & job, const Tile & tile, int32_t d_k, float * q) {
     for (int32_t r = 0; r < tile.rows; r++) {
@@ -224,68 +209,6 @@ void add_sums(const AttendJob & job, const Tile & tile, Scratch & x) {
         job.scored->add_scores(job.layer, tile.head, pending, x.sum, 0, 1);
     }
     job.locks[tile.head].unlock();
-}
-
-// Peaks of the n pending rows from `first` on grow to `highest` [n].
-void pour_peaks(const AttendJob & job, const Tile & tile, int32_t first, int32_t n, const float * highest) {
-    float * to = job.peaks + (size_t) tile.head * (size_t) job.peaks_capacity + first;
-    job.locks[tile.head].lock();
-    for (int32_t c = 0; c < n; c++) {
-        to[c] = std::max(to[c], highest[c]);
-    }
-    job.locks[tile.head].unlock();
-}
-
-// highest [n] = the largest of it and a * x.
-void take_highest(float a, const float * x, float * highest, size_t n) {
-    for (size_t c = 0; c < n; c++) {
-        highest[c] = std::max(highest[c], a * x[c]);
-    }
-}
-
-// The largest attention that a query row of the tile pays to each pending row; of a replay, to each of the context's.
-void add_peaks(const AttendJob & job, const Tile & tile, Scratch & x) {
-    const int32_t first = tile.n_keys - job.rows->pending_length();
-    const int32_t last  = std::min(tile.n_visible, job.replay ? first + job.replay->n_context : tile.n_keys);
-    if (last <= first) {
-        return;
-    }
-    std::fill(x.sum + first, x.sum + last, 0.0f);
-    for (int32_t r = 0; r < tile.rows; r++) {
-        take_highest(x.len[r], x.s + (size_t) r * tile.stride + first, x.sum + first, (size_t) (last - first));
-    }
-    pour_peaks(job, tile, 0, last - first, x.sum + first);
-}
-
-// The same of a replay whose attention is shared out within its chunk: a softmax of its own over the sinks, the chunk and
-// the replay's rows, from the logits. x.mean holds one row of them, side by side.
-void add_chunk_peaks(const AttendJob & job, const Tile & tile, Scratch & x) {
-    const Kernels &     kn    = kernels();
-    const ReplayScope & scope = *job.replay;
-    const int32_t       old = tile.n_keys - job.rows->pending_length(), sinks = std::min(scope.sinks, scope.first);
-    const auto          n = (size_t) (scope.last - scope.first);
-    std::fill(x.sum, x.sum + n, 0.0f);
-    for (int32_t r = 0; r < tile.rows; r++) {
-        const float * s     = x.s + (size_t) r * tile.stride;
-        const int32_t seen  = visible(job, tile, tile.t0 + r / tile.group);
-        float *       chunk = std::copy(s + old, s + old + sinks, x.mean);
-        float *       own   = std::copy(s + old + scope.first, s + old + scope.last, chunk);
-        float *       end   = std::copy(s + old + scope.n_context, s + seen, own);
-        const auto    all   = (size_t) (end - x.mean);
-        if (job.softcap != 0.0f) {
-            kn.softcap(x.mean, all, job.softcap);
-        }
-        float top  = kn.max(x.mean, all);
-        float sink = 0.0f;
-        if (job.sinks) {
-            const float logit = job.sinks[tile.head * tile.group + r % tile.group];
-            top               = std::max(top, logit);
-            sink              = std::exp(logit - top);
-        }
-        const float sum = kn.exp_sum(x.mean, all, top);
-        take_highest(1.0f / (sum + sink), chunk, x.sum, n);
-    }
-    pour_peaks(job, tile, scope.first, (int32_t) n, x.sum);
 }
 
 void weigh_values(const AttendJob & job, const Tile & tile, int32_t d_v, Scratch & x) {
