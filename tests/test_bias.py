@@ -258,3 +258,19 @@ def test_kv_bytes_include_biases(native, tiny):
         finally:
             context.close()
     assert held["mass"] - held["none"] == 4 * rows
+
+
+@pytest.mark.parametrize("decode", ["keep-all", "sliding"])
+def test_devices_add_biases_in_half_precision(native, tiny, decode):
+    """Through ggml's graphs, with weights that round nothing: near the host's logits, far from those without."""
+    files, found = tiny("llama", weight="f32"), {}
+    for device, bias in (("none", "mass"), ("CPU", "mass"), ("none", "none")):
+        plan = pykvedge.plan("h2o", 0.2, reducer="averaged", decode=decode, **{"reducer.bias": bias})
+        with pykvedge.Session(files.model, None, plan, threads=1, kv_type="f32", device=device) as session:
+            session.ask("The quick brown fox jumps over the lazy dog. " * 6, [], pykvedge.Sampling(max_tokens=6)).read()
+            assert (session.engine.cache.stats().device_bytes > 0) == (device == "CPU")
+            context = session.engine.context
+            logits = context.llama.llama_get_logits_ith(context.handle, -1)
+            found[device, bias] = np.ctypeslib.as_array(logits, (session.model.n_vocab,)).copy()
+    host = found["none", "mass"]
+    assert np.abs(found["CPU", "mass"] - host).max() < 0.02 < 1 < np.abs(found["none", "none"] - host).max()

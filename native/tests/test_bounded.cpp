@@ -138,7 +138,10 @@ void check_same(const Sequence & a, const Sequence & b) {
             std::vector<double> x((size_t) a.rows.head_length(l, h)), y((size_t) b.rows.head_length(l, h));
             a.rows.read_scores(l, h, x.data());
             b.rows.read_scores(l, h, y.data());
-            CHECK(x == y);
+            std::vector<float> of_a(x.size()), of_b(y.size());
+            a.rows.read_biases(l, h, of_a.data());
+            b.rows.read_biases(l, h, of_b.data());
+            CHECK(x == y && of_a == of_b);
         }
     }
 }
@@ -319,6 +322,7 @@ int main() {
         { { { "scorer", "window" }, { "scorer.window", "16" }, { "allocator", "ada" }, { "budget", "0.25" } }, {} },
         { { { "scorer", "mixkv" }, { "scorer.window", "16" }, { "allocator", "pyramid" }, { "budget", "0.4" } }, { Type::bf16, Type::f16 } },
         { { { "scorer", "mean" }, { "budget", "40" } }, {} },
+        { { { "scorer", "vnorm" }, { "reducer", "averaged" }, { "reducer.bias", "mass" }, { "budget", "0.3" } }, {} },
         { { { "scorer", "vnorm" }, { "reducer", "averaged" }, { "budget", "0.3" } }, kivi },
         { { { "budget", "1.0" } }, kivi },
         { { { "scorer", "cumulative" }, { "allocator", "prefix" }, { "sinks", "1" }, { "recent", "1" }, { "budget", "0.3" } }, {} },

@@ -87,9 +87,9 @@ kvedge_plan * plan_of(const std::vector<std::pair<const char *, const char *>> &
 }
 
 struct Plans {
-    kvedge_plan * merging = plan_of({ { "scorer", "cumulative" }, { "reducer", "pivotal" }, { "budget", "0.4" } });
+    kvedge_plan * merging = plan_of({ { "scorer", "cumulative" }, { "reducer", "pivotal" }, { "reducer.bias", "mass" }, { "budget", "0.4" } });
     kvedge_plan * bounded = plan_of({ { "scorer", "cumulative" }, { "budget", "0.5" }, { "decode", "heavy-hitter" } });
-    kvedge_plan * stream  = plan_of({ { "scorer", "cumulative" }, { "budget", "24" }, { "sinks", "2" } });
+    kvedge_plan * stream  = plan_of({ { "scorer", "cumulative" }, { "reducer", "averaged" }, { "reducer.bias", "mass" }, { "budget", "24" }, { "sinks", "2" } });
     ~Plans() {
         for (kvedge_plan * plan : { merging, bounded, stream }) {
             kvedge_plan_free(plan);
