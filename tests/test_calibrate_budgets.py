@@ -78,7 +78,7 @@ def test_heads_alike_keep_even_shares_and_of_equal_ones_the_first_gains():
     assert found.tolist() == [38, 56, 56]  # who keeps all of the prompt gains no more
 
 
-@pytest.mark.parametrize("targets", [(), (0.0,), (1.0,), (0.1, 2.0), (float("nan"),)])
+@pytest.mark.parametrize("targets", [(), (0.0,), (1e-9,), (1.0,), (0.1, 2.0), (float("nan"),)])
 def test_targets_are_budgets(targets):
     with pytest.raises(UsageError, match="targets must be shares"):
         exchange(np.array(POINTS), falling(0, 2), targets)
@@ -300,7 +300,7 @@ def test_text_alone_will_do(kvedge, tiny, tmp_path):
 
 
 @pytest.mark.parametrize(("arguments", "words"), [
-    (["--samples", "0"], ["--samples must be at least 1"]), (["--points", "1"], ["--points must be at least 2"]),
+    (["--samples", "0"], ["--samples must be at least 1"]), (["--points", "1"], ["--points must be 2 to 1000"]),
     (["--scorer", "windw"], ["did you mean 'window'"]), (["--baseline", "0"], ["--baseline must be a share"]),
     (["--baseline", "nan"], ["--baseline must be a share"]), (["--targets", "0.1,1.5"], ["targets must be shares"]),
     (["--targets", "some"], ["--targets takes shares"]), (["--seed", "-1"], ["--seed must be 0 or more"]),

@@ -231,6 +231,7 @@ def _measured(given: dict[str, Any], setup: Setup, seed: int, count: int) -> tup
 
     model, mmproj = model_files(given)
     settings, source = Settings.of(options.running(given)), _samples(given, "head-budgets", seed)
+    count = min(count, len(source)) if isinstance(source, list) else count
     header = setup.header(model, given["data"].expanduser() if given["data"] else f"scenes of seed {seed}")
     with _interruptible(given) as (display, cancel), ExitStack() as held:
         kept = CurveFile(given["save"], header, len(setup.points), given["resume"])

@@ -37,6 +37,7 @@ from pykvedge.plans.stages.base import ProfileTable
 from pykvedge.runtime.interrupt import stop_if_set
 
 SMALLEST = 1 / 128  # of the prompt: the first point
+MOST_POINTS = 1000
 SAME = 1e-6  # nats: less is rounding
 Step = Callable[[str, int], None]  # what is under way, and how many more measurements are done
 
@@ -91,8 +92,8 @@ def setup_for(scorer: str, baseline: float, n_points: int, targets: Sequence[flo
     """Makes the setup of the options of `kvedge calibrate budgets`. Raises UsageError, UnknownNameError."""
     if not 0 < baseline < 1:
         raise UsageError(f"--baseline must be a share of the prompt above 0 and below 1, not {baseline:g}")
-    if n_points < 2:
-        raise UsageError(f"--points must be at least 2, not {n_points}")
+    if not 2 <= n_points <= MOST_POINTS:
+        raise UsageError(f"--points must be 2 to {MOST_POINTS}, not {n_points}")
     points = tuple(np.geomspace(SMALLEST, 1.0, n_points).tolist())
     return Setup(make_plan("snapkv", float(baseline), scorer=scorer), points, tuple(targets), floor)
 

@@ -17,13 +17,14 @@ from pykvedge.errors import UsageError
 
 STEPS = 50  # of an even share
 FLOOR = 0.1  # of an even share, which no head falls below
+SMALLEST = 0.005  # target
 _DIGITS = 12  # of nats: what differs only after them counts as equal
 
 
 def check_targets(targets: Sequence[float]) -> None:
     """Refuses what are no budgets to exchange for. Raises UsageError."""
-    if not targets or any(not 0 < t < 1 for t in targets):
-        raise UsageError("targets must be shares of the prompt above 0 and below 1, for example 0.05,0.1,0.2")
+    if not targets or any(not SMALLEST <= t < 1 for t in targets):
+        raise UsageError(f"targets must be shares of the prompt from {SMALLEST} to below 1, for example 0.05,0.1,0.2")
 
 
 def costs(points: np.ndarray, losses: np.ndarray, targets: Sequence[float], most: int) -> np.ndarray:
