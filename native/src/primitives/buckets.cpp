@@ -4,7 +4,6 @@
 #include "primitives/merge.h"
 
 #include <algorithm>
-#include <cmath>
 
 namespace kvedge {
 
@@ -50,7 +49,7 @@ void merge_buckets(const ReduceInput & in, const Anchors & anchors, const Reduce
     average(in, in.v, (size_t) in.d_v, anchors, out.v);
     for (int32_t j = 0; anchors.mass && j < in.n_kept; j++) {
         if (in.scratch[j] > mass_of(in, true, in.kept[j])) {
-            out.bias[j] = std::log(in.scratch[j]);
+            out.bias[j] = bias_of(in.scratch[j]);
         }
     }
 }

@@ -1,6 +1,7 @@
 #include "primitives/merge.h"
 
 #include "backend/cpu/kernels/kernels.h"
+#include "store/block.h"
 
 #include <algorithm>
 #include <cmath>
@@ -137,6 +138,8 @@ size_t merge_scratch(int32_t n_tokens, int32_t n_kept, int32_t d_k) {
 
 float mass_of(const ReduceInput & in, bool mass, int32_t t) { return mass && in.bias ? std::exp(in.bias[t]) : 1.0f; }
 
+float bias_of(float mass) { return std::min(std::log(mass), MOST_BIAS); }
+
 void merge_rows(const ReduceInput & in, const MergeRule & rule, const ReducedRows & out) {
     const Kernels & kn = kernels();
     const auto      dk = (size_t) in.d_k, dv = (size_t) in.d_v;
@@ -163,7 +166,7 @@ void merge_rows(const ReduceInput & in, const MergeRule & rule, const ReducedRow
             out.v[(size_t) j * dv + i] = self * in.v[at * dv + i];
         }
         if (rule.mass && merged > 0.0f) {
-            out.bias[j] = std::log(own + merged);
+            out.bias[j] = bias_of(own + merged);
         }
     }
     for (int32_t t = 0; t < in.n_tokens; t++) {

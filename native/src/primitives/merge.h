@@ -33,6 +33,9 @@ inline bool     has_mass(double bias) { return bias == 1; }
 // Rows that row t stands for.
 float mass_of(const ReduceInput & in, bool mass, int32_t t);
 
+// The bias of a row that stands for so many; no more than a file may hold, whatever one has brought.
+float bias_of(float mass);
+
 // Reducer::scratch of every reducer that calls merge_rows.
 size_t merge_scratch(int32_t n_tokens, int32_t n_kept, int32_t d_k);
 
