@@ -60,7 +60,8 @@ def select(
     rest = kept - int(chosen.sum())
     if plan.text_overflow == "keep_all":
         rest = max(rest, int(text[~chosen].sum()))
-    turns, first = [], 0
+    turns: list[tuple[np.ndarray, int]] = []
+    first = 0
     if reserve is not None:
         first = min(rest, registry.scorer(plan.scorer).reserved(kept, plan.settings("scorer")))
         turns.append((reserve, first))
@@ -106,7 +107,7 @@ def run(
     out = Result([], [], [], scores.astype(np.float32))
     for i in range(n_layers):
         heads = []
-        weights = None
+        weights: np.ndarray | None = None
         if plan.critical != "none" and projection is not None:
             weights = critical.value_weights(v[i], projection[i], plan.critical)
         for h, count in enumerate(share[i].tolist()):
