@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 
 def calibrated(shares, total, most, least):
     """Counts of the heads: each its part of the total, never above most, what that frees to the others in proportion,
