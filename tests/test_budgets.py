@@ -86,6 +86,9 @@ SETTINGS = {
         {"reducer": "bucket", "reducer.into_protected": True},
         {"reducer": "bucket", "reducer.into_protected": True, "scorer": "cumulative", "sinks": 2},
         {"reducer": "bucket", "reducer.into_protected": False, "scorer": "cumulative", "sinks": 2},
+        *({"reducer": name, "reducer.bias": "mass"} for name in ("averaged", "pivotal", "position", "feature")),
+        {"reducer": "weighted", "reducer.bias": "mass", "reducer.clamp": True},
+        {"reducer": "bucket", "reducer.bias": "mass", "reducer.into_protected": True},
     ],
 }
 

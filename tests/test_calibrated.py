@@ -20,6 +20,7 @@ from pykvedge.plans import profile
 from pykvedge.plans.kvtypes import KvType
 from pykvedge.plans.profile import Profile
 from pykvedge.plans.registry import member
+from pykvedge.plans.numpy_engine import Arrays
 from pykvedge.plans.stages.base import ProfileTable, Prompt
 from pykvedge.runtime.native_plan import compress_arrays
 
@@ -130,7 +131,7 @@ def test_profiles_of_others_are_refused(native, engine):
 
 def test_the_library_refuses_by_itself(native):
     p, plan = prompt(60, (4, 2), layers=2), pykvedge.plan("snapkv", 20, allocator="calibrated")
-    arrays = type("Arrays", (tuple,), {})((p.q, p.k, p.v, p.image_mask.astype(np.uint8), None))
+    arrays = Arrays(p.q, p.k, p.v, p.image_mask.astype(np.uint8))
 
     def run(values, budgets=NONE):
         table = ProfileTable(np.array(values, dtype=np.float32), np.array(budgets, dtype=np.float32))

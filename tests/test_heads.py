@@ -18,6 +18,7 @@ from pykvedge.plans.registry import member
 from pykvedge.plans.stages.allocator.prefix import calibrated
 from pykvedge.plans.stages.base import ProfileTable, Prompt
 from pykvedge.runtime.native_plan import compress_arrays
+from pykvedge.plans.numpy_engine import Arrays
 
 RULES = {"sparsemm": {"ratio": 0.1, "beta": 1.5}, "headkv": {"ratio": 0.1, "beta": 1.5}}
 DEFAULTS = {"rule": "sparsemm", "ratio": 0.1, "beta": 1.5, "power": 1.0, "rounding": "exact"}
@@ -166,7 +167,7 @@ def test_a_profile_is_needed_and_must_have_the_shape_of_the_model(native, engine
 
 def test_the_library_refuses_by_itself_what_python_would_never_send(native):
     p = prompt(60, (4, 2), layers=2)
-    arrays = type("Arrays", (tuple,), {})((p.q, p.k, p.v, p.image_mask.astype(np.uint8), None))
+    arrays = Arrays(p.q, p.k, p.v, p.image_mask.astype(np.uint8))
     none = np.zeros(0, dtype=np.float32)
 
     def run(values, budgets=none, stage="allocator", **settings_):

@@ -20,6 +20,7 @@ from pykvedge.plans.profile import Profile
 from pykvedge.plans.stages.base import ProfileTable
 from pykvedge.runtime.libkvedge import rows
 from pykvedge.runtime.native_plan import compress_arrays
+from pykvedge.plans.numpy_engine import Arrays
 
 DATA = profiles.SHIPPED.parent
 DEMO, DEMO_MMPROJ = DATA / "demo-model.gguf", DATA / "demo-mmproj.gguf"
@@ -130,7 +131,7 @@ def test_what_does_not_fit_is_refused(native, engine):
 
 def test_the_library_refuses_by_itself(native):
     p = prompt(60, (4, 2), layers=2)
-    arrays = type("Arrays", (tuple,), {})((p.q, p.k, p.v, p.image_mask.astype(np.uint8), None))
+    arrays = Arrays(p.q, p.k, p.v, p.image_mask.astype(np.uint8))
 
     def run(plan, stage, values, budgets=()):
         table = ProfileTable(np.array(values, dtype=np.float32), np.array(budgets, dtype=np.float32))
