@@ -8,8 +8,6 @@ namespace {
 
 enum { SOURCE, SCOPE, CHUNK };
 
-constexpr int32_t RECENT = 32;  // tokens at the end that recent = auto protects; the paper protects none
-
 const Param PARAMS[] = {
     setting::words("source", "prompt,instruction,repeat",
                    "whose queries count: the prompt's own, those of an instruction that is read after it, or of the prompt read again"),
@@ -18,8 +16,6 @@ const Param PARAMS[] = {
     setting::whole("chunk", 2000, 16, 1 << 20, "tokens that are read again at a time, images as a whole"),
     {},
 };
-
-int32_t auto_recent(int32_t kept, int32_t even, const double *) { return window_recent(RECENT, kept, even); }
 
 uint32_t peaks(const double * params) {
     return WANTS_PEAKS | (params[SOURCE] != 0.0 ? WANTS_REPLAY | (params[SCOPE] == 0.0 ? WITHIN_CHUNK : 0) : 0);
@@ -37,7 +33,7 @@ void score(const ScoreInput & in, float * out) {
 }  // namespace
 
 extern const Scorer scorer_replay = {
-    { "replay", PARAMS }, false, auto_recent, false, nullptr, score, nullptr, nullptr, false, nullptr, nullptr, nullptr, nullptr, nullptr, peaks
+    { "replay", PARAMS }, false, nullptr, false, nullptr, score, nullptr, nullptr, false, nullptr, nullptr, nullptr, nullptr, nullptr, peaks
 };
 
 }  // namespace kvedge
