@@ -18,7 +18,10 @@ const Param PARAMS[] = {
 };
 
 uint32_t peaks(const double * params) {
-    return WANTS_PEAKS | (params[SOURCE] != 0.0 ? WANTS_REPLAY | (params[SCOPE] == 0.0 ? WITHIN_CHUNK : 0) : 0);
+    if (params[SOURCE] == 0.0) {
+        return WANTS_PEAKS;
+    }
+    return params[SCOPE] == 0.0 ? WANTS_PEAKS | WANTS_REPLAY | WITHIN_CHUNK : WANTS_PEAKS | WANTS_REPLAY;
 }
 
 void score(const ScoreInput & in, float * out) {
