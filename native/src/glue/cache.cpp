@@ -202,6 +202,10 @@ bool kvedge_cache::prepare_run(const llama_attn_provider_ubatch & ubatch, Run & 
         report(KVEDGE_E_STATE, "a bounded prompt must come as announced: all its tokens in one batch of their own, within n_ubatch");
         return false;
     }
+    if (state.replay && state.replay->spoiled) {
+        report(KVEDGE_E_STATE, "tokens were removed during a second pass over the prompt; end it (kvedge_replay_end), and begin it again");
+        return false;
+    }
     if (state.replay) {
         run.pays = run.score = run.watched = false;
         run.prompt = true;
@@ -313,6 +317,9 @@ void kvedge_cache::seq_rm(int32_t seq_id, int32_t p0, int32_t p1) {
             state.seq->remove(p0, p1);
             state.weights.valid = false;
             const auto n        = state.seq->rows.n_tokens();
+            if (state.replay) {
+                state.replay->spoiled = true;
+            }
             state.replayed      = 0;  // the rows that chunks were about have moved
             state.prompt        = std::min(state.prompt, n);
             state.released      = std::min(state.released, n);

@@ -45,6 +45,7 @@ struct Replay {
     int32_t     n_old;      // tokens of the sequence before the pass
     int32_t     announced;  // tokens of the pass
     bool        armed, output;  // Course::armed and prev_output, as they were
+    bool        spoiled = false;  // tokens were removed meanwhile, so that rows are not what scope says
 };
 
 // What follows the compression of a prompt: made before it, so that nothing can fail after it.

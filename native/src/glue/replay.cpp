@@ -67,7 +67,7 @@ extern "C" kvedge_status kvedge_replay_begin(
         const int32_t n = state.seq->rows.pending_length();
         auto replay     = std::make_unique<Replay>();
         *replay         = { { chunk->first, chunk->last, chunk->sinks, n, (plan_peaks(kv->plan_of(seq_id)) & WITHIN_CHUNK) != 0 },
-                            state.seq->rows.n_tokens(), chunk->n_tokens, state.armed, state.prev_output };
+                            state.seq->rows.n_tokens(), chunk->n_tokens, state.armed, state.prev_output, false };
         if (chunk->first == 0 && !begin_anew(state, n)) {
             return fail(err, KVEDGE_E_MEMORY, "no memory for the scores of %d tokens", n);
         }
@@ -104,10 +104,10 @@ extern "C" kvedge_status kvedge_replay_end(kvedge_cache * kv, int32_t seq_id, kv
         }
         state.armed       = replay.armed;
         state.prev_output = replay.output;
-        if (came == replay.announced) {
+        if (came == replay.announced && !replay.spoiled) {
             state.replayed = std::max(state.replayed, replay.scope.last);
         }
-        if (state.replayed >= replay.scope.n_context) {
+        if (!replay.spoiled && state.replayed >= replay.scope.n_context) {
             state.seq->observed.missing().peaks = 0;
         }
         state.replay.reset();

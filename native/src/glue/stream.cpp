@@ -67,6 +67,9 @@ extern "C" kvedge_status kvedge_compress_stream(kvedge_cache * kv, int32_t seq_i
         if (state.bounded && !state.bounded->done()) {
             return fail_bounded(state, err);
         }
+        if (state.replay) {
+            return fail_replaying(err);
+        }
         if (!state.streaming) {
             if (const auto status = open_stream(*state.seq, plan, err); status != KVEDGE_OK) {
                 return status;

@@ -8,8 +8,6 @@ namespace {
 
 enum { SOURCE, SCOPE, CHUNK };
 
-constexpr int32_t RECENT = 32;  // tokens at the end that recent = auto protects; the paper protects none
-
 const Param PARAMS[] = {
     setting::words("source", "prompt,instruction,repeat",
                    "whose queries count: the prompt's own, those of an instruction that is read after it, or of the prompt read again"),
@@ -19,10 +17,11 @@ const Param PARAMS[] = {
     {},
 };
 
-int32_t auto_recent(int32_t kept, int32_t even, const double *) { return window_recent(RECENT, kept, even); }
-
 uint32_t peaks(const double * params) {
-    return WANTS_PEAKS | (params[SOURCE] != 0.0 ? WANTS_REPLAY | (params[SCOPE] == 0.0 ? WITHIN_CHUNK : 0) : 0);
+    if (params[SOURCE] == 0.0) {
+        return WANTS_PEAKS;
+    }
+    return params[SCOPE] == 0.0 ? WANTS_PEAKS | WANTS_REPLAY | WITHIN_CHUNK : WANTS_PEAKS | WANTS_REPLAY;
 }
 
 void score(const ScoreInput & in, float * out) {
@@ -37,7 +36,7 @@ void score(const ScoreInput & in, float * out) {
 }  // namespace
 
 extern const Scorer scorer_replay = {
-    { "replay", PARAMS }, false, auto_recent, false, nullptr, score, nullptr, nullptr, false, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, peaks
+    { "replay", PARAMS }, false, nullptr, false, nullptr, score, nullptr, nullptr, false, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, peaks
 };
 
 }  // namespace kvedge

@@ -28,6 +28,7 @@ void host_scenarios(llama_model * model, const std::string & folder, bool first,
     step("turns, files, bounded prompts");
     turns_and_files(model, folder);
     bounded_prompts(model);
+    second_passes(model);
 }
 
 // All scenarios with one model. first: it keeps no layer with llama.cpp, and nothing was run yet in this way.

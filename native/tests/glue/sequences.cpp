@@ -149,3 +149,58 @@ void streams(llama_model * model) {
     w.answer(5);
     CHECK(w.kept(1, 1).size() == 32 + 5);
 }
+
+// Reads a chunk of a second pass, or less of it than was announced, and takes it back.
+static kvedge_status read_chunk(World & w, const kvedge_replay_chunk & chunk, int32_t n, uint32_t seed) {
+    kvedge_error err{};
+    const auto   at     = w.next[0];
+    const auto   status = kvedge_replay_begin(w.kv, 0, &chunk, &err);
+    if (status == KVEDGE_OK) {
+        CHECK(kvedge_compress(w.kv, 0, &err) == KVEDGE_E_STATE);
+        CHECK(w.decode(words(w.model, n, seed)) == 0);
+        CHECK(w.good(kvedge_replay_end(w.kv, 0, &err), err));
+        w.next[0] = at;
+    }
+    return status;
+}
+
+// Of a second pass over a prompt nothing is left but what is kept: the answer goes on as without it.
+void second_passes(llama_model * model) {
+    Plan          plan({ { "scorer", "replay" }, { "scorer.source", "repeat" }, { "allocator", "global" }, { "budget", "0.25" } });
+    Plan          full({});
+    kvedge_error  err{};
+    const int32_t n = PROMPT, half = n / 2;
+    const auto    prompt = words(model, n, 11);
+    World         w(model, plan.plan), once(model, full.plan);
+    CHECK(kvedge_replay_end(w.kv, 0, &err) == KVEDGE_OK && kvedge_plan_replays(plan.plan) && !kvedge_plan_replays(full.plan));
+    CHECK(w.decode(prompt) == 0 && once.decode(prompt) == 0);
+    CHECK(kvedge_compress(w.kv, 0, &err) == KVEDGE_E_STATE);  // there was no pass
+    CHECK(read_chunk(w, { half, n, 2, 8 }, 8, 1) == KVEDGE_E_STATE);  // the first half is missing
+    CHECK(read_chunk(w, { 0, n + 1, 2, 8 }, 8, 1) == KVEDGE_E_ARGUMENT);
+    CHECK(read_chunk(w, { 0, half, 2, half + 8 }, half, 1) == KVEDGE_OK);  // too few: to be begun again
+    CHECK(read_chunk(w, { half, n, 2, 8 }, 8, 1) == KVEDGE_E_STATE);
+    CHECK(read_chunk(w, { 0, half, 2, half + 8 }, half + 8, 1) == KVEDGE_OK && read_chunk(w, { half, n, 2, 1 }, 1, 2) == KVEDGE_OK);
+    CHECK(w.stats().n_tokens == n && w.stats().n_pending == n && llama_memory_seq_pos_max(w.memory(), 0) == n - 1);
+    // tokens that go in the middle of a pass end it
+    const kvedge_replay_chunk chunk = { 0, n, 2, 8 };
+    CHECK(kvedge_replay_begin(w.kv, 0, &chunk, &err) == KVEDGE_OK && w.decode(words(model, 4, 3)) == 0);
+    CHECK(llama_memory_seq_rm(w.memory(), 0, n - 8, -1) && w.decode(words(model, 4, 4)) != 0);
+    CHECK(kvedge_take_error(w.kv, &err) == KVEDGE_E_STATE && kvedge_replay_end(w.kv, 0, &err) == KVEDGE_OK);
+    w.next[0] = n - 8;
+    CHECK(w.stats().n_tokens == n - 8 && w.decode({ prompt.end() - 8, prompt.end() }) == 0);
+    CHECK(read_chunk(w, { 0, n, 2, 40 }, 40, 5) == KVEDGE_OK);
+    CHECK(w.good(kvedge_compress(w.kv, 0, &err), err) && w.stats().n_compressions == 1);
+    const auto kept = w.kept(0, 0);
+    CHECK(kept.size() > 1 && kept[0] == 0 && kept[1] == 1);
+    w.answer(3);
+
+    // a pass over a prompt of which all is kept
+    World all(model, plan.plan);
+    CHECK(all.decode(prompt) == 0 && read_chunk(all, { 0, n, 0, 60 }, 60, 6) == KVEDGE_OK);
+    CHECK(kvedge_set_plan(all.kv, full.plan, &err) == KVEDGE_OK);
+    all.answer(2);
+    once.answer(2);
+    CHECK(all.logits() == once.logits());
+    all.clear();
+    CHECK(kvedge_replay_begin(all.kv, 0, &chunk, &err) == KVEDGE_E_STATE);
+}

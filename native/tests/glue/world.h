@@ -86,6 +86,7 @@ void sequences(llama_model * model);
 void turns_and_files(llama_model * model, const std::string & folder);
 void bounded_prompts(llama_model * model);
 void streams(llama_model * model);
+void second_passes(llama_model * model);
 void storage_types(llama_model * model);
 void own_stages(llama_model * model);
 void given_up(llama_model * model);

@@ -9,8 +9,7 @@ prompt in it instead. The tokens of the template are kept before all others.
 
 `source` says whose queries these are: of the prompt repeated (`repeat`, the paper's), of a fixed instruction that is
 read after the prompt (`instruction`, one short pass), or the prompt's own (`prompt`, no pass), where each query sees
-what is before it. Nothing else is protected by the paper; here `recent` = auto keeps the last 32 tokens, since the end
-of a prompt says what is to be done, and --recent 0 is the paper's.
+what is before it. Nothing else is protected.
 """
 
 from __future__ import annotations
@@ -18,9 +17,8 @@ from __future__ import annotations
 import numpy as np
 
 from pykvedge.plans.stages.attention import causal_attention
-from pykvedge.plans.stages.base import Layer, Scorer, Settings, window_recent
+from pykvedge.plans.stages.base import Layer, Scorer, Settings
 
-RECENT = 32
 KEPT_FIRST = 2.0  # above any attention
 
 
@@ -61,5 +59,4 @@ MEMBER = Scorer(
     summary="the largest attention of any query, the prompt's own or of a second pass over it",
     source="KVzip (Kim et al. 2025), section 3",
     score=score,
-    auto_recent=lambda kept, even, settings: window_recent(RECENT, kept, even),
 )
