@@ -1,4 +1,4 @@
-"""Second opinions on budgets of heads: the exchange of shares and what becomes of them, in loops over single numbers."""
+"""Second opinions on budgets of heads: shares that are exchanged, and counts of them, in loops over single numbers."""
 
 from __future__ import annotations
 

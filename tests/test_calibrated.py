@@ -18,9 +18,9 @@ from pykvedge.lab.calibrate.samples import SEED, scenes
 from pykvedge.models import profiles
 from pykvedge.plans import profile
 from pykvedge.plans.kvtypes import KvType
+from pykvedge.plans.numpy_engine import Arrays
 from pykvedge.plans.profile import Profile
 from pykvedge.plans.registry import member
-from pykvedge.plans.numpy_engine import Arrays
 from pykvedge.plans.stages.base import ProfileTable, Prompt
 from pykvedge.runtime.native_plan import compress_arrays
 

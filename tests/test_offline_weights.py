@@ -16,11 +16,11 @@ from pykvedge.lab.calibrate.samples import scenes
 from pykvedge.lab.checks import suite
 from pykvedge.models import profiles
 from pykvedge.plans.kvtypes import KvType
+from pykvedge.plans.numpy_engine import Arrays
 from pykvedge.plans.profile import Profile
 from pykvedge.plans.stages.base import ProfileTable
 from pykvedge.runtime.libkvedge import rows
 from pykvedge.runtime.native_plan import compress_arrays
-from pykvedge.plans.numpy_engine import Arrays
 
 DATA = profiles.SHIPPED.parent
 DEMO, DEMO_MMPROJ = DATA / "demo-model.gguf", DATA / "demo-mmproj.gguf"

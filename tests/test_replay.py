@@ -216,6 +216,7 @@ def test_a_pass_gathers_what_its_tokens_pay_to_the_prompt(native, tiny, kind, sc
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "gemma4e", "qwen2vl"])
 def test_nothing_is_left_of_a_pass(native, tiny, kind):
     """What follows is, to the bit, what follows without it; so is what another plan keeps of the prompt."""
+
     def after(twice):
         context = Twice(tiny(kind).model, pykvedge.plan("kvzip", 0.5), "f32", n_ctx=1024)
         context.decode(random_tokens(90))

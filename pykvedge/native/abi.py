@@ -200,7 +200,9 @@ PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "encoder_eval": (c.c_bool, [_P, c.c_bool, _P]),
     "encoder_release": (c.c_uint64, [_P]),
     "compress_arrays_replayed": (
-        c.c_int, [_P, c.POINTER(GivenArrays), c.POINTER(GivenReplay), c.POINTER(Options), _OUT, _ERR]),
+        c.c_int,
+        [_P, c.POINTER(GivenArrays), c.POINTER(GivenReplay), c.POINTER(Options), _OUT, _ERR],
+    ),
     "plan_replays": (c.c_bool, [_P]),
     "replay_begin": (c.c_int, [_P, _I, c.POINTER(ReplayChunk), _ERR]),
     "replay_end": (c.c_int, [_P, _I, _ERR]),

@@ -82,9 +82,7 @@ def compress(
         raise ArrayError(f"plan must be a pykvedge.Plan, for example pykvedge.plan('lookm'), not {type(plan).__name__}")
     arrays = _check(q, k, v, image_mask, kv_type)
     projection = _projected(plan, chosen.projection, arrays)
-    arrays = arrays._replace(
-        rotation=_turned(chosen.rotation, arrays.k), projection=projection, replay=chosen.replay
-    )
+    arrays = arrays._replace(rotation=_turned(chosen.rotation, arrays.k), projection=projection, replay=chosen.replay)
     if chosen.replay is not None:
         _check_replay(chosen.replay, arrays, chosen.stream)
     from pykvedge.plans.profile import for_arrays
