@@ -37,6 +37,8 @@ SPACE = Space(
         "cumulative": [{}, {"scorer.share": "layer"}],
         "mean": [{}],
         "keydiff": [{}],
+        "expected": [{}],
+        "replay": [{}, {"scorer.source": "repeat"}],
         "knorm": [{}],
         "vnorm": [{}],
         "dct": [{}],
@@ -52,8 +54,8 @@ SPACE = Space(
         "spectral": [{}],
         "entropy": [{}],
     },
-    reducers={"evict": [{}], "averaged": [{}], "pivotal": [{}], "weighted": [{}]},
-    others=({}, {"recent": 8}, {"recent": 1, "sinks": 1}, {"text_prior": True}),
+    reducers={"evict": [{}], "averaged": [{}, {"reducer.bias": "mass"}], "pivotal": [{}], "weighted": [{}]},
+    others=({}, {"recent": 8}, {"recent": 1, "sinks": 1}, {"text_prior": True}, {"critical": "l2"}),
 )
 
 
