@@ -7,21 +7,23 @@ import math
 
 def calibrated(shares, total, most, least):
     """Counts of the heads: each its part of the total, never above most, what that frees to the others in proportion,
-    round after round; then likewise for those below least; the largest remainders get what rounding down left.
+    round after round; then likewise for those below least, which the full ones pay for where nobody else is left; the
+    largest remainders get what rounding down left.
     """
     from fractions import Fraction
 
     shares = [Fraction(x) for x in shares]
-    fixed = {}
+    full, short = set(), set()
     while True:
-        open_ = [i for i in range(len(shares)) if i not in fixed]
-        left, all_ = total - sum(fixed.values()), sum(shares[i] for i in open_)
+        open_ = [i for i in range(len(shares)) if i not in full | short]
+        left, all_ = total - most * len(full) - least * len(short), sum(shares[i] for i in open_)
         real = {i: shares[i] * left / all_ if all_ else Fraction(left, len(open_)) for i in open_}
-        bad = {i: most for i, x in real.items() if x > most} or {i: least for i, x in real.items() if x < least}
-        if not bad:
+        over, under = {i for i, x in real.items() if x > most}, {i for i, x in real.items() if x < least}
+        if not over | under:
             break
-        fixed |= bad
-    real |= fixed
+        full, short = full | over, short if over else short | under
+    each = most if open_ or not full else Fraction(total - least * len(short), len(full))
+    real |= dict.fromkeys(full, each) | dict.fromkeys(short, least)
     counts = [math.floor(real[i]) for i in range(len(shares))]
     by_rest = sorted(real, key=lambda i: (counts[i] - real[i], i))
     for i in by_rest[: total - sum(counts)]:

@@ -21,7 +21,7 @@ KEYS = {
     "tokens": {"prompt", "image", "generated", "pruned", "reused", "images_reused"},
     "kv": {"full_bytes", "kept_bytes", "peak_bytes", "kept_per_layer"},
     "rss": {"before_prefill_bytes", "peak_bytes", "after_compress_bytes"},
-    "time": {"load_s", "encode_s", "prefill_s", "compress_s", "decode_s", "decode_tok_s"},
+    "time": {"load_s", "encode_s", "prefill_s", "replay_s", "compress_s", "decode_s", "decode_tok_s"},
 }
 LINE = re.compile(
     r"prompt (\d+) tokens(?: \((\d+) image\))?(?: -> (\d+) kept|, all kept) \| "
@@ -193,9 +193,10 @@ def test_an_option_means_the_same_in_every_command():
         "--set",
     ):
         assert len(found[name]) > 1 and len(set(found[name].values())) == 1, name
-    loads = {"chat", "eval", "bench", "inspect", "fit", "heads", "prefix", "serve"}
+    loads = {"chat", "eval", "bench", "inspect", "fit", "heads", "prefix", "budgets", "serve"}
     assert loads == set(found["--model"]) == set(found["--mmproj"]) <= {*found["--json"], "serve"}
-    assert set(found["--method"]) == loads - {"heads", "prefix"} and set(found["--budget"]) == loads - {"heads"}
+    assert set(found["--method"]) == loads - {"heads", "prefix", "budgets"}
+    assert set(found["--budget"]) == loads - {"heads", "budgets"}
 
 
 def test_what_plan_is_called_now(kvedge):

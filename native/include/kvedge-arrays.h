@@ -1,9 +1,9 @@
 // kvedge-arrays.h - compression of plain arrays, without a model. Included by kvedge.h, whose conventions hold.
 
+#include "kvedge.h"  // before the guard: what that includes needs what is declared here
+
 #ifndef KVEDGE_ARRAYS_H
 #define KVEDGE_ARRAYS_H
-
-#include "kvedge.h"
 
 #ifdef __cplusplus
 extern "C" {

@@ -12,10 +12,10 @@
 //     kvedge_replay_end(kv, 0, &err);                                   // they are gone, the next token is at p again
 //     kvedge_compress(kv, 0, &err);
 
+#include "kvedge.h"  // before the guard: kvedge-arrays.h comes first
+
 #ifndef KVEDGE_REPLAY_H
 #define KVEDGE_REPLAY_H
-
-#include "kvedge-arrays.h"
 
 #ifdef __cplusplus
 extern "C" {

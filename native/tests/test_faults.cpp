@@ -330,6 +330,10 @@ void test_members(const Arrays & arrays) {
                 const std::vector<float> scores = { 1, 5, 1, 1, 2, 1, 1, 1 };
                 CHECK(kvedge_plan_set_profile(plan, KVEDGE_STAGE_ALLOCATOR, scores.data(), nullptr, Arrays::L, Arrays::H, nullptr) == KVEDGE_OK);
             }
+            if (!strcmp(name, "calibrated")) {
+                const std::vector<float> shares = { 1, 5, 2, 1 };
+                CHECK(kvedge_plan_set_profile(plan, KVEDGE_STAGE_ALLOCATOR, shares.data(), nullptr, Arrays::L, Arrays::HKV, nullptr) == KVEDGE_OK);
+            }
             try_arrays(name, plan, arrays, KVEDGE_TYPE_F16, 0, 1);
             kvedge_plan_free(plan);
         }

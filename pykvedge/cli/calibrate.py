@@ -164,7 +164,13 @@ def prefix(budgets: str, samples: int, **given: Any) -> None:
     metavar="N",
     help="Kept shares to measure each head at, from 1/128 of the prompt to all of it, each the same times the last.",
 )
-@click.option("--scorer", default="mixkv", show_default=True, metavar="NAME", help="That chooses what heads keep.")
+@click.option(
+    "--scorer",
+    default="mixkv",
+    show_default=True,
+    metavar="NAME",
+    help="Another scorer for the method. See `kvedge methods NAME`.",
+)
 @click.option(
     "--baseline", type=float, default=0.05, show_default=True, metavar="SHARE", help="Of the prompt: the other heads'."
 )
