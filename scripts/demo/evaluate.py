@@ -7,22 +7,41 @@ right at every position; so one forward pass a sample measures exact match witho
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from pykvedge.lab.demo_tasks.evalset import Sample, samples
-from pykvedge.lab.demo_tasks.tasks import NEEDLE_TASKS, TASKS
+from pykvedge.lab.demo_tasks.evalset import Sample, chain, samples
+from pykvedge.lab.demo_tasks.scenes import Scene
+from pykvedge.lab.demo_tasks.tasks import NEEDLE_TASKS, TASKS, Question
 
 from .rows import IGNORE, Batch, Row, RowMaker, Style, collate
 from .tokenizer import EOS
 from .train_text import Learner, image_features
 from .vision import N_PATCHES, VisionTower
 
+CHAINS = (
+    ("code", "where"),
+    ("where", "code"),
+    ("colour", "where", "describe"),
+    ("which-image", "code-in-image-k"),
+    ("code-in-image-k", "which-image", "code-in-image-k"),
+)
+
 
 def sample_row(maker: RowMaker, sample: Sample) -> Row:
     row, at = maker.images(None, list(sample.scenes), N_PATCHES)
     maker.ask(row, at, 1, sample.question, Style(int(sample.second_turn), sample.second_turn, False))
+    return row
+
+
+def chain_row(maker: RowMaker, scenes: tuple[Scene, ...], questions: list[Question]) -> Row:
+    """The last question behind the others and their answers; it alone is judged."""
+    row, at = maker.images(None, list(scenes), N_PATCHES)
+    for n, question in enumerate(questions):
+        row.targets = [IGNORE] * len(row.targets)
+        at = maker.ask(row, at, 1, question, Style(2 if n else 0, False, False))
     return row
 
 
@@ -67,13 +86,23 @@ def generate(learner: Learner, tower: VisionTower, sample: Sample, limit: int = 
 
 
 def accuracy(learner: Learner, tower: VisionTower, count: int, images: int, seed: int = 0) -> dict[str, float]:
-    """Percent exact, per task and turn; `images` is the number of images of the needle tasks."""
-    maker, table = RowMaker(learner.tokenizer), {}
+    """Percent exact, per task and turn, and of the last one of CHAINS; `images`: of the needle tasks."""
+    maker = RowMaker(learner.tokenizer)
+    table: dict[str, float] = {}
     for task, second in itertools.product(TASKS, (False, True)):
+        rows = (sample_row(maker, s) for s in samples(task, seed, images, second))
         size = images if task in NEEDLE_TASKS else 1
-        chosen = itertools.islice(samples(task, seed, images, second), count)
-        results: list[bool] = []
-        while part := list(itertools.islice(chosen, max(1, 32 // size))):
-            results += exact(learner, tower, [sample_row(maker, s) for s in part])
-        table[task + (" (turn 2)" if second else "")] = 100 * sum(results) / len(results)
+        table[task + (" (turn 2)" if second else "")] = percent(learner, tower, itertools.islice(rows, count), size)
+    for tasks in CHAINS:
+        rows = (chain_row(maker, *drawn) for drawn in chain(tasks, seed, images))
+        size = images if tasks[0] in NEEDLE_TASKS else 1
+        table["+".join(tasks)] = percent(learner, tower, itertools.islice(rows, count), size)
     return table
+
+
+def percent(learner: Learner, tower: VisionTower, rows: Iterator[Row], size: int) -> float:
+    """Of the rows, those whose answer would be generated exactly. size: images of each."""
+    results: list[bool] = []
+    while part := list(itertools.islice(rows, max(1, 32 // size))):
+        results += exact(learner, tower, part)
+    return 100 * sum(results) / len(results)
