@@ -179,6 +179,9 @@ void test_opening() {
     });
     Compression again;
     CHECK(compress_stream(seq, plan, 1, again, &err) == KVEDGE_OK && seq.rows.pending_length() == BOUND);
+    plan.budget_pairs = BOUND / 2;
+    CHECK(compress_pending(seq, plan, 1, again, &err) == KVEDGE_E_STATE && err.message[0]);  // heads hold different tokens
+    CHECK(seq.rows.pending_length() == BOUND);
 }
 
 void test_refusals() {

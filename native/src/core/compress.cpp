@@ -119,6 +119,9 @@ static kvedge_status compress_tokens(
     if (T == 0) {
         return ok(err);
     }
+    if (seq.rows.pending_differs()) {
+        return fail(err, KVEDGE_E_STATE, "the sequence is a stream, whose heads hold different tokens: it is compressed as one");
+    }
     const bool scored   = plan.decode->needs_scores && plan.budget_ratio != 1.0;
     const bool reduced  = budget < T;
     const bool quantise = seq.rows.storage().quantised();

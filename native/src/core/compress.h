@@ -25,7 +25,7 @@ kvedge_plan compression_plan(const Sequence & seq, const kvedge_plan & plan, int
 
 // Compresses the sequence's pending tokens by the plan: score, allocate, select, reduce, layer by layer, each layer's
 // old memory going back before the next layer's turn. On failure the sequence is as it was.
-// Errors: KVEDGE_E_STATE (scores are missing), KVEDGE_E_MEMORY.
+// Errors: KVEDGE_E_STATE (scores are missing, or it is a stream), KVEDGE_E_MEMORY.
 kvedge_status compress_pending(
     Sequence & seq, const kvedge_plan & plan, int32_t n_threads, Compression & outcome, kvedge_error * err);
 
