@@ -1,5 +1,18 @@
-"""Random prompts for compress, as `kvedge methods --check` uses them."""
+"""Random prompts for compress, as `kvedge methods --check` uses them, and whether both engines do the same with one."""
 
+import numpy as np
+
+import pykvedge
 from pykvedge.lab.checks.prompts import LAYOUTS, Prompt, image_mask, profiles_of, projection_of, prompt
 
-__all__ = ["LAYOUTS", "Prompt", "image_mask", "profiles_of", "projection_of", "prompt"]
+__all__ = ["LAYOUTS", "Prompt", "image_mask", "kept_alike", "profiles_of", "projection_of", "prompt"]
+
+
+def kept_alike(atol, plan, p, **options):
+    """Both engines keep the same tokens, of scores that agree."""
+    ours, definition = (pykvedge.compress(plan, *p.arguments, engine=e, **options) for e in ("native", "numpy"))
+    np.testing.assert_allclose(ours.scores, definition.scores, rtol=1e-3, atol=atol)
+    for layer, other in zip(ours.kept, definition.kept, strict=True):
+        for head, its in zip(layer, other, strict=True):
+            np.testing.assert_array_equal(head, its)
+    return ours

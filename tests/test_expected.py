@@ -7,7 +7,7 @@ import ctypes
 import numpy as np
 import oracles
 import pytest
-from arrays import prompt
+from arrays import kept_alike, prompt
 from contexts import TinyContext, random_tokens
 from modelgen.layers import mrope_sections
 from test_stream_parity import agree
@@ -76,22 +76,12 @@ def test_a_prompt_of_sinks_alone_is_kept_whole_and_of_a_longer_one_the_sinks_sta
     assert all(set(range(4)) <= set(head.tolist()) for layer in made.kept for head in layer if len(head) >= 4)
 
 
-def same(plan, p, **options):
-    """Both engines keep the same tokens, of scores that agree."""
-    ours, definition = (pykvedge.compress(plan, *p.arguments, engine=e, **options) for e in ("native", "numpy"))
-    np.testing.assert_allclose(ours.scores, definition.scores, rtol=1e-3, atol=1e-5)
-    for layer, other in zip(ours.kept, definition.kept, strict=True):
-        for head, its in zip(layer, other, strict=True):
-            np.testing.assert_array_equal(head, its)
-    return ours
-
-
 @pytest.mark.parametrize("allocator", ["uniform", "ada", "global"])
 @pytest.mark.parametrize("turned", ROTATIONS)
 def test_both_engines_turn_alike(native, turned, allocator):
     for n_tokens, heads in ((5, (4, 2)), (64, (4, 1)), (300, (3, 3))):
         p = prompt(n_tokens, heads, size=24, layers=3)
-        same(pykvedge.plan("expected", 0.3, allocator=allocator), p, rotation=ROTATIONS[turned])
+        kept_alike(1e-5, pykvedge.plan("expected", 0.3, allocator=allocator), p, rotation=ROTATIONS[turned])
 
 
 def test_large_means_do_not_drown_the_covariance(native):
@@ -99,8 +89,8 @@ def test_large_means_do_not_drown_the_covariance(native):
     p.q[:] += 40
     p.k[:] -= p.k.mean(axis=-1, keepdims=True)  # along which the mean says nothing
     with_it, without = ({"scorer.covariance": on, "allocator": "uniform"} for on in (True, False))
-    ours = same(pykvedge.plan("expected", 0.3, **with_it), p)
-    assert not np.allclose(ours.scores, same(pykvedge.plan("expected", 0.3, **without), p).scores, rtol=0.1)
+    ours = kept_alike(1e-5, pykvedge.plan("expected", 0.3, **with_it), p)
+    assert not np.allclose(ours.scores, kept_alike(1e-5, pykvedge.plan("expected", 0.3, **without), p).scores, rtol=0.1)
 
 
 def test_the_number_of_threads_changes_nothing(native):

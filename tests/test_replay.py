@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import oracles
 import pytest
-from arrays import prompt
+from arrays import kept_alike, prompt
 from contexts import TinyContext, random_tokens
 from conversations import WORDS, say
 
@@ -70,16 +70,6 @@ def test_the_prompts_own_queries_stand_in_for_a_pass_that_there_was_not():
     np.testing.assert_array_equal(found, score(p))
 
 
-def same(plan, p, **options):
-    """Both engines keep the same tokens, of scores that agree."""
-    ours, definition = (pykvedge.compress(plan, *p.arguments, engine=e, **options) for e in ("native", "numpy"))
-    np.testing.assert_allclose(ours.scores, definition.scores, rtol=1e-3, atol=1e-6)
-    for layer, other in zip(ours.kept, definition.kept, strict=True):
-        for head, its in zip(layer, other, strict=True):
-            np.testing.assert_array_equal(head, its)
-    return ours
-
-
 @pytest.mark.parametrize("allocator", ["uniform", "ada", "global"])
 @pytest.mark.parametrize("scope", ["chunk", "context"])
 @pytest.mark.parametrize("cut", CUTS)
@@ -89,7 +79,7 @@ def test_both_engines_go_by_the_same_pass(native, cut, scope, allocator):
     ):  # fmt: skip
         p = prompt(n_tokens, heads, size=32, layers=3)
         plan = pykvedge.plan("h2o", 0.3, allocator=allocator, **{**PLAN, "scorer.scope": scope})
-        same(plan, p, replay=second_pass(p, CUTS[cut](n_tokens)), kv_type=kv_type)
+        kept_alike(1e-6, plan, p, replay=second_pass(p, CUTS[cut](n_tokens)), kv_type=kv_type)
 
 
 def test_attention_to_what_a_chunk_is_about_is_not_lost_beside_what_it_is_not_about(native):
@@ -98,7 +88,7 @@ def test_attention_to_what_a_chunk_is_about_is_not_lost_beside_what_it_is_not_ab
     p.k[:, :, :20], p.k[:, :, 20:] = 12, -12
     chunks = [ReplayChunk(20, 40, 6)]
     replay = Replay(np.full((1, 2, 6, 16), 9), np.full((1, 1, 6, 16), -14), chunks)
-    ours = same(pykvedge.plan("h2o", 0.5, recent=0, **PLAN), p, replay=replay)
+    ours = kept_alike(1e-6, pykvedge.plan("h2o", 0.5, recent=0, **PLAN), p, replay=replay)
     np.testing.assert_allclose(ours.scores[0, 0, 20:], 1 / 20, rtol=1e-3)
     assert (ours.scores[0, 0, :20] == 0).all()
 
