@@ -5,10 +5,29 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pykvedge.errors import SaveError
+from pykvedge.errors import SaveError, UsageError
+
+
+def go_on(path: Path | None, resume: bool, take: Callable[[Path, list[bytes]], None]) -> int:
+    """Hands the lines of a file to take(path, lines), and returns their bytes; 0 where there is no such file.
+
+    A last line that was not written to its end is left out.
+    Raises UsageError for a file that is there without `resume` or cannot be read, and what `take` raises.
+    """
+    if path is None or not path.is_file() or not path.stat().st_size:
+        return 0
+    if not resume:
+        raise UsageError(f"{path} exists; add --resume to go on with it, or save to another file")
+    try:
+        lines = path.read_bytes().split(b"\n")[:-1]
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror or error}") from None
+    take(path, lines)
+    return sum(len(line) + 1 for line in lines)
 
 
 class JsonLines:

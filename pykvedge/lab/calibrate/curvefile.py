@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from pykvedge.errors import UsageError
-from pykvedge.lab.jsonlines import JsonLines
+from pykvedge.lab.jsonlines import JsonLines, go_on
 
 VERSION = 1
 Place = tuple[int, int]  # (layer of the model, KV head)
@@ -32,11 +32,8 @@ class CurveFile:
         self.heads: dict[int, dict[Place, list[float]]] = {}
         self.baselines: dict[int, float] = {}
         self._n_points = n_points
-        first, good = {"kvedge_curves": VERSION, **header}, 0
-        if path is not None and path.is_file() and path.stat().st_size:
-            if not resume:
-                raise UsageError(f"{path} exists; add --resume to go on with it, or save to another file")
-            good = self._read(path, first)
+        first = {"kvedge_curves": VERSION, **header}
+        good = go_on(path, resume, lambda file, lines: self._read(file, lines, first))
         self._file = JsonLines(path, good)
         if not good:
             self._file.add(first)
@@ -56,12 +53,8 @@ class CurveFile:
         """Ends the file. Does nothing the second time."""
         self._file.close()
 
-    def _read(self, path: Path, header: Mapping[str, Any]) -> int:
-        """Takes over what the file holds, but for a last line that was not written to its end. Returns its bytes."""
-        try:
-            lines = path.read_bytes().split(b"\n")[:-1]
-        except OSError as error:
-            raise UsageError(f"{path} cannot be read: {error.strerror or error}") from None
+    def _read(self, path: Path, lines: list[bytes], header: Mapping[str, Any]) -> None:
+        """Takes over what the file holds."""
         try:
             first, *rows = [json.loads(line) for line in lines]
             _ = first["kvedge_curves"]
@@ -73,7 +66,6 @@ class CurveFile:
         for name in changed[:1]:
             then, now = first.get(name), header.get(name)
             raise UsageError(f"{path} was measured with {name} {then!r:.80}, not {now!r:.80}; save to another file")
-        return sum(len(line) + 1 for line in lines)
 
     def _take(self, row: dict[str, Any]) -> None:
         """Raises ValueError, KeyError or TypeError for a line that is none of ours."""

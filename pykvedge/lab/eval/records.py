@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pykvedge.errors import UsageError
-from pykvedge.lab.jsonlines import JsonLines
+from pykvedge.lab.jsonlines import JsonLines, go_on
 
 VERSION = 2
 _UNSAID = {"compress": "prompt"}  # of a header that does not say it
@@ -34,22 +34,14 @@ class Records:
         SaveError if it cannot be written.
         """
         self.rows: dict[Key, dict[str, Any]] = {}
-        header, good = {"kvedge_eval": VERSION, **header}, 0
-        if path is not None and path.is_file() and path.stat().st_size:
-            if not resume:
-                raise UsageError(f"{path} exists; add --resume to go on with it, or save to another file")
-            good = self._read(path, header)
+        header = {"kvedge_eval": VERSION, **header}
+        good = go_on(path, resume, lambda file, lines: self._read(file, lines, header))
         self._file = JsonLines(path, good)
         if not good:
             self._file.add(header)
 
-    def _read(self, path: Path, header: dict[str, Any]) -> int:
-        """Takes over what the file holds, but for a last line that was not written to its end. Returns its bytes."""
-        try:
-            data = path.read_bytes()
-        except OSError as error:
-            raise UsageError(f"{path} cannot be read: {error.strerror or error}") from None
-        lines = data.split(b"\n")[:-1]
+    def _read(self, path: Path, lines: list[bytes], header: dict[str, Any]) -> None:
+        """Takes over what the file holds."""
         try:
             first, *found = [json.loads(line) for line in lines]
             version = first["kvedge_eval"]
@@ -63,7 +55,6 @@ class Records:
             if then != now:
                 raise UsageError(f"{path} was measured with {name} {then!r}, not {now!r}; save to another file")
         self.rows = rows
-        return sum(len(line) + 1 for line in lines)
 
     def add(self, record: dict[str, Any]) -> None:
         """Keeps a record. Raises SaveError; the file then ends with the record before."""
