@@ -14,6 +14,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,18 @@ from pykvedge.plans.presets import methods, plan
 from pykvedge.runtime.settings import Settings
 
 DATA = ROOT / "pykvedge" / "data"
-TASKS = ("describe", "where", "code", "describe/2", "where/2", "code/2", "which-image", "code-in-image-k", "difference")
+TASKS = (  # first, second and third questions about one image and about several
+    "describe",
+    "code",
+    "difference",
+    "code-in-image-k",
+    "where+code",
+    "code+describe",
+    "which-image+code-in-image-k",
+    "colour+where+describe",
+    "describe+where+code",
+    "code-in-image-k+which-image+code-in-image-k",
+)
 SPACE = Space(
     scorers={
         "window": [{}, {"scorer.window": 8}, {"scorer.window": 8, "scorer.pool": "max"}, {"scorer.window": 64}],
@@ -70,7 +82,7 @@ class Search:
 
     def job(self, samples: list[Sample], cells: Sequence[Cell]) -> Job:
         settings = Settings(threads=self.args.threads)
-        return Job(DATA / "demo-model.gguf", DATA / "demo-mmproj.gguf", samples, list(cells), self.wants, settings)
+        return Job(self.args.model, self.args.mmproj, samples, list(cells), self.wants, settings)
 
     def measure(self, count: int, cells: Sequence[Cell]) -> list[Standing]:
         samples = [s for name in self.args.tasks for s in demo_samples(name, count, self.args.seed, 4, self.part)]
@@ -81,6 +93,13 @@ class Search:
         if out.interrupted:
             sys.exit(130)
         return standings(cells, samples, self.records.rows)
+
+
+def without(space: Space, names: set[str]) -> Space:
+    """The space without the members of these names."""
+    stages = ("scorers", "allocators", "reducers")
+    left = {stage: {k: v for k, v in getattr(space, stage).items() if k not in names} for stage in stages}
+    return replace(space, **left)
 
 
 def one(standing: Standing) -> dict[str, Any]:
@@ -97,6 +116,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--budget", default="0.2", help="one or several, with commas (default %(default)s)")
     parser.add_argument("--tasks", default=",".join(TASKS), help="of the demo generator (default %(default)s)")
+    parser.add_argument("--without", default="", metavar="A,B", help="members of stages that are not tried")
+    parser.add_argument("--model", type=Path, default=DATA / "demo-model.gguf")
+    parser.add_argument("--mmproj", type=Path, default=DATA / "demo-mmproj.gguf")
     parser.add_argument("--compress", choices=("context", "prompt"), default="context")
     parser.add_argument("--rounds", default="1,4,16", help="samples of each task in every round (default %(default)s)")
     parser.add_argument("--keep", type=float, default=0.2, help="share of plans that goes on (default %(default)s)")
@@ -107,9 +129,10 @@ def main() -> None:
     parser.add_argument("--best", type=int, default=5, help="plans of each budget that are validated and told")
     args = parser.parse_args()
     args.tasks, rounds = args.tasks.split(","), [int(n) for n in args.rounds.split(",")]
+    space = without(SPACE, set(args.without.split(",")))
     search, validation, out = Search(args, "search"), Search(args, "validation"), {}
     for budget in args.budget.split(","):
-        cells = list(SPACE.cells(budget))
+        cells = list(space.cells(budget))
         found = halving(cells, rounds, args.keep, args.floor, search.measure)[: args.best]
         named = [Cell(name, plan(name, budget)) for name in methods() if name != FULL]
         seen = validation.measure(rounds[-1], [*(s.cell for s in found), *named])

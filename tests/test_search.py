@@ -12,7 +12,6 @@ from conftest import ROOT
 from eval_runs import run
 
 import pykvedge
-from pykvedge.errors import UsageError
 from pykvedge.lab.demo_tasks.scenes import PARTS
 from pykvedge.lab.eval.measure import Cell
 from pykvedge.lab.eval.search import Space, Standing, halving, standings
@@ -71,18 +70,18 @@ def test_the_better_ones_go_on():
 
 
 def test_no_scene_is_in_two_parts():
-    codes = {}
+    codes, names = {}, ("code", "difference", "code-in-image-k", "code+where", "which-image+code-in-image-k")
     for part in PARTS:
-        found = [s for name in ("code", "difference", "code-in-image-k") for s in demo_samples(name, 20, 1, 3, part)]
-        assert len({sample.id for sample in found}) == 60
+        found = [s for name in names for s in demo_samples(name, 20, 1, 3, part)]
+        assert len({sample.id for sample in found}) == 100
         codes[part] = {scene.code for sample in found for line in sample.lines for scene in line.images}
         assert all(scene.held_out for sample in found for line in sample.lines for scene in line.images)
     assert not codes["search"] & codes["validation"] and not codes["search"] & codes["test"]
     assert not codes["validation"] & codes["test"]
     with pytest.raises(ValueError, match="no part"):
         demo_samples("code", 1, 0, 4, "other")
-    with pytest.raises(UsageError):
-        demo_samples("code+where", 1, 0, 4, "test")
+    with pytest.raises(ValueError, match="no part"):
+        demo_samples("code+where", 1, 0, 4, "other")
 
 
 def test_the_script_tells_a_plan_that_can_be_used(native, tmp_path):

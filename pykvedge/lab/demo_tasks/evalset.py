@@ -80,12 +80,16 @@ def _within(scenes: tuple[Scene, ...], part: str) -> bool:
     return not part or all(part_of(scene.code) == part for scene in scenes)
 
 
-def chain(tasks: Sequence[str], seed: int = 0, images: int = 4) -> Iterator[tuple[tuple[Scene, ...], list[Question]]]:
+def chain(
+    tasks: Sequence[str], seed: int = 0, images: int = 4, part: str = ""
+) -> Iterator[tuple[tuple[Scene, ...], list[Question]]]:
     """Held-out scenes without end, and for each one question of every task, all of them different.
 
     tasks: of one image (SINGLE_TASKS), or of `images` (NEEDLE_TASKS). Sample n is the same whatever was drawn before.
-    Raises ValueError for others.
+    part: as in `samples`. Raises ValueError for others.
     """
+    if part and part not in PARTS:
+        raise ValueError(f"no part is called {part!r}: they are {', '.join(PARTS)}")
     if not tasks or not (set(tasks) <= set(SINGLE_TASKS) or set(tasks) <= set(NEEDLE_TASKS)):
         raise ValueError(f"questions about the same scenes: of {list(SINGLE_TASKS)}, or of {list(NEEDLE_TASKS)}")
     single = tasks[0] in SINGLE_TASKS
@@ -93,7 +97,11 @@ def chain(tasks: Sequence[str], seed: int = 0, images: int = 4) -> Iterator[tupl
     places = [TASKS.index(task) for task in tasks]
     while True:
         rng = np.random.default_rng((seed, len(TASKS), *places, count, number))
-        yield _chained(rng, [(SINGLE_TASKS if single else NEEDLE_TASKS)[task] for task in tasks], count)
+        askers = [(SINGLE_TASKS if single else NEEDLE_TASKS)[task] for task in tasks]
+        drawn = _chained(rng, askers, count)
+        while not _within(drawn[0], part):
+            drawn = _chained(rng, askers, count)
+        yield drawn
         number += 1
 
 

@@ -126,13 +126,11 @@ def demo_samples(name: str, count: int, seed: int, images: int, part: str = "") 
 
     name: a task, one with "/2", whose question comes in the second turn, or several with "+" between them: their
     questions are asked about the same scenes, one after the other, each answered by its reference but for the last.
-    part: "search", "validation" or "test", none of whose scenes is in another; "": all; several questions need that.
+    part: "search", "validation" or "test", none of whose scenes is in another; "": all.
     Answers are cut at twice the length of the reference: nothing longer can be right.
     """
     if THEN in name:
-        if part:
-            raise UsageError(f"scenes of {name} are not told apart as {part} scenes")
-        return _chains(name, count, seed, images)
+        return _chains(name, count, seed, images, part)
     if name not in demo_names():
         raise unknown("task", name, demo_names())
     task, second = name.removesuffix(SECOND), name.endswith(SECOND)
@@ -148,7 +146,7 @@ def _check_images(task: str, images: int) -> None:
         raise UsageError(f"{task} needs 2 to 8 images, not {images}")
 
 
-def _chains(name: str, count: int, seed: int, images: int) -> list[Sample]:
+def _chains(name: str, count: int, seed: int, images: int, part: str) -> list[Sample]:
     tasks = name.split(THEN)
     for task in tasks:
         if task not in TASKS:
@@ -158,13 +156,13 @@ def _chains(name: str, count: int, seed: int, images: int) -> list[Sample]:
                          f"or all of {', '.join(NEEDLE_TASKS)}")  # fmt: skip
     if tasks[0] in NEEDLE_TASKS:
         _check_images(name, images)
-    out = []
-    for n, (scenes, asked) in enumerate(islice(evalset.chain(tasks, seed, images), count)):
+    of, out = f"{name}:{seed}:{images}:{part}".removesuffix(":"), []
+    for n, (scenes, asked) in enumerate(islice(evalset.chain(tasks, seed, images, part), count)):
         lines = [Line("user", asked[0].text, scenes)]
         for before, question in pairwise(asked):
             lines += [Line("assistant", before.answer), Line("user", question.text)]
         answer = asked[-1].answer
-        out.append(Sample(f"{name}:{seed}:{images}:{n}", name, tuple(lines), answer, max_tokens=_longest(answer)))
+        out.append(Sample(f"{of}:{n}", name, tuple(lines), answer, max_tokens=_longest(answer)))
     return out
 
 
