@@ -1,0 +1,142 @@
+"""How many answers stay right when the context is compressed before its question is known: every method, by question.
+
+    python3 scripts/dev.py python scripts/measure_questions.py --samples 60 --save q.jsonl --json q.json > q.md
+
+The first, second or third question about one image or four, those before it answered by the reference: all that comes
+before the question that counts is compressed, then the question is read (`kvedge eval --compress context`). Scenes of
+the test part, which no search and no validation sees. A texture of 16 adds waves, grain and scraps of up to 16 of 255
+to every picture. Prints a Markdown table for each budget; with --save the same command goes on from where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+from llama_source import ROOT, log
+from measure_pruners import textured
+from PIL import Image
+
+from pykvedge.errors import KvedgeError
+from pykvedge.lab.demo_tasks.scenes import Scene, render
+from pykvedge.lab.eval.measure import Cell, Wants
+from pykvedge.lab.eval.records import Records
+from pykvedge.lab.eval.runner import FULL, Job, evaluate, full_cell
+from pykvedge.lab.eval.table import ALL, Line, lines
+from pykvedge.lab.eval.tasks import Sample, demo_samples
+from pykvedge.lab.tables import markdown
+from pykvedge.plans.plan import Plan
+from pykvedge.plans.presets import methods, plan
+from pykvedge.runtime.settings import Settings
+
+DATA = ROOT / "pykvedge" / "data"
+GROUPS = {
+    "1st, 1 image": ("code", "where", "describe"),
+    "2nd, 1 image": ("where+code", "colour+where", "code+describe"),
+    "3rd, 1 image": ("describe+where+code", "code+colour+where", "colour+where+describe"),
+    "1st, 4 images": ("which-image", "code-in-image-k"),
+    "2nd, 4 images": ("code-in-image-k+which-image", "which-image+code-in-image-k"),
+    "3rd, 4 images": (
+        "code-in-image-k+code-in-image-k+which-image",
+        "code-in-image-k+which-image+code-in-image-k",
+    ),
+}
+
+
+def drawn(args: argparse.Namespace, folder: Path) -> list[Sample]:
+    """As many samples of each group, evenly of its tasks."""
+    out = []
+    for group, tasks in GROUPS.items():
+        for i, task in enumerate(tasks):
+            count = len(range(i, args.samples, len(tasks)))
+            of = demo_samples(task, count, args.seed, 4, "test")
+            out += [replace(with_texture(s, args.texture, folder), task=group) for s in of]
+    return out
+
+
+def with_texture(sample: Sample, strength: int, folder: Path) -> Sample:
+    """The sample with pictures in files in place of its scenes; unchanged for a strength of 0."""
+    if not strength:
+        return sample
+
+    def picture(number: int, image: Path | Scene) -> Path:
+        path = folder / f"{sample.id.replace(':', '-').replace('/', '-')}-{number}.png"
+        rng = np.random.default_rng((strength, number, *sample.id.encode()))
+        assert isinstance(image, Scene)
+        Image.fromarray(textured(render(image), rng, strength)).save(path)
+        return path
+
+    first = replace(sample.lines[0], images=tuple(picture(i, one) for i, one in enumerate(sample.lines[0].images)))
+    return replace(sample, lines=(first, *sample.lines[1:]), id=f"{sample.id}:{strength}")
+
+
+def cells_of(args: argparse.Namespace) -> list[Cell]:
+    names = [name for name in methods() if name != FULL] if args.method == "all" else args.method.split(",")
+    out = [Cell(name, plan(name, budget)) for budget in args.budget.split(",") for name in names if name]
+    for path in args.plan:
+        made = Plan.from_json(path.read_text())
+        out.append(Cell(path.stem, made))
+    return out
+
+
+def table(made: list[Line], budget: float | int, against: str) -> str:
+    """One row a method; percent of right answers, the interval of the difference, and the divergence."""
+    rows = [["method", *GROUPS, "all", f"to {against}", "KL to full"]]
+    for name in dict.fromkeys(line.method for line in made):
+        here = {line.task: line for line in made if line.method == name and (line.budget == budget or name == FULL)}
+        if not here:
+            continue
+        whole = here[ALL]
+        low, high = whole.score_change or (0.0, 0.0)
+        change = "" if whole.score_change is None else f"{100 * low:+.1f} to {100 * high:+.1f}"
+        shares = [f"{100 * (here[group].score or 0):.0f}" for group in GROUPS]
+        rows.append([f"`{name}`", *shares, f"{100 * (whole.score or 0):.1f}", change, f"{whole.kld or 0:.3f}"])
+    return markdown(rows)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--method", default="all", help="one or several, with commas (default: every one)")
+    parser.add_argument("--plan", type=Path, action="append", default=[], metavar="FILE.json", help="repeatable")
+    parser.add_argument("--budget", default="0.5,0.2,0.1,0.05")
+    parser.add_argument("--samples", type=int, default=60, help="of each kind of question (default %(default)s)")
+    parser.add_argument("--against", default=FULL, help="what intervals are against (default: the full cache)")
+    parser.add_argument("--texture", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--model", type=Path, default=DATA / "demo-model.gguf")
+    parser.add_argument("--mmproj", type=Path, default=DATA / "demo-mmproj.gguf")
+    parser.add_argument("--save", type=Path, metavar="FILE.jsonl", help="keep every measurement, and go on from there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures there")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
+    with tempfile.TemporaryDirectory() as folder:
+        samples, cells = drawn(args, Path(folder)), cells_of(args)
+        job = Job(args.model, args.mmproj, samples, cells, Wants(context=True), Settings(threads=args.threads))
+        records = Records(args.save, job.header(), args.save is not None and args.save.exists())
+        log(f"{len(cells)} plans on {len(samples)} samples")
+        out = evaluate(job, records)
+    for line in out.left_out[:5]:
+        log(line)
+    if out.interrupted:
+        sys.exit(130)
+    made = lines(records.rows, samples, [full_cell(), *cells], args.against)
+    for budget in dict.fromkeys(cell.budget for cell in cells):
+        print(f"\n## Budget {budget}\n\n{table(made, budget, args.against)}")
+    if args.json:
+        args.json.write_text(json.dumps([asdict(line) for line in made], indent=1))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KvedgeError as error:
+        sys.exit(f"error: {error}")
