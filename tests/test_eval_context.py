@@ -82,3 +82,11 @@ def test_results_of_the_two_do_not_mix(kvedge, tmp_path):
     assert kvedge(*other).code == 0
     kvedge(*small[:-1], tmp_path / "c.jsonl", "--resume").failed(2, "compress 'context', not 'prompt'")
     assert FULL in kvedge(*other, "--resume").out
+
+
+def test_a_second_pass_finds_the_room_that_other_plans_gave_back(native):
+    """However many plans were tried on copies of the prompt before."""
+    cells = [Cell(f"kvzip{n}", pykvedge.plan("kvzip", 0.5, text_prior=bool(n % 2))) for n in range(24)]
+    [sample] = demo_samples("describe", 1, 3, 4)
+    rows = run([sample], cells, answers=False, context=True)
+    assert len({rows[sample.id, cell.name, "0.5"]["kld"] for cell in cells}) <= 2

@@ -59,6 +59,7 @@ class Reader:
         self._driver: Driver | None = None
         self._cancel: threading.Event | None = None
         self._logits: dict[int, np.ndarray] = {}  # of the last token of each sequence
+        self._prompt_cells = 0  # of the context, that the prompt's sequence took when it was copied
 
     def close(self) -> None:
         if self._driver is not None:
@@ -106,6 +107,8 @@ class Reader:
     def copy(self, to: int) -> None:
         """Lets the current sequence go on as two; `to` is then the current one."""
         context = self._live().context
+        if context.sequence == PROMPT:
+            self._prompt_cells = context.n_cells
         context.drop(to)
         context.copy_to(to)
         self._live().know(self._live().known(), to)
@@ -128,6 +131,7 @@ class Reader:
         context = self._live().context
         if context.sequence != PROMPT:
             context.switch(PROMPT)
+            context.n_cells = self._prompt_cells  # a second pass over the prompt asks for the room that is left
         for sequence in (BRANCH, ASKED, SIDE):
             context.drop(sequence)
 
