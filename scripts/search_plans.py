@@ -13,12 +13,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from llama_source import ROOT, log
+from measure_questions import with_texture
 
 from pykvedge.errors import KvedgeError
 from pykvedge.lab.eval.measure import Cell, Wants
@@ -76,6 +78,7 @@ class Search:
 
     def __init__(self, args: argparse.Namespace, part: str) -> None:
         self.args, self.part = args, part
+        self.folder = tempfile.TemporaryDirectory()  # of textured pictures
         self.wants = Wants(answers=part != "search", context=args.compress == "context")
         path = None if args.save is None else args.save.with_suffix(f".{part}{args.save.suffix}")
         self.records = Records(path, self.job([], []).header(), path is not None and path.exists())
@@ -85,7 +88,8 @@ class Search:
         return Job(self.args.model, self.args.mmproj, samples, list(cells), self.wants, settings)
 
     def measure(self, count: int, cells: Sequence[Cell]) -> list[Standing]:
-        samples = [s for name in self.args.tasks for s in demo_samples(name, count, self.args.seed, 4, self.part)]
+        plain = [s for name in self.args.tasks for s in demo_samples(name, count, self.args.seed, 4, self.part)]
+        samples = [one for strength in self.args.texture for one in self.textured(plain, strength)]
         log(f"{self.part}: {len(cells)} plans on {len(samples)} samples")
         out = evaluate(self.job(samples, [full_cell(), *cells]), self.records)
         for line in out.left_out[:5]:
@@ -93,6 +97,10 @@ class Search:
         if out.interrupted:
             sys.exit(130)
         return standings(cells, samples, self.records.rows)
+
+    def textured(self, samples: list[Sample], strength: int) -> list[Sample]:
+        made = (with_texture(one, strength, Path(self.folder.name)) for one in samples)
+        return [replace(one, task=f"{one.task}, texture {strength}" if strength else one.task) for one in made]
 
 
 def without(space: Space, names: set[str]) -> Space:
@@ -120,6 +128,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=DATA / "demo-model.gguf")
     parser.add_argument("--mmproj", type=Path, default=DATA / "demo-mmproj.gguf")
     parser.add_argument("--compress", choices=("context", "prompt"), default="context")
+    parser.add_argument("--texture", default="0,16", help="strengths of texture, 0: plain (default %(default)s)")
     parser.add_argument("--rounds", default="1,4,16", help="samples of each task in every round (default %(default)s)")
     parser.add_argument("--keep", type=float, default=0.2, help="share of plans that goes on (default %(default)s)")
     parser.add_argument("--floor", type=float, default=0.5, help="least agreement with the full cache in any task")
@@ -129,6 +138,7 @@ def main() -> None:
     parser.add_argument("--best", type=int, default=5, help="plans of each budget that are validated and told")
     args = parser.parse_args()
     args.tasks, rounds = args.tasks.split(","), [int(n) for n in args.rounds.split(",")]
+    args.texture = [int(n) for n in args.texture.split(",")]
     space = without(SPACE, set(args.without.split(",")))
     search, validation, out = Search(args, "search"), Search(args, "validation"), {}
     for budget in args.budget.split(","):
