@@ -147,6 +147,7 @@ class Head:
     n_layers: int = 1
     index: int = 0  # of the head in its layer
     bias: np.ndarray | None = None  # [T] float32 of the rows' logits; None: all 0
+    q: np.ndarray | None = None  # [H / Hkv, T, d] float32 queries of the heads that share it; None: they are not known
 
 
 @dataclass(frozen=True)
