@@ -75,11 +75,11 @@ def test_the_definition_in_loops(bias, mass, biased):
         )  # fmt: skip
         np.testing.assert_array_equal(found[0], k[0, 0, kept])
         np.testing.assert_array_equal(found[1][5:], v[0, 0, 13:])
-        np.testing.assert_allclose(found[1][:5], values, rtol=2e-4, atol=2e-4)
+        np.testing.assert_allclose(found[1][:5], values, rtol=1e-3, atol=1e-3)
         assert len(found) == (2 if bias == "none" else 3)
         if bias != "none":
             had = np.zeros(8) if before is None else before[kept]
-            np.testing.assert_allclose(found[2] - had, [*logs, 0, 0, 0], atol=2e-4)
+            np.testing.assert_allclose(found[2] - had, [*logs, 0, 0, 0], atol=1e-3)
 
 
 def test_rows_that_cannot_be_fitted_stay_as_they_were():
@@ -115,7 +115,7 @@ def projected_gradient(m, y, turns=20000):
 def test_the_mass_is_within_a_hundredth_of_the_optimum(native, engine, relative):
     for heads, budget in (((1, 1), 30), ((4, 1), 70), ((1, 1), 70)):
         (q, k, v), _ = clustered(5, 150, heads)
-        plan = plan_of(budget, recent=4, mass="relative" if relative else "absolute")
+        plan = plan_of(budget, recent=4, queries=64, mass="relative" if relative else "absolute")
         result = pykvedge.compress(plan, q, k, v, engine=engine, kv_type="f32")
         kept, bias = result.kept[0][0][:-4], result.bias[0][0]
         assert not bias[-4:].any()

@@ -14,7 +14,7 @@ constexpr int32_t TILE     = 60;   // queries whose logits over all rows are the
 constexpr int32_t BATCH    = 128;  // queries that a product of matrices adds up at a time
 constexpr int32_t BLOCK    = 128;  // rows, or columns of a Gram matrix, at a time
 constexpr int32_t SWEEPS   = 200;
-constexpr float   STILL    = 1e-4f;  // of a weight
+constexpr float   STILL    = 1e-5f;  // of a weight
 constexpr float   LEAST    = 0.0497870684f, MOST = 20.0855369f;  // e^-3, e^3
 constexpr int32_t TURNS    = 300;    // of the power iteration
 constexpr float   SETTLED  = 1e-7f;
@@ -26,12 +26,12 @@ size_t up16(size_t n) { return (n + 15) / 16 * 16; }
 
 }  // namespace
 
-// Rows of the matrices are as long as the kernels write them.
+// Rows of the matrices are as long as the kernels write them: where products are of some of the columns, up to a whole block.
 Fit::Space Fit::lay_out(float * base, const ReduceSize & size) {
     const auto T = (size_t) size.n_tokens, t = (size_t) size.n_kept, n = (size_t) size.n_queries;
     Space      x{};
     x.row            = up16(T) + WIDEST_PANEL;
-    x.kept_row       = up16(t);
+    x.kept_row       = t <= (size_t) BLOCK ? up16(t) : (t + BLOCK - 1) / BLOCK * BLOCK;
     x.value_row      = (size_t) pad16(size.d_v);
     const auto take  = [&](size_t count) {
         float * at = base ? base + x.floats : nullptr;

@@ -246,6 +246,7 @@ class Reducer:
     reduce: Callable[[Head, Settings], tuple[np.ndarray, ...]]
     params: tuple[Param, ...] = ()
     by_place: bool = False
+    queries: bool = False  # whether it looks at the prompt's queries, which are then kept until it is compressed
     stage: str = "reducer"
 
 

@@ -15,7 +15,7 @@ of M and y by y_i: queries that look at many rows alike count no more then than 
 The released code clamps an unbounded least-squares solution to the box and takes two gradient steps, which leaves up to
 49 times the smallest residual, and has no ridge, so that values become hundreds of times as large as any. Here w is the
 minimum in the box: cyclic coordinate descent on M'M from w = 1, at most 200 sweeps, until none of them moves a weight by
-more than 1e-4 of it. The paper asks the model about its context for queries, or has it repeat that; these are the
+more than 1e-5 of it. The paper asks the model about its context for queries, or has it repeat that; these are the
 prompt's own, all of them against all rows, earlier and later ones, as its cheapest kind. They wait in half precision for
 the end of the prompt. max(queries * t, 512) of them are taken, spread evenly over the tokens.
 
@@ -31,7 +31,7 @@ from pykvedge.plans.stages.base import Head, Reducer, Settings
 FEWEST = 512
 BOX = (float(np.exp(-3.0)), float(np.exp(3.0)))
 SWEEPS = 200
-STILL = 1e-4
+STILL = 1e-5
 TINY = 1e-30
 LARGEST = 6e4
 
@@ -111,4 +111,5 @@ MEMBER = Reducer(
     summary="fit biases and values of what is kept to what the prompt's queries got of everything",
     source="Zweiger et al. 2026, section 3",
     reduce=reduce,
+    queries=True,
 )
