@@ -31,7 +31,7 @@ Fit::Space Fit::lay_out(float * base, const ReduceSize & size) {
     const auto T = (size_t) size.n_tokens, t = (size_t) size.n_kept, n = (size_t) size.n_queries;
     Space      x{};
     x.row            = up16(T) + WIDEST_PANEL;
-    x.kept_row       = t <= (size_t) BLOCK ? up16(t) : (t + BLOCK - 1) / BLOCK * BLOCK;
+    x.kept_row       = t <= (size_t) BLOCK ? up16(t) : (t + (size_t) BLOCK - 1) / (size_t) BLOCK * (size_t) BLOCK;
     x.value_row      = (size_t) pad16(size.d_v);
     const auto take  = [&](size_t count) {
         float * at = base ? base + x.floats : nullptr;
@@ -52,6 +52,7 @@ Fit::Space Fit::lay_out(float * base, const ReduceSize & size) {
     x.right   = take(t * x.value_row);
     x.weights = take(x.kept_row);
     x.work    = take(x.kept_row);
+    x.right_sums = (double *) take(2 * t);
     return x;
 }
 
@@ -149,7 +150,7 @@ void Fit::weigh_rows(bool relative) {
     const Kernels & kn = kernels();
     const auto      t  = (size_t) p_.n_kept;
     clear_gram();
-    std::fill(x_.work, x_.work + t, 0.0f);
+    std::fill(x_.right_sums, x_.right_sums + t, 0.0);
     for (int32_t first = 0; first < p_.n_queries; first += BATCH) {
         const int32_t n = std::min(BATCH, p_.n_queries - first);
         for (int32_t r = 0; r < n; r++) {
@@ -160,7 +161,10 @@ void Fit::weigh_rows(bool relative) {
             for (size_t j = 0; j < t && relative; j++) {
                 row[j] /= x_.mass[i];
             }
-            kn.axpy(relative ? 1.0f : x_.mass[i], row, x_.work, t);
+            const double sought = relative ? 1.0 : (double) x_.mass[i];
+            for (size_t j = 0; j < t; j++) {
+                x_.right_sums[j] += sought * (double) row[j];
+            }
         }
         add_gram(n, false, 0);
     }
@@ -168,7 +172,6 @@ void Fit::weigh_rows(bool relative) {
     descend();
 }
 
-// x_.work: M'y.
 void Fit::descend() {
     const auto t = (size_t) p_.n_kept;
     for (int32_t sweep = 0; sweep < SWEEPS; sweep++) {
@@ -177,7 +180,7 @@ void Fit::descend() {
             const float * row = x_.gram + j * x_.kept_row;
             const float   own = row[j], was = x_.weights[j];
             // a row that no query looks at stands for as little as it may
-            const float best = own > 0.0f ? was - (kernels().dot(row, x_.weights, t) - x_.work[j]) / own : LEAST;
+            const float best = own > 0.0f ? was - (float) ((double) kernels().dot(row, x_.weights, t) - x_.right_sums[j]) / own : LEAST;
             x_.weights[j]    = std::clamp(best, LEAST, MOST);
             moved            = std::max(moved, std::fabs(x_.weights[j] - was) / x_.weights[j]);
         }

@@ -45,6 +45,7 @@ class Fit {
         float *packed, *values, *logits, *outputs;
         float *kept, *top, *mass, *sought;
         float *tile, *turned, *gram, *right, *weights, *work;
+        double * right_sums;
         size_t row, kept_row, value_row;
         size_t floats;
     };
