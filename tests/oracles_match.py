@@ -5,16 +5,11 @@ from __future__ import annotations
 import math
 
 
-def logits_of(queries, keys, biases, cap=0.0):
+def logits_of(queries, keys, biases):
     """Rows of a logit for each key. queries are scaled already."""
-    out = []
-    for q in queries:
-        row = []
-        for k, b in zip(keys, biases, strict=True):
-            z = sum(a * c for a, c in zip(q, k, strict=True))
-            row.append((cap * math.tanh(z / cap) if cap else z) + b)
-        out.append(row)
-    return out
+    return [
+        [sum(a * c for a, c in zip(q, k, strict=True)) + b for k, b in zip(keys, biases, strict=True)] for q in queries
+    ]
 
 
 def attention(logits):
@@ -38,11 +33,10 @@ def masses(logits, kept, relative=False):
     return m, y
 
 
-def residual(m, y, w):
-    return math.sqrt(sum((sum(a * b for a, b in zip(row, w, strict=True)) - z) ** 2 for row, z in zip(m, y, strict=True)))
+LOW, HIGH = math.exp(-3), math.exp(3)
 
 
-def box_minimum(m, y, low=math.exp(-3), high=math.exp(3)):
+def box_minimum(m, y):
     """argmin |M w - y| in the box: one weight after the other set to its best, with M itself, until nothing moves."""
     n = len(m[0])
     w = [1.0] * n
@@ -52,7 +46,7 @@ def box_minimum(m, y, low=math.exp(-3), high=math.exp(3)):
         for j in range(n):
             own = sum(row[j] ** 2 for row in m)
             along = sum(row[j] * r for row, r in zip(m, left, strict=True))
-            best = min(high, max(low, w[j] + along / own)) if own > 0 else low
+            best = min(HIGH, max(LOW, w[j] + along / own)) if own > 0 else LOW
             step = best - w[j]
             if step:
                 left = [r - step * row[j] for row, r in zip(m, left, strict=True)]
@@ -63,11 +57,11 @@ def box_minimum(m, y, low=math.exp(-3), high=math.exp(3)):
     raise AssertionError("no minimum in 20000 rounds")
 
 
-def median_weight(m, y, low=math.exp(-3), high=math.exp(3)):
+def median_weight(m, y):
     ratios = sorted(z / max(sum(row), 1e-30) for row, z in zip(m, y, strict=True))
     n = len(ratios)
     middle = ratios[n // 2] if n % 2 else (ratios[n // 2 - 1] + ratios[n // 2]) / 2
-    return min(high, max(low, middle))
+    return min(HIGH, max(LOW, middle))
 
 
 def solved(a, b):
@@ -105,18 +99,20 @@ def ridge_values(x, outputs, ridge):
     """argmin |X C - Y|^2 + ridge |X|_2^2 |C|^2, from the normal equations."""
     n, penalty = len(x[0]), ridge * largest_square(x)
     gram = [[sum(row[i] * row[j] for row in x) + (penalty if i == j else 0.0) for j in range(n)] for i in range(n)]
-    right = [[sum(row[i] * o[c] for row, o in zip(x, outputs, strict=True)) for c in range(len(outputs[0]))] for i in range(n)]
+    right = [
+        [sum(row[i] * o[c] for row, o in zip(x, outputs, strict=True)) for c in range(len(outputs[0]))]
+        for i in range(n)
+    ]
     return solved(gram, right)
 
 
-def match(queries, keys, values, kept, bias="row", relative=False, ridge=1e-4, before=None, cap=0.0):
+def match(queries, keys, values, kept, settings, before=None):
     """(values, ln of the weights) of the kept rows. All rows take part; before: biases that they have."""
-    logits = logits_of(queries, keys, before or [0.0] * len(keys), cap)
-    m, y = masses(logits, kept, relative)
-    if bias == "row":
-        w = box_minimum(m, y)
-    else:
-        w = [median_weight(m, y) if bias == "head" else 1.0] * len(kept)
+    bias, ridge = settings["bias"], settings["ridge"]
+    logits = logits_of(queries, keys, before or [0.0] * len(keys))
+    m, y = masses(logits, kept, settings["mass"] == "relative")
+    one = median_weight(m, y) if bias == "head" else 1.0
+    w = box_minimum(m, y) if bias == "row" else [one] * len(kept)
     outputs = [
         [sum(a * v[c] for a, v in zip(row, values, strict=True)) for c in range(len(values[0]))]
         for row in attention(logits)

@@ -1,4 +1,4 @@
-"""Attention Matching: the definition against loops and optima of others, the kernel against both, queries in the model."""
+"""Attention Matching: the definition against loops and optima, the kernel against both, queries in the model."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def test_the_definition_in_loops(bias, mass, biased):
         head = Head(k[0, 0], v[0, 0], kept, protected, bias=before, q=q[0])
         found = match.reduce(head, DEFAULTS | {"bias": bias, "mass": mass})
         values, logs = oracle.match(
-            halves(q[0].reshape(-1, 4), 0.5), k[0, 0, :13].tolist(), v[0, 0, :13].tolist(), kept[:5].tolist(), bias,
-            mass == "relative", before=None if before is None else before[:13].tolist(),
+            halves(q[0].reshape(-1, 4), 0.5), k[0, 0, :13].tolist(), v[0, 0, :13].tolist(), kept[:5].tolist(),
+            DEFAULTS | {"bias": bias, "mass": mass}, None if before is None else before[:13].tolist(),
         )  # fmt: skip
         np.testing.assert_array_equal(found[0], k[0, 0, kept])
         np.testing.assert_array_equal(found[1][5:], v[0, 0, 13:])
@@ -96,7 +96,7 @@ def test_rows_that_cannot_be_fitted_stay_as_they_were():
 
 
 def projected_gradient(m, y, turns=20000):
-    """The smallest |M w - y| with w in the box, by accelerated projected gradients that start anew where they overshoot."""
+    """The smallest |M w - y| with w in the box, by accelerated projected gradients with restarts."""
     gram, right = m.T @ m, m.T @ y
     step, w = 1 / np.linalg.eigvalsh(gram)[-1], np.ones(m.shape[1])
     ahead, t = w, 1.0
@@ -234,7 +234,8 @@ def test_the_demo_model_diverges_less_from_its_full_cache(native):
     cells = [
         Cell(name, pykvedge.plan("snapkv", 0.1, reducer=name.split()[0], **settings))
         for name, settings in (
-            ("evict", {}), ("match", {}), ("match head", {"reducer.bias": "head"}), ("match none", {"reducer.bias": "none"}),
+            ("evict", {}), ("match", {}), ("match head", {"reducer.bias": "head"}),
+            ("match none", {"reducer.bias": "none"}),
         )
     ]  # fmt: skip
     samples = [*demo_samples("where", 4, 0, 4), *demo_samples("code", 4, 0, 4)]

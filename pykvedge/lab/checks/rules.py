@@ -16,8 +16,8 @@ from pykvedge.runtime.arrays import Result, compress
 
 ENGINES = ("native", "numpy")
 RELATIVE = {"f16": 1e-3, "bf16": 8e-3, "f32": 1e-3}  # of merged keys and values
-# Values that the library solves for in float32, relative to the largest one, and biases: where hardly a query looks at a
-# row, its weight hangs on the last bits of sums, and what any query finds hardly on the weight.
+# Values that the library solves for in float32, relative to the largest one, and biases: where hardly a query looks at
+# a row, its weight hangs on the last bits of sums, and what any query finds hardly on the weight.
 FITTED = {"match": (1e-2, 1e-1)}
 FLOAT32_NOISE = 1e-5  # by which two engines' scores may differ, relative to the largest
 

@@ -1,25 +1,26 @@
 """Match: kept rows get values, and biases, such that the prompt's own queries find what they found among all rows.
 
-Attention Matching (Zweiger et al. 2026, arXiv:2602.16284), section 3, with the keys that the scorer chose. Per KV head,
-over the T rows that are not protected, t of which stay, and n reference queries of all heads of the group:
+Attention Matching (Zweiger et al. 2026, arXiv:2602.16284), section 3, with the keys that the scorer chose. Per KV
+head, over the T rows that are not protected, t of which stay, and n reference queries of all heads of the group:
 
     z_it = q_i . k_t / sqrt(d) + b_t,   m_i = max_t z_it,   y_i = sum_t e^(z_it - m_i),   Y = softmax(z) V
-    M = e^(z - m) of the kept rows;  w = argmin |M w - y|^2 with e^-3 <= w <= e^3          the attention's mass (eq. 3)
-    X = softmax(z_kept + ln w);      C = argmin |X C - Y|^2 + ridge |X|_2^2 |C|^2          its output (eq. 4)
+    M = e^(z - m) of the kept rows;  w = argmin |M w - y|^2 with e^-3 <= w <= e^3       the attention's mass
+    X = softmax(z_kept + ln w);      C = argmin |X C - Y|^2 + ridge |X|_2^2 |C|^2       its output
 
-The rows become (k, C, b + ln w); b is 0 but for rows that had biases before. A row's mass counts where its logit shares a
-softmax with others: protected rows, what the block stood beside, and tokens yet to come. `bias` = head takes one weight
-for all rows, the median of y_i / sum_j M_ij in the same box, and `none` leaves w = 1. `mass` = relative divides the rows
-of M and y by y_i: queries that look at many rows alike count no more then than those that look at one.
+The rows become (k, C, b + ln w); b is 0 but for rows that had biases before. A row's mass counts where its logit
+shares a softmax with others: protected rows, what the block stood beside, and tokens yet to come. `bias` = head takes
+one weight for all rows, the median of y_i / sum_j M_ij in the same box, and `none` leaves w = 1. `mass` = relative
+divides the rows of M and y by y_i: queries that look at many rows alike count no more then than those that look at one.
 
 The released code clamps an unbounded least-squares solution to the box and takes two gradient steps, which leaves up to
-49 times the smallest residual, and has no ridge, so that values become hundreds of times as large as any. Here w is the
-minimum in the box: cyclic coordinate descent on M'M from w = 1, at most 200 sweeps, until none of them moves a weight by
-more than 1e-5 of it. The paper asks the model about its context for queries, or has it repeat that; these are the
-prompt's own, all of them against all rows, earlier and later ones, as its cheapest kind. They wait in half precision for
-the end of the prompt. max(queries * t, 512) of them are taken, spread evenly over the tokens.
+49 times the smallest residual, and has no ridge, so that values become hundreds of times as large as any. Here w is
+the minimum in the box: cyclic coordinate descent on M'M from w = 1, at most 200 sweeps, until none of them moves a
+weight by more than 1e-5 of it. The paper asks the model about its context for queries, or has it repeat that; these
+are the prompt's own, all of them against all rows, earlier and later ones, as its cheapest kind. They wait in half
+precision for the end of the prompt. max(queries * t, 512) of them are taken, spread evenly over the tokens.
 
-Where there are fewer queries than rows, or values come out beyond what a half can be, the head stays as `evict` leaves it.
+Where there are fewer queries than rows, or values come out beyond what a half can be, the head stays as `evict` leaves
+it.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ LARGEST = 6e4
 
 
 def reference_queries(q: np.ndarray, wanted: int) -> np.ndarray:
-    """At least `wanted` of the queries q [g, n, d], if there are so many, of evenly spread tokens: [g * m, d], scaled."""
+    """At least `wanted` of the queries q [g, n, d], if there are so many, of evenly spread tokens: [g * m, d]."""
     group, n_tokens, size = q.shape
     count = min(n_tokens, -(-wanted // group))
     tokens = (2 * np.arange(count) + 1) * n_tokens // (2 * count)
