@@ -63,6 +63,7 @@ def test_what_is_gathered_of_a_prompt_is_what_the_stages_look_at(native):
         ({"scorer": "replay"}, (4 + 4) * pairs),
         ({"scorer": "replay", "scorer.source": "repeat"}, (4 + 4) * pairs),
         ({"scorer": "knorm", "decode": "heavy-hitter"}, (4 + 8) * pairs),
+        ({"scorer": "knorm", "reducer": "match"}, 4 * pairs + 3 * 4 * 100 * (2 * 8 + 12)),
     ):
         assert score_bytes(pykvedge.plan("h2o", 0.2, **settings), 100, layers) == expected
     assert score_bytes(pykvedge.plan("full"), 100, layers) == 0

@@ -249,9 +249,9 @@ def footprint(files: Files, request: Request) -> Footprint:
 
 
 def _bias_bytes(request: Request, shape: ModelShape, kept: int) -> int:
-    """A float32 for each pair, where rows were merged and the plan gives them biases."""
-    merges = request.plan.settings("reducer").get("bias") == "mass" and kept < request.prompt_tokens
-    return 4 * kept * sum(layer.n_heads_kv for layer in shape.layers) if merges else 0
+    """A float32 for each pair, where the plan gives rows biases that are left of others."""
+    biased = request.plan.settings("reducer").get("bias", "none") != "none" and kept < request.prompt_tokens
+    return 4 * kept * sum(layer.n_heads_kv for layer in shape.layers) if biased else 0
 
 
 def most_images(files: Files, request: Request, available: int, kind: str) -> int:

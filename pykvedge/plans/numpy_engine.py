@@ -88,6 +88,7 @@ def run(
     q, image_mask, turned, projection = arrays.q, arrays.image_mask, arrays.rotation, arrays.projection
     k, v = round_to(arrays.k, kv_type.plain.k), round_to(arrays.v, kv_type.plain.v)
     n_layers, n_heads_kv, n_tokens, _ = k.shape
+    group = q.shape[1] // n_heads_kv
     scorer, allocator = registry.scorer(plan.scorer), registry.allocator(plan.allocator)
     profiles = profiles or {}
     rows = profiles["scorer"].values if "scorer" in profiles else [None] * n_layers
@@ -113,7 +114,8 @@ def run(
         for h, count in enumerate(share[i].tolist()):
             others = (None if x is None else x[h] for x in (None if reserve is None else reserve[i], weights))
             kept = select(plan, scores[i, h], image_mask, count, *others)
-            heads.append(Head(k[i, h], v[i, h], kept, protection(plan, n_tokens, count), i, n_layers, h))
+            queries = q[i, h * group : (h + 1) * group]
+            heads.append(Head(k[i, h], v[i, h], kept, protection(plan, n_tokens, count), i, n_layers, h, q=queries))
         rows = [reduced(plan, head, kv_type) for head in heads]
         out.kept.append([head.kept for head in heads])
         for column, of_head in zip((out.k, out.v, out.bias), zip(*rows, strict=True), strict=True):

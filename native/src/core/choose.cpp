@@ -101,6 +101,22 @@ Bulk<float> run_scorer(
     return scores;
 }
 
+// The pending tokens whose queries were kept. tokens: indices of all, ascending.
+std::vector<QueryPlace> kept_queries(const Sequence & seq, const std::vector<int32_t> & tokens) {
+    const auto              spans = seq.observed.queries(0);  // those of the other layers are of the same tokens
+    std::vector<QueryPlace> out;
+    size_t                  i = 0;
+    for (int32_t token : tokens) {
+        while (i < spans.size() && token >= spans[i].first + spans[i].n) {
+            i++;
+        }
+        if (i < spans.size() && token >= spans[i].first) {
+            out.push_back({ i, token - spans[i].first });
+        }
+    }
+    return out;
+}
+
 // Attention alone, for allocators that want it: of one layer or all; empty where the scorer knows no such thing.
 Scores attention_scores(Job & job, int32_t layer, uint32_t wants) {
     const ScoreFunction score = wants & WANTS_ATTENTION ? job.plan.scorer->attention : nullptr;
@@ -117,7 +133,7 @@ Scores attention_scores(Job & job, int32_t layer, uint32_t wants) {
 }  // namespace
 
 Job make_job(Sequence & seq, const kvedge_plan & plan, int32_t n_threads, bool scored) {
-    Job job{ seq, plan, std::max(1, n_threads), seq.rows.pending_length(), scored, {}, {}, {}, {}, {}, {}, 0, {}, {}, {}, {}, {}, {}, {}, {} };
+    Job job{ seq, plan, std::max(1, n_threads), seq.rows.pending_length(), scored, {}, {}, {}, {}, {}, {}, 0, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, 0, 0 };
     job.most       = job.n_tokens;
     const size_t n = seq.rows.shapes().size();
     if (seq.rows.pending_differs()) {
@@ -129,6 +145,10 @@ Job make_job(Sequence & seq, const kvedge_plan & plan, int32_t n_threads, bool s
         job.tokens = seq.rows.pending_tokens();
         job.image  = pending_image(seq, job.tokens);
     }
+    if (plan.reducer->queries && seq.observed.has_queries()) {
+        job.queries = kept_queries(seq, job.tokens);
+    }
+    job.spans.resize(n);
     job.spectra.resize(n);
     job.scores.resize(n);
     job.kept.resize(n);

@@ -35,6 +35,9 @@ void fill_layers(Job & job, bool reduces, Compression & outcome) {
         if (!may_fail) {
             bytes -= seq.rows.give_back_pending(l);
         }
+        if (job.plan.reducer->queries) {
+            seq.observed.give_back_queries(l);
+        }
     }
     seq.rows.replace_pending(std::move(*job.main), std::move(*job.tail));
 }
@@ -158,7 +161,9 @@ static kvedge_status compress_tokens(
             unsealed.forget();  // its memory is not needed beside the new rows
         }
         fill_layers(job, reduces, outcome);
-        outcome.reduced = reduced;
+        outcome.reduced    = reduced;
+        outcome.n_unfitted = job.unfitted;
+        outcome.n_scant    = job.scant;
     } else if (scored) {
         seq.sums_to_scores();
     }

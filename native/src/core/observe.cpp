@@ -8,7 +8,7 @@ Observation plan_observes(const kvedge_plan & plan) {
     out.sums    = plan_sums(plan);
     out.squares = plan.scorer->needs_squares;
     out.entropy = (wants & WANTS_ENTROPY) != 0;
-    out.queries = (wants & WANTS_QUERIES) != 0;
+    out.queries = (wants & WANTS_QUERIES) != 0 || plan.reducer->queries;
     out.window  = plan_window(plan);
     out.moments = plan_moments(plan);
     out.peaks   = (plan_peaks(plan) & (WANTS_PEAKS | WANTS_REPLAY)) == WANTS_PEAKS;

@@ -198,6 +198,14 @@ struct ReduceInput {
     Type            type;     // that the rows are stored as
     const struct Reducer * self;
     const float *   bias;     // [T] of the rows' logits (Segment::bias); NULL: all 0
+    const float *   q;        // [n_queries][d_k] of the head's group, scaled as for the logits; NULL: none was kept, or asked for
+    int32_t         n_queries;
+    float           softcap;  // of the logits, 0: none
+};
+
+// What a reducer's working memory depends on.
+struct ReduceSize {
+    int32_t n_tokens, n_kept, d_k, d_v, n_queries;
 };
 
 // The rows to store, in the order of ReduceInput::kept.
@@ -210,10 +218,12 @@ struct ReducedRows {
 struct Reducer : Member {
     // Allocates nothing: it must not fail half-way. NULL: the kept rows as they are.
     void (*reduce)(const ReduceInput & in, const ReducedRows & out);
-    size_t (*scratch)(int32_t n_tokens, int32_t n_kept, int32_t d_k);
+    size_t (*scratch)(const ReduceSize & size);
     const CustomReducer * custom = nullptr;  // this one may fail
     // Whether rows get biases from it. NULL: never; then kept rows keep those that they have.
     bool (*biases)(const double * params) = nullptr;
+    // Queries of the prompt that it wants to see, of a head of which n_free rows stay that are not protected. NULL: none ever.
+    int32_t (*queries)(const double * params, int32_t n_free) = nullptr;
 };
 
 // One KV head after a generated token.

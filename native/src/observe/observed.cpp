@@ -101,6 +101,12 @@ QuerySpan Observed::newest_queries(size_t layer) const {
     return { span.first, span.n, span.room, (uint8_t *) queries_[layer][spans_.size() - 1].data() };
 }
 
+void Observed::give_back_queries(size_t layer) {
+    for (size_t i = 0; i < spans_.size(); i++) {
+        queries_[layer][i] = Pages();
+    }
+}
+
 void Observed::drop_span(size_t span) {
     spans_.erase(spans_.begin() + (std::ptrdiff_t) span);
     for (auto & layer : queries_) {

@@ -83,6 +83,7 @@ class Observed {
     bool                         has_queries() const { return !queries_.empty(); }
     std::vector<QuerySpan>       queries(size_t layer) const;
     QuerySpan                    newest_queries(size_t layer) const;
+    void                         give_back_queries(size_t layer);  // of a layer that is compressed, while others are not yet
     const std::vector<uint8_t> & modality() const { return modality_; }
 
     // The last queries, where wanted.

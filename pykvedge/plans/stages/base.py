@@ -147,6 +147,7 @@ class Head:
     n_layers: int = 1
     index: int = 0  # of the head in its layer
     bias: np.ndarray | None = None  # [T] float32 of the rows' logits; None: all 0
+    q: np.ndarray | None = None  # [H / Hkv, T, d] float32 queries of the heads that share it; None: they are not known
 
 
 @dataclass(frozen=True)
@@ -245,6 +246,7 @@ class Reducer:
     reduce: Callable[[Head, Settings], tuple[np.ndarray, ...]]
     params: tuple[Param, ...] = ()
     by_place: bool = False
+    queries: bool = False  # whether it looks at the prompt's queries, which are then kept until it is compressed
     stage: str = "reducer"
 
 
