@@ -106,15 +106,6 @@ def replays(plan: Plan) -> bool:
         return bool(lib().kvedge_plan_replays(native.handle))
 
 
-def check_replay(plan: Plan) -> None:
-    """Refuses a plan that asks for a second pass over the prompt, where nobody makes one. Raises UsageError."""
-    if replays(plan):
-        raise errors.UsageError(
-            f"method '{plan.method}' goes by a second pass over the prompt, which conversations of kvedge's own make "
-            "(kvedge chat, pykvedge.Session); use it there, or set scorer.source to prompt"
-        )
-
-
 def options_of(kv_type: KvType) -> Options:
     """Fills a kvedge_options with the storage types and their rotation, the rest by default."""
     options = Options()

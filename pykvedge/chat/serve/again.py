@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
@@ -12,8 +12,14 @@ from pykvedge.models.vision import Piece
 from pykvedge.runtime.libkvedge import Cache
 from pykvedge.runtime.replay import Part
 
-if TYPE_CHECKING:
-    from pykvedge.chat.serve.slot import Slot
+
+class Place(Protocol):
+    """What the pass knows of a slot: its sequence, what is to be read into it, and where that goes."""
+
+    sequence: int
+    steps: deque[Piece]
+    n_past: int
+    n_cells: int
 
 
 class SecondPass:
@@ -23,13 +29,13 @@ class SecondPass:
     prompt's last token, by which the answer begins.
     """
 
-    def __init__(self, parts: Sequence[Part], logits: np.ndarray, slot: Slot, began: float) -> None:
+    def __init__(self, parts: Sequence[Part], logits: np.ndarray, slot: Place, began: float) -> None:
         self.logits, self.began = logits, began
         self._left, self._open = deque(parts), False
         self._at = slot.n_past, slot.n_cells
         self._n_tokens = sum(part.chunk.n_tokens for part in parts)
 
-    def go_on(self, cache: Cache, slot: Slot) -> bool:
+    def go_on(self, cache: Cache, slot: Place) -> bool:
         """Takes back the chunk that was read and begins the next one; False: there is none."""
         self.leave(cache, slot)
         if not self._left:
@@ -40,7 +46,7 @@ class SecondPass:
         slot.steps.extend(part.pieces)
         return True
 
-    def leave(self, cache: Cache, slot: Slot) -> None:
+    def leave(self, cache: Cache, slot: Place) -> None:
         """Takes back the chunk that is being read, if there is one: the sequence holds the prompt again."""
         if self._open:
             self._open = False
