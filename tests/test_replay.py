@@ -23,7 +23,7 @@ from pykvedge.runtime import libkvedge, native_plan
 from pykvedge.runtime.replay import Passage
 from pykvedge.runtime.sampling import Sampling
 
-SETTINGS = {"source": "repeat", "scope": "chunk", "chunk": 2000}
+SETTINGS = {"source": "repeat", "scope": "chunk", "chunk": 2000, "projected": False}
 PLAN = {"scorer": "replay", "scorer.source": "repeat"}
 CUTS = {
     "one": lambda n: [ReplayChunk(0, n, n + 3)],

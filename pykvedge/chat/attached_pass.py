@@ -134,6 +134,7 @@ class Sights:
 
     def end(self) -> None:
         """The handler has its own again."""
+        self._context = None  # where another one stands before this one, it stays, and passes nothing on
         if self.handler._mtmd_cpp is self:
             self.handler._mtmd_cpp = self._inner
 

@@ -94,7 +94,10 @@ def run(
     rows = profiles["scorer"].values if "scorer" in profiles else [None] * n_layers
     replay = arrays.replay and Replay(arrays.replay.q, round_to(arrays.replay.k, kv_type.plain.k), arrays.replay.chunks)
     layers = [
-        Layer(q[i], k[i], v[i], image_mask, i, n_layers, profile=rows[i], rotation=turned, replay=replay)
+        Layer(
+            q[i], k[i], v[i], image_mask, i, n_layers, profile=rows[i], rotation=turned, replay=replay,
+            projection=None if projection is None else projection[i],
+        )
         for i in range(n_layers)
     ]
     scores, reserve, attention = (_of_layers(f, layers, plan) for f in (scorer.score, scorer.reserve, scorer.attention))

@@ -142,7 +142,7 @@ def compress_arrays(
     with NativePlan(plan, profiles) as native, native.own.explained():
         if rotation is not None:
             native.turn(rotation)
-        if projection is not None and plan.critical != "none":
+        if projection is not None and plan.projects:
             native.project(projection)
         if step:
             call("stream_arrays", native.handle, c.byref(given), *kv_type.numbers, step, threads, c.byref(result))

@@ -88,8 +88,10 @@ struct ScoreInput {
     int32_t          next_position;  // of the token that follows
     const QueryMoments * moments;    // of the queries, scaled; NULL unless asked for
     const Rotation * rotation;       // by which their positions turn them; NULL unless asked for
-    const float *    peaks;          // [Hkv][peaks_capacity] largest attention that a query paid; NULL unless asked for
+    const float *    peaks;          // [Hkv][peaks_each][peaks_capacity] largest attention that a query paid; NULL unless asked for
     int32_t          peaks_capacity;
+    int32_t          peaks_each;     // 1, or the query heads of a KV head, apart
+    const float *    lengths;        // [H][T] of the values, each projected by its query head's W_O; NULL unless asked for
 };
 
 // auto_recent of a window: at most half of an even share of the budget, so that something is left to choose, and of a head
@@ -104,6 +106,7 @@ enum PeakWants : uint32_t {
     WANTS_PEAKS  = 1,  // paid by the prompt's own queries, unless:
     WANTS_REPLAY = 2,  // by those of a second pass over the prompt (kvedge_replay_begin)
     WITHIN_CHUNK = 4,  // as shares of what the chunk of that pass is about, not of all rows
+    WANTS_LENGTHS = 8,  // of each query head apart, and beside them what values add through its output projection
 };
 
 struct Scorer : Member {
