@@ -68,7 +68,13 @@ SPACE = Space(
         "spectral": [{}],
         "entropy": [{}],
     },
-    reducers={"evict": [{}], "averaged": [{}, {"reducer.bias": "mass"}], "pivotal": [{}], "weighted": [{}]},
+    reducers={
+        "evict": [{}],
+        "averaged": [{}, {"reducer.bias": "mass"}],
+        "pivotal": [{}],
+        "weighted": [{}],
+        "match": [{}, {"reducer.bias": "none"}],
+    },
     others=({}, {"recent": 8}, {"recent": 1, "sinks": 1}, {"text_prior": True}, {"critical": "l2"}),
 )
 

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pykvedge
-from pykvedge.models.vision import Vision
-from pykvedge.runtime.llama_context import Context
+from pykvedge.models.vision import TextPiece, Vision
+from pykvedge.runtime.driver import Driver
 from pykvedge.runtime.native_plan import replays
 from pykvedge.runtime.sampling import Sampling
 
-METHODS_TO_ATTACH = [name for name in pykvedge.methods() if not replays(pykvedge.plan(name))]
+METHODS = pykvedge.methods()
+METHODS_READ_ONCE = [name for name in METHODS if not replays(pykvedge.plan(name))]
 THREADS = 1  # sums of several threads' shares may differ in their last bit
 
 
@@ -46,18 +47,18 @@ def differing(a, b) -> float:
 def talk(monkeypatch, files, plan, messages, n=8, **settings):
     """A Turn for each (text, images) of a conversation with a Session."""
     read, asked, turns = [], [], []
-    decode, split = Context.decode, Vision.split
+    read_step, split = Driver.read_step, Vision.split
 
-    def noting_tokens(self, tokens, *args, **kwargs):
-        read.extend(tokens)
-        return decode(self, tokens, *args, **kwargs)
+    def noting_tokens(self, step, *args, **kwargs):
+        read.extend(step.tokens if isinstance(step, TextPiece) else ())
+        return read_step(self, step, *args, **kwargs)
 
     def noting_text(self, text, pictures):
         asked.append(text.replace(self.marker, MARKER))
         return split(self, text, pictures)
 
     with monkeypatch.context() as patched, files.session(plan, **settings) as session:
-        patched.setattr(Context, "decode", noting_tokens)
+        patched.setattr(Driver, "read_step", noting_tokens)
         patched.setattr(Vision, "split", noting_text)
         for text, images in messages:
             read.clear(), asked.clear()

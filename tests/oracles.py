@@ -336,6 +336,18 @@ def replayed(q, k, own, chunk, within):
     return out
 
 
+def replayed_plus(q, k, v, own, chunk, within, weights):
+    """KVzip+: what each query head pays counts times what the value adds through that head's weights [d_v][D].
+
+    The rest as `replayed`; v: the values of the KV head.
+    """
+    out = [0.0] * len(k)
+    for head, of_head in zip(q, weights, strict=True):
+        paid = replayed([head], k, own, chunk, within)
+        out = [max(a, b * projected(x, of_head, "l2")) for a, b, x in zip(out, paid, v, strict=True)]
+    return out
+
+
 def softmax_row(query, keys):
     """Shares of the keys in the softmax of their products with a query over the root of its size."""
     logits = [sum(a * b for a, b in zip(query, key, strict=True)) / math.sqrt(len(query)) for key in keys]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from attached import METHODS_TO_ATTACH, chat, complete, differing, held, llama, profiles, talk
+from attached import METHODS, METHODS_READ_ONCE, chat, complete, differing, held, llama, profiles, talk
 from contexts import TinyContext, random_tokens
 
 import pykvedge
@@ -11,7 +11,6 @@ from pykvedge.models.profiles import tables_for
 
 WORDS = "The quick brown fox jumps over the lazy dog and looks at the picture. "
 BUDGET = 0.4
-METHODS = METHODS_TO_ATTACH
 
 
 def budget_of(method):
@@ -67,7 +66,7 @@ def test_turns_of_a_chat(native, tiny, profile_file, monkeypatch, method):
         assert attached.stats().n_compressions == 3
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", METHODS_READ_ONCE)
 @pytest.mark.parametrize("n_batch", [1, 64])
 def test_a_prompt_that_ends_with_a_batch_of_one_token(native, tiny, profile_file, method, n_batch):
     """Against the same batches without llama_cpp: single tokens of a prompt are no answer."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from attached import METHODS_TO_ATTACH, chat, complete, held, llama, profiles
+from attached import METHODS, chat, complete, held, llama, profiles
 
 from pykvedge.chat.reuse import History, shared
 
 A = "The quick brown fox jumps over the lazy dog and looks at the picture. " * 4
 B = "The quick brown cat sleeps under a table, which was not what it had planned for that day. " * 3
-METHODS = METHODS_TO_ATTACH
 
 
 @pytest.fixture

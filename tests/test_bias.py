@@ -20,7 +20,7 @@ from pykvedge.plans.registry import member, members
 from pykvedge.plans.stages.base import Head
 from pykvedge.runtime import libkvedge
 
-MERGING = [name for name in members("reducer") if any(p.name == "bias" for p in member("reducer", name).params)]
+MERGING = [name for name in members("reducer") if any("mass" in p.choices for p in member("reducer", name).params)]
 BY_KEY = {"averaged": "averaged", "feature": "averaged", "pivotal": "pivotal", "weighted": "weighted"}
 MASS = {"reducer.bias": "mass"}
 HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
@@ -31,7 +31,7 @@ def plan_of(reducer, budget=0.2, **settings):
 
 
 def test_every_reducer_that_merges_has_the_setting(native):
-    assert set(members("reducer")) - set(MERGING) == {"evict"}
+    assert set(members("reducer")) - set(MERGING) == {"evict", "match"}
     assert {"averaged", "pivotal", "weighted", "bucket", "position", "feature"} <= set(MERGING)
 
 

@@ -44,6 +44,7 @@ SETTINGS = {
         {"scorer": "expected", "scorer.n_sink": 9, "scorer.vnorm": False, "recent": 0},
         {"scorer": "replay", "scorer.source": "repeat", "scorer.chunk": 16},
         {"scorer": "replay", "scorer.source": "instruction", "scorer.scope": "context"},
+        {"scorer": "replay", "scorer.projected": True, "sinks": 2},
         {"scorer": "dct", "scorer.gamma": 0.0},
         {"scorer": "dct", "scorer.gamma": 0.5, "scorer.share": "head"},
         {"scorer": "dct", "scorer.gamma": 1.0},

@@ -106,6 +106,25 @@ def test_what_is_not_attended_costs_no_cache(tiny):
     assert llama.kv_per_token(2) == 2 * 2 * (64 + 64) * 2
 
 
+@pytest.mark.parametrize(("method", "settings", "grams", "weights"), [
+    ("snapkv", {}, 0, 0), ("snapkv", {"critical": "l1"}, 0, 1), ("snapkv", {"critical": "l2"}, 1, 1),
+    ("kvzip", {}, 0, 0), ("kvzip-plus", {}, 1, 1),
+])  # fmt: skip
+def test_what_weighing_values_takes_is_counted(tiny, method, settings, grams, weights):
+    """A layer's W_O meanwhile; and by Euclidean norms, from then on, a triangle of 32 x 33 / 2 for each head."""
+    shape = ModelShape.of(read_header(tiny("llama", n_layers=3, n_heads=4, n_heads_kv=2, head_size=32).model))
+    files = Files(shape, Weights(0, 0, 0), program=50 * MIB)
+    plan = pykvedge.plan(method, 0.2, **settings)
+    found = footprint(files, Request(plan, text_tokens=50))
+    assert found.grams == grams * 4 * 3 * 4 * (32 * 33 // 2)
+    plain = footprint(files, Request(pykvedge.plan("knorm", 0.2), text_tokens=50))
+    assert found.after_compression - plain.after_compression == found.grams
+    assert found.peak_prefill - plain.peak_prefill >= found.grams
+    assert found.scores_and_layer - found.scores >= weights * 4 * shape.n_embd * 4 * 32
+    all_kept = footprint(files, Request(pykvedge.plan(method, 1.0, **settings), text_tokens=50))
+    assert all_kept.grams == 0  # nothing is compressed
+
+
 def test_weights_that_are_rearranged_are_counted_twice(tiny):
     header = read_header(tiny("llama", weight="q4_0").model)
     here, elsewhere = Weights.of(header, "avx2"), Weights.of(header, "generic")

@@ -62,7 +62,9 @@ def test_what_is_gathered_of_a_prompt_is_what_the_stages_look_at(native):
         ({"scorer": "expected"}, 4 * pairs + 3 * 4 * (4 + 8 * (4 + 8) + 36 * 8)),
         ({"scorer": "replay"}, (4 + 4) * pairs),
         ({"scorer": "replay", "scorer.source": "repeat"}, (4 + 4) * pairs),
+        ({"scorer": "replay", "scorer.projected": True}, (4 + 2 * (4 + 4)) * pairs),
         ({"scorer": "knorm", "decode": "heavy-hitter"}, (4 + 8) * pairs),
+        ({"scorer": "knorm", "reducer": "match"}, 4 * pairs + 3 * 4 * 100 * (2 * 8 + 12)),
     ):
         assert score_bytes(pykvedge.plan("h2o", 0.2, **settings), 100, layers) == expected
     assert score_bytes(pykvedge.plan("full"), 100, layers) == 0

@@ -23,7 +23,7 @@ from pykvedge.runtime import libkvedge, native_plan
 from pykvedge.runtime.replay import Passage
 from pykvedge.runtime.sampling import Sampling
 
-SETTINGS = {"source": "repeat", "scope": "chunk", "chunk": 2000}
+SETTINGS = {"source": "repeat", "scope": "chunk", "chunk": 2000, "projected": False}
 PLAN = {"scorer": "replay", "scorer.source": "repeat"}
 CUTS = {
     "one": lambda n: [ReplayChunk(0, n, n + 3)],
@@ -122,15 +122,12 @@ def test_a_pass_that_does_not_fit_is_refused(native):
         pykvedge.compress(pykvedge.plan("h2o", 5), *p.arguments, stream=4, replay=second_pass(p, CUTS["one"](20)))
 
 
-def test_where_there_is_no_second_pass_a_method_of_one_is_refused(native, kvedge):
+def test_where_there_is_no_second_pass_a_method_of_one_is_refused(native):
     plan = pykvedge.plan("kvzip", 64, allocator="uniform")
     with pytest.raises(UsageError, match="a stream never is"):
         native_plan.check_stream(plan)
     assert "a second time" in native_plan.why_not_bounded(pykvedge.plan("kvzip-uniform"))
     assert native_plan.why_not_bounded(pykvedge.plan("h2o", scorer="replay")) == ""
-    kvedge("serve", "--method", "kvzip", "--port", 0).failed(2, "method 'kvzip' goes by a second pass")
-    with pytest.raises(UsageError, match="a second pass"):
-        pykvedge.attach(type("Llama", (), dict.fromkeys(("ctx", "eval", "sample", "reset")))(), "kvzip")
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+import pykvedge
 from pykvedge import Sampling, UsageError
 from pykvedge.cli.talk import commands
 from pykvedge.cli.talk.chat import Chat, Style
@@ -62,8 +63,34 @@ def test_what_is_taken_away(chat, capsys):
 
 
 @pytest.mark.parametrize(
+    ("line", "name", "value"),
+    [
+        ("critical l1", "critical", "l1"),
+        ("critical_half=free", "critical_half", "free"),
+        ("text_prior true", "text_prior", True),
+        ("sinks 2", "sinks", 2),
+        ("recent 0.1", "recent", pykvedge.plan("h2o", 0.3, recent=0.1).recent),
+        ("recent auto", "recent", None),
+    ],
+)
+def test_what_is_kept_is_changed_as_the_options_do(chat, capsys, line, name, value):
+    commands.run(chat, "/method snapkv 0.3")
+    said = typed(chat, line, capsys)
+    plan = chat.session.plan
+    assert plan == pykvedge.plan("snapkv", 0.3, **{name: value})
+    shown = said.removesuffix(", from the next message on\n")
+    assert f"  {shown}\n" in typed(chat, "", capsys)
+    typed(chat, shown, capsys)  # it is listed as it is typed
+    assert chat.session.plan == plan and chat.session.ask("What is there? " * 9).read() is not None
+
+
+@pytest.mark.parametrize(
     ("line", "why"),
     [
+        ("critical l3", "unknown critical 'l3'"),
+        ("text_prior maybe", "text_prior must be true or false"),
+        ("sinks 1.5", "sinks must be a whole number"),
+        ("recent many", "recent must be a ratio"),
         ("min_p", "needs a name and a value"),
         ("min_p 0.1 0.2", "needs a name and a value"),
         ("min_p 3", "min_p must lie between"),
@@ -75,10 +102,16 @@ def test_what_is_taken_away(chat, capsys):
     ],
 )
 def test_what_cannot_be_set(chat, capsys, line, why):
-    before = chat.sampling
+    before = chat.sampling, chat.session.plan
     with pytest.raises(UsageError, match=why):
         typed(chat, line, capsys)
-    assert chat.sampling == before
+    assert (chat.sampling, chat.session.plan) == before
+
+
+def test_critical_is_refused_with_scores_that_it_cannot_weigh(chat, capsys):
+    commands.run(chat, "/method keydiff 0.3")
+    with pytest.raises(UsageError, match="scorer 'keydiff'"):
+        typed(chat, "critical l1", capsys)
 
 
 def test_an_answer_follows_what_was_set(chat, capsys, tmp_path):

@@ -72,7 +72,7 @@ def test_every_protection(native, scorer, settings):
         assert all(list(kept[:n]) == list(range(n)) for layer in ours.kept for kept in layer)
 
 
-@pytest.mark.parametrize("reducer", members("reducer"))
+@pytest.mark.parametrize("reducer", sorted(set(members("reducer")) - {"match"}))  # of complete prompts
 def test_merged_rows_stay_near_the_definition(native, reducer):
     """Rows are rounded at every step, by rules that both share; f32 keeps the two from drifting apart."""
     agree(plan_of("knorm" if reducer == "evict" else "position", 40, reducer=reducer, sinks=4), prompt(160), 30, "f32")

@@ -37,9 +37,10 @@ typedef enum kvedge_pairs {
 KVEDGE_API kvedge_status kvedge_plan_set_rotation(
     kvedge_plan * plan, kvedge_pairs pairs, const double * angles, int32_t n, kvedge_error * err);
 
-// Gives arrays the output projection of their layers, W_O, by which plans with critical l1 or l2 weigh values: what head h of
-// layer l adds to a row of the residual stream is a row of d_v numbers times values[l][h]. Of a context the model's own weights
-// hold instead. values [n_layers][n_heads][d_v][width], finite, are copied; NULL: there are none, as without this call.
+// Gives arrays the output projection of their layers, W_O, by which plans with critical l1 or l2, or with scorer.projected of
+// scorer "replay", weigh values: what head h of layer l adds to a row of the residual stream is a row of d_v numbers times
+// values[l][h]. Of a context the model's own weights hold instead. values [n_layers][n_heads][d_v][width], finite, are copied;
+// NULL: there are none, as without this call.
 // Errors: KVEDGE_E_ARGUMENT, KVEDGE_E_MEMORY. A projection that is missing is refused with KVEDGE_E_ARGUMENT, one of another
 // shape than the arrays with KVEDGE_E_UNSUPPORTED, by kvedge_compress_arrays, where the plan asks for it.
 KVEDGE_API kvedge_status kvedge_plan_set_projection(

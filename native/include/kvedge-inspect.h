@@ -22,12 +22,15 @@ typedef struct kvedge_stats {
     uint64_t bytes;              // bytes of the sequence's key and value buffers, biases of rows included, that exist now
     uint64_t index_bytes;        // bytes of its token indices and positions
     uint64_t score_bytes;        // bytes of column sums, of scores, of watched attention, of queries kept for allocator
-                                 // entropy, of the mean and covariance of queries, and of the largest attention of each token, that exist now
+                                 // entropy and reducer match, of the mean and covariance of queries, and of the largest attention of each token, that exist now
     uint64_t before_bytes;       // `bytes` right before the last compression (the full cache, for a first turn)
     uint64_t after_bytes;        // `bytes` right after it
     uint64_t peak_bytes;         // largest value of bytes + index_bytes + score_bytes so far
     int64_t  compress_us;        // wall time of the last compression, microseconds
     uint64_t device_bytes;       // of `bytes`, those that lie on devices
+    int32_t  n_unfitted;         // heads that reducer match left as reducer evict does in the last compression: fewer queries of
+                                 // the prompt were kept than rows are to be fitted to them
+    int32_t  n_scant;            // heads that it fitted to fewer than twice as many queries as rows
 } kvedge_stats;
 
 KVEDGE_API kvedge_status kvedge_get_stats(const kvedge_cache * kv, int32_t seq_id, kvedge_stats * out, kvedge_error * err);

@@ -339,7 +339,7 @@ KVEDGE_API int32_t kvedge_bounded_layers(const kvedge_cache * kv, int32_t seq_id
 // Whether prompts can be bounded under a plan with keys and values of these types. Allocators spectral (with scorer dct of
 // the same gamma) and prefix without a profile grant their budgets when all layers have run: until then every head keeps
 // twice the even budget, is trimmed then, and gets no more than that; nothing may be merged or quantised meanwhile. Allocator
-// entropy cannot be bounded. A stage of the program's own must be thread_safe, and cannot be the allocator.
+// entropy and reducer match cannot be bounded. A stage of the program's own must be thread_safe, and cannot be the allocator.
 // Errors: KVEDGE_E_UNSUPPORTED, with the stage that stands in the way; KVEDGE_E_ARGUMENT.
 KVEDGE_API kvedge_status kvedge_plan_check_bounded(
     const kvedge_plan * plan, kvedge_type type_k, kvedge_type type_v, kvedge_error * err);
@@ -360,7 +360,7 @@ KVEDGE_API kvedge_status kvedge_plan_check_bounded(
 // give up their oldest ones behind the sinks, so that all hold as many.
 // An empty sequence: only the plan is looked at. A failure leaves the rows as they were.
 // Errors: KVEDGE_E_UNSUPPORTED (a budget that is a share; an allocator other than uniform; a decode policy; scorer mean, or
-// cumulative with share = layer; text_overflow = keep_all; a window longer than the budget; a quantised storage type; a
+// cumulative with share = layer; reducer match; text_overflow = keep_all; a window longer than the budget; a quantised storage type; a
 // sequence whose heads hold different numbers of KV pairs), KVEDGE_E_STATE (the plan's scorer saw nothing of what came),
 // KVEDGE_E_MEMORY, KVEDGE_E_STAGE.
 KVEDGE_API kvedge_status kvedge_compress_stream(kvedge_cache * kv, int32_t seq_id, kvedge_error * err);

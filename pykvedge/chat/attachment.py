@@ -64,19 +64,20 @@ class Attachment:
     """
 
     def __init__(self, llm: Any, plan: Plan, profile: Given = None) -> None:
+        from pykvedge.chat.attached_pass import AttachedPass
         from pykvedge.native import libraries
         from pykvedge.runtime import libkvedge
-        from pykvedge.runtime.native_plan import check_replay
 
         libraries.llama()  # refuses a llama_cpp that loaded other libraries
         self._llm, self._profile = llm, profile
         self.plan = plan
         self.guard = Guard("model", over="the cache was detached; attach again")
-        check_replay(plan)
         self._given = self._tables(plan, spare=False)
         _forget(llm)
         kv_type = _kv_type(llm)
         self._cache = libkvedge.Cache(llm.ctx, plan, kv_type, auto_compress=True, profiles=self._given)
+        self._again = AttachedPass(llm, self._cache)
+        self._again.look()
         self._quantised = kv_type.quantised
         self._history = History()
         self._sampled = False
@@ -94,6 +95,7 @@ class Attachment:
     def _release(self) -> None:
         if self._cache.attached:
             with self.guard.closing():
+                self._again.close()
                 self._cache.detach()
 
     # ---------------------------------------------------------------------------------------------------
@@ -163,8 +165,11 @@ class Attachment:
             self._history.clear(self._is_uncut(self.plan))
         self._cache.set_auto_compress(generates)
         try:
+            if generates:
+                self._read_again()
             self._inner["eval"](tokens)
             self._history.note(n_before, tokens, generates)
+            self._again.read(n_before, list(tokens), generates)
         except RuntimeError as error:
             self._history.fail()
             try:
@@ -176,12 +181,24 @@ class Attachment:
             self._sampled = False
             self._cache.set_auto_compress(True)
 
+    def _read_again(self) -> None:
+        try:
+            self._again.before_answer(self.plan)
+        except BaseException:  # Ctrl-C too: the logits of the prompt are gone
+            self._history.fail()
+            raise
+
     # ---------------------------------------------------------------------------------------------------
 
     @one_thread
     def stats(self) -> Stats:
         """Returns figures of the sequence, as kvedge_stats has them, in bytes and us. Raises StateError if detached."""
         return self._cache.stats()
+
+    @property
+    def replay_s(self) -> float:
+        """Seconds that the last second pass over a prompt took; 0: there was none."""
+        return self._again.seconds
 
     @one_thread
     def kept(self) -> list[list[int]]:
@@ -191,12 +208,10 @@ class Attachment:
     @one_thread
     def set_plan(self, method: str | Plan, budget: Any = None, **settings: Any) -> None:
         """Compresses prompts that complete from now on by this plan."""
-        from pykvedge.runtime.native_plan import check_replay
-
         plan = _plan(method, budget, settings)
-        check_replay(plan)
         given = self._tables(plan, spare=True)
         self._cache.set_plan(plan, given)
+        self._again.look()
         self.plan = plan
         self._given = given
         self._history.uncut = self._history.uncut and self._is_uncut(plan)
@@ -207,6 +222,7 @@ class Attachment:
             return
         with self.guard.closing():
             if self._cache.attached:
+                self._again.close()
                 self._cache.detach()
                 for name in self._inner:
                     delattr(self._llm, name)

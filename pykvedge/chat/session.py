@@ -119,7 +119,7 @@ class Session(Conversation):
             branch.recover(self, before)
             raise
         self._load_s, self._branch = 0.0, before
-        report.notes = self._loan.caches.notes() if self._loan is not None else []
+        report.notes = [*(self._loan.caches.notes() if self._loan is not None else []), *self.engine.notes()]
         self._answer = Answer(self, report, sampling, sampler)
         return self._answer
 

@@ -72,13 +72,11 @@ def serve(**given: Any) -> None:
     from pykvedge.chat.serve import server
     from pykvedge.lab.progress import Display
     from pykvedge.native import crash
-    from pykvedge.runtime import native_plan
     from pykvedge.runtime.loaded import load
     from pykvedge.runtime.sampling import Sampling
 
     options.load_plugins(given)
     plan = options.chosen_plan(given)
-    native_plan.check_replay(plan)
     chosen = _options(given, server)
     server.check(chosen)
     model, mmproj = model_files(given)

@@ -166,7 +166,8 @@ class Footprint:
     kv_kept: int
     scores: int
     reclaimable: int  # of each peak, mapped pages whose tensors exist a second time: the system may drop them
-    scores_and_layer: int  # what compressing needs at its peak beside the prompt: scores, and one layer's kept rows
+    scores_and_layer: int  # what compressing needs at its peak beside the prompt: scores, one layer's kept rows or W_O
+    grams: int  # W_O W_O' of all heads, which the first compression by such a plan leaves for the later ones
     peak_stock: int
     peak_full: int
     peak_prefill: int  # compressed
@@ -214,11 +215,12 @@ def footprint(files: Files, request: Request) -> Footprint:
     changed = kept < n_tokens or types.quantised
     widest = max((layer.width for layer in shape.layers), default=0)
     largest = int(widest * types.held_bytes_per_value(kept) * kept) if changed else 0
-    largest = max(largest, per_token * again)  # one follows the other
+    grams, weights_of_layer = _projection_bytes(plan, shape) if kept < n_tokens else (0, 0)
+    largest = max(largest, per_token * again, weights_of_layer)  # one follows the other
     loaded = files.program + weights.mapped + weights.repacked + files.encoder
     encoding = loaded + embeddings + files.encoder_compute
     base = loaded + compute
-    bounded = kv_kept + int(widest * element) * n_tokens + scores // n_layers
+    bounded = kv_kept + int(widest * element) * n_tokens + scores // n_layers + weights_of_layer
     answer = embeddings + _GRAPH + shape.work_space(one_pass) + shape.compute(1)
     return Footprint(
         program=files.program,
@@ -238,20 +240,33 @@ def footprint(files: Files, request: Request) -> Footprint:
         reclaimable=weights.mapped - weights.in_place if weights.repacked else 0,
         peak_stock=base + files.encoder_compute + stock + mask + per_token * n_ctx,
         scores_and_layer=scores + largest,
+        grams=grams,
         peak_full=max(encoding, base + per_token * n_tokens),
-        peak_prefill=max(encoding, base + per_token * n_tokens + scores + largest),
+        peak_prefill=max(encoding, base + per_token * n_tokens + scores + largest + grams),
         kv_bounded=bounded,
         compute_bounded=whole,
-        peak_bounded=max(encoding, loaded + whole + bounded),
+        peak_bounded=max(encoding, loaded + whole + bounded + grams),
         answer_full=loaded + answer + per_token * n_tokens,
-        after_compression=loaded + answer + kv_kept,
+        after_compression=loaded + answer + kv_kept + grams,
     )
 
 
+def _projection_bytes(plan: Plan, shape: ModelShape) -> tuple[int, int]:
+    """What weighing values by the output projections takes: (Gram matrices that stay, one layer's weights meanwhile).
+
+    By `l1` nothing stays. The lower triangle of a head's matrix is kept, in float32.
+    """
+    if not plan.projects:
+        return 0, 0
+    sizes = [layer.width // layer.n_heads_kv - shape.head_k for layer in shape.layers if layer.n_heads_kv]
+    grams = sum(4 * shape.n_head * d * (d + 1) // 2 for d in sizes) if plan.critical != "l1" else 0
+    return grams, 4 * shape.n_embd * shape.n_head * max(sizes, default=0)
+
+
 def _bias_bytes(request: Request, shape: ModelShape, kept: int) -> int:
-    """A float32 for each pair, where rows were merged and the plan gives them biases."""
-    merges = request.plan.settings("reducer").get("bias") == "mass" and kept < request.prompt_tokens
-    return 4 * kept * sum(layer.n_heads_kv for layer in shape.layers) if merges else 0
+    """A float32 for each pair, where the plan gives rows biases that are left of others."""
+    biased = request.plan.settings("reducer").get("bias", "none") != "none" and kept < request.prompt_tokens
+    return 4 * kept * sum(layer.n_heads_kv for layer in shape.layers) if biased else 0
 
 
 def most_images(files: Files, request: Request, available: int, kind: str) -> int:

@@ -15,9 +15,9 @@ from typing import Any
 
 from pykvedge.errors import UsageError
 from pykvedge.models.images import Picture
-from pykvedge.models.model import Model
 from pykvedge.models.prompt import ChatTemplate, Message
 from pykvedge.models.vision import ImagePiece, Piece, TextPiece, Vision
+from pykvedge.models.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Written:
 class Composer:
     """Writes a model's prompts, and reads them into pieces."""
 
-    def __init__(self, model: Model, vision: Vision | None) -> None:
+    def __init__(self, model: Vocabulary, vision: Vision | None) -> None:
         """Raises ModelError for a chat template that cannot be read."""
         self._model, self._vision = model, vision
         self._bos = model.special_text("bos")

@@ -1,9 +1,8 @@
-"""A language model is loaded by llama.cpp; it has a vocabulary, and makes text of tokens."""
+"""A language model is loaded by llama.cpp."""
 
 from __future__ import annotations
 
 import codecs
-import ctypes
 import os
 import threading
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from pykvedge.errors import CancelledError, ModelError
 from pykvedge.models.model_values import rotates_nothing
 from pykvedge.models.modelfile import check_model
 from pykvedge.models.offload import Offload
+from pykvedge.models.vocabulary import Vocabulary
 from pykvedge.native import ggml, llamacpp, memory
 
 Progress = Callable[[str, float], None]  # (what, share done in 0..1)
@@ -23,7 +23,7 @@ def silent(what: str, share: float) -> None:
     """Stands for progress that nobody looks at."""
 
 
-class Model:
+class Model(Vocabulary):
     """This is a loaded GGUF model. Close it when done; contexts made from it must be closed before."""
 
     def __init__(
@@ -71,7 +71,7 @@ class Model:
             raise CancelledError
         if not self.handle:
             raise ModelError(f"{path} cannot be loaded: {llamacpp.reason(lines, 'llama.cpp does not say why')}")
-        self.vocab = llama.llama_model_get_vocab(self.handle)
+        super().__init__(llama, self.handle)
         self._check_usable(path)
 
     def _check_usable(self, path: str | os.PathLike[str]) -> None:
@@ -116,10 +116,6 @@ class Model:
         return llama.llama_model_rope_type(self.handle) in (llama.LLAMA_ROPE_TYPE_MROPE, llama.LLAMA_ROPE_TYPE_IMROPE)
 
     @property
-    def n_vocab(self) -> int:
-        return self.llama.llama_vocab_n_tokens(self.vocab)
-
-    @property
     def n_layer(self) -> int:
         return self.llama.llama_model_n_layer(self.handle)
 
@@ -135,63 +131,6 @@ class Model:
         head = self.llama.llama_model_n_embd(self.handle) // n_head
         k = int(values.get(f"{arch}.attention.key_length", head))
         return k + int(values.get(f"{arch}.attention.value_length", head))
-
-    def chat_template(self) -> str | None:
-        """Returns the Jinja template in the model's metadata, if there is one."""
-        text = self.llama.llama_model_chat_template(self.handle, None)
-        return text.decode("utf-8", "replace") if text else None
-
-    def special_text(self, which: str) -> str:
-        """Returns the text of the "bos" or "eos" token; it is empty if the model has none."""
-        token = getattr(self.llama, f"llama_vocab_{which}")(self.vocab)
-        return self.llama.llama_vocab_get_text(self.vocab, token).decode("utf-8", "replace") if token >= 0 else ""
-
-    @property
-    def adds_bos(self) -> bool:
-        """Tells whether prompts start with a token that the tokeniser puts there by itself."""
-        return bool(self.llama.llama_vocab_get_add_bos(self.vocab))
-
-    def tokenize(self, text: str, special: bool = True) -> list[int]:
-        """Cuts a text into tokens; none is added. special: special tokens that are written out in it are recognised."""
-        data = text.encode("utf-8", "replace")
-        size = len(data) + 8
-        while True:
-            out = (self.llama.llama_token * size)()
-            n = self.llama.llama_tokenize(self.vocab, data, len(data), out, size, False, special)
-            if n >= 0:
-                return list(out[:n])
-            if -n <= size:
-                raise ModelError("the prompt cannot be tokenised")
-            size = -n
-
-    def special_words(self, text: str) -> list[str]:
-        """Lists the texts of the special tokens that `tokenize` finds in a text, the longest first."""
-        llama = self.llama
-        special = llama.LLAMA_TOKEN_ATTR_CONTROL | llama.LLAMA_TOKEN_ATTR_UNKNOWN
-        found = {token for token in set(self.tokenize(text)) if self._attributes(token) & special}
-        words = [llama.llama_vocab_get_text(self.vocab, token).decode("utf-8", "replace") for token in found]
-        return sorted((word for word in words if word and word in text), key=len, reverse=True)
-
-    def eats_blanks(self, word: str) -> bool:
-        """Tells whether a word is a special token's that takes the blanks after it away."""
-        tokens = self.tokenize(word)
-        return len(tokens) == 1 and bool(self._attributes(tokens[0]) & self.llama.LLAMA_TOKEN_ATTR_RSTRIP)
-
-    def _attributes(self, token: int) -> int:
-        return self.llama.llama_vocab_get_attr(self.vocab, token)
-
-    def is_end(self, token: int) -> bool:
-        return bool(self.llama.llama_vocab_is_eog(self.vocab, token))
-
-    def piece(self, token: int) -> bytes:
-        """Returns the bytes that a token stands for, maybe a part of a character; a special token has none."""
-        size = 64
-        while True:
-            buffer = ctypes.create_string_buffer(size)
-            n = self.llama.llama_token_to_piece(self.vocab, token, buffer, size, 0, False)
-            if n >= 0:
-                return buffer.raw[:n]
-            size = -n
 
 
 class TextStream:

@@ -81,6 +81,7 @@ class Stats(c.Structure):
             "bytes", "index_bytes", "score_bytes", "before_bytes", "after_bytes", "peak_bytes")),
         ("compress_us", c.c_int64),
         ("device_bytes", c.c_uint64),
+        ("n_unfitted", c.c_int32), ("n_scant", c.c_int32),
     ]  # fmt: skip
 
 

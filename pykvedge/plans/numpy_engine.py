@@ -88,12 +88,16 @@ def run(
     q, image_mask, turned, projection = arrays.q, arrays.image_mask, arrays.rotation, arrays.projection
     k, v = round_to(arrays.k, kv_type.plain.k), round_to(arrays.v, kv_type.plain.v)
     n_layers, n_heads_kv, n_tokens, _ = k.shape
+    group = q.shape[1] // n_heads_kv
     scorer, allocator = registry.scorer(plan.scorer), registry.allocator(plan.allocator)
     profiles = profiles or {}
     rows = profiles["scorer"].values if "scorer" in profiles else [None] * n_layers
     replay = arrays.replay and Replay(arrays.replay.q, round_to(arrays.replay.k, kv_type.plain.k), arrays.replay.chunks)
     layers = [
-        Layer(q[i], k[i], v[i], image_mask, i, n_layers, profile=rows[i], rotation=turned, replay=replay)
+        Layer(
+            q[i], k[i], v[i], image_mask, i, n_layers, profile=rows[i], rotation=turned, replay=replay,
+            projection=None if projection is None else projection[i],
+        )
         for i in range(n_layers)
     ]
     scores, reserve, attention = (_of_layers(f, layers, plan) for f in (scorer.score, scorer.reserve, scorer.attention))
@@ -113,7 +117,8 @@ def run(
         for h, count in enumerate(share[i].tolist()):
             others = (None if x is None else x[h] for x in (None if reserve is None else reserve[i], weights))
             kept = select(plan, scores[i, h], image_mask, count, *others)
-            heads.append(Head(k[i, h], v[i, h], kept, protection(plan, n_tokens, count), i, n_layers, h))
+            queries = q[i, h * group : (h + 1) * group]
+            heads.append(Head(k[i, h], v[i, h], kept, protection(plan, n_tokens, count), i, n_layers, h, q=queries))
         rows = [reduced(plan, head, kv_type) for head in heads]
         out.kept.append([head.kept for head in heads])
         for column, of_head in zip((out.k, out.v, out.bias), zip(*rows, strict=True), strict=True):

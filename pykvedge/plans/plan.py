@@ -199,6 +199,11 @@ class Plan:
         chosen = member(stage, getattr(self, stage))
         return {p.name: self.params.get(f"{stage}.{p.name}", p.default) for p in chosen.params}
 
+    @property
+    def projects(self) -> bool:
+        """Tells whether the output projections of the layers are needed: by the scorer, or by the critical rule."""
+        return self.critical != "none" or registry.scorer(self.scorer).projects(self.settings("scorer"))
+
     def profile_kinds(self) -> dict[str, str]:
         """Names the kind of calibrated profile that each stage needs of the model (profile.py), if it needs one.
 

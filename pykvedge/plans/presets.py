@@ -32,6 +32,7 @@ _CRITICALKV = (
     "Feng et al. 2025, Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective, "
     "arXiv:2502.03805"
 )
+_KVZIP_PLUS = "KVzip+, a variant of KVzip (Kim et al. 2025) in kvpress, without its division by hidden rows' norms"
 _KVZIP = "Kim et al. 2025, KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction, arXiv:2505.23416"
 _KNORM = "Devoto et al. 2024, A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression, arXiv:2406.11430"
 _ELASTIC = "Liu et al. 2024, Efficient Inference of Vision Instruction-Following Models with Elastic Cache, ECCV"
@@ -191,6 +192,12 @@ _PRESETS = (
         "what the model looks at as it reads the prompt again, alike for all heads",
         _KVZIP,
         {"scorer": "replay", "params": {"scorer.source": "repeat"}},
+    ),
+    Preset(
+        "kvzip-plus",
+        "kvzip whose attention is weighed by what the values add through the layer's output projection",
+        _KVZIP_PLUS,
+        {"scorer": "replay", "allocator": "global", "params": {"scorer.source": "repeat", "scorer.projected": True}},
     ),
     Preset("knorm", "tokens whose keys have the smallest norm", _KNORM, {"scorer": "knorm"}),
     Preset("vnorm", "tokens whose values have the largest norm", "a control, and a part of MixKV", {"scorer": "vnorm"}),

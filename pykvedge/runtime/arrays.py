@@ -117,9 +117,10 @@ def _turned(rotation: Any, k: np.ndarray) -> Rotation | None:
 def _projected(plan: Plan, projection: Any, arrays: Arrays) -> np.ndarray | None:
     n_layers, n_heads, _, size = arrays.q.shape
     if projection is None:
-        if plan.critical != "none":
+        if plan.projects:
+            who = f"critical {plan.critical}" if plan.critical != "none" else f"scorer '{plan.scorer}' as it is set"
             raise ArrayError(
-                f"critical {plan.critical} weighs values by the output projection of their layer: give projection, "
+                f"{who} weighs values by the output projection of their layer: give projection, "
                 f"[{n_layers}, {n_heads}, {size}, D]"
             )
         return None

@@ -366,6 +366,10 @@ class Engine:
         self._n_compressions, self._held, self._compressed_tokens = n, held, 0
         return out
 
+    def notes(self) -> list[str]:
+        """Says what the last compression could not do as the plan has it."""
+        return figures.notes(self.cache) if self.cache is not None else []
+
     def peak_bytes(self, so_far: int) -> int:
         """Tells the largest amount of KV memory up to now, in bytes. so_far: the answer without a cache."""
         return self.cache.stats().peak_bytes if self.cache is not None else so_far

@@ -30,3 +30,19 @@ def per_layer(cache: Cache, sequence: int = 0) -> list[float]:
     """Averages the KV pairs that are held now over the heads of each stored layer, to two places."""
     means = (round(sum(heads) / len(heads), 2) for heads in cache.lengths(sequence) if heads)
     return [int(n) if n == int(n) else n for n in means]
+
+
+def notes(cache: Cache, sequence: int = 0) -> list[str]:
+    """Says in how many heads the last compression had too few queries to fit rows to."""
+    stats, out = cache.stats(sequence), []
+    if stats.n_unfitted:
+        out.append(
+            f"{stats.n_unfitted} heads were not matched, as fewer queries of the prompt were kept than rows are left; "
+            "they keep rows as reducer evict leaves them"
+        )
+    if stats.n_scant:
+        out.append(
+            f"{stats.n_scant} heads were matched to fewer than twice as many queries as rows, which may fit no others; "
+            "a smaller budget, or reducer evict, is safer"
+        )
+    return out

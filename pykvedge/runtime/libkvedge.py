@@ -146,16 +146,22 @@ class Cache:
 
         Raises what kvedge_replay_begin reports.
         """
-        given = ReplayGiven(chunk.first, chunk.last, chunk.sinks, chunk.n_tokens)
-        self._call("replay_begin", sequence, c.byref(given))
+        self.begin_replay(chunk, sequence)
         try:
             yield
         finally:
-            self._call("replay_end", sequence)
+            self.end_replay(sequence)
 
     @one_thread
-    def _call(self, name: str, *arguments: Any) -> None:
-        call(name, self.handle, *arguments)
+    def begin_replay(self, chunk: ReplayChunk, sequence: int = 0) -> None:
+        """What is decoded next is a chunk of a second pass. Raises what kvedge_replay_begin reports."""
+        given = ReplayGiven(chunk.first, chunk.last, chunk.sinks, chunk.n_tokens)
+        call("replay_begin", self.handle, sequence, c.byref(given))
+
+    @one_thread
+    def end_replay(self, sequence: int = 0) -> None:
+        """Takes back what was decoded since begin_replay. Raises what kvedge_replay_end reports."""
+        call("replay_end", self.handle, sequence)
 
     @one_thread
     def expect(self, n_tokens: int, sequence: int = 0) -> None:

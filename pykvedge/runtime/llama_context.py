@@ -14,6 +14,7 @@ from pykvedge.errors import CancelledError, ContextError, KvedgeError, ModelErro
 from pykvedge.models.model import Model
 from pykvedge.models.shape import ModelShape, mask_bytes
 from pykvedge.models.vision import ImagePiece, Vision
+from pykvedge.models.vocabulary import Vocabulary
 from pykvedge.native import libraries, llamacpp, memory
 from pykvedge.plans.kvtypes import KvType, ggml_types
 from pykvedge.runtime.bounded_batch import OnePass, image_positions
@@ -58,6 +59,9 @@ def check_memory(model: Model, size: ContextSize, threads: int, whole_cache: boo
 class Context:
     """A llama_context. Tokens go to sequence number 0, or to the one that `switch` chose."""
 
+    _lent = False
+    model: Any  # a Model; of a lent context its Vocabulary
+
     def __init__(self, model: Model, size: ContextSize, threads: int) -> None:
         """Raises OutOfMemoryError or KvedgeError with llama.cpp's reason."""
         llama = self.llama = libraries.llama()
@@ -77,6 +81,19 @@ class Context:
             why = llamacpp.reason(lines, "llama.cpp does not say why")
             kind = OutOfMemoryError if "alloc" in why or "memory" in why else KvedgeError
             raise kind(f"a context of {size.n_ctx} tokens cannot be made: {why}; lower --ctx")
+        self._begin()
+
+    @classmethod
+    def lent(cls, handle: Any, vocabulary: Vocabulary) -> Context:
+        """Decodes into a llama_context that somebody else made, and keeps; positions are the caller's to set."""
+        self = cls.__new__(cls)
+        self.llama, self.model, self.handle = vocabulary.llama, vocabulary, handle
+        self._lent = True
+        self._begin()
+        return self
+
+    def _begin(self) -> None:
+        llama = self.llama
         self.n_batch = llama.llama_n_batch(self.handle)
         self.n_ctx = llama.llama_n_ctx(self.handle)
         self.n_ubatch = llama.llama_n_ubatch(self.handle)
@@ -92,7 +109,8 @@ class Context:
         """Frees the context. Does nothing the second time."""
         if getattr(self, "handle", None):
             self.llama.llama_batch_free(self._batch)
-            self.llama.llama_free(self.handle)
+            if not self._lent:
+                self.llama.llama_free(self.handle)
             self.handle = None
 
     def clear(self) -> None:

@@ -106,15 +106,6 @@ def replays(plan: Plan) -> bool:
         return bool(lib().kvedge_plan_replays(native.handle))
 
 
-def check_replay(plan: Plan) -> None:
-    """Refuses a plan that asks for a second pass over the prompt, where nobody makes one. Raises UsageError."""
-    if replays(plan):
-        raise errors.UsageError(
-            f"method '{plan.method}' goes by a second pass over the prompt, which conversations of kvedge's own make "
-            "(kvedge chat, pykvedge.Session); use it there, or set scorer.source to prompt"
-        )
-
-
 def options_of(kv_type: KvType) -> Options:
     """Fills a kvedge_options with the storage types and their rotation, the rest by default."""
     options = Options()
@@ -151,7 +142,7 @@ def compress_arrays(
     with NativePlan(plan, profiles) as native, native.own.explained():
         if rotation is not None:
             native.turn(rotation)
-        if projection is not None and plan.critical != "none":
+        if projection is not None and plan.projects:
             native.project(projection)
         if step:
             call("stream_arrays", native.handle, c.byref(given), *kv_type.numbers, step, threads, c.byref(result))

@@ -181,7 +181,7 @@ bool read_replay(
     const kvedge_arrays again = { in.n_layers, in.n_heads, in.n_heads_kv, replay.n_tokens, in.head_size, replay.q, replay.k, replay.k, nullptr };
     Step                step{ 0, 0 };
     for (int32_t l = 0; l < in.n_layers; l++) {
-        if (!r.seq->observed.ensure_peaks((size_t) l, in.n_tokens)) {
+        if (!r.seq->observed.ensure_peaks((size_t) l, in.n_tokens, (plan_peaks(plan) & WANTS_LENGTHS) != 0)) {
             return false;
         }
     }

@@ -15,6 +15,10 @@ kvedge_status check_bounded(const kvedge_plan & plan, const Storage & storage, k
     if (reach(plan) == Reach::rows) {
         return fail(err, KVEDGE_E_UNSUPPORTED, "allocator '%s' looks at all layers before it grants a budget to the first", plan.allocator->name);
     }
+    if (plan.reducer->queries) {
+        return fail(err, KVEDGE_E_UNSUPPORTED, "reducer '%s' fits rows to all queries of the prompt, which are not kept where it is bounded; use another",
+                    plan.reducer->name);
+    }
     if (reach(plan) == Reach::scores && plan.reducer->reduce) {
         return fail(err, KVEDGE_E_UNSUPPORTED, "reducer '%s' would merge before allocator '%s' has granted its budgets, which need all layers",
                     plan.reducer->name, plan.allocator->name);

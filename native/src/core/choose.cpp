@@ -41,9 +41,19 @@ struct Shown {
     const uint8_t * image;
     const int32_t * tokens;
     bool            differs;
+    int32_t         n_threads;  // for what one layer takes
 };
 
-Shown shown_of(const Job & job, size_t l) { return { job.image_of(l, 0), job.tokens_of(l, 0), !job.head_image.empty() }; }
+Shown shown_of(const Job & job, size_t l) {
+    return { job.image_of(l, 0), job.tokens_of(l, 0), !job.head_image.empty(), job.n_threads };
+}
+
+Projections & projections_of(const Sequence & seq) {
+    if (!seq.projections) {
+        throw StageFailure("the output projections that the plan asks for are not there");
+    }
+    return *seq.projections;
+}
 
 // Tokens of all heads of a layer, one after the other.
 std::vector<int32_t> tokens_of_heads(const Sequence & seq, size_t l) {
@@ -95,10 +105,32 @@ Bulk<float> run_scorer(
     if (seen.has_peaks()) {
         in.peaks          = seen.peaks(l).highest.data();
         in.peaks_capacity = seen.peaks(l).capacity;
+        in.peaks_each     = seen.peaks(l).each;
+    }
+    Bulk<float> lengths;
+    if (plan_peaks(plan) & WANTS_LENGTHS) {
+        lengths    = projections_of(seq).lengths(view, l, in.shape, Critical::l2, shown.n_threads);
+        in.lengths = lengths.data();
     }
     Bulk<float> scores((size_t) seq.rows.shapes()[l].n_heads_kv * (size_t) n_tokens);
     score(in, scores.data());
     return scores;
+}
+
+// The pending tokens whose queries were kept. tokens: indices of all, ascending.
+std::vector<QueryPlace> kept_queries(const Sequence & seq, const std::vector<int32_t> & tokens) {
+    const auto              spans = seq.observed.queries(0);  // those of the other layers are of the same tokens
+    std::vector<QueryPlace> out;
+    size_t                  i = 0;
+    for (int32_t token : tokens) {
+        while (i < spans.size() && token >= spans[i].first + spans[i].n) {
+            i++;
+        }
+        if (i < spans.size() && token >= spans[i].first) {
+            out.push_back({ i, token - spans[i].first });
+        }
+    }
+    return out;
 }
 
 // Attention alone, for allocators that want it: of one layer or all; empty where the scorer knows no such thing.
@@ -117,7 +149,7 @@ Scores attention_scores(Job & job, int32_t layer, uint32_t wants) {
 }  // namespace
 
 Job make_job(Sequence & seq, const kvedge_plan & plan, int32_t n_threads, bool scored) {
-    Job job{ seq, plan, std::max(1, n_threads), seq.rows.pending_length(), scored, {}, {}, {}, {}, {}, {}, 0, {}, {}, {}, {}, {}, {}, {}, {} };
+    Job job{ seq, plan, std::max(1, n_threads), seq.rows.pending_length(), scored, {}, {}, {}, {}, {}, {}, 0, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, 0, 0 };
     job.most       = job.n_tokens;
     const size_t n = seq.rows.shapes().size();
     if (seq.rows.pending_differs()) {
@@ -129,6 +161,10 @@ Job make_job(Sequence & seq, const kvedge_plan & plan, int32_t n_threads, bool s
         job.tokens = seq.rows.pending_tokens();
         job.image  = pending_image(seq, job.tokens);
     }
+    if (plan.reducer->queries && seq.observed.has_queries()) {
+        job.queries = kept_queries(seq, job.tokens);
+    }
+    job.spans.resize(n);
     job.spectra.resize(n);
     job.scores.resize(n);
     job.kept.resize(n);
@@ -149,7 +185,7 @@ Bulk<float> scores_of(const Sequence & seq, const kvedge_plan & plan, size_t lay
     const bool differs = seq.rows.pending_differs();
     const auto tokens  = differs ? tokens_of_heads(seq, layer) : seq.rows.pending_tokens();
     const auto image   = pending_image(seq, tokens);
-    return run_scorer(seq, plan, { image.data(), tokens.data(), differs }, layer, plan.scorer->score, nullptr);
+    return run_scorer(seq, plan, { image.data(), tokens.data(), differs, 1 }, layer, plan.scorer->score, nullptr);
 }
 
 void score_layer(Job & job, size_t l) {
@@ -160,7 +196,9 @@ void score_layer(Job & job, size_t l) {
 }
 
 void score_all(Job & job) {
-    const int32_t n_threads = own_thread_only(*job.plan.scorer) ? 1 : job.n_threads;
+    // a layer with weights of its own in memory has all threads to itself
+    const bool    by_layer  = own_thread_only(*job.plan.scorer) || plan_projects(job.plan);
+    const int32_t n_threads = by_layer ? 1 : job.n_threads;
     parallel_for(n_threads, (int32_t) job.scores.size(), [&](int32_t l, int32_t) { score_layer(job, (size_t) l); });
 }
 
@@ -214,13 +252,10 @@ void weigh_layer(Job & job, size_t l, int32_t n_threads) {
     if (job.weights.empty()) {
         return;
     }
-    if (!job.seq.projections) {
-        throw StageFailure("the output projections that critical asks for are not there");
-    }
     const SequenceView view(job.seq);
     const LayerShape & shape = job.seq.rows.shapes()[l];
     job.weights[l]           = Bulk<float>((size_t) shape.n_heads_kv * (size_t) job.n_tokens);
-    job.seq.projections->weigh(view, l, shape, job.plan.critical, n_threads, job.weights[l]);
+    projections_of(job.seq).weigh(view, l, shape, job.plan.critical, n_threads, job.weights[l]);
 }
 
 void select_all(Job & job) {

@@ -35,6 +35,9 @@ void fill_layers(Job & job, bool reduces, Compression & outcome) {
         if (!may_fail) {
             bytes -= seq.rows.give_back_pending(l);
         }
+        if (job.plan.reducer->queries) {
+            seq.observed.give_back_queries(l);
+        }
     }
     seq.rows.replace_pending(std::move(*job.main), std::move(*job.tail));
 }
@@ -50,12 +53,22 @@ kvedge_status fail_unobserved(const kvedge_plan & plan, kvedge_error * err) {
                 "the prompt was processed under a plan that collects no attention scores; set the plan before the prompt");
 }
 
+// Peaks of all query heads together, gathered under another plan, cannot be told apart again.
+static bool peaks_fit(const Sequence & seq, const kvedge_plan & plan) {
+    if (!(plan_peaks(plan) & WANTS_LENGTHS) || !seq.observed.has_peaks()) {
+        return true;
+    }
+    const LayerShape & shape = seq.rows.shapes()[0];
+    const Peaks &      peaks = seq.observed.peaks(0);
+    return peaks.capacity == 0 || peaks.each == shape.n_heads / shape.n_heads_kv;
+}
+
 bool saw_all(const Sequence & seq, const kvedge_plan & plan) {
     const Missing & m = seq.observed.missing();
     return (m.sums == 0 || !plan_sums(plan)) && (m.squares == 0 || !plan.scorer->needs_squares) &&
            (m.entropies == 0 || !plan_observes(plan).entropy) && (m.queries == 0 || plan_window(plan) == 0) &&
            (m.moments == 0 || plan_moments(plan) < 0) &&
-           (m.peaks == 0 || plan_peaks(plan) == 0);
+           (m.peaks == 0 || plan_peaks(plan) == 0) && peaks_fit(seq, plan);
 }
 
 kvedge_status score_pending(
@@ -158,7 +171,9 @@ static kvedge_status compress_tokens(
             unsealed.forget();  // its memory is not needed beside the new rows
         }
         fill_layers(job, reduces, outcome);
-        outcome.reduced = reduced;
+        outcome.reduced    = reduced;
+        outcome.n_unfitted = job.unfitted;
+        outcome.n_scant    = job.scant;
     } else if (scored) {
         seq.sums_to_scores();
     }

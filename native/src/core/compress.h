@@ -14,6 +14,8 @@ struct Compression {
     uint64_t after_bytes  = 0;
     uint64_t peak_bytes   = 0;      // largest bytes + index_bytes + score_bytes meanwhile
     int64_t  us           = 0;
+    int32_t  n_unfitted   = 0;  // heads with more rows to fit than queries, and with fewer than twice as many
+    int32_t  n_scant      = 0;
 
     // [layer][Hkv * T], filled if wanted.
     bool   want_scores = false;

@@ -163,7 +163,7 @@ void reduce(const ReduceInput & in, const ReducedRows & out) {
     check_rows(in, given.name, out.v, in.d_v, "value");
 }
 
-size_t no_scratch(int32_t, int32_t, int32_t) { return 0; }
+size_t no_scratch(const ReduceSize &) { return 0; }
 
 // ---------------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,12 @@
 
 namespace kvedge {
 
+// The kept query of a pending token: its span, and its place in that.
+struct QueryPlace {
+    size_t  span;
+    int32_t at;
+};
+
 struct Job {
     Sequence &           seq;
     const kvedge_plan &  plan;
@@ -35,6 +41,12 @@ struct Job {
     // Of a stream that was compressed before, for each head:
     std::vector<std::vector<int32_t>> head_tokens;  // [layer][Hkv * T]; empty where all hold the same
     std::vector<std::vector<uint8_t>> head_image;   // likewise
+
+    // Where the reducer asks for queries:
+    std::vector<QueryPlace>             queries;   // those of the pending tokens that were kept
+    std::vector<std::vector<QuerySpan>> spans;     // [layer] of layers that are open
+    int32_t                             unfitted;  // heads with more rows to fit than queries
+    int32_t                             scant;     // heads with fewer than twice as many queries as rows
 
     const int32_t * tokens_of(size_t l, size_t h) const {
         return head_tokens.empty() ? tokens.data() : head_tokens[l].data() + h * (size_t) n_tokens;

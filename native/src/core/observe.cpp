@@ -8,10 +8,11 @@ Observation plan_observes(const kvedge_plan & plan) {
     out.sums    = plan_sums(plan);
     out.squares = plan.scorer->needs_squares;
     out.entropy = (wants & WANTS_ENTROPY) != 0;
-    out.queries = (wants & WANTS_QUERIES) != 0;
+    out.queries = (wants & WANTS_QUERIES) != 0 || plan.reducer->queries;
     out.window  = plan_window(plan);
     out.moments = plan_moments(plan);
     out.peaks   = (plan_peaks(plan) & (WANTS_PEAKS | WANTS_REPLAY)) == WANTS_PEAKS;
+    out.apart   = (plan_peaks(plan) & WANTS_LENGTHS) != 0;
     return out;
 }
 
@@ -21,7 +22,7 @@ uint64_t observed_bytes(const Observation & wanted, const LayerShape & layer, in
     n += wanted.sums ? heads_kv * T * sizeof(double) : 0;
     n += wanted.squares ? heads_kv * T * sizeof(double) : 0;
     n += wanted.entropy ? heads_kv * sizeof(double) : 0;
-    n += wanted.peaks ? heads_kv * T * sizeof(float) : 0;
+    n += wanted.peaks ? (wanted.apart ? heads : heads_kv) * T * sizeof(float) : 0;
     n += wanted.moments >= 0 ? QueryMoments::bytes(layer.n_heads, layer.d_k) : 0;
     n += wanted.queries ? heads * T * (row_k(layer, Type::f16) + SEEN_BYTES) : 0;
     return n + (uint64_t) wanted.window * heads * (uint64_t) layer.d_k * sizeof(float);
@@ -41,7 +42,7 @@ bool make_layer_room(Sequence & seq, const Observation & wanted, size_t layer, i
     return (!wanted.sums || seen.ensure_sums(layer, seq.rows.pending_length() + n, wanted.squares)) &&
            (wanted.window == 0 || seen.ensure_window(layer, seq.rows.n_tokens(), wanted.window)) &&
            (wanted.moments < 0 || seen.ensure_moments(layer)) &&
-           (!wanted.peaks || seen.ensure_peaks(layer, seq.rows.pending_length() + n));
+           (!wanted.peaks || seen.ensure_peaks(layer, seq.rows.pending_length() + n, wanted.apart));
 }
 
 void gather(AttendJob & job, Observed & to, const Observation & wanted, SpinLock * locks) {
@@ -62,6 +63,7 @@ void gather(AttendJob & job, Observed & to, const Observation & wanted, SpinLock
     if (wanted.peaks) {
         job.peaks          = to.peaks(l).highest.data();
         job.peaks_capacity = to.peaks(l).capacity;
+        job.peaks_apart    = to.peaks(l).each > 1;
     }
 }
 

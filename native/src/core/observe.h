@@ -17,6 +17,7 @@ struct Observation {
     int32_t moments = -1;     // mean and covariance of the queries of this token and all later ones; -1: not
 
     bool    peaks   = false;  // the largest attention that each token received
+    bool    apart   = false;  // from each query head
 
     bool attention() const { return sums || entropy || peaks; }
     bool any() const { return attention() || queries || window > 0 || moments >= 0; }

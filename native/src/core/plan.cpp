@@ -251,6 +251,10 @@ uint32_t plan_peaks(const kvedge_plan & plan) {
     return plan.scorer->peaks ? plan.scorer->peaks(plan.params[KVEDGE_STAGE_SCORER]) : 0;
 }
 
+bool plan_projects(const kvedge_plan & plan) {
+    return plan.critical != Critical::none || (plan_peaks(plan) & WANTS_LENGTHS);
+}
+
 int32_t plan_whole(const kvedge_plan & plan) {
     return plan.scorer->custom ? 0 : std::max({ 0, plan_window(plan), plan_moments(plan) });
 }

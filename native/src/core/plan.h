@@ -86,6 +86,9 @@ int32_t plan_moments(const kvedge_plan & plan);
 // What the plan's scorer wants to know of the largest attention that each token received: PeakWants.
 uint32_t plan_peaks(const kvedge_plan & plan);
 
+// Whether the output projections of the layers are needed: by the scorer, or by the critical rule.
+bool plan_projects(const kvedge_plan & plan);
+
 // The longest prompt that is kept whole, whatever the budget.
 int32_t plan_whole(const kvedge_plan & plan);
 

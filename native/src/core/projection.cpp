@@ -117,6 +117,16 @@ void euclidean_lengths(const HeadView & view, const float * gram, int32_t size, 
     });
 }
 
+// T, of the layer's first head.
+size_t pending_rows(const PendingView & view, size_t layer) {
+    const HeadView head = view.head((int32_t) layer, 0);
+    size_t         n    = 0;
+    for (const Segment & seg : head.pending) {
+        n += (size_t) seg.n;
+    }
+    return n;
+}
+
 const char * const NORMS[] = { "none", "l1", "l2" };
 
 }  // namespace
@@ -149,14 +159,14 @@ const Projections::Grams & Projections::grams(size_t layer, const LayerShape & s
     return grams_[layer];
 }
 
-void Projections::weigh(
-    const PendingView & view, size_t layer, const LayerShape & shape, Critical norm, int32_t n_threads, Bulk<float> & out) {
+Bulk<float> Projections::lengths(
+    const PendingView & view, size_t layer, const LayerShape & shape, Critical norm, int32_t n_threads) {
     if (const auto why = weights_->unusable(layer, shape); !why.empty()) {
         throw StageFailure(why);
     }
     const int32_t      width = weights_->width(layer), group = shape.n_heads / shape.n_heads_kv;
-    const size_t       T = out.size() / (size_t) shape.n_heads_kv, each = triangle((size_t) shape.d_v);
-    std::vector<float> lengths((size_t) shape.n_heads * T, 0.0f);
+    const size_t       T = pending_rows(view, layer), each = triangle((size_t) shape.d_v);
+    Bulk<float>        lengths((size_t) shape.n_heads * T, 0.0f);
     if (norm == Critical::l2) {
         const Grams & of = grams(layer, shape, n_threads);
         parallel_for(n_threads, shape.n_heads, [&](int32_t h, int32_t) {
@@ -169,10 +179,18 @@ void Projections::weigh(
             sum_lengths(view.head((int32_t) layer, h / group), head_weights(read, shape, h, width), lengths.data() + (size_t) h * T);
         });
     }
+    return lengths;
+}
+
+void Projections::weigh(
+    const PendingView & view, size_t layer, const LayerShape & shape, Critical norm, int32_t n_threads, Bulk<float> & out) {
+    const int32_t     group = shape.n_heads / shape.n_heads_kv;
+    const Bulk<float> of    = lengths(view, layer, shape, norm, n_threads);
+    const size_t      T     = out.size() / (size_t) shape.n_heads_kv;
     std::fill(out.begin(), out.end(), 0.0f);
     for (int32_t h = 0; h < shape.n_heads; h++) {
         for (size_t t = 0; t < T; t++) {
-            out[(size_t) (h / group) * T + t] += lengths[(size_t) h * T + t] / (float) group;
+            out[(size_t) (h / group) * T + t] += of[(size_t) h * T + t] / (float) group;
         }
     }
 }
@@ -200,17 +218,18 @@ kvedge_status check_critical(const kvedge_plan & plan, kvedge_error * err) {
 
 kvedge_status check_projections(
     const kvedge_plan & plan, const std::vector<LayerShape> & shapes, const Projections * projections, kvedge_error * err) {
-    if (const auto status = check_critical(plan, err); status != KVEDGE_OK || plan.critical == Critical::none) {
+    if (const auto status = check_critical(plan, err); status != KVEDGE_OK || !plan_projects(plan)) {
         return status;
     }
+    const bool        rule = plan.critical != Critical::none;
+    const std::string who  = rule ? std::string("critical ") + NORMS[(int) plan.critical] : std::string("projected of scorer '") + plan.scorer->name + "'";
     if (!projections) {
-        return fail(err, KVEDGE_E_ARGUMENT, "critical %s needs the output projection of the layers: kvedge_plan_set_projection",
-                    NORMS[(int) plan.critical]);
+        return fail(err, KVEDGE_E_ARGUMENT, "%s needs the output projection of the layers: kvedge_plan_set_projection", who.c_str());
     }
     for (size_t l = 0; l < shapes.size(); l++) {
         if (const auto why = projections->weights().unusable(l, shapes[l]); !why.empty()) {
-            return fail(err, KVEDGE_E_UNSUPPORTED, "critical %s needs the output projection of layer %d: %s; use critical none",
-                        NORMS[(int) plan.critical], shapes[l].il, why.c_str());
+            return fail(err, KVEDGE_E_UNSUPPORTED, "%s needs the output projection of layer %d: %s; use %s", who.c_str(), shapes[l].il,
+                        why.c_str(), rule ? "critical none" : "scorer.projected=false");
         }
     }
     return ok(err);

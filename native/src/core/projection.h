@@ -43,6 +43,10 @@ class Projections {
 
     const OutputWeights & weights() const { return *weights_; }
 
+    // [H][T] how long the pending values of a layer are once each query head h projects them, |v W_O[h]|, by a norm. Throws
+    // std::bad_alloc, StageFailure.
+    Bulk<float> lengths(const PendingView & view, size_t layer, const LayerShape & shape, Critical norm, int32_t n_threads);
+
     // out [Hkv][T]: how long the pending values of a layer are once they are projected, v W_O[h], by the plan's norm; mean
     // of the query heads of a KV head. Throws std::bad_alloc, StageFailure.
     void weigh(const PendingView & view, size_t layer, const LayerShape & shape, Critical norm, int32_t n_threads, Bulk<float> & out);
@@ -61,7 +65,7 @@ class Projections {
 // Whether the plan's scorer is one that the critical rule can weigh. Errors: KVEDGE_E_ARGUMENT.
 kvedge_status check_critical(const kvedge_plan & plan, kvedge_error * err);
 
-// Whether the weights that a plan's critical rule asks for are there. projections: NULL where there are none at all.
+// Whether the weights that a plan's scorer or critical rule asks for are there. projections: NULL where there are none at all.
 // Errors: KVEDGE_E_ARGUMENT, KVEDGE_E_UNSUPPORTED, with the layer and what it lacks.
 kvedge_status check_projections(
     const kvedge_plan & plan, const std::vector<LayerShape> & shapes, const Projections * projections, kvedge_error * err);

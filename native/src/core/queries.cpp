@@ -30,11 +30,12 @@ extern "C" uint64_t kvedge_plan_score_bytes(
         return 0;
     }
     const LayerShape layer{ 0, n_heads, n_heads_kv, d_k, d_k };
-    const uint64_t   each   = plan->critical == Critical::none ? sizeof(float) : 2 * sizeof(float);
-    const uint64_t   scores = kvedge_plan_budget(plan, n_tokens) < n_tokens ? each : 0;
+    const auto       heads  = (uint64_t) n_heads, heads_kv = (uint64_t) n_heads_kv;
+    const uint64_t   weighs = plan->critical != Critical::none ? heads_kv : plan_projects(*plan) ? heads : 0;
+    const uint64_t   scores = kvedge_plan_budget(plan, n_tokens) < n_tokens ? (heads_kv + weighs) * sizeof(float) : 0;
     Observation      wanted = plan_observes(*plan);
     wanted.peaks            = plan_peaks(*plan) != 0;  // of the prompt, or of a second pass over it
-    return observed_bytes(wanted, layer, n_tokens) + scores * (uint64_t) n_heads_kv * (uint64_t) n_tokens;
+    return observed_bytes(wanted, layer, n_tokens) + scores * (uint64_t) n_tokens;
 } catch (...) {
     return 0;
 }

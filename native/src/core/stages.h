@@ -88,8 +88,10 @@ struct ScoreInput {
     int32_t          next_position;  // of the token that follows
     const QueryMoments * moments;    // of the queries, scaled; NULL unless asked for
     const Rotation * rotation;       // by which their positions turn them; NULL unless asked for
-    const float *    peaks;          // [Hkv][peaks_capacity] largest attention that a query paid; NULL unless asked for
+    const float *    peaks;          // [Hkv][peaks_each][peaks_capacity] largest attention that a query paid; NULL unless asked for
     int32_t          peaks_capacity;
+    int32_t          peaks_each;     // 1, or the query heads of a KV head, apart
+    const float *    lengths;        // [H][T] of the values, each projected by its query head's W_O; NULL unless asked for
 };
 
 // auto_recent of a window: at most half of an even share of the budget, so that something is left to choose, and of a head
@@ -104,6 +106,7 @@ enum PeakWants : uint32_t {
     WANTS_PEAKS  = 1,  // paid by the prompt's own queries, unless:
     WANTS_REPLAY = 2,  // by those of a second pass over the prompt (kvedge_replay_begin)
     WITHIN_CHUNK = 4,  // as shares of what the chunk of that pass is about, not of all rows
+    WANTS_LENGTHS = 8,  // of each query head apart, and beside them what values add through its output projection
 };
 
 struct Scorer : Member {
@@ -198,6 +201,14 @@ struct ReduceInput {
     Type            type;     // that the rows are stored as
     const struct Reducer * self;
     const float *   bias;     // [T] of the rows' logits (Segment::bias); NULL: all 0
+    const float *   q;        // [n_queries][d_k] of the head's group, scaled as for the logits; NULL: none was kept, or asked for
+    int32_t         n_queries;
+    float           softcap;  // of the logits, 0: none
+};
+
+// What a reducer's working memory depends on.
+struct ReduceSize {
+    int32_t n_tokens, n_kept, d_k, d_v, n_queries;
 };
 
 // The rows to store, in the order of ReduceInput::kept.
@@ -210,10 +221,12 @@ struct ReducedRows {
 struct Reducer : Member {
     // Allocates nothing: it must not fail half-way. NULL: the kept rows as they are.
     void (*reduce)(const ReduceInput & in, const ReducedRows & out);
-    size_t (*scratch)(int32_t n_tokens, int32_t n_kept, int32_t d_k);
+    size_t (*scratch)(const ReduceSize & size);
     const CustomReducer * custom = nullptr;  // this one may fail
     // Whether rows get biases from it. NULL: never; then kept rows keep those that they have.
     bool (*biases)(const double * params) = nullptr;
+    // Queries of the prompt that it wants to see, of a head of which n_free rows stay that are not protected. NULL: none ever.
+    int32_t (*queries)(const double * params, int32_t n_free) = nullptr;
 };
 
 // One KV head after a generated token.

@@ -34,6 +34,10 @@ kvedge_status check_stream(const kvedge_plan & plan, kvedge_error * err) {
         return fail(err, KVEDGE_E_UNSUPPORTED, "scorer '%s' goes by the largest attention over a prompt that is complete, which a stream never is; use another",
                     plan.scorer->name);
     }
+    if (plan.reducer->queries) {
+        return fail(err, KVEDGE_E_UNSUPPORTED, "reducer '%s' fits rows to the queries of a prompt that is complete, which a stream never is; use another",
+                    plan.reducer->name);
+    }
     if (plan.keep_all_text) {
         return fail(err, KVEDGE_E_UNSUPPORTED, "text_overflow keep_all keeps text beyond the bound of a stream; use budget");
     }

@@ -102,9 +102,54 @@ void quantise_rows(Job & job, int32_t l, int32_t h, int32_t worker) {
     }
 }
 
+// Kept rows of a head that are not protected.
+int32_t free_rows(const Job & job, size_t l, size_t h) {
+    const Protection p    = fit_protection(job.plan, job.n_tokens, job.counts[l][h]);
+    const auto &     kept = job.kept[l][h];
+    return (int32_t) std::count_if(kept.begin(), kept.end(), [&](int32_t row) { return row >= p.sinks && row < job.n_tokens - p.recent; });
+}
+
+// Tokens whose queries a head's rows are fitted to: each is one query for every head of the group.
+int32_t query_tokens(const Job & job, size_t l, size_t h) {
+    if (!job.plan.reducer->queries || job.queries.empty()) {
+        return 0;
+    }
+    const LayerShape & shape = job.seq.rows.shapes()[l];
+    const int32_t      group = shape.n_heads / shape.n_heads_kv;
+    const int32_t      asked = job.plan.reducer->queries(job.plan.params[KVEDGE_STAGE_REDUCER], free_rows(job, l, h));
+    return std::min((int32_t) job.queries.size(), (asked + group - 1) / group);
+}
+
+// What the reducer is to work with of a head, and how many heads have too little of it.
+ReduceSize size_up(Job & job, size_t l, size_t h) {
+    const LayerShape & shape = job.seq.rows.shapes()[l];
+    const auto         n     = (int32_t) job.kept[l][h].size();
+    const int32_t      n_q   = query_tokens(job, l, h) * (shape.n_heads / shape.n_heads_kv);
+    if (const int32_t n_free = free_rows(job, l, h); job.plan.reducer->queries && n < job.n_tokens) {
+        job.unfitted += n_q < n_free ? 1 : 0;
+        job.scant += n_q >= n_free && n_q / 2 < n_free ? 1 : 0;
+    }
+    return { job.n_tokens, n, shape.d_k, shape.d_v, n_q };
+}
+
 // Working memory of reduce_rows beside the reducer's scratch, in floats.
-size_t reduce_floats(const LayerShape & shape, size_t n_tokens, size_t n_kept, bool biased) {
-    return (n_tokens + n_kept) * (size_t) (shape.d_k + shape.d_v + (biased ? 1 : 0));
+size_t reduce_floats(const ReduceSize & size, bool biased) {
+    return (size_t) (size.n_tokens + size.n_kept) * (size_t) (size.d_k + size.d_v + (biased ? 1 : 0)) +
+           (size_t) size.n_queries * (size_t) size.d_k;
+}
+
+// The queries of n tokens, spread evenly over those that were kept, to out [n * group][d_k].
+void read_queries(const Job & job, size_t l, int32_t head, int32_t n, float * out) {
+    const LayerShape & shape = job.seq.rows.shapes()[l];
+    const int32_t      group = shape.n_heads / shape.n_heads_kv;
+    for (int32_t i = 0; i < n; i++) {
+        const auto         at    = (size_t) ((2 * (int64_t) i + 1) * (int64_t) job.queries.size() / (2 * (int64_t) n));
+        const QueryPlace & place = job.queries[at];
+        for (int32_t g = 0; g < group; g++, out += shape.d_k) {
+            const QueryRow row = job.spans[l][place.span].row(shape, place.at, head * group + g);
+            kernels().to_f32(Type::f16, row.q, out, (size_t) shape.d_k);
+        }
+    }
 }
 
 // The biases of a head's kept rows to the lists that were made for them, if any were.
@@ -125,18 +170,22 @@ void reduce_rows(Job & job, int32_t l, int32_t h, int32_t worker) {
     const auto &       from    = job.sources[(size_t) l][(size_t) h];
     const bool         biased  = job.main->layers[(size_t) l].biases(h) || job.tail->layers[(size_t) l].biases(h);
     float *            bias    = ov + kept.size() * dv, *ob = bias + (biased ? n : 0);
-    float *            scratch = ob + (biased ? kept.size() : 0);
+    float *            q       = ob + (biased ? kept.size() : 0);
+    const int32_t      n_asked = query_tokens(job, (size_t) l, (size_t) h), n_q = n_asked * (shape.n_heads / shape.n_heads_kv);
+    float *            scratch = q + (size_t) n_q * dk;
 
     if (biased) {
         read_biases(from, bias);
         std::transform(kept.begin(), kept.end(), ob, [bias](int32_t row) { return bias[row]; });
     }
     widen_rows(from, shape, rk, rv);
+    read_queries(job, (size_t) l, h, n_asked, q);
     const Protection p     = fit_protection(job.plan, job.n_tokens, job.counts[(size_t) l][(size_t) h]);
     const Storage    plain = job.seq.rows.storage().plain();
     job.plan.reducer->reduce({ job.n_tokens, shape.d_k, shape.d_v, rk, rv, kept.data(), (int32_t) kept.size(), p.sinks, p.recent,
                                job.plan.params[KVEDGE_STAGE_REDUCER], scratch, l, (int32_t) job.seq.rows.shapes().size(), h,
-                               plain.k == Type::f16 ? plain.k : plain.v, job.plan.reducer, biased ? bias : nullptr },
+                               plain.k == Type::f16 ? plain.k : plain.v, job.plan.reducer, biased ? bias : nullptr, n_q > 0 ? q : nullptr, n_q,
+                               shape.softcap },
                              { ok, ov, biased ? ob : nullptr });
     store_biases(job, l, h, ob);
     for (size_t r = 0; r < kept.size(); r += GROUP) {
@@ -162,6 +211,7 @@ bool open_layer(Job & job, size_t l, bool reduces, int32_t n_workers) {
     job.main->layers[l].heads.resize((size_t) shape.n_heads_kv);
     job.tail->layers[l].heads.resize((size_t) shape.n_heads_kv);
     job.sources[l].clear();
+    job.spans[l] = job.queries.empty() ? std::vector<QuerySpan>() : job.seq.observed.queries(l);
     std::vector<StoredRows> stored[2];
     for (size_t h = 0; h < (size_t) shape.n_heads_kv; h++) {
         const auto    n     = (int32_t) job.kept[l][h].size();
@@ -171,8 +221,8 @@ bool open_layer(Job & job, size_t l, bool reduces, int32_t n_workers) {
         stored[0].push_back(plan_head(job, l, h, 0, split, biases, job.main->layers[l].heads[h]));
         stored[1].push_back(plan_head(job, l, h, split, n, biases, job.tail->layers[l].heads[h]));
         if (reduces) {
-            const size_t rows = reduce_floats(shape, (size_t) job.n_tokens, (size_t) n, !biases.empty());
-            widest            = std::max(widest, rows + job.plan.reducer->scratch(job.n_tokens, n, shape.d_k));
+            const ReduceSize size = size_up(job, l, h);
+            widest                = std::max(widest, reduce_floats(size, !biases.empty()) + job.plan.reducer->scratch(size));
         }
     }
     for (auto * block : { job.main.get(), job.tail.get() }) {

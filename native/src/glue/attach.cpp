@@ -308,6 +308,8 @@ extern "C" kvedge_status kvedge_get_stats(const kvedge_cache * kv, int32_t seq_i
             now.after_bytes    = s->after_bytes;
             now.peak_bytes     = s->peak_bytes;
             now.compress_us    = s->compress_us;
+            now.n_unfitted     = s->n_unfitted;
+            now.n_scant        = s->n_scant;
         }
         return write_struct(now, out, out->struct_size)
                    ? ok(err)

@@ -18,6 +18,8 @@ void SequenceState::note_compression(Answer && next_answer, const Compression & 
     before_bytes = outcome.before_bytes;
     after_bytes  = outcome.after_bytes;
     compress_us  = outcome.us;
+    n_unfitted   = outcome.n_unfitted;
+    n_scant      = outcome.n_scant;
     peak_bytes   = std::max(peak_bytes, outcome.peak_bytes);
 }
 
@@ -186,7 +188,7 @@ bool kvedge_cache::decodes(const Run & run) const {
     if (n == 1 && run.state->streaming && !w.squares && !w.entropy) {
         return true;  // the answer of a stream is observed, too
     }
-    return !w.attention() && (n == 1 || n * group <= DECODE_ROWS);
+    return !w.attention() && !w.queries && (n == 1 || n * group <= DECODE_ROWS);
 }
 
 // Decides what a sequence's tokens are, prompt or generated, and ends what was before them.

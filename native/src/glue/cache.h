@@ -81,6 +81,7 @@ struct SequenceState : Course {
     int32_t                   n_compressions = 0;
     uint64_t                  before_bytes = 0, after_bytes = 0, peak_bytes = 0;
     int64_t                   compress_us = 0;
+    int32_t                   n_unfitted = 0, n_scant = 0;  // of the last compression
     TokenWeights              weights;
 
     std::unique_ptr<BoundedRequest> request;

@@ -37,13 +37,13 @@ static kvedge_status check_chunk(const kvedge_cache & kv, const SequenceState & 
 }
 
 // Room for the scores of n tokens, in which nothing was seen yet.
-static bool begin_anew(SequenceState & state, int32_t n) {
+static bool begin_anew(SequenceState & state, int32_t n, bool apart) {
     Observed & seen = state.seq->observed;
     state.replayed  = 0;
     seen.drop_peaks();
     seen.missing().peaks = std::max(seen.missing().peaks, 1);
     for (size_t l = 0; l < state.seq->rows.shapes().size(); l++) {
-        if (!seen.ensure_peaks(l, n)) {
+        if (!seen.ensure_peaks(l, n, apart)) {
             seen.drop_peaks();
             return false;
         }
@@ -68,7 +68,7 @@ extern "C" kvedge_status kvedge_replay_begin(
         auto replay     = std::make_unique<Replay>();
         *replay         = { { chunk->first, chunk->last, chunk->sinks, n, (plan_peaks(kv->plan_of(seq_id)) & WITHIN_CHUNK) != 0 },
                             state.seq->rows.n_tokens(), chunk->n_tokens, state.armed, state.prev_output, false };
-        if (chunk->first == 0 && !begin_anew(state, n)) {
+        if (chunk->first == 0 && !begin_anew(state, n, (plan_peaks(kv->plan_of(seq_id)) & WANTS_LENGTHS) != 0)) {
             return fail(err, KVEDGE_E_MEMORY, "no memory for the scores of %d tokens", n);
         }
         state.seq->observed.keep_first(chunk->sinks);

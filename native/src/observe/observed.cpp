@@ -101,6 +101,12 @@ QuerySpan Observed::newest_queries(size_t layer) const {
     return { span.first, span.n, span.room, (uint8_t *) queries_[layer][spans_.size() - 1].data() };
 }
 
+void Observed::give_back_queries(size_t layer) {
+    for (size_t i = 0; i < spans_.size(); i++) {
+        queries_[layer][i] = Pages();
+    }
+}
+
 void Observed::drop_span(size_t span) {
     spans_.erase(spans_.begin() + (std::ptrdiff_t) span);
     for (auto & layer : queries_) {
@@ -146,12 +152,16 @@ bool Observed::ensure_moments(size_t l) try {
     return false;
 }
 
-bool Observed::ensure_peaks(size_t l, int32_t n_rows) try {
+bool Observed::ensure_peaks(size_t l, int32_t n_rows, bool apart) try {
     peaks_.resize(shapes_->size());
-    Peaks & p = peaks_[l];
+    Peaks &            p     = peaks_[l];
+    const LayerShape & shape = (*shapes_)[l];
+    if (p.capacity == 0) {
+        p.each = apart ? shape.n_heads / shape.n_heads_kv : 1;
+    }
     if (p.capacity < n_rows) {
         const int32_t grown = std::max(n_rows, p.capacity + p.capacity / 2);
-        p.highest           = widened(p.highest, (size_t) (*shapes_)[l].n_heads_kv, p.capacity, grown);
+        p.highest           = widened(p.highest, (size_t) (shape.n_heads_kv * p.each), p.capacity, grown);
         p.capacity          = grown;
     }
     return true;
@@ -162,7 +172,7 @@ bool Observed::ensure_peaks(size_t l, int32_t n_rows) try {
 void Observed::keep_first(int32_t n) {
     for (size_t l = 0; l < peaks_.size(); l++) {
         Peaks & p = peaks_[l];
-        for (int32_t h = 0; h < (*shapes_)[l].n_heads_kv; h++) {
+        for (int32_t h = 0; h < (*shapes_)[l].n_heads_kv * p.each; h++) {
             std::fill_n(p.highest.begin() + (std::ptrdiff_t) h * p.capacity, std::min(n, p.capacity), KEPT_FIRST);
         }
     }
@@ -205,8 +215,11 @@ void Observed::remove_rows(size_t first, size_t n, const std::vector<int32_t> & 
 
 void Observed::remove_head_rows(size_t layer, size_t head, size_t first, size_t n, const std::vector<int32_t> & keep) {
     if (!peaks_.empty() && first < (size_t) peaks_[layer].capacity) {
-        const auto row = (size_t) peaks_[layer].capacity;
-        close_row(peaks_[layer].highest.data() + head * row, row, first, n, keep);
+        Peaks &    p   = peaks_[layer];
+        const auto row = (size_t) p.capacity, each = (size_t) p.each;
+        for (size_t i = head * each; i < (head + 1) * each; i++) {
+            close_row(p.highest.data() + i * row, row, first, n, keep);
+        }
     }
     if (sums_.empty() || first >= (size_t) sums_[layer].capacity) {
         return;

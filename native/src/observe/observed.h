@@ -25,8 +25,9 @@ constexpr float KEPT_FIRST = 2.0f;  // above any attention: of what is kept befo
 
 // The largest attention that each pending token received from a query, of one layer.
 struct Peaks {
-    Bulk<float> highest;  // [Hkv][capacity]
+    Bulk<float> highest;  // [Hkv][each][capacity]
     int32_t     capacity = 0;
+    int32_t     each     = 1;  // 1, or the query heads of a KV head, apart
 };
 
 // The last queries of the prompt, of one layer, in a ring: token i of the sequence lies at slot i % capacity.
@@ -60,7 +61,8 @@ class Observed {
     bool ensure_queries(int32_t next, int32_t n);  // the queries of the tokens [next, next + n), of every layer
     bool ensure_window(size_t layer, int32_t next, int32_t n);  // the last n queries of a layer; `next` is the next token
     bool ensure_moments(size_t layer);  // mean and covariance of a layer's queries
-    bool ensure_peaks(size_t layer, int32_t n_rows);  // the largest attention of n_rows pending rows
+    // The largest attention of n_rows pending rows; apart: of each query head. What there is already stays as it is.
+    bool ensure_peaks(size_t layer, int32_t n_rows, bool apart);
 
     // The last n of n_rows pending tokens attend: counts who sees whom and whose entropy there is. modality [n_rows], 1 for
     // an image token, where queries are kept.
@@ -83,6 +85,7 @@ class Observed {
     bool                         has_queries() const { return !queries_.empty(); }
     std::vector<QuerySpan>       queries(size_t layer) const;
     QuerySpan                    newest_queries(size_t layer) const;
+    void                         give_back_queries(size_t layer);  // of a layer that is compressed, while others are not yet
     const std::vector<uint8_t> & modality() const { return modality_; }
 
     // The last queries, where wanted.

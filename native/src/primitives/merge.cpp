@@ -132,9 +132,7 @@ void drop_below_mean(const ReduceInput & in, const Space & x) {
 
 }  // namespace
 
-size_t merge_scratch(int32_t n_tokens, int32_t n_kept, int32_t d_k) {
-    return lay_out(nullptr, n_tokens, n_kept, d_k).floats;
-}
+size_t merge_scratch(const ReduceSize & size) { return lay_out(nullptr, size.n_tokens, size.n_kept, size.d_k).floats; }
 
 float mass_of(const ReduceInput & in, bool mass, int32_t t) { return mass && in.bias ? std::exp(in.bias[t]) : 1.0f; }
 

@@ -37,6 +37,6 @@ float mass_of(const ReduceInput & in, bool mass, int32_t t);
 float bias_of(float mass);
 
 // Reducer::scratch of every reducer that calls merge_rows.
-size_t merge_scratch(int32_t n_tokens, int32_t n_kept, int32_t d_k);
+size_t merge_scratch(const ReduceSize & size);
 
 }  // namespace kvedge

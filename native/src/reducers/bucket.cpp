@@ -26,7 +26,7 @@ void reduce(const ReduceInput & in, const ReducedRows & out) {
 
 bool biases(const double * params) { return has_mass(params[MASS]); }
 
-size_t scratch(int32_t, int32_t n_kept, int32_t) { return (size_t) n_kept; }
+size_t scratch(const ReduceSize & size) { return (size_t) size.n_kept; }
 
 }  // namespace
 

@@ -13,7 +13,7 @@ static void reduce(const ReduceInput & in, const ReducedRows & out) {
 
 static bool biases(const double * params) { return has_mass(params[0]); }
 
-static size_t scratch(int32_t, int32_t n_kept, int32_t) { return (size_t) n_kept; }
+static size_t scratch(const ReduceSize & size) { return (size_t) size.n_kept; }
 
 extern const Reducer reducer_position = { { "position", PARAMS }, reduce, scratch, nullptr, biases };
 

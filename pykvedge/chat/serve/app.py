@@ -31,6 +31,7 @@ from pykvedge.chat.serve.service import Service
 from pykvedge.chat.serve.wire import ChatRequest, Compression, parsed
 from pykvedge.errors import RequestError
 from pykvedge.plans import presets
+from pykvedge.runtime import native_plan
 
 Handler = Callable[[Service, HttpRequest], Awaitable[Response]]
 
@@ -135,7 +136,13 @@ def _described(service: Service) -> dict[str, Any]:
 
 
 async def _methods(service: Service, http: HttpRequest) -> Response:
-    return JSONResponse({"default": json.loads(service.defaults.plan.to_json()), "methods": sorted(presets.methods())})
+    """Lists the methods that this model can follow, and says of the others why it cannot."""
+    why, names = service.engine.preparer.why_no_replay(), sorted(presets.methods())
+    barred = {name: f"it goes by a second pass over the prompt: {why}" for name in names
+              if why and native_plan.replays(presets.plan(name))}  # fmt: skip
+    methods = [name for name in names if name not in barred]
+    default = json.loads(service.defaults.plan.to_json())
+    return JSONResponse({"default": default, "methods": methods, "unavailable": barred})
 
 
 async def _plan(service: Service, http: HttpRequest) -> Response:

@@ -16,7 +16,6 @@ from pykvedge.models.images import Picture
 from pykvedge.models.prompt import IMAGE, Message
 from pykvedge.plans.plan import Plan
 from pykvedge.plans.presets import plan as make_plan
-from pykvedge.runtime import native_plan
 from pykvedge.runtime.sampling import Sampling
 
 MOST_PICTURES = 64
@@ -175,9 +174,7 @@ def plan_of(given: Compression | None, default: Plan) -> Plan:
     budget = given.budget
     if budget is None and method == default.method:
         budget = default.budget.value
-    plan = make_plan(method, budget, **settings)
-    native_plan.check_replay(plan)
-    return plan
+    return make_plan(method, budget, **settings)
 
 
 def sampling_of(given: ChatRequest, defaults: Defaults) -> Sampling:

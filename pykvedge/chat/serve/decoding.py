@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from pykvedge.chat.serve import patches
+from pykvedge.chat.serve.again import SecondPass
 from pykvedge.chat.serve.batch import TokenBatch
 from pykvedge.chat.serve.crew import Crew
 from pykvedge.chat.serve.job import Done, Step
@@ -157,8 +158,8 @@ class Decoder:
         except Exception as error:
             return [self._end(slot, "", error)]
 
-    def _keep_read(self, slot: Slot, output: int) -> None:
-        """Keeps a prompt that was read and compressed, with the logits of a place in the last batch."""
+    def _keep_read(self, slot: Slot, logits: np.ndarray) -> None:
+        """Keeps a prompt that was read and compressed, with the logits [n_vocab] of its last token."""
         cache, work = self._driver.cache, slot.work
         if cache is None or not work.name:
             return
@@ -169,7 +170,7 @@ class Decoder:
         with suppress(OutOfMemoryError, UnsupportedError, SessionFileError):
             rows = libkvedge.pack(cache, self._preparer.model_name, slot.sequence)
             at = Standing(slot.n_past, slot.n_cells, slot.compressed_tokens, 0.0)
-            self._park.put_read(work.name, Read(at, rows, self._logits(output).copy(), replace(slot.job.report.kv)))
+            self._park.put_read(work.name, Read(at, rows, logits.copy(), replace(slot.job.report.kv)))
 
     @crash.step("an image was read")
     def _read_image(self, slot: Slot) -> Ended:
@@ -177,14 +178,14 @@ class Decoder:
         context.sequence, context.n_past = slot.sequence, slot.n_past
         context.stop_when(_Given([slot]))  # type: ignore[arg-type]
         try:
-            self._driver.read_step(piece, want_logits=not slot.steps)
+            self._driver.read_step(piece, want_logits=not slot.steps and slot.second is None)
         except Exception as error:
             return [self._end(slot, "", error)]
         finally:
             context.stop_when(None)
         slot.moved(piece.n_tokens, context.n_past)
         self._tell(slot)
-        return [] if slot.steps else self._begin_answer(slot, -1)
+        return [] if slot.steps else self._read_out(slot, -1)
 
     def _decode(self, answering: list[Slot], reader: Slot | None) -> Ended:
         """Decodes in one batch; where that fails, one by one, so that nobody fails with another."""
@@ -204,13 +205,14 @@ class Decoder:
 
     def _decode_once(self, answering: list[Slot], reader: Slot | None) -> Ended:
         batch, context = self._batch, self._driver.context
-        crash.now("answers were written" if reader is None else "a prompt was read")
+        crash.now("answers were written" if reader is None else "a prompt was read" + " again" * bool(reader.second))
         batch.clear()
         places = [batch.add([slot.next or 0], slot.n_past, slot.sequence, True) for slot in answering]
         part: list[int] = []
         if reader is not None:
             part = reader.text_step(min(batch.room, SHARED) if answering else batch.room)
-            place = batch.add(part, reader.n_past, reader.sequence, not reader.steps)
+            last = not reader.steps and reader.second is None
+            place = batch.add(part, reader.n_past, reader.sequence, last)
         if len(part) > WATCHED and reader is not None:
             context.stop_when(_Given([*answering, reader]))  # type: ignore[arg-type]
         began = time.perf_counter()
@@ -224,25 +226,48 @@ class Decoder:
         ended: Ended = []
         for slot in answering:
             slot.moved(1)
+            slot.answered.append(slot.next or 0)
         for slot, output in zip(answering, places, strict=True):
             ended += self._next(slot, output)
         if reader is not None:
             reader.moved(len(part))
             self._tell(reader)
-            ended += [] if reader.steps else self._begin_answer(reader, place)
+            ended += [] if reader.steps else self._read_out(reader, place)
         return ended
 
     def _tell(self, slot: Slot) -> None:
-        slot.job.emit(Step("reading the prompt", slot.share))
+        slot.job.emit(Step("reading the prompt" if slot.second is None else "reading the prompt again", slot.share))
 
-    def _begin_answer(self, slot: Slot, output: int) -> Ended:
-        """Compresses a prompt that was read, and chooses the first token of its answer."""
+    def _read_out(self, slot: Slot, output: int) -> Ended:
+        """Goes on where the prompt, or a chunk of the second pass over it, was read: with the next, or the answer."""
+        cache, again, spent = self._driver.cache, slot.work.again, slot.job.report.time
+        now = time.perf_counter()
+        try:
+            if slot.second is None:
+                spent.prefill_s = now - slot.began
+                if cache is None or not again:
+                    return self._begin_answer(slot, output, None)
+                slot.second = SecondPass(again, self._logits(output).copy(), slot, now)
+            if cache is not None and slot.second.go_on(cache, slot):
+                return []
+            spent.replay_s = time.perf_counter() - slot.second.began
+            logits, slot.second = slot.second.logits, None
+        except Exception as error:
+            return [self._end(slot, "", error)]
+        return self._begin_answer(slot, output, logits)
+
+    def _begin_answer(self, slot: Slot, output: int, logits: np.ndarray | None) -> Ended:
+        """Compresses a prompt that was read, and chooses the first token of its answer.
+
+        By the logits of a place in the last batch, or by those that were kept over a second pass.
+        """
         try:
             started = time.perf_counter()
-            slot.job.report.time.prefill_s = started - slot.began
             self._compress(slot)
             slot.job.report.time.compress_s = time.perf_counter() - started
-            self._keep_read(slot, output)
+            self._keep_read(slot, self._logits(output) if logits is None else logits)
+            if logits is not None:
+                return self._take(slot, slot.work.sampler.sample_from(logits), logits)
         except Exception as error:
             return [self._end(slot, "", error)]
         return self._next(slot, output)
@@ -306,7 +331,8 @@ class Decoder:
         lengths = [n for heads in cache.lengths(slot.sequence) for n in heads]
         held = sum(lengths) / len(lengths) if lengths else 0.0
         at = Standing(slot.n_past, slot.n_cells, cache.stats(slot.sequence).n_pending, held)
-        self._park.put(self._preparer.name_after(slot.job), Parked(at, tuple(slot.pending), rows))
+        answer = tuple(slot.answered) if slot.work.replays else ()
+        self._park.put(self._preparer.name_after(slot.job), Parked(at, tuple(slot.pending), rows, answer=answer))
 
     def _free(self, slot: Slot) -> None:
         memory = self._llama.llama_get_memory(self._driver.context.handle)

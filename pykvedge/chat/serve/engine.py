@@ -118,7 +118,7 @@ class Engine:
             if self._preparing is not None:
                 out.append((self._preparing, "preparing", None))
             out += [(work.job, "ready", None) for work in self._ready]
-            out += [(slot.job, "reading" if slot.next is None else "answering", slot) for slot in self._slots]
+            out += [(slot.job, slot.state, slot) for slot in self._slots]
         return out
 
     @property

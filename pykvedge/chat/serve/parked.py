@@ -25,24 +25,29 @@ from pykvedge.runtime.opening import Standing
 from pykvedge.runtime.report import Kv
 
 KIND = "conversations"
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True)
 class Parked:
-    """A conversation up to its last answer. pending: tokens of it that were not read yet. len(): its bytes, about."""
+    """A conversation up to its last answer. pending: tokens of it that were not read yet. len(): its bytes, about.
+
+    answer: those that were, where the next message's second pass repeats them; else empty.
+    """
 
     standing: Standing
     pending: tuple[int, ...]
     rows: bytes | bytearray | memoryview
     since: float = field(default_factory=time.time, compare=False)  # seconds since 1970
+    answer: tuple[int, ...] = ()
 
     def __len__(self) -> int:
-        return len(self.rows) + 512
+        return len(self.rows) + 4 * len(self.answer) + 512
 
     def encode(self) -> list[bytes | bytearray | memoryview]:
         """Writes it, in parts: the length of a JSON text in 4 bytes, that text, and the rows."""
-        text = json.dumps({**asdict(self.standing), "pending": list(self.pending)}).encode()
+        tokens = {"pending": list(self.pending), "answer": list(self.answer)}
+        text = json.dumps({**asdict(self.standing), **tokens}).encode()
         return [len(text).to_bytes(4, "little"), text, self.rows]
 
     @classmethod
@@ -51,14 +56,14 @@ class Parked:
         end = 4 + int.from_bytes(data[:4], "little")
         try:
             given = json.loads(bytes(data[4:end]))
-            pending = tuple(given.pop("pending"))
+            pending, answer = tuple(given.pop("pending")), tuple(given.pop("answer"))
             standing = Standing(**{f.name: given.pop(f.name) for f in fields(Standing)})
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(str(error)) from None
-        counts = (standing.n_past, standing.n_cells, standing.compressed_tokens, *pending)
+        counts = (standing.n_past, standing.n_cells, standing.compressed_tokens, *pending, *answer)
         if given or not all(type(n) is int and n >= 0 for n in counts) or not isinstance(standing.held, (int, float)):
             raise ValueError("a conversation that cannot be")
-        return cls(standing, pending, data[end:])
+        return cls(standing, pending, data[end:], answer=answer)
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,13 @@ from pykvedge.models.vision import ImagePiece, Piece, TextPiece, Vision
 from pykvedge.native import crash
 from pykvedge.plans.kvtypes import KvType
 from pykvedge.plans.presets import check_protection
-from pykvedge.runtime import libkvedge
+from pykvedge.runtime import libkvedge, native_plan
 from pykvedge.runtime.interrupt import stop_if_set
 from pykvedge.runtime.llama_context import N_UBATCH
 from pykvedge.runtime.loaded import Loan
+from pykvedge.runtime.opening import Standing
 from pykvedge.runtime.pruning import planned
+from pykvedge.runtime.replay import Part, Passage, Requests, parts
 from pykvedge.runtime.sampler import Sampler
 from pykvedge.runtime.sessionfile import fingerprint
 
@@ -177,4 +179,36 @@ class Preparer:
         fits = (limits.memory - prompt) // max(self.bytes_per_token, 1)
         work.room = min(room, fits)
         answer = min(work.room, work.job.request.sampling.max_tokens)
-        work.need = prompt + answer * self.bytes_per_token
+        work.replays = native_plan.replays(plan)
+        if work.replays and work.read is None:
+            work.again = self._second_pass(work)
+        chunk = max((part.chunk.n_tokens for part in work.again), default=0)
+        work.need = prompt + max(answer, chunk) * self.bytes_per_token
+
+    def _second_pass(self, work: Prepared) -> list[Part]:
+        """Cuts the pass into chunks; none where the budget covers what is pending. Raises ContextError, UsageError."""
+        if why := self.why_no_replay():
+            raise UsageError(f"method '{work.job.request.plan.method}' goes by a second pass over the prompt: {why}")
+        before, known = work.parked, Passage()
+        at = before.standing if before is not None else Standing(0, 0, 0, 0.0)
+        pending, whole = at.compressed_tokens + work.n_tokens, at.n_cells + work.n_tokens
+        if work.job.request.plan.count(pending) >= pending:
+            return []
+        if before is not None and before.answer:
+            known.add(TextPiece(list(before.answer)))
+        for piece in work.pieces:
+            known.add(piece)
+        requests, begins = Requests(self._composer), pending == whole
+        try:
+            return list(parts(work.job.request.plan, known.last(pending), pending, work.room, requests, begins))
+        except ContextError as error:
+            if work.room == self._limits.n_ctx - whole:
+                raise
+            raise RequestError(413, f"{error}; or start the server with a larger --memory", "too_large") from None
+
+    def why_no_replay(self) -> str:
+        """Says why no prompt can be read a second time; empty where it can."""
+        llama, model = self._model.llama, self._model.handle
+        if llama.llama_model_is_recurrent(model) or llama.llama_model_is_hybrid(model):
+            return f"{self._model.path.name} has recurrent layers, which cannot take it back"
+        return ""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from pykvedge.chat.serve.again import SecondPass
 from pykvedge.chat.serve.job import Job, Text
 from pykvedge.chat.serve.parked import Parked, Read
 from pykvedge.chat.writing import Writing
@@ -16,6 +17,7 @@ from pykvedge.models.model import Model
 from pykvedge.models.vision import ImagePiece, Piece, TextPiece
 from pykvedge.runtime import logprobs
 from pykvedge.runtime.opening import Standing
+from pykvedge.runtime.replay import Part
 from pykvedge.runtime.sampler import Sampler
 
 
@@ -25,6 +27,7 @@ class Prepared:
 
     read: the same prompt, read for somebody else; name: of the prompt, for whoever asks the same; empty: for nobody.
     need: bytes of keys and values that it takes at most; room: tokens that the answer may have within them.
+    replays: whether its plan goes by a second pass over prompts; again: that over this one.
     """
 
     job: Job
@@ -35,6 +38,8 @@ class Prepared:
     name: str = ""
     need: int = 0
     room: int = 0
+    replays: bool = False
+    again: list[Part] = field(default_factory=list)
 
     @property
     def n_tokens(self) -> int:
@@ -56,6 +61,8 @@ class Slot:
     n_bytes: int = 0  # of keys and values, when they were last counted
     begun: bool = False  # its prompt has been looked for, and what it goes on from is there
     next: int | None = None  # the token that is decoded next; None: the prompt is being read
+    second: SecondPass | None = None  # over the prompt, while that is read
+    answered: list[int] = field(default_factory=list)  # tokens of the answer that were decoded
     began: float = field(default_factory=time.perf_counter)
     answering_since: float = 0.0
 
@@ -88,8 +95,17 @@ class Slot:
         self.n_past = self.n_past + n_tokens if n_past is None else n_past
 
     @property
+    def state(self) -> str:
+        """What is done with the job."""
+        if self.next is not None:
+            return "answering"
+        return "reading" if self.second is None else "reading again"
+
+    @property
     def share(self) -> float:
         """How much of the prompt was read."""
+        if self.second is not None:
+            return self.second.share(list(self.steps))
         left = sum(piece.n_tokens for piece in self.steps)
         return 1 - left / max(self.work.n_tokens, 1)
 

@@ -14,12 +14,18 @@ from pykvedge.errors import UsageError, printable, unknown
 from pykvedge.models.images import load_picture
 from pykvedge.native import crash
 from pykvedge.native.memory import readable
-from pykvedge.plans.plan import Plan
+from pykvedge.plans.plan import AUTO, Plan
 from pykvedge.plans.presets import methods
 from pykvedge.plans.presets import plan as make_plan
 from pykvedge.plans.registry import STAGES, member
+from pykvedge.plans.stages.base import Param
 
 LEAVE = ("/exit", "/quit")
+
+# of the plan, as the options of the same names; None: the plan reads the text itself
+_SINKS = Param("sinks", 0, "first tokens that are always kept")
+_TEXT_PRIOR = Param("text_prior", False, "whether text outranks image tokens")
+_OF_PLAN = {"recent": None, "sinks": _SINKS, "text_prior": _TEXT_PRIOR, "critical": None, "critical_half": None}
 
 
 @dataclass(frozen=True)
@@ -105,9 +111,12 @@ def _set(chat: Chat, rest: str) -> None:
     known = _settings(chat)
     if name not in known and "." not in name:
         raise unknown("setting", name, known)
+    plan = chat.session.plan
     if "." in name:
-        plan = chat.session.plan
         chat.session.set_plan(plan.with_(params={**plan.params, name: value}))
+    elif name in _OF_PLAN:
+        kind = _OF_PLAN[name]
+        chat.session.set_plan(plan.with_(**{name: value if kind is None else kind.check(value, name)}))
     else:
         given: dict[str, Any] = {name: sampling.read(name, value)}
         chat.sampling = replace(chat.sampling, **given)
@@ -118,10 +127,18 @@ def _settings(chat: Chat) -> dict[str, object]:
     """Lists all that /set can change, with its values."""
     plan = chat.session.plan
     out = {name: sampling.shown(chat.sampling, name) for name in sampling.SETTINGS}
+    out.update({name: _shown(getattr(plan, name)) for name in _OF_PLAN})
     for stage in STAGES:
         values = plan.settings(stage)
         out.update({f"{stage}.{p.name}": values[p.name] for p in member(stage, getattr(plan, stage)).params})
     return {name: "random" if value is None else value for name, value in out.items()}
+
+
+def _shown(value: object) -> object:
+    """Writes a value of the plan as it is typed."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return AUTO if value is None else value
 
 
 def _retry(chat: Chat, rest: str) -> None:
@@ -202,7 +219,7 @@ _ALL = (
     Command("/method NAME [BUDGET]", "compress from now on by another method: /method lookm 0.2", _method,
             _complete_method),
     Command("/budget AMOUNT", "keep 0.2 of a message, or 128 KV pairs of it, from now on", _budget),
-    Command("/set [NAME VALUE]", "temp, max_tokens and more, or a stage's: /set scorer.window 16; alone: list", _set,
+    Command("/set [NAME VALUE]", "temp, critical and more, or a stage's: /set scorer.window 16; alone: list", _set,
             _complete_setting),
     Command("/stats", "tokens, memory and time of the last answer", _stats),
     Command("/save [FILE]", "write the conversation to a file; --session FILE goes on with it", _save, _complete_path),

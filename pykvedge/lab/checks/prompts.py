@@ -67,8 +67,8 @@ def profiles_of(plan: Plan, p: Prompt) -> list[Profile]:
 
 
 def projection_of(plan: Plan, p: Prompt) -> np.ndarray | None:
-    """An output projection of the prompt's shape, [L, H, d, D] float32, for a plan whose critical rule needs one."""
-    if plan.critical == "none":
+    """An output projection of the prompt's shape, [L, H, d, D] float32, for a plan that needs one."""
+    if not plan.projects:
         return None
     n_layers, n_heads, _, size = p.q.shape
     made = np.random.default_rng([11, n_layers, n_heads, size]).standard_normal((n_layers, n_heads, size, 2 * size + 5))

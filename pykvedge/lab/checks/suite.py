@@ -200,8 +200,8 @@ def _commutes(make: Make) -> Row:
     title, plan = "the order of heads does not matter", make()
     places = [s for s in CHECKED if getattr(registry.member(s, getattr(plan, s)), "by_place", False)]
     fixed = sorted({*places, *plan.profile_kinds()})  # a profile has numbers for each head
-    if plan.critical != "none":
-        return Row(title, 0, 0, "by design", f"critical {plan.critical} goes by each head's own output projection")
+    if plan.projects:
+        return Row(title, 0, 0, "by design", f"method '{plan.method}' goes by each head's own output projection")
     if fixed:
         which = " and ".join(f"{stage} '{getattr(plan, stage)}'" for stage in fixed)
         return Row(title, 0, 0, "by design", f"{which} depends on the number of the head")

@@ -17,6 +17,7 @@ from pykvedge.errors import ContextError, KvedgeError
 from pykvedge.models.model import Model
 from pykvedge.models.profiles import tables_for
 from pykvedge.models.vision import ImagePiece, Piece, Vision
+from pykvedge.plans import registry
 from pykvedge.plans.kvtypes import KvType
 from pykvedge.plans.plan import Plan
 from pykvedge.plans.presets import check_protection
@@ -33,7 +34,8 @@ SPARE = 8
 
 def reading_key(plan: Plan) -> tuple[Any, ...]:
     """Is equal for plans that gather the same while the prompt is read."""
-    members = (plan.scorer, plan.allocator, plan.decode, plan.pruner, str(plan.image_tokens))
+    queries = registry.reducer(plan.reducer).queries
+    members = (plan.scorer, plan.allocator, queries, plan.decode, plan.pruner, str(plan.image_tokens))
     settings = tuple(sorted((k, v) for k, v in plan.params.items() if not k.startswith("reducer.")))
     return (plan.budget.ratio == 1.0, *members, settings)
 

@@ -111,6 +111,7 @@ class Layer:
     replay: Replay | None = None  # a second pass over the prompt, of all layers; None: there was none
     all_q: np.ndarray | None = None  # [H, n, d] all queries of a stream so far, from position 0 on; None: q are all
     bias: np.ndarray | None = None  # [Hkv, T] float32 of the logits, of a stream whose rows were merged; None: 0
+    projection: np.ndarray | None = None  # [H, d, D] float32 the heads' parts of W_O; None: it is not known
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,7 @@ class Head:
     n_layers: int = 1
     index: int = 0  # of the head in its layer
     bias: np.ndarray | None = None  # [T] float32 of the rows' logits; None: all 0
+    q: np.ndarray | None = None  # [H / Hkv, T, d] float32 queries of the heads that share it; None: they are not known
 
 
 @dataclass(frozen=True)
@@ -215,6 +217,7 @@ class Scorer:
     attention: Callable[[Layer, Settings], np.ndarray] | None = None
     profile: Callable[[Settings], str | None] = lambda settings: None
     attends: Callable[[Settings], bool] = lambda settings: False  # scores are attention alone (critical.py)
+    projects: Callable[[Settings], bool] = lambda settings: False  # it needs Layer.projection
     stage: str = "scorer"
 
 
@@ -245,6 +248,7 @@ class Reducer:
     reduce: Callable[[Head, Settings], tuple[np.ndarray, ...]]
     params: tuple[Param, ...] = ()
     by_place: bool = False
+    queries: bool = False  # whether it looks at the prompt's queries, which are then kept until it is compressed
     stage: str = "reducer"
 
 

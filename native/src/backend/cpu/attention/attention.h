@@ -74,9 +74,11 @@ struct AttendJob {
     double *   squares;  // likewise, of the squares of the group's mean; NULL: not wanted
     int32_t    sums_capacity;
     double *   entropy;  // [Hkv] sum of the entropies of all rows of the attention; NULL: not wanted
-    // [Hkv][peaks_capacity] the largest attention of any query to the pending rows; NULL: not wanted.
+    // [Hkv][peaks_capacity] the largest attention of any query to the pending rows; NULL: not wanted. peaks_apart: [H], of
+    // each query head's.
     float *             peaks;
     int32_t             peaks_capacity;
+    bool                peaks_apart;
     const ReplayScope * replay;  // that the query tokens belong to; NULL: none
     Observed * queries;  // keeps the queries, and what each sees of the other modality; NULL: not wanted
     SpinLock * locks;    // [Hkv], guards all of these

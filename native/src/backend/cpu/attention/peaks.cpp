@@ -10,9 +10,13 @@ namespace kvedge {
 
 namespace {
 
-// Peaks of the n pending rows from `first` on grow to `highest` [n].
-void pour_peaks(const AttendJob & job, const Tile & tile, int32_t first, int32_t n, const float * highest) {
-    float * to = job.peaks + (size_t) tile.head * (size_t) job.peaks_capacity + first;
+// Rows of a tile whose peaks are one row: all, or every group-th one, those of a query head.
+int32_t peak_rows(const AttendJob & job, const Tile & tile) { return job.peaks_apart ? tile.group : 1; }
+
+// Peaks of the n pending rows from `first` on grow to `highest` [n]; part: of the peaks that a KV head has.
+void pour_peaks(const AttendJob & job, const Tile & tile, int32_t part, int32_t first, int32_t n, const float * highest) {
+    const int32_t row = tile.head * peak_rows(job, tile) + part;
+    float *       to  = job.peaks + (size_t) row * (size_t) job.peaks_capacity + first;
     job.locks[tile.head].lock();
     for (int32_t c = 0; c < n; c++) {
         to[c] = std::max(to[c], highest[c]);
@@ -35,21 +39,25 @@ void add_peaks(const AttendJob & job, const Tile & tile, Scratch & x) {
     if (last <= first) {
         return;
     }
-    std::fill(x.sum + first, x.sum + last, 0.0f);
-    for (int32_t r = 0; r < tile.rows; r++) {
-        take_highest(x.len[r], x.s + (size_t) r * tile.stride + first, x.sum + first, (size_t) (last - first));
+    const int32_t parts = peak_rows(job, tile);
+    for (int32_t part = 0; part < parts; part++) {
+        std::fill(x.sum + first, x.sum + last, 0.0f);
+        for (int32_t r = part; r < tile.rows; r += parts) {
+            take_highest(x.len[r], x.s + (size_t) r * tile.stride + first, x.sum + first, (size_t) (last - first));
+        }
+        pour_peaks(job, tile, part, 0, last - first, x.sum + first);
     }
-    pour_peaks(job, tile, 0, last - first, x.sum + first);
 }
 
-// A softmax of its own over the sinks, the chunk and the replay's rows; x.mean holds one row of them, side by side.
-void add_chunk_peaks(const AttendJob & job, const Tile & tile, Scratch & x) {
+// Those of some rows of the tile, from `part` on every parts-th. A softmax of its own over the sinks, the chunk and the replay's
+// rows; x.mean holds one row of them, side by side.
+static void add_part_of_chunk(const AttendJob & job, const Tile & tile, int32_t part, int32_t parts, Scratch & x) {
     const Kernels &     kn    = kernels();
     const ReplayScope & scope = *job.replay;
     const int32_t       old = tile.n_keys - job.rows->pending_length(), sinks = std::min(scope.sinks, scope.first);
     const auto          n = (size_t) (scope.last - scope.first);
     std::fill(x.sum, x.sum + n, 0.0f);
-    for (int32_t r = 0; r < tile.rows; r++) {
+    for (int32_t r = part; r < tile.rows; r += parts) {
         const float * s     = x.s + (size_t) r * tile.stride;
         const int32_t seen  = visible(job, tile, tile.t0 + r / tile.group);
         float *       chunk = std::copy(s + old, s + old + sinks, x.mean);
@@ -69,7 +77,14 @@ void add_chunk_peaks(const AttendJob & job, const Tile & tile, Scratch & x) {
         const float sum = kn.exp_sum(x.mean, all, top);
         take_highest(1.0f / (sum + sink), chunk, x.sum, n);
     }
-    pour_peaks(job, tile, scope.first, (int32_t) n, x.sum);
+    pour_peaks(job, tile, part, scope.first, (int32_t) n, x.sum);
+}
+
+void add_chunk_peaks(const AttendJob & job, const Tile & tile, Scratch & x) {
+    const int32_t parts = peak_rows(job, tile);
+    for (int32_t part = 0; part < parts; part++) {
+        add_part_of_chunk(job, tile, part, parts, x);
+    }
 }
 
 }  // namespace kvedge

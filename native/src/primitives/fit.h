@@ -1,0 +1,67 @@
+// Rows fitted to what queries get of all rows of a head: biases by non-negative least squares in a box, values by ridge
+// regression (Zweiger et al. 2026, arXiv:2602.16284, section 3).
+
+#pragma once
+
+#include "core/stages.h"
+
+namespace kvedge {
+
+// A head's rows that take part, those of them that stay, and the queries. n_rows > n_kept >= 1, n_queries >= n_kept.
+struct FitProblem {
+    int32_t         n_rows, first, d_k, d_v;
+    const float *   k;     // [n_rows][d_k]
+    const float *   v;     // [n_rows][d_v]
+    const float *   bias;  // [n_rows] of the logits, or NULL
+    const int32_t * kept;  // [n_kept] ascending, counted from row -first
+    int32_t         n_kept;
+    const float *   q;     // [n_queries][d_k], scaled
+    int32_t         n_queries;
+    float           softcap;  // 0: none
+};
+
+// With z_it = cap(q_i . k_t) + b_t over all rows, m_i = max_t z_it, y_i = sum_t e^(z_it - m_i), and M the kept columns of
+// e^(z - m):
+//   weigh_rows  w = argmin |M w - y|^2 with e^-3 <= w <= e^3, by cyclic coordinate descent on M'M from w = 1: at most 200
+//               sweeps, until none of them moves a weight by more than 1e-5 of it; relative: of rows divided by y_i
+//   weigh_all   w = median_i(y_i / sum_j M_ij), in the same box, for all rows
+//   solve       C = argmin |X C - Y|^2 + ridge |X|_2^2 |C|^2 with X = softmax(z_kept + ln w), Y = softmax(z) V, by Cholesky
+// Products are float32, of 128 queries at a time, and added up in float32: values come out within 1e-2 of the largest one, and
+// biases within 0.1, of the definition's in float64 (pykvedge/lab/checks/rules.py).
+class Fit {
+  public:
+    Fit(const FitProblem & problem, float * scratch);
+    static size_t floats(const ReduceSize & size);  // of scratch
+
+    void attend();  // first of all
+    void weigh_rows(bool relative);
+    void weigh_all();
+    // values [n_kept][d_v]. False: some are NaN or beyond what a half can be, and all of them worthless.
+    bool solve(float ridge, float * values);
+    void add_biases(float * biases) const;  // += ln w
+
+  private:
+    struct Space {
+        float *packed, *values, *logits, *outputs;
+        float *kept, *top, *mass, *sought;
+        float *tile, *turned, *gram, *right, *weights, *work;
+        double * right_sums;
+        size_t row, kept_row, value_row;
+        size_t floats;
+    };
+    static Space lay_out(float * base, const ReduceSize & size);
+
+    void attend_tile(int32_t first, int32_t n);
+    void clear_gram();
+    void add_gram(int32_t n, bool values, int32_t first);
+    void mirror_gram();
+    void descend();
+    float norm();
+    void factor(float ridge);
+    void substitute(float * values) const;
+
+    const FitProblem & p_;
+    Space              x_;
+};
+
+}  // namespace kvedge

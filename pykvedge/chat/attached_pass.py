@@ -1,0 +1,172 @@
+"""The second pass over the prompts of a llama_cpp.Llama that kvedge is attached to, for methods that go by one.
+
+Texts are known because llama_cpp reads them by `eval`, pictures because its chat handlers read them by one function of
+mtmd's, which is looked through meanwhile. The pass takes place when the first token of an answer follows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from typing import Any
+
+import numpy as np
+
+from pykvedge.errors import UnsupportedError
+from pykvedge.models.composer import Composer
+from pykvedge.models.vision import ImagePiece, TextPiece
+from pykvedge.models.vocabulary import Vocabulary
+from pykvedge.native import libraries
+from pykvedge.plans.plan import Plan
+from pykvedge.runtime.driver import cut
+from pykvedge.runtime.libkvedge import Cache
+from pykvedge.runtime.llama_context import Context
+from pykvedge.runtime.replay import Passage, Requests, parts
+
+
+class AttachedPass:
+    """Knows what the model has read since its last compression, and reads it again."""
+
+    def __init__(self, llm: Any, cache: Cache) -> None:
+        self.seconds = 0.0  # that the last pass took
+        self._llm, self._cache = llm, cache
+        self._passage, self._end = Passage(), 0  # and the position behind it
+        self._prompt = False  # some of it is a prompt's
+        self._requests: Requests | None = None
+        self._sights: Sights | None = None
+
+    def close(self) -> None:
+        """Gives the chat handler back as it was."""
+        self._forget()
+        if self._sights is not None:
+            self._sights.end()
+            self._sights = None
+
+    def look(self) -> None:
+        """Looks at the pictures that a chat handler reads from now on, if the plan makes use of that."""
+        handler = getattr(self._llm, "chat_handler", None)
+        seen = self._sights.handler if self._sights is not None else None
+        if self._cache.replays and handler is not seen and hasattr(handler, "_mtmd_cpp"):
+            if self._sights is not None:
+                self._sights.end()
+            self._sights = Sights(handler, self._llm.ctx, self._saw)
+
+    def read(self, n_before: int, tokens: list[int], generated: bool) -> None:
+        """Notes that tokens were read from a position on. generated: they are part of an answer."""
+        self._from(n_before)
+        self._passage.add(TextPiece(list(tokens)))
+        self._end, self._prompt = n_before + len(tokens), self._prompt or not generated
+
+    def _saw(self, n_before: int, n_after: int, piece: ImagePiece) -> None:
+        self._from(n_before)
+        self._passage.add(piece)
+        self._end, self._prompt = n_after, True
+
+    def _from(self, position: int) -> None:
+        if position != self._end:  # something else was read, or removed
+            self._forget()
+
+    def _forget(self) -> None:
+        for piece in self._passage.pieces:
+            if isinstance(piece, ImagePiece):
+                libraries.mtmd().mtmd_input_chunk_free(piece.chunk)
+        self._passage, self._prompt = Passage(), False
+
+    # ---------------------------------------------------------------------------------------------------
+
+    def before_answer(self, plan: Plan) -> None:
+        """Reads a prompt again whose answer begins. Raises ContextError, UnsupportedError, and what libkvedge met."""
+        if self._prompt and self._cache.replays:
+            self.seconds, started = 0.0, time.perf_counter()
+            if self._read_again(plan):
+                self.seconds = time.perf_counter() - started
+        if self._prompt:
+            self._forget()
+
+    def _read_again(self, plan: Plan) -> bool:
+        cache, stats = self._cache, self._cache.stats()
+        n = stats.n_pending
+        if plan.count(n) >= n:
+            return False
+        pieces = self._passage.last(n)
+        if plan.settings("scorer")["source"] == "repeat" and sum(piece.n_tokens for piece in pieces) < n:
+            raise UnsupportedError(
+                f"method '{plan.method}' reads the prompt again, and some of its {n} tokens came in a way that kvedge "
+                "does not know, such as pictures of another chat handler; use pykvedge.Session, or "
+                "scorer.source=instruction"
+            )
+        bindings = libraries.llama()
+        vocabulary = Vocabulary(bindings, bindings.llama_get_model(self._llm.ctx))
+        self._requests = self._requests or Requests(Composer(vocabulary, None))
+        context = Context.lent(self._llm.ctx, vocabulary)
+        context.n_past, context.n_cells = at = self._end, stats.n_tokens
+        try:
+            for part in parts(plan, pieces, n, context.room, self._requests, begins=n == stats.n_tokens):
+                with cache.replaying(part.chunk):
+                    for step in cut(part.pieces, context.n_ubatch):
+                        self._decode(context, step)
+                context.n_past, context.n_cells = at
+        finally:
+            context.close()
+        return True
+
+    def _decode(self, context: Context, step: TextPiece | ImagePiece) -> None:
+        if isinstance(step, ImagePiece):
+            if self._sights is None:
+                raise UnsupportedError("the chat handler was taken away, and with it the pictures")
+            context.decode_image(self._sights, step)  # type: ignore[arg-type]
+        else:
+            context.decode(step.tokens, want_logits=False)
+
+
+class Sights:
+    """Stands before the mtmd of a chat handler, and passes on each picture that is read into one context.
+
+    It is as much of a Vision as decoding a picture takes.
+    """
+
+    def __init__(self, handler: Any, context: Any, saw: Any) -> None:
+        """saw: called with the positions before and after it, and its piece, whose chunk is the callee's to free."""
+        self.handler, self.mtmd = handler, libraries.mtmd()
+        self._context, self._saw = context, saw
+        self._inner = handler._mtmd_cpp
+        handler._mtmd_cpp = self
+
+    def end(self) -> None:
+        """The handler has its own again."""
+        self._context = None  # where another one stands before this one, it stays, and passes nothing on
+        if self.handler._mtmd_cpp is self:
+            self.handler._mtmd_cpp = self._inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    @property
+    def handle(self) -> Any:
+        return self.handler.mtmd_ctx
+
+    def non_causal(self) -> bool:
+        """Tells whether the tokens of an image look at each other in both directions."""
+        return bool(self.mtmd.mtmd_decode_use_non_causal(self.handle, None))
+
+    def mtmd_helper_eval_chunk_single(self, *arguments: Any) -> int:
+        """Has the arguments of mtmd's."""
+        status = self._inner.mtmd_helper_eval_chunk_single(*arguments)
+        _, context, chunk, n_past, *_, after = arguments
+        mtmd = self.mtmd
+        is_image = mtmd.mtmd_input_chunk_get_type(chunk) == mtmd.MTMD_INPUT_CHUNK_TYPE_IMAGE
+        if status == 0 and context == self._context and is_image:
+            n = mtmd.mtmd_input_chunk_get_n_tokens(chunk)
+            bindings = libraries.llama()
+            width = bindings.llama_model_n_embd_inp(bindings.llama_get_model(context))
+            rows = np.ctypeslib.as_array(mtmd.mtmd_get_output_embd(self.handle), (n, width)).copy()
+            piece = ImagePiece(mtmd.mtmd_input_chunk_copy(chunk), n, "", n, rows)
+            self._saw(getattr(n_past, "value", n_past), _value(after), piece)
+        return status
+
+
+def _value(reference: Any) -> int:
+    """What ctypes.byref points at."""
+    if hasattr(reference, "_obj"):
+        return reference._obj.value
+    return ctypes.cast(reference, ctypes.POINTER(ctypes.c_int32))[0]

@@ -1,0 +1,78 @@
+"""A model's vocabulary makes tokens of text, and text of tokens."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from pykvedge.errors import ModelError
+
+
+class Vocabulary:
+    """That of a llama_model, whoever loaded it."""
+
+    def __init__(self, llama: Any, handle: Any) -> None:
+        """llama: the bindings. handle: the llama_model, which stays its owner's."""
+        self.llama, self.handle = llama, handle
+        self.vocab = llama.llama_model_get_vocab(handle)
+
+    @property
+    def n_vocab(self) -> int:
+        return self.llama.llama_vocab_n_tokens(self.vocab)
+
+    def chat_template(self) -> str | None:
+        """Returns the Jinja template in the model's metadata, if there is one."""
+        text = self.llama.llama_model_chat_template(self.handle, None)
+        return text.decode("utf-8", "replace") if text else None
+
+    def special_text(self, which: str) -> str:
+        """Returns the text of the "bos" or "eos" token; it is empty if the model has none."""
+        token = getattr(self.llama, f"llama_vocab_{which}")(self.vocab)
+        return self.llama.llama_vocab_get_text(self.vocab, token).decode("utf-8", "replace") if token >= 0 else ""
+
+    @property
+    def adds_bos(self) -> bool:
+        """Tells whether prompts start with a token that the tokeniser puts there by itself."""
+        return bool(self.llama.llama_vocab_get_add_bos(self.vocab))
+
+    def tokenize(self, text: str, special: bool = True) -> list[int]:
+        """Cuts a text into tokens; none is added. special: special tokens that are written out in it are recognised."""
+        data = text.encode("utf-8", "replace")
+        size = len(data) + 8
+        while True:
+            out = (self.llama.llama_token * size)()
+            n = self.llama.llama_tokenize(self.vocab, data, len(data), out, size, False, special)
+            if n >= 0:
+                return list(out[:n])
+            if -n <= size:
+                raise ModelError("the prompt cannot be tokenised")
+            size = -n
+
+    def special_words(self, text: str) -> list[str]:
+        """Lists the texts of the special tokens that `tokenize` finds in a text, the longest first."""
+        llama = self.llama
+        special = llama.LLAMA_TOKEN_ATTR_CONTROL | llama.LLAMA_TOKEN_ATTR_UNKNOWN
+        found = {token for token in set(self.tokenize(text)) if self._attributes(token) & special}
+        words = [llama.llama_vocab_get_text(self.vocab, token).decode("utf-8", "replace") for token in found]
+        return sorted((word for word in words if word and word in text), key=len, reverse=True)
+
+    def eats_blanks(self, word: str) -> bool:
+        """Tells whether a word is a special token's that takes the blanks after it away."""
+        tokens = self.tokenize(word)
+        return len(tokens) == 1 and bool(self._attributes(tokens[0]) & self.llama.LLAMA_TOKEN_ATTR_RSTRIP)
+
+    def _attributes(self, token: int) -> int:
+        return self.llama.llama_vocab_get_attr(self.vocab, token)
+
+    def is_end(self, token: int) -> bool:
+        return bool(self.llama.llama_vocab_is_eog(self.vocab, token))
+
+    def piece(self, token: int) -> bytes:
+        """Returns the bytes that a token stands for, maybe a part of a character; a special token has none."""
+        size = 64
+        while True:
+            buffer = ctypes.create_string_buffer(size)
+            n = self.llama.llama_token_to_piece(self.vocab, token, buffer, size, 0, False)
+            if n >= 0:
+                return buffer.raw[:n]
+            size = -n

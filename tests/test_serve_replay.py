@@ -1,0 +1,180 @@
+"""Prompts that are read a second time in a server's sequences: answers are a session's, and nobody waits or is lost."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from server import DEMO, QUESTION, SCENES, asks, serving
+
+import pykvedge
+from pykvedge.chat.serve.engine import Engine
+from pykvedge.chat.serve.job import Done, Failed, Request, Step
+from pykvedge.chat.serve.limits import Limits
+from pykvedge.chat.serve.parked import Park, Parked
+from pykvedge.models.prompt import IMAGE, Message
+from pykvedge.runtime.opening import Standing
+from pykvedge.runtime.sampling import Sampling
+
+AGAIN = "reading the prompt again"
+LATER = "What is at the top left?"
+CHOICES = (
+    {"method": "kvzip", "budget": 0.2},
+    {"method": "kvzip-uniform", "budget": 0.3, "settings": {"scorer.chunk": 48}},
+    {"method": "kvzip", "budget": 0.3, "settings": {"scorer.source": "instruction", "scorer.scope": "context"}},
+)
+
+
+@pytest.fixture(scope="module")
+def loaded(native):
+    with pykvedge.load(DEMO / "demo-model.gguf", DEMO / "demo-mmproj.gguf", threads=1) as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def server(environment):
+    options = ("--memory", "64MiB", "--parallel", "3", "--ctx", "2048")
+    with serving(environment, "--method", "kvzip", "--budget", "0.2", *options) as one:
+        yield one
+
+
+def a_session(model, choice, scene):
+    """What is said to two messages, and the bytes that the first one's prompt left."""
+    plan = pykvedge.plan(choice["method"], choice["budget"], **choice.get("settings", {}))
+    with pykvedge.Session(model, plan=plan, n_ctx=2048) as session:
+        first = session.ask(QUESTION, scene, Sampling(max_tokens=24)).read()
+        kept = session.last_report.kv.kept_bytes
+        return first, session.ask(LATER, (), Sampling(max_tokens=24)).read(), kept
+
+
+def the_server(server, choice, scene):
+    said = asks(QUESTION, scene)
+    answer = server.chat(said, kvedge=choice).json()
+    first = answer["choices"][0]["message"]["content"]
+    more = [*said, {"role": "assistant", "content": first}, {"role": "user", "content": LATER}]
+    went_on = server.chat(more, kvedge=choice).json()
+    assert went_on["usage"]["prompt_tokens_details"]["cached_tokens"] > 100
+    assert answer["kvedge"][0]["time"]["replay_s"] > 0 and went_on["kvedge"][0]["time"]["replay_s"] > 0
+    return first, went_on["choices"][0]["message"]["content"], answer["kvedge"][0]["kv"]["kept_bytes"]
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=["repeat", "chunks", "instruction"])
+def test_answers_are_a_sessions_alone_and_side_by_side(server, loaded, choice):
+    told = {scene: a_session(loaded, choice, scene) for scene in SCENES[:3]}
+    assert the_server(server, choice, SCENES[0]) == told[SCENES[0]]
+    with ThreadPoolExecutor(3) as pool:  # two prompts are read side by side, and another answer is written
+        asked = [pool.submit(the_server, server, choice, scene) for scene in SCENES[1:3]]
+        found = [pool.submit(once_more, server, choice, SCENES[0]), *asked]
+        assert [one.result() for one in found] == list(told.values())
+
+
+def once_more(server, choice, scene):
+    """The same by a prompt that was read for another, after an answer by a method without a second pass."""
+    assert server.chat(asks("Describe the image.", scene), kvedge={"method": "h2o"}, max_tokens=64).status_code == 200
+    answer = server.chat(asks(QUESTION, scene), kvedge=choice).json()
+    assert answer["kvedge"][0]["time"]["replay_s"] == 0 < answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    first = answer["choices"][0]["message"]["content"]
+    said = [*asks(QUESTION, scene), {"role": "assistant", "content": first}, {"role": "user", "content": LATER}]
+    return first, server.text(said, kvedge=choice), answer["kvedge"][0]["kv"]["kept_bytes"]
+
+
+def test_every_listed_method_can_be_asked_for(server):
+    told = server.client.get("/v1/kvedge/methods").json()
+    assert told["unavailable"] == {} and {"kvzip", "kvzip-uniform"} < set(told["methods"])
+    assert told["default"]["method"] == "kvzip"
+
+
+def test_a_model_that_takes_nothing_back_says_so_in_the_list_and_in_a_line(environment, tiny):
+    with serving(environment, "--method", "h2o", "--model", tiny("lfm2").model, "--ctx", "512") as server:
+        told = server.client.get("/v1/kvedge/methods").json()
+        assert "kvzip" not in told["methods"] and "recurrent layers" in told["unavailable"]["kvzip"]
+        refused = server.chat(asks("What?"), kvedge={"method": "kvzip", "budget": 0.2})
+        assert refused.status_code == 400 and "recurrent layers" in refused.json()["error"]["message"]
+        assert server.chat(asks("What?"), max_tokens=2).status_code == 200
+
+
+# ------------------------------------------------------------------------------------------------------------
+
+
+class Asked:
+    """A job of an engine in this process, and what was told of it. cancel_at: the event after which it is given up."""
+
+    def __init__(self, engine, request, cancel_at=None):
+        self.events, self.over, self._cancel_at, self.job = [], threading.Event(), cancel_at, None
+        self.submitted = threading.Event()
+        self.job = engine.submit(request, self._take)
+        self.submitted.set()
+
+    def _take(self, event):
+        self.events.append(event)
+        if self._cancel_at is not None and self._cancel_at(event):
+            assert self.submitted.wait(20)
+            self.job.cancelled.set()
+        if isinstance(event, (Done, Failed)):
+            self.over.set()
+
+    def wait(self):
+        assert self.over.wait(60)
+        return self
+
+    @property
+    def text(self):
+        assert isinstance(self.wait().events[-1], Done)
+        return self.events[-1].report.text
+
+
+@pytest.fixture
+def engine(loaded):
+    engine = Engine(loaded, Limits(slots=2, n_ctx=2048, memory=64 << 20), Park(None))
+    yield engine
+    engine.close()
+
+
+def request(*said, scene=SCENES[0], **settings):
+    messages = [Message("user", f"{IMAGE}\n{said[0]}", [pykvedge.load_picture(scene)])]
+    for i, text in enumerate(said[1:]):
+        messages.append(Message("user" if i % 2 else "assistant", text))
+    plan = pykvedge.plan("kvzip", 0.3, **{"scorer.chunk": 16, **settings})
+    return Request(messages, plan, Sampling(max_tokens=16, temp=0.0))
+
+
+def test_a_pass_tells_how_far_it_is(engine):
+    events = Asked(engine, request(QUESTION)).wait().events
+    shares = [event.share for event in events if isinstance(event, Step) and event.what == AGAIN]
+    assert len(shares) > 3 and shares == sorted(shares) and shares[-1] == 1.0 and shares[0] < 0.9
+
+
+def test_who_leaves_in_the_middle_of_a_pass_loses_nothing_and_holds_up_nobody(engine):
+    first = Asked(engine, request(QUESTION)).text
+    undisturbed = Asked(engine, request(QUESTION, first, LATER)).text
+    for cancel_at in (lambda e: isinstance(e, Step) and e.what == AGAIN,
+                      lambda e: isinstance(e, Step) and e.what == AGAIN and e.share > 0.6):  # fmt: skip
+        engine.park._read.clear()  # the prompts would begin at once
+        other = Asked(engine, request("Describe the image.", scene=SCENES[1]))
+        gone = Asked(engine, request(QUESTION, first, LATER + " " + LATER), cancel_at).wait()
+        assert isinstance(gone.events[-1], Done) and gone.events[-1].report.finish == "cancelled"
+        assert gone.events[-1].report.text == "" and other.text
+        after = Asked(engine, request(QUESTION, first, LATER))
+        assert after.text == undisturbed and after.events[-1].report.tokens.reused > 100
+    # nothing is left in the sequence that the pass was read in: another one's answer is what it was
+    engine.park._read.clear()
+    assert Asked(engine, request(QUESTION)).text == first
+
+
+def test_a_context_or_memory_without_room_for_the_pass_is_refused(loaded, engine):
+    said, sampling = [Message("user", "red and blue " * 40)], Sampling(max_tokens=2, temp=0.0)
+    once, twice = (Request(said, pykvedge.plan(method, 0.3), sampling) for method in ("snapkv", "kvzip"))
+    room = Asked(engine, once).wait().events[-1].report.tokens.prompt + 40
+    for limits in (Limits(1, room), Limits(1, 2048, memory=room * engine.preparer.bytes_per_token)):
+        small = Engine(loaded, limits, Park(None))
+        failed = Asked(small, twice).wait().events[-1]
+        assert isinstance(failed, Failed) and "second pass over the prompt does not fit" in str(failed.error)
+        assert ("--memory" in str(failed.error)) == (limits.n_ctx == 2048)
+        assert Asked(small, once).wait().events[-1].report.finish
+        small.close()
+
+
+def test_a_parked_conversation_comes_back_with_the_tokens_of_its_answer():
+    one = Parked(Standing(7, 7, 2, 3.5), (5,), b"rows", answer=(8, 9))
+    assert Parked.decode(memoryview(b"".join(bytes(part) for part in one.encode()))) == one
