@@ -154,32 +154,37 @@ class Side:
         cache.set_plan(plan, self._profiles(plan))
         self.llama.llama_memory_seq_cp(memory, 0, 1, -1, -1)
         try:
-            start, cpu = time.perf_counter(), time.process_time()
-            if cache.replays:
-                self._read_again(name, [(n, image) for n, image in parts], plan.settings("scorer"))
-            again = {"again_seconds": time.perf_counter() - start, "again_cpu_seconds": time.process_time() - cpu}
+            settings = plan.settings("scorer")
+            again = self._read_again(name, [(n, image) for n, image in parts], settings) if cache.replays else (0, 0)
             cpu = time.process_time()
             cache.compress(1)
             cpu = time.process_time() - cpu
-            return {**again, "seconds": cache.stats(1).compress_us / 1e6, "cpu_seconds": cpu}
+            took = dict(zip(("again_seconds", "again_cpu_seconds"), again, strict=True))
+            return {**took, "seconds": cache.stats(1).compress_us / 1e6, "cpu_seconds": cpu}
         finally:
             self.llama.llama_memory_seq_rm(memory, 1, -1, -1)
 
-    def _read_again(self, name: str, parts: list[tuple[int, bool]], settings: dict[str, Any]) -> None:
-        """Reads the prompt's copy a second time, as pykvedge.runtime.replay does, with other words."""
+    def _read_again(
+        self, name: str, parts: list[tuple[int, bool]], settings: dict[str, Any]
+    ) -> tuple[float, float]:
+        """Reads the prompt's copy a second time, as pykvedge.runtime.replay does; the time and the processor's."""
         from pykvedge.plans.stages.replay import ReplayChunk
 
         repeats, end = settings["source"] == "repeat", self.ends[name]
-        first = 0
+        first, seconds, cpu_seconds = 0, 0.0, 0.0
         for again in chunks(parts, settings["chunk"]) if repeats else [[]]:
             read = [(ASKED, False), *again]
             last = first + sum(n for n, _ in again) if repeats else end
             at = end
+            batches = [self._batch(n, image, i) for i, (n, image) in enumerate(read)]
+            start, cpu = time.perf_counter(), time.process_time()
             with self.caches[name].replaying(ReplayChunk(first, last, sum(n for n, _ in read)), 1):
-                for n, image in read:
-                    self._run(name, self._batch(n, image, at), 1, at)
+                for (n, _), batch in zip(read, batches, strict=True):
+                    self._run(name, batch, 1, at)
                     at += n
+            seconds, cpu_seconds = seconds + time.perf_counter() - start, cpu_seconds + time.process_time() - cpu
             first = last
+        return seconds, cpu_seconds
 
     def tokens(self, n: int, seed: int) -> list[int]:
         """Draws random text tokens: the time and the arithmetic do not depend on what they say."""

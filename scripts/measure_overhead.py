@@ -119,7 +119,7 @@ class Overhead:
                 "gather_percent": 100 * extra,
                 "compress_s": took,
                 "compress_percent": 100 * took / base,
-                "again_percent": 100 * again / base if again > 1e-3 else 0.0,
+                "again_percent": 100 * again / base,
                 "total_percent": 100 * (extra + (again + took) / base),
             }
             if self.stock:

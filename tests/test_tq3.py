@@ -29,11 +29,12 @@ def blocks(kind, n=60):
 
 @pytest.mark.parametrize("kind", ["normal", "heavy", "even", "one", "small"])
 def test_no_scale_is_much_better(kind):
-    """A search of 400 scales for each block finds none that leaves less by more than a tenth, of all blocks."""
+    """The best of 400 scales for each block leaves less by a tenth at most; of evenly drawn numbers by a fifth."""
     x = blocks(kind)
     found = definition("tq3").rounded(x)
     least = sum(least_error_of_levels(row) for row in x)
-    assert least * (1 - 1e-3) <= ((x - found) ** 2).sum() <= 1.1 * least + 1e-6 * (x**2).sum()
+    most = (1.2 if kind == "even" else 1.1) * least + 1e-6 * (x**2).sum()
+    assert least * (1 - 1e-3) <= ((x - found) ** 2).sum() <= most
 
 
 def test_normal_numbers_lose_less_than_with_the_best_levels_of_one_scale():
@@ -47,9 +48,9 @@ def test_a_block_is_eight_levels_of_one_scale_and_rounds_to_itself():
     x = np.concatenate([blocks(kind) for kind in ("normal", "heavy", "even", "one")])
     found = definition("tq3").rounded(x)
     for row in found:
-        sizes = np.unique(np.abs(row))
-        assert any(np.isin(sizes, np.float32(np.float16(sizes.max() / top)) * np.array([3, 9, 16, 26], np.float32)).all()
-                   for top in (3, 9, 16, 26))  # fmt: skip
+        sizes, levels = np.unique(np.abs(row)), np.array([3, 9, 16, 26], np.float32)
+        scales = [np.float32(np.float16(sizes.max() / top)) for top in levels]
+        assert any(np.isin(sizes, scale * levels).all() for scale in scales)
     np.testing.assert_array_equal(definition("tq3").rounded(found), found)
     np.testing.assert_array_equal(definition("tq3").rounded(np.zeros((2, 32), np.float32)), np.zeros((2, 32)))
     np.testing.assert_array_equal(np.sign(found[x != 0]), np.sign(x[x != 0]))
@@ -58,7 +59,7 @@ def test_a_block_is_eight_levels_of_one_scale_and_rounds_to_itself():
 @pytest.mark.parametrize("kv_type", ["tq3", "tq3:q4_0", "q8_0:tq3", "kivi4:tq3"])
 @pytest.mark.parametrize("rotate", ["auto", "off"])
 def test_the_library_rounds_by_the_definition(native, kv_type, rotate):
-    """Of rows that are not rotated every bit; rotation adds in another order, so that a few numbers may fall elsewhere."""
+    """Of rows that are not rotated every bit; rotation adds in another order, so that a few may fall elsewhere."""
     types = KvType.parse(kv_type, rotate)
     for size in (32, 64, 96, 128):
         p = prompt(80, (4, 2), size=size)

@@ -56,7 +56,7 @@ def _rotates(name: str) -> bool:
 
 @dataclass(frozen=True)
 class KvType:
-    """Storage types of keys and of values, by name, and whether q8_0, q4_0 and tq3 rows are rotated (plans/rotation.py).
+    """Storage types of keys and of values, by name, and whether rows of q8_0, q4_0, tq3 are rotated (rotation.py).
 
     rotate: "on", "off", or "auto": as llama.cpp has its own cache, where head sizes are multiples of 64.
     """

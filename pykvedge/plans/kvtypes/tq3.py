@@ -20,9 +20,9 @@ ENDS = (LEVELS[1:] + LEVELS[:-1]) / 2  # numbers beyond belong to the next level
 def rounded(groups: np.ndarray) -> np.ndarray:
     """Levels of the scale that leaves the least squared error; of equals the first.
 
-    Scales to begin with: of the root mean square, then those that make the largest size one of the three largest levels,
-    so that what was rounded is rounded to itself. Each gives way to the one of least squares for the levels that it
-    gives, in half precision. Sums are in float64, products with ENDS in float32.
+    Scales to begin with: of the root mean square, then those that make the largest size one of the three largest
+    levels, so that what was rounded is rounded to itself. Each gives way to the one of least squares for the levels
+    that it gives, in half precision. Sums are in float64, products with ENDS in float32.
     """
     size = np.abs(groups)
     root = np.sqrt((size.astype(np.float64) ** 2).mean(axis=-1, keepdims=True)).astype(np.float32)
@@ -36,7 +36,7 @@ def rounded(groups: np.ndarray) -> np.ndarray:
 def _fitted(size: np.ndarray, start: np.ndarray) -> np.ndarray:
     levels = _nearest(size, start).astype(np.float64)
     fitted = (size * levels).sum(axis=-1, keepdims=True) / (levels * levels).sum(axis=-1, keepdims=True)
-    scale = fitted.astype(np.float16).astype(np.float32)
+    scale = fitted.astype(np.float32).astype(np.float16).astype(np.float32)
     return scale * _nearest(size, scale)
 
 
