@@ -3,9 +3,9 @@
     python3 scripts/dev.py python scripts/try_three_bits.py --samples 25
     python3 scripts/dev.py python scripts/try_three_bits.py --samples 25 --texture 16
 
-No such type is in the library: reducers of this script's own (docs/plugins.md) round the rows that a method keeps as
-the type would, and the cache holds the result in f16; q8_0 and q4_0 are tried in the same way. The candidates, after
-TurboQuant (Zandieh et al. 2025, arXiv:2504.19874):
+Reducers of this script's own (docs/plugins.md) round the rows that a method keeps as the type would, and the cache
+holds the result in f16; those that the library has, q8_0, q4_0 and tq3, by their definitions. tq3 came out of this
+trial, the others are not in the library. The candidates, after TurboQuant (Zandieh et al. 2025, arXiv:2504.19874):
 
 - turbo2, turbo3, turbo4: a row's norm in half precision, the row divided by it and turned (channels' signs drawn
   once, then a Hadamard matrix), and each of its numbers as the nearest of 2^bits levels, those that Lloyd's rule finds
@@ -13,6 +13,7 @@ TurboQuant (Zandieh et al. 2025, arXiv:2504.19874):
 - turbo3-fit: the same levels, and in place of the norm the factor with which they come nearest to the row;
 - turbo3-sketch: of keys, one bit less for the levels, and of what these leave its norm and the signs of d Gaussian
   projections (Algorithm 2), which makes products with queries right on average; values as turbo3;
+- tq3: turned as q4_0 is, nearly the same eight levels, a scale for every 32 numbers, fitted to them;
 - uniform3: turned the same way, eight levels at even distances, as q4_0 has sixteen; a scale for every 64 numbers.
 
 Columns: KL divergence of the next token from the full f16 cache's, nats a token along the reference answers, with the
@@ -223,10 +224,11 @@ def measured(args: argparse.Namespace) -> dict[str, dict[str, dict[str, Any]]]:
 
 def figures(args: argparse.Namespace, found: dict[str, dict[str, dict[str, Any]]]) -> list[dict[str, Any]]:
     """A row for each method, size and type: KL, the difference to BASE with its interval, right answers."""
+    names = {f"{method} {name} at {budget:g}" for method, budget, name in product(args.method, args.budget, args.type)}
+    ids = sorted(set.intersection(*(set(found.get(name, {})) for name in names)))
     out = []
     for method, budget, name in product(args.method, args.budget, args.type):
         here, base = found[f"{method} {name} at {budget:g}"], found[f"{method} {BASE} at {budget:g}"]
-        ids = sorted(base)
         nats, of_base, tokens = (
             np.array([rows[one][key] for one in ids], np.float64)
             for rows, key in ((here, "kld"), (base, "kld"), (base, "tokens"))
