@@ -13,8 +13,20 @@ import time
 from typing import Any
 
 import numpy as np
+from measuring import chunks
 
 from pykvedge.plans.kvtypes import KvType, ggml_types
+
+ASKED = 24  # tokens of a request to repeat the prompt, about
+
+
+def composed(method: str, budget: float) -> Any:
+    """Makes the plan of "NAME", or of "NAME+REDUCER", the method with another reducer. Raises KvedgeError."""
+    import pykvedge
+
+    name, _, reducer = method.partition("+")
+    stages = {"reducer": reducer} if reducer else {}
+    return pykvedge.plan(name) if method == "full" else pykvedge.plan(name, budget, **stages)
 
 
 class Side:
@@ -58,7 +70,7 @@ class Side:
         params = self.llama.llama_context_default_params()
         params.n_ctx, params.n_batch = n_ctx, n_ctx
         if copies:
-            params.n_ctx, params.n_seq_max, params.kv_unified = 2 * n_ctx, 2, True
+            params.n_ctx, params.n_seq_max, params.kv_unified = 2 * (n_ctx + ASKED), 2, True
         params.n_threads = params.n_threads_batch = self.threads
         if not flash:
             params.flash_attn_type = self.llama.LLAMA_FLASH_ATTN_TYPE_DISABLED
@@ -67,12 +79,24 @@ class Side:
         context = self.llama.llama_init_from_model(self.model, params)
         self.contexts[name], self.ends[name] = context, 0
         if method is not None:
-            import pykvedge
             from pykvedge.runtime.libkvedge import Cache
 
-            plan = pykvedge.plan(method) if method == "full" else pykvedge.plan(method, budget)
-            self.caches[name] = Cache(context, plan, kv_type, auto_compress=False)
+            plan = composed(method, budget)
+            self.caches[name] = Cache(context, plan, kv_type, auto_compress=False, profiles=self._profiles(plan))
         return {}
+
+    def _profiles(self, plan: Any) -> dict[str, Any]:
+        """Makes profiles up where a plan needs some: what they say changes what is kept, hardly what that costs."""
+        from pykvedge.plans.profile import COLUMNS
+        from pykvedge.plans.stages.base import ProfileTable
+
+        of, out = self.llama, {}
+        counts = {"query heads": of.llama_model_n_head, "KV heads": of.llama_model_n_head_kv}
+        for stage, kind in plan.profile_kinds().items():
+            shape = of.llama_model_n_layer(self.model), counts[COLUMNS[kind].removesuffix("' shares")](self.model)
+            drawn = np.random.default_rng(0).uniform(0.5, 1.5, shape)
+            out[stage] = ProfileTable((drawn / drawn.sum()).astype(np.float32), np.zeros(0, np.float32))
+        return out
 
     def close(self, name: str) -> dict[str, Any]:
         if name in self.caches:
@@ -89,20 +113,20 @@ class Side:
         self._run(name, batch)
         return np.ctypeslib.as_array(self.llama.llama_get_logits_ith(self.contexts[name], -1), (self.n_vocab,))
 
-    def _run(self, name: str, batch: Any) -> None:
-        """Decodes a batch whose tokens or embeddings are filled in, and frees it."""
-        n = batch.n_tokens
+    def _run(self, name: str, batch: Any, sequence: int = 0, at: int | None = None) -> None:
+        """Decodes a batch whose tokens or embeddings are filled in, and frees it. at: its position; None: the end."""
+        n, start = batch.n_tokens, self.ends[name] if at is None else at
         for i in range(n):
-            batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0] = self.ends[name] + i, 1, 0
+            batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0] = start + i, 1, sequence
             batch.logits[i] = int(i == n - 1)
         status = self.llama.llama_decode(self.contexts[name], batch)
         self.llama.llama_batch_free(batch)
         if status != 0:
             raise SystemExit(f"llama_decode returned {status}")
-        self.ends[name] += n
+        self.ends[name] += n if at is None else 0
 
-    def part(self, name: str, n: int, image: bool, seed: int) -> dict[str, Any]:
-        """Decodes n more tokens of a prompt, an image's as embeddings; returns the time, and what scores take then."""
+    def _batch(self, n: int, image: bool, seed: int) -> Any:
+        """Makes n tokens, an image's as embeddings."""
         batch = self.llama.llama_batch_init(n, self.n_embd if image else 0, 1)
         batch.n_tokens = n
         if image:
@@ -110,25 +134,57 @@ class Side:
             np.ctypeslib.as_array(batch.embd, (n * self.n_embd,))[:] = rows
         else:
             np.ctypeslib.as_array(batch.token, (n,))[:] = self.tokens(n, seed)
+        return batch
+
+    def part(self, name: str, n: int, image: bool, seed: int) -> dict[str, Any]:
+        """Decodes n more tokens of a prompt, an image's as embeddings; returns the time, and what scores take then."""
+        batch = self._batch(n, image, seed)
         start, cpu = time.perf_counter(), time.process_time()
         self._run(name, batch)
         took = {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - cpu}
         return {**took, "score_bytes": self.caches[name].stats().score_bytes if name in self.caches else 0}
 
-    def compress_copy(self, name: str, method: str, budget: float) -> dict[str, Any]:
-        """Compresses a copy of the sequence by a method that needs no other scores than were gathered for it."""
-        import pykvedge
+    def compress_copy(self, name: str, method: str, budget: float, parts: list[list[Any]]) -> dict[str, Any]:
+        """Compresses a copy of the sequence by a method that needs no other scores than were gathered for it.
 
-        memory = self.llama.llama_get_memory(self.contexts[name])
-        self.caches[name].set_plan(pykvedge.plan(method, budget))
+        parts: of the prompt, tokens and whether they are an image's, for methods that read it a second time.
+        """
+        memory, cache = self.llama.llama_get_memory(self.contexts[name]), self.caches[name]
+        plan = composed(method, budget)
+        cache.set_plan(plan, self._profiles(plan))
         self.llama.llama_memory_seq_cp(memory, 0, 1, -1, -1)
         try:
+            settings = plan.settings("scorer")
+            again = self._read_again(name, [(n, image) for n, image in parts], settings) if cache.replays else (0, 0)
             cpu = time.process_time()
-            self.caches[name].compress(1)
+            cache.compress(1)
             cpu = time.process_time() - cpu
-            return {"seconds": self.caches[name].stats(1).compress_us / 1e6, "cpu_seconds": cpu}
+            took = dict(zip(("again_seconds", "again_cpu_seconds"), again, strict=True))
+            return {**took, "seconds": cache.stats(1).compress_us / 1e6, "cpu_seconds": cpu}
         finally:
             self.llama.llama_memory_seq_rm(memory, 1, -1, -1)
+
+    def _read_again(
+        self, name: str, parts: list[tuple[int, bool]], settings: dict[str, Any]
+    ) -> tuple[float, float]:
+        """Reads the prompt's copy a second time, as pykvedge.runtime.replay does; the time and the processor's."""
+        from pykvedge.plans.stages.replay import ReplayChunk
+
+        repeats, end = settings["source"] == "repeat", self.ends[name]
+        first, seconds, cpu_seconds = 0, 0.0, 0.0
+        for again in chunks(parts, settings["chunk"]) if repeats else [[]]:
+            read = [(ASKED, False), *again]
+            last = first + sum(n for n, _ in again) if repeats else end
+            at = end
+            batches = [self._batch(n, image, i) for i, (n, image) in enumerate(read)]
+            start, cpu = time.perf_counter(), time.process_time()
+            with self.caches[name].replaying(ReplayChunk(first, last, sum(n for n, _ in read)), 1):
+                for (n, _), batch in zip(read, batches, strict=True):
+                    self._run(name, batch, 1, at)
+                    at += n
+            seconds, cpu_seconds = seconds + time.perf_counter() - start, cpu_seconds + time.process_time() - cpu
+            first = last
+        return seconds, cpu_seconds
 
     def tokens(self, n: int, seed: int) -> list[int]:
         """Draws random text tokens: the time and the arithmetic do not depend on what they say."""

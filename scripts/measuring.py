@@ -47,6 +47,21 @@ def pieces(images: int, image_tokens: int, tokens: int) -> list[Piece]:
     return [(text - text // 2, False), *[(image_tokens, True)] * images, (text // 2, False)]
 
 
+def chunks(parts: list[Piece], most: int) -> list[list[Piece]]:
+    """Cuts a prompt into parts of at most `most` tokens, which is read a second time in these; images stay whole."""
+    out: list[list[Piece]] = [[]]
+    left = most
+    for n, image in parts:
+        while n:
+            if out[-1] and (left <= 0 or (image and n > left)):
+                out.append([])
+                left = most
+            taken = n if image else min(n, left)
+            out[-1].append((taken, image))
+            n, left = n - taken, left - taken
+    return out
+
+
 def libraries(kvedge: bool) -> dict[str, str]:
     """Makes the environment of a process whose bindings load kvedge's llama.cpp, or the unpatched one."""
     stock = {} if kvedge else {"LLAMA_CPP_LIB_PATH": str(STOCK_LIB), "MTMD_CPP_LIB": str(STOCK_LIB)}

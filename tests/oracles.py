@@ -372,3 +372,17 @@ def critical(scores, weights, n, protected, half="budget"):
         by = scores if len(kept) < first else [(s + 1e-4) * w for s, w in zip(scores, weights, strict=True)]
         kept.add(min((i for i in range(len(scores)) if i not in kept), key=lambda i: (-by[i], i)))
     return sorted(kept)
+
+
+def least_error_of_levels(block, levels=(3, 9, 16, 26)):
+    """Squared error of rounding sizes to the nearest of some levels times a scale, by the best of 400 scales.
+
+    TurboQuant (arXiv:2504.19874), equation 4, with a scale that is sought.
+    """
+    sizes = [abs(float(x)) for x in block]
+    top = max(sizes)
+    least = math.inf
+    for i in range(1, 401):
+        scale = top * i / 400 / levels[0] / 2
+        least = min(least, sum(min((x - scale * level) ** 2 for level in levels) for x in sizes))
+    return least

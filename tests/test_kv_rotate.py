@@ -73,7 +73,7 @@ def test_who_is_rotated_is_llama_cpps_rule():
         KvType.parse("q8_0", "perhaps")
 
 
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("name", [name for name in TYPES if definition(name).ggml is not None])
 def test_rows_are_rounded_where_they_are_rotated(name):
     rows, kind = outlying(5, 128, 3, 4.0), gguf.GGMLQuantizationType(definition(name).ggml)
     turned = np.stack([by_signs(row, 128) for row in rows]).astype(np.float32)

@@ -221,6 +221,7 @@ typedef enum kvedge_type {
     // keys that fill no group yet and the newest 32 (while generating, up to 63) values stay f16
     KVEDGE_TYPE_KIVI4 = 5,  // 4 bits, 5 with scales
     KVEDGE_TYPE_KIVI2 = 6,  // 2 bits, 3 with scales
+    KVEDGE_TYPE_TQ3   = 7,  // as TurboQuant (Zandieh et al. 2025): 8 levels for rotated rows; 3.5 bits with a scale for 32 channels
     KVEDGE_TYPE_SAME  = -1, // in kvedge_options: as `type`
     KVEDGE_TYPE_LAST  = 63, // a library may have more types, up to this number: kvedge_type_name
 } kvedge_type;
@@ -232,7 +233,7 @@ typedef enum kvedge_devices {
     KVEDGE_DEVICES_ALL  = 2,  // as AUTO, and the CPU's layers too go through ggml's operations: to compare with
 } kvedge_devices;
 
-// Whether rows of q8_0 and q4_0 are rotated before they are quantised: every 64 numbers of a value, and as many of a key as
+// Whether rows of q8_0, q4_0 and tq3 are rotated before they are quantised: every 64 numbers of a value, and as many of a key as
 // the largest power of two that divides its size, are multiplied by a normalised Hadamard matrix, and by it again when they are
 // read. Channels that stand out then take less of the others' bits; where none does, it changes little. What is scored, merged
 // and read back are the rows themselves.
@@ -257,7 +258,7 @@ typedef struct kvedge_options {
     // policies by score, watched tokens, later messages where heads differ - takes place on the host, with the rows fetched;
     // they go back with the next token that a device can attend to.
     kvedge_devices devices;
-    kvedge_rotate  rotate;      // of q8_0 and q4_0
+    kvedge_rotate  rotate;      // of q8_0, q4_0 and tq3
 } kvedge_options;
 
 // Fills options [struct_size bytes] with the defaults: f16, 0, true, KVEDGE_TYPE_SAME twice, KVEDGE_DEVICES_AUTO,

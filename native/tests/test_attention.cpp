@@ -322,6 +322,7 @@ int main(int argc, char ** argv) {
         { 12, 2, 192, 128, true, 30.0f, false, { rotated_keys(Type::q8_0), rotated_values(Type::q8_0) } },
         { 4, 4, 64, 64, false, 0.0f, false, { rotated_keys(Type::q4_0), Type::kivi4 } },
         { 4, 1, 64, 128, true, 0.0f, false, { Type::f16, rotated_values(Type::q8_0) } },
+        { 8, 2, 128, 64, true, 0.0f, true, { rotated_keys(Type::tq3), rotated_values(Type::tq3) } },
     };
     for (int32_t i = 0; FORMATS.of[i].name; i++) {
         cases.push_back({ 4, 4, 64, 64, true, 0.0f, false, { of_keys((Type) i), (Type) i } });

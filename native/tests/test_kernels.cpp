@@ -182,8 +182,10 @@ static void test_rounding(Type type) {
         for (int32_t i = 0; i < d; i++) {
             double       step = 0.0;
             const double got = decoded(type, data, d, r, i, step), was = x[(size_t) (r * d + i)];
-            // half a step; the end that q4_0 and its like have no code for is a whole one off; a stored scale or minimum is off by 2^-11
-            const double most = format(type).highest < -format(type).lowest ? 1.0 : 0.5;
+            // half a step; the end that q4_0 and its like have no code for is a whole one off; a stored scale or minimum is off by 2^-11;
+            // of levels that are apart by more, half of the widest gap, and what lies beyond the last one
+            const double beyond = type == Type::tq3 ? std::max(0.0, std::fabs(was) - 26.0 * step) / std::max(step, 1e-30) : 0.0;
+            const double most   = type == Type::tq3 ? 5.0 + beyond : format(type).highest < -format(type).lowest ? 1.0 : 0.5;
             CHECK(std::fabs(got - was) <= most * step + 16.0 * (step + std::fabs(was)) / 2048.0);
             CHECK(step > 0.0 || std::fabs(got - was) <= std::fabs(was) / 2048.0);
         }
@@ -197,6 +199,35 @@ static void test_rounding(Type type) {
             double       step = 0.0;
             const double was = decoded(type, data, d, r, i, step), now = decoded(type, again, d, r, i, step);
             CHECK(std::fabs(now - was) <= 16.0 * step / 1024.0);
+        }
+    }
+}
+
+// Codes of 3 bits, read bit by bit: of a block lane i % 8 has twelve, of which three times i / 8 come first.
+static void test_levels() {
+    const int levels[] = { -26, -16, -9, -3, 3, 9, 16, 26 };
+    for (int32_t shift = 0; shift < 8; shift++) {
+        uint8_t codes[32], packed[12];
+        float   wide[32];
+        for (int32_t i = 0; i < 32; i++) {
+            codes[i] = (uint8_t) ((i * 5 + i / 8 + shift) % 8);
+        }
+        Traits<Type::tq3>::pack(codes, packed);
+        std::vector<uint8_t> block(14);
+        uint16_t             scale;
+        put_half(0.5f, scale);
+        std::memcpy(block.data(), &scale, 2);
+        std::memcpy(block.data() + 2, packed, 12);
+        for (const Kernels * t : runnable_kernels()) {
+            t->widen({ block.data(), 14, Type::tq3 }, 1, 32, wide, 32);
+            for (int32_t i = 0; i < 32; i++) {
+                int32_t code = 0;
+                for (int32_t b = 0; b < 3; b++) {
+                    const int32_t at = i % 8 * 12 + i / 8 * 3 + b;
+                    code += (packed[at / 8] >> at % 8 & 1) << b;
+                }
+                CHECK(code == codes[i] && wide[i] == 0.5f * (float) levels[code]);
+            }
         }
     }
 }
@@ -351,6 +382,7 @@ int main(int argc, char ** argv) {
             test_softmax(*t, m, 130, m == 4 ? 17 : 64);
         }
     }
+    test_levels();
     for (Type type : quantised_types()) {
         test_rounding(type);
         for (const Kernels * t : tables) {

@@ -50,7 +50,7 @@ static void test_rotation(const Kernels & kn, Type type, int32_t d, int32_t bloc
 int main() {
     for (const Kernels * t : runnable_kernels()) {
         std::fprintf(stderr, "%s\n", t->name);
-        for (Type type : { Type::q8_0, Type::q4_0 }) {
+        for (Type type : { Type::q8_0, Type::q4_0, Type::tq3 }) {
             for (int32_t d : { 64, 128, 192, 256, 384, 512 }) {
                 test_rotation(*t, rotated_values(type), d, 64);
                 test_rotation(*t, rotated_keys(type), d, d % 3 ? d : d / 3);

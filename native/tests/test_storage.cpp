@@ -79,7 +79,7 @@ double cosine(const float * a, const std::vector<float> & b) {
 // Least cosine of a stored row with what was written: two bits leave less of it, rows of another token nothing.
 double exactness(Type t) {
     const int range = format(t).highest - format(t).lowest;
-    return !is_quantised(t) ? 0.99999 : range < 4 ? 0.7 : range < 250 ? 0.985 : 0.9999;
+    return !is_quantised(t) ? 0.99999 : unrotated(t) == Type::tq3 ? 0.96 : range < 4 ? 0.7 : range < 250 ? 0.985 : 0.9999;
 }
 
 void check(const Sequence & seq, const Shadow & shadow, bool once = true) {
@@ -279,8 +279,8 @@ void test_what_is_rotated() {
 }  // namespace
 
 int main() {
-    for (int32_t i = 0; i <= KVEDGE_TYPE_KIVI2; i++) {
-        const char * const names[] = { "f16", "bf16", "f32", "q8_0", "q4_0", "kivi4", "kivi2" };
+    for (int32_t i = 0; i <= KVEDGE_TYPE_TQ3; i++) {
+        const char * const names[] = { "f16", "bf16", "f32", "q8_0", "q4_0", "kivi4", "kivi2", "tq3" };
         CHECK(strcmp(kvedge_type_name(i), names[i]) == 0);
     }
     std::vector<Storage> storages = {
@@ -300,7 +300,8 @@ int main() {
     test_what_is_rotated();
     SHAPES = { { 0, 4, 2, 64, 128 }, { 1, 2, 1, 192, 64 } };
     for (const Storage & storage : { Storage{ rotated_keys(Type::q4_0), rotated_values(Type::q4_0) }, { rotated_keys(Type::q8_0), Type::kivi2 },
-                                     { of_keys(Type::kivi4), rotated_values(Type::q8_0) } }) {
+                                     { of_keys(Type::kivi4), rotated_values(Type::q8_0) },
+                                     { rotated_keys(Type::tq3), rotated_values(Type::tq3) } }) {
         test_conversation(storage);
         test_whole_prompts_are_quantised(storage);
         test_policies(storage);

@@ -44,8 +44,8 @@ BUDGET = "0.2"
     option("--images", type=int, default=4, show_default=True, metavar="N", help="In demo tasks with several."),
     option("--seed", type=int, default=0, show_default=True, help="Of the demo samples."),
     option("--format", "form", default="auto", show_default=True, metavar="NAME",
-           help="Of DATA: jsonl, milebench, llava-description, mm-vet, docvqa, textvqa, chartqa, ocrbench or "
-                "textcaps."),
+           help="Of DATA: jsonl, milebench, llava-description, mm-vet, docvqa, textvqa, chartqa, ocrbench, "
+                "textcaps, screenspot, screenspot-1000 or screenspot-pixels."),
     option("--image-folder", type=options.PATH, metavar="PATH", help="Where the image paths of DATA start."),
     option("--recipe", metavar="NAME",
            help="Measure a table of a paper on DATA: its methods, budgets and figures, beside the paper's own; list "

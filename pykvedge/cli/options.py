@@ -141,8 +141,8 @@ KV_TYPE = option(
 )  # fmt: skip
 KV_ROTATE = option(
     "--kv-rotate", default="auto", show_default=True, type=click.Choice(ROTATES), metavar="WHEN",
-    help="Rotate rows before they become q8_0 or q4_0, so that channels that stand out cost the others less: on, off, "
-    "or auto, as llama.cpp does where head sizes are multiples of 64.",
+    help="Rotate rows before they become q8_0, q4_0 or tq3, so that channels that stand out cost the others less: on, "
+    "off, or auto, as llama.cpp does where head sizes are multiples of 64.",
 )  # fmt: skip
 CACHE = (
     option("--cache", type=PATH, metavar="DIR",

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from PIL.Image import Image as PillowImage
 
 from pykvedge.errors import ArrayError, ImageError, UsageError
@@ -107,6 +107,14 @@ def load_picture(source: ImageSource, name: str | None = None) -> Picture:
     if hasattr(source, "read"):
         return _from_stream(source, what)
     raise UsageError(f"{what}: {_kind(source)} is no picture; give {FORMS}")
+
+
+def picture_size(path: Path) -> tuple[int, int]:
+    """Tells width and height of a picture as load_picture makes it, from its header alone. Raises ImageError."""
+    with _explained(str(path)), Image.open(path, formats=FORMATS) as image:
+        lies = image.getexif().get(ExifTags.Base.Orientation, 1) >= 5  # its first row is a side
+        _check_size(str(path), image.width, image.height)
+        return (image.height, image.width) if lies else (image.width, image.height)
 
 
 def _is_one(images: Any) -> bool:

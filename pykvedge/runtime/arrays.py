@@ -60,7 +60,7 @@ def compress(
     engine: "native" (libkvedge) or "numpy" (the definitions in stages/).
     options, each by its name:
     kv_type: storage type that k and v are rounded to (kvtypes.NAMES), or "K:V" for one of each. Where it is quantised,
-    d is a multiple of 32, and scores and merges see f16. kv_rotate: whether q8_0 and q4_0 round rotated rows (KvType):
+    d is a multiple of 32, and scores and merges see f16. kv_rotate: whether q8_0, q4_0 and tq3 round rotated rows:
     "auto" where d is a multiple of 64, "on" or "off"; what comes out is rotated back. threads: of the native engine, 0
     for all cores.
     profile: a Profile or its file, or several, for a plan whose stages need them (Plan.profile_kinds), each for the

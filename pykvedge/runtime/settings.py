@@ -62,7 +62,7 @@ class Settings:
     device: str = "auto"  # devices that layers may lie on: "auto" for all, "none", or names, as in "CUDA0,RPC0"
     rpc: str = ""  # RPC servers whose devices are added, as in "HOST:PORT,HOST:PORT"
     kv_type: str = "f16"  # storage type of keys and values (kvtypes.NAMES), or "K:V" for one of each
-    kv_rotate: str = "auto"  # q8_0 and q4_0 round rotated rows: "auto" as llama.cpp's own cache does, "on" or "off"
+    kv_rotate: str = "auto"  # q8_0, q4_0, tq3 round rotated rows: "auto" as llama.cpp's own cache does, "on" or "off"
     system: str = ""  # text that opens the conversation
     verbose: bool = False  # llama.cpp's log on stderr
     measure_peak: bool = False  # note the peak of resident memory of every message, which takes a thread

@@ -14,7 +14,7 @@ constexpr int32_t GROUP = 32;  // values that share a scale
 template <int32_t NUMBER, size_t BYTES> struct Plain {
     static constexpr int32_t number      = NUMBER;
     static constexpr size_t  value_bytes = BYTES, code_bytes = 0;
-    static constexpr bool    minimum = false, residual = false;
+    static constexpr bool    minimum = false, residual = false, looked_up = false;
     static constexpr int     bits = 0, lowest = 0, highest = 0;
 };
 
@@ -36,7 +36,7 @@ struct Coded {
 // it has
 //   code_bytes, lowest, highest   bytes of GROUP codes, the least code and the largest
 //   code(p, i)                    code i of those at p, from -128 to 127
-//   pack(codes, p)                the way back
+//   pack(codes, p)                the way back, but for a looked-up type's, whose codes are numbers of levels
 //   quantise(x, n, out)           of n <= GROUP finite values, as the type's format or paper defines its rounding
 struct Blocks {
     static constexpr size_t value_bytes = 0;
@@ -46,6 +46,7 @@ struct Blocks {
     static constexpr bool residual = false;
     static constexpr int  bits     = 0;  // 8, 4 or 2 where codes lie as in Packed, which vectors read; 0: only code() does
     static constexpr int  zero     = 0;  // the code in memory that stands for 0
+    static constexpr bool looked_up = false;  // code() is one of levels[8], which vectors find as it lies in storage::tq3
 };
 
 // Codes of 8 bits with a sign, or of 4 or 2 without: byte j of n holds, from its lowest bits on, codes j, j + n, j + 2 n ...

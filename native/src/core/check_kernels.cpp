@@ -22,19 +22,36 @@ constexpr double TOLERANCE = 2e-4;  // of the sum of the sizes of what is added 
 struct TypeName {
     Type        type;
     std::string name;
-    int32_t     low, high;  // codes of the values, in units of 1/8; both ends occur wherever values share a scale
+    // codes of the values, in units of 1/8; both ends, the first and the last, occur wherever values share a scale
+    std::vector<int32_t> codes;
 };
+
+// The codes that a type has.
+std::vector<int32_t> codes_of(Type t) {
+    std::vector<int32_t> out;
+    with_type(t, [&](auto of) {
+        const Format & f    = format(of.value);
+        const bool     some = is_quantised(of.value);
+        const int32_t  low = some ? f.lowest - f.minimum : -31, high = some ? f.highest - f.minimum : 31;
+        for (int32_t code = low; code <= high; code++) {
+            out.push_back(code);
+        }
+        if constexpr (decltype(of)::looked_up) {
+            out.assign(std::begin(decltype(of)::levels), std::end(decltype(of)::levels));
+        }
+    });
+    return out;
+}
 
 // Every storage type; two where keys and values lie in different ways.
 std::vector<TypeName> all_types() {
     std::vector<TypeName> out;
     for (int32_t i = 0; FORMATS.of[i].name; i++) {
         const Type     t   = (Type) i;
-        const Format & f   = format(t);
-        const int32_t  low = is_quantised(t) ? f.lowest - f.minimum : -31, high = is_quantised(t) ? f.highest - f.minimum : 31;
-        out.push_back({ t, f.name + std::string(f.residual ? " values" : ""), low, high });
+        const Format & f = format(t);
+        out.push_back({ t, f.name + std::string(f.residual ? " values" : ""), codes_of(t) });
         if (f.residual) {
-            out.push_back({ of_keys(t), f.name + std::string(" keys"), low, high });
+            out.push_back({ of_keys(t), f.name + std::string(" keys"), codes_of(t) });
         }
     }
     return out;
@@ -80,8 +97,8 @@ Stored stored(const Kernels & kn, const TypeName & t, int32_t n, int32_t d, Rand
     for (int32_t r = 0; r < n; r++) {
         for (int32_t i = 0; i < d; i++) {
             const int32_t at   = (is_grouped(t.type) ? r : i) % GROUP;
-            const int32_t span = t.high - t.low + 1, code = t.low + (int32_t) (random.next() % (uint32_t) span);
-            out.values[(size_t) (r * d + i)] = 0.125f * (float) (at == 0 ? t.low : at == 1 ? t.high : code);
+            const int32_t code = t.codes[random.next() % t.codes.size()];
+            out.values[(size_t) (r * d + i)] = 0.125f * (float) (at == 0 ? t.codes.front() : at == 1 ? t.codes.back() : code);
         }
     }
     for (int32_t r = 0; r < n; r += is_grouped(t.type) ? GROUP : 1) {
@@ -207,7 +224,7 @@ void check_softmax(const Kernels & kn, Check & check, Random & random) {
 // A filter that lets everything pass, of one stage: there and back again is n times what it was.
 void check_filter(const Kernels & kn, int32_t n, Check & check, Random & random) {
     const size_t       row = 2 * (size_t) BAND_PAIRS;
-    const TypeName     f32 = { Type::f32, "f32", -31, 31 };
+    const TypeName     f32 = { Type::f32, "f32", codes_of(Type::f32) };
     const Stored       given = stored(kn, f32, n, (int32_t) row, random);
     std::vector<float> x((size_t) n * row), origin(given.values.begin(), given.values.begin() + (std::ptrdiff_t) row);
     std::vector<float> squares((size_t) n * (size_t) BAND_PAIRS), twiddle;

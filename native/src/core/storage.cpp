@@ -35,7 +35,7 @@ kvedge_status kvedge::check_storage(const Storage & storage, int32_t d_k, int32_
 
 kvedge_status kvedge::rotate_storage(Storage & storage, kvedge_rotate how, const std::vector<LayerShape> & shapes, kvedge_error * err) {
     if (how == KVEDGE_ROTATE_ON && !can_rotate(storage.k) && !can_rotate(storage.v)) {
-        return fail(err, KVEDGE_E_UNSUPPORTED, "rows of %s:%s are not rotated; that is for q8_0 and q4_0", format(storage.k).name,
+        return fail(err, KVEDGE_E_UNSUPPORTED, "rows of %s:%s are not rotated; that is for q8_0, q4_0 and tq3", format(storage.k).name,
                     format(storage.v).name);
     }
     const struct {

@@ -6,11 +6,11 @@ of these papers use, so that answers are short.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pykvedge.lab.eval.files import DatasetError, image_file, read_json, text_field
+from pykvedge.lab.eval.files import DatasetError, items, picture_file, text_field
 from pykvedge.lab.eval.tasks import Line, Sample, with_corpus
 
 _SHORT = "\nAnswer the question using a single word or phrase."
@@ -22,8 +22,8 @@ def docvqa(path: Path, images: Path | None, limit: int | None) -> list[Sample]:
     """Reads {"data": [{"questionId", "question", "image", "answers"}, ...]}: similarity by edits (ANLS)."""
     file = _file(path)
     out = []
-    for where, item in _items(file, limit, "data"):
-        picture = _picture(images or file.parent, [str(item.get("image", ""))], where)
+    for where, item in items(file, limit, "data"):
+        picture = picture_file(images or file.parent, [str(item.get("image", ""))], where)
         out.append(_sample(file, where, item, "questionId", picture, "anls", _SHORT))
     return out
 
@@ -32,7 +32,7 @@ def textvqa(path: Path, images: Path | None, limit: int | None) -> list[Sample]:
     """Reads {"data": [{"question_id", "question", "image_id", "answers"}, ...]}: VQA accuracy over ten answers."""
     file = _file(path)
     out = []
-    for where, item in _items(file, limit, "data"):
+    for where, item in items(file, limit, "data"):
         picture = _open_image(images or file.parent, item, where)
         out.append(_sample(file, where, item, "question_id", picture, "vqa", _SHORT))
     return out
@@ -42,9 +42,9 @@ def chartqa(path: Path, images: Path | None, limit: int | None) -> list[Sample]:
     """Reads [{"imgname", "query", "label"}, ...]: numbers within 5 %."""
     file = _file(path)
     out = []
-    for where, item in _items(file, limit, ""):
+    for where, item in items(file, limit, ""):
         name = str(item.get("imgname", ""))
-        picture = _picture(images or file.parent, [name, f"png/{name}"], where)
+        picture = picture_file(images or file.parent, [name, f"png/{name}"], where)
         renamed = {"question": item.get("query"), "answers": [str(item.get("label", ""))]}
         out.append(_sample(file, where, renamed, "", picture, "relaxed", _WORD))
     return out
@@ -54,8 +54,8 @@ def ocrbench(path: Path, images: Path | None, limit: int | None) -> list[Sample]
     """Reads [{"id", "image_path", "question", "answers"}, ...]: one of the answers stands in what is said."""
     file = _file(path)
     out = []
-    for where, item in _items(file, limit, ""):
-        picture = _picture(images or file.parent, [str(item.get("image_path", ""))], where)
+    for where, item in items(file, limit, ""):
+        picture = picture_file(images or file.parent, [str(item.get("image_path", ""))], where)
         out.append(_sample(file, where, item, "id", picture, "ocr", ""))
     return out
 
@@ -64,7 +64,7 @@ def textcaps(path: Path, images: Path | None, limit: int | None) -> list[Sample]
     """Reads {"data": [{"image_id", "reference_strs"}, ...]}, an entry for each caption of a picture: CIDEr-D."""
     file = _file(path)
     out: dict[str, Sample] = {}
-    for where, item in _items(file, None, "data"):
+    for where, item in items(file, None, "data"):
         name = str(item.get("image_id", ""))
         if name in out:
             continue
@@ -94,30 +94,10 @@ def _file(path: Path) -> Path:
     return found[0]
 
 
-def _items(file: Path, limit: int | None, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    data = read_json(file)
-    if key:
-        data = data.get(key) if isinstance(data, dict) else None
-    if not isinstance(data, list):
-        what = f"an object with a list '{key}'" if key else "a list of samples"
-        raise DatasetError(f"{file} does not hold {what}")
-    for i, item in enumerate(data[:limit], 1):
-        if not isinstance(item, dict):
-            raise DatasetError(f"{file} sample {i} is no JSON object")
-        yield f"{file} sample {i}", item
-
-
-def _picture(folder: Path, names: list[str], where: str) -> Path:
-    for name in names[1:]:
-        if (folder / name).is_file():
-            return folder / name
-    return image_file(folder, names[0], where)
-
-
 def _open_image(folder: Path, item: dict[str, Any], where: str) -> Path:
     """Finds a picture of Open Images, which TextVQA and TextCaps ask about, in the folders of their archives too."""
     name = f"{item.get('image_id', '')}.jpg"
-    return _picture(folder, [name, f"train_images/{name}", f"test_images/{name}"], where)
+    return picture_file(folder, [name, f"train_images/{name}", f"test_images/{name}"], where)
 
 
 def _sample(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pykvedge.errors import unknown
-from pykvedge.lab.eval import benchmarks, milebench, vqa
+from pykvedge.lab.eval import benchmarks, milebench, screens, vqa
 from pykvedge.lab.eval.files import (
     DatasetError,
     check_columns,
@@ -274,4 +274,5 @@ FORMATS: dict[str, Callable[[Path, Path | None, int | None], list[Sample]]] = {
     "llava-description": llava_description,
     "mm-vet": mm_vet,
     **benchmarks.FORMATS,
+    **screens.FORMATS,
 }

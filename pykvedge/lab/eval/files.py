@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,28 @@ def image_file(folder: Path, name: Any, where: str) -> Path:
     if not is_file(path):
         raise DatasetError(f"{where}: the image {path} does not exist")
     return path
+
+
+def picture_file(folder: Path, names: list[str], where: str) -> Path:
+    """Returns the path of an image that exists under one of these names; the first is the one that is missed."""
+    for name in names[1:]:
+        if is_file(folder / name):
+            return folder / name
+    return image_file(folder, names[0], where)
+
+
+def items(file: Path, limit: int | None, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields (where, object) of the first `limit` objects of a JSON list, which lies under `key` unless that is ""."""
+    data = read_json(file)
+    if key:
+        data = data.get(key) if isinstance(data, dict) else None
+    if not isinstance(data, list):
+        what = f"an object with a list '{key}'" if key else "a list of samples"
+        raise DatasetError(f"{file} does not hold {what}")
+    for i, item in enumerate(data[:limit], 1):
+        if not isinstance(item, dict):
+            raise DatasetError(f"{file} sample {i} is no JSON object")
+        yield f"{file} sample {i}", item
 
 
 def text_field(data: dict[str, Any], key: str, where: str) -> str:

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 TOLERANCE = 0.05  # ChartQA: of numbers, a twentieth of the reference
 SIMILAR = 0.5  # DocVQA: an answer that differs in half of its characters, or more, is another one
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+_COORDINATE = re.compile(r"(?<![\w.])-?(?:\d+(?:\.\d+)?|\.\d+)")  # not the 2 of point_2d
+_BRACKETS = re.compile(r"[(\[][\d\s.,()\[\]-]*[)\]]")
 _ARTICLES = ("a", "an", "the")
 _NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 _DIGITS = {"none": "0", **{name: str(i) for i, name in enumerate(_NAMES)}}
@@ -92,14 +94,20 @@ def _bare(text: str) -> str:
 def point(answer: str, references: Sequence[str]) -> float:
     """Gives 1 if the point that an answer names lies in a reference's box, both in the same units.
 
-    Cheng et al. 2024, ScreenSpot. The answer's first two numbers are the point; of four the box's centre is. A
-    reference is "left,top,right,bottom". Raises ValueError for one that is no box.
+    Cheng et al. 2024, ScreenSpot. Of two or three numbers the first two are the point, of four and more the centre of
+    the box that the first four are. What brackets hold counts first, if it is that many: models name things by numbers
+    as well. A reference is "left,top,right,bottom". Raises ValueError for one that is no box.
     """
-    found = [float(n) for n in _NUMBER.findall(answer)]
-    if len(found) < 2:
+    lists = [_coordinates(part) for part in (*_BRACKETS.findall(answer), answer)]
+    found = next((numbers for numbers in lists if len(numbers) >= 2), [])
+    if not found:
         return 0.0
     x, y = ((found[0] + found[2]) / 2, (found[1] + found[3]) / 2) if len(found) >= 4 else found[:2]
     return float(any(left <= x <= right and top <= y <= bottom for left, top, right, bottom in map(box, references)))
+
+
+def _coordinates(text: str) -> list[float]:
+    return [float(n) for n in _COORDINATE.findall(text)]
 
 
 def box(reference: str) -> tuple[float, float, float, float]:

@@ -56,7 +56,7 @@ def _rotates(name: str) -> bool:
 
 @dataclass(frozen=True)
 class KvType:
-    """Storage types of keys and of values, by name, and whether q8_0 and q4_0 rows are rotated (plans/rotation.py).
+    """Storage types of keys and of values, by name, and whether rows of q8_0, q4_0, tq3 are rotated (rotation.py).
 
     rotate: "on", "off", or "auto": as llama.cpp has its own cache, where head sizes are multiples of 64.
     """
@@ -86,7 +86,7 @@ class KvType:
         fit = [_rotates(name) for name in (self.k, self.v)]
         if self.rotate == "on" and (not any(fit) or size % ROTATION):
             raise ArrayError(
-                f"kv_rotate on is for q8_0 and q4_0 and head sizes that are multiples of {ROTATION}, "
+                f"kv_rotate on is for q8_0, q4_0 and tq3, and head sizes that are multiples of {ROTATION}, "
                 f"not for {self} and {size}"
             )
         if self.rotate == "off" or size % ROTATION:

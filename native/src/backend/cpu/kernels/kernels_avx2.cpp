@@ -107,6 +107,23 @@ struct V {
             x[3].x              = _mm256_cvtepi32_ps(_mm256_srli_epi32(lanes, 6));
         }
     }
+    // Levels of 3-bit codes, by a look-up that reads the low three bits of a lane and no others. Eight lanes of twelve bits, each
+    // in the two bytes that hold it.
+    static __m128i twelve_bits(const uint8_t * p) {
+        int last;
+        __builtin_memcpy(&last, p + 8, 4);
+        const __m128i bytes = _mm_insert_epi32(_mm_loadl_epi64((const __m128i *) p), last, 2);
+        return _mm_shuffle_epi8(bytes, _mm_setr_epi8(0, 1, 1, 2, 3, 4, 4, 5, 6, 7, 7, 8, 9, 10, 10, 11));
+    }
+    template <class S> static void levels(const uint8_t * p, V * x) {
+        const __m256  table = _mm256_cvtepi32_ps(_mm256_loadu_si256((const __m256i *) S::levels));
+        const __m256i shift = _mm256_setr_epi32(0, 4, 0, 4, 0, 4, 0, 4);
+        const __m256i lanes = _mm256_srlv_epi32(_mm256_cvtepu16_epi32(twelve_bits(p)), shift);
+        x[0].x              = _mm256_permutevar8x32_ps(table, lanes);
+        x[1].x              = _mm256_permutevar8x32_ps(table, _mm256_srli_epi32(lanes, 3));
+        x[2].x              = _mm256_permutevar8x32_ps(table, _mm256_srli_epi32(lanes, 6));
+        x[3].x              = _mm256_permutevar8x32_ps(table, _mm256_srli_epi32(lanes, 9));
+    }
     void store_f16(uint8_t * p) const {
         _mm_storeu_si128((__m128i *) p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
     }

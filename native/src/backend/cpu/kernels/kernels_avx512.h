@@ -112,6 +112,23 @@ struct V {
             x[1].x              = _mm512_permutexvar_ps(_mm512_srli_epi32(first, 4), table);
         }
     }
+    // Eight lanes of twelve bits, each in the two bytes that hold it.
+    static __m128i twelve_bits(const uint8_t * p) {
+        int last;
+        __builtin_memcpy(&last, p + 8, 4);
+        const __m128i bytes = _mm_insert_epi32(_mm_loadl_epi64((const __m128i *) p), last, 2);
+        return _mm_shuffle_epi8(bytes, _mm_setr_epi8(0, 1, 1, 2, 3, 4, 4, 5, 6, 7, 7, 8, 9, 10, 10, 11));
+    }
+    // Levels of 3-bit codes; of the fourth bit that the look-up reads nothing depends.
+    template <class S> static void levels(const uint8_t * p, V * x) {
+        const __m256i half  = _mm256_loadu_si256((const __m256i *) S::levels);
+        const __m512  table = _mm512_cvtepi32_ps(_mm512_broadcast_i64x4(half));
+        const __m512i shift = _mm512_setr_epi32(0, 4, 0, 4, 0, 4, 0, 4, 3, 7, 3, 7, 3, 7, 3, 7);
+        const __m512i pairs = _mm512_cvtepu16_epi32(_mm256_broadcastsi128_si256(twelve_bits(p)));
+        const __m512i lanes = _mm512_srlv_epi32(pairs, shift);
+        x[0].x              = _mm512_permutexvar_ps(lanes, table);
+        x[1].x              = _mm512_permutexvar_ps(_mm512_srli_epi32(lanes, 6), table);
+    }
     void store_f16(uint8_t * p) const {
         _mm256_storeu_si256((__m256i *) p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
     }

@@ -11,6 +11,29 @@ namespace {
 constexpr int32_t MAX_ROW = 512;         // largest head size
 constexpr int     CV      = GROUP / V::W;  // vectors of a block's codes
 
+// The codes of a block, of which nothing is known but code().
+template <Type T, class X> inline void plain_codes(const uint8_t * p, X * x) {
+    uint8_t codes[GROUP];
+    for (int half = 0; half < GROUP; half += GROUP / 2) {
+        KVEDGE_UNROLL
+        for (int i = 0; i < GROUP / 2; i++) {  // with i known, shifts and masks are constants
+            codes[half + i] = (uint8_t) Traits<T>::code(p, half + i);
+        }
+    }
+    for (int j = 0; j < CV; j++) {
+        x[j] = X::load_i8(codes + j * X::W);
+    }
+}
+
+// Levels that codes of 3 bits stand for: a vector of eight or more looks them up by itself.
+template <Type T, class X> inline void level_codes(const uint8_t * p, X * x) {
+    if constexpr (X::W >= 8) {
+        X::template levels<Traits<T>>(p, x);
+    } else {
+        plain_codes<T>(p, x);
+    }
+}
+
 // The codes of a block.
 template <Type T> inline void block_codes(const uint8_t * p, V * x) {
     if constexpr (Traits<T>::bits > 0) {
@@ -20,17 +43,10 @@ template <Type T> inline void block_codes(const uint8_t * p, V * x) {
                 x[j] = V::add(x[j], V::set1((float) -Traits<T>::zero));
             }
         }
+    } else if constexpr (Traits<T>::looked_up) {
+        level_codes<T>(p, x);
     } else {
-        uint8_t codes[GROUP];
-        for (int half = 0; half < GROUP; half += GROUP / 2) {
-            KVEDGE_UNROLL
-            for (int i = 0; i < GROUP / 2; i++) {  // with i known, shifts and masks are constants
-                codes[half + i] = (uint8_t) Traits<T>::code(p, half + i);
-            }
-        }
-        for (int j = 0; j < CV; j++) {
-            x[j] = V::load_i8(codes + j * V::W);
-        }
+        plain_codes<T>(p, x);
     }
 }
 
