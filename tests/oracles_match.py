@@ -37,8 +37,10 @@ LOW, HIGH = math.exp(-3), math.exp(3)
 
 
 def box_descent(m, y):
-    """Towards argmin |M w - y| in the box, with M itself: from the best weight for all rows, one after the other set to its
-    best, 20 rounds or until none moves by more than a thousandth."""
+    """Towards argmin |M w - y| in the box, with M itself: from the best weight for all rows, one after the other.
+
+    Each is set to its best, 20 rounds or until none moves by more than a thousandth.
+    """
     n = len(m[0])
     sums = [sum(row) for row in m]
     same = sum(s * z for s, z in zip(sums, y, strict=True)) / sum(s * s for s in sums)

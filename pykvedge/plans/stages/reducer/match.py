@@ -14,7 +14,7 @@ divides the rows of M and y by y_i: queries that look at many rows alike count n
 
 The released code clamps an unbounded least-squares solution to the box and takes two gradient steps, which leaves up to
 49 times the smallest residual, and has no ridge, so that values become hundreds of times as large as any. Here w comes
-from cyclic coordinate descent on M'M in the box, from the one weight that is best for all rows: at most 20 sweeps, until
+from cyclic coordinate descent on M'M in the box, from the one weight that is best for all rows: at most 20 sweeps, till
 none of them moves a weight by more than 1e-3 of it. More of them change biases on which hardly any query hangs, and no
 answer. The ridge pulls values to what they were: what the queries say nothing of stays.
 
