@@ -36,12 +36,17 @@ def masses(logits, kept, relative=False):
 LOW, HIGH = math.exp(-3), math.exp(3)
 
 
-def box_minimum(m, y):
-    """argmin |M w - y| in the box: one weight after the other set to its best, with M itself, until nothing moves."""
+def box_descent(m, y):
+    """Towards argmin |M w - y| in the box, with M itself: from the best weight for all rows, one after the other.
+
+    Each is set to its best, 20 rounds or until none moves by more than a thousandth.
+    """
     n = len(m[0])
-    w = [1.0] * n
-    left = [z - sum(row) for row, z in zip(m, y, strict=True)]  # y - M w
-    for _ in range(20000):
+    sums = [sum(row) for row in m]
+    same = sum(s * z for s, z in zip(sums, y, strict=True)) / sum(s * s for s in sums)
+    w = [min(HIGH, max(LOW, same))] * n
+    left = [z - w[0] * s for s, z in zip(sums, y, strict=True)]  # y - M w
+    for _ in range(20):
         moved = 0.0
         for j in range(n):
             own = sum(row[j] ** 2 for row in m)
@@ -52,9 +57,9 @@ def box_minimum(m, y):
                 left = [r - step * row[j] for row, r in zip(m, left, strict=True)]
                 w[j] = best
             moved = max(moved, abs(step) / best)
-        if moved < 1e-9:
-            return w
-    raise AssertionError("no minimum in 20000 rounds")
+        if moved <= 1e-3:
+            break
+    return w
 
 
 def median_weight(m, y):
@@ -95,12 +100,15 @@ def largest_square(x):
     return size
 
 
-def ridge_values(x, outputs, ridge):
-    """argmin |X C - Y|^2 + ridge |X|_2^2 |C|^2, from the normal equations."""
+def ridge_values(x, outputs, own, ridge):
+    """argmin |X C - Y|^2 + ridge |X|_2^2 |C - V|^2, from the normal equations."""
     n, penalty = len(x[0]), ridge * largest_square(x)
     gram = [[sum(row[i] * row[j] for row in x) + (penalty if i == j else 0.0) for j in range(n)] for i in range(n)]
     right = [
-        [sum(row[i] * o[c] for row, o in zip(x, outputs, strict=True)) for c in range(len(outputs[0]))]
+        [
+            sum(row[i] * o[c] for row, o in zip(x, outputs, strict=True)) + penalty * own[i][c]
+            for c in range(len(outputs[0]))
+        ]
         for i in range(n)
     ]
     return solved(gram, right)
@@ -112,10 +120,10 @@ def match(queries, keys, values, kept, settings, before=None):
     logits = logits_of(queries, keys, before or [0.0] * len(keys))
     m, y = masses(logits, kept, settings["mass"] == "relative")
     one = median_weight(m, y) if bias == "head" else 1.0
-    w = box_minimum(m, y) if bias == "row" else [one] * len(kept)
+    w = box_descent(m, y) if bias == "row" else [one] * len(kept)
     outputs = [
         [sum(a * v[c] for a, v in zip(row, values, strict=True)) for c in range(len(values[0]))]
         for row in attention(logits)
     ]
     x = attention([[row[j] + math.log(a) for j, a in zip(kept, w, strict=True)] for row in logits])
-    return ridge_values(x, outputs, ridge), [math.log(a) for a in w]
+    return ridge_values(x, outputs, [values[j] for j in kept], ridge), [math.log(a) for a in w]

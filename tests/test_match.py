@@ -23,7 +23,7 @@ from pykvedge.runtime import libkvedge
 from pykvedge.runtime.native_plan import check_stream, why_not_bounded
 
 HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
-DEFAULTS = {"bias": "row", "mass": "absolute", "ridge": 1e-4, "queries": 4}
+DEFAULTS = {"bias": "row", "mass": "absolute", "ridge": 0.01, "queries": 1}
 WAYS = [("row", "absolute"), ("row", "relative"), ("head", "absolute"), ("none", "absolute")]
 
 

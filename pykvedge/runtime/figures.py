@@ -40,9 +40,4 @@ def notes(cache: Cache, sequence: int = 0) -> list[str]:
             f"{stats.n_unfitted} heads were not matched, as fewer queries of the prompt were kept than rows are left; "
             "they keep rows as reducer evict leaves them"
         )
-    if stats.n_scant:
-        out.append(
-            f"{stats.n_scant} heads were matched to fewer than twice as many queries as rows, which may fit no others; "
-            "a smaller budget, or reducer evict, is safer"
-        )
     return out

@@ -138,12 +138,15 @@ size_t reduce_floats(const ReduceSize & size, bool biased) {
            (size_t) size.n_queries * (size_t) size.d_k;
 }
 
-// The queries of n tokens, spread evenly over those that were kept, to out [n * group][d_k].
+// The queries of n tokens to out [n * group][d_k]: half of them of the last tokens, which are what answers ask like, and the others
+// of tokens spread evenly over those before.
 void read_queries(const Job & job, size_t l, int32_t head, int32_t n, float * out) {
     const LayerShape & shape = job.seq.rows.shapes()[l];
     const int32_t      group = shape.n_heads / shape.n_heads_kv;
-    for (int32_t i = 0; i < n; i++) {
-        const auto         at    = (size_t) ((2 * (int64_t) i + 1) * (int64_t) job.queries.size() / (2 * (int64_t) n));
+    const auto    all  = (int64_t) job.queries.size();
+    const int64_t last = n / 2, spread = n - last;
+    for (int64_t i = 0; i < n; i++) {
+        const auto         at    = (size_t) (i < spread ? (2 * i + 1) * (all - last) / (2 * spread) : all - n + i);
         const QueryPlace & place = job.queries[at];
         for (int32_t g = 0; g < group; g++, out += shape.d_k) {
             const QueryRow row = job.spans[l][place.span].row(shape, place.at, head * group + g);

@@ -1,10 +1,12 @@
 #include "primitives/fit.h"
 
 #include "backend/cpu/kernels/kernels.h"
+#include "primitives/cholesky.h"
 #include "store/block.h"
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 namespace kvedge {
 
@@ -12,12 +14,14 @@ namespace {
 
 constexpr int32_t TILE     = 60;   // queries whose logits over all rows are there at a time
 constexpr int32_t BATCH    = 128;  // queries that a product of matrices adds up at a time
-constexpr int32_t BLOCK    = 128;  // rows, or columns of a Gram matrix, at a time
-constexpr int32_t SWEEPS   = 200;
-constexpr float   STILL    = 1e-5f;  // of a weight
+constexpr int32_t BLOCK    = 128;  // rows at a time
+constexpr int32_t COLUMNS  = CHOLESKY_BLOCK;  // of a Gram matrix at a time
+constexpr int32_t STRIP    = 16;   // rows that are turned at a time
+constexpr int32_t SWEEPS   = 20;
+constexpr float   STILL    = 1e-3f;  // of a weight
 constexpr float   LEAST    = 0.0497870684f, MOST = 20.0855369f;  // e^-3, e^3
 constexpr int32_t TURNS    = 300;    // of the power iteration
-constexpr float   SETTLED  = 1e-7f;
+constexpr float   SETTLED  = 1e-4f;
 constexpr float   TINY     = 1e-30f;
 constexpr float   LARGEST  = 6e4f;   // that a half holds, rounded up or down
 constexpr size_t  WIDEST_PANEL = 64;
@@ -31,7 +35,7 @@ Fit::Space Fit::lay_out(float * base, const ReduceSize & size) {
     const auto T = (size_t) size.n_tokens, t = (size_t) size.n_kept, n = (size_t) size.n_queries;
     Space      x{};
     x.row            = up16(T) + WIDEST_PANEL;
-    x.kept_row       = t <= (size_t) BLOCK ? up16(t) : (t + (size_t) BLOCK - 1) / (size_t) BLOCK * (size_t) BLOCK;
+    x.kept_row       = (t + (size_t) COLUMNS - 1) / (size_t) COLUMNS * (size_t) COLUMNS;
     x.value_row      = (size_t) pad16(size.d_v);
     const auto take  = [&](size_t count) {
         float * at = base ? base + x.floats : nullptr;
@@ -52,7 +56,10 @@ Fit::Space Fit::lay_out(float * base, const ReduceSize & size) {
     x.right   = take(t * x.value_row);
     x.weights = take(x.kept_row);
     x.work    = take(x.kept_row);
+    x.slope   = take(x.kept_row);
     x.right_sums = (double *) take(2 * t);
+    x.row_sums   = (double *) take(2 * t);
+    x.factors = take(cholesky_floats(size.n_kept, x.value_row));
     return x;
 }
 
@@ -122,16 +129,20 @@ void Fit::add_gram(int32_t n, bool values, int32_t first) {
     const Kernels & kn = kernels();
     const auto      t  = (size_t) p_.n_kept;
     for (size_t r = 0; r < (size_t) n; r++) {
-        float * row = x_.tile + r * x_.kept_row;
-        std::fill(row + t, row + x_.kept_row, 0.0f);
+        std::fill(x_.tile + r * x_.kept_row + t, x_.tile + (r + 1) * x_.kept_row, 0.0f);
+    }
+    for (size_t from = 0; from < (size_t) n; from += STRIP) {
+        const size_t to = std::min((size_t) n, from + STRIP);
         for (size_t j = 0; j < t; j++) {
-            x_.turned[j * (size_t) BATCH + r] = row[j];
+            for (size_t r = from; r < to; r++) {
+                x_.turned[j * (size_t) BATCH + r] = x_.tile[r * x_.kept_row + j];
+            }
         }
     }
-    for (int32_t from = 0; from < p_.n_kept; from += BLOCK) {
+    for (int32_t from = 0; from < p_.n_kept; from += COLUMNS) {
         const FloatIn left{ x_.turned + (size_t) from * (size_t) BATCH, (size_t) BATCH };
         float * const to = x_.gram + (size_t) from * x_.kept_row + from;
-        kn.gemm_pv(left, p_.n_kept - from, n, { x_.tile + from, x_.kept_row }, std::min(BLOCK, p_.n_kept - from), to);
+        kn.gemm_pv(left, p_.n_kept - from, n, { x_.tile + from, x_.kept_row }, std::min(COLUMNS, p_.n_kept - from), to);
     }
     if (values) {
         kn.gemm_pv({ x_.turned, (size_t) BATCH }, p_.n_kept, n, { x_.outputs + (size_t) first * x_.value_row, x_.value_row }, p_.d_v, x_.right);
@@ -139,9 +150,13 @@ void Fit::add_gram(int32_t n, bool values, int32_t first) {
 }
 
 void Fit::mirror_gram() {
-    for (size_t i = 0; i < (size_t) p_.n_kept; i++) {
-        for (size_t j = 0; j < i; j++) {
-            x_.gram[j * x_.kept_row + i] = x_.gram[i * x_.kept_row + j];
+    const auto t = (size_t) p_.n_kept;
+    for (size_t from = 0; from < t; from += STRIP) {
+        const size_t to = std::min(t, from + STRIP);
+        for (size_t j = 0; j < to; j++) {
+            for (size_t i = std::max(from, j + 1); i < to; i++) {
+                x_.gram[j * x_.kept_row + i] = x_.gram[i * x_.kept_row + j];
+            }
         }
     }
 }
@@ -172,17 +187,38 @@ void Fit::weigh_rows(bool relative) {
     descend();
 }
 
+// One weight for all rows to start from, the best one that is.
+void Fit::start_descent() {
+    const auto t      = (size_t) p_.n_kept;
+    double     across = 0.0, sought = 0.0;
+    for (size_t j = 0; j < t; j++) {
+        const float * row = x_.gram + j * x_.kept_row;
+        x_.row_sums[j]    = std::accumulate(row, row + t, 0.0);
+        across += x_.row_sums[j];
+        sought += x_.right_sums[j];
+    }
+    const float same = across > 0.0 ? (float) std::clamp(sought / across, (double) LEAST, (double) MOST) : 1.0f;
+    std::fill(x_.weights, x_.weights + t, same);
+    for (size_t j = 0; j < t; j++) {
+        x_.slope[j] = (float) ((double) same * x_.row_sums[j] - x_.right_sums[j]);
+    }
+}
+
 void Fit::descend() {
     const auto t = (size_t) p_.n_kept;
+    start_descent();
     for (int32_t sweep = 0; sweep < SWEEPS; sweep++) {
         float moved = 0.0f;
         for (size_t j = 0; j < t; j++) {
             const float * row = x_.gram + j * x_.kept_row;
             const float   own = row[j], was = x_.weights[j];
             // a row that no query looks at stands for as little as it may
-            const float best = own > 0.0f ? was - (float) ((double) kernels().dot(row, x_.weights, t) - x_.right_sums[j]) / own : LEAST;
-            x_.weights[j]    = std::clamp(best, LEAST, MOST);
-            moved            = std::max(moved, std::fabs(x_.weights[j] - was) / x_.weights[j]);
+            x_.weights[j]    = own > 0.0f ? std::clamp(was - x_.slope[j] / own, LEAST, MOST) : LEAST;
+            const float step = x_.weights[j] - was;
+            if (step != 0.0f) {
+                kernels().axpy(step, row, x_.slope, t);
+            }
+            moved = std::max(moved, std::fabs(step) / x_.weights[j]);
         }
         if (moved <= STILL) {
             return;
@@ -238,43 +274,6 @@ float Fit::norm() {
     return size;
 }
 
-// The lower triangle of the Gram matrix, ridge added, becomes its Cholesky factor.
-void Fit::factor(float ridge) {
-    for (size_t i = 0; i < (size_t) p_.n_kept; i++) {
-        float * row = x_.gram + i * x_.kept_row;
-        for (size_t j = 0; j < i; j++) {
-            const float * of = x_.gram + j * x_.kept_row;
-            row[j]           = (row[j] - kernels().dot(row, of, j)) / of[j];
-        }
-        // rounding takes no more from a diagonal than a part of the ridge
-        row[i] = std::sqrt(std::max(ridge / 2.0f, row[i] + ridge - kernels().dot(row, row, i)));
-    }
-}
-
-void Fit::substitute(float * values) const {
-    const Kernels & kn = kernels();
-    const auto      t = (size_t) p_.n_kept, dv = (size_t) p_.d_v;
-    const auto      row   = [&](size_t i) { return x_.right + i * x_.value_row; };
-    const auto      shrink = [&](size_t i) {
-        for (size_t c = 0; c < dv; c++) {
-            row(i)[c] /= x_.gram[i * x_.kept_row + i];
-        }
-    };
-    for (size_t i = 0; i < t; i++) {
-        for (size_t j = 0; j < i; j++) {
-            kn.axpy(-x_.gram[i * x_.kept_row + j], row(j), row(i), dv);
-        }
-        shrink(i);
-    }
-    for (size_t i = t; i-- > 0;) {
-        shrink(i);
-        for (size_t j = 0; j < i; j++) {
-            kn.axpy(-x_.gram[i * x_.kept_row + j], row(i), row(j), dv);
-        }
-        std::copy_n(row(i), dv, values + i * dv);
-    }
-}
-
 bool Fit::solve(float ridge, float * values) {
     const Kernels & kn = kernels();
     const auto      t = (size_t) p_.n_kept, n_values = t * (size_t) p_.d_v;
@@ -295,8 +294,14 @@ bool Fit::solve(float ridge, float * values) {
         add_gram(n, true, first);
     }
     mirror_gram();
-    factor(ridge * norm());
-    substitute(values);
+    const float penalty = ridge * norm();
+    for (size_t j = 0; j < t; j++) {
+        kn.axpy(penalty, p_.v + (size_t) (p_.kept[j] - p_.first) * (size_t) p_.d_v, x_.right + j * x_.value_row, (size_t) p_.d_v);
+    }
+    cholesky_solve({ x_.gram, x_.kept_row, p_.n_kept }, penalty, x_.right, x_.value_row, x_.factors);
+    for (size_t j = 0; j < t; j++) {
+        std::copy_n(x_.right + j * x_.value_row, p_.d_v, values + j * (size_t) p_.d_v);
+    }
     return std::all_of(values, values + n_values, [](float x) { return std::fabs(x) <= LARGEST; });
 }
 

@@ -22,10 +22,11 @@ struct FitProblem {
 
 // With z_it = cap(q_i . k_t) + b_t over all rows, m_i = max_t z_it, y_i = sum_t e^(z_it - m_i), and M the kept columns of
 // e^(z - m):
-//   weigh_rows  w = argmin |M w - y|^2 with e^-3 <= w <= e^3, by cyclic coordinate descent on M'M from w = 1: at most 200
-//               sweeps, until none of them moves a weight by more than 1e-5 of it; relative: of rows divided by y_i
+//   weigh_rows  w = argmin |M w - y|^2 with e^-3 <= w <= e^3, by cyclic coordinate descent on M'M from the one weight that is the
+//               best for all rows: at most 20 sweeps, until none of them moves a weight by more than 1e-3 of it; relative: of rows
+//               divided by y_i
 //   weigh_all   w = median_i(y_i / sum_j M_ij), in the same box, for all rows
-//   solve       C = argmin |X C - Y|^2 + ridge |X|_2^2 |C|^2 with X = softmax(z_kept + ln w), Y = softmax(z) V, by Cholesky
+//   solve       C = argmin |X C - Y|^2 + ridge |X|_2^2 |C - V_kept|^2 with X = softmax(z_kept + ln w), Y = softmax(z) V, by Cholesky
 // Products are float32, of 128 queries at a time, and added up in float32: values come out within 1e-2 of the largest one, and
 // biases within 0.1, of the definition's in float64 (pykvedge/lab/checks/rules.py).
 class Fit {
@@ -44,8 +45,8 @@ class Fit {
     struct Space {
         float *packed, *values, *logits, *outputs;
         float *kept, *top, *mass, *sought;
-        float *tile, *turned, *gram, *right, *weights, *work;
-        double * right_sums;
+        float *tile, *turned, *gram, *right, *weights, *work, *slope, *factors;
+        double *right_sums, *row_sums;
         size_t row, kept_row, value_row;
         size_t floats;
     };
@@ -55,10 +56,9 @@ class Fit {
     void clear_gram();
     void add_gram(int32_t n, bool values, int32_t first);
     void mirror_gram();
+    void start_descent();
     void descend();
     float norm();
-    void factor(float ridge);
-    void substitute(float * values) const;
 
     const FitProblem & p_;
     Space              x_;

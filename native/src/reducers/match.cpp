@@ -19,8 +19,8 @@ constexpr int32_t FEWEST = 512;  // queries of a head with few rows
 const Param PARAMS[] = {
     setting::words("bias", "row,head,none", "added to logits for the attention's mass: one for each row, one for all of a head, or nothing"),
     setting::words("mass", "absolute,relative", "whose error biases keep small: of the mass, which is largest where attention is spread, or of its share"),
-    setting::number("ridge", 1e-4, 1e-5, 1, "how much small values count beside small errors, as a share of the largest direction"),
-    setting::whole("queries", 4, 1, 64, "queries of the prompt for each row that is fitted, at least 512 of a head"),
+    setting::number("ridge", 0.01, 1e-5, 1, "how much it counts that values stay what they were, as a share of the largest direction"),
+    setting::whole("queries", 1, 1, 64, "queries of the prompt for each row that is fitted, at least 512 of a head"),
     {},
 };
 

@@ -5,7 +5,7 @@ head, over the T rows that are not protected, t of which stay, and n reference q
 
     z_it = q_i . k_t / sqrt(d) + b_t,   m_i = max_t z_it,   y_i = sum_t e^(z_it - m_i),   Y = softmax(z) V
     M = e^(z - m) of the kept rows;  w = argmin |M w - y|^2 with e^-3 <= w <= e^3       the attention's mass
-    X = softmax(z_kept + ln w);      C = argmin |X C - Y|^2 + ridge |X|_2^2 |C|^2       its output
+    X = softmax(z_kept + ln w);      C = argmin |X C - Y|^2 + ridge |X|_2^2 |C - V_kept|^2   its output
 
 The rows become (k, C, b + ln w); b is 0 but for rows that had biases before. A row's mass counts where its logit
 shares a softmax with others: protected rows, what the block stood beside, and tokens yet to come. `bias` = head takes
@@ -13,11 +13,15 @@ one weight for all rows, the median of y_i / sum_j M_ij in the same box, and `no
 divides the rows of M and y by y_i: queries that look at many rows alike count no more then than those that look at one.
 
 The released code clamps an unbounded least-squares solution to the box and takes two gradient steps, which leaves up to
-49 times the smallest residual, and has no ridge, so that values become hundreds of times as large as any. Here w is
-the minimum in the box: cyclic coordinate descent on M'M from w = 1, at most 200 sweeps, until none of them moves a
-weight by more than 1e-5 of it. The paper asks the model about its context for queries, or has it repeat that; these
-are the prompt's own, all of them against all rows, earlier and later ones, as its cheapest kind. They wait in half
-precision for the end of the prompt. max(queries * t, 512) of them are taken, spread evenly over the tokens.
+49 times the smallest residual, and has no ridge, so that values become hundreds of times as large as any. Here w comes
+from cyclic coordinate descent on M'M in the box, from the one weight that is best for all rows: at most 20 sweeps, till
+none of them moves a weight by more than 1e-3 of it. More of them change biases on which hardly any query hangs, and no
+answer. The ridge pulls values to what they were: what the queries say nothing of stays.
+
+The paper asks the model about its context for queries, or has it repeat that; these are the prompt's own, all of them
+against all rows, earlier and later ones, as its cheapest kind. They wait in half precision for the end of the prompt.
+max(queries * t, 512) of them are taken: half of them of the last tokens, which are what answers ask like, the others of
+tokens spread evenly over those before.
 
 Where there are fewer queries than rows, or values come out beyond what a half can be, the head stays as `evict` leaves
 it.
@@ -31,17 +35,19 @@ from pykvedge.plans.stages.base import Head, Reducer, Settings
 
 FEWEST = 512
 BOX = (float(np.exp(-3.0)), float(np.exp(3.0)))
-SWEEPS = 200
-STILL = 1e-5
+SWEEPS = 20
+STILL = 1e-3
 TINY = 1e-30
 LARGEST = 6e4
 
 
 def reference_queries(q: np.ndarray, wanted: int) -> np.ndarray:
-    """At least `wanted` of the queries q [g, n, d], if there are so many, of evenly spread tokens: [g * m, d]."""
+    """At least `wanted` of the queries q [g, n, d], if there are so many: [g * m, d]. Half are of the last tokens."""
     group, n_tokens, size = q.shape
     count = min(n_tokens, -(-wanted // group))
-    tokens = (2 * np.arange(count) + 1) * n_tokens // (2 * count)
+    last = count // 2
+    spread = (2 * np.arange(count - last) + 1) * (n_tokens - last) // (2 * (count - last))
+    tokens = np.concatenate([spread, np.arange(n_tokens - last, n_tokens)])
     with np.errstate(over="ignore"):
         halves = (q * (np.float32(1) / np.sqrt(np.float32(size)))).astype(np.float16)
     return halves[:, tokens].reshape(-1, size).astype(np.float64)
@@ -55,7 +61,9 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 
 def weights_in_box(m: np.ndarray, y: np.ndarray) -> np.ndarray:
     """argmin |m w - y|^2 with every weight in BOX, by coordinate descent. m [n, t], y [n] -> [t]."""
-    gram, right, w = m.T @ m, m.T @ y, np.ones(m.shape[1])
+    gram, right = m.T @ m, m.T @ y
+    across = gram.sum()
+    w = np.full(len(right), np.clip(right.sum() / across, *BOX) if across > 0 else 1.0)
     for _ in range(SWEEPS):
         before = w.copy()
         for j, own in enumerate(np.diag(gram)):
@@ -77,10 +85,10 @@ def weights(logits: np.ndarray, kept: np.ndarray, settings: Settings) -> np.ndar
     return weights_in_box(m / y[:, None], np.ones_like(y)) if settings["mass"] == "relative" else weights_in_box(m, y)
 
 
-def ridge_values(x: np.ndarray, outputs: np.ndarray, ridge: float) -> np.ndarray:
-    """argmin |x c - outputs|^2 + ridge |x|_2^2 |c|^2. x [n, t], outputs [n, d] -> [t, d]."""
+def ridge_values(x: np.ndarray, outputs: np.ndarray, own: np.ndarray, ridge: float) -> np.ndarray:
+    """argmin |x c - outputs|^2 + ridge |x|_2^2 |c - own|^2. x [n, t], outputs [n, d], own [t, d] -> [t, d]."""
     penalty = ridge * np.linalg.norm(x, 2) ** 2
-    return np.linalg.solve(x.T @ x + penalty * np.eye(x.shape[1]), x.T @ outputs)
+    return np.linalg.solve(x.T @ x + penalty * np.eye(x.shape[1]), x.T @ outputs + penalty * own)
 
 
 def reduce(head: Head, settings: Settings) -> tuple[np.ndarray, ...]:
@@ -99,7 +107,7 @@ def reduce(head: Head, settings: Settings) -> tuple[np.ndarray, ...]:
     logits = q @ k[rows].T + before[rows]
     w = weights(logits, kept, settings)
     x = softmax(logits[:, kept] + np.log(w))
-    fit = ridge_values(x, softmax(logits) @ v[rows], settings["ridge"])
+    fit = ridge_values(x, softmax(logits) @ v[rows], values[fitted], settings["ridge"])
     if np.abs(fit).max() > LARGEST:
         return plain
     values[fitted] = fit
