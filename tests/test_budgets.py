@@ -70,6 +70,7 @@ SETTINGS = {
         {"allocator": "prefix", "allocator.source": "profile"},
         {"allocator": "prefix", "allocator.source": "profile", "scorer": "cumulative", "recent": 3},
         {"allocator": "calibrated", "allocator.share_of": "prompt", "recent": 3},
+        {"allocator": "calibrated", "allocator.unmeasured": "ada", "recent": 3},
         {"allocator": "heads", "allocator.rule": "headkv"},
         {"allocator": "heads", "allocator.rule": "headkv", "allocator.beta": 1.0},
         {"allocator": "heads", "allocator.rule": "headkv", "allocator.beta": 40.0, "recent": 0},
@@ -90,6 +91,8 @@ SETTINGS = {
         *({"reducer": name, "reducer.bias": "mass"} for name in ("averaged", "pivotal", "position", "feature")),
         {"reducer": "weighted", "reducer.bias": "mass", "reducer.clamp": True},
         {"reducer": "bucket", "reducer.bias": "mass", "reducer.into_protected": True},
+        {"reducer": "match", "reducer.bias": "head", "reducer.queries": 2},
+        {"reducer": "match", "reducer.mass": "relative", "reducer.ridge": 0.1, "scorer": "cumulative"},
     ],
 }
 

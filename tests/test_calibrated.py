@@ -38,7 +38,7 @@ def counts_of(values, n_tokens, budget, recent=0, share_of="budget"):
     values = np.asarray(values, dtype=np.float32)
     shape = Prompt(np.zeros((*values.shape, n_tokens)), np.zeros(n_tokens, dtype=bool), budget, recent, (),
                    ProfileTable(values, NONE), fixed_recent=recent)  # fmt: skip
-    return member("allocator", "calibrated").allocate(shape, {"share_of": share_of})
+    return member("allocator", "calibrated").allocate(shape, {"share_of": share_of, "unmeasured": "refuse"})
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)
@@ -80,6 +80,22 @@ def test_both_engines_keep_the_same(native, scorer, heads):
         plan = pykvedge.plan("h2o", budget, scorer=scorer, allocator="calibrated", **given_,
                              **{"allocator.share_of": share_of})  # fmt: skip
         assert_same(plan, prompt(n_tokens, heads, layers=3))
+
+
+@pytest.mark.parametrize("scorer", ["mixkv", "window", "knorm"])
+def test_a_model_that_nobody_measured_is_shared_out_by_the_prompt(native, scorer):
+    """As allocator ada with its defaults, in both engines; whole or layer by layer."""
+    settings_ = {"scorer": scorer, "recent": 1, "sinks": 1}
+    by_prompt = pykvedge.plan("h2o", 0.2, allocator="calibrated", **settings_, **{"allocator.unmeasured": "ada"})
+    plain, p = pykvedge.plan("h2o", 0.2, allocator="ada", **settings_), prompt(150, (4, 2), layers=3)
+    assert by_prompt.does_without("allocator") and not plain.does_without("allocator")
+    for engine in ("native", "numpy"):
+        ours, wanted = (pykvedge.compress(one, *p.arguments, engine=engine) for one in (by_prompt, plain))
+        for layer in range(3):
+            for a, b in zip(ours.kept[layer], wanted.kept[layer], strict=True):
+                assert a.tolist() == b.tolist()
+    measured = pykvedge.compress(by_prompt, *p.arguments, profile=profile_of([[5, 1], [2, 2], [1, 1]]))
+    assert [len(head) for head in measured.kept[0]] == [75, 15]  # a profile that is there counts
 
 
 def test_a_head_keeps_what_it_was_granted(native):

@@ -65,6 +65,8 @@ def find(plan: Plan, model: str | os.PathLike[str], given: Given = None, spare: 
         if stage not in out:
             places = [place / file_name(kind, wanted) for place in (folder(), SHIPPED)]
             path = next((path for path in places if path.is_file()), None)
+            if path is None and plan.does_without(stage):
+                continue
             if path is None:
                 raise missing(plan, stage, f"of {Path(model).name} ")
             out[stage] = str(path), load(path)

@@ -216,6 +216,10 @@ class Plan:
         }
         return {stage: kind for stage, kind in kinds.items() if kind}
 
+    def does_without(self, stage: str) -> bool:
+        """Says whether a stage that profile_kinds() names goes on without one, for a model that has none."""
+        return stage == "allocator" and registry.allocator(self.allocator).does_without(self.settings("allocator"))
+
     def as_text(self) -> dict[str, str]:
         """Writes the fields as kvedge_plan_set takes them, in an order that it accepts."""
         out = {stage: getattr(self, stage) for stage in STAGES}

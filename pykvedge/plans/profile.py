@@ -185,6 +185,8 @@ def for_arrays(plan: Plan, given: Given, n_layers: int, n_heads: int, n_heads_kv
     kinds = plan.profile_kinds()
     out = {stage: profile for stage, (_, profile) in assigned(plan, given, spare=False).items()}
     for stage, kind in kinds.items():
+        if stage not in out and plan.does_without(stage):
+            continue
         if stage not in out:
             raise missing(plan, stage, "")
         found = out[stage].values.shape

@@ -1,5 +1,5 @@
 // Calibrated: shares of all pairs, one a KV head, that a calibration exchanged between the heads (`kvedge calibrate budgets`),
-// become whole numbers.
+// become whole numbers. For a model that nobody calibrated the prompt decides, as allocator ada has it.
 
 #include "core/profile.h"
 #include "primitives/share.h"
@@ -9,16 +9,38 @@
 
 namespace kvedge {
 
+extern const Allocator allocator_ada;
+
 namespace {
 
-enum { SHARE_OF };
+enum { SHARE_OF, UNMEASURED };
 
 const Param PARAMS[] = {
     setting::words("share_of", "budget,prompt", "what a share is a part of: all pairs of the budget; with prompt the budget is not met"),
+    setting::words("unmeasured", "refuse,ada", "a model without a profile: refuse, or share out by the prompt as allocator ada does"),
     {},
 };
 
+bool by_prompt(const double * params) { return params[UNMEASURED] != 0; }
+
+uint32_t wants(const double * params) { return by_prompt(params) ? (uint32_t) WANTS_ATTENTION : 0u; }
+
+// As allocator ada with its defaults.
+void allocate_by_prompt(const AllocateInput & in, std::vector<std::vector<int32_t>> & out) {
+    double usual[MAX_PARAMS] = {};
+    for (int32_t i = 0; allocator_ada.params[i].name; i++) {
+        usual[i] = allocator_ada.params[i].fallback;
+    }
+    AllocateInput without = in;
+    without.params        = usual;
+    allocator_ada.allocate(without, out);
+}
+
 void allocate(const AllocateInput & in, std::vector<std::vector<int32_t>> & out) {
+    if (!in.profile) {
+        allocate_by_prompt(in, out);
+        return;
+    }
     const int32_t       least = std::max(1, in.fixed_recent);
     std::vector<double> shares;
     for (const LayerShape & s : *in.shapes) {
@@ -43,6 +65,11 @@ void allocate(const AllocateInput & in, std::vector<std::vector<int32_t>> & out)
 
 }  // namespace
 
-extern const Allocator allocator_calibrated = { { "calibrated", PARAMS, [](const double *) { return ProfileKind::head_shares; } }, allocate, nullptr, [](const kvedge_plan &) { return Reach::layer; } };
+extern const Allocator allocator_calibrated = {
+    { "calibrated", PARAMS, [](const double *) { return ProfileKind::head_shares; }, by_prompt },
+    allocate,
+    wants,
+    [](const kvedge_plan &) { return Reach::layer; },
+};
 
 }  // namespace kvedge

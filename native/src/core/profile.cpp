@@ -98,7 +98,11 @@ kvedge_status check_profiles(
         if (kind == ProfileKind::none) {
             continue;
         }
-        const char * name = plan_member(plan, stage).name;
+        const Member & m    = plan_member(plan, stage);
+        const char *   name = m.name;
+        if (!plan.profiles[stage] && m.does_without && m.does_without(plan.params[stage])) {
+            continue;
+        }
         if (!plan.profiles[stage]) {
             return fail(err, KVEDGE_E_ARGUMENT, "%s '%s' needs a profile of the model and was given none; make one with `kvedge calibrate %s`",
                         STAGE_NAMES[stage], name, text_of(kind).command);

@@ -52,6 +52,7 @@ struct Member {
     const char *  name;
     const Param * params;                                   // NULL: none
     ProfileKind (*profile)(const double * params) = nullptr;  // NULL: takes none, whatever its settings
+    bool (*does_without)(const double * params) = nullptr;    // where a model has no profile; NULL: it is refused then
 };
 
 // What kvedge_plan_add_scorer and its like were given (custom.h).

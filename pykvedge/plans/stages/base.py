@@ -232,6 +232,7 @@ class Allocator:
     params: tuple[Param, ...] = ()
     by_place: bool = False  # counts depend on the number of the head, and be it for equal remainders
     profile: Callable[[Settings], str | None] = lambda settings: None
+    does_without: Callable[[Settings], bool] = lambda settings: False  # where a model has no profile
     stage: str = "allocator"
 
 

@@ -8,6 +8,8 @@ largest remainder meets the total. The released code truncates, lets no head kee
 tokens, and misses the total.
 
 `share_of = prompt` grants each head that share of the prompt, whatever the budget: so heads are measured one by one.
+
+For a model without a profile `unmeasured = ada` shares out by the prompt, as allocator ada does with its defaults.
 """
 
 from __future__ import annotations
@@ -15,10 +17,12 @@ from __future__ import annotations
 import numpy as np
 
 from pykvedge.errors import ProfileError
+from pykvedge.plans.stages.allocator import ada
 from pykvedge.plans.stages.base import Allocator, Prompt, Settings
 from pykvedge.plans.stages.shares import round_shares
 
 KIND = "head-budgets"
+USUAL = {"floor": 0.2, "normalize": True, "budget_score": "attention", "rounding": "exact"}  # of allocator ada
 
 
 def allocate(prompt: Prompt, settings: Settings) -> np.ndarray:
@@ -26,6 +30,8 @@ def allocate(prompt: Prompt, settings: Settings) -> np.ndarray:
 
     With share_of = prompt the sum is what the shares come to. Raises ProfileError.
     """
+    if prompt.profile is None and settings["unmeasured"] == "ada":
+        return ada.allocate(prompt, USUAL)
     if prompt.profile is None:
         raise ProfileError("allocator 'calibrated' needs a profile; make one with `kvedge calibrate budgets`")
     shares, n_tokens = prompt.profile.values.astype(np.float64), prompt.scores.shape[2]
@@ -41,5 +47,6 @@ MEMBER = Allocator(
     source="Fast KV Compaction via Attention Matching, released code",
     allocate=allocate,
     profile=lambda settings: KIND,
+    does_without=lambda settings: settings["unmeasured"] != "refuse",
     by_place=True,  # a profile belongs to the heads of one model
 )
