@@ -53,13 +53,13 @@ def test_presets_are_compositions_that_hold_together():
     assert pykvedge.methods()[:4] == ["full", "streaming-llm", "h2o", "lookm"]
     for name in pykvedge.methods():
         made = pykvedge.plan(name)
-        assert made.method == name and made.budget.ratio == {"full": 1.0, "mixkv": 0.5}.get(name, 0.2)
+        assert made.method == name and made.budget.ratio == {"full": 1.0, "mixkv": 0.5, "kvedge": 0.5}.get(name, 0.2)
         assert preset(name).summary and preset(name).reference
 
 
 @pytest.mark.parametrize(("budget", "settings"), [(None, {}), (0.2, {}), (64, {"sinks": 4, "scorer.window": 8})])
 def test_naming_the_default_method_changes_nothing(budget, settings):
-    named, unnamed = pykvedge.plan("mixkv", budget, **settings), pykvedge.default_plan(budget, **settings)
+    named, unnamed = pykvedge.plan("kvedge", budget, **settings), pykvedge.default_plan(budget, **settings)
     assert named == unnamed and named.budget.value == (0.5 if budget is None else budget)
 
 

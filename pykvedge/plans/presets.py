@@ -16,6 +16,7 @@ from pykvedge.plans.stages.members import STAGES
 # least. What it keeps hardly depends on the question, so that the next question finds what it needs. Its budget is half
 # of the prompt, whether it is named or not: no model but the demo model was measured.
 DEFAULT_METHOD = "kvedge"
+STREAM_METHOD = "mixkv"  # where nobody chose one for a stream, in which all heads hold as many pairs
 DEFAULT_PRUNER = "residual"  # where only the number of image tokens is said
 
 
@@ -142,7 +143,7 @@ _PRESETS = (
     ),
     Preset(
         "kvedge",
-        "mixkv with a window of 8, all of which competes, and the budgets of calibrated, or of ada where there are none",
+        "mixkv with a window of 8, all of which competes, and heads' budgets by calibration, or as in adakv without one",
         _KVEDGE,
         {
             "scorer": "mixkv",
