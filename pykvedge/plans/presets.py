@@ -143,7 +143,7 @@ _PRESETS = (
     ),
     Preset(
         "kvedge",
-        "mixkv with a window of 8, all of which competes, and heads' budgets by calibration, or as in adakv without one",
+        "mixkv with a window of 8, all of which competes, and budgets of heads by calibration, or as adakv has them",
         _KVEDGE,
         {
             "scorer": "mixkv",
