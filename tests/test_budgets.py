@@ -92,7 +92,7 @@ SETTINGS = {
         {"reducer": "weighted", "reducer.bias": "mass", "reducer.clamp": True},
         {"reducer": "bucket", "reducer.bias": "mass", "reducer.into_protected": True},
         {"reducer": "match", "reducer.bias": "head", "reducer.queries": 2},
-        {"reducer": "match", "reducer.mass": "relative", "reducer.ridge": 0.1, "scorer": "cumulative"},
+        {"reducer": "match", "reducer.mass": "absolute", "reducer.ridge": 0.1, "scorer": "cumulative"},
     ],
 }
 

@@ -18,8 +18,8 @@ constexpr int32_t FEWEST = 512;  // queries of a head with few rows
 
 const Param PARAMS[] = {
     setting::words("bias", "row,head,none", "added to logits for the attention's mass: one for each row, one for all of a head, or nothing"),
-    setting::words("mass", "absolute,relative", "whose error biases keep small: of the mass, which is largest where attention is spread, or of its share"),
-    setting::number("ridge", 0.01, 1e-5, 1, "how much it counts that values stay what they were, as a share of the largest direction"),
+    setting::words("mass", "relative,absolute", "whose error biases keep small: of the share of the mass, or of the mass, which is largest where attention is spread"),
+    setting::number("ridge", 0.3, 1e-5, 1, "how much it counts that values stay what they were, as a share of the largest direction"),
     setting::whole("queries", 1, 1, 64, "queries of the prompt for each row that is fitted, at least 512 of a head"),
     {},
 };
@@ -69,7 +69,7 @@ void reduce(const ReduceInput & in, const ReducedRows & out) {
     const auto at = (size_t) (p.kept - in.kept);
     fit.attend();
     switch ((int32_t) in.params[BIASES]) {
-        case PER_ROW:  fit.weigh_rows(in.params[MASS] != 0); break;
+        case PER_ROW:  fit.weigh_rows(in.params[MASS] == 0); break;
         case PER_HEAD: fit.weigh_all(); break;
         default:       break;
     }
