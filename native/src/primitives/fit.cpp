@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
 #include <numeric>
 
 namespace kvedge {
@@ -27,6 +28,9 @@ constexpr float   LARGEST  = 6e4f;   // that a half holds, rounded up or down
 constexpr size_t  WIDEST_PANEL = 64;
 
 size_t up16(size_t n) { return (n + 15) / 16 * 16; }
+
+// The first place for a double from `at` on, which lies where floats may.
+double * doubles(float * at) { return (double *) (((uintptr_t) at + alignof(double) - 1) / alignof(double) * alignof(double)); }
 
 }  // namespace
 
@@ -57,8 +61,8 @@ Fit::Space Fit::lay_out(float * base, const ReduceSize & size) {
     x.weights = take(x.kept_row);
     x.work    = take(x.kept_row);
     x.slope   = take(x.kept_row);
-    x.right_sums = (double *) take(2 * t);
-    x.row_sums   = (double *) take(2 * t);
+    x.right_sums = doubles(take(2 * t + 1));
+    x.row_sums   = doubles(take(2 * t + 1));
     x.factors = take(cholesky_floats(size.n_kept, x.value_row));
     return x;
 }
