@@ -10,6 +10,7 @@ import pytest
 
 import pykvedge
 from pykvedge.errors import NothingToCompressError, StateError, UnknownNameError, UnsupportedError, UsageError
+from pykvedge.plans.presets import DEFAULT_METHOD
 
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 4
 
@@ -70,7 +71,7 @@ def test_prompts_in_pieces_are_compressed_once_and_whole(llama_of, n_batch):
 
 def test_naming_the_default_method_changes_nothing(llama_of):
     kept = []
-    for method in (None, "mixkv"):
+    for method in (None, DEFAULT_METHOD):
         llm = llama_of()
         with pykvedge.attach(llm, method) as attached:
             llm.eval(llm.tokenize(PROMPT.encode()))

@@ -104,11 +104,12 @@ void run_tasks(int32_t n, int32_t n_threads, const std::function<void(int32_t, i
     }
 }
 
-// Whether several query rows, or weights, may be rounded to 16 bits against the largest of each block of such rows.
-bool in_16_bits(Type type) {
+// Whether query rows, or weights, may be rounded to 16 bits against the largest of each block of them: several of them to a
+// KV head, or on 64-bit ARM any number (kernels_neondot_q.h).
+bool in_16_bits(Type type, bool several) {
     const std::string name = kernels().name;
-    const bool        dot  = name == "neondot" || name == "neoni8mm";  // kernels_neondot_q.h
-    return unrotated(type) == Type::q8_0 || (dot && unrotated(type) == Type::q4_0);
+    const bool        dot  = name == "neondot" || name == "neoni8mm";
+    return unrotated(type) == Type::q8_0 ? several || dot : dot && unrotated(type) == Type::q4_0;
 }
 
 // Decodes n tokens on several threads. One token's weights, and what it adds to column sums, are compared with the oracle.
@@ -127,7 +128,8 @@ void check_decode(const Case & c, const Sequence & seq, AttendJob job, const Exp
     partials.start(c.Hkv);
     const int32_t splits = decode_splits(job, n_threads);
     run_tasks(decode_tasks(job, splits), n_threads, [&](int32_t i, int32_t) { decode_task(job, i, splits, partials); });
-    const bool rounds = job.n * c.H > c.Hkv && (in_16_bits(c.storage.k) || in_16_bits(c.storage.v));
+    const bool several = job.n * c.H > c.Hkv;
+    const bool rounds  = in_16_bits(c.storage.k, several) || in_16_bits(c.storage.v, several);
     for (size_t i = 0; i < e.out.size(); i++) {
         CHECK(close_to(job.out[i], e.out[i], rounds ? 1e-4 : 2e-5));
     }
