@@ -12,8 +12,8 @@ import pykvedge
 from pykvedge.plans.registry import members
 
 FAMILY = [name for name in pykvedge.methods() if pykvedge.plan(name).scorer in ("window", "mixkv")]
-for calibrated in ("calibrated", "kvedge"):  # a head's share counts its window, too, and may be smaller than one at any budget
-    FAMILY.remove(calibrated)
+for uneven in ("calibrated", "kvedge"):  # a head's share counts its window, too, and may be smaller than one
+    FAMILY.remove(uneven)
 SCORERS = [{"scorer": "window"}, {"scorer": "mixkv"}, {"scorer": "cumulative", "scorer.window": 32}]
 SMALL = (1, 2, 3, 16, 31, 32, 33, 34, 40, 47, 63)
 
