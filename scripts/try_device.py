@@ -1,13 +1,15 @@
 """Conversations on a device of ggml's against the same on the host: what each method keeps, and what it answers.
 
     python3 scripts/dev.py python scripts/try_device.py vulkan
-    python3 scripts/dev.py python scripts/try_device.py vulkan -DVulkan_INCLUDE_DIR=... --method full --method adakv
+    python3 scripts/dev.py python scripts/try_device.py vulkan -DVulkan_INCLUDE_DIR=... --model demo --method adakv
     python3 scripts/dev.py python scripts/try_device.py cuda -DCMAKE_CUDA_ARCHITECTURES=86 --model model.gguf
 
 Builds that backend as a module in build/BACKEND, where it is not yet, and loads it beside the libraries that there are.
-Without --model it asks tiny models of random weights, one with heads that have flash attention on every device and one
-with heads that have not. Software devices count: Vulkan on Mesa's lavapipe needs Mesa 25, headers of Vulkan 1.4 and
-GGML_VK_VISIBLE_DEVICES=0, and compiles its shaders for minutes the first time.
+Without --model it asks the packaged model about a picture, and tiny models of random weights: heads that have flash
+attention on every device, as many KV heads as query heads; heads that have not, half as many; and positions of M-RoPE.
+Then llama.cpp alone reads on the same device what kvedge's uncompressed cache reads: how far logits are apart, and into
+how many parts each of them splits its graphs. Software devices count: Vulkan on Mesa's lavapipe needs Mesa 25, headers
+of Vulkan 1.4 and GGML_VK_VISIBLE_DEVICES=0, and compiles its shaders for minutes the first time.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +28,20 @@ from llama_source import ROOT, SourceError, ended, log
 from modelgen.tiny import default_spec, write_tiny
 
 sys.path.insert(0, str(ROOT / "tests"))
-METHODS = ("full", "knorm", "snapkv", "adakv", "lookm")
 WORDS = "The quick brown fox jumps over the lazy dog and looks at the picture. "
 MESSAGES = ((WORDS * 5, ()), (WORDS * 2, ()))
+QUESTIONS = (("What is the code?", (str(ROOT / "examples" / "scene-1.png"),)), ("What shape is red?", ()))
+OTHERS, KL = 0.05, 1e-4  # what rounding explains: a share of pairs, and nats
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A model, and what it is asked."""
+
+    name: str
+    model: Path
+    mmproj: Path | None = None
+    messages: Any = MESSAGES
 
 
 def build(backend: str, given: list[str]) -> Path:
@@ -51,39 +64,70 @@ def build(backend: str, given: list[str]) -> Path:
     return found[0]
 
 
-def cases(model: Path | None, methods: list[str], folder: Path) -> list[dict[str, Any]]:
-    """Lists conversations for the worker."""
+def models(asked: list[str], folder: Path) -> list[Tried]:
+    """Lists models: those named, or the packaged one and tiny ones."""
     import pykvedge
 
-    models = {"given": model}
-    if model is None:
-        wide = replace(default_spec("llama"), head_size=64, n_heads=8, n_heads_kv=4)
-        models = {
-            "heads of 64": write_tiny("llama", folder / "wide", spec=wide)[0],
-            "heads of 32": write_tiny("llama", folder / "narrow")[0],
-        }
+    data = Path(pykvedge.__file__).parent / "data"
+    demo = Tried("demo", data / "demo-model.gguf", data / "demo-mmproj.gguf", QUESTIONS)
+    if asked:
+        return [demo if name == "demo" else Tried(Path(name).stem, Path(name)) for name in asked]
+    wide = replace(default_spec("llama"), head_size=64, n_heads=8, n_heads_kv=8)
     return [
-        {
-            "name": f"{name}, {method}",
-            "model": str(path),
-            "mmproj": None,
-            "profile": None,
-            "plan": pykvedge.plan(method, None if method == "full" else 0.4).to_json(),
-            "messages": MESSAGES,
-        }
-        for name, path in models.items()
-        for method in methods
+        demo,
+        Tried("heads of 64", write_tiny("llama", folder / "wide", spec=wide)[0]),
+        Tried("heads of 32", write_tiny("llama", folder / "narrow")[0]),
+        Tried("M-RoPE", write_tiny("qwen2vl", folder / "mrope")[0]),
     ]
 
 
-def talk(cases: list[dict[str, Any]], settings: dict[str, Any], module: Path | None) -> list[dict[str, Any]]:
-    """Runs conversations in a process of their own. Raises SourceError where it fails."""
-    job = {"cases": cases, "settings": {"kv_type": "f16", **settings}, "module": module and str(module)}
-    worker = [sys.executable, str(ROOT / "tests" / "device_worker.py")]
-    done = subprocess.run(worker, input=json.dumps(job), stdout=subprocess.PIPE, text=True, check=False)
+def cases(tried: list[Tried], methods: list[str], folder: Path) -> list[dict[str, Any]]:
+    """Lists conversations for the worker."""
+    from profilefiles import write_profile
+
+    import pykvedge
+
+    out = []
+    for of in tried:
+        for method in methods:
+            plan = pykvedge.plan(method, None if method == "full" else 0.4)
+            profile = [str(write_profile(of.model, kind, folder)) for kind in plan.profile_kinds().values()]
+            out.append(
+                {
+                    "name": f"{of.name}, {method}",
+                    "model": str(of.model),
+                    "mmproj": of.mmproj and str(of.mmproj),
+                    "profile": profile or None,
+                    "plan": plan.to_json(),
+                    "messages": of.messages,
+                }
+            )
+    return out
+
+
+def work(worker: str, job: dict[str, Any]) -> list[dict[str, Any]]:
+    """Runs a job in a process of its own, as devices stay until it ends. Raises SourceError where it fails."""
+    command = [sys.executable, str(ROOT / "tests" / worker)]
+    done = subprocess.run(command, input=json.dumps(job), stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode != 0:
-        raise SourceError(f"the conversations with {settings or 'the host'} ended with code {done.returncode}")
+        raise SourceError(f"{worker} ended with code {done.returncode}")
     return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def talk(asked: list[dict[str, Any]], device: str, module: Path | None) -> list[dict[str, Any]]:
+    """Runs conversations. Raises SourceError where it fails."""
+    log(f"{len(asked)} conversations on {device if module else 'the host'}")
+    settings = {"kv_type": "f16", "device": device}
+    return work("device_worker.py", {"cases": asked, "settings": settings, "module": module and str(module)})
+
+
+def against_stock(of: Tried, module: Path) -> dict[str, Any]:
+    """Reads the same with llama.cpp and with kvedge's uncompressed cache; returns a row of the second table."""
+    import pykvedge
+
+    log(f"llama.cpp and kvedge with {of.name}")
+    job = {"model": str(of.model), "module": str(module), "plans": [pykvedge.plan("full").to_json()]}
+    return {"case": of.name, **work("device_logits.py", job)[0]}
 
 
 def compare(case: dict[str, Any], host: dict[str, Any], device: dict[str, Any]) -> dict[str, Any]:
@@ -103,14 +147,33 @@ def compare(case: dict[str, Any], host: dict[str, Any], device: dict[str, Any]) 
     }
 
 
+def show(rows: list[dict[str, Any]], logits: list[dict[str, Any]]) -> None:
+    """Prints both tables."""
+    for row in rows:
+        print(f"{row['case']:28} {row['other_pairs']:8.4f} other pairs, {row['same_answers']} of {row['answers']} "
+              f"answers alike, {row['device_bytes']:9} bytes on {', '.join(row['devices'])}")  # fmt: skip
+    for row in logits:
+        print(f"{row['case']:28} KL of the uncompressed cache to llama.cpp {row['kl']:.1e}, graphs in as many parts: "
+              f"{'yes' if same_parts(row) else 'no'}, {row['splits']['kvedge']}")  # fmt: skip
+
+
+def same_parts(row: dict[str, Any]) -> bool:
+    """Tells whether graphs were split as llama.cpp's own."""
+    return row["splits"]["kvedge"] == row["splits"]["stock"]
+
+
 def main() -> int:
-    """Prints a table. Exit code: 1 where nothing lay on a device, or heads kept other pairs than rounding explains."""
+    """Prints tables. Exit code: 1 where nothing lay on a device, or where more differs than rounding explains."""
+    import pykvedge
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("backend", help="vulkan, cuda, metal, ... as in GGML_VULKAN")
     parser.add_argument("--module", type=Path, help="the backend's library, if it was built elsewhere")
     parser.add_argument("--device", default="auto", help="its name, where there are several (default %(default)s)")
-    parser.add_argument("--model", type=Path, help="a GGUF file instead of tiny models")
-    parser.add_argument("--method", action="append", default=[], help=f"repeatable (default {', '.join(METHODS)})")
+    parser.add_argument(
+        "--model", action="append", default=[], help="'demo' or a GGUF file, repeatable (default: above)"
+    )
+    parser.add_argument("--method", action="append", default=[], help="repeatable (default: all)")
     parser.add_argument("--json", action="store_true")
     args, options = parser.parse_known_args()
     if any(not option.startswith("-D") or "=" not in option for option in options):
@@ -119,19 +182,17 @@ def main() -> int:
     if not module.is_file():
         raise SourceError(f"{module} is no file")
     with tempfile.TemporaryDirectory() as folder:
-        asked = cases(args.model, args.method or list(METHODS), Path(folder))
-        log(f"{len(asked)} conversations on the host")
-        host = talk(asked, {"device": "none"}, None)
-        log(f"{len(asked)} conversations on {args.device}, with {module.name}")
-        device = talk(asked, {"device": args.device}, module)
+        tried = models(args.model, Path(folder))
+        asked = cases(tried, args.method or list(pykvedge.methods()), Path(folder))
+        host, device = talk(asked, "none", None), talk(asked, args.device, module)
+        logits = [against_stock(of, module) for of in tried]
     rows = [compare(*three) for three in zip(asked, host, device, strict=True)]
     if args.json:
-        print(json.dumps(rows, indent=2))
+        print(json.dumps({"conversations": rows, "logits": logits}, indent=2))
     else:
-        for row in rows:
-            print(f"{row['case']:24} {row['other_pairs']:8.4f} other pairs, {row['same_answers']} of {row['answers']} "
-                  f"answers alike, {row['device_bytes']:9} bytes on {', '.join(row['devices'])}")  # fmt: skip
-    return int(any(row["other_pairs"] > 0.05 or not row["device_bytes"] for row in rows))
+        show(rows, logits)
+    odd = any(row["other_pairs"] > OTHERS or not row["device_bytes"] for row in rows)
+    return int(odd or any(row["kl"] > KL or not same_parts(row) for row in logits))
 
 
 if __name__ == "__main__":

@@ -7,15 +7,14 @@ stdout: a line of JSON for each case: what each head holds after every message, 
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import json
 import sys
 
+import backends
 from attached import held
 
 import pykvedge
-from pykvedge.native import libraries, llamacpp
 from pykvedge.native.calls import lib
 from pykvedge.plans.plan import Plan
 from pykvedge.runtime import loaded
@@ -36,18 +35,9 @@ def talk(case, settings):
     return out
 
 
-def load_module(path):
-    llamacpp.start(verbose=False, vision=False)
-    ggml = ctypes.CDLL(str(libraries.require_dir() / libraries.file_name("ggml")))
-    ggml.ggml_backend_load.restype, ggml.ggml_backend_load.argtypes = ctypes.c_void_p, [ctypes.c_char_p]
-    if not ggml.ggml_backend_load(path.encode()):
-        sys.exit(f"ggml cannot load {path}")
-
-
 # an encoder on a server has its weights as the file does, and so rounds otherwise than one whose weights are packed
 loaded.Encoder = functools.partial(loaded.Encoder, packed=False)
 job = json.load(sys.stdin)
-if job.get("module"):
-    load_module(job["module"])
+backends.prepare({"module": job.get("module")})
 for case in job["cases"]:
     print(json.dumps(talk(case, job["settings"])), flush=True)

@@ -1,0 +1,83 @@
+"""llama.cpp alone and with kvedge on the same devices: how far their logits are apart, and how they split their graphs.
+
+stdin: one JSON object with a "model", "plans" and what backends.prepare takes. All layers lie on the devices there are.
+stdout: a line of JSON for each plan: "kl", the largest divergence of kvedge from llama.cpp after a prompt or a token,
+"splits" of the graphs that ran, {"stock": {"prompt": [...], "token": [...]}, "kvedge": ...}, and "device_bytes".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+os.environ["GGML_SCHED_DEBUG"] = "1"  # the scheduler says how it splits; read when a context is made
+
+import backends
+import numpy as np
+from contexts import TinyContext, random_tokens
+
+from pykvedge.native.abi import DEVICES_ALL
+from pykvedge.plans.plan import Plan
+from pykvedge.runtime import libkvedge
+
+PROMPT, ANSWER = 300, 20
+MARK = "## SPLIT #"
+
+
+class OnDevices(TinyContext):
+    def __init__(self, model, plan):
+        super().__init__(model, None)
+        if plan is not None:
+            self.cache = libkvedge.Cache(self.context, plan, "f32", devices=DEVICES_ALL)
+        self.splits = []
+        self._log = self.llama.llama_log_callback(self._heard)
+        self.llama.llama_log_set(self._log, None)
+
+    def _watch_stock(self, params):
+        """Weights are not looked at: they lie elsewhere."""
+
+    def _heard(self, _level, text, _data):
+        line = text.decode("utf-8", "replace")
+        if MARK in line:
+            number = int(line.partition(MARK)[2].partition(":")[0])
+            self.splits[number:] = [number]
+
+    def read(self, tokens):
+        """(log probabilities of the next token, into how many parts the graph was split; 0: used again)."""
+        self.splits = []
+        self.decode(tokens)
+        row = self.llama.llama_get_logits_ith(self.context, -1)
+        n_vocab = self.llama.llama_vocab_n_tokens(self.llama.llama_model_get_vocab(self.model))
+        logits = np.ctypeslib.as_array(row, (n_vocab,)).astype(np.float64)
+        logits -= logits.max()
+        return logits - np.log(np.exp(logits).sum()), len(self.splits)
+
+
+def run(model, plan):
+    context = OnDevices(model, plan)
+    splits = {"prompt": set(), "token": set()}
+    rows = []
+    for step in (random_tokens(PROMPT), *([token] for token in random_tokens(ANSWER, 1))):
+        logits, n = context.read(step)
+        rows.append(logits)
+        if n:
+            splits["token" if len(step) == 1 else "prompt"].add(n)
+    held = context.cache.stats().device_bytes if context.cache else 0
+    context.close()
+    return rows, {name: sorted(found) for name, found in splits.items()}, held
+
+
+def main():
+    job = json.load(sys.stdin)
+    backends.prepare(job)
+    stock, stock_splits, _ = run(job["model"], None)
+    for text in job["plans"]:
+        ours, splits, held = run(job["model"], Plan.from_json(text))
+        kl = max(float((np.exp(a) * (a - b)).sum()) for a, b in zip(stock, ours, strict=True))
+        line = {"kl": kl, "splits": {"stock": stock_splits, "kvedge": splits}, "device_bytes": held}
+        print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()
