@@ -106,7 +106,7 @@ function wire(said) {
 function submit(event) {
   event?.preventDefault();
   const text = $("text").value;
-  if (answering || (!text.trim() && !pictures.count())) return;
+  if (!open || answering || (!text.trim() && !pictures.count())) return; // nothing is open before the server has answered
   $("text").value = "";
   open.messages.push({ role: "user", text, pictures: pictures.take() });
   answer();
@@ -223,11 +223,11 @@ async function begin() {
     const [models, methods] = await Promise.all([api.read("v1/models"), api.read("v1/kvedge/methods")]);
     const model = models.data[0];
     const sees = model.kvedge.images;
-    $("model").textContent = `${model.id}, ${model.kvedge.n_ctx} tokens${sees ? "" : ", sees no pictures"}`;
     $("attach").hidden = !sees;
     choice.fill(model, methods.methods, () => error(null));
     conversations = await store.all();
     start();
+    $("model").textContent = `${model.id}, ${model.kvedge.n_ctx} tokens${sees ? "" : ", sees no pictures"}`;
     meter.follow();
   } catch (problem) {
     if (problem.status === 401) ask();
