@@ -24,8 +24,9 @@ PATCHES = ROOT / "patches"
 
 
 def find_build() -> Path:
-    """kvedge's newest build folder."""
-    builds = [p.parent for p in (ROOT / "build").glob("*/CMakeCache.txt") if ggml_libraries(p.parent)]
+    """kvedge's newest build folder; others lie beside it, of single backends for one (try_device.py)."""
+    builds = [p.parent for p in (ROOT / "build").glob("*/CMakeCache.txt") if (p.parent / "llama.cpp").is_dir()]
+    builds = [build for build in builds if ggml_libraries(build)]
     if not builds:
         raise SourceError("kvedge is not built yet: run python3 scripts/dev.py build")
     return max(builds, key=lambda b: max(p.stat().st_mtime for p in ggml_libraries(b)))
