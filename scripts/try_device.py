@@ -7,9 +7,9 @@
 Builds that backend as a module in build/BACKEND, where it is not yet, and loads it beside the libraries that there are.
 Without --model it asks the packaged model about a picture, and tiny models of random weights: heads that have flash
 attention on every device, as many KV heads as query heads; heads that have not, half as many; and positions of M-RoPE.
-Then llama.cpp alone reads on the same device what kvedge's uncompressed cache reads: how far logits are apart, and into
-how many parts each of them splits its graphs. Software devices count: Vulkan on Mesa's lavapipe needs Mesa 25, headers
-of Vulkan 1.4 and GGML_VK_VISIBLE_DEVICES=0, and compiles its shaders for minutes the first time.
+Before that llama.cpp alone reads on the device what kvedge's uncompressed cache reads: how far logits are apart, and
+into how many parts each of them splits its graphs. Software devices count: Vulkan on Mesa's lavapipe needs Mesa 25,
+headers of Vulkan 1.4 and GGML_VK_VISIBLE_DEVICES=0, and compiles its shaders for minutes the first time.
 """
 
 from __future__ import annotations
@@ -126,7 +126,8 @@ def against_stock(of: Tried, module: Path) -> dict[str, Any]:
     import pykvedge
 
     log(f"llama.cpp and kvedge with {of.name}")
-    job = {"model": str(of.model), "module": str(module), "plans": [pykvedge.plan("full").to_json()]}
+    plans = [pykvedge.plan("full").to_json()]
+    job = {"model": str(of.model), "module": str(module), "kv_type": "f16", "plans": plans}
     return {"case": of.name, **work("device_logits.py", job)[0]}
 
 
@@ -184,8 +185,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         tried = models(args.model, Path(folder))
         asked = cases(tried, args.method or list(pykvedge.methods()), Path(folder))
-        host, device = talk(asked, "none", None), talk(asked, args.device, module)
         logits = [against_stock(of, module) for of in tried]
+        host, device = talk(asked, "none", None), talk(asked, args.device, module)
     rows = [compare(*three) for three in zip(asked, host, device, strict=True)]
     if args.json:
         print(json.dumps({"conversations": rows, "logits": logits}, indent=2))

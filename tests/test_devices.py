@@ -172,13 +172,15 @@ def test_the_uncompressed_cache_is_llama_cpps(native, tiny):
     ours.close(), theirs.close()
 
 
+@pytest.mark.parametrize("kv_type", ["f32", "f16"])
 @pytest.mark.parametrize("shape", [{}, {"head_size": 64, "n_heads": 4, "n_heads_kv": 4}], ids=["GQA", "MHA"])
-def test_a_server_computes_what_llama_cpp_has_it_compute(native, tiny, environment, server, shape):
+def test_a_server_computes_what_llama_cpp_has_it_compute(native, tiny, environment, server, shape, kv_type):
     """Logits against llama.cpp on that server, and graphs that fall into as many parts, also once it is compressed."""
     plans = [pykvedge.plan("full"), *(pykvedge.plan(name, 0.4) for name in ("lookm", "adakv", "elastic", "kvedge"))]
     job = {
         "model": str(tiny("llama", **shape).model),
         "rpc": server.address,
+        "kv_type": kv_type,
         "plans": [plan.to_json() for plan in plans],
     }
     worker = Path(__file__).with_name("device_logits.py")
@@ -186,6 +188,7 @@ def test_a_server_computes_what_llama_cpp_has_it_compute(native, tiny, environme
                           env=environment, timeout=300, check=False)  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     full, *others = (json.loads(line) for line in done.stdout.splitlines())
+    print(f"KL {full['kl']:.1e} with {kv_type}")
     assert full["kl"] < 1e-4
     for found in (full, *others):
         assert found["device_bytes"] > 0
