@@ -23,6 +23,7 @@ from pykvedge.runtime import libkvedge
 
 METHODS = pykvedge.methods()
 WORDS = "The quick brown fox jumps over the lazy dog and looks at the picture. "
+SHAPES = {"GQA": ("llava", {}), "MHA": ("llava", {"n_heads_kv": 4}), "M-RoPE": ("qwen2vl", {})}
 TIES = 0.005  # of two pairs that score alike to the last bits either may stay
 
 
@@ -82,12 +83,13 @@ def same(host, device, cases) -> None:
     assert other <= len(cases) / 3  # the tied tokens of a prompt are those of many methods
 
 
-@pytest.mark.parametrize("kind", ["llava", "qwen2vl"])
+@pytest.mark.parametrize("shape", SHAPES)
 def test_every_method_keeps_on_a_device_what_it_keeps_on_the_host(
-    native, tiny, picture_file, profile_file, environment, server, kind
+    native, tiny, picture_file, profile_file, environment, server, shape
 ):
     """Two messages, one of them with images. Ends with rows on the device, also where answers drop some."""
-    files = tiny(kind)
+    kind, sizes = SHAPES[shape]
+    files = tiny(kind, **sizes)
     images = [picture_file(), picture_file("b.png", 60, 90)]
     messages = [(WORDS * 5, images), (WORDS * 2, [])]
     cases = [case_of(files, method, messages, profile_file) for method in METHODS]
