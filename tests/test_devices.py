@@ -309,6 +309,27 @@ def test_a_port_where_something_else_listens(kvedge, tiny):
         kvedge("chat", *tiny("llama").arguments(), "--rpc", address, "hello", timeout=60).failed(1, "RPC server")
 
 
+def test_a_server_of_another_version(kvedge, tiny):
+    """Which answers the first message, but names version 99."""
+
+    def answer(client):
+        with client:
+            if len(head := client.recv(9, socket.MSG_WAITALL)) == 9:  # a command and the length of what follows
+                client.recv(int.from_bytes(head[1:], "little"), socket.MSG_WAITALL)
+                client.sendall((28).to_bytes(8, "little") + bytes([99]) + bytes(27))
+                client.recv(1)  # until it hangs up
+
+    def serve(other):
+        with contextlib.suppress(OSError):
+            while True:
+                threading.Thread(target=answer, args=other.accept()[:1], daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        threading.Thread(target=serve, args=(other,), daemon=True).start()
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        kvedge("chat", *tiny("llama").arguments(), "--rpc", address, "hello", timeout=60).failed(1, "another version")
+
+
 def test_a_server_at_a_port_in_use(kvedge):
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
