@@ -44,8 +44,8 @@ def demo(args: list[str]) -> int:
     """kvedge chat about a drawn scene; ARGS are more options of chat."""
     ensure_package()
     chat = ["chat", "--image", str(SCENE), "--max-tokens", "80"]
-    if not any(a.split("=")[0] in ("--method", "--plan") for a in args):
-        chat += ["--method", "lookm", "--budget", "0.2"]
+    if not any(a.split("=")[0] in ("--method", "--plan", "--budget") for a in args):
+        chat += ["--budget", "0.2"]
     code = subprocess.run([venv_program("kvedge"), *chat, *args, QUESTION], check=False).returncode
     if end := crash(code):
         log(f"error: kvedge chat ended by {end}; python3 scripts/dev.py doctor says what is wrong")
