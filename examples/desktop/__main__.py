@@ -20,7 +20,8 @@ def options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="desktop", description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, metavar="FILE.gguf", help="default: the packaged demo model")
     parser.add_argument("--mmproj", type=Path, metavar="FILE.gguf", help="the image encoder of the model")
-    parser.add_argument("--method", default="kvedge", help="what is kept of a prompt (default: kvedge)")
+    default = pykvedge.default_plan().method
+    parser.add_argument("--method", default=default, help="what is kept of a prompt (default: %(default)s)")
     parser.add_argument("--budget", type=float, metavar="SHARE", help="how much is kept, as in 0.2; default: by method")
     parser.add_argument("--ctx", type=int, default=0, metavar="N", help="tokens of a conversation at most")
     parser.add_argument("--threads", type=int, default=0, metavar="N", help="default: one per physical core")

@@ -16,7 +16,7 @@ from pykvedge.models.offload import Offload
 from pykvedge.plans.kvtypes import NAMES, ROTATES
 from pykvedge.plans.plan import Plan
 from pykvedge.plans.plugin_files import load_file
-from pykvedge.plans.presets import STREAM_METHOD, default_plan
+from pykvedge.plans.presets import DEFAULT_METHOD, STREAM_METHOD
 from pykvedge.plans.presets import plan as make_plan
 
 DATA = Path(pykvedge.__file__).parent / "data"  # importlib.resources names no folder in an editable installation
@@ -79,13 +79,14 @@ IMAGE_LIMITS = (
 # ------------------------------------------------------------------------------------------------------------
 # What is kept
 
-METHOD = option("--method", metavar="NAME", help="See `kvedge methods`. Default: kvedge; in streams mixkv.")
+METHOD = option("--method", metavar="NAME",
+                help=f"See `kvedge methods`. Default: {DEFAULT_METHOD}; in streams {STREAM_METHOD}.")  # fmt: skip
 METHOD_LIST = option(
     "--method", "methods", default="lookm,mixkv,elastic,flashcache,prefixkv", show_default=True, metavar="A,B",
     help="See `kvedge methods`, or all. The full cache is always measured.",
 )  # fmt: skip
 METHODS = option("--method", "methods", multiple=True, metavar="NAME",
-                 help="See `kvedge methods`; repeatable. Default: kvedge.")  # fmt: skip
+                 help=f"See `kvedge methods`; repeatable. Default: {DEFAULT_METHOD}.")  # fmt: skip
 BUDGET = option("--budget", metavar="AMOUNT", help=_BUDGET_HELP)
 BUDGET_LIST = option("--budget", "budgets", metavar="A,B",
                      help="0.2 of the prompt, or 128 KV pairs per layer and head.")  # fmt: skip
@@ -184,11 +185,9 @@ def chosen_plan(given: Mapping[str, Any]) -> Plan:
     settings = {k: given[k] for k in _PLAN_SETTINGS if given[k] is not None}
     settings.update(_parsed(change) for change in given["changes"])
     if given["plan_file"] is None:
-        if given["method"] is None and given.get("stream"):
-            return make_plan(STREAM_METHOD, given["budget"], **settings)
-        if given["method"] is None:
-            return default_plan(given["budget"], **settings)
-        return make_plan(given["method"], given["budget"], **settings)
+        unnamed = STREAM_METHOD if given.get("stream") else DEFAULT_METHOD
+        method = unnamed if given["method"] is None else given["method"]
+        return make_plan(method, given["budget"], **settings)
     if settings or given["method"] is not None or given["budget"] is not None:
         raise UsageError("--plan holds the whole plan; change the file, or use --method without --plan")
     return read_plan(given["plan_file"])
