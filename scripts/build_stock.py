@@ -25,8 +25,8 @@ PATCHES = ROOT / "patches"
 
 def find_build() -> Path:
     """kvedge's newest build folder; others lie beside it, of single backends for one (try_device.py)."""
-    builds = [p.parent for p in (ROOT / "build").glob("*/CMakeCache.txt") if (p.parent / "llama.cpp").is_dir()]
-    builds = [build for build in builds if ggml_libraries(build)]
+    folders = [p.parent for p in (ROOT / "build").glob("*/CMakeCache.txt")]
+    builds = [folder for folder in folders if (folder / "llama.cpp").is_dir() and ggml_libraries(folder)]
     if not builds:
         raise SourceError("kvedge is not built yet: run python3 scripts/dev.py build")
     return max(builds, key=lambda b: max(p.stat().st_mtime for p in ggml_libraries(b)))

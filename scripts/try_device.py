@@ -83,26 +83,17 @@ def models(asked: list[str], folder: Path) -> list[Tried]:
 
 def cases(tried: list[Tried], methods: list[str], folder: Path) -> list[dict[str, Any]]:
     """Lists conversations for the worker."""
+    from attached import case_of
     from profilefiles import write_profile
 
-    import pykvedge
+    def profile_file(model: Path, kind: str) -> Path:
+        return write_profile(model, kind, folder)
 
-    out = []
-    for of in tried:
-        for method in methods:
-            plan = pykvedge.plan(method, None if method == "full" else 0.4)
-            profile = [str(write_profile(of.model, kind, folder)) for kind in plan.profile_kinds().values()]
-            out.append(
-                {
-                    "name": f"{of.name}, {method}",
-                    "model": str(of.model),
-                    "mmproj": of.mmproj and str(of.mmproj),
-                    "profile": profile or None,
-                    "plan": plan.to_json(),
-                    "messages": of.messages,
-                }
-            )
-    return out
+    return [
+        {"name": f"{of.name}, {method}", **case_of(of, method, of.messages, profile_file)}
+        for of in tried
+        for method in methods
+    ]
 
 
 def work(worker: str, job: dict[str, Any]) -> list[dict[str, Any]]:

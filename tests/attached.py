@@ -108,6 +108,19 @@ def profiles(profile_file, files, method):
     return [profile_file(files.model, kind) for kind in pykvedge.plan(method).profile_kinds().values()] or None
 
 
+def case_of(files, method, messages, profile_file, budget=0.4):
+    """A conversation for device_worker.py; `files` has a model and an mmproj, messages are (text, images)."""
+    plan = pykvedge.plan(method, None if method == "full" else budget)
+    profile = profiles(profile_file, files, method)
+    return {
+        "model": str(files.model),
+        "mmproj": files.mmproj and str(files.mmproj),
+        "plan": plan.to_json(),
+        "profile": profile and [str(file) for file in profile],
+        "messages": [(text, [str(image) for image in images]) for text, images in messages],
+    }
+
+
 @contextmanager
 def llama(files, method, budget=None, *, profile=None, images=False, **options):
     """(llm, attachment) of a tiny model."""

@@ -1,7 +1,7 @@
 """llama.cpp alone and with kvedge on the same devices: how far their logits are apart, and how they split their graphs.
 
 stdin: one JSON object with a "model", "plans", a "kv_type", f32 or f16, and what backends.prepare takes. All layers lie
-on the devices that there are.
+on the devices that there are; where there are none, on the processor, through ggml's graph.
 stdout: a line of JSON for each plan: "kl", the largest divergence of kvedge from llama.cpp after a prompt or a token,
 "splits" of the graphs that ran, {"stock": {"prompt": [...], "token": [...]}, "kvedge": ...}, and "device_bytes".
 """
@@ -18,6 +18,7 @@ import backends
 import numpy as np
 from contexts import TinyContext
 
+from pykvedge.lab.eval.metrics import divergence, log_softmax
 from pykvedge.native.abi import DEVICES_ALL
 from pykvedge.plans.plan import Plan
 from pykvedge.runtime import libkvedge
@@ -58,9 +59,7 @@ class OnDevices(TinyContext):
         self.splits = []
         self.decode(tokens)
         row = self.llama.llama_get_logits_ith(self.context, -1)
-        logits = np.ctypeslib.as_array(row, (self.n_vocab(),)).astype(np.float64)
-        logits -= logits.max()
-        return logits - np.log(np.exp(logits).sum()), len(self.splits)
+        return log_softmax(np.ctypeslib.as_array(row, (self.n_vocab(),))), len(self.splits)
 
 
 def run(model, plan, kv_type):
@@ -81,11 +80,10 @@ def run(model, plan, kv_type):
 def main():
     job = json.load(sys.stdin)
     backends.prepare(job)
-    kv_type = job.get("kv_type", "f32")
-    stock, stock_splits, _ = run(job["model"], None, kv_type)
+    stock, stock_splits, _ = run(job["model"], None, job["kv_type"])
     for text in job["plans"]:
-        ours, splits, held = run(job["model"], Plan.from_json(text), kv_type)
-        kl = max(float((np.exp(a) * (a - b)).sum()) for a, b in zip(stock, ours, strict=True))
+        ours, splits, held = run(job["model"], Plan.from_json(text), job["kv_type"])
+        kl = max(divergence(p, q) for p, q in zip(stock, ours, strict=True))
         line = {"kl": kl, "splits": {"stock": stock_splits, "kvedge": splits}, "device_bytes": held}
         print(json.dumps(line), flush=True)
 

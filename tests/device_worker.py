@@ -38,6 +38,6 @@ def talk(case, settings):
 # an encoder on a server has its weights as the file does, and so rounds otherwise than one whose weights are packed
 loaded.Encoder = functools.partial(loaded.Encoder, packed=False)
 job = json.load(sys.stdin)
-backends.prepare({"module": job.get("module")})
+backends.prepare(job)
 for case in job["cases"]:
     print(json.dumps(talk(case, job["settings"])), flush=True)

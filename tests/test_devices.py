@@ -10,20 +10,17 @@ import sys
 import threading
 from pathlib import Path
 
-import numpy as np
 import pytest
-from attached import differing, profiles
+from attached import case_of, differing
 from conftest import ROOT, TinyModel
-from contexts import TinyContext, random_tokens
 from rpcserver import Server
 
 import pykvedge
-from pykvedge.native.abi import DEVICES_ALL
-from pykvedge.runtime import libkvedge
 
 METHODS = pykvedge.methods()
 WORDS = "The quick brown fox jumps over the lazy dog and looks at the picture. "
 SHAPES = {"GQA": ("llava", {}), "MHA": ("llava", {"n_heads_kv": 4}), "M-RoPE": ("qwen2vl", {})}
+ALIKE = ("full", "lookm", "mixkv", "adakv", "flashcache")  # whose answers about the scene do not hang on ties
 TIES = 0.005  # of two pairs that score alike to the last bits either may stay
 
 
@@ -41,24 +38,11 @@ def own_server(environment):
     running.stop()
 
 
-def case_of(files, method, messages, profile_file, budget=0.4):
-    plan = pykvedge.plan(method, None if method == "full" else budget)
-    profile = profiles(profile_file, files, method)
-    return {
-        "model": str(files.model),
-        "mmproj": files.mmproj and str(files.mmproj),
-        "plan": plan.to_json(),
-        "profile": profile and [str(file) for file in profile],
-        "messages": [(text, [str(image) for image in images]) for text, images in messages],
-    }
-
-
-def talked(environment, cases, **settings):
-    """What the worker says of each case."""
-    worker = Path(__file__).with_name("device_worker.py")
+def worked(environment, worker, job):
+    """What a worker says: a line for each case or plan."""
     done = subprocess.run(
-        [sys.executable, worker],
-        input=json.dumps({"cases": cases, "settings": settings}),
+        [sys.executable, Path(__file__).with_name(worker)],
+        input=json.dumps(job),
         capture_output=True,
         text=True,
         env=environment,
@@ -67,6 +51,11 @@ def talked(environment, cases, **settings):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def talked(environment, cases, **settings):
+    """What is held and answered in each case."""
+    return worked(environment, "device_worker.py", {"cases": cases, "settings": settings})
 
 
 def same(host, device, cases) -> None:
@@ -128,7 +117,7 @@ def test_the_demo_model_answers_alike(native, environment, server, own_server, p
         there = talked(environment, cases, **settings)
         assert all(case["device_bytes"][-1] > 0 for case in there)
         for method, here, case, known in zip(METHODS, host, there, right, strict=True):
-            assert not known or case["answers"] == here["answers"], method
+            assert not (known or method in ALIKE) or case["answers"] == here["answers"], method
             for turn in range(len(messages)):
                 if here["answers"][turn] != case["answers"][turn]:
                     break  # wrong ones, which end sooner or later, and are held, too
@@ -156,45 +145,24 @@ def test_quantised_rows(native, environment, server, profile_file):
     assert not any(other[0]["device_bytes"])  # no flash attention of two types everywhere
 
 
-def test_the_uncompressed_cache_is_llama_cpps(native, tiny):
-    """Logits of the graph's attention against llama.cpp's own cache, both in f32: KL below 1e-4."""
-    files, plan = tiny("llama"), pykvedge.plan("full")
-    ours, theirs = TinyContext(files.model, plan, "f32"), TinyContext(files.model, None)
-    ours.cache.detach()
-    ours.cache = libkvedge.Cache(ours.context, plan, "f32", devices=DEVICES_ALL)
-    for step in ([random_tokens(300)], *([[t]] for t in random_tokens(20, 1))):
-        rows = []
-        for context in (ours, theirs):
-            context.decode(*step)
-            row = context.llama.llama_get_logits_ith(context.context, -1)
-            logits = np.ctypeslib.as_array(row, (1000,)).astype(np.float64)
-            rows.append(logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max())
-        assert (np.exp(rows[1]) * (rows[1] - rows[0])).sum() < 1e-4
-    assert ours.cache.stats().device_bytes > 0
-    ours.close(), theirs.close()
-
-
 @pytest.mark.parametrize("kv_type", ["f32", "f16"])
 @pytest.mark.parametrize("shape", [{}, {"head_size": 64, "n_heads": 4, "n_heads_kv": 4}], ids=["GQA", "MHA"])
-def test_a_server_computes_what_llama_cpp_has_it_compute(native, tiny, environment, server, shape, kv_type):
-    """Logits against llama.cpp on that server, and graphs that fall into as many parts, also once it is compressed."""
+@pytest.mark.parametrize("parts", [1, 2], ids=["CPU", "server"])  # of a graph; a server's first one is the processor's
+def test_a_device_computes_what_llama_cpp_has_it_compute(native, tiny, environment, server, parts, shape, kv_type):
+    """Logits against llama.cpp on that device, and graphs that fall into as many parts, also once it is compressed."""
     plans = [pykvedge.plan("full"), *(pykvedge.plan(name, 0.4) for name in ("lookm", "adakv", "elastic", "kvedge"))]
     job = {
         "model": str(tiny("llama", **shape).model),
-        "rpc": server.address,
+        "rpc": server.address if parts == 2 else "",
         "kv_type": kv_type,
         "plans": [plan.to_json() for plan in plans],
     }
-    worker = Path(__file__).with_name("device_logits.py")
-    done = subprocess.run([sys.executable, worker], input=json.dumps(job), capture_output=True, text=True,
-                          env=environment, timeout=300, check=False)  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    full, *others = (json.loads(line) for line in done.stdout.splitlines())
+    full, *others = worked(environment, "device_logits.py", job)
     print(f"KL {full['kl']:.1e} with {kv_type}")
     assert full["kl"] < 1e-4
     for found in (full, *others):
         assert found["device_bytes"] > 0
-        assert found["splits"]["stock"] == found["splits"]["kvedge"] == {"prompt": [2], "token": [2]}
+        assert found["splits"]["stock"] == found["splits"]["kvedge"] == {"prompt": [parts], "token": [parts]}
 
 
 def chat(environment, files, *options):
@@ -291,21 +259,27 @@ def test_devices_that_are_not_there(kvedge, tiny, options, code, words):
     kvedge("chat", *tiny("llama").arguments(), *options, "hello").failed(code, *words)
 
 
+@contextlib.contextmanager
+def listening(answer):
+    """HOST:PORT of a server that is none: answer(client) is called for every connection, which is closed then."""
+
+    def close(client):
+        with client:
+            answer(client)
+
+    def serve():
+        with contextlib.suppress(OSError):
+            while True:
+                threading.Thread(target=close, args=other.accept()[:1], daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"127.0.0.1:{other.getsockname()[1]}"
+
+
 def test_a_port_where_something_else_listens(kvedge, tiny):
     """Which hangs up at once."""
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-
-        def hang_up():
-            while True:
-                try:
-                    other.accept()[0].close()
-                except OSError:
-                    return
-
-        threading.Thread(target=hang_up, daemon=True).start()
-        address = f"127.0.0.1:{other.getsockname()[1]}"
+    with listening(lambda client: None) as address:
         kvedge("chat", *tiny("llama").arguments(), "--rpc", address, "hello", timeout=60).failed(1, "RPC server")
 
 
@@ -313,20 +287,12 @@ def test_a_server_of_another_version(kvedge, tiny):
     """Which answers the first message, but names version 99."""
 
     def answer(client):
-        with client:
-            if len(head := client.recv(9, socket.MSG_WAITALL)) == 9:  # a command and the length of what follows
-                client.recv(int.from_bytes(head[1:], "little"), socket.MSG_WAITALL)
-                client.sendall((28).to_bytes(8, "little") + bytes([99]) + bytes(27))
-                client.recv(1)  # until it hangs up
+        if len(head := client.recv(9, socket.MSG_WAITALL)) == 9:  # a command and the length of what follows
+            client.recv(int.from_bytes(head[1:], "little"), socket.MSG_WAITALL)
+            client.sendall((28).to_bytes(8, "little") + bytes([99]) + bytes(27))
+            client.recv(1)  # until it hangs up
 
-    def serve(other):
-        with contextlib.suppress(OSError):
-            while True:
-                threading.Thread(target=answer, args=other.accept()[:1], daemon=True).start()
-
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        threading.Thread(target=serve, args=(other,), daemon=True).start()
-        address = f"127.0.0.1:{other.getsockname()[1]}"
+    with listening(answer) as address:
         kvedge("chat", *tiny("llama").arguments(), "--rpc", address, "hello", timeout=60).failed(1, "another version")
 
 
