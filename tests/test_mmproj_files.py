@@ -92,6 +92,10 @@ BROKEN = [
     ("qwen2vl_merger", {}, changed("v.post_ln.bias", name="v.patch_embd.bias"), "does not belong there"),
     ("qwen2vl_merger", {V + "attention.head_count": 32}, None, "multiple of 4"),
     ("qwen2vl_merger", {V + "spatial_merge_size": 1}, None, "spatial_merge_size must be 2"),
+    ("mlp", {V + "projector.scale_factor": 0}, None, "scale_factor is 0"),
+    ("mlp", {V + "projector.scale_factor": 2**32 - 1}, None, "scale_factor is 4294967295"),
+    ("qwen2vl_merger", {V + "spatial_merge_size": 0}, None, "spatial_merge_size is 0"),
+    ("mlp", {V + "projector.scale_factor": 60}, None, "tokens of 840 pixels a side"),
 ]  # fmt: skip
 
 

@@ -49,6 +49,7 @@ _SCALARS["clip.audio.projector.window_size"] = _U32
 _ARRAYS = {"clip.vision.image_mean": _F32, "clip.vision.image_std": _F32}
 
 _MOST_LAYERS, _LARGEST_IMAGE, _LARGEST_PATCH = 4096, 8192, 65535
+_LARGEST_TOKEN = 724  # pixels of one along a side: clip.cpp counts those of 4,096 tokens in 31 bits
 
 
 @dataclass(frozen=True)
@@ -102,12 +103,21 @@ def read_tower(header: Header) -> Tower:
     features = {layer for layer in header.lists.get("clip.vision.feature_layer", []) if isinstance(layer, int)}
     if any(layer > n_layer for layer in features):
         raise bad(header, f"clip.vision.feature_layer names a layer above {n_layer}, the number of its layers")
-    merge = header.values.get("clip.vision.projector.scale_factor", 0)
+    patch = _count(header, "patch_size", 1, _LARGEST_PATCH)
     return Tower(
         projector(header), n_embd, n_head, n_head_kv, head or n_embd // max(n_head, 1), n_layer,
-        _count(header, "image_size", 0, _LARGEST_IMAGE), _count(header, "patch_size", 1, _LARGEST_PATCH),
-        int(merge), _count(header, "projection_dim", 0), max(1, sum(layer >= 0 for layer in features)),
+        _count(header, "image_size", 0, _LARGEST_IMAGE), patch,
+        _merged(header, patch), _count(header, "projection_dim", 0), max(1, sum(layer >= 0 for layer in features)),
     )  # fmt: skip
+
+
+def _merged(header: Header, patch: int) -> int:
+    """Reads how many patches become one token, as far as a scale factor says so; sizes of images are divided by it."""
+    merges = {name: _count(header, name, 1, default=1) for name in ("projector.scale_factor", "spatial_merge_size")}
+    for name, merge in merges.items():
+        if merge > 1 and merge * patch > _LARGEST_TOKEN:
+            raise bad(header, f"clip.vision.{name} is {merge}, which makes tokens of {merge * patch} pixels a side")
+    return merges["projector.scale_factor"] if "clip.vision.projector.scale_factor" in header.values else 0
 
 
 def _check_types(header: Header) -> None:
