@@ -3,7 +3,8 @@
     python3 scripts/dev.py fuzz [--seconds 60] [--hours H] [--target NAME] [--jobs 2] [--seed N] [--keep DIR] [--json]
 
 Each target runs for so many seconds (or hours), `--jobs` of them at a time, from the inputs in tests/fuzz and from what
-earlier runs found worth keeping in build/fuzz. One table on stdout: executions, edges of the program that were reached,
+earlier runs found worth keeping in build/fuzz. With --seed it tries as many inputs as it is known to try in that time,
+the same ones where nothing was kept before. One table on stdout: executions, edges of the program that were reached,
 inputs that reach them, and findings, whose inputs are kept in DIR. Needs clang with its libFuzzer for the first.
 """
 
@@ -33,6 +34,14 @@ SEEDS, WORK = ROOT / "tests" / "fuzz", ROOT / "build" / "fuzz"
 VERSIONS = ("", *(f"-{n}" for n in range(22, 13, -1)))
 LONGEST, MOST_MIB, LARGEST = 10, 1024, 16384  # seconds and memory of an input, and its bytes
 ENOUGH = 5  # findings of a target, after which it is not begun again
+# inputs a second that targets try on one of two busy processors: with --seed a target tries as many as that makes of
+# its seconds, on any machine, so that what one machine finds another finds, too
+PACE = {
+    "session": 7000, "plan": 13000, "arrays": 700, "stages": 600, "images": 6000,
+    "gguf": 5000, "mmproj": 6000, "plan_json": 36000, "profile": 49000, "dataset": 9500, "note": 50000,
+    "image": 2800, "wire": 23000, "tools": 6000,
+}  # fmt: skip
+PATIENCE = 3  # times its seconds that a target may take for them
 
 
 @dataclass
@@ -82,7 +91,7 @@ def environment(scratch: str) -> dict[str, str]:
     asan = "detect_leaks=1:allocator_may_return_null=1"
     if symbolizer := llvm("llvm-symbolizer"):  # gives reports the names of functions
         asan += f":external_symbolizer_path={symbolizer}"
-    native = {"ASAN_OPTIONS": asan, "UBSAN_OPTIONS": "print_stacktrace=1"}
+    native = {"ASAN_OPTIONS": asan, "UBSAN_OPTIONS": "print_stacktrace=1", "PYTHONHASHSEED": "0"}
     libraries = {"KVEDGE_LIB_DIR": os.environ.get("KVEDGE_LIB_DIR") or str(find_build() / "bin")}
     return {**os.environ, **native, **libraries, "TMPDIR": scratch}
 
@@ -108,13 +117,15 @@ class Run:
     env: dict[str, str]
     seed: int = 0  # 0: another one each time
 
-    def command(self, target: str, seconds: float, seed: int) -> list[str]:
+    def command(self, target: str, seconds: float, seed: int, runs: int) -> list[str]:
+        """runs: inputs that are tried at most; -1 for as many as come."""
         script = str(ROOT / "scripts" / "fuzz_python.py")
         native = self.programs is not None and target in NATIVE
         program = [str(self.programs / f"fuzz_{target}")] if native else [sys.executable, script, target]
-        limits = [f"-timeout={LONGEST}", f"-rss_limit_mb={MOST_MIB}", f"-max_len={LARGEST}", f"-seed={seed}"]
-        told = [f"-max_total_time={int(seconds)}", "-print_final_stats=1", f"-artifact_prefix={self.keep / target}-"]
-        return [*program, *limits, *told, str(WORK / "corpus" / target), str(SEEDS / target)]
+        limits = [f"-timeout={LONGEST}", f"-rss_limit_mb={MOST_MIB}", f"-max_len={LARGEST}"]
+        ends = [f"-seed={seed}", f"-runs={runs}", f"-max_total_time={int(seconds)}"]
+        told = ["-print_final_stats=1", f"-artifact_prefix={self.keep / target}-"]
+        return [*program, *limits, *ends, *told, str(WORK / "corpus" / target), str(SEEDS / target)]
 
     def kept(self, target: str) -> set[str]:
         """Names the inputs that are kept; one that is slow, but not as slow as LONGEST, is no finding."""
@@ -125,12 +136,17 @@ class Run:
         """Runs one target, again where it ended at a finding."""
         out, start = Outcome(target), time.monotonic()
         (WORK / "corpus" / target).mkdir(parents=True, exist_ok=True)
-        while (left := self.seconds - (time.monotonic() - start)) >= 1 and len(out.findings) < ENOUGH:
+        most = round(self.seconds * PACE[target]) if self.seed else 0
+        seconds = self.seconds * (PATIENCE if most else 1)
+        while (left := seconds - (time.monotonic() - start)) >= 1 and len(out.findings) < ENOUGH:
+            runs = most - out.executions if most else -1
+            if most and runs <= 0:
+                break
             before = self.kept(target)
             seed = self.seed and self.seed + len(out.findings)  # what was found is not sought again
             with (WORK / f"{target}.log").open("wb") as written:
                 done = subprocess.run(
-                    self.command(target, left, seed), stdout=written, stderr=written, env=self.env, check=False
+                    self.command(target, left, seed, runs), stdout=written, stderr=written, env=self.env, check=False
                 )
             text = (WORK / f"{target}.log").read_text(encoding="utf-8", errors="replace")
             out.add(text)

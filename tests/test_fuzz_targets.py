@@ -80,6 +80,19 @@ def test_findings_are_kept_and_end_the_program_with_1(tmp_path, monkeypatch):
     assert found.findings[0] == "a.h:1: count >= 0 (plan-crash-1)" and (tmp_path / "plan-crash-1").exists()
 
 
+def test_a_seed_makes_a_run_that_can_be_repeated(tmp_path, monkeypatch):
+    """It ends after so many inputs, not after a time in which one machine tries more than another."""
+    assert set(fuzz.PACE) == set(fuzz.PYTHON) | set(fuzz.NATIVE)
+    program = tmp_path / "fuzz_plan"
+    program.write_text('#!/bin/sh\necho "$@"\necho stat::number_of_executed_units: 26000\n')
+    program.chmod(0o755)
+    monkeypatch.setattr(fuzz, "WORK", tmp_path)
+    for seed, runs in ((1, "26000"), (0, "-1")):
+        assert fuzz.Run(2, tmp_path, tmp_path, dict(os.environ), seed).fuzz("plan").executions == 26000
+        asked = (tmp_path / "plan.log").read_text().split()
+        assert f"-seed={seed}" in asked and f"-runs={runs}" in asked
+
+
 def test_options_that_cannot_be():
     for args in (["--target", "nothing"], ["--seconds", "x"]):
         done = subprocess.run([sys.executable, ROOT / "scripts" / "fuzz.py", *args], capture_output=True, text=True)
