@@ -34,11 +34,11 @@ def heavy_hitters(scores, n, recent):
     return sorted(window | {i for _, i in rest[: n - recent]})
 
 
-def protected_window(window, n, even):
-    """The longest window that takes at most half of an even share of the budget, or of a smaller head's own share."""
-    share = min(n, even) if n < min(window, even // 2) else even
+def protected_window(window, n, even, parts=2):
+    """The longest window that is one in `parts` of an even share of the budget, or of a smaller head's own, at most."""
+    share = min(n, even) if n < min(window, even // parts) else even
     recent = 0
-    while recent < window and 2 * (recent + 1) <= share:
+    while recent < window and parts * (recent + 1) <= share:
         recent += 1
     return recent
 

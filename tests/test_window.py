@@ -12,9 +12,18 @@ import pykvedge
 from pykvedge.plans.registry import members
 
 FAMILY = [name for name in pykvedge.methods() if pykvedge.plan(name).scorer in ("window", "mixkv")]
-for uneven in ("calibrated", "kvedge"):  # a head's share counts its window, too, and may be smaller than one
+for uneven in (
+    "calibrated",
+    "kvedge",
+    "kvedge-context",
+):  # a head's share counts its window, too, and may be smaller than one
     FAMILY.remove(uneven)
-SCORERS = [{"scorer": "window"}, {"scorer": "mixkv"}, {"scorer": "cumulative", "scorer.window": 32}]
+SCORERS = [
+    {"scorer": "window"},
+    {"scorer": "mixkv"},
+    {"scorer": "mixkv", "scorer.parts": 3},
+    {"scorer": "cumulative", "scorer.window": 32},
+]
 SMALL = (1, 2, 3, 16, 31, 32, 33, 34, 40, 47, 63)
 
 
@@ -48,7 +57,7 @@ def test_from_two_windows_on_the_whole_window_is_kept_as_in_the_papers(native, n
 
 
 @pytest.mark.parametrize("allocator", members("allocator"))
-@pytest.mark.parametrize("settings", SCORERS, ids=lambda s: s["scorer"])
+@pytest.mark.parametrize("settings", SCORERS, ids=lambda s: "-".join(map(str, s.values())))
 def test_below_two_windows_the_window_gives_way(native, settings, allocator):
     p = prompt(170, (4, 2), layers=3)
     for budget in SMALL:
@@ -57,7 +66,7 @@ def test_below_two_windows_the_window_gives_way(native, settings, allocator):
         found = compress(plan, p, "numpy")
         for i, h in np.ndindex(p.k.shape[:2]):
             kept = found.kept[i][h].tolist()
-            recent = oracles.protected_window(32, len(kept), budget)
+            recent = oracles.protected_window(32, len(kept), budget, settings.get("scorer.parts", 2))
             assert kept == oracles.heavy_hitters(found.scores[i, h].tolist(), len(kept), recent)
 
 

@@ -12,9 +12,9 @@ from pykvedge.plans.plugins import installed, table
 from pykvedge.plans.plugins.table import Preset
 from pykvedge.plans.stages.members import STAGES
 
-# This method answers when nobody chose one: of all compositions that were searched (docs/results/questions.md) it loses
-# least. What it keeps hardly depends on the question, so that the next question finds what it needs. Its budget is half
-# of the prompt, whether it is named or not: no model but the demo model was measured.
+# This method answers when nobody chose one: of the compositions that were searched it loses least where the question is
+# at the prompt's end and where it comes later, taken together (docs/results/questions.md). Its budget is half of the
+# prompt, whether it is named or not: no model but the demo model was measured.
 DEFAULT_METHOD = "kvedge"
 STREAM_METHOD = "mixkv"  # where nobody chose one for a stream, in which all heads hold as many pairs
 DEFAULT_PRUNER = "residual"  # where only the number of image tokens is said
@@ -143,7 +143,19 @@ _PRESETS = (
     ),
     Preset(
         "kvedge",
-        "mixkv with a window of 8, all of which competes, and budgets of heads by calibration, or as adakv has them",
+        "mixkv with a window of 24, at most a third of the budget, and heads' budgets by calibration or as adakv's",
+        _KVEDGE,
+        {
+            "scorer": "mixkv",
+            "allocator": "calibrated",
+            "params": {"scorer.window": 24, "scorer.parts": 3, "allocator.unmeasured": "ada"},
+            "sinks": 1,
+            "budget": 0.5,
+        },
+    ),
+    Preset(
+        "kvedge-context",
+        "as kvedge for what is read before its question: a window of 8 that competes with all other tokens",
         _KVEDGE,
         {
             "scorer": "mixkv",
@@ -151,7 +163,6 @@ _PRESETS = (
             "params": {"scorer.window": 8, "allocator.unmeasured": "ada"},
             "sinks": 1,
             "recent": 1,
-            "budget": 0.5,
         },
     ),
     Preset(

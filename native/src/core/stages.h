@@ -95,11 +95,11 @@ struct ScoreInput {
     const float *    lengths;        // [H][T] of the values, each projected by its query head's W_O; NULL unless asked for
 };
 
-// auto_recent of a window: at most half of an even share of the budget, so that something is left to choose, and of a head
-// that gets less than that, half of what it gets.
-inline int32_t window_recent(int32_t window, int32_t kept, int32_t even) {
-    const int32_t most = window < even / 2 ? window : even / 2;
-    return kept >= most ? most : kept / 2;
+// auto_recent of a window: at most one in `parts` of an even share of the budget, so that something is left to choose, and
+// of a head that gets less than that, one in `parts` of what it gets.
+inline int32_t window_recent(int32_t window, int32_t kept, int32_t even, int32_t parts = 2) {
+    const int32_t most = window < even / parts ? window : even / parts;
+    return kept >= most ? most : kept / parts;
 }
 
 // What a scorer wants to know of the largest attention that each token received.

@@ -13,11 +13,11 @@ namespace kvedge {
 
 namespace {
 
-enum { WINDOW, KERNEL, POOL, VALUE, MODE, SCALE, SOURCE };
+enum { WINDOW, KERNEL, POOL, VALUE, MODE, SCALE, SOURCE, PARTS };
 enum { HEADWISE, IMPORTANCE, DIVERSITY, EVEN };
 
 const Param PARAMS[] = {
-    setting::whole("window", 32, 1, 4096, "last queries, which vote, and tokens kept, at most half of the budget"),
+    setting::whole("window", 32, 1, 4096, "last queries, which vote, and tokens kept, as far as parts lets them"),
     setting::whole("kernel", 5, 1, 255, "pooling width, odd", 2),
     setting::words("pool", "avg,max", "pooling: avg or max"),
     setting::words("value", "vnorm,knorm", "beside attention: large values or small keys"),
@@ -25,6 +25,7 @@ const Param PARAMS[] = {
                    "what counts: headwise (by redundancy), importance, diversity, or both evenly"),
     setting::words("scale", "imp,ex", "diversity has the mean of: importance or attention"),  // the paper; the code
     setting::words("source", "online,profile", "of a head's redundancy: this prompt or a profile"),  // the paper; the code
+    setting::whole("parts", 2, 1, 64, "one in so many kept pairs is the window's at most, whatever its score"),
     {},
 };
 
@@ -32,7 +33,7 @@ constexpr double EPS = 1e-8;
 
 int32_t window(const double * params) { return (int32_t) params[WINDOW]; }
 
-int32_t auto_recent(int32_t kept, int32_t even, const double * params) { return window_recent(window(params), kept, even); }
+int32_t auto_recent(int32_t kept, int32_t even, const double * params) { return window_recent(window(params), kept, even, (int32_t) params[PARTS]); }
 
 bool from_profile(const double * params) { return params[SOURCE] == 1 && params[MODE] == HEADWISE; }
 

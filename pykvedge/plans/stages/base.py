@@ -181,14 +181,14 @@ class DecodeState:
     scores: np.ndarray | None = None  # [length] attention that each row received so far; None unless asked for
 
 
-def window_recent(window: int, kept: int, even: int) -> int:
+def window_recent(window: int, kept: int, even: int, parts: int = 2) -> int:
     """Counts the last tokens that "recent = auto" protects for a window of that many, when a head keeps `kept`.
 
-    The window gives way where it would leave next to nothing to choose: it takes at most half of an even share of the
-    budget, `even`, and of a head that gets less than that half of what it gets.
+    The window gives way where it would leave next to nothing to choose: it takes at most one in `parts` of an even
+    share of the budget, `even`, and of a head that gets less than that one in `parts` of what it gets.
     """
-    window = min(window, even // 2)
-    return window if kept >= window else kept // 2
+    window = min(window, even // parts)
+    return window if kept >= window else kept // parts
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ value, diversity is how far a key points away from the mean direction of all key
 head mixes them by its redundancy r, the mean cosine similarity of two different keys (eq. 4). The paper takes r from
 the prompt, the released code from a table averaged over samples (table 4 has both): `source = profile` is such a
 table, made by `kvedge calibrate heads --kind redundancy`. Only tokens before the window are mixed; the window is
-kept, as far as that is at most half of the budget (its smallest in the paper is two windows), and the older tokens of
-a window that is longer compete by their attention.
+kept, as far as that is at most half of the budget (its smallest in the paper is two windows; `parts` = 4: a quarter),
+and the older tokens of a window that is longer compete by their attention.
 Where the paper is silent: a range of zero scales to 0, a key of norm zero has no direction, and r is limited to [0,
 1].
 """
@@ -100,7 +100,7 @@ MEMBER = Scorer(
     summary="window attention and value norms, mixed with how different a key is",
     source="MixKV, section 3.3",
     score=score,
-    auto_recent=lambda kept, even, settings: window_recent(settings["window"], kept, even),
+    auto_recent=lambda kept, even, settings: window_recent(settings["window"], kept, even, settings["parts"]),
     whole_up_to=lambda settings: settings["window"],
     attention=attention,
     profile=profile_kind,
