@@ -12,6 +12,7 @@ from pykvedge.lab.eval.measure import Cell, Wants
 from pykvedge.lab.eval.records import Records
 from pykvedge.lab.eval.runner import FULL, Job, evaluate, full_cell
 from pykvedge.lab.eval.tasks import Line, Sample, demo_samples
+from pykvedge.plans.presets import DEFAULT_METHOD
 
 
 def cells(*budgets, names=("snapkv", "knorm", "h2o")):
@@ -90,3 +91,13 @@ def test_a_second_pass_finds_the_room_that_other_plans_gave_back(native):
     [sample] = demo_samples("describe", 1, 3, 4)
     rows = run([sample], cells, answers=False, context=True)
     assert len({rows[sample.id, cell.name, "0.5"]["kld"] for cell in cells}) <= 2
+
+
+@pytest.mark.parametrize("context", [False, True], ids=["prompt", "context"])
+def test_the_default_method_keeps_what_the_question_is_and_what_it_asks_for(native, context):
+    """Second questions in a prompt that holds the first one with its answer, and after it: all as the full cache's."""
+    samples = [s for task in ("code+describe", "colour+where+describe") for s in demo_samples(task, 6, 5, 4)]
+    rows = run(samples, [Cell(DEFAULT_METHOD, pykvedge.default_plan())], context=context)
+    answers = {key: row["answer"] for key, row in rows.items()}
+    for one in samples:
+        assert answers[one.id, DEFAULT_METHOD, "0.5"] == answers[one.id, FULL, "1.0"] == one.answer
