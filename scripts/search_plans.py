@@ -4,8 +4,9 @@
 
 Every composition is measured on few samples of each task, the better quarter on four times as many, and so on
 (successive halving, pykvedge/lab/eval/search.py); what comes out best in the last round is then measured on validation
-scenes beside every method that has a name. No scene is in two of the parts. Prints JSON: the best of every budget.
-With --save the same command goes on from where it stopped.
+scenes beside every method that has a name. No scene is in two of the parts. A question is asked twice, compressed with
+what comes before it ("prompt") and after that alone was compressed ("context"): what is good at one of them can lose
+the other. Prints JSON: the best of every budget. With --save the same command goes on from where it stopped.
 """
 
 from __future__ import annotations
@@ -47,7 +48,13 @@ TASKS = (  # first, second and third questions about one image and about several
 SPACE = Space(
     scorers={
         "window": [{}, {"scorer.window": 8}, {"scorer.window": 8, "scorer.pool": "max"}, {"scorer.window": 64}],
-        "mixkv": [{}, {"scorer.window": 8}, {"scorer.window": 64}],
+        "mixkv": [
+            {},
+            {"scorer.window": 8},
+            {"scorer.window": 16},
+            {"scorer.window": 24, "scorer.parts": 3},
+            {"scorer.window": 64},
+        ],
         "cumulative": [{}, {"scorer.share": "layer"}],
         "mean": [{}],
         "keydiff": [{}],
@@ -80,13 +87,13 @@ SPACE = Space(
 
 
 class Search:
-    """Measures cells on scenes of one part."""
+    """Measures cells on scenes of one part. compress: "context" or "prompt"."""
 
-    def __init__(self, args: argparse.Namespace, part: str) -> None:
-        self.args, self.part = args, part
+    def __init__(self, args: argparse.Namespace, part: str, compress: str) -> None:
+        self.args, self.part, self.compress = args, part, compress
         self.folder = tempfile.TemporaryDirectory()  # of textured pictures
-        self.wants = Wants(answers=part != "search", context=args.compress == "context")
-        path = None if args.save is None else args.save.with_suffix(f".{part}{args.save.suffix}")
+        self.wants = Wants(answers=part != "search", context=compress == "context")
+        path = None if args.save is None else args.save.with_suffix(f".{compress}.{part}{args.save.suffix}")
         self.records = Records(path, self.job([], []).header(), path is not None and path.exists())
 
     def job(self, samples: list[Sample], cells: Sequence[Cell]) -> Job:
@@ -96,7 +103,7 @@ class Search:
     def measure(self, count: int, cells: Sequence[Cell]) -> list[Standing]:
         plain = [s for name in self.args.tasks for s in demo_samples(name, count, self.args.seed, 4, self.part)]
         samples = [one for strength in self.args.texture for one in self.textured(plain, strength)]
-        log(f"{self.part}: {len(cells)} plans on {len(samples)} samples")
+        log(f"{self.part}, {self.compress}: {len(cells)} plans on {len(samples)} samples")
         out = evaluate(self.job(samples, [full_cell(), *cells]), self.records)
         for line in out.left_out[:5]:
             log(line)
@@ -107,6 +114,24 @@ class Search:
     def textured(self, samples: list[Sample], strength: int) -> list[Sample]:
         made = (with_texture(one, strength, Path(self.folder.name)) for one in samples)
         return [replace(one, task=f"{one.task}, texture {strength}" if strength else one.task) for one in made]
+
+
+class Together:
+    """Measures cells in each of the ways to compress; the tasks of each count as tasks of their own."""
+
+    def __init__(self, args: argparse.Namespace, part: str) -> None:
+        self.of = [Search(args, part, compress) for compress in args.compress]
+
+    def measure(self, count: int, cells: Sequence[Cell]) -> list[Standing]:
+        found = [(s.compress, {one.cell.key: one for one in s.measure(count, cells)}) for s in self.of]
+        out = []
+        for cell in cells:
+            own = [(how, by_key[cell.key]) for how, by_key in found if cell.key in by_key]
+            if len(own) == len(self.of):
+                loss = {f"{task}, {how}": x for how, one in own for task, x in one.loss.items()}
+                agrees = {f"{task}, {how}": x for how, one in own for task, x in one.agrees.items()}
+                out.append(Standing(cell, loss, agrees))
+        return out
 
 
 def without(space: Space, names: set[str]) -> Space:
@@ -133,7 +158,7 @@ def main() -> None:
     parser.add_argument("--without", default="", metavar="A,B", help="members of stages that are not tried")
     parser.add_argument("--model", type=Path, default=DATA / "demo-model.gguf")
     parser.add_argument("--mmproj", type=Path, default=DATA / "demo-mmproj.gguf")
-    parser.add_argument("--compress", choices=("context", "prompt"), default="context")
+    parser.add_argument("--compress", default="context,prompt", help="one or both (default %(default)s)")
     parser.add_argument("--texture", default="0,16", help="strengths of texture, 0: plain (default %(default)s)")
     parser.add_argument("--rounds", default="1,4,16", help="samples of each task in every round (default %(default)s)")
     parser.add_argument("--keep", type=float, default=0.2, help="share of plans that goes on (default %(default)s)")
@@ -144,9 +169,11 @@ def main() -> None:
     parser.add_argument("--best", type=int, default=5, help="plans of each budget that are validated and told")
     args = parser.parse_args()
     args.tasks, rounds = args.tasks.split(","), [int(n) for n in args.rounds.split(",")]
-    args.texture = [int(n) for n in args.texture.split(",")]
+    args.texture, args.compress = [int(n) for n in args.texture.split(",")], args.compress.split(",")
+    if not {*args.compress} <= {"context", "prompt"}:
+        parser.error("--compress is context, prompt, or both with a comma")
     space = without(SPACE, set(args.without.split(",")))
-    search, validation, out = Search(args, "search"), Search(args, "validation"), {}
+    search, validation, out = Together(args, "search"), Together(args, "validation"), {}
     for budget in args.budget.split(","):
         cells = list(space.cells(budget))
         found = halving(cells, rounds, args.keep, args.floor, search.measure)[: args.best]
