@@ -26,6 +26,8 @@ SETTINGS = {
         {"scorer": "random", "scorer.seed": 7},
         {"scorer": "mixkv", "scorer.window": 8, "scorer.kernel": 1},
         {"scorer": "mixkv", "scorer.window": 16, "scorer.pool": "max", "scorer.kernel": 7},
+        {"scorer": "mixkv", "scorer.window": 24, "scorer.parts": 3},
+        {"scorer": "mixkv", "scorer.window": 24, "scorer.parts": 1, "allocator": "ada"},
         {"scorer": "mixkv", "scorer.window": 4, "scorer.value": "knorm"},
         {"scorer": "mixkv", "scorer.window": 4, "scorer.mode": "importance"},
         {"scorer": "mixkv", "scorer.window": 4, "scorer.mode": "diversity"},
