@@ -86,8 +86,9 @@ def cells_of(args: argparse.Namespace) -> list[Cell]:
 
 
 def table(made: list[Line], budget: float | int, against: str) -> str:
-    """One row a method; percent of right answers, the interval of the difference, and the divergence."""
-    rows = [["method", *GROUPS, "all", f"to {against}", "KL to full"]]
+    """One row a method; percent of right answers, the interval of the difference, and nats a token of divergence."""
+    other = against != FULL
+    rows = [["method", *GROUPS, "all", f"to {against}", "KL to full", *([f"less that of {against}"] * other)]]
     for name in dict.fromkeys(line.method for line in made):
         here = {line.task: line for line in made if line.method == name and (line.budget == budget or name == FULL)}
         if not here:
@@ -96,7 +97,9 @@ def table(made: list[Line], budget: float | int, against: str) -> str:
         low, high = whole.score_change or (0.0, 0.0)
         change = "" if whole.score_change is None else f"{100 * low:+.1f} to {100 * high:+.1f}"
         shares = [f"{100 * (here[group].score or 0):.0f}" for group in GROUPS]
-        rows.append([f"`{name}`", *shares, f"{100 * (whole.score or 0):.1f}", change, f"{whole.kld or 0:.3f}"])
+        own = [f"{100 * (whole.score or 0):.1f}", change, f"{whole.kld or 0:.{6 if other else 3}f}"]
+        farther = "" if whole.kld_change is None else "{:+.6f} to {:+.6f}".format(*whole.kld_change)
+        rows.append([f"`{name}`", *shares, *own, *([farther] * other)])
     return markdown(rows)
 
 

@@ -29,6 +29,7 @@ _SPARSEMM = "Wang et al. 2025, SparseMM: Head Sparsity Emerges from Visual Conce
 _HEADKV = "Fu et al. 2024, Not All Heads Matter: Head-Level KV Cache Compression with Reasoning, arXiv:2410.19258"
 _CALIBRATED = "Zweiger et al. 2026, Fast KV Compaction via Attention Matching, arXiv:2602.16284, with MixKV's scores"
 _KVEDGE = "this project: MixKV's scores and budgets of heads, as a search over compositions put them together"
+_KVEDGE_MERGE = "this project: FlashCache's scores and LOOK-M's merging, as the same search put them together"
 _KEYDIFF = "Park et al. 2025, KeyDiff: Key Similarity-Based KV Cache Eviction, arXiv:2504.15364"
 _EXPECTED = "Devoto et al. 2025, Expected Attention: KV Cache Compression by Estimating Attention, arXiv:2510.00636"
 _CRITICALKV = (
@@ -161,6 +162,18 @@ _PRESETS = (
             "scorer": "mixkv",
             "allocator": "calibrated",
             "params": {"scorer.window": 8, "allocator.unmeasured": "ada"},
+            "sinks": 1,
+            "recent": 1,
+        },
+    ),
+    Preset(
+        "kvedge-merge",
+        "what stands out as in flashcache, the rest averaged into it: for what is read before its question, from 0.2 on",
+        _KVEDGE_MERGE,
+        {
+            "scorer": "dct",
+            "reducer": "averaged",
+            "params": {"reducer.bias": "mass"},
             "sinks": 1,
             "recent": 1,
         },
