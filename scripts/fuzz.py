@@ -4,8 +4,9 @@
 
 Each target runs for so many seconds (or hours), `--jobs` of them at a time, from the inputs in tests/fuzz and from what
 earlier runs found worth keeping in build/fuzz. With --seed it tries as many inputs as it is known to try in that time,
-the same ones where nothing was kept before. One table on stdout: executions, edges of the program that were reached,
-inputs that reach them, and findings, whose inputs are kept in DIR. Needs clang with its libFuzzer for the first.
+on Linux the same ones each time where nothing was kept before. One table on stdout: executions, edges of the program
+that were reached, inputs that reach them, and findings, whose inputs are kept in DIR. Needs clang with its libFuzzer
+for the first.
 """
 
 from __future__ import annotations
@@ -96,6 +97,13 @@ def environment(scratch: str) -> dict[str, str]:
     return {**os.environ, **native, **libraries, "TMPDIR": scratch}
 
 
+def _same_addresses() -> list[str]:
+    """The words before a command that has its memory at the same addresses each time, where that can be had."""
+    words = ["setarch", "-R"]
+    can = shutil.which(words[0]) and subprocess.run([*words, "true"], capture_output=True, check=False).returncode == 0
+    return words if can else []
+
+
 def reason(text: str) -> str:
     """The line of a report that says most."""
     if python := re.search(r"Uncaught Python exception: ===\s*\n(.*)", text):
@@ -124,6 +132,8 @@ class Run:
         program = [str(self.programs / f"fuzz_{target}")] if native else [sys.executable, script, target]
         limits = [f"-timeout={LONGEST}", f"-rss_limit_mb={MOST_MIB}", f"-max_len={LARGEST}"]
         ends = [f"-seed={seed}", f"-runs={runs}", f"-max_total_time={int(seconds)}"]
+        if seed:  # what it wrote itself comes back when a clock says so, and addresses are among what is tried
+            program, ends = [*_same_addresses(), *program], [*ends, "-reload=0"]
         told = ["-print_final_stats=1", f"-artifact_prefix={self.keep / target}-"]
         return [*program, *limits, *ends, *told, str(WORK / "corpus" / target), str(SEEDS / target)]
 
