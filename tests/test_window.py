@@ -11,13 +11,9 @@ from test_parity import assert_same
 import pykvedge
 from pykvedge.plans.registry import members
 
-FAMILY = [name for name in pykvedge.methods() if pykvedge.plan(name).scorer in ("window", "mixkv")]
-for uneven in (
-    "calibrated",
-    "kvedge",
-    "kvedge-context",
-):  # a head's share counts its window, too, and may be smaller than one
-    FAMILY.remove(uneven)
+# a head's share counts its window, too, and may be smaller than one
+UNEVEN = ("calibrated", "kvedge", "kvedge-context")
+FAMILY = [m for m in pykvedge.methods() if m not in UNEVEN and pykvedge.plan(m).scorer in ("window", "mixkv")]
 SCORERS = [
     {"scorer": "window"},
     {"scorer": "mixkv"},

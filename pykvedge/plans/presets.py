@@ -168,7 +168,7 @@ _PRESETS = (
     ),
     Preset(
         "kvedge-merge",
-        "what stands out as in flashcache, the rest averaged into it: for what is read before its question, from 0.2 on",
+        "what stands out as in flashcache, the rest averaged into it: for what is read before its question, 0.2 and up",
         _KVEDGE_MERGE,
         {
             "scorer": "dct",
