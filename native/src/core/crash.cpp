@@ -1,39 +1,20 @@
 // The last line of a process that native code ends.
 
+#include "core/crash.h"
 #include "core/error.h"
 #include "kvedge-crash.h"
 
-#if !defined(_WIN32)
-#    include <signal.h>
-#    include <unistd.h>
-
-#    include <atomic>
-#    include <cstring>
-#    include <exception>
-#    include <memory>
-#    include <mutex>
-#    include <new>
-#endif
+#include <atomic>
+#include <cstring>
+#include <exception>
+#include <mutex>
 
 using namespace kvedge;
 
-#if defined(_WIN32)
-
-extern "C" kvedge_status kvedge_last_words(const char *, const char *, int32_t, kvedge_error * err) try {
-    return fail(err, KVEDGE_E_UNSUPPORTED, "kvedge_last_words: Windows tells of a crash by itself");
-} catch (...) {
-    return caught(err, "set the last words");
-}
-
-#else
-
 namespace {
 
-constexpr int    SIGNALS[]    = { SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT };
-constexpr size_t N_SIGNALS    = sizeof(SIGNALS) / sizeof(SIGNALS[0]);
-constexpr size_t STACK_BYTES  = 64 << 10;  // the registers of AVX-512 and AMX alone take 11 KiB of a handler's stack
-constexpr int    N_WORDS      = 4;         // a handler may still read the last ones while the next are written
-constexpr size_t WHAT_BYTES   = 400;       // of an exception's text
+constexpr int    N_WORDS    = 4;    // a handler may still read the last ones while the next are written
+constexpr size_t WHAT_BYTES = 400;  // of an exception's text
 
 struct Words {
     char before[KVEDGE_LAST_WORDS + 1];
@@ -41,15 +22,14 @@ struct Words {
     int  exit_code;
 };
 
-// The process's, as the signals are: a handler is given nothing but a number.
+// The process's, as its handlers are: they are given nothing of ours.
 struct State {
     std::mutex             lock;  // of whoever sets, never of a handler
     Words                  words[N_WORDS];
     std::atomic<int>       current{ 0 };
-    std::atomic_flag       ending = ATOMIC_FLAG_INIT;
-    bool                   set    = false;
-    bool                   taken[N_SIGNALS];
-    struct sigaction       old[N_SIGNALS];
+    std::atomic<uintptr_t> ending{ 0 };                                   // the thread that ends the process
+    char                   line[2 * KVEDGE_LAST_WORDS + WHAT_BYTES + 2];  // that it writes; its stack may have no room
+    bool                   set           = false;
     std::terminate_handler old_terminate = nullptr;
 };
 
@@ -65,43 +45,9 @@ size_t append(char * line, size_t at, const char * text) {
     return at + n;
 }
 
-// Only what POSIX allows in a handler is called.
-[[noreturn]] void end(const char * what) {
-    State * state = shown.load();
-    if (!state) {
-        _exit(1);
-    }
-    while (state->ending.test_and_set()) {
-        pause();  // another thread ends the process
-    }
-    const Words & words = state->words[state->current.load()];
-    char          line[2 * KVEDGE_LAST_WORDS + WHAT_BYTES + 2];
-    size_t        n = append(line, 0, words.before);
-    n               = append(line, n, what);
-    n               = append(line, n, words.after);
-    line[n++]       = '\n';
-    for (size_t done = 0; done < n;) {
-        const ssize_t wrote = write(STDERR_FILENO, line + done, n - done);
-        if (wrote <= 0) {
-            break;
-        }
-        done += (size_t) wrote;
-    }
-    _exit(words.exit_code);
-}
-
-void on_signal(int number) {
-    switch (number) {
-        case SIGSEGV: end("segmentation fault");
-        case SIGBUS:  end("bus error, as of a file that became shorter while it was in use");
-        case SIGFPE:  end("arithmetic error");
-        case SIGILL:  end("illegal instruction");
-        default:      end("abort");
-    }
-}
-
 [[noreturn]] void on_terminate() {
-    char what[WHAT_BYTES] = "an exception that nobody caught";
+    char what[WHAT_BYTES];
+    what[append(what, 0, UNCAUGHT)] = '\0';
     if (const std::exception_ptr thrown = std::current_exception()) {
         try {
             std::rethrow_exception(thrown);
@@ -109,70 +55,21 @@ void on_signal(int number) {
             const size_t n = strlen(what);
             strncpy(what + n, ": ", sizeof(what) - n - 1);
             strncpy(what + n + 2, error.what(), sizeof(what) - n - 3);
+            what[sizeof(what) - 1] = '\0';
         } catch (...) {
         }
     }
-    end(what);
+    end_with(what);
 }
 
-// The calling thread's stack for handlers. One that somebody else gave it stays.
-class HandlerStack {
-  public:
-    HandlerStack() = default;
-    ~HandlerStack() {
-        if (memory_) {
-            stack_t none{};
-            none.ss_flags = SS_DISABLE;
-            sigaltstack(&none, nullptr);
-        }
-    }
-    HandlerStack(const HandlerStack &)             = delete;
-    HandlerStack & operator=(const HandlerStack &) = delete;
-
-    // false: no memory.
-    bool make() {
-        stack_t there{};
-        if (memory_ || sigaltstack(nullptr, &there) != 0 || !(there.ss_flags & SS_DISABLE)) {
-            return true;
-        }
-        memory_.reset(new (std::nothrow) char[STACK_BYTES]);
-        if (!memory_) {
-            return false;
-        }
-        stack_t ours{};
-        ours.ss_sp   = memory_.get();
-        ours.ss_size = STACK_BYTES;
-        if (sigaltstack(&ours, nullptr) != 0) {
-            memory_.reset();
-            return false;
-        }
-        return true;
-    }
-
-  private:
-    std::unique_ptr<char[]> memory_;
-};
-
 void take_over(State & state) {
-    for (size_t i = 0; i < N_SIGNALS; i++) {
-        struct sigaction ours {};
-        ours.sa_handler = on_signal;
-        ours.sa_flags   = SA_ONSTACK;
-        sigfillset(&ours.sa_mask);
-        const bool free = sigaction(SIGNALS[i], nullptr, &state.old[i]) == 0 &&
-            !(state.old[i].sa_flags & SA_SIGINFO) && state.old[i].sa_handler == SIG_DFL;
-        state.taken[i] = free && sigaction(SIGNALS[i], &ours, nullptr) == 0;
-    }
+    take_handlers();
     state.old_terminate = std::set_terminate(on_terminate);
     state.set           = true;
 }
 
 void give_back(State & state) {
-    for (size_t i = 0; i < N_SIGNALS; i++) {
-        if (state.taken[i]) {
-            sigaction(SIGNALS[i], &state.old[i], nullptr);
-        }
-    }
+    give_handlers_back();
     std::set_terminate(state.old_terminate);
     state.set = false;
 }
@@ -183,6 +80,29 @@ void copy(char (&out)[KVEDGE_LAST_WORDS + 1], const char * text) {
 }
 
 }  // namespace
+
+void kvedge::end_with(const char * what) {
+    State * state = shown.load();
+    if (!state) {
+        end_process(1);
+    }
+    const Words &   words = state->words[state->current.load()];
+    const uintptr_t me    = thread_number();
+    uintptr_t       other = 0;
+    if (!state->ending.compare_exchange_strong(other, me)) {
+        if (other == me) {
+            end_process(words.exit_code);  // what is below failed itself, for want of stack say
+        }
+        wait_for_the_end();
+    }
+    char * line = state->line;
+    size_t n    = append(line, 0, words.before);
+    n           = append(line, n, what);
+    n           = append(line, n, words.after);
+    line[n++]   = '\n';
+    write_to_stderr(line, n);
+    end_process(words.exit_code);
+}
 
 extern "C" kvedge_status kvedge_last_words(const char * before, const char * after, int32_t exit_code, kvedge_error * err) try {
     State &                           at = state();
@@ -206,10 +126,7 @@ extern "C" kvedge_status kvedge_last_words(const char * before, const char * aft
     if (!at.set) {
         take_over(at);
     }
-    thread_local HandlerStack stack;
-    return stack.make() ? ok(err) : fail(err, KVEDGE_E_MEMORY, "no memory for the stack of a signal handler");
+    return make_handler_stack() ? ok(err) : fail(err, KVEDGE_E_MEMORY, "no memory for the stack of a signal handler");
 } catch (...) {
     return caught(err, "set the last words");
 }
-
-#endif
