@@ -47,7 +47,7 @@ class _LastWords:
 
     def tell(self) -> None:
         """Gives the line to libkvedge."""
-        with suppress(KvedgeError), self._lock:  # Windows has none; without a stack of its own a handler still runs
+        with suppress(KvedgeError), self._lock:  # without a stack of its own a handler still runs
             call("last_words", f"{self.begin('native code crashed')}: ".encode(), f"; {self.left}".encode(), CODE)
 
     def begin(self, what: str) -> str:
@@ -62,8 +62,7 @@ _words = _LastWords()
 def arm() -> None:
     """From now on a crash is one line on stderr and exit code 1, where ggml aborts as well.
 
-    For programs of kvedge's. Not with KVEDGE_DEBUG set: a core file or a debugger tells more. On Windows ggml's aborts
-    only.
+    For programs of kvedge's. Not with KVEDGE_DEBUG set: a core file or a debugger tells more.
     """
     if os.environ.get("KVEDGE_DEBUG"):
         return
