@@ -3,8 +3,8 @@
     python3 scripts/dev.py python scripts/measure_questions.py --samples 60 --save q.jsonl --json q.json > q.md
 
 The first, second or third question about one image or four, those before it answered by the reference: all that comes
-before the question that counts is compressed, then the question is read (`kvedge eval --compress context`); with
---compress prompt the question is compressed, too. Scenes of the test part, which no search and no validation sees. A
+before the question that counts is compressed as one, then the question is read (`kvedge eval --compress context`);
+with --compress conversation the question is compressed with it. Scenes of the test part, which no search and no validation sees. A
 texture of 16 adds waves, grain and scraps of up to 16 of 255 to every picture. Prints a Markdown table for each budget;
 with --save the same command goes on from where it stopped.
 """
@@ -25,7 +25,7 @@ from PIL import Image
 
 from pykvedge.errors import KvedgeError
 from pykvedge.lab.demo_tasks.scenes import Scene, render
-from pykvedge.lab.eval.measure import Cell, Wants
+from pykvedge.lab.eval.measure import CONTEXT, CONVERSATION, Cell, Wants
 from pykvedge.lab.eval.records import Records
 from pykvedge.lab.eval.runner import FULL, Job, evaluate, full_cell
 from pykvedge.lab.eval.table import ALL, Line, lines
@@ -110,7 +110,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--budget", default="0.5,0.2,0.1,0.05")
     parser.add_argument("--samples", type=int, default=60, help="of each kind of question (default %(default)s)")
     parser.add_argument("--against", default=FULL, help="what intervals are against (default: the full cache)")
-    parser.add_argument("--compress", choices=("context", "prompt"), default="context", help="default: %(default)s")
+    parser.add_argument("--compress", choices=(CONTEXT, CONVERSATION), default=CONTEXT, help="default: %(default)s")
     parser.add_argument("--texture", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
@@ -125,7 +125,7 @@ def main() -> None:
     args = arguments()
     with tempfile.TemporaryDirectory() as folder:
         samples, cells = drawn(args, Path(folder)), cells_of(args)
-        wants = Wants(context=args.compress == "context")
+        wants = Wants(compress=args.compress)
         job = Job(args.model, args.mmproj, samples, cells, wants, Settings(threads=args.threads))
         records = Records(args.save, job.header(), args.save is not None and args.save.exists())
         log(f"{len(cells)} plans on {len(samples)} samples")

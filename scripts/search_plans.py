@@ -5,7 +5,7 @@
 Every composition is measured on few samples of each task, the better quarter on four times as many, and so on
 (successive halving, pykvedge/lab/eval/search.py); what comes out best in the last round is then measured on validation
 scenes beside every method that has a name. No scene is in two of the parts. A question is asked twice, compressed with
-what comes before it ("prompt") and after that alone was compressed ("context"): what is good at one of them can lose
+what comes before it ("conversation") and after that alone was compressed ("context"): what is good at one of them can lose
 the other. Prints JSON: the best of every budget. With --save the same command goes on from where it stopped.
 """
 
@@ -24,7 +24,7 @@ from llama_source import ROOT, log
 from measure_questions import with_texture
 
 from pykvedge.errors import KvedgeError
-from pykvedge.lab.eval.measure import Cell, Wants
+from pykvedge.lab.eval.measure import CONTEXT, CONVERSATION, Cell, Wants
 from pykvedge.lab.eval.records import Records
 from pykvedge.lab.eval.runner import FULL, Job, evaluate, full_cell
 from pykvedge.lab.eval.search import Space, Standing, halving, standings
@@ -55,6 +55,7 @@ SPACE = Space(
             {"scorer.window": 24, "scorer.parts": 3},
             {"scorer.window": 64},
         ],
+        "modal": [{}, {"scorer.parts": 2}, {"scorer.parts": 4}, {"scorer.window": 16}, {"scorer.fade": 0.3}],
         "cumulative": [{}, {"scorer.share": "layer"}],
         "mean": [{}],
         "keydiff": [{}],
@@ -87,12 +88,12 @@ SPACE = Space(
 
 
 class Search:
-    """Measures cells on scenes of one part. compress: "context" or "prompt"."""
+    """Measures cells on scenes of one part. compress: CONTEXT or CONVERSATION."""
 
     def __init__(self, args: argparse.Namespace, part: str, compress: str) -> None:
         self.args, self.part, self.compress = args, part, compress
         self.folder = tempfile.TemporaryDirectory()  # of textured pictures
-        self.wants = Wants(answers=part != "search", context=compress == "context")
+        self.wants = Wants(answers=part != "search", compress=compress)
         path = None if args.save is None else args.save.with_suffix(f".{compress}.{part}{args.save.suffix}")
         self.records = Records(path, self.job([], []).header(), path is not None and path.exists())
 
@@ -158,7 +159,7 @@ def main() -> None:
     parser.add_argument("--without", default="", metavar="A,B", help="members of stages that are not tried")
     parser.add_argument("--model", type=Path, default=DATA / "demo-model.gguf")
     parser.add_argument("--mmproj", type=Path, default=DATA / "demo-mmproj.gguf")
-    parser.add_argument("--compress", default="context,prompt", help="one or both (default %(default)s)")
+    parser.add_argument("--compress", default=f"{CONTEXT},{CONVERSATION}", help="one or both (default %(default)s)")
     parser.add_argument("--texture", default="0,16", help="strengths of texture, 0: plain (default %(default)s)")
     parser.add_argument("--rounds", default="1,4,16", help="samples of each task in every round (default %(default)s)")
     parser.add_argument("--keep", type=float, default=0.2, help="share of plans that goes on (default %(default)s)")
@@ -170,8 +171,8 @@ def main() -> None:
     args = parser.parse_args()
     args.tasks, rounds = args.tasks.split(","), [int(n) for n in args.rounds.split(",")]
     args.texture, args.compress = [int(n) for n in args.texture.split(",")], args.compress.split(",")
-    if not {*args.compress} <= {"context", "prompt"}:
-        parser.error("--compress is context, prompt, or both with a comma")
+    if not {*args.compress} <= {CONTEXT, CONVERSATION}:
+        parser.error(f"--compress is {CONTEXT}, {CONVERSATION}, or both with a comma")
     space = without(SPACE, set(args.without.split(",")))
     search, validation, out = Together(args, "search"), Together(args, "validation"), {}
     for budget in args.budget.split(","):

@@ -206,7 +206,7 @@ def chosen(args: argparse.Namespace, folder: Path) -> list[Sample]:
 def measured(args: argparse.Namespace) -> dict[str, dict[str, dict[str, Any]]]:
     """Records by cell and sample."""
     with tempfile.TemporaryDirectory() as folder:
-        wants = Wants(answers=not args.no_answers, context=True)
+        wants = Wants(answers=not args.no_answers, compress="context")
         files = DATA / "demo-model.gguf", DATA / "demo-mmproj.gguf"
         job = Job(*files, chosen(args, Path(folder)), cells(args), wants, Settings(threads=args.threads))
         log(f"{len(job.cells)} plans on {len(job.samples)} samples")

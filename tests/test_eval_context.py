@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from eval_runs import MMPROJ, MODEL, run
 
 import pykvedge
-from pykvedge.lab.eval.measure import Cell, Wants
+from pykvedge.lab.eval.measure import WAYS, Cell, Wants
 from pykvedge.lab.eval.records import Records
 from pykvedge.lab.eval.runner import FULL, Job, evaluate, full_cell
 from pykvedge.lab.eval.tasks import Line, Sample, demo_samples
@@ -25,7 +26,7 @@ def asked(sample, question):
 
 def test_the_whole_cache_does_not_mind_when_the_question_comes(native):
     samples = [*demo_samples("code", 2, 5, 4), *demo_samples("code/2", 1, 5, 4)]
-    after, with_it = run(samples, [], context=True), run(samples, [])
+    after, with_it = run(samples, [], compress="context"), run(samples, [])
     for key, row in with_it.items():
         assert after[key]["answer"] == row["answer"]
         assert after[key]["nll"] == pytest.approx(row["nll"], abs=2e-2)
@@ -34,7 +35,7 @@ def test_the_whole_cache_does_not_mind_when_the_question_comes(native):
 def test_what_is_kept_does_not_depend_on_the_question(native):
     [sample] = demo_samples("code", 1, 3, 4)
     two = [asked(sample, text) for text in ("What is the code?", "Is there a red circle? What else can you see there?")]
-    rows = run(two, cells(0.2), context=True)
+    rows = run(two, cells(0.2), compress="context")
     for name in ("snapkv", "knorm", "h2o"):
         first, second = (rows[one.id, name, "0.2"] for one in two)
         same = ("kept", "kept_bytes", "full_bytes", "prompt_tokens", "image_tokens")
@@ -50,7 +51,7 @@ def test_the_first_token_of_the_answer_is_compressed_too(native):
     words = [replace(sample, id=word, answer=word) for word in ("red", "two", "the", "circle", "4", "top")]
     counted = run(words, [], answers=False)
     short = next(one for one in words if counted[one.id, FULL, "1.0"]["tokens"] == 1)
-    aware, before = (run([short], cells(0.02), context=context) for context in (False, True))
+    aware, before = (run([short], cells(0.02), compress=how) for how in ("prompt", "context"))
     found = []
     for name in ("snapkv", "knorm", "h2o"):
         assert aware[short.id, name, "0.02"]["tokens"] == 1
@@ -62,14 +63,14 @@ def test_the_first_token_of_the_answer_is_compressed_too(native):
 def test_decode_policies_go_on_behind_the_question(native):
     [sample] = demo_samples("where", 1, 3, 4)
     plans = [pykvedge.plan("h2o", 0.2, decode="heavy-hitter"), pykvedge.plan("lookm", 0.2, decode="sliding")]
-    rows = run([sample], [Cell(f"own {i}", plan) for i, plan in enumerate(plans)], context=True)
+    rows = run([sample], [Cell(f"own {i}", plan) for i, plan in enumerate(plans)], compress="context")
     assert all(row["answer"] is not None for row in rows.values()) and len(rows) == 3
 
 
 def test_text_with_nothing_before_its_question_is_left_out(native):
     sample = Sample("plain", "text", (Line("user", "What is there?"),), "Nothing.")
     records = Records(None, {}, False)
-    out = evaluate(Job(MODEL, MMPROJ, [sample], [full_cell()], Wants(context=True)), records)
+    out = evaluate(Job(MODEL, MMPROJ, [sample], [full_cell()], Wants(compress="context")), records)
     assert len(out.left_out) == 1 and "nothing comes before its question" in out.left_out[0] and not records.rows
 
 
@@ -89,15 +90,29 @@ def test_a_second_pass_finds_the_room_that_other_plans_gave_back(native):
     """However many plans were tried on copies of the prompt before."""
     cells = [Cell(f"kvzip{n}", pykvedge.plan("kvzip", 0.5, text_prior=bool(n % 2))) for n in range(24)]
     [sample] = demo_samples("describe", 1, 3, 4)
-    rows = run([sample], cells, answers=False, context=True)
+    rows = run([sample], cells, answers=False, compress="context")
     assert len({rows[sample.id, cell.name, "0.5"]["kld"] for cell in cells}) <= 2
 
 
-@pytest.mark.parametrize("context", [False, True], ids=["prompt", "context"])
-def test_the_default_method_keeps_what_the_question_is_and_what_it_asks_for(native, context):
-    """Second questions in a prompt that holds the first one with its answer, and after it: all as the full cache's."""
+@pytest.mark.parametrize("how", WAYS)
+def test_the_default_method_keeps_what_the_question_is_and_what_it_asks_for(native, how):
+    """Second and third questions, whenever they come: all as the full cache's at half, and at a fifth of the pairs."""
     samples = [s for task in ("code+describe", "colour+where+describe") for s in demo_samples(task, 6, 5, 4)]
-    rows = run(samples, [Cell(DEFAULT_METHOD, pykvedge.default_plan())], context=context)
+    budgets = (0.5, 0.2)
+    rows = run(samples, [Cell(DEFAULT_METHOD, pykvedge.default_plan(b)) for b in budgets], compress=how)
     answers = {key: row["answer"] for key, row in rows.items()}
-    for one in samples:
-        assert answers[one.id, DEFAULT_METHOD, "0.5"] == answers[one.id, FULL, "1.0"] == one.answer
+    for one, budget in product(samples, map(str, budgets)):
+        assert answers[one.id, DEFAULT_METHOD, budget] == answers[one.id, FULL, "1.0"] == one.answer
+
+
+def test_a_conversation_is_one_prompt(native):
+    """What is kept is a share of all its tokens; and what the full cache says is the same however it was read."""
+    [sample] = demo_samples("colour+where+describe", 1, 5, 4)
+    rows = {how: run([sample], cells(0.2, names=("knorm",)), compress=how) for how in WAYS}
+    whole = rows["conversation"][sample.id, "knorm", "0.2"]
+    before = rows["context"][sample.id, "knorm", "0.2"]
+    assert whole["kept"] == int(0.2 * whole["prompt_tokens"]) and before["kept"] == int(0.2 * before["prompt_tokens"])
+    assert before["prompt_tokens"] < whole["prompt_tokens"] == rows["prompt"][sample.id, "knorm", "0.2"]["prompt_tokens"]
+    full = [of[sample.id, FULL, "1.0"] for of in rows.values()]
+    assert len({row["answer"] for row in full}) == 1
+    assert [row["nll"] for row in full] == pytest.approx([full[0]["nll"]] * 3, abs=2e-2)

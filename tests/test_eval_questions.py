@@ -40,9 +40,9 @@ def without_time(rows):
 
 
 def test_each_question_is_answered_as_if_it_were_alone(native):
-    together = without_time(run(asked(3), CELLS, context=True))
-    apart = without_time(run([replace(one, context="") for one in asked(3)], CELLS, context=True))
-    backwards = without_time(run(asked(3)[::-1], CELLS, context=True))
+    together = without_time(run(asked(3), CELLS, compress="context"))
+    apart = without_time(run([replace(one, context="") for one in asked(3)], CELLS, compress="context"))
+    backwards = without_time(run(asked(3)[::-1], CELLS, compress="context"))
     assert len(together) == 3 * (1 + len(CELLS))
     assert {row["answer"] for row in together.values() if row["method"] == FULL} != {""}
     for key, row in together.items():
@@ -57,7 +57,7 @@ def test_each_question_is_answered_as_if_it_were_alone(native):
 
 
 def test_the_whole_budget_is_the_full_cache(native):
-    rows = run(asked(2), [Cell("all", pykvedge.plan("snapkv", 1.0))], context=True)
+    rows = run(asked(2), [Cell("all", pykvedge.plan("snapkv", 1.0))], compress="context")
     for one in asked(2):
         assert rows[one.id, "all", "1.0"]["answer"] == rows[one.id, FULL, "1.0"]["answer"]
         assert rows[one.id, "all", "1.0"]["kld"] == pytest.approx(0, abs=1e-6)
@@ -79,7 +79,7 @@ def test_questions_in_a_file(tmp_path, native):
     assert first.lines[0].images == second.lines[0].images == (tmp_path / "a.png",)
     assert [line.role for line in third.lines] == ["user", "assistant", "user"]
     assert third.lines[-1].text == "Is it good?"
-    assert len(run([first, second], [CELLS[1]], context=True)) == 4
+    assert len(run([first, second], [CELLS[1]], compress="context")) == 4
 
 
 def pykvedge_examples():

@@ -56,9 +56,9 @@ BUDGET = "0.2"
     option("--plan", "plans", type=options.PATH, multiple=True, metavar="FILE.json",
            help="A composition of your own, with its budget; repeatable. Named after the file."),
     options.PLUGIN,
-    option("--compress", type=click.Choice(["prompt", "context"]), default="prompt", show_default=True,
-           help="What is compressed: the prompt with its question, or what comes before the question, which is then "
-                "read with what was kept."),
+    option("--compress", type=click.Choice(["prompt", "context", "conversation"]), default="prompt", show_default=True,
+           help="What is compressed: each message with its question, as in a chat; all that comes before the last "
+                "question, which is then read with what was kept; or the whole conversation as one prompt."),
     option("--against", default="full", show_default=True, metavar="METHOD",
            help="What changes and their intervals are against: the full cache, or one of --method at the same "
                 "budget."),
@@ -250,7 +250,7 @@ def _wants(given: dict[str, Any]) -> Wants:
         if name not in METRICS:
             raise unknown("metric", name, METRICS)
     kinds = {METRICS[name] for name in names}
-    return Wants("answers" in kinds, "likelihood" in kinds, longest, given["compress"] == "context")
+    return Wants("answers" in kinds, "likelihood" in kinds, longest, given["compress"])
 
 
 def _check_base(cells: list[Cell], against: str) -> None:

@@ -24,11 +24,18 @@ from pykvedge.lab.eval.tasks import Sample
 from pykvedge.models.composer import Composer, Written
 from pykvedge.models.images import Picture
 from pykvedge.models.model import Model, TextStream
-from pykvedge.models.vision import ImagePiece, Piece, Vision
+from pykvedge.models.vision import ImagePiece, Piece, TextPiece, Vision
 from pykvedge.plans.plan import Plan
 from pykvedge.runtime import opening
 from pykvedge.runtime.pruning import planned
 from pykvedge.runtime.replay import extra_tokens
+
+
+PROMPT, CONTEXT, CONVERSATION = "prompt", "context", "conversation"
+# "prompt": each message of the user when it is complete, as a chat does. "context": all that comes before the last
+# question as one, and the question is read after that. "conversation": all up to the answer as one, as a program does
+# that sends a whole conversation.
+WAYS = (PROMPT, CONTEXT, CONVERSATION)
 
 
 @dataclass(frozen=True)
@@ -62,20 +69,20 @@ class Cell:
 class Wants:
     """These are measured: greedy answers, and the likelihood of the reference answer.
 
-    context: what comes before the last question is compressed, and the question is read after that; else with it.
+    compress: what is compressed, one of WAYS.
     """
 
     answers: bool = True
     likelihood: bool = True
     max_tokens: int = 512
-    context: bool = False
+    compress: str = PROMPT
 
 
 @dataclass
 class Prepared:
-    """This is a sample as tokens. turns: what is read, and the assistant's tokens that follow.
+    """This is a sample as tokens. turns: what is read and then compressed, and the assistant's tokens that follow.
 
-    question: what is read after all is compressed; the last turn has no reply then, unless it is an earlier one.
+    question: what is read after all is compressed.
     """
 
     sample: Sample
@@ -107,13 +114,13 @@ class Preparer:
         model: Model,
         vision: Vision | None,
         look: Callable[[float], None] = lambda share: None,
-        context: bool = False,
+        compress: str = PROMPT,
     ) -> None:
         """look: called while an image is encoded, with the share that is done; what it raises prepare raises.
 
-        context: as of Wants.
+        compress: as of Wants.
         """
-        self._vision, self._look, self._context = vision, look, context
+        self._vision, self._look, self._compress = vision, look, compress
         self._composer = Composer(model, vision)
         _ = self._composer.lead  # a template without answers fails before the first sample
 
@@ -148,8 +155,10 @@ class Preparer:
             answer = turns[-1][1]
             turns[-1] = (turns[-1][0], [])
             prepared = Prepared(sample, turns, answer)
-            if self._context:
+            if self._compress == CONTEXT:
                 prepared = _apart(prepared)
+            if self._compress != PROMPT:
+                prepared = replace(prepared, turns=[(_joined(prepared.turns), [])])
             if self._vision is not None and encode:
                 for pieces, _ in turns:
                     for piece in pieces:
@@ -182,6 +191,14 @@ def _apart(prepared: Prepared) -> Prepared:
     if not before and not earlier:
         raise ContextError("nothing comes before its question that could be compressed without it")
     return replace(prepared, turns=[*earlier, (before, [])] if before else earlier, question=question)
+
+
+def _joined(turns: list[tuple[list[Piece], list[int]]]) -> list[Piece]:
+    """Makes one prompt of messages and the answers between them."""
+    out: list[Piece] = []
+    for pieces, reply in turns:
+        out += [*pieces, TextPiece(reply)] if reply else pieces
+    return out
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pykvedge.errors import ContextError, ImageError, KvedgeError, UsageError
-from pykvedge.lab.eval.measure import Cell, Measurer, Preparer, Wants
+from pykvedge.lab.eval.measure import CONTEXT, PROMPT, Cell, Measurer, Preparer, Wants
 from pykvedge.lab.eval.reader import Reader
 from pykvedge.lab.eval.records import Records, fingerprint
 from pykvedge.lab.eval.tasks import Sample
@@ -55,7 +55,7 @@ class Job:
             "answers": self.wants.answers,
             "likelihood": self.wants.likelihood,
             "max_tokens": self.wants.max_tokens,
-            **({"compress": "context"} if self.wants.context else {}),
+            **({"compress": self.wants.compress} if self.wants.compress != PROMPT else {}),
         }
 
 
@@ -86,9 +86,9 @@ def evaluate(
         vision = Vision(loan.encoder) if loan.encoder else None
         reader = Reader(loan.model, vision, loan.threads, job.settings.storage, job.settings.n_ctx)
         reader.stop_when(cancel)
-        preparer = Preparer(loan.model, vision, partial(stop_if_set, cancel), job.wants.context)
+        preparer = Preparer(loan.model, vision, partial(stop_if_set, cancel), job.wants.compress)
         run = _Run(out, full, cells, display, cancel, preparer, Measurer(loan.model, reader, job.wants))
-        for group in _together(todo, job.wants.context):
+        for group in _together(todo, job.wants.compress == CONTEXT):
             run.one(group)
     except CancelledError:
         out.interrupted = True
