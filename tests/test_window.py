@@ -12,7 +12,7 @@ import pykvedge
 from pykvedge.plans.registry import members
 
 # a head's share counts its window, too, and may be smaller than one
-UNEVEN = ("calibrated", "kvedge", "kvedge-context")
+UNEVEN = ("calibrated",)
 FAMILY = [m for m in pykvedge.methods() if m not in UNEVEN and pykvedge.plan(m).scorer in ("window", "mixkv")]
 SCORERS = [
     {"scorer": "window"},

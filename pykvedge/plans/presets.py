@@ -12,8 +12,8 @@ from pykvedge.plans.plugins import installed, table
 from pykvedge.plans.plugins.table import Preset
 from pykvedge.plans.stages.members import STAGES
 
-# This method answers when nobody chose one: of the compositions that were searched it loses least where the question is
-# at the prompt's end and where it comes later, taken together (docs/results/questions.md). Its budget is half of the
+# This method answers when nobody chose one: of all that were measured it loses least where the question is at the
+# prompt's end and where it comes later (docs/results/questions.md). Its budget is half of the
 # prompt, whether it is named or not: no model but the demo model was measured.
 DEFAULT_METHOD = "kvedge"
 STREAM_METHOD = "mixkv"  # where nobody chose one for a stream, in which all heads hold as many pairs
@@ -28,8 +28,7 @@ _ADAKV = "Feng et al. 2024, Ada-KV: Optimizing KV Cache Eviction by Adaptive Bud
 _SPARSEMM = "Wang et al. 2025, SparseMM: Head Sparsity Emerges from Visual Concept Responses in MLLMs, ICCV"
 _HEADKV = "Fu et al. 2024, Not All Heads Matter: Head-Level KV Cache Compression with Reasoning, arXiv:2410.19258"
 _CALIBRATED = "Zweiger et al. 2026, Fast KV Compaction via Attention Matching, arXiv:2602.16284, with MixKV's scores"
-_KVEDGE = "this project: MixKV's scores and budgets of heads, as a search over compositions put them together"
-_KVEDGE_MERGE = "this project: FlashCache's scores and LOOK-M's merging, as the same search put them together"
+_KVEDGE = "this project: MixKV's mixture among image tokens alone, votes of the last queries, and budgets of heads"
 _KEYDIFF = "Park et al. 2025, KeyDiff: Key Similarity-Based KV Cache Eviction, arXiv:2504.15364"
 _EXPECTED = "Devoto et al. 2025, Expected Attention: KV Cache Compression by Estimating Attention, arXiv:2510.00636"
 _CRITICALKV = (
@@ -144,38 +143,14 @@ _PRESETS = (
     ),
     Preset(
         "kvedge",
-        "mixkv with a window of 24, at most a third of the budget, and heads' budgets by calibration or as adakv's",
+        "image tokens and text each by its kind, the text's end stays; heads' budgets by calibration or as adakv's",
         _KVEDGE,
         {
-            "scorer": "mixkv",
+            "scorer": "modal",
             "allocator": "calibrated",
-            "params": {"scorer.window": 24, "scorer.parts": 3, "allocator.unmeasured": "ada"},
+            "params": {"allocator.unmeasured": "ada"},
             "sinks": 1,
             "budget": 0.5,
-        },
-    ),
-    Preset(
-        "kvedge-context",
-        "as kvedge for what is read before its question: a window of 8 that competes with all other tokens",
-        _KVEDGE,
-        {
-            "scorer": "mixkv",
-            "allocator": "calibrated",
-            "params": {"scorer.window": 8, "allocator.unmeasured": "ada"},
-            "sinks": 1,
-            "recent": 1,
-        },
-    ),
-    Preset(
-        "kvedge-merge",
-        "what stands out as in flashcache, the rest averaged into it: for what is read before its question, 0.2 and up",
-        _KVEDGE_MERGE,
-        {
-            "scorer": "dct",
-            "reducer": "averaged",
-            "params": {"reducer.bias": "mass"},
-            "sinks": 1,
-            "recent": 1,
         },
     ),
     Preset(

@@ -43,24 +43,19 @@ void window_logits(const ScoreInput & in, const HeadView & view, int32_t query_h
     }
 }
 
-}  // namespace
-
-void window_attention(const ScoreInput & in, const HeadView & view, int32_t head, GroupReduction reduction, float * out) {
+// visit(query head of the group, window row, weights [sees] not yet divided by their total, total, sees) for the softmax of every
+// window query of a KV head over the `sees` rows up to its own, stored ones first.
+template <class F> void each_window_row(const ScoreInput & in, const HeadView & view, int32_t head, const F & visit) {
     const LayerShape & shape  = in.shape;
     const Kernels &    kn     = kernels();
     const int32_t      group  = shape.n_heads / shape.n_heads_kv;
-    const int32_t      first  = view.n_old;  // the first pending row
-    const int32_t      n_keys = first + in.n_tokens;
+    const int32_t      n_keys = view.n_old + in.n_tokens;
     const size_t       stride = ((size_t) n_keys + 64 + 15) / 16 * 16;
     std::vector<float> s((size_t) in.n_window * stride), panel((size_t) (BLOCK + 64) * (size_t) shape.d_k);
-    std::vector<float> mean((size_t) in.n_tokens);
     const auto         biases = biases_of(view, (size_t) n_keys);
-
-    std::fill(out, out + in.n_tokens, 0.0f);
     for (int32_t g = 0; g < group && in.n_window > 0; g++) {
         const int32_t query_head = head * group + g;
         window_logits(in, view, query_head, panel.data(), s.data(), stride);
-        std::fill(mean.begin(), mean.end(), 0.0f);
         for (int32_t r = 0; r < in.n_window; r++) {
             float *    row  = s.data() + (size_t) r * stride;
             const auto sees = (size_t) (n_keys - in.n_window + r + 1);
@@ -73,11 +68,47 @@ void window_attention(const ScoreInput & in, const HeadView & view, int32_t head
             const float sink  = in.sinks ? in.sinks[query_head] : -INFINITY;
             const float top   = std::max(kn.max(row, sees), sink);
             const float total = kn.exp_sum(row, sees, top) + std::exp(sink - top);
-            kn.axpy(1.0f / (total * (float) in.n_window), row + first, mean.data(), sees - (size_t) first);
+            visit(g, r, row, total, sees);
+        }
+    }
+}
+
+}  // namespace
+
+void window_attention(const ScoreInput & in, const HeadView & view, int32_t head, GroupReduction reduction, float * out) {
+    const int32_t      group = in.shape.n_heads / in.shape.n_heads_kv;
+    const auto         first = (size_t) view.n_old;  // the first pending row
+    std::vector<float> mean((size_t) in.n_tokens);
+    std::fill(out, out + in.n_tokens, 0.0f);
+    each_window_row(in, view, head, [&](int32_t, int32_t r, const float * row, float total, size_t sees) {
+        kernels().axpy(1.0f / (total * (float) in.n_window), row + first, mean.data(), sees - first);
+        if (r + 1 < in.n_window) {
+            return;
         }
         for (int32_t t = 0; t < in.n_tokens; t++) {
             const float m = mean[(size_t) t];
             out[t]        = reduction == GroupReduction::max ? std::max(out[t], m) : out[t] + m / (float) group;
+        }
+        std::fill(mean.begin(), mean.end(), 0.0f);
+    });
+}
+
+void faded_votes(const ScoreInput & in, const HeadView & view, int32_t head, double fade, float * out) {
+    const int32_t       group = in.shape.n_heads / in.shape.n_heads_kv, W = in.n_window, T = in.n_tokens;
+    const auto          first = (size_t) view.n_old;
+    std::vector<double> say((size_t) W);  // of each query; the last one's is 1
+    for (int32_t r = 0; r < W; r++) {
+        say[(size_t) r] = std::exp(-fade * (double) (W - 1 - r));
+    }
+    std::fill(out, out + T, 0.0f);
+    each_window_row(in, view, head, [&](int32_t, int32_t r, const float * row, float total, size_t sees) {
+        kernels().axpy((float) (say[(size_t) r] / ((double) total * group)), row + first, out, sees - first - 1);
+    });
+    double later = 0.0;  // say of the queries behind t
+    for (int32_t t = T - 1, r = W - 1; t >= 0; t--) {
+        out[t] /= (float) std::max(later, 1.0);
+        if (r >= 0) {
+            later += say[(size_t) r--];
         }
     }
 }

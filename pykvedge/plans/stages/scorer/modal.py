@@ -1,0 +1,89 @@
+"""Modal: image tokens and text tokens each by what tells among their kind; the end of the text stays.
+
+This project's own. Three things are unlike MixKV (Liu et al. 2025, arXiv:2510.20707), whose mixture it uses:
+
+Votes. Attention of the last `window` queries, without what a token pays to itself: no token that comes will see
+through that query. A token inside the window is judged by the queries behind it alone, and the sum is divided by how
+many they are; else the last tokens count for little, as few saw them, or for much, as all look at themselves. A query
+counts e^-fade of the one behind it, since the answer's first queries are most like the last ones. What counts together
+for less than one query counts as one.
+
+Kinds. A softmax gives an image of hundreds of tokens little for each of them, and a question of ten much. So value
+norms and diversity are scaled among image tokens alone, all of them, also those within the window; text is judged by its
+votes. Without images all tokens are one kind, and mixed.
+
+The end. A question's words may matter to the answer alone, and no query of the prompt's looks at them. So of however
+many tokens that stay, one in `parts` is the end of the text: what is behind the last image, the last token first, at
+most `window` of them. They are raised to the scores where that is so, which makes one ranking of it for any budget.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pykvedge.plans.stages.base import Layer, Scorer, Settings
+from pykvedge.plans.stages.scorer.mixkv import mixed
+from pykvedge.plans.stages.window import pool
+
+MIXTURE = {"value": "vnorm", "scale": "imp", "mode": "headwise"}  # MixKV's defaults
+
+
+def faded_votes(q: np.ndarray, k: np.ndarray, window: int, fade: float, bias: np.ndarray | float = 0.0) -> np.ndarray:
+    """Attention that each token receives from the later ones of the last `window` queries, a query. [T] float64.
+
+    q: [n, d] the last n queries of one query head; k: [T, d] of its KV head; bias: [T] of its logits.
+    """
+    n_tokens, size = k.shape
+    rows = min(window, len(q))
+    logits = (q[len(q) - rows :].astype(np.float64) @ k.astype(np.float64).T) / np.sqrt(size) + bias
+    later = np.arange(n_tokens - rows, n_tokens)[:, None] - np.arange(n_tokens)[None, :]  # by how much the query is
+    logits[later < 0] = -np.inf
+    weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+    weights = np.where(later > 0, weights / weights.sum(axis=1, keepdims=True), 0.0)
+    say = np.exp(-fade * np.arange(rows)[::-1])[:, None]
+    return (say * weights).sum(axis=0) / np.maximum((say * (later > 0)).sum(axis=0), 1.0)
+
+
+def votes(layer: Layer, settings: Settings) -> np.ndarray:
+    """[Hkv, T] float64: mean over the query heads of a KV head."""
+    n_heads_kv, n_tokens, _ = layer.k.shape
+    group = layer.q.shape[0] // n_heads_kv
+    bias = np.zeros(layer.k.shape[:2]) if layer.bias is None else layer.bias
+    each = [
+        faded_votes(q, layer.k[h // group], settings["window"], settings["fade"], bias[h // group])
+        for h, q in enumerate(layer.q)
+    ]
+    return np.stack(each).reshape(n_heads_kv, group, n_tokens).mean(axis=1)
+
+
+def raised(scores: np.ndarray, end: int, parts: int) -> np.ndarray:
+    """scores [T] in which the a-th last token, a up to `end`, has at most a * (parts - 1) of those before it above it."""
+    out = scores.copy()
+    for a in range(1, end + 1):
+        above, last = a * (parts - 1), len(scores) - a
+        earlier = np.sort(scores[:last])[::-1]
+        if above < len(earlier):
+            out[last] = max(out[last], (earlier[above - 1] + earlier[above]) / 2)
+    return out
+
+
+def score(layer: Layer, settings: Settings) -> np.ndarray:
+    """[Hkv, T] float64."""
+    out, image = votes(layer, settings), layer.image_mask
+    kind = np.flatnonzero(image) if image.any() else np.arange(len(image))
+    behind = len(image) - 1 - int(kind[-1]) if image.any() else len(image)
+    for h, row in enumerate(out):
+        row[kind] = mixed(pool(row[kind], settings["kernel"], "avg"), layer.k[h][kind], layer.v[h][kind], MIXTURE)
+        row[:] = raised(row, min(behind, settings["window"]), settings["parts"])
+    return out
+
+
+MEMBER = Scorer(
+    name="modal",
+    summary="votes of the last queries, mixed among image tokens with value norms and diversity; the text's end stays",
+    source="this project, with MixKV's mixture",
+    score=score,
+    auto_recent=lambda kept, even, settings: min(kept, 1),
+    whole_up_to=lambda settings: settings["window"],
+    attention=votes,
+)

@@ -1,0 +1,87 @@
+"""Scorer modal: its definition against loops of their own, and what it is for."""
+
+from __future__ import annotations
+
+import numpy as np
+import oracles
+import pytest
+from arrays import LAYOUTS, prompt
+from test_parity import assert_same
+
+import pykvedge
+from pykvedge.plans.registry import member
+from pykvedge.plans.stages.base import Layer
+
+SETTINGS = {"window": 8, "fade": 0.15, "kernel": 5, "parts": 3}
+IMAGES = {"text": [], "image": range(1, 41), "image_last": range(12, 60), "two": [*range(2, 20), *range(26, 45)]}
+
+
+def layer_of(p):
+    return Layer(p.q[0], p.k[0], p.v[0], p.image_mask)
+
+
+def mask(n_tokens, tokens):
+    out = np.zeros(n_tokens, dtype=bool)
+    out[list(tokens)] = True
+    return out
+
+
+@pytest.mark.parametrize("changed", [
+    {}, {"window": 1}, {"window": 20}, {"window": 100}, {"fade": 0.0}, {"fade": 3.0}, {"kernel": 1}, {"kernel": 9},
+    {"parts": 2}, {"parts": 7},
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("n_tokens", [2, 8, 9, 31])
+def test_scores_are_those_of_loops(n_tokens, layout, changed):
+    p, settings = prompt(n_tokens, (4, 2), size=8, layout=layout), {**SETTINGS, **changed}
+    scores = member("scorer", "modal").score(layer_of(p), settings)
+    for h in range(2):
+        expected = oracles.modal(
+            p.q[0, 2 * h : 2 * h + 2].tolist(), p.k[0, h].tolist(), p.v[0, h].tolist(), p.image_mask.tolist(), settings
+        )
+        np.testing.assert_allclose(scores[h], expected, rtol=1e-7, atol=1e-12)
+
+
+def test_a_token_has_no_vote_for_itself():
+    """However much the last tokens look at themselves, the votes are those of the queries behind them."""
+    p = prompt(30, (2, 2), layers=1, size=8)
+    votes = member("scorer", "modal").attention(layer_of(p), SETTINGS)
+    assert not votes[:, -1].any()  # nobody is behind the last one
+    p.k[0, :, 25] = 9 * p.q[0, :, 25] / np.linalg.norm(p.q[0, :, 25], axis=1, keepdims=True)
+    louder = member("scorer", "modal").attention(layer_of(p), SETTINGS)
+    paid = [oracles.votes(p.q[0, h].tolist(), p.k[0, h].tolist(), 8, 0.15) for h in range(2)]
+    np.testing.assert_allclose(louder, paid, rtol=1e-9)
+    assert (louder[:, 25] < 0.9).all()
+
+
+def test_images_do_not_compete_with_the_scale_of_text():
+    """Which image tokens are the best is the same whatever the norms of the text's values and directions of its keys."""
+    p = prompt(60, (2, 2), layers=1)
+    p = type(p)(p.q, p.k, p.v, mask(60, range(4, 52)))
+    first = member("scorer", "modal").score(layer_of(p), SETTINGS)
+    p.v[:, :, 52:] *= 100  # that is how much an outlier of the text would squeeze the others' range
+    second = member("scorer", "modal").score(layer_of(p), SETTINGS)
+    np.testing.assert_array_equal(first[:, 4:52], second[:, 4:52])
+
+
+@pytest.mark.parametrize("allocator", ["uniform", "calibrated", "global"])
+@pytest.mark.parametrize("parts", [2, 3, 5])
+@pytest.mark.parametrize("layout", IMAGES)
+def test_one_in_parts_is_the_end_of_the_text(native, layout, parts, allocator):
+    """As many of the last tokens as that are kept by every head, but not beyond the last image or the window."""
+    p = prompt(60, (4, 2), layers=2)
+    p = type(p)(p.q, p.k, p.v, mask(60, IMAGES[layout]))
+    text = 60 - 1 - max(IMAGES[layout], default=-1)
+    for budget in (4, 9, 20, 30):
+        plan = pykvedge.plan(
+            "h2o", budget, scorer="modal", allocator=allocator, recent=0, sinks=0,
+            **{"scorer.parts": parts, "scorer.window": 12, **({"allocator.unmeasured": "ada"} if allocator == "calibrated" else {})},
+        )  # fmt: skip
+        for kept in (head for layer in assert_same(plan, p).kept for head in layer):
+            end = min(len(kept) // parts, text, 12)
+            assert set(range(60 - end, 60)) <= set(kept.tolist())
+
+
+def test_the_default_plan_is_made_of_it():
+    plan = pykvedge.default_plan()
+    assert (plan.scorer, plan.allocator, plan.sinks, plan.recent) == ("modal", "calibrated", 1, None)
