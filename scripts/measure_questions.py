@@ -4,9 +4,9 @@
 
 The first, second or third question about one image or four, those before it answered by the reference: all that comes
 before the question that counts is compressed as one, then the question is read (`kvedge eval --compress context`);
-with --compress conversation the question is compressed with it. Scenes of the test part, which no search and no validation sees. A
-texture of 16 adds waves, grain and scraps of up to 16 of 255 to every picture. Prints a Markdown table for each budget;
-with --save the same command goes on from where it stopped.
+with --compress conversation the question is compressed with it. Scenes of the test part, which no search and no
+validation sees. A texture of 16 adds waves, grain and scraps of up to 16 of 255 to every picture. Prints a Markdown
+table for each budget; with --save the same command goes on from where it stopped.
 """
 
 from __future__ import annotations

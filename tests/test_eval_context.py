@@ -112,7 +112,8 @@ def test_a_conversation_is_one_prompt(native):
     whole = rows["conversation"][sample.id, "knorm", "0.2"]
     before = rows["context"][sample.id, "knorm", "0.2"]
     assert whole["kept"] == int(0.2 * whole["prompt_tokens"]) and before["kept"] == int(0.2 * before["prompt_tokens"])
-    assert before["prompt_tokens"] < whole["prompt_tokens"] == rows["prompt"][sample.id, "knorm", "0.2"]["prompt_tokens"]
+    by_message = rows["prompt"][sample.id, "knorm", "0.2"]
+    assert before["prompt_tokens"] < whole["prompt_tokens"] == by_message["prompt_tokens"]
     full = [of[sample.id, FULL, "1.0"] for of in rows.values()]
     assert len({row["answer"] for row in full}) == 1
     assert [row["nll"] for row in full] == pytest.approx([full[0]["nll"]] * 3, abs=2e-2)

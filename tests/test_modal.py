@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-import oracles
+import oracles_modal
 import pytest
 from arrays import LAYOUTS, prompt
 from test_parity import assert_same
@@ -36,7 +36,7 @@ def test_scores_are_those_of_loops(n_tokens, layout, changed):
     p, settings = prompt(n_tokens, (4, 2), size=8, layout=layout), {**SETTINGS, **changed}
     scores = member("scorer", "modal").score(layer_of(p), settings)
     for h in range(2):
-        expected = oracles.modal(
+        expected = oracles_modal.modal(
             p.q[0, 2 * h : 2 * h + 2].tolist(), p.k[0, h].tolist(), p.v[0, h].tolist(), p.image_mask.tolist(), settings
         )
         np.testing.assert_allclose(scores[h], expected, rtol=1e-7, atol=1e-12)
@@ -49,13 +49,13 @@ def test_a_token_has_no_vote_for_itself():
     assert not votes[:, -1].any()  # nobody is behind the last one
     p.k[0, :, 25] = 9 * p.q[0, :, 25] / np.linalg.norm(p.q[0, :, 25], axis=1, keepdims=True)
     louder = member("scorer", "modal").attention(layer_of(p), SETTINGS)
-    paid = [oracles.votes(p.q[0, h].tolist(), p.k[0, h].tolist(), 8, 0.15) for h in range(2)]
+    paid = [oracles_modal.votes(p.q[0, h].tolist(), p.k[0, h].tolist(), 8, 0.15) for h in range(2)]
     np.testing.assert_allclose(louder, paid, rtol=1e-9)
     assert (louder[:, 25] < 0.9).all()
 
 
 def test_images_do_not_compete_with_the_scale_of_text():
-    """Which image tokens are the best is the same whatever the norms of the text's values and directions of its keys."""
+    """Which image tokens are the best is the same whatever the norms of the text's values."""
     p = prompt(60, (2, 2), layers=1)
     p = type(p)(p.q, p.k, p.v, mask(60, range(4, 52)))
     first = member("scorer", "modal").score(layer_of(p), SETTINGS)
@@ -72,11 +72,9 @@ def test_one_in_parts_is_the_end_of_the_text(native, layout, parts, allocator):
     p = prompt(60, (4, 2), layers=2)
     p = type(p)(p.q, p.k, p.v, mask(60, IMAGES[layout]))
     text = 60 - 1 - max(IMAGES[layout], default=-1)
+    settings = {"scorer": "modal", "scorer.parts": parts, "scorer.window": 12, "allocator": allocator, "recent": 0}
     for budget in (4, 9, 20, 30):
-        plan = pykvedge.plan(
-            "h2o", budget, scorer="modal", allocator=allocator, recent=0, sinks=0,
-            **{"scorer.parts": parts, "scorer.window": 12, **({"allocator.unmeasured": "ada"} if allocator == "calibrated" else {})},
-        )  # fmt: skip
+        plan = pykvedge.plan("h2o", budget, **settings)
         for kept in (head for layer in assert_same(plan, p).kept for head in layer):
             end = min(len(kept) // parts, text, 12)
             assert set(range(60 - end, 60)) <= set(kept.tolist())

@@ -30,7 +30,6 @@ from pykvedge.runtime import opening
 from pykvedge.runtime.pruning import planned
 from pykvedge.runtime.replay import extra_tokens
 
-
 PROMPT, CONTEXT, CONVERSATION = "prompt", "context", "conversation"
 # "prompt": each message of the user when it is complete, as a chat does. "context": all that comes before the last
 # question as one, and the question is read after that. "conversation": all up to the answer as one, as a program does

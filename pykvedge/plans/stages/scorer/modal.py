@@ -9,8 +9,8 @@ counts e^-fade of the one behind it, since the answer's first queries are most l
 for less than one query counts as one.
 
 Kinds. A softmax gives an image of hundreds of tokens little for each of them, and a question of ten much. So value
-norms and diversity are scaled among image tokens alone, all of them, also those within the window; text is judged by its
-votes. Without images all tokens are one kind, and mixed.
+norms and diversity are scaled among image tokens alone, all of them, also those within the window; text is judged by
+its votes. Without images all tokens are one kind, and mixed.
 
 The end. A question's words may matter to the answer alone, and no query of the prompt's looks at them. So of however
 many tokens that stay, one in `parts` is the end of the text: what is behind the last image, the last token first, at
@@ -57,7 +57,7 @@ def votes(layer: Layer, settings: Settings) -> np.ndarray:
 
 
 def raised(scores: np.ndarray, end: int, parts: int) -> np.ndarray:
-    """scores [T] in which the a-th last token, a up to `end`, has at most a * (parts - 1) of those before it above it."""
+    """scores [T] in which the a-th last token, up to `end`, has at most a * (parts - 1) of those before it above it."""
     out = scores.copy()
     for a in range(1, end + 1):
         above, last = a * (parts - 1), len(scores) - a

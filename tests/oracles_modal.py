@@ -1,0 +1,44 @@
+"""A second opinion on scorer modal, in plain loops."""
+
+from __future__ import annotations
+
+import math
+
+import oracles
+
+
+def votes(q, k, window, fade):
+    """What the later ones of the last `window` queries of one head pay to each token, a query; the last count more."""
+    n_tokens, size = len(k), len(k[0])
+    paid, say = [0.0] * n_tokens, [0.0] * n_tokens
+    for m in range(max(0, n_tokens - window), n_tokens):
+        logits = [sum(a * b for a, b in zip(q[m], k[n], strict=True)) / math.sqrt(size) for n in range(m + 1)]
+        weights = [math.exp(x) for x in logits]
+        for n in range(m):
+            paid[n] += math.exp(-fade * (n_tokens - 1 - m)) * weights[n] / sum(weights)
+            say[n] += math.exp(-fade * (n_tokens - 1 - m))
+    return [p / max(s, 1) for p, s in zip(paid, say, strict=True)]
+
+
+def modal(q, k, v, image, settings):
+    """Scorer modal, of one KV head. q: a list of query heads; image: whether each token is an image's."""
+    of_heads = [votes(head, k, settings["window"], settings["fade"]) for head in q]
+    out = [oracles.mean(x) for x in zip(*of_heads, strict=True)]
+    kind = [t for t in range(len(k)) if image[t]] or list(range(len(k)))
+    seen = oracles.pooled([out[t] for t in kind], settings["kernel"], "avg")
+    lengths = oracles.scaled(oracles.minmax01([math.sqrt(sum(c * c for c in v[t])) for t in kind]), seen)
+    s_imp = [a + b for a, b in zip(seen, lengths, strict=True)]
+    away = [-oracles.mean([oracles._cosine(k[i], k[j]) for j in kind]) for i in kind]
+    r = oracles.redundancy([k[t] for t in kind])
+    for t, a, b in zip(kind, s_imp, oracles.scaled(oracles.minmax01(away), s_imp), strict=True):
+        out[t] = (1 - r) * a + r * b
+    own = list(out)
+    for a in range(1, min(settings["window"], len(k)) + 1):
+        t = len(k) - a
+        if image[t]:
+            break
+        above = sorted(own[:t], reverse=True)
+        n = a * (settings["parts"] - 1)
+        if n < len(above):
+            out[t] = max(own[t], (above[n - 1] + above[n]) / 2)
+    return out
