@@ -30,7 +30,7 @@ def gathering(method: str) -> str:
     """Returns a key: methods with the same one gather the same while the prompt is processed."""
     plan = composed(method, 0.2)
     queries = "and queries" if plan.allocator == "entropy" else ""
-    scorer = "window" if plan.scorer == "mixkv" else plan.scorer  # the last queries, both of them
+    scorer = "window" if plan.scorer in ("mixkv", "modal") else plan.scorer  # the last queries, all of them
     source = plan.settings("scorer").get("source", "")
     fits = "and those to fit" if plan.reducer == "match" else ""
     return " ".join(f"{scorer} {plan.params.get('scorer.window', '')} {source} {queries} {fits}".split())
