@@ -166,6 +166,8 @@ def test_methods_lists_and_explains(kvedge):
     for word in ("LOOK-M", "arXiv", "cumulative", "pivotal", "--budget", "--reducer"):
         assert word in explained.out
     assert pykvedge.Plan.from_json(kvedge("methods", "lookm", "--json").out) == pykvedge.plan("lookm")
+    own = kvedge("methods", "headkv").out  # the method's own settings, not its members'
+    assert "scorer.window = 8:" in own and "scorer.pool = max:" in own and "allocator.rule = headkv:" in own
     kvedge("methods", "lokm").failed(2, "did you mean 'lookm'")
 
 

@@ -114,7 +114,8 @@ def _explain(p: Preset) -> str:
     for stage in STAGES:
         m = member(stage, getattr(made, stage))
         lines.append(f"  {stage:<9} {m.name}: {m.summary} ({m.source})")
-        lines += [f"            {stage}.{s.name} = {s.default}: {s.help}" for s in m.params]
+        own = made.settings(stage)
+        lines += [f"            {stage}.{s.name} = {own[s.name]}: {s.help}" for s in m.params]
     for stage, kind in made.profile_kinds().items():
         from pykvedge.plans.profile import KINDS
 
