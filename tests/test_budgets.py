@@ -76,6 +76,7 @@ SETTINGS = {
         {"allocator": "prefix", "allocator.source": "profile", "scorer": "cumulative", "recent": 3},
         {"allocator": "calibrated", "allocator.share_of": "prompt", "recent": 3},
         {"allocator": "calibrated", "allocator.unmeasured": "ada", "recent": 3},
+        {"allocator": "calibrated", "allocator.measured": 0.1},
         {"allocator": "heads", "allocator.rule": "headkv"},
         {"allocator": "heads", "allocator.rule": "headkv", "allocator.beta": 1.0},
         {"allocator": "heads", "allocator.rule": "headkv", "allocator.beta": 40.0, "recent": 0},

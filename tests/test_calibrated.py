@@ -34,11 +34,11 @@ def profile_of(shares):
     return Profile("head-budgets", shares / shares.sum())
 
 
-def counts_of(values, n_tokens, budget, recent=0, share_of="budget"):
+def counts_of(values, n_tokens, budget, recent=0, share_of="budget", measured=1.0):
     values = np.asarray(values, dtype=np.float32)
     shape = Prompt(np.zeros((*values.shape, n_tokens)), np.zeros(n_tokens, dtype=bool), budget, recent, (),
                    ProfileTable(values, NONE), fixed_recent=recent)  # fmt: skip
-    return member("allocator", "calibrated").allocate(shape, {"share_of": share_of, "unmeasured": "refuse"})
+    return member("allocator", "calibrated").allocate(shape, {"share_of": share_of, "unmeasured": "refuse", "measured": measured})
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)
@@ -64,6 +64,13 @@ def test_what_exceeds_the_prompt_goes_to_the_others_in_proportion():
     assert counts_of([[90, 8], [1, 1]], 100, 60).tolist() == [[100, 100], [20, 20]]  # twice over
     assert counts_of([[1, 0], [0, 0]], 100, 2).tolist() == [[5, 1], [1, 1]]
     assert counts_of([[7, 1], [1, 1]], 100, 20, recent=12).tolist() == [[44, 12], [12, 12]]
+
+
+def test_what_a_budget_has_beyond_the_measured_share_goes_to_all_evenly():
+    for budget, counts in ((20, [[40, 20], [10, 10]]), (50, [[70, 50], [40, 40]]), (90, [[100, 94], [83, 83]])):
+        assert counts_of([[4, 2], [1, 1]], 100, budget, measured=0.2).tolist() == counts
+    assert counts_of([[4, 2], [1, 1]], 100, 50, measured=0.0).tolist() == [[50, 50], [50, 50]]
+    assert counts_of([[0, 0], [0, 0]], 100, 50, measured=0.2).tolist() == [[50, 50], [50, 50]]
 
 
 def test_a_share_of_the_prompt_is_kept_whatever_the_budget():
@@ -99,12 +106,12 @@ def test_a_model_that_nobody_measured_is_shared_out_by_the_prompt(native, scorer
 
 
 def test_a_head_keeps_what_it_was_granted(native):
-    p, shares = prompt(200, (4, 2), layers=2), [[5, 1], [2, 2]]
+    p, shares = prompt(250, (4, 2), layers=2), [[5, 1], [2, 2]]
     plan = pykvedge.plan("snapkv", 50, allocator="calibrated")
     for engine in ("native", "numpy"):
         kept = pykvedge.compress(plan, *p.arguments, engine=engine, profile=profile_of(shares)).kept
         assert [[len(head) for head in layer] for layer in kept] == [[100, 20], [40, 40]]
-        assert set(range(190, 200)) <= set(kept[0][1].tolist())  # half of a small head are its last tokens
+        assert set(range(240, 250)) <= set(kept[0][1].tolist())  # half of a small head are its last tokens
 
 
 def test_a_session_finds_what_is_shipped_bounded_or_not(native):

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 namespace kvedge {
 
@@ -13,17 +14,30 @@ extern const Allocator allocator_ada;
 
 namespace {
 
-enum { SHARE_OF, UNMEASURED };
+enum { SHARE_OF, UNMEASURED, MEASURED };
 
 const Param PARAMS[] = {
     setting::words("share_of", "budget,prompt", "what a share is a part of: all pairs of the budget; with prompt the budget is not met"),
     setting::words("unmeasured", "refuse,ada", "a model without a profile: refuse, or share out by the prompt as allocator ada does"),
+    setting::number("measured", 0.2, 0, 1, "share of the prompt up to which budgets go by the profile; what is beyond goes to all heads evenly"),
     {},
 };
 
 bool by_prompt(const double * params) { return params[UNMEASURED] != 0; }
 
 uint32_t wants(const double * params) { return by_prompt(params) ? (uint32_t) WANTS_ATTENTION : 0u; }
+
+// `measured` pairs of an even budget go by the calibrated shares, the others evenly.
+void go_beyond(std::vector<double> & shares, int32_t budget, int32_t measured) {
+    const double sum = std::accumulate(shares.begin(), shares.end(), 0.0);
+    if (budget <= measured || sum == 0.0) {
+        return;
+    }
+    const auto n = (double) shares.size();
+    for (double & share : shares) {
+        share = share / sum * n * measured + (budget - measured);
+    }
+}
 
 // As allocator ada with its defaults.
 void allocate_by_prompt(const AllocateInput & in, std::vector<std::vector<int32_t>> & out) {
@@ -49,6 +63,7 @@ void allocate(const AllocateInput & in, std::vector<std::vector<int32_t>> & out)
     }
     std::vector<int64_t> counts;
     if (in.params[SHARE_OF] == 0) {
+        go_beyond(shares, in.budget, (int32_t) std::floor(in.params[MEASURED] * in.n_tokens + 1e-9));
         counts = round_shares(shares, (int64_t) in.budget * (int64_t) shares.size(), in.most, least);
     } else {
         for (double share : shares) {

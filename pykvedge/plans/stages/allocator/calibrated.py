@@ -7,6 +7,9 @@ part of all pairs, none above the prompt, what exceeds it to the others in propo
 largest remainder meets the total. The released code truncates, lets no head keep more than three quarters of the
 tokens, and misses the total.
 
+A calibration measures small budgets. What a budget has beyond the share `measured` of the prompt goes to all heads evenly:
+there most heads keep what they need, and one that was left little loses more than the others gain.
+
 `share_of = prompt` grants each head that share of the prompt, whatever the budget: so heads are measured one by one.
 
 For a model without a profile `unmeasured = ada` shares out by the prompt, as allocator ada does with its defaults.
@@ -38,7 +41,15 @@ def allocate(prompt: Prompt, settings: Settings) -> np.ndarray:
     least = max(1, prompt.fixed_recent)
     if settings["share_of"] == "prompt":
         return np.clip(np.floor(shares * n_tokens + 0.5), least, n_tokens).astype(np.int64)
+    shares = beyond_measured(shares, prompt.budget, int(np.floor(settings["measured"] * n_tokens + 1e-9)))
     return round_shares(shares.reshape(-1), prompt.budget * shares.size, n_tokens, least).reshape(shares.shape)
+
+
+def beyond_measured(shares: np.ndarray, budget: int, measured: int) -> np.ndarray:
+    """Shares [L, Hkv] where `measured` pairs of an even budget go by the calibrated ones, and the others evenly."""
+    if budget <= measured or not shares.sum():
+        return shares
+    return shares / shares.sum() * shares.size * measured + (budget - measured)
 
 
 MEMBER = Allocator(
