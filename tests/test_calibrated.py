@@ -38,7 +38,8 @@ def counts_of(values, n_tokens, budget, recent=0, share_of="budget", measured=1.
     values = np.asarray(values, dtype=np.float32)
     shape = Prompt(np.zeros((*values.shape, n_tokens)), np.zeros(n_tokens, dtype=bool), budget, recent, (),
                    ProfileTable(values, NONE), fixed_recent=recent)  # fmt: skip
-    return member("allocator", "calibrated").allocate(shape, {"share_of": share_of, "unmeasured": "refuse", "measured": measured})
+    chosen = {"share_of": share_of, "unmeasured": "refuse", "measured": measured}
+    return member("allocator", "calibrated").allocate(shape, chosen)
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)

@@ -7,8 +7,8 @@ part of all pairs, none above the prompt, what exceeds it to the others in propo
 largest remainder meets the total. The released code truncates, lets no head keep more than three quarters of the
 tokens, and misses the total.
 
-A calibration measures small budgets. What a budget has beyond the share `measured` of the prompt goes to all heads evenly:
-there most heads keep what they need, and one that was left little loses more than the others gain.
+A calibration measures small budgets. What a budget has beyond the share `measured` of the prompt goes to all heads
+evenly: there most heads keep what they need, and one that was left little loses more than the others gain.
 
 `share_of = prompt` grants each head that share of the prompt, whatever the budget: so heads are measured one by one.
 
