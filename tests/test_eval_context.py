@@ -84,6 +84,9 @@ def test_results_of_the_two_do_not_mix(kvedge, tmp_path):
     assert kvedge(*other).code == 0
     kvedge(*small[:-1], tmp_path / "c.jsonl", "--resume").failed(2, "compress 'context', not 'prompt'")
     assert FULL in kvedge(*other, "--resume").out
+    older = (tmp_path / "c.jsonl").read_text().replace(', "as_one": true', "", 1)
+    (tmp_path / "c.jsonl").write_text(older)  # from when a context was compressed message by message
+    kvedge(*other, "--resume").failed(2, "with as_one None, not True")
 
 
 def test_a_second_pass_finds_the_room_that_other_plans_gave_back(native):

@@ -14,7 +14,7 @@ from typing import Any
 from pykvedge.errors import UsageError
 from pykvedge.lab.jsonlines import JsonLines, go_on
 
-VERSION = 3  # 3: what a context is compressed as one
+VERSION = 2
 _UNSAID = {"compress": "prompt"}  # of a header that does not say it
 Key = tuple[str, str, str]  # sample id, name and budget of the cell
 

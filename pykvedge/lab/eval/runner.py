@@ -47,7 +47,10 @@ class Job:
     settings: Settings = field(default_factory=Settings)
 
     def header(self) -> dict[str, Any]:
-        """Returns what must be equal in two runs whose results may lie in one file."""
+        """Returns what must be equal in two runs whose results may lie in one file.
+
+        as_one: contexts were once compressed message by message.
+        """
         return {
             "model": fingerprint(self.model),
             "mmproj": fingerprint(self.mmproj) if self.mmproj else None,
@@ -55,7 +58,7 @@ class Job:
             "answers": self.wants.answers,
             "likelihood": self.wants.likelihood,
             "max_tokens": self.wants.max_tokens,
-            **({"compress": self.wants.compress} if self.wants.compress != PROMPT else {}),
+            **({"compress": self.wants.compress, "as_one": True} if self.wants.compress != PROMPT else {}),
         }
 
 
