@@ -39,7 +39,7 @@ def test_the_product_of_the_stages():
 def test_losses_by_hand(native):
     samples = [s for name in ("code", "describe") for s in demo_samples(name, 2, 3, 4, "search")]
     cells = [Cell(name, pykvedge.plan(name, 0.1)) for name in ("snapkv", "random")]
-    rows = run(samples, cells, answers=False, context=True)
+    rows = run(samples, cells, answers=False, compress="context")
     found = {one.cell.name: one for one in standings([*cells, Cell("other", cells[0].plan)], samples, rows)}
     assert set(found) == {"snapkv", "random"}  # the other one was not measured
     for name, one in found.items():

@@ -9,7 +9,8 @@ namespace kvedge {
 
 namespace {
 
-constexpr double EPS = 1e-8;
+constexpr double EPS  = 1e-8;
+constexpr double SAME = 1e-6;  // of the largest: what differs by less does so by rounding, as two keys that are as far from their mean
 
 // visit(row, t) for the head's pending keys, widened.
 template <class F> void each_key(const HeadView & view, size_t d, const F & visit) {
@@ -35,9 +36,9 @@ double mean(const std::vector<double> & x) {
 
 void scale_to(std::vector<double> & x, double to) {
     const auto [low, high] = std::minmax_element(x.begin(), x.end());
-    const double a = *low, width = *high - *low;
+    const double a = *low, width = *high - *low, least = SAME * std::max(std::abs(*low), std::abs(*high));
     for (double & v : x) {
-        v = width > 0.0 ? (v - a) / (width + EPS) : 0.0;
+        v = width > least ? (v - a) / (width + EPS) : 0.0;
     }
     const double factor = to / (mean(x) + EPS);
     for (double & v : x) {

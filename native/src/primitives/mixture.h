@@ -10,7 +10,7 @@ namespace kvedge {
 
 double mean(const std::vector<double> & x);
 
-// Min-max to [0, 1], a constant to 0, then scaled so that the mean is `to`.
+// Min-max to [0, 1], what is constant but for rounding to 0, then scaled so that the mean is `to`.
 void scale_to(std::vector<double> & x, double to);
 
 // What a head's keys say: norms, distance of the wanted ones from the mean direction of those that count, and how alike those that

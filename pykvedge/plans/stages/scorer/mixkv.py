@@ -20,12 +20,13 @@ from pykvedge.plans.stages.base import Layer, Scorer, Settings, window_recent
 from pykvedge.plans.stages.window import pooled_attention
 
 EPS = 1e-8
+SAME = 1e-6  # of the largest: two keys are as far from their mean, but for rounding
 
 
 def minmax01(x: np.ndarray) -> np.ndarray:
-    """x [n] moved and scaled to [0, 1]; all 0 where x is constant."""
+    """x [n] moved and scaled to [0, 1]; all 0 where x is constant but for rounding."""
     span = x.max() - x.min()
-    return (x - x.min()) / (span + EPS) if span > 0 else np.zeros(len(x))
+    return (x - x.min()) / (span + EPS) if span > SAME * np.abs(x).max() else np.zeros(len(x))
 
 
 def scaled_to(x: np.ndarray, mean: float) -> np.ndarray:
