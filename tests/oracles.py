@@ -140,9 +140,9 @@ def pooled(x, kernel, kind):
 
 
 def minmax01(x):
-    """0 for the smallest, 1 for the largest; 0 for all if they are equal."""
+    """0 for the smallest, 1 for the largest; 0 for all if they are equal but for a millionth."""
     low, high = min(x), max(x)
-    return [(a - low) / (high - low + 1e-8) if high > low else 0.0 for a in x]
+    return [(a - low) / (high - low + 1e-8) if high - low > 1e-6 * max(-low, high) else 0.0 for a in x]
 
 
 def scaled(x, to):
