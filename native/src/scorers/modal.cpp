@@ -6,6 +6,7 @@
 #include "primitives/window.h"
 
 #include <algorithm>
+#include <cmath>
 #include <functional>
 
 namespace kvedge {
@@ -69,6 +70,9 @@ void raise_end(const double * params, const uint8_t * image, int32_t n_tokens, f
     int32_t first = n_tokens;
     while (first > std::max(0, n_tokens - window(params)) && !image[first - 1]) {
         first--;
+    }
+    if (!std::all_of(out, out + n_tokens, [](float x) { return std::isfinite(x); })) {
+        return;  // rows that are no numbers have no ranks
     }
     const auto         more = (size_t) params[PARTS] - 1;
     std::vector<float> earlier(out, out + n_tokens);  // the largest first

@@ -59,6 +59,8 @@ def votes(layer: Layer, settings: Settings) -> np.ndarray:
 def raised(scores: np.ndarray, end: int, parts: int) -> np.ndarray:
     """scores [T] in which the a-th last token, up to `end`, has at most a * (parts - 1) of those before it above it."""
     out = scores.copy()
+    if not np.isfinite(out).all():
+        return out  # rows that are no numbers have no ranks
     for a in range(1, end + 1):
         above, last = a * (parts - 1), len(scores) - a
         earlier = np.sort(scores[:last])[::-1]
