@@ -43,7 +43,7 @@ void window_logits(const ScoreInput & in, const HeadView & view, int32_t query_h
     }
 }
 
-// visit(query head of the group, window row, weights [sees] not yet divided by their total, total, sees) for the softmax of every
+// visit(window row, weights [sees] not yet divided by their total, total, sees) for the softmax of every
 // window query of a KV head over the `sees` rows up to its own, stored ones first.
 template <class F> void each_window_row(const ScoreInput & in, const HeadView & view, int32_t head, const F & visit) {
     const LayerShape & shape  = in.shape;
@@ -68,7 +68,7 @@ template <class F> void each_window_row(const ScoreInput & in, const HeadView & 
             const float sink  = in.sinks ? in.sinks[query_head] : -INFINITY;
             const float top   = std::max(kn.max(row, sees), sink);
             const float total = kn.exp_sum(row, sees, top) + std::exp(sink - top);
-            visit(g, r, row, total, sees);
+            visit(r, row, total, sees);
         }
     }
 }
@@ -80,7 +80,7 @@ void window_attention(const ScoreInput & in, const HeadView & view, int32_t head
     const auto         first = (size_t) view.n_old;  // the first pending row
     std::vector<float> mean((size_t) in.n_tokens);
     std::fill(out, out + in.n_tokens, 0.0f);
-    each_window_row(in, view, head, [&](int32_t, int32_t r, const float * row, float total, size_t sees) {
+    each_window_row(in, view, head, [&](int32_t r, const float * row, float total, size_t sees) {
         kernels().axpy(1.0f / (total * (float) in.n_window), row + first, mean.data(), sees - first);
         if (r + 1 < in.n_window) {
             return;
@@ -101,7 +101,7 @@ void faded_votes(const ScoreInput & in, const HeadView & view, int32_t head, dou
         say[(size_t) r] = std::exp(-fade * (double) (W - 1 - r));
     }
     std::fill(out, out + T, 0.0f);
-    each_window_row(in, view, head, [&](int32_t, int32_t r, const float * row, float total, size_t sees) {
+    each_window_row(in, view, head, [&](int32_t r, const float * row, float total, size_t sees) {
         kernels().axpy((float) (say[(size_t) r] / ((double) total * group)), row + first, out, sees - first - 1);
     });
     double later = 0.0;  // say of the queries behind t

@@ -11,11 +11,11 @@ import numpy as np
 from pykvedge.plans.stages.base import Layer
 
 
-def window_attention(q: np.ndarray, k: np.ndarray, window: int, bias: np.ndarray | float = 0.0) -> np.ndarray:
-    """Mean attention of the last `window` queries to every token.
+def window_weights(q: np.ndarray, k: np.ndarray, window: int, bias: np.ndarray | float = 0.0) -> np.ndarray:
+    """Attention of each of the last `window` queries, at most n, to every token.
 
     q: [n, d] the last n queries of one query head; k: [T, d] of its KV head; bias: [T] of its logits.
-    Returns [T] float64.
+    Returns [rows, T] float64, each row of sum 1, 0 where the token comes after the query.
     """
     n_tokens, size = k.shape
     rows = min(window, len(q))
@@ -23,8 +23,12 @@ def window_attention(q: np.ndarray, k: np.ndarray, window: int, bias: np.ndarray
     query = np.arange(n_tokens - rows, n_tokens)[:, None]
     logits[np.arange(n_tokens)[None, :] > query] = -np.inf
     weights = np.exp(logits - logits.max(axis=1, keepdims=True))
-    weights /= weights.sum(axis=1, keepdims=True)
-    return weights.mean(axis=0)
+    return weights / weights.sum(axis=1, keepdims=True)
+
+
+def window_attention(q: np.ndarray, k: np.ndarray, window: int, bias: np.ndarray | float = 0.0) -> np.ndarray:
+    """Mean attention of the last `window` queries to every token, [T] float64. Arguments as of window_weights."""
+    return window_weights(q, k, window, bias).mean(axis=0)
 
 
 def pool(x: np.ndarray, kernel: int, kind: str) -> np.ndarray:

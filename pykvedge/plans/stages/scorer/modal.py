@@ -23,7 +23,7 @@ import numpy as np
 
 from pykvedge.plans.stages.base import Layer, Scorer, Settings
 from pykvedge.plans.stages.scorer.mixkv import mixed
-from pykvedge.plans.stages.window import pool
+from pykvedge.plans.stages.window import pool, window_weights
 
 MIXTURE = {"value": "vnorm", "scale": "imp", "mode": "headwise"}  # MixKV's defaults
 
@@ -33,15 +33,11 @@ def faded_votes(q: np.ndarray, k: np.ndarray, window: int, fade: float, bias: np
 
     q: [n, d] the last n queries of one query head; k: [T, d] of its KV head; bias: [T] of its logits.
     """
-    n_tokens, size = k.shape
-    rows = min(window, len(q))
-    logits = (q[len(q) - rows :].astype(np.float64) @ k.astype(np.float64).T) / np.sqrt(size) + bias
-    later = np.arange(n_tokens - rows, n_tokens)[:, None] - np.arange(n_tokens)[None, :]  # by how much the query is
-    logits[later < 0] = -np.inf
-    weights = np.exp(logits - logits.max(axis=1, keepdims=True))
-    weights = np.where(later > 0, weights / weights.sum(axis=1, keepdims=True), 0.0)
-    say = np.exp(-fade * np.arange(rows)[::-1])[:, None]
-    return (say * weights).sum(axis=0) / np.maximum((say * (later > 0)).sum(axis=0), 1.0)
+    weights = window_weights(q, k, window, bias)
+    rows, n_tokens = weights.shape
+    later = np.arange(n_tokens - rows, n_tokens)[:, None] > np.arange(n_tokens)[None, :]  # the query than the token
+    say = np.exp(-fade * np.arange(rows)[::-1])[:, None] * later
+    return (say * weights).sum(axis=0) / np.maximum(say.sum(axis=0), 1.0)
 
 
 def votes(layer: Layer, settings: Settings) -> np.ndarray:
