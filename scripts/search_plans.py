@@ -80,6 +80,7 @@ SPACE = Space(
         "evict": [{}],
         "averaged": [{}, {"reducer.bias": "mass"}],
         "pivotal": [{}],
+        "nearest": [{}, {"reducer.reach": 0.6}, {"reducer.reach": 1.0}],
         "weighted": [{}],
         "match": [{}, {"reducer.bias": "none"}],
     },

@@ -73,6 +73,16 @@ def nearest_by_key(k, kept):
     return groups
 
 
+def nearest_within(k, kept, reach):
+    """For each kept token the evicted ones whose nearest kept key it is, if that is so near; a similarity of 1."""
+    groups = {j: [] for j in kept}
+    for i in sorted({*range(len(k))} - {*kept}):
+        distance, j = min((math.dist(k[i], k[j]), j) for j in kept)
+        if distance <= reach * math.hypot(*k[i]):
+            groups[j].append((i, 1.0))
+    return groups
+
+
 def nearest_by_place(n_tokens, kept, anchors):
     """Elastic Cache, eq. 2: likewise by the distance in tokens, ties to the left; a similarity of 1."""
     groups = {j: [] for j in kept}

@@ -26,8 +26,10 @@ MASS = {"reducer.bias": "mass"}
 HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
 
 
-def plan_of(reducer, budget=0.2, **settings):
-    return pykvedge.plan("h2o", budget, reducer=reducer, **MASS, **settings)
+def plan_of(reducer, budget=0.2, bias="mass", **settings):
+    """With reducer nearest every kept row is near; what it does not merge: test_nearest.py."""
+    near = {"reducer.reach": 10} if reducer == "nearest" else {}
+    return pykvedge.plan("h2o", budget, reducer=reducer, **{"reducer.bias": bias}, **near, **settings)
 
 
 def test_every_reducer_that_merges_has_the_setting(native):
@@ -48,9 +50,8 @@ def test_the_library_agrees_with_the_definition(native, reducer, heads):
     for n_tokens in (1, 5, 130):
         for kv_type in ("f16", "f32"):
             ours = rules.engines_agree(plan_of(reducer), prompt(n_tokens, HEADS[heads]), kv_type)
-        plain = pykvedge.compress(
-            pykvedge.plan("h2o", 0.2, reducer=reducer), *prompt(n_tokens, HEADS[heads]).arguments, kv_type="f32"
-        )
+        without, p = plan_of(reducer, bias="none"), prompt(n_tokens, HEADS[heads])
+        plain = pykvedge.compress(without, *p.arguments, kv_type="f32")
         for h in range(HEADS[heads][1]):  # of rows that stand for one each: what is published, and a bias beside it
             np.testing.assert_array_equal(ours.k[0][h], plain.k[0][h])
             np.testing.assert_array_equal(ours.v[0][h], plain.v[0][h])
@@ -89,6 +90,8 @@ def test_rows_that_stand_for_several_in_loops(reducer):
         settings = {p.name: p.default for p in member("reducer", reducer).params} | {"bias": "mass"}
         if reducer in BY_KEY:
             groups, kind = oracles.nearest_by_key(k, kept), BY_KEY[reducer]
+        elif reducer == "nearest":
+            groups, kind = oracles.nearest_within(k, kept, settings["reach"]), "averaged"
         else:
             anchors = [j for j in kept if reducer == "position" or not head.protected[j]]
             groups, kind = oracles.nearest_by_place(len(k), kept, anchors), "averaged"

@@ -95,6 +95,8 @@ SETTINGS = {
         {"reducer": "bucket", "reducer.into_protected": True, "scorer": "cumulative", "sinks": 2},
         {"reducer": "bucket", "reducer.into_protected": False, "scorer": "cumulative", "sinks": 2},
         *({"reducer": name, "reducer.bias": "mass"} for name in ("averaged", "pivotal", "position", "feature")),
+        {"reducer": "nearest", "reducer.reach": 0.5},
+        {"reducer": "nearest", "reducer.reach": 2.0, "reducer.bias": "none"},
         {"reducer": "weighted", "reducer.bias": "mass", "reducer.clamp": True},
         {"reducer": "bucket", "reducer.bias": "mass", "reducer.into_protected": True},
         {"reducer": "match", "reducer.bias": "head", "reducer.queries": 2},

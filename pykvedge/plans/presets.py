@@ -28,7 +28,7 @@ _ADAKV = "Feng et al. 2024, Ada-KV: Optimizing KV Cache Eviction by Adaptive Bud
 _SPARSEMM = "Wang et al. 2025, SparseMM: Head Sparsity Emerges from Visual Concept Responses in MLLMs, ICCV"
 _HEADKV = "Fu et al. 2024, Not All Heads Matter: Head-Level KV Cache Compression with Reasoning, arXiv:2410.19258"
 _CALIBRATED = "Zweiger et al. 2026, Fast KV Compaction via Attention Matching, arXiv:2602.16284, with MixKV's scores"
-_KVEDGE = "this project: MixKV's mixture among image tokens alone, votes of the last queries, and budgets of heads"
+_KVEDGE = "this project: MixKV's mixture among image tokens, votes of the last queries, budgets of heads, near merges"
 _KEYDIFF = "Park et al. 2025, KeyDiff: Key Similarity-Based KV Cache Eviction, arXiv:2504.15364"
 _EXPECTED = "Devoto et al. 2025, Expected Attention: KV Cache Compression by Estimating Attention, arXiv:2510.00636"
 _CRITICALKV = (
@@ -143,12 +143,13 @@ _PRESETS = (
     ),
     Preset(
         "kvedge",
-        "image tokens and text each by its kind, the text's end stays; heads' budgets by calibration or as adakv's",
+        "image tokens and text each by its kind, what is alike joined; heads' budgets by calibration or as adakv's",
         _KVEDGE,
         {
             "scorer": "modal",
             "allocator": "calibrated",
-            "params": {"allocator.unmeasured": "ada"},
+            "reducer": "nearest",
+            "params": {"allocator.unmeasured": "ada", "allocator.measured": 0.1},
             "sinks": 1,
             "budget": 0.5,
         },

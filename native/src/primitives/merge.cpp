@@ -19,8 +19,9 @@ float inverse_norm(const float * row, int32_t d) {
 
 // Parts of ReduceInput::scratch.
 struct Space {
-    float *   unit;        // [n_kept][d] kept keys scaled to unit length, zero keys as they are
+    float *   unit;        // [n_kept][d] kept keys scaled to unit length, zero keys as they are; by distance all as they are
     float *   packed;      // the same, packed
+    float *   half;        // [n_kept] by distance: half of a key's square
     float *   rows;        // [TILE][d]
     float *   scores;      // [TILE][row]
     float *   similarity;  // [T]
@@ -43,6 +44,7 @@ Space lay_out(float * base, int32_t n_tokens, int32_t n_kept, int32_t d_k) {
     };
     x.unit       = take(n * d);
     x.packed     = take(x.row * d);
+    x.half       = take(n);
     x.rows       = take((size_t) TILE * d);
     x.scores     = take((size_t) TILE * x.row);
     x.similarity = take(T);
@@ -52,12 +54,13 @@ Space lay_out(float * base, int32_t n_tokens, int32_t n_kept, int32_t d_k) {
     return x;
 }
 
-void pack_directions(const ReduceInput & in, Space & x) {
+void pack_kept(const ReduceInput & in, bool by_distance, Space & x) {
     const auto d = (size_t) in.d_k;
     for (int32_t j = 0; j < in.n_kept; j++) {
         const float * row   = in.k + (size_t) in.kept[j] * d;
-        const float   scale = inverse_norm(row, in.d_k);
+        const float   scale = by_distance ? 1.0f : inverse_norm(row, in.d_k);
         x.merged[j]         = 0.0f;
+        x.half[j]           = by_distance ? 0.5f * kernels().dot(row, row, d) : 0.0f;
         if (scale == 0.0f) {
             x.zero[x.n_zero++] = j;
         }
@@ -79,7 +82,7 @@ int32_t largest(const float * s, int32_t n) {
     return (int32_t) (std::find(s + at, s + n - 1, top) - s);
 }
 
-// Nearest kept rows of n evicted ones, the tile's rows.
+// The most similar kept rows of n evicted ones, the tile's unit rows.
 void match_tile(const ReduceInput & in, const int32_t * members, int32_t n, const Space & x) {
     kernels().gemm_qk({ x.rows, (size_t) in.d_k }, n, x.packed, in.n_kept, in.d_k, { x.scores, x.row });
     for (int32_t r = 0; r < n; r++) {
@@ -94,7 +97,24 @@ void match_tile(const ReduceInput & in, const int32_t * members, int32_t n, cons
     }
 }
 
-void match_all(const ReduceInput & in, const Space & x) {
+// The nearest ones, if they are within reach; the tile's rows are the keys. |a - b|^2 = |a|^2 - 2 (a.b - |b|^2 / 2).
+void reach_tile(const ReduceInput & in, float reach, const int32_t * members, int32_t n, const Space & x) {
+    const auto d = (size_t) in.d_k;
+    kernels().gemm_qk({ x.rows, d }, n, x.packed, in.n_kept, in.d_k, { x.scores, x.row });
+    for (int32_t r = 0; r < n; r++) {
+        float *       s   = x.scores + (size_t) r * x.row;
+        const float * key = x.rows + (size_t) r * d;
+        for (int32_t j = 0; j < in.n_kept; j++) {
+            s[j] -= x.half[j];
+        }
+        const int32_t best       = largest(s, in.n_kept);
+        const float   own        = kernels().dot(key, key, d);
+        x.target[members[r]]     = own - 2.0f * s[best] <= reach * reach * own ? best : -1;  // not with NaN
+        x.similarity[members[r]] = 1.0f;
+    }
+}
+
+void match_all(const ReduceInput & in, float reach, const Space & x) {
     const auto d = (size_t) in.d_k;
     int32_t    members[TILE];
     int32_t    n = 0, next_kept = 0;
@@ -102,14 +122,18 @@ void match_all(const ReduceInput & in, const Space & x) {
     for (int32_t t = 0; t < in.n_tokens; t++) {
         if (next_kept < in.n_kept && in.kept[next_kept] == t) {
             next_kept++;
-        } else if (const float scale = inverse_norm(in.k + (size_t) t * d, in.d_k); scale > 0.0f) {
+        } else if (const float scale = reach > 0.0f ? 1.0f : inverse_norm(in.k + (size_t) t * d, in.d_k); scale > 0.0f) {
             for (size_t i = 0; i < d; i++) {
                 x.rows[(size_t) n * d + i] = in.k[(size_t) t * d + i] * scale;
             }
             members[n++] = t;
         }
         if (n == TILE || t + 1 == in.n_tokens) {
-            match_tile(in, members, n, x);
+            if (reach > 0.0f) {
+                reach_tile(in, reach, members, n, x);
+            } else {
+                match_tile(in, members, n, x);
+            }
             n = 0;
         }
     }
@@ -142,8 +166,8 @@ void merge_rows(const ReduceInput & in, const MergeRule & rule, const ReducedRow
     const Kernels & kn = kernels();
     const auto      dk = (size_t) in.d_k, dv = (size_t) in.d_v;
     Space           x = lay_out(in.scratch, in.n_tokens, in.n_kept, in.d_k);
-    pack_directions(in, x);
-    match_all(in, x);
+    pack_kept(in, rule.reach > 0.0f, x);
+    match_all(in, rule.reach, x);
     if (rule.above_mean) {
         drop_below_mean(in, x);
     }

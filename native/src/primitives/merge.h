@@ -1,4 +1,4 @@
-// Merging of evicted rows into the kept row with the most similar key (LOOK-M sec. 3.2).
+// Merging of evicted rows into the kept row with the most similar key (LOOK-M sec. 3.2), or with the nearest.
 
 #pragma once
 
@@ -22,6 +22,9 @@ struct MergeRule {
     float (*weight)(float similarity);
     bool above_mean = false;  // only rows that are at least as similar as the mean of all, but for rounding
     bool mass       = false;
+    // Above 0: row i goes to the row whose key is nearest by distance, the lowest on ties, if that is at most so many times
+    // the length of its own key away. Its similarity is then 1.
+    float reach = 0.0f;
 };
 
 void merge_rows(const ReduceInput & in, const MergeRule & rule, const ReducedRows & out);
