@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import oracles
 import pytest
-from arrays import prompt
+from arrays import outputs, prompt
 from contexts import TinyContext, random_tokens
 from eval_runs import run
 
@@ -121,12 +119,6 @@ def test_streams_merge_again_what_was_merged(native, reducer, scorer):
                 np.testing.assert_allclose(a[layer][h], b[layer][h], rtol=4e-3, atol=4e-3)
             mass = float(np.exp(ours.bias[layer][h].astype(np.float64)).sum())
             assert mass <= 160 * (1 + 1e-5) and (reducer == "bucket" or mass == pytest.approx(160, rel=1e-4))
-
-
-def outputs(q, k, v, bias=0.0):
-    logits = q @ k.T / math.sqrt(q.shape[-1]) + bias
-    weights = np.exp(logits - logits.max(axis=1, keepdims=True))
-    return weights / weights.sum(axis=1, keepdims=True) @ v
 
 
 @pytest.mark.parametrize("engine", rules.ENGINES)

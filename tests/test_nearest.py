@@ -8,7 +8,7 @@ from itertools import chain
 import numpy as np
 import oracles
 import pytest
-from arrays import prompt
+from arrays import Prompt, outputs, prompt
 from eval_runs import run
 
 import pykvedge
@@ -21,21 +21,21 @@ from pykvedge.plans.stages.base import Head
 
 
 def in_clusters(seed, n_tokens, heads=2, layers=2, size=16, spread=0.4):
-    """Keys around a few points of unequal length, values by point, too: k, v, queries [L, H, T, d], and a mask."""
+    """Keys around a few points of unequal length, values by point, too: a prompt, as many query heads as KV heads."""
     rng = np.random.default_rng(seed)
     points = rng.standard_normal((2, 7, size)) * rng.uniform(0.3, 3.0, (7, 1))
     which = rng.integers(0, 7, (layers, heads, n_tokens))
     noise = rng.standard_normal((3, layers, heads, n_tokens, size))
     k, v = ((points[i][which] + spread * noise[i]).astype(np.float32) for i in range(2))
-    return k, v, noise[2].astype(np.float32), np.arange(n_tokens) % 3 > 0
+    return Prompt(noise[2].astype(np.float32), k, v, np.arange(n_tokens) % 3 > 0)
 
 
 @pytest.mark.parametrize("reach", [0.5, 0.8, 1.5])
 def test_who_joins_whom_in_loops(reach):
     merged = 0
     for seed in range(6):
-        k, v, _, _ = in_clusters(seed, 40, 1, 1)
-        k, v = k[0, 0], v[0, 0]
+        p = in_clusters(seed, 40, 1, 1)
+        k, v = p.k[0, 0], p.v[0, 0]
         k[seed] = k[seed + 20]  # one key twice
         kept = np.sort(np.random.default_rng(seed).choice(40, 11, replace=False)).astype(np.int32)
         mass = np.random.default_rng(seed).integers(1, 4, 40)
@@ -55,15 +55,9 @@ def test_who_joins_whom_in_loops(reach):
 @pytest.mark.parametrize("reach", [0.05, 0.4, 0.8, 2.0])
 def test_the_library_agrees_with_the_definition(native, scorer, reach):
     for seed, (n_tokens, heads) in enumerate([(1, 1), (3, 2), (50, 1), (333, 2)]):
-        k, v, q, mask = in_clusters(seed, n_tokens, heads)
         plan = pykvedge.plan("h2o", 0.3, scorer=scorer, reducer="nearest", **{"reducer.reach": reach})
         for kv_type in ("f16", "f32"):
-            results = [pykvedge.compress(plan, q, k, v, mask, kv_type=kv_type, engine=e) for e in rules.ENGINES]
-            for i, h in np.ndindex(2, heads):
-                one, other = ((r.kept[i][h], r.k[i][h], r.v[i][h], r.bias[i][h]) for r in results)
-                np.testing.assert_array_equal(one[0], other[0])
-                for a, b in zip(one[1:], other[1:], strict=True):
-                    np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-3)
+            rules.engines_agree(plan, in_clusters(seed, n_tokens, heads), kv_type)
 
 
 def test_what_has_nothing_near_is_dropped(native):
@@ -86,26 +80,19 @@ def test_reach_is_a_length(native):
             pykvedge.plan("h2o", reducer="nearest", **{"reducer.reach": value})
 
 
-def outputs(q, k, v, bias=0.0):
-    logits = q @ k.T / math.sqrt(q.shape[-1]) + bias
-    weights = np.exp(logits - logits.max(axis=1, keepdims=True))
-    return weights / weights.sum(axis=1, keepdims=True) @ v
-
-
 def test_later_queries_get_more_of_what_there_was(native):
     """Half of the tokens like no other, queries that look at some that stayed: nearer than evict and LOOK-M's merge."""
     errors = {"evict": [], "averaged": [], "nearest": []}
     for seed in range(4):
-        k, v, q, mask = in_clusters(seed, 200, 4)
-        rng = np.random.default_rng(seed)
-        k[:, :, ::2] = 2 * rng.standard_normal(k[:, :, ::2].shape)
+        p = in_clusters(seed, 200, 4)
+        p.k[:, :, ::2] = 2 * np.random.default_rng(seed).standard_normal(p.k[:, :, ::2].shape)
         for reducer, found in errors.items():
             settings = {"reducer.bias": "mass"} if reducer == "averaged" else {}
             plan = pykvedge.plan("h2o", 0.3, reducer=reducer, **settings)
-            result = pykvedge.compress(plan, q, k, v, mask, kv_type="f32")
+            result = pykvedge.compress(plan, *p.arguments, kv_type="f32")
             for i, h in np.ndindex(2, 4):
-                later = k[i, h][result.kept[i][h]].astype(np.float64)[::3] / 3
-                full = outputs(later, k[i, h].astype(np.float64), v[i, h].astype(np.float64))
+                later = p.k[i, h][result.kept[i][h]].astype(np.float64)[::3] / 3
+                full = outputs(later, p.k[i, h].astype(np.float64), p.v[i, h].astype(np.float64))
                 ours = outputs(later, result.k[i][h], result.v[i][h], result.bias[i][h])
                 found.append(np.linalg.norm(ours - full) / np.linalg.norm(full))
     means = {reducer: np.mean(found) for reducer, found in errors.items()}

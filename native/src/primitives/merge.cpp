@@ -19,16 +19,14 @@ float inverse_norm(const float * row, int32_t d) {
 
 // Parts of ReduceInput::scratch.
 struct Space {
-    float *   unit;        // [n_kept][d] kept keys scaled to unit length, zero keys as they are; by distance all as they are
+    float *   unit;        // [n_kept][d] kept keys: by distance as they are, else of unit length, or 0 where that cannot be
     float *   packed;      // the same, packed
-    float *   half;        // [n_kept] by distance: half of a key's square
+    float *   less;        // [n_kept] off a key's products: by distance half of its square, else 0; infinity: it takes none
     float *   rows;        // [TILE][d]
     float *   scores;      // [TILE][row]
     float *   similarity;  // [T]
     int32_t * target;      // [T] index into kept, or -1
     float *   merged;      // [n_kept] mass of the rows that were merged into each
-    int32_t * zero;        // [n_zero] indices of those that take none
-    int32_t   n_zero;
     size_t    row;         // n_kept rounded up to whole panels
     size_t    floats;
 };
@@ -44,13 +42,12 @@ Space lay_out(float * base, int32_t n_tokens, int32_t n_kept, int32_t d_k) {
     };
     x.unit       = take(n * d);
     x.packed     = take(x.row * d);
-    x.half       = take(n);
+    x.less       = take(n);
     x.rows       = take((size_t) TILE * d);
     x.scores     = take((size_t) TILE * x.row);
     x.similarity = take(T);
     x.target     = (int32_t *) take(T);
     x.merged     = take(n);
-    x.zero       = (int32_t *) take(n);
     return x;
 }
 
@@ -60,12 +57,9 @@ void pack_kept(const ReduceInput & in, bool by_distance, Space & x) {
         const float * row   = in.k + (size_t) in.kept[j] * d;
         const float   scale = by_distance ? 1.0f : inverse_norm(row, in.d_k);
         x.merged[j]         = 0.0f;
-        x.half[j]           = by_distance ? 0.5f * kernels().dot(row, row, d) : 0.0f;
-        if (scale == 0.0f) {
-            x.zero[x.n_zero++] = j;
-        }
+        x.less[j]           = by_distance ? 0.5f * kernels().dot(row, row, d) : scale == 0.0f ? INFINITY : 0.0f;
         for (size_t i = 0; i < d; i++) {
-            x.unit[(size_t) j * d + i] = row[i] * scale;
+            x.unit[(size_t) j * d + i] = scale == 0.0f ? 0.0f : row[i] * scale;  // not infinity times 0
         }
     }
     kernels().pack({ (const uint8_t *) x.unit, d * sizeof(float), Type::f32 }, in.n_kept, in.d_k, x.packed);
@@ -82,35 +76,24 @@ int32_t largest(const float * s, int32_t n) {
     return (int32_t) (std::find(s + at, s + n - 1, top) - s);
 }
 
-// The most similar kept rows of n evicted ones, the tile's unit rows.
-void match_tile(const ReduceInput & in, const int32_t * members, int32_t n, const Space & x) {
-    kernels().gemm_qk({ x.rows, (size_t) in.d_k }, n, x.packed, in.n_kept, in.d_k, { x.scores, x.row });
-    for (int32_t r = 0; r < n; r++) {
-        float * s = x.scores + (size_t) r * x.row;
-        for (int32_t j = 0; j < x.n_zero; j++) {
-            s[x.zero[j]] = -INFINITY;
-        }
-        const int32_t best       = largest(s, in.n_kept);
-        const bool    found      = s[best] > -INFINITY;
-        x.target[members[r]]     = found ? best : -1;
-        x.similarity[members[r]] = found ? s[best] : 0.0f;
-    }
-}
-
-// The nearest ones, if they are within reach; the tile's rows are the keys. |a - b|^2 = |a|^2 - 2 (a.b - |b|^2 / 2).
-void reach_tile(const ReduceInput & in, float reach, const int32_t * members, int32_t n, const Space & x) {
+// The kept rows that n evicted ones go to, the tile's rows. By distance: |a - b|^2 = |a|^2 - 2 (a.b - |b|^2 / 2).
+void match_tile(const ReduceInput & in, float reach, const int32_t * members, int32_t n, const Space & x) {
     const auto d = (size_t) in.d_k;
     kernels().gemm_qk({ x.rows, d }, n, x.packed, in.n_kept, in.d_k, { x.scores, x.row });
     for (int32_t r = 0; r < n; r++) {
         float *       s   = x.scores + (size_t) r * x.row;
         const float * key = x.rows + (size_t) r * d;
         for (int32_t j = 0; j < in.n_kept; j++) {
-            s[j] -= x.half[j];
+            s[j] -= x.less[j];
         }
-        const int32_t best       = largest(s, in.n_kept);
-        const float   own        = kernels().dot(key, key, d);
-        x.target[members[r]]     = own - 2.0f * s[best] <= reach * reach * own ? best : -1;  // not with NaN
-        x.similarity[members[r]] = 1.0f;
+        const int32_t best  = largest(s, in.n_kept);
+        bool          found = s[best] > -INFINITY;
+        if (reach > 0.0f) {
+            const float own = kernels().dot(key, key, d);
+            found           = own - 2.0f * s[best] <= reach * reach * own;  // not with NaN
+        }
+        x.target[members[r]]     = found ? best : -1;
+        x.similarity[members[r]] = !found ? 0.0f : reach > 0.0f ? 1.0f : s[best];
     }
 }
 
@@ -129,11 +112,7 @@ void match_all(const ReduceInput & in, float reach, const Space & x) {
             members[n++] = t;
         }
         if (n == TILE || t + 1 == in.n_tokens) {
-            if (reach > 0.0f) {
-                reach_tile(in, reach, members, n, x);
-            } else {
-                match_tile(in, members, n, x);
-            }
+            match_tile(in, reach, members, n, x);
             n = 0;
         }
     }

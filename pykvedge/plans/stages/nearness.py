@@ -9,14 +9,12 @@ from __future__ import annotations
 import numpy as np
 
 from pykvedge.plans.stages.base import Head
-from pykvedge.plans.stages.similarity import Assignment
+from pykvedge.plans.stages.similarity import Assignment, evicted
 
 
 def assign_nearest(head: Head, anchors: np.ndarray) -> Assignment:
     """Targets of all evicted tokens of one KV head. anchors: [a] positions in head.kept, ascending; may be empty."""
-    evicted = np.ones(len(head.k), dtype=bool)
-    evicted[head.kept] = False
-    source = np.flatnonzero(evicted)
+    source = np.flatnonzero(evicted(head))
     n_kept = len(head.kept)
     if not len(anchors):
         return Assignment(source[:0], source[:0], np.zeros(0), np.zeros(n_kept, dtype=np.int64))

@@ -36,13 +36,18 @@ class Assignment:
         return Assignment(self.source[stays], target, self.weight[stays], count)
 
 
+def evicted(head: Head) -> np.ndarray:
+    """[T] bool: the tokens of one KV head that do not stay."""
+    out = np.ones(len(head.k), dtype=bool)
+    out[head.kept] = False
+    return out
+
+
 def assign(head: Head) -> Assignment:
     """Targets of all evicted tokens of one KV head."""
     keys = head.k.astype(np.float64)
     norm = np.sqrt(np.einsum("td,td->t", keys, keys))
-    evicted = np.ones(len(keys), dtype=bool)
-    evicted[head.kept] = False
-    source = np.flatnonzero(evicted & (norm > 0))
+    source = np.flatnonzero(evicted(head) & (norm > 0))
     n_kept = len(head.kept)
     if not (norm[head.kept] > 0).any():
         source = source[:0]  # no direction to follow: everything is dropped

@@ -22,15 +22,13 @@ from __future__ import annotations
 import numpy as np
 
 from pykvedge.plans.stages.base import Head, Reducer, Settings
-from pykvedge.plans.stages.similarity import Assignment, means
+from pykvedge.plans.stages.similarity import Assignment, evicted, means
 
 
 def assign(head: Head, reach: float) -> Assignment:
     """Targets of the evicted tokens of one KV head that have one."""
     keys = head.k.astype(np.float64)
-    evicted = np.ones(len(keys), dtype=bool)
-    evicted[head.kept] = False
-    source, kept = np.flatnonzero(evicted), keys[head.kept]
+    source, kept = np.flatnonzero(evicted(head)), keys[head.kept]
     square = np.einsum("td,td->t", keys, keys)
     # einsum sums every pair in the same order, so equal keys are equally near and the tie rule holds
     near = np.einsum("id,jd->ij", keys[source], kept) - square[head.kept] / 2  # (|k_i|^2 - |k_i - k_j|^2) / 2
