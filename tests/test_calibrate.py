@@ -8,8 +8,10 @@ import threading
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 import pykvedge
+from pykvedge.cli.calibrate import calibrate
 from pykvedge.errors import KvedgeError, UnsupportedError, UsageError
 from pykvedge.lab.calibrate.heads import HeadScorer, retrieval_credit, score_heads, visual_credit
 from pykvedge.lab.calibrate.places import boxes_of_tokens, tokens_in_grid, tokens_of_needle
@@ -170,6 +172,12 @@ def test_samples_of_the_users_own(tmp_path, picture_file):
     first, second = read_jsonl(path)
     assert first.boxes == (Box(0, (0, 0, 50, 60), "a cat"),) and first.pictures[0].width == 100
     assert second.needle == "5" and second.pictures == ()
+    line = {"question": "And now?", "earlier": [{"question": "What?", "answer": "a cat"}]}
+    path.write_text(json.dumps(line))
+    [later] = read_jsonl(path)
+    assert later.earlier == (("What?", "a cat"),)
+    run = CliRunner().invoke(calibrate, ["heads", "--data", str(path)])
+    assert isinstance(run.exception, UsageError) and "calibrate budgets alone" in str(run.exception)
 
 
 @pytest.mark.parametrize(("line", "says"), [
@@ -179,6 +187,9 @@ def test_samples_of_the_users_own(tmp_path, picture_file):
     ('{"question": "a", "needle": "a", "boxes": [{}]}', "either"),
     ('{"question": "a", "boxes": [{"box": [0, 0, 1, 1], "text": "b"}]}', "there are 0 images"),
     ('{"question": "a a", "needle": "a"}', "exactly once"), ('{"question": "a", "answer": 5}', "must be text"),
+    ('{"question": "a", "earlier": "b"}', '"earlier" must be a list'),
+    ('{"question": "a", "earlier": [{"question": "b"}]}', '"earlier" must be a list'),
+    ('{"question": "a", "earlier": [{"question": "b", "answer": 1}]}', '"earlier" must be a list'),
     ('{"question": "a", "image": "IMAGE", "boxes": [{"box": [0, 0, 1], "text": "b"}]}', "a box must be"),
     ('{"question": "a", "image": "IMAGE", "boxes": [{"box": [0, 0, 1, 1]}]}', 'needs "text"'),
     ('{"question": "a", "image": "IMAGE", "boxes": [{"box": [0, 0, 101, 1], "text": "b"}]}', "does not lie in"),
@@ -339,10 +350,6 @@ def test_stopping_writes_nothing(demo, tmp_path, monkeypatch):
     with pytest.raises(CancelledError):
         score_heads(demo, "visual-heads", scenes("visual-heads"), 10, progress, cancel)
     assert seen == [0.0, 0.1, 0.2]
-
-    from click.testing import CliRunner
-
-    from pykvedge.cli.calibrate import calibrate
 
     def stopped(*_, **__):
         raise CancelledError

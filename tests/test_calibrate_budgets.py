@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import threading
+from dataclasses import replace
 
 import numpy as np
 import oracles_budgets as oracles
@@ -13,12 +14,13 @@ from click.testing import CliRunner
 
 import pykvedge
 from pykvedge.cli.calibrate import calibrate
-from pykvedge.errors import KvedgeError, NothingToCompressError, UsageError
+from pykvedge.errors import KvedgeError, NothingToCompressError, ProfileError, UsageError
 from pykvedge.lab.calibrate.budgets import Curver, Curves, measure_curves, setup_for
 from pykvedge.lab.calibrate.curvefile import CurveFile
 from pykvedge.lab.calibrate.exchange import FLOOR, STEPS, costs, exchange
 from pykvedge.lab.calibrate.samples import SEED, Labelled, scenes
 from pykvedge.lab.eval import metrics
+from pykvedge.lab.eval.measure import CONTEXT, CONVERSATION
 from pykvedge.lab.eval.reader import Reader
 from pykvedge.models import profiles
 from pykvedge.models.vision import Vision
@@ -96,20 +98,25 @@ def demo(native):
     loan.give_back()
 
 
-def measured(curver, sample):
-    """Losses [heads, points] of one sample, and that of the baseline."""
+def measured(curver, sample, way=CONVERSATION):
+    """Losses [heads, points] of one reading, and that of the baseline."""
     kept = CurveFile(None, {}, curver.n_points)
-    curver.measure(0, sample, kept, lambda what, n: None)
+    curver.measure(0, sample, kept, lambda what, n: None, way=way)
     return np.array([kept.heads[0][place] for place in curver.places]), kept.baselines[0]
 
 
-def test_a_curve_is_the_divergence_of_answers_that_are_fed_token_by_token(demo):
+UNEVEN = np.array([[2, 1], [2, 3], [4, 2], [1, 1], [2, 2]]) / 20  # little where the demo model needs much
+
+
+@pytest.mark.parametrize(("around", "way"), [(None, CONVERSATION), (UNEVEN, CONVERSATION), (UNEVEN, CONTEXT)])
+def test_a_curve_is_the_divergence_of_answers_that_are_fed_token_by_token(demo, around, way):
     """Again with a session of its own for every point, whose prompt is read anew."""
     model, vision, reader = demo
-    setup = setup_for("window", 0.1, 3, (0.1,))
+    setup = replace(setup_for("window", 0.1, 3, (0.1,)), around=around, ways=(way,))
+    others = np.full(10, 0.1, np.float32) if around is None else around.ravel().astype(np.float32)
     [sample] = itertools.islice(scenes("head-budgets"), 3, 4)  # a code that a tenth does not answer
     curver = Curver(model, vision, reader, setup)
-    losses, even = measured(curver, sample)
+    losses, even = measured(curver, sample, way)
     assert losses.shape == (10, 3) and curver.places == list(itertools.product(range(5), range(2)))
     counted = pykvedge.plan("snapkv", 0.1, allocator="calibrated", **{"allocator.share_of": "prompt"})
 
@@ -117,22 +124,26 @@ def test_a_curve_is_the_divergence_of_answers_that_are_fed_token_by_token(demo):
         """Log-probabilities after each token of the answer, and how many pairs the heads held of how many."""
         with pykvedge.Session(DEMO, DEMO_MMPROJ, pykvedge.plan("snapkv", 0.1), threads=1) as session:
             pieces, engine = session.first_prompt(sample.question, sample.pictures), session.engine
+            later = []
+            if way == CONTEXT:  # system text, an image, the question
+                *pieces, last = pieces
+                later = last.tokens
             engine.make_room(pieces, session.plan)
             engine.encode(pieces, lambda *_: None, None)
             engine.prefill(pieces, lambda *_: None, None)
             engine.cache.set_plan(counted, {"allocator": ProfileTable(shares.reshape(5, 2), NONE)})
             engine.compress()
             held, out = np.array(engine.cache.lengths()).ravel(), []
-            for token in model.tokenize(sample.answer):
+            for token in [*later, *model.tokenize(sample.answer)]:
                 engine.extend(token)
                 out.append(metrics.log_softmax(engine.context.logits()))
             session.release(pieces)
-            return out, held, sum(p.n_tokens for p in pieces)
+            return out[max(0, len(later) - 1) :], held, sum(p.n_tokens for p in pieces)
 
     full, held, n = followed(np.ones(10, np.float32))
     assert set(held.tolist()) == {n}
     for i, j in ((0, 0), (6, 1), (7, 2), (None, None)):
-        shares = np.full(10, 0.1, np.float32)
+        shares = others.copy()
         if i is not None:
             shares[i] = setup.points[j]
         found, held, _ = followed(shares)
@@ -165,6 +176,37 @@ def test_samples_count_the_same_and_an_estimate_comes_early(demo):
     alone = [measured(curver, sample)[0] for sample in (first, second)]
     np.testing.assert_allclose(both.losses, np.mean(alone, axis=0), rtol=1e-6, atol=1e-9)
     assert both.samples == 2 and told[0][0] == 40 and told[0][1] > 0 and sum(told[1:]) == 40
+
+
+def test_both_ways_of_a_sample_count_the_same(demo):
+    model, vision, reader = demo
+    setup = setup_for(None, 0.1, 2, (0.1,), "kvedge", (CONTEXT, CONVERSATION))
+    assert (setup.plan.scorer, setup.plan.reducer, setup.plan.allocator) == ("modal", "nearest", "uniform")
+    sample = next(s for s in scenes("head-budgets", questions=3) if len(s.earlier) == 2 and len(s.pictures) == 1)
+    curver, kept = Curver(model, vision, reader, setup), CurveFile(None, {}, 2)
+    found = measure_curves(curver, [sample], 1, kept, lambda runs, s: lambda what, n: None)
+    each = [measured(curver, sample, way)[0] for way in (CONTEXT, CONVERSATION)]
+    np.testing.assert_allclose(found.losses, np.mean(each, axis=0), rtol=1e-6, atol=1e-9)
+    assert found.samples == 1 and not np.allclose(*each, rtol=0.1)
+    text = Labelled("What is it?", (), answer="A bird.")  # nothing comes before this question
+    assert list(setup.readings([text])) == [(text, CONVERSATION)]
+    later = replace(text, earlier=(("Is it blue?", "Yes."),))
+    assert [way for _, way in setup.readings([later])] == [CONTEXT, CONVERSATION]
+    with pytest.raises(UsageError, match="nothing before its question"):
+        measure_curves(Curver(model, None, reader, replace(setup, ways=(CONTEXT,))), [text], 1, kept, None)
+
+
+def test_scenes_are_asked_about_once_twice_and_thrice():
+    drawn = list(itertools.islice(scenes("head-budgets", questions=3), 12))
+    assert [len(s.pictures) for s in drawn] == 6 * [1, 4] and [len(s.earlier) for s in drawn] == 2 * [0, 0, 1, 1, 2, 2]
+    for sample in drawn:
+        messages = sample.messages()
+        assert [m.role for m in messages] == [*(["user", "assistant"] * len(sample.earlier)), "user"]
+        assert [len(m.pictures) for m in messages] == [len(sample.pictures)] + [0] * (len(messages) - 1)
+        asked = [m.text for m in messages[::2]]
+        assert len(set(asked)) == len(asked) and asked[-1] == sample.question
+    again = next(scenes("head-budgets", questions=3))
+    assert again == drawn[0] != next(scenes("head-budgets", 7, 3))
 
 
 def test_what_was_stopped_goes_on_where_it_was(demo, tmp_path):
@@ -206,7 +248,8 @@ def test_files_of_losses_that_do_not_fit(tmp_path):
     other = setup_for("window", 0.1, 3, (0.1,)).header(DEMO, "scenes")
     for changed, says in (
         ({**header, "scorer": "mixkv"}, "scorer 'window', not 'mixkv'"), (other, "with points"),
-        ({**header, "model": "another"}, "with model"),
+        ({**header, "model": "another"}, "with model"), ({**header, "compress": ["context"]}, "with compress"),
+        ({**header, "around": [[0.5, 0.5]]}, "with around"),
     ):  # fmt: skip
         with pytest.raises(UsageError, match=says):
             CurveFile(path, changed, 2, resume=True)
@@ -217,6 +260,21 @@ def test_files_of_losses_that_do_not_fit(tmp_path):
         with pytest.raises(UsageError, match="holds no losses"):
             CurveFile(path, header, 2, resume=True)
         assert path.read_bytes() == damaged
+
+
+def test_around_a_profile_the_others_keep_its_part_of_the_baseline():
+    places = [(1, 0), (1, 1), (3, 0)]
+    shares = np.array([[0, 0], [0.1, 0.5], [0, 0], [0.4, 0]])
+    setup = replace(setup_for("window", 0.3, 5, (0.1,)), around=shares)
+    assert setup.others(places, 4).tolist() == pytest.approx([0.09, 0.45, 0.36])
+    assert replace(setup, plan=setup.plan.with_(budget=0.9)).others(places, 4).max() == 1
+    assert setup_for("window", 0.3, 5, (0.1,)).others(places, 4).tolist() == [0.3] * 3
+    for wrong, layers in ((places, 5), (places[:2], 4), ([*places, (3, 1)], 4)):
+        with pytest.raises(ProfileError, match="not of the heads"):
+            setup.others(wrong, layers)
+    curves = Curves(falling(1, 3, setup.points), places, 1, 0.1)
+    alone = curves.shares(replace(setup, around=None), 4)
+    np.testing.assert_allclose(curves.shares(setup, 4), (alone + shares) / 2)
 
 
 def test_answers_that_need_nothing_make_no_profile():
@@ -252,6 +310,23 @@ def test_calibrating_the_demo_model(kvedge, tmp_path):
     assert command.startswith("kvedge calibrate budgets --samples 2 --points 3") and command.endswith(f"--seed {SEED}")
     again = kvedge(*arguments, "--quiet", "--json", "--output", tmp_path / "again.json", env=where)
     assert again.err == "" and again.json["profile"]["values"] == json.loads(path.read_text())["values"]
+
+
+def test_a_second_run_is_around_the_first_ones_profile(kvedge, tmp_path, tiny):
+    once, losses, twice = tmp_path / "once.json", tmp_path / "losses.jsonl", tmp_path / "twice.json"
+    arguments = ["calibrate", "budgets", "--samples", 1, "--points", 3, "--threads", 1, "--quiet"]
+    assert kvedge(*arguments, "--output", once).code == 0
+    arguments += ["--around", once, "--save", losses, "--output", twice]
+    assert kvedge(*arguments).code == 0
+    first, made = profile.load(once), profile.load(twice)
+    assert made.about["made"]["command"].endswith(f"--seed {SEED} --around once.json")
+    found = 2 * made.values - first.values  # half of the outcome
+    assert made.values.sum() == pytest.approx(1, abs=1e-4) and found.min() >= FLOOR / 10 - 1e-5
+    assert json.loads(losses.read_text().splitlines()[0])["around"] == first.values.tolist()
+    kvedge(*arguments, "--resume", "--around", twice).failed(2, "was measured with around")
+    other = ["calibrate", "budgets", *tiny("llama").arguments(), "--around", once, "--quiet"]
+    kvedge(*other).failed(2, "was made for 'demo-model.gguf', not for the weights in")
+    kvedge(*arguments[:-6], "--around", tmp_path / "none.json").failed(2, "none.json cannot be read")
 
 
 QUESTION = "What is the code of a star that no image shows, and of which nobody has ever heard anything? "
@@ -304,6 +379,8 @@ def test_text_alone_will_do(kvedge, tiny, tmp_path):
     (["--scorer", "windw"], ["did you mean 'window'"]), (["--baseline", "0"], ["--baseline must be a share"]),
     (["--baseline", "nan"], ["--baseline must be a share"]), (["--targets", "0.1,1.5"], ["targets must be shares"]),
     (["--targets", "some"], ["--targets takes shares"]), (["--seed", "-1"], ["--seed must be 0 or more"]),
+    (["--questions", "0"], ["--questions must be 1 to 3"]), (["--method", "kvedg"], ["did you mean 'kvedge'"]),
+    (["--compress", "prompt"], ["--compress must be conversation, context, or both"]),
     (["--data", "/nowhere/none.jsonl"], ["none.jsonl", "No such file"]), (["--resume"], ["--save FILE"]),
 ])  # fmt: skip
 def test_bad_requests(arguments, words):

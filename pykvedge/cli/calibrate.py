@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from pykvedge.plans.profile import Profile
 
 KINDS = {"visual": "visual-heads", "retrieval": "retrieval-heads", "redundancy": "key-redundancy"}
+MOST_QUESTIONS = 3  # as many different ones there are about every image of the scenes
+SCORER = "mixkv"  # whose curves serve other scorers best
 N_OUTPUTS = 64  # tokens of an answer that are fed in one pass; each takes a row of the vocabulary's numbers
 _OPTIONS = (
     options.MODEL,
@@ -165,11 +168,20 @@ def prefix(budgets: str, samples: int, **given: Any) -> None:
     help="Kept shares to measure each head at, from 1/128 of the prompt to all of it, each the same times the last.",
 )
 @click.option(
-    "--scorer",
-    default="mixkv",
+    "--method",
+    default="snapkv",
     show_default=True,
     metavar="NAME",
-    help="Another scorer for the method. See `kvedge methods NAME`.",
+    help="Whose scorer and reducer heads are measured with; snapkv with scorer mixkv, unless another is named.",
+)
+@click.option("--scorer", metavar="NAME", help="Another scorer for the method. See `kvedge methods NAME`.")
+@click.option(
+    "--compress",
+    default="conversation",
+    show_default=True,
+    metavar="A,B",
+    help="conversation: the question with all before it; context: what comes before it alone; or both, which takes "
+    "twice as long.",
 )
 @click.option(
     "--baseline", type=float, default=0.05, show_default=True, metavar="SHARE", help="Of the prompt: the other heads'."
@@ -181,12 +193,26 @@ def prefix(budgets: str, samples: int, **given: Any) -> None:
     metavar="A,B",
     help="Budgets, shares of the prompt, over which the loss is averaged that the exchange makes small.",
 )
+@option(
+    "--around",
+    type=options.PATH,
+    metavar="PROFILE.json",
+    help="The other heads keep this profile's part of the baseline; its shares are half of the outcome.",
+)
 @click.option("--seed", type=int, default=2024, show_default=True, metavar="N", help="Of the scenes drawn by kvedge.")
+@click.option(
+    "--questions",
+    type=int,
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="About the scenes drawn by kvedge, at most; all but the last are answered and compressed.",
+)
 @option("--save", type=options.PATH, metavar="FILE.jsonl",
         help="Keep every head's losses, a line each, as they are measured.")  # fmt: skip
 @click.option("--resume", is_flag=True, help="Go on with the losses in --save FILE; other targets need no more.")
 @options.taking(*_OPTIONS)
-def budgets(samples: int, points: int, scorer: str, targets: str, seed: int, **given: Any) -> None:
+def budgets(samples: int, points: int, method: str, scorer: str | None, seed: int, **given: Any) -> None:
     """Find the share of all KV pairs that each head keeps with allocator calibrated.
 
     Head by head and share by share: a copy of the prompt is compressed, the head keeping that share and the others the
@@ -194,30 +220,42 @@ def budgets(samples: int, points: int, scorer: str, targets: str, seed: int, **g
     are then exchanged between the heads as long as one gains more than another loses. Without an "answer" of its own a
     sample is measured on what the model answers with the full cache. The number of measurements is heads x points x
     samples; how long they take is said when the first few are done. With --save a run that was stopped goes on later.
+    A second run, --around the first one's profile, sees what the heads miss together; it takes --method for one, as
+    where the others keep what they need a head's part is what that method makes of it.
 
     \b
-    Your own samples (--data), one a line:
-      {"image": "shop.jpg", "question": "What does the sign say?", "answer": "Open until 5"}
+    Your own samples (--data), one a line; what was said before is optional:
+      {"image": "shop.jpg", "question": "What does the sign say?", "answer": "Open until 5",
+       "earlier": [{"question": "What is it?", "answer": "A shop."}]}
 
     \b
     Examples:
       kvedge calibrate budgets
       kvedge calibrate budgets --model m.gguf --mmproj mm.gguf --data signs.jsonl --samples 10 --points 8
+      kvedge calibrate budgets --output once.json
+      kvedge calibrate budgets --around once.json --method kvedge --compress context,conversation --questions 3
       kvedge chat --model m.gguf --mmproj mm.gguf --image a.jpg --method calibrated "What is this?"
     """
-    from pykvedge.lab.calibrate.budgets import setup_for
+    from pykvedge.lab.calibrate.budgets import METHOD, setup_for
     from pykvedge.lab.calibrate.exchange import check_targets
 
-    wanted, baseline = _shares("--targets", targets), given["baseline"]
+    wanted, baseline, ways = _shares("--targets", given["targets"]), given["baseline"], given["compress"].split(",")
     check_targets(wanted)
-    count, setup = options.positive("--samples", samples), setup_for(scorer, baseline, points, wanted)
+    scorer = scorer or (SCORER if method == METHOD else None)
+    count, setup = options.positive("--samples", samples), setup_for(scorer, baseline, points, wanted, method, ways)
     if seed < 0:
         raise UsageError(f"--seed must be 0 or more, not {seed}")
+    if not 1 <= given["questions"] <= MOST_QUESTIONS:
+        raise UsageError(f"--questions must be 1 to {MOST_QUESTIONS}, not {given['questions']}")
     if given["resume"] and given["save"] is None:
         raise UsageError("--resume needs the file of losses: --save FILE")
     model, values, found = _measured(given, setup, seed, count)
-    command = f"kvedge calibrate budgets --samples {samples} --points {points} --scorer {scorer}"
-    command += f" --baseline {baseline:g} --targets {','.join(f'{t:g}' for t in wanted)} --seed {seed}"
+    command = f"kvedge calibrate budgets --samples {samples} --points {points}"
+    command += f" --method {method}" if method != METHOD else ""
+    command += f" --scorer {setup.plan.scorer} --baseline {baseline:g} --targets {given['targets']} --seed {seed}"
+    command += f" --questions {given['questions']}" if given["questions"] > 1 else ""
+    command += f" --compress {given['compress']}" if len(ways) > 1 or ways[0] != "conversation" else ""
+    command += f" --around {given['around'].name}" if given["around"] is not None else ""
     made = {"command": command, "baseline_loss": float(f"{found.baseline:.4g}")}
     _deliver(given, model, "head-budgets", values, (), found.samples, made)
 
@@ -231,14 +269,18 @@ def _measured(given: dict[str, Any], setup: Setup, seed: int, count: int) -> tup
     from pykvedge.lab.calibrate.curvefile import CurveFile
     from pykvedge.lab.eval.reader import Reader
     from pykvedge.lab.progress import clock
+    from pykvedge.models.profiles import find
     from pykvedge.models.vision import Vision
+    from pykvedge.plans.presets import plan
     from pykvedge.runtime.loaded import borrow
     from pykvedge.runtime.settings import Settings
 
     model, mmproj = model_files(given)
-    settings, source = Settings.of(options.running(given)), _samples(given, "head-budgets", seed)
+    if given["around"] is not None:
+        setup = replace(setup, around=find(plan("calibrated"), model, given["around"])["allocator"].values)
+    settings, source = Settings.of(options.running(given)), _samples(given, "head-budgets", seed, given["questions"])
     count = min(count, len(source)) if isinstance(source, list) else count
-    header = setup.header(model, given["data"].expanduser() if given["data"] else f"scenes of seed {seed}")
+    header = setup.header(model, given["data"].expanduser() if given["data"] else _drawn(seed, given["questions"]))
     with _interruptible(given) as (display, cancel), ExitStack() as held:
         kept = CurveFile(given["save"], header, len(setup.points), given["resume"])
         held.callback(kept.close)
@@ -267,10 +309,19 @@ def _shares(name: str, text: str) -> list[float]:
         raise UsageError(f"{name} takes shares like 0.1,0.2,0.5, not '{text}'") from None
 
 
-def _samples(given: dict[str, Any], kind: str, seed: int | None = None) -> Iterable[Labelled]:
+def _drawn(seed: int, questions: int) -> str:
+    return f"scenes of seed {seed}" + (f", up to {questions} questions" if questions > 1 else "")
+
+
+def _samples(given: dict[str, Any], kind: str, seed: int | None = None, questions: int = 1) -> Iterable[Labelled]:
     from pykvedge.lab.calibrate.samples import SEED, read_jsonl, scenes
 
-    return read_jsonl(given["data"].expanduser()) if given["data"] else scenes(kind, SEED if seed is None else seed)
+    if given["data"] is None:
+        return scenes(kind, SEED if seed is None else seed, questions)
+    found = read_jsonl(given["data"].expanduser())
+    if kind != "head-budgets" and any(sample.earlier for sample in found):
+        raise UsageError(f'{given["data"].name}: "earlier" questions are for kvedge calibrate budgets alone')
+    return found
 
 
 @contextmanager

@@ -6,8 +6,9 @@ trained on, so that evaluation sets stay unseen.
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,12 @@ from typing import Any
 import numpy as np
 
 from pykvedge.errors import ImageError, UsageError
-from pykvedge.lab.demo_tasks.evalset import Sample, draw_sample
-from pykvedge.lab.demo_tasks.scenes import CELL, Item, Scene
+from pykvedge.lab.demo_tasks.evalset import Sample, draw_chain, draw_sample
+from pykvedge.lab.demo_tasks.scenes import CELL, Item, Scene, render
+from pykvedge.lab.demo_tasks.tasks import NEEDLE_TASKS, SINGLE_TASKS
 from pykvedge.lab.eval.files import read_text
 from pykvedge.models.images import Picture, load_picture
+from pykvedge.models.prompt import Message
 
 TASKS = {
     "visual-heads": ("code", "describe", "colour", "shape", "where"),
@@ -30,7 +33,7 @@ TASKS = {
 LABELLED = ("visual-heads", "retrieval-heads")  # the others need no boxes
 IMAGES = 4  # of the tasks that look for one among several
 SEED = 2024
-_FIELDS = {"image", "images", "question", "answer", "boxes", "needle", "id"}
+_FIELDS = {"image", "images", "question", "answer", "boxes", "needle", "id", "earlier"}
 
 
 @dataclass(frozen=True)
@@ -49,13 +52,24 @@ class Box:
 
 @dataclass(frozen=True)
 class Labelled:
-    """A question about images has places that its answer is read from: boxes, or a piece of the question."""
+    """A question about images has places that its answer is read from: boxes, or a piece of the question.
+
+    earlier: questions about the same images, and their answers, that come before it; the images are with the first.
+    """
 
     question: str
     pictures: tuple[Picture, ...]
     boxes: tuple[Box, ...] = ()
     needle: str = ""
     answer: str = ""
+    earlier: tuple[tuple[str, str], ...] = ()
+
+    def messages(self) -> list[Message]:
+        """The conversation up to the question."""
+        asked = [text for pair in self.earlier for text in pair] + [self.question]
+        roles = itertools.cycle(("user", "assistant"))
+        return [Message(role, text, list(self.pictures) if i == 0 else [])
+                for i, (role, text) in enumerate(zip(roles, asked, strict=False))]  # fmt: skip
 
 
 def _cell(row: int, col: int) -> tuple[float, float, float, float]:
@@ -98,17 +112,34 @@ def boxes_of(sample: Sample) -> tuple[Box, ...]:
     return (_object(image, item, answer, item.place if sample.task == "where" else answer),)
 
 
-def scenes(kind: str, seed: int = SEED) -> Iterator[Labelled]:
-    """Draws samples without end, the same ones for a seed, for a kind of profile."""
-    number = 0
-    while True:
-        task = TASKS[kind][number % len(TASKS[kind])]
+def scenes(kind: str, seed: int = SEED, questions: int = 1) -> Iterator[Labelled]:
+    """Draws samples without end, the same ones for a seed, for a kind of profile.
+
+    questions: about the same images, at most, when it is more than one; the last of them is the sample's.
+    """
+    for number in itertools.count():
         rng = np.random.default_rng((seed, number))
+        if questions > 1:
+            yield _conversation(rng, TASKS[kind], number, questions)
+            continue
+        task = TASKS[kind][number % len(TASKS[kind])]
         sample = draw_sample(rng, task, IMAGES, second_turn=False, held_out=False)
-        pictures = tuple(load_picture(x, f"scene {i + 1}") for i, x in enumerate(sample.images()))
         boxes = boxes_of(sample) if kind in LABELLED else ()
-        yield Labelled(sample.question.text, pictures, boxes, answer=sample.answer)
-        number += 1
+        yield Labelled(sample.question.text, _pictures(sample.scenes), boxes, answer=sample.answer)
+
+
+def _conversation(rng: np.random.Generator, tasks: Sequence[str], number: int, questions: int) -> Labelled:
+    """One image and several take turns, and with each of them one question, two, and so on."""
+    of = NEEDLE_TASKS if number % 2 else SINGLE_TASKS
+    fitting = rng.permutation([task for task in tasks if task in of]).tolist()
+    chosen = list(itertools.islice(itertools.cycle(fitting), 1 + number // 2 % questions))
+    drawn, asked = draw_chain(rng, chosen, IMAGES if number % 2 else 1, held_out=False)
+    *earlier, (question, answer) = [(one.text, one.answer) for one in asked]
+    return Labelled(question, _pictures(drawn), answer=answer, earlier=tuple(earlier))
+
+
+def _pictures(drawn: Iterable[Scene]) -> tuple[Picture, ...]:
+    return tuple(load_picture(render(scene), f"scene {i + 1}") for i, scene in enumerate(drawn))
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -122,6 +153,7 @@ def read_jsonl(path: Path) -> list[Labelled]:
 
     "images": a list instead of "image"; a box then says which with "image": 0, 1, ... Paths are relative to the file. A
     box without "text" stands for the whole answer. "needle": a piece of the question's own text that answers it.
+    "earlier": what was asked and answered before, [{"question": "...", "answer": "..."}].
     Raises UsageError with the number of the line.
     """
     out = []
@@ -157,9 +189,17 @@ def _parse(line: str, folder: Path) -> Labelled:
     if needle and data["question"].count(needle) != 1:
         raise UsageError('the "needle" must stand in the question exactly once')
     pictures = tuple(load_picture(folder / Path(name).expanduser()) for name in names)
-    return Labelled(
-        data["question"], pictures, tuple(_box(b, pictures, answer) for b in boxes), needle, answer or needle
-    )
+    found, earlier = tuple(_box(b, pictures, answer) for b in boxes), _earlier(data.get("earlier", []))
+    return Labelled(data["question"], pictures, found, needle, answer or needle, earlier)
+
+
+def _earlier(data: Any) -> tuple[tuple[str, str], ...]:
+    rows = data if isinstance(data, list) else [None]
+    if any(not isinstance(row, dict) or set(row) != {"question", "answer"} for row in rows) or any(
+        not isinstance(text, str) or not text.strip() for row in rows for text in row.values()
+    ):
+        raise UsageError('"earlier" must be a list of {"question": "...", "answer": "..."}')
+    return tuple((row["question"], row["answer"]) for row in rows)
 
 
 def _box(data: Any, pictures: tuple[Picture, ...], answer: str) -> Box:

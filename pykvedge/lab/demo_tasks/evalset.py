@@ -97,17 +97,20 @@ def chain(
     places = [TASKS.index(task) for task in tasks]
     while True:
         rng = np.random.default_rng((seed, len(TASKS), *places, count, number))
-        askers = [(SINGLE_TASKS if single else NEEDLE_TASKS)[task] for task in tasks]
-        drawn = _chained(rng, askers, count)
+        drawn = draw_chain(rng, tasks, count)
         while not _within(drawn[0], part):
-            drawn = _chained(rng, askers, count)
+            drawn = draw_chain(rng, tasks, count)
         yield drawn
         number += 1
 
 
-def _chained(rng: np.random.Generator, askers: list[Asker], count: int) -> tuple[tuple[Scene, ...], list[Question]]:
+def draw_chain(
+    rng: np.random.Generator, tasks: Sequence[str], count: int, held_out: bool = True
+) -> tuple[tuple[Scene, ...], list[Question]]:
+    """Draws `count` scenes and one question of every task, all of them different; tasks as in `chain`."""
+    askers: list[Asker] = [SINGLE_TASKS.get(task) or NEEDLE_TASKS[task] for task in tasks]
     while True:
-        scenes = tuple(draw_scene(rng, True) for _ in range(count))
+        scenes = tuple(draw_scene(rng, held_out) for _ in range(count))
         asked = [ask(rng, scenes, int(rng.integers(0, count))) for ask in askers]
         found = [question for question in asked if question is not None]
         if len(found) == len(askers) and len({question.text for question in found}) == len(found):

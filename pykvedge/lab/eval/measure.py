@@ -24,6 +24,7 @@ from pykvedge.lab.eval.tasks import Sample
 from pykvedge.models.composer import Composer, Written
 from pykvedge.models.images import Picture
 from pykvedge.models.model import Model, TextStream
+from pykvedge.models.prompt import Message
 from pykvedge.models.vision import ImagePiece, Piece, TextPiece, Vision
 from pykvedge.plans.plan import Plan
 from pykvedge.runtime import opening
@@ -35,6 +36,7 @@ PROMPT, CONTEXT, CONVERSATION = "prompt", "context", "conversation"
 # question as one, and the question is read after that. "conversation": all up to the answer as one, as a program does
 # that sends a whole conversation.
 WAYS = (PROMPT, CONTEXT, CONVERSATION)
+Turn = tuple[list[Piece], list[int]]  # a user's message with what comes before it, and the tokens of the answer to it
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ class Prepared:
     """
 
     sample: Sample
-    turns: list[tuple[list[Piece], list[int]]]
+    turns: list[Turn]
     answer: list[int]
     question: list[Piece] = field(default_factory=list)
 
@@ -140,35 +142,43 @@ class Preparer:
 
         Raises ImageError, KvedgeError.
         """
-        messages = sample.messages()
+        turns, answer, question = self.tokens(sample.messages(), sample.answer, encode)
+        return Prepared(sample, turns, answer, question)
+
+    def tokens(
+        self, messages: Sequence[Message], answer: str, encode: bool = True
+    ) -> tuple[list[Turn], list[int], list[Piece]]:
+        """Makes tokens of a conversation whose last message is a user's: Prepared's turns, answer and question.
+
+        Raises as prepare.
+        """
         users = [i for i, m in enumerate(messages) if m.role == "user"]
-        turns: list[tuple[list[Piece], list[int]]] = []
+        turns: list[Turn] = []
+        question: list[Piece] = []
         try:
             for i in users:
                 first = i == users[0]
                 written = (self._composer.first if first else self._composer.following)(messages[: i + 1])
                 pieces = self._pieces(written, [p for m in messages[0 if first else i : i + 1] for p in m.pictures])
-                last = i == users[-1]
-                reply = sample.answer if last else messages[i + 1].text
+                reply = answer if i == users[-1] else messages[i + 1].text
                 turns.append((pieces, self._composer.reply(written, reply)))
-            answer = turns[-1][1]
-            turns[-1] = (turns[-1][0], [])
-            prepared = Prepared(sample, turns, answer)
+            *earlier, (last, of_answer) = turns
+            asked = [*earlier, (last, list[int]())]
             if self._compress == CONTEXT:
-                prepared = _apart(prepared)
+                asked, question = _apart(asked)
             if self._compress != PROMPT:
-                prepared = replace(prepared, turns=[(_joined(prepared.turns), [])])
+                asked = [(_joined(asked), [])]
             if self._vision is not None and encode:
                 for pieces, _ in turns:
                     for piece in pieces:
                         if isinstance(piece, ImagePiece):
                             self._vision.encode(piece, self._look)
-            return prepared
+            return asked, of_answer, question
         except BaseException:
             self.release(turns)
             raise
 
-    def release(self, turns: Iterable[tuple[list[Piece], list[int]]]) -> None:
+    def release(self, turns: Iterable[Turn]) -> None:
         if self._vision is not None:
             for pieces, _ in turns:
                 self._vision.release(pieces)
@@ -180,19 +190,19 @@ class Preparer:
         return self._composer.pieces(written, pictures)
 
 
-def _apart(prepared: Prepared) -> Prepared:
+def _apart(turns: list[Turn]) -> tuple[list[Turn], list[Piece]]:
     """Takes the question off what is compressed: what follows the last turn's last image, or that turn if it has none.
 
     METHODS: kvpress, KVzip and SCBench measure so. Raises ContextError where nothing comes before the question.
     """
-    *earlier, (last, _) = prepared.turns
+    *earlier, (last, _) = turns
     before, question = opening.cut(last)
     if not before and not earlier:
         raise ContextError("nothing comes before its question that could be compressed without it")
-    return replace(prepared, turns=[*earlier, (before, [])] if before else earlier, question=question)
+    return [*earlier, (before, [])] if before else earlier, question
 
 
-def _joined(turns: list[tuple[list[Piece], list[int]]]) -> list[Piece]:
+def _joined(turns: list[Turn]) -> list[Piece]:
     """Makes one prompt of messages and the answers between them."""
     out: list[Piece] = []
     for pieces, reply in turns:
