@@ -238,6 +238,7 @@ def budgets(samples: int, points: int, method: str, scorer: str | None, seed: in
     """
     from pykvedge.lab.calibrate.budgets import METHOD, setup_for
     from pykvedge.lab.calibrate.exchange import check_targets
+    from pykvedge.lab.eval.measure import CONVERSATION
 
     wanted, baseline, ways = _shares("--targets", given["targets"]), given["baseline"], given["compress"].split(",")
     check_targets(wanted)
@@ -254,7 +255,7 @@ def budgets(samples: int, points: int, method: str, scorer: str | None, seed: in
     command += f" --method {method}" if method != METHOD else ""
     command += f" --scorer {setup.plan.scorer} --baseline {baseline:g} --targets {given['targets']} --seed {seed}"
     command += f" --questions {given['questions']}" if given["questions"] > 1 else ""
-    command += f" --compress {given['compress']}" if len(ways) > 1 or ways[0] != "conversation" else ""
+    command += f" --compress {given['compress']}" if setup.ways != (CONVERSATION,) else ""
     command += f" --around {given['around'].name}" if given["around"] is not None else ""
     made = {"command": command, "baseline_loss": float(f"{found.baseline:.4g}")}
     _deliver(given, model, "head-budgets", values, (), found.samples, made)

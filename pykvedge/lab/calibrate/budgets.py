@@ -209,13 +209,18 @@ class Curver:
         if not self.places:
             raise NothingToCompressError(f"{self._model.path.name} has no layers that kvedge can compress")
 
+    def _ask(self, question: list[Piece]) -> bool:
+        """Reads the question, if it is apart, and keeps all of it. Tells whether there was one."""
+        if question:
+            self._reader.read(question)
+            self._reader.keep(self.setup.plan)
+        return bool(question)
+
     def _answer(self, question: list[Piece], cancel: threading.Event | None) -> list[int]:
         """The model's own answer with the full cache, greedy."""
         reader, out = self._reader, list[int]()
         reader.copy(BRANCH)
-        if question:
-            reader.read(question)
-            reader.keep(self.setup.plan)
+        self._ask(question)
         while len(out) < LONGEST_ANSWER and not self._model.is_end(best := int(reader.logits().argmax())):
             stop_if_set(cancel)
             out.append(best)
@@ -243,9 +248,7 @@ class Curver:
 
     def _rows(self, asked: _Asked) -> Iterator[np.ndarray]:
         """Reads the question, if it is apart, and the answer. Yields the logits [n_vocab] of what is read from then."""
-        if asked.question:
-            self._reader.read(asked.question)
-            self._reader.keep(self.setup.plan)
+        if self._ask(asked.question):
             yield self._reader.logits()
         yield from self._reader.feed(asked.answer)
 
