@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 
-def calibrated(shares, total, most, least):
-    """Counts of the heads: each its part of the total, never above most, what that frees to the others in proportion,
-    round after round; then likewise for those below least, which the full ones pay for where nobody else is left; the
-    largest remainders get what rounding down left.
+def shared(shares, total, most, least):
+    """Each head's part of the total, never above most, what that frees to the others in proportion, round after round;
+    then likewise for those below least, which the full ones pay for where nobody else is left.
     """
-    from fractions import Fraction
-
     shares = [Fraction(x) for x in shares]
     full, short = set(), set()
     while True:
@@ -24,11 +22,32 @@ def calibrated(shares, total, most, least):
         full, short = full | over, short if over else short | under
     each = most if open_ or not full else Fraction(total - least * len(short), len(full))
     real |= dict.fromkeys(full, each) | dict.fromkeys(short, least)
-    counts = [math.floor(real[i]) for i in range(len(shares))]
-    by_rest = sorted(real, key=lambda i: (counts[i] - real[i], i))
+    return [Fraction(real[i]) for i in range(len(shares))]
+
+
+def calibrated(shares, total, most, least):
+    """Counts of the heads: their parts, of which the largest remainders get what rounding down left."""
+    real = shared(shares, total, most, least)
+    counts = [math.floor(x) for x in real]
+    by_rest = sorted(range(len(real)), key=lambda i: (counts[i] - real[i], i))
     for i in by_rest[: total - sum(counts)]:
         counts[i] += 1
     return counts
+
+
+def poured(granted, more):
+    """Amounts after `more` was poured: the lowest rise together until they meet the next one, and so on."""
+    out = [Fraction(x) for x in granted]
+    more = Fraction(more)
+    while more:
+        lowest = min(out)
+        low = [i for i, x in enumerate(out) if x == lowest]
+        above = [x for x in out if x > lowest]
+        rise = min([more / len(low)] + [min(above) - lowest for _ in above[:1]])
+        for i in low:
+            out[i] += rise
+        more -= rise * len(low)
+    return out
 
 
 def exchanged(points, losses, targets, floor, per_even=50):

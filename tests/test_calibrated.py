@@ -67,11 +67,39 @@ def test_what_exceeds_the_prompt_goes_to_the_others_in_proportion():
     assert counts_of([[7, 1], [1, 1]], 100, 20, recent=12).tolist() == [[44, 12], [12, 12]]
 
 
-def test_what_a_budget_has_beyond_the_measured_share_goes_to_all_evenly():
-    for budget, counts in ((20, [[40, 20], [10, 10]]), (50, [[70, 50], [40, 40]]), (90, [[100, 94], [83, 83]])):
+def test_what_a_budget_has_beyond_the_measured_share_raises_those_that_have_least():
+    for budget, counts in (
+        (20, [[40, 20], [10, 10]]),
+        (22, [[40, 20], [14, 14]]),
+        (25, [[40, 20], [20, 20]]),
+        (31, [[40, 28], [28, 28]]),
+        (40, [[40, 40], [40, 40]]),
+        (90, [[90, 90], [90, 90]]),
+    ):
         assert counts_of([[4, 2], [1, 1]], 100, budget, measured=0.2).tolist() == counts
     assert counts_of([[4, 2], [1, 1]], 100, 50, measured=0.0).tolist() == [[50, 50], [50, 50]]
     assert counts_of([[0, 0], [0, 0]], 100, 50, measured=0.2).tolist() == [[50, 50], [50, 50]]
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 10**6), tail=st.sampled_from([0.3, 5.0]), n_tokens=st.integers(10, 300),
+    measured=st.floats(0.1, 0.5), more=st.integers(1, 200),
+)  # fmt: skip
+def test_beyond_the_measured_share_counts_are_those_of_loops(seed, tail, n_tokens, measured, more):
+    least = int(np.floor(measured * n_tokens + 1e-9))
+    budget = min(least + more, n_tokens - 1)
+    values = (np.random.default_rng(seed).gamma(tail, 1.0, (3, 2)) + 1e-6).astype(np.float32)
+    found = counts_of(values, n_tokens, budget, measured=measured)
+    granted = oracles.shared(values.ravel().tolist(), least * 6, n_tokens, 1)
+    wanted = oracles.calibrated(oracles.poured(granted, (budget - least) * 6), budget * 6, n_tokens, 1)
+    off = np.abs(found.ravel() - wanted)
+    assert off.max() <= 1 and off.sum() <= 2  # remainders closer than 1e-9 count as equal
+
+
+def test_no_head_has_less_of_a_larger_budget():
+    counts = [counts_of([[9, 3], [2, 2], [1, 1]], 600, budget, measured=0.1) for budget in range(30, 600, 7)]
+    assert all((after >= before).all() for before, after in itertools.pairwise(counts))
 
 
 def test_a_share_of_the_prompt_is_kept_whatever_the_budget():

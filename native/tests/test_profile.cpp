@@ -221,8 +221,8 @@ void check_shares() {
     in.shapes   = &shapes;
     in.params   = plan.params[KVEDGE_STAGE_ALLOCATOR];
     in.profile  = &p;
-    plan.allocator->allocate(in, out);  // 20 of the 30 pairs by the shares, 10 evenly
-    CHECK((out[0] == std::vector<int32_t>{ 100, 19 }) && (out[1] == std::vector<int32_t>{ 15, 16, 16, 14 }));
+    plan.allocator->allocate(in, out);  // 20 of the 30 pairs by the shares: 100, 8, 2, 4, 4 and 2
+    CHECK((out[0] == std::vector<int32_t>{ 100, 16 }) && (out[1] == std::vector<int32_t>{ 16, 16, 16, 16 }));
     CHECK(kvedge_plan_set(&plan, "allocator.measured", "1", nullptr) == KVEDGE_OK);
     plan.allocator->allocate(in, out);
     CHECK((out[0] == std::vector<int32_t>{ 100, 32 }) && (out[1] == std::vector<int32_t>{ 8, 16, 16, 8 }));

@@ -19,7 +19,7 @@ enum { SHARE_OF, UNMEASURED, MEASURED };
 const Param PARAMS[] = {
     setting::words("share_of", "budget,prompt", "what a share is a part of: all pairs of the budget; with prompt the budget is not met"),
     setting::words("unmeasured", "refuse,ada", "a model without a profile: refuse, or share out by the prompt as allocator ada does"),
-    setting::number("measured", 0.2, 0, 1, "share of the prompt up to which budgets go by the profile; what is beyond goes to all heads evenly"),
+    setting::number("measured", 0.2, 0, 1, "share of the prompt up to which budgets go by the profile; what is beyond raises the heads that have least"),
     {},
 };
 
@@ -27,15 +27,19 @@ bool by_prompt(const double * params) { return params[UNMEASURED] != 0; }
 
 uint32_t wants(const double * params) { return by_prompt(params) ? (uint32_t) WANTS_ATTENTION : 0u; }
 
-// `measured` pairs of an even budget go by the calibrated shares, the others evenly.
-void go_beyond(std::vector<double> & shares, int32_t budget, int32_t measured) {
-    const double sum = std::accumulate(shares.begin(), shares.end(), 0.0);
-    if (budget <= measured || sum == 0.0) {
-        return;
+// What an even budget has beyond the mean of what is granted raises the heads below a level: the lowest that any number of
+// the poorest would have together.
+void raise_poorest(std::vector<double> & granted, int32_t budget) {
+    std::vector<double> ascending = granted;
+    std::sort(ascending.begin(), ascending.end());
+    double poorest = (double) budget * (double) granted.size() - std::accumulate(granted.begin(), granted.end(), 0.0);
+    double level   = INFINITY;
+    for (size_t i = 0; i < ascending.size(); i++) {
+        poorest += ascending[i];
+        level = std::min(level, poorest / (double) (i + 1));
     }
-    const auto n = (double) shares.size();
-    for (double & share : shares) {
-        share = share / sum * n * measured + (budget - measured);
+    for (double & pairs : granted) {
+        pairs = std::max(pairs, level);
     }
 }
 
@@ -63,7 +67,11 @@ void allocate(const AllocateInput & in, std::vector<std::vector<int32_t>> & out)
     }
     std::vector<int64_t> counts;
     if (in.params[SHARE_OF] == 0) {
-        go_beyond(shares, in.budget, (int32_t) std::floor(in.params[MEASURED] * in.n_tokens + 1e-9));
+        const auto measured = (int32_t) std::floor(in.params[MEASURED] * in.n_tokens + 1e-9);
+        if (in.budget > measured) {
+            fill_up(shares, (double) measured * (double) shares.size(), in.most, std::min(least, measured));
+            raise_poorest(shares, in.budget);
+        }
         counts = round_shares(shares, (int64_t) in.budget * (int64_t) shares.size(), in.most, least);
     } else {
         for (double share : shares) {

@@ -35,6 +35,8 @@ template <class Beyond> bool fix(std::vector<double> & shares, std::vector<bool>
     return any;
 }
 
+}  // namespace
+
 void fill_up(std::vector<double> & shares, double total, double most, double least) {
     std::vector<bool> fixed(shares.size(), false);
     do {
@@ -49,8 +51,6 @@ void fill_up(std::vector<double> & shares, double total, double most, double lea
         }
     }
 }
-
-}  // namespace
 
 std::vector<int64_t> round_shares(std::vector<double> shares, int64_t total, int64_t most, int64_t least) {
     fill_up(shares, (double) total, (double) most, (double) least);

@@ -7,10 +7,13 @@
 
 namespace kvedge {
 
-// Whole numbers close to the shares, which add up to total exactly: scaled to total, what exceeds `most` or falls below
-// `least` settled by the others in proportion, rounded by the largest remainder (the lower index on ties). All shares >= 0; where none is
-// left to take an excess in proportion, it is spread evenly. least * (number of shares) <= total
-// <= most * (number of shares).
+// Scales the shares to total, none above `most` and none below `least`; the others share what that frees or costs, in
+// proportion, or evenly where none has a share. What exceeds `most` is fixed there first. All shares >= 0;
+// least * (number of shares) <= total <= most * (number of shares).
+void fill_up(std::vector<double> & shares, double total, double most, double least);
+
+// Whole numbers close to the shares, which add up to total exactly: those of fill_up, rounded by the largest remainder (the
+// lower index on ties).
 std::vector<int64_t> round_shares(std::vector<double> shares, int64_t total, int64_t most, int64_t least = 0);
 
 }  // namespace kvedge

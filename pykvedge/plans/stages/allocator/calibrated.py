@@ -7,8 +7,9 @@ part of all pairs, none above the prompt, what exceeds it to the others in propo
 largest remainder meets the total. The released code truncates, lets no head keep more than three quarters of the
 tokens, and misses the total.
 
-A calibration measures small budgets. What a budget has beyond the share `measured` of the prompt goes to all heads
-evenly: there most heads keep what they need, and one that was left little loses more than the others gain.
+A calibration measures small budgets. What a budget has beyond the share `measured` of the prompt raises the heads that
+have least, up to a level: there most heads keep what they need, and one that was left little loses more than the others
+gain. So no head has less of a larger budget, and where all are at the level, budgets are even.
 
 `share_of = prompt` grants each head that share of the prompt, whatever the budget: so heads are measured one by one.
 
@@ -22,7 +23,7 @@ import numpy as np
 from pykvedge.errors import ProfileError
 from pykvedge.plans.stages.allocator import ada
 from pykvedge.plans.stages.base import Allocator, Prompt, Settings
-from pykvedge.plans.stages.shares import round_shares
+from pykvedge.plans.stages.shares import fill_up, round_shares
 
 KIND = "head-budgets"
 USUAL = {"floor": 0.2, "normalize": True, "budget_score": "attention", "rounding": "exact"}  # of allocator ada
@@ -41,15 +42,23 @@ def allocate(prompt: Prompt, settings: Settings) -> np.ndarray:
     least = max(1, prompt.fixed_recent)
     if settings["share_of"] == "prompt":
         return np.clip(np.floor(shares * n_tokens + 0.5), least, n_tokens).astype(np.int64)
-    shares = beyond_measured(shares, prompt.budget, int(np.floor(settings["measured"] * n_tokens + 1e-9)))
-    return round_shares(shares.reshape(-1), prompt.budget * shares.size, n_tokens, least).reshape(shares.shape)
+    measured = int(np.floor(settings["measured"] * n_tokens + 1e-9))
+    shares = shares.reshape(-1)
+    if prompt.budget > measured:
+        shares = raised(fill_up(shares, measured * shares.size, n_tokens, min(least, measured)), prompt.budget)
+    return round_shares(shares, prompt.budget * shares.size, n_tokens, least).reshape(prompt.profile.values.shape)
 
 
-def beyond_measured(shares: np.ndarray, budget: int, measured: int) -> np.ndarray:
-    """Shares [L, Hkv] where `measured` pairs of an even budget go by the calibrated ones, and the others evenly."""
-    if budget <= measured or not shares.sum():
-        return shares
-    return shares / shares.sum() * shares.size * measured + (budget - measured)
+def raised(granted: np.ndarray, budget: int) -> np.ndarray:
+    """Pairs [n] float64 of an even budget that is above the mean of those granted [n]: what is below a level gets it.
+
+    The heads that are raised to it are those with least, and as many as make it the lowest: fewer would rise above
+    others, and of more the richest would have to give.
+    """
+    ascending = np.sort(granted)
+    beyond = budget * granted.size - ascending.sum()
+    level = ((np.cumsum(ascending) + beyond) / np.arange(1, granted.size + 1)).min()
+    return np.maximum(granted, level)
 
 
 MEMBER = Allocator(
