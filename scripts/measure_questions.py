@@ -124,7 +124,9 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     args = arguments()
     with tempfile.TemporaryDirectory() as folder:
-        samples, cells = drawn(args, Path(folder)), cells_of(args)
+        cells = cells_of(args)
+        log("drawing questions; those about four images of one part take a second each")
+        samples = drawn(args, Path(folder))
         wants = Wants(compress=args.compress)
         job = Job(args.model, args.mmproj, samples, cells, wants, Settings(threads=args.threads))
         records = Records(args.save, job.header(), args.save is not None and args.save.exists())
