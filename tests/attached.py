@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
 import pykvedge
 from pykvedge.models.vision import TextPiece, Vision
 from pykvedge.runtime.driver import Driver
@@ -90,11 +92,30 @@ def content_of(text, images):
     return [*({"type": "image_url", "image_url": {"url": u}} for u in urls), {"type": "text", "text": text}]
 
 
-def chat(llm, text, images, n=8):
+NEAR = 0.01  # of logits around 8: where the best two are that near, rounding decides
+
+
+class Choices:
+    """A logits processor of llama_cpp that notes which tokens were chosen before the best two were near each other."""
+
+    def __init__(self):
+        self.sure, self.near, self._start = [], False, None
+
+    def __call__(self, ids, logits):
+        start = self._start = len(ids) if self._start is None else self._start
+        second, best = np.partition(logits, -2)[-2:]
+        if not self.near:
+            self.sure, self.near = [int(token) for token in ids[start:]], bool(best - second < NEAR)
+        return logits
+
+
+def chat(llm, text, images, n=8, choices=None):
     """The answer of a Llama with `chat_handler` to a prompt with MARKER in it, which has its BOS already."""
     bos = llm.detokenize([llm.token_bos()], special=True).decode()
     message = {"role": "user", "content": content_of(text.removeprefix(bos), images)}
-    done = llm.create_chat_completion([message], max_tokens=n, temperature=0.0, repeat_penalty=1.0)
+    done = llm.create_chat_completion(
+        [message], max_tokens=n, temperature=0.0, repeat_penalty=1.0, logits_processor=[choices] if choices else None
+    )
     return done["choices"][0]["message"]["content"]
 
 
