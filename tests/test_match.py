@@ -47,10 +47,6 @@ def clustered(seed, n_tokens, heads=(2, 1), size=32, layers=1):
     return tuple(np.ascontiguousarray(x, np.float32) for x in (q, k, v)), queries(100)
 
 
-def outputs(q, k, v, bias=0.0):
-    return match.softmax(q @ k.astype(np.float64).T / math.sqrt(k.shape[1]) + bias) @ v.astype(np.float64)
-
-
 def halves(q, scale):
     """Queries as they are kept, as lists."""
     return [[struct.unpack("e", struct.pack("e", float(np.float32(x) * scale)))[0] for x in row] for row in q.tolist()]

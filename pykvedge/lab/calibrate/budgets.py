@@ -156,7 +156,7 @@ class _Asked:
 
 
 class Curver:
-    """A Curver measures one sample after another with a context of its own. Close it when done."""
+    """A Curver measures one sample after another, with the reader that it is given."""
 
     def __init__(self, model: Model, vision: Vision | None, reader: Reader, setup: Setup) -> None:
         """reader: of the model, with room for several outputs a pass."""
