@@ -48,7 +48,7 @@ def test_images_through_a_chat_handler(native, tiny, picture_file, profile_file,
         assert differing(held(attached._cache), turn.held) <= TIES
         sure = llm.detokenize(choices.sure).decode(errors="ignore").strip()
         assert sure and answer.strip().startswith(sure)
-        assert answer.strip() == turn.answer.strip() or choices.near and turn.answer.strip().startswith(sure)
+        assert answer.strip() == turn.answer.strip() or (choices.near and turn.answer.strip().startswith(sure))
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -8,7 +8,7 @@ import struct
 import numpy as np
 import oracles_match as oracle
 import pytest
-from arrays import prompt
+from arrays import outputs, prompt
 from contexts import TinyContext, random_tokens
 from eval_runs import run
 
