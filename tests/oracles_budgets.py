@@ -42,8 +42,8 @@ def poured(granted, more):
     while more:
         lowest = min(out)
         low = [i for i, x in enumerate(out) if x == lowest]
-        above = [x for x in out if x > lowest]
-        rise = min([more / len(low)] + [min(above) - lowest for _ in above[:1]])
+        above = min((x for x in out if x > lowest), default=lowest + more)
+        rise = min(more / len(low), above - lowest)
         for i in low:
             out[i] += rise
         more -= rise * len(low)

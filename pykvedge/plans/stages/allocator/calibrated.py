@@ -45,11 +45,12 @@ def allocate(prompt: Prompt, settings: Settings) -> np.ndarray:
     measured = int(np.floor(settings["measured"] * n_tokens + 1e-9))
     shares = shares.reshape(-1)
     if prompt.budget > measured:
-        shares = raised(fill_up(shares, measured * shares.size, n_tokens, min(least, measured)), prompt.budget)
+        granted = fill_up(shares, measured * shares.size, n_tokens, min(least, measured))
+        shares = raise_poorest(granted, prompt.budget)
     return round_shares(shares, prompt.budget * shares.size, n_tokens, least).reshape(prompt.profile.values.shape)
 
 
-def raised(granted: np.ndarray, budget: int) -> np.ndarray:
+def raise_poorest(granted: np.ndarray, budget: int) -> np.ndarray:
     """Pairs [n] float64 of an even budget that is above the mean of those granted [n]: what is below a level gets it.
 
     The heads that are raised to it are those with least, and as many as make it the lowest: fewer would rise above
