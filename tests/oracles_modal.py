@@ -30,8 +30,14 @@ def modal(q, k, v, image, settings):
     s_imp = [a + b for a, b in zip(seen, lengths, strict=True)]
     away = [-oracles.mean([oracles._cosine(k[i], k[j]) for j in kind]) for i in kind]
     r = oracles.redundancy([k[t] for t in kind])
-    for t, a, b in zip(kind, s_imp, oracles.scaled(oracles.minmax01(away), s_imp), strict=True):
-        out[t] = (1 - r) * a + r * b
+    s_div = oracles.scaled(oracles.minmax01(away), s_imp)
+    mixture = [(1 - r) * a + r * b for a, b in zip(s_imp, s_div, strict=True)]
+    low = max(1, math.floor(settings["gamma"] * len(kind)))
+    far = oracles.deviation([k[t] for t in kind], [v[t] for t in kind], low)
+    far = oracles.scaled(oracles.minmax01(far), mixture)
+    weight = settings["outlier"] if any(image) else 0
+    for t, a, b in zip(kind, mixture, far, strict=True):
+        out[t] = a + weight * b
     own = list(out)
     for a in range(1, min(settings["window"], len(k)) + 1):
         t = len(k) - a

@@ -12,7 +12,7 @@ import pykvedge
 from pykvedge.plans.registry import member
 from pykvedge.plans.stages.base import Layer
 
-SETTINGS = {"window": 8, "fade": 0.15, "kernel": 5, "parts": 3}
+SETTINGS = {"window": 8, "fade": 0.15, "kernel": 5, "parts": 3, "outlier": 1.0, "gamma": 0.25}
 IMAGES = {"text": [], "image": range(1, 41), "image_last": range(12, 60), "two": [*range(2, 20), *range(26, 45)]}
 
 
@@ -28,7 +28,7 @@ def mask(n_tokens, tokens):
 
 @pytest.mark.parametrize("changed", [
     {}, {"window": 1}, {"window": 20}, {"window": 100}, {"fade": 0.0}, {"fade": 3.0}, {"kernel": 1}, {"kernel": 9},
-    {"parts": 2}, {"parts": 7},
+    {"parts": 2}, {"parts": 7}, {"outlier": 0.0}, {"outlier": 5.0}, {"gamma": 0.0}, {"gamma": 0.6}, {"gamma": 1.0},
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("n_tokens", [2, 8, 9, 31])
@@ -62,6 +62,28 @@ def test_images_do_not_compete_with_the_scale_of_text():
     p.v[:, :, 52:] *= 100  # that is how much an outlier of the text would squeeze the others' range
     second = member("scorer", "modal").score(layer_of(p), SETTINGS)
     np.testing.assert_array_equal(first[:, 4:52], second[:, 4:52])
+
+
+@pytest.mark.parametrize("weight", [0.5, 2.0])
+def test_a_patch_unlike_its_neighbours_gains(weight):
+    """The most of all, and together they gain as much as is said; text gains nothing, with images or without."""
+    p = prompt(60, (2, 2), layers=1)
+    for x in (p.k, p.v):
+        x[0, :, 20:40] = x[0, :, 20:21]
+    p.k[0, :, 30] *= -1
+    scorer = member("scorer", "modal")
+
+    def gained(tokens):
+        layer = layer_of(type(p)(p.q, p.k, p.v, mask(60, tokens)))
+        without = scorer.score(layer, {**SETTINGS, "outlier": 0.0})
+        return scorer.score(layer, {**SETTINGS, "outlier": weight}) - without, without[:, tokens].sum(axis=1)
+
+    image = range(20, 40)
+    of_image, mixed = gained(image)
+    assert (of_image.argmax(axis=1) == 30).all()
+    np.testing.assert_allclose(of_image[:, image].sum(axis=1), weight * mixed, rtol=1e-6)
+    assert not of_image[:, :20].any()
+    assert not gained([])[0].any()
 
 
 @pytest.mark.parametrize("allocator", ["uniform", "calibrated", "global"])

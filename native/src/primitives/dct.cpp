@@ -174,19 +174,39 @@ static Rows columns_from(const Rows & rows, size_t from) {
     return { rows.data + from * type_size(rows.type), rows.stride, rows.type };
 }
 
-// Columns [from, from + w) of the middle one of a head's pending rows: the first would be a sink, far from all others.
-static void find_origin(const HeadView & view, bool values, size_t from, size_t w, float * origin) {
-    int32_t left = view.n_pending / 2;
+// The pending keys or values that count, NULL: all.
+std::vector<HighPass::Run> HighPass::runs_of(const HeadView & view, bool values, const uint8_t * counts) {
+    std::vector<Run> out;
     for (const Segment & seg : view.pending) {
-        if (left >= 0 && left < seg.n) {
-            const Rows rows = columns_from(values ? seg.v : seg.k, from);
+        const Rows rows = values ? seg.v : seg.k;
+        for (int32_t r = 0, end; r < seg.n; r = end) {
+            const bool in = !counts || counts[r];
+            end           = counts ? r + 1 : seg.n;
+            while (end < seg.n && (counts[end] != 0) == in) {
+                end++;
+            }
+            if (in) {
+                out.push_back({ { rows.data + (size_t) r * rows.stride, rows.stride, rows.type }, end - r });
+            }
+        }
+        counts = counts ? counts + seg.n : nullptr;
+    }
+    return out;
+}
+
+// Columns [from, from + w) of the middle row of T: the first would be a sink, far from all others.
+void HighPass::find_origin(const std::vector<Run> & runs, size_t from, size_t w, float * origin) const {
+    int32_t left = T_ / 2;
+    for (const Run & run : runs) {
+        if (left >= 0 && left < run.n) {
+            const Rows rows = columns_from(run.rows, from);
             kernels().to_f32(rows.type, rows.data + (size_t) left * rows.stride, origin, w);
         }
-        left -= seg.n;
+        left -= run.n;
     }
 }
 
-void HighPass::add_head(const HeadView & view, int32_t width, bool values, float * deviation, Work & work, Energy & sum) const {
+void HighPass::add_rows(const std::vector<Run> & runs, int32_t width, float * deviation, Work & work, Energy & sum) const {
     constexpr size_t WIDTH = 2 * (size_t) BAND_PAIRS;
     const auto       d = (size_t) width, T = (size_t) T_;
     work.squares.assign(T * (size_t) BAND_PAIRS, 0.0f);
@@ -195,12 +215,11 @@ void HighPass::add_head(const HeadView & view, int32_t width, bool values, float
         work.x.resize((size_t) n_ * WIDTH);
         std::fill(work.x.begin() + (std::ptrdiff_t) (w < WIDTH ? 0 : T * WIDTH), work.x.end(), 0.0f);
         float origin[WIDTH] = {};
-        find_origin(view, values, from, w, origin);
+        find_origin(runs, from, w, origin);
         const int32_t * place = place_.data();
-        for (const Segment & seg : view.pending) {
-            const Rows rows = columns_from(values ? seg.v : seg.k, from);
-            sum.all += kernels().band_load(rows, seg.n, (int32_t) w, place, origin, work.x.data());
-            place += seg.n;
+        for (const Run & run : runs) {
+            sum.all += kernels().band_load(columns_from(run.rows, from), run.n, (int32_t) w, place, origin, work.x.data());
+            place += run.n;
         }
         kernels().band_filter(filter_, work.x.data(), work.squares.data());
     }
@@ -225,12 +244,23 @@ double HighPass::measure(const PendingView & view, int32_t layer, const LayerSha
     for (bool values : { false, true }) {
         Energy sum;
         for (int32_t h = 0; h < shape.n_heads_kv && !all_pass_; h++) {
-            add_head(view.head(layer, h), values ? shape.d_v : shape.d_k, values,
+            add_rows(runs_of(view.head(layer, h), values, nullptr), values ? shape.d_v : shape.d_k,
                      deviation ? deviation + (size_t) h * (size_t) T_ : nullptr, work, sum);
         }
         share += sum.all > 0.0 ? sum.high / sum.all : 0.0;
     }
     return share;
+}
+
+void HighPass::add_deviation(const HeadView & head, const LayerShape & shape, const uint8_t * counts, float * deviation) const {
+    if (all_pass_) {
+        return;
+    }
+    Work   work;
+    Energy sum;
+    for (bool values : { false, true }) {
+        add_rows(runs_of(head, values, counts), values ? shape.d_v : shape.d_k, deviation, work, sum);
+    }
 }
 
 }  // namespace kvedge

@@ -20,6 +20,9 @@ class HighPass {
     // token's key, plus that of its value; exactly 0 where the rows are all the same. NULL: not wanted.
     double measure(const PendingView & view, int32_t layer, const LayerShape & shape, float * deviation) const;
 
+    // deviation [T] += the same of one head, among those of its pending tokens that count: counts [n_pending] is 1 for T of them.
+    void add_deviation(const HeadView & head, const LayerShape & shape, const uint8_t * counts, float * deviation) const;
+
   private:
     struct Energy {
         double all = 0.0, high = 0.0;  // sums of squares, before the filter and of what it takes away
@@ -28,7 +31,17 @@ class HighPass {
         std::vector<float> x, squares;
     };
 
-    void add_head(const HeadView & view, int32_t d, bool values, float * deviation, Work & work, Energy & sum) const;
+    // Rows that lie behind each other in memory, n at a time.
+    struct Run {
+        Rows    rows;
+        int32_t n;
+    };
+
+    void add_rows(const std::vector<Run> & runs, int32_t d, float * deviation, Work & work, Energy & sum) const;
+
+    void find_origin(const std::vector<Run> & runs, size_t from, size_t w, float * origin) const;
+
+    static std::vector<Run> runs_of(const HeadView & view, bool values, const uint8_t * counts);
     void plan_stages(int32_t n);
     void mix_transform(int32_t kept);    // T = n
     void mix_convolution(int32_t kept);  // T < n

@@ -1,25 +1,30 @@
 // Image tokens and text tokens each by what tells among their kind: votes of the last queries for both, mixed for image tokens with
-// norms of values and diversity of keys, as MixKV mixes them; and the end of the text stays, in proportion to what is kept.
+// norms of values and diversity of keys, as MixKV mixes them, and with outliers, as FlashCache scores them (eq. 10); and the
+// end of the text stays, in proportion to what is kept.
 
 #include "core/stages.h"
+#include "primitives/dct.h"
 #include "primitives/mixture.h"
 #include "primitives/window.h"
 
 #include <algorithm>
 #include <cmath>
 #include <functional>
+#include <memory>
 
 namespace kvedge {
 
 namespace {
 
-enum { WINDOW, FADE, KERNEL, PARTS };
+enum { WINDOW, FADE, KERNEL, PARTS, OUTLIER, GAMMA };
 
 const Param PARAMS[] = {
     setting::whole("window", 24, 1, 4096, "last queries, which vote, and tokens of the end of the text"),
     setting::number("fade", 0.15, 0, 100, "a query counts e^-fade of the one behind it"),
     setting::whole("kernel", 5, 1, 255, "width over which votes for neighbouring image tokens are averaged, odd", 2),
     setting::whole("parts", 3, 2, 64, "one in so many kept pairs is the end of the text's at least"),
+    setting::number("outlier", 0.5, 0, 100, "weight of how far an image token is from its neighbours, beside what is mixed"),
+    setting::number("gamma", 0.2, 0, 1, "share of the low frequencies that make up the curve through image tokens"),
     {},
 };
 
@@ -39,8 +44,30 @@ std::vector<uint8_t> kind_of(const uint8_t * image, int32_t n_tokens) {
     return kind;
 }
 
-// The tokens of the kind, in place: pooled votes and norms of values, and diversity by how alike the kind's keys are.
-void mix(const ScoreInput & in, const HeadView & view, const std::vector<uint8_t> & kind, float * out) {
+// [n] How far the tokens of a kind are from a smooth curve through them. The filter is kept for heads with as many of them.
+class Outliers {
+  public:
+    Outliers(const ScoreInput & in) : in_(in) {}
+
+    std::vector<double> operator()(const HeadView & view, const std::vector<uint8_t> & kind) {
+        const auto n = (size_t) std::count(kind.begin(), kind.end(), (uint8_t) 1);
+        if (!filter_ || n != n_) {
+            filter_ = std::make_unique<HighPass>((int32_t) n, in_.params[GAMMA]);
+            n_      = n;
+        }
+        std::vector<float> out(n, 0.0f);
+        filter_->add_deviation(view, in_.shape, kind.data(), out.data());
+        return { out.begin(), out.end() };
+    }
+
+  private:
+    const ScoreInput &        in_;
+    std::unique_ptr<HighPass> filter_;
+    size_t                    n_ = 0;
+};
+
+// [n] Of the tokens of the kind: pooled votes and norms of values, and diversity by how alike the kind's keys are.
+std::vector<double> mix(const ScoreInput & in, const HeadView & view, const std::vector<uint8_t> & kind, const float * out) {
     std::vector<float> pooled;
     for (size_t t = 0; t < kind.size(); t++) {
         if (kind[t]) {
@@ -56,12 +83,10 @@ void mix(const ScoreInput & in, const HeadView & view, const std::vector<uint8_t
         importance[i] += votes[i];
     }
     scale_to(keys.diversity, mean(importance));
-    for (size_t t = 0, i = 0; t < kind.size(); t++) {
-        if (kind[t]) {
-            out[t] = (float) ((1.0 - keys.redundancy) * importance[i] + keys.redundancy * keys.diversity[i]);
-            i++;
-        }
+    for (size_t i = 0; i < votes.size(); i++) {
+        importance[i] = (1.0 - keys.redundancy) * importance[i] + keys.redundancy * keys.diversity[i];
     }
+    return importance;
 }
 
 // Raises the tokens behind the last image, the last one first, such that the a-th last has at most a * (parts - 1) of the tokens
@@ -93,14 +118,30 @@ void votes(const ScoreInput & in, float * out) {
     }
 }
 
+void score_head(const ScoreInput & in, int32_t head, Outliers & outliers, float * out) {
+    const HeadView  view  = in.view->head(in.layer, head);
+    const uint8_t * image = in.heads ? in.heads + (size_t) head * (size_t) in.n_tokens : in.image;
+    const auto      kind  = kind_of(image, in.n_tokens);
+    faded_votes(in, view, head, in.params[FADE], out);
+    std::vector<double> mixture = mix(in, view, kind, out);
+    const bool          images  = std::any_of(image, image + in.n_tokens, [](uint8_t one) { return one != 0; });
+    if (in.params[OUTLIER] > 0.0 && images) {
+        std::vector<double> far = outliers(view, kind);
+        scale_to(far, in.params[OUTLIER] * mean(mixture));
+        std::transform(mixture.begin(), mixture.end(), far.begin(), mixture.begin(), std::plus<double>());
+    }
+    for (size_t t = 0, i = 0; t < kind.size(); t++) {
+        if (kind[t]) {
+            out[t] = (float) mixture[i++];
+        }
+    }
+    raise_end(in.params, image, in.n_tokens, out);
+}
+
 void score(const ScoreInput & in, float * out) {
+    Outliers outliers(in);
     for (int32_t h = 0; h < in.shape.n_heads_kv; h++) {
-        const HeadView  view  = in.view->head(in.layer, h);
-        const uint8_t * image = in.heads ? in.heads + (size_t) h * (size_t) in.n_tokens : in.image;
-        float *         row   = out + (size_t) h * (size_t) in.n_tokens;
-        faded_votes(in, view, h, in.params[FADE], row);
-        mix(in, view, kind_of(image, in.n_tokens), row);
-        raise_end(in.params, image, in.n_tokens, row);
+        score_head(in, h, outliers, out + (size_t) h * (size_t) in.n_tokens);
     }
 }
 

@@ -12,6 +12,11 @@ Kinds. A softmax gives an image of hundreds of tokens little for each of them, a
 norms and diversity are scaled among image tokens alone, all of them, also those within the window; text is judged by
 its votes. Without images all tokens are one kind, and mixed.
 
+Outliers. Votes say what the last queries look at: those of an image's last rows, or of an answer, not of a question
+that is yet to come. FlashCache's score (Yang et al. 2025, arXiv:2511.16786, eq. 10) asks no query: how far keys and
+values are from a smooth curve through their neighbours, here of image tokens alone. It is added to their mixture, with
+a mean that is `outlier` times the mixture's own.
+
 The end. A question's words may matter to the answer alone, and no query of the prompt's looks at them. So of however
 many tokens that stay, one in `parts` is the end of the text: what is behind the last image, the last token first, at
 most `window` of them. They are raised to the scores where that is so, which makes one ranking of it for any budget.
@@ -22,7 +27,8 @@ from __future__ import annotations
 import numpy as np
 
 from pykvedge.plans.stages.base import Layer, Scorer, Settings
-from pykvedge.plans.stages.scorer.mixkv import mixed
+from pykvedge.plans.stages.scorer.mixkv import minmax01, mixed, scaled_to
+from pykvedge.plans.stages.spectrum import deviation
 from pykvedge.plans.stages.window import pool, window_weights
 
 MIXTURE = {"value": "vnorm", "scale": "imp", "mode": "headwise"}  # MixKV's defaults
@@ -52,6 +58,11 @@ def votes(layer: Layer, settings: Settings) -> np.ndarray:
     return np.stack(each).reshape(n_heads_kv, group, n_tokens).mean(axis=1)
 
 
+def outliers(k: np.ndarray, v: np.ndarray, gamma: float) -> np.ndarray:
+    """[n] float64 in [0, 1]: how far each key [n, d] and value [n, d_v] is from a smooth curve through them all."""
+    return minmax01((deviation(k, gamma) ** 2).mean(axis=-1) + (deviation(v, gamma) ** 2).mean(axis=-1))
+
+
 def raised(scores: np.ndarray, end: int, parts: int) -> np.ndarray:
     """scores [T] in which the a-th last token, up to `end`, has at most a * (parts - 1) of those before it above it."""
     out = scores.copy()
@@ -70,16 +81,21 @@ def score(layer: Layer, settings: Settings) -> np.ndarray:
     out, image = votes(layer, settings), layer.image_mask
     kind = np.flatnonzero(image) if image.any() else np.arange(len(image))
     behind = len(image) - 1 - int(kind[-1]) if image.any() else len(image)
+    weight = settings["outlier"] if image.any() else 0.0
     for h, row in enumerate(out):
-        row[kind] = mixed(pool(row[kind], settings["kernel"], "avg"), layer.k[h][kind], layer.v[h][kind], MIXTURE)
+        k, v = layer.k[h][kind], layer.v[h][kind]
+        mixture = mixed(pool(row[kind], settings["kernel"], "avg"), k, v, MIXTURE)
+        if weight > 0:
+            mixture += scaled_to(outliers(k, v, settings["gamma"]), weight * mixture.mean())
+        row[kind] = mixture
         row[:] = raised(row, min(behind, settings["window"]), settings["parts"])
     return out
 
 
 MEMBER = Scorer(
     name="modal",
-    summary="votes of the last queries, mixed among image tokens with value norms and diversity; the text's end stays",
-    source="this project, with MixKV's mixture",
+    summary="votes of the last queries; of image tokens value norms, diversity and outliers too; the text's end stays",
+    source="this project, with MixKV's mixture and FlashCache's outliers",
     score=score,
     auto_recent=lambda kept, even, settings: min(kept, 1),
     whole_up_to=lambda settings: settings["window"],
