@@ -1,8 +1,8 @@
 """What a low-pass filter along the tokens leaves of keys and values, and what it takes away.
 
 FlashCache (Yang et al. 2025, arXiv:2511.16786), section 3.2: the orthonormal DCT-II of every channel along the tokens;
-the bins below a cut-off are the base, the others the deviation from it. The scorer dct and the allocator spectral
-share this.
+the bins below a cut-off are the base, the others the deviation from it. The scorers dct and modal and the allocator
+spectral share this.
 """
 
 from __future__ import annotations
@@ -34,6 +34,14 @@ def deviation(x: np.ndarray, gamma: float) -> np.ndarray:
     rows = cosines(1, w, n_tokens)
     x = x - x.mean(axis=-2, keepdims=True)
     return x - rows.T @ (rows @ x)
+
+
+def outliers(k: np.ndarray, v: np.ndarray, gamma: float) -> np.ndarray:
+    """Eq. 10, "outlier KV": [..., T] float64, from keys k [..., T, d] and values v [..., T, d_v].
+
+    Squared deviation of key and value from their base, each averaged over the channels.
+    """
+    return (deviation(k, gamma) ** 2).mean(axis=-1) + (deviation(v, gamma) ** 2).mean(axis=-1)
 
 
 def high_share(x: np.ndarray, gamma: float) -> float:

@@ -11,13 +11,12 @@ from __future__ import annotations
 import numpy as np
 
 from pykvedge.plans.stages.base import Layer, Scorer, Settings
-from pykvedge.plans.stages.spectrum import deviation
+from pykvedge.plans.stages.spectrum import outliers
 
 
 def score(layer: Layer, settings: Settings) -> np.ndarray:
     """[Hkv, T] float64: squared deviation of key and value from their base, each averaged over the channels."""
-    gamma = settings["gamma"]
-    out = (deviation(layer.k, gamma) ** 2).mean(axis=-1) + (deviation(layer.v, gamma) ** 2).mean(axis=-1)
+    out = outliers(layer.k, layer.v, settings["gamma"])
     return np.tile(out.mean(axis=0), (len(out), 1)) if settings["share"] == "layer" else out
 
 

@@ -28,7 +28,7 @@ import numpy as np
 
 from pykvedge.plans.stages.base import Layer, Scorer, Settings
 from pykvedge.plans.stages.scorer.mixkv import minmax01, mixed, scaled_to
-from pykvedge.plans.stages.spectrum import deviation
+from pykvedge.plans.stages.spectrum import outliers
 from pykvedge.plans.stages.window import pool, window_weights
 
 MIXTURE = {"value": "vnorm", "scale": "imp", "mode": "headwise"}  # MixKV's defaults
@@ -58,11 +58,6 @@ def votes(layer: Layer, settings: Settings) -> np.ndarray:
     return np.stack(each).reshape(n_heads_kv, group, n_tokens).mean(axis=1)
 
 
-def outliers(k: np.ndarray, v: np.ndarray, gamma: float) -> np.ndarray:
-    """[n] float64 in [0, 1]: how far each key [n, d] and value [n, d_v] is from a smooth curve through them all."""
-    return minmax01((deviation(k, gamma) ** 2).mean(axis=-1) + (deviation(v, gamma) ** 2).mean(axis=-1))
-
-
 def raised(scores: np.ndarray, end: int, parts: int) -> np.ndarray:
     """scores [T] in which the a-th last token, up to `end`, has at most a * (parts - 1) of those before it above it."""
     out = scores.copy()
@@ -86,7 +81,7 @@ def score(layer: Layer, settings: Settings) -> np.ndarray:
         k, v = layer.k[h][kind], layer.v[h][kind]
         mixture = mixed(pool(row[kind], settings["kernel"], "avg"), k, v, MIXTURE)
         if weight > 0:
-            mixture += scaled_to(outliers(k, v, settings["gamma"]), weight * mixture.mean())
+            mixture += scaled_to(minmax01(outliers(k, v, settings["gamma"])), weight * mixture.mean())
         row[kind] = mixture
         row[:] = raised(row, min(behind, settings["window"]), settings["parts"])
     return out
