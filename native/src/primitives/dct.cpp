@@ -252,11 +252,11 @@ double HighPass::measure(const PendingView & view, int32_t layer, const LayerSha
     return share;
 }
 
-void HighPass::add_deviation(const HeadView & head, const LayerShape & shape, const uint8_t * counts, float * deviation) const {
+void HighPass::add_deviation(const HeadView & head, const LayerShape & shape, const uint8_t * counts, float * deviation,
+                             Work & work) const {
     if (all_pass_) {
         return;
     }
-    Work   work;
     Energy sum;
     for (bool values : { false, true }) {
         add_rows(runs_of(head, values, counts), values ? shape.d_v : shape.d_k, deviation, work, sum);

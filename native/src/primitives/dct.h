@@ -11,6 +11,11 @@ namespace kvedge {
 // a[0] = sqrt(1/T), else sqrt(2/T).
 class HighPass {
   public:
+    // Space for the filter, which heads have one after another.
+    struct Work {
+        std::vector<float> x, squares;
+    };
+
     HighPass(int32_t n_tokens, double gamma);
     HighPass(const HighPass &)             = delete;  // filter_ points into the object
     HighPass & operator=(const HighPass &) = delete;
@@ -21,14 +26,11 @@ class HighPass {
     double measure(const PendingView & view, int32_t layer, const LayerShape & shape, float * deviation) const;
 
     // deviation [T] += the same of one head, among those of its pending tokens that count: counts [n_pending] is 1 for T of them.
-    void add_deviation(const HeadView & head, const LayerShape & shape, const uint8_t * counts, float * deviation) const;
+    void add_deviation(const HeadView & head, const LayerShape & shape, const uint8_t * counts, float * deviation, Work & work) const;
 
   private:
     struct Energy {
         double all = 0.0, high = 0.0;  // sums of squares, before the filter and of what it takes away
-    };
-    struct Work {
-        std::vector<float> x, squares;
     };
 
     // Rows that lie behind each other in memory, n at a time.

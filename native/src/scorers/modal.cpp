@@ -33,14 +33,9 @@ int32_t window(const double * params) { return (int32_t) params[WINDOW]; }
 int32_t last_one(int32_t kept, int32_t, const double *) { return std::min(kept, 1); }
 
 // [T] 1 for the tokens that are mixed: the image's, or all where there is none.
-std::vector<uint8_t> kind_of(const uint8_t * image, int32_t n_tokens) {
-    std::vector<uint8_t> kind(image, image + n_tokens);
-    for (uint8_t & one : kind) {
-        one = one != 0;
-    }
-    if (std::find(kind.begin(), kind.end(), 1) == kind.end()) {
-        std::fill(kind.begin(), kind.end(), (uint8_t) 1);
-    }
+std::vector<uint8_t> kind_of(const uint8_t * image, int32_t n_tokens, bool images) {
+    std::vector<uint8_t> kind((size_t) n_tokens);
+    std::transform(image, image + n_tokens, kind.begin(), [images](uint8_t one) { return !images || one != 0; });
     return kind;
 }
 
@@ -56,7 +51,7 @@ class Outliers {
             n_      = n;
         }
         std::vector<float> out(n, 0.0f);
-        filter_->add_deviation(view, in_.shape, kind.data(), out.data());
+        filter_->add_deviation(view, in_.shape, kind.data(), out.data(), work_);
         return { out.begin(), out.end() };
     }
 
@@ -64,6 +59,7 @@ class Outliers {
     const ScoreInput &        in_;
     std::unique_ptr<HighPass> filter_;
     size_t                    n_ = 0;
+    HighPass::Work            work_;
 };
 
 // [n] Of the tokens of the kind: pooled votes and norms of values, and diversity by how alike the kind's keys are.
@@ -119,12 +115,12 @@ void votes(const ScoreInput & in, float * out) {
 }
 
 void score_head(const ScoreInput & in, int32_t head, Outliers & outliers, float * out) {
-    const HeadView  view  = in.view->head(in.layer, head);
-    const uint8_t * image = in.heads ? in.heads + (size_t) head * (size_t) in.n_tokens : in.image;
-    const auto      kind  = kind_of(image, in.n_tokens);
+    const HeadView  view   = in.view->head(in.layer, head);
+    const uint8_t * image  = in.heads ? in.heads + (size_t) head * (size_t) in.n_tokens : in.image;
+    const bool      images = std::any_of(image, image + in.n_tokens, [](uint8_t one) { return one != 0; });
+    const auto      kind   = kind_of(image, in.n_tokens, images);
     faded_votes(in, view, head, in.params[FADE], out);
     std::vector<double> mixture = mix(in, view, kind, out);
-    const bool          images  = std::any_of(image, image + in.n_tokens, [](uint8_t one) { return one != 0; });
     if (in.params[OUTLIER] > 0.0 && images) {
         std::vector<double> far = outliers(view, kind);
         scale_to(far, in.params[OUTLIER] * mean(mixture));
