@@ -3,10 +3,10 @@
     python3 scripts/dev.py fuzz [--seconds 60] [--hours H] [--target NAME] [--jobs 2] [--seed N] [--keep DIR] [--json]
 
 Each target runs for so many seconds (or hours), `--jobs` of them at a time, from the inputs in tests/fuzz and from what
-earlier runs found worth keeping in build/fuzz. With --seed it tries as many inputs as it is known to try in that time,
-on Linux the same ones each time where nothing was kept before. One table on stdout: executions, edges of the program
-that were reached, inputs that reach them, and findings, whose inputs are kept in DIR. Needs clang with its libFuzzer
-for the first.
+earlier runs found worth keeping in build/fuzz. With --seed it tries no more inputs than it is known to try in that
+time, on Linux the same ones each time, or the first of them, where nothing was kept before. One table on stdout:
+executions, edges of the program that were reached, inputs that reach them, and findings, whose inputs are kept in DIR.
+Needs clang with its libFuzzer for the first.
 """
 
 from __future__ import annotations
@@ -35,14 +35,13 @@ SEEDS, WORK = ROOT / "tests" / "fuzz", ROOT / "build" / "fuzz"
 VERSIONS = ("", *(f"-{n}" for n in range(22, 13, -1)))
 LONGEST, MOST_MIB, LARGEST = 10, 1024, 16384  # seconds and memory of an input, and its bytes
 ENOUGH = 5  # findings of a target, after which it is not begun again
-# inputs a second that targets try on one of two busy processors: with --seed a target tries as many as that makes of
-# its seconds, on any machine, so that what one machine finds another finds, too
+# inputs a second that targets try on one of two busy processors: with --seed a target tries no more than that makes of
+# its seconds, so that a faster machine finds no more than this; a slower one tries the first of them
 PACE = {
     "session": 7000, "plan": 13000, "arrays": 700, "stages": 600, "images": 6000,
     "gguf": 5000, "mmproj": 6000, "plan_json": 36000, "profile": 49000, "dataset": 9500, "note": 50000,
     "image": 2800, "wire": 23000, "tools": 6000,
 }  # fmt: skip
-PATIENCE = 3  # times its seconds that a target may take for them
 
 
 @dataclass
@@ -147,8 +146,7 @@ class Run:
         out, start = Outcome(target), time.monotonic()
         (WORK / "corpus" / target).mkdir(parents=True, exist_ok=True)
         most = round(self.seconds * PACE[target]) if self.seed else 0
-        seconds = self.seconds * (PATIENCE if most else 1)
-        while (left := seconds - (time.monotonic() - start)) >= 1 and len(out.findings) < ENOUGH:
+        while (left := self.seconds - (time.monotonic() - start)) >= 1 and len(out.findings) < ENOUGH:
             runs = most - out.executions if most else -1
             if most and runs <= 0:
                 break

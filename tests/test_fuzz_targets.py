@@ -81,7 +81,7 @@ def test_findings_are_kept_and_end_the_program_with_1(tmp_path, monkeypatch):
 
 
 def test_a_seed_makes_a_run_that_can_be_repeated(tmp_path, monkeypatch):
-    """It ends after so many inputs, not after a time in which one machine tries more than another."""
+    """It ends after so many inputs, on a machine that could try more."""
     assert set(fuzz.PACE) == set(fuzz.PYTHON) | set(fuzz.NATIVE)
     program = tmp_path / "fuzz_plan"
     program.write_text('#!/bin/sh\necho "$@"\necho stat::number_of_executed_units: 26000\n')
