@@ -17,5 +17,5 @@ def build_native(name: str, targets: list[str], **options: str) -> Path:
     Raises SourceError when a tool is missing or the build fails.
     """
     folder = ROOT / "build" / "native" / name
-    cmake(ROOT / "native", folder, options, *targets)
+    cmake(ROOT / "native", folder, {"KVEDGE_PCH": "ON", **options}, *targets)
     return folder / "bin"
