@@ -1,11 +1,12 @@
 """The native tests under the address, undefined-behaviour and thread sanitizers.
 
-    python3 scripts/dev.py sanitize [address,undefined] [thread] [glue]
+    python3 scripts/dev.py sanitize [address,undefined] [thread] [glue] [--fewer]
 
 Each sanitizer is a build of its own of native/ (build/native/SANITIZER). kvedge-glue-tests drives the public C
 interface through llama.cpp, with tiny models and several threads; `glue` runs nothing but that. The address sanitizer
 watches what our code does with memory, whoever allocated it: llama.cpp is the one of kvedge's own build. The thread
-sanitizer has to see every synchronisation: it compiles libllama and ggml, some three minutes on two cores.
+sanitizer has to see every synchronisation: it compiles libllama and ggml, some three minutes on two cores, and runs
+some of the cases of tests with many; with --fewer, as in CI, the address sanitizer does so where they take minutes.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import argparse
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from build_stock import find_build
@@ -22,6 +23,8 @@ from llama_source import ROOT, SourceError, ended, log
 from native_build import FEWER, build_native
 
 SANITIZERS = ("address,undefined", "thread")  # the first two get on with each other in one build
+SLOW = ("test_attention",)  # three minutes under the address sanitizer, the others of FEWER one together
+AT_ONCE = 2
 MODELS = ("llama", "gemma3")  # all layers kvedge's; windowed layers with llama.cpp
 
 
@@ -34,32 +37,41 @@ def build(sanitizer: str, targets: list[str]) -> Path:
     return build_native(sanitizer.replace(",", "-"), targets, **options)
 
 
-def commands(programs: Path, only_glue: bool, folder: Path) -> Iterator[list[str]]:
-    """Lists what is run: the tests, and the glue's with its models in a folder."""
-    if not only_glue:
-        tests = sorted(p for p in programs.glob("test_*") if p.is_file() and p.suffix in ("", ".exe"))
-        if not tests:
-            raise SourceError(f"{programs} holds no tests")
-        yield from ([str(test)] for test in tests)
+def few(sanitizer: str, name: str, fewer: bool) -> list[str]:
+    """Arguments with which a test runs some of its cases; none: all of them."""
+    return FEWER.get(name, []) if sanitizer == "thread" or (fewer and name in SLOW) else []
+
+
+def passes(sanitizer: str, command: list[str]) -> bool:
+    """Runs a program, with its name and what it says on stderr once it has ended."""
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+    text = done.stdout.decode(errors="replace")
+    print(f"{sanitizer}: {Path(command[0]).stem}\n{text}", end="", file=sys.stderr, flush=True)
+    return done.returncode == 0
+
+
+def commands(programs: Path, only_glue: bool, folder: Path) -> list[list[str]]:
+    """Lists what is run: the tests, and last the glue's, with models that are made for them in a folder."""
+    tests = [] if only_glue else sorted(p for p in programs.glob("test_*") if p.suffix in ("", ".exe"))
+    if not tests and not only_glue:
+        raise SourceError(f"{programs} holds no tests")
     script = ROOT / "scripts" / "make_tiny_models.py"
     made = [sys.executable, str(script), str(folder), *(word for kind in MODELS for word in ("--kind", kind))]
     subprocess.run(made, stdout=sys.stderr, check=True)
     models = [str(folder / kind / "model.gguf") for kind in MODELS]
-    yield [str(programs / "kvedge-glue-tests"), str(folder), *models]
+    return [*([str(test)] for test in tests), [str(programs / "kvedge-glue-tests"), str(folder), *models]]
 
 
-def run_tests(sanitizer: str, only_glue: bool) -> list[str]:
+def run_tests(sanitizer: str, only_glue: bool, fewer: bool) -> list[str]:
     """Builds and runs the tests; returns the names of those that failed. Raises SourceError when the build fails."""
     programs = build(sanitizer, ["kvedge-glue-tests"] if only_glue else ["kvedge-tests"])
-    failed = []
-    with tempfile.TemporaryDirectory(prefix="kvedge-sanitize-") as folder:
-        for command in commands(programs, only_glue, Path(folder)):
-            name = Path(command[0]).stem
-            log(f"{sanitizer}: {name}")
-            few = FEWER.get(name, []) if sanitizer == "thread" else []
-            if subprocess.run([*command, *few], stdout=sys.stderr, check=False).returncode != 0:
-                failed.append(f"{name} under the {sanitizer} sanitizer")
-    return failed
+    with tempfile.TemporaryDirectory(prefix="kvedge-sanitize-") as folder, ThreadPoolExecutor(AT_ONCE) as pool:
+        listed = commands(programs, only_glue, Path(folder))
+        *tests, glue = [[*command, *few(sanitizer, Path(command[0]).stem, fewer)] for command in listed]
+        failed = [c for c, good in zip(tests, pool.map(lambda c: passes(sanitizer, c), tests), strict=True) if not good]
+        if not passes(sanitizer, glue):  # by itself: threads of llama.cpp spin, and others would have to wait
+            failed.append(glue)
+    return [f"{Path(command[0]).stem} under the {sanitizer} sanitizer" for command in failed]
 
 
 def main() -> int:
@@ -67,12 +79,13 @@ def main() -> int:
     parser.add_argument(
         "what", nargs="*", metavar="WHAT", help=f"{' or '.join(SANITIZERS)} (default: both); glue: nothing but that"
     )
+    parser.add_argument("--fewer", action="store_true", help="some of the cases of a test that takes minutes")
     args = parser.parse_args()
     for name in args.what:
         if name not in (*SANITIZERS, "glue"):
             parser.error(f"there is no {name}: {', '.join(SANITIZERS)} or glue")
     chosen = [name for name in args.what if name != "glue"] or SANITIZERS
-    failed = [test for name in chosen for test in run_tests(name, "glue" in args.what)]
+    failed = [test for name in chosen for test in run_tests(name, "glue" in args.what, args.fewer)]
     for test in failed:
         log(f"error: {test} failed")
     return 1 if failed else 0

@@ -9,7 +9,7 @@ import pytest
 from llama_source import SourceError
 
 SOURCES = sorted((Path(__file__).resolve().parent.parent / "native" / "tests").glob("test_*.cpp"))
-# scripts/sanitize.py runs all of their cases, under the address sanitizer
+# scripts/sanitize.py runs all of its cases, under the address sanitizer
 FEWER = {"test_session": ["10"]}
 
 
