@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
-from urllib.request import url2pathname
 
 from pykvedge.errors import UsageError
 
@@ -55,6 +54,8 @@ def unquoted(text: str) -> str:
 
 
 def _of_url(text: str) -> Path:
+    from urllib.request import url2pathname  # brings all of HTTP, for which every start would wait
+
     parts = urlsplit(text)
     if parts.netloc not in ("", "localhost") or not parts.path:
         raise UsageError(f"{text} names no file of this machine; write its path")
