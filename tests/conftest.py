@@ -14,6 +14,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests")]
 DEVELOPMENT_LIBRARIES = ROOT / "build" / "dev" / "bin"
+# Tests run beside each other. OpenMP's threads would wait for theirs by turning round, on processors that others need;
+# it reads this when it is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 try:
     import pykvedge
