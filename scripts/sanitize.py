@@ -52,7 +52,7 @@ def passes(sanitizer: str, command: list[str]) -> bool:
 
 def commands(programs: Path, only_glue: bool, folder: Path) -> list[list[str]]:
     """Lists what is run: the tests, and last the glue's, with models that are made for them in a folder."""
-    tests = [] if only_glue else sorted(p for p in programs.glob("test_*") if p.suffix in ("", ".exe"))
+    tests = sorted(p for p in programs.glob("test_*") if p.is_file() and p.suffix in ("", ".exe") and not only_glue)
     if not tests and not only_glue:
         raise SourceError(f"{programs} holds no tests")
     script = ROOT / "scripts" / "make_tiny_models.py"
