@@ -39,12 +39,18 @@ def modal(q, k, v, image, settings):
     for t, a, b in zip(kind, mixture, far, strict=True):
         out[t] = a + weight * b
     own = list(out)
-    for a in range(1, min(settings["window"], len(k)) + 1):
-        t = len(k) - a
-        if image[t]:
-            break
-        above = sorted(own[:t], reverse=True)
-        n = a * (settings["parts"] - 1)
-        if n < len(above):
-            out[t] = max(own[t], (above[n - 1] + above[n]) / 2)
+    end = [t for t in range(max(0, len(k) - settings["window"]), len(k)) if not any(image[t:])]
+    raise_each(out, own, end, settings["parts"])
+    if any(image):
+        raise_each(out, own, [t for t in range(len(k)) if not image[t]], settings["text"])
     return out
+
+
+def raise_each(out, own, chosen, parts):
+    """Puts the last of the chosen tokens, one of them after the other, into the first 1 of `parts` places each."""
+    for a in range(1, len(chosen) + 1):
+        last = chosen[-a:]
+        others = sorted((x for t, x in enumerate(own) if t not in last), reverse=True)
+        n = a * (parts - 1)
+        if n < len(others):
+            out[last[0]] = max(out[last[0]], (others[n - 1] + others[n]) / 2)

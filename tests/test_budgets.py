@@ -39,7 +39,7 @@ SETTINGS = {
         {"scorer": "modal", "scorer.window": 8, "scorer.kernel": 1},
         {"scorer": "modal", "scorer.fade": 0.0, "scorer.parts": 2, "allocator": "ada"},
         {"scorer": "modal", "scorer.window": 64, "scorer.fade": 2.0, "scorer.parts": 8, "recent": 0},
-        {"scorer": "modal", "scorer.outlier": 0.0},
+        {"scorer": "modal", "scorer.outlier": 0.0, "scorer.text": 3},
         {"scorer": "modal", "scorer.outlier": 4.0, "scorer.gamma": 0.5},
         {"scorer": "mean", "scorer.spread": 0.0},
         {"scorer": "mean", "scorer.spread": 0.8, "sinks": 2},

@@ -200,6 +200,8 @@ class Counting:
         while True:
             here = self._socket.accept()[0]
             there = socket.create_connection(self.target)
+            for end in (here, there):
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # as ggml's own do
             for pair in ((here, there), (there, here)):
                 threading.Thread(target=self._pass_on, args=pair, daemon=True).start()
 

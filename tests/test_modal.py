@@ -12,7 +12,7 @@ import pykvedge
 from pykvedge.plans.registry import member
 from pykvedge.plans.stages.base import Layer
 
-SETTINGS = {"window": 8, "fade": 0.15, "kernel": 5, "parts": 3, "outlier": 1.0, "gamma": 0.25}
+SETTINGS = {"window": 8, "fade": 0.15, "kernel": 5, "parts": 3, "outlier": 1.0, "gamma": 0.25, "text": 4}
 IMAGES = {"text": [], "image": range(1, 41), "image_last": range(12, 60), "two": [*range(2, 20), *range(26, 45)]}
 
 
@@ -29,6 +29,7 @@ def mask(n_tokens, tokens):
 @pytest.mark.parametrize("changed", [
     {}, {"window": 1}, {"window": 20}, {"window": 100}, {"fade": 0.0}, {"fade": 3.0}, {"kernel": 1}, {"kernel": 9},
     {"parts": 2}, {"parts": 7}, {"outlier": 0.0}, {"outlier": 5.0}, {"gamma": 0.0}, {"gamma": 0.6}, {"gamma": 1.0},
+    {"text": 2}, {"text": 9},
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("n_tokens", [2, 8, 9, 31])
@@ -71,12 +72,12 @@ def test_a_patch_unlike_its_neighbours_gains(weight):
     for x in (p.k, p.v):
         x[0, :, 20:40] = x[0, :, 20:21]
     p.k[0, :, 30] *= -1
-    scorer = member("scorer", "modal")
+    scorer, settings = member("scorer", "modal"), {**SETTINGS, "text": 64}  # a rank among images is none of its own
 
     def gained(tokens):
         layer = layer_of(type(p)(p.q, p.k, p.v, mask(60, tokens)))
-        without = scorer.score(layer, {**SETTINGS, "outlier": 0.0})
-        return scorer.score(layer, {**SETTINGS, "outlier": weight}) - without, without[:, tokens].sum(axis=1)
+        without = scorer.score(layer, {**settings, "outlier": 0.0})
+        return scorer.score(layer, {**settings, "outlier": weight}) - without, without[:, tokens].sum(axis=1)
 
     image = range(20, 40)
     of_image, mixed = gained(image)
@@ -100,6 +101,22 @@ def test_one_in_parts_is_the_end_of_the_text(native, layout, parts, allocator):
         for kept in (head for layer in assert_same(plan, p).kept for head in layer):
             end = min(len(kept) // parts, text, 12)
             assert set(range(60 - end, 60)) <= set(kept.tolist())
+
+
+@pytest.mark.parametrize("allocator", ["uniform", "calibrated", "global"])
+@pytest.mark.parametrize("text", [2, 4, 9])
+def test_one_in_so_many_is_text_between_images(native, text, allocator):
+    """As many of the last tokens of text as that are kept by every head, though no query looks at them."""
+    p = prompt(120, (4, 2), layers=2)
+    between = [0, 1, 30, 31, 60, 61, 62, 90, 91, 118, 119]
+    p = type(p)(p.q, p.k, p.v, mask(120, [t for t in range(120) if t not in between]))
+    p.k[:, :, between] = -2 * p.q[:, :2, -1:]
+    settings = {"scorer": "modal", "scorer.text": text, "scorer.parts": 64, "allocator": allocator, "recent": 0}
+    for budget in (9, 36, 70):
+        plan = pykvedge.plan("h2o", budget, **settings)
+        for kept in (head for layer in assert_same(plan, p).kept for head in layer):
+            last = min(len(kept) // text, len(between))
+            assert set(between[len(between) - last :]) <= set(kept.tolist())
 
 
 def test_the_default_plan_is_made_of_it():

@@ -1,6 +1,6 @@
 // Image tokens and text tokens each by what tells among their kind: votes of the last queries for both, mixed for image tokens with
 // norms of values and diversity of keys, as MixKV mixes them, and with outliers, as FlashCache scores them (eq. 10); and the
-// end of the text stays, in proportion to what is kept.
+// end of the text stays, and text between images, in proportion to what is kept.
 
 #include "core/stages.h"
 #include "primitives/dct.h"
@@ -16,7 +16,7 @@ namespace kvedge {
 
 namespace {
 
-enum { WINDOW, FADE, KERNEL, PARTS, OUTLIER, GAMMA };
+enum { WINDOW, FADE, KERNEL, PARTS, OUTLIER, GAMMA, TEXT };
 
 const Param PARAMS[] = {
     setting::whole("window", 24, 1, 4096, "last queries, which vote, and tokens of the end of the text"),
@@ -25,6 +25,7 @@ const Param PARAMS[] = {
     setting::whole("parts", 3, 2, 64, "one in so many kept pairs is the end of the text's at least"),
     setting::number("outlier", 0.5, 0, 100, "weight of how far an image token is from its neighbours, beside what is mixed"),
     setting::number("gamma", 0.2, 0, 1, "share of the low frequencies that make up the curve through image tokens"),
+    setting::whole("text", 8, 2, 64, "one in so many kept pairs is text at least, between images too"),
     {},
 };
 
@@ -85,26 +86,56 @@ std::vector<double> mix(const ScoreInput & in, const HeadView & view, const std:
     return importance;
 }
 
-// Raises the tokens behind the last image, the last one first, such that the a-th last has at most a * (parts - 1) of the tokens
-// that come before it in the text above it in rank. So however many stay, one in `parts` of them is the end of the text.
-void raise_end(const double * params, const uint8_t * image, int32_t n_tokens, float * out) {
-    int32_t first = n_tokens;
-    while (first > std::max(0, n_tokens - window(params)) && !image[first - 1]) {
-        first--;
+// Raises tokens, the last one of the text first, such that the a-th has at most a * (parts - 1) of all that are not among the
+// first a above it in rank. So however many stay, one in `parts` of them is among these. scores [n] as they were, and ranked.
+void raise(const std::vector<int32_t> & tokens, int32_t parts, const std::vector<float> & scores, const std::vector<float> & ranked,
+           float * out) {
+    const auto           more = (size_t) parts - 1;
+    std::vector<uint8_t> gone(ranked.size(), 0);
+    size_t               at = 0, before = 0;  // so many of the others are before this place
+    for (size_t a = 1; a <= tokens.size(); a++) {
+        const auto t = (size_t) tokens[a - 1];
+        auto own = (size_t) (std::lower_bound(ranked.begin(), ranked.end(), scores[t], std::greater<float>()) - ranked.begin());
+        while (gone[own]) {
+            own++;
+        }
+        gone[own] = 1;
+        before -= own < at ? 1 : 0;
+        for (; at < ranked.size() && (gone[at] || before < more * a); at++) {
+            before += gone[at] ? 0 : 1;
+        }
+        if (at == ranked.size()) {
+            return;
+        }
+        size_t above = at - 1;
+        while (gone[above]) {
+            above--;
+        }
+        out[t] = std::max(out[t], (float) (0.5 * ((double) ranked[above] + (double) ranked[at])));
     }
+}
+
+// Of what stays one in `parts` is the end of the text, which is behind the last image, and at most `window` tokens; one in
+// `text` is text, wherever it stands among images.
+void raise_text(const double * params, const uint8_t * image, int32_t n_tokens, float * out) {
     if (!std::all_of(out, out + n_tokens, [](float x) { return std::isfinite(x); })) {
         return;  // rows that are no numbers have no ranks
     }
-    const auto         more = (size_t) params[PARTS] - 1;
-    std::vector<float> earlier(out, out + n_tokens);  // the largest first
-    std::sort(earlier.begin(), earlier.end(), std::greater<float>());
-    for (int32_t t = n_tokens - 1; t >= first; t--) {
-        const size_t above = more * (size_t) (n_tokens - t);
-        earlier.erase(std::lower_bound(earlier.begin(), earlier.end(), out[t], std::greater<float>()));
-        if (above >= earlier.size()) {
-            return;
+    std::vector<int32_t> end, text;
+    for (int32_t t = n_tokens - 1; t >= 0; t--) {
+        if (!image[t]) {
+            text.push_back(t);
+            if (t >= n_tokens - window(params) && (int32_t) text.size() == n_tokens - t) {
+                end.push_back(t);
+            }
         }
-        out[t] = std::max(out[t], (float) (0.5 * ((double) earlier[above - 1] + (double) earlier[above])));
+    }
+    const std::vector<float> scores(out, out + n_tokens);
+    std::vector<float>       ranked(scores);
+    std::sort(ranked.begin(), ranked.end(), std::greater<float>());
+    raise(end, (int32_t) params[PARTS], scores, ranked, out);
+    if (text.size() < (size_t) n_tokens) {
+        raise(text, (int32_t) params[TEXT], scores, ranked, out);
     }
 }
 
@@ -131,7 +162,7 @@ void score_head(const ScoreInput & in, int32_t head, Outliers & outliers, float 
             out[t] = (float) mixture[i++];
         }
     }
-    raise_end(in.params, image, in.n_tokens, out);
+    raise_text(in.params, image, in.n_tokens, out);
 }
 
 void score(const ScoreInput & in, float * out) {

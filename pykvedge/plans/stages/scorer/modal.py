@@ -20,6 +20,9 @@ a mean that is `outlier` times the mixture's own.
 The end. A question's words may matter to the answer alone, and no query of the prompt's looks at them. So of however
 many tokens that stay, one in `parts` is the end of the text: what is behind the last image, the last token first, at
 most `window` of them. They are raised to the scores where that is so, which makes one ranking of it for any budget.
+
+Between images. What stands between two images, a line end or a word, tells later questions which image is which, and
+no query of the prompt's needs it. So one in `text` of those that stay is text wherever it stands, the last of it first.
 """
 
 from __future__ import annotations
@@ -58,16 +61,19 @@ def votes(layer: Layer, settings: Settings) -> np.ndarray:
     return np.stack(each).reshape(n_heads_kv, group, n_tokens).mean(axis=1)
 
 
-def raised(scores: np.ndarray, end: int, parts: int) -> np.ndarray:
-    """scores [T] in which the a-th last token, up to `end`, has at most a * (parts - 1) of those before it above it."""
+def raised(scores: np.ndarray, tokens: np.ndarray, parts: int) -> np.ndarray:
+    """scores [T] in which tokens[a - 1] has at most a * (parts - 1) above it of those that are not among the first a.
+
+    tokens: different ones, the last of the text first.
+    """
     out = scores.copy()
     if not np.isfinite(out).all():
         return out  # rows that are no numbers have no ranks
-    for a in range(1, end + 1):
-        above, last = a * (parts - 1), len(scores) - a
-        earlier = np.sort(scores[:last])[::-1]
-        if above < len(earlier):
-            out[last] = max(out[last], (earlier[above - 1] + earlier[above]) / 2)
+    for a in range(1, len(tokens) + 1):
+        above = a * (parts - 1)
+        others = np.sort(np.delete(scores, tokens[:a]))[::-1]
+        if above < len(others):
+            out[tokens[a - 1]] = max(out[tokens[a - 1]], (others[above - 1] + others[above]) / 2)
     return out
 
 
@@ -76,6 +82,7 @@ def score(layer: Layer, settings: Settings) -> np.ndarray:
     out, image = votes(layer, settings), layer.image_mask
     kind = np.flatnonzero(image) if image.any() else np.arange(len(image))
     behind = len(image) - 1 - int(kind[-1]) if image.any() else len(image)
+    text = np.flatnonzero(~image)[::-1]
     weight = settings["outlier"] if image.any() else 0.0
     for h, row in enumerate(out):
         k, v = layer.k[h][kind], layer.v[h][kind]
@@ -83,7 +90,8 @@ def score(layer: Layer, settings: Settings) -> np.ndarray:
         if weight > 0:
             mixture += scaled_to(minmax01(outliers(k, v, settings["gamma"])), weight * mixture.mean())
         row[kind] = mixture
-        row[:] = raised(row, min(behind, settings["window"]), settings["parts"])
+        end = raised(row, text[: min(behind, settings["window"])], settings["parts"])
+        row[:] = np.maximum(end, raised(row, text, settings["text"])) if image.any() else end
     return out
 
 
