@@ -158,7 +158,7 @@ KVEDGE_API void          kvedge_plan_free(kvedge_plan * plan);  // NULL is allow
 //               or "auto": half of the budget with scorer cumulative (H2O and LOOK-M: a1 = a2), the window, but at most
 //               half of the budget, with scorer window (SnapKV) and mixkv (scorer.parts: another part), a tenth of the
 //               budget and at least 1 with scorer mean (RoCo), 32, but at most half of the budget, with scorer keydiff and
-//               expected, 1 with scorer modal, whose scores keep the end of the text besides (scorer.parts), what a scorer of
+//               expected, 1 with scorer modal, whose scores keep the end of the text besides (scorer.parts, text), what a scorer of
 //               your own says, 0 with any other
 //   sinks       first tokens of the prompt that are always kept, inside the budget: an integer >= 0
 //   text_prior  "true": text tokens rank above all image tokens (LOOK-M eq. 5)
