@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from pykvedge.errors import BudgetError, UnknownNameError, UsageError, unknown
-from pykvedge.plans.plan import Plan
+from pykvedge.plans.plan import Budget, Plan
 from pykvedge.plans.plugins import installed, table
 from pykvedge.plans.plugins.table import Preset
 from pykvedge.plans.stages.members import STAGES
@@ -17,6 +17,7 @@ from pykvedge.plans.stages.members import STAGES
 # prompt, whether it is named or not: no model but the demo model was measured.
 DEFAULT_METHOD = "kvedge"
 STREAM_METHOD = "mixkv"  # where nobody chose one for a stream, in which all heads hold as many pairs
+HALF = 0.5  # of the prompt, from where on Preset.half holds
 DEFAULT_PRUNER = "residual"  # where only the number of image tokens is said
 
 
@@ -153,6 +154,7 @@ _PRESETS = (
             "sinks": 1,
             "budget": 0.5,
         },
+        half={"reducer.reach": 1.2},  # what is dropped then is unimportant: more of it may be blurred to be there
     ),
     Preset(
         "flashcache",
@@ -239,10 +241,11 @@ def preset(name: str) -> Preset:
     return found
 
 
-def _params_that_fit(chosen: Preset, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the preset's settings of stage members, but for stages whose member is replaced."""
+def _params_that_fit(chosen: Preset, budget: Budget, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the preset's settings of stage members for that budget, but for stages whose member is replaced."""
     replaced = {stage for stage in STAGES if settings.get(stage, chosen.values.get(stage)) != chosen.values.get(stage)}
-    return {k: v for k, v in chosen.values.get("params", {}).items() if k.partition(".")[0] not in replaced}
+    params = {**chosen.values.get("params", {}), **(chosen.half if (budget.ratio or 0) >= HALF else {})}
+    return {k: v for k, v in params.items() if k.partition(".")[0] not in replaced}
 
 
 def plan(method: str, budget: Any = None, **settings: Any) -> Plan:
@@ -259,15 +262,16 @@ def plan(method: str, budget: Any = None, **settings: Any) -> Plan:
     given = settings.pop("params", {})
     if not isinstance(given, Mapping):
         raise UsageError(f"params holds settings of stage members by their full name, not {given!r:.40}")
-    params = {**_params_that_fit(chosen, settings), **given}
-    for key in settings:
-        if "." not in key and key not in known:
-            raise unknown("setting", key, known)
-    params.update({key: value for key, value in settings.items() if "." in key})
     preset_values = {k: v for k, v in chosen.values.items() if k != "params"}
     values = {"budget": chosen.budget, **preset_values, **{k: v for k, v in settings.items() if "." not in k}}
     if budget is not None:
         values["budget"] = budget
+    values["budget"] = Budget.parse(values["budget"], "budget")
+    params = {**_params_that_fit(chosen, values["budget"], settings), **given}
+    for key in settings:
+        if "." not in key and key not in known:
+            raise unknown("setting", key, known)
+    params.update({key: value for key, value in settings.items() if "." in key})
     if "image_tokens" in values and "pruner" not in values:
         values["pruner"] = DEFAULT_PRUNER
     made = Plan(method=chosen.name, params=params, **values)

@@ -38,12 +38,16 @@ class Plugin:
 
 @dataclass(frozen=True)
 class Preset:
-    """A preset is a method: what it is, where it is from, and the fields of its plan that differ from Plan's."""
+    """A preset is a method: what it is, where it is from, and the fields of its plan that differ from Plan's.
+
+    half: settings of stage members where half of the prompt or more is kept, in place of those of `values`.
+    """
 
     name: str
     summary: str
     reference: str
     values: Mapping[str, Any] = field(default_factory=dict)
+    half: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def budget(self) -> float:
