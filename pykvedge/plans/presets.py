@@ -154,7 +154,7 @@ _PRESETS = (
             "sinks": 1,
             "budget": 0.5,
         },
-        half={"reducer.reach": 1.2},  # what is dropped then is unimportant: more of it may be blurred to be there
+        half={"scorer.text": 4, "reducer.reach": 1.2},  # there is room for text, and what is dropped matters little
     ),
     Preset(
         "flashcache",
