@@ -74,6 +74,10 @@ template <int BITS, int ZERO = 0> struct Packed : Blocks {
 float put_half(float f, uint16_t & out);
 
 // x, or the nearer end of [low, high]; low for NaN, which a conversion to an integer must not meet.
-inline float within(float x, float low, float high) { return x > low ? (x < high ? x : high) : low; }
+// Two choices after each other, which vectors can take.
+inline float within(float x, float low, float high) {
+    const float above = x > low ? x : low;
+    return above < high ? above : high;
+}
 
 }  // namespace kvedge

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 
 namespace kvedge::storage {
 
@@ -25,10 +26,9 @@ struct tq3 : Blocks {
     static void pack(const uint8_t * codes, uint8_t * p) {
         for (int pair = 0; pair < 4; pair++) {  // of lanes of 12 bits, in three bytes
             uint32_t bits = 0;
-            for (int i = 0; i < GROUP; i++) {
-                if (i % 8 / 2 == pair) {
-                    bits |= (uint32_t) codes[i] << (i % 2 * 12 + i / 8 * 3);
-                }
+            for (int row = 0; row < 4; row++) {
+                const uint8_t * of = codes + 8 * row + 2 * pair;
+                bits |= (uint32_t) (of[0] | of[1] << 12) << (3 * row);
             }
             for (int byte = 0; byte < 3; byte++) {
                 p[pair * 3 + byte] = (uint8_t) (bits >> (8 * byte));
@@ -37,56 +37,81 @@ struct tq3 : Blocks {
     }
 
     static void quantise(const float * x, int32_t n, Coded & out) {
-        float size[GROUP], top = 0.0f, scale = 0.0f;
+        float  size[GROUP], top = 0.0f;
+        double sum = 0.0;
         for (int32_t i = 0; i < n; i++) {
             size[i] = std::fabs(x[i]);
             top     = std::max(top, size[i]);
-        }
-        double sum = 0.0;
-        for (int32_t i = 0; i < n; i++) {
             sum += (double) size[i] * (double) size[i];
         }
         // what was rounded is rounded to itself: one of its numbers has the largest size, and that one of the larger levels
-        const float starts[] = { (float) std::sqrt(sum / n) / 12.0f, top / 26.0f, top / 16.0f, top / 9.0f };
-        double      least    = INFINITY;
-        for (const float start : starts) {
-            uint16_t     half;
-            const float  fit  = put_half(fitted(size, n, start), half);
-            const double left = error(size, n, fit);
-            if (left < least) {
-                least     = left;
-                scale     = fit;
-                out.scale = half;
-            }
-        }
+        Scales   of = { { (float) std::sqrt(sum / n) / 12.0f, top / 26.0f, top / 16.0f, top / 9.0f } };
+        uint16_t halves[STARTS];
+        fit(size, n, of, halves);
+        const int best = least(size, n, of);
+        out.scale      = halves[best];
+        const Bounds bounds(of);
         for (int32_t i = 0; i < n; i++) {
-            const int k  = nearest(size[i], scale);
-            out.codes[i] = (uint8_t) (x[i] > 0.0f ? 4 + k : 3 - k);
+            const int k  = bounds.passed(ordered(size[i]), best);
+            out.codes[i] = (uint8_t) ((k ^ -(int) (x[i] <= 0.0f)) + 4);  // 3 - k where x is not above 0
         }
     }
 
   private:
-    // Which of the four levels above 0 a size belongs to.
-    static int nearest(float size, float scale) { return (size > 6.0f * scale) + (size > 12.5f * scale) + (size > 21.0f * scale); }
+    static constexpr int STARTS = 4;  // scales that are tried side by side, as lanes of a vector
+    struct Scales { float of[STARTS]; };
 
-    // The scale of least squares for the levels that another one gives.
-    static float fitted(const float * size, int32_t n, float scale) {
-        double products = 0.0, squares = 0.0;
-        for (int32_t i = 0; i < n; i++) {
-            const double level = levels[4 + nearest(size[i], scale)];
-            products += (double) size[i] * level;
-            squares += level * level;
-        }
-        return (float) (products / squares);
+    static int32_t ordered(float f) {  // of numbers from 0 on, in the same order as these
+        int32_t i;
+        memcpy(&i, &f, sizeof(i));
+        return i;
     }
 
-    static double error(const float * size, int32_t n, float scale) {
-        double sum = 0.0;
-        for (int32_t i = 0; i < n; i++) {
-            const double left = (double) size[i] - (double) (scale * (float) levels[4 + nearest(size[i], scale)]);
-            sum += left * left;
+    // From where on a size belongs to the second, third and fourth of the levels above 0. As integers: none of it is a branch.
+    struct Bounds {
+        int32_t second[STARTS], third[STARTS], fourth[STARTS];
+
+        Bounds(const Scales & scales) {
+            for (int s = 0; s < STARTS; s++) {
+                second[s] = ordered(6.0f * scales.of[s]);
+                third[s]  = ordered(12.5f * scales.of[s]);
+                fourth[s] = ordered(21.0f * scales.of[s]);
+            }
         }
-        return sum;
+        int32_t passed(int32_t size, int s) const { return (size > second[s]) + (size > third[s]) + (size > fourth[s]); }
+        int32_t level(int32_t size, int s) const {
+            return 3 + (size > second[s] ? 6 : 0) + (size > third[s] ? 7 : 0) + (size > fourth[s] ? 10 : 0);
+        }
+    };
+
+    // The scales of least squares for the levels that those give, in half precision.
+    static void fit(const float * size, int32_t n, Scales & scales, uint16_t * halves) {
+        const Bounds bounds(scales);
+        double       products[STARTS] = {};
+        int32_t      squares[STARTS]  = {};
+        for (int32_t i = 0; i < n; i++) {
+            for (int s = 0; s < STARTS; s++) {
+                const int32_t level = bounds.level(ordered(size[i]), s);
+                products[s] += (double) size[i] * (double) level;
+                squares[s] += level * level;
+            }
+        }
+        for (int s = 0; s < STARTS; s++) {
+            scales.of[s] = put_half((float) (products[s] / (double) squares[s]), halves[s]);
+        }
+    }
+
+    // Which one leaves the least squared error, the first of equal ones.
+    static int least(const float * size, int32_t n, const Scales & scales) {
+        const Bounds bounds(scales);
+        double       errors[STARTS] = {};
+        for (int32_t i = 0; i < n; i++) {
+            for (int s = 0; s < STARTS; s++) {
+                const double left = (double) size[i] - (double) (scales.of[s] * (float) bounds.level(ordered(size[i]), s));
+                errors[s] += left * left;
+            }
+        }
+        return (int) (std::min_element(errors, errors + STARTS) - errors);
     }
 };
 
