@@ -107,11 +107,10 @@ def steps(rows, kv_type, of_keys):
 def assert_same(plan, p, kv_type):
     """Kept as with f16, whose rows are within a step; few numbers fall to another side than in the definition."""
     types = KvType.parse(kv_type)
-    plain = pykvedge.compress(plan, *p.arguments, kv_type=types.plain, profile=profiles_of(plan, p))
+    how = {"profile": profiles_of(plan, p)}
+    plain = pykvedge.compress(plan, *p.arguments, kv_type=types.plain, **how)
     ours, definition = (
-        pykvedge.compress(
-            plan, *p.arguments, kv_type=kv_type, kv_rotate="off", engine=engine, profile=profiles_of(plan, p)
-        )
+        pykvedge.compress(plan, *p.arguments, kv_type=kv_type, kv_rotate="off", engine=engine, **how)
         for engine in ("native", "numpy")
     )
     np.testing.assert_array_equal(ours.scores, plain.scores)

@@ -27,7 +27,7 @@ def plan_of(scorer, reducer="evict", budget=0.2, **settings):
     return pykvedge.plan("h2o", budget, scorer=scorer, reducer=reducer, **settings)
 
 
-def assert_same(plan, p, kv_type="f16", threads=2):
+def assert_same(plan, p, kv_type="f16", threads=0):
     """Kept sets are identical; scores, keys and values agree within 1e-3."""
     return rules.engines_agree(plan, p, kv_type, threads)
 

@@ -48,7 +48,8 @@ KVEDGE_API kvedge_status kvedge_plan_set_projection(
 
 // Stores k and v as `type`, attends causally with scale 1/sqrt(d), compresses by the plan. A quantised type is written last:
 // attention, scores and merges see f16.
-// n_threads: 0 for one per core. Errors: KVEDGE_E_ARGUMENT, KVEDGE_E_MEMORY, KVEDGE_E_UNSUPPORTED (d that the type cannot hold).
+// n_threads: 0 for one per core, or fewer for small arrays.
+// Errors: KVEDGE_E_ARGUMENT, KVEDGE_E_MEMORY, KVEDGE_E_UNSUPPORTED (d that the type cannot hold).
 KVEDGE_API kvedge_status kvedge_compress_arrays(
     const kvedge_plan * plan, const kvedge_arrays * in, kvedge_type type, int32_t n_threads, kvedge_result ** out,
     kvedge_error * err);

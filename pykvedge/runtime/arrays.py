@@ -62,7 +62,7 @@ def compress(
     kv_type: storage type that k and v are rounded to (kvtypes.NAMES), or "K:V" for one of each. Where it is quantised,
     d is a multiple of 32, and scores and merges see f16. kv_rotate: whether q8_0, q4_0 and tq3 round rotated rows:
     "auto" where d is a multiple of 64, "on" or "off"; what comes out is rotated back. threads: of the native engine, 0
-    for all cores.
+    for all cores, or fewer where the arrays are small.
     profile: a Profile or its file, or several, for a plan whose stages need them (Plan.profile_kinds), each for the
     stage that it fits; shapes are [L, H], [L, Hkv] (key-redundancy, head-budgets), or [L, budgets] (prefix).
     stream: tokens that are read at a time, and compressed with what is left of those before (docs/streaming.md); 0: all

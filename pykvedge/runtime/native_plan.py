@@ -130,9 +130,9 @@ def compress_arrays(
     profiles: Mapping[str, ProfileTable] | None = None,
     step: int = 0,
 ) -> Result:
-    """Calls kvedge_compress_arrays_replayed, or kvedge_stream_arrays with a step. threads: 0 for all cores.
+    """Calls kvedge_compress_arrays_replayed, or kvedge_stream_arrays with a step.
 
-    profiles: by the stages that need one.
+    threads: 0 for all cores, or fewer for small arrays. profiles: by the stages that need one.
     """
     q, k, v, mask, rotation, projection, replay = arrays
     n_layers, n_heads_kv, n_tokens, size = k.shape

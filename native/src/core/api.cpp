@@ -137,6 +137,14 @@ struct How {
     const kvedge_replay * replay;  // NULL: none
 };
 
+// As many as were asked for; else one for each core, but no more than the products of queries and keys are worth: one that
+// is started for less takes longer than it saves, and far longer where the cores are busy.
+size_t threads_for(const kvedge_arrays & in, int32_t n_threads) {
+    constexpr double WORTH = 1 << 25;  // products of two numbers
+    const double     half = 0.5 * in.n_layers * in.n_heads * in.head_size * (double) in.n_tokens * (double) in.n_tokens;
+    return n_threads > 0 ? (size_t) n_threads : (size_t) std::min((double) available_threads(), 1.0 + half / WORTH);
+}
+
 bool enter(Sequence & seq, const std::vector<int32_t> & pos, const std::vector<LayerShape> & shapes, std::vector<Scratch> & scratch) {
     bool fits = seq.rows.append((int32_t) pos.size(), pos.data(), false);
     for (auto & s : scratch) {
@@ -276,7 +284,7 @@ kvedge_status compress_arrays(
             return open;
         }
     }
-    std::vector<Scratch> scratch((size_t) (how.n_threads > 0 ? how.n_threads : available_threads()));
+    std::vector<Scratch> scratch(threads_for(*in, how.n_threads));
     if (const auto status = run_arrays(*plan, *in, how, scratch, *r, err); status != KVEDGE_OK) {
         return status;
     }

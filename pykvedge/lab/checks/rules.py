@@ -48,12 +48,13 @@ def _short(x: np.ndarray) -> str:
 
 
 def engines_agree(
-    plan: Plan, p: Prompt, kv_type: str = "f16", threads: int = 2, near_ties: bool = False, absolute: float = 1e-4
+    plan: Plan, p: Prompt, kv_type: str = "f16", threads: int = 0, near_ties: bool = False, absolute: float = 1e-4
 ) -> Result:
     """libkvedge and the NumPy engine keep the same tokens; scores, keys and values agree within 1e-3.
 
-    near_ties: where two tokens' scores differ by less than float32 can tell, the engines may choose differently.
-    absolute: tolerance of keys and values near 0. Returns what libkvedge made.
+    threads: of the library; 0: as many as the prompt is worth. near_ties: where two tokens' scores differ by less
+    than float32 can tell, the engines may choose differently. absolute: tolerance of keys and values near 0.
+    Returns what libkvedge made.
     """
     ours = _compress(plan, p, engine="native", kv_type=kv_type, threads=threads)
     definition = _compress(plan, p, engine="numpy", kv_type=kv_type)
