@@ -124,13 +124,13 @@ def test_the_default_plan_is_made_of_it():
     assert (plan.scorer, plan.allocator, plan.sinks, plan.recent) == ("modal", "calibrated", 1, None)
 
 
-def test_the_default_method_merges_more_and_keeps_more_text_where_half_is_kept():
+def test_the_more_the_default_method_keeps_the_more_it_merges_and_the_more_of_it_is_text():
     def reach(budget, **settings):
         return pykvedge.plan("kvedge", budget, **settings).settings("reducer").get("reach")
 
     assert [reach(b) for b in (None, "0.5", 0.7, 1.0)] == [1.2] * 4
     assert [reach(b) for b in (0.49, 0.1, 400)] == [0.8] * 3
-    assert [pykvedge.plan("kvedge", b).settings("scorer")["text"] for b in (0.5, 0.2, 64)] == [4, 8, 8]
+    assert [pykvedge.plan("kvedge", b).settings("scorer")["text"] for b in (0.5, 0.2, 0.1, 64)] == [4, 8, 16, 16]
     assert pykvedge.plan("kvedge", 0.5, scorer="window").settings("scorer").get("text") is None
     assert reach(0.5, **{"reducer.reach": 0.9}) == 0.9
     assert reach(0.5, reducer="evict") is None

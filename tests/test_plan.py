@@ -79,6 +79,19 @@ def test_settings_change_a_method():
     assert made.method == "lookm"
 
 
+@pytest.mark.parametrize("settings", [{}, {"scorer.text": 5}, {"reducer.reach": 0.7}, {"reducer": "evict"}])
+@pytest.mark.parametrize(("first", "then"), [
+    (0.5, 0.1), (0.1, 0.5), (0.9, 0.5), (0.5, 128), (128, 0.75), (0.2, 0.1), (0.3, 0.5),
+])  # fmt: skip
+def test_a_plan_with_another_budget_is_the_one_that_is_made_with_it(first, then, settings):
+    assert pykvedge.plan("kvedge", first, **settings).with_(budget=then) == pykvedge.plan("kvedge", then, **settings)
+
+
+def test_a_plan_of_a_method_that_is_not_here_keeps_its_settings():
+    made = Plan(method="not-installed", scorer="modal", budget=0.5, params={"scorer.text": 4})
+    assert made.with_(budget=0.1).params == made.params
+
+
 @pytest.mark.parametrize(("arguments", "settings", "hint"), [
     (("lokm",), {}, "did you mean 'lookm'"),
     (("nonsense-method-name",), {}, "known: adakv, calibrated, criticalkv, criticalkv-ada, elastic"),

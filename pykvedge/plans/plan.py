@@ -271,7 +271,12 @@ class Plan:
         return cls(**data)
 
     def with_(self, **changes: Any) -> Plan:
-        """Returns a copy with some fields replaced."""
+        """Returns a copy with some fields replaced; a budget brings along the settings that the method has there."""
+        if "budget" in changes and "params" not in changes:
+            from pykvedge.plans.presets import params_with_budget  # which makes plans
+
+            budget = Budget.parse(changes["budget"], "budget")
+            changes = {**changes, "budget": budget, "params": params_with_budget(self, budget)}
         return replace(self, **changes)
 
 

@@ -17,7 +17,6 @@ from pykvedge.plans.stages.members import STAGES
 # prompt, whether it is named or not: no model but the demo model was measured.
 DEFAULT_METHOD = "kvedge"
 STREAM_METHOD = "mixkv"  # where nobody chose one for a stream, in which all heads hold as many pairs
-HALF = 0.5  # of the prompt, from where on Preset.half holds
 DEFAULT_PRUNER = "residual"  # where only the number of image tokens is said
 
 
@@ -154,7 +153,10 @@ _PRESETS = (
             "sinks": 1,
             "budget": 0.5,
         },
-        half={"scorer.text": 4, "reducer.reach": 1.2},  # there is room for text, and what is dropped matters little
+        by_budget={  # the more stays, the more room there is for text, and the less matters what is dropped
+            0.2: {"scorer.text": 8},
+            0.5: {"scorer.text": 4, "reducer.reach": 1.2},
+        },
     ),
     Preset(
         "flashcache",
@@ -241,11 +243,38 @@ def preset(name: str) -> Preset:
     return found
 
 
+def _params_at(chosen: Preset, budget: Budget) -> dict[str, Any]:
+    """Returns the preset's settings of stage members for that budget."""
+    params = dict(chosen.values.get("params", {}))
+    for least, settings in sorted(chosen.by_budget.items()):
+        params.update(settings if (budget.ratio or 0) >= least else {})
+    return params
+
+
 def _params_that_fit(chosen: Preset, budget: Budget, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the preset's settings of stage members for that budget, but for stages whose member is replaced."""
     replaced = {stage for stage in STAGES if settings.get(stage, chosen.values.get(stage)) != chosen.values.get(stage)}
-    params = {**chosen.values.get("params", {}), **(chosen.half if (budget.ratio or 0) >= HALF else {})}
-    return {k: v for k, v in params.items() if k.partition(".")[0] not in replaced}
+    return {k: v for k, v in _params_at(chosen, budget).items() if k.partition(".")[0] not in replaced}
+
+
+def params_with_budget(made: Plan, budget: Budget) -> dict[str, Any]:
+    """Returns the settings of stage members of a plan whose budget is changed: those that its method has there.
+
+    A setting that is not as its method has it was chosen, and stays; so do those of a member that was replaced, and
+    all of a method that is not installed here.
+    """
+    params = dict(made.params)
+    try:
+        chosen = preset(made.method)
+    except UnknownNameError:  # the plan is from a file
+        return params
+    members = {stage: getattr(made, stage) for stage in STAGES}
+    before, after = (_params_that_fit(chosen, at, members) for at in (made.budget, budget))
+    for name in {**before, **after}:
+        if before.get(name) != after.get(name) and params.get(name) == before.get(name):
+            params.pop(name, None)
+            params.update({name: after[name]} if name in after else {})
+    return params
 
 
 def plan(method: str, budget: Any = None, **settings: Any) -> Plan:

@@ -25,7 +25,7 @@ const Param PARAMS[] = {
     setting::whole("parts", 3, 2, 64, "one in so many kept pairs is the end of the text's at least"),
     setting::number("outlier", 0.5, 0, 100, "weight of how far an image token is from its neighbours, beside what is mixed"),
     setting::number("gamma", 0.2, 0, 1, "share of the low frequencies that make up the curve through image tokens"),
-    setting::whole("text", 8, 2, 64, "one in so many kept pairs is text at least, between images too"),
+    setting::whole("text", 16, 2, 64, "one in so many kept pairs is text at least, between images too"),
     {},
 };
 
@@ -88,12 +88,12 @@ std::vector<double> mix(const ScoreInput & in, const HeadView & view, const std:
 
 // Raises tokens, the last one of the text first, such that the a-th has at most a * (parts - 1) of all that are not among the
 // first a above it in rank. So however many stay, one in `parts` of them is among these. scores [n] as they were, and ranked.
-void raise(const std::vector<int32_t> & tokens, int32_t parts, const std::vector<float> & scores, const std::vector<float> & ranked,
+void raise(const int32_t * tokens, size_t count, int32_t parts, const std::vector<float> & scores, const std::vector<float> & ranked,
            float * out) {
     const auto           more = (size_t) parts - 1;
     std::vector<uint8_t> gone(ranked.size(), 0);
     size_t               at = 0, before = 0;  // so many of the others are before this place
-    for (size_t a = 1; a <= tokens.size(); a++) {
+    for (size_t a = 1; a <= count; a++) {
         const auto t = (size_t) tokens[a - 1];
         auto own = (size_t) (std::lower_bound(ranked.begin(), ranked.end(), scores[t], std::greater<float>()) - ranked.begin());
         while (gone[own]) {
@@ -121,21 +121,22 @@ void raise_text(const double * params, const uint8_t * image, int32_t n_tokens, 
     if (!std::all_of(out, out + n_tokens, [](float x) { return std::isfinite(x); })) {
         return;  // rows that are no numbers have no ranks
     }
-    std::vector<int32_t> end, text;
+    std::vector<int32_t> text;
+    size_t               end = 0;
     for (int32_t t = n_tokens - 1; t >= 0; t--) {
         if (!image[t]) {
             text.push_back(t);
             if (t >= n_tokens - window(params) && (int32_t) text.size() == n_tokens - t) {
-                end.push_back(t);
+                end = text.size();
             }
         }
     }
     const std::vector<float> scores(out, out + n_tokens);
     std::vector<float>       ranked(scores);
     std::sort(ranked.begin(), ranked.end(), std::greater<float>());
-    raise(end, (int32_t) params[PARTS], scores, ranked, out);
+    raise(text.data(), end, (int32_t) params[PARTS], scores, ranked, out);
     if (text.size() < (size_t) n_tokens) {
-        raise(text, (int32_t) params[TEXT], scores, ranked, out);
+        raise(text.data(), text.size(), (int32_t) params[TEXT], scores, ranked, out);
     }
 }
 

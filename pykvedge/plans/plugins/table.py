@@ -40,14 +40,15 @@ class Plugin:
 class Preset:
     """A preset is a method: what it is, where it is from, and the fields of its plan that differ from Plan's.
 
-    half: settings of stage members where half of the prompt or more is kept, in place of those of `values`.
+    by_budget: settings of stage members that take the place of those of `values` where that ratio of the prompt or more
+    is kept; of a larger ratio they come after those of a smaller one.
     """
 
     name: str
     summary: str
     reference: str
     values: Mapping[str, Any] = field(default_factory=dict)
-    half: Mapping[str, Any] = field(default_factory=dict)
+    by_budget: Mapping[float, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def budget(self) -> float:
