@@ -168,6 +168,8 @@ def test_methods_lists_and_explains(kvedge):
     assert pykvedge.Plan.from_json(kvedge("methods", "lookm", "--json").out) == pykvedge.plan("lookm")
     own = kvedge("methods", "headkv").out  # the method's own settings, not its members'
     assert "scorer.window = 8:" in own and "scorer.pool = max:" in own and "allocator.rule = headkv:" in own
+    by_budget = " ".join(kvedge("methods", "kvedge").out.split())
+    assert "below 0.2 scorer.text = 16, reducer.reach = 0.8; from 0.2 on scorer.text = 8" in by_budget
     kvedge("methods", "lokm").failed(2, "did you mean 'lookm'")
 
 

@@ -94,6 +94,7 @@ def _as_object(p: Preset) -> dict[str, object]:
         "stages": {stage: getattr(made, stage) for stage in STAGES},
         "profiles": made.profile_kinds(),
         "defaults": json.loads(made.to_json()),
+        "by_budget": [{"from": least, "params": dict(p.by_budget[least])} for least in sorted(p.by_budget)],
     }
 
 
@@ -106,6 +107,17 @@ def _table(chosen: Iterable[Preset]) -> str:
     lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[4]]) for row in rows]
     lines += ["", "`kvedge methods NAME` explains one; every option of `kvedge chat` changes a part of it."]
     return "\n".join(lines)
+
+
+def _by_budget(p: Preset) -> str:
+    """Says which settings of the preset follow the budget, from the smallest one on."""
+    levels = sorted(p.by_budget)
+    names = dict.fromkeys(tuple(name.split(".")) for level in levels for name in p.by_budget[level])
+    parts = []
+    for which, budget in [(f"below {levels[0]:g}", levels[0] / 2), *((f"from {x:g} on", x) for x in levels)]:
+        made = plan(p.name, budget)
+        parts.append(f"{which} " + ", ".join(f"{s}.{name} = {made.settings(s)[name]}" for s, name in names))
+    return "; ".join(parts)
 
 
 def _explain(p: Preset) -> str:
@@ -122,6 +134,8 @@ def _explain(p: Preset) -> str:
         lines.append(f"  profile   {kind} of the model for the {stage}, made by `{KINDS[kind]}` (--profile)")
     budget = "the whole prompt" if made.budget.ratio == 1.0 else f"{made.budget} of the prompt"
     lines.append(f"  budget    {budget} (--budget)")
+    if p.by_budget:
+        lines.append(f"            {_by_budget(p)}")
     share = made.asked_recent(1000, 100) if made.recent is None else None
     shown = str(made.recent) if share is None else f"auto: {share} of a budget of 100" if share else "auto: none"
     lines.append(f"  recent    {shown} (--recent)")
