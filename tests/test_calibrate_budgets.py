@@ -178,6 +178,14 @@ def test_samples_count_the_same_and_an_estimate_comes_early(demo):
     assert both.samples == 2 and told[0][0] == 40 and told[0][1] > 0 and sum(told[1:]) == 40
 
 
+def test_settings_of_stages_are_measured_with():
+    setup = setup_for(None, 0.07, 2, (0.1,), "kvedge", settings={"scorer.outlier": 0.0})
+    assert setup.plan == pykvedge.plan("kvedge", 0.07, allocator="uniform", **{"scorer.outlier": 0.0})
+    usual = setup_for(None, 0.07, 2, (0.1,), "kvedge")
+    assert "settings" not in usual.header(DEMO, "scenes")
+    assert setup.header(DEMO, "scenes")["settings"] == dict(setup.plan.params)
+
+
 def test_both_ways_of_a_sample_count_the_same(demo):
     model, vision, reader = demo
     setup = setup_for(None, 0.1, 2, (0.1,), "kvedge", (CONTEXT, CONVERSATION))
@@ -246,7 +254,9 @@ def test_files_of_losses_that_do_not_fit(tmp_path):
     read = CurveFile(path, header, 2, resume=True)
     assert read.heads == {0: {(0, 1): [0.5, 0.25]}} and read.baselines == {0: 0.125}
     other = setup_for("window", 0.1, 3, (0.1,)).header(DEMO, "scenes")
+    narrow = setup_for("window", 0.1, 2, (0.1,), settings={"scorer.window": 8}).header(DEMO, "scenes")
     for changed, says in (
+        (narrow, "with settings"),
         ({**header, "scorer": "mixkv"}, "scorer 'window', not 'mixkv'"), (other, "with points"),
         ({**header, "model": "another"}, "with model"), ({**header, "compress": ["context"]}, "with compress"),
         ({**header, "around": [[0.5, 0.5]]}, "with around"),
@@ -316,10 +326,10 @@ def test_a_second_run_is_around_the_first_ones_profile(kvedge, tmp_path, tiny):
     once, losses, twice = tmp_path / "once.json", tmp_path / "losses.jsonl", tmp_path / "twice.json"
     arguments = ["calibrate", "budgets", "--samples", 1, "--points", 3, "--threads", 1, "--quiet"]
     assert kvedge(*arguments, "--output", once).code == 0
-    arguments += ["--around", once, "--save", losses, "--output", twice]
+    arguments += ["--set", "scorer.window=16", "--around", once, "--save", losses, "--output", twice]
     assert kvedge(*arguments).code == 0
     first, made = profile.load(once), profile.load(twice)
-    assert made.about["made"]["command"].endswith(f"--seed {SEED} --around once.json")
+    assert made.about["made"]["command"].endswith(f"--seed {SEED} --set scorer.window=16 --around once.json")
     found = 2 * made.values - first.values  # half of the outcome
     assert made.values.sum() == pytest.approx(1, abs=1e-4) and found.min() >= FLOOR / 10 - 1e-5
     assert json.loads(losses.read_text().splitlines()[0])["around"] == first.values.tolist()
@@ -382,6 +392,8 @@ def test_text_alone_will_do(kvedge, tiny, tmp_path):
     (["--questions", "0"], ["--questions must be 1 to 3"]), (["--method", "kvedg"], ["did you mean 'kvedge'"]),
     (["--compress", "prompt"], ["--compress must be conversation, context, or both"]),
     (["--data", "/nowhere/none.jsonl"], ["none.jsonl", "No such file"]), (["--resume"], ["--save FILE"]),
+    (["--set", "scorer.widow=4"], ["unknown setting 'scorer.widow'"]), (["--set", "window"], ["--set"]),
+    (["--set", "allocator.floor=0.5"], ["allocator 'uniform' has no setting"]),
 ])  # fmt: skip
 def test_bad_requests(arguments, words):
     run = CliRunner().invoke(calibrate, ["budgets", *arguments])

@@ -175,6 +175,7 @@ def prefix(budgets: str, samples: int, **given: Any) -> None:
     help="Whose scorer and reducer heads are measured with; snapkv with scorer mixkv, unless another is named.",
 )
 @click.option("--scorer", metavar="NAME", help="Another scorer for the method. See `kvedge methods NAME`.")
+@options.SET
 @click.option(
     "--compress",
     default="conversation",
@@ -233,7 +234,7 @@ def budgets(samples: int, points: int, method: str, scorer: str | None, seed: in
       kvedge calibrate budgets
       kvedge calibrate budgets --model m.gguf --mmproj mm.gguf --data signs.jsonl --samples 10 --points 8
       kvedge calibrate budgets --output once.json
-      kvedge calibrate budgets --around once.json --method kvedge --compress context,conversation --questions 3
+      kvedge calibrate budgets --around once.json --method kvedge --set scorer.outlier=0 --compress context,conversation
       kvedge chat --model m.gguf --mmproj mm.gguf --image a.jpg --method calibrated "What is this?"
     """
     from pykvedge.lab.calibrate.budgets import METHOD, setup_for
@@ -243,7 +244,8 @@ def budgets(samples: int, points: int, method: str, scorer: str | None, seed: in
     wanted, baseline, ways = _shares("--targets", given["targets"]), given["baseline"], given["compress"].split(",")
     check_targets(wanted)
     scorer = scorer or (SCORER if method == METHOD else None)
-    count, setup = options.positive("--samples", samples), setup_for(scorer, baseline, points, wanted, method, ways)
+    count, settings = options.positive("--samples", samples), options.changes(given)
+    setup = setup_for(scorer, baseline, points, wanted, method, ways, settings)
     if seed < 0:
         raise UsageError(f"--seed must be 0 or more, not {seed}")
     if not 1 <= given["questions"] <= MOST_QUESTIONS:
@@ -254,6 +256,7 @@ def budgets(samples: int, points: int, method: str, scorer: str | None, seed: in
     command = f"kvedge calibrate budgets --samples {samples} --points {points}"
     command += f" --method {method}" if method != METHOD else ""
     command += f" --scorer {setup.plan.scorer} --baseline {baseline:g} --targets {given['targets']} --seed {seed}"
+    command += "".join(f" --set {change}" for change in given["changes"])
     command += f" --questions {given['questions']}" if given["questions"] > 1 else ""
     command += f" --compress {given['compress']}" if setup.ways != (CONVERSATION,) else ""
     command += f" --around {given['around'].name}" if given["around"] is not None else ""

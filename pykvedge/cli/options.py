@@ -94,6 +94,8 @@ PLUGIN = option(
     "--plugin", "plugins", type=PATH, multiple=True, metavar="FILE",
     help="A file with methods or stages of your own, .py or a shared library; repeatable.",
 )  # fmt: skip
+SET = option("--set", "changes", multiple=True, metavar="STAGE.NAME=VALUE",
+             help="A setting of a stage, for example scorer.window=16; repeatable.")  # fmt: skip
 # what changes a method
 CHANGES = (
     option("--recent", metavar="AMOUNT", help="Last tokens that are always kept: 16, 0.1 of the prompt, or auto."),
@@ -110,8 +112,7 @@ CHANGES = (
     option("--image-tokens", "image_tokens", metavar="AMOUNT",
            help="What the model reads of each image: 0.5 of its tokens, or 288. Default: all."),
     option("--pruner", metavar="NAME", help="Who chooses: residual (the default), grid, maxmin, means, dart, random."),
-    option("--set", "changes", multiple=True, metavar="STAGE.NAME=VALUE",
-           help="A setting of a stage, for example scorer.window=16; repeatable."),
+    SET,
 )  # fmt: skip
 PLAN = option(
     "--plan", "plan_file", type=PATH, metavar="FILE.json",
@@ -180,10 +181,15 @@ def load_plugins(given: Mapping[str, Any]) -> None:
         load_file(file)
 
 
+def changes(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Reads the settings of --set, by their full names. Raises UsageError."""
+    return dict(_parsed(change) for change in given["changes"])
+
+
 def chosen_plan(given: Mapping[str, Any]) -> Plan:
     """Makes the plan of --method and what changes it, or of --plan. Raises UsageError and what making a plan raises."""
     settings = {k: given[k] for k in _PLAN_SETTINGS if given[k] is not None}
-    settings.update(_parsed(change) for change in given["changes"])
+    settings.update(changes(given))
     if given["plan_file"] is None:
         unnamed = STREAM_METHOD if given.get("stream") else DEFAULT_METHOD
         method = unnamed if given["method"] is None else given["method"]

@@ -17,7 +17,7 @@ import hashlib
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,9 @@ class Setup:
                "points": list(self.points)}  # fmt: skip
         if self.plan.method != METHOD:
             out["method"] = self.plan.method
+        usual = make_plan(self.plan.method, baseline, allocator="uniform", scorer=self.plan.scorer)
+        if self.plan.params != usual.params:
+            out["settings"] = dict(self.plan.params)
         if self.ways != (CONVERSATION,):
             out["compress"] = list(self.ways)
         return out if self.around is None else {**out, "around": self.around.tolist()}
@@ -128,11 +131,12 @@ def setup_for(
     targets: Sequence[float],
     method: str = METHOD,
     ways: Sequence[str] = (CONVERSATION,),
+    settings: Mapping[str, Any] | None = None,
 ) -> Setup:
     """Makes the setup of the options of `kvedge calibrate budgets`. Raises UsageError, UnknownNameError.
 
     scorer: None for the method's own. The method's reducer, protection and pruner are measured with; its budgets are
-    what is looked for.
+    what is looked for. settings: of stages, by their full names, other than the method's.
     """
     if not 0 < baseline < 1:
         raise UsageError(f"--baseline must be a share of the prompt above 0 and below 1, not {baseline:g}")
@@ -141,10 +145,9 @@ def setup_for(
     if not ways or not set(ways) <= {CONVERSATION, CONTEXT} or len(set(ways)) < len(ways):
         raise UsageError(f"--compress must be {CONVERSATION}, {CONTEXT}, or both with a comma, not {','.join(ways)!r}")
     points = tuple(np.geomspace(SMALLEST, 1.0, n_points).tolist())
-    own = {} if scorer is None else {"scorer": scorer}
-    return Setup(
-        make_plan(method, float(baseline), allocator="uniform", **own), points, tuple(targets), ways=tuple(ways)
-    )
+    own = {**({} if scorer is None else {"scorer": scorer}), **(settings or {})}
+    plan = make_plan(method, float(baseline), allocator="uniform", **own)
+    return Setup(plan, points, tuple(targets), ways=tuple(ways))
 
 
 @dataclass(frozen=True)
