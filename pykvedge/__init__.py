@@ -50,9 +50,11 @@ from pykvedge.errors import (
 )
 from pykvedge.native import libraries  # the bindings that kvedge carries ask for it here
 from pykvedge.native.version import package_version
-from pykvedge.plans.plan import Budget, Plan
+from pykvedge.plans.amounts import Budget
+from pykvedge.plans.making import default_plan, plan
+from pykvedge.plans.plan import Plan
 from pykvedge.plans.plugins.decorators import allocator, preset, pruner, reducer, scorer
-from pykvedge.plans.presets import default_plan, methods, plan
+from pykvedge.plans.presets import methods
 from pykvedge.runtime.arrays import Result, compress
 
 if TYPE_CHECKING:

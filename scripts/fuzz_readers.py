@@ -21,7 +21,7 @@ from pykvedge.chat.serve.pictures import Sources
 from pykvedge.errors import KvedgeError
 from pykvedge.lab.eval import datasets
 from pykvedge.models import gguf, images, imagetokens, modelfile, shape
-from pykvedge.plans import plan, presets, profile
+from pykvedge.plans import making, plan, profile
 from pykvedge.runtime import native_plan, sampling, sessionfile
 
 PLUGINS = (BmpImagePlugin, GifImagePlugin, ImageOps, JpegImagePlugin, PngImagePlugin, WebPImagePlugin)
@@ -76,7 +76,7 @@ def profile_json(data: bytes) -> None:
     assert again.kind == found.kind and again.values.shape == found.values.shape
     assert len(found.table.values) == len(found.values)
     with contextlib.suppress(KvedgeError):
-        profile.for_arrays(presets.plan("knorm", 0.5, allocator="heads"), found, 2, 4, 2)
+        profile.for_arrays(making.plan("knorm", 0.5, allocator="heads"), found, 2, 4, 2)
 
 
 @functools.cache
@@ -118,7 +118,7 @@ def image_file(data: bytes) -> None:
 
 @functools.cache
 def _defaults() -> asking.Defaults:
-    return asking.Defaults(presets.plan("lookm", 0.5), sampling.Sampling(), Sources())
+    return asking.Defaults(making.plan("lookm", 0.5), sampling.Sampling(), Sources())
 
 
 def wire_format(data: bytes) -> None:

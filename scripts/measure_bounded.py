@@ -102,7 +102,7 @@ def our_side(args: argparse.Namespace) -> dict[str, Any]:
     from pykvedge.models.model import Model
     from pykvedge.models.offload import Offload
     from pykvedge.models.token_table import TokenTable
-    from pykvedge.plans.plan import Budget
+    from pykvedge.plans.amounts import Budget
     from pykvedge.runtime.libkvedge import Cache
     from pykvedge.runtime.llama_context import Context, ContextSize
 

@@ -31,8 +31,9 @@ from pykvedge.lab.eval.runner import FULL, Job, evaluate, full_cell
 from pykvedge.lab.eval.table import ALL, Line, lines
 from pykvedge.lab.eval.tasks import Sample, demo_samples
 from pykvedge.lab.tables import markdown
+from pykvedge.plans.making import plan
 from pykvedge.plans.plan import Plan
-from pykvedge.plans.presets import methods, plan
+from pykvedge.plans.presets import methods
 from pykvedge.runtime.settings import Settings
 
 DATA = ROOT / "pykvedge" / "data"

@@ -29,7 +29,8 @@ from pykvedge.lab.eval.records import Records
 from pykvedge.lab.eval.runner import FULL, Job, evaluate, full_cell
 from pykvedge.lab.eval.search import Space, Standing, halving, standings
 from pykvedge.lab.eval.tasks import Sample, demo_samples
-from pykvedge.plans.presets import methods, plan
+from pykvedge.plans.making import plan
+from pykvedge.plans.presets import methods
 from pykvedge.runtime.settings import Settings
 
 DATA = ROOT / "pykvedge" / "data"

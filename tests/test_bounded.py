@@ -17,7 +17,7 @@ from pykvedge.models.gguf import read_header
 from pykvedge.models.images import load_picture
 from pykvedge.models.token_table import TokenTable
 from pykvedge.models.vision import ImagePiece, TextPiece
-from pykvedge.plans.plan import Budget
+from pykvedge.plans.amounts import Budget
 from pykvedge.runtime import bounded_batch
 from pykvedge.runtime.interrupt import CancelledError
 

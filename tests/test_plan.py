@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 import pykvedge
 from pykvedge.errors import BudgetError, UnknownNameError, UsageError
-from pykvedge.plans.plan import Amount, Budget, Plan
+from pykvedge.plans.amounts import Amount, Budget
+from pykvedge.plans.plan import Plan
 from pykvedge.plans.presets import PRESETS, preset
 from pykvedge.plans.registry import STAGES, member
 from pykvedge.plans.stages.base import Param

@@ -13,7 +13,7 @@ from pykvedge.lab.eval.benchmarks import FORMATS
 from pykvedge.lab.eval.datasets import DatasetError, load
 from pykvedge.lab.eval.recipes import RECIPES, as_rows, beside, figures, recipe
 from pykvedge.lab.eval.table import ALL, Line
-from pykvedge.plans.presets import plan
+from pykvedge.plans.making import plan
 
 SCENE = ROOT / "examples" / "scene-1.png"
 FORMS = {

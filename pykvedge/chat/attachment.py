@@ -10,9 +10,9 @@ from pykvedge.chat.reuse import History, shared
 from pykvedge.errors import KvedgeError, StateError, UnsupportedError, UsageError
 from pykvedge.native.guard import Guard, one_thread
 from pykvedge.plans.kvtypes import KvType, ggml_types
+from pykvedge.plans.making import default_plan
+from pykvedge.plans.making import plan as make_plan
 from pykvedge.plans.plan import Plan
-from pykvedge.plans.presets import default_plan
-from pykvedge.plans.presets import plan as make_plan
 
 if TYPE_CHECKING:
     from pykvedge.plans.profile import Given

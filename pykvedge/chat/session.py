@@ -23,8 +23,8 @@ from pykvedge.models.modelfile import facts
 from pykvedge.models.prompt import Message, check_places, places
 from pykvedge.models.vision import Piece, Vision
 from pykvedge.native.guard import one_thread
+from pykvedge.plans.making import checked_plan
 from pykvedge.plans.plan import Plan
-from pykvedge.plans.presets import checked_plan
 from pykvedge.runtime import libkvedge
 from pykvedge.runtime.engine import Engine
 from pykvedge.runtime.loaded import LoadedModel, Loan, borrow, path_of

@@ -14,8 +14,8 @@ from pykvedge.cli import options
 from pykvedge.cli.modelfiles import fetched, model_files
 from pykvedge.cli.options import listed, option, positive
 from pykvedge.errors import UsageError
+from pykvedge.plans.making import plan as make_plan
 from pykvedge.plans.presets import methods as method_names
-from pykvedge.plans.presets import plan as make_plan
 
 if TYPE_CHECKING:
     from pykvedge.lab.bench.matrix import Matrix, ModelFiles, Shape, Variant

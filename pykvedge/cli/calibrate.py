@@ -96,7 +96,7 @@ def heads(kind: str, samples: int, **given: Any) -> None:
         raise unknown("kind", kind, KINDS)
     from pykvedge.lab.calibrate.heads import score_heads
     from pykvedge.lab.calibrate.redundancy import key_redundancy
-    from pykvedge.plans.presets import plan
+    from pykvedge.plans.making import plan
 
     made: dict[str, Any] = {"command": f"kvedge calibrate heads --kind {kind} --samples {samples}"}
     with _session(given, plan("full")) as (session, display, cancel):
@@ -146,7 +146,7 @@ def prefix(budgets: str, samples: int, **given: Any) -> None:
     """
     shares = _shares("--budget", budgets)
     from pykvedge.lab.calibrate.prefix import check_budgets, kept_shares
-    from pykvedge.plans.presets import plan
+    from pykvedge.plans.making import plan
 
     check_budgets(shares)
     with _session(given, plan("full")) as (session, display, cancel):
@@ -275,7 +275,7 @@ def _measured(given: dict[str, Any], setup: Setup, seed: int, count: int) -> tup
     from pykvedge.lab.progress import clock
     from pykvedge.models.profiles import find
     from pykvedge.models.vision import Vision
-    from pykvedge.plans.presets import plan
+    from pykvedge.plans.making import plan
     from pykvedge.runtime.loaded import borrow
     from pykvedge.runtime.settings import Settings
 

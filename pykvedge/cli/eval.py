@@ -16,9 +16,9 @@ from pykvedge.cli import options
 from pykvedge.cli.modelfiles import model_files
 from pykvedge.cli.options import listed, option, positive, read_plan
 from pykvedge.errors import KvedgeError, UsageError, unknown
+from pykvedge.plans.making import plan as make_plan
 from pykvedge.plans.plugin_files import source_digest
 from pykvedge.plans.presets import methods as method_names
-from pykvedge.plans.presets import plan as make_plan
 
 if TYPE_CHECKING:
     from pykvedge.lab.eval.measure import Cell, Wants

@@ -14,9 +14,10 @@ import click
 from pykvedge.cli import options
 from pykvedge.errors import KvedgeError, UsageError
 from pykvedge.plans import presets
+from pykvedge.plans.making import plan
 from pykvedge.plans.plan import CRITICAL, CRITICAL_HALF
 from pykvedge.plans.plugins import installed
-from pykvedge.plans.presets import PRESETS, Preset, plan, preset
+from pykvedge.plans.presets import PRESETS, Preset, preset
 from pykvedge.plans.registry import STAGES, member, members
 
 

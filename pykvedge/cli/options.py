@@ -14,10 +14,10 @@ from pykvedge.cli import paths
 from pykvedge.errors import SaveError, UsageError
 from pykvedge.models.offload import Offload
 from pykvedge.plans.kvtypes import NAMES, ROTATES
+from pykvedge.plans.making import plan as make_plan
 from pykvedge.plans.plan import Plan
 from pykvedge.plans.plugin_files import load_file
 from pykvedge.plans.presets import DEFAULT_METHOD, STREAM_METHOD
-from pykvedge.plans.presets import plan as make_plan
 
 DATA = Path(pykvedge.__file__).parent / "data"  # importlib.resources names no folder in an editable installation
 PATH = click.Path(path_type=Path)

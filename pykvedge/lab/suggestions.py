@@ -11,7 +11,7 @@ from typing import Any
 
 from pykvedge.lab.footprint import Files, Request, Weights, footprint, process_bytes
 from pykvedge.models.shape import Layer, ModelShape
-from pykvedge.plans.presets import default_plan
+from pykvedge.plans.making import default_plan
 
 _BITS = {"Q4_K_M": 5.0, "Q8_0": 8.5}  # of a parameter, tables and larger types of some matrices included
 _ENCODER_BITS = 16.0  # of f16, the most that a repository's encoder is taken in

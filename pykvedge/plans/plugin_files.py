@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 from pykvedge.errors import KvedgeError, PluginError
+from pykvedge.plans.making import plan
 from pykvedge.plans.plan import Plan
 from pykvedge.plans.plugins import calling, table
-from pykvedge.plans.presets import plan
 
 LIBRARY_ENDINGS = (".so", ".dylib", ".dll")
 

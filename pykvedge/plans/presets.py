@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
-from pykvedge.errors import BudgetError, UnknownNameError, UsageError, unknown
-from pykvedge.plans.plan import Budget, Plan
+from pykvedge.errors import UnknownNameError, unknown
+from pykvedge.plans.amounts import Budget
 from pykvedge.plans.plugins import installed, table
 from pykvedge.plans.plugins.table import Preset
 from pykvedge.plans.stages.members import STAGES
@@ -251,95 +250,31 @@ def _params_at(chosen: Preset, budget: Budget) -> dict[str, Any]:
     return params
 
 
-def _params_that_fit(chosen: Preset, budget: Budget, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the preset's settings of stage members for that budget, but for stages whose member is replaced."""
-    replaced = {stage for stage in STAGES if settings.get(stage, chosen.values.get(stage)) != chosen.values.get(stage)}
+def preset_params(chosen: Preset, budget: Budget, members: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the preset's settings of stage members for that budget, but for stages whose member is replaced.
+
+    members: stage -> member, of which those that the preset has may be missing.
+    """
+    replaced = {stage for stage in STAGES if members.get(stage, chosen.values.get(stage)) != chosen.values.get(stage)}
     return {k: v for k, v in _params_at(chosen, budget).items() if k.partition(".")[0] not in replaced}
 
 
-def params_with_budget(made: Plan, budget: Budget) -> dict[str, Any]:
-    """Returns the settings of stage members of a plan whose budget is changed: those that its method has there.
+def params_elsewhere(
+    method: str, members: Mapping[str, str], params: Mapping[str, Any], at: Budget, to: Budget
+) -> dict[str, Any]:
+    """Returns the settings of stage members of a plan whose budget changes from `at`: those its method has at `to`.
 
     A setting that is not as its method has it was chosen, and stays; so do those of a member that was replaced, and
     all of a method that is not installed here.
     """
-    params = dict(made.params)
+    out = dict(params)
     try:
-        chosen = preset(made.method)
+        chosen = preset(method)
     except UnknownNameError:  # the plan is from a file
-        return params
-    members = {stage: getattr(made, stage) for stage in STAGES}
-    before, after = (_params_that_fit(chosen, at, members) for at in (made.budget, budget))
+        return out
+    before, after = (preset_params(chosen, budget, members) for budget in (at, to))
     for name in {**before, **after}:
-        if before.get(name) != after.get(name) and params.get(name) == before.get(name):
-            params.pop(name, None)
-            params.update({name: after[name]} if name in after else {})
-    return params
-
-
-def plan(method: str, budget: Any = None, **settings: Any) -> Plan:
-    """Makes the plan of a method, with some settings changed.
-
-    budget: 0.2 (a ratio of the prompt) or 128 (KV pairs per layer and KV head). The default is 0.2, but 0.5 for
-    "kvedge", the default method, and for "mixkv", and 1.0 for "full".
-    settings: fields of Plan (`reducer="averaged"`, `sinks=4`, `recent=32`), or settings of a stage member by their full
-    name (`**{"scorer.window": 16}`).
-    Raises UnknownNameError, BudgetError or UsageError.
-    """
-    chosen = preset(method)
-    known = {f.name for f in fields(Plan)} - {"method", "params"}
-    given = settings.pop("params", {})
-    if not isinstance(given, Mapping):
-        raise UsageError(f"params holds settings of stage members by their full name, not {given!r:.40}")
-    preset_values = {k: v for k, v in chosen.values.items() if k != "params"}
-    values = {"budget": chosen.budget, **preset_values, **{k: v for k, v in settings.items() if "." not in k}}
-    if budget is not None:
-        values["budget"] = budget
-    values["budget"] = Budget.parse(values["budget"], "budget")
-    params = {**_params_that_fit(chosen, values["budget"], settings), **given}
-    for key in settings:
-        if "." not in key and key not in known:
-            raise unknown("setting", key, known)
-    params.update({key: value for key, value in settings.items() if "." in key})
-    if "image_tokens" in values and "pruner" not in values:
-        values["pruner"] = DEFAULT_PRUNER
-    made = Plan(method=chosen.name, params=params, **values)
-    if chosen.name == "full" and made.budget.ratio != 1.0:
-        raise BudgetError(
-            f"method 'full' keeps everything, so a budget of {made.budget} has no meaning; "
-            "choose another method, for example lookm"
-        )
-    return made
-
-
-def default_plan(budget: Any = None, **settings: Any) -> Plan:
-    """Makes the plan where no method is named: kvedge's, with half of the prompt unless `budget` says otherwise."""
-    return plan(DEFAULT_METHOD, budget, **settings)
-
-
-def checked_plan(given: Plan | None) -> Plan:
-    """Returns the plan itself, or the default one for None. Raises UsageError for what is no plan."""
-    if given is None:
-        return default_plan()
-    if not isinstance(given, Plan):
-        raise UsageError(f"the plan must be one that pykvedge.plan makes, not {given!r:.40}")
-    return given
-
-
-def check_protection(plan: Plan, n_tokens: int) -> None:
-    """Raises BudgetError if protection that was asked for does not fit into the budget of a prompt of n_tokens.
-
-    What a preset protects by itself shrinks instead (Plan.protected).
-    """
-    try:
-        usual = preset(plan.method).values.get("sinks", 0)
-    except UnknownNameError:  # the plan is from a file
-        usual = 0
-    recent = plan.recent.count(n_tokens) if plan.recent else 0
-    sinks = plan.sinks if plan.sinks != usual else 0
-    kept = plan.count(n_tokens)
-    if recent + sinks > kept and kept < n_tokens:
-        raise BudgetError(
-            f"a budget of {plan.budget} leaves {kept} of {n_tokens} tokens, fewer than the {recent + sinks} protected "
-            "ones; raise --budget, or lower --recent and --sinks"
-        )
+        if before.get(name) != after.get(name) and out.get(name) == before.get(name):
+            out.pop(name, None)
+            out.update({name: after[name]} if name in after else {})
+    return out

@@ -17,8 +17,8 @@ from pykvedge.models.token_table import TokenTable
 from pykvedge.models.vision import ImagePiece, Piece, Vision
 from pykvedge.native import crash, memory
 from pykvedge.plans.kvtypes import KvType
+from pykvedge.plans.making import check_protection
 from pykvedge.plans.plan import Plan
-from pykvedge.plans.presets import check_protection
 from pykvedge.plans.stages.base import ProfileTable
 from pykvedge.runtime import bounded_batch, figures, libkvedge, native_plan
 from pykvedge.runtime.driver import Driver

@@ -30,7 +30,7 @@ from pykvedge.chat.serve.guarding import Guarding, Rules
 from pykvedge.chat.serve.service import Service
 from pykvedge.chat.serve.wire import ChatRequest, Compression, parsed
 from pykvedge.errors import RequestError
-from pykvedge.plans import presets
+from pykvedge.plans import making, presets
 from pykvedge.runtime import native_plan
 
 Handler = Callable[[Service, HttpRequest], Awaitable[Response]]
@@ -139,7 +139,7 @@ async def _methods(service: Service, http: HttpRequest) -> Response:
     """Lists the methods that this model can follow, and says of the others why it cannot."""
     why, names = service.engine.preparer.why_no_replay(), sorted(presets.methods())
     barred = {name: f"it goes by a second pass over the prompt: {why}" for name in names
-              if why and native_plan.replays(presets.plan(name))}  # fmt: skip
+              if why and native_plan.replays(making.plan(name))}  # fmt: skip
     methods = [name for name in names if name not in barred]
     default = json.loads(service.defaults.plan.to_json())
     return JSONResponse({"default": default, "methods": methods, "unavailable": barred})

@@ -14,8 +14,8 @@ from pykvedge.chat.serve.wire import ChatRequest, Compression, Part, ResponseFor
 from pykvedge.errors import RequestError, UsageError
 from pykvedge.models.images import Picture
 from pykvedge.models.prompt import IMAGE, Message
+from pykvedge.plans.making import plan as make_plan
 from pykvedge.plans.plan import Plan
-from pykvedge.plans.presets import plan as make_plan
 from pykvedge.runtime.sampling import Sampling
 
 MOST_PICTURES = 64

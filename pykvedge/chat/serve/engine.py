@@ -19,7 +19,7 @@ from pykvedge.chat.serve.preparing import Preparer
 from pykvedge.chat.serve.slot import Prepared, Slot
 from pykvedge.errors import CancelledError, KvedgeError, RequestError, StateError
 from pykvedge.native import crash, team
-from pykvedge.plans.presets import plan as make_plan
+from pykvedge.plans.making import plan as make_plan
 from pykvedge.runtime.driver import Driver
 from pykvedge.runtime.llama_context import N_UBATCH, ContextSize, ubatch_for
 from pykvedge.runtime.loaded import LoadedModel, Loan

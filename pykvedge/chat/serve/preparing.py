@@ -13,7 +13,7 @@ from pykvedge.models.shape import ModelShape
 from pykvedge.models.vision import ImagePiece, Piece, TextPiece, Vision
 from pykvedge.native import crash
 from pykvedge.plans.kvtypes import KvType
-from pykvedge.plans.presets import check_protection
+from pykvedge.plans.making import check_protection
 from pykvedge.runtime import libkvedge, native_plan
 from pykvedge.runtime.interrupt import stop_if_set
 from pykvedge.runtime.llama_context import N_UBATCH

@@ -36,8 +36,8 @@ from pykvedge.lab.eval.reader import BRANCH, PROMPT, Reader
 from pykvedge.models.model import Model
 from pykvedge.models.profiles import hash_of
 from pykvedge.models.vision import ImagePiece, Piece, Vision
+from pykvedge.plans.making import plan as make_plan
 from pykvedge.plans.plan import Plan
-from pykvedge.plans.presets import plan as make_plan
 from pykvedge.plans.stages.base import ProfileTable
 from pykvedge.runtime.interrupt import stop_if_set
 

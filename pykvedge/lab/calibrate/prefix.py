@@ -12,7 +12,7 @@ from pykvedge.chat.session import Session
 from pykvedge.errors import NothingToCompressError, UsageError
 from pykvedge.lab.calibrate.samples import Labelled
 from pykvedge.models.model import Progress, silent
-from pykvedge.plans.presets import plan
+from pykvedge.plans.making import plan
 
 
 def check_budgets(budgets: Sequence[float]) -> None:

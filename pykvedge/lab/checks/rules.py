@@ -10,8 +10,9 @@ import numpy as np
 
 from pykvedge.errors import BrokenRuleError
 from pykvedge.lab.checks.prompts import Prompt, profiles_of, projection_of
+from pykvedge.plans.amounts import Budget
 from pykvedge.plans.numpy_engine import protection, round_to
-from pykvedge.plans.plan import Budget, Plan
+from pykvedge.plans.plan import Plan
 from pykvedge.runtime.arrays import Result, compress
 
 ENGINES = ("native", "numpy")

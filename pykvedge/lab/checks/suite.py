@@ -13,9 +13,10 @@ import numpy as np
 from pykvedge.errors import BudgetError, KvedgeError, UsageError, unknown
 from pykvedge.lab.checks import rules
 from pykvedge.lab.checks.prompts import LAYOUTS, Prompt, prompt
-from pykvedge.plans import presets, registry
+from pykvedge.plans import making, presets, registry
+from pykvedge.plans.amounts import Budget
 from pykvedge.plans.kvtypes import PLAIN
-from pykvedge.plans.plan import Budget, Plan
+from pykvedge.plans.plan import Plan
 from pykvedge.plans.plugins import installed
 from pykvedge.plans.stages.base import Param
 
@@ -78,7 +79,7 @@ def _maker(name: str) -> Make:
         method, values = BASE, {stage: name for stage in stages if stage in CHECKED}
 
     def make(budget: Any = 0.2, **settings: Any) -> Plan:
-        made = presets.plan(method, **{**values, **settings})
+        made = making.plan(method, **{**values, **settings})
         return made.with_(budget=Budget.parse(budget, "budget"))
 
     return make

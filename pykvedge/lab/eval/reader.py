@@ -19,9 +19,9 @@ from pykvedge.models.profiles import tables_for
 from pykvedge.models.vision import ImagePiece, Piece, Vision
 from pykvedge.plans import registry
 from pykvedge.plans.kvtypes import KvType
+from pykvedge.plans.making import check_protection
+from pykvedge.plans.making import plan as make_plan
 from pykvedge.plans.plan import Plan
-from pykvedge.plans.presets import check_protection
-from pykvedge.plans.presets import plan as make_plan
 from pykvedge.plans.stages.base import ProfileTable
 from pykvedge.runtime.driver import Driver
 from pykvedge.runtime.llama_context import ContextSize, ubatch_for

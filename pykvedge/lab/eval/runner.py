@@ -17,7 +17,7 @@ from pykvedge.lab.eval.tasks import Sample
 from pykvedge.lab.jsonlines import SaveError
 from pykvedge.lab.progress import Display
 from pykvedge.models.vision import Vision
-from pykvedge.plans.presets import plan
+from pykvedge.plans.making import plan
 from pykvedge.runtime.interrupt import CancelledError, stop_if_set
 from pykvedge.runtime.loaded import borrow
 from pykvedge.runtime.settings import Settings

@@ -16,7 +16,7 @@ from pykvedge.errors import KvedgeError
 from pykvedge.lab.eval.measure import Cell
 from pykvedge.lab.eval.records import Key
 from pykvedge.lab.eval.tasks import Sample
-from pykvedge.plans.presets import plan
+from pykvedge.plans.making import plan
 
 BASE = "knorm"  # a method without settings of its own; all its stages are replaced
 Rows = Mapping[Key, Mapping[str, Any]]

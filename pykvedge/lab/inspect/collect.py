@@ -12,7 +12,8 @@ from pykvedge.lab.inspect import measures
 from pykvedge.models.images import Picture
 from pykvedge.models.imagetokens import Places
 from pykvedge.models.vision import ImagePiece, Piece
-from pykvedge.plans.plan import Budget, Plan
+from pykvedge.plans.amounts import Budget
+from pykvedge.plans.plan import Plan
 from pykvedge.runtime import libkvedge
 
 GAMMA = 0.2  # cut-off of the outlier ratio, FlashCache's best

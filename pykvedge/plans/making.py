@@ -1,0 +1,80 @@
+"""Plans of the named methods, as everybody makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from pykvedge.errors import BudgetError, UnknownNameError, UsageError, unknown
+from pykvedge.plans.amounts import Budget
+from pykvedge.plans.plan import Plan
+from pykvedge.plans.presets import DEFAULT_METHOD, DEFAULT_PRUNER, preset, preset_params
+
+
+def plan(method: str, budget: Any = None, **settings: Any) -> Plan:
+    """Makes the plan of a method, with some settings changed.
+
+    budget: 0.2 (a ratio of the prompt) or 128 (KV pairs per layer and KV head). The default is 0.2, but 0.5 for
+    "kvedge", the default method, and for "mixkv", and 1.0 for "full".
+    settings: fields of Plan (`reducer="averaged"`, `sinks=4`, `recent=32`), or settings of a stage member by their full
+    name (`**{"scorer.window": 16}`).
+    Raises UnknownNameError, BudgetError or UsageError.
+    """
+    chosen = preset(method)
+    known = {f.name for f in fields(Plan)} - {"method", "params"}
+    given = settings.pop("params", {})
+    if not isinstance(given, Mapping):
+        raise UsageError(f"params holds settings of stage members by their full name, not {given!r:.40}")
+    preset_values = {k: v for k, v in chosen.values.items() if k != "params"}
+    values = {"budget": chosen.budget, **preset_values, **{k: v for k, v in settings.items() if "." not in k}}
+    if budget is not None:
+        values["budget"] = budget
+    values["budget"] = Budget.parse(values["budget"], "budget")
+    params = {**preset_params(chosen, values["budget"], settings), **given}
+    for key in settings:
+        if "." not in key and key not in known:
+            raise unknown("setting", key, known)
+    params.update({key: value for key, value in settings.items() if "." in key})
+    if "image_tokens" in values and "pruner" not in values:
+        values["pruner"] = DEFAULT_PRUNER
+    made = Plan(method=chosen.name, params=params, **values)
+    if chosen.name == "full" and made.budget.ratio != 1.0:
+        raise BudgetError(
+            f"method 'full' keeps everything, so a budget of {made.budget} has no meaning; "
+            "choose another method, for example lookm"
+        )
+    return made
+
+
+def default_plan(budget: Any = None, **settings: Any) -> Plan:
+    """Makes the plan where no method is named: kvedge's, with half of the prompt unless `budget` says otherwise."""
+    return plan(DEFAULT_METHOD, budget, **settings)
+
+
+def checked_plan(given: Plan | None) -> Plan:
+    """Returns the plan itself, or the default one for None. Raises UsageError for what is no plan."""
+    if given is None:
+        return default_plan()
+    if not isinstance(given, Plan):
+        raise UsageError(f"the plan must be one that pykvedge.plan makes, not {given!r:.40}")
+    return given
+
+
+def check_protection(plan: Plan, n_tokens: int) -> None:
+    """Raises BudgetError if protection that was asked for does not fit into the budget of a prompt of n_tokens.
+
+    What a preset protects by itself shrinks instead (Plan.protected).
+    """
+    try:
+        usual = preset(plan.method).values.get("sinks", 0)
+    except UnknownNameError:  # the plan is from a file
+        usual = 0
+    recent = plan.recent.count(n_tokens) if plan.recent else 0
+    sinks = plan.sinks if plan.sinks != usual else 0
+    kept = plan.count(n_tokens)
+    if recent + sinks > kept and kept < n_tokens:
+        raise BudgetError(
+            f"a budget of {plan.budget} leaves {kept} of {n_tokens} tokens, fewer than the {recent + sinks} protected "
+            "ones; raise --budget, or lower --recent and --sinks"
+        )
