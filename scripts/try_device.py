@@ -3,8 +3,10 @@
     python3 scripts/dev.py python scripts/try_device.py vulkan
     python3 scripts/dev.py python scripts/try_device.py vulkan -DVulkan_INCLUDE_DIR=... --model demo --method adakv
     python3 scripts/dev.py python scripts/try_device.py cuda -DCMAKE_CUDA_ARCHITECTURES=86 --model model.gguf
+    python3 scripts/dev.py python scripts/try_device.py cuda --built-in      # after dev.py build -DGGML_CUDA=ON
 
-Builds that backend as a module in build/BACKEND, where it is not yet, and loads it beside the libraries that there are.
+Builds that backend as a module in build/BACKEND, where it is not yet, and loads it beside the libraries that there are;
+or uses what the libraries hold.
 Without --model it asks the packaged model about a picture, and tiny models of random weights: heads that have flash
 attention on every device, as many KV heads as query heads; heads that have not, half as many; and positions of M-RoPE.
 Before that llama.cpp alone reads on the device what kvedge's uncompressed cache reads: how far logits are apart, and
@@ -107,18 +109,18 @@ def work(worker: str, job: dict[str, Any]) -> list[dict[str, Any]]:
 
 def talk(asked: list[dict[str, Any]], device: str, module: Path | None) -> list[dict[str, Any]]:
     """Runs conversations. Raises SourceError where it fails."""
-    log(f"{len(asked)} conversations on {device if module else 'the host'}")
+    log(f"{len(asked)} conversations on {'the host' if device == 'none' else device}")
     settings = {"kv_type": "f16", "device": device}
     return work("device_worker.py", {"cases": asked, "settings": settings, "module": module and str(module)})
 
 
-def against_stock(of: Tried, module: Path) -> dict[str, Any]:
+def against_stock(of: Tried, module: Path | None) -> dict[str, Any]:
     """Reads the same with llama.cpp and with kvedge's uncompressed cache; returns a row of the second table."""
     import pykvedge
 
     log(f"llama.cpp and kvedge with {of.name}")
     plans = [pykvedge.plan("full").to_json()]
-    job = {"model": str(of.model), "module": str(module), "kv_type": "f16", "plans": plans}
+    job = {"model": str(of.model), "module": module and str(module), "kv_type": "f16", "plans": plans}
     return {"case": of.name, **work("device_logits.py", job)[0]}
 
 
@@ -161,6 +163,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("backend", help="vulkan, cuda, metal, ... as in GGML_VULKAN")
     parser.add_argument("--module", type=Path, help="the backend's library, if it was built elsewhere")
+    parser.add_argument("--built-in", action="store_true", help="kvedge was built with it: no module is made or loaded")
     parser.add_argument("--device", default="auto", help="its name, where there are several (default %(default)s)")
     parser.add_argument(
         "--model", action="append", default=[], help="'demo' or a GGUF file, repeatable (default: above)"
@@ -170,8 +173,8 @@ def main() -> int:
     args, options = parser.parse_known_args()
     if any(not option.startswith("-D") or "=" not in option for option in options):
         parser.error(f"options of the backend's build are -DNAME=VALUE, not {' '.join(options)}")
-    module = args.module or build(args.backend, options)
-    if not module.is_file():
+    module = None if args.built_in else args.module or build(args.backend, options)
+    if module and not module.is_file():
         raise SourceError(f"{module} is no file")
     with tempfile.TemporaryDirectory() as folder:
         tried = models(args.model, Path(folder))

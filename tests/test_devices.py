@@ -91,8 +91,8 @@ def test_every_method_keeps_on_a_device_what_it_keeps_on_the_host(
         assert here["device_bytes"][-1] and there["device_bytes"][-1], method
 
 
-def test_heads_in_several_groups(native, tiny, environment, server, profile_file):
-    """Eight KV heads that keep different numbers of pairs, of a size that has flash attention everywhere."""
+def test_heads_of_different_lengths(native, tiny, environment, server, profile_file):
+    """Eight KV heads that keep different numbers of pairs: in one list on the processor, in groups on the server."""
     files = tiny("llama", head_size=64, n_heads=8, n_heads_kv=8, n_layers=6)
     cases = [case_of(files, method, [(WORDS * 25, [])], profile_file) for method in ("adakv", "mixkv-ada", "pyramidkv")]
     host = talked(environment, cases)
@@ -101,6 +101,11 @@ def test_heads_in_several_groups(native, tiny, environment, server, profile_file
         there = talked(environment, cases, **settings)
         same(host, there, cases)
         assert all(case["device_bytes"][-1] > 0 for case in there)
+    row, mask, heads, layers = 2 * 64 * 4, 8 * 2, 8, 6  # f32
+    for case in talked(environment, cases, device="CPU"):
+        kept = sum(len(head) for layer in case["held"][0] for head in layer)
+        room = layers * (32 * heads + 256)  # for tokens that follow
+        assert kept * row < case["device_bytes"][0] <= (kept + room) * (row + mask) + 64 * 1024
 
 
 def test_the_demo_model_answers_alike(native, environment, server, own_server, profile_file):

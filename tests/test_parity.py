@@ -121,11 +121,13 @@ def test_ties_and_keys_of_norm_zero(native, reducer):
     assert_same(plan_of("cumulative", reducer, 0.5, recent=4), p)
 
 
-@pytest.mark.parametrize("threads", [0, 1, 2, 5])
-def test_the_number_of_threads_changes_nothing(native, threads):
-    p = prompt(200)
-    one = pykvedge.compress(plan_of("cumulative", "pivotal"), *p.arguments, threads=1)
-    many = pykvedge.compress(plan_of("cumulative", "pivotal"), *p.arguments, threads=threads)
+@pytest.mark.parametrize("threads", [0, 1, 2, 5, 9])
+@pytest.mark.parametrize("reducer", ["pivotal", "nearest"])
+def test_the_number_of_threads_changes_nothing(native, threads, reducer):
+    """Two heads: more threads share the rows of each."""
+    p = prompt(400)
+    one = pykvedge.compress(plan_of("cumulative", reducer), *p.arguments, threads=1)
+    many = pykvedge.compress(plan_of("cumulative", reducer), *p.arguments, threads=threads)
     np.testing.assert_array_equal(one.scores, many.scores)
     for h in range(2):
         np.testing.assert_array_equal(one.k[0][h], many.k[0][h])

@@ -205,11 +205,12 @@ struct ReduceInput {
     const float *   q;        // [n_queries][d_k] of the head's group, scaled as for the logits; NULL: none was kept, or asked for
     int32_t         n_queries;
     float           softcap;  // of the logits, 0: none
+    int32_t         n_threads;  // that this head may use
 };
 
 // What a reducer's working memory depends on.
 struct ReduceSize {
-    int32_t n_tokens, n_kept, d_k, d_v, n_queries;
+    int32_t n_tokens, n_kept, d_k, d_v, n_queries, n_threads;
 };
 
 // The rows to store, in the order of ReduceInput::kept.

@@ -120,6 +120,9 @@ int32_t query_tokens(const Job & job, size_t l, size_t h) {
     return std::min((int32_t) job.queries.size(), (asked + group - 1) / group);
 }
 
+// Threads for each head of a layer that has fewer heads than there are threads.
+int32_t threads_of_head(const Job & job, size_t l) { return std::max(1, job.n_threads / job.seq.rows.shapes()[l].n_heads_kv); }
+
 // What the reducer is to work with of a head, and how many heads have too little of it.
 ReduceSize size_up(Job & job, size_t l, size_t h) {
     const LayerShape & shape = job.seq.rows.shapes()[l];
@@ -129,7 +132,7 @@ ReduceSize size_up(Job & job, size_t l, size_t h) {
         job.unfitted += n_q < n_free ? 1 : 0;
         job.scant += n_q >= n_free && n_q / 2 < n_free ? 1 : 0;
     }
-    return { job.n_tokens, n, shape.d_k, shape.d_v, n_q };
+    return { job.n_tokens, n, shape.d_k, shape.d_v, n_q, threads_of_head(job, l) };
 }
 
 // Working memory of reduce_rows beside the reducer's scratch, in floats.
@@ -188,7 +191,7 @@ void reduce_rows(Job & job, int32_t l, int32_t h, int32_t worker) {
     job.plan.reducer->reduce({ job.n_tokens, shape.d_k, shape.d_v, rk, rv, kept.data(), (int32_t) kept.size(), p.sinks, p.recent,
                                job.plan.params[KVEDGE_STAGE_REDUCER], scratch, l, (int32_t) job.seq.rows.shapes().size(), h,
                                plain.k == Type::f16 ? plain.k : plain.v, job.plan.reducer, biased ? bias : nullptr, n_q > 0 ? q : nullptr, n_q,
-                               shape.softcap },
+                               shape.softcap, threads_of_head(job, (size_t) l) },
                              { ok, ov, biased ? ob : nullptr });
     store_biases(job, l, h, ob);
     for (size_t r = 0; r < kept.size(); r += GROUP) {

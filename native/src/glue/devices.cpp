@@ -123,7 +123,7 @@ bool kvedge_cache::to_device(SequenceState & state, bool prompt) {
         return false;
     }
     auto device = std::make_shared<GraphRows>(shapes, places, form, stamps);
-    if (!device->load(state.seq->rows)) {
+    if (!device->load(state.seq->rows, threads())) {
         return report_full(*device, state.seq->rows.n_tokens());
     }
     state.device = std::move(device);
@@ -137,7 +137,7 @@ bool kvedge_cache::to_host(SequenceState & state) {
     if (ctx) {
         llama_synchronize(ctx);
     }
-    if (!state.device->fetch(state.seq->rows)) {
+    if (!state.device->fetch(state.seq->rows, threads())) {
         return false;
     }
     state.device.reset();

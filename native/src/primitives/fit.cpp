@@ -70,7 +70,7 @@ Fit::Space Fit::lay_out(float * base, const ReduceSize & size) {
 size_t Fit::floats(const ReduceSize & size) { return size.n_queries < 1 ? 0 : lay_out(nullptr, size).floats; }
 
 Fit::Fit(const FitProblem & problem, float * scratch)
-    : p_(problem), x_(lay_out(scratch, { problem.n_rows, problem.n_kept, problem.d_k, problem.d_v, problem.n_queries })) {
+    : p_(problem), x_(lay_out(scratch, { problem.n_rows, problem.n_kept, problem.d_k, problem.d_v, problem.n_queries, 1 })) {
     std::fill(x_.weights, x_.weights + p_.n_kept, 1.0f);
 }
 

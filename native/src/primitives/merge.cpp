@@ -1,10 +1,12 @@
 #include "primitives/merge.h"
 
 #include "backend/cpu/kernels/kernels.h"
+#include "core/threads.h"
 #include "store/block.h"
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 
 namespace kvedge {
 
@@ -22,17 +24,18 @@ struct Space {
     float *   unit;        // [n_kept][d] kept keys: by distance as they are, else of unit length, or 0 where that cannot be
     float *   packed;      // the same, packed
     float *   less;        // [n_kept] off a key's products: by distance half of its square, else 0; infinity: it takes none
-    float *   rows;        // [TILE][d]
-    float *   scores;      // [TILE][row]
+    float *   rows;        // [threads][TILE][d]
+    float *   scores;      // [threads][TILE][row]
     float *   similarity;  // [T]
     int32_t * target;      // [T] index into kept, or -1
+    int32_t * evicted;     // [T] rows that are compared
     float *   merged;      // [n_kept] mass of the rows that were merged into each
     size_t    row;         // n_kept rounded up to whole panels
     size_t    floats;
 };
 
-Space lay_out(float * base, int32_t n_tokens, int32_t n_kept, int32_t d_k) {
-    const auto panel = (size_t) kernels().panel, d = (size_t) d_k, T = (size_t) n_tokens, n = (size_t) n_kept;
+Space lay_out(float * base, const ReduceSize & size) {
+    const auto panel = (size_t) kernels().panel, d = (size_t) size.d_k, T = (size_t) size.n_tokens, n = (size_t) size.n_kept;
     Space      x{};
     x.row        = (n + panel - 1) / panel * panel;
     const auto take = [&](size_t count) {
@@ -43,10 +46,11 @@ Space lay_out(float * base, int32_t n_tokens, int32_t n_kept, int32_t d_k) {
     x.unit       = take(n * d);
     x.packed     = take(x.row * d);
     x.less       = take(n);
-    x.rows       = take((size_t) TILE * d);
-    x.scores     = take((size_t) TILE * x.row);
+    x.rows       = take((size_t) size.n_threads * TILE * d);
+    x.scores     = take((size_t) size.n_threads * TILE * x.row);
     x.similarity = take(T);
     x.target     = (int32_t *) take(T);
+    x.evicted    = (int32_t *) take(T);
     x.merged     = take(n);
     return x;
 }
@@ -76,13 +80,20 @@ int32_t largest(const float * s, int32_t n) {
     return (int32_t) (std::find(s + at, s + n - 1, top) - s);
 }
 
-// The kept rows that n evicted ones go to, the tile's rows. By distance: |a - b|^2 = |a|^2 - 2 (a.b - |b|^2 / 2).
-void match_tile(const ReduceInput & in, float reach, const int32_t * members, int32_t n, const Space & x) {
+// The kept rows that n evicted ones go to; rows, scores: a worker's own. By distance: |a - b|^2 = |a|^2 - 2 (a.b - |b|^2 / 2).
+void match_tile(const ReduceInput & in, float reach, const int32_t * evicted, int32_t n, const Space & x, float * rows, float * scores) {
     const auto d = (size_t) in.d_k;
-    kernels().gemm_qk({ x.rows, d }, n, x.packed, in.n_kept, in.d_k, { x.scores, x.row });
     for (int32_t r = 0; r < n; r++) {
-        float *       s   = x.scores + (size_t) r * x.row;
-        const float * key = x.rows + (size_t) r * d;
+        const float * key   = in.k + (size_t) evicted[r] * d;
+        const float   scale = reach > 0.0f ? 1.0f : inverse_norm(key, in.d_k);
+        for (size_t i = 0; i < d; i++) {
+            rows[(size_t) r * d + i] = key[i] * scale;
+        }
+    }
+    kernels().gemm_qk({ rows, d }, n, x.packed, in.n_kept, in.d_k, { scores, x.row });
+    for (int32_t r = 0; r < n; r++) {
+        float *       s   = scores + (size_t) r * x.row;
+        const float * key = rows + (size_t) r * d;
         for (int32_t j = 0; j < in.n_kept; j++) {
             s[j] -= x.less[j];
         }
@@ -92,30 +103,27 @@ void match_tile(const ReduceInput & in, float reach, const int32_t * members, in
             const float own = kernels().dot(key, key, d);
             found           = own - 2.0f * s[best] <= reach * reach * own;  // not with NaN
         }
-        x.target[members[r]]     = found ? best : -1;
-        x.similarity[members[r]] = !found ? 0.0f : reach > 0.0f ? 1.0f : s[best];
+        x.target[evicted[r]]     = found ? best : -1;
+        x.similarity[evicted[r]] = !found ? 0.0f : reach > 0.0f ? 1.0f : s[best];
     }
 }
 
 void match_all(const ReduceInput & in, float reach, const Space & x) {
-    const auto d = (size_t) in.d_k;
-    int32_t    members[TILE];
-    int32_t    n = 0, next_kept = 0;
+    int32_t n = 0, next_kept = 0;
     std::fill(x.target, x.target + in.n_tokens, -1);
     for (int32_t t = 0; t < in.n_tokens; t++) {
         if (next_kept < in.n_kept && in.kept[next_kept] == t) {
             next_kept++;
-        } else if (const float scale = reach > 0.0f ? 1.0f : inverse_norm(in.k + (size_t) t * d, in.d_k); scale > 0.0f) {
-            for (size_t i = 0; i < d; i++) {
-                x.rows[(size_t) n * d + i] = in.k[(size_t) t * d + i] * scale;
-            }
-            members[n++] = t;
-        }
-        if (n == TILE || t + 1 == in.n_tokens) {
-            match_tile(in, reach, members, n, x);
-            n = 0;
+        } else if (reach > 0.0f || inverse_norm(in.k + (size_t) t * (size_t) in.d_k, in.d_k) > 0.0f) {
+            x.evicted[n++] = t;
         }
     }
+    const auto tile = [&](int32_t i, int32_t worker) {
+        const int32_t first = i * TILE;
+        match_tile(in, reach, x.evicted + first, std::min(TILE, n - first), x, x.rows + (size_t) worker * TILE * (size_t) in.d_k,
+                   x.scores + (size_t) worker * TILE * x.row);
+    };
+    parallel_for(in.n_threads, (n + TILE - 1) / TILE, std::ref(tile));  // a reference takes no memory
 }
 
 // Rows that are less similar to their target than the mean of all lose it.
@@ -135,7 +143,7 @@ void drop_below_mean(const ReduceInput & in, const Space & x) {
 
 }  // namespace
 
-size_t merge_scratch(const ReduceSize & size) { return lay_out(nullptr, size.n_tokens, size.n_kept, size.d_k).floats; }
+size_t merge_scratch(const ReduceSize & size) { return lay_out(nullptr, size).floats; }
 
 float mass_of(const ReduceInput & in, bool mass, int32_t t) { return mass && in.bias ? std::exp(in.bias[t]) : 1.0f; }
 
@@ -144,7 +152,7 @@ float bias_of(float mass) { return std::min(std::log(mass), MOST_BIAS); }
 void merge_rows(const ReduceInput & in, const MergeRule & rule, const ReducedRows & out) {
     const Kernels & kn = kernels();
     const auto      dk = (size_t) in.d_k, dv = (size_t) in.d_v;
-    Space           x = lay_out(in.scratch, in.n_tokens, in.n_kept, in.d_k);
+    Space           x = lay_out(in.scratch, { in.n_tokens, in.n_kept, in.d_k, in.d_v, 0, in.n_threads });
     pack_kept(in, rule.reach > 0.0f, x);
     match_all(in, rule.reach, x);
     if (rule.above_mean) {

@@ -4,12 +4,14 @@
 #include "backend/graph/rows.h"
 
 #include <algorithm>
+#include <string>
 
 namespace kvedge {
 
 using T = ggml_tensor *;
 
-// Queries and rows as the operations take them: heads that share a mask on dimension 2, others on dimension 3.
+// Queries and rows as the operations take them: heads that share a mask on dimension 2, others on dimension 3. Where heads
+// share a list of rows, their queries are like those of as many tokens, each with a mask that hides the other heads' rows.
 struct GraphRows::Parts {
     T q;     // [d_k, n, heads, groups]
     T k;     // [d_k, slots, KV heads, groups]
@@ -50,6 +52,16 @@ bool has_flash_size(ggml_backend_dev_t device, int64_t d_k, int64_t d_v) {
     return ggml_backend_dev_type(device) == GGML_BACKEND_DEVICE_TYPE_CPU || (common_size(d_k) && d_k == d_v);
 }
 
+// Its code is CUDA's, which has three names, or the processor's.
+static bool cuda_or_cpu(ggml_backend_dev_t device) {
+    const std::string name = ggml_backend_reg_name(ggml_backend_dev_backend_reg(device));
+    return name == "CUDA" || name == "ROCm" || name == "MUSA" || name == "CPU";
+}
+
+bool reads_once(ggml_backend_dev_t device) { return cuda_or_cpu(device); }
+
+bool copies_at_once(ggml_backend_dev_t device) { return cuda_or_cpu(device); }
+
 T attention_weights(ggml_context * c, T q, T k, T mask, float scale, float softcap) {
     T logits = ggml_mul_mat(c, k, q);
     ggml_prec_set_acc(logits, GGML_PREC_F32);
@@ -88,24 +100,31 @@ T GraphRows::attend_even(const GraphLayer & in, const Layer & layer, const Group
 }
 
 // Of one token: [d_v * H / Hkv, heads].
-T GraphRows::attend_group(const GraphLayer & in, const Layer & layer, const Group & group, bool pick) const {
+T GraphRows::attend_group(const GraphLayer & in, const Layer & layer, const Group & group) const {
     ggml_context * c     = in.ctx;
     const Inputs & from  = inputs_[layer.inputs];
     const int64_t  heads = (int64_t) group.heads.size(), dk = group.k->ne[0], dv = group.v->ne[0], n_kv = in.k->ne[1];
-    const int64_t  share = in.q->ne[1] / n_kv;
+    const int64_t  share = in.q->ne[1] / n_kv, slots = group.slots, together = group.together, lists = heads / together;
     const auto     of    = [&](T x, int64_t width) {  // [width, heads]
         T rows = ggml_reshape_2d(c, whole(c, x), width, n_kv);
-        return pick ? ggml_get_rows(c, rows, group.pick) : rows;
+        return group.pick ? ggml_get_rows(c, rows, group.pick) : rows;
     };
-    T          index = ggml_view_2d(c, from.index, 1, heads, sizeof(int64_t), group.entry * sizeof(int64_t));
-    const auto write = [&](T to, T x) { return ggml_set_rows(c, to, ggml_reshape_3d(c, x, x->ne[0], 1, heads), index); };
-    const auto apart = [&](T x) { return ggml_reshape_4d(c, x, x->ne[0], group.slots, 1, heads); };
-    T          k     = write(group.k, of(in.k, dk));
-    T          v     = write(group.v, of(in.v, dv));
-    T          zeros = ggml_view_3d(c, from.zeros, 1, 1, heads, from.zeros->nb[1], from.zeros->nb[2], 0);
-    T          mask  = ggml_set_rows(c, group.mask, zeros, index);
-    T          q     = ggml_reshape_4d(c, of(in.q, dk * share), dk, 1, share, heads);
-    T out = attention(in, Parts{ q, apart(k), apart(v), ggml_reshape_4d(c, mask, group.slots, 1, 1, heads) }, layer.device);
+    const size_t entry = sizeof(int64_t), at = group.entry * entry;
+    T            index = ggml_view_3d(c, from.index, 1, 1, heads, entry, entry, at);
+    T            row   = ggml_reshape_2d(c, index, together, lists);
+    const auto   write = [&](T to, T x, int64_t width) {
+        return ggml_set_rows(c, to, ggml_reshape_3d(c, of(x, width), width, together, lists), row);
+    };
+    const auto   apart = [&](T x) { return ggml_reshape_4d(c, x, x->ne[0], slots, 1, lists); };
+    T            k     = write(group.k, in.k, dk);
+    T            v     = write(group.v, in.v, dv);
+    const size_t zero  = from.zeros->nb[2];
+    T            zeros = ggml_view_4d(c, from.zeros, 1, 1, group.queries, heads, zero, zero, (size_t) group.queries * zero, 0);
+    T            mask  = ggml_set_rows(c, ggml_reshape_4d(c, group.mask, 1, slots, group.queries, heads), zeros, index);
+    T            seen  = ggml_reshape_4d(c, mask, slots, (int64_t) group.queries * together, 1, lists);
+    T            rows  = of(in.q, dk * share);
+    T q   = together == 1 ? ggml_reshape_4d(c, rows, dk, 1, share, heads) : ggml_reshape_4d(c, rows, dk, share * heads, 1, 1);
+    T out = attention(in, Parts{ q, apart(k), apart(v), seen }, layer.device);
     return ggml_reshape_2d(c, whole(c, out), dv * share, heads);
 }
 
@@ -114,15 +133,14 @@ T GraphRows::attend(const GraphLayer & in, size_t l) {
     if (even_) {
         return attend_even(in, layer, layer.groups[0]);
     }
-    const bool several = layer.groups.size() > 1;
-    GraphLayer with    = in;
-    with.q             = keep_queries(in, layer);
-    T out              = nullptr;
+    GraphLayer with = in;
+    with.q          = keep_queries(in, layer);
+    T out           = nullptr;
     for (const Group & group : layer.groups) {
-        T heads = attend_group(with, layer, group, several);
+        T heads = attend_group(with, layer, group);
         out     = out ? ggml_concat(in.ctx, out, heads, 1) : heads;
     }
-    if (several) {
+    if (layer.joined) {
         out = ggml_get_rows(in.ctx, out, layer.joined);
     }
     return ggml_reshape_2d(in.ctx, out, ggml_nelements(out), 1);

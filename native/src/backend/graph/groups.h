@@ -7,9 +7,10 @@
 
 namespace kvedge {
 
-// Slots of a group whose longest head has n rows, with room for some that follow. Attention kernels of GPUs want multiples
-// of 256; a small cache would be padding then.
-int32_t slots_for(int32_t n);
+// Slots of a list that n rows of `together` heads lie in, with room for some tokens that follow: a buffer that grows has a
+// graph made anew. Attention kernels of GPUs want multiples of 256, and one that gets others takes twice as long; a small
+// cache would be padding then.
+int32_t slots_for(int32_t n, int32_t together = 1);
 
 // Cuts heads with these numbers of rows into at most 4 groups, by their lengths. As few as hold at most a sixth more slots
 // than there are rows, or else the best 4. Returns for each group its heads, ascending.

@@ -3,6 +3,7 @@
 #include "backend/graph/rows.h"
 
 #include "backend/graph/groups.h"
+#include "core/threads.h"
 
 #include <algorithm>
 #include <cstring>
@@ -13,8 +14,44 @@ namespace kvedge {
 
 namespace {
 
+// Bytes from `offset` on, by way of memory that the device copies from at its full speed, where there is such memory: what
+// threads ask for at once elsewhere, the driver copies one after the other.
+template <class F> void in_pieces(ggml_backend_dev_t device, Staging & staging, size_t bytes, const F & move) {
+    constexpr size_t PIECE = 4 << 20, SMALL = 256 << 10;
+    if (bytes < SMALL || !ggml_backend_dev_host_buffer_type(device)) {
+        move(nullptr, 0, bytes);
+        return;
+    }
+    uint8_t * const piece = staging.room(device, PIECE);
+    for (size_t at = 0; at < bytes; at += PIECE) {
+        move(piece, at, std::min(PIECE, bytes - at));
+    }
+}
+
+void send(ggml_backend_dev_t device, Staging & staging, ggml_tensor * to, size_t offset, const uint8_t * from, size_t bytes) {
+    in_pieces(device, staging, bytes, [&](uint8_t * piece, size_t at, size_t n) {
+        if (piece) {
+            std::memcpy(piece, from + at, n);
+        }
+        ggml_backend_tensor_set(to, piece ? piece : from + at, offset + at, n);
+    });
+}
+
+void receive(ggml_backend_dev_t device, Staging & staging, const ggml_tensor * from, size_t offset, uint8_t * to, size_t bytes) {
+    in_pieces(device, staging, bytes, [&](uint8_t * piece, size_t at, size_t n) {
+        ggml_backend_tensor_get(from, piece ? piece : to + at, offset + at, n);
+        if (piece) {
+            std::memcpy(to + at, piece, n);
+        }
+    });
+}
+
 // n rows of one type as rows of another, by ggml's own conversions.
 void convert(ggml_type type, const void * from, ggml_type wanted, void * to, int64_t d, int64_t n) {
+    if (type == wanted) {
+        std::memcpy(to, from, ggml_row_size(type, d) * (size_t) n);
+        return;
+    }
     std::vector<float> values((size_t) (d * n));
     if (type == GGML_TYPE_F32) {
         std::memcpy(values.data(), from, values.size() * sizeof(float));
@@ -57,96 +94,158 @@ static std::pair<int32_t, int32_t> slots_of(const std::vector<int32_t> * order, 
     return { *at, n };
 }
 
-// visit(stretch) for all stretches of rows of a layer that lie together on both sides.
-template <class F> void GraphRows::each_stretch(const Store & store, size_t l, const F & visit) const {
-    for (const Group & group : layers_[l].groups) {
-        for (size_t i = 0; i < group.heads.size(); i++) {
-            const HeadView view = store.view((int32_t) l, group.heads[i]);
-            int32_t        row  = 0;
-            for (const auto * part : { &view.old, &view.pending }) {
-                for (const Segment & s : *part) {
-                    for (int32_t done = 0; done < s.n;) {
-                        const auto [slot, n] = slots_of(form_.dropping ? &group.order[i] : nullptr, row, s.n - done);
-                        const size_t at      = i * (size_t) group.slots + (size_t) slot;
-                        visit(Stretch{ group.k, at, s.k.from(done), n });
-                        visit(Stretch{ group.v, at, s.v.from(done), n });
-                        row += n;
-                        done += n;
-                    }
+// visit(stretch) for all stretches of rows of a group's keys or values that lie together on both sides.
+template <class F> void GraphRows::each_stretch(const Store & store, size_t l, const Group & group, bool keys, const F & visit) const {
+    for (size_t i = 0; i < group.heads.size(); i++) {
+        const HeadView view = store.view((int32_t) l, group.heads[i]);
+        int32_t        row  = 0;
+        for (const auto * part : { &view.old, &view.pending }) {
+            for (const Segment & s : *part) {
+                for (int32_t done = 0; done < s.n;) {
+                    const auto [slot, n] = slots_of(group.ordered ? &group.order[i] : nullptr, row, s.n - done);
+                    visit(Stretch{ group.list(i) * (size_t) group.slots + (size_t) slot, (keys ? s.k : s.v).from(done), n });
+                    row += n;
+                    done += n;
                 }
             }
         }
     }
 }
 
-void GraphRows::put(const Stretch & x) {
-    const ggml_type type = ggml_type_of(x.rows.type), there = x.tensor->type;
-    const size_t    row = x.tensor->nb[1], size = row * (size_t) x.n;
-    if (type == there) {
-        ggml_backend_tensor_set(x.tensor, x.rows.data, x.at * row, size);
-        return;
+// Uneven rows are many short stretches, which travel together; even ones may be large, and need no copy.
+void GraphRows::put(const Store & from, size_t l, const Group & group, bool keys, Staging & staging) const {
+    const auto           device = layers_[l].device;
+    ggml_tensor * const  to  = keys ? group.k : group.v;
+    const size_t         row = to->nb[1];
+    std::vector<uint8_t> all(even_ ? 0 : ggml_nbytes(to), 0), some;
+    each_stretch(from, l, group, keys, [&](const Stretch & x) {
+        const ggml_type type = ggml_type_of(x.rows.type);
+        const size_t    size = row * (size_t) x.n;
+        if (even_ && type == to->type) {
+            send(device, staging, to, x.at * row, x.rows.data, size);
+            return;
+        }
+        some.resize(even_ ? size : 0);
+        convert(type, x.rows.data, to->type, even_ ? some.data() : all.data() + x.at * row, to->ne[0], x.n);
+        if (even_) {
+            send(device, staging, to, x.at * row, some.data(), size);
+        }
+    });
+    if (!even_) {
+        send(device, staging, to, 0, all.data(), all.size());
     }
-    std::vector<uint8_t> converted(size);
-    convert(type, x.rows.data, there, converted.data(), x.tensor->ne[0], x.n);
-    ggml_backend_tensor_set(x.tensor, converted.data(), x.at * row, size);
 }
 
-void GraphRows::get(const Stretch & x) {
-    const ggml_type type = ggml_type_of(x.rows.type), there = x.tensor->type;
-    const size_t    row = x.tensor->nb[1], size = row * (size_t) x.n;
-    auto *          to  = const_cast<uint8_t *>(x.rows.data);  // nobody else writes rows of a sequence that is away
-    if (type == there) {
-        ggml_backend_tensor_get(x.tensor, to, x.at * row, size);
-        return;
+void GraphRows::get(const Store & to, size_t l, const Group & group, bool keys, Staging & staging) const {
+    const auto                device = layers_[l].device;
+    const ggml_tensor * const from = keys ? group.k : group.v;
+    const size_t              row  = from->nb[1];
+    std::vector<uint8_t>      all(even_ ? 0 : ggml_nbytes(from)), some;
+    if (!even_) {
+        receive(device, staging, from, 0, all.data(), all.size());
     }
-    std::vector<uint8_t> fetched(size);
-    ggml_backend_tensor_get(x.tensor, fetched.data(), x.at * row, size);
-    convert(there, fetched.data(), type, to, x.tensor->ne[0], x.n);
+    each_stretch(to, l, group, keys, [&](const Stretch & x) {
+        const ggml_type type = ggml_type_of(x.rows.type);
+        const size_t    size = row * (size_t) x.n;
+        auto *          rows = const_cast<uint8_t *>(x.rows.data);  // nobody else writes rows of a sequence that is away
+        if (even_ && type == from->type) {
+            receive(device, staging, from, x.at * row, rows, size);
+            return;
+        }
+        if (even_) {
+            some.resize(size);
+            receive(device, staging, from, x.at * row, some.data(), size);
+        }
+        convert(from->type, even_ ? some.data() : all.data() + x.at * row, type, rows, from->ne[0], x.n);
+    });
+}
+
+// What is known of heads that are about to lie together, before there is memory for their rows.
+GraphRows::Group GraphRows::placed(const Store & from, size_t l, const std::vector<int32_t> & heads, int32_t together) const {
+    const LayerShape & shape  = (*shapes_)[l];
+    const bool         biased = !even_ && from.biased();
+    Group              group;
+    group.together = together;
+    group.heads    = heads;
+    group.ordered  = form_.dropping || together > 1;
+    group.queries  = together > 1 ? shape.n_heads / shape.n_heads_kv : 1;
+    group.spare.resize(heads.size());
+    group.used.resize(heads.size() / (size_t) together, 0);
+    for (size_t i = 0; i < heads.size(); i++) {
+        const int32_t rows = from.head_length((int32_t) l, heads[i]);
+        int32_t &     used = group.used[group.list(i)];
+        group.first.push_back(used);
+        group.order.emplace_back(group.ordered ? (size_t) rows : 0);
+        std::iota(group.order.back().begin(), group.order.back().end(), used);
+        group.biases.emplace_back(biased ? (size_t) rows : 0);
+        if (biased) {
+            from.read_biases((int32_t) l, heads[i], group.biases.back().data());
+        }
+        used += rows;
+    }
+    return group;
+}
+
+// heads: in the order in which they lie, unless that is their own.
+bool GraphRows::make_order(size_t l, const std::vector<int32_t> & heads) {
+    Layer & layer = layers_[l];
+    if (std::is_sorted(heads.begin(), heads.end())) {
+        return true;
+    }
+    std::vector<int32_t> joined(heads.size());
+    for (size_t i = 0; i < heads.size(); i++) {
+        joined[(size_t) heads[i]] = (int32_t) i;
+    }
+    layer.order  = Tensors(1);
+    layer.joined = layer.order.add(GGML_TYPE_I32, (int64_t) heads.size());
+    if (!layer.order.allocate(layer.device)) {
+        return refuse(layer.device);
+    }
+    ggml_backend_tensor_set(layer.joined, joined.data(), 0, joined.size() * sizeof(int32_t));
+    return true;
 }
 
 bool GraphRows::load_layer(const Store & from, size_t l) {
-    const LayerShape &   shape = (*shapes_)[l];
-    Layer &              layer = layers_[l];
-    std::vector<int32_t> rows;
+    const LayerShape &    shape = (*shapes_)[l];
+    Layer &               layer = layers_[l];
+    std::vector<int32_t> rows, order;
     for (int32_t h = 0; h < shape.n_heads_kv; h++) {
         rows.push_back(from.head_length((int32_t) l, h));
+        order.push_back(h);
     }
-    auto groups = even_ ? std::vector<std::vector<int32_t>>{ {} } : group_heads(rows);
-    for (int32_t h = 0; even_ && h < shape.n_heads_kv; h++) {
-        groups[0].push_back(h);
-    }
-    std::vector<int32_t> joined((size_t) shape.n_heads_kv);
-    const bool           biased = !even_ && from.biased();
-    int32_t              at = 0;
-    for (auto & heads : groups) {
-        Group group;
-        for (int32_t h : heads) {
-            group.used.push_back(rows[(size_t) h]);
-            group.order.emplace_back(form_.dropping ? (size_t) rows[(size_t) h] : 0);
-            std::iota(group.order.back().begin(), group.order.back().end(), 0);
-            group.biases.emplace_back(biased ? (size_t) rows[(size_t) h] : 0);
-            if (biased) {
-                from.read_biases((int32_t) l, h, group.biases.back().data());
-            }
-            joined[(size_t) h] = at++;
+    std::vector<std::vector<int32_t>> groups = { order };
+    // kernels for many queries unpack all quantised rows first
+    const bool shared = !even_ && reads_once(layer.device) && !form_.storage.quantised();
+    if (!even_ && !shared) {
+        groups = group_heads(rows);
+        order.clear();
+        for (const auto & heads : groups) {
+            order.insert(order.end(), heads.begin(), heads.end());
         }
-        group.heads = std::move(heads);
-        group.spare.resize(group.heads.size());
-        if (!make_group(l, group, slots_for(group.most_used()))) {
+    }
+    if (!make_order(l, order)) {
+        return false;
+    }
+    for (const auto & heads : groups) {
+        layer.groups.push_back(placed(from, l, heads, shared ? shape.n_heads_kv : 1));
+        Group & group = layer.groups.back();
+        if (!make_group(l, group, slots_for(group.most_used(), group.together))) {
             return false;
         }
-        layer.groups.push_back(std::move(group));
     }
-    if (layer.groups.size() > 1) {
-        layer.order  = Tensors(1);
-        layer.joined = layer.order.add(GGML_TYPE_I32, shape.n_heads_kv);
-        if (!layer.order.allocate(layer.device)) {
-            return refuse(layer.device);
-        }
-        ggml_backend_tensor_set(layer.joined, joined.data(), 0, joined.size() * sizeof(int32_t));
-    }
-    each_stretch(from, l, put);
     return true;
+}
+
+template <class F> void GraphRows::each_layer(int32_t n_threads, const F & copy) const {
+    const bool at_once = std::all_of(layers_.begin(), layers_.end(), [](const Layer & x) { return !x.device || copies_at_once(x.device); });
+    constexpr int32_t    MOST  = 8;  // more copy no faster
+    const int32_t        n     = at_once ? std::min(n_threads, MOST) : 1;
+    std::vector<Staging> staging((size_t) n);
+    parallel_for(n, (int32_t) layers_.size(), [&](int32_t l, int32_t worker) {
+        if (layers_[(size_t) l].device) {
+            copy((size_t) l, staging[(size_t) worker]);
+        }
+    });
 }
 
 bool GraphRows::holds_even(const Store & store, const std::vector<ggml_backend_dev_t> & devices) {
@@ -166,7 +265,7 @@ bool GraphRows::holds_even(const Store & store, const std::vector<ggml_backend_d
     return true;
 }
 
-bool GraphRows::load(Store & from) {
+bool GraphRows::load(Store & from, int32_t n_threads) {
     std::vector<ggml_backend_dev_t> devices;
     for (const Layer & layer : layers_) {
         devices.push_back(layer.device);
@@ -180,6 +279,12 @@ bool GraphRows::load(Store & from) {
             return false;
         }
     }
+    each_layer(n_threads, [&](size_t l, Staging & staging) {
+        for (const Group & group : layers_[l].groups) {
+            put(from, l, group, true, staging);
+            put(from, l, group, false, staging);
+        }
+    });
     for (size_t l = 0; l < layers_.size(); l++) {
         if (layers_[l].device) {
             from.send_away(l);
@@ -189,7 +294,7 @@ bool GraphRows::load(Store & from) {
     return true;
 }
 
-bool GraphRows::fetch(Store & to) {
+bool GraphRows::fetch(Store & to, int32_t n_threads) {
     for (size_t l = 0; l < layers_.size(); l++) {
         if (layers_[l].device && !to.bring_back(l)) {
             while (l-- > 0) {
@@ -200,9 +305,14 @@ bool GraphRows::fetch(Store & to) {
             return false;
         }
     }
-    for (size_t l = 0; l < layers_.size(); l++) {
-        each_stretch(to, l, get);
-        layers_[l].groups.clear();
+    each_layer(n_threads, [&](size_t l, Staging & staging) {
+        for (const Group & group : layers_[l].groups) {
+            get(to, l, group, true, staging);
+            get(to, l, group, false, staging);
+        }
+    });
+    for (Layer & layer : layers_) {
+        layer.groups.clear();
     }
     return true;
 }

@@ -1,6 +1,7 @@
 #include "backend/graph/rows.h"
 
 #include "backend/graph/groups.h"
+#include "core/threads.h"
 
 #include <algorithm>
 #include <cmath>
@@ -47,12 +48,12 @@ uint64_t GraphRows::bytes() const {
 
 bool GraphRows::make_group(size_t l, Group & group, int32_t slots) {
     const LayerShape & shape = (*shapes_)[l];
-    const auto         heads = (int64_t) group.heads.size();
-    const bool         picks = heads < shape.n_heads_kv;
+    const auto         heads = (int64_t) group.heads.size(), lists = heads / group.together;
+    const bool         picks = layers_[l].joined || heads < shape.n_heads_kv;
     Tensors            held(4);
-    ggml_tensor * const k = held.add(ggml_type_of(form_.storage.k), shape.d_k, slots, heads);
-    ggml_tensor * const v = held.add(ggml_type_of(form_.storage.v), shape.d_v, slots, heads);
-    ggml_tensor * const m = even_ ? nullptr : held.add(GGML_TYPE_F16, 1, slots, heads);
+    ggml_tensor * const k = held.add(ggml_type_of(form_.storage.k), shape.d_k, slots, lists);
+    ggml_tensor * const v = held.add(ggml_type_of(form_.storage.v), shape.d_v, slots, lists);
+    ggml_tensor * const m = even_ ? nullptr : held.add(GGML_TYPE_F16, slots, group.queries, heads);
     ggml_tensor * const p = picks ? held.add(GGML_TYPE_I32, heads) : nullptr;
     if (!held.allocate(layers_[l].device)) {
         return refuse(layers_[l].device);
@@ -80,16 +81,21 @@ bool GraphRows::make_group(size_t l, Group & group, int32_t slots) {
 // What every head may look at so far.
 void GraphRows::write_mask(Group & group) {
     const ggml_fp16_t        hidden = ggml_fp32_to_fp16(-INFINITY), seen = ggml_fp32_to_fp16(0.0f);
-    std::vector<ggml_fp16_t> mask(group.heads.size() * (size_t) group.slots, hidden);
+    const auto               queries = (size_t) group.queries, slots = (size_t) group.slots;
+    std::vector<ggml_fp16_t> mask(group.heads.size() * queries * slots, hidden);
     for (size_t i = 0; i < group.heads.size(); i++) {
-        const auto head = mask.begin() + (std::ptrdiff_t) (i * (size_t) group.slots);
-        std::fill_n(head, form_.dropping ? 0 : group.used[i], seen);
+        const auto head = mask.begin() + (std::ptrdiff_t) (i * queries * slots);
+        std::fill_n(head, group.ordered ? 0 : group.used[group.list(i)], seen);
         for (const int32_t slot : group.order[i]) {
             head[slot] = seen;
         }
         const auto & biases = group.biases[i];
-        for (size_t slot = 0; slot < biases.size(); slot++) {
-            head[(std::ptrdiff_t) slot] = head[(std::ptrdiff_t) slot] == seen ? ggml_fp32_to_fp16(biases[slot]) : hidden;
+        for (size_t row = 0; row < biases.size(); row++) {
+            auto & at = head[group.first[i] + (std::ptrdiff_t) row];
+            at        = at == seen ? ggml_fp32_to_fp16(biases[row]) : hidden;
+        }
+        for (size_t g = 1; g < queries; g++) {
+            std::copy_n(head, slots, head + (std::ptrdiff_t) (g * slots));
         }
     }
     ggml_backend_tensor_set(group.mask, mask.data(), 0, mask.size() * sizeof(ggml_fp16_t));
@@ -114,14 +120,14 @@ void GraphRows::plan_inputs() {
         for (Group & group : layer.groups) {
             group.entry = even_ ? 0 : it->entries;
             it->entries += even_ ? 0 : group.heads.size();
-            it->most = std::max(it->most, (int32_t) group.heads.size());
+            it->most = std::max(it->most, (int32_t) group.heads.size() * group.queries);
         }
     }
 }
 
 int32_t GraphRows::visible_after(int32_t n) const {
     for (const Layer & layer : layers_) {
-        if (layer.device) {
+        if (layer.device && even_) {
             const Group & group = layer.groups[0];
             return std::min(group.slots, rounded(group.most_used() + n));
         }
@@ -131,23 +137,27 @@ int32_t GraphRows::visible_after(int32_t n) const {
 
 int32_t GraphRows::visible() const { return visible_after(0); }
 
+int32_t GraphRows::slots_shown() const { return visible_after(INT32_MAX / 2); }
+
 bool GraphRows::grow(size_t layer, Group & group, const Incoming & incoming) {
-    const int32_t held = group.most_used(), need = held + incoming.n;
+    const int32_t held = group.most_used(), together = group.together, need = held + incoming.n * together;
     if (need <= group.slots) {
         return true;
     }
     if (incoming.follow > incoming.n) {
-        return make_group(layer, group, slots_for(held + incoming.follow));
+        return make_group(layer, group, slots_for(held + incoming.follow * together, together));
     }
     // in steps that keep the cost of a token constant
-    return make_group(layer, group, std::max(slots_for(need), incoming.n > 1 ? rounded(need + need / 2) : slots_for(need + need / 8)));
+    const int32_t more = incoming.n > 1 ? rounded(need + need / 2) : slots_for(need + need / 8, together);
+    return make_group(layer, group, std::max(slots_for(need, together), more));
 }
 
-bool GraphRows::make_inputs(int32_t n) {
-    const int32_t shown = even_ ? visible_after(n) : 0;
-    if (n <= room_q_ && shown <= room_visible_) {
+// For all tokens that were announced, or else for twice as many slots as there were.
+bool GraphRows::make_inputs(int32_t n, int32_t follow) {
+    if (n <= room_q_ && visible_after(n) <= room_visible_) {
         return true;
     }
+    const int32_t shown = std::max(visible_after(follow), follow > n ? 0 : std::min(2 * room_visible_, slots_shown()));
     for (Inputs & inputs : inputs_) {
         Tensors held(3);
         ggml_tensor * const index = held.add(GGML_TYPE_I64, (int64_t) inputs.entries * n);
@@ -195,21 +205,22 @@ bool GraphRows::reserve(const Incoming & incoming, int32_t n_threads) {
             }
         }
     }
-    summed_ = incoming.summed;
-    return make_inputs(incoming.n) && make_windows(summed_.any() ? std::max(incoming.n, incoming.window) : incoming.window) &&
-           make_sums(incoming.n, n_threads);
+    summed_              = incoming.summed;
+    n_threads_           = n_threads;
+    const int32_t window = summed_.any() ? std::max(incoming.n, incoming.window) : incoming.window;
+    return make_inputs(incoming.n, incoming.follow) && make_windows(window) && make_sums(incoming.n, n_threads);
 }
 
 // Of the next row of a head.
-int32_t GraphRows::Group::take_slot(size_t head, bool dropping) {
-    int32_t slot = used[head];
+int32_t GraphRows::Group::take_slot(size_t head) {
+    int32_t slot = used[list(head)];
     if (spare[head].empty()) {
-        used[head]++;
+        used[list(head)]++;
     } else {
         slot = spare[head].back();
         spare[head].pop_back();
     }
-    if (dropping) {
+    if (ordered) {
         order[head].push_back(slot);
     }
     return slot;
@@ -224,8 +235,9 @@ void GraphRows::drop(size_t l, int32_t head, int32_t row) {
         const auto i    = (size_t) (at - group.heads.begin());
         const auto slot = group.order[i].begin() + row;
         group.spare[i].push_back(*slot);
-        if ((size_t) *slot < group.biases[i].size()) {
-            group.biases[i][(size_t) *slot] = 0.0f;  // of the row that takes its place
+        const auto came = (size_t) (*slot - group.first[i]);
+        if (came < group.biases[i].size()) {
+            group.biases[i][came] = 0.0f;  // of the row that takes its place
         }
         group.order[i].erase(slot);
         if (group.spare[i].size() > 1) {  // else the next row takes it, and it stays visible
@@ -247,27 +259,31 @@ void GraphRows::enter(int32_t n, bool causal) {
                 if (even_) {
                     group.used[i] += n;
                 } else {
-                    slots.push_back(group.take_slot(i, form_.dropping));
+                    slots.push_back(group.take_slot(i));
                 }
             }
         }
     }
-    std::vector<ggml_fp16_t> mask;
     for (size_t i = 0; i < inputs_.size(); i++) {
         ggml_backend_tensor_set(inputs_[i].index, index[i].data(), 0, index[i].size() * sizeof(int64_t));
-        if (!even_) {
-            continue;
+        if (even_) {
+            write_even_mask(inputs_[i], (int32_t) index[i][0], causal);
         }
-        if (mask.empty()) {
-            const auto    shown = (size_t) visible();
-            const int32_t base  = (int32_t) index[i][0];
-            mask.assign(shown * (size_t) n, ggml_fp32_to_fp16(-INFINITY));
-            for (int32_t t = 0; t < n; t++) {
-                std::fill_n(mask.begin() + (std::ptrdiff_t) ((size_t) t * shown), base + (causal ? t + 1 : n), ggml_fp32_to_fp16(0.0f));
-            }
-        }
-        ggml_backend_tensor_set(inputs_[i].mask, mask.data(), 0, mask.size() * sizeof(ggml_fp16_t));
     }
+}
+
+// The tokens entered last see `before` slots, and those of each other that they may.
+void GraphRows::write_even_mask(Inputs & inputs, int32_t before, bool causal) {
+    constexpr size_t LARGE = 4 << 20;  // bytes that threads are started for
+    const auto   shown = (size_t) visible(), bytes = shown * (size_t) n_ * sizeof(ggml_fp16_t);
+    auto * const mask  = (ggml_fp16_t *) inputs.staging.room(inputs.device, std::max(bytes, ggml_nbytes(inputs.mask)));
+    parallel_for(bytes < LARGE ? 1 : n_threads_, n_, [&](int32_t t, int32_t) {
+        ggml_fp16_t * const row  = mask + (size_t) t * shown;
+        const auto          seen = (size_t) (before + (causal ? t + 1 : n_));
+        std::fill_n(row, seen, ggml_fp32_to_fp16(0.0f));
+        std::fill(row + seen, row + shown, ggml_fp32_to_fp16(-INFINITY));
+    });
+    ggml_backend_tensor_set(inputs.mask, mask, 0, bytes);
 }
 
 std::vector<float> GraphRows::queries(size_t l, int32_t last) const {

@@ -1,9 +1,11 @@
 // The rows of one sequence in buffers of their layers' devices, through ggml: a GPU, another machine, or the CPU; and the
 // attention over them in ggml's operations. The store keeps all it knows of them meanwhile, but their memory.
 //
-// Every head has its rows in the first of its slots, in token order. While all heads of all layers have as many rows they are
-// even: one tensor of keys and one of values for a layer, one mask for all layers. Else, and where rows have biases, heads of
-// similar length share a group, with a mask of its own that holds the biases, and tokens come one by one. Where a decode policy drops rows, the next one takes the slot.
+// While all heads of all layers have as many rows they are even: one tensor of keys and one of values for a layer, every head
+// with its rows in the first of its slots, in token order, and one mask for all layers. Else, and where rows have biases, masks
+// hold the biases, and tokens come one by one. Then the heads of a layer have their rows in one list of slots, and each query
+// a mask of its own over all of it, where the device reads a row once for many queries; elsewhere heads of similar length
+// share a group, each with slots and a mask. Where a decode policy drops rows, the next one takes the slot.
 
 #pragma once
 
@@ -38,6 +40,13 @@ ggml_type ggml_type_of(Type type);
 
 // Whether a device has flash attention of heads of these sizes.
 bool has_flash_size(ggml_backend_dev_t device, int64_t d_k, int64_t d_v);
+
+// Whether an attention kernel there reads a row once for many queries, or passes over masked ones. Else heads that lie in one
+// list would read each other's rows.
+bool reads_once(ggml_backend_dev_t device);
+
+// Whether several threads may copy from and to it at a time.
+bool copies_at_once(ggml_backend_dev_t device);
 
 // What is added up of a prompt's attention.
 struct Summed {
@@ -81,9 +90,9 @@ class GraphRows {
 
     // The rows of `from` go to the devices, and its memory is given back. False: a device has no memory (full_device), and
     // nothing has changed. Throws std::bad_alloc.
-    bool load(Store & from);
-    // And back; what is on the devices is freed, layer by layer. False: no memory, and nothing has changed.
-    bool fetch(Store & to);
+    bool load(Store & from, int32_t n_threads);
+    // And back; what is on the devices is freed. False: no memory, and nothing has changed.
+    bool fetch(Store & to, int32_t n_threads);
 
     // Room and inputs for more tokens, for the queries that are kept, and to add up their attention. False: a device has no
     // memory, and nothing has changed that matters. Throws std::bad_alloc.
@@ -117,26 +126,31 @@ class GraphRows {
 
   private:
     struct Group {
-        std::vector<int32_t> heads, used;  // used[i]: first slots of heads[i] that have or had a row
-        // where rows are dropped: the slots of each head's rows, in token order, and those that are free again
+        int32_t              together = 1;  // so many heads have their rows in one list of slots: one, or all of the layer
+        std::vector<int32_t> heads, first;  // first[i]: slot of the first row with which heads[i] came
+        std::vector<int32_t> used;          // used[i]: first slots of list i that have or had a row
+        // where rows are dropped or lists are shared: the slots of each head's rows, in token order, and those that are free again
+        bool                              ordered = false;
         std::vector<std::vector<int32_t>> order, spare;
-        std::vector<std::vector<float>>   biases;  // of each head's first slots, whose rows came with them; empty: all 0
-        int32_t                           slots = 0;
+        std::vector<std::vector<float>>   biases;       // of the rows with which each head came; empty: all 0
+        int32_t                           slots   = 0;  // of each list
+        int32_t                           queries = 1;  // of each head that have a mask of their own
 
         int32_t most_used() const { return *std::max_element(used.begin(), used.end()); }
-        int32_t take_slot(size_t head, bool dropping);
+        size_t  list(size_t head) const { return head / (size_t) together; }
+        int32_t take_slot(size_t head);
         Tensors              held;
-        ggml_tensor *        k    = nullptr;  // [d_k, slots, heads]
-        ggml_tensor *        v    = nullptr;  // [d_v, slots, heads]
-        ggml_tensor *        mask = nullptr;  // [1, slots, heads] f16, where heads are uneven: a row's bias, or -inf
-        ggml_tensor *        pick = nullptr;  // [heads] i32, where there are several groups
+        ggml_tensor *        k    = nullptr;  // [d_k, slots, lists]
+        ggml_tensor *        v    = nullptr;  // [d_v, slots, lists]
+        ggml_tensor *        mask = nullptr;  // [slots, queries, heads] f16, where heads are uneven: a row's bias, or -inf
+        ggml_tensor *        pick = nullptr;  // [heads] i32, where they are not all, in their own order
         size_t               entry = 0;       // of its first head in the index input of its device
     };
     struct Layer {
         ggml_backend_dev_t device = nullptr;
         std::vector<Group> groups;
         Tensors            order;
-        ggml_tensor *      joined = nullptr;  // [Hkv] i32: where each head lies, when groups follow each other
+        ggml_tensor *      joined = nullptr;  // [Hkv] i32: where each head lies, when groups follow each other; NULL: in their order
         Tensors            window;
         ggml_tensor *      queries = nullptr;  // [d_k, H, window]
         size_t             inputs  = 0;
@@ -145,40 +159,46 @@ class GraphRows {
     struct Inputs {
         ggml_backend_dev_t device  = nullptr;
         size_t             entries = 0;
-        int32_t            most    = 0;  // heads of a group
+        int32_t            most    = 0;  // masks of a group that a token's own place is opened in
         Tensors            held;
         ggml_tensor *      index = nullptr;  // [entries * n] i64
         ggml_tensor *      mask  = nullptr;  // [visible * n] f16, where heads are even
         ggml_tensor *      zeros = nullptr;  // [1, 1, most] f32
+        Staging            staging;          // of the mask
         Worker             worker;
     };
     // n rows of a head from row `at` of a tensor on, and where they lie in the host's memory.
     struct Stretch {
-        ggml_tensor * tensor;
-        size_t        at;
-        Rows          rows;
-        int32_t       n;
+        size_t  at;
+        Rows    rows;
+        int32_t n;
     };
     struct Parts;     // of the attention (graph/attention.cpp)
     struct SumGraph;  // what adds it up (graph/sums.cpp)
 
+    template <class F> void each_layer(int32_t n_threads, const F & copy) const;  // copy(layer, staging) for those on devices
+
     int32_t visible() const;  // slots that an even graph looks at
     int32_t visible_after(int32_t n) const;
+    int32_t slots_shown() const;  // the most that there is memory for
     bool    refuse(ggml_backend_dev_t device);
     bool    make_group(size_t layer, Group & group, int32_t slots);
     bool    load_layer(const Store & from, size_t layer);
     bool    grow(size_t layer, Group & group, const Incoming & incoming);
-    bool    make_inputs(int32_t n);
+    bool    make_inputs(int32_t n, int32_t follow);
     bool    make_windows(int32_t window);
     bool    make_sums(int32_t n, int32_t n_threads);
     void    write_mask(Group & group);
+    void    write_even_mask(Inputs & inputs, int32_t before, bool causal);
     void    plan_inputs();
-    template <class F> void each_stretch(const Store & store, size_t layer, const F & visit) const;
-    static void put(const Stretch & stretch);  // to the device
-    static void get(const Stretch & stretch);  // and back
+    bool    make_order(size_t layer, const std::vector<int32_t> & heads);
+    Group   placed(const Store & from, size_t layer, const std::vector<int32_t> & heads, int32_t together) const;
+    template <class F> void each_stretch(const Store & store, size_t layer, const Group & group, bool keys, const F & visit) const;
+    void put(const Store & from, size_t layer, const Group & group, bool keys, Staging & staging) const;  // to the device
+    void get(const Store & to, size_t layer, const Group & group, bool keys, Staging & staging) const;    // and back
 
     ggml_tensor * attend_even(const GraphLayer & in, const Layer & layer, const Group & group) const;
-    ggml_tensor * attend_group(const GraphLayer & in, const Layer & layer, const Group & group, bool pick) const;
+    ggml_tensor * attend_group(const GraphLayer & in, const Layer & layer, const Group & group) const;
     ggml_tensor * keep_queries(const GraphLayer & in, const Layer & layer) const;
     SumGraph      sum_graph(size_t layer, float scale, int32_t n, int32_t shown, int32_t first, int32_t rows) const;
 
@@ -189,7 +209,8 @@ class GraphRows {
     std::vector<Layer>              layers_;
     std::vector<Inputs>             inputs_;
     bool                            even_   = true;
-    int32_t                         n_      = 0;  // tokens entered last
+    int32_t                         n_threads_ = 1;
+    int32_t                         n_         = 0;  // tokens entered last
     int32_t                         room_q_ = 0, room_visible_ = 0;  // that the inputs have
     int32_t                         window_ = 0, room_window_ = 0;
     Summed                          summed_;  // of the tokens entered last

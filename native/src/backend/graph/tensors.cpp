@@ -1,5 +1,6 @@
 #include "backend/graph/tensors.h"
 
+#include <algorithm>
 #include <new>
 
 namespace kvedge {
@@ -39,6 +40,20 @@ void copy_slots(ggml_tensor * from, ggml_tensor * to, int64_t n) {
         }
         ggml_backend_tensor_copy(parts[0], parts[1]);
     }
+}
+
+uint8_t * Staging::room(ggml_backend_dev_t device, size_t bytes) {
+    if (pinned_ && ggml_backend_buffer_get_size(pinned_.get()) >= bytes) {
+        return (uint8_t *) ggml_backend_buffer_get_base(pinned_.get());
+    }
+    pinned_.reset();
+    const auto type = ggml_backend_dev_host_buffer_type(device);
+    pinned_.reset(type && plain_.empty() ? ggml_backend_buft_alloc_buffer(type, bytes) : nullptr);
+    if (pinned_) {
+        return (uint8_t *) ggml_backend_buffer_get_base(pinned_.get());
+    }
+    plain_.resize(std::max(plain_.size(), bytes));
+    return plain_.data();
 }
 
 bool Worker::make_room(ggml_backend_dev_t device, ggml_cgraph * graph, int32_t n_threads) {

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 namespace kvedge {
 
@@ -34,6 +35,16 @@ class Tensors {
   private:
     GgmlContext                                    context_;
     std::unique_ptr<ggml_backend_buffer, FreeGgml> buffer_;
+};
+
+// Memory of the host from which a device copies, at its full speed where it has such memory.
+class Staging {
+  public:
+    uint8_t * room(ggml_backend_dev_t device, size_t bytes);  // what lay there is lost where it grows. Throws std::bad_alloc
+
+  private:
+    std::unique_ptr<ggml_backend_buffer, FreeGgml> pinned_;
+    std::vector<uint8_t>                           plain_;
 };
 
 // Runs graphs of ours on a device, between those of llama.cpp.
