@@ -7,7 +7,7 @@
 
 namespace kvedge {
 
-// Slots of a list that n rows of `together` heads lie in, with room for some tokens that follow: a buffer that grows has a
+// Slots of a list that n rows of `together` heads lie in, with room for a few tokens that follow: a buffer that grows has a
 // graph made anew. Attention kernels of GPUs want multiples of 256, and one that gets others takes twice as long; a small
 // cache would be padding then.
 int32_t slots_for(int32_t n, int32_t together = 1);

@@ -228,8 +228,9 @@ bool GraphRows::load_layer(const Store & from, size_t l) {
     }
     for (const auto & heads : groups) {
         layer.groups.push_back(placed(from, l, heads, shared ? shape.n_heads_kv : 1));
-        Group & group = layer.groups.back();
-        if (!make_group(l, group, slots_for(group.most_used(), group.together))) {
+        Group &       group = layer.groups.back();
+        const int32_t used  = group.most_used(), more = used / 32;  // of an answer, beside the few tokens that there is always room for
+        if (!make_group(l, group, slots_for(used + more, group.together))) {
             return false;
         }
     }
