@@ -274,9 +274,14 @@ void GraphRows::enter(int32_t n, bool causal) {
 
 // The tokens entered last see `before` slots, and those of each other that they may.
 void GraphRows::write_even_mask(Inputs & inputs, int32_t before, bool causal) {
-    constexpr size_t LARGE = 4 << 20;  // bytes that threads are started for
-    const auto   shown = (size_t) visible(), bytes = shown * (size_t) n_ * sizeof(ggml_fp16_t);
-    auto * const mask  = (ggml_fp16_t *) inputs.staging.room(inputs.device, std::max(bytes, ggml_nbytes(inputs.mask)));
+    constexpr size_t         LARGE = 4 << 20;  // bytes that threads are started for
+    const auto               shown = (size_t) visible(), bytes = shown * (size_t) n_ * sizeof(ggml_fp16_t);
+    std::vector<ggml_fp16_t> few(n_ == 1 ? shown : 0);
+    if (n_ == 1) {
+        inputs.staging.give_back();  // the prompt's
+    }
+    const size_t room = std::max(bytes, ggml_nbytes(inputs.mask));
+    auto * const mask = n_ == 1 ? few.data() : (ggml_fp16_t *) inputs.staging.room(inputs.device, room);
     parallel_for(bytes < LARGE ? 1 : n_threads_, n_, [&](int32_t t, int32_t) {
         ggml_fp16_t * const row  = mask + (size_t) t * shown;
         const auto          seen = (size_t) (before + (causal ? t + 1 : n_));

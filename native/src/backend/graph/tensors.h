@@ -41,6 +41,7 @@ class Tensors {
 class Staging {
   public:
     uint8_t * room(ggml_backend_dev_t device, size_t bytes);  // what lay there is lost where it grows. Throws std::bad_alloc
+    void      give_back() { *this = Staging(); }
 
   private:
     std::unique_ptr<ggml_backend_buffer, FreeGgml> pinned_;
