@@ -97,12 +97,13 @@ def test_heads_of_different_lengths(native, tiny, environment, server, profile_f
     cases = [case_of(files, method, [(WORDS * 25, [])], profile_file) for method in ("adakv", "mixkv-ada", "pyramidkv")]
     host = talked(environment, cases)
     assert len({len(head) for head in host[0]["held"][0][-1]}) > 4
-    for settings in ({"device": "CPU"}, {"rpc": server.address}):
-        there = talked(environment, cases, **settings)
+    graph = talked(environment, cases, device="CPU")
+    remote = talked(environment, cases, rpc=server.address)
+    for there in (graph, remote):
         same(host, there, cases)
         assert all(case["device_bytes"][-1] > 0 for case in there)
     row, mask, heads, layers = 2 * 64 * 4, 8 * 2, 8, 6  # f32
-    for case in talked(environment, cases, device="CPU"):
+    for case in graph:
         kept = sum(len(head) for layer in case["held"][0] for head in layer)
         room = layers * (32 * heads + 256)  # for tokens that follow
         assert kept * row < case["device_bytes"][0] <= (kept + room) * (row + mask) + 64 * 1024

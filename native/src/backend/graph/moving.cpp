@@ -120,16 +120,18 @@ void GraphRows::put(const Store & from, size_t l, const Group & group, bool keys
     std::vector<uint8_t> all(even_ ? 0 : ggml_nbytes(to), 0), some;
     each_stretch(from, l, group, keys, [&](const Stretch & x) {
         const ggml_type type = ggml_type_of(x.rows.type);
-        const size_t    size = row * (size_t) x.n;
-        if (even_ && type == to->type) {
-            send(device, staging, to, x.at * row, x.rows.data, size);
+        const size_t    at = x.at * row, size = row * (size_t) x.n;
+        const uint8_t * rows = x.rows.data;
+        if (!even_) {
+            convert(type, rows, to->type, all.data() + at, to->ne[0], x.n);
             return;
         }
-        some.resize(even_ ? size : 0);
-        convert(type, x.rows.data, to->type, even_ ? some.data() : all.data() + x.at * row, to->ne[0], x.n);
-        if (even_) {
-            send(device, staging, to, x.at * row, some.data(), size);
+        if (type != to->type) {
+            some.resize(size);
+            convert(type, rows, to->type, some.data(), to->ne[0], x.n);
+            rows = some.data();
         }
+        send(device, staging, to, at, rows, size);
     });
     if (!even_) {
         send(device, staging, to, 0, all.data(), all.size());
@@ -146,17 +148,19 @@ void GraphRows::get(const Store & to, size_t l, const Group & group, bool keys, 
     }
     each_stretch(to, l, group, keys, [&](const Stretch & x) {
         const ggml_type type = ggml_type_of(x.rows.type);
-        const size_t    size = row * (size_t) x.n;
+        const size_t    at = x.at * row, size = row * (size_t) x.n;
         auto *          rows = const_cast<uint8_t *>(x.rows.data);  // nobody else writes rows of a sequence that is away
-        if (even_ && type == from->type) {
-            receive(device, staging, from, x.at * row, rows, size);
+        if (!even_) {
+            convert(from->type, all.data() + at, type, rows, from->ne[0], x.n);
             return;
         }
-        if (even_) {
-            some.resize(size);
-            receive(device, staging, from, x.at * row, some.data(), size);
+        if (type == from->type) {
+            receive(device, staging, from, at, rows, size);
+            return;
         }
-        convert(from->type, even_ ? some.data() : all.data() + x.at * row, type, rows, from->ne[0], x.n);
+        some.resize(size);
+        receive(device, staging, from, at, some.data(), size);
+        convert(from->type, some.data(), type, rows, from->ne[0], x.n);
     });
 }
 
