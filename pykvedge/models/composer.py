@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pykvedge.errors import UsageError
+from pykvedge.models import toolresults
 from pykvedge.models.images import Picture
 from pykvedge.models.prompt import ChatTemplate, Message
 from pykvedge.models.vision import ImagePiece, Piece, TextPiece, Vision
@@ -44,7 +45,7 @@ class Composer:
         values: variables for the template.
         """
         hidden: dict[str, str] = {}
-        known, safe = self._hide_in(values or {}, hidden), self._safe(messages, hidden)
+        known, safe = self._hide_in(values or {}, hidden), self._safe(self._known(messages), hidden)
         begun = self.lead + safe.pop().text if len(safe) > 1 and safe[-1].role == "assistant" else ""
         text = self._template.first(safe, self.marker, known) + begun
         if self._model.adds_bos and not text.startswith(self._bos):
@@ -54,7 +55,7 @@ class Composer:
     def following(self, messages: list[Message], values: Mapping[str, Any] | None = None) -> Written:
         """Writes what comes after the last answer. messages: the last three are user, assistant, user."""
         hidden: dict[str, str] = {}
-        safe, known = self._safe(messages, hidden), self._hide_in(values or {}, hidden)
+        safe, known = self._safe(self._known(messages), hidden), self._hide_in(values or {}, hidden)
         return Written(self._template.following(safe, self.marker, known), hidden)
 
     @functools.cached_property
@@ -64,6 +65,15 @@ class Composer:
         Raises ModelError for a template that cannot write answers.
         """
         return self._template.lead()
+
+    @functools.cached_property
+    def _results_way(self) -> toolresults.Way:
+        return toolresults.way(self._template, self.marker)
+
+    def _known(self, messages: list[Message]) -> list[Message]:
+        """Puts calls of tools and their results so that the template can write them."""
+        tools = any(message.role == "tool" or message.fields.get("tool_calls") for message in messages)
+        return self._results_way(messages) if tools else messages
 
     def pieces(self, written: Written, pictures: list[Picture]) -> list[Piece]:
         """Cuts the prompt with these pictures in their places. Raises ImageError, UsageError."""

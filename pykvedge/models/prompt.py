@@ -31,12 +31,17 @@ FALLBACK = (
 
 
 IMAGE = "<image>"  # in a prompt: a picture goes here; the word itself is written \<image>
-_PLACE = re.compile(r"\\?" + IMAGE)
+PLACE = re.compile(r"\\?" + IMAGE)
+
+
+def escaped(text: str) -> str:
+    """Makes the word that stands for a picture nothing but text."""
+    return text.replace(IMAGE, "\\" + IMAGE)
 
 
 def places(text: str) -> int:
     """Counts the pictures that a prompt gives a place in its text."""
-    return sum(found == IMAGE for found in _PLACE.findall(text))
+    return sum(found == IMAGE for found in PLACE.findall(text))
 
 
 def check_places(text: str, n_pictures: int) -> None:
@@ -71,7 +76,7 @@ class Message:
             return self.text
         n = len(self.pictures)
         placed = places(self.text) == n
-        text = _PLACE.sub(lambda found: marker if placed and found[0] == IMAGE else IMAGE, self.text)
+        text = PLACE.sub(lambda found: marker if placed and found[0] == IMAGE else IMAGE, self.text)
         if placed or n == 0:
             return text
         if before + n == 1:

@@ -1,0 +1,94 @@
+"""Results of tools in a conversation, for chat templates that cannot be told of them as they are."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable
+
+from pykvedge.errors import ModelError
+from pykvedge.models.images import Picture
+from pykvedge.models.prompt import IMAGE, PLACE, ChatTemplate, Message, escaped
+
+Way = Callable[[list[Message]], list[Message]]
+_ID = "call00000"  # some templates want nine letters and digits
+
+
+def way(template: ChatTemplate, marker: str) -> Way:
+    """Finds how this template can be told of calls and their results, by what it makes of a short conversation.
+
+    A template that writes both, and `marker` inside of a result, is given messages as they are. One that loses the
+    marker gets the pictures `behind` the results, and one that knows no tools gets all of it `as_text`.
+    """
+    called, result = secrets.token_hex(8), secrets.token_hex(8)
+    call = {"id": _ID, "type": "function", "function": {"name": called, "arguments": {}}}
+    told = [Message("user", "?"), Message("assistant", "", fields={"tool_calls": [call]}),
+            Message("tool", f"{result} {marker}", fields={"tool_call_id": _ID, "name": called})]  # fmt: skip
+    try:
+        text = template.first(told, marker)
+    except ModelError:
+        return as_text
+    if called not in text or result not in text:
+        return as_text
+    return list if marker in text else behind
+
+
+def behind(messages: list[Message]) -> list[Message]:
+    """Moves pictures out of results, into a message of the user's behind them; the text says where they were.
+
+    messages: each picture has its place in the text (`IMAGE`).
+    """
+    out, moved, n = list[Message](), dict[int, Picture](), 0
+    for message in messages:
+        if message.role == "tool" and message.pictures:
+            own = dict(enumerate(message.pictures, n + 1))
+            moved |= own
+            message = Message("tool", _numbered(message.text, list(own)), fields=message.fields)
+            n += len(own)
+        elif message.role != "tool":
+            n += len(message.pictures)
+            _show(moved, out)
+        _append(message, out)
+    _show(moved, out)
+    return out
+
+
+def as_text(messages: list[Message]) -> list[Message]:
+    """Makes text of calls, and messages of the user of their results.
+
+    messages: each picture has its place in the text (`IMAGE`).
+    """
+    out, names = list[Message](), dict[str, str]()
+    for message in messages:
+        calls = message.fields.get("tool_calls", ())
+        names |= {call["id"]: call["function"]["name"] for call in calls}
+        if message.role == "tool":
+            name = message.fields.get("name") or names.get(message.fields.get("tool_call_id", ""), "")
+            text = message.text if message.pictures else escaped(message.text)
+            message = Message("user", f"Result{f' of {escaped(name)}' if name else ''}: {text}", message.pictures)
+        elif calls:
+            told = [json.dumps(call["function"], ensure_ascii=False) for call in calls]
+            message = Message(message.role, "\n".join([message.text, *told] if message.text else told))
+        _append(message, out)
+    return out
+
+
+def _numbered(text: str, numbers: list[int]) -> str:
+    """Puts numbers in the places of pictures, as plain text."""
+    left = iter(numbers)
+    return PLACE.sub(lambda found: f"(image {next(left)})" if found[0] == IMAGE else IMAGE, text)
+
+
+def _show(moved: dict[int, Picture], out: list[Message]) -> None:
+    """Appends a message with the pictures that were moved, if there are any, and empties `moved`."""
+    if moved:
+        out.append(Message("user", "\n".join(f"Image {n}: {IMAGE}" for n in moved), list(moved.values())))
+        moved.clear()
+
+
+def _append(message: Message, out: list[Message]) -> None:
+    """Appends a message; one of the user's goes on with one before it, since many templates want them by turns."""
+    if message.role == "user" and out and out[-1].role == "user":
+        before = out.pop()
+        message = Message("user", f"{before.text}\n{message.text}", [*before.pictures, *message.pictures])
+    out.append(message)
