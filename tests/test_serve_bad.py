@@ -70,7 +70,7 @@ WRONG = [
     ({"messages": [{"role": "user", "content": "word " * 3000}]}, 400),
     ({"messages": HELLO, "temperature": -1}, 400), ({"messages": HELLO, "temperature": "hot"}, 400),
     ({"messages": HELLO, "temperature": 1e400}, 400), ({"messages": HELLO, "top_p": 2}, 400),
-    ({"messages": HELLO, "max_tokens": 0}, 400), ({"messages": HELLO, "max_tokens": 2**40}, 400),
+    ({"messages": HELLO, "max_tokens": -2}, 400), ({"messages": HELLO, "max_tokens": 2**40}, 400),
     ({"messages": HELLO, "n": 100}, 400),
     ({"messages": HELLO, "stop": [""]}, 400), ({"messages": HELLO, "stop": 5}, 400),
     ({"messages": HELLO, "logit_bias": {"99999999": 1}}, 400), ({"messages": HELLO, "logit_bias": [1]}, 400),

@@ -16,25 +16,77 @@ from pykvedge.chat.serve import tools as calling
 from pykvedge.chat.serve.completions import Events, asked, begun, complete, streamed, usage
 from pykvedge.chat.serve.job import Done, Failed, Text
 from pykvedge.chat.serve.service import Service
-from pykvedge.chat.serve.translating import Object, Parts, chat_request, error, event_line, joined, text_of
+from pykvedge.chat.serve.translating import Object, chat_request, error, event_line
 from pykvedge.chat.serve.waiting import Waiting
 from pykvedge.chat.serve.wire import (
     MOST_MESSAGES,
+    MOST_PARTS,
     MOST_TOOLS,
     ChatRequest,
     Compression,
     Count,
+    Limit,
     Share,
+    Temperature,
     Wire,
     parsed,
 )
-from pykvedge.errors import RequestError
 from pykvedge.runtime.report import Report
+
+
+class TextBlock(Wire):
+    type: Literal["text"]
+    text: str
+
+
+class Base64Source(Wire):
+    type: Literal["base64"]
+    media_type: str = "image/png"
+    data: str
+
+
+class UrlSource(Wire):
+    type: Literal["url"]
+    url: str
+
+
+class ImageBlock(Wire):
+    type: Literal["image"]
+    source: Annotated[Base64Source | UrlSource, Field(discriminator="type")]
+
+
+class ToolUseBlock(Wire):
+    """A call that the assistant made."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: Annotated[Object, Field(default_factory=dict)]
+
+
+class ToolResultBlock(Wire):
+    """What a call gave."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str | Annotated[list[_Shown], Field(max_length=MOST_PARTS)] | None = None
+
+
+class ThinkingBlock(Wire):
+    """What the assistant thought before an earlier answer; templates leave it out, and so does the translation."""
+
+    type: Literal["thinking", "redacted_thinking"]
+
+
+_Shown = Annotated[TextBlock | ImageBlock, Field(discriminator="type")]
+_Block = Annotated[
+    TextBlock | ImageBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock, Field(discriminator="type")
+]
 
 
 class AnthropicMessage(Wire):
     role: Literal["user", "assistant"]
-    content: str | Parts
+    content: str | Annotated[list[_Block], Field(max_length=MOST_PARTS)]
 
 
 class AnthropicTool(Wire):
@@ -53,7 +105,7 @@ class CountRequest(Wire):
 
     model: str | None = None
     messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
-    system: str | Parts | None = None
+    system: str | Annotated[list[TextBlock], Field(max_length=MOST_PARTS)] | None = None
     tools: Annotated[list[AnthropicTool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: AnthropicChoice | None = None
     kvedge: Compression | None = None
@@ -64,9 +116,9 @@ class MessagesRequest(CountRequest):
 
     max_tokens: Count
     stream: bool | None = None
-    temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
+    temperature: Temperature | None = None
     top_p: Share | None = None
-    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    top_k: Limit | None = None
     stop_sequences: Annotated[list[str], Field(max_length=64)] | None = None
 
 
@@ -91,7 +143,8 @@ async def count(service: Service, http: HttpRequest) -> Response:
 def _of_messages(given: MessagesRequest) -> ChatRequest:
     out: list[Object] = []
     if given.system is not None:
-        out.append({"role": "system", "content": joined(given.system)})
+        system = given.system if isinstance(given.system, str) else [_shown(block) for block in given.system]
+        out.append({"role": "system", "content": system})
     for message in given.messages:
         out += _turns(message)
     choice: Any = None
@@ -110,38 +163,32 @@ def _of_messages(given: MessagesRequest) -> ChatRequest:
 
 
 def _turns(message: AnthropicMessage) -> list[Object]:
+    """Makes the messages that one is in chat completions: results of tools are messages, and come first."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
-    parts, calls, results = [], list[Object](), list[Object]()
-    for part in message.content:
-        kind = part.get("type")
-        if kind == "text":
-            parts.append({"type": "text", "text": text_of(part)})
-        elif kind == "image":
-            parts.append({"type": "image_url", "image_url": {"url": _source(part.get("source"))}})
-        elif kind == "tool_use":
-            arguments = json.dumps(part.get("input") or {})
-            function = {"name": str(part.get("name")), "arguments": arguments}
-            calls.append({"id": str(part.get("id", "")), "type": "function", "function": function})
-        elif kind == "tool_result":
-            told = {"role": "tool", "tool_call_id": str(part.get("tool_use_id", ""))}
-            results.append({**told, "content": joined(part.get("content"))})
-        elif kind not in ("thinking", "redacted_thinking"):
-            raise RequestError(400, f"messages: a part of type {kind!r:.40} is not known", "invalid_value", "messages")
+    parts, calls, results = list[Object](), list[Object](), list[Object]()
+    for block in message.content:
+        if isinstance(block, (TextBlock, ImageBlock)):
+            parts.append(_shown(block))
+        elif isinstance(block, ToolUseBlock):
+            function = {"name": block.name, "arguments": json.dumps(block.input)}
+            calls.append({"id": block.id, "type": "function", "function": function})
+        elif isinstance(block, ToolResultBlock):
+            inside = block.content
+            content = [_shown(one) for one in inside] if isinstance(inside, list) else inside or ""
+            results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
     own: list[Object] = []
     if parts or calls:
-        text = "\n".join(part["text"] for part in parts if part["type"] == "text")
-        content: Any = parts if message.role == "user" else text
-        own = [{"role": message.role, "content": content, **({"tool_calls": calls} if calls else {})}]
+        own = [{"role": message.role, "content": parts, **({"tool_calls": calls} if calls else {})}]
     return [*results, *own]
 
 
-def _source(source: Any) -> str:
-    if isinstance(source, dict) and source.get("type") == "base64":
-        return f"data:{source.get('media_type', 'image/png')};base64,{source.get('data', '')}"
-    if isinstance(source, dict) and source.get("type") == "url":
-        return str(source.get("url", ""))
-    raise RequestError(400, "messages: an image has a source of type base64 or url", "invalid_value", "messages")
+def _shown(block: TextBlock | ImageBlock) -> Object:
+    if isinstance(block, TextBlock):
+        return {"type": "text", "text": block.text}
+    source = block.source
+    url = source.url if isinstance(source, UrlSource) else f"data:{source.media_type};base64,{source.data}"
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def _stop_reason(report: Report, called: bool) -> str:

@@ -10,10 +10,18 @@ from typing import Any
 from pykvedge.chat.serve import tools as calling
 from pykvedge.chat.serve.job import Request
 from pykvedge.chat.serve.pictures import Sources
-from pykvedge.chat.serve.wire import ChatRequest, Compression, Part, ResponseFormat, WireMessage
+from pykvedge.chat.serve.wire import (
+    ChatRequest,
+    Compression,
+    ImagePart,
+    RefusalPart,
+    ResponseFormat,
+    TextPart,
+    WireMessage,
+)
 from pykvedge.errors import RequestError, UsageError
 from pykvedge.models.images import Picture
-from pykvedge.models.prompt import IMAGE, Message
+from pykvedge.models.prompt import IMAGE, Message, escaped
 from pykvedge.plans.making import plan as make_plan
 from pykvedge.plans.plan import Plan
 from pykvedge.runtime.sampling import Sampling
@@ -48,17 +56,16 @@ def request_of(given: ChatRequest, defaults: Defaults) -> Request:
     if reserved:
         raise RequestError(400, f"chat_template_kwargs: {min(reserved)} is the server's to set", "invalid_value")
     plan, sampling = plan_of(given.kvedge, defaults.plan), sampling_of(given, defaults)
-    return Request(messages, plan, sampling, values, given.kvedge is not None and given.kvedge.patches)
+    patches = given.kvedge is not None and given.kvedge.patches
+    return Request(messages, plan, sampling, values, patches, read_only=_limit(given) == 0)
 
 
 def is_quick(given: ChatRequest, defaults: Defaults) -> bool:
     """Tells whether request_of takes next to no time: there is not much text, and the pictures were seen before."""
-    if sum(len(message.content) for message in given.messages if isinstance(message.content, str)) > _QUICK_TEXT:
+    parts = [part for message in given.messages for part in message.parts]
+    if sum(len(_text(part)) for part in parts) > _QUICK_TEXT:
         return False
-    parts = [part for message in given.messages if isinstance(message.content, list) for part in message.content]
-    if sum(len(part.text or "") for part in parts) > _QUICK_TEXT:
-        return False
-    urls = [url for part in parts if (url := _named(part))]
+    urls = [part.url for part in parts if isinstance(part, ImagePart)]
     return len(urls) <= _QUICK_PICTURES and all(defaults.sources.knows(url) for url in urls)
 
 
@@ -70,9 +77,9 @@ def messages_of(given: list[WireMessage], sources: Sources) -> list[Message]:
         role = "system" if message.role == "developer" else message.role
         text, seen = _content(message, i, sources, pictures)
         pictures += len(seen)
-        if seen and role != "user":
+        if seen and role not in ("user", "tool"):
             raise RequestError(
-                400, f"messages.{i}: pictures belong to messages of the user", "invalid_value", "messages"
+                400, f"messages.{i}: pictures belong to messages of the user or a tool", "invalid_value", "messages"
             )
         if role == "system" and len(out) == 1 and out[0].role == "system":
             out[0] = Message("system", f"{out[0].text}\n\n{text}")
@@ -90,39 +97,26 @@ def messages_of(given: list[WireMessage], sources: Sources) -> list[Message]:
 
 
 def _content(message: WireMessage, i: int, sources: Sources, before: int) -> tuple[str, list[Picture]]:
-    if message.content is None or isinstance(message.content, str):
-        text = message.content or ""
-        return (_escaped(text) if message.role == "user" else text), []
-    parts, seen = [], list[Picture]()
-    for part in message.content:
-        if part.type in ("image_url", "input_image"):
-            if before + len(seen) >= MOST_PICTURES:
-                raise RequestError(400, f"messages: at most {MOST_PICTURES} pictures", "too_many_images", "messages")
-            seen.append(sources.load(_url(part, i), f"picture {before + len(seen) + 1}"))
-            if sum(picture.width * picture.height for picture in seen) > MOST_PIXELS:
-                most = MOST_PIXELS // 10**6
-                raise RequestError(400, f"messages.{i}: at most {most} million pixels", "too_many_pixels", "messages")
-            parts.append(IMAGE)
-        else:
-            text = part.text or ""
-            parts.append(_escaped(text) if message.role == "user" else text)
+    parts, seen = list[str](), list[Picture]()
+    literal = message.role == "user" or any(isinstance(part, ImagePart) for part in message.parts)
+    for part in message.parts:
+        if not isinstance(part, ImagePart):
+            parts.append(escaped(_text(part)) if literal else _text(part))
+            continue
+        if before + len(seen) >= MOST_PICTURES:
+            raise RequestError(400, f"messages: at most {MOST_PICTURES} pictures", "too_many_images", "messages")
+        if not part.url:
+            raise RequestError(400, f"messages.{i}: an image_url without a url", "invalid_value", "messages")
+        seen.append(sources.load(part.url, f"picture {before + len(seen) + 1}"))
+        if sum(picture.width * picture.height for picture in seen) > MOST_PIXELS:
+            most = MOST_PIXELS // 10**6
+            raise RequestError(400, f"messages.{i}: at most {most} million pixels", "too_many_pixels", "messages")
+        parts.append(IMAGE)
     return "\n".join(parts), seen
 
 
-def _url(part: Part, i: int) -> str:
-    url = _named(part)
-    if not url:
-        raise RequestError(400, f"messages.{i}: an image_url without a url", "invalid_value", "messages")
-    return url
-
-
-def _named(part: Part) -> str:
-    return part.image_url if isinstance(part.image_url, str) else part.image_url.url if part.image_url else ""
-
-
-def _escaped(text: str) -> str:
-    """Makes the word that stands for a picture nothing but text."""
-    return text.replace(IMAGE, "\\" + IMAGE)
+def _text(part: TextPart | ImagePart | RefusalPart) -> str:
+    return part.text if isinstance(part, TextPart) else part.refusal if isinstance(part, RefusalPart) else ""
 
 
 def _fields(message: WireMessage) -> Mapping[str, Any]:
@@ -179,24 +173,24 @@ def plan_of(given: Compression | None, default: Plan) -> Plan:
 
 def sampling_of(given: ChatRequest, defaults: Defaults) -> Sampling:
     """Makes the sampling of a request. Raises RequestError, UsageError."""
-    same = (
-        "top_k",
-        "min_p",
-        "typical_p",
-        "repeat_penalty",
-        "repeat_last_n",
-        "frequency_penalty",
-        "presence_penalty",
-        "stop",
-    )
+    same = ("min_p", "typical_p", "repeat_penalty", "frequency_penalty", "presence_penalty", "stop")
     out: dict[str, Any] = {name: getattr(given, name) for name in same if getattr(given, name) is not None}
     if given.temperature is not None:
         out["temp"] = given.temperature
+    elif (given.n or 1) > 1 and defaults.sampling.temp == 0:
+        out["temp"] = 1.0  # several answers are wanted that differ
     if given.top_p is not None:
         out["top_p"] = max(given.top_p, 1e-6)
+    if given.top_k is not None:
+        out["top_k"] = max(given.top_k, 0)
+    if given.repeat_last_n is not None:
+        out["repeat_last_n"] = given.repeat_last_n if given.repeat_last_n >= 0 else min(defaults.room, 2**20)
     if given.seed is not None:
-        out["seed"] = given.seed % 2**32
-    out["max_tokens"] = given.max_completion_tokens or given.max_tokens or defaults.max_tokens or defaults.room
+        out["seed"] = given.seed % 2**32 if given.seed != -1 else None
+    limit = _limit(given)
+    if limit is None:
+        limit = defaults.max_tokens or -1
+    out["max_tokens"] = defaults.room if limit < 0 else max(limit, 1)
     if given.logit_bias:
         out["logit_bias"] = {_token(token): bias for token, bias in given.logit_bias.items()}
     if given.logprobs or given.top_logprobs is not None:
@@ -206,6 +200,11 @@ def sampling_of(given: ChatRequest, defaults: Defaults) -> Sampling:
     if "stop" in out and not isinstance(out["stop"], str):
         out["stop"] = tuple(out["stop"])
     return _replaced(defaults.sampling, {**out, **_form(given)})
+
+
+def _limit(given: ChatRequest) -> int | None:
+    """Returns how many tokens the answer may have: None where nothing is said, -1 for any number."""
+    return given.max_tokens if given.max_completion_tokens is None else given.max_completion_tokens
 
 
 def _replaced(default: Sampling, changes: dict[str, Any]) -> Sampling:

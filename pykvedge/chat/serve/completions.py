@@ -130,11 +130,12 @@ def completion(service: Service, given: ChatRequest, done: list[Done]) -> dict[s
         message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
         if calls:
             message["tool_calls"] = calls
+        finish = _finish(report, bool(calls))
         choices.append(
             {
                 "index": i,
-                "message": message,
-                "finish_reason": _finish(report, bool(calls)),
+                "message": _named_as_asked(given, message),
+                "finish_reason": _finish_as_asked(given, finish),
                 "logprobs": _logprobs(report.logprobs),
             }
         )
@@ -164,6 +165,18 @@ def _calls(given: ChatRequest, text: str) -> tuple[str, list[dict[str, Any]]]:
 
 def _finish(report: Report, called: bool) -> str:
     return "tool_calls" if called and report.finish in ("end", "stop") else FINISH.get(report.finish, "stop")
+
+
+def _named_as_asked(given: ChatRequest, message: dict[str, Any]) -> dict[str, Any]:
+    """Calls a call of a tool as who gave `functions` knows it: there is one."""
+    if given.functions and (calls := message.pop("tool_calls", None)):
+        call = calls[0]["function"]
+        return {**message, "function_call": {name: call[name] for name in ("name", "arguments") if name in call}}
+    return message
+
+
+def _finish_as_asked(given: ChatRequest, finish: str | None) -> str | None:
+    return "function_call" if given.functions and finish == "tool_calls" else finish
 
 
 def usage(reports: list[Report]) -> dict[str, Any]:
@@ -277,6 +290,11 @@ class Chunks:
     def _chunk(
         self, number: int, delta: dict[str, Any], finish: str | None = None, logprobs: dict[str, Any] | None = None
     ) -> str:
-        choice = {"index": number, "delta": delta, "finish_reason": finish, "logprobs": logprobs}
+        choice = {
+            "index": number,
+            "delta": _named_as_asked(self._given, delta),
+            "finish_reason": _finish_as_asked(self._given, finish),
+            "logprobs": logprobs,
+        }
         usage_: dict[str, Any] = {"usage": None} if self._usage else {}
         return f"data: {json.dumps({**self._head, 'choices': [choice], **usage_})}\n\n"

@@ -55,7 +55,8 @@ class Request:
     """What a model is asked: a conversation that ends where it is to answer.
 
     values: variables for the chat template, as the tools that there are. patches: whether the report is to tell what
-    is left of each picture. count_only: the report is to have the tokens of the prompt, and nothing is read.
+    is left of each picture. count_only: the report is to have the tokens of the prompt, and nothing is read. read_only:
+    the prompt is read, for whoever asks the same later, and nothing is answered.
     """
 
     messages: list[Message]
@@ -64,6 +65,7 @@ class Request:
     values: Mapping[str, Any] = field(default_factory=dict)
     patches: bool = False
     count_only: bool = False
+    read_only: bool = False
 
 
 class Job:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import AsyncIterator
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
@@ -16,15 +16,18 @@ from pykvedge.chat.serve import tools as calling
 from pykvedge.chat.serve.completions import Events, asked, begun, complete, streamed, usage
 from pykvedge.chat.serve.job import Done, Failed, Text
 from pykvedge.chat.serve.service import Service
-from pykvedge.chat.serve.translating import Object, chat_request, event_line, joined, text_of
+from pykvedge.chat.serve.translating import Object, chat_request, event_line
 from pykvedge.chat.serve.waiting import Waiting
 from pykvedge.chat.serve.wire import (
     MOST_MESSAGES,
+    MOST_PARTS,
     MOST_TOOLS,
     ChatRequest,
     Compression,
     Count,
+    RefusalPart,
     Share,
+    Temperature,
     Wire,
     parsed,
 )
@@ -32,14 +35,65 @@ from pykvedge.errors import RequestError
 from pykvedge.runtime.report import Report
 
 
+class InputText(Wire):
+    """Text; `output_text` is what an answer's is called."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+
+
+class InputImage(Wire):
+    """A picture."""
+
+    type: Literal["input_image"]
+    image_url: str
+
+
+_Part = Annotated[InputText | InputImage | RefusalPart, Field(discriminator="type")]
+_Parts = Annotated[list[_Part], Field(max_length=MOST_PARTS)]
+
+
+class MessageItem(Wire):
+    """A message of the conversation."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | _Parts
+
+
+class CallItem(Wire):
+    """A call that the assistant made; arguments are JSON as text."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str = "{}"
+
+
+class CallOutputItem(Wire):
+    """What a call gave."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | _Parts
+
+
+_Item = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[CallItem, Tag("function_call")]
+    | Annotated[CallOutputItem, Tag("function_call_output")],
+    Discriminator(lambda item: item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)),
+]
+
+
 class ResponsesRequest(Wire):
     """The body of POST /v1/responses. Nothing is stored: earlier messages come with the request."""
 
     model: str | None = None
-    input: str | Annotated[list[Object], Field(min_length=1, max_length=MOST_MESSAGES)]
+    input: str | Annotated[list[_Item], Field(min_length=1, max_length=MOST_MESSAGES)]
     instructions: str | None = None
     max_output_tokens: Count | None = None
-    temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
+    temperature: Temperature | None = None
     top_p: Share | None = None
     stream: bool | None = None
     tools: Annotated[list[Object], Field(max_length=MOST_TOOLS)] | None = None
@@ -64,9 +118,10 @@ async def answer(service: Service, http: HttpRequest) -> Response:
 
 def _of_responses(given: ResponsesRequest) -> ChatRequest:
     said: list[Object] = [{"role": "system", "content": given.instructions}] if given.instructions else []
-    items: list[Object] = [{"role": "user", "content": given.input}] if isinstance(given.input, str) else given.input
-    for item in items:
-        said.append(_said(item))
+    if isinstance(given.input, str):
+        said.append({"role": "user", "content": given.input})
+    else:
+        said += [_said(item) for item in given.input]
     tools = [
         {"type": "function", "function": {name: tool.get(name) for name in ("name", "description", "parameters")}}
         for tool in given.tools or []
@@ -84,28 +139,25 @@ def _of_responses(given: ResponsesRequest) -> ChatRequest:
                          "tool_choice": choice, "response_format": form, "kvedge": kvedge})  # fmt: skip
 
 
-def _said(item: Object) -> Object:
-    kind = item.get("type", "message")
-    if kind == "function_call":
-        function = {"name": str(item.get("name")), "arguments": str(item.get("arguments", "{}"))}
-        return {"role": "assistant", "tool_calls": [{"id": str(item.get("call_id", "")), "function": function}]}
-    if kind == "function_call_output":
-        return {"role": "tool", "tool_call_id": str(item.get("call_id", "")), "content": joined(item.get("output"))}
-    if kind != "message":
-        raise RequestError(400, f"input: an item of type {kind!r:.40} is not known", "invalid_value", "input")
-    content = item.get("content")
-    if not isinstance(content, list):
-        return {"role": item.get("role"), "content": content}
-    parts = []
-    for part in content:
-        known = part.get("type") if isinstance(part, dict) else None
-        if known in ("input_text", "output_text", "text"):
-            parts.append({"type": "text", "text": text_of(part)})
-        elif known == "input_image":
-            parts.append({"type": "image_url", "image_url": part.get("image_url")})
-        else:
-            raise RequestError(400, f"input: a part of type {known!r:.40} is not known", "invalid_value", "input")
-    return {"role": item.get("role"), "content": parts}
+def _said(item: MessageItem | CallItem | CallOutputItem) -> Object:
+    if isinstance(item, CallItem):
+        function = {"name": item.name, "arguments": item.arguments}
+        return {"role": "assistant", "tool_calls": [{"id": item.call_id, "function": function}]}
+    if isinstance(item, CallOutputItem):
+        return {"role": "tool", "tool_call_id": item.call_id, "content": _parts(item.output)}
+    return {"role": item.role, "content": _parts(item.content)}
+
+
+def _parts(content: str | list[InputText | InputImage | RefusalPart]) -> str | list[Object]:
+    return content if isinstance(content, str) else [_shown(part) for part in content]
+
+
+def _shown(part: InputText | InputImage | RefusalPart) -> Object:
+    if isinstance(part, InputText):
+        return {"type": "text", "text": part.text}
+    if isinstance(part, InputImage):
+        return {"type": "image_url", "image_url": part.image_url}
+    return part.model_dump()
 
 
 def _response_head(service: Service, number: str, status: str) -> Object:

@@ -115,6 +115,8 @@ class Slot:
         logits: [n_vocab] that it was chosen by, where logprobs were asked for.
         """
         job, report = self.job, self.job.report
+        if job.request.read_only:
+            return "length"
         if job.first_token_s is None:
             job.first_token_s = time.perf_counter() - job.asked_at
             self.answering_since = time.perf_counter()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails, from_json
 
 from pykvedge.errors import RequestError
 
@@ -13,6 +14,8 @@ MOST_MESSAGES, MOST_PARTS, MOST_TOOLS, MOST_CHOICES = 4096, 256, 128, 8
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
+Limit = Annotated[int, Field(ge=-1, lt=2**31)]  # -1: none
+Temperature = Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)]
 
 
 class Wire(BaseModel):
@@ -28,12 +31,28 @@ class ImageUrl(Wire):
     detail: str | None = None
 
 
-class Part(Wire):
-    """A part of a message: text or image_url."""
+class TextPart(Wire):
+    type: Literal["text"]
+    text: str
 
-    type: Literal["text", "image_url", "input_text", "input_image", "refusal"]
-    text: str | None = None
-    image_url: ImageUrl | str | None = None
+
+class ImagePart(Wire):
+    type: Literal["image_url"]
+    image_url: ImageUrl | str
+
+    @property
+    def url(self) -> str:
+        return self.image_url if isinstance(self.image_url, str) else self.image_url.url
+
+
+class RefusalPart(Wire):
+    """Text with which an assistant refused."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+Part = Annotated[TextPart | ImagePart | RefusalPart, Field(discriminator="type")]
 
 
 class Function(Wire):
@@ -52,13 +71,28 @@ class ToolCall(Wire):
 
 
 class WireMessage(Wire):
-    """A message of the conversation."""
+    """A message of the conversation. The role `function` and `function_call` are older names of what tools do now."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Annotated[list[Part], Field(max_length=MOST_PARTS)] | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MOST_TOOLS)] | None = None
     tool_call_id: str | None = None
+    function_call: Function | None = None
+
+    @model_validator(mode="after")
+    def _of_today(self) -> WireMessage:
+        if self.function_call is not None and not self.tool_calls:
+            self.tool_calls = [ToolCall(function=self.function_call)]
+        if self.role == "function":
+            self.role = "tool"
+        return self
+
+    @property
+    def parts(self) -> list[TextPart | ImagePart | RefusalPart]:
+        """The content, where it is one text too, in parts."""
+        text = self.content or ""
+        return [TextPart(type="text", text=text)] if isinstance(text, str) else text
 
 
 class StreamOptions(Wire):
@@ -134,15 +168,15 @@ class ChatRequest(Wire):
     messages: Annotated[list[WireMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: Count | None = None
-    max_completion_tokens: Count | None = None
-    temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
+    max_tokens: Limit | None = None  # 0: the prompt is read, and nothing is answered
+    max_completion_tokens: Limit | None = None
+    temperature: Temperature | None = None
     top_p: Share | None = None
-    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    top_k: Limit | None = None
     min_p: Share | None = None
     typical_p: Share | None = None
     repeat_penalty: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] | None = None
-    repeat_last_n: Annotated[int, Field(ge=0, le=2**20)] | None = None
+    repeat_last_n: Annotated[int, Field(ge=-1, le=2**20)] | None = None  # -1: the whole answer
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]] | None = None
@@ -156,8 +190,22 @@ class ChatRequest(Wire):
     json_schema: dict[str, Any] | None = None
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    functions: Annotated[list[FunctionTool], Field(max_length=MOST_TOOLS)] | None = None
+    function_call: Literal["none", "auto"] | NamedFunction | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     kvedge: Compression | None = None
+
+    @model_validator(mode="after")
+    def _of_today(self) -> ChatRequest:
+        """Takes `functions` as the tools that they are now called."""
+        if not self.functions:
+            return self
+        if self.tools:
+            raise ValueError("tools and functions are two names of the same; give one of them")
+        self.tools = [Tool(type="function", function=function) for function in self.functions]
+        call = self.function_call
+        self.tool_choice = NamedTool(function=call) if isinstance(call, NamedFunction) else call
+        return self
 
 
 def parsed(kind: type[Wire], body: bytes) -> Any:
@@ -165,10 +213,51 @@ def parsed(kind: type[Wire], body: bytes) -> Any:
     try:
         return kind.model_validate_json(body, strict=True)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        if first["type"] == "json_invalid":
-            raise RequestError(400, f"the body is no JSON that can be read: {first['msg']}", "invalid_json") from None
-        raise RequestError(400, f"{where or 'the body'}: {first['msg']}", "invalid_value", where or None) from None
+        found = error.errors(include_url=False, include_input=False)
+        if found[0]["type"] == "json_invalid":
+            why = found[0]["msg"]
+            raise RequestError(400, f"the body is no JSON that can be read: {why}", "invalid_json") from None
+        where, what = _worst(found, from_json(body))
+        raise RequestError(400, f"{where or 'the body'}: {what}", "invalid_value", where or None) from None
     except (RecursionError, MemoryError):
         raise RequestError(400, "the body is nested too deeply", "invalid_json") from None
+
+
+def _worst(found: list[ErrorDetails], body: Any) -> tuple[str, str]:
+    """Says where the first error is and what it is; of a value that may have several forms, in the one it has most of.
+
+    Where no form is nearer than another, all of them are said.
+    """
+    placed = [(_path(error, body), error) for error in found]
+    first = placed[0][0]
+    inside = [(path, error) for path, error in placed if path[: len(first)] == first]
+    deepest = max((path for path, _ in inside), key=len)
+    said = dict.fromkeys(_said(path, error) for path, error in inside if path == deepest)
+    return ".".join(map(str, deepest)), ", or: ".join(said)
+
+
+def _path(error: ErrorDetails, body: Any) -> tuple[int | str, ...]:
+    """Returns the path of an error in the body, without the names of the forms that pydantic tried."""
+    out = list[int | str]()
+    for i, part in enumerate(error["loc"]):
+        inside = part in body if isinstance(body, dict) else isinstance(body, list) and isinstance(part, int)
+        if inside:
+            body = body[part]
+        if inside or (isinstance(body, dict) and i + 1 == len(error["loc"]) and error["type"] == "missing"):
+            out.append(part)
+    return tuple(out)
+
+
+def _said(path: tuple[int | str, ...], error: ErrorDetails) -> str:
+    told = error.get("ctx", {})
+    if error["type"] == "value_error":
+        return str(told["error"])
+    if error["type"] == "union_tag_not_found":
+        return "it has no type"
+    if error["type"] != "union_tag_invalid":
+        return error["msg"]
+    *most, last = str(told["expected_tags"]).replace("'", "").split(", ")
+    inside = [part for part in path if isinstance(part, str)][-1:]
+    what = {"content": "parts", "output": "parts", "source": "sources"}.get("".join(inside), "items")
+    known = f"{', '.join(most)} and " if most else ""
+    return f"{what} of type {told['tag']!s:.40} are not supported; {known}{last} are"

@@ -1,0 +1,143 @@
+"""`kvedge serve`: pictures and other parts of messages, wherever clients put them, are read or refused by name."""
+
+from __future__ import annotations
+
+import pytest
+from server import SCENES, asks, data_url, picture, serving
+
+ASKED = [{"role": "user", "content": "What is the code?"}]
+CALL = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+SCENE, OTHER = SCENES[0], SCENES[1]
+
+
+@pytest.fixture(scope="module")
+def server(environment):
+    with serving(environment, "--ctx", "1024", "--memory", "64MiB") as one:
+        yield one
+
+
+def content(*parts):
+    return {"messages": [{"role": "user", "content": list(parts)}]}
+
+
+TEXT = {"type": "text", "text": "x"}
+CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
+OF_MESSAGES = "text, image, tool_use, tool_result, thinking and redacted_thinking are"
+REFUSED = [
+    (CHAT, content(TEXT, {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}),
+     "messages.0.content.1: parts of type input_audio are not supported; text, image_url and refusal are"),
+    (CHAT, content({"type": "file", "file": {"file_id": "a"}}),
+     "messages.0.content.0: parts of type file are not supported; text, image_url and refusal are"),
+    (CHAT, content({"type": "text"}), "messages.0.content.0.text: Field required"),
+    (CHAT, content({"text": "x"}), "messages.0.content.0: it has no type"),
+    (CHAT, content("x"), "messages.0.content.0: Input should be an object"),
+    (CHAT, {"messages": [{"role": "user", "content": 5}]},
+     "messages.0.content: Input should be a valid string, or: Input should be a valid array"),
+    (CHAT, {"messages": ASKED, "functions": [{"name": "a"}],
+            "tools": [{"type": "function", "function": {"name": "a"}}]},
+     "the body: tools and functions are two names of the same; give one of them"),
+    (MESSAGES, {"max_tokens": 5, **content({"type": "document", "source": {}})},
+     f"messages.0.content.0: parts of type document are not supported; {OF_MESSAGES}"),
+    (MESSAGES, {"max_tokens": 5, **content({"type": "image", "source": {"type": "file", "file_id": "a"}})},
+     "messages.0.content.0.source: sources of type file are not supported; base64 and url are"),
+    (MESSAGES, {"max_tokens": 5, **content({"type": "tool_result", "tool_use_id": "a", "content": [
+        {"type": "search_result"}]})},
+     "messages.0.content.0.content.0: parts of type search_result are not supported; text and image are"),
+    (MESSAGES, {"max_tokens": 5, "messages": [*ASKED, {"role": "assistant", "content": [
+        {"type": "image", "source": {"type": "url", "url": data_url(SCENE)}}]}, *ASKED]},
+     "messages.1: pictures belong to messages of the user or a tool"),
+    (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "a"}]}]},
+     "input.0.content.0: parts of type input_file are not supported; "
+     "input_text, output_text, text, input_image and refusal are"),
+    (RESPONSES, {"input": [{"type": "item_reference", "id": "a"}]},
+     "input.0: items of type item_reference are not supported; "
+     "message, function_call and function_call_output are"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body", "says"), REFUSED)
+def test_what_is_not_understood_is_refused_by_its_name(server, path, body, says):
+    answer = server.client.post(path, json=body)
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, says)
+
+
+def results(path):
+    """The same conversation in each of the three forms: a tool's result is a picture."""
+    url = data_url(path)
+    source = {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}
+    return {
+        CHAT: {"messages": [*ASKED, {"role": "assistant", "content": None, "tool_calls": [CALL]},
+                            {"role": "tool", "tool_call_id": "c1", "content": [TEXT, picture(path)]}]},
+        MESSAGES: {"messages": [*ASKED, {"role": "assistant", "content": [
+            {"type": "tool_use", "id": "c1", "name": "look", "input": {}}]}, {"role": "user", "content": [
+                {"type": "tool_result", "tool_use_id": "c1",
+                 "content": [TEXT, {"type": "image", "source": source}]}]}]},
+        RESPONSES: {"input": [*ASKED, {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"},
+                              {"type": "function_call_output", "call_id": "c1", "output": [
+                                  {"type": "input_text", "text": "x"}, {"type": "input_image", "image_url": url}]}]},
+    }  # fmt: skip
+
+
+def test_pictures_of_results_are_seen_in_every_form(server):
+    """What is asked is the conversation with the picture, so the others go on from the prompt that the first read."""
+    first = server.client.post(CHAT, json={**results(SCENE)[CHAT], "temperature": 0, "max_tokens": 24}).json()
+    assert first["kvedge"][0]["tokens"]["image"] == 144
+    n = first["usage"]["prompt_tokens"]
+    for path, limit in ((MESSAGES, "max_tokens"), (RESPONSES, "max_output_tokens")):
+        answer = server.client.post(path, json={**results(SCENE)[path], limit: 4})
+        assert answer.status_code == 200, answer.text
+        usage = answer.json()["usage"]
+        cached = usage.get("cache_read_input_tokens", usage.get("input_tokens_details", {}).get("cached_tokens"))
+        assert cached == n, usage
+    other = server.client.post(MESSAGES, json={**results(OTHER)[MESSAGES], "max_tokens": 4}).json()["usage"]
+    assert other["cache_read_input_tokens"] == 0
+
+
+def test_functions_are_tools_under_older_names(server):
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"],
+              "additionalProperties": False}  # fmt: skip
+    fields = {"functions": [{"name": "paint", "parameters": schema}], "function_call": {"name": "paint"}}
+    said = asks("Paint it.", SCENE)
+    choice = server.chat(said, max_tokens=200, **fields).json()["choices"][0]
+    assert choice["finish_reason"] == "function_call" and "tool_calls" not in choice["message"]
+    assert choice["message"]["function_call"]["name"] == "paint"
+    lines = server.chat(said, max_tokens=200, stream=True, **fields).text.splitlines()
+    assert any('"function_call": {"name": "paint"' in line for line in lines)
+    assert any('"finish_reason": "function_call"' in line for line in lines)
+    assert not any("tool_calls" in line for line in lines)
+    older = [{"role": "assistant", "content": None, "function_call": choice["message"]["function_call"]},
+             {"role": "function", "name": "paint", "content": "done"}]  # fmt: skip
+    call = {"id": "", "function": choice["message"]["function_call"]}
+    newer = [{"role": "assistant", "content": None, "tool_calls": [call]},
+             {"role": "tool", "name": "paint", "content": "done"}]  # fmt: skip
+    first, second = (server.chat([*said, *turns]).json() for turns in (newer, older))
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == first["usage"]["prompt_tokens"]
+
+
+def test_no_limit_is_said_as_minus_one(server):
+    free = {"max_tokens": -1, "top_k": -1, "repeat_last_n": -1, "repeat_penalty": 1.1, "temperature": 0}
+    answer = server.chat(asks("Describe the image.", SCENE), **free).json()["choices"][0]
+    assert answer["finish_reason"] == "stop" and len(answer["message"]["content"]) > 40
+    few = server.chat(asks("Describe the image.", SCENE), max_completion_tokens=3, max_tokens=-1).json()
+    assert few["usage"]["completion_tokens"] == 3
+
+
+def test_a_prompt_may_be_read_and_not_answered(server):
+    said = asks("Read this ahead.", SCENE)
+    ahead = server.chat(said, max_tokens=0).json()
+    assert ahead["choices"][0]["message"]["content"] == "" and ahead["choices"][0]["finish_reason"] == "length"
+    assert ahead["usage"]["completion_tokens"] == 0
+    later = server.chat(said).json()["usage"]
+    assert later["prompt_tokens_details"]["cached_tokens"] == ahead["usage"]["prompt_tokens"]
+
+
+def test_answers_that_nobody_makes_repeatable_differ(server):
+    def texts(**fields):
+        asked = {"messages": asks("Say anything at all."), "max_tokens": 24, **fields}
+        answer = server.client.post(CHAT, json=asked).json()
+        return [choice["message"]["content"] for choice in answer["choices"]]
+
+    assert len(set(texts(n=8))) > 4  # no temperature is said
+    assert len(set(texts(n=3, temperature=0))) == 1 and texts() == texts(n=3, temperature=0)[:1]
+    seeds = [texts(temperature=1.5, n=8, seed=seed) for seed in (5, 5, -1, -1)]
+    assert seeds[0] == seeds[1] and seeds[2] != seeds[3]
