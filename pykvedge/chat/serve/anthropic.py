@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 from pykvedge.chat.serve import errors
 from pykvedge.chat.serve import tools as calling
-from pykvedge.chat.serve.completions import Events, asked, begun, complete, streamed, usage
+from pykvedge.chat.serve.completions import Events, asked, begun, complete, streamed, usage, words
 from pykvedge.chat.serve.job import Done, Failed, Text
 from pykvedge.chat.serve.service import Service
 from pykvedge.chat.serve.translating import Object, chat_request, error, event_line
@@ -229,17 +229,20 @@ def _message_head(service: Service) -> Object:
 
 
 async def _message_events(service: Service, chat: ChatRequest, waiting: Waiting, events: Events) -> AsyncIterator[str]:
-    begun_with = {**_counted(waiting.jobs[0].report), "output_tokens": 0}
-    message = {**_message_head(service), "content": [], "stop_reason": None, "stop_sequence": None, "usage": begun_with}
     with waiting:
-        yield event_line("message_start", message=message)
         try:
-            live = not chat.tools or chat.tool_choice == "none"
-            if live:
-                yield event_line("content_block_start", index=0, content_block={"type": "text", "text": ""})
-            async for _, event in events:
+            live, started = not chat.tools or chat.tool_choice == "none", False
+            async for _, event in words(events):
                 if isinstance(event, Failed):
                     raise event.error
+                if not started:  # what the prompt has is known now
+                    started = True
+                    usage_ = {**_counted(waiting.jobs[0].report), "output_tokens": 0}
+                    ends = {"stop_reason": None, "stop_sequence": None}
+                    yield event_line("message_start", message={**_message_head(service), "content": [], **ends,
+                                                               "usage": usage_})  # fmt: skip
+                    if live:
+                        yield event_line("content_block_start", index=0, content_block={"type": "text", "text": ""})
                 if isinstance(event, Text) and live and event.text:
                     yield event_line("content_block_delta", index=0, delta={"type": "text_delta", "text": event.text})
                 if isinstance(event, Done):

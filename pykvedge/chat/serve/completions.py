@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import secrets
 import time
 from collections.abc import AsyncIterator
@@ -26,7 +27,8 @@ from pykvedge.runtime.report import Report
 Events = AsyncIterator[tuple[int, Event]]
 FINISH = {"end": "stop", "stop": "stop", "length": "length", "context": "length", "cancelled": "stop"}
 _STEP_S = 0.1  # between two steps of progress that are told
-_QUIET_S = 10.0  # a stream that has nothing to say says so after this
+_KNOWN_S = 0.9  # an error that is known by then has a status of its own; after that a stream begins in any case
+_QUIET_S = 10.0  # a stream that has nothing to say says so after this, since proxies and clients give up silent ones
 
 
 async def answer(service: Service, http: HttpRequest, given: ChatRequest) -> Response:
@@ -65,18 +67,25 @@ async def complete(waiting: Waiting) -> list[Done]:
 
 
 async def begun(waiting: Waiting) -> Events:
-    """Waits until an answer begins: an error before its first word still has a status of its own."""
-    events = waiting.events()
+    """Waits until an answer begins, for a second at most: an error until then still has a status of its own."""
+    events, end = waiting.events(), time.monotonic() + _KNOWN_S
     try:
         async for number, event in events:
             if isinstance(event, Failed):
                 raise event.error
-            if not isinstance(event, Step):
+            if not isinstance(event, Step) or time.monotonic() > end:
                 return _again((number, event), events)
     except BaseException:
         waiting.__exit__()
         raise
     return events
+
+
+async def words(events: Events) -> Events:
+    """Waits for the first event that is no step, and yields it and what comes after it."""
+    async for number, event in events:
+        if not isinstance(event, Step):
+            yield number, event
 
 
 async def _again(first: tuple[int, Event], events: Events) -> Events:
@@ -86,21 +95,34 @@ async def _again(first: tuple[int, Event], events: Events) -> Events:
 
 
 class _EventStream(Response):
-    """Sends text as it comes. Who makes the text looks whether the client is there; starlette's own does so too, with
-    two more tasks for each answer.
+    """Sends text as it comes, and comments while there is none. Who makes the text looks whether the client is there;
+    starlette's own does so too, with two more tasks for each answer.
     """
 
     media_type = "text/event-stream"
 
     def __init__(self, lines: AsyncIterator[str]) -> None:
         self._lines, self.status_code, self.background = lines, 200, None
+        self._said = -math.inf
         self.init_headers({"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for text in self._lines:
-            await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+        beating = asyncio.create_task(self._beat(send))
+        try:
+            async for text in self._lines:
+                self._said = time.monotonic()
+                await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+        finally:
+            beating.cancel()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _beat(self, send: Send) -> None:
+        while True:
+            if time.monotonic() - self._said >= _QUIET_S:
+                self._said = time.monotonic()
+                await send({"type": "http.response.body", "body": b": working\n\n", "more_body": True})
+            await asyncio.sleep(self._said + _QUIET_S - time.monotonic())
 
 
 def streamed(lines: AsyncIterator[str]) -> Response:
@@ -256,9 +278,6 @@ class Chunks:
                 raise event.error
             if isinstance(event, Step) and self._progress and event.share < 1 and time.monotonic() - said < _STEP_S:
                 continue
-            if isinstance(event, Step) and time.monotonic() - said > _QUIET_S:
-                yield f": {event.what}, {100 * event.share:.0f} %\n\n"
-                said = time.monotonic()
             lines = self._of(number, event)
             if len(self._done) == len(self._waiting.jobs):
                 self._last = lines

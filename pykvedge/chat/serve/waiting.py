@@ -17,6 +17,7 @@ from pykvedge.errors import CancelledError, RequestError
 # Text that comes sooner than this after the last is gathered and told in one piece: nobody sees the difference, and a
 # small model computes a token in less time than it takes to wake the event loop and write a chunk.
 _GATHER_S = 0.01
+_TICK_S = 1.0  # before the first text, what is done is told so often
 
 
 class Waiting:
@@ -68,21 +69,32 @@ class Waiting:
     async def events(self) -> AsyncIterator[tuple[int, Event]]:
         """Yields events with the number of their job, until all jobs are over; text that waits, in one piece.
 
-        Raises RequestError where the client left.
+        Until there is text, the last step is told again each second. Raises RequestError where the client left.
         """
-        watch = asyncio.create_task(self._watch())
-        over = 0
+        watch, loop = asyncio.create_task(self._watch()), asyncio.get_running_loop()
+        over, doing = 0, (0, Step("waiting", 0.0))
+        silent, alarm = True, loop.call_later(_TICK_S, self._arrived.set)
         try:
             while over < len(self.jobs):
                 await self._arrived.wait()
                 self._arrived.clear()
+                alarm.cancel()
                 if self._left:
                     raise RequestError(LEFT, "the client left")
+                if silent and not self._told:
+                    yield doing
                 while self._told:
                     number, event = self._next()
                     over += isinstance(event, (Done, Failed))
+                    if isinstance(event, Step):
+                        doing = number, event
+                    else:
+                        silent = False
                     yield number, event
+                if silent:
+                    alarm = loop.call_later(_TICK_S, self._arrived.set)
         finally:
+            alarm.cancel()
             watch.cancel()
 
     def _next(self) -> tuple[int, Event]:
