@@ -1,4 +1,4 @@
-"""Grammars and schemas that would end the process, or never end: each is one line, soon, and the session goes on."""
+"""Grammars and schemas that would take all time and memory: each is one line, soon, and the session goes on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import pytest
 
 from pykvedge import GrammarError, Sampling
-from pykvedge.runtime import grammar
 
 
 def nested(n):
@@ -60,9 +59,8 @@ def session(tiny):
 
 
 @pytest.mark.parametrize("form", HOSTILE.values(), ids=HOSTILE)
-def test_a_hostile_form_is_one_line(session, monkeypatch, capfd, form):
+def test_a_hostile_form_is_one_line(session, capfd, form):
     """Or it is followed as far as max_tokens go: some builds manage what others have no stack for."""
-    monkeypatch.setattr(grammar, "PATIENCE", 3.0)
     session.clear()
     try:
         answer = session.ask("Hello", sampling=Sampling(**form, max_tokens=4))
@@ -75,36 +73,21 @@ def test_a_hostile_form_is_one_line(session, monkeypatch, capfd, form):
 
 
 @pytest.mark.parametrize(
-    "name", ["brackets", "left recursion", "many repetitions", "every way at once", "an address", "a type that is none",
-             "a pattern with quotes", "a pattern of all characters", "a pattern of digits", "a character that is none"],
+    "name", ["brackets", "many repetitions", "no rule of that name", "an address",
+             "a type that is none", "a reference to nothing", "a character that is none", "a pattern that is none"],
 )  # fmt: skip
-def test_what_cannot_be_used_is_refused_before_the_prompt_is_read(session, monkeypatch, name):
-    monkeypatch.setattr(grammar, "PATIENCE", 3.0)
+def test_what_cannot_be_used_is_refused_before_the_prompt_is_read(session, name):
     session.clear()
-    with pytest.raises(GrammarError, match=r"cannot be (used|followed)"):
+    with pytest.raises(GrammarError, match="cannot be used"):
         session.ask("Hello", sampling=Sampling(**HOSTILE[name]))
     assert not session.messages
-
-
-def test_a_grammar_with_more_ways_than_memory_is_ended(session, monkeypatch):
-    """Each letter doubles what it may go on with."""
-    monkeypatch.setattr(grammar, "PATIENCE", 3.0)
-    session.clear()
-    ways = 'root ::= s\ns ::= "a" s "b" | "a" s "c" | "a" s "d" | "e"'
-    forbidden = {"e": -1e6}
-    answer = session.ask("Hello", sampling=Sampling(grammar=ways, logit_bias=forbidden, max_tokens=400))
-    with pytest.raises(GrammarError, match="cannot be followed: it takes") as error:
-        answer.read()
-    assert "\n" not in str(error.value)
-    assert set(session.messages[-1].text) == {"a"} and session.in_cache
-    assert session.ask("Hello", sampling=Sampling(max_tokens=3)).read()
 
 
 def test_the_program_says_so(kvedge, tiny, tmp_path):
     base = ["chat", *tiny("llama").arguments()]
     file = tmp_path / "g.gbnf"
     file.write_text(HOSTILE["brackets"]["grammar"])
-    kvedge(*base, "--grammar", file, "Hello").failed(2, "the grammar cannot be followed")
+    kvedge(*base, "--grammar", file, "Hello").failed(2, "the grammar cannot be used")
     file.write_text(json.dumps(HOSTILE["an address"]["json_schema"]))
     kvedge(*base, "--json-schema", file, "Hello").failed(2, "the JSON schema cannot be used")
     kvedge(*base, "--grammar", "/dev/zero", "Hello").failed(2, "grammar")

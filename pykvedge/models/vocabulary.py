@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from typing import Any
 
 from pykvedge.errors import ModelError
+from pykvedge.models.tokentable import TokenTable
 
 
 class Vocabulary:
@@ -15,6 +17,8 @@ class Vocabulary:
         """llama: the bindings. handle: the llama_model, which stays its owner's."""
         self.llama, self.handle = llama, handle
         self.vocab = llama.llama_model_get_vocab(handle)
+        self._table: TokenTable | None = None
+        self._table_lock = threading.Lock()
 
     @property
     def n_vocab(self) -> int:
@@ -28,7 +32,7 @@ class Vocabulary:
     def special_text(self, which: str) -> str:
         """Returns the text of the "bos" or "eos" token; it is empty if the model has none."""
         token = getattr(self.llama, f"llama_vocab_{which}")(self.vocab)
-        return self.llama.llama_vocab_get_text(self.vocab, token).decode("utf-8", "replace") if token >= 0 else ""
+        return self.written(token) if token >= 0 else ""
 
     @property
     def adds_bos(self) -> bool:
@@ -48,12 +52,22 @@ class Vocabulary:
                 raise ModelError("the prompt cannot be tokenised")
             size = -n
 
+    def table(self) -> TokenTable:
+        """Returns all tokens as grammars take them. Only the first call takes time. Raises ModelError."""
+        with self._table_lock:
+            if self._table is None:
+                tokens = range(self.n_vocab)
+                ends = [token for token in tokens if self.is_end(token)]
+                unseen = [token for token in tokens if self.is_unseen(token)]
+                pieces = [self.piece(token) for token in tokens]
+                for token in unseen:
+                    pieces[token] = self.written(token).encode()
+                self._table = TokenTable(pieces, ends, unseen)
+            return self._table
+
     def special_words(self, text: str) -> list[str]:
         """Lists the texts of the special tokens that `tokenize` finds in a text, the longest first."""
-        llama = self.llama
-        special = llama.LLAMA_TOKEN_ATTR_CONTROL | llama.LLAMA_TOKEN_ATTR_UNKNOWN
-        found = {token for token in set(self.tokenize(text)) if self._attributes(token) & special}
-        words = [llama.llama_vocab_get_text(self.vocab, token).decode("utf-8", "replace") for token in found]
+        words = [self.written(token) for token in set(self.tokenize(text)) if self.is_unseen(token)]
         return sorted((word for word in words if word and word in text), key=len, reverse=True)
 
     def eats_blanks(self, word: str) -> bool:
@@ -63,6 +77,15 @@ class Vocabulary:
 
     def _attributes(self, token: int) -> int:
         return self.llama.llama_vocab_get_attr(self.vocab, token)
+
+    def is_unseen(self, token: int) -> bool:
+        """Tells whether a token is special: a mark for the model that is no text of an answer."""
+        unseen = self.llama.LLAMA_TOKEN_ATTR_CONTROL | self.llama.LLAMA_TOKEN_ATTR_UNKNOWN
+        return bool(self._attributes(token) & unseen)
+
+    def written(self, token: int) -> str:
+        """Returns the text by which a special token is known."""
+        return self.llama.llama_vocab_get_text(self.vocab, token).decode("utf-8", "replace")
 
     def is_end(self, token: int) -> bool:
         return bool(self.llama.llama_vocab_is_eog(self.vocab, token))

@@ -76,8 +76,7 @@ class Sampler:
 
     def close(self) -> None:
         """Frees the chain and the grammar. Does nothing the second time."""
-        if self._grammar is not None:
-            self._grammar.close()
+        self._grammar = None
         self._free()
 
     def __enter__(self) -> Sampler:

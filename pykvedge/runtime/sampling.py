@@ -38,7 +38,7 @@ class Sampling:
     stop: a text, or several; the answer ends before the one that is complete first.
     grammar: the answer follows this grammar (llama.cpp's GBNF, from its rule `root` on): text, or a file, which is what
     has no "::=". json_schema: it is JSON by this schema: a dict, text, or a file, which is what begins with no "{".
-    Either becomes its text, and takes a child process for as long as the answer does.
+    regex: the whole answer matches this regular expression (Rust's, without what looks around). One of the three.
     logprobs: with a number from 0 to 20 the answer's report has for each token its logarithmic probability, and so
     many of the likeliest.
     Raises UsageError for a value that cannot be used; GrammarError, which is one.
@@ -58,8 +58,9 @@ class Sampling:
     logit_bias: Mapping[int | str, float] = field(default_factory=dict, hash=False)
     stop: str | Sequence[str] = ()  # becomes a tuple
     logprobs: int | None = None
-    grammar: str | os.PathLike[str] | None = None
-    json_schema: str | os.PathLike[str] | Mapping[str, Any] | None = None
+    grammar: str | os.PathLike[str] | grammar_source.Lazy | None = None  # a file becomes its text
+    json_schema: str | os.PathLike[str] | Mapping[str, Any] | None = None  # becomes its text
+    regex: str | None = None
 
     def __post_init__(self) -> None:
         for name, (least, most) in _REAL.items():
@@ -88,17 +89,19 @@ class Sampling:
                 raise UsageError(f"logprobs must lie between 0 and {MOST_LOGPROBS}, not {self.logprobs}")
         _check_bias(self.logit_bias)
         object.__setattr__(self, "stop", _stop_texts(self.stop))
-        if self.grammar is not None and self.json_schema is not None:
-            raise GrammarError("an answer follows a grammar or a JSON schema, not both")
-        if self.grammar is not None:
+        if sum(form is not None for form in (self.grammar, self.json_schema, self.regex)) > 1:
+            raise GrammarError("an answer follows a grammar, a JSON schema or a regular expression, not several")
+        if self.grammar is not None and not isinstance(self.grammar, grammar_source.Lazy):
             object.__setattr__(self, "grammar", grammar_source.grammar(self.grammar))
         if self.json_schema is not None:
             object.__setattr__(self, "json_schema", grammar_source.schema(self.json_schema))
+        if self.regex is not None:
+            grammar_source.regex(self.regex)
 
     @property
     def constrained(self) -> bool:
         """Tells whether the answer has a form to follow."""
-        return self.grammar is not None or self.json_schema is not None
+        return self.grammar is not None or self.json_schema is not None or self.regex is not None
 
     @property
     def penalises(self) -> bool:

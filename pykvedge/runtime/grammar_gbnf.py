@@ -1,0 +1,283 @@
+"""A grammar in llama.cpp's GBNF is read, and written in the language that llguidance reads (its variant of Lark).
+
+Each character becomes a lexeme of its own: llguidance's lexer takes the longest lexeme, and no other one is as long, so
+that the grammar means what it means in llama.cpp, where characters are all that there is.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from pykvedge.errors import GrammarError
+
+DEEPEST = 500  # rules that stand within each other, groups among them; llguidance recurses so deep
+_MOST_TIMES = 100_000  # of a repetition
+_SHOWN = 40  # characters of a grammar in a message
+_HEX = {"x": 2, "u": 4, "U": 8}
+_PLAIN = {"t": "\t", "r": "\r", "n": "\n", "\\": "\\", '"': '"', "[": "[", "]": "]", "-": "-"}
+_SPACE = re.compile(r"(?:[ \t]|#[^\r\n]*)*")
+_LINES = re.compile(r"(?:[ \t\r\n]|#[^\r\n]*)*")
+_NAME = re.compile(r"[a-zA-Z0-9-]+")
+_CHARACTER = re.compile(r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[trn\\\"\[\]-])|[^\\]", re.DOTALL)
+_TIMES = re.compile(r"\{\s*([0-9]+)\s*(?:(,)\s*([0-9]*)\s*)?\}")
+_TOKEN = re.compile(r"(!?)(?:<\[([0-9]{1,9})\]>|(<[^>\0]*>))")
+
+Tokens = Callable[[str], list[int]]
+
+
+@dataclass
+class _Item:
+    """What an alternative is a sequence of. text: as Lark has it. rule: the rule that it stands for, if any.
+
+    within: rules that are named in its text.
+    """
+
+    text: str
+    rule: str = ""
+    times: str = ""
+    within: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return self.text + self.times
+
+
+_Alternatives = list[list[_Item]]
+
+
+@dataclass
+class _Reader:
+    """Reads the text of a grammar."""
+
+    text: str
+    token_ids: Tokens
+    preserved: Mapping[str, int]
+    rules: dict[str, _Alternatives] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)  # of the grammar's own rules, in Lark
+    at: int = 0
+
+    def refuse(self, why: str) -> GrammarError:
+        line = self.text.count("\n", 0, self.at) + 1
+        rest = " ".join(self.text[self.at : self.at + _SHOWN].split())
+        return GrammarError(f"line {line}: {why}" + (f" at {rest!r}" if rest else ""))
+
+    def skip(self, space: re.Pattern[str]) -> None:
+        found = space.match(self.text, self.at)
+        self.at = found.end() if found else self.at
+
+    def read(self) -> None:
+        self.skip(_LINES)
+        while self.at < len(self.text):
+            if not (name := _NAME.match(self.text, self.at)):
+                raise self.refuse("expecting a name")
+            self.at = name.end()
+            self.skip(_SPACE)
+            if not self.text.startswith("::=", self.at):
+                raise self.refuse("expecting ::=")
+            self.at += 3
+            self.skip(_LINES)
+            self.rules[self.named(name[0])] = self.alternatives()
+            if self.at < len(self.text) and self.text[self.at] not in "\r\n":
+                raise self.refuse("expecting a new line or the end")
+            self.skip(_LINES)
+
+    def named(self, name: str) -> str:
+        return self.names.setdefault(name, "start" if name == "root" else f"r{len(self.names)}")
+
+    def added(self, alternatives: _Alternatives) -> _Item:
+        """Makes a rule of a group."""
+        rule = f"g{len(self.rules)}"
+        self.rules[rule] = alternatives
+        return _Item(rule, rule)
+
+    def alternatives(self) -> _Alternatives:
+        """Reads the right side of a rule. Groups in it are on a stack, however deep they are."""
+        stack: list[_Alternatives] = [[[]]]
+        while True:
+            self.skip(_LINES if len(stack) > 1 else _SPACE)
+            sign = self.text[self.at : self.at + 1]
+            items = stack[-1][-1]
+            if sign == "|":
+                self.at += 1
+                self.skip(_LINES)
+                stack[-1].append([])
+            elif sign == "(":
+                self.at += 1
+                if len(stack) > DEEPEST:
+                    raise self.refuse("groups are nested too deeply")
+                stack.append([[]])
+            elif sign == ")" and len(stack) > 1:
+                self.at += 1
+                group = self.added(stack.pop())
+                stack[-1][-1].append(group)
+            elif sign and sign in "*+?{":
+                self.repeat(items)
+            elif (item := self.item(sign)) is not None:
+                items.append(item)
+            elif len(stack) > 1:
+                raise self.refuse("expecting ')'" if sign else "unexpected end of input")
+            else:
+                return stack[0]
+
+    def item(self, sign: str) -> _Item | None:
+        if sign == '"':
+            return self.literal()
+        if sign == "[":
+            return _Item(self.character_class())
+        if sign == ".":
+            self.at += 1
+            return _Item("/(?s:.)/")
+        if sign and sign in "<!":
+            return self.token()
+        if name := _NAME.match(self.text, self.at):
+            self.at = name.end()
+            rule = self.named(name[0])
+            return _Item(rule, rule)
+        return None
+
+    def characters(self, end: str) -> list[tuple[str, bool]]:
+        """Reads characters up to a sign, and tells which stand there as they are."""
+        self.at += 1
+        out = []
+        while not self.text.startswith(end, self.at):
+            if not (found := _CHARACTER.match(self.text, self.at)):
+                raise self.refuse("unknown escape" if self.at + 1 < len(self.text) else "unexpected end of input")
+            out.append((self.unescaped(found[0]), len(found[0]) == 1))
+            self.at = found.end()
+        self.at += 1
+        return out
+
+    def unescaped(self, text: str) -> str:
+        if len(text) == 1:
+            return text
+        if len(text) == 2:
+            return _PLAIN[text[1]]
+        number = int(text[2:], 16)
+        if number > 0x10FFFF or 0xD800 <= number < 0xE000:
+            raise self.refuse("there is no such character")
+        return chr(number)
+
+    def literal(self) -> _Item:
+        text = "".join(character for character, _ in self.characters('"'))
+        items, at = [], 0
+        while at < len(text):
+            shown = next((word for word in self.preserved if text.startswith(word, at)), "")
+            if shown:
+                items.append(self.added([[_Item(f"<[{self.preserved[shown]}]>")], [_Item(_written(shown))]]))
+            else:
+                items.append(_Item(_written(text[at])))
+            at += len(shown) or 1
+        if len(items) == 1:
+            return items[0]
+        within = tuple(item.rule for item in items if item.rule)
+        return _Item("(" + " ".join(map(str, items)) + ")" if items else '""', within=within)
+
+    def character_class(self) -> str:
+        negated = self.text.startswith("^", self.at + 1)
+        self.at += negated
+        given, ranges, i = self.characters("]"), list[str](), 0
+        while i < len(given):
+            first = last = given[i][0]
+            if i + 2 < len(given) and given[i + 1] == ("-", True):
+                last, i = given[i + 2][0], i + 2
+            if first > last:
+                raise self.refuse(f"the range {first}-{last} is the wrong way round")
+            ranges.append(f"\\x{{{ord(first):x}}}-\\x{{{ord(last):x}}}")
+            i += 1
+        if not ranges and not negated:
+            raise self.refuse("a class has no characters")
+        return f"/[{'^' * negated}{''.join(ranges)}]/" if ranges else "/(?s:.)/"
+
+    def token(self) -> _Item:
+        if not (found := _TOKEN.match(self.text, self.at)):
+            raise self.refuse("expecting a token, as <[12]>")
+        number = int(found[2]) if found[2] else self.token_ids(found[3])
+        if isinstance(number, list):
+            if len(number) != 1:
+                raise self.refuse("the model has no such token:")
+            number = number[0]
+        self.at = found.end()
+        return _Item(f"<[{'^' if found[1] else ''}{number}]>")
+
+    def repeat(self, items: list[_Item]) -> None:
+        if not items:
+            raise self.refuse("expecting something to repeat")
+        sign, times = self.text[self.at], ""
+        if sign != "{":
+            self.at, times = self.at + 1, sign
+        elif found := _TIMES.match(self.text, self.at):
+            least = found[1]
+            most = least if not found[2] else found[3]
+            if max(len(least), len(most)) > 9 or max(int(least), int(most or 0)) > _MOST_TIMES:
+                raise self.refuse(f"more than {_MOST_TIMES} repetitions")
+            if most and int(most) < int(least):
+                raise self.refuse("a repetition has more times at least than at most")
+            self.at, times = found.end(), f"{{{int(least)},{most and int(most)}}}"
+        else:
+            raise self.refuse("expecting numbers, as {2,3}")
+        once = self.added([[items[-1]]]) if items[-1].times else items[-1]
+        items[-1] = _Item('""') if times == "{0,0}" else replace(once, times="" if times == "{1,1}" else times)
+
+
+def lark(text: str, tokens: Tokens, preserved: Mapping[str, int]) -> str:
+    """Writes a grammar in Lark, from its rule `root` on. Raises GrammarError for one that cannot be used.
+
+    tokens: cuts the text of a special token. preserved: special tokens that literals may hold as their text.
+    """
+    reader = _Reader(text, tokens, preserved)
+    reader.read()
+    rules = reader.rules
+    for name, rule in [("root", "start"), *reader.names.items()]:
+        if rule not in rules:
+            raise GrammarError(f"Undefined rule identifier '{name}'")
+    for rule in list(rules):
+        _unrolled(reader, rule)
+    _check_depth(rules)
+    return "\n".join(f"{rule}: {_rows(alternatives)}" for rule, alternatives in rules.items())
+
+
+def _written(text: str) -> str:
+    """Writes characters as Lark's literals, each for itself."""
+    return " ".join(json.dumps(c, ensure_ascii=c < " " or c == "\x7f").replace("\x7f", "\\u007f") for c in text)
+
+
+def _rows(alternatives: _Alternatives) -> str:
+    return " | ".join(" ".join(map(str, items)) or '""' for items in alternatives)
+
+
+def _unrolled(reader: _Reader, rule: str) -> None:
+    """Makes a repetition of a rule that ends in itself: llguidance keeps every end of such a rule in mind."""
+    rules, alternatives = reader.rules, list[list[_Item]]()
+    for items in rules[rule]:
+        last = items[-1] if items else _Item("")
+        inner = rules[last.rule] if last.rule.startswith("g") and last.times in ("", "?") else []
+        if any(one and one[-1].rule == rule and not one[-1].times for one in inner):
+            alternatives += [items[:-1] + one for one in inner] + ([items[:-1]] if last.times else [])
+        else:
+            alternatives.append(items)
+    again = [items[:-1] for items in alternatives if items and items[-1].rule == rule and not items[-1].times]
+    others = [items for items in alternatives if not (items and items[-1].rule == rule and not items[-1].times)]
+    again = [items for items in again if items]
+    if again and others:
+        repeated = reader.added(again)
+        rules[rule] = [[_Item(repeated.text, repeated.rule, "*"), reader.added(others)]]
+
+
+def _check_depth(rules: dict[str, _Alternatives]) -> None:
+    """Refuses rules that are reached through too many others, in the order that llguidance goes through them."""
+    seen, stack = {"start"}, [iter(_named_in(rules["start"]))]
+    while stack:
+        rule = next((one for one in stack[-1] if one not in seen), None)
+        if rule is None:
+            stack.pop()
+            continue
+        if len(stack) > DEEPEST:
+            raise GrammarError(f"its rules are nested too deeply: more than {DEEPEST} in each other")
+        seen.add(rule)
+        stack.append(iter(_named_in(rules[rule])))
+
+
+def _named_in(alternatives: _Alternatives) -> list[str]:
+    return [rule for items in alternatives for item in items for rule in (item.rule, *item.within) if rule]

@@ -1,0 +1,108 @@
+"""A JSON schema is made ready for llguidance, which obeys a schema or says what of it it cannot obey.
+
+What it would take and not obey in every case is refused here, or made tighter.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from pykvedge.errors import GrammarError
+
+_OPTIONS = {
+    "lenient": False,
+    "coerce_one_of": False,
+    "item_separator": ",",
+    "key_separator": ":",
+    "whitespace_pattern": r"\x20|\r?\n[\x20\t]{0,60}",  # bounded: a model may write blanks without end
+    "json_allow_general_unicode_escapes": False,  # the name of a property would be another one
+}
+_YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9][0-9]|[0-9][1-9][0-9]{2}|[1-9][0-9]{3})"
+_LEAP = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
+_DATE = f"(?:{_YEAR}-(?:0[13-9]|1[0-2])-[0-3][0-9]|{_YEAR}-02-(?:[01][0-9]|2[0-8])|{_LEAP}-02-29)"
+_TIME = "[0-9]{2}:[0-9]{2}:[0-5]"
+_LABEL = "[a-zA-Z0-9]+(?:-[a-zA-Z0-9]+)*"
+# days that there are, no leap seconds, and names of hosts that are not encoded: llguidance's own forms take in more
+_FORMATS = {
+    "date": {"pattern": f"^{_DATE}$"},
+    "date-time": {"pattern": f"^{_DATE}[tT]{_TIME}"},
+    "time": {"pattern": f"^{_TIME}"},
+    "hostname": {"pattern": rf"^(?:{_LABEL}\.)*{_LABEL}$", "maxLength": 253},
+}
+_TYPES = ["null", "boolean", "number", "string", "array", "object"]
+_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # hold schemas by name
+_DATA = ("const", "enum", "default", "examples")  # hold no schema
+_APPLIED = {"allOf", "anyOf", "oneOf", "$ref", "dependentSchemas"}
+_OBJECT = {"properties", "required", "additionalProperties", "patternProperties", "minProperties", "maxProperties"}
+_UNHEEDED = ("deprecated", "contentSchema", "$vocabulary")  # say nothing about what is valid
+
+
+def prepared(schema: str) -> str:
+    """Returns the text of a schema, which is JSON, for llguidance. Raises GrammarError for what it does not obey."""
+    root = json.loads(schema)
+    schemas = list(_schemas(root))
+    apart = not any(one.keys() & _APPLIED and (one.keys() & _OBJECT or "allOf" in one) for one in schemas)
+    for one in schemas:
+        _check(one)
+        _change(one)
+        if apart:
+            _close(one)
+    root["x-guidance"] = _OPTIONS
+    return json.dumps(root)
+
+
+def _schemas(root: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Lists a schema and those in it, each once, also where only a $ref may lead to them."""
+    stack: list[tuple[Any, bool]] = [(root, True)]
+    while stack:
+        one, is_schema = stack.pop()
+        if isinstance(one, list):
+            stack += [(value, True) for value in one]
+        elif isinstance(one, dict):
+            if is_schema:
+                yield one
+            named = is_schema and _NAMED
+            stack += [(v, not named or k not in named) for k, v in one.items() if not (is_schema and k in _DATA)]
+
+
+def _check(one: dict[str, Any]) -> None:
+    least, required = one.get("minProperties"), one.get("required")
+    if isinstance(least, int) and least > 1 + (len(required) if isinstance(required, list) else 0):
+        raise GrammarError("minProperties above 1 cannot be obeyed: names of other properties may come twice")
+    for name, value in one.items():
+        numbers = [value] if isinstance(value, int | float) else _numbers(value) if name in ("const", "enum") else []
+        if any(isinstance(number, int) and abs(number) > 2**53 for number in numbers):
+            raise GrammarError(f"{name} has a number above 2^53, which cannot be obeyed exactly")
+
+
+def _numbers(value: Any) -> list[int | float]:
+    stack, out = [value], list[int | float]()
+    while stack:
+        one = stack.pop()
+        if isinstance(one, dict | list):
+            stack += one.values() if isinstance(one, dict) else one
+        elif isinstance(one, int | float):
+            out.append(one)
+    return out
+
+
+def _change(one: dict[str, Any]) -> None:
+    for name in (*_UNHEEDED, *(["uniqueItems"] if one.get("uniqueItems") is False else [])):
+        one.pop(name, None)
+    alternatives = one.get("oneOf")
+    if isinstance(alternatives, list):  # where they are written out, llguidance sees that they exclude each other
+        one["oneOf"] = [{"type": _TYPES, **a} if isinstance(a, dict) and "$ref" in a else a for a in alternatives]
+    name, others = one.get("format"), one.get("allOf", [])
+    if isinstance(name, str) and name in _FORMATS and isinstance(others, list):
+        one["allOf"] = [*others, _FORMATS[name]]
+
+
+def _close(one: dict[str, Any]) -> None:
+    """Lets an object have the properties that are named, and no others: no model is to think of some."""
+    named, required = one.get("properties"), one.get("required", [])
+    if isinstance(named, dict) and not one.keys() & {"patternProperties", "additionalProperties", "const", "enum"}:
+        one.setdefault("type", "object")
+        if isinstance(required, list) and all(isinstance(name, str) and name in named for name in required):
+            one["additionalProperties"] = False
