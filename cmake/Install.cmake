@@ -6,6 +6,10 @@ kvedge_install_c(wheel pykvedge/ "" kvedge kvedge)
 # a folder of their own, for a system may have a llama.cpp of its own
 kvedge_install_c(package "" /kvedge kvedge-runtime kvedge-dev)
 
+# for the Python package alone
+install(TARGETS kvedge-chat LIBRARY DESTINATION pykvedge/lib COMPONENT kvedge EXCLUDE_FROM_ALL
+    RUNTIME DESTINATION pykvedge/lib COMPONENT kvedge EXCLUDE_FROM_ALL)
+
 # The bindings are Python alone. They lie in a folder of their own, so that they neither replace a llama_cpp of the user's
 # nor are replaced; the .pth file names that folder, and Python looks there last.
 install(

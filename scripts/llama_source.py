@@ -31,7 +31,9 @@ SHA256 = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
 SDIST = f"llama_cpp_python-{VERSION}.tar.gz"
 VENDOR = f"llama_cpp_python-{VERSION}/vendor/llama.cpp"
 # what the libraries are built from; the rest (web UI, converters, vocabularies) is several times as much
-WANTED = ("CMakeLists.txt", "LICENSE", "licenses", "cmake", "ggml", "include", "src", "vendor", "tools/mtmd")
+WANTED = (
+    "CMakeLists.txt", "LICENSE", "licenses", "cmake", "common", "ggml", "include", "src", "vendor", "tools/mtmd",
+)  # fmt: skip
 
 ROOT = Path(__file__).resolve().parent.parent
 STAMP = ".kvedge-source.json"

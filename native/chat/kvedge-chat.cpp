@@ -1,0 +1,177 @@
+#include "kvedge-chat.h"
+
+#include "chat.h"
+#include "json.h"
+
+#include <cstdlib>
+#include <cstring>
+#include <exception>
+#include <new>
+#include <stdexcept>
+#include <string>
+
+using json = common_json;
+
+struct kvedge_chat_reader {
+    common_chat_parser_params params;
+};
+
+namespace {
+
+// a pointer that stays valid when there is no memory for a text; kvedge_chat_free knows it
+char no_memory[] = "out of memory";
+
+char * copied(const std::string & text) {
+    char * out = static_cast<char *>(std::malloc(text.size() + 1));
+    if (out == nullptr) {
+        return no_memory;
+    }
+    std::memcpy(out, text.c_str(), text.size() + 1);
+    return out;
+}
+
+template <typename F> int guarded(char ** out, const F & run) {
+    try {
+        run();
+        return 0;
+    } catch (const std::bad_alloc &) {
+        *out = no_memory;
+    } catch (const std::exception & error) {
+        *out = copied(error.what());
+    } catch (...) {
+        *out = copied("unknown error");
+    }
+    return 1;
+}
+
+const char * name_of(common_grammar_trigger_type type) {
+    switch (type) {
+        case COMMON_GRAMMAR_TRIGGER_TYPE_TOKEN: return "token";
+        case COMMON_GRAMMAR_TRIGGER_TYPE_WORD: return "word";
+        case COMMON_GRAMMAR_TRIGGER_TYPE_PATTERN: return "pattern";
+        case COMMON_GRAMMAR_TRIGGER_TYPE_PATTERN_FULL: return "pattern_full";
+    }
+    return "";
+}
+
+common_chat_templates_inputs inputs_of(const json & request) {
+    common_chat_templates_inputs inputs;
+    inputs.messages = common_chat_msgs_parse_oaicompat(request.at("messages"));
+    if (request.contains("tools")) {
+        inputs.tools = common_chat_tools_parse_oaicompat(request.at("tools"));
+    }
+    inputs.tool_choice = common_chat_tool_choice_parse_oaicompat(request.value("tool_choice", "auto"));
+    inputs.parallel_tool_calls = request.value("parallel_tool_calls", false);
+    inputs.reasoning_format = common_reasoning_format_from_name(request.value("reasoning_format", "auto"));
+    inputs.enable_thinking = request.value("enable_thinking", true);
+    if (request.contains("values")) {
+        for (const auto & [name, value] : request.at("values").items()) {
+            inputs.chat_template_kwargs[name] = value.dump();
+        }
+    }
+    return inputs;
+}
+
+json described(const common_chat_params & params) {
+    json triggers = json::array();
+    for (const auto & trigger : params.grammar_triggers) {
+        triggers.push_back({ { "type", name_of(trigger.type) }, { "value", trigger.value } });
+    }
+    return json{
+        { "format", static_cast<int>(params.format) },
+        { "parser", params.parser },
+        { "begin", params.generation_prompt },
+        { "grammar", params.grammar },
+        { "lazy", params.grammar_lazy },
+        { "triggers", triggers },
+        { "preserved", params.preserved_tokens },
+        { "stops", params.additional_stops },
+        { "thinks", params.supports_thinking },
+    };
+}
+
+json told(const common_chat_msg & message) {
+    json calls = json::array();
+    for (const auto & call : message.tool_calls) {
+        calls.push_back({ { "id", call.id }, { "name", call.name }, { "arguments", call.arguments } });
+    }
+    return json{
+        { "content", message.render_content() },
+        { "reasoning_content", message.reasoning_content },
+        { "tool_calls", calls },
+    };
+}
+
+// While more may come, llama.cpp holds back the end of a text that may begin a mark. Of an answer that is over that end is
+// text, as it is where a character follows that belongs to no mark.
+void complete(common_chat_msg & message, const std::string & text, const common_chat_parser_params & params) {
+    if (!message.tool_calls.empty()) {
+        return;
+    }
+    const std::string stop = "\x01";
+    const common_chat_msg longer = common_chat_parse(text + stop, true, params);
+    if (!longer.tool_calls.empty()) {
+        return;
+    }
+    const auto extend = [&](std::string & part, const std::string & with) {
+        const size_t n = with.size();
+        if (n > part.size() && with.compare(n - 1, 1, stop) == 0 && with.compare(0, part.size(), part) == 0) {
+            part = with.substr(0, n - 1);
+        }
+    };
+    if (longer.reasoning_content == message.reasoning_content) {
+        extend(message.content, longer.content);
+    } else if (longer.content == message.content) {
+        extend(message.reasoning_content, longer.reasoning_content);
+    }
+}
+
+}  // namespace
+
+int kvedge_chat_describe(const char * request, char ** answer) {
+    return guarded(answer, [&] {
+        const json given = json::parse(request);
+        const auto source = given.at("template").get<std::string>();
+        const auto templates = common_chat_templates_init(nullptr, source, given.value("bos", ""), given.value("eos", ""));
+        *answer = copied(described(common_chat_templates_apply(templates.get(), inputs_of(given))).dump_safe());
+    });
+}
+
+int kvedge_chat_open(const char * text, kvedge_chat_reader ** reader, char ** why) {
+    return guarded(why, [&] {
+        const json given = json::parse(text);
+        const int format = given.at("format").get<int>();
+        if (format < 0 || format >= COMMON_CHAT_FORMAT_COUNT) {
+            throw std::invalid_argument("there is no such format");
+        }
+        auto made = std::make_unique<kvedge_chat_reader>();
+        made->params.format = static_cast<common_chat_format>(format);
+        made->params.generation_prompt = given.at("begin").get<std::string>();
+        const auto parser = given.at("parser").get<std::string>();
+        if (!parser.empty()) {
+            made->params.parser.load(parser);
+        }
+        *reader = made.release();
+    });
+}
+
+int kvedge_chat_read(const kvedge_chat_reader * reader, const char * text, size_t n, int partial, char ** answer) {
+    return guarded(answer, [&] {
+        const std::string given(text, n);
+        auto message = common_chat_parse(given, partial != 0, reader->params);
+        if (partial == 0) {
+            complete(message, given, reader->params);
+        }
+        *answer = copied(told(message).dump_safe());
+    });
+}
+
+void kvedge_chat_close(kvedge_chat_reader * reader) {
+    delete reader;
+}
+
+void kvedge_chat_free(char * answer) {
+    if (answer != no_memory) {
+        std::free(answer);
+    }
+}
