@@ -10,10 +10,14 @@ from pykvedge.runtime.sampling import Sampling
 class Writing:
     """Tokens go in one by one, and the text comes out that is certain to belong to the answer."""
 
-    def __init__(self, model: Model, sampling: Sampling, begun: bool = False) -> None:
-        """begun: the answer goes on with text, so that a blank it begins with is its own."""
-        self._model = model
-        self._stream, self._stops = TextStream(model), StopTexts(sampling.stop)
+    def __init__(
+        self, model: Model, sampling: Sampling, begun: bool = False, shown: frozenset[int] = frozenset()
+    ) -> None:
+        """begun: the answer goes on with text, so that a blank it begins with is its own. shown: special tokens whose
+        text is the answer's.
+        """
+        self._model, self.shown = model, shown
+        self._stream, self._stops = TextStream(model, shown), StopTexts(sampling.stop)
         self._bare = not sampling.constrained and not begun
         self._length = self._out = 0  # characters that were generated, and that were not held back
         self.pending: list[int] = []  # what is to be read of the last token, where the conversation goes on

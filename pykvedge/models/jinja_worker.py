@@ -3,11 +3,15 @@
 A template is a program by whoever made the model file. `is_plain` tells those apart whose work is bounded by their own
 length and that of the messages; others run in `main`, a child process with a limit of memory whose parent ends it when
 it takes too long (models/sandbox.py). The child imports nothing but jinja2: its start is part of the first answer.
+
+A template's dialect (models/dialect.py) is found here as well: llama.cpp renders the template several times for that.
 """
 
 from __future__ import annotations
 
+import ctypes
 import datetime
+import functools
 import json
 import sys
 from typing import Any, BinaryIO
@@ -88,11 +92,42 @@ def _refuse(message: str) -> Any:
     raise TemplateError(message)
 
 
+@functools.cache
+def chat_library(path: str) -> ctypes.CDLL:
+    """Loads libkvedge-chat (native/chat/kvedge-chat.h). Raises OSError."""
+    library, pointer, text = ctypes.CDLL(path), ctypes.c_void_p, ctypes.c_char_p
+    library.kvedge_chat_describe.argtypes = [text, ctypes.POINTER(pointer)]
+    library.kvedge_chat_open.argtypes = [text, ctypes.POINTER(pointer), ctypes.POINTER(pointer)]
+    library.kvedge_chat_read.argtypes = [pointer, text, ctypes.c_size_t, ctypes.c_int, ctypes.POINTER(pointer)]
+    library.kvedge_chat_close.argtypes = library.kvedge_chat_free.argtypes = [pointer]
+    library.kvedge_chat_close.restype = library.kvedge_chat_free.restype = None
+    return library
+
+
+def taken(library: ctypes.CDLL, answer: ctypes.c_void_p) -> str:
+    """Copies a text of the library's, and frees it."""
+    text = ctypes.string_at(answer.value).decode("utf-8", "replace") if answer.value else ""
+    library.kvedge_chat_free(answer)
+    return text
+
+
+def describe(library: str, request: dict[str, Any]) -> dict[str, Any]:
+    """Finds the dialect of a template. Raises TemplateError, OSError."""
+    chat, answer = chat_library(library), ctypes.c_void_p()
+    failed = chat.kvedge_chat_describe(json.dumps(request).encode(), ctypes.byref(answer))
+    text = taken(chat, answer)
+    if failed:
+        raise TemplateError(text)
+    return json.loads(text)
+
+
 # ---------------------------------------------------------------------------------------------------
 
 
-def _answer(templates: dict[str, Template], request: dict[str, Any]) -> dict[str, str]:
+def _answer(templates: dict[str, Template], request: dict[str, Any]) -> dict[str, Any]:
     try:
+        if "library" in request:
+            return {"dialect": describe(request["library"], request["describe"])}
         source = request["source"]
         if source not in templates:
             templates[source] = environment().from_string(source)

@@ -136,13 +136,14 @@ class Model(Vocabulary):
 class TextStream:
     """Turns tokens into text, holding back bytes until they make whole characters."""
 
-    def __init__(self, model: Model) -> None:
-        self._model = model
+    def __init__(self, model: Model, shown: frozenset[int] = frozenset()) -> None:
+        """shown: special tokens that have their text."""
+        self._model, self._shown = model, shown
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, token: int) -> str:
         """Returns the text that this token completes, possibly empty."""
-        return self._decoder.decode(self._model.piece(token))
+        return self._decoder.decode(self._model.piece(token, token in self._shown))
 
     def finish(self) -> str:
         """Returns what an unfinished character at the end becomes."""

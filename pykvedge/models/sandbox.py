@@ -21,7 +21,7 @@ _MOST_ANSWER = 8 * jinja_worker.MOST_OUTPUT  # bytes of JSON, where a character 
 
 
 class Sandbox:
-    """Renders one template in a child process. It is for one thread at a time."""
+    """Runs one template in a child process. It is for one thread at a time."""
 
     def __init__(self, source: str) -> None:
         self._source = source
@@ -29,16 +29,23 @@ class Sandbox:
 
     def render(self, values: dict[str, Any]) -> str:
         """Raises TemplateError, as the template does; ModelError where the template had to be ended."""
+        return str(self._ask({"source": self._source, "values": values})["text"])
+
+    def describe(self, library: str, request: dict[str, Any]) -> dict[str, Any]:
+        """Finds the template's dialect (jinja_worker.describe). Raises as `render` does."""
+        return dict(self._ask({"library": library, "describe": {"template": self._source, **request}})["dialect"])
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         if self._child is None or not self._child.alive:
             self._child = _start()
-        answer, why = self._child.ask({"source": self._source, "values": values}, PATIENCE, _MOST_ANSWER)
+        answer, why = self._child.ask(request, PATIENCE, _MOST_ANSWER)
         if answer is None:
             raise ModelError(_failed(why))
         if "error" in answer:
             raise TemplateError(answer["error"])
         if "fatal" in answer:
             raise ModelError(_failed(answer["fatal"]))
-        return str(answer["text"])
+        return answer
 
 
 def _failed(why: str) -> str:

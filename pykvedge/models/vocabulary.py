@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Iterable
 from typing import Any
 
 from pykvedge.errors import ModelError
@@ -90,12 +91,20 @@ class Vocabulary:
     def is_end(self, token: int) -> bool:
         return bool(self.llama.llama_vocab_is_eog(self.vocab, token))
 
-    def piece(self, token: int) -> bytes:
-        """Returns the bytes that a token stands for, maybe a part of a character; a special token has none."""
+    def marks(self, texts: Iterable[str]) -> frozenset[int]:
+        """Finds the special tokens among tokens that these texts are, each by itself."""
+        single = {tokens[0] for text in texts if len(tokens := self.tokenize(text)) == 1}
+        return frozenset(token for token in single if not self.piece(token))
+
+    def piece(self, token: int, special: bool = False) -> bytes:
+        """Returns the bytes that a token stands for, maybe a part of a character; a special token has none.
+
+        special: it has its text.
+        """
         size = 64
         while True:
             buffer = ctypes.create_string_buffer(size)
-            n = self.llama.llama_token_to_piece(self.vocab, token, buffer, size, 0, False)
+            n = self.llama.llama_token_to_piece(self.vocab, token, buffer, size, 0, special)
             if n >= 0:
                 return buffer.raw[:n]
             size = -n

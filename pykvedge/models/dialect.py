@@ -1,0 +1,172 @@
+"""A Dialect is how a model writes answers by its chat template: calls of tools and reasoning, apart from the text.
+
+llama.cpp's common chat code finds it, and reads answers (native/chat). Finding it runs the template, which is a program
+by whoever made the model file: in a child process with bounds (models/sandbox.py). Reading an answer runs here: the
+parser's form is llama.cpp's, the template adds only the marks in it, and its work grows as the text does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2 import TemplateError
+
+from pykvedge.errors import KvedgeError, LibraryError
+from pykvedge.models import jinja_worker
+from pykvedge.models.child import can_start
+from pykvedge.models.sandbox import Sandbox
+from pykvedge.native import libraries
+
+_MOST = 64  # dialects that are kept: one for each list of tools that clients send
+_QUESTION = {"role": "user", "content": "?"}
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a tool. arguments: JSON as text, of a call that is not complete its beginning."""
+
+    name: str
+    arguments: str
+    id: str = ""
+
+
+@dataclass(frozen=True)
+class Said:
+    """What an answer says so far."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: tuple[Call, ...] = ()
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """begin: what the template puts before an answer. grammar: GBNF of an answer with `begin` before it, or with `lazy`
+    of what follows a trigger, each of which has a type and a value. preserved: texts of special tokens that belong to
+    the text that is read. stops: texts that end an answer. thinks: whether the model may reason before it answers.
+    """
+
+    begin: str
+    grammar: str
+    lazy: bool
+    triggers: tuple[tuple[str, str], ...]
+    preserved: tuple[str, ...]
+    stops: tuple[str, ...]
+    thinks: bool
+    described: str  # for Reader
+
+    @classmethod
+    def of(cls, found: Mapping[str, Any]) -> Dialect:
+        """Reads what libkvedge-chat tells of a template."""
+        triggers = tuple((one["type"], one["value"]) for one in found["triggers"])
+        described = json.dumps({name: found[name] for name in ("format", "parser", "begin")})
+        return cls(found["begin"], found["grammar"], found["lazy"], triggers, tuple(found["preserved"]),
+                   tuple(found["stops"]), found["thinks"], described)  # fmt: skip
+
+
+class Reader:
+    """Reads answers in a dialect. For any thread."""
+
+    def __init__(self, dialect: Dialect) -> None:
+        """Raises LibraryError."""
+        self._library, self._handle, why = _library(), ctypes.c_void_p(), ctypes.c_void_p()
+        data = dialect.described.encode()
+        if self._library.kvedge_chat_open(data, ctypes.byref(self._handle), ctypes.byref(why)):
+            raise LibraryError(f"a parser cannot be read: {jinja_worker.taken(self._library, why)}")
+        weakref.finalize(self, self._library.kvedge_chat_close, self._handle)
+
+    def read(self, text: str, partial: bool = False) -> Said | None:
+        """Reads an answer. partial: more may come. None: it is not written as the dialect wants it."""
+        data, answer = text.encode("utf-8", "replace"), ctypes.c_void_p()
+        failed = self._library.kvedge_chat_read(self._handle, data, len(data), partial, ctypes.byref(answer))
+        found = jinja_worker.taken(self._library, answer)
+        if failed:
+            return None
+        said = json.loads(found)
+        calls = tuple(Call(call["name"], call["arguments"], call["id"]) for call in said["tool_calls"])
+        return Said(said["content"], said["reasoning_content"], calls)
+
+
+class Dialects:
+    """Those of one chat template, one for each list of tools. For any thread."""
+
+    def __init__(self, source: str, bos: str, eos: str) -> None:
+        self._source, self._tokens = source, {"bos": bos, "eos": eos}
+        self._sandbox = Sandbox(source)
+        self._found: OrderedDict[str, Dialect | None] = OrderedDict()
+        self._lock = threading.Lock()
+        self.knows_tools = "tools" in source
+        self.knows_thinking = "enable_thinking" in source  # a variable that templates have in common
+
+    def knows(self, request: Mapping[str, Any]) -> bool:
+        """Tells whether `of` answers at once."""
+        return json.dumps(request) in self._found
+
+    def of(self, request: Mapping[str, Any]) -> Dialect | None:
+        """Finds the dialect of answers to such a request (`request_for`). None where the template has none that can be
+        found, or where this program cannot use it.
+        """
+        name = json.dumps(request)
+        with self._lock:
+            if name not in self._found:
+                self._found[name] = self._find(request)
+                if len(self._found) > _MOST:
+                    self._found.popitem(last=False)
+            return self._found[name]
+
+    def _find(self, request: Mapping[str, Any]) -> Dialect | None:
+        try:
+            library, given = _path(), {**request, **self._tokens}
+            if can_start():
+                return Dialect.of(self._sandbox.describe(library, given))
+            return Dialect.of(jinja_worker.describe(library, {"template": self._source, **given}))
+        except (TemplateError, KvedgeError, OSError):  # the prompt is written by the template as well, and tells why
+            return None
+
+
+def request_for(
+    tools: Sequence[Mapping[str, Any]],
+    choice: str,
+    several: bool,
+    values: Mapping[str, Any],
+    reasoning: str,
+    after_tool: bool,
+) -> dict[str, Any]:
+    """Makes what `Dialects.of` takes. Answers to other messages begin in the same way.
+
+    choice: "auto", "required" or "none". several: calls at once. values: variables for the template. reasoning: a name
+    of llama.cpp's: "auto" or "none". after_tool: the last message is a tool's.
+    """
+    messages: list[dict[str, Any]] = [_QUESTION]
+    if after_tool:
+        name = tools[0]["function"]["name"] if tools else "tool"
+        call = {"id": "call00000", "type": "function", "function": {"name": name, "arguments": "{}"}}
+        messages += [{"role": "assistant", "content": "", "tool_calls": [call]},
+                     {"role": "tool", "content": "?", "tool_call_id": "call00000", "name": name}]  # fmt: skip
+    return {
+        "messages": messages,
+        "tools": list(tools),
+        "tool_choice": choice,
+        "parallel_tool_calls": several,
+        "values": dict(values),
+        "reasoning_format": reasoning,
+        "enable_thinking": values.get("enable_thinking", True) is not False,
+    }
+
+
+def _path() -> str:
+    return str(libraries.require_dir() / libraries.file_name("kvedge-chat"))
+
+
+def _library() -> ctypes.CDLL:
+    try:
+        return jinja_worker.chat_library(_path())
+    except OSError as error:
+        raise LibraryError(f"libkvedge-chat cannot be loaded: {error}") from None
