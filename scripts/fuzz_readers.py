@@ -16,7 +16,7 @@ from fuzz_headers import of_header
 from fuzz_mutants import of_json
 from PIL import BmpImagePlugin, GifImagePlugin, ImageOps, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
 
-from pykvedge.chat.serve import anthropic, asking, responses, tools, wire
+from pykvedge.chat.serve import anthropic, asking, reading, responses, tools, wire
 from pykvedge.chat.serve.pictures import Sources
 from pykvedge.errors import KvedgeError
 from pykvedge.lab.eval import datasets
@@ -137,17 +137,18 @@ def wire_format(data: bytes) -> None:
         asking.plan_of(wire.parsed(wire.Compression, data), _defaults().plan)
 
 
-_TOOLS = [wire.Tool(type="function", function=wire.FunctionTool(name=name)) for name in ("look", "add")]
-
-
 def tool_calls(data: bytes) -> None:
-    """What a model writes is searched for calls of tools."""
+    """What a model writes is searched for calls of tools, whole and in pieces."""
     text = data.decode("utf-8", "replace")
-    rest, calls = tools.calls_in(text, _TOOLS)
-    assert len(rest) <= len(text)
-    for call in calls:
-        assert call["function"]["name"] in ("look", "add") and isinstance(call["function"]["arguments"], str)
-        assert isinstance(tools.arguments_of(call), dict)
+    whole, pieces = (reading.Told({"look", "add"}) for _ in range(2))
+    whole.finish(text)
+    for i in range(0, len(text), 7):
+        pieces.feed(text[i : i + 7])
+    pieces.finish()
+    assert whole.said.text == pieces.said.text and len(whole.said.text) <= len(text)
+    for one, other in zip(whole.said.calls, pieces.said.calls, strict=True):
+        assert (one.name, one.arguments) == (other.name, other.arguments)
+        assert one.name in ("look", "add") and isinstance(tools.arguments_of(one), dict)
 
 
 # target -> what is tried, and how its inputs are changed by their structure

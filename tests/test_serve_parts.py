@@ -51,7 +51,7 @@ REFUSED = [
      "input_text, output_text, text, input_image and refusal are"),
     (RESPONSES, {"input": [{"type": "item_reference", "id": "a"}]},
      "input.0: items of type item_reference are not supported; "
-     "message, function_call and function_call_output are"),
+     "message, function_call, function_call_output and reasoning are"),
 ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""What a model writes is searched for calls of tools, whatever it writes."""
+"""What a model writes that was told of tools in words is searched for calls of them, whatever it writes."""
 
 from __future__ import annotations
 
@@ -6,24 +6,63 @@ import json
 
 import pytest
 
-from pykvedge.chat.serve.tools import arguments_of, calls_in
-from pykvedge.chat.serve.wire import FunctionTool, Tool
+from pykvedge.chat.serve.reading import Told
+from pykvedge.chat.serve.tools import arguments_of
 
-TOOLS = [Tool(type="function", function=FunctionTool(name=name)) for name in ("look", "add")]
+ONE = json.dumps({"name": "look", "arguments": {"at": "x"}})
+NAMES = {"look", "add"}
 
 
 def found(text):
-    rest, calls = calls_in(text, TOOLS)
-    return rest, [(call["function"]["name"], arguments_of(call)) for call in calls]
+    answer = Told(NAMES)
+    answer.finish(text)
+    return answer.said.text, [(call.name, arguments_of(call)) for call in answer.said.calls]
 
 
-def test_calls_are_found():
-    one = json.dumps({"name": "look", "arguments": {"at": "x"}})
-    assert found(one) == ("", [("look", {"at": "x"})])
-    assert found(f"I look. <tool_call>{one}</tool_call> Done.") == ("I look.  Done.", [("look", {"at": "x"})])
-    assert found(f"```json\n[{one}]\n```") == ("", [("look", {"at": "x"})])
-    assert found('{"name": "add", "parameters": {"a": 1}}') == ("", [("add", {"a": 1})])
-    assert found('{"name": "look", "arguments": "{\\"at\\": 1}"}') == ("", [("look", {"at": 1})])
+@pytest.mark.parametrize(
+    ("text", "rest", "calls"),
+    [
+        (ONE, "", [("look", {"at": "x"})]),
+        (f"I look. <tool_call>{ONE}</tool_call> Done.", "I look.  Done.", [("look", {"at": "x"})]),
+        (f"<tool_call>\n{ONE}\n</tool_call>\n<tool_call>{ONE}", "\n", [("look", {"at": "x"})] * 2),
+        (f"```json\n[{ONE}]\n```", "", [("look", {"at": "x"})]),
+        (f" [{ONE}, {ONE}] ", "", [("look", {"at": "x"})] * 2),
+        ('{"name": "add", "parameters": {"a": 1}}', "", [("add", {"a": 1})]),
+        ('{"name": "look", "arguments": "{\\"at\\": 1}"}', "", [("look", {"at": 1})]),
+    ],
+)
+def test_calls_are_found(text, rest, calls):
+    assert found(text) == (rest, calls)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a < b", "ends with <tool", "``", "```", "```json", "```python\nprint([1])\n```\nand more", "```json\n{}\n```",
+     "<tool_call>none</tool_call> it is", "<tool_call>", "{", "[1, 2] are numbers", '{"name": "other"}', " {} ",
+     "```[1", f"``` {ONE} and no end", "<tool_call><tool_call>"],
+)  # fmt: skip
+def test_other_text_stays_as_it_is(text):
+    assert found(text) == (text, [])
+
+
+@pytest.mark.parametrize("text", [f"a <b> ```c``` <tool_call>{ONE}</tool_call>d", f"```json\n{ONE}```", ONE, "[1] <to"])
+def test_text_comes_at_once_and_calls_when_they_are_whole(text):
+    answer = Told(NAMES)
+    told, calls = "", []
+    for i, piece in enumerate(text):
+        for delta in answer.feed(piece):
+            told += delta.text
+            calls += [delta] if delta.call >= 0 else []
+        if text[0] not in "{[":  # nothing waits but what may be a call
+            begun = text[: i + 1]
+            assert begun.startswith(told) or calls
+            rest = begun[len(told) :]
+            assert calls or not rest or rest[0] in "<`"
+    for delta in answer.finish():
+        told += delta.text
+        calls += [delta] if delta.call >= 0 else []
+    assert (told, [(one.name, json.loads(one.arguments)) for one in calls]) == found(text)
+    assert len({one.id for one in calls}) == len(calls)
 
 
 @pytest.mark.parametrize("name", [[], {}, None, 5, True, "other", ["look"]])

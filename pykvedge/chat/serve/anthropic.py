@@ -13,8 +13,20 @@ from starlette.responses import JSONResponse, Response
 
 from pykvedge.chat.serve import errors
 from pykvedge.chat.serve import tools as calling
-from pykvedge.chat.serve.completions import Events, asked, begun, complete, streamed, usage, words
+from pykvedge.chat.serve.completions import (
+    Events,
+    asked,
+    begun,
+    complete,
+    read,
+    reading_of,
+    streamed,
+    usage,
+    whole,
+    words,
+)
 from pykvedge.chat.serve.job import Done, Failed, Text
+from pykvedge.chat.serve.reading import Delta
 from pykvedge.chat.serve.service import Service
 from pykvedge.chat.serve.translating import Object, chat_request, error, event_line
 from pykvedge.chat.serve.waiting import Waiting
@@ -31,6 +43,7 @@ from pykvedge.chat.serve.wire import (
     Wire,
     parsed,
 )
+from pykvedge.models.dialect import Said
 from pykvedge.runtime.report import Report
 
 
@@ -73,9 +86,10 @@ class ToolResultBlock(Wire):
 
 
 class ThinkingBlock(Wire):
-    """What the assistant thought before an earlier answer; templates leave it out, and so does the translation."""
+    """What the assistant thought before an earlier answer; nothing of it is there of one that is redacted."""
 
     type: Literal["thinking", "redacted_thinking"]
+    thinking: str = ""
 
 
 _Shown = Annotated[TextBlock | ImageBlock, Field(discriminator="type")]
@@ -98,6 +112,7 @@ class AnthropicTool(Wire):
 class AnthropicChoice(Wire):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
+    disable_parallel_tool_use: bool | None = None
 
 
 class CountRequest(Wire):
@@ -108,6 +123,7 @@ class CountRequest(Wire):
     system: str | Annotated[list[TextBlock], Field(max_length=MOST_PARTS)] | None = None
     tools: Annotated[list[AnthropicTool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: AnthropicChoice | None = None
+    thinking: Object | None = None
     kvedge: Compression | None = None
 
 
@@ -130,7 +146,7 @@ async def answer(service: Service, http: HttpRequest) -> Response:
     if given.stream:
         return streamed(_message_events(service, chat, waiting, await begun(waiting)))
     report = (await complete(waiting))[0].report
-    return JSONResponse(_message(service, chat, report))
+    return JSONResponse(_message(service, report, await whole(chat, waiting, 0, report)))
 
 
 async def count(service: Service, http: HttpRequest) -> Response:
@@ -148,7 +164,9 @@ def _of_messages(given: MessagesRequest) -> ChatRequest:
     for message in given.messages:
         out += _turns(message)
     choice: Any = None
+    several = None
     if given.tool_choice is not None:
+        several = False if given.tool_choice.disable_parallel_tool_use else None
         named = {"type": "function", "function": {"name": given.tool_choice.name or ""}}
         choice = {"auto": "auto", "any": "required", "none": "none", "tool": named}[given.tool_choice.type]
     tools = [
@@ -158,8 +176,10 @@ def _of_messages(given: MessagesRequest) -> ChatRequest:
     plain = ("model", "max_tokens", "stream", "temperature", "top_p", "top_k")
     kvedge = given.kvedge.model_dump(exclude_none=True) if given.kvedge is not None else None
     same = {name: getattr(given, name) for name in plain}
+    effort = "none" if (given.thinking or {}).get("type") == "disabled" else None
     return chat_request({**same, "messages": out, "stop": given.stop_sequences, "tools": tools or None,
-                         "tool_choice": choice, "kvedge": kvedge})  # fmt: skip
+                         "tool_choice": choice, "parallel_tool_calls": several, "reasoning_effort": effort,
+                         "kvedge": kvedge})  # fmt: skip
 
 
 def _turns(message: AnthropicMessage) -> list[Object]:
@@ -167,6 +187,7 @@ def _turns(message: AnthropicMessage) -> list[Object]:
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     parts, calls, results = list[Object](), list[Object](), list[Object]()
+    thought = ""
     for block in message.content:
         if isinstance(block, (TextBlock, ImageBlock)):
             parts.append(_shown(block))
@@ -177,10 +198,11 @@ def _turns(message: AnthropicMessage) -> list[Object]:
             inside = block.content
             content = [_shown(one) for one in inside] if isinstance(inside, list) else inside or ""
             results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
-    own: list[Object] = []
-    if parts or calls:
-        own = [{"role": message.role, "content": parts, **({"tool_calls": calls} if calls else {})}]
-    return [*results, *own]
+        else:
+            thought += block.thinking
+    own: Object = {"role": message.role, "content": parts}
+    own.update({"tool_calls": calls} if calls else {}, **({"reasoning_content": thought} if thought else {}))
+    return [*results, own] if parts or calls else results
 
 
 def _shown(block: TextBlock | ImageBlock) -> Object:
@@ -197,15 +219,15 @@ def _stop_reason(report: Report, called: bool) -> str:
     return {"length": "max_tokens", "context": "max_tokens", "stop": "stop_sequence"}.get(report.finish, "end_turn")
 
 
-def _blocks(chat: ChatRequest, report: Report) -> tuple[list[Object], bool]:
-    text, calls = (
-        calling.calls_in(report.text, chat.tools) if chat.tools and chat.tool_choice != "none" else (report.text, [])
-    )
-    blocks: list[Object] = [{"type": "text", "text": text}] if text or not calls else []
-    for call in calls:
-        name, given = call["function"]["name"], calling.arguments_of(call)
-        blocks.append({"type": "tool_use", "id": call["id"], "name": name, "input": given})
-    return blocks, bool(calls)
+def _blocks(said: Said) -> list[Object]:
+    blocks: list[Object] = []
+    if said.reasoning:
+        blocks.append({"type": "thinking", "thinking": said.reasoning, "signature": ""})
+    if said.text or not said.calls:
+        blocks.append({"type": "text", "text": said.text})
+    for call in said.calls:
+        blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": calling.arguments_of(call)})
+    return blocks
 
 
 def _counted(report: Report) -> Object:
@@ -218,9 +240,8 @@ def _counted(report: Report) -> Object:
     }
 
 
-def _message(service: Service, chat: ChatRequest, report: Report) -> Object:
-    blocks, called = _blocks(chat, report)
-    return {**_message_head(service), "content": blocks, "stop_reason": _stop_reason(report, called),
+def _message(service: Service, report: Report, said: Said) -> Object:
+    return {**_message_head(service), "content": _blocks(said), "stop_reason": _stop_reason(report, bool(said.calls)),
             "stop_sequence": None, "usage": _counted(report)}  # fmt: skip
 
 
@@ -229,9 +250,10 @@ def _message_head(service: Service) -> Object:
 
 
 async def _message_events(service: Service, chat: ChatRequest, waiting: Waiting, events: Events) -> AsyncIterator[str]:
+    answer, blocks = reading_of(chat, waiting), _Blocks()
     with waiting:
         try:
-            live, started = not chat.tools or chat.tool_choice == "none", False
+            started = False
             async for _, event in words(events):
                 if isinstance(event, Failed):
                     raise event.error
@@ -241,28 +263,50 @@ async def _message_events(service: Service, chat: ChatRequest, waiting: Waiting,
                     ends = {"stop_reason": None, "stop_sequence": None}
                     yield event_line("message_start", message={**_message_head(service), "content": [], **ends,
                                                                "usage": usage_})  # fmt: skip
-                    if live:
-                        yield event_line("content_block_start", index=0, content_block={"type": "text", "text": ""})
-                if isinstance(event, Text) and live and event.text:
-                    yield event_line("content_block_delta", index=0, delta={"type": "text_delta", "text": event.text})
+                if isinstance(event, Text):
+                    for delta in await read(answer, event.text):
+                        yield blocks.written(delta)
                 if isinstance(event, Done):
-                    for line in _message_end(chat, event.report, live):
-                        yield line
+                    for delta in await read(answer, "", last=True):
+                        yield blocks.written(delta)
+                    ended = {"stop_reason": _stop_reason(event.report, bool(answer.said.calls)), "stop_sequence": None}
+                    yield blocks.end()
+                    yield event_line("message_delta", delta=ended, usage=_counted(event.report))
+                    yield event_line("message_stop")
         except Exception as failed:
             yield event_line("error", error=error(errors.of(failed))["error"])
 
 
-def _message_end(chat: ChatRequest, report: Report, live: bool) -> list[str]:
-    blocks, called = _blocks(chat, report)
-    lines = [event_line("content_block_stop", index=0)] if live else []
-    for i, block in enumerate([] if live else blocks):
-        if block["type"] == "text":
-            delta = {"type": "text_delta", "text": block["text"]}
-            start = {"type": "text", "text": ""}
+class _Blocks:
+    """The parts of a message as events: each is begun, goes on, and ends before the next."""
+
+    def __init__(self) -> None:
+        self._index, self._open = -1, ""
+
+    def written(self, delta: Delta) -> str:
+        """Writes what an answer goes on with."""
+        begun: Object
+        if delta.reasoning:
+            what, begun = "thinking", {"type": "thinking", "thinking": "", "signature": ""}
+            more = {"type": "thinking_delta", "thinking": delta.reasoning}
+        elif delta.call >= 0:
+            what, begun = f"call {delta.call}", {"type": "tool_use", "id": delta.id, "name": delta.name, "input": {}}
+            more = {"type": "input_json_delta", "partial_json": delta.arguments}
         else:
-            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
-            start = {**block, "input": {}}
-        lines.append(event_line("content_block_start", index=i, content_block=start))
-        lines += [event_line("content_block_delta", index=i, delta=delta), event_line("content_block_stop", index=i)]
-    ended = {"stop_reason": _stop_reason(report, called), "stop_sequence": None}
-    return [*lines, event_line("message_delta", delta=ended, usage=_counted(report)), event_line("message_stop")]
+            what, begun = "text", {"type": "text", "text": ""}
+            more = {"type": "text_delta", "text": delta.text}
+        lines = ""
+        if what != self._open:
+            lines += self._ended()
+            self._index, self._open = self._index + 1, what
+            lines += event_line("content_block_start", index=self._index, content_block=begun)
+        if any(more[name] for name in more if name != "type"):
+            lines += event_line("content_block_delta", index=self._index, delta=more)
+        return lines
+
+    def end(self) -> str:
+        """Ends the last part; a message has one at least."""
+        return self._ended() if self._open else self.written(Delta()) + self._ended()
+
+    def _ended(self) -> str:
+        return event_line("content_block_stop", index=self._index) if self._open else ""

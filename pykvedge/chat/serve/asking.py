@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pykvedge.chat.serve import tools as calling
@@ -20,6 +20,7 @@ from pykvedge.chat.serve.wire import (
     WireMessage,
 )
 from pykvedge.errors import RequestError, UsageError
+from pykvedge.models.dialect import Dialect, Dialects, request_for
 from pykvedge.models.images import Picture
 from pykvedge.models.prompt import IMAGE, Message, escaped
 from pykvedge.plans.making import plan as make_plan
@@ -33,37 +34,84 @@ MOST_PIXELS = 100_000_000  # of one message
 
 @dataclass(frozen=True)
 class Defaults:
-    """What holds where a request says nothing. max_tokens: of an answer; 0: as many as there is room for."""
+    """What holds where a request says nothing. max_tokens: of an answer; 0: as many as there is room for.
+
+    dialects: of the model's chat template, if it has one.
+    """
 
     plan: Plan
     sampling: Sampling
     sources: Sources
     max_tokens: int = 0
-    knows_tools: bool = False  # the model's template does
     room: int = 1 << 20  # tokens of a conversation
+    dialects: Dialects | None = None
+
+    @property
+    def knows_tools(self) -> bool:
+        """Tells whether the model's template writes what tools there are."""
+        return self.dialects is not None and self.dialects.knows_tools
 
 
 def request_of(given: ChatRequest, defaults: Defaults) -> Request:
     """Raises RequestError, ImageError, UsageError. Decodes pictures, which takes time: not in an event loop."""
     messages = messages_of(given.messages, defaults.sources)
-    values: dict[str, Any] = dict(given.chat_template_kwargs or {})
-    tools = given.tools if given.tools and given.tool_choice != "none" else []
+    values, tools = _values(given, defaults), calling.offered(given)
     if tools and defaults.knows_tools:
         values["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
     elif tools:
         messages = _with_system(messages, calling.told(tools))
-    reserved = {"messages", "add_generation_prompt", "bos_token", "eos_token"} & values.keys()
-    if reserved:
-        raise RequestError(400, f"chat_template_kwargs: {min(reserved)} is the server's to set", "invalid_value")
     plan, sampling = plan_of(given.kvedge, defaults.plan), sampling_of(given, defaults)
+    dialect = _dialect(given, defaults)
+    if dialect is not None and dialect.stops:
+        sampling = replace(sampling, stop=(*sampling.stop, *dialect.stops))
     patches = given.kvedge is not None and given.kvedge.patches
-    return Request(messages, plan, sampling, values, patches, read_only=_limit(given) == 0)
+    return Request(messages, plan, sampling, values, patches, read_only=_limit(given) == 0, dialect=dialect)
+
+
+def _values(given: ChatRequest, defaults: Defaults) -> dict[str, Any]:
+    """Collects the variables for the template, but for tools. Raises RequestError."""
+    values: dict[str, Any] = dict(given.chat_template_kwargs or {})
+    if reserved := {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"} & values.keys():
+        raise RequestError(400, f"chat_template_kwargs: {min(reserved)} is the server's to set", "invalid_value")
+    if given.reasoning_effort not in (None, "none"):
+        values.setdefault("reasoning_effort", given.reasoning_effort)
+    if defaults.dialects is not None and defaults.dialects.knows_thinking:
+        values.setdefault("enable_thinking", given.reasoning_effort != "none")
+    return values
+
+
+def _dialect(given: ChatRequest, defaults: Defaults) -> Dialect | None:
+    """Chooses what the answer is read by; None: it is text, or calls in words that were told."""
+    dialects, asked = defaults.dialects, _asked_dialect(given, defaults)
+    if dialects is None or asked is None:
+        return None
+    dialect = dialects.of(asked)
+    return dialect if dialect is not None and (asked["tools"] or dialect.thinks or dialect.preserved) else None
+
+
+def _asked_dialect(given: ChatRequest, defaults: Defaults) -> dict[str, Any] | None:
+    """Makes what Dialects.of takes. None: no dialect is needed, or the answer's form is chosen by the client."""
+    tools = calling.offered(given)
+    reasoning = given.reasoning_format or "auto"
+    if defaults.dialects is None or _form(given) or (tools and not defaults.knows_tools):
+        return None
+    if not tools and reasoning == "none":
+        return None
+    several = given.parallel_tool_calls is not False
+    written = [tool.model_dump(exclude_none=True) for tool in tools]
+    after_tool = given.messages[-1].role == "tool"
+    return request_for(written, "auto" if tools else "none", several, _values(given, defaults), reasoning, after_tool)
 
 
 def is_quick(given: ChatRequest, defaults: Defaults) -> bool:
-    """Tells whether request_of takes next to no time: there is not much text, and the pictures were seen before."""
+    """Tells whether request_of takes next to no time: there is not much text, and the pictures and tools were seen
+    before. Raises RequestError.
+    """
     parts = [part for message in given.messages for part in message.parts]
     if sum(len(_text(part)) for part in parts) > _QUICK_TEXT:
+        return False
+    asked = _asked_dialect(given, defaults)
+    if asked is not None and defaults.dialects is not None and not defaults.dialects.knows(asked):
         return False
     urls = [part.url for part in parts if isinstance(part, ImagePart)]
     return len(urls) <= _QUICK_PICTURES and all(defaults.sources.knows(url) for url in urls)
@@ -129,6 +177,8 @@ def _fields(message: WireMessage) -> Mapping[str, Any]:
         fields["tool_call_id"] = message.tool_call_id
     if message.name:
         fields["name"] = message.name
+    if message.reasoning_content:
+        fields["reasoning_content"] = message.reasoning_content
     return fields
 
 
@@ -208,8 +258,6 @@ def _limit(given: ChatRequest) -> int | None:
 
 
 def _replaced(default: Sampling, changes: dict[str, Any]) -> Sampling:
-    from dataclasses import replace
-
     return replace(default, **changes)
 
 

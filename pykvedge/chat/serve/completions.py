@@ -16,11 +16,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from pykvedge.chat.serve import asking, errors
-from pykvedge.chat.serve import tools as calling
 from pykvedge.chat.serve.job import Done, Event, Failed, Request, Step, Text
+from pykvedge.chat.serve.reading import LONG, Delta, Reading, reading
 from pykvedge.chat.serve.service import Service
 from pykvedge.chat.serve.waiting import Waiting
 from pykvedge.chat.serve.wire import ChatRequest
+from pykvedge.models.dialect import Call, Said
 from pykvedge.runtime.logprobs import Alternative, Token
 from pykvedge.runtime.report import Report
 
@@ -35,7 +36,9 @@ async def answer(service: Service, http: HttpRequest, given: ChatRequest) -> Res
     """Answers a chat request. Raises RequestError and what the engine raises."""
     waiting = await asked(service, http, given)
     if not given.stream:
-        return JSONResponse(completion(service, given, await complete(waiting)))
+        done = await complete(waiting)
+        said = [await whole(given, waiting, i, one.report) for i, one in enumerate(done)]
+        return JSONResponse(completion(service, given, done, said))
     at_once = given.kvedge is not None and given.kvedge.progress
     events = waiting.events() if at_once else await begun(waiting)
     return streamed(Chunks(service, given, waiting).written(events))
@@ -144,20 +147,43 @@ def _submit(waiting: Waiting, request: Request, n: int) -> None:
 # ---------------------------------------------------------------------------------------------------
 
 
-def completion(service: Service, given: ChatRequest, done: list[Done]) -> dict[str, Any]:
-    """Makes the object of an answer that is complete."""
+def reading_of(given: ChatRequest, waiting: Waiting, number: int = 0) -> Reading:
+    """Makes the reading of one of a request's answers."""
+    return reading(given, waiting.jobs[number].request.dialect)
+
+
+async def read(answer: Reading, text: str, last: bool = False) -> list[Delta]:
+    """Reads what an answer goes on with. Raises RequestError."""
+    take = answer.finish if last else answer.feed
+    return await asyncio.to_thread(take, text) if answer.is_long or len(text) > LONG else take(text)
+
+
+async def whole(given: ChatRequest, waiting: Waiting, number: int, report: Report) -> Said:
+    """Reads an answer that is complete. Raises RequestError."""
+    answer = reading_of(given, waiting, number)
+    await read(answer, report.text, last=True)
+    said = answer.said
+    return replace(said, text=said.text.strip()) if said.calls else said
+
+
+def completion(service: Service, given: ChatRequest, done: list[Done], said: list[Said]) -> dict[str, Any]:
+    """Makes the object of answers that are complete."""
     choices = []
-    for i, report in enumerate(one.report for one in done):
-        text, calls = _calls(given, report.text)
-        message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
-        if calls:
-            message["tool_calls"] = calls
-        finish = _finish(report, bool(calls))
+    for i, (report, one) in enumerate(zip((one.report for one in done), said, strict=True)):
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": one.text or (None if one.calls else ""),
+            "refusal": None,
+        }
+        if one.reasoning:
+            message["reasoning_content"] = one.reasoning
+        if one.calls:
+            message["tool_calls"] = [_call(call) for call in one.calls]
         choices.append(
             {
                 "index": i,
                 "message": _named_as_asked(given, message),
-                "finish_reason": _finish_as_asked(given, finish),
+                "finish_reason": _finish_as_asked(given, _finish(report, bool(one.calls))),
                 "logprobs": _logprobs(report.logprobs),
             }
         )
@@ -169,6 +195,10 @@ def completion(service: Service, given: ChatRequest, done: list[Done]) -> dict[s
     }
 
 
+def _call(call: Call) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
 def _about(service: Service, what: str) -> dict[str, Any]:
     return {
         "id": f"chatcmpl-{secrets.token_hex(12)}",
@@ -177,12 +207,6 @@ def _about(service: Service, what: str) -> dict[str, Any]:
         "model": service.name,
         "system_fingerprint": service.fingerprint,
     }
-
-
-def _calls(given: ChatRequest, text: str) -> tuple[str, list[dict[str, Any]]]:
-    if not given.tools or given.tool_choice == "none":
-        return text, []
-    return calling.calls_in(text, given.tools)
 
 
 def _finish(report: Report, called: bool) -> str:
@@ -245,6 +269,8 @@ class Chunks:
         self._service, self._given, self._waiting = service, given, waiting
         self._head = _about(service, "chat.completion.chunk")
         self._usage = given.stream_options is not None and given.stream_options.include_usage
+        self._answers = [reading_of(given, waiting, i) for i in range(len(waiting.jobs))]
+        self._tokens: dict[int, tuple[Token, ...]] = {}  # whose text waits to be told
         self._done: dict[int, Done] = {}
         self._last: list[str] = []
         self._progress = given.kvedge is not None and given.kvedge.progress
@@ -278,33 +304,35 @@ class Chunks:
                 raise event.error
             if isinstance(event, Step) and self._progress and event.share < 1 and time.monotonic() - said < _STEP_S:
                 continue
-            lines = self._of(number, event)
+            lines = await self._of(number, event)
             if len(self._done) == len(self._waiting.jobs):
                 self._last = lines
             elif lines:
                 said = time.monotonic()
                 yield "".join(lines)
 
-    def _of(self, number: int, event: Any) -> list[str]:
-        given = self._given
+    async def _of(self, number: int, event: Event) -> list[str]:
         if isinstance(event, Step) and self._progress:
             told = {"progress": {"what": event.what, "share": round(event.share, 4)}}
             return [f"data: {json.dumps({**self._head, 'choices': [], 'kvedge': told})}\n\n"]
+        answer = self._answers[number]
         if isinstance(event, Text):
-            if given.tools and given.tool_choice != "none":
-                return []  # what it is, text or a call, is known at its end
-            return [self._chunk(number, {"content": event.text}, logprobs=_logprobs(event.tokens or None))]
+            self._tokens[number] = self._tokens.get(number, ()) + event.tokens
+            return self._told(number, await read(answer, event.text))
         if not isinstance(event, Done):
             return []
         self._done[number] = event
-        lines = []
-        text, calls = _calls(given, event.report.text)
-        if given.tools and given.tool_choice != "none":
-            delta: dict[str, Any] = {"content": text} if text else {}
-            if calls:
-                delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
-            lines.append(self._chunk(number, delta, logprobs=_logprobs(event.report.logprobs)))
-        return [*lines, self._chunk(number, {}, finish=_finish(event.report, bool(calls)))]
+        lines = self._told(number, await read(answer, "", last=True))
+        if self._tokens.get(number):
+            lines += self._told(number, [Delta()])
+        return [*lines, self._chunk(number, {}, finish=_finish(event.report, bool(answer.said.calls)))]
+
+    def _told(self, number: int, deltas: list[Delta]) -> list[str]:
+        """Writes deltas. The first one has the logprobs of all tokens since the last."""
+        return [
+            self._chunk(number, _delta(delta), logprobs=_logprobs(self._tokens.pop(number, None) or None))
+            for delta in deltas
+        ]
 
     def _chunk(
         self, number: int, delta: dict[str, Any], finish: str | None = None, logprobs: dict[str, Any] | None = None
@@ -317,3 +345,13 @@ class Chunks:
         }
         usage_: dict[str, Any] = {"usage": None} if self._usage else {}
         return f"data: {json.dumps({**self._head, 'choices': [choice], **usage_})}\n\n"
+
+
+def _delta(delta: Delta) -> dict[str, Any]:
+    if delta.reasoning:
+        return {"reasoning_content": delta.reasoning}
+    if delta.call < 0:
+        return {"content": delta.text}
+    function = {**({"name": delta.name} if delta.name else {}), "arguments": delta.arguments}
+    head = {"id": delta.id, "type": "function"} if delta.name else {}
+    return {"tool_calls": [{"index": delta.call, **head, "function": function}]}

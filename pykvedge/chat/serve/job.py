@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
+from pykvedge.models.dialect import Dialect
 from pykvedge.models.prompt import Message
 from pykvedge.plans.plan import Plan
 from pykvedge.runtime.logprobs import Token
@@ -56,7 +57,8 @@ class Request:
 
     values: variables for the chat template, as the tools that there are. patches: whether the report is to tell what
     is left of each picture. count_only: the report is to have the tokens of the prompt, and nothing is read. read_only:
-    the prompt is read, for whoever asks the same later, and nothing is answered.
+    the prompt is read, for whoever asks the same later, and nothing is answered. dialect: what the answer is read by
+    (chat/serve/reading.py), whose marks belong to its text.
     """
 
     messages: list[Message]
@@ -66,6 +68,7 @@ class Request:
     patches: bool = False
     count_only: bool = False
     read_only: bool = False
+    dialect: Dialect | None = None
 
 
 class Job:

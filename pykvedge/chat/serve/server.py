@@ -31,6 +31,7 @@ from pykvedge.chat.serve.pictures import Sources
 from pykvedge.chat.serve.protocol import Protocol
 from pykvedge.chat.serve.service import Service
 from pykvedge.errors import KvedgeError, UsageError
+from pykvedge.models.dialect import Dialects
 from pykvedge.native.version import package_version
 from pykvedge.plans.plan import Plan
 from pykvedge.runtime.cachefolder import CacheFolder
@@ -102,8 +103,9 @@ def serve(model: LoadedModel, plan: Plan, sampling: Sampling, options: Options, 
 
 def _service(engine: Engine, plan: Plan, sampling: Sampling, options: Options) -> Service:
     model = engine.loan.model
-    defaults = Defaults(plan, sampling, options.sources, options.max_tokens, "tools" in (model.chat_template() or ""),
-                        options.limits.n_ctx)  # fmt: skip
+    source = model.chat_template()
+    dialects = Dialects(source, model.special_text("bos"), model.special_text("eos")) if source else None
+    defaults = Defaults(plan, sampling, options.sources, options.max_tokens, options.limits.n_ctx, dialects)
     fingerprint = f"kvedge-{package_version()}-{engine.preparer.model_name[:12]}"
     return Service(engine, defaults, options.name or model.path.stem, fingerprint, options.strict)
 

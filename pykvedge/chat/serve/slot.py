@@ -69,7 +69,9 @@ class Slot:
     @classmethod
     def of(cls, sequence: int, work: Prepared, model: Model) -> Slot:
         """Begins a job at the beginning of a sequence."""
-        writing = Writing(model, work.job.request.sampling, bool(work.job.begun))
+        request = work.job.request
+        shown = model.marks(request.dialect.preserved) if request.dialect is not None else frozenset[int]()
+        writing = Writing(model, request.sampling, bool(work.job.begun), shown)
         return cls(sequence, work, model, writing, deque(work.pieces))
 
     def stand(self, at: Standing) -> None:
@@ -121,6 +123,8 @@ class Slot:
             job.first_token_s = time.perf_counter() - job.asked_at
             self.answering_since = time.perf_counter()
         if self.model.is_end(token):
+            if token in self.writing.shown:
+                self.tell(self.writing.feed(token))
             return "end"
         report.tokens.generated += 1
         noted: tuple[logprobs.Token, ...] = ()

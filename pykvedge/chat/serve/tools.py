@@ -1,24 +1,26 @@
-"""Tools: how a model is told of them, made to call one, and how its calls are found in what it writes.
+"""Tools for a model whose template knows none: how it is told of them, made to call one, and how a call is read.
 
-Models name their calls in many ways. A forced call is one JSON object by a schema, which a grammar holds the model to.
-Where it chooses by itself, objects of that form are found: alone, in a list, or between the marks of common templates.
+A call is a JSON object, and a forced one follows a schema. Where in an answer calls are is chat/serve/reading.py's.
 """
 
 from __future__ import annotations
 
 import json
-import re
-import secrets
 from typing import Any
 
-from pykvedge.chat.serve.wire import NamedTool, Tool
+from pykvedge.chat.serve.wire import ChatRequest, NamedTool, Tool
 from pykvedge.errors import RequestError
+from pykvedge.models.dialect import Call
 
-_MARKED = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|$)|```(?:json)?\s*(\{.*?\}|\[.*?\])\s*```", re.DOTALL)
 HOW = (
     "You may call functions. To call one, answer with nothing but a JSON object of the form "
     '{"name": NAME, "arguments": {...}}. The functions:\n'
 )
+
+
+def offered(given: ChatRequest) -> list[Tool]:
+    """Lists the tools that the model may call."""
+    return given.tools if given.tools and given.tool_choice != "none" else []
 
 
 def told(tools: list[Tool]) -> str:
@@ -52,34 +54,8 @@ def forced_schema(tools: list[Tool], choice: str | NamedTool | None) -> dict[str
     return calls[0] if len(calls) == 1 else {"anyOf": calls}
 
 
-def calls_in(text: str, tools: list[Tool]) -> tuple[str, list[dict[str, Any]]]:
-    """Finds calls of these tools in an answer. Returns the text besides them, and the calls as the wire has them."""
-    names = {tool.function.name for tool in tools}
-    found = _calls(text.strip(), names)
-    if found:
-        return "", found
-    rest, calls = [], list[dict[str, Any]]()
-    at = 0
-    for mark in _MARKED.finditer(text):
-        inside = _calls(mark[1] or mark[2] or "", names)
-        if inside:
-            calls += inside
-            rest.append(text[at : mark.start()])
-            at = mark.end()
-    return ("".join(rest) + text[at:]).strip() if calls else text, calls
-
-
-def arguments_of(call: dict[str, Any]) -> dict[str, Any]:
-    """Reads the arguments of a call as an object; a model may write text that is none, which is then "text" in it."""
-    text = call["function"]["arguments"]
-    try:
-        given = json.loads(text or "{}")
-    except (ValueError, RecursionError):
-        given = None
-    return given if isinstance(given, dict) else {"text": text}
-
-
-def _calls(text: str, names: set[str]) -> list[dict[str, Any]]:
+def calls_of(text: str, names: set[str]) -> list[Call]:
+    """Reads a text that is a call of one of these tools, or a list of calls. Empty: it is something else."""
     try:
         given = json.loads(text)
     except (ValueError, RecursionError):
@@ -90,14 +66,14 @@ def _calls(text: str, names: set[str]) -> list[dict[str, Any]]:
         if not isinstance(name, str) or name not in names:
             return []
         arguments = one.get("arguments", one.get("parameters", {}))
-        out.append(
-            {
-                "id": f"call_{secrets.token_hex(12)}",
-                "type": "function",
-                "function": {
-                    "name": name,
-                    "arguments": arguments if isinstance(arguments, str) else json.dumps(arguments),
-                },
-            }
-        )
+        out.append(Call(name, arguments if isinstance(arguments, str) else json.dumps(arguments)))
     return out
+
+
+def arguments_of(call: Call) -> dict[str, Any]:
+    """Reads the arguments of a call as an object; a model may write text that is none, which is then "text" in it."""
+    try:
+        given = json.loads(call.arguments or "{}")
+    except (ValueError, RecursionError):
+        given = None
+    return given if isinstance(given, dict) else {"text": call.arguments}

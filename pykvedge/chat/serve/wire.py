@@ -78,6 +78,7 @@ class WireMessage(Wire):
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MOST_TOOLS)] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
     function_call: Function | None = None
 
     @model_validator(mode="after")
@@ -192,6 +193,9 @@ class ChatRequest(Wire):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     functions: Annotated[list[FunctionTool], Field(max_length=MOST_TOOLS)] | None = None
     function_call: Literal["none", "auto"] | NamedFunction | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_format: Literal["none", "auto", "deepseek", "deepseek-legacy"] | None = None
+    reasoning_effort: Annotated[str, Field(max_length=64)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     kvedge: Compression | None = None
 
