@@ -159,9 +159,9 @@ class Preparer:
             for i in users:
                 first = i == users[0]
                 written = (self._composer.first if first else self._composer.following)(messages[: i + 1])
-                pieces = self._pieces(written, [p for m in messages[0 if first else i : i + 1] for p in m.pictures])
-                reply = answer if i == users[-1] else messages[i + 1].text
-                turns.append((pieces, self._composer.reply(written, reply)))
+                reply = self._composer.reply(written, answer if i == users[-1] else messages[i + 1].text)
+                pictures = [p for m in messages[0 if first else i : i + 1] for p in m.pictures]
+                turns.append((self._pieces(written, pictures), reply))
             *earlier, (last, of_answer) = turns
             asked = [*earlier, (last, list[int]())]
             if self._compress == CONTEXT:
