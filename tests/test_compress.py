@@ -79,3 +79,9 @@ def test_unknown_names(native):
         pykvedge.compress(PLAN, *P.arguments, kv_type="q8_0:q8_1")
     with pytest.raises(ArrayError, match="plan must be"):
         pykvedge.compress("lookm", *P.arguments)
+
+
+@pytest.mark.parametrize("step", [-1, 2.5, "8"])
+def test_a_stream_in_steps_that_are_no_number_of_tokens_is_refused(step):
+    with pytest.raises(ArrayError, match=f"stream must be a number of tokens, or 0, not {step!r}"):
+        pykvedge.compress(pykvedge.plan("h2o", 10), *P.arguments, stream=step)

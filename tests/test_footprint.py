@@ -63,6 +63,20 @@ def test_the_compute_buffer_is_the_one_that_llama_cpp_reserves(tiny, kvedge, kin
     assert shape.compute(N_UBATCH) - work == pytest.approx(sizes[1], rel=0.03)  # sizes[0] is stock's
 
 
+@pytest.mark.parametrize("simd", ["avx2", "neondot"])
+def test_weights_on_devices_are_not_counted_and_all_others_are(tiny, simd):
+    header = read_header(tiny("llama", n_layers=3, weight="q4_0").model)
+    for layer in ("blk.0.", "blk.1.", "blk.2."):
+        away = frozenset(name for name in header.tensors if name.startswith(layer))
+        rest = {name: tensor for name, tensor in header.tensors.items() if name not in away}
+        found = Weights.of(header, simd, away)
+        assert found == Weights.of(replace(header, tensors=rest), simd)
+        gone = sum(tensor_bytes(header.tensors[name]) for name in away)
+        whole = Weights.of(header, simd)
+        copied = sum(int(tensor_bytes(header.tensors[name]) * _copied(header.tensors[name], simd)) for name in away)
+        assert whole.in_place + whole.repacked - found.in_place - found.repacked == gone and copied > 0
+
+
 @linux
 @pytest.mark.parametrize("method", ["full", "h2o"])
 @pytest.mark.parametrize("weight", ["q4_0", "q8_0"])

@@ -18,6 +18,7 @@ from hubserver import HubServer
 import pykvedge
 from pykvedge import HubError, ModelError, UnknownNameError, UnreachableError, UsageError
 from pykvedge.models.hub import fetching
+from pykvedge.models.hub.folders import Folder
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +141,19 @@ def test_a_file_that_a_new_commit_leaves_as_it_was_is_not_fetched_again(place):
     assert second.mmproj.name == "mmproj-llava-q8_0.gguf" and place.hub.bytes_sent == 0
     del place.hub.repos[REPO]["mmproj-llava-q8_0.gguf"]
     assert resolve(mmproj=MMPROJ, offline=True).mmproj == first.mmproj  # which only the older commit has
+
+
+def test_offline_takes_the_file_of_the_newest_update(place):
+    first = resolve()
+    place.hub.add(REPO, MODEL, place.hub.repos[REPO][MODEL].data + b"\0")
+    second = resolve()
+    assert second.model.parent != first.model.parent
+    os.utime(first.model.parent, (2e9, 2e9))  # changed last, as by a download of another file of that commit
+    assert resolve(offline=True).model == second.model
+    folder, third = Folder.of(REPO), "c" * 40
+    (folder.path / "snapshots" / third).mkdir()
+    os.utime(folder.path / "snapshots" / third, (1e9, 1e9))
+    assert folder.commits() == [second.model.parent.name, first.model.parent.name, third]
 
 
 def test_a_hub_that_cannot_be_reached_is_replaced_by_the_cache(place, monkeypatch):

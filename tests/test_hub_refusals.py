@@ -206,6 +206,7 @@ def test_one_quantisation_goes_and_what_others_use_stays(place):
     assert set(last.files) == {"llava-F16.gguf", MMPROJ}
     last.run()
     assert place.blobs() == set() and pykvedge.hub.cached_models() == ([], [])
+    assert list((place.folder / "snapshots").iterdir()) == []  # nor folders that held the names
 
 
 def test_a_quantisation_of_two_words_goes_by_both_names(place):

@@ -12,7 +12,8 @@ from PIL import Image
 
 import pykvedge
 from pykvedge.errors import NothingToCompressError, StateError
-from pykvedge.lab.inspect import measures, overlay
+from pykvedge.lab.inspect import figures, measures, overlay
+from pykvedge.lab.inspect.collect import Findings
 from pykvedge.models.images import load_picture
 from pykvedge.plans.plan import Plan
 from pykvedge.plans.stages.spectrum import cosines, high_share
@@ -60,6 +61,52 @@ def test_a_patch_is_as_bright_as_the_share_of_heads_that_keeps_it():
             cell = drawn[row * 10 : row * 10 + 10, column * 10 : column * 10 + 10]
             light = overlay.DARKEST + (1 - overlay.DARKEST) * share[row, column]
             assert (cell == round(255 * light)).all()
+
+
+@pytest.fixture
+def findings():
+    """Two layers, 3 and 7 of a model, of two KV heads and four tokens."""
+    importance = np.array([[4.0, 2.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0]])
+    spectrum_k, spectrum_v = np.array([[0.7, 0.3, 0.0, 0.0], [0.4, 0.3, 0.2, 0.1]]), np.full((2, 4), 0.25)
+    kept = {"adakv": [[[0, 1, 2], [3]], [[0, 1], [2, 3]]]}
+    return Findings("m", "p", [3, 7], np.zeros(4, bool), [], importance, np.array([[0.1, 0.9], [0.5, 0.2]]),
+                    spectrum_k, spectrum_v, np.array([0.25, 0.5]), kept)  # fmt: skip
+
+
+def points(line):
+    return np.array(line.get_xydata()).tolist()
+
+
+def test_the_lorenz_figure_shows_curves_beside_the_diagonal(findings):
+    curves, bars = figures.lorenz(findings).axes
+    steep, even, diagonal = map(points, curves.lines)
+    assert steep == [[0, 0], [0.25, 0.5], [0.5, 0.75], [0.75, 0.875], [1, 1]]
+    assert even == [[x, x] for x in (0, 0.25, 0.5, 0.75, 1)] and diagonal == [[0, 0], [1, 1]]
+    assert [text.get_text() for text in curves.get_legend().texts] == ["layer 3", "layer 7"]
+    assert [bar.get_height() for bar in bars.patches] == [measures.gini(row) for row in findings.importance]
+    assert [label.get_text() for label in bars.get_xticklabels()] == ["3", "7"] and bars.get_ylim() == (0, 1)
+
+
+def test_the_spectrum_figure_shows_keys_and_values_up_to_the_cut(findings):
+    panels = figures.spectrum(findings).axes
+    for axes, rows, what in zip(panels, (findings.spectrum_k, findings.spectrum_v), ("keys", "values"), strict=True):
+        *layers, cut = map(points, axes.lines)
+        x = (0, 0.25, 0.5, 0.75)
+        assert layers == [[[f, max(share, 1e-9)] for f, share in zip(x, row, strict=True)] for row in rows.tolist()]
+        assert [f for f, _ in cut] == [0.2, 0.2] and axes.get_yscale() == "log" and axes.get_title() == what
+
+
+def test_the_other_figures_show_their_numbers(findings):
+    for figure, shown, most in (
+        (figures.redundancy(findings), findings.redundancy, 1),
+        (figures.budgets(findings, "adakv"), [[3, 1], [2, 2]], 3),
+    ):
+        axes = figure.axes[0]
+        np.testing.assert_array_equal(axes.images[0].get_array(), shown)
+        assert axes.images[0].get_clim() == (0, most)
+        assert [label.get_text() for label in axes.get_yticklabels()] == ["3", "7"]
+    bars = figures.outliers(findings).axes[0].patches
+    assert [bar.get_height() for bar in bars] == [0.25, 0.5]
 
 
 @pytest.mark.parametrize("kind", ["llava", "qwen2vl"])
