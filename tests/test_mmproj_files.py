@@ -12,7 +12,6 @@ from modelgen.tiny import TinySpec
 from modelgen.vision import VisionSpec, vision_model
 from modelgen.writer import F16, F32, write_gguf
 
-import pykvedge
 from pykvedge.errors import ModelError
 from pykvedge.models.gguf import Header, Tensor, read_header
 from pykvedge.models.mmproj_tensors import check_tensors
@@ -164,10 +163,6 @@ def test_the_blocks_of_other_towers_are_checked():
 def test_every_tiny_mmproj_is_taken(tiny, kind, shape):
     assert set(shape) <= {field.name for field in dataclasses.fields(TinySpec)}
     checked(tiny(kind, **shape).mmproj)
-
-
-def test_the_packaged_mmproj_is_taken():
-    checked(Path(pykvedge.__file__).parent / "data" / "demo-mmproj.gguf")
 
 
 @pytest.mark.parametrize("projector", TOWERS)

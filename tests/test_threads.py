@@ -62,13 +62,9 @@ def test_two_threads_complete(rounds):
         assert set(two) <= {"answered", "StateError"}
 
 
-def test_detaching_waits_for_the_token_under_way(rounds):
-    for reader, leaver, after in rounds("detach_while_completing"):
-        assert (reader, leaver, after) == ("StateError", "left", "StateError")
-
-
-def test_closing_the_model_waits_for_the_token_under_way(rounds):
-    for reader, leaver, after in rounds("close_while_completing"):
+@pytest.mark.parametrize("case", ["detach_while_completing", "close_while_completing"])
+def test_who_leaves_a_model_waits_for_the_token_under_way(rounds, case):
+    for reader, leaver, after in rounds(case):
         assert (reader, leaver, after) == ("StateError", "left", "StateError")
 
 
