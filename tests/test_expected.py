@@ -93,13 +93,6 @@ def test_large_means_do_not_drown_the_covariance(native):
     assert not np.allclose(ours.scores, kept_alike(1e-5, pykvedge.plan("expected", 0.3, **without), p).scores, rtol=0.1)
 
 
-def test_the_number_of_threads_changes_nothing(native):
-    p, plan = prompt(150, (6, 2)), pykvedge.plan("expected", 0.2)
-    made = [pykvedge.compress(plan, *p.arguments, threads=n, rotation=Rotation.of(32)).scores for n in (1, 2, 5)]
-    np.testing.assert_array_equal(made[0], made[1])
-    np.testing.assert_array_equal(made[0], made[2])
-
-
 @pytest.mark.parametrize("step", [1, 7, 64, 230])
 def test_statistics_of_a_stream_go_on(native, step):
     plan = pykvedge.plan("expected", 40, allocator="uniform")

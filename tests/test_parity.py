@@ -10,11 +10,13 @@ import itertools
 
 import numpy as np
 import pytest
-from arrays import LAYOUTS, prompt
+from arrays import LAYOUTS, profiles_of, projection_of, prompt
+from test_replay import CUTS, second_pass
 
 import pykvedge
 from pykvedge.lab.checks import rules
 from pykvedge.plans.registry import STAGES, members
+from pykvedge.plans.stages.rotation import Rotation
 from pykvedge.runtime.native_plan import plan_budget, score_bytes
 
 SCORERS, REDUCERS = list(members("scorer")), list(members("reducer"))
@@ -121,16 +123,27 @@ def test_ties_and_keys_of_norm_zero(native, reducer):
     assert_same(plan_of("cumulative", reducer, 0.5, recent=4), p)
 
 
-@pytest.mark.parametrize("threads", [0, 1, 2, 5, 9])
-@pytest.mark.parametrize("reducer", ["pivotal", "nearest"])
-def test_the_number_of_threads_changes_nothing(native, threads, reducer):
-    """Two heads: more threads share the rows of each."""
-    p = prompt(400)
-    one = pykvedge.compress(plan_of("cumulative", reducer), *p.arguments, threads=1)
-    many = pykvedge.compress(plan_of("cumulative", reducer), *p.arguments, threads=threads)
-    np.testing.assert_array_equal(one.scores, many.scores)
-    for h in range(2):
-        np.testing.assert_array_equal(one.k[0][h], many.k[0][h])
+@pytest.mark.parametrize(
+    "settings",
+    [*({"scorer": name} for name in SCORERS), *({"reducer": name} for name in REDUCERS), {"scorer.projected": True}],
+    ids=str,
+)
+def test_the_number_of_threads_changes_nothing(native, settings):
+    """Two KV heads: more threads share the rows of each."""
+    p = prompt(300, (6, 2))
+    plan = pykvedge.plan("kvzip" if "scorer.projected" in settings else "h2o", 0.2, **settings)
+    given = {
+        "profile": profiles_of(plan, p),
+        "projection": projection_of(plan, p),
+        "rotation": Rotation.of(32) if plan.scorer == "expected" else None,
+        "replay": second_pass(p, CUTS["three"](300)) if plan.scorer == "replay" else None,
+    }
+    one, *others = (pykvedge.compress(plan, *p.arguments, threads=n, **given) for n in (1, 0, 2, 5, 9))
+    for many in others:
+        np.testing.assert_array_equal(one.scores, many.scores)
+        for layer, head in itertools.product(range(2), range(2)):
+            for rows in ("kept", "k", "v", "bias"):
+                np.testing.assert_array_equal(getattr(one, rows)[layer][head], getattr(many, rows)[layer][head])
 
 
 def test_logits_as_large_as_real_models_have_them(native):

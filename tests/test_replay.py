@@ -93,14 +93,6 @@ def test_attention_to_what_a_chunk_is_about_is_not_lost_beside_what_it_is_not_ab
     assert (ours.scores[0, 0, :20] == 0).all()
 
 
-def test_the_number_of_threads_changes_nothing(native):
-    p, plan = prompt(150, (6, 2)), pykvedge.plan("kvzip", 0.2)
-    replay = second_pass(p, CUTS["three"](150))
-    made = [pykvedge.compress(plan, *p.arguments, threads=n, replay=replay).scores for n in (1, 2, 5)]
-    np.testing.assert_array_equal(made[0], made[1])
-    np.testing.assert_array_equal(made[0], made[2])
-
-
 def test_a_pass_that_does_not_fit_is_refused(native):
     p = prompt(20, (4, 2), size=16)
     for wrong in (

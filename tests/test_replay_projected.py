@@ -85,14 +85,6 @@ def test_a_value_that_a_head_does_not_add_counts_nothing_there(native):
     np.testing.assert_allclose(one[0, 0], plain.scores[0, 0] * lengths, rtol=1e-3)
 
 
-def test_the_number_of_threads_changes_nothing(native):
-    p, plan = prompt(150, (6, 2)), plan_of(allocator="global")
-    given = {"replay": second_pass(p, CUTS["three"](150)), "projection": projection_of(plan, p)}
-    made = [pykvedge.compress(plan, *p.arguments, threads=n, **given).scores for n in (1, 2, 5)]
-    np.testing.assert_array_equal(made[0], made[1])
-    np.testing.assert_array_equal(made[0], made[2])
-
-
 def test_what_is_refused_in_one_line(native):
     p, plan = prompt(20, size=16), plan_of()
     for wrong, engine in itertools.product((None, projection_of(plan, p)[:1]), ("native", "numpy")):
