@@ -272,7 +272,7 @@ def listening(answer):
     """HOST:PORT of a server that is none: answer(client) is called for every connection, which is closed then."""
 
     def close(client):
-        with client:
+        with client, contextlib.suppress(OSError):  # it may hang up first
             answer(client)
 
     def serve():

@@ -23,7 +23,7 @@ def rpc_server(host: str, port: int, device: str, threads: int | None) -> None:
 
     Layers of a model lie here, with their keys and values, which are compressed where they lie. It is llama.cpp's own
     server: it knows no passwords and trusts whoever connects, so let it listen in a network of your own only. It serves
-    one program at a time, others wait. Ctrl-C ends it.
+    one program at a time: another one is refused after some seconds. Ctrl-C ends it.
 
     \b
     kvedge rpc-server --host 192.168.0.7              on the machine that lends
@@ -46,6 +46,7 @@ def rpc_server(host: str, port: int, device: str, threads: int | None) -> None:
     if not alone:
         click.echo("anyone who reaches this address can use it, and read and write its memory", err=True)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # C code runs from here on
+    llamacpp.start(verbose=True, vision=False)  # what it refuses it says in its log
     sys.stdout.flush()
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # it says on stdout what it does
     ggml.serve(f"{host}:{port}", [d.handle for d in lent], count)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pykvedge.errors import CancelledError, ModelError
+from pykvedge.errors import CancelledError, ModelError, OutOfMemoryError
 from pykvedge.models.model_values import rotates_nothing
 from pykvedge.models.modelfile import check_model
 from pykvedge.models.offload import Offload
@@ -37,7 +37,7 @@ class Model(Vocabulary):
     ) -> None:
         """offload: what goes to GPUs and other machines. vocabulary_only: no weights, so that it makes tokens alone.
 
-        Raises ModelError, LibraryError, DeviceError, UsageError, CancelledError.
+        Raises ModelError, LibraryError, DeviceError, OutOfMemoryError, UsageError, CancelledError.
         """
         self.offload = offload
         self.header = check_model(path)
@@ -70,7 +70,10 @@ class Model(Vocabulary):
             self.close()
             raise CancelledError
         if not self.handle:
-            raise ModelError(f"{path} cannot be loaded: {llamacpp.reason(lines, 'llama.cpp does not say why')}")
+            why = llamacpp.reason(lines, "llama.cpp does not say why")
+            if llamacpp.FULL_DEVICE in why:
+                raise OutOfMemoryError(f"{path} cannot be loaded: {why}; put fewer layers there with --gpu-layers")
+            raise ModelError(f"{path} cannot be loaded: {why}")
         super().__init__(llama, self.handle)
         self._check_usable(path)
 

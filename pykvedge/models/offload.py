@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import socket
+import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from pykvedge.errors import DeviceError, ModelError, UsageError
 
@@ -15,7 +18,9 @@ if TYPE_CHECKING:
     from pykvedge.native.ggml import Device
 
 AUTO, NONE = "auto", "none"
-CONNECT_S = 5.0  # to find that nobody listens
+CONNECT_S = 5.0  # to find that nobody listens, or that the server serves another program
+_HELLO = bytes([14]) + (24).to_bytes(8, "little") + bytes(24)  # of ggml's RPC protocol: what a client says first
+_one_at_a_time = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -131,17 +136,45 @@ def _device(name: str) -> Device:
 
 def _address(endpoint: str) -> tuple[str, int]:
     host, colon, port = endpoint.rpartition(":")
-    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
+    if not colon or not host or ":" in host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise UsageError(f"--rpc takes HOST:PORT, as in 192.168.0.7:50052, not '{endpoint}'")
     return host, int(port)
 
 
 def _reach(endpoint: str) -> None:
-    """ggml would end the process."""
+    """Raises DeviceError where the server cannot be used: ggml would end the process, or wait as long as it takes."""
+    with _one_at_a_time:  # a server that answers one thread keeps another waiting
+        if _is_client_of(endpoint):
+            return
+        try:
+            with socket.create_connection(_address(endpoint), CONNECT_S) as server:
+                server.sendall(_HELLO)
+                answer = server.recv(64)
+        except OSError as error:
+            if isinstance(error, TimeoutError) and _is_client_of(endpoint):  # by now, of another thread's model
+                return
+            raise DeviceError(_unreachable(endpoint, error)) from None
+        if not answer:
+            raise DeviceError(f"what listens at {endpoint} is no RPC server of kvedge's, or of another version")
+
+
+def _unreachable(endpoint: str, error: OSError) -> str:
+    if isinstance(error, TimeoutError):
+        return (
+            f"no RPC server answers at {endpoint} within {CONNECT_S:.0f} s; if there is one it serves another program, "
+            "and serves one at a time: try again when that one has ended"
+        )
+    why = error.strerror or str(error) or "no answer"
+    return f"no RPC server answers at {endpoint}: {why}; start one there with `kvedge rpc-server --host ADDRESS`"
+
+
+def _is_client_of(endpoint: str) -> bool:
+    """Tells whether this process has a connection to the server, whose devices are its own then."""
+    host, port = _address(endpoint)
+    process = psutil.Process()
+    connections = getattr(process, "net_connections", None) or process.connections  # the name before psutil 6
     try:
-        socket.create_connection(_address(endpoint), CONNECT_S).close()
-    except OSError as error:
-        why = error.strerror or str(error) or "no answer"
-        raise DeviceError(
-            f"no RPC server answers at {endpoint}: {why}; start one there with `kvedge rpc-server --host ADDRESS`"
-        ) from None
+        there = socket.gethostbyname(host), port
+        return any(c.raddr == there and c.status == psutil.CONN_ESTABLISHED for c in connections("tcp4"))
+    except (OSError, psutil.Error):
+        return False

@@ -21,6 +21,7 @@ CODE = 1  # of the process
 _LOST = "what was not saved is lost"
 _NO_MEMORY = ("mem_buffer", "alloc", "out of memory")  # in what ggml asserts on
 _HANDSHAKE = "RPC handshake failed"
+_HUNG_UP = "Remote RPC server crashed or returned malformed response"
 
 
 class _LastWords:
@@ -104,6 +105,8 @@ def _explain(message: str) -> None:
     what = " ".join(message.partition(": ")[2].split()) or message
     if any(word in what for word in _NO_MEMORY):
         what = f"not enough memory ({what})"
+    if _HUNG_UP in what:
+        what = ggml.why_hung_up()
     if _HANDSHAKE in what:
         what += ": the server there is of another version; run this version's kvedge rpc-server"
     os.write(2, f"{_words.begin('llama.cpp had to stop')}: {what}; {_words.left}\n".encode())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes as c
 import functools
 import os
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -131,6 +132,7 @@ def devices() -> list[Device]:
 
 
 _ADD_SERVER = c.CFUNCTYPE(_P, c.c_char_p)
+_servers: list[str] = []  # HOST:PORT of those whose devices are this process's
 
 
 def has_gpu() -> bool:
@@ -160,6 +162,23 @@ def add_server(endpoint: str) -> None:
     if not registry:
         raise DeviceError(f"the RPC server at {endpoint} lends no device")
     call("backend_register", registry)
+    _servers.append(endpoint)
+
+
+def why_hung_up() -> str:
+    """Says of the RPC servers of this process which one is gone, or that one hung up, for a program that is to end."""
+    for endpoint in _servers:
+        host, _, port = endpoint.rpartition(":")
+        try:
+            socket.create_connection((host, int(port)), 1.0).close()
+        except TimeoutError:  # it is there, and others wait for it
+            continue
+        except OSError:
+            return f"the RPC server at {endpoint} is gone"
+    return (
+        f"the RPC server at {' or '.join(_servers)} hung up, as it does with too little memory for what it was sent; "
+        "its own messages say why"
+    )
 
 
 def serve(endpoint: str, handles: list[int], threads: int) -> None:

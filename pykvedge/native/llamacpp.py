@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import re
 import sys
 import threading
 from collections import deque
@@ -18,6 +19,8 @@ import psutil
 from pykvedge.native import libraries
 
 _ERROR, _CONT = 4, 5  # ggml_log_level
+_REFUSED = re.compile(r"failed to allocate (?!CPU)(\S+) buffer of size (\d+)")
+FULL_DEVICE = "has too little memory"  # in a reason
 
 
 class _Lines(threading.local):
@@ -101,6 +104,7 @@ def reason(lines: deque[str], default: str) -> str:
         if colon and " " not in head:
             text = tail
         text = " ".join(text.split()).replace("std::bad_alloc", "not enough memory")
+        text = _REFUSED.sub(rf"the device \1 {FULL_DEVICE} for \2 bytes more", text)
         if text:
             return text
     return default

@@ -124,7 +124,7 @@ bool kvedge_cache::to_device(SequenceState & state, bool prompt) {
     }
     auto device = std::make_shared<GraphRows>(shapes, places, form, stamps);
     if (!device->load(state.seq->rows, threads())) {
-        return report_full(*device, state.seq->rows.n_tokens());
+        return report_full(*device, state.seq->rows.n_tokens() + std::max(1, state.expected));
     }
     state.device = std::move(device);
     return true;

@@ -1,0 +1,61 @@
+"""Clients of an RPC server: programs that find it busy or too small."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import psutil
+import pytest
+from rpcserver import Server
+
+from pykvedge.errors import DeviceError
+from pykvedge.models import offload
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def server(environment):
+    running = Server(environment)
+    yield running
+    running.stop()
+
+
+def test_a_server_that_serves_another_program(native, kvedge, tiny, environment, server, monkeypatch):
+    """It says so in time, also to the second one that waits, and serves the next one when the first has ended."""
+    monkeypatch.setattr(offload, "CONNECT_S", 0.5)
+    files = tiny("llama").arguments()
+    command = [sys.executable, "-m", "pykvedge", "chat", *files, "--ctx", "16000", "--rpc", server.address]
+    talking = subprocess.Popen(
+        [*command, "--max-tokens", "15000", "hello"], env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    assert talking.stdout.read(1)
+    for _ in range(4):
+        with pytest.raises(DeviceError, match="serves another program"):
+            offload.Offload(rpc=server.address).devices()
+    assert talking.stdout.read(1) and talking.poll() is None
+    talking.kill()
+    talking.communicate()
+    assert kvedge("chat", *files, "--rpc", server.address, "--max-tokens", 3, "hello").code == 0
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="bounds the memory of another process")
+@pytest.mark.parametrize(
+    ("room", "words"),
+    [
+        (10 * MIB, ["too little memory for 22844416 bytes more", "RPC0", "--gpu-layers"]),
+        (30 * MIB, ["hung up", "too little memory"]),  # for the weights, and not for the largest of them once more
+    ],
+)
+def test_a_server_without_the_memory_for_the_weights(native, kvedge, tiny, environment, room, words):
+    small = Server(environment)
+    try:
+        process = psutil.Process(small.process.pid)
+        most = process.memory_info().vms + room
+        process.rlimit(psutil.RLIMIT_AS, (most, most))
+        files = tiny("llama", n_vocab=40000).arguments()
+        kvedge("chat", *files, "--ctx", 500, "--rpc", small.address, "hello", timeout=60).failed(1, *words)
+        assert small.process.poll() is None
+    finally:
+        small.stop()
