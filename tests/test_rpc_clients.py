@@ -1,9 +1,14 @@
-"""Clients of an RPC server: programs that find it busy or too small."""
+"""Clients of an RPC server: several users of a device in one process, programs that find it busy or too small.
+
+KVEDGE_RPC_OPERATIONS=1000 does so many operations in each case of the first test instead of a few.
+"""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -12,6 +17,8 @@ from rpcserver import Server
 from pykvedge.errors import DeviceError
 from pykvedge.models import offload
 
+WORKER = Path(__file__).with_name("crowd_worker.py")
+OPERATIONS = int(os.environ.get("KVEDGE_RPC_OPERATIONS", "40"))
 MIB = 1 << 20
 
 
@@ -20,6 +27,26 @@ def server(environment):
     running = Server(environment)
     yield running
     running.stop()
+
+
+def crowd(case, rpc, tiny, environment):
+    command = [sys.executable, WORKER, case, str(OPERATIONS), rpc, tiny("llama").model]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=3600, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("case", ["two_sessions", "two_threads", "two_sequences"])
+def test_memory_of_a_device_is_given_back_while_another_answers(native, tiny, environment, server, case):
+    crowd(case, server.address, tiny, environment)
+
+
+def test_memory_of_one_of_two_servers(native, tiny, environment, server):
+    """Half of the layers lie on each."""
+    other = Server(environment)
+    try:
+        crowd("two_sessions", f"{server.address},{other.address}", tiny, environment)
+    finally:
+        other.stop()
 
 
 def test_a_server_that_serves_another_program(native, kvedge, tiny, environment, server, monkeypatch):
