@@ -12,15 +12,16 @@ class StopTexts:
         self._texts = texts
         self._longest = max(map(len, texts), default=0)
         self.held = ""
-        self.found = False
+        self.found, self.which = False, ""
 
     def feed(self, piece: str) -> str:
         """Returns the text that is certain to belong to the answer, possibly none. Sets `found` at a stop text."""
         text = self.held + piece
         found = [(at + len(stop), at) for stop in self._texts if (at := text.find(stop)) >= 0]
         if found:
-            self.found, self.held = True, ""
-            return text[: min(found)[1]]  # of the one that is complete first, so that it does not matter how text comes
+            end, at = min(found)
+            self.found, self.held, self.which = True, "", text[at:end]
+            return text[:at]  # of the one that is complete first, so that it does not matter how text comes
         keep = self._begun(text)
         self.held = text[len(text) - keep :]
         return text[: len(text) - keep]

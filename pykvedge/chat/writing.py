@@ -27,6 +27,11 @@ class Writing:
         """Tells whether a stop text was found: nothing comes after it."""
         return self._stops.found
 
+    @property
+    def stop_text(self) -> str:
+        """The stop text that was found."""
+        return self._stops.which
+
     def feed(self, token: int) -> str:
         """Returns the text that is certain with this token, possibly none."""
         self.pending = [token]

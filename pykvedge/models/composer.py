@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -66,6 +66,19 @@ class Composer:
         """
         return self._template.lead()
 
+    def text(self, messages: list[Message], values: Mapping[str, Any] | None = None) -> str:
+        """Writes what `first` does as one text, in which nothing tells special tokens from their words any more."""
+        written = self.first(messages, values)
+        text = written.text
+        for word, meant in written.hidden.items():
+            text = text.replace(word, meant)
+        return text
+
+    @property
+    def knows_calls(self) -> bool:
+        """Tells whether the template writes calls of tools and their results by itself."""
+        return self._results_way is not toolresults.as_text
+
     @functools.cached_property
     def _results_way(self) -> toolresults.Way:
         return toolresults.way(self._template, self.marker)
@@ -90,6 +103,30 @@ class Composer:
             for piece in self._vision.split(self.marker, [picture]) if picture else []:
                 _join(out, piece)
         return out
+
+    def as_written(self, parts: Sequence[str | int], pictures: list[Picture]) -> list[Piece]:
+        """Cuts a prompt that is no conversation: what its texts mean to the tokeniser, and tokens by their numbers.
+
+        A special token that is written out is that token, and `marker` is a picture: whoever writes the prompt is the
+        template. The tokeniser's own first token comes first where the first part is a text.
+
+        Raises ImageError, UsageError.
+        """
+        if pictures:
+            if self._vision is None or len(parts) != 1 or not isinstance(parts[0], str):
+                raise UsageError("a prompt with pictures is one text")
+            return self._vision.split((self._bos if self._model.adds_bos else "") + parts[0], pictures)
+        out: list[int] = []
+        for i, part in enumerate(parts):
+            if isinstance(part, str):
+                out += self._model.tokenize(part, begins=i == 0)
+            elif 0 <= part < self._model.n_vocab:
+                out.append(part)
+            else:
+                raise UsageError(f"the model has no token {part}, only those from 0 to {self._model.n_vocab - 1}")
+        if not out:
+            raise UsageError("the prompt is empty")
+        return [TextPiece(out)]
 
     def reply(self, written: Written, reply: str) -> list[int]:
         """Tokenises a reply together with the prompt before it, because tokens depend on what is before."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import threading
 from collections.abc import Iterable
 from typing import Any
 
-from pykvedge.errors import ModelError
+from pykvedge.errors import ModelError, UsageError
 from pykvedge.models.tokentable import TokenTable
 
 
@@ -40,13 +41,16 @@ class Vocabulary:
         """Tells whether prompts start with a token that the tokeniser puts there by itself."""
         return bool(self.llama.llama_vocab_get_add_bos(self.vocab))
 
-    def tokenize(self, text: str, special: bool = True) -> list[int]:
-        """Cuts a text into tokens; none is added. special: special tokens that are written out in it are recognised."""
+    def tokenize(self, text: str, special: bool = True, begins: bool = False) -> list[int]:
+        """Cuts a text into tokens. special: special tokens that are written out in it are recognised.
+
+        begins: the tokens are added that the model's prompts begin and end with.
+        """
         data = text.encode("utf-8", "replace")
         size = len(data) + 8
         while True:
             out = (self.llama.llama_token * size)()
-            n = self.llama.llama_tokenize(self.vocab, data, len(data), out, size, False, special)
+            n = self.llama.llama_tokenize(self.vocab, data, len(data), out, size, begins, special)
             if n >= 0:
                 return list(out[:n])
             if -n <= size:
@@ -87,6 +91,25 @@ class Vocabulary:
     def written(self, token: int) -> str:
         """Returns the text by which a special token is known."""
         return self.llama.llama_vocab_get_text(self.vocab, token).decode("utf-8", "replace")
+
+    def text(self, tokens: list[int]) -> str:
+        """Returns the text of tokens, special ones written out. Raises UsageError for one that there is none of."""
+        n_vocab = self.n_vocab
+        for token in tokens:
+            if not 0 <= token < n_vocab:
+                raise UsageError(f"the model has no token {token}, only those from 0 to {n_vocab - 1}")
+        data, size = (self.llama.llama_token * len(tokens))(*tokens), 16 * len(tokens) + 64
+        while True:
+            buffer = ctypes.create_string_buffer(size)
+            n = self.llama.llama_detokenize(self.vocab, data, len(tokens), buffer, size, False, True)
+            if n >= 0:
+                return buffer.raw[:n].decode("utf-8", "replace")
+            size = -n
+
+    @functools.cached_property
+    def ends(self) -> list[int]:
+        """Lists the tokens that end an answer."""
+        return [token for token in range(self.n_vocab) if self.is_end(token)]
 
     def is_end(self, token: int) -> bool:
         return bool(self.llama.llama_vocab_is_eog(self.vocab, token))

@@ -18,9 +18,11 @@ from pykvedge.chat.serve import (
     anthropic,
     completions,
     errors,
+    llama,
     metrics,
     openapi,
     page,
+    prompts,
     responses,
     translating,
     watching,
@@ -40,6 +42,7 @@ def application(service: Service, rules: Rules) -> Any:
     """Makes the ASGI application."""
     routes = [
         _route(service, "/health", _health),
+        _route(service, "/v1/health", _health),
         _route(service, "/metrics", _metrics),
         _route(service, "/openapi.json", _document),
         _route(service, "/v1/models", _models),
@@ -51,6 +54,14 @@ def application(service: Service, rules: Rules) -> Any:
         _route(service, "/v1/responses", responses.answer, "POST"),
         _route(service, "/v1/messages", anthropic.answer, "POST"),
         _route(service, "/v1/messages/count_tokens", anthropic.count, "POST"),
+        _route(service, "/v1/completions", prompts.openai, "POST"),
+        _route(service, "/completion", prompts.llama, "POST"),
+        _route(service, "/completions", prompts.llama, "POST"),
+        _route(service, "/props", llama.props),
+        _route(service, "/slots", llama.slots),
+        _route(service, "/tokenize", llama.tokenize, "POST"),
+        _route(service, "/detokenize", llama.detokenize, "POST"),
+        _route(service, "/apply-template", llama.apply_template, "POST"),
         _route(service, "/v1/kvedge/methods", _methods),
         _route(service, "/v1/kvedge/plan", _plan, "POST"),
         _route(service, "/v1/kvedge/memory", watching.memory),
@@ -132,7 +143,8 @@ def _described(service: Service) -> dict[str, Any]:
         "budget": plan.budget.value,
         "kv_bytes_per_token": service.engine.preparer.bytes_per_token,
     }
-    return {"id": service.name, "object": "model", "created": int(service.began), "owned_by": "kvedge", "kvedge": about}
+    return {"id": service.name, "object": "model", "created": int(service.began), "owned_by": "kvedge",
+            **llama.about_model(service), "kvedge": about}  # fmt: skip
 
 
 async def _methods(service: Service, http: HttpRequest) -> Response:

@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pykvedge.chat.serve import tools as calling
-from pykvedge.chat.serve.job import Request
+from pykvedge.chat.serve.job import Prompt, Request
 from pykvedge.chat.serve.pictures import Sources
 from pykvedge.chat.serve.wire import (
     ChatRequest,
     Compression,
     ImagePart,
+    Prompted,
     RefusalPart,
     ResponseFormat,
     TextPart,
@@ -52,8 +53,10 @@ class Defaults:
         return self.dialects is not None and self.dialects.knows_tools
 
 
-def request_of(given: ChatRequest, defaults: Defaults) -> Request:
+def request_of(given: ChatRequest | Prompted, defaults: Defaults) -> Request:
     """Raises RequestError, ImageError, UsageError. Decodes pictures, which takes time: not in an event loop."""
+    if isinstance(given, Prompted):
+        return _request_of_prompt(given, defaults)
     messages = messages_of(given.messages, defaults.sources)
     values, tools = _values(given, defaults), calling.offered(given)
     if tools and defaults.knows_tools:
@@ -103,10 +106,21 @@ def _asked_dialect(given: ChatRequest, defaults: Defaults) -> dict[str, Any] | N
     return request_for(written, "auto" if tools else "none", several, _values(given, defaults), reasoning, after_tool)
 
 
-def is_quick(given: ChatRequest, defaults: Defaults) -> bool:
+def _request_of_prompt(given: Prompted, defaults: Defaults) -> Request:
+    pictures = [defaults.sources.load(url, f"picture {i + 1}") for i, url in enumerate(given.pictures)]
+    plan, sampling = plan_of(given.kvedge, defaults.plan), sampling_of(given, defaults)
+    patches = given.kvedge is not None and given.kvedge.patches
+    prompt = Prompt(tuple(given.prompt), tuple(pictures), given.keep)
+    return Request([], plan, sampling, patches=patches, read_only=_limit(given) == 0, prompt=prompt)
+
+
+def is_quick(given: ChatRequest | Prompted, defaults: Defaults) -> bool:
     """Tells whether request_of takes next to no time: there is not much text, and the pictures and tools were seen
     before. Raises RequestError.
     """
+    if isinstance(given, Prompted):
+        texts = [part for part in given.prompt if isinstance(part, str)]
+        return sum(map(len, texts)) <= _QUICK_TEXT and not given.pictures
     parts = [part for message in given.messages for part in message.parts]
     if sum(len(_text(part)) for part in parts) > _QUICK_TEXT:
         return False
@@ -221,7 +235,7 @@ def plan_of(given: Compression | None, default: Plan) -> Plan:
     return make_plan(method, budget, **settings)
 
 
-def sampling_of(given: ChatRequest, defaults: Defaults) -> Sampling:
+def sampling_of(given: ChatRequest | Prompted, defaults: Defaults) -> Sampling:
     """Makes the sampling of a request. Raises RequestError, UsageError."""
     same = ("min_p", "typical_p", "repeat_penalty", "frequency_penalty", "presence_penalty", "stop")
     out: dict[str, Any] = {name: getattr(given, name) for name in same if getattr(given, name) is not None}
@@ -243,18 +257,26 @@ def sampling_of(given: ChatRequest, defaults: Defaults) -> Sampling:
     out["max_tokens"] = defaults.room if limit < 0 else max(limit, 1)
     if given.logit_bias:
         out["logit_bias"] = {_token(token): bias for token, bias in given.logit_bias.items()}
-    if given.logprobs or given.top_logprobs is not None:
-        if not given.logprobs:
-            raise RequestError(400, "top_logprobs needs logprobs: true", "invalid_value", "top_logprobs")
-        out["logprobs"] = given.top_logprobs or 0
+    if (likeliest := _likeliest(given)) is not None:
+        out["logprobs"] = likeliest
     if "stop" in out and not isinstance(out["stop"], str):
         out["stop"] = tuple(out["stop"])
     return _replaced(defaults.sampling, {**out, **_form(given)})
 
 
-def _limit(given: ChatRequest) -> int | None:
+def _limit(given: ChatRequest | Prompted) -> int | None:
     """Returns how many tokens the answer may have: None where nothing is said, -1 for any number."""
-    return given.max_tokens if given.max_completion_tokens is None else given.max_completion_tokens
+    newer = given.max_completion_tokens if isinstance(given, ChatRequest) else None
+    return given.max_tokens if newer is None else newer
+
+
+def _likeliest(given: ChatRequest | Prompted) -> int | None:
+    """Returns of how many tokens the likelihood is asked for, beside those of the answer; None: of none."""
+    if isinstance(given, Prompted):
+        return given.likeliest
+    if given.top_logprobs is not None and not given.logprobs:
+        raise RequestError(400, "top_logprobs needs logprobs: true", "invalid_value", "top_logprobs")
+    return given.top_logprobs or 0 if given.logprobs else None
 
 
 def _replaced(default: Sampling, changes: dict[str, Any]) -> Sampling:
@@ -265,7 +287,7 @@ def _token(text: str) -> int | str:
     return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else text
 
 
-def _form(given: ChatRequest) -> dict[str, Any]:
+def _form(given: ChatRequest | Prompted) -> dict[str, Any]:
     """Chooses what the answer has to follow."""
     forms: list[tuple[str, Any]] = []
     if given.grammar is not None:
@@ -276,11 +298,12 @@ def _form(given: ChatRequest) -> dict[str, Any]:
         forms.append(("json_schema", given.json_schema))
     if given.response_format is not None and (schema := _schema(given.response_format)) is not None:
         forms.append(("json_schema", schema))
-    forced = calling.forced_schema(given.tools, given.tool_choice) if given.tools else None
-    if forced is not None:
-        forms.append(("json_schema", forced))
-    elif given.tool_choice not in (None, "none", "auto") and not given.tools:
-        raise RequestError(400, "tool_choice: there are no tools", "invalid_value", "tool_choice")
+    if isinstance(given, ChatRequest):
+        forced = calling.forced_schema(given.tools, given.tool_choice) if given.tools else None
+        if forced is not None:
+            forms.append(("json_schema", forced))
+        elif given.tool_choice not in (None, "none", "auto") and not given.tools:
+            raise RequestError(400, "tool_choice: there are no tools", "invalid_value", "tool_choice")
     if len(forms) > 1:
         raise RequestError(
             400, "an answer has one form: a grammar, a json_schema, a response_format or a tool call", "invalid_value"

@@ -20,7 +20,7 @@ from pykvedge.chat.serve.job import Done, Event, Failed, Request, Step, Text
 from pykvedge.chat.serve.reading import LONG, Delta, Reading, reading
 from pykvedge.chat.serve.service import Service
 from pykvedge.chat.serve.waiting import Waiting
-from pykvedge.chat.serve.wire import ChatRequest
+from pykvedge.chat.serve.wire import ChatRequest, Prompted
 from pykvedge.models.dialect import Call, Said
 from pykvedge.runtime.logprobs import Alternative, Token
 from pykvedge.runtime.report import Report
@@ -44,16 +44,26 @@ async def answer(service: Service, http: HttpRequest, given: ChatRequest) -> Res
     return streamed(Chunks(service, given, waiting).written(events))
 
 
-async def asked(service: Service, http: HttpRequest, given: ChatRequest, count_only: bool = False) -> Waiting:
-    """Hands a chat request to the engine. count_only: nobody wants an answer, but to know how many tokens it has."""
-    service.check_model(given.model)
-    if asking.is_quick(given, service.defaults):
-        request = asking.request_of(given, service.defaults)
-    else:
-        async with service.looking:
-            request = await asyncio.to_thread(asking.request_of, given, service.defaults)
-    waiting = Waiting(service.engine, http)
-    _submit(waiting, replace(request, count_only=count_only), given.n or 1)
+async def asked(
+    service: Service, http: HttpRequest, *given: ChatRequest | Prompted, count_only: bool = False, joined: bool = True
+) -> Waiting:
+    """Hands requests to the engine, whose answers belong together.
+
+    count_only: nobody wants an answer, but to know how many tokens it has. joined: as Waiting's.
+    """
+    service.check_model(given[0].model)
+    waiting = Waiting(service.engine, http, joined)
+    try:
+        for one in given:
+            if asking.is_quick(one, service.defaults):
+                request = asking.request_of(one, service.defaults)
+            else:
+                async with service.looking:
+                    request = await asyncio.to_thread(asking.request_of, one, service.defaults)
+            _submit(waiting, replace(request, count_only=count_only), one.n or 1)
+    except BaseException:
+        waiting.__exit__()
+        raise
     return waiting
 
 
@@ -135,13 +145,9 @@ def streamed(lines: AsyncIterator[str]) -> Response:
 
 def _submit(waiting: Waiting, request: Request, n: int) -> None:
     seed = request.sampling.seed
-    try:
-        for i in range(n):
-            sampling = request.sampling if seed is None else replace(request.sampling, seed=(seed + i) % 2**32)
-            waiting.submit(replace(request, sampling=sampling))
-    except BaseException:
-        waiting.__exit__()
-        raise
+    for i in range(n):
+        sampling = request.sampling if seed is None else replace(request.sampling, seed=(seed + i) % 2**32)
+        waiting.submit(replace(request, sampling=sampling))
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -188,9 +194,10 @@ def completion(service: Service, given: ChatRequest, done: list[Done], said: lis
             }
         )
     return {
-        **_about(service, "chat.completion"),
+        **about(service, "chat.completion"),
         "choices": choices,
         "usage": usage([one.report for one in done]),
+        "timings": timings(done[0].report),
         "kvedge": figures(done),
     }
 
@@ -199,7 +206,8 @@ def _call(call: Call) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def _about(service: Service, what: str) -> dict[str, Any]:
+def about(service: Service, what: str) -> dict[str, Any]:
+    """Begins the object of an answer."""
     return {
         "id": f"chatcmpl-{secrets.token_hex(12)}",
         "object": what,
@@ -237,6 +245,22 @@ def usage(reports: list[Report]) -> dict[str, Any]:
     }
 
 
+def timings(report: Report) -> dict[str, Any]:
+    """Says how long an answer took, as llama-server does: in milliseconds, and in tokens per second."""
+    spent, tokens = report.time, report.tokens
+    read_s = spent.prefill_s + spent.replay_s + spent.compress_s
+    out: dict[str, Any] = {"cache_n": tokens.reused}
+    for name, n, steps, seconds in (("prompt", tokens.prompt, tokens.prompt, read_s),
+                                    ("predicted", tokens.generated, spent.decode_steps, spent.decode_s)):  # fmt: skip
+        out |= {
+            f"{name}_n": n,
+            f"{name}_ms": 1000 * seconds,
+            f"{name}_per_token_ms": 1000 * seconds / steps if steps else 0.0,
+            f"{name}_per_second": steps / seconds if steps and seconds > 0 else 0.0,
+        }
+    return out
+
+
 def figures(done: list[Done]) -> list[dict[str, Any]]:
     """Says what each answer cost, as `kvedge chat --json` does, without what is said elsewhere; and of patches.kept."""
     told = ("method", "budget", "stop", "tokens", "kv", "time")
@@ -267,7 +291,7 @@ class Chunks:
 
     def __init__(self, service: Service, given: ChatRequest, waiting: Waiting) -> None:
         self._service, self._given, self._waiting = service, given, waiting
-        self._head = _about(service, "chat.completion.chunk")
+        self._head = about(service, "chat.completion.chunk")
         self._usage = given.stream_options is not None and given.stream_options.include_usage
         self._answers = [reading_of(given, waiting, i) for i in range(len(waiting.jobs))]
         self._tokens: dict[int, tuple[Token, ...]] = {}  # whose text waits to be told
@@ -292,7 +316,7 @@ class Chunks:
                 if self._usage:
                     done = [self._done[i] for i in sorted(self._done)]
                     last = {**self._head, "choices": [], "usage": usage([one.report for one in done])}
-                    last["kvedge"] = figures(done)
+                    last |= {"timings": timings(done[0].report), "kvedge": figures(done)}
                     end = f"data: {json.dumps(last)}\n\n{end}"
             yield f"{begin}{''.join(self._last)}{end}"
 
@@ -325,7 +349,8 @@ class Chunks:
         lines = self._told(number, await read(answer, "", last=True))
         if self._tokens.get(number):
             lines += self._told(number, [Delta()])
-        return [*lines, self._chunk(number, {}, finish=_finish(event.report, bool(answer.said.calls)))]
+        finish = _finish(event.report, bool(answer.said.calls))
+        return [*lines, self._chunk(number, {}, finish=finish, report=event.report)]
 
     def _told(self, number: int, deltas: list[Delta]) -> list[str]:
         """Writes deltas. The first one has the logprobs of all tokens since the last."""
@@ -335,7 +360,12 @@ class Chunks:
         ]
 
     def _chunk(
-        self, number: int, delta: dict[str, Any], finish: str | None = None, logprobs: dict[str, Any] | None = None
+        self,
+        number: int,
+        delta: dict[str, Any],
+        finish: str | None = None,
+        logprobs: dict[str, Any] | None = None,
+        report: Report | None = None,
     ) -> str:
         choice = {
             "index": number,
@@ -343,8 +373,10 @@ class Chunks:
             "finish_reason": _finish_as_asked(self._given, finish),
             "logprobs": logprobs,
         }
-        usage_: dict[str, Any] = {"usage": None} if self._usage else {}
-        return f"data: {json.dumps({**self._head, 'choices': [choice], **usage_})}\n\n"
+        more: dict[str, Any] = {"usage": None} if self._usage else {}
+        if report is not None:
+            more["timings"] = timings(report)
+        return f"data: {json.dumps({**self._head, 'choices': [choice], **more})}\n\n"
 
 
 def _delta(delta: Delta) -> dict[str, Any]:

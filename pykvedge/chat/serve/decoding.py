@@ -322,7 +322,7 @@ class Decoder:
     def _keep(self, slot: Slot) -> None:
         cache, memory = self._driver.cache, self._limits.memory
         n_bytes = cache.stats(slot.sequence).bytes if cache is not None else 0
-        if cache is None or n_bytes > memory // 2:
+        if cache is None or n_bytes > memory // 2 or slot.job.request.prompt is not None:  # which has no next message
             return
         others = self.reserved([other for other in self._slots if other is not slot])
         with suppress(KvedgeError):  # a folder that cannot be used says so in its notes

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from pykvedge.models.dialect import Dialect
+from pykvedge.models.images import Picture
 from pykvedge.models.prompt import Message
 from pykvedge.plans.plan import Plan
 from pykvedge.runtime.logprobs import Token
@@ -27,10 +28,14 @@ class Step:
 
 @dataclass(frozen=True)
 class Text:
-    """The answer goes on with this text. tokens: those of it that are certain, where logprobs were asked for."""
+    """The answer goes on with this text. tokens: those of it that are certain, where logprobs were asked for.
+
+    ids: of the tokens since the last text.
+    """
 
     text: str
     tokens: tuple[Token, ...] = ()
+    ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -52,8 +57,20 @@ Event: TypeAlias = Step | Text | Done | Failed
 
 
 @dataclass(frozen=True)
+class Prompt:
+    """A prompt that is no conversation: texts, in which special tokens are read as such, and numbers of tokens.
+
+    pictures: one for each marker in the text, which is then the only part. keep: for whoever asks the same again.
+    """
+
+    parts: tuple[str | int, ...]
+    pictures: tuple[Picture, ...] = ()
+    keep: bool = True
+
+
+@dataclass(frozen=True)
 class Request:
-    """What a model is asked: a conversation that ends where it is to answer.
+    """What a model is asked: a conversation that ends where it is to answer, or a prompt.
 
     values: variables for the chat template, as the tools that there are. patches: whether the report is to tell what
     is left of each picture. count_only: the report is to have the tokens of the prompt, and nothing is read. read_only:
@@ -69,6 +86,20 @@ class Request:
     count_only: bool = False
     read_only: bool = False
     dialect: Dialect | None = None
+    prompt: Prompt | None = None  # instead of messages
+
+    @property
+    def pictures(self) -> list[Picture]:
+        """All pictures, in their order."""
+        own = list(self.prompt.pictures) if self.prompt is not None else []
+        return own or [picture for message in self.messages for picture in message.pictures]
+
+    @property
+    def n_characters(self) -> int:
+        """So many characters of text are to be read."""
+        parts = self.prompt.parts if self.prompt is not None else ()
+        texts = [message.text for message in self.messages] + [part for part in parts if isinstance(part, str)]
+        return sum(map(len, texts))
 
 
 class Job:
@@ -86,6 +117,8 @@ class Job:
         self.since = time.time()  # seconds since 1970
         self.first_token_s: float | None = None  # since it was asked
         self.patches: dict[str, Any] | None = None  # (patches.kept)
+        self.ids: list[int] = []  # tokens of the answer
+        self.stop_text = ""  # that the answer ended before
         self.over = False
 
     @property
@@ -96,11 +129,12 @@ class Job:
     @property
     def picture_bytes(self) -> int:
         """So many bytes of pixels wait to be looked at."""
-        return sum(len(picture.rgb) for message in self.request.messages for picture in message.pictures)
+        return sum(len(picture.rgb) for picture in self.request.pictures)
 
     def forget_messages(self) -> None:
         """Frees the pictures: the prompt was made of them."""
-        self.request = replace(self.request, messages=[])
+        prompt = self.request.prompt
+        self.request = replace(self.request, messages=[], prompt=prompt and replace(prompt, parts=(), pictures=()))
 
     def end(self, event: Done | Failed) -> None:
         """Tells how it ended. Does nothing the second time."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from pykvedge.chat.serve.anthropic import CountRequest, MessagesRequest
+from pykvedge.chat.serve.llama import DetokenizeRequest, TokenizeRequest
+from pykvedge.chat.serve.prompts import CompletionRequest, LlamaRequest
 from pykvedge.chat.serve.responses import ResponsesRequest
 from pykvedge.chat.serve.wire import ChatRequest, Compression, Wire
 from pykvedge.native.version import package_version
@@ -15,12 +17,19 @@ _BODIES: dict[str, tuple[type[Wire], str]] = {
     "/v1/responses": (ResponsesRequest, "The same in the form of the responses interface; nothing is stored."),
     "/v1/messages": (MessagesRequest, "The same in the form of the messages interface."),
     "/v1/messages/count_tokens": (CountRequest, "How many tokens a prompt has."),
+    "/v1/completions": (CompletionRequest, "Go on with a prompt that no chat template is put around."),
+    "/completion": (LlamaRequest, "The same, as llama-server has it."),
+    "/tokenize": (TokenizeRequest, "The tokens of a text."),
+    "/detokenize": (DetokenizeRequest, "The text of tokens."),
+    "/apply-template": (ChatRequest, "The prompt that a conversation becomes."),
     "/v1/kvedge/plan": (Compression, "The plan that these choices make."),
 }
 _READ = {
     "/health": "Whether the server is there.",
     "/metrics": "Figures, as Prometheus reads them.",
     "/v1/models": "The model of this server.",
+    "/props": "The model, its template, and what holds where a request says nothing.",
+    "/slots": "Who is answered now.",
     "/v1/kvedge/methods": "The methods, and the plan of requests that choose none.",
     "/v1/kvedge/memory": "Keys and values in memory now.",
     "/v1/kvedge/sessions": "Conversations that are worked on, and those that wait.",
@@ -52,7 +61,7 @@ def document() -> dict[str, Any]:
 def _responses(path: str) -> dict[str, Any]:
     kind = "text/plain" if path == "/metrics" else "application/json"
     good: dict[str, Any] = {"description": "the answer", "content": {kind: {}}}
-    if path in ("/v1/chat/completions", "/v1/responses", "/v1/messages"):
+    if path in ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/completions", "/completion"):
         good["content"]["text/event-stream"] = {}
     wrong = {"$ref": _REF.format(model="Error")}
     bad = {str(s): {"description": w, "content": {"application/json": {"schema": wrong}}} for s, w in _STATUS.items()}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from pykvedge.chat.serve.job import Job, Step
+import threading
+from typing import Any
+
+from pykvedge.chat.serve.job import Job, Request, Step
 from pykvedge.chat.serve.limits import Limits
 from pykvedge.chat.serve.parked import Park, Parked, name_of, said_in
 from pykvedge.chat.serve.slot import Prepared
@@ -34,7 +37,7 @@ class Preparer:
         """Raises ModelError for a chat template that cannot be read."""
         self._model, self._park, self._limits, self._threads = loan.model, park, limits, loan.threads
         self.vision = Vision(loan.encoder, loan.caches.images) if loan.encoder is not None else None
-        self._composer = Composer(loan.model, self.vision)
+        self.composer, self.composing = Composer(loan.model, self.vision), threading.Lock()
         encoder = fingerprint(loan.encoder.header) if loan.encoder is not None else ""
         self.model_name = fingerprint(loan.model.header)
         self._about = [libkvedge.version(), self.model_name, encoder, limits.storage.key]
@@ -45,7 +48,7 @@ class Preparer:
     def prepare(self, job: Job) -> Prepared:
         """Raises ContextError, RequestError, ImageError, UsageError, ModelError, GrammarError, CancelledError."""
         request = job.request
-        self._check(request.messages)
+        self._check(request)
         if (there := self._there(job)) is not None:
             return there
         parked = self._find(job)
@@ -66,12 +69,13 @@ class Preparer:
         request = job.request
         if request.count_only or request.sampling.constrained:
             return None
-        return self._there(job) if sum(len(message.text) for message in request.messages) <= _QUICK_TEXT else None
+        return self._there(job) if request.n_characters <= _QUICK_TEXT else None
 
     def _there(self, job: Job) -> Prepared | None:
         request = job.request
-        job.said = job.said or said_in(request.messages)
-        job.name = "" if request.patches else name_of(self._about, request.plan, request.values, job.said)
+        job.said = job.said or _said(request)
+        alone = request.patches or (request.prompt is not None and not request.prompt.keep)
+        job.name = "" if alone else name_of(self._about, request.plan, request.values, job.said)
         read = self._park.get_read(job.name) if job.name else None
         if read is None:
             return None
@@ -81,11 +85,36 @@ class Preparer:
 
     def count(self, job: Job) -> None:
         """Puts into the report how many tokens the prompt has. Raises ImageError, UsageError, ModelError."""
-        self._check(job.request.messages)
+        self._check(job.request)
         pieces = self._pieces(job, None)
         job.forget_messages()
         job.report.tokens.add(pieces)
         self.release(pieces)
+
+    def written(self, request: Request) -> str:
+        """Writes the prompt that a conversation becomes, without the token that the tokeniser puts before it.
+
+        Raises UsageError, ModelError.
+        """
+        with self.composing:
+            text = self.composer.text(request.messages, request.values)
+        return text.removeprefix(self._model.special_text("bos")) if self._model.adds_bos else text
+
+    def template_can(self) -> dict[str, bool]:
+        """Tells what the chat template knows, under llama-server's names."""
+        source = self._model.chat_template() or ""
+        with self.composing:
+            calls = self.composer.knows_calls
+        return {
+            "supports_string_content": True,
+            "supports_typed_content": False,  # which is put into text before a template has it
+            "supports_system_role": True,  # or its text opens the first message
+            "supports_tools": "tools" in source,
+            "supports_tool_calls": calls,
+            "supports_parallel_tool_calls": calls,
+            "supports_object_arguments": True,
+            "supports_preserve_reasoning": "reasoning_content" in source,
+        }
 
     def name_after(self, job: Job) -> str:
         """Names the conversation with its answer."""
@@ -101,10 +130,10 @@ class Preparer:
 
     # ---------------------------------------------------------------------------------------------------
 
-    def _check(self, messages: list[Message]) -> None:
-        for message in messages:
-            if message.pictures and self.vision is None:
-                raise UsageError(f"{self._model.path.name} was loaded without an image encoder, so it sees no images")
+    def _check(self, request: Request) -> None:
+        if request.pictures and self.vision is None:
+            raise UsageError(f"{self._model.path.name} was loaded without an image encoder, so it sees no images")
+        for message in request.messages:
             if message.role == "user":
                 check_places(message.text, len(message.pictures))
 
@@ -116,15 +145,20 @@ class Preparer:
         return self._park.get(name_of(self._about, job.request.plan, job.request.values, job.said[:-1]))
 
     def _pieces(self, job: Job, parked: Parked | None) -> list[Piece]:
-        request, composer = job.request, self._composer
+        request, composer = job.request, self.composer
         if parked is not None:
             before: list[Piece] = [TextPiece(list(parked.pending))] if parked.pending else []
-            written = composer.following(request.messages, request.values)
+            with self.composing:
+                written = composer.following(request.messages, request.values)
             new = composer.pieces(written, request.messages[-1].pictures)
             return before + planned(new, request.plan, self._threads)
-        pictures = [picture for message in request.messages for picture in message.pictures]
-        written = composer.first(request.messages, request.values)
-        return planned(composer.pieces(written, pictures), request.plan, self._threads)
+        if request.prompt is not None:
+            pieces = composer.as_written(request.prompt.parts, request.pictures)
+        else:
+            with self.composing:
+                written = composer.first(request.messages, request.values)
+            pieces = composer.pieces(written, request.pictures)
+        return planned(pieces, request.plan, self._threads)
 
     def _encode(self, job: Job, pieces: list[Piece]) -> None:
         images = [piece for piece in pieces if isinstance(piece, ImagePiece)]
@@ -198,7 +232,7 @@ class Preparer:
             known.add(TextPiece(list(before.answer)))
         for piece in work.pieces:
             known.add(piece)
-        requests, begins = Requests(self._composer), pending == whole
+        requests, begins = Requests(self.composer), pending == whole
         try:
             return list(parts(work.job.request.plan, known.last(pending), pending, work.room, requests, begins))
         except ContextError as error:
@@ -212,3 +246,10 @@ class Preparer:
         if llama.llama_model_is_recurrent(model) or llama.llama_model_is_hybrid(model):
             return f"{self._model.path.name} has recurrent layers, which cannot take it back"
         return ""
+
+
+def _said(request: Request) -> list[Any]:
+    """Lists what was said, with hashes in the place of pictures."""
+    if request.prompt is None:
+        return said_in(request.messages)
+    return [["", list(request.prompt.parts), {}, [picture.key for picture in request.pictures]]]

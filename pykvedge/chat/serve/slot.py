@@ -65,13 +65,15 @@ class Slot:
     answered: list[int] = field(default_factory=list)  # tokens of the answer that were decoded
     began: float = field(default_factory=time.perf_counter)
     answering_since: float = 0.0
+    told: int = 0  # tokens whose text was passed on
 
     @classmethod
     def of(cls, sequence: int, work: Prepared, model: Model) -> Slot:
         """Begins a job at the beginning of a sequence."""
         request = work.job.request
         shown = model.marks(request.dialect.preserved) if request.dialect is not None else frozenset[int]()
-        writing = Writing(model, request.sampling, bool(work.job.begun), shown)
+        goes_on = bool(work.job.begun) or request.prompt is not None
+        writing = Writing(model, request.sampling, goes_on, shown)
         return cls(sequence, work, model, writing, deque(work.pieces))
 
     def stand(self, at: Standing) -> None:
@@ -127,6 +129,7 @@ class Slot:
                 self.tell(self.writing.feed(token))
             return "end"
         report.tokens.generated += 1
+        job.ids.append(token)
         noted: tuple[logprobs.Token, ...] = ()
         if logits is not None and report.logprobs is not None:
             n = job.request.sampling.logprobs or 0
@@ -144,13 +147,15 @@ class Slot:
         """Passes text of the answer on."""
         self.job.report.text += text
         if text or noted:
-            self.job.emit(Text(text, noted))
+            self.job.emit(Text(text, noted, tuple(self.job.ids[self.told :])))
+            self.told = len(self.job.ids)
 
     def finish(self, how: str) -> None:
         """Completes the answer and its report; the caller tells of it when the slot is free."""
         report = self.job.report
         self.tell(self.writing.held_back() if how == "cancelled" else self.writing.finish())
         report.finish = "stop" if self.writing.stopped else how
+        self.job.stop_text = self.writing.stop_text
         report.time.decode_steps = max(report.tokens.generated - 1, 0)
         if self.answering_since:
             report.time.decode_s = time.perf_counter() - self.answering_since

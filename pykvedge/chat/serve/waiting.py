@@ -23,8 +23,9 @@ _TICK_S = 1.0  # before the first text, what is done is told so often
 class Waiting:
     """The jobs of one HTTP request. Use it in a with statement: what is not done by its end is given up."""
 
-    def __init__(self, engine: Engine, http: HttpRequest) -> None:
-        self._engine, self._http = engine, http
+    def __init__(self, engine: Engine, http: HttpRequest, joined: bool = True) -> None:
+        """joined: text that waits is told in one piece, not token by token."""
+        self._engine, self._http, self._join = engine, http, joined
         self._told: deque[tuple[int, Event]] = deque()
         self._arrived = asyncio.Event()
         self._waking = self._left = False
@@ -102,6 +103,8 @@ class Waiting:
         if isinstance(event, Done) and event.report.finish == "cancelled":
             return number, Failed(CancelledError())  # not by this client, who is there
         while self._told and self._told[0][0] == number and (joined := _joined(event, self._told[0][1])):
+            if not self._join and isinstance(event, Text):
+                break
             self._told.popleft()
             event = joined
         return number, event
@@ -118,7 +121,7 @@ class Waiting:
 def _joined(event: Event, later: Event) -> Event | None:
     """Makes one event of two, where nobody misses the first: text goes on, a step has come further."""
     if isinstance(event, Text) and isinstance(later, Text):
-        return Text(event.text + later.text, event.tokens + later.tokens)
+        return Text(event.text + later.text, event.tokens + later.tokens, event.ids + later.ids)
     if isinstance(event, Step) and isinstance(later, Step) and event.what == later.what:
         return later
     return None

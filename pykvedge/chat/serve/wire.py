@@ -162,15 +162,13 @@ class Compression(Wire):
     progress: bool = False
 
 
-class ChatRequest(Wire):
-    """The body of POST /v1/chat/completions. kvedge: of this server alone."""
+class Sampled(Wire):
+    """What all requests for an answer may say of it. kvedge: of this server alone."""
 
     model: str | None = None
-    messages: Annotated[list[WireMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Limit | None = None  # 0: the prompt is read, and nothing is answered
-    max_completion_tokens: Limit | None = None
     temperature: Temperature | None = None
     top_p: Share | None = None
     top_k: Limit | None = None
@@ -181,14 +179,36 @@ class ChatRequest(Wire):
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]] | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     stop: str | Annotated[list[str], Field(max_length=64)] | None = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
     response_format: ResponseFormat | None = None
     grammar: str | None = None
     json_schema: dict[str, Any] | None = None
+    kvedge: Compression | None = None
+
+
+class Prompted(Sampled):
+    """One prompt, which no chat template is put around; what requests with several are cut into.
+
+    prompt: texts, and tokens by their numbers. pictures: URLs. likeliest: of so many tokens the likelihood is told
+    beside those of the answer; None: of none. keep: for whoever asks the same again.
+    """
+
+    prompt: list[str | int]
+    pictures: list[str] = []
+    likeliest: int | None = None
+    keep: bool = True
+    logit_bias: dict[str, float] | None = None
+
+
+class ChatRequest(Sampled):
+    """The body of POST /v1/chat/completions."""
+
+    messages: Annotated[list[WireMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
+    max_completion_tokens: Limit | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     functions: Annotated[list[FunctionTool], Field(max_length=MOST_TOOLS)] | None = None
@@ -197,7 +217,6 @@ class ChatRequest(Wire):
     reasoning_format: Literal["none", "auto", "deepseek", "deepseek-legacy"] | None = None
     reasoning_effort: Annotated[str, Field(max_length=64)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    kvedge: Compression | None = None
 
     @model_validator(mode="after")
     def _of_today(self) -> ChatRequest:
