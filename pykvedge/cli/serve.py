@@ -41,6 +41,8 @@ _EXTRA = ("starlette", "uvicorn", "pydantic")
     options.option("--park-size", metavar="SIZE", help="The most that the folder may take. Default: 4GiB."),
     options.option("--max-tokens", type=int, metavar="N",
                    help="Tokens of an answer where a request does not say. Default: as many as there is room for."),
+    options.option("--temp", type=click.FloatRange(0, 100), default=0.0, show_default=True,
+                   help="The temperature where a request does not say; 0 always takes the likeliest token."),
     options.option("--max-body", metavar="SIZE", help="The most that a request may have. Default: 64MiB."),
     options.option("--allow-https-images", is_flag=True, help="Fetch pictures that requests name by https: URLs."),
     options.option("--image-folder", type=options.PATH, metavar="DIR",
@@ -91,7 +93,7 @@ def serve(**given: Any) -> None:
         display.done()
     with loaded:
         say = (lambda text: None) if given["quiet"] else (lambda text: click.echo(f"kvedge: {text}", err=True))
-        server.serve(loaded, plan, Sampling(), chosen, say)
+        server.serve(loaded, plan, Sampling(temp=given["temp"]), chosen, say)
 
 
 def _options(given: dict[str, Any], server: Any) -> Any:
