@@ -62,12 +62,11 @@ class Vocabulary:
         with self._table_lock:
             if self._table is None:
                 tokens = range(self.n_vocab)
-                ends = [token for token in tokens if self.is_end(token)]
                 unseen = [token for token in tokens if self.is_unseen(token)]
                 pieces = [self.piece(token) for token in tokens]
                 for token in unseen:
                     pieces[token] = self.written(token).encode()
-                self._table = TokenTable(pieces, ends, unseen)
+                self._table = TokenTable(pieces, self.ends, unseen)
             return self._table
 
     def special_words(self, text: str) -> list[str]:
