@@ -126,7 +126,8 @@ def test_what_is_no_file(kvedge, tmp_path):
     kvedge("chat", *pair("x" * 800), "Hello").failed(1, "cannot be read")
     if hasattr(os, "mkfifo"):
         os.mkfifo(tmp_path / "pipe.gguf")
-        kvedge("chat", *pair(tmp_path / "pipe.gguf"), "Hello", timeout=60).failed(1, "pipe.gguf is no file")
+        said = "pipe.gguf cannot be read: it is a pipe, not a file"
+        kvedge("chat", *pair(tmp_path / "pipe.gguf"), "Hello", timeout=60).failed(1, said)
 
 
 def test_model_and_mmproj_swapped(kvedge, llava):

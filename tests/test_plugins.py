@@ -315,7 +315,7 @@ def test_a_file_that_cannot_be_used_is_one_line(kvedge, write, code, says):
 
 def test_files_that_are_not_there(kvedge, tmp_path, write, tiny):
     kvedge("chat", "--plugin", "nowhere.py", "Hello").failed(1, "plugin nowhere.py does not exist")
-    kvedge("methods", "--plugin", tmp_path).failed(1, "is a folder")
+    kvedge("methods", "--plugin", tmp_path).failed(1, "it is a folder, not a file")
     kvedge("methods", "--plugin", write("x", "plugin.txt")).failed(1, "neither a Python file")
     (tmp_path / "bytes.py").write_bytes(b"\xff\xfe\x00")
     kvedge("methods", "--plugin", tmp_path / "bytes.py").failed(1, "bytes.py")

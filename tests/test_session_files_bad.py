@@ -124,7 +124,7 @@ def test_the_program_refuses_bad_files(kvedge, saved, tiny, tmp_path):
     kvedge(*ask, cut, "Hi").failed(1, "cut.kvs is damaged or truncated")
     cut.write_bytes(b"something else, and long enough to be a header of a file")
     kvedge(*ask, cut, "Hi").failed(1, "cut.kvs is no session file")
-    kvedge(*ask, tmp_path, "Hi").failed(1, "is not a file")
+    kvedge(*ask, tmp_path, "Hi").failed(2, "it is a folder, not a file")
     kvedge(*ask, tmp_path / "nowhere" / "s.kvs", "Hi").failed(2, "there is no folder")
     kvedge(*ask, file, "--system", "Be brief.", "Hi").failed(2, "--system", "has begun")
     kvedge(*ask, file, "--kv-type", "f32", "Hi").failed(2, "--kv-type f16")

@@ -96,7 +96,7 @@ def test_impossible_rates(fps, tmp_path):
 
 def test_files_that_are_not_there(tmp_path, monkeypatch):
     for path in (tmp_path / "none.mp4", tmp_path, "x" * 5000, "a\0b"):
-        with pytest.raises(ImageError, match="is no file"):
+        with pytest.raises(ImageError, match="cannot be read"):
             next(frames(path))
     monkeypatch.setenv("PATH", str(tmp_path))
     (tmp_path / "clip.mp4").write_bytes(b"x")
@@ -130,5 +130,5 @@ def test_a_video_in_a_stream(clip, kvedge):
 def test_options_that_do_not_go_together(kvedge, tmp_path):
     kvedge("chat", "--video", "a.mp4", "?").failed(2, "--stream")
     stream = ["chat", "--stream", "--method", "snapkv", "--budget", 256]
-    kvedge(*stream, "--video", tmp_path / "a.mp4", "?").failed(1, "a.mp4 is no file")
+    kvedge(*stream, "--video", tmp_path / "a.mp4", "?").failed(1, "a.mp4 cannot be read")
     kvedge(*stream, "--video", tmp_path, "--fps", 0, "?").failed(2, "frames of a second")

@@ -14,6 +14,7 @@ from pykvedge.cli import options, paths, sampling
 from pykvedge.cli.modelfiles import model_files
 from pykvedge.cli.options import option
 from pykvedge.errors import UsageError
+from pykvedge.native.files import require_file
 from pykvedge.plans.plan import Plan
 
 _OPTIONS = (
@@ -103,8 +104,6 @@ def _run(question: str | None, plan: Plan, model: Path, mmproj: Path | None, giv
     from pykvedge.runtime.sessionlock import SessionLock
 
     file = _session_file(given["session_file"])
-    if file is not None:
-        paths.ask(Path.exists, file)  # a name that cannot be one is what the user asked for, not what went wrong
     with SessionLock(file) if file is not None else contextlib.nullcontext():
         return _talk(question, plan, (model, mmproj), file, given)
 
@@ -161,6 +160,11 @@ def _session_file(path: Path | None) -> Path | None:
     path = paths.expanded(path)
     if not paths.ask(Path.is_dir, path.parent):
         raise UsageError(f"--session {path} cannot be written: there is no folder {path.parent}")
+    if paths.ask(Path.exists, path):  # a name that cannot be one is what the user asked for, not what went wrong
+        try:
+            require_file(path)
+        except OSError as error:
+            raise UsageError(f"--session {path} cannot be used: {error.strerror}") from None
     return path
 
 

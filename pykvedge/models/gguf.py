@@ -17,6 +17,7 @@ from pathlib import Path
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from pykvedge.errors import ModelError
+from pykvedge.native.files import require_file
 
 Scalar = int | float | bool | str
 
@@ -120,10 +121,7 @@ def read_header(path: str | os.PathLike[str]) -> Header:
     """
     path = Path(path)
     try:
-        if path.is_dir():
-            raise ModelError(f"{path} is a folder, not a GGUF file")
-        if path.exists() and not path.is_file():  # opening a pipe waits for somebody who writes
-            raise ModelError(f"{path} is no file")
+        require_file(path)
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size < 24 or file.read(4) != b"GGUF":

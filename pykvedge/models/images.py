@@ -19,6 +19,7 @@ from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from PIL.Image import Image as PillowImage
 
 from pykvedge.errors import ArrayError, ImageError, UsageError
+from pykvedge.native.files import require_file
 
 if TYPE_CHECKING:
     ImageSource: TypeAlias = (
@@ -111,7 +112,7 @@ def load_picture(source: ImageSource, name: str | None = None) -> Picture:
 
 def picture_size(path: Path) -> tuple[int, int]:
     """Tells width and height of a picture as load_picture makes it, from its header alone. Raises ImageError."""
-    with _explained(str(path)), Image.open(path, formats=FORMATS) as image:
+    with _explained(str(path)), _opened(path) as image:
         lies = image.getexif().get(ExifTags.Base.Orientation, 1) >= 5  # its first row is a side
         _check_size(str(path), image.width, image.height)
         return (image.height, image.width) if lies else (image.width, image.height)
@@ -133,10 +134,6 @@ def _from_path(path: str | os.PathLike[str]) -> Picture:
     if "\0" in name or not name:
         raise ImageError("a path of an image is empty or holds a zero byte")
     place = Path(name)
-    with _explained(str(place)):  # the system may refuse to look at a path
-        folder = place.is_dir()
-    if folder:
-        raise ImageError(f"{place} is a folder, not an image")
     return _from_file(place, str(place), place.name)
 
 
@@ -159,8 +156,14 @@ def _from_stream(file: Any, what: str) -> Picture:
 
 def _from_file(file: Path | io.BytesIO, what: str, name: str) -> Picture:
     """Opens an image. what: the subject of messages."""
-    with _explained(what), Image.open(file, formats=FORMATS) as image:
+    with _explained(what), _opened(file) as image:
         return _upright(image, what, name)
+
+
+def _opened(file: Path | io.BytesIO) -> PillowImage:
+    if isinstance(file, Path):
+        require_file(file)
+    return Image.open(file, formats=FORMATS)
 
 
 def _from_pillow(image: PillowImage, what: str) -> Picture:

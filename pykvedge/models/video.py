@@ -16,6 +16,7 @@ from typing import IO, Any
 
 from pykvedge.errors import ImageError, UsageError
 from pykvedge.models.images import MAX_PIXELS, Picture
+from pykvedge.native.files import require_file
 
 _HOW_TO_GET = "apt install ffmpeg, brew install ffmpeg, or winget install ffmpeg"
 _MOST_HEADER = 64  # characters of a frame's
@@ -30,13 +31,13 @@ def frames(path: str | os.PathLike[str], fps: float = 1.0) -> Iterator[Picture]:
     """
     if not isinstance(fps, (int, float)) or isinstance(fps, bool) or not 0.001 <= fps <= 1000:
         raise UsageError(f"frames of a second are a number from 0.001 to 1000, not {fps!r:.20}")
-    place = Path(os.fspath(path))
+    if not isinstance(path, (str, os.PathLike)) or not isinstance(name := os.fspath(path), str):
+        raise UsageError(f"a video is named by a path, not {path!r:.40}")
+    place = Path(name)
     try:
-        there = place.is_file()
-    except (OSError, ValueError):
-        there = False
-    if not there:
-        raise ImageError(f"{place} is no file")
+        require_file(place)
+    except (OSError, ValueError) as error:
+        raise ImageError(f"{place} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     program = shutil.which("ffmpeg")
     if program is None:
         raise UsageError(f"reading {place.name} needs ffmpeg, which is not here: {_HOW_TO_GET}")

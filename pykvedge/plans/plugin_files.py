@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from pykvedge.errors import KvedgeError, PluginError
+from pykvedge.native.files import require_file
 from pykvedge.plans.making import plan
 from pykvedge.plans.plan import Plan
 from pykvedge.plans.plugins import calling, table
@@ -22,11 +23,13 @@ def load_file(path: Path) -> list[str]:
 
     Raises PluginError: no such file, an error while it is read, a name that is taken, nothing registered.
     """
-    path = path.expanduser()
-    if not path.exists():
-        raise PluginError(f"plugin {path} does not exist")
-    if path.is_dir():
-        raise PluginError(f"plugin {path} is a folder; pass the file")
+    try:
+        path = path.expanduser()
+        require_file(path)
+    except FileNotFoundError:
+        raise PluginError(f"plugin {path} does not exist") from None
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: of a home folder that is not known
+        raise PluginError(f"plugin {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     before = table.snapshot()
     try:
         if path.suffix in LIBRARY_ENDINGS:

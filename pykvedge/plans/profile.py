@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from pykvedge.errors import ProfileError
+from pykvedge.native.files import require_file
 from pykvedge.plans.plan import Plan
 from pykvedge.plans.stages.base import ProfileTable
 
@@ -143,6 +144,7 @@ def load(path: str | os.PathLike[str]) -> Profile:
     """Reads the profile in a file. Raises ProfileError if it cannot be read or is none."""
     try:
         path = Path(path).expanduser()
+        require_file(path)
         with path.open("rb") as file:
             data = file.read(LARGEST_FILE + 1)
         if len(data) > LARGEST_FILE:

@@ -193,7 +193,8 @@ class Engine:
 
     def restore(self, path: str | os.PathLike[str], model: str, note: Note, plan: Plan) -> None:
         """Makes a new context with the cache of a file in it. Raises what make_room raises, and SessionFileError."""
-        name, n_bytes = os.fspath(path), Path(path).stat().st_size
+        name = os.fsdecode(path)
+        n_bytes = Path(name).stat().st_size
         self._restore(note, plan, name, n_bytes, lambda cache: cache.load(encoded(path), model))
 
     def fork(self, rows: bytearray, model: str, note: Note, plan: Plan) -> None:

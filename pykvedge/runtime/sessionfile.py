@@ -5,6 +5,7 @@ The layout of the file is in docs/sessions.md; this is its note, one JSON object
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -15,6 +16,7 @@ from pykvedge.errors import KvedgeError, SessionFileError, UsageError
 from pykvedge.models.gguf import Header
 from pykvedge.models.images import Picture
 from pykvedge.models.prompt import Message
+from pykvedge.native.files import require_file
 from pykvedge.plans.plan import Plan
 from pykvedge.runtime import libkvedge
 from pykvedge.runtime.settings import MAX_CTX
@@ -98,10 +100,18 @@ def _message(data: Any) -> Message:
 
 
 def encoded(path: str | os.PathLike[str]) -> bytes:
-    """The path for libkvedge. Raises UsageError for one that cannot be."""
-    name = os.fsencode(path)
+    """The path for libkvedge. Raises UsageError for what is none, SessionFileError for a folder, a pipe or a device."""
+    try:
+        name = os.fsencode(path)
+    except TypeError:
+        raise UsageError(f"a session file is named by a path, not {path!r:.40}") from None
     if b"\0" in name or not name:
         raise UsageError("a session file needs a name")
+    try:
+        require_file(name)
+    except OSError as error:
+        if error.errno == errno.EINVAL:  # of others libkvedge says more
+            raise SessionFileError(f"{os.fsdecode(name)} cannot be used: {error.strerror}") from None
     return name
 
 
@@ -110,12 +120,12 @@ def read_note(path: str | os.PathLike[str], model: str) -> Note:
     found, data = libkvedge.read_saved(encoded(path))
     if found != model:
         raise SessionFileError(
-            f"{os.fspath(path)} was saved with another model; load that one, or use another session file"
+            f"{os.fsdecode(path)} was saved with another model; load that one, or use another session file"
         )
     try:
         return Note.decode(data)
     except ValueError as error:
-        raise SessionFileError(f"{os.fspath(path)} holds no conversation that can be continued: {error}") from None
+        raise SessionFileError(f"{os.fsdecode(path)} holds no conversation that can be continued: {error}") from None
 
 
 def fingerprint(header: Header) -> str:

@@ -10,11 +10,13 @@ from typing import Any
 from pykvedge.errors import DatasetError, unknown
 from pykvedge.lab.eval.tasks import Line
 from pykvedge.models.prompt import IMAGE, places
+from pykvedge.native.files import require_file
 
 
 def read_text(path: Path) -> str:
     """Reads the whole of a file in UTF-8."""
     try:
+        require_file(path)
         return path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise DatasetError(f"{path} cannot be read: {error.strerror or error}") from None

@@ -1,0 +1,62 @@
+"""Folders, pipes, sockets and devices where a file belongs are refused before they are opened, which might wait."""
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+import pykvedge
+from pykvedge.errors import DatasetError, ImageError, ModelError, ProfileError, SessionFileError
+from pykvedge.lab.eval.files import read_text
+from pykvedge.models.gguf import read_header
+from pykvedge.models.images import load_picture, picture_size
+from pykvedge.models.video import frames
+from pykvedge.plans import profile
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="pipes with names")
+KINDS = ("a folder", "a pipe", "a socket", "a device")
+
+
+@pytest.fixture
+def no_files(tmp_path, monkeypatch):
+    """kind -> path. Names are short: a socket's may have about 100 characters."""
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    Path("folder").mkdir()
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind("socket")
+        yield {kind: tmp_path / kind[2:] for kind in KINDS[:3]} | {"a device": Path("/dev/zero")}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("read", "error"), [
+    (load_picture, ImageError),
+    (picture_size, ImageError),
+    (lambda path: next(frames(path)), ImageError),
+    (read_header, ModelError),
+    (profile.load, ProfileError),
+    (read_text, DatasetError),
+])  # fmt: skip
+def test_what_reads_files(no_files, kind, read, error):
+    with pytest.raises(error, match=f"{no_files[kind]} cannot be read: it is {kind}, not a file"):
+        read(no_files[kind])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sessions(tiny, native, no_files, kind):
+    with tiny("llama").session() as session:
+        session.ask("Hello", sampling=pykvedge.Sampling(max_tokens=1)).close()
+        for call in (session.save, session.load):
+            with pytest.raises(SessionFileError, match=f"{no_files[kind]} cannot be used: it is {kind}, not a file"):
+                call(no_files[kind])
+        assert session.in_cache
+        assert os.path.samestat(no_files[kind].lstat(), no_files[kind].stat())  # nothing took its place
+
+
+def test_the_program(kvedge, tiny, no_files):
+    model = tiny("llava")
+    for kind, path in no_files.items():
+        kvedge("chat", *model.arguments(), "--image", path, "?", timeout=60).failed(1, f"it is {kind}, not a file")
+        kvedge("chat", *model.arguments(), "--session", path, "?", timeout=60).failed(2, f"it is {kind}, not a file")
+        kvedge("inspect", path, timeout=60).failed(1, f"it is {kind}, not a file")
