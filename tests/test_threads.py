@@ -117,7 +117,7 @@ def test_one_thread_is_inside_and_may_come_again():
 
 def test_closing_waits_and_lets_nobody_in():
     counter, cancel = Counter(), threading.Event()
-    stop = Stop(counter.guard, lambda: cancel)
+    stop = Stop(cancel, counter.guard)
     assert not stop.is_set()
     inside, closed = threading.Event(), []
 
@@ -140,7 +140,7 @@ def test_closing_waits_and_lets_nobody_in():
     with pytest.raises(StateError, match="the counter is closed"):
         counter.add()
     cancel.set()
-    assert Stop(Guard("x", over=""), lambda: cancel).is_set()
+    assert Stop(cancel).is_set()
 
 
 def test_a_session_is_not_closed_from_inside_its_own_call(tiny, native):

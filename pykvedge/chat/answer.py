@@ -10,7 +10,7 @@ from pykvedge.chat.conversation import Conversation
 from pykvedge.chat.writing import Writing
 from pykvedge.errors import GrammarError, StateError
 from pykvedge.models.prompt import Message
-from pykvedge.native import team
+from pykvedge.native import signals, team
 from pykvedge.runtime import logprobs
 from pykvedge.runtime.report import Report
 from pykvedge.runtime.sampler import Sampler
@@ -49,7 +49,11 @@ class Answer:
             raise StopIteration
         with self._conversation.guard:
             self._reader = threading.get_ident()
-            return self._step()
+            try:
+                return self._step()
+            finally:
+                if signals.pending():  # behind this step
+                    self._finish()
 
     def _step(self) -> str:
         try:
@@ -155,4 +159,5 @@ class Answer:
             conversation.measure_stream(report)
         conversation.messages.append(Message("assistant", report.text))
         conversation.last_report = report
+        conversation.answer = None
         team.give_back()  # the next answer may be another thread's

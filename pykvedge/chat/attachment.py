@@ -7,7 +7,8 @@ from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pykvedge.chat.reuse import History, shared
-from pykvedge.errors import KvedgeError, StateError, UnsupportedError, UsageError
+from pykvedge.errors import CancelledError, KvedgeError, StateError, UnsupportedError, UsageError
+from pykvedge.native import signals
 from pykvedge.native.guard import Guard, one_thread
 from pykvedge.plans.kvtypes import KvType, ggml_types
 from pykvedge.plans.making import default_plan
@@ -63,6 +64,7 @@ class Attachment:
     closing the model, wait for the token under way; the generation ends with StateError.
     """
 
+    @signals.held()
     def __init__(self, llm: Any, plan: Plan, profile: Given = None) -> None:
         from pykvedge.chat.attached_pass import AttachedPass
         from pykvedge.native import libraries
@@ -122,6 +124,8 @@ class Attachment:
                 with self.guard:
                     if self.guard.ending:  # inside a chat completion, which is in the guard itself
                         raise StateError("kvedge was detached from the model while it generated")
+                    if signals.pending():
+                        raise CancelledError
                     try:
                         token = steps.send(answer)
                     except StopIteration:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from typing import Protocol
 
 from pykvedge.errors import OutOfMemoryError, SessionFileError, StateError, UnsupportedError
 from pykvedge.models.composer import Composer
@@ -15,7 +16,7 @@ from pykvedge.models.images import Picture
 from pykvedge.models.model import Model, Progress
 from pykvedge.models.prompt import Message
 from pykvedge.models.vision import ImagePiece, Piece, TextPiece, Vision
-from pykvedge.native import crash, memory
+from pykvedge.native import crash, memory, signals
 from pykvedge.native.guard import Guard, Stop
 from pykvedge.plans.kvtypes import KvType
 from pykvedge.plans.plan import Plan
@@ -25,6 +26,14 @@ from pykvedge.runtime.pruning import planned
 from pykvedge.runtime.report import Report
 from pykvedge.runtime.sessionfile import fingerprint
 from pykvedge.runtime.settings import Settings
+
+
+class Answer(Protocol):
+    """What a conversation knows of its answer (chat/answer.py)."""
+
+    def give_way(self) -> None: ...
+
+    def drop(self) -> None: ...
 
 
 class Conversation:
@@ -39,14 +48,23 @@ class Conversation:
         self.pending: list[int] = []  # generated, but not yet read back into the cache
         self.in_cache = False  # whether the cache holds the conversation so far
         self.last_report: Report | None = None
-        self.cancel = cancel
         self.guard = Guard("session", over="the session is closed")
-        self.stop = Stop(self.guard, lambda: self.cancel)
-        self._progress = progress
+        self.stop = Stop(cancel, self.guard)
+        self._progress = signals.lifting(progress)
         self._frames: Iterator[Picture] = iter(())  # of a stream, not read yet
         self._vision: Vision | None = None
         self._engine: Engine | None = None
         self._openings: opening.Openings | None = None  # of earlier conversations, if they are kept
+        self.answer: Answer | None = None  # that is not at its end
+
+    @property
+    def cancel(self) -> threading.Event | None:
+        """Setting it stops what is under way."""
+        return self.stop.cancel
+
+    @cancel.setter
+    def cancel(self, event: threading.Event | None) -> None:
+        self.stop.cancel = event
 
     @property
     def engine(self) -> Engine:

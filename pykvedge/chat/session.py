@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import threading
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 from pykvedge.chat import branch
 from pykvedge.chat.answer import Answer
 from pykvedge.chat.conversation import Conversation
-from pykvedge.errors import NothingToCompressError, StateError, UsageError
+from pykvedge.errors import CancelledError, NothingToCompressError, StateError, UsageError
 from pykvedge.models import profiles
 from pykvedge.models.composer import Composer
 from pykvedge.models.images import Picture, load_pictures
@@ -22,6 +23,7 @@ from pykvedge.models.model import Progress, silent
 from pykvedge.models.modelfile import facts
 from pykvedge.models.prompt import Message, check_places, places
 from pykvedge.models.vision import Piece, Vision
+from pykvedge.native import dropped, signals
 from pykvedge.native.guard import one_thread
 from pykvedge.plans.making import checked_plan
 from pykvedge.plans.plan import Plan
@@ -31,7 +33,7 @@ from pykvedge.runtime.loaded import LoadedModel, Loan, borrow, path_of
 from pykvedge.runtime.report import ModelFacts, Report, Time
 from pykvedge.runtime.sampler import Sampler
 from pykvedge.runtime.sampling import Sampling
-from pykvedge.runtime.sessionfile import Note, fingerprint, read_note
+from pykvedge.runtime.sessionfile import Note, encoded, fingerprint, read_note
 from pykvedge.runtime.settings import Settings
 
 if TYPE_CHECKING:
@@ -48,6 +50,7 @@ class Session(Conversation):
     thread, whose call ends early, with CancelledError; the answer that it reads ends with StateError.
     """
 
+    @signals.held()
     def __init__(
         self,
         model: str | os.PathLike[str] | LoadedModel | Loan,
@@ -66,21 +69,22 @@ class Session(Conversation):
         loaded model that was closed.
         """
         super().__init__(checked_plan(plan), Settings.of({**settings}), progress, cancel)
-        self._answer: Answer | None = None
         self._branch: branch.Branch | None = None  # before the last message
         self.check_stream(self.plan)
         profiles.find(self.plan, path_of(model), self.settings.profile)  # before the weights are read
         started = time.perf_counter()
-        self._loan: Loan | None = borrow(model, mmproj, self.settings, progress, cancel)
+        self._loan: Loan | None = borrow(model, mmproj, self.settings, self._progress, self.stop)
         self.model, self._openings = self._loan.model, self._loan.caches.openings
+        self._dropped = 0
         try:
             self._vision = Vision(self._loan.encoder, self._loan.caches.images) if self._loan.encoder else None
             self._composer = Composer(self.model, self._vision)
+            self._facts = ModelFacts(*facts(self.model.header))
         except BaseException:
             self.close()
             raise
-        self._facts = ModelFacts(*facts(self.model.header))
         self._engine = Engine(self.model, self._vision, self.settings, self.settings.threads or self._loan.threads)
+        self._dropped = dropped.add(self, functools.partial(_free, self._engine, self._vision, self._loan))
         self._load_s = time.perf_counter() - started
 
     @one_thread
@@ -103,7 +107,9 @@ class Session(Conversation):
         check_places(prompt, len(pictures))
         if not prompt.strip() and not pictures:
             raise UsageError("the prompt is empty; write a question")
-        sampling = sampling or Sampling()
+        sampling = Sampling() if sampling is None else sampling
+        if not isinstance(sampling, Sampling):
+            raise UsageError(f"sampling must be a Sampling, not {sampling!r:.40}")
         sampler = Sampler(sampling, self.model)
         report = Report(self.plan.method, self.plan.budget.value, time=Time(load_s=self._load_s), model=self._facts)
         self._branch, before = None, branch.before_message(self)
@@ -112,6 +118,8 @@ class Session(Conversation):
         self.messages.append(Message("user", prompt, pictures))
         try:
             self.read(report)
+            if signals.pending():
+                raise CancelledError
         except BaseException:
             # whatever the cache holds now, the next message starts from the copy, or from the conversation's text
             sampler.close()
@@ -120,8 +128,8 @@ class Session(Conversation):
             raise
         self._load_s, self._branch = 0.0, before
         report.notes = [*(self._loan.caches.notes() if self._loan is not None else []), *self.engine.notes()]
-        self._answer = Answer(self, report, sampling, sampler)
-        return self._answer
+        self.answer = answer = Answer(self, report, sampling, sampler)
+        return answer
 
     @one_thread
     def undo(self) -> Message:
@@ -201,11 +209,12 @@ class Session(Conversation):
         An answer that is still being generated ends here. Returns the bytes of the file. Raises SessionFileError,
         StateError (nothing was asked yet), UnsupportedError.
         """
+        encoded(path)  # raises for what is no path
         self._end_answer()
         if not self.in_cache or not self.messages:
             raise StateError("there is no conversation to save yet")
         self.engine.save(path, fingerprint(self.model.header), self._note())
-        return Path(path).stat().st_size
+        return Path(os.fsdecode(path)).stat().st_size
 
     @one_thread
     def load(self, path: str | os.PathLike[str], plan: Plan | None = None) -> None:
@@ -218,7 +227,8 @@ class Session(Conversation):
         model = fingerprint(self.model.header)
         note = read_note(path, model)
         if note.kv_type != self.settings.kv_type:
-            raise UsageError(f"{os.fspath(path)} holds keys and values as {note.kv_type}; use --kv-type {note.kv_type}")
+            name, kind = os.fsdecode(path), note.kv_type
+            raise UsageError(f"{name} holds keys and values as {kind}; use --kv-type {kind}")
         plan = note.plan if plan is None else plan
         self.check_stream(plan)
         self.forget()
@@ -264,18 +274,13 @@ class Session(Conversation):
         Does nothing the second time.
         """
         with self.guard.closing():
-            if self._answer is not None:
-                self._answer.drop()
-                self._answer = None
-            if self._engine is not None:
-                self._engine.close()
-                self._engine = None
-            if self._vision is not None:
-                self._vision.forget()
-                self._vision = None
+            if self.answer is not None:
+                self.answer.drop()
+                self.answer = None
             if self._loan is not None:
-                self._loan.give_back()
-                self._loan = None
+                _free(self._engine, self._vision, self._loan)
+                self._engine = self._vision = self._loan = None
+                dropped.remove(self._dropped)
 
     def __enter__(self) -> Session:
         return self
@@ -314,6 +319,13 @@ class Session(Conversation):
             )
 
     def _end_answer(self) -> None:
-        if self._answer is not None:
-            self._answer.give_way()
-            self._answer = None
+        if self.answer is not None:
+            self.answer.give_way()
+
+
+def _free(engine: Engine | None, vision: Vision | None, loan: Loan) -> None:
+    if engine is not None:
+        engine.close()
+    if vision is not None:
+        vision.forget()
+    loan.give_back()

@@ -19,6 +19,7 @@ from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from PIL.Image import Image as PillowImage
 
 from pykvedge.errors import ArrayError, ImageError, UsageError
+from pykvedge.native import signals
 from pykvedge.native.files import require_file
 
 if TYPE_CHECKING:
@@ -78,9 +79,10 @@ def load_pictures(images: ImageSources) -> Iterator[Picture]:
         return iter([load_picture(given)])
     if not isinstance(given, Iterable):
         raise UsageError(f"{_kind(given)} is no picture; give {FORMS}, or several of them in a list")
-    return (load_picture(image, f"image {i + 1}") for i, image in enumerate(given))
+    return (load_picture(image, f"image {i + 1}") for i, image in enumerate(signals.items(given)))
 
 
+@signals.held()
 def load_picture(source: ImageSource, name: str | None = None) -> Picture:
     """Makes a picture from a path, the bytes of an image file, an open file, a PIL image, or an array.
 
@@ -142,9 +144,10 @@ def _from_stream(file: Any, what: str) -> Picture:
     if isinstance(given, str) and given:
         what = given
     try:
-        if getattr(file, "seekable", lambda: False)():
-            file.seek(0)
-        data = file.read()
+        with signals.lifted():  # it may be the user's, and take its time
+            if getattr(file, "seekable", lambda: False)():
+                file.seek(0)
+            data = file.read()
     except (OSError, ValueError) as error:
         raise ImageError(f"{what} cannot be read: {error}") from None
     if isinstance(data, str):

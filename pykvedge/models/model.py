@@ -15,6 +15,7 @@ from pykvedge.models.modelfile import check_model
 from pykvedge.models.offload import Offload
 from pykvedge.models.vocabulary import Vocabulary
 from pykvedge.native import ggml, llamacpp, memory
+from pykvedge.native.calls import Raised
 
 Progress = Callable[[str, float], None]  # (what, share done in 0..1)
 
@@ -49,23 +50,22 @@ class Model(Vocabulary):
         if not vocabulary_only and (offload.off or not ggml.has_gpu()):
             memory.require(self.header.file_size, f"{path}", "use a smaller model, or one of fewer bits")
 
-        raised: list[BaseException] = []
+        raised = Raised()
 
         def report(share: float, _: Any) -> bool:
-            try:
-                progress("loading the model", share)
-            except BaseException as error:  # of a callback, C hears of no exception
-                raised.append(error)
-            return not raised and (cancel is None or not cancel.is_set())
+            progress("loading the model", share)
+            return cancel is None or not cancel.is_set()
 
-        callback = llama.llama_progress_callback(report)
+        callback = llama.llama_progress_callback(raised.keeping(report, False))
         params.progress_callback = callback
         with llamacpp.collected_errors() as lines:
             self.handle = llama.llama_model_load_from_file(os.fsencode(path), params)
             del devices
-        if raised:
+        try:
+            raised.again()
+        except BaseException:
             self.close()
-            raise raised[0]
+            raise
         if cancel is not None and cancel.is_set():
             self.close()
             raise CancelledError

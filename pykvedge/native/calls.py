@@ -5,11 +5,15 @@ from __future__ import annotations
 import ctypes as c
 import functools
 import itertools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 from pykvedge import errors
 from pykvedge.native import libraries
 from pykvedge.native.abi import PROTOTYPES, STAGE_NUMBER, Declared, Error, text
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _ERROR_OF_STATUS: dict[int, type[errors.KvedgeError]] = {
     1: errors.UsageError,
@@ -61,3 +65,28 @@ def call(name: str, *arguments: Any) -> None:
     error = Error()
     if getattr(lib(), f"kvedge_{name}")(*arguments, c.byref(error)) != 0:
         raise_(error)
+
+
+class Raised:
+    """What a function of Python's raised that C called. It cannot pass through C: it is kept, and raised behind it."""
+
+    def __init__(self) -> None:
+        self._error: BaseException | None = None
+
+    def keeping(self, function: Callable[P, R], otherwise: R) -> Callable[P, R]:
+        """Makes a function that C can call. otherwise: what it returns for one that raised, "stop" in C's words."""
+
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return function(*args, **kwargs)
+            except BaseException as error:
+                self._error = self._error or error
+                return otherwise
+
+        return call
+
+    def again(self) -> None:
+        """Raises the first that was kept, if any was."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pykvedge.native.abi import Look
-from pykvedge.native.calls import call, lib
+from pykvedge.native.calls import Raised, call, lib
 
 
 class EncoderWatch:
@@ -26,19 +26,15 @@ class EncoderWatch:
     def run(self, encode: Callable[[], int], look: Callable[[float], None]) -> int:
         """Calls encode(), and gives the memory back if it returns 0. look(share done) is called after every layer.
 
-        What look raises, KeyboardInterrupt as well, stops the encoder and is raised here.
+        What look raises stops the encoder and is raised here.
         """
-        failure: BaseException | None = None
+        raised = Raised()
 
         def at(layer: int, _: Any) -> bool:
-            nonlocal failure
-            try:
-                look(min((layer + 1) / self._n_layers, 1.0))
-            except BaseException as error:
-                failure = error
-            return failure is None
+            look(min((layer + 1) / self._n_layers, 1.0))
+            return True
 
-        called = Look(at)
+        called = Look(raised.keeping(at, False))
         lib().kvedge_encoder_set_look(self._handle, called, None)
         try:
             status = encode()
@@ -46,8 +42,7 @@ class EncoderWatch:
             lib().kvedge_encoder_set_look(self._handle, Look(), None)
         if status == 0:
             self.release()
-        if failure is not None:
-            raise failure
+        raised.again()
         return status
 
     def release(self) -> int:

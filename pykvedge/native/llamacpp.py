@@ -16,7 +16,8 @@ from typing import Any
 
 import psutil
 
-from pykvedge.native import libraries
+from pykvedge.native import libraries, signals
+from pykvedge.native.calls import Raised
 
 _ERROR, _CONT = 4, 5  # ggml_log_level
 _REFUSED = re.compile(r"failed to allocate (?!CPU)(\S+) buffer of size (\d+)")
@@ -29,6 +30,7 @@ class _Lines(threading.local):
     def __init__(self) -> None:
         self.errors: deque[str] = deque(maxlen=50)
         self.level = 0
+        self.raised = Raised()  # by what a line was written to
 
 
 class _Log:
@@ -37,14 +39,10 @@ class _Log:
     def __init__(self) -> None:
         self.verbose = False
         self.here = _Lines()
-        self.interrupted = False  # by Ctrl-C, while a line was received
 
     def receive(self, level: int, text: bytes, _: Any) -> None:
-        """Takes a line. An exception would end here, in the callback of a C function: Ctrl-C is kept for later."""
-        try:
-            self._take(level, text)
-        except KeyboardInterrupt:
-            self.interrupted = True
+        """Takes a line."""
+        self.here.raised.keeping(self._take, None)(level, text)
 
     def _take(self, level: int, text: bytes) -> None:
         line, here = text.decode("utf-8", "replace"), self.here
@@ -86,14 +84,13 @@ def _init_backend() -> None:
 def collected_errors() -> Iterator[deque[str]]:
     """Collects the error lines that llama.cpp logs inside the block, in this thread, oldest first.
 
-    Raises KeyboardInterrupt at its end if Ctrl-C was pressed while a line was received.
+    What stderr, or the handler of Ctrl-C, raises meanwhile is raised at its end: llama.cpp calls back.
     """
     lines = _log.here.errors
     lines.clear()
-    yield lines
-    if _log.interrupted and threading.current_thread() is threading.main_thread():
-        _log.interrupted = False
-        raise KeyboardInterrupt
+    with signals.held():
+        yield lines
+    _log.here.raised.again()
 
 
 def reason(lines: deque[str], default: str) -> str:

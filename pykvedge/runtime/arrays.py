@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pykvedge.errors import ArrayError, unknown
+from pykvedge.native import signals
 from pykvedge.plans.kvtypes import GROUP, KvType
 from pykvedge.plans.plan import Plan
 from pykvedge.plans.stages.base import Result
@@ -50,6 +51,7 @@ class _Options:
     replay: Replay | None = None
 
 
+@signals.held()
 def compress(
     plan: Plan, q: Any, k: Any, v: Any, image_mask: Any = None, engine: str = "native", **options: Unpack[GivenOptions]
 ) -> Result:

@@ -16,6 +16,7 @@ from pykvedge.models.shape import ModelShape, mask_bytes
 from pykvedge.models.vision import ImagePiece, Vision
 from pykvedge.models.vocabulary import Vocabulary
 from pykvedge.native import libraries, llamacpp, memory
+from pykvedge.native.calls import Raised
 from pykvedge.plans.kvtypes import KvType, ggml_types
 from pykvedge.runtime.bounded_batch import OnePass, image_positions
 
@@ -104,6 +105,7 @@ class Context:
         self._ends: dict[int, int] = {}  # n_past of the other sequences
         self._batch = llama.llama_batch_init(self.n_batch, 0, 1)
         self._abort: Any = None
+        self._raised = Raised()  # by `look`
 
     def close(self) -> None:
         """Frees the context. Does nothing the second time."""
@@ -169,7 +171,8 @@ class Context:
                 look()
             return cancel is not None and cancel.is_set()
 
-        self._abort = llama.ggml_abort_callback(asked) if cancel or look else llama.ggml_abort_callback()
+        called = llama.ggml_abort_callback
+        self._abort = called(self._raised.keeping(asked, True)) if cancel or look else called()
         llama.llama_set_abort_callback(self.handle, self._abort, None)
 
     def decode(self, tokens: list[int], want_logits: bool) -> None:
@@ -281,6 +284,7 @@ class Context:
     def _checked(self, run: Callable[[], int]) -> None:
         with llamacpp.collected_errors() as lines:
             status = run()
+        self._raised.again()
         if status == 0:
             return
         if status == 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections.abc import Callable
@@ -15,7 +16,8 @@ from pykvedge.models.encoder import Encoder
 from pykvedge.models.gguf import read_header
 from pykvedge.models.imagetokens import token_limits
 from pykvedge.models.model import Model, Progress, silent
-from pykvedge.native import crash, llamacpp
+from pykvedge.native import crash, dropped, llamacpp, signals
+from pykvedge.native.guard import Stop
 from pykvedge.native.version import package_version
 from pykvedge.runtime.cachefolder import CacheFolder
 from pykvedge.runtime.opening import Openings
@@ -56,7 +58,7 @@ def _identity(encoder: Encoder) -> str:
 
 @dataclass(frozen=True)
 class Loan:
-    """A session works with this until it calls give_back: once, and after it has freed its context."""
+    """A session works with this until it calls give_back, after it has freed its context."""
 
     model: Model
     encoder: Encoder | None
@@ -73,7 +75,9 @@ class LoadedModel:
         self._model, self._encoder, self._caches = model, encoder, caches
         self.threads = threads
         self._lock = threading.Lock()
-        self._n_open, self._closed = 0, False
+        self._loans: set[object] = set()
+        self._closed = False
+        self._dropped = dropped.add(self, functools.partial(_free, model, encoder, caches))
 
     @property
     def path(self) -> Path:
@@ -88,7 +92,7 @@ class LoadedModel:
     @property
     def open_sessions(self) -> int:
         """Counts the sessions made from it that are not closed yet."""
-        return self._n_open
+        return len(self._loans)
 
     @property
     def in_memory(self) -> bool:
@@ -100,7 +104,7 @@ class LoadedModel:
 
         Does nothing the second time. May be called from any thread.
         """
-        with self._lock:
+        with signals.held(), self._lock:
             self._closed = True
             self._free_if_unused()
 
@@ -112,24 +116,21 @@ class LoadedModel:
         return self._lend()
 
     def _lend(self) -> Loan:
+        loan = object()
         with self._lock:
-            self._n_open += 1
-        return Loan(self._model, self._encoder, self._caches, self.threads, self._returned, self._lend)
+            self._loans.add(loan)
+        back = functools.partial(self._returned, loan)
+        return Loan(self._model, self._encoder, self._caches, self.threads, back, self._lend)
 
-    def _returned(self) -> None:
-        with self._lock:
-            self._n_open -= 1
+    def _returned(self, loan: object) -> None:
+        with signals.held(), self._lock:
+            self._loans.discard(loan)
             self._free_if_unused()
 
     def _free_if_unused(self) -> None:
-        if self._closed and self._n_open == 0:
-            if self._caches.openings is not None:
-                self._caches.openings.finish()
-            if self._caches.images is not None:
-                self._caches.images.clear()
-            if self._encoder is not None:
-                self._encoder.close()
-            self._model.close()
+        if self._closed and not self._loans:
+            _free(self._model, self._encoder, self._caches)
+            dropped.remove(self._dropped)
 
     def __enter__(self) -> LoadedModel:
         return self
@@ -138,6 +139,17 @@ class LoadedModel:
         self.close()
 
 
+def _free(model: Model, encoder: Encoder | None, caches: Caches) -> None:
+    if caches.openings is not None:
+        caches.openings.finish()
+    if caches.images is not None:
+        caches.images.clear()
+    if encoder is not None:
+        encoder.close()
+    model.close()
+
+
+@signals.held()
 def load(
     model: str | os.PathLike[str],
     mmproj: str | os.PathLike[str] | None = None,
@@ -160,7 +172,7 @@ def load(
     image_min_tokens, image_max_tokens: of an image, where the encoder takes any size; 0: its own. Raises ModelError,
     LibraryError, DeviceError, OutOfMemoryError, UsageError, CancelledError.
     """
-    return _load(model, mmproj, Settings(**given), progress, cancel)
+    return _load(model, mmproj, Settings(**given), signals.lifting(progress), Stop(cancel))
 
 
 def _load(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pykvedge.errors import PluginError
+from pykvedge.native.signals import lifted
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,7 +26,7 @@ def guarded(what: str, function: Callable[..., Any], *arguments: Any, file: str 
     import numpy as np
 
     try:
-        with redirect_stdout(sys.stderr), np.errstate(all="ignore"):
+        with lifted(), redirect_stdout(sys.stderr), np.errstate(all="ignore"):
             return function(*arguments)
     except KeyboardInterrupt:
         raise

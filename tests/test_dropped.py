@@ -1,0 +1,135 @@
+"""Sessions and models that nobody closed, and nobody refers to any more, are freed."""
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+import weakref
+
+import pytest
+
+import pykvedge
+from pykvedge.native import dropped, memory
+
+SHORT = pykvedge.Sampling(max_tokens=4)
+
+
+def until(question):
+    """Waits for what another thread does."""
+    for _ in range(3000):
+        if question():
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def talk(session):
+    assert session.ask("Hello there", sampling=SHORT).read()
+
+
+def test_many_sessions_take_no_more_memory_than_one(tiny, native):
+    with pykvedge.load(tiny("llama").model, threads=1) as model:
+
+        def some(n):
+            for _ in range(n):
+                talk(pykvedge.Session(model, n_ctx=4096))
+            assert until(lambda: model.open_sessions == 0)
+            memory.trim()
+            return memory.own_bytes()
+
+        some(3)
+        before = some(1)
+        assert some(20) - before < 20 << 20  # one takes 4 MiB and more
+
+
+def test_many_models_take_no_more_memory_than_one(tiny, native):
+    def one():
+        model = pykvedge.load(tiny("llama").model, threads=1)
+        gone = weakref.ref(model._model)
+        talk(pykvedge.Session(model))
+        del model
+        assert until(lambda: gone() is None)
+
+    def some(n):
+        for _ in range(n):
+            one()
+        memory.trim()
+        return memory.own_bytes()
+
+    some(3)
+    before = some(1)
+    assert some(10) - before < 40 << 20  # one takes 14 MiB
+
+
+def test_a_model_goes_after_its_sessions(tiny, native):
+    order = []
+    model = pykvedge.load(tiny("llama").model, threads=1)
+    session = pykvedge.Session(model)
+    answer = session.ask("Hello there", sampling=SHORT)
+    for what, thing in (("context", session._engine.context), ("model", model._model)):
+        close = thing.close
+        thing.close = lambda close=close, what=what: (close(), order.append(what))
+    del thing, close, model
+    assert next(answer) is not None  # the answer holds its session, and that its model
+    gone = weakref.ref(session)
+    del session, answer
+    gc.collect()
+    assert gone() is None and until(lambda: len(order) == 2) and order == ["context", "model"]
+
+
+def test_they_are_freed_by_a_thread_of_its_own():
+    class Thing:
+        """Something with memory."""
+
+    freed = []
+    thing = Thing()
+    dropped.add(thing, lambda: freed.append(threading.current_thread().name))
+    other = Thing()
+    number = dropped.add(other, lambda: freed.append("twice"))
+    dropped.remove(number)  # closed by hand
+    del thing, other
+    assert until(lambda: freed) and freed == ["kvedge-free"]
+
+
+AT_EXIT = """
+import sys, pykvedge
+model = pykvedge.load(sys.argv[1], threads=1)
+session = pykvedge.Session(model)
+answer = session.ask("Hello there")
+next(answer)
+if sys.argv[2] == "dropped":
+    del session, answer, model
+elif sys.argv[2] == "cycle":
+    session.itself = session, answer
+    del session, answer
+"""
+
+
+@pytest.mark.parametrize("how", ["held", "dropped", "cycle"])
+def test_a_program_ends_with_sessions_open(tiny, native, how):
+    command = [sys.executable, "-X", "dev", "-W", "ignore::ResourceWarning", "-c", AT_EXIT, tiny("llama").model, how]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="fork")
+def test_a_child_made_by_fork_frees_what_it_makes():
+    code = """
+import os, time
+from pykvedge.native import dropped
+class Thing: pass
+one = Thing()
+dropped.add(one, lambda: None)
+if child := os.fork():
+    raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+freed, other = [], Thing()
+dropped.add(other, lambda: freed.append(1))
+del other
+deadline = time.time() + 30
+while not freed and time.time() < deadline:
+    time.sleep(0.01)
+raise SystemExit(not freed)
+"""
+    assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
