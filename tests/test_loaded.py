@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import pykvedge
 from pykvedge import CancelledError, Sampling, StateError, UsageError
 from pykvedge.models.encoder import Encoder
 from pykvedge.models.model import Model
+from pykvedge.runtime.settings import LoadSettings, Settings
 
 SHORT = Sampling(max_tokens=8)
 
@@ -160,6 +162,19 @@ def test_what_belongs_to_loading_is_refused_later(tiny, llava):
         with pytest.raises(UsageError):
             pykvedge.load(files.model, **bad)
     assert llava.open_sessions == 0
+
+
+@pytest.mark.parametrize("setting", fields(Settings), ids=lambda setting: setting.name)
+def test_each_setting_is_of_the_loading_or_of_sessions(tiny, setting):
+    """What does not belong there is refused, also as it is by default, and nothing is dropped in silence."""
+    given = {setting.name: setting.default}
+    if setting.name in LoadSettings.__annotations__:
+        pykvedge.load(tiny("llama").model, **{"threads": 1} | given).close()
+        return
+    with pytest.raises(UsageError, match=f"^{setting.name} is a setting of each session"):
+        pykvedge.load(tiny("llama").model, **given)
+    with pykvedge.load(tiny("llama").model, threads=1) as model, pykvedge.Session(model, **given) as session:
+        assert getattr(session.settings, setting.name) == setting.default
 
 
 def test_loading_is_reported_and_can_be_cancelled(tiny, native):

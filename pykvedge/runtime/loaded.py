@@ -170,9 +170,12 @@ def load(
     images that were encoded, prompt_cache: of what conversations began with, from which others that begin so go on
     (runtime/opening.py); 0 for none. cache: a folder that keeps both for later runs, cache_size: its bytes.
     image_min_tokens, image_max_tokens: of an image, where the encoder takes any size; 0: its own. Raises ModelError,
-    LibraryError, DeviceError, OutOfMemoryError, UsageError, CancelledError.
+    LibraryError, DeviceError, OutOfMemoryError, CancelledError, and UsageError, for settings of sessions as well.
     """
-    return _load(model, mmproj, Settings(**given), signals.lifting(progress), Stop(cancel))
+    settings = Settings.of({**given})
+    if others := [name for name in given if name not in LoadSettings.__annotations__]:
+        raise UsageError(f"{others[0]} is a setting of each session: pykvedge.Session(model, {others[0]}=...)")
+    return _load(model, mmproj, settings, signals.lifting(progress), Stop(cancel))
 
 
 def _load(
