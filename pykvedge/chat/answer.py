@@ -11,18 +11,21 @@ from pykvedge.chat.writing import Writing
 from pykvedge.errors import GrammarError, StateError
 from pykvedge.models.prompt import Message
 from pykvedge.native import signals, team
+from pykvedge.native.guard import Single
 from pykvedge.runtime import logprobs
 from pykvedge.runtime.report import Report
 from pykvedge.runtime.sampler import Sampler
 from pykvedge.runtime.sampling import Sampling
 
 
-class Answer:
+class Answer(Single):
     """Iterate for pieces of text. `report` is complete when the iteration has ended or `close` was called.
 
     An answer that is broken off stays in the conversation as far as it went. Where another thread closed the session or
     went on with it meanwhile, the next piece is a StateError.
     """
+
+    instead = "its `report` can"
 
     def __init__(self, conversation: Conversation, report: Report, sampling: Sampling, sampler: Sampler) -> None:
         """sampler: chooses the tokens, and is closed at the end."""

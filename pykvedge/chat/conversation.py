@@ -17,7 +17,7 @@ from pykvedge.models.model import Model, Progress
 from pykvedge.models.prompt import Message
 from pykvedge.models.vision import ImagePiece, Piece, TextPiece, Vision
 from pykvedge.native import crash, memory, signals
-from pykvedge.native.guard import Guard, Stop
+from pykvedge.native.guard import Guard, Single, Stop
 from pykvedge.plans.kvtypes import KvType
 from pykvedge.plans.plan import Plan
 from pykvedge.runtime import libkvedge, native_plan, opening, stream
@@ -36,7 +36,7 @@ class Answer(Protocol):
     def drop(self) -> None: ...
 
 
-class Conversation:
+class Conversation(Single):
     """A session, its answers and its branches share this; the session brings the model, its vision and its engine."""
 
     model: Model

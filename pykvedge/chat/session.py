@@ -50,6 +50,8 @@ class Session(Conversation):
     thread, whose call ends early, with CancelledError; the answer that it reads ends with StateError.
     """
 
+    instead = "fork() makes another that stands where it does"
+
     @signals.held()
     def __init__(
         self,

@@ -6,7 +6,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 from pykvedge.errors import CancelledError, StateError, UsageError
 from pykvedge.native import signals
@@ -107,6 +107,15 @@ class Stop(threading.Event):
         if self._guard is not None and self._guard.ending:
             return True
         return signals.pending() or (self._cancel is not None and self._cancel.is_set())
+
+
+class Single:
+    """Objects with native memory derive from this: a copy would free it a second time."""
+
+    instead = "make another one"
+
+    def __reduce__(self) -> NoReturn:
+        raise UsageError(f"{type(self).__name__} cannot be copied or pickled; {self.instead}")
 
 
 def one_thread(method: Callable[Concatenate[T, P], R]) -> Callable[Concatenate[T, P], R]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -79,6 +79,9 @@ class Plan:
 
     def __hash__(self) -> int:
         return hash(self.to_json())
+
+    def __reduce__(self) -> tuple[Callable[[str], Plan], tuple[str]]:
+        return Plan.from_json, (self.to_json(),)
 
     def count(self, n_tokens: int) -> int:
         """Counts the KV pairs per layer and KV head that an even share of the budget keeps of n_tokens.

@@ -17,7 +17,7 @@ from pykvedge.models.gguf import read_header
 from pykvedge.models.imagetokens import token_limits
 from pykvedge.models.model import Model, Progress, silent
 from pykvedge.native import crash, dropped, llamacpp, signals
-from pykvedge.native.guard import Stop
+from pykvedge.native.guard import Single, Stop
 from pykvedge.native.version import package_version
 from pykvedge.runtime.cachefolder import CacheFolder
 from pykvedge.runtime.opening import Openings
@@ -68,8 +68,10 @@ class Loan:
     again: Callable[[], Loan]  # for a fork, also after LoadedModel.close
 
 
-class LoadedModel:
+class LoadedModel(Single):
     """`load` returns this. Close it when done, or use it in a with statement."""
+
+    instead = "sessions in several threads may share it"
 
     def __init__(self, model: Model, encoder: Encoder | None, caches: Caches, threads: int) -> None:
         self._model, self._encoder, self._caches = model, encoder, caches
