@@ -2,9 +2,9 @@
 
     python3 scripts/dev.py lint        runs this after ruff
 
-A source may have 600 lines, a header or a test 1,000; a function 60 lines and 7 parameters (`self` and `cls` are none, nor is `err`, the
-kvedge_error that functions in C end with). Lengths are measured by lizard, which reads C, C++ and Python. Each offender
-is a line on stdout, as ruff prints them.
+A source may have 600 lines, a header or a test 1,000; a function 60 lines and 7 parameters (`self` and `cls` are none,
+nor is `err`, the kvedge_error that functions in C end with). Lengths are measured by lizard, which reads C, C++ and
+Python. Each offender is a line on stdout, as ruff prints them.
 """
 
 from __future__ import annotations
