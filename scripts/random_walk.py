@@ -1,11 +1,12 @@
 """A random walk of the C interface beside unpatched llama.cpp: the same operations, and the same logits.
 
-    .venv/bin/python scripts/random_walk.py MODEL.gguf [--steps 100000] [--seed N]
+    .venv/bin/python scripts/random_walk.py MODEL.gguf [--steps 100000] [--seed N] [--rpc HOST:PORT]
 
-Prompts and answers of several sequences in common batches, copies, cuts, clears; kvedge also compresses by plans that
-keep everything, and takes sequences through files. Both sides compute in float32, and differ by rounding alone, where
-the weights of MODEL are float32 (others have activations rounded to f16 or less, which makes much of a little). A walk
-of many steps is many walks of 2000 with seeds that follow each other, so that one that fails is found again at once.
+Prompts and answers of several sequences in common batches, copies, also of a part, cuts, clears; kvedge also compresses
+by plans that keep everything, and takes sequences through files. With --rpc its model and rows lie on that server. Both
+sides compute in float32, and differ by rounding alone, where the weights of MODEL are float32 (others have activations
+rounded to f16 or less, which makes much of a little). A walk of many steps is many walks of 2000 with seeds that follow
+each other, so that one that fails is found again at once.
 """
 
 from __future__ import annotations
@@ -32,8 +33,13 @@ def divergence(p_logits: np.ndarray, q_logits: np.ndarray) -> np.ndarray:
     return np.asarray((np.exp(log_p) * (log_p - log_q)).sum(axis=-1))
 
 
-def walk(model: Path, steps: int, seed: int, stock: Path, env: dict[str, str]) -> tuple[int, float]:
-    """Logits that were compared, and the largest divergence. Raises SourceError where a side fails."""
+def walk(
+    model: Path, steps: int, seed: int, stock: Path, env: dict[str, str], server: str = ""
+) -> tuple[int, float]:
+    """Logits that were compared, and the largest divergence. server: HOST:PORT, where ours lies; "": on the host.
+
+    Raises SourceError where a side fails.
+    """
     outside = {k: v for k, v in env.items() if k != "KVEDGE_LIB_DIR"}
     sides = {"stock": {**outside, "LLAMA_CPP_LIB_PATH": str(stock)}, "ours": env}
     with tempfile.TemporaryDirectory(prefix="kvedge-walk-") as folder:
@@ -41,6 +47,7 @@ def walk(model: Path, steps: int, seed: int, stock: Path, env: dict[str, str]) -
         for side, its_env in sides.items():
             out = Path(folder) / f"{side}.npy"
             command = [sys.executable, str(WORKER), side, str(model), str(out), str(steps), str(seed)]
+            command += [server] if server and side == "ours" else []
             done = subprocess.run(command, env=its_env, capture_output=True, text=True, check=False)
             if done.returncode != 0:
                 raise SourceError(f"{side}, seed {seed}: code {done.returncode}: {done.stderr[-2000:]}")
@@ -55,11 +62,12 @@ def main() -> int:
     parser.add_argument("model", type=Path)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--rpc", default="", metavar="HOST:PORT", help="where kvedge's model and rows lie")
     args = parser.parse_args()
     stock = Path(os.environ.get("KVEDGE_STOCK_DIR", ROOT / "build" / "stock" / "lib"))
     failed = 0
     for i, done in enumerate(range(0, args.steps, STEPS)):
-        n, worst = walk(args.model, min(STEPS, args.steps - done), args.seed + i, stock, dict(os.environ))
+        n, worst = walk(args.model, min(STEPS, args.steps - done), args.seed + i, stock, dict(os.environ), args.rpc)
         failed += worst > TOLERANCE
         log(f"seed {args.seed + i}: {n} logits, divergence up to {worst:.2e}{' FAILED' if worst > TOLERANCE else ''}")
     return 1 if failed else 0

@@ -1,7 +1,8 @@
-"""One side of a random walk: `walk_worker.py SIDE MODEL OUT.npy STEPS SEED`, for random_walk.py.
+"""One side of a random walk: `walk_worker.py SIDE MODEL OUT.npy STEPS SEED [HOST:PORT]`, for random_walk.py.
 
 SIDE is "stock" (whatever LLAMA_CPP_LIB_PATH names) or "ours". Both make the same random operations on several sequences
-in one context. Ours also compresses by random plans that keep everything, and takes sequences through files.
+in one context. Ours also compresses by random plans that keep everything, and takes sequences through files. With the
+address of an RPC server the model and the rows of ours lie there.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ METHODS = ("h2o", "snapkv", "lookm", "knorm", "mixkv", "adakv")
 COVERS = (1.0, 4096)  # shares and KV pairs that no sequence goes beyond
 
 SIDE, MODEL, OUT, STEPS, SEED = *sys.argv[1:4], int(sys.argv[4]), int(sys.argv[5])
+SERVER = sys.argv[6] if len(sys.argv) > 6 else ""
 if SIDE == "ours":
     import pykvedge
+    from pykvedge.native import abi, ggml
     from pykvedge.runtime import libkvedge
 
 import llama_cpp.llama_cpp as llama  # noqa: E402
@@ -41,6 +44,8 @@ class Walk:
     def __init__(self) -> None:
         llama.llama_log_set(SILENT, None)
         llama.llama_backend_init()
+        if SERVER:
+            ggml.add_server(SERVER)
         model = llama.llama_model_load_from_file(MODEL.encode(), llama.llama_model_default_params())
         params = llama.llama_context_default_params()
         params.n_ctx, params.n_ubatch, params.n_batch, params.n_seq_max = N_CTX, 64, 256, N_SEQ
@@ -51,11 +56,12 @@ class Walk:
         self.memory = llama.llama_get_memory(self.context)
         self.n_vocab = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model))
         self.cache: Any = SIDE == "ours" and libkvedge.Cache(
-            self.context, pykvedge.plan("full"), "f32", auto_compress=True
+            self.context, pykvedge.plan("full"), "f32", devices=abi.DEVICES_ALL if SERVER else abi.DEVICES_AUTO
         )
         self.rng, self.own = random.Random(SEED), random.Random(SEED + 1)  # own: what only ours does
         self.sequences = [Sequence() for _ in range(N_SEQ)]
         self.logits: list[np.ndarray] = []
+        self.on_server = False  # rows of answers were
 
     def decode(self, items: list[tuple[int, int, int, bool]]) -> None:
         """items: (token, position, sequence, wants logits)."""
@@ -91,12 +97,22 @@ class Walk:
             self.decode([(self.rng.randrange(5, 1000), self.sequences[s].n, s, True) for s in chosen])
             for s in chosen:
                 self.sequences[s].n += 1
+        self.on_server = self.on_server or bool(SERVER and self.cache.stats(chosen[0]).device_bytes)
 
     def copy(self) -> None:
+        """All of a sequence, its beginning, or something of it."""
         a, b = self.rng.sample(range(N_SEQ), 2)
         self.remove(b, -1, -1)
-        self.sequences[b] = Sequence(self.sequences[a].n, self.sequences[a].whole)
-        llama.llama_memory_seq_cp(self.memory, a, b, -1, -1)
+        known, first, end = self.sequences[a], -1, -1
+        if known.whole and known.n > 1 and self.rng.random() < 0.5:
+            end = self.rng.randint(1, known.n - 1)
+            first = self.rng.randrange(end) if self.rng.random() < 0.3 else 0
+        llama.llama_memory_seq_cp(self.memory, a, b, first, end)
+        self.sequences[b] = Sequence(known.n if end < 0 else self.end(b), known.whole)
+
+    def end(self, s: int) -> int:
+        """Position of the next token; a sequence may have lost more than was asked for."""
+        return llama.llama_memory_seq_pos_max(self.memory, s) + 1
 
     def cut(self) -> None:
         """The end of a sequence, something in its middle, or all of it."""
@@ -107,7 +123,7 @@ class Walk:
             self.sequences[s] = Sequence()
         elif kind < 0.6:
             self.remove(s, self.rng.randint(n - 8, n - 1), -1)
-            self.sequences[s].n = llama.llama_memory_seq_pos_max(self.memory, s) + 1  # what was before may be gone, too
+            self.sequences[s].n = self.end(s)
         else:
             first = self.rng.randint(1, n - 8)
             self.remove(s, first, first + self.rng.randint(1, 6))
@@ -165,6 +181,8 @@ def main() -> None:
         except BaseException as error:
             print(f"step {i} of seed {SEED}: {error}", file=sys.stderr)
             raise SystemExit(1) from None
+    if SERVER and not walk.on_server:
+        raise SystemExit("no rows were on the server")
     np.save(OUT, np.array(walk.logits))
 
 

@@ -1,12 +1,23 @@
-"""2000 random operations on several sequences, beside unpatched llama.cpp: scripts/random_walk.py goes on for hours."""
+"""Random operations on several sequences, beside unpatched llama.cpp: scripts/random_walk.py goes on for hours."""
 
 from __future__ import annotations
 
 import pytest
 from random_walk import STEPS, TOLERANCE, walk
+from rpcserver import Server
 
 
 @pytest.mark.parametrize(("kind", "seed"), [("llama", 1), ("qwen3", 2)])
 def test_a_random_walk_computes_what_llama_cpp_does(tiny, environment, native, stock_dir, kind, seed):
     n, worst = walk(tiny(kind, weight="f32").model, STEPS // 2, seed, stock_dir, environment)
     assert n > STEPS // 2 and worst <= TOLERANCE
+
+
+def test_with_rows_on_an_rpc_server(tiny, environment, native, stock_dir):
+    """llama.cpp computes on the host, kvedge on the server, with attention that is ggml's own operations."""
+    server = Server(environment)
+    try:
+        n, worst = walk(tiny("llama", weight="f32").model, STEPS, 3, stock_dir, environment, server.address)
+    finally:
+        server.stop()
+    assert n > STEPS and worst <= TOLERANCE

@@ -14,6 +14,12 @@ Answer::Answer(const kvedge_plan & by, const std::vector<LayerShape> & shapes) :
     }
 }
 
+void Course::cut(int32_t n_tokens) {
+    prompt    = std::min(prompt, n_tokens);
+    generated = std::min(generated, n_tokens - prompt + (evicted ? 1 : 0));
+    released  = std::min(released, n_tokens);
+}
+
 void SequenceState::bound_answer(Answer && next_answer, int32_t n_tokens) noexcept {
     std::swap(answer, next_answer.plan);
     std::swap(kept, next_answer.kept);

@@ -318,13 +318,11 @@ void kvedge_cache::seq_rm(int32_t seq_id, int32_t p0, int32_t p1) {
             }
             state.seq->remove(p0, p1);
             state.weights.valid = false;
-            const auto n        = state.seq->rows.n_tokens();
             if (state.replay) {
                 state.replay->spoiled = true;
             }
-            state.replayed      = 0;  // the rows that chunks were about have moved
-            state.prompt        = std::min(state.prompt, n);
-            state.released      = std::min(state.released, n);
+            state.replayed = 0;  // the rows that chunks were about have moved
+            state.cut(state.seq->rows.n_tokens());
         }
         ++it;
     }
@@ -332,7 +330,9 @@ void kvedge_cache::seq_rm(int32_t seq_id, int32_t p0, int32_t p1) {
 
 bool kvedge_cache::seq_cp(int32_t from, int32_t to, int32_t p0, int32_t p1) {
     const auto it = seqs.find(from);
-    if (from == to || it == seqs.end() || !it->second.seq) {
+    p0            = std::max(p0, 0);
+    p1            = p1 < 0 ? INT_MAX : p1;
+    if (from == to || it == seqs.end() || !it->second.seq || !it->second.seq->rows.holds(p0, p1)) {
         return true;
     }
     settle();
@@ -341,16 +341,13 @@ bool kvedge_cache::seq_cp(int32_t from, int32_t to, int32_t p0, int32_t p1) {
         report(KVEDGE_E_MEMORY, "no memory to copy a sequence");
         return false;
     }
-    if (p0 > 0) {
-        copy->remove(0, p0);
-    }
-    if (p1 >= 0) {
-        copy->remove(p1, INT_MAX);
-    }
+    copy->remove(0, p0);
+    copy->remove(p1, INT_MAX);
     SequenceState state;  // takes its place when nothing can fail any more
     state.id              = to;
     state.seq             = std::move(copy);
     (Course &) state      = it->second;
+    state.cut(state.seq->rows.n_tokens());
     state.note_peak();
     seqs[to] = std::move(state);
     return true;

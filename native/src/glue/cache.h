@@ -71,6 +71,8 @@ struct Course {
     int32_t                           prompt = 0;     // tokens of the sequence
     int32_t                           generated = 0;  // tokens since
     std::vector<std::vector<int32_t>> kept;           // [layer][head] rows; empty: none, or nothing to drop
+
+    void cut(int32_t n_tokens);  // n_tokens are left of the sequence
 };
 
 // A sequence, and what automatic compression and statistics need to know about it.

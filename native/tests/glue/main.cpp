@@ -22,6 +22,8 @@ void host_scenarios(llama_model * model, const std::string & folder, bool first,
         step("sequences, streams");
         sequences(model);
         streams(model);
+        step("parts of sequences");
+        parts_and_files(model, folder);
     }
     step("against llama.cpp's cache");
     as_without_a_cache(model);

@@ -115,6 +115,40 @@ void turns_and_files(llama_model * model, const std::string & folder) {
     }
 }
 
+// A part of a sequence, copied or left over by a cut, goes through a file as the whole does.
+void parts_and_files(llama_model * model, const std::string & folder) {
+    const std::string path = folder + "/part.kvs";
+    const auto        through_file = [&](World & w, int32_t from, int32_t to) {
+        kvedge_error err{};
+        CHECK(llama_memory_seq_rm(w.memory(), to, -1, -1));
+        CHECK(w.good(kvedge_save(w.kv, from, path.c_str(), "tiny", nullptr, 0, &err), err));
+        CHECK(w.good(kvedge_load(w.kv, to, path.c_str(), "tiny", &err), err));
+        CHECK(w.kept(0, 0, to) == w.kept(0, 0, from) && w.kept(1, 1, to) == w.kept(1, 1, from));
+        w.next[(size_t) from] = w.next[(size_t) to] = llama_memory_seq_pos_max(w.memory(), from) + 1;
+        w.answer(3, from);
+        const auto logits = w.logits();
+        w.answer(3, to);
+        const auto again = w.logits();
+        CHECK(std::equal(logits.begin(), logits.end(), again.begin(), [](float x, float y) { return close_to(x, y, 1e-4); }));
+        CHECK(w.kept(1, 0, to) == w.kept(1, 0, from));
+    };
+    for (const auto & [decode, type] : { std::pair("keep-all", KVEDGE_TYPE_F16), { "sliding", KVEDGE_TYPE_F16 }, { "keep-all", KVEDGE_TYPE_Q8_0 } }) {
+        Plan  plan({ { "scorer", "knorm" }, { "budget", "0.5" }, { "decode", decode } });
+        World w(model, plan.plan, type);
+        CHECK(w.decode(words(model, PROMPT, 7)) == 0);
+        w.answer(12);
+        for (const auto & [p0, p1] : { std::pair(0, PROMPT - 1), { 0, PROMPT / 2 }, { 0, 4 }, { PROMPT / 2, PROMPT - 1 }, { 0, PROMPT + 3 } }) {
+            CHECK(llama_memory_seq_rm(w.memory(), 1, -1, -1));
+            llama_memory_seq_cp(w.memory(), 0, 1, p0, p1);
+            through_file(w, 1, 2);
+        }
+        CHECK(llama_memory_seq_rm(w.memory(), 0, 4, -1));  // less is left than was generated
+        through_file(w, 0, 3);
+        llama_memory_seq_cp(w.memory(), 0, 1, 1000, 2000);  // none of it
+        CHECK(w.stats(1).n_tokens == PROMPT + 3 + 3);
+    }
+}
+
 // Layer by layer or at the end: the same rows are kept.
 void bounded_prompts(llama_model * model) {
     for (const char * allocator : { "uniform", "spectral" }) {

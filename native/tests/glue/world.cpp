@@ -103,7 +103,7 @@ kvedge_stats World::stats(int32_t seq) const {
 std::vector<int32_t> World::kept(int32_t layer, int32_t head, int32_t seq) const {
     std::vector<int32_t> out((size_t) kvedge_head_length(kv, seq, layer, head));
     kvedge_error         err{};
-    CHECK(good(kvedge_head_tokens(kv, seq, layer, head, out.data(), (int32_t) out.size(), &err), err));
+    CHECK(out.empty() || good(kvedge_head_tokens(kv, seq, layer, head, out.data(), (int32_t) out.size(), &err), err));
     return out;
 }
 
