@@ -57,6 +57,22 @@ class AttachedPass:
         self._passage.add(TextPiece(list(tokens)))
         self._end, self._prompt = n_before + len(tokens), self._prompt or not generated
 
+    @property
+    def waits(self) -> bool:
+        """Tells whether a prompt is to be read again before its answer."""
+        return self._prompt and self._cache.replays
+
+    def place(self) -> tuple[int, list[int]]:
+        """Returns the position behind what was read, and the tokens since the last compression if all are texts'."""
+        tokens = [token for piece in self._passage.pieces if isinstance(piece, TextPiece) for token in piece.tokens]
+        return self._end, tokens
+
+    def go_on(self, end: int, tokens: list[int]) -> None:
+        """Goes on where `place` was asked, when no prompt waited."""
+        self._forget()
+        self._passage.add(TextPiece(tokens))
+        self._end = end
+
     def _saw(self, n_before: int, n_after: int, piece: ImagePiece) -> None:
         self._from(n_before)
         self._passage.add(piece)

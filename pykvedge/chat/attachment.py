@@ -16,6 +16,7 @@ from pykvedge.plans.making import plan as make_plan
 from pykvedge.plans.plan import Plan
 
 if TYPE_CHECKING:
+    from pykvedge.chat.attached_state import AttachedState
     from pykvedge.plans.profile import Given
     from pykvedge.plans.stages.base import ProfileTable
     from pykvedge.runtime.libkvedge import Stats
@@ -32,7 +33,8 @@ def attach(
         pykvedge.attach(llm, method="lookm", budget=0.2)
 
     method, budget and settings are those of pykvedge.plan; `method` may be a Plan, and None is pykvedge.default_plan.
-    What the model had read is forgotten.
+    What the model had read is forgotten. States and caches that were filled before raise StateError, and can be loaded
+    after detach again.
     profile: one or several, for methods that need them, instead of what is found by itself (pykvedge/plans/profile.py).
     Raises LibraryError (the model is of a llama_cpp with other libraries), NothingToCompressError, ProfileError,
     UsageError, UnsupportedError.
@@ -54,7 +56,7 @@ def _plan(method: str | Plan | None, budget: Any, settings: dict[str, Any]) -> P
     return method
 
 
-WRAPPED = ("eval", "sample", "generate", "create_chat_completion")
+WRAPPED = ("eval", "sample", "generate", "create_chat_completion", "save_state", "load_state")
 
 
 class Attachment:
@@ -67,6 +69,7 @@ class Attachment:
     @signals.held()
     def __init__(self, llm: Any, plan: Plan, profile: Given = None) -> None:
         from pykvedge.chat.attached_pass import AttachedPass
+        from pykvedge.chat.attached_state import States
         from pykvedge.native import libraries
         from pykvedge.runtime import libkvedge
 
@@ -76,11 +79,11 @@ class Attachment:
         self.guard = Guard("model", over="the cache was detached; attach again")
         self._given = self._tables(plan, spare=False)
         _forget(llm)
-        kv_type = _kv_type(llm)
-        self._cache = libkvedge.Cache(llm.ctx, plan, kv_type, auto_compress=True, profiles=self._given)
+        self._kv_type = _kv_type(llm)
+        self._cache = libkvedge.Cache(llm.ctx, plan, self._kv_type, auto_compress=True, profiles=self._given)
         self._again = AttachedPass(llm, self._cache)
         self._again.look()
-        self._quantised = kv_type.quantised
+        self._states = States(llm, self._cache, self._again)
         self._history = History()
         self._sampled = False
         self._inner = {name: getattr(llm, name) for name in WRAPPED if hasattr(llm, name)}
@@ -152,7 +155,7 @@ class Attachment:
         history.begin()
 
     def _is_uncut(self, plan: Plan) -> bool:
-        return plan.budget.ratio == 1.0 and not self._quantised
+        return plan.budget.ratio == 1.0 and not self._kv_type.quantised
 
     def _wrapped_eval(self, tokens: Sequence[int]) -> None:
         """A prompt is complete when something was sampled from it, or when a single token follows it.
@@ -191,6 +194,31 @@ class Attachment:
         except BaseException:  # Ctrl-C too: the logits of the prompt are gone
             self._history.fail()
             raise
+
+    def _wrapped_save_state(self) -> AttachedState:
+        with self.guard:
+            return self._states.take(self._recipe(), self._history)
+
+    def _wrapped_load_state(self, state: Any) -> None:
+        """Rows that this plan keeps are loaded; a state of another one is read again by this one."""
+        with self.guard:
+            as_it_is = self._states.check(state, self._recipe())
+            _forget(self._llm)
+            self._history.clear(self._is_uncut(self.plan))
+            if as_it_is:
+                self._states.give(state)
+                self._history = state.history.copy()
+            else:
+                reads, requests = state.history.all()
+                for read in reads:
+                    self._read(read.tokens, read.generated)
+                self._history.again(requests)
+            self._states.enter(state)
+
+    def _recipe(self) -> str:
+        from pykvedge.chat.attached_state import recipe
+
+        return recipe(self.plan, self._kv_type, self._given)
 
     # ---------------------------------------------------------------------------------------------------
 

@@ -34,17 +34,35 @@ class History:
         self.failed = False  # to read some of it
         self._requests: list[tuple[int, int]] = []  # tokens and reads that were there when each began
 
+    def copy(self) -> History:
+        """Returns one that goes its own way."""
+        other = History()
+        other.uncut, other.failed, other._n = self.uncut, self.failed, self._n
+        other._reads, other._requests = self._reads and list(self._reads), list(self._requests)
+        return other
+
     def knows(self, n_tokens: int) -> bool:
         """Tells whether the n_tokens of the cache are those that were noted."""
         return self._reads is not None and self._n == n_tokens
 
     def note(self, n_before: int, tokens: Sequence[int], generated: bool) -> None:
-        """Notes that tokens were read into a cache of n_before."""
+        """Notes that tokens were read into a cache of n_before, to which an uncompressed one may have been cut."""
+        if self.uncut and n_before < self._n:
+            self._cut(n_before)
         if self._reads is None or self._n != n_before:
             self.lose()
             return
         self._reads.append(Read(list(tokens), generated))
         self._n += len(tokens)
+
+    def _cut(self, n_tokens: int) -> None:
+        left, self._n = n_tokens, n_tokens
+        self._requests = [request for request in self._requests if request[0] <= n_tokens]
+        for i, read in enumerate(self._reads or []):
+            if left <= len(read.tokens):
+                self._reads[i:] = [Read(read.tokens[:left], read.generated)] if left else []  # type: ignore[index]
+                return
+            left -= len(read.tokens)
 
     def lose(self) -> None:
         """Notes that nobody knows how the cache came to what it holds."""
@@ -67,8 +85,12 @@ class History:
         earlier = [request for request in self._requests if request[0] <= n_shared]
         return (self._reads[: earlier[-1][1]], earlier[:-1]) if earlier else ([], [])
 
+    def all(self) -> tuple[list[Read], list[tuple[int, int]]]:
+        """Returns what to read again to come here, and the requests in it."""
+        return list(self._reads or []), list(self._requests)
+
     def again(self, requests: list[tuple[int, int]]) -> None:
-        """Notes that what `before` returned was read again."""
+        """Notes that what `before` or `all` returned was read again."""
         if self._reads is not None:
             self._requests = requests
 

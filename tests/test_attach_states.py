@@ -1,0 +1,225 @@
+"""save_state, load_state and the caches of a llama_cpp.Llama that kvedge is attached to."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+from attached import chat, complete, held, llama, profiles
+from llama_cpp import LlamaDiskCache, LlamaRAMCache
+
+import pykvedge
+from pykvedge.errors import SessionFileError, StateError
+
+A = "The quick brown fox jumps over the lazy dog and looks at the picture. " * 4
+B = "The quick brown cat sleeps under a table, which was not what it had planned for that day. " * 3
+MORE = "And then? What did the dog do?"
+METHODS = ("full", "h2o", "adakv", "elastic", "kvzip", "kvedge")  # of a decode policy, a second pass, a profile
+Q8_0 = {"type_k": 8, "type_v": 8, "flash_attn": True}
+
+
+@pytest.fixture
+def attached_llama(tiny, native, profile_file):
+    """attached_llama(method, **options): (llm, attachment) in a with statement."""
+
+    def make(method, kind="llama", **options):
+        files = tiny(kind)
+        budget = None if method == "full" else 0.4
+        return llama(files, method, budget, profile=profiles(profile_file, files, method), **options)
+
+    return make
+
+
+def logits(llm):
+    from llama_cpp import llama_cpp
+
+    return np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(llm.ctx, -1), (llm.n_vocab(),)).copy()
+
+
+def read_on(llm, attached):
+    """Logits and rows after a message that follows, and tokens of its answer."""
+    llm.eval(llm.tokenize(MORE.encode(), add_bos=False))
+    after = [logits(llm)]
+    for _ in range(3):
+        llm.eval([llm.sample(temp=0.0)])
+        after.append(logits(llm))
+    return after, held(attached._cache), llm.n_tokens
+
+
+@pytest.mark.parametrize(("method", "options"), [*((name, {}) for name in METHODS), ("full", Q8_0)])
+def test_a_state_goes_on_as_without_the_detour(attached_llama, method, options):
+    with attached_llama(method, **options) as (llm, attached):
+        complete(llm, A)
+        state, n, rows = llm.save_state(), llm.n_tokens, held(attached._cache)
+        expected = read_on(llm, attached)
+        assert len(state.llama_state) > 0
+        complete(llm, B, 20)
+        llm.load_state(state)
+        assert llm.n_tokens == n == attached.stats().n_tokens and held(attached._cache) == rows
+        found = read_on(llm, attached)
+        np.testing.assert_allclose(found[0], expected[0], rtol=0, atol=1e-5)
+        assert found[1:] == expected[1:]
+        llm.load_state(state)  # which nothing has changed
+        assert held(attached._cache) == rows
+    state = pickle.loads(pickle.dumps(state))
+    with attached_llama(method, **options) as (llm, attached):  # another one of the same model
+        llm.load_state(state)
+        assert read_on(llm, attached)[1:] == expected[1:]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_completions_with_a_cache(attached_llama, method, tmp_path):
+    """One goes on from the first, though another one came between, or the program ended; one repeats it."""
+    with attached_llama(method) as (llm, attached):
+        first = complete(llm, A)
+        so_far = [*llm.input_ids[: llm.n_tokens].tolist(), *llm.tokenize(MORE.encode(), add_bos=False)]
+        third = complete(llm, so_far), held(attached._cache)
+    with attached_llama(method) as (llm, attached):
+        llm.set_cache(LlamaRAMCache())
+        assert complete(llm, A) == first
+        complete(llm, B)
+        assert (complete(llm, so_far), held(attached._cache)) == third
+        complete(llm, B)
+        assert complete(llm, A) == first
+        llm.set_cache(LlamaDiskCache(str(tmp_path)))
+        complete(llm, A)
+    with attached_llama(method) as (llm, attached):
+        llm.set_cache(LlamaDiskCache(str(tmp_path)))
+        assert (complete(llm, so_far), held(attached._cache)) == third
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_prompt_that_waits_for_its_first_token(attached_llama, method):
+    """It is read again."""
+    with attached_llama(method) as (llm, attached):
+        llm.eval(llm.tokenize(A.encode()))
+        state = llm.save_state()
+        expected = read_on(llm, attached)
+        complete(llm, B)
+        llm.load_state(state)
+        assert read_on(llm, attached)[1:] == expected[1:]
+        llm.set_cache(LlamaRAMCache())
+        assert complete(llm, A, 1) == complete(llm, A, 1)
+
+
+def test_another_plan_reads_the_tokens_again(attached_llama):
+    with attached_llama("h2o") as (llm, attached):
+        first = complete(llm, A), held(attached._cache)
+        state = llm.save_state()
+        attached.set_plan("full")
+        whole = complete(llm, A), held(attached._cache)
+        llm.load_state(state)
+        n = llm.n_tokens
+        assert attached.kept() == [[n] * 2] * 2
+        attached.set_plan("h2o", 0.4)
+        llm.load_state(state)
+        assert held(attached._cache) == first[1] != whole[1]
+
+
+def test_cuts_of_an_uncompressed_cache_are_known(attached_llama):
+    """llama_cpp cuts it to what two prompts share; a plan that compresses reads what is there then."""
+    with attached_llama("h2o") as (llm, attached):
+        complete(llm, B)
+        rows = held(attached._cache)
+    with attached_llama("full") as (llm, attached):
+        complete(llm, A)
+        complete(llm, B)
+        state = llm.save_state()
+        attached.set_plan("h2o", 0.4)
+        llm.load_state(state)
+        assert llm.n_tokens == attached.stats().n_tokens
+        assert max(attached.kept()[0]) < llm.n_tokens
+        assert held(attached._cache)[0][0][0] == rows[0][0][0]
+
+
+def test_pictures(attached_llama, picture_file):
+    text = "<s><__media__>\nWhat is this? " + A
+    with attached_llama("h2o", "llava", images=True) as (llm, attached):
+        chat(llm, text, [picture_file()])
+        state, rows, n = llm.save_state(), held(attached._cache), llm.n_tokens
+        complete(llm, B)
+        llm.load_state(pickle.loads(pickle.dumps(state)))
+        assert held(attached._cache) == rows and attached.stats().n_image_tokens == 16 and llm.n_tokens == n
+        attached.set_plan("h2o", 0.3)
+        with pytest.raises(StateError, match="pictures"):
+            llm.load_state(state)
+        assert held(attached._cache) == rows and llm.n_tokens == n
+
+
+def test_an_empty_model(attached_llama):
+    with attached_llama("h2o") as (llm, attached):
+        empty = llm.save_state()
+        first = complete(llm, A)
+        llm.reset()
+        assert llm.save_state().n_tokens == 0
+        complete(llm, B)
+        llm.load_state(empty)
+        assert llm.n_tokens == attached.stats().n_tokens == 0
+        assert complete(llm, A) == first
+
+
+def test_states_of_other_times_are_refused(attached_llama, tiny):
+    """Nothing has changed then; detach gives the methods back."""
+    with attached_llama("h2o") as (llm, attached):
+        first = complete(llm, A)
+        state = llm.save_state()
+        attached.detach()
+        assert not {"save_state", "load_state"} & set(vars(llm))
+        plain = complete(llm, A)
+        n, detached = llm.n_tokens, llm.save_state()
+        with pytest.raises(StateError, match="attached"):
+            llm.load_state(state)
+        assert llm.n_tokens == n and complete(llm, A) == plain
+        complete(llm, B)
+        llm.load_state(detached)
+        assert complete(llm, A) == plain
+        with pykvedge.attach(llm, "h2o", 0.4) as again:
+            complete(llm, B)
+            rows = held(again._cache)
+            with pytest.raises(StateError, match="not attached"):
+                llm.load_state(detached)
+            assert held(again._cache) == rows
+            llm.load_state(state)
+            assert complete(llm, A) == first
+
+
+def test_a_damaged_state_leaves_an_empty_model(attached_llama):
+    from dataclasses import replace
+
+    with attached_llama("h2o") as (llm, attached):
+        first = complete(llm, A)
+        state = llm.save_state()
+        with pytest.raises(SessionFileError):
+            llm.load_state(replace(state, llama_state=state.llama_state[:-9]))
+        assert llm.n_tokens == attached.stats().n_tokens == 0
+        assert complete(llm, A) == first
+
+
+def test_scores_of_every_token(attached_llama):
+    with attached_llama("h2o", logits_all=True) as (llm, _):
+        complete(llm, A)
+        state, scores = llm.save_state(), llm._scores.copy()
+        complete(llm, B)
+        llm.load_state(state)
+        np.testing.assert_array_equal(llm._scores, scores)
+        assert np.any(scores[-1])
+
+
+def test_another_model(attached_llama):
+    with attached_llama("h2o", "qwen3") as (llm, _):
+        complete(llm, A)
+        state = llm.save_state()
+    with attached_llama("h2o") as (llm, _), pytest.raises(StateError, match="another model"):
+        llm.load_state(state)
+
+
+def test_a_pickled_model_is_a_plain_one(attached_llama):
+    with attached_llama("h2o") as (llm, attached):
+        complete(llm, A)
+        other = pickle.loads(pickle.dumps(llm))
+        assert "eval" not in vars(other)
+        text = complete(other, A)
+        other.close()
+        attached.detach()
+        assert complete(llm, A) == text
