@@ -87,6 +87,8 @@ json described(const common_chat_params & params) {
         { "preserved", params.preserved_tokens },
         { "stops", params.additional_stops },
         { "thinks", params.supports_thinking },
+        { "thought_begin", params.thinking_start_tag },
+        { "thought_end", params.thinking_end_tags.empty() ? "" : params.thinking_end_tags.front() },
     };
 }
 

@@ -37,6 +37,7 @@ typedef struct kvedge_chat_reader kvedge_chat_reader;
 //   preserved                 texts of special tokens that the answer's text has to keep
 //   stops                     texts that end an answer
 //   thinks                    whether the template lets the model reason before it answers
+//   thought_begin, _end       the marks around reasoning; may be empty
 // Runs the template, which is a program without a bound on time and memory: call it in a process that has them.
 KVEDGE_CHAT_API int kvedge_chat_describe(const char * request, char ** answer);
 
