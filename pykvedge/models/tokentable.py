@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,6 +27,7 @@ class TokenTable:
         if not ends:
             raise ModelError("the model has no token that ends an answer, so that none can follow a grammar")
         self.ends = ends
+        self.kept: dict[object, tuple[str, Any]] = {}  # grammars that were made for it (runtime/grammar.py)
         self.allowed = np.ones(len(tokens), bool)  # tokens that may be part of an answer, or its end
         self.allowed[unseen], self.allowed[ends] = False, True
         table = _Table(tokens, ends, unseen)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 
 import numpy as np
@@ -30,6 +31,7 @@ _CLEARER = {
         "alternatives of oneOf may overlap, which cannot be obeyed; use anyOf",
     "Unimplemented keys: ": "what it says by these words cannot be obeyed: ",
 }  # fmt: skip
+_MOST_KEPT = 32  # grammars of a model
 _MOST_SHOWN = 200  # characters of what is wrong with a grammar
 
 
@@ -42,8 +44,8 @@ class Grammar:
         lazy = sampling.grammar if isinstance(sampling.grammar, Lazy) else Lazy("")
         marks = {*lazy.preserved, *lazy.tokens}
         special = {token: model.written(token) for token in marks if model.is_unseen(token)}
-        self._what, text = _lark(sampling, model, special)
-        self._matcher = _matcher(self._table, self._what, text)
+        self._what, matcher = _kept(sampling, model, special)
+        self._matcher = matcher.deep_copy()
         self._allowed = self._table.allowed.copy()
         self._allowed[list(special)] = True
         self._waiting: _Waiting | None = _Waiting(lazy, model, self._table, special)
@@ -126,6 +128,23 @@ class _Waiting:
                 out += self._table.cut(shown[max(start - at, 0) :])
             at += len(shown)
         return out
+
+
+def _kept(sampling: Sampling, model: Model, special: dict[int, str]) -> tuple[str, LLMatcher]:
+    """Names what an answer follows, and returns what follows it, to be copied: tools make the same grammar each time,
+    and a large one takes a tenth of a second. Raises GrammarError.
+    """
+    grammar = sampling.grammar.grammar if isinstance(sampling.grammar, Lazy) else sampling.grammar
+    key = (grammar, sampling.regex, sampling.json_schema, tuple(sorted(special.items())))
+    kept = model.table().kept
+    with contextlib.suppress(KeyError):
+        return kept[key]
+    what, text = _lark(sampling, model, special)
+    made = what, _matcher(model.table(), what, text)
+    kept[key] = made
+    for old in list(kept)[:-_MOST_KEPT]:
+        kept.pop(old, None)
+    return made
 
 
 def _lark(sampling: Sampling, model: Model, special: dict[int, str]) -> tuple[str, str]:
