@@ -56,8 +56,8 @@ class Server:
 
 
 @contextmanager
-def serving(environment, *arguments):
-    command = [sys.executable, "-m", "pykvedge", "serve", "--port", "0", "--threads", "1", *map(str, arguments)]
+def serving(environment, *arguments, program=("-m", "pykvedge", "serve", "--port", "0", "--threads", "1")):
+    command = [sys.executable, *map(str, (*program, *arguments))]
     process = subprocess.Popen(
         command, env=environment, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )

@@ -7,12 +7,13 @@ parser's form is llama.cpp's, the template adds only the marks in it, and its wo
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from pykvedge.errors import KvedgeError, LibraryError
 from pykvedge.models import jinja_worker
 from pykvedge.models.child import can_start
 from pykvedge.models.sandbox import Sandbox
+from pykvedge.models.vocabulary import Vocabulary
 from pykvedge.native import libraries
 
 _MOST = 64  # dialects that are kept: one for each list of tools that clients send
@@ -46,46 +48,36 @@ class Said:
     calls: tuple[Call, ...] = ()
 
 
-@dataclass(frozen=True)
 class Dialect:
-    """begin: what the template puts before an answer. grammar: GBNF of an answer with `begin` before it, or with `lazy`
-    of what follows a trigger, each of which has a type and a value. preserved: texts of special tokens that belong to
-    the text that is read. stops: texts that end an answer. thinks: whether the model may reason before it answers.
+    """How answers to one kind of request are written. For any thread.
+
+    begin: what the template puts before an answer. grammar: GBNF of an answer with `begin` before it, or with `lazy` of
+    what follows a trigger, each of which has a type and a value. shown: special tokens whose text belongs to what is
+    read. stops: texts that end an answer. thinks: whether the model may reason before it answers. thought: the marks
+    around reasoning, where they are known.
     """
 
-    begin: str
-    grammar: str
-    lazy: bool
-    triggers: tuple[tuple[str, str], ...]
-    preserved: tuple[str, ...]
-    stops: tuple[str, ...]
-    thinks: bool
-    described: str  # for Reader
-
-    @classmethod
-    def of(cls, found: Mapping[str, Any]) -> Dialect:
-        """Reads what libkvedge-chat tells of a template."""
-        triggers = tuple((one["type"], one["value"]) for one in found["triggers"])
-        described = json.dumps({name: found[name] for name in ("format", "parser", "begin")})
-        return cls(found["begin"], found["grammar"], found["lazy"], triggers, tuple(found["preserved"]),
-                   tuple(found["stops"]), found["thinks"], described)  # fmt: skip
-
-
-class Reader:
-    """Reads answers in a dialect. For any thread."""
-
-    def __init__(self, dialect: Dialect) -> None:
-        """Raises LibraryError."""
-        self._library, self._handle, why = _library(), ctypes.c_void_p(), ctypes.c_void_p()
-        data = dialect.described.encode()
-        if self._library.kvedge_chat_open(data, ctypes.byref(self._handle), ctypes.byref(why)):
-            raise LibraryError(f"a parser cannot be read: {jinja_worker.taken(self._library, why)}")
-        weakref.finalize(self, self._library.kvedge_chat_close, self._handle)
+    def __init__(self, found: Mapping[str, Any], model: Vocabulary) -> None:
+        """found: what libkvedge-chat tells of a template. Raises LibraryError."""
+        self.begin: str = found["begin"]
+        self.grammar: str = found["grammar"]
+        self.lazy: bool = found["lazy"]
+        self.triggers = tuple((str(one["type"]), str(one["value"])) for one in found["triggers"])
+        self.shown = model.marks(found["preserved"])
+        self.stops: tuple[str, ...] = tuple(found["stops"])
+        self.thinks: bool = found["thinks"]
+        marks = (str(found["thought_begin"]), str(found["thought_end"]))
+        self.thought = marks if all(marks) else None
+        self._library, self._parser, why = _library(), ctypes.c_void_p(), ctypes.c_void_p()
+        data = json.dumps({name: found[name] for name in ("format", "parser", "begin")}).encode()
+        if self._library.kvedge_chat_open(data, ctypes.byref(self._parser), ctypes.byref(why)):
+            raise LibraryError(f"a parser of answers cannot be read: {jinja_worker.taken(self._library, why)}")
+        weakref.finalize(self, self._library.kvedge_chat_close, self._parser)
 
     def read(self, text: str, partial: bool = False) -> Said | None:
         """Reads an answer. partial: more may come. None: it is not written as the dialect wants it."""
         data, answer = text.encode("utf-8", "replace"), ctypes.c_void_p()
-        failed = self._library.kvedge_chat_read(self._handle, data, len(data), partial, ctypes.byref(answer))
+        failed = self._library.kvedge_chat_read(self._parser, data, len(data), partial, ctypes.byref(answer))
         found = jinja_worker.taken(self._library, answer)
         if failed:
             return None
@@ -95,10 +87,12 @@ class Reader:
 
 
 class Dialects:
-    """Those of one chat template, one for each list of tools. For any thread."""
+    """Those of a model's chat template, one for each list of tools. For any thread."""
 
-    def __init__(self, source: str, bos: str, eos: str) -> None:
-        self._source, self._tokens = source, {"bos": bos, "eos": eos}
+    def __init__(self, model: Vocabulary, source: str, fits: Callable[[Dialect], bool] = lambda _: True) -> None:
+        """source: the template. fits: tells whether a dialect's grammar can be used; without, it is left out."""
+        self._model, self._source, self._fits = model, source, fits
+        self._tokens = {"bos": model.special_text("bos"), "eos": model.special_text("eos")}
         self._sandbox = Sandbox(source)
         self._found: OrderedDict[str, Dialect | None] = OrderedDict()
         self._lock = threading.Lock()
@@ -114,6 +108,8 @@ class Dialects:
         found, or where this program cannot use it.
         """
         name = json.dumps(request)
+        with contextlib.suppress(KeyError):
+            return self._found[name]  # without the lock, which is held for long
         with self._lock:
             if name not in self._found:
                 self._found[name] = self._find(request)
@@ -125,8 +121,13 @@ class Dialects:
         try:
             library, given = _path(), {**request, **self._tokens}
             if can_start():
-                return Dialect.of(self._sandbox.describe(library, given))
-            return Dialect.of(jinja_worker.describe(library, {"template": self._source, **given}))
+                found = self._sandbox.describe(library, given)
+            else:
+                found = jinja_worker.describe(library, {"template": self._source, **given})
+            dialect = Dialect(found, self._model)
+            if dialect.grammar and not self._fits(dialect):
+                dialect.grammar = ""
+            return dialect
         except (TemplateError, KvedgeError, OSError):  # the prompt is written by the template as well, and tells why
             return None
 

@@ -146,7 +146,8 @@ class TextStream:
 
     def feed(self, token: int) -> str:
         """Returns the text that this token completes, possibly empty."""
-        return self._decoder.decode(self._model.piece(token, token in self._shown))
+        shown = self._model.written(token).encode() if token in self._shown else self._model.piece(token)
+        return self._decoder.decode(shown)
 
     def finish(self) -> str:
         """Returns what an unfinished character at the end becomes."""

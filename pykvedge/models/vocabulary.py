@@ -116,17 +116,14 @@ class Vocabulary:
     def marks(self, texts: Iterable[str]) -> frozenset[int]:
         """Finds the special tokens among tokens that these texts are, each by itself."""
         single = {tokens[0] for text in texts if len(tokens := self.tokenize(text)) == 1}
-        return frozenset(token for token in single if not self.piece(token))
+        return frozenset(token for token in single if self.is_unseen(token))
 
-    def piece(self, token: int, special: bool = False) -> bytes:
-        """Returns the bytes that a token stands for, maybe a part of a character; a special token has none.
-
-        special: it has its text.
-        """
+    def piece(self, token: int) -> bytes:
+        """Returns the bytes that a token stands for, maybe a part of a character; a special token has none."""
         size = 64
         while True:
             buffer = ctypes.create_string_buffer(size)
-            n = self.llama.llama_token_to_piece(self.vocab, token, buffer, size, 0, special)
+            n = self.llama.llama_token_to_piece(self.vocab, token, buffer, size, 0, False)
             if n >= 0:
                 return buffer.raw[:n]
             size = -n

@@ -65,8 +65,10 @@ def request_of(given: ChatRequest | Prompted, defaults: Defaults) -> Request:
         messages = _with_system(messages, calling.told(tools))
     plan, sampling = plan_of(given.kvedge, defaults.plan), sampling_of(given, defaults)
     dialect = _dialect(given, defaults)
-    if dialect is not None and dialect.stops:
+    if dialect is not None:
         sampling = replace(sampling, stop=(*sampling.stop, *dialect.stops))
+        if tools and dialect.grammar and (calling.is_forced(given) or not sampling.constrained):
+            sampling = replace(sampling, grammar=calling.form(dialect), json_schema=None)
     patches = given.kvedge is not None and given.kvedge.patches
     return Request(messages, plan, sampling, values, patches, read_only=_limit(given) == 0, dialect=dialect)
 
@@ -86,24 +88,27 @@ def _values(given: ChatRequest, defaults: Defaults) -> dict[str, Any]:
 def _dialect(given: ChatRequest, defaults: Defaults) -> Dialect | None:
     """Chooses what the answer is read by; None: it is text, or calls in words that were told."""
     dialects, asked = defaults.dialects, _asked_dialect(given, defaults)
-    if dialects is None or asked is None:
+    dialect = dialects.of(asked) if dialects is not None and asked is not None else None
+    if dialect is None or asked is None:
         return None
-    dialect = dialects.of(asked)
-    return dialect if dialect is not None and (asked["tools"] or dialect.thinks or dialect.preserved) else None
+    if asked["tool_choice"] == "required":  # without a grammar a call is made by a schema
+        return dialect if dialect.grammar and not dialect.lazy else None
+    return dialect if asked["tools"] or dialect.thinks or dialect.shown else None
 
 
 def _asked_dialect(given: ChatRequest, defaults: Defaults) -> dict[str, Any] | None:
     """Makes what Dialects.of takes. None: no dialect is needed, or the answer's form is chosen by the client."""
-    tools = calling.offered(given)
-    reasoning = given.reasoning_format or "auto"
-    if defaults.dialects is None or _form(given) or (tools and not defaults.knows_tools):
+    tools, form = calling.chosen(given), _form(given)
+    if defaults.dialects is None or (tools and not defaults.knows_tools):
         return None
-    if not tools and reasoning == "none":
+    if form and not (tools and "grammar" in form):  # which is of calls as well
         return None
-    several = given.parallel_tool_calls is not False
+    choice = "required" if calling.is_forced(given) else "auto" if tools else "none"
     written = [tool.model_dump(exclude_none=True) for tool in tools]
+    several = given.parallel_tool_calls is not False
     after_tool = given.messages[-1].role == "tool"
-    return request_for(written, "auto" if tools else "none", several, _values(given, defaults), reasoning, after_tool)
+    reasoning = given.reasoning_format or "auto"
+    return request_for(written, choice, several, _values(given, defaults), reasoning, after_tool)
 
 
 def _request_of_prompt(given: Prompted, defaults: Defaults) -> Request:
@@ -261,7 +266,10 @@ def sampling_of(given: ChatRequest | Prompted, defaults: Defaults) -> Sampling:
         out["logprobs"] = likeliest
     if "stop" in out and not isinstance(out["stop"], str):
         out["stop"] = tuple(out["stop"])
-    return _replaced(defaults.sampling, {**out, **_form(given)})
+    form = _form(given)
+    if isinstance(given, ChatRequest) and calling.is_forced(given):
+        form = {"json_schema": calling.forced_schema(calling.chosen(given))}
+    return _replaced(defaults.sampling, {**out, **form})
 
 
 def _limit(given: ChatRequest | Prompted) -> int | None:
@@ -288,7 +296,7 @@ def _token(text: str) -> int | str:
 
 
 def _form(given: ChatRequest | Prompted) -> dict[str, Any]:
-    """Chooses what the answer has to follow."""
+    """Chooses what the client wants the answer to follow, if it is not a call."""
     forms: list[tuple[str, Any]] = []
     if given.grammar is not None:
         if "::=" not in given.grammar:
@@ -298,13 +306,10 @@ def _form(given: ChatRequest | Prompted) -> dict[str, Any]:
         forms.append(("json_schema", given.json_schema))
     if given.response_format is not None and (schema := _schema(given.response_format)) is not None:
         forms.append(("json_schema", schema))
-    if isinstance(given, ChatRequest):
-        forced = calling.forced_schema(given.tools, given.tool_choice) if given.tools else None
-        if forced is not None:
-            forms.append(("json_schema", forced))
-        elif given.tool_choice not in (None, "none", "auto") and not given.tools:
-            raise RequestError(400, "tool_choice: there are no tools", "invalid_value", "tool_choice")
-    if len(forms) > 1:
+    forced = isinstance(given, ChatRequest) and calling.is_forced(given)
+    if isinstance(given, ChatRequest) and forced and not given.tools:
+        raise RequestError(400, "tool_choice: there are no tools", "invalid_value", "tool_choice")
+    if len(forms) + forced > 1:
         raise RequestError(
             400, "an answer has one form: a grammar, a json_schema, a response_format or a tool call", "invalid_value"
         )

@@ -16,7 +16,7 @@ from typing import Protocol
 from pykvedge.chat.serve import tools as calling
 from pykvedge.chat.serve.wire import ChatRequest
 from pykvedge.errors import RequestError
-from pykvedge.models.dialect import Call, Dialect, Reader, Said
+from pykvedge.models.dialect import Call, Dialect, Said
 
 _REST = 4  # reading an answer again takes at most a fifth of the time
 LONG = 20_000  # characters, which take some milliseconds
@@ -61,10 +61,10 @@ class Reading(Protocol):
 
 
 def reading(given: ChatRequest, dialect: Dialect | None) -> Reading:
-    """Makes the reading of one answer to a request. Raises LibraryError."""
+    """Makes the reading of one answer to a request."""
     begun = given.messages[-1].content if given.messages[-1].role == "assistant" else ""
     if dialect is not None:
-        return Parsed(Reader(dialect), begun if isinstance(begun, str) else "")
+        return Parsed(dialect, begun if isinstance(begun, str) else "")
     tools = calling.offered(given)
     return Told({tool.function.name for tool in tools}) if tools else Plain()
 
@@ -94,12 +94,12 @@ class Plain:
 class Parsed:
     """An answer in a dialect. It is read anew from its beginning with what is added, as llama.cpp's parser wants it."""
 
-    def __init__(self, reader: Reader, begun: str = "", clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, dialect: Dialect, begun: str = "", clock: Callable[[], float] = time.perf_counter) -> None:
         """begun: the answer goes on with this text, which is not told."""
-        self._reader, self._clock, self._text = reader, clock, begun
+        self._dialect, self._clock, self._text = dialect, clock, begun
         self._due = 0.0
         self.said = Said()
-        self._before = (reader.read(begun, True) or Said(begun)) if begun else Said()
+        self._before = (dialect.read(begun, True) or Said(begun)) if begun else Said()
 
     @property
     def is_long(self) -> bool:
@@ -112,7 +112,7 @@ class Parsed:
         began = self._clock()
         if began < self._due:
             return []
-        found = self._reader.read(self._text, True)
+        found = self._dialect.read(self._text, True)
         ended = self._clock()
         self._due = ended + _REST * (ended - began)
         return self._told(self._without(found), whole=False) if found is not None else []
@@ -120,14 +120,27 @@ class Parsed:
     def finish(self, text: str = "") -> list[Delta]:
         """See Reading."""
         self._text += text
-        found = self._reader.read(self._text)
+        found = self._dialect.read(self._text)
         if found is None:
-            found = self._reader.read(self._text, True)
             if self.said.calls:
                 raise RequestError(500, "the model began a call of a tool, and wrote what is none", "invalid_call")
-            # nothing of what the model wrote is lost: what the dialect does not allow is text
-            found = _unread(self._text, found or Said())
+            found = self._unread()
         return self._told(self._without(found), whole=True)
+
+    def _unread(self) -> Said:
+        """Makes text of what the dialect does not allow, behind what could be read: nothing is lost."""
+        text, found = self._text, Said()
+        fits, fails = 0, len(text)
+        while fails - fits > 1:  # the longest beginning that can be read
+            middle = (fits + fails) // 2
+            said = self._dialect.read(text[:middle])
+            if said is None:
+                fails = middle
+            else:
+                fits, found = middle, said
+        at = text.find(found.reasoning) + len(found.reasoning) if found.reasoning else 0
+        at = text.find(found.text, at) + len(found.text) if found.text else at
+        return Said(found.text + text[at:], found.reasoning)
 
     def _without(self, found: Said) -> Said:
         before = self._before
@@ -247,13 +260,6 @@ def _agree(told: Said, found: Said) -> bool:
     if not all(one == other or one.rstrip() == other.rstrip() for one, other in texts):
         return False
     return [(call.name, call.arguments) for call in told.calls] == [(call.name, call.arguments) for call in found.calls]
-
-
-def _unread(text: str, said: Said) -> Said:
-    """Makes text of all that was not read, behind what was."""
-    at = text.find(said.reasoning) + len(said.reasoning) if said.reasoning else 0
-    at = text.find(said.text, at) + len(said.text) if said.text else at
-    return Said(said.text + text[max(at, 0) :], said.reasoning)
 
 
 def _mark_begun(text: str) -> int:

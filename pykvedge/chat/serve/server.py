@@ -20,6 +20,7 @@ from pathlib import Path
 import psutil
 import uvicorn
 
+from pykvedge.chat.serve import tools
 from pykvedge.chat.serve.app import application
 from pykvedge.chat.serve.asking import Defaults
 from pykvedge.chat.serve.engine import Engine
@@ -104,7 +105,7 @@ def serve(model: LoadedModel, plan: Plan, sampling: Sampling, options: Options, 
 def _service(engine: Engine, plan: Plan, sampling: Sampling, options: Options) -> Service:
     model = engine.loan.model
     source = model.chat_template()
-    dialects = Dialects(source, model.special_text("bos"), model.special_text("eos")) if source else None
+    dialects = Dialects(model, source, lambda dialect: tools.form_fits(dialect, model)) if source else None
     defaults = Defaults(plan, sampling, options.sources, options.max_tokens, options.limits.n_ctx, dialects)
     fingerprint = f"kvedge-{package_version()}-{engine.preparer.model_name[:12]}"
     return Service(engine, defaults, options.name or model.path.stem, fingerprint, options.strict)

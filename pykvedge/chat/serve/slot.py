@@ -71,7 +71,7 @@ class Slot:
     def of(cls, sequence: int, work: Prepared, model: Model) -> Slot:
         """Begins a job at the beginning of a sequence."""
         request = work.job.request
-        shown = model.marks(request.dialect.preserved) if request.dialect is not None else frozenset[int]()
+        shown = request.dialect.shown if request.dialect is not None else frozenset[int]()
         goes_on = bool(work.job.begun) or request.prompt is not None
         writing = Writing(model, request.sampling, goes_on, shown)
         return cls(sequence, work, model, writing, deque(work.pieces))

@@ -1,6 +1,7 @@
-"""Tools for a model whose template knows none: how it is told of them, made to call one, and how a call is read.
+"""Tools: which a request offers, and what form a call of them has.
 
-A call is a JSON object, and a forced one follows a schema. Where in an answer calls are is chat/serve/reading.py's.
+A model whose template knows tools writes calls in its dialect, by that dialect's grammar. Another one is told of them
+in words, and a call is a JSON object, by a schema where it is forced. chat/serve/reading.py finds calls in answers.
 """
 
 from __future__ import annotations
@@ -9,8 +10,12 @@ import json
 from typing import Any
 
 from pykvedge.chat.serve.wire import ChatRequest, NamedTool, Tool
-from pykvedge.errors import RequestError
-from pykvedge.models.dialect import Call
+from pykvedge.errors import KvedgeError, RequestError
+from pykvedge.models.dialect import Call, Dialect
+from pykvedge.models.model import Model
+from pykvedge.runtime.grammar import Grammar
+from pykvedge.runtime.grammar_source import Lazy
+from pykvedge.runtime.sampling import Sampling
 
 HOW = (
     "You may call functions. To call one, answer with nothing but a JSON object of the form "
@@ -23,22 +28,29 @@ def offered(given: ChatRequest) -> list[Tool]:
     return given.tools if given.tools and given.tool_choice != "none" else []
 
 
+def chosen(given: ChatRequest) -> list[Tool]:
+    """Lists those of them that `tool_choice` allows. Raises RequestError where it names none of them."""
+    choice, tools = given.tool_choice, offered(given)
+    if not isinstance(choice, NamedTool):
+        return tools
+    name = choice.function.name
+    if not any(tool.function.name == name for tool in tools):
+        raise RequestError(400, f"tool_choice: there is no tool {name!r:.80}", "invalid_value", "tool_choice")
+    return [tool for tool in tools if tool.function.name == name]
+
+
+def is_forced(given: ChatRequest) -> bool:
+    """Tells whether one of the tools must be called."""
+    return given.tool_choice not in (None, "none", "auto")
+
+
 def told(tools: list[Tool]) -> str:
     """Writes what a model is told whose template knows nothing of tools."""
     return HOW + "\n".join(json.dumps(tool.function.model_dump(exclude_none=True)) for tool in tools)
 
 
-def forced_schema(tools: list[Tool], choice: str | NamedTool | None) -> dict[str, Any] | None:
-    """Makes the schema of a call that must be made; None where the model chooses. Raises RequestError."""
-    if choice in (None, "auto", "none"):
-        return None
-    chosen = tools
-    if isinstance(choice, NamedTool):
-        chosen = [tool for tool in tools if tool.function.name == choice.function.name]
-        if not chosen:
-            raise RequestError(
-                400, f"tool_choice: there is no tool {choice.function.name!r:.80}", "invalid_value", "tool_choice"
-            )
+def forced_schema(tools: list[Tool]) -> dict[str, Any]:
+    """Makes the schema of a call that must be made."""
     calls = [
         {
             "type": "object",
@@ -49,9 +61,28 @@ def forced_schema(tools: list[Tool], choice: str | NamedTool | None) -> dict[str
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
-        for tool in chosen
+        for tool in tools
     ]
     return calls[0] if len(calls) == 1 else {"anyOf": calls}
+
+
+def form(dialect: Dialect) -> Lazy:
+    """Makes the form of calls in a dialect: of the whole answer where one must be made, else from where one begins."""
+    triggers: dict[str, list[str]] = {"word": [], "pattern": [], "pattern_full": []}
+    for kind, value in dialect.triggers:
+        triggers.setdefault(kind, []).append(value)
+    patterns = [*triggers["pattern"], *(f"^(?:{pattern})$" for pattern in triggers["pattern_full"])]
+    return Lazy(dialect.grammar, tuple(triggers["word"]), tuple(patterns), preserved=tuple(sorted(dialect.shown)),
+                prefix=dialect.begin, thinking=dialect.thought)  # fmt: skip
+
+
+def form_fits(dialect: Dialect, model: Model) -> bool:
+    """Tells whether an answer of this model can follow that form."""
+    try:
+        Grammar(Sampling(grammar=form(dialect)), model)
+    except KvedgeError:
+        return False
+    return True
 
 
 def calls_of(text: str, names: set[str]) -> list[Call]:

@@ -1,0 +1,13 @@
+"""A server whose answers all follow a grammar: serve_worker.py MODEL GRAMMAR. The grammar may be empty."""
+
+import sys
+
+from pykvedge.chat.serve.limits import Limits
+from pykvedge.chat.serve.server import Options, serve
+from pykvedge.plans.making import plan
+from pykvedge.runtime.loaded import load
+from pykvedge.runtime.sampling import Sampling
+
+options = Options(port=0, limits=Limits(slots=2, n_ctx=2048, memory=64 << 20))
+with load(sys.argv[1], threads=1) as model:
+    serve(model, plan("full"), Sampling(grammar=sys.argv[2] or None), options, lambda text: None)
