@@ -1,6 +1,6 @@
 """Programs that people use with servers of this kind, against `kvedge serve` on the packaged model: what passes.
 
-    pip install openai anthropic langchain-openai
+    pip install openai anthropic langchain-openai litellm instructor pydantic-ai-slim[openai] llm
     python3 scripts/check_clients.py http://127.0.0.1:8137 [--json]
 
 Needs a server that runs (`kvedge serve`), and any Python that has the clients; those that are missing are passed over.
@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import base64
 import importlib.metadata
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -42,6 +44,7 @@ def of_openai(url: str) -> Iterator[tuple[str, Check]]:
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
     given: dict[str, Any] = {"model": client.models.list().data[0].id, "max_tokens": 24, "temperature": 0}
     yield from of_chats(client.chat.completions, given)
+    yield from of_more_chats(client.chat.completions, given)
     yield from of_other_routes(client, given)
 
 
@@ -85,6 +88,40 @@ def of_chats(chat: Any, given: dict[str, Any]) -> Iterator[tuple[str, Check]]:
     yield from named(answers, streams, helper_streams, several, likelihoods, stops, schemas, tools)
 
 
+def of_more_chats(chat: Any, given: dict[str, Any]) -> Iterator[tuple[str, Check]]:
+    def several_without_a_temperature() -> None:
+        one = chat.create(messages=[{"role": "user", "content": "Say anything."}], n=3, model=given["model"],
+                          max_tokens=24)  # fmt: skip
+        require(len({choice.message.content for choice in one.choices}) > 1, one)
+
+    def no_limit() -> None:
+        one = chat.create(messages=ASKED, seed=-1, extra_body={"top_k": -1, "repeat_last_n": -1},
+                          **{**given, "max_tokens": -1})  # fmt: skip
+        require(one.choices[0].finish_reason == "stop", one)
+
+    def older_functions() -> None:
+        one = chat.create(messages=ASKED, functions=[WEATHER], function_call={"name": "weather"},
+                          **{**given, "max_tokens": 128})  # fmt: skip
+        require(one.choices[0].message.function_call.name == "weather" and not one.choices[0].message.tool_calls, one)
+
+    def pictures_of_tools() -> None:
+        call = {"id": "call_0", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+        said = [{"role": "user", "content": "Look."}, {"role": "assistant", "content": None, "tool_calls": [call]},
+                {"role": "tool", "tool_call_id": "call_0", "content": [URL]}]  # fmt: skip
+        require(chat.create(messages=said, **given).usage.prompt_tokens > 100)
+
+    def unknown_parts() -> None:
+        part = {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}
+        try:
+            chat.create(messages=[{"role": "user", "content": [part]}], **given)
+        except Exception as error:
+            require("input_audio are not supported" in str(error), error)
+        else:
+            require(False)
+
+    yield from named(several_without_a_temperature, no_limit, older_functions, pictures_of_tools, unknown_parts)
+
+
 def of_other_routes(client: Any, given: dict[str, Any]) -> Iterator[tuple[str, Check]]:
     import openai
 
@@ -115,7 +152,11 @@ def of_other_routes(client: Any, given: dict[str, Any]) -> Iterator[tuple[str, C
         first, second = asyncio.run(both())
         require(first.choices[0].message.content == second.choices[0].message.content)
 
-    yield from named(responds, responds_in_a_stream, refuses, waits_for_nothing)
+    def completes() -> None:
+        one = client.completions.create(model=given["model"], prompt="USER: Say anything.\nASSISTANT:", max_tokens=8)
+        require(one.choices[0].finish_reason and one.usage.completion_tokens, one)
+
+    yield from named(responds, responds_in_a_stream, refuses, waits_for_nothing, completes)
 
 
 def of_anthropic(url: str) -> Iterator[tuple[str, Check]]:
@@ -146,6 +187,13 @@ def of_anthropic(url: str) -> Iterator[tuple[str, Check]]:
         one = client.messages.create(tools=[tool], tool_choice={"type": "any"}, **{**given, "max_tokens": 128})
         require([b.input.keys() for b in one.content if b.type == "tool_use"] == [{"town"}], one)
 
+    def pictures_of_tools() -> None:
+        call = {"type": "tool_use", "id": "a", "name": "look", "input": {}}
+        result = {"type": "tool_result", "tool_use_id": "a", "content": [image]}
+        said: list[Any] = [{"role": "user", "content": "Look."}, {"role": "assistant", "content": [call]},
+                           {"role": "user", "content": [result]}]  # fmt: skip
+        require(client.messages.count_tokens(model=given["model"], messages=said).input_tokens > 100)
+
     def refuses() -> None:
         try:
             client.messages.create(**{**given, "max_tokens": 0})
@@ -154,7 +202,7 @@ def of_anthropic(url: str) -> Iterator[tuple[str, Check]]:
         else:
             require(False)
 
-    yield from named(answers, streams, counts, system, tools, refuses)
+    yield from named(answers, streams, counts, system, tools, pictures_of_tools, refuses)
 
 
 def of_langchain(url: str) -> Iterator[tuple[str, Check]]:
@@ -202,12 +250,115 @@ def of_langchain(url: str) -> Iterator[tuple[str, Check]]:
     yield from named(answers, streams, batches, goes_on, asynchronous, structured, tools, through_responses)
 
 
+def of_litellm(url: str) -> Iterator[tuple[str, Check]]:
+    os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # or it asks the network for prices
+    import litellm
+
+    given: dict[str, Any] = {"model": "openai/demo-model", "api_base": f"{url}/v1", "api_key": "none", "max_tokens": 24}
+
+    def answers() -> None:
+        require(litellm.completion(messages=ASKED, temperature=0, **given).choices[0].message.content)
+
+    def streams() -> None:
+        parts = list(litellm.completion(messages=ASKED, stream=True, **given))
+        require("".join(part.choices[0].delta.content or "" for part in parts))
+
+    def tools() -> None:
+        tool = {"type": "function", "function": WEATHER}
+        one = litellm.completion(messages=ASKED, tools=[tool], tool_choice="required", **{**given, "max_tokens": 128})
+        require(one.choices[0].message.tool_calls[0].function.name == "weather", one)
+
+    def completes() -> None:
+        asked = {**given, "model": "text-completion-openai/demo-model"}
+        require(litellm.text_completion(prompt="USER: Say anything.\nASSISTANT:", **asked).choices[0].text)
+
+    def anthropic_form() -> None:
+        asked = {**given, "model": "anthropic/demo-model", "api_base": url}
+        require(litellm.completion(messages=[{"role": "user", "content": "Hello"}], **asked).choices[0].message.content)
+
+    yield from named(answers, streams, tools, completes, anthropic_form)
+
+
+def of_instructor(url: str) -> Iterator[tuple[str, Check]]:
+    import instructor
+    import openai
+    from pydantic import BaseModel, Field
+
+    class Count(BaseModel):
+        shapes: int = Field(ge=0, le=9)
+
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    given: dict[str, Any] = {"model": "demo-model", "messages": ASKED, "response_model": Count, "max_retries": 0,
+                             "max_tokens": 128, "temperature": 0}  # fmt: skip
+
+    def by_schema() -> None:
+        found = instructor.from_openai(client, mode=instructor.Mode.JSON_SCHEMA).chat.completions.create(**given)
+        require(0 <= found.shapes <= 9, found)
+
+    def by_tools() -> None:
+        found = instructor.from_openai(client, mode=instructor.Mode.TOOLS).chat.completions.create(**given)
+        require(0 <= found.shapes <= 9, found)
+
+    yield from named(by_schema, by_tools)
+
+
+def of_pydantic_ai(url: str) -> Iterator[tuple[str, Check]]:
+    from pydantic import BaseModel, Field
+    from pydantic_ai import Agent, BinaryContent, NativeOutput
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    class Count(BaseModel):
+        shapes: int = Field(ge=0, le=9)
+
+    model = OpenAIChatModel("demo-model", provider=OpenAIProvider(base_url=f"{url}/v1", api_key="none"))
+    asked = ["What is the code?", BinaryContent(base64.b64decode(PICTURE), media_type="image/png")]
+
+    def answers() -> None:
+        require(Agent(model).run_sync(asked, model_settings={"max_tokens": 24}).output)
+
+    def streams() -> None:
+        async def read() -> str:
+            async with Agent(model).run_stream(asked, model_settings={"max_tokens": 24}) as running:
+                return str(await running.get_output())
+
+        require(asyncio.run(read()))
+
+    def structured() -> None:
+        agent = Agent(model, output_type=NativeOutput(Count))
+        require(0 <= agent.run_sync(asked, model_settings={"max_tokens": 128}).output.shapes <= 9)
+
+    yield from named(answers, streams, structured)
+
+
+def of_llm(url: str) -> Iterator[tuple[str, Check]]:
+    from llm import Attachment
+    from llm.default_plugins.openai_models import Chat
+
+    model = Chat("demo-model", key="none", model_name="demo-model", api_base=f"{url}/v1", vision=True,
+                 supports_schema=True)  # fmt: skip
+    seen = [Attachment(type="image/png", content=base64.b64decode(PICTURE))]
+
+    def answers() -> None:
+        require(model.prompt("What is the code?", attachments=seen, stream=False, key="none", max_tokens=24).text())
+
+    def streams() -> None:
+        require("".join(model.prompt("What is the code?", attachments=seen, key="none", max_tokens=24)))
+
+    def schemas() -> None:
+        text = model.prompt("Count.", attachments=seen, schema=SCHEMA, stream=False, key="none", max_tokens=96).text()
+        require(isinstance(json.loads(text)["shapes"], int), text)
+
+    yield from named(answers, streams, schemas)
+
+
 def named(*checks: Check) -> Iterator[tuple[str, Check]]:
     for check in checks:
         yield check.__name__.replace("_", " "), check
 
 
-CLIENTS = {"openai": of_openai, "anthropic": of_anthropic, "langchain-openai": of_langchain}
+CLIENTS = {"openai": of_openai, "anthropic": of_anthropic, "langchain-openai": of_langchain, "litellm": of_litellm,
+           "instructor": of_instructor, "pydantic-ai-slim": of_pydantic_ai, "llm": of_llm}  # fmt: skip
 
 
 def tried(package: str, url: str) -> dict[str, Any]:
