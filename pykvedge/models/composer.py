@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -172,12 +172,18 @@ class Composer:
         ]
 
     def _hide_in(self, value: Any, hidden: dict[str, str]) -> Any:
-        """Does the same with all text in what JSON is made of."""
+        """Puts stand-ins into all text of what JSON is made of."""
+        every = "\n".join(_texts(value))  # one look for thousands of short texts
+        if (self.marker and self.marker in every) or self._model.special_words(every):
+            return self._hide_each(value, hidden)
+        return value
+
+    def _hide_each(self, value: Any, hidden: dict[str, str]) -> Any:
         if isinstance(value, str):
             return self._hide(value, hidden)
         if isinstance(value, Mapping):
-            return {self._hide(str(key), hidden): self._hide_in(part, hidden) for key, part in value.items()}
-        return [self._hide_in(part, hidden) for part in value] if isinstance(value, (list, tuple)) else value
+            return {self._hide(str(key), hidden): self._hide_each(part, hidden) for key, part in value.items()}
+        return [self._hide_each(part, hidden) for part in value] if isinstance(value, (list, tuple)) else value
 
     def _hide(self, text: str, hidden: dict[str, str]) -> str:
         """Puts stand-ins for words that would be read as more than text, and adds them to `hidden`."""
@@ -189,6 +195,19 @@ class Composer:
                 text = text.replace(word, stand_in)
             words = []
         return text
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Lists all text of what JSON is made of."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            yield str(key)
+            yield from _texts(part)
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _texts(part)
 
 
 def _join(pieces: list[Piece], piece: Piece) -> None:

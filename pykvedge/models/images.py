@@ -64,7 +64,9 @@ class Picture:
     def key(self) -> str:
         """The key is equal for equal pixels."""
         size = f"{self.width}x{self.height}".encode()
-        return hashlib.sha256(size + self.rgb).hexdigest()
+        found = hashlib.sha256(size)
+        found.update(self.rgb)
+        return found.hexdigest()
 
 
 def load_pictures(images: ImageSources) -> Iterator[Picture]:
@@ -200,7 +202,9 @@ def _from_array(array: np.ndarray, what: str) -> Picture:
 def _upright(image: PillowImage, what: str, name: str) -> Picture:
     _check_size(what, image.width, image.height)
     image.load()
-    rgb = _on_white(ImageOps.exif_transpose(image) or image)
+    if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
+        image = ImageOps.exif_transpose(image)
+    rgb = image if image.mode == "RGB" and "transparency" not in image.info else _on_white(image)
     return Picture(name, rgb.width, rgb.height, rgb.tobytes())
 
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import re
 import threading
 from collections.abc import Iterable
 from typing import Any
 
 from pykvedge.errors import ModelError, UsageError
 from pykvedge.models.tokentable import TokenTable
+
+_LONG = 4096  # characters
+_MANY = 256  # special tokens of a text that is tokenised in one go
 
 
 class Vocabulary:
@@ -25,6 +29,15 @@ class Vocabulary:
     @property
     def n_vocab(self) -> int:
         return self.llama.llama_vocab_n_tokens(self.vocab)
+
+    def longest(self, most: int) -> int:
+        """Counts the bytes of the longest text that is one token; `most` where one has as many or more."""
+        found = 1
+        for token in range(self.n_vocab):
+            found = max(found, len(self.piece(token)))
+            if found >= most:
+                return most
+        return found
 
     def chat_template(self) -> str | None:
         """Returns the Jinja template in the model's metadata, if there is one."""
@@ -46,6 +59,24 @@ class Vocabulary:
 
         begins: the tokens are added that the model's prompts begin and end with.
         """
+        if not special or len(text) <= _LONG:
+            return self._cut(text, special, begins)
+        around = self._cut("", True, True) if begins else []
+        n_before = int(self.adds_bos and bool(around))
+        tokens = [token for part in self._parted(text) for token in self._cut(part, True)]
+        return [*around[:n_before], *tokens, *around[n_before:]]
+
+    def _parted(self, text: str) -> list[str]:
+        """Parts a text with many special tokens before some of them: llama.cpp's time is the square of how many it has.
+
+        What lies between two of them is tokenised by itself, but for those that take the blanks before them away.
+        """
+        words = [word for word in self.special_words(text) if not self._eats(word, self.llama.LLAMA_TOKEN_ATTR_LSTRIP)]
+        places = [found.start() for found in re.finditer("|".join(map(re.escape, words)), text)] if words else []
+        ends = [*places[_MANY::_MANY], len(text)]
+        return [text[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+
+    def _cut(self, text: str, special: bool, begins: bool = False) -> list[int]:
         data = text.encode("utf-8", "replace")
         size = len(data) + 8
         while True:
@@ -70,14 +101,35 @@ class Vocabulary:
             return self._table
 
     def special_words(self, text: str) -> list[str]:
-        """Lists the texts of the special tokens that `tokenize` finds in a text, the longest first."""
-        words = [self.written(token) for token in set(self.tokenize(text)) if self.is_unseen(token)]
-        return sorted((word for word in words if word and word in text), key=len, reverse=True)
+        """Lists the texts of the special tokens that `tokenize` finds in a text, the longest first.
+
+        In a long text it also lists those that lie across others.
+        """
+        if len(text) <= _LONG:
+            words = self._texts_of(self._cut(text, True))
+        else:
+            words = [word for begin, those in self._special.items() if begin in text for word in those]
+        return sorted((word for word in words if word in text), key=len, reverse=True)
+
+    @functools.cached_property
+    def _special(self) -> dict[str, list[str]]:
+        """The texts of all special tokens, by how they begin."""
+        out: dict[str, list[str]] = {}
+        for word in self._texts_of(range(self.n_vocab)):
+            out.setdefault(word[:4], []).append(word)
+        return out
+
+    def _texts_of(self, tokens: Iterable[int]) -> list[str]:
+        """Lists the texts of those that are special."""
+        return [text for token in set(tokens) if self.is_unseen(token) and (text := self.written(token))]
 
     def eats_blanks(self, word: str) -> bool:
         """Tells whether a word is a special token's that takes the blanks after it away."""
-        tokens = self.tokenize(word)
-        return len(tokens) == 1 and bool(self._attributes(tokens[0]) & self.llama.LLAMA_TOKEN_ATTR_RSTRIP)
+        return self._eats(word, self.llama.LLAMA_TOKEN_ATTR_RSTRIP)
+
+    def _eats(self, word: str, which: int) -> bool:
+        tokens = self._cut(word, True)
+        return len(tokens) == 1 and bool(self._attributes(tokens[0]) & which)
 
     def _attributes(self, token: int) -> int:
         return self.llama.llama_vocab_get_attr(self.vocab, token)
