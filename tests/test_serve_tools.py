@@ -58,6 +58,7 @@ def events(server, path, body):
 
 def test_a_completion_has_reasoning_text_and_calls(hermes):
     answer = hermes.chat(ASKED, tools=TOOLS, max_tokens=1000).json()
+    assert 5 < answer["usage"]["completion_tokens_details"]["reasoning_tokens"] < 12  # letters are tokens
     (choice,) = answer["choices"]
     message = choice["message"]
     assert choice["finish_reason"] == "tool_calls"
@@ -133,6 +134,7 @@ def test_openais_client_reads_responses(hermes, streams):
     results = [{"type": "function_call_output", "call_id": one.call_id, "output": "5"} for one in calls]
     said = [item.model_dump(exclude_none=True) for item in response.output]
     again = client.responses.create(**{**asked, "input": [*ASKED, *said, *results]})
+    assert 5 < response.usage.output_tokens_details.reasoning_tokens < 12
     assert again.usage.input_tokens > response.usage.input_tokens + len(ANSWER) // 4
 
 

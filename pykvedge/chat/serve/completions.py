@@ -7,7 +7,7 @@ import json
 import math
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -196,7 +196,7 @@ def completion(service: Service, given: ChatRequest, done: list[Done], said: lis
     return {
         **about(service, "chat.completion"),
         "choices": choices,
-        "usage": usage([one.report for one in done]),
+        "usage": usage([one.report for one in done], reasoned(service, said)),
         "timings": timings(done[0].report),
         "kvedge": figures(done),
     }
@@ -233,8 +233,14 @@ def _finish_as_asked(given: ChatRequest, finish: str | None) -> str | None:
     return "function_call" if given.functions and finish == "tool_calls" else finish
 
 
-def usage(reports: list[Report]) -> dict[str, Any]:
-    """Counts tokens: of the prompt once, of all answers together."""
+def reasoned(service: Service, said: Iterable[Said]) -> int:
+    """Counts the tokens that the reasoning in answers is."""
+    model = service.engine.loan.model
+    return sum(len(model.tokenize(one.reasoning, special=False)) for one in said if one.reasoning)
+
+
+def usage(reports: list[Report], reasoning: int = 0) -> dict[str, Any]:
+    """Counts tokens: of the prompt once, of all answers together. reasoning: so many of these."""
     first = reports[0].tokens
     prompt, generated = first.prompt + first.reused, sum(report.tokens.generated for report in reports)
     return {
@@ -242,6 +248,7 @@ def usage(reports: list[Report]) -> dict[str, Any]:
         "completion_tokens": generated,
         "total_tokens": prompt + generated,
         "prompt_tokens_details": {"cached_tokens": first.reused},
+        "completion_tokens_details": {"reasoning_tokens": min(reasoning, generated)},
     }
 
 
@@ -315,7 +322,8 @@ class Chunks:
             else:
                 if self._usage:
                     done = [self._done[i] for i in sorted(self._done)]
-                    last = {**self._head, "choices": [], "usage": usage([one.report for one in done])}
+                    reasoning = reasoned(self._service, [one.said for one in self._answers])
+                    last = {**self._head, "choices": [], "usage": usage([one.report for one in done], reasoning)}
                     last |= {"timings": timings(done[0].report), "kvedge": figures(done)}
                     end = f"data: {json.dumps(last)}\n\n{end}"
             yield f"{begin}{''.join(self._last)}{end}"

@@ -20,6 +20,7 @@ from pykvedge.chat.serve.completions import (
     complete,
     read,
     reading_of,
+    reasoned,
     streamed,
     usage,
     whole,
@@ -142,7 +143,7 @@ async def answer(service: Service, http: HttpRequest) -> Response:
         return streamed(_response_events(service, chat, waiting, await begun(waiting)))
     report = (await complete(waiting))[0].report
     said = await whole(chat, waiting, 0, report)
-    return JSONResponse(_response(service, report, _output(said), f"resp_{secrets.token_hex(12)}"))
+    return JSONResponse(_response(service, report, said, _output(said), _number("resp")))
 
 
 def _of_responses(given: ResponsesRequest) -> ChatRequest:
@@ -238,15 +239,15 @@ def _number(kind: str) -> str:
     return f"{kind}_{secrets.token_hex(12)}"
 
 
-def _response(service: Service, report: Report, output: list[Object], number: str) -> Object:
+def _response(service: Service, report: Report, said: Said, output: list[Object], number: str) -> Object:
     cut = report.finish in ("length", "context")
     head = _response_head(service, number, "incomplete" if cut else "completed")
-    counts = usage([report])
+    counts = usage([report], reasoned(service, [said]))
     counted = {
         "input_tokens": counts["prompt_tokens"],
         "input_tokens_details": {"cached_tokens": report.tokens.reused},
         "output_tokens": counts["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": counts["completion_tokens_details"],
         "total_tokens": counts["total_tokens"],
     }
     why = {"reason": "max_output_tokens"} if cut else None
@@ -269,7 +270,7 @@ async def _response_events(service: Service, chat: ChatRequest, waiting: Waiting
                     for delta in await read(answer, "", last=True):
                         yield items.written(delta)
                     yield items.end()
-                    made = _response(service, happened.report, items.done, number)
+                    made = _response(service, happened.report, answer.said, items.done, number)
                     kind = "response.incomplete" if made["incomplete_details"] else "response.completed"
                     yield items.event(kind, response=made)
         except Exception as failed:
