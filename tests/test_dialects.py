@@ -8,10 +8,15 @@ import json
 import pytest
 from dialects import CODER, HARMONY, HERMES, MISTRAL
 
+from pykvedge.chat.serve.asking import Defaults, request_of
+from pykvedge.chat.serve.pictures import Sources
 from pykvedge.chat.serve.reading import Parsed
+from pykvedge.chat.serve.wire import ChatRequest, parsed
 from pykvedge.errors import RequestError
 from pykvedge.models import sandbox
 from pykvedge.models.dialect import Dialects, request_for
+from pykvedge.plans.making import plan as make_plan
+from pykvedge.runtime.sampling import Sampling
 
 TOOLS = [
     {"type": "function", "function": {"name": name, "description": "", "parameters": {
@@ -154,3 +159,27 @@ def test_a_dialect_is_found_once(monkeypatch):
 def test_a_template_without_a_dialect_has_none(template, monkeypatch):
     monkeypatch.setattr(sandbox, "PATIENCE", 2.0)
     assert Dialects(Words(), template).of(request_for(TOOLS, "auto", True, {}, "auto", False)) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "thinks"),
+    [
+        ({}, True),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, False),
+        ({"reasoning_effort": "none"}, False),
+        ({"reasoning_effort": "high"}, True),
+        ({"response_format": {"type": "json_object"}}, False),
+        ({"response_format": {"type": "json_object"}, "chat_template_kwargs": {"enable_thinking": True}}, True),
+        ({"tools": TOOLS}, True),
+        ({"tools": TOOLS, "tool_choice": "required"}, True),
+    ],
+)
+def test_a_template_with_a_switch_is_told_whether_to_reason(fields, thinks):
+    defaults = Defaults(make_plan("full"), Sampling(), Sources(), dialects=dialects_of(HERMES))
+    body = {"messages": [{"role": "user", "content": "Hi"}], **fields}
+    request = request_of(parsed(ChatRequest, json.dumps(body).encode()), defaults)
+    assert request.values["enable_thinking"] is thinks
+    assert ("tools" in request.values) == ("tools" in fields)
+    # what the client chose the form of is not read for more
+    assert (request.dialect is None) == ("response_format" in fields)
+    assert request.sampling.constrained == (len(fields.keys() & {"tools", "response_format"}) > 0)

@@ -81,7 +81,8 @@ def _values(given: ChatRequest, defaults: Defaults) -> dict[str, Any]:
     if given.reasoning_effort not in (None, "none"):
         values.setdefault("reasoning_effort", given.reasoning_effort)
     if defaults.dialects is not None and defaults.dialects.knows_thinking:
-        values.setdefault("enable_thinking", given.reasoning_effort != "none")
+        # an answer of a chosen form has no place for it
+        values.setdefault("enable_thinking", given.reasoning_effort != "none" and "json_schema" not in _form(given))
     return values
 
 
