@@ -152,18 +152,26 @@ async function answer() {
 
 // Puts an answer where it is seen, as it comes.
 async function written(conversation, said, view, chunks) {
-  const [text, began] = [view.querySelector(".text"), performance.now()];
+  const [text, thought, began] = [view.querySelector(".text"), view.querySelector(".thought"), performance.now()];
   let [tokens, since] = [0, 0];
   meter.first(null);
   for await (const chunk of chunks) {
     if (chunk.kvedge?.progress) progress(chunk.kvedge.progress);
-    const piece = chunk.choices[0]?.delta.content;
-    if (piece) {
+    const delta = chunk.choices[0]?.delta;
+    if (delta?.content || delta?.reasoning_content) {
       progress(null);
       since ||= performance.now();
       if (!tokens++) meter.first((since - began) / 1000);
-      said.text += piece;
-      text.textContent = said.text;
+      if (delta.reasoning_content) {
+        said.thought = (said.thought ?? "") + delta.reasoning_content;
+        thought.textContent = said.thought;
+        thought.parentElement.hidden = false;
+        thought.parentElement.open = true;
+      } else {
+        said.text += delta.content;
+        text.textContent = said.text;
+        thought.parentElement.open = false;
+      }
       meter.speed(tokens, (performance.now() - since) / 1000);
       follow();
     }

@@ -23,7 +23,9 @@ export function message(said, actions = []) {
     const pictures = said.pictures.map((url, i) => element("li", {}, element("img", { src: url, alt: `Picture ${i + 1}` })));
     body.append(element("ul", { className: "pictures" }, ...pictures));
   }
-  body.append(text);
+  const thought = element("div", { className: "thought quiet", textContent: said.thought ?? "" });
+  const thoughts = element("details", { hidden: !said.thought }, element("summary", { textContent: "Reasoning" }), thought);
+  body.append(thoughts, text);
   const foot = element("div", { className: "foot" });
   if (said.figures) foot.append(element("span", { className: "quiet", textContent: line(said.figures) }));
   for (const [label, act] of actions) foot.append(element("button", { className: "plain", textContent: label, onclick: act }));
