@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import numbers
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 
 class KvedgeError(Exception):
@@ -60,7 +60,11 @@ class ImageError(KvedgeError):
 
 
 class ContextError(KvedgeError):
-    """A prompt that does not fit into the context."""
+    """A prompt that does not fit into the context. n_tokens: that it has; n_ctx: that there are; 0: not known."""
+
+    def __init__(self, message: str = "", n_tokens: int = 0, n_ctx: int = 0) -> None:
+        super().__init__(message)
+        self.n_tokens, self.n_ctx = n_tokens, n_ctx
 
 
 class OutOfMemoryError(KvedgeError, MemoryError):
@@ -112,8 +116,10 @@ class RequestError(KvedgeError):
     """A request over HTTP that is refused, or whose answer cannot go on.
 
     status: of the response. code: a word for programs. param: the field that is wrong. retry_s: seconds after which it
-    may be tried again; 0: never.
+    may be tried again; 0: never. figures: more fields of the error, for programs.
     """
+
+    figures: Mapping[str, int] = {}
 
     def __init__(
         self, status: int, message: str, code: str | None = None, param: str | None = None, retry_s: int = 0

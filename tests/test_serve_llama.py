@@ -56,7 +56,9 @@ def test_what_the_model_is(server, model):
     assert props["chat_template"] == model.chat_template() and props["model_path"] == "demo-model.gguf"
     assert (props["bos_token"], props["eos_token"]) == ("<s>", "</s>") and props["model_alias"] == server.told["model"]
     assert props["chat_template_caps"]["supports_tool_calls"] is False
-    [listed] = server.client.get("/v1/models").json()["data"]
+    models = server.client.get("/v1/models").json()
+    assert models["models"][0]["capabilities"] == ["completion", "multimodal"]
+    [listed] = models["data"]
     assert listed["architecture"]["input_modalities"] == ["text", "image"] and listed["max_model_len"] == 1024
     assert listed["meta"]["n_ctx"] == 1024 and listed["meta"]["n_vocab"] == model.n_vocab
     assert listed["meta"]["size"] <= (DEMO / "demo-model.gguf").stat().st_size < 1.2 * listed["meta"]["size"]
@@ -249,6 +251,13 @@ def test_what_cannot_be_asked(server, path, body, says):
     assert answer.status_code == 400 and says in answer.json()["error"]["message"], answer.text
 
 
+def test_a_prompt_that_is_too_long_says_by_how_much(server):
+    for path, body in (("/completion", {"prompt": [5] * 2000}), ("/v1/completions", {"prompt": [5] * 2000})):
+        error = server.client.post(path, json=body).json()["error"]
+        assert (error["type"], error["code"]) == ("exceed_context_size_error", "context_length_exceeded")
+        assert (error["n_prompt_tokens"], error["n_ctx"]) == (2000, 1024)
+
+
 # ------------------------------------------------------------------------------------------------------ /v1/completions
 
 
@@ -271,6 +280,8 @@ def test_the_older_completions_through_their_client(server):
 
 def test_chats_tell_how_long_they_took(server):
     whole = server.chat(asks("How long?")).json()
+    counted = post(server, "/v1/chat/completions/input_tokens", messages=asks("How long?"))
+    assert counted["input_tokens"] == whole["usage"]["prompt_tokens"]
     assert whole["timings"]["predicted_n"] == whole["usage"]["completion_tokens"]
     assert whole["timings"]["prompt_n"] + whole["timings"]["cache_n"] == whole["usage"]["prompt_tokens"]
     for more in ({}, {"stream_options": {"include_usage": True}}):

@@ -11,7 +11,7 @@ from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from pykvedge.chat.serve import errors
+from pykvedge.chat.serve import completions, errors
 from pykvedge.chat.serve import tools as calling
 from pykvedge.chat.serve.completions import (
     Events,
@@ -152,8 +152,8 @@ async def answer(service: Service, http: HttpRequest) -> Response:
 async def count(service: Service, http: HttpRequest) -> Response:
     """Answers POST /v1/messages/count_tokens: what a prompt has, with the tokens of its pictures that would be read."""
     given = parsed(CountRequest, await http.body())
-    waiting = await asked(service, http, _of_messages(MessagesRequest(**dict(given), max_tokens=1)), count_only=True)
-    return JSONResponse({"input_tokens": (await complete(waiting))[0].report.tokens.prompt})
+    chat = _of_messages(MessagesRequest(**dict(given), max_tokens=1))
+    return JSONResponse({"input_tokens": await completions.count(service, http, chat)})
 
 
 def _of_messages(given: MessagesRequest) -> ChatRequest:

@@ -48,6 +48,8 @@ def application(service: Service, rules: Rules) -> Any:
         _route(service, "/v1/models", _models),
         _route(service, "/v1/models/{name:path}", _model),
         _route(service, "/v1/chat/completions", _chat, "POST"),
+        _route(service, "/v1/chat/completions/input_tokens", _count, "POST"),
+        _route(service, "/chat/completions/input_tokens", _count, "POST"),
         _route(service, "/chat/completions", _chat, "POST"),  # base URLs without /v1, which llama-server takes too
         _route(service, "/responses", responses.answer, "POST"),
         _route(service, "/models", _models),
@@ -108,6 +110,11 @@ async def _chat(service: Service, http: HttpRequest) -> Response:
     return await completions.answer(service, http, parsed(ChatRequest, await http.body()))
 
 
+async def _count(service: Service, http: HttpRequest) -> Response:
+    given = parsed(ChatRequest, await http.body())
+    return JSONResponse({"input_tokens": await completions.count(service, http, given)})
+
+
 async def _health(service: Service, http: HttpRequest) -> Response:
     return JSONResponse({"status": "ok", "model": service.name, "uptime_s": round(time.time() - service.began, 1)})
 
@@ -121,7 +128,7 @@ async def _document(service: Service, http: HttpRequest) -> Response:
 
 
 async def _models(service: Service, http: HttpRequest) -> Response:
-    return JSONResponse({"object": "list", "data": [_described(service)]})
+    return JSONResponse({"object": "list", "data": [_described(service)], "models": [llama.capabilities(service)]})
 
 
 async def _model(service: Service, http: HttpRequest) -> Response:

@@ -67,6 +67,12 @@ async def asked(
     return waiting
 
 
+async def count(service: Service, http: HttpRequest, given: ChatRequest) -> int:
+    """Counts the tokens that a prompt has, with those of its pictures that would be read."""
+    waiting = await asked(service, http, given, count_only=True)
+    return (await complete(waiting))[0].report.tokens.prompt
+
+
 async def complete(waiting: Waiting) -> list[Done]:
     """Waits for all answers. Raises what one of them failed with and where the client left."""
     with waiting:

@@ -18,18 +18,22 @@ from pykvedge.errors import (
     one_line,
 )
 
+TOO_LONG = "context_length_exceeded"
 LEFT = 499  # the status of a request whose client did not wait for it
 
 
 def kind(error: RequestError) -> str:
     """Names the type that clients of OpenAI's interface know."""
+    if error.code == TOO_LONG:
+        return "exceed_context_size_error"  # which is llama-server's
     kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
     return kinds.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
 
 
 def body(error: RequestError) -> dict[str, Any]:
     """Makes the body of the response."""
-    return {"error": {"message": error.message, "type": kind(error), "param": error.param, "code": error.code}}
+    about = {"message": error.message, "type": kind(error), "param": error.param, "code": error.code}
+    return {"error": {**about, **error.figures}}
 
 
 def of(error: Exception) -> RequestError:
@@ -38,7 +42,9 @@ def of(error: Exception) -> RequestError:
         return error
     text = one_line(error)
     if isinstance(error, ContextError):
-        return RequestError(400, text, "context_length_exceeded", "messages")
+        refused = RequestError(400, text, TOO_LONG, "messages")
+        refused.figures = {"n_prompt_tokens": error.n_tokens, "n_ctx": error.n_ctx} if error.n_ctx else {}
+        return refused
     if isinstance(error, ImageError):
         return RequestError(400, text, "invalid_image", "messages")
     if isinstance(error, CancelledError):

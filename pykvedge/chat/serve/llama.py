@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -69,6 +70,8 @@ def sampling_settings(sampling: Sampling, room: int) -> dict[str, Any]:
         "n_predict": limit,
         "n_keep": 0,
         "n_probs": sampling.logprobs or 0,
+        "logit_bias": [{"token": token, "bias": bias if math.isfinite(bias) else None}
+                       for token, bias in sampling.logit_bias.items()],
         "grammar": str(sampling.grammar or ""),
         "samplers": ["penalties", "top_k", "typ_p", "top_p", "min_p", "temperature"],
     }
@@ -95,6 +98,13 @@ def about_model(service: Service) -> dict[str, Any]:
             "architecture": header.architecture,
         },
     }
+
+
+def capabilities(service: Service) -> dict[str, Any]:
+    """Says what the model can, where programs of llama-server look for it in /v1/models."""
+    sees = service.engine.preparer.vision is not None
+    can = ["completion", "multimodal"] if sees else ["completion"]
+    return {"name": service.name, "model": service.name, "type": "model", "capabilities": can}
 
 
 async def slots(service: Service, http: HttpRequest) -> Response:

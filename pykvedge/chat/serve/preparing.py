@@ -200,7 +200,9 @@ class Preparer:
             after = f" after {there} of the conversation" if there else ""
             raise ContextError(
                 f"the message has {n} tokens{after}, and a conversation holds {limits.n_ctx}; send less, or start the "
-                "server with a larger --ctx"
+                "server with a larger --ctx",
+                there + n,
+                limits.n_ctx,
             )
         prompt = kept + n * self.bytes_per_token
         if prompt + self.bytes_per_token > limits.memory:
