@@ -1,7 +1,7 @@
 """The commands of scripts/dev.py, all in the project's own environment (.venv), made and kept up to date.
 
 dev.py demo [OPTIONS]     ask the packaged model about examples/scene-1.png with a compressed KV cache; OPTIONS of chat
-dev.py test [ARGS]        the tests; ARGS go to pytest
+dev.py test [ARGS]        the tests; ARGS go to pytest; --all: cases, too, that repeat what others hold
 dev.py lint               ruff, and limits on the length of files and functions
 dev.py sanitize [NAME]    the native tests under the sanitizers, each in a build of its own; glue: with llama.cpp
 dev.py fuzz [OPTIONS]     coverage-guided fuzzing of the C interface and of all readers; needs clang (scripts/fuzz.py)

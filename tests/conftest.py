@@ -30,6 +30,26 @@ if libraries.library_dir() is None and DEVELOPMENT_LIBRARIES.is_dir():
     libraries.library_dir.cache_clear()
     libraries.prepare()
 
+WHOLE = "whole: repeats what other cases hold; run with --all"
+
+
+def pytest_addoption(parser):
+    parser.addoption("--all", action="store_true", help="run cases, too, that repeat what others hold: whole products")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", WHOLE)
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leaves the cases marked `whole` out, unless --all asks for them or a case is named."""
+    if config.getoption("all") or any("[" in arg for arg in config.args):
+        return
+    left_out = [item for item in items if item.get_closest_marker("whole")]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if not item.get_closest_marker("whole")]
+
+
 THREADS = 1  # more would spin against each other on a busy machine, and the models are tiny
 
 

@@ -1,9 +1,10 @@
-"""attach holds the KV pairs that Session holds: every method, texts, images, several batches, conversations."""
+"""attach holds the KV pairs that Session holds: methods, texts, images, several batches, conversations."""
 
 from __future__ import annotations
 
 import pytest
 from attached import METHODS, METHODS_READ_ONCE, Choices, chat, complete, differing, held, llama, profiles, talk
+from choosing import methods
 from contexts import TinyContext, random_tokens
 
 import pykvedge
@@ -25,7 +26,7 @@ def plan_of(method):
 
 
 @pytest.mark.parametrize("repeats", [6, 90], ids=["one batch", "several batches"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", methods(METHODS))
 def test_texts(native, tiny, profile_file, monkeypatch, method, repeats):
     files, profile = tiny("llama"), profiles(profile_file, tiny("llama"), method)
     (turn,) = talk(monkeypatch, files, plan_of(method), [(WORDS * repeats, [])], profile=profile, n_ctx=4096)
@@ -37,7 +38,7 @@ def test_texts(native, tiny, profile_file, monkeypatch, method, repeats):
         assert answer.strip() == turn.answer.strip()
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", methods(METHODS))
 def test_images_through_a_chat_handler(native, tiny, picture_file, profile_file, monkeypatch, method):
     files, images = tiny("llava"), [picture_file(), picture_file("b.png", 60, 90)]
     profile = profiles(profile_file, files, method)
@@ -51,7 +52,7 @@ def test_images_through_a_chat_handler(native, tiny, picture_file, profile_file,
         assert answer.strip() == turn.answer.strip() or (choices.near and turn.answer.strip().startswith(sure))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", methods(METHODS))
 def test_turns_of_a_chat(native, tiny, profile_file, monkeypatch, method):
     """The second message is so short that it keeps more than the budget, the third is not."""
     files, profile = tiny("llama"), profiles(profile_file, tiny("llama"), method)
@@ -68,7 +69,7 @@ def test_turns_of_a_chat(native, tiny, profile_file, monkeypatch, method):
         assert attached.stats().n_compressions == 3
 
 
-@pytest.mark.parametrize("method", METHODS_READ_ONCE)
+@pytest.mark.parametrize("method", methods(METHODS_READ_ONCE))
 @pytest.mark.parametrize("n_batch", [1, 64])
 def test_a_prompt_that_ends_with_a_batch_of_one_token(native, tiny, profile_file, method, n_batch):
     """Against the same batches without llama_cpp: single tokens of a prompt are no answer."""

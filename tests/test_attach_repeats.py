@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from attached import METHODS, chat, complete, held, llama, profiles
+from choosing import methods
 
 from pykvedge.chat.reuse import History, shared
 
@@ -29,7 +30,7 @@ def outcome(llm, attached, prompt, n=8):
     return text, attached.stats().n_tokens, held(attached._cache)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", methods(METHODS))
 def test_the_same_request_three_times(attached_llama, method):
     with attached_llama(method) as (llm, attached):
         first = outcome(llm, attached, A)
@@ -37,7 +38,7 @@ def test_the_same_request_three_times(attached_llama, method):
         assert outcome(llm, attached, A) == first
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", methods(METHODS))
 def test_another_request_in_between(attached_llama, method):
     with attached_llama(method) as (llm, attached):
         first = outcome(llm, attached, A)
@@ -48,7 +49,7 @@ def test_another_request_in_between(attached_llama, method):
         assert outcome(llm, attached, B) == between
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", methods(METHODS))
 def test_a_turn_that_comes_again_or_is_changed(attached_llama, method):
     with attached_llama(method) as (llm, attached):
 
@@ -68,7 +69,7 @@ def test_a_turn_that_comes_again_or_is_changed(attached_llama, method):
         assert outcome(llm, attached, first) == opening
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", methods(METHODS))
 def test_images_three_times(attached_llama, picture_file, method):
     text = "<s><__media__>\nWhat is this? " + A
     with attached_llama(method, "llava", images=True) as (llm, attached):

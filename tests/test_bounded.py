@@ -8,6 +8,8 @@ import threading
 import gguf
 import numpy as np
 import pytest
+from attached import profiles
+from choosing import methods
 from contexts import TinyContext
 
 import pykvedge
@@ -20,11 +22,10 @@ from pykvedge.models.vision import ImagePiece, TextPiece
 from pykvedge.plans.amounts import Budget
 from pykvedge.runtime import bounded_batch
 from pykvedge.runtime.interrupt import CancelledError
+from pykvedge.runtime.native_plan import why_not_bounded
 
 QUESTION = "What is in the two images? " * 3
-METHODS = [
-    "lookm", "snapkv", "mixkv-ada", "pyramidkv", "h2o", "roco", "prefixkv", "flashcache", "expected", "criticalkv",
-]  # fmt: skip
+METHODS = [name for name in pykvedge.methods() if name != "full" and not why_not_bounded(pykvedge.plan(name, 0.3))]
 
 
 def kept(session):
@@ -48,11 +49,12 @@ def ask(model, plan, images, bounded, turns=1, **settings):
 
 
 @pytest.mark.parametrize("kind", ["llava", "qwen2vl"])
-@pytest.mark.parametrize("method", METHODS)
-def test_keeps_and_answers_as_the_ordinary_way_does(native, tiny, picture_file, kind, method):
+@pytest.mark.parametrize("method", methods(METHODS))
+def test_keeps_and_answers_as_the_ordinary_way_does(native, tiny, picture_file, profile_file, kind, method):
     plan, images = pykvedge.plan(method, 0.3), pictures(picture_file)
-    sets, report, text, _ = ask(tiny(kind), plan, images, False)
-    ours, bounded, same, _ = ask(tiny(kind), plan, images, True)
+    profile = profiles(profile_file, tiny(kind), method)
+    sets, report, text, _ = ask(tiny(kind), plan, images, False, profile=profile)
+    ours, bounded, same, _ = ask(tiny(kind), plan, images, True, profile=profile)
     assert bounded.bounded is True and bounded.not_bounded == "" and report.bounded is None
     assert ours == sets and same == text
     assert bounded.kv.kept_bytes == report.kv.kept_bytes and bounded.kv.kept_of_them == report.kv.kept_of_them

@@ -7,6 +7,7 @@ import itertools
 import numpy as np
 import pytest
 from arrays import profiles_of, prompt
+from choosing import crossed
 from test_parity import assert_same
 
 import pykvedge
@@ -112,8 +113,7 @@ def numpy_result(plan, p):
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])
-@pytest.mark.parametrize("allocator", ALLOCATORS)
-@pytest.mark.parametrize("scorer", SCORERS)
+@pytest.mark.parametrize(("scorer", "allocator"), crossed(SCORERS, ALLOCATORS, ["ada"], ["window", "cumulative"]))
 def test_every_allocator_with_every_scorer(native, scorer, allocator, heads):
     two = () if scorer == "keydiff" else (2,)  # two keys are as far from their mean: rounding decides
     for n_tokens, budget in [*itertools.product((1, *two, 33, 120), (0.05, 0.2, 0.7, 40)), (600, 0.2)]:

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 from attached import case_of, differing
+from choosing import distinct
 from conftest import ROOT, TinyModel
 from rpcserver import Server
 
 import pykvedge
 
-METHODS = pykvedge.methods()
 WORDS = "The quick brown fox jumps over the lazy dog and looks at the picture. "
 SHAPES = {"GQA": ("llava", {}), "MHA": ("llava", {"n_heads_kv": 4}), "M-RoPE": ("qwen2vl", {})}
 ALIKE = ("full", "lookm", "mixkv", "adakv", "flashcache")  # whose answers about the scene do not hang on ties
@@ -36,6 +36,12 @@ def own_server(environment):
     running = Server(environment)
     yield running
     running.stop()
+
+
+@pytest.fixture
+def chosen(pytestconfig):
+    """Names of methods: with --all every one."""
+    return pykvedge.methods() if pytestconfig.getoption("all") else list(distinct())
 
 
 def worked(environment, worker, job):
@@ -74,20 +80,20 @@ def same(host, device, cases) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_method_keeps_on_a_device_what_it_keeps_on_the_host(
-    native, tiny, picture_file, profile_file, environment, server, shape
+    native, tiny, picture_file, profile_file, environment, server, shape, chosen
 ):
     """Two messages, one of them with images. Ends with rows on the device, also where answers drop some."""
     kind, sizes = SHAPES[shape]
     files = tiny(kind, **sizes)
     images = [picture_file(), picture_file("b.png", 60, 90)]
     messages = [(WORDS * 5, images), (WORDS * 2, [])]
-    cases = [case_of(files, method, messages, profile_file) for method in METHODS]
+    cases = [case_of(files, method, messages, profile_file) for method in chosen]
     host = talked(environment, cases)
     graph = talked(environment, cases, device="CPU")
     remote = talked(environment, cases, rpc=server.address)
     same(host, graph, cases)
     same(host, remote, cases)
-    for method, here, there in zip(METHODS, graph, remote, strict=True):
+    for method, here, there in zip(chosen, graph, remote, strict=True):
         assert here["device_bytes"][-1] and there["device_bytes"][-1], method
 
 
@@ -109,20 +115,20 @@ def test_heads_of_different_lengths(native, tiny, environment, server, profile_f
         assert kept * row < case["device_bytes"][0] <= (kept + room) * (row + mask) + 64 * 1024
 
 
-def test_the_demo_model_answers_alike(native, environment, server, own_server, profile_file):
+def test_the_demo_model_answers_alike(native, environment, server, own_server, profile_file, chosen):
     """A trained model, whose tokens are not tied: right answers are right everywhere, and the same pairs are kept."""
     data = Path(pykvedge.__file__).parent / "data"
     files = TinyModel(data / "demo-model.gguf", data / "demo-mmproj.gguf")
     messages = [("What is the code?", [ROOT / "examples" / "scene-1.png"]), ("What shape is red?", [])]
-    cases = [case_of(files, method, messages, profile_file) for method in METHODS]
+    cases = [case_of(files, method, messages, profile_file) for method in chosen]
     host = talked(environment, cases)
-    right = [case["answers"] == host[METHODS.index("full")]["answers"] for case in host]
-    assert sum(right) > 0.6 * len(METHODS)  # the others keep too little for this model, or the wrong pairs
+    right = [case["answers"] == host[chosen.index("full")]["answers"] for case in host]
+    assert sum(right) > 0.6 * len(chosen)  # the others keep too little for this model, or the wrong pairs
     two = {"rpc": f"{server.address},{own_server.address}"}
     for settings in ({"device": "CPU"}, {"rpc": server.address}, two, {"rpc": server.address, "gpu_layers": 2}):
         there = talked(environment, cases, **settings)
         assert all(case["device_bytes"][-1] > 0 for case in there)
-        for method, here, case, known in zip(METHODS, host, there, right, strict=True):
+        for method, here, case, known in zip(chosen, host, there, right, strict=True):
             assert not (known or method in ALIKE) or case["answers"] == here["answers"], method
             for turn in range(len(messages)):
                 if here["answers"][turn] != case["answers"][turn]:
