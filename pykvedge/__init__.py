@@ -17,57 +17,58 @@ well, import pykvedge before llama_cpp.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
 
-from pykvedge.chat.attachment import Attachment, attach
-from pykvedge.errors import (
-    ArrayError,
-    BrokenRuleError,
-    BudgetError,
-    CancelledError,
-    ContextError,
-    DatasetError,
-    DeviceError,
-    GrammarError,
-    HubError,
-    ImageError,
-    KvedgeError,
-    LibraryError,
-    ModelError,
-    NothingToCompressError,
-    OutOfMemoryError,
-    PluginError,
-    ProfileError,
-    RequestError,
-    SaveError,
-    SessionFileError,
-    StateError,
-    UnknownNameError,
-    UnreachableError,
-    UnsoundError,
-    UnsupportedError,
-    UsageError,
-)
-from pykvedge.native import libraries  # the bindings that kvedge carries ask for it here
-from pykvedge.native.version import package_version
-from pykvedge.plans.amounts import Budget
-from pykvedge.plans.making import default_plan, plan
-from pykvedge.plans.plan import Plan
-from pykvedge.plans.plugins.decorators import allocator, preset, pruner, reducer, scorer
-from pykvedge.plans.presets import methods
-from pykvedge.runtime.arrays import Result, compress
+from pykvedge.native import carried
 
+TYPE_CHECKING = False  # importing typing would take its time
 if TYPE_CHECKING:
+    from typing import Any
+
     from pykvedge.chat.answer import Answer
+    from pykvedge.chat.attachment import Attachment, attach
     from pykvedge.chat.session import Session
+    from pykvedge.errors import (
+        ArrayError,
+        BrokenRuleError,
+        BudgetError,
+        CancelledError,
+        ContextError,
+        DatasetError,
+        DeviceError,
+        GrammarError,
+        HubError,
+        ImageError,
+        KvedgeError,
+        LibraryError,
+        ModelError,
+        NothingToCompressError,
+        OutOfMemoryError,
+        PluginError,
+        ProfileError,
+        RequestError,
+        SaveError,
+        SessionFileError,
+        StateError,
+        UnknownNameError,
+        UnreachableError,
+        UnsoundError,
+        UnsupportedError,
+        UsageError,
+    )
     from pykvedge.models import hub
     from pykvedge.models.images import Picture, load_picture
     from pykvedge.models.prompt import Message
     from pykvedge.models.video import frames
+    from pykvedge.plans.amounts import Budget
+    from pykvedge.plans.making import default_plan, plan
+    from pykvedge.plans.plan import Plan
+    from pykvedge.plans.plugins.decorators import allocator, preset, pruner, reducer, scorer
+    from pykvedge.plans.presets import methods
     from pykvedge.plans.profile import Profile
     from pykvedge.plans.stages.base import Param
     from pykvedge.plans.stages.replay import Replay, ReplayChunk
     from pykvedge.plans.stages.rotation import Rotation
+    from pykvedge.runtime.arrays import Result, compress
     from pykvedge.runtime.loaded import LoadedModel, load
     from pykvedge.runtime.logprobs import Alternative, Token
     from pykvedge.runtime.report import Report
@@ -139,27 +140,32 @@ __all__ = [
     "scorer",
 ]
 
-# These names are imported from their modules when they are asked for: sessions take longer to import than plans do.
-_LATER = {
-    "Alternative": "runtime.logprobs",
-    "Answer": "chat.answer",
-    "LoadedModel": "runtime.loaded",
-    "Message": "models.prompt",
-    "Param": "plans.stages.base",
-    "Picture": "models.images",
-    "Profile": "plans.profile",
-    "Report": "runtime.report",
-    "Replay": "plans.stages.replay",
-    "ReplayChunk": "plans.stages.replay",
-    "Rotation": "plans.stages.rotation",
-    "Sampling": "runtime.sampling",
-    "Session": "chat.session",
-    "Settings": "runtime.settings",
-    "Token": "runtime.logprobs",
-    "frames": "models.video",
-    "load": "runtime.loaded",
-    "load_picture": "models.images",
+# Names are imported from their modules when they are asked for: the program answers Ctrl-C before it has them all.
+_MODULES = {
+    "chat.answer": ("Answer",),
+    "chat.attachment": ("Attachment", "attach"),
+    "chat.session": ("Session",),
+    "models.images": ("Picture", "load_picture"),
+    "models.prompt": ("Message",),
+    "models.video": ("frames",),
+    "plans.amounts": ("Budget",),
+    "plans.making": ("default_plan", "plan"),
+    "plans.plan": ("Plan",),
+    "plans.plugins.decorators": ("allocator", "preset", "pruner", "reducer", "scorer"),
+    "plans.presets": ("methods",),
+    "plans.profile": ("Profile",),
+    "plans.stages.base": ("Param",),
+    "plans.stages.replay": ("Replay", "ReplayChunk"),
+    "plans.stages.rotation": ("Rotation",),
+    "runtime.arrays": ("Result", "compress"),
+    "runtime.loaded": ("LoadedModel", "load"),
+    "runtime.logprobs": ("Alternative", "Token"),
+    "runtime.report": ("Report",),
+    "runtime.sampling": ("Sampling",),
+    "runtime.settings": ("Settings",),
 }
+_LATER = {name: module for module, names in _MODULES.items() for name in names}
+_LATER |= {name: "errors" for name in __all__ if name.endswith("Error")}
 
 
 if not TYPE_CHECKING:  # a type checker would take every name for one of these
@@ -167,10 +173,12 @@ if not TYPE_CHECKING:  # a type checker would take every name for one of these
     def __getattr__(name: str) -> Any:
         if name == "hub":
             return importlib.import_module("pykvedge.models.hub")
+        if name == "libraries":  # the bindings that kvedge carries ask for it here
+            return importlib.import_module("pykvedge.native.libraries")
         if name in _LATER:
             return getattr(importlib.import_module(f"pykvedge.{_LATER[name]}"), name)
         if name == "__version__":
-            return package_version()
+            return importlib.import_module("pykvedge.native.version").package_version()
         raise AttributeError(f"module 'pykvedge' has no attribute '{name}'")
 
 
@@ -178,4 +186,4 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-libraries.prepare()
+carried.prepare()

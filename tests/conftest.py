@@ -23,12 +23,12 @@ try:
 except ImportError:  # not installed: the sources of this tree
     sys.path.insert(0, str(ROOT))
     import pykvedge
-from pykvedge.native import libraries  # noqa: E402
+from pykvedge.native import carried, libraries  # noqa: E402
 
 if libraries.library_dir() is None and DEVELOPMENT_LIBRARIES.is_dir():
     os.environ["KVEDGE_LIB_DIR"] = str(DEVELOPMENT_LIBRARIES)
     libraries.library_dir.cache_clear()
-    libraries.prepare()
+    carried.prepare()
 
 WHOLE = "whole: repeats what other cases hold; run with --all"
 

@@ -15,9 +15,9 @@ MIB = 2**20
 def chats(model: str, n: int) -> dict:
     """n times attach, prompt, compress, generate, detach: resident bytes after each, and the prompt's cache's."""
     import pykvedge
-    from pykvedge.native import libraries, memory
+    from pykvedge.native import carried, memory
 
-    libraries.prepare()
+    carried.prepare()
     from llama_cpp import Llama
 
     llm = Llama(model, n_ctx=512, n_threads=1, n_threads_batch=1, verbose=False)

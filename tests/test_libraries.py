@@ -9,12 +9,13 @@ import shutil
 import struct
 import subprocess
 import sys
+from pathlib import Path
 
 import llama_source
 import pytest
 
 import pykvedge
-from pykvedge.native import libcheck, libraries
+from pykvedge.native import carried, libcheck, libraries
 
 COMPILER = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
 LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ELF libraries and Linux' loader")
@@ -143,7 +144,7 @@ def test_a_llama_cpp_of_another_version(said, native, their_llama_cpp):
 
 def test_the_bindings_are_of_the_pin():
     assert libraries.BINDINGS_VERSION == llama_source.VERSION
-    place = libraries.bindings_dir()
+    place = Path(carried.bindings_dir())
     assert f'__version__ = "{llama_source.VERSION}"' in (place / "llama_cpp" / "__init__.py").read_text()
 
 

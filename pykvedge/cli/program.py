@@ -85,15 +85,9 @@ def plan(words: tuple[str, ...]) -> None:
 
 def main() -> None:
     """Runs the `kvedge` program: errors are one line on stderr, with exit code 2 for usage and 1 for run time."""
-    os.environ.setdefault("GGML_NO_BACKTRACE", "1")  # should ggml abort, its one line says enough
-    _replace_closed_streams()
-    if sys.stdout is None:
-        _complain("stdout is closed, so there is nowhere to write to")
-        sys.exit(1)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # answers hold characters that not every terminal has
     unwritten = False
     try:
+        _prepare()
         code = _run()
         sys.stdout.flush()
     except Exception as error:  # the last line of defence: a user never sees a traceback
@@ -107,6 +101,16 @@ def main() -> None:
         # whoever read our output has left, or the disk is full: Python would try again as it ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _prepare() -> None:
+    os.environ.setdefault("GGML_NO_BACKTRACE", "1")  # should ggml abort, its one line says enough
+    _replace_closed_streams()
+    if sys.stdout is None:
+        _complain("stdout is closed, so there is nowhere to write to")
+        sys.exit(1)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # answers hold characters that not every terminal has
 
 
 def _replace_closed_streams() -> None:

@@ -1,7 +1,6 @@
 """kvedge's shared libraries are found and loaded here, and the llama_cpp bindings on top of them.
 
-kvedge carries the bindings (bindings/llama_cpp in the installed package) and they load its libraries. `prepare`, which
-importing pykvedge calls, puts them before any other llama_cpp, and loads nothing.
+kvedge carries the bindings (bindings/llama_cpp in the installed package) and they load its libraries.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pykvedge.errors import LibraryError
-from pykvedge.native import libcheck
+from pykvedge.native import carried, libcheck
 from pykvedge.native.abi import ABI_VERSION, Error
 
 BINDINGS_VERSION = "0.3.36"  # the pin in scripts/llama_source.py
@@ -45,21 +44,7 @@ def library_dir() -> Path | None:
 
 def in_package(name: str) -> list[Path]:
     """Lists where a folder of the package may lie."""
-    # an editable install spreads the package over two folders: the sources, and the one with what was built
-    return [Path(folder) / name for folder in sys.modules["pykvedge"].__path__]
-
-
-@functools.cache
-def bindings_dir() -> Path | None:
-    """Finds the folder of kvedge's copy of llama_cpp. None in a source tree that was never installed."""
-    return next((place for place in in_package("bindings") if (place / "llama_cpp").is_dir()), None)
-
-
-def prepare() -> None:
-    """Makes kvedge's copy of llama_cpp the one that imports find, unless one was imported already."""
-    place = bindings_dir()
-    if place is not None and (not sys.path or sys.path[0] != str(place)):
-        sys.path.insert(0, str(place))
+    return [Path(place) for place in carried.in_package(name)]
 
 
 def require_dir() -> Path:
@@ -136,7 +121,7 @@ def llama() -> Any:
     """
     place = require_dir()
     _refuse_others(place)
-    prepare()
+    carried.prepare()
     load_backends()
     bindings = _imported("llama_cpp.llama_cpp")
     _check_origin(bindings._lib._name, place / file_name("llama"))
