@@ -16,6 +16,7 @@ import httpx
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "pykvedge" / "data"
 ENDLESS = 'root ::= "a" root'  # a grammar whose answers have no end
+SERVE = ("serve", "--port", "0", "--threads", "1")
 QUESTION = "How many shapes are there?"
 SCENES = sorted((ROOT / "examples").glob("scene-?.png"))
 
@@ -56,7 +57,8 @@ class Server:
 
 
 @contextmanager
-def serving(environment, *arguments, program=("-m", "pykvedge", "serve", "--port", "0", "--threads", "1")):
+def serving(environment, *arguments, program=("-m", "pykvedge", *SERVE)):
+    """program: what Python is told to run, before the arguments."""
     command = [sys.executable, *map(str, (*program, *arguments))]
     process = subprocess.Popen(
         command, env=environment, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE

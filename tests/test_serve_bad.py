@@ -59,47 +59,75 @@ def as_url(data):
 
 HELLO = [{"role": "user", "content": "Hello"}]
 DEEP = "[" * 100_000
+CALLED = [  # with arguments that are JSON inside of JSON
+    *HELLO,
+    {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 80 + "]" * 80}}]},
+]
+JSON, VALUE, IMAGE = "invalid_json", "invalid_value", "invalid_image"
 WRONG = [
-    (b"", 400), (b"{", 400), (b"[]", 400), (b"null", 400), (b"\xff\xfe", 400), (DEEP.encode(), 400),
-    ({}, 400), ({"messages": []}, 400), ({"messages": "Hello"}, 400), ({"messages": [{}]}, 400),
-    ({"messages": [{"role": "wizard", "content": "x"}]}, 400), ({"messages": [{"role": "user", "content": 5}]}, 400),
-    ({"messages": [{"role": "user", "content": [{"type": "sound"}]}]}, 400),
-    ({"messages": [{"role": "user", "content": ""}]}, 400),
-    ({"messages": [{"role": "assistant", "content": "x"}]}, 400),
-    ({"messages": [{"role": "system", "content": "x"}]}, 400),
-    ({"messages": [{"role": "user", "content": "word " * 3000}]}, 400),
-    ({"messages": HELLO, "temperature": -1}, 400), ({"messages": HELLO, "temperature": "hot"}, 400),
-    ({"messages": HELLO, "temperature": 1e400}, 400), ({"messages": HELLO, "top_p": 2}, 400),
-    ({"messages": HELLO, "max_tokens": -2}, 400), ({"messages": HELLO, "max_tokens": 2**40}, 400),
-    ({"messages": HELLO, "n": 100}, 400),
-    ({"messages": HELLO, "stop": [""]}, 400), ({"messages": HELLO, "stop": 5}, 400),
-    ({"messages": HELLO, "logit_bias": {"99999999": 1}}, 400), ({"messages": HELLO, "logit_bias": [1]}, 400),
-    ({"messages": HELLO, "seed": 2**70}, 400), ({"messages": HELLO, "top_logprobs": 3}, 400),
-    ({"messages": HELLO, "grammar": "no rule"}, 400), ({"messages": HELLO, "grammar": "root ::= ("}, 400),
-    ({"messages": HELLO, "response_format": {"type": "json_schema"}}, 400),
-    ({"messages": HELLO, "response_format": {"type": "json_object", "schema": {"type": "magic"}}}, 400),
-    ({"messages": HELLO, "tool_choice": "required"}, 400), ({"messages": HELLO, "tools": [{"type": "magic"}]}, 400),
-    ({"messages": HELLO, "kvedge": {"method": "magic"}}, 400), ({"messages": HELLO, "kvedge": {"budget": -1}}, 400),
-    ({"messages": HELLO, "kvedge": {"unknown": 1}}, 400),
-    ({"messages": HELLO, "kvedge": {"settings": {"budget": 0.2}}}, 400),
-    ({"messages": HELLO, "kvedge": {"settings": {"method": "lookm"}}}, 400),
-    ({"messages": HELLO, "kvedge": {"settings": {"params": 5}}}, 400),
-    ({"messages": HELLO, "chat_template_kwargs": {"messages": []}}, 400),
-    ({"messages": image("data:image/png;base64,%%%")}, 400), ({"messages": image("data:,hello")}, 400),
-    ({"messages": image(as_url(b"no picture"))}, 400), ({"messages": image(as_url(bomb()))}, 400),
-    ({"messages": image("http://127.0.0.1/a.png")}, 400), ({"messages": image("https://127.0.0.1/a.png")}, 400),
-    ({"messages": image("file:///etc/passwd")}, 403), ({"messages": image("a.png")}, 400),
-    ({"messages": HELLO, "x": "y" * 3_000_000}, 413),
+    (b"", 400, JSON, None), (b"{", 400, JSON, None), (b"\xff\xfe", 400, JSON, None), (DEEP.encode(), 400, JSON, None),
+    (b"[]", 400, VALUE, None), (b"null", 400, VALUE, None),
+    ({}, 400, VALUE, "messages"), ({"messages": []}, 400, VALUE, "messages"),
+    ({"messages": "Hello"}, 400, VALUE, "messages"), ({"messages": [{}]}, 400, VALUE, "messages.0.role"),
+    ({"messages": [{"role": "wizard", "content": "x"}]}, 400, VALUE, "messages.0.role"),
+    ({"messages": [{"role": "user", "content": 5}]}, 400, VALUE, "messages.0.content.str"),
+    ({"messages": [{"role": "user", "content": [{"type": "sound"}]}]}, 400, VALUE, "messages.0.content.str"),
+    ({"messages": [{"role": "user", "content": ""}]}, 400, VALUE, "messages"),
+    ({"messages": [{"role": "assistant", "content": "x"}]}, 400, VALUE, "messages"),
+    ({"messages": [{"role": "system", "content": "x"}]}, 400, VALUE, "messages"),
+    ({"messages": [{"role": "user", "content": "word " * 2000}]}, 400, "context_length_exceeded", "messages"),
+    ({"messages": [{"role": "user", "content": "word " * 3000}]}, 400, "context_length_exceeded", "messages"),
+    ({"messages": HELLO, "x": "word " * 300_000}, 400, "context_length_exceeded", "messages"),
+    ({"messages": HELLO, "temperature": -1}, 400, VALUE, "temperature"),
+    ({"messages": HELLO, "temperature": "hot"}, 400, VALUE, "temperature"),
+    ({"messages": HELLO, "temperature": 1e400}, 400, VALUE, "temperature"),
+    ({"messages": HELLO, "top_p": 2}, 400, VALUE, "top_p"),
+    ({"messages": HELLO, "max_tokens": -2}, 400, VALUE, "max_tokens"),
+    ({"messages": HELLO, "max_tokens": 2**40}, 400, VALUE, "max_tokens"),
+    ({"messages": HELLO, "n": 100}, 400, VALUE, "n"),
+    ({"messages": HELLO, "stop": [""]}, 400, VALUE, None), ({"messages": HELLO, "stop": 5}, 400, VALUE, "stop.str"),
+    ({"messages": HELLO, "logit_bias": {"99999999": 1}}, 400, VALUE, None),
+    ({"messages": HELLO, "logit_bias": [1]}, 400, VALUE, "logit_bias"),
+    ({"messages": HELLO, "logit_bias": {f"w{i}": 1 for i in range(5000)}}, 400, VALUE, "logit_bias"),
+    ({"messages": HELLO, "seed": 2**70}, 400, VALUE, "seed"),
+    ({"messages": HELLO, "top_logprobs": 3}, 400, VALUE, "top_logprobs"),
+    ({"messages": HELLO, "grammar": "no rule"}, 400, VALUE, "grammar"),
+    ({"messages": HELLO, "grammar": "root ::= ("}, 400, VALUE, None),
+    ({"messages": HELLO, "response_format": {"type": "json_schema"}}, 400, VALUE, "response_format"),
+    ({"messages": HELLO, "response_format": {"type": "json_object", "schema": {"type": "magic"}}}, 400, VALUE, None),
+    ({"messages": HELLO, "tool_choice": "required"}, 400, VALUE, "tool_choice"),
+    ({"messages": HELLO, "tools": [{"type": "magic"}]}, 400, VALUE, "tools.0.type"),
+    ({"messages": HELLO, "kvedge": {"method": "magic"}}, 400, VALUE, None),
+    ({"messages": HELLO, "kvedge": {"budget": -1}}, 400, VALUE, None),
+    ({"messages": HELLO, "kvedge": {"unknown": 1}}, 400, VALUE, "kvedge.unknown"),
+    ({"messages": HELLO, "kvedge": {"settings": {"budget": 0.2}}}, 400, VALUE, None),
+    ({"messages": HELLO, "kvedge": {"settings": {"method": "lookm"}}}, 400, VALUE, None),
+    ({"messages": HELLO, "kvedge": {"settings": {"params": 5}}}, 400, VALUE, None),
+    ({"messages": HELLO, "chat_template_kwargs": {"messages": []}}, 400, VALUE, None),
+    ({"messages": HELLO, "chat_template_kwargs": {"a": "word " * 3000}}, 400, "context_length_exceeded", "messages"),
+    ({"messages": HELLO, "chat_template_kwargs": {"a": [{}] * 110_000}}, 413, "too_large", None),
+    ({"messages": HELLO, "chat_template_kwargs": {"data": "word " * 300_000}}, 413, "too_large", None),
+    ({"messages": HELLO, "model": "data:" + "a" * 1_500_000}, 413, "too_large", None),
+    ({"messages": CALLED + HELLO}, 400, JSON, None),
+    ({"messages": image("data:image/png;base64,%%%")}, 400, IMAGE, "messages"),
+    ({"messages": image("data:,hello")}, 400, IMAGE, "messages"),
+    ({"messages": image(as_url(b"no picture"))}, 400, IMAGE, "messages"),
+    ({"messages": image(as_url(bomb()))}, 400, IMAGE, "messages"),
+    ({"messages": image("http://127.0.0.1/a.png")}, 400, IMAGE, "messages"),
+    ({"messages": image("https://127.0.0.1/a.png")}, 400, IMAGE, "messages"),
+    ({"messages": image("a.png")}, 400, IMAGE, "messages"),
+    ({"messages": image("file:///etc/passwd")}, 403, "forbidden_file", "messages"),
+    ({"messages": HELLO, "x": "y" * 3_000_000}, 413, "too_large", None),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("body", "status"), WRONG, ids=range(len(WRONG)))
-def test_wrong_requests(server, body, status):
+@pytest.mark.parametrize(("body", "status", "code", "param"), WRONG, ids=range(len(WRONG)))
+def test_wrong_requests(server, body, status, code, param):
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     answer = server.client.post("/v1/chat/completions", content=data)
-    assert answer.status_code == status, answer.text
     error = answer.json()["error"]
-    figures = {"n_prompt_tokens", "n_ctx"} if error["code"] == "context_length_exceeded" else set()
+    assert (answer.status_code, error["code"], error["param"]) == (status, code, param), error["message"]
+    figures = {"n_prompt_tokens", "n_ctx"} & set(error) if code == "context_length_exceeded" else set()
     assert set(error) == {"message", "type", "param", "code"} | figures
     assert error["message"] and "\n" not in error["message"]
     assert "unexpected" not in error["message"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from pykvedge.cli import options, paths
 from pykvedge.cli.modelfiles import model_files
 from pykvedge.errors import UsageError
 
-_EXTRA = ("starlette", "uvicorn", "pydantic")
+_EXTRA = ("anyio", "httpcore", "httptools", "prometheus_client", "pydantic", "starlette", "uvicorn")
+_LOOP = () if sys.platform == "win32" else ("uvloop",)
 
 
 @click.command()
@@ -23,9 +25,14 @@ _EXTRA = ("starlette", "uvicorn", "pydantic")
     options.option("--port", type=click.IntRange(0, 65535), default=8137, show_default=True,
                    help="0: any free one, which is printed."),
     options.option("--key-file", type=options.PATH, metavar="FILE",
-                   help="The key that requests must show, as Authorization: Bearer KEY."),
+                   help="Keys of which requests must show one, as Authorization: Bearer KEY: one a line, and behind it "
+                   "a name if you like. Conversations belong to the key that began them."),
+    options.option("--share-prompts", is_flag=True,
+                   help="A prompt that was read for one key is there for all others, who see by the time that it was."),
     options.option("--allow-host", "hosts", multiple=True, metavar="NAME",
                    help="Another name that requests may call this server by; repeatable."),
+    options.option("--allow-origin", "origins", multiple=True, metavar="ORIGIN",
+                   help="Pages of this origin may ask, as https://chat.example:3000; * for all; repeatable."),
     options.option("--name", default="", metavar="NAME", help="What the model is called. Default: its file's name."),
     options.option("--strict-model", is_flag=True, help="Refuse requests that name another model."),
     options.option("--memory", metavar="SIZE",
@@ -68,7 +75,7 @@ def serve(**given: Any) -> None:
       kvedge serve ... --host 0.0.0.0 --key-file key.txt --allow-host myhost
       kvedge serve ... --port 0 --parent-pid $$      beside a program that starts and ends it
     """
-    missing = [name for name in _EXTRA if importlib.util.find_spec(name) is None]
+    missing = [name for name in (*_EXTRA, *_LOOP) if importlib.util.find_spec(name) is None]
     if missing:
         raise UsageError(f"serving needs {', '.join(missing)}: pip install 'kvedge[serve]'")
     from pykvedge.chat.serve import server
@@ -97,6 +104,7 @@ def serve(**given: Any) -> None:
 
 
 def _options(given: dict[str, Any], server: Any) -> Any:
+    from pykvedge.chat.serve.keys import read_keys
     from pykvedge.chat.serve.limits import Limits
     from pykvedge.chat.serve.pictures import Sources
 
@@ -109,10 +117,11 @@ def _options(given: dict[str, Any], server: Any) -> Any:
         raise UsageError(f"--image-folder {folder} is no folder")
     memory = size("--memory", 0) or server.free_memory_share()
     limits = Limits(given["parallel"], options.positive("--ctx", given["ctx"]) or 4096, memory, given["queue"],
-                    given["kv_type"], given["kv_rotate"])  # fmt: skip
+                    given["kv_type"], given["kv_rotate"], given["share_prompts"])  # fmt: skip
     return server.Options(
         host=given["host"], port=given["port"], name=given["name"], hosts=given["hosts"], limits=limits,
-        key=server.read_key(paths.expanded(given["key_file"])) if given["key_file"] else "",
+        keys=read_keys(paths.expanded(given["key_file"])) if given["key_file"] else (),
+        origins=tuple(name.lower().rstrip("/") for name in given["origins"]),
         sources=Sources(given["allow_https_images"], folder),
         park=paths.expanded(given["park"]) if given["park"] else None, park_size=size("--park-size", 4 << 30),
         max_tokens=options.positive("--max-tokens", given["max_tokens"]), max_body=size("--max-body", 64 << 20),

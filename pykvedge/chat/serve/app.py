@@ -10,8 +10,9 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from pykvedge.chat.serve import (
@@ -28,7 +29,7 @@ from pykvedge.chat.serve import (
     watching,
 )
 from pykvedge.chat.serve.asking import plan_of
-from pykvedge.chat.serve.guarding import Guarding, Rules
+from pykvedge.chat.serve.guarding import Guarding, Rules, without_pictures
 from pykvedge.chat.serve.service import Service
 from pykvedge.chat.serve.wire import ChatRequest, Compression, parsed
 from pykvedge.errors import RequestError
@@ -74,7 +75,11 @@ def application(service: Service, rules: Rules) -> Any:
         _route(service, "/page/{name}", page.part),
     ]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _unrouted})
-    return Guarding(app, rules)
+    guarded = Guarding(app, rules)
+    if not rules.origins:
+        return guarded
+    return CORSMiddleware(guarded, rules.origins, allow_methods=("GET", "POST", "DELETE"), allow_headers=("*",),
+                          expose_headers=("Retry-After",))  # fmt: skip
 
 
 def _route(service: Service, path: str, handler: Handler, method: str = "GET") -> Route:
@@ -120,7 +125,7 @@ async def _health(service: Service, http: HttpRequest) -> Response:
 
 
 async def _metrics(service: Service, http: HttpRequest) -> Response:
-    return PlainTextResponse(metrics.text(service.engine), media_type="text/plain; version=0.0.4")
+    return Response(metrics.text(service.engine), media_type="text/plain; version=0.0.4")
 
 
 async def _document(service: Service, http: HttpRequest) -> Response:
@@ -165,5 +170,6 @@ async def _methods(service: Service, http: HttpRequest) -> Response:
 
 
 async def _plan(service: Service, http: HttpRequest) -> Response:
+    without_pictures(http.scope)
     given = parsed(Compression, await http.body() or b"{}")
     return JSONResponse(json.loads((await asyncio.to_thread(plan_of, given, service.defaults.plan)).to_json()))

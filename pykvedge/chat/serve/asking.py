@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pykvedge.chat.serve import tools as calling
+from pykvedge.chat.serve.bodies import Bounds
 from pykvedge.chat.serve.job import Prompt, Request
 from pykvedge.chat.serve.pictures import Sources
 from pykvedge.chat.serve.wire import (
@@ -30,7 +31,7 @@ from pykvedge.runtime.sampling import Sampling
 
 MOST_PICTURES = 64
 _QUICK_PICTURES, _QUICK_TEXT = 8, 100_000
-MOST_PIXELS = 100_000_000  # of one message
+MOST_PIXELS = 100_000_000  # of a request
 
 
 @dataclass(frozen=True)
@@ -133,18 +134,26 @@ def is_quick(given: ChatRequest | Prompted, defaults: Defaults) -> bool:
     asked = _asked_dialect(given, defaults)
     if asked is not None and defaults.dialects is not None and not defaults.dialects.knows(asked):
         return False
-    urls = [part.url for part in parts if isinstance(part, ImagePart)]
+    urls = pictures_of(given)
     return len(urls) <= _QUICK_PICTURES and all(defaults.sources.knows(url) for url in urls)
+
+
+def pictures_of(given: ChatRequest | Prompted) -> list[str]:
+    """Lists the URLs of the pictures."""
+    if isinstance(given, Prompted):
+        return given.pictures
+    parts = [part for message in given.messages for part in message.parts]
+    return [part.url for part in parts if isinstance(part, ImagePart) and part.url]
 
 
 def messages_of(given: list[WireMessage], sources: Sources) -> list[Message]:
     """Converts messages; those of the system at the beginning become one. Raises RequestError, ImageError."""
     out: list[Message] = []
-    pictures = 0
+    pictures: list[Picture] = []
     for i, message in enumerate(given):
         role = "system" if message.role == "developer" else message.role
         text, seen = _content(message, i, sources, pictures)
-        pictures += len(seen)
+        pictures += seen
         if seen and role not in ("user", "tool"):
             raise RequestError(
                 400, f"messages.{i}: pictures belong to messages of the user or a tool", "invalid_value", "messages"
@@ -164,21 +173,21 @@ def messages_of(given: list[WireMessage], sources: Sources) -> list[Message]:
     return out
 
 
-def _content(message: WireMessage, i: int, sources: Sources, before: int) -> tuple[str, list[Picture]]:
+def _content(message: WireMessage, i: int, sources: Sources, before: list[Picture]) -> tuple[str, list[Picture]]:
     parts, seen = list[str](), list[Picture]()
     literal = message.role == "user" or any(isinstance(part, ImagePart) for part in message.parts)
     for part in message.parts:
         if not isinstance(part, ImagePart):
             parts.append(escaped(_text(part)) if literal else _text(part))
             continue
-        if before + len(seen) >= MOST_PICTURES:
+        if len(before) + len(seen) >= MOST_PICTURES:
             raise RequestError(400, f"messages: at most {MOST_PICTURES} pictures", "too_many_images", "messages")
         if not part.url:
             raise RequestError(400, f"messages.{i}: an image_url without a url", "invalid_value", "messages")
-        seen.append(sources.load(part.url, f"picture {before + len(seen) + 1}"))
-        if sum(picture.width * picture.height for picture in seen) > MOST_PIXELS:
+        seen.append(sources.load(part.url, f"picture {len(before) + len(seen) + 1}"))
+        if sum(picture.width * picture.height for picture in [*before, *seen]) > MOST_PIXELS:
             most = MOST_PIXELS // 10**6
-            raise RequestError(400, f"messages.{i}: at most {most} million pixels", "too_many_pixels", "messages")
+            raise RequestError(400, f"messages: at most {most} million pixels", "too_many_pixels", "messages")
         parts.append(IMAGE)
     return "\n".join(parts), seen
 
@@ -205,6 +214,7 @@ def _fields(message: WireMessage) -> Mapping[str, Any]:
 def _call(number: str, name: str, arguments: str | dict[str, Any]) -> dict[str, Any]:
     """Templates take the arguments as an object, or write it as JSON themselves."""
     if isinstance(arguments, str):
+        Bounds().check(arguments.encode("utf-8", "replace"))
         try:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError):

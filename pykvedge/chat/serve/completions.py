@@ -15,8 +15,9 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from pykvedge.chat.serve import asking, errors
+from pykvedge.chat.serve import errors
 from pykvedge.chat.serve.job import Done, Event, Failed, Request, Step, Text
+from pykvedge.chat.serve.looking import looked_through
 from pykvedge.chat.serve.reading import LONG, Delta, Reading, reading
 from pykvedge.chat.serve.service import Service
 from pykvedge.chat.serve.waiting import Waiting
@@ -52,14 +53,10 @@ async def asked(
     count_only: nobody wants an answer, but to know how many tokens it has. joined: as Waiting's.
     """
     service.check_model(given[0].model)
+    requests = await looked_through(service, http, *given)
     waiting = Waiting(service.engine, http, joined)
     try:
-        for one in given:
-            if asking.is_quick(one, service.defaults):
-                request = asking.request_of(one, service.defaults)
-            else:
-                async with service.looking:
-                    request = await asyncio.to_thread(asking.request_of, one, service.defaults)
+        for one, request in zip(given, requests, strict=True):
             _submit(waiting, replace(request, count_only=count_only), one.n or 1)
     except BaseException:
         waiting.__exit__()

@@ -332,7 +332,8 @@ class Decoder:
         held = sum(lengths) / len(lengths) if lengths else 0.0
         at = Standing(slot.n_past, slot.n_cells, cache.stats(slot.sequence).n_pending, held)
         answer = tuple(slot.answered) if slot.work.replays else ()
-        self._park.put(self._preparer.name_after(slot.job), Parked(at, tuple(slot.pending), rows, answer=answer))
+        parked = Parked(at, tuple(slot.pending), rows, answer=answer)
+        self._park.put(self._preparer.name_after(slot.job), parked, slot.work.name)
 
     def _free(self, slot: Slot) -> None:
         memory = self._llama.llama_get_memory(self._driver.context.handle)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import ipaddress
 import json
 from collections.abc import Awaitable, Callable, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pykvedge.chat.serve import errors
+from pykvedge.chat.serve.bodies import Bounds
+from pykvedge.chat.serve.keys import Key, owner_of
 from pykvedge.errors import RequestError
 
 Scope = MutableMapping[str, Any]
@@ -25,20 +26,28 @@ HEADERS = [
 ]
 _DISCARDED, _DISCARD_S = 256 << 20, 2.0  # bytes and seconds of a body that nobody reads
 _BODIES = 4  # as many of the largest requests may be here at once
+_SMALL = 1 << 20  # bytes of a body that is taken also while there are as many
+_QUICK = 1 << 16  # bytes of a body that is looked through at once
 OPEN = ("/health", "/")  # without a key: whether there is anybody, and the page, which asks for it
+_FEW = 1 << 16  # bytes of pictures that are let pass where none belong
+# in a scope: whose request it is, bytes of its body's pictures, and those of all else
+OWNER, PICTURES, TEXT = "kvedge.owner", "kvedge.pictures", "kvedge.text"
 
 
 @dataclass(frozen=True)
 class Rules:
-    """hosts: names that a Host header may have; empty: any. key: what must be shown; empty: nothing.
+    """hosts: names that a Host header may have; empty: any. keys: one of them must be shown; empty: none is needed.
 
-    body: bytes of a request; body_s: seconds that it may take to arrive.
+    origins: whose pages may ask beside the server's own, as https://name:port; "*": all.
+    body: bytes of a request; body_s: seconds that it may take to arrive. bounds: of what it may consist of.
     """
 
     hosts: frozenset[str] = frozenset()
-    key: str = ""
+    keys: tuple[Key, ...] = ()
+    origins: tuple[str, ...] = ()
     body: int = 64 << 20
     body_s: float = 60.0
+    bounds: Bounds = field(default_factory=Bounds)
 
 
 class Guarding:
@@ -46,29 +55,35 @@ class Guarding:
 
     def __init__(self, app: Any, rules: Rules) -> None:
         self._app, self._rules = app, rules
-        self._held = 0  # bytes of bodies that are here
+        self._held = 0  # bytes of bodies that are here or arrive
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         headers = {name.lower(): value for name, value in scope["headers"]}
+        body = bytearray()
         try:
             await self._checked(scope, headers, receive)
-            body = await asyncio.wait_for(self._body(headers, receive), self._rules.body_s)
-        except (TimeoutError, asyncio.TimeoutError):
-            await _refuse(send, RequestError(408, "the request took too long to arrive", "timeout"))
-            return
-        except RequestError as error:
+            if not await asyncio.wait_for(self._arrive(body, headers, receive), self._rules.body_s):
+                self._held -= len(body)
+                return
+            check = self._rules.bounds.check
+            scope[PICTURES] = check(body) if len(body) <= _QUICK else await asyncio.to_thread(check, body)
+            scope[TEXT] = len(body) - scope[PICTURES]
+        except BaseException as error:
+            self._held -= len(body)
+            if isinstance(error, (TimeoutError, asyncio.TimeoutError)):
+                error = RequestError(408, "the request took too long to arrive", "timeout")
+            if not isinstance(error, RequestError):
+                raise
             await _refuse(send, error)
             return
-        if body is None:
-            return
-        self._held += len(body)
+        n_bytes = len(body)
         try:
             await self._app(scope, _replayed(body, receive), _with_headers(send))
         finally:
-            self._held -= len(body)
+            self._held -= n_bytes
 
     async def _checked(self, scope: Scope, headers: dict[bytes, bytes], receive: Receive) -> None:
         try:
@@ -78,44 +93,64 @@ class Guarding:
             raise
 
     def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
-        rules = self._rules
-        if rules.hosts and host_name(headers.get(b"host", b"").decode("latin-1")) not in rules.hosts:
+        rules, host = self._rules, headers.get(b"host", b"").decode("latin-1").strip().lower()
+        if sum(name.lower() == b"host" for name, _ in scope["headers"]) > 1:
+            raise RequestError(400, "a request has one Host header", "invalid_host")
+        if rules.hosts and host_name(host) not in rules.hosts:
             raise RequestError(403, "the Host header names another server", "forbidden_host")
-        origin = headers.get(b"origin", b"").decode("latin-1")
-        if origin and rules.hosts and host_name(origin.partition("://")[2]) not in rules.hosts:
-            raise RequestError(403, "pages of other sites may not ask this server", "forbidden_origin")
-        if rules.key and not (scope["method"] == "GET" and _open(scope["path"])):
+        origin = headers.get(b"origin", b"").decode("latin-1").strip().lower()
+        if origin and not self._invited(origin, host):
+            raise RequestError(403, f"pages of {origin:.80} may not ask this server, unless it is started with "
+                               "--allow-origin", "forbidden_origin")  # fmt: skip
+        scope[OWNER] = ""
+        if rules.keys and not (scope["method"] == "GET" and _open(scope["path"])):
             shown = headers.get(b"authorization", b"").decode("latin-1")
             given = (
                 shown[7:].strip()
                 if shown[:7].lower() == "bearer "
                 else headers.get(b"x-api-key", b"").decode("latin-1")
             )
-            if not hmac.compare_digest(given.encode("latin-1"), rules.key.encode()):
+            owner = owner_of(given, rules.keys)
+            if owner is None:
                 raise RequestError(401, "a valid API key is needed: Authorization: Bearer KEY", "invalid_api_key")
+            scope[OWNER] = owner
 
-    async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
-        """Reads the body; None where the client left."""
+    def _invited(self, origin: str, host: str) -> bool:
+        """Tells whether pages of an origin may ask: the server's own, those of a proxy that has one of its names (not
+        of this machine, where any program may listen beside it), and those that it was told.
+        """
+        if origin in self._rules.origins or "*" in self._rules.origins:
+            return True
+        where = origin.partition("://")[2]
+        return where == host or (where in self._rules.hosts and not is_loopback(where))
+
+    async def _arrive(self, data: bytearray, headers: dict[bytes, bytes], receive: Receive) -> bool:
+        """Reads the body; False where the client left."""
         most, told = self._rules.body, headers.get(b"content-length", b"0")
-        too_large = RequestError(413, f"a request may have {most >> 20} MiB", "too_large")
+        too_large = RequestError(413, f"a request may have {most / (1 << 20):.3g} MiB", "too_large")
         if told.isdigit() and int(told[:20]) > most:
             await _discard(headers, receive)
             raise too_large
-        data = bytearray()
-        if self._held > _BODIES * most:
-            await _discard(headers, receive)
-            raise RequestError(503, "too many large requests at once", "busy", retry_s=2)
         while True:
             message = await receive()
             if message["type"] != "http.request":
-                return None
-            data += message.get("body", b"")
-            if len(data) > most:
+                return False
+            part = message.get("body", b"")
+            data += part
+            self._held += len(part)
+            full = len(data) > _SMALL and self._held > _BODIES * most
+            if full or len(data) > most:
                 if message.get("more_body"):
                     await _discard(headers, receive)
-                raise too_large
+                raise RequestError(503, "too many large requests at once", "busy", retry_s=2) if full else too_large
             if not message.get("more_body"):
-                return bytes(data)
+                return True
+
+
+def without_pictures(scope: Scope) -> None:
+    """Raises RequestError for a body with what looks like pictures; for routes that take none."""
+    if scope.get(PICTURES, 0) > _FEW:
+        raise RequestError(413, f"{scope['path']:.100} takes no pictures", "too_large")
 
 
 def _open(path: str) -> bool:
@@ -140,14 +175,16 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def _replayed(body: bytes, receive: Receive) -> Receive:
+def _replayed(body: bytearray, receive: Receive) -> Receive:
     given = False
 
     async def again() -> MutableMapping[str, Any]:
         nonlocal given
         if not given:
             given = True
-            return {"type": "http.request", "body": body, "more_body": False}
+            whole = bytes(body)
+            body.clear()
+            return {"type": "http.request", "body": whole, "more_body": False}
         return await receive()
 
     return again

@@ -75,7 +75,8 @@ class Request:
     values: variables for the chat template, as the tools that there are. patches: whether the report is to tell what
     is left of each picture. count_only: the report is to have the tokens of the prompt, and nothing is read. read_only:
     the prompt is read, for whoever asks the same later, and nothing is answered. dialect: what the answer is read by
-    (chat/serve/reading.py), whose marks belong to its text.
+    (chat/serve/reading.py), whose marks belong to its text. owner: of the key that it came with (keys.Key); empty where
+    none is needed. n_text: bytes of its texts.
     """
 
     messages: list[Message]
@@ -87,19 +88,14 @@ class Request:
     read_only: bool = False
     dialect: Dialect | None = None
     prompt: Prompt | None = None  # instead of messages
+    owner: str = ""
+    n_text: int = 0
 
     @property
     def pictures(self) -> list[Picture]:
         """All pictures, in their order."""
         own = list(self.prompt.pictures) if self.prompt is not None else []
         return own or [picture for message in self.messages for picture in message.pictures]
-
-    @property
-    def n_characters(self) -> int:
-        """So many characters of text are to be read."""
-        parts = self.prompt.parts if self.prompt is not None else ()
-        texts = [message.text for message in self.messages] + [part for part in parts if isinstance(part, str)]
-        return sum(map(len, texts))
 
 
 class Job:

@@ -9,7 +9,10 @@ from pykvedge.plans.kvtypes import KvType
 
 @dataclass(frozen=True)
 class Limits:
-    """n_ctx: tokens of one conversation. memory: bytes of keys and values of all of them. queue: requests that wait."""
+    """n_ctx: tokens of one conversation. memory: bytes of keys and values of all of them. queue: requests that wait.
+
+    share_prompts: a prompt that was read for one owner of a key is there for the others.
+    """
 
     slots: int = 4
     n_ctx: int = 4096
@@ -17,6 +20,7 @@ class Limits:
     queue: int = 64
     kv_type: str = "f16"
     kv_rotate: str = "auto"
+    share_prompts: bool = False
 
     @property
     def storage(self) -> KvType:

@@ -1,7 +1,8 @@
 """Conversations that wait for their next message: their compressed rows, in memory under a bound, then in a folder.
 
 One is found again by what was said in it, so that clients which send the whole conversation each time - as the wire
-formats want it - go on from its rows. Its name is a hash; neither text nor pictures are kept.
+formats want it - go on from its rows. Its name is the owner's (keys.Key) and a hash; neither text nor pictures
+are kept.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from pykvedge.runtime.report import Kv
 
 KIND = "conversations"
 _VERSION = 2
+_HASH = 64  # hexadecimal digits
 
 
 @dataclass(frozen=True)
@@ -70,13 +72,14 @@ class Parked:
 class Read:
     """A prompt that was read and compressed, and is answered. logits: [n_vocab] float32, of its last token.
 
-    len(): its bytes, about.
+    len(): its bytes, about. led_to: names of the conversations that its answers made.
     """
 
     standing: Standing
     rows: bytes | bytearray | memoryview
     logits: np.ndarray
     kv: Kv
+    led_to: set[str] = field(default_factory=set, compare=False)
 
     def __len__(self) -> int:
         return len(self.rows) + self.logits.nbytes + 512
@@ -87,10 +90,17 @@ def said_in(messages: Iterable[Message]) -> list[Any]:
     return [[m.role, m.text, dict(m.fields), [p.key for p in m.pictures]] for m in messages]
 
 
-def name_of(about: Sequence[str], plan: Plan, values: Mapping[str, Any], said: Sequence[Any]) -> str:
-    """Makes a name that is equal for conversations whose rows are equal. about: all else that they depend on."""
+def name_of(about: Sequence[str], plan: Plan, values: Mapping[str, Any], said: Sequence[Any], owner: str = "") -> str:
+    """Makes a name that is equal for conversations of an owner whose rows are equal. about: all else that they depend
+    on.
+    """
     text = json.dumps([_VERSION, *about, plan.to_json(), values, said], sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return owner + hashlib.sha256(text.encode()).hexdigest()
+
+
+def is_owned(name: str, owner: str) -> bool:
+    """Tells whether a conversation's name is one of an owner's; those without a key have names without an owner."""
+    return len(name) == len(owner) + _HASH and name.startswith(owner)
 
 
 class Park:
@@ -116,12 +126,14 @@ class Park:
         """So many bytes lie in the folder."""
         return self._folder.total_bytes() if self._folder is not None else 0
 
-    def put(self, name: str, parked: Parked) -> None:
-        """Keeps a conversation in memory, in place of one of the same name."""
+    def put(self, name: str, parked: Parked, prompt: str = "") -> None:
+        """Keeps a conversation in memory, in place of one of the same name. prompt: name of the one that led to it."""
         with self._lock:
             self._drop(name)
             self._held[name] = parked
             self.n_bytes += len(parked)
+            if prompt in self._read:
+                self._read[prompt].led_to.add(name)
 
     def get(self, name: str) -> Parked | None:
         """Returns a conversation, which stays: its last message may be put in other words."""
@@ -172,23 +184,28 @@ class Park:
                 if self._held.get(name) is oldest:
                     self._drop(name)
 
-    def listed(self) -> list[dict[str, Any]]:
-        """Describes the conversations that wait; of those in the folder no more is known than their bytes."""
+    def listed(self, owner: str = "") -> list[dict[str, Any]]:
+        """Describes the conversations of an owner that wait; of those in the folder their bytes are known.
+
+        Without an owner it describes those that have none.
+        """
         with self._lock:
-            held = dict(self._held)
+            held = {name: one for name, one in self._held.items() if is_owned(name, owner)}
         out = [{"id": name, "state": "parked", "where": "memory", "tokens": one.standing.n_cells, "bytes": len(one),
                 "since": one.since} for name, one in held.items()]  # fmt: skip
         there = self._folder.entries(KIND) if self._folder is not None else {}
         out += [{"id": name, "state": "parked", "where": "folder", "bytes": size, "since": since}
-                for name, (size, since) in there.items() if name not in held]  # fmt: skip
+                for name, (size, since) in there.items() if name not in held and is_owned(name, owner)]  # fmt: skip
         return out
 
-    def forget(self, name: str) -> bool:
-        """Drops a conversation, from the folder too, and all prompts; False is returned where there is none."""
+    def forget(self, name: str, owner: str = "") -> bool:
+        """Drops an owner's conversation, from the folder too, and the prompts that led to it; False: there is none."""
+        if not is_owned(name, owner):
+            return False
         with self._lock:
             there = name in self._held
             self._drop(name)
-            for prompt in list(self._read):
+            for prompt in [prompt for prompt, read in self._read.items() if name in read.led_to]:
                 self._drop_read(prompt)
         try:
             gone = self._folder is not None and self._folder.remove(KIND, name)

@@ -1,31 +1,27 @@
-"""Pictures as requests name them: data: URLs; https: and file: only where the server was told to take them.
-
-What is fetched from elsewhere comes from a public address that was looked up once and is the one connected to, over a
-checked certificate, in bounded time and size; every redirect is looked at in the same way.
-"""
+"""Pictures as requests name them: data: URLs; https: and file: only where the server was told to take them."""
 
 from __future__ import annotations
 
 import base64
 import binascii
 import hashlib
-import http.client
-import ipaddress
+import os
 import re
-import socket
-import ssl
-import time
+import stat
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import unquote, urljoin, urlsplit
+from urllib.parse import unquote, urlsplit
 
+from pykvedge.chat.serve.fetching import MOST_BYTES
 from pykvedge.errors import ImageError, RequestError
 from pykvedge.models.images import Picture, load_picture
 from pykvedge.runtime.bytecache import ByteCache
 
 _KNOWN_BYTES = 64 << 20  # of pixels that are kept for the next message
-MOST_BYTES = 20 << 20  # of one picture's file
-_REDIRECTS, _SECONDS = 3, 20.0
+# a pipe must not be waited for, and nobody puts a link where the file was
+_OPEN = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
+_ESCAPED = {"%2b": "+", "%2f": "/", "%3d": "="}  # of the letters of base64
 _DATA = re.compile(r"data:(?:image/[\w.+-]{1,40})?(?:;[\w=.+-]{1,80})*;base64,", re.IGNORECASE)
 
 
@@ -43,11 +39,14 @@ class _Loaded:
 class Sources:
     """Where pictures may come from besides the request. files: the folder that file: URLs may name files of.
 
+    fetched: what https: URLs lead to, by URL. owner: whose request it is, who learns nothing of the pictures of others.
     Clients send the pictures of a conversation with each of its messages: those in data: URLs are unpacked once.
     """
 
     https: bool = False
     files: Path | None = None
+    fetched: Mapping[str, bytes] = field(default_factory=dict, repr=False)
+    owner: str = ""
     _known: ByteCache[_Loaded] = field(default_factory=lambda: ByteCache(_KNOWN_BYTES), repr=False, compare=False)
 
     def load(self, url: str, name: str) -> Picture:
@@ -60,29 +59,31 @@ class Sources:
         scheme = url[:16].partition(":")[0].lower()
         if scheme == "data":
             return self._data(url, name)
-        if scheme == "https" and self.https:
-            return load_picture(fetch(url), name)
+        if url in self.fetched:
+            return load_picture(self.fetched[url], name)
         if scheme == "file" and self.files is not None:
-            return load_picture(_below(self.files, url))
+            return load_picture(_read(_below(self.files, url), name), name)
         ways = ["data: URLs", *["https: URLs"] * self.https, *["file: URLs"] * (self.files is not None)]
         taken = " and ".join(ways)
         raise RequestError(400, f"{name}: this server takes pictures as {taken}", "invalid_image", "messages")
 
+    def is_elsewhere(self, url: str) -> bool:
+        """Tells whether a picture must be fetched before it is loaded."""
+        return self.https and url[:6].lower() == "https:"
 
     def knows(self, url: str) -> bool:
         """Tells whether loading this picture takes next to no time."""
-        return url[:5].lower() == "data:" and self._known.get(_name_of(url)) is not None
+        return url[:5].lower() == "data:" and self._known.get(self._name_of(url)) is not None
 
     def _data(self, url: str, name: str) -> Picture:
-        known = self._known.get(_name_of(url))
+        known = self._known.get(self._name_of(url))
         if known is None:
             known = _Loaded(load_picture(_decoded(url), name))
-            self._known.put(_name_of(url), known)
+            self._known.put(self._name_of(url), known)
         return known.picture
 
-
-def _name_of(url: str) -> str:
-    return hashlib.sha256(url.encode("utf-8", "surrogatepass")).hexdigest()
+    def _name_of(self, url: str) -> str:
+        return self.owner + hashlib.sha256(url.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _decoded(url: str) -> bytes:
@@ -93,7 +94,9 @@ def _decoded(url: str) -> bytes:
     if len(text) > MOST_BYTES * 4 // 3 + 4:
         raise ImageError(f"a picture's file may have {MOST_BYTES >> 20} MiB")
     try:
-        return base64.b64decode(unquote(text) if "%" in text else text, validate=True)
+        if "%" in text:
+            text = re.sub("%2[BbFf]|%3[Dd]", lambda found: _ESCAPED[found[0].lower()], text)
+        return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
         raise ImageError("the base64 of a picture's data: URL is damaged") from None
 
@@ -110,84 +113,15 @@ def _below(folder: Path, url: str) -> Path:
     return path
 
 
-# ------------------------------------------------------------------------------------------------------- https
-
-
-class _Pinned(http.client.HTTPSConnection):
-    """Connects to the address that was looked at, whatever the name stands for by now."""
-
-    def __init__(self, host: str, port: int, address: str, timeout: float) -> None:
-        super().__init__(host, port, timeout=timeout, context=ssl.create_default_context())
-        self._address = address
-
-    def connect(self) -> None:
-        plain = socket.create_connection((self._address, self.port), self.timeout)
-        self.sock = self._context.wrap_socket(plain, server_hostname=self.host)  # type: ignore[attr-defined]
-
-
-def fetch(url: str) -> bytes:
-    """Returns the bytes behind an https: URL. Raises ImageError."""
-    end = time.monotonic() + _SECONDS
-    for _ in range(_REDIRECTS + 1):
-        try:
-            parts = urlsplit(url)
-            host, port = parts.hostname, parts.port or 443
-        except ValueError:
-            host = None
-        if parts.scheme != "https" or not host or parts.username is not None:
-            raise ImageError("the URL of a picture is https://HOST/PATH, also where it leads elsewhere")
-        answer = _get(_Pinned(host, port, public_address(host, port), _left(end)), parts.path or "/", parts.query, end)
-        if isinstance(answer, bytes):
-            return answer
-        url = urljoin(url, answer)
-    raise ImageError("the URL of a picture leads elsewhere again and again")
-
-
-def public_address(host: str, port: int) -> str:
-    """Looks a name up. Raises ImageError where it stands for this machine, or one of a private network."""
+def _read(path: Path, name: str) -> bytes:
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
-        raise ImageError(f"the host of a picture, {host:.100}, is not known") from None
-    addresses = [str(entry[4][0]) for entry in found]
-    if not addresses or not all(_is_public(address) for address in addresses):
-        raise ImageError(f"the host of a picture, {host:.100}, is no public one")
-    return addresses[0]
-
-
-def _is_public(address: str) -> bool:
-    try:
-        number = ipaddress.ip_address(address.partition("%")[0])
-    except ValueError:
-        return False
-    mapped = getattr(number, "ipv4_mapped", None)
-    return (mapped or number).is_global and not (mapped or number).is_multicast
-
-
-def _get(connection: http.client.HTTPSConnection, path: str, query: str, end: float) -> bytes | str:
-    """Returns the bytes, or where they are instead."""
-    try:
-        connection.request("GET", path + (f"?{query}" if query else ""), headers={"Accept": "image/*"})
-        response = connection.getresponse()
-        if response.status in (301, 302, 303, 307, 308):
-            return response.headers.get("Location", "")
-        if response.status != 200:
-            raise ImageError(f"the host of a picture answers with status {response.status}")
-        data = bytearray()
-        while part := response.read(1 << 16):
-            data += part
-            _left(end)
-            if len(data) > MOST_BYTES:
-                raise ImageError(f"a picture's file may have {MOST_BYTES >> 20} MiB")
-        return bytes(data)
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        raise ImageError(f"a picture cannot be fetched: {error}") from None
-    finally:
-        connection.close()
-
-
-def _left(end: float) -> float:
-    left = end - time.monotonic()
-    if left <= 0:
-        raise ImageError(f"fetching a picture takes longer than {_SECONDS:.0f} seconds")
-    return left
+        handle = os.open(path, _OPEN)
+    except OSError as error:
+        raise ImageError(f"{name}: {path.name:.100} cannot be read: {(error.strerror or str(error)).lower()}") from None
+    with os.fdopen(handle, "rb") as file:
+        facts = os.fstat(handle)
+        if not stat.S_ISREG(facts.st_mode):
+            raise ImageError(f"{name}: {path.name:.100} is no file")
+        if facts.st_size > MOST_BYTES:
+            raise ImageError(f"{name}: a picture's file may have {MOST_BYTES >> 20} MiB")
+        return file.read(MOST_BYTES)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from pykvedge.chat.serve.job import Job, Request, Step
@@ -27,7 +29,23 @@ from pykvedge.runtime.replay import Part, Passage, Requests, parts
 from pykvedge.runtime.sampler import Sampler
 from pykvedge.runtime.sessionfile import fingerprint
 
-_QUICK_TEXT = 100_000  # characters that are looked up at once
+_QUICK_TEXT = 100_000  # bytes of text that are looked up at once
+_TOKEN = 16  # bytes of text for each token that a conversation holds, at most
+
+
+def text_bytes(request: Request) -> int:
+    """Counts the bytes of the texts that a chat template may write."""
+
+    def count(value: Any) -> int:
+        if isinstance(value, str):
+            return len(value.encode("utf-8", "replace"))
+        if isinstance(value, Mapping):
+            return sum(count(name) + count(part) for name, part in value.items())
+        return sum(map(count, value)) if isinstance(value, (list, tuple)) else 0
+
+    prompt = request.prompt.parts if request.prompt is not None else ()
+    said = sum(count(message.text) + count(message.fields) for message in request.messages)
+    return count(request.values) + count(prompt) + said
 
 
 class Preparer:
@@ -35,6 +53,7 @@ class Preparer:
 
     def __init__(self, loan: Loan, park: Park, limits: Limits) -> None:
         """Raises ModelError for a chat template that cannot be read."""
+        self._share = limits.share_prompts
         self._model, self._park, self._limits, self._threads = loan.model, park, limits, loan.threads
         self.vision = Vision(loan.encoder, loan.caches.images) if loan.encoder is not None else None
         self.composer, self.composing = Composer(loan.model, self.vision), threading.Lock()
@@ -69,13 +88,26 @@ class Preparer:
         request = job.request
         if request.count_only or request.sampling.constrained:
             return None
-        return self._there(job) if request.n_characters <= _QUICK_TEXT else None
+        return self._there(job) if request.n_text <= _QUICK_TEXT else None
+
+    def measured(self, request: Request) -> Request:
+        """Notes how much text there is, before a template or a tokeniser has it.
+
+        Raises ContextError for more than a conversation holds.
+        """
+        n, n_ctx = text_bytes(request), self._limits.n_ctx
+        if n > 4 * n_ctx and n > (most := n_ctx * self._model.longest(_TOKEN)):
+            raise ContextError(
+                f"the message has {n} bytes of text, and a conversation of {n_ctx} tokens holds {most} at most; send "
+                "less, or start the server with a larger --ctx"
+            )
+        return replace(request, n_text=n)
 
     def _there(self, job: Job) -> Prepared | None:
         request = job.request
         job.said = job.said or _said(request)
         alone = request.patches or (request.prompt is not None and not request.prompt.keep)
-        job.name = "" if alone else name_of(self._about, request.plan, request.values, job.said)
+        job.name = "" if alone else self._name(request, job.said, "" if self._share else request.owner)
         read = self._park.get_read(job.name) if job.name else None
         if read is None:
             return None
@@ -121,7 +153,7 @@ class Preparer:
         request = job.request
         said = job.said[:-1] if job.begun else job.said
         said = [*said, *said_in([Message("assistant", job.begun + job.report.text)])]
-        return name_of(self._about, request.plan, request.values, said)
+        return self._name(request, said, request.owner)
 
     def release(self, pieces: list[Piece]) -> None:
         """Frees what the image encoder holds of the pieces."""
@@ -142,7 +174,10 @@ class Preparer:
         said = job.request.messages
         if [m.role for m in said[-3:]] != ["user", "assistant", "user"] or said[-2].fields:
             return None
-        return self._park.get(name_of(self._about, job.request.plan, job.request.values, job.said[:-1]))
+        return self._park.get(self._name(job.request, job.said[:-1], job.request.owner))
+
+    def _name(self, request: Request, said: Sequence[Any], owner: str) -> str:
+        return name_of(self._about, request.plan, request.values, said, owner)
 
     def _pieces(self, job: Job, parked: Parked | None) -> list[Piece]:
         request, composer = job.request, self.composer
@@ -174,6 +209,7 @@ class Preparer:
 
         for i, piece in enumerate(images):
             look(i, 0.0)
+            piece.key = piece.key if self._share else job.request.owner + piece.key
             if self.vision is not None:
                 with crash.step(f"image {i + 1} of {len(images)} of a request was encoded"):
                     self.vision.encode(piece, lambda share, i=i: look(i, share))  # type: ignore[misc]

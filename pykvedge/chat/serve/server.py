@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import logging
 import os
-import secrets
+import re
 import signal
 import socket
 import stat
@@ -23,13 +24,15 @@ import uvicorn
 from pykvedge.chat.serve import tools
 from pykvedge.chat.serve.app import application
 from pykvedge.chat.serve.asking import Defaults
+from pykvedge.chat.serve.bodies import Bounds
 from pykvedge.chat.serve.engine import Engine
 from pykvedge.chat.serve.guarding import Rules, is_loopback
+from pykvedge.chat.serve.keys import Key
 from pykvedge.chat.serve.limits import Limits
 from pykvedge.chat.serve.ownfolder import own_folder
 from pykvedge.chat.serve.parked import Park
 from pykvedge.chat.serve.pictures import Sources
-from pykvedge.chat.serve.protocol import Protocol
+from pykvedge.chat.serve.protocol import CONNECTIONS, Protocol
 from pykvedge.chat.serve.service import Service
 from pykvedge.errors import KvedgeError, UsageError
 from pykvedge.models.dialect import Dialects
@@ -45,20 +48,23 @@ else:
     from uvloop import run as _run_loop  # a tenth more answers than asyncio's own
 
 _LOOK_S = 1.0  # between two looks at the parent
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@*,]+")
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True)
 class Options:
-    """How a server runs. hosts: more names for the Host header. park: folder for conversations that wait; None: one of
-    the server's own, gone when it ends. grace: seconds that answers may take after a signal.
+    """How a server runs. hosts: more names for the Host header. origins: whose pages may ask. park: folder for
+    conversations that wait; None: one of the server's own, gone when it ends. grace: seconds that answers may take
+    after a signal.
     """
 
     host: str = "127.0.0.1"
     port: int = 8137
     name: str = ""
-    key: str = ""
+    keys: tuple[Key, ...] = ()
     hosts: tuple[str, ...] = ()
+    origins: tuple[str, ...] = ()
     limits: Limits = field(default_factory=Limits)
     sources: Sources = field(default_factory=Sources)
     park: Path | None = None
@@ -72,10 +78,13 @@ class Options:
 
 def check(options: Options) -> None:
     """Raises UsageError for what cannot be served, before a model is loaded."""
-    if not is_loopback(options.host) and not options.key:
+    if not is_loopback(options.host) and not options.keys:
         raise UsageError(
             f"on {options.host} other machines can ask: give a key, --key-file FILE, or listen on 127.0.0.1"
         )
+    for origin in options.origins:
+        if origin not in ("*", "null") and not _ORIGIN.fullmatch(origin):
+            raise UsageError(f"--allow-origin {origin}: an origin is https://NAME:PORT, or * for all")
     if options.parent and not psutil.pid_exists(options.parent):
         raise UsageError(f"--parent-pid {options.parent}: there is no such process")
 
@@ -137,11 +146,12 @@ def _announce(address: str, name: str) -> None:
 async def _run(
     service: Service, options: Options, listening: socket.socket, ended: threading.Event, say: Callable[[str], None]
 ) -> None:
-    rules = Rules(_host_names(options, listening), options.key, options.max_body)
+    rules = Rules(_host_names(options, listening), options.keys, options.origins, options.max_body,
+                  bounds=Bounds.of(options.limits.n_ctx))  # fmt: skip
     config = uvicorn.Config(
         application(service, rules), log_config=None, access_log=False, server_header=False, date_header=False,
-        lifespan="off", timeout_keep_alive=30, limit_concurrency=512, timeout_graceful_shutdown=5, http=Protocol,
-        ws="none", loop="none",
+        lifespan="off", timeout_keep_alive=30, limit_concurrency=CONNECTIONS, timeout_graceful_shutdown=5,
+        http=functools.partial(Protocol, waiting={}), ws="none", loop="none",  # type: ignore[arg-type]
     )  # fmt: skip
     server = _Server(config)
     logging.getLogger("uvicorn").addHandler(logging.NullHandler())  # stderr is for what concerns people
@@ -151,6 +161,7 @@ async def _run(
     tasks: set[asyncio.Task[None]] = set()
 
     def end() -> None:  # a second time: at once
+        service.closing.set()
         if service.engine.busy:
             say("ending; answers that are under way are given up" + ("" if tasks else f" after {options.grace:g} s"))
         tasks.add(asyncio.ensure_future(_drained(service.engine, server, 0 if tasks else options.grace)))
@@ -241,22 +252,6 @@ def _is_pipe(number: int) -> bool:
     except OSError:
         return False
     return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
-
-
-def new_key() -> str:
-    """Makes a key that nobody guesses."""
-    return secrets.token_urlsafe(32)
-
-
-def read_key(path: Path) -> str:
-    """Reads the key in a file. Raises UsageError."""
-    try:
-        text = path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--key-file {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    if not 16 <= len(text) <= 1024 or not text.isascii() or not text.isprintable():
-        raise UsageError(f"--key-file {path} must hold one line of 16 to 1024 letters, digits and signs")
-    return text
 
 
 def free_memory_share() -> int:

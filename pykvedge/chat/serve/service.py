@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from pykvedge.chat.serve.asking import Defaults
 from pykvedge.chat.serve.engine import Engine
+from pykvedge.chat.serve.fetching import Fetching
 from pykvedge.errors import RequestError
 
 
@@ -22,7 +23,9 @@ class Service:
     strict: bool = False  # refuse requests that name another model
     watchers: int = 0  # of its events
     began: float = field(default_factory=time.time)
-    looking: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))  # requests whose pictures are read
+    looking: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))  # requests that are unpacked
+    fetching: Fetching = field(default_factory=Fetching)
+    closing: asyncio.Event = field(default_factory=asyncio.Event)  # it goes down, and takes no more requests
 
     def check_model(self, name: str | None) -> None:
         """Raises RequestError for the name of another model, if the server is strict about it."""

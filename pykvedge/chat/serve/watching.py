@@ -12,6 +12,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from pykvedge.chat.serve.engine import Engine
+from pykvedge.chat.serve.guarding import OWNER
 from pykvedge.chat.serve.service import Service
 from pykvedge.errors import RequestError
 from pykvedge.native import memory as process
@@ -41,14 +42,20 @@ def _memory(engine: Engine) -> dict[str, Any]:
 
 
 async def sessions(service: Service, http: HttpRequest) -> Response:
-    """GET /v1/kvedge/sessions: those that are worked on, then those that wait. Nothing of what was said."""
-    parked = await asyncio.to_thread(service.engine.park.listed)
-    return JSONResponse({"sessions": [*_working(service.engine), *parked]})
+    """GET /v1/kvedge/sessions: those that are worked on, then those that wait. Nothing of what was said.
+
+    Whoever showed a key sees the conversations of that key.
+    """
+    owner = http.scope.get(OWNER, "")
+    parked = await asyncio.to_thread(service.engine.park.listed, owner)
+    return JSONResponse({"sessions": [*_working(service.engine, owner), *parked]})
 
 
-def _working(engine: Engine) -> list[dict[str, Any]]:
+def _working(engine: Engine, owner: str) -> list[dict[str, Any]]:
     out = []
     for job, state, slot in engine.working():
+        if job.request.owner != owner:
+            continue
         tokens, request = job.report.tokens, job.request
         out.append(
             {
@@ -67,13 +74,13 @@ def _working(engine: Engine) -> list[dict[str, Any]]:
 
 
 async def forget(service: Service, http: HttpRequest) -> Response:
-    """DELETE /v1/kvedge/sessions/ID: gives up an answer, or forgets a conversation that waits."""
-    name, engine = http.path_params["name"], service.engine
+    """DELETE /v1/kvedge/sessions/ID: gives up an answer, or forgets a conversation that waits, of the same key."""
+    name, engine, owner = http.path_params["name"], service.engine, http.scope.get(OWNER, "")
     for job, _, _ in engine.working():
-        if job.id == name:
+        if job.id == name and job.request.owner == owner:
             engine.cancel(job)
             return JSONResponse({"id": name, "ended": True})
-    if await asyncio.to_thread(engine.park.forget, name):
+    if await asyncio.to_thread(engine.park.forget, name, owner):
         return JSONResponse({"id": name, "forgotten": True})
     raise RequestError(404, f"there is no conversation {name:.80}", "not_found")
 
@@ -89,9 +96,9 @@ async def events(service: Service, http: HttpRequest) -> Response:
 async def _changes(service: Service, http: HttpRequest) -> AsyncIterator[str]:
     service.watchers += 1
     try:
-        last, said = "", 0.0
+        last, said, owner = "", 0.0, http.scope.get(OWNER, "")
         while not service.engine.stopping and not await http.is_disconnected():
-            now = json.dumps({"memory": _memory(service.engine), "sessions": _working(service.engine)})
+            now = json.dumps({"memory": _memory(service.engine), "sessions": _working(service.engine, owner)})
             if now != last:
                 yield f"data: {now}\n\n"
                 last, said = now, time.monotonic()

@@ -9,10 +9,11 @@ from pydantic_core import ErrorDetails, from_json
 
 from pykvedge.errors import RequestError
 
-MOST_MESSAGES, MOST_PARTS, MOST_TOOLS, MOST_CHOICES = 4096, 256, 128, 8
+MOST_MESSAGES, MOST_PARTS, MOST_TOOLS, MOST_CHOICES, MOST_BIASES = 4096, 256, 128, 8, 4096
 
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 Limit = Annotated[int, Field(ge=-1, lt=2**31)]  # -1: none
 Temperature = Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)]
@@ -178,7 +179,7 @@ class Sampled(Wire):
     repeat_last_n: Annotated[int, Field(ge=-1, le=2**20)] | None = None  # -1: the whole answer
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]] | None = None
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=MOST_BIASES)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     stop: str | Annotated[list[str], Field(max_length=64)] | None = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None

@@ -1,0 +1,95 @@
+"""What a request's JSON may consist of, counted over its bytes: readers of JSON build all of it first, whatever it is.
+
+Pictures are where a body's bytes go: the strings that begin with `data:`, or stand under the key "data" or in the
+list of "multimodal_data".
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from pykvedge.errors import RequestError
+
+_BRACKET = re.compile(rb"[\[\]{}]")
+_BLANKS = b" \t\r\n"
+_LISTED = re.compile(rb"\s*:\s*\[\s*")  # between the name of a list and its first string
+_LIST = b'"multimodal_data"'
+_PICTURE = 32 << 20  # bytes of one picture in base64, with what is around it
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """text: bytes beside pictures. values: members of objects and lists, and they themselves. depth: of nesting."""
+
+    text: int = 1 << 20
+    values: int = 100_000
+    depth: int = 64
+
+    @classmethod
+    def of(cls, n_ctx: int) -> Bounds:
+        """Makes the bounds of a server whose conversations have n_ctx tokens."""
+        return cls(max(1 << 20, 64 * n_ctx), 100_000 + n_ctx)
+
+    def check(self, body: bytes | bytearray) -> int:
+        """Raises RequestError for a body that is over a bound. Returns the bytes of its pictures."""
+        pictures = depth = values = at = 0
+        listed = False  # inside a list of pictures
+        while True:
+            quote = body.find(b'"', at)
+            end = quote if quote >= 0 else len(body)
+            if end - pictures > self.text:
+                raise self._long(len(body))
+            between = body[at:end]
+            values += between.count(b",") + between.count(b"{") + between.count(b"[")
+            if values > self.values:
+                raise RequestError(413, f"the body has more than {self.values} values", "too_large")
+            depth = self._depth(between, depth)
+            if quote < 0:
+                return pictures
+            begun = _LISTED.fullmatch(between) is not None and body.endswith(_LIST, 0, at)
+            listed = begun or (listed and b"]" not in between)
+            named = between.rstrip(_BLANKS).endswith(b":") and body.endswith(b'"data"', 0, at)
+            picture = listed or named or body[quote + 1 : quote + 6].lower() == b"data:"
+            at, plain = self._end_of_string(body, quote, pictures)
+            if picture and plain:
+                pictures += at - quote
+                if at - quote > _PICTURE:
+                    raise RequestError(413, f"one text of the body has {(at - quote) >> 20} MiB", "too_large")
+            elif at - pictures > self.text:
+                raise self._long(len(body))
+
+    def _depth(self, between: bytes | bytearray, depth: int) -> int:
+        for found in _BRACKET.findall(between):
+            depth += 1 if found in b"{[" else -1
+            if depth > self.depth:
+                raise RequestError(400, "the body is nested too deeply", "invalid_json")
+        return depth
+
+    def _end_of_string(self, body: bytes | bytearray, quote: int, pictures: int) -> tuple[int, bool]:
+        """Returns where the string that begins at a quote is over, and whether no quote is written in it."""
+        at, plain = quote + 1, True
+        while (end := body.find(b'"', at)) >= 0:
+            before = _backslashes(body, at, end, self.text)
+            if before % 2 == 0 and before < self.text:
+                return end + 1, plain
+            at, plain = end + 1, False
+            if at - pictures > self.text:
+                raise self._long(len(body))
+        return len(body), plain
+
+    def _long(self, n_bytes: int) -> RequestError:
+        most = f"{self.text / (1 << 20):.3g} MiB"
+        return RequestError(400, f"the body has {n_bytes / (1 << 20):.3g} MiB; beside its pictures it may have {most}, "
+                            "more than a conversation holds", "context_length_exceeded", "messages")  # fmt: skip
+
+
+def _backslashes(body: bytes | bytearray, begin: int, end: int, most: int) -> int:
+    """Counts those right before a place; about `most` where there are more."""
+    width = 64
+    while True:
+        before = body[max(begin, end - width) : end]
+        n = len(before) - len(before.rstrip(b"\\"))
+        if n < width or n >= most:
+            return n
+        width *= 2

@@ -1,0 +1,192 @@
+"""Pictures behind https: URLs, fetched in bounded time and size, and given up when nobody waits for them.
+
+What is fetched comes from a public address: a name is looked up once, and the address that was looked at is the one
+connected to, over a checked certificate. Every redirect is looked at in the same way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import ipaddress
+import socket
+import ssl
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any
+from urllib.parse import quote, urljoin, urlsplit
+
+import httpcore
+
+from pykvedge.errors import ImageError, RequestError
+
+MOST_BYTES = 20 << 20  # of one picture's file
+_REQUEST_BYTES = 64 << 20  # of all pictures of a request
+_REDIRECTS, _SECONDS = 3, 20.0  # of one picture; of all pictures of a request
+_REQUESTS, _AT_ONCE = 32, 6  # whose pictures are fetched at the same time; pictures of one of them
+_ADDRESSES = 4  # of a host that are tried
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+_PUBLIC = ipaddress.ip_network("2000::/3")
+_SAFE = "/%:@!$&'()*+,;=~?"
+
+
+class Fetching:
+    """Fetches the pictures of requests, in an event loop."""
+
+    def __init__(self) -> None:
+        self._requests = 0
+
+    async def all(self, urls: Iterable[str]) -> dict[str, bytes]:
+        """Returns the bytes behind https: URLs. Raises ImageError, RequestError."""
+        if self._requests >= _REQUESTS:
+            raise RequestError(503, "too many requests wait for pictures of other servers", "busy", retry_s=5)
+        self._requests += 1
+        try:
+            return await asyncio.wait_for(_fetched(dict.fromkeys(urls)), _SECONDS)
+        except (TimeoutError, asyncio.TimeoutError):
+            raise ImageError(f"fetching pictures takes longer than {_SECONDS:.0f} seconds") from None
+        finally:
+            self._requests -= 1
+
+
+async def _fetched(urls: Iterable[str]) -> dict[str, bytes]:
+    at_once, left = asyncio.Semaphore(_AT_ONCE), [_REQUEST_BYTES]
+    out: dict[str, bytes] = {}
+
+    async def one(url: str) -> None:
+        async with at_once:
+            out[url] = await fetch(url, left)
+
+    tasks = [asyncio.ensure_future(one(url)) for url in urls]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return out
+
+
+async def fetch(url: str, left: list[int]) -> bytes:
+    """Returns the bytes behind an https: URL. left: a number, of bytes that may be read. Raises ImageError."""
+    async with httpcore.AsyncConnectionPool(ssl_context=_context(), network_backend=_Public()) as pool:
+        for _ in range(_REDIRECTS + 1):
+            found = await _get(pool, _checked(url), left)
+            if isinstance(found, bytes):
+                return found
+            url = urljoin(url, found)
+    raise ImageError("the URL of a picture leads elsewhere again and again")
+
+
+def _checked(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        host = (parts.hostname or "").encode("idna").decode()
+        port = f":{parts.port}" if parts.port else ""
+        good = parts.scheme == "https" and host and parts.username is None
+    except ValueError:
+        good = False
+    if not good:
+        raise ImageError("the URL of a picture is https://HOST/PATH, also where it leads elsewhere")
+    where = f"[{host}]" if ":" in host else host
+    query = f"?{quote(parts.query, _SAFE)}" if parts.query else ""
+    return f"https://{where}{port}{quote(parts.path, _SAFE) or '/'}{query}"
+
+
+async def _get(pool: httpcore.AsyncConnectionPool, url: str, left: list[int]) -> bytes | str:
+    """Returns the bytes, or where they are instead."""
+    try:
+        async with pool.stream("GET", url, headers={"Accept": "image/*", "User-Agent": "kvedge"}) as response:
+            if response.status in (301, 302, 303, 307, 308):
+                places = [value for name, value in response.headers if name.lower() == b"location"]
+                return places[0].decode("latin-1") if places else ""
+            if response.status != 200:
+                raise ImageError(f"the host of a picture answers with status {response.status}")
+            data = bytearray()
+            async for part in response.aiter_stream():
+                data += part
+                left[0] -= len(part)
+                if len(data) > MOST_BYTES or left[0] < 0:
+                    raise ImageError(f"a picture's file may have {MOST_BYTES >> 20} MiB, and those that are fetched "
+                                     f"for a request {_REQUEST_BYTES >> 20} MiB together")  # fmt: skip
+            return bytes(data)
+    except (OSError, httpcore.NetworkError, httpcore.ProtocolError, httpcore.TimeoutException) as error:
+        raise ImageError(f"a picture cannot be fetched: {error or type(error).__name__}") from None
+
+
+@functools.cache
+def _context() -> ssl.SSLContext:
+    return ssl.create_default_context()
+
+
+class _Public(httpcore.AsyncNetworkBackend):
+    """Connects to the public addresses that a name stood for when it was looked up."""
+
+    def __init__(self) -> None:
+        self._plain = httpcore.AnyIOBackend()
+
+    async def connect_tcp(self, host: str, port: int, *args: Any, **more: Any) -> httpcore.AsyncNetworkStream:
+        """Raises ImageError for a host that is no public one, httpcore.ConnectError."""
+        error: Exception = httpcore.ConnectError("it has no address")
+        for address in await public_addresses(host, port):
+            try:
+                return await self._plain.connect_tcp(address, port, *args, **more)
+            except httpcore.NetworkError as refused:
+                error = refused
+        raise error
+
+
+async def public_addresses(host: str, port: int) -> Sequence[str]:
+    """Looks a name up. Raises ImageError where it stands for this machine, or one of a private network."""
+    try:
+        found = await _looked_up(host, port)
+    except (OSError, UnicodeError):
+        raise ImageError(f"the host of a picture, {host:.100}, is not known") from None
+    if not found or not all(map(is_public, found)):
+        raise ImageError(f"the host of a picture, {host:.100}, is no public one")
+    return found[:_ADDRESSES]
+
+
+async def _looked_up(host: str, port: int) -> list[str]:
+    """Asks the system, in a thread that nobody waits for when the time is over."""
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[list[str]] = loop.create_future()
+
+    def tell(found: list[str], error: Exception | None) -> None:
+        if answer.done():
+            return
+        if error is not None:
+            answer.set_exception(error)
+        else:
+            answer.set_result(found)
+
+    def look() -> None:
+        found, failed = list[str](), None
+        try:
+            found = [str(entry[4][0]) for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+        except Exception as error:
+            failed = error
+        try:
+            loop.call_soon_threadsafe(tell, found, failed)
+        except RuntimeError:  # the loop is closed: the server has gone down
+            return
+
+    threading.Thread(target=look, daemon=True, name="kvedge-lookup").start()
+    return await answer
+
+
+def is_public(address: str) -> bool:
+    """Tells whether an address is a machine's of the internet; one that stands for an IPv4 address is what that is."""
+    try:
+        number = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return False
+    if isinstance(number, ipaddress.IPv6Address):
+        embedded = number.ipv4_mapped or number.sixtofour
+        if number in _NAT64:
+            embedded = ipaddress.IPv4Address(int(number) & 0xFFFFFFFF)
+        if embedded is not None:
+            return is_public(str(embedded))
+        if number not in _PUBLIC or number.teredo is not None:
+            return False
+    return number.is_global and not number.is_multicast and not number.is_reserved

@@ -1,0 +1,81 @@
+"""What happens to a request's pictures before it gets a slot: who finds them encoded, and what C holds later."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from server import DEMO, SCENES
+
+import pykvedge
+from pykvedge.chat.serve.engine import Engine
+from pykvedge.chat.serve.job import Done, Failed, Request
+from pykvedge.chat.serve.limits import Limits
+from pykvedge.chat.serve.parked import Park
+from pykvedge.errors import CancelledError, ContextError, GrammarError
+from pykvedge.models.prompt import IMAGE, Message
+from pykvedge.runtime.sampling import Sampling
+
+
+@pytest.fixture(scope="module")
+def loaded(native):
+    with pykvedge.load(DEMO / "demo-model.gguf", DEMO / "demo-mmproj.gguf", threads=1) as model:
+        yield model
+
+
+def asked(engine, cancel=False, **fields):
+    """Asks about a picture, and returns the last event."""
+    over, last = threading.Event(), []
+    submitted = threading.Event()
+
+    def take(event):
+        if cancel and submitted.wait(20):
+            job.cancelled.set()
+        if isinstance(event, (Done, Failed)):
+            last.append(event)
+            over.set()
+
+    said = f"{IMAGE}\n" + fields.pop("text", "What is there?")
+    sampling = fields.pop("sampling", Sampling(max_tokens=2, temp=0.0))
+    messages = [Message("user", said, [pykvedge.load_picture(SCENES[0])])]
+    request = Request(messages, pykvedge.plan("lookm", 0.3), sampling, **fields)
+    job = engine.submit(request, take)
+    submitted.set()
+    assert over.wait(60)
+    return last[0]
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_pictures_of_another_key_are_encoded_again(loaded, monkeypatch, share):
+    engine = Engine(loaded, Limits(slots=2, n_ctx=1024, memory=64 << 20, share_prompts=share), Park(None))
+    encoder, encoded = engine.preparer.vision.encoder, []
+    plain = encoder.encode
+    monkeypatch.setattr(encoder, "encode", lambda *given: encoded.append(1) or plain(*given), raising=False)
+    engine.preparer.vision._encoded.clear()
+    try:
+        for owner, text in (("ann", "a"), ("ann", "b"), ("bob", "a"), ("bob", "c")):
+            assert isinstance(asked(engine, owner=owner, text=text), Done)
+        assert len(encoded) == (1 if share else 2)
+    finally:
+        engine.close()
+
+
+def test_requests_that_are_refused_leave_nothing_in_c(loaded, monkeypatch):
+    """As many of mtmd's chunks are freed as were made, whyever the request ends."""
+    engine = Engine(loaded, Limits(slots=1, n_ctx=170, memory=64 << 20), Park(None))
+    mtmd, made, freed = engine.preparer.vision.mtmd, [], []
+    copy, free = mtmd.mtmd_input_chunk_copy, mtmd.mtmd_input_chunk_free
+    monkeypatch.setattr(mtmd, "mtmd_input_chunk_copy", lambda chunk: made.append(1) or copy(chunk))
+    monkeypatch.setattr(mtmd, "mtmd_input_chunk_free", lambda chunk: freed.append(1) or free(chunk))
+    ends = [
+        ({}, Done), ({"text": "word " * 60}, ContextError), ({"text": "word " * 61}, ContextError),
+        ({"count_only": True}, Done), ({"cancel": True, "text": "x"}, CancelledError),
+        ({"sampling": Sampling(max_tokens=2, grammar="root ::= ("), "text": "y"}, GrammarError),
+    ]  # fmt: skip
+    try:
+        for n, (fields, how) in enumerate(ends, 1):
+            end = asked(engine, **fields)
+            assert isinstance(end.error if isinstance(end, Failed) else end, how), end
+            assert len(made) == len(freed) == n
+    finally:
+        engine.close()
