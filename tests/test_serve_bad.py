@@ -169,10 +169,33 @@ def test_a_file_below_the_folder_is_read_and_no_other(server):
 
 
 def test_other_names_and_other_pages(server):
-    for headers in ({"Host": "evil.example"}, {"Origin": "https://evil.example"}):
-        answer = server.client.post("/v1/chat/completions", json={"messages": HELLO}, headers=headers)
-        assert answer.status_code == 403
+    foreign = {"Origin": "https://evil.example"}, {"Origin": "http://localhost:3000", "Content-Type": "text/plain"}
+    for headers in ({"Host": "evil.example"}, *foreign):
+        answer = server.client.post("/v1/chat/completions", content=json.dumps({"messages": HELLO}), headers=headers)
+        assert answer.status_code == 403 and "access-control-allow-origin" not in answer.headers
+    assert server.client.options("/v1/models", headers=foreign[0]).status_code == 403
     assert server.client.get("/health", headers={"Host": "localhost:1"}).status_code == 200
+
+
+def test_pages_that_were_invited_may_ask(environment, tmp_path):
+    page = "http://localhost:3000"
+    (tmp_path / "key").write_text(KEY)
+    with serving(environment, "--allow-origin", f"{page}/", "--key-file", tmp_path / "key", "--ctx", "512") as server:
+        wanted = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization, x-other"}
+        before = server.client.options("/v1/chat/completions", headers={"Origin": page, **wanted})  # without a key
+        assert before.status_code == 200 and before.headers["access-control-allow-origin"] == page
+        assert "POST" in before.headers["access-control-allow-methods"]
+        assert before.headers["access-control-allow-headers"] == "authorization, x-other"
+        good = {"Authorization": f"Bearer {KEY}", "Origin": page}
+        answer = server.client.post("/v1/chat/completions", json={"messages": HELLO}, headers=good)
+        assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == page
+        assert "origin" in answer.headers["vary"].lower()
+        refused = server.client.post("/v1/chat/completions", json={"messages": HELLO}, headers={"Origin": page})
+        assert refused.status_code == 401 and refused.headers["access-control-allow-origin"] == page
+        for other in ("http://localhost:3001", "https://localhost:3000", "null"):
+            assert server.client.options("/v1/models", headers={"Origin": other, **wanted}).status_code == 400
+            answer = server.client.get("/v1/models", headers={**good, "Origin": other})
+            assert answer.status_code == 403 and "access-control-allow-origin" not in answer.headers
 
 
 def test_what_comes_slowly_or_leaves_is_no_trouble(server):
@@ -216,8 +239,20 @@ def test_options_that_cannot_be(kvedge, tmp_path):
     kvedge("serve", "--key-file", tmp_path / "none").failed(2, "cannot be read")
     kvedge("serve", "--memory", "much").failed(2, "--memory")
     kvedge("serve", "--image-folder", tmp_path / "none").failed(2, "is no folder")
+    kvedge("serve", "--allow-origin", "localhost:3000").failed(2, "--allow-origin", "https://NAME")
     kvedge("serve", "--parent-pid", "4000000").failed(2, "no such process")
     kvedge("serve", "--model", tmp_path / "none.gguf").failed(1, "none.gguf")
+
+
+@pytest.mark.parametrize("missing", ["httptools", "httpcore", "prometheus_client", "uvloop"])
+def test_what_is_missing_of_the_extra_is_named(environment, missing):
+    if missing == "uvloop" and sys.platform == "win32":
+        pytest.skip("it is for other systems")
+    program = f"import sys; sys.modules['{missing}'] = None; sys.argv[1:] = ['serve']\n"
+    program += "from pykvedge.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == f"kvedge: error: serving needs {missing}: pip install 'kvedge[serve]'\n"
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")

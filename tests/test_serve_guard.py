@@ -11,7 +11,8 @@ from pykvedge.chat.serve import guarding
 from pykvedge.chat.serve.bodies import Bounds
 from pykvedge.chat.serve.guarding import OWNER, PICTURES, Guarding, Rules
 from pykvedge.chat.serve.keys import Key
-from pykvedge.errors import RequestError
+from pykvedge.chat.serve.server import Options, check
+from pykvedge.errors import RequestError, UsageError
 
 HOSTS = frozenset({"localhost", "127.0.0.1", "chat.example"})
 
@@ -142,6 +143,20 @@ def test_pages_of_other_origins_are_refused(origin, host, status):
     allowed = asked(Rules(HOSTS, origins=("http://localhost:3000",)), headers)
     assert allowed[0] == (200 if origin == "http://localhost:3000" else status)
     assert asked(Rules(HOSTS, origins=("*",)), headers)[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("origin", "good"),
+    [("*", True), ("null", True), ("https://a.example", True), ("app://obsidian.md", True), ("http://[::1]:3000", True),
+     ("localhost:3000", False), ("http://a b", False), ("http://a.example/path", False), ("https://*.example", False),
+     ("", False), ("https://a.example,https://b.example", False)],
+)  # fmt: skip
+def test_origins_that_can_be_allowed(origin, good):
+    if good:
+        check(Options(origins=(origin,)))
+    else:
+        with pytest.raises(UsageError, match="--allow-origin"):
+            check(Options(origins=(origin,)))
 
 
 def test_a_request_has_one_host():

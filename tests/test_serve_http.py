@@ -5,6 +5,7 @@ import json
 import socket
 
 import httpx
+import psutil
 import pytest
 
 pytest.importorskip("uvicorn")
@@ -12,6 +13,7 @@ pytest.importorskip("uvicorn")
 from server import DEMO, serving
 
 from pykvedge.chat.serve import protocol
+from pykvedge.chat.serve.protocol import CONNECTIONS, WAITING
 
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
@@ -63,6 +65,51 @@ def test_requests_may_follow_each_other_without_waiting(server):
         asked = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
         one.sendall((asked + b"\r\n") * 99 + asked + b"Connection: close\r\n\r\n")
         assert one.makefile("rb").read().count(b"HTTP/1.1 200") == 100
+
+
+def read_out(connection):
+    """Reads until the server has closed a connection."""
+    try:
+        while connection.recv(4096):
+            pass
+    except ConnectionError:
+        return
+
+
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "begun",
+    [b"GET / HTTP/1.1\r\nX: ", HEAD + b"Content-Length: 9\r\n\r\n{", HEALTH, b""],
+    ids=["headers", "bodies", "idle", "nothing"],
+)  # fmt: skip
+def test_connections_that_wait_keep_nobody_out(server, begun):
+    """The first of them are closed, so that whoever sends a complete request is answered."""
+    port = int(server.url.rpartition(":")[2])
+    left = []
+    try:
+        for _ in range(CONNECTIONS + 20):
+            one = socket.create_connection(("127.0.0.1", port), timeout=30)
+            left.append(one)
+            one.sendall(begun)
+            if begun == HEALTH:
+                data = b""
+                while b"uptime" not in data:
+                    data += one.recv(4096)
+        with httpx.Client(base_url=server.url, timeout=30) as fresh:
+            assert fresh.get("/health").status_code == 200
+            answer = fresh.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "a"}]})
+            assert answer.status_code == 200
+        open_handles = psutil.Process(server.process.pid).num_fds() if hasattr(psutil.Process, "num_fds") else 0
+        assert open_handles < WAITING + 100
+        read_out(left[0])
+        left[-1].settimeout(0.1)
+        with pytest.raises(TimeoutError):
+            left[-1].recv(1)  # and the last is still waited for
+    finally:
+        for one in left:
+            one.close()
 
 
 def test_headers_that_do_not_end_end_the_connection(monkeypatch):
