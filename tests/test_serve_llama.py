@@ -219,6 +219,7 @@ def test_what_ends_and_forms_a_completion(server, model):
     stopped = post(server, "/completion", prompt=PROMPT, n_predict=12, stop=["nothing", word], **GREEDY)
     assert (stopped["stop_type"], stopped["stopping_word"]) == ("word", word) and word not in stopped["content"]
     assert post(server, "/completion", prompt=PROMPT, json_schema={"const": "42"}, n_predict=12)["content"] == '"42"'
+    assert post(server, "/completion", prompt=PROMPT, grammar="", n_predict=12, **GREEDY)["content"] == free
     first = post(server, "/completion", prompt=PROMPT, n_predict=1, return_tokens=True, **GREEDY)["tokens"][0]
     for biases in ([[first, False]], [[first, -100]], {str(first): -100}):
         other = post(server, "/completion", prompt=PROMPT, n_predict=1, return_tokens=True, logit_bias=biases, **GREEDY)

@@ -309,7 +309,7 @@ def _token(text: str) -> int | str:
 def _form(given: ChatRequest | Prompted) -> dict[str, Any]:
     """Chooses what the client wants the answer to follow, if it is not a call."""
     forms: list[tuple[str, Any]] = []
-    if given.grammar is not None:
+    if given.grammar:
         if "::=" not in given.grammar:
             raise RequestError(400, 'grammar: it has no rule, as root ::= "yes" | "no"', "invalid_value", "grammar")
         forms.append(("grammar", given.grammar))
