@@ -1,0 +1,90 @@
+"""`kvedge serve --allow-origin` and a browser: pages that are invited ask as pages of front ends do, others cannot."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from server import serving
+
+webdriver = pytest.importorskip("selenium.webdriver")
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+DRIVER = shutil.which("chromedriver")
+pytestmark = pytest.mark.skipif(not (BROWSER and DRIVER), reason="needs chromium and chromedriver")
+OPTIONS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage")
+KEY = "a-key-of-more-than-sixteen-letters"
+ASK = """const [url, options, done] = arguments;
+fetch(url, options).then(async (answer) => done([answer.status, answer.type, await answer.text()]),
+                         (error) => done([0, error.name, ""]));"""
+
+
+class Empty(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html")
+        self.end_headers()
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture(scope="module")
+def sites():
+    """Two sites, each with an empty page: their addresses."""
+    servers = [ThreadingHTTPServer(("127.0.0.1", 0), Empty) for _ in range(2)]
+    for one in servers:
+        threading.Thread(target=one.serve_forever, daemon=True).start()
+    yield [f"http://127.0.0.1:{one.server_address[1]}" for one in servers]
+    for one in servers:
+        one.shutdown()
+        one.server_close()
+
+
+@pytest.fixture(scope="module")
+def driver():
+    options = webdriver.ChromeOptions()
+    options.binary_location = BROWSER
+    for one in OPTIONS:
+        options.add_argument(one)
+    running = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    running.set_script_timeout(60)
+    yield running
+    running.quit()
+
+
+def chat(key=KEY, **fields):
+    said = '{"messages": [{"role": "user", "content": "What is there?"}], "max_tokens": 4, "stream": true}'
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+    return {"method": "POST", "headers": headers, "body": said, **fields}
+
+
+def test_an_invited_page_asks(environment, driver, sites, tmp_path):
+    (tmp_path / "key").write_text(KEY)
+    driver.get(sites[0])
+    with serving(environment, "--ctx", "512", "--key-file", tmp_path / "key", "--allow-origin", sites[0]) as server:
+        for path in ("/v1/chat/completions", "/v1/messages"):
+            status, kind, text = driver.execute_async_script(ASK, f"{server.url}{path}", chat())
+            assert (status, kind) == (200, "cors") and ("[DONE]" in text or "message_stop" in text)
+        headers = {"Authorization": f"Bearer {KEY}"}
+        status, kind, text = driver.execute_async_script(ASK, f"{server.url}/props", {"headers": headers})
+        assert (status, kind) == (200, "cors") and '"vision":true' in text
+        # what is refused can be read, too: a front end has to say why
+        status, kind, text = driver.execute_async_script(ASK, f"{server.url}/v1/chat/completions", chat("wrong"))
+        assert (status, kind) == (401, "cors") and "invalid_api_key" in text
+
+
+def test_another_page_neither_asks_nor_reads(environment, driver, sites):
+    """Not by the requests either that browsers send without asking the server first."""
+    blind = {"method": "POST", "body": chat()["body"], "mode": "no-cors", "headers": {"Content-Type": "text/plain"}}
+    with serving(environment, "--ctx", "512", "--allow-origin", sites[0]) as server:
+        driver.get(sites[1])
+        for options in (chat(), blind, {}):
+            status, _, text = driver.execute_async_script(ASK, f"{server.url}/v1/chat/completions", options)
+            assert (status, text) == (0, "")
+        assert server.metric("prompt_tokens_total") == 0
+        driver.get(sites[0])
+        driver.execute_async_script(ASK, f"{server.url}/v1/chat/completions", blind)
+        assert server.metric("prompt_tokens_total") > 0
