@@ -240,7 +240,7 @@ def test_what_ends_and_forms_a_completion(server, model):
         ("/completion", {"prompt": "a", "post_sampling_probs": True}, "post_sampling_probs"),
         ("/completion", {"prompt": "a", "n_probs": 99}, "n_probs"),
         ("/completion", {"prompt": ["a"] * 65}, "at most 64"),
-        ("/completion", {"prompt": "word " * 3000}, "a conversation holds 1024"),
+        ("/completion", {"prompt": "word " * 2000}, "a conversation holds 1024"),
         ("/v1/completions", {"prompt": "a", "echo": True}, "echo"),
         ("/v1/completions", {"prompt": "a", "suffix": "b"}, "suffix"),
         ("/v1/completions", {"prompt": "a", "best_of": 3, "n": 2}, "best_of"),
