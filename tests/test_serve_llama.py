@@ -198,6 +198,9 @@ def test_a_prompt_has_pictures_at_its_markers(server):
     whole = server.chat(said).json()
     assert answer["content"].strip() == whole["choices"][0]["message"]["content"]
     assert answer["tokens_evaluated"] == whole["usage"]["prompt_tokens"]
+    usual = {**prompt, "prompt_string": written.replace(marker, "<__media__>")}
+    again = post(server, "/completion", prompt=usual, n_predict=24, **GREEDY)
+    assert (again["content"], again["tokens_evaluated"]) == (answer["content"], answer["tokens_evaluated"])
     for wrong in ({**prompt, "prompt_string": "no marker"}, {**prompt, "multimodal_data": ["%%%"]}):
         assert server.client.post("/completion", json={"prompt": wrong}).status_code == 400
 

@@ -20,6 +20,8 @@ from pykvedge.models.prompt import ChatTemplate, Message
 from pykvedge.models.vision import ImagePiece, Piece, TextPiece, Vision
 from pykvedge.models.vocabulary import Vocabulary
 
+USUAL_MARKER = "<__media__>"  # what mtmd calls a picture where nobody says otherwise
+
 
 @dataclass(frozen=True)
 class Written:
@@ -107,15 +109,17 @@ class Composer:
     def as_written(self, parts: Sequence[str | int], pictures: list[Picture]) -> list[Piece]:
         """Cuts a prompt that is no conversation: what its texts mean to the tokeniser, and tokens by their numbers.
 
-        A special token that is written out is that token, and `marker` is a picture: whoever writes the prompt is the
-        template. The tokeniser's own first token comes first where the first part is a text.
+        A special token that is written out is that token, and `marker` is a picture, or USUAL_MARKER where there is
+        none: whoever writes the prompt is the template. The tokeniser's own first token comes first where the first
+        part is a text.
 
         Raises ImageError, UsageError.
         """
         if pictures:
             if self._vision is None or len(parts) != 1 or not isinstance(parts[0], str):
                 raise UsageError("a prompt with pictures is one text")
-            return self._vision.split((self._bos if self._model.adds_bos else "") + parts[0], pictures)
+            text = parts[0] if self.marker in parts[0] else parts[0].replace(USUAL_MARKER, self.marker)
+            return self._vision.split((self._bos if self._model.adds_bos else "") + text, pictures)
         out: list[int] = []
         for i, part in enumerate(parts):
             if isinstance(part, str):
