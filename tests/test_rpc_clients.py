@@ -20,6 +20,12 @@ from pykvedge.models import offload
 WORKER = Path(__file__).with_name("crowd_worker.py")
 OPERATIONS = int(os.environ.get("KVEDGE_RPC_OPERATIONS", "40"))
 MIB = 1 << 20
+TOO_LATE = """
+from pykvedge.models import offload
+offload._reach = lambda endpoint: None  # it was free
+offload.CONNECT_S = 0.5
+offload.Offload(rpc="{}").devices()
+"""
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +67,8 @@ def test_a_server_that_serves_another_program(native, kvedge, tiny, environment,
     for _ in range(4):
         with pytest.raises(DeviceError, match="serves another program"):
             offload.Offload(rpc=server.address).devices()
+    late = kvedge(program=["-c", TOO_LATE.format(server.address)], timeout=60)
+    assert late.code == 1 and "serves another program" in late.err, late
     assert talking.stdout.read(1) and talking.poll() is None
     talking.kill()
     talking.communicate()

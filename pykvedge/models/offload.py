@@ -15,6 +15,7 @@ from pykvedge.errors import DeviceError, ModelError, UsageError
 if TYPE_CHECKING:
     from pykvedge.models.gguf import Header
     from pykvedge.models.placement import Placement, Talk
+    from pykvedge.native import ggml
     from pykvedge.native.ggml import Device
 
 AUTO, NONE = "auto", "none"
@@ -67,11 +68,24 @@ class Offload:
 
         Raises DeviceError for a server that does not answer, UsageError for a device that is not there.
         """
+        _held = self._connect()
+        return self._chosen()
+
+    def _connect(self) -> list[ggml.Connection]:
         from pykvedge.native import ggml
 
+        held = []
         for endpoint in self.servers:
             _reach(endpoint)
-            ggml.add_server(endpoint)
+            connection = ggml.Connection.within(CONNECT_S, endpoint)
+            if connection is None:  # another program was faster
+                raise DeviceError(_busy(endpoint))
+            held.append(connection)
+        return held
+
+    def _chosen(self) -> list[Device]:
+        from pykvedge.native import ggml
+
         if self.off or self.through_graph:
             return []
         if self.names:
@@ -86,7 +100,7 @@ class Offload:
 
         Raises what `devices` raises.
         """
-        chosen = self.devices()
+        held, chosen = self._connect(), self._chosen()  # weights hold the connection later
         if isinstance(self.gpu_layers, str):
             params.n_gpu_layers = self._most(header, chosen)
         elif self.gpu_layers is not None:
@@ -94,10 +108,10 @@ class Offload:
         if self.off or self.through_graph:
             params.n_gpu_layers = 0
         if self.device == AUTO and not isinstance(self.gpu_layers, str):
-            return None
+            return held
         array = (ctypes.c_void_p * (len(chosen) + 1))(*(device.handle for device in chosen), None)
         params.devices = ctypes.cast(array, ctypes.c_void_p)
-        return array
+        return held, array
 
     def _most(self, header: Header, devices: list[Device]) -> int:
         try:
@@ -158,12 +172,16 @@ def _reach(endpoint: str) -> None:
             raise DeviceError(f"what listens at {endpoint} is no RPC server of kvedge's, or of another version")
 
 
+def _busy(endpoint: str) -> str:
+    return (
+        f"no RPC server answers at {endpoint} within {CONNECT_S:.0f} s; if there is one it serves another program, "
+        "and serves one at a time: try again when that one has ended"
+    )
+
+
 def _unreachable(endpoint: str, error: OSError) -> str:
     if isinstance(error, TimeoutError):
-        return (
-            f"no RPC server answers at {endpoint} within {CONNECT_S:.0f} s; if there is one it serves another program, "
-            "and serves one at a time: try again when that one has ended"
-        )
+        return _busy(endpoint)
     why = error.strerror or str(error) or "no answer"
     return f"no RPC server answers at {endpoint}: {why}; start one there with `kvedge rpc-server --host ADDRESS`"
 

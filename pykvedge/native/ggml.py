@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes as c
 import functools
 import os
+import queue
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -66,6 +68,7 @@ _PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "ggml_backend_dev_buffer_type": (_P, [_P]),
     "ggml_backend_dev_init": (_P, [_P, c.c_char_p]),
     "ggml_backend_dev_supports_op": (c.c_bool, [_P, _P]),
+    "ggml_backend_reg_dev_get": (_P, [_P, _S]),
     "ggml_backend_reg_get_proc_address": (_P, [_P, c.c_char_p]),
     "ggml_backend_reg_by_name": (_P, [c.c_char_p]),
     "ggml_backend_register": (None, [_P]),
@@ -132,7 +135,8 @@ def devices() -> list[Device]:
 
 
 _ADD_SERVER = c.CFUNCTYPE(_P, c.c_char_p)
-_servers: list[str] = []  # HOST:PORT of those whose devices are this process's
+_servers: dict[str, int] = {}  # HOST:PORT of those whose devices are this process's -> the first device
+_adding = threading.Lock()
 
 
 def has_gpu() -> bool:
@@ -152,17 +156,52 @@ def _rpc(name: str, prototype: Any) -> Any:
     return prototype(address)
 
 
-@functools.cache
-def add_server(endpoint: str) -> None:
-    """Makes the devices of an RPC server at HOST:PORT devices of this process, for good.
+def add_server(endpoint: str) -> int:
+    """Makes the devices of an RPC server at HOST:PORT devices of this process, for good. Returns the first one.
 
-    ggml ends the process where nobody answers, or a server of another version does. Raises DeviceError, LibraryError.
+    ggml ends the process where nobody answers, or a server of another version does, and waits for one that serves
+    another program. Raises DeviceError, LibraryError.
     """
-    registry = _rpc("add_server", _ADD_SERVER)(endpoint.encode())
-    if not registry:
-        raise DeviceError(f"the RPC server at {endpoint} lends no device")
-    call("backend_register", registry)
-    _servers.append(endpoint)
+    with _adding:
+        if endpoint not in _servers:
+            registry = _rpc("add_server", _ADD_SERVER)(endpoint.encode())
+            if not registry:
+                raise DeviceError(f"the RPC server at {endpoint} lends no device")
+            call("backend_register", registry)
+            _servers[endpoint] = call("backend_reg_dev_get", registry, 0)
+        return _servers[endpoint]
+
+
+class Connection:
+    """This keeps the server for this process as long as it lives; without one ggml connects anew for every call."""
+
+    def __init__(self, endpoint: str) -> None:
+        """Waits as long as another program is served. Raises what add_server raises."""
+        self._backend = call("backend_dev_init", add_server(endpoint), None)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_backend"):
+            call("backend_free", self._backend)
+
+    @classmethod
+    def within(cls, seconds: float, endpoint: str) -> Connection | None:
+        """Returns None where another program is served for so long. Raises what add_server raises."""
+        made: queue.SimpleQueue[Connection | BaseException] = queue.SimpleQueue()
+
+        def connect() -> None:
+            try:
+                made.put(cls(endpoint))  # nobody takes it where it comes too late, and it ends
+            except BaseException as error:
+                made.put(error)
+
+        threading.Thread(target=connect, daemon=True).start()
+        try:
+            found = made.get(timeout=seconds)
+        except queue.Empty:
+            return None
+        if isinstance(found, BaseException):
+            raise found
+        return found
 
 
 def why_hung_up() -> str:
