@@ -123,7 +123,7 @@ def test_lengths_that_no_text_has(tmp_path, length):
 
 
 def test_what_is_no_file(kvedge, tmp_path):
-    kvedge("chat", *pair("x" * 800), "Hello").failed(1, "cannot be read")
+    kvedge("chat", *pair("x" * 800), "Hello").failed(2, "is no path: File name too long")
     if hasattr(os, "mkfifo"):
         os.mkfifo(tmp_path / "pipe.gguf")
         said = "pipe.gguf cannot be read: it is a pipe, not a file"

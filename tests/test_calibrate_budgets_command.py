@@ -95,7 +95,7 @@ def test_text_alone_will_do(kvedge, tiny, tmp_path):
     (["--samples", "0"], ["--samples must be at least 1"]), (["--points", "1"], ["--points must be 2 to 1000"]),
     (["--scorer", "windw"], ["did you mean 'window'"]), (["--baseline", "0"], ["--baseline must be a share"]),
     (["--baseline", "nan"], ["--baseline must be a share"]), (["--targets", "0.1,1.5"], ["targets must be shares"]),
-    (["--targets", "some"], ["--targets takes shares"]), (["--seed", "-1"], ["--seed must be 0 or more"]),
+    (["--targets", "some"], ["--targets takes shares"]), (["--seed", "-1"], ["--seed must be at least 0"]),
     (["--questions", "0"], ["--questions must be 1 to 3"]), (["--method", "kvedg"], ["did you mean 'kvedge'"]),
     (["--compress", "prompt"], ["--compress must be conversation, context, or both"]),
     (["--data", "/nowhere/none.jsonl"], ["none.jsonl", "No such file"]), (["--resume"], ["--save FILE"]),

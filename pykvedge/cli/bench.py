@@ -12,7 +12,7 @@ import click
 
 from pykvedge.cli import options
 from pykvedge.cli.modelfiles import fetched, model_files
-from pykvedge.cli.options import listed, option, positive
+from pykvedge.cli.options import listed, option
 from pykvedge.errors import UsageError
 from pykvedge.plans.making import plan as make_plan
 from pykvedge.plans.presets import methods as method_names
@@ -45,10 +45,10 @@ QUICK: dict[str, Any] = {"budgets": "0.2", "tokens": "64", "images": "8", "repea
     option("--again", is_flag=True, help="Also time a second conversation about the same images."),
     option("--kv-type", "kv_types", default="f16", show_default=True, metavar="A,B",
            help="Storage types; stock uses f16."),
-    option("--repeat", type=int, metavar="N",
+    option("--repeat", type=options.COUNT, metavar="N",
            help=f"Rounds. Default {DEFAULTS['repeat']}, quick {QUICK['repeat']}; short ones fill {FILL_S:.0f} s a "
                 "prompt."),
-    option("--generate", type=int, metavar="N",
+    option("--generate", type=options.COUNT, metavar="N",
            help=f"Tokens in each round. Default {DEFAULTS['generate']}, quick {QUICK['generate']}."),
     options.THREADS,
     *options.DEVICES,
@@ -148,10 +148,10 @@ def _matrix(given: dict[str, Any]) -> Matrix:
         models,
         shapes,
         _variants(given, str(chosen["budgets"])),
-        positive("--repeat", chosen["repeat"]),
+        chosen["repeat"],
         FILL_S if given["repeat"] is None else 0.0,
-        positive("--generate", chosen["generate"]),
-        positive("--threads", given["threads"]),
+        chosen["generate"],
+        given["threads"] or 0,
         options.offload(given, max(shape.text_tokens + 1024 * shape.images for shape in shapes)),
         again=given["again"],
         timeline=given["memory_plot"] is not None,

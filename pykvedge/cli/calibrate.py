@@ -68,7 +68,9 @@ def calibrate() -> None:
     metavar="KIND",
     help="visual: for sparsemm; retrieval: for headkv; redundancy: for mixkv with scorer.source=profile.",
 )
-@click.option("--samples", type=int, default=50, show_default=True, metavar="N", help="Prompts to watch, at most.")
+@click.option(
+    "--samples", type=options.COUNT, default=50, show_default=True, metavar="N", help="Prompts to watch, at most."
+)
 @options.taking(*_OPTIONS)
 def heads(kind: str, samples: int, **given: Any) -> None:
     """Find the heads that look at what an answer is read from, or whose keys are alike.
@@ -100,11 +102,11 @@ def heads(kind: str, samples: int, **given: Any) -> None:
 
     made: dict[str, Any] = {"command": f"kvedge calibrate heads --kind {kind} --samples {samples}"}
     with _session(given, plan("full")) as (session, display, cancel):
-        source, count = _samples(given, KINDS[kind]), options.positive("--samples", samples)
+        source = _samples(given, KINDS[kind])
         if kind == "redundancy":
-            values, used = key_redundancy(session, source, count, display, cancel)
+            values, used = key_redundancy(session, source, samples, display, cancel)
         else:
-            found = score_heads(session, KINDS[kind], source, count, display, cancel)
+            found = score_heads(session, KINDS[kind], source, samples, display, cancel)
             values, used, made["labelled_tokens"] = found.values, found.samples, found.tokens
     _deliver(given, session.model, KINDS[kind], values, (), used, made)
 
@@ -120,7 +122,7 @@ def heads(kind: str, samples: int, **given: Any) -> None:
 )
 @click.option(
     "--samples",
-    type=int,
+    type=options.COUNT,
     default=10,
     show_default=True,
     metavar="N",
@@ -150,15 +152,16 @@ def prefix(budgets: str, samples: int, **given: Any) -> None:
 
     check_budgets(shares)
     with _session(given, plan("full")) as (session, display, cancel):
-        count = options.positive("--samples", samples)
-        values, used = kept_shares(session, shares, _samples(given, "prefix"), count, display, cancel)
+        values, used = kept_shares(session, shares, _samples(given, "prefix"), samples, display, cancel)
     command = f"kvedge calibrate prefix --budget {','.join(f'{b:g}' for b in shares)} --samples {samples}"
     made = {"command": command, "method": "prefixkv"}
     _deliver(given, session.model, "prefix", values, tuple(shares), used, made)
 
 
 @calibrate.command()
-@click.option("--samples", type=int, default=24, show_default=True, metavar="N", help="Prompts to measure, at most.")
+@click.option(
+    "--samples", type=options.COUNT, default=24, show_default=True, metavar="N", help="Prompts to measure, at most."
+)
 @click.option(
     "--points",
     type=int,
@@ -200,7 +203,8 @@ def prefix(budgets: str, samples: int, **given: Any) -> None:
     metavar="PROFILE.json",
     help="The other heads keep this profile's part of the baseline; its shares are half of the outcome.",
 )
-@click.option("--seed", type=int, default=2024, show_default=True, metavar="N", help="Of the scenes drawn by kvedge.")
+@option("--seed", type=options.SEED, default=2024, show_default=True, metavar="N",
+        help="Of the scenes drawn by kvedge.")  # fmt: skip
 @click.option(
     "--questions",
     type=int,
@@ -244,15 +248,12 @@ def budgets(samples: int, points: int, method: str, scorer: str | None, seed: in
     wanted, baseline, ways = _shares("--targets", given["targets"]), given["baseline"], given["compress"].split(",")
     check_targets(wanted)
     scorer = scorer or (SCORER if method == METHOD else None)
-    count, settings = options.positive("--samples", samples), options.changes(given)
-    setup = setup_for(scorer, baseline, points, wanted, method, ways, settings)
-    if seed < 0:
-        raise UsageError(f"--seed must be 0 or more, not {seed}")
+    setup = setup_for(scorer, baseline, points, wanted, method, ways, options.changes(given))
     if not 1 <= given["questions"] <= MOST_QUESTIONS:
         raise UsageError(f"--questions must be 1 to {MOST_QUESTIONS}, not {given['questions']}")
     if given["resume"] and given["save"] is None:
         raise UsageError("--resume needs the file of losses: --save FILE")
-    model, values, found = _measured(given, setup, seed, count)
+    model, values, found = _measured(given, setup, seed, samples)
     command = f"kvedge calibrate budgets --samples {samples} --points {points}"
     command += f" --method {method}" if method != METHOD else ""
     command += f" --scorer {setup.plan.scorer} --baseline {baseline:g} --targets {given['targets']} --seed {seed}"

@@ -14,7 +14,7 @@ from click.core import ParameterSource
 
 from pykvedge.cli import options
 from pykvedge.cli.modelfiles import model_files
-from pykvedge.cli.options import listed, option, positive, read_plan
+from pykvedge.cli.options import Whole, listed, option, read_plan
 from pykvedge.errors import KvedgeError, UsageError, unknown
 from pykvedge.plans.making import plan as make_plan
 from pykvedge.plans.plugin_files import source_digest
@@ -40,9 +40,9 @@ BUDGET = "0.2"
     option("--tasks", metavar="A,B",
            help="Of the demo generator, or all; NAME/2 asks in the second turn, NAME+NAME one question after the other "
                 "about the same scene. Default: all of the first turn, where no DATA is given."),
-    option("--samples", type=int, default=20, show_default=True, metavar="N", help="Of each demo task."),
-    option("--images", type=int, default=4, show_default=True, metavar="N", help="In demo tasks with several."),
-    option("--seed", type=int, default=0, show_default=True, help="Of the demo samples."),
+    option("--samples", type=options.COUNT, default=20, show_default=True, metavar="N", help="Of each demo task."),
+    option("--images", type=Whole(2, 8), default=4, show_default=True, metavar="N", help="In demo tasks with several."),
+    option("--seed", type=options.SEED, default=0, show_default=True, help="Of the demo samples."),
     option("--format", "form", default="auto", show_default=True, metavar="NAME",
            help="Of DATA: jsonl, milebench, llava-description, mm-vet, docvqa, textvqa, chartqa, ocrbench, "
                 "textcaps, screenspot, screenspot-1000 or screenspot-pixels."),
@@ -50,7 +50,7 @@ BUDGET = "0.2"
     option("--recipe", metavar="NAME",
            help="Measure a table of a paper on DATA: its methods, budgets and figures, beside the paper's own; list "
                 "names them."),
-    option("--limit", type=int, metavar="N", help="First samples of each data set."),
+    option("--limit", type=Whole(), metavar="N", help="First samples of each data set."),
     options.METHOD_LIST,
     options.BUDGET_LIST,
     option("--plan", "plans", type=options.PATH, multiple=True, metavar="FILE.json",
@@ -64,7 +64,7 @@ BUDGET = "0.2"
                 "budget."),
     option("--metrics", default=",".join(METRICS), show_default=True, metavar="A,B",
            help="score and rouge generate answers; ppl, kld and top1 look at the reference answer."),
-    option("--max-tokens", type=int, default=512, show_default=True, metavar="N", help="Longest answer."),
+    option("--max-tokens", type=Whole(), default=512, show_default=True, metavar="N", help="Longest answer."),
     option("--save", type=options.PATH, metavar="FILE.jsonl",
            help="Keep every result, one line each, as it is measured."),
     option("--resume", is_flag=True, help="Go on with the results in --save FILE; nothing is measured twice."),
@@ -193,13 +193,9 @@ def _samples(given: dict[str, Any]) -> list[Sample]:
     from pykvedge.lab.eval.datasets import load
     from pykvedge.lab.eval.tasks import SECOND, demo_names, demo_samples
 
-    positive("--samples", given["samples"])
-    limit = positive("--limit", given["limit"]) or None
-    if given["seed"] < 0:
-        raise UsageError(f"--seed must be 0 or more, not {given['seed']}")
     out: list[Sample] = []
     for path in given["data"]:
-        out += load(path.expanduser(), given["form"], given["image_folder"], limit)
+        out += load(path.expanduser(), given["form"], given["image_folder"], given["limit"])
     tasks = listed("--tasks", given["tasks"]) if given["tasks"] is not None else []
     if not tasks and not out:
         tasks = [name for name in demo_names() if not name.endswith(SECOND)]
@@ -244,13 +240,12 @@ def _cell(name: str, plan: Plan) -> Cell:
 def _wants(given: dict[str, Any]) -> Wants:
     from pykvedge.lab.eval.measure import Wants
 
-    longest = positive("--max-tokens", given["max_tokens"])
     names = listed("--metrics", given["metrics"])
     for name in names:
         if name not in METRICS:
             raise unknown("metric", name, METRICS)
     kinds = {METRICS[name] for name in names}
-    return Wants("answers" in kinds, "likelihood" in kinds, longest, given["compress"])
+    return Wants("answers" in kinds, "likelihood" in kinds, given["max_tokens"], given["compress"])
 
 
 def _check_base(cells: list[Cell], against: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,7 +22,6 @@ from pykvedge.plans.plugin_files import load_file
 from pykvedge.plans.presets import DEFAULT_METHOD, STREAM_METHOD
 
 DATA = Path(pykvedge.__file__).parent / "data"  # importlib.resources names no folder in an editable installation
-PATH = click.Path(path_type=Path)
 _PLAN_SETTINGS = (
     "recent", "sinks", "text_prior", "critical", "critical_half", "scorer", "allocator", "reducer", "decode", "pruner",
     "image_tokens",
@@ -30,6 +31,46 @@ _MODEL_HELP = "The language model, a file. Default: the packaged demo model."
 _BUDGET_HELP = "What is kept: 0.2 of the prompt, or 128 KV pairs per layer and head. Default: 0.2; kvedge, mixkv: 0.5."
 
 option = click.option
+
+
+class FilePath(click.Path):
+    """A path that may be of something."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> Any:
+        path, given = super().convert(value, param, context), os.fspath(value)
+        if not given:
+            self.fail("the path is empty", param, context)
+        try:
+            os.lstat(given)
+        except OSError as error:
+            if error.errno == errno.ENAMETOOLONG:
+                self.fail(f"'{given[:40]}...' is no path: {error.strerror}", param, context)
+        return path
+
+
+class Whole(click.ParamType):
+    """A whole number within bounds."""
+
+    name = "number"
+
+    def __init__(self, least: int = 1, most: int = 10**9) -> None:
+        self._least, self._most = least, most
+
+    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> int:
+        number: int = click.INT.convert(value, param, context)
+        option_name = param.opts[0] if param is not None else "it"
+        if number < self._least:
+            raise UsageError(f"{option_name} must be at least {self._least}, not {number}")
+        if number > self._most:
+            raise UsageError(f"{option_name} must be at most {self._most}, not {number}")
+        return number
+
+
+PATH = FilePath()
+COUNT, SEED = Whole(1, 10**6), Whole(0, 2**32 - 1)
 
 
 class LayerCount(click.ParamType):
@@ -70,9 +111,9 @@ IMAGE = option(
 )  # fmt: skip
 
 IMAGE_LIMITS = (
-    option("--image-min-tokens", type=int, metavar="N",
+    option("--image-min-tokens", type=Whole(), metavar="N",
            help="The least tokens of an image, which is enlarged for them before it is encoded."),
-    option("--image-max-tokens", type=int, metavar="N",
+    option("--image-max-tokens", type=Whole(), metavar="N",
            help="The most, for which it is made smaller. Both for encoders that take images of any size."),
 )  # fmt: skip
 
@@ -127,8 +168,8 @@ PROFILE = option(
 # ------------------------------------------------------------------------------------------------------------
 # How it runs
 
-CTX = option("--ctx", type=int, metavar="N", help="Tokens that the conversation may hold. Default: up to 4096.")
-THREADS = option("--threads", type=int, metavar="N", help="Default: one per physical core.")
+CTX = option("--ctx", type=Whole(), metavar="N", help="Tokens that the conversation may hold. Default: up to 4096.")
+THREADS = option("--threads", type=Whole(), metavar="N", help="Default: one per physical core.")
 DEVICES = (
     option("--gpu-layers", type=LayerCount(), metavar="N",
            help="Layers on GPUs and other machines: a number, -1 for all, or auto for as many as fit."),
@@ -241,8 +282,8 @@ def running(given: Mapping[str, Any]) -> dict[str, Any]:
         crash.arm()
     out = {k: given[k] for k in ("gpu_layers", "device", "rpc", "kv_type", "kv_rotate") if k in given}
     if "ctx" in given:
-        out["n_ctx"] = positive("--ctx", given["ctx"])
-    return {**out, "threads": positive("--threads", given["threads"])}
+        out["n_ctx"] = given["ctx"] or 0
+    return {**out, "threads": given["threads"] or 0}
 
 
 def cache(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -267,9 +308,8 @@ def size(name: str, text: str) -> int:
 
 
 def image_limits(given: Mapping[str, Any]) -> dict[str, int]:
-    """Collects the settings of IMAGE_LIMITS. Raises UsageError for numbers below 1."""
-    names = ("image_min_tokens", "image_max_tokens")
-    return {name: positive(f"--{name.replace('_', '-')}", given[name]) for name in names}
+    """Collects the settings of IMAGE_LIMITS."""
+    return {name: given[name] or 0 for name in ("image_min_tokens", "image_max_tokens")}
 
 
 def offload(given: Mapping[str, Any], n_ctx: int = 0) -> Offload:

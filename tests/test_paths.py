@@ -1,7 +1,8 @@
-"""Folders, pipes, sockets and devices where a file belongs are refused before they are opened, which might wait."""
+"""Paths and numbers that cannot be: folders, pipes, sockets and devices are refused before they are opened."""
 
 import os
 import socket
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -60,3 +61,26 @@ def test_the_program(kvedge, tiny, no_files):
         kvedge("chat", *model.arguments(), "--image", path, "?", timeout=60).failed(1, f"it is {kind}, not a file")
         kvedge("chat", *model.arguments(), "--session", path, "?", timeout=60).failed(2, f"it is {kind}, not a file")
         kvedge("inspect", path, timeout=60).failed(1, f"it is {kind}, not a file")
+
+
+PLACES = [
+    ["chat", "--session", "{}", "?"], ["chat", "--plugin", "{}", "?"], ["chat", "--image", "{}", "?"],
+    ["eval", "--model", "{}"], ["eval", "{}"], ["inspect", "{}"], ["fit", "{}"], ["bench", "--save", "{}"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("place", PLACES, ids=" ".join)
+def test_paths_that_are_none(kvedge, place):
+    kvedge(*(word.format("x" * 5000) for word in place)).failed(2, "is no path: File name too long")
+    kvedge(*(word.format("") for word in place)).failed(2, "the path is empty")
+
+
+@pytest.mark.parametrize("arguments", [
+    ["eval", "--samples", "99999999999999999999"], ["eval", "--samples", "0"], ["eval", "--images", "-1"],
+    ["eval", "--images", "9"], ["eval", "--seed", "-1"], ["eval", "--limit", "99999999999999999999"],
+    ["bench", "--repeat", "99999999999999999999"], ["calibrate", "heads", "--samples", "99999999999999999999"],
+    ["chat", "--ctx", "99999999999999999999", "?"], ["chat", "--threads", "-1", "?"],
+], ids=" ".join)  # fmt: skip
+def test_numbers_that_are_too_small_or_too_large(kvedge, arguments):
+    option, value = next((o, v) for o, v in pairwise(arguments) if o.startswith("--"))
+    kvedge(*arguments).failed(2, f"{option} must be at", f"not {value}")
