@@ -16,10 +16,10 @@ from pykvedge.runtime.grammar_source import Lazy
 from pykvedge.runtime.sampling import Sampling
 
 _LIMITS = LLParserLimits(
-    max_items_in_row=4000,
+    max_items_in_row=2000,
     initial_lexer_fuel=1_000_000,
-    step_lexer_fuel=500_000,
-    step_max_items=2_000_000,
+    step_lexer_fuel=200_000,
+    step_max_items=50_000,
     max_lexer_states=30_000,
     max_grammar_size=200_000,
     precompute_large_lexemes=False,
@@ -29,6 +29,7 @@ _OPTIONS = '%llguidance {"no_forcing": true}\n'  # the model chooses among all w
 _CLEARER = {
     "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with anyOf":
         "alternatives of oneOf may overlap, which cannot be obeyed; use anyOf",
+    "panic: assertion failed: grammar.symbols.len() < u16::MAX as usize - 10": "it is too large",
     "Unimplemented keys: ": "what it says by these words cannot be obeyed: ",
 }  # fmt: skip
 _MOST_KEPT = 32  # grammars of a model
@@ -48,6 +49,7 @@ class Grammar:
         self._matcher = matcher.deep_copy()
         self._allowed = self._table.allowed.copy()
         self._allowed[list(special)] = True
+        self._possible()  # what is too much for the first token is so before anything is read
         self._waiting: _Waiting | None = _Waiting(lazy, model, self._table, special)
         if (tokens := self._waiting.begun()) is not None:
             self._hold(tokens)

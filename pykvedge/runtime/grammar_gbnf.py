@@ -15,6 +15,7 @@ from pykvedge.errors import GrammarError
 
 DEEPEST = 500  # rules that stand within each other, groups among them; llguidance recurses so deep
 _MOST_TIMES = 100_000  # of a repetition
+_MOST = 20_000  # characters in literals and classes, and names
 _SHOWN = 40  # characters of a grammar in a message
 _HEX = {"x": 2, "u": 4, "U": 8}
 _PLAIN = {"t": "\t", "r": "\r", "n": "\n", "\\": "\\", '"': '"', "[": "[", "]": "]", "-": "-"}
@@ -45,6 +46,7 @@ class _Item:
 
 
 _Alternatives = list[list[_Item]]
+_Named = tuple[str, list[_Item]]  # an alternative, and its rule
 
 
 @dataclass
@@ -57,11 +59,17 @@ class _Reader:
     rules: dict[str, _Alternatives] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)  # of the grammar's own rules, in Lark
     at: int = 0
+    size: int = 0
 
     def refuse(self, why: str) -> GrammarError:
         line = self.text.count("\n", 0, self.at) + 1
         rest = " ".join(self.text[self.at : self.at + _SHOWN].split())
         return GrammarError(f"line {line}: {why}" + (f" at {rest!r}" if rest else ""))
+
+    def grow(self, n: int) -> None:
+        self.size += n
+        if self.size > _MOST:
+            raise GrammarError(f"it is too large: more than {_MOST} characters and names")
 
     def skip(self, space: re.Pattern[str]) -> None:
         found = space.match(self.text, self.at)
@@ -122,6 +130,7 @@ class _Reader:
                 return stack[0]
 
     def item(self, sign: str) -> _Item | None:
+        self.grow(1)
         if sign == '"':
             return self.literal()
         if sign == "[":
@@ -147,6 +156,7 @@ class _Reader:
             out.append((self.unescaped(found[0]), len(found[0]) == 1))
             self.at = found.end()
         self.at += 1
+        self.grow(len(out))
         return out
 
     def unescaped(self, text: str) -> str:
@@ -232,8 +242,7 @@ def lark(text: str, tokens: Tokens, preserved: Mapping[str, int]) -> str:
     for name, rule in [("root", "start"), *reader.names.items()]:
         if rule not in rules:
             raise GrammarError(f"Undefined rule identifier '{name}'")
-    for rule in list(rules):
-        _unrolled(reader, rule)
+    _turn(reader)
     _check_depth(rules)
     return "\n".join(f"{rule}: {_rows(alternatives)}" for rule, alternatives in rules.items())
 
@@ -247,22 +256,86 @@ def _rows(alternatives: _Alternatives) -> str:
     return " | ".join(" ".join(map(str, items)) or '""' for items in alternatives)
 
 
-def _unrolled(reader: _Reader, rule: str) -> None:
-    """Makes a repetition of a rule that ends in itself: llguidance keeps every end of such a rule in mind."""
-    rules, alternatives = reader.rules, list[list[_Item]]()
-    for items in rules[rule]:
-        last = items[-1] if items else _Item("")
-        inner = rules[last.rule] if last.rule.startswith("g") and last.times in ("", "?") else []
-        if any(one and one[-1].rule == rule and not one[-1].times for one in inner):
-            alternatives += [items[:-1] + one for one in inner] + ([items[:-1]] if last.times else [])
-        else:
-            alternatives.append(items)
-    again = [items[:-1] for items in alternatives if items and items[-1].rule == rule and not items[-1].times]
-    others = [items for items in alternatives if not (items and items[-1].rule == rule and not items[-1].times)]
-    again = [items for items in again if items]
-    if again and others:
-        repeated = reader.added(again)
-        rules[rule] = [[_Item(repeated.text, repeated.rule, "*"), reader.added(others)]]
+def _tail(items: list[_Item]) -> str:
+    """Names the rule that an alternative ends in, if it does."""
+    return items[-1].rule if items and not items[-1].times else ""
+
+
+def _turn(reader: _Reader) -> None:
+    """Lets rules that end in each other begin with each other instead.
+
+    llguidance keeps every end of the former in mind, and gives up after a thousand characters. For the rules that lie
+    on a circle of such ends, and each of them that is named elsewhere, `from` is that one: what leads from it to a
+    rule is a rule of its own, which begins with what leads to the one before.
+    """
+    rules = reader.rules
+    for name, alternatives in rules.items():
+        rules[name] = [one for items in alternatives for one in _written_out(items)]
+    circles = _circles({name: [_tail(items) for items in rules[name]] for name in rules})
+    of = {name: i for i, circle in enumerate(circles) for name in circle}
+    named = {"start"}
+    for name, alternatives in rules.items():
+        for items in alternatives:
+            inside = _tail(items) and name in of and of.get(_tail(items)) == of[name]
+            named.update(_named_in([items[:-1] if inside else items]))
+    for circle in circles:
+        parts = [(name, items) for name in circle for items in rules[name]]
+        steps = [(name, items) for name, items in parts if _tail(items) in circle]
+        ends = [(name, items) for name, items in parts if _tail(items) not in circle]
+        if ends:
+            turned = {name: _from(reader, name, circle, steps, ends) for name in sorted(circle & named)}
+            for name in circle:
+                rules.pop(name)
+            rules.update(turned)
+
+
+def _written_out(items: list[_Item]) -> _Alternatives:
+    """Writes an alternative that may go without the rule in its end as two."""
+    if items and items[-1].rule and items[-1].times == "?":
+        return [[*items[:-1], replace(items[-1], times="")], items[:-1]]
+    return [items]
+
+
+def _from(reader: _Reader, first: str, circle: set[str], steps: list[_Named], ends: list[_Named]) -> _Alternatives:
+    """Writes a rule of a circle anew."""
+    reader.grow(len(steps) + len(ends))
+    led = {name: reader.added([]) for name in circle}
+    reader.rules[led[first].rule].append([])
+    for name, items in steps:
+        reader.rules[led[_tail(items)].rule].append([led[name], *items[:-1]])
+    return [[led[name], *items] for name, items in ends]
+
+
+def _circles(edges: dict[str, list[str]]) -> list[set[str]]:
+    """Lists the sets of rules that lead to each other, by Kosaraju's two passes."""
+    order, seen = list[str](), set[str]()
+    back: dict[str, list[str]] = {name: [] for name in edges}
+    for name in edges:
+        for other in edges[name]:
+            if other:
+                back[other].append(name)
+        stack = [(name, iter(edges[name]))] if name not in seen else []
+        seen.add(name)
+        while stack:
+            other = next((one for one in stack[-1][1] if one and one not in seen), None)
+            if other is None:
+                order.append(stack.pop()[0])
+            else:
+                seen.add(other)
+                stack.append((other, iter(edges[other])))
+    out, left = list[set[str]](), set(edges)
+    for name in reversed(order):
+        if name not in left:
+            continue
+        circle, waiting = set[str](), [name]
+        while waiting:
+            if (one := waiting.pop()) in left:
+                left.remove(one)
+                circle.add(one)
+                waiting += back[one]
+        if len(circle) > 1 or name in edges[name]:
+            out.append(circle)
+    return out
 
 
 def _check_depth(rules: dict[str, _Alternatives]) -> None:

@@ -6,7 +6,10 @@ What it would take and not obey in every case is refused here, or made tighter.
 from __future__ import annotations
 
 import json
+import math
+from collections import defaultdict
 from collections.abc import Iterator
+from decimal import Decimal
 from typing import Any
 
 from pykvedge.errors import GrammarError
@@ -39,12 +42,18 @@ _OBJECT = {"properties", "required", "additionalProperties", "patternProperties"
 _UNHEEDED = ("deprecated", "contentSchema", "$vocabulary")  # say nothing about what is valid
 
 
+# more takes llguidance long: it looks whether patterns exclude each other, and what several of them have in common
+_MOST_PATTERNS, _MOST_PROPERTIES, _LARGEST_MULTIPLE = 8, 2000, 10_000
+
+
 def prepared(schema: str) -> str:
     """Returns the text of a schema, which is JSON, for llguidance. Raises GrammarError for what it does not obey."""
     root = json.loads(schema)
     schemas = list(_schemas(root))
-    apart = not any(one.keys() & _APPLIED and (one.keys() & _OBJECT or "allOf" in one) for one in schemas)
-    for one in schemas:
+    apart = not any(one.keys() & _APPLIED and (one.keys() & _OBJECT or "allOf" in one) for one, _ in schemas)
+    if not apart:
+        _check_common(schemas)
+    for one, _ in schemas:
         _check(one)
         _change(one)
         if apart:
@@ -53,21 +62,50 @@ def prepared(schema: str) -> str:
     return json.dumps(root)
 
 
-def _schemas(root: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Lists a schema and those in it, each once, also where only a $ref may lead to them."""
-    stack: list[tuple[Any, bool]] = [(root, True)]
+def _schemas(root: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
+    """Lists a schema and those in it, each once, also where only a $ref may lead to them, and the property's name."""
+    stack: list[tuple[Any, str, bool]] = [(root, "", True)]
     while stack:
-        one, is_schema = stack.pop()
+        one, name, is_schema = stack.pop()
         if isinstance(one, list):
-            stack += [(value, True) for value in one]
+            stack += [(value, name, True) for value in one]
+        elif isinstance(one, dict) and is_schema:
+            yield one, name
+            for key, value in one.items():
+                if key not in _DATA:
+                    stack.append((value, name if key in _APPLIED else "", key not in _NAMED))
         elif isinstance(one, dict):
-            if is_schema:
-                yield one
-            named = is_schema and _NAMED
-            stack += [(v, not named or k not in named) for k, v in one.items() if not (is_schema and k in _DATA)]
+            stack += [(value, key, True) for key, value in one.items()]
+
+
+def _check_common(schemas: list[tuple[dict[str, Any], str]]) -> None:
+    """Refuses what is too much to obey at once, where several schemas may hold for a value."""
+    texts, factors = defaultdict[str, set[str]](set), defaultdict[str, int](lambda: 1)
+    for one, name in schemas:
+        texts[name].update(f"{word} {one[word]}" for word in ("pattern", "format") if isinstance(one.get(word), str))
+        factors[name] = math.lcm(factors[name], _digits(one.get("multipleOf")))
+    if any(len(found | texts[""]) > _MOST_PATTERNS for found in list(texts.values())):
+        raise GrammarError(f"more than {_MOST_PATTERNS} patterns that may hold for one text cannot be obeyed")
+    if any(math.lcm(factor, factors[""]) > _LARGEST_MULTIPLE for factor in list(factors.values())):
+        raise GrammarError("several multipleOf that may hold for one number cannot be obeyed")
+
+
+def _digits(multiple: Any) -> int:
+    """Returns a number without its point, and without the zeros around it."""
+    if isinstance(multiple, bool) or not isinstance(multiple, int | float) or not multiple or multiple != multiple:
+        return 1
+    text = format(Decimal(str(abs(multiple))), "f") if abs(multiple) < 1e300 else "1"
+    return int(text.replace(".", "").strip("0") or 1)
 
 
 def _check(one: dict[str, Any]) -> None:
+    patterns, named = one.get("patternProperties"), one.get("properties")
+    if isinstance(patterns, dict) and len(patterns) > _MOST_PATTERNS:
+        raise GrammarError(f"more than {_MOST_PATTERNS} patternProperties cannot be obeyed")
+    if isinstance(named, dict) and len(named) > _MOST_PROPERTIES:
+        raise GrammarError(f"an object of more than {_MOST_PROPERTIES} properties cannot be obeyed")
+    if _digits(one.get("multipleOf")) > _LARGEST_MULTIPLE:
+        raise GrammarError(f"a multipleOf of more digits than {_LARGEST_MULTIPLE} has cannot be obeyed")
     least, required = one.get("minProperties"), one.get("required")
     if isinstance(least, int) and least > 1 + (len(required) if isinstance(required, list) else 0):
         raise GrammarError("minProperties above 1 cannot be obeyed: names of other properties may come twice")

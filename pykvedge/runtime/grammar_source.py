@@ -111,6 +111,8 @@ def regex(given: object) -> str:
     """Returns a regular expression, which is given as text. Raises GrammarError."""
     if not isinstance(given, str) or not given:
         raise GrammarError(f"a regular expression is text, not {given!r:.40}")
+    if (len(given) - len(given.rstrip("\\"))) % 2:
+        raise GrammarError("the regular expression ends in a backslash")
     return _checked("regular expression", given)
 
 
