@@ -70,8 +70,8 @@ WRONG = [
     ({}, 400, VALUE, "messages"), ({"messages": []}, 400, VALUE, "messages"),
     ({"messages": "Hello"}, 400, VALUE, "messages"), ({"messages": [{}]}, 400, VALUE, "messages.0.role"),
     ({"messages": [{"role": "wizard", "content": "x"}]}, 400, VALUE, "messages.0.role"),
-    ({"messages": [{"role": "user", "content": 5}]}, 400, VALUE, "messages.0.content.str"),
-    ({"messages": [{"role": "user", "content": [{"type": "sound"}]}]}, 400, VALUE, "messages.0.content.str"),
+    ({"messages": [{"role": "user", "content": 5}]}, 400, VALUE, "messages.0.content"),
+    ({"messages": [{"role": "user", "content": [{"type": "sound"}]}]}, 400, VALUE, "messages.0.content.0"),
     ({"messages": [{"role": "user", "content": ""}]}, 400, VALUE, "messages"),
     ({"messages": [{"role": "assistant", "content": "x"}]}, 400, VALUE, "messages"),
     ({"messages": [{"role": "system", "content": "x"}]}, 400, VALUE, "messages"),
@@ -85,7 +85,7 @@ WRONG = [
     ({"messages": HELLO, "max_tokens": -2}, 400, VALUE, "max_tokens"),
     ({"messages": HELLO, "max_tokens": 2**40}, 400, VALUE, "max_tokens"),
     ({"messages": HELLO, "n": 100}, 400, VALUE, "n"),
-    ({"messages": HELLO, "stop": [""]}, 400, VALUE, None), ({"messages": HELLO, "stop": 5}, 400, VALUE, "stop.str"),
+    ({"messages": HELLO, "stop": [""]}, 400, VALUE, None), ({"messages": HELLO, "stop": 5}, 400, VALUE, "stop"),
     ({"messages": HELLO, "logit_bias": {"99999999": 1}}, 400, VALUE, None),
     ({"messages": HELLO, "logit_bias": [1]}, 400, VALUE, "logit_bias"),
     ({"messages": HELLO, "logit_bias": {f"w{i}": 1 for i in range(5000)}}, 400, VALUE, "logit_bias"),
@@ -130,7 +130,7 @@ def test_wrong_requests(server, body, status, code, param):
     figures = {"n_prompt_tokens", "n_ctx"} & set(error) if code == "context_length_exceeded" else set()
     assert set(error) == {"message", "type", "param", "code"} | figures
     assert error["message"] and "\n" not in error["message"]
-    assert "unexpected" not in error["message"]
+    assert not error["message"].startswith("unexpected")
 
 
 @pytest.mark.parametrize(
