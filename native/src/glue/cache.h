@@ -171,6 +171,7 @@ struct kvedge_cache {
     kvedge_plan         plan{};
     kvedge::Storage     storage;
     int32_t             n_threads     = 0;
+    int32_t             most_threads  = 1;  // that the context has computed with
     bool                auto_compress = true;
     bool                watching      = false;
 

@@ -126,7 +126,8 @@ void attend_op(ggml_tensor * dst, int ith, int nth, void * layer_op) {
         if (!run->decode && (size_t) ith >= kv.scratch.size()) {
             return;
         }
-        const int32_t splits = run->decode ? std::min(decode_splits(job, nth), run->partials.splits_max) : 0;
+        // not of the threads of this pass: what heads are cut into changes the last bits of a result
+        const int32_t splits = run->decode ? decode_splits(job, kv.most_threads) : 0;
         const int32_t n      = run->decode ? decode_tasks(job, splits) : prefill_tasks(job, kv.scratch[0]);
         // Whoever finishes the last piece of a bounded prompt's layer compresses it, while the others wait at the graph's
         // barrier. Pieces are the tasks and every thread's share of the window.

@@ -32,7 +32,8 @@ bool kvedge_cache::store_run(const llama_attn_provider_ubatch & ubatch, Run & ru
         return false;
     }
     run.modality = state.seq->modality();
-    if (run.decode && !run.partials.reserve(shapes, n, std::max(llama_n_threads(ctx), llama_n_threads_batch(ctx)))) {
+    most_threads = std::max({ most_threads, llama_n_threads(ctx), llama_n_threads_batch(ctx) });
+    if (run.decode && !run.partials.reserve(shapes, n, most_threads)) {
         report(KVEDGE_E_MEMORY, "no memory for partial attention results");
         return false;
     }
