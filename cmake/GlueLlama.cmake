@@ -13,7 +13,6 @@ endif()
 enable_language(C)
 include(${CMAKE_CURRENT_LIST_DIR}/LlamaOptions.cmake)
 set(LLAMA_BUILD_MTMD OFF)
-set(GGML_OPENMP OFF)  # whose barriers the thread sanitizer does not see
 set(GGML_NATIVE OFF)  # fewer instructions, less to compile
 set(GGML_LLAMAFILE OFF)
 add_subdirectory(${KVEDGE_LLAMA_DIR} ${PROJECT_BINARY_DIR}/llama EXCLUDE_FROM_ALL)

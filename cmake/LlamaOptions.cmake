@@ -9,6 +9,9 @@ endforeach()
 set(LLAMA_ALL_WARNINGS OFF)
 # layers on other machines; costs a small library of its own
 set(GGML_RPC ON)
+# OpenMP's threads burn the processors that they wait for; a patch makes ggml's own sleep instead. And a wheel that
+# travels may depend on nothing but the C and C++ run time.
+set(GGML_OPENMP OFF)
 if(NOT DEFINED GGML_CCACHE)
     set(GGML_CCACHE OFF)
 endif()
@@ -20,8 +23,6 @@ if(KVEDGE_PORTABLE)
     set(GGML_NATIVE OFF)
     set(GGML_BACKEND_DL ON)
     set(GGML_CPU_ALL_VARIANTS ON)
-    # a wheel that travels may depend on nothing but the C and C++ run time
-    set(GGML_OPENMP OFF)
 endif()
 
 # llama.cpp asks git for its commit; here it would find ours, and every commit of ours would rebuild parts of it.

@@ -94,14 +94,14 @@ TARGETS = {
             Processor("neoverse-n1", (*ARM_LIBRARIES, "-cpu", "neoverse-n1"), "neondot"),
             Processor("cortex-a53", (*ARM_LIBRARIES, "-cpu", "cortex-a53"), "neon", whole=False),
         ),
-        whole_options=(("GGML_NATIVE", "OFF"), ("GGML_OPENMP", "OFF"), ("GGML_CPU_ARM_ARCH", "armv8.2-a+dotprod")),
+        whole_options=(("GGML_NATIVE", "OFF"), ("GGML_CPU_ARM_ARCH", "armv8.2-a+dotprod")),
     ),
     "mingw": Target(
         toolchain="mingw-w64.cmake",
         compiler=Tool(("x86_64-w64-mingw32-g++-posix",), "g++-mingw-w64-x86-64"),
         emulator=Tool(("wine64", "wine", "/usr/lib/wine/wine64"), "wine64"),
         processors=(Processor("wine"),),
-        whole_options=(("GGML_NATIVE", "OFF"), ("GGML_OPENMP", "OFF")),
+        whole_options=(("GGML_NATIVE", "OFF"),),
     ),
 }
 

@@ -14,9 +14,6 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests")]
 DEVELOPMENT_LIBRARIES = ROOT / "build" / "dev" / "bin"
-# Tests run beside each other. OpenMP's threads would wait for theirs by turning round, on processors that others need;
-# it reads this when it is loaded.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 try:
     import pykvedge
@@ -50,7 +47,7 @@ def pytest_collection_modifyitems(config, items):
     items[:] = [item for item in items if not item.get_closest_marker("whole")]
 
 
-THREADS = 1  # more would spin against each other on a busy machine, and the models are tiny
+THREADS = 1  # more would only wait for each other: the models are tiny
 
 
 @pytest.fixture(scope="session")

@@ -222,7 +222,7 @@ def test_a_library_of_a_newer_system(said, folder, tmp_path):
 @LINUX
 @pytest.mark.skipif(COMPILER is None, reason="no C compiler")
 @pytest.mark.parametrize(
-    ("name", "how"), [("libgomp.so.99", "apt install libgomp1"), ("libunheard.so.1", "scripts/dev.py build")]
+    ("name", "how"), [("libstdc++.so.99", "apt install libstdc++6"), ("libunheard.so.1", "scripts/dev.py build")]
 )
 def test_a_library_of_the_system_is_missing(said, folder, tmp_path, name, how):
     gone = library(tmp_path, name, "int away(void) { return 1; }\n", f"-Wl,-soname,{name}")

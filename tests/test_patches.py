@@ -292,6 +292,8 @@ class TestSeries:
         paths = {f for p in read_series(ROOT / "patches") if p not in mends for f in p.changed_lines()[2]}
         assert {p for p in paths if p.startswith("ggml/")} == {
             "ggml/src/ggml-alloc.c",
+            "ggml/src/ggml-cpu/ggml-cpu.c",  # how threads wait
+            "ggml/src/ggml-cpu/ggml-cpu.cpp",  # and how long there are any
             "ggml/src/ggml-rpc/ggml-rpc.cpp",
         }
 

@@ -10,7 +10,7 @@ from pykvedge.chat.conversation import Conversation
 from pykvedge.chat.writing import Writing
 from pykvedge.errors import GrammarError, StateError
 from pykvedge.models.prompt import Message
-from pykvedge.native import signals, team
+from pykvedge.native import signals
 from pykvedge.native.guard import Single
 from pykvedge.runtime import logprobs
 from pykvedge.runtime.report import Report
@@ -163,4 +163,3 @@ class Answer(Single):
         conversation.messages.append(Message("assistant", report.text))
         conversation.last_report = report
         conversation.answer = None
-        team.give_back()  # the next answer may be another thread's

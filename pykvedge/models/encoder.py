@@ -16,7 +16,7 @@ from pykvedge.models.imagetokens import token_limits
 from pykvedge.models.mmproj_values import projector
 from pykvedge.models.model import Model
 from pykvedge.models.modelfile import check_mmproj
-from pykvedge.native import ggml, libraries, llamacpp, memory, team
+from pykvedge.native import ggml, libraries, llamacpp, memory
 from pykvedge.native.encoderwatch import EncoderWatch
 
 WORKSPACE = 128 << 20  # bytes that encoding an image takes beside the weights, about
@@ -90,10 +90,7 @@ class Encoder:
         look: called meanwhile with the share that is done; what it raises ends the encoding, and is raised.
         """
         with self._turn(look), llamacpp.collected_errors() as lines:
-            try:
-                status = self._watch.run(lambda: self.mtmd.mtmd_encode_chunk(self.handle, chunk), look)
-            finally:
-                team.give_back()  # it may be another thread that decodes
+            status = self._watch.run(lambda: self.mtmd.mtmd_encode_chunk(self.handle, chunk), look)
             if status != 0:
                 raise ImageError(f"the image cannot be encoded: {llamacpp.reason(lines, 'mtmd does not say why')}")
             out = np.ctypeslib.as_array(self.mtmd.mtmd_get_output_embd(self.handle), (n_tokens, self.width))

@@ -26,7 +26,6 @@ _SAME = {"amd64": "x86_64", "arm64": "aarch64"}
 
 # a library of the system -> the packages that bring it
 _PACKAGES = {
-    "libgomp.": "apt install libgomp1 (Debian, Ubuntu), dnf install libgomp (Fedora, RHEL), apk add libgomp (Alpine)",
     "libstdc++.": "apt install libstdc++6 (Debian, Ubuntu), dnf install libstdc++ (Fedora, RHEL)",
     "libcuda": "install NVIDIA's driver and CUDA toolkit, or build without -DGGML_CUDA=ON",
     "libcublas": "install NVIDIA's CUDA toolkit, or build without -DGGML_CUDA=ON",
@@ -36,7 +35,6 @@ _NEWER = {
     "GLIBC": "a newer C library (glibc)",
     "GLIBCXX": "a newer C++ library (libstdc++)",
     "CXXABI": "a newer C++ library (libstdc++)",
-    "GOMP": "a newer OpenMP library (libgomp)",
 }
 
 

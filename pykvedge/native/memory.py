@@ -155,7 +155,7 @@ def _address_space_available() -> int | None:
 def addresses_to_compute(threads: int) -> int:
     """Returns the bytes of address space that computing takes beside its data where that is limited; else 0.
 
-    Stacks of threads, and what the C library reserves for them: without them llama.cpp and OpenMP end the process.
+    Stacks of threads, and what the C library reserves for them: without them llama.cpp ends the process.
     """
     if address_space_limit() is None:
         return 0

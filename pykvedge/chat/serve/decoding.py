@@ -22,7 +22,7 @@ from pykvedge.errors import CancelledError, KvedgeError, OutOfMemoryError, Sessi
 from pykvedge.models import profiles
 from pykvedge.models.model import Model
 from pykvedge.models.vision import ImagePiece
-from pykvedge.native import crash, llamacpp, team
+from pykvedge.native import crash, llamacpp
 from pykvedge.plans.plan import Plan
 from pykvedge.runtime import figures, libkvedge
 from pykvedge.runtime.driver import Driver
@@ -122,8 +122,6 @@ class Decoder:
     def _compute_with(self, threads: int) -> None:
         if threads != self._threads:
             self._driver.context.set_threads(threads)
-            if threads < self._threads:
-                team.give_back()  # a larger one's threads would count although they sleep
             self._threads = threads
 
     def report(self, slot: Slot) -> None:

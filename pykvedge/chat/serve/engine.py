@@ -18,7 +18,7 @@ from pykvedge.chat.serve.parked import Park
 from pykvedge.chat.serve.preparing import Preparer
 from pykvedge.chat.serve.slot import Prepared, Slot
 from pykvedge.errors import CancelledError, KvedgeError, RequestError, StateError
-from pykvedge.native import crash, team
+from pykvedge.native import crash
 from pykvedge.plans.making import plan as make_plan
 from pykvedge.runtime.driver import Driver
 from pykvedge.runtime.llama_context import N_UBATCH, ContextSize, ubatch_for
@@ -197,7 +197,6 @@ class Engine:
         while True:
             if not self._slots:
                 crash.now(None)
-                team.give_back()  # images may be encoded meanwhile
             with self._changed:
                 self._changed.wait_for(lambda: self._over or self._ready or self._slots)
                 if self._over and not (self._slots or self._ready or self._asked or self._preparing):
