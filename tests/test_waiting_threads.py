@@ -5,6 +5,7 @@ By the system's own accounts, in processes of their own.
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -62,3 +63,39 @@ def test_threads_are_kept_as_long_as_the_session(tiny):
                 pool.submit(lambda: session.ask("More.", sampling=Sampling(max_tokens=2)).read()).result()
                 assert of_this_process() == before + 2
         assert of_this_process() == before
+
+
+class Changing:
+    """Chooses another number of threads for each token."""
+
+    def __init__(self):
+        self.next = itertools.cycle((1, 3, 2))
+
+    def threads(self):
+        return next(self.next)
+
+    def took(self, seconds):
+        assert seconds > 0
+
+
+def test_what_is_likely_does_not_depend_on_the_threads(tiny):
+    """To the last bit, where attention over many keys is cut up for several threads."""
+    sampling, found = Sampling(max_tokens=6, logprobs=2), []
+    with pykvedge.load(tiny("llama").model, threads=3) as model:
+        for crew in (None, Changing()):
+            with pykvedge.Session(model, plan=pykvedge.plan("full"), n_ctx=2048) as session:
+                session._engine._crew = crew
+                answer = session.ask("What is this? " * 100, sampling=sampling)
+                answer.read()
+                found.append(answer.tokens)
+                assert answer.report.tokens.prompt > 1000
+    assert found[0] == found[1]
+
+
+def test_a_number_of_threads_that_was_asked_for_stays(tiny):
+    model = tiny("llama")
+    with pykvedge.Session(model.model, plan=pykvedge.plan("full"), threads=2) as session:
+        session.ask("Hello.", sampling=Sampling(max_tokens=20)).read()
+        context = session.engine.context
+        assert context.llama.llama_n_threads(context.handle) == 2
+        assert session._engine._crew is None

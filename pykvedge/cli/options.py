@@ -169,7 +169,8 @@ PROFILE = option(
 # How it runs
 
 CTX = option("--ctx", type=Whole(), metavar="N", help="Tokens that the conversation may hold. Default: up to 4096.")
-THREADS = option("--threads", type=Whole(), metavar="N", help="Default: one per physical core.")
+THREADS = option("--threads", type=Whole(), metavar="N",
+                 help="Default: one per physical core; for an answer one less where that is faster.")  # fmt: skip
 DEVICES = (
     option("--gpu-layers", type=LayerCount(), metavar="N",
            help="Layers on GPUs and other machines: a number, -1 for all, or auto for as many as fit."),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,12 +16,13 @@ from pykvedge.models.model import Model, Progress
 from pykvedge.models.shape import shares_cache
 from pykvedge.models.token_table import TokenTable
 from pykvedge.models.vision import ImagePiece, Piece, Vision
-from pykvedge.native import crash, memory
+from pykvedge.native import crash, llamacpp, memory
 from pykvedge.plans.kvtypes import KvType
 from pykvedge.plans.making import check_protection
 from pykvedge.plans.plan import Plan
 from pykvedge.plans.stages.base import ProfileTable
 from pykvedge.runtime import bounded_batch, figures, libkvedge, native_plan
+from pykvedge.runtime.crew import Crew
 from pykvedge.runtime.driver import Driver
 from pykvedge.runtime.interrupt import stop_if_set
 from pykvedge.runtime.llama_context import DEFAULT_CTX, ROOM_TO_ANSWER, Context, ContextSize, ubatch_for
@@ -37,9 +39,10 @@ class Engine:
     """An engine has one sequence of tokens: text and images go in, logits come out, and what it read is compressed."""
 
     def __init__(self, model: Model, vision: Vision | None, settings: Settings, threads: int) -> None:
-        """threads: as many read and generate."""
+        """threads: as many read, and as many generate; where the settings name no number, fewer if that is sooner."""
         self._model, self._vision = model, vision
         self._settings, self._threads = settings, threads
+        self._crew = None if settings.threads else Crew(threads, llamacpp.default_threads())
         self._driver: Driver | None = None
         self._table: TokenTable | None = None
         self.not_bounded = ""  # why the last prompt was not read layer by layer although that was asked for
@@ -328,7 +331,12 @@ class Engine:
 
     def extend(self, token: int) -> None:
         """Reads one generated token; afterwards its logits are there. Raises ContextError."""
+        if self._crew is not None:
+            self.context.set_threads(self._crew.threads(), self._threads)
+        began = time.perf_counter()
         self.driver.extend(token)
+        if self._crew is not None:
+            self._crew.took(time.perf_counter() - began)
         if self._pace is not None:
             self._pace.after(1, now=self.context.room < 1)
 

@@ -121,9 +121,9 @@ class Context:
         self.n_past = self.n_cells = self.sequence = 0
         self._ends.clear()
 
-    def set_threads(self, threads: int) -> None:
-        """What is decoded and compressed from now on is computed with so many."""
-        self.llama.llama_set_n_threads(self.handle, threads, threads)
+    def set_threads(self, threads: int, batch_threads: int) -> None:
+        """From now on passes of one token are computed with `threads`; longer ones, and compression, with others."""
+        self.llama.llama_set_n_threads(self.handle, threads, batch_threads)
 
     def copy_to(self, sequence: int) -> None:
         """Makes another sequence, which must be empty, hold what the current one holds."""

@@ -12,7 +12,6 @@ import numpy as np
 from pykvedge.chat.serve import patches
 from pykvedge.chat.serve.again import SecondPass
 from pykvedge.chat.serve.batch import TokenBatch
-from pykvedge.chat.serve.crew import Crew
 from pykvedge.chat.serve.job import Done, Step
 from pykvedge.chat.serve.limits import Limits
 from pykvedge.chat.serve.parked import Park, Parked, Read
@@ -25,6 +24,7 @@ from pykvedge.models.vision import ImagePiece
 from pykvedge.native import crash, llamacpp
 from pykvedge.plans.plan import Plan
 from pykvedge.runtime import figures, libkvedge
+from pykvedge.runtime.crew import Crew
 from pykvedge.runtime.driver import Driver
 from pykvedge.runtime.opening import Standing
 from pykvedge.runtime.report import Tokens
@@ -121,7 +121,7 @@ class Decoder:
 
     def _compute_with(self, threads: int) -> None:
         if threads != self._threads:
-            self._driver.context.set_threads(threads)
+            self._driver.context.set_threads(threads, threads)
             self._threads = threads
 
     def report(self, slot: Slot) -> None:

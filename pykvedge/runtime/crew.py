@@ -6,18 +6,18 @@ from collections import deque
 from collections.abc import Collection
 
 _ALONE = 16  # turns in a row, until a conversation counts as the only one
-_QUICK_S, _LARGE_S = 0.003, 0.02  # seconds of a turn
-_TRY = 8  # turns
-_REST_S, _REST = 0.5, 20  # until the next try: seconds, and times as long as the last one took
+_QUICK_S = 0.003  # seconds of a turn
+_TRY, _TRY_S = 8, 0.15  # a try ends after so many turns, or seconds
+_FIRST_S = 0.25  # until the first try
+_REST_S, _REST = 0.5, 50  # until the next: seconds, and times as long as the last one took
 
 
 class Crew:
     """Leaves a processor to others where that makes answers come sooner.
 
     Threads that compute wait for each other hundreds of times in a token. Where one of them has lost its processor, to
-    another program or to a thread of the server's own, all of them wait for it, and burn theirs meanwhile: of a small
-    model a token takes a hundred times as long. So a few turns are computed in the other way now and then. A large
-    model's turn takes so long that there is nothing to try.
+    another program or to a thread of the server's own, all of them wait for it. So a few turns are computed in the
+    other way now and then.
     """
 
     def __init__(self, threads: int, processors: int) -> None:
@@ -25,7 +25,7 @@ class Crew:
         self._kinds = (_Choice(threads, fewer, 0.0), _Choice(threads, fewer, _QUICK_S))
         self._alone, self._kind = _ALONE, self._kinds[0]
 
-    def threads(self, conversations: int) -> int:
+    def threads(self, conversations: int = 1) -> int:
         """Chooses for the next turn, in which so many conversations go on."""
         self._alone = 0 if conversations > 1 else self._alone + 1
         self._kind = self._kinds[self._alone < _ALONE]
@@ -44,22 +44,21 @@ class _Choice:
         self._ways, self._quick = (threads, fewer), quick
         self._turns = (deque[float](maxlen=2 * _TRY), deque[float](maxlen=2 * _TRY))
         self._now, self._left = 0, 0  # the way, and turns of a try that are left
-        self._least, self._tried, self._rest = float("inf"), 0.0, 0.0
+        self._tried, self._rest = 0.0, _FIRST_S
 
     @property
     def threads(self) -> int:
         return self._ways[self._now]
 
     def took(self, seconds: float) -> None:
-        self._least = min(self._least, seconds)
         self._turns[self._now].append(seconds)
         if self._left:
             self._left, self._tried = self._left - 1, self._tried + seconds
-            if not self._left or self._tried > 3 * _TRY * _mean(self._turns[1 - self._now]):
+            if not self._left or self._tried > _TRY_S or self._tried > 3 * _TRY * _mean(self._turns[1 - self._now]):
                 self._now, self._left, self._rest = self._better(), 0, max(_REST_S, _REST * self._tried)
             return
         self._rest -= seconds
-        if self._rest <= 0 and self._least < _LARGE_S and self._ways[0] != self._ways[1]:
+        if self._rest <= 0 and self._ways[0] != self._ways[1]:
             self._now, self._left, self._tried = 1 - self._now, _TRY, 0.0
             self._turns[self._now].clear()
 
