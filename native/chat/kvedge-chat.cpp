@@ -92,6 +92,19 @@ json described(const common_chat_params & params) {
     };
 }
 
+// The parser calls itself for each level of a nested argument, and a model may write as many as its context holds: between
+// 5,000 and 10,000 of them overflow the stack.
+void check_nesting(const std::string & text) {
+    const int most = 200;
+    int depth = 0;
+    for (const char c : text) {
+        depth += (c == '[' || c == '{') - (depth > 0 && (c == ']' || c == '}'));
+        if (depth > most) {
+            throw std::invalid_argument("the text is nested too deeply");
+        }
+    }
+}
+
 json told(const common_chat_msg & message) {
     json calls = json::array();
     for (const auto & call : message.tool_calls) {
@@ -160,6 +173,7 @@ int kvedge_chat_open(const char * text, kvedge_chat_reader ** reader, char ** wh
 int kvedge_chat_read(const kvedge_chat_reader * reader, const char * text, size_t n, int partial, char ** answer) {
     return guarded(answer, [&] {
         const std::string given(text, n);
+        check_nesting(given);
         auto message = common_chat_parse(given, partial != 0, reader->params);
         if (partial == 0) {
             complete(message, given, reader->params);
