@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from pykvedge.errors import ModelError, UsageError
-from pykvedge.models.tokentable import TokenTable
+from pykvedge.models.grammar_table import GrammarTable
 
 _LONG = 4096  # characters
 _MANY = 256  # special tokens of a text that is tokenised in one go
@@ -23,7 +23,7 @@ class Vocabulary:
         """llama: the bindings. handle: the llama_model, which stays its owner's."""
         self.llama, self.handle = llama, handle
         self.vocab = llama.llama_model_get_vocab(handle)
-        self._table: TokenTable | None = None
+        self._table: GrammarTable | None = None
         self._table_lock = threading.Lock()
 
     @property
@@ -88,7 +88,7 @@ class Vocabulary:
                 raise ModelError("the prompt cannot be tokenised")
             size = -n
 
-    def table(self) -> TokenTable:
+    def table(self) -> GrammarTable:
         """Returns all tokens as grammars take them. Only the first call takes time. Raises ModelError."""
         with self._table_lock:
             if self._table is None:
@@ -97,7 +97,7 @@ class Vocabulary:
                 pieces = [self.piece(token) for token in tokens]
                 for token in unseen:
                     pieces[token] = self.written(token).encode()
-                self._table = TokenTable(pieces, self.ends, unseen)
+                self._table = GrammarTable(pieces, self.ends, unseen)
             return self._table
 
     def special_words(self, text: str) -> list[str]:

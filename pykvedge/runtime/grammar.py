@@ -10,7 +10,7 @@ from llguidance import LLMatcher, LLParserLimits, regex_to_lark
 
 from pykvedge.errors import GrammarError
 from pykvedge.models.model import Model
-from pykvedge.models.tokentable import TokenTable
+from pykvedge.models.grammar_table import GrammarTable
 from pykvedge.runtime import grammar_gbnf, grammar_schema
 from pykvedge.runtime.grammar_source import Lazy
 from pykvedge.runtime.sampling import Sampling
@@ -98,7 +98,7 @@ class Grammar:
 class _Waiting:
     """Looks for the trigger of a grammar in an answer."""
 
-    def __init__(self, lazy: Lazy, model: Model, table: TokenTable, special: dict[int, str]) -> None:
+    def __init__(self, lazy: Lazy, model: Model, table: GrammarTable, special: dict[int, str]) -> None:
         """special: tokens that stand for their text."""
         self._lazy, self._model, self._table = lazy, model, table
         self._special = {token: text.encode() for token, text in special.items()}
@@ -168,7 +168,7 @@ def _lark(sampling: Sampling, model: Model, special: dict[int, str]) -> tuple[st
         raise GrammarError(f"the {what} cannot be used: {error}") from None
 
 
-def _matcher(table: TokenTable, what: str, text: str) -> LLMatcher:
+def _matcher(table: GrammarTable, what: str, text: str) -> LLMatcher:
     """Makes what follows a grammar. Raises GrammarError."""
     matcher = LLMatcher(table.tokenizer, _OPTIONS + text, log_level=0, limits=_LIMITS)
     if matcher.is_error():

@@ -1,4 +1,4 @@
-"""A TokenTable is the vocabulary of a model as llguidance takes it, which follows grammars."""
+"""A GrammarTable is the vocabulary of a model as llguidance takes it, which follows grammars."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 
-class TokenTable:
+class GrammarTable:
     """It holds no pointer into the model."""
 
     def __init__(self, tokens: list[bytes], ends: list[int], unseen: list[int]) -> None:
