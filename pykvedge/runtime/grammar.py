@@ -9,8 +9,8 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, regex_to_lark
 
 from pykvedge.errors import GrammarError
-from pykvedge.models.model import Model
 from pykvedge.models.grammar_table import GrammarTable
+from pykvedge.models.model import Model
 from pykvedge.runtime import grammar_gbnf, grammar_schema
 from pykvedge.runtime.grammar_source import Lazy
 from pykvedge.runtime.sampling import Sampling
