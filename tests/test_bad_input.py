@@ -72,24 +72,6 @@ def test_truncation_anywhere_in_the_header_is_found(llava, tmp_path):
             read_header(cut)
 
 
-def test_a_damaged_header_is_found_or_harmless(llava, tmp_path):
-    """Any header with one byte changed is refused in a sentence, or reads as a header: nothing else happens."""
-    import random
-
-    whole = bytearray(llava.mmproj.read_bytes())
-    damaged = tmp_path / "damaged.gguf"
-    chance = random.Random(0)
-    for _ in range(300):
-        at, value = chance.randrange(4000), chance.randrange(256)
-        before, whole[at] = whole[at], value
-        damaged.write_bytes(whole)
-        try:
-            read_header(damaged)
-        except ModelError as error:
-            assert "damaged.gguf" in str(error)
-        whole[at] = before
-
-
 @pytest.mark.parametrize("content", [b"", b"GGUF", b"not a model at all, just some text", b"GGML" + bytes(100)])
 def test_a_file_that_is_no_gguf(kvedge, tmp_path, content):
     path = tmp_path / "x.gguf"
@@ -214,12 +196,14 @@ def test_a_decompression_bomb(kvedge, llava, tmp_path, size):
     done.failed(1, "bomb.png", "pixels")
 
 
-def test_odd_shapes_of_images_work_or_say_why(kvedge, tiny, picture_file):
-    for model in (tiny("llava"), tiny("qwen2vl")):
+@pytest.mark.parametrize("kind", ["llava", "qwen2vl"])
+def test_odd_shapes_of_images_work(tiny, picture_file, kind):
+    with tiny(kind).session() as session:
         for width, height in ((1, 1), (1, 700), (2000, 3)):
             image = picture_file(f"{width}x{height}.png", width, height)
-            done = kvedge("chat", *model.arguments(), "--image", image, "--max-tokens", 2, "--quiet", "Hello")
-            assert done.code == 0 or (done.code == 1 and done.err.startswith("kvedge: error:")), done
+            answer = session.ask("Hello", image, pykvedge.Sampling(max_tokens=2))
+            assert answer.read() and answer.report.tokens.image > 0
+            session.clear()
 
 
 # ------------------------------------------------------------------------------------------------- prompts

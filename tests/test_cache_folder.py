@@ -136,14 +136,27 @@ def test_a_size_that_lies_asks_for_no_memory(folder, entry):
 @ONLY_POSIX
 def test_what_is_no_file_is_no_entry(folder, entry, tmp_path):
     entry.unlink()
-    for make in (lambda: os.mkfifo(entry), lambda: entry.symlink_to("/dev/zero"), lambda: entry.symlink_to(entry)):
-        make()
-        assert got(folder) is None
-        entry.unlink()
+    os.mkfifo(entry)
+    assert got(folder) is None and not folder.entries("images")
+    entry.unlink()
     entry.mkdir()
     assert got(folder) is None
     folder.put("images", KEY, [DATA])
     assert got(folder) is None and len(folder.notes()) >= 1 and entry.is_dir()
+
+
+@ONLY_POSIX
+@pytest.mark.parametrize("to", ["other", "itself", "nothing", "/dev/zero"])
+def test_a_link_among_the_entries_is_removed_alone(folder, entry, tmp_path, to):
+    folder.put("images", "0a", [b"other"])
+    (tmp_path / "other").write_bytes(entry.read_bytes())
+    entry.unlink()
+    entry.symlink_to({"other": tmp_path / "other", "itself": entry, "nothing": tmp_path / "none"}.get(to, to))
+    assert set(folder.entries("images")) == {"0a"}
+    assert got(folder) is None and not entry.is_symlink() and "a link and was removed" in folder.notes()[0]
+    assert bytes(folder.get("images", "0a")) == b"other" and (tmp_path / "other").exists()
+    folder.put("images", KEY, [DATA])
+    assert got(folder) == DATA and not folder.notes()
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -41,8 +41,3 @@ class ByteCache(Generic[T]):
             self._held += len(thing)
             while self._held > self._limit:
                 self._held -= len(self._things.popitem(last=False)[1])
-
-    def clear(self) -> None:
-        with self._lock:
-            self._things.clear()
-            self._held = 0

@@ -8,6 +8,7 @@ layout of the files.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import re
@@ -72,7 +73,10 @@ class CacheFolder:
         except FileNotFoundError:
             return None
         except OSError as error:
-            self._note("read", f"{_reason(error)}; it is read no further")
+            if error.errno == errno.ELOOP:  # a link, which kvedge makes none of
+                self._drop(file, "a link")
+            else:
+                self._note("read", f"an entry cannot be read: {_reason(error)}; what it held is computed again")
             return None
         try:
             with os.fdopen(handle, "rb", buffering=0) as stream:
@@ -80,9 +84,7 @@ class CacheFolder:
         except (OSError, MemoryError):
             return None
         except ValueError as error:
-            with suppress(OSError):
-                file.unlink()
-            self._note("damaged", f"an entry is {error} and was removed; what it held is computed again")
+            self._drop(file, str(error))
             return None
         with suppress(OSError):  # a folder that must not be written
             os.utime(file)
@@ -170,7 +172,9 @@ class CacheFolder:
         for found in _listed(self.path):
             if _ENTRY.fullmatch(found.name):
                 with suppress(OSError):
-                    yield found.name, found.stat(follow_symlinks=False)
+                    facts = found.stat(follow_symlinks=False)
+                    if stat.S_ISREG(facts.st_mode):
+                        yield found.name, facts
 
     def _prepare(self) -> bool:
         try:
@@ -211,6 +215,11 @@ class CacheFolder:
             if self._durable:
                 os.fsync(stream.fileno())
         return True
+
+    def _drop(self, file: Path, what: str) -> None:
+        with suppress(OSError):
+            file.unlink()
+        self._note("damaged", f"an entry is {what} and was removed; what it held is computed again")
 
     def _note(self, kind: str, what: str) -> None:
         with self._lock:
