@@ -169,6 +169,7 @@ class Session(Conversation):
         look(cache, pieces) is called before the compression. Returns, per stored layer and KV head, the indices of the
         tokens that are kept. Raises what ask raises, and NothingToCompressError where llama.cpp keeps the cache.
         """
+        plan = checked_plan(plan)
         self.clear()
         pieces = self.first_prompt(prompt, images, plan)
         try:
@@ -225,6 +226,7 @@ class Session(Conversation):
         plan: for the prompts from now on; with None it is the plan that the file was saved with. Pictures of earlier
         messages are in the cache only. Raises SessionFileError, ContextError, OutOfMemoryError, UsageError.
         """
+        plan = None if plan is None else checked_plan(plan)
         self._end_answer()
         model = fingerprint(self.model.header)
         note = read_note(path, model)
@@ -257,7 +259,8 @@ class Session(Conversation):
         note.n_past, note.n_cells, note.held = at.n_past, at.n_cells, at.held
         note.n_ctx, note.n_ubatch = self.engine.context.n_ctx, self.engine.context.n_ubatch
         settings: GivenSettings = {f.name: getattr(self.settings, f.name) for f in fields(self.settings)}  # type: ignore
-        other = Session(self._loan, None, plan or self.plan, progress=self._progress, cancel=cancel, **settings)
+        plan = self.plan if plan is None else plan
+        other = Session(self._loan, None, plan, progress=self._progress, cancel=cancel, **settings)
         try:
             other.engine.fork(rows, model, note, other.plan)
             other.engine.driver.know(self.engine.driver.known(), 0)

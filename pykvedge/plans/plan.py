@@ -166,6 +166,8 @@ class Plan:
     @classmethod
     def from_json(cls, text: str) -> Plan:
         """Reads a plan. Raises UsageError for JSON that is no plan, or a plan of a later version."""
+        if not isinstance(text, str):
+            raise UsageError(f"a plan is read from text, not from {text!r:.40}")
         try:
             data = json.loads(text)
         except ValueError as error:

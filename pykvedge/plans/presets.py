@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pykvedge.errors import UnknownNameError, unknown
+from pykvedge.errors import UnknownNameError, UsageError, unknown
 from pykvedge.plans.amounts import Budget
 from pykvedge.plans.plugins import installed, table
 from pykvedge.plans.plugins.table import Preset
@@ -234,6 +234,8 @@ def methods() -> list[str]:
 
 def preset(name: str) -> Preset:
     """Finds the preset of that name, built in or of a plugin. Raises UnknownNameError with a suggestion."""
+    if not isinstance(name, str):
+        raise UsageError(f"a method is called by its name, not {name!r:.40}")
     if name in PRESETS:
         return PRESETS[name]
     found = installed.find_preset(name)

@@ -201,6 +201,15 @@ def for_arrays(plan: Plan, given: Given, n_layers: int, n_heads: int, n_heads_kv
     return out
 
 
+def _several(given: Given) -> list[Profile | str | os.PathLike[str]]:
+    several = [given] if isinstance(given, (Profile, str, os.PathLike)) else given
+    if several is None:
+        return []
+    if not isinstance(several, Sequence) or not all(isinstance(x, (Profile, str, os.PathLike)) for x in several):
+        raise ProfileError(f"a profile is a Profile or the path of its file, or several of them, not {given!r:.40}")
+    return list(several)
+
+
 def assigned(plan: Plan, given: Given, spare: bool) -> dict[str, tuple[str, Profile]]:
     """Assigns given profiles to the stages that take them: what to call each, and the profile.
 
@@ -208,8 +217,7 @@ def assigned(plan: Plan, given: Given, spare: bool) -> dict[str, tuple[str, Prof
     """
     kinds = plan.profile_kinds()
     out: dict[str, tuple[str, Profile]] = {}
-    several = [given] if isinstance(given, (Profile, str, os.PathLike)) else given or []
-    for one in several if kinds else []:
+    for one in _several(given) if kinds else []:
         profile = one if isinstance(one, Profile) else load(one)
         stage = next((stage for stage, kind in kinds.items() if COLUMNS[profile.kind] == COLUMNS[kind]), None)
         if stage is None and spare:

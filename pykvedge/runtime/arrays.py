@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from pykvedge.errors import ArrayError, unknown
+from pykvedge.errors import ArrayError, check_number, unknown
 from pykvedge.native import signals
 from pykvedge.plans.kvtypes import GROUP, KvType
 from pykvedge.plans.plan import Plan
@@ -78,7 +78,13 @@ def compress(
     """
     if engine not in ENGINES:
         raise unknown("engine", str(engine), ENGINES)
+    known = [f.name for f in fields(_Options)]
+    for name in options:
+        if name not in known:
+            raise unknown("option", name, known)
     chosen = _Options(**options)
+    for name in ("threads", "stream"):
+        check_number(name, getattr(chosen, name))
     kv_type = KvType.parse(chosen.kv_type, chosen.kv_rotate)
     if not isinstance(plan, Plan):
         raise ArrayError(f"plan must be a pykvedge.Plan, for example pykvedge.plan('lookm'), not {type(plan).__name__}")
@@ -145,7 +151,7 @@ def _check_replay(replay: Any, arrays: Arrays, stream: int) -> None:
 def _check_stream(plan: Plan, step: int, kv_type: KvType) -> None:
     from pykvedge.runtime.native_plan import check_stream
 
-    if not isinstance(step, int) or step < 0:
+    if step < 0:
         raise ArrayError(f"stream must be a number of tokens, or 0, not {step!r}")
     check_stream(plan)
     if kv_type.quantised:

@@ -92,6 +92,9 @@ class Settings:
             check_number("gpu_layers", self.gpu_layers)
             if not -1 <= self.gpu_layers < 2**31:
                 raise UsageError(f"gpu_layers must be 0 or more, or -1 for all, not {self.gpu_layers}")
+        for name in ("verbose", "measure_peak", "bounded", "undo", "question_blind"):
+            if not isinstance(getattr(self, name), bool):
+                raise UsageError(f"{name} must be True or False, not {getattr(self, name)!r:.40}")
         for name in ("device", "rpc"):
             if not isinstance(getattr(self, name), str):
                 raise UsageError(f"{name} must be text, not {getattr(self, name)!r:.40}")
