@@ -62,6 +62,7 @@ class Decoder:
         self._batch = TokenBatch(self._llama, driver.context.n_ubatch)
         self._crew, self._threads = Crew(driver.threads, llamacpp.default_threads()), driver.threads
         self._slots: list[Slot] = []  # of the turn
+        self._shortest = False  # whether the shortest prompt is read on, and not the one that came first
         self._plans: dict[int, Plan] = {}  # that sequences have, also while nobody has them
 
     def close(self) -> None:
@@ -105,7 +106,7 @@ class Decoder:
         self._compute_with(self._crew.threads(len(slots)))
         ended = [self._end(slot, "cancelled") for slot in slots if slot.job.cancelled.is_set()]
         going = _without(slots, ended)
-        reader = next((slot for slot in going if slot.next is None), None)
+        reader = self._reader([slot for slot in going if slot.next is None])
         if reader is not None and not reader.begun:
             ended += self._start(reader)
             reader, going = (reader if reader.next is None else None), _without(going, ended)
@@ -118,6 +119,11 @@ class Decoder:
             ended += self._decode(answering, reader)
         self._measure(_without(slots, ended))
         return ended
+
+    def _reader(self, reading: list[Slot]) -> Slot | None:
+        """Chooses whose prompt is read on: by turns that which came first and the shortest, which waits for none."""
+        self._shortest = not self._shortest
+        return min(reading, key=lambda slot: slot.work.n_tokens if self._shortest else 0, default=None)
 
     def _compute_with(self, threads: int) -> None:
         if threads != self._threads:

@@ -30,6 +30,7 @@ from pykvedge.runtime.sampler import Sampler
 from pykvedge.runtime.sessionfile import fingerprint
 
 _QUICK_TEXT = 100_000  # bytes of text that are looked up at once
+_PART = 1 << 14  # characters
 _TOKEN = 16  # bytes of text for each token that a conversation holds, at most
 
 
@@ -101,7 +102,25 @@ class Preparer:
                 f"the message has {n} bytes of text, and a conversation of {n_ctx} tokens holds {most} at most; send "
                 "less, or start the server with a larger --ctx"
             )
+        if n > 4 * n_ctx and (least := self._at_least(request, n_ctx + n_ctx // 4)) > n_ctx:
+            raise ContextError(
+                f"the message has {least} tokens or more, and a conversation holds {n_ctx}; send less, or start the "
+                "server with a larger --ctx"
+            )
         return replace(request, n_text=n)
+
+    def _at_least(self, request: Request, enough: int) -> int:
+        """Counts tokens of what was said, part by part, until there are enough; 0 where there are less.
+
+        Where a text is parted there may be a token more than in the whole of it: `enough` leaves room for them.
+        """
+        parts = request.prompt.parts if request.prompt is not None else ()
+        text, n = "\n".join([part for part in parts if isinstance(part, str)] + [m.text for m in request.messages]), 0
+        for begin in range(0, len(text), _PART):
+            n += len(self._model.tokenize(text[begin : begin + _PART], special=False))
+            if n > enough:
+                return n
+        return 0
 
     def _there(self, job: Job) -> Prepared | None:
         request = job.request

@@ -1,0 +1,85 @@
+"""Who waits for whom: a short question does not wait for a long prompt, and no large request for anything."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from server import DEMO
+
+import pykvedge
+from pykvedge.chat.serve.engine import Engine
+from pykvedge.chat.serve.job import Done, Failed, Request, Step
+from pykvedge.chat.serve.limits import Limits
+from pykvedge.chat.serve.parked import Park
+from pykvedge.chat.serve.translating import chat_request
+from pykvedge.errors import ContextError
+from pykvedge.models.prompt import Message
+from pykvedge.runtime.sampling import Sampling
+
+
+@pytest.fixture(scope="module")
+def engine(native):
+    with pykvedge.load(DEMO / "demo-model.gguf", DEMO / "demo-mmproj.gguf", threads=1) as model:
+        engine = Engine(model, Limits(slots=3, n_ctx=16384, memory=256 << 20), Park(None))
+        yield engine
+        engine.close()
+
+
+def request(text):
+    return Request([Message("user", text)], pykvedge.plan("full"), Sampling(max_tokens=1, temp=0.0))
+
+
+def test_short_prompts_pass_a_long_one_and_do_not_hold_it(engine):
+    """The long one has begun to be read when the others come; they are answered before it is, and it goes on."""
+    order, begun, over = [], threading.Event(), threading.Semaphore(0)
+
+    def ask(name, text):
+        def take(event):
+            if name == "long" and isinstance(event, Step) and 0 < event.share < 1:
+                begun.set()
+            if isinstance(event, (Done, Failed)):
+                order.append((name, type(event)))
+                over.release()
+
+        return engine.submit(request(text), take)
+
+    ask("long", "red " * 3600)
+    assert begun.wait(60)
+    for i in range(3):
+        ask(f"short {i}", f"What is number {i}?")
+    for _ in range(4):
+        assert over.acquire(timeout=120)
+    assert order[-1] == ("long", Done) and len(order) == 4 and all(kind is Done for _, kind in order)
+
+
+def test_more_tokens_than_a_conversation_holds_are_counted_no_further(engine, monkeypatch):
+    """Of a text that is a hundred times too long a part is tokenised, and no template has it."""
+    preparer = engine.preparer
+    seen, plain = [], preparer._model.tokenize
+
+    def noted(text, special=True):
+        seen.append(len(text))
+        return plain(text, special)
+
+    monkeypatch.setattr(preparer._model, "tokenize", noted)
+    n_ctx = 16384
+    with pytest.raises(ContextError, match=f"bytes of text, and a conversation of {n_ctx} tokens"):
+        preparer.measured(request("x" * (n_ctx * 100)))
+    assert not seen
+    with pytest.raises(ContextError, match=f"tokens or more, and a conversation holds {n_ctx}"):
+        preparer.measured(request("x" * (n_ctx * 10)))
+    assert 0 < sum(seen) < 3 * n_ctx
+    fits = preparer.measured(request("red " * (n_ctx // 5)))  # below, it is tokenised whole and once
+    assert fits.n_text == 4 * (n_ctx // 5)
+
+
+def test_large_pictures_are_not_written_again():
+    """Those of a translated request come out as they came in, whatever they are called."""
+    large = "data:image/png;base64," + "A" * 100_000
+    urls = [large, "aside:0", "data:small", large + "=", "aside:7"]
+    content = [{"type": "image_url", "image_url": {"url": url}} for url in urls[:3]]
+    content += [{"type": "image_url", "image_url": url} for url in urls[3:]]
+    said = [{"role": "user", "content": "x"}, {"role": "user", "content": content}]
+    chat = chat_request({"messages": said, "max_tokens": None})
+    assert [part.url for part in chat.messages[1].content] == urls and chat.messages[0].content == "x"
