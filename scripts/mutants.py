@@ -1,0 +1,224 @@
+"""Draws small changes of the Python package by chance, and says which of them no test notices.
+
+    python3 scripts/dev.py python scripts/mutants.py --seed 1 --count 20
+    python3 scripts/dev.py python scripts/mutants.py --seed 1 --count 60 --paths pykvedge/models --json
+
+A comparison, a number, a call, the order of two arguments, a boolean or a returned value is another one. Each change is
+tried with the test files that are nearest to it by imports and names (--files of them), one after the other, until a
+test fails that passes without the change. No file is touched: a program that imports the module gets the changed text
+in its place, so an interrupted run leaves nothing behind. stdout: a patch for each change that was not noticed; whether
+a test is missing or the change makes no difference, a reader has to say. stderr: a line for each change.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from llama_source import ROOT
+from mutant_sites import KINDS, Site, compiles, sites
+from mutant_tests import LikelyTests
+
+# Found first by every Python that is started below: hands out the changed text in the place of one module's own.
+HOOK = '''
+import importlib.machinery, os, sys
+original, changed = os.environ["KVEDGE_MUTANT"].split(os.pathsep)
+
+class Changed(importlib.machinery.SourceFileLoader):
+    def get_code(self, fullname):
+        with open(changed, "rb") as file:
+            return compile(file.read(), self.path, "exec", dont_inherit=True)
+
+class Finder:
+    @staticmethod
+    def find_spec(fullname, path=None, target=None):
+        if fullname.partition(".")[0] != "pykvedge":
+            return None
+        for finder in sys.meta_path:
+            spec = finder.find_spec(fullname, path, target) if finder is not Finder else None
+            if spec is not None:
+                if spec.origin and os.path.realpath(spec.origin) == original:
+                    spec.loader = Changed(fullname, spec.origin)
+                return spec
+        return None
+
+sys.meta_path.insert(0, Finder)
+'''
+
+
+@dataclass
+class Mutant:
+    """A change of a file, and what became of it: "killed", "hung" (by the time limit) or "alive"."""
+
+    path: str
+    kind: str
+    line: int
+    patch: str
+    text: str = field(repr=False)
+    inside: tuple[str, ...] = ()
+    outcome: str = ""
+    by: str = ""  # the test that failed
+    tried: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def told(self) -> dict[str, object]:
+        return {key: value for key, value in asdict(self).items() if key not in ("text", "inside")}
+
+
+def made(path: str, source: str, site: Site) -> Mutant:
+    text = site.applied(source)
+    lines = difflib.unified_diff(source.splitlines(), text.splitlines(), f"a/{path}", f"b/{path}", lineterm="", n=1)
+    return Mutant(path, site.kind, site.line, "\n".join(lines), text, site.inside)
+
+
+def drawn(paths: list[Path], seed: int, count: int) -> list[Mutant]:
+    """Draws changes: first the kind, then one of that kind anywhere, each once."""
+    rng = random.Random(f"mutants {seed}")
+    sources = {p.relative_to(ROOT).as_posix(): p.read_text(encoding="utf-8") for p in paths}
+    of_kind: dict[str, list[tuple[str, Site]]] = {kind: [] for kind in KINDS}
+    for path, source in sources.items():
+        for site in sites(source):
+            of_kind[site.kind].append((path, site))
+    out: list[Mutant] = []
+    while len(out) < count and any(of_kind.values()):
+        group = of_kind[rng.choice([kind for kind in KINDS if of_kind[kind]])]
+        path, site = group.pop(rng.randrange(len(group)))
+        mutant = made(path, sources[path], site)
+        if compiles(mutant.text):
+            out.append(mutant)
+    return out
+
+
+class Runner:
+    """Runs tests with and without a change."""
+
+    def __init__(self, folder: Path, limit_s: float) -> None:
+        self._folder, self._limit_s = folder, limit_s
+        self._changed = folder / "changed.py"
+        (folder / "hook").mkdir()
+        (folder / "hook" / "sitecustomize.py").write_text(HOOK, encoding="utf-8")
+        self._known: dict[str, str] = {}  # test or file -> what is said of it without a change
+
+    def _run(self, test: str, mutant: Mutant | None) -> str:
+        """The first test that fails, "hung" or "passed"."""
+        env = dict(os.environ)
+        if mutant is not None:
+            self._changed.write_text(mutant.text, encoding="utf-8")
+            paths = [str(self._folder / "hook"), *filter(None, [env.get("PYTHONPATH")])]
+            env |= {"PYTHONPATH": os.pathsep.join(paths)}
+            env |= {"KVEDGE_MUTANT": os.pathsep.join([os.path.realpath(ROOT / mutant.path), str(self._changed)])}
+        how = ["-x", "-q", "-n0", "-p", "no:cacheprovider", "-rfE", "--no-header", "--tb=no"]
+        with subprocess.Popen(
+            [sys.executable, "-m", "pytest", *how, test], cwd=ROOT, env=env, text=True, start_new_session=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        ) as running:  # fmt: skip
+            try:
+                said, _ = running.communicate(timeout=self._limit_s)
+            except subprocess.TimeoutExpired:
+                return "hung"
+            finally:
+                end(running)
+        if running.returncode in (0, 5):  # 5: no tests were left
+            return "passed"
+        failed = re.search(r"^(?:FAILED|ERROR) (tests/\S+\.py(?:::.*?)?)(?: - .*)?$", said, re.MULTILINE)
+        return failed[1] if failed else test
+
+    def fails(self, test: str, mutant: Mutant) -> str:
+        """The test that fails because of the change; empty if none does."""
+        failed = self._run(test, mutant)
+        if failed == "passed":
+            return ""
+        where = test if failed == "hung" else failed
+        if where not in self._known:
+            self._known[where] = self._run(where, None)
+        return failed if self._known[where] == "passed" else ""
+
+
+def end(running: subprocess.Popen[str]) -> None:
+    """Ends a run of pytest with all that it started."""
+    if running.poll() is None or os.name == "posix":
+        try:
+            if os.name == "posix":
+                os.killpg(running.pid, 9)
+            else:
+                running.kill()
+        except ProcessLookupError:
+            pass
+
+
+def tried(mutant: Mutant, runner: Runner, tests: list[str]) -> None:
+    """Fills in what became of a mutant."""
+    start = time.monotonic()
+    mutant.outcome = "alive"
+    for test in tests:
+        mutant.tried.append(test)
+        if failed := runner.fails(test, mutant):
+            mutant.outcome, mutant.by = ("hung", test) if failed == "hung" else ("killed", failed)
+            break
+    mutant.seconds = round(time.monotonic() - start, 1)
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = made.add_argument
+    add("--seed", type=int, default=1, help="another seed, other changes (default %(default)s)")
+    add("--count", type=int, default=20, help="of changes (default %(default)s)")
+    add("--paths", nargs="+", type=Path, default=[Path("pykvedge")], help="files and folders to change")
+    add("--leave-out", nargs="+", type=Path, default=[], help="files and folders to leave as they are")
+    add("--files", type=int, default=8, help="test files for each change; 0: all that reach it (default %(default)s)")
+    add("--limit", type=float, default=300.0, help="seconds for each test file (default %(default)s)")
+    add("--list", action="store_true", help="the changes and their tests, and run nothing")
+    add("--json", action="store_true", help="one JSON object on stdout")
+    return made
+
+
+def chosen(args: argparse.Namespace) -> list[Path]:
+    """The files that may be changed."""
+    out = []
+    for place in (ROOT / path for path in args.paths):
+        out += [place] if place.is_file() else sorted(place.rglob("*.py"))
+    left_out = [ROOT / path for path in (*args.leave_out, "pykvedge/bindings")]
+    return [path for path in dict.fromkeys(out) if not any(path.is_relative_to(other) for other in left_out)]
+
+
+def main() -> int:
+    args = parser().parse_args()
+    if not (paths := chosen(args)):
+        parser().error(f"no Python files in {', '.join(map(str, args.paths))}")
+    likely = LikelyTests(ROOT)
+    mutants = drawn(paths, args.seed, args.count)
+    with tempfile.TemporaryDirectory(prefix="kvedge-mutants-") as folder:
+        runner = Runner(Path(folder), args.limit)
+        for i, mutant in enumerate(mutants):
+            tests = likely.of(mutant.path, mutant.inside)
+            tests = tests[: args.files] if args.files else tests
+            if args.list:
+                print(f"{mutant.path}:{mutant.line} {mutant.kind}: {' '.join(tests)}\n{mutant.patch}\n")
+                continue
+            tried(mutant, runner, tests)
+            by = mutant.by or f"{len(mutant.tried)} test files"
+            place = f"{mutant.path}:{mutant.line} {mutant.kind}"
+            print(f"{i + 1:3d} {mutant.outcome:7s}{place}: {by}, {mutant.seconds:.0f} s", file=sys.stderr, flush=True)
+    if args.list:
+        return 0
+    alive = [mutant for mutant in mutants if mutant.outcome == "alive"]
+    if args.json:
+        print(json.dumps({"seed": args.seed, "alive": len(alive), "mutants": [m.told() for m in mutants]}, indent=1))
+    else:
+        print("\n\n".join(f"{m.patch}\n# passed: {' '.join(m.tried)}" for m in alive))
+    print(f"{len(mutants)} changes, {len(alive)} of them not noticed", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
