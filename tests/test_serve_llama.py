@@ -247,7 +247,8 @@ def test_what_ends_and_forms_a_completion(server, model):
         ("/v1/completions", {"prompt": "a", "echo": True}, "echo"),
         ("/v1/completions", {"prompt": "a", "suffix": "b"}, "suffix"),
         ("/v1/completions", {"prompt": "a", "best_of": 3, "n": 2}, "best_of"),
-        ("/tokenize", {}, "content: Field required"), ("/detokenize", {"tokens": "a"}, "tokens"),
+        ("/tokenize", {}, "content: Field required"), ("/tokenize", {"content": ["a" * 600_000]}, "at most 524288"),
+        ("/detokenize", {"tokens": "a"}, "tokens"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_asked(server, path, body, says):

@@ -71,6 +71,7 @@ def test_an_invited_page_asks(environment, driver, sites, tmp_path):
         headers = {"Authorization": f"Bearer {KEY}"}
         status, kind, text = driver.execute_async_script(ASK, f"{server.url}/props", {"headers": headers})
         assert (status, kind) == (200, "cors") and '"vision":true' in text
+        assert server.client.get("/v1/health").status_code == server.client.get("/health").status_code == 200
         # what is refused can be read, too: a front end has to say why
         status, kind, text = driver.execute_async_script(ASK, f"{server.url}/v1/chat/completions", chat("wrong"))
         assert (status, kind) == (401, "cors") and "invalid_api_key" in text

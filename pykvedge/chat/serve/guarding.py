@@ -28,7 +28,7 @@ _DISCARDED, _DISCARD_S = 256 << 20, 2.0  # bytes and seconds of a body that nobo
 _BODIES = 4  # as many of the largest requests may be here at once
 _SMALL = 1 << 20  # bytes of a body that is taken also while there are as many
 _QUICK = 1 << 16  # bytes of a body that is looked through at once
-OPEN = ("/health", "/")  # without a key: whether there is anybody, and the page, which asks for it
+OPEN = ("/health", "/v1/health", "/")  # without a key: whether there is anybody, and the page, which asks for it
 _FEW = 1 << 16  # bytes of pictures that are let pass where none belong
 # in a scope: whose request it is, bytes of its body's pictures, and those of all else
 OWNER, PICTURES, TEXT = "kvedge.owner", "kvedge.pictures", "kvedge.text"

@@ -17,10 +17,12 @@ from pykvedge.chat.serve import asking
 from pykvedge.chat.serve.job import Job
 from pykvedge.chat.serve.service import Service
 from pykvedge.chat.serve.wire import ChatRequest, Wire, parsed
+from pykvedge.errors import RequestError
 from pykvedge.models.model import Model
 from pykvedge.models.prompt import FALLBACK
 from pykvedge.runtime.sampling import Sampling
 
+_MOST_TEXT = 1 << 19  # characters or tokens that are turned into the other at once
 _ANY_SEED = 2**32 - 1  # what llama.cpp says for a seed that is another one each time
 
 
@@ -140,7 +142,7 @@ class TokenizeRequest(Wire):
 class DetokenizeRequest(Wire):
     """The body of POST /detokenize."""
 
-    tokens: Annotated[list[int], Field(max_length=1 << 22)]
+    tokens: Annotated[list[int], Field(max_length=_MOST_TEXT)]
 
 
 async def tokenize(service: Service, http: HttpRequest) -> Response:
@@ -151,6 +153,8 @@ async def tokenize(service: Service, http: HttpRequest) -> Response:
 
 def _tokens(model: Model, given: TokenizeRequest) -> list[Any]:
     parts = [given.content] if isinstance(given.content, str) else given.content
+    if sum(len(part) if isinstance(part, str) else 1 for part in parts) > _MOST_TEXT:
+        raise RequestError(400, f"content: at most {_MOST_TEXT} characters and tokens at once", "too_large", "content")
     out = list[int]()
     for i, part in enumerate(parts):
         is_text = isinstance(part, str)
