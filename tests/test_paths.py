@@ -61,6 +61,7 @@ def test_the_program(kvedge, tiny, no_files):
         kvedge("chat", *model.arguments(), "--image", path, "?", timeout=60).failed(1, f"it is {kind}, not a file")
         kvedge("chat", *model.arguments(), "--session", path, "?", timeout=60).failed(2, f"it is {kind}, not a file")
         kvedge("inspect", path, timeout=60).failed(1, f"it is {kind}, not a file")
+        kvedge("eval", "--model", path, timeout=60).failed(2, f"it is {kind}, not a file")
 
 
 PLACES = [

@@ -16,6 +16,7 @@ from pykvedge.cli import options
 from pykvedge.cli.modelfiles import model_files
 from pykvedge.cli.options import Whole, listed, option, read_plan
 from pykvedge.errors import KvedgeError, UsageError, unknown
+from pykvedge.native.files import require_file
 from pykvedge.plans.making import plan as make_plan
 from pykvedge.plans.plugin_files import source_digest
 from pykvedge.plans.presets import methods as method_names
@@ -150,8 +151,12 @@ def _job(given: dict[str, Any]) -> Job:
 
     model, mmproj = model_files(given)
     for path in filter(None, (model, mmproj)):
-        if not path.is_file():
-            raise UsageError(f"{path} does not exist" if not path.exists() else f"{path} is a folder, not a model")
+        try:
+            require_file(path)
+        except FileNotFoundError:
+            raise UsageError(f"{path} does not exist") from None
+        except OSError as error:
+            raise UsageError(f"{path} cannot be read: {error.strerror}") from None
     settings = {**options.running(given), "verbose": given["verbose"]}
     samples, cells, wants = _samples(given), _cells(given), _wants(given)
     return Job(model, mmproj, samples, cells, wants, Settings.of(settings))

@@ -47,10 +47,8 @@ def outside() -> int:
 
 def begin() -> bool:
     """From now on what the handler raises waits. Returns what `end` is to be given."""
-    if threading.get_ident() != threading.main_thread().ident:
-        return False
     before = _signal.getsignal(_signal.SIGINT)
-    if before is _keep or not callable(before):
+    if before is _keep or not callable(before) or threading.get_ident() != threading.main_thread().ident:
         return False
     _here.before, _here.raised = before, None
     _signal.signal(_signal.SIGINT, _keep)  # from here on nothing is raised between two steps
