@@ -17,6 +17,7 @@ from pykvedge.errors import StateError
 from pykvedge.native import signals
 from pykvedge.native.calls import Raised
 from pykvedge.native.guard import Guard
+from pykvedge.plans.plugins import table
 
 DATA = Path(pykvedge.__file__).parent / "data"
 WORKER = Path(__file__).with_name("interrupt_worker.py")
@@ -227,6 +228,22 @@ def test_a_generator_that_waits_is_interrupted(tiny, native):
         with pytest.raises(KeyboardInterrupt):
             session.ask("What happens?", frames(), SHORT)
         assert not session.messages
+
+
+def test_a_plugin_that_waits_is_interrupted(native):
+    before = table.snapshot()
+
+    @pykvedge.scorer("waits")
+    def waits(layer, settings):
+        threading.Timer(0.1, press).start()
+        threading.Event().wait(60)
+
+    rows = np.zeros((1, 2, 64, 32), np.float32)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            pykvedge.compress(pykvedge.plan("snapkv", 0.5, scorer="waits"), rows, rows, rows)
+    finally:
+        table.restore(before)
 
 
 def test_an_answer_that_another_thread_reads_goes_on(tiny, native):
