@@ -163,6 +163,28 @@ def test_an_answer_has_one_form(server):
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
     both = server.chat(asks(QUESTIONS[0]), json_schema=schema, response_format=form)
     assert both.status_code == 400 and "one form" in both.json()["error"]["message"]
+    assert server.text(asks(QUESTIONS[0]), regex="(yes|no)!") in ("yes!", "no!")
+    digit = {"type": "integer", "minimum": 0, "maximum": 9}
+    assert int(server.text(asks(QUESTIONS[0]), json_schema=digit)) in range(10)
+    for fields, word in (({"json_schema": {"not": {}}}, '"not"'), ({"regex": "("}, "regular expression")):
+        refused = server.chat(asks(QUESTIONS[0]), **fields)
+        assert refused.status_code == 400 and word in refused.json()["error"]["message"]
+
+
+def test_forms_that_take_long_stop_nobody(server):
+    """While such a one is refused, or followed, another answer goes on."""
+    hard = [
+        {"json_schema": {"type": "string", "pattern": "^" + "a?" * 1500 + "b$"}},
+        {"json_schema": {"type": "integer", "multipleOf": 999983}},
+        {"json_schema": {"allOf": [{"type": "string", "pattern": f".*{i}.*"} for i in range(60)]}},
+    ]
+    body = {"messages": asks("?", SCENES[0]), "max_tokens": 1900, "grammar": ENDLESS, "stream": True}
+    with server.client.stream("POST", "/v1/chat/completions", json=body) as answer:
+        lines = answer.iter_lines()
+        next(line for line in lines if '"content": "a' in line)
+        for fields in hard:
+            assert server.chat(asks(QUESTIONS[0]), **fields, max_tokens=20).status_code == 400
+        assert next(line for line in lines if '"content": "a' in line)
 
 
 def test_who_leaves_ends_the_answer(server):

@@ -37,6 +37,7 @@ def typed(chat, line, capsys):
         ("seed random", "seed", None),
         ('grammar root ::= "yes" | "no"', "grammar", 'root ::= "yes" | "no"'),
         ('json_schema {"enum": [1, "a = b"]}', "json_schema", '{"enum": [1, "a = b"]}'),
+        ("regex (yes|no) *", "regex", "(yes|no) *"),
         ("stop The end.", "stop", ("The end.",)),
         (r"stop \n\nAnd", "stop", ("\n\nAnd",)),
     ],
@@ -57,7 +58,7 @@ def test_what_is_taken_away(chat, capsys):
     assert "none" in typed(chat, "logit_bias none", capsys) and chat.sampling.logit_bias == {}
     typed(chat, "stop END", capsys)
     assert "none" in typed(chat, "stop none", capsys) and chat.sampling.stop == ()
-    for name, text in (("grammar", 'root ::= "a"'), ("json_schema", '{"const": 1}')):
+    for name, text in (("grammar", 'root ::= "a"'), ("json_schema", '{"const": 1}'), ("regex", "a+")):
         typed(chat, f"{name} {text}", capsys)
         assert "none" in typed(chat, f"{name} none", capsys) and getattr(chat.sampling, name) is None
 

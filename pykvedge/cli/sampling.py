@@ -33,6 +33,7 @@ OPTIONS = (
            help="Is added to the logit of a token, by its number or as text; -inf forbids it; repeatable."),
     option("--grammar", metavar="FILE|TEXT", help="The answer follows this grammar, in llama.cpp's GBNF."),
     option("--json-schema", metavar="FILE|JSON", help="The answer is JSON by this schema."),
+    option("--regex", metavar="TEXT", help="The whole answer matches this regular expression, in Rust's syntax."),
     option("--logprobs", type=int, metavar="N",
            help="With --json: the probability of each token, and the N likeliest there."),
     option("--stop", multiple=True, metavar="TEXT", help="The answer ends before this text; repeatable."),
@@ -40,7 +41,7 @@ OPTIONS = (
 _PLAIN = ("temp", "top_p", "top_k", "seed", "max_tokens", "min_p", "typical_p", "repeat_penalty", "frequency_penalty",
           "presence_penalty", "repeat_last_n")  # fmt: skip
 WHOLE = ("top_k", "seed", "max_tokens", "repeat_last_n")
-TEXTS = ("logit_bias", "stop", "grammar", "json_schema")  # settings that are no numbers
+TEXTS = ("logit_bias", "stop", "grammar", "json_schema", "regex")  # settings that are no numbers
 SETTINGS = (*_PLAIN, *TEXTS)  # what /set takes
 
 
@@ -48,7 +49,7 @@ def chosen(given: Mapping[str, Any]) -> Sampling:
     """Makes the Sampling of OPTIONS. Raises UsageError."""
     from pykvedge.runtime.sampling import Sampling
 
-    plain = {name: given[name] for name in (*_PLAIN, "stop", "logprobs")}
+    plain = {name: given[name] for name in (*_PLAIN, "stop", "regex", "logprobs")}
     forms = {name: form(name, given[name]) for name in ("grammar", "json_schema")}
     return Sampling(**plain, **forms, logit_bias=biases(given["logit_bias"]))
 
@@ -84,6 +85,8 @@ def read(name: str, text: str) -> Any:
         return biases([] if text == "none" else text.split())
     if name in ("grammar", "json_schema"):
         return None if text == "none" else form(name, text)
+    if name == "regex":
+        return None if text == "none" else text
     if name == "stop":
         return () if text == "none" else (text.replace("\\n", "\n"),)
     try:
@@ -100,6 +103,6 @@ def shown(sampling: Sampling, name: str) -> object:
         return " ".join(f"{token}={bias:g}" for token, bias in value.items()) or "none"
     if name == "stop":
         return ", ".join(value).replace("\n", "\\n") or "none"
-    if name in ("grammar", "json_schema"):
+    if name in ("grammar", "json_schema", "regex"):
         return value or "none"
     return "random" if value is None else value

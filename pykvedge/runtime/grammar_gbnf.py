@@ -125,7 +125,7 @@ class _Reader:
             elif (item := self.item(sign)) is not None:
                 items.append(item)
             elif len(stack) > 1:
-                raise self.refuse("expecting ')'" if sign else "unexpected end of input")
+                raise self.refuse("expecting ')'" if sign else "it ends too early")
             else:
                 return stack[0]
 
@@ -152,7 +152,7 @@ class _Reader:
         out = []
         while not self.text.startswith(end, self.at):
             if not (found := _CHARACTER.match(self.text, self.at)):
-                raise self.refuse("unknown escape" if self.at + 1 < len(self.text) else "unexpected end of input")
+                raise self.refuse("unknown escape" if self.at + 1 < len(self.text) else "it ends too early")
             out.append((self.unescaped(found[0]), len(found[0]) == 1))
             self.at = found.end()
         self.at += 1

@@ -39,6 +39,7 @@ _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentS
 _DATA = ("const", "enum", "default", "examples")  # hold no schema
 _APPLIED = {"allOf", "anyOf", "oneOf", "$ref", "dependentSchemas"}
 _OBJECT = {"properties", "required", "additionalProperties", "patternProperties", "minProperties", "maxProperties"}
+_BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 _UNHEEDED = ("deprecated", "contentSchema", "$vocabulary")  # say nothing about what is valid
 
 
@@ -109,26 +110,35 @@ def _check(one: dict[str, Any]) -> None:
     least, required = one.get("minProperties"), one.get("required")
     if isinstance(least, int) and least > 1 + (len(required) if isinstance(required, list) else 0):
         raise GrammarError("minProperties above 1 cannot be obeyed: names of other properties may come twice")
-    for name, value in one.items():
-        numbers = [value] if isinstance(value, int | float) else _numbers(value) if name in ("const", "enum") else []
-        if any(isinstance(number, int) and abs(number) > 2**53 for number in numbers):
-            raise GrammarError(f"{name} has a number above 2^53, which cannot be obeyed exactly")
+    for name in ("const", "enum"):
+        if not all(number == int(float(number)) for number in _integers(one.get(name)) if abs(number) < 1e300):
+            raise GrammarError(f"{name} has a number of more digits than can be obeyed exactly")
 
 
-def _numbers(value: Any) -> list[int | float]:
-    stack, out = [value], list[int | float]()
+def _integers(value: Any) -> list[int]:
+    stack, out = [value], list[int]()
     while stack:
         one = stack.pop()
         if isinstance(one, dict | list):
             stack += one.values() if isinstance(one, dict) else one
-        elif isinstance(one, int | float):
+        elif isinstance(one, int):
             out.append(one)
     return out
+
+
+def _inside(bound: Any, towards: float) -> Any:
+    """Returns the float nearest to a whole bound that is not beyond it: llguidance has floats."""
+    if not isinstance(bound, int) or isinstance(bound, bool) or abs(bound) > 1e300 or int(float(bound)) == bound:
+        return bound
+    near = float(bound)
+    return near if (int(near) > bound) == (towards > 0) else math.nextafter(near, towards)
 
 
 def _change(one: dict[str, Any]) -> None:
     for name in (*_UNHEEDED, *(["uniqueItems"] if one.get("uniqueItems") is False else [])):
         one.pop(name, None)
+    for name in _BOUNDS & one.keys():
+        one[name] = _inside(one[name], math.inf if "inimum" in name else -math.inf)
     alternatives = one.get("oneOf")
     if isinstance(alternatives, list):  # where they are written out, llguidance sees that they exclude each other
         one["oneOf"] = [{"type": _TYPES, **a} if isinstance(a, dict) and "$ref" in a else a for a in alternatives]

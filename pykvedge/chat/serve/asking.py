@@ -315,6 +315,8 @@ def _form(given: ChatRequest | Prompted) -> dict[str, Any]:
         forms.append(("grammar", given.grammar))
     if given.json_schema is not None:
         forms.append(("json_schema", given.json_schema))
+    if given.regex is not None:
+        forms.append(("regex", given.regex))
     if given.response_format is not None and (schema := _schema(given.response_format)) is not None:
         forms.append(("json_schema", schema))
     forced = isinstance(given, ChatRequest) and calling.is_forced(given)
@@ -322,7 +324,7 @@ def _form(given: ChatRequest | Prompted) -> dict[str, Any]:
         raise RequestError(400, "tool_choice: there are no tools", "invalid_value", "tool_choice")
     if len(forms) + forced > 1:
         raise RequestError(
-            400, "an answer has one form: a grammar, a json_schema, a response_format or a tool call", "invalid_value"
+            400, "an answer has one form: grammar, json_schema, regex, response_format or a tool call", "invalid_value"
         )
     return dict(forms)
 

@@ -1,6 +1,7 @@
 """The Engine answers jobs side by side: all conversations lie in one context, and are decoded in common batches.
 
-Three threads: one prepares jobs, one decodes, and one moves parked conversations from memory to their folder.
+Three threads: one prepares jobs, one decodes, and one moves parked conversations from memory to their folder. A fourth
+ends when the vocabulary is prepared for grammars.
 """
 
 from __future__ import annotations
@@ -60,8 +61,11 @@ class Engine:
         self._stopping = self._over = False
         self._threads = [
             threading.Thread(target=run, name=f"kvedge-{what}", daemon=True)
-            for what, run in (("prepare", self._prepare), ("decode", self._decode), ("park", self._shrink))
-        ]
+            for what, run in (
+                ("prepare", self._prepare), ("decode", self._decode), ("park", self._shrink),
+                ("vocabulary", self.preparer.warm),
+            )
+        ]  # fmt: skip
         for thread in self._threads:
             thread.start()
 

@@ -186,6 +186,7 @@ class Sampled(Wire):
     response_format: ResponseFormat | None = None
     grammar: str | None = None
     json_schema: dict[str, Any] | None = None
+    regex: str | None = None
     kvedge: Compression | None = None
 
 
