@@ -1,4 +1,26 @@
-"""Chat templates of some dialects of tool calls, as released models have them, in short."""
+"""Chat templates of some dialects of tool calls, as released models have them, in short; and models that have them."""
+
+import json
+from pathlib import Path
+
+from modelgen import tokens
+from modelgen.text import TextSpec, text_model
+from modelgen.writer import write_gguf
+
+WORKER = (Path(__file__).with_name("serve_worker.py"),)  # a server's program, for `serving`
+
+
+def model(folder, template, specials=()):
+    """Writes a model with random weights. specials: texts of special tokens, the last of its 640 tokens."""
+    path = folder / "m.gguf"
+    write_gguf(path, *text_model(TextSpec("llama", tokens.spm(640, template, specials), 2, 4, 2, 32, 128, 2048)))
+    return path
+
+
+def gbnf(text):
+    """Makes the grammar of an answer that is this text."""
+    return "root ::= " + json.dumps(text, ensure_ascii=False)
+
 
 # Hermes: Qwen 2.5 and 3, and many others. With reasoning as Qwen 3 has it.
 HERMES = (

@@ -6,6 +6,7 @@ import shutil
 import time
 
 import pytest
+from dialects import HERMES, WORKER, gbnf, model
 from server import ENDLESS, QUESTION, SCENES, asks, data_url, serving
 
 webdriver = pytest.importorskip("selenium.webdriver")
@@ -227,6 +228,17 @@ def test_nothing_is_asked_of_anybody_else(page, server):
         f"const done = arguments[0]; fetch('{OUTSIDE}').then(() => done('went out'), (e) => done(String(e)))"
     )
     assert "went out" not in found
+
+
+def test_reasoning_is_shown_apart_and_folds_up(environment, driver, tmp_path):
+    answer = gbnf("<think>\nhm < hm\n</think>\n\nHello <b>")
+    with serving(environment, model(tmp_path, HERMES), answer, program=WORKER) as server:
+        page = Page(driver, server.url).ready()
+        assert page.ask("Hi") == "Hello <b>"
+        thought = page.all(".assistant details")[-1]
+        assert thought.is_displayed() and not thought.get_attribute("open")
+        thought.click()
+        assert page.all(".assistant .thought")[-1].text == "hm < hm"
 
 
 def test_a_server_with_a_key_asks_for_it(environment, driver, tmp_path):
