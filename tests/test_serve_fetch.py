@@ -5,6 +5,7 @@ that was not told to fetch does: nothing.
 from __future__ import annotations
 
 import asyncio
+import base64
 import os
 import signal
 import socket
@@ -18,7 +19,9 @@ import pytest
 import trustme
 from server import SCENES, SERVE, asks, serving
 
-from pykvedge.chat.serve import fetching
+import pykvedge
+from pykvedge.chat.serve import fetching, pictures
+from pykvedge.chat.serve.pictures import Sources
 from pykvedge.errors import ImageError, RequestError
 
 PICTURE = SCENES[0].read_bytes()
@@ -280,6 +283,73 @@ def test_requests_that_fetch_are_so_many_at_a_time(host, monkeypatch):
 
     found = asyncio.run(three())
     assert [type(error) for error in found] == [ImageError, ImageError, RequestError] and found[2].status == 503
+
+
+# ------------------------------------------------------------------------------------ data: and file:, without a host
+
+
+def as_data(data, head="data:image/png;base64,"):
+    return head + base64.b64encode(data).decode()
+
+
+def test_pictures_in_data_urls():
+    rgb = pykvedge.load_picture(SCENES[0]).rgb
+    sources = Sources()
+    text = as_data(PICTURE)
+    escaped = text[:22] + text[22:].replace("+", "%2B").replace("/", "%2f").replace("=", "%3D")
+    others = [as_data(PICTURE, head) for head in ("data:;base64,", "data:image/x;a=b;base64,")]
+    for url in (text, "DATA" + text[4:], escaped, *others):
+        assert sources.load(url, "a").rgb == rgb and sources.knows(url)
+        assert not Sources(owner="bob", _known=sources._known).knows(url)  # another's, with the same memory
+    wrong = ["data:text/html;base64," + text[22:], text.replace(";base64", ""), text[:-5] + "%41" + text[-5:]]
+    for url in (*wrong, text[:-1]):
+        with pytest.raises(ImageError, match="data: URL"):
+            sources.load(url, "a")
+
+
+def test_the_file_of_a_picture_is_bounded(monkeypatch, tmp_path):
+    """By its bytes, in a data: URL and in a folder; a byte more is too many."""
+    file = tmp_path / "a.png"
+    for more in (0, 1):
+        data = PICTURE + bytes(300 + more - len(PICTURE) % 300)
+        monkeypatch.setattr(pictures, "MOST_BYTES", len(data) - more)
+        file.write_bytes(data)
+        for url in (as_data(data + bytes(3 * more)), file.as_uri()):
+            if more:
+                with pytest.raises(ImageError, match="may have"):
+                    Sources(files=tmp_path).load(url, "a")
+            else:
+                assert Sources(files=tmp_path).load(url, "a").width
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="links and pipes")
+def test_files_that_are_read_and_others(tmp_path):
+    inside, outside = tmp_path / "in", tmp_path / "out"
+    for folder in (inside, outside, inside / "deep"):
+        folder.mkdir()
+        (folder / "a.png").write_bytes(PICTURE)
+    (inside / "link.png").symlink_to(inside / "a.png")
+    (inside / "out.png").symlink_to(outside / "a.png")
+    os.mkfifo(inside / "pipe")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(inside / "socket"))
+    sources, uri = Sources(files=inside), inside.as_uri()
+    local = uri.replace("file://", "file://localhost")
+    for name in ("a.png", "deep/a.png", "link.png", "deep/../a.png", "%61.png"):
+        assert sources.load(f"{uri}/{name}", "a").width and sources.load(f"{local}/{name}", "a").width
+    host = uri.replace("file://", "file://host")
+    for url in (f"{uri}/out.png", f"{uri}/../out/a.png", f"{host}/a.png", "file:///etc/passwd", f"{uri}/%00", "file://[a/"):
+        with pytest.raises(RequestError) as found:
+            sources.load(url, "a")
+        assert (found.value.status, found.value.code) == (403, "forbidden_file")
+    for name, why in (("pipe", "is no file"), ("", "is no file"), ("deep", "is no file"), ("socket", "cannot be read"),
+                      ("none.png", "cannot be read")):  # fmt: skip
+        with pytest.raises(ImageError, match=why):
+            sources.load(f"{uri}/{name}", "a")
+    with pytest.raises(RequestError, match=r"takes pictures as data: URLs$"):
+        Sources().load(f"{uri}/a.png", "a")
+    with pytest.raises(RequestError, match=r"takes pictures as data: URLs and https: URLs and file: URLs$"):
+        Sources(https=True, files=inside).load("http://a.example/", "a")
 
 
 # ----------------------------------------------------------------------------------------------- the server as it is

@@ -19,6 +19,7 @@ from pykvedge.chat.serve.wire import ChatRequest, Prompted
 from pykvedge.errors import RequestError
 
 _QUICK = 100_000  # bytes beside pictures of a request that is looked through at once
+_QUICK_PICTURES = 4 << 20  # bytes of its pictures
 _SLACK = 1 << 16  # bytes of what looks like pictures in a body and is none
 
 T = TypeVar("T")
@@ -39,7 +40,8 @@ async def _looked_through(service: Service, http: HttpRequest, given: ChatReques
     def made() -> Request:
         return service.engine.preparer.measured(asking.request_of(given, defaults))
 
-    if http.scope.get(TEXT, 0) <= _QUICK and asking.is_quick(given, defaults):
+    little = http.scope.get(TEXT, 0) <= _QUICK and http.scope.get(PICTURES, 0) <= _QUICK_PICTURES
+    if little and asking.is_quick(given, defaults):
         request = made()
     else:
         if elsewhere := [url for url in urls if defaults.sources.is_elsewhere(url)]:

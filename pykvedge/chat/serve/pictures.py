@@ -114,14 +114,18 @@ def _below(folder: Path, url: str) -> Path:
 
 
 def _read(path: Path, name: str) -> bytes:
+    """Reads a regular file. Raises ImageError."""
     try:
         handle = os.open(path, _OPEN)
+        try:
+            facts = os.fstat(handle)
+            if not stat.S_ISREG(facts.st_mode):
+                raise ImageError(f"{name}: {path.name:.100} is no file")
+            if facts.st_size > MOST_BYTES:
+                raise ImageError(f"{name}: a picture's file may have {MOST_BYTES >> 20} MiB")
+            with os.fdopen(handle, "rb", closefd=False) as file:
+                return file.read(MOST_BYTES)
+        finally:
+            os.close(handle)
     except OSError as error:
         raise ImageError(f"{name}: {path.name:.100} cannot be read: {(error.strerror or str(error)).lower()}") from None
-    with os.fdopen(handle, "rb") as file:
-        facts = os.fstat(handle)
-        if not stat.S_ISREG(facts.st_mode):
-            raise ImageError(f"{name}: {path.name:.100} is no file")
-        if facts.st_size > MOST_BYTES:
-            raise ImageError(f"{name}: a picture's file may have {MOST_BYTES >> 20} MiB")
-        return file.read(MOST_BYTES)
