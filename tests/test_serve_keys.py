@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from server import QUESTION, SCENES, asks, serving
+from server import ENDLESS, QUESTION, SCENES, asks, serving
 
 from pykvedge.chat.serve.keys import owner_of, read_keys
 from pykvedge.errors import UsageError
@@ -43,6 +44,19 @@ class Person:
     def event(self):
         with self.client.stream("GET", "/v1/kvedge/events") as events:
             return json.loads(next(line for line in events.iter_lines() if line.startswith("data: "))[6:])
+
+
+def test_slots_tell_figures_of_the_same_key_alone(environment, file):
+    long = {"prompt": "a", "grammar": ENDLESS, "n_predict": 900, "n_probs": 20}
+    with serving(environment, *FLAGS, "--key-file", file) as server, ThreadPoolExecutor(1) as pool:
+        ann, bob, seen = Person(server, ANN), Person(server, BOB), {}
+        asked = pool.submit(ann.client.post, "/completion", json=long)
+        while not asked.done():
+            for name, person in (("hers", httpx.Client(headers=ann.client.headers)), ("his", bob.client)):
+                busy = [one for one in person.get(f"{server.url}/slots").json() if one["is_processing"]]
+                seen.setdefault(name, []).extend(busy)
+    assert any("n_prompt_tokens" in one for one in seen["hers"])
+    assert seen["his"] and not any(one.keys() - {"id", "n_ctx", "speculative", "is_processing"} for one in seen["his"])
 
 
 def goes_on(said, text):

@@ -13,8 +13,9 @@ from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from pykvedge.chat.serve import asking
+from pykvedge.chat.serve.guarding import OWNER
 from pykvedge.chat.serve.job import Job
+from pykvedge.chat.serve.looking import looked_through
 from pykvedge.chat.serve.service import Service
 from pykvedge.chat.serve.wire import ChatRequest, Wire, parsed
 from pykvedge.errors import RequestError
@@ -110,18 +111,20 @@ def capabilities(service: Service) -> dict[str, Any]:
 
 
 async def slots(service: Service, http: HttpRequest) -> Response:
-    """GET /slots: who is answered now; nothing of what was said."""
-    limits = service.engine.limits
+    """GET /slots: which are busy; figures of who shows the same key, and nothing of what was said."""
+    limits, owner = service.engine.limits, http.scope.get(OWNER, "")
     out: list[dict[str, Any]] = [
         {"id": i, "n_ctx": limits.n_ctx, "speculative": False, "is_processing": False} for i in range(limits.slots)
     ]
     for job, _, slot in service.engine.working():
         if slot is None:
             continue
+        out[slot.sequence]["is_processing"] = True
+        if job.request.owner != owner:
+            continue
         tokens = job.report.tokens
         left = job.request.sampling.max_tokens - tokens.generated
         out[slot.sequence] |= {
-            "is_processing": True,
             "id_task": job.id,
             "n_prompt_tokens": tokens.prompt + tokens.reused,
             "n_prompt_tokens_cache": tokens.reused,
@@ -180,6 +183,5 @@ async def detokenize(service: Service, http: HttpRequest) -> Response:
 async def apply_template(service: Service, http: HttpRequest) -> Response:
     """POST /apply-template: the prompt that a conversation becomes, to be changed and sent to /completion."""
     given = parsed(ChatRequest, await http.body())
-    async with service.looking:
-        request = await asyncio.to_thread(asking.request_of, given, service.defaults)
-        return JSONResponse({"prompt": await asyncio.to_thread(service.engine.preparer.written, request)})
+    [request] = await looked_through(service, http, given)
+    return JSONResponse({"prompt": await asyncio.to_thread(service.engine.preparer.written, request)})
