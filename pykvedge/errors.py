@@ -60,7 +60,7 @@ class ImageError(KvedgeError):
 
 
 class ContextError(KvedgeError):
-    """A prompt that does not fit into the context. n_tokens: that it has; n_ctx: that there are; 0: not known."""
+    """A prompt that does not fit into the context. n_tokens: of it, at least; n_ctx: that there are; 0: not known."""
 
     def __init__(self, message: str = "", n_tokens: int = 0, n_ctx: int = 0) -> None:
         super().__init__(message)

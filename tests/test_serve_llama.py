@@ -261,6 +261,9 @@ def test_a_prompt_that_is_too_long_says_by_how_much(server):
         error = server.client.post(path, json=body).json()["error"]
         assert (error["type"], error["code"]) == ("exceed_context_size_error", "context_length_exceeded")
         assert (error["n_prompt_tokens"], error["n_ctx"]) == (2000, 1024)
+    for text in ("word " * 2000, "word " * 20000):  # which is not cut into tokens to the end
+        error = server.client.post("/v1/chat/completions", json={"messages": asks(text)}).json()["error"]
+        assert error["n_prompt_tokens"] > error["n_ctx"] == 1024
 
 
 # ------------------------------------------------------------------------------------------------------ /v1/completions

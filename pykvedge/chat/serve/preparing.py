@@ -106,12 +106,16 @@ class Preparer:
         if n > 4 * n_ctx and n > (most := n_ctx * self._model.longest(_TOKEN)):
             raise ContextError(
                 f"the message has {n} bytes of text, and a conversation of {n_ctx} tokens holds {most} at most; send "
-                "less, or start the server with a larger --ctx"
+                "less, or start the server with a larger --ctx",
+                -(-n * n_ctx // most),
+                n_ctx,
             )
         if n > 4 * n_ctx and (least := self._at_least(request, n_ctx + n_ctx // 4)) > n_ctx:
             raise ContextError(
                 f"the message has {least} tokens or more, and a conversation holds {n_ctx}; send less, or start the "
-                "server with a larger --ctx"
+                "server with a larger --ctx",
+                least,
+                n_ctx,
             )
         return replace(request, n_text=n)
 
