@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -165,8 +166,14 @@ def environment():
 
 
 @pytest.fixture(scope="session")
-def kvedge(environment):
+def kvedge(started):
     """kvedge(*arguments, stdin=None) runs the program and waits for it. program: what Python runs instead."""
+    return started
+
+
+@pytest.fixture(scope="session")
+def started(environment):
+    """What kvedge is, unless a file takes `forked` for it."""
 
     def run(*arguments, stdin="", env=None, timeout: float = 300, program=("-m", "pykvedge"), **options) -> Outcome:
         data = stdin.encode() if isinstance(stdin, str) else stdin
@@ -182,6 +189,29 @@ def kvedge(environment):
         return Outcome(done.returncode, done.stdout.decode(), done.stderr.decode())
 
     return run
+
+
+@pytest.fixture(scope="session")
+def forked(environment, started):
+    """As kvedge, sooner: a process that imports nothing anew, for tests of what a program says and not of its start.
+
+    A test file takes it by the name kvedge. Calls with an environment of their own start the whole program.
+    """
+    if not hasattr(os, "fork"):
+        yield started
+        return
+    from forking import Programs
+
+    programs = Programs(environment)
+
+    def run(*arguments, stdin="", timeout: float = 300, **options) -> Outcome:
+        if options or threading.current_thread() is not threading.main_thread():  # others are to run at the same time
+            return started(*arguments, stdin=stdin, timeout=timeout, **options)
+        code, out, err = programs.run(arguments, stdin.encode() if isinstance(stdin, str) else stdin, timeout)
+        return Outcome(code, out.decode(), err.decode())
+
+    yield run
+    programs.close()
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 import pykvedge
-from pykvedge.cli.calibrate import _table, calibrate
+from pykvedge.cli.calibrate import calibrate
 from pykvedge.errors import KvedgeError, UnsupportedError, UsageError
 from pykvedge.lab.calibrate.heads import HeadScorer, retrieval_credit, score_heads, visual_credit
 from pykvedge.lab.calibrate.places import boxes_of_tokens, tokens_in_grid, tokens_of_needle
@@ -28,6 +28,11 @@ from pykvedge.runtime.interrupt import CancelledError
 DATA = profiles.SHIPPED.parent
 DEMO, DEMO_MMPROJ = DATA / "demo-model.gguf", DATA / "demo-mmproj.gguf"
 FULL = pykvedge.plan("full")
+
+
+@pytest.fixture
+def kvedge(forked):
+    return forked
 
 
 @pytest.fixture(scope="module")
@@ -230,27 +235,6 @@ def scene_with_code(folder):
     [sample] = itertools.islice(held_out("code", 5), 1)
     Image.fromarray(sample.images()[0]).save(folder / "s.png")
     return folder / "s.png", sample.answer
-
-
-@pytest.mark.parametrize(("kind", "values", "budgets", "table"), [
-    ("prefix", [[0.1, 0.75], [0.3, 0.45]], (0.2, 0.6),
-     ["percent of the prompt kept at each budget", "layer       0.2      0.6", "    0      10.0     75.0",
-      "    1      30.0     45.0"]),
-    ("visual-heads", [[1, 3], [4, 0]], (),
-     ["percent of all scores", "layer    head 0   head 1", "    0      12.5     37.5", "    1      50.0      0.0"]),
-    ("retrieval-heads", [[1, 3], [4, 0]], (),
-     ["percent of all scores", "layer    head 0   head 1", "    0      12.5     37.5", "    1      50.0      0.0"]),
-    ("key-redundancy", [[0.25], [0.5]], (),
-     ["mean similarity of two keys in percent", "layer    head 0", "    0      25.0", "    1      50.0"]),
-    ("head-budgets", [[0.5, 0.25], [0.25, 0.0]], (),  # of the heads that keep any pairs, three
-     ["percent of an even share of the budget", "layer    head 0   head 1", "    0     150.0     75.0",
-      "    1      75.0      0.0"]),
-    ("visual-heads", np.arange(51).reshape(3, 17), (),  # too wide for a table: the best 16, the largest first
-     ["percent of all scores", *(f"  layer 2, head {h}: {100 * (34 + h) / 1275:.1f}" for h in range(16, 0, -1))]),
-])  # fmt: skip
-def test_the_printed_table(kind, values, budgets, table):
-    made = profile.Profile(kind, np.array(values), budgets, "", 7, {"model": {"name": "m.gguf"}})
-    assert _table(made).splitlines() == [f"{kind} of m.gguf, 7 samples: {table[0]}", *table[1:]]
 
 
 def test_calibrating_prefixkv_on_the_demo_model(kvedge, tmp_path):

@@ -14,6 +14,11 @@ from pykvedge.lab.calibrate.samples import SEED
 from pykvedge.plans import profile
 
 
+@pytest.fixture
+def kvedge(forked):
+    return forked
+
+
 def test_calibrating_the_demo_model(kvedge, tmp_path):
     where = {"HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path)}
     arguments = ["calibrate", "budgets", "--samples", 2, "--points", 3, "--threads", 1]

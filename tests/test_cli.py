@@ -12,6 +12,7 @@ import time
 
 import click
 import pytest
+from choosing import methods
 
 import pykvedge
 from pykvedge.cli.program import cli
@@ -29,6 +30,11 @@ LINE = re.compile(
 )
 
 
+@pytest.fixture
+def kvedge(forked):
+    return forked
+
+
 @pytest.fixture(params=["llava", "qwen2vl"])
 def vision_model(request, tiny):
     return tiny(request.param)
@@ -43,7 +49,7 @@ def test_an_answer_goes_to_stdout_and_one_line_to_stderr(kvedge, vision_model, p
     assert kept == pykvedge.default_plan().count(prompt) and 0 < image < prompt
 
 
-@pytest.mark.parametrize("method", pykvedge.methods())
+@pytest.mark.parametrize("method", methods(pykvedge.methods()))
 def test_every_method_answers_about_a_picture(kvedge, vision_model, picture_file, profile_file, method):
     arguments = [*vision_model.arguments(), "--image", picture_file(), "--method", method, "--max-tokens", 8, "--json"]
     for kind in pykvedge.plan(method).profile_kinds().values():

@@ -28,15 +28,17 @@ from pykvedge.models.images import Picture
 from pykvedge.runtime.sampling import Sampling
 
 
+@pytest.fixture
+def kvedge(forked):
+    return forked
+
+
 def without_time(rows):
     return {(r["id"], r["method"], r["budget"]): {k: v for k, v in r.items() if k != "seconds"} for r in rows}
 
 
 def pictures(sample):
     return [Picture(p.name, p.width, p.height, p.rgb) for m in sample.messages() for p in m.pictures]
-
-
-# --------------------------------------------------------------------------------------- what a session does
 
 
 def test_greedy_answers_are_those_of_a_session(native):

@@ -16,6 +16,11 @@ from pykvedge.lab.eval.tasks import Line, Sample, demo_samples
 from pykvedge.plans.presets import DEFAULT_METHOD
 
 
+@pytest.fixture
+def kvedge(forked):
+    return forked
+
+
 def cells(*budgets, names=("snapkv", "knorm", "h2o")):
     return [Cell(name, pykvedge.plan(name, budget)) for name in names for budget in budgets]
 

@@ -20,6 +20,11 @@ from pykvedge.plans import plugin_files
 # ------------------------------------------------------------------------------------------ names and compositions
 
 
+@pytest.fixture
+def kvedge(forked):
+    return forked
+
+
 def test_names_are_taken_once(write):
     plugin_files.load_file(write(FIVE_LINES))
     plugin_files.load_file(write(FIVE_LINES))  # the same file again: its newest version
