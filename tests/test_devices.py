@@ -80,7 +80,7 @@ def same(host, device, cases) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_method_keeps_on_a_device_what_it_keeps_on_the_host(
-    native, tiny, picture_file, profile_file, environment, server, shape, chosen
+    tiny, picture_file, profile_file, environment, server, shape, chosen
 ):
     """Two messages, one of them with images. Ends with rows on the device, also where answers drop some."""
     kind, sizes = SHAPES[shape]
