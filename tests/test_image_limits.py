@@ -9,7 +9,7 @@ import pytest
 from conversations import say
 
 import pykvedge
-from pykvedge import Sampling, Session, UsageError
+from pykvedge import ContextError, Sampling, Session, UsageError
 from pykvedge.lab.imagework import image_work
 from pykvedge.models.encoder import Encoder
 from pykvedge.models.gguf import Header, Tensor, read_header
@@ -222,3 +222,18 @@ def test_fit_says_which_of_the_two(kvedge, tiny):
     assert "--image-max-tokens, saves more" in kvedge(*options, "1600x1600").out.splitlines()[-1]
     assert kvedge(*options, "56x56", "--image-tokens", "0.5", "--json").json["image_work"] == small
     assert kvedge("fit", tiny("llama").model, "--json").json["image_work"] is None
+
+
+def test_a_large_image_of_two_directions_comes_with_the_first_message(tiny, native, picture_file, monkeypatch):
+    """Such an image goes in one batch, and the context is made for the largest of the first message."""
+    files, picture = tiny("llava", image_size=322), picture_file()
+    with files.session() as session:
+        session.ask("Hello.", sampling=FEW).read()
+        session.ask("And this?", picture, sampling=FEW).read()
+        assert session.last_report.tokens.image == 23 * 23 > session.engine.context.n_ubatch == 512
+    monkeypatch.setattr(Vision, "non_causal", lambda self: True)
+    with files.session() as session:
+        session.ask("Hello.", sampling=FEW).read()
+        with pytest.raises(ContextError, match="an image of 529 tokens must come with the first message"):
+            session.ask("And this?", picture)
+        assert session.ask("And now?", sampling=FEW).read()

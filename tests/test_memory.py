@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 import pykvedge
-from pykvedge.errors import OutOfMemoryError
+from pykvedge.errors import KvedgeError, OutOfMemoryError
 from pykvedge.models.images import Picture
-from pykvedge.native import memory
+from pykvedge.native import libraries, llamacpp, memory
 from pykvedge.native.encoderwatch import EncoderWatch
 from pykvedge.runtime.sampling import Sampling
 
@@ -125,7 +125,7 @@ def test_a_peak_is_what_the_system_notes_and_the_system_goes_on_noting_it():
     code = """
 import re, sys
 from pathlib import Path
-from pykvedge.native import memory
+from pykvedge.native import libraries, llamacpp, memory
 
 def high():
     return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
@@ -209,3 +209,16 @@ def test_requirements_are_explained(monkeypatch):
 
 def test_readable_sizes():
     assert [memory.readable(n) for n in (512, 5 * MIB, 3 << 30)] == ["0.5 KiB", "5.0 MiB", "3.0 GiB"]
+
+
+@pytest.mark.parametrize(("why", "kind"), [
+    ("failed to allocate a buffer", OutOfMemoryError), ("no memory for the KV cache", OutOfMemoryError),
+    ("the model has no layers", KvedgeError),
+])  # fmt: skip
+def test_a_context_that_cannot_be_made_for_want_of_memory_says_so(native, tiny, monkeypatch, why, kind):
+    with tiny("llama").session() as session:
+        monkeypatch.setattr(libraries.llama(), "llama_init_from_model", lambda *given: None)
+        monkeypatch.setattr(llamacpp, "reason", lambda lines, otherwise: why)
+        with pytest.raises(KvedgeError, match=f"cannot be made: {why}; lower --ctx") as raised:
+            session.ask("Hello there.")
+    assert type(raised.value) is kind

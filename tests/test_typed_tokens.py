@@ -4,6 +4,7 @@ Which tokens are special is read here from the file, and what a text means to th
 """
 
 import ctypes
+import json
 
 import pytest
 from gguf import GGUFReader
@@ -162,3 +163,27 @@ def test_typed_words_in_a_data_set(tiny, native, kind):
             assert not set(reply) & special and not set(other) & special
         assert not set(typed.answer) & special
         assert text in spoken(session.model, typed.answer) and text in spoken(session.model, typed.turns[0][1])
+
+
+def test_such_words_in_the_values_of_a_template_are_text_too(tiny, native):
+    """In texts, keys and lists at any depth; all else comes to the template as it is."""
+
+    class Template:
+        def first(self, messages, marker, values):
+            self.values = values
+            return "".join(map(str, messages))
+
+    with tiny("llama").session() as session:
+        composer, end = Composer(session.model, None), session.model.special_text("eos")
+        composer._template = template = Template()
+        tool = {"name": f"a{end}b", "least": 3, "strict": True, "of": [None, 0.5, end]}
+        written = composer.first([pykvedge.Message("user", "Hi")], {"tools": [tool], end: ("x", "y")})
+    assert end not in json.dumps(template.values)
+
+    def shown(value):
+        text = json.dumps(value)
+        for stand_in, word in written.hidden.items():
+            text = text.replace(stand_in, word)
+        return json.loads(text)
+
+    assert shown(template.values) == {"tools": [tool], end: ["x", "y"]}

@@ -1,0 +1,115 @@
+"""Each rule of `kvedge methods --check` notices a result that breaks it, and says where."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from arrays import prompt
+
+import pykvedge
+from pykvedge.errors import BrokenRuleError
+from pykvedge.lab.checks import rules
+
+PLAN = pykvedge.plan("h2o", 0.4, recent=3, sinks=2)
+P = prompt(20, (4, 2), size=8)
+HERE = 1, 1  # layer and KV head that the broken results are wrong in
+
+
+def row(name):
+    """Changes a number in a row of a head."""
+
+    def change(result):
+        getattr(result, name)[HERE[0]][HERE[1]][-1] += 0.5
+
+    return change
+
+
+def fewer(result):
+    """A head loses the rows of its newest token."""
+    for rows in (result.kept, result.k, result.v):
+        rows[HERE[0]][HERE[1]] = rows[HERE[0]][HERE[1]][:-1]
+
+
+def kept(change):
+    """A head keeps other tokens: change takes and returns their numbers."""
+
+    def changed(result):
+        result.kept[HERE[0]][HERE[1]] = change(result.kept[HERE[0]][HERE[1]]).astype(np.int32)
+
+    return changed
+
+
+def shape(result):
+    result.k[HERE[0]][HERE[1]] = result.k[HERE[0]][HERE[1]][:, :4]
+
+
+def scores(result):
+    result.scores[HERE] *= 1.5
+
+
+def cut(result):
+    return replace(result, scores=result.scores[:, :, :-1])
+
+
+def moved(numbers):
+    """The last token that may be dropped gives its place to one that is not kept."""
+    others = np.setdiff1d(np.arange(2, 17), numbers)
+    return np.sort(np.where(numbers == numbers[2], others[0], numbers))
+
+
+SWAPPED, BEYOND, MOVED = kept(lambda n: n[::-1]), kept(lambda n: n + 1), kept(moved)
+ORDER = (1, 0)
+CASES = [
+    ("engines_agree", 0, scores, "score"),
+    ("engines_agree", 0, MOVED, "differing in"),
+    ("engines_agree", 0, row("k"), "key of layer 1, KV head 1"),
+    ("engines_agree", 0, row("v"), "value of layer 1, KV head 1"),
+    ("engines_agree", 0, row("bias"), "bias of layer 1, KV head 1"),
+    ("budget_is_met", 0, fewer, "keeps 7 pairs, the budget is 8"),
+    ("budget_is_met", 0, SWAPPED, "no ascending tokens"),
+    ("budget_is_met", 0, BEYOND, "no ascending tokens"),
+    ("budget_is_met", 0, shape, "rows "),
+    ("budget_is_met", 0, cut, "scores are"),
+    ("protected_are_kept", 0, kept(lambda n: np.where(n == 1, 5, n)), "lost the protected token 1"),
+    ("protected_are_kept", 0, kept(lambda n: np.where(n == 19, 5, n)), "lost the protected token 19"),
+    ("everything_changes_nothing", 0, fewer, "tokens of layer 1, KV head 1"),
+    ("everything_changes_nothing", 0, row("k"), "keys of layer 1, KV head 1"),
+    ("everything_changes_nothing", 0, row("v"), "values of layer 1, KV head 1"),
+    ("heads_commute", 1, MOVED, "keeps other tokens"),
+    ("heads_commute", 1, row("k"), "has other keys"),
+    ("runs_repeat", 2, scores, "scores of two runs differ"),
+    ("runs_repeat", 2, MOVED, "two runs keep other tokens"),
+    ("runs_repeat", 2, row("k"), "two runs have other keys"),
+    ("runs_repeat", 2, row("v"), "two runs have other values"),
+]
+
+
+def tried(rule):
+    more = {"engines_agree": (), "heads_commute": ("native", ORDER)}.get(rule, ("native",))
+    getattr(rules, rule)(PLAN, P, *more)
+
+
+@pytest.mark.parametrize("rule", dict.fromkeys(case[0] for case in CASES))
+def test_the_library_keeps_to_the_rules(native, rule):
+    tried(rule)
+
+
+@pytest.mark.parametrize(("rule", "at", "change", "says"), CASES, ids=[f"{c[0]}-{c[3]}" for c in CASES])
+def test_a_broken_result_is_noticed(native, monkeypatch, rule, at, change, says):
+    """at: which of the results that the rule compares is broken."""
+    compress, calls = rules._compress, []
+
+    def broken(*given, **settings):
+        result = copy.deepcopy(compress(*given, **settings))
+        if len(calls) == at:
+            result = change(result) or result
+        calls.append(given)
+        return result
+
+    monkeypatch.setattr(rules, "_compress", broken)
+    with pytest.raises(BrokenRuleError, match=says):
+        tried(rule)
+    assert len(calls) > at
