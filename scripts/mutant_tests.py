@@ -44,8 +44,13 @@ class LikelyTests:
 
     @cached_property
     def _graph(self) -> dict[str, set[str]]:
-        """Module -> the modules that it imports."""
-        return {module: self._imported(tree) - {module} for module, tree in self._trees.items()}
+        """Module -> the modules that it imports; what nobody imports is looked for by those that load by name."""
+        found = {module: self._imported(tree) - {module} for module, tree in self._trees.items()}
+        alone = self._trees.keys() - set().union(*found.values())
+        for module, path in self._sources.items():
+            if "import_module(" in path.read_text(encoding="utf-8"):
+                found[module] |= alone - {module}
+        return found
 
     def _imported(self, tree: ast.AST) -> set[str]:
         """Modules of the package that a file imports; of `from package import name` the module that it is, or has."""
@@ -76,7 +81,8 @@ class LikelyTests:
             used |= self._definers.get(name, set())
         if "kvedge(" in text or "CliRunner" in text:
             words = set(re.findall(r"[\"']([a-z][a-z-]+)[\"']", text))
-            used |= {f"pykvedge.cli.{word.replace('-', '_')}" for word in words} & self._sources.keys()
+            commands = {f"pykvedge.cli.{word.replace('-', '_')}" for word in words}
+            used |= {"pykvedge.cli.program", *commands} & self._sources.keys()
         return used
 
     def _steps(self, test: str) -> dict[str, int]:
@@ -102,7 +108,8 @@ class LikelyTests:
         path: relative to the tree. inside: the functions and classes around the change.
         """
         module = path.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
-        stem, names = module.rpartition(".")[2], [n for n in inside if not n.startswith("__") and len(n) > 3]
+        package, _, stem = module.rpartition(".")
+        room, names = package.rpartition(".")[2], [n for n in inside if not n.startswith("__") and len(n) > 3]
 
         words = [re.compile(rf"\b{re.escape(name)}\b") for name in names]
         naming = [{test for test in self.files if word.search(self._texts[test])} for word in words]
@@ -111,7 +118,7 @@ class LikelyTests:
             text, steps = self._texts[test], self._reached[test].get(module, FAR)
             named = sum(len(tests) ** -0.5 for tests in naming if test in tests)  # what few name says more
             of, mine = test.removeprefix("test_").replace("_", ""), stem.replace("_", "")
-            alike = 6 if of == mine else 3 if mine in of or of in mine else 0
+            alike = 6 if of == mine else 3 if mine in of or of in mine or of == room else 0
             return 5 * named + alike + (stem in text) - steps - 0.02 * len(self._direct[test])
 
         near = [test for test in self.files if module in self._reached[test] or score(test) > 0]
