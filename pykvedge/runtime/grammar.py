@@ -16,11 +16,11 @@ from pykvedge.runtime.grammar_source import Lazy
 from pykvedge.runtime.sampling import Sampling
 
 _LIMITS = LLParserLimits(
-    max_items_in_row=2000,
+    max_items_in_row=1200,
     initial_lexer_fuel=1_000_000,
     step_lexer_fuel=200_000,
     step_max_items=50_000,
-    max_lexer_states=30_000,
+    max_lexer_states=50_000,
     max_grammar_size=200_000,
     precompute_large_lexemes=False,
     verbose_errors=False,
