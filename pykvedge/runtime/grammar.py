@@ -103,16 +103,18 @@ class _Waiting:
         self._lazy, self._model, self._table = lazy, model, table
         self._special = {token: text.encode() for token, text in special.items()}
         self._said = [(-1, lazy.prefix.encode())]  # tokens, and the bytes that they stand for
+        self._data = bytearray(lazy.prefix.encode())  # all of these
 
     def add(self, token: int) -> list[int] | None:
         """Goes on with a token. Returns the tokens from the trigger on, once it is there."""
         shown = self._special.get(token)
         self._said.append((token, self._model.piece(token) if shown is None else shown))
+        self._data += self._said[-1][1]
         return self.begun()
 
     def begun(self) -> list[int] | None:
         """Returns the tokens from the trigger on, or None while it is not there."""
-        lazy, data = self._lazy, b"".join(shown for _, shown in self._said)
+        lazy, data = self._lazy, self._data
         token, shown = self._said[-1]
         if token in lazy.tokens and not lazy.thinks(data[: len(data) - len(shown)].decode("utf-8", "replace")):
             return [token]
