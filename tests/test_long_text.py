@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 
 import pytest
 from server import DEMO
@@ -48,3 +50,58 @@ def test_special_words_that_people_wrote_stay_text(vocabulary):
     assert composer._hide_in({"a": ["x", "y"]}, {}) == {"a": ["x", "y"]}
     hidden = {}
     assert "</s>" not in str(composer._hide_in(values, hidden)) and list(hidden.values()) == ["</s>"]
+
+
+WORDS = """
+import os, sys
+import gguf
+from pykvedge.models.vocabulary import Vocabulary
+from pykvedge.native import llamacpp
+
+printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+others = (byte for byte in range(256) if byte not in printable)
+letters = [chr(byte) for byte in printable] + [chr(256 + i) for i, _ in enumerate(others)]  # as GPT-2 writes bytes
+path = sys.argv[1]
+out = gguf.GGUFWriter(path, "llama")
+out.add_tokenizer_model("gpt2")
+out.add_tokenizer_pre("deepseek-coder")  # which llama.cpp has regular expressions for, and no code
+out.add_token_list([*letters, "aa", "</s>"])
+out.add_token_types([1] * (len(letters) + 1) + [3])
+out.add_token_merges(["a a"])
+out.add_eos_token_id(len(letters) + 1)
+out.write_header_to_file()
+out.write_kv_data_to_file()
+out.write_tensors_to_file()
+out.close()
+
+llama = llamacpp.start(False, False)
+params = llama.llama_model_default_params()
+params.vocab_only = True
+vocabulary = Vocabulary(llama, llama.llama_model_load_from_file(os.fsencode(path), params))
+
+def whole(text):
+    return vocabulary._cut(text, True)
+
+for letter in "a !1":
+    n = len(vocabulary.tokenize(letter * 100_000))
+    print(letter, n)
+words = "aaa b, c  d! " * 2000
+assert vocabulary.tokenize(words) == whole(words)
+mixed = words + "</s>" + words + "</s></s>"
+assert vocabulary.tokenize(mixed) == whole(mixed)
+end = vocabulary.n_vocab - 1
+for before in (8186, 8188, 8190, 8191, 8192, 8193):  # where a line may be parted
+    text = "!" * before + "</s>" + "!" * 9000
+    assert vocabulary.tokenize(text).count(end) == 1, before
+    assert vocabulary.tokenize(text, special=False).count(end) == 0
+print("done")
+"""
+
+
+def test_a_word_of_100_000_letters_is_no_end_of_the_process(environment, tmp_path):
+    """llama.cpp's regular expressions overflow the stack on it; words that are shorter have its tokens."""
+    command = [sys.executable, "-c", WORDS, str(tmp_path / "words.gguf")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = done.stdout.splitlines()
+    assert lines[0] == "a 50000" and lines[-1] == "done" and len(lines) == 5

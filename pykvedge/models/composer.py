@@ -18,7 +18,7 @@ from pykvedge.models import toolresults
 from pykvedge.models.images import Picture
 from pykvedge.models.prompt import ChatTemplate, Message
 from pykvedge.models.vision import ImagePiece, Piece, TextPiece, Vision
-from pykvedge.models.vocabulary import Vocabulary
+from pykvedge.models.vocabulary import LONG, Vocabulary
 
 USUAL_MARKER = "<__media__>"  # what mtmd calls a picture where nobody says otherwise
 
@@ -94,7 +94,7 @@ class Composer:
         """Cuts the prompt with these pictures in their places. Raises ImageError, UsageError."""
         if self._vision is None or not pictures:
             return [TextPiece(self.tokens(written))]
-        if not any(word in written.text for word in written.hidden):
+        if len(written.text) <= LONG and not any(word in written.text for word in written.hidden):
             return self._vision.split(written.text, pictures)
         texts = written.text.split(self.marker)
         if len(texts) != len(pictures) + 1:

@@ -12,7 +12,8 @@ from typing import Any
 from pykvedge.errors import ModelError, UsageError
 from pykvedge.models.grammar_table import GrammarTable
 
-_LONG = 4096  # characters
+LONG = 4096  # characters of a text that is tokenised with care
+_LINE = 8192  # characters of a line; a word of 20,000 overflows the stack of std::regex
 _MANY = 256  # special tokens of a text that is tokenised in one go
 
 
@@ -59,21 +60,35 @@ class Vocabulary:
 
         begins: the tokens are added that the model's prompts begin and end with.
         """
-        if not special or len(text) <= _LONG:
+        if len(text) <= LONG:
             return self._cut(text, special, begins)
-        around = self._cut("", True, True) if begins else []
+        around = self._cut("", special, True) if begins else []
         n_before = int(self.adds_bos and bool(around))
-        tokens = [token for part in self._parted(text) for token in self._cut(part, True)]
+        parts = self._parted(text, _MANY) if special else [text]
+        tokens = [token for part in parts for token in self._cut_lines(part, special)]
         return [*around[:n_before], *tokens, *around[n_before:]]
 
-    def _parted(self, text: str) -> list[str]:
-        """Parts a text with many special tokens before some of them: llama.cpp's time is the square of how many it has.
+    def _cut_lines(self, text: str, special: bool) -> list[int]:
+        """Cuts a text in pieces where llama.cpp's regular expressions would overflow the stack on a line of it."""
+        by_words = self.llama.llama_vocab_type(self.vocab) == self.llama.LLAMA_VOCAB_TYPE_BPE
+        if not by_words or max(map(len, text.split("\n"))) <= _LINE:
+            return self._cut(text, special)
+        out: list[int] = []
+        for part in self._parted(text, 1) if special else [text]:
+            first, *rest = _in_lines(part)
+            out += self._cut(first, special)
+            for line in rest:
+                out += self._cut(line, False)
+        return out
+
+    def _parted(self, text: str, many: int) -> list[str]:
+        """Parts a text before every so manieth special token: llama.cpp's time is the square of how many it has.
 
         What lies between two of them is tokenised by itself, but for those that take the blanks before them away.
         """
         words = [word for word in self.special_words(text) if not self._eats(word, self.llama.LLAMA_TOKEN_ATTR_LSTRIP)]
         places = [found.start() for found in re.finditer("|".join(map(re.escape, words)), text)] if words else []
-        ends = [*places[_MANY::_MANY], len(text)]
+        ends = [*[place for place in places[many - 1 :: many] if place], len(text)]
         return [text[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
 
     def _cut(self, text: str, special: bool, begins: bool = False) -> list[int]:
@@ -105,7 +120,7 @@ class Vocabulary:
 
         In a long text it also lists those that lie across others.
         """
-        if len(text) <= _LONG:
+        if len(text) <= LONG:
             words = self._texts_of(self._cut(text, True))
         else:
             words = [word for begin, those in self._special.items() if begin in text for word in those]
@@ -179,3 +194,16 @@ class Vocabulary:
             if n >= 0:
                 return buffer.raw[:n]
             size = -n
+
+
+def _in_lines(text: str) -> list[str]:
+    """Parts a text into pieces of at most _LINE characters, between two words if it can be."""
+    out, begin = [], 0
+    while len(text) - begin > _LINE:
+        end = begin + _LINE
+        at = text.rfind(" ", begin + 1, end)
+        while at > begin and (text[at - 1].isspace() or text[at + 1].isspace()):
+            at = text.rfind(" ", begin + 1, at)
+        out.append(text[begin : at if at > begin else end])
+        begin += len(out[-1])
+    return [*out, text[begin:]]
