@@ -10,7 +10,7 @@ from conversations import say
 
 import pykvedge
 from pykvedge import ContextError, Sampling, Session, UsageError
-from pykvedge.lab.imagework import image_work
+from pykvedge.lab.imagework import _readable, image_work
 from pykvedge.models.encoder import Encoder
 from pykvedge.models.gguf import Header, Tensor, read_header
 from pykvedge.models.images import Picture
@@ -237,3 +237,8 @@ def test_a_large_image_of_two_directions_comes_with_the_first_message(tiny, nati
         with pytest.raises(ContextError, match="an image of 529 tokens must come with the first message"):
             session.ask("And this?", picture)
         assert session.ask("And now?", sampling=FEW).read()
+
+
+def test_operations_are_written_in_units_that_fit():
+    shown = [_readable(n) for n in (3_440_000_000_000, 10**12, 999_940_000_000, 10**9, 12_500_000, 40_000)]
+    assert shown == ["3.4 TFLOP", "1.0 TFLOP", "999.9 GFLOP", "1.0 GFLOP", "12.5 MFLOP", "0.0 MFLOP"]

@@ -9,7 +9,7 @@ import pytest
 from rpcserver import Server
 
 from pykvedge.models.gguf import read_header
-from pykvedge.models.placement import Talk, largest, place
+from pykvedge.models.placement import Talk, _bytes_per_value, largest, place
 from pykvedge.models.shape import ModelShape
 from pykvedge.native import ggml
 from pykvedge.plans.kvtypes import KvType
@@ -149,3 +149,15 @@ def test_auto_makes_room_for_the_context_of_the_session(monkeypatch):
         loaded.borrow("model.gguf", None, settings, loaded.silent, None)
     talk = reached.value.args[0]
     assert talk.prompt_tokens == 9999 and talk.kv_type == KvType("q8_0", "q8_0")
+
+
+@pytest.mark.parametrize(("kv_type", "read", "stored"), [
+    (None, 0, 0), ("f16", 2, 2), ("f32", 4, 4), ("f32:f16", 3, 3), ("q8_0", 2, 34 / 32), ("q4_0", 2, 18 / 32),
+    ("q8_0:q4_0", 0, 0), ("kivi2", 0, 0), ("kivi4:f16", 0, 0),
+])  # fmt: skip
+def test_rows_of_these_types_lie_on_devices(tiny, kv_type, read, stored):
+    """Bytes of a number while a prompt is read and after; none where no device computes with such rows."""
+    shape = ModelShape.of(read_header(tiny("llama", head_size=64).model))
+    assert _bytes_per_value(kv_type and KvType.parse(kv_type), shape) == (read, stored)
+    narrow = ModelShape.of(read_header(tiny("llama", head_size=32).model))  # has no flash attention
+    assert _bytes_per_value(KvType.parse("q8_0"), narrow) == (0, 0)
