@@ -73,7 +73,7 @@ def test_a_stream_with_progress_tells_how_far_the_prompt_is(server):
 
 
 def test_an_error_in_a_stream_with_progress_is_its_last_chunk(server):
-    last = chunks(server, asks("word " * 3000), kvedge={"progress": True})[-1]
+    last = chunks(server, asks("word " * 480), kvedge={"progress": True})[-1]
     assert last["error"]["code"] == "context_length_exceeded"
 
 
