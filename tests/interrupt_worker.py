@@ -6,6 +6,7 @@ interrupt_worker.py MODEL MMPROJ FOLDER COUNT SEED     1,000 take some minutes
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import os
 import random
@@ -22,7 +23,7 @@ import pykvedge
 
 PLANS = [pykvedge.plan("snapkv", 0.4), pykvedge.plan("full"), pykvedge.plan("lookm", 0.3)]
 SHORT = pykvedge.Sampling(max_tokens=6)
-STUCK_S = 60
+STUCK_S, PATIENCE_S = 60, 10
 ROOM = np.random.default_rng(1)
 PICTURE = ROOM.integers(0, 255, (336, 336, 3), dtype=np.uint8)
 
@@ -170,6 +171,10 @@ def main(model, mmproj, folder, count, seed):
         if number % 10 == 0 and (text := rounds.fresh()) != rounds.expected:
             wrong.append(f"{number} {rounds.under_way}: answers {text!r}")
     rounds.session.close()
+    gc.collect()
+    end = time.monotonic() + PATIENCE_S
+    while rounds.model.open_sessions and time.monotonic() < end:
+        time.sleep(0.01)  # a thread frees what an interrupt dropped
     rounds.model.close()
     print(json.dumps({"raised": sum(seen.values()), "in": seen, "wrong": wrong, "open": rounds.model.open_sessions}))
 

@@ -255,7 +255,7 @@ def test_prompts_with_anything_in_them(kvedge, llava, picture_file):
     (["--recent", "many"], "recent"), (["--recent", "-1"], "recent"), (["--sinks", "-1"], "sinks"),
     (["--method", "lokm"], "did you mean 'lookm'"), (["--method", ""], "unknown method"),
     (["--reducer", "pivotl"], "did you mean 'pivotal'"), (["--method", "full", "--budget", "0.5"], "keeps everything"),
-    (["--ctx", "0"], "--ctx"), (["--ctx", "-5"], "--ctx"), (["--ctx", "5000000000"], "n_ctx"),
+    (["--ctx", "0"], "--ctx"), (["--ctx", "-5"], "--ctx"), (["--ctx", "5000000000"], "--ctx must be at most"),
     (["--threads", "0"], "--threads"), (["--threads", "100000"], "threads"), (["--gpu-layers", "-2"], "gpu_layers"),
     (["--kv-type", "q9_9"], "kv_type"), (["--kv-type", "q8_0:"], "kv_type"), (["--kv-type", "f16:kivi3"], "kivi"),
     (["--max-tokens", "0"], "max_tokens"), (["--temp", "-1"], "temp"),

@@ -11,6 +11,7 @@ import pytest
 from pykvedge.cli import paths
 from pykvedge.cli.talk import lines
 from pykvedge.errors import ImageError, UsageError
+from pykvedge.models import images
 from pykvedge.models.images import load_picture
 
 POSIX = os.sep == "/"
@@ -71,10 +72,12 @@ def test_paths_that_the_system_refuses_are_one_line(folder, monkeypatch):
     with pytest.raises(UsageError, match="cannot be looked for"):
         paths.ask(Path.exists, Path("x" * 800))
 
-    def locked(self):
+    def locked(path):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "is_dir", locked)  # whoever tests may be root, whom no folder is locked for
+    # whoever tests may be root, whom no folder is locked for
+    monkeypatch.setattr(images, "require_file", locked)
+    monkeypatch.setattr(Path, "is_dir", locked)
     with pytest.raises(ImageError, match="Permission denied"):
         load_picture("locked/a.png")
     with pytest.raises(UsageError, match="Permission denied"):

@@ -129,5 +129,5 @@ def test_the_command_line_refuses_places_without_pictures(kvedge, tiny, picture_
     arguments = ["chat", *tiny("llava").arguments(), "--image", picture_file()]
     kvedge(*arguments, "<image> or <image>?").failed(2, "2 places for images", "1 image was given")
     kvedge("chat", *tiny("llava").arguments(), "--image", "~nobody-of-that-name/x.png", "?").failed(2, "home folder")
-    kvedge("chat", *tiny("llava").arguments(), "--image", "x" * 800, "?").failed(1, "cannot be read")
-    kvedge("chat", *tiny("llava").arguments(), "--session", "x" * 800, "?").failed(2, "cannot be looked for")
+    kvedge("chat", *tiny("llava").arguments(), "--image", "x" * 800, "?").failed(2, "--image", "too long")
+    kvedge("chat", *tiny("llava").arguments(), "--session", "x" * 800, "?").failed(2, "--session", "too long")

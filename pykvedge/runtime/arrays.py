@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -83,8 +84,9 @@ def compress(
         if name not in known:
             raise unknown("option", name, known)
     chosen = _Options(**options)
-    for name in ("threads", "stream"):
-        check_number(name, getattr(chosen, name))
+    check_number("threads", chosen.threads)
+    if not isinstance(chosen.stream, numbers.Integral) or chosen.stream < 0:
+        raise ArrayError(f"stream must be a number of tokens, or 0, not {chosen.stream!r:.40}")
     kv_type = KvType.parse(chosen.kv_type, chosen.kv_rotate)
     if not isinstance(plan, Plan):
         raise ArrayError(f"plan must be a pykvedge.Plan, for example pykvedge.plan('lookm'), not {type(plan).__name__}")
@@ -98,7 +100,7 @@ def compress(
     found = for_arrays(plan, chosen.profile, len(arrays.q), arrays.q.shape[1], arrays.k.shape[1])
     tables = {stage: profile.table for stage, profile in found.items()}
     if chosen.stream:
-        _check_stream(plan, chosen.stream, kv_type)
+        _check_stream(plan, kv_type)
     if engine == "native":
         from pykvedge.runtime import native_plan
 
@@ -148,11 +150,9 @@ def _check_replay(replay: Any, arrays: Arrays, stream: int) -> None:
     replay.check(arrays.q, arrays.k)
 
 
-def _check_stream(plan: Plan, step: int, kv_type: KvType) -> None:
+def _check_stream(plan: Plan, kv_type: KvType) -> None:
     from pykvedge.runtime.native_plan import check_stream
 
-    if step < 0:
-        raise ArrayError(f"stream must be a number of tokens, or 0, not {step!r}")
     check_stream(plan)
     if kv_type.quantised:
         raise ArrayError(f"a stream is rounded again at every step; kv_type {kv_type} cannot be used, take f16")
