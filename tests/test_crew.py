@@ -1,5 +1,6 @@
 """Threads that compute an answer: one processor is left to others where that pays."""
 
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -48,6 +49,12 @@ def test_a_processor_is_left_while_many_are_answered_quickly():
     assert crew.threads(2) == 3
     slow = turns(crew, 3000, 8, lambda threads: 0.04 / threads)
     assert slow[-100:].count(4) > 80  # there is little else to do
+
+
+def test_a_lucky_try_is_made_up_for():
+    crew, lucky = Crew(2, 2), itertools.chain([0.001] * 40, itertools.repeat(0.01))
+    found = turns(crew, 2000, 1, lambda threads: next(lucky) if threads == 2 else 0.002)
+    assert found[:20].count(2) > 10 and found.count(1) > 0.9 * len(found)
 
 
 def test_tries_cost_little_where_turns_are_long():

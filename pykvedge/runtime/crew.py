@@ -8,7 +8,7 @@ from collections.abc import Collection
 _ALONE = 16  # turns in a row, until a conversation counts as the only one
 _QUICK_S = 0.003  # seconds of a turn
 _TRY, _TRY_S = 8, 0.15  # a try ends after so many turns, or seconds
-_FIRST = 16  # turns until the first try
+_LOOK = 16  # turns until the first try, and between two looks at what turns of the present way take
 _REST_S, _REST = 0.5, 50  # until the next: seconds, and times as long as the last one took
 
 
@@ -44,7 +44,7 @@ class _Choice:
         self._ways, self._quick = (threads, fewer), quick
         self._turns = (deque[float](maxlen=2 * _TRY), deque[float](maxlen=2 * _TRY))
         self._now, self._left = 0, 0  # the way, and turns of a try that are left
-        self._tried, self._rest, self._first = 0.0, 0.0, _FIRST
+        self._tried, self._rest, self._count = 0.0, 0.0, 0
 
     @property
     def threads(self) -> int:
@@ -57,8 +57,10 @@ class _Choice:
             if not self._left or self._tried > _TRY_S or self._tried > 3 * _TRY * _mean(self._turns[1 - self._now]):
                 self._now, self._left, self._rest = self._better(), 0, max(_REST_S, _REST * self._tried)
             return
-        self._rest, self._first = self._rest - seconds, self._first - 1
-        if self._rest <= 0 and self._first <= 0 and self._ways[0] != self._ways[1]:
+        self._rest, self._count = self._rest - seconds, self._count + 1
+        if self._count % _LOOK == 0 and self._turns[1 - self._now]:
+            self._now = self._better()  # a try may have been lucky, and a program may have come
+        if self._rest <= 0 and self._count >= _LOOK and self._ways[0] != self._ways[1]:
             self._now, self._left, self._tried = 1 - self._now, _TRY, 0.0
             self._turns[self._now].clear()
 
