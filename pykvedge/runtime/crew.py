@@ -7,9 +7,10 @@ from collections.abc import Collection
 
 _ALONE = 16  # turns in a row, until a conversation counts as the only one
 _QUICK_S = 0.003  # seconds of a turn
-_TRY, _TRY_S = 8, 0.15  # a try ends after so many turns, or seconds
-_LOOK = 16  # turns until the first try, and between two looks at what turns of the present way take
-_REST_S, _REST = 0.5, 50  # until the next: seconds, and times as long as the last one took
+_TRY, _TRY_S = 8, 0.05  # a try ends after so many turns, or seconds
+_FIRST = 4  # turns until the first try
+_LOOK = 16  # turns between two looks at what turns of the present way take
+_REST = (16, 50)  # times as long as a try took, until the next: twice as many each time, up to the second
 
 
 class Crew:
@@ -44,7 +45,7 @@ class _Choice:
         self._ways, self._quick = (threads, fewer), quick
         self._turns = (deque[float](maxlen=2 * _TRY), deque[float](maxlen=2 * _TRY))
         self._now, self._left = 0, 0  # the way, and turns of a try that are left
-        self._tried, self._rest, self._count = 0.0, 0.0, 0
+        self._tried, self._rest, self._times, self._count = 0.0, 0.0, _REST[0], 0
 
     @property
     def threads(self) -> int:
@@ -55,12 +56,13 @@ class _Choice:
         if self._left:
             self._left, self._tried = self._left - 1, self._tried + seconds
             if not self._left or self._tried > _TRY_S or self._tried > 3 * _TRY * _mean(self._turns[1 - self._now]):
-                self._now, self._left, self._rest = self._better(), 0, max(_REST_S, _REST * self._tried)
+                self._now, self._left, self._rest = self._better(), 0, self._times * self._tried
+                self._times = min(2 * self._times, _REST[1])
             return
         self._rest, self._count = self._rest - seconds, self._count + 1
         if self._count % _LOOK == 0 and self._turns[1 - self._now]:
             self._now = self._better()  # a try may have been lucky, and a program may have come
-        if self._rest <= 0 and self._count >= _LOOK and self._ways[0] != self._ways[1]:
+        if self._rest <= 0 and self._count >= _FIRST and self._ways[0] != self._ways[1]:
             self._now, self._left, self._tried = 1 - self._now, _TRY, 0.0
             self._turns[self._now].clear()
 
