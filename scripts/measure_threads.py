@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -102,7 +103,9 @@ def work(args: argparse.Namespace) -> None:
     with pykvedge.load(args.model, threads=args.worker, prompt_cache=0) as model:
         for _ in sys.stdin:
             with pykvedge.Session(model, plan=pykvedge.plan("full"), threads=args.worker, n_ctx=4096) as session:
-                answer = session.ask(WORDS * (args.words // len(WORDS.split())), sampling=Sampling(max_tokens=2000))
+                ends = (token for token in range(session.model.n_vocab) if session.model.is_end(token))
+                on = Sampling(max_tokens=3000, logit_bias=dict.fromkeys(ends, -math.inf))
+                answer = session.ask(WORDS * (args.words // len(WORDS.split())), sampling=on)
                 began = time.perf_counter()
                 for _ in answer:
                     if time.perf_counter() - began > args.seconds:

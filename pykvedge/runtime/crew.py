@@ -8,7 +8,7 @@ from collections.abc import Collection
 _ALONE = 16  # turns in a row, until a conversation counts as the only one
 _QUICK_S = 0.003  # seconds of a turn
 _TRY, _TRY_S = 8, 0.05  # a try ends after so many turns, or seconds
-_FIRST = 4  # turns until the first try
+_FIRST = 2  # turns until the first try
 _LOOK = 16  # turns between two looks at what turns of the present way take
 _REST = (16, 50)  # times as long as a try took, until the next: twice as many each time, up to the second
 
