@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 
+import jsonschema
 import pytest
 
 from pykvedge.chat.serve.reading import Told
-from pykvedge.chat.serve.tools import arguments_of
+from pykvedge.chat.serve.tools import arguments_of, forced_schema
+from pykvedge.chat.serve.wire import Tool
 
 ONE = json.dumps({"name": "look", "arguments": {"at": "x"}})
 NAMES = {"look", "add"}
@@ -75,3 +77,15 @@ def test_a_name_that_is_none_is_text(name):
 def test_arguments_that_are_no_object_are_handed_over_as_text(text):
     rest, [(name, arguments)] = found(json.dumps({"name": "look", "arguments": text}))
     assert (rest, name, arguments) == ("", "look", {"text": text})
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_parameters_keep_what_they_refer_to(n):
+    following = {"anyOf": [{"$ref": "#/$defs/Node"}, {"type": "null"}]}
+    node = {"type": "object", "properties": {"n": {"type": "integer"}, "next": following}, "required": ["n", "next"]}
+    parameters = {"$defs": {"Node": node}, "$ref": "#/$defs/Node"}
+    functions = [{"name": f"f{i}", "parameters": parameters} for i in range(n)]
+    tools = [Tool.model_validate({"type": "function", "function": function}) for function in functions]
+    schema = jsonschema.Draft202012Validator(forced_schema(tools))
+    right, wrong = ({"name": "f0", "arguments": {"n": 1, "next": {"n": 2, "next": last}}} for last in (None, 5))
+    assert schema.is_valid(right) and not schema.is_valid(wrong)

@@ -21,6 +21,7 @@ HOW = (
     "You may call functions. To call one, answer with nothing but a JSON object of the form "
     '{"name": NAME, "arguments": {...}}. The functions:\n'
 )
+_DATA = ("const", "enum", "default", "examples")  # of a schema, which hold no schema
 
 
 def offered(given: ChatRequest) -> list[Tool]:
@@ -51,19 +52,31 @@ def told(tools: list[Tool]) -> str:
 
 def forced_schema(tools: list[Tool]) -> dict[str, Any]:
     """Makes the schema of a call that must be made."""
-    calls = [
-        {
-            "type": "object",
-            "properties": {
-                "name": {"const": tool.function.name},
-                "arguments": tool.function.parameters or {"type": "object"},
-            },
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for tool in tools
-    ]
+    calls = []
+    for i, tool in enumerate(tools):
+        place = "#/properties/arguments" if len(tools) == 1 else f"#/anyOf/{i}/properties/arguments"
+        arguments = _referring(tool.function.parameters or {"type": "object"}, place)
+        calls.append(
+            {
+                "type": "object",
+                "properties": {"name": {"const": tool.function.name}, "arguments": arguments},
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+        )
     return calls[0] if len(calls) == 1 else {"anyOf": calls}
+
+
+def _referring(schema: Any, place: str) -> Any:
+    """Makes the references of a schema, which lead from its own root, lead from the root that it is put below."""
+    if isinstance(schema, list):
+        return [_referring(one, place) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    out = {name: value if name in _DATA else _referring(value, place) for name, value in schema.items()}
+    if isinstance(ref := schema.get("$ref"), str) and ref.startswith("#"):
+        out["$ref"] = place + ref[1:]
+    return out
 
 
 def form(dialect: Dialect) -> Lazy:
