@@ -17,6 +17,8 @@ from pykvedge.runtime.sampling import Sampling
 
 METHODS = pykvedge.methods()
 METHODS_READ_ONCE = [name for name in METHODS if not replays(pykvedge.plan(name))]
+A = "The quick brown fox jumps over the lazy dog and looks at the picture. " * 4
+B = "The quick brown cat sleeps under a table, which was not what it had planned for that day. " * 3
 THREADS = 1  # sums of several threads' shares may differ in their last bit
 
 

@@ -115,6 +115,20 @@ def profile_file(tmp_path_factory):
     return lambda model, kind: write_profile(model, kind, folder)
 
 
+@pytest.fixture
+def attached_llama(tiny, native, profile_file):
+    """attached_llama(method, **options): (llm, attachment) in a with statement."""
+
+    from attached import llama, profiles
+
+    def make(method, kind="llama", **options):
+        files = tiny(kind)
+        budget = None if method == "full" else 0.4
+        return llama(files, method, budget, profile=profiles(profile_file, files, method), **options)
+
+    return make
+
+
 @pytest.fixture(scope="session")
 def picture_file(tmp_path_factory):
     """picture_file(name, width, height, **save options) -> path of a picture with a pattern in it."""

@@ -3,25 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from attached import METHODS, chat, complete, held, llama, profiles
+from attached import METHODS, A, B, chat, complete, held
 from choosing import methods
 
 from pykvedge.chat.reuse import History, shared
-
-A = "The quick brown fox jumps over the lazy dog and looks at the picture. " * 4
-B = "The quick brown cat sleeps under a table, which was not what it had planned for that day. " * 3
-
-
-@pytest.fixture
-def attached_llama(tiny, native, profile_file):
-    """attached_llama(method, **options): (llm, attachment) in a with statement."""
-
-    def make(method, kind="llama", **options):
-        files = tiny(kind)
-        budget = None if method == "full" else 0.4
-        return llama(files, method, budget, profile=profiles(profile_file, files, method), **options)
-
-    return make
 
 
 def outcome(llm, attached, prompt, n=8):

@@ -6,29 +6,15 @@ import pickle
 
 import numpy as np
 import pytest
-from attached import chat, complete, held, llama, profiles
+from attached import A, B, chat, complete, held
 from llama_cpp import LlamaDiskCache, LlamaRAMCache
 
 import pykvedge
 from pykvedge.errors import SessionFileError, StateError
 
-A = "The quick brown fox jumps over the lazy dog and looks at the picture. " * 4
-B = "The quick brown cat sleeps under a table, which was not what it had planned for that day. " * 3
 MORE = "And then? What did the dog do?"
 METHODS = ("full", "h2o", "adakv", "elastic", "kvzip", "kvedge")  # of a decode policy, a second pass, a profile
 Q8_0 = {"type_k": 8, "type_v": 8, "flash_attn": True}
-
-
-@pytest.fixture
-def attached_llama(tiny, native, profile_file):
-    """attached_llama(method, **options): (llm, attachment) in a with statement."""
-
-    def make(method, kind="llama", **options):
-        files = tiny(kind)
-        budget = None if method == "full" else 0.4
-        return llama(files, method, budget, profile=profiles(profile_file, files, method), **options)
-
-    return make
 
 
 def logits(llm):

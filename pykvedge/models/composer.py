@@ -177,7 +177,7 @@ class Composer:
 
     def _hide_in(self, value: Any, hidden: dict[str, str]) -> Any:
         """Puts stand-ins into all text of what JSON is made of."""
-        every = "\n".join(_texts(value))  # one look for thousands of short texts
+        every = "\n".join(texts(value))  # one look for thousands of short texts
         if (self.marker and self.marker in every) or self._model.special_words(every):
             return self._hide_each(value, hidden)
         return value
@@ -201,17 +201,17 @@ class Composer:
         return text
 
 
-def _texts(value: Any) -> Iterator[str]:
+def texts(value: Any) -> Iterator[str]:
     """Lists all text of what JSON is made of."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
         for key, part in value.items():
             yield str(key)
-            yield from _texts(part)
+            yield from texts(part)
     elif isinstance(value, (list, tuple)):
         for part in value:
-            yield from _texts(part)
+            yield from texts(part)
 
 
 def _join(pieces: list[Piece], piece: Piece) -> None:

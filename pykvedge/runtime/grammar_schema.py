@@ -36,7 +36,7 @@ _FORMATS = {
 }
 _TYPES = ["null", "boolean", "number", "string", "array", "object"]
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # hold schemas by name
-_DATA = ("const", "enum", "default", "examples")  # hold no schema
+DATA = ("const", "enum", "default", "examples")  # hold no schema
 _APPLIED = {"allOf", "anyOf", "oneOf", "$ref", "dependentSchemas"}
 _OBJECT = {"properties", "required", "additionalProperties", "patternProperties", "minProperties", "maxProperties"}
 _BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
@@ -73,7 +73,7 @@ def _schemas(root: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
         elif isinstance(one, dict) and is_schema:
             yield one, name
             for key, value in one.items():
-                if key not in _DATA:
+                if key not in DATA:
                     stack.append((value, name if key in _APPLIED else "", key not in _NAMED))
         elif isinstance(one, dict):
             stack += [(value, key, True) for key, value in one.items()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -13,7 +13,7 @@ from pykvedge.chat.serve.limits import Limits
 from pykvedge.chat.serve.parked import Park, Parked, name_of, said_in
 from pykvedge.chat.serve.slot import Prepared
 from pykvedge.errors import ContextError, KvedgeError, RequestError, StateError, UsageError
-from pykvedge.models.composer import Composer
+from pykvedge.models.composer import Composer, texts
 from pykvedge.models.prompt import Message, check_places
 from pykvedge.models.shape import ModelShape
 from pykvedge.models.vision import ImagePiece, Piece, TextPiece, Vision
@@ -37,17 +37,9 @@ _TOKEN = 16  # bytes of text for each token that a conversation holds, at most
 
 def text_bytes(request: Request) -> int:
     """Counts the bytes of the texts that a chat template may write."""
-
-    def count(value: Any) -> int:
-        if isinstance(value, str):
-            return len(value.encode("utf-8", "replace"))
-        if isinstance(value, Mapping):
-            return sum(count(name) + count(part) for name, part in value.items())
-        return sum(map(count, value)) if isinstance(value, (list, tuple)) else 0
-
     prompt = request.prompt.parts if request.prompt is not None else ()
-    said = sum(count(message.text) + count(message.fields) for message in request.messages)
-    return count(request.values) + count(prompt) + said
+    said = [[message.text, message.fields] for message in request.messages]
+    return sum(len(text.encode("utf-8", "replace")) for text in texts([request.values, prompt, said]))
 
 
 class Preparer:

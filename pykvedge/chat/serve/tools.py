@@ -14,6 +14,7 @@ from pykvedge.errors import KvedgeError, RequestError
 from pykvedge.models.dialect import Call, Dialect
 from pykvedge.models.model import Model
 from pykvedge.runtime.grammar import Grammar
+from pykvedge.runtime.grammar_schema import DATA
 from pykvedge.runtime.grammar_source import Lazy
 from pykvedge.runtime.sampling import Sampling
 
@@ -21,7 +22,6 @@ HOW = (
     "You may call functions. To call one, answer with nothing but a JSON object of the form "
     '{"name": NAME, "arguments": {...}}. The functions:\n'
 )
-_DATA = ("const", "enum", "default", "examples")  # of a schema, which hold no schema
 
 
 def offered(given: ChatRequest) -> list[Tool]:
@@ -73,7 +73,7 @@ def _referring(schema: Any, place: str) -> Any:
         return [_referring(one, place) for one in schema]
     if not isinstance(schema, dict):
         return schema
-    out = {name: value if name in _DATA else _referring(value, place) for name, value in schema.items()}
+    out = {name: value if name in DATA else _referring(value, place) for name, value in schema.items()}
     if isinstance(ref := schema.get("$ref"), str) and ref.startswith("#"):
         out["$ref"] = place + ref[1:]
     return out
