@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import itertools
 import sys
-import threading
 
 from contexts import TinyContext, random_tokens
+from threads import in_threads
 
 import pykvedge
 from pykvedge.native import ggml
@@ -69,27 +69,17 @@ def two_threads(model: str, rpc: str, n: int) -> None:
     """A session each."""
     with session(model, rpc) as chat:
         alone = answers(chat, lambda: None)
-    failures: list[BaseException] = []
 
     def run():
-        try:
-            others = restless(model, rpc)
-            with session(model, rpc) as chat:
-                for i in range(n // 2):
-                    next(others)
-                    if i % 12 == 0:
-                        assert answers(chat, lambda: None) == alone
-            others.close()
-        except BaseException as error:
-            failures.append(error)
+        others = restless(model, rpc)
+        with session(model, rpc) as chat:
+            for i in range(n // 2):
+                next(others)
+                if i % 12 == 0:
+                    assert answers(chat, lambda: None) == alone
+        others.close()
 
-    threads = [threading.Thread(target=run) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
+    in_threads(run, run)
 
 
 def two_sequences(model: str, rpc: str, n: int) -> None:

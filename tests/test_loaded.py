@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from threads import in_threads
 
 import pykvedge
 from pykvedge import CancelledError, Sampling, StateError, UsageError
@@ -196,25 +197,6 @@ def test_an_encoder_that_does_not_fit_frees_the_model(tiny, native, monkeypatch)
 
 
 # ------------------------------------------------------------------------------------------------- threads
-
-
-def in_threads(*steps):
-    """Runs them at the same time, and raises what any of them raised."""
-    failures = []
-
-    def guarded(step):
-        try:
-            step()
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(step,)) for step in steps]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
 
 
 @pytest.mark.parametrize("kind", ["llava", "qwen2vl"])

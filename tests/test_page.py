@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 
+import browser
 import pytest
+from browser import browsing
 from dialects import HERMES, WORKER, gbnf, model
+from selenium.common.exceptions import WebDriverException
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.ui import WebDriverWait
 from server import ENDLESS, QUESTION, SCENES, asks, data_url, serving
 
-webdriver = pytest.importorskip("selenium.webdriver")
-from selenium.common.exceptions import WebDriverException  # noqa: E402
-from selenium.webdriver.common.by import By  # noqa: E402
-from selenium.webdriver.common.keys import Keys  # noqa: E402
-from selenium.webdriver.support.ui import WebDriverWait  # noqa: E402
-
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-DRIVER = shutil.which("chromedriver")
-pytestmark = pytest.mark.skipif(not (BROWSER and DRIVER), reason="needs chromium and chromedriver")
-OPTIONS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--window-size=1360,1000")
+pytestmark = browser.needed
 OUTSIDE = "http://192.0.2.1/"
 KEY = "a key of more than sixteen letters".replace(" ", "-")
 
@@ -91,14 +87,8 @@ def server(environment):
 
 @pytest.fixture(scope="module")
 def driver():
-    options = webdriver.ChromeOptions()
-    options.binary_location = BROWSER
-    for argument in OPTIONS:
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    one = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
-    yield one
-    one.quit()
+    with browsing() as one:
+        yield one
 
 
 @pytest.fixture

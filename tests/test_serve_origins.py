@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import browser
 import pytest
+from browser import browsing
 from server import serving
 
-webdriver = pytest.importorskip("selenium.webdriver")
-
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-DRIVER = shutil.which("chromedriver")
-pytestmark = pytest.mark.skipif(not (BROWSER and DRIVER), reason="needs chromium and chromedriver")
-OPTIONS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage")
+pytestmark = browser.needed
 KEY = "a-key-of-more-than-sixteen-letters"
 ASK = """const [url, options, done] = arguments;
 fetch(url, options).then(async (answer) => done([answer.status, answer.type, await answer.text()]),
@@ -45,14 +41,9 @@ def sites():
 
 @pytest.fixture(scope="module")
 def driver():
-    options = webdriver.ChromeOptions()
-    options.binary_location = BROWSER
-    for one in OPTIONS:
-        options.add_argument(one)
-    running = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
-    running.set_script_timeout(60)
-    yield running
-    running.quit()
+    with browsing() as running:
+        running.set_script_timeout(60)
+        yield running
 
 
 def chat(key=KEY, **fields):

@@ -284,13 +284,24 @@ def _logprobs(tokens: list[Token] | tuple[Token, ...] | None) -> dict[str, Any] 
     if tokens is None:
         return None
     return {
-        "content": [{**_plain(token), "top_logprobs": [_plain(t) for t in token.top]} for token in tokens],
+        "content": [{**plain(token), "top_logprobs": [plain(t) for t in token.top]} for token in tokens],
         "refusal": None,
     }
 
 
-def _plain(token: Token | Alternative) -> dict[str, Any]:
-    return {"token": token.text, "logprob": max(token.logprob, -9999.0), "bytes": list(token.data)}
+def plain(token: Token | Alternative) -> dict[str, Any]:
+    """Describes a token alone."""
+    return {"token": token.text, "logprob": finite(token.logprob), "bytes": list(token.data)}
+
+
+def finite(logprob: float) -> float:
+    """Makes a logarithm a number that JSON has."""
+    return max(logprob, -9999.0)
+
+
+def data_line(told: dict[str, Any]) -> str:
+    """Writes an object as an event of a stream."""
+    return f"data: {json.dumps(told)}\n\n"
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -321,14 +332,14 @@ class Chunks:
                     yield begin + line
                     begin = ""
             except Exception as error:
-                end = f"data: {json.dumps(errors.body(errors.of(error)))}\n\n{end}"
+                end = data_line(errors.body(errors.of(error))) + end
             else:
                 if self._usage:
                     done = [self._done[i] for i in sorted(self._done)]
                     reasoning = reasoned(self._service, [one.said for one in self._answers])
                     last = {**self._head, "choices": [], "usage": usage([one.report for one in done], reasoning)}
                     last |= {"timings": timings(done[0].report), "kvedge": figures(done)}
-                    end = f"data: {json.dumps(last)}\n\n{end}"
+                    end = data_line(last) + end
             yield f"{begin}{''.join(self._last)}{end}"
 
     async def _lines(self, events: Events) -> AsyncIterator[str]:
@@ -349,7 +360,7 @@ class Chunks:
     async def _of(self, number: int, event: Event) -> list[str]:
         if isinstance(event, Step) and self._progress:
             told = {"progress": {"what": event.what, "share": round(event.share, 4)}}
-            return [f"data: {json.dumps({**self._head, 'choices': [], 'kvedge': told})}\n\n"]
+            return [data_line({**self._head, "choices": [], "kvedge": told})]
         answer = self._answers[number]
         if isinstance(event, Text):
             self._tokens[number] = self._tokens.get(number, ()) + event.tokens
@@ -387,7 +398,7 @@ class Chunks:
         more: dict[str, Any] = {"usage": None} if self._usage else {}
         if report is not None:
             more["timings"] = timings(report)
-        return f"data: {json.dumps({**self._head, 'choices': [choice], **more})}\n\n"
+        return data_line({**self._head, "choices": [choice], **more})
 
 
 def _delta(delta: Delta) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
@@ -95,7 +96,7 @@ class Preparer:
         Raises ContextError for more than a conversation holds.
         """
         n, n_ctx = text_bytes(request), self._limits.n_ctx
-        if n > 4 * n_ctx and n > (most := n_ctx * self._model.longest(_TOKEN)):
+        if n > 4 * n_ctx and n > (most := n_ctx * self._longest):
             raise ContextError(
                 f"the message has {n} bytes of text, and a conversation of {n_ctx} tokens holds {most} at most; send "
                 "less, or start the server with a larger --ctx",
@@ -123,6 +124,10 @@ class Preparer:
             if n > enough:
                 return n
         return 0
+
+    @functools.cached_property
+    def _longest(self) -> int:
+        return self._model.longest(_TOKEN)
 
     def _there(self, job: Job) -> Prepared | None:
         request = job.request

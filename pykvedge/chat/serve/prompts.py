@@ -7,7 +7,6 @@ Whoever writes such a prompt is the template: special tokens that are written ou
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any
@@ -24,7 +23,10 @@ from pykvedge.chat.serve.completions import (
     asked,
     begun,
     complete,
+    data_line,
     figures,
+    finite,
+    plain,
     streamed,
     timings,
     usage,
@@ -140,11 +142,11 @@ class _Llama:
                     if isinstance(event, Failed):
                         raise event.error
                     if isinstance(event, Text):
-                        yield _data(self._part(number, event))
+                        yield data_line(self._part(number, event))
                     elif isinstance(event, Done):
-                        yield _data(self.whole(number, event.report))
+                        yield data_line(self.whole(number, event.report))
             except Exception as error:
-                yield _data(errors.body(errors.of(error)))
+                yield data_line(errors.body(errors.of(error)))
 
     def _part(self, number: int, event: Text) -> dict[str, Any]:
         report = self._waiting.jobs[number].report
@@ -191,17 +193,12 @@ class _Llama:
         return begins + "".join(part if isinstance(part, str) else model.text([part]) for part in given.prompt)
 
 
-def _data(told: dict[str, Any]) -> str:
-    return f"data: {json.dumps(told)}\n\n"
-
-
 def _likely(token: Token) -> dict[str, Any]:
-    return {**_plain(token), "top_logprobs": [_plain(other) for other in token.top]}
+    return {**_numbered(token), "top_logprobs": [_numbered(other) for other in token.top]}
 
 
-def _plain(token: Token | Alternative) -> dict[str, Any]:
-    logprob = max(token.logprob, -9999.0)
-    return {"id": token.id, "token": token.text, "bytes": list(token.data), "logprob": logprob}
+def _numbered(token: Token | Alternative) -> dict[str, Any]:
+    return {"id": token.id, **plain(token)}
 
 
 def _chosen(answer: dict[str, Any], fields: list[str]) -> dict[str, Any]:
@@ -255,15 +252,15 @@ async def _chunks(service: Service, given: CompletionRequest, waiting: Waiting, 
                 if isinstance(event, Failed):
                     raise event.error
                 if isinstance(event, Text):
-                    yield _data({**head, "choices": [_choice(number, event.text, None, event.tokens or None)]})
+                    yield data_line({**head, "choices": [_choice(number, event.text, None, event.tokens or None)]})
                 elif isinstance(event, Done):
                     done[number] = event
                     end = _choice(number, "", FINISH.get(event.report.finish, "stop"), None)
-                    yield _data({**head, "choices": [end], "timings": timings(event.report)})
+                    yield data_line({**head, "choices": [end], "timings": timings(event.report)})
             if with_usage:
-                yield _data({**head, "choices": [], **_cost([done[i] for i in sorted(done)])})
+                yield data_line({**head, "choices": [], **_cost([done[i] for i in sorted(done)])})
         except Exception as error:
-            yield _data(errors.body(errors.of(error)))
+            yield data_line(errors.body(errors.of(error)))
         yield "data: [DONE]\n\n"
 
 
@@ -286,7 +283,7 @@ def _logprobs(tokens: Sequence[Token] | None) -> dict[str, Any] | None:
     offsets = [0, *itertools.accumulate(len(token.text) for token in tokens)]
     return {
         "tokens": [token.text for token in tokens],
-        "token_logprobs": [max(token.logprob, -9999.0) for token in tokens],
-        "top_logprobs": [{other.text: max(other.logprob, -9999.0) for other in token.top} for token in tokens],
+        "token_logprobs": [finite(token.logprob) for token in tokens],
+        "top_logprobs": [{other.text: finite(other.logprob) for other in token.top} for token in tokens],
         "text_offset": offsets[:-1],
     }
