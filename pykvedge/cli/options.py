@@ -268,13 +268,6 @@ def read_plan(path: Path) -> Plan:
         raise UsageError(f"{path} is not a plan: it is not text") from None
 
 
-def positive(name: str, value: int | None) -> int:
-    """Returns the value, or 0 for none. Raises UsageError for a number below 1."""
-    if value is not None and value < 1:
-        raise UsageError(f"{name} must be at least 1, not {value}")
-    return value or 0
-
-
 def running(given: Mapping[str, Any]) -> dict[str, Any]:
     """Collects settings of a session: CTX, THREADS, KV_TYPE, KV_ROTATE and DEVICES, as far as the command has them."""
     from pykvedge.native import crash

@@ -31,7 +31,7 @@ def rpc_server(host: str, port: int, device: str, threads: int | None) -> None:
     """
     from pykvedge.native import ggml, llamacpp
 
-    count = options.positive("--threads", threads) or llamacpp.default_threads()
+    count = threads or llamacpp.default_threads()
     found = ggml.devices()
     lent = [d for d in found if d.kind != "CPU"] or found
     if device != "auto":

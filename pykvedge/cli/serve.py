@@ -46,7 +46,7 @@ _LOOP = () if sys.platform == "win32" else ("uvloop",)
                    help="Keep conversations that wait in this folder, also for the next run. "
                    "Default: one that goes away with the server."),
     options.option("--park-size", metavar="SIZE", help="The most that the folder may take. Default: 4GiB."),
-    options.option("--max-tokens", type=int, metavar="N",
+    options.option("--max-tokens", type=options.Whole(), metavar="N",
                    help="Tokens of an answer where a request does not say. Default: as many as there is room for."),
     options.option("--temp", type=click.FloatRange(0, 100), default=0.0, show_default=True,
                    help="The temperature where a request does not say; 0 always takes the likeliest token."),
@@ -116,7 +116,7 @@ def _options(given: dict[str, Any], server: Any) -> Any:
     if folder is not None and not paths.ask(Path.is_dir, folder := paths.expanded(folder)):
         raise UsageError(f"--image-folder {folder} is no folder")
     memory = size("--memory", 0) or server.free_memory_share()
-    limits = Limits(given["parallel"], options.positive("--ctx", given["ctx"]) or 4096, memory, given["queue"],
+    limits = Limits(given["parallel"], given["ctx"] or 4096, memory, given["queue"],
                     given["kv_type"], given["kv_rotate"], given["share_prompts"])  # fmt: skip
     return server.Options(
         host=given["host"], port=given["port"], name=given["name"], hosts=given["hosts"], limits=limits,
@@ -124,6 +124,6 @@ def _options(given: dict[str, Any], server: Any) -> Any:
         origins=tuple(name.lower().rstrip("/") for name in given["origins"]),
         sources=Sources(given["allow_https_images"], folder),
         park=paths.expanded(given["park"]) if given["park"] else None, park_size=size("--park-size", 4 << 30),
-        max_tokens=options.positive("--max-tokens", given["max_tokens"]), max_body=size("--max-body", 64 << 20),
+        max_tokens=given["max_tokens"] or 0, max_body=size("--max-body", 64 << 20),
         grace=given["grace"], parent=given["parent_pid"] or 0, strict=given["strict_model"],
     )  # fmt: skip
