@@ -83,9 +83,11 @@ def test_arguments_that_are_no_object_are_handed_over_as_text(text):
 def test_parameters_keep_what_they_refer_to(n):
     following = {"anyOf": [{"$ref": "#/$defs/Node"}, {"type": "null"}]}
     node = {"type": "object", "properties": {"n": {"type": "integer"}, "next": following}, "required": ["n", "next"]}
+    node["properties"]["default"] = {"$ref": "#/$defs/Node"}  # a name of a property, and none of data
     parameters = {"$defs": {"Node": node}, "$ref": "#/$defs/Node"}
     functions = [{"name": f"f{i}", "parameters": parameters} for i in range(n)]
     tools = [Tool.model_validate({"type": "function", "function": function}) for function in functions]
     schema = jsonschema.Draft202012Validator(forced_schema(tools))
-    right, wrong = ({"name": "f0", "arguments": {"n": 1, "next": {"n": 2, "next": last}}} for last in (None, 5))
+    inner = ({"n": 2, "next": last} for last in (None, 5))
+    right, wrong = ({"name": "f0", "arguments": {"n": 1, "next": None, "default": one}} for one in inner)
     assert schema.is_valid(right) and not schema.is_valid(wrong)

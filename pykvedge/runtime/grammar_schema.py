@@ -5,6 +5,7 @@ What it would take and not obey in every case is refused here, or made tighter.
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections import defaultdict
@@ -36,7 +37,7 @@ _FORMATS = {
 }
 _TYPES = ["null", "boolean", "number", "string", "array", "object"]
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # hold schemas by name
-DATA = ("const", "enum", "default", "examples")  # hold no schema
+_DATA = ("const", "enum", "default", "examples")  # hold no schema
 _APPLIED = {"allOf", "anyOf", "oneOf", "$ref", "dependentSchemas"}
 _OBJECT = {"properties", "required", "additionalProperties", "patternProperties", "minProperties", "maxProperties"}
 _BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
@@ -63,6 +64,15 @@ def prepared(schema: str) -> str:
     return json.dumps(root)
 
 
+def below(schema: dict[str, Any], place: str) -> dict[str, Any]:
+    """Copies a schema, whose references lead from its own root, for a place of another schema, as "#/properties/a"."""
+    out = copy.deepcopy(schema)
+    for one, _ in _schemas(out):
+        if isinstance(ref := one.get("$ref"), str) and ref.startswith("#"):
+            one["$ref"] = place + ref[1:]
+    return out
+
+
 def _schemas(root: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
     """Lists a schema and those in it, each once, also where only a $ref may lead to them, and the property's name."""
     stack: list[tuple[Any, str, bool]] = [(root, "", True)]
@@ -73,7 +83,7 @@ def _schemas(root: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
         elif isinstance(one, dict) and is_schema:
             yield one, name
             for key, value in one.items():
-                if key not in DATA:
+                if key not in _DATA:
                     stack.append((value, name if key in _APPLIED else "", key not in _NAMED))
         elif isinstance(one, dict):
             stack += [(value, key, True) for key, value in one.items()]

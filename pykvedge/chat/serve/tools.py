@@ -14,7 +14,7 @@ from pykvedge.errors import KvedgeError, RequestError
 from pykvedge.models.dialect import Call, Dialect
 from pykvedge.models.model import Model
 from pykvedge.runtime.grammar import Grammar
-from pykvedge.runtime.grammar_schema import DATA
+from pykvedge.runtime.grammar_schema import below
 from pykvedge.runtime.grammar_source import Lazy
 from pykvedge.runtime.sampling import Sampling
 
@@ -55,7 +55,7 @@ def forced_schema(tools: list[Tool]) -> dict[str, Any]:
     calls = []
     for i, tool in enumerate(tools):
         place = "#/properties/arguments" if len(tools) == 1 else f"#/anyOf/{i}/properties/arguments"
-        arguments = _referring(tool.function.parameters or {"type": "object"}, place)
+        arguments = below(tool.function.parameters or {"type": "object"}, place)
         calls.append(
             {
                 "type": "object",
@@ -65,18 +65,6 @@ def forced_schema(tools: list[Tool]) -> dict[str, Any]:
             }
         )
     return calls[0] if len(calls) == 1 else {"anyOf": calls}
-
-
-def _referring(schema: Any, place: str) -> Any:
-    """Makes the references of a schema, which lead from its own root, lead from the root that it is put below."""
-    if isinstance(schema, list):
-        return [_referring(one, place) for one in schema]
-    if not isinstance(schema, dict):
-        return schema
-    out = {name: value if name in DATA else _referring(value, place) for name, value in schema.items()}
-    if isinstance(ref := schema.get("$ref"), str) and ref.startswith("#"):
-        out["$ref"] = place + ref[1:]
-    return out
 
 
 def form(dialect: Dialect) -> Lazy:
