@@ -5,6 +5,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
+#include <stdexcept>
 
 namespace kvedge {
 
@@ -22,6 +24,31 @@ GraphRows::GraphRows(const std::vector<LayerShape> & shapes, const std::vector<g
     for (size_t l = 0; l < layers_.size(); l++) {
         layers_[l].device = devices[l];
     }
+}
+
+const GraphRows::Group & GraphRows::group_of(size_t l, int32_t head, size_t & at) const {
+    for (const Group & group : layers_[l].groups) {
+        const auto it = std::find(group.heads.begin(), group.heads.end(), head);
+        if (it != group.heads.end()) {
+            at = (size_t) (it - group.heads.begin());
+            return group;
+        }
+    }
+    throw std::logic_error("a head lies in no group");
+}
+
+std::vector<int32_t> GraphRows::places_of(size_t l, int32_t head) const {
+    size_t               at    = 0;
+    const Group &        group = group_of(l, head, at);
+    std::vector<int32_t> out   = group.order.size() > at && group.ordered ? group.order[at] : std::vector<int32_t>();
+    if (!group.ordered) {
+        out.resize((size_t) group.used[at]);
+        std::iota(out.begin(), out.end(), 0);
+    }
+    for (int32_t & slot : out) {
+        slot += (int32_t) group.list(at) * group.slots;
+    }
+    return out;
 }
 
 bool GraphRows::refuse(ggml_backend_dev_t device) {

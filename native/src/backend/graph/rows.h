@@ -9,6 +9,7 @@
 
 #pragma once
 
+#include "backend/away.h"
 #include "backend/graph/tensors.h"
 #include "backend/rows.h"
 #include "store/store.h"
@@ -70,7 +71,7 @@ struct AttentionSums {
     std::vector<float> entropy;  // [Hkv] of the entropies of all query heads, over all rows
 };
 
-class GraphRows {
+class GraphRows : public AwayRows {
   public:
     // How rows lie on devices: those of the store are converted where their types differ. dropping: single ones may go.
     struct Form {
@@ -117,6 +118,10 @@ class GraphRows {
     // std::bad_alloc.
     bool sum_attention(size_t layer, float scale, int32_t rows, AttentionSums & out);
     void               forget_queries() { window_ = 0; }
+
+    bool    holds(size_t layer) const override { return layers_[layer].device != nullptr; }
+    Outcome measure(const MeasureJob & job, std::vector<Measures> & out) override;  // graph/measure.cpp
+    Outcome take(const TakeJob & job) override;                                     // graph/take.cpp
 
     // Whether all heads of the layers on devices hold as many rows, none of them with a bias: those that are there, or those of a store.
     bool        even() const { return even_; }
@@ -175,6 +180,10 @@ class GraphRows {
     };
     struct Parts;     // of the attention (graph/attention.cpp)
     struct SumGraph;  // what adds it up (graph/sums.cpp)
+
+    // The places of a head's rows in its layer's tensors, in token order: list * slots + slot; and of which group.
+    const Group & group_of(size_t layer, int32_t head, size_t & at) const;
+    std::vector<int32_t> places_of(size_t layer, int32_t head) const;
 
     template <class F> void each_layer(int32_t n_threads, const F & copy) const;  // copy(layer, staging) for those on devices
 

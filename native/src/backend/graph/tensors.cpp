@@ -42,6 +42,16 @@ void copy_slots(ggml_tensor * from, ggml_tensor * to, int64_t n) {
     }
 }
 
+const char * lacking(ggml_backend_dev_t device, ggml_cgraph * graph) {
+    for (int i = 0; i < ggml_graph_n_nodes(graph); i++) {
+        const ggml_tensor * node = ggml_graph_node(graph, i);
+        if (!ggml_backend_dev_supports_op(device, node)) {
+            return ggml_op_desc(node);
+        }
+    }
+    return nullptr;
+}
+
 uint8_t * Staging::room(ggml_backend_dev_t device, size_t bytes) {
     if (pinned_ && ggml_backend_buffer_get_size(pinned_.get()) >= bytes) {
         return (uint8_t *) ggml_backend_buffer_get_base(pinned_.get());

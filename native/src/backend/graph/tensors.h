@@ -54,12 +54,16 @@ class Worker {
     // Memory for the results of a graph, and for those of any smaller one. False: the device has none.
     bool     make_room(ggml_backend_dev_t device, ggml_cgraph * graph, int32_t n_threads);
     bool     compute(ggml_cgraph * graph);  // one that there is room for. False: the device failed
+    void     give_back() { *this = Worker(); }
     uint64_t bytes() const { return memory_ ? ggml_gallocr_get_buffer_size(memory_.get(), 0) : 0; }
 
   private:
     std::unique_ptr<ggml_backend, FreeGgml> backend_;
     std::unique_ptr<ggml_gallocr, FreeGgml> memory_;
 };
+
+// The first operation of a graph that a device does not have; NULL: it has all of them.
+const char * lacking(ggml_backend_dev_t device, ggml_cgraph * graph);
 
 // The first n slots of every head, from one tensor [d, slots, heads] to another, on their device.
 void copy_slots(ggml_tensor * from, ggml_tensor * to, int64_t n);
