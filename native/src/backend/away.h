@@ -35,13 +35,17 @@ struct Looks {
 // Of one layer's T pending tokens; what was not asked for is empty.
 struct Measures {
     Bulk<float>         votes;        // [Hkv][T]
-    Bulk<float>         key_norms;    // [Hkv][T] Euclidean
-    Bulk<float>         value_norms;  // [Hkv][T]
-    Bulk<float>         cosines;      // [Hkv][T] of each key of length 1 (0 for a zero key) with the mean direction as it is
-    std::vector<double> anchor_squares;  // [Hkv] square of the mean direction's length
-    Bulk<float>         deviation;    // [Hkv][T] mean square of what the high pass leaves of a key, plus that of its value; 0
-                                      // for tokens of the other kind
-    double              high = 0.0;   // high frequencies' share of the keys' energy in the layer, plus that of the values'
+    Bulk<float>         key_squares;    // [Hkv][T] of the Euclidean lengths
+    Bulk<float>         value_squares;  // [Hkv][T]
+    Bulk<double>        cosines;        // [Hkv][T] of each key of length 1 (0 for a zero key) with the mean direction as it is
+    std::vector<double> anchor_squares; // [Hkv] square of the mean direction's length
+    Bulk<float>         deviation;      // [Hkv][T] mean square of what the high pass leaves of a key, plus that of its value; 0
+                                        // for tokens of the other kind
+    double              high = 0.0;     // share of the keys' energy that the high pass leaves, plus that of the values'; 0 where by_kind
+
+    bool empty() const {
+        return votes.empty() && key_squares.empty() && value_squares.empty() && cosines.empty() && deviation.empty();
+    }
 };
 
 // One measurement of all layers.

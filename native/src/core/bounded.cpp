@@ -9,29 +9,27 @@
 
 namespace kvedge {
 
-static Reach reach(const kvedge_plan & plan) { return plan.allocator->reach ? plan.allocator->reach(plan) : Reach::rows; }
-
 kvedge_status check_bounded(const kvedge_plan & plan, const Storage & storage, kvedge_error * err) {
-    if (reach(plan) == Reach::rows) {
+    if (plan_reach(plan) == Reach::rows) {
         return fail(err, KVEDGE_E_UNSUPPORTED, "allocator '%s' looks at all layers before it grants a budget to the first", plan.allocator->name);
     }
     if (plan.reducer->queries) {
         return fail(err, KVEDGE_E_UNSUPPORTED, "reducer '%s' fits rows to all queries of the prompt, which are not kept where it is bounded; use another",
                     plan.reducer->name);
     }
-    if (reach(plan) == Reach::scores && plan.reducer->reduce) {
+    if (plan_reach(plan) == Reach::scores && plan.reducer->reduce) {
         return fail(err, KVEDGE_E_UNSUPPORTED, "reducer '%s' would merge before allocator '%s' has granted its budgets, which need all layers",
                     plan.reducer->name, plan.allocator->name);
     }
-    if (reach(plan) == Reach::scores && storage.quantised()) {
+    if (plan_reach(plan) == Reach::scores && storage.quantised()) {
         return fail(err, KVEDGE_E_UNSUPPORTED, "allocator '%s' needs all layers before it grants its budgets, and quantised rows are not trimmed",
                     plan.allocator->name);
     }
-    if (reach(plan) == Reach::scores && plan.scorer->reserve) {
+    if (plan_reach(plan) == Reach::scores && plan.scorer->reserve) {
         return fail(err, KVEDGE_E_UNSUPPORTED, "scorer '%s' chooses by two scores, and allocator '%s' grants its budgets after the last layer",
                     plan.scorer->name, plan.allocator->name);
     }
-    if (reach(plan) == Reach::scores && plan.critical != Critical::none) {
+    if (plan_reach(plan) == Reach::scores && plan.critical != Critical::none) {
         return fail(err, KVEDGE_E_UNSUPPORTED, "critical chooses by two scores, and allocator '%s' grants its budgets after the last layer",
                     plan.allocator->name);
     }
@@ -68,7 +66,7 @@ kvedge_status BoundedPrompt::enter(int32_t n, const int32_t * pos, const uint8_t
     n_         = n;
     n_pending_ = seq_.rows.pending_length();
     reduced_   = kvedge_plan_budget(&plan_, n_pending_) < n_pending_;
-    provisional_ = reduced_ && reach(plan_) == Reach::scores;
+    provisional_ = reduced_ && plan_reach(plan_) == Reach::scores;
     job_       = std::make_unique<Job>(make_job(seq_, plan_, 1, scored));
     job_->most = provisional_ ? std::min(n_pending_, PROVISIONAL * kvedge_plan_budget(&plan_, n_pending_)) : n_pending_;
     open_blocks(*job_);

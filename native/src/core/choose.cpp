@@ -5,6 +5,7 @@
 #include "core/projection.h"
 #include "core/select.h"
 #include "core/threads.h"
+#include "primitives/measure.h"
 
 #include <algorithm>
 #include <numeric>
@@ -65,8 +66,25 @@ std::vector<int32_t> tokens_of_heads(const Sequence & seq, size_t l) {
     return out;
 }
 
+// Queries of the last tokens that were kept.
+int32_t window_length(const Sequence & seq) {
+    const Observed & seen = seq.observed;
+    return std::min({ seen.window_size(), seq.rows.n_tokens() - seen.window_from(), seq.rows.pending_length() });
+}
+
+const float * sinks_of(const Sequence & seq, size_t l) {
+    const auto & sinks = seq.observed.window(l).sinks;
+    return sinks.empty() ? nullptr : sinks.data();
+}
+
+Looks looks_of(const kvedge_plan & plan, const uint8_t * image, size_t n) {
+    const bool images = std::any_of(image, image + n, [](uint8_t one) { return one != 0; });
+    return plan.scorer->looks ? plan.scorer->looks(plan.params[KVEDGE_STAGE_SCORER], images) : Looks();
+}
+
+// known: what was measured of the layer; where it is empty, it is measured now, and stays there.
 Bulk<float> run_scorer(
-    const Sequence & seq, const kvedge_plan & plan, Shown shown, size_t l, ScoreFunction score, Spectrum * spectrum) {
+    const Sequence & seq, const kvedge_plan & plan, Shown shown, size_t l, ScoreFunction score, Measures & known, Spectrum * spectrum) {
     const int32_t      n_tokens = seq.rows.pending_length();
     const SequenceView view(seq);
     ScoreInput         in{};
@@ -91,11 +109,10 @@ Bulk<float> run_scorer(
     }
     Bulk<float> window;
     if (seen.has_windows()) {
-        const int32_t next = seq.rows.n_tokens();
-        in.n_window        = std::min({ seen.window_size(), next - seen.window_from(), n_tokens });
-        window             = seen.last_queries(l, next, in.n_window);
-        in.window_q        = window.data();
-        in.sinks           = seen.window(l).sinks.empty() ? nullptr : seen.window(l).sinks.data();
+        in.n_window = window_length(seq);
+        window      = known.empty() ? seen.last_queries(l, seq.rows.n_tokens(), in.n_window) : Bulk<float>();
+        in.window_q = window.data();
+        in.sinks    = sinks_of(seq, l);
     }
     if (seen.has_moments()) {
         in.moments       = &seen.moments(l);
@@ -112,9 +129,18 @@ Bulk<float> run_scorer(
         lengths    = projections_of(seq).lengths(view, l, in.shape, Critical::l2, shown.n_threads);
         in.lengths = lengths.data();
     }
+    if (plan.scorer->looks && known.empty()) {
+        const size_t n = (size_t) n_tokens * (shown.differs ? (size_t) in.shape.n_heads_kv : 1);
+        known          = measure_rows(in, looks_of(plan, shown.image, n));
+    }
+    in.measures = &known;
     Bulk<float> scores((size_t) seq.rows.shapes()[l].n_heads_kv * (size_t) n_tokens);
     score(in, scores.data());
     return scores;
+}
+
+uint32_t allocator_wants(const kvedge_plan & plan) {
+    return plan.allocator->wants ? plan.allocator->wants(plan.params[KVEDGE_STAGE_ALLOCATOR]) : 0;
 }
 
 // The pending tokens whose queries were kept. tokens: indices of all, ascending.
@@ -134,10 +160,10 @@ std::vector<QueryPlace> kept_queries(const Sequence & seq, const std::vector<int
 }
 
 // Attention alone, for allocators that want it: of one layer or all; empty where the scorer knows no such thing.
-Scores attention_scores(Job & job, int32_t layer, uint32_t wants) {
-    const ScoreFunction score = wants & WANTS_ATTENTION ? job.plan.scorer->attention : nullptr;
+Scores attention_scores(Job & job, int32_t layer) {
+    const ScoreFunction score = allocator_wants(job.plan) & WANTS_ATTENTION ? job.plan.scorer->attention : nullptr;
     Scores              out(score ? job.seq.rows.shapes().size() : 0);
-    const auto          one = [&](size_t l) { out[l] = run_scorer(job.seq, job.plan, shown_of(job, l), l, score, nullptr); };
+    const auto          one = [&](size_t l) { out[l] = run_scorer(job.seq, job.plan, shown_of(job, l), l, score, job.measures[l], nullptr); };
     if (layer != ALL_LAYERS && score) {
         one((size_t) layer);
         return out;
@@ -149,7 +175,7 @@ Scores attention_scores(Job & job, int32_t layer, uint32_t wants) {
 }  // namespace
 
 Job make_job(Sequence & seq, const kvedge_plan & plan, int32_t n_threads, bool scored) {
-    Job job{ seq, plan, std::max(1, n_threads), seq.rows.pending_length(), scored, {}, {}, {}, {}, {}, {}, 0, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, 0, 0 };
+    Job job{ seq, plan, std::max(1, n_threads), seq.rows.pending_length(), scored, {}, {}, {}, {}, {}, {}, {}, 0, {}, {}, {}, {}, {}, {}, nullptr, {}, {}, {}, {}, 0, 0 };
     job.most       = job.n_tokens;
     const size_t n = seq.rows.shapes().size();
     if (seq.rows.pending_differs()) {
@@ -167,6 +193,7 @@ Job make_job(Sequence & seq, const kvedge_plan & plan, int32_t n_threads, bool s
     job.spans.resize(n);
     job.spectra.resize(n);
     job.scores.resize(n);
+    job.measures.resize(n);
     job.kept.resize(n);
     job.sources.resize(n);
     for (const LayerShape & shape : seq.rows.shapes()) {
@@ -185,14 +212,47 @@ Bulk<float> scores_of(const Sequence & seq, const kvedge_plan & plan, size_t lay
     const bool differs = seq.rows.pending_differs();
     const auto tokens  = differs ? tokens_of_heads(seq, layer) : seq.rows.pending_tokens();
     const auto image   = pending_image(seq, tokens);
-    return run_scorer(seq, plan, { image.data(), tokens.data(), differs, 1 }, layer, plan.scorer->score, nullptr);
+    Measures   measures;
+    return run_scorer(seq, plan, { image.data(), tokens.data(), differs, 1 }, layer, plan.scorer->score, measures, nullptr);
+}
+
+bool is_away(const Job & job, size_t layer) { return job.away && job.away->holds(layer); }
+
+bool measure_away(Job & job) {
+    const Sequence & seq    = job.seq;
+    const auto       T      = (size_t) job.n_tokens;
+    const size_t     layers = seq.rows.shapes().size();
+    MeasureJob       wanted;
+    wanted.looks    = looks_of(job.plan, job.image.data(), T);
+    wanted.n_tokens = job.n_tokens;
+    if (!job.away || !wanted.looks.any()) {
+        return true;
+    }
+    const auto kind = kind_of(job.image.data(), job.n_tokens);
+    wanted.kind     = kind.data();
+    if (wanted.looks.votes != Looks::Votes::none) {
+        wanted.n_window = window_length(seq);
+        wanted.queries.resize(layers);
+        wanted.sinks.resize(layers, nullptr);
+        for (size_t l = 0; l < layers; l++) {
+            if (is_away(job, l)) {
+                wanted.queries[l] = seq.observed.last_queries(l, seq.rows.n_tokens(), wanted.n_window);
+                wanted.sinks[l]   = sinks_of(seq, l);
+            }
+        }
+    }
+    return job.away->measure(wanted, job.measures) == AwayRows::Outcome::done;
 }
 
 void score_layer(Job & job, size_t l) {
-    job.scores[l] = run_scorer(job.seq, job.plan, shown_of(job, l), l, job.plan.scorer->score, &job.spectra[l]);
+    Measures & measures = job.measures[l];
+    job.scores[l] = run_scorer(job.seq, job.plan, shown_of(job, l), l, job.plan.scorer->score, measures, &job.spectra[l]);
     if (job.plan.scorer->reserve) {
-        job.reserve[l] = run_scorer(job.seq, job.plan, shown_of(job, l), l, job.plan.scorer->reserve, nullptr);
+        job.reserve[l] = run_scorer(job.seq, job.plan, shown_of(job, l), l, job.plan.scorer->reserve, measures, nullptr);
     }
+    Measures left;  // what an allocator may want of them
+    left.votes = std::move(measures.votes);
+    measures   = allocator_wants(job.plan) & WANTS_ATTENTION ? std::move(left) : Measures();
 }
 
 void score_all(Job & job) {
@@ -209,8 +269,7 @@ void allocate(Job & job, int32_t layer) {
         return;
     }
     const double * params    = plan.params[KVEDGE_STAGE_ALLOCATOR];
-    const uint32_t wants     = plan.allocator->wants ? plan.allocator->wants(params) : 0;
-    const Scores   attention = attention_scores(job, layer, wants);
+    const Scores   attention = attention_scores(job, layer);
     const int32_t  recent    = std::min(budget, plan_recent(plan, job.n_tokens, budget));
     const SequenceView view(job.seq);
     AllocateInput      in{};

@@ -29,7 +29,9 @@ void fill_layers(Job & job, bool reduces, Compression & outcome) {
     const bool    may_fail  = reduces && job.plan.reducer->custom != nullptr;
     const int32_t n_threads = reduces && own_thread_only(*job.plan.reducer) ? 1 : job.n_threads;
     for (size_t l = 0; l < seq.rows.shapes().size(); l++) {
-        fill_layer(job, l, reduces, n_threads);
+        if (!is_away(job, l)) {
+            fill_layer(job, l, reduces, n_threads);
+        }
         bytes += job.main->layers[l].bytes() + job.tail->layers[l].bytes();
         outcome.peak_bytes = std::max(outcome.peak_bytes, bytes + seq.rows.index_bytes() + seq.score_bytes());
         if (!may_fail) {
@@ -40,6 +42,16 @@ void fill_layers(Job & job, bool reduces, Compression & outcome) {
         }
     }
     seq.rows.replace_pending(std::move(*job.main), std::move(*job.tail));
+}
+
+const char * reads_rows(const kvedge_plan & plan) {
+    if (plan.scorer->custom || plan.scorer->moments || plan_projects(plan)) {
+        return plan.scorer->name;
+    }
+    if (plan_reach(plan) == Reach::rows) {
+        return plan.allocator->name;
+    }
+    return plan.reducer->reduce && !plan.reducer->merges ? plan.reducer->name : nullptr;
 }
 
 kvedge_status fail_unobserved(const kvedge_plan & plan, kvedge_error * err) {
@@ -93,6 +105,10 @@ kvedge_status score_pending(
     return fail(err, KVEDGE_E_STAGE, "%s", failure.what());
 }
 
+static int64_t microseconds_since(std::chrono::steady_clock::time_point start) {
+    return std::chrono::duration_cast<std::chrono::microseconds>(std::chrono::steady_clock::now() - start).count();
+}
+
 kvedge_status measured(
     const Sequence & seq, Compression & outcome, kvedge_error * err, const std::function<kvedge_status()> & compress) try {
     const auto start     = std::chrono::steady_clock::now();
@@ -100,7 +116,7 @@ kvedge_status measured(
     outcome.peak_bytes   = outcome.before_bytes + seq.rows.index_bytes() + seq.score_bytes();
     const auto status    = compress();
     outcome.after_bytes  = seq.rows.bytes();
-    outcome.us = std::chrono::duration_cast<std::chrono::microseconds>(std::chrono::steady_clock::now() - start).count();
+    outcome.us           = microseconds_since(start);
     return status;
 } catch (const StageFailure & failure) {
     return fail(err, KVEDGE_E_STAGE, "%s", failure.what());
@@ -125,8 +141,15 @@ class Unsealed {
     bool          good_;
 };
 
+// What a device could not do: nothing has changed, or rows are lost.
+static kvedge_status fail_away(AwayRows::Outcome why, Compression & outcome, kvedge_error * err) {
+    outcome.lost = why == AwayRows::Outcome::failed;
+    return fail(err, outcome.lost ? KVEDGE_E_STATE : KVEDGE_E_UNSUPPORTED, "%s", outcome.away->problem().c_str());
+}
+
 static kvedge_status compress_tokens(
     Sequence & seq, const kvedge_plan & plan, int32_t n_threads, Compression & outcome, kvedge_error * err) {
+    AwayRows * const away = outcome.away;
     const int32_t T      = seq.rows.pending_length();
     const int32_t budget = kvedge_plan_budget(&plan, T);
     if (T == 0) {
@@ -153,8 +176,14 @@ static kvedge_status compress_tokens(
     }
     Job        job = make_job(seq, plan, n_threads, scored);
     const bool any = job.n_tokens > 0;
+    job.away       = away;
     if (reduced || outcome.want_scores) {
+        if (!measure_away(job)) {
+            return fail_away(AwayRows::Outcome::lacking, outcome, err);
+        }
+        const auto start = std::chrono::steady_clock::now();
         select_all(job);
+        outcome.choose_us = microseconds_since(start);
         outcome.scores = outcome.want_scores ? std::move(job.scores) : Scores();
         job.scores = job.reserve = job.weights = {};
     }
@@ -166,6 +195,12 @@ static kvedge_status compress_tokens(
         }
         if (!open_layers(job, reduces)) {
             return fail(err, KVEDGE_E_MEMORY, "no memory for the compressed cache of %d tokens", budget);
+        }
+        if (away) {
+            const auto taken = take_away(job, reduces, plan_evicts(plan));
+            if (taken != AwayRows::Outcome::done) {
+                return fail_away(taken, outcome, err);
+            }
         }
         if (!reduces || !plan.reducer->custom) {
             unsealed.forget();  // its memory is not needed beside the new rows

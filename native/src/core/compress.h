@@ -17,6 +17,12 @@ struct Compression {
     int32_t  n_unfitted   = 0;  // heads with more rows to fit than queries, and with fewer than twice as many
     int32_t  n_scant      = 0;
 
+    // Rows of layers on devices, which compress them; NULL: all rows are the store's. What a device cannot do is
+    // KVEDGE_E_UNSUPPORTED, and nothing has changed; where one failed half-way, KVEDGE_E_STATE, and rows are `lost`.
+    AwayRows * away      = nullptr;
+    bool       lost      = false;
+    int64_t    choose_us = 0;  // of scores, budgets and the choice
+
     // [layer][Hkv * T], filled if wanted.
     bool   want_scores = false;
     Scores scores;
@@ -37,6 +43,9 @@ kvedge_status measured(
 
 // Whether all was gathered of the pending tokens that the plan's stages look at.
 bool saw_all(const Sequence & seq, const kvedge_plan & plan);
+
+// The stage of a plan that reads rows, so that they must be on the host; NULL: measures and merges are all that its stages ask for.
+const char * reads_rows(const kvedge_plan & plan);
 
 kvedge_status fail_unobserved(const kvedge_plan & plan, kvedge_error * err);  // KVEDGE_E_STATE
 

@@ -28,6 +28,7 @@ struct Job {
     std::vector<uint8_t> image;     // [T], likewise
 
     Scores                                         scores, reserve, weights;  // empty where there are none
+    std::vector<Measures>                          measures;         // [layer] of a device, and what is kept of those of the host
     std::vector<Spectrum>                          spectra;          // [layer]
     int32_t                                        most;    // pairs that a head can be granted
     std::vector<std::vector<int32_t>>              counts;  // [layer][head] KV pairs that the allocator grants
@@ -37,6 +38,8 @@ struct Job {
     std::unique_ptr<Block>   main, tail;
     std::vector<Bulk<float>> rows;  // [worker] keys and values of one head, and the reducer's scratch
     std::vector<std::vector<std::vector<Segment>>> sources;  // [layer][head] where the pending rows lie, of layers that are open
+
+    AwayRows * away = nullptr;  // the rows of layers on devices; NULL: the store has them all
 
     // Of a stream that was compressed before, for each head:
     std::vector<std::vector<int32_t>> head_tokens;  // [layer][Hkv * T]; empty where all hold the same
@@ -61,6 +64,9 @@ constexpr int32_t ALL_LAYERS = -1;
 // A job for all pending tokens.
 Job make_job(Sequence & seq, const kvedge_plan & plan, int32_t n_threads, bool scored);
 
+bool is_away(const Job & job, size_t layer);
+// Has devices measure what the scorer looks at. False: job.away says why, and nothing has changed.
+bool measure_away(Job & job);
 // Scores one layer; different layers may be scored at once. Throws StageFailure.
 void score_layer(Job & job, size_t layer);
 void score_all(Job & job);
@@ -83,6 +89,8 @@ Bulk<float> scores_of(const Sequence & seq, const kvedge_plan & plan, size_t lay
 void open_blocks(Job & job);
 // Takes memory for the rows of one layer that stay, and working memory for n_workers. False: no memory.
 bool open_layer(Job & job, size_t layer, bool reduces, int32_t n_workers);
+// Has devices replace the rows of their layers, which are open. dropping: a decode policy will take rows out one by one.
+AwayRows::Outcome take_away(Job & job, bool reduces, bool dropping);
 // Fills one layer of the new blocks, with the memory that open_layer took: only a reducer of the program's own can fail.
 void fill_layer(Job & job, size_t layer, bool reduces, int32_t n_threads);
 // Both for all layers. open_layers: memory, false if there is none. fill_layers puts the new blocks in the place of the pending ones as well.

@@ -255,6 +255,10 @@ bool plan_projects(const kvedge_plan & plan) {
     return plan.critical != Critical::none || (plan_peaks(plan) & WANTS_LENGTHS);
 }
 
+bool plan_evicts(const kvedge_plan & plan) { return plan.decode->evict && plan.budget_ratio != 1.0; }
+
+Reach plan_reach(const kvedge_plan & plan) { return plan.allocator->reach ? plan.allocator->reach(plan) : Reach::rows; }
+
 int32_t plan_whole(const kvedge_plan & plan) {
     return plan.scorer->custom ? 0 : std::max({ 0, plan_window(plan), plan_moments(plan) });
 }

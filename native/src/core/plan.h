@@ -92,6 +92,12 @@ bool plan_projects(const kvedge_plan & plan);
 // The longest prompt that is kept whole, whatever the budget.
 int32_t plan_whole(const kvedge_plan & plan);
 
+// Whether the decode policy may take rows out of an answer.
+bool plan_evicts(const kvedge_plan & plan);
+
+// How far the plan's allocator looks.
+Reach plan_reach(const kvedge_plan & plan);
+
 // Last tokens of a prompt of n_tokens that the plan asks to protect in a head of `kept` pairs; may exceed these, and then
 // gives way (select.cpp).
 int32_t plan_recent(const kvedge_plan & plan, int32_t n_tokens, int32_t kept);

@@ -3,6 +3,7 @@
 
 #pragma once
 
+#include "backend/away.h"
 #include "backend/cpu/pages.h"
 #include "core/pending.h"
 #include "kvedge.h"
@@ -42,6 +43,7 @@ constexpr int32_t N_STAGES   = 5;  // as kvedge_stage counts them
 using Scores = std::vector<Bulk<float>>;  // [layer][Hkv * T]
 
 struct Profile;
+struct MergeRule;
 
 // Calibrated numbers that a member needs: none, one a query head of every layer, one in [0, 1] a KV head, kept shares of every
 // layer by budget, or a KV head's share of all pairs.
@@ -92,6 +94,7 @@ struct ScoreInput {
     const float *    peaks;          // [Hkv][peaks_each][peaks_capacity] largest attention that a query paid; NULL unless asked for
     int32_t          peaks_capacity;
     int32_t          peaks_each;     // 1, or the query heads of a KV head, apart
+    const Measures * measures;       // what looks() asked for of this layer
     const float *    lengths;        // [H][T] of the values, each projected by its query head's W_O; NULL unless asked for
 };
 
@@ -119,6 +122,9 @@ struct Scorer : Member {
     int32_t (*window)(const double * params);
     // out [Hkv][T], larger matters more
     void (*score)(const ScoreInput & in, float * out);
+    // What it wants measured of the rows, which may lie on a device. images: whether a token is an image's. NULL: nothing; it
+    // goes by what was observed of the prompt's attention, or, with moments or as a stage of the program's own, reads rows of `view`.
+    Looks (*looks)(const double * params, bool images) = nullptr;
     // Whether the heads of a layer score together, which they can only while they hold the same tokens. NULL: never.
     bool (*joins_heads)(const double * params) = nullptr;
     double (*gamma)(const double * params) = nullptr;  // of the Spectrum that it leaves; NULL: it leaves none
@@ -229,6 +235,7 @@ struct Reducer : Member {
     bool (*biases)(const double * params) = nullptr;
     // Queries of the prompt that it wants to see, of a head of which n_free rows stay that are not protected. NULL: none ever.
     int32_t (*queries)(const double * params, int32_t n_free) = nullptr;
+    MergeRule (*merges)(const double * params) = nullptr;  // how evicted rows join kept ones; NULL: not by merge_rows
 };
 
 // One KV head after a generated token.

@@ -4,6 +4,7 @@
 #include "core/job.h"
 #include "core/select.h"
 #include "core/threads.h"
+#include "primitives/merge.h"
 #include "primitives/widen.h"
 
 #include <algorithm>
@@ -222,11 +223,11 @@ bool open_layer(Job & job, size_t l, bool reduces, int32_t n_workers) {
     for (size_t h = 0; h < (size_t) shape.n_heads_kv; h++) {
         const auto    n     = (int32_t) job.kept[l][h].size();
         const int32_t split = main_rows(job.seq.rows.storage(), n);
-        job.sources[l].push_back(job.seq.rows.view((int32_t) l, (int32_t) h).pending);
+        job.sources[l].push_back(job.seq.rows.view((int32_t) l, (int32_t) h).pending);  // of rows that are away: their biases alone
         const auto biases = kept_biases(job, l, h, reduces);
         stored[0].push_back(plan_head(job, l, h, 0, split, biases, job.main->layers[l].heads[h]));
         stored[1].push_back(plan_head(job, l, h, split, n, biases, job.tail->layers[l].heads[h]));
-        if (reduces) {
+        if (reduces && !is_away(job, l)) {
             const ReduceSize size = size_up(job, l, h);
             widest                = std::max(widest, reduce_floats(size, !biases.empty()) + job.plan.reducer->scratch(size));
         }
@@ -234,11 +235,11 @@ bool open_layer(Job & job, size_t l, bool reduces, int32_t n_workers) {
     for (auto * block : { job.main.get(), job.tail.get() }) {
         BlockLayer & layer = block->layers[l];
         layer.rows = job.seq.rows.backend().ragged(shape, job.seq.rows.storage(), stored[block == job.tail.get()]);
-        if (!layer.rows->take()) {
+        if (!is_away(job, l) && !layer.rows->take()) {
             return false;
         }
     }
-    if (reduces || job.seq.rows.storage().quantised()) {
+    if (!is_away(job, l) && (reduces || job.seq.rows.storage().quantised())) {
         job.rows.resize(std::max(job.rows.size(), (size_t) n_workers));
         for (auto & rows : job.rows) {
             if (rows.size() < widest) {
@@ -248,6 +249,38 @@ bool open_layer(Job & job, size_t l, bool reduces, int32_t n_workers) {
         }
     }
     return true;
+}
+
+AwayRows::Outcome take_away(Job & job, bool reduces, bool dropping) {
+    const auto &                                 shapes = job.seq.rows.shapes();
+    std::vector<std::vector<std::vector<float>>> before(shapes.size()), after(shapes.size());
+    TakeJob                                      take{ job.kept, job.n_tokens };
+    take.storage  = job.seq.rows.storage();
+    take.dropping = dropping;
+    const MergeRule rule = reduces ? job.plan.reducer->merges(job.plan.params[KVEDGE_STAGE_REDUCER]) : MergeRule();
+    take.rule            = reduces ? &rule : nullptr;
+    for (size_t l = 0; l < shapes.size(); l++) {
+        for (size_t h = 0; is_away(job, l) && h < job.sources[l].size(); h++) {
+            const auto & rows   = job.sources[l][h];
+            const bool   biased = std::any_of(rows.begin(), rows.end(), [](const Segment & seg) { return seg.bias != nullptr; });
+            before[l].emplace_back(biased ? (size_t) job.n_tokens : 0);
+            if (biased) {
+                read_biases(rows, before[l].back().data());
+            }
+        }
+        after[l].resize(before[l].size());
+    }
+    take.biases        = &before;
+    take.out           = &after;
+    const auto outcome = job.away->take(take);
+    for (size_t l = 0; outcome == AwayRows::Outcome::done && l < after.size(); l++) {
+        for (size_t h = 0; h < after[l].size(); h++) {
+            if (!after[l][h].empty()) {
+                store_biases(job, (int32_t) l, (int32_t) h, after[l][h].data());
+            }
+        }
+    }
+    return outcome;
 }
 
 void fill_layer(Job & job, size_t l, bool reduces, int32_t n_threads) {

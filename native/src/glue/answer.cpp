@@ -7,7 +7,7 @@
 using namespace kvedge;
 
 Answer::Answer(const kvedge_plan & by, const std::vector<LayerShape> & shapes) : plan(by) {
-    if (plan.decode->evict && plan.budget_ratio != 1.0) {
+    if (plan_evicts(plan)) {
         for (const LayerShape & s : shapes) {
             kept.emplace_back((size_t) s.n_heads_kv);
         }

@@ -250,6 +250,58 @@ bool kvedge_cache::prepare_run(const llama_attn_provider_ubatch & ubatch, Run & 
 
 // ---------------------------------------------------------------------------------------------------------
 
+// What lies on devices counts as well. before: bytes there before the compression.
+static kvedge_status with_device(const SequenceState & state, uint64_t before, Compression & outcome, kvedge_status status) {
+    outcome.before_bytes += before;
+    outcome.after_bytes += state.device ? state.device->bytes() : 0;
+    outcome.peak_bytes += before;
+    return status;
+}
+
+AwayRows * kvedge_cache::compressor(SequenceState & state, const kvedge_plan & plan) const {
+    const char * reads = reads_rows(plan);
+    if (!state.device) {
+        return nullptr;
+    }
+    if (reads) {
+        state.device_problem = std::string("stage '") + reads + "' has no graph: it reads rows on the host";
+    } else if (state.device->form().storage.quantised() || (storage.quantised() && state.seq->rows.even_rows() != 0)) {
+        state.device_problem = "rows are quantised already";
+    }
+    return state.device_problem.empty() ? state.device.get() : nullptr;
+}
+
+// Where the rows are if that can be done, else on the host.
+kvedge_status kvedge_cache::compress_rows(SequenceState & state, Compression & outcome, kvedge_error * err) {
+    const int32_t     n_tokens = state.seq->rows.pending_length();
+    const kvedge_plan plan     = compression_plan(*state.seq, plan_of(state.id), 0);
+    const bool        all = kvedge_plan_budget(&plan, n_tokens) >= n_tokens && !plan.decode->needs_scores && !storage.quantised();
+    const uint64_t    before = state.device ? state.device->bytes() : 0;
+    state.device_work        = {};
+    state.device_problem.clear();
+    outcome.away = all ? nullptr : compressor(state, plan);
+    if (outcome.away) {
+        outcome.away->work = {};
+        const auto status  = compress_pending(*state.seq, plan, threads(), outcome, err);
+        state.device_work  = outcome.away->work;
+        state.device_work.choose_us = outcome.choose_us;
+        if (outcome.lost) {  // its rows are neither those of before nor those that were to stay
+            state.device.reset();
+            state.seq = std::make_unique<Sequence>(shapes, storage);
+            return status;
+        }
+        if (status != KVEDGE_E_UNSUPPORTED) {
+            return with_device(state, before, outcome, status);
+        }
+        state.device_problem = outcome.away->problem();
+        outcome              = {};
+    }
+    if (!all && !to_host(state)) {
+        return fail(err, KVEDGE_E_MEMORY, "no memory on the host for the keys and values of %d tokens, which are compressed there", n_tokens);
+    }
+    return with_device(state, state.device ? before : 0, outcome, compress_pending(*state.seq, plan, threads(), outcome, err));
+}
+
 kvedge_status kvedge_cache::compress(SequenceState & state, kvedge_error * err) {
     settle();
     if (!state.streaming) {
@@ -276,19 +328,10 @@ kvedge_status kvedge_cache::compress(SequenceState & state, kvedge_error * err) 
     }
     Compression   outcome;
     const int32_t n_tokens = state.seq->rows.pending_length();
-    const auto &  plan   = plan_of(state.id);
-    Answer        next(plan, shapes);
-    const bool    all = kvedge_plan_budget(&plan, n_tokens) >= n_tokens && !plan.decode->needs_scores && !storage.quantised();
-    if (!all && !to_host(state)) {
-        return fail(err, KVEDGE_E_MEMORY, "no memory on the host for the keys and values of %d tokens, which are compressed there", n_tokens);
-    }
-    const auto    status = compress_pending(*state.seq, compression_plan(*state.seq, plan, 0), threads(), outcome, err);
+    Answer        next(plan_of(state.id), shapes);
+    const auto    status = compress_rows(state, outcome, err);
     if (status != KVEDGE_OK) {
         return status;
-    }
-    if (state.device) {  // where all of it stays
-        outcome.before_bytes += state.device->bytes();
-        outcome.after_bytes += state.device->bytes();
     }
     state.note_compression(std::move(next), outcome, n_tokens);
     return KVEDGE_OK;

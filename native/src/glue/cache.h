@@ -19,6 +19,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <vector>
 
 namespace kvedge {
@@ -84,6 +85,8 @@ struct SequenceState : Course {
     uint64_t                  before_bytes = 0, after_bytes = 0, peak_bytes = 0;
     int64_t                   compress_us = 0;
     int32_t                   n_unfitted = 0, n_scant = 0;  // of the last compression
+    DeviceWork                device_work;     // of the last compression, of rows on devices
+    std::string               device_problem;  // why these were compressed on the host; empty: they were not, or there were none
     TokenWeights              weights;
 
     std::unique_ptr<BoundedRequest> request;
@@ -228,6 +231,9 @@ struct kvedge_cache {
     const kvedge_plan &     plan_of(int32_t seq_id) const;
 
     kvedge_status compress(kvedge::SequenceState & state, kvedge_error * err);
+    // What compresses the sequence's rows on devices; NULL: the host, and the sequence's device_problem says why.
+    kvedge::AwayRows * compressor(kvedge::SequenceState & state, const kvedge_plan & plan) const;
+    kvedge_status compress_rows(kvedge::SequenceState & state, kvedge::Compression & outcome, kvedge_error * err);
     kvedge_status compress_stream(kvedge::SequenceState & state, kvedge_error * err);
     void          release_cells(int32_t seq_id, kvedge::SequenceState & state);
     int32_t       threads() const;

@@ -34,7 +34,7 @@ static void score(const ScoreInput & in, float * out) {
 }
 
 extern const Scorer scorer_cumulative = {
-    { "cumulative", PARAMS }, true, auto_recent, false, nullptr, score, joins_heads, nullptr, false, nullptr, nullptr, nullptr, nullptr, nullptr, always_attends
+    { "cumulative", PARAMS }, true, auto_recent, false, nullptr, score, nullptr, joins_heads, nullptr, false, nullptr, nullptr, nullptr, nullptr, nullptr, always_attends
 };
 
 }  // namespace kvedge

@@ -2,7 +2,6 @@
 // (FlashCache eq. 10).
 
 #include "core/stages.h"
-#include "primitives/dct.h"
 #include "primitives/shared.h"
 
 #include <algorithm>
@@ -23,13 +22,17 @@ bool joins_heads(const double * params) { return params[SHARE] == 0; }
 
 double low_share(const double * params) { return params[GAMMA]; }
 
+Looks looks(const double * params, bool) {
+    Looks out;
+    out.gamma = params[GAMMA];
+    return out;
+}
+
 void score(const ScoreInput & in, float * out) {
     const int32_t  n_heads_kv = in.shape.n_heads_kv;
-    const HighPass filter(in.n_tokens, in.params[GAMMA]);
-    std::fill(out, out + (size_t) n_heads_kv * (size_t) in.n_tokens, 0.0f);
-    const double high = filter.measure(*in.view, in.layer, in.shape, out);
+    std::copy(in.measures->deviation.begin(), in.measures->deviation.end(), out);
     if (in.spectrum) {
-        *in.spectrum = { in.params[GAMMA], high };
+        *in.spectrum = { in.params[GAMMA], in.measures->high };
     }
     if (joins_heads(in.params)) {
         share_among_heads(out, n_heads_kv, in.n_tokens);
@@ -38,6 +41,6 @@ void score(const ScoreInput & in, float * out) {
 
 }  // namespace
 
-extern const Scorer scorer_dct = { { "dct", PARAMS }, false, nullptr, false, nullptr, score, joins_heads, low_share };
+extern const Scorer scorer_dct = { { "dct", PARAMS }, false, nullptr, false, nullptr, score, looks, joins_heads, low_share };
 
 }  // namespace kvedge

@@ -142,7 +142,7 @@ void score(const ScoreInput & in, float * out) {
 }  // namespace
 
 extern const Scorer scorer_expected = {
-    { "expected", PARAMS }, false, auto_recent, false, nullptr, score, nullptr, nullptr, false, nullptr, nullptr, nullptr, nullptr, first_counted, attends
+    { "expected", PARAMS }, false, auto_recent, false, nullptr, score, nullptr, nullptr, nullptr, false, nullptr, nullptr, nullptr, nullptr, first_counted, attends
 };
 
 }  // namespace kvedge

@@ -43,7 +43,7 @@ void reserve(const ScoreInput & in, float * out) {
 }  // namespace
 
 extern const Scorer scorer_mean = {
-    { "mean", PARAMS }, true, auto_recent, false, nullptr, score, nullptr, nullptr, true, reserved, reserve, nullptr, nullptr, nullptr, always_attends
+    { "mean", PARAMS }, true, auto_recent, false, nullptr, score, nullptr, nullptr, nullptr, true, reserved, reserve, nullptr, nullptr, nullptr, always_attends
 };
 
 }  // namespace kvedge

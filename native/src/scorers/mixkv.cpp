@@ -7,6 +7,7 @@
 #include "primitives/window.h"
 
 #include <algorithm>
+#include <cmath>
 
 namespace kvedge {
 
@@ -40,43 +41,54 @@ double redundancy_by_profile(const ScoreInput & in, int32_t head) {
     return (double) in.profile->layer(in.shape.il)[head];
 }
 
-// Pooled attention of one head; returns the number of candidates, the tokens before the window.
-int32_t attend_head(const ScoreInput & in, const HeadView & view, int32_t head, float * out) {
-    const int32_t n = in.n_tokens - std::min(window(in.params), in.n_tokens);
-    window_attention(in, view, head, GroupReduction::mean, out);
-    pool((Pooling) (int32_t) in.params[POOL], (int32_t) in.params[KERNEL], out, n);
-    return n;
+Looks looks(const double * params, bool) {
+    Looks out;
+    out.votes       = Looks::Votes::mean;
+    out.value_norms = params[VALUE] == 0;
+    out.key_norms   = !out.value_norms;
+    out.anchor      = Looks::Anchor::unit;
+    return out;
+}
+
+// Tokens before the window, which are the candidates.
+int32_t n_before(const ScoreInput & in) { return in.n_tokens - std::min(window(in.params), in.n_tokens); }
+
+// out [T]: pooled attention of one head.
+void attend_head(const ScoreInput & in, int32_t head, float * out) {
+    std::copy_n(in.measures->votes.data() + (size_t) head * (size_t) in.n_tokens, in.n_tokens, out);
+    pool((Pooling) (int32_t) in.params[POOL], (int32_t) in.params[KERNEL], out, n_before(in));
 }
 
 void score_head(const ScoreInput & in, int32_t head, float * out) {
-    const HeadView view = in.view->head(in.layer, head);
-    const int32_t  n    = attend_head(in, view, head, out);
+    const auto     n = (size_t) n_before(in), at = (size_t) head * (size_t) in.n_tokens;
+    const Measures & m = *in.measures;
+    attend_head(in, head, out);
     if (n == 0) {
         return;
     }
-    std::vector<uint8_t> before((size_t) in.n_tokens);  // the window
-    std::fill_n(before.begin(), n, (uint8_t) 1);
     const std::vector<double> attention(out, out + n);
-    Keys                      keys = read_keys(view, in.shape, in.n_tokens, nullptr, before.data());
-    std::vector<double>       importance = in.params[VALUE] == 0 ? value_norms(view, in.shape, before.data()) : keys.minus_norm;
+    std::vector<double>       importance(n), diversity(n);
+    for (size_t i = 0; i < n; i++) {
+        importance[i] = in.params[VALUE] == 0 ? std::sqrt((double) m.value_squares[at + i]) : -std::sqrt((double) m.key_squares[at + i]);
+        diversity[i]  = -m.cosines[at + i];
+    }
     scale_to(importance, mean(attention));
-    for (size_t i = 0; i < attention.size(); i++) {
+    for (size_t i = 0; i < n; i++) {
         importance[i] += attention[i];
     }
-    scale_to(keys.diversity, mean(in.params[SCALE] == 0 ? importance : attention));
+    scale_to(diversity, mean(in.params[SCALE] == 0 ? importance : attention));
 
     const auto   mode = (int32_t) in.params[MODE];
-    const double own  = from_profile(in.params) ? redundancy_by_profile(in, head) : keys.redundancy;
+    const double own  = from_profile(in.params) ? redundancy_by_profile(in, head) : redundancy(m.anchor_squares[(size_t) head], in.n_tokens);
     const double r    = mode == HEADWISE ? own : mode == DIVERSITY ? 1.0 : mode == EVEN ? 0.5 : 0.0;
-    for (size_t i = 0; i < attention.size(); i++) {
-        out[i] = (float) ((1.0 - r) * importance[i] + r * keys.diversity[i]);
+    for (size_t i = 0; i < n; i++) {
+        out[i] = (float) ((1.0 - r) * importance[i] + r * diversity[i]);
     }
 }
 
 void attention(const ScoreInput & in, float * out) {
-    const int32_t n_heads_kv = in.shape.n_heads_kv;
-    for (int32_t h = 0; h < n_heads_kv; h++) {
-        attend_head(in, in.view->head(in.layer, h), h, out + (size_t) h * (size_t) in.n_tokens);
+    for (int32_t h = 0; h < in.shape.n_heads_kv; h++) {
+        attend_head(in, h, out + (size_t) h * (size_t) in.n_tokens);
     }
 }
 
@@ -90,7 +102,7 @@ void score(const ScoreInput & in, float * out) {
 }  // namespace
 
 extern const Scorer scorer_mixkv = {
-    { "mixkv", PARAMS, profile_kind }, false, auto_recent, false, window, score, nullptr, nullptr, false, nullptr, nullptr, attention
+    { "mixkv", PARAMS, profile_kind }, false, auto_recent, false, window, score, looks, nullptr, nullptr, false, nullptr, nullptr, attention
 };
 
 }  // namespace kvedge

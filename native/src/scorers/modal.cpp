@@ -3,14 +3,13 @@
 // end of the text stays, and text between images, in proportion to what is kept.
 
 #include "core/stages.h"
-#include "primitives/dct.h"
+#include "primitives/measure.h"
 #include "primitives/mixture.h"
 #include "primitives/window.h"
 
 #include <algorithm>
 #include <cmath>
 #include <functional>
-#include <memory>
 
 namespace kvedge {
 
@@ -33,55 +32,49 @@ int32_t window(const double * params) { return (int32_t) params[WINDOW]; }
 
 int32_t last_one(int32_t kept, int32_t, const double *) { return std::min(kept, 1); }
 
-// [T] 1 for the tokens that are mixed: the image's, or all where there is none.
-std::vector<uint8_t> kind_of(const uint8_t * image, int32_t n_tokens, bool images) {
-    std::vector<uint8_t> kind((size_t) n_tokens);
-    std::transform(image, image + n_tokens, kind.begin(), [images](uint8_t one) { return !images || one != 0; });
-    return kind;
+Looks looks(const double * params, bool images) {
+    Looks out;
+    out.votes       = Looks::Votes::faded;
+    out.fade        = params[FADE];
+    out.value_norms = true;
+    out.anchor      = Looks::Anchor::unit;
+    out.gamma       = params[OUTLIER] > 0.0 && images ? params[GAMMA] : -1.0;
+    out.by_kind     = true;
+    return out;
 }
 
-// [n] How far the tokens of a kind are from a smooth curve through them. The filter is kept for heads with as many of them.
-class Outliers {
-  public:
-    Outliers(const ScoreInput & in) : in_(in) {}
-
-    std::vector<double> operator()(const HeadView & view, const std::vector<uint8_t> & kind) {
-        const auto n = (size_t) std::count(kind.begin(), kind.end(), (uint8_t) 1);
-        if (!filter_ || n != n_) {
-            filter_ = std::make_unique<HighPass>((int32_t) n, in_.params[GAMMA]);
-            n_      = n;
-        }
-        std::vector<float> out(n, 0.0f);
-        filter_->add_deviation(view, in_.shape, kind.data(), out.data(), work_);
-        return { out.begin(), out.end() };
-    }
-
-  private:
-    const ScoreInput &        in_;
-    std::unique_ptr<HighPass> filter_;
-    size_t                    n_ = 0;
-    HighPass::Work            work_;
-};
-
-// [n] Of the tokens of the kind: pooled votes and norms of values, and diversity by how alike the kind's keys are.
-std::vector<double> mix(const ScoreInput & in, const HeadView & view, const std::vector<uint8_t> & kind, const float * out) {
-    std::vector<float> pooled;
+// [n] what was measured of the tokens of a kind. x [T].
+template <class X> std::vector<double> of_kind(const X * x, const std::vector<uint8_t> & kind) {
+    std::vector<double> out;
     for (size_t t = 0; t < kind.size(); t++) {
         if (kind[t]) {
-            pooled.push_back(out[t]);
+            out.push_back((double) x[t]);
         }
     }
+    return out;
+}
+
+// [n] Of the tokens of the kind: pooled votes and norms of values, and diversity by how alike the kind's keys are.
+std::vector<double> mix(const ScoreInput & in, size_t head, const std::vector<uint8_t> & kind) {
+    const size_t              at    = head * (size_t) in.n_tokens;
+    const std::vector<double> plain = of_kind(in.measures->votes.data() + at, kind);
+    std::vector<float>        pooled(plain.begin(), plain.end());
     pool(Pooling::avg, (int32_t) in.params[KERNEL], pooled.data(), (int32_t) pooled.size());
     const std::vector<double> votes(pooled.begin(), pooled.end());
-    std::vector<double>       importance = value_norms(view, in.shape, kind.data());
-    Keys                      keys       = read_keys(view, in.shape, in.n_tokens, kind.data(), kind.data());
+    std::vector<double>       importance = of_kind(in.measures->value_squares.data() + at, kind);
+    std::vector<double>       diversity  = of_kind(in.measures->cosines.data() + at, kind);
+    const double              r          = redundancy(in.measures->anchor_squares[head], (double) votes.size());
+    for (size_t i = 0; i < votes.size(); i++) {
+        importance[i] = std::sqrt(importance[i]);
+        diversity[i]  = -diversity[i];
+    }
     scale_to(importance, mean(votes));
     for (size_t i = 0; i < votes.size(); i++) {
         importance[i] += votes[i];
     }
-    scale_to(keys.diversity, mean(importance));
+    scale_to(diversity, mean(importance));
     for (size_t i = 0; i < votes.size(); i++) {
-        importance[i] = (1.0 - keys.redundancy) * importance[i] + keys.redundancy * keys.diversity[i];
+        importance[i] = (1.0 - r) * importance[i] + r * diversity[i];
     }
     return importance;
 }
@@ -140,21 +133,17 @@ void raise_text(const double * params, const uint8_t * image, int32_t n_tokens, 
     }
 }
 
-void votes(const ScoreInput & in, float * out) {
-    for (int32_t h = 0; h < in.shape.n_heads_kv; h++) {
-        faded_votes(in, in.view->head(in.layer, h), h, in.params[FADE], out + (size_t) h * (size_t) in.n_tokens);
-    }
-}
+void votes(const ScoreInput & in, float * out) { std::copy(in.measures->votes.begin(), in.measures->votes.end(), out); }
 
-void score_head(const ScoreInput & in, int32_t head, Outliers & outliers, float * out) {
-    const HeadView  view   = in.view->head(in.layer, head);
-    const uint8_t * image  = in.heads ? in.heads + (size_t) head * (size_t) in.n_tokens : in.image;
+void score_head(const ScoreInput & in, size_t head, float * out) {
+    const size_t    at     = head * (size_t) in.n_tokens;
+    const uint8_t * image  = in.heads ? in.heads + at : in.image;
     const bool      images = std::any_of(image, image + in.n_tokens, [](uint8_t one) { return one != 0; });
-    const auto      kind   = kind_of(image, in.n_tokens, images);
-    faded_votes(in, view, head, in.params[FADE], out);
-    std::vector<double> mixture = mix(in, view, kind, out);
+    const auto      kind   = kind_of(image, in.n_tokens);
+    std::copy_n(in.measures->votes.data() + at, in.n_tokens, out);
+    std::vector<double> mixture = mix(in, head, kind);
     if (in.params[OUTLIER] > 0.0 && images) {
-        std::vector<double> far = outliers(view, kind);
+        std::vector<double> far = of_kind(in.measures->deviation.data() + at, kind);
         scale_to(far, in.params[OUTLIER] * mean(mixture));
         std::transform(mixture.begin(), mixture.end(), far.begin(), mixture.begin(), std::plus<double>());
     }
@@ -167,16 +156,15 @@ void score_head(const ScoreInput & in, int32_t head, Outliers & outliers, float 
 }
 
 void score(const ScoreInput & in, float * out) {
-    Outliers outliers(in);
     for (int32_t h = 0; h < in.shape.n_heads_kv; h++) {
-        score_head(in, h, outliers, out + (size_t) h * (size_t) in.n_tokens);
+        score_head(in, (size_t) h, out + (size_t) h * (size_t) in.n_tokens);
     }
 }
 
 }  // namespace
 
 extern const Scorer scorer_modal = {
-    { "modal", PARAMS }, false, last_one, false, window, score, nullptr, nullptr, false, nullptr, nullptr, votes
+    { "modal", PARAMS }, false, last_one, false, window, score, looks, nullptr, nullptr, false, nullptr, nullptr, votes
 };
 
 }  // namespace kvedge

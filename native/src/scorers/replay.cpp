@@ -62,7 +62,7 @@ void score(const ScoreInput & in, float * out) {
 }  // namespace
 
 extern const Scorer scorer_replay = {
-    { "replay", PARAMS }, false, nullptr, false, nullptr, score, nullptr, nullptr, false, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, peaks
+    { "replay", PARAMS }, false, nullptr, false, nullptr, score, nullptr, nullptr, nullptr, false, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, peaks
 };
 
 }  // namespace kvedge

@@ -22,12 +22,18 @@ int32_t window(const double * params) { return (int32_t) params[WINDOW]; }
 
 int32_t auto_recent(int32_t kept, int32_t even, const double * params) { return window_recent(window(params), kept, even); }
 
+Looks looks(const double * params, bool) {
+    Looks out;
+    out.votes = params[GQA] == 0 ? Looks::Votes::mean : Looks::Votes::largest;
+    return out;
+}
+
 // The window's own tokens keep their unpooled attention; those that recent = auto does not protect compete by it.
 void score(const ScoreInput & in, float * out) {
     const int32_t n_heads_kv = in.shape.n_heads_kv;
     for (int32_t h = 0; h < n_heads_kv; h++) {
         float * row = out + (size_t) h * (size_t) in.n_tokens;
-        window_attention(in, in.view->head(in.layer, h), h, (GroupReduction) (int32_t) in.params[GQA], row);
+        std::copy_n(in.measures->votes.data() + (size_t) h * (size_t) in.n_tokens, in.n_tokens, row);
         pool((Pooling) (int32_t) in.params[POOL], (int32_t) in.params[KERNEL], row, std::max(0, in.n_tokens - window(in.params)));
     }
 }
@@ -35,7 +41,7 @@ void score(const ScoreInput & in, float * out) {
 }  // namespace
 
 extern const Scorer scorer_window = {
-    { "window", PARAMS }, false, auto_recent, false, window, score, nullptr, nullptr, false, nullptr, nullptr, nullptr, nullptr, nullptr, always_attends
+    { "window", PARAMS }, false, auto_recent, false, window, score, looks, nullptr, nullptr, false, nullptr, nullptr, nullptr, nullptr, nullptr, always_attends
 };
 
 }  // namespace kvedge

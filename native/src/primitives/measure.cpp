@@ -1,0 +1,147 @@
+#include "primitives/measure.h"
+
+#include "backend/cpu/kernels/kernels.h"
+#include "primitives/dct.h"
+#include "primitives/window.h"
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+
+namespace kvedge {
+
+namespace {
+
+// visit(row [d], t) for a head's pending keys or values in f32.
+template <class F> void each_row(const HeadView & view, bool values, size_t d, const F & visit) {
+    std::vector<float> row(d);
+    int32_t            t = 0;
+    for (const Segment & seg : view.pending) {
+        const Rows & rows = values ? seg.v : seg.k;
+        for (int32_t r = 0; r < seg.n; r++, t++) {
+            kernels().widen(rows.from(r), 1, (int32_t) d, row.data(), d);
+            visit(row.data(), t);
+        }
+    }
+}
+
+// out [T]
+void squares(const HeadView & view, bool values, int32_t d, float * out) {
+    each_row(view, values, (size_t) d, [&](const float * row, int32_t t) { out[t] = kernels().dot(row, row, (size_t) d); });
+}
+
+// out [T]; returns the square of the mean direction's length. counts [T]: 1 for the tokens that it is the mean of; NULL: all.
+double cosines(const HeadView & view, const LayerShape & shape, int32_t n_tokens, Looks::Anchor anchor, const uint8_t * counts, double * out) {
+    constexpr int32_t   CHUNK = 64;  // directions that are summed in float32 before the sum goes on in double
+    const Kernels &     kn = kernels();
+    const auto          d = (size_t) shape.d_k;
+    const auto          n = (double) (counts ? std::count(counts, counts + n_tokens, (uint8_t) 1) : n_tokens);
+    std::vector<float>  inverse((size_t) n_tokens), part(d, 0.0f);
+    std::vector<double> center(d, 0.0);
+    each_row(view, false, d, [&](const float * row, int32_t t) {
+        const double norm   = std::sqrt((double) kn.dot(row, row, d));
+        inverse[(size_t) t] = norm > 0.0 ? (float) (1.0 / norm) : 0.0f;
+        if (!counts || counts[t]) {
+            kn.axpy(anchor == Looks::Anchor::unit ? inverse[(size_t) t] : 1.0f, row, part.data(), d);
+        }
+        if (t % CHUNK == CHUNK - 1 || t + 1 == n_tokens) {
+            for (size_t i = 0; i < d; i++) {
+                center[i] += (double) part[i] / n;
+                part[i] = 0.0f;
+            }
+        }
+    });
+    const std::vector<float> mean_direction(center.begin(), center.end());
+    each_row(view, false, d, [&](const float * row, int32_t t) {
+        out[t] = (double) inverse[(size_t) t] * (double) kn.dot(row, mean_direction.data(), d);
+    });
+    double square = 0.0;
+    for (double c : center) {
+        square += c * c;
+    }
+    return square;
+}
+
+// How far the tokens of a kind are from a smooth curve through them. The filter is kept for heads with as many of them.
+class Deviation {
+  public:
+    explicit Deviation(double gamma) : gamma_(gamma) {}
+
+    // out [T]
+    void operator()(const HeadView & view, const LayerShape & shape, const std::vector<uint8_t> & kind, float * out) {
+        const auto n = (size_t) std::count(kind.begin(), kind.end(), (uint8_t) 1);
+        if (!filter_ || n != n_) {
+            filter_ = std::make_unique<HighPass>((int32_t) n, gamma_);
+            n_      = n;
+        }
+        std::vector<float> some(n, 0.0f);
+        filter_->add_deviation(view, shape, kind.data(), some.data(), work_);
+        for (size_t t = 0, i = 0; t < kind.size(); t++) {
+            out[t] = kind[t] ? some[i++] : 0.0f;
+        }
+    }
+
+  private:
+    double                    gamma_;
+    std::unique_ptr<HighPass> filter_;
+    size_t                    n_ = 0;
+    HighPass::Work            work_;
+};
+
+void vote(const ScoreInput & in, const Looks & looks, const HeadView & view, int32_t head, float * out) {
+    if (looks.votes == Looks::Votes::faded) {
+        faded_votes(in, view, head, looks.fade, out);
+    } else {
+        window_attention(in, view, head, looks.votes == Looks::Votes::mean ? GroupReduction::mean : GroupReduction::max, out);
+    }
+}
+
+}  // namespace
+
+std::vector<uint8_t> kind_of(const uint8_t * image, int32_t n_tokens) {
+    const bool           images = std::any_of(image, image + n_tokens, [](uint8_t one) { return one != 0; });
+    std::vector<uint8_t> kind((size_t) n_tokens);
+    std::transform(image, image + n_tokens, kind.begin(), [images](uint8_t one) { return !images || one != 0; });
+    return kind;
+}
+
+Measures measure_rows(const ScoreInput & in, const Looks & looks) {
+    const auto   T = (size_t) in.n_tokens, n = (size_t) in.shape.n_heads_kv;
+    const size_t all = n * T;
+    const bool   anchored = looks.anchor != Looks::Anchor::none, deviates = looks.gamma >= 0.0;
+    Measures     out;
+    Deviation    deviation(looks.gamma);
+    out.votes.resize(looks.votes != Looks::Votes::none ? all : 0);
+    out.key_squares.resize(looks.key_norms ? all : 0);
+    out.value_squares.resize(looks.value_norms ? all : 0);
+    out.cosines.resize(anchored ? all : 0);
+    out.anchor_squares.resize(anchored ? n : 0);
+    out.deviation.assign(deviates ? all : 0, 0.0f);
+    for (size_t h = 0; h < n; h++) {
+        const HeadView             view = in.view->head(in.layer, (int32_t) h);
+        const size_t               at   = h * T;
+        const std::vector<uint8_t> kind = looks.by_kind ? kind_of(in.heads ? in.heads + at : in.image, in.n_tokens) : std::vector<uint8_t>();
+        if (looks.votes != Looks::Votes::none) {
+            vote(in, looks, view, (int32_t) h, out.votes.data() + at);
+        }
+        if (looks.key_norms) {
+            squares(view, false, in.shape.d_k, out.key_squares.data() + at);
+        }
+        if (looks.value_norms) {
+            squares(view, true, in.shape.d_v, out.value_squares.data() + at);
+        }
+        if (anchored) {
+            out.anchor_squares[h] =
+                cosines(view, in.shape, in.n_tokens, looks.anchor, looks.by_kind ? kind.data() : nullptr, out.cosines.data() + at);
+        }
+        if (deviates && looks.by_kind) {
+            deviation(view, in.shape, kind, out.deviation.data() + at);
+        }
+    }
+    if (deviates && !looks.by_kind) {
+        out.high = HighPass(in.n_tokens, looks.gamma).measure(*in.view, in.layer, in.shape, out.deviation.data());
+    }
+    return out;
+}
+
+}  // namespace kvedge
