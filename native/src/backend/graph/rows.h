@@ -178,8 +178,9 @@ class GraphRows : public AwayRows {
         Rows    rows;
         int32_t n;
     };
-    struct Parts;     // of the attention (graph/attention.cpp)
-    struct SumGraph;  // what adds it up (graph/sums.cpp)
+    struct Parts;      // of the attention (graph/attention.cpp)
+    struct SumGraph;   // what adds it up (graph/sums.cpp)
+    struct Measuring;  // by what rows are measured (graph/measure.cpp)
 
     // The places of a head's rows in its layer's tensors, in token order: list * slots + slot; and of which group.
     const Group & group_of(size_t layer, int32_t head, size_t & at) const;
@@ -210,6 +211,8 @@ class GraphRows : public AwayRows {
     ggml_tensor * attend_group(const GraphLayer & in, const Layer & layer, const Group & group) const;
     ggml_tensor * keep_queries(const GraphLayer & in, const Layer & layer) const;
     SumGraph      sum_graph(size_t layer, float scale, int32_t n, int32_t shown, int32_t first, int32_t rows) const;
+    std::string   unmeasured(const MeasureJob & job) const;
+    Outcome       measure_on(Inputs & inputs, const std::vector<size_t> & layers, const MeasureJob & job, std::vector<Measures> & out);
 
     const std::vector<LayerShape> * shapes_;
     Form                            form_;

@@ -1,0 +1,42 @@
+// What is measured of rows, as ggml's operations: of some heads of a layer, whose rows are [d, T, heads] in f32. Products of
+// matrices are rounded to half precision on some devices, so that what is multiplied is what half precision holds; a matrix
+// times one column is not, and sums are not.
+
+#pragma once
+
+#include "ggml.h"
+
+#include <cstdint>
+#include <vector>
+
+namespace kvedge {
+
+// The window's queries and what they see.
+struct VoteInputs {
+    ggml_tensor * queries;  // [d, W * G * 2, heads] f16: of each head, its query heads' queries [G][W], and what rounding left of them
+    ggml_tensor * mask;     // [N, W] or [N, W, 1, heads] f16
+    ggml_tensor * weights;  // [T, W] f32 by which a query's vote for a token counts; NULL: all alike
+    ggml_tensor * sinks;    // [G * heads] f32 or NULL
+    int64_t       n_window, group;  // W, G
+    int64_t       n_tokens;         // T: the last of N rows
+    float         scale, softcap;   // of the queries, as split_queries says; softcap 0: none
+    bool          largest;          // over query heads, not their mean
+};
+
+// [T, 1, heads]: mean over the queries and query heads of the votes for keys [d, N, heads], or the largest over query heads.
+ggml_tensor * vote(ggml_context * c, ggml_tensor * keys, const VoteInputs & in);
+
+// Queries [W][H][d] as VoteInputs has them, [Hkv][2][G][W][d]; returns by what products with both are to be scaled.
+float split_queries(const float * q, int64_t n_window, int64_t n_heads, int64_t n_heads_kv, int64_t d, ggml_fp16_t * out);
+
+ggml_tensor * squares(ggml_context * c, ggml_tensor * rows);  // [1, T, heads] of lengths
+
+// Of keys [d, T, heads]: the sum of those that count, of length 1 or as they are, [1, d, heads]; and the products of all keys of length
+// 1 with it, [T, 1, heads]. counts [1, T]: 1 or 0; NULL: all count.
+struct Directions {
+    ggml_tensor * sum;
+    ggml_tensor * products;
+};
+Directions directions(ggml_context * c, ggml_tensor * keys, ggml_tensor * counts, bool unit);
+
+}  // namespace kvedge

@@ -1,0 +1,51 @@
+// What the host gives to a graph of ours and takes from it: tensors side by side in one buffer, which is sent in one piece and
+// fetched in one piece.
+
+#pragma once
+
+#include "backend/graph/tensors.h"
+
+#include <cstdint>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+namespace kvedge {
+
+class Parcel {
+  public:
+    explicit Parcel(ggml_backend_dev_t device);
+
+    // The values of a tensor that no operation makes: write(values) fills them in, right away. Throws std::bad_alloc.
+    template <class X, class F> void send(ggml_tensor * t, const F & write) {
+        sent_.emplace_back(t, place(t, sent_bytes_));
+        values_.resize(sent_bytes_);
+        write((X *) (values_.data() + sent_.back().second));
+    }
+    // The result of an operation, which then lies here and nowhere else.
+    void fetch(ggml_tensor * t) { fetched_.emplace_back(t, place(t, fetched_bytes_)); }
+
+    // Memory for all of them on the device, before the graph's own. False: there is none.
+    bool allocate();
+    void upload();    // what is sent; not for a second time
+    void download();  // what was fetched
+
+    const float * values(const ggml_tensor * t) const;  // of a result
+    size_t        sent_bytes() const { return sent_bytes_; }
+    size_t        fetched_bytes() const { return fetched_bytes_; }
+
+  private:
+    using Places = std::vector<std::pair<ggml_tensor *, size_t>>;
+
+    size_t        place(const ggml_tensor * t, size_t & end) const;
+    ggml_tensor * piece(ggml_context * context, size_t offset, size_t bytes) const;
+
+    ggml_backend_dev_t                             device_;
+    size_t                                         alignment_;
+    std::unique_ptr<ggml_backend_buffer, FreeGgml> buffer_;
+    Places                                         sent_, fetched_;
+    size_t                                         sent_bytes_ = 0, fetched_bytes_ = 0;
+    std::vector<uint8_t>                           values_;
+};
+
+}  // namespace kvedge

@@ -1,0 +1,273 @@
+// What is measured of rows that lie on a device, the processor through ggml's graphs, against what the host measures of them.
+
+#include "backend/graph/rows.h"
+#include "backend/cpu/kernels/kernels.h"
+#include "backend/cpu/reach.h"
+#include "check.h"
+#include "core/sequence.h"
+#include "core/stages.h"
+#include "ggml-backend.h"
+#include "primitives/dct.h"
+#include "primitives/window.h"
+
+#include <algorithm>
+#include <random>
+#include <string>
+#include <vector>
+
+using namespace kvedge;
+
+namespace {
+
+struct Case {
+    int32_t H, Hkv, d_k, d_v, n_old, T, W;
+    Type    type;
+    bool    uneven = false;  // heads hold different numbers of old rows
+    bool    sinks  = false;
+    float   softcap = 0.0f;
+};
+
+constexpr int32_t LAYERS = 2;
+constexpr double  GAMMA  = 0.2;
+
+std::mt19937 rng(3);
+
+std::vector<float> normal(size_t n) {
+    std::normal_distribution<float> one;
+    std::vector<float>              x(n);
+    std::generate(x.begin(), x.end(), [&] { return one(rng); });
+    return x;
+}
+
+// Rows with a strong mean, a slow drift, and here and there one that is far from the others.
+void write_rows(Sequence & seq, int32_t n, bool keys) {
+    const auto & shapes = seq.rows.shapes();
+    for (int32_t l = 0; l < LAYERS; l++) {
+        const LayerShape & s = shapes[(size_t) l];
+        const int32_t      d = keys ? s.d_k : s.d_v;
+        for (int32_t h = 0; h < s.n_heads_kv; h++) {
+            const auto mean = normal((size_t) d), drift = normal((size_t) d);
+            for (int32_t t = 0; t < n; t++) {
+                auto        row  = normal((size_t) d);
+                const float far  = rng() % 100 == 0 ? 6.0f : 1.0f;
+                const float slow = std::sin(7.0f * (float) t / (float) n);
+                for (size_t i = 0; i < row.size(); i++) {
+                    row[i] = 2.0f * mean[i] + slow * drift[i] + far * row[i];
+                }
+                const auto at = seq.rows.place_from_end(t, n);
+                kernels().from_f32(keys ? seq.rows.storage().k : seq.rows.storage().v, row.data(), keys ? k_row(at, l, h) : v_row(at, l, h), (size_t) d);
+            }
+        }
+    }
+}
+
+void append(Sequence & seq, int32_t n) {
+    std::vector<int32_t> pos((size_t) n);
+    for (int32_t i = 0; i < n; i++) {
+        pos[(size_t) i] = seq.rows.n_tokens() + i;
+    }
+    CHECK(seq.rows.append(n, pos.data(), false));
+    write_rows(seq, n, true);
+    write_rows(seq, n, false);
+}
+
+class View : public PendingView {
+  public:
+    explicit View(const Sequence & seq) : seq_(seq) {}
+    HeadView               head(int32_t layer, int32_t head) const override { return seq_.rows.view(layer, head); }
+    std::vector<QuerySpan> queries(int32_t) const override { return {}; }
+
+  private:
+    const Sequence & seq_;
+};
+
+// Pending keys or values of a head, [T][d].
+std::vector<std::vector<float>> pending(const HeadView & view, bool keys, int32_t d) {
+    std::vector<std::vector<float>> out;
+    for (const Segment & seg : view.pending) {
+        for (int32_t r = 0; r < seg.n; r++) {
+            out.emplace_back((size_t) d);
+            kernels().widen((keys ? seg.k : seg.v).from(r), 1, d, out.back().data(), (size_t) d);
+        }
+    }
+    return out;
+}
+
+double dot(const std::vector<double> & a, const std::vector<float> & b) {
+    double sum = 0.0;
+    for (size_t i = 0; i < a.size(); i++) {
+        sum += a[i] * (double) b[i];
+    }
+    return sum;
+}
+
+double length(const std::vector<float> & x) { return std::sqrt(dot({ x.begin(), x.end() }, x)); }
+
+// The same of the host, for one layer.
+Measures expected(const Sequence & seq, const MeasureJob & job, int32_t layer) {
+    const View         view(seq);
+    const LayerShape & s = seq.rows.shapes()[(size_t) layer];
+    const auto         T = (size_t) job.n_tokens, all = (size_t) s.n_heads_kv * T;
+    ScoreInput         in{};
+    in.view     = &view;
+    in.shape    = s;
+    in.layer    = layer;
+    in.n_tokens = job.n_tokens;
+    in.window_q = job.queries.empty() ? nullptr : job.queries[(size_t) layer].data();
+    in.n_window = job.n_window;
+    in.sinks    = job.sinks.empty() ? nullptr : job.sinks[(size_t) layer];
+    Measures out;
+    for (auto * x : { &out.votes, &out.key_norms, &out.value_norms, &out.cosines, &out.deviation }) {
+        x->assign(all, 0.0f);
+    }
+    const std::vector<uint8_t> kind(job.looks.by_kind ? job.kind : nullptr, job.looks.by_kind ? job.kind + T : nullptr);
+    const auto                 counts = [&](size_t t) { return kind.empty() || kind[t] != 0; };
+    const auto                 n = (double) (kind.empty() ? (std::ptrdiff_t) T : std::count(kind.begin(), kind.end(), 1));
+    for (int32_t h = 0; h < s.n_heads_kv; h++) {
+        const HeadView head  = view.head(layer, h);
+        const size_t   at    = (size_t) h * T;
+        if (job.looks.votes == Looks::Votes::faded) {
+            faded_votes(in, head, h, job.looks.fade, out.votes.data() + at);
+        } else if (job.looks.votes != Looks::Votes::none) {
+            window_attention(in, head, h, job.looks.votes == Looks::Votes::largest ? GroupReduction::max : GroupReduction::mean, out.votes.data() + at);
+        }
+        const auto          k = pending(head, true, s.d_k), v = pending(head, false, s.d_v);
+        std::vector<double> mean((size_t) s.d_k);
+        for (size_t t = 0; t < T; t++) {
+            out.key_norms[at + t]   = (float) length(k[t]);
+            out.value_norms[at + t] = (float) length(v[t]);
+            for (size_t i = 0; i < mean.size() && counts(t); i++) {
+                mean[i] += (double) k[t][i] / n / (job.looks.anchor == Looks::Anchor::unit ? length(k[t]) : 1.0);
+            }
+        }
+        for (size_t t = 0; t < T; t++) {
+            out.cosines[at + t] = (float) (dot(mean, k[t]) / length(k[t]));
+        }
+        out.anchor_squares.push_back(dot(mean, { mean.begin(), mean.end() }));
+    }
+    if (job.looks.gamma >= 0.0 && n > 0) {
+        const HighPass filter((int32_t) n, job.looks.gamma);
+        if (kind.empty()) {
+            out.high = filter.measure(view, layer, s, out.deviation.data());
+        }
+        HighPass::Work work;
+        for (int32_t h = 0; h < s.n_heads_kv && !kind.empty(); h++) {
+            std::vector<float> some((size_t) n, 0.0f);
+            filter.add_deviation(view.head(layer, h), s, kind.data(), some.data(), work);
+            for (size_t t = 0, i = 0; t < T; t++) {
+                out.deviation[(size_t) h * T + t] = kind[t] ? some[i++] : 0.0f;
+            }
+        }
+    }
+    return out;
+}
+
+void same(const char * what, const Bulk<float> & found, const Bulk<float> & wanted, double tolerance) {
+    double most = 0.0, worst = 0.0;
+    CHECK(found.size() == wanted.size());
+    for (size_t i = 0; i < found.size(); i++) {
+        const double far = std::fabs((double) found[i] - (double) wanted[i]);
+        most  = std::max(most, std::fabs((double) wanted[i]));
+        worst = std::isfinite(far) ? std::max(worst, far) : INFINITY;
+    }
+    if (!(worst <= tolerance * most)) {
+        std::fprintf(stderr, "%s: error %g of the largest\n", what, worst / most);
+        failures()++;
+    }
+}
+
+void check_looks(const Case & c, Sequence & seq, const MeasureJob & job) {
+    std::vector<Measures> wanted;
+    for (int32_t l = 0; l < LAYERS; l++) {
+        wanted.push_back(expected(seq, job, l));
+    }
+    uint64_t                         stamps = 0;
+    const auto                       device = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
+    std::vector<ggml_backend_dev_t>  devices((size_t) LAYERS, device);
+    GraphRows                        rows(seq.rows.shapes(), devices, { seq.rows.storage(), c.uneven }, stamps);
+    CHECK(rows.load(seq.rows, 2) && rows.even() != c.uneven);
+    std::vector<Measures> found;
+    const auto            outcome = rows.measure(job, found);
+    CHECK(outcome == AwayRows::Outcome::done);
+    if (outcome != AwayRows::Outcome::done) {
+        std::fprintf(stderr, "%s\n", rows.problem().c_str());
+        CHECK(rows.fetch(seq.rows, 2));
+        return;
+    }
+    for (size_t l = 0; l < (size_t) LAYERS; l++) {
+        const Measures & a = found[l], & b = wanted[l];
+        const bool       far = job.looks.gamma >= 0.0, anchored = job.looks.anchor != Looks::Anchor::none;
+        same("votes", a.votes, job.looks.votes == Looks::Votes::none ? Bulk<float>() : b.votes, 2e-6);
+        same("norms of keys", a.key_norms, job.looks.key_norms ? b.key_norms : Bulk<float>(), 1e-6);
+        same("norms of values", a.value_norms, job.looks.value_norms ? b.value_norms : Bulk<float>(), 1e-6);
+        same("cosines", a.cosines, anchored ? b.cosines : Bulk<float>(), 2e-6);
+        same("deviation", a.deviation, far ? b.deviation : Bulk<float>(), 2e-5);
+        CHECK(close_to(a.high, b.high, 1e-5) && (a.high > 0.0) == (far && job.looks.gamma < 1.0 && !job.looks.by_kind));
+        CHECK(a.anchor_squares.size() == (anchored ? b.anchor_squares.size() : 0));
+        for (size_t h = 0; h < a.anchor_squares.size(); h++) {
+            CHECK(std::fabs(a.anchor_squares[h] / b.anchor_squares[h] - 1.0) < 1e-5);
+        }
+    }
+    CHECK(rows.fetch(seq.rows, 2));
+}
+
+void check_case(const Case & c) {
+    std::vector<LayerShape> shapes;
+    for (int32_t l = 0; l < LAYERS; l++) {
+        shapes.push_back({ l, c.H, c.Hkv, c.d_k, c.d_v, c.softcap });
+    }
+    Sequence seq(shapes, Storage{ c.type, c.type });
+    if (c.n_old > 0) {
+        append(seq, c.n_old);
+        seq.close_pending();
+        for (int32_t l = 0; l < LAYERS && c.uneven; l++) {
+            for (int32_t h = 0; h < c.Hkv; h++) {
+                for (int32_t i = 0; i < 3 * h + l; i++) {
+                    seq.rows.drop_row(l, h, i);
+                }
+            }
+        }
+    }
+    append(seq, c.T);
+    std::vector<float>   sinks = normal((size_t) c.H);
+    std::vector<uint8_t> kind((size_t) c.T);
+    for (int32_t t = 0; t < c.T; t++) {
+        kind[(size_t) t] = t % 7 != 2 && t < c.T - 5;
+    }
+    MeasureJob job{};
+    job.n_tokens = c.T;
+    job.kind     = kind.data();
+    job.n_window = c.W;
+    for (int32_t l = 0; l < LAYERS; l++) {
+        auto q = normal((size_t) (c.W * c.H * c.d_k));
+        for (float & x : q) {
+            x *= 0.5f / std::sqrt((float) c.d_k);
+        }
+        job.queries.emplace_back(q.begin(), q.end());
+        job.sinks.push_back(c.sinks ? sinks.data() : nullptr);
+    }
+    using V = Looks::Votes;
+    using A = Looks::Anchor;
+    const Looks looks[] = {
+        { V::mean, 0.0, false, false, A::none, -1.0, false },   { V::largest, 0.0, true, false, A::mean, -1.0, false },
+        { V::faded, 0.15, false, true, A::unit, GAMMA, true }, { V::none, 0.0, false, true, A::unit, GAMMA, false },
+        { V::mean, 0.0, true, true, A::none, 1.0, false },      { V::faded, 0.0, false, false, A::mean, -1.0, true },
+    };
+    for (const Looks & one : looks) {
+        job.looks = one;
+        check_looks(c, seq, job);
+    }
+}
+
+}  // namespace
+
+int main() {
+    check_case({ 4, 4, 64, 64, 0, 37, 8, Type::f32 });
+    check_case({ 8, 2, 64, 32, 0, 700, 24, Type::f16 });
+    check_case({ 8, 2, 32, 64, 50, 131, 16, Type::f32, true });
+    check_case({ 4, 4, 64, 64, 90, 257, 32, Type::f16, true, true });
+    check_case({ 6, 2, 64, 64, 45, 200, 40, Type::f16, false, true, 20.0f });
+    check_case({ 2, 2, 128, 128, 0, 1500, 32, Type::f16 });
+    check_case({ 4, 2, 64, 64, 10, 120, 8, Type::bf16 });
+    return failures() == 0 ? 0 : 1;
+}
