@@ -226,6 +226,8 @@ struct ReducedRows {
     float * bias;  // [n_kept] finite, at most MOST_BIAS either way; those of the kept rows before. NULL: rows have none
 };
 
+struct MergeRule;  // primitives/merge.h
+
 struct Reducer : Member {
     // Allocates nothing: it must not fail half-way. NULL: the kept rows as they are.
     void (*reduce)(const ReduceInput & in, const ReducedRows & out);
@@ -235,7 +237,8 @@ struct Reducer : Member {
     bool (*biases)(const double * params) = nullptr;
     // Queries of the prompt that it wants to see, of a head of which n_free rows stay that are not protected. NULL: none ever.
     int32_t (*queries)(const double * params, int32_t n_free) = nullptr;
-    MergeRule (*merges)(const double * params) = nullptr;  // how evicted rows join kept ones; NULL: not by merge_rows
+    // The rule by which it merges evicted rows, so that a device may do it. NULL: not by merge_rows.
+    MergeRule (*merges)(const double * params) = nullptr;
 };
 
 // One KV head after a generated token.

@@ -21,16 +21,14 @@ float inverse_norm(const float * row, int32_t d) {
 
 // Parts of ReduceInput::scratch.
 struct Space {
-    float *   unit;        // [n_kept][d] kept keys: by distance as they are, else of unit length, or 0 where that cannot be
-    float *   packed;      // the same, packed
-    float *   less;        // [n_kept] off a key's products: by distance half of its square, else 0; infinity: it takes none
-    float *   rows;        // [threads][TILE][d]
-    float *   scores;      // [threads][TILE][row]
-    float *   similarity;  // [T]
-    int32_t * target;      // [T] index into kept, or -1
-    int32_t * evicted;     // [T] rows that are compared
-    float *   merged;      // [n_kept] mass of the rows that were merged into each
-    size_t    row;         // n_kept rounded up to whole panels
+    float *   unit;     // [n_kept][d] kept keys: by distance as they are, else of unit length, or 0 where that cannot be
+    float *   packed;   // the same, packed
+    float *   less;     // [n_kept] off a key's products: by distance half of its square, else 0; infinity: it takes none
+    float *   rows;     // [threads][TILE][d]
+    float *   scores;   // [threads][TILE][row]
+    Joins     joins;
+    int32_t * evicted;  // [T] rows that are compared
+    size_t    row;      // n_kept rounded up to whole panels
     size_t    floats;
 };
 
@@ -48,10 +46,10 @@ Space lay_out(float * base, const ReduceSize & size) {
     x.less       = take(n);
     x.rows       = take((size_t) size.n_threads * TILE * d);
     x.scores     = take((size_t) size.n_threads * TILE * x.row);
-    x.similarity = take(T);
-    x.target     = (int32_t *) take(T);
+    x.joins      = { nullptr, take(T), nullptr };
+    x.joins.target = (int32_t *) take(T);
     x.evicted    = (int32_t *) take(T);
-    x.merged     = take(n);
+    x.joins.self = take(n);
     return x;
 }
 
@@ -60,7 +58,6 @@ void pack_kept(const ReduceInput & in, bool by_distance, Space & x) {
     for (int32_t j = 0; j < in.n_kept; j++) {
         const float * row   = in.k + (size_t) in.kept[j] * d;
         const float   scale = by_distance ? 1.0f : inverse_norm(row, in.d_k);
-        x.merged[j]         = 0.0f;
         x.less[j]           = by_distance ? 0.5f * kernels().dot(row, row, d) : scale == 0.0f ? INFINITY : 0.0f;
         for (size_t i = 0; i < d; i++) {
             x.unit[(size_t) j * d + i] = scale == 0.0f ? 0.0f : row[i] * scale;  // not infinity times 0
@@ -101,16 +98,16 @@ void match_tile(const ReduceInput & in, float reach, const int32_t * evicted, in
         bool          found = s[best] > -INFINITY;
         if (reach > 0.0f) {
             const float own = kernels().dot(key, key, d);
-            found           = own - 2.0f * s[best] <= reach * reach * own;  // not with NaN
+            found           = in_reach(reach, own, s[best]);
         }
-        x.target[evicted[r]]     = found ? best : -1;
-        x.similarity[evicted[r]] = !found ? 0.0f : reach > 0.0f ? 1.0f : s[best];
+        x.joins.target[evicted[r]] = found ? best : -1;
+        x.joins.share[evicted[r]]  = !found ? 0.0f : reach > 0.0f ? 1.0f : s[best];
     }
 }
 
 void match_all(const ReduceInput & in, float reach, const Space & x) {
     int32_t n = 0, next_kept = 0;
-    std::fill(x.target, x.target + in.n_tokens, -1);
+    std::fill(x.joins.target, x.joins.target + in.n_tokens, -1);
     for (int32_t t = 0; t < in.n_tokens; t++) {
         if (next_kept < in.n_kept && in.kept[next_kept] == t) {
             next_kept++;
@@ -127,15 +124,15 @@ void match_all(const ReduceInput & in, float reach, const Space & x) {
 }
 
 // Rows that are less similar to their target than the mean of all lose it.
-void drop_below_mean(const ReduceInput & in, const Space & x) {
+void drop_below_mean(int32_t n_tokens, const Joins & x) {
     double  sum = 0.0;
     int32_t n   = 0;
-    for (int32_t t = 0; t < in.n_tokens; t++) {
-        sum += x.target[t] >= 0 ? (double) x.similarity[t] : 0.0;
+    for (int32_t t = 0; t < n_tokens; t++) {
+        sum += x.target[t] >= 0 ? (double) x.share[t] : 0.0;
         n += x.target[t] >= 0 ? 1 : 0;
     }
-    for (int32_t t = 0; t < in.n_tokens; t++) {
-        if (x.target[t] >= 0 && (double) x.similarity[t] < sum / n - 1e-6) {
+    for (int32_t t = 0; t < n_tokens; t++) {
+        if (x.target[t] >= 0 && (double) x.share[t] < sum / n - 1e-6) {
             x.target[t] = -1;
         }
     }
@@ -149,44 +146,54 @@ float mass_of(const ReduceInput & in, bool mass, int32_t t) { return mass && in.
 
 float bias_of(float mass) { return std::min(std::log(mass), MOST_BIAS); }
 
+MergeRule averaging(const double * params) {
+    return { [](float own, float) { return own; }, [](float) { return 1.0f; }, false, has_mass(params[0]) };
+}
+
+void weigh_joins(const ReduceInput & in, const MergeRule & rule, const Joins & x, float * out_bias) {
+    if (rule.above_mean) {
+        drop_below_mean(in.n_tokens, x);
+    }
+    std::fill_n(x.self, in.n_kept, 0.0f);  // the mass that joins each, at first
+    for (int32_t t = 0; t < in.n_tokens; t++) {
+        if (x.target[t] >= 0) {
+            x.self[x.target[t]] += mass_of(in, rule.mass, t);
+        }
+    }
+    for (int32_t t = 0; t < in.n_tokens; t++) {
+        if (x.target[t] >= 0) {
+            const float total = x.self[x.target[t]] + mass_of(in, rule.mass, in.kept[x.target[t]]);
+            x.share[t]        = mass_of(in, rule.mass, t) * rule.weight(x.share[t]) / total;
+        }
+    }
+    for (int32_t j = 0; j < in.n_kept; j++) {
+        const float merged = x.self[j], own = mass_of(in, rule.mass, in.kept[j]);
+        x.self[j] = merged == 0.0f ? 1.0f : rule.self(own, merged) / (own + merged);
+        if (rule.mass && merged > 0.0f) {
+            out_bias[j] = bias_of(own + merged);
+        }
+    }
+}
+
 void merge_rows(const ReduceInput & in, const MergeRule & rule, const ReducedRows & out) {
     const Kernels & kn = kernels();
     const auto      dk = (size_t) in.d_k, dv = (size_t) in.d_v;
     Space           x = lay_out(in.scratch, { in.n_tokens, in.n_kept, in.d_k, in.d_v, 0, in.n_threads });
     pack_kept(in, rule.reach > 0.0f, x);
     match_all(in, rule.reach, x);
-    if (rule.above_mean) {
-        drop_below_mean(in, x);
+    weigh_joins(in, rule, x.joins, out.bias);
+    for (size_t j = 0; j < (size_t) in.n_kept; j++) {
+        const auto  at   = (size_t) in.kept[j];
+        const float self = x.joins.self[j];
+        std::transform(in.k + at * dk, in.k + (at + 1) * dk, out.k + j * dk, [self](float a) { return self * a; });
+        std::transform(in.v + at * dv, in.v + (at + 1) * dv, out.v + j * dv, [self](float a) { return self * a; });
     }
-    for (int32_t t = 0; t < in.n_tokens; t++) {
-        if (x.target[t] >= 0) {
-            x.merged[x.target[t]] += mass_of(in, rule.mass, t);
+    for (size_t t = 0; t < (size_t) in.n_tokens; t++) {
+        if (x.joins.target[t] >= 0) {
+            const auto j = (size_t) x.joins.target[t];
+            kn.axpy(x.joins.share[t], in.k + t * dk, out.k + j * dk, dk);
+            kn.axpy(x.joins.share[t], in.v + t * dv, out.v + j * dv, dv);
         }
-    }
-
-    for (int32_t j = 0; j < in.n_kept; j++) {
-        const auto  at     = (size_t) in.kept[j];
-        const float merged = x.merged[j], own = mass_of(in, rule.mass, in.kept[j]);
-        const float self   = merged == 0.0f ? 1.0f : rule.self(own, merged) / (own + merged);
-        for (size_t i = 0; i < dk; i++) {
-            out.k[(size_t) j * dk + i] = self * in.k[at * dk + i];
-        }
-        for (size_t i = 0; i < dv; i++) {
-            out.v[(size_t) j * dv + i] = self * in.v[at * dv + i];
-        }
-        if (rule.mass && merged > 0.0f) {
-            out.bias[j] = bias_of(own + merged);
-        }
-    }
-    for (int32_t t = 0; t < in.n_tokens; t++) {
-        if (x.target[t] < 0) {
-            continue;
-        }
-        const auto  j = (size_t) x.target[t];
-        const float m = mass_of(in, rule.mass, t), total = x.merged[j] + mass_of(in, rule.mass, in.kept[j]);
-        const float w = m * rule.weight(x.similarity[t]) / total;
-        kn.axpy(w, in.k + (size_t) t * dk, out.k + j * dk, dk);
-        kn.axpy(w, in.v + (size_t) t * dv, out.v + j * dv, dv);
     }
 }
 

@@ -29,6 +29,28 @@ struct MergeRule {
 
 void merge_rows(const ReduceInput & in, const MergeRule & rule, const ReducedRows & out);
 
+// Where the evicted rows of a head go, found by merge_rows or on a device, and then what of each row is added.
+struct Joins {
+    int32_t * target;  // [T] index into kept, or -1
+    float *   share;   // [T] the similarity with the target; weigh_joins makes the factor of the row of it
+    float *   self;    // [n_kept] weigh_joins: the factor of the kept row itself
+};
+
+// Whether a row goes to the kept row with the largest score, which is their product less half of the kept row's square; own:
+// the square of its own length. Not with NaN.
+inline bool in_reach(float reach, float own, float score) { return own - 2.0f * score <= reach * reach * own; }
+
+// The part of merge_rows that looks at no row: k and v of `in` may be NULL. out_bias [n_kept]: as ReducedRows::bias, not NULL
+// where the rule has mass. Allocates nothing.
+void weigh_joins(const ReduceInput & in, const MergeRule & rule, const Joins & joins, float * out_bias);
+
+// What reducers that merge are made of: how merge_rows is called, and a rule that averages.
+template <MergeRule (*RULE)(const double * params)> void reduce_by(const ReduceInput & in, const ReducedRows & out) {
+    merge_rows(in, RULE(in.params), out);
+}
+template <MergeRule (*RULE)(const double * params)> bool biases_of(const double * params) { return RULE(params).mass; }
+MergeRule averaging(const double * params);  // [0]: BIAS
+
 // The setting of every reducer that merges.
 constexpr Param BIAS = setting::words("bias", "none,mass", "added to a row's logits: nothing, or ln of the rows that it stands for");
 inline bool     has_mass(double bias) { return bias == 1; }

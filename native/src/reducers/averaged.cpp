@@ -6,12 +6,6 @@ namespace kvedge {
 
 static const Param PARAMS[] = { BIAS, {} };
 
-static void reduce(const ReduceInput & in, const ReducedRows & out) {
-    merge_rows(in, { [](float own, float) { return own; }, [](float) { return 1.0f; }, false, has_mass(in.params[0]) }, out);
-}
-
-static bool biases(const double * params) { return has_mass(params[0]); }
-
-extern const Reducer reducer_averaged = { { "averaged", PARAMS }, reduce, merge_scratch, nullptr, biases };
+extern const Reducer reducer_averaged = { { "averaged", PARAMS }, reduce_by<averaging>, merge_scratch, nullptr, biases_of<averaging>, nullptr, averaging };
 
 }  // namespace kvedge

@@ -13,14 +13,10 @@ static const Param PARAMS[] = {
     {}
 };
 
-static bool biases(const double * params) { return params[MASS] == 0; }
-
-static void reduce(const ReduceInput & in, const ReducedRows & out) {
-    MergeRule rule = { [](float own, float) { return own; }, [](float) { return 1.0f; }, false, biases(in.params) };
-    rule.reach     = (float) in.params[REACH];
-    merge_rows(in, rule, out);
+static MergeRule rule(const double * params) {
+    return { [](float own, float) { return own; }, [](float) { return 1.0f; }, false, params[MASS] == 0, (float) params[REACH] };
 }
 
-extern const Reducer reducer_nearest = { { "nearest", PARAMS }, reduce, merge_scratch, nullptr, biases };
+extern const Reducer reducer_nearest = { { "nearest", PARAMS }, reduce_by<rule>, merge_scratch, nullptr, biases_of<rule>, nullptr, rule };
 
 }  // namespace kvedge

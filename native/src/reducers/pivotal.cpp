@@ -6,12 +6,10 @@ namespace kvedge {
 
 static const Param PARAMS[] = { BIAS, {} };
 
-static void reduce(const ReduceInput & in, const ReducedRows & out) {
-    merge_rows(in, { [](float own, float merged) { return own + 0.5f * merged; }, [](float) { return 0.5f; }, false, has_mass(in.params[0]) }, out);
+static MergeRule rule(const double * params) {
+    return { [](float own, float merged) { return own + 0.5f * merged; }, [](float) { return 0.5f; }, false, has_mass(params[0]) };
 }
 
-static bool biases(const double * params) { return has_mass(params[0]); }
-
-extern const Reducer reducer_pivotal = { { "pivotal", PARAMS }, reduce, merge_scratch, nullptr, biases };
+extern const Reducer reducer_pivotal = { { "pivotal", PARAMS }, reduce_by<rule>, merge_scratch, nullptr, biases_of<rule>, nullptr, rule };
 
 }  // namespace kvedge

@@ -17,13 +17,11 @@ static const Param PARAMS[] = {
 static float as_is(float similarity) { return similarity; }
 static float clamped(float similarity) { return similarity > 0.0f ? similarity : 0.0f; }
 
-static void reduce(const ReduceInput & in, const ReducedRows & out) {
-    const bool clamp = in.params[CLAMP] == 0, filter = in.params[SIM_FILTER] == 0;
-    merge_rows(in, { [](float own, float) { return own; }, clamp ? clamped : as_is, filter, has_mass(in.params[MASS]) }, out);
+static MergeRule rule(const double * params) {
+    const bool clamp = params[CLAMP] == 0, filter = params[SIM_FILTER] == 0;
+    return { [](float own, float) { return own; }, clamp ? clamped : as_is, filter, has_mass(params[MASS]) };
 }
 
-static bool biases(const double * params) { return has_mass(params[MASS]); }
-
-extern const Reducer reducer_weighted = { { "weighted", PARAMS }, reduce, merge_scratch, nullptr, biases };
+extern const Reducer reducer_weighted = { { "weighted", PARAMS }, reduce_by<rule>, merge_scratch, nullptr, biases_of<rule>, nullptr, rule };
 
 }  // namespace kvedge
