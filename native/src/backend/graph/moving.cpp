@@ -165,9 +165,8 @@ void GraphRows::get(const Store & to, size_t l, const Group & group, bool keys, 
 }
 
 // What is known of heads that are about to lie together, before there is memory for their rows.
-GraphRows::Group GraphRows::placed(const Store & from, size_t l, const std::vector<int32_t> & heads, int32_t together) const {
-    const LayerShape & shape  = (*shapes_)[l];
-    const bool         biased = !even_ && from.biased();
+GraphRows::Group GraphRows::placed(size_t l, HeadRows & of, const std::vector<int32_t> & heads, int32_t together) const {
+    const LayerShape & shape = (*shapes_)[l];
     Group              group;
     group.together = together;
     group.heads    = heads;
@@ -176,15 +175,13 @@ GraphRows::Group GraphRows::placed(const Store & from, size_t l, const std::vect
     group.spare.resize(heads.size());
     group.used.resize(heads.size() / (size_t) together, 0);
     for (size_t i = 0; i < heads.size(); i++) {
-        const int32_t rows = from.head_length((int32_t) l, heads[i]);
+        const auto    head = (size_t) heads[i];
+        const int32_t rows = of.n[head];
         int32_t &     used = group.used[group.list(i)];
         group.first.push_back(used);
         group.order.emplace_back(group.ordered ? (size_t) rows : 0);
         std::iota(group.order.back().begin(), group.order.back().end(), used);
-        group.biases.emplace_back(biased ? (size_t) rows : 0);
-        if (biased) {
-            from.read_biases((int32_t) l, heads[i], group.biases.back().data());
-        }
+        group.biases.push_back(of.biases.empty() ? std::vector<float>() : std::move(of.biases[head]));
         used += rows;
     }
     return group;
@@ -209,19 +206,17 @@ bool GraphRows::make_order(size_t l, const std::vector<int32_t> & heads) {
     return true;
 }
 
-bool GraphRows::load_layer(const Store & from, size_t l) {
-    const LayerShape &    shape = (*shapes_)[l];
-    Layer &               layer = layers_[l];
-    std::vector<int32_t> rows, order;
-    for (int32_t h = 0; h < shape.n_heads_kv; h++) {
-        rows.push_back(from.head_length((int32_t) l, h));
-        order.push_back(h);
-    }
+// Where the rows of a layer's heads are about to lie: its groups, with the slots that they need but without memory.
+bool GraphRows::lay_out(size_t l, HeadRows && rows) {
+    const LayerShape &   shape = (*shapes_)[l];
+    Layer &              layer = layers_[l];
+    std::vector<int32_t> order((size_t) shape.n_heads_kv);
+    std::iota(order.begin(), order.end(), 0);
     std::vector<std::vector<int32_t>> groups = { order };
     // kernels for many queries unpack all quantised rows first
     const bool shared = !even_ && reads_once(layer.device) && !form_.storage.quantised();
     if (!even_ && !shared) {
-        groups = group_heads(rows);
+        groups = group_heads(rows.n);
         order.clear();
         for (const auto & heads : groups) {
             order.insert(order.end(), heads.begin(), heads.end());
@@ -231,12 +226,10 @@ bool GraphRows::load_layer(const Store & from, size_t l) {
         return false;
     }
     for (const auto & heads : groups) {
-        layer.groups.push_back(placed(from, l, heads, shared ? shape.n_heads_kv : 1));
+        layer.groups.push_back(placed(l, rows, heads, shared ? shape.n_heads_kv : 1));
         Group &       group = layer.groups.back();
         const int32_t used  = group.most_used(), more = used / 32;  // of an answer, beside the few tokens that there is always room for
-        if (!make_group(l, group, slots_for(used + more, group.together))) {
-            return false;
-        }
+        group.slots = slots_for(used + more, group.together);
     }
     return true;
 }
@@ -276,8 +269,21 @@ bool GraphRows::load(Store & from, int32_t n_threads) {
         devices.push_back(layer.device);
     }
     even_ = !form_.dropping && holds_even(from, devices);
+    const auto load_layer = [&](size_t l) {
+        HeadRows rows;
+        for (int32_t h = 0; h < (*shapes_)[l].n_heads_kv; h++) {
+            rows.n.push_back(from.head_length((int32_t) l, h));
+            if (!even_ && from.biased()) {
+                rows.biases.emplace_back((size_t) rows.n.back());
+                from.read_biases((int32_t) l, h, rows.biases.back().data());
+            }
+        }
+        auto & groups = layers_[l].groups;
+        return lay_out(l, std::move(rows)) &&
+               std::all_of(groups.begin(), groups.end(), [&](Group & group) { return make_group(l, group, group.slots); });
+    };
     for (size_t l = 0; l < layers_.size(); l++) {
-        if (layers_[l].device && !load_layer(from, l)) {
+        if (layers_[l].device && !load_layer(l)) {
             for (Layer & layer : layers_) {
                 layer.groups.clear();
             }

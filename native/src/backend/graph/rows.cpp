@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <numeric>
+#include <set>
 #include <stdexcept>
 
 namespace kvedge {
@@ -57,11 +58,12 @@ bool GraphRows::refuse(ggml_backend_dev_t device) {
 }
 
 uint64_t GraphRows::bytes() const {
-    uint64_t n = 0;
+    uint64_t                  n = 0;
+    std::set<const Tensors *> seen;
     for (const Layer & layer : layers_) {
         n += layer.order.bytes() + layer.window.bytes();
         for (const Group & group : layer.groups) {
-            n += group.held.bytes();
+            n += group.held && seen.insert(group.held.get()).second ? group.held->bytes() : 0;
         }
     }
     for (const Inputs & inputs : inputs_) {
@@ -73,40 +75,48 @@ uint64_t GraphRows::bytes() const {
 // ---------------------------------------------------------------------------------------------------------
 // Room on the devices
 
-bool GraphRows::make_group(size_t l, Group & group, int32_t slots) {
+// For so many slots, in memory that `held` is yet to be given.
+GraphRows::Room GraphRows::room_for(size_t l, const Group & group, int32_t slots, const std::shared_ptr<Tensors> & held) const {
     const LayerShape & shape = (*shapes_)[l];
     const auto         heads = (int64_t) group.heads.size(), lists = heads / group.together;
     const bool         picks = layers_[l].joined || heads < shape.n_heads_kv;
-    Tensors            held(4);
-    ggml_tensor * const k = held.add(ggml_type_of(form_.storage.k), shape.d_k, slots, lists);
-    ggml_tensor * const v = held.add(ggml_type_of(form_.storage.v), shape.d_v, slots, lists);
-    ggml_tensor * const m = even_ ? nullptr : held.add(GGML_TYPE_F16, slots, group.queries, heads);
-    ggml_tensor * const p = picks ? held.add(GGML_TYPE_I32, heads) : nullptr;
-    if (!held.allocate(layers_[l].device)) {
+    Room               room;
+    room.held  = held;
+    room.k     = held->add(ggml_type_of(form_.storage.k), shape.d_k, slots, lists);
+    room.v     = held->add(ggml_type_of(form_.storage.v), shape.d_v, slots, lists);
+    room.mask  = even_ ? nullptr : held->add(GGML_TYPE_F16, slots, group.queries, heads);
+    room.pick  = picks ? held->add(GGML_TYPE_I32, heads) : nullptr;
+    room.slots = slots;
+    return room;
+}
+
+// What the host knows, into tensors that have memory.
+void GraphRows::fill(const Group & group) {
+    if (group.mask) {
+        write_mask(group);
+    }
+    if (group.pick) {
+        ggml_backend_tensor_set(group.pick, group.heads.data(), 0, group.heads.size() * sizeof(int32_t));
+    }
+}
+
+bool GraphRows::make_group(size_t l, Group & group, int32_t slots) {
+    Room room = room_for(l, group, slots, std::make_shared<Tensors>(ROOM_TENSORS));
+    if (!room.held->allocate(layers_[l].device)) {
         return refuse(layers_[l].device);
     }
     if (group.k) {
-        copy_slots(group.k, k, group.most_used());
-        copy_slots(group.v, v, group.most_used());
+        copy_slots(group.k, room.k, group.most_used());
+        copy_slots(group.v, room.v, group.most_used());
     }
-    std::swap(group.held, held);
-    group.k     = k;
-    group.v     = v;
-    group.mask  = m;
-    group.pick  = p;
-    group.slots = slots;
-    if (m) {
-        write_mask(group);
-    }
-    if (p) {
-        ggml_backend_tensor_set(p, group.heads.data(), 0, group.heads.size() * sizeof(int32_t));
-    }
+    static_cast<Room &>(group) = std::move(room);
+    fill(group);
     stamp_ = ++*stamps_;
     return true;
 }
 
 // What every head may look at so far.
-void GraphRows::write_mask(Group & group) {
+void GraphRows::write_mask(const Group & group) {
     const ggml_fp16_t        hidden = ggml_fp32_to_fp16(-INFINITY), seen = ggml_fp32_to_fp16(0.0f);
     const auto               queries = (size_t) group.queries, slots = (size_t) group.slots;
     std::vector<ggml_fp16_t> mask(group.heads.size() * queries * slots, hidden);

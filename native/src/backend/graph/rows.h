@@ -130,7 +130,17 @@ class GraphRows : public AwayRows {
     const std::string & full_device() const { return full_device_; }  // the one that had no memory
 
   private:
-    struct Group {
+    // The tensors of a group, which may share a buffer with those of other layers.
+    struct Room {
+        std::shared_ptr<Tensors> held;
+        ggml_tensor *            k    = nullptr;  // [d_k, slots, lists]
+        ggml_tensor *            v    = nullptr;  // [d_v, slots, lists]
+        ggml_tensor *            mask = nullptr;  // [slots, queries, heads] f16, where heads are uneven: a row's bias, or -inf
+        ggml_tensor *            pick = nullptr;  // [heads] i32, where they are not all, in their own order
+        int32_t                  slots = 0;       // of each list
+    };
+    static constexpr size_t ROOM_TENSORS = 4;
+    struct Group : Room {
         int32_t              together = 1;  // so many heads have their rows in one list of slots: one, or all of the layer
         std::vector<int32_t> heads, first;  // first[i]: slot of the first row with which heads[i] came
         std::vector<int32_t> used;          // used[i]: first slots of list i that have or had a row
@@ -138,17 +148,11 @@ class GraphRows : public AwayRows {
         bool                              ordered = false;
         std::vector<std::vector<int32_t>> order, spare;
         std::vector<std::vector<float>>   biases;       // of the rows with which each head came; empty: all 0
-        int32_t                           slots   = 0;  // of each list
         int32_t                           queries = 1;  // of each head that have a mask of their own
 
         int32_t most_used() const { return *std::max_element(used.begin(), used.end()); }
         size_t  list(size_t head) const { return head / (size_t) together; }
         int32_t take_slot(size_t head);
-        Tensors              held;
-        ggml_tensor *        k    = nullptr;  // [d_k, slots, lists]
-        ggml_tensor *        v    = nullptr;  // [d_v, slots, lists]
-        ggml_tensor *        mask = nullptr;  // [slots, queries, heads] f16, where heads are uneven: a row's bias, or -inf
-        ggml_tensor *        pick = nullptr;  // [heads] i32, where they are not all, in their own order
         size_t               entry = 0;       // of its first head in the index input of its device
     };
     struct Layer {
@@ -178,9 +182,16 @@ class GraphRows : public AwayRows {
         Rows    rows;
         int32_t n;
     };
+    // The rows that the heads of a layer are about to hold.
+    struct HeadRows {
+        std::vector<int32_t>            n;       // [Hkv]
+        std::vector<std::vector<float>> biases;  // [Hkv][n]; empty: no row of any layer has one
+    };
     struct Parts;      // of the attention (graph/attention.cpp)
     struct SumGraph;   // what adds it up (graph/sums.cpp)
     struct Measuring;  // by what rows are measured (graph/measure.cpp)
+    struct Taking;     // a compression (graph/taking.h)
+    struct Merging;
 
     // The places of a head's rows in its layer's tensors, in token order: list * slots + slot; and of which group.
     const Group & group_of(size_t layer, int32_t head, size_t & at) const;
@@ -192,17 +203,19 @@ class GraphRows : public AwayRows {
     int32_t visible_after(int32_t n) const;
     int32_t slots_shown() const;  // the most that there is memory for
     bool    refuse(ggml_backend_dev_t device);
+    Room    room_for(size_t layer, const Group & group, int32_t slots, const std::shared_ptr<Tensors> & held) const;
+    static void fill(const Group & group);
     bool    make_group(size_t layer, Group & group, int32_t slots);
-    bool    load_layer(const Store & from, size_t layer);
+    bool    lay_out(size_t layer, HeadRows && rows);
     bool    grow(size_t layer, Group & group, const Incoming & incoming);
     bool    make_inputs(int32_t n, int32_t follow);
     bool    make_windows(int32_t window);
     bool    make_sums(int32_t n, int32_t n_threads);
-    void    write_mask(Group & group);
+    static void write_mask(const Group & group);
     void    write_even_mask(Inputs & inputs, int32_t before, bool causal);
     void    plan_inputs();
     bool    make_order(size_t layer, const std::vector<int32_t> & heads);
-    Group   placed(const Store & from, size_t layer, const std::vector<int32_t> & heads, int32_t together) const;
+    Group   placed(size_t layer, HeadRows & rows, const std::vector<int32_t> & heads, int32_t together) const;
     template <class F> void each_stretch(const Store & store, size_t layer, const Group & group, bool keys, const F & visit) const;
     void put(const Store & from, size_t layer, const Group & group, bool keys, Staging & staging) const;  // to the device
     void get(const Store & to, size_t layer, const Group & group, bool keys, Staging & staging) const;    // and back

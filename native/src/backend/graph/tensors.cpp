@@ -28,6 +28,48 @@ bool Tensors::allocate(ggml_backend_dev_t device) {
     return true;
 }
 
+Sketch::Sketch(size_t nodes)
+    : context(make_context(nodes * ggml_tensor_overhead() + ggml_graph_overhead_custom(nodes, false))),
+      graph(ggml_new_graph_custom(context.get(), nodes, false)) {}
+
+size_t Numbers::room(size_t n, size_t bytes) {
+    constexpr size_t ALIGN = STEP * sizeof(int32_t);
+    const size_t     at    = size_;
+    size_ += (n * bytes + ALIGN - 1) / ALIGN * ALIGN;
+    return at;
+}
+
+bool Numbers::open(ggml_backend_dev_t device) {
+    host_.resize(size_);
+    held_ = Tensors(1);
+    all_  = held_.add(GGML_TYPE_I32, (int64_t) (std::max(size_, sizeof(int32_t)) / sizeof(int32_t)));
+    return held_.allocate(device);
+}
+
+void Numbers::send() {
+    ggml_backend_tensor_set(all_, host_.data(), 0, host_.size());
+    host_ = {};
+}
+
+ggml_tensor * Numbers::tensor(ggml_context * context, ggml_type type, size_t where, int64_t ne0, int64_t ne1) const {
+    ggml_tensor * out = ggml_new_tensor_2d(context, type, ne0, ne1);
+    write_to(out, all_, where);
+    return out;
+}
+
+void write_to(ggml_tensor * result, const ggml_tensor * to, size_t offset) {
+    ggml_backend_tensor_alloc(to->buffer, result, (char *) to->data + offset);
+}
+
+int64_t operations_of(ggml_cgraph * graph) {
+    int64_t n = 0;
+    for (int i = 0; i < ggml_graph_n_nodes(graph); i++) {
+        const ggml_op op = ggml_graph_node(graph, i)->op;
+        n += op != GGML_OP_NONE && op != GGML_OP_VIEW && op != GGML_OP_RESHAPE && op != GGML_OP_PERMUTE && op != GGML_OP_TRANSPOSE;
+    }
+    return n;
+}
+
 void copy_slots(ggml_tensor * from, ggml_tensor * to, int64_t n) {
     const int64_t heads = from->ne[2];
     const GgmlContext context = make_context(2 * (size_t) heads * ggml_tensor_overhead());

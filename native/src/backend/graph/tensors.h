@@ -37,6 +37,27 @@ class Tensors {
     std::unique_ptr<ggml_backend_buffer, FreeGgml> buffer_;
 };
 
+// Numbers that the host writes for graphs of ours on a device, all of them in one tensor there.
+class Numbers {
+  public:
+    static constexpr size_t STEP = 64;  // numbers of 4 bytes: where lists begin, since a device may want addresses aligned
+
+    // Room for n numbers of so many bytes each; returns where. Not after open().
+    size_t room(size_t n, size_t bytes);
+    bool   open(ggml_backend_dev_t device);  // False: no memory. Throws std::bad_alloc
+    void   send();                           // and the host's copy goes
+
+    template <class X> X * at(size_t where) { return (X *) (host_.data() + where); }  // before send(), all zero at first
+    ggml_tensor * tensor(ggml_context * context, ggml_type type, size_t where, int64_t ne0, int64_t ne1 = 1) const;
+    uint64_t      bytes() const { return size_; }
+
+  private:
+    size_t               size_ = 0;
+    std::vector<uint8_t> host_;
+    Tensors              held_;
+    ggml_tensor *        all_ = nullptr;
+};
+
 // Memory of the host from which a device copies, at its full speed where it has such memory.
 class Staging {
   public:
@@ -46,6 +67,15 @@ class Staging {
   private:
     std::unique_ptr<ggml_backend_buffer, FreeGgml> pinned_;
     std::vector<uint8_t>                           plain_;
+};
+
+// A graph of ours that is being built.
+struct Sketch {
+    explicit Sketch(size_t nodes);  // room for so many tensors. Throws std::bad_alloc
+    void add(ggml_tensor * result) { ggml_build_forward_expand(graph, result); }
+
+    GgmlContext   context;
+    ggml_cgraph * graph;
 };
 
 // Runs graphs of ours on a device, between those of llama.cpp.
@@ -64,6 +94,11 @@ class Worker {
 
 // The first operation of a graph that a device does not have; NULL: it has all of them.
 const char * lacking(ggml_backend_dev_t device, ggml_cgraph * graph);
+
+int64_t operations_of(ggml_cgraph * graph);  // that a device runs
+
+// The result of an operation goes there, not into memory that the graph gets.
+void write_to(ggml_tensor * result, const ggml_tensor * to, size_t offset = 0);
 
 // The first n slots of every head, from one tensor [d, slots, heads] to another, on their device.
 void copy_slots(ggml_tensor * from, ggml_tensor * to, int64_t n);
