@@ -5,6 +5,8 @@
 #include "backend/graph/parcel.h"
 
 #include <cstdint>
+#include <cstdlib>
+#include <vector>
 
 namespace kvedge {
 
@@ -12,22 +14,40 @@ class GraphHighPass {
   public:
     GraphHighPass(int32_t n_tokens, double gamma);
 
-    static bool takes(int32_t n_tokens, double gamma);  // whether its constants are of a reasonable size
-    bool        all_pass() const { return kept_ == n_; }  // nothing is taken from anything
+    bool all_pass() const { return kept_ == n_; }  // nothing is taken from anything
 
-    // Of one graph, before all else.
-    void prepare(ggml_context * c, Parcel & parcel);
+    // The constants, of one graph.
+    void prepare(ggml_context * c, Parcel & parcel, int32_t n_threads);
 
-    // Of rows [d, n, heads] f32: [n, 1, heads] mean square of what is taken from each.
+    // In which order it takes rows: the token of each. What stands in for no token is behind the others of its box.
+    const std::vector<int32_t> & order() const { return order_; }
+    // Of rows [d, order, heads] f32: [order, 1, heads] mean square of what is taken from each.
     ggml_tensor * deviation(ggml_context * c, ggml_tensor * rows) const;
+    // [n] += those of one head; returns their sum.
+    double add(const float * deviation, float * out) const;
 
     // Bytes of memory while rows of one head are measured.
     static size_t work_bytes(int32_t n_tokens, int64_t d) { return 3 * (size_t) n_tokens * (size_t) d * sizeof(float); }
 
   private:
-    int64_t       n_, kept_;
-    ggml_tensor * basis_ = nullptr;  // [n, kept]
-    ggml_tensor * back_  = nullptr;  // [kept, n]
+    int64_t first(int64_t box) const { return box * n_ / boxes_; }  // token
+    double  kernel(int64_t distance) const { return kernel_[(size_t) (std::abs(distance) % (2 * n_))]; }
+    void    make_kernel();
+    void    choose_points();
+    void    fill_own(float * out) const;
+    void    fill_far(float * out, int32_t n_threads) const;
+
+    int64_t              n_, kept_;
+    int64_t              boxes_ = 1, most_ = 1, width_ = 0;  // rows of a box at most, and the rows that it has room for
+    int64_t              rank_ = 0;                          // a multiple of 8: points of a box, and what is left is empty
+    std::vector<int32_t> order_;
+    std::vector<double>  kernel_;   // [2 n]
+    std::vector<int32_t> points_;   // of a box, that stand for all of it where others are concerned
+    std::vector<double>  spread_;   // [points][most] how what is known of the points goes to the rows
+    ggml_tensor *        own_     = nullptr;  // [width, width]
+    ggml_tensor *        gather_  = nullptr;  // [width, rank]
+    ggml_tensor *        far_     = nullptr;  // [rank * boxes, rank * boxes]
+    ggml_tensor *        scatter_ = nullptr;  // [rank, width]
 };
 
 }  // namespace kvedge

@@ -23,6 +23,16 @@ bool runs(const ggml_tensor * node) {
            node->op != GGML_OP_TRANSPOSE;
 }
 
+std::vector<int32_t> tokens_of_kind(const MeasureJob & job) {
+    std::vector<int32_t> out;
+    for (int32_t t = 0; t < job.n_tokens; t++) {
+        if (!job.looks.by_kind || job.kind[t]) {
+            out.push_back(t);
+        }
+    }
+    return out;
+}
+
 void hide(ggml_fp16_t * row, int32_t first, int32_t end) { std::fill(row + first, row + end, ggml_fp32_to_fp16(-INFINITY)); }
 
 }  // namespace
@@ -40,35 +50,40 @@ struct GraphRows::Measuring {
         Directions           directions{};
         T squares[2] = {}, deviation[2] = {}, energy[2] = {};  // of keys, of values
     };
+    // Of a layer's keys and values: sums of squares, of all and of what the filter takes.
+    struct Energy {
+        double all[2] = {}, high[2] = {};
+    };
     // Lists of places that layers share.
     struct Places {
         int64_t slots;
         int32_t head, n_heads, rows;
-        bool    by_kind;
+        bool    filtered;
         T       list;
     };
 
     Measuring(const GraphRows & rows, const MeasureJob & job, const std::vector<size_t> & layers);
 
     bool  asks_votes() const { return job.looks.votes != Looks::Votes::none && job.n_window > 0; }
-    bool  asks_high() const { return job.looks.gamma >= 0.0 && n_kind > 0 && !filter.all_pass(); }
+    bool  asks_high() const { return job.looks.gamma >= 0.0 && !of_kind.empty() && !filter.all_pass(); }
     void  plan_parts();
     void  make_inputs();
     void  make_part(Part & part);
     void  make_votes(Part & part, T keys);
     T     mask_of(const Part & part);
-    T     places(const Part & part, int32_t rows, bool by_kind);
-    T     wide(const Part & part, bool keys, int32_t rows, bool by_kind = false);
+    T     places(const Part & part, int32_t rows, bool filtered);
+    T     wide(const Part & part, bool keys, int32_t rows);
+    T     gathered(const Part & part, bool keys, int32_t rows, bool filtered);
     T     result(T x);
     void  read(std::vector<Measures> & out) const;
-    void  read_part(const Part & part, Measures & out) const;
+    void  read_part(const Part & part, Measures & out, Energy & energy) const;
     bool  even() const { return rows.even_; }
     const LayerShape & shape(const Part & part) const { return (*rows.shapes_)[part.layer]; }
 
     const GraphRows &           rows;
     const MeasureJob &          job;
     const std::vector<size_t> & layers;
-    int32_t                     n_kind;  // tokens that anchor and deviation are of
+    std::vector<int32_t>        of_kind;  // tokens that anchor and deviation are of
     GraphHighPass               filter;
     Parcel                      parcel;
     std::vector<Part>           parts;
@@ -83,8 +98,7 @@ struct GraphRows::Measuring {
 
 GraphRows::Measuring::Measuring(const GraphRows & rows, const MeasureJob & job, const std::vector<size_t> & layers)
     : rows(rows), job(job), layers(layers),
-      n_kind(job.looks.by_kind ? (int32_t) std::count(job.kind, job.kind + job.n_tokens, (uint8_t) 1) : job.n_tokens),
-      filter(n_kind, std::max(job.looks.gamma, 0.0)), parcel(rows.layers_[layers[0]].device) {
+      of_kind(tokens_of_kind(job)), filter((int32_t) of_kind.size(), std::max(job.looks.gamma, 0.0)), parcel(rows.layers_[layers[0]].device) {
     plan_parts();
     const size_t nodes = NODES * (parts.size() + 1);
     context            = make_context(nodes * ggml_tensor_overhead() + ggml_graph_overhead_custom(nodes, false));
@@ -157,16 +171,16 @@ void GraphRows::Measuring::make_inputs() {
         parcel.send<float>(counts, [&](float * to) { std::copy_n(job.kind, n, to); });
     }
     if (asks_high()) {
-        filter.prepare(c, parcel);
+        filter.prepare(c, parcel, rows.n_threads_);
     }
 }
 
-// Places of the last `rows` rows of each head of a part, those of a head with fewer behind its first row, which stands for the
-// missing ones; or of the tokens of the kind.
-T GraphRows::Measuring::places(const Part & part, int32_t n_rows, bool by_kind) {
-    const int32_t head = part.heads[0], n_heads = (int32_t) part.heads.size(), n = by_kind ? n_kind : n_rows;
+// Places of the last `rows` rows of each head of a part, where a head's first row stands for those that a shorter one does not have; or of
+// the rows that are filtered, in the filter's order.
+T GraphRows::Measuring::places(const Part & part, int32_t n_rows, bool filtered) {
+    const auto    head = part.heads[0], n_heads = (int32_t) part.heads.size(), n = filtered ? (int32_t) filter.order().size() : n_rows;
     const auto    known = std::find_if(lists.begin(), lists.end(), [&](const Places & x) {
-        return even() && x.slots == part.group->slots && x.head == head && x.n_heads == n_heads && x.rows == n && x.by_kind == by_kind;
+        return even() && x.slots == part.group->slots && x.head == head && x.n_heads == n_heads && x.rows == n && x.filtered == filtered;
     });
     if (known != lists.end()) {
         return known->list;
@@ -174,30 +188,34 @@ T GraphRows::Measuring::places(const Part & part, int32_t n_rows, bool by_kind) 
     T list = ggml_new_tensor_1d(c, GGML_TYPE_I32, (int64_t) n * n_heads);
     parcel.send<int32_t>(list, [&](int32_t * to) {
         for (const int32_t h : part.heads) {
-            const auto all = rows.places_of(part.layer, h);
-            for (int32_t t = 0; t < n_rows; t++) {
-                if (!by_kind || job.kind[t]) {
-                    *to++ = all[(size_t) std::max(0, (int32_t) all.size() - n_rows + t)];
-                }
+            const auto    all   = rows.places_of(part.layer, h);
+            const int32_t first = (int32_t) all.size() - (filtered ? job.n_tokens : n_rows);
+            for (int32_t t = 0; t < n; t++) {
+                *to++ = all[(size_t) std::max(0, first + (filtered ? of_kind[(size_t) filter.order()[(size_t) t]] : t))];
             }
         }
     });
-    lists.push_back({ part.group->slots, head, n_heads, n, by_kind, list });
+    lists.push_back({ part.group->slots, head, n_heads, n, filtered, list });
     return list;
 }
 
-// The last `rows` rows of the part's heads, or those of the kind: [d, n, heads] f32.
-T GraphRows::Measuring::wide(const Part & part, bool keys, int32_t n_rows, bool by_kind) {
-    T          from  = keys ? part.group->k : part.group->v;
-    const auto heads = (int64_t) part.heads.size();
-    if (even() && !by_kind) {
-        const size_t at = part.first * from->nb[2] + (size_t) (part.group->used[0] - n_rows) * from->nb[1];
-        T            x  = ggml_view_3d(c, from, from->ne[0], n_rows, heads, from->nb[1], from->nb[2], at);
-        return from->type == GGML_TYPE_F32 ? ggml_cont(c, x) : ggml_cast(c, x, GGML_TYPE_F32);
-    }
+// [d, rows, heads] f32
+T GraphRows::Measuring::gathered(const Part & part, bool keys, int32_t n_rows, bool filtered) {
+    T from = keys ? part.group->k : part.group->v;
     T flat = ggml_view_2d(c, from, from->ne[0], from->ne[1] * from->ne[2], from->nb[1], 0);
-    T list = places(part, n_rows, by_kind);
-    return ggml_reshape_3d(c, ggml_get_rows(c, flat, list), from->ne[0], by_kind ? n_kind : n_rows, heads);
+    T list = places(part, n_rows, filtered);
+    return ggml_reshape_3d(c, ggml_get_rows(c, flat, list), from->ne[0], list->ne[0] / (int64_t) part.heads.size(), (int64_t) part.heads.size());
+}
+
+// The last `rows` rows of the part's heads: [d, rows, heads] f32.
+T GraphRows::Measuring::wide(const Part & part, bool keys, int32_t n_rows) {
+    if (!even()) {
+        return gathered(part, keys, n_rows, false);
+    }
+    T            from = keys ? part.group->k : part.group->v;
+    const size_t at   = part.first * from->nb[2] + (size_t) (part.group->used[0] - n_rows) * from->nb[1];
+    T            x    = ggml_view_3d(c, from, from->ne[0], n_rows, (int64_t) part.heads.size(), from->nb[1], from->nb[2], at);
+    return from->type == GGML_TYPE_F32 ? ggml_cont(c, x) : ggml_cast(c, x, GGML_TYPE_F32);
 }
 
 // Query r of W sees the rows up to its own; where heads are uneven, none of those that stand for missing ones.
@@ -257,14 +275,12 @@ void GraphRows::Measuring::make_part(Part & part) {
         const Directions found = directions(c, pending(), counts, looks.anchor == Looks::Anchor::unit);
         part.directions        = { result(found.sum), result(found.products) };
     }
-    const bool some = looks.by_kind && n_kind < n;
     for (size_t i = 0; i < 2; i++) {
         const bool of_keys = i == 0, norms = of_keys ? looks.key_norms : looks.value_norms, total = asks_high() && !looks.by_kind;
         if (!norms && !asks_high()) {
             continue;
         }
-        T rows = !norms && some ? nullptr : of_keys ? pending() : wide(part, false, n);
-        T sums = norms || total ? squares(c, rows) : nullptr;
+        T sums = norms || total ? squares(c, of_keys ? pending() : wide(part, false, n)) : nullptr;
         if (norms) {
             part.squares[i] = result(sums);
         }
@@ -272,7 +288,7 @@ void GraphRows::Measuring::make_part(Part & part) {
             part.energy[i] = result(ggml_sum_rows(c, ggml_reshape_1d(c, sums, ggml_nelements(sums))));
         }
         if (asks_high()) {
-            part.deviation[i] = result(filter.deviation(c, some ? wide(part, of_keys, n, true) : rows));
+            part.deviation[i] = result(filter.deviation(c, gathered(part, of_keys, n, true)));
         }
     }
 }
@@ -280,10 +296,11 @@ void GraphRows::Measuring::make_part(Part & part) {
 // ---------------------------------------------------------------------------------------------------------
 // What comes back
 
-void GraphRows::Measuring::read_part(const Part & part, Measures & out) const {
+void GraphRows::Measuring::read_part(const Part & part, Measures & out, Energy & energy) const {
     const auto n     = (size_t) job.n_tokens;
     const auto heads = part.heads.size();
-    const auto d     = (size_t) shape(part).d_k;
+    const auto & s   = shape(part);
+    const auto d     = (size_t) s.d_k;
     const auto each  = [&](T x, auto & to, double factor) {
         for (size_t i = 0; x && i < heads; i++) {
             const float * from = parcel.values(x) + i * n;
@@ -291,7 +308,7 @@ void GraphRows::Measuring::read_part(const Part & part, Measures & out) const {
             std::transform(from, from + n, at, [factor](float v) { return v * factor; });
         }
     };
-    const double share = 1.0 / std::max(n_kind, 1);
+    const double share = 1.0 / (double) std::max(of_kind.size(), (size_t) 1);
     each(part.votes, out.votes, 1.0);
     each(part.squares[0], out.key_squares, 1.0);
     each(part.squares[1], out.value_squares, 1.0);
@@ -304,13 +321,18 @@ void GraphRows::Measuring::read_part(const Part & part, Measures & out) const {
         }
         out.anchor_squares[(size_t) part.heads[i]] = square;
     }
-    for (const T deviation : part.deviation) {
-        for (size_t i = 0; deviation && i < heads; i++) {
-            const float * from = parcel.values(deviation) + i * (size_t) n_kind;
-            float *       at   = out.deviation.data() + (size_t) part.heads[i] * n;
-            for (size_t t = 0; t < n; t++) {
-                at[t] += !job.looks.by_kind || job.kind[t] ? *from++ : 0.0f;
-            }
+    const double       width[2] = { (double) s.d_k, (double) s.d_v };
+    std::vector<float> sums(of_kind.size());
+    for (size_t of = 0; of < 2; of++) {
+        energy.all[of] += part.energy[of] ? (double) *parcel.values(part.energy[of]) : 0.0;
+    }
+    for (size_t i = 0; part.deviation[0] && i < heads; i++) {
+        std::fill(sums.begin(), sums.end(), 0.0f);
+        for (size_t of = 0; of < 2; of++) {
+            energy.high[of] += filter.add(parcel.values(part.deviation[of]) + i * filter.order().size(), sums.data()) * width[of];
+        }
+        for (size_t t = 0; t < sums.size(); t++) {
+            out.deviation[(size_t) part.heads[i] * n + (size_t) of_kind[t]] = sums[t];
         }
     }
 }
@@ -324,21 +346,13 @@ void GraphRows::Measuring::read(std::vector<Measures> & out) const {
         out[l] = { sized(job.looks.votes != Looks::Votes::none), sized(job.looks.key_norms), sized(job.looks.value_norms), Bulk<double>(anchored ? all : 0),
                    std::vector<double>(anchored ? heads : 0, 0.0), sized(job.looks.gamma >= 0.0), 0.0 };
     }
+    std::vector<Energy> energies(rows.layers_.size());
     for (const Part & part : parts) {
-        read_part(part, out[part.layer]);
+        read_part(part, out[part.layer], energies[part.layer]);
     }
     for (const size_t l : layers) {
-        double all[2] = {}, high[2] = {};
-        for (const Part & part : parts) {
-            for (int i = 0; part.layer == l && part.energy[i] && i < 2; i++) {
-                const size_t  count = part.heads.size() * (size_t) n_kind;
-                const float * from  = parcel.values(part.deviation[i]);
-                all[i] += (double) *parcel.values(part.energy[i]);
-                high[i] += std::accumulate(from, from + count, 0.0) * (double) (i == 0 ? shape(part).d_k : shape(part).d_v);
-            }
-        }
-        for (int i = 0; i < 2; i++) {
-            out[l].high += all[i] > 0.0 ? high[i] / all[i] : 0.0;
+        for (size_t of = 0; of < 2; of++) {
+            out[l].high += energies[l].all[of] > 0.0 ? energies[l].high[of] / energies[l].all[of] : 0.0;
         }
         if (job.looks.votes != Looks::Votes::faded) {
             continue;
@@ -356,13 +370,9 @@ void GraphRows::Measuring::read(std::vector<Measures> & out) const {
 }
 
 // What no device measures; empty: there is no such thing.
-std::string GraphRows::unmeasured(const MeasureJob & job) const {
-    const auto kind = job.looks.by_kind ? std::count(job.kind, job.kind + job.n_tokens, (uint8_t) 1) : job.n_tokens;
+std::string GraphRows::unmeasured() const {
     if (form_.storage.quantised()) {
         return "scores of quantised rows";
-    }
-    if (job.looks.gamma >= 0.0 && !GraphHighPass::takes((int32_t) kind, job.looks.gamma)) {
-        return "a high pass of " + std::to_string(kind) + " tokens";
     }
     for (const Layer & layer : layers_) {
         for (const Group & group : layer.groups) {
@@ -405,7 +415,7 @@ AwayRows::Outcome GraphRows::measure_on(Inputs & inputs, const std::vector<size_
 
 AwayRows::Outcome GraphRows::measure(const MeasureJob & job, std::vector<Measures> & out) {
     const int64_t     start = ggml_time_us();
-    const std::string what  = unmeasured(job);
+    const std::string what  = unmeasured();
     out.resize(layers_.size());
     for (size_t i = 0; i < inputs_.size(); i++) {
         std::vector<size_t> layers;

@@ -224,7 +224,7 @@ class GraphRows : public AwayRows {
     ggml_tensor * attend_group(const GraphLayer & in, const Layer & layer, const Group & group) const;
     ggml_tensor * keep_queries(const GraphLayer & in, const Layer & layer) const;
     SumGraph      sum_graph(size_t layer, float scale, int32_t n, int32_t shown, int32_t first, int32_t rows) const;
-    std::string   unmeasured(const MeasureJob & job) const;
+    std::string   unmeasured() const;
     Outcome       measure_on(Inputs & inputs, const std::vector<size_t> & layers, const MeasureJob & job, std::vector<Measures> & out);
 
     const std::vector<LayerShape> * shapes_;
