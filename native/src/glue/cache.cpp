@@ -223,6 +223,9 @@ bool kvedge_cache::prepare_run(const llama_attn_provider_ubatch & ubatch, Run & 
     run.prompt = run.pays || n > 1 || !output || state.seq->rows.n_tokens() == 0 ||
                  (state.armed && (!state.prev_output || !auto_compress));
 
+    if (!run.prompt) {
+        wait();
+    }
     if (!run.prompt && state.armed && auto_compress) {
         kvedge_error err{};
         if (compress(state, &err) != KVEDGE_OK) {
@@ -316,6 +319,7 @@ kvedge_status kvedge_cache::compress(SequenceState & state, kvedge_error * err) 
     if (state.streaming) {
         return compress_stream(state, err);
     }
+    read_seen(state);
     state.seq->projections = projections;  // also of a sequence that was loaded
     if (state.seq->rows.pending_length() == 0) {  // also of a prompt whose tokens were removed: what was seen of them goes, too
         state.seq->close_pending();

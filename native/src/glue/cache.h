@@ -197,6 +197,7 @@ struct kvedge_cache {
     bool                                  on_devices = false; // the current ubatch attends there
     uint64_t                              stamps     = 0;
     std::vector<kvedge::GraphRows::Signature> wanted_graph, built_graph;
+    std::vector<std::shared_ptr<kvedge::GraphRows>> running;  // of earlier ubatches, whose graphs may run still
 
     std::map<int32_t, kvedge::SequenceState> seqs;
     std::map<int32_t, kvedge_plan>           own_plans;  // of sequences that have one, also while they are empty
@@ -243,8 +244,11 @@ struct kvedge_cache {
     // Rows that are on devices come to the host, before anything but a graph looks at them. False: no memory.
     bool to_host(kvedge::SequenceState & state);
     int32_t set_provider();  // llama_set_attn_provider
-    // What the last ubatch left on devices is read; it is over then. Before the sequences change.
+    // Ends when no graph runs: before the sequences change. The last ubatch is over then.
     void settle();
+    void wait();  // the same while the next ubatch begins
+    // What graphs left on devices of a sequence's prompt comes to the host, before anybody looks at it. Throws std::bad_alloc.
+    void read_seen(kvedge::SequenceState & state);
 
   private:
     bool collect_runs(const llama_attn_provider_ubatch & ubatch);
@@ -264,9 +268,11 @@ struct kvedge_cache {
     ggml_tensor * build_reader(const llama_attn_provider_layer & layer);
     ggml_backend_dev_t place_of(const llama_attn_provider_layer & layer) const;
     ggml_tensor *      build_on_device(const llama_attn_provider_layer & layer, size_t at);
-    void               read_observed(kvedge::Run & run);
-    void               read_queries(kvedge::Run & run, size_t layer);
-    bool               read_sums(kvedge::Run & run, size_t layer);  // false: the device failed
+    void               begin_another();       // the last ubatch's graph may run on
+    bool               one_at_a_time() const;  // no more graphs of llama.cpp's run than one
+    uint32_t           summing_nodes(size_t runs) const;
+    void               note_queries(kvedge::SequenceState & state, size_t layer, int32_t n, const std::vector<float> & queries);
+    void               note_sums(kvedge::SequenceState & state, size_t layer, int32_t rows, const kvedge::AttentionSums & sums);
     // Room for the rows of a run and for what is gathered of it; request: of a bounded prompt that is read as any other, or NULL.
     bool store_runs(const llama_attn_provider_ubatch & ubatch);
     void take_back_runs() noexcept;

@@ -69,9 +69,25 @@ bool kvedge_cache::even(const SequenceState & state) const {
 // Nodes of a sequence's attention in one layer: where heads are even, and in four groups.
 constexpr uint32_t EVEN_NODES = 24, UNEVEN_NODES = 112;
 
+// Pieces in which a layer's attention is added up, of each of the sequences in one batch.
+static int32_t summing_parts(size_t sequences) {
+    constexpr size_t PARTS = 8;
+    return (int32_t) std::max<size_t>(1, PARTS / sequences);
+}
+
+// Of all sequences in one batch, in a layer.
+uint32_t kvedge_cache::summing_nodes(size_t sequences) const {
+    int32_t most = 0;
+    for (size_t l = 0; l < shapes.size(); l++) {
+        most = places[l] ? std::max(most, kvedge::summing_nodes(shapes[l])) : most;
+    }
+    return (uint32_t) (most * summing_parts(sequences)) * (uint32_t) sequences;
+}
+
 uint32_t kvedge_cache::device_nodes() const {
     constexpr uint32_t MOST_EVEN = 16;  // sequences in one batch
-    return ctx ? device_layers() * (UNEVEN_NODES + EVEN_NODES * (std::min(llama_n_seq_max(ctx), MOST_EVEN) - 1)) : 0;
+    const uint32_t     n         = ctx ? std::min(llama_n_seq_max(ctx), MOST_EVEN) : 0;
+    return n > 0 ? device_layers() * (UNEVEN_NODES + EVEN_NODES * (n - 1) + std::max(summing_nodes(1), summing_nodes(n))) : 0;
 }
 
 // Which layers lie on devices is known when graphs were reserved once; theirs are larger.
@@ -137,6 +153,8 @@ bool kvedge_cache::to_host(SequenceState & state) {
     if (ctx) {
         llama_synchronize(ctx);
     }
+    running.clear();
+    read_seen(state);
     if (!state.device->fetch(state.seq->rows, threads())) {
         return false;
     }
@@ -153,6 +171,7 @@ bool kvedge_cache::place_runs() {
     on_devices     = std::all_of(runs.begin(), runs.end(), [&](const auto & run) {
         const bool as_one = even(*run->state);
         nodes += as_one ? EVEN_NODES : UNEVEN_NODES;
+        nodes += run->wanted.attention() ? summing_nodes(runs.size()) / (uint32_t) runs.size() : 0;
         return nodes * layers <= provider.extra_nodes && fits_devices(*run, as_one);
     });
     for (auto & run : runs) {
@@ -170,7 +189,12 @@ bool kvedge_cache::place_runs() {
 bool kvedge_cache::reserve_on_device(Run & run) {
     const auto n = (int32_t) run.index.size();
     const Summed summed = { run.wanted.sums, run.wanted.squares, run.wanted.entropy };
-    const Incoming incoming = { n, std::max(n, run.state->expected), run.wanted.window, summed };
+    const Incoming incoming = { n, std::max(n, run.state->expected), run.wanted.window, summed, run.state->seq->rows.pending_length(),
+                                summing_parts(runs.size()) };
+    if (!run.device->may_follow(incoming)) {
+        wait();
+        read_seen(*run.state);
+    }
     return run.device->reserve(incoming, threads()) || report_full(*run.device, run.state->seq->rows.n_tokens() + incoming.follow);
 }
 
@@ -206,83 +230,92 @@ ggml_tensor * kvedge_cache::build_on_device(const llama_attn_provider_layer & la
     return out;
 }
 
-void kvedge_cache::read_queries(Run & run, size_t l) {
-    const int32_t last = std::min(run.device->kept_queries(), run.wanted.window);
-    if (last == 0) {
-        return;
-    }
-    const auto q = run.device->queries(l, last);
-    AttendJob  job{};
-    job.rows    = &run.state->seq->rows;
+void kvedge_cache::note_queries(SequenceState & state, size_t l, int32_t n, const std::vector<float> & queries) {
+    AttendJob job{};
+    job.rows    = &state.seq->rows;
     job.layer   = (int32_t) l;
-    job.n       = last;
-    job.q       = q.data();
+    job.n       = n;
+    job.q       = queries.data();
     job.q_head  = (size_t) shapes[l].d_k;
     job.q_token = job.q_head * (size_t) shapes[l].n_heads;
     job.scale   = ops[l]->scale;
     job.sinks   = sinks[l].empty() ? nullptr : sinks[l].data();
-    record_window(job, run.state->seq->observed, 0, 1);
+    record_window(job, state.seq->observed, 0, 1);
 }
 
-bool kvedge_cache::read_sums(Run & run, size_t l) {
-    Observed &    to   = run.state->seq->observed;
-    const int32_t rows = run.state->seq->rows.pending_length();
-    AttentionSums sums;
-    if (!run.wanted.attention()) {
-        return true;
-    }
-    if (!run.device->sum_attention(l, ops[l]->scale, rows, sums)) {
-        const std::string what = "device " + run.device->full_device() + " failed";
-        report(KVEDGE_E_STATE, what.c_str());
-        return false;
-    }
+void kvedge_cache::note_sums(SequenceState & state, size_t l, int32_t rows, const AttentionSums & sums) {
+    Observed &   to    = state.seq->observed;
     const auto   heads = (size_t) shapes[l].n_heads_kv;
     const double share = (double) shapes[l].n_heads / (double) heads;
-    for (size_t h = 0; h < heads && run.wanted.sums; h++) {
-        ColumnSums & cs = to.sums(l);
-        for (size_t r = 0; r < (size_t) rows; r++) {
-            const size_t at = h * (size_t) cs.capacity + r, from = h * (size_t) rows + r;
-            cs.sums[at] += sums.columns[from] / share;
-            if (run.wanted.squares) {
-                cs.squares[at] += sums.squares[from] / (share * share);
+    const auto   add   = [&](Bulk<double> & into, int32_t capacity, const std::vector<float> & from, double by) {
+        for (size_t h = 0; h < heads && !from.empty() && !into.empty(); h++) {
+            for (size_t r = 0; r < (size_t) std::min(rows, capacity); r++) {
+                into[h * (size_t) capacity + r] += from[h * (size_t) rows + r] / by;
             }
         }
+    };
+    if (to.has_sums()) {
+        ColumnSums & cs = to.sums(l);
+        add(cs.sums, cs.capacity, sums.columns, share);
+        add(cs.squares, cs.capacity, sums.squares, share * share);
     }
-    for (size_t h = 0; h < heads && run.wanted.entropy; h++) {
+    for (size_t h = 0; h < sums.entropy.size() && !to.entropies().empty(); h++) {
         to.entropies(l)[h] -= sums.entropy[h];
     }
-    return true;
 }
 
-// What a graph left of a prompt is read, or said to be missing.
-void kvedge_cache::read_observed(Run & run) {
-    bool summed = true;
-    for (size_t l = 0; l < places.size(); l++) {
-        if (places[l]) {
-            read_queries(run, l);
-            summed = summed && read_sums(run, l);
-        }
-    }
-    if (!summed) {
-        run.state->seq->observed.missing().count(false, false, false, true, true, true, (int32_t) run.index.size());
-    }
-    run.device->forget_queries();
-}
-
-void kvedge_cache::settle() {
-    const bool any = std::any_of(runs.begin(), runs.end(), [](const auto & run) { return run->device != nullptr; });
-    if (!any) {
+void kvedge_cache::read_seen(SequenceState & state) {
+    if (!state.device || !state.device->left_anything()) {
         return;
     }
-    if (ctx) {
+    wait();
+    const Seen seen = state.device->read_seen();
+    for (size_t l = 0; l < places.size(); l++) {
+        if (places[l] && seen.window > 0 && state.seq->observed.has_windows()) {
+            note_queries(state, l, seen.window, seen.queries[l]);
+        }
+        if (places[l]) {
+            note_sums(state, l, seen.rows, seen.sums[l]);
+        }
+    }
+}
+
+void kvedge_cache::wait() {
+    if (!running.empty() && ctx) {
         llama_synchronize(ctx);
     }
-    for (auto & run : runs) {
-        if (run->device->kept_queries() > 0) {
-            read_observed(*run);
+    running.clear();
+}
+
+// While a graph runs the next one is built. Its inputs are others, and the scheduler waits with its own for the end of the
+// graph; but where layers lie on several devices it may have more than two graphs on their way.
+void kvedge_cache::begin_another() {
+    for (const auto & run : runs) {
+        if (run->device && std::find(running.begin(), running.end(), run->device) == running.end()) {
+            running.push_back(run->device);
         }
     }
     runs.clear();
+    if (!one_at_a_time()) {
+        wait();
+    }
+}
+
+bool kvedge_cache::one_at_a_time() const {
+    int32_t n = 0;  // devices that layers may lie on
+    for (size_t i = 0; i < ggml_backend_dev_count(); i++) {
+        const auto type = ggml_backend_dev_type(ggml_backend_dev_get(i));
+        n += type != GGML_BACKEND_DEVICE_TYPE_CPU && type != GGML_BACKEND_DEVICE_TYPE_ACCEL;
+    }
+    const bool same = std::all_of(places.begin(), places.end(), [&](auto * place) { return place && place == places[0]; });
+    return n <= 1 || (same && (int32_t) shapes.size() == model_layers);
+}
+
+void kvedge_cache::settle() {
+    if (std::any_of(runs.begin(), runs.end(), [](const auto & run) { return run->device != nullptr; })) {
+        begin_another();
+    }
+    wait();
 }
 
 kvedge_status kvedge::rows_at_hand(const kvedge_cache & kv, const SequenceState & state, kvedge_error * err) {

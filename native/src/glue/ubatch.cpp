@@ -75,9 +75,6 @@ void kvedge_cache::take_back_runs() noexcept {
             run->state->seq->rows.take_back((int32_t) run->index.size());
             run->entered = false;
         }
-        if (run->device) {
-            run->device->forget_queries();  // of tokens that no graph will see
-        }
     }
 }
 
@@ -172,11 +169,10 @@ void kvedge_cache::note_places(const llama_attn_provider_ubatch & ubatch, Run & 
 }
 
 int kvedge_cache::ubatch_begin(const llama_attn_provider_ubatch & ubatch) {
-    settle();
+    begin_another();
     causal   = ubatch.causal;
     n_tokens = (int32_t) ubatch.n_tokens;
-    if (entering) {
-        runs.clear();  // nothing is stored, and nothing attended to
+    if (entering) {  // nothing is stored, and nothing attended to
         on_devices = false;
         return finish_begin();
     }

@@ -72,31 +72,20 @@ T attention_weights(ggml_context * c, T q, T k, T mask, float scale, float softc
     return ggml_soft_max_ext(c, logits, mask, scale, 0.0f);
 }
 
-// The queries of the last tokens go to the window on the device; the others stay where they are.
-T GraphRows::keep_queries(const GraphLayer & in, const Layer & layer) const {
-    const int64_t kept = kept_queries(), rest = in.q->ne[2] - kept;
-    if (kept == 0) {
-        return in.q;
-    }
-    const auto tokens = [&](T x, int64_t first, int64_t n) {
-        return ggml_view_3d(in.ctx, x, x->ne[0], x->ne[1], n, x->nb[1], x->nb[2], (size_t) first * x->nb[2]);
-    };
-    T last = ggml_cpy(in.ctx, tokens(in.q, rest, kept), tokens(layer.queries, 0, kept));
-    return rest == 0 ? last : ggml_concat(in.ctx, whole(in.ctx, tokens(in.q, 0, rest)), last, 2);
-}
-
 T GraphRows::attend_even(const GraphLayer & in, const Layer & layer, const Group & group) const {
     ggml_context * c     = in.ctx;
     const Inputs & from  = inputs_[layer.inputs];
     const int64_t  n     = in.q->ne[2], shown = visible();
-    T              q     = keep_queries(in, layer);
-    T              index = ggml_view_1d(c, from.index, n, 0);
+    const auto &   written = from.written[turn_];
+    T              index   = ggml_view_1d(c, written.index, n, 0);
     T              k     = ggml_set_rows(c, group.k, ggml_permute(c, in.k, 0, 2, 1, 3), index);
     T              v     = ggml_set_rows(c, group.v, ggml_permute(c, in.v, 0, 2, 1, 3), index);
     const auto     seen  = [&](T x) { return ggml_view_3d(c, x, x->ne[0], shown, x->ne[2], x->nb[1], x->nb[2], 0); };
-    T mask = ggml_view_2d(c, from.mask, shown, n, (size_t) shown * sizeof(ggml_fp16_t), 0);
-    T out  = attention(in, Parts{ ggml_permute(c, q, 0, 2, 1, 3), seen(k), seen(v), mask }, layer.device);
-    return ggml_reshape_2d(c, whole(c, out), group.v->ne[0] * in.q->ne[1], n);
+    T mask = ggml_view_2d(c, written.mask, shown, n, (size_t) shown * sizeof(ggml_fp16_t), 0);
+    T keys = seen(k);
+    T out  = attention(in, Parts{ ggml_permute(c, in.q, 0, 2, 1, 3), keys, seen(v), mask }, layer.device);
+    out    = ggml_reshape_2d(c, whole(c, out), group.v->ne[0] * in.q->ne[1], n);
+    return after(out, add_up(in, layer, keys, mask));
 }
 
 // Of one token: [d_v * H / Hkv, heads].
@@ -110,7 +99,7 @@ T GraphRows::attend_group(const GraphLayer & in, const Layer & layer, const Grou
         return group.pick ? ggml_get_rows(c, rows, group.pick) : rows;
     };
     const size_t entry = sizeof(int64_t), at = group.entry * entry;
-    T            index = ggml_view_3d(c, from.index, 1, 1, heads, entry, entry, at);
+    T            index = ggml_view_3d(c, from.written[turn_].index, 1, 1, heads, entry, entry, at);
     T            row   = ggml_reshape_2d(c, index, together, lists);
     const auto   write = [&](T to, T x, int64_t width) {
         return ggml_set_rows(c, to, ggml_reshape_3d(c, of(x, width), width, together, lists), row);
@@ -131,19 +120,17 @@ T GraphRows::attend_group(const GraphLayer & in, const Layer & layer, const Grou
 T GraphRows::attend(const GraphLayer & in, size_t l) {
     const Layer & layer = layers_[l];
     if (even_) {
-        return attend_even(in, layer, layer.groups[0]);
+        return after(attend_even(in, layer, layer.groups[0]), keep_queries(in, layer));
     }
-    GraphLayer with = in;
-    with.q          = keep_queries(in, layer);
-    T out           = nullptr;
+    T out = nullptr;
     for (const Group & group : layer.groups) {
-        T heads = attend_group(with, layer, group);
+        T heads = attend_group(in, layer, group);
         out     = out ? ggml_concat(in.ctx, out, heads, 1) : heads;
     }
     if (layer.joined) {
         out = ggml_get_rows(in.ctx, out, layer.joined);
     }
-    return ggml_reshape_2d(in.ctx, out, ggml_nelements(out), 1);
+    return after(ggml_reshape_2d(in.ctx, out, ggml_nelements(out), 1), keep_queries(in, layer));
 }
 
 }  // namespace kvedge

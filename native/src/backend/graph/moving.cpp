@@ -229,7 +229,8 @@ bool GraphRows::lay_out(size_t l, HeadRows && rows) {
         layer.groups.push_back(placed(l, rows, heads, shared ? shape.n_heads_kv : 1));
         Group &       group = layer.groups.back();
         const int32_t used  = group.most_used(), more = used / 32;  // of an answer, beside the few tokens that there is always room for
-        group.slots = slots_for(used + more, group.together);
+        // of a prompt that is yet to come, reserve() knows how many slots
+        group.slots = used == 0 && even_ ? 0 : slots_for(used + more, group.together);
     }
     return true;
 }
@@ -280,7 +281,7 @@ bool GraphRows::load(Store & from, int32_t n_threads) {
         }
         auto & groups = layers_[l].groups;
         return lay_out(l, std::move(rows)) &&
-               std::all_of(groups.begin(), groups.end(), [&](Group & group) { return make_group(l, group, group.slots); });
+               std::all_of(groups.begin(), groups.end(), [&](Group & group) { return group.slots == 0 || make_group(l, group, group.slots); });
     };
     for (size_t l = 0; l < layers_.size(); l++) {
         if (layers_[l].device && !load_layer(l)) {
@@ -292,8 +293,10 @@ bool GraphRows::load(Store & from, int32_t n_threads) {
     }
     each_layer(n_threads, [&](size_t l, Staging & staging) {
         for (const Group & group : layers_[l].groups) {
-            put(from, l, group, true, staging);
-            put(from, l, group, false, staging);
+            if (group.k) {
+                put(from, l, group, true, staging);
+                put(from, l, group, false, staging);
+            }
         }
     });
     for (size_t l = 0; l < layers_.size(); l++) {
@@ -318,8 +321,10 @@ bool GraphRows::fetch(Store & to, int32_t n_threads) {
     }
     each_layer(n_threads, [&](size_t l, Staging & staging) {
         for (const Group & group : layers_[l].groups) {
-            get(to, l, group, true, staging);
-            get(to, l, group, false, staging);
+            if (group.k) {
+                get(to, l, group, true, staging);
+                get(to, l, group, false, staging);
+            }
         }
     });
     for (Layer & layer : layers_) {

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <numeric>
 #include <set>
 #include <stdexcept>
@@ -61,13 +62,13 @@ uint64_t GraphRows::bytes() const {
     uint64_t                  n = 0;
     std::set<const Tensors *> seen;
     for (const Layer & layer : layers_) {
-        n += layer.order.bytes() + layer.window.bytes();
+        n += layer.order.bytes();
         for (const Group & group : layer.groups) {
             n += group.held && seen.insert(group.held.get()).second ? group.held->bytes() : 0;
         }
     }
     for (const Inputs & inputs : inputs_) {
-        n += inputs.held.bytes() + inputs.worker.bytes();
+        n += inputs.held.bytes() + inputs.seen.bytes() + inputs.worker.bytes();
     }
     return n;
 }
@@ -115,6 +116,34 @@ bool GraphRows::make_group(size_t l, Group & group, int32_t slots) {
     return true;
 }
 
+// The first of a sequence's: layers share buffers, since a device takes its time for each, but not all of them one, so that
+// some go when the first layers get smaller.
+bool GraphRows::make_groups(const std::vector<Unmade> & groups) {
+    constexpr size_t BUFFERS = 4;  // for the layers of a device
+    for (const Inputs & inputs : inputs_) {
+        std::vector<Unmade> of;
+        std::copy_if(groups.begin(), groups.end(), std::back_inserter(of), [&](const Unmade & x) { return layers_[x.layer].device == inputs.device; });
+        const size_t share = (of.size() + BUFFERS - 1) / BUFFERS;
+        for (size_t from = 0; from < of.size(); from += share) {
+            const size_t end  = std::min(from + share, of.size());
+            const auto   held = std::make_shared<Tensors>(ROOM_TENSORS * (end - from));
+            std::vector<Room> rooms;
+            for (size_t i = from; i < end; i++) {
+                rooms.push_back(room_for(of[i].layer, *of[i].group, of[i].slots, held));
+            }
+            if (!held->allocate(inputs.device)) {
+                return refuse(inputs.device);
+            }
+            for (size_t i = from; i < end; i++) {
+                static_cast<Room &>(*of[i].group) = std::move(rooms[i - from]);
+                fill(*of[i].group);
+            }
+            stamp_ = ++*stamps_;
+        }
+    }
+    return true;
+}
+
 // What every head may look at so far.
 void GraphRows::write_mask(const Group & group) {
     const ggml_fp16_t        hidden = ggml_fp32_to_fp16(-INFINITY), seen = ggml_fp32_to_fp16(0.0f);
@@ -154,6 +183,10 @@ void GraphRows::plan_inputs() {
             it->entries = even_ ? 1 : 0;
         }
         layer.inputs = (size_t) (it - inputs_.begin());
+        layer.query_at = it->query;
+        layer.head_at  = it->heads;
+        it->query += (size_t) (*shapes_)[l].d_k * (size_t) (*shapes_)[l].n_heads;
+        it->heads += (size_t) (*shapes_)[l].n_heads_kv;
         for (Group & group : layer.groups) {
             group.entry = even_ ? 0 : it->entries;
             it->entries += even_ ? 0 : group.heads.size();
@@ -176,76 +209,97 @@ int32_t GraphRows::visible() const { return visible_after(0); }
 
 int32_t GraphRows::slots_shown() const { return visible_after(INT32_MAX / 2); }
 
-bool GraphRows::grow(size_t layer, Group & group, const Incoming & incoming) {
+int32_t GraphRows::slots_wanted(const Group & group, const Incoming & incoming) const {
     const int32_t held = group.most_used(), together = group.together, need = held + incoming.n * together;
     if (need <= group.slots) {
-        return true;
+        return group.slots;
     }
     if (incoming.follow > incoming.n) {
-        return make_group(layer, group, slots_for(held + incoming.follow * together, together));
+        return slots_for(held + incoming.follow * together, together);
     }
     // in steps that keep the cost of a token constant
     const int32_t more = incoming.n > 1 ? rounded(need + need / 2) : slots_for(need + need / 8, together);
-    return make_group(layer, group, std::max(slots_for(need, together), more));
+    return std::max(slots_for(need, together), more);
+}
+
+bool GraphRows::grow(const Incoming & incoming) {
+    std::vector<Unmade> first;
+    for (size_t l = 0; l < layers_.size(); l++) {
+        for (Group & group : layers_[l].groups) {
+            const int32_t slots = slots_wanted(group, incoming);
+            if (!group.k) {
+                first.push_back({ l, &group, slots });
+            } else if (slots > group.slots && !make_group(l, group, slots)) {
+                return false;
+            }
+        }
+    }
+    return make_groups(first);
+}
+
+bool GraphRows::inputs_fit(const Incoming & incoming) const {
+    return incoming.n <= room_q_ && visible_after(incoming.n) <= room_visible_ && incoming.window <= room_recent_;
 }
 
 // For all tokens that were announced, or else for twice as many slots as there were.
-bool GraphRows::make_inputs(int32_t n, int32_t follow) {
-    if (n <= room_q_ && visible_after(n) <= room_visible_) {
+bool GraphRows::make_inputs(const Incoming & incoming) {
+    if (inputs_fit(incoming)) {
         return true;
     }
+    const int32_t n = incoming.n, follow = incoming.follow;
     const int32_t shown = std::max(visible_after(follow), follow > n ? 0 : std::min(2 * room_visible_, slots_shown()));
     for (Inputs & inputs : inputs_) {
-        Tensors held(3);
-        ggml_tensor * const index = held.add(GGML_TYPE_I64, (int64_t) inputs.entries * n);
-        ggml_tensor * const mask  = even_ ? held.add(GGML_TYPE_F16, (int64_t) shown * n) : nullptr;
+        Tensors held(5);
+        auto    written = decltype(inputs.written)();
+        for (auto & one : written) {
+            one.index = held.add(GGML_TYPE_I64, (int64_t) inputs.entries * n + incoming.window);
+            one.mask  = even_ ? held.add(GGML_TYPE_F16, (int64_t) shown * n) : nullptr;
+            if (n == 1) {
+                break;  // an answer's tokens wait for each other
+            }
+        }
         ggml_tensor * const zeros = held.add(GGML_TYPE_F32, 1, 1, inputs.most);
         room_q_ = room_visible_ = 0;
         if (!held.allocate(inputs.device)) {
             return refuse(inputs.device);
         }
-        inputs.held  = std::move(held);
-        inputs.index = index;
-        inputs.mask  = mask;
-        inputs.zeros = zeros;
+        inputs.held    = std::move(held);
+        inputs.written = written;
+        inputs.zeros   = zeros;
     }
     room_q_       = n;
     room_visible_ = shown;
+    room_recent_  = incoming.window;
     stamp_        = ++*stamps_;
     return true;
 }
 
-bool GraphRows::make_windows(int32_t window) {
-    for (size_t l = 0; l < layers_.size() && window > room_window_; l++) {
-        Layer & layer = layers_[l];
-        if (!layer.device) {
-            continue;
-        }
-        layer.window  = Tensors(1);
-        layer.queries = layer.window.add(GGML_TYPE_F32, (*shapes_)[l].d_k, (*shapes_)[l].n_heads, window);
-        stamp_        = ++*stamps_;
-        if (!layer.window.allocate(layer.device)) {
-            room_window_ = 0;
-            return refuse(layer.device);
-        }
-    }
-    room_window_ = std::max(room_window_, window);
-    window_      = window;
-    return true;
-}
-
-bool GraphRows::reserve(const Incoming & incoming, int32_t n_threads) {
-    for (size_t l = 0; l < layers_.size(); l++) {
-        for (Group & group : layers_[l].groups) {
-            if (!grow(l, group, incoming)) {
+bool GraphRows::may_follow(const Incoming & incoming) const {
+    for (const Layer & layer : layers_) {
+        for (const Group & group : layer.groups) {
+            if (slots_wanted(group, incoming) > group.slots) {
                 return false;
             }
         }
     }
-    summed_              = incoming.summed;
-    n_threads_           = n_threads;
-    const int32_t window = summed_.any() ? std::max(incoming.n, incoming.window) : incoming.window;
-    return make_inputs(incoming.n, incoming.follow) && make_windows(window) && make_sums(incoming.n, n_threads);
+    return even_ && incoming.n > 1 && inputs_fit(incoming) && seen_fits(incoming);
+}
+
+bool GraphRows::reserve(const Incoming & incoming, int32_t n_threads) {
+    if (!grow(incoming)) {
+        return false;
+    }
+    n_threads_ = n_threads;
+    if (!make_inputs(incoming) || !make_seen(incoming)) {
+        return false;
+    }
+    if (window_ != incoming.window || !(summed_ == incoming.summed) || parts_ != incoming.parts) {
+        stamp_ = ++*stamps_;
+    }
+    window_ = incoming.window;
+    summed_ = incoming.summed;
+    parts_  = incoming.parts;
+    return true;
 }
 
 // Of the next row of a head.
@@ -284,7 +338,8 @@ void GraphRows::drop(size_t l, int32_t head, int32_t row) {
 }
 
 void GraphRows::enter(int32_t n, bool causal) {
-    n_ = n;
+    n_    = n;
+    turn_ = n > 1 ? 1 - turn_ : 0;
     std::vector<std::vector<int64_t>> index(inputs_.size());
     for (Layer & layer : layers_) {
         for (Group & group : layer.groups) {
@@ -301,38 +356,33 @@ void GraphRows::enter(int32_t n, bool causal) {
             }
         }
     }
+    seen_tokens_ = window_ > 0 ? seen_tokens_ + n : 0;  // a window that leaves tokens out is none
+    seen_last_   = std::min(seen_tokens_, seen_window_);
+    summed_up_   = summed_up_ || summed_.any();
     for (size_t i = 0; i < inputs_.size(); i++) {
-        ggml_backend_tensor_set(inputs_[i].index, index[i].data(), 0, index[i].size() * sizeof(int64_t));
+        const auto before = (int32_t) index[i][0];
+        for (int32_t t = seen_tokens_ - std::min(n, window_); t < seen_tokens_; t++) {
+            index[i].push_back(t % window_);
+        }
+        ggml_backend_tensor_set(inputs_[i].written[turn_].index, index[i].data(), 0, index[i].size() * sizeof(int64_t));
         if (even_) {
-            write_even_mask(inputs_[i], (int32_t) index[i][0], causal);
+            write_even_mask(inputs_[i], before, causal);
         }
     }
 }
 
 // The tokens entered last see `before` slots, and those of each other that they may.
-void GraphRows::write_even_mask(Inputs & inputs, int32_t before, bool causal) {
-    constexpr size_t         LARGE = 4 << 20;  // bytes that threads are started for
-    const auto               shown = (size_t) visible(), bytes = shown * (size_t) n_ * sizeof(ggml_fp16_t);
-    std::vector<ggml_fp16_t> few(n_ == 1 ? shown : 0);
-    if (n_ == 1) {
-        inputs.staging.give_back();  // the prompt's
-    }
-    const size_t room = std::max(bytes, ggml_nbytes(inputs.mask));
-    auto * const mask = n_ == 1 ? few.data() : (ggml_fp16_t *) inputs.staging.room(inputs.device, room);
+void GraphRows::write_even_mask(Inputs & inputs, int32_t before, bool causal) const {
+    constexpr size_t LARGE = 4 << 20;  // bytes that threads are started for
+    const auto       shown = (size_t) visible(), bytes = shown * (size_t) n_ * sizeof(ggml_fp16_t);
+    const std::unique_ptr<ggml_fp16_t[]> mask(new ggml_fp16_t[shown * (size_t) n_]);
     parallel_for(bytes < LARGE ? 1 : n_threads_, n_, [&](int32_t t, int32_t) {
-        ggml_fp16_t * const row  = mask + (size_t) t * shown;
+        ggml_fp16_t * const row  = mask.get() + (size_t) t * shown;
         const auto          seen = (size_t) (before + (causal ? t + 1 : n_));
         std::fill_n(row, seen, ggml_fp32_to_fp16(0.0f));
         std::fill(row + seen, row + shown, ggml_fp32_to_fp16(-INFINITY));
     });
-    ggml_backend_tensor_set(inputs.mask, mask, 0, bytes);
-}
-
-std::vector<float> GraphRows::queries(size_t l, int32_t last) const {
-    const ggml_tensor * kept = layers_[l].queries;
-    std::vector<float>  out((size_t) last * (size_t) (kept->ne[0] * kept->ne[1]));
-    ggml_backend_tensor_get(kept, out.data(), (size_t) (kept_queries() - last) * kept->nb[2], out.size() * sizeof(float));
-    return out;
+    ggml_backend_tensor_set(inputs.written[turn_].mask, mask.get(), 0, bytes);
 }
 
 }  // namespace kvedge

@@ -49,11 +49,15 @@ bool reads_once(ggml_backend_dev_t device);
 // Whether several threads may copy from and to it at a time.
 bool copies_at_once(ggml_backend_dev_t device);
 
+// Nodes of a graph that add up a piece of a layer's attention, at most.
+int32_t summing_nodes(const LayerShape & shape);
+
 // What is added up of a prompt's attention.
 struct Summed {
     bool columns = false, squares = false, entropy = false;
 
-    bool any() const { return columns || entropy; }
+    bool any() const { return columns || squares || entropy; }
+    bool operator==(const Summed & x) const { return columns == x.columns && squares == x.squares && entropy == x.entropy; }
 };
 
 // Tokens that are about to be read.
@@ -62,13 +66,23 @@ struct Incoming {
     int32_t follow;  // in this one and those after it: slots are made for all of them
     int32_t window;  // last queries that are kept
     Summed  summed;
+    int32_t pending;  // rows of every head that are pending already
+    int32_t parts;    // pieces in which a layer's attention may be added up
 };
 
-// The sums of one layer over the queries of the tokens entered last; empty where they are not wanted.
+// Sums over queries of one layer; empty where they are not wanted.
 struct AttentionSums {
     std::vector<float> columns;  // [Hkv][rows] of the attention of all query heads
     std::vector<float> squares;  // [Hkv][rows] of the squares of the query heads' sum
     std::vector<float> entropy;  // [Hkv] of the entropies of all query heads, over all rows
+};
+
+// What graphs have left of a prompt on the devices. [layer], empty for layers that lie on none.
+struct Seen {
+    int32_t                         window = 0;  // last tokens whose queries are there
+    std::vector<std::vector<float>> queries;     // [layer][window][H][d_k]
+    int32_t                         rows = 0;    // pending rows that sums are of
+    std::vector<AttentionSums>      sums;
 };
 
 class GraphRows : public AwayRows {
@@ -95,10 +109,13 @@ class GraphRows : public AwayRows {
     // And back; what is on the devices is freed. False: no memory, and nothing has changed.
     bool fetch(Store & to, int32_t n_threads);
 
-    // Room and inputs for more tokens, for the queries that are kept, and to add up their attention. False: a device has no
-    // memory, and nothing has changed that matters. Throws std::bad_alloc.
+    // Whether more tokens can be entered while the graph of the last ones runs: there is room for all that reserve() makes.
+    bool may_follow(const Incoming & incoming) const;
+    // Room and inputs for more tokens, for the queries that are kept, and to add up their attention. What was seen so far is
+    // lost but where may_follow(). False: a device has no memory, and nothing has changed that matters. Throws std::bad_alloc.
     bool reserve(const Incoming & incoming, int32_t n_threads);
-    // Enters them, where there is room; the graph that follows writes their rows. Not of a graph that runs.
+    // Enters them, where there is room; the graph that follows writes their rows. No other graph than that of the tokens
+    // entered last may run, and that one only where may_follow().
     void enter(int32_t n, bool causal);
 
     // Takes out a row of a head, in token order; nothing where the layer lies on no device.
@@ -109,15 +126,12 @@ class GraphRows : public AwayRows {
 
     // Two graphs are the same where this is.
     using Signature = std::array<uint64_t, 4>;
-    Signature signature() const { return { stamp_, (uint64_t) n_, (uint64_t) visible(), (uint64_t) kept_queries() }; }
+    Signature signature() const { return { stamp_, (uint64_t) n_, (uint64_t) visible(), turn_ }; }
 
-    // Queries of the tokens entered last, as the graph left them: [last][H][d_k], of at most kept_queries.
-    int32_t            kept_queries() const { return std::min(n_, window_); }
-    std::vector<float> queries(size_t layer, int32_t last) const;
-    // And what their attention adds up to over the last `rows` rows, while heads are even. False: the device failed. Throws
-    // std::bad_alloc.
-    bool sum_attention(size_t layer, float scale, int32_t rows, AttentionSums & out);
-    void               forget_queries() { window_ = 0; }
+    // What graphs have left since it was read last, when none runs (graph/seen.cpp); it is gone from the devices then. Throws
+    // std::bad_alloc, and nothing has changed.
+    bool left_anything() const { return seen_last_ > 0 || summed_up_; }
+    Seen read_seen();
 
     bool    holds(size_t layer) const override { return layers_[layer].device != nullptr; }
     Outcome measure(const MeasureJob & job, std::vector<Measures> & out) override;  // graph/measure.cpp
@@ -160,21 +174,35 @@ class GraphRows : public AwayRows {
         std::vector<Group> groups;
         Tensors            order;
         ggml_tensor *      joined = nullptr;  // [Hkv] i32: where each head lies, when groups follow each other; NULL: in their order
-        Tensors            window;
-        ggml_tensor *      queries = nullptr;  // [d_k, H, window]
-        size_t             inputs  = 0;
+        size_t             inputs = 0;
+        size_t             query_at = 0, head_at = 0;  // its place in what is seen on its device: numbers of a query, KV heads
     };
-    // What the host writes before each graph, for all layers of a device.
+    // For all layers of a device: what the host writes before each graph, and what graphs leave of a prompt.
     struct Inputs {
-        ggml_backend_dev_t device  = nullptr;
-        size_t             entries = 0;
-        int32_t            most    = 0;  // masks of a group that a token's own place is opened in
-        Tensors            held;
-        ggml_tensor *      index = nullptr;  // [entries * n] i64
-        ggml_tensor *      mask  = nullptr;  // [visible * n] f16, where heads are even
-        ggml_tensor *      zeros = nullptr;  // [1, 1, most] f32
-        Staging            staging;          // of the mask
-        Worker             worker;
+        struct Written {
+            ggml_tensor * index = nullptr;  // [entries * n + window] i64: slots of the rows, then places in the window
+            ggml_tensor * mask  = nullptr;  // [visible * n] f16, where heads are even
+        };
+        ggml_backend_dev_t     device  = nullptr;
+        size_t                 entries = 0;
+        int32_t                most    = 0;  // masks of a group that a token's own place is opened in
+        Tensors                held;
+        std::array<Written, 2> written;          // by turns, so that one is written while the graph that reads the other runs
+        ggml_tensor *          zeros = nullptr;  // [1, 1, most] f32
+        Worker                 worker;
+
+        size_t        query = 0, heads = 0;  // of all layers: numbers of a token's query, KV heads
+        Tensors       seen;
+        ggml_tensor * queries = nullptr;  // [query * window] f32, of each layer [d_k, window, H]: token i in place i % window
+        ggml_tensor * columns = nullptr;  // [pending rows, heads] f32
+        ggml_tensor * squares = nullptr;  // likewise
+        ggml_tensor * entropy = nullptr;  // [heads] f32
+    };
+    // A group that has no memory yet, and how many slots it is to have.
+    struct Unmade {
+        size_t  layer;
+        Group * group;
+        int32_t slots;
     };
     // n rows of a head from row `at` of a tensor on, and where they lie in the host's memory.
     struct Stretch {
@@ -188,7 +216,6 @@ class GraphRows : public AwayRows {
         std::vector<std::vector<float>> biases;  // [Hkv][n]; empty: no row of any layer has one
     };
     struct Parts;      // of the attention (graph/attention.cpp)
-    struct SumGraph;   // what adds it up (graph/sums.cpp)
     struct Measuring;  // by what rows are measured (graph/measure.cpp)
     struct Taking;     // a compression (graph/taking.h)
     struct Merging;
@@ -206,13 +233,18 @@ class GraphRows : public AwayRows {
     Room    room_for(size_t layer, const Group & group, int32_t slots, const std::shared_ptr<Tensors> & held) const;
     static void fill(const Group & group);
     bool    make_group(size_t layer, Group & group, int32_t slots);
+    bool    make_groups(const std::vector<Unmade> & groups);
     bool    lay_out(size_t layer, HeadRows && rows);
-    bool    grow(size_t layer, Group & group, const Incoming & incoming);
-    bool    make_inputs(int32_t n, int32_t follow);
-    bool    make_windows(int32_t window);
-    bool    make_sums(int32_t n, int32_t n_threads);
+    int32_t slots_wanted(const Group & group, const Incoming & incoming) const;
+    bool    grow(const Incoming & incoming);
+    bool    inputs_fit(const Incoming & incoming) const;
+    bool    make_inputs(const Incoming & incoming);
+    void    forget_seen();
+    bool    seen_fits(const Incoming & incoming) const;
+    bool    make_seen(const Incoming & incoming);
+    int32_t rows_before(const Incoming & incoming) const;  // the pending ones, of every head
     static void write_mask(const Group & group);
-    void    write_even_mask(Inputs & inputs, int32_t before, bool causal);
+    void    write_even_mask(Inputs & inputs, int32_t before, bool causal) const;
     void    plan_inputs();
     bool    make_order(size_t layer, const std::vector<int32_t> & heads);
     Group   placed(size_t layer, HeadRows & rows, const std::vector<int32_t> & heads, int32_t together) const;
@@ -222,8 +254,8 @@ class GraphRows : public AwayRows {
 
     ggml_tensor * attend_even(const GraphLayer & in, const Layer & layer, const Group & group) const;
     ggml_tensor * attend_group(const GraphLayer & in, const Layer & layer, const Group & group) const;
-    ggml_tensor * keep_queries(const GraphLayer & in, const Layer & layer) const;
-    SumGraph      sum_graph(size_t layer, float scale, int32_t n, int32_t shown, int32_t first, int32_t rows) const;
+    ggml_tensor * keep_queries(const GraphLayer & in, const Layer & layer) const;  // NULL: none
+    ggml_tensor * add_up(const GraphLayer & in, const Layer & layer, ggml_tensor * k, ggml_tensor * mask) const;  // likewise
     std::string   unmeasured() const;
     Outcome       measure_on(Inputs & inputs, const std::vector<size_t> & layers, const MeasureJob & job, std::vector<Measures> & out);
 
@@ -236,9 +268,16 @@ class GraphRows : public AwayRows {
     bool                            even_   = true;
     int32_t                         n_threads_ = 1;
     int32_t                         n_         = 0;  // tokens entered last
-    int32_t                         room_q_ = 0, room_visible_ = 0;  // that the inputs have
-    int32_t                         window_ = 0, room_window_ = 0;
-    Summed                          summed_;  // of the tokens entered last
+    uint64_t                        turn_      = 0;  // which of the inputs their graph reads
+    int32_t                         room_q_ = 0, room_visible_ = 0, room_recent_ = 0;  // that the inputs have
+    int32_t                         window_ = 0, parts_ = 1;  // of the next graph
+    Summed                          summed_;                  // likewise
+    // Of what is seen: how large a window there is, the tokens that came since it was read and how many of the last lie there; what is
+    // added up and whether anything was; the row of every head from which on it is, and how many there is room for.
+    int32_t                         seen_window_ = 0, seen_tokens_ = 0, seen_last_ = 0;
+    Summed                          seen_sums_;
+    bool                            summed_up_ = false;
+    int32_t                         seen_from_ = 0, seen_rows_ = 0;
     std::string                     full_device_;
 };
 

@@ -1,6 +1,5 @@
-// What a prompt's attention adds up to (H2O, LOOK-M eq. 4), where the layer lies: a graph of our own computes the attention
-// once more after llama.cpp's has run, as many queries at a time as a matrix of some size takes, since flash attention has no
-// weights to look at.
+// What a prompt's attention adds up to (H2O, LOOK-M eq. 4), where the layer lies: the graph computes the attention once more, a
+// part of the heads at a time, since flash attention has no weights to look at, and adds to tensors that outlive it.
 
 #include "backend/graph/rows.h"
 
@@ -12,7 +11,9 @@ using T = ggml_tensor *;
 
 namespace {
 
-constexpr int64_t MATRIX = 32 << 20;  // bytes of the weights that exist at a time
+constexpr int64_t MATRIX = 8 << 20;  // bytes of weights below which a layer is not cut into pieces
+
+int64_t pieces(int64_t n, int64_t of) { return (n + of - 1) / of; }
 
 // x [a, b, c] summed over b: [a, 1, c].
 T sum_over_second(ggml_context * c, T x) {
@@ -20,105 +21,85 @@ T sum_over_second(ggml_context * c, T x) {
     return ggml_reshape_3d(c, sum, x->ne[0], 1, x->ne[2]);
 }
 
-T plus(ggml_context * c, T sum, T x) { return sum ? ggml_add(c, sum, x) : x; }
+// A piece of the weights [shown, n, H], of which the rows from `first` on count, and where it is added up.
+struct Piece {
+    ggml_context * c;
+    T              a;
+    int64_t        first, share, heads;  // KV heads
+    size_t         head;                 // the first of them, in the sums
+    T              last;                 // what was added last: pieces follow each other, in the same memory
 
-std::vector<float> read(T x) {
-    std::vector<float> out(x ? (size_t) ggml_nelements(x) : 0);
-    if (x) {
-        ggml_backend_tensor_get(x, out.data(), 0, ggml_nbytes(x));
-    }
-    return out;
-}
-
-}  // namespace
-
-struct GraphRows::SumGraph {
-    GgmlContext   context;
-    ggml_cgraph * graph   = nullptr;
-    T             columns = nullptr, squares = nullptr, entropy = nullptr;
-
-    // Of the weights a [shown, n, H], of which the rows [first, first + rows) count.
-    void add(T a, int64_t first, int64_t rows, int64_t n_heads_kv, const Summed & wanted) {
-        ggml_context * c     = context.get();
-        const int64_t  shown = a->ne[0], n = a->ne[1], share = a->ne[2] / n_heads_kv;
-        const size_t   head  = (size_t) share * a->nb[2];
-        const size_t   at    = (size_t) first * sizeof(float);
-        if (wanted.columns) {
-            columns = plus(c, columns, sum_over_second(c, ggml_view_3d(c, a, rows, n * share, n_heads_kv, a->nb[1], head, at)));
-        }
-        if (wanted.squares) {
-            T sum = nullptr;
-            for (int64_t g = 0; g < share; g++) {
-                T one = ggml_view_3d(c, a, rows, n, n_heads_kv, a->nb[1], head, at + (size_t) g * a->nb[2]);
-                sum   = sum ? ggml_add(c, sum, one) : ggml_cont(c, one);
-            }
-            squares = plus(c, squares, sum_over_second(c, ggml_mul(c, sum, sum)));
-        }
-        if (wanted.entropy) {
-            constexpr float NEVER_ZERO = 1e-30f;  // less than any weight that counts
-            T               terms      = ggml_mul(c, a, ggml_log(c, ggml_scale_bias(c, a, 1.0f, NEVER_ZERO)));
-            entropy = plus(c, entropy, ggml_sum_rows(c, ggml_reshape_2d(c, terms, shown * n * share, n_heads_kv)));
-        }
+    // x [rows, 1, heads] to the sums [.., all heads].
+    void add(T sums, T x) {
+        T to = ggml_view_3d(c, sums, x->ne[0], 1, heads, sums->nb[1], sums->nb[1], head * sums->nb[1]);
+        last = ggml_add_inplace(c, after(to, last), x);
     }
 
-    void end() {
-        for (T x : { columns, squares, entropy }) {
-            if (x) {
-                ggml_set_output(x);
-                ggml_build_forward_expand(graph, x);
-            }
+    T rows(int64_t n, size_t at) const {
+        const size_t start = (size_t) first * sizeof(float) + at;
+        return ggml_view_3d(c, a, a->ne[0] - first, n, heads, a->nb[1], (size_t) share * a->nb[2], start);
+    }
+
+    void add_columns(T sums) { add(sums, sum_over_second(c, rows(a->ne[1] * share, 0))); }
+
+    void add_squares(T sums) {
+        T sum = nullptr;
+        for (int64_t g = 0; g < share; g++) {
+            T one = rows(a->ne[1], (size_t) g * a->nb[2]);
+            sum   = sum ? ggml_add(c, sum, one) : ggml_cont(c, one);
         }
+        add(sums, sum_over_second(c, ggml_mul(c, sum, sum)));
+    }
+
+    void add_entropy(T sums) {
+        constexpr float NEVER_ZERO = 1e-30f;  // less than any weight that counts
+        T               terms      = ggml_mul(c, a, ggml_log(c, ggml_scale_bias(c, a, 1.0f, NEVER_ZERO)));
+        T               sum        = ggml_sum_rows(c, ggml_reshape_2d(c, terms, a->ne[0] * a->ne[1] * share, heads));
+        add(sums, ggml_reshape_3d(c, sum, 1, 1, heads));
     }
 };
 
-// Of n queries that look at the first `shown` slots.
-GraphRows::SumGraph GraphRows::sum_graph(size_t l, float scale, int32_t n, int32_t shown, int32_t first, int32_t rows) const {
-    const LayerShape & shape  = (*shapes_)[l];
-    const Layer &      layer  = layers_[l];
-    const Group &      group  = layer.groups[0];
-    const T            masks  = inputs_[layer.inputs].mask;
-    const int64_t      a_time = std::clamp<int64_t>(MATRIX / ((int64_t) sizeof(float) * shown * shape.n_heads), 1, n);
-    const size_t       nodes  = (size_t) ((n + a_time - 1) / a_time) * (size_t) (40 + 2 * shape.n_heads / shape.n_heads_kv);
+}  // namespace
 
-    SumGraph out;
-    out.context      = make_context(nodes * ggml_tensor_overhead() + ggml_graph_overhead_custom(nodes, false));
-    ggml_context * c = out.context.get();
-    out.graph        = ggml_new_graph_custom(c, nodes, false);
-    T keys           = ggml_view_3d(c, group.k, shape.d_k, shown, shape.n_heads_kv, group.k->nb[1], group.k->nb[2], 0);
-    for (int64_t t = 0; t < n; t += a_time) {
-        const int64_t m    = std::min(a_time, n - t);
-        const size_t  row  = (size_t) shown * sizeof(ggml_fp16_t);
-        T             mask = ggml_view_2d(c, masks, shown, m, row, (size_t) t * row);
-        T q = ggml_view_3d(c, layer.queries, shape.d_k, shape.n_heads, m, layer.queries->nb[1], layer.queries->nb[2],
-                           (size_t) t * layer.queries->nb[2]);
-        T a = attention_weights(c, ggml_permute(c, q, 0, 2, 1, 3), keys, mask, scale, shape.softcap);
-        out.add(a, first, rows, shape.n_heads_kv, summed_);
-    }
-    out.end();
-    return out;
+int32_t summing_nodes(const LayerShape & shape) {
+    constexpr int32_t WEIGHTS = 10, COLUMNS = 7, SQUARES = 8, ENTROPY = 8;
+    return WEIGHTS + COLUMNS + SQUARES + 2 * shape.n_heads / shape.n_heads_kv + ENTROPY;
 }
 
-bool GraphRows::make_sums(int32_t n, int32_t n_threads) {
-    const int32_t shown = visible_after(n);
-    for (size_t l = 0; l < layers_.size() && summed_.any(); l++) {
-        if (!layers_[l].device) {
-            continue;
-        }
-        const SumGraph sums = sum_graph(l, 1.0f, n, shown, 0, shown);
-        if (!inputs_[layers_[l].inputs].worker.make_room(layers_[l].device, sums.graph, n_threads)) {
-            return refuse(layers_[l].device);
+// k [d_k, shown, Hkv], mask [shown, n]
+T GraphRows::add_up(const GraphLayer & in, const Layer & layer, T k, T mask) const {
+    if (!summed_.any()) {
+        return nullptr;
+    }
+    ggml_context * c     = in.ctx;
+    const Inputs & to    = inputs_[layer.inputs];
+    const T        q     = in.q;
+    const int64_t  n     = q->ne[2], shown = mask->ne[0], n_kv = k->ne[2], share = q->ne[1] / n_kv;
+    const int64_t  all   = pieces((int64_t) sizeof(float) * shown * n * q->ne[1], MATRIX), most = std::min<int64_t>(all, parts_);
+    const int64_t  heads = pieces(n_kv, most), tokens = pieces(n, std::max<int64_t>(1, most / pieces(n_kv, heads)));
+    T              last  = nullptr;
+    for (int64_t h = 0; h < n_kv; h += heads) {
+        for (int64_t t = 0; t < n; t += tokens) {
+            const int64_t m = std::min(tokens, n - t), some = std::min(heads, n_kv - h);
+            const size_t  at = (size_t) (h * share) * q->nb[1] + (size_t) t * q->nb[2];
+            T             of   = after(ggml_view_3d(c, q, q->ne[0], some * share, m, q->nb[1], q->nb[2], at), last);
+            T             keys = ggml_view_3d(c, k, k->ne[0], shown, some, k->nb[1], k->nb[2], (size_t) h * k->nb[2]);
+            T             seen = ggml_view_2d(c, mask, shown, m, mask->nb[1], (size_t) t * mask->nb[1]);
+            T     weights = attention_weights(c, ggml_permute(c, of, 0, 2, 1, 3), keys, seen, in.scale, in.softcap);
+            Piece piece   = { c, weights, seen_from_, share, some, layer.head_at + (size_t) h, last };
+            if (summed_.columns) {
+                piece.add_columns(to.columns);
+            }
+            if (summed_.squares) {
+                piece.add_squares(to.squares);
+            }
+            if (summed_.entropy) {
+                piece.add_entropy(to.entropy);
+            }
+            last = piece.last;
         }
     }
-    return true;
-}
-
-bool GraphRows::sum_attention(size_t l, float scale, int32_t rows, AttentionSums & out) {
-    const SumGraph sums = sum_graph(l, scale, n_, visible(), layers_[l].groups[0].used[0] - rows, rows);
-    if (!inputs_[layers_[l].inputs].worker.compute(sums.graph)) {
-        return refuse(layers_[l].device);
-    }
-    out = { read(sums.columns), read(sums.squares), read(sums.entropy) };
-    return true;
+    return last;
 }
 
 }  // namespace kvedge

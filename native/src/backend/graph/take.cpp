@@ -404,11 +404,7 @@ Outcome GraphRows::Taking::prepare_all() {
     if (outcome != Outcome::done) {
         return outcome;
     }
-    for (Layer & layer : from.layers_) {  // the next prompt makes them anew
-        layer.window  = Tensors();
-        layer.queries = nullptr;
-    }
-    from.window_ = from.room_window_ = 0;
+    from.forget_seen();  // the next prompt makes room anew
     if (job.rule) {
         const Timer timer(from.work.merge_us);
         outcome = merging.search();
@@ -446,7 +442,8 @@ Outcome GraphRows::Taking::replace_all() {
     from.inputs_  = std::move(next.inputs_);
     from.even_    = next.even_;
     from.summed_  = {};
-    from.room_q_  = from.room_visible_ = 0;
+    from.room_q_  = from.room_visible_ = from.room_recent_ = 0;
+    from.window_  = 0;
     from.stamp_   = ++*from.stamps_;
     if (job.out && biased) {
         job.out->resize(stay.size());

@@ -84,6 +84,15 @@ void copy_slots(ggml_tensor * from, ggml_tensor * to, int64_t n) {
     }
 }
 
+ggml_tensor * after(ggml_tensor * view, ggml_tensor * node) {
+    ggml_tensor ** const end  = view->src + GGML_MAX_SRC;
+    ggml_tensor ** const free = std::find(view->src, end, nullptr);
+    if (node && free != end) {
+        *free = node;
+    }
+    return view;
+}
+
 const char * lacking(ggml_backend_dev_t device, ggml_cgraph * graph) {
     for (int i = 0; i < ggml_graph_n_nodes(graph); i++) {
         const ggml_tensor * node = ggml_graph_node(graph, i);

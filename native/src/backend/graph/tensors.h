@@ -92,6 +92,10 @@ class Worker {
     std::unique_ptr<ggml_gallocr, FreeGgml> memory_;
 };
 
+// Makes a view wait for a node that no operation reads, so that the node is in the graph, and run before what reads the view:
+// a graph holds what its results' sources lead to, and a view computes nothing from them. node: may be NULL. Returns the view.
+ggml_tensor * after(ggml_tensor * view, ggml_tensor * node);
+
 // The first operation of a graph that a device does not have; NULL: it has all of them.
 const char * lacking(ggml_backend_dev_t device, ggml_cgraph * graph);
 
