@@ -1,0 +1,437 @@
+// Attention of one token over KV heads that hold different numbers of rows, on CUDA: flash attention whose src[5] is a tensor of
+// spans. Compiled into ggml-cuda, which calls it by way of `ggml_cuda_ragged` (patch 0012).
+//
+//   src[0] q      [d_k, 1, H] f32
+//   src[1], [2]   K [d_k, slots], V [d_v, slots] f16, bf16 or f32, the same of both; the rows of all KV heads
+//   src[3] bias   [slots] f16, added to the logits, or NULL
+//   src[4] sinks  [H] f32, or NULL
+//   src[5] spans  [2 + H / Hkv, Hkv] i32: first slot and number of rows of each KV head, then zeros, in which the kernel counts.
+//                 It is written by the host, not by the graph, and read before earlier kernels have ended.
+//   dst           [d_v, H, 1] f32
+//
+// The rows of all heads, one head's after the other's, are cut into as many equal parts as there are blocks. A block attends to
+// its part of a head's rows; the last block of a head, which knows it by a count, joins the parts. Lengths are read on the device,
+// so that a CUDA graph serves all tokens. Where more than 4 query heads share a KV head they are cut into bundles of 4 or fewer,
+// each of which reads the rows: from the cache, but for the first one.
+
+#include "ggml-cuda/fattn.cuh"
+
+namespace {
+
+constexpr int   THREADS    = 256, WARPS = THREADS / 32, BLOCKS = 2;  // blocks: on a multiprocessor
+constexpr int   FEWEST     = 32;                                     // rows that are worth a block
+constexpr int   MOST_HEADS = 512;
+constexpr float LOG2E      = 1.4426950408889634f;
+constexpr float LOWEST     = -1e30f;  // below all logits, and less it is still a number
+
+struct Job {
+    const char *  k;
+    const char *  v;
+    const float * q;
+    const half *  bias;
+    const float * sinks;
+    int *         spans;
+    float *       dst;
+    float *       parts;  // [blocks + bundles][G][d_v], sums that belong to `marks`
+    float2 *      marks;  // [blocks + bundles][G] largest logit, and sum of the weights
+    int64_t       k_row, v_row;  // bytes
+    int64_t       q_head;        // floats
+    int           d_k, d_v;
+    int           heads_kv, share, bundles;  // share: query heads of a KV head, in so many bundles
+    int           span;                      // entries of a span
+    float         scale, softcap;
+};
+
+// Eight neighbours of a row.
+template <typename T> struct Eight {
+    uint4 words[sizeof(T) / 2];
+};
+
+__device__ __forceinline__ void widen(const Eight<half> & x, float (&out)[8]) {
+    const half2 * pairs = (const half2 *) x.words;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const float2 two = __half22float2(pairs[i]);
+        out[2 * i]       = two.x;
+        out[2 * i + 1]   = two.y;
+    }
+}
+
+__device__ __forceinline__ void widen(const Eight<nv_bfloat16> & x, float (&out)[8]) {
+    const unsigned * pairs = (const unsigned *) x.words;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        out[2 * i]     = __uint_as_float(pairs[i] << 16);
+        out[2 * i + 1] = __uint_as_float(pairs[i] & 0xffff0000u);
+    }
+}
+
+__device__ __forceinline__ void widen(const Eight<float> & x, float (&out)[8]) {
+    const float * all = (const float *) x.words;
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        out[i] = all[i];
+    }
+}
+
+// By exponentials: fast math makes tanhf an approximation of 11 bits.
+__device__ __forceinline__ float tanh_of(float x) { return 1.0f - 2.0f / (1.0f + exp2f(2.0f * LOG2E * x)); }
+
+// Four neighbours of a weighted sum of values; weights are powers of 2 of logits less `most`, and add up to `weight`.
+struct Sum {
+    float  most = LOWEST, weight = 0.0f;
+    float4 values = { 0.0f, 0.0f, 0.0f, 0.0f };
+
+    __device__ __forceinline__ void add(float2 mark, float4 x) {
+        const float top = fmaxf(most, mark.x), old = exp2f(most - top), now = exp2f(mark.x - top);
+        weight   = weight * old + mark.y * now;
+        values.x = values.x * old + x.x * now;
+        values.y = values.y * old + x.y * now;
+        values.z = values.z * old + x.z * now;
+        values.w = values.w * old + x.w * now;
+        most     = top;
+    }
+};
+
+// What the warps of a block have of a bundle's heads.
+template <int LANES, int G> struct Shared {
+    int    first[MOST_HEADS + 1];  // of all rows, the first of each bundle
+    float4 sums[WARPS][G][2 * LANES];
+    float2 marks[WARPS][G];
+    bool   last;
+};
+
+// Numbers of rows before each bundle. By one warp.
+__device__ __forceinline__ void number_rows(const Job & job, int * first) {
+    const int lane = threadIdx.x;
+    int       sum  = 0;
+#pragma unroll 1
+    for (int base = 0; base < job.heads_kv * job.bundles; base += 32) {
+        const int  at     = base + lane;
+        const bool inside = at < job.heads_kv * job.bundles;
+        int        n      = inside ? job.spans[(at / job.bundles) * job.span + 1] : 0;
+#pragma unroll
+        for (int o = 1; o < 32; o *= 2) {
+            const int below = __shfl_up_sync(0xffffffff, n, o);
+            n += lane >= o ? below : 0;
+        }
+        if (inside) {
+            first[at + 1] = sum + n;
+        }
+        sum += __shfl_sync(0xffffffff, n, 31);
+    }
+    if (lane == 0) {
+        first[0] = 0;
+    }
+}
+
+// n rows from `slot` on, by all threads; what each warp finds goes to shared memory. A row lies in LANES lanes, eight numbers in
+// each; so many teams of lanes take every TEAMS-th row, ROWS of them at a time, and keys are on their way while values count.
+template <typename T, int LANES, int G>
+__device__ __forceinline__ void attend(const Job & job, const float * q_heads, int heads, int64_t slot, int n, Shared<LANES, G> & shared) {
+    constexpr int TEAMS = THREADS / LANES, ROWS = G * sizeof(T) <= 4 ? 4 : 2;
+    const int     lane = threadIdx.x % LANES, team = threadIdx.x / LANES;
+    const float   factor = job.softcap == 0.0f ? job.scale * LOG2E : job.scale / job.softcap;
+    const bool    in_k = 8 * lane < job.d_k, in_v = 8 * lane < job.d_v;
+    float         q[G][8], acc[G][8], most[G], weight[G];
+
+    const auto load = [&](Eight<T> (&to)[ROWS], const char * rows, int64_t row, bool inside, int at) {
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            const int i = at + r * TEAMS + team;
+            to[r]       = Eight<T>{};
+            if (inside && i < n) {
+                to[r] = *(const Eight<T> *) (rows + (slot + i) * row + lane * 8 * sizeof(T));
+            }
+        }
+    };
+    Eight<T> keys[ROWS], values[ROWS];
+    load(keys, job.k, job.k_row, in_k, 0);
+#pragma unroll
+    for (int g = 0; g < G; g++) {
+        most[g]   = LOWEST;
+        weight[g] = 0.0f;
+#pragma unroll
+        for (int j = 0; j < 8; j += 4) {
+            float4 x = { 0.0f, 0.0f, 0.0f, 0.0f };
+            if (in_k && g < heads) {
+                x = *(const float4 *) (q_heads + g * job.q_head + 8 * lane + j);
+            }
+            q[g][j]     = factor * x.x;
+            q[g][j + 1] = factor * x.y;
+            q[g][j + 2] = factor * x.z;
+            q[g][j + 3] = factor * x.w;
+            acc[g][j] = acc[g][j + 1] = acc[g][j + 2] = acc[g][j + 3] = 0.0f;
+        }
+    }
+    for (int at = 0; at < n; at += ROWS * TEAMS) {
+        load(values, job.v, job.v_row, in_v, at);
+        float logits[ROWS][G];
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            float row[8];
+            widen(keys[r], row);
+#pragma unroll
+            for (int g = 0; g < G; g++) {
+                logits[r][g] = 0.0f;
+#pragma unroll
+                for (int j = 0; j < 8; j++) {
+                    logits[r][g] += q[g][j] * row[j];
+                }
+            }
+        }
+        load(keys, job.k, job.k_row, in_k, at + ROWS * TEAMS);
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            const int   i    = at + r * TEAMS + team;
+            const float bias = job.bias && i < n ? LOG2E * __half2float(job.bias[slot + i]) : 0.0f;
+#pragma unroll
+            for (int g = 0; g < G; g++) {
+                float x = logits[r][g];
+#pragma unroll
+                for (int o = LANES / 2; o > 0; o /= 2) {
+                    x += __shfl_xor_sync(0xffffffff, x, o);
+                }
+                x            = job.softcap == 0.0f ? x : LOG2E * job.softcap * tanh_of(x);
+                logits[r][g] = i < n ? x + bias : -INFINITY;
+            }
+        }
+#pragma unroll
+        for (int g = 0; g < G; g++) {
+            float top = most[g];
+#pragma unroll
+            for (int r = 0; r < ROWS; r++) {
+                top = fmaxf(top, logits[r][g]);
+            }
+            const float old = exp2f(most[g] - top);
+            most[g]         = top;
+            weight[g] *= old;
+#pragma unroll
+            for (int j = 0; j < 8; j++) {
+                acc[g][j] *= old;
+            }
+#pragma unroll
+            for (int r = 0; r < ROWS; r++) {
+                logits[r][g] = exp2f(logits[r][g] - top);
+                weight[g] += logits[r][g];
+            }
+        }
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            float row[8];
+            widen(values[r], row);
+#pragma unroll
+            for (int g = 0; g < G; g++) {
+#pragma unroll
+                for (int j = 0; j < 8; j++) {
+                    acc[g][j] += logits[r][g] * row[j];
+                }
+            }
+        }
+    }
+#pragma unroll
+    for (int g = 0; g < G; g++) {
+#pragma unroll
+        for (int o = LANES; o < 32; o *= 2) {
+            const float other = __shfl_xor_sync(0xffffffff, most[g], o), top = fmaxf(most[g], other), old = exp2f(most[g] - top);
+            weight[g] *= old;
+            weight[g] += __shfl_xor_sync(0xffffffff, weight[g], o);
+#pragma unroll
+            for (int j = 0; j < 8; j++) {
+                acc[g][j] *= old;
+                acc[g][j] += __shfl_xor_sync(0xffffffff, acc[g][j], o);
+            }
+            most[g] = top;
+        }
+        const int warp = threadIdx.x / 32, in_warp = threadIdx.x % 32;
+        if (in_warp < LANES) {
+            shared.sums[warp][g][2 * lane]     = { acc[g][0], acc[g][1], acc[g][2], acc[g][3] };
+            shared.sums[warp][g][2 * lane + 1] = { acc[g][4], acc[g][5], acc[g][6], acc[g][7] };
+        }
+        if (in_warp == 0) {
+            shared.marks[warp][g] = { most[g], weight[g] };
+        }
+    }
+}
+
+template <int LANES, int G> __device__ __forceinline__ Sum join(const Shared<LANES, G> & shared, int n, int g, int i) {
+    Sum sum;
+    for (int w = 0; w < n; w++) {
+        sum.add(shared.marks[w][g], shared.sums[w][g][i]);
+    }
+    return sum;
+}
+
+template <typename T, int LANES, int G> __global__ void __launch_bounds__(THREADS, BLOCKS) attend_ragged(const Job job) {
+    __shared__ Shared<LANES, G> shared;
+    const int                   n_all = job.heads_kv * job.bundles;
+    ggml_cuda_pdl_lc();
+    if (threadIdx.x < 32) {
+        number_rows(job, shared.first);
+    }
+    __syncthreads();
+    ggml_cuda_pdl_sync();
+
+    // four neighbours of a head's output for each thread; where there are more threads, these share the parts
+    const int quarter = job.d_v / 4, columns = G * quarter, sharing = min(WARPS, THREADS / columns);
+    const int column = threadIdx.x % columns, sharer = threadIdx.x / columns, g = column / quarter, i = column % quarter;
+    const int rows = max(FEWEST, (shared.first[n_all] + (int) gridDim.x - 1) / (int) gridDim.x);  // of a block
+    const int end  = min(shared.first[n_all], ((int) blockIdx.x + 1) * rows);
+    int       row  = blockIdx.x * rows;
+    int       b    = 0;  // bundle
+
+    const auto finish = [&](int head, bool there, const Sum & sum) {
+        if (there) {
+            const float sunk = job.sinks ? exp2f(LOG2E * job.sinks[head + g] - sum.most) : 0.0f;
+            const float by   = sum.weight > 0.0f ? 1.0f / (sum.weight + sunk) : 0.0f;
+            *(float4 *) (job.dst + (int64_t) (head + g) * job.d_v + 4 * i) = { by * sum.values.x, by * sum.values.y, by * sum.values.z,
+                                                                              by * sum.values.w };
+        }
+    };
+    const auto head_of  = [&](int bundle) { return bundle / job.bundles * job.share + bundle % job.bundles * G; };
+    const auto heads_of = [&](int bundle) { return min(G, job.share - bundle % job.bundles * G); };
+
+    for (int empty = blockIdx.x; empty < n_all; empty += gridDim.x) {
+        if (shared.first[empty] == shared.first[empty + 1]) {
+            finish(head_of(empty), sharer == 0 && g < heads_of(empty), Sum());
+        }
+    }
+    for (int base = 0; base < n_all && row < end; base += 32) {
+        const int at = base + (int) threadIdx.x % 32;
+        b += __popc(__ballot_sync(0xffffffff, at < n_all && shared.first[at + 1] <= row));
+    }
+    for (; row < end; b++) {
+        const int before = shared.first[b], behind = shared.first[b + 1], stop = min(end, behind);
+        if (stop <= row) {
+            continue;
+        }
+        const int kv = b / job.bundles, head = head_of(b), heads = heads_of(b);
+        int *     span = job.spans + kv * job.span;
+        attend<T, LANES, G>(job, job.q + head * job.q_head, heads, (int64_t) span[0] + row - before, stop - row, shared);
+        row = stop;
+        __syncthreads();
+        const bool mine  = sharer == 0 && g < heads;
+        const int  from  = before / rows, parts = (behind - 1) / rows - from + 1;
+        Sum        sum;
+        if (mine) {
+            sum = join(shared, WARPS, g, i);
+        }
+        if (parts == 1) {
+            finish(head, mine, sum);
+        } else {
+            if (mine) {
+                const int64_t at = (int64_t) ((int) blockIdx.x + b) * G + g;
+                *(float4 *) (job.parts + at * job.d_v + 4 * i) = sum.values;
+                if (i == 0) {
+                    job.marks[at] = { sum.most, sum.weight };
+                }
+                __threadfence();
+            }
+            __syncthreads();
+            if (threadIdx.x == 0) {  // counts to parts - 1, and then it is 0 again
+                shared.last = atomicInc((unsigned *) span + 2 + b % job.bundles, (unsigned) parts - 1) == (unsigned) parts - 1;
+            }
+            __syncthreads();
+            if (shared.last) {
+                __threadfence();
+                sum = Sum();
+                if (sharer < sharing && g < heads) {
+#pragma unroll 4
+                    for (int p = sharer; p < parts; p += sharing) {
+                        const int64_t at = (int64_t) (from + p + b) * G + g;
+                        sum.add(__ldcg(job.marks + at), __ldcg((const float4 *) (job.parts + at * job.d_v + 4 * i)));
+                    }
+                    shared.sums[sharer][g][i] = sum.values;
+                    if (i == 0) {
+                        shared.marks[sharer][g] = { sum.most, sum.weight };
+                    }
+                }
+                __syncthreads();
+                finish(head, mine, mine ? join(shared, sharing, g, i) : sum);
+            }
+        }
+        __syncthreads();
+    }
+}
+
+template <typename T, int LANES> void launch(const Job & job, int g, int blocks, cudaStream_t stream) {
+    const ggml_cuda_kernel_launch_params params(dim3(blocks), dim3(THREADS), 0, stream);
+    switch (g) {
+        case 1: ggml_cuda_kernel_launch(attend_ragged<T, LANES, 1>, params, job); break;
+        case 2: ggml_cuda_kernel_launch(attend_ragged<T, LANES, 2>, params, job); break;
+        case 3: ggml_cuda_kernel_launch(attend_ragged<T, LANES, 3>, params, job); break;
+        default: ggml_cuda_kernel_launch(attend_ragged<T, LANES, 4>, params, job);
+    }
+}
+
+template <typename T> void launch(const Job & job, int g, int blocks, cudaStream_t stream) {
+    const int d = max(job.d_k, job.d_v);
+    if (d <= 64) {
+        launch<T, 8>(job, g, blocks, stream);
+    } else if (d <= 128) {
+        launch<T, 16>(job, g, blocks, stream);
+    } else {
+        launch<T, 32>(job, g, blocks, stream);
+    }
+}
+
+static bool fits(const ggml_tensor * dst) {
+    const ggml_tensor *q = dst->src[0], *k = dst->src[1], *v = dst->src[2], *bias = dst->src[3], *sinks = dst->src[4], *spans = dst->src[5];
+    const bool sizes = k->ne[0] % 8 == 0 && k->ne[0] <= 256 && v->ne[0] % 8 == 0 && v->ne[0] <= 256 && q->ne[1] == 1 && q->ne[3] == 1 &&
+                       k->ne[2] == 1 && v->ne[2] == 1 && q->ne[2] % spans->ne[1] == 0 && spans->ne[0] >= 2 + q->ne[2] / spans->ne[1] &&
+                       q->ne[2] <= MOST_HEADS;
+    const bool types = (k->type == GGML_TYPE_F16 || k->type == GGML_TYPE_BF16 || k->type == GGML_TYPE_F32) && v->type == k->type &&
+                       q->type == GGML_TYPE_F32 && spans->type == GGML_TYPE_I32 && (!bias || bias->type == GGML_TYPE_F16) &&
+                       (!sinks || sinks->type == GGML_TYPE_F32);
+    const bool alibi = ((const float *) dst->op_params)[1] != 0.0f;
+    return sizes && types && !alibi && q->nb[2] % 16 == 0 && k->nb[1] % 16 == 0 && v->nb[1] % 16 == 0 && spans->nb[0] == sizeof(int) &&
+           (!bias || bias->ne[0] >= k->ne[1]);
+}
+
+static bool attend_to_spans(ggml_backend_cuda_context * ctx, const ggml_tensor * dst) {
+    if (!ctx || !fits(dst)) {
+        return fits(dst);
+    }
+    const ggml_tensor *q = dst->src[0], *k = dst->src[1], *v = dst->src[2], *spans = dst->src[5];
+    const int          heads_kv = (int) spans->ne[1], share = (int) q->ne[2] / heads_kv, bundles = (share + 3) / 4;
+    const int          g      = (share + bundles - 1) / bundles;
+    const int          blocks = BLOCKS * ggml_cuda_info().devices[ctx->device].nsm;
+    const size_t       parts  = (size_t) (blocks + heads_kv * bundles) * (size_t) g;
+
+    ggml_cuda_pool_alloc<float>  sums(ctx->pool(), parts * (size_t) v->ne[0]);
+    ggml_cuda_pool_alloc<float2> marks(ctx->pool(), parts);
+    const auto *                 params = (const float *) dst->op_params;
+    const auto                   data   = [](const ggml_tensor * x) { return x ? x->data : nullptr; };
+
+    Job job;
+    job.k        = (const char *) k->data;
+    job.v        = (const char *) v->data;
+    job.q        = (const float *) q->data;
+    job.bias     = (const half *) data(dst->src[3]);
+    job.sinks    = (const float *) data(dst->src[4]);
+    job.spans    = (int *) spans->data;
+    job.dst      = (float *) dst->data;
+    job.parts    = sums.ptr;
+    job.marks    = marks.ptr;
+    job.k_row    = (int64_t) k->nb[1];
+    job.v_row    = (int64_t) v->nb[1];
+    job.q_head   = (int64_t) (q->nb[2] / sizeof(float));
+    job.d_k      = (int) k->ne[0];
+    job.d_v      = (int) v->ne[0];
+    job.heads_kv = heads_kv;
+    job.share    = share;
+    job.bundles  = bundles;
+    job.span     = (int) (spans->nb[1] / sizeof(int));
+    job.scale    = params[0];
+    job.softcap  = params[2];
+    switch (k->type) {
+        case GGML_TYPE_F16: launch<half>(job, g, blocks, ctx->stream()); break;
+        case GGML_TYPE_BF16: launch<nv_bfloat16>(job, g, blocks, ctx->stream()); break;
+        default: launch<float>(job, g, blocks, ctx->stream());
+    }
+    return true;
+}
+
+const bool set = (ggml_cuda_ragged = attend_to_spans) != nullptr;
+
+}  // namespace
