@@ -293,7 +293,12 @@ class TestSeries:
         assert {p for p in paths if p.startswith("ggml/")} == {
             "ggml/src/ggml-alloc.c",
             "ggml/src/ggml-cpu/ggml-cpu.c",  # how threads wait
-            "ggml/src/ggml-cpu/ggml-cpu.cpp",  # and how long there are any
+            "ggml/src/ggml-cpu/ggml-cpu.cpp",  # and how long there are any; whether there is attention of kvedge's own
+            "ggml/src/ggml-cpu/ops.cpp",  # which takes flash attention with a sixth source
+            "ggml/src/ggml-cpu/ops.h",
+            "ggml/src/ggml-cuda/fattn.cu",
+            "ggml/src/ggml-cuda/fattn.cuh",
+            "ggml/src/ggml-cuda/ggml-cuda.cu",
             "ggml/src/ggml-rpc/ggml-rpc.cpp",
         }
 

@@ -124,7 +124,7 @@ T GraphRows::attend(const GraphLayer & in, size_t l) {
     }
     T out = nullptr;
     for (const Group & group : layer.groups) {
-        T heads = attend_group(in, layer, group);
+        T heads = group.regions ? attend_regions(in, layer, group) : attend_group(in, layer, group);
         out     = out ? ggml_concat(in.ctx, out, heads, 1) : heads;
     }
     if (layer.joined) {

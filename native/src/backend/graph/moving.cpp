@@ -229,8 +229,9 @@ bool GraphRows::lay_out(size_t l, HeadRows && rows) {
         layer.groups.push_back(placed(l, rows, heads, shared ? shape.n_heads_kv : 1));
         Group &       group = layer.groups.back();
         const int32_t used  = group.most_used(), more = used / 32;  // of an answer, beside the few tokens that there is always room for
+        group.regions = shared && has_ragged(layer.device, shape, form_.storage);
         // of a prompt that is yet to come, reserve() knows how many slots
-        group.slots = used == 0 && even_ ? 0 : slots_for(used + more, group.together);
+        group.slots = used == 0 && even_ ? 0 : group.regions ? group.spread() : slots_for(used + more, group.together);
     }
     return true;
 }

@@ -80,12 +80,14 @@ uint64_t GraphRows::bytes() const {
 GraphRows::Room GraphRows::room_for(size_t l, const Group & group, int32_t slots, const std::shared_ptr<Tensors> & held) const {
     const LayerShape & shape = (*shapes_)[l];
     const auto         heads = (int64_t) group.heads.size(), lists = heads / group.together;
-    const bool         picks = layers_[l].joined || heads < shape.n_heads_kv;
+    const bool         picks = layers_[l].joined || heads < shape.n_heads_kv, biased = form_.dropping || !group.biases[0].empty();
     Room               room;
     room.held  = held;
     room.k     = held->add(ggml_type_of(form_.storage.k), shape.d_k, slots, lists);
     room.v     = held->add(ggml_type_of(form_.storage.v), shape.d_v, slots, lists);
-    room.mask  = even_ ? nullptr : held->add(GGML_TYPE_F16, slots, group.queries, heads);
+    room.mask  = even_ || (group.regions && !biased) ? nullptr :
+                 group.regions                       ? held->add(GGML_TYPE_F16, slots) :
+                                                       held->add(GGML_TYPE_F16, slots, group.queries, heads);
     room.pick  = picks ? held->add(GGML_TYPE_I32, heads) : nullptr;
     room.slots = slots;
     return room;
@@ -101,12 +103,17 @@ void GraphRows::fill(const Group & group) {
     }
 }
 
-bool GraphRows::make_group(size_t l, Group & group, int32_t slots) {
+// starts: where its regions begin then.
+bool GraphRows::make_group(size_t l, Group & group, int32_t slots, const std::vector<int32_t> & starts) {
     Room room = room_for(l, group, slots, std::make_shared<Tensors>(ROOM_TENSORS));
     if (!room.held->allocate(layers_[l].device)) {
         return refuse(layers_[l].device);
     }
-    if (group.k) {
+    if (group.k && group.regions) {
+        copy_regions(group.k, room.k, group.first, group.used, starts);
+        copy_regions(group.v, room.v, group.first, group.used, starts);
+        group.move_to(starts);
+    } else if (group.k) {
         copy_slots(group.k, room.k, group.most_used());
         copy_slots(group.v, room.v, group.most_used());
     }
@@ -146,6 +153,10 @@ bool GraphRows::make_groups(const std::vector<Unmade> & groups) {
 
 // What every head may look at so far.
 void GraphRows::write_mask(const Group & group) {
+    if (group.regions) {
+        write_biases(group);
+        return;
+    }
     const ggml_fp16_t        hidden = ggml_fp32_to_fp16(-INFINITY), seen = ggml_fp32_to_fp16(0.0f);
     const auto               queries = (size_t) group.queries, slots = (size_t) group.slots;
     std::vector<ggml_fp16_t> mask(group.heads.size() * queries * slots, hidden);
@@ -189,6 +200,11 @@ void GraphRows::plan_inputs() {
         it->heads += (size_t) (*shapes_)[l].n_heads_kv;
         for (Group & group : layer.groups) {
             group.entry = even_ ? 0 : it->entries;
+            group.span  = it->spanned;
+            if (group.regions) {
+                it->spanned += group.heads.size();
+                it->span = std::max<int64_t>(it->span, 2 + (*shapes_)[l].n_heads / (*shapes_)[l].n_heads_kv);
+            }
             it->entries += even_ ? 0 : group.heads.size();
             it->most = std::max(it->most, (int32_t) group.heads.size() * group.queries);
         }
@@ -229,7 +245,7 @@ bool GraphRows::grow(const Incoming & incoming) {
             const int32_t slots = slots_wanted(group, incoming);
             if (!group.k) {
                 first.push_back({ l, &group, slots });
-            } else if (slots > group.slots && !make_group(l, group, slots)) {
+            } else if (group.regions ? !grow_regions(l, group, incoming) : slots > group.slots && !make_group(l, group, slots)) {
                 return false;
             }
         }
@@ -249,7 +265,7 @@ bool GraphRows::make_inputs(const Incoming & incoming) {
     const int32_t n = incoming.n, follow = incoming.follow;
     const int32_t shown = std::max(visible_after(follow), follow > n ? 0 : std::min(2 * room_visible_, slots_shown()));
     for (Inputs & inputs : inputs_) {
-        Tensors held(5);
+        Tensors held(6);
         auto    written = decltype(inputs.written)();
         for (auto & one : written) {
             one.index = held.add(GGML_TYPE_I64, (int64_t) inputs.entries * n + incoming.window);
@@ -259,6 +275,8 @@ bool GraphRows::make_inputs(const Incoming & incoming) {
             }
         }
         ggml_tensor * const zeros = held.add(GGML_TYPE_F32, 1, 1, inputs.most);
+        const auto    spanned = (int64_t) inputs.spanned;
+        ggml_tensor * const spans = spanned > 0 ? held.add(GGML_TYPE_I32, (spanned * inputs.span + 1) / 2 * 2 + 2 * spanned) : nullptr;
         room_q_ = room_visible_ = 0;
         if (!held.allocate(inputs.device)) {
             return refuse(inputs.device);
@@ -266,6 +284,7 @@ bool GraphRows::make_inputs(const Incoming & incoming) {
         inputs.held    = std::move(held);
         inputs.written = written;
         inputs.zeros   = zeros;
+        inputs.spans   = spans;
     }
     room_q_       = n;
     room_visible_ = shown;
@@ -304,9 +323,9 @@ bool GraphRows::reserve(const Incoming & incoming, int32_t n_threads) {
 
 // Of the next row of a head.
 int32_t GraphRows::Group::take_slot(size_t head) {
-    int32_t slot = used[list(head)];
+    int32_t slot = used_of(head);
     if (spare[head].empty()) {
-        used[list(head)]++;
+        used_of(head)++;
     } else {
         slot = spare[head].back();
         spare[head].pop_back();
@@ -361,10 +380,15 @@ void GraphRows::enter(int32_t n, bool causal) {
     summed_up_   = summed_up_ || summed_.any();
     for (size_t i = 0; i < inputs_.size(); i++) {
         const auto before = (int32_t) index[i][0];
+        if (n == 1 && inputs_[i].spanned > 0) {
+            write_spans(i, index[i]);
+        }
         for (int32_t t = seen_tokens_ - std::min(n, window_); t < seen_tokens_; t++) {
             index[i].push_back(t % window_);
         }
-        ggml_backend_tensor_set(inputs_[i].written[turn_].index, index[i].data(), 0, index[i].size() * sizeof(int64_t));
+        if (n > 1 || inputs_[i].spanned < index[i].size()) {  // else they are with the spans
+            ggml_backend_tensor_set(inputs_[i].written[turn_].index, index[i].data(), 0, index[i].size() * sizeof(int64_t));
+        }
         if (even_) {
             write_even_mask(inputs_[i], before, causal);
         }

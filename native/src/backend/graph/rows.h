@@ -3,9 +3,10 @@
 //
 // While all heads of all layers have as many rows they are even: one tensor of keys and one of values for a layer, every head
 // with its rows in the first of its slots, in token order, and one mask for all layers. Else, and where rows have biases, masks
-// hold the biases, and tokens come one by one. Then the heads of a layer have their rows in one list of slots, and each query
-// a mask of its own over all of it, where the device reads a row once for many queries; elsewhere heads of similar length
-// share a group, each with slots and a mask. Where a decode policy drops rows, the next one takes the slot.
+// hold the biases, and tokens come one by one. Then the heads of a layer have their rows in one list of slots, where the device
+// has attention over heads of different lengths each in a region of it (graph/ragged.cpp), or else each query with a mask of its
+// own over all of it, where the device reads a row once for many queries; elsewhere heads of similar length share a group, each
+// with slots and a mask. Where a decode policy drops rows, the next one takes the slot.
 
 #pragma once
 
@@ -45,6 +46,9 @@ bool has_flash_size(ggml_backend_dev_t device, int64_t d_k, int64_t d_v);
 // Whether an attention kernel there reads a row once for many queries, or passes over masked ones. Else heads that lie in one
 // list would read each other's rows.
 bool reads_once(ggml_backend_dev_t device);
+
+// Whether a device has attention over heads of different lengths, of rows of these types. A CUDA module of another build has none.
+bool has_ragged(ggml_backend_dev_t device, const LayerShape & shape, const Storage & storage);
 
 // Whether several threads may copy from and to it at a time.
 bool copies_at_once(ggml_backend_dev_t device);
@@ -149,7 +153,8 @@ class GraphRows : public AwayRows {
         std::shared_ptr<Tensors> held;
         ggml_tensor *            k    = nullptr;  // [d_k, slots, lists]
         ggml_tensor *            v    = nullptr;  // [d_v, slots, lists]
-        ggml_tensor *            mask = nullptr;  // [slots, queries, heads] f16, where heads are uneven: a row's bias, or -inf
+        // [slots, queries, heads] f16, where heads are uneven: a row's bias, or -inf; with regions [slots], or NULL: all 0
+        ggml_tensor *            mask = nullptr;
         ggml_tensor *            pick = nullptr;  // [heads] i32, where they are not all, in their own order
         int32_t                  slots = 0;       // of each list
     };
@@ -157,7 +162,10 @@ class GraphRows : public AwayRows {
     struct Group : Room {
         int32_t              together = 1;  // so many heads have their rows in one list of slots: one, or all of the layer
         std::vector<int32_t> heads, first;  // first[i]: slot of the first row with which heads[i] came
-        std::vector<int32_t> used;          // used[i]: first slots of list i that have or had a row
+        // each head of a shared list has a region of it: a slice of slots, its rows in the first ones
+        bool                 regions = false;
+        std::vector<int32_t> used;  // used[i]: first slots of list i, or with regions slots before the end of head i's rows, that
+                                    // have or had a row
         // where rows are dropped or lists are shared: the slots of each head's rows, in token order, and those that are free again
         bool                              ordered = false;
         std::vector<std::vector<int32_t>> order, spare;
@@ -166,8 +174,13 @@ class GraphRows : public AwayRows {
 
         int32_t most_used() const { return *std::max_element(used.begin(), used.end()); }
         size_t  list(size_t head) const { return head / (size_t) together; }
+        size_t  lists() const { return heads.size() / (size_t) together; }
+        int32_t & used_of(size_t head) { return used[regions ? head : list(head)]; }
+        std::vector<int32_t> starts(int32_t room) const;  // of regions with room for more rows of each head, and their end
+        void                 move_to(const std::vector<int32_t> & starts);
+        int32_t              spread();  // one head's rows right after the other's become regions; returns their end
         int32_t take_slot(size_t head);
-        size_t               entry = 0;       // of its first head in the index input of its device
+        size_t               entry = 0, span = 0;  // of its first head in the index input of its device, and among the spans
     };
     struct Layer {
         ggml_backend_dev_t device = nullptr;
@@ -186,9 +199,12 @@ class GraphRows : public AwayRows {
         ggml_backend_dev_t     device  = nullptr;
         size_t                 entries = 0;
         int32_t                most    = 0;  // masks of a group that a token's own place is opened in
+        size_t                 spanned = 0;  // heads that have spans
+        int64_t                span    = 2;  // numbers of a span: first slot, rows, and of each query head one that is 0
         Tensors                held;
         std::array<Written, 2> written;          // by turns, so that one is written while the graph that reads the other runs
         ggml_tensor *          zeros = nullptr;  // [1, 1, most] f32
+        ggml_tensor *          spans = nullptr;  // [span, spanned] i32, then [spanned] i64, the slots of one token's rows
         Worker                 worker;
 
         size_t        query = 0, heads = 0;  // of all layers: numbers of a token's query, KV heads
@@ -232,11 +248,12 @@ class GraphRows : public AwayRows {
     bool    refuse(ggml_backend_dev_t device);
     Room    room_for(size_t layer, const Group & group, int32_t slots, const std::shared_ptr<Tensors> & held) const;
     static void fill(const Group & group);
-    bool    make_group(size_t layer, Group & group, int32_t slots);
+    bool    make_group(size_t layer, Group & group, int32_t slots, const std::vector<int32_t> & starts = {});
     bool    make_groups(const std::vector<Unmade> & groups);
     bool    lay_out(size_t layer, HeadRows && rows);
     int32_t slots_wanted(const Group & group, const Incoming & incoming) const;
     bool    grow(const Incoming & incoming);
+    bool    grow_regions(size_t layer, Group & group, const Incoming & incoming);
     bool    inputs_fit(const Incoming & incoming) const;
     bool    make_inputs(const Incoming & incoming);
     void    forget_seen();
@@ -244,6 +261,8 @@ class GraphRows : public AwayRows {
     bool    make_seen(const Incoming & incoming);
     int32_t rows_before(const Incoming & incoming) const;  // the pending ones, of every head
     static void write_mask(const Group & group);
+    static void write_biases(const Group & group);
+    void    write_spans(size_t inputs, const std::vector<int64_t> & index);
     void    write_even_mask(Inputs & inputs, int32_t before, bool causal) const;
     void    plan_inputs();
     bool    make_order(size_t layer, const std::vector<int32_t> & heads);
@@ -254,6 +273,7 @@ class GraphRows : public AwayRows {
 
     ggml_tensor * attend_even(const GraphLayer & in, const Layer & layer, const Group & group) const;
     ggml_tensor * attend_group(const GraphLayer & in, const Layer & layer, const Group & group) const;
+    ggml_tensor * attend_regions(const GraphLayer & in, const Layer & layer, const Group & group) const;
     ggml_tensor * keep_queries(const GraphLayer & in, const Layer & layer) const;  // NULL: none
     ggml_tensor * add_up(const GraphLayer & in, const Layer & layer, ggml_tensor * k, ggml_tensor * mask) const;  // likewise
     std::string   unmeasured() const;

@@ -157,7 +157,7 @@ void GraphRows::Taking::make_bundles() {
             const LayerShape & s    = (*from.shapes_)[l];
             const uint64_t     mask = next.even_ ? 0 : group.heads.size() * (size_t) group.queries * sizeof(ggml_fp16_t);
             const uint64_t     row  = ggml_row_size(ggml_type_of(job.storage.k), s.d_k) + ggml_row_size(ggml_type_of(job.storage.v), s.d_v);
-            size += (uint64_t) group.slots * (group.used.size() * row + mask);
+            size += (uint64_t) group.slots * (group.lists() * row + mask);
         }
         const bool same = !bundles.empty() && from.layers_[bundles.back().layers[0]].inputs == i;
         if (!same || taken[i] + size > may[i] + freed[i]) {
@@ -251,7 +251,7 @@ void GraphRows::Taking::write_lists(Bundle & bundle) const {
             const Group & group = next.layers_[l].groups[g];
             auto * const  list  = bundle.numbers.at<int32_t>(bundle.lists[(size_t) i][g]);
             const auto &  any   = places[l][(size_t) group.heads[0]];
-            std::fill_n(list, (size_t) group.slots * group.used.size(), any.empty() ? 0 : any[0]);
+            std::fill_n(list, (size_t) group.slots * group.lists(), any.empty() ? 0 : any[0]);
             for (const int32_t h : group.heads) {
                 const auto   to  = next.places_of(l, h);
                 const auto & at  = places[l][(size_t) h];
@@ -279,7 +279,7 @@ void GraphRows::Taking::sketch(Bundle & bundle) {
             const T        rows = flat(c, l, keys);
             for (size_t g = 0; g < next.layers_[l].groups.size(); g++) {
                 const Group & group = next.layers_[l].groups[g];
-                const auto    n     = (int64_t) group.slots * (int64_t) group.used.size();
+                const auto    n     = (int64_t) group.slots * (int64_t) group.lists();
                 const T       index = bundle.numbers.tensor(c, GGML_TYPE_I32, bundle.lists[i][g], n);
                 bundle.gather->add(gathered(c, rows, index, keys ? group.k : group.v));
             }
@@ -302,7 +302,7 @@ Outcome GraphRows::Taking::open(Bundle & bundle) {
         bundle.lists.emplace_back();
         for (Group & group : next.layers_[l].groups) {
             static_cast<Room &>(group) = next.room_for(l, group, group.slots, bundle.held);
-            bundle.lists.back().push_back(bundle.numbers.room((size_t) group.slots * group.used.size(), sizeof(int32_t)));
+            bundle.lists.back().push_back(bundle.numbers.room((size_t) group.slots * group.lists(), sizeof(int32_t)));
         }
         if (job.rule) {
             merging.make_room(l, bundle.numbers);

@@ -93,6 +93,23 @@ ggml_tensor * after(ggml_tensor * view, ggml_tensor * node) {
     return view;
 }
 
+void copy_regions(ggml_tensor * from, ggml_tensor * to, const std::vector<int32_t> & first, const std::vector<int32_t> & end,
+                  const std::vector<int32_t> & starts) {
+    const GgmlContext context = make_context(2 * first.size() * ggml_tensor_overhead());
+    const auto        region  = [&](ggml_tensor * x, int32_t at, int32_t n) {
+        ggml_tensor * part = ggml_view_2d(context.get(), x, x->ne[0], n, x->nb[1], (size_t) at * x->nb[1]);
+        ggml_backend_view_init(part);
+        return part;
+    };
+    for (size_t i = 0; i < first.size(); i++) {
+        const int32_t n = end[i] - first[i];
+        if (n > 0) {
+            ggml_tensor * const rows = region(from, first[i], n);
+            ggml_backend_tensor_copy(rows, region(to, starts[i], n));
+        }
+    }
+}
+
 const char * lacking(ggml_backend_dev_t device, ggml_cgraph * graph) {
     for (int i = 0; i < ggml_graph_n_nodes(graph); i++) {
         const ggml_tensor * node = ggml_graph_node(graph, i);

@@ -107,4 +107,8 @@ void write_to(ggml_tensor * result, const ggml_tensor * to, size_t offset = 0);
 // The first n slots of every head, from one tensor [d, slots, heads] to another, on their device.
 void copy_slots(ggml_tensor * from, ggml_tensor * to, int64_t n);
 
+// Slots [first[i], end[i]) of a list, to those from starts[i] on of another.
+void copy_regions(ggml_tensor * from, ggml_tensor * to, const std::vector<int32_t> & first, const std::vector<int32_t> & end,
+                  const std::vector<int32_t> & starts);
+
 }  // namespace kvedge
