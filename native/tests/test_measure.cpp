@@ -1,4 +1,6 @@
-// What is measured of rows that lie on a device, the processor through ggml's graphs, against what the host measures of them.
+// What is measured of rows that lie on a device, against what the host measures of them.
+//
+//   test_measure [DEVICE]    a name or HOST:PORT; without one the processor, through ggml's graphs
 
 #include "backend/graph/rows.h"
 #include "backend/cpu/kernels/kernels.h"
@@ -6,7 +8,7 @@
 #include "check.h"
 #include "core/sequence.h"
 #include "core/stages.h"
-#include "ggml-backend.h"
+#include "device.h"
 #include "primitives/dct.h"
 #include "primitives/window.h"
 
@@ -176,13 +178,12 @@ void same(const char * what, const Bulk<float> & found, const Bulk<float> & want
     }
 }
 
-void check_looks(const Case & c, Sequence & seq, const MeasureJob & job) {
+void check_looks(const Case & c, Sequence & seq, const MeasureJob & job, ggml_backend_dev_t device) {
     std::vector<Measures> wanted;
     for (int32_t l = 0; l < LAYERS; l++) {
         wanted.push_back(expected(seq, job, l));
     }
     uint64_t                         stamps = 0;
-    const auto                       device = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
     std::vector<ggml_backend_dev_t>  devices((size_t) LAYERS, device);
     GraphRows                        rows(seq.rows.shapes(), devices, { seq.rows.storage(), c.uneven }, stamps);
     CHECK(rows.load(seq.rows, 2) && rows.even() != c.uneven);
@@ -211,7 +212,7 @@ void check_looks(const Case & c, Sequence & seq, const MeasureJob & job) {
     CHECK(rows.fetch(seq.rows, 2));
 }
 
-void check_case(const Case & c) {
+void check_case(const Case & c, ggml_backend_dev_t device) {
     std::vector<LayerShape> shapes;
     for (int32_t l = 0; l < LAYERS; l++) {
         shapes.push_back({ l, c.H, c.Hkv, c.d_k, c.d_v, c.softcap });
@@ -255,19 +256,25 @@ void check_case(const Case & c) {
     };
     for (const Looks & one : looks) {
         job.looks = one;
-        check_looks(c, seq, job);
+        check_looks(c, seq, job, device);
     }
 }
 
 }  // namespace
 
-int main() {
-    check_case({ 4, 4, 64, 64, 0, 37, 8, Type::f32 });
-    check_case({ 8, 2, 64, 32, 0, 700, 24, Type::f16 });
-    check_case({ 8, 2, 32, 64, 50, 131, 16, Type::f32, true });
-    check_case({ 4, 4, 64, 64, 90, 257, 32, Type::f16, true, true });
-    check_case({ 6, 2, 64, 64, 45, 200, 40, Type::f16, false, true, 20.0f });
-    check_case({ 2, 2, 128, 128, 0, 1500, 32, Type::f16 });
-    check_case({ 4, 2, 64, 64, 10, 120, 8, Type::bf16 });
+int main(int argc, char ** argv) {
+    const auto device = device_named(argc > 1 ? argv[1] : "CPU");
+    if (!device) {
+        return 1;
+    }
+    const Case cases[] = {
+        { 4, 4, 64, 64, 0, 37, 8, Type::f32 },         { 8, 2, 64, 32, 0, 700, 24, Type::f16 },
+        { 8, 2, 32, 64, 50, 131, 16, Type::f32, true }, { 4, 4, 64, 64, 90, 257, 32, Type::f16, true, true },
+        { 6, 2, 64, 64, 45, 200, 40, Type::f16, false, true, 20.0f }, { 2, 2, 128, 128, 0, 1500, 32, Type::f16 },
+        { 4, 2, 64, 64, 10, 120, 8, Type::bf16 },       { 2, 1, 16, 16, 0, 5003, 32, Type::f32 },
+    };
+    for (const Case & c : cases) {
+        check_case(c, device);
+    }
     return failures() == 0 ? 0 : 1;
 }

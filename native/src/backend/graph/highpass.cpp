@@ -6,7 +6,7 @@
 //
 //     own + scatter * far * gather
 //
-// with far the kernel between the points of all boxes. n (b + 60) + (30 n / b)^2 products for a channel, where two
+// with far the kernel between the points of all boxes; what the filter takes is the rest of 1. n (b + 60) + (30 n / b)^2 products for a channel, where two
 // products with the cosines are 2 n w. The points are rows of the kernel matrix, chosen one by one, each time the one that is
 // farthest from what the others span (QR with pivots); then each row is a sum of theirs.
 
@@ -119,11 +119,12 @@ void GraphHighPass::choose_points() {
     rank_ = rounded((int64_t) points_.size(), 8);
 }
 
-// Of one box: where it is the only one, with its images.
+// What a box itself leaves of its rows; where it is the only one, its images belong to it.
 void GraphHighPass::fill_own(float * out) const {
     for (int64_t i = 0; i < width_; i++) {
         for (int64_t j = 0; j < width_; j++) {
-            *out++ = i >= most_ || j >= most_ ? 0.0f : (float) (kernel(i - j) + (boxes_ == 1 ? kernel(i + j + 1) : 0.0));
+            const double low = kernel(i - j) + (boxes_ == 1 ? kernel(i + j + 1) : 0.0);
+            *out++           = i >= most_ || j >= most_ ? 0.0f : (float) ((i == j ? 1.0 : 0.0) - low);
         }
     }
 }
@@ -160,11 +161,13 @@ void GraphHighPass::prepare(ggml_context * c, Parcel & parcel, int32_t n_threads
     far_     = ggml_new_tensor_2d(c, GGML_TYPE_F32, rank_ * boxes_, rank_ * boxes_);
     scatter_ = ggml_new_tensor_2d(c, GGML_TYPE_F32, rank_, width_);
     for (const bool by_row : { false, true }) {
+        const double sign = by_row ? -1.0 : 1.0;  // what others add to the low frequencies is taken away
         parcel.send<float>(by_row ? scatter_ : gather_, [&](float * to) {
             std::fill_n(to, rank_ * width_, 0.0f);
             for (size_t p = 0; p < points_.size(); p++) {
                 for (size_t i = 0; i < (size_t) most_; i++) {
-                    to[by_row ? i * (size_t) rank_ + p : p * (size_t) width_ + i] = (float) spread_[p * (size_t) most_ + i];
+                    to[by_row ? i * (size_t) rank_ + p : p * (size_t) width_ + i] =
+                        (float) (sign * spread_[p * (size_t) most_ + i]);
                 }
             }
         });
@@ -178,13 +181,13 @@ T GraphHighPass::deviation(ggml_context * c, T rows) const {
     const auto middle = (size_t) (std::find(order_.begin(), order_.end(), (int32_t) (n_ / 2)) - order_.begin());
     T origin = ggml_view_3d(c, rows, d, 1, heads, rows->nb[1], rows->nb[2], middle * rows->nb[1]);
     T x      = ggml_reshape_2d(c, ggml_cont(c, ggml_transpose(c, ggml_sub(c, rows, origin))), width_, boxes_ * d * heads);
-    T low    = product(c, own_, x);
+    T high   = product(c, own_, x);
     if (boxes_ > 1) {
         T points = ggml_reshape_2d(c, product(c, gather_, x), rank_ * boxes_, d * heads);
         T others = ggml_reshape_2d(c, product(c, far_, points), rank_, boxes_ * d * heads);
-        low      = ggml_add(c, low, product(c, scatter_, others));
+        high     = ggml_add(c, high, product(c, scatter_, others));
     }
-    T square = ggml_reshape_3d(c, ggml_sqr(c, ggml_sub(c, x, low)), n, d, heads);
+    T square = ggml_reshape_3d(c, ggml_sqr(c, high), n, d, heads);
     return ggml_pool_2d(c, square, GGML_OP_POOL_AVG, 1, (int) d, 1, (int) d, 0, 0);
 }
 

@@ -26,9 +26,6 @@ class GraphHighPass {
     // [n] += those of one head; returns their sum.
     double add(const float * deviation, float * out) const;
 
-    // Bytes of memory while rows of one head are measured.
-    static size_t work_bytes(int32_t n_tokens, int64_t d) { return 3 * (size_t) n_tokens * (size_t) d * sizeof(float); }
-
   private:
     int64_t first(int64_t box) const { return box * n_ / boxes_; }  // token
     double  kernel(int64_t distance) const { return kernel_[(size_t) (std::abs(distance) % (2 * n_))]; }

@@ -75,12 +75,10 @@ T squares(ggml_context * c, T rows) { return ggml_sum_rows(c, ggml_sqr(c, rows))
 
 Directions directions(ggml_context * c, T keys, T counts, bool unit) {
     constexpr float SHORTEST = 1e-12f;  // a shorter key points nowhere
-    const int64_t   d = keys->ne[0], heads = keys->ne[2];
-    T               units = ggml_l2_norm(c, keys, SHORTEST), of = unit ? units : keys;
-    if (counts) {
-        of = ggml_mul(c, of, counts);
-    }
-    T sum      = ggml_sum_rows(c, ggml_cont(c, ggml_transpose(c, of)));
+    const int64_t   n = keys->ne[1], d = keys->ne[0], heads = keys->ne[2];
+    T               units   = ggml_l2_norm(c, keys, SHORTEST);
+    T               columns = ggml_cont(c, ggml_transpose(c, unit ? units : keys));
+    T sum = counts ? ggml_mul_mat(c, ggml_reshape_2d(c, columns, n, d * heads), counts) : ggml_sum_rows(c, columns);
     T products = ggml_mul_mat(c, units, ggml_reshape_3d(c, sum, d, 1, heads));
     ggml_prec_set_acc(products, GGML_PREC_F32);
     return { sum, products };

@@ -31,8 +31,8 @@ float split_queries(const float * q, int64_t n_window, int64_t n_heads, int64_t 
 
 ggml_tensor * squares(ggml_context * c, ggml_tensor * rows);  // [1, T, heads] of lengths
 
-// Of keys [d, T, heads]: the sum of those that count, of length 1 or as they are, [1, d, heads]; and the products of all keys of length
-// 1 with it, [T, 1, heads]. counts [1, T]: 1 or 0; NULL: all count.
+// Of keys [d, T, heads]: the sum of those that count, of length 1 or as they are, d * heads numbers; and the products of all keys of
+// length 1 with it, [T, 1, heads]. counts [T]: 1 or 0; NULL: all count.
 struct Directions {
     ggml_tensor * sum;
     ggml_tensor * products;

@@ -67,6 +67,7 @@ struct GraphRows::Measuring {
     bool  asks_votes() const { return job.looks.votes != Looks::Votes::none && job.n_window > 0; }
     bool  asks_high() const { return job.looks.gamma >= 0.0 && !of_kind.empty() && !filter.all_pass(); }
     void  plan_parts();
+    size_t work_bytes(const LayerShape & s, size_t n_rows) const;
     void  make_inputs();
     void  make_part(Part & part);
     void  make_votes(Part & part, T keys);
@@ -110,10 +111,19 @@ GraphRows::Measuring::Measuring(const GraphRows & rows, const MeasureJob & job, 
     }
 }
 
-// So many heads at a time that what exists of them takes a bounded share of what their rows do.
+// Bytes of work memory for one head of N rows.
+size_t GraphRows::Measuring::work_bytes(const LayerShape & s, size_t N) const {
+    // copies of the rows, in f32: those that are turned, or filtered
+    const double copies = asks_high() ? 3.0 : job.looks.anchor != Looks::Anchor::none ? 2.5 : 2.0;
+    const double n = job.n_tokens, d = std::max(s.d_k, s.d_v), G = s.n_heads / s.n_heads_kv;
+    const double votes = asks_votes() ? (double) N * (s.d_k + 3.0 * job.n_window * G) : 0.0;
+    const bool   others = job.looks.key_norms || job.looks.value_norms || copies > 2.0;
+    return (size_t) (std::max(votes, others ? copies * n * d : 1.0) * sizeof(float));
+}
+
+// So many heads at a time that what exists of them is bounded.
 void GraphRows::Measuring::plan_parts() {
-    constexpr size_t LEAST = 32 << 20, SHARE = 64;
-    const size_t     bound = std::max(LEAST, (size_t) rows.bytes() / SHARE);
+    constexpr size_t MOST = 48 << 20;
     for (const size_t l : layers) {
         const LayerShape & shape = (*rows.shapes_)[l];
         for (const Group & group : rows.layers_[l].groups) {
@@ -121,19 +131,18 @@ void GraphRows::Measuring::plan_parts() {
             for (const int32_t head : group.heads) {
                 longest = std::max(longest, even() ? (size_t) group.used[0] : rows.places_of(l, head).size());
             }
-            const auto   d     = (size_t) std::max(shape.d_k, shape.d_v), G = (size_t) (shape.n_heads / shape.n_heads_kv);
-            const size_t votes = asks_votes() ? longest * ((size_t) shape.d_k + 3 * (size_t) job.n_window * G) * sizeof(float) : 0;
-            const size_t each  = std::max(votes, GraphHighPass::work_bytes(job.n_tokens, (int64_t) d));
-            const bool   alone = !even() && !job.sinks.empty() && job.sinks[l];  // sinks leave no dimension for masks of heads
-            const size_t n     = alone ? 1 : std::clamp(bound / each, (size_t) 1, group.heads.size());
-            for (size_t first = 0; first < group.heads.size(); first += n) {
+            const bool   alone  = !even() && !job.sinks.empty() && job.sinks[l];  // sinks leave no dimension for masks of heads
+            const size_t heads  = group.heads.size();
+            const size_t a_time = alone ? 1 : std::clamp(MOST / work_bytes(shape, longest), (size_t) 1, heads);
+            const size_t n      = (heads + (heads + a_time - 1) / a_time - 1) / ((heads + a_time - 1) / a_time);
+            for (size_t first = 0; first < heads; first += n) {
                 Part part{};
                 part.layer = l;
                 part.group = &group;
                 part.first = first;
                 part.rows  = (int32_t) longest;
                 part.heads.assign(group.heads.begin() + (std::ptrdiff_t) first,
-                                  group.heads.begin() + (std::ptrdiff_t) std::min(first + n, group.heads.size()));
+                                  group.heads.begin() + (std::ptrdiff_t) std::min(first + n, heads));
                 parts.push_back(std::move(part));
             }
         }
@@ -167,7 +176,7 @@ void GraphRows::Measuring::make_inputs() {
         });
     }
     if (job.looks.by_kind && job.looks.anchor != Looks::Anchor::none) {
-        counts = ggml_new_tensor_2d(c, GGML_TYPE_F32, 1, n);
+        counts = ggml_new_tensor_1d(c, GGML_TYPE_F32, n);
         parcel.send<float>(counts, [&](float * to) { std::copy_n(job.kind, n, to); });
     }
     if (asks_high()) {

@@ -1,0 +1,108 @@
+// What it costs to measure pending rows on a device, for the looks of some methods.
+//
+//   bench_measure DEVICE HEADS KV_HEADS HEAD_SIZE TOKENS LAYERS ROUNDS
+//
+// DEVICE: a name, or HOST:PORT of an RPC server. Rows are f16, a window of 32 queries.
+// stdout: a line per method: operations a layer, bytes to the host for each row and KV head, KiB a layer to the device, and the best
+// milliseconds of ROUNDS, upload and download included.
+
+#include "backend/cpu/kernels/kernels.h"
+#include "backend/cpu/reach.h"
+#include "backend/graph/rows.h"
+#include "core/sequence.h"
+#include "core/threads.h"
+#include "device.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <random>
+
+using namespace kvedge;
+
+namespace {
+
+using V = Looks::Votes;
+using A = Looks::Anchor;
+
+const struct {
+    const char * name;
+    Looks        looks;
+} METHODS[] = {
+    { "snapkv", { V::mean, 0.0, false, false, A::none, -1.0, false } },
+    { "keydiff", { V::none, 0.0, false, false, A::unit, -1.0, false } },
+    { "mixkv", { V::mean, 0.0, false, true, A::unit, -1.0, false } },
+    { "flashcache", { V::none, 0.0, false, false, A::none, 0.2, false } },
+    { "kvedge", { V::faded, 0.15, false, true, A::unit, 0.2, true } },
+};
+
+// The same few rows again and again, each in another place in every head.
+void fill(Sequence & seq, int32_t n) {
+    std::mt19937                    rng(1);
+    std::normal_distribution<float> normal;
+    const LayerShape &              s = seq.rows.shapes()[0];
+    std::vector<float>              some((size_t) (997 + std::max(s.d_k, s.d_v)));
+    std::generate(some.begin(), some.end(), [&] { return normal(rng); });
+    for (int32_t t = 0; t < n; t++) {
+        const auto at = seq.rows.place_from_end(t, n);
+        for (const LayerShape & shape : seq.rows.shapes()) {
+            for (int32_t h = 0; h < shape.n_heads_kv; h++) {
+                const float * row = some.data() + (t * 31 + h * 7 + shape.il) % 997;
+                kernels().from_f32(Type::f16, row, k_row(at, shape.il, h), (size_t) shape.d_k);
+                kernels().from_f32(Type::f16, row, v_row(at, shape.il, h), (size_t) shape.d_v);
+            }
+        }
+    }
+}
+
+}  // namespace
+
+int main(int argc, char ** argv) {
+    if (argc != 8) {
+        std::fprintf(stderr, "bench_measure DEVICE HEADS KV_HEADS HEAD_SIZE TOKENS LAYERS ROUNDS\n");
+        return 2;
+    }
+    const auto    device = device_named(argv[1]);
+    const int32_t H = std::atoi(argv[2]), Hkv = std::atoi(argv[3]), d = std::atoi(argv[4]), n = std::atoi(argv[5]), W = 32;
+    const auto    layers = (size_t) std::atoi(argv[6]);
+    if (!device) {
+        return 1;
+    }
+    std::vector<LayerShape> shapes;
+    for (size_t l = 0; l < layers; l++) {
+        shapes.push_back({ (int32_t) l, H, Hkv, d, d });
+    }
+    Sequence             seq(shapes, Storage{});
+    std::vector<int32_t> pos((size_t) n);
+    if (!seq.rows.append(n, pos.data(), false)) {
+        return 1;
+    }
+    fill(seq, n);
+    uint64_t  stamps = 0;
+    GraphRows rows(shapes, std::vector<ggml_backend_dev_t>(layers, device), { Storage{}, false }, stamps);
+    if (!rows.load(seq.rows, available_threads())) {
+        return 1;
+    }
+    std::vector<uint8_t> kind((size_t) n, 1);
+    std::fill_n(kind.begin(), n / 16, (uint8_t) 0);
+    for (const auto & method : METHODS) {
+        MeasureJob job{};
+        job.looks    = method.looks;
+        job.n_tokens = n;
+        job.n_window = W;
+        job.kind     = kind.data();
+        job.queries.assign(layers, Bulk<float>((size_t) (W * H * d), 0.01f));
+        double best = 1e300;
+        for (int round = 0; round < std::atoi(argv[7]); round++) {
+            std::vector<Measures> out;
+            rows.work = {};
+            if (rows.measure(job, out) != AwayRows::Outcome::done) {
+                std::fprintf(stderr, "%s\n", rows.problem().c_str());
+                return 1;
+            }
+            best = std::min(best, 1e-3 * (double) rows.work.measure_us);
+        }
+        std::printf("%-12s %6.1f operations, %6.2f bytes, %8.1f KiB, %9.2f ms\n", method.name, (double) rows.work.operations / (double) layers,
+                    (double) rows.work.to_host / ((double) n * Hkv * (double) layers), (double) rows.work.to_device / 1024.0 / (double) layers, best);
+    }
+    return 0;
+}

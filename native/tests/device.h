@@ -1,0 +1,25 @@
+// The device that a test was told to run on.
+
+#pragma once
+
+#include "ggml-backend.h"
+
+#include <cstdio>
+#include <string>
+
+// By its name, as `kvedge doctor` lists it, or HOST:PORT of an RPC server; NULL: there is none.
+inline ggml_backend_dev_t device_named(const std::string & name) {
+    ggml_backend_load_all();
+    if (name.find(':') != std::string::npos) {
+        using Add                    = ggml_backend_reg_t (*)(const char *);
+        const ggml_backend_reg_t rpc = ggml_backend_reg_by_name("RPC");
+        const auto add = rpc ? (Add) ggml_backend_reg_get_proc_address(rpc, "ggml_backend_rpc_add_server") : nullptr;
+        const auto reg = add ? add(name.c_str()) : nullptr;
+        return reg && ggml_backend_reg_dev_count(reg) > 0 ? ggml_backend_reg_dev_get(reg, 0) : nullptr;
+    }
+    const auto device = ggml_backend_dev_by_name(name.c_str());
+    if (!device) {
+        std::fprintf(stderr, "there is no device %s\n", name.c_str());
+    }
+    return device;
+}
