@@ -12,8 +12,6 @@
 
 #include "backend/graph/highpass.h"
 
-#include "core/threads.h"
-
 #include <algorithm>
 #include <cmath>
 #include <numeric>
@@ -129,30 +127,38 @@ void GraphHighPass::fill_own(float * out) const {
     }
 }
 
-void GraphHighPass::fill_far(float * out, int32_t n_threads) const {
-    const int64_t size = rank_ * boxes_, r = (int64_t) points_.size();
-    std::fill_n(out, size * size, 0.0f);
-    parallel_for(boxes_ > 32 ? n_threads : 1, (int32_t) boxes_, [&](int32_t a, int32_t) {
-        for (int64_t p = 0; p < r; p++) {
-            const int64_t i  = first(a) + points_[(size_t) p];
-            float *       to = out + (a * rank_ + p) * size;
-            for (int64_t box = 0; box < boxes_; box++, to += rank_) {
-                for (int64_t o = 0; o < r; o++) {
-                    const int64_t j = first(box) + points_[(size_t) o];
-                    to[o]           = (float) (kernel(i + j + 1) + (box == a ? 0.0 : kernel(i - j)));
-                }
-            }
+void GraphHighPass::fill_spread(float * out, bool by_row) const {
+    std::fill_n(out, rank_ * width_, 0.0f);
+    for (size_t p = 0; p < points_.size(); p++) {
+        for (size_t i = 0; i < (size_t) most_; i++) {
+            const double one = spread_[p * (size_t) most_ + i];
+            out[by_row ? i * (size_t) rank_ + p : p * (size_t) width_ + i] = (float) (by_row ? -one : one);  // what others add is taken away
         }
-    });
+    }
 }
 
-void GraphHighPass::prepare(ggml_context * c, Parcel & parcel, int32_t n_threads) {
+void GraphHighPass::fill_far(float * out, int64_t own) const {
+    const int64_t size = rank_ * boxes_, n_points = (int64_t) points_.size();
+    float *       to   = out + own * rank_ * size;
+    std::fill_n(to, rank_ * size, 0.0f);
+    for (int64_t p = 0; p < n_points; p++, to += size) {
+        const int64_t i = first(own) + points_[(size_t) p];
+        for (int64_t box = 0; box < boxes_; box++) {
+            for (int64_t o = 0; o < n_points; o++) {
+                const int64_t j       = first(box) + points_[(size_t) o];
+                to[box * rank_ + o] = (float) (kernel(i + j + 1) + (box == own ? 0.0 : kernel(i - j)));
+            }
+        }
+    }
+}
+
+void GraphHighPass::prepare(ggml_context * c, Parcel & parcel) {
     if (all_pass()) {
         return;
     }
     make_kernel();
     own_ = ggml_new_tensor_2d(c, GGML_TYPE_F32, width_, width_);
-    parcel.send<float>(own_, [this](float * to) { fill_own(to); });
+    parcel.send<float>(own_, [this](float * to, int32_t) { fill_own(to); });
     if (boxes_ == 1) {
         return;
     }
@@ -160,19 +166,9 @@ void GraphHighPass::prepare(ggml_context * c, Parcel & parcel, int32_t n_threads
     gather_  = ggml_new_tensor_2d(c, GGML_TYPE_F32, width_, rank_);
     far_     = ggml_new_tensor_2d(c, GGML_TYPE_F32, rank_ * boxes_, rank_ * boxes_);
     scatter_ = ggml_new_tensor_2d(c, GGML_TYPE_F32, rank_, width_);
-    for (const bool by_row : { false, true }) {
-        const double sign = by_row ? -1.0 : 1.0;  // what others add to the low frequencies is taken away
-        parcel.send<float>(by_row ? scatter_ : gather_, [&](float * to) {
-            std::fill_n(to, rank_ * width_, 0.0f);
-            for (size_t p = 0; p < points_.size(); p++) {
-                for (size_t i = 0; i < (size_t) most_; i++) {
-                    to[by_row ? i * (size_t) rank_ + p : p * (size_t) width_ + i] =
-                        (float) (sign * spread_[p * (size_t) most_ + i]);
-                }
-            }
-        });
-    }
-    parcel.send<float>(far_, [&](float * to) { fill_far(to, n_threads); });
+    parcel.send<float>(gather_, [this](float * to, int32_t) { fill_spread(to, false); });
+    parcel.send<float>(scatter_, [this](float * to, int32_t) { fill_spread(to, true); });
+    parcel.send<float>(far_, [this](float * to, int32_t box) { fill_far(to, box); }, (int32_t) boxes_);
 }
 
 T GraphHighPass::deviation(ggml_context * c, T rows) const {

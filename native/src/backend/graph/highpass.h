@@ -16,8 +16,8 @@ class GraphHighPass {
 
     bool all_pass() const { return kept_ == n_; }  // nothing is taken from anything
 
-    // The constants, of one graph.
-    void prepare(ggml_context * c, Parcel & parcel, int32_t n_threads);
+    // The constants, of one graph; it must outlive the parcel.
+    void prepare(ggml_context * c, Parcel & parcel);
 
     // In which order it takes rows: the token of each. What stands in for no token is behind the others of its box.
     const std::vector<int32_t> & order() const { return order_; }
@@ -28,11 +28,15 @@ class GraphHighPass {
 
   private:
     int64_t first(int64_t box) const { return box * n_ / boxes_; }  // token
-    double  kernel(int64_t distance) const { return kernel_[(size_t) (std::abs(distance) % (2 * n_))]; }
+    double  kernel(int64_t distance) const {  // less than 4 n
+        distance = std::abs(distance);
+        return kernel_[(size_t) (distance < 2 * n_ ? distance : distance - 2 * n_)];
+    }
     void    make_kernel();
     void    choose_points();
     void    fill_own(float * out) const;
-    void    fill_far(float * out, int32_t n_threads) const;
+    void    fill_spread(float * out, bool by_row) const;
+    void    fill_far(float * out, int64_t box) const;  // for the points of a box
 
     int64_t              n_, kept_;
     int64_t              boxes_ = 1, most_ = 1, width_ = 0;  // rows of a box at most, and the rows that it has room for

@@ -1,7 +1,10 @@
 #include "backend/graph/looks.h"
 
+#include "backend/cpu/kernels/kernels.h"
+
 #include <algorithm>
 #include <cmath>
+#include <functional>
 
 namespace kvedge {
 
@@ -47,28 +50,33 @@ T vote(ggml_context * c, T keys, const VoteInputs & in) {
     return in.largest && G > 1 ? over_rows(c, mean, GGML_OP_POOL_MAX, G) : mean;
 }
 
-float split_queries(const float * q, int64_t W, int64_t H, int64_t Hkv, int64_t d, ggml_fp16_t * out) {
+float factor_of(const Bulk<float> & queries) {
     constexpr int TOP = 10;  // the largest is brought to 2^TOP, so that what is left of it is a normal number in half precision
     float         most = 0.0f;
-    for (int64_t i = 0; i < W * H * d; i++) {
-        most = std::max(most, std::fabs(q[i]));
+    int           exponent = 0;
+    for (const float x : queries) {
+        most = std::max(most, std::fabs(x));
     }
-    int exponent = 0;
     std::frexp(most, &exponent);
-    const float   factor = most > 0.0f && std::isfinite(most) ? std::ldexp(1.0f, TOP - exponent) : 1.0f;
-    const int64_t G      = H / Hkv;
-    for (int64_t h = 0; h < H; h++) {
-        for (int64_t w = 0; w < W; w++) {
-            const float * from = q + (w * H + h) * d;
-            ggml_fp16_t * high = out + (((h / G * 2) * G + h % G) * W + w) * d, *low = high + G * W * d;
-            for (int64_t i = 0; i < d; i++) {
-                const float x = from[i] * factor;
-                high[i]       = ggml_fp32_to_fp16(x);
-                low[i]        = ggml_fp32_to_fp16(x - ggml_fp16_to_fp32(high[i]));
+    return most > 0.0f && std::isfinite(most) ? std::ldexp(1.0f, TOP - exponent) : 1.0f;
+}
+
+void split_queries(const WindowQueries & in, const std::vector<int32_t> & heads, int32_t group, ggml_fp16_t * out) {
+    const auto         d = (size_t) in.d, half = (size_t) group * (size_t) in.n_window * d;
+    std::vector<float> x(d), rounded(d);
+    for (const int32_t head : heads) {
+        for (int32_t h = head * group; h < (head + 1) * group; h++) {
+            for (int32_t w = 0; w < in.n_window; w++, out += d) {
+                const float * from = in.q + (size_t) (w * in.n_heads + h) * d;
+                std::transform(from, from + d, x.begin(), [&](float v) { return v * in.factor; });
+                kernels().from_f32(Type::f16, x.data(), (uint8_t *) out, d);
+                kernels().to_f32(Type::f16, (const uint8_t *) out, rounded.data(), d);
+                std::transform(x.begin(), x.end(), rounded.begin(), x.begin(), std::minus<float>());
+                kernels().from_f32(Type::f16, x.data(), (uint8_t *) (out + half), d);
             }
         }
+        out += half;
     }
-    return 1.0f / factor;
 }
 
 T squares(ggml_context * c, T rows) { return ggml_sum_rows(c, ggml_sqr(c, rows)); }

@@ -4,6 +4,7 @@
 
 #pragma once
 
+#include "backend/cpu/pages.h"
 #include "ggml.h"
 
 #include <cstdint>
@@ -19,15 +20,22 @@ struct VoteInputs {
     ggml_tensor * sinks;    // [G * heads] f32 or NULL
     int64_t       n_window, group;  // W, G
     int64_t       n_tokens;         // T: the last of N rows
-    float         scale, softcap;   // of the queries, as split_queries says; softcap 0: none
+    float         scale, softcap;   // what products with the queries are multiplied by; softcap 0: none
     bool          largest;          // over query heads, not their mean
 };
 
 // [T, 1, heads]: mean over the queries and query heads of the votes for keys [d, N, heads], or the largest over query heads.
 ggml_tensor * vote(ggml_context * c, ggml_tensor * keys, const VoteInputs & in);
 
-// Queries [W][H][d] as VoteInputs has them, [Hkv][2][G][W][d]; returns by what products with both are to be scaled.
-float split_queries(const float * q, int64_t n_window, int64_t n_heads, int64_t n_heads_kv, int64_t d, ggml_fp16_t * out);
+// Queries [W][H][d] of a layer, and what they are multiplied by, a power of two, so that half precision holds them in two halves.
+struct WindowQueries {
+    const float * q;
+    int32_t       n_window, n_heads, d;
+    float         factor;
+};
+float factor_of(const Bulk<float> & queries);
+// Of some KV heads, as VoteInputs has them: [heads][2][G][W][d].
+void split_queries(const WindowQueries & in, const std::vector<int32_t> & heads, int32_t group, ggml_fp16_t * out);
 
 ggml_tensor * squares(ggml_context * c, ggml_tensor * rows);  // [1, T, heads] of lengths
 

@@ -4,6 +4,7 @@
 #include "backend/graph/highpass.h"
 #include "backend/graph/looks.h"
 #include "backend/graph/rows.h"
+#include "core/threads.h"
 
 #include <algorithm>
 #include <cmath>
@@ -16,7 +17,7 @@ using T = ggml_tensor *;
 
 namespace {
 
-constexpr size_t NODES = 80;  // of a part, views and inputs included
+constexpr size_t NODES = 128;  // of a part, views and inputs included
 
 bool runs(const ggml_tensor * node) {
     return node->op != GGML_OP_NONE && node->op != GGML_OP_VIEW && node->op != GGML_OP_RESHAPE && node->op != GGML_OP_PERMUTE &&
@@ -76,7 +77,7 @@ struct GraphRows::Measuring {
     T     wide(const Part & part, bool keys, int32_t rows);
     T     gathered(const Part & part, bool keys, int32_t rows, bool filtered);
     T     result(T x);
-    void  read(std::vector<Measures> & out) const;
+    void  read_layer(size_t layer, Measures & out) const;
     void  read_part(const Part & part, Measures & out, Energy & energy) const;
     bool  even() const { return rows.even_; }
     const LayerShape & shape(const Part & part) const { return (*rows.shapes_)[part.layer]; }
@@ -89,11 +90,10 @@ struct GraphRows::Measuring {
     Parcel                      parcel;
     std::vector<Part>           parts;
     std::vector<Places>         lists;
-    std::vector<float>          scales;  // [layer] of the queries that are sent
+    std::vector<float>          factors;  // [layer] of the queries that are sent
     GgmlContext                 context;
     ggml_context *              c     = nullptr;
     ggml_cgraph *               graph = nullptr;
-    std::vector<T>              queries, sinks;  // [layer]
     T mask = nullptr, weights = nullptr, counts = nullptr;
 };
 
@@ -149,38 +149,29 @@ void GraphRows::Measuring::plan_parts() {
     }
 }
 
-// What layers share, and the queries of each.
+// What layers share.
 void GraphRows::Measuring::make_inputs() {
     const int32_t n = job.n_tokens, W = job.n_window;
-    queries.resize(rows.layers_.size());
-    sinks.resize(rows.layers_.size());
-    scales.resize(rows.layers_.size());
-    for (size_t i = 0; i < layers.size() && asks_votes(); i++) {
-        const size_t       l     = layers[i];
-        const LayerShape & shape = (*rows.shapes_)[l];
-        queries[l] = ggml_new_tensor_3d(c, GGML_TYPE_F16, shape.d_k, (int64_t) 2 * W * (shape.n_heads / shape.n_heads_kv), shape.n_heads_kv);
-        parcel.send<ggml_fp16_t>(queries[l], [&](ggml_fp16_t * to) {
-            scales[l] = split_queries(job.queries[l].data(), W, shape.n_heads, shape.n_heads_kv, shape.d_k, to);
-        });
-        if (!job.sinks.empty() && job.sinks[l]) {
-            sinks[l] = ggml_new_tensor_1d(c, GGML_TYPE_F32, shape.n_heads);
-            parcel.send<float>(sinks[l], [&](float * to) { std::copy_n(job.sinks[l], shape.n_heads, to); });
-        }
-    }
+    factors.resize(rows.layers_.size());
+    parallel_for(rows.n_threads_, asks_votes() ? (int32_t) layers.size() : 0, [&](int32_t i, int32_t) {
+        factors[layers[(size_t) i]] = factor_of(job.queries[layers[(size_t) i]]);
+    });
     if (job.looks.votes == Looks::Votes::faded && W > 0) {
         weights = ggml_new_tensor_2d(c, GGML_TYPE_F32, n, W);
-        parcel.send<float>(weights, [&](float * to) {
+        parcel.send<float>(weights, [this, n, W](float * to, int32_t) {
             for (int32_t r = 0; r < W; r++, to += n) {
-                std::fill_n(to, std::max(0, n - W + r), (float) ((double) W * std::exp(-job.looks.fade * (double) (W - 1 - r))));
+                const int32_t before = std::max(0, n - W + r);  // that the query votes for
+                std::fill_n(to, before, (float) ((double) W * std::exp(-job.looks.fade * (double) (W - 1 - r))));
+                std::fill(to + before, to + n, 0.0f);
             }
         });
     }
     if (job.looks.by_kind && job.looks.anchor != Looks::Anchor::none) {
         counts = ggml_new_tensor_1d(c, GGML_TYPE_F32, n);
-        parcel.send<float>(counts, [&](float * to) { std::copy_n(job.kind, n, to); });
+        parcel.send<float>(counts, [this, n](float * to, int32_t) { std::copy_n(job.kind, n, to); });
     }
     if (asks_high()) {
-        filter.prepare(c, parcel, rows.n_threads_);
+        filter.prepare(c, parcel);
     }
 }
 
@@ -195,7 +186,7 @@ T GraphRows::Measuring::places(const Part & part, int32_t n_rows, bool filtered)
         return known->list;
     }
     T list = ggml_new_tensor_1d(c, GGML_TYPE_I32, (int64_t) n * n_heads);
-    parcel.send<int32_t>(list, [&](int32_t * to) {
+    parcel.send<int32_t>(list, [this, &part, n_rows, n, filtered](int32_t * to, int32_t) {
         for (const int32_t h : part.heads) {
             const auto    all   = rows.places_of(part.layer, h);
             const int32_t first = (int32_t) all.size() - (filtered ? job.n_tokens : n_rows);
@@ -234,16 +225,15 @@ T GraphRows::Measuring::mask_of(const Part & part) {
         return mask;
     }
     T out = ggml_new_tensor_4d(c, GGML_TYPE_F16, N, W, 1, even() ? 1 : (int64_t) part.heads.size());
-    parcel.send<ggml_fp16_t>(out, [&](ggml_fp16_t * to) {
-        for (int64_t i = 0; i < out->ne[3]; i++) {
-            const int32_t missing = even() ? 0 : N - (int32_t) rows.places_of(part.layer, part.heads[(size_t) i]).size();
-            for (int32_t r = 0; r < W; r++, to += N) {
-                std::fill_n(to, N, ggml_fp32_to_fp16(0.0f));
-                hide(to, 0, missing);
-                hide(to, N - W + r + 1, N);
-            }
+    parcel.send<ggml_fp16_t>(out, [this, &part, N, W](ggml_fp16_t * to, int32_t i) {
+        const int32_t missing = even() ? 0 : N - (int32_t) rows.places_of(part.layer, part.heads[(size_t) i]).size();
+        to += (size_t) i * (size_t) W * (size_t) N;
+        for (int32_t r = 0; r < W; r++, to += N) {
+            std::fill_n(to, N, ggml_fp32_to_fp16(0.0f));
+            hide(to, 0, missing);
+            hide(to, N - W + r + 1, N);
         }
-    });
+    }, (int32_t) out->ne[3]);
     mask = even() ? out : nullptr;
     return out;
 }
@@ -257,19 +247,24 @@ T GraphRows::Measuring::result(T x) {
 
 void GraphRows::Measuring::make_votes(Part & part, T keys) {
     const LayerShape & s     = shape(part);
-    const int64_t      G     = s.n_heads / s.n_heads_kv, heads = (int64_t) part.heads.size();
-    T                  q     = queries[part.layer];
-    // a group's heads may be any of the layer's, but those of a part follow each other where all lie together
-    const bool         apart = part.heads.back() - part.heads.front() != (int32_t) heads - 1;
-    T                  own   = nullptr;
-    for (int64_t i = 0; i < heads; i += apart ? 1 : heads) {
-        T some = ggml_view_3d(c, q, q->ne[0], q->ne[1], apart ? 1 : heads, q->nb[1], q->nb[2], (size_t) part.heads[(size_t) i] * q->nb[2]);
-        own    = own ? ggml_concat(c, own, some, 2) : some;
+    const int32_t      W     = job.n_window, G = s.n_heads / s.n_heads_kv;
+    const auto         heads = (int64_t) part.heads.size();
+    const float        factor = factors[part.layer];
+    const float * const sink = job.sinks.empty() ? nullptr : job.sinks[part.layer];
+    T q     = ggml_new_tensor_3d(c, GGML_TYPE_F16, s.d_k, (int64_t) 2 * W * G, heads);
+    T sinks = sink ? ggml_new_tensor_1d(c, GGML_TYPE_F32, G * heads) : nullptr;
+    parcel.send<ggml_fp16_t>(q, [this, &part, &s, W, G, factor](ggml_fp16_t * to, int32_t) {
+        split_queries({ job.queries[part.layer].data(), W, s.n_heads, s.d_k, factor }, part.heads, G, to);
+    });
+    if (sinks) {
+        parcel.send<float>(sinks, [&part, sink, G](float * to, int32_t) {
+            for (const int32_t head : part.heads) {
+                to = std::copy_n(sink + head * G, G, to);
+            }
+        });
     }
-    T sink = sinks[part.layer];
-    sink   = sink ? ggml_view_1d(c, sink, G * heads, (size_t) (part.heads[0] * G) * sizeof(float)) : nullptr;
-    part.votes = result(vote(c, keys, { own, mask_of(part), weights, sink, job.n_window, G, job.n_tokens, scales[part.layer], s.softcap,
-                                        job.looks.votes == Looks::Votes::largest }));
+    const bool largest = job.looks.votes == Looks::Votes::largest;
+    part.votes = result(vote(c, keys, { q, mask_of(part), weights, sinks, W, G, job.n_tokens, 1.0f / factor, s.softcap, largest }));
 }
 
 void GraphRows::Measuring::make_part(Part & part) {
@@ -296,9 +291,14 @@ void GraphRows::Measuring::make_part(Part & part) {
         if (total) {
             part.energy[i] = result(ggml_sum_rows(c, ggml_reshape_1d(c, sums, ggml_nelements(sums))));
         }
-        if (asks_high()) {
-            part.deviation[i] = result(filter.deviation(c, gathered(part, of_keys, n, true)));
+        part.deviation[i] = asks_high() ? filter.deviation(c, gathered(part, of_keys, n, true)) : nullptr;
+        if (total) {
+            result(part.deviation[i]);
         }
+    }
+    if (asks_high() && looks.by_kind) {  // nobody asks for each
+        part.deviation[0] = result(ggml_add(c, part.deviation[0], part.deviation[1]));
+        part.deviation[1] = nullptr;
     }
 }
 
@@ -337,7 +337,7 @@ void GraphRows::Measuring::read_part(const Part & part, Measures & out, Energy &
     }
     for (size_t i = 0; part.deviation[0] && i < heads; i++) {
         std::fill(sums.begin(), sums.end(), 0.0f);
-        for (size_t of = 0; of < 2; of++) {
+        for (size_t of = 0; of < 2 && part.deviation[of]; of++) {
             energy.high[of] += filter.add(parcel.values(part.deviation[of]) + i * filter.order().size(), sums.data()) * width[of];
         }
         for (size_t t = 0; t < sums.size(); t++) {
@@ -346,34 +346,36 @@ void GraphRows::Measuring::read_part(const Part & part, Measures & out, Energy &
     }
 }
 
-void GraphRows::Measuring::read(std::vector<Measures> & out) const {
+void GraphRows::Measuring::read_layer(size_t l, Measures & out) const {
     const int32_t n = job.n_tokens, W = job.n_window;
-    for (const size_t l : layers) {
-        const auto heads = (size_t) (*rows.shapes_)[l].n_heads_kv, all = heads * (size_t) n;
-        const auto sized = [&](bool wanted) { return Bulk<float>(wanted ? all : 0, 0.0f); };
-        const bool anchored = job.looks.anchor != Looks::Anchor::none;
-        out[l] = { sized(job.looks.votes != Looks::Votes::none), sized(job.looks.key_norms), sized(job.looks.value_norms), Bulk<double>(anchored ? all : 0),
-                   std::vector<double>(anchored ? heads : 0, 0.0), sized(job.looks.gamma >= 0.0), 0.0 };
-    }
-    std::vector<Energy> energies(rows.layers_.size());
+    const auto    heads = (size_t) (*rows.shapes_)[l].n_heads_kv;
+    const auto    sized = [&](bool wanted) { return Bulk<float>(wanted ? heads * (size_t) n : 0, 0.0f); };
+    const bool    anchored = job.looks.anchor != Looks::Anchor::none;
+    out = { sized(job.looks.votes != Looks::Votes::none), sized(job.looks.key_norms), sized(job.looks.value_norms), Bulk<double>(anchored ? heads * (size_t) n : 0),
+            std::vector<double>(anchored ? heads : 0, 0.0), sized(job.looks.gamma >= 0.0), 0.0 };
+    Energy energy;
     for (const Part & part : parts) {
-        read_part(part, out[part.layer], energies[part.layer]);
+        if (part.layer == l) {
+            read_part(part, out, energy);
+        }
     }
-    for (const size_t l : layers) {
-        for (size_t of = 0; of < 2; of++) {
-            out[l].high += energies[l].all[of] > 0.0 ? energies[l].high[of] / energies[l].all[of] : 0.0;
+    for (size_t of = 0; of < 2; of++) {
+        out.high += energy.all[of] > 0.0 ? energy.high[of] / energy.all[of] : 0.0;
+    }
+    if (job.looks.votes == Looks::Votes::faded) {
+        double later = 0.0;  // weight of the queries behind t
+        for (int32_t t = n - 1, r = W - 1; r >= 0 && t >= 0; t--, r--) {
+            later += std::exp(-job.looks.fade * (double) (W - 1 - r));
         }
-        if (job.looks.votes != Looks::Votes::faded) {
-            continue;
-        }
-        const auto heads = (size_t) (*rows.shapes_)[l].n_heads_kv;
-        double     later = 0.0;  // weight of the queries behind t
-        for (int32_t t = n - 1, r = W - 1; t >= 0; t--) {
-            for (size_t h = 0; h < heads; h++) {
-                out[l].votes[h * (size_t) n + (size_t) t] /= (float) std::max(later, 1.0);
+        const auto whole = (float) std::max(later, 1.0);
+        for (size_t h = 0; h < heads; h++) {
+            float * votes = out.votes.data() + h * (size_t) n;
+            std::transform(votes, votes + std::max(0, n - W), votes, [whole](float v) { return v / whole; });
+            later = 0.0;
+            for (int32_t t = n - 1, r = W - 1; r >= 0 && t >= 0; t--, r--) {
+                votes[t] /= (float) std::max(later, 1.0);
+                later += std::exp(-job.looks.fade * (double) (W - 1 - r));
             }
-            later += r >= 0 ? std::exp(-job.looks.fade * (double) (W - 1 - r)) : 0.0;
-            r--;
         }
     }
 }
@@ -397,18 +399,18 @@ AwayRows::Outcome GraphRows::measure_on(Inputs & inputs, const std::vector<size_
     Measuring  graph(*this, job, layers);
     const auto device = inputs.device;
     const auto end    = [&](Outcome outcome, const std::string & why) {
-        inputs.worker.give_back();
+        inputs.worker.give_back_memory();
         problem_ = outcome == Outcome::done ? "" : std::string("device ") + ggml_backend_dev_name(device) + " " + why;
         return outcome;
     };
     if (const char * operation = lacking(device, graph.graph)) {
         return end(Outcome::lacking, std::string("lacks ") + operation);
     }
-    inputs.worker.give_back();
+    inputs.worker.give_back_memory();  // a prompt's sums are done
     if (!graph.parcel.allocate() || !inputs.worker.make_room(device, graph.graph, n_threads_)) {
         return end(Outcome::full, "has no memory to measure rows");
     }
-    graph.parcel.upload();
+    graph.parcel.upload(n_threads_);
     if (!inputs.worker.compute(graph.graph)) {
         return end(Outcome::failed, "failed to measure rows");
     }
@@ -418,7 +420,7 @@ AwayRows::Outcome GraphRows::measure_on(Inputs & inputs, const std::vector<size_
     }
     work.to_device += graph.parcel.sent_bytes();
     work.to_host += graph.parcel.fetched_bytes();
-    graph.read(out);
+    parallel_for(n_threads_, (int32_t) layers.size(), [&](int32_t i, int32_t) { graph.read_layer(layers[(size_t) i], out[layers[(size_t) i]]); });
     return end(Outcome::done, "");
 }
 

@@ -1,5 +1,7 @@
 #include "backend/graph/parcel.h"
 
+#include "core/threads.h"
+
 namespace kvedge {
 
 Parcel::Parcel(ggml_backend_dev_t device)
@@ -32,25 +34,27 @@ ggml_tensor * Parcel::piece(ggml_context * context, size_t offset, size_t bytes)
     return all;
 }
 
-void Parcel::upload() {
-    if (sent_bytes_ > 0) {
-        const GgmlContext context = make_context(ggml_tensor_overhead());
-        ggml_backend_tensor_set(piece(context.get(), 0, sent_bytes_), values_.data(), 0, sent_bytes_);
+void Parcel::upload(int32_t n_threads) {
+    if (sent_bytes_ == 0) {
+        return;
     }
-    values_ = {};
+    values_.reset(new uint8_t[sent_bytes_]);
+    parallel_for(n_threads, (int32_t) tasks_.size(), [this](int32_t i, int32_t) { tasks_[(size_t) i](values_.get()); });
+    const GgmlContext context = make_context(ggml_tensor_overhead());
+    ggml_backend_tensor_set(piece(context.get(), 0, sent_bytes_), values_.get(), 0, sent_bytes_);
 }
 
 void Parcel::download() {
-    values_.resize(fetched_bytes_);
-    if (fetched_bytes_ > 0) {
+    values_.reset(fetched_bytes_ > 0 ? new uint8_t[fetched_bytes_] : nullptr);
+    if (values_) {
         const GgmlContext context = make_context(ggml_tensor_overhead());
-        ggml_backend_tensor_get(piece(context.get(), sent_bytes_, fetched_bytes_), values_.data(), 0, fetched_bytes_);
+        ggml_backend_tensor_get(piece(context.get(), sent_bytes_, fetched_bytes_), values_.get(), 0, fetched_bytes_);
     }
 }
 
 const float * Parcel::values(const ggml_tensor * t) const {
     const auto * base = (const uint8_t *) ggml_backend_buffer_get_base(buffer_.get()) + sent_bytes_;
-    return (const float *) (values_.data() + ((const uint8_t *) t->data - base));
+    return (const float *) (values_.get() + ((const uint8_t *) t->data - base));
 }
 
 }  // namespace kvedge

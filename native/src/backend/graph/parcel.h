@@ -6,7 +6,8 @@
 #include "backend/graph/tensors.h"
 
 #include <cstdint>
-#include <cstring>
+#include <functional>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -16,19 +17,22 @@ class Parcel {
   public:
     explicit Parcel(ggml_backend_dev_t device);
 
-    // The values of a tensor that no operation makes: write(values) fills them in, right away. Throws std::bad_alloc.
-    template <class X, class F> void send(ggml_tensor * t, const F & write) {
-        sent_.emplace_back(t, place(t, sent_bytes_));
-        values_.resize(sent_bytes_);
-        write((X *) (values_.data() + sent_.back().second));
+    // The values of a tensor that no operation makes: write(values, i) fills in a part of them, for each i < n_parts, before they
+    // are sent, on several threads at a time. What it refers to must last as long.
+    template <class X> void send(ggml_tensor * t, const std::function<void(X *, int32_t)> & write, int32_t n_parts = 1) {
+        const size_t at = place(t, sent_bytes_);
+        sent_.emplace_back(t, at);
+        for (int32_t i = 0; i < n_parts; i++) {
+            tasks_.push_back([write, at, i](uint8_t * values) { write((X *) (values + at), i); });
+        }
     }
     // The result of an operation, which then lies here and nowhere else.
     void fetch(ggml_tensor * t) { fetched_.emplace_back(t, place(t, fetched_bytes_)); }
 
     // Memory for all of them on the device, before the graph's own. False: there is none.
     bool allocate();
-    void upload();    // what is sent; not for a second time
-    void download();  // what was fetched
+    void upload(int32_t n_threads);  // what is sent
+    void download();                 // what was fetched
 
     const float * values(const ggml_tensor * t) const;  // of a result
     size_t        sent_bytes() const { return sent_bytes_; }
@@ -45,7 +49,8 @@ class Parcel {
     std::unique_ptr<ggml_backend_buffer, FreeGgml> buffer_;
     Places                                         sent_, fetched_;
     size_t                                         sent_bytes_ = 0, fetched_bytes_ = 0;
-    std::vector<uint8_t>                           values_;
+    std::vector<std::function<void(uint8_t *)>>    tasks_;
+    std::unique_ptr<uint8_t[]>                     values_;
 };
 
 }  // namespace kvedge

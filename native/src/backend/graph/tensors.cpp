@@ -137,12 +137,14 @@ uint8_t * Staging::room(ggml_backend_dev_t device, size_t bytes) {
 bool Worker::make_room(ggml_backend_dev_t device, ggml_cgraph * graph, int32_t n_threads) {
     if (!backend_) {
         backend_.reset(ggml_backend_dev_init(device, nullptr));
-        memory_.reset(backend_ ? ggml_gallocr_new(ggml_backend_dev_buffer_type(device)) : nullptr);
         const auto set_threads = (ggml_backend_set_n_threads_t) ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(device),
                                                                                                   "ggml_backend_set_n_threads");
         if (backend_ && set_threads) {
             set_threads(backend_.get(), n_threads);
         }
+    }
+    if (!memory_) {
+        memory_.reset(ggml_gallocr_new(ggml_backend_dev_buffer_type(device)));
     }
     return backend_ && ggml_gallocr_reserve(memory_.get(), graph);
 }

@@ -85,6 +85,7 @@ class Worker {
     bool     make_room(ggml_backend_dev_t device, ggml_cgraph * graph, int32_t n_threads);
     bool     compute(ggml_cgraph * graph);  // one that there is room for. False: the device failed
     void     give_back() { *this = Worker(); }
+    void     give_back_memory() { memory_.reset(); }  // what it takes to run graphs stays: on a GPU it takes long to make
     uint64_t bytes() const { return memory_ ? ggml_gallocr_get_buffer_size(memory_.get(), 0) : 0; }
 
   private:
