@@ -3,8 +3,8 @@
 //   bench_measure DEVICE HEADS KV_HEADS HEAD_SIZE TOKENS LAYERS ROUNDS
 //
 // DEVICE: a name, or HOST:PORT of an RPC server. Rows are f16, a window of 32 queries.
-// stdout: a line per method: operations a layer, bytes to the host for each row and KV head, KiB a layer to the device, and the best
-// milliseconds of ROUNDS, upload and download included.
+// stdout: a line per method: operations a layer, bytes to the host for each row and KV head, KiB a layer to the device, and the
+// best milliseconds of ROUNDS, upload and download included.
 
 #include "backend/cpu/kernels/kernels.h"
 #include "backend/cpu/reach.h"
@@ -101,8 +101,10 @@ int main(int argc, char ** argv) {
             }
             best = std::min(best, 1e-3 * (double) rows.work.measure_us);
         }
-        std::printf("%-12s %6.1f operations, %6.2f bytes, %8.1f KiB, %9.2f ms\n", method.name, (double) rows.work.operations / (double) layers,
-                    (double) rows.work.to_host / ((double) n * Hkv * (double) layers), (double) rows.work.to_device / 1024.0 / (double) layers, best);
+        const DeviceWork & work = rows.work;
+        const auto         each = [layers](auto x) { return (double) x / (double) layers; };
+        std::printf("%-12s %6.1f operations, %6.2f bytes, %8.1f KiB, %9.2f ms\n", method.name, each(work.operations),
+                    each(work.to_host) / ((double) n * Hkv), each(work.to_device) / 1024.0, best);
     }
     return 0;
 }

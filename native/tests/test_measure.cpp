@@ -9,6 +9,7 @@
 #include "core/sequence.h"
 #include "core/stages.h"
 #include "device.h"
+#include "ggml-backend.h"
 #include "primitives/dct.h"
 #include "primitives/window.h"
 
@@ -57,7 +58,7 @@ void write_rows(Sequence & seq, int32_t n, bool keys) {
                     row[i] = 2.0f * mean[i] + slow * drift[i] + far * row[i];
                 }
                 const auto at = seq.rows.place_from_end(t, n);
-                kernels().from_f32(keys ? seq.rows.storage().k : seq.rows.storage().v, row.data(), keys ? k_row(at, l, h) : v_row(at, l, h), (size_t) d);
+                kernels().from_f32(seq.rows.storage().k, row.data(), keys ? k_row(at, l, h) : v_row(at, l, h), row.size());
             }
         }
     }
@@ -131,7 +132,8 @@ Measures expected(const Sequence & seq, const MeasureJob & job, int32_t layer) {
         if (job.looks.votes == Looks::Votes::faded) {
             faded_votes(in, head, h, job.looks.fade, out.votes.data() + at);
         } else if (job.looks.votes != Looks::Votes::none) {
-            window_attention(in, head, h, job.looks.votes == Looks::Votes::largest ? GroupReduction::max : GroupReduction::mean, out.votes.data() + at);
+            const auto how = job.looks.votes == Looks::Votes::largest ? GroupReduction::max : GroupReduction::mean;
+            window_attention(in, head, h, how, out.votes.data() + at);
         }
         const auto          k = pending(head, true, s.d_k), v = pending(head, false, s.d_v);
         std::vector<double> mean((size_t) s.d_k);
@@ -186,7 +188,7 @@ void check_looks(const Case & c, Sequence & seq, const MeasureJob & job, ggml_ba
     uint64_t                         stamps = 0;
     std::vector<ggml_backend_dev_t>  devices((size_t) LAYERS, device);
     GraphRows                        rows(seq.rows.shapes(), devices, { seq.rows.storage(), c.uneven }, stamps);
-    CHECK(rows.load(seq.rows, 2) && rows.even() != c.uneven);
+    CHECK(rows.load(seq.rows, 2) && rows.even() != c.uneven && rows.reserve({ 1, 1, 0, {} }, 2));
     std::vector<Measures> found;
     const auto            outcome = rows.measure(job, found);
     CHECK(outcome == AwayRows::Outcome::done);
@@ -223,8 +225,8 @@ void check_case(const Case & c, ggml_backend_dev_t device) {
         seq.close_pending();
         for (int32_t l = 0; l < LAYERS && c.uneven; l++) {
             for (int32_t h = 0; h < c.Hkv; h++) {
-                for (int32_t i = 0; i < 3 * h + l; i++) {
-                    seq.rows.drop_row(l, h, i);
+                for (int32_t i = 0; i < c.n_old * (h % 2) / 2 + 3 * h + l; i++) {
+                    seq.rows.drop_row(l, h, i / 2);
                 }
             }
         }
@@ -269,9 +271,10 @@ int main(int argc, char ** argv) {
     }
     const Case cases[] = {
         { 4, 4, 64, 64, 0, 37, 8, Type::f32 },         { 8, 2, 64, 32, 0, 700, 24, Type::f16 },
-        { 8, 2, 32, 64, 50, 131, 16, Type::f32, true }, { 4, 4, 64, 64, 90, 257, 32, Type::f16, true, true },
+        { 8, 2, 32, 64, 50, 131, 16, Type::f32, true }, { 4, 4, 64, 64, 900, 257, 32, Type::f16, true, true },
+        { 8, 4, 64, 64, 900, 77, 32, Type::f16, true },
         { 6, 2, 64, 64, 45, 200, 40, Type::f16, false, true, 20.0f }, { 2, 2, 128, 128, 0, 1500, 32, Type::f16 },
-        { 4, 2, 64, 64, 10, 120, 8, Type::bf16 },       { 2, 1, 16, 16, 0, 5003, 32, Type::f32 },
+        { 4, 2, 64, 64, 10, 120, 8, Type::bf16 },       { 16, 16, 64, 64, 0, 5003, 8, Type::f16 },  // in two parts
     };
     for (const Case & c : cases) {
         check_case(c, device);

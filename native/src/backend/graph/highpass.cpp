@@ -6,9 +6,9 @@
 //
 //     own + scatter * far * gather
 //
-// with far the kernel between the points of all boxes; what the filter takes is the rest of 1. n (b + 60) + (30 n / b)^2 products for a channel, where two
-// products with the cosines are 2 n w. The points are rows of the kernel matrix, chosen one by one, each time the one that is
-// farthest from what the others span (QR with pivots); then each row is a sum of theirs.
+// with far the kernel between the points of all boxes; what the filter takes is the rest of 1. That is n (b + 60) + (30 n / b)^2
+// products for a channel, where two products with the cosines are 2 n w. The points are rows of the kernel matrix, chosen one by
+// one, each time the one that is farthest from what the others span (QR with pivots); then each row is a sum of theirs.
 
 #include "backend/graph/highpass.h"
 
@@ -59,7 +59,8 @@ void GraphHighPass::make_kernel() {
     kernel_.resize((size_t) (2 * n_));
     for (int64_t t = 0; t < 2 * n_; t++) {
         const double angle  = PI * (double) ((2 * kept_ - 1) * t % (4 * n_)) / (2.0 * n);
-        kernel_[(size_t) t] = t == 0 ? (double) (2 * kept_ - 1) / (2.0 * n) : std::sin(angle) / (2.0 * n * std::sin(PI * (double) t / (2.0 * n)));
+        const double below  = 2.0 * n * std::sin(PI * (double) t / (2.0 * n));
+        kernel_[(size_t) t] = t == 0 ? (double) (2 * kept_ - 1) / (2.0 * n) : std::sin(angle) / below;
     }
 }
 
@@ -132,7 +133,8 @@ void GraphHighPass::fill_spread(float * out, bool by_row) const {
     for (size_t p = 0; p < points_.size(); p++) {
         for (size_t i = 0; i < (size_t) most_; i++) {
             const double one = spread_[p * (size_t) most_ + i];
-            out[by_row ? i * (size_t) rank_ + p : p * (size_t) width_ + i] = (float) (by_row ? -one : one);  // what others add is taken away
+            const size_t at  = by_row ? i * (size_t) rank_ + p : p * (size_t) width_ + i;
+            out[at]          = (float) (by_row ? -one : one);  // what others add to the low frequencies is taken away
         }
     }
 }

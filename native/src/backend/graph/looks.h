@@ -14,7 +14,7 @@ namespace kvedge {
 
 // The window's queries and what they see.
 struct VoteInputs {
-    ggml_tensor * queries;  // [d, W * G * 2, heads] f16: of each head, its query heads' queries [G][W], and what rounding left of them
+    ggml_tensor * queries;  // [d, 2 * G * W, heads] f16: of a head its query heads' queries, and what rounding left of them
     ggml_tensor * mask;     // [N, W] or [N, W, 1, heads] f16
     ggml_tensor * weights;  // [T, W] f32 by which a query's vote for a token counts; NULL: all alike
     ggml_tensor * sinks;    // [G * heads] f32 or NULL
@@ -39,8 +39,8 @@ void split_queries(const WindowQueries & in, const std::vector<int32_t> & heads,
 
 ggml_tensor * squares(ggml_context * c, ggml_tensor * rows);  // [1, T, heads] of lengths
 
-// Of keys [d, T, heads]: the sum of those that count, of length 1 or as they are, d * heads numbers; and the products of all keys of
-// length 1 with it, [T, 1, heads]. counts [T]: 1 or 0; NULL: all count.
+// Of keys [d, T, heads]: the sum of those that count, of length 1 or as they are, d * heads numbers; and the products of all keys
+// of length 1 with it, [T, 1, heads]. counts [T]: 1 or 0; NULL: all count.
 struct Directions {
     ggml_tensor * sum;
     ggml_tensor * products;

@@ -98,8 +98,8 @@ struct GraphRows::Measuring {
 };
 
 GraphRows::Measuring::Measuring(const GraphRows & rows, const MeasureJob & job, const std::vector<size_t> & layers)
-    : rows(rows), job(job), layers(layers),
-      of_kind(tokens_of_kind(job)), filter((int32_t) of_kind.size(), std::max(job.looks.gamma, 0.0)), parcel(rows.layers_[layers[0]].device) {
+    : rows(rows), job(job), layers(layers), of_kind(tokens_of_kind(job)),
+      filter((int32_t) of_kind.size(), std::max(job.looks.gamma, 0.0)), parcel(rows.layers_[layers[0]].device) {
     plan_parts();
     const size_t nodes = NODES * (parts.size() + 1);
     context            = make_context(nodes * ggml_tensor_overhead() + ggml_graph_overhead_custom(nodes, false));
@@ -175,12 +175,14 @@ void GraphRows::Measuring::make_inputs() {
     }
 }
 
-// Places of the last `rows` rows of each head of a part, where a head's first row stands for those that a shorter one does not have; or of
-// the rows that are filtered, in the filter's order.
+// Places of the last `rows` rows of each head of a part, where a head's first row stands for those that a shorter one does not
+// have; or of the rows that are filtered, in the filter's order.
 T GraphRows::Measuring::places(const Part & part, int32_t n_rows, bool filtered) {
-    const auto    head = part.heads[0], n_heads = (int32_t) part.heads.size(), n = filtered ? (int32_t) filter.order().size() : n_rows;
+    const int32_t head = part.heads[0], n_heads = (int32_t) part.heads.size();
+    const int32_t n    = filtered ? (int32_t) filter.order().size() : n_rows;
     const auto    known = std::find_if(lists.begin(), lists.end(), [&](const Places & x) {
-        return even() && x.slots == part.group->slots && x.head == head && x.n_heads == n_heads && x.rows == n && x.filtered == filtered;
+        return even() && x.slots == part.group->slots && x.head == head && x.n_heads == n_heads && x.rows == n &&
+               x.filtered == filtered;
     });
     if (known != lists.end()) {
         return known->list;
@@ -201,10 +203,11 @@ T GraphRows::Measuring::places(const Part & part, int32_t n_rows, bool filtered)
 
 // [d, rows, heads] f32
 T GraphRows::Measuring::gathered(const Part & part, bool keys, int32_t n_rows, bool filtered) {
-    T from = keys ? part.group->k : part.group->v;
-    T flat = ggml_view_2d(c, from, from->ne[0], from->ne[1] * from->ne[2], from->nb[1], 0);
-    T list = places(part, n_rows, filtered);
-    return ggml_reshape_3d(c, ggml_get_rows(c, flat, list), from->ne[0], list->ne[0] / (int64_t) part.heads.size(), (int64_t) part.heads.size());
+    const auto heads = (int64_t) part.heads.size();
+    T          from  = keys ? part.group->k : part.group->v;
+    T          flat  = ggml_view_2d(c, from, from->ne[0], from->ne[1] * from->ne[2], from->nb[1], 0);
+    T          list  = places(part, n_rows, filtered);
+    return ggml_reshape_3d(c, ggml_get_rows(c, flat, list), from->ne[0], list->ne[0] / heads, heads);
 }
 
 // The last `rows` rows of the part's heads: [d, rows, heads] f32.
@@ -246,11 +249,11 @@ T GraphRows::Measuring::result(T x) {
 }
 
 void GraphRows::Measuring::make_votes(Part & part, T keys) {
-    const LayerShape & s     = shape(part);
-    const int32_t      W     = job.n_window, G = s.n_heads / s.n_heads_kv;
-    const auto         heads = (int64_t) part.heads.size();
-    const float        factor = factors[part.layer];
-    const float * const sink = job.sinks.empty() ? nullptr : job.sinks[part.layer];
+    const LayerShape &  s      = shape(part);
+    const int32_t       W      = job.n_window, G = s.n_heads / s.n_heads_kv;
+    const auto          heads  = (int64_t) part.heads.size();
+    const float         factor = factors[part.layer];
+    const float * const sink   = job.sinks.empty() ? nullptr : job.sinks[part.layer];
     T q     = ggml_new_tensor_3d(c, GGML_TYPE_F16, s.d_k, (int64_t) 2 * W * G, heads);
     T sinks = sink ? ggml_new_tensor_1d(c, GGML_TYPE_F32, G * heads) : nullptr;
     parcel.send<ggml_fp16_t>(q, [this, &part, &s, W, G, factor](ggml_fp16_t * to, int32_t) {
@@ -263,8 +266,9 @@ void GraphRows::Measuring::make_votes(Part & part, T keys) {
             }
         });
     }
-    const bool largest = job.looks.votes == Looks::Votes::largest;
-    part.votes = result(vote(c, keys, { q, mask_of(part), weights, sinks, W, G, job.n_tokens, 1.0f / factor, s.softcap, largest }));
+    const bool       largest = job.looks.votes == Looks::Votes::largest;
+    const VoteInputs in      = { q, mask_of(part), weights, sinks, W, G, job.n_tokens, 1.0f / factor, s.softcap, largest };
+    part.votes               = result(vote(c, keys, in));
 }
 
 void GraphRows::Measuring::make_part(Part & part) {
@@ -351,8 +355,9 @@ void GraphRows::Measuring::read_layer(size_t l, Measures & out) const {
     const auto    heads = (size_t) (*rows.shapes_)[l].n_heads_kv;
     const auto    sized = [&](bool wanted) { return Bulk<float>(wanted ? heads * (size_t) n : 0, 0.0f); };
     const bool    anchored = job.looks.anchor != Looks::Anchor::none;
-    out = { sized(job.looks.votes != Looks::Votes::none), sized(job.looks.key_norms), sized(job.looks.value_norms), Bulk<double>(anchored ? heads * (size_t) n : 0),
-            std::vector<double>(anchored ? heads : 0, 0.0), sized(job.looks.gamma >= 0.0), 0.0 };
+    out = { sized(job.looks.votes != Looks::Votes::none),         sized(job.looks.key_norms),
+            sized(job.looks.value_norms),                         Bulk<double>(anchored ? heads * (size_t) n : 0),
+            std::vector<double>(anchored ? heads : 0, 0.0),       sized(job.looks.gamma >= 0.0), 0.0 };
     Energy energy;
     for (const Part & part : parts) {
         if (part.layer == l) {
@@ -381,7 +386,10 @@ void GraphRows::Measuring::read_layer(size_t l, Measures & out) const {
 }
 
 // What no device measures; empty: there is no such thing.
-std::string GraphRows::unmeasured() const {
+std::string GraphRows::unmeasured(const MeasureJob & job) const {
+    if (job.n_window > job.n_tokens) {
+        return "a window that is longer than the prompt";
+    }
     if (form_.storage.quantised()) {
         return "scores of quantised rows";
     }
@@ -395,7 +403,8 @@ std::string GraphRows::unmeasured() const {
     return "";
 }
 
-AwayRows::Outcome GraphRows::measure_on(Inputs & inputs, const std::vector<size_t> & layers, const MeasureJob & job, std::vector<Measures> & out) {
+AwayRows::Outcome GraphRows::measure_on(
+    Inputs & inputs, const std::vector<size_t> & layers, const MeasureJob & job, std::vector<Measures> & out) {
     Measuring  graph(*this, job, layers);
     const auto device = inputs.device;
     const auto end    = [&](Outcome outcome, const std::string & why) {
@@ -420,13 +429,15 @@ AwayRows::Outcome GraphRows::measure_on(Inputs & inputs, const std::vector<size_
     }
     work.to_device += graph.parcel.sent_bytes();
     work.to_host += graph.parcel.fetched_bytes();
-    parallel_for(n_threads_, (int32_t) layers.size(), [&](int32_t i, int32_t) { graph.read_layer(layers[(size_t) i], out[layers[(size_t) i]]); });
+    parallel_for(n_threads_, (int32_t) layers.size(), [&](int32_t i, int32_t) {
+        graph.read_layer(layers[(size_t) i], out[layers[(size_t) i]]);
+    });
     return end(Outcome::done, "");
 }
 
 AwayRows::Outcome GraphRows::measure(const MeasureJob & job, std::vector<Measures> & out) {
     const int64_t     start = ggml_time_us();
-    const std::string what  = unmeasured();
+    const std::string what  = unmeasured(job);
     out.resize(layers_.size());
     for (size_t i = 0; i < inputs_.size(); i++) {
         std::vector<size_t> layers;
@@ -435,7 +446,7 @@ AwayRows::Outcome GraphRows::measure(const MeasureJob & job, std::vector<Measure
                 layers.push_back(l);
             }
         }
-        if (layers.empty() || !job.looks.any()) {
+        if (layers.empty() || !job.looks.any() || job.n_tokens == 0) {
             continue;
         }
         if (!what.empty()) {

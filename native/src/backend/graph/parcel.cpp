@@ -14,7 +14,8 @@ size_t Parcel::place(const ggml_tensor * t, size_t & end) const {
 }
 
 bool Parcel::allocate() {
-    buffer_.reset(ggml_backend_buft_alloc_buffer(ggml_backend_dev_buffer_type(device_), sent_bytes_ + fetched_bytes_ + alignment_));
+    const auto type = ggml_backend_dev_buffer_type(device_);
+    buffer_.reset(ggml_backend_buft_alloc_buffer(type, sent_bytes_ + fetched_bytes_ + alignment_));
     if (!buffer_) {
         return false;
     }

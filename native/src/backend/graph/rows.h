@@ -276,7 +276,7 @@ class GraphRows : public AwayRows {
     ggml_tensor * attend_regions(const GraphLayer & in, const Layer & layer, const Group & group) const;
     ggml_tensor * keep_queries(const GraphLayer & in, const Layer & layer) const;  // NULL: none
     ggml_tensor * add_up(const GraphLayer & in, const Layer & layer, ggml_tensor * k, ggml_tensor * mask) const;  // likewise
-    std::string   unmeasured() const;
+    std::string   unmeasured(const MeasureJob & job) const;
     Outcome       measure_on(Inputs & inputs, const std::vector<size_t> & layers, const MeasureJob & job, std::vector<Measures> & out);
 
     const std::vector<LayerShape> * shapes_;
