@@ -121,9 +121,10 @@ size_t GraphRows::Measuring::work_bytes(const LayerShape & s, size_t N) const {
     return (size_t) (std::max(votes, others ? copies * n * d : 1.0) * sizeof(float));
 }
 
-// So many heads at a time that what exists of them is bounded.
+// So many heads at a time that what exists of them is a small part of the rows; more parts are more operations.
 void GraphRows::Measuring::plan_parts() {
-    constexpr size_t MOST = 48 << 20;
+    constexpr uint64_t LEAST = 16 << 20, MOST = 48 << 20, SHARE = 16;
+    const size_t       bound = (size_t) std::clamp(rows.bytes() / SHARE, LEAST, MOST);
     for (const size_t l : layers) {
         const LayerShape & shape = (*rows.shapes_)[l];
         for (const Group & group : rows.layers_[l].groups) {
@@ -133,7 +134,7 @@ void GraphRows::Measuring::plan_parts() {
             }
             const bool   alone  = !even() && !job.sinks.empty() && job.sinks[l];  // sinks leave no dimension for masks of heads
             const size_t heads  = group.heads.size();
-            const size_t a_time = alone ? 1 : std::clamp(MOST / work_bytes(shape, longest), (size_t) 1, heads);
+            const size_t a_time = alone ? 1 : std::clamp(bound / work_bytes(shape, longest), (size_t) 1, heads);
             const size_t n      = (heads + (heads + a_time - 1) / a_time - 1) / ((heads + a_time - 1) / a_time);
             for (size_t first = 0; first < heads; first += n) {
                 Part part{};
