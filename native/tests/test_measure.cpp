@@ -254,7 +254,8 @@ void check_case(const Case & c, ggml_backend_dev_t device) {
     const Looks looks[] = {
         { V::mean, 0.0, false, false, A::none, -1.0, false },   { V::largest, 0.0, true, false, A::mean, -1.0, false },
         { V::faded, 0.15, false, true, A::unit, GAMMA, true }, { V::none, 0.0, false, true, A::unit, GAMMA, false },
-        { V::mean, 0.0, true, true, A::none, 1.0, false },      { V::faded, 0.0, false, false, A::mean, -1.0, true },
+        { V::mean, 0.0, true, true, A::none, 1.0, false },      { V::faded, 0.0, false, false, A::mean, 0.0, true },
+        { V::none, 0.0, true, false, A::none, 0.7, false },
     };
     for (const Looks & one : looks) {
         job.looks = one;
