@@ -1,9 +1,12 @@
 """llama.cpp alone and with kvedge on the same devices: how far their logits are apart, and how they split their graphs.
 
-stdin: one JSON object with a "model", "plans", a "kv_type", f32 or f16, and what backends.prepare takes. All layers lie
-on the devices that there are; where there are none, on the processor, through ggml's graph.
-stdout: a line of JSON for each plan: "kl", the largest divergence of kvedge from llama.cpp after a prompt or a token,
-"splits" of the graphs that ran, {"stock": {"prompt": [...], "token": [...]}, "kvedge": ...}, and "device_bytes".
+stdin: one JSON object with a "model", "plans", a "kv_type" and what backends.prepare takes. All layers lie on the
+devices that there are; where there are none, on the processor, through ggml's graph. "prompt" is the number of its
+tokens, "later" those of messages that follow the answer, each with a token of an answer; they are not compressed. With
+"alone" nothing is compared: only kvedge runs, on the devices.
+stdout: a line of JSON for each plan: "kl", the largest divergence of kvedge from llama.cpp after a prompt or a token;
+"from_host", that from kvedge with its rows on the host, with "later"; "splits" of the graphs that ran,
+{"stock": {"prompt": [...], "token": [...]}, "kvedge": ...}; "device_bytes" at the end, and "later" after each message.
 """
 
 from __future__ import annotations
@@ -19,20 +22,21 @@ import numpy as np
 from contexts import TinyContext
 
 from pykvedge.lab.eval.metrics import divergence, log_softmax
-from pykvedge.native.abi import DEVICES_ALL
+from pykvedge.native.abi import DEVICES_ALL, DEVICES_NONE
+from pykvedge.plans.kvtypes import KvType
 from pykvedge.plans.plan import Plan
 from pykvedge.runtime import libkvedge
 
-PROMPT, ANSWER = 300, 20
+ANSWER = 20
 MARK = "## SPLIT #"
 
 
 class OnDevices(TinyContext):
-    def __init__(self, model, plan, kv_type):
+    def __init__(self, model, plan, kv_type, devices):
         self.kv_type = kv_type
         super().__init__(model, None)
         if plan is not None:
-            self.cache = libkvedge.Cache(self.context, plan, kv_type, devices=DEVICES_ALL)
+            self.cache = libkvedge.Cache(self.context, plan, KvType.parse(kv_type, "off"), devices=devices)
         self.splits = []
         self._log = self.llama.llama_log_callback(self._heard)
         self.llama.llama_log_set(self._log, None)
@@ -62,29 +66,58 @@ class OnDevices(TinyContext):
         return log_softmax(np.ctypeslib.as_array(row, (self.n_vocab(),))), len(self.splits)
 
 
-def run(model, plan, kv_type):
-    context = OnDevices(model, plan, kv_type)
+def run(job, plan, devices=DEVICES_ALL):
+    context = OnDevices(job["model"], plan, job["kv_type"], devices)
     splits = {"prompt": set(), "token": set()}
-    rows = []
-    drawn = np.random.default_rng(0).integers(5, context.n_vocab(), PROMPT + ANSWER).tolist()
-    for step in (drawn[:PROMPT], *([token] for token in drawn[PROMPT:])):
-        logits, n = context.read(step)
+    rows, away = [], []
+
+    def read(tokens):
+        logits, n = context.read(tokens)
         rows.append(logits)
         if n:
-            splits["token" if len(step) == 1 else "prompt"].add(n)
-    held = context.cache.stats().device_bytes if context.cache else 0
+            splits["token" if len(tokens) == 1 else "prompt"].add(n)
+
+    def held():
+        return context.cache.stats().device_bytes if context.cache else 0
+
+    rng = np.random.default_rng(0)
+    read(rng.integers(5, context.n_vocab(), job["prompt"]).tolist())
+    for token in rng.integers(5, context.n_vocab(), ANSWER).tolist():
+        read([token])
+    if context.cache:
+        context.cache.set_auto_compress(False)
+    for n_tokens in job.get("later", ()):
+        read(rng.integers(5, context.n_vocab(), n_tokens).tolist())
+        away.append(held())
+        read([5])
+    at_last = held()
     context.close()
-    return rows, {name: sorted(found) for name, found in splits.items()}, held
+    return rows, {"splits": {name: sorted(found) for name, found in splits.items()}, "held": at_last, "later": away}
+
+
+def apart(a, b):
+    return max(divergence(p, q) for p, q in zip(a, b, strict=True))
 
 
 def main():
     job = json.load(sys.stdin)
     backends.prepare(job)
-    stock, stock_splits, _ = run(job["model"], None, job["kv_type"])
+    alone = job.get("alone")
+    stock, known = ([], None) if alone else run(job, None)
     for text in job["plans"]:
-        ours, splits, held = run(job["model"], Plan.from_json(text), job["kv_type"])
-        kl = max(divergence(p, q) for p, q in zip(stock, ours, strict=True))
-        line = {"kl": kl, "splits": {"stock": stock_splits, "kvedge": splits}, "device_bytes": held}
+        plan = Plan.from_json(text)
+        ours, found = run(job, plan)
+        if alone:
+            print(json.dumps(found))
+            continue
+        host = run(job, plan, DEVICES_NONE)[0] if "later" in job else ours
+        line = {
+            "kl": apart(stock, ours),
+            "from_host": apart(host, ours),
+            "splits": {"stock": known["splits"], "kvedge": found["splits"]},
+            "device_bytes": found["held"],
+            "later": found["later"],
+        }
         print(json.dumps(line), flush=True)
 
 

@@ -167,6 +167,7 @@ def test_a_device_computes_what_llama_cpp_has_it_compute(native, tiny, environme
         "model": str(tiny("llama", **shape).model),
         "rpc": server.address if parts == 2 else "",
         "kv_type": kv_type,
+        "prompt": 300,
         "plans": [plan.to_json() for plan in plans],
     }
     full, *others = worked(environment, "device_logits.py", job)
@@ -175,6 +176,35 @@ def test_a_device_computes_what_llama_cpp_has_it_compute(native, tiny, environme
     for found in (full, *others):
         assert found["device_bytes"] > 0
         assert found["splits"]["stock"] == found["splits"]["kvedge"] == {"prompt": [parts], "token": [parts]}
+
+
+@pytest.mark.parametrize(
+    ("shape", "kv_type", "most"),
+    [
+        ({}, "f16", 1e-4),
+        ({"head_size": 64, "n_heads": 8, "n_heads_kv": 8}, "f32", 1e-4),  # ties of two merges
+        ({"head_size": 64}, "q8_0", 2e-3),  # an answer's tokens are rounded at once
+    ],
+    ids=["GQA", "MHA", "quantised"],
+)
+@pytest.mark.parametrize("parts", [1, 2], ids=["CPU", "server"])
+def test_later_messages_attend_where_the_rows_are(native, tiny, environment, server, parts, shape, kv_type, most):
+    """Over heads of different lengths, biases and quantised rows: logits as on the host, and rows stay away."""
+    mass = pykvedge.plan("adakv", 0.3, reducer="averaged", **{"reducer.bias": "mass"})
+    plans = [*(pykvedge.plan(name, 0.4) for name in ("snapkv", "adakv", "kvedge")), mass]
+    job = {
+        "model": str(tiny("llama", **shape).model),
+        "rpc": server.address if parts == 2 else "",
+        "kv_type": kv_type,
+        "prompt": 700,
+        "later": [40, 2, 1900 if len(shape) > 1 else 300, 30],  # 1900: in several parts, and new buffers
+        "plans": [plan.to_json() for plan in plans],
+    }
+    for plan, found in zip(plans, worked(environment, "device_logits.py", job), strict=True):
+        print(f"KL {found['from_host']:.1e} with {kv_type}")
+        assert found["from_host"] < most, plan
+        assert all(n > 0 for n in found["later"]), plan
+        assert found["splits"]["stock"] == found["splits"]["kvedge"]
 
 
 def chat(environment, files, *options):
@@ -246,6 +276,28 @@ def test_no_keys_and_values_travel_for_a_token(native, tiny, environment, own_se
     rows = 2 * 2 * (32 + 32) * 2  # bytes of a token's keys and values in f16
     print(f"{a_token[0]:.0f} bytes a token with {kept[0]} pairs, {a_token[1]:.0f} with {kept[1]}")
     assert a_token[1] - a_token[0] <= 2 * (more + 256) < rows * more / 50
+
+
+@pytest.mark.parametrize("method", ["snapkv", "adakv", "kvedge"])
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
+def test_no_keys_and_values_travel_for_a_later_message(native, tiny, environment, own_server, method, kv_type):
+    """Bytes for a message of 16 tokens and one of its answer: less than half those of the keys and values."""
+    heads, size, layers = 8, 64, 2
+    job = {
+        "model": str(tiny("llama", head_size=size, n_heads=heads, n_heads_kv=heads).model),
+        "kv_type": kv_type,
+        "prompt": 2000,
+        "plans": [pykvedge.plan(method, 0.4).to_json()],
+        "alone": True,
+    }
+    sums = []
+    for later in ([], [16]):
+        wire = Counting(own_server.address)
+        worked(environment, "device_logits.py", {**job, "rpc": wire.address, "later": later})
+        sums.append(wire.bytes)
+    held = layers * heads * 800 * 2 * size * (2 if kv_type == "f16" else 34 / 32)
+    print(f"{sums[1] - sums[0]} bytes for a message over {held:.0f}")
+    assert 0 < sums[1] - sums[0] < held / 2
 
 
 def test_a_server_that_dies_is_one_line(native, tiny, environment, own_server):

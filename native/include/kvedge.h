@@ -256,7 +256,7 @@ typedef struct kvedge_options {
     int32_t     unused;         // not read
     // Where rows lie. Quantised types other than q8_0 and q4_0 keep them on the host, also these two where heads have no flash
     // attention. What a device's attention does not give - prompts for allocator entropy, streams, bounded prompts, decode
-    // policies by score, watched tokens, later messages where heads differ - takes place on the host, with the rows fetched;
+    // policies by score, watched tokens - takes place on the host, with the rows fetched;
     // they go back with the next token that a device can attend to.
     kvedge_devices devices;
     kvedge_rotate  rotate;      // of q8_0, q4_0 and tq3

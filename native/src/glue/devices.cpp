@@ -66,8 +66,8 @@ bool kvedge_cache::even(const SequenceState & state) const {
     return known ? state.device->even() : GraphRows::holds_even(state.seq->rows, places);
 }
 
-// Nodes of a sequence's attention in one layer: where heads are even, and in four groups.
-constexpr uint32_t EVEN_NODES = 24, UNEVEN_NODES = 112;
+// Nodes of a sequence's attention in one layer: where heads are even, and in four groups, of one token and of several.
+constexpr uint32_t EVEN_NODES = 24, UNEVEN_NODES = 112, SEVERAL_NODES = 208;
 
 // Pieces in which a layer's attention is added up, of each of the sequences in one batch.
 static int32_t summing_parts(size_t sequences) {
@@ -87,7 +87,7 @@ uint32_t kvedge_cache::summing_nodes(size_t sequences) const {
 uint32_t kvedge_cache::device_nodes() const {
     constexpr uint32_t MOST_EVEN = 16;  // sequences in one batch
     const uint32_t     n         = ctx ? std::min(llama_n_seq_max(ctx), MOST_EVEN) : 0;
-    return n > 0 ? device_layers() * (UNEVEN_NODES + EVEN_NODES * (n - 1) + std::max(summing_nodes(1), summing_nodes(n))) : 0;
+    return n > 0 ? device_layers() * (SEVERAL_NODES + EVEN_NODES * (n - 1) + std::max(summing_nodes(1), summing_nodes(n))) : 0;
 }
 
 // Which layers lie on devices is known when graphs were reserved once; theirs are larger.
@@ -106,11 +106,16 @@ bool kvedge_cache::fits_devices(const Run & run, bool even) const {
     const Storage & stored = state.seq->rows.storage();  // of a file, its own
     if (run.request || run.wanted.queries || run.wanted.moments >= 0 || run.wanted.peaks || watching || state.streaming ||
         is_rotated(stored.k) || is_rotated(stored.v) || !follow_each_other(run.index) ||
-        ((run.score || (run.prompt && storage.quantised())) && state.seq->rows.even_rows() != 0)) {
+        (run.score && state.seq->rows.even_rows() != 0)) {
         return false;
     }
     const bool sunk = std::any_of(sinks.begin(), sinks.end(), [](const auto & s) { return !s.empty(); });
-    return even ? !run.wanted.attention() || !sunk : run.index.size() == 1 && !run.wanted.attention() && !sunk;
+    if (even) {
+        return !run.wanted.attention() || !sunk;
+    }
+    const bool reads = run.index.size() == 1 ||
+                       std::all_of(places.begin(), places.end(), [](auto * place) { return !place || reads_several(place); });
+    return reads && !run.wanted.attention() && !sunk;
 }
 
 bool kvedge_cache::report_full(const GraphRows & device, int32_t n) {
@@ -134,6 +139,12 @@ bool kvedge_cache::to_device(SequenceState & state, bool prompt) {
     const GraphRows::Form form = { prompt ? storage.plain() : storage, !state.kept.empty() };
     if (state.device && state.device->form() == form) {
         return true;
+    }
+    if (state.device && prompt && state.device->form().dropping == form.dropping) {  // and they are quantised
+        llama_synchronize(ctx);
+        if (state.device->make_plain(threads())) {
+            return true;
+        }
     }
     if (!needed_on_host(state)) {
         return false;
@@ -170,7 +181,7 @@ bool kvedge_cache::place_runs() {
     uint32_t nodes = 0;  // in each layer
     on_devices     = std::all_of(runs.begin(), runs.end(), [&](const auto & run) {
         const bool as_one = even(*run->state);
-        nodes += as_one ? EVEN_NODES : UNEVEN_NODES;
+        nodes += as_one ? EVEN_NODES : run->index.size() == 1 ? UNEVEN_NODES : SEVERAL_NODES;
         nodes += run->wanted.attention() ? summing_nodes(runs.size()) / (uint32_t) runs.size() : 0;
         return nodes * layers <= provider.extra_nodes && fits_devices(*run, as_one);
     });

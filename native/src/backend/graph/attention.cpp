@@ -48,6 +48,11 @@ template <class Parts> T attention(const GraphLayer & in, const Parts & p, ggml_
 
 }  // namespace
 
+T attention_over(const GraphLayer & in, T q, T k, T v, T mask, ggml_backend_dev_t device) {
+    const struct { T q, k, v, mask; } parts = { q, k, v, mask };
+    return attention(in, parts, device);
+}
+
 bool has_flash_size(ggml_backend_dev_t device, int64_t d_k, int64_t d_v) {
     return ggml_backend_dev_type(device) == GGML_BACKEND_DEVICE_TYPE_CPU || (common_size(d_k) && d_k == d_v);
 }
@@ -121,6 +126,9 @@ T GraphRows::attend(const GraphLayer & in, size_t l) {
     const Layer & layer = layers_[l];
     if (even_) {
         return after(attend_even(in, layer, layer.groups[0]), keep_queries(in, layer));
+    }
+    if (in.q->ne[2] > 1) {
+        return after(attend_several(in, layer), keep_queries(in, layer));
     }
     T out = nullptr;
     for (const Group & group : layer.groups) {

@@ -68,7 +68,7 @@ uint64_t GraphRows::bytes() const {
         }
     }
     for (const Inputs & inputs : inputs_) {
-        n += inputs.held.bytes() + inputs.seen.bytes() + inputs.worker.bytes();
+        n += inputs.held.bytes() + inputs.seen.bytes() + inputs.several.held.bytes() + inputs.worker.bytes();
     }
     return n;
 }
@@ -234,7 +234,7 @@ int32_t GraphRows::slots_wanted(const Group & group, const Incoming & incoming) 
         return slots_for(held + incoming.follow * together, together);
     }
     // in steps that keep the cost of a token constant
-    const int32_t more = incoming.n > 1 ? rounded(need + need / 2) : slots_for(need + need / 8, together);
+    const int32_t more = even_ && incoming.n > 1 ? rounded(need + need / 2) : slots_for(need + need / 8, together);
     return std::max(slots_for(need, together), more);
 }
 
@@ -309,6 +309,11 @@ bool GraphRows::reserve(const Incoming & incoming, int32_t n_threads) {
         return false;
     }
     n_threads_ = n_threads;
+    if (even_ || incoming.n == 1) {
+        forget_several();
+    } else if (!make_several(incoming.n)) {
+        return false;
+    }
     if (!make_inputs(incoming) || !make_seen(incoming)) {
         return false;
     }
@@ -366,13 +371,17 @@ void GraphRows::enter(int32_t n, bool causal) {
             for (int32_t t = 0; even_ && slots.size() < (size_t) n; t++) {
                 slots.push_back(group.used[0] + t);
             }
-            for (size_t i = 0; i < group.heads.size(); i++) {
+            const size_t base = slots.size(), heads = group.heads.size(), many = (size_t) n;
+            slots.resize(even_ ? base : base + heads * many);
+            for (size_t i = 0; i < heads; i++) {
+                for (size_t t = 0; t < many && !even_; t++) {
+                    slots[base + i * many + t] = group.take_slot(i);
+                }
                 if (even_) {
                     group.used[i] += n;
-                } else {
-                    slots.push_back(group.take_slot(i));
                 }
             }
+            group.stale = group.stale || (!even_ && n > 1);
         }
     }
     seen_tokens_ = window_ > 0 ? seen_tokens_ + n : 0;  // a window that leaves tokens out is none
@@ -392,6 +401,9 @@ void GraphRows::enter(int32_t n, bool causal) {
         if (even_) {
             write_even_mask(inputs_[i], before, causal);
         }
+    }
+    if (!even_ && n > 1) {
+        write_several(causal);
     }
 }
 

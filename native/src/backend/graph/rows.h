@@ -3,10 +3,10 @@
 //
 // While all heads of all layers have as many rows they are even: one tensor of keys and one of values for a layer, every head
 // with its rows in the first of its slots, in token order, and one mask for all layers. Else, and where rows have biases, masks
-// hold the biases, and tokens come one by one. Then the heads of a layer have their rows in one list of slots, where the device
-// has attention over heads of different lengths each in a region of it (graph/ragged.cpp), or else each query with a mask of its
-// own over all of it, where the device reads a row once for many queries; elsewhere heads of similar length share a group, each
-// with slots and a mask. Where a decode policy drops rows, the next one takes the slot.
+// hold the biases. Then the heads of a layer have their rows in one list of slots, where the device has attention over heads of
+// different lengths each in a region of it (graph/ragged.cpp), or else each query with a mask of its own over all of it, where
+// the device reads a row once for many queries; elsewhere heads of similar length share a group, each with slots and a mask. Where
+// a decode policy drops rows, the next one takes the slot. Several tokens attend to copies of the rows (graph/several.cpp).
 
 #pragma once
 
@@ -37,6 +37,11 @@ struct GraphLayer {
 // softmax(mask + scale * q k^T) of q [d, n, H, ...] and k [d, slots, Hkv, ...]: [slots, n, H, ...] f32. softcap 0: none.
 ggml_tensor * attention_weights(ggml_context * ctx, ggml_tensor * q, ggml_tensor * k, ggml_tensor * mask, float scale, float softcap);
 
+// The attention itself: flash attention where the device has it. q [d_k, n, heads, groups], k and v [d, rows, KV heads, groups],
+// mask [rows, n, 1, groups] f16. The result is [d_v, heads, n, groups].
+ggml_tensor * attention_over(const GraphLayer & in, ggml_tensor * q, ggml_tensor * k, ggml_tensor * v, ggml_tensor * mask,
+                             ggml_backend_dev_t device);
+
 // ggml's type of plain or quantised rows; GGML_TYPE_COUNT: it has none.
 ggml_type ggml_type_of(Type type);
 
@@ -49,6 +54,9 @@ bool reads_once(ggml_backend_dev_t device);
 
 // Whether a device has attention over heads of different lengths, of rows of these types. A CUDA module of another build has none.
 bool has_ragged(ggml_backend_dev_t device, const LayerShape & shape, const Storage & storage);
+
+// Whether it has the operations with which several tokens attend over heads of different lengths.
+bool reads_several(ggml_backend_dev_t device);
 
 // Whether several threads may copy from and to it at a time.
 bool copies_at_once(ggml_backend_dev_t device);
@@ -122,6 +130,10 @@ class GraphRows : public AwayRows {
     // entered last may run, and that one only where may_follow().
     void enter(int32_t n, bool causal);
 
+    // Quantised rows become plain ones, as those of a prompt are. False: a device lacks an operation of that, or memory; rows can
+    // be fetched and nothing else. Throws std::bad_alloc.
+    bool make_plain(int32_t n_threads);
+
     // Takes out a row of a head, in token order; nothing where the layer lies on no device.
     void drop(size_t layer, int32_t head, int32_t row);
 
@@ -148,6 +160,12 @@ class GraphRows : public AwayRows {
     const std::string & full_device() const { return full_device_; }  // the one that had no memory
 
   private:
+    // Heads of a group, one after the other, whose rows are laid side by side while several tokens attend to them.
+    struct Part {
+        size_t  first, heads;
+        int32_t columns;  // of each head: the new rows, its older ones, and padding
+        size_t  at;       // of its first column among those of its device
+    };
     // The tensors of a group, which may share a buffer with those of other layers.
     struct Room {
         std::shared_ptr<Tensors> held;
@@ -181,6 +199,8 @@ class GraphRows : public AwayRows {
         int32_t              spread();  // one head's rows right after the other's become regions; returns their end
         int32_t take_slot(size_t head);
         size_t               entry = 0, span = 0;  // of its first head in the index input of its device, and among the spans
+        std::vector<Part>    parts;           // while several tokens are read
+        bool                 stale = false;   // the mask does not show all rows yet
     };
     struct Layer {
         ggml_backend_dev_t device = nullptr;
@@ -189,6 +209,13 @@ class GraphRows : public AwayRows {
         ggml_tensor *      joined = nullptr;  // [Hkv] i32: where each head lies, when groups follow each other; NULL: in their order
         size_t             inputs = 0;
         size_t             query_at = 0, head_at = 0;  // its place in what is seen on its device: numbers of a query, KV heads
+    };
+    // Of each column of all parts on a device, while several tokens are read: the place of its row, and its bias, or -inf.
+    struct SideBySide {
+        Tensors       held;
+        ggml_tensor * places = nullptr;  // [columns] i32
+        ggml_tensor * biases = nullptr;  // [columns] f16
+        ggml_tensor * fresh  = nullptr;  // [most columns of a part, n] f16: which of the new rows a token sees
     };
     // For all layers of a device: what the host writes before each graph, and what graphs leave of a prompt.
     struct Inputs {
@@ -206,6 +233,7 @@ class GraphRows : public AwayRows {
         ggml_tensor *          zeros = nullptr;  // [1, 1, most] f32
         ggml_tensor *          spans = nullptr;  // [span, spanned] i32, then [spanned] i64, the slots of one token's rows
         Worker                 worker;
+        SideBySide             several;
 
         size_t        query = 0, heads = 0;  // of all layers: numbers of a token's query, KV heads
         Tensors       seen;
@@ -260,6 +288,12 @@ class GraphRows : public AwayRows {
     bool    seen_fits(const Incoming & incoming) const;
     bool    make_seen(const Incoming & incoming);
     int32_t rows_before(const Incoming & incoming) const;  // the pending ones, of every head
+    // what several tokens need where heads are uneven (graph/several.cpp)
+    void    plan_parts(Group & group, int32_t n, size_t & columns) const;
+    bool    make_several(int32_t n);
+    void    forget_several();
+    void    write_part(const Group & group, const Part & part, int32_t * places, ggml_fp16_t * biases) const;
+    void    write_several(bool causal);
     static void write_mask(const Group & group);
     static void write_biases(const Group & group);
     void    write_spans(size_t inputs, const std::vector<int64_t> & index);
@@ -274,6 +308,7 @@ class GraphRows : public AwayRows {
     ggml_tensor * attend_even(const GraphLayer & in, const Layer & layer, const Group & group) const;
     ggml_tensor * attend_group(const GraphLayer & in, const Layer & layer, const Group & group) const;
     ggml_tensor * attend_regions(const GraphLayer & in, const Layer & layer, const Group & group) const;
+    ggml_tensor * attend_several(const GraphLayer & in, const Layer & layer) const;
     ggml_tensor * keep_queries(const GraphLayer & in, const Layer & layer) const;  // NULL: none
     ggml_tensor * add_up(const GraphLayer & in, const Layer & layer, ggml_tensor * k, ggml_tensor * mask) const;  // likewise
     std::string   unmeasured(const MeasureJob & job) const;
