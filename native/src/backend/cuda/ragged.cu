@@ -52,8 +52,7 @@ __device__ __forceinline__ void widen(const Eight<half> & x, float (&out)[8]) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         const float2 two = __half22float2(pairs[i]);
-        out[2 * i]       = two.x;
-        out[2 * i + 1]   = two.y;
+        out[2 * i] = two.x, out[2 * i + 1] = two.y;
     }
 }
 
@@ -61,8 +60,7 @@ __device__ __forceinline__ void widen(const Eight<nv_bfloat16> & x, float (&out)
     const unsigned * pairs = (const unsigned *) x.words;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        out[2 * i]     = __uint_as_float(pairs[i] << 16);
-        out[2 * i + 1] = __uint_as_float(pairs[i] & 0xffff0000u);
+        out[2 * i] = __uint_as_float(pairs[i] << 16), out[2 * i + 1] = __uint_as_float(pairs[i] & 0xffff0000u);
     }
 }
 
@@ -82,14 +80,30 @@ struct Sum {
     float  most = LOWEST, weight = 0.0f;
     float4 values = { 0.0f, 0.0f, 0.0f, 0.0f };
 
-    __device__ __forceinline__ void add(float2 mark, float4 x) {
-        const float top = fmaxf(most, mark.x), old = exp2f(most - top), now = exp2f(mark.x - top);
-        weight   = weight * old + mark.y * now;
-        values.x = values.x * old + x.x * now;
-        values.y = values.y * old + x.y * now;
-        values.z = values.z * old + x.z * now;
-        values.w = values.w * old + x.w * now;
-        most     = top;
+    // Parts 0 .. n of others, as many as a block has warps: all are on their way before the first one counts.
+    template <class M, class V> __device__ __forceinline__ void add(int n, const M & mark_of, const V & values_of) {
+        float2 marks[WARPS];
+        float4 x[WARPS];
+        float  top = most;
+#pragma unroll
+        for (int i = 0; i < WARPS; i++) {
+            marks[i] = i < n ? mark_of(i) : float2{ LOWEST, 0.0f };
+            x[i]     = i < n ? values_of(i) : float4{ 0.0f, 0.0f, 0.0f, 0.0f };
+        }
+#pragma unroll
+        for (int i = 0; i < WARPS; i++) {
+            top = fmaxf(top, marks[i].x);
+        }
+        const float old = exp2f(most - top);
+        values = { values.x * old, values.y * old, values.z * old, values.w * old };
+        weight *= old;
+        most = top;
+#pragma unroll
+        for (int i = 0; i < WARPS; i++) {
+            const float now = exp2f(marks[i].x - top);
+            weight += marks[i].y * now;
+            values = { values.x + x[i].x * now, values.y + x[i].y * now, values.z + x[i].z * now, values.w + x[i].w * now };
+        }
     }
 };
 
@@ -157,10 +171,7 @@ __device__ __forceinline__ void attend(const Job & job, const float * q_heads, i
             if (in_k && g < heads) {
                 x = *(const float4 *) (q_heads + g * job.q_head + 8 * lane + j);
             }
-            q[g][j]     = factor * x.x;
-            q[g][j + 1] = factor * x.y;
-            q[g][j + 2] = factor * x.z;
-            q[g][j + 3] = factor * x.w;
+            q[g][j] = factor * x.x, q[g][j + 1] = factor * x.y, q[g][j + 2] = factor * x.z, q[g][j + 3] = factor * x.w;
             acc[g][j] = acc[g][j + 1] = acc[g][j + 2] = acc[g][j + 3] = 0.0f;
         }
     }
@@ -256,9 +267,7 @@ __device__ __forceinline__ void attend(const Job & job, const float * q_heads, i
 
 template <int LANES, int G> __device__ __forceinline__ Sum join(const Shared<LANES, G> & shared, int n, int g, int i) {
     Sum sum;
-    for (int w = 0; w < n; w++) {
-        sum.add(shared.marks[w][g], shared.sums[w][g][i]);
-    }
+    sum.add(n, [&](int w) { return shared.marks[w][g]; }, [&](int w) { return shared.sums[w][g][i]; });
     return sum;
 }
 
@@ -336,10 +345,10 @@ template <typename T, int LANES, int G> __global__ void __launch_bounds__(THREAD
                 __threadfence();
                 sum = Sum();
                 if (sharer < sharing && g < heads) {
-#pragma unroll 4
-                    for (int p = sharer; p < parts; p += sharing) {
-                        const int64_t at = (int64_t) (from + p + b) * G + g;
-                        sum.add(__ldcg(job.marks + at), __ldcg((const float4 *) (job.parts + at * job.d_v + 4 * i)));
+                    for (int p = sharer; p < parts; p += sharing * WARPS) {
+                        const auto at = [&](int w) { return (int64_t) (from + p + w * sharing + b) * G + g; };
+                        sum.add((parts - p + sharing - 1) / sharing, [&](int w) { return __ldcg(job.marks + at(w)); },
+                                [&](int w) { return __ldcg((const float4 *) (job.parts + at(w) * job.d_v + 4 * i)); });
                     }
                     shared.sums[sharer][g][i] = sum.values;
                     if (i == 0) {
@@ -403,27 +412,10 @@ static bool attend_to_spans(ggml_backend_cuda_context * ctx, const ggml_tensor *
     const auto *                 params = (const float *) dst->op_params;
     const auto                   data   = [](const ggml_tensor * x) { return x ? x->data : nullptr; };
 
-    Job job;
-    job.k        = (const char *) k->data;
-    job.v        = (const char *) v->data;
-    job.q        = (const float *) q->data;
-    job.bias     = (const half *) data(dst->src[3]);
-    job.sinks    = (const float *) data(dst->src[4]);
-    job.spans    = (int *) spans->data;
-    job.dst      = (float *) dst->data;
-    job.parts    = sums.ptr;
-    job.marks    = marks.ptr;
-    job.k_row    = (int64_t) k->nb[1];
-    job.v_row    = (int64_t) v->nb[1];
-    job.q_head   = (int64_t) (q->nb[2] / sizeof(float));
-    job.d_k      = (int) k->ne[0];
-    job.d_v      = (int) v->ne[0];
-    job.heads_kv = heads_kv;
-    job.share    = share;
-    job.bundles  = bundles;
-    job.span     = (int) (spans->nb[1] / sizeof(int));
-    job.scale    = params[0];
-    job.softcap  = params[2];
+    const Job job = { (const char *) k->data, (const char *) v->data, (const float *) q->data, (const half *) data(dst->src[3]),
+                      (const float *) data(dst->src[4]), (int *) spans->data, (float *) dst->data, sums.ptr, marks.ptr,
+                      (int64_t) k->nb[1], (int64_t) v->nb[1], (int64_t) (q->nb[2] / sizeof(float)), (int) k->ne[0], (int) v->ne[0],
+                      heads_kv, share, bundles, (int) (spans->nb[1] / sizeof(int)), params[0], params[2] };
     switch (k->type) {
         case GGML_TYPE_F16: launch<half>(job, g, blocks, ctx->stream()); break;
         case GGML_TYPE_BF16: launch<nv_bfloat16>(job, g, blocks, ctx->stream()); break;
