@@ -259,8 +259,10 @@ float closeness(const Case & x) {
     return x.storage.quantised() ? (x.storage.k == Type::q4_0 ? 0.15f : 0.02f) : x.reducer == "evict" ? 0.0f : f16 ? 2e-3f : 1e-5f;
 }
 
-// One in how many numbers may be another: where devices round keys before they compare them, more than on the processor.
-size_t others(const Case & x) { return x.reducer == "evict" ? 0 : !on_cpu() ? 10 : x.n_tokens > 1000 ? 100 : 0; }
+// One in how many numbers may be another: where keys are rounded before they are compared, more than on the processor.
+size_t others(const Case & x) {
+    return x.reducer == "evict" ? 0 : !on_cpu() ? 10 : x.storage.quantised() ? 25 : x.n_tokens > 1000 ? 100 : 0;
+}
 
 void try_case(const Case & x) {
     Pair pair(x);

@@ -20,7 +20,7 @@ using Outcome = AwayRows::Outcome;
 
 namespace {
 
-constexpr size_t MOST_ENTRIES = 1 << 20;  // evicted rows of a batch of layers: 24 bytes each on the device
+constexpr size_t ENTRY_BYTES = 24;  // of an evicted row on the device: its place, its target's, and what is found
 
 size_t stepped(size_t n) { return (n + Numbers::STEP - 1) / Numbers::STEP * Numbers::STEP; }
 
@@ -84,7 +84,7 @@ Outcome GraphRows::Merging::search() {
         const size_t fits = of.work_bytes(l) / (sizeof(float) * hunt.n_kept * hunt.heads) / Numbers::STEP * Numbers::STEP;
         hunt.chunk        = std::min(hunt.n_evicted, std::max(fits, Numbers::STEP));
         const bool other  = !hunts.empty() && of.from.layers_[hunts[0].layer].inputs != of.from.layers_[l].inputs;
-        if (other || (!hunts.empty() && entries + hunt.entries() > MOST_ENTRIES)) {
+        if (other || (!hunts.empty() && (entries + hunt.entries()) * ENTRY_BYTES > of.work_bytes(l) / 2)) {
             flush();
         }
         hunt.entry = entries;

@@ -115,7 +115,7 @@ std::vector<float> GraphRows::Taking::old_biases(size_t l, int32_t head) const {
     return out;
 }
 
-bool GraphRows::Taking::lay_out_next() {
+Outcome GraphRows::Taking::lay_out_next() {
     std::vector<int32_t> lengths;
     for (size_t l = 0; l < places.size(); l++) {
         for (size_t h = 0; h < places[l].size(); h++) {
@@ -134,10 +134,10 @@ bool GraphRows::Taking::lay_out_next() {
             }
         }
         if (!places[l].empty() && !next.lay_out(l, std::move(rows))) {
-            return from.refuse(from.layers_[l].device);
+            return problem(Outcome::full, l, "has no memory for the rows that stay");
         }
     }
-    return true;
+    return Outcome::done;
 }
 
 // As few as the memory allows: one buffer is sooner made than many.
@@ -409,11 +409,9 @@ Outcome GraphRows::Taking::prepare_all() {
         const Timer timer(from.work.merge_us);
         outcome = merging.search();
     }
+    outcome = outcome == Outcome::done ? lay_out_next() : outcome;
     if (outcome != Outcome::done) {
         return outcome;
-    }
-    if (!lay_out_next()) {
-        return Outcome::full;
     }
     if (job.rule) {
         const Timer timer(from.work.merge_us);

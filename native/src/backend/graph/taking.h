@@ -105,7 +105,7 @@ struct GraphRows::Taking {
     uint64_t                               bytes_on(size_t inputs) const;
 
     void    lay_out_sources();
-    bool    lay_out_next();
+    Outcome lay_out_next();
     void    make_bundles();
     void    write_lists(Bundle & bundle) const;
     void    sketch(Bundle & bundle);
