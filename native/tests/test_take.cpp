@@ -33,6 +33,7 @@ struct Case {
     int32_t            n_tokens = 90;
     bool               dropping = false;
     bool               nan      = false;  // a key of the prompt that is not kept
+    bool               all      = false;  // every row is kept
 };
 
 constexpr int32_t NAN_TOKEN = 60;
@@ -160,7 +161,7 @@ struct Pair {
                 std::iota(rows.begin(), rows.end(), 0);
                 std::shuffle(rows.begin(), rows.end(), rng);
                 rows.erase(std::remove(rows.begin(), rows.end(), of.nan ? NAN_TOKEN : -1), rows.end());
-                rows.resize(of.even ? (size_t) (n / 5) : h == 0 ? 1 : h == 1 ? rows.size() : 1 + rng() % rows.size());
+                rows.resize(of.all ? rows.size() : of.even ? (size_t) (n / 5) : h == 0 ? 1 : h == 1 ? rows.size() : 1 + rng() % rows.size());
                 std::sort(rows.begin(), rows.end());
                 layer.push_back(std::move(rows));
             }
@@ -172,7 +173,8 @@ struct Pair {
 };
 
 // One in `but` numbers may lie farther apart, where so many rows are merged that two kept keys are as near as each other.
-void same(const std::string & name, const char * what, const std::vector<float> & a, const std::vector<float> & b, float close, size_t but = 0) {
+void same(const std::string & name, const char * what, const std::vector<float> & a, const std::vector<float> & b, float close,
+          size_t but = 0) {
     float  most = 0.0f, largest = 0.0f;
     size_t n    = 0;
     CHECK(a.size() == b.size() && !a.empty());
@@ -185,7 +187,8 @@ void same(const std::string & name, const char * what, const std::vector<float> 
         n += gap <= close * largest ? 0 : 1;
     }
     if (n * (but == 0 ? a.size() + 1 : but) > a.size()) {
-        std::fprintf(stderr, "%s: %zu of %zu %s differ, by %g of %g\n", name.c_str(), n, a.size(), what, (double) most, (double) largest);
+        std::fprintf(stderr, "%s: %zu of %zu %s differ, by %g of %g\n", name.c_str(), n, a.size(), what, (double) most,
+                     (double) largest);
         failures()++;
     }
 }
@@ -213,7 +216,8 @@ void Pair::compress() {
             host.rows.read_biases((int32_t) l, h, all.data());
             before[l].push_back((int32_t) all.size() - host.rows.pending_length());
             all.erase(all.begin(), all.begin() + before[l].back());
-            biases[l].push_back(std::any_of(all.begin(), all.end(), [](float b) { return b != 0.0f; }) ? all : std::vector<float>());
+            const bool any = std::any_of(all.begin(), all.end(), [](float b) { return b != 0.0f; });
+            biases[l].push_back(any ? all : std::vector<float>());
         }
     }
     TakeJob take{ kept, host.rows.pending_length() };
@@ -335,6 +339,7 @@ int main(int argc, char ** argv) {
     }
     try_case({ "not a number", 4, 4, 32, 64, F32, true, "nearest", "none", 90, false, true });
     try_case({ "not a number, by angle", 4, 4, 32, 64, F32, false, "averaged", "none", 90, false, true });
+    try_case({ "nothing to merge", 4, 4, 32, 32, F32, true, "averaged", "mass", 90, false, false, true });
     try_case({ "several chunks and pieces", 8, 8, 128, 128, F32, true, "nearest", "none", 2048 });
     return failures() == 0 ? 0 : 1;
 }

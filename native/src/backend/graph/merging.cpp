@@ -20,6 +20,8 @@ using Outcome = AwayRows::Outcome;
 
 namespace {
 
+constexpr size_t BEHIND      = 4;        // numbers behind a row, so that it begins where a device likes it to:
+constexpr float  LESS        = -128.0f;  // of an evicted one these, which keep those of a kept one within half precision
 constexpr size_t ENTRY_BYTES = 24;  // of an evicted row on the device: its place, its target's, and what is found
 
 size_t stepped(size_t n) { return (n + Numbers::STEP - 1) / Numbers::STEP * Numbers::STEP; }
@@ -47,7 +49,7 @@ template <class F> void each_evicted(const std::vector<int32_t> & kept, int32_t 
 struct GraphRows::Merging::Hunt {
     size_t layer, heads, n_kept = 0, n_evicted = 0;  // the most of any head
     size_t chunk   = 0;                              // evicted rows of each head that are compared at a time
-    size_t kept_at = 0, evicted_at = 0, goals_at = 0;  // in Numbers
+    size_t kept_at = 0, evicted_at = 0, goals_at = 0, less_at = 0;  // in Numbers
     size_t entry   = 0;                              // of its first evicted row among the results
 
     size_t entries() const { return stepped(heads * n_evicted); }
@@ -101,26 +103,31 @@ struct GraphRows::Merging::Found {
     T       values;  // [3 * entries] f32: product with the target, own square, the target's
 };
 
-// Whose keys are nearest: of the products less half of the kept key's square, or over its length, the largest.
+// Whose keys are nearest: of the products less half of the kept key's square, or over its length, the largest. A key of length
+// 0 takes no row by its angle. What is taken off a product is part of it, as numbers behind each row: a pass over all products
+// would take as long as they do. Half precision holds the first half of such a number, and the second of what it leaves.
 void GraphRows::Merging::compare(const Hunt & x, const Numbers & lists, const Found & found, Sketch & sketch) const {
-    ggml_context * c     = sketch.context.get();
-    const auto     n     = (int64_t) x.n_kept, heads = (int64_t) x.heads;
-    const bool     far   = of.job.rule->reach > 0.0f;
-    const T        rows  = of.flat(c, x.layer, true);
-    const int64_t  d     = rows->ne[0];
-    const T        kept  = ggml_get_rows(c, rows, lists.tensor(c, GGML_TYPE_I32, x.kept_at, n * heads));
-    const T        own   = ggml_reshape_3d(c, squares(c, kept), n, 1, heads);
-    constexpr float LITTLE = 1e-36f, MUCH = 1e30f;  // a key of length 0 takes no row, and is no divisor
-    const T        less   = far ? ggml_scale(c, own, 0.5f) : ggml_scale_bias(c, ggml_step(c, own), -MUCH, MUCH);
-    const T        length = far ? nullptr : ggml_sqrt(c, ggml_scale_bias(c, own, 1.0f, LITTLE));
-    const T        keys   = ggml_reshape_3d(c, kept, d, n, heads);
+    constexpr float LITTLE = 1e-36f, MUCH = 1e4f;  // no divisor is 0; in half precision
+    ggml_context * c    = sketch.context.get();
+    const auto     n    = (int64_t) x.n_kept, heads = (int64_t) x.heads;
+    const bool     far  = of.job.rule->reach > 0.0f;
+    const T        rows = of.flat(c, x.layer, true);
+    const T        kept = ggml_get_rows(c, rows, lists.tensor(c, GGML_TYPE_I32, x.kept_at, n * heads));
+    const T        own  = squares(c, kept);
+    const T        less = far ? ggml_scale(c, own, 0.5f / (BEHIND / 2 * -LESS)) : ggml_scale_bias(c, ggml_step(c, own), -MUCH, MUCH);
+    const T        high = ggml_cast(c, ggml_cast(c, less, GGML_TYPE_F16), GGML_TYPE_F32);
+    const T        both = ggml_concat(c, high, ggml_sub(c, less, high), 0);
+    const T        keys = ggml_concat(c, kept, ggml_concat(c, both, both, 0), 0);
+    const int64_t  d    = keys->ne[0];
+    const T length = far ? nullptr : ggml_reshape_3d(c, ggml_sqrt(c, ggml_scale_bias(c, own, 1.0f, LITTLE)), n, 1, heads);
     for (size_t first = 0; first < x.n_evicted; first += x.chunk) {
         const auto   m  = (int64_t) std::min(x.chunk, x.n_evicted - first);
         const size_t at = x.heads * first * sizeof(int32_t);
         const T      e  = ggml_get_rows(c, rows, lists.tensor(c, GGML_TYPE_I32, x.evicted_at + at, m * heads));
-        T            s  = ggml_mul_mat(c, keys, ggml_reshape_3d(c, e, d, m, heads));
+        const T      by = ggml_concat(c, e, lists.tensor(c, GGML_TYPE_F32, x.less_at, (int64_t) BEHIND, m * heads), 0);
+        T            s  = ggml_mul_mat(c, ggml_reshape_3d(c, keys, d, n, heads), ggml_reshape_3d(c, by, d, m, heads));
         ggml_prec_set_acc(s, GGML_PREC_F32);
-        s               = ggml_sub(c, far ? s : ggml_div(c, s, length), less);
+        s               = far ? s : ggml_div(c, s, length);
         const T largest = ggml_argmax(c, ggml_reshape_2d(c, s, n, m * heads));
         write_to(largest, found.target, x.entry * sizeof(int32_t) + at);
         sketch.add(largest);
@@ -128,7 +135,8 @@ void GraphRows::Merging::compare(const Hunt & x, const Numbers & lists, const Fo
 }
 
 // Of every evicted row and its target, what decides.
-void GraphRows::Merging::measure(const Hunt & x, const Numbers & lists, const Numbers & goals, const Found & found, Sketch & sketch) const {
+void GraphRows::Merging::measure(const Hunt & x, const Numbers & lists, const Numbers & goals, const Found & found,
+                                 Sketch & sketch) const {
     ggml_context * c     = sketch.context.get();
     const T        rows  = of.flat(c, x.layer, true);
     const size_t   all   = x.entries(), some = row_chunk(x);
@@ -157,12 +165,17 @@ Outcome GraphRows::Merging::search_some(std::vector<Hunt> & hunts) {
     const auto   device = of.from.layers_[layer].device;
     Numbers      lists, goals;
     Found        found;
-    size_t       nodes[2] = { 0, 0 };
+    size_t       nodes[2] = { 0, 0 }, widest = 0;
+    for (const Hunt & x : hunts) {
+        widest = std::max(widest, BEHIND * x.chunk * x.heads);
+    }
+    const size_t less_at = lists.room(widest, sizeof(float));
     for (Hunt & x : hunts) {
+        x.less_at    = less_at;
         x.kept_at    = lists.room(x.n_kept * x.heads, sizeof(int32_t));
         x.evicted_at = lists.room(x.entries(), sizeof(int32_t));
         x.goals_at   = goals.room(x.entries(), sizeof(int32_t));
-        nodes[0] += of.flat_nodes(x.layer) + 16 + 12 * ((x.n_evicted + x.chunk - 1) / x.chunk);
+        nodes[0] += of.flat_nodes(x.layer) + 24 + 12 * ((x.n_evicted + x.chunk - 1) / x.chunk);
         nodes[1] += of.flat_nodes(x.layer) + 12 * ((x.entries() + row_chunk(x) - 1) / row_chunk(x));
     }
     found.target = found.held.add(GGML_TYPE_I32, (int64_t) entries);
@@ -170,6 +183,7 @@ Outcome GraphRows::Merging::search_some(std::vector<Hunt> & hunts) {
     if (!found.held.allocate(device) || !lists.open(device) || !goals.open(device)) {
         return of.problem(Outcome::full, layer, "has no memory to merge rows in");
     }
+    std::fill_n(lists.at<float>(less_at), widest, LESS);
     each_head(hunts, [&](const Hunt & x, size_t h) { write_lists(x, h, lists); });
     of.upload(lists);
 
@@ -209,7 +223,9 @@ template <class F> void GraphRows::Merging::each_head(const std::vector<Hunt> & 
             all.emplace_back(i, h);
         }
     }
-    parallel_for(of.from.n_threads_, (int32_t) all.size(), [&](int32_t i, int32_t) { visit(hunts[all[(size_t) i].first], all[(size_t) i].second); });
+    parallel_for(of.from.n_threads_, (int32_t) all.size(), [&](int32_t i, int32_t) {
+        visit(hunts[all[(size_t) i].first], all[(size_t) i].second);
+    });
 }
 
 void GraphRows::Merging::write_lists(const Hunt & x, size_t h, Numbers & lists) const {
@@ -289,7 +305,8 @@ size_t levels_of(size_t n) {
 }  // namespace
 
 // What joins the kept rows of a head. places: of its pending rows; to: of the kept ones, in the new tensor.
-void GraphRows::Merging::collect(const Joins & x, const std::vector<int32_t> & kept, const int32_t * places, const int32_t * to, Sums & out) const {
+void GraphRows::Merging::collect(const Joins & x, const std::vector<int32_t> & kept, const int32_t * places, const int32_t * to,
+                                 Sums & out) const {
     const int32_t       n_tokens = of.job.n_tokens;
     std::vector<size_t> n(kept.size()), next(kept.size());
     for (int32_t t = 0; t < n_tokens; t++) {
@@ -399,9 +416,9 @@ template <class F> void GraphRows::Merging::each_level(size_t l, const F & visit
 }
 
 size_t GraphRows::Merging::nodes(size_t l) {
-    size_t n = 2 * of.flat_nodes(l) + 2 * pieces[l].size();
+    size_t n = 0;
     each_level(l, [&](const Level &) { n += 2 * 20; });
-    return n;
+    return n > 0 ? n + 2 * of.flat_nodes(l) + 2 * pieces[l].size() : 0;
 }
 
 void GraphRows::Merging::make_room(size_t l, Numbers & numbers) {
@@ -426,7 +443,9 @@ T GraphRows::Merging::sum(ggml_context * c, T source, const Level & x, const Num
     T all = ggml_get_rows(c, source, numbers.tensor(c, GGML_TYPE_I32, x.at_index, (int64_t) FAN * n));
     all   = ggml_mul(c, all, numbers.tensor(c, GGML_TYPE_F32, x.at_factor, 1, (int64_t) FAN * n));
     for (int64_t half = (int64_t) FAN / 2; half > 0; half /= 2) {
-        const auto part = [&](int64_t first) { return ggml_view_2d(c, all, d, half * n, all->nb[1], (size_t) (first * n) * all->nb[1]); };
+        const auto part = [&](int64_t first) {
+            return ggml_view_2d(c, all, d, half * n, all->nb[1], (size_t) (first * n) * all->nb[1]);
+        };
         all = ggml_add_inplace(c, part(0), part(half));
     }
     return all;
@@ -434,6 +453,9 @@ T GraphRows::Merging::sum(ggml_context * c, T source, const Level & x, const Num
 
 void GraphRows::Merging::add_up(size_t l, const Numbers & numbers, Sketch & sketch) const {
     ggml_context * c = sketch.context.get();
+    if (std::all_of(pieces[l].begin(), pieces[l].end(), [](const auto & group) { return group.empty(); })) {
+        return;
+    }
     for (const bool keys : { true, false }) {
         const T rows = of.flat(c, l, keys);
         for (size_t g = 0; g < pieces[l].size(); g++) {

@@ -122,8 +122,9 @@ Outcome GraphRows::Taking::lay_out_next() {
             lengths.push_back((int32_t) (n_old(l, h) + job.kept[l][h].size()));
         }
     }
-    next.even_ = !job.dropping && !biased && std::adjacent_find(lengths.begin(), lengths.end(), std::not_equal_to<>()) == lengths.end();
-    auto length = lengths.begin();
+    const bool same = std::adjacent_find(lengths.begin(), lengths.end(), std::not_equal_to<>()) == lengths.end();
+    next.even_      = !job.dropping && !biased && same;
+    auto length     = lengths.begin();
     for (size_t l = 0; l < places.size(); l++) {
         HeadRows rows;
         for (size_t h = 0; h < places[l].size(); h++) {
@@ -155,9 +156,10 @@ void GraphRows::Taking::make_bundles() {
         uint64_t     size = 0;
         for (const Group & group : next.layers_[l].groups) {
             const LayerShape & s    = (*from.shapes_)[l];
-            const uint64_t     mask = next.even_ ? 0 : group.heads.size() * (size_t) group.queries * sizeof(ggml_fp16_t);
-            const uint64_t     row  = ggml_row_size(ggml_type_of(job.storage.k), s.d_k) + ggml_row_size(ggml_type_of(job.storage.v), s.d_v);
-            size += (uint64_t) group.slots * (group.lists() * row + mask);
+            const size_t       mask = next.even_ ? 0 : group.heads.size() * (size_t) group.queries * sizeof(ggml_fp16_t);
+            const size_t       k    = ggml_row_size(ggml_type_of(job.storage.k), s.d_k);
+            const size_t       v    = ggml_row_size(ggml_type_of(job.storage.v), s.d_v);
+            size += (uint64_t) group.slots * (group.lists() * (k + v) + mask);
         }
         const bool same = !bundles.empty() && from.layers_[bundles.back().layers[0]].inputs == i;
         if (!same || taken[i] + size > may[i] + freed[i]) {
@@ -188,7 +190,7 @@ uint64_t GraphRows::Taking::bytes_on(size_t inputs) const {
 }
 
 size_t GraphRows::Taking::work_bytes(size_t l) const {
-    constexpr uint64_t LEAST = 8 << 20, MOST = 64 << 20;
+    constexpr uint64_t LEAST = 8 << 20, MOST = 32 << 20;
     return (size_t) std::clamp(bytes_on(from.layers_[l].inputs) / WORK, LEAST, MOST);
 }
 

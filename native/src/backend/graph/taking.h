@@ -50,7 +50,8 @@ struct GraphRows::Merging {
     void    write_lists(const Hunt & hunt, size_t head, Numbers & lists) const;
     void    write_goals(const Hunt & hunt, size_t head, int32_t * target, int32_t * goals) const;
     void    decide(const Hunt & hunt, size_t head, const int32_t * target, const float * values);
-    void    collect(const Joins & joins, const std::vector<int32_t> & kept, const int32_t * places, const int32_t * to, Sums & out) const;
+    void    collect(const Joins & joins, const std::vector<int32_t> & kept, const int32_t * places, const int32_t * to,
+                    Sums & out) const;
     static Piece         piece_of(const Sums & sums, const std::vector<size_t> & all, size_t from, size_t to);
     static ggml_tensor * sum(ggml_context * context, ggml_tensor * source, const Level & level, const Numbers & numbers);
     template <class F> void each_head(const std::vector<Hunt> & hunts, const F & visit) const;
@@ -93,9 +94,9 @@ struct GraphRows::Taking {
     GraphRows &     from;
     const TakeJob & job;
     GraphRows       next;
-    bool            biased = false;                               // whether any row will have a bias
-    std::vector<std::vector<std::vector<int32_t>>> places;        // [layer][head] of its rows in flat(); of layers on devices
-    std::vector<std::vector<std::vector<float>>>   stay;          // [layer][head] biases of the pending rows that stay
+    bool            biased = false;  // whether any row will have a bias
+    std::vector<std::vector<std::vector<int32_t>>> places;   // [layer][head] of its rows in flat(); of layers on devices
+    std::vector<std::vector<std::vector<float>>>   stay;     // [layer][head] biases of the pending rows that stay
     Merging                                        merging;
 
   private:
