@@ -1,8 +1,8 @@
-// Evicted rows that join kept ones on the device where both lie. A first graph compares keys, a second one measures each pair
-// that it found, the host decides as merge_rows does, and a third graph adds rows up. Of a row, four numbers come to the host.
+// Evicted rows that join kept ones on the device where both lie. One graph compares keys, the host decides as merge_rows does,
+// and another graph adds rows up. Of an evicted row, three numbers come to the host.
 //
-// A product of matrices is exact to half precision only on most devices: enough to find the nearest key, but for near ties.
-// What decides and what is stored is computed number by number, in f32.
+// Most devices round what a product of matrices is made of to half precision: that is exact for rows in it, and enough for
+// others to find the nearest key, but for near ties. What is stored is added up number by number, in f32.
 
 #include "backend/graph/taking.h"
 
@@ -22,7 +22,9 @@ namespace {
 
 constexpr size_t BEHIND      = 4;        // numbers behind a row, so that it begins where a device likes it to:
 constexpr float  LESS        = -128.0f;  // of an evicted one these, which keep those of a kept one within half precision
-constexpr size_t ENTRY_BYTES = 24;  // of an evicted row on the device: its place, its target's, and what is found
+constexpr float  MOST        = 6e4f;     // of a number of a key: what is compared is a number, whatever the keys hold
+constexpr float  NOTHING     = -1e20f;   // scores below are of keys that take no row
+constexpr size_t ENTRY_BYTES = 16;       // of an evicted row on the device: its place, and what is found
 
 size_t stepped(size_t n) { return (n + Numbers::STEP - 1) / Numbers::STEP * Numbers::STEP; }
 
@@ -49,7 +51,7 @@ template <class F> void each_evicted(const std::vector<int32_t> & kept, int32_t 
 struct GraphRows::Merging::Hunt {
     size_t layer, heads, n_kept = 0, n_evicted = 0;  // the most of any head
     size_t chunk   = 0;                              // evicted rows of each head that are compared at a time
-    size_t kept_at = 0, evicted_at = 0, goals_at = 0, less_at = 0;  // in Numbers
+    size_t kept_at = 0, evicted_at = 0, less_at = 0;  // in Numbers
     size_t entry   = 0;                              // of its first evicted row among the results
 
     size_t entries() const { return stepped(heads * n_evicted); }
@@ -100,7 +102,7 @@ Outcome GraphRows::Merging::search() {
 struct GraphRows::Merging::Found {
     Tensors held = Tensors(2);
     T       target;  // [entries] i32
-    T       values;  // [3 * entries] f32: product with the target, own square, the target's
+    T       values;  // [2 * entries] f32: score of the target, own square
 };
 
 // Whose keys are nearest: of the products less half of the kept key's square, or over its length, the largest. A key of length
@@ -112,60 +114,41 @@ void GraphRows::Merging::compare(const Hunt & x, const Numbers & lists, const Fo
     const auto     n    = (int64_t) x.n_kept, heads = (int64_t) x.heads;
     const bool     far  = of.job.rule->reach > 0.0f;
     const T        rows = of.flat(c, x.layer, true);
-    const T        kept = ggml_get_rows(c, rows, lists.tensor(c, GGML_TYPE_I32, x.kept_at, n * heads));
+    const T        kept = ggml_clamp(c, ggml_get_rows(c, rows, lists.tensor(c, GGML_TYPE_I32, x.kept_at, n * heads)), -MOST, MOST);
     const T        own  = squares(c, kept);
     const T        less = far ? ggml_scale(c, own, 0.5f / (BEHIND / 2 * -LESS)) : ggml_scale_bias(c, ggml_step(c, own), -MUCH, MUCH);
     const T        high = ggml_cast(c, ggml_cast(c, less, GGML_TYPE_F16), GGML_TYPE_F32);
     const T        both = ggml_concat(c, high, ggml_sub(c, less, high), 0);
-    const T        keys = ggml_concat(c, kept, ggml_concat(c, both, both, 0), 0);
-    const int64_t  d    = keys->ne[0];
+    const T        all  = ggml_concat(c, kept, ggml_concat(c, both, both, 0), 0);
+    const int64_t  d    = all->ne[0];
+    const T        keys = ggml_reshape_3d(c, all, d, n, heads);
     const T length = far ? nullptr : ggml_reshape_3d(c, ggml_sqrt(c, ggml_scale_bias(c, own, 1.0f, LITTLE)), n, 1, heads);
     for (size_t first = 0; first < x.n_evicted; first += x.chunk) {
         const auto   m  = (int64_t) std::min(x.chunk, x.n_evicted - first);
-        const size_t at = x.heads * first * sizeof(int32_t);
-        const T      e  = ggml_get_rows(c, rows, lists.tensor(c, GGML_TYPE_I32, x.evicted_at + at, m * heads));
-        const T      by = ggml_concat(c, e, lists.tensor(c, GGML_TYPE_F32, x.less_at, (int64_t) BEHIND, m * heads), 0);
-        T            s  = ggml_mul_mat(c, ggml_reshape_3d(c, keys, d, n, heads), ggml_reshape_3d(c, by, d, m, heads));
+        const size_t at = (x.entry + x.heads * first) * sizeof(float), values = at + x.entry * sizeof(float);
+        const T      e  = ggml_get_rows(c, rows, lists.tensor(c, GGML_TYPE_I32, x.evicted_at + x.heads * first * sizeof(int32_t), m * heads));
+        const T      square = squares(c, e);
+        write_to(square, found.values, values + x.entries() * sizeof(float));
+        sketch.add(square);  // before the numbers are clamped
+        const T by = ggml_concat(c, ggml_clamp(c, e, -MOST, MOST), lists.tensor(c, GGML_TYPE_F32, x.less_at, (int64_t) BEHIND, m * heads), 0);
+        T       s  = ggml_mul_mat(c, keys, ggml_reshape_3d(c, by, d, m, heads));
         ggml_prec_set_acc(s, GGML_PREC_F32);
-        s               = far ? s : ggml_div(c, s, length);
-        const T largest = ggml_argmax(c, ggml_reshape_2d(c, s, n, m * heads));
-        write_to(largest, found.target, x.entry * sizeof(int32_t) + at);
-        sketch.add(largest);
+        s               = ggml_reshape_2d(c, far ? s : ggml_div(c, s, length), n, m * heads);
+        const T largest = ggml_argmax(c, s);
+        write_to(largest, found.target, at);
+        const T score = ggml_get_rows(c, ggml_reshape_3d(c, s, 1, n, m * heads), ggml_reshape_2d(c, largest, 1, m * heads));
+        write_to(score, found.values, values);
+        sketch.add(score);
     }
 }
 
-// Of every evicted row and its target, what decides.
-void GraphRows::Merging::measure(const Hunt & x, const Numbers & lists, const Numbers & goals, const Found & found,
-                                 Sketch & sketch) const {
-    ggml_context * c     = sketch.context.get();
-    const T        rows  = of.flat(c, x.layer, true);
-    const size_t   all   = x.entries(), some = row_chunk(x);
-    for (size_t first = 0; first < all; first += some) {
-        const auto   n  = (int64_t) std::min(some, all - first);
-        const size_t at = first * sizeof(int32_t);
-        const T      a  = ggml_get_rows(c, rows, lists.tensor(c, GGML_TYPE_I32, x.evicted_at + at, n));
-        const T      b  = ggml_get_rows(c, rows, goals.tensor(c, GGML_TYPE_I32, x.goals_at + at, n));
-        const T      of_all[] = { ggml_sum_rows(c, ggml_mul(c, a, b)), squares(c, a), squares(c, b) };
-        for (size_t i = 0; i < 3; i++) {
-            write_to(of_all[i], found.values, (3 * x.entry + i * all) * sizeof(float) + at);
-            sketch.add(of_all[i]);
-        }
-    }
-}
-
-// Evicted rows that are measured at a time.
-size_t GraphRows::Merging::row_chunk(const Hunt & x) const {
-    const size_t row = sizeof(float) * 2 * (size_t) (*of.from.shapes_)[x.layer].d_k;
-    return std::max(of.work_bytes(x.layer) / row / Numbers::STEP, (size_t) 1) * Numbers::STEP;
-}
-
-// Compares the rows of some layers of one device: two graphs, and the host's share after each.
+// Compares the rows of some layers of one device.
 Outcome GraphRows::Merging::search_some(std::vector<Hunt> & hunts) {
     const size_t layer = hunts[0].layer, entries = hunts.back().entry + hunts.back().entries();
     const auto   device = of.from.layers_[layer].device;
-    Numbers      lists, goals;
+    Numbers      lists;
     Found        found;
-    size_t       nodes[2] = { 0, 0 }, widest = 0;
+    size_t       nodes = 0, widest = 0;
     for (const Hunt & x : hunts) {
         widest = std::max(widest, BEHIND * x.chunk * x.heads);
     }
@@ -174,46 +157,30 @@ Outcome GraphRows::Merging::search_some(std::vector<Hunt> & hunts) {
         x.less_at    = less_at;
         x.kept_at    = lists.room(x.n_kept * x.heads, sizeof(int32_t));
         x.evicted_at = lists.room(x.entries(), sizeof(int32_t));
-        x.goals_at   = goals.room(x.entries(), sizeof(int32_t));
-        nodes[0] += of.flat_nodes(x.layer) + 24 + 12 * ((x.n_evicted + x.chunk - 1) / x.chunk);
-        nodes[1] += of.flat_nodes(x.layer) + 12 * ((x.entries() + row_chunk(x) - 1) / row_chunk(x));
+        nodes += of.flat_nodes(x.layer) + 24 + 20 * ((x.n_evicted + x.chunk - 1) / x.chunk);
     }
     found.target = found.held.add(GGML_TYPE_I32, (int64_t) entries);
-    found.values = found.held.add(GGML_TYPE_F32, (int64_t) (3 * entries));
-    if (!found.held.allocate(device) || !lists.open(device) || !goals.open(device)) {
+    found.values = found.held.add(GGML_TYPE_F32, (int64_t) (2 * entries));
+    if (!found.held.allocate(device) || !lists.open(device)) {
         return of.problem(Outcome::full, layer, "has no memory to merge rows in");
     }
     std::fill_n(lists.at<float>(less_at), widest, LESS);
     each_head(hunts, [&](const Hunt & x, size_t h) { write_lists(x, h, lists); });
     of.upload(lists);
-
-    const auto run = [&](Sketch & sketch) {
-        const Outcome outcome = of.prepare(layer, sketch);
-        return outcome == Outcome::done ? of.compute(layer, sketch) : outcome;
-    };
-    Sketch first(nodes[0]);
+    Sketch sketch(nodes);
     for (const Hunt & x : hunts) {
-        compare(x, lists, found, first);
+        compare(x, lists, found, sketch);
     }
-    if (const Outcome outcome = run(first); outcome != Outcome::done) {
-        return outcome;
+    Outcome outcome = of.prepare(layer, sketch);
+    outcome         = outcome == Outcome::done ? of.compute(layer, sketch) : outcome;
+    if (outcome == Outcome::done) {
+        std::vector<int32_t> target(entries);
+        std::vector<float>   values(2 * entries);
+        of.download(found.target, target.data());
+        of.download(found.values, values.data());
+        each_head(hunts, [&](const Hunt & x, size_t h) { decide(x, h, target.data() + x.entry, values.data() + 2 * x.entry); });
     }
-    std::vector<int32_t> target(entries);
-    of.download(found.target, target.data());
-    each_head(hunts, [&](const Hunt & x, size_t h) { write_goals(x, h, target.data() + x.entry, goals.at<int32_t>(x.goals_at)); });
-    of.upload(goals);
-
-    Sketch second(nodes[1]);
-    for (const Hunt & x : hunts) {
-        measure(x, lists, goals, found, second);
-    }
-    if (const Outcome outcome = run(second); outcome != Outcome::done) {
-        return outcome;
-    }
-    std::vector<float> values(3 * entries);
-    of.download(found.values, values.data());
-    each_head(hunts, [&](const Hunt & x, size_t h) { decide(x, h, target.data() + x.entry, values.data() + 3 * x.entry); });
-    return Outcome::done;
+    return outcome;
 }
 
 template <class F> void GraphRows::Merging::each_head(const std::vector<Hunt> & hunts, const F & visit) const {
@@ -242,29 +209,18 @@ void GraphRows::Merging::write_lists(const Hunt & x, size_t h, Numbers & lists) 
     each_evicted(kept, of.job.n_tokens, [&](size_t i, int32_t t) { evicted[x.place(h, i)] = places[t]; });
 }
 
-// The targets as indices of kept rows, or -1 where a device found none among numbers that are none; and their places.
-void GraphRows::Merging::write_goals(const Hunt & x, size_t h, int32_t * target, int32_t * goals) const {
-    const auto &    kept   = of.job.kept[x.layer][h];
-    const int32_t * places = of.places[x.layer][h].data() + of.n_old(x.layer, h);
-    for (size_t i = 0; i < x.n_evicted; i++) {
-        int32_t & at = target[x.place(h, i)];
-        at           = at < 0 || at >= (int32_t) x.n_kept ? -1 : at >= (int32_t) kept.size() ? 0 : at;
-        goals[x.place(h, i)] = places[kept[(size_t) std::max(at, 0)]];
-    }
-}
-
 // As merge_rows does it.
 void GraphRows::Merging::decide(const Hunt & x, size_t h, const int32_t * target, const float * values) {
     const auto &      kept = of.job.kept[x.layer][h];
     const MergeRule & rule = *of.job.rule;
     Joined &          to   = joined[x.layer][h];
     each_evicted(kept, of.job.n_tokens, [&](size_t i, int32_t t) {
-        const size_t at      = x.place(h, i);
-        const float  product = values[at], own = values[x.entries() + at], other = values[2 * x.entries() + at];
-        const float  like    = own > 0.0f && other > 0.0f ? product / std::sqrt(own) / std::sqrt(other) : -INFINITY;
-        const bool   found   = rule.reach > 0.0f ? in_reach(rule.reach, own, product - 0.5f * other) : like > -INFINITY;
-        to.target[(size_t) t] = found ? target[at] : -1;
-        to.share[(size_t) t]  = rule.reach > 0.0f ? 1.0f : like;
+        const size_t at    = x.place(h, i);
+        const float  score = values[at], own = values[x.entries() + at];
+        const bool   found = rule.reach > 0.0f ? in_reach(rule.reach, own, score) : own > 0.0f && score > NOTHING;
+        const bool   known = target[at] >= 0 && std::isfinite(own);
+        to.target[(size_t) t] = !found || !known ? -1 : target[at] < (int32_t) kept.size() ? target[at] : 0;
+        to.share[(size_t) t]  = rule.reach > 0.0f ? 1.0f : score / std::sqrt(own);
     });
     const auto * biases = of.pending_biases(x.layer, h);
     ReduceInput  in{};
@@ -395,7 +351,8 @@ void GraphRows::Merging::plan(size_t l) {
         std::vector<size_t> order(sums.to.size());
         std::iota(order.begin(), order.end(), (size_t) 0);
         std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return levels_of(sums.n(a)) < levels_of(sums.n(b)); });
-        const size_t most = of.work_bytes(l) / (sizeof(float) * FAN * (size_t) std::max(shape.d_k, shape.d_v));
+        // a matrix of products lies beside what it is made of, these rows alone
+        const size_t most = 2 * of.work_bytes(l) / (sizeof(float) * FAN * (size_t) std::max(shape.d_k, shape.d_v));
         pieces[l].emplace_back();
         for (size_t first = 0, end = 0; first < order.size(); first = end) {
             size_t n = 0;

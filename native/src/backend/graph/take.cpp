@@ -19,7 +19,7 @@ using Outcome = AwayRows::Outcome;
 namespace {
 
 // Beside a cache, of its bytes: new rows before the first old ones are given back, and results of a graph.
-constexpr uint64_t AHEAD = 64, WORK = 24;
+constexpr uint64_t AHEAD = 64, WORK = 32;
 
 // Contiguous rows, as rows of another type with as many bytes.
 T viewed(ggml_context * c, T x, ggml_type type, int64_t ne0) {
@@ -190,7 +190,7 @@ uint64_t GraphRows::Taking::bytes_on(size_t inputs) const {
 }
 
 size_t GraphRows::Taking::work_bytes(size_t l) const {
-    constexpr uint64_t LEAST = 8 << 20, MOST = 32 << 20;
+    constexpr uint64_t LEAST = 8 << 20, MOST = 64 << 20;
     return (size_t) std::clamp(bytes_on(from.layers_[l].inputs) / WORK, LEAST, MOST);
 }
 

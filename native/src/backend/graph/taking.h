@@ -45,10 +45,7 @@ struct GraphRows::Merging {
     struct Sums;
     Outcome search_some(std::vector<Hunt> & hunts);
     void    compare(const Hunt & hunt, const Numbers & lists, const Found & found, Sketch & sketch) const;
-    void    measure(const Hunt & hunt, const Numbers & lists, const Numbers & goals, const Found & found, Sketch & sketch) const;
-    size_t  row_chunk(const Hunt & hunt) const;
     void    write_lists(const Hunt & hunt, size_t head, Numbers & lists) const;
-    void    write_goals(const Hunt & hunt, size_t head, int32_t * target, int32_t * goals) const;
     void    decide(const Hunt & hunt, size_t head, const int32_t * target, const float * values);
     void    collect(const Joins & joins, const std::vector<int32_t> & kept, const int32_t * places, const int32_t * to,
                     Sums & out) const;
