@@ -22,7 +22,7 @@ namespace {
 
 constexpr size_t BEHIND      = 4;        // numbers behind a row, so that it begins where a device likes it to:
 constexpr float  LESS        = -128.0f;  // of an evicted one these, which keep those of a kept one within half precision
-constexpr float  MOST        = 6e4f;     // of a number of a key: what is compared is a number, whatever the keys hold
+constexpr float  MOST        = 4e3f;     // of a number of a key: what is compared is a number, whatever the keys hold
 constexpr float  NOTHING     = -1e20f;   // scores below are of keys that take no row
 constexpr size_t ENTRY_BYTES = 16;       // of an evicted row on the device: its place, and what is found
 
@@ -88,7 +88,7 @@ Outcome GraphRows::Merging::search() {
         const size_t fits = of.work_bytes(l) / (sizeof(float) * hunt.n_kept * hunt.heads) / Numbers::STEP * Numbers::STEP;
         hunt.chunk        = std::min(hunt.n_evicted, std::max(fits, Numbers::STEP));
         const bool other  = !hunts.empty() && of.from.layers_[hunts[0].layer].inputs != of.from.layers_[l].inputs;
-        if (other || (!hunts.empty() && (entries + hunt.entries()) * ENTRY_BYTES > of.work_bytes(l) / 2)) {
+        if (other || (!hunts.empty() && (entries + hunt.entries()) * ENTRY_BYTES > of.work_bytes(l) / 4)) {
             flush();
         }
         hunt.entry = entries;
@@ -109,14 +109,15 @@ struct GraphRows::Merging::Found {
 // 0 takes no row by its angle. What is taken off a product is part of it, as numbers behind each row: a pass over all products
 // would take as long as they do. Half precision holds the first half of such a number, and the second of what it leaves.
 void GraphRows::Merging::compare(const Hunt & x, const Numbers & lists, const Found & found, Sketch & sketch) const {
-    constexpr float LITTLE = 1e-36f, MUCH = 1e4f;  // no divisor is 0; in half precision
+    constexpr float LITTLE = 1e-36f, MUCH = 1e4f, LARGEST = 6e4f;  // no divisor is 0; in half precision
     ggml_context * c    = sketch.context.get();
     const auto     n    = (int64_t) x.n_kept, heads = (int64_t) x.heads;
     const bool     far  = of.job.rule->reach > 0.0f;
     const T        rows = of.flat(c, x.layer, true);
     const T        kept = ggml_clamp(c, ggml_get_rows(c, rows, lists.tensor(c, GGML_TYPE_I32, x.kept_at, n * heads)), -MOST, MOST);
     const T        own  = squares(c, kept);
-    const T        less = far ? ggml_scale(c, own, 0.5f / (BEHIND / 2 * -LESS)) : ggml_scale_bias(c, ggml_step(c, own), -MUCH, MUCH);
+    const T        none = far ? nullptr : ggml_scale_bias(c, ggml_step(c, own), -MUCH, MUCH);
+    const T        less = far ? ggml_clamp(c, ggml_scale(c, own, 0.5f / (BEHIND / 2 * -LESS)), 0.0f, LARGEST) : none;
     const T        high = ggml_cast(c, ggml_cast(c, less, GGML_TYPE_F16), GGML_TYPE_F32);
     const T        both = ggml_concat(c, high, ggml_sub(c, less, high), 0);
     const T        all  = ggml_concat(c, kept, ggml_concat(c, both, both, 0), 0);
@@ -124,14 +125,16 @@ void GraphRows::Merging::compare(const Hunt & x, const Numbers & lists, const Fo
     const T        keys = ggml_reshape_3d(c, all, d, n, heads);
     const T length = far ? nullptr : ggml_reshape_3d(c, ggml_sqrt(c, ggml_scale_bias(c, own, 1.0f, LITTLE)), n, 1, heads);
     for (size_t first = 0; first < x.n_evicted; first += x.chunk) {
-        const auto   m  = (int64_t) std::min(x.chunk, x.n_evicted - first);
-        const size_t at = (x.entry + x.heads * first) * sizeof(float), values = at + x.entry * sizeof(float);
-        const T      e  = ggml_get_rows(c, rows, lists.tensor(c, GGML_TYPE_I32, x.evicted_at + x.heads * first * sizeof(int32_t), m * heads));
+        const auto   m      = (int64_t) std::min(x.chunk, x.n_evicted - first);
+        const size_t at     = (x.entry + x.heads * first) * sizeof(float), values = at + x.entry * sizeof(float);
+        const T      list   = lists.tensor(c, GGML_TYPE_I32, x.evicted_at + x.heads * first * sizeof(int32_t), m * heads);
+        const T      e      = ggml_get_rows(c, rows, list);
         const T      square = squares(c, e);
         write_to(square, found.values, values + x.entries() * sizeof(float));
         sketch.add(square);  // before the numbers are clamped
-        const T by = ggml_concat(c, ggml_clamp(c, e, -MOST, MOST), lists.tensor(c, GGML_TYPE_F32, x.less_at, (int64_t) BEHIND, m * heads), 0);
-        T       s  = ggml_mul_mat(c, keys, ggml_reshape_3d(c, by, d, m, heads));
+        const T behind = lists.tensor(c, GGML_TYPE_F32, x.less_at, (int64_t) BEHIND, m * heads);
+        const T by     = ggml_concat(c, ggml_clamp(c, e, -MOST, MOST), behind, 0);
+        T       s      = ggml_mul_mat(c, keys, ggml_reshape_3d(c, by, d, m, heads));
         ggml_prec_set_acc(s, GGML_PREC_F32);
         s               = ggml_reshape_2d(c, far ? s : ggml_div(c, s, length), n, m * heads);
         const T largest = ggml_argmax(c, s);

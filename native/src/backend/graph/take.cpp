@@ -19,7 +19,7 @@ using Outcome = AwayRows::Outcome;
 namespace {
 
 // Beside a cache, of its bytes: new rows before the first old ones are given back, and results of a graph.
-constexpr uint64_t AHEAD = 64, WORK = 32;
+constexpr uint64_t AHEAD = 64, WORK = 24;
 
 // Contiguous rows, as rows of another type with as many bytes.
 T viewed(ggml_context * c, T x, ggml_type type, int64_t ne0) {
