@@ -207,6 +207,21 @@ def test_later_messages_attend_where_the_rows_are(native, tiny, environment, ser
         assert found["splits"]["stock"] == found["splits"]["kvedge"]
 
 
+def test_a_prompt_that_comes_in_pieces(native, tiny, environment, server):
+    """What is gathered of it lies on the device from piece to piece, and comes to the host where rows do."""
+    plans = [pykvedge.plan(name, 0.3) for name in ("snapkv", "adakv", "mixkv", "h2o", "lookm", "prefixkv", "roco")]
+    plans.append(pykvedge.plan("h2o", 0.3, allocator="entropy", **{"allocator.attention": "full"}))
+    job = {"model": str(tiny("llama", weight="f32").model), "plans": [plan.to_json() for plan in plans], "devices": "none"}
+    host = worked(environment, "device_prompts.py", job)
+    assert not any(any(case["device_bytes"]) for case in host)
+    for rpc in ("", server.address):
+        there = worked(environment, "device_prompts.py", {**job, "devices": "all", "rpc": rpc})
+        for plan, here, case in zip(plans, host, there, strict=True):
+            assert all(case["device_bytes"])
+            for sequence, held in enumerate(here["held"]):
+                assert differing(held, case["held"][sequence]) <= TIES, f"{plan.method}, sequence {sequence}"
+
+
 def chat(environment, files, *options):
     command = [sys.executable, "-m", "pykvedge", "chat", "--ctx", "16000", *files.arguments(), *map(str, options)]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -233,7 +248,7 @@ class Counting:
 
     def __init__(self, address: str) -> None:
         self.target = address.partition(":")[0], int(address.partition(":")[2])
-        self.bytes = 0
+        self.bytes = self.returned = 0  # both ways, and from the server alone
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._socket.getsockname()[1]}"
         threading.Thread(target=self._listen, daemon=True).start()
@@ -244,17 +259,32 @@ class Counting:
             there = socket.create_connection(self.target)
             for end in (here, there):
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # as ggml's own do
-            for pair in ((here, there), (there, here)):
+            for pair in ((here, there, False), (there, here, True)):
                 threading.Thread(target=self._pass_on, args=pair, daemon=True).start()
 
-    def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
+    def _pass_on(self, source: socket.socket, sink: socket.socket, returns: bool) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
                 self.bytes += len(data)
+                self.returned += len(data) if returns else 0
                 sink.sendall(data)
         for end in (source, sink):
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)  # wakes the other thread
+
+
+@pytest.mark.parametrize("method", ["snapkv", "h2o", "roco"])
+def test_nothing_comes_back_for_a_piece_of_a_prompt(native, tiny, environment, own_server, method):
+    """Neither queries nor sums: the server answers for tensors and buffers that are made, and no more."""
+    returned = []
+    for pieces in (2, 6):
+        wire = Counting(own_server.address)
+        plans = [pykvedge.plan(method, 0.3).to_json()]
+        job = {"model": str(tiny("llama").model), "plans": plans, "devices": "all", "rpc": wire.address, "pieces": pieces}
+        worked(environment, "device_prompts.py", job)
+        returned.append(wire.returned)
+    print(f"{(returned[1] - returned[0]) / 4:.0f} bytes for a piece")
+    assert returned[1] - returned[0] < 4 * 512
 
 
 def test_no_keys_and_values_travel_for_a_token(native, tiny, environment, own_server):

@@ -1,0 +1,102 @@
+"""Prompts that come in pieces, on the host or on devices: what each head keeps of them.
+
+stdin: one JSON object with a "model", "plans", what backends.prepare takes, and "devices": where rows lie, "none" or "all".
+With "pieces" it reads so many of one prompt, and no more.
+stdout: a line of JSON for each plan: "held" [sequence][layer][head] token indices once the answers have begun, those of
+sequence 0 once more after another message, and "device_bytes" of sequence 0 after each piece of its prompt.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import backends
+from contexts import TinyContext, random_tokens
+
+from pykvedge.native.abi import DEVICES_ALL, DEVICES_NONE
+from pykvedge.plans.plan import Plan
+from pykvedge.runtime import libkvedge
+
+SEQUENCES = 4
+
+
+class Prompts(TinyContext):
+    def __init__(self, model, plan, devices):
+        super().__init__(model, None, n_seq=SEQUENCES)
+        self.cache = libkvedge.Cache(self.context, plan, "f32", devices=devices, auto_compress=True)
+        self.left = {s: random_tokens(900, seed=s) for s in range(SEQUENCES)}
+
+    def _watch_stock(self, params):
+        """Weights are not looked at: they lie elsewhere."""
+
+    def _adjust(self, params):
+        params.n_ubatch = 128
+
+    def read(self, *parts, wants=False, mixed=False):
+        """parts: (sequence, tokens), in one batch. wants: the logits of each sequence's last token."""
+        items = []
+        for sequence, n in parts:
+            for i in range(n):
+                items.append((i if mixed else 0, self.left[sequence].pop(), self.n[sequence], sequence, wants and i == n - 1))
+                self.n[sequence] += 1
+        if mixed:
+            items.sort(key=lambda item: item[0])
+        batch = self.llama.llama_batch_init(len(items), 0, 1)
+        batch.n_tokens = len(items)
+        for i, (_, token, position, sequence, logits) in enumerate(items):
+            batch.token[i], batch.pos[i], batch.logits[i] = token, position, logits
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequence
+        assert self.llama.llama_decode(self.context, batch) == 0
+        self.llama.llama_batch_free(batch)
+        return self.cache.stats(0).device_bytes
+
+    def remove(self, sequence, first, last):
+        assert self.llama.llama_memory_seq_rm(self.memory, sequence, first, last)
+
+
+def walk(context):
+    """Pieces shorter and longer than a window and than a ubatch; batches that sequences share; removals, and a copy."""
+    context.cache.expect(453, 0)
+    bytes_ = [context.read((0, n)) for n in (150, 300, 1, 2)]
+    context.read((1, 60), (2, 40))
+    context.read((1, 3), (2, 90))
+    context.read((1, 50))
+    context.read((1, 2))
+    context.remove(1, 100, -1)  # the end
+    context.n[1] = 100
+    context.read((1, 70))
+    context.read((2, 200))  # for which buffers grow
+    context.remove(2, 20, 35)  # the middle
+    context.read((2, 64), (1, 5))
+    context.llama.llama_memory_seq_cp(context.memory, 0, 3, -1, -1)
+    context.n[3] = context.n[0]
+    bytes_.append(context.read((0, 9), (3, 30)))
+    context.read((3, 40), (2, 3), mixed=True)  # which devices do not attend to
+    context.read((0, 40))
+    context.read((2, 6))  # the prompts of 1 and 3 end where they are
+    context.read(*((s, 2) for s in range(SEQUENCES)), wants=True)
+    context.read(*((s, 1) for s in range(SEQUENCES)), wants=True)
+    held = [context.held(s) for s in range(SEQUENCES)]
+    context.read((0, 40))  # a second message, behind what was kept of the first one
+    context.read((0, 70), wants=True)
+    context.read((0, 1), wants=True)
+    return {"held": [*held, context.held(0)], "device_bytes": bytes_}
+
+
+def main():
+    job = json.load(sys.stdin)
+    backends.prepare(job)
+    for text in job["plans"]:
+        context = Prompts(job["model"], Plan.from_json(text), DEVICES_ALL if job["devices"] == "all" else DEVICES_NONE)
+        if "pieces" in job:
+            context.cache.expect(128 * job["pieces"])
+            for _ in range(job["pieces"]):
+                context.read((0, 128))
+        else:
+            print(json.dumps(walk(context)), flush=True)
+        context.close()
+
+
+if __name__ == "__main__":
+    main()
