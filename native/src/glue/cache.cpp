@@ -319,7 +319,8 @@ kvedge_status kvedge_cache::compress(SequenceState & state, kvedge_error * err) 
     if (state.streaming) {
         return compress_stream(state, err);
     }
-    read_seen(state);
+    read_queries(state);
+    read_sums(state);
     state.seq->projections = projections;  // also of a sequence that was loaded
     if (state.seq->rows.pending_length() == 0) {  // also of a prompt whose tokens were removed: what was seen of them goes, too
         state.seq->close_pending();

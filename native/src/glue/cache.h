@@ -248,7 +248,8 @@ struct kvedge_cache {
     void settle();
     void wait();  // the same while the next ubatch begins
     // What graphs left on devices of a sequence's prompt comes to the host, before anybody looks at it. Throws std::bad_alloc.
-    void read_seen(kvedge::SequenceState & state);
+    void read_queries(kvedge::SequenceState & state);
+    void read_sums(kvedge::SequenceState & state);
 
   private:
     bool collect_runs(const llama_attn_provider_ubatch & ubatch);

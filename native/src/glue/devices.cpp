@@ -165,7 +165,8 @@ bool kvedge_cache::to_host(SequenceState & state) {
         llama_synchronize(ctx);
     }
     running.clear();
-    read_seen(state);
+    read_queries(state);
+    read_sums(state);
     if (!state.device->fetch(state.seq->rows, threads())) {
         return false;
     }
@@ -204,7 +205,8 @@ bool kvedge_cache::reserve_on_device(Run & run) {
                                 summing_parts(runs.size()) };
     if (!run.device->may_follow(incoming)) {
         wait();
-        read_seen(*run.state);
+        read_queries(*run.state);
+        read_sums(*run.state);
     }
     return run.device->reserve(incoming, threads()) || report_full(*run.device, run.state->seq->rows.n_tokens() + incoming.follow);
 }
@@ -275,18 +277,28 @@ void kvedge_cache::note_sums(SequenceState & state, size_t l, int32_t rows, cons
     }
 }
 
-void kvedge_cache::read_seen(SequenceState & state) {
-    if (!state.device || !state.device->left_anything()) {
+void kvedge_cache::read_queries(SequenceState & state) {
+    if (!state.device || !state.device->left_queries()) {
         return;
     }
     wait();
-    const Seen seen = state.device->read_seen();
-    for (size_t l = 0; l < places.size(); l++) {
-        if (places[l] && seen.window > 0 && state.seq->observed.has_windows()) {
-            note_queries(state, l, seen.window, seen.queries[l]);
-        }
+    const LastQueries last = state.device->read_queries();
+    for (size_t l = 0; l < places.size() && state.seq->observed.has_windows(); l++) {
         if (places[l]) {
-            note_sums(state, l, seen.rows, seen.sums[l]);
+            note_queries(state, l, last.n, last.layers[l]);
+        }
+    }
+}
+
+void kvedge_cache::read_sums(SequenceState & state) {
+    if (!state.device || !state.device->left_sums()) {
+        return;
+    }
+    wait();
+    const PromptSums sums = state.device->read_sums();
+    for (size_t l = 0; l < places.size(); l++) {
+        if (places[l]) {
+            note_sums(state, l, sums.rows, sums.layers[l]);
         }
     }
 }

@@ -77,8 +77,10 @@ T attention_weights(ggml_context * c, T q, T k, T mask, float scale, float softc
     return ggml_soft_max_ext(c, logits, mask, scale, 0.0f);
 }
 
-T GraphRows::attend_even(const GraphLayer & in, const Layer & layer, const Group & group) const {
+T GraphRows::attend_even(const GraphLayer & in, size_t l) const {
     ggml_context * c     = in.ctx;
+    const Layer &  layer = layers_[l];
+    const Group &  group = layer.groups[0];
     const Inputs & from  = inputs_[layer.inputs];
     const int64_t  n     = in.q->ne[2], shown = visible();
     const auto &   written = from.written[turn_];
@@ -90,7 +92,7 @@ T GraphRows::attend_even(const GraphLayer & in, const Layer & layer, const Group
     T keys = seen(k);
     T out  = attention(in, Parts{ ggml_permute(c, in.q, 0, 2, 1, 3), keys, seen(v), mask }, layer.device);
     out    = ggml_reshape_2d(c, whole(c, out), group.v->ne[0] * in.q->ne[1], n);
-    return after(out, add_up(in, layer, keys, mask));
+    return after(out, add_up(in, l, keys, mask));
 }
 
 // Of one token: [d_v * H / Hkv, heads].
@@ -125,7 +127,7 @@ T GraphRows::attend_group(const GraphLayer & in, const Layer & layer, const Grou
 T GraphRows::attend(const GraphLayer & in, size_t l) {
     const Layer & layer = layers_[l];
     if (even_) {
-        return after(attend_even(in, layer, layer.groups[0]), keep_queries(in, layer));
+        return after(attend_even(in, l), keep_queries(in, layer));
     }
     if (in.q->ne[2] > 1) {
         return after(attend_several(in, layer), keep_queries(in, layer));

@@ -292,14 +292,16 @@ bool GraphRows::load(Store & from, int32_t n_threads) {
             return false;
         }
     }
-    each_layer(n_threads, [&](size_t l, Staging & staging) {
-        for (const Group & group : layers_[l].groups) {
-            if (group.k) {
-                put(from, l, group, true, staging);
-                put(from, l, group, false, staging);
+    if (from.n_tokens() > 0) {
+        each_layer(n_threads, [&](size_t l, Staging & staging) {
+            for (const Group & group : layers_[l].groups) {
+                if (group.k) {
+                    put(from, l, group, true, staging);
+                    put(from, l, group, false, staging);
+                }
             }
-        }
-    });
+        });
+    }
     for (size_t l = 0; l < layers_.size(); l++) {
         if (layers_[l].device) {
             from.send_away(l);

@@ -68,7 +68,7 @@ uint64_t GraphRows::bytes() const {
         }
     }
     for (const Inputs & inputs : inputs_) {
-        n += inputs.held.bytes() + inputs.seen.bytes() + inputs.several.held.bytes() + inputs.worker.bytes();
+        n += inputs.held.bytes() + inputs.window.bytes() + inputs.sums.bytes() + inputs.several.held.bytes() + inputs.worker.bytes();
     }
     return n;
 }
@@ -301,7 +301,7 @@ bool GraphRows::may_follow(const Incoming & incoming) const {
             }
         }
     }
-    return even_ && incoming.n > 1 && inputs_fit(incoming) && seen_fits(incoming);
+    return even_ && incoming.n > 1 && inputs_fit(incoming) && ring_fits(incoming) && sums_fit(incoming);
 }
 
 bool GraphRows::reserve(const Incoming & incoming, int32_t n_threads) {
@@ -314,15 +314,14 @@ bool GraphRows::reserve(const Incoming & incoming, int32_t n_threads) {
     } else if (!make_several(incoming.n)) {
         return false;
     }
-    if (!make_inputs(incoming) || !make_seen(incoming)) {
+    if (!make_inputs(incoming) || !make_ring(incoming) || !make_sums(incoming)) {
         return false;
     }
-    if (window_ != incoming.window || !(summed_ == incoming.summed) || parts_ != incoming.parts) {
+    if (window_ != incoming.window || !(summed_ == incoming.summed)) {
         stamp_ = ++*stamps_;
     }
     window_ = incoming.window;
     summed_ = incoming.summed;
-    parts_  = incoming.parts;
     return true;
 }
 
@@ -384,15 +383,15 @@ void GraphRows::enter(int32_t n, bool causal) {
             group.stale = group.stale || (!even_ && n > 1);
         }
     }
-    seen_tokens_ = window_ > 0 ? seen_tokens_ + n : 0;  // a window that leaves tokens out is none
-    seen_last_   = std::min(seen_tokens_, seen_window_);
-    summed_up_   = summed_up_ || summed_.any();
+    ring_.tokens = window_ > 0 ? ring_.tokens + n : 0;  // a window that leaves tokens out is none
+    ring_.last   = std::min(ring_.tokens, ring_.window);
+    sums_.any    = sums_.any || summed_.any();
     for (size_t i = 0; i < inputs_.size(); i++) {
         const auto before = (int32_t) index[i][0];
         if (n == 1 && inputs_[i].spanned > 0) {
             write_spans(i, index[i]);
         }
-        for (int32_t t = seen_tokens_ - std::min(n, window_); t < seen_tokens_; t++) {
+        for (int32_t t = ring_.tokens - std::min(n, window_); t < ring_.tokens; t++) {
             index[i].push_back(t % window_);
         }
         if (n > 1 || inputs_[i].spanned < index[i].size()) {  // else they are with the spans

@@ -90,11 +90,14 @@ struct AttentionSums {
 };
 
 // What graphs have left of a prompt on the devices. [layer], empty for layers that lie on none.
-struct Seen {
-    int32_t                         window = 0;  // last tokens whose queries are there
-    std::vector<std::vector<float>> queries;     // [layer][window][H][d_k]
-    int32_t                         rows = 0;    // pending rows that sums are of
-    std::vector<AttentionSums>      sums;
+struct LastQueries {
+    int32_t                         n = 0;   // last tokens
+    std::vector<std::vector<float>> layers;  // [n][H][d_k]
+};
+
+struct PromptSums {
+    int32_t                    rows = 0;  // pending ones, from the first on
+    std::vector<AttentionSums> layers;
 };
 
 class GraphRows : public AwayRows {
@@ -144,10 +147,12 @@ class GraphRows : public AwayRows {
     using Signature = std::array<uint64_t, 4>;
     Signature signature() const { return { stamp_, (uint64_t) n_, (uint64_t) visible(), turn_ }; }
 
-    // What graphs have left since it was read last, when none runs (graph/seen.cpp); it is gone from the devices then. Throws
-    // std::bad_alloc, and nothing has changed.
-    bool left_anything() const { return seen_last_ > 0 || summed_up_; }
-    Seen read_seen();
+    // What graphs have left since it was read last, when none runs (graph/seen.cpp); it is gone from the devices then. They
+    // throw std::bad_alloc, and nothing has changed.
+    bool        left_queries() const { return ring_.last > 0; }
+    LastQueries read_queries();
+    bool        left_sums() const { return sums_.any; }
+    PromptSums  read_sums();
 
     bool    holds(size_t layer) const override { return layers_[layer].device != nullptr; }
     Outcome measure(const MeasureJob & job, std::vector<Measures> & out) override;  // graph/measure.cpp
@@ -236,11 +241,25 @@ class GraphRows : public AwayRows {
         SideBySide             several;
 
         size_t        query = 0, heads = 0;  // of all layers: numbers of a token's query, KV heads
-        Tensors       seen;
+        Tensors       window;
         ggml_tensor * queries = nullptr;  // [query * window] f32, of each layer [d_k, window, H]: token i in place i % window
+        Tensors       sums;
         ggml_tensor * columns = nullptr;  // [pending rows, heads] f32
         ggml_tensor * squares = nullptr;  // likewise
-        ggml_tensor * entropy = nullptr;  // [heads] f32
+        ggml_tensor * entropy = nullptr;  // [1, heads] f32
+        ggml_tensor * weights = nullptr;  // of a piece of a layer's attention, f32
+        ggml_tensor * turned  = nullptr;  // the same, with queries first
+        ggml_tensor * sum     = nullptr;  // of its columns, as many as columns at most, f32
+    };
+    // Queries that are kept: of how many tokens, of which those that came since they were read, and how many of these are there.
+    struct Ring {
+        int32_t window = 0, tokens = 0, last = 0;
+    };
+    // What is added up: of every head the rows from `from` on, as there is room for, and of how many queries at a time.
+    struct Sums {
+        Summed  what;
+        bool    any  = false;  // is there already
+        int32_t from = 0, rows = 0, queries = 0, parts = 1;
     };
     // A group that has no memory yet, and how many slots it is to have.
     struct Unmade {
@@ -284,9 +303,17 @@ class GraphRows : public AwayRows {
     bool    grow_regions(size_t layer, Group & group, const Incoming & incoming);
     bool    inputs_fit(const Incoming & incoming) const;
     bool    make_inputs(const Incoming & incoming);
-    void    forget_seen();
-    bool    seen_fits(const Incoming & incoming) const;
-    bool    make_seen(const Incoming & incoming);
+    bool    ring_fits(const Incoming & incoming) const;
+    bool    make_ring(const Incoming & incoming);
+    void    forget_ring();
+    bool    sums_fit(const Incoming & incoming) const;
+    bool    make_sums(const Incoming & incoming);
+    void    forget_sums();
+    struct Cut {
+        int64_t heads, queries;  // KV heads of a piece of a layer's attention, and tokens
+    };
+    static Cut     cut_of(const LayerShape & shape, const Sums & sums);
+    static int64_t piece_of(const LayerShape & shape, const Sums & sums);  // weights
     int32_t rows_before(const Incoming & incoming) const;  // the pending ones, of every head
     // what several tokens need where heads are uneven (graph/several.cpp)
     void    plan_parts(Group & group, int32_t n, size_t & columns) const;
@@ -305,12 +332,12 @@ class GraphRows : public AwayRows {
     void put(const Store & from, size_t layer, const Group & group, bool keys, Staging & staging) const;  // to the device
     void get(const Store & to, size_t layer, const Group & group, bool keys, Staging & staging) const;    // and back
 
-    ggml_tensor * attend_even(const GraphLayer & in, const Layer & layer, const Group & group) const;
+    ggml_tensor * attend_even(const GraphLayer & in, size_t layer) const;
     ggml_tensor * attend_group(const GraphLayer & in, const Layer & layer, const Group & group) const;
     ggml_tensor * attend_regions(const GraphLayer & in, const Layer & layer, const Group & group) const;
     ggml_tensor * attend_several(const GraphLayer & in, const Layer & layer) const;
     ggml_tensor * keep_queries(const GraphLayer & in, const Layer & layer) const;  // NULL: none
-    ggml_tensor * add_up(const GraphLayer & in, const Layer & layer, ggml_tensor * k, ggml_tensor * mask) const;  // likewise
+    ggml_tensor * add_up(const GraphLayer & in, size_t layer, ggml_tensor * k, ggml_tensor * mask) const;  // likewise
     std::string   unmeasured(const MeasureJob & job) const;
     Outcome       measure_on(Inputs & inputs, const std::vector<size_t> & layers, const MeasureJob & job, std::vector<Measures> & out);
 
@@ -325,14 +352,10 @@ class GraphRows : public AwayRows {
     int32_t                         n_         = 0;  // tokens entered last
     uint64_t                        turn_      = 0;  // which of the inputs their graph reads
     int32_t                         room_q_ = 0, room_visible_ = 0, room_recent_ = 0;  // that the inputs have
-    int32_t                         window_ = 0, parts_ = 1;  // of the next graph
-    Summed                          summed_;                  // likewise
-    // Of what is seen: how large a window there is, the tokens that came since it was read and how many of the last lie there; what is
-    // added up and whether anything was; the row of every head from which on it is, and how many there is room for.
-    int32_t                         seen_window_ = 0, seen_tokens_ = 0, seen_last_ = 0;
-    Summed                          seen_sums_;
-    bool                            summed_up_ = false;
-    int32_t                         seen_from_ = 0, seen_rows_ = 0;
+    int32_t                         window_ = 0;  // of the next graph
+    Summed                          summed_;      // likewise
+    Ring                            ring_;
+    Sums                            sums_;
     std::string                     full_device_;
 };
 

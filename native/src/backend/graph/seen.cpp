@@ -41,47 +41,34 @@ int32_t GraphRows::rows_before(const Incoming & incoming) const {
     return 0;
 }
 
-bool GraphRows::seen_fits(const Incoming & incoming) const {
-    const bool sums = incoming.summed == seen_sums_ && rows_before(incoming) == seen_from_ &&
-                      visible_after(incoming.n) - seen_from_ <= seen_rows_;
-    return (incoming.window == 0 || incoming.window == seen_window_) && (!incoming.summed.any() || sums);
-}
+// ---------------------------------------------------------------------------------------------------------
+// Queries
 
-void GraphRows::forget_seen() {
+bool GraphRows::ring_fits(const Incoming & incoming) const { return incoming.window == 0 || incoming.window == ring_.window; }
+
+void GraphRows::forget_ring() {
     for (Inputs & inputs : inputs_) {
-        inputs.seen    = Tensors();
-        inputs.queries = inputs.columns = inputs.squares = inputs.entropy = nullptr;
+        inputs.window  = Tensors();
+        inputs.queries = nullptr;
     }
-    seen_window_ = seen_tokens_ = seen_last_ = seen_from_ = seen_rows_ = 0;
-    seen_sums_   = {};
-    summed_up_   = false;
-    stamp_       = ++*stamps_;
+    ring_  = {};
+    stamp_ = ++*stamps_;
 }
 
-bool GraphRows::make_seen(const Incoming & incoming) {
-    if (seen_fits(incoming)) {
+bool GraphRows::make_ring(const Incoming & incoming) {
+    if (ring_fits(incoming)) {
         return true;
     }
-    forget_seen();
-    const Summed &  sums = incoming.summed;
-    const int32_t   from = rows_before(incoming), rows = slots_shown() - from;
+    forget_ring();
     for (Inputs & inputs : inputs_) {
-        const auto heads   = (int64_t) inputs.heads;
-        const auto numbers = (int64_t) inputs.query * incoming.window;
-        inputs.seen        = Tensors(4);
-        inputs.queries     = numbers > 0 ? inputs.seen.add(GGML_TYPE_F32, numbers) : nullptr;
-        inputs.columns     = sums.columns ? inputs.seen.add(GGML_TYPE_F32, rows, heads) : nullptr;
-        inputs.squares     = sums.squares ? inputs.seen.add(GGML_TYPE_F32, rows, heads) : nullptr;
-        inputs.entropy     = sums.entropy ? inputs.seen.add(GGML_TYPE_F32, 1, heads) : nullptr;
-        if (!inputs.seen.allocate(inputs.device)) {
-            forget_seen();
+        inputs.window  = Tensors(1);
+        inputs.queries = inputs.window.add(GGML_TYPE_F32, (int64_t) inputs.query * incoming.window);
+        if (!inputs.window.allocate(inputs.device)) {
+            forget_ring();
             return refuse(inputs.device);
         }
     }
-    seen_window_ = incoming.window;
-    seen_sums_   = sums;
-    seen_from_   = sums.any() ? from : 0;
-    seen_rows_   = sums.any() ? rows : 0;
+    ring_.window = incoming.window;
     return true;
 }
 
@@ -101,39 +88,97 @@ T GraphRows::keep_queries(const GraphLayer & in, const Layer & layer) const {
     return ggml_set_rows(c, ring, ggml_permute(c, last, 0, 2, 1, 3), place);
 }
 
-Seen GraphRows::read_seen() {
-    Seen       out;
-    const auto layers = layers_.size();
-    out.window        = seen_last_;
-    out.queries.resize(layers);
-    out.sums.resize(layers);
+LastQueries GraphRows::read_queries() {
+    LastQueries out;
+    out.n = ring_.last;
+    out.layers.resize(layers_.size());
     for (size_t i = 0; i < inputs_.size(); i++) {
-        const Inputs & from    = inputs_[i];
-        const auto     queries = seen_last_ > 0 ? read(from.queries) : std::vector<float>();
-        const auto     columns = read(from.columns), squares = read(from.squares), entropy = read(from.entropy);
-        for (size_t l = 0; l < layers; l++) {
-            const Layer &      layer = layers_[l];
+        const auto queries = read(inputs_[i].queries);
+        for (size_t l = 0; l < layers_.size(); l++) {
             const LayerShape & shape = (*shapes_)[l];
-            if (!layer.device || layer.inputs != i) {
+            const auto         d = (size_t) shape.d_k, heads = (size_t) shape.n_heads, window = (size_t) ring_.window;
+            if (!layers_[l].device || layers_[l].inputs != i) {
                 continue;
             }
-            const auto d = (size_t) shape.d_k, heads = (size_t) shape.n_heads, window = (size_t) seen_window_, kv = (size_t) shape.n_heads_kv;
-            if (summed_up_) {
-                out.rows    = std::min(layer.groups[0].most_used() - seen_from_, seen_rows_);
-                out.sums[l] = { cut(columns, seen_rows_, layer.head_at, kv, out.rows), cut(squares, seen_rows_, layer.head_at, kv, out.rows),
-                                cut(entropy, 1, layer.head_at, kv, 1) };
-            }
-            out.queries[l].reserve((size_t) seen_last_ * heads * d);
-            for (int32_t t = seen_tokens_ - seen_last_; t < seen_tokens_; t++) {
+            out.layers[l].reserve((size_t) ring_.last * heads * d);
+            for (int32_t t = ring_.tokens - ring_.last; t < ring_.tokens; t++) {
                 for (size_t h = 0; h < heads; h++) {
-                    const size_t at = layer.query_at * window + (h * window + (size_t) t % window) * d;
-                    out.queries[l].insert(out.queries[l].end(), queries.begin() + (std::ptrdiff_t) at,
-                                          queries.begin() + (std::ptrdiff_t) (at + d));
+                    const size_t at   = layers_[l].query_at * window + (h * window + (size_t) t % window) * d;
+                    const auto   from = queries.begin() + (std::ptrdiff_t) at;
+                    out.layers[l].insert(out.layers[l].end(), from, from + (std::ptrdiff_t) d);
                 }
             }
         }
     }
-    forget_seen();
+    forget_ring();
+    return out;
+}
+
+// ---------------------------------------------------------------------------------------------------------
+// Sums
+
+bool GraphRows::sums_fit(const Incoming & incoming) const {
+    const bool same = incoming.summed == sums_.what && rows_before(incoming) == sums_.from && incoming.parts == sums_.parts;
+    return !incoming.summed.any() || (same && incoming.n <= sums_.queries && visible_after(incoming.n) - sums_.from <= sums_.rows);
+}
+
+void GraphRows::forget_sums() {
+    for (Inputs & inputs : inputs_) {
+        inputs.sums    = Tensors();
+        inputs.columns = inputs.squares = inputs.entropy = inputs.weights = inputs.turned = inputs.sum = nullptr;
+    }
+    sums_  = {};
+    stamp_ = ++*stamps_;
+}
+
+bool GraphRows::make_sums(const Incoming & incoming) {
+    if (sums_fit(incoming)) {
+        return true;
+    }
+    forget_sums();
+    const Summed &  what = incoming.summed;
+    const int32_t   from = rows_before(incoming), rows = slots_shown() - from;
+    const Sums      made = { what, false, from, rows, incoming.n, incoming.parts };
+    for (size_t i = 0; i < inputs_.size(); i++) {
+        Inputs &   inputs = inputs_[i];
+        const auto heads  = (int64_t) inputs.heads;
+        int64_t    piece  = 0;
+        for (size_t l = 0; l < layers_.size(); l++) {
+            piece = layers_[l].device && layers_[l].inputs == i ? std::max(piece, piece_of((*shapes_)[l], made)) : piece;
+        }
+        inputs.sums    = Tensors(6);
+        inputs.columns = what.columns ? inputs.sums.add(GGML_TYPE_F32, rows, heads) : nullptr;
+        inputs.squares = what.squares ? inputs.sums.add(GGML_TYPE_F32, rows, heads) : nullptr;
+        inputs.entropy = what.entropy ? inputs.sums.add(GGML_TYPE_F32, 1, heads) : nullptr;
+        inputs.weights = inputs.sums.add(GGML_TYPE_F32, piece);
+        inputs.turned  = what.columns ? inputs.sums.add(GGML_TYPE_F32, piece) : nullptr;
+        inputs.sum     = what.columns ? inputs.sums.add(GGML_TYPE_F32, rows, heads) : nullptr;
+        if (!inputs.sums.allocate(inputs.device)) {
+            forget_sums();
+            return refuse(inputs.device);
+        }
+    }
+    sums_ = made;
+    return true;
+}
+
+PromptSums GraphRows::read_sums() {
+    PromptSums out;
+    out.layers.resize(layers_.size());
+    for (size_t i = 0; i < inputs_.size(); i++) {
+        const Inputs & from    = inputs_[i];
+        const auto     columns = read(from.columns), squares = read(from.squares), entropy = read(from.entropy);
+        for (size_t l = 0; l < layers_.size(); l++) {
+            if (!layers_[l].device || layers_[l].inputs != i) {
+                continue;
+            }
+            const size_t head = layers_[l].head_at, heads = (size_t) (*shapes_)[l].n_heads_kv;
+            out.rows      = std::min(layers_[l].groups[0].most_used() - sums_.from, sums_.rows);
+            out.layers[l] = { cut(columns, sums_.rows, head, heads, out.rows), cut(squares, sums_.rows, head, heads, out.rows),
+                              cut(entropy, 1, head, heads, 1) };
+        }
+    }
+    forget_sums();
     return out;
 }
 
