@@ -1,7 +1,7 @@
 """Prompts that come in pieces, on the host or on devices: what each head keeps of them.
 
-stdin: one JSON object with a "model", "plans", what backends.prepare takes, and "devices": where rows lie, "none" or "all".
-With "pieces" it reads so many of one prompt, and no more.
+stdin: one JSON object with a "model", "plans", what backends.prepare takes, and "devices": where rows lie, "none" or
+"all". With "pieces" it reads so many of one prompt, and no more.
 stdout: a line of JSON for each plan: "held" [sequence][layer][head] token indices once the answers have begun, those of
 sequence 0 once more after another message, and "device_bytes" of sequence 0 after each piece of its prompt.
 """
@@ -38,7 +38,8 @@ class Prompts(TinyContext):
         items = []
         for sequence, n in parts:
             for i in range(n):
-                items.append((i if mixed else 0, self.left[sequence].pop(), self.n[sequence], sequence, wants and i == n - 1))
+                logits = wants and i == n - 1
+                items.append((i if mixed else 0, self.left[sequence].pop(), self.n[sequence], sequence, logits))
                 self.n[sequence] += 1
         if mixed:
             items.sort(key=lambda item: item[0])

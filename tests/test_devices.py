@@ -211,8 +211,8 @@ def test_a_prompt_that_comes_in_pieces(native, tiny, environment, server):
     """What is gathered of it lies on the device from piece to piece, and comes to the host where rows do."""
     plans = [pykvedge.plan(name, 0.3) for name in ("snapkv", "adakv", "mixkv", "h2o", "lookm", "prefixkv", "roco")]
     plans.append(pykvedge.plan("h2o", 0.3, allocator="entropy", **{"allocator.attention": "full"}))
-    job = {"model": str(tiny("llama", weight="f32").model), "plans": [plan.to_json() for plan in plans], "devices": "none"}
-    host = worked(environment, "device_prompts.py", job)
+    job = {"model": str(tiny("llama", weight="f32").model), "plans": [plan.to_json() for plan in plans]}
+    host = worked(environment, "device_prompts.py", {**job, "devices": "none"})
     assert not any(any(case["device_bytes"]) for case in host)
     for rpc in ("", server.address):
         there = worked(environment, "device_prompts.py", {**job, "devices": "all", "rpc": rpc})
@@ -280,8 +280,8 @@ def test_nothing_comes_back_for_a_piece_of_a_prompt(native, tiny, environment, o
     for pieces in (2, 6):
         wire = Counting(own_server.address)
         plans = [pykvedge.plan(method, 0.3).to_json()]
-        job = {"model": str(tiny("llama").model), "plans": plans, "devices": "all", "rpc": wire.address, "pieces": pieces}
-        worked(environment, "device_prompts.py", job)
+        job = {"model": str(tiny("llama").model), "plans": plans, "devices": "all", "rpc": wire.address}
+        worked(environment, "device_prompts.py", {**job, "pieces": pieces})
         returned.append(wire.returned)
     print(f"{(returned[1] - returned[0]) / 4:.0f} bytes for a piece")
     assert returned[1] - returned[0] < 4 * 512

@@ -201,11 +201,15 @@ bool kvedge_cache::place_runs() {
 bool kvedge_cache::reserve_on_device(Run & run) {
     const auto n = (int32_t) run.index.size();
     const Summed summed = { run.wanted.sums, run.wanted.squares, run.wanted.entropy };
-    const Incoming incoming = { n, std::max(n, run.state->expected), run.wanted.window, summed, run.state->seq->rows.pending_length(),
-                                summing_parts(runs.size()) };
+    const Incoming incoming = { n, std::max(n, run.state->expected), run.wanted.window, summed,
+                                run.state->seq->rows.pending_length(), summing_parts(runs.size()) };
     if (!run.device->may_follow(incoming)) {
         wait();
+    }
+    if (!run.device->keeps_queries(incoming)) {
         read_queries(*run.state);
+    }
+    if (!run.device->keeps_sums(incoming)) {
         read_sums(*run.state);
     }
     return run.device->reserve(incoming, threads()) || report_full(*run.device, run.state->seq->rows.n_tokens() + incoming.follow);

@@ -293,15 +293,16 @@ bool GraphRows::make_inputs(const Incoming & incoming) {
     return true;
 }
 
+bool GraphRows::rows_fit(const Incoming & incoming) const {
+    return std::all_of(layers_.begin(), layers_.end(), [&](const Layer & layer) {
+        return std::all_of(layer.groups.begin(), layer.groups.end(),
+                           [&](const Group & group) { return slots_wanted(group, incoming) <= group.slots; });
+    });
+}
+
 bool GraphRows::may_follow(const Incoming & incoming) const {
-    for (const Layer & layer : layers_) {
-        for (const Group & group : layer.groups) {
-            if (slots_wanted(group, incoming) > group.slots) {
-                return false;
-            }
-        }
-    }
-    return even_ && incoming.n > 1 && inputs_fit(incoming) && ring_fits(incoming) && sums_fit(incoming);
+    const bool fits = rows_fit(incoming) && inputs_fit(incoming);
+    return even_ && incoming.n > 1 && fits && keeps_queries(incoming) && keeps_sums(incoming);
 }
 
 bool GraphRows::reserve(const Incoming & incoming, int32_t n_threads) {

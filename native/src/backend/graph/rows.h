@@ -126,8 +126,11 @@ class GraphRows : public AwayRows {
 
     // Whether more tokens can be entered while the graph of the last ones runs: there is room for all that reserve() makes.
     bool may_follow(const Incoming & incoming) const;
-    // Room and inputs for more tokens, for the queries that are kept, and to add up their attention. What was seen so far is
-    // lost but where may_follow(). False: a device has no memory, and nothing has changed that matters. Throws std::bad_alloc.
+    // Whether what graphs have left so far stays when room is made for them. Else it is to be read before.
+    bool keeps_queries(const Incoming & incoming) const { return incoming.window == 0 || incoming.window == ring_.window; }
+    bool keeps_sums(const Incoming & incoming) const;
+    // Room and inputs for more tokens, for the queries that are kept, and to add up their attention. False: a device has no
+    // memory, and nothing has changed that matters. Throws std::bad_alloc.
     bool reserve(const Incoming & incoming, int32_t n_threads);
     // Enters them, where there is room; the graph that follows writes their rows. No other graph than that of the tokens
     // entered last may run, and that one only where may_follow().
@@ -299,14 +302,13 @@ class GraphRows : public AwayRows {
     bool    make_groups(const std::vector<Unmade> & groups);
     bool    lay_out(size_t layer, HeadRows && rows);
     int32_t slots_wanted(const Group & group, const Incoming & incoming) const;
+    bool    rows_fit(const Incoming & incoming) const;
     bool    grow(const Incoming & incoming);
     bool    grow_regions(size_t layer, Group & group, const Incoming & incoming);
     bool    inputs_fit(const Incoming & incoming) const;
     bool    make_inputs(const Incoming & incoming);
-    bool    ring_fits(const Incoming & incoming) const;
     bool    make_ring(const Incoming & incoming);
     void    forget_ring();
-    bool    sums_fit(const Incoming & incoming) const;
     bool    make_sums(const Incoming & incoming);
     void    forget_sums();
     struct Cut {

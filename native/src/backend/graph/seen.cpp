@@ -44,8 +44,6 @@ int32_t GraphRows::rows_before(const Incoming & incoming) const {
 // ---------------------------------------------------------------------------------------------------------
 // Queries
 
-bool GraphRows::ring_fits(const Incoming & incoming) const { return incoming.window == 0 || incoming.window == ring_.window; }
-
 void GraphRows::forget_ring() {
     for (Inputs & inputs : inputs_) {
         inputs.window  = Tensors();
@@ -56,7 +54,7 @@ void GraphRows::forget_ring() {
 }
 
 bool GraphRows::make_ring(const Incoming & incoming) {
-    if (ring_fits(incoming)) {
+    if (keeps_queries(incoming)) {
         return true;
     }
     forget_ring();
@@ -117,9 +115,10 @@ LastQueries GraphRows::read_queries() {
 // ---------------------------------------------------------------------------------------------------------
 // Sums
 
-bool GraphRows::sums_fit(const Incoming & incoming) const {
+bool GraphRows::keeps_sums(const Incoming & incoming) const {
     const bool same = incoming.summed == sums_.what && rows_before(incoming) == sums_.from && incoming.parts == sums_.parts;
-    return !incoming.summed.any() || (same && incoming.n <= sums_.queries && visible_after(incoming.n) - sums_.from <= sums_.rows);
+    const bool fits = incoming.n <= sums_.queries && rows_fit(incoming) && slots_shown() - sums_.from <= sums_.rows;
+    return !incoming.summed.any() || (same && fits);
 }
 
 void GraphRows::forget_sums() {
@@ -132,7 +131,7 @@ void GraphRows::forget_sums() {
 }
 
 bool GraphRows::make_sums(const Incoming & incoming) {
-    if (sums_fit(incoming)) {
+    if (keeps_sums(incoming)) {
         return true;
     }
     forget_sums();
