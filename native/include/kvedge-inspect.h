@@ -31,6 +31,17 @@ typedef struct kvedge_stats {
     int32_t  n_unfitted;         // heads that reducer match left as reducer evict does in the last compression: fewer queries of
                                  // the prompt were kept than rows are to be fitted to them
     int32_t  n_scant;            // heads that it fitted to fewer than twice as many queries as rows
+    // of the last compression, where rows lay on devices; else 0:
+    uint64_t device_fetched_bytes;  // bytes that came from devices
+    uint64_t device_sent_bytes;     // bytes that went to them
+    int64_t  device_operations;     // operations of the graphs that ran there
+    int64_t  device_measure_us;     // microseconds of each step: what scorers look at is measured there,
+    int64_t  device_choose_us;      // the host chooses,
+    int64_t  device_gather_us;      // kept rows are gathered there,
+    int64_t  device_merge_us;       // evicted rows join them there,
+    int64_t  device_upload_us;      // and what the host computed is sent
+    int32_t  device_compressed;     // 1: rows on devices were compressed there; 0: on the host, or none lay there
+    int32_t  unused;
 } kvedge_stats;
 
 KVEDGE_API kvedge_status kvedge_get_stats(const kvedge_cache * kv, int32_t seq_id, kvedge_stats * out, kvedge_error * err);
@@ -41,6 +52,10 @@ KVEDGE_API int32_t kvedge_layer_id(const kvedge_cache * kv, int32_t i);
 // Name, as ggml has it, of the device on which the rows of layer i lie ("CUDA0", "RPC0"); NULL: on the host, or no such layer.
 // Static storage.
 KVEDGE_API const char * kvedge_layer_device(const kvedge_cache * kv, int32_t i);
+
+// Why the last compression of the sequence took place on the host although rows lay on a device: the device and the operation
+// that it lacks, or the stage that has no graph. NULL: it did not, or no such sequence. Valid until the sequence changes.
+KVEDGE_API const char * kvedge_device_problem(const kvedge_cache * kv, int32_t seq_id);
 
 // KV pairs that stored layer i, KV head `head` holds now for the sequence; -1 if there is none such.
 KVEDGE_API int32_t kvedge_head_length(const kvedge_cache * kv, int32_t seq_id, int32_t i, int32_t head);

@@ -82,6 +82,10 @@ class Stats(c.Structure):
         ("compress_us", c.c_int64),
         ("device_bytes", c.c_uint64),
         ("n_unfitted", c.c_int32), ("n_scant", c.c_int32),
+        *((f"device_{name}", c.c_uint64) for name in ("fetched_bytes", "sent_bytes")),
+        *((f"device_{name}", c.c_int64) for name in (
+            "operations", "measure_us", "choose_us", "gather_us", "merge_us", "upload_us")),
+        ("device_compressed", c.c_int32), ("unused", c.c_int32),
     ]  # fmt: skip
 
 
@@ -180,6 +184,7 @@ PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "get_stats": (c.c_int, [_P, _I, c.POINTER(Stats), _ERR]),
     "layer_id": (_I, [_P, _I]),
     "layer_device": (c.c_char_p, [_P, _I]),
+    "device_problem": (c.c_char_p, [_P, _I]),
     "head_length": (_I, [_P, _I, _I, _I]),
     "query_heads": (_I, [_P, _I]),
     "watch": (c.c_int, [_P, c.c_bool, _ERR]),

@@ -12,7 +12,7 @@ import numpy as np
 
 from pykvedge import errors
 from pykvedge.native import libraries
-from pykvedge.native.abi import DEVICES_AUTO, Error, Saved, Stats
+from pykvedge.native.abi import DEVICES_AUTO, Error, Saved, Stats, text
 from pykvedge.native.abi import ReplayChunk as ReplayGiven
 from pykvedge.native.calls import call, lib, raise_
 from pykvedge.native.guard import Guard, one_thread
@@ -210,6 +210,17 @@ class Cache:
         out = Stats(struct_size=c.sizeof(Stats))
         call("get_stats", self.handle, sequence, c.byref(out))
         return out
+
+    @one_thread
+    def device_problem(self, sequence: int = 0) -> str:
+        """Says why the last compression took place on the host although rows lay on a device; empty: it did not."""
+        return text(lib().kvedge_device_problem(self.handle, sequence))
+
+    @one_thread
+    def rows_on_devices(self, n: int) -> int:
+        """Counts the rows that n tokens have on devices: one for each KV head of the layers there."""
+        heads = (len(lengths) for i, lengths in enumerate(self.lengths()) if lib().kvedge_layer_device(self.handle, i))
+        return n * sum(heads)
 
     def layer_ids(self) -> list[int]:
         """Lists the numbers that the stored layers have in the model."""

@@ -289,6 +289,19 @@ extern "C" kvedge_status kvedge_take_error(kvedge_cache * kv, kvedge_error * err
     });
 }
 
+static void tell_device_work(const SequenceState & state, kvedge_stats & out) {
+    const DeviceWork & work  = state.device_work;
+    out.device_fetched_bytes = work.to_host;
+    out.device_sent_bytes    = work.to_device;
+    out.device_operations    = work.operations;
+    out.device_measure_us    = work.measure_us;
+    out.device_choose_us     = work.choose_us;
+    out.device_gather_us     = work.gather_us;
+    out.device_merge_us      = work.merge_us;
+    out.device_upload_us     = work.upload_us;
+    out.device_compressed    = work.operations > 0 && state.device_problem.empty();
+}
+
 extern "C" kvedge_status kvedge_get_stats(const kvedge_cache * kv, int32_t seq_id, kvedge_stats * out, kvedge_error * err) {
     return claimed(kv, out, "kvedge_get_stats: cache or out is NULL", "fill the statistics", err, [&] {
         kvedge_stats now{};
@@ -310,6 +323,7 @@ extern "C" kvedge_status kvedge_get_stats(const kvedge_cache * kv, int32_t seq_i
             now.compress_us    = s->compress_us;
             now.n_unfitted     = s->n_unfitted;
             now.n_scant        = s->n_scant;
+            tell_device_work(*s, now);
         }
         return write_struct(now, out, out->struct_size)
                    ? ok(err)
@@ -325,6 +339,13 @@ extern "C" const char * kvedge_layer_device(const kvedge_cache * kv, int32_t i) 
     return asked(kv, (const char *) nullptr, [&] {
         const auto place = is_layer(*kv, i) ? kv->places[(size_t) i] : nullptr;
         return place ? ggml_backend_dev_name(place) : nullptr;
+    });
+}
+
+extern "C" const char * kvedge_device_problem(const kvedge_cache * kv, int32_t seq_id) {
+    return asked(kv, (const char *) nullptr, [&] {
+        const SequenceState * s = find_seq(kv, seq_id);
+        return s && !s->device_problem.empty() ? s->device_problem.c_str() : nullptr;
     });
 }
 
