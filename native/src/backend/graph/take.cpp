@@ -406,7 +406,8 @@ Outcome GraphRows::Taking::prepare_all() {
     if (outcome != Outcome::done) {
         return outcome;
     }
-    from.forget_seen();  // the next prompt makes room anew
+    from.forget_ring();  // the next prompt makes room anew
+    from.forget_sums();
     if (job.rule) {
         const Timer timer(from.work.merge_us);
         outcome = merging.search();
