@@ -1,26 +1,29 @@
-"""kvedge against llama.cpp on a device of this machine: speed of prompts and answers, and memory there, for
-docs/results/devices.md.
+"""kvedge against llama.cpp on a device of this machine: first token, answers, later messages, memory there, and what a
+compression there costs. For docs/results/devices.md.
 
     python3 scripts/dev.py build -DGGML_CUDA=ON -DCMAKE_CUDA_ARCHITECTURES=90     # once; macOS needs no option
-    python3 scripts/dev.py python scripts/measure_device.py --output devices.json
+    python3 scripts/dev.py python scripts/measure_device.py --output devices.json --plot devices.svg
 
 Without --model it writes two models of random weights, one with as many key as query heads (1.4 B), one with fewer
-(2 B). Each length of prompt is a run of its own of `kvedge bench`, in which stock and all variants take turns; one that
-does not fit, or would begin after --minutes, is said to be left out. Nothing is fetched from a network. Device memory:
-what kvedge holds there after the prompt and after the answer, and, where nvidia-smi is, the most that the device said
-was in use.
+(2 B). Each --run is a run of its own of `kvedge bench`, in which stock, full and all methods take turns; one that does
+not fit, or would begin after --minutes, is said to be left out. Nothing is fetched from a network. A later message has
+32 tokens and follows the answer.
+
+Columns: *_vs_stock are llama.cpp's seconds over kvedge's, so that more than 1 is faster; first_token is prefill and
+compression. device_peak_vs_cache: the most device memory in use, less what llama.cpp uses beside its cache, over that
+cache. device_fetched_row: bytes from the device for each pending row of a KV head. *_ms: the compression and its steps.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import shutil
+import re
 import subprocess
 import sys
 import tempfile
-import threading
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -28,66 +31,67 @@ from llama_source import log
 from measuring import show
 
 SHAPES = ("llava-1.4b", "qwen2-vl-2b")
-COLUMNS = ("model", "tokens", "variant", "prefill_vs_stock", "decode_vs_stock", "prefill_tok_s", "decode_tok_s",
-           "device_prompt_bytes", "device_bytes", "device_used_mib")  # fmt: skip
+METHODS = "snapkv,kvedge,lookm,flashcache"
+RUNS = (f"2048x5:{METHODS}", f"16384x3:{METHODS}", "65536x1:snapkv,kvedge")
+LATER = 32
+STEPS = [f"device_{step}_ms" for step in ("measure", "choose", "gather", "merge", "upload")]
+COLUMNS = ["model", "tokens", "variant", "first_token_s", "first_token_vs_stock", "decode_vs_stock", "later_vs_stock",
+           "device_peak_vs_cache", "device_compressed", "device_fetched_row", "device_operations", "compress_ms",
+           *STEPS]  # fmt: skip
 
 
-class Watch:
-    """Looks at what nvidia-smi says is in use, four times a second; most stays 0 where there is none."""
-
-    def __init__(self) -> None:
-        self.most, self._over = 0, threading.Event()
-        self._thread = threading.Thread(target=self._look, daemon=True)
-        self._thread.start()
-
-    def _look(self) -> None:
-        command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-        while shutil.which(command[0]) and not self._over.wait(0.25):
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            used = [int(word) for word in done.stdout.split() if word.isdecimal()]
-            self.most = max([self.most, *used])
-
-    def end(self) -> int:
-        self._over.set()
-        self._thread.join()
-        return self.most
+def run_of(text: str) -> tuple[int, int, str]:
+    """TOKENSxROUNDS:METHODS."""
+    found = re.fullmatch(r"(\d+)x(\d+):([\w,-]+)", text)
+    if not found:
+        raise argparse.ArgumentTypeError(f"'{text}' is not TOKENSxROUNDS:METHODS, as in {RUNS[0]}")
+    return int(found[1]), int(found[2]), found[3]
 
 
 def models(args: argparse.Namespace, folder: Path) -> list[Path]:
-    """The models to measure, made where none was named."""
+    """The models to measure, made where none was named and none is there."""
     if args.model:
         return args.model
-    made = []
-    for shape in SHAPES:
-        log(f"writing a model of the shape of {shape}")
-        writer = [sys.executable, str(Path(__file__).with_name("make_shape_model.py")), shape]
-        subprocess.run([*writer, "--vision", "none", "-o", str(folder / shape)], check=True, stdout=subprocess.DEVNULL)
-        made.append(folder / shape / "model.gguf")
-    return made
+    files = [folder / shape / "model.gguf" for shape in SHAPES]
+    script, begun = Path(__file__).with_name("make_shape_model.py"), []
+    for shape, file in zip(SHAPES, files, strict=True):
+        if not file.is_file():
+            log(f"writing a model of the shape of {shape}")
+            command = [sys.executable, str(script), shape, "--vision", "none", "-o", str(file.parent)]
+            begun.append(subprocess.Popen(command, stdout=subprocess.DEVNULL))
+    codes = [writer.wait() for writer in begun]
+    if any(codes):
+        raise SystemExit("measure_device: a model could not be written; the message is above")
+    return files
 
 
-def bench(args: argparse.Namespace, model: Path, tokens: int, left_s: float) -> list[dict[str, Any]]:
+def bench(args: argparse.Namespace, model: Path, run: tuple[int, int, str], left_s: float) -> list[dict[str, Any]]:
     """Measures one model and one length. Returns no row where the run failed or took longer than there was."""
+    tokens, rounds, methods = run
     command = [sys.executable, "-m", "pykvedge", "bench", "--model", model, "--images", 0, "--tokens", tokens]
-    command += ["--method", args.method, "--budget", args.budget, "--generate", args.generate, "--repeat", args.repeat]
-    command += ["--device", args.device, "--rpc", args.rpc, "--json"]
+    command += ["--method", methods, "--budget", args.budget, "--generate", args.generate, "--repeat", rounds]
+    command += ["--later", LATER, "--device-peak", "--device", args.device, "--rpc", args.rpc, "--json"]
     command += [] if args.device == "CPU" else ["--gpu-layers", -1]
-    watch = Watch()
     try:
         done = subprocess.run(
             [str(word) for word in command], stdout=subprocess.PIPE, text=True, check=False, timeout=left_s
         )
-        out = (
-            json.loads(done.stdout)
-            if done.returncode in (0, 1) and done.stdout
-            else {"rows": [], "left_out": ["it failed"]}
-        )
+        measured = done.returncode in (0, 1) and done.stdout
+        out = json.loads(done.stdout) if measured else {"rows": [], "left_out": ["it failed"]}
     except subprocess.TimeoutExpired:
         out = {"rows": [], "left_out": ["there was no time left"]}
-    used = watch.end()
     for line in out["left_out"]:
         log(f"{model.parent.name}, {tokens} tokens: {line}")
-    return [{**row, "model": model.parent.name, "device_used_mib": used} for row in out["rows"]]
+    return out["rows"]
+
+
+def draw(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Draws what `kvedge bench --plot` draws, of all runs."""
+    from pykvedge.lab.bench import plot
+    from pykvedge.lab.bench.table import Row
+
+    names = [field.name for field in fields(Row)]
+    plot.write(path, [Row(**{name: row[name] for name in names}) for row in rows], [])
 
 
 def main() -> int:
@@ -95,30 +99,36 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", type=Path, action="append", default=[], help="a GGUF file instead of the two; repeatable")
+    add("--folder", type=Path, help="where the two are, or are written, and stay; else in a temporary folder")
     add("--device", default="auto", help="as kvedge chat has it; CPU: the device's code on the processor")
     add("--rpc", default="", help="RPC servers instead, HOST:PORT")
-    add("--tokens", default="2048,16384,65536", help="lengths of the prompt (default %(default)s)")
-    add("--method", default="full,knorm,snapkv,lookm", help="(default %(default)s)")
+    add("--run", type=run_of, action="append", metavar="TOKENSxROUNDS:METHODS",
+        help=f"a length of the prompt, how often, and by what; repeatable (default {' '.join(RUNS)})")  # fmt: skip
     add("--budget", default="0.2", help="(default %(default)s)")
     add("--generate", type=int, default=64, help="tokens of the answer (default %(default)s)")
-    add("--repeat", type=int, default=2, help="rounds (default %(default)s)")
     add("--minutes", type=float, default=9.0, help="no run begins after so many (default %(default)s)")
     add("--output", type=Path, help="where the rows go as JSON, after every run")
+    add("--plot", type=Path, help="a picture of them, after every run: .svg, .html, or .png with matplotlib")
     add("--json", action="store_true")
     args = parser.parse_args()
     end, rows = time.monotonic() + 60 * args.minutes, list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as folder:
-        there = models(args, Path(folder))
-        for tokens in map(int, args.tokens.split(",")):
+        there = models(args, args.folder or Path(folder))
+        for run in args.run or map(run_of, RUNS):
             for model in there:
                 if (left := end - time.monotonic()) > 0:
-                    rows += bench(args, model, tokens, left)
+                    rows += bench(args, model, run, left)
                 else:
-                    log(f"{model.parent.name}, {tokens} tokens left out: there was no time left")
+                    log(f"{model.parent.name}, {run[0]} tokens left out: there was no time left")
                 if args.output:
                     args.output.write_text(json.dumps(rows, indent=1))
+                if args.plot and rows:
+                    draw(args.plot, rows)
     if rows:
-        show([{name: row[name] for name in COLUMNS} for row in rows], args.json)
+        show(rows if args.json else [{name: row[name] for name in COLUMNS} for row in rows], args.json)
+        for row in rows:
+            if row["device_problem"]:
+                log(f"{row['model']}, {row['tokens']} tokens, {row['variant']}: {row['device_problem']}")
     return int(not rows)
 
 

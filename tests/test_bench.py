@@ -28,6 +28,7 @@ from pykvedge.models.encoder import Encoder
 from pykvedge.models.gguf import read_header
 from pykvedge.models.model import Model
 from pykvedge.models.vision import Vision
+from pykvedge.runtime.report import DeviceWork
 
 
 def measured(files, shapes, variants, **options):
@@ -162,6 +163,43 @@ def test_medians_ratios_and_limits():
     assert (stock.decode_j_token, h2o.decode_j_token, h2o.prefill_j_token) == (2, 1, None)
     low, high = h2o.decode_spread
     assert low == pytest.approx(10) and high == pytest.approx(20)
+
+
+def on_a_device():
+    """Rows on a device: one method is compressed there, the other on the host."""
+    made = made_up()
+    group = made.groups[0]
+    stock, h2o, fewer = group.rounds
+    for i, one in enumerate(group.rounds[h2o]):
+        one.device = DeviceWork(True, "", 1200, 300, 40, *(0.001 * (i + 1) * step for step in (1, 2, 3, 4, 5)))
+        one.device_rows, one.later_s = 400, 0.1
+    for one in group.rounds[fewer]:
+        one.device, one.device_rows = DeviceWork(False, "scorer mine has no graph", 25600), 400
+    for one in group.rounds[stock]:
+        one.full_bytes, one.later_s = 1000, 0.3
+    group.device_peaks = {stock: 1500, h2o: 1600}
+    return made
+
+
+def test_a_compression_on_a_device():
+    made = on_a_device()
+    stock, h2o, fewer = table.rows(made)
+    assert [row.device_compressed for row in (stock, h2o, fewer)] == [None, True, False]
+    assert (h2o.device_fetched_row, fewer.device_fetched_row, stock.device_fetched_row) == (3, 64, None)
+    steps = [getattr(h2o, f"device_{step}_ms") for step in table.STEPS]
+    assert steps == pytest.approx([2, 4, 6, 8, 10]) and h2o.device_operations == 40  # the second of three rounds
+    assert (h2o.later_s, h2o.later_vs_stock, fewer.later_s) == (pytest.approx(0.1), pytest.approx(3), None)
+    # 500 beside stock's cache of 1000
+    assert (stock.device_peak_vs_cache, h2o.device_peak_vs_cache) == (1, pytest.approx(1.1))
+    assert fewer.device_peak_bytes is fewer.device_peak_vs_cache is None
+    said = table.as_markdown([stock, h2o, fewer], made)
+    assert "h2o 0.5, residual 0.25 is compressed on the host: scorer mine has no graph." in said
+    assert "| 3.0 B " in said and "| 64.0 B " in said and "| there " in said and "| 1.10 x" in said
+    assert "| operations |" not in table.as_markdown(table.rows(made_up()), made_up())
+    drawn = ElementTree.fromstring(plot.svg([stock, h2o, fewer]))
+    parts = [x for x in drawn.iter("{http://www.w3.org/2000/svg}rect") if x.get("class") == "step"]
+    widths = [float(part.get("width")) for part in parts[len(table.STEPS) : 2 * len(table.STEPS)]]
+    assert len(parts) == 3 * len(table.STEPS) and widths == pytest.approx([widths[0] * n for n in (1, 2, 3, 4, 5)], 0.2)
 
 
 # ------------------------------------------------------------------------------------------------ forms and files

@@ -24,10 +24,11 @@ def test_explains_itself(environment, native, name):
 
 def test_a_device_is_measured(environment, native, tiny, tmp_path):
     """The device's code on the processor, against stock llama.cpp."""
-    out = tmp_path / "rows.json"
-    asked = ["--model", tiny("llama").model, "--device", "CPU", "--tokens", "128,256", "--method", "knorm", "--json"]
+    out, picture = tmp_path / "rows.json", tmp_path / "rows.svg"
+    runs = ["--run", "128x1:knorm", "--run", "256x1:knorm"]
+    asked = ["--model", tiny("llama").model, "--device", "CPU", *runs, "--json"]
     done = subprocess.run(
-        [sys.executable, SCRIPTS / "measure_device.py", *asked, "--generate", "4", "--repeat", "1", "--output", out],
+        [sys.executable, SCRIPTS / "measure_device.py", *asked, "--generate", "4", "--output", out, "--plot", picture],
         env=environment, capture_output=True, text=True, check=True,
     )  # fmt: skip
     rows = json.loads(done.stdout)
@@ -36,4 +37,5 @@ def test_a_device_is_measured(environment, native, tiny, tmp_path):
     ]
     stock, full, knorm = rows[3:]
     assert stock["device_bytes"] == 0 and 0 < knorm["device_bytes"] < 0.5 * full["device_bytes"]
-    assert json.loads(out.read_text())[0]["model"] == rows[0]["model"]
+    assert all(row["later_s"] > 0 and row["first_token_vs_stock"] > 0 for row in rows)
+    assert json.loads(out.read_text())[0]["model"] == rows[0]["model"] and "knorm 0.2" in picture.read_text()

@@ -43,6 +43,10 @@ QUICK: dict[str, Any] = {"budgets": "0.2", "tokens": "64", "images": "8", "repea
            help="Also with fewer tokens of each image, as 0.5,0.25: every method with each."),
     option("--pruner", default="residual", show_default=True, metavar="NAME", help="Who chooses them."),
     option("--again", is_flag=True, help="Also time a second conversation about the same images."),
+    option("--later", type=options.COUNT, default=None, metavar="N",
+           help="Also time a later message of N tokens, after the answer."),
+    option("--device-peak", is_flag=True,
+           help="Also the most memory that GPUs had in use: one more run of each method."),
     option("--kv-type", "kv_types", default="f16", show_default=True, metavar="A,B",
            help="Storage types; stock uses f16."),
     option("--repeat", type=options.COUNT, metavar="N",
@@ -155,6 +159,8 @@ def _matrix(given: dict[str, Any]) -> Matrix:
         options.offload(given, max(shape.text_tokens + 1024 * shape.images for shape in shapes)),
         again=given["again"],
         timeline=given["memory_plot"] is not None,
+        device_peak=given["device_peak"],
+        later=given["later"] or 0,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pykvedge.models.model import Model
 from pykvedge.plans.kvtypes import KvType
 from pykvedge.runtime.libkvedge import Cache
-from pykvedge.runtime.report import Kv
+from pykvedge.runtime.report import DeviceWork, Kv
 
 
 def of_cache(model: Model, cache: Cache, kv_type: str, compressed: bool, sequence: int = 0) -> Kv:
@@ -17,6 +17,23 @@ def of_cache(model: Model, cache: Cache, kv_type: str, compressed: bool, sequenc
         kept_bytes=stats.after_bytes if compressed else stats.bytes,
         peak_bytes=stats.peak_bytes,
         kept_per_layer=per_layer(cache, sequence),
+        device=device_work(cache, sequence) if compressed else None,
+    )
+
+
+def device_work(cache: Cache, sequence: int = 0) -> DeviceWork | None:
+    """Tells what the last compression did on devices; None where no rows lay there."""
+    stats, problem = cache.stats(sequence), cache.device_problem(sequence)
+    if not stats.device_compressed and not problem:
+        return None
+    steps = (f"{name}_us" for name in ("measure", "choose", "gather", "merge", "upload"))
+    return DeviceWork(
+        bool(stats.device_compressed),
+        problem,
+        stats.device_fetched_bytes,
+        stats.device_sent_bytes,
+        stats.device_operations,
+        *(getattr(stats, f"device_{step}") / 1e6 for step in steps),
     )
 
 

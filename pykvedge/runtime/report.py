@@ -40,6 +40,27 @@ class Tokens:
 
 
 @dataclass
+class DeviceWork:
+    """The last compression did this with rows on devices.
+
+    compressed: whether it took place where they lie; else on the host, and problem says why. fetched_bytes came from
+    the devices, sent_bytes went there. Scorers' measures are taken there, the host chooses, kept rows are gathered and
+    evicted ones merged there; upload_s: what the host computed was sent.
+    """
+
+    compressed: bool = False
+    problem: str = ""
+    fetched_bytes: int = 0
+    sent_bytes: int = 0
+    operations: int = 0  # of graphs
+    measure_s: float = 0.0
+    choose_s: float = 0.0
+    gather_s: float = 0.0
+    merge_s: float = 0.0
+    upload_s: float = 0.0
+
+
+@dataclass
 class Kv:
     """These figures are of keys and values of the whole conversation when the answer begins, earlier turns included;
     only the last two are of this turn alone.
@@ -55,6 +76,7 @@ class Kv:
     kept_per_layer: list[float] = field(default_factory=list)
     compressed_tokens: int = 0  # what this turn compressed: its prompt, and in later turns the answer before it
     kept_of_them: int = 0  # pairs per head that are left of those tokens, averaged over heads and layers
+    device: DeviceWork | None = None  # only where rows lay on devices when this turn compressed them
 
 
 @dataclass
@@ -156,6 +178,8 @@ class Report:
             session["logprobs"] = [token.as_json() for token in self.logprobs]
         if self.notes:
             session["notes"] = self.notes
+        if kv.device is not None:
+            session["device"] = asdict(kv.device)
         stream = {"stream": asdict(self.stream)} if self.stream else {}
         return {
             "model": asdict(self.model) if self.model else None,

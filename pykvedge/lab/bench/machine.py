@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -13,6 +14,7 @@ import psutil
 
 from pykvedge.lab.doctor import diagnosis
 from pykvedge.models.gguf import Header, tensor_bytes
+from pykvedge.native import ggml
 from pykvedge.runtime import libkvedge
 
 SETS = (4 << 20, 16 << 20, 64 << 20, 256 << 20)  # bytes read over and over: caches are faster than memory
@@ -115,6 +117,37 @@ class Energy:
             return [int(path.read_text()) for path, _ in self._zones]
         except (OSError, ValueError):
             return []
+
+
+class DeviceMemory:
+    """Watches in a thread how much memory of GPUs is in use; use it in a with statement.
+
+    most: bytes at most, above what was in use at its beginning; 0 where devices do not tell.
+    """
+
+    INTERVAL_S = 0.001
+
+    def __init__(self) -> None:
+        self.most = 0
+        self._base = self._used()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    @staticmethod
+    def _used() -> int:
+        return sum(device.total_bytes - device.free_bytes for device in ggml.devices() if device.kind != "CPU")
+
+    def _watch(self) -> None:
+        while not self._done.wait(self.INTERVAL_S):
+            self.most = max(self.most, self._used() - self._base)
+
+    def __enter__(self) -> DeviceMemory:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
 
 
 class Others:

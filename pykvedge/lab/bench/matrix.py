@@ -73,6 +73,8 @@ class Matrix:
     offload: Offload = field(default_factory=Offload)
     again: bool = False  # each variant begins a second conversation about the same images
     timeline: bool = False  # one more run of each variant, whose memory is watched
+    device_peak: bool = False  # one more, in which that of devices is
+    later: int = 0  # tokens of a message after the answer
     stock: Variant = field(default_factory=lambda: Variant(STOCK))
 
     @property

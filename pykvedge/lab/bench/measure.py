@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,12 +22,14 @@ from pykvedge.models.model import Model
 from pykvedge.models.profiles import tables_for
 from pykvedge.models.vision import ImagePiece, Piece, TextPiece, Vision
 from pykvedge.native import memory
+from pykvedge.runtime import figures as runtime_figures
 from pykvedge.runtime import libkvedge, opening
 from pykvedge.runtime.driver import Driver
 from pykvedge.runtime.interrupt import stop_if_set
 from pykvedge.runtime.llama_context import ContextSize, ubatch_for
 from pykvedge.runtime.pruning import planned
 from pykvedge.runtime.replay import extra_tokens
+from pykvedge.runtime.report import DeviceWork
 
 PAD = 256  # llama.cpp rounds the tokens of a context up to a multiple of it
 WARM_UP_TOKENS = 64
@@ -44,6 +46,7 @@ class Prompt:
     shape: Shape
     pieces: list[Piece]
     then: list[int]  # tokens to go on with
+    later: list[int] = field(default_factory=list)  # tokens of a message that follows them
     encode_s: float = 0.0
     stock_encode_s: float = 0.0
 
@@ -63,7 +66,7 @@ class Prompt:
     def warm_up(self) -> Prompt:
         """Makes a short prompt of the same tokens."""
         tokens = [t for p in self.pieces if isinstance(p, TextPiece) for t in p.tokens]
-        return Prompt(self.shape, [TextPiece((tokens or self.then)[:WARM_UP_TOKENS])], self.then[:2])
+        return Prompt(self.shape, [TextPiece((tokens or self.then)[:WARM_UP_TOKENS])], self.then[:2], self.later)
 
 
 def make_prompt(
@@ -73,14 +76,16 @@ def make_prompt(
     generate: int,
     look: Callable[[float], None] = lambda share: None,
     stock: Encoder | None = None,
+    later: int = 0,
 ) -> Prompt:
     """Makes random text (neither time nor memory depends on what it says) and drawn scenes, and encodes them.
 
     look: called while they are, with the share of the image that is done; it may raise. stock: takes its turn at each
-    image before `vision`; without it that one's time counts for both. Raises ImageError.
+    image before `vision`; without it that one's time counts for both. later: tokens of a message that follows.
+    Raises ImageError.
     """
     rng = np.random.default_rng(0)
-    text = _random_tokens(model, rng, shape.text_tokens + generate)
+    text = _random_tokens(model, rng, shape.text_tokens + generate + later)
     before, after = text[: shape.text_tokens // 2], text[shape.text_tokens // 2 : shape.text_tokens]
     pieces: list[Piece] = [TextPiece(before)] if before else []
     spent = stock_spent = 0.0
@@ -104,7 +109,8 @@ def make_prompt(
             raise
         pieces += images
     pieces.append(TextPiece(after))
-    return Prompt(shape, pieces, text[shape.text_tokens :], spent, stock_spent if stock is not None else spent)
+    then, last = text[shape.text_tokens :][:generate], text[shape.text_tokens + generate :]
+    return Prompt(shape, pieces, then, last, spent, stock_spent if stock is not None else spent)
 
 
 def _random_tokens(model: Model, rng: np.random.Generator, n: int) -> list[int]:
@@ -150,6 +156,9 @@ class Repetition:
     prune_s: float = 0.0
     tokens: int = 0  # of the prompt, that the model read
     again_s: float | None = None  # prefill and compression of a second conversation about the same images
+    later_s: float | None = None  # of a later message
+    device: DeviceWork | None = None  # of the prompt's compression, where its rows lay on devices
+    device_rows: int = 0  # that lay there then: one for each token and KV head
 
 
 def repetition(
@@ -192,7 +201,7 @@ def repetition(
 
 def _room(prompt: Prompt, variant: Variant) -> int:
     again = extra_tokens(variant.plan, prompt.n_tokens, prompt.largest_image) if variant.plan is not None else 0
-    return -(-(prompt.n_tokens + max(again, len(prompt.then)) + 1) // PAD) * PAD
+    return -(-(prompt.n_tokens + max(again, len(prompt.then) + len(prompt.later)) + 1) // PAD) * PAD
 
 
 def _pruned(prompt: Prompt, variant: Variant, threads: int) -> tuple[Prompt, float]:
@@ -260,7 +269,8 @@ def _timed(driver: Driver, prompt: Prompt, energy: Energy, cancel: threading.Eve
     driver.read(prompt.pieces, cancel=cancel)
     context.logits()  # waits for the device
     read = time.perf_counter()
-    lying = cache.stats().device_bytes if cache is not None else 0
+    pending = cache.stats() if cache is not None else None
+    lying = pending.device_bytes if pending is not None else 0
     compressing = time.perf_counter()
     driver.compress()
     compressed = time.perf_counter()
@@ -268,6 +278,8 @@ def _timed(driver: Driver, prompt: Prompt, energy: Energy, cancel: threading.Eve
     if cache is not None:
         stats = cache.stats()
         out.full_bytes, out.kept_bytes = stats.before_bytes or stats.bytes, stats.bytes
+        out.device = runtime_figures.device_work(cache)
+        out.device_rows = cache.rows_on_devices(pending.n_pending) if pending is not None else 0
     out.rss_after_bytes = memory.rss_bytes()
     energy.start()
     for token in prompt.then:
@@ -278,13 +290,19 @@ def _timed(driver: Driver, prompt: Prompt, energy: Energy, cancel: threading.Eve
         out.decode_s.append(time.perf_counter() - started)
     out.decode_j = energy.joules()
     out.marks = [began, read, compressed, time.perf_counter()]
+    out.device_bytes = cache.stats().device_bytes if cache is not None else 0
+    if prompt.later:
+        started = time.perf_counter()
+        driver.read([TextPiece(prompt.later)], cancel=cancel)
+        context.logits()
+        driver.compress()
+        out.later_s = time.perf_counter() - started
     return out
 
 
 def _bytes(out: Repetition, model: Model, driver: Driver) -> None:
     if driver.cache is not None:
-        stats = driver.cache.stats()
-        out.peak_bytes, out.device_bytes = stats.peak_bytes, stats.device_bytes
+        out.peak_bytes = driver.cache.stats().peak_bytes
         return
     # llama.cpp allocates for the whole context at once and does not tell how much; f16 is its default
     out.full_bytes = out.kept_bytes = out.peak_bytes = model.kv_bytes_per_token(2) * driver.context.n_ctx
@@ -293,4 +311,5 @@ def _bytes(out: Repetition, model: Model, driver: Driver) -> None:
 def figures(repetition: Repetition) -> dict[str, Any]:
     """Writes the repetition as JSON."""
     kept = {name: value for name, value in vars(repetition).items() if name != "marks"}
-    return {**kept, "decode_s": [round(s, 7) for s in repetition.decode_s]}
+    device = asdict(repetition.device) if repetition.device else None
+    return {**kept, "device": device, "decode_s": [round(s, 7) for s in repetition.decode_s]}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pykvedge.errors import KvedgeError
-from pykvedge.lab.bench.table import Row, Spread
+from pykvedge.lab.bench.table import STEPS, Row, Spread
 from pykvedge.lab.drawing import canvas, check_library, check_place
 
 BAR, GAP, LEFT, WIDTH, TOP = 16, 6, 150, 190, 44
@@ -22,13 +22,17 @@ STOCK_COLOUR, COLOUR, MARK, WHISKER = "#9aa0a6", "#3367d6", "#d93025", "#202124"
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart has a value per row, for some its spread, and a mark beside it: what is possible, or was there before."""
+    """A chart has a value per row, for some its spread, and a mark beside it: what is possible, or was there before.
+
+    parts: what the value consists of, drawn in the colours of STEP_COLOURS; the rest has the bar's own.
+    """
 
     title: str
     value: Callable[[Row], float]
     mark: Callable[[Row], float | None]
     digits: int = 0
     spread: Callable[[Row], Spread | None] = lambda row: None
+    parts: Callable[[Row], list[float]] = lambda row: []
 
 
 CHARTS = (
@@ -38,6 +42,9 @@ CHARTS = (
     Chart("KV memory after the prompt, MiB (red: peak)", lambda r: r.kv_kept_bytes / 2**20,
           lambda r: r.kv_peak_bytes / 2**20, 1),
 )  # fmt: skip
+STEP_COLOURS = dict(zip(STEPS, ("#188038", "#f9ab00", "#a142f4", "#d93025", "#12b5cb"), strict=True))
+STEP_CHART = Chart("Compression, ms:", lambda r: r.compress_ms, lambda r: None, 1,
+                   parts=lambda r: [getattr(r, f"device_{step}_ms") for step in STEPS])  # fmt: skip
 FORMATS = (".svg", ".html", ".png")
 
 
@@ -60,6 +67,20 @@ def write(path: Path, rows: list[Row], notes: list[str]) -> None:
         raise KvedgeError(f"{path} cannot be written: {error.strerror or error}") from None
 
 
+def _charts(rows: list[Row]) -> list[Chart]:
+    """Lists what is drawn: the steps of a compression only where one took place on a device."""
+    return [*CHARTS, *([STEP_CHART] if any(row.device_compressed for row in rows) else [])]
+
+
+def _stretches(chart: Chart, row: Row) -> list[tuple[float, float, str]]:
+    """Lists (begin, length, colour) of a bar's parts, in the chart's unit."""
+    out, at = list[tuple[float, float, str]](), 0.0
+    for length, colour in zip(chart.parts(row), STEP_COLOURS.values(), strict=False):
+        out.append((at, length, colour))
+        at += length
+    return out
+
+
 def _groups(rows: list[Row]) -> list[list[Row]]:
     names = dict.fromkeys((row.model, row.prompt) for row in rows)
     return [[row for row in rows if (row.model, row.prompt) == name] for name in names]
@@ -71,13 +92,13 @@ def _largest(group: list[Row], chart: Chart) -> float:
 
 
 def svg(rows: list[Row]) -> str:
-    parts, y = [], 0
+    parts, y, charts = [], 0, _charts(rows)
     for group in _groups(rows):
         parts.append(_text(10, y + 18, f"{group[0].model}: {group[0].prompt}, {group[0].tokens} tokens", "bold"))
-        for i, chart in enumerate(CHARTS):
+        for i, chart in enumerate(charts):
             parts += _bars(group, chart, i * CHART, y + TOP)
         y += TOP + len(group) * (BAR + GAP) + 30
-    width = CHART * len(CHARTS)
+    width = CHART * len(charts)
     style = 'font-family="sans-serif" font-size="12"'
     size = f'width="{width}" height="{y}" viewBox="0 0 {width} {y}"'
     background = f'<rect width="{width}" height="{y}" fill="white"/>'
@@ -86,6 +107,9 @@ def svg(rows: list[Row]) -> str:
 
 def _bars(group: list[Row], chart: Chart, x: int, y: int) -> list[str]:
     parts = [_text(x + 10, y - 6, chart.title)]
+    if chart is STEP_CHART:
+        spans = "".join(f'<tspan fill="{colour}"> {step}</tspan>' for step, colour in STEP_COLOURS.items())
+        parts = [parts[0].replace("</text>", f"{spans}</text>")]
     largest = _largest(group, chart)
     for i, row in enumerate(group):
         top, value = y + 6 + i * (BAR + GAP), chart.value(row)
@@ -93,6 +117,10 @@ def _bars(group: list[Row], chart: Chart, x: int, y: int) -> list[str]:
         colour = STOCK_COLOUR if row.method in ("stock", "full") else COLOUR
         parts.append(_text(x + LEFT - 6, top + 12, row.variant, anchor="end"))
         parts.append(f'<rect x="{x + LEFT}" y="{top}" width="{length:.1f}" height="{BAR}" fill="{colour}"/>')
+        for begin, part, shade in _stretches(chart, row):
+            left, wide = x + LEFT + WIDTH * begin / largest / 1.25, WIDTH * part / largest / 1.25
+            place = f'x="{left:.1f}" y="{top}" width="{wide:.1f}" height="{BAR}"'
+            parts.append(f'<rect {place} fill="{shade}" class="step"/>')
         parts += _whisker(chart.spread(row), x + LEFT, WIDTH / largest / 1.25, top + BAR / 2)
         reach = WIDTH * max(value, *(chart.spread(row) or (0.0,))) / largest / 1.25
         parts.append(_text(x + LEFT + reach + 4, top + 12, f"{value:.{chart.digits}f}"))
@@ -146,9 +174,10 @@ def _png(path: Path, rows: list[Row]) -> None:
     groups = _groups(rows)
     height = sum(len(group) for group in groups) * 0.35 + len(groups)
     heights = [len(group) + 2 for group in groups]
-    with canvas(path, len(groups), len(CHARTS), figsize=(14, height), height_ratios=heights) as axes:
+    charts = _charts(rows)
+    with canvas(path, len(groups), len(charts), figsize=(14 / 3 * len(charts), height), height_ratios=heights) as axes:
         for line, group in zip(axes, groups, strict=True):
-            for axis, chart in zip(line, CHARTS, strict=True):
+            for axis, chart in zip(line, charts, strict=True):
                 _chart(axis, chart, group)
             line[0].set_ylabel(f"{group[0].model}\n{group[0].prompt}", fontsize=9)
 
@@ -158,6 +187,8 @@ def _chart(axis: Any, chart: Chart, group: list[Row]) -> None:
     colours = [STOCK_COLOUR if row.method in ("stock", "full") else COLOUR for row in group]
     axis.barh([row.variant for row in group], [chart.value(row) for row in group], color=colours)
     for i, row in enumerate(group):
+        for begin, part, shade in _stretches(chart, row):
+            axis.barh([row.variant], [part], left=[begin], color=shade)
         value = chart.value(row)
         reach = max(value, *(chart.spread(row) or (0.0,)))
         axis.annotate(f"{value:.{chart.digits}f}", (reach, i), (4, 0), textcoords="offset points", va="center")
@@ -169,3 +200,5 @@ def _chart(axis: Any, chart: Chart, group: list[Row]) -> None:
     axis.invert_yaxis()
     axis.set_xlim(0, 1.25 * _largest(group, chart))
     axis.set_title(chart.title, fontsize=9)
+    if chart is STEP_CHART:
+        axis.set_title(f"{chart.title} {', '.join(STEP_COLOURS)}", fontsize=9)

@@ -38,6 +38,7 @@ class Group:
     weight_bytes: int  # read per token
     kv_bytes_per_token: int  # of a full f16 cache
     rounds: dict[Variant, list[Repetition]] = field(default_factory=dict)
+    device_peaks: dict[Variant, int] = field(default_factory=dict)  # bytes, where devices tell
 
 
 @dataclass
@@ -123,7 +124,8 @@ class _Loaded:
         if shape.images:
             self.display.step(f"{name}: encoding images", 0)
         try:
-            prompt = make_prompt(model, vision, shape, self.matrix.generate, partial(stop_if_set, self.cancel), stock)
+            look = partial(stop_if_set, self.cancel)
+            prompt = make_prompt(model, vision, shape, self.matrix.generate, look, stock, self.matrix.later)
         except ImageError as error:
             self._leave_out(f"{name} left out: {error}", len(variants) * (self.matrix.repeat + 1))
             return
@@ -133,6 +135,12 @@ class _Loaded:
         self.out.groups.append(group)
         try:
             self._rounds(group, variants, lambda variant, shown: self._once(model, vision, shown, variant), prompt)
+            for variant in group.rounds if self.matrix.device_peak else ():
+                self.display.step(f"{name}: memory of devices, {variant.label}", 0)
+                with machine.DeviceMemory() as used:
+                    self._once(model, vision, prompt, variant)
+                if used.most > 0:
+                    group.device_peaks[variant] = used.most
         finally:
             self._release(vision, prompt)
         if self.matrix.timeline:

@@ -28,7 +28,13 @@ class Row:
     images are encoded already. again_s: of a second conversation about the same images, None where it was not measured.
     prefill_tok_s: of the tokens that the model read. *_vs_stock: medians of the ratios of each round.
     limit_tok_s: read bandwidth over the bytes that a token reads, weights and kept KV. *_j_token: joules per token.
-    device_*: keys and values on devices, before the compression and after the answer. rss_*: growth of the process by
+    later_s: of a later message, None where it was not measured.
+    device_prompt_bytes, device_bytes: keys and values on devices, before the compression and after the answer.
+    device_compressed: whether rows there were compressed there, None where none lay there; device_problem: why not.
+    device_fetched_bytes, device_sent_bytes: what crossed the bus then; device_fetched_row: bytes for each pending row
+    and KV head. device_operations: of graphs. device_*_ms: the steps. device_peak_bytes: the most that devices had in
+    use, above what they had before the context; device_peak_vs_cache: less what stock had beside its cache, over that
+    cache. Both are None where devices do not tell. rss_*: growth of the process by
     the context. others: share of the processors that other programs had meanwhile, None where the rounds were too short
     to tell; disturbed: more than the threads of this one left.
     """
@@ -65,6 +71,21 @@ class Row:
     rss_after_bytes: int
     prefill_j_token: float | None = None
     decode_j_token: float | None = None
+    later_s: float | None = None
+    later_vs_stock: float | None = None
+    device_compressed: bool | None = None
+    device_problem: str = ""
+    device_fetched_bytes: int = 0
+    device_sent_bytes: int = 0
+    device_fetched_row: float | None = None
+    device_operations: int = 0
+    device_measure_ms: float = 0.0
+    device_choose_ms: float = 0.0
+    device_gather_ms: float = 0.0
+    device_merge_ms: float = 0.0
+    device_upload_ms: float = 0.0
+    device_peak_bytes: int | None = None
+    device_peak_vs_cache: float | None = None
     others: float | None = None
     disturbed: bool = False
 
@@ -77,13 +98,44 @@ def rows(outcome: Outcome) -> list[Row]:
         stock = next((found for variant, found in group.rounds.items() if variant.plan is None), [])
         for variant, found in group.rounds.items():
             row = _row(group, variant, found, stock, outcome.bandwidth)
+            _on_devices(row, found)
             _disturbance(row, found, outcome.machine)
             out.append(row)
         here = out[len(out) - len(group.rounds) :]
+        _device_peaks(here, group)
         if any(row.disturbed for row in here if row.method == STOCK):  # every ratio is to stock
             for row in here:
                 row.disturbed = True
     return out
+
+
+STEPS = ("measure", "choose", "gather", "merge", "upload")  # of a compression on devices
+
+
+def _on_devices(row: Row, found: list[Repetition]) -> None:
+    """Tells what the prompt's compression did on devices, where rows lay there."""
+    work = [r.device for r in found if r.device is not None]
+    if not work:
+        return
+    last = work[-1]
+    row.device_compressed, row.device_problem = last.compressed, last.problem
+    row.device_fetched_bytes, row.device_sent_bytes = last.fetched_bytes, last.sent_bytes
+    row.device_fetched_row = last.fetched_bytes / found[-1].device_rows if found[-1].device_rows else None
+    row.device_operations = last.operations
+    for step in STEPS:
+        setattr(row, f"device_{step}_ms", 1000 * float(np.median([getattr(w, f"{step}_s") for w in work])))
+
+
+def _device_peaks(rows: list[Row], group: Group) -> None:
+    for row, variant in zip(rows, group.rounds, strict=True):
+        row.device_peak_bytes = group.device_peaks.get(variant)
+    stock = next((row for row in rows if row.method == STOCK), None)
+    if stock is None or stock.device_peak_bytes is None:
+        return
+    beside = stock.device_peak_bytes - stock.kv_full_bytes
+    for row in rows:
+        if row.device_peak_bytes is not None:
+            row.device_peak_vs_cache = (row.device_peak_bytes - beside) / stock.kv_full_bytes
 
 
 def _disturbance(row: Row, found: list[Repetition], about: dict[str, Any]) -> None:
@@ -111,6 +163,7 @@ def _row(group: Group, variant: Variant, found: list[Repetition], stock: list[Re
     prefill = [r.tokens / r.prefill_s for r in found]
     waits = [_wait(r) for r in found]
     again = [r.again_s for r in found if r.again_s is not None]
+    later = [r.later_s for r in found if r.later_s is not None]
     steps = [float(np.median(r.decode_s)) for r in found]
     all_steps = [s for r in found for s in r.decode_s]
     last, shared = found[-1], list(zip(found, stock, strict=False))
@@ -152,6 +205,8 @@ def _row(group: Group, variant: Variant, found: list[Repetition], stock: list[Re
         rss_after_bytes=round(float(np.median([r.rss_after_bytes for r in found]))),
         prefill_j_token=_energy([(r.prefill_j, r.tokens) for r in found]),
         decode_j_token=_energy([(r.decode_j, len(r.decode_s)) for r in found]),
+        later_s=float(np.median(later)) if later else None,
+        later_vs_stock=_ratio([(b.later_s, a.later_s) for a, b in shared if a.later_s and b.later_s]),
     )
 
 
@@ -184,6 +239,12 @@ NOTES = (
     "counted as prefill. first token: encoding the images, prefill, compression. limit: tokens/s that reading the "
     "weights and the kept KV would allow. RSS: growth of the process since before the context was made.",
 )
+DEVICES = (
+    "compressed: where rows on devices were compressed. fetched, sent: bytes that crossed the bus for it; a row: "
+    "fetched, for each pending row of a KV head. operations: of graphs there. measure, gather and merge take place on "
+    "the device, choose on the host; upload: what the host computed was sent. peak: the most that devices had in use "
+    "beyond the weights (`--device-peak`); of the cache: less what stock had beside its cache, over that cache."
+)
 WAITS = (
     "first token: encoding, pruning, prefill and compression together, and how much sooner that is than stock's, which "
     "encodes with the weights as they lie in the file. image again: the same where the encoder's output was kept. talk "
@@ -207,11 +268,16 @@ def as_markdown(made: list[Row], outcome: Outcome) -> str:
     """Writes a table per model and prompt, under a line that says what it is, and what the columns mean."""
     parts = []
     energy = any(row.decode_j_token is not None for row in made)
+    later = any(row.later_s is not None for row in made)
     for model, prompt in dict.fromkeys((row.model, row.prompt) for row in made):
         mine = [row for row in made if (row.model, row.prompt) == (model, prompt)]
         images = f", {mine[0].image_tokens} of images" if mine[0].image_tokens else ""
         title = f"**{model}**: a prompt of {mine[0].tokens} tokens ({prompt}{images}), {mine[0].rounds} rounds"
-        parts += [title, markdown([_head(energy), *(_cells(row, energy) for row in mine)])]
+        parts += [title, markdown([_head(energy, later), *(_cells(row, energy, later) for row in mine)])]
+        if any(row.device_compressed is not None or row.device_peak_bytes is not None for row in mine):
+            parts.append(markdown([DEVICE_HEAD, *(_device_cells(row) for row in mine)]))
+            there = [row for row in mine if row.device_problem]
+            parts += [f"{row.variant} is compressed on the host: {row.device_problem}." for row in there]
         if mine[0].image_tokens:
             parts.append(markdown([WAIT_HEAD, *(_wait_cells(row) for row in mine)]))
     about = outcome.machine
@@ -219,7 +285,8 @@ def as_markdown(made: list[Row], outcome: Outcome) -> str:
     n = about.get("threads", 0)
     parts.append(f"{about.get('cpu', '')}, {n} thread{'s' * (n != 1)}.{told}")
     disturbed = [f"Disturbed: {text}." for text in warnings(made)]
-    notes = [*NOTES, *([WAITS] if any(row.image_tokens for row in made) else [])]
+    notes = [*NOTES, *([DEVICES] if any(row.device_compressed is not None for row in made) else [])]
+    notes += [WAITS] if any(row.image_tokens for row in made) else []
     return "\n\n".join([*parts, *disturbed, *notes, *(["Stopped before the end."] if outcome.interrupted else [])])
 
 
@@ -244,13 +311,31 @@ def _wait_cells(row: Row) -> list[str]:
     ]
 
 
-def _head(energy: bool) -> list[str]:
+DEVICE_HEAD = ["variant", "compressed", "fetched", "a row", "sent", "operations", *STEPS, "peak", "of the cache"]
+
+
+def _device_cells(row: Row) -> list[str]:
+    there = row.device_compressed
+    return [
+        row.variant,
+        "" if there is None else "there" if there else "on the host",
+        readable(row.device_fetched_bytes) if there is not None else "",
+        f"{row.device_fetched_row:.1f} B" if there is not None and row.device_fetched_row is not None else "",
+        readable(row.device_sent_bytes) if there is not None else "",
+        str(row.device_operations) if there else "",
+        *(f"{getattr(row, f'device_{step}_ms'):.2f} ms" if there else "" for step in STEPS),
+        readable(row.device_peak_bytes) if row.device_peak_bytes is not None else "",
+        _times(row.device_peak_vs_cache),
+    ]
+
+
+def _head(energy: bool, later: bool) -> list[str]:
     head = ["variant", "prefill tok/s", "vs stock", "compress", "first token", "decode tok/s", "vs stock", "limit",
             "KV full", "KV kept", "KV peak", "RSS peak", "RSS after"]  # fmt: skip
-    return [*head, "J/token"] if energy else head
+    return [*head, *(["later message", "vs stock"] if later else []), *(["J/token"] if energy else [])]
 
 
-def _cells(row: Row, energy: bool) -> list[str]:
+def _cells(row: Row, energy: bool, later: bool) -> list[str]:
     low, high = row.decode_spread
     cells = [
         row.variant + (" ?" if row.disturbed else ""),
@@ -267,6 +352,7 @@ def _cells(row: Row, energy: bool) -> list[str]:
         readable(row.rss_peak_bytes),
         readable(row.rss_after_bytes),
     ]
+    cells += [f"{row.later_s or 0:.3f} s", _times(row.later_vs_stock)] if later else []
     return [*cells, f"{row.decode_j_token or 0:.2f}"] if energy else cells
 
 
