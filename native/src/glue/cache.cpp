@@ -261,6 +261,20 @@ static kvedge_status with_device(const SequenceState & state, uint64_t before, C
     return status;
 }
 
+// Bytes of the sequence's keys and values on devices, which all travel where rows are fetched.
+static uint64_t rows_away(const SequenceState & state) {
+    uint64_t         n    = 0;
+    const Store & rows = state.seq->rows;
+    for (size_t l = 0; state.device && l < rows.shapes().size(); l++) {
+        const LayerShape & shape = rows.shapes()[l];
+        const Storage &    type  = state.device->form().storage;
+        for (int32_t h = 0; state.device->holds(l) && h < shape.n_heads_kv; h++) {
+            n += (uint64_t) rows.head_length((int32_t) l, h) * (row_k(shape, type.k) + row_v(shape, type.v));
+        }
+    }
+    return n;
+}
+
 AwayRows * kvedge_cache::compressor(SequenceState & state, const kvedge_plan & plan) const {
     const char * reads = reads_rows(plan);
     if (!state.device) {
@@ -299,9 +313,11 @@ kvedge_status kvedge_cache::compress_rows(SequenceState & state, Compression & o
         state.device_problem = outcome.away->problem();
         outcome              = {};
     }
+    const uint64_t fetched = all ? 0 : rows_away(state);
     if (!all && !to_host(state)) {
         return fail(err, KVEDGE_E_MEMORY, "no memory on the host for the keys and values of %d tokens, which are compressed there", n_tokens);
     }
+    state.device_work.to_host += fetched;
     return with_device(state, state.device ? before : 0, outcome, compress_pending(*state.seq, plan, threads(), outcome, err));
 }
 
