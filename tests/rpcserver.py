@@ -1,10 +1,12 @@
-"""An RPC server on loopback: a device whose memory is not ours."""
+"""An RPC server on loopback, a device whose memory is not ours, and what travels to it and back."""
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import psutil
@@ -38,3 +40,43 @@ class Server:
     def stop(self) -> None:
         self.process.kill()
         self.process.wait()
+
+
+class Counting:
+    """Passes bytes on between a client and a server, and counts them: sent to the server, received from it."""
+
+    def __init__(self, address: str) -> None:
+        self.target = address.partition(":")[0], int(address.partition(":")[2])
+        self.sent = self.received = 0
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._socket.getsockname()[1]}"
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    @property
+    def bytes(self) -> int:
+        return self.sent + self.received
+
+    def settled(self) -> tuple[int, int]:
+        """(sent, received) once nothing travels any more: a client does not wait for what it sends."""
+        known = None
+        while known != (known := (self.sent, self.received)):
+            time.sleep(0.05)
+        return known
+
+    def _listen(self) -> None:
+        while True:
+            here = self._socket.accept()[0]
+            there = socket.create_connection(self.target)
+            for end in (here, there):
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # as ggml's own do
+            for pair in ((here, there, "sent"), (there, here, "received")):
+                threading.Thread(target=self._pass_on, args=pair, daemon=True).start()
+
+    def _pass_on(self, source: socket.socket, sink: socket.socket, count: str) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                setattr(self, count, getattr(self, count) + len(data))
+                sink.sendall(data)
+        for end in (source, sink):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)  # wakes the other thread

@@ -14,7 +14,7 @@ import pytest
 from attached import case_of, differing
 from choosing import distinct
 from conftest import ROOT, TinyModel
-from rpcserver import Server
+from rpcserver import Counting, Server
 
 import pykvedge
 
@@ -243,36 +243,6 @@ def test_the_servers_memory_shrinks(native, tiny, environment, own_server):
     assert used["full"] - used["knorm"] >= 0.9 * (6000 - 64) * pairs
 
 
-class Counting:
-    """Passes bytes on between a client and a server, and counts them."""
-
-    def __init__(self, address: str) -> None:
-        self.target = address.partition(":")[0], int(address.partition(":")[2])
-        self.bytes = self.returned = 0  # both ways, and from the server alone
-        self._socket = socket.create_server(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self._socket.getsockname()[1]}"
-        threading.Thread(target=self._listen, daemon=True).start()
-
-    def _listen(self) -> None:
-        while True:
-            here = self._socket.accept()[0]
-            there = socket.create_connection(self.target)
-            for end in (here, there):
-                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # as ggml's own do
-            for pair in ((here, there, False), (there, here, True)):
-                threading.Thread(target=self._pass_on, args=pair, daemon=True).start()
-
-    def _pass_on(self, source: socket.socket, sink: socket.socket, returns: bool) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
-                self.bytes += len(data)
-                self.returned += len(data) if returns else 0
-                sink.sendall(data)
-        for end in (source, sink):
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)  # wakes the other thread
-
-
 @pytest.mark.parametrize("method", ["snapkv", "h2o", "roco"])
 def test_nothing_comes_back_for_a_piece_of_a_prompt(native, tiny, environment, own_server, method):
     """Neither queries nor sums: the server answers for tensors and buffers that are made, and no more."""
@@ -282,7 +252,7 @@ def test_nothing_comes_back_for_a_piece_of_a_prompt(native, tiny, environment, o
         plans = [pykvedge.plan(method, 0.3).to_json()]
         job = {"model": str(tiny("llama").model), "plans": plans, "devices": "all", "rpc": wire.address}
         worked(environment, "device_prompts.py", {**job, "pieces": pieces})
-        returned.append(wire.returned)
+        returned.append(wire.received)
     print(f"{(returned[1] - returned[0]) / 4:.0f} bytes for a piece")
     assert returned[1] - returned[0] < 4 * 512
 

@@ -1,0 +1,85 @@
+"""What a compression on a device costs: bytes as a proxy counts them, against those that kvedge reports."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rpcserver import Server
+
+TOKENS, HEADS, LAYERS, SIZE = 3000, 2, 4, 64
+ROWS = TOKENS * HEADS * LAYERS
+# bytes from the device for each pending row of a KV head, the window's queries and sums included; its key and value in
+# f16 would be 256
+MOST = {"snapkv": 8, "h2o": 8, "flashcache": 16, "keydiff": 16, "mixkv": 24, "lookm": 24, "kvedge": 44}
+OWN_SCORER = """
+import numpy as np
+import pykvedge
+
+@pykvedge.scorer("mine")
+def mine(layer, settings):
+    return np.linalg.norm(layer.k, axis=-1)
+"""
+
+
+@pytest.fixture
+def travelled(native, tiny, environment):
+    """travelled(plans, plugin): for each plan what device_bytes_worker.py says of it."""
+    server = Server(environment)
+
+    def measured(plans, plugin=None):
+        files = tiny("llama", head_size=SIZE, n_heads=HEADS, n_heads_kv=HEADS, n_layers=LAYERS)
+        job = {"server": server.address, "model": str(files.model), "tokens": TOKENS, "plugin": plugin}
+        done = subprocess.run(
+            [sys.executable, Path(__file__).with_name("device_bytes_worker.py")],
+            input=json.dumps({**job, "plans": plans}),
+            capture_output=True, text=True, env=environment, timeout=300, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-2000:]
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
+    yield measured
+    server.stop()
+
+
+def test_no_rows_travel_for_a_compression(travelled):
+    """Nor does the report leave anything out: framing apart, all bytes are in it."""
+    full, *others = travelled([{"method": "full"}, *({"method": name, "budget": 0.2} for name in MOST)])
+    assert full["report"] is None and full["rows"] == ROWS
+    whole = sum(full[step][1] for step in ("read", "compress", "token"))
+    wrong = []
+    for (method, most), found in zip(MOST.items(), others, strict=True):
+        report = found["report"]
+        fetched = (sum(found[step][1] for step in ("read", "compress", "token")) - whole) / ROWS
+        print(f"{method}: {fetched:.1f} bytes a row, {found}")
+        sent, received = found["compress"]
+        sound = (
+            report is not None
+            and report["compressed"]
+            and not report["problem"]
+            and fetched <= most
+            and 0 <= received - report["fetched_bytes"] <= 0.05 * received + 16 * 1024
+            # a graph is sent as some 300 bytes for each tensor
+            and 0 <= sent - report["sent_bytes"] <= 1024 * report["operations"] + 64 * 1024
+            and 0 < found["device_bytes"] < 0.4 * full["device_bytes"]
+        )
+        if not sound:
+            wrong.append((method, round(fetched, 1), found))
+    assert not wrong
+
+
+def test_a_stage_that_has_no_graph_goes_by_the_host(travelled, tmp_path):
+    """And says so: a plugin's scorer, and reducers that read rows in ways of their own."""
+    plugin = tmp_path / "mine.py"
+    plugin.write_text(OWN_SCORER)
+    ours = {"mine": {"scorer": "mine"}, "position": {"reducer": "position"}, "bucket": {"reducer": "bucket"}}
+    plans = [{"method": "snapkv", "budget": 0.2, **stages} for stages in ours.values()]
+    for name, found in zip(ours, travelled(plans, str(plugin)), strict=True):
+        report = found["report"]
+        assert not report["compressed"] and f"'{name}' has no graph" in report["problem"], found
+        assert report["fetched_bytes"] == 256 * ROWS
+        assert 0 < found["compress"][1] - report["fetched_bytes"] <= 0.05 * 256 * ROWS
+        assert found["device_bytes"] > 0  # the answer's rows are back there
