@@ -17,6 +17,7 @@ import pykvedge
 from pykvedge.models.model import Model
 from pykvedge.models.offload import Offload
 from pykvedge.models.vision import TextPiece
+from pykvedge.native import llamacpp
 from pykvedge.plans.plugin_files import load_file
 from pykvedge.runtime import figures
 from pykvedge.runtime.driver import Driver
@@ -29,8 +30,16 @@ def measure(model, wire, plan, n_tokens):
     driver = Driver(model, None, size, 1)
     try:
         driver.take_over(plan)
+
+        def read():
+            driver.read([TextPiece([5 + i % 90 for i in range(n_tokens)])])
+            driver.context.logits()
+            # before sequences change, what the last pass left on the device is read: queries, sums
+            llama = llamacpp.start(verbose=False, vision=False)
+            llama.llama_memory_seq_keep(llama.llama_get_memory(driver.context.handle), 0)
+
         steps = {
-            "read": lambda: driver.read([TextPiece([5 + i % 90 for i in range(n_tokens)])]),
+            "read": read,
             "compress": driver.compress,
             "token": lambda: driver.extend(7),
         }

@@ -43,9 +43,13 @@ class Server:
 
 
 class Counting:
-    """Passes bytes on between a client and a server, and counts them: sent to the server, received from it."""
+    """Passes bytes on between a client and a server, and counts them: sent to the server, received from it.
 
-    def __init__(self, address: str) -> None:
+    most: hangs up on both once the server has sent more.
+    """
+
+    def __init__(self, address: str, most: int | None = None) -> None:
+        self._most = most
         self.target = address.partition(":")[0], int(address.partition(":")[2])
         self.sent = self.received = 0
         self._socket = socket.create_server(("127.0.0.1", 0))
@@ -76,6 +80,8 @@ class Counting:
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
                 setattr(self, count, getattr(self, count) + len(data))
+                if self._most is not None and self.received > self._most:
+                    break
                 sink.sendall(data)
         for end in (source, sink):
             with contextlib.suppress(OSError):

@@ -61,7 +61,7 @@ def test_no_rows_travel_for_a_compression(travelled):
             and report["compressed"]
             and not report["problem"]
             and fetched <= most
-            and 0 <= received - report["fetched_bytes"] <= 0.05 * received + 16 * 1024
+            and 0 <= received - report["fetched_bytes"] <= 16 * 1024
             # a graph is sent as some 300 bytes for each tensor
             and 0 <= sent - report["sent_bytes"] <= 1024 * report["operations"] + 64 * 1024
             and 0 < found["device_bytes"] < 0.4 * full["device_bytes"]
@@ -81,5 +81,5 @@ def test_a_stage_that_has_no_graph_goes_by_the_host(travelled, tmp_path):
         report = found["report"]
         assert not report["compressed"] and f"'{name}' has no graph" in report["problem"], found
         assert report["fetched_bytes"] == 256 * ROWS
-        assert 0 < found["compress"][1] - report["fetched_bytes"] <= 0.05 * 256 * ROWS
+        assert 0 < found["compress"][1] - report["fetched_bytes"] <= 64 * 1024
         assert found["device_bytes"] > 0  # the answer's rows are back there
