@@ -47,9 +47,9 @@ void run(llama_model * model, const std::string & folder, bool first, bool graph
         step("several threads");
         several_threads(model);
     }
-    if (first && !graph && !FEWER) {
+    if (first && !FEWER) {
         step("no memory");
-        no_memory(model, folder);
+        graph ? no_memory_on_devices(model) : no_memory(model, folder);
     }
     step("requests given up, ends");
     given_up(model);

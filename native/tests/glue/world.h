@@ -95,3 +95,4 @@ void several_threads(llama_model * model);
 void devices(llama_model * model, const std::string & folder);
 void ends(llama_model * model);
 void no_memory(llama_model * model, const std::string & folder);
+void no_memory_on_devices(llama_model * model);
