@@ -6,6 +6,7 @@
 #include "backend/graph/rows.h"
 #include "check.h"
 #include "core/job.h"
+#include "ggml-backend.h"
 #include "primitives/merge.h"
 #include "rows.h"
 
@@ -274,6 +275,14 @@ void try_case(const Case & x) {
         const float close = closeness(x);
         pair.compress();
         CHECK(pair.there->even() == (!x.dropping && GraphRows::holds_even(pair.host.rows, devices())));
+        for (int32_t i = 0; x.dropping && i < (int32_t) LAYERS * x.n_kv; i++) {  // a row of each head that has two
+            const int32_t l = i / x.n_kv, h = i % x.n_kv, n = pair.host.rows.head_length(l, h);
+            if (n > 1) {
+                pair.host.rows.loosen_row(l, h, n / 2);
+                pair.host.rows.drop_row(l, h, n / 2);
+                pair.there->drop((size_t) l, h, n / 2);
+            }
+        }
         for (int32_t t = 0; t < 20; t++) {
             const auto query = random_floats((size_t) (x.heads * x.d_k));
             std::unique_ptr<GraphRows> fresh = t == 0 ? pair.loaded(x.storage) : nullptr;
@@ -327,6 +336,7 @@ int main(int argc, char ** argv) {
         try_case({ "evict, f16" + how, 8, 4, 64, 32, F16, even, "evict", "" });
         try_case({ "evict, bf16" + how, 4, 2, 64, 64, BF16, even, "evict", "" });
         try_case({ "evict, dropping" + how, 8, 4, 32, 32, F32, even, "evict", "", 90, true });
+        try_case({ "nearest, dropping" + how, 8, 4, 32, 64, F32, even, "nearest", "mass", 90, true });
         try_case({ "evict, q8_0" + how, 8, 4, 64, 64, Q8, even, "evict", "" });
         try_case({ "evict, q4_0" + how, 8, 8, 64, 64, Q4, even, "evict", "" });
         try_case({ "nearest" + how, 4, 4, 32, 64, F32, even, "nearest", "mass" });

@@ -409,8 +409,12 @@ Outcome GraphRows::Taking::prepare_all() {
     from.forget_ring();  // the next prompt makes room anew
     from.forget_sums();
     if (job.rule) {
-        const Timer timer(from.work.merge_us);
-        outcome = merging.search();
+        const int64_t before = from.work.upload_us;
+        {
+            const Timer timer(from.work.merge_us);
+            outcome = merging.search();
+        }
+        from.work.merge_us -= from.work.upload_us - before;
     }
     outcome = outcome == Outcome::done ? lay_out_next() : outcome;
     if (outcome != Outcome::done) {
