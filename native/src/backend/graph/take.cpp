@@ -328,23 +328,25 @@ Outcome GraphRows::Taking::open(Bundle & bundle) {
 }
 
 Outcome GraphRows::Taking::finish(Bundle & bundle) {
-    const size_t first   = bundle.layers[0];
-    Outcome      outcome = Outcome::done;
-    {
-        const Timer timer(from.work.gather_us);
-        outcome = compute(first, *bundle.gather);
-    }
+    const size_t first  = bundle.layers[0];
+    const auto   timed  = [&](Sketch & sketch, int64_t & us) {
+        const Timer timer(us);
+        return compute(first, sketch);
+    };
+    Outcome outcome = timed(*bundle.gather, from.work.gather_us);
     if (outcome == Outcome::done && bundle.merge) {
-        const Timer timer(from.work.merge_us);
-        outcome = compute(first, *bundle.merge);
+        outcome = timed(*bundle.merge, from.work.merge_us);
     }
     if (outcome != Outcome::done) {
         return outcome;
     }
-    const Timer timer(from.work.upload_us);
-    for (const size_t l : bundle.layers) {
-        from.layers_[l].groups.clear();
+    {
+        const Timer timer(from.work.gather_us);
+        for (const size_t l : bundle.layers) {
+            from.layers_[l].groups.clear();
+        }
     }
+    const Timer timer(from.work.upload_us);
     const bool at_once = copies_at_once(from.layers_[first].device);
     parallel_for(at_once ? from.n_threads_ : 1, (int32_t) bundle.layers.size(), [&](int32_t i, int32_t) {
         for (const Group & group : next.layers_[bundle.layers[(size_t) i]].groups) {
