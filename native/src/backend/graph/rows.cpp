@@ -7,7 +7,6 @@
 #include <cmath>
 #include <iterator>
 #include <numeric>
-#include <set>
 #include <stdexcept>
 
 namespace kvedge {
@@ -58,13 +57,19 @@ bool GraphRows::refuse(ggml_backend_dev_t device) {
     return false;
 }
 
+// Takes no memory: it is asked for when a compression is over, and nothing may fail.
 uint64_t GraphRows::bytes() const {
-    uint64_t                  n = 0;
-    std::set<const Tensors *> seen;
-    for (const Layer & layer : layers_) {
-        n += layer.order.bytes();
-        for (const Group & group : layer.groups) {
-            n += group.held && seen.insert(group.held.get()).second ? group.held->bytes() : 0;
+    uint64_t   n     = 0;
+    const auto holds = [](const Layer & layer, const Tensors * held) {
+        return std::any_of(layer.groups.begin(), layer.groups.end(), [&](const Group & group) { return group.held.get() == held; });
+    };
+    for (auto layer = layers_.begin(); layer != layers_.end(); ++layer) {
+        n += layer->order.bytes();
+        for (auto group = layer->groups.begin(); group != layer->groups.end(); ++group) {
+            const Tensors * held  = group->held.get();
+            const bool      known = std::any_of(layer->groups.begin(), group, [&](const Group & g) { return g.held.get() == held; }) ||
+                               std::any_of(std::make_reverse_iterator(layer), layers_.rend(), [&](const Layer & l) { return holds(l, held); });
+            n += held && !known ? held->bytes() : 0;
         }
     }
     for (const Inputs & inputs : inputs_) {
