@@ -120,9 +120,10 @@ Measures expected(const Sequence & seq, const MeasureJob & job, int32_t layer) {
     in.n_window = job.n_window;
     in.sinks    = job.sinks.empty() ? nullptr : job.sinks[(size_t) layer];
     Measures out;
-    for (auto * x : { &out.votes, &out.key_norms, &out.value_norms, &out.cosines, &out.deviation }) {
+    for (auto * x : { &out.votes, &out.key_squares, &out.value_squares, &out.deviation }) {
         x->assign(all, 0.0f);
     }
+    out.cosines.assign(all, 0.0);
     const std::vector<uint8_t> kind(job.looks.by_kind ? job.kind : nullptr, job.looks.by_kind ? job.kind + T : nullptr);
     const auto                 counts = [&](size_t t) { return kind.empty() || kind[t] != 0; };
     const auto                 n = (double) (kind.empty() ? (std::ptrdiff_t) T : std::count(kind.begin(), kind.end(), 1));
@@ -138,14 +139,14 @@ Measures expected(const Sequence & seq, const MeasureJob & job, int32_t layer) {
         const auto          k = pending(head, true, s.d_k), v = pending(head, false, s.d_v);
         std::vector<double> mean((size_t) s.d_k);
         for (size_t t = 0; t < T; t++) {
-            out.key_norms[at + t]   = (float) length(k[t]);
-            out.value_norms[at + t] = (float) length(v[t]);
+            out.key_squares[at + t]   = (float) (length(k[t]) * length(k[t]));
+            out.value_squares[at + t] = (float) (length(v[t]) * length(v[t]));
             for (size_t i = 0; i < mean.size() && counts(t); i++) {
                 mean[i] += (double) k[t][i] / n / (job.looks.anchor == Looks::Anchor::unit ? length(k[t]) : 1.0);
             }
         }
         for (size_t t = 0; t < T; t++) {
-            out.cosines[at + t] = (float) (dot(mean, k[t]) / length(k[t]));
+            out.cosines[at + t] = (dot(mean, k[t]) / length(k[t]));
         }
         out.anchor_squares.push_back(dot(mean, { mean.begin(), mean.end() }));
     }
@@ -166,7 +167,7 @@ Measures expected(const Sequence & seq, const MeasureJob & job, int32_t layer) {
     return out;
 }
 
-void same(const char * what, const Bulk<float> & found, const Bulk<float> & wanted, double tolerance) {
+template <class X> void same(const char * what, const X & found, const X & wanted, double tolerance) {
     double most = 0.0, worst = 0.0;
     CHECK(found.size() == wanted.size());
     for (size_t i = 0; i < found.size(); i++) {
@@ -201,9 +202,9 @@ void check_looks(const Case & c, Sequence & seq, const MeasureJob & job, ggml_ba
         const Measures & a = found[l], & b = wanted[l];
         const bool       far = job.looks.gamma >= 0.0, anchored = job.looks.anchor != Looks::Anchor::none;
         same("votes", a.votes, job.looks.votes == Looks::Votes::none ? Bulk<float>() : b.votes, 2e-6);
-        same("norms of keys", a.key_norms, job.looks.key_norms ? b.key_norms : Bulk<float>(), 1e-6);
-        same("norms of values", a.value_norms, job.looks.value_norms ? b.value_norms : Bulk<float>(), 1e-6);
-        same("cosines", a.cosines, anchored ? b.cosines : Bulk<float>(), 2e-6);
+        same("norms of keys", a.key_squares, job.looks.key_norms ? b.key_squares : Bulk<float>(), 1e-6);
+        same("norms of values", a.value_squares, job.looks.value_norms ? b.value_squares : Bulk<float>(), 1e-6);
+        same("cosines", a.cosines, anchored ? b.cosines : Bulk<double>(), 2e-6);
         same("deviation", a.deviation, far ? b.deviation : Bulk<float>(), 2e-5);
         CHECK(close_to(a.high, b.high, 1e-5) && (a.high > 0.0) == (far && job.looks.gamma < 1.0 && !job.looks.by_kind));
         CHECK(a.anchor_squares.size() == (anchored ? b.anchor_squares.size() : 0));
