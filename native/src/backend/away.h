@@ -54,7 +54,8 @@ struct MeasureJob {
     int32_t n_tokens;                   // T: the last rows of every head
     int32_t n_window = 0;               // W
     const uint8_t * kind = nullptr;     // [T] 0 or 1, where looks.by_kind
-    std::vector<Bulk<float>>   queries; // [layer][W][H][d_k] scaled as for the logits; empty where there are no votes
+    // [layer][W][H][d_k] scaled as for the logits; empty where there are no votes, or where devices have them (keeps_window)
+    std::vector<Bulk<float>>   queries;
     std::vector<const float *> sinks;   // [layer] -> [H] logits of attention sinks, or NULL
 };
 
@@ -88,6 +89,8 @@ class AwayRows {
 
     virtual ~AwayRows() = default;
     virtual bool holds(size_t layer) const = 0;
+    // Whether the queries of the last n > 0 tokens lie on the devices, as the prompt's graphs left them.
+    virtual bool keeps_window(int32_t n) const = 0;
 
     // out [layer], of those that are held. But for `done` nothing has changed. Throws std::bad_alloc.
     virtual Outcome measure(const MeasureJob & job, std::vector<Measures> & out) = 0;

@@ -66,12 +66,6 @@ std::vector<int32_t> tokens_of_heads(const Sequence & seq, size_t l) {
     return out;
 }
 
-// Queries of the last tokens that were kept.
-int32_t window_length(const Sequence & seq) {
-    const Observed & seen = seq.observed;
-    return std::min({ seen.window_size(), seq.rows.n_tokens() - seen.window_from(), seq.rows.pending_length() });
-}
-
 const float * sinks_of(const Sequence & seq, size_t l) {
     const auto & sinks = seq.observed.window(l).sinks;
     return sinks.empty() ? nullptr : sinks.data();
@@ -174,6 +168,11 @@ Scores attention_scores(Job & job, int32_t layer) {
 
 }  // namespace
 
+int32_t window_length(const Sequence & seq) {
+    const Observed & seen = seq.observed;
+    return seen.has_windows() ? std::min({ seen.window_size(), seq.rows.n_tokens() - seen.window_from(), seq.rows.pending_length() }) : 0;
+}
+
 Job make_job(Sequence & seq, const kvedge_plan & plan, int32_t n_threads, bool scored) {
     Job job{ seq, plan, std::max(1, n_threads), seq.rows.pending_length(), scored, {}, {}, {}, {}, {}, {}, {}, 0, {}, {}, {}, {}, {}, {}, nullptr, {}, {}, {}, {}, 0, 0 };
     job.most       = job.n_tokens;
@@ -232,9 +231,10 @@ bool measure_away(Job & job) {
     wanted.kind     = kind.data();
     if (wanted.looks.votes != Looks::Votes::none) {
         wanted.n_window = window_length(seq);
-        wanted.queries.resize(layers);
+        const bool kept = job.away->keeps_window(wanted.n_window);
+        wanted.queries.resize(kept ? 0 : layers);
         wanted.sinks.resize(layers, nullptr);
-        for (size_t l = 0; l < layers; l++) {
+        for (size_t l = 0; l < layers && !kept; l++) {
             if (is_away(job, l)) {
                 wanted.queries[l] = seq.observed.last_queries(l, seq.rows.n_tokens(), wanted.n_window);
                 wanted.sinks[l]   = sinks_of(seq, l);

@@ -44,6 +44,9 @@ kvedge_status measured(
 // Whether all was gathered of the pending tokens that the plan's stages look at.
 bool saw_all(const Sequence & seq, const kvedge_plan & plan);
 
+// Queries of the last tokens that the scorer looks at; 0: none.
+int32_t window_length(const Sequence & seq);
+
 // The stage of a plan that reads rows, so that they must be on the host; NULL: measures and merges are all that its stages ask for.
 const char * reads_rows(const kvedge_plan & plan);
 

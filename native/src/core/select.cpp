@@ -64,7 +64,7 @@ std::vector<int32_t> select_tokens(
     fill = std::clamp(fill, 0, (int32_t) rest.size());
     auto       next = rest.begin();
     const auto take = [&](const float * by, int32_t n) {
-        std::partial_sort(next, next + n, rest.end(), [&](int32_t a, int32_t b) {
+        std::nth_element(next, n < rest.end() - next ? next + n : rest.end(), rest.end(), [&](int32_t a, int32_t b) {
             if (text_first && image[a] != image[b]) {
                 return image[a] < image[b];
             }

@@ -335,7 +335,10 @@ kvedge_status kvedge_cache::compress(SequenceState & state, kvedge_error * err) 
     if (state.streaming) {
         return compress_stream(state, err);
     }
-    read_queries(state);
+    const bool sunk = std::any_of(sinks.begin(), sinks.end(), [](const auto & s) { return !s.empty(); });
+    if (sunk || !state.device || !state.device->keeps_window(window_length(*state.seq))) {
+        read_queries(state);  // else the device measures by them, or to_host() reads them
+    }
     read_sums(state);
     state.seq->projections = projections;  // also of a sequence that was loaded
     if (state.seq->rows.pending_length() == 0) {  // also of a prompt whose tokens were removed: what was seen of them goes, too
@@ -353,6 +356,9 @@ kvedge_status kvedge_cache::compress(SequenceState & state, kvedge_error * err) 
     const auto    status = compress_rows(state, outcome, err);
     if (status != KVEDGE_OK) {
         return status;
+    }
+    if (state.device && state.device->left_queries()) {
+        state.device->drop_queries();
     }
     state.note_compression(std::move(next), outcome, n_tokens);
     return KVEDGE_OK;

@@ -126,6 +126,8 @@ T GraphRows::attend_group(const GraphLayer & in, const Layer & layer, const Grou
 
 T GraphRows::attend(const GraphLayer & in, size_t l) {
     const Layer & layer = layers_[l];
+    scales_.resize(layers_.size());
+    scales_[l] = in.scale;
     if (even_) {
         return after(attend_even(in, l), keep_queries(in, layer));
     }

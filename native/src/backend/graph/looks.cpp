@@ -24,9 +24,13 @@ T vote(ggml_context * c, T keys, const VoteInputs & in) {
     const auto    half = [&](T x, int64_t i) {
         return ggml_view_3d(c, x, N, W * G, heads, x->nb[1], x->nb[2], (size_t) (i * W * G) * x->nb[1]);
     };
-    T products = ggml_mul_mat(c, keys, ggml_cast(c, in.queries, GGML_TYPE_F32));
-    ggml_prec_set_acc(products, GGML_PREC_F32);
-    T     logits = ggml_add(c, half(products, 0), half(products, 1));
+    const auto times = [&](T q) {
+        T products = ggml_mul_mat(c, keys, q);
+        ggml_prec_set_acc(products, GGML_PREC_F32);
+        return products;
+    };
+    T both   = in.low ? nullptr : times(ggml_cast(c, in.queries, GGML_TYPE_F32));
+    T logits = in.low ? ggml_add(c, times(in.queries), times(in.low)) : ggml_add(c, half(both, 0), half(both, 1));
     float scale  = in.scale;
     if (in.softcap != 0.0f) {
         logits = ggml_tanh(c, ggml_scale(c, logits, scale / in.softcap));
@@ -77,6 +81,12 @@ void split_queries(const WindowQueries & in, const std::vector<int32_t> & heads,
         }
         out += half;
     }
+}
+
+Halves split(ggml_context * c, T x) {
+    x      = ggml_scale(c, x, RING_FACTOR);
+    T high = ggml_cast(c, ggml_cast(c, x, GGML_TYPE_F16), GGML_TYPE_F32);
+    return { high, ggml_cast(c, ggml_cast(c, ggml_sub(c, x, high), GGML_TYPE_F16), GGML_TYPE_F32) };
 }
 
 T squares(ggml_context * c, T rows) { return ggml_sum_rows(c, ggml_sqr(c, rows)); }

@@ -14,7 +14,10 @@ namespace kvedge {
 
 // The window's queries and what they see.
 struct VoteInputs {
-    ggml_tensor * queries;  // [d, 2 * G * W, heads] f16: of a head its query heads' queries, and what rounding left of them
+    // [d, 2 * G * W, heads] f16: of a head its query heads' queries, and what rounding left of them; or where `low` holds the
+    // latter, both [d, G * W, heads] f32
+    ggml_tensor * queries;
+    ggml_tensor * low;
     ggml_tensor * mask;     // [N, W] or [N, W, 1, heads] f16
     ggml_tensor * weights;  // [T, W] f32 by which a query's vote for a token counts; NULL: all alike
     ggml_tensor * sinks;    // [G * heads] f32 or NULL
@@ -34,6 +37,13 @@ struct WindowQueries {
     float         factor;
 };
 float factor_of(const Bulk<float> & queries);
+// The same on a device: x f32, and its two halves in f32. Half precision holds what is up to 2^18.
+constexpr float RING_FACTOR = 0.25f;
+struct Halves {
+    ggml_tensor * high;
+    ggml_tensor * low;
+};
+Halves split(ggml_context * c, ggml_tensor * x);
 // Of some KV heads, as VoteInputs has them: [heads][2][G][W][d].
 void split_queries(const WindowQueries & in, const std::vector<int32_t> & heads, int32_t group, ggml_fp16_t * out);
 

@@ -72,6 +72,9 @@ struct GraphRows::Measuring {
     void  make_inputs();
     void  make_part(Part & part);
     void  make_votes(Part & part, T keys);
+    bool  from_ring() const { return asks_votes() && job.queries.empty(); }
+    int32_t row_at(int32_t place) const { return from_ring() ? rows.row_in_ring(place) : place; }  // of the window, oldest first
+    T     ring_of(const Part & part, T x);
     T     mask_of(const Part & part);
     T     places(const Part & part, int32_t rows, bool filtered);
     T     wide(const Part & part, bool keys, int32_t rows);
@@ -94,6 +97,7 @@ struct GraphRows::Measuring {
     GgmlContext                 context;
     ggml_context *              c     = nullptr;
     ggml_cgraph *               graph = nullptr;
+    Halves                      halves{};  // of the queries of all layers
     T mask = nullptr, weights = nullptr, counts = nullptr;
 };
 
@@ -154,14 +158,17 @@ void GraphRows::Measuring::plan_parts() {
 void GraphRows::Measuring::make_inputs() {
     const int32_t n = job.n_tokens, W = job.n_window;
     factors.resize(rows.layers_.size());
-    parallel_for(rows.n_threads_, asks_votes() ? (int32_t) layers.size() : 0, [&](int32_t i, int32_t) {
+    if (from_ring()) {
+        halves = split(c, rows.inputs_[rows.layers_[layers[0]].inputs].queries);
+    }
+    parallel_for(rows.n_threads_, asks_votes() && !from_ring() ? (int32_t) layers.size() : 0, [&](int32_t i, int32_t) {
         factors[layers[(size_t) i]] = factor_of(job.queries[layers[(size_t) i]]);
     });
     if (job.looks.votes == Looks::Votes::faded && W > 0) {
         weights = ggml_new_tensor_2d(c, GGML_TYPE_F32, n, W);
         parcel.send<float>(weights, [this, n, W](float * to, int32_t) {
-            for (int32_t r = 0; r < W; r++, to += n) {
-                const int32_t before = std::max(0, n - W + r);  // that the query votes for
+            for (int32_t place = 0; place < W; place++, to += n) {
+                const int32_t r = row_at(place), before = std::max(0, n - W + r);  // that the query votes for
                 std::fill_n(to, before, (float) ((double) W * std::exp(-job.looks.fade * (double) (W - 1 - r))));
                 std::fill(to + before, to + n, 0.0f);
             }
@@ -223,6 +230,25 @@ T GraphRows::Measuring::wide(const Part & part, bool keys, int32_t n_rows) {
 }
 
 // Query r of W sees the rows up to its own; where heads are uneven, none of those that stand for missing ones.
+// Queries of the part's heads where the prompt's graphs left them, or a half of them: [d, G * W, heads].
+T GraphRows::Measuring::ring_of(const Part & part, T x) {
+    const LayerShape & s    = shape(part);
+    const int64_t      W    = job.n_window, R = rows.ring_.window, G = s.n_heads / s.n_heads_kv, d = s.d_k;
+    const size_t       head = (size_t) (R * d) * sizeof(float), at = rows.layers_[part.layer].query_at * (size_t) R * sizeof(float);
+    const auto         of   = [&](int32_t first, int64_t n) {
+        T some = ggml_view_4d(c, x, d, W, G, n, (size_t) d * sizeof(float), head, (size_t) G * head, at + (size_t) (first * G) * head);
+        return ggml_reshape_3d(c, W == R ? some : ggml_cont(c, some), d, W * G, n);
+    };
+    if (part.heads.back() - part.heads.front() + 1 == (int32_t) part.heads.size()) {
+        return of(part.heads[0], (int64_t) part.heads.size());
+    }
+    T out = nullptr;
+    for (const int32_t h : part.heads) {
+        out = out ? ggml_concat(c, out, of(h, 1), 2) : of(h, 1);
+    }
+    return out;
+}
+
 T GraphRows::Measuring::mask_of(const Part & part) {
     const int32_t N = part.rows, W = job.n_window;
     if (even() && mask) {
@@ -232,10 +258,10 @@ T GraphRows::Measuring::mask_of(const Part & part) {
     parcel.send<ggml_fp16_t>(out, [this, &part, N, W](ggml_fp16_t * to, int32_t i) {
         const int32_t missing = even() ? 0 : N - (int32_t) rows.places_of(part.layer, part.heads[(size_t) i]).size();
         to += (size_t) i * (size_t) W * (size_t) N;
-        for (int32_t r = 0; r < W; r++, to += N) {
+        for (int32_t place = 0; place < W; place++, to += N) {
             std::fill_n(to, N, ggml_fp32_to_fp16(0.0f));
             hide(to, 0, missing);
-            hide(to, N - W + r + 1, N);
+            hide(to, N - W + row_at(place) + 1, N);
         }
     }, (int32_t) out->ne[3]);
     mask = even() ? out : nullptr;
@@ -253,13 +279,16 @@ void GraphRows::Measuring::make_votes(Part & part, T keys) {
     const LayerShape &  s      = shape(part);
     const int32_t       W      = job.n_window, G = s.n_heads / s.n_heads_kv;
     const auto          heads  = (int64_t) part.heads.size();
-    const float         factor = factors[part.layer];
+    const float         factor = from_ring() ? RING_FACTOR / rows.scales_[part.layer] : factors[part.layer];
     const float * const sink   = job.sinks.empty() ? nullptr : job.sinks[part.layer];
-    T q     = ggml_new_tensor_3d(c, GGML_TYPE_F16, s.d_k, (int64_t) 2 * W * G, heads);
+    T q     = from_ring() ? ring_of(part, halves.high) : ggml_new_tensor_3d(c, GGML_TYPE_F16, s.d_k, (int64_t) 2 * W * G, heads);
+    T low   = from_ring() ? ring_of(part, halves.low) : nullptr;
     T sinks = sink ? ggml_new_tensor_1d(c, GGML_TYPE_F32, G * heads) : nullptr;
-    parcel.send<ggml_fp16_t>(q, [this, &part, &s, W, G, factor](ggml_fp16_t * to, int32_t) {
-        split_queries({ job.queries[part.layer].data(), W, s.n_heads, s.d_k, factor }, part.heads, G, to);
-    });
+    if (!from_ring()) {
+        parcel.send<ggml_fp16_t>(q, [this, &part, &s, W, G, factor](ggml_fp16_t * to, int32_t) {
+            split_queries({ job.queries[part.layer].data(), W, s.n_heads, s.d_k, factor }, part.heads, G, to);
+        });
+    }
     if (sinks) {
         parcel.send<float>(sinks, [&part, sink, G](float * to, int32_t) {
             for (const int32_t head : part.heads) {
@@ -268,7 +297,7 @@ void GraphRows::Measuring::make_votes(Part & part, T keys) {
         });
     }
     const bool       largest = job.looks.votes == Looks::Votes::largest;
-    const VoteInputs in      = { q, mask_of(part), weights, sinks, W, G, job.n_tokens, 1.0f / factor, s.softcap, largest };
+    const VoteInputs in      = { q, low, mask_of(part), weights, sinks, W, G, job.n_tokens, 1.0f / factor, s.softcap, largest };
     part.votes               = result(vote(c, keys, in));
 }
 

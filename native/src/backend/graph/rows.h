@@ -158,6 +158,8 @@ class GraphRows : public AwayRows {
     PromptSums  read_sums();
 
     bool    holds(size_t layer) const override { return layers_[layer].device != nullptr; }
+    bool    keeps_window(int32_t n) const override;
+    void    drop_queries() { forget_ring(); }  // what left_queries() tells of
     Outcome measure(const MeasureJob & job, std::vector<Measures> & out) override;  // graph/measure.cpp
     Outcome take(const TakeJob & job) override;                                     // graph/take.cpp
 
@@ -308,6 +310,7 @@ class GraphRows : public AwayRows {
     bool    inputs_fit(const Incoming & incoming) const;
     bool    make_inputs(const Incoming & incoming);
     bool    make_ring(const Incoming & incoming);
+    int32_t row_in_ring(int32_t place) const;  // which of the tokens whose queries are there, the oldest first
     void    forget_ring();
     bool    make_sums(const Incoming & incoming);
     void    forget_sums();
@@ -358,6 +361,7 @@ class GraphRows : public AwayRows {
     Summed                          summed_;      // likewise
     Ring                            ring_;
     Sums                            sums_;
+    std::vector<float>              scales_;  // [layer] of the logits, once a graph was built
     std::string                     full_device_;
 };
 

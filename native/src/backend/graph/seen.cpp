@@ -86,6 +86,13 @@ T GraphRows::keep_queries(const GraphLayer & in, const Layer & layer) const {
     return ggml_set_rows(c, ring, ggml_permute(c, last, 0, 2, 1, 3), place);
 }
 
+// Of a ring that is full, or of one that never was.
+bool GraphRows::keeps_window(int32_t n) const { return n > 0 && n == ring_.last && (n == ring_.window || n == ring_.tokens); }
+
+int32_t GraphRows::row_in_ring(int32_t place) const {
+    return ring_.tokens <= ring_.window ? place : (place - ring_.tokens % ring_.window + ring_.window) % ring_.window;
+}
+
 LastQueries GraphRows::read_queries() {
     LastQueries out;
     out.n = ring_.last;

@@ -19,7 +19,7 @@ using Outcome = AwayRows::Outcome;
 namespace {
 
 // Beside a cache, of its bytes: new rows before the first old ones are given back, and results of a graph.
-constexpr uint64_t AHEAD = 64, WORK = 24;
+constexpr uint64_t AHEAD = 64, LEAST_AHEAD = 16 << 20, WORK = 24;
 
 // Contiguous rows, as rows of another type with as many bytes.
 T viewed(ggml_context * c, T x, ggml_type type, int64_t ne0) {
@@ -146,7 +146,7 @@ void GraphRows::Taking::make_bundles() {
     const size_t          n = from.inputs_.size();
     std::vector<uint64_t> may(n), taken(n), freed(n);  // of each device
     for (size_t i = 0; i < n; i++) {
-        may[i] = bytes_on(i) / AHEAD;
+        may[i] = std::max(bytes_on(i) / AHEAD, LEAST_AHEAD);
     }
     for (size_t l = 0; l < places.size(); l++) {
         if (places[l].empty()) {
