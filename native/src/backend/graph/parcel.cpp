@@ -2,6 +2,8 @@
 
 #include "core/threads.h"
 
+#include <new>
+
 namespace kvedge {
 
 Parcel::Parcel(ggml_backend_dev_t device)
@@ -35,27 +37,36 @@ ggml_tensor * Parcel::piece(ggml_context * context, size_t offset, size_t bytes)
     return all;
 }
 
+// Pages of their own: large ones where the system has them, and not written before they are filled.
+Pages Parcel::room(size_t bytes) {
+    Pages out = Pages::take(bytes);
+    if (bytes > 0 && !out) {
+        throw std::bad_alloc();
+    }
+    return out;
+}
+
 void Parcel::upload(int32_t n_threads) {
     if (sent_bytes_ == 0) {
         return;
     }
-    values_.reset(new uint8_t[sent_bytes_]);
-    parallel_for(n_threads, (int32_t) tasks_.size(), [this](int32_t i, int32_t) { tasks_[(size_t) i](values_.get()); });
+    values_ = room(sent_bytes_);
+    parallel_for(n_threads, (int32_t) tasks_.size(), [this](int32_t i, int32_t) { tasks_[(size_t) i](values_.data()); });
     const GgmlContext context = make_context(ggml_tensor_overhead());
-    ggml_backend_tensor_set(piece(context.get(), 0, sent_bytes_), values_.get(), 0, sent_bytes_);
+    ggml_backend_tensor_set(piece(context.get(), 0, sent_bytes_), values_.data(), 0, sent_bytes_);
 }
 
 void Parcel::download() {
-    values_.reset(fetched_bytes_ > 0 ? new uint8_t[fetched_bytes_] : nullptr);
+    values_ = room(fetched_bytes_);
     if (values_) {
         const GgmlContext context = make_context(ggml_tensor_overhead());
-        ggml_backend_tensor_get(piece(context.get(), sent_bytes_, fetched_bytes_), values_.get(), 0, fetched_bytes_);
+        ggml_backend_tensor_get(piece(context.get(), sent_bytes_, fetched_bytes_), values_.data(), 0, fetched_bytes_);
     }
 }
 
 const float * Parcel::values(const ggml_tensor * t) const {
     const auto * base = (const uint8_t *) ggml_backend_buffer_get_base(buffer_.get()) + sent_bytes_;
-    return (const float *) (values_.get() + ((const uint8_t *) t->data - base));
+    return (const float *) (values_.data() + ((const uint8_t *) t->data - base));
 }
 
 }  // namespace kvedge

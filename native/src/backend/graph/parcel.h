@@ -3,6 +3,7 @@
 
 #pragma once
 
+#include "backend/cpu/pages.h"
 #include "backend/graph/tensors.h"
 
 #include <cstdint>
@@ -42,6 +43,7 @@ class Parcel {
     using Places = std::vector<std::pair<ggml_tensor *, size_t>>;
 
     size_t        place(const ggml_tensor * t, size_t & end) const;
+    static Pages  room(size_t bytes);  // throws std::bad_alloc
     ggml_tensor * piece(ggml_context * context, size_t offset, size_t bytes) const;
 
     ggml_backend_dev_t                             device_;
@@ -50,7 +52,7 @@ class Parcel {
     Places                                         sent_, fetched_;
     size_t                                         sent_bytes_ = 0, fetched_bytes_ = 0;
     std::vector<std::function<void(uint8_t *)>>    tasks_;
-    std::unique_ptr<uint8_t[]>                     values_;
+    Pages                                          values_;  // what is sent, and then what was fetched
 };
 
 }  // namespace kvedge
