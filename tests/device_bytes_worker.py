@@ -17,7 +17,6 @@ import pykvedge
 from pykvedge.models.model import Model
 from pykvedge.models.offload import Offload
 from pykvedge.models.vision import TextPiece
-from pykvedge.native import llamacpp
 from pykvedge.plans.plugin_files import load_file
 from pykvedge.runtime import figures
 from pykvedge.runtime.driver import Driver
@@ -25,21 +24,13 @@ from pykvedge.runtime.llama_context import ContextSize
 
 
 def measure(model, wire, plan, n_tokens):
-    # one pass for the whole prompt: each further one fetches the window's queries, or sums, once more
+    # one pass for the whole prompt
     size = ContextSize(-(-(n_tokens + 8) // 256) * 256, n_tokens, "f16", n_tokens)
     driver = Driver(model, None, size, 1)
     try:
         driver.take_over(plan)
-
-        def read():
-            driver.read([TextPiece([5 + i % 90 for i in range(n_tokens)])])
-            driver.context.logits()
-            # before sequences change, what the last pass left on the device is read: queries, sums
-            llama = llamacpp.start(verbose=False, vision=False)
-            llama.llama_memory_seq_keep(llama.llama_get_memory(driver.context.handle), 0)
-
         steps = {
-            "read": read,
+            "read": lambda: driver.read([TextPiece([5 + i % 90 for i in range(n_tokens)])]),
             "compress": driver.compress,
             "token": lambda: driver.extend(7),
         }

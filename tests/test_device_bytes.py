@@ -80,6 +80,6 @@ def test_a_stage_that_has_no_graph_goes_by_the_host(travelled, tmp_path):
     for name, found in zip(ours, travelled(plans, str(plugin)), strict=True):
         report = found["report"]
         assert not report["compressed"] and f"'{name}' has no graph" in report["problem"], found
-        assert report["fetched_bytes"] == 256 * ROWS
-        assert 0 < found["compress"][1] - report["fetched_bytes"] <= 64 * 1024
+        assert report["fetched_bytes"] >= 256 * ROWS  # and queries
+        assert 0 < found["compress"][1] - report["fetched_bytes"] <= 16 * 1024
         assert found["device_bytes"] > 0  # the answer's rows are back there

@@ -335,11 +335,14 @@ kvedge_status kvedge_cache::compress(SequenceState & state, kvedge_error * err) 
     if (state.streaming) {
         return compress_stream(state, err);
     }
-    const bool sunk = std::any_of(sinks.begin(), sinks.end(), [](const auto & s) { return !s.empty(); });
+    const int64_t start = ggml_time_us();
+    uint64_t      seen  = 0;
+    const bool    sunk  = std::any_of(sinks.begin(), sinks.end(), [](const auto & s) { return !s.empty(); });
     if (sunk || !state.device || !state.device->keeps_window(window_length(*state.seq))) {
-        read_queries(state);  // else the device measures by them, or to_host() reads them
+        seen = read_queries(state);  // else the device measures by them, or to_host() reads them
     }
-    read_sums(state);
+    seen += read_sums(state);
+    const int64_t saw = ggml_time_us() - start;
     state.seq->projections = projections;  // also of a sequence that was loaded
     if (state.seq->rows.pending_length() == 0) {  // also of a prompt whose tokens were removed: what was seen of them goes, too
         state.seq->close_pending();
@@ -360,6 +363,8 @@ kvedge_status kvedge_cache::compress(SequenceState & state, kvedge_error * err) 
     if (state.device && state.device->left_queries()) {
         state.device->drop_queries();
     }
+    state.device_work.to_host += seen;
+    state.device_work.measure_us += saw;
     state.note_compression(std::move(next), outcome, n_tokens);
     return KVEDGE_OK;
 }

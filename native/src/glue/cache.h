@@ -247,9 +247,10 @@ struct kvedge_cache {
     // Ends when no graph runs: before the sequences change. The last ubatch is over then.
     void settle();
     void wait();  // the same while the next ubatch begins
-    // What graphs left on devices of a sequence's prompt comes to the host, before anybody looks at it. Throws std::bad_alloc.
-    void read_queries(kvedge::SequenceState & state);
-    void read_sums(kvedge::SequenceState & state);
+    // What graphs left on devices of a sequence's prompt comes to the host, before anybody looks at it: bytes that were fetched.
+    // They throw std::bad_alloc.
+    uint64_t read_queries(kvedge::SequenceState & state);
+    uint64_t read_sums(kvedge::SequenceState & state);
 
   private:
     bool collect_runs(const llama_attn_provider_ubatch & ubatch);

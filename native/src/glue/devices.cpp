@@ -281,9 +281,9 @@ void kvedge_cache::note_sums(SequenceState & state, size_t l, int32_t rows, cons
     }
 }
 
-void kvedge_cache::read_queries(SequenceState & state) {
+uint64_t kvedge_cache::read_queries(SequenceState & state) {
     if (!state.device || !state.device->left_queries()) {
-        return;
+        return 0;
     }
     wait();
     const LastQueries last = state.device->read_queries();
@@ -292,11 +292,12 @@ void kvedge_cache::read_queries(SequenceState & state) {
             note_queries(state, l, last.n, last.layers[l]);
         }
     }
+    return last.fetched;
 }
 
-void kvedge_cache::read_sums(SequenceState & state) {
+uint64_t kvedge_cache::read_sums(SequenceState & state) {
     if (!state.device || !state.device->left_sums()) {
-        return;
+        return 0;
     }
     wait();
     const PromptSums sums = state.device->read_sums();
@@ -305,6 +306,7 @@ void kvedge_cache::read_sums(SequenceState & state) {
             note_sums(state, l, sums.rows, sums.layers[l]);
         }
     }
+    return sums.fetched;
 }
 
 void kvedge_cache::wait() {

@@ -93,11 +93,13 @@ struct AttentionSums {
 struct LastQueries {
     int32_t                         n = 0;   // last tokens
     std::vector<std::vector<float>> layers;  // [n][H][d_k]
+    uint64_t                        fetched = 0;  // bytes
 };
 
 struct PromptSums {
     int32_t                    rows = 0;  // pending ones, from the first on
     std::vector<AttentionSums> layers;
+    uint64_t                   fetched = 0;  // bytes
 };
 
 class GraphRows : public AwayRows {

@@ -99,6 +99,7 @@ LastQueries GraphRows::read_queries() {
     out.layers.resize(layers_.size());
     for (size_t i = 0; i < inputs_.size(); i++) {
         const auto queries = read(inputs_[i].queries);
+        out.fetched += sizeof(float) * queries.size();
         for (size_t l = 0; l < layers_.size(); l++) {
             const LayerShape & shape = (*shapes_)[l];
             const auto         d = (size_t) shape.d_k, heads = (size_t) shape.n_heads, window = (size_t) ring_.window;
@@ -174,6 +175,7 @@ PromptSums GraphRows::read_sums() {
     for (size_t i = 0; i < inputs_.size(); i++) {
         const Inputs & from    = inputs_[i];
         const auto     columns = read(from.columns), squares = read(from.squares), entropy = read(from.entropy);
+        out.fetched += sizeof(float) * (columns.size() + squares.size() + entropy.size());
         for (size_t l = 0; l < layers_.size(); l++) {
             if (!layers_[l].device || layers_[l].inputs != i) {
                 continue;
