@@ -24,7 +24,7 @@ from pykvedge.runtime.llama_context import ContextSize
 
 MIB = 1 << 20
 # beyond what the server has after the prompt; llama.cpp's working memory is given back before the compression
-ROOMS = [n * MIB for n in (-16, -8, -4, -2, -1, 0, 1, 2, 4, 8, 16, 32, 64, 128, 512)]
+ROOMS = [n * MIB for n in (-64, -32, -24, -16, -8, -4, -2, -1, 0, 1, 2, 4, 8, 16, 32, 64, 128, 512)]
 UNBOUNDED = (psutil.RLIM_INFINITY, psutil.RLIM_INFINITY)
 
 
