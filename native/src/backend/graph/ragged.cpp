@@ -34,9 +34,10 @@ T viewed(ggml_context * c, T x, ggml_type type, int64_t ne0, int64_t ne1, int64_
 int64_t index_at(int64_t span, size_t spanned) { return (span * (int64_t) spanned + 1) / 2 * 2; }
 
 // q [d_k, 1, H], k and v [d, slots], mask [slots] or NULL, spans [2 + H / Hkv, Hkv]: [d_v, H, 1].
-T attention_over_spans(ggml_context * c, T q, T k, T v, T mask, T spans, float scale, float softcap) {
-    T out = ggml_flash_attn_ext(c, q, k, v, mask, scale, 0.0f, softcap);
+T attention_over_spans(const GraphLayer & in, T mask, T spans) {
+    T out = ggml_flash_attn_ext(in.ctx, in.q, in.k, in.v, mask, in.scale, 0.0f, in.softcap);
     ggml_prec_set_acc(out, GGML_PREC_F32);
+    ggml_flash_attn_ext_add_sinks(out, in.sinks);
     out->src[5] = spans;
     return out;
 }
@@ -54,7 +55,7 @@ bool has_ragged(ggml_backend_dev_t device, const LayerShape & shape, const Stora
     T k     = ggml_new_tensor_2d(c, ggml_type_of(storage.k), shape.d_k, ROOM);
     T v     = ggml_new_tensor_2d(c, ggml_type_of(storage.v), shape.d_v, ROOM);
     T spans = ggml_new_tensor_2d(c, GGML_TYPE_I32, 2 + shape.n_heads / shape.n_heads_kv, shape.n_heads_kv);
-    return ggml_backend_dev_supports_op(device, attention_over_spans(c, q, k, v, nullptr, spans, 1.0f, shape.softcap));
+    return ggml_backend_dev_supports_op(device, attention_over_spans({ c, q, k, v, nullptr, 1.0f, shape.softcap }, nullptr, spans));
 }
 
 // ---------------------------------------------------------------------------------------------------------
@@ -156,10 +157,8 @@ T GraphRows::attend_regions(const GraphLayer & in, const Layer & layer, const Gr
         T zeros = ggml_view_2d(c, from.zeros, 1, heads, from.zeros->nb[2], 0);
         mask    = ggml_reshape_1d(c, ggml_set_rows(c, ggml_reshape_2d(c, mask, 1, group.slots), zeros, index), group.slots);
     }
-    T out = attention_over_spans(c, ggml_reshape_3d(c, whole(in.q), dk, 1, n_heads), k, v, mask, spans, in.scale, in.softcap);
-    if (in.sinks) {
-        ggml_flash_attn_ext_add_sinks(out, in.sinks);
-    }
+    T q   = ggml_reshape_3d(c, whole(in.q), dk, 1, n_heads);
+    T out = attention_over_spans({ c, q, k, v, in.sinks, in.scale, in.softcap }, mask, spans);
     return ggml_reshape_2d(c, out, dv * n_heads / heads, heads);
 }
 
