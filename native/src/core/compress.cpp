@@ -147,11 +147,35 @@ static kvedge_status fail_away(AwayRows::Outcome why, Compression & outcome, kve
     return fail(err, outcome.lost ? KVEDGE_E_STATE : KVEDGE_E_UNSUPPORTED, "%s", outcome.away->problem().c_str());
 }
 
+// The rows that were chosen take the place of the pending ones.
+static kvedge_status replace_rows(Job & job, bool reduced, Unsealed & unsealed, Compression & outcome, kvedge_error * err) {
+    const bool reduces = reduced && job.plan.reducer->reduce;
+    for (size_t l = 0; !reduced && l < job.kept.size(); l++) {
+        keep_layer(job, l);
+    }
+    if (!open_layers(job, reduces)) {
+        const int32_t budget = kvedge_plan_budget(&job.plan, job.n_tokens);
+        return fail(err, KVEDGE_E_MEMORY, "no memory for the compressed cache of %d tokens", budget);
+    }
+    if (job.away) {
+        const auto taken = take_away(job, reduces, plan_evicts(job.plan));
+        if (taken != AwayRows::Outcome::done) {
+            return fail_away(taken, outcome, err);
+        }
+    }
+    if (!reduces || !job.plan.reducer->custom) {
+        unsealed.forget();  // its memory is not needed beside the new rows
+    }
+    fill_layers(job, reduces, outcome);
+    outcome.reduced    = reduced;
+    outcome.n_unfitted = job.unfitted;
+    outcome.n_scant    = job.scant;
+    return ok(err);
+}
+
 static kvedge_status compress_tokens(
     Sequence & seq, const kvedge_plan & plan, int32_t n_threads, Compression & outcome, kvedge_error * err) {
-    AwayRows * const away = outcome.away;
-    const int32_t T      = seq.rows.pending_length();
-    const int32_t budget = kvedge_plan_budget(&plan, T);
+    const int32_t T = seq.rows.pending_length();
     if (T == 0) {
         return ok(err);
     }
@@ -159,7 +183,7 @@ static kvedge_status compress_tokens(
         return fail(err, KVEDGE_E_STATE, "the sequence is a stream, whose heads hold different tokens: it is compressed as one");
     }
     const bool scored   = plan.decode->needs_scores && plan.budget_ratio != 1.0;
-    const bool reduced  = budget < T;
+    const bool reduced  = kvedge_plan_budget(&plan, T) < T;
     const bool quantise = seq.rows.storage().quantised();
     if ((reduced || scored) && !saw_all(seq, plan)) {
         return fail_unobserved(plan, err);
@@ -176,7 +200,7 @@ static kvedge_status compress_tokens(
     }
     Job        job = make_job(seq, plan, n_threads, scored);
     const bool any = job.n_tokens > 0;
-    job.away       = away;
+    job.away       = outcome.away;
     if (reduced || outcome.want_scores) {
         if (!measure_away(job)) {
             return fail_away(AwayRows::Outcome::lacking, outcome, err);
@@ -189,26 +213,10 @@ static kvedge_status compress_tokens(
     }
     const size_t first = seq.rows.contents().pending_from;
     if (any && (reduced || quantise)) {
-        const bool reduces = reduced && plan.reducer->reduce;
-        for (size_t l = 0; !reduced && l < job.kept.size(); l++) {
-            keep_layer(job, l);
+        const auto status = replace_rows(job, reduced, unsealed, outcome, err);
+        if (status != KVEDGE_OK) {
+            return status;
         }
-        if (!open_layers(job, reduces)) {
-            return fail(err, KVEDGE_E_MEMORY, "no memory for the compressed cache of %d tokens", budget);
-        }
-        if (away) {
-            const auto taken = take_away(job, reduces, plan_evicts(plan));
-            if (taken != AwayRows::Outcome::done) {
-                return fail_away(taken, outcome, err);
-            }
-        }
-        if (!reduces || !plan.reducer->custom) {
-            unsealed.forget();  // its memory is not needed beside the new rows
-        }
-        fill_layers(job, reduces, outcome);
-        outcome.reduced    = reduced;
-        outcome.n_unfitted = job.unfitted;
-        outcome.n_scant    = job.scant;
     } else if (scored) {
         seq.sums_to_scores();
     }
