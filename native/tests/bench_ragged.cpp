@@ -103,6 +103,7 @@ struct Bench {
 
     void make_tensors();
     void fill();
+    void show(const Layer & layer) const;  // which rows it attends to
     T    attend(ggml_context * c, const Layer & layer, T from, bool writes) const;
 
     ggml_cgraph * graph(ggml_context_ptr & c, size_t n, bool writes, T & out) const;
@@ -160,14 +161,13 @@ void Bench::fill() {
         own.push_back(rows.first[h] + rows.n[h] - 1 - (rows.shared ? 0 : (int64_t) h * rows.slots));
     }
     ggml_backend_tensor_set(index, own.data(), 0, ggml_nbytes(index));
-    const ggml_fp16_t hidden = ggml_fp32_to_fp16(-INFINITY), seen = ggml_fp32_to_fp16(0.0f);
     for (size_t l = 0; l < layers.size(); l++) {
         const Layer & layer = layers[l];
         if (l == 0) {
             send(layer.k, 0);
             send(layer.v, OTHER);
             for (size_t h = 0; h < rows.n.size(); h++) {
-                const std::vector<ggml_fp16_t> zero((size_t) shape.d, seen);
+                const std::vector<ggml_fp16_t> zero((size_t) shape.d, ggml_fp32_to_fp16(0.0f));
                 for (T x : { layer.k, layer.v }) {
                     ggml_backend_tensor_set(x, zero.data(), (size_t) (rows.first[h] + rows.n[h] - 1) * x->nb[1], zero.size() * 2);
                 }
@@ -176,23 +176,28 @@ void Bench::fill() {
             ggml_backend_tensor_copy(layers[0].k, layer.k);
             ggml_backend_tensor_copy(layers[0].v, layer.v);
         }
-        if (layer.mask) {
-            std::vector<ggml_fp16_t> mask((size_t) ggml_nelements(layer.mask), hidden);
-            const auto               width = (size_t) rows.slots;
-            for (size_t line = 0; line < mask.size() / width; line++) {
-                const size_t h = way == Way::list ? line / (size_t) shape.share : line;
-                std::fill_n(mask.begin() + (std::ptrdiff_t) (line * width + (size_t) (rows.shared ? rows.first[h] : 0)), rows.n[h], seen);
-            }
-            ggml_backend_tensor_set(layer.mask, mask.data(), 0, ggml_nbytes(layer.mask));
+        show(layer);
+    }
+}
+
+void Bench::show(const Layer & layer) const {
+    const ggml_fp16_t hidden = ggml_fp32_to_fp16(-INFINITY), seen = ggml_fp32_to_fp16(0.0f);
+    if (layer.mask) {
+        std::vector<ggml_fp16_t> mask((size_t) ggml_nelements(layer.mask), hidden);
+        const auto               width = (size_t) rows.slots;
+        for (size_t line = 0; line < mask.size() / width; line++) {
+            const size_t h = way == Way::list ? line / (size_t) shape.share : line;
+            std::fill_n(mask.begin() + (std::ptrdiff_t) (line * width + (size_t) (rows.shared ? rows.first[h] : 0)), rows.n[h], seen);
         }
-        if (layer.spans) {
-            std::vector<int32_t> spans((size_t) ggml_nelements(layer.spans), 0);
-            for (size_t h = 0; h < rows.n.size(); h++) {
-                spans[h * (size_t) (2 + shape.share)]     = (int32_t) rows.first[h];
-                spans[h * (size_t) (2 + shape.share) + 1] = (int32_t) rows.n[h];
-            }
-            ggml_backend_tensor_set(layer.spans, spans.data(), 0, ggml_nbytes(layer.spans));
+        ggml_backend_tensor_set(layer.mask, mask.data(), 0, ggml_nbytes(layer.mask));
+    }
+    if (layer.spans) {
+        std::vector<int32_t> spans((size_t) ggml_nelements(layer.spans), 0);
+        for (size_t h = 0; h < rows.n.size(); h++) {
+            spans[h * (size_t) (2 + shape.share)]     = (int32_t) rows.first[h];
+            spans[h * (size_t) (2 + shape.share) + 1] = (int32_t) rows.n[h];
         }
+        ggml_backend_tensor_set(layer.spans, spans.data(), 0, ggml_nbytes(layer.spans));
     }
 }
 

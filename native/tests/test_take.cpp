@@ -22,7 +22,8 @@ using namespace kvedge;
 
 namespace {
 
-using Kept = std::vector<std::vector<std::vector<int32_t>>>;
+using Kept   = std::vector<std::vector<std::vector<int32_t>>>;
+using Biases = std::vector<std::vector<std::vector<float>>>;  // [layer][head], of each row
 
 struct Case {
     std::string        name;
@@ -170,7 +171,8 @@ struct Pair {
         return kept;
     }
 
-    void compress();
+    Biases pending_biases() const;
+    void   compress();
 };
 
 // One in `but` numbers may lie farther apart, where so many rows are merged that two kept keys are as near as each other.
@@ -194,6 +196,21 @@ void same(const std::string & name, const char * what, const std::vector<float> 
     }
 }
 
+// Of the host; empty where all of a head are 0.
+Biases Pair::pending_biases() const {
+    Biases out(LAYERS);
+    for (size_t l = 0; l < LAYERS; l++) {
+        for (int32_t h = 0; h < of.n_kv; h++) {
+            std::vector<float> all((size_t) host.rows.head_length((int32_t) l, h));
+            host.rows.read_biases((int32_t) l, h, all.data());
+            all.erase(all.begin(), all.end() - host.rows.pending_length());
+            const bool any = std::any_of(all.begin(), all.end(), [](float b) { return b != 0.0f; });
+            out[l].push_back(any ? all : std::vector<float>());
+        }
+    }
+    return out;
+}
+
 // Both compress what is pending. The host's way is Job's, with the rows that were chosen.
 void Pair::compress() {
     kvedge_plan * plan = nullptr;
@@ -209,18 +226,8 @@ void Pair::compress() {
     if (plan->reducer->merges) {
         rule = std::make_unique<MergeRule>(plan->reducer->merges(plan->params[KVEDGE_STAGE_REDUCER]));
     }
-    std::vector<std::vector<std::vector<float>>> out, biases(LAYERS);
-    std::vector<std::vector<int32_t>>            before(LAYERS);
-    for (size_t l = 0; l < LAYERS; l++) {
-        for (int32_t h = 0; h < of.n_kv; h++) {
-            std::vector<float> all((size_t) host.rows.head_length((int32_t) l, h));
-            host.rows.read_biases((int32_t) l, h, all.data());
-            before[l].push_back((int32_t) all.size() - host.rows.pending_length());
-            all.erase(all.begin(), all.begin() + before[l].back());
-            const bool any = std::any_of(all.begin(), all.end(), [](float b) { return b != 0.0f; });
-            biases[l].push_back(any ? all : std::vector<float>());
-        }
-    }
+    const Biases biases = pending_biases();
+    Biases       out;
     TakeJob take{ kept, host.rows.pending_length() };
     take.rule     = rule.get();
     take.storage  = of.storage;
@@ -249,7 +256,7 @@ void Pair::compress() {
         for (size_t h = 0; h < out[l].size(); h++) {
             std::vector<float> all((size_t) host.rows.head_length((int32_t) l, (int32_t) h));
             host.rows.read_biases((int32_t) l, (int32_t) h, all.data());
-            all.erase(all.begin(), all.begin() + before[l][h]);
+            all.erase(all.begin(), all.end() - (std::ptrdiff_t) kept[l][h].size());
             all.push_back(1.0f);  // what they are compared with
             out[l][h].push_back(1.0f);
             same(of.name, "biases", all, out[l][h], 1e-5f);
