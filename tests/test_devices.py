@@ -179,7 +179,7 @@ def test_a_device_computes_what_llama_cpp_has_it_compute(native, tiny, environme
 
 
 @pytest.mark.parametrize(
-    ("shape", "kv_type", "most"),
+    "case",  # shape, KV type, largest divergence
     [
         ({}, "f16", 1e-4),
         ({"head_size": 64, "n_heads": 8, "n_heads_kv": 8}, "f32", 1e-4),  # ties of two merges
@@ -188,8 +188,9 @@ def test_a_device_computes_what_llama_cpp_has_it_compute(native, tiny, environme
     ids=["GQA", "MHA", "quantised"],
 )
 @pytest.mark.parametrize("parts", [1, 2], ids=["CPU", "server"])
-def test_later_messages_attend_where_the_rows_are(native, tiny, environment, server, parts, shape, kv_type, most):
+def test_later_messages_attend_where_the_rows_are(native, tiny, environment, server, parts, case):
     """Over heads of different lengths, biases and quantised rows: logits as on the host, and rows stay away."""
+    shape, kv_type, most = case
     mass = pykvedge.plan("adakv", 0.3, reducer="averaged", **{"reducer.bias": "mass"})
     plans = [*(pykvedge.plan(name, 0.4) for name in ("snapkv", "adakv", "kvedge")), mass]
     job = {
