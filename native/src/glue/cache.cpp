@@ -313,7 +313,7 @@ kvedge_status kvedge_cache::compress_rows(SequenceState & state, Compression & o
         state.device_problem = outcome.away->problem();
         outcome              = {};
     }
-    const uint64_t fetched = all ? 0 : rows_away(state);
+    const uint64_t fetched = all ? 0 : rows_away(state) + read_queries(state);
     if (!all && !to_host(state)) {
         return fail(err, KVEDGE_E_MEMORY, "no memory on the host for the keys and values of %d tokens, which are compressed there", n_tokens);
     }

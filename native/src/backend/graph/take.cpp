@@ -408,7 +408,6 @@ Outcome GraphRows::Taking::prepare_all() {
     if (outcome != Outcome::done) {
         return outcome;
     }
-    from.forget_ring();  // the next prompt makes room anew
     from.forget_sums();
     if (job.rule) {
         const int64_t before = from.work.upload_us;
@@ -437,6 +436,7 @@ Outcome GraphRows::Taking::prepare_all() {
 }
 
 Outcome GraphRows::Taking::replace_all() {
+    from.forget_ring();  // till now the host could have gone on with it
     for (size_t b = 0; b < bundles.size(); b++) {
         const Outcome opened = bundles[b].held ? Outcome::done : open_some(b);
         if (opened != Outcome::done || finish(bundles[b]) != Outcome::done) {
