@@ -121,7 +121,7 @@ def against_stock(of: Tried, module: Path | None) -> dict[str, Any]:
 
     log(f"llama.cpp and kvedge with {of.name}")
     plans = [pykvedge.plan("full").to_json()]
-    job = {"model": str(of.model), "module": module and str(module), "kv_type": "f16", "plans": plans}
+    job = {"model": str(of.model), "module": module and str(module), "kv_type": "f16", "plans": plans, "prompt": 300}
     return {"case": of.name, **work("device_logits.py", job)[0]}
 
 

@@ -24,6 +24,7 @@ constexpr size_t BEHIND      = 4;        // numbers behind a row, so that it beg
 constexpr float  LESS        = -128.0f;  // of an evicted one these, which keep those of a kept one within half precision
 constexpr float  MOST        = 4e3f;     // of a number of a key: what is compared is a number, whatever the keys hold
 constexpr float  NOTHING     = -1e20f;   // scores below are of keys that take no row
+constexpr size_t READY       = 16384;    // evicted rows of all heads
 constexpr size_t ENTRY_BYTES = 16;       // of an evicted row on the device: its place, and what is found
 
 size_t stepped(size_t n) { return (n + Numbers::STEP - 1) / Numbers::STEP * Numbers::STEP; }
@@ -54,6 +55,8 @@ struct GraphRows::Merging::Hunt {
     size_t kept_at = 0, evicted_at = 0, less_at = 0;  // in Numbers
     size_t entry   = 0;                              // of its first evicted row among the results
 
+    // evicted rows of each head, in whole chunks, that are made ready at a time: for a few rows an operation takes as long
+    size_t block() const { return std::max<size_t>(1, READY / (chunk * heads)) * chunk; }
     size_t entries() const { return stepped(heads * n_evicted); }
     size_t place(size_t head, size_t i) const {
         const size_t first = i / chunk * chunk, n = std::min(chunk, n_evicted - first);
@@ -124,17 +127,23 @@ void GraphRows::Merging::compare(const Hunt & x, const Numbers & lists, const Fo
     const int64_t  d    = all->ne[0];
     const T        keys = ggml_reshape_3d(c, all, d, n, heads);
     const T length = far ? nullptr : ggml_reshape_3d(c, ggml_sqrt(c, ggml_scale_bias(c, own, 1.0f, LITTLE)), n, 1, heads);
+    T      by    = nullptr;  // evicted rows of some chunks
+    size_t begin = 0;        // the first of them
     for (size_t first = 0; first < x.n_evicted; first += x.chunk) {
-        const auto   m      = (int64_t) std::min(x.chunk, x.n_evicted - first);
-        const size_t at     = (x.entry + x.heads * first) * sizeof(float), values = at + x.entry * sizeof(float);
-        const T      list   = lists.tensor(c, GGML_TYPE_I32, x.evicted_at + x.heads * first * sizeof(int32_t), m * heads);
-        const T      e      = ggml_get_rows(c, rows, list);
-        const T      square = squares(c, e);
-        write_to(square, found.values, values + x.entries() * sizeof(float));
-        sketch.add(square);  // before the numbers are clamped
-        const T behind = lists.tensor(c, GGML_TYPE_F32, x.less_at, (int64_t) BEHIND, m * heads);
-        const T by     = ggml_concat(c, ggml_clamp(c, e, -MOST, MOST), behind, 0);
-        T       s      = ggml_mul_mat(c, keys, ggml_reshape_3d(c, by, d, m, heads));
+        const auto   m  = (int64_t) std::min(x.chunk, x.n_evicted - first);
+        const size_t at = (x.entry + x.heads * first) * sizeof(float), values = at + x.entry * sizeof(float);
+        if (first % x.block() == 0) {
+            const auto n_rows = (int64_t) (x.heads * std::min(x.block(), x.n_evicted - first));
+            const T    list   = lists.tensor(c, GGML_TYPE_I32, x.evicted_at + x.heads * first * sizeof(int32_t), n_rows);
+            const T    e      = ggml_get_rows(c, rows, list);
+            const T    square = squares(c, e);
+            write_to(square, found.values, values + x.entries() * sizeof(float));
+            sketch.add(square);  // before the numbers are clamped
+            by    = ggml_concat(c, ggml_clamp(c, e, -MOST, MOST), lists.tensor(c, GGML_TYPE_F32, x.less_at, (int64_t) BEHIND, n_rows), 0);
+            begin = first;
+        }
+        const T some = ggml_view_2d(c, by, d, m * heads, by->nb[1], x.heads * (first - begin) * by->nb[1]);
+        T       s    = ggml_mul_mat(c, keys, ggml_reshape_3d(c, some, d, m, heads));
         ggml_prec_set_acc(s, GGML_PREC_F32);
         s               = ggml_reshape_2d(c, far ? s : ggml_div(c, s, length), n, m * heads);
         const T largest = ggml_argmax(c, s);
@@ -153,7 +162,7 @@ Outcome GraphRows::Merging::search_some(std::vector<Hunt> & hunts) {
     Found        found;
     size_t       nodes = 0, widest = 0;
     for (const Hunt & x : hunts) {
-        widest = std::max(widest, BEHIND * x.chunk * x.heads);
+        widest = std::max(widest, BEHIND * std::min(x.block(), x.n_evicted) * x.heads);
     }
     const size_t less_at = lists.room(widest, sizeof(float));
     for (Hunt & x : hunts) {
