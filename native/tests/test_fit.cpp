@@ -157,7 +157,7 @@ void check_values(const Head & head, const std::vector<float> & logs, const std:
 
 void test_case(const Case & c) {
     const Head         head(c);
-    std::vector<float> scratch(1 + Fit::floats({ c.rows, c.kept, c.d_k, c.d_v, c.queries }));
+    std::vector<float> scratch(1 + Fit::floats({ c.rows, c.kept, c.d_k, c.d_v, c.queries, 1 }));
     for (int32_t way = 0; way < 4; way++) {
         std::vector<float> values((size_t) (c.kept * c.d_v)), logs((size_t) c.kept, 0.0f);
         Fit                fit(head.problem, scratch.data() + way % 2);  // where floats may lie, but not always doubles

@@ -189,7 +189,7 @@ void check_looks(const Case & c, Sequence & seq, const MeasureJob & job, ggml_ba
     uint64_t                         stamps = 0;
     std::vector<ggml_backend_dev_t>  devices((size_t) LAYERS, device);
     GraphRows                        rows(seq.rows.shapes(), devices, { seq.rows.storage(), c.uneven }, stamps);
-    CHECK(rows.load(seq.rows, 2) && rows.even() != c.uneven && rows.reserve({ 1, 1, 0, {} }, 2));
+    CHECK(rows.load(seq.rows, 2) && rows.even() != c.uneven && rows.reserve({ 1, 1, 0, {}, 0, 1 }, 2));
     std::vector<Measures> found;
     const auto            outcome = rows.measure(job, found);
     CHECK(outcome == AwayRows::Outcome::done);

@@ -119,7 +119,7 @@ struct Pair {
 
     // The attention of a token whose rows are k and v, which are written.
     std::vector<float> attend(GraphRows & rows, const std::vector<float> & query) {
-        CHECK(rows.reserve({ 1, 1, 0, {} }, 2));
+        CHECK(rows.reserve({ 1, 1, 0, {}, 0, 1 }, 2));
         rows.enter(1, true);
         std::vector<float> out;
         for (size_t l = 0; l < LAYERS; l++) {
