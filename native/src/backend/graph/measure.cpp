@@ -229,7 +229,6 @@ T GraphRows::Measuring::wide(const Part & part, bool keys, int32_t n_rows) {
     return from->type == GGML_TYPE_F32 ? ggml_cont(c, x) : ggml_cast(c, x, GGML_TYPE_F32);
 }
 
-// Query r of W sees the rows up to its own; where heads are uneven, none of those that stand for missing ones.
 // Queries of the part's heads where the prompt's graphs left them, or a half of them: [d, G * W, heads].
 T GraphRows::Measuring::ring_of(const Part & part, T x) {
     const LayerShape & s    = shape(part);
@@ -249,6 +248,7 @@ T GraphRows::Measuring::ring_of(const Part & part, T x) {
     return out;
 }
 
+// Query r of W sees the rows up to its own; where heads are uneven, none of those that stand for missing ones.
 T GraphRows::Measuring::mask_of(const Part & part) {
     const int32_t N = part.rows, W = job.n_window;
     if (even() && mask) {
