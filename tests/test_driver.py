@@ -51,7 +51,7 @@ def test_eval_and_bench_keep_what_a_session_keeps(tiny, picture_file, native, mo
             detach(cache)
 
         monkeypatch.setattr(Cache, "detach", looked_at)
-        prompt = Prompt(Shape(n), pieces, [], 0.0)
+        prompt = Prompt(Shape(n), pieces, [])
         repetition(session.model, session._vision, prompt, Variant(method, plan), THREADS, Energy(), threading.Event())
         session.release(pieces)
     assert seen["session"] == seen["eval"] == seen["bench"]
