@@ -19,11 +19,6 @@ namespace {
 
 constexpr size_t NODES = 128;  // of a part, views and inputs included
 
-bool runs(const ggml_tensor * node) {
-    return node->op != GGML_OP_NONE && node->op != GGML_OP_VIEW && node->op != GGML_OP_RESHAPE && node->op != GGML_OP_PERMUTE &&
-           node->op != GGML_OP_TRANSPOSE;
-}
-
 std::vector<int32_t> tokens_of_kind(const MeasureJob & job) {
     std::vector<int32_t> out;
     for (int32_t t = 0; t < job.n_tokens; t++) {
@@ -454,9 +449,7 @@ AwayRows::Outcome GraphRows::measure_on(
         return end(Outcome::failed, "failed to measure rows");
     }
     graph.parcel.download();
-    for (int i = 0; i < ggml_graph_n_nodes(graph.graph); i++) {
-        work.operations += runs(ggml_graph_node(graph.graph, i)) ? 1 : 0;
-    }
+    work.operations += operations_of(graph.graph);
     work.to_device += graph.parcel.sent_bytes();
     work.to_host += graph.parcel.fetched_bytes();
     parallel_for(n_threads_, (int32_t) layers.size(), [&](int32_t i, int32_t) {

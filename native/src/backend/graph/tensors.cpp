@@ -71,17 +71,13 @@ int64_t operations_of(ggml_cgraph * graph) {
 }
 
 void copy_slots(ggml_tensor * from, ggml_tensor * to, int64_t n) {
-    const int64_t heads = from->ne[2];
-    const GgmlContext context = make_context(2 * (size_t) heads * ggml_tensor_overhead());
-    for (int64_t h = 0; h < heads && n > 0; h++) {
-        ggml_tensor * parts[2];
-        for (int i = 0; i < 2; i++) {
-            ggml_tensor * of = i == 0 ? from : to;
-            parts[i]         = ggml_view_2d(context.get(), of, of->ne[0], n, of->nb[1], (size_t) h * of->nb[2]);
-            ggml_backend_view_init(parts[i]);
-        }
-        ggml_backend_tensor_copy(parts[0], parts[1]);
+    std::vector<int32_t> first, end, starts;
+    for (int64_t h = 0; h < from->ne[2]; h++) {
+        first.push_back((int32_t) (h * from->ne[1]));
+        end.push_back((int32_t) (first.back() + n));
+        starts.push_back((int32_t) (h * to->ne[1]));
     }
+    copy_regions(from, to, first, end, starts);
 }
 
 ggml_tensor * after(ggml_tensor * view, ggml_tensor * node) {
