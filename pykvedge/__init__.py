@@ -55,6 +55,7 @@ if TYPE_CHECKING:
         UnsupportedError,
         UsageError,
     )
+    from pykvedge.library.arrays import Result, compress
     from pykvedge.models import hub
     from pykvedge.models.images import Picture, load_picture
     from pykvedge.models.prompt import Message
@@ -65,10 +66,9 @@ if TYPE_CHECKING:
     from pykvedge.plans.plugins.decorators import allocator, preset, pruner, reducer, scorer
     from pykvedge.plans.presets import methods
     from pykvedge.plans.profile import Profile
-    from pykvedge.plans.stages.base import Param
-    from pykvedge.plans.stages.replay import Replay, ReplayChunk
-    from pykvedge.plans.stages.rotation import Rotation
-    from pykvedge.runtime.arrays import Result, compress
+    from pykvedge.reference.stages.base import Param
+    from pykvedge.reference.stages.replay import Replay, ReplayChunk
+    from pykvedge.reference.stages.rotation import Rotation
     from pykvedge.runtime.loaded import LoadedModel, load
     from pykvedge.runtime.logprobs import Alternative, Token
     from pykvedge.runtime.report import Report
@@ -154,10 +154,10 @@ _MODULES = {
     "plans.plugins.decorators": ("allocator", "preset", "pruner", "reducer", "scorer"),
     "plans.presets": ("methods",),
     "plans.profile": ("Profile",),
-    "plans.stages.base": ("Param",),
-    "plans.stages.replay": ("Replay", "ReplayChunk"),
-    "plans.stages.rotation": ("Rotation",),
-    "runtime.arrays": ("Result", "compress"),
+    "reference.stages.base": ("Param",),
+    "reference.stages.replay": ("Replay", "ReplayChunk"),
+    "reference.stages.rotation": ("Rotation",),
+    "library.arrays": ("Result", "compress"),
     "runtime.loaded": ("LoadedModel", "load"),
     "runtime.logprobs": ("Alternative", "Token"),
     "runtime.report": ("Report",),
@@ -178,7 +178,7 @@ if not TYPE_CHECKING:  # a type checker would take every name for one of these
         if name in _LATER:
             return getattr(importlib.import_module(f"pykvedge.{_LATER[name]}"), name)
         if name == "__version__":
-            return importlib.import_module("pykvedge.native.version").package_version()
+            return importlib.import_module("pykvedge.system.version").package_version()
         raise AttributeError(f"module 'pykvedge' has no attribute '{name}'")
 
 

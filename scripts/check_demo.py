@@ -16,13 +16,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from pykvedge.lab.demo_tasks import evalset
-from pykvedge.lab.demo_tasks.prompts import MEDIA
-from pykvedge.lab.demo_tasks.tasks import TASKS
-from pykvedge.lab.eval.measure import Wants
-from pykvedge.lab.eval.records import Records
-from pykvedge.lab.eval.runner import Job, evaluate
-from pykvedge.lab.eval.tasks import Line, Sample
+from kvedge_lab.demo_tasks import evalset
+from kvedge_lab.demo_tasks.prompts import MEDIA
+from kvedge_lab.demo_tasks.tasks import TASKS
+from kvedge_lab.eval.measure import Wants
+from kvedge_lab.eval.records import Records
+from kvedge_lab.eval.runner import Job, evaluate
+from kvedge_lab.eval.tasks import Line, Sample
 from pykvedge.models.prompt import IMAGE
 
 

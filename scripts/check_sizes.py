@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("pykvedge", "native", "scripts", "tests", "examples")
+FOLDERS = ("pykvedge", "kvedge_lab", "native", "scripts", "tests", "examples")
 SUFFIXES = (".py", ".c", ".cpp", ".h")
 FOREIGN = ("pykvedge/bindings",)  # other people's, where it is installed
 

@@ -20,7 +20,7 @@ import numpy as np
 from llama_source import log
 from measuring import Worker, options, require, show
 
-from pykvedge.lab.eval.metrics import divergence, log_softmax
+from kvedge_lab.eval.metrics import divergence, log_softmax
 
 
 def measure_speed(args: argparse.Namespace, sides: dict[bool, Worker]) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from measuring import chunks
 
-from pykvedge.plans.kvtypes import KvType, ggml_types
+from pykvedge.reference.kvtypes import KvType, ggml_types
 
 ASKED = 24  # tokens of a request to repeat the prompt, about
 
@@ -79,7 +79,7 @@ class Side:
         context = self.llama.llama_init_from_model(self.model, params)
         self.contexts[name], self.ends[name] = context, 0
         if method is not None:
-            from pykvedge.runtime.libkvedge import Cache
+            from pykvedge.library.libkvedge import Cache
 
             plan = composed(method, budget)
             self.caches[name] = Cache(context, plan, kv_type, auto_compress=False, profiles=self._profiles(plan))
@@ -88,7 +88,7 @@ class Side:
     def _profiles(self, plan: Any) -> dict[str, Any]:
         """Makes profiles up where a plan needs some: what they say changes what is kept, hardly what that costs."""
         from pykvedge.plans.profile import COLUMNS
-        from pykvedge.plans.stages.base import ProfileTable
+        from pykvedge.reference.stages.base import ProfileTable
 
         of, out = self.llama, {}
         counts = {"query heads": of.llama_model_n_head, "KV heads": of.llama_model_n_head_kv}
@@ -168,7 +168,7 @@ class Side:
         self, name: str, parts: list[tuple[int, bool]], settings: dict[str, Any]
     ) -> tuple[float, float]:
         """Reads the prompt's copy a second time, as pykvedge.runtime.replay does; the time and the processor's."""
-        from pykvedge.plans.stages.replay import ReplayChunk
+        from pykvedge.reference.stages.replay import ReplayChunk
 
         repeats, end = settings["source"] == "repeat", self.ends[name]
         first, seconds, cpu_seconds = 0, 0.0, 0.0

@@ -142,7 +142,11 @@ def _key() -> str:
                 digest.update(hashlib.sha256(path.read_bytes()).digest())
     digest.update(json.dumps([os.environ.get(name) for name in VARIABLES]).encode())
     # an editable install knows modules by their files: one that became a folder would not be found
-    packages = sorted(str(p.relative_to(ROOT).parent) for p in ROOT.glob("pykvedge/**/__init__.py"))
+    packages = sorted(
+        str(p.relative_to(ROOT).parent)
+        for name in ("pykvedge", "kvedge_lab")
+        for p in ROOT.glob(f"{name}/**/__init__.py")
+    )
     digest.update(json.dumps(packages).encode())
     return digest.hexdigest()
 

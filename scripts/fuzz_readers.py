@@ -16,13 +16,14 @@ from fuzz_headers import of_header
 from fuzz_mutants import of_json
 from PIL import BmpImagePlugin, GifImagePlugin, ImageOps, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
 
-from pykvedge.chat.serve import anthropic, asking, reading, responses, tools, wire
-from pykvedge.chat.serve.pictures import Sources
+from kvedge_lab.eval import datasets
 from pykvedge.errors import KvedgeError
-from pykvedge.lab.eval import datasets
+from pykvedge.library import native_plan
 from pykvedge.models import gguf, images, imagetokens, modelfile, shape
 from pykvedge.plans import making, plan, profile
-from pykvedge.runtime import native_plan, sampling, sessionfile
+from pykvedge.runtime import sampling, sessionfile
+from pykvedge.serve import anthropic, asking, reading, responses, tools, wire
+from pykvedge.serve.pictures import Sources
 
 PLUGINS = (BmpImagePlugin, GifImagePlugin, ImageOps, JpegImagePlugin, PngImagePlugin, WebPImagePlugin)
 SEEDS = Path(__file__).parents[1] / "tests" / "fuzz"

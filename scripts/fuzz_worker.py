@@ -17,9 +17,9 @@ import numpy as np
 import pykvedge
 from pykvedge.cli.options import read_plan
 from pykvedge.errors import KvedgeError, one_line
+from pykvedge.library import arrays
 from pykvedge.models.images import load_picture
 from pykvedge.plans import profile
-from pykvedge.runtime import arrays
 from pykvedge.runtime.sampling import Sampling
 
 MOST_DATA = 4 << 30  # bytes: what asks for more is refused by the system, lest this machine runs out

@@ -25,7 +25,7 @@ import numpy as np
 from llama_source import log
 from measuring import libraries, options, pieces, require, show
 
-from pykvedge.native.memory import PeakMeter, own_bytes
+from pykvedge.system.memory import PeakMeter, own_bytes
 
 SIDES = ("stock", "ordinary", "one pass", "bounded")
 
@@ -99,11 +99,11 @@ def stock_side(args: argparse.Namespace) -> dict[str, Any]:
 
 def our_side(args: argparse.Namespace) -> dict[str, Any]:
     import pykvedge
+    from pykvedge.library.libkvedge import Cache
     from pykvedge.models.model import Model
     from pykvedge.models.offload import Offload
     from pykvedge.models.token_table import TokenTable
     from pykvedge.plans.amounts import Budget
-    from pykvedge.runtime.libkvedge import Cache
     from pykvedge.runtime.llama_context import Context, ContextSize
 
     def of_prompt(tokens: list[int]) -> list[int]:

@@ -31,6 +31,7 @@ WORK = ROOT / "build" / "coverage"
 RULES = """[run]
 branch = true
 source_pkgs = pykvedge
+    kvedge_lab
 parallel = true
 sigterm = true
 patch = subprocess

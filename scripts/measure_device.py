@@ -87,8 +87,8 @@ def bench(args: argparse.Namespace, model: Path, run: tuple[int, int, str], left
 
 def draw(path: Path, rows: list[dict[str, Any]]) -> None:
     """Draws what `kvedge bench --plot` draws, of all runs."""
-    from pykvedge.lab.bench import plot
-    from pykvedge.lab.bench.table import Row
+    from kvedge_lab.bench import plot
+    from kvedge_lab.bench.table import Row
 
     names = [field.name for field in fields(Row)]
     plot.write(path, [Row(**{name: row[name] for name in names}) for row in rows], [])

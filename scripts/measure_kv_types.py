@@ -31,10 +31,10 @@ from measuring import STOCK_LIB, Worker
 from modelgen.tiny import default_spec, write_tiny
 
 import pykvedge
-from pykvedge.lab.demo_tasks.evalset import Sample, samples
-from pykvedge.lab.eval.metrics import log_softmax
-from pykvedge.lab.tables import markdown
-from pykvedge.plans.kvtypes import QUANTISED, KvType
+from kvedge_lab.demo_tasks.evalset import Sample, samples
+from kvedge_lab.eval.metrics import log_softmax
+from pykvedge.cli.tables import markdown
+from pykvedge.reference.kvtypes import QUANTISED, KvType
 
 DATA = Path(pykvedge.__file__).resolve().parent / "data"
 TASKS = ("code", "describe", "where", "which-image", "code-in-image-k", "difference")

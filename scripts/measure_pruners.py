@@ -20,10 +20,10 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from kvedge_lab.demo_tasks.evalset import Sample, samples
+from kvedge_lab.demo_tasks.scenes import CELL, GRID, IMAGE_SIZE
 from pykvedge import plan
-from pykvedge.lab.demo_tasks.evalset import Sample, samples
-from pykvedge.lab.demo_tasks.scenes import CELL, GRID, IMAGE_SIZE
-from pykvedge.lab.tables import markdown
+from pykvedge.cli.tables import markdown
 from pykvedge.plans.registry import members
 
 TASKS = "colour,shape,count,where,code,which-image,code-in-image-k,difference"

@@ -23,14 +23,14 @@ from llama_source import ROOT, log
 from measure_pruners import textured
 from PIL import Image
 
+from kvedge_lab.demo_tasks.scenes import Scene, render
+from kvedge_lab.eval.measure import CONTEXT, CONVERSATION, Cell, Wants
+from kvedge_lab.eval.records import Records
+from kvedge_lab.eval.runner import FULL, Job, evaluate, full_cell
+from kvedge_lab.eval.table import ALL, Line, lines
+from kvedge_lab.eval.tasks import Sample, demo_samples
+from pykvedge.cli.tables import markdown
 from pykvedge.errors import KvedgeError
-from pykvedge.lab.demo_tasks.scenes import Scene, render
-from pykvedge.lab.eval.measure import CONTEXT, CONVERSATION, Cell, Wants
-from pykvedge.lab.eval.records import Records
-from pykvedge.lab.eval.runner import FULL, Job, evaluate, full_cell
-from pykvedge.lab.eval.table import ALL, Line, lines
-from pykvedge.lab.eval.tasks import Sample, demo_samples
-from pykvedge.lab.tables import markdown
 from pykvedge.plans.making import plan
 from pykvedge.plans.plan import Plan
 from pykvedge.plans.presets import methods

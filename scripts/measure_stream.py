@@ -23,8 +23,8 @@ import pykvedge
 from pykvedge.chat.session import Session
 from pykvedge.errors import KvedgeError
 from pykvedge.models.images import Picture
-from pykvedge.native import memory
 from pykvedge.runtime.sampling import Sampling
+from pykvedge.system import memory
 
 MIB = 2**20
 SETTLED = 4  # images after which memory is to be flat

@@ -27,7 +27,8 @@ class LikelyTests:
 
     def __init__(self, root: Path) -> None:
         self._tests = root / "tests"
-        self._sources = {module_of(path, root): path for path in sorted((root / "pykvedge").rglob("*.py"))}
+        paths = [path for name in ("pykvedge", "kvedge_lab") for path in sorted((root / name).rglob("*.py"))]
+        self._sources = {module_of(path, root): path for path in paths}
         self._trees = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in self._sources.items()}
         self._texts = {path.stem: path.read_text(encoding="utf-8") for path in sorted(self._tests.glob("*.py"))}
         self.files = [name for name in self._texts if name.startswith("test_")]
@@ -81,7 +82,8 @@ class LikelyTests:
             used |= self._definers.get(name, set())
         if "kvedge(" in text or "CliRunner" in text:
             words = set(re.findall(r"[\"']([a-z][a-z-]+)[\"']", text))
-            commands = {f"pykvedge.cli.{word.replace('-', '_')}" for word in words}
+            names = [word.replace("-", "_") for word in words]
+            commands = {f"{package}.{name}" for package in ("pykvedge.cli", "kvedge_lab.commands") for name in names}
             used |= {"pykvedge.cli.program", *commands} & self._sources.keys()
         return used
 

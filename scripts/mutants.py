@@ -42,7 +42,7 @@ class Changed(importlib.machinery.SourceFileLoader):
 class Finder:
     @staticmethod
     def find_spec(fullname, path=None, target=None):
-        if fullname.partition(".")[0] != "pykvedge":
+        if fullname.partition(".")[0] not in ("pykvedge", "kvedge_lab"):
             return None
         for finder in sys.meta_path:
             spec = finder.find_spec(fullname, path, target) if finder is not Finder else None
@@ -173,7 +173,8 @@ def parser() -> argparse.ArgumentParser:
     add = made.add_argument
     add("--seed", type=int, default=1, help="another seed, other changes (default %(default)s)")
     add("--count", type=int, default=20, help="of changes (default %(default)s)")
-    add("--paths", nargs="+", type=Path, default=[Path("pykvedge")], help="files and folders to change")
+    add("--paths", nargs="+", type=Path, default=[Path("pykvedge"), Path("kvedge_lab")],
+        help="files and folders to change")  # fmt: skip
     add("--leave-out", nargs="+", type=Path, default=[], help="files and folders to leave as they are")
     add("--files", type=int, default=8, help="test files for each change; 0: all that reach it (default %(default)s)")
     add("--limit", type=float, default=300.0, help="seconds for each test file (default %(default)s)")

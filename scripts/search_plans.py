@@ -3,7 +3,7 @@
     python3 scripts/dev.py python scripts/search_plans.py --budget 0.2,0.1 --save search.jsonl
 
 Every composition is measured on few samples of each task, the better quarter on four times as many, and so on
-(successive halving, pykvedge/lab/eval/search.py); what comes out best in the last round is then measured on validation
+(successive halving, kvedge_lab/eval/search.py); what comes out best in the last round is then measured on validation
 scenes beside every method that has a name. No scene is in two of the parts. A question is asked twice, compressed with
 what comes before it ("conversation") and after that alone was compressed ("context"): what is good at one of them can
 lose the other. Prints JSON: the best of every budget. With --save the same command goes on from where it stopped.
@@ -23,12 +23,12 @@ from typing import Any
 from llama_source import ROOT, log
 from measure_questions import with_texture
 
+from kvedge_lab.eval.measure import CONTEXT, CONVERSATION, Cell, Wants
+from kvedge_lab.eval.records import Records
+from kvedge_lab.eval.runner import FULL, Job, evaluate, full_cell
+from kvedge_lab.eval.search import Space, Standing, halving, standings
+from kvedge_lab.eval.tasks import Sample, demo_samples
 from pykvedge.errors import KvedgeError
-from pykvedge.lab.eval.measure import CONTEXT, CONVERSATION, Cell, Wants
-from pykvedge.lab.eval.records import Records
-from pykvedge.lab.eval.runner import FULL, Job, evaluate, full_cell
-from pykvedge.lab.eval.search import Space, Standing, halving, standings
-from pykvedge.lab.eval.tasks import Sample, demo_samples
 from pykvedge.plans.making import plan
 from pykvedge.plans.presets import methods
 from pykvedge.runtime.settings import Settings

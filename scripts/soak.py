@@ -27,8 +27,8 @@ from llama_source import ROOT, ended
 
 import pykvedge
 from pykvedge.models.images import Picture
-from pykvedge.native import memory
 from pykvedge.runtime.sampling import Sampling
+from pykvedge.system import memory
 
 DATA = ROOT / "pykvedge" / "data"
 METHODS = ("lookm", "mixkv", "h2o", "snapkv", "flashcache", "elastic", "prefixkv", "full")

@@ -41,17 +41,17 @@ from measure_pruners import textured
 from PIL import Image
 
 import pykvedge
+from kvedge_lab.demo_tasks.scenes import render
+from kvedge_lab.eval.measure import Cell, Wants
+from kvedge_lab.eval.metrics import paired_interval
+from kvedge_lab.eval.records import Records
+from kvedge_lab.eval.runner import Job, evaluate
+from kvedge_lab.eval.tasks import Line, Sample, demo_samples
+from pykvedge.cli.progress import Display
+from pykvedge.cli.tables import markdown
 from pykvedge.errors import KvedgeError
-from pykvedge.lab.demo_tasks.scenes import render
-from pykvedge.lab.eval.measure import Cell, Wants
-from pykvedge.lab.eval.metrics import paired_interval
-from pykvedge.lab.eval.records import Records
-from pykvedge.lab.eval.runner import Job, evaluate
-from pykvedge.lab.eval.tasks import Line, Sample, demo_samples
-from pykvedge.lab.progress import Display
-from pykvedge.lab.tables import markdown
-from pykvedge.plans.kvtypes import GROUP, definition
-from pykvedge.plans.rotation import rotated
+from pykvedge.reference.hadamard import rotated
+from pykvedge.reference.kvtypes import GROUP, definition
 from pykvedge.runtime.settings import Settings
 
 DATA = ROOT / "pykvedge" / "data"

@@ -24,8 +24,8 @@ SIDE, MODEL, OUT, STEPS, SEED = *sys.argv[1:4], int(sys.argv[4]), int(sys.argv[5
 SERVER = sys.argv[6] if len(sys.argv) > 6 else ""
 if SIDE == "ours":
     import pykvedge
+    from pykvedge.library import libkvedge
     from pykvedge.native import abi, ggml
-    from pykvedge.runtime import libkvedge
 
 import llama_cpp.llama_cpp as llama  # noqa: E402
 

@@ -11,9 +11,9 @@ from PIL import Image
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from pykvedge.lab.demo_tasks.evalset import fixed_set, write_set  # noqa: E402
-from pykvedge.lab.demo_tasks.scenes import draw_scene, render  # noqa: E402
-from pykvedge.lab.demo_tasks.tasks import ask_difference, describe, recolour  # noqa: E402
+from kvedge_lab.demo_tasks.evalset import fixed_set, write_set  # noqa: E402
+from kvedge_lab.demo_tasks.scenes import draw_scene, render  # noqa: E402
+from kvedge_lab.demo_tasks.tasks import ask_difference, describe, recolour  # noqa: E402
 
 SEED, SCENES = 11, 4
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 import pykvedge
-from pykvedge.lab.checks.prompts import LAYOUTS, Prompt, image_mask, profiles_of, projection_of, prompt
+from pykvedge.reference.checks.prompts import LAYOUTS, Prompt, image_mask, profiles_of, projection_of, prompt
 
 __all__ = ["LAYOUTS", "Prompt", "image_mask", "kept_alike", "outputs", "profiles_of", "projection_of", "prompt"]
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 
 import pykvedge
+from pykvedge.library.native_plan import replays
 from pykvedge.models.vision import TextPiece, Vision
 from pykvedge.runtime.driver import Driver
-from pykvedge.runtime.native_plan import replays
 from pykvedge.runtime.sampling import Sampling
 
 METHODS = pykvedge.methods()

@@ -11,10 +11,10 @@ import pytest
 from arrays import profiles_of, prompt
 
 import pykvedge
-from pykvedge.lab.checks.prompts import projection_of
-from pykvedge.plans.held import round_to
+from pykvedge.library.native_plan import replays, score_bytes, why_not_bounded
 from pykvedge.plans.presets import DEFAULT_METHOD
-from pykvedge.runtime.native_plan import replays, score_bytes, why_not_bounded
+from pykvedge.reference.checks.prompts import projection_of
+from pykvedge.reference.held import round_to
 
 SHAPES = ((1, 1, 8), (4, 1, 8), (4, 4, 8), (4, 4, 16))  # (H, Hkv, d_k) of a layer
 

@@ -54,7 +54,7 @@ THREADS = 1  # more would only wait for each other: the models are tiny
 @pytest.fixture(scope="session")
 def native():
     """libkvedge. An installation without it fails the tests that need it: they are not skipped."""
-    from pykvedge.runtime import libkvedge
+    from pykvedge.library import libkvedge
 
     libkvedge.lib()
     return libkvedge

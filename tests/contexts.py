@@ -7,9 +7,9 @@ import functools
 
 import numpy as np
 
+from pykvedge.library import libkvedge
 from pykvedge.native import libraries
 from pykvedge.plans.plan import Plan
-from pykvedge.runtime import libkvedge
 
 
 @functools.cache

@@ -14,9 +14,9 @@ from contexts import TinyContext, random_tokens
 from threads import in_threads
 
 import pykvedge
+from pykvedge.library import libkvedge
 from pykvedge.native import ggml
 from pykvedge.native.abi import DEVICES_ALL
-from pykvedge.runtime import libkvedge
 from pykvedge.runtime.sampling import Sampling
 
 WORDS = "The quick brown fox jumps over the lazy dog. "

@@ -46,7 +46,7 @@ class Reader:
         self.cache = None
         if provider:
             from pykvedge import plan
-            from pykvedge.runtime import libkvedge
+            from pykvedge.library import libkvedge
 
             self.cache = libkvedge.Cache(self.context, plan("full"), auto_compress=False)
 

@@ -21,11 +21,11 @@ import backends
 import numpy as np
 from contexts import TinyContext
 
-from pykvedge.lab.eval.metrics import divergence, log_softmax
+from kvedge_lab.eval.metrics import divergence, log_softmax
+from pykvedge.library import libkvedge
 from pykvedge.native.abi import DEVICES_ALL, DEVICES_NONE
-from pykvedge.plans.kvtypes import KvType
 from pykvedge.plans.plan import Plan
-from pykvedge.runtime import libkvedge
+from pykvedge.reference.kvtypes import KvType
 
 ANSWER = 20
 MARK = "## SPLIT #"

@@ -14,9 +14,9 @@ import sys
 import backends
 from contexts import TinyContext, random_tokens
 
+from pykvedge.library import libkvedge
 from pykvedge.native.abi import DEVICES_ALL, DEVICES_NONE
 from pykvedge.plans.plan import Plan
-from pykvedge.runtime import libkvedge
 
 SEQUENCES = 4
 

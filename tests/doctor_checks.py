@@ -6,8 +6,8 @@ import os
 import signal
 import time
 
+from pykvedge.doctor.steps import Step
 from pykvedge.errors import UnsoundError
-from pykvedge.lab.doctor.steps import Step
 
 
 def _end(name):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from conftest import THREADS
 
+from kvedge_lab.eval.measure import Wants
+from kvedge_lab.eval.records import Records
+from kvedge_lab.eval.runner import Job, evaluate, full_cell
 from pykvedge.cli.options import DATA
-from pykvedge.lab.eval.measure import Wants
-from pykvedge.lab.eval.records import Records
-from pykvedge.lab.eval.runner import Job, evaluate, full_cell
 from pykvedge.runtime.settings import Settings
 
 MODEL, MMPROJ = DATA / "demo-model.gguf", DATA / "demo-mmproj.gguf"

@@ -80,9 +80,8 @@ def main() -> None:
     sys.path.remove(str(Path(__file__).parent))
     import pykvedge.chat.session
     import pykvedge.cli.program
-    import pykvedge.lab.eval.runner
+    from pykvedge.library import libkvedge
     from pykvedge.native import libraries
-    from pykvedge.runtime import libkvedge
 
     libkvedge.lib(), libraries.llama()
     serve(socket.socket(fileno=int(sys.argv[1])))

@@ -81,7 +81,7 @@ def main():
     if METHOD == "stock":
         np.save(OUT, np.array(walk(memory)))
         return
-    from pykvedge.runtime import libkvedge
+    from pykvedge.library import libkvedge
 
     plan = pykvedge.plan(METHOD)
     cache = libkvedge.Cache(CONTEXT, plan, "f16", auto_compress=True)

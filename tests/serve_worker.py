@@ -2,11 +2,11 @@
 
 import sys
 
-from pykvedge.chat.serve.limits import Limits
-from pykvedge.chat.serve.server import Options, serve
 from pykvedge.plans.making import plan
 from pykvedge.runtime.loaded import load
 from pykvedge.runtime.sampling import Sampling
+from pykvedge.serve.limits import Limits
+from pykvedge.serve.server import Options, serve
 
 options = Options(port=0, limits=Limits(slots=2, n_ctx=2048, memory=64 << 20))
 with load(sys.argv[1], threads=1) as model:

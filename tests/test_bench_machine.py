@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pykvedge.lab.bench import machine, timeline
+from kvedge_lab.bench import machine, timeline
 from pykvedge.models.gguf import read_header, tensor_bytes
 
 

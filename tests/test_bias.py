@@ -10,13 +10,13 @@ from contexts import TinyContext, random_tokens
 from eval_runs import run
 
 import pykvedge
+from kvedge_lab.eval.measure import Cell
+from kvedge_lab.eval.tasks import demo_samples
 from pykvedge.errors import UnknownNameError, UsageError
-from pykvedge.lab.checks import rules
-from pykvedge.lab.eval.measure import Cell
-from pykvedge.lab.eval.tasks import demo_samples
+from pykvedge.library import libkvedge
 from pykvedge.plans.registry import member, members
-from pykvedge.plans.stages.base import Head
-from pykvedge.runtime import libkvedge
+from pykvedge.reference.checks import rules
+from pykvedge.reference.stages.base import Head
 
 MERGING = [name for name in members("reducer") if any("mass" in p.choices for p in member("reducer", name).params)]
 BY_KEY = {"averaged": "averaged", "feature": "averaged", "pivotal": "pivotal", "weighted": "weighted"}

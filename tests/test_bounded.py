@@ -15,6 +15,7 @@ from contexts import TinyContext
 import pykvedge
 from pykvedge.chat.session import Session
 from pykvedge.errors import StateError, UnsupportedError, UsageError
+from pykvedge.library.native_plan import why_not_bounded
 from pykvedge.models.gguf import read_header
 from pykvedge.models.images import load_picture
 from pykvedge.models.token_table import TokenTable
@@ -22,7 +23,6 @@ from pykvedge.models.vision import ImagePiece, TextPiece
 from pykvedge.plans.amounts import Budget
 from pykvedge.runtime import bounded_batch
 from pykvedge.runtime.interrupt import CancelledError
-from pykvedge.runtime.native_plan import why_not_bounded
 
 QUESTION = "What is in the two images? " * 3
 METHODS = [name for name in pykvedge.methods() if name != "full" and not why_not_bounded(pykvedge.plan(name, 0.3))]

@@ -10,7 +10,7 @@ from conversations import PLANS, SHORT, WORDS, a_plan, say
 
 import pykvedge
 from pykvedge.errors import ContextError, StateError, UsageError
-from pykvedge.runtime import libkvedge
+from pykvedge.library import libkvedge
 from pykvedge.runtime.interrupt import CancelledError
 from pykvedge.runtime.sampling import Sampling
 

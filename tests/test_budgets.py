@@ -13,7 +13,7 @@ from test_parity import assert_same
 import pykvedge
 from pykvedge.errors import UnknownNameError, UsageError
 from pykvedge.plans.registry import STAGES, members
-from pykvedge.plans.stages.shares import round_shares
+from pykvedge.reference.stages.shares import round_shares
 
 ALLOCATORS, SCORERS = list(members("allocator")), list(members("scorer"))
 SETTINGS = {

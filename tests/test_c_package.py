@@ -308,7 +308,8 @@ def test_flags_of_a_folder_with_a_blank_stay_words(wheel, monkeypatch):
 def test_flags_that_cannot_be_told(kvedge, tmp_path):
     kvedge("--cflags", "methods").failed(2, "take no command such as methods")
     kvedge("--").failed(2, "Missing command")
-    bare = "import sys, pykvedge.native.cpackage as c; c.in_package = lambda name: []\nfrom pykvedge.cli import main"
+    bare = "import sys, pykvedge.native.cpackage as c; c.in_package = lambda name: []\n"
+    bare += "from pykvedge.__main__ import main"
     for flag in ("--cflags", "--libs", "--cmake-dir"):
         code = f"{bare}\nsys.argv = ['kvedge', '{flag}']\nmain()"
         kvedge(program=("-c", code)).failed(1, "kvedge.pc is missing", "reinstall kvedge")

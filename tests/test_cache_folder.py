@@ -16,8 +16,8 @@ import zlib
 
 import pytest
 
+from pykvedge.caches.folder import CacheFolder
 from pykvedge.errors import UsageError
-from pykvedge.runtime.cachefolder import CacheFolder
 
 KEY = hashlib.sha256(b"a").hexdigest()
 DATA = bytes(random.Random(1).randbytes(300))
@@ -226,7 +226,7 @@ def test_a_file_in_place_of_the_folder(tmp_path):
 def test_a_folder_that_must_not_be_written_is_read(environment, folder, entry, tmp_path):
     """It is not made smaller either. Root may write everywhere, so that the program becomes nobody."""
     code = (
-        "import os, sys\nfrom pykvedge.runtime.cachefolder import CacheFolder\n"
+        "import os, sys\nfrom pykvedge.caches.folder import CacheFolder\n"
         "if os.geteuid() == 0:\n    os.seteuid(65534)\n"
         "small, folder = CacheFolder('cache', 1), CacheFolder('cache', 1 << 20)\n"
         "small.put('images', 'a', [b''])\nfolder.put('images', 'a', [b'1'])\nfolder.put('images', 'b', [b'1'])\n"
@@ -267,7 +267,7 @@ def test_what_the_system_refuses_is_told_once(folder, entry, monkeypatch, call, 
 def test_a_disk_that_fills_up(environment, tmp_path):
     """The system itself says no in the middle of an entry: what was there stays, and nothing half-written does."""
     code = (
-        "import resource, sys\nfrom pykvedge.runtime.cachefolder import CacheFolder\n"
+        "import resource, sys\nfrom pykvedge.caches.folder import CacheFolder\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))\n"
         "folder = CacheFolder(sys.argv[1], 1 << 20)\n"
         "for i in range(4):\n    folder.put('images', f'{i:x}', [bytes(20_000)] * (1 + i))\n"
@@ -290,7 +290,7 @@ def test_a_folder_that_goes_away(folder, entry):
 
 WORKER = """
 import hashlib, random, sys
-from pykvedge.runtime.cachefolder import CacheFolder
+from pykvedge.caches.folder import CacheFolder
 folder, seed, rounds, limit = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
 folder, draw, wrong, found = CacheFolder(folder, limit), random.Random(seed), 0, 0
 print("ready", flush=True)
@@ -353,7 +353,7 @@ def test_threads_share_a_folder(tmp_path):
 def test_a_killed_writer_leaves_nothing_that_counts(environment, tmp_path):
     """Killed in the middle of an entry: it is no entry, the one before is, and the next to come clears up."""
     code = (
-        "import sys, time\nfrom pykvedge.runtime.cachefolder import CacheFolder\n"
+        "import sys, time\nfrom pykvedge.caches.folder import CacheFolder\n"
         "def parts():\n    yield bytes(1 << 20)\n    print('half', flush=True)\n    time.sleep(600)\n"
         "CacheFolder(sys.argv[1], 1 << 30).put('images', sys.argv[2], parts())"
     )

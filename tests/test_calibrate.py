@@ -11,13 +11,13 @@ import pytest
 from click.testing import CliRunner
 
 import pykvedge
-from pykvedge.cli.calibrate import calibrate
+from kvedge_lab.calibrate.heads import HeadScorer, retrieval_credit, score_heads, visual_credit
+from kvedge_lab.calibrate.places import boxes_of_tokens, tokens_in_grid, tokens_of_needle
+from kvedge_lab.calibrate.prefix import kept_shares
+from kvedge_lab.calibrate.samples import TASKS, Box, Labelled, read_jsonl, scenes
+from kvedge_lab.commands.calibrate import calibrate
+from kvedge_lab.demo_tasks.evalset import samples as held_out
 from pykvedge.errors import KvedgeError, UnsupportedError, UsageError
-from pykvedge.lab.calibrate.heads import HeadScorer, retrieval_credit, score_heads, visual_credit
-from pykvedge.lab.calibrate.places import boxes_of_tokens, tokens_in_grid, tokens_of_needle
-from pykvedge.lab.calibrate.prefix import kept_shares
-from pykvedge.lab.calibrate.samples import TASKS, Box, Labelled, read_jsonl, scenes
-from pykvedge.lab.demo_tasks.evalset import samples as held_out
 from pykvedge.models import profiles
 from pykvedge.models.images import Picture, load_picture
 from pykvedge.models.imagetokens import Places, places
@@ -89,7 +89,7 @@ def test_grids_that_are_not_known_are_not_guessed():
 def test_what_has_no_known_places_is_refused(demo):
     picture = Picture("a", 240, 240, bytes(3 * 240 * 240))
     sample = Labelled("What is the code?", (picture,), (Box(0, (0, 0, 20, 20), "a"),))
-    from pykvedge.lab.calibrate.places import tokens_of_boxes
+    from kvedge_lab.calibrate.places import tokens_of_boxes
 
     with pytest.raises(UnsupportedError, match="does not say which token"):
         tokens_of_boxes(sample, [ImagePiece(None, 144, "a/0", 144)])

@@ -11,18 +11,18 @@ import oracles_budgets as oracles
 import pytest
 
 import pykvedge
+from kvedge_lab.calibrate.budgets import Curver, Curves, measure_curves, setup_for
+from kvedge_lab.calibrate.curvefile import CurveFile
+from kvedge_lab.calibrate.exchange import FLOOR, STEPS, costs, exchange
+from kvedge_lab.calibrate.samples import SEED, Labelled, scenes
+from kvedge_lab.eval import metrics
+from kvedge_lab.eval.measure import CONTEXT, CONVERSATION
+from kvedge_lab.eval.reader import Reader
 from pykvedge.errors import KvedgeError, ProfileError, UsageError
-from pykvedge.lab.calibrate.budgets import Curver, Curves, measure_curves, setup_for
-from pykvedge.lab.calibrate.curvefile import CurveFile
-from pykvedge.lab.calibrate.exchange import FLOOR, STEPS, costs, exchange
-from pykvedge.lab.calibrate.samples import SEED, Labelled, scenes
-from pykvedge.lab.eval import metrics
-from pykvedge.lab.eval.measure import CONTEXT, CONVERSATION
-from pykvedge.lab.eval.reader import Reader
 from pykvedge.models import profiles
 from pykvedge.models.vision import Vision
-from pykvedge.plans.kvtypes import KvType
-from pykvedge.plans.stages.base import ProfileTable
+from pykvedge.reference.kvtypes import KvType
+from pykvedge.reference.stages.base import ProfileTable
 from pykvedge.runtime.interrupt import CancelledError
 from pykvedge.runtime.loaded import borrow
 from pykvedge.runtime.settings import Settings

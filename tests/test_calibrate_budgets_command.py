@@ -7,10 +7,10 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from pykvedge.cli.calibrate import calibrate
+from kvedge_lab.calibrate.exchange import FLOOR
+from kvedge_lab.calibrate.samples import SEED
+from kvedge_lab.commands.calibrate import calibrate
 from pykvedge.errors import NothingToCompressError, UsageError
-from pykvedge.lab.calibrate.exchange import FLOOR
-from pykvedge.lab.calibrate.samples import SEED
 from pykvedge.plans import profile
 
 

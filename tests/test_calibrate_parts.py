@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 import pykvedge
-from pykvedge.cli.calibrate import _table
-from pykvedge.lab.calibrate import heads
-from pykvedge.lab.calibrate.heads import HeadScorer
-from pykvedge.lab.calibrate.samples import Labelled
+from kvedge_lab.calibrate import heads
+from kvedge_lab.calibrate.heads import HeadScorer
+from kvedge_lab.calibrate.samples import Labelled
+from kvedge_lab.commands.calibrate import _table
 from pykvedge.models import profiles
 from pykvedge.plans import profile
 

@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from test_parity import assert_same
 
 import pykvedge
+from kvedge_lab.calibrate.samples import SEED, scenes
 from pykvedge.errors import ProfileError, UsageError
-from pykvedge.lab.calibrate.samples import SEED, scenes
+from pykvedge.library.native_plan import compress_arrays
 from pykvedge.models import profiles
 from pykvedge.plans import profile
-from pykvedge.plans.kvtypes import KvType
-from pykvedge.plans.numpy_engine import Arrays
 from pykvedge.plans.profile import Profile
 from pykvedge.plans.registry import member
-from pykvedge.plans.stages.base import ProfileTable, Prompt
-from pykvedge.runtime.native_plan import compress_arrays
+from pykvedge.reference.engine import Arrays
+from pykvedge.reference.kvtypes import KvType
+from pykvedge.reference.stages.base import ProfileTable, Prompt
 
 DATA = profiles.SHIPPED.parent
 DEMO, DEMO_MMPROJ = DATA / "demo-model.gguf", DATA / "demo-mmproj.gguf"

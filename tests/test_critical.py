@@ -15,13 +15,13 @@ from contexts import TinyContext, random_tokens
 import pykvedge
 from pykvedge.chat.session import Session
 from pykvedge.errors import ArrayError, UsageError
-from pykvedge.lab.checks import rules
-from pykvedge.plans.numpy_engine import select
+from pykvedge.library import libkvedge
+from pykvedge.library.native_plan import check_stream, why_not_bounded
 from pykvedge.plans.plan import CRITICAL_HALF, Plan
 from pykvedge.plans.registry import members, scorer
-from pykvedge.plans.stages.critical import value_weights
-from pykvedge.runtime import libkvedge
-from pykvedge.runtime.native_plan import check_stream, why_not_bounded
+from pykvedge.reference.checks import rules
+from pykvedge.reference.engine import select
+from pykvedge.reference.stages.critical import value_weights
 
 NORMS = ("l1", "l2")
 HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}

@@ -9,7 +9,7 @@ from contexts import TinyContext, random_tokens
 import pykvedge
 from pykvedge.plans.plan import Plan
 from pykvedge.plans.registry import member, members
-from pykvedge.plans.stages.base import DecodeState
+from pykvedge.reference.stages.base import DecodeState
 
 POLICIES = list(members("decode"))
 PROMPT = 200

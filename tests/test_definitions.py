@@ -8,9 +8,9 @@ import pytest
 from arrays import prompt
 
 import pykvedge
-from pykvedge.plans.numpy_engine import round_to, select
 from pykvedge.plans.registry import STAGES, member, members
-from pykvedge.plans.stages.base import DecodeState, Head, Layer
+from pykvedge.reference.engine import round_to, select
+from pykvedge.reference.stages.base import DecodeState, Head, Layer
 
 MERGES = ("averaged", "pivotal", "weighted")
 

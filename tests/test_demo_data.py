@@ -13,10 +13,10 @@ import pytest
 from eval_runs import prompt
 
 import pykvedge
-from pykvedge.lab.demo_tasks import evalset, tasks
-from pykvedge.lab.demo_tasks.font import CODE_CHARS
-from pykvedge.lab.demo_tasks.prompts import MEDIA, messages
-from pykvedge.lab.demo_tasks.scenes import CELL, COLOURS, GRID, IMAGE_SIZE, SHAPES, Item, Scene, draw_scene, render
+from kvedge_lab.demo_tasks import evalset, tasks
+from kvedge_lab.demo_tasks.font import CODE_CHARS
+from kvedge_lab.demo_tasks.prompts import MEDIA, messages
+from kvedge_lab.demo_tasks.scenes import CELL, COLOURS, GRID, IMAGE_SIZE, SHAPES, Item, Scene, draw_scene, render
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 from demo.tokenizer import CHAT_TEMPLATE, Tokenizer

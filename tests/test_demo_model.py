@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import pykvedge
-from pykvedge.lab.demo_tasks.evalset import samples
+from kvedge_lab.demo_tasks.evalset import samples
 from pykvedge.models.images import Picture
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -8,15 +8,15 @@ import json
 import pytest
 from dialects import CODER, HARMONY, HERMES, MISTRAL
 
-from pykvedge.chat.serve.asking import Defaults, request_of
-from pykvedge.chat.serve.pictures import Sources
-from pykvedge.chat.serve.reading import Parsed
-from pykvedge.chat.serve.wire import ChatRequest, parsed
 from pykvedge.errors import RequestError
 from pykvedge.models import sandbox
 from pykvedge.models.dialect import Dialects, request_for
 from pykvedge.plans.making import plan as make_plan
 from pykvedge.runtime.sampling import Sampling
+from pykvedge.serve.asking import Defaults, request_of
+from pykvedge.serve.pictures import Sources
+from pykvedge.serve.reading import Parsed
+from pykvedge.serve.wire import ChatRequest, parsed
 
 TOOLS = [
     {"type": "function", "function": {"name": name, "description": "", "parameters": {

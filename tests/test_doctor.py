@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from pykvedge import errors
+from pykvedge.doctor import diagnosis, parent, products
+from pykvedge.doctor.steps import Group, groups
 from pykvedge.errors import UnsoundError
-from pykvedge.lab.doctor import diagnosis, parent, products
-from pykvedge.lab.doctor.steps import Group, groups
-from pykvedge.native import cpu, ggml, libraries
+from pykvedge.native import ggml, libraries
+from pykvedge.system import cpu
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="ends processes by signals")
 
@@ -264,7 +265,7 @@ def test_a_build_ends_with_the_doctor(monkeypatch, tmp_path, capfd):
 
 
 def test_the_remedy_fits_how_kvedge_was_installed(monkeypatch, tmp_path):
-    from pykvedge.lab.doctor import steps
+    from pykvedge.doctor import steps
 
     assert any("dev.py build -DKVEDGE_AMX=OFF" in g.remedies.get("AMX", "") for g in groups())
     monkeypatch.setattr(steps.pykvedge, "__file__", str(tmp_path / "pykvedge" / "__init__.py"))

@@ -6,12 +6,12 @@ import pytest
 from conftest import THREADS
 
 import pykvedge
-from pykvedge.lab.bench.machine import Energy
-from pykvedge.lab.bench.matrix import Shape, Variant
-from pykvedge.lab.bench.measure import Prompt, repetition
-from pykvedge.lab.eval.reader import Reader
+from kvedge_lab.bench.machine import Energy
+from kvedge_lab.bench.matrix import Shape, Variant
+from kvedge_lab.bench.measure import Prompt, repetition
+from kvedge_lab.eval.reader import Reader
+from pykvedge.library.libkvedge import Cache
 from pykvedge.models.vision import ImagePiece
-from pykvedge.runtime.libkvedge import Cache
 
 WORDS = "The quick brown fox jumps over the lazy dog and looks at the picture. "
 

@@ -11,7 +11,7 @@ import weakref
 import pytest
 
 import pykvedge
-from pykvedge.native import dropped, memory
+from pykvedge.system import dropped, memory
 
 SHORT = pykvedge.Sampling(max_tokens=4)
 
@@ -118,7 +118,7 @@ def test_a_program_ends_with_sessions_open(tiny, native, how):
 def test_a_child_made_by_fork_frees_what_it_makes():
     code = """
 import os, time
-from pykvedge.native import dropped
+from pykvedge.system import dropped
 class Thing: pass
 one = Thing()
 dropped.add(one, lambda: None)

@@ -14,11 +14,11 @@ from conversations import say
 
 import pykvedge
 from pykvedge import CancelledError, Sampling, Session, UsageError
-from pykvedge.models.encoded import Encoded
+from pykvedge.caches.encoded import Encoded
+from pykvedge.caches.folder import CacheFolder
 from pykvedge.models.images import Picture
 from pykvedge.models.vision import ImagePiece, Vision
-from pykvedge.native import memory
-from pykvedge.runtime.cachefolder import CacheFolder
+from pykvedge.system import memory
 
 FEW = Sampling(max_tokens=6)
 PLANS = {

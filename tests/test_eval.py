@@ -18,12 +18,12 @@ from conftest import THREADS
 from eval_runs import MMPROJ, MODEL, run
 
 import pykvedge
+from kvedge_lab.eval import table
+from kvedge_lab.eval.measure import Cell
+from kvedge_lab.eval.records import Records
+from kvedge_lab.eval.runner import FULL, full_cell
+from kvedge_lab.eval.tasks import Line, Sample, demo_samples
 from pykvedge.errors import UsageError
-from pykvedge.lab.eval import table
-from pykvedge.lab.eval.measure import Cell
-from pykvedge.lab.eval.records import Records
-from pykvedge.lab.eval.runner import FULL, full_cell
-from pykvedge.lab.eval.tasks import Line, Sample, demo_samples
 from pykvedge.models.images import Picture
 from pykvedge.runtime.sampling import Sampling
 

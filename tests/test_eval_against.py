@@ -7,11 +7,11 @@ import pytest
 from conftest import THREADS
 
 import pykvedge
-from pykvedge.lab.eval import table
-from pykvedge.lab.eval.measure import Cell
-from pykvedge.lab.eval.metrics import paired_interval, score_interval
-from pykvedge.lab.eval.runner import full_cell
-from pykvedge.lab.eval.tasks import Line, Sample
+from kvedge_lab.eval import table
+from kvedge_lab.eval.measure import Cell
+from kvedge_lab.eval.metrics import paired_interval, score_interval
+from kvedge_lab.eval.runner import full_cell
+from kvedge_lab.eval.tasks import Line, Sample
 
 BUDGETS = (0.5, 0.1)
 SAMPLES = [Sample(f"s{i}", "task", (Line("user", "?"),), "yes") for i in range(12)]

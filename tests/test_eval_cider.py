@@ -8,8 +8,8 @@ from random import Random
 import numpy as np
 import pytest
 
-from pykvedge.lab.eval.cider import Corpus, cut
-from pykvedge.lab.eval.datasets import DatasetError, load
+from kvedge_lab.eval.cider import Corpus, cut
+from kvedge_lab.eval.datasets import DatasetError, load
 
 WORDS = ["a", "the", "red", "sign", "says", "stop", "bottle", "of", "beer", "with", "text", "book", "on", "table"]
 

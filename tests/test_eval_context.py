@@ -9,10 +9,10 @@ import pytest
 from eval_runs import MMPROJ, MODEL, run
 
 import pykvedge
-from pykvedge.lab.eval.measure import WAYS, Cell, Wants
-from pykvedge.lab.eval.records import Records
-from pykvedge.lab.eval.runner import FULL, Job, evaluate, full_cell
-from pykvedge.lab.eval.tasks import Line, Sample, demo_samples
+from kvedge_lab.eval.measure import WAYS, Cell, Wants
+from kvedge_lab.eval.records import Records
+from kvedge_lab.eval.runner import FULL, Job, evaluate, full_cell
+from kvedge_lab.eval.tasks import Line, Sample, demo_samples
 from pykvedge.plans.presets import DEFAULT_METHOD
 
 

@@ -7,11 +7,11 @@ import json
 import pytest
 from PIL import Image
 
+from kvedge_lab.demo_tasks.prompts import MEDIA
+from kvedge_lab.eval.datasets import DatasetError, load
+from kvedge_lab.eval.milebench import COLUMNS
+from kvedge_lab.eval.tasks import demo_names, demo_samples
 from pykvedge.errors import UnknownNameError, UsageError
-from pykvedge.lab.demo_tasks.prompts import MEDIA
-from pykvedge.lab.eval.datasets import DatasetError, load
-from pykvedge.lab.eval.milebench import COLUMNS
-from pykvedge.lab.eval.tasks import demo_names, demo_samples
 
 MARK = "<M>"
 
@@ -47,7 +47,7 @@ def rendered(sample):
 def test_demo_samples_are_the_conversations_that_the_model_was_trained_on(name):
     from itertools import islice
 
-    from pykvedge.lab.demo_tasks.evalset import samples
+    from kvedge_lab.demo_tasks.evalset import samples
 
     task, _, second = name.partition("/")
     for ours, theirs in zip(demo_samples(name, 3, 5, 4), islice(samples(task, 5, 4, bool(second)), 3), strict=True):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pykvedge.lab.eval import metrics
+from kvedge_lab.eval import metrics
 
 # answer, reference, F1 that rouge-score 0.1.2 gives (rougeL, use_stemmer=False)
 ROUGE = [

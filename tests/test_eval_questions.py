@@ -11,14 +11,14 @@ import pytest
 from eval_runs import run
 
 import pykvedge
+from kvedge_lab.demo_tasks.tasks import ask_code, ask_where
+from kvedge_lab.eval.datasets import DatasetError, load
+from kvedge_lab.eval.measure import Cell
+from kvedge_lab.eval.metrics import paired_interval, score_interval
+from kvedge_lab.eval.runner import FULL, full_cell
+from kvedge_lab.eval.table import ALL, lines
+from kvedge_lab.eval.tasks import Line, Sample, demo_samples
 from pykvedge.errors import UnknownNameError, UsageError
-from pykvedge.lab.demo_tasks.tasks import ask_code, ask_where
-from pykvedge.lab.eval.datasets import DatasetError, load
-from pykvedge.lab.eval.measure import Cell
-from pykvedge.lab.eval.metrics import paired_interval, score_interval
-from pykvedge.lab.eval.runner import FULL, full_cell
-from pykvedge.lab.eval.table import ALL, lines
-from pykvedge.lab.eval.tasks import Line, Sample, demo_samples
 
 QUESTIONS = ("What is the code?", "Describe the image.", "How many circles are there?")
 CELLS = [Cell(name, pykvedge.plan(name, 0.3)) for name in ("snapkv", "knorm", "prefixkv")]

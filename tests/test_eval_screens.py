@@ -8,9 +8,9 @@ from random import Random
 import pytest
 from PIL import Image
 
-from pykvedge.lab.eval import vqa
-from pykvedge.lab.eval.datasets import DatasetError, load
-from pykvedge.lab.eval.screens import FORMATS
+from kvedge_lab.eval import vqa
+from kvedge_lab.eval.datasets import DatasetError, load
+from kvedge_lab.eval.screens import FORMATS
 from pykvedge.models.images import load_picture, picture_size
 
 SCALES = {"screenspot": lambda x, whole: x / whole, "screenspot-1000": lambda x, whole: 1000 * x / whole,

@@ -15,10 +15,10 @@ from conftest import THREADS
 from eval_runs import MMPROJ, MODEL, prompt, run
 
 import pykvedge
-from pykvedge.lab.eval import table
-from pykvedge.lab.eval.measure import Preparer
-from pykvedge.lab.eval.runner import FULL, full_cell
-from pykvedge.lab.eval.tasks import Line, Sample, demo_samples
+from kvedge_lab.eval import table
+from kvedge_lab.eval.measure import Preparer
+from kvedge_lab.eval.runner import FULL, full_cell
+from kvedge_lab.eval.tasks import Line, Sample, demo_samples
 from pykvedge.models.composer import Composer
 
 

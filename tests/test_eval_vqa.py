@@ -9,8 +9,8 @@ from random import Random
 
 import pytest
 
-from pykvedge.lab.eval import vqa
-from pykvedge.lab.eval.datasets import DatasetError, load
+from kvedge_lab.eval import vqa
+from kvedge_lab.eval.datasets import DatasetError, load
 
 
 def test_distance_by_its_recursion():

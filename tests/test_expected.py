@@ -14,14 +14,14 @@ from test_stream_parity import agree
 
 import pykvedge
 from pykvedge.errors import ArrayError, UnsupportedError, UsageError
+from pykvedge.library import libkvedge
+from pykvedge.library.native_plan import check_stream
 from pykvedge.models.gguf import read_header
 from pykvedge.native import libraries
 from pykvedge.plans.registry import member
-from pykvedge.plans.stages.base import Layer
-from pykvedge.plans.stages.rotation import Rotation
-from pykvedge.plans.stages.scorer.expected import expected_attention, statistics
-from pykvedge.runtime import libkvedge
-from pykvedge.runtime.native_plan import check_stream
+from pykvedge.reference.stages.base import Layer
+from pykvedge.reference.stages.rotation import Rotation
+from pykvedge.reference.stages.scorer.expected import expected_attention, statistics
 
 SETTINGS = {"n_future": 512, "n_sink": 4, "covariance": True, "vnorm": True, "eps": 0.0}
 ROTATIONS = {

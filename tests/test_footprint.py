@@ -10,7 +10,7 @@ import pytest
 
 import pykvedge
 from pykvedge.errors import UnsupportedError
-from pykvedge.lab.footprint import (
+from pykvedge.fit.footprint import (
     Files,
     Request,
     Weights,

@@ -11,7 +11,7 @@ from test_parity import assert_same
 
 import pykvedge
 from pykvedge.plans.registry import member
-from pykvedge.plans.stages.base import Prompt
+from pykvedge.reference.stages.base import Prompt
 
 
 def by_hand(scores, budget, recent, floor):

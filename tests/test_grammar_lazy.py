@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pykvedge import GrammarError, Sampling
+from pykvedge.grammars.source import Lazy
 from pykvedge.runtime.grammar import Grammar
-from pykvedge.runtime.grammar_source import Lazy
 
 CALL = 'root ::= "<call>" [a-c]+ "</call>"'
 

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 import pykvedge
 from pykvedge.errors import UsageError
-from pykvedge.plans.kvtypes import KvType
-from pykvedge.plans.numpy_engine import Arrays
+from pykvedge.library.native_plan import compress_arrays
 from pykvedge.plans.profile import Profile
 from pykvedge.plans.registry import member
-from pykvedge.plans.stages.allocator.prefix import calibrated
-from pykvedge.plans.stages.base import ProfileTable, Prompt
-from pykvedge.runtime.native_plan import compress_arrays
+from pykvedge.reference.engine import Arrays
+from pykvedge.reference.kvtypes import KvType
+from pykvedge.reference.stages.allocator.prefix import calibrated
+from pykvedge.reference.stages.base import ProfileTable, Prompt
 
 RULES = {"sparsemm": {"ratio": 0.1, "beta": 1.5}, "headkv": {"ratio": 0.1, "beta": 1.5}}
 DEFAULTS = {"rule": "sparsemm", "ratio": 0.1, "beta": 1.5, "power": 1.0, "rounding": "exact"}

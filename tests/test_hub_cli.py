@@ -213,7 +213,7 @@ def test_suggestions_are_names_with_approximate_figures(kvedge, native, fresh):
 
 def test_the_sizes_of_suggestions_are_near_those_that_are_published():
     """Published: gemma-3-4b Q4_K_M 2.49 GB, its encoder in f16 851 MB; parameters of the others by their names."""
-    from pykvedge.lab.suggestions import SUGGESTIONS
+    from pykvedge.fit.suggestions import SUGGESTIONS
 
     found = {one.repo.partition("/")[2]: one for one in SUGGESTIONS}
     gemma = found["gemma-3-4b-it-GGUF"]

@@ -10,7 +10,7 @@ from conversations import say
 
 import pykvedge
 from pykvedge import ContextError, Sampling, Session, UsageError
-from pykvedge.lab.imagework import _readable, image_work
+from pykvedge.fit.imagework import _readable, image_work
 from pykvedge.models.encoder import Encoder
 from pykvedge.models.gguf import Header, Tensor, read_header
 from pykvedge.models.images import Picture

@@ -1,4 +1,4 @@
-"""The floors of the package: no module imports, anywhere in its code, what lies above it, and none imports in a circle.
+"""The floors of the package and of native/src: no file imports or includes what lies above it, no module in a circle.
 
 Imports inside functions and those for type checkers count, and so do names of modules in strings, as importlib takes
 them. The sources are read, not imported.
@@ -12,26 +12,43 @@ ROOT = Path(__file__).resolve().parent.parent
 # from the bottom up; a module belongs to the longest name that fits it
 FLOORS = (
     "pykvedge.errors",
+    "pykvedge.system",
     "pykvedge.native",
-    "pykvedge.plans.kvtypes",
-    "pykvedge.plans.stages",
+    "pykvedge.reference.kvtypes",
+    "pykvedge.reference.hadamard",
+    "pykvedge.reference.held",
+    "pykvedge.reference.stages",
     "pykvedge.plans.plugins",
     "pykvedge.plans",
+    "pykvedge.reference",
+    "pykvedge.library",
+    "pykvedge.reference.checks",
+    "pykvedge.caches",
+    "pykvedge.grammars",
     "pykvedge.models",
     "pykvedge.runtime",
     "pykvedge.chat",
+    "pykvedge.serve",
     "pykvedge",
-    "pykvedge.lab",
+    "pykvedge.fit",
+    "pykvedge.doctor",
     "pykvedge.cli",
+    "kvedge_lab",
+    "pykvedge.cli.program",
     "pykvedge.__main__",
 )
-NAME = re.compile(r"pykvedge(\.\w+)*")
+NATIVE = ROOT / "native" / "src"
+# folders of native/src from the bottom up
+ROOMS = ("system", "rows", "kernels", "observe", "store", "sequence", "plan", "attention", "primitives", "members",
+         "compress", "device", "glue", "api")  # fmt: skip
+INCLUDE = re.compile(r'^#include "([\w./-]+)"', re.MULTILINE)
+NAME = re.compile(r"(pykvedge|kvedge_lab)(\.\w+)*")
 
 
 def modules():
     """Name -> source file of every module of the package; a package's own module has its name."""
     found = {}
-    for path in sorted((ROOT / "pykvedge").rglob("*.py")):
+    for path in sorted(p for package in ("pykvedge", "kvedge_lab") for p in (ROOT / package).rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
         if "bindings" not in parts:
             found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
@@ -103,9 +120,9 @@ def test_no_modules_import_each_other_in_a_circle():
     assert circles(package()) == []
 
 
-def test_the_top_level_has_at_most_a_dozen_entries():
-    entries = {path.relative_to(ROOT / "pykvedge").parts[0] for path in modules().values()}
-    assert len(entries | {"data", "py.typed"}) <= 12, entries
+def test_the_top_level_has_at_most_twenty_entries():
+    entries = {path.name for path in (ROOT / "pykvedge").iterdir()} - {"__pycache__", "bindings", "lib", "include"}
+    assert len(entries) <= 20, entries
 
 
 def test_what_this_test_would_find():
@@ -118,3 +135,24 @@ def test_what_this_test_would_find():
     edges = graph(sources)
     assert circles(edges) == ["pykvedge.models.a -> pykvedge.models.b -> pykvedge.models.c -> pykvedge.models.a"]
     assert going_up(edges) == ["pykvedge.native.d:2 imports pykvedge.models.a, from above"]
+
+
+def including_up(sources):
+    """Includes of what lies in a higher folder, of files by their names below native/src."""
+    rooms = {name: ROOMS.index(name.split("/")[0]) for name in sources}
+    return [
+        f"{name} includes {other}, from above"
+        for name, text in sources.items()
+        for other in INCLUDE.findall(text)
+        if rooms.get(other, -1) > rooms[name]
+    ]
+
+
+def test_no_native_file_includes_what_lies_above_it():
+    found = [path for path in sorted(NATIVE.rglob("*")) if path.suffix in (".h", ".cpp", ".cu")]
+    assert including_up({path.relative_to(NATIVE).as_posix(): path.read_text("utf-8") for path in found}) == []
+
+
+def test_what_the_test_of_includes_would_find():
+    sources = {"store/a.h": '#include "plan/b.h"\n#include "system/c.h"\n', "plan/b.h": "", "system/c.h": ""}
+    assert including_up(sources) == ["store/a.h includes plan/b.h, from above"]

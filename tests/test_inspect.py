@@ -11,13 +11,13 @@ import pytest
 from PIL import Image
 
 import pykvedge
+from kvedge_lab.inspect import figures, measures, overlay
+from kvedge_lab.inspect.collect import Findings
 from pykvedge.errors import NothingToCompressError, StateError
-from pykvedge.lab.inspect import figures, measures, overlay
-from pykvedge.lab.inspect.collect import Findings
+from pykvedge.library import libkvedge
 from pykvedge.models.images import load_picture
 from pykvedge.plans.plan import Plan
-from pykvedge.plans.stages.spectrum import cosines, high_share
-from pykvedge.runtime import libkvedge
+from pykvedge.reference.stages.spectrum import cosines, high_share
 
 RNG = np.random.default_rng(5)
 
@@ -191,7 +191,7 @@ def test_numbers_alone_need_no_matplotlib(kvedge, picture_file, tmp_path):
     broken = tmp_path / "broken" / "matplotlib"
     broken.mkdir(parents=True)
     (broken / "__init__.py").write_text("raise ImportError")
-    code = f"import sys; sys.path.insert(0, {str(broken.parent)!r}); from pykvedge.cli import main; main()"
+    code = f"import sys; sys.path.insert(0, {str(broken.parent)!r}); from pykvedge.__main__ import main; main()"
     done = kvedge("inspect", picture_file(), "--output", out, program=["-c", code])
     done.failed(1, "pip install 'kvedge[inspect]'")
 

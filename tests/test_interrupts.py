@@ -14,10 +14,10 @@ import pytest
 
 import pykvedge
 from pykvedge.errors import StateError
-from pykvedge.native import signals
 from pykvedge.native.calls import Raised
-from pykvedge.native.guard import Guard
 from pykvedge.plans.plugins import table
+from pykvedge.system import signals
+from pykvedge.system.guard import Guard
 
 DATA = Path(pykvedge.__file__).parent / "data"
 WORKER = Path(__file__).with_name("interrupt_worker.py")

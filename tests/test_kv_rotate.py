@@ -16,15 +16,15 @@ from conversations import LONG, SHORT, WORDS, fingerprint_of, reframed, say
 from test_session_files import assert_same, state
 
 import pykvedge
+from kvedge_lab.eval.metrics import log_softmax
 from pykvedge.errors import ArrayError, SessionFileError, UnknownNameError, UnsupportedError
-from pykvedge.lab.eval.metrics import log_softmax
+from pykvedge.library import libkvedge
 from pykvedge.native.abi import DEVICES_ALL
 from pykvedge.native.calls import lib
-from pykvedge.plans import held
-from pykvedge.plans.held import round_to
-from pykvedge.plans.kvtypes import QUANTISED, KvType, definition
-from pykvedge.plans.rotation import hadamard, rotated
-from pykvedge.runtime import libkvedge
+from pykvedge.reference import held
+from pykvedge.reference.hadamard import hadamard, rotated
+from pykvedge.reference.held import round_to
+from pykvedge.reference.kvtypes import QUANTISED, KvType, definition
 
 TYPES = [name for name in QUANTISED if not definition(name).residual]
 ROTATED_FILE, OLDER_FILE = 2, 1  # versions of session files

@@ -15,12 +15,12 @@ from test_decode_policies import running  # noqa: F401
 
 import pykvedge
 from pykvedge.errors import ArrayError, UnknownNameError
-from pykvedge.lab.checks import rules
 from pykvedge.native import calls
-from pykvedge.plans import held
-from pykvedge.plans.held import round_to
-from pykvedge.plans.kvtypes import NAMES, QUANTISED, KvType, definition
 from pykvedge.plans.registry import members
+from pykvedge.reference import held
+from pykvedge.reference.checks import rules
+from pykvedge.reference.held import round_to
+from pykvedge.reference.kvtypes import NAMES, QUANTISED, KvType, definition
 
 TYPES = [*QUANTISED, "q8_0:q4_0", "kivi4:kivi2", "q4_0:kivi4", "f32:kivi2", "kivi2:bf16"]
 RESIDUAL = [name for name in QUANTISED if definition(name).residual]

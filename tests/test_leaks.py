@@ -15,7 +15,8 @@ MIB = 2**20
 def chats(model: str, n: int) -> dict:
     """n times attach, prompt, compress, generate, detach: resident bytes after each, and the prompt's cache's."""
     import pykvedge
-    from pykvedge.native import carried, memory
+    from pykvedge.native import carried
+    from pykvedge.system import memory
 
     carried.prepare()
     from llama_cpp import Llama

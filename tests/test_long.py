@@ -12,8 +12,8 @@ import pytest
 from test_stream_sessions import frames
 
 import pykvedge
-from pykvedge.native.memory import own_bytes
 from pykvedge.runtime.sampling import Sampling
+from pykvedge.system.memory import own_bytes
 
 MEGABYTE = "ab cd " * (10**6 // 6)
 MIB = 2**20

@@ -8,8 +8,8 @@ import pytest
 from contexts import TinyContext, random_tokens
 
 import pykvedge
-from pykvedge.native.memory import own_bytes
 from pykvedge.plans.registry import members
+from pykvedge.system.memory import own_bytes
 
 PROMPT, GENERATED, WARM = 1500, 10_000, 2_000
 SHAPE = {"n_heads": 2, "n_heads_kv": 2, "head_size": 64, "n_vocab": 384, "n_ctx_train": 16384, "weight": "f32"}

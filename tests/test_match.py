@@ -13,14 +13,14 @@ from contexts import TinyContext, random_tokens
 from eval_runs import run
 
 import pykvedge
+from kvedge_lab.eval.measure import Cell
+from kvedge_lab.eval.tasks import demo_samples
 from pykvedge.errors import UsageError
-from pykvedge.lab.checks import rules
-from pykvedge.lab.eval.measure import Cell
-from pykvedge.lab.eval.tasks import demo_samples
-from pykvedge.plans.stages.base import Head
-from pykvedge.plans.stages.reducer import match
-from pykvedge.runtime import libkvedge
-from pykvedge.runtime.native_plan import check_stream, why_not_bounded
+from pykvedge.library import libkvedge
+from pykvedge.library.native_plan import check_stream, why_not_bounded
+from pykvedge.reference.checks import rules
+from pykvedge.reference.stages.base import Head
+from pykvedge.reference.stages.reducer import match
 
 HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
 DEFAULTS = {"bias": "row", "mass": "relative", "ridge": 0.3, "queries": 1}

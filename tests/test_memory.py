@@ -15,9 +15,10 @@ import pytest
 import pykvedge
 from pykvedge.errors import KvedgeError, OutOfMemoryError
 from pykvedge.models.images import Picture
-from pykvedge.native import libraries, llamacpp, memory
+from pykvedge.native import libraries, llamacpp
 from pykvedge.native.encoderwatch import EncoderWatch
 from pykvedge.runtime.sampling import Sampling
+from pykvedge.system import memory
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 MIB = 2**20
@@ -125,7 +126,8 @@ def test_a_peak_is_what_the_system_notes_and_the_system_goes_on_noting_it():
     code = """
 import re, sys
 from pathlib import Path
-from pykvedge.native import libraries, llamacpp, memory
+from pykvedge.native import libraries, llamacpp
+from pykvedge.system import memory
 
 def high():
     return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
@@ -191,7 +193,7 @@ def test_a_message_is_watched_by_a_thread_only_if_the_peak_was_asked_for(tiny, n
 def test_what_is_available_respects_limits():
     assert memory.available_bytes() > 10 * MIB
     code = (
-        "import resource, pykvedge.native.memory as m; resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30)); "
+        "import resource, pykvedge.system.memory as m; resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30)); "
         "print(m.available_bytes())"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=package_path())

@@ -10,7 +10,7 @@ from test_parity import assert_same
 
 import pykvedge
 from pykvedge.plans.registry import member
-from pykvedge.plans.stages.base import Layer
+from pykvedge.reference.stages.base import Layer
 
 SETTINGS = {"window": 8, "fade": 0.15, "kernel": 5, "parts": 3, "outlier": 1.0, "gamma": 0.25, "text": 4}
 IMAGES = {"text": [], "image": range(1, 41), "image_last": range(12, 60), "two": [*range(2, 20), *range(26, 45)]}

@@ -46,19 +46,19 @@ def test_the_nearest_tests_come_first():
     likely = LikelyTests(ROOT)
     assert "tests/test_hub.py" in likely.of("pykvedge/models/hub/folders.py", ("Folder", "commits"))[:2]
     assert likely.of("pykvedge/runtime/sessionlock.py", ("remove_leftovers",))[0] == "tests/test_session_lock.py"
-    assert "tests/test_calibrate.py" in likely.of("pykvedge/cli/calibrate.py", ("_deliver",))[:3]
+    assert "tests/test_calibrate.py" in likely.of("kvedge_lab/commands/calibrate.py", ("_deliver",))[:3]
     assert all((ROOT / test).is_file() for test in likely.of("pykvedge/errors.py", ()))
 
 
 def test_the_same_seed_draws_the_same_changes():
-    shares = ROOT / "pykvedge" / "plans" / "stages" / "shares.py"
+    shares = ROOT / "pykvedge" / "reference" / "stages" / "shares.py"
     first, again, other = ([m.patch for m in drawn([shares], seed, 5)] for seed in (1, 1, 2))
     assert first == again != other and len(set(first)) == 5
-    assert all(patch.startswith("--- a/pykvedge/plans/stages/shares.py\n+++ b/") for patch in first)
+    assert all(patch.startswith("--- a/pykvedge/reference/stages/shares.py\n+++ b/") for patch in first)
 
 
 def test_a_change_that_a_test_notices_is_killed_and_no_file_is_touched(tmp_path):
-    path = "pykvedge/plans/stages/shares.py"
+    path = "pykvedge/reference/stages/shares.py"
     source, runner = (ROOT / path).read_text(encoding="utf-8"), Runner(tmp_path, 300)
     [least] = [site for site in sites(source) if "most: int, least: int = 1" in site.applied(source)]
     noticed = "tests/test_budgets.py::test_shares_become_whole_numbers"

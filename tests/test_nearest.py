@@ -12,12 +12,12 @@ from arrays import Prompt, outputs, prompt
 from eval_runs import run
 
 import pykvedge
+from kvedge_lab.eval.measure import Cell
+from kvedge_lab.eval.tasks import demo_samples
 from pykvedge.errors import UsageError
-from pykvedge.lab.checks import rules
-from pykvedge.lab.eval.measure import Cell
-from pykvedge.lab.eval.tasks import demo_samples
 from pykvedge.plans.registry import member
-from pykvedge.plans.stages.base import Head
+from pykvedge.reference.checks import rules
+from pykvedge.reference.stages.base import Head
 
 
 def in_clusters(seed, n_tokens, heads=2, layers=2, size=16, spread=0.4):

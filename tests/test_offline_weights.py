@@ -10,17 +10,17 @@ import pytest
 from arrays import prompt
 
 import pykvedge
+from kvedge_lab.calibrate.redundancy import key_redundancy
+from kvedge_lab.calibrate.samples import scenes
 from pykvedge.errors import ProfileError, UsageError
-from pykvedge.lab.calibrate.redundancy import key_redundancy
-from pykvedge.lab.calibrate.samples import scenes
-from pykvedge.lab.checks import suite
+from pykvedge.library.libkvedge import rows
+from pykvedge.library.native_plan import compress_arrays
 from pykvedge.models import profiles
-from pykvedge.plans.kvtypes import KvType
-from pykvedge.plans.numpy_engine import Arrays
 from pykvedge.plans.profile import Profile
-from pykvedge.plans.stages.base import ProfileTable
-from pykvedge.runtime.libkvedge import rows
-from pykvedge.runtime.native_plan import compress_arrays
+from pykvedge.reference.checks import suite
+from pykvedge.reference.engine import Arrays
+from pykvedge.reference.kvtypes import KvType
+from pykvedge.reference.stages.base import ProfileTable
 
 DATA = profiles.SHIPPED.parent
 DEMO, DEMO_MMPROJ = DATA / "demo-model.gguf", DATA / "demo-mmproj.gguf"

@@ -11,10 +11,10 @@ from arrays import prompt
 
 import pykvedge
 from pykvedge.plans.registry import member
-from pykvedge.plans.stages.allocator.prefix import cumulative_priority, prefix_lengths
-from pykvedge.plans.stages.base import Head, Layer, Prompt
-from pykvedge.plans.stages.scorer.mixkv import directions, redundancy
-from pykvedge.plans.stages.spectrum import cosines, cutoff
+from pykvedge.reference.stages.allocator.prefix import cumulative_priority, prefix_lengths
+from pykvedge.reference.stages.base import Head, Layer, Prompt
+from pykvedge.reference.stages.scorer.mixkv import directions, redundancy
+from pykvedge.reference.stages.spectrum import cosines, cutoff
 
 MIXKV = {
     "window": 8,

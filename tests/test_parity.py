@@ -15,10 +15,10 @@ from choosing import crossed
 from test_replay import CUTS, second_pass
 
 import pykvedge
-from pykvedge.lab.checks import rules
+from pykvedge.library.native_plan import plan_budget, score_bytes
 from pykvedge.plans.registry import STAGES, members
-from pykvedge.plans.stages.rotation import Rotation
-from pykvedge.runtime.native_plan import plan_budget, score_bytes
+from pykvedge.reference.checks import rules
+from pykvedge.reference.stages.rotation import Rotation
 
 SCORERS, REDUCERS = list(members("scorer")), list(members("reducer"))
 HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}

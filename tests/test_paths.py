@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import pykvedge
+from kvedge_lab.eval.files import read_text
 from pykvedge.errors import DatasetError, ImageError, ModelError, ProfileError, SessionFileError
-from pykvedge.lab.eval.files import read_text
 from pykvedge.models.gguf import read_header
 from pykvedge.models.images import load_picture, picture_size
 from pykvedge.models.video import frames

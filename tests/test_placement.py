@@ -12,7 +12,7 @@ from pykvedge.models.gguf import read_header
 from pykvedge.models.placement import Talk, _bytes_per_value, largest, place
 from pykvedge.models.shape import ModelShape
 from pykvedge.native import ggml
-from pykvedge.plans.kvtypes import KvType
+from pykvedge.reference.kvtypes import KvType
 from pykvedge.runtime import loaded
 from pykvedge.runtime.settings import Settings
 
@@ -45,7 +45,7 @@ from pykvedge.native.calls import lib
 from pykvedge.runtime.settings import Settings
 from pykvedge.models.gguf import read_header
 from pykvedge.models.placement import Talk
-from pykvedge.plans.kvtypes import KvType
+from pykvedge.reference.kvtypes import KvType
 model, rpc = sys.argv[1:3]
 plan = pykvedge.plan("knorm", 0.5)
 for layers, kv_type in [*((n, "f16") for n in range(8)), (-1, "q8_0"), (-1, "f32"), ("auto", "f16")]:

@@ -15,7 +15,7 @@ from pykvedge.plans.amounts import Amount, Budget
 from pykvedge.plans.plan import Plan
 from pykvedge.plans.presets import PRESETS, preset
 from pykvedge.plans.registry import STAGES, member
-from pykvedge.plans.stages.base import Param
+from pykvedge.reference.stages.base import Param
 
 
 @pytest.mark.parametrize(("given_", "ratio", "pairs"), [

@@ -14,8 +14,8 @@ from test_plugins import EXAMPLES, FIVE_LINES, HEAD, both_engines
 
 import pykvedge
 from pykvedge.errors import PluginError
-from pykvedge.lab.checks import suite
 from pykvedge.plans import plugin_files
+from pykvedge.reference.checks import suite
 
 # ------------------------------------------------------------------------------------------ names and compositions
 

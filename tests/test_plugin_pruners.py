@@ -7,8 +7,8 @@ import pytest
 
 import pykvedge
 from pykvedge.errors import PluginError, UsageError
-from pykvedge.lab.checks import suite
 from pykvedge.plans.plugins import table
+from pykvedge.reference.checks import suite
 from pykvedge.runtime.pruning import PlannedPruning
 
 CORNER = """

@@ -13,8 +13,8 @@ from test_decode_policies import PROMPT, random_tokens, running  # noqa: F401 - 
 import pykvedge
 from pykvedge.errors import PluginError, UnknownNameError
 from pykvedge.plans import plugin_files
-from pykvedge.plans.stages.base import Layer
-from pykvedge.plans.stages.scorer.cumulative import score as cumulative
+from pykvedge.reference.stages.base import Layer
+from pykvedge.reference.stages.scorer.cumulative import score as cumulative
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples" / "plugins"
 FIVE_LINES = """\

@@ -16,9 +16,9 @@ from test_decode_policies import PROMPT, random_tokens, running  # noqa: F401 - 
 
 import pykvedge
 from pykvedge.errors import PluginError
-from pykvedge.lab.checks import suite
 from pykvedge.native import cpackage
 from pykvedge.plans import plugin_files
+from pykvedge.reference.checks import suite
 
 ROOT = Path(__file__).resolve().parent.parent
 HEADER = ROOT / "native" / "include" / "kvedge-stages.h"

@@ -9,9 +9,9 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 import pykvedge
-from pykvedge.lab.checks import rules
-from pykvedge.plans.numpy_engine import round_to
 from pykvedge.plans.registry import member, members
+from pykvedge.reference.checks import rules
+from pykvedge.reference.engine import round_to
 
 ENGINES = rules.ENGINES
 

@@ -12,7 +12,7 @@ import pykvedge
 from pykvedge.errors import BudgetError, UsageError
 from pykvedge.models.vision import ImagePiece
 from pykvedge.plans.registry import members
-from pykvedge.plans.stages.base import ImageRows
+from pykvedge.reference.stages.base import ImageRows
 from pykvedge.runtime.bounded_batch import image_positions
 from pykvedge.runtime.pruning import by_definition, by_library
 

@@ -8,11 +8,11 @@ import shutil
 import pytest
 from conftest import ROOT
 
+from kvedge_lab.eval.benchmarks import FORMATS
+from kvedge_lab.eval.datasets import DatasetError, load
+from kvedge_lab.eval.recipes import RECIPES, as_rows, beside, figures, recipe
+from kvedge_lab.eval.table import ALL, Line
 from pykvedge.errors import UnknownNameError
-from pykvedge.lab.eval.benchmarks import FORMATS
-from pykvedge.lab.eval.datasets import DatasetError, load
-from pykvedge.lab.eval.recipes import RECIPES, as_rows, beside, figures, recipe
-from pykvedge.lab.eval.table import ALL, Line
 from pykvedge.plans.making import plan
 
 SCENE = ROOT / "examples" / "scene-1.png"

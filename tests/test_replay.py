@@ -14,12 +14,12 @@ from conversations import WORDS, say
 
 import pykvedge
 from pykvedge.errors import ArrayError, CancelledError, StateError, UnsupportedError, UsageError
+from pykvedge.library import libkvedge, native_plan
 from pykvedge.models.vision import ImagePiece, TextPiece
 from pykvedge.native.calls import call
 from pykvedge.plans.registry import member
-from pykvedge.plans.stages.base import Layer
-from pykvedge.plans.stages.replay import Replay, ReplayChunk
-from pykvedge.runtime import libkvedge, native_plan
+from pykvedge.reference.stages.base import Layer
+from pykvedge.reference.stages.replay import Replay, ReplayChunk
 from pykvedge.runtime.replay import Passage
 from pykvedge.runtime.sampling import Sampling
 

@@ -12,10 +12,10 @@ from arrays import prompt
 from test_parity import assert_same
 
 import pykvedge
-from pykvedge.plans.numpy_engine import select
 from pykvedge.plans.registry import member
-from pykvedge.plans.stages.allocator.entropy import layer_shares
-from pykvedge.plans.stages.base import Layer, Prompt
+from pykvedge.reference.engine import select
+from pykvedge.reference.stages.allocator.entropy import layer_shares
+from pykvedge.reference.stages.base import Layer, Prompt
 
 
 def layer_of(p, i=0):
@@ -233,8 +233,8 @@ class Context:
     """A tiny model whose KV memory libkvedge owns, with one thread and ubatches of a size."""
 
     def __init__(self, model, plan, n_ubatch):
+        from pykvedge.library import libkvedge
         from pykvedge.native import libraries
-        from pykvedge.runtime import libkvedge
 
         self.llama = libraries.llama()
         self._silent = self.llama.llama_log_callback(lambda level, text, data: None)

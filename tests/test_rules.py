@@ -11,7 +11,7 @@ from arrays import prompt
 
 import pykvedge
 from pykvedge.errors import BrokenRuleError
-from pykvedge.lab.checks import rules
+from pykvedge.reference.checks import rules
 
 PLAN = pykvedge.plan("h2o", 0.4, recent=3, sinks=2)
 P = prompt(20, (4, 2), size=8)

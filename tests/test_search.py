@@ -12,10 +12,10 @@ from conftest import ROOT
 from eval_runs import run
 
 import pykvedge
-from pykvedge.lab.demo_tasks.scenes import PARTS
-from pykvedge.lab.eval.measure import Cell
-from pykvedge.lab.eval.search import Space, Standing, halving, standings
-from pykvedge.lab.eval.tasks import demo_samples
+from kvedge_lab.demo_tasks.scenes import PARTS
+from kvedge_lab.eval.measure import Cell
+from kvedge_lab.eval.search import Space, Standing, halving, standings
+from kvedge_lab.eval.tasks import demo_samples
 
 SMALL = Space(
     scorers={"window": [{}, {"scorer.window": 8}], "knorm": [{}]},
@@ -86,7 +86,7 @@ def test_no_scene_is_in_two_parts():
 
 def test_the_script_tells_a_plan_that_can_be_used(native, tmp_path):
     code = (
-        "import sys, search_plans as s; from pykvedge.lab.eval.search import Space; "
+        "import sys, search_plans as s; from kvedge_lab.eval.search import Space; "
         "s.SPACE = Space({'window': [{}], 'random': [{}]}, {'uniform': [{}]}, {'evict': [{}]}); "
         "s.methods = lambda: ['full', 'knorm']; s.main()"
     )

@@ -249,7 +249,7 @@ def test_what_is_missing_of_the_extra_is_named(environment, missing):
     if missing == "uvloop" and sys.platform == "win32":
         pytest.skip("it is for other systems")
     program = f"import sys; sys.modules['{missing}'] = None; sys.argv[1:] = ['serve']\n"
-    program += "from pykvedge.cli import main; main()"
+    program += "from pykvedge.__main__ import main; main()"
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr == f"kvedge: error: serving needs {missing}: pip install 'kvedge[serve]'\n"

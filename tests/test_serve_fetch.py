@@ -20,9 +20,9 @@ import trustme
 from server import SCENES, SERVE, asks, serving
 
 import pykvedge
-from pykvedge.chat.serve import fetching, pictures
-from pykvedge.chat.serve.pictures import Sources
 from pykvedge.errors import ImageError, RequestError
+from pykvedge.serve import fetching, pictures
+from pykvedge.serve.pictures import Sources
 
 PICTURE = SCENES[0].read_bytes()
 
@@ -373,12 +373,12 @@ def test_nothing_is_fetched_where_nobody_said_so(environment):
 
 WORKER = """
 import socket, sys
-from pykvedge.chat.serve import fetching
+from pykvedge.serve import fetching
 real = socket.getaddrinfo
 fetching.is_public = lambda address: True  # this machine, for once
 fetching._SECONDS = 120.0
 fetching._context.cache_clear()
-from pykvedge.cli import main
+from pykvedge.__main__ import main
 sys.argv[0] = "kvedge"
 main()
 """

@@ -7,8 +7,8 @@ import sys
 import pytest
 from server import QUESTION, SCENES, asks, serving
 
-from pykvedge.chat.serve import ownfolder
 from pykvedge.errors import KvedgeError
+from pykvedge.serve import ownfolder
 
 
 def folders(root):

@@ -7,12 +7,12 @@ import json
 
 import pytest
 
-from pykvedge.chat.serve import guarding
-from pykvedge.chat.serve.bodies import Bounds
-from pykvedge.chat.serve.guarding import OWNER, PICTURES, Guarding, Rules
-from pykvedge.chat.serve.keys import Key
-from pykvedge.chat.serve.server import Options, check
 from pykvedge.errors import RequestError, UsageError
+from pykvedge.serve import guarding
+from pykvedge.serve.bodies import Bounds
+from pykvedge.serve.guarding import OWNER, PICTURES, Guarding, Rules
+from pykvedge.serve.keys import Key
+from pykvedge.serve.server import Options, check
 
 HOSTS = frozenset({"localhost", "127.0.0.1", "chat.example"})
 

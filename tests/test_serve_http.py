@@ -12,8 +12,8 @@ pytest.importorskip("uvicorn")
 
 from server import DEMO, serving
 
-from pykvedge.chat.serve import protocol
-from pykvedge.chat.serve.protocol import CONNECTIONS, WAITING
+from pykvedge.serve import protocol
+from pykvedge.serve.protocol import CONNECTIONS, WAITING
 
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"

@@ -8,13 +8,13 @@ import pytest
 from server import DEMO, SCENES
 
 import pykvedge
-from pykvedge.chat.serve.engine import Engine
-from pykvedge.chat.serve.job import Done, Failed, Request
-from pykvedge.chat.serve.limits import Limits
-from pykvedge.chat.serve.parked import Park
 from pykvedge.errors import CancelledError, ContextError, GrammarError
 from pykvedge.models.prompt import IMAGE, Message
 from pykvedge.runtime.sampling import Sampling
+from pykvedge.serve.engine import Engine
+from pykvedge.serve.job import Done, Failed, Request
+from pykvedge.serve.limits import Limits
+from pykvedge.serve.parked import Park
 
 
 @pytest.fixture(scope="module")

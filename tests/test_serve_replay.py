@@ -9,13 +9,13 @@ import pytest
 from server import DEMO, QUESTION, SCENES, asks, serving
 
 import pykvedge
-from pykvedge.chat.serve.engine import Engine
-from pykvedge.chat.serve.job import Done, Failed, Request, Step
-from pykvedge.chat.serve.limits import Limits
-from pykvedge.chat.serve.parked import Park, Parked
 from pykvedge.models.prompt import IMAGE, Message
 from pykvedge.runtime.opening import Standing
 from pykvedge.runtime.sampling import Sampling
+from pykvedge.serve.engine import Engine
+from pykvedge.serve.job import Done, Failed, Request, Step
+from pykvedge.serve.limits import Limits
+from pykvedge.serve.parked import Park, Parked
 
 AGAIN = "reading the prompt again"
 LATER = "What is at the top left?"

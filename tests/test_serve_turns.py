@@ -8,14 +8,14 @@ import pytest
 from server import DEMO
 
 import pykvedge
-from pykvedge.chat.serve.engine import Engine
-from pykvedge.chat.serve.job import Done, Failed, Request, Step
-from pykvedge.chat.serve.limits import Limits
-from pykvedge.chat.serve.parked import Park
-from pykvedge.chat.serve.translating import chat_request
 from pykvedge.errors import ContextError
 from pykvedge.models.prompt import Message
 from pykvedge.runtime.sampling import Sampling
+from pykvedge.serve.engine import Engine
+from pykvedge.serve.job import Done, Failed, Request, Step
+from pykvedge.serve.limits import Limits
+from pykvedge.serve.parked import Park
+from pykvedge.serve.translating import chat_request
 
 
 @pytest.fixture(scope="module")

@@ -80,7 +80,7 @@ EDGES = [-1, 0, 1, 255, 2**31 - 1, -(2**31)]
 @pytest.mark.parametrize("name", ["merged", "sliding"])
 def test_hostile_files_with_right_checksums_do_no_harm(tiny, name, native, tmp_path):
     """A payload changed on purpose is refused, or can be gone on with; memory stays in proportion."""
-    from pykvedge.native.memory import rss_bytes
+    from pykvedge.system.memory import rss_bytes
 
     model, file = tiny("llama"), tmp_path / "s.kvs"
     rng = np.random.default_rng(1)

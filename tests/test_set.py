@@ -6,9 +6,9 @@ import pytest
 
 import pykvedge
 from pykvedge import Sampling, UsageError
+from pykvedge.cli.progress import Display
 from pykvedge.cli.talk import commands
 from pykvedge.cli.talk.chat import Chat, Style
-from pykvedge.lab.progress import Display
 
 
 @pytest.fixture

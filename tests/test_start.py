@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals")
 PRESSING = """
 import os, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background have it ignored
-from pykvedge.cli import main
+from pykvedge.__main__ import main
 class Presses:
     left = int(sys.argv.pop(1))
     def find_spec(self, name, path=None, target=None):
@@ -26,7 +26,7 @@ main()
 FREE = """
 import os, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from pykvedge.cli import main
+from pykvedge.__main__ import main
 signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
 signal.setitimer(signal.ITIMER_REAL, float(sys.argv.pop(1)))
 main()

@@ -9,8 +9,8 @@ from arrays import LAYOUTS, prompt
 
 import pykvedge
 from pykvedge.errors import KvedgeError, UnsupportedError, UsageError
+from pykvedge.library.native_plan import check_stream, compress_arrays
 from pykvedge.plans.registry import members
-from pykvedge.runtime.native_plan import check_stream, compress_arrays
 
 HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
 
@@ -142,8 +142,8 @@ def test_what_cannot_be_a_stream_is_refused_by_both(native, name):
     plan, p = pykvedge.plan(method, budget, **settings), prompt(20)
     with pytest.raises(UsageError):
         pykvedge.compress(plan, *p.arguments, stream=8)
-    from pykvedge.plans.kvtypes import KvType
-    from pykvedge.plans.numpy_engine import Arrays
+    from pykvedge.reference.engine import Arrays
+    from pykvedge.reference.kvtypes import KvType
 
     arrays = Arrays(*(np.ascontiguousarray(x) for x in p.arguments))
     with pytest.raises(UnsupportedError):
@@ -155,8 +155,8 @@ def test_what_cannot_be_a_stream_is_refused_by_both(native, name):
 
 
 def test_both_refuse_the_same_stages(native):
-    from pykvedge.plans.kvtypes import KvType
-    from pykvedge.plans.numpy_engine import Arrays
+    from pykvedge.reference.engine import Arrays
+    from pykvedge.reference.kvtypes import KvType
 
     p = prompt(20)
     arrays = Arrays(*(np.ascontiguousarray(x) for x in p.arguments))

@@ -10,8 +10,8 @@ from conversations import say
 import pykvedge
 from pykvedge.errors import ContextError, ImageError, NothingToCompressError, StateError, UsageError
 from pykvedge.models.images import Picture
-from pykvedge.native.memory import own_bytes
 from pykvedge.runtime.sampling import Sampling
+from pykvedge.system.memory import own_bytes
 
 SHORT = Sampling(max_tokens=12)
 LONG = Sampling(max_tokens=300)
@@ -182,7 +182,7 @@ def test_the_demo_model_answers_as_with_the_full_cache(native, bound):
     from itertools import islice
     from pathlib import Path
 
-    from pykvedge.lab.demo_tasks.evalset import samples
+    from kvedge_lab.demo_tasks.evalset import samples
 
     data = Path(pykvedge.__file__).parent / "data"
     files = data / "demo-model.gguf", data / "demo-mmproj.gguf"

@@ -11,8 +11,8 @@ from contexts import TinyContext, random_tokens
 
 import pykvedge
 from pykvedge.errors import StateError, UnsupportedError
-from pykvedge.native.memory import own_bytes
-from pykvedge.runtime import libkvedge
+from pykvedge.library import libkvedge
+from pykvedge.system.memory import own_bytes
 
 BOUND = 40
 

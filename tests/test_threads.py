@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pykvedge.errors import StateError
-from pykvedge.native.guard import Guard, Stop, one_thread
+from pykvedge.system.guard import Guard, Stop, one_thread
 
 WORKER = Path(__file__).parent / "thread_worker.py"
 ROUNDS = int(os.environ.get("KVEDGE_THREAD_ROUNDS", "6"))  # of each case; races want many

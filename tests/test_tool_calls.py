@@ -7,9 +7,9 @@ import json
 import jsonschema
 import pytest
 
-from pykvedge.chat.serve.reading import Told
-from pykvedge.chat.serve.tools import arguments_of, forced_schema
-from pykvedge.chat.serve.wire import Tool
+from pykvedge.serve.reading import Told
+from pykvedge.serve.tools import arguments_of, forced_schema
+from pykvedge.serve.wire import Tool
 
 ONE = json.dumps({"name": "look", "arguments": {"at": "x"}})
 NAMES = {"look", "add"}

@@ -9,10 +9,10 @@ from oracles import least_error_of_levels
 from test_kv_rotate import context, converse, divergence  # noqa: F401
 
 import pykvedge
-from pykvedge.plans import held
-from pykvedge.plans.held import round_to
-from pykvedge.plans.kvtypes import KvType, definition
-from pykvedge.plans.rotation import rotated
+from pykvedge.reference import held
+from pykvedge.reference.hadamard import rotated
+from pykvedge.reference.held import round_to
+from pykvedge.reference.kvtypes import KvType, definition
 
 
 def blocks(kind, n=60):

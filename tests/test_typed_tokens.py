@@ -10,8 +10,8 @@ import pytest
 from gguf import GGUFReader
 
 import pykvedge
-from pykvedge.lab.eval.measure import Preparer
-from pykvedge.lab.eval.tasks import Line, Sample
+from kvedge_lab.eval.measure import Preparer
+from kvedge_lab.eval.tasks import Line, Sample
 from pykvedge.models.composer import Composer, Written
 from pykvedge.models.images import load_picture
 from pykvedge.models.vision import ImagePiece, TextPiece

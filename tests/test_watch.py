@@ -38,7 +38,7 @@ def assert_as_stock(ours, stock, sequence=0):
 
 
 def native_layer(context, layer):
-    from pykvedge.runtime import libkvedge
+    from pykvedge.library import libkvedge
 
     return libkvedge.lib().kvedge_layer_id(context.cache._handle, layer)
 

@@ -2,9 +2,9 @@
 //
 // Input: lines `key=value`. A line `!` is followed by a profile: stage, layers, columns, whether it has budgets, numbers.
 
-#include "core/bounded.h"
-#include "core/plan.h"
-#include "core/storage.h"
+#include "compress/bounded.h"
+#include "plan/plan.h"
+#include "plan/storage.h"
 #include "fuzz/plans.h"
 
 using namespace kvedge;

@@ -3,15 +3,15 @@
 // Input: the kind of sequence, flags, four bytes of what is done, and a file; with flag 1 what is between the checksums of one, so
 // that the fuzzer need not guess them.
 
-#include "backend/cpu/kernels/kernels.h"
-#include "backend/cpu/reach.h"
-#include "core/compress.h"
-#include "core/observe.h"
-#include "core/stream.h"
+#include "kernels/kernels.h"
+#include "store/reach.h"
+#include "compress/compress.h"
+#include "compress/observe.h"
+#include "compress/stream.h"
 #include "fuzz/sequences.h"
-#include "session/crc32.h"
-#include "session/frame.h"
-#include "session/serial.h"
+#include "system/crc32.h"
+#include "sequence/frame.h"
+#include "sequence/serial.h"
 
 #include <numeric>
 

@@ -1,12 +1,12 @@
 // Writes the first inputs of the session target: `make_seeds FOLDER`, for scripts/fuzz_seeds.py.
 
-#include "backend/cpu/kernels/kernels.h"
-#include "backend/cpu/reach.h"
-#include "core/compress.h"
-#include "core/observe.h"
+#include "kernels/kernels.h"
+#include "store/reach.h"
+#include "compress/compress.h"
+#include "compress/observe.h"
 #include "fuzz/sequences.h"
-#include "session/file.h"
-#include "session/serial.h"
+#include "system/file.h"
+#include "sequence/serial.h"
 
 #include <numeric>
 

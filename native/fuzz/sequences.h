@@ -2,8 +2,8 @@
 
 #pragma once
 
-#include "backend/rows.h"
-#include "core/storage.h"
+#include "rows/rows.h"
+#include "plan/storage.h"
 #include "fuzz/input.h"
 
 namespace kvedge::fuzz {

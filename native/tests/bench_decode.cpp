@@ -8,10 +8,10 @@
 // stdout: the table of kernels, bytes and layers; then a line per round: wall seconds of the sum and of the attention, and
 // their processor seconds divided by the threads, which other programs disturb less.
 
-#include "backend/cpu/attention/attention.h"
-#include "backend/cpu/kernels/kernels.h"
-#include "backend/cpu/reach.h"
-#include "core/compress.h"
+#include "attention/attention.h"
+#include "kernels/kernels.h"
+#include "store/reach.h"
+#include "compress/compress.h"
 
 #include <algorithm>
 #include <chrono>

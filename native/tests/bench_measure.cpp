@@ -6,11 +6,11 @@
 // stdout: a line per method: operations a layer, bytes to the host for each row and KV head, KiB a layer to the device, and the
 // best milliseconds of ROUNDS, upload and download included.
 
-#include "backend/cpu/kernels/kernels.h"
-#include "backend/cpu/reach.h"
-#include "backend/graph/rows.h"
-#include "core/sequence.h"
-#include "core/threads.h"
+#include "kernels/kernels.h"
+#include "store/reach.h"
+#include "device/graph_rows.h"
+#include "sequence/sequence.h"
+#include "system/threads.h"
 #include "device.h"
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// Allocations that fail on purpose: operator new, and the pages of backend/cpu/pages.h. For one file of a program, whose
+// Allocations that fail on purpose: operator new, and the pages of system/pages.h. For one file of a program, whose
 // allocators these are then.
 
 #pragma once

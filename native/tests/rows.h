@@ -2,10 +2,10 @@
 
 #pragma once
 
-#include "backend/cpu/kernels/kernels.h"
-#include "backend/cpu/reach.h"
+#include "kernels/kernels.h"
+#include "store/reach.h"
 #include "check.h"
-#include "core/sequence.h"
+#include "sequence/sequence.h"
 
 #include <cstdint>
 #include <random>

@@ -1,10 +1,10 @@
 // Prefill, decode, column sums and entropies over blocks of every kind, against an attention matrix written out in double
 // precision.
 
-#include "backend/cpu/attention/attention.h"
-#include "backend/cpu/kernels/kernels.h"
-#include "core/compress.h"
-#include "core/observe.h"
+#include "attention/attention.h"
+#include "kernels/kernels.h"
+#include "compress/compress.h"
+#include "compress/observe.h"
 #include "rows.h"
 
 #include <algorithm>

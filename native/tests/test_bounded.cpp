@@ -1,10 +1,10 @@
 // A prompt that is compressed layer by layer against the same prompt compressed at its end: equal rows of equal tokens, and
 // never more memory than what is kept and one layer. Earlier turns, an answer that waits, failures and giving up included.
 
-#include "backend/cpu/kernels/kernels.h"
-#include "backend/cpu/reach.h"
+#include "kernels/kernels.h"
+#include "store/reach.h"
 #include "check.h"
-#include "core/bounded.h"
+#include "compress/bounded.h"
 
 #include <algorithm>
 #include <cmath>

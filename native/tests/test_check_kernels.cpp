@@ -1,7 +1,7 @@
 // The check of the kernels finds every kernel that is wrong, whichever it is, and none in the tables that are right.
 
 #include "check.h"
-#include "core/check_kernels.h"
+#include "api/check_kernels.h"
 #include "kvedge.h"
 
 #include <cstring>

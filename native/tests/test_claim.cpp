@@ -1,7 +1,7 @@
 // Who may use a handle: several threads at once, calls inside calls, and work that goes on after a call.
 
 #include "check.h"
-#include "core/claim.h"
+#include "system/claim.h"
 
 #include <atomic>
 #include <thread>

@@ -1,10 +1,10 @@
 // Stages of the program's own, on layers that differ: what callbacks are given, on which threads, and what a failure leaves.
 
-#include "backend/cpu/kernels/kernels.h"
-#include "backend/cpu/reach.h"
+#include "kernels/kernels.h"
+#include "store/reach.h"
 #include "check.h"
-#include "core/compress.h"
-#include "core/observe.h"
+#include "compress/compress.h"
+#include "compress/observe.h"
 
 #include <algorithm>
 #include <cstring>

@@ -1,7 +1,7 @@
 // Messages arrive as they were written, on every C library, and never beyond their room.
 
 #include "check.h"
-#include "core/error.h"
+#include "system/error.h"
 
 #include <cstring>
 #include <string>

@@ -3,14 +3,14 @@
 
 #include "faults.h"
 
-#include "core/compress.h"
-#include "core/observe.h"
-#include "core/stream.h"
+#include "compress/compress.h"
+#include "compress/observe.h"
+#include "compress/stream.h"
 #include "kvedge.h"
 #include "rows.h"
-#include "session/crc32.h"
-#include "session/file.h"
-#include "session/serial.h"
+#include "system/crc32.h"
+#include "system/file.h"
+#include "sequence/serial.h"
 
 #include <cstring>
 #include <filesystem>

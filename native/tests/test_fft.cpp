@@ -1,6 +1,6 @@
 // The band filter of every table of kernels that this machine can run, against Fourier sums in double precision.
 
-#include "backend/cpu/kernels/kernels.h"
+#include "kernels/kernels.h"
 #include "check.h"
 
 #include <algorithm>

@@ -1,7 +1,7 @@
 // Session files take the place of older ones whole or not at all, whatever letters their names are made of.
 
 #include "check.h"
-#include "session/file.h"
+#include "system/file.h"
 
 #include <cstring>
 #include <filesystem>

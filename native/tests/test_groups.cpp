@@ -1,6 +1,6 @@
 // Heads of different lengths in groups: against every way to cut them.
 
-#include "backend/graph/groups.h"
+#include "device/groups.h"
 #include "check.h"
 
 #include <algorithm>

@@ -1,7 +1,7 @@
 // Every table of kernels that this machine can run, against plain loops in double precision.
 
-#include "backend/cpu/kernels/kernels.h"
-#include "backend/cpu/kernels/quantise.h"
+#include "kernels/kernels.h"
+#include "kernels/quantise.h"
 #include "check.h"
 
 #include <algorithm>

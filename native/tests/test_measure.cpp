@@ -2,12 +2,12 @@
 //
 //   test_measure [DEVICE]    a name or HOST:PORT; without one the processor, through ggml's graphs
 
-#include "backend/graph/rows.h"
-#include "backend/cpu/kernels/kernels.h"
-#include "backend/cpu/reach.h"
+#include "device/graph_rows.h"
+#include "kernels/kernels.h"
+#include "store/reach.h"
 #include "check.h"
-#include "core/sequence.h"
-#include "core/stages.h"
+#include "sequence/sequence.h"
+#include "plan/stages.h"
 #include "device.h"
 #include "ggml-backend.h"
 #include "primitives/dct.h"

@@ -1,6 +1,6 @@
 // Memory that is given up is the system's again: its own figures say so.
 
-#include "backend/cpu/pages.h"
+#include "system/pages.h"
 #include "check.h"
 
 #include <algorithm>

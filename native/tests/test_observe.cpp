@@ -1,8 +1,8 @@
 // What is gathered besides the attention itself: how many queries saw a token, and the queries that are kept for the entropy
 // between text and images, against sums in double precision.
 
-#include "backend/cpu/attention/attention.h"
-#include "core/observe.h"
+#include "attention/attention.h"
+#include "compress/observe.h"
 #include "primitives/entropy.h"
 #include "rows.h"
 

@@ -1,7 +1,7 @@
 // A setting that is refused leaves the plan as it was, and what a plan keeps of images fits its promise.
 
 #include "check.h"
-#include "core/plan.h"
+#include "plan/plan.h"
 
 #include <cstring>
 #include <vector>

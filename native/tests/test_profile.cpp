@@ -1,8 +1,8 @@
 // Profiles of plans: what is copied, what is refused, and budgets of models whose layers differ.
 
 #include "check.h"
-#include "core/profile.h"
-#include "core/projection.h"
+#include "plan/profile.h"
+#include "compress/projection.h"
 
 #include <cstring>
 #include <random>

@@ -1,7 +1,7 @@
 // Rotated rows, of every table of kernels and of every type that is rotated.
 
-#include "backend/cpu/kernels/kernels.h"
-#include "backend/cpu/kernels/quantise.h"
+#include "kernels/kernels.h"
+#include "kernels/quantise.h"
 #include "check.h"
 
 #include <random>

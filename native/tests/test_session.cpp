@@ -1,11 +1,11 @@
 // Sequences to files and back: equal rows, and no harm from files that lie. Meant for the sanitizers above all.
 
-#include "backend/cpu/kernels/kernels.h"
-#include "backend/cpu/reach.h"
+#include "kernels/kernels.h"
+#include "store/reach.h"
 #include "check.h"
-#include "session/crc32.h"
-#include "session/file.h"
-#include "session/serial.h"
+#include "system/crc32.h"
+#include "system/file.h"
+#include "sequence/serial.h"
 
 #include <algorithm>
 #include <cmath>

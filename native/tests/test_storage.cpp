@@ -1,12 +1,12 @@
 // What a sequence holds after prompts, generated tokens, drops, cuts and copies, for every storage type: the rows of the
 // tokens it names, as exact as the type is, and of KIVI's types no more plain rows than the residual.
 
-#include "backend/cpu/kernels/kernels.h"
-#include "backend/cpu/reach.h"
+#include "kernels/kernels.h"
+#include "store/reach.h"
 #include "check.h"
-#include "core/compress.h"
-#include "core/sequence.h"
-#include "core/storage.h"
+#include "compress/compress.h"
+#include "sequence/sequence.h"
+#include "plan/storage.h"
 
 #include <algorithm>
 #include <climits>

@@ -1,11 +1,11 @@
 // The store under random series of what happens to a sequence, against plain lists of rows; and what a long answer costs.
 
-#include "backend/cpu/kernels/kernels.h"
-#include "backend/cpu/pages.h"
-#include "backend/cpu/reach.h"
+#include "kernels/kernels.h"
+#include "system/pages.h"
+#include "store/reach.h"
 #include "check.h"
-#include "core/compress.h"
-#include "core/observe.h"
+#include "compress/compress.h"
+#include "compress/observe.h"
 
 #include <algorithm>
 #include <atomic>

@@ -1,10 +1,10 @@
 // Streams under random series of what happens to a sequence, against plain lists of rows; and on arrays, by every scorer.
 
-#include "backend/cpu/kernels/kernels.h"
-#include "backend/cpu/reach.h"
+#include "kernels/kernels.h"
+#include "store/reach.h"
 #include "check.h"
-#include "core/observe.h"
-#include "core/stream.h"
+#include "compress/observe.h"
+#include "compress/stream.h"
 
 #include <algorithm>
 #include <random>

@@ -1,8 +1,8 @@
 // Structs that carry their size, between programs and libraries of different headers; and exceptions as statuses.
 
 #include "check.h"
-#include "core/error.h"
-#include "core/structs.h"
+#include "system/error.h"
+#include "system/structs.h"
 
 #include <cstring>
 #include <new>

@@ -3,9 +3,9 @@
 //
 //   test_take [DEVICE]      another device of ggml's, by its name, or the first of an RPC server, HOST:PORT
 
-#include "backend/graph/rows.h"
+#include "device/graph_rows.h"
 #include "check.h"
-#include "core/job.h"
+#include "compress/job.h"
 #include "ggml-backend.h"
 #include "primitives/merge.h"
 #include "rows.h"

@@ -5,7 +5,7 @@
 
 #if defined(__linux__)
 
-#    include "session/file.h"
+#    include "system/file.h"
 
 #    include <cerrno>
 #    include <csignal>

@@ -10,12 +10,12 @@ from pykvedge.chat.conversation import Conversation
 from pykvedge.chat.writing import Writing
 from pykvedge.errors import GrammarError, StateError
 from pykvedge.models.prompt import Message
-from pykvedge.native import signals
-from pykvedge.native.guard import Single
 from pykvedge.runtime import logprobs
 from pykvedge.runtime.report import Report
 from pykvedge.runtime.sampler import Sampler
 from pykvedge.runtime.sampling import Sampling
+from pykvedge.system import signals
+from pykvedge.system.guard import Single
 
 
 class Answer(Single):

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 
 from pykvedge.errors import UnsupportedError
+from pykvedge.library.libkvedge import Cache
 from pykvedge.models.composer import Composer
 from pykvedge.models.vision import ImagePiece, TextPiece
 from pykvedge.models.vocabulary import Vocabulary
 from pykvedge.native import libraries
 from pykvedge.plans.plan import Plan
 from pykvedge.runtime.driver import cut
-from pykvedge.runtime.libkvedge import Cache
 from pykvedge.runtime.llama_context import Context
 from pykvedge.runtime.replay import Passage, Requests, parts
 

@@ -15,9 +15,9 @@ from pykvedge.plans.plan import Plan
 
 if TYPE_CHECKING:
     from pykvedge.chat.attached_pass import AttachedPass
-    from pykvedge.plans.kvtypes import KvType
-    from pykvedge.plans.stages.base import ProfileTable
-    from pykvedge.runtime.libkvedge import Cache
+    from pykvedge.library.libkvedge import Cache
+    from pykvedge.reference.kvtypes import KvType
+    from pykvedge.reference.stages.base import ProfileTable
 
 
 def recipe(plan: Plan, kv_type: KvType, given: Mapping[str, ProfileTable]) -> str:
@@ -90,7 +90,7 @@ class States:
 
     def _pack(self, history: History) -> bytes:
         """Returns no bytes for what can be read again instead."""
-        from pykvedge.runtime import libkvedge
+        from pykvedge.library import libkvedge
 
         known = history.knows(self._llm.n_tokens)
         if known and self._again.waits:
@@ -126,7 +126,7 @@ class States:
 
     def give(self, state: AttachedState) -> None:
         """Puts its rows into the empty cache. Raises SessionFileError, OutOfMemoryError."""
-        from pykvedge.runtime import libkvedge
+        from pykvedge.library import libkvedge
 
         libkvedge.unpack(self._cache, state.llama_state, state.model)
         self._again.go_on(state.end, state.answer)

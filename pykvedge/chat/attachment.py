@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 from pykvedge.chat.reuse import History, shared
 from pykvedge.errors import CancelledError, KvedgeError, StateError, UnsupportedError, UsageError
-from pykvedge.native import signals
-from pykvedge.native.guard import Guard, one_thread
-from pykvedge.plans.kvtypes import KvType, ggml_types
 from pykvedge.plans.making import default_plan
 from pykvedge.plans.making import plan as make_plan
 from pykvedge.plans.plan import Plan
+from pykvedge.reference.kvtypes import KvType, ggml_types
+from pykvedge.system import signals
+from pykvedge.system.guard import Guard, one_thread
 
 if TYPE_CHECKING:
     from pykvedge.chat.attached_state import AttachedState
+    from pykvedge.library.libkvedge import Stats
     from pykvedge.plans.profile import Given
-    from pykvedge.plans.stages.base import ProfileTable
-    from pykvedge.runtime.libkvedge import Stats
+    from pykvedge.reference.stages.base import ProfileTable
 
 
 def attach(
@@ -70,8 +70,8 @@ class Attachment:
     def __init__(self, llm: Any, plan: Plan, profile: Given = None) -> None:
         from pykvedge.chat.attached_pass import AttachedPass
         from pykvedge.chat.attached_state import States
+        from pykvedge.library import libkvedge
         from pykvedge.native import libraries
-        from pykvedge.runtime import libkvedge
 
         libraries.llama()  # refuses a llama_cpp that loaded other libraries
         self._llm, self._profile = llm, profile

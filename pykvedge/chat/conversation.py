@@ -11,21 +11,23 @@ from dataclasses import replace
 from typing import Protocol
 
 from pykvedge.errors import OutOfMemoryError, SessionFileError, StateError, UnsupportedError
+from pykvedge.library import libkvedge, native_plan
 from pykvedge.models.composer import Composer
 from pykvedge.models.images import Picture
 from pykvedge.models.model import Model, Progress
 from pykvedge.models.prompt import Message
 from pykvedge.models.vision import ImagePiece, Piece, TextPiece, Vision
-from pykvedge.native import crash, memory, signals
-from pykvedge.native.guard import Guard, Single, Stop
-from pykvedge.plans.kvtypes import KvType
+from pykvedge.native import crash
 from pykvedge.plans.plan import Plan
-from pykvedge.runtime import libkvedge, native_plan, opening, stream
+from pykvedge.reference.kvtypes import KvType
+from pykvedge.runtime import opening, stream
 from pykvedge.runtime.engine import Engine
 from pykvedge.runtime.pruning import planned
 from pykvedge.runtime.report import Report
 from pykvedge.runtime.sessionfile import fingerprint
 from pykvedge.runtime.settings import Settings
+from pykvedge.system import memory, signals
+from pykvedge.system.guard import Guard, Single, Stop
 
 
 class Answer(Protocol):

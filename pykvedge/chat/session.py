@@ -16,6 +16,7 @@ from pykvedge.chat import branch
 from pykvedge.chat.answer import Answer
 from pykvedge.chat.conversation import Conversation
 from pykvedge.errors import CancelledError, NothingToCompressError, StateError, UsageError
+from pykvedge.library import libkvedge
 from pykvedge.models import profiles
 from pykvedge.models.composer import Composer
 from pykvedge.models.images import Picture, load_pictures
@@ -23,11 +24,8 @@ from pykvedge.models.model import Progress, silent
 from pykvedge.models.modelfile import facts
 from pykvedge.models.prompt import Message, check_places, places
 from pykvedge.models.vision import Piece, Vision
-from pykvedge.native import dropped, signals
-from pykvedge.native.guard import one_thread
 from pykvedge.plans.making import checked_plan
 from pykvedge.plans.plan import Plan
-from pykvedge.runtime import libkvedge
 from pykvedge.runtime.engine import Engine
 from pykvedge.runtime.loaded import LoadedModel, Loan, borrow, path_of
 from pykvedge.runtime.report import ModelFacts, Report, Time
@@ -35,6 +33,8 @@ from pykvedge.runtime.sampler import Sampler
 from pykvedge.runtime.sampling import Sampling
 from pykvedge.runtime.sessionfile import Note, encoded, fingerprint, read_note
 from pykvedge.runtime.settings import Settings
+from pykvedge.system import dropped, signals
+from pykvedge.system.guard import one_thread
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

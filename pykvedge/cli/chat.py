@@ -14,8 +14,8 @@ from pykvedge.cli import options, paths, sampling
 from pykvedge.cli.modelfiles import model_files
 from pykvedge.cli.options import option
 from pykvedge.errors import UsageError
-from pykvedge.native.files import require_file
 from pykvedge.plans.plan import Plan
+from pykvedge.system.files import require_file
 
 _OPTIONS = (
     options.MODEL,
@@ -114,10 +114,10 @@ def _talk(
     import threading
 
     from pykvedge.chat.session import Session
+    from pykvedge.cli.progress import Display
     from pykvedge.cli.talk.chat import Chat, Style
     from pykvedge.cli.talk.lines import history_file
     from pykvedge.cli.talk.loop import converse
-    from pykvedge.lab.progress import Display
     from pykvedge.models.images import load_picture
     from pykvedge.models.video import frames
     from pykvedge.native import crash

@@ -11,7 +11,7 @@ import click
 from pykvedge.cli import options
 
 if TYPE_CHECKING:
-    from pykvedge.lab.doctor.diagnosis import Diagnosis
+    from pykvedge.doctor.diagnosis import Diagnosis
 
 
 @click.command()
@@ -25,9 +25,9 @@ def doctor(as_json: bool, quiet: bool) -> None:
 
     The exit code is 0 if everything is sound, and 1 if something is not.
     """
-    from pykvedge.lab.doctor.diagnosis import diagnose
-    from pykvedge.lab.doctor.steps import groups
-    from pykvedge.lab.progress import Display
+    from pykvedge.cli.progress import Display
+    from pykvedge.doctor.diagnosis import diagnose
+    from pykvedge.doctor.steps import groups
 
     display = Display(enabled=not quiet)
     try:
@@ -46,7 +46,7 @@ def _show(found: Diagnosis) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from pykvedge.lab.doctor.diagnosis import table
+    from pykvedge.doctor.diagnosis import table
 
     console = Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else 120)
     grid = Table.grid(padding=(0, 2))

@@ -15,8 +15,8 @@ from pykvedge.cli.options import option
 from pykvedge.errors import UsageError
 
 if TYPE_CHECKING:
-    from pykvedge.lab.footprint import Files, Footprint, Request
-    from pykvedge.lab.imagework import ImageWork
+    from pykvedge.fit.footprint import Files, Footprint, Request
+    from pykvedge.fit.imagework import ImageWork
     from pykvedge.models.gguf import Header
     from pykvedge.models.imagetokens import ImageGrid
     from pykvedge.models.placement import Placement, Talk
@@ -66,9 +66,9 @@ def fit(file: Path | None, **given: Any) -> None:
       kvedge fit model.gguf --text 16000 --method snapkv --gpu-layers auto
       kvedge fit model.gguf --mmproj mmproj.gguf --image photo.jpg --method mixkv --allocator prefix
     """
-    from pykvedge.lab.footprint import footprint, most_images, most_turns
-    from pykvedge.native import memory
-    from pykvedge.plans.kvtypes import KvType
+    from pykvedge.fit.footprint import footprint, most_images, most_turns
+    from pykvedge.reference.kvtypes import KvType
+    from pykvedge.system import memory
 
     if file is not None and given["model"] is not None:
         raise UsageError(f"{file} and --model name a model each; pass one")
@@ -108,8 +108,8 @@ def fit(file: Path | None, **given: Any) -> None:
 def _request(
     header: Header, projector: Header | None, plan: Plan, given: dict[str, Any]
 ) -> tuple[Files, Request, Placement, ImageWork | None]:
-    from pykvedge.lab.footprint import Files, Request, Weights, encoder_compute, machine_simd, program_bytes
-    from pykvedge.lab.imagework import image_work
+    from pykvedge.fit.footprint import Files, Request, Weights, encoder_compute, machine_simd, program_bytes
+    from pykvedge.fit.imagework import image_work
     from pykvedge.models.shape import ModelShape
     from pykvedge.native import llamacpp
 
@@ -162,10 +162,10 @@ def _largest(
 
 
 def _talk(request: Request) -> Talk:
+    from pykvedge.library.native_plan import score_bytes
     from pykvedge.models.placement import Talk
-    from pykvedge.plans.kvtypes import KvType
+    from pykvedge.reference.kvtypes import KvType
     from pykvedge.runtime.llama_context import N_UBATCH
-    from pykvedge.runtime.native_plan import score_bytes
 
     n = request.prompt_tokens
     observes = score_bytes(request.plan, n, [(1, 1, 8)]) > 0
@@ -184,7 +184,7 @@ def _sizes(given: dict[str, Any]) -> list[tuple[int, int]]:
 
 def _placed(placement: Placement) -> list[str]:
     """Says what each device takes, a line for each."""
-    from pykvedge.native.memory import readable
+    from pykvedge.system.memory import readable
 
     lines = []
     for share in placement.shares:
@@ -203,7 +203,7 @@ def _placed(placement: Placement) -> list[str]:
 
 
 def _table(f: Footprint, request: Request, placement: Placement, out: dict[str, Any]) -> str:
-    from pykvedge.native.memory import readable
+    from pykvedge.system.memory import readable
 
     rows: list[tuple[Any, ...]] = [
         ("program and its libraries", *[f.program] * 3),

@@ -71,8 +71,8 @@ def _all() -> list[Preset]:
 
 
 def _check(name: str, as_json: bool) -> int:
-    """Prints what `pykvedge.lab.checks` found. Returns the exit code."""
-    from pykvedge.lab.checks.suite import check
+    """Prints what `pykvedge.reference.checks` found. Returns the exit code."""
+    from pykvedge.reference.checks.suite import check
 
     rows = check(name)
     broken = any(row.failed for row in rows)

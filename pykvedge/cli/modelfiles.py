@@ -13,7 +13,7 @@ from pykvedge.cli import options, paths
 from pykvedge.errors import UsageError, one_line
 
 if TYPE_CHECKING:
-    from pykvedge.lab.progress import Display
+    from pykvedge.cli.progress import Display
     from pykvedge.models.gguf import Header
 
 
@@ -89,7 +89,7 @@ def _warn(line: str) -> None:
 
 @contextlib.contextmanager
 def _display(given: Mapping[str, Any]) -> Iterator[Display]:
-    from pykvedge.lab.progress import Fetching
+    from pykvedge.cli.progress import Fetching
 
     display = Fetching(enabled=not given.get("quiet"))
     try:

@@ -52,7 +52,7 @@ def remove(name: str, yes: bool, as_json: bool) -> None:
     An image encoder goes with the last model that uses it; files that other models use stay.
     """
     from pykvedge.models import hub
-    from pykvedge.native.memory import readable
+    from pykvedge.system.memory import readable
 
     found = hub.remove(name)
     if not yes and not _agreed(found):
@@ -66,7 +66,7 @@ def remove(name: str, yes: bool, as_json: bool) -> None:
 
 
 def _agreed(found: Removal) -> bool:
-    from pykvedge.native.memory import readable
+    from pykvedge.system.memory import readable
 
     if not _at_terminal():
         raise UsageError(f"removing {found.name} needs your word: pass --yes, as nobody sits at a terminal")
@@ -81,10 +81,10 @@ def _at_terminal() -> bool:
 
 
 def _list(as_json: bool) -> None:
-    from pykvedge.lab.tables import markdown
+    from pykvedge.cli.tables import markdown
     from pykvedge.models import hub
     from pykvedge.models.hub.cached import unfinished
-    from pykvedge.native.memory import readable
+    from pykvedge.system.memory import readable
 
     found, problems = hub.cached_models()
     begun = unfinished()
@@ -106,9 +106,9 @@ def _list(as_json: bool) -> None:
 
 
 def _suggest(as_json: bool) -> None:
-    from pykvedge.lab.suggestions import SUGGESTIONS
-    from pykvedge.lab.tables import markdown
-    from pykvedge.native import memory
+    from pykvedge.cli.tables import markdown
+    from pykvedge.fit.suggestions import SUGGESTIONS
+    from pykvedge.system import memory
 
     available = memory.available_bytes()
     rows = [one.as_json(available) for one in SUGGESTIONS]

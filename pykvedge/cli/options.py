@@ -15,11 +15,11 @@ import pykvedge
 from pykvedge.cli import paths
 from pykvedge.errors import SaveError, UsageError
 from pykvedge.models.offload import Offload
-from pykvedge.plans.kvtypes import NAMES, ROTATES
 from pykvedge.plans.making import plan as make_plan
 from pykvedge.plans.plan import Plan
 from pykvedge.plans.plugin_files import load_file
 from pykvedge.plans.presets import DEFAULT_METHOD, STREAM_METHOD
+from pykvedge.reference.kvtypes import NAMES, ROTATES
 
 DATA = Path(pykvedge.__file__).parent / "data"  # importlib.resources names no folder in an editable installation
 _PLAN_SETTINGS = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import importlib.util
 import io
 import os
 import signal
@@ -11,13 +12,9 @@ import sys
 
 import click
 
-from pykvedge.cli.bench import bench
-from pykvedge.cli.calibrate import calibrate
 from pykvedge.cli.chat import chat
 from pykvedge.cli.doctor import doctor
-from pykvedge.cli.eval import evaluate
 from pykvedge.cli.fit import fit
-from pykvedge.cli.inspect import inspect
 from pykvedge.cli.methods import methods
 from pykvedge.cli.models import models
 from pykvedge.cli.rpc_server import rpc_server
@@ -29,7 +26,7 @@ def _show_version(context: click.Context, _: click.Parameter, wanted: bool) -> N
     if not wanted or context.resilient_parsing:
         return
     from pykvedge import __version__
-    from pykvedge.runtime import libkvedge
+    from pykvedge.library import libkvedge
 
     click.echo(f"kvedge {__version__}")
     click.echo(libkvedge.describe())
@@ -73,7 +70,15 @@ def _show_c_package(fields: list[str], cmake_dir: bool) -> None:
         click.echo(line)
 
 
-for command in (bench, chat, evaluate, methods, models, inspect, calibrate, fit, doctor, serve, rpc_server):
+def _commands() -> list[click.Command]:
+    """Returns all commands. A program that packs kvedge may leave out kvedge_lab, and has none of its commands then."""
+    found = [chat, methods, models, fit, doctor, serve, rpc_server]
+    if importlib.util.find_spec("kvedge_lab"):
+        found += importlib.import_module("kvedge_lab.commands").COMMANDS
+    return found
+
+
+for command in _commands():
     cli.add_command(command)
 
 

@@ -56,7 +56,7 @@ def chosen(given: Mapping[str, Any]) -> Sampling:
 
 def form(name: str, text: str | None) -> str | Path | None:
     """Tells the text of a grammar or a JSON schema from the name of a file."""
-    from pykvedge.runtime.grammar_source import is_grammar, is_schema
+    from pykvedge.grammars.source import is_grammar, is_schema
 
     is_text = is_grammar if name == "grammar" else is_schema
     return text if text is None or is_text(text) else paths.expanded(Path(text))

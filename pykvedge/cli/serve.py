@@ -78,11 +78,11 @@ def serve(**given: Any) -> None:
     missing = [name for name in (*_EXTRA, *_LOOP) if importlib.util.find_spec(name) is None]
     if missing:
         raise UsageError(f"serving needs {', '.join(missing)}: pip install 'kvedge[serve]'")
-    from pykvedge.chat.serve import server
-    from pykvedge.lab.progress import Display
+    from pykvedge.cli.progress import Display
     from pykvedge.native import crash
     from pykvedge.runtime.loaded import load
     from pykvedge.runtime.sampling import Sampling
+    from pykvedge.serve import server
 
     options.load_plugins(given)
     plan = options.chosen_plan(given)
@@ -104,9 +104,9 @@ def serve(**given: Any) -> None:
 
 
 def _options(given: dict[str, Any], server: Any) -> Any:
-    from pykvedge.chat.serve.keys import read_keys
-    from pykvedge.chat.serve.limits import Limits
-    from pykvedge.chat.serve.pictures import Sources
+    from pykvedge.serve.keys import read_keys
+    from pykvedge.serve.limits import Limits
+    from pykvedge.serve.pictures import Sources
 
     def size(name: str, default: int) -> int:
         text = given[name.strip("-").replace("-", "_")]

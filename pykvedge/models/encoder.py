@@ -16,8 +16,9 @@ from pykvedge.models.imagetokens import token_limits
 from pykvedge.models.mmproj_values import projector
 from pykvedge.models.model import Model
 from pykvedge.models.modelfile import check_mmproj
-from pykvedge.native import ggml, libraries, llamacpp, memory
+from pykvedge.native import ggml, libraries, llamacpp
 from pykvedge.native.encoderwatch import EncoderWatch
+from pykvedge.system import memory
 
 WORKSPACE = 128 << 20  # bytes that encoding an image takes beside the weights, about
 _SCHEDULER = 165 << 20  # of address space, hardly touched: ggml's, for graphs of 8192 nodes; without them it asserts

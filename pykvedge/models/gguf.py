@@ -17,7 +17,7 @@ from pathlib import Path
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from pykvedge.errors import ModelError
-from pykvedge.native.files import require_file
+from pykvedge.system.files import require_file
 
 Scalar = int | float | bool | str
 

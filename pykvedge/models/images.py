@@ -19,8 +19,8 @@ from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from PIL.Image import Image as PillowImage
 
 from pykvedge.errors import ArrayError, ImageError, UsageError
-from pykvedge.native import signals
-from pykvedge.native.files import require_file
+from pykvedge.system import signals
+from pykvedge.system.files import require_file
 
 if TYPE_CHECKING:
     ImageSource: TypeAlias = (

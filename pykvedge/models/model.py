@@ -14,8 +14,9 @@ from pykvedge.models.model_values import rotates_nothing
 from pykvedge.models.modelfile import check_model
 from pykvedge.models.offload import Offload
 from pykvedge.models.vocabulary import Vocabulary
-from pykvedge.native import ggml, llamacpp, memory
+from pykvedge.native import ggml, llamacpp
 from pykvedge.native.calls import Raised
+from pykvedge.system import memory
 
 Progress = Callable[[str, float], None]  # (what, share done in 0..1)
 

@@ -15,11 +15,11 @@ from typing import Any
 from pykvedge.models.gguf import Header, tensor_bytes
 from pykvedge.models.shape import Layer, ModelShape, mask_bytes
 from pykvedge.native.ggml import Device
-from pykvedge.plans.kvtypes import KvType
+from pykvedge.reference.kvtypes import KvType
 
-_FLASH = (64, 80, 96, 112, 128, 256)  # head sizes with flash attention (native/src/backend/graph/attention.cpp)
+_FLASH = (64, 80, 96, 112, 128, 256)  # head sizes with flash attention (native/src/device/attention.cpp)
 _BLOCKS = ("q8_0", "q4_0")  # quantised types that ggml has, too
-_SUMS = 4 * (32 << 20)  # bytes that adding up a prompt's attention takes (native/src/backend/graph/sums.cpp)
+_SUMS = 4 * (32 << 20)  # bytes that adding up a prompt's attention takes (native/src/device/sums.cpp)
 _SPARE = 0.05  # share of a device that is left for its driver
 _MOST_SPARE = 512 << 20
 
@@ -171,6 +171,6 @@ def _bytes_per_value(kv_type: KvType | None, shape: ModelShape) -> tuple[float, 
 
 
 def _slots(n: int) -> int:
-    """Slots that kvedge makes for so many pairs of a head (slots_for in native/src/backend/graph/groups.cpp)."""
+    """Slots that kvedge makes for so many pairs of a head (slots_for in native/src/device/groups.cpp)."""
     step = 64 if n < 2048 else 256
     return -(-(n + 32) // step) * step

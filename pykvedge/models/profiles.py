@@ -10,7 +10,7 @@ from pykvedge.errors import ModelError, ProfileError
 from pykvedge.models.gguf import read_header
 from pykvedge.plans.plan import Plan
 from pykvedge.plans.profile import COLUMNS, KINDS, Given, Profile, assigned, load, misfit, missing
-from pykvedge.plans.stages.base import ProfileTable
+from pykvedge.reference.stages.base import ProfileTable
 
 _SAMPLES, _SAMPLE_BYTES = 64, 64 << 10
 SHIPPED = Path(__file__).parent.parent / "data" / "profiles"

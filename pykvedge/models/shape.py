@@ -1,6 +1,6 @@
 """The shape of a language model, as the metadata of its file give it, and the memory that follows from it.
 
-`kvedge fit` plans whole conversations with it (lab/footprint.py), and every context is checked against it before it is
+`kvedge fit` plans whole conversations with it (fit/footprint.py), and every context is checked against it before it is
 made (runtime/llama_context.py). The compute buffers follow llama.cpp's allocator: in the widest place of a layer, the
 feed-forward block, four vectors as wide as the model and two as wide as the block are alive for each token of a pass
 (in stock llama.cpp three: patches/0004). tests/test_footprint.py compares the sums with measured runs.

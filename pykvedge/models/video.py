@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from pykvedge.errors import ImageError, UsageError
 from pykvedge.models.images import MAX_PIXELS, Picture
-from pykvedge.native.files import require_file
+from pykvedge.system.files import require_file
 
 _HOW_TO_GET = "apt install ffmpeg, brew install ffmpeg, or winget install ffmpeg"
 _MOST_HEADER = 64  # characters of a frame's

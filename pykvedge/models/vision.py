@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from pykvedge.caches.encoded import IMAGE_CACHE, Encoded
 from pykvedge.errors import ImageError, UsageError
-from pykvedge.models.encoded import IMAGE_CACHE, Encoded
 from pykvedge.models.encoder import Encoder
 from pykvedge.models.images import Picture
 from pykvedge.models.imagetokens import Places, places

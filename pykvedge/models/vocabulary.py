@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from pykvedge.errors import ModelError, UsageError
-from pykvedge.models.grammar_table import GrammarTable
+from pykvedge.grammars.table import GrammarTable
 
 LONG = 4096  # characters of a text that is tokenised with care
 _LINE = 8192  # characters of a line; a word of 20,000 overflows the stack of std::regex

@@ -1,1 +1,1 @@
-"""The package meets this below it: kvedge.h by ctypes, the libraries, llama.cpp's set-up, memory, processor."""
+"""The package calls native code here: kvedge.h by ctypes, the libraries, llama.cpp's set-up."""

@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 
 from pykvedge.errors import LibraryError
-from pykvedge.native import cpu
-from pykvedge.native.version import NOT_INSTALLED, package_version
+from pykvedge.system import cpu
+from pykvedge.system.version import NOT_INSTALLED, package_version
 
 REINSTALL = "reinstall kvedge, or set KVEDGE_LIB_DIR to the folder of a development build"
 REBUILD = "build kvedge on this machine: python3 scripts/dev.py build"

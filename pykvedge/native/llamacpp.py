@@ -16,8 +16,9 @@ from typing import Any
 
 import psutil
 
-from pykvedge.native import libraries, signals
+from pykvedge.native import libraries
 from pykvedge.native.calls import Raised
+from pykvedge.system import signals
 
 _ERROR, _CONT = 4, 5  # ggml_log_level
 _REFUSED = re.compile(r"failed to allocate (?!CPU)(\S+) buffer of size (\d+)")

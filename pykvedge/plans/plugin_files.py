@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 from pykvedge.errors import KvedgeError, PluginError
-from pykvedge.native.files import require_file
 from pykvedge.plans.making import plan
 from pykvedge.plans.plan import Plan
 from pykvedge.plans.plugins import calling, table
+from pykvedge.system.files import require_file
 
 LIBRARY_ENDINGS = (".so", ".dylib", ".dll")
 

@@ -9,7 +9,7 @@ from pykvedge.errors import UnknownNameError, UsageError, unknown
 from pykvedge.plans.amounts import Budget
 from pykvedge.plans.plugins import installed, table
 from pykvedge.plans.plugins.table import Preset
-from pykvedge.plans.stages.members import STAGES
+from pykvedge.reference.stages.members import STAGES
 
 # This method answers when nobody chose one: of all that were measured it loses least where the question is at the
 # prompt's end and where it comes later (docs/results/questions.md). Its budget is half of the

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from pykvedge.errors import ProfileError
-from pykvedge.native.files import require_file
 from pykvedge.plans.plan import Plan
-from pykvedge.plans.stages.base import ProfileTable
+from pykvedge.reference.stages.base import ProfileTable
+from pykvedge.system.files import require_file
 
 JSON_VERSION = 1
 # kind -> the command that makes one

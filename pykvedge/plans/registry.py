@@ -6,8 +6,8 @@ from typing import cast
 
 from pykvedge.errors import unknown
 from pykvedge.plans.plugins import installed, table
-from pykvedge.plans.stages.base import Allocator, Member, Pruner, Reducer, Scorer
-from pykvedge.plans.stages.members import STAGES, members
+from pykvedge.reference.stages.base import Allocator, Member, Pruner, Reducer, Scorer
+from pykvedge.reference.stages.members import STAGES, members
 
 __all__ = ["STAGES", "allocator", "member", "members", "pruner", "reducer", "scorer"]
 

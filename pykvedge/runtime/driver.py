@@ -11,15 +11,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 from pykvedge.errors import CancelledError, KvedgeError, LibraryError, NothingToCompressError, StateError
+from pykvedge.library.libkvedge import Cache
 from pykvedge.models.composer import Composer
 from pykvedge.models.model import Model, Progress, silent
 from pykvedge.models.vision import ImagePiece, Piece, TextPiece, Vision
 from pykvedge.native.abi import DEVICES_ALL, DEVICES_AUTO
-from pykvedge.plans.kvtypes import KvType
 from pykvedge.plans.plan import Plan
-from pykvedge.plans.stages.base import ProfileTable
+from pykvedge.reference.kvtypes import KvType
+from pykvedge.reference.stages.base import ProfileTable
 from pykvedge.runtime.interrupt import stop_if_set
-from pykvedge.runtime.libkvedge import Cache
 from pykvedge.runtime.llama_context import Context, ContextSize, check_memory
 from pykvedge.runtime.replay import Part, Passage, Requests, parts
 

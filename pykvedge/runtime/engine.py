@@ -11,17 +11,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from pykvedge.errors import ContextError, NothingToCompressError, SessionFileError, StateError, UnsupportedError
+from pykvedge.library import libkvedge, native_plan
 from pykvedge.models import profiles
 from pykvedge.models.model import Model, Progress
 from pykvedge.models.shape import shares_cache
 from pykvedge.models.token_table import TokenTable
 from pykvedge.models.vision import ImagePiece, Piece, Vision
-from pykvedge.native import crash, llamacpp, memory
-from pykvedge.plans.kvtypes import KvType
+from pykvedge.native import crash, llamacpp
 from pykvedge.plans.making import check_protection
 from pykvedge.plans.plan import Plan
-from pykvedge.plans.stages.base import ProfileTable
-from pykvedge.runtime import bounded_batch, figures, libkvedge, native_plan
+from pykvedge.reference.kvtypes import KvType
+from pykvedge.reference.stages.base import ProfileTable
+from pykvedge.runtime import bounded_batch, figures
 from pykvedge.runtime.crew import Crew
 from pykvedge.runtime.driver import Driver
 from pykvedge.runtime.interrupt import stop_if_set
@@ -33,6 +34,7 @@ from pykvedge.runtime.replay import extra_tokens
 from pykvedge.runtime.report import Kv
 from pykvedge.runtime.sessionfile import Note, encoded
 from pykvedge.runtime.settings import Settings
+from pykvedge.system import memory
 
 
 class Engine:

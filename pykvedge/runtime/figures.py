@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from pykvedge.library.libkvedge import Cache
 from pykvedge.models.model import Model
-from pykvedge.plans.kvtypes import KvType
-from pykvedge.runtime.libkvedge import Cache
+from pykvedge.reference.kvtypes import KvType
 from pykvedge.runtime.report import DeviceWork, Kv
 
 

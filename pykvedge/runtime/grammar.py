@@ -9,10 +9,10 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, regex_to_lark
 
 from pykvedge.errors import GrammarError
-from pykvedge.models.grammar_table import GrammarTable
+from pykvedge.grammars import schema
+from pykvedge.grammars.source import Lazy
+from pykvedge.grammars.table import GrammarTable
 from pykvedge.models.model import Model
-from pykvedge.runtime import grammar_gbnf, grammar_schema
-from pykvedge.runtime.grammar_source import Lazy
 from pykvedge.runtime.sampling import Sampling
 
 _LIMITS = LLParserLimits(
@@ -161,11 +161,11 @@ def _lark(sampling: Sampling, model: Model, special: dict[int, str]) -> tuple[st
         if grammar is not None:
             gbnf = grammar.grammar if isinstance(grammar, Lazy) else str(grammar)
             words = {text: token for token, text in special.items() if text}
-            return what, grammar_gbnf.lark(gbnf, model.tokenize, words)
+            return what, gbnf.lark(gbnf, model.tokenize, words)
         if sampling.regex is not None:
             return "regular expression", f"start: /{regex_to_lark(sampling.regex, '')}/"
         what = "JSON schema"
-        return what, f"start: %json {grammar_schema.prepared(str(sampling.json_schema))}"
+        return what, f"start: %json {schema.prepared(str(sampling.json_schema))}"
     except GrammarError as error:
         raise GrammarError(f"the {what} cannot be used: {error}") from None
 

@@ -15,10 +15,11 @@ from pykvedge.models.model import Model
 from pykvedge.models.shape import ModelShape, mask_bytes
 from pykvedge.models.vision import ImagePiece, Vision
 from pykvedge.models.vocabulary import Vocabulary
-from pykvedge.native import libraries, llamacpp, memory
+from pykvedge.native import libraries, llamacpp
 from pykvedge.native.calls import Raised
-from pykvedge.plans.kvtypes import KvType, ggml_types
+from pykvedge.reference.kvtypes import KvType, ggml_types
 from pykvedge.runtime.bounded_batch import OnePass, image_positions
+from pykvedge.system import memory
 
 N_BATCH = 2048
 N_UBATCH = 512

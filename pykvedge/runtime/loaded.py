@@ -10,19 +10,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pykvedge.caches.encoded import Encoded
+from pykvedge.caches.folder import CacheFolder
 from pykvedge.errors import StateError, UsageError
-from pykvedge.models.encoded import Encoded
 from pykvedge.models.encoder import Encoder
 from pykvedge.models.gguf import read_header
 from pykvedge.models.imagetokens import token_limits
 from pykvedge.models.model import Model, Progress, silent
-from pykvedge.native import crash, dropped, llamacpp, signals
-from pykvedge.native.guard import Single, Stop
-from pykvedge.native.version import package_version
-from pykvedge.runtime.cachefolder import CacheFolder
+from pykvedge.native import crash, llamacpp
 from pykvedge.runtime.opening import Openings
 from pykvedge.runtime.sessionfile import fingerprint
 from pykvedge.runtime.settings import LoadSettings, Settings
+from pykvedge.system import dropped, signals
+from pykvedge.system.guard import Single, Stop
+from pykvedge.system.version import package_version
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

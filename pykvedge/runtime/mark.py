@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pykvedge.errors import UnsupportedError
-from pykvedge.native import memory
+from pykvedge.library.libkvedge import Cache
 from pykvedge.plans.plan import Plan
-from pykvedge.runtime.libkvedge import Cache
 from pykvedge.runtime.llama_context import Context
 from pykvedge.runtime.replay import Passage
+from pykvedge.system import memory
 
 COPY = 1  # number of the sequence that holds it
 

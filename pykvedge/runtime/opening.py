@@ -13,12 +13,12 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 
+from pykvedge.caches.folder import CacheFolder
+from pykvedge.caches.memory import ByteCache
 from pykvedge.models.vision import ImagePiece, Piece, TextPiece
 from pykvedge.plans.plan import Plan
 from pykvedge.plans.plugins import table
-from pykvedge.plans.stages.base import ProfileTable
-from pykvedge.runtime.bytecache import ByteCache
-from pykvedge.runtime.cachefolder import CacheFolder
+from pykvedge.reference.stages.base import ProfileTable
 
 KIND = "openings"  # in a folder
 LEAST = 64  # tokens of text that are worth a pass of their own

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pykvedge.errors import ContextError
+from pykvedge.library.libkvedge import Cache
 from pykvedge.models.model import Model
 from pykvedge.models.vision import ImagePiece, Piece, Vision
 from pykvedge.plans.plan import Plan
-from pykvedge.runtime.libkvedge import Cache
 from pykvedge.runtime.llama_context import DEFAULT_CTX, ROOM_TO_ANSWER, Context, ContextSize, ubatch_for
 from pykvedge.runtime.settings import Settings
 

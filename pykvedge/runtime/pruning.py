@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from pykvedge.library.native_plan import NativePlan
 from pykvedge.models.imagetokens import Places
 from pykvedge.models.vision import ImagePiece, Piece
 from pykvedge.native.abi import GivenImage
@@ -14,8 +15,7 @@ from pykvedge.native.calls import call
 from pykvedge.plans import registry
 from pykvedge.plans.plan import Plan
 from pykvedge.plans.plugins import table
-from pykvedge.plans.stages.base import ImageRows
-from pykvedge.runtime.native_plan import NativePlan
+from pykvedge.reference.stages.base import ImageRows
 
 
 def planned(pieces: list[Piece], plan: Plan, threads: int) -> list[Piece]:

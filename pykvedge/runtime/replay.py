@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from pykvedge.errors import ContextError
+from pykvedge.library.native_plan import replays
 from pykvedge.models.composer import Composer
 from pykvedge.models.prompt import Message
 from pykvedge.models.vision import ImagePiece, Piece, TextPiece
 from pykvedge.plans.plan import Plan
-from pykvedge.plans.stages.replay import ReplayChunk
-from pykvedge.runtime.native_plan import replays
+from pykvedge.reference.stages.replay import ReplayChunk
 
 REPEAT = "Repeat what was said and shown before, word for word."
 GO_ON = "Repeat what was said and shown before, word for word. Go on from here: "

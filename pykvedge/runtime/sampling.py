@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pykvedge.errors import GrammarError, UsageError, check_number
-from pykvedge.runtime import grammar_source
+from pykvedge.grammars import source as grammar_source
 
 # name: the least and the most that it may be
 _REAL = {

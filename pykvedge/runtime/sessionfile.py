@@ -13,13 +13,13 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from pykvedge.errors import KvedgeError, SessionFileError, UsageError
+from pykvedge.library import libkvedge
 from pykvedge.models.gguf import Header
 from pykvedge.models.images import Picture
 from pykvedge.models.prompt import Message
-from pykvedge.native.files import require_file
 from pykvedge.plans.plan import Plan
-from pykvedge.runtime import libkvedge
 from pykvedge.runtime.settings import MAX_CTX
+from pykvedge.system.files import require_file
 
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 

@@ -6,11 +6,11 @@ import os
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, TypedDict
 
+from pykvedge.caches.encoded import IMAGE_CACHE
 from pykvedge.errors import UsageError, check_number, unknown
-from pykvedge.models.encoded import IMAGE_CACHE
 from pykvedge.models.imagetokens import MOST_TOKENS
 from pykvedge.models.offload import Offload
-from pykvedge.plans.kvtypes import KvType
+from pykvedge.reference.kvtypes import KvType
 
 if TYPE_CHECKING:
     from pykvedge.plans.profile import Given

@@ -8,7 +8,7 @@ import gguf
 import numpy as np
 from torch import Tensor
 
-from pykvedge.lab.demo_tasks.scenes import CELL, IMAGE_SIZE
+from kvedge_lab.demo_tasks.scenes import CELL, IMAGE_SIZE
 
 from .text import TextConfig
 from .tokenizer import BOS, CHAT_TEMPLATE, EOS, UNK, Tokenizer

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from pykvedge.lab.demo_tasks.evalset import Sample, chain, samples
-from pykvedge.lab.demo_tasks.scenes import Scene
-from pykvedge.lab.demo_tasks.tasks import NEEDLE_TASKS, TASKS, Question
+from kvedge_lab.demo_tasks.evalset import Sample, chain, samples
+from kvedge_lab.demo_tasks.scenes import Scene
+from kvedge_lab.demo_tasks.tasks import NEEDLE_TASKS, TASKS, Question
 
 from .rows import IGNORE, Batch, Row, RowMaker, Style, collate
 from .tokenizer import EOS

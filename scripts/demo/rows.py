@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pykvedge.lab.demo_tasks.prompts import MEDIA, SHOW_ANSWER, image_text, show_text
-from pykvedge.lab.demo_tasks.scenes import GRID, Scene, draw_scene
-from pykvedge.lab.demo_tasks.tasks import NEEDLE_TASKS, SINGLE_TASKS, Question, ask_difference, recolour
+from kvedge_lab.demo_tasks.prompts import MEDIA, SHOW_ANSWER, image_text, show_text
+from kvedge_lab.demo_tasks.scenes import GRID, Scene, draw_scene
+from kvedge_lab.demo_tasks.tasks import NEEDLE_TASKS, SINGLE_TASKS, Question, ask_difference, recolour
 
 from .tokenizer import BOS, EOS, Tokenizer
 from .vision import COLOUR_NAMES, N_PATCHES, patch_labels

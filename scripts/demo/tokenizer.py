@@ -7,8 +7,8 @@ Line breaks and the names of the roles are user-defined tokens, after which llam
 
 from __future__ import annotations
 
-from pykvedge.lab.demo_tasks.scenes import COLOURS, COLUMN_NAMES, PLURALS, ROW_NAMES, SHAPES
-from pykvedge.lab.demo_tasks.tasks import NUMBERS
+from kvedge_lab.demo_tasks.scenes import COLOURS, COLUMN_NAMES, PLURALS, ROW_NAMES, SHAPES
+from kvedge_lab.demo_tasks.tasks import NUMBERS
 
 SPACE = "\u2581"
 BOS, EOS, UNK = 1, 2, 0

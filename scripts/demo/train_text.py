@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from pykvedge.lab.demo_tasks.scenes import GRID, render
+from kvedge_lab.demo_tasks.scenes import GRID, render
 
 from .checkpoint import Clock, Log, load_checkpoint, save_checkpoint
 from .optim import Optimizers

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from pykvedge.lab.demo_tasks.scenes import draw_scene, render
+from kvedge_lab.demo_tasks.scenes import draw_scene, render
 
 from .checkpoint import Clock, Log, load_checkpoint, save_checkpoint
 from .optim import Optimizers

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from pykvedge.lab.demo_tasks.font import CODE_CHARS
-from pykvedge.lab.demo_tasks.scenes import CELL, COLOURS, GRID, IMAGE_SIZE, SHAPES, Scene
+from kvedge_lab.demo_tasks.font import CODE_CHARS
+from kvedge_lab.demo_tasks.scenes import CELL, COLOURS, GRID, IMAGE_SIZE, SHAPES, Scene
 
 N_PATCHES = GRID * GRID
 COLOUR_NAMES = tuple(COLOURS)

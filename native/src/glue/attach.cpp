@@ -1,9 +1,9 @@
 // The cache's C interface: attach, detach, plans and statistics.
 
-#include "core/profile.h"
-#include "core/storage.h"
-#include "core/structs.h"
-#include "core/turning.h"
+#include "plan/profile.h"
+#include "plan/storage.h"
+#include "system/structs.h"
+#include "compress/turning.h"
 #include "glue/calls.h"
 #include "glue/projection.h"
 

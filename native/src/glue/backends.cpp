@@ -1,6 +1,6 @@
 // Loading ggml's backends from beside this library.
 
-#include "core/error.h"
+#include "system/error.h"
 #include "ggml-backend.h"
 #include "kvedge.h"
 

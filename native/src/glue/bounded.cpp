@@ -1,8 +1,8 @@
 // Bounded prefill in a context: the announced batch, and the end of each of its layers.
 
-#include "core/bounded.h"
+#include "compress/bounded.h"
 
-#include "core/storage.h"
+#include "plan/storage.h"
 #include "glue/calls.h"
 
 using namespace kvedge;

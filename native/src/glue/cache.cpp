@@ -1,7 +1,7 @@
 #include "glue/cache.h"
 
-#include "core/error.h"
-#include "core/threads.h"
+#include "system/error.h"
+#include "system/threads.h"
 #include "ggml.h"
 #include "glue/rotation.h"
 

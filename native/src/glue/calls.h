@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "core/error.h"
+#include "system/error.h"
 #include "glue/cache.h"
 
 namespace kvedge {

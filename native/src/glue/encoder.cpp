@@ -1,7 +1,7 @@
 // What an image encoder of libmtmd tells while it works: llama.cpp's scheduler asks of every result whether anybody wants to
 // see it, and computes up to the next one that somebody does.
 
-#include "core/error.h"
+#include "system/error.h"
 #include "ggml.h"
 #include "glue/intermediate.h"
 #include "kvedge.h"

@@ -1,7 +1,7 @@
 // Reading what a cache holds, and what its plan's scorer makes of it.
 
 #include "glue/calls.h"
-#include "primitives/widen.h"
+#include "kernels/widen.h"
 
 #include <algorithm>
 

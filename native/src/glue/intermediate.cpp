@@ -1,6 +1,6 @@
 #include "glue/intermediate.h"
 
-#include "backend/cpu/pages.h"
+#include "system/pages.h"
 #include "ggml-backend.h"
 
 using namespace kvedge;

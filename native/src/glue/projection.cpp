@@ -1,7 +1,7 @@
 #include "glue/projection.h"
 
-#include "core/custom.h"
-#include "core/threads.h"
+#include "plan/custom.h"
+#include "system/threads.h"
 #include "ggml-backend.h"
 #include "ggml.h"
 #include "llama-attn-provider.h"

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "core/projection.h"
+#include "compress/projection.h"
 
 struct llama_model;
 

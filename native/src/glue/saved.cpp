@@ -2,9 +2,9 @@
 
 #include "glue/saved.h"
 
-#include "core/storage.h"
-#include "session/frame.h"
-#include "session/serial.h"
+#include "plan/storage.h"
+#include "sequence/frame.h"
+#include "sequence/serial.h"
 
 #include <algorithm>
 #include <cstring>

@@ -2,9 +2,9 @@
 
 #pragma once
 
-#include "core/error.h"
+#include "system/error.h"
 #include "glue/cache.h"
-#include "session/file.h"
+#include "system/file.h"
 
 namespace kvedge {
 

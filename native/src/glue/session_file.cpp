@@ -2,7 +2,7 @@
 
 #include "glue/calls.h"
 #include "glue/saved.h"
-#include "session/frame.h"
+#include "sequence/frame.h"
 
 #include <cstring>
 

@@ -1,6 +1,6 @@
 // Streams in a context: the compression that leaves everything pending, and llama.cpp's cells, which it frees.
 
-#include "core/stream.h"
+#include "compress/stream.h"
 
 #include "glue/calls.h"
 

@@ -1,6 +1,6 @@
 #include "observe/moments.h"
 
-#include "backend/cpu/kernels/kernels.h"
+#include "kernels/kernels.h"
 
 #include <algorithm>
 

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "backend/cpu/pages.h"
+#include "system/pages.h"
 #include "observe/rotation.h"
 
 #include <cstdint>

@@ -4,8 +4,8 @@
 
 #pragma once
 
-#include "backend/cpu/pages.h"
-#include "backend/rows.h"
+#include "system/pages.h"
+#include "rows/rows.h"
 #include "observe/moments.h"
 
 #include <cstdint>

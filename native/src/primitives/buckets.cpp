@@ -1,6 +1,6 @@
 #include "primitives/buckets.h"
 
-#include "backend/cpu/kernels/kernels.h"
+#include "kernels/kernels.h"
 #include "primitives/merge.h"
 
 #include <algorithm>

@@ -2,8 +2,8 @@
 
 #pragma once
 
-#include "backend/cpu/kernels/kernels.h"
-#include "core/pending.h"
+#include "kernels/kernels.h"
+#include "plan/pending.h"
 
 namespace kvedge {
 

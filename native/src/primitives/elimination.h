@@ -1,6 +1,6 @@
 #pragma once
 
-#include "core/stages.h"
+#include "plan/stages.h"
 
 namespace kvedge {
 

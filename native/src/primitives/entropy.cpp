@@ -1,7 +1,7 @@
 #include "primitives/entropy.h"
 
-#include "backend/cpu/kernels/kernels.h"
-#include "primitives/softmax.h"
+#include "kernels/kernels.h"
+#include "kernels/softmax.h"
 
 #include <algorithm>
 #include <cstring>

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "backend/rows.h"
+#include "rows/rows.h"
 
 #include <cstdint>
 #include <vector>

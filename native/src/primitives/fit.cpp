@@ -1,6 +1,6 @@
 #include "primitives/fit.h"
 
-#include "backend/cpu/kernels/kernels.h"
+#include "kernels/kernels.h"
 #include "primitives/cholesky.h"
 #include "store/block.h"
 

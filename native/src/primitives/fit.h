@@ -3,7 +3,7 @@
 
 #pragma once
 
-#include "core/stages.h"
+#include "plan/stages.h"
 
 namespace kvedge {
 
@@ -28,7 +28,7 @@ struct FitProblem {
 //   weigh_all   w = median_i(y_i / sum_j M_ij), in the same box, for all rows
 //   solve       C = argmin |X C - Y|^2 + ridge |X|_2^2 |C - V_kept|^2 with X = softmax(z_kept + ln w), Y = softmax(z) V, by Cholesky
 // Products are float32, of 128 queries at a time, and added up in float32: values come out within 1e-2 of the largest one, and
-// biases within 0.1, of the definition's in float64 (pykvedge/lab/checks/rules.py).
+// biases within 0.1, of the definition's in float64 (pykvedge/reference/checks/rules.py).
 class Fit {
   public:
     Fit(const FitProblem & problem, float * scratch);

@@ -1,6 +1,6 @@
 #include "primitives/measure.h"
 
-#include "backend/cpu/kernels/kernels.h"
+#include "kernels/kernels.h"
 #include "primitives/dct.h"
 #include "primitives/window.h"
 

@@ -1,9 +1,9 @@
-// What scorers look at of pending rows, measured where the store holds them. backend/away.h says what each measure is.
+// What scorers look at of pending rows, measured where the store holds them. plan/away.h says what each measure is.
 
 #pragma once
 
-#include "backend/away.h"
-#include "core/stages.h"
+#include "plan/away.h"
+#include "plan/stages.h"
 
 namespace kvedge {
 

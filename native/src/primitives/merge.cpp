@@ -1,7 +1,7 @@
 #include "primitives/merge.h"
 
-#include "backend/cpu/kernels/kernels.h"
-#include "core/threads.h"
+#include "kernels/kernels.h"
+#include "system/threads.h"
 #include "store/block.h"
 
 #include <algorithm>

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "core/stages.h"
+#include "plan/stages.h"
 
 #include <vector>
 

@@ -1,6 +1,6 @@
 #include "primitives/window.h"
 
-#include "backend/cpu/kernels/kernels.h"
+#include "kernels/kernels.h"
 
 #include <algorithm>
 #include <cmath>

@@ -5,7 +5,7 @@
 
 #pragma once
 
-#include "backend/backend.h"
+#include "store/backend.h"
 
 #include <cstdint>
 #include <memory>

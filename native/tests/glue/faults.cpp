@@ -4,7 +4,7 @@
 #if defined(__linux__)
 
 #    include "../faults.h"
-#    include "session/crc32.h"
+#    include "system/crc32.h"
 #    include "world.h"
 
 #    include <algorithm>

@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pykvedge.chat.session import Session
+from pykvedge.cli.progress import Display
 from pykvedge.errors import KvedgeError, one_line, printable
-from pykvedge.lab.progress import Display
 from pykvedge.models.images import Picture
 from pykvedge.models.prompt import Message
 from pykvedge.native import crash
-from pykvedge.native.memory import readable
 from pykvedge.runtime.interrupt import CancelledError, as_event
 from pykvedge.runtime.report import Report, Saved
 from pykvedge.runtime.sampling import Sampling
 from pykvedge.runtime.sessionlock import SessionLock
+from pykvedge.system.memory import readable
 
 INTERRUPTED = 130
 

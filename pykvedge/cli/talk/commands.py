@@ -13,12 +13,12 @@ from pykvedge.cli.talk.chat import Chat
 from pykvedge.errors import UsageError, printable, unknown
 from pykvedge.models.images import load_picture
 from pykvedge.native import crash
-from pykvedge.native.memory import readable
 from pykvedge.plans.making import plan as make_plan
 from pykvedge.plans.plan import AUTO, Plan
 from pykvedge.plans.presets import methods
 from pykvedge.plans.registry import STAGES, member
-from pykvedge.plans.stages.base import Param
+from pykvedge.reference.stages.base import Param
+from pykvedge.system.memory import readable
 
 LEAVE = ("/exit", "/quit")
 

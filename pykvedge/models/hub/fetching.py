@@ -16,7 +16,7 @@ from typing import BinaryIO
 from pykvedge.errors import HubError, UnreachableError
 from pykvedge.models.hub.folders import Folder, unwritable
 from pykvedge.models.hub.remote import Hub, RemoteFile
-from pykvedge.native.memory import readable
+from pykvedge.system.memory import readable
 
 _TRIES = 5  # in a row that bring no byte
 _PAUSE_S = 0.5  # before the second; then twice as long each time

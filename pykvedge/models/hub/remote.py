@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 from pykvedge.errors import HubError, UnreachableError, UsageError, one_line
 from pykvedge.models.hub.folders import is_checksum, is_commit
-from pykvedge.native.version import package_version
+from pykvedge.system.version import package_version
 
 _TIMEOUT_S = 30.0
 _TRUE = ("1", "ON", "YES", "TRUE")

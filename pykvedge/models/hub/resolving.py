@@ -18,7 +18,7 @@ from pykvedge.models.hub.names import Choice, Name, Wanted
 from pykvedge.models.hub.prechecks import check_vocabulary, read_start
 from pykvedge.models.hub.remote import Hub, Listing, RemoteFile, offline
 from pykvedge.models.modelfile import check_mmproj, check_model, usable_mmproj, usable_model
-from pykvedge.native.memory import readable
+from pykvedge.system.memory import readable
 
 Progress = Callable[[str, float], None]  # (what, share done in 0..1)
 

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pykvedge.errors import PluginError
-from pykvedge.native.signals import lifted
+from pykvedge.system.signals import lifted
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from pykvedge.plans.stages.base import Head, ImageRows, Layer, Prompt, Settings
+    from pykvedge.reference.stages.base import Head, ImageRows, Layer, Prompt, Settings
 
 
 def guarded(what: str, function: Callable[..., Any], *arguments: Any, file: str | None = "") -> Any:
@@ -73,7 +73,7 @@ def view(layer: Layer, n_queries: int, column_sums: bool) -> Layer:
 
     sums = layer.column_sums if column_sums else None
     if column_sums and sums is None:
-        from pykvedge.plans.stages.scorer.cumulative import score
+        from pykvedge.reference.stages.scorer.cumulative import score
 
         sums = score(layer, {"share": "head"})
     if sums is not None:

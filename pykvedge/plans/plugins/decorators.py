@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from pykvedge.errors import PluginError
 from pykvedge.plans.plugins import calling, table
 from pykvedge.plans.plugins.table import Preset
-from pykvedge.plans.stages.base import Allocator, Param, Pruner, Reducer, Scorer, Settings
+from pykvedge.reference.stages.base import Allocator, Param, Pruner, Reducer, Scorer, Settings
 
 F = TypeVar("F", bound=Callable[..., Any])
 RECENT = 32  # SnapKV's window: the end of the prompt is the question, which an answer needs
@@ -28,9 +28,9 @@ def scorer(
 ) -> Callable[[F], F]:
     """Registers `function(layer, settings)` -> [Hkv, T] numbers, the larger the sooner kept, as scorer `name`.
 
-    layer: a pykvedge.plans.stages.base.Layer; k and v [Hkv, T, d] float32 as the cache holds them, image_mask [T] bool,
-    index of n_layers; q [H, n, d] are the last n queries of the prompt, with n = `queries`, or T if that is less;
-    column_sums [Hkv, T] are there if `column_sums` is set. settings: values of `params` by name.
+    layer: a pykvedge.reference.stages.base.Layer; k and v [Hkv, T, d] float32 as the cache holds them, image_mask
+    [T] bool, index of n_layers; q [H, n, d] are the last n queries of the prompt, with n = `queries`, or T if that
+    is less; column_sums [Hkv, T] are there if `column_sums` is set. settings: values of `params` by name.
     queries, recent: a number, or a function of the settings. recent: last tokens that `--recent auto` protects, at most
     half of the budget. by_place: the scores of a head depend on its number or its layer's. summary: one line for lists;
     default: the first line of the docstring. Equal scores go to the lower token.
@@ -61,7 +61,7 @@ def allocator(
 ) -> Callable[[F], F]:
     """Registers `function(prompt, settings)` -> [L, Hkv] whole numbers, KV pairs that each head keeps.
 
-    prompt: a pykvedge.plans.stages.base.Prompt; scores [L, Hkv, T], image_mask [T] bool, budget (pairs per head on
+    prompt: a pykvedge.reference.stages.base.Prompt; scores [L, Hkv, T], image_mask [T] bool, budget (pairs per head on
     average), recent. Every head keeps from 1 to T, all together L * Hkv * budget. by_place, summary and errors: as for
     `scorer`.
     """
@@ -72,8 +72,8 @@ def allocator(
 def reducer(name: str, *, params: Sequence[Param] = (), by_place: bool = False, summary: str = "") -> Callable[[F], F]:
     """Registers `function(head, settings)` -> rows k, v to store, each [n, d], in the order of head.kept.
 
-    head: a pykvedge.plans.stages.base.Head; k and v [T, d] float32, kept [n] token indices, protected [T] bool. It is
-    called for heads that lose rows. by_place, summary and errors: as for `scorer`.
+    head: a pykvedge.reference.stages.base.Head; k and v [T, d] float32, kept [n] token indices, protected [T] bool.
+    It is called for heads that lose rows. by_place, summary and errors: as for `scorer`.
     """
 
     return _registering(Reducer, calling.checked_reducer, name, params, by_place, summary)
@@ -82,9 +82,9 @@ def reducer(name: str, *, params: Sequence[Param] = (), by_place: bool = False, 
 def pruner(name: str, *, params: Sequence[Param] = (), summary: str = "") -> Callable[[F], F]:
     """Registers `function(image, n, settings)` -> 1 to n row numbers, ascending, that the model reads of an image.
 
-    image: a pykvedge.plans.stages.base.ImageRows; rows [N, D] float32 as the encoder made them, place (down, across)
-    of their grid, or None. `--pruner name --image-tokens 0.5` calls it for every image, and every tile of one. It may
-    return the rows to read as well: numbers [m], rows [m, D]. summary and errors: as for `scorer`.
+    image: a pykvedge.reference.stages.base.ImageRows; rows [N, D] float32 as the encoder made them, place (down,
+    across) of their grid, or None. `--pruner name --image-tokens 0.5` calls it for every image, and every tile of
+    one. It may return the rows to read as well: numbers [m], rows [m, D]. summary and errors: as for `scorer`.
     """
 
     def register(function: F) -> F:

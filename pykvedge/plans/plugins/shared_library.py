@@ -26,7 +26,7 @@ from pykvedge.native.stage_structs import (
     ScoreInput,
 )
 from pykvedge.plans.plugins import calling, table
-from pykvedge.plans.stages import base
+from pykvedge.reference.stages import base
 
 PLUGIN_SYMBOL = "kvedge_plugin_v1"
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pykvedge.errors import PluginError
-from pykvedge.plans.stages.base import Member, Settings
-from pykvedge.plans.stages.members import formulas
+from pykvedge.reference.stages.base import Member, Settings
+from pykvedge.reference.stages.members import formulas
 
 COMPRESSING = ("scorer", "allocator", "reducer")  # one of these alone is a method, and libkvedge calls it
 STAGES = (*COMPRESSING, "pruner")  # those that can be registered

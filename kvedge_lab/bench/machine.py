@@ -1,0 +1,180 @@
+"""A machine says what it is; how fast it reads memory and what energy it spends is measured."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from pykvedge.doctor import diagnosis
+from pykvedge.library import libkvedge
+from pykvedge.models.gguf import Header, tensor_bytes
+from pykvedge.native import ggml
+
+SETS = (4 << 20, 16 << 20, 64 << 20, 256 << 20)  # bytes read over and over: caches are faster than memory
+ATTEMPTS, ATTEMPT_S = 5, 0.03
+POWERCAP = Path("/sys/class/powercap")
+
+
+class Bandwidth:
+    """Measures the bytes per second that dot products of float32 arrays read, in several threads; the best counts.
+
+    `look` before and after what is measured: the best stays, because other programs can only make it worse.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+        self._measured: dict[int, float] = {}
+
+    def bytes_per_second(self, n_bytes: float) -> float:
+        """Tells the figure of a set of n_bytes that is read again and again, at the next size of SETS."""
+        if not self._measured:
+            self.look()
+        return self._measured[next((s for s in SETS if s >= n_bytes), SETS[-1])]
+
+    def look(self) -> None:
+        """Measures all sizes, which takes about a second."""
+        for size in SETS:
+            self._measured[size] = max(self._measured.get(size, 0.0), self._measure(size))
+
+    def _measure(self, size: int) -> float:
+        arrays = [np.ones(size // 4 // self._threads, dtype=np.float32) for _ in range(self._threads)]
+        n_bytes = sum(a.nbytes for a in arrays)
+
+        def read(a: Any, passes: int) -> None:
+            for _ in range(passes):
+                np.dot(a, a)
+
+        best, passes = 0.0, 1
+        with ThreadPoolExecutor(self._threads) as pool:
+            for _ in range(ATTEMPTS + 1):
+                started = time.perf_counter()
+                list(pool.map(partial(read, passes=passes), arrays))
+                took = max(time.perf_counter() - started, 1e-9)
+                best = max(best, n_bytes * passes / took)
+                passes = max(1, round(passes * ATTEMPT_S / took))
+        return best
+
+
+def weight_bytes_per_token(header: Header) -> int:
+    """Counts the bytes of weights that decoding one token reads.
+
+    Of the token embeddings it reads one row, unless they are the output matrix too; of experts, those that are used.
+    """
+    arch, values = header.architecture, header.values
+    experts, used = values.get(f"{arch}.expert_count", 0), values.get(f"{arch}.expert_used_count", 0)
+    share = int(used) / int(experts) if experts and used else 1.0
+    total = 0.0
+    for name, tensor in header.tensors.items():
+        size = tensor_bytes(tensor) or 0
+        if name == "token_embd.weight" and "output.weight" in header.tensors:
+            size //= max(tensor.shape[-1], 1)
+        total += size * (share if "_exps." in name else 1.0)
+    return round(total)
+
+
+class Energy:
+    """Linux's powercap tells the joules that the processor packages have spent; `known` is false where it does not."""
+
+    def __init__(self, root: Path = POWERCAP) -> None:
+        self._zones: list[tuple[Path, int]] = []
+        for zone in sorted(root.glob("intel-rapl:[0-9]*")):
+            if zone.name.count(":") != 1:  # a part of a package, or the same package seen from elsewhere
+                continue
+            try:
+                int((zone / "energy_uj").read_text())
+                self._zones.append((zone / "energy_uj", int((zone / "max_energy_range_uj").read_text())))
+            except (OSError, ValueError):
+                continue
+        self._last: list[int] = []
+
+    @property
+    def known(self) -> bool:
+        """Tells whether there is anything to read; on most systems only root may."""
+        return bool(self._zones)
+
+    def start(self) -> None:
+        self._last = self._read()
+
+    def joules(self) -> float | None:
+        """Returns the joules since start, or None where they cannot be told. Counters may run over once."""
+        now = self._read()
+        if not self._zones or len(now) != len(self._last):
+            return None
+        spent = 0
+        for (_, span), before, after in zip(self._zones, self._last, now, strict=True):
+            spent += after - before if after >= before else after - before + span
+        return spent / 1e6
+
+    def _read(self) -> list[int]:
+        try:
+            return [int(path.read_text()) for path, _ in self._zones]
+        except (OSError, ValueError):
+            return []
+
+
+class DeviceMemory:
+    """Watches in a thread how much memory of GPUs is in use; use it in a with statement.
+
+    most: bytes at most, above what was in use at its beginning; 0 where devices do not tell.
+    """
+
+    INTERVAL_S = 0.001
+
+    def __init__(self) -> None:
+        self.most = 0
+        self._base = self._used()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    @staticmethod
+    def _used() -> int:
+        return sum(device.total_bytes - device.free_bytes for device in ggml.devices() if device.kind != "CPU")
+
+    def _watch(self) -> None:
+        while not self._done.wait(self.INTERVAL_S):
+            self.most = max(self.most, self._used() - self._base)
+
+    def __enter__(self) -> DeviceMemory:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+
+class Others:
+    """The system counts what other programs take of the processors while something is measured.
+
+    Time that a hypervisor gave to other machines is theirs too. Systems count in hundredths of a second: spans of less
+    than SPAN_S say nothing.
+    """
+
+    SPAN_S = 0.2
+
+    def __init__(self) -> None:
+        self._before = self._counters()
+
+    def taken(self) -> tuple[float, float]:
+        """Returns the seconds of processor time that others had, and those that went by, since this object was made."""
+        before, after = self._before, self._counters()
+        return max(after[0] - before[0] - (after[1] - before[1]), 0.0), after[2] - before[2]
+
+    @staticmethod
+    def _counters() -> tuple[float, float, float]:
+        times = psutil.cpu_times()
+        idle = times.idle + getattr(times, "iowait", 0.0)
+        guests = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)  # counted in user and nice as well
+        return sum(times) - idle - guests, time.process_time(), time.monotonic()
+
+
+def describe(threads: int) -> dict[str, Any]:
+    """Tells what figures depend on: the machine, threads and libraries."""
+    return {"threads": threads, **diagnosis.machine(), "libraries": libkvedge.describe().splitlines()}

@@ -1,0 +1,316 @@
+"""One variant reads one prompt once and generates some tokens; times, bytes and energy are measured."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from kvedge_lab.bench.machine import Energy, Others
+from kvedge_lab.bench.matrix import Shape, Variant
+from kvedge_lab.demo_tasks.scenes import draw_scene, render
+from pykvedge.errors import UsageError
+from pykvedge.library import libkvedge
+from pykvedge.models.encoder import Encoder
+from pykvedge.models.images import Picture
+from pykvedge.models.model import Model
+from pykvedge.models.profiles import tables_for
+from pykvedge.models.vision import ImagePiece, Piece, TextPiece, Vision
+from pykvedge.runtime import figures as runtime_figures
+from pykvedge.runtime import opening
+from pykvedge.runtime.driver import Driver
+from pykvedge.runtime.interrupt import stop_if_set
+from pykvedge.runtime.llama_context import ContextSize, ubatch_for
+from pykvedge.runtime.pruning import planned
+from pykvedge.runtime.replay import extra_tokens
+from pykvedge.runtime.report import DeviceWork
+from pykvedge.system import memory
+
+PAD = 256  # llama.cpp rounds the tokens of a context up to a multiple of it
+WARM_UP_TOKENS = 64
+NAME = "bench"  # of the model, in what is packed and unpacked at once
+
+
+@dataclass
+class Prompt:
+    """A prompt is a shape as tokens and encoded images.
+
+    encode_s: of all images, stock_encode_s: by llama.cpp as it is.
+    """
+
+    shape: Shape
+    pieces: list[Piece]
+    then: list[int]  # tokens to go on with
+    later: list[int] = field(default_factory=list)  # tokens of a message that follows them
+    encode_s: float = 0.0
+    stock_encode_s: float = 0.0
+
+    @property
+    def n_tokens(self) -> int:
+        return sum(p.n_tokens for p in self.pieces)
+
+    @property
+    def n_image_tokens(self) -> int:
+        """So many of the tokens stand for images."""
+        return sum(p.n_tokens for p in self.pieces if isinstance(p, ImagePiece))
+
+    @property
+    def largest_image(self) -> int:
+        return max((p.n_tokens for p in self.pieces if isinstance(p, ImagePiece)), default=0)
+
+    def warm_up(self) -> Prompt:
+        """Makes a short prompt of the same tokens."""
+        tokens = [t for p in self.pieces if isinstance(p, TextPiece) for t in p.tokens]
+        return Prompt(self.shape, [TextPiece((tokens or self.then)[:WARM_UP_TOKENS])], self.then[:2], self.later)
+
+
+def make_prompt(
+    model: Model,
+    vision: Vision | None,
+    shape: Shape,
+    generate: int,
+    look: Callable[[float], None] = lambda share: None,
+    stock: Encoder | None = None,
+    later: int = 0,
+) -> Prompt:
+    """Makes random text (neither time nor memory depends on what it says) and drawn scenes, and encodes them.
+
+    look: called while they are, with the share of the image that is done; it may raise. stock: takes its turn at each
+    image before `vision`; without it that one's time counts for both. later: tokens of a message that follows.
+    Raises ImageError.
+    """
+    rng = np.random.default_rng(0)
+    text = _random_tokens(model, rng, shape.text_tokens + generate + later)
+    before, after = text[: shape.text_tokens // 2], text[shape.text_tokens // 2 : shape.text_tokens]
+    pieces: list[Piece] = [TextPiece(before)] if before else []
+    spent = stock_spent = 0.0
+    if shape.images:
+        if vision is None:
+            raise UsageError(f"{model.path.name} has no image encoder; pass --mmproj, or --images 0")
+        images = vision.split(vision.marker * shape.images, [_picture(rng, shape) for _ in range(shape.images)])
+        try:
+            for piece in images:
+                if not isinstance(piece, ImagePiece):
+                    continue
+                began = time.perf_counter()
+                if stock is not None:
+                    stock.encode(piece.chunk, piece.n_rows, look)
+                between = time.perf_counter()
+                vision.encode(piece, look)
+                spent += time.perf_counter() - between
+                stock_spent += between - began
+        except BaseException:
+            vision.release(images)
+            raise
+        pieces += images
+    pieces.append(TextPiece(after))
+    then, last = text[shape.text_tokens :][:generate], text[shape.text_tokens + generate :]
+    return Prompt(shape, pieces, then, last, spent, stock_spent if stock is not None else spent)
+
+
+def _random_tokens(model: Model, rng: np.random.Generator, n: int) -> list[int]:
+    low, out = model.n_vocab // 3, list[int]()
+    while len(out) < n:
+        token = int(rng.integers(low, model.n_vocab))
+        if model.piece(token) and not model.is_end(token):
+            out.append(token)
+    return out
+
+
+def _picture(rng: np.random.Generator, shape: Shape) -> Picture:
+    from PIL import Image
+
+    image = Image.fromarray(render(draw_scene(rng))).resize((shape.width, shape.height))
+    return Picture("scene", shape.width, shape.height, image.tobytes())
+
+
+@dataclass
+class Repetition:
+    """A repetition took seconds, bytes and joules (None: the system does not tell). decode_s: of each token.
+
+    rss_*: growth of the process since before the context was made; the weights are not in it. others_s: processor time
+    that other programs had meanwhile, wall_s: how long that was. marks: when prefill, compression and decoding began,
+    and the end, by time.perf_counter.
+    """
+
+    prefill_s: float
+    compress_s: float
+    decode_s: list[float] = field(default_factory=list)
+    full_bytes: int = 0
+    kept_bytes: int = 0
+    peak_bytes: int = 0
+    device_prompt_bytes: int = 0  # of keys and values, and what goes with them, when the prompt was read
+    device_bytes: int = 0  # and after the last token
+    rss_peak_bytes: int = 0
+    rss_after_bytes: int = 0
+    prefill_j: float | None = None
+    decode_j: float | None = None
+    others_s: float = 0.0
+    wall_s: float = 0.0
+    marks: list[float] = field(default_factory=list)
+    prune_s: float = 0.0
+    tokens: int = 0  # of the prompt, that the model read
+    again_s: float | None = None  # prefill and compression of a second conversation about the same images
+    later_s: float | None = None  # of a later message
+    device: DeviceWork | None = None  # of the prompt's compression, where its rows lay on devices
+    device_rows: int = 0  # that lay there then: one for each token and KV head
+
+
+def repetition(
+    model: Model,
+    vision: Vision | None,
+    prompt: Prompt,
+    variant: Variant,
+    threads: int,
+    energy: Energy,
+    cancel: threading.Event,
+) -> Repetition:
+    """Runs a variant in a context of its own. Raises what Context and libkvedge raise, CancelledError."""
+    prompt, prune_s = _pruned(prompt, variant, threads)
+    n_ctx = _room(prompt, variant)
+    size = ContextSize(n_ctx, ubatch_for(vision, prompt.largest_image), variant.kv_type, prompt.n_tokens)
+    memory.trim()
+    before = memory.rss_bytes()
+    meter = memory.PeakMeter()
+    meter.start()
+    driver = None
+    try:
+        driver = Driver(model, vision, size, threads, whole_cache=variant.plan is None)
+        driver.context.stop_when(cancel)
+        if variant.plan is not None:
+            driver.take_over(variant.plan, tables_for(variant.plan, model.path))
+        others = Others()
+        with _uncollected():
+            out = _timed(driver, prompt, energy, cancel)
+        out.prune_s, out.tokens = prune_s, prompt.n_tokens
+        out.others_s, out.wall_s = others.taken()
+        out.rss_peak_bytes = max(meter.stop() - before, 0)
+        out.rss_after_bytes = max(out.rss_after_bytes - before, 0)
+        _bytes(out, model, driver)
+        return out
+    finally:
+        meter.stop()
+        if driver is not None:
+            driver.close()
+
+
+def _room(prompt: Prompt, variant: Variant) -> int:
+    again = extra_tokens(variant.plan, prompt.n_tokens, prompt.largest_image) if variant.plan is not None else 0
+    return -(-(prompt.n_tokens + max(again, len(prompt.then) + len(prompt.later)) + 1) // PAD) * PAD
+
+
+def _pruned(prompt: Prompt, variant: Variant, threads: int) -> tuple[Prompt, float]:
+    """Returns what the variant's model reads of a prompt, and the seconds that choosing it took."""
+    if variant.plan is None:
+        return prompt, 0.0
+    started = time.perf_counter()
+    pieces = planned(prompt.pieces, variant.plan, threads)
+    return replace(prompt, pieces=pieces), time.perf_counter() - started
+
+
+def again(
+    model: Model, vision: Vision | None, prompt: Prompt, variant: Variant, threads: int, cancel: threading.Event
+) -> float | None:
+    """Returns the seconds that a second conversation with the same images takes to read its question and compress it.
+
+    Its opening was read, compressed and packed by another context. None where a prompt has no opening, or for stock.
+    Raises what repetition raises.
+    """
+    prompt, _ = _pruned(prompt, variant, threads)
+    before, question = opening.cut(prompt.pieces)
+    if variant.plan is None or not before:
+        return None
+    n_ctx = _room(prompt, variant)
+    size = ContextSize(n_ctx, ubatch_for(vision, prompt.largest_image), variant.kv_type, prompt.n_tokens)
+    seconds, rows, at = 0.0, bytearray(), (0, 0)
+    for first in (True, False):
+        driver = Driver(model, vision, size, threads)
+        try:
+            driver.context.stop_when(cancel)
+            driver.take_over(variant.plan, tables_for(variant.plan, model.path))
+            assert driver.cache is not None
+            started = time.perf_counter()
+            if not first:
+                libkvedge.unpack(driver.cache, rows, NAME)
+                driver.context.n_past, driver.context.n_cells = at
+            driver.read(before if first else question, cancel=cancel)
+            if not first:
+                driver.context.logits()  # waits for the device
+            driver.compress()
+            seconds = time.perf_counter() - started
+            if first:
+                rows, at = libkvedge.pack(driver.cache, NAME), (driver.context.n_past, driver.context.n_cells)
+        finally:
+            driver.close()
+    return seconds
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Keeps Python from looking for garbage, which it would do in the same places of every run."""
+    on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if on:
+            gc.enable()
+
+
+def _timed(driver: Driver, prompt: Prompt, energy: Energy, cancel: threading.Event) -> Repetition:
+    context, cache = driver.context, driver.cache
+    energy.start()
+    began = time.perf_counter()
+    driver.read(prompt.pieces, cancel=cancel)
+    context.logits()  # waits for the device
+    read = time.perf_counter()
+    pending = cache.stats() if cache is not None else None
+    lying = pending.device_bytes if pending is not None else 0
+    compressing = time.perf_counter()
+    driver.compress()
+    compressed = time.perf_counter()
+    out = Repetition(read - began, compressed - compressing, prefill_j=energy.joules(), device_prompt_bytes=lying)
+    if cache is not None:
+        stats = cache.stats()
+        out.full_bytes, out.kept_bytes = stats.before_bytes or stats.bytes, stats.bytes
+        out.device = runtime_figures.device_work(cache)
+        out.device_rows = cache.rows_on_devices(pending.n_pending) if pending is not None else 0
+    out.rss_after_bytes = memory.rss_bytes()
+    energy.start()
+    for token in prompt.then:
+        stop_if_set(cancel)
+        started = time.perf_counter()
+        driver.extend(token)
+        context.logits()
+        out.decode_s.append(time.perf_counter() - started)
+    out.decode_j = energy.joules()
+    out.marks = [began, read, compressed, time.perf_counter()]
+    out.device_bytes = cache.stats().device_bytes if cache is not None else 0
+    if prompt.later:
+        started = time.perf_counter()
+        driver.read([TextPiece(prompt.later)], cancel=cancel)
+        context.logits()
+        driver.compress()
+        out.later_s = time.perf_counter() - started
+    return out
+
+
+def _bytes(out: Repetition, model: Model, driver: Driver) -> None:
+    if driver.cache is not None:
+        out.peak_bytes = driver.cache.stats().peak_bytes
+        return
+    # llama.cpp allocates for the whole context at once and does not tell how much; f16 is its default
+    out.full_bytes = out.kept_bytes = out.peak_bytes = model.kv_bytes_per_token(2) * driver.context.n_ctx
+
+
+def figures(repetition: Repetition) -> dict[str, Any]:
+    """Writes the repetition as JSON."""
+    kept = {name: value for name, value in vars(repetition).items() if name != "marks"}
+    device = asdict(repetition.device) if repetition.device else None
+    return {**kept, "device": device, "decode_s": [round(s, 7) for s in repetition.decode_s]}

@@ -1,0 +1,204 @@
+"""Rows become a picture: bars per variant for decode speed, prefill speed and KV memory, a strip per prompt.
+
+SVG and HTML are written here, without any library; PNG needs matplotlib.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from kvedge_lab.bench.table import STEPS, Row, Spread
+from kvedge_lab.drawing import canvas, check_library, check_place
+from pykvedge.errors import KvedgeError
+
+BAR, GAP, LEFT, WIDTH, TOP = 16, 6, 150, 190, 44
+CHART = LEFT + WIDTH + 70
+STOCK_COLOUR, COLOUR, MARK, WHISKER = "#9aa0a6", "#3367d6", "#d93025", "#202124"
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart has a value per row, for some its spread, and a mark beside it: what is possible, or was there before.
+
+    parts: what the value consists of, drawn in the colours of STEP_COLOURS; the rest has the bar's own.
+    """
+
+    title: str
+    value: Callable[[Row], float]
+    mark: Callable[[Row], float | None]
+    digits: int = 0
+    spread: Callable[[Row], Spread | None] = lambda row: None
+    parts: Callable[[Row], list[float]] = lambda row: []
+
+
+CHARTS = (
+    Chart("Decode, tokens/s (red: limit of reading memory)", lambda r: r.decode_tok_s, lambda r: r.limit_tok_s, 1,
+          lambda r: r.decode_spread),
+    Chart("Prefill, tokens/s", lambda r: r.prefill_tok_s, lambda r: None, 0, lambda r: r.prefill_spread),
+    Chart("KV memory after the prompt, MiB (red: peak)", lambda r: r.kv_kept_bytes / 2**20,
+          lambda r: r.kv_peak_bytes / 2**20, 1),
+)  # fmt: skip
+STEP_COLOURS = dict(zip(STEPS, ("#188038", "#f9ab00", "#a142f4", "#d93025", "#12b5cb"), strict=True))
+STEP_CHART = Chart("Compression, ms:", lambda r: r.compress_ms, lambda r: None, 1,
+                   parts=lambda r: [getattr(r, f"device_{step}_ms") for step in STEPS])  # fmt: skip
+FORMATS = (".svg", ".html", ".png")
+
+
+def check(path: Path) -> None:
+    """Raises UsageError if pictures of this kind cannot be written here."""
+    check_place("--plot", path, FORMATS)
+    if path.suffix == ".png":
+        check_library("--plot FILE.png", "; svg and html need nothing")
+
+
+def write(path: Path, rows: list[Row], notes: list[str]) -> None:
+    """Writes the picture in the form that the name asks for. Raises KvedgeError if it cannot."""
+    try:
+        if path.suffix == ".png":
+            _png(path, rows)
+        else:
+            text = svg(rows) if path.suffix == ".svg" else page(rows, notes)
+            path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise KvedgeError(f"{path} cannot be written: {error.strerror or error}") from None
+
+
+def _charts(rows: list[Row]) -> list[Chart]:
+    """Lists what is drawn: the steps of a compression only where one took place on a device."""
+    return [*CHARTS, *([STEP_CHART] if any(row.device_compressed for row in rows) else [])]
+
+
+def _stretches(chart: Chart, row: Row) -> list[tuple[float, float, str]]:
+    """Lists (begin, length, colour) of a bar's parts, in the chart's unit."""
+    out, at = list[tuple[float, float, str]](), 0.0
+    for length, colour in zip(chart.parts(row), STEP_COLOURS.values(), strict=False):
+        out.append((at, length, colour))
+        at += length
+    return out
+
+
+def _groups(rows: list[Row]) -> list[list[Row]]:
+    names = dict.fromkeys((row.model, row.prompt) for row in rows)
+    return [[row for row in rows if (row.model, row.prompt) == name] for name in names]
+
+
+def _largest(group: list[Row], chart: Chart) -> float:
+    """Finds the largest value or spread; marks beyond a quarter more are not drawn, so that bars stay readable."""
+    return max((max(chart.value(row), *(chart.spread(row) or (0.0,))) for row in group), default=1.0) or 1.0
+
+
+def svg(rows: list[Row]) -> str:
+    parts, y, charts = [], 0, _charts(rows)
+    for group in _groups(rows):
+        parts.append(_text(10, y + 18, f"{group[0].model}: {group[0].prompt}, {group[0].tokens} tokens", "bold"))
+        for i, chart in enumerate(charts):
+            parts += _bars(group, chart, i * CHART, y + TOP)
+        y += TOP + len(group) * (BAR + GAP) + 30
+    width = CHART * len(charts)
+    style = 'font-family="sans-serif" font-size="12"'
+    size = f'width="{width}" height="{y}" viewBox="0 0 {width} {y}"'
+    background = f'<rect width="{width}" height="{y}" fill="white"/>'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>{background}{"".join(parts)}</svg>\n'
+
+
+def _bars(group: list[Row], chart: Chart, x: int, y: int) -> list[str]:
+    parts = [_text(x + 10, y - 6, chart.title)]
+    if chart is STEP_CHART:
+        spans = "".join(f'<tspan fill="{colour}"> {step}</tspan>' for step, colour in STEP_COLOURS.items())
+        parts = [parts[0].replace("</text>", f"{spans}</text>")]
+    largest = _largest(group, chart)
+    for i, row in enumerate(group):
+        top, value = y + 6 + i * (BAR + GAP), chart.value(row)
+        length = WIDTH * value / largest / 1.25
+        colour = STOCK_COLOUR if row.method in ("stock", "full") else COLOUR
+        parts.append(_text(x + LEFT - 6, top + 12, row.variant, anchor="end"))
+        parts.append(f'<rect x="{x + LEFT}" y="{top}" width="{length:.1f}" height="{BAR}" fill="{colour}"/>')
+        for begin, part, shade in _stretches(chart, row):
+            left, wide = x + LEFT + WIDTH * begin / largest / 1.25, WIDTH * part / largest / 1.25
+            place = f'x="{left:.1f}" y="{top}" width="{wide:.1f}" height="{BAR}"'
+            parts.append(f'<rect {place} fill="{shade}" class="step"/>')
+        parts += _whisker(chart.spread(row), x + LEFT, WIDTH / largest / 1.25, top + BAR / 2)
+        reach = WIDTH * max(value, *(chart.spread(row) or (0.0,))) / largest / 1.25
+        parts.append(_text(x + LEFT + reach + 4, top + 12, f"{value:.{chart.digits}f}"))
+        mark = chart.mark(row)
+        if mark is not None and mark <= 1.25 * largest:
+            at = x + LEFT + WIDTH * mark / largest / 1.25
+            line = f'x1="{at:.1f}" x2="{at:.1f}" y1="{top - 2}" y2="{top + BAR + 2}"'
+            parts.append(f'<line {line} stroke="{MARK}" stroke-width="2"/>')
+    return parts
+
+
+def _whisker(spread: Spread | None, x: float, scale: float, y: float) -> list[str]:
+    """Draws the middle half as a line with ends."""
+    if spread is None:
+        return []
+    low, high = (x + scale * value for value in spread)
+    spans = ((low, high, y, y), (low, low, y - 4, y + 4), (high, high, y - 4, y + 4))
+    return [
+        f'<line x1="{a:.1f}" x2="{b:.1f}" y1="{c:.1f}" y2="{d:.1f}" stroke="{WHISKER}" class="spread"/>'
+        for a, b, c, d in spans
+    ]
+
+
+def _text(x: float, y: float, text: str, weight: str = "normal", anchor: str = "start") -> str:
+    place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-weight="{weight}"'
+    return f"<text {place}>{escape(text)}</text>"
+
+
+def page(rows: list[Row], notes: list[str]) -> str:
+    """Writes one HTML document that needs nothing from elsewhere."""
+    head = ("model", "prompt", "variant", "prefill tok/s", "compress ms", "decode tok/s", "times stock", "KV kept MiB")
+    body = [
+        (r.model, r.prompt, r.variant, f"{r.prefill_tok_s:.0f}", f"{r.compress_ms:.1f}", f"{r.decode_tok_s:.1f}",
+         f"{r.decode_vs_stock or 0:.2f}", f"{r.kv_kept_bytes / 2**20:.2f}")
+        for r in rows
+    ]  # fmt: skip
+    lines = ["<tr>" + "".join(f"<th>{escape(cell)}</th>" for cell in head) + "</tr>"]
+    lines += ["<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in body]
+    style = (
+        "body{font-family:sans-serif;max-width:1230px;margin:0 auto;padding:0 12px}svg{max-width:100%;height:auto}"
+        "div{overflow-x:auto}td,th{padding:2px 10px;text-align:left}"
+    )
+    said = "".join(f"<p>{escape(note)}</p>" for note in notes)
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>kvedge bench</title><style>{style}</style>'
+        f"</head><body><h1>kvedge bench</h1>{svg(rows)}<div><table>{''.join(lines)}</table></div>{said}</body></html>\n"
+    )
+
+
+def _png(path: Path, rows: list[Row]) -> None:
+    groups = _groups(rows)
+    height = sum(len(group) for group in groups) * 0.35 + len(groups)
+    heights = [len(group) + 2 for group in groups]
+    charts = _charts(rows)
+    with canvas(path, len(groups), len(charts), figsize=(14 / 3 * len(charts), height), height_ratios=heights) as axes:
+        for line, group in zip(axes, groups, strict=True):
+            for axis, chart in zip(line, charts, strict=True):
+                _chart(axis, chart, group)
+            line[0].set_ylabel(f"{group[0].model}\n{group[0].prompt}", fontsize=9)
+
+
+def _chart(axis: Any, chart: Chart, group: list[Row]) -> None:
+    """Draws the bars of one figure on matplotlib's axes, as _bars does."""
+    colours = [STOCK_COLOUR if row.method in ("stock", "full") else COLOUR for row in group]
+    axis.barh([row.variant for row in group], [chart.value(row) for row in group], color=colours)
+    for i, row in enumerate(group):
+        for begin, part, shade in _stretches(chart, row):
+            axis.barh([row.variant], [part], left=[begin], color=shade)
+        value = chart.value(row)
+        reach = max(value, *(chart.spread(row) or (0.0,)))
+        axis.annotate(f"{value:.{chart.digits}f}", (reach, i), (4, 0), textcoords="offset points", va="center")
+        if spread := chart.spread(row):
+            axis.plot(spread, [i, i], color=WHISKER, marker="|", linewidth=1)
+        mark = chart.mark(row)
+        if mark is not None and mark <= 1.25 * _largest(group, chart):
+            axis.plot([mark, mark], [i - 0.4, i + 0.4], color=MARK)
+    axis.invert_yaxis()
+    axis.set_xlim(0, 1.25 * _largest(group, chart))
+    axis.set_title(chart.title, fontsize=9)
+    if chart is STEP_CHART:
+        axis.set_title(f"{chart.title} {', '.join(STEP_COLOURS)}", fontsize=9)

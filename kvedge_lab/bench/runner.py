@@ -1,0 +1,226 @@
+"""A matrix is run in turns: each round measures every variant once, so that a change of the speed meets all."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from kvedge_lab.bench import machine
+from kvedge_lab.bench.machine import Bandwidth
+from kvedge_lab.bench.matrix import MOST_ROUNDS, Matrix, ModelFiles, Shape, Variant
+from kvedge_lab.bench.measure import Prompt, Repetition, again, figures, make_prompt, repetition
+from kvedge_lab.bench.timeline import Trace, trace
+from kvedge_lab.jsonlines import JsonLines
+from pykvedge.cli.progress import Display
+from pykvedge.errors import ContextError, ImageError, KvedgeError, UsageError
+from pykvedge.models.encoder import Encoder
+from pykvedge.models.model import Model
+from pykvedge.models.vision import Vision
+from pykvedge.native import llamacpp
+from pykvedge.runtime.interrupt import CancelledError, stop_if_set
+
+
+@dataclass
+class Group:
+    """One prompt was measured with one model: per variant, there is a repetition for each round."""
+
+    model: str
+    shape: Shape
+    n_tokens: int
+    n_image_tokens: int
+    encode_s: float
+    stock_encode_s: float
+    weight_bytes: int  # read per token
+    kv_bytes_per_token: int  # of a full f16 cache
+    rounds: dict[Variant, list[Repetition]] = field(default_factory=dict)
+    device_peaks: dict[Variant, int] = field(default_factory=dict)  # bytes, where devices tell
+
+
+@dataclass
+class Outcome:
+    """All of this was measured. left_out: lines that say what is missing and why. traces: where they were asked for."""
+
+    machine: dict[str, Any] = field(default_factory=dict)
+    groups: list[Group] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    interrupted: bool = False
+    bandwidth: Bandwidth | None = None
+    traces: list[Trace] = field(default_factory=list)
+
+
+def new_log(path: Path | None) -> JsonLines:
+    """Opens the file that raw repetitions go to as JSON lines, each before the next is measured.
+
+    Raises UsageError if there is such a file already, SaveError if it cannot be written.
+    """
+    if path is not None and path.is_file() and path.stat().st_size:
+        raise UsageError(f"{path} exists; save to another file")
+    return JsonLines(path)
+
+
+def run(
+    matrix: Matrix, log: JsonLines, out: Outcome, display: Display | None = None, cancel: threading.Event | None = None
+) -> None:
+    """Measures into `out`, which holds what is there so far whatever happens.
+
+    Setting `cancel` ends the run. Raises ModelError, LibraryError, SaveError.
+    A prompt that does not fit, and a variant that fails, are left out, and said.
+    """
+    cancel, display = cancel or threading.Event(), display or Display(enabled=False)
+    threads = matrix.threads or llamacpp.default_threads()
+    out.machine = machine.describe(threads)
+    out.bandwidth = machine.Bandwidth(threads)
+    display.step("reading memory", 0)
+    out.bandwidth.look()
+    log.add({"kvedge_bench": 1, "machine": out.machine})
+    try:
+        for files in matrix.models:
+            _Loaded(matrix, files, threads, log, out, display, cancel).measure()
+        out.bandwidth.look()
+    except CancelledError:
+        out.interrupted = True
+    finally:
+        display.done()
+
+
+@dataclass
+class _Loaded:
+    matrix: Matrix
+    files: ModelFiles
+    threads: int
+    log: JsonLines
+    out: Outcome
+    display: Display
+    cancel: threading.Event
+    energy: machine.Energy = field(default_factory=machine.Energy)
+
+    def measure(self) -> None:
+        vision: Vision | None = None
+        stock: Encoder | None = None
+        model = Model(self.files.model, self.matrix.offload, self.display, self.cancel)
+        try:
+            if self.files.mmproj is not None and any(shape.images for shape in self.matrix.shapes):
+                on_gpu = not self.matrix.offload.off
+                vision = Vision(Encoder(self.files.mmproj, model, self.threads, on_gpu, False))
+                if not vision.encoder.on_device:
+                    stock = Encoder(self.files.mmproj, model, self.threads, on_gpu, False, packed=False)
+            for shape in self.matrix.shapes:
+                self._prompt(model, vision, stock, shape)
+        finally:
+            if stock is not None:
+                stock.close()
+            if vision is not None:
+                vision.encoder.close()
+            model.close()
+
+    def _prompt(self, model: Model, vision: Vision | None, stock: Encoder | None, shape: Shape) -> None:
+        name, variants = f"{self.files.name}, {shape.name}", [self.matrix.stock, *self.matrix.variants]
+        stop_if_set(self.cancel)
+        if shape.images:
+            self.display.step(f"{name}: encoding images", 0)
+        try:
+            look = partial(stop_if_set, self.cancel)
+            prompt = make_prompt(model, vision, shape, self.matrix.generate, look, stock, self.matrix.later)
+        except ImageError as error:
+            self._leave_out(f"{name} left out: {error}", len(variants) * (self.matrix.repeat + 1))
+            return
+        group = Group(self.files.name, shape, prompt.n_tokens, prompt.n_image_tokens, prompt.encode_s,
+                      prompt.stock_encode_s, machine.weight_bytes_per_token(model.header),
+                      model.kv_bytes_per_token(2))  # fmt: skip
+        self.out.groups.append(group)
+        try:
+            self._rounds(group, variants, lambda variant, shown: self._once(model, vision, shown, variant), prompt)
+            for variant in group.rounds if self.matrix.device_peak else ():
+                self.display.step(f"{name}: memory of devices, {variant.label}", 0)
+                with machine.DeviceMemory() as used:
+                    self._once(model, vision, prompt, variant)
+                if used.most > 0:
+                    group.device_peaks[variant] = used.most
+        finally:
+            self._release(vision, prompt)
+        if self.matrix.timeline:
+            self._watch(model, vision, shape, list(group.rounds))
+
+    def _release(self, vision: Vision | None, prompt: Prompt) -> None:
+        if vision is not None:
+            vision.release(prompt.pieces)
+            vision.forget()
+
+    def _watch(self, model: Model, vision: Vision | None, shape: Shape, variants: list[Variant]) -> None:
+        """Runs every variant that was measured once more, from the pictures on, and writes its memory down."""
+        name = f"{self.files.name}, {shape.name}"
+        look = partial(stop_if_set, self.cancel)
+        for variant in variants:
+            self.display.step(f"{name}: memory of {variant.label}", 0)
+            self.out.traces.append(
+                trace(
+                    name,
+                    variant,
+                    lambda: make_prompt(model, vision, shape, self.matrix.generate, look),
+                    lambda prompt, which: self._once(model, vision, prompt, which),
+                    partial(self._release, vision),
+                )
+            )
+
+    def _once(self, model: Model, vision: Vision | None, prompt: Prompt, variant: Variant) -> Repetition:
+        out = repetition(model, vision, prompt, variant, self.threads, self.energy, self.cancel)
+        if self.matrix.again and prompt.n_image_tokens:
+            out.again_s = again(model, vision, prompt, variant, self.threads, self.cancel)
+        return out
+
+    def _rounds(
+        self, group: Group, variants: list[Variant], once: Callable[[Variant, Prompt], Repetition], prompt: Prompt
+    ) -> None:
+        name = f"{group.model}, {group.shape.name}"
+        for turn, left in self._turns(len(variants)):
+            for variant in list(variants):
+                stop_if_set(self.cancel)
+                try:
+                    measured = once(variant, prompt if turn else prompt.warm_up())
+                except ContextError as error:
+                    self._leave_out(f"{name} left out: {error}", len(variants) * left)
+                    return
+                except CancelledError:
+                    raise
+                except KvedgeError as error:
+                    variants.remove(variant)
+                    self._leave_out(f"{name}, {variant.label} left out: {error}", left)
+                    continue
+                self.display.step(f"{name}: {variant.label}")
+                if turn:
+                    group.rounds.setdefault(variant, []).append(measured)
+                    self.log.add(self._line(group, variant, turn, measured))
+
+    def _turns(self, n_variants: int) -> Iterator[tuple[int, int]]:
+        """Yields the number of a round, and the rounds left with it. Round 0 warms up; more follow short ones."""
+        last, started = self.matrix.repeat, time.monotonic()
+        for turn in range(last + 1):
+            yield turn, last + 1 - turn
+        while last < MOST_ROUNDS and time.monotonic() - started < self.matrix.fill_s:
+            last += 1
+            self.display.skip(-n_variants)
+            yield last, 1
+
+    def _line(self, group: Group, variant: Variant, turn: int, measured: Repetition) -> dict[str, Any]:
+        plan = variant.plan
+        return {
+            "model": group.model,
+            "text_tokens": group.shape.text_tokens,
+            "images": group.shape.images,
+            "tokens": group.n_tokens,
+            "variant": variant.name,
+            "budget": plan.budget.value if plan else None,
+            "kv_type": variant.kv_type,
+            "round": turn,
+            **figures(measured),
+        }
+
+    def _leave_out(self, text: str, steps: int) -> None:
+        self.out.left_out.append(text)
+        self.display.skip(steps)
+        self.display.say(f"kvedge: {text}")

@@ -1,0 +1,364 @@
+"""Repetitions become figures: medians over rounds, quartiles as spread, and ratios to stock of the same round."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from kvedge_lab.bench.machine import Bandwidth, Others
+from kvedge_lab.bench.matrix import STOCK, Variant
+from kvedge_lab.bench.measure import Repetition
+from kvedge_lab.bench.runner import Group, Outcome
+from pykvedge.cli.tables import markdown
+from pykvedge.system.memory import readable
+
+Spread = tuple[float, float]
+SPARE = 0.1  # of the processors: what an idle system takes now and then
+
+
+@dataclass
+class Row:
+    """A row has the figures of a variant on a prompt. They are medians; *_spread: first and third quartile.
+
+    first_token_s: encoding of the images, pruning, prefill and compression. image_again_s: the same of a prompt whose
+    images are encoded already. again_s: of a second conversation about the same images, None where it was not measured.
+    prefill_tok_s: of the tokens that the model read. *_vs_stock: medians of the ratios of each round.
+    limit_tok_s: read bandwidth over the bytes that a token reads, weights and kept KV. *_j_token: joules per token.
+    later_s: of a later message, None where it was not measured.
+    device_prompt_bytes, device_bytes: keys and values on devices, before the compression and after the answer.
+    device_compressed: whether rows there were compressed there, None where none lay there; device_problem: why not.
+    device_fetched_bytes, device_sent_bytes: what crossed the bus then; device_fetched_row: bytes for each pending row
+    and KV head. device_operations: of graphs. device_*_ms: the steps. device_peak_bytes: the most that devices had in
+    use, above what they had before the context; device_peak_vs_cache: less what stock had beside its cache, over that
+    cache. Both are None where devices do not tell. rss_*: growth of the process by
+    the context. others: share of the processors that other programs had meanwhile, None where the rounds were too short
+    to tell; disturbed: more than the threads of this one left.
+    """
+
+    model: str
+    prompt: str
+    tokens: int
+    image_tokens: int
+    variant: str
+    method: str
+    budget: float | int | None
+    kv_type: str
+    rounds: int
+    prefill_tok_s: float
+    prefill_spread: Spread
+    prefill_vs_stock: float | None
+    compress_ms: float
+    encode_s: float
+    prune_ms: float
+    first_token_s: float
+    first_token_vs_stock: float | None
+    image_again_s: float
+    again_s: float | None
+    decode_tok_s: float
+    decode_spread: Spread
+    decode_vs_stock: float | None
+    limit_tok_s: float
+    kv_full_bytes: int
+    kv_kept_bytes: int
+    kv_peak_bytes: int
+    device_prompt_bytes: int
+    device_bytes: int
+    rss_peak_bytes: int
+    rss_after_bytes: int
+    prefill_j_token: float | None = None
+    decode_j_token: float | None = None
+    later_s: float | None = None
+    later_vs_stock: float | None = None
+    device_compressed: bool | None = None
+    device_problem: str = ""
+    device_fetched_bytes: int = 0
+    device_sent_bytes: int = 0
+    device_fetched_row: float | None = None
+    device_operations: int = 0
+    device_measure_ms: float = 0.0
+    device_choose_ms: float = 0.0
+    device_gather_ms: float = 0.0
+    device_merge_ms: float = 0.0
+    device_upload_ms: float = 0.0
+    device_peak_bytes: int | None = None
+    device_peak_vs_cache: float | None = None
+    others: float | None = None
+    disturbed: bool = False
+
+
+def rows(outcome: Outcome) -> list[Row]:
+    """Makes rows in the order in which they were measured: per model and prompt, with stock first."""
+    assert outcome.bandwidth is not None
+    out = []
+    for group in outcome.groups:
+        stock = next((found for variant, found in group.rounds.items() if variant.plan is None), [])
+        for variant, found in group.rounds.items():
+            row = _row(group, variant, found, stock, outcome.bandwidth)
+            _on_devices(row, found)
+            _disturbance(row, found, outcome.machine)
+            out.append(row)
+        here = out[len(out) - len(group.rounds) :]
+        _device_peaks(here, group)
+        if any(row.disturbed for row in here if row.method == STOCK):  # every ratio is to stock
+            for row in here:
+                row.disturbed = True
+    return out
+
+
+STEPS = ("measure", "choose", "gather", "merge", "upload")  # of a compression on devices
+
+
+def _on_devices(row: Row, found: list[Repetition]) -> None:
+    """Tells what the prompt's compression did on devices, where rows lay there."""
+    work = [r.device for r in found if r.device is not None]
+    if not work:
+        return
+    last = work[-1]
+    row.device_compressed, row.device_problem = last.compressed, last.problem
+    row.device_fetched_bytes, row.device_sent_bytes = last.fetched_bytes, last.sent_bytes
+    row.device_fetched_row = last.fetched_bytes / found[-1].device_rows if found[-1].device_rows else None
+    row.device_operations = last.operations
+    for step in STEPS:
+        setattr(row, f"device_{step}_ms", 1000 * float(np.median([getattr(w, f"{step}_s") for w in work])))
+
+
+def _device_peaks(rows: list[Row], group: Group) -> None:
+    for row, variant in zip(rows, group.rounds, strict=True):
+        row.device_peak_bytes = group.device_peaks.get(variant)
+    stock = next((row for row in rows if row.method == STOCK), None)
+    if stock is None or stock.device_peak_bytes is None:
+        return
+    beside = stock.device_peak_bytes - stock.kv_full_bytes
+    for row in rows:
+        if row.device_peak_bytes is not None:
+            row.device_peak_vs_cache = (row.device_peak_bytes - beside) / stock.kv_full_bytes
+
+
+def _disturbance(row: Row, found: list[Repetition], about: dict[str, Any]) -> None:
+    """Tells whether others were in the way: they may have the processors that our threads leave, and a tenth more."""
+    wall, cores = sum(r.wall_s for r in found), about.get("cores", 1)
+    if wall >= Others.SPAN_S:
+        row.others = min(sum(r.others_s for r in found) / wall / cores, 1.0)
+        row.disturbed = row.others > (cores - min(about.get("threads", cores), cores)) / cores + SPARE
+
+
+def warnings(made: list[Row]) -> list[str]:
+    """Writes a line for each prompt whose figures other programs disturbed."""
+    out = []
+    for model, prompt in dict.fromkeys((row.model, row.prompt) for row in made):
+        shares = [row.others or 0.0 for row in made if (row.model, row.prompt) == (model, prompt) and row.disturbed]
+        if shares:
+            out.append(
+                f"{model}, {prompt}: other programs had up to {100 * max(shares):.0f} % of the processors while it was "
+                "measured; its figures (marked ?) say little: end the others, or pass a smaller --threads, and repeat"
+            )
+    return out
+
+
+def _row(group: Group, variant: Variant, found: list[Repetition], stock: list[Repetition], bandwidth: Bandwidth) -> Row:
+    prefill = [r.tokens / r.prefill_s for r in found]
+    waits = [_wait(r) for r in found]
+    again = [r.again_s for r in found if r.again_s is not None]
+    later = [r.later_s for r in found if r.later_s is not None]
+    steps = [float(np.median(r.decode_s)) for r in found]
+    all_steps = [s for r in found for s in r.decode_s]
+    last, shared = found[-1], list(zip(found, stock, strict=False))
+    is_stock = variant.plan is None
+    encode_s = group.stock_encode_s if is_stock else group.encode_s
+    # what stock reads is what is in its cache, not what it allocated
+    kv_read = group.kv_bytes_per_token * group.n_tokens if is_stock else last.kept_bytes
+    per_token = group.weight_bytes + kv_read
+    return Row(
+        model=group.model,
+        prompt=group.shape.name,
+        tokens=last.tokens,
+        image_tokens=group.n_image_tokens - (group.n_tokens - last.tokens),
+        variant=variant.label,
+        method=variant.name,
+        budget=variant.plan.budget.value if variant.plan else None,
+        kv_type=variant.kv_type,
+        rounds=len(found),
+        prefill_tok_s=float(np.median(prefill)),
+        prefill_spread=_quartiles(prefill),
+        prefill_vs_stock=_ratio([(b.prefill_s, a.prefill_s + a.compress_s) for a, b in shared]),
+        compress_ms=1000 * float(np.median([r.compress_s for r in found])),
+        encode_s=encode_s,
+        prune_ms=1000 * float(np.median([r.prune_s for r in found])),
+        first_token_s=encode_s + float(np.median(waits)),
+        first_token_vs_stock=_ratio([(group.stock_encode_s + _wait(b), encode_s + _wait(a)) for a, b in shared]),
+        image_again_s=float(np.median(waits)),
+        again_s=float(np.median(again)) if again else None,
+        decode_tok_s=1 / float(np.median(steps)),
+        decode_spread=_quartiles([1 / s for s in all_steps]),
+        decode_vs_stock=_ratio([(float(np.median(b.decode_s)), float(np.median(a.decode_s))) for a, b in shared]),
+        limit_tok_s=bandwidth.bytes_per_second(per_token) / per_token,
+        kv_full_bytes=last.full_bytes,
+        kv_kept_bytes=last.kept_bytes,
+        kv_peak_bytes=max(r.peak_bytes for r in found),
+        device_prompt_bytes=last.device_prompt_bytes,
+        device_bytes=last.device_bytes,
+        rss_peak_bytes=round(float(np.median([r.rss_peak_bytes for r in found]))),
+        rss_after_bytes=round(float(np.median([r.rss_after_bytes for r in found]))),
+        prefill_j_token=_energy([(r.prefill_j, r.tokens) for r in found]),
+        decode_j_token=_energy([(r.decode_j, len(r.decode_s)) for r in found]),
+        later_s=float(np.median(later)) if later else None,
+        later_vs_stock=_ratio([(b.later_s, a.later_s) for a, b in shared if a.later_s and b.later_s]),
+    )
+
+
+def _wait(r: Repetition) -> float:
+    """Seconds from an encoded image to the first token."""
+    return r.prune_s + r.prefill_s + r.compress_s
+
+
+def _quartiles(values: Sequence[float]) -> Spread:
+    low, high = np.quantile(values, [0.25, 0.75])
+    return float(low), float(high)
+
+
+def _ratio(pairs: list[tuple[float, float]]) -> float | None:
+    """Takes the median of first / second."""
+    return float(np.median([a / b for a, b in pairs])) if pairs else None
+
+
+def _energy(spent: list[tuple[float | None, int]]) -> float | None:
+    known = [joules / tokens for joules, tokens in spent if joules is not None and tokens]
+    return float(np.median(known)) if known else None
+
+
+# ------------------------------------------------------------------------------------------------------------
+
+NOTES = (
+    "stock: llama.cpp's own attention and cache with its default settings, in kvedge's library without kvedge attached "
+    "(its logits are bit for bit those of an unpatched build). `full` keeps everything, in kvedge's store.",
+    "Medians; in brackets, the middle half of all tokens. vs stock: median of the ratios of each round, compression "
+    "counted as prefill. first token: encoding the images, prefill, compression. limit: tokens/s that reading the "
+    "weights and the kept KV would allow. RSS: growth of the process since before the context was made.",
+)
+DEVICES = (
+    "compressed: where rows on devices were compressed. fetched, sent: bytes that crossed the bus for it; a row: "
+    "fetched, for each pending row of a KV head. operations: of graphs there. measure, gather and merge take place on "
+    "the device, choose on the host; upload: what the host computed was sent. peak: the most that devices had in use "
+    "beyond the weights (`--device-peak`); of the cache: less what stock had beside its cache, over that cache."
+)
+WAITS = (
+    "first token: encoding, pruning, prefill and compression together, and how much sooner that is than stock's, which "
+    "encodes with the weights as they lie in the file. image again: the same where the encoder's output was kept. talk "
+    "again: a second conversation about the same images goes on from what the first one compressed of them, and reads "
+    "its question (`--again`)."
+)
+
+
+def as_json(made: list[Row], outcome: Outcome) -> str:
+    """Writes one object with the machine, the rows, and what was left out."""
+    about = {"machine": outcome.machine, "left_out": outcome.left_out, "interrupted": outcome.interrupted}
+    return json.dumps({**about, "rows": [asdict(row) for row in made]}, indent=1)
+
+
+def as_jsonl(made: list[Row]) -> str:
+    """Writes one object a line."""
+    return "\n".join(json.dumps(asdict(row)) for row in made)
+
+
+def as_markdown(made: list[Row], outcome: Outcome) -> str:
+    """Writes a table per model and prompt, under a line that says what it is, and what the columns mean."""
+    parts = []
+    energy = any(row.decode_j_token is not None for row in made)
+    later = any(row.later_s is not None for row in made)
+    for model, prompt in dict.fromkeys((row.model, row.prompt) for row in made):
+        mine = [row for row in made if (row.model, row.prompt) == (model, prompt)]
+        images = f", {mine[0].image_tokens} of images" if mine[0].image_tokens else ""
+        title = f"**{model}**: a prompt of {mine[0].tokens} tokens ({prompt}{images}), {mine[0].rounds} rounds"
+        parts += [title, markdown([_head(energy, later), *(_cells(row, energy, later) for row in mine)])]
+        if any(row.device_compressed is not None or row.device_peak_bytes is not None for row in mine):
+            parts.append(markdown([DEVICE_HEAD, *(_device_cells(row) for row in mine)]))
+            there = [row for row in mine if row.device_problem]
+            parts += [f"{row.variant} is compressed on the host: {row.device_problem}." for row in there]
+        if mine[0].image_tokens:
+            parts.append(markdown([WAIT_HEAD, *(_wait_cells(row) for row in mine)]))
+    about = outcome.machine
+    told = "" if energy else " The system does not tell the energy spent."
+    n = about.get("threads", 0)
+    parts.append(f"{about.get('cpu', '')}, {n} thread{'s' * (n != 1)}.{told}")
+    disturbed = [f"Disturbed: {text}." for text in warnings(made)]
+    notes = [*NOTES, *([DEVICES] if any(row.device_compressed is not None for row in made) else [])]
+    notes += [WAITS] if any(row.image_tokens for row in made) else []
+    return "\n\n".join([*parts, *disturbed, *notes, *(["Stopped before the end."] if outcome.interrupted else [])])
+
+
+WAIT_HEAD = ["variant", "tokens", "of images", "encode", "prune", "prefill", "compress", "first token", "vs stock",
+             "image again", "talk again"]  # fmt: skip
+
+
+def _wait_cells(row: Row) -> list[str]:
+    prefill = row.image_again_s - (row.prune_ms + row.compress_ms) / 1000
+    return [
+        row.variant + (" ?" if row.disturbed else ""),
+        str(row.tokens),
+        str(row.image_tokens),
+        f"{row.encode_s:.2f} s",
+        f"{row.prune_ms:.1f} ms",
+        f"{prefill:.2f} s",
+        f"{row.compress_ms:.1f} ms",
+        f"{row.first_token_s:.2f} s",
+        _times(row.first_token_vs_stock),
+        f"{row.image_again_s:.2f} s",
+        f"{row.again_s:.2f} s" if row.again_s is not None else "",
+    ]
+
+
+DEVICE_HEAD = ["variant", "compressed", "fetched", "a row", "sent", "operations", *STEPS, "peak", "of the cache"]
+
+
+def _device_cells(row: Row) -> list[str]:
+    there = row.device_compressed
+    return [
+        row.variant,
+        "" if there is None else "there" if there else "on the host",
+        readable(row.device_fetched_bytes) if there is not None else "",
+        f"{row.device_fetched_row:.1f} B" if there is not None and row.device_fetched_row is not None else "",
+        readable(row.device_sent_bytes) if there is not None else "",
+        str(row.device_operations) if there else "",
+        *(f"{getattr(row, f'device_{step}_ms'):.2f} ms" if there else "" for step in STEPS),
+        readable(row.device_peak_bytes) if row.device_peak_bytes is not None else "",
+        _times(row.device_peak_vs_cache),
+    ]
+
+
+def _head(energy: bool, later: bool) -> list[str]:
+    head = ["variant", "prefill tok/s", "vs stock", "compress", "first token", "decode tok/s", "vs stock", "limit",
+            "KV full", "KV kept", "KV peak", "RSS peak", "RSS after"]  # fmt: skip
+    return [*head, *(["later message", "vs stock"] if later else []), *(["J/token"] if energy else [])]
+
+
+def _cells(row: Row, energy: bool, later: bool) -> list[str]:
+    low, high = row.decode_spread
+    cells = [
+        row.variant + (" ?" if row.disturbed else ""),
+        _speed(row.prefill_tok_s),
+        _times(row.prefill_vs_stock),
+        f"{row.compress_ms:.1f} ms",
+        f"{row.first_token_s:.2f} s",
+        f"{_speed(row.decode_tok_s)} ({_speed(low)}-{_speed(high)})",
+        _times(row.decode_vs_stock),
+        _speed(row.limit_tok_s),
+        readable(row.kv_full_bytes),
+        readable(row.kv_kept_bytes),
+        readable(row.kv_peak_bytes),
+        readable(row.rss_peak_bytes),
+        readable(row.rss_after_bytes),
+    ]
+    cells += [f"{row.later_s or 0:.3f} s", _times(row.later_vs_stock)] if later else []
+    return [*cells, f"{row.decode_j_token or 0:.2f}"] if energy else cells
+
+
+def _times(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.2f} x" if ratio < 100 else f"{ratio:.0f} x"
+
+
+def _speed(tokens_per_second: float) -> str:
+    return f"{tokens_per_second:.{0 if tokens_per_second >= 100 else 1}f}"

@@ -1,0 +1,319 @@
+"""What a KV head's kept share costs the answers is measured head by head, and shares are exchanged by it.
+
+While the other heads keep a baseline, one head keeps less or more; the loss is the mean KL divergence of the next
+token's distribution from that of the full cache, in nats, over the tokens of an answer that is fed. A prompt is read
+once: what is compressed are copies of it, and an answer is fed in one pass, since nothing is dropped while it is read.
+
+One head at a time hardly misses what all heads miss together. Around a profile the others keep what that grants them,
+and what is found counts half, so that shares that were exchanged together do not swing back together.
+
+A question is in the prompt that is compressed, or comes later: what is compressed ends before it, and the first word of
+the answer counts, too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvedge_lab.calibrate.curvefile import CurveFile, Place
+from kvedge_lab.calibrate.exchange import FLOOR, exchange
+from kvedge_lab.calibrate.heads import LONGEST_ANSWER
+from kvedge_lab.calibrate.samples import Labelled
+from kvedge_lab.eval import metrics
+from kvedge_lab.eval.files import read_text
+from kvedge_lab.eval.measure import CONTEXT, CONVERSATION, Preparer
+from kvedge_lab.eval.reader import BRANCH, PROMPT, Reader
+from pykvedge.errors import KvedgeError, NothingToCompressError, ProfileError, UsageError
+from pykvedge.models.model import Model
+from pykvedge.models.profiles import hash_of
+from pykvedge.models.vision import ImagePiece, Piece, Vision
+from pykvedge.plans.making import plan as make_plan
+from pykvedge.plans.plan import Plan
+from pykvedge.reference.stages.base import ProfileTable
+from pykvedge.runtime.interrupt import stop_if_set
+
+SMALLEST = 1 / 128  # of the prompt: the first point
+MOST_POINTS = 1000
+METHOD = "snapkv"  # protects nothing and merges nothing
+SAME = 1e-6  # nats: less is rounding
+Step = Callable[[str, int], None]  # what is under way, and how many more measurements are done
+
+
+@dataclass(frozen=True)
+class Setup:
+    """This is measured. The other heads keep the plan's budget, a share of the prompt, or their part of it."""
+
+    plan: Plan  # its scorer, protection and reducer
+    points: tuple[float, ...]  # kept shares of the prompt, ascending
+    targets: tuple[float, ...]  # budgets to exchange for
+    floor: float = FLOOR
+    around: np.ndarray | None = None  # shares of all pairs [layers of the model, Hkv] that the other heads have
+    ways: tuple[str, ...] = (CONVERSATION,)  # what is compressed: CONVERSATION, CONTEXT or both, one after the other
+
+    def header(self, model: Path, data: Path | str) -> dict[str, Any]:
+        """Returns what must be equal in two runs whose losses may lie in one file. Raises ModelError, UsageError.
+
+        data: a file of samples, or which scenes are drawn.
+        """
+        if isinstance(data, Path):
+            data = f"{data.name} {hashlib.sha256(read_text(data).encode()).hexdigest()[:16]}"
+        baseline = self.plan.budget.value
+        out = {"model": hash_of(model), "data": data, "scorer": self.plan.scorer, "baseline": baseline,
+               "points": list(self.points)}  # fmt: skip
+        if self.plan.method != METHOD:
+            out["method"] = self.plan.method
+        usual = make_plan(self.plan.method, baseline, allocator="uniform", scorer=self.plan.scorer)
+        if self.plan.params != usual.params:
+            out["settings"] = dict(self.plan.params)
+        if self.ways != (CONVERSATION,):
+            out["compress"] = list(self.ways)
+        return out if self.around is None else {**out, "around": self.around.tolist()}
+
+    def readings(self, samples: Iterable[Labelled]) -> Iterator[tuple[Labelled, str]]:
+        """What is read and compressed: samples, and the way, but where nothing comes before a question."""
+        for sample in samples:
+            early = bool(sample.pictures or sample.earlier)
+            yield from ((sample, way) for way in self.ways if way == CONVERSATION or early)
+
+    def others(self, places: Sequence[Place], n_layers: int) -> np.ndarray:
+        """Shares of the prompt [heads] that heads keep while another is measured: on average the baseline, at most 1.
+
+        Raises ProfileError where the profile is not one of these heads, in so many layers.
+        """
+        if self.around is None:
+            return np.full(len(places), float(self.plan.budget.value))
+        shape, at = (n_layers, 1 + max(head for _, head in places)), tuple(np.array(places).T)
+        if self.around.shape != shape or set(zip(*self.around.nonzero(), strict=True)) != set(places):
+            raise ProfileError("the profile of --around is not of the heads that kvedge compresses; calibrate without")
+        shares = self.around[at]
+        return np.minimum(shares / shares.mean() * float(self.plan.budget.value), 1.0)
+
+
+@dataclass
+class Curves:
+    """These are the losses [heads, points] in nats, mean of the samples, and where the heads are in the model."""
+
+    losses: np.ndarray
+    places: list[Place]
+    samples: int
+    baseline: float  # loss with no head moved
+
+    def shares(self, setup: Setup, n_layers: int) -> np.ndarray:
+        """Shares of all pairs, [layers of the model, Hkv] of sum 1; 0 for layers that kvedge does not store.
+
+        Around a profile they are the mean of its shares and those that are found.
+        Raises KvedgeError where no head's share changes anything.
+        """
+        if np.ptp(self.losses, axis=1).max() < SAME:
+            raise KvedgeError(
+                "the answers are the same whatever a head keeps: the prompts are too short, or the answers need "
+                "nothing of them; give others with --data"
+            )
+        found = exchange(np.array(setup.points), self.losses, setup.targets, setup.floor)
+        out = np.zeros((n_layers, 1 + max(head for _, head in self.places)))
+        out[tuple(np.array(self.places).T)] = found
+        return out if setup.around is None else (out + setup.around) / 2
+
+
+def setup_for(
+    scorer: str | None,
+    baseline: float,
+    n_points: int,
+    targets: Sequence[float],
+    method: str = METHOD,
+    ways: Sequence[str] = (CONVERSATION,),
+    settings: Mapping[str, Any] | None = None,
+) -> Setup:
+    """Makes the setup of the options of `kvedge calibrate budgets`. Raises UsageError, UnknownNameError.
+
+    scorer: None for the method's own. The method's reducer, protection and pruner are measured with; its budgets are
+    what is looked for. settings: of stages, by their full names, other than the method's.
+    """
+    if not 0 < baseline < 1:
+        raise UsageError(f"--baseline must be a share of the prompt above 0 and below 1, not {baseline:g}")
+    if not 2 <= n_points <= MOST_POINTS:
+        raise UsageError(f"--points must be 2 to {MOST_POINTS}, not {n_points}")
+    if not ways or not set(ways) <= {CONVERSATION, CONTEXT} or len(set(ways)) < len(ways):
+        raise UsageError(f"--compress must be {CONVERSATION}, {CONTEXT}, or both with a comma, not {','.join(ways)!r}")
+    points = tuple(np.geomspace(SMALLEST, 1.0, n_points).tolist())
+    own = {**({} if scorer is None else {"scorer": scorer}), **(settings or {})}
+    plan = make_plan(method, float(baseline), allocator="uniform", **own)
+    return Setup(plan, points, tuple(targets), ways=tuple(ways))
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """This is read after the compression: the question where it comes later, and the answer's tokens."""
+
+    question: list[Piece]
+    answer: list[int]
+
+
+class Curver:
+    """A Curver measures one sample after another, with the reader that it is given."""
+
+    def __init__(self, model: Model, vision: Vision | None, reader: Reader, setup: Setup) -> None:
+        """reader: of the model, with room for several outputs a pass."""
+        self._model, self._vision, self._reader, self.setup = model, vision, reader, setup
+        self._counted = setup.plan.with_(
+            allocator="calibrated", params={**setup.plan.params, "allocator.share_of": "prompt"}
+        )
+        self.places: list[Place] = []
+
+    def measure(
+        self,
+        number: int,
+        sample: Labelled,
+        kept: CurveFile,
+        step: Step,
+        cancel: threading.Event | None = None,
+        way: str = CONVERSATION,
+    ) -> None:
+        """Measures what `kept` lacks of one reading, and adds it. Raises what Reader raises, and SaveError."""
+        if number in kept.baselines:
+            return
+        if sample.pictures and self._vision is None:
+            name = self._model.path.name
+            raise UsageError(f"a sample has images, and {name} was loaded without an image encoder; see --mmproj")
+        preparer = Preparer(self._model, self._vision, lambda _: stop_if_set(cancel), way)
+        turns, answer, question = preparer.tokens(sample.messages(), sample.answer)
+        try:
+            [(pieces, _)] = turns
+            answer = answer if sample.answer else []
+            self._read(pieces, question, len(answer) or LONGEST_ANSWER)
+            answer = answer or self._answer(question, cancel)
+            if not answer:
+                raise UsageError(f'the model says nothing to {sample.question!r:.60}; give it an "answer"')
+            self._measure(number, _Asked(question, answer), kept, step, cancel)
+        finally:
+            preparer.release(turns)
+
+    @property
+    def n_points(self) -> int:
+        return len(self.setup.points)
+
+    def _read(self, pieces: list[Piece], question: list[Piece], n_answer: int) -> None:
+        largest = max((piece.n_tokens for piece in pieces if isinstance(piece, ImagePiece)), default=0)
+        reader = self._reader
+        reader.make_room(sum(piece.n_tokens for piece in (*pieces, *question)), n_answer, largest)
+        reader.start(self.setup.plan)
+        reader.read(pieces)
+        if not self.places:
+            self.places = reader.heads()
+        if not self.places:
+            raise NothingToCompressError(f"{self._model.path.name} has no layers that kvedge can compress")
+
+    def _ask(self, question: list[Piece]) -> bool:
+        """Reads the question, if it is apart, and keeps all of it. Tells whether there was one."""
+        if question:
+            self._reader.read(question)
+            self._reader.keep(self.setup.plan)
+        return bool(question)
+
+    def _answer(self, question: list[Piece], cancel: threading.Event | None) -> list[int]:
+        """The model's own answer with the full cache, greedy."""
+        reader, out = self._reader, list[int]()
+        reader.copy(BRANCH)
+        self._ask(question)
+        while len(out) < LONGEST_ANSWER and not self._model.is_end(best := int(reader.logits().argmax())):
+            stop_if_set(cancel)
+            out.append(best)
+            reader.extend(best)
+        reader.back_to(PROMPT)
+        return out
+
+    def _measure(self, number: int, asked: _Asked, kept: CurveFile, step: Step, cancel: threading.Event | None) -> None:
+        self._reader.copy(BRANCH)
+        full = [metrics.log_softmax(row).astype(np.float32) for row in self._rows(asked)]
+        self._reader.back_to(PROMPT)
+        others = self.setup.others(self.places, self._model.n_layer)
+        for i, (layer, head) in enumerate(self.places):
+            if (layer, head) in kept.heads.get(number, {}):
+                continue
+            losses = []
+            for share in self.setup.points:
+                stop_if_set(cancel)
+                shares = others.copy()
+                shares[i] = share
+                losses.append(self._loss(shares, asked, full))
+                step(f"layer {layer}, head {head}", 1)
+            kept.add(number, (layer, head), losses)
+        kept.end(number, self._loss(others, asked, full))
+
+    def _rows(self, asked: _Asked) -> Iterator[np.ndarray]:
+        """Reads the question, if it is apart, and the answer. Yields the logits [n_vocab] of what is read from then."""
+        if self._ask(asked.question):
+            yield self._reader.logits()
+        yield from self._reader.feed(asked.answer)
+
+    def _loss(self, shares: np.ndarray, asked: _Asked, full: list[np.ndarray]) -> float:
+        """Mean divergence from the full cache, where heads keep these shares [heads] of what is compressed.
+
+        full: log-probabilities [n_vocab] of each token that is told from another.
+        """
+        table = np.zeros((self._model.n_layer, 1 + max(head for _, head in self.places)), dtype=np.float32)
+        table[tuple(np.array(self.places).T)] = shares
+        reader = self._reader
+        reader.copy(BRANCH)
+        reader.set_plan(self._counted, {"allocator": ProfileTable(table, np.zeros(0, dtype=np.float32))})
+        reader.compress()
+        each = [
+            max(metrics.divergence(p.astype(np.float64), metrics.log_softmax(row)), 0.0)
+            for p, row in zip(full, self._rows(asked), strict=True)
+        ]
+        reader.back_to(PROMPT)
+        return float(np.mean(each))
+
+
+def measure_curves(
+    curver: Curver,
+    samples: Iterable[Labelled],
+    count: int,
+    kept: CurveFile,
+    told: Callable[[int, float], Step],
+    cancel: threading.Event | None = None,
+) -> Curves:
+    """Measures what `kept` lacks of the readings of `count` samples, each of which counts the same.
+
+    told(measurements to make, seconds that they are expected to take) is called when those of a head are done, and
+    returns what is told of each from then on. Raises CancelledError, SaveError, and what Curver.measure raises.
+    """
+    drawn = list(itertools.islice(samples, count))
+    readings = list(curver.setup.readings(drawn))
+    if not readings:
+        raise UsageError("there are no samples to measure; one without images has nothing before its question")
+    tell = _Estimate(curver, len(readings), kept, told)
+    for number, (sample, way) in enumerate(readings):
+        curver.measure(number, sample, kept, tell.step, cancel, way)
+    places, numbers = sorted(kept.heads[0]), range(len(readings))
+    losses = np.array([[kept.heads[number][place] for place in places] for number in numbers])
+    return Curves(losses.mean(axis=0), places, len(drawn), float(np.mean([kept.baselines[n] for n in numbers])))
+
+
+class _Estimate:
+    """Waits for the first head's measurements before it tells of any, so that it can say how long all of them take."""
+
+    def __init__(self, curver: Curver, count: int, kept: CurveFile, told: Callable[[int, float], Step]) -> None:
+        self._curver, self._count, self._told = curver, count, told
+        self._before = sum(map(len, kept.heads.values()))  # heads that are measured already
+        self._begun, self._steps = time.monotonic(), 0
+        self._tell: Step | None = None
+
+    def step(self, what: str, n: int) -> None:
+        self._steps += n
+        if self._tell is not None:
+            self._tell(what, n)
+        elif self._steps >= self._curver.n_points:
+            heads = len(self._curver.places) * self._count - self._before
+            each = (time.monotonic() - self._begun) / self._steps
+            self._tell = self._told(heads * self._curver.n_points, heads * self._curver.n_points * each)
+            self._tell(what, self._steps)

@@ -1,0 +1,153 @@
+"""Query heads are scored by how often a head looks at the place that the next token is read from.
+
+Visual heads (SparseMM, Wang et al. 2025, section 3.1): while a token is generated that belongs to exactly one labelled
+box, a query head whose most attended token lies in that box gets 1 / (tokens of the box); the sum over a sample's
+tokens, averaged over samples. Retrieval heads (HeadKV, Fu et al. 2024, section 3.1): the attention that a head pays to
+the tokens of the source, as far as they are among its k most attended ones, k being their number; averaged over the
+generated tokens of a sample, and over samples. The source is a box, or a needle in the text.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvedge_lab.calibrate.places import boxes_of_tokens, tokens_of_boxes, tokens_of_needle
+from kvedge_lab.calibrate.samples import Labelled
+from pykvedge.chat.session import Session
+from pykvedge.errors import KvedgeError, NothingToCompressError, UsageError
+from pykvedge.models.model import Progress, silent
+from pykvedge.models.vision import Piece, TextPiece
+from pykvedge.runtime.interrupt import stop_if_set
+from pykvedge.runtime.sampler import Sampler
+from pykvedge.runtime.sampling import Sampling
+
+LONGEST_ANSWER = 160  # tokens
+
+
+@dataclass
+class Scores:
+    """These are the scores of heads. values: [layers of the model, H]."""
+
+    values: np.ndarray
+    samples: int  # that had a labelled token
+    tokens: int  # labelled ones
+
+
+def visual_credit(attention: np.ndarray, source: np.ndarray) -> np.ndarray:
+    """Gives [L, H] from attention [L, H, n] of one generated token, and the tokens of its box."""
+    return np.isin(attention.argmax(axis=-1), source) / len(source)
+
+
+def retrieval_credit(attention: np.ndarray, source: np.ndarray) -> np.ndarray:
+    """Gives [L, H] from attention [L, H, n] of one generated token, and the tokens of its source."""
+    k = min(len(source), attention.shape[-1])
+    top = np.argpartition(-attention, k - 1, axis=-1)[..., :k]
+    weights = np.take_along_axis(attention, top, axis=-1)
+    return np.where(np.isin(top, source), weights, 0).sum(axis=-1)
+
+
+CREDIT = {"visual-heads": visual_credit, "retrieval-heads": retrieval_credit}
+
+
+def _alone(pieces: list[Piece]) -> tuple[list[Piece], int]:
+    """Splits the prompt before its last token: read alone, its attention is watched."""
+    last = pieces[-1]
+    if not isinstance(last, TextPiece) or not last.tokens:
+        raise UsageError("the prompt must end in text; the model's chat template ends in an image")
+    rest: list[Piece] = [*pieces[:-1]]
+    if last.tokens[:-1]:
+        rest.append(TextPiece(last.tokens[:-1]))
+    return rest, last.tokens[-1]
+
+
+class HeadScorer:
+    """A HeadScorer puts samples to a session and adds up what each head deserves."""
+
+    def __init__(self, session: Session, kind: str) -> None:
+        """session: of the full plan, in which nothing is dropped. kind: visual-heads or retrieval-heads."""
+        self._session, self._credit, self._summed = session, CREDIT[kind], kind == "visual-heads"
+        self._total: np.ndarray | None = None  # [stored layers, H]
+        self._layers: list[int] = []  # their numbers in the model
+        self.samples = self.tokens = 0
+
+    def add(self, sample: Labelled, progress: Progress = silent, cancel: threading.Event | None = None) -> int:
+        """Puts one sample to the model. Returns the number of labelled tokens that it generated."""
+        session = self._session
+        pieces = session.first_prompt(sample.question, sample.pictures)
+        try:
+            needle = sample.needle
+            sources = [tokens_of_needle(needle, pieces, session.model)] if needle else tokens_of_boxes(sample, pieces)
+            if not sources:
+                raise UsageError('a sample has neither "boxes" nor a "needle"')
+            rest, last = _alone(pieces)
+            engine = session.engine
+            engine.close()
+            engine.make_room(pieces, session.plan)
+            engine.encode(pieces, progress, cancel)
+            engine.prefill(rest, progress, cancel)
+            texts, deserved = self._generate(last, sources, cancel)
+        finally:
+            session.release(pieces)
+        owners = boxes_of_tokens(texts, sample)
+        found = [credit[owner] for credit, owner in zip(deserved, owners, strict=True) if owner is not None]
+        if found:
+            score = np.sum(found, axis=0) / (1 if self._summed else len(found))
+            self._total = score if self._total is None else self._total + score
+            self.samples, self.tokens = self.samples + 1, self.tokens + len(found)
+        return len(found)
+
+    def _generate(
+        self, token: int, sources: list[np.ndarray], cancel: threading.Event | None
+    ) -> tuple[list[bytes], list[np.ndarray]]:
+        """Generates the greedy answer, and returns [sources, L, H]: what each head deserves for its tokens."""
+        session, engine = self._session, self._session.engine
+        cache = engine.cache
+        if cache is None:
+            raise NothingToCompressError(f"{session.model.path.name} has no attention that kvedge can watch")
+        self._layers = cache.layer_ids()
+        cache.watch(True)
+        texts: list[bytes] = []
+        deserved: list[np.ndarray] = []
+        with Sampler(Sampling(temp=0.0), session.model) as sampler:
+            while True:
+                stop_if_set(cancel)
+                engine.extend(token)
+                token = sampler.sample(engine.context.handle)
+                if session.model.is_end(token) or len(texts) == LONGEST_ANSWER or engine.context.room < 1:
+                    return texts, deserved
+                attention = cache.attention_of_all()
+                deserved.append(np.stack([self._credit(attention, source) for source in sources]))
+                texts.append(session.model.piece(token))
+
+    def scores(self) -> Scores:
+        """Returns the mean so far. Raises KvedgeError if no token was labelled: nothing can be said then."""
+        if self._total is None or not self._total.any():
+            what = "no answer says what its boxes say" if self._total is None else "no head looks at the boxes"
+            raise KvedgeError(
+                f"{what}: the heads of {self._session.model.path.name} cannot be told apart by these samples; give "
+                "others with --data"
+            )
+        values = np.zeros((self._session.model.n_layer, self._total.shape[1]))
+        values[self._layers] = self._total / self.samples
+        return Scores(values, self.samples, self.tokens)
+
+
+def score_heads(
+    session: Session,
+    kind: str,
+    samples: Iterable[Labelled],
+    count: int,
+    progress: Progress = silent,
+    cancel: threading.Event | None = None,
+) -> Scores:
+    """Computes scores from `count` samples. Raises KvedgeError, UsageError, UnsupportedError, CancelledError."""
+    scorer = HeadScorer(session, kind)
+    for number, sample in enumerate(itertools.islice(samples, count)):
+        progress("watching the heads", number / count)
+        scorer.add(sample, cancel=cancel)
+    return scorer.scores()

@@ -1,0 +1,215 @@
+"""The command `kvedge bench` measures speed and memory of methods beside stock llama.cpp."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pykvedge.cli import options
+from pykvedge.cli.modelfiles import fetched, model_files
+from pykvedge.cli.options import listed, option
+from pykvedge.errors import UsageError
+from pykvedge.plans.making import plan as make_plan
+from pykvedge.plans.presets import methods as method_names
+
+if TYPE_CHECKING:
+    from kvedge_lab.bench.matrix import Matrix, ModelFiles, Shape, Variant
+
+OUTPUTS = ("md", "csv", "json", "jsonl")
+DEFAULTS: dict[str, Any] = {"budgets": "0.5,0.2", "tokens": "64", "images": "2,8", "repeat": 5, "generate": 32}
+FILL_S = 10.0  # rounds of less than this are repeated beyond their number
+QUICK: dict[str, Any] = {"budgets": "0.2", "tokens": "64", "images": "8", "repeat": 3, "generate": 16}
+
+
+@click.command()
+@options.taking(
+    option("--quick", is_flag=True, help="One prompt, one budget, fewer rounds."),
+    options.MODELS,
+    options.MMPROJS,
+    *options.HUBS,
+    options.METHOD_LIST,
+    options.BUDGET_LIST,
+    options.PLUGIN,
+    option("--tokens", metavar="N,M", help=f"Text tokens of each prompt. Default {DEFAULTS['tokens']}."),
+    option("--images", metavar="N,M",
+           help=f"Images of each prompt. Default {DEFAULTS['images']}, 0 without --mmproj; quick {QUICK['images']}."),
+    option("--image-size", default="336x336", show_default=True, metavar="WxH", help="Pixels."),
+    option("--image-tokens", "image_tokens", metavar="A,B",
+           help="Also with fewer tokens of each image, as 0.5,0.25: every method with each."),
+    option("--pruner", default="residual", show_default=True, metavar="NAME", help="Who chooses them."),
+    option("--again", is_flag=True, help="Also time a second conversation about the same images."),
+    option("--later", type=options.COUNT, default=None, metavar="N",
+           help="Also time a later message of N tokens, after the answer."),
+    option("--device-peak", is_flag=True,
+           help="Also the most memory that GPUs had in use: one more run of each method."),
+    option("--kv-type", "kv_types", default="f16", show_default=True, metavar="A,B",
+           help="Storage types; stock uses f16."),
+    option("--repeat", type=options.COUNT, metavar="N",
+           help=f"Rounds. Default {DEFAULTS['repeat']}, quick {QUICK['repeat']}; short ones fill {FILL_S:.0f} s a "
+                "prompt."),
+    option("--generate", type=options.COUNT, metavar="N",
+           help=f"Tokens in each round. Default {DEFAULTS['generate']}, quick {QUICK['generate']}."),
+    options.THREADS,
+    *options.DEVICES,
+    options.output("Where the table goes instead of stdout: .md, .csv, .json or .jsonl.", metavar="FILE"),
+    options.JSON,
+    option("--save", type=options.PATH, metavar="FILE.jsonl",
+           help="Keep every repetition, one line each, as it is measured."),
+    option("--plot", type=options.PATH, metavar="FILE", help="A picture: .svg, .html, or .png with matplotlib."),
+    option("--memory-plot", type=options.PATH, metavar="FILE",
+           help="Memory over time, encoding to decoding, stock beside each method: one more run of each; needs "
+                "matplotlib."),
+    options.QUIET,
+)  # fmt: skip
+def bench(**given: Any) -> None:
+    """Measure speed and memory on this machine: methods beside stock llama.cpp, in one run.
+
+    Every method reads the same synthetic prompts (random text, drawn scenes) and generates; rounds alternate between
+    the methods, so that a change of the machine's speed meets all of them.
+
+    \b
+    Examples:
+      kvedge bench --quick                    two minutes at most, on the demo model
+      kvedge bench --model m.gguf --mmproj mm.gguf --images 1,4 --method lookm,mixkv --plot bench.svg
+      kvedge bench -hf user/repo:Q4_K_M --quick
+      kvedge bench --plugin mine.py --method snapkv,mine
+      kvedge bench --model m.gguf --tokens 512,2560,8192 --budget 0.2 --output speed.csv
+
+    Exit code: 0, or 1 if something was left out (stderr says what), or 130 after Ctrl-C; both print the table.
+    """
+    sys.exit(_run(given))
+
+
+def _run(given: dict[str, Any]) -> int:
+    from kvedge_lab import drawing
+    from kvedge_lab.bench import plot
+    from kvedge_lab.bench.runner import Outcome, new_log, run
+    from kvedge_lab.jsonlines import SaveError
+    from pykvedge.cli.progress import Display
+    from pykvedge.runtime.interrupt import as_event
+
+    options.load_plugins(given)
+    options.check_table(given["output"], OUTPUTS)
+    matrix = _matrix(given)
+    if given["plot"] is not None:
+        plot.check(given["plot"])
+    if given["memory_plot"] is not None:
+        drawing.check("--memory-plot", given["memory_plot"])
+    log, outcome, failure = new_log(given["save"]), Outcome(), None
+    display = Display(enabled=not given["quiet"], steps=matrix.steps)
+
+    try:
+        with as_event(threading.Event()) as cancel:
+            run(matrix, log, outcome, display, cancel)
+    except SaveError as error:
+        failure = error
+    finally:
+        display.done()
+        log.close()
+    _print(outcome, given)
+    if failure is not None:
+        raise failure
+    return 130 if outcome.interrupted else 1 if outcome.left_out else 0
+
+
+def _print(outcome: Any, given: dict[str, Any]) -> None:
+    from kvedge_lab.bench import plot, table, timeline
+    from pykvedge.cli.tables import as_csv
+
+    made = table.rows(outcome) if outcome.bandwidth is not None else []
+    forms = {
+        "md": lambda: table.as_markdown(made, outcome) if made else "",
+        "csv": lambda: as_csv(made, "_spread"),
+        "json": lambda: table.as_json(made, outcome),
+        "jsonl": lambda: table.as_jsonl(made),
+    }
+    options.write_table(given, forms)
+    for warning in table.warnings(made):
+        click.echo(f"kvedge: warning: {warning}", err=True)
+    if given["plot"] is not None and made:
+        plot.write(given["plot"], made, [*table.warnings(made), *table.NOTES])
+    if given["memory_plot"] is not None and not timeline.draw(given["memory_plot"], outcome.traces):
+        click.echo("kvedge: no run finished whose memory could be drawn", err=True)
+
+
+def _matrix(given: dict[str, Any]) -> Matrix:
+    from kvedge_lab.bench.matrix import Matrix
+
+    usual = QUICK if given["quick"] else DEFAULTS
+    chosen = {name: usual[name] if given[name] is None else given[name] for name in usual}
+    models = _models(given)
+    if given["images"] is None and not all(files.mmproj for files in models):
+        chosen["images"] = "0"
+    shapes = _shapes(chosen, given["image_size"])
+    if any(shape.images for shape in shapes) and not all(files.mmproj for files in models):
+        raise UsageError("prompts with images need --mmproj for every --model, or --images 0")
+    return Matrix(
+        models,
+        shapes,
+        _variants(given, str(chosen["budgets"])),
+        chosen["repeat"],
+        FILL_S if given["repeat"] is None else 0.0,
+        chosen["generate"],
+        given["threads"] or 0,
+        options.offload(given, max(shape.text_tokens + 1024 * shape.images for shape in shapes)),
+        again=given["again"],
+        timeline=given["memory_plot"] is not None,
+        device_peak=given["device_peak"],
+        later=given["later"] or 0,
+    )
+
+
+def _models(given: dict[str, Any]) -> list[ModelFiles]:
+    from kvedge_lab.bench.matrix import ModelFiles
+
+    models, mmprojs, by_name = given["models"], given["mmprojs"], given["hf_repos"]
+    if not models and not by_name:
+        return [ModelFiles(*model_files({"model": None, "mmproj": mmprojs[0] if mmprojs else None}))]
+    if len(mmprojs) not in (0, len(models)):
+        raise UsageError(f"{len(models)} models and {len(mmprojs)} image encoders; pass one --mmproj for each, or '-'")
+    pairs = zip(models, mmprojs or [None] * len(models), strict=True)
+    files = [ModelFiles(m.expanduser(), p.expanduser() if p and str(p) != "-" else None) for m, p in pairs]
+    return files + [ModelFiles(*fetched(name, given)) for name in by_name]
+
+
+def _numbers(option: str, text: str, least: int) -> list[int]:
+    out = []
+    for part in listed(option, text):
+        if not re.fullmatch(r"\d{1,9}", part) or int(part) < least:
+            raise UsageError(f"{option} takes numbers from {least}, not '{part}'")
+        out.append(int(part))
+    return out
+
+
+def _shapes(chosen: dict[str, Any], image_size: str) -> list[Shape]:
+    from kvedge_lab.bench.matrix import Shape
+
+    width, height = options.pixels(image_size, 10**4)
+    tokens, images = _numbers("--tokens", chosen["tokens"], 2), _numbers("--images", chosen["images"], 0)
+    return [Shape(n, i, width, height) for n in tokens for i in images]
+
+
+def _variants(given: dict[str, Any], budgets: str) -> list[Variant]:
+    from kvedge_lab.bench.matrix import Variant
+    from pykvedge.reference.kvtypes import KvType
+
+    names = listed("--method", given["methods"])
+    names = method_names() if names == ["all"] else ["full", *(name for name in names if name != "full")]
+    types = listed("--kv-type", given["kv_types"])
+    for name in types:
+        KvType.parse(name)
+    less: list[dict[str, str]] = [{}]
+    if given["image_tokens"] is not None:
+        amounts = listed("--image-tokens", given["image_tokens"])
+        less += [{"pruner": given["pruner"], "image_tokens": amount} for amount in amounts]
+    combined = itertools.product(types, names, less)
+    return [
+        Variant(name, make_plan(name, budget, **fewer), kv_type)
+        for kv_type, name, fewer in combined
+        for budget in ([None] if name == "full" else listed("--budget", budgets))
+    ]

@@ -1,0 +1,400 @@
+"""The command `kvedge calibrate` measures profiles of a model."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pykvedge.cli import options
+from pykvedge.cli.modelfiles import model_files
+from pykvedge.cli.options import option
+from pykvedge.errors import UsageError, unknown
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kvedge_lab.calibrate.budgets import Curves, Setup
+    from kvedge_lab.calibrate.samples import Labelled
+    from pykvedge.chat.session import Session
+    from pykvedge.cli.progress import Display
+    from pykvedge.models.model import Model
+    from pykvedge.plans.profile import Profile
+
+KINDS = {"visual": "visual-heads", "retrieval": "retrieval-heads", "redundancy": "key-redundancy"}
+MOST_QUESTIONS = 3  # as many different ones there are about every image of the scenes
+SCORER = "mixkv"  # whose curves serve other scorers best
+N_OUTPUTS = 64  # tokens of an answer that are fed in one pass; each takes a row of the vocabulary's numbers
+_OPTIONS = (
+    options.MODEL,
+    options.MMPROJ,
+    *options.HUB,
+    option(
+        "--data", type=options.PATH, metavar="FILE.jsonl", help="Your own samples. Default: scenes drawn by kvedge."
+    ),
+    options.output("Where the profile goes. Default: where `kvedge chat` finds it by itself.", metavar="FILE.json"),
+    options.CTX,
+    options.THREADS,
+    *options.DEVICES,
+    options.JSON,
+    options.QUIET,
+)
+
+
+@click.group()
+def calibrate() -> None:
+    """Measure a model once, for methods that work with a profile.
+
+    Some methods go by what is true of the model whatever the prompt: which heads look at what an answer is read from
+    (sparsemm, headkv, mixkv-sparsemm, mixkv-headkv), which layers need many tokens (prefixkv with --set
+    allocator.source=profile), in which heads keys are alike (mixkv with --set scorer.source=profile), and what each
+    head's share of the budget costs the answers (calibrated). A profile
+    holds those numbers. It belongs to the weights in one GGUF file, is found by itself from then on, and is refused for
+    any other model. Nothing is written when the command is stopped.
+    """
+
+
+@calibrate.command()
+@click.option(
+    "--kind",
+    default="visual",
+    show_default=True,
+    metavar="KIND",
+    help="visual: for sparsemm; retrieval: for headkv; redundancy: for mixkv with scorer.source=profile.",
+)
+@click.option(
+    "--samples", type=options.COUNT, default=50, show_default=True, metavar="N", help="Prompts to watch, at most."
+)
+@options.taking(*_OPTIONS)
+def heads(kind: str, samples: int, **given: Any) -> None:
+    """Find the heads that look at what an answer is read from, or whose keys are alike.
+
+    The model answers questions about images in which the place of the answer is known. While it generates a word that
+    stands in exactly one labelled box, the heads that look into that box are credited:
+    visual (SparseMM) when their most attended token lies in the box, retrieval (HeadKV) by the attention that they pay
+    to it among their most attended tokens. For redundancy (MixKV) prompts are only read: how alike the keys of each
+    KV head are, averaged over the prompts; boxes and answers are not needed.
+
+    \b
+    Your own samples (--data), one a line; boxes are [left, top, right, bottom] in pixels:
+      {"image": "shop.jpg", "question": "What does the sign say?", "answer": "Open until 5",
+       "boxes": [{"box": [40, 12, 180, 60], "text": "Open until 5"}]}
+      {"question": "The key is 4711. ... What is the key?", "needle": "4711", "answer": "4711"}
+
+    \b
+    Examples:
+      kvedge calibrate heads
+      kvedge calibrate heads --kind redundancy
+      kvedge calibrate heads --model m.gguf --mmproj mm.gguf --data signs.jsonl --samples 100
+      kvedge chat --model m.gguf --mmproj mm.gguf --image a.jpg --method sparsemm "What is this?"
+    """
+    if kind not in KINDS:
+        raise unknown("kind", kind, KINDS)
+    from kvedge_lab.calibrate.heads import score_heads
+    from kvedge_lab.calibrate.redundancy import key_redundancy
+    from pykvedge.plans.making import plan
+
+    made: dict[str, Any] = {"command": f"kvedge calibrate heads --kind {kind} --samples {samples}"}
+    with _session(given, plan("full")) as (session, display, cancel):
+        source = _samples(given, KINDS[kind])
+        if kind == "redundancy":
+            values, used = key_redundancy(session, source, samples, display, cancel)
+        else:
+            found = score_heads(session, KINDS[kind], source, samples, display, cancel)
+            values, used, made["labelled_tokens"] = found.values, found.samples, found.tokens
+    _deliver(given, session.model, KINDS[kind], values, (), used, made)
+
+
+@calibrate.command()
+@click.option(
+    "--budget",
+    "budgets",
+    default="0.1,0.2,0.3,0.5,0.7",
+    show_default=True,
+    metavar="A,B",
+    help="Shares of the prompt to search for; between them the shares are interpolated.",
+)
+@click.option(
+    "--samples",
+    type=options.COUNT,
+    default=10,
+    show_default=True,
+    metavar="N",
+    help="Prompts to search, at most; each is read once a budget.",
+)
+@options.taking(*_OPTIONS)
+def prefix(budgets: str, samples: int, **given: Any) -> None:
+    """Find how many tokens each layer keeps with PrefixKV.
+
+    For each prompt and budget PrefixKV's search runs as it does online, and the share of the prompt that each layer
+    keeps is averaged over the prompts. With the profile no search is needed, and a layer can be cut before the next
+    one has run.
+
+    \b
+    Your own samples (--data), one a line:
+      {"image": "street.jpg", "question": "Describe the image."}
+
+    \b
+    Examples:
+      kvedge calibrate prefix
+      kvedge calibrate prefix --model m.gguf --mmproj mm.gguf --data prompts.jsonl --budget 0.1,0.2
+      kvedge chat ... --method prefixkv --set allocator.source=profile "What is this?"
+    """
+    shares = _shares("--budget", budgets)
+    from kvedge_lab.calibrate.prefix import check_budgets, kept_shares
+    from pykvedge.plans.making import plan
+
+    check_budgets(shares)
+    with _session(given, plan("full")) as (session, display, cancel):
+        values, used = kept_shares(session, shares, _samples(given, "prefix"), samples, display, cancel)
+    command = f"kvedge calibrate prefix --budget {','.join(f'{b:g}' for b in shares)} --samples {samples}"
+    made = {"command": command, "method": "prefixkv"}
+    _deliver(given, session.model, "prefix", values, tuple(shares), used, made)
+
+
+@calibrate.command()
+@click.option(
+    "--samples", type=options.COUNT, default=24, show_default=True, metavar="N", help="Prompts to measure, at most."
+)
+@click.option(
+    "--points",
+    type=int,
+    default=12,
+    show_default=True,
+    metavar="N",
+    help="Kept shares to measure each head at, from 1/128 of the prompt to all of it, each the same times the last.",
+)
+@click.option(
+    "--method",
+    default="snapkv",
+    show_default=True,
+    metavar="NAME",
+    help="Whose scorer and reducer heads are measured with; snapkv with scorer mixkv, unless another is named.",
+)
+@click.option("--scorer", metavar="NAME", help="Another scorer for the method. See `kvedge methods NAME`.")
+@options.SET
+@click.option(
+    "--compress",
+    default="conversation",
+    show_default=True,
+    metavar="A,B",
+    help="conversation: the question with all before it; context: what comes before it alone; or both, which takes "
+    "twice as long.",
+)
+@click.option(
+    "--baseline", type=float, default=0.05, show_default=True, metavar="SHARE", help="Of the prompt: the other heads'."
+)
+@click.option(
+    "--targets",
+    default="0.05,0.1,0.2",
+    show_default=True,
+    metavar="A,B",
+    help="Budgets, shares of the prompt, over which the loss is averaged that the exchange makes small.",
+)
+@option(
+    "--around",
+    type=options.PATH,
+    metavar="PROFILE.json",
+    help="The other heads keep this profile's part of the baseline; its shares are half of the outcome.",
+)
+@option("--seed", type=options.SEED, default=2024, show_default=True, metavar="N",
+        help="Of the scenes drawn by kvedge.")  # fmt: skip
+@click.option(
+    "--questions",
+    type=int,
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="About the scenes drawn by kvedge, at most; all but the last are answered and compressed.",
+)
+@option("--save", type=options.PATH, metavar="FILE.jsonl",
+        help="Keep every head's losses, a line each, as they are measured.")  # fmt: skip
+@click.option("--resume", is_flag=True, help="Go on with the losses in --save FILE; other targets need no more.")
+@options.taking(*_OPTIONS)
+def budgets(samples: int, points: int, method: str, scorer: str | None, seed: int, **given: Any) -> None:
+    """Find the share of all KV pairs that each head keeps with allocator calibrated.
+
+    Head by head and share by share: a copy of the prompt is compressed, the head keeping that share and the others the
+    baseline, and the answer is fed; the loss is how far the next token's distribution is from the full cache's. Shares
+    are then exchanged between the heads as long as one gains more than another loses. Without an "answer" of its own a
+    sample is measured on what the model answers with the full cache. The number of measurements is heads x points x
+    samples; how long they take is said when the first few are done. With --save a run that was stopped goes on later.
+    A second run, --around the first one's profile, sees what the heads miss together; it takes --method for one, as
+    where the others keep what they need a head's part is what that method makes of it.
+
+    \b
+    Your own samples (--data), one a line; what was said before is optional:
+      {"image": "shop.jpg", "question": "What does the sign say?", "answer": "Open until 5",
+       "earlier": [{"question": "What is it?", "answer": "A shop."}]}
+
+    \b
+    Examples:
+      kvedge calibrate budgets
+      kvedge calibrate budgets --model m.gguf --mmproj mm.gguf --data signs.jsonl --samples 10 --points 8
+      kvedge calibrate budgets --output once.json
+      kvedge calibrate budgets --around once.json --method kvedge --set scorer.outlier=0 --compress context,conversation
+      kvedge chat --model m.gguf --mmproj mm.gguf --image a.jpg --method calibrated "What is this?"
+    """
+    from kvedge_lab.calibrate.budgets import METHOD, setup_for
+    from kvedge_lab.calibrate.exchange import check_targets
+    from kvedge_lab.eval.measure import CONVERSATION
+
+    wanted, baseline, ways = _shares("--targets", given["targets"]), given["baseline"], given["compress"].split(",")
+    check_targets(wanted)
+    scorer = scorer or (SCORER if method == METHOD else None)
+    setup = setup_for(scorer, baseline, points, wanted, method, ways, options.changes(given))
+    if not 1 <= given["questions"] <= MOST_QUESTIONS:
+        raise UsageError(f"--questions must be 1 to {MOST_QUESTIONS}, not {given['questions']}")
+    if given["resume"] and given["save"] is None:
+        raise UsageError("--resume needs the file of losses: --save FILE")
+    model, values, found = _measured(given, setup, seed, samples)
+    command = f"kvedge calibrate budgets --samples {samples} --points {points}"
+    command += f" --method {method}" if method != METHOD else ""
+    command += f" --scorer {setup.plan.scorer} --baseline {baseline:g} --targets {given['targets']} --seed {seed}"
+    command += "".join(f" --set {change}" for change in given["changes"])
+    command += f" --questions {given['questions']}" if given["questions"] > 1 else ""
+    command += f" --compress {given['compress']}" if setup.ways != (CONVERSATION,) else ""
+    command += f" --around {given['around'].name}" if given["around"] is not None else ""
+    made = {"command": command, "baseline_loss": float(f"{found.baseline:.4g}")}
+    _deliver(given, model, "head-budgets", values, (), found.samples, made)
+
+
+# ------------------------------------------------------------------------------------------------------------
+
+
+def _measured(given: dict[str, Any], setup: Setup, seed: int, count: int) -> tuple[Model, Any, Curves]:
+    """Returns the model, which is closed, its heads' shares, and the curves that they follow from."""
+    from kvedge_lab.calibrate.budgets import Curver, measure_curves
+    from kvedge_lab.calibrate.curvefile import CurveFile
+    from kvedge_lab.eval.reader import Reader
+    from pykvedge.cli.progress import clock
+    from pykvedge.models.profiles import find
+    from pykvedge.models.vision import Vision
+    from pykvedge.plans.making import plan
+    from pykvedge.runtime.loaded import borrow
+    from pykvedge.runtime.settings import Settings
+
+    model, mmproj = model_files(given)
+    if given["around"] is not None:
+        setup = replace(setup, around=find(plan("calibrated"), model, given["around"])["allocator"].values)
+    settings, source = Settings.of(options.running(given)), _samples(given, "head-budgets", seed, given["questions"])
+    count = min(count, len(source)) if isinstance(source, list) else count
+    header = setup.header(model, given["data"].expanduser() if given["data"] else _drawn(seed, given["questions"]))
+    with _interruptible(given) as (display, cancel), ExitStack() as held:
+        kept = CurveFile(given["save"], header, len(setup.points), given["resume"])
+        held.callback(kept.close)
+        loan = borrow(model, mmproj, settings, display, cancel)
+        held.callback(loan.give_back)
+        vision = Vision(loan.encoder) if loan.encoder else None
+        reader = Reader(loan.model, vision, loan.threads, settings.storage, settings.n_ctx, n_outputs=N_OUTPUTS)
+        held.callback(reader.close)
+        reader.stop_when(cancel)
+
+        def told(runs: int, seconds: float) -> Any:
+            if not given["quiet"]:
+                display.say(f"{runs} measurements, about {clock(seconds)}")
+            display.skip(1 - runs)
+            return display.step
+
+        curver = Curver(loan.model, vision, reader, setup)
+        found = measure_curves(curver, source, count, kept, told, cancel)
+        return loan.model, found.shares(setup, loan.model.n_layer), found
+
+
+def _shares(name: str, text: str) -> list[float]:
+    try:
+        return [float(x) for x in text.split(",")]
+    except ValueError:
+        raise UsageError(f"{name} takes shares like 0.1,0.2,0.5, not '{text}'") from None
+
+
+def _drawn(seed: int, questions: int) -> str:
+    return f"scenes of seed {seed}" + (f", up to {questions} questions" if questions > 1 else "")
+
+
+def _samples(given: dict[str, Any], kind: str, seed: int | None = None, questions: int = 1) -> Iterable[Labelled]:
+    from kvedge_lab.calibrate.samples import SEED, read_jsonl, scenes
+
+    if given["data"] is None:
+        return scenes(kind, SEED if seed is None else seed, questions)
+    found = read_jsonl(given["data"].expanduser())
+    if kind != "head-budgets" and any(sample.earlier for sample in found):
+        raise UsageError(f'{given["data"].name}: "earlier" questions are for kvedge calibrate budgets alone')
+    return found
+
+
+@contextmanager
+def _session(given: dict[str, Any], plan: Any) -> Iterator[tuple[Session, Any, threading.Event]]:
+    """Opens a session in which Ctrl-C asks for an end, after which nothing is written."""
+    from pykvedge.chat.session import Session
+
+    model, mmproj = model_files(given)
+    with _interruptible(given) as (display, cancel), ExitStack() as held:
+        session = Session(model, mmproj, plan, progress=display, cancel=cancel, **options.running(given))
+        yield held.enter_context(session), display, cancel
+
+
+@contextmanager
+def _interruptible(given: dict[str, Any]) -> Iterator[tuple[Display, threading.Event]]:
+    """Gives a display, and an event that Ctrl-C sets, after which nothing is written."""
+    from pykvedge.cli.progress import Display
+    from pykvedge.runtime.interrupt import CancelledError, as_event
+
+    display = Display(enabled=not given["quiet"])
+    with as_event(threading.Event()) as cancel:
+        try:
+            yield display, cancel
+        except CancelledError:
+            print("kvedge: stopped; no profile was written", file=sys.stderr)
+            raise
+        finally:
+            display.done()
+
+
+def _deliver(
+    given: dict[str, Any], model: Model, kind: str, values: Any, budgets: tuple[float, ...], samples: int, made: Any
+) -> None:
+    from pykvedge.models import profiles
+    from pykvedge.plans import profile
+
+    path = model.path
+    made["data"] = given["data"].name if given["data"] else "scenes drawn by kvedge"
+    about = {"model": {"name": path.name, "architecture": model.header.architecture}, "made": made}
+    done = profile.Profile(kind, values, budgets, profiles.hash_of(path), samples, about)
+    place = given["output"] or profiles.folder() / profiles.file_name(kind, done.model_hash)
+    profile.save(done, place)
+    if given["as_json"]:
+        click.echo(json.dumps({"file": str(place), "profile": json.loads(done.to_json())}))
+        return
+    click.echo(_table(done))
+    click.echo(f"written to {place}")
+
+
+def _table(profile: Profile) -> str:
+    """Shows rows of layers in percent: scores of heads are parts of the whole, shares and redundancies as they are.
+
+    Heads' budgets are percent of an even one.
+    """
+    is_prefix = profile.kind == "prefix"
+    whole = profile.values.sum() if profile.kind in ("visual-heads", "retrieval-heads") else 1
+    if profile.kind == "head-budgets":
+        whole = 1 / max((profile.values > 0).sum(), 1)
+    names = [f"{b:g}" for b in profile.budgets] if is_prefix else [f"head {h}" for h in range(profile.values.shape[1])]
+    shown = 100 * profile.values / whole
+    what = {
+        "prefix": "percent of the prompt kept at each budget",
+        "key-redundancy": "mean similarity of two keys in percent",
+        "head-budgets": "percent of an even share of the budget",
+    }.get(profile.kind, "percent of all scores")
+    lines = [f"{profile.kind} of {profile.about['model']['name']}, {profile.samples} samples: {what}"]
+    if len(names) > 16:
+        best = [divmod(int(i), len(names)) for i in (-shown).argsort(axis=None)[:16]]
+        return "\n".join([*lines, *(f"  layer {i}, {names[h]}: {shown[i, h]:.1f}" for i, h in best)])
+    lines.append("layer  " + " ".join(name.rjust(8) for name in names))
+    return "\n".join([*lines, *(f"{i:5d}  " + " ".join(f"{x:8.1f}" for x in row) for i, row in enumerate(shown))])

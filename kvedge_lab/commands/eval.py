@@ -1,0 +1,293 @@
+"""The command `kvedge eval` measures what compression costs."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
+
+from pykvedge.cli import options
+from pykvedge.cli.modelfiles import model_files
+from pykvedge.cli.options import Whole, listed, option, read_plan
+from pykvedge.errors import KvedgeError, UsageError, unknown
+from pykvedge.plans.making import plan as make_plan
+from pykvedge.plans.plugin_files import source_digest
+from pykvedge.plans.presets import methods as method_names
+from pykvedge.system.files import require_file
+
+if TYPE_CHECKING:
+    from kvedge_lab.eval.measure import Cell, Wants
+    from kvedge_lab.eval.runner import Job
+    from kvedge_lab.eval.tasks import Sample
+    from pykvedge.plans.plan import Plan
+
+METRICS = {"score": "answers", "rouge": "answers", "ppl": "likelihood", "kld": "likelihood", "top1": "likelihood"}
+OUTPUTS = ("md", "csv", "json")
+BUDGET = "0.2"
+
+
+@click.command(name="eval")
+@click.argument("data", nargs=-1, type=options.PATH, metavar="[DATA]...")
+@options.taking(
+    options.MODEL,
+    options.MMPROJ,
+    *options.HUB,
+    option("--tasks", metavar="A,B",
+           help="Of the demo generator, or all; NAME/2 asks in the second turn, NAME+NAME one question after the other "
+                "about the same scene. Default: all of the first turn, where no DATA is given."),
+    option("--samples", type=options.COUNT, default=20, show_default=True, metavar="N", help="Of each demo task."),
+    option("--images", type=Whole(2, 8), default=4, show_default=True, metavar="N", help="In demo tasks with several."),
+    option("--seed", type=options.SEED, default=0, show_default=True, help="Of the demo samples."),
+    option("--format", "form", default="auto", show_default=True, metavar="NAME",
+           help="Of DATA: jsonl, milebench, llava-description, mm-vet, docvqa, textvqa, chartqa, ocrbench, "
+                "textcaps, screenspot, screenspot-1000 or screenspot-pixels."),
+    option("--image-folder", type=options.PATH, metavar="PATH", help="Where the image paths of DATA start."),
+    option("--recipe", metavar="NAME",
+           help="Measure a table of a paper on DATA: its methods, budgets and figures, beside the paper's own; list "
+                "names them."),
+    option("--limit", type=Whole(), metavar="N", help="First samples of each data set."),
+    options.METHOD_LIST,
+    options.BUDGET_LIST,
+    option("--plan", "plans", type=options.PATH, multiple=True, metavar="FILE.json",
+           help="A composition of your own, with its budget; repeatable. Named after the file."),
+    options.PLUGIN,
+    option("--compress", type=click.Choice(["prompt", "context", "conversation"]), default="prompt", show_default=True,
+           help="What is compressed: each message with its question, as in a chat; all that comes before the last "
+                "question, which is then read with what was kept; or the whole conversation as one prompt."),
+    option("--against", default="full", show_default=True, metavar="METHOD",
+           help="What changes and their intervals are against: the full cache, or one of --method at the same "
+                "budget."),
+    option("--metrics", default=",".join(METRICS), show_default=True, metavar="A,B",
+           help="score and rouge generate answers; ppl, kld and top1 look at the reference answer."),
+    option("--max-tokens", type=Whole(), default=512, show_default=True, metavar="N", help="Longest answer."),
+    option("--save", type=options.PATH, metavar="FILE.jsonl",
+           help="Keep every result, one line each, as it is measured."),
+    option("--resume", is_flag=True, help="Go on with the results in --save FILE; nothing is measured twice."),
+    options.output("Where the table goes instead of stdout: .md, .csv or .json.", metavar="FILE"),
+    options.JSON,
+    option("--plot", type=options.PATH, metavar="FILE",
+           help="Right answers and KL divergence against the bytes kept, a line a method: .png, .svg, .pdf; needs "
+                "matplotlib."),
+    options.CTX,
+    options.THREADS,
+    *options.DEVICES,
+    options.KV_TYPE,
+    options.KV_ROTATE,
+    options.QUIET,
+    options.VERBOSE,
+)  # fmt: skip
+def evaluate(data: tuple[Path, ...], **given: Any) -> None:
+    """Measure what compression costs: every method on the same samples, against the full cache.
+
+    DATA: files of samples (our JSONL, LLaVA-Description, MM-Vet) or folders (MileBench). Without DATA, scenes that
+    the demo model knows. The table says for each method how many answers are right, how perplexity and the
+    distribution of the next token change, and how sure that is.
+
+    \b
+    Examples:
+      kvedge eval                                   the five papers' methods on the demo model
+      kvedge eval --method all --budget 0.5,0.2,0.1,0.05 --tasks code,where/2 --save r.jsonl
+      kvedge eval --save r.jsonl --resume ...       goes on after a break
+      kvedge eval --method all --budget 0.5,0.2,0.1,0.05 --plot cost.png
+      kvedge eval --model m.gguf --mmproj mm.gguf MileBench/TQA --output table.csv
+      kvedge eval --model m.gguf --mmproj mm.gguf own.jsonl --plan mine.json --metrics ppl,kld
+      kvedge eval --plugin mine.py --method snapkv,mine --budget 0.2,0.1
+      kvedge eval --method mixkv,snapkv --against snapkv --budget 0.2,0.1,0.05
+
+    Exit code: 0, or 1 if something was left out (stderr says what), or 130 after Ctrl-C; both print the table.
+    """
+    given = {**given, "data": data}
+    sys.exit(_run(given))
+
+
+def _run(given: dict[str, Any]) -> int:
+    from kvedge_lab import drawing
+    from kvedge_lab.eval.records import Records
+    from kvedge_lab.eval.runner import Outcome, evaluate, steps
+    from kvedge_lab.jsonlines import SaveError
+    from pykvedge.cli.progress import Display
+    from pykvedge.runtime.interrupt import as_event
+
+    if given["recipe"] == "list":
+        return _list_recipes(given)
+    if given["recipe"] is not None:
+        given = _by_recipe(given)
+    options.load_plugins(given)
+    options.check_table(given["output"], OUTPUTS)
+    if given["plot"] is not None:
+        drawing.check("--plot", given["plot"])
+    job = _job(given)
+    _check_base(job.cells, given["against"])
+    if given["resume"] and given["save"] is None:
+        raise UsageError("--resume needs the file of results: --save FILE")
+    loud = not given["quiet"] and not given["verbose"]
+    records = Records(given["save"], job.header(), given["resume"])
+    outcome = Outcome(records)
+    display = Display(enabled=loud, steps=steps(job, records))
+    failure: KvedgeError | None = None
+    try:
+        with as_event(threading.Event()) as cancel:
+            outcome = evaluate(job, records, display, cancel)
+    except SaveError as error:
+        failure = error
+    finally:
+        display.done()
+        records.close()
+    _print(job, outcome, given)
+    if failure is not None:
+        raise failure
+    return 130 if outcome.interrupted else 1 if outcome.left_out else 0
+
+
+def _job(given: dict[str, Any]) -> Job:
+    from kvedge_lab.eval.runner import Job
+    from pykvedge.runtime.settings import Settings
+
+    model, mmproj = model_files(given)
+    for path in filter(None, (model, mmproj)):
+        try:
+            require_file(path)
+        except FileNotFoundError:
+            raise UsageError(f"{path} does not exist") from None
+        except OSError as error:
+            raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+    settings = {**options.running(given), "verbose": given["verbose"]}
+    samples, cells, wants = _samples(given), _cells(given), _wants(given)
+    return Job(model, mmproj, samples, cells, wants, Settings.of(settings))
+
+
+_OF_RECIPE = ("methods", "budgets", "metrics", "form", "max_tokens", "plans", "tasks", "compress", "against")
+
+
+def _by_recipe(given: dict[str, Any]) -> dict[str, Any]:
+    """Puts what a recipe says in the place of options, none of which may be given with it."""
+    from kvedge_lab.eval.recipes import recipe
+
+    chosen, context = recipe(given["recipe"]), click.get_current_context()
+    for name in _OF_RECIPE:
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            shown = {"methods": "method", "budgets": "budget", "form": "format", "plans": "plan"}.get(name, name)
+            raise UsageError(f"--{shown.replace('_', '-')} and --recipe do not go together; the recipe has its own")
+    if not given["data"]:
+        raise UsageError(f"--recipe {given['recipe']} needs its data: a file or folder in the form {chosen.form}")
+    return {**given, "named": chosen.named(), "budgets": ",".join(chosen.budgets), "metrics": chosen.metrics,
+            "form": chosen.form, "max_tokens": chosen.max_tokens}  # fmt: skip
+
+
+def _list_recipes(given: dict[str, Any]) -> int:
+    from kvedge_lab.eval.recipes import RECIPES
+    from pykvedge.cli.tables import markdown
+
+    if given["as_json"]:
+        rows = {n: {"table": r.table, "form": r.form, "budgets": list(r.budgets), "metrics": r.metrics,
+                    "methods": [one[0] for one in r.named()]} for n, r in RECIPES.items()}  # fmt: skip
+        click.echo(json.dumps(rows, indent=1))
+        return 0
+    head = ["recipe", "of", "data", "budgets"]
+    click.echo(markdown([head, *([n, r.table, r.form, ", ".join(r.budgets)] for n, r in RECIPES.items())]))
+    return 0
+
+
+def _samples(given: dict[str, Any]) -> list[Sample]:
+    from kvedge_lab.eval.datasets import load
+    from kvedge_lab.eval.tasks import SECOND, demo_names, demo_samples
+
+    out: list[Sample] = []
+    for path in given["data"]:
+        out += load(path.expanduser(), given["form"], given["image_folder"], given["limit"])
+    tasks = listed("--tasks", given["tasks"]) if given["tasks"] is not None else []
+    if not tasks and not out:
+        tasks = [name for name in demo_names() if not name.endswith(SECOND)]
+    if tasks == ["all"]:
+        tasks = demo_names()
+    for name in tasks:
+        out += demo_samples(name, given["samples"], given["seed"], given["images"])
+    twice = [name for name, n in Counter(sample.id for sample in out).items() if n > 1]
+    if twice:
+        raise UsageError(f"there are two samples {twice[0]}; rename one, or one of the files")
+    return out
+
+
+def _cells(given: dict[str, Any]) -> list[Cell]:
+    from kvedge_lab.eval.runner import FULL, full_cell
+
+    names = listed("--method", given["methods"]) if "named" not in given else []
+    if names == ["all"]:
+        names = method_names()
+    budgets = listed("--budget", given["budgets"] or BUDGET)
+    cells = [full_cell()]
+    for name in names:
+        if name != FULL:
+            cells += [_cell(name, make_plan(name, budget)) for budget in budgets]
+    for name, method, settings in given.get("named", ()):
+        cells += [_cell(name, make_plan(method, budget, **settings)) for budget in budgets]
+    for path in given["plans"]:
+        cells.append(_cell(path.stem, read_plan(path)))
+    keys = [cell.key for cell in cells]
+    for cell in cells:
+        if keys.count(cell.key) > 1:
+            raise UsageError(f"{cell.name} at {cell.plan.budget} was asked for twice; rename the plan's file")
+    return cells
+
+
+def _cell(name: str, plan: Plan) -> Cell:
+    from kvedge_lab.eval.measure import Cell
+
+    return Cell(name, plan, source_digest(plan))
+
+
+def _wants(given: dict[str, Any]) -> Wants:
+    from kvedge_lab.eval.measure import Wants
+
+    names = listed("--metrics", given["metrics"])
+    for name in names:
+        if name not in METRICS:
+            raise unknown("metric", name, METRICS)
+    kinds = {METRICS[name] for name in names}
+    return Wants("answers" in kinds, "likelihood" in kinds, given["max_tokens"], given["compress"])
+
+
+def _check_base(cells: list[Cell], against: str) -> None:
+    """What is compared with must be measured, and at every budget that the others have."""
+    from kvedge_lab.eval.runner import FULL
+
+    if against == FULL:
+        return
+    budgets = {cell.key[1] for cell in cells if cell.name == against}
+    if not budgets:
+        raise UsageError(f"--against {against}: it is not measured; add it to --method")
+    for cell in cells:
+        if cell.name != FULL and cell.key[1] not in budgets:
+            raise UsageError(f"--against {against}: it is not measured at {cell.budget}, as {cell.name} is")
+
+
+def _print(job: Job, outcome: Any, given: dict[str, Any]) -> None:
+    from kvedge_lab.eval import plot, recipes, table
+    from kvedge_lab.eval.runner import FULL
+    from pykvedge.cli.tables import as_csv
+
+    against = given["against"]
+    cells = [cell for cell in job.cells if any(key[1:] == cell.key for key in outcome.records.rows)]
+    made = table.lines(outcome.records.rows, job.samples, cells, against)
+    recipe = given["recipe"]
+    about = {**job.header(), "against": against, "left_out": outcome.left_out, "interrupted": outcome.interrupted}
+    notes = ["Stopped before the end."] if outcome.interrupted else []
+    if outcome.left_out:
+        notes.append(f"Left out: {len(outcome.left_out)}, see the messages.")
+    if recipe is not None:
+        notes.append(recipes.beside(recipe, made))
+        about["paper"] = recipes.as_rows(recipe, made)
+    forms = {
+        "md": lambda: table.as_markdown(made, notes, against) if made else "",
+        "csv": lambda: as_csv(made, "_change"),
+        "json": lambda: table.as_json(made, about),
+    }
+    options.write_table(given, forms)
+    if given["plot"] is not None and not plot.draw(given["plot"], made, against == FULL):
+        click.echo("kvedge: too little was measured for a picture", err=True)

@@ -1,0 +1,102 @@
+"""The command `kvedge inspect` draws what a KV cache holds."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pykvedge.cli import options, paths
+from pykvedge.cli.modelfiles import model_files
+from pykvedge.cli.options import option
+from pykvedge.errors import UsageError
+from pykvedge.plans.plan import Plan
+
+
+@click.command()
+@click.argument("files", nargs=-1, type=options.PATH, metavar="[IMAGES]...")
+@options.taking(
+    option("--prompt", default="Describe the image.", show_default=True, metavar="TEXT", help="What is asked."),
+    options.MODEL,
+    options.MMPROJ,
+    *options.HUB,
+    options.IMAGE,
+    options.METHODS,
+    options.BUDGET,
+    *options.CHANGES,
+    options.PLAN,
+    options.PLUGIN,
+    options.PROFILE,
+    options.CTX,
+    options.THREADS,
+    *options.DEVICES,
+    options.output("Where the report goes.", default=Path("kvedge-inspect"), show_default=True, metavar="FOLDER"),
+    option("--figures/--no-figures", default=True, help="Whether to draw; the numbers are always written."),
+    options.JSON,
+    options.QUIET,
+)
+def inspect(files: tuple[Path, ...], **given: Any) -> None:
+    """Draw what a KV cache looks like, and what a method keeps of it.
+
+    Writes report.html, which needs nothing beside it, the same figures as PNG files, and data.npz with the numbers:
+    kept patches over the images, budgets by layer and head, redundancy of the keys, how unevenly attention falls on
+    the tokens, and energy by frequency. Figures need matplotlib: pip install 'kvedge[inspect]'.
+
+    \b
+    Examples:
+      kvedge inspect photo.jpg --prompt "What is this?"
+      kvedge inspect a.jpg b.jpg --method lookm --method prefixkv --budget 0.1 --output figures
+      kvedge inspect photo.jpg --no-figures --json | jq .layers
+    """
+    from kvedge_lab.inspect import report
+    from kvedge_lab.inspect.collect import collect
+    from pykvedge.chat.session import Session
+    from pykvedge.cli.progress import Display
+    from pykvedge.models.images import load_picture
+    from pykvedge.runtime.interrupt import as_event
+
+    if given["figures"]:
+        from kvedge_lab.inspect.figures import require_matplotlib
+
+        require_matplotlib()
+    options.load_plugins(given)
+    plans = _plans(given)
+    model, mmproj = model_files(given)
+    images = [*files, *given["images"]]
+    if images and mmproj is None:
+        raise UsageError("images need the image encoder of the model: pass it with --mmproj")
+    pictures = [load_picture(paths.expanded(path)) for path in images]
+    display = Display(enabled=not given["quiet"])
+    with as_event(threading.Event()) as cancel:
+        try:
+            settings = options.running(given) | {"profile": given["profile"]}
+            session = Session(model, mmproj, plans[0], progress=display, cancel=cancel, **settings)
+            with session:
+                findings = collect(session, given["prompt"], pictures, plans)
+        finally:
+            display.done()
+    written = report.write(findings, given["output"], given["figures"])
+    if given["as_json"]:
+        click.echo(json.dumps(_as_object(findings, written, report.table(findings))))
+    else:
+        click.echo("\n".join(str(f) for f in written))
+
+
+def _plans(given: dict[str, Any]) -> list[Plan]:
+    names = given["methods"]
+    if len(set(names)) < len(names):
+        raise UsageError("--method names a method twice")
+    return [options.chosen_plan({**given, "method": name}) for name in names or [None]]
+
+
+def _as_object(findings: Any, files: list[Path], rows: list[list[str]]) -> dict[str, Any]:
+    names = ["layer", "redundancy", "gini", "outlier_ratio"]
+    return {
+        "files": [str(f) for f in files],
+        "tokens": {"prompt": findings.n_tokens, "image": int(findings.image_mask.sum())},
+        "layers": [dict(zip(names, map(float, row[:4]), strict=True)) for row in rows],
+        "budgets": {method: findings.budgets(method).tolist() for method in findings.kept},
+    }

@@ -1,0 +1,107 @@
+"""Files of samples are read here. `where` names the file and the line or sample, for messages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from kvedge_lab.eval.tasks import Line
+from pykvedge.errors import DatasetError, unknown
+from pykvedge.models.prompt import IMAGE, places
+from pykvedge.system.files import require_file
+
+
+def read_text(path: Path) -> str:
+    """Reads the whole of a file in UTF-8."""
+    try:
+        require_file(path)
+        return path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise DatasetError(f"{path} cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise DatasetError(f"{path} is not text in UTF-8") from None
+
+
+def parsed(text: str) -> Any:
+    """Reads JSON. Raises ValueError also for halves of characters, which no result could be written with."""
+    data = json.loads(text)
+    if "\\ud" in text.lower():
+        try:
+            json.dumps(data, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ValueError("it holds half of a character (a lone surrogate)") from None
+    return data
+
+
+def read_json(path: Path) -> Any:
+    try:
+        return parsed(read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise DatasetError(f"{path} is no JSON: {error}") from None
+
+
+def check_columns(data: dict[str, Any], known: tuple[str, ...], where: str) -> None:
+    """Refuses a misspelt column, which would else be one that is not there, an image for example."""
+    for column in data:
+        if column not in known:
+            raise DatasetError(f"{where}: {unknown('column', column, known)}")
+
+
+def is_file(path: Path) -> bool:
+    """Tells whether it is there; a name that the system refuses to look at is of none."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def image_file(folder: Path, name: Any, where: str) -> Path:
+    """Returns the path of an image that exists."""
+    if not isinstance(name, str) or not name:
+        raise DatasetError(f"{where}: an image must be a path, not {name!r}")
+    path = folder / name
+    if not is_file(path):
+        raise DatasetError(f"{where}: the image {path} does not exist")
+    return path
+
+
+def picture_file(folder: Path, names: list[str], where: str) -> Path:
+    """Returns the path of an image that exists under one of these names; the first is the one that is missed."""
+    for name in names[1:]:
+        if is_file(folder / name):
+            return folder / name
+    return image_file(folder, names[0], where)
+
+
+def items(file: Path, limit: int | None, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields (where, object) of the first `limit` objects of a JSON list, which lies under `key` unless that is ""."""
+    data = read_json(file)
+    if key:
+        data = data.get(key) if isinstance(data, dict) else None
+    if not isinstance(data, list):
+        what = f"an object with a list '{key}'" if key else "a list of samples"
+        raise DatasetError(f"{file} does not hold {what}")
+    for i, item in enumerate(data[:limit], 1):
+        if not isinstance(item, dict):
+            raise DatasetError(f"{file} sample {i} is no JSON object")
+        yield f"{file} sample {i}", item
+
+
+def text_field(data: dict[str, Any], key: str, where: str) -> str:
+    """Returns a text that is there and not blank."""
+    value = data.get(key)
+    if not isinstance(value, str) or not value.strip():
+        raise DatasetError(
+            f"{where}: '{key}' must be a text" + (f", not {value!r}" if key in data else ", and is missing")
+        )
+    return value
+
+
+def check_marks(lines: tuple[Line, ...], where: str) -> None:
+    """Refuses a message that has marks, but not as many as images."""
+    for line in lines:
+        marks = places(line.text)
+        if marks and marks != len(line.images):
+            raise DatasetError(f"{where}: {marks} times {IMAGE} for {len(line.images)} images")

@@ -1,0 +1,385 @@
+"""One sample is put to many plans: for their answers, and how likely the reference answer is to each.
+
+The reference answer is fed token by token (teacher forcing), the decode policy active. Where the model would have
+answered otherwise, a copy of the sequence goes on by itself: that is the greedy answer, the same that decoding from
+the start would give, because up to that token both are one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from kvedge_lab.eval import metrics
+from kvedge_lab.eval.reader import ASKED, BRANCH, SIDE, Reader, reading_key
+from kvedge_lab.eval.tasks import Sample
+from pykvedge.errors import ContextError, KvedgeError
+from pykvedge.models.composer import Composer, Written
+from pykvedge.models.images import Picture
+from pykvedge.models.model import Model, TextStream
+from pykvedge.models.prompt import Message
+from pykvedge.models.vision import ImagePiece, Piece, TextPiece, Vision
+from pykvedge.plans.plan import Plan
+from pykvedge.runtime import opening
+from pykvedge.runtime.pruning import planned
+from pykvedge.runtime.replay import extra_tokens
+
+PROMPT, CONTEXT, CONVERSATION = "prompt", "context", "conversation"
+# "prompt": each message of the user when it is complete, as a chat does. "context": all that comes before the last
+# question as one, and the question is read after that. "conversation": all up to the answer as one, as a program does
+# that sends a whole conversation.
+WAYS = (PROMPT, CONTEXT, CONVERSATION)
+Turn = tuple[list[Piece], list[int]]  # a user's message with what comes before it, and the tokens of the answer to it
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell is a column of the measurement: a plan under the name that tables give it.
+
+    source: tells versions of the code of the plan's own stages apart; "" where all are built in.
+    """
+
+    name: str
+    plan: Plan
+    source: str = ""
+
+    @property
+    def budget(self) -> float | int:
+        """Returns what was asked for: a ratio of the prompt, or pairs per layer and head."""
+        return self.plan.budget.value
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Tells cells apart, also in files."""
+        return self.name, str(self.budget)
+
+    @cached_property
+    def digest(self) -> str:
+        """Is equal for cells that compress the same way: a file of results is refused for others of the same name."""
+        return hashlib.sha256(f"{self.plan.to_json()} {self.source}".encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Wants:
+    """These are measured: greedy answers, and the likelihood of the reference answer.
+
+    compress: what is compressed, one of WAYS.
+    """
+
+    answers: bool = True
+    likelihood: bool = True
+    max_tokens: int = 512
+    compress: str = PROMPT
+
+
+@dataclass
+class Prepared:
+    """This is a sample as tokens. turns: what is read and then compressed, and the assistant's tokens that follow.
+
+    question: what is read after all is compressed.
+    """
+
+    sample: Sample
+    turns: list[Turn]
+    answer: list[int]
+    question: list[Piece] = field(default_factory=list)
+
+    @property
+    def n_compressed(self) -> int:
+        """Counts the tokens that are compressed: those up to the answer, or up to the question."""
+        return sum(sum(p.n_tokens for p in pieces) + len(reply) for pieces, reply in self.turns)
+
+    @property
+    def n_conversation(self) -> int:
+        """Counts the tokens up to the answer."""
+        return self.n_compressed + sum(piece.n_tokens for piece in self.question)
+
+    @property
+    def images(self) -> list[int]:
+        """Counts the tokens of each image."""
+        return [p.n_tokens for pieces, _ in self.turns for p in pieces if isinstance(p, ImagePiece)]
+
+
+class Preparer:
+    """A Preparer makes tokens of samples, by the model's chat template."""
+
+    def __init__(
+        self,
+        model: Model,
+        vision: Vision | None,
+        look: Callable[[float], None] = lambda share: None,
+        compress: str = PROMPT,
+    ) -> None:
+        """look: called while an image is encoded, with the share that is done; what it raises prepare raises.
+
+        compress: as of Wants.
+        """
+        self._vision, self._look, self._compress = vision, look, compress
+        self._composer = Composer(model, vision)
+        _ = self._composer.lead  # a template without answers fails before the first sample
+
+    def prepare_all(self, samples: Sequence[Sample]) -> list[Prepared]:
+        """Prepares samples that ask about one context, whose images are encoded once; `release` the first's turns.
+
+        Raises what prepare raises.
+        """
+        first = self.prepare(samples[0])
+        try:
+            return [first, *(self.prepare(sample, encode=False) for sample in samples[1:])]
+        except BaseException:
+            self.release(first.turns)
+            raise
+
+    def prepare(self, sample: Sample, encode: bool = True) -> Prepared:
+        """Makes tokens and, unless another sample has them, encoded images; `release` them.
+
+        Raises ImageError, KvedgeError.
+        """
+        turns, answer, question = self.tokens(sample.messages(), sample.answer, encode)
+        return Prepared(sample, turns, answer, question)
+
+    def tokens(
+        self, messages: Sequence[Message], answer: str, encode: bool = True
+    ) -> tuple[list[Turn], list[int], list[Piece]]:
+        """Makes tokens of a conversation whose last message is a user's: Prepared's turns, answer and question.
+
+        Raises as prepare.
+        """
+        users = [i for i, m in enumerate(messages) if m.role == "user"]
+        turns: list[Turn] = []
+        question: list[Piece] = []
+        try:
+            for i in users:
+                first = i == users[0]
+                written = (self._composer.first if first else self._composer.following)(messages[: i + 1])
+                reply = self._composer.reply(written, answer if i == users[-1] else messages[i + 1].text)
+                pictures = [p for m in messages[0 if first else i : i + 1] for p in m.pictures]
+                turns.append((self._pieces(written, pictures), reply))
+            *earlier, (last, of_answer) = turns
+            asked = [*earlier, (last, list[int]())]
+            if self._compress == CONTEXT:
+                asked, question = _apart(asked)
+            if self._compress != PROMPT:
+                asked = [(_joined(asked), [])]
+            if self._vision is not None and encode:
+                for pieces, _ in turns:
+                    for piece in pieces:
+                        if isinstance(piece, ImagePiece):
+                            self._vision.encode(piece, self._look)
+            return asked, of_answer, question
+        except BaseException:
+            self.release(turns)
+            raise
+
+    def release(self, turns: Iterable[Turn]) -> None:
+        if self._vision is not None:
+            for pieces, _ in turns:
+                self._vision.release(pieces)
+            self._vision.forget()
+
+    def _pieces(self, written: Written, pictures: list[Picture]) -> list[Piece]:
+        if pictures and self._vision is None:
+            raise KvedgeError("the sample has images, and the model was loaded without an image encoder; see --mmproj")
+        return self._composer.pieces(written, pictures)
+
+
+def _apart(turns: list[Turn]) -> tuple[list[Turn], list[Piece]]:
+    """Takes the question off what is compressed: what follows the last turn's last image, or that turn if it has none.
+
+    METHODS: kvpress, KVzip and SCBench measure so. Raises ContextError where nothing comes before the question.
+    """
+    *earlier, (last, _) = turns
+    before, question = opening.cut(last)
+    if not before and not earlier:
+        raise ContextError("nothing comes before its question that could be compressed without it")
+    return [*earlier, (before, [])] if before else earlier, question
+
+
+def _joined(turns: list[Turn]) -> list[Piece]:
+    """Makes one prompt of messages and the answers between them."""
+    out: list[Piece] = []
+    for pieces, reply in turns:
+        out += [*pieces, TextPiece(reply)] if reply else pieces
+    return out
+
+
+# ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Baseline:
+    """The full cache said this of the sample that is being measured."""
+
+    log_probabilities: list[np.ndarray] = field(default_factory=list)  # per answer token, [n_vocab] float32
+    answer: str = ""
+
+
+class Measurer:
+    def __init__(self, model: Model, reader: Reader, wants: Wants) -> None:
+        self._model, self._reader, self._wants = model, reader, wants
+
+    def measure(
+        self, asked: Sequence[Prepared], full: Cell, cells: list[Cell], failed: Callable[[Cell, KvedgeError], None]
+    ) -> Iterator[tuple[Sample, Cell, dict[str, Any]]]:
+        """Yields the records of the full cache, then of each cell; failed(cell, reason) is told of cells without.
+
+        asked: one sample, or several that differ in the question that is read after their context was compressed.
+        """
+        more = max(max(len(one.answer), self._longest(one.sample)) for one in asked) + 1
+        longest = max(one.n_conversation for one in asked)
+        largest = max(asked[0].images, default=0)
+        again = max((extra_tokens(cell.plan, longest, largest) for cell in cells), default=0)
+        self._reader.make_room(longest, more, largest, again)
+        bases = [Baseline() for _ in asked]
+        for group in [[full], *_groups(cells)]:
+            try:
+                seen = _seen(asked[0], group[0].plan)
+                self._reader.start(group[0].plan)
+                self._reader.read(seen.turns[0][0])
+            except KvedgeError as reason:
+                if group[0] is full:
+                    raise
+                for cell in group:
+                    failed(cell, reason)
+                continue
+            for cell in group:
+                try:
+                    if cell is not group[-1]:
+                        self._reader.copy(BRANCH)
+                    common = self._compressed(seen, cell)
+                    records = [self._asked(one, cell, base, cell is full, one is asked[-1])
+                               for one, base in zip(asked, bases, strict=True)]  # fmt: skip
+                except KvedgeError as reason:
+                    if cell is full:
+                        raise
+                    failed(cell, reason)
+                else:
+                    for one, of in zip(asked, records, strict=True):
+                        yield one.sample, cell, {**common, **of, "seconds": round(common["seconds"] + of["seconds"], 4)}
+                finally:
+                    self._reader.drop_copies()
+
+    def _longest(self, sample: Sample) -> int:
+        if not self._wants.answers:
+            return 0
+        return min(sample.max_tokens or self._wants.max_tokens, self._wants.max_tokens)
+
+    def _compressed(self, seen: Prepared, cell: Cell) -> dict[str, Any]:
+        """Compresses what was read, and the turns after it. Returns what is the same for all questions."""
+        reader, started = self._reader, time.perf_counter()
+        _, full_bytes = reader.held()
+        reader.set_plan(cell.plan)
+        reader.compress()
+        for (_, reply), (pieces, _) in zip(seen.turns, seen.turns[1:], strict=False):
+            for token in reply:
+                reader.extend(token)
+            reader.read(pieces)
+            reader.compress()
+        for token in seen.turns[-1][1]:
+            reader.extend(token)
+        kept, kept_bytes = reader.held()
+        return {
+            "prompt_tokens": seen.n_compressed,
+            "image_tokens": sum(seen.images),
+            "kept": round(kept, 3),
+            "full_bytes": full_bytes,
+            "kept_bytes": kept_bytes,
+            "seconds": round(time.perf_counter() - started, 4),
+        }
+
+    def _asked(self, prepared: Prepared, cell: Cell, base: Baseline, is_full: bool, last: bool) -> dict[str, Any]:
+        """Reads the question, if it is apart, in a copy of the sequence unless it is the last, and answers."""
+        reader, started, here = self._reader, time.perf_counter(), self._reader.current
+        if not last:
+            reader.copy(ASKED)
+        if prepared.question:
+            reader.read(prepared.question)
+            reader.keep(cell.plan)
+        record = self._answers(prepared, base, is_full)
+        if not last:
+            reader.back_to(here)
+        return {**record, "seconds": round(time.perf_counter() - started, 4)}
+
+    def _answers(self, prepared: Prepared, base: Baseline, is_full: bool) -> dict[str, Any]:
+        out: dict[str, Any] = {}
+        longest = self._longest(prepared.sample)
+        if self._wants.likelihood:
+            forced, tokens = self._forced(prepared.answer, base, is_full, longest)
+            out |= forced
+        elif self._wants.answers:
+            tokens = self._continue([], longest)
+        if self._wants.answers:
+            stream = TextStream(self._model)
+            text = ("".join(stream.feed(t) for t in tokens) + stream.finish()).strip()
+            base.answer = text if is_full else base.answer
+            out |= {"answer": text, "score": prepared.sample.score(text)}
+            out["rouge"] = round(metrics.rouge_l(text, prepared.sample.answer), 6)
+            out["rouge_full"] = 1.0 if is_full else round(metrics.rouge_l(text, base.answer), 6)
+        return out
+
+    def _forced(
+        self, answer: list[int], base: Baseline, is_full: bool, longest: int
+    ) -> tuple[dict[str, Any], list[int]]:
+        """Returns sums over the reference answer's tokens, and the tokens of the greedy answer."""
+        reader = self._reader
+        nll, agree, right, tokens = 0.0, 0, longest > 0, []
+        each: list[float] = []  # divergence of every token
+        for i, token in enumerate(answer):
+            row = metrics.log_softmax(reader.logits())
+            best = int(row.argmax())
+            nll -= float(row[token])
+            if is_full:
+                base.log_probabilities.append(row.astype(np.float32))
+                agree += 1
+            else:
+                reference = base.log_probabilities[i]
+                each.append(max(metrics.divergence(reference.astype(np.float64), row), 0.0))
+                agree += int(best == int(reference.argmax()))
+            if right and best != token:
+                right = False
+                tokens = self._aside(answer[:i], longest)
+            if right or i < len(answer) - 1:
+                reader.extend(token)
+        if right:
+            tokens = self._continue(list(answer), longest)
+        sums = {"nll": nll, "kld": sum(each), "top1": agree, "tokens": len(answer)}
+        return sums | ({} if is_full else {"klds": [float(f"{one:.4g}") for one in each]}), tokens
+
+    def _aside(self, before: list[int], longest: int) -> list[int]:
+        """Generates the greedy answer from here on, in a copy of the sequence."""
+        here = self._reader.current
+        self._reader.copy(SIDE)
+        tokens = self._continue(list(before), longest)
+        self._reader.back_to(here)
+        return tokens
+
+    def _continue(self, tokens: list[int], longest: int) -> list[int]:
+        """Adds the likeliest tokens up to the end of the answer, or up to `longest`."""
+        tokens = tokens[:longest]
+        while len(tokens) < longest:
+            token = int(self._reader.logits().argmax())
+            if self._model.is_end(token):
+                break
+            tokens.append(token)
+            if len(tokens) < longest:
+                self._reader.extend(token)
+        return tokens
+
+
+def _seen(prepared: Prepared, plan: Plan) -> Prepared:
+    """Returns a sample as a model reads it under a plan, whose pruner may leave less of its images."""
+    return replace(prepared, turns=[(planned(pieces, plan, 0), reply) for pieces, reply in prepared.turns])
+
+
+def _groups(cells: list[Cell]) -> list[list[Cell]]:
+    """Puts cells together that one reading serves."""
+    keys = {cell.key: repr(reading_key(cell.plan)) for cell in cells}
+    ordered = sorted(cells, key=lambda cell: keys[cell.key])
+    return [list(group) for _, group in groupby(ordered, key=lambda cell: keys[cell.key])]

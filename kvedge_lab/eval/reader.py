@@ -1,0 +1,203 @@
+"""A Reader reads a prompt once, and compresses copies of it by several plans.
+
+A prompt's keys and values depend neither on the budget nor on what becomes of evicted pairs. So one reading serves all
+plans with the same `reading_key`: libkvedge copies the sequence, with the scores gathered so far, and each copy is
+compressed by its own plan. What is measured is what a session does; only the reading is not repeated.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from pykvedge.errors import ContextError, KvedgeError
+from pykvedge.models.model import Model
+from pykvedge.models.profiles import tables_for
+from pykvedge.models.vision import ImagePiece, Piece, Vision
+from pykvedge.plans import registry
+from pykvedge.plans.making import check_protection
+from pykvedge.plans.making import plan as make_plan
+from pykvedge.plans.plan import Plan
+from pykvedge.reference.kvtypes import KvType
+from pykvedge.reference.stages.base import ProfileTable
+from pykvedge.runtime.driver import Driver
+from pykvedge.runtime.llama_context import ContextSize, ubatch_for
+
+# sequences: what was read, a compressed copy, that with one of several questions, a copy for an answer
+PROMPT, BRANCH, ASKED, SIDE = range(4)
+STEP = 1024  # contexts grow by so many tokens
+SPARE = 8
+
+
+def reading_key(plan: Plan) -> tuple[Any, ...]:
+    """Is equal for plans that gather the same while the prompt is read."""
+    queries = registry.reducer(plan.reducer).queries
+    members = (plan.scorer, plan.allocator, queries, plan.decode, plan.pruner, str(plan.image_tokens))
+    settings = tuple(sorted((k, v) for k, v in plan.params.items() if not k.startswith("reducer.")))
+    return (plan.budget.ratio == 1.0, *members, settings)
+
+
+class Reader:
+    """A Reader has a context of the model. Close it when done. Errors are those of Context and of libkvedge."""
+
+    def __init__(
+        self,
+        model: Model,
+        vision: Vision | None,
+        threads: int,
+        kv_type: str | KvType,
+        n_ctx: int = 0,
+        n_outputs: int = 0,
+    ) -> None:
+        """n_ctx: tokens of the context, 0: as many as are needed, up to those that the model was trained for.
+
+        n_outputs: tokens of one pass that can be asked for their logits, for `feed`.
+        """
+        self.model, self.vision = model, vision
+        self._threads, self._kv_type, self._n_ctx, self._n_outputs = threads, kv_type, n_ctx, n_outputs
+        self._driver: Driver | None = None
+        self._cancel: threading.Event | None = None
+        self._logits: dict[int, np.ndarray] = {}  # of the last token of each sequence
+        self._prompt_cells = 0  # of the context, that the prompt's sequence took when it was copied
+
+    def close(self) -> None:
+        if self._driver is not None:
+            self._driver.close()
+            self._driver = None
+
+    def stop_when(self, cancel: threading.Event) -> None:
+        """Makes decoding give up with CancelledError when the event is set."""
+        self._cancel = cancel
+
+    def make_room(self, n_conversation: int, n_answer: int, largest_image: int, n_again: int = 0) -> None:
+        """Makes a context, or a larger one, for a conversation of so many tokens and two answers to it.
+
+        n_again: tokens that a second pass over a prompt takes at a time.
+        Raises ContextError if it has more tokens than --ctx or the model allows.
+        """
+        limit = self._n_ctx or self.model.n_ctx_train or n_conversation + n_answer
+        if n_conversation + n_answer > limit:
+            most = f"context holds {limit}; raise --ctx" if self._n_ctx else f"model was trained for {limit}; see --ctx"
+            raise ContextError(
+                f"the conversation and its answer have up to {n_conversation + n_answer} tokens, the {most}"
+            )
+        # the two answers lie in cells of their own, however many sequences share the prompt's
+        cells = n_conversation + max(2 * (n_answer + SPARE), n_again)
+        n_ubatch = ubatch_for(self.vision, largest_image)
+        have = self._driver.context if self._driver is not None else None
+        if have is not None and cells <= have.n_ctx and n_ubatch <= have.n_ubatch:
+            return
+        self.close()
+        n_ctx = -(-cells // STEP) * STEP
+        size = ContextSize(n_ctx, n_ubatch, self._kv_type, 2 * n_conversation, n_seq=4, n_outputs=self._n_outputs)
+        self._driver = Driver(self.model, self.vision, size, self._threads)
+
+    def start(self, plan: Plan) -> None:
+        """Forgets everything; what is read next is read for this plan. Raises NothingToCompressError."""
+        driver = self._live()
+        driver.context.clear()
+        driver.forget()
+        if driver.cache is None:
+            driver.take_over_if_possible(plan, tables_for(plan, self.model.path), later_floor=0)
+        else:
+            driver.cache.set_plan(plan, tables_for(plan, self.model.path))
+        driver.context.stop_when(self._cancel)
+
+    def copy(self, to: int) -> None:
+        """Lets the current sequence go on as two; `to` is then the current one."""
+        context = self._live().context
+        if context.sequence == PROMPT:
+            self._prompt_cells = context.n_cells
+        context.drop(to)
+        context.copy_to(to)
+        self._live().know(self._live().known(), to)
+        self._logits[to] = self._logits[context.sequence]
+        context.switch(to)
+
+    @property
+    def current(self) -> int:
+        return self._live().context.sequence
+
+    def back_to(self, sequence: int) -> None:
+        """Ends the current sequence, a copy, and makes another the current one."""
+        context = self._live().context
+        ended = context.sequence
+        context.switch(sequence)
+        context.drop(ended)
+
+    def drop_copies(self) -> None:
+        """Empties all copies of the prompt's sequence, which is then the current one."""
+        context = self._live().context
+        if context.sequence != PROMPT:
+            context.switch(PROMPT)
+            context.n_cells = self._prompt_cells  # a second pass over the prompt asks for the room that is left
+        for sequence in (BRANCH, ASKED, SIDE):
+            context.drop(sequence)
+
+    def set_plan(self, plan: Plan, tables: Mapping[str, ProfileTable] | None = None) -> None:
+        """Compresses the current sequence by this plan. Raises BudgetError if what it protects does not fit.
+
+        tables: profiles by stage, instead of those that lie ready.
+        """
+        driver = self._live()
+        if driver.cache is not None:
+            check_protection(plan, driver.cache.stats(driver.context.sequence).n_pending)
+            driver.cache.set_plan(plan, tables_for(plan, self.model.path) if tables is None else tables)
+
+    def read(self, pieces: Sequence[Piece]) -> None:
+        """Appends pieces to the current sequence; afterwards the logits of the last token are there, of text."""
+        driver = self._live()
+        driver.read(pieces, cancel=self._cancel)
+        none = np.empty(0, np.float32)  # nobody asks what follows an image
+        last = none if isinstance(pieces[-1], ImagePiece) else driver.context.logits().copy()
+        self._logits[driver.context.sequence] = last
+
+    def extend(self, token: int) -> None:
+        driver = self._live()
+        driver.extend(token)
+        self._logits[driver.context.sequence] = driver.context.logits().copy()
+
+    def feed(self, tokens: Sequence[int]) -> Iterator[np.ndarray]:
+        """Appends tokens in as few passes as n_outputs allows. Yields the logits after each: [n_vocab] float32."""
+        driver, most = self._live(), max(self._n_outputs, 1)
+        for at in range(0, len(tokens), most):
+            with driver.explained():
+                rows = driver.context.decode_each(list(tokens[at : at + most]))
+            yield from rows
+
+    def heads(self) -> list[tuple[int, int]]:
+        """Lists (layer of the model, KV head) of all heads that kvedge stores; none where there is no cache."""
+        driver = self._live()
+        if driver.cache is None:
+            return []
+        lengths = driver.cache.lengths(driver.context.sequence)
+        return [(i, h) for i, of in zip(driver.cache.layer_ids(), lengths, strict=True) for h in range(len(of))]
+
+    def logits(self) -> np.ndarray:
+        """Returns those of the last token of the current sequence: [n_vocab] float32."""
+        return self._logits[self._live().context.sequence]
+
+    def compress(self) -> None:
+        self._live().compress()
+
+    def keep(self, plan: Plan) -> None:
+        """Keeps all of what was read last, and goes on by a plan: its decode policy rules what comes now."""
+        driver = self._live()
+        if driver.cache is not None:
+            driver.cache.set_plan(make_plan("full"))
+            driver.compress()
+            driver.cache.set_plan(plan, tables_for(plan, self.model.path))
+
+    def held(self) -> tuple[float, int]:
+        """Tells the KV pairs per head, averaged over heads and layers, and their bytes, of the current sequence."""
+        driver = self._live()
+        n_bytes = driver.cache.stats(driver.context.sequence).bytes if driver.cache is not None else 0
+        return driver.pairs_held(), n_bytes
+
+    def _live(self) -> Driver:
+        if self._driver is None:
+            raise KvedgeError("no room was made for a conversation yet")
+        return self._driver

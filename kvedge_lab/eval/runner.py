@@ -1,0 +1,197 @@
+"""All samples are put to all methods, one after the other: whatever is finished compares the same ones."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from kvedge_lab.eval.measure import CONTEXT, PROMPT, Cell, Measurer, Preparer, Wants
+from kvedge_lab.eval.reader import Reader
+from kvedge_lab.eval.records import Records, fingerprint
+from kvedge_lab.eval.tasks import Sample
+from kvedge_lab.jsonlines import SaveError
+from pykvedge.cli.progress import Display
+from pykvedge.errors import ContextError, ImageError, KvedgeError, UsageError
+from pykvedge.models.vision import Vision
+from pykvedge.plans.making import plan
+from pykvedge.runtime.interrupt import CancelledError, stop_if_set
+from pykvedge.runtime.loaded import borrow
+from pykvedge.runtime.settings import Settings
+
+FULL = "full"
+Todo = tuple[Sample, set[tuple[str, str]]]  # a sample, and the cells that it lacks
+
+
+@dataclass
+class Outcome:
+    """A run came to this. left_out: lines that say what is missing and why."""
+
+    records: Records
+    left_out: list[str] = field(default_factory=list)
+    interrupted: bool = False
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job says what to measure with which model. cells: the full cache comes first by itself."""
+
+    model: Path
+    mmproj: Path | None
+    samples: list[Sample]
+    cells: list[Cell]
+    wants: Wants = field(default_factory=Wants)
+    settings: Settings = field(default_factory=Settings)
+
+    def header(self) -> dict[str, Any]:
+        """Returns what must be equal in two runs whose results may lie in one file.
+
+        as_one: contexts were once compressed message by message.
+        """
+        return {
+            "model": fingerprint(self.model),
+            "mmproj": fingerprint(self.mmproj) if self.mmproj else None,
+            "kv_type": self.settings.storage.key,
+            "answers": self.wants.answers,
+            "likelihood": self.wants.likelihood,
+            "max_tokens": self.wants.max_tokens,
+            **({"compress": self.wants.compress, "as_one": True} if self.wants.compress != PROMPT else {}),
+        }
+
+
+def full_cell() -> Cell:
+    return Cell(FULL, plan(FULL))
+
+
+def evaluate(
+    job: Job, records: Records, display: Display | None = None, cancel: threading.Event | None = None
+) -> Outcome:
+    """Measures what is not in `records` yet, and adds it.
+
+    Setting `cancel` ends the run after what is under way; records stay.
+    Raises ModelError, LibraryError, UsageError (a sample of the same name but other content was measured before).
+    A sample that cannot be read or is too long, and a method that fails, are left out, and said in the outcome.
+    """
+    out, cancel = Outcome(records), cancel or threading.Event()
+    full = full_cell()
+    cells = [cell for cell in job.cells if cell.name != FULL]
+    todo = [(sample, _missing(sample, full, cells, records)) for sample in job.samples]
+    todo = [(sample, missing) for sample, missing in todo if missing]
+    display = display or Display(enabled=False)
+    if not todo:
+        return out
+    loan, reader = None, None
+    try:
+        loan = borrow(job.model, job.mmproj, job.settings, display, cancel)
+        vision = Vision(loan.encoder) if loan.encoder else None
+        reader = Reader(loan.model, vision, loan.threads, job.settings.storage, job.settings.n_ctx)
+        reader.stop_when(cancel)
+        preparer = Preparer(loan.model, vision, partial(stop_if_set, cancel), job.wants.compress)
+        run = _Run(out, full, cells, display, cancel, preparer, Measurer(loan.model, reader, job.wants))
+        for group in _together(todo, job.wants.compress == CONTEXT):
+            run.one(group)
+    except CancelledError:
+        out.interrupted = True
+    finally:
+        if reader is not None:
+            reader.close()
+        if loan is not None:
+            loan.give_back()
+        display.done()
+    return out
+
+
+def _together(todo: list[Todo], context: bool) -> list[list[Todo]]:
+    """Puts questions about a context together that follow each other: it is compressed once for all of them."""
+    if not context:
+        return [[one] for one in todo]
+    keys = [sample.context or sample.id for sample, _ in todo]
+    return [[one for one, _ in found] for _, found in groupby(zip(todo, keys, strict=True), key=lambda pair: pair[1])]
+
+
+def _missing(sample: Sample, full: Cell, cells: list[Cell], records: Records) -> set[tuple[str, str]]:
+    missing = set()
+    for cell in (full, *cells):
+        row = records.rows.get((sample.id, cell.name, str(cell.budget)))
+        if row is None:
+            missing.add(cell.key)
+        elif row["digest"] != sample.digest():
+            raise UsageError(f"sample {sample.id} was another one when it was measured before; save to another file")
+        elif row["plan"] != cell.digest:
+            name = f"{cell.name} at {cell.plan.budget}"
+            raise UsageError(f"{name} was another plan when it was measured before; save to another file")
+    return missing
+
+
+@dataclass
+class _Run:
+    out: Outcome
+    full: Cell
+    cells: list[Cell]
+    display: Display
+    cancel: threading.Event
+    preparer: Preparer
+    measurer: Measurer
+
+    def one(self, group: list[Todo]) -> None:
+        """Measures samples of one context by the cells that they lack. Raises CancelledError, SaveError."""
+        stop_if_set(self.cancel)
+        missing = {sample.id: lacks for sample, lacks in group}
+        samples, steps = [sample for sample, _ in group], sum(len(lacks) for _, lacks in group)
+        cells = [cell for cell in self.cells if any(cell.key in lacks for _, lacks in group)]
+        self.display.step(samples[0].task, 0)
+        try:
+            asked = self.preparer.prepare_all(samples)
+        except (ImageError, ContextError) as error:
+            self._skip(samples, error, steps)
+            return
+        try:
+            for sample, cell, record in self.measurer.measure(asked, self.full, cells, self._fail):
+                if cell.key in missing[sample.id]:
+                    self.out.records.add(_record(sample, cell, record))
+                    self.display.step(f"{sample.task}, {cell.name} {cell.plan.budget}")
+        except ContextError as error:
+            self._skip(samples, error, steps)
+        finally:
+            self.preparer.release(asked[0].turns)
+        self.out.records.sync()
+
+    def _skip(self, samples: list[Sample], error: KvedgeError, steps: int) -> None:
+        for sample in samples:
+            self._say(f"{sample.id} left out: {error}")
+        self.display.skip(steps)
+
+    def _fail(self, cell: Cell, error: KvedgeError) -> None:
+        if isinstance(error, (CancelledError, SaveError)):
+            raise error
+        if cell in self.cells:
+            self.cells.remove(cell)
+            self._say(f"{cell.name} at {cell.plan.budget} left out: {error}")
+
+    def _say(self, text: str) -> None:
+        self.out.left_out.append(text)
+        self.display.say(f"kvedge: {text}")
+
+
+def _record(sample: Sample, cell: Cell, figures: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "id": sample.id,
+        "digest": sample.digest(),
+        "task": sample.task,
+        "groups": list(sample.groups),
+        "metric": sample.metric,
+        "method": cell.name,
+        "budget": cell.budget,
+        "plan": cell.digest,
+        "reference": sample.answer,
+        **figures,
+    }
+
+
+def steps(job: Job, records: Records) -> int:
+    """Counts the records that a run will add."""
+    cells = [cell for cell in job.cells if cell.name != FULL]
+    return sum(len(_missing(sample, full_cell(), cells, records)) for sample in job.samples)

@@ -1,0 +1,257 @@
+"""Records become figures per task and over all tasks, on the samples that the full cache was measured on too.
+
+Perplexity and KL divergence are pooled over tokens, scores are averaged over samples; intervals are 95 %: of scores by
+Agresti and Min's rule for pairs, of the others by a paired bootstrap over samples. Of a few samples there are none.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from kvedge_lab.eval.measure import Cell
+from kvedge_lab.eval.metrics import LEAST, paired_interval, pooled, score_interval
+from kvedge_lab.eval.runner import FULL
+from kvedge_lab.eval.tasks import Sample
+from pykvedge.cli.tables import markdown
+
+ALL = "all"
+Rows = list[dict[str, Any]]
+PER_TASK = "Score by task: percent of right answers, or ROUGE-L or CIDEr times 100."
+OVER_ALL = "Over all samples, with 95 % intervals of the difference to {base} on the same samples."
+
+TOO_FEW = f"Fewer than {LEAST} samples: no intervals, and figures that the next sample may turn round."
+
+
+@dataclass
+class Line:
+    """A line has the figures of one method and budget on one task ("all": on all of them). None: not measured.
+
+    score, rouge (against the reference), rouge_full (against the full cache's answer): means, 0..1. ppl, kld (nats),
+    top1 (share of tokens): over all tokens of the reference answers, kld_p99 and its like the divergence that so many
+    of 100 of them do not exceed. *_change: the interval of the difference to the
+    base, which is the full cache or another method at the same budget. contexts: of several questions about one, scores
+    are means over it first, and intervals are over contexts. kept: KV pairs per head as a share of the
+    conversation's tokens.
+    """
+
+    method: str
+    budget: float | int
+    task: str
+    samples: int
+    contexts: int = 0
+    kept: float | None = None
+    score: float | None = None
+    score_change: tuple[float, float] | None = None
+    rouge: float | None = None
+    rouge_full: float | None = None
+    ppl: float | None = None
+    ppl_change: tuple[float, float] | None = None
+    kld: float | None = None
+    kld_change: tuple[float, float] | None = None
+    kld_p50: float | None = None
+    kld_p90: float | None = None
+    kld_p95: float | None = None
+    kld_p99: float | None = None
+    kld_max: float | None = None
+    top1: float | None = None
+    kv_bytes: float | None = None
+
+
+def lines(
+    records: dict[Any, dict[str, Any]], samples: list[Sample], cells: Iterable[Cell], against: str = FULL
+) -> list[Line]:
+    """Makes, per cell, a line for each task, each group of tasks, and all of them. Only samples that full has.
+
+    against: the method whose figures at the same budget the changes are against; of samples without them, and of
+    cells with another budget, there are no changes.
+    """
+    names = {sample.id for sample in samples}
+    rows: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for row in records.values():
+        if row["id"] in names:
+            rows.setdefault((row["method"], str(row["budget"])), {})[row["id"]] = row
+    full = next((found for (name, _), found in rows.items() if name == FULL), {})
+    out = []
+    for cell in cells:
+        here = rows.get(cell.key, {})
+        base = {} if cell.name in (FULL, against) else full if against == FULL else rows.get((against, cell.key[1]), {})
+        shared = [sample for sample in samples if sample.id in here and sample.id in full]
+        for task, chosen in _tasks(shared):
+            mine = _by_context(chosen, here)
+            line = _line(cell, task, mine)
+            line.samples, line.contexts = len(chosen), len(mine)
+            if all(s.id in base for s in chosen):
+                _changes(line, mine, _by_context(chosen, base))
+            out.append(line)
+        out += _groups(cell, shared, out)
+    return out
+
+
+_PERCENTILES = (50, 90, 95, 99)
+_SUMS = ("nll", "kld", "top1", "tokens")
+
+
+def _by_context(samples: list[Sample], rows: dict[str, dict[str, Any]]) -> Rows:
+    """Makes one row of the questions about a context, which are not independent: means, and sums over tokens."""
+    found: dict[str, Rows] = {}
+    for sample in samples:
+        found.setdefault(sample.context or sample.id, []).append(rows[sample.id])
+    return [of[0] if len(of) == 1 else _merged(of) for of in found.values()]
+
+
+def _merged(rows: Rows) -> dict[str, Any]:
+    out = {}
+    for name in ("score", "rouge", "rouge_full", "kept", "kept_bytes", "prompt_tokens", *_SUMS):
+        values = [row[name] for row in rows if row.get(name) is not None]
+        if values:
+            out[name] = sum(values) / (1 if name in _SUMS else len(values))
+    if all("klds" in row for row in rows):
+        out["klds"] = [one for row in rows for one in row["klds"]]
+    return out
+
+
+def _tasks(samples: list[Sample]) -> list[tuple[str, list[Sample]]]:
+    tasks: dict[str, list[Sample]] = {}
+    for sample in samples:
+        tasks.setdefault(sample.task, []).append(sample)
+    return [*tasks.items(), (ALL, samples)] if samples else []
+
+
+def _groups(cell: Cell, samples: list[Sample], made: list[Line]) -> list[Line]:
+    """Scores groups by the mean over their tasks, as MileBench's columns are; levels by their samples' tasks."""
+    tasks: dict[str, dict[str, int]] = {}
+    for sample in samples:
+        for group in sample.groups:
+            of = tasks.setdefault(group, {})
+            of[sample.task] = of.get(sample.task, 0) + 1
+    scores = {line.task: line.score for line in made if (line.method, line.budget) == (cell.name, cell.budget)}
+    out = []
+    for group, of in sorted(tasks.items()):
+        found = [s for s in (scores.get(task) for task in of) if s is not None]
+        mean = float(np.mean(found)) if found else None
+        out.append(Line(cell.name, cell.budget, group, sum(of.values()), score=mean))
+    return out
+
+
+def _column(rows: Rows, name: str) -> np.ndarray | None:
+    values = [row.get(name) for row in rows]
+    return None if any(value is None for value in values) else np.array(values, dtype=np.float64)
+
+
+def _line(cell: Cell, task: str, rows: Rows) -> Line:
+    line = Line(cell.name, cell.budget, task, len(rows))
+    tokens = np.array([row["prompt_tokens"] for row in rows], dtype=np.float64)
+    kept, size = _column(rows, "kept"), _column(rows, "kept_bytes")
+    line.kept = None if kept is None else float(np.mean(kept / tokens))
+    line.kv_bytes = None if size is None else float(size.mean())
+    for name in ("score", "rouge", "rouge_full"):
+        values = _column(rows, name)
+        setattr(line, name, None if values is None else float(values.mean()))
+    nll, weights = _column(rows, "nll"), _column(rows, "tokens")
+    if nll is not None and weights is not None:
+        line.ppl = pooled(nll, weights, np.exp)
+        for name in ("kld", "top1"):
+            values = _column(rows, name)
+            setattr(line, name, None if values is None else pooled(values, weights))
+    if all("klds" in row for row in rows) and (each := [one for row in rows for one in row["klds"]]):
+        for percent, value in zip(_PERCENTILES, np.percentile(each, _PERCENTILES), strict=True):
+            setattr(line, f"kld_p{percent}", float(value))
+        line.kld_max = max(each)
+    return line
+
+
+def _changes(line: Line, rows: Rows, base: Rows) -> None:
+    """Finds a line's intervals: rows and base are of the same samples. Full has no divergence from itself."""
+    weights = _column(rows, "tokens")
+    mine, theirs = _column(rows, "score"), _column(base, "score")
+    if mine is not None and theirs is not None:
+        if max(mine.max(), theirs.max()) > 1:  # CIDEr is no share of anything
+            line.score_change = paired_interval(mine, np.ones(len(mine)), theirs)
+        else:
+            line.score_change = score_interval(mine, theirs)
+    mine, theirs = _column(rows, "nll"), _column(base, "nll")
+    if mine is None or theirs is None or weights is None:
+        return
+    line.ppl_change = paired_interval(mine, weights, theirs, np.exp)
+    mine, theirs = _column(rows, "kld"), _column(base, "kld")
+    if mine is not None:
+        line.kld_change = paired_interval(mine, weights, np.zeros(len(rows)) if theirs is None else theirs)
+
+
+# ------------------------------------------------------------------------------------------------------------
+
+
+def as_json(made: list[Line], about: dict[str, Any]) -> str:
+    """Writes one object: `about`, and the lines."""
+    return json.dumps({**about, "rows": [asdict(line) for line in made]}, indent=1)
+
+
+def as_markdown(made: list[Line], notes: Iterable[str] = (), against: str = FULL) -> str:
+    """Writes a table of scores by task, a table of figures over all tasks, and notes. against: as of lines()."""
+    tasks = [task for task in dict.fromkeys(line.task for line in made) if task != ALL]
+    by_cell: dict[tuple[str, Any], dict[str, Line]] = {}
+    for line in made:
+        by_cell.setdefault((line.method, line.budget), {})[line.task] = line
+    parts = []
+    if any(line.score is not None for line in made) and len(tasks) > 1:
+        rows = [["method", "budget", *tasks]]
+        for (method, budget), of in by_cell.items():
+            rows.append([method, f"{budget:g}", *(_percent(of.get(task)) for task in tasks)])
+        parts += [PER_TASK, markdown(rows)]
+    rows = [_HEAD, *(_overall(of[ALL], sign="" if against == FULL else "+") for of in by_cell.values() if ALL in of)]
+    used = [i for i in range(len(_HEAD)) if i < 3 or any(row[i] for row in rows[1:])]
+    base = "the full cache" if against == FULL else f"{against} at the same budget"
+    parts += [OVER_ALL.format(base=base), markdown([[row[i] for i in used] for row in rows])]
+    if any(of[ALL].contexts < LEAST for of in by_cell.values() if ALL in of):
+        parts.append(TOO_FEW)
+    return "\n\n".join([*parts, *notes])
+
+
+_HEAD = ["method", "budget", "samples", "kept", "score", "change", "ROUGE-L to full", "PPL", "change", "KL to full",
+         "interval", "KL median", "KL 99 %", "same top token"]  # fmt: skip
+
+
+def _overall(line: Line, sign: str) -> list[str]:
+    """sign: of the divergence's interval, which is a difference unless the base is the full cache."""
+    return [
+        line.method,
+        f"{line.budget:g}",
+        str(line.samples),
+        _share(line.kept),
+        _share(line.score),
+        _span(line.score_change, 100, 1),
+        _share(line.rouge_full),
+        _figure(line.ppl),
+        _span(line.ppl_change, 1, 3),
+        _figure(line.kld),
+        _span(line.kld_change, 1, 3, sign),
+        _figure(line.kld_p50),
+        _figure(line.kld_p99),
+        _share(line.top1),
+    ]
+
+
+def _percent(line: Line | None) -> str:
+    return "" if line is None or line.score is None else f"{100 * line.score:.1f}".removesuffix(".0")
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.1f} %"
+
+
+def _figure(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}" if value >= 1000 else f"{value:.3f}"
+
+
+def _span(values: tuple[float, float] | None, scale: float, digits: int, sign: str = "+") -> str:
+    if values is None:
+        return ""
+    low, high = (scale * v for v in values)
+    largest = max(abs(low), abs(high))
+    form = f"{sign}.2g" if largest >= 1e5 else f"{sign}.{0 if largest >= 1000 else digits}f"
+    return f"{low:{form}} to {high:{form}}"

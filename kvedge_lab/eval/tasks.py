@@ -1,0 +1,180 @@
+"""A sample is a conversation with images up to a question, and its reference answer; the demo tasks have some."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from itertools import islice, pairwise
+from pathlib import Path
+
+from kvedge_lab.demo_tasks import evalset
+from kvedge_lab.demo_tasks.prompts import SHOW_ANSWER, show_text
+from kvedge_lab.demo_tasks.scenes import Scene, render
+from kvedge_lab.demo_tasks.tasks import NEEDLE_TASKS, SINGLE_TASKS, TASKS
+from kvedge_lab.eval import metrics, vqa
+from kvedge_lab.eval.cider import Corpus
+from pykvedge.errors import DatasetError, UsageError, unknown
+from pykvedge.models.images import Picture, load_picture
+from pykvedge.models.prompt import Message
+
+SECOND = "/2"  # ends the name of a demo task whose question comes in the second turn
+THEN = "+"  # between demo tasks that ask about the same scenes
+SEVERAL = (*vqa.SCORES, "cider")  # scores that take several references
+SCORES = ("exact", "choice", "contains", "rouge", *SEVERAL)
+NO_SCORE = ("ppl", "kld")  # samples of which only the reference answer is looked at
+
+
+@dataclass(frozen=True)
+class Line:
+    """A message's role is system, user or assistant; images belong to the marks in the text, or come before it."""
+
+    role: str
+    text: str
+    images: tuple[Path | Scene, ...] = ()
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A sample's last line is a user's; `answer` is what should follow. `id` names the sample within a run.
+
+    metric: how the answer is scored. max_tokens: of the answer that is generated; None: the run's.
+    groups: names under which the scores of several tasks are averaged, for example "T-1".
+    others: more references, for the scores in SEVERAL; the likelihood is that of `answer`. corpus: of the metric cider.
+    context: a name that samples share which differ in their last question only; "": none does.
+    """
+
+    id: str
+    task: str
+    lines: tuple[Line, ...]
+    answer: str
+    metric: str = "exact"
+    choices: tuple[str, ...] = ()
+    groups: tuple[str, ...] = ()
+    max_tokens: int | None = None
+    others: tuple[str, ...] = ()
+    context: str = ""
+    corpus: Corpus | None = field(default=None, compare=False, repr=False)
+
+    def messages(self) -> list[Message]:
+        """Loads the conversation's pictures. Raises ImageError."""
+        return [Message(line.role, line.text, [_picture(image) for image in line.images]) for line in self.lines]
+
+    def score(self, answer: str) -> float | None:
+        """Scores by the sample's metric, in 0..1, or 0..10 by cider; None where only the reference is looked at."""
+        if self.metric == "exact":
+            return metrics.exact_match(answer, self.answer)
+        if self.metric == "choice":
+            return metrics.choice_match(answer, self.answer, self.choices)
+        if self.metric == "contains":
+            return metrics.contains(answer, self.answer)
+        if self.metric == "cider" and self.corpus is not None:
+            return self.corpus.score(answer, (self.answer, *self.others))
+        if self.metric in vqa.SCORES:
+            return vqa.SCORES[self.metric](answer, (self.answer, *self.others))
+        return metrics.rouge_l(answer, self.answer) if self.metric == "rouge" else None
+
+    def digest(self) -> str:
+        """Is equal for samples that ask the same: a file of results is refused for others of the same name."""
+        lines = [[line.role, line.text, [_name(image) for image in line.images]] for line in self.lines]
+        text = json.dumps([self.task, lines, self.answer, self.choices, self.metric, *self.others])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def with_corpus(samples: list[Sample], where: str) -> list[Sample]:
+    """Gives those that are scored by cider what people say about all of them. Raises DatasetError for a single one."""
+    captioned = [(one.answer, *one.others) for one in samples if one.metric == "cider"]
+    if not captioned:
+        return samples
+    if len(captioned) == 1:
+        raise DatasetError(f"{where}: cider compares pictures, and needs more than one")
+    corpus = Corpus(captioned)
+    return [replace(one, corpus=corpus) if one.metric == "cider" else one for one in samples]
+
+
+def _picture(image: Path | Scene) -> Picture:
+    return load_picture(image if isinstance(image, Path) else render(image), "scene")
+
+
+def _name(image: Path | Scene) -> str:
+    return f"{image.name} {image.stat().st_size}" if isinstance(image, Path) and image.exists() else repr(image)
+
+
+def with_choices(question: str, choices: Iterable[str]) -> str:
+    """Writes the question and then its choices, worded as MileBench words them."""
+    listed = list(choices)
+    if not listed:
+        return question
+    rows = []
+    for i, choice in enumerate(listed):
+        name = metrics.letter(i, len(listed)).upper()
+        rows.append(f"{name}. {choice}" if name else choice)
+    return f"{question}\nChoice list: \n" + "\n".join(rows) + "\nYour answer is: "
+
+
+# ------------------------------------------------------------------------------------------------------------
+
+
+def demo_names() -> list[str]:
+    """Names the demo generator's tasks, each also as a second turn."""
+    return [*TASKS, *(name + SECOND for name in TASKS)]
+
+
+def demo_samples(name: str, count: int, seed: int, images: int, part: str = "") -> list[Sample]:
+    """Draws `count` held-out samples of a demo task; `images` in a sample of the needle tasks. Raises UnknownNameError.
+
+    name: a task, one with "/2", whose question comes in the second turn, or several with "+" between them: their
+    questions are asked about the same scenes, one after the other, each answered by its reference but for the last.
+    part: "search", "validation" or "test", none of whose scenes is in another; "": all.
+    Answers are cut at twice the length of the reference: nothing longer can be right.
+    """
+    if THEN in name:
+        return _chains(name, count, seed, images, part)
+    if name not in demo_names():
+        raise unknown("task", name, demo_names())
+    task, second = name.removesuffix(SECOND), name.endswith(SECOND)
+    if task in NEEDLE_TASKS:
+        _check_images(task, images)
+    drawn = islice(evalset.samples(task, seed, images, second, part), count)
+    of = f"{name}:{seed}:{images}:{part}".removesuffix(":")
+    return [_demo_sample(name, f"{of}:{n}", sample) for n, sample in enumerate(drawn)]
+
+
+def _check_images(task: str, images: int) -> None:
+    if not 2 <= images <= 8:
+        raise UsageError(f"{task} needs 2 to 8 images, not {images}")
+
+
+def _chains(name: str, count: int, seed: int, images: int, part: str) -> list[Sample]:
+    tasks = name.split(THEN)
+    for task in tasks:
+        if task not in TASKS:
+            raise unknown("task", task, TASKS)
+    if not (set(tasks) <= set(SINGLE_TASKS) or set(tasks) <= set(NEEDLE_TASKS)):
+        raise UsageError(f"--tasks {name}: questions that follow each other are all of {', '.join(SINGLE_TASKS)}, "
+                         f"or all of {', '.join(NEEDLE_TASKS)}")  # fmt: skip
+    if tasks[0] in NEEDLE_TASKS:
+        _check_images(name, images)
+    of, out = f"{name}:{seed}:{images}:{part}".removesuffix(":"), []
+    for n, (scenes, asked) in enumerate(islice(evalset.chain(tasks, seed, images, part), count)):
+        lines = [Line("user", asked[0].text, scenes)]
+        for before, question in pairwise(asked):
+            lines += [Line("assistant", before.answer), Line("user", question.text)]
+        answer = asked[-1].answer
+        out.append(Sample(f"{of}:{n}", name, tuple(lines), answer, max_tokens=_longest(answer)))
+    return out
+
+
+def _demo_sample(name: str, identity: str, sample: evalset.Sample) -> Sample:
+    question = sample.question.text
+    if sample.second_turn:
+        shown = Line("user", show_text(len(sample.scenes)), sample.scenes)
+        lines: tuple[Line, ...] = (shown, Line("assistant", SHOW_ANSWER), Line("user", question))
+    else:
+        lines = (Line("user", question, sample.scenes),)
+    return Sample(identity, name, lines, sample.answer, max_tokens=_longest(sample.answer))
+
+
+def _longest(answer: str) -> int:
+    return 2 * len(answer.replace(",", " ,").split()) + 16

@@ -1,0 +1,150 @@
+"""Runs a prompt and reads out of the cache what the figures show."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvedge_lab.inspect import measures
+from pykvedge.chat.session import Session
+from pykvedge.library import libkvedge
+from pykvedge.models.images import Picture
+from pykvedge.models.imagetokens import Places
+from pykvedge.models.vision import ImagePiece, Piece
+from pykvedge.plans.amounts import Budget
+from pykvedge.plans.plan import Plan
+
+GAMMA = 0.2  # cut-off of the outlier ratio, FlashCache's best
+
+
+@dataclass(frozen=True)
+class Shown:
+    """One image of the prompt: tokens first .. first + count - 1."""
+
+    picture: Picture
+    first: int
+    count: int
+    places: Places | None  # of the encoder's rows; None: what each shows is not known
+    rows: np.ndarray | None = None  # [count] the rows that a pruner left; None: all
+
+
+@dataclass
+class Findings:
+    """L layers, Hkv KV heads, T tokens. Everything that the figures are drawn from."""
+
+    model: str
+    prompt: str
+    layers: list[int]  # layer numbers in the model
+    image_mask: np.ndarray  # [T] bool
+    shown: list[Shown]
+    importance: np.ndarray  # [L, T] float64, attention received, averaged over the heads
+    redundancy: np.ndarray  # [L, Hkv] float64
+    spectrum_k: np.ndarray  # [L, T] float64
+    spectrum_v: np.ndarray  # [L, T] float64
+    outliers: np.ndarray  # [L] float64
+    kept: dict[str, list[list[list[int]]]] = field(default_factory=dict)  # method -> [L][Hkv] token indices
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.image_mask)
+
+    @property
+    def gini(self) -> np.ndarray:
+        """[L] float64, of the importance."""
+        return np.array([measures.gini(row) for row in self.importance])
+
+    def budgets(self, method: str) -> np.ndarray:
+        """[L, Hkv] int64: pairs that a method keeps; 0 where a layer has fewer heads than the others."""
+        lengths = [[len(head) for head in layer] for layer in self.kept[method]]
+        out = np.zeros((len(lengths), max(map(len, lengths))), dtype=np.int64)
+        for row, layer in zip(out, lengths, strict=True):
+            row[: len(layer)] = layer
+        return out
+
+    def keep_share(self, method: str) -> np.ndarray:
+        """[L, T] float64: share of a layer's KV heads that keep a token."""
+        out = np.zeros((len(self.layers), self.n_tokens))
+        for row, layer in zip(out, self.kept[method], strict=True):
+            for head in layer:
+                row[head] += 1 / len(layer)
+        return out
+
+    def arrays(self) -> dict[str, Any]:
+        """What goes into the .npz file: plain arrays, names without spaces."""
+        out: dict[str, Any] = {
+            name: getattr(self, name)
+            for name in ("image_mask", "importance", "redundancy", "spectrum_k", "spectrum_v", "outliers", "gini")
+        }
+        out["layers"] = np.array(self.layers)
+        for method in self.kept:
+            out[f"keep_share.{method}"] = self.keep_share(method)
+            out[f"budgets.{method}"] = self.budgets(method)
+        return out
+
+
+def collect(session: Session, prompt: str, pictures: list[Picture], plans: list[Plan]) -> Findings:
+    """Reads the prompt once to measure its cache, and once for each plan to see what it keeps.
+
+    Raises what Session.ask raises, NothingToCompressError for a model whose cache stays with llama.cpp.
+    """
+    found: list[Findings] = []
+    # any budget below 1 makes the scorer gather attention; nothing is compressed before `measure` has looked
+    everything = Plan(method="inspect", scorer="cumulative", budget=Budget(ratio=0.5))
+
+    def measure(cache: libkvedge.Cache, pieces: list[Piece]) -> None:
+        found.append(_measure(session, cache, pieces, prompt, pictures))
+
+    session.examine(prompt, pictures, everything, measure)
+    [findings] = found
+    for plan in plans:
+        findings.kept[plan.method] = session.examine(prompt, pictures, plan)
+    return findings
+
+
+def _measure(
+    session: Session, cache: libkvedge.Cache, pieces: list[Piece], prompt: str, pictures: list[Picture]
+) -> Findings:
+    n_layers = cache.stats().n_layers
+    importance, redundancy, outliers = [], [], []
+    spectra: tuple[list[np.ndarray], list[np.ndarray]] = [], []
+    for layer in range(n_layers):
+        _, n_heads_kv, _, _ = libkvedge.shape(cache, layer)
+        heads = [libkvedge.rows(cache, layer, head) for head in range(n_heads_kv)]
+        k, v = (np.stack(x) for x in zip(*heads, strict=True))
+        importance.append(libkvedge.pending_scores(cache, layer).mean(axis=0).astype(np.float64))
+        redundancy.append(measures.head_redundancy(k))
+        for rows, to in ((k, spectra[0]), (v, spectra[1])):
+            to.append(measures.power_spectrum(rows))
+        outliers.append(measures.outlier_ratio(k, v, GAMMA))
+    widest = max(map(len, redundancy))
+    padded = np.full((n_layers, widest), np.nan)
+    for row, values in zip(padded, redundancy, strict=True):
+        row[: len(values)] = values
+    mask, shown = _places(pieces, pictures)
+    return Findings(
+        model=session.model.path.name,
+        prompt=prompt,
+        layers=[cache.layer_id(i) for i in range(n_layers)],
+        image_mask=mask,
+        shown=shown,
+        importance=np.stack(importance),
+        redundancy=padded,
+        spectrum_k=np.stack(spectra[0]),
+        spectrum_v=np.stack(spectra[1]),
+        outliers=np.array(outliers),
+    )
+
+
+def _places(pieces: list[Piece], pictures: list[Picture]) -> tuple[np.ndarray, list[Shown]]:
+    """Which tokens are images, and which picture each is of; pictures that were cut into slices are not shown."""
+    images = [p for p in pieces if isinstance(p, ImagePiece)]
+    whole = len(images) == len(pictures)
+    mask: list[bool] = []
+    shown: list[Shown] = []
+    for piece in pieces:
+        if isinstance(piece, ImagePiece) and whole:
+            shown.append(Shown(pictures[len(shown)], len(mask), piece.n_tokens, piece.places, piece.kept))
+        mask += [isinstance(piece, ImagePiece)] * piece.n_tokens
+    return np.array(mask, dtype=bool), shown

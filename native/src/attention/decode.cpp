@@ -1,0 +1,287 @@
+#include "attention/attention.h"
+
+#include "kernels/kernels.h"
+#include "kernels/kernels_compiler.h"
+#include "store/reach.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace kvedge {
+
+namespace {
+
+constexpr int32_t BLOCK      = 128;  // most keys at a time
+constexpr size_t  KEY_BYTES  = 8 << 10;  // of them, or their values: these and the next ones fit a first-level cache
+constexpr size_t  Q8_BYTES   = 18 << 10;  // of codes of 8 bits for several query rows, which are rounded for each block anew
+constexpr int32_t SPLIT_KEYS = 256;  // fewest keys worth a split of their own
+constexpr int32_t MAX_SIZE   = MAX_HEAD_SIZE;
+
+// A row's unnormalised output, its largest logit and its softmax denominator.
+struct Partial {
+    float * top;  // [rows]
+    float * sum;  // [rows]
+    float * o;    // [rows][ld]
+};
+
+size_t partial_floats(int32_t rows, int32_t d_v) { return (size_t) rows * (2 + (size_t) pad16(d_v)); }
+
+Partial partial_at(DecodePartials & p, int32_t head, int32_t split, int32_t rows, int32_t d_v) {
+    float * base = p.data.data() + ((size_t) head * (size_t) p.splits_max + (size_t) split) * partial_floats(rows, d_v);
+    return { base, base + rows, base + 2 * (size_t) rows };
+}
+
+struct Piece {
+    int32_t head, group, rows;
+    int32_t n_keys;
+    int32_t a, b;  // keys [a, b) of the head
+};
+
+// Up to DECODE_ROWS scaled query rows, the unit that reads the keys once. Where keys are rotated, so are the queries; where
+// values are, so is what they add up to, as long as they follow each other.
+struct Queries {
+    alignas(64) float q[DECODE_ROWS * MAX_SIZE];        // [n][d_k]
+    alignas(64) float rotated[DECODE_ROWS * MAX_SIZE];  // likewise, by `by`
+    int32_t           first, n;
+    int32_t           by, out_by;  // the stretch of the rotation (types.h); 0: not rotated
+};
+
+void load_queries(const AttendJob & job, const Piece & piece, int32_t d_k, Queries & x) {
+    x.by = x.out_by = 0;
+    for (int32_t i = 0; i < x.n; i++) {
+        const int32_t r    = x.first + i;
+        const auto    t    = (size_t) (job.index ? job.index[r / piece.group] : r / piece.group);
+        const float * from = job.q + t * job.q_token + (size_t) (piece.head * piece.group + r % piece.group) * job.q_head;
+        for (int32_t c = 0; c < d_k; c++) {
+            x.q[(size_t) i * (size_t) d_k + (size_t) c] = from[c] * job.scale;
+        }
+    }
+}
+
+// The queries for keys of a type.
+const float * queries_for(Type keys, int32_t d_k, Queries & x) {
+    const int32_t by = rotation(keys, d_k);
+    if (by != 0 && by != x.by) {
+        std::copy_n(x.q, (size_t) x.n * (size_t) d_k, x.rotated);
+        kernels().rotate({ x.rotated, (size_t) d_k }, x.n, d_k, by);
+        x.by = by;
+    }
+    return by != 0 ? x.rotated : x.q;
+}
+
+// What was summed so far becomes what values rotated by `by` can be added to. o: the first of the rows.
+void rotate_sums(int32_t by, int32_t d_v, Queries & x, FloatOut o) {
+    if (by == x.out_by) {
+        return;
+    }
+    for (int32_t each : { x.out_by, by }) {
+        if (each != 0) {
+            kernels().rotate(o, x.n, d_v, each);
+        }
+    }
+    x.out_by = by;
+}
+
+Rows as_stored(Rows rows) {
+    rows.type = unrotated(rows.type);
+    return rows;
+}
+
+float * weights_of(const AttendJob & job, const Piece & piece, int32_t r) {
+    return job.weights + (size_t) (piece.head * piece.group + r) * job.weights_row;
+}
+
+// Keys at a time, whole groups of them.
+int32_t block_of(const Segment & seg, int32_t n_rows) {
+    const bool rounds = n_rows > 1 && format(seg.k.type).bits == 8 && format(seg.v.type).bits == 8;
+    const auto fit    = (int32_t) ((rounds ? Q8_BYTES : KEY_BYTES) / std::max(seg.k.stride, seg.v.stride));
+    return std::clamp(fit / GROUP * GROUP, GROUP, BLOCK);
+}
+
+// A row's logits of the first n of seg's keys, those that it sees, from key `at` on: capped, biased, and kept where that is
+// wanted; what it does not see of seg gets no weight.
+void prepare_row(const AttendJob & job, const Piece & piece, int32_t r, int32_t at, int32_t n, const Segment & seg, float * row) {
+    if (job.softcap != 0.0f) {
+        kernels().softcap(row, (size_t) n, job.softcap);
+    }
+    if (seg.bias) {
+        kernels().axpy(1.0f, seg.bias, row, (size_t) n);
+    }
+    if (job.weights) {
+        std::copy_n(row, n, weights_of(job, piece, r) + at);
+    }
+    std::fill(row + n, row + seg.n, 0.0f);
+}
+
+// The keys of a first block, which no block before it asks for.
+void fetch_keys(const Rows & k, int32_t n) {
+    constexpr size_t LINE = 64;
+    for (size_t at = 0; at < (size_t) n * k.stride; at += LINE) {
+        KVEDGE_PREFETCH(k.data + at);
+    }
+}
+
+// Adds the rows of seg, the head's rows from `at` on (at most BLOCK), to the partial result.
+// next: the keys of the block after it, or NULL.
+void attend_block(
+    const AttendJob & job, const Piece & piece, const Segment & seg, int32_t at, Queries & x, const uint8_t * next,
+    Partial & out) {
+    const LayerShape & shape = job.rows->shapes()[(size_t) job.layer];
+    const Kernels &    kn    = kernels();
+    const auto         ld    = (size_t) pad16(shape.d_v);
+    alignas(64) float  s[DECODE_ROWS * BLOCK];
+
+    const float * q = queries_for(seg.k.type, shape.d_k, x);
+    kn.rows_dot({ q, (size_t) shape.d_k }, x.n, as_stored(seg.k), seg.n, shape.d_k, { s, BLOCK }, seg.v.data);
+    for (int32_t i = 0, alike; i < x.n; i += alike) {
+        const int32_t r    = x.first + i, token = r / piece.group;  // the rows of a token see the same keys
+        const int32_t sees = job.causal ? piece.n_keys - job.n + token + 1 : piece.n_keys;
+        const int32_t n    = std::clamp(sees - at, 0, seg.n);
+        alike              = std::min(x.n - i, (token + 1) * piece.group - r);
+        float * rows       = s + (size_t) i * BLOCK;
+        for (int32_t j = 0; j < alike; j++) {
+            prepare_row(job, piece, r + j, at, n, seg, rows + (size_t) j * BLOCK);
+        }
+        kn.softmax_step(rows, BLOCK, alike, n, { out.top + r, out.sum + r, out.o + (size_t) r * ld, ld });
+    }
+    const FloatOut o = { out.o + (size_t) x.first * ld, ld };
+    rotate_sums(rotation(seg.v.type, shape.d_v), shape.d_v, x, o);
+    kn.rows_axpy({ s, BLOCK }, x.n, as_stored(seg.v), seg.n, shape.d_v, o, next);
+}
+
+// What a single token pays to the pending rows. Whoever writes out a head is alone with it.
+void add_sums(const AttendJob & job, const Piece & piece) {
+    const int32_t n     = job.rows->pending_length();
+    double *      sums  = job.sums + (size_t) piece.head * (size_t) job.sums_capacity;
+    const float * paid  = weights_of(job, piece, 0) + (piece.n_keys - n);
+    for (int32_t r = 0; r < n; r++) {
+        double sum = 0.0;
+        for (int32_t g = 0; g < piece.group; g++) {
+            sum += (double) paid[(size_t) g * job.weights_row + (size_t) r];
+        }
+        sums[r] += sum / piece.group;
+    }
+}
+
+void write_out(const AttendJob & job, const Piece & piece, int32_t n_splits, DecodePartials & partials) {
+    const LayerShape & shape = job.rows->shapes()[(size_t) job.layer];
+    const auto         ld    = (size_t) pad16(shape.d_v);
+    for (int32_t r = 0; r < piece.rows; r++) {
+        const int32_t head  = piece.head * piece.group + r % piece.group;
+        float         top   = job.sinks ? job.sinks[head] : -INFINITY;
+        for (int32_t s = 0; s < n_splits; s++) {
+            top = std::max(top, partial_at(partials, piece.head, s, piece.rows, shape.d_v).top[r]);
+        }
+        const auto t   = (size_t) (job.index ? job.index[r / piece.group] : r / piece.group);
+        float *    out = job.out + t * job.out_token + (size_t) head * job.out_head;
+        std::fill(out, out + shape.d_v, 0.0f);
+        float total = job.sinks ? std::exp(job.sinks[head] - top) : 0.0f;
+        for (int32_t s = 0; s < n_splits; s++) {
+            const Partial p = partial_at(partials, piece.head, s, piece.rows, shape.d_v);
+            const float   w = std::exp(p.top[r] - top);
+            total += w * p.sum[r];
+            kernels().axpy(w, p.o + (size_t) r * ld, out, (size_t) shape.d_v);
+        }
+        for (int32_t i = 0; i < shape.d_v; i++) {
+            out[i] /= total;
+        }
+        if (job.weights) {  // so far the logits
+            float * weights = weights_of(job, piece, r);
+            kernels().exp_sum(weights, (size_t) piece.n_keys, top);
+            std::transform(weights, weights + piece.n_keys, weights, [total](float x) { return x / total; });
+        }
+    }
+    if (job.sums && job.weights && job.n == 1) {
+        add_sums(job, piece);
+    }
+    if (job.scored) {
+        job.scored->add_scores(job.layer, piece.head, piece.n_keys, weights_of(job, piece, 0), job.weights_row, piece.group);
+    }
+}
+
+}  // namespace
+
+bool DecodePartials::reserve(const std::vector<LayerShape> & shapes, int32_t n_tokens, int32_t n_threads) try {
+    size_t  need  = 0;
+    int32_t heads = 1;
+    splits_max    = std::max(1, 4 * n_threads);
+    for (const auto & s : shapes) {
+        const int32_t rows = n_tokens * (s.n_heads / s.n_heads_kv);
+        need  = std::max(need, (size_t) s.n_heads_kv * (size_t) splits_max * partial_floats(rows, s.d_v));
+        heads = std::max(heads, s.n_heads_kv);
+    }
+    if (data.size() < need) {
+        data.resize(need);
+    }
+    if (n_done < heads) {
+        done.reset(new std::atomic<int32_t>[(size_t) heads]);
+        n_done = heads;
+    }
+    return true;
+} catch (const std::bad_alloc &) {
+    return false;
+}
+
+void DecodePartials::start(int32_t n_heads_kv) {
+    for (int32_t h = 0; h < n_heads_kv; h++) {
+        done[(size_t) h].store(0, std::memory_order_relaxed);
+    }
+}
+
+int32_t decode_splits(const AttendJob & job, int32_t n_threads) {
+    const LayerShape & shape = job.rows->shapes()[(size_t) job.layer];
+    if (n_threads <= 1 || shape.n_heads_kv % n_threads == 0) {
+        return 1;
+    }
+    const int32_t keys = job.rows->head_length(job.layer, 0);
+    const int32_t even = (4 * n_threads + shape.n_heads_kv - 1) / shape.n_heads_kv;
+    return std::clamp(keys / SPLIT_KEYS, 1, even);
+}
+
+int32_t decode_tasks(const AttendJob & job, int32_t n_splits) {
+    return job.rows->shapes()[(size_t) job.layer].n_heads_kv * n_splits;
+}
+
+void decode_task(const AttendJob & job, int32_t task, int32_t n_splits, DecodePartials & partials) {
+    const LayerShape & shape = job.rows->shapes()[(size_t) job.layer];
+    Piece              piece;
+    piece.head          = task / n_splits;
+    piece.group         = shape.n_heads / shape.n_heads_kv;
+    piece.rows          = job.n * piece.group;
+    piece.n_keys        = job.rows->head_length(job.layer, piece.head);
+    const int32_t split = task % n_splits;
+    piece.a             = (int32_t) ((int64_t) piece.n_keys * split / n_splits);
+    piece.b             = (int32_t) ((int64_t) piece.n_keys * (split + 1) / n_splits);
+
+    const auto ld  = (size_t) pad16(shape.d_v);
+    Partial    out = partial_at(partials, piece.head, split, piece.rows, shape.d_v);
+    std::fill(out.top, out.top + piece.rows, -INFINITY);
+    std::fill(out.sum, out.sum + piece.rows, 0.0f);
+    std::fill(out.o, out.o + (size_t) piece.rows * ld, 0.0f);
+
+    Queries x;
+    for (x.first = 0; x.first < piece.rows; x.first += DECODE_ROWS) {
+        x.n = std::min(DECODE_ROWS, piece.rows - x.first);
+        load_queries(job, piece, shape.d_k, x);
+        int32_t at = 0;
+        each_segment(*job.rows, job.layer, piece.head, [&](const Segment & seg) {
+            const int32_t first = std::max(piece.a - at, 0), last = std::min(piece.b - at, seg.n);
+            const int32_t block = block_of(seg, x.n);
+            for (int32_t c = first; c < last; c += block) {
+                const Segment part = seg.part(c, std::min(block, last - c));
+                if (c == first) {
+                    fetch_keys(part.k, part.n);
+                }
+                attend_block(job, piece, part, at + c, x, c + block < last ? seg.k.from(c + block).data : nullptr, out);
+            }
+            at += seg.n;
+        });
+        rotate_sums(0, shape.d_v, x, { out.o + (size_t) x.first * ld, ld });
+    }
+    // Whoever finishes a head's last split adds them up, always in the same order.
+    if (partials.done[(size_t) piece.head].fetch_add(1, std::memory_order_acq_rel) + 1 == n_splits) {
+        write_out(job, piece, n_splits, partials);
+    }
+}
+
+}  // namespace kvedge

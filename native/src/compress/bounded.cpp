@@ -1,0 +1,219 @@
+#include "compress/bounded.h"
+
+#include "plan/custom.h"
+#include "system/error.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+
+namespace kvedge {
+
+kvedge_status check_bounded(const kvedge_plan & plan, const Storage & storage, kvedge_error * err) {
+    if (plan_reach(plan) == Reach::rows) {
+        return fail(err, KVEDGE_E_UNSUPPORTED, "allocator '%s' looks at all layers before it grants a budget to the first", plan.allocator->name);
+    }
+    if (plan.reducer->queries) {
+        return fail(err, KVEDGE_E_UNSUPPORTED, "reducer '%s' fits rows to all queries of the prompt, which are not kept where it is bounded; use another",
+                    plan.reducer->name);
+    }
+    if (plan_reach(plan) == Reach::scores && plan.reducer->reduce) {
+        return fail(err, KVEDGE_E_UNSUPPORTED, "reducer '%s' would merge before allocator '%s' has granted its budgets, which need all layers",
+                    plan.reducer->name, plan.allocator->name);
+    }
+    if (plan_reach(plan) == Reach::scores && storage.quantised()) {
+        return fail(err, KVEDGE_E_UNSUPPORTED, "allocator '%s' needs all layers before it grants its budgets, and quantised rows are not trimmed",
+                    plan.allocator->name);
+    }
+    if (plan_reach(plan) == Reach::scores && plan.scorer->reserve) {
+        return fail(err, KVEDGE_E_UNSUPPORTED, "scorer '%s' chooses by two scores, and allocator '%s' grants its budgets after the last layer",
+                    plan.scorer->name, plan.allocator->name);
+    }
+    if (plan_reach(plan) == Reach::scores && plan.critical != Critical::none) {
+        return fail(err, KVEDGE_E_UNSUPPORTED, "critical chooses by two scores, and allocator '%s' grants its budgets after the last layer",
+                    plan.allocator->name);
+    }
+    if (plan_peaks(plan) & WANTS_REPLAY) {
+        return fail(err, KVEDGE_E_UNSUPPORTED, "scorer '%s' reads the prompt a second time, when all of it is there; set its source to prompt to do without",
+                    plan.scorer->name);
+    }
+    if (own_thread_only(*plan.scorer) || own_thread_only(*plan.reducer)) {
+        return fail(err, KVEDGE_E_UNSUPPORTED, "%s '%s' must run on the thread that asked for the compression",
+                    own_thread_only(*plan.scorer) ? "scorer" : "reducer",
+                    own_thread_only(*plan.scorer) ? plan.scorer->name : plan.reducer->name);
+    }
+    return ok(err);
+}
+
+bool BoundedPrompt::pays(const Sequence & seq, const kvedge_plan & plan, int32_t n) {
+    const int32_t     total = seq.rows.pending_length() + n;
+    const kvedge_plan own   = compression_plan(seq, plan, n);
+    return kvedge_plan_budget(&own, total) < total || seq.rows.storage().quantised();
+}
+
+kvedge_status BoundedPrompt::enter(int32_t n, const int32_t * pos, const uint8_t * image, kvedge_error * err) {
+    const bool scored = plan_.decode->needs_scores && plan_.budget_ratio != 1.0;
+    if (!saw_all(seq_, plan_)) {
+        return fail(err, KVEDGE_E_STATE, "the tokens before the prompt were processed under a plan that collects no attention scores");
+    }
+    if (!seq_.rows.unseal_pending() || !make_layer_room(seq_, wanted_, 0, n) || !seq_.rows.append_unallocated(n, pos, image)) {
+        return fail(err, KVEDGE_E_MEMORY, "no memory for a prompt of %d tokens", n);
+    }
+    if (!seq_.rows.take_layer(0)) {
+        seq_.rows.take_back(n);
+        return fail(err, KVEDGE_E_MEMORY, "no memory for the first layer of a prompt of %d tokens", n);
+    }
+    n_         = n;
+    n_pending_ = seq_.rows.pending_length();
+    reduced_   = kvedge_plan_budget(&plan_, n_pending_) < n_pending_;
+    provisional_ = reduced_ && plan_reach(plan_) == Reach::scores;
+    job_       = std::make_unique<Job>(make_job(seq_, plan_, 1, scored));
+    job_->most = provisional_ ? std::min(n_pending_, PROVISIONAL * kvedge_plan_budget(&plan_, n_pending_)) : n_pending_;
+    open_blocks(*job_);
+    outcome_.reduced      = reduced_;
+    outcome_.before_bytes = seq_.rows.bytes();
+    for (size_t l = 1; l < seq_.rows.shapes().size(); l++) {
+        outcome_.before_bytes += seq_.rows.contents().blocks.back().layers[l].rows->extent();
+    }
+    return ok(err);
+}
+
+kvedge_status BoundedPrompt::compress_layer(size_t l, kvedge_error * err) {
+    Job &      job     = *job_;
+    const bool reduces = reduced_ && plan_.reducer->reduce;
+    if (reduced_) {
+        score_layer(job, l);
+        if (provisional_) {
+            grant_layer(job, l, job.most);
+        } else {
+            allocate(job, (int32_t) l);
+        }
+        weigh_layer(job, l, 1);
+        select_layer(job, l);
+        if (!provisional_) {
+            job.scores[l] = Bulk<float>();  // = {} would keep its memory
+            if (!job.reserve.empty()) {
+                job.reserve[l] = Bulk<float>();
+            }
+            if (!job.weights.empty()) {
+                job.weights[l] = Bulk<float>();
+            }
+        }
+    } else {
+        keep_layer(job, l);
+    }
+    if (!open_layer(job, l, reduces, 1)) {
+        return fail(err, KVEDGE_E_MEMORY, "no memory for the compressed rows of a layer");
+    }
+    fill_layer(job, l, reduces, 1);
+    if (!provisional_) {
+        job.kept[l] = std::vector<std::vector<int32_t>>();
+    }
+    written_ += job.main->layers[l].bytes() + job.tail->layers[l].bytes();
+    note_peak();
+    seq_.rows.give_back_layer(l);
+    seq_.observed.drop_layer(l);
+    if (l + 1 < seq_.rows.shapes().size() && (!seq_.rows.take_layer(l + 1) || !make_layer_room(seq_, wanted_, l + 1, 0))) {
+        return fail(err, KVEDGE_E_MEMORY, "no memory for the next layer of the prompt");
+    }
+    return ok(err);
+}
+
+void BoundedPrompt::note_peak() {
+    uint64_t scores = 0;  // that wait for the budgets
+    for (const auto & layer : job_->scores) {
+        scores += layer.capacity() * sizeof(float);
+    }
+    outcome_.peak_bytes = std::max(outcome_.peak_bytes, seq_.rows.bytes() + written_ + seq_.rows.index_bytes() + seq_.score_bytes() + scores);
+}
+
+// The rows of a layer that the budgets leave, from those that it kept provisionally, `left` [head] of the pending ones.
+bool BoundedPrompt::trim_layer(const Block & from, size_t l, const std::vector<std::vector<int32_t>> & left) {
+    Job &        job = *job_;
+    const size_t T   = (size_t) n_pending_;
+    for (size_t h = 0; h < left.size(); h++) {
+        Bulk<float> scores(T, -HUGE_VALF), & all = job.scores[l];
+        for (int32_t row : left[h]) {
+            scores[(size_t) row] = all[h * T + (size_t) row];
+        }
+        std::copy(scores.begin(), scores.end(), all.begin() + (std::ptrdiff_t) (h * T));
+    }
+    select_layer(job, l);
+    if (!open_layer(job, l, false, 1)) {
+        return false;
+    }
+    for (size_t h = 0; h < left.size(); h++) {
+        const auto &         kept = job.kept[l][h];
+        std::vector<int32_t> places;  // of the kept ones among those that are left
+        for (size_t i = 0, at = 0; i < kept.size(); i++) {
+            at = (size_t) (std::lower_bound(left[h].begin() + (std::ptrdiff_t) at, left[h].end(), kept[i]) - left[h].begin());
+            places.push_back((int32_t) at);
+        }
+        std::vector<Segment> rows;
+        from.layers[l].rows->view((int32_t) h, rows);
+        job.main->layers[l].rows->gather((int32_t) h, places, rows);
+    }
+    return true;
+}
+
+bool BoundedPrompt::trim() {
+    Job &                        job  = *job_;
+    const auto                   left = std::move(job.kept);
+    const std::unique_ptr<Block> from = std::move(job.main);
+    job.kept.assign(left.size(), {});
+    allocate(job, ALL_LAYERS);
+    open_blocks(job);
+    for (size_t l = 0; l < left.size(); l++) {
+        if (!trim_layer(*from, l, left[l])) {
+            return false;
+        }
+        written_ += job.main->layers[l].rows->bytes();
+        note_peak();
+        written_ -= from->layers[l].rows->bytes();
+        from->layers[l].rows->give_back();
+    }
+    return true;
+}
+
+void BoundedPrompt::complete() {
+    const size_t first = seq_.rows.contents().pending_from;
+    seq_.rows.replace_pending(std::move(*job_->main), std::move(*job_->tail));
+    job_.reset();
+    seq_.close_pending();
+    seq_.rows.seal_old(first);
+    outcome_.after_bytes = seq_.rows.bytes();
+    done_                = true;
+}
+
+kvedge_status BoundedPrompt::finish_layer(size_t layer, kvedge_error * err) noexcept {
+    const auto    start  = std::chrono::steady_clock::now();
+    kvedge_status status = KVEDGE_OK;
+    try {
+        status = compress_layer(layer, err);
+        const bool last = status == KVEDGE_OK && layer + 1 == seq_.rows.shapes().size();
+        if (last && provisional_ && !trim()) {
+            status = fail(err, KVEDGE_E_MEMORY, "no memory for the compressed rows of a layer");
+        } else if (last) {
+            complete();
+        }
+    } catch (const StageFailure & failure) {
+        status = fail(err, KVEDGE_E_STAGE, "%s", failure.what());
+    } catch (...) {
+        status = caught(err, "compress a layer of the prompt");
+    }
+    failed_  = status != KVEDGE_OK;
+    *layers_ = (int32_t) layer + 1;
+    outcome_.us += std::chrono::duration_cast<std::chrono::microseconds>(std::chrono::steady_clock::now() - start).count();
+    return status;
+}
+
+void BoundedPrompt::abandon() {
+    if (done_ || !job_) {
+        return;
+    }
+    job_.reset();
+    seq_.take_back(n_);
+    failed_ = true;
+}
+
+}  // namespace kvedge

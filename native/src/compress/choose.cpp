@@ -1,0 +1,337 @@
+// Which pending rows stay: scores, budgets, and the choice.
+
+#include "plan/custom.h"
+#include "compress/job.h"
+#include "compress/projection.h"
+#include "compress/select.h"
+#include "system/threads.h"
+#include "primitives/measure.h"
+
+#include <algorithm>
+#include <numeric>
+
+namespace kvedge {
+
+namespace {
+
+// [T] 1 for an image token. tokens: the indices of the pending ones.
+std::vector<uint8_t> pending_image(const Sequence & seq, const std::vector<int32_t> & tokens) {
+    std::vector<uint8_t> image;
+    image.reserve(tokens.size());
+    for (int32_t t : tokens) {
+        image.push_back(seq.rows.contents().image[(size_t) t]);
+    }
+    return image;
+}
+
+// What stages see of a sequence.
+class SequenceView : public PendingView {
+  public:
+    explicit SequenceView(const Sequence & seq) : seq_(seq) {}
+    HeadView               head(int32_t layer, int32_t head) const override { return seq_.rows.view(layer, head); }
+    std::vector<QuerySpan> queries(int32_t layer) const override { return seq_.observed.queries((size_t) layer); }
+
+  private:
+    const Sequence & seq_;
+};
+
+using ScoreFunction = void (*)(const ScoreInput & in, float * out);
+
+// The tokens of a layer's rows, and which of them are an image's: [T] in all heads, or [Hkv * T] where heads hold different ones.
+struct Shown {
+    const uint8_t * image;
+    const int32_t * tokens;
+    bool            differs;
+    int32_t         n_threads;  // for what one layer takes
+};
+
+Shown shown_of(const Job & job, size_t l) {
+    return { job.image_of(l, 0), job.tokens_of(l, 0), !job.head_image.empty(), job.n_threads };
+}
+
+Projections & projections_of(const Sequence & seq) {
+    if (!seq.projections) {
+        throw StageFailure("the output projections that the plan asks for are not there");
+    }
+    return *seq.projections;
+}
+
+// Tokens of all heads of a layer, one after the other.
+std::vector<int32_t> tokens_of_heads(const Sequence & seq, size_t l) {
+    std::vector<int32_t> out;
+    for (int32_t h = 0; h < seq.rows.shapes()[l].n_heads_kv; h++) {
+        const auto tokens = seq.rows.pending_tokens((int32_t) l, h);
+        out.insert(out.end(), tokens.begin(), tokens.end());
+    }
+    return out;
+}
+
+const float * sinks_of(const Sequence & seq, size_t l) {
+    const auto & sinks = seq.observed.window(l).sinks;
+    return sinks.empty() ? nullptr : sinks.data();
+}
+
+Looks looks_of(const kvedge_plan & plan, const uint8_t * image, size_t n) {
+    const bool images = std::any_of(image, image + n, [](uint8_t one) { return one != 0; });
+    return plan.scorer->looks ? plan.scorer->looks(plan.params[KVEDGE_STAGE_SCORER], images) : Looks();
+}
+
+// known: what was measured of the layer; where it is empty, it is measured now, and stays there.
+Bulk<float> run_scorer(
+    const Sequence & seq, const kvedge_plan & plan, Shown shown, size_t l, ScoreFunction score, Measures & known, Spectrum * spectrum) {
+    const int32_t      n_tokens = seq.rows.pending_length();
+    const SequenceView view(seq);
+    ScoreInput         in{};
+    in.view     = &view;
+    in.shape    = seq.rows.shapes()[l];
+    in.layer    = (int32_t) l;
+    in.n_layers = (int32_t) seq.rows.shapes().size();
+    in.n_tokens = n_tokens;
+    in.params   = plan.params[KVEDGE_STAGE_SCORER];
+    in.image    = shown.image;
+    in.heads    = shown.differs ? shown.image : nullptr;
+    in.tokens   = shown.tokens;
+    in.self     = plan.scorer;
+    in.profile  = plan.profiles[KVEDGE_STAGE_SCORER].get();
+    in.spectrum = spectrum;
+    const Observed & seen = seq.observed;
+    if (seen.has_sums()) {
+        in.column_sums    = seen.sums(l).sums.data();
+        in.sums_capacity  = seen.sums(l).capacity;
+        in.column_squares = seen.sums(l).squares.data();
+        in.seen           = seen.seen().data();
+    }
+    Bulk<float> window;
+    if (seen.has_windows()) {
+        in.n_window = window_length(seq);
+        window      = known.empty() ? seen.last_queries(l, seq.rows.n_tokens(), in.n_window) : Bulk<float>();
+        in.window_q = window.data();
+        in.sinks    = sinks_of(seq, l);
+    }
+    if (seen.has_moments()) {
+        in.moments       = &seen.moments(l);
+        in.rotation      = &seen.rotation(l);
+        in.next_position = std::max(seq.rows.contents().pos.back() + 1, seen.moments(l).next_position());
+    }
+    if (seen.has_peaks()) {
+        in.peaks          = seen.peaks(l).highest.data();
+        in.peaks_capacity = seen.peaks(l).capacity;
+        in.peaks_each     = seen.peaks(l).each;
+    }
+    Bulk<float> lengths;
+    if (plan_peaks(plan) & WANTS_LENGTHS) {
+        lengths    = projections_of(seq).lengths(view, l, in.shape, Critical::l2, shown.n_threads);
+        in.lengths = lengths.data();
+    }
+    if (plan.scorer->looks && known.empty()) {
+        const size_t n = (size_t) n_tokens * (shown.differs ? (size_t) in.shape.n_heads_kv : 1);
+        known          = measure_rows(in, looks_of(plan, shown.image, n));
+    }
+    in.measures = &known;
+    Bulk<float> scores((size_t) seq.rows.shapes()[l].n_heads_kv * (size_t) n_tokens);
+    score(in, scores.data());
+    return scores;
+}
+
+uint32_t allocator_wants(const kvedge_plan & plan) {
+    return plan.allocator->wants ? plan.allocator->wants(plan.params[KVEDGE_STAGE_ALLOCATOR]) : 0;
+}
+
+// The pending tokens whose queries were kept. tokens: indices of all, ascending.
+std::vector<QueryPlace> kept_queries(const Sequence & seq, const std::vector<int32_t> & tokens) {
+    const auto              spans = seq.observed.queries(0);  // those of the other layers are of the same tokens
+    std::vector<QueryPlace> out;
+    size_t                  i = 0;
+    for (int32_t token : tokens) {
+        while (i < spans.size() && token >= spans[i].first + spans[i].n) {
+            i++;
+        }
+        if (i < spans.size() && token >= spans[i].first) {
+            out.push_back({ i, token - spans[i].first });
+        }
+    }
+    return out;
+}
+
+// Attention alone, for allocators that want it: of one layer or all; empty where the scorer knows no such thing.
+Scores attention_scores(Job & job, int32_t layer) {
+    const ScoreFunction score = allocator_wants(job.plan) & WANTS_ATTENTION ? job.plan.scorer->attention : nullptr;
+    Scores              out(score ? job.seq.rows.shapes().size() : 0);
+    const auto          one = [&](size_t l) { out[l] = run_scorer(job.seq, job.plan, shown_of(job, l), l, score, job.measures[l], nullptr); };
+    if (layer != ALL_LAYERS && score) {
+        one((size_t) layer);
+        return out;
+    }
+    parallel_for(own_thread_only(*job.plan.scorer) ? 1 : job.n_threads, (int32_t) out.size(), [&](int32_t l, int32_t) { one((size_t) l); });
+    return out;
+}
+
+}  // namespace
+
+int32_t window_length(const Sequence & seq) {
+    const Observed & seen = seq.observed;
+    return seen.has_windows() ? std::min({ seen.window_size(), seq.rows.n_tokens() - seen.window_from(), seq.rows.pending_length() }) : 0;
+}
+
+Job make_job(Sequence & seq, const kvedge_plan & plan, int32_t n_threads, bool scored) {
+    Job job{ seq, plan, std::max(1, n_threads), seq.rows.pending_length(), scored, {}, {}, {}, {}, {}, {}, {}, 0, {}, {}, {}, {}, {}, {}, nullptr, {}, {}, {}, {}, 0, 0 };
+    job.most       = job.n_tokens;
+    const size_t n = seq.rows.shapes().size();
+    if (seq.rows.pending_differs()) {
+        for (size_t l = 0; l < n; l++) {
+            job.head_tokens.push_back(tokens_of_heads(seq, l));
+            job.head_image.push_back(pending_image(seq, job.head_tokens[l]));
+        }
+    } else {
+        job.tokens = seq.rows.pending_tokens();
+        job.image  = pending_image(seq, job.tokens);
+    }
+    if (plan.reducer->queries && seq.observed.has_queries()) {
+        job.queries = kept_queries(seq, job.tokens);
+    }
+    job.spans.resize(n);
+    job.spectra.resize(n);
+    job.scores.resize(n);
+    job.measures.resize(n);
+    job.kept.resize(n);
+    job.sources.resize(n);
+    for (const LayerShape & shape : seq.rows.shapes()) {
+        job.counts.emplace_back((size_t) shape.n_heads_kv, job.n_tokens);
+    }
+    if (plan.scorer->reserve) {
+        job.reserve.resize(n);
+    }
+    if (plan.critical != Critical::none) {
+        job.weights.resize(n);
+    }
+    return job;
+}
+
+Bulk<float> scores_of(const Sequence & seq, const kvedge_plan & plan, size_t layer) {
+    const bool differs = seq.rows.pending_differs();
+    const auto tokens  = differs ? tokens_of_heads(seq, layer) : seq.rows.pending_tokens();
+    const auto image   = pending_image(seq, tokens);
+    Measures   measures;
+    return run_scorer(seq, plan, { image.data(), tokens.data(), differs, 1 }, layer, plan.scorer->score, measures, nullptr);
+}
+
+bool is_away(const Job & job, size_t layer) { return job.away && job.away->holds(layer); }
+
+bool measure_away(Job & job) {
+    const Sequence & seq    = job.seq;
+    const auto       T      = (size_t) job.n_tokens;
+    const size_t     layers = seq.rows.shapes().size();
+    MeasureJob       wanted;
+    wanted.looks    = looks_of(job.plan, job.image.data(), T);
+    wanted.n_tokens = job.n_tokens;
+    if (!job.away || !wanted.looks.any()) {
+        return true;
+    }
+    const auto kind = kind_of(job.image.data(), job.n_tokens);
+    wanted.kind     = kind.data();
+    if (wanted.looks.votes != Looks::Votes::none) {
+        wanted.n_window = window_length(seq);
+        const bool kept = job.away->keeps_window(wanted.n_window);
+        wanted.queries.resize(kept ? 0 : layers);
+        wanted.sinks.resize(layers, nullptr);
+        for (size_t l = 0; l < layers && !kept; l++) {
+            if (is_away(job, l)) {
+                wanted.queries[l] = seq.observed.last_queries(l, seq.rows.n_tokens(), wanted.n_window);
+                wanted.sinks[l]   = sinks_of(seq, l);
+            }
+        }
+    }
+    return job.away->measure(wanted, job.measures) == AwayRows::Outcome::done;
+}
+
+void score_layer(Job & job, size_t l) {
+    Measures & measures = job.measures[l];
+    job.scores[l] = run_scorer(job.seq, job.plan, shown_of(job, l), l, job.plan.scorer->score, measures, &job.spectra[l]);
+    if (job.plan.scorer->reserve) {
+        job.reserve[l] = run_scorer(job.seq, job.plan, shown_of(job, l), l, job.plan.scorer->reserve, measures, nullptr);
+    }
+    Measures left;  // what an allocator may want of them
+    left.votes = std::move(measures.votes);
+    measures   = allocator_wants(job.plan) & WANTS_ATTENTION ? std::move(left) : Measures();
+}
+
+void score_all(Job & job) {
+    // a layer with weights of its own in memory has all threads to itself
+    const bool    by_layer  = own_thread_only(*job.plan.scorer) || plan_projects(job.plan);
+    const int32_t n_threads = by_layer ? 1 : job.n_threads;
+    parallel_for(n_threads, (int32_t) job.scores.size(), [&](int32_t l, int32_t) { score_layer(job, (size_t) l); });
+}
+
+void allocate(Job & job, int32_t layer) {
+    const kvedge_plan & plan   = job.plan;
+    const int32_t       budget = kvedge_plan_budget(&plan, job.n_tokens);
+    if (budget >= job.n_tokens) {
+        return;
+    }
+    const double * params    = plan.params[KVEDGE_STAGE_ALLOCATOR];
+    const Scores   attention = attention_scores(job, layer);
+    const int32_t  recent    = std::min(budget, plan_recent(plan, job.n_tokens, budget));
+    const SequenceView view(job.seq);
+    AllocateInput      in{};
+    in.n_tokens     = job.n_tokens;
+    in.budget       = budget;
+    in.recent       = recent;
+    in.scores       = &job.scores;
+    in.shapes       = &job.seq.rows.shapes();
+    in.view         = &view;
+    in.n_threads    = job.n_threads;
+    in.params       = params;
+    in.image        = job.image_of(0, 0);
+    in.self         = plan.allocator;
+    in.profile      = plan.profiles[KVEDGE_STAGE_ALLOCATOR].get();
+    in.spectra      = &job.spectra;
+    in.fixed_recent = plan.recent_auto ? 0 : recent;
+    in.attention    = attention.empty() ? nullptr : &attention;
+    in.most         = job.most;
+    in.layer        = layer;
+    in.tokens       = job.tokens.empty() ? nullptr : job.tokens.data();
+    in.entropies    = &job.seq.observed.entropies();
+    in.n_entropies  = job.seq.observed.n_entropies();
+    plan.allocator->allocate(in, job.counts);
+}
+
+void select_layer(Job & job, size_t l) {
+    const auto T = (size_t) job.n_tokens;
+    job.kept[l].clear();
+    for (size_t h = 0; h < job.counts[l].size(); h++) {
+        const float * first = job.reserve.empty() ? nullptr : job.reserve[l].data() + h * T;
+        const float * weights = job.weights.empty() ? nullptr : job.weights[l].data() + h * T;
+        job.kept[l].push_back(
+            select_tokens(job.plan, job.n_tokens, job.counts[l][h], job.image_of(l, h), job.scores[l].data() + h * T, first, weights));
+    }
+}
+
+// Layers one after the other, as each has its weights in memory meanwhile.
+void weigh_layer(Job & job, size_t l, int32_t n_threads) {
+    if (job.weights.empty()) {
+        return;
+    }
+    const SequenceView view(job.seq);
+    const LayerShape & shape = job.seq.rows.shapes()[l];
+    job.weights[l]           = Bulk<float>((size_t) shape.n_heads_kv * (size_t) job.n_tokens);
+    projections_of(job.seq).weigh(view, l, shape, job.plan.critical, n_threads, job.weights[l]);
+}
+
+void select_all(Job & job) {
+    score_all(job);
+    allocate(job, ALL_LAYERS);
+    for (size_t l = 0; l < job.weights.size(); l++) {
+        weigh_layer(job, l, job.n_threads);
+    }
+    parallel_for(job.n_threads, (int32_t) job.kept.size(), [&](int32_t l, int32_t) { select_layer(job, (size_t) l); });
+}
+
+void grant_layer(Job & job, size_t l, int32_t count) { job.counts[l].assign(job.counts[l].size(), count); }
+
+void keep_layer(Job & job, size_t l) {
+    std::vector<int32_t> all((size_t) job.n_tokens);
+    std::iota(all.begin(), all.end(), 0);
+    job.kept[l].assign((size_t) job.seq.rows.shapes()[l].n_heads_kv, all);
+}
+
+}  // namespace kvedge

@@ -1,0 +1,239 @@
+#include "compress/compress.h"
+
+#include "plan/custom.h"
+#include "system/error.h"
+#include "compress/job.h"
+#include "compress/observe.h"
+
+#include <algorithm>
+#include <chrono>
+#include <new>
+
+namespace kvedge {
+
+bool open_layers(Job & job, bool reduces) {
+    open_blocks(job);
+    for (size_t l = 0; l < job.seq.rows.shapes().size(); l++) {
+        if (!open_layer(job, l, reduces, job.n_threads)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+// Fills the new blocks layer by layer; a layer's old rows are given back as soon as its new ones stand. A reducer that may
+// fail fills all layers first: until then the old rows are all there is.
+void fill_layers(Job & job, bool reduces, Compression & outcome) {
+    Sequence &    seq       = job.seq;
+    uint64_t      bytes     = seq.rows.bytes();
+    const bool    may_fail  = reduces && job.plan.reducer->custom != nullptr;
+    const int32_t n_threads = reduces && own_thread_only(*job.plan.reducer) ? 1 : job.n_threads;
+    for (size_t l = 0; l < seq.rows.shapes().size(); l++) {
+        if (!is_away(job, l)) {
+            fill_layer(job, l, reduces, n_threads);
+        }
+        bytes += job.main->layers[l].bytes() + job.tail->layers[l].bytes();
+        outcome.peak_bytes = std::max(outcome.peak_bytes, bytes + seq.rows.index_bytes() + seq.score_bytes());
+        if (!may_fail) {
+            bytes -= seq.rows.give_back_pending(l);
+        }
+        if (job.plan.reducer->queries) {
+            seq.observed.give_back_queries(l);
+        }
+    }
+    seq.rows.replace_pending(std::move(*job.main), std::move(*job.tail));
+}
+
+const char * reads_rows(const kvedge_plan & plan) {
+    if (plan.scorer->custom || plan.scorer->moments || plan_projects(plan)) {
+        return plan.scorer->name;
+    }
+    if (plan_reach(plan) == Reach::rows) {
+        return plan.allocator->name;
+    }
+    return plan.reducer->reduce && !plan.reducer->merges ? plan.reducer->name : nullptr;
+}
+
+kvedge_status fail_unobserved(const kvedge_plan & plan, kvedge_error * err) {
+    if (plan_peaks(plan) & WANTS_REPLAY) {
+        return fail(err, KVEDGE_E_STATE,
+                    "scorer '%s' goes by a second pass over the prompt, which has not taken place (kvedge_replay_begin); "
+                    "set its source to prompt to do without",
+                    plan.scorer->name);
+    }
+    return fail(err, KVEDGE_E_STATE,
+                "the prompt was processed under a plan that collects no attention scores; set the plan before the prompt");
+}
+
+// Peaks of all query heads together, gathered under another plan, cannot be told apart again.
+static bool peaks_fit(const Sequence & seq, const kvedge_plan & plan) {
+    if (!(plan_peaks(plan) & WANTS_LENGTHS) || !seq.observed.has_peaks()) {
+        return true;
+    }
+    const LayerShape & shape = seq.rows.shapes()[0];
+    const Peaks &      peaks = seq.observed.peaks(0);
+    return peaks.capacity == 0 || peaks.each == shape.n_heads / shape.n_heads_kv;
+}
+
+bool saw_all(const Sequence & seq, const kvedge_plan & plan) {
+    const Missing & m = seq.observed.missing();
+    return (m.sums == 0 || !plan_sums(plan)) && (m.squares == 0 || !plan.scorer->needs_squares) &&
+           (m.entropies == 0 || !plan_observes(plan).entropy) && (m.queries == 0 || plan_window(plan) == 0) &&
+           (m.moments == 0 || plan_moments(plan) < 0) &&
+           (m.peaks == 0 || plan_peaks(plan) == 0) && peaks_fit(seq, plan);
+}
+
+kvedge_status score_pending(
+    const Sequence & seq, const kvedge_plan & plan, int32_t layer, Bulk<float> & scores, kvedge_error * err) try {
+    const int32_t T = seq.rows.pending_length();
+    if (T == 0) {
+        return fail(err, KVEDGE_E_STATE, "no token was added since the last compression; there is nothing to score");
+    }
+    if (!saw_all(seq, plan) || (plan.scorer->needs_column_sums && !seq.observed.has_sums()) ||
+        (plan.scorer->needs_squares && seq.observed.seen().empty()) || (plan_window(plan) > 0 && !seq.observed.has_windows()) ||
+        (plan_moments(plan) >= 0 && !seq.observed.has_moments()) || (plan_peaks(plan) != 0 && !seq.observed.has_peaks())) {
+        return fail_unobserved(plan, err);
+    }
+    // scorers read plain rows: quantised ones become plain in a copy
+    std::unique_ptr<Sequence> plain;
+    if (seq.rows.storage().quantised() && !((plain = seq.clone()) && plain->rows.unseal_pending())) {
+        return fail(err, KVEDGE_E_MEMORY, "no memory for a copy of the tokens to score");
+    }
+    scores = scores_of(plain ? *plain : seq, plan, (size_t) layer);
+    return ok(err);
+} catch (const StageFailure & failure) {
+    return fail(err, KVEDGE_E_STAGE, "%s", failure.what());
+}
+
+static int64_t microseconds_since(std::chrono::steady_clock::time_point start) {
+    return std::chrono::duration_cast<std::chrono::microseconds>(std::chrono::steady_clock::now() - start).count();
+}
+
+kvedge_status measured(
+    const Sequence & seq, Compression & outcome, kvedge_error * err, const std::function<kvedge_status()> & compress) try {
+    const auto start     = std::chrono::steady_clock::now();
+    outcome.before_bytes = seq.rows.bytes();
+    outcome.peak_bytes   = outcome.before_bytes + seq.rows.index_bytes() + seq.score_bytes();
+    const auto status    = compress();
+    outcome.after_bytes  = seq.rows.bytes();
+    outcome.us           = microseconds_since(start);
+    return status;
+} catch (const StageFailure & failure) {
+    return fail(err, KVEDGE_E_STAGE, "%s", failure.what());
+} catch (const std::bad_alloc &) {
+    return fail(err, KVEDGE_E_MEMORY, "no memory to compress the cache");
+}
+
+// Quantised rows of the pending tokens, which are plain while they are compressed: they come back where that fails.
+class Unsealed {
+  public:
+    explicit Unsealed(Store & rows) : rows_(rows), good_(rows.unseal_pending(&was_)) {}
+    ~Unsealed() { rows_.seal_again(std::move(was_)); }
+    Unsealed(const Unsealed &)             = delete;
+    Unsealed & operator=(const Unsealed &) = delete;
+
+    bool good() const { return good_; }
+    void forget() { was_.clear(); }  // nothing can fail any more
+
+  private:
+    Store &       rows_;
+    Store::Sealed was_;
+    bool          good_;
+};
+
+// What a device could not do: nothing has changed, or rows are lost.
+static kvedge_status fail_away(AwayRows::Outcome why, Compression & outcome, kvedge_error * err) {
+    outcome.lost = why == AwayRows::Outcome::failed;
+    return fail(err, outcome.lost ? KVEDGE_E_STATE : KVEDGE_E_UNSUPPORTED, "%s", outcome.away->problem().c_str());
+}
+
+// The rows that were chosen take the place of the pending ones.
+static kvedge_status replace_rows(Job & job, bool reduced, Unsealed & unsealed, Compression & outcome, kvedge_error * err) {
+    const bool reduces = reduced && job.plan.reducer->reduce;
+    for (size_t l = 0; !reduced && l < job.kept.size(); l++) {
+        keep_layer(job, l);
+    }
+    if (!open_layers(job, reduces)) {
+        const int32_t budget = kvedge_plan_budget(&job.plan, job.n_tokens);
+        return fail(err, KVEDGE_E_MEMORY, "no memory for the compressed cache of %d tokens", budget);
+    }
+    if (job.away) {
+        const auto taken = take_away(job, reduces, plan_evicts(job.plan));
+        if (taken != AwayRows::Outcome::done) {
+            return fail_away(taken, outcome, err);
+        }
+    }
+    if (!reduces || !job.plan.reducer->custom) {
+        unsealed.forget();  // its memory is not needed beside the new rows
+    }
+    fill_layers(job, reduces, outcome);
+    outcome.reduced    = reduced;
+    outcome.n_unfitted = job.unfitted;
+    outcome.n_scant    = job.scant;
+    return ok(err);
+}
+
+static kvedge_status compress_tokens(
+    Sequence & seq, const kvedge_plan & plan, int32_t n_threads, Compression & outcome, kvedge_error * err) {
+    const int32_t T = seq.rows.pending_length();
+    if (T == 0) {
+        return ok(err);
+    }
+    if (seq.rows.pending_differs()) {
+        return fail(err, KVEDGE_E_STATE, "the sequence is a stream, whose heads hold different tokens: it is compressed as one");
+    }
+    const bool scored   = plan.decode->needs_scores && plan.budget_ratio != 1.0;
+    const bool reduced  = kvedge_plan_budget(&plan, T) < T;
+    const bool quantise = seq.rows.storage().quantised();
+    if ((reduced || scored) && !saw_all(seq, plan)) {
+        return fail_unobserved(plan, err);
+    }
+    if (!make_room(seq, { plan_sums(plan), plan.scorer->needs_squares }, 0)) {
+        return fail(err, KVEDGE_E_MEMORY, "no memory for the scores of %d tokens", T);
+    }
+    if (quantise && !reduced && !scored && !outcome.want_scores) {
+        seq.promote_sealed();  // what is quantised already stays as it is
+    }
+    Unsealed unsealed(seq.rows);
+    if (!unsealed.good()) {
+        return fail(err, KVEDGE_E_MEMORY, "no memory to compress the last answer, which is quantised");
+    }
+    Job        job = make_job(seq, plan, n_threads, scored);
+    const bool any = job.n_tokens > 0;
+    job.away       = outcome.away;
+    if (reduced || outcome.want_scores) {
+        if (!measure_away(job)) {
+            return fail_away(AwayRows::Outcome::lacking, outcome, err);
+        }
+        const auto start = std::chrono::steady_clock::now();
+        select_all(job);
+        outcome.choose_us = microseconds_since(start);
+        outcome.scores = outcome.want_scores ? std::move(job.scores) : Scores();
+        job.scores = job.reserve = job.weights = {};
+    }
+    const size_t first = seq.rows.contents().pending_from;
+    if (any && (reduced || quantise)) {
+        const auto status = replace_rows(job, reduced, unsealed, outcome, err);
+        if (status != KVEDGE_OK) {
+            return status;
+        }
+    } else if (scored) {
+        seq.sums_to_scores();
+    }
+    unsealed.forget();
+    seq.close_pending();
+    seq.rows.seal_old(first);  // without the memory for it, they stay as large as they are
+    return ok(err);
+}
+
+kvedge_plan compression_plan(const Sequence & seq, const kvedge_plan & plan, int32_t n_more) {
+    const int32_t pending = seq.rows.pending_length();
+    return plan_after(plan, seq.rows.n_tokens() - pending, pending + n_more);
+}
+
+kvedge_status compress_pending(
+    Sequence & seq, const kvedge_plan & plan, int32_t n_threads, Compression & outcome, kvedge_error * err) {
+    return measured(seq, outcome, err, [&] { return compress_tokens(seq, plan, n_threads, outcome, err); });
+}
+
+}  // namespace kvedge

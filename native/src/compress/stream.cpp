@@ -1,0 +1,119 @@
+#include "compress/stream.h"
+
+#include "system/error.h"
+#include "compress/job.h"
+#include "compress/observe.h"
+
+#include <new>
+
+namespace kvedge {
+
+kvedge_status check_stream(const kvedge_plan & plan, kvedge_error * err) {
+    const double * params = plan.params[KVEDGE_STAGE_SCORER];
+    if (plan.budget_ratio > 0.0) {
+        return fail(err, KVEDGE_E_UNSUPPORTED,
+                    "a stream needs a bound in KV pairs per head, such as budget 2048: a share is of a prompt that is complete");
+    }
+    if (plan.allocator != find_allocator("uniform")) {
+        return fail(err, KVEDGE_E_UNSUPPORTED, "all heads of a stream hold as many KV pairs; use allocator uniform instead of '%s'",
+                    plan.allocator->name);
+    }
+    if (plan.decode->evict) {
+        return fail(err, KVEDGE_E_UNSUPPORTED, "the bound of a stream holds for the answer, too; use decode keep-all instead of '%s'",
+                    plan.decode->name);
+    }
+    if (plan.scorer->needs_squares) {
+        return fail(err, KVEDGE_E_UNSUPPORTED, "scorer '%s' needs to know how many queries saw each token, which a stream does not keep; use another",
+                    plan.scorer->name);
+    }
+    if (plan.scorer->joins_heads && plan.scorer->joins_heads(params)) {
+        return fail(err, KVEDGE_E_UNSUPPORTED,
+                    "scorer '%s' gives all heads of a layer one score, but the heads of a stream hold different tokens; use another", plan.scorer->name);
+    }
+    if (plan_peaks(plan) != 0) {
+        return fail(err, KVEDGE_E_UNSUPPORTED, "scorer '%s' goes by the largest attention over a prompt that is complete, which a stream never is; use another",
+                    plan.scorer->name);
+    }
+    if (plan.reducer->queries) {
+        return fail(err, KVEDGE_E_UNSUPPORTED, "reducer '%s' fits rows to the queries of a prompt that is complete, which a stream never is; use another",
+                    plan.reducer->name);
+    }
+    if (plan.keep_all_text) {
+        return fail(err, KVEDGE_E_UNSUPPORTED, "text_overflow keep_all keeps text beyond the bound of a stream; use budget");
+    }
+    if (plan_moments(plan) > plan.budget_pairs) {
+        return fail(err, KVEDGE_E_UNSUPPORTED, "scorer '%s' keeps the first %d tokens, more than the bound of %d; raise the budget or set fewer aside",
+                    plan.scorer->name, plan_moments(plan), plan.budget_pairs);
+    }
+    if (!plan.scorer->custom && plan_window(plan) > plan.budget_pairs) {
+        return fail(err, KVEDGE_E_UNSUPPORTED, "scorer '%s' keeps its last %d tokens whole, more than the bound of %d; raise the budget or lower its window",
+                    plan.scorer->name, plan_window(plan), plan.budget_pairs);
+    }
+    return ok(err);
+}
+
+kvedge_status open_stream(Sequence & seq, const kvedge_plan & plan, kvedge_error * err) try {
+    if (seq.rows.storage().quantised()) {
+        return fail(err, KVEDGE_E_UNSUPPORTED,
+                    "a stream is compressed again and again, and quantised rows would be rounded each time; store it as f16, bf16 or f32");
+    }
+    if (seq.rows.evicting() || !seq.open_stream(plan.sinks)) {
+        return fail(err, KVEDGE_E_UNSUPPORTED,
+                    "the heads of this sequence hold different numbers of KV pairs; it cannot go on as a stream");
+    }
+    return ok(err);
+} catch (const std::bad_alloc &) {
+    return fail(err, KVEDGE_E_MEMORY, "no memory to go on with the sequence as a stream");
+}
+
+// Whether anything was seen of what the plan's scorer goes by.
+static bool observed_some(const Sequence & seq, const kvedge_plan & plan) {
+    return (!plan_sums(plan) || seq.observed.has_sums()) && (plan_moments(plan) < 0 || seq.observed.has_moments()) &&
+           (plan_window(plan) == 0 || (seq.observed.has_windows() && seq.rows.n_tokens() > seq.observed.window_from()));
+}
+
+static kvedge_status compress_rows(
+    Sequence & seq, const kvedge_plan & plan, int32_t n_threads, Compression & outcome, kvedge_error * err) {
+    const int32_t T      = seq.rows.pending_length();
+    const int32_t budget = kvedge_plan_budget(&plan, T);
+    if (const auto status = check_stream(plan, err); status != KVEDGE_OK) {
+        return status;
+    }
+    seq.rows.set_sinks(plan.sinks);
+    if (!plan_sums(plan)) {
+        seq.observed.drop_sums();  // of an earlier plan
+    }
+    if (budget >= T) {
+        return ok(err);
+    }
+    if (!observed_some(seq, plan)) {
+        return fail_unobserved(plan, err);
+    }
+    if (!make_room(seq, { plan_sums(plan) }, 0)) {
+        return fail(err, KVEDGE_E_MEMORY, "no memory for the scores of %d tokens", T);
+    }
+    Job job = make_job(seq, plan, n_threads, false);
+    select_all(job);
+    job.scores = job.reserve = job.weights = {};
+    const bool reduces = plan.reducer->reduce != nullptr;
+    if (!open_layers(job, reduces)) {
+        return fail(err, KVEDGE_E_MEMORY, "no memory for the compressed cache of %d tokens", budget);
+    }
+    fill_layers(job, reduces, outcome);
+    for (size_t l = 0; seq.observed.has_sums() && l < job.kept.size(); l++) {
+        for (size_t h = 0; h < job.kept[l].size(); h++) {
+            seq.observed.keep_sums(l, h, job.kept[l][h]);
+        }
+    }
+    seq.rows.stream_last();
+    seq.observed.missing() = {};
+    outcome.reduced        = true;
+    return ok(err);
+}
+
+kvedge_status compress_stream(
+    Sequence & seq, const kvedge_plan & plan, int32_t n_threads, Compression & outcome, kvedge_error * err) {
+    return measured(seq, outcome, err, [&] { return compress_rows(seq, plan, n_threads, outcome, err); });
+}
+
+}  // namespace kvedge

@@ -1,0 +1,50 @@
+#include "compress/turning.h"
+
+#include "system/error.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace kvedge {
+
+constexpr int32_t LARGEST_ROTATION = 4096;  // pairs of channels
+
+kvedge_status check_rotations(
+    const kvedge_plan & plan, const std::vector<LayerShape> & shapes, const Rotations & rotations, kvedge_error * err) {
+    for (size_t l = 0; l < shapes.size() && plan_moments(plan) >= 0; l++) {
+        const Rotation & rotation = rotations[l];
+        if (!rotation.unknown.empty()) {
+            return fail(err, KVEDGE_E_UNSUPPORTED, "scorer '%s' turns queries back by their positions, and in layer %d of this model %s; use another scorer",
+                        plan.scorer->name, shapes[l].il, rotation.unknown.c_str());
+        }
+        if (2 * rotation.angles.size() > (size_t) shapes[l].d_k) {
+            return fail(err, KVEDGE_E_ARGUMENT, "a rotation of %zu channels does not fit a head of %d", 2 * rotation.angles.size(), shapes[l].d_k);
+        }
+    }
+    return ok(err);
+}
+
+}  // namespace kvedge
+
+using namespace kvedge;
+
+extern "C" kvedge_status kvedge_plan_set_rotation(
+    kvedge_plan * plan, kvedge_pairs pairs, const double * angles, int32_t n, kvedge_error * err) try {
+    if (!plan || (pairs != KVEDGE_PAIRS_NORM && pairs != KVEDGE_PAIRS_NEOX)) {
+        return fail(err, KVEDGE_E_ARGUMENT, "kvedge_plan_set_rotation: plan is NULL, or there are no such pairs");
+    }
+    if (!angles) {
+        plan->rotation.reset();
+        return ok(err);
+    }
+    if (n < 0 || n > LARGEST_ROTATION || !std::all_of(angles, angles + n, [](double x) { return std::isfinite(x); })) {
+        return fail(err, KVEDGE_E_ARGUMENT, "a rotation has 0 to %d angles, finite ones", LARGEST_ROTATION);
+    }
+    auto rotation    = std::make_shared<Rotation>();
+    rotation->halves = pairs == KVEDGE_PAIRS_NEOX;
+    rotation->angles.assign(angles, angles + n);
+    plan->rotation = std::move(rotation);
+    return ok(err);
+} catch (...) {
+    return caught(err, "take a rotation");
+}

@@ -1,0 +1,148 @@
+// Attention over rows on a device, as ggml's operations. New rows are written first: what is attended to is a view of the
+// result of that, so that the order is kept. In f32 but for what the kernels themselves do in f16.
+
+#include "device/graph_rows.h"
+
+#include <algorithm>
+#include <string>
+
+namespace kvedge {
+
+using T = ggml_tensor *;
+
+// Queries and rows as the operations take them: heads that share a mask on dimension 2, others on dimension 3. Where heads
+// share a list of rows, their queries are like those of as many tokens, each with a mask that hides the other heads' rows.
+struct GraphRows::Parts {
+    T q;     // [d_k, n, heads, groups]
+    T k;     // [d_k, slots, KV heads, groups]
+    T v;     // [d_v, slots, KV heads, groups]
+    T mask;  // [slots, n, 1, groups]
+};
+
+namespace {
+
+T whole(ggml_context * ctx, T x) { return ggml_is_contiguous(x) ? x : ggml_cont(ctx, x); }
+
+// Head sizes that no device's kernel is asked about: a server elsewhere says yes to everything.
+bool common_size(int64_t d) { return d == 64 || d == 80 || d == 96 || d == 112 || d == 128 || d == 256; }
+
+
+// [d_v, heads, n, groups]
+template <class Parts> T attention(const GraphLayer & in, const Parts & p, ggml_backend_dev_t device) {
+    ggml_context * c     = in.ctx;
+    T              flash = ggml_flash_attn_ext(c, p.q, p.k, p.v, p.mask, in.scale, 0.0f, in.softcap);
+    if (has_flash_size(device, p.k->ne[0], p.v->ne[0]) && ggml_backend_dev_supports_op(device, flash)) {
+        ggml_prec_set_acc(flash, GGML_PREC_F32);
+        if (in.sinks) {
+            ggml_flash_attn_ext_add_sinks(flash, in.sinks);
+        }
+        return flash;
+    }
+    T weights = attention_weights(c, p.q, p.k, p.mask, in.scale, in.softcap);
+    if (in.sinks) {
+        ggml_soft_max_add_sinks(weights, in.sinks);
+    }
+    T out = ggml_mul_mat(c, ggml_cont(c, ggml_transpose(c, p.v)), weights);
+    return ggml_permute(c, out, 0, 2, 1, 3);
+}
+
+}  // namespace
+
+T attention_over(const GraphLayer & in, T q, T k, T v, T mask, ggml_backend_dev_t device) {
+    const struct { T q, k, v, mask; } parts = { q, k, v, mask };
+    return attention(in, parts, device);
+}
+
+bool has_flash_size(ggml_backend_dev_t device, int64_t d_k, int64_t d_v) {
+    return ggml_backend_dev_type(device) == GGML_BACKEND_DEVICE_TYPE_CPU || (common_size(d_k) && d_k == d_v);
+}
+
+// Its code is CUDA's, which has three names, or the processor's.
+static bool cuda_or_cpu(ggml_backend_dev_t device) {
+    const std::string name = ggml_backend_reg_name(ggml_backend_dev_backend_reg(device));
+    return name == "CUDA" || name == "ROCm" || name == "MUSA" || name == "CPU";
+}
+
+bool reads_once(ggml_backend_dev_t device) { return cuda_or_cpu(device); }
+
+bool copies_at_once(ggml_backend_dev_t device) { return cuda_or_cpu(device); }
+
+T attention_weights(ggml_context * c, T q, T k, T mask, float scale, float softcap) {
+    T logits = ggml_mul_mat(c, k, q);
+    ggml_prec_set_acc(logits, GGML_PREC_F32);
+    if (softcap != 0.0f) {
+        logits = ggml_scale(c, ggml_tanh(c, ggml_scale(c, logits, scale / softcap)), softcap);
+        scale  = 1.0f;
+    }
+    return ggml_soft_max_ext(c, logits, mask, scale, 0.0f);
+}
+
+T GraphRows::attend_even(const GraphLayer & in, size_t l) const {
+    ggml_context * c     = in.ctx;
+    const Layer &  layer = layers_[l];
+    const Group &  group = layer.groups[0];
+    const Inputs & from  = inputs_[layer.inputs];
+    const int64_t  n     = in.q->ne[2], shown = visible();
+    const auto &   written = from.written[turn_];
+    T              index   = ggml_view_1d(c, written.index, n, 0);
+    T              k     = ggml_set_rows(c, group.k, ggml_permute(c, in.k, 0, 2, 1, 3), index);
+    T              v     = ggml_set_rows(c, group.v, ggml_permute(c, in.v, 0, 2, 1, 3), index);
+    const auto     seen  = [&](T x) { return ggml_view_3d(c, x, x->ne[0], shown, x->ne[2], x->nb[1], x->nb[2], 0); };
+    T mask = ggml_view_2d(c, written.mask, shown, n, (size_t) shown * sizeof(ggml_fp16_t), 0);
+    T keys = seen(k);
+    T out  = attention(in, Parts{ ggml_permute(c, in.q, 0, 2, 1, 3), keys, seen(v), mask }, layer.device);
+    out    = ggml_reshape_2d(c, whole(c, out), group.v->ne[0] * in.q->ne[1], n);
+    return after(out, add_up(in, l, keys, mask));
+}
+
+// Of one token: [d_v * H / Hkv, heads].
+T GraphRows::attend_group(const GraphLayer & in, const Layer & layer, const Group & group) const {
+    ggml_context * c     = in.ctx;
+    const Inputs & from  = inputs_[layer.inputs];
+    const int64_t  heads = (int64_t) group.heads.size(), dk = group.k->ne[0], dv = group.v->ne[0], n_kv = in.k->ne[1];
+    const int64_t  share = in.q->ne[1] / n_kv, slots = group.slots, together = group.together, lists = heads / together;
+    const auto     of    = [&](T x, int64_t width) {  // [width, heads]
+        T rows = ggml_reshape_2d(c, whole(c, x), width, n_kv);
+        return group.pick ? ggml_get_rows(c, rows, group.pick) : rows;
+    };
+    const size_t entry = sizeof(int64_t), at = group.entry * entry;
+    T            index = ggml_view_3d(c, from.written[turn_].index, 1, 1, heads, entry, entry, at);
+    T            row   = ggml_reshape_2d(c, index, together, lists);
+    const auto   write = [&](T to, T x, int64_t width) {
+        return ggml_set_rows(c, to, ggml_reshape_3d(c, of(x, width), width, together, lists), row);
+    };
+    const auto   apart = [&](T x) { return ggml_reshape_4d(c, x, x->ne[0], slots, 1, lists); };
+    T            k     = write(group.k, in.k, dk);
+    T            v     = write(group.v, in.v, dv);
+    const size_t zero  = from.zeros->nb[2];
+    T            zeros = ggml_view_4d(c, from.zeros, 1, 1, group.queries, heads, zero, zero, (size_t) group.queries * zero, 0);
+    T            mask  = ggml_set_rows(c, ggml_reshape_4d(c, group.mask, 1, slots, group.queries, heads), zeros, index);
+    T            seen  = ggml_reshape_4d(c, mask, slots, (int64_t) group.queries * together, 1, lists);
+    T            rows  = of(in.q, dk * share);
+    T q   = together == 1 ? ggml_reshape_4d(c, rows, dk, 1, share, heads) : ggml_reshape_4d(c, rows, dk, share * heads, 1, 1);
+    T out = attention(in, Parts{ q, apart(k), apart(v), seen }, layer.device);
+    return ggml_reshape_2d(c, whole(c, out), dv * share, heads);
+}
+
+T GraphRows::attend(const GraphLayer & in, size_t l) {
+    const Layer & layer = layers_[l];
+    scales_.resize(layers_.size());
+    scales_[l] = in.scale;
+    if (even_) {
+        return after(attend_even(in, l), keep_queries(in, layer));
+    }
+    if (in.q->ne[2] > 1) {
+        return after(attend_several(in, layer), keep_queries(in, layer));
+    }
+    T out = nullptr;
+    for (const Group & group : layer.groups) {
+        T heads = group.regions ? attend_regions(in, layer, group) : attend_group(in, layer, group);
+        out     = out ? ggml_concat(in.ctx, out, heads, 1) : heads;
+    }
+    if (layer.joined) {
+        out = ggml_get_rows(in.ctx, out, layer.joined);
+    }
+    return after(ggml_reshape_2d(in.ctx, out, ggml_nelements(out), 1), keep_queries(in, layer));
+}
+
+}  // namespace kvedge

@@ -1,0 +1,204 @@
+// The projection of n tokens on the first w cosines is P[i][j] = D(i - j) + D(i + j + 1) with the Dirichlet kernel
+// D(t) = sin((w - 1/2) pi t / n) / (2n sin(pi t / 2n)), which has the period 2n: tokens see each other, and each other's images
+// behind the two ends. The tokens are cut into boxes of b or b - 1. Those of one box see each other by a matrix of b x b, which
+// all boxes share. What is outside a box sees it through few points, some 30 whatever b: its kernel there is a sum of as many
+// functions of the place in the box. So P is, but for rounding,
+//
+//     own + scatter * far * gather
+//
+// with far the kernel between the points of all boxes; what the filter takes is the rest of 1. That is n (b + 60) + (30 n / b)^2
+// products for a channel, where two products with the cosines are 2 n w. The points are rows of the kernel matrix, chosen one by
+// one, each time the one that is farthest from what the others span (QR with pivots); then each row is a sum of theirs.
+
+#include "device/highpass.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+
+namespace kvedge {
+
+using T = ggml_tensor *;
+
+namespace {
+
+constexpr double PI = 3.14159265358979323846;
+
+int64_t rounded(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
+
+T product(ggml_context * c, T a, T b) {
+    T out = ggml_mul_mat(c, a, b);
+    ggml_prec_set_acc(out, GGML_PREC_F32);
+    return out;
+}
+
+}  // namespace
+
+GraphHighPass::GraphHighPass(int32_t n_tokens, double gamma)
+    : n_(std::max(n_tokens, 1)), kept_(std::clamp((int64_t) std::floor(gamma * (double) n_tokens + 1e-9), (int64_t) 1, n_)) {
+    constexpr double  RANK = 30.0;
+    constexpr int64_t STEP = 16;  // products of matrices are fast where rows begin at such multiples
+    if (all_pass()) {
+        return;
+    }
+    // where the box's own matrix and that between boxes cost the least
+    const auto best = rounded((int64_t) std::cbrt(2.0 * RANK * RANK * (double) n_), STEP);
+    boxes_          = (n_ + best - 1) / best;
+    most_           = (n_ + boxes_ - 1) / boxes_;
+    width_          = rounded(most_, STEP);
+    order_.assign((size_t) (width_ * boxes_), (int32_t) (n_ / 2));
+    for (int64_t box = 0; box < boxes_; box++) {
+        for (int64_t t = first(box); t < first(box + 1); t++) {
+            order_[(size_t) (box * width_ + t - first(box))] = (int32_t) t;
+        }
+    }
+}
+
+void GraphHighPass::make_kernel() {
+    const double n = (double) n_;
+    kernel_.resize((size_t) (2 * n_));
+    for (int64_t t = 0; t < 2 * n_; t++) {
+        const double angle  = PI * (double) ((2 * kept_ - 1) * t % (4 * n_)) / (2.0 * n);
+        const double below  = 2.0 * n * std::sin(PI * (double) t / (2.0 * n));
+        kernel_[(size_t) t] = t == 0 ? (double) (2 * kept_ - 1) / (2.0 * n) : std::sin(angle) / below;
+    }
+}
+
+// The kernel between the rows of a box, 0 to b - 1, and places outside it: all near ones, fewer far away, where it is smooth.
+void GraphHighPass::choose_points() {
+    constexpr double  ENOUGH = 1e-7;  // of the longest row
+    constexpr int64_t DENSE  = 8;
+    std::vector<int64_t> outside;
+    for (int64_t at = most_ - 1; at < n_ + most_; at += std::max((int64_t) 1, (at - most_ + 2) / DENSE)) {
+        outside.push_back(at);
+        outside.push_back(most_ - 2 - at);
+    }
+    const auto          b = (size_t) most_, m = outside.size();
+    std::vector<double> left(b * m), q(m), columns, squares(b);
+    for (size_t i = 0; i < b; i++) {
+        for (size_t j = 0; j < m; j++) {
+            left[i * m + j] = kernel((int64_t) i - outside[j]);
+        }
+    }
+    double top = 0.0;
+    while (points_.size() < b) {
+        for (size_t i = 0; i < b; i++) {
+            squares[i] = std::inner_product(&left[i * m], &left[i * m] + m, &left[i * m], 0.0);
+        }
+        const auto   most   = std::max_element(squares.begin(), squares.end());
+        const size_t pivot  = (size_t) (most - squares.begin());
+        const double length = std::sqrt(*most);
+        top                 = points_.empty() ? length : top;
+        if (length <= ENOUGH * top) {
+            break;
+        }
+        std::transform(&left[pivot * m], &left[pivot * m] + m, q.begin(), [length](double x) { return x / length; });
+        points_.push_back((int32_t) pivot);
+        for (size_t i = 0; i < b; i++) {
+            double * row = &left[i * m];
+            columns.push_back(std::inner_product(q.begin(), q.end(), row, 0.0));
+            for (size_t j = 0; j < m; j++) {
+                row[j] -= columns.back() * q[j];
+            }
+        }
+    }
+    // rows = columns of all * q = spread * (columns of the points) * q, and the last is a triangle
+    spread_ = columns;
+    for (size_t j = points_.size(); j-- > 0;) {
+        double * own = &spread_[j * b];
+        for (size_t k = j + 1; k < points_.size(); k++) {
+            const double factor = columns[j * b + (size_t) points_[k]];
+            for (size_t i = 0; i < b; i++) {
+                own[i] -= spread_[k * b + i] * factor;
+            }
+        }
+        const double pivot = columns[j * b + (size_t) points_[j]];
+        std::transform(own, own + b, own, [pivot](double x) { return x / pivot; });
+    }
+    rank_ = rounded((int64_t) points_.size(), 8);
+}
+
+// What a box itself leaves of its rows; where it is the only one, its images belong to it.
+void GraphHighPass::fill_own(float * out) const {
+    for (int64_t i = 0; i < width_; i++) {
+        for (int64_t j = 0; j < width_; j++) {
+            const double low = kernel(i - j) + (boxes_ == 1 ? kernel(i + j + 1) : 0.0);
+            *out++           = i >= most_ || j >= most_ ? 0.0f : (float) ((i == j ? 1.0 : 0.0) - low);
+        }
+    }
+}
+
+void GraphHighPass::fill_spread(float * out, bool by_row) const {
+    std::fill_n(out, rank_ * width_, 0.0f);
+    for (size_t p = 0; p < points_.size(); p++) {
+        for (size_t i = 0; i < (size_t) most_; i++) {
+            const double one = spread_[p * (size_t) most_ + i];
+            const size_t at  = by_row ? i * (size_t) rank_ + p : p * (size_t) width_ + i;
+            out[at]          = (float) (by_row ? -one : one);  // what others add to the low frequencies is taken away
+        }
+    }
+}
+
+void GraphHighPass::fill_far(float * out, int64_t own) const {
+    const int64_t size = rank_ * boxes_, n_points = (int64_t) points_.size();
+    float *       to   = out + own * rank_ * size;
+    std::fill_n(to, rank_ * size, 0.0f);
+    for (int64_t p = 0; p < n_points; p++, to += size) {
+        const int64_t i = first(own) + points_[(size_t) p];
+        for (int64_t box = 0; box < boxes_; box++) {
+            for (int64_t o = 0; o < n_points; o++) {
+                const int64_t j       = first(box) + points_[(size_t) o];
+                to[box * rank_ + o] = (float) (kernel(i + j + 1) + (box == own ? 0.0 : kernel(i - j)));
+            }
+        }
+    }
+}
+
+void GraphHighPass::prepare(ggml_context * c, Parcel & parcel) {
+    if (all_pass()) {
+        return;
+    }
+    make_kernel();
+    own_ = ggml_new_tensor_2d(c, GGML_TYPE_F32, width_, width_);
+    parcel.send<float>(own_, [this](float * to, int32_t) { fill_own(to); });
+    if (boxes_ == 1) {
+        return;
+    }
+    choose_points();
+    gather_  = ggml_new_tensor_2d(c, GGML_TYPE_F32, width_, rank_);
+    far_     = ggml_new_tensor_2d(c, GGML_TYPE_F32, rank_ * boxes_, rank_ * boxes_);
+    scatter_ = ggml_new_tensor_2d(c, GGML_TYPE_F32, rank_, width_);
+    parcel.send<float>(gather_, [this](float * to, int32_t) { fill_spread(to, false); });
+    parcel.send<float>(scatter_, [this](float * to, int32_t) { fill_spread(to, true); });
+    parcel.send<float>(far_, [this](float * to, int32_t box) { fill_far(to, box); }, (int32_t) boxes_);
+}
+
+T GraphHighPass::deviation(ggml_context * c, T rows) const {
+    const int64_t d = rows->ne[0], n = rows->ne[1], heads = rows->ne[2];
+    // less the middle row: a part that all rows have would be rounded with them, and what stands for no token is 0
+    const auto middle = (size_t) (std::find(order_.begin(), order_.end(), (int32_t) (n_ / 2)) - order_.begin());
+    T origin = ggml_view_3d(c, rows, d, 1, heads, rows->nb[1], rows->nb[2], middle * rows->nb[1]);
+    T x      = ggml_reshape_2d(c, ggml_cont(c, ggml_transpose(c, ggml_sub(c, rows, origin))), width_, boxes_ * d * heads);
+    T high   = product(c, own_, x);
+    if (boxes_ > 1) {
+        T points = ggml_reshape_2d(c, product(c, gather_, x), rank_ * boxes_, d * heads);
+        T others = ggml_reshape_2d(c, product(c, far_, points), rank_, boxes_ * d * heads);
+        high     = ggml_add(c, high, product(c, scatter_, others));
+    }
+    T square = ggml_reshape_3d(c, ggml_sqr(c, high), n, d, heads);
+    return ggml_pool_2d(c, square, GGML_OP_POOL_AVG, 1, (int) d, 1, (int) d, 0, 0);
+}
+
+double GraphHighPass::add(const float * deviation, float * out) const {
+    double sum = 0.0;
+    for (int64_t box = 0; box < boxes_; box++) {
+        const float * from = deviation + box * width_;
+        for (int64_t t = first(box); t < first(box + 1); t++) {
+            sum += (double) *from;
+            out[t] += *from++;
+        }
+    }
+    return sum;
+}
+
+}  // namespace kvedge

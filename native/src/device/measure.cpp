@@ -1,0 +1,488 @@
+// What scorers want to know of pending rows, measured where they lie: one graph for all layers of a device, some heads of a
+// layer at a time, so that its work memory stays small.
+
+#include "device/highpass.h"
+#include "device/looks.h"
+#include "device/graph_rows.h"
+#include "system/threads.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <string>
+
+namespace kvedge {
+
+using T = ggml_tensor *;
+
+namespace {
+
+constexpr size_t NODES = 128;  // of a part, views and inputs included
+
+std::vector<int32_t> tokens_of_kind(const MeasureJob & job) {
+    std::vector<int32_t> out;
+    for (int32_t t = 0; t < job.n_tokens; t++) {
+        if (!job.looks.by_kind || job.kind[t]) {
+            out.push_back(t);
+        }
+    }
+    return out;
+}
+
+void hide(ggml_fp16_t * row, int32_t first, int32_t end) { std::fill(row + first, row + end, ggml_fp32_to_fp16(-INFINITY)); }
+
+}  // namespace
+
+// The graph of one device.
+struct GraphRows::Measuring {
+    // Heads of a group that are measured together, and what is measured of them.
+    struct Part {
+        size_t               layer;
+        const Group *        group;
+        size_t               first;  // of group->heads
+        std::vector<int32_t> heads;
+        int32_t              rows;  // N: of the longest
+        T                    votes = nullptr;
+        Directions           directions{};
+        T squares[2] = {}, deviation[2] = {}, energy[2] = {};  // of keys, of values
+    };
+    // Of a layer's keys and values: sums of squares, of all and of what the filter takes.
+    struct Energy {
+        double all[2] = {}, high[2] = {};
+    };
+    // Lists of places that layers share.
+    struct Places {
+        int64_t slots;
+        int32_t head, n_heads, rows;
+        bool    filtered;
+        T       list;
+    };
+
+    Measuring(const GraphRows & rows, const MeasureJob & job, const std::vector<size_t> & layers);
+
+    bool  asks_votes() const { return job.looks.votes != Looks::Votes::none && job.n_window > 0; }
+    bool  asks_high() const { return job.looks.gamma >= 0.0 && !of_kind.empty() && !filter.all_pass(); }
+    void  plan_parts();
+    size_t work_bytes(const LayerShape & s, size_t n_rows) const;
+    void  make_inputs();
+    void  make_part(Part & part);
+    void  make_votes(Part & part, T keys);
+    bool  from_ring() const { return asks_votes() && job.queries.empty(); }
+    int32_t row_at(int32_t place) const { return from_ring() ? rows.row_in_ring(place) : place; }  // of the window, oldest first
+    T     ring_of(const Part & part, T x);
+    T     mask_of(const Part & part);
+    T     places(const Part & part, int32_t rows, bool filtered);
+    T     wide(const Part & part, bool keys, int32_t rows);
+    T     gathered(const Part & part, bool keys, int32_t rows, bool filtered);
+    T     result(T x);
+    void  read_layer(size_t layer, Measures & out) const;
+    void  read_part(const Part & part, Measures & out, Energy & energy) const;
+    bool  even() const { return rows.even_; }
+    const LayerShape & shape(const Part & part) const { return (*rows.shapes_)[part.layer]; }
+
+    const GraphRows &           rows;
+    const MeasureJob &          job;
+    const std::vector<size_t> & layers;
+    std::vector<int32_t>        of_kind;  // tokens that anchor and deviation are of
+    GraphHighPass               filter;
+    Parcel                      parcel;
+    std::vector<Part>           parts;
+    std::vector<Places>         lists;
+    std::vector<float>          factors;  // [layer] of the queries that are sent
+    GgmlContext                 context;
+    ggml_context *              c     = nullptr;
+    ggml_cgraph *               graph = nullptr;
+    Halves                      halves{};  // of the queries of all layers
+    T mask = nullptr, weights = nullptr, counts = nullptr;
+};
+
+GraphRows::Measuring::Measuring(const GraphRows & rows, const MeasureJob & job, const std::vector<size_t> & layers)
+    : rows(rows), job(job), layers(layers), of_kind(tokens_of_kind(job)),
+      filter((int32_t) of_kind.size(), std::max(job.looks.gamma, 0.0)), parcel(rows.layers_[layers[0]].device) {
+    plan_parts();
+    const size_t nodes = NODES * (parts.size() + 1);
+    context            = make_context(nodes * ggml_tensor_overhead() + ggml_graph_overhead_custom(nodes, false));
+    c                  = context.get();
+    graph              = ggml_new_graph_custom(c, nodes, false);
+    make_inputs();
+    for (Part & part : parts) {
+        make_part(part);
+    }
+}
+
+// Bytes of work memory for one head of N rows.
+size_t GraphRows::Measuring::work_bytes(const LayerShape & s, size_t N) const {
+    // copies of the rows, in f32: those that are turned, or filtered
+    const double copies = asks_high() ? 3.0 : job.looks.anchor != Looks::Anchor::none ? 2.5 : 2.0;
+    const double n = job.n_tokens, d = std::max(s.d_k, s.d_v), G = s.n_heads / s.n_heads_kv;
+    const double votes = asks_votes() ? (double) N * (s.d_k + 3.0 * job.n_window * G) : 0.0;
+    const bool   others = job.looks.key_norms || job.looks.value_norms || copies > 2.0;
+    return (size_t) (std::max(votes, others ? copies * n * d : 1.0) * sizeof(float));
+}
+
+// So many heads at a time that what exists of them is a small part of the rows; more parts are more operations.
+void GraphRows::Measuring::plan_parts() {
+    constexpr uint64_t LEAST = 16 << 20, MOST = 48 << 20, SHARE = 16;
+    const size_t       bound = (size_t) std::clamp(rows.bytes() / SHARE, LEAST, MOST);
+    for (const size_t l : layers) {
+        const LayerShape & shape = (*rows.shapes_)[l];
+        for (const Group & group : rows.layers_[l].groups) {
+            size_t longest = 0;
+            for (const int32_t head : group.heads) {
+                longest = std::max(longest, even() ? (size_t) group.used[0] : rows.places_of(l, head).size());
+            }
+            const bool   alone  = !even() && !job.sinks.empty() && job.sinks[l];  // sinks leave no dimension for masks of heads
+            const size_t heads  = group.heads.size();
+            const size_t a_time = alone ? 1 : std::clamp(bound / work_bytes(shape, longest), (size_t) 1, heads);
+            const size_t n      = (heads + (heads + a_time - 1) / a_time - 1) / ((heads + a_time - 1) / a_time);
+            for (size_t first = 0; first < heads; first += n) {
+                Part part{};
+                part.layer = l;
+                part.group = &group;
+                part.first = first;
+                part.rows  = (int32_t) longest;
+                part.heads.assign(group.heads.begin() + (std::ptrdiff_t) first,
+                                  group.heads.begin() + (std::ptrdiff_t) std::min(first + n, heads));
+                parts.push_back(std::move(part));
+            }
+        }
+    }
+}
+
+// What layers share.
+void GraphRows::Measuring::make_inputs() {
+    const int32_t n = job.n_tokens, W = job.n_window;
+    factors.resize(rows.layers_.size());
+    if (from_ring()) {
+        halves = split(c, rows.inputs_[rows.layers_[layers[0]].inputs].queries);
+    }
+    parallel_for(rows.n_threads_, asks_votes() && !from_ring() ? (int32_t) layers.size() : 0, [&](int32_t i, int32_t) {
+        factors[layers[(size_t) i]] = factor_of(job.queries[layers[(size_t) i]]);
+    });
+    if (job.looks.votes == Looks::Votes::faded && W > 0) {
+        weights = ggml_new_tensor_2d(c, GGML_TYPE_F32, n, W);
+        parcel.send<float>(weights, [this, n, W](float * to, int32_t) {
+            for (int32_t place = 0; place < W; place++, to += n) {
+                const int32_t r = row_at(place), before = std::max(0, n - W + r);  // that the query votes for
+                std::fill_n(to, before, (float) ((double) W * std::exp(-job.looks.fade * (double) (W - 1 - r))));
+                std::fill(to + before, to + n, 0.0f);
+            }
+        });
+    }
+    if (job.looks.by_kind && job.looks.anchor != Looks::Anchor::none) {
+        counts = ggml_new_tensor_1d(c, GGML_TYPE_F32, n);
+        parcel.send<float>(counts, [this, n](float * to, int32_t) { std::copy_n(job.kind, n, to); });
+    }
+    if (asks_high()) {
+        filter.prepare(c, parcel);
+    }
+}
+
+// Places of the last `rows` rows of each head of a part, where a head's first row stands for those that a shorter one does not
+// have; or of the rows that are filtered, in the filter's order.
+T GraphRows::Measuring::places(const Part & part, int32_t n_rows, bool filtered) {
+    const int32_t head = part.heads[0], n_heads = (int32_t) part.heads.size();
+    const int32_t n    = filtered ? (int32_t) filter.order().size() : n_rows;
+    const auto    known = std::find_if(lists.begin(), lists.end(), [&](const Places & x) {
+        return even() && x.slots == part.group->slots && x.head == head && x.n_heads == n_heads && x.rows == n &&
+               x.filtered == filtered;
+    });
+    if (known != lists.end()) {
+        return known->list;
+    }
+    T list = ggml_new_tensor_1d(c, GGML_TYPE_I32, (int64_t) n * n_heads);
+    parcel.send<int32_t>(list, [this, &part, n_rows, n, filtered](int32_t * to, int32_t) {
+        for (const int32_t h : part.heads) {
+            const auto    all   = rows.places_of(part.layer, h);
+            const int32_t first = (int32_t) all.size() - (filtered ? job.n_tokens : n_rows);
+            for (int32_t t = 0; t < n; t++) {
+                *to++ = all[(size_t) std::max(0, first + (filtered ? of_kind[(size_t) filter.order()[(size_t) t]] : t))];
+            }
+        }
+    });
+    lists.push_back({ part.group->slots, head, n_heads, n, filtered, list });
+    return list;
+}
+
+// [d, rows, heads] f32
+T GraphRows::Measuring::gathered(const Part & part, bool keys, int32_t n_rows, bool filtered) {
+    const auto heads = (int64_t) part.heads.size();
+    T          from  = keys ? part.group->k : part.group->v;
+    T          flat  = ggml_view_2d(c, from, from->ne[0], from->ne[1] * from->ne[2], from->nb[1], 0);
+    T          list  = places(part, n_rows, filtered);
+    return ggml_reshape_3d(c, ggml_get_rows(c, flat, list), from->ne[0], list->ne[0] / heads, heads);
+}
+
+// The last `rows` rows of the part's heads: [d, rows, heads] f32.
+T GraphRows::Measuring::wide(const Part & part, bool keys, int32_t n_rows) {
+    if (!even()) {
+        return gathered(part, keys, n_rows, false);
+    }
+    T            from = keys ? part.group->k : part.group->v;
+    const size_t at   = part.first * from->nb[2] + (size_t) (part.group->used[0] - n_rows) * from->nb[1];
+    T            x    = ggml_view_3d(c, from, from->ne[0], n_rows, (int64_t) part.heads.size(), from->nb[1], from->nb[2], at);
+    return from->type == GGML_TYPE_F32 ? ggml_cont(c, x) : ggml_cast(c, x, GGML_TYPE_F32);
+}
+
+// Queries of the part's heads where the prompt's graphs left them, or a half of them: [d, G * W, heads].
+T GraphRows::Measuring::ring_of(const Part & part, T x) {
+    const LayerShape & s    = shape(part);
+    const int64_t      W    = job.n_window, R = rows.ring_.window, G = s.n_heads / s.n_heads_kv, d = s.d_k;
+    const size_t       head = (size_t) (R * d) * sizeof(float), at = rows.layers_[part.layer].query_at * (size_t) R * sizeof(float);
+    const auto         of   = [&](int32_t first, int64_t n) {
+        T some = ggml_view_4d(c, x, d, W, G, n, (size_t) d * sizeof(float), head, (size_t) G * head, at + (size_t) (first * G) * head);
+        return ggml_reshape_3d(c, W == R ? some : ggml_cont(c, some), d, W * G, n);
+    };
+    if (part.heads.back() - part.heads.front() + 1 == (int32_t) part.heads.size()) {
+        return of(part.heads[0], (int64_t) part.heads.size());
+    }
+    T out = nullptr;
+    for (const int32_t h : part.heads) {
+        out = out ? ggml_concat(c, out, of(h, 1), 2) : of(h, 1);
+    }
+    return out;
+}
+
+// Query r of W sees the rows up to its own; where heads are uneven, none of those that stand for missing ones.
+T GraphRows::Measuring::mask_of(const Part & part) {
+    const int32_t N = part.rows, W = job.n_window;
+    if (even() && mask) {
+        return mask;
+    }
+    T out = ggml_new_tensor_4d(c, GGML_TYPE_F16, N, W, 1, even() ? 1 : (int64_t) part.heads.size());
+    parcel.send<ggml_fp16_t>(out, [this, &part, N, W](ggml_fp16_t * to, int32_t i) {
+        const int32_t missing = even() ? 0 : N - (int32_t) rows.places_of(part.layer, part.heads[(size_t) i]).size();
+        to += (size_t) i * (size_t) W * (size_t) N;
+        for (int32_t place = 0; place < W; place++, to += N) {
+            std::fill_n(to, N, ggml_fp32_to_fp16(0.0f));
+            hide(to, 0, missing);
+            hide(to, N - W + row_at(place) + 1, N);
+        }
+    }, (int32_t) out->ne[3]);
+    mask = even() ? out : nullptr;
+    return out;
+}
+
+T GraphRows::Measuring::result(T x) {
+    parcel.fetch(x);
+    ggml_set_output(x);
+    ggml_build_forward_expand(graph, x);
+    return x;
+}
+
+void GraphRows::Measuring::make_votes(Part & part, T keys) {
+    const LayerShape &  s      = shape(part);
+    const int32_t       W      = job.n_window, G = s.n_heads / s.n_heads_kv;
+    const auto          heads  = (int64_t) part.heads.size();
+    const float         factor = from_ring() ? RING_FACTOR / rows.scales_[part.layer] : factors[part.layer];
+    const float * const sink   = job.sinks.empty() ? nullptr : job.sinks[part.layer];
+    T q     = from_ring() ? ring_of(part, halves.high) : ggml_new_tensor_3d(c, GGML_TYPE_F16, s.d_k, (int64_t) 2 * W * G, heads);
+    T low   = from_ring() ? ring_of(part, halves.low) : nullptr;
+    T sinks = sink ? ggml_new_tensor_1d(c, GGML_TYPE_F32, G * heads) : nullptr;
+    if (!from_ring()) {
+        parcel.send<ggml_fp16_t>(q, [this, &part, &s, W, G, factor](ggml_fp16_t * to, int32_t) {
+            split_queries({ job.queries[part.layer].data(), W, s.n_heads, s.d_k, factor }, part.heads, G, to);
+        });
+    }
+    if (sinks) {
+        parcel.send<float>(sinks, [&part, sink, G](float * to, int32_t) {
+            for (const int32_t head : part.heads) {
+                to = std::copy_n(sink + head * G, G, to);
+            }
+        });
+    }
+    const bool       largest = job.looks.votes == Looks::Votes::largest;
+    const VoteInputs in      = { q, low, mask_of(part), weights, sinks, W, G, job.n_tokens, 1.0f / factor, s.softcap, largest };
+    part.votes               = result(vote(c, keys, in));
+}
+
+void GraphRows::Measuring::make_part(Part & part) {
+    const Looks & looks = job.looks;
+    const int32_t n     = job.n_tokens;
+    T             keys  = asks_votes() ? wide(part, true, part.rows) : nullptr;
+    if (keys) {
+        make_votes(part, keys);
+    }
+    const auto pending = [&]() { return keys = keys && keys->ne[1] == n ? keys : wide(part, true, n); };
+    if (looks.anchor != Looks::Anchor::none) {
+        const Directions found = directions(c, pending(), counts, looks.anchor == Looks::Anchor::unit);
+        part.directions        = { result(found.sum), result(found.products) };
+    }
+    for (size_t i = 0; i < 2; i++) {
+        const bool of_keys = i == 0, norms = of_keys ? looks.key_norms : looks.value_norms, total = asks_high() && !looks.by_kind;
+        if (!norms && !asks_high()) {
+            continue;
+        }
+        T sums = norms || total ? squares(c, of_keys ? pending() : wide(part, false, n)) : nullptr;
+        if (norms) {
+            part.squares[i] = result(sums);
+        }
+        if (total) {
+            part.energy[i] = result(ggml_sum_rows(c, ggml_reshape_1d(c, sums, ggml_nelements(sums))));
+        }
+        part.deviation[i] = asks_high() ? filter.deviation(c, gathered(part, of_keys, n, true)) : nullptr;
+        if (total) {
+            result(part.deviation[i]);
+        }
+    }
+    if (asks_high() && looks.by_kind) {  // nobody asks for each
+        part.deviation[0] = result(ggml_add(c, part.deviation[0], part.deviation[1]));
+        part.deviation[1] = nullptr;
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------
+// What comes back
+
+void GraphRows::Measuring::read_part(const Part & part, Measures & out, Energy & energy) const {
+    const auto n     = (size_t) job.n_tokens;
+    const auto heads = part.heads.size();
+    const auto & s   = shape(part);
+    const auto d     = (size_t) s.d_k;
+    const auto each  = [&](T x, auto & to, double factor) {
+        for (size_t i = 0; x && i < heads; i++) {
+            const float * from = parcel.values(x) + i * n;
+            const auto    at   = to.begin() + (std::ptrdiff_t) ((size_t) part.heads[i] * n);
+            std::transform(from, from + n, at, [factor](float v) { return v * factor; });
+        }
+    };
+    const double share = 1.0 / (double) std::max(of_kind.size(), (size_t) 1);
+    each(part.votes, out.votes, 1.0);
+    each(part.squares[0], out.key_squares, 1.0);
+    each(part.squares[1], out.value_squares, 1.0);
+    each(part.directions.products, out.cosines, share);
+    for (size_t i = 0; part.directions.sum && i < heads; i++) {
+        const float * sum    = parcel.values(part.directions.sum) + i * d;
+        double        square = 0.0;
+        for (size_t k = 0; k < d; k++) {
+            square += (double) sum[k] * share * (double) sum[k] * share;
+        }
+        out.anchor_squares[(size_t) part.heads[i]] = square;
+    }
+    const double       width[2] = { (double) s.d_k, (double) s.d_v };
+    std::vector<float> sums(of_kind.size());
+    for (size_t of = 0; of < 2; of++) {
+        energy.all[of] += part.energy[of] ? (double) *parcel.values(part.energy[of]) : 0.0;
+    }
+    for (size_t i = 0; part.deviation[0] && i < heads; i++) {
+        std::fill(sums.begin(), sums.end(), 0.0f);
+        for (size_t of = 0; of < 2 && part.deviation[of]; of++) {
+            energy.high[of] += filter.add(parcel.values(part.deviation[of]) + i * filter.order().size(), sums.data()) * width[of];
+        }
+        for (size_t t = 0; t < sums.size(); t++) {
+            out.deviation[(size_t) part.heads[i] * n + (size_t) of_kind[t]] = sums[t];
+        }
+    }
+}
+
+void GraphRows::Measuring::read_layer(size_t l, Measures & out) const {
+    const int32_t n = job.n_tokens, W = job.n_window;
+    const auto    heads = (size_t) (*rows.shapes_)[l].n_heads_kv;
+    const auto    sized = [&](bool wanted) { return Bulk<float>(wanted ? heads * (size_t) n : 0, 0.0f); };
+    const bool    anchored = job.looks.anchor != Looks::Anchor::none;
+    out = { sized(job.looks.votes != Looks::Votes::none),         sized(job.looks.key_norms),
+            sized(job.looks.value_norms),                         Bulk<double>(anchored ? heads * (size_t) n : 0),
+            std::vector<double>(anchored ? heads : 0, 0.0),       sized(job.looks.gamma >= 0.0), 0.0 };
+    Energy energy;
+    for (const Part & part : parts) {
+        if (part.layer == l) {
+            read_part(part, out, energy);
+        }
+    }
+    for (size_t of = 0; of < 2; of++) {
+        out.high += energy.all[of] > 0.0 ? energy.high[of] / energy.all[of] : 0.0;
+    }
+    if (job.looks.votes == Looks::Votes::faded) {
+        double later = 0.0;  // weight of the queries behind t
+        for (int32_t t = n - 1, r = W - 1; r >= 0 && t >= 0; t--, r--) {
+            later += std::exp(-job.looks.fade * (double) (W - 1 - r));
+        }
+        const auto whole = (float) std::max(later, 1.0);
+        for (size_t h = 0; h < heads; h++) {
+            float * votes = out.votes.data() + h * (size_t) n;
+            std::transform(votes, votes + std::max(0, n - W), votes, [whole](float v) { return v / whole; });
+            later = 0.0;
+            for (int32_t t = n - 1, r = W - 1; r >= 0 && t >= 0; t--, r--) {
+                votes[t] /= (float) std::max(later, 1.0);
+                later += std::exp(-job.looks.fade * (double) (W - 1 - r));
+            }
+        }
+    }
+}
+
+// What no device measures; empty: there is no such thing.
+std::string GraphRows::unmeasured(const MeasureJob & job) const {
+    if (job.n_window > job.n_tokens) {
+        return "a window that is longer than the prompt";
+    }
+    if (form_.storage.quantised()) {
+        return "scores of quantised rows";
+    }
+    for (const Layer & layer : layers_) {
+        for (const Group & group : layer.groups) {
+            if (std::any_of(group.biases.begin(), group.biases.end(), [](const auto & x) { return !x.empty(); })) {
+                return "scores of rows with biases";
+            }
+        }
+    }
+    return "";
+}
+
+AwayRows::Outcome GraphRows::measure_on(
+    Inputs & inputs, const std::vector<size_t> & layers, const MeasureJob & job, std::vector<Measures> & out) {
+    Measuring  graph(*this, job, layers);
+    const auto device = inputs.device;
+    const auto end    = [&](Outcome outcome, const std::string & why) {
+        inputs.worker.give_back_memory();
+        problem_ = outcome == Outcome::done ? "" : std::string("device ") + ggml_backend_dev_name(device) + " " + why;
+        return outcome;
+    };
+    if (const char * operation = lacking(device, graph.graph)) {
+        return end(Outcome::lacking, std::string("lacks ") + operation);
+    }
+    inputs.worker.give_back_memory();  // a prompt's sums are done
+    if (!graph.parcel.allocate() || !inputs.worker.make_room(device, graph.graph, n_threads_)) {
+        return end(Outcome::full, "has no memory to measure rows");
+    }
+    graph.parcel.upload(n_threads_);
+    if (!inputs.worker.compute(graph.graph)) {
+        return end(Outcome::failed, "failed to measure rows");
+    }
+    graph.parcel.download();
+    work.operations += operations_of(graph.graph);
+    work.to_device += graph.parcel.sent_bytes();
+    work.to_host += graph.parcel.fetched_bytes();
+    parallel_for(n_threads_, (int32_t) layers.size(), [&](int32_t i, int32_t) {
+        graph.read_layer(layers[(size_t) i], out[layers[(size_t) i]]);
+    });
+    return end(Outcome::done, "");
+}
+
+AwayRows::Outcome GraphRows::measure(const MeasureJob & job, std::vector<Measures> & out) {
+    const int64_t     start = ggml_time_us();
+    const std::string what  = unmeasured(job);
+    out.resize(layers_.size());
+    for (size_t i = 0; i < inputs_.size(); i++) {
+        std::vector<size_t> layers;
+        for (size_t l = 0; l < layers_.size(); l++) {
+            if (layers_[l].device && layers_[l].inputs == i) {
+                layers.push_back(l);
+            }
+        }
+        if (layers.empty() || !job.looks.any() || job.n_tokens == 0) {
+            continue;
+        }
+        if (!what.empty()) {
+            problem_ = std::string("device ") + ggml_backend_dev_name(inputs_[i].device) + " does without " + what;
+            return Outcome::lacking;
+        }
+        const Outcome outcome = measure_on(inputs_[i], layers, job, out);
+        if (outcome != Outcome::done) {
+            return outcome;
+        }
+    }
+    work.measure_us += ggml_time_us() - start;
+    return Outcome::done;
+}
+
+}  // namespace kvedge

@@ -1,0 +1,449 @@
+// Evicted rows that join kept ones on the device where both lie. One graph compares keys, the host decides as merge_rows does,
+// and another graph adds rows up. Of an evicted row, three numbers come to the host.
+//
+// Most devices round what a product of matrices is made of to half precision: that is exact for rows in it, and enough for
+// others to find the nearest key, but for near ties. What is stored is added up number by number, in f32.
+
+#include "device/taking.h"
+
+#include "system/threads.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <utility>
+
+namespace kvedge {
+
+using T       = ggml_tensor *;
+using Outcome = AwayRows::Outcome;
+
+namespace {
+
+constexpr size_t BEHIND      = 4;        // numbers behind a row, so that it begins where a device likes it to:
+constexpr float  LESS        = -128.0f;  // of an evicted one these, which keep those of a kept one within half precision
+constexpr float  MOST        = 4e3f;     // of a number of a key: what is compared is a number, whatever the keys hold
+constexpr float  NOTHING     = -1e20f;   // scores below are of keys that take no row
+constexpr size_t READY       = 16384;    // evicted rows of all heads
+constexpr size_t ENTRY_BYTES = 16;       // of an evicted row on the device: its place, and what is found
+
+size_t stepped(size_t n) { return (n + Numbers::STEP - 1) / Numbers::STEP * Numbers::STEP; }
+
+T squares(ggml_context * c, T x) { return ggml_sum_rows(c, ggml_sqr(c, x)); }
+
+// visit(i, t) for the i-th pending row that is not kept, which is row t.
+template <class F> void each_evicted(const std::vector<int32_t> & kept, int32_t n_tokens, const F & visit) {
+    size_t next = 0, i = 0;
+    for (int32_t t = 0; t < n_tokens; t++) {
+        if (next < kept.size() && kept[next] == t) {
+            next++;
+        } else {
+            visit(i++, t);
+        }
+    }
+}
+
+}  // namespace
+
+// ---------------------------------------------------------------------------------------------------------
+// The search, of one layer. Heads that keep or evict fewer rows than others have their lists filled up with their first
+// kept row. Evicted rows lie in chunks, and in those head by head.
+
+struct GraphRows::Merging::Hunt {
+    size_t layer, heads, n_kept = 0, n_evicted = 0;  // the most of any head
+    size_t chunk   = 0;                              // evicted rows of each head that are compared at a time
+    size_t kept_at = 0, evicted_at = 0, less_at = 0;  // in Numbers
+    size_t entry   = 0;                              // of its first evicted row among the results
+
+    // evicted rows of each head, in whole chunks, that are made ready at a time: for a few rows an operation takes as long
+    size_t block() const { return std::max<size_t>(1, READY / (chunk * heads)) * chunk; }
+    size_t entries() const { return stepped(heads * n_evicted); }
+    size_t place(size_t head, size_t i) const {
+        const size_t first = i / chunk * chunk, n = std::min(chunk, n_evicted - first);
+        return heads * first + head * n + i - first;
+    }
+};
+
+Outcome GraphRows::Merging::search() {
+    joined.resize(of.places.size());
+    pieces.resize(of.places.size());
+    std::vector<Hunt> hunts;
+    size_t            entries = 0;
+    Outcome           outcome = Outcome::done;
+    const auto        flush   = [&] {
+        outcome = outcome == Outcome::done && !hunts.empty() ? search_some(hunts) : outcome;
+        hunts.clear();
+        entries = 0;
+    };
+    for (size_t l = 0; l < of.places.size(); l++) {
+        Hunt hunt{ l, of.places[l].size() };
+        joined[l].resize(hunt.heads);
+        for (size_t h = 0; h < hunt.heads; h++) {
+            const size_t n = of.job.kept[l][h].size();
+            hunt.n_kept    = std::max(hunt.n_kept, n);
+            hunt.n_evicted = std::max(hunt.n_evicted, (size_t) of.job.n_tokens - n);
+            const auto all = (size_t) of.job.n_tokens;
+            joined[l][h]   = { std::vector<int32_t>(all, -1), std::vector<float>(all), std::vector<float>(n) };
+        }
+        if (hunt.n_evicted == 0) {
+            continue;
+        }
+        const size_t fits = of.work_bytes(l) / (sizeof(float) * hunt.n_kept * hunt.heads) / Numbers::STEP * Numbers::STEP;
+        hunt.chunk        = std::min(hunt.n_evicted, std::max(fits, Numbers::STEP));
+        const bool other  = !hunts.empty() && of.from.layers_[hunts[0].layer].inputs != of.from.layers_[l].inputs;
+        if (other || (!hunts.empty() && (entries + hunt.entries()) * ENTRY_BYTES > of.work_bytes(l) / 4)) {
+            flush();
+        }
+        hunt.entry = entries;
+        entries += hunt.entries();
+        hunts.push_back(hunt);
+    }
+    flush();
+    return outcome;
+}
+
+struct GraphRows::Merging::Found {
+    Tensors held = Tensors(2);
+    T       target;  // [entries] i32
+    T       values;  // [2 * entries] f32: score of the target, own square
+};
+
+// Whose keys are nearest: of the products less half of the kept key's square, or over its length, the largest. A key of length
+// 0 takes no row by its angle. What is taken off a product is part of it, as numbers behind each row: a pass over all products
+// would take as long as they do. Half precision holds the first half of such a number, and the second of what it leaves.
+void GraphRows::Merging::compare(const Hunt & x, const Numbers & lists, const Found & found, Sketch & sketch) const {
+    constexpr float LITTLE = 1e-36f, MUCH = 1e4f, LARGEST = 6e4f;  // no divisor is 0; in half precision
+    ggml_context * c    = sketch.context.get();
+    const auto     n    = (int64_t) x.n_kept, heads = (int64_t) x.heads;
+    const bool     far  = of.job.rule->reach > 0.0f;
+    const T        rows = of.flat(c, x.layer, true);
+    const T        kept = ggml_clamp(c, ggml_get_rows(c, rows, lists.tensor(c, GGML_TYPE_I32, x.kept_at, n * heads)), -MOST, MOST);
+    const T        own  = squares(c, kept);
+    const T        none = far ? nullptr : ggml_scale_bias(c, ggml_step(c, own), -MUCH, MUCH);
+    const T        less = far ? ggml_clamp(c, ggml_scale(c, own, 0.5f / (BEHIND / 2 * -LESS)), 0.0f, LARGEST) : none;
+    const T        high = ggml_cast(c, ggml_cast(c, less, GGML_TYPE_F16), GGML_TYPE_F32);
+    const T        both = ggml_concat(c, high, ggml_sub(c, less, high), 0);
+    const T        all  = ggml_concat(c, kept, ggml_concat(c, both, both, 0), 0);
+    const int64_t  d    = all->ne[0];
+    const T        keys = ggml_reshape_3d(c, all, d, n, heads);
+    const T length = far ? nullptr : ggml_reshape_3d(c, ggml_sqrt(c, ggml_scale_bias(c, own, 1.0f, LITTLE)), n, 1, heads);
+    T      by    = nullptr;  // evicted rows of some chunks
+    size_t begin = 0;        // the first of them
+    for (size_t first = 0; first < x.n_evicted; first += x.chunk) {
+        const auto   m  = (int64_t) std::min(x.chunk, x.n_evicted - first);
+        const size_t at = (x.entry + x.heads * first) * sizeof(float), values = at + x.entry * sizeof(float);
+        if (first % x.block() == 0) {
+            const auto n_rows = (int64_t) (x.heads * std::min(x.block(), x.n_evicted - first));
+            const T    list   = lists.tensor(c, GGML_TYPE_I32, x.evicted_at + x.heads * first * sizeof(int32_t), n_rows);
+            const T    e      = ggml_get_rows(c, rows, list);
+            const T    square = squares(c, e);
+            write_to(square, found.values, values + x.entries() * sizeof(float));
+            sketch.add(square);  // before the numbers are clamped
+            by    = ggml_concat(c, ggml_clamp(c, e, -MOST, MOST), lists.tensor(c, GGML_TYPE_F32, x.less_at, (int64_t) BEHIND, n_rows), 0);
+            begin = first;
+        }
+        const T some = ggml_view_2d(c, by, d, m * heads, by->nb[1], x.heads * (first - begin) * by->nb[1]);
+        T       s    = ggml_mul_mat(c, keys, ggml_reshape_3d(c, some, d, m, heads));
+        ggml_prec_set_acc(s, GGML_PREC_F32);
+        s               = ggml_reshape_2d(c, far ? s : ggml_div(c, s, length), n, m * heads);
+        const T largest = ggml_argmax(c, s);
+        write_to(largest, found.target, at);
+        const T score = ggml_get_rows(c, ggml_reshape_3d(c, s, 1, n, m * heads), ggml_reshape_2d(c, largest, 1, m * heads));
+        write_to(score, found.values, values);
+        sketch.add(score);
+    }
+}
+
+// Compares the rows of some layers of one device.
+Outcome GraphRows::Merging::search_some(std::vector<Hunt> & hunts) {
+    const size_t layer = hunts[0].layer, entries = hunts.back().entry + hunts.back().entries();
+    const auto   device = of.from.layers_[layer].device;
+    Numbers      lists;
+    Found        found;
+    size_t       nodes = 0, widest = 0;
+    for (const Hunt & x : hunts) {
+        widest = std::max(widest, BEHIND * std::min(x.block(), x.n_evicted) * x.heads);
+    }
+    const size_t less_at = lists.room(widest, sizeof(float));
+    for (Hunt & x : hunts) {
+        x.less_at    = less_at;
+        x.kept_at    = lists.room(x.n_kept * x.heads, sizeof(int32_t));
+        x.evicted_at = lists.room(x.entries(), sizeof(int32_t));
+        nodes += of.flat_nodes(x.layer) + 24 + 20 * ((x.n_evicted + x.chunk - 1) / x.chunk);
+    }
+    found.target = found.held.add(GGML_TYPE_I32, (int64_t) entries);
+    found.values = found.held.add(GGML_TYPE_F32, (int64_t) (2 * entries));
+    if (!found.held.allocate(device) || !lists.open(device)) {
+        return of.problem(Outcome::full, layer, "has no memory to merge rows in");
+    }
+    std::fill_n(lists.at<float>(less_at), widest, LESS);
+    each_head(hunts, [&](const Hunt & x, size_t h) { write_lists(x, h, lists); });
+    of.upload(lists);
+    Sketch sketch(nodes);
+    for (const Hunt & x : hunts) {
+        compare(x, lists, found, sketch);
+    }
+    Outcome outcome = of.prepare(layer, sketch);
+    outcome         = outcome == Outcome::done ? of.compute(layer, sketch) : outcome;
+    if (outcome == Outcome::done) {
+        std::vector<int32_t> target(entries);
+        std::vector<float>   values(2 * entries);
+        of.download(found.target, target.data());
+        of.download(found.values, values.data());
+        each_head(hunts, [&](const Hunt & x, size_t h) { decide(x, h, target.data() + x.entry, values.data() + 2 * x.entry); });
+    }
+    return outcome;
+}
+
+template <class F> void GraphRows::Merging::each_head(const std::vector<Hunt> & hunts, const F & visit) const {
+    std::vector<std::pair<size_t, size_t>> all;
+    for (size_t i = 0; i < hunts.size(); i++) {
+        for (size_t h = 0; h < hunts[i].heads; h++) {
+            all.emplace_back(i, h);
+        }
+    }
+    parallel_for(of.from.n_threads_, (int32_t) all.size(), [&](int32_t i, int32_t) {
+        visit(hunts[all[(size_t) i].first], all[(size_t) i].second);
+    });
+}
+
+void GraphRows::Merging::write_lists(const Hunt & x, size_t h, Numbers & lists) const {
+    const auto &    kept    = of.job.kept[x.layer][h];
+    const int32_t * places  = of.places[x.layer][h].data() + of.n_old(x.layer, h);
+    int32_t * const to_kept = lists.at<int32_t>(x.kept_at) + h * x.n_kept;
+    int32_t * const evicted = lists.at<int32_t>(x.evicted_at);
+    for (size_t j = 0; j < x.n_kept; j++) {
+        to_kept[j] = places[kept[j < kept.size() ? j : 0]];
+    }
+    for (size_t i = (size_t) of.job.n_tokens - kept.size(); i < x.n_evicted; i++) {
+        evicted[x.place(h, i)] = places[kept[0]];
+    }
+    each_evicted(kept, of.job.n_tokens, [&](size_t i, int32_t t) { evicted[x.place(h, i)] = places[t]; });
+}
+
+// As merge_rows does it.
+void GraphRows::Merging::decide(const Hunt & x, size_t h, const int32_t * target, const float * values) {
+    const auto &      kept = of.job.kept[x.layer][h];
+    const MergeRule & rule = *of.job.rule;
+    Joined &          to   = joined[x.layer][h];
+    each_evicted(kept, of.job.n_tokens, [&](size_t i, int32_t t) {
+        const size_t at    = x.place(h, i);
+        const float  score = values[at], own = values[x.entries() + at];
+        const bool   found = rule.reach > 0.0f ? in_reach(rule.reach, own, score) : own > 0.0f && score > NOTHING;
+        const bool   known = target[at] >= 0 && std::isfinite(own);
+        to.target[(size_t) t] = !found || !known ? -1 : target[at] < (int32_t) kept.size() ? target[at] : 0;
+        to.share[(size_t) t]  = rule.reach > 0.0f ? 1.0f : score / std::sqrt(own);
+    });
+    const auto * biases = of.pending_biases(x.layer, h);
+    ReduceInput  in{};
+    in.n_tokens = of.job.n_tokens;
+    in.kept     = kept.data();
+    in.n_kept   = (int32_t) kept.size();
+    in.bias     = biases ? biases->data() : nullptr;
+    weigh_joins(in, rule, { to.target.data(), to.share.data(), to.self.data() }, rule.mass ? of.stay[x.layer][h].data() : nullptr);
+}
+
+// ---------------------------------------------------------------------------------------------------------
+// The sums
+
+// Sums of rows, each with factors: those of sum i are [first[i], first[i + 1]).
+struct GraphRows::Merging::Sums {
+    std::vector<int64_t> to;  // row of the new tensor
+    std::vector<size_t>  first = { 0 };
+    std::vector<int32_t> row;  // of the old one
+    std::vector<float>   factor;
+
+    size_t n(size_t i) const { return first[i + 1] - first[i]; }
+};
+
+namespace {
+
+constexpr size_t FAN = 8;  // rows of a sum
+
+size_t fans(size_t n) { return (n + FAN - 1) / FAN; }
+
+size_t levels_of(size_t n) {
+    size_t levels = 1;
+    for (; n > FAN; n = fans(n)) {
+        levels++;
+    }
+    return levels;
+}
+
+}  // namespace
+
+// What joins the kept rows of a head. places: of its pending rows; to: of the kept ones, in the new tensor.
+void GraphRows::Merging::collect(const Joins & x, const std::vector<int32_t> & kept, const int32_t * places, const int32_t * to,
+                                 Sums & out) const {
+    const int32_t       n_tokens = of.job.n_tokens;
+    std::vector<size_t> n(kept.size()), next(kept.size());
+    for (int32_t t = 0; t < n_tokens; t++) {
+        n[(size_t) std::max(x.target[t], 0)] += x.target[t] >= 0 ? 1 : 0;
+    }
+    size_t at = out.row.size();
+    for (size_t j = 0; j < kept.size(); j++) {
+        if (n[j] > 0) {
+            next[j] = at;
+            at += n[j] + 1;
+            out.to.push_back(to[j]);
+            out.first.push_back(at);
+        }
+    }
+    out.row.resize(at);
+    out.factor.resize(at);
+    const auto put = [&](size_t j, int32_t row, float factor) {
+        out.row[next[j]]      = places[row];
+        out.factor[next[j]++] = factor;
+    };
+    for (size_t j = 0; j < kept.size(); j++) {
+        if (n[j] > 0) {
+            put(j, kept[j], x.self[j]);
+        }
+    }
+    for (int32_t t = 0; t < n_tokens; t++) {
+        if (x.target[t] >= 0) {
+            put((size_t) x.target[t], t, x.share[t]);
+        }
+    }
+}
+
+// The sums of all[from, to), of which those of fewer levels come first.
+GraphRows::Merging::Piece GraphRows::Merging::piece_of(const Sums & sums, const std::vector<size_t> & all, size_t from, size_t to) {
+    struct List {
+        size_t  first, n;
+        int64_t to;
+    };
+    std::vector<List> lists, later;
+    for (size_t i = from; i < to; i++) {
+        lists.push_back({ sums.first[all[i]], sums.n(all[i]), sums.to[all[i]] });
+    }
+    Piece out;
+    for (bool old = true; !lists.empty(); old = false) {
+        Level  level;
+        size_t n = 0, at = 0;
+        for (const List & x : lists) {
+            n += fans(x.n);
+        }
+        level.n = (int32_t) n;
+        level.index.resize(FAN * n);
+        level.factor.resize(FAN * n);
+        later.clear();
+        for (const List & x : lists) {
+            const size_t own = fans(x.n);
+            for (size_t i = 0; i < own * FAN; i++) {
+                // what fills a sum up is one of its own rows, so that a NaN stays where it is
+                const size_t row = x.first + (i < x.n ? i : (own - 1) * FAN), to_at = i % FAN * n + at + i / FAN;
+                level.index[to_at]  = old ? sums.row[row] : (int32_t) row;
+                level.factor[to_at] = i >= x.n ? 0.0f : old ? sums.factor[row] : 1.0f;
+            }
+            if (own == 1) {
+                level.ready.push_back(x.to);
+            } else {
+                later.push_back({ at, own, x.to });
+            }
+            at += own;
+        }
+        out.push_back(std::move(level));
+        lists.swap(later);
+    }
+    return out;
+}
+
+void GraphRows::Merging::plan(size_t l) {
+    const LayerShape & shape = (*of.from.shapes_)[l];
+    for (const Group & group : of.next.layers_[l].groups) {
+        Sums sums;
+        for (const int32_t h : group.heads) {
+            Joined &     x   = joined[l][(size_t) h];
+            const size_t old = of.n_old(l, (size_t) h);
+            collect({ x.target.data(), x.share.data(), x.self.data() }, of.job.kept[l][(size_t) h],
+                    of.places[l][(size_t) h].data() + old, of.next.places_of(l, h).data() + old, sums);
+            x = Joined();
+        }
+        std::vector<size_t> order(sums.to.size());
+        std::iota(order.begin(), order.end(), (size_t) 0);
+        std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return levels_of(sums.n(a)) < levels_of(sums.n(b)); });
+        // a matrix of products lies beside what it is made of, these rows alone
+        const size_t most = 2 * of.work_bytes(l) / (sizeof(float) * FAN * (size_t) std::max(shape.d_k, shape.d_v));
+        pieces[l].emplace_back();
+        for (size_t first = 0, end = 0; first < order.size(); first = end) {
+            size_t n = 0;
+            do {
+                n += fans(sums.n(order[end++]));
+            } while (end < order.size() && n + fans(sums.n(order[end])) <= most);
+            pieces[l].back().push_back(piece_of(sums, order, first, end));
+        }
+    }
+}
+
+template <class F> void GraphRows::Merging::each_level(size_t l, const F & visit) {
+    for (auto & group : pieces[l]) {
+        for (Piece & piece : group) {
+            std::for_each(piece.begin(), piece.end(), visit);
+        }
+    }
+}
+
+size_t GraphRows::Merging::nodes(size_t l) {
+    size_t n = 0;
+    each_level(l, [&](const Level &) { n += 2 * 20; });
+    return n > 0 ? n + 2 * of.flat_nodes(l) + 2 * pieces[l].size() : 0;
+}
+
+void GraphRows::Merging::make_room(size_t l, Numbers & numbers) {
+    each_level(l, [&](Level & x) {
+        x.at_index  = numbers.room(x.index.size(), sizeof(int32_t));
+        x.at_factor = numbers.room(x.factor.size(), sizeof(float));
+        x.at_ready  = numbers.room(x.ready.size(), sizeof(int64_t));
+    });
+}
+
+void GraphRows::Merging::write(size_t l, Numbers & numbers) {
+    each_level(l, [&](const Level & x) {
+        std::copy(x.index.begin(), x.index.end(), numbers.at<int32_t>(x.at_index));
+        std::copy(x.factor.begin(), x.factor.end(), numbers.at<float>(x.at_factor));
+        std::copy(x.ready.begin(), x.ready.end(), numbers.at<int64_t>(x.at_ready));
+    });
+}
+
+// Rows of a source with their factors, FAN to a sum: [d, n].
+T GraphRows::Merging::sum(ggml_context * c, T source, const Level & x, const Numbers & numbers) {
+    const int64_t d = source->ne[0], n = x.n;
+    T all = ggml_get_rows(c, source, numbers.tensor(c, GGML_TYPE_I32, x.at_index, (int64_t) FAN * n));
+    all   = ggml_mul(c, all, numbers.tensor(c, GGML_TYPE_F32, x.at_factor, 1, (int64_t) FAN * n));
+    for (int64_t half = (int64_t) FAN / 2; half > 0; half /= 2) {
+        const auto part = [&](int64_t first) {
+            return ggml_view_2d(c, all, d, half * n, all->nb[1], (size_t) (first * n) * all->nb[1]);
+        };
+        all = ggml_add_inplace(c, part(0), part(half));
+    }
+    return all;
+}
+
+void GraphRows::Merging::add_up(size_t l, const Numbers & numbers, Sketch & sketch) const {
+    ggml_context * c = sketch.context.get();
+    if (std::all_of(pieces[l].begin(), pieces[l].end(), [](const auto & group) { return group.empty(); })) {
+        return;
+    }
+    for (const bool keys : { true, false }) {
+        const T rows = of.flat(c, l, keys);
+        for (size_t g = 0; g < pieces[l].size(); g++) {
+            const Group & group = of.next.layers_[l].groups[g];
+            const T       whole = keys ? group.k : group.v;
+            const T       to    = ggml_view_2d(c, whole, whole->ne[0], whole->ne[1] * whole->ne[2], whole->nb[1], 0);
+            for (const Piece & piece : pieces[l][g]) {
+                T x = rows;
+                for (const Level & level : piece) {
+                    x            = sum(c, x, level, numbers);
+                    const auto n = (int64_t) level.ready.size();
+                    if (n > 0) {
+                        const T ready = ggml_view_2d(c, x, x->ne[0], n, x->nb[1], 0);
+                        sketch.add(ggml_set_rows(c, to, ready, numbers.tensor(c, GGML_TYPE_I64, level.at_ready, n)));
+                    }
+                }
+            }
+        }
+    }
+}
+
+}  // namespace kvedge

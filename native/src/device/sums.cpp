@@ -1,0 +1,135 @@
+// What a prompt's attention adds up to (H2O, LOOK-M eq. 4), where the layer lies: the graph computes the attention once more, a
+// part of the heads at a time, since flash attention has no weights to look at, and adds to tensors that outlive it.
+
+#include "device/graph_rows.h"
+
+#include <algorithm>
+
+namespace kvedge {
+
+using T = ggml_tensor *;
+
+namespace {
+
+constexpr int64_t MATRIX = 8 << 20;  // bytes of weights below which a layer is not cut into pieces
+
+int64_t pieces(int64_t n, int64_t of) { return (n + of - 1) / of; }
+
+// Puts the result of an operation into memory of ours. llama.cpp's own for graphs would grow with the prompt, and be arranged
+// anew for each graph, which waits for the last one. An operation that wants more than its result takes stays there.
+T lie_in(T memory, T x) {
+    if (ggml_backend_buffer_get_alloc_size(memory->buffer, x) <= ggml_nbytes(memory)) {
+        ggml_backend_tensor_alloc(memory->buffer, x, memory->data);
+    }
+    return x;
+}
+
+// Weights, where the products were: operations on single numbers and on rows lie between them.
+T in_place(T memory, T weights) {
+    for (T t = weights; t->op != GGML_OP_MUL_MAT; t = t->src[0]) {
+        lie_in(memory, t->src[0]);
+    }
+    return lie_in(memory, weights);
+}
+
+// A piece of the weights [shown, n, H], of which the rows from `first` on count, and where it is added up.
+struct Piece {
+    ggml_context * c;
+    T              a;
+    int64_t        first, share, heads;  // KV heads
+    size_t         head;                 // the first of them, in the sums
+    T              last;                 // what was added last: pieces follow each other, in the same memory
+
+    // x [rows, 1, heads] to the sums [.., all heads].
+    void add(T sums, T x) {
+        T to = ggml_view_3d(c, sums, x->ne[0], 1, heads, sums->nb[1], sums->nb[1], head * sums->nb[1]);
+        last = ggml_add_inplace(c, after(to, last), x);
+    }
+
+    T rows(int64_t n, size_t at) const {
+        const size_t start = (size_t) first * sizeof(float) + at;
+        return ggml_view_3d(c, a, a->ne[0] - first, n, heads, a->nb[1], (size_t) share * a->nb[2], start);
+    }
+
+    void add_columns(T sums, T turned, T sum) {
+        T x = lie_in(turned, ggml_cont(c, ggml_transpose(c, rows(a->ne[1] * share, 0))));
+        x   = lie_in(sum, ggml_sum_rows(c, x));
+        add(sums, ggml_reshape_3d(c, x, a->ne[0] - first, 1, heads));
+    }
+
+    void add_squares(T sums) {
+        T sum = nullptr;
+        for (int64_t g = 0; g < share; g++) {
+            T one = rows(a->ne[1], (size_t) g * a->nb[2]);
+            sum   = sum ? ggml_add(c, sum, one) : ggml_cont(c, one);
+        }
+        T x = ggml_sum_rows(c, ggml_cont(c, ggml_transpose(c, ggml_mul(c, sum, sum))));
+        add(sums, ggml_reshape_3d(c, x, a->ne[0] - first, 1, heads));
+    }
+
+    void add_entropy(T sums) {
+        constexpr float NEVER_ZERO = 1e-30f;  // less than any weight that counts
+        T               terms      = ggml_mul(c, a, ggml_log(c, ggml_scale_bias(c, a, 1.0f, NEVER_ZERO)));
+        T               sum        = ggml_sum_rows(c, ggml_reshape_2d(c, terms, a->ne[0] * a->ne[1] * share, heads));
+        add(sums, ggml_reshape_3d(c, sum, 1, 1, heads));
+    }
+};
+
+}  // namespace
+
+int32_t summing_nodes(const LayerShape & shape) {
+    constexpr int32_t WEIGHTS = 10, COLUMNS = 7, SQUARES = 8, ENTROPY = 8;
+    return WEIGHTS + COLUMNS + SQUARES + 2 * shape.n_heads / shape.n_heads_kv + ENTROPY;
+}
+
+// So that pieces of the longest graph are no larger than they need be; shorter ones have as many, which are smaller.
+GraphRows::Cut GraphRows::cut_of(const LayerShape & shape, const Sums & sums) {
+    const int64_t shown = sums.from + sums.rows, n = sums.queries, n_kv = shape.n_heads_kv;
+    const int64_t parts = std::min<int64_t>(pieces((int64_t) sizeof(float) * shown * n * shape.n_heads, MATRIX), sums.parts);
+    const int64_t heads = pieces(n_kv, parts);
+    return { heads, pieces(n, std::max<int64_t>(1, parts / pieces(n_kv, heads))) };
+}
+
+int64_t GraphRows::piece_of(const LayerShape & shape, const Sums & sums) {
+    const Cut cut = cut_of(shape, sums);
+    return (sums.from + sums.rows) * cut.queries * cut.heads * (shape.n_heads / shape.n_heads_kv);
+}
+
+// k [d_k, shown, Hkv], mask [shown, n]
+T GraphRows::add_up(const GraphLayer & in, size_t l, T k, T mask) const {
+    if (!summed_.any()) {
+        return nullptr;
+    }
+    ggml_context *     c     = in.ctx;
+    const LayerShape & shape = (*shapes_)[l];
+    const Layer &      layer = layers_[l];
+    const Inputs &     to    = inputs_[layer.inputs];
+    const Cut          cut   = cut_of(shape, sums_);
+    const T            q     = in.q;
+    const int64_t      n = q->ne[2], shown = mask->ne[0], n_kv = k->ne[2], share = q->ne[1] / n_kv;
+    T                  last = nullptr;
+    for (int64_t h = 0; h < n_kv; h += cut.heads) {
+        for (int64_t t = 0; t < n; t += cut.queries) {
+            const int64_t m = std::min(cut.queries, n - t), some = std::min(cut.heads, n_kv - h);
+            const size_t  at = (size_t) (h * share) * q->nb[1] + (size_t) t * q->nb[2];
+            T             of   = after(ggml_view_3d(c, q, q->ne[0], some * share, m, q->nb[1], q->nb[2], at), last);
+            T             keys = ggml_view_3d(c, k, k->ne[0], shown, some, k->nb[1], k->nb[2], (size_t) h * k->nb[2]);
+            T             seen = ggml_view_2d(c, mask, shown, m, mask->nb[1], (size_t) t * mask->nb[1]);
+            T     weights = attention_weights(c, ggml_permute(c, of, 0, 2, 1, 3), keys, seen, in.scale, in.softcap);
+            Piece piece   = { c, in_place(to.weights, weights), sums_.from, share, some, layer.head_at + (size_t) h, last };
+            if (summed_.columns) {
+                piece.add_columns(to.columns, to.turned, to.sum);
+            }
+            if (summed_.squares) {
+                piece.add_squares(to.squares);
+            }
+            if (summed_.entropy) {
+                piece.add_entropy(to.entropy);
+            }
+            last = piece.last;
+        }
+    }
+    return last;
+}
+
+}  // namespace kvedge

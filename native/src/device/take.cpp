@@ -1,0 +1,478 @@
+// The rows that stay after a compression, gathered where they lie: those of a few layers at a time into buffers of their own,
+// whereupon the old ones are given back.
+
+#include "device/taking.h"
+
+#include "system/threads.h"
+
+#include <algorithm>
+#include <functional>
+#include <new>
+#include <numeric>
+#include <string>
+
+namespace kvedge {
+
+using T       = ggml_tensor *;
+using Outcome = AwayRows::Outcome;
+
+namespace {
+
+// Beside a cache, of its bytes: new rows before the first old ones are given back, and results of a graph.
+constexpr uint64_t AHEAD = 64, LEAST_AHEAD = 16 << 20, WORK = 24;
+
+// Contiguous rows, as rows of another type with as many bytes.
+T viewed(ggml_context * c, T x, ggml_type type, int64_t ne0) {
+    T out     = ggml_view_2d(c, x, x->ne[0], x->ne[1] * x->ne[2], x->nb[1], 0);
+    out->type = type;
+    out->ne[0] = ne0;
+    out->nb[0] = ggml_type_size(type);
+    return out;
+}
+
+// GET_ROWS copies whole numbers bit for bit, and makes f32 of all others.
+bool as_numbers(T x) { return x->nb[1] % sizeof(int32_t) == 0; }
+T    numbers_of(ggml_context * c, T x) { return viewed(c, x, GGML_TYPE_I32, (int64_t) (x->nb[1] / sizeof(int32_t))); }
+
+// Rows of `from` [d, rows] into all of `to`.
+T gathered(ggml_context * c, T from, T index, T to) {
+    if (from->type == to->type) {
+        T out = ggml_get_rows(c, numbers_of(c, from), index);
+        write_to(out, to);
+        return out;
+    }
+    return ggml_cpy(c, ggml_get_rows(c, from, index), viewed(c, to, to->type, to->ne[0]));
+}
+
+}  // namespace
+
+// ---------------------------------------------------------------------------------------------------------
+// What there is, and how it is to lie
+
+GraphRows::Taking::Taking(GraphRows & from, const TakeJob & job)
+    : from(from), job(job), next(*from.shapes_, devices_of(from), { job.storage, job.dropping }, *from.stamps_),
+      places(from.layers_.size()), stay(from.layers_.size()), merging(*this) {
+    lay_out_sources();
+}
+
+std::vector<ggml_backend_dev_t> GraphRows::Taking::devices_of(const GraphRows & of) {
+    std::vector<ggml_backend_dev_t> out;
+    for (const Layer & layer : of.layers_) {
+        out.push_back(layer.device);
+    }
+    return out;
+}
+
+void GraphRows::Taking::lay_out_sources() {
+    std::vector<uint8_t> any(places.size());
+    parallel_for(from.n_threads_, (int32_t) places.size(), [&](int32_t i, int32_t) {
+        const auto l = (size_t) i;
+        for (int32_t h = 0; from.layers_[l].device && h < (*from.shapes_)[l].n_heads_kv; h++) {
+            size_t        at   = 0;
+            const Group & own  = from.group_of(l, h, at);
+            int32_t       base = 0;
+            for (const Group * group = from.layers_[l].groups.data(); group != &own; group++) {
+                base += (int32_t) (group->k->ne[1] * group->k->ne[2]);
+            }
+            places[l].push_back(from.places_of(l, h));
+            for (int32_t & row : places[l].back()) {
+                row += base;
+            }
+            const auto * biases = pending_biases(l, (size_t) h);
+            stay[l].emplace_back();
+            for (const int32_t row : biases ? job.kept[l][(size_t) h] : std::vector<int32_t>()) {
+                stay[l].back().push_back((*biases)[(size_t) row]);
+            }
+            any[l] |= biases || !own.biases[at].empty() ? 1 : 0;
+        }
+    });
+    biased = (job.rule && job.rule->mass) || std::any_of(any.begin(), any.end(), [](uint8_t x) { return x != 0; });
+    for (size_t l = 0; biased && l < places.size(); l++) {
+        for (size_t h = 0; h < places[l].size(); h++) {
+            stay[l][h].resize(job.kept[l][h].size());
+        }
+    }
+}
+
+const std::vector<float> * GraphRows::Taking::pending_biases(size_t l, size_t head) const {
+    const bool any = job.biases && !job.biases->empty() && !(*job.biases)[l].empty() && !(*job.biases)[l][head].empty();
+    return any ? &(*job.biases)[l][head] : nullptr;
+}
+
+size_t GraphRows::Taking::n_old(size_t l, size_t head) const { return places[l][head].size() - (size_t) job.n_tokens; }
+
+// Of a head's old rows, in token order.
+std::vector<float> GraphRows::Taking::old_biases(size_t l, int32_t head) const {
+    size_t             at    = 0;
+    const Group &      group = from.group_of(l, head, at);
+    const auto &       known = group.biases[at];
+    std::vector<float> out(n_old(l, (size_t) head));
+    const auto         rows = from.places_of(l, head);
+    for (size_t r = 0; r < out.size(); r++) {
+        const auto came = (size_t) (rows[r] - (int32_t) group.list(at) * group.slots - group.first[at]);
+        out[r]          = came < known.size() ? known[came] : 0.0f;
+    }
+    return out;
+}
+
+Outcome GraphRows::Taking::lay_out_next() {
+    std::vector<int32_t> lengths;
+    for (size_t l = 0; l < places.size(); l++) {
+        for (size_t h = 0; h < places[l].size(); h++) {
+            lengths.push_back((int32_t) (n_old(l, h) + job.kept[l][h].size()));
+        }
+    }
+    const bool same = std::adjacent_find(lengths.begin(), lengths.end(), std::not_equal_to<>()) == lengths.end();
+    next.even_      = !job.dropping && !biased && same;
+    auto length     = lengths.begin();
+    for (size_t l = 0; l < places.size(); l++) {
+        HeadRows rows;
+        for (size_t h = 0; h < places[l].size(); h++) {
+            rows.n.push_back(*length++);
+            if (biased) {
+                rows.biases.push_back(old_biases(l, (int32_t) h));
+                rows.biases.back().insert(rows.biases.back().end(), stay[l][h].begin(), stay[l][h].end());
+            }
+        }
+        if (!places[l].empty() && !next.lay_out(l, std::move(rows))) {
+            return problem(Outcome::full, l, "has no memory for the rows that stay");
+        }
+    }
+    return Outcome::done;
+}
+
+// As few as the memory allows: one buffer is sooner made than many.
+void GraphRows::Taking::make_bundles() {
+    const size_t          n = from.inputs_.size();
+    std::vector<uint64_t> may(n), taken(n), freed(n);  // of each device
+    for (size_t i = 0; i < n; i++) {
+        may[i] = std::max(bytes_on(i) / AHEAD, LEAST_AHEAD);
+    }
+    for (size_t l = 0; l < places.size(); l++) {
+        if (places[l].empty()) {
+            continue;
+        }
+        const size_t i    = from.layers_[l].inputs;
+        uint64_t     size = 0;
+        for (const Group & group : next.layers_[l].groups) {
+            const LayerShape & s    = (*from.shapes_)[l];
+            const size_t       mask = next.even_ ? 0 : group.heads.size() * (size_t) group.queries * sizeof(ggml_fp16_t);
+            const size_t       k    = ggml_row_size(ggml_type_of(job.storage.k), s.d_k);
+            const size_t       v    = ggml_row_size(ggml_type_of(job.storage.v), s.d_v);
+            size += (uint64_t) group.slots * (group.lists() * (k + v) + mask);
+        }
+        const bool same = !bundles.empty() && from.layers_[bundles.back().layers[0]].inputs == i;
+        if (!same || taken[i] + size > may[i] + freed[i]) {
+            for (const size_t done : same ? bundles.back().layers : std::vector<size_t>()) {
+                freed[i] += bytes_of(done);
+            }
+            bundles.emplace_back();
+        }
+        bundles.back().layers.push_back(l);
+        taken[i] += size;
+    }
+}
+
+uint64_t GraphRows::Taking::bytes_of(size_t l) const {
+    uint64_t n = 0;
+    for (const Group & group : from.layers_[l].groups) {
+        n += ggml_nbytes(group.k) + ggml_nbytes(group.v);
+    }
+    return n;
+}
+
+uint64_t GraphRows::Taking::bytes_on(size_t inputs) const {
+    uint64_t n = 0;
+    for (size_t l = 0; l < places.size(); l++) {
+        n += !places[l].empty() && from.layers_[l].inputs == inputs ? bytes_of(l) : 0;
+    }
+    return n;
+}
+
+size_t GraphRows::Taking::work_bytes(size_t l) const {
+    constexpr uint64_t LEAST = 8 << 20, MOST = 64 << 20;
+    return (size_t) std::clamp(bytes_on(from.layers_[l].inputs) / WORK, LEAST, MOST);
+}
+
+T GraphRows::Taking::flat(ggml_context * c, size_t l, bool keys) const {
+    const auto & groups = from.layers_[l].groups;
+    const T      first  = keys ? groups[0].k : groups[0].v;
+    if (groups.size() == 1) {
+        return viewed(c, first, first->type, first->ne[0]);
+    }
+    T all = numbers_of(c, first);
+    for (size_t g = 1; g < groups.size(); g++) {
+        all = ggml_concat(c, all, numbers_of(c, keys ? groups[g].k : groups[g].v), 1);
+    }
+    return viewed(c, all, first->type, first->ne[0]);
+}
+
+// ---------------------------------------------------------------------------------------------------------
+// Graphs
+
+Outcome GraphRows::Taking::problem(Outcome outcome, size_t l, const std::string & what) {
+    from.problem_ = std::string("device ") + ggml_backend_dev_name(from.layers_[l].device) + " " + what;
+    if (outcome == Outcome::full) {
+        from.refuse(from.layers_[l].device);
+    }
+    return outcome;
+}
+
+Outcome GraphRows::Taking::prepare(size_t l, Sketch & sketch) {
+    const auto device = from.layers_[l].device;
+    if (const char * operation = kvedge::lacking(device, sketch.graph)) {
+        return problem(Outcome::lacking, l, std::string("has no ") + operation);
+    }
+    const bool room = from.inputs_[from.layers_[l].inputs].worker.make_room(device, sketch.graph, from.n_threads_);
+    return room ? Outcome::done : problem(Outcome::full, l, "has no memory to compress in");
+}
+
+Outcome GraphRows::Taking::compute(size_t l, Sketch & sketch) {
+    from.work.operations += operations_of(sketch.graph);
+    const bool good = from.inputs_[from.layers_[l].inputs].worker.compute(sketch.graph);
+    return good ? Outcome::done : problem(Outcome::failed, l, "failed");
+}
+
+void GraphRows::Taking::upload(Numbers & numbers) {
+    const Timer timer(from.work.upload_us);
+    from.work.to_device += numbers.bytes();
+    numbers.send();
+}
+
+void GraphRows::Taking::download(const ggml_tensor * from_device, void * to) {
+    from.work.to_host += ggml_nbytes(from_device);
+    ggml_backend_tensor_get(from_device, to, 0, ggml_nbytes(from_device));
+}
+
+// Where the rows of each group come from, slot by slot. Slots without a row get one that there is: what a mask hides must
+// still be a number.
+void GraphRows::Taking::write_lists(Bundle & bundle) const {
+    parallel_for(from.n_threads_, (int32_t) bundle.layers.size(), [&](int32_t i, int32_t) {
+        const size_t l = bundle.layers[(size_t) i];
+        for (size_t g = 0; g < next.layers_[l].groups.size(); g++) {
+            const Group & group = next.layers_[l].groups[g];
+            auto * const  list  = bundle.numbers.at<int32_t>(bundle.lists[(size_t) i][g]);
+            const auto &  any   = places[l][(size_t) group.heads[0]];
+            std::fill_n(list, (size_t) group.slots * group.lists(), any.empty() ? 0 : any[0]);
+            for (const int32_t h : group.heads) {
+                const auto   to  = next.places_of(l, h);
+                const auto & at  = places[l][(size_t) h];
+                const size_t old = n_old(l, (size_t) h);
+                for (size_t r = 0; r < to.size(); r++) {
+                    list[to[r]] = at[r < old ? r : old + (size_t) job.kept[l][(size_t) h][r - old]];
+                }
+            }
+        }
+    });
+}
+
+void GraphRows::Taking::sketch(Bundle & bundle) {
+    size_t nodes[2] = { 0, 0 };
+    for (const size_t l : bundle.layers) {
+        nodes[0] += 2 * flat_nodes(l) + 16 * next.layers_[l].groups.size();
+        nodes[1] += job.rule ? merging.nodes(l) : 0;
+    }
+    bundle.gather = std::make_unique<Sketch>(nodes[0]);
+    bundle.merge  = nodes[1] > 0 ? std::make_unique<Sketch>(nodes[1]) : nullptr;
+    for (size_t i = 0; i < bundle.layers.size(); i++) {
+        const size_t l = bundle.layers[i];
+        for (const bool keys : { true, false }) {
+            ggml_context * c    = bundle.gather->context.get();
+            const T        rows = flat(c, l, keys);
+            for (size_t g = 0; g < next.layers_[l].groups.size(); g++) {
+                const Group & group = next.layers_[l].groups[g];
+                const auto    n     = (int64_t) group.slots * (int64_t) group.lists();
+                const T       index = bundle.numbers.tensor(c, GGML_TYPE_I32, bundle.lists[i][g], n);
+                bundle.gather->add(gathered(c, rows, index, keys ? group.k : group.v));
+            }
+        }
+        if (bundle.merge) {
+            merging.add_up(l, bundle.numbers, *bundle.merge);
+        }
+    }
+}
+
+// Memory for the rows of a bundle and for what makes them. Nothing is given up for it.
+Outcome GraphRows::Taking::open(Bundle & bundle) {
+    const size_t first = bundle.layers[0];
+    size_t       n     = 0;
+    for (const size_t l : bundle.layers) {
+        n += ROOM_TENSORS * next.layers_[l].groups.size();
+    }
+    bundle.held = std::make_shared<Tensors>(n);
+    for (const size_t l : bundle.layers) {
+        bundle.lists.emplace_back();
+        for (Group & group : next.layers_[l].groups) {
+            static_cast<Room &>(group) = next.room_for(l, group, group.slots, bundle.held);
+            bundle.lists.back().push_back(bundle.numbers.room((size_t) group.slots * group.lists(), sizeof(int32_t)));
+        }
+        if (job.rule) {
+            merging.make_room(l, bundle.numbers);
+        }
+    }
+    if (!bundle.held->allocate(from.layers_[first].device) || !bundle.numbers.open(from.layers_[first].device)) {
+        return problem(Outcome::full, first, "has no memory for the rows that stay");
+    }
+    write_lists(bundle);
+    if (job.rule) {
+        parallel_for(from.n_threads_, (int32_t) bundle.layers.size(),
+                     [&](int32_t i, int32_t) { merging.write(bundle.layers[(size_t) i], bundle.numbers); });
+    }
+    upload(bundle.numbers);
+    sketch(bundle);
+    Outcome outcome = Outcome::done;
+    for (Sketch * part : { bundle.gather.get(), bundle.merge.get() }) {
+        outcome = part && outcome == Outcome::done ? prepare(first, *part) : outcome;
+    }
+    return outcome;
+}
+
+Outcome GraphRows::Taking::finish(Bundle & bundle) {
+    const size_t first  = bundle.layers[0];
+    const auto   timed  = [&](Sketch & sketch, int64_t & us) {
+        const Timer timer(us);
+        return compute(first, sketch);
+    };
+    Outcome outcome = timed(*bundle.gather, from.work.gather_us);
+    if (outcome == Outcome::done && bundle.merge) {
+        outcome = timed(*bundle.merge, from.work.merge_us);
+    }
+    if (outcome != Outcome::done) {
+        return outcome;
+    }
+    {
+        const Timer timer(from.work.gather_us);
+        for (const size_t l : bundle.layers) {
+            from.layers_[l].groups.clear();
+        }
+    }
+    const Timer timer(from.work.upload_us);
+    const bool at_once = copies_at_once(from.layers_[first].device);
+    parallel_for(at_once ? from.n_threads_ : 1, (int32_t) bundle.layers.size(), [&](int32_t i, int32_t) {
+        for (const Group & group : next.layers_[bundle.layers[(size_t) i]].groups) {
+            fill(group);
+        }
+    });
+    for (const size_t l : bundle.layers) {
+        for (const Group & group : next.layers_[l].groups) {
+            from.work.to_device += group.mask ? ggml_nbytes(group.mask) : 0;
+        }
+    }
+    bundle = Bundle();
+    return outcome;
+}
+
+// ---------------------------------------------------------------------------------------------------------
+// All of it
+
+// The same for half of the layers where there is no memory for all; the others are a bundle that follows.
+Outcome GraphRows::Taking::open_some(size_t b) {
+    for (;;) {
+        auto &        layers  = bundles[b].layers;
+        const Outcome outcome = open(bundles[b]);
+        const auto    half    = (std::ptrdiff_t) (layers.size() / 2);
+        if (outcome != Outcome::full || half == 0) {
+            return outcome;
+        }
+        Bundle first, rest;
+        first.layers.assign(layers.begin(), layers.begin() + half);
+        rest.layers.assign(layers.begin() + half, layers.end());
+        bundles[b] = std::move(first);
+        bundles.insert(bundles.begin() + (std::ptrdiff_t) b + 1, std::move(rest));
+    }
+}
+
+Outcome GraphRows::Taking::check() {
+    for (size_t l = 0; l < places.size(); l++) {
+        const LayerShape & s = (*from.shapes_)[l];
+        for (size_t h = 0; h < places[l].size(); h++) {
+            if (job.kept[l][h].empty()) {
+                return problem(Outcome::lacking, l, "keeps a row of every head");
+            }
+        }
+        for (const Group & group : from.layers_[l].groups) {
+            if (!as_numbers(group.k) || !as_numbers(group.v)) {
+                return problem(Outcome::lacking, l, "copies rows of whole numbers only");
+            }
+        }
+        const bool plain = ggml_type_of(job.storage.k) != GGML_TYPE_COUNT && ggml_type_of(job.storage.v) != GGML_TYPE_COUNT;
+        if (!places[l].empty() && !(plain && GraphRows::holds(job.storage, s.d_k, s.d_v, from.layers_[l].device))) {
+            return problem(Outcome::lacking, l, "does not attend to rows of these types");
+        }
+    }
+    return Outcome::done;
+}
+
+Outcome GraphRows::Taking::prepare_all() {
+    Outcome outcome = check();
+    if (outcome != Outcome::done) {
+        return outcome;
+    }
+    from.forget_sums();
+    if (job.rule) {
+        const int64_t before = from.work.upload_us;
+        {
+            const Timer timer(from.work.merge_us);
+            outcome = merging.search();
+        }
+        from.work.merge_us -= from.work.upload_us - before;
+    }
+    outcome = outcome == Outcome::done ? lay_out_next() : outcome;
+    if (outcome != Outcome::done) {
+        return outcome;
+    }
+    if (job.rule) {
+        const Timer timer(from.work.merge_us);
+        parallel_for(from.n_threads_, (int32_t) places.size(), [&](int32_t l, int32_t) { merging.plan((size_t) l); });
+    }
+    make_bundles();
+    std::vector<uint8_t> any(from.inputs_.size());
+    for (size_t b = 0; b < bundles.size() && outcome == Outcome::done; b++) {
+        uint8_t & opened = any[from.layers_[bundles[b].layers[0]].inputs];
+        outcome          = opened ? Outcome::done : open_some(b);
+        opened           = 1;
+    }
+    return outcome;
+}
+
+Outcome GraphRows::Taking::replace_all() {
+    from.forget_ring();  // till now the host could have gone on with it
+    for (size_t b = 0; b < bundles.size(); b++) {
+        const Outcome opened = bundles[b].held ? Outcome::done : open_some(b);
+        if (opened != Outcome::done || finish(bundles[b]) != Outcome::done) {
+            return Outcome::failed;
+        }
+    }
+    next.plan_inputs();
+    from.form_    = next.form_;
+    from.layers_  = std::move(next.layers_);
+    from.inputs_  = std::move(next.inputs_);
+    from.even_    = next.even_;
+    from.summed_  = {};
+    from.room_q_  = from.room_visible_ = from.room_recent_ = 0;
+    from.window_  = 0;
+    from.stamp_   = ++*from.stamps_;
+    if (job.out && biased) {
+        job.out->resize(stay.size());
+        for (size_t l = 0; l < stay.size(); l++) {
+            (*job.out)[l] = places[l].empty() ? std::move((*job.out)[l]) : std::move(stay[l]);
+        }
+    }
+    return Outcome::done;
+}
+
+AwayRows::Outcome GraphRows::take(const TakeJob & job) {
+    bool started = false;
+    problem_.clear();
+    try {
+        Taking        taking(*this, job);
+        const Outcome outcome = taking.prepare_all();
+        started               = outcome == Outcome::done;
+        return started ? taking.replace_all() : outcome;
+    } catch (const std::bad_alloc &) {
+        problem_ = "no memory on the host to compress rows on devices";
+        return started ? Outcome::failed : Outcome::full;
+    }
+}
+
+}  // namespace kvedge

@@ -1,0 +1,131 @@
+// A compression of rows where they lie: what take.cpp and merging.cpp share.
+
+#pragma once
+
+#include "device/graph_rows.h"
+#include "primitives/merge.h"
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace kvedge {
+
+// Where evicted rows go, and the sums that they make on the device.
+struct GraphRows::Merging {
+    // Of one head.
+    struct Joined {
+        std::vector<int32_t> target;       // as in Joins
+        std::vector<float>   share, self;
+    };
+    // Sums of a few rows each, the same number for all: row r of sum i is row index[r * n + i] of the source, times its factor.
+    struct Level {
+        int32_t              n = 0;
+        std::vector<int32_t> index;
+        std::vector<float>   factor;
+        std::vector<int64_t> ready;  // rows of the new tensor that the first sums are; the others are the next level's source
+        size_t               at_index = 0, at_factor = 0, at_ready = 0;  // in Numbers
+    };
+    using Piece = std::vector<Level>;  // of the sums that exist at a time; the first level reads the layer's old rows
+
+    explicit Merging(Taking & of) : of(of) {}
+
+    Outcome search();            // what joins what, and the biases of the rows that stay
+    void    plan(size_t layer);  // the sums, where `next` is laid out
+    size_t  nodes(size_t layer);
+    void    make_room(size_t layer, Numbers & numbers);
+    void    write(size_t layer, Numbers & numbers);
+    void    add_up(size_t layer, const Numbers & numbers, Sketch & sketch) const;
+
+  private:
+    struct Hunt;
+    struct Found;
+    struct Sums;
+    Outcome search_some(std::vector<Hunt> & hunts);
+    void    compare(const Hunt & hunt, const Numbers & lists, const Found & found, Sketch & sketch) const;
+    void    write_lists(const Hunt & hunt, size_t head, Numbers & lists) const;
+    void    decide(const Hunt & hunt, size_t head, const int32_t * target, const float * values);
+    void    collect(const Joins & joins, const std::vector<int32_t> & kept, const int32_t * places, const int32_t * to,
+                    Sums & out) const;
+    static Piece         piece_of(const Sums & sums, const std::vector<size_t> & all, size_t from, size_t to);
+    static ggml_tensor * sum(ggml_context * context, ggml_tensor * source, const Level & level, const Numbers & numbers);
+    template <class F> void each_head(const std::vector<Hunt> & hunts, const F & visit) const;
+    template <class F> void each_level(size_t layer, const F & visit);
+
+    Taking &                                     of;
+    std::vector<std::vector<Joined>>             joined;  // [layer][head]
+    std::vector<std::vector<std::vector<Piece>>> pieces;  // [layer][group of the new layout]
+};
+
+struct GraphRows::Taking {
+    // Layers of one device whose new rows get memory at once.
+    struct Bundle {
+        std::vector<size_t>              layers;
+        std::shared_ptr<Tensors>         held;
+        Numbers                          numbers;
+        std::vector<std::vector<size_t>> lists;  // [layer][group] in numbers: where its rows come from
+        std::unique_ptr<Sketch>          gather, merge;
+    };
+
+    Taking(GraphRows & from, const TakeJob & job);
+
+    Outcome prepare_all();  // but for `done` no row has changed
+    Outcome replace_all();  // done or failed
+
+    // For the layers of one device, of which `layer` is one.
+    Outcome prepare(size_t layer, Sketch & sketch);  // room for its results
+    Outcome compute(size_t layer, Sketch & sketch);
+    Outcome problem(Outcome outcome, size_t layer, const std::string & what);
+    void    upload(Numbers & numbers);
+    void    download(const ggml_tensor * from, void * to);
+    const std::vector<float> * pending_biases(size_t layer, size_t head) const;  // NULL: there are none
+    size_t  work_bytes(size_t layer) const;  // that a large result may take
+
+    // A layer's keys or values, one list after the other: [d, rows].
+    ggml_tensor * flat(ggml_context * context, size_t layer, bool keys) const;
+    size_t        flat_nodes(size_t layer) const { return 4 * from.layers_[layer].groups.size(); }
+    size_t        n_old(size_t layer, size_t head) const;
+
+    GraphRows &     from;
+    const TakeJob & job;
+    GraphRows       next;
+    bool            biased = false;  // whether any row will have a bias
+    std::vector<std::vector<std::vector<int32_t>>> places;   // [layer][head] of its rows in flat(); of layers on devices
+    std::vector<std::vector<std::vector<float>>>   stay;     // [layer][head] biases of the pending rows that stay
+    Merging                                        merging;
+
+  private:
+    static std::vector<ggml_backend_dev_t> devices_of(const GraphRows & of);
+    std::vector<float>                     old_biases(size_t layer, int32_t head) const;
+    uint64_t                               bytes_of(size_t layer) const;
+    uint64_t                               bytes_on(size_t inputs) const;
+
+    void    lay_out_sources();
+    Outcome lay_out_next();
+    void    make_bundles();
+    void    write_lists(Bundle & bundle) const;
+    void    sketch(Bundle & bundle);
+    Outcome check();
+    Outcome open(Bundle & bundle);
+    Outcome open_some(size_t bundle);
+    Outcome finish(Bundle & bundle);
+
+    std::vector<Bundle> bundles;
+};
+
+// Adds the time of a scope.
+class Timer {
+  public:
+    explicit Timer(int64_t & us) : us_(us), start_(std::chrono::steady_clock::now()) {}
+    ~Timer() {
+        us_ += std::chrono::duration_cast<std::chrono::microseconds>(std::chrono::steady_clock::now() - start_).count();
+    }
+
+  private:
+    int64_t &                             us_;
+    std::chrono::steady_clock::time_point start_;
+};
+
+}  // namespace kvedge

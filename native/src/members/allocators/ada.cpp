@@ -1,0 +1,115 @@
+// Adaptive heads: a layer's budget goes to the heads whose scores are the largest in the layer, with a floor for each
+// (AdaKV, Feng et al. 2024).
+
+#include "system/threads.h"
+#include "primitives/share.h"
+
+#include <algorithm>
+#include <functional>
+#include <cmath>
+#include <numeric>
+
+namespace kvedge {
+
+namespace {
+
+enum { FLOOR, NORMALIZE, BUDGET_SCORE, ROUNDING };
+
+const Param PARAMS[] = {
+    setting::number("floor", 0.2, 0, 1, "share of the even budget that every head keeps"),
+    setting::flag("normalize", true, "weigh a head's scores by how concentrated they are"),
+    setting::words("budget_score", "attention,mix",
+                   "what counts where the scorer mixes attention with more: attention or mix"),
+    setting::words("rounding", "exact,official", "exact meets the budget; official, head by head, can miss it"),
+    {},
+};
+
+// Per head, how many of the layer's n_heads * base largest scores it has; ties go to the lower head, then token.
+std::vector<int32_t> count_winners(const std::vector<float> & scores, int32_t n_heads, int32_t n, int32_t base) {
+    std::vector<int32_t> winners((size_t) n_heads, 0);
+    size_t               left = (size_t) n_heads * (size_t) base;
+    if (left == 0) {
+        return winners;
+    }
+    std::vector<float> sorted = scores;
+    std::nth_element(sorted.begin(), sorted.begin() + (std::ptrdiff_t) (left - 1), sorted.end(), std::greater<float>());
+    const float worst = sorted[left - 1];  // of the winners
+    for (int32_t h = 0; h < n_heads; h++) {
+        const auto head    = scores.begin() + (std::ptrdiff_t) h * n;
+        winners[(size_t) h] = (int32_t) std::count_if(head, head + n, [&](float s) { return s > worst; });
+        left -= (size_t) winners[(size_t) h];
+    }
+    for (int32_t h = 0; h < n_heads; h++) {
+        const auto head  = scores.begin() + (std::ptrdiff_t) h * n;
+        const auto equal = std::min(left, (size_t) std::count(head, head + n, worst));
+        winners[(size_t) h] += (int32_t) equal;
+        left -= equal;
+    }
+    return winners;
+}
+
+void normalize(float * scores, int32_t n, int32_t base) {
+    std::vector<float> sorted(scores, scores + n);
+    std::nth_element(sorted.begin(), sorted.begin() + base, sorted.end(), std::greater<float>());
+    const double top   = std::accumulate(sorted.begin(), sorted.begin() + base, 0.0);
+    const double total = std::accumulate(sorted.begin() + base, sorted.end(), top);
+    const auto   share = total > 0.0 ? (float) (top / total) : 0.0f;
+    for (int32_t i = 0; i < n; i++) {
+        scores[i] *= share;
+    }
+}
+
+uint32_t wants(const double * params) { return params[BUDGET_SCORE] == 0 ? (uint32_t) WANTS_ATTENTION : 0u; }
+
+// Pairs of each head beyond those it holds anyway, at most `most`.
+std::vector<int64_t> round_counts(const AllocateInput & in, const std::vector<int32_t> & winners, int32_t base, int32_t most) {
+    const double floor = in.params[FLOOR];
+    if (in.params[ROUNDING] == 0) {
+        std::vector<double> shares;
+        for (int32_t w : winners) {
+            shares.push_back(w * (1.0 - floor) + base * floor);
+        }
+        return round_shares(shares, (int64_t) base * (int64_t) winners.size(), most);
+    }
+    std::vector<int64_t> counts;
+    for (int32_t w : winners) {  // half to even
+        counts.push_back(std::min((int64_t) std::nearbyint(w * (1.0 - floor) + std::floor(base * floor)), (int64_t) most));
+    }
+    return counts;
+}
+
+void allocate_layer(const AllocateInput & in, size_t l, std::vector<int32_t> & out) {
+    const int32_t      held = std::max(in.recent, 1);  // of every head, so that none is left empty
+    const int32_t      base = in.budget - held, n = in.n_tokens - in.recent;
+    const int32_t      n_heads = (*in.shapes)[l].n_heads_kv;
+    const auto &       all     = in.attention ? *in.attention : *in.scores;
+    std::vector<float> scores;
+    for (int32_t h = 0; h < n_heads; h++) {
+        const float * row = all[l].data() + (size_t) h * (size_t) in.n_tokens;
+        scores.insert(scores.end(), row, row + n);
+    }
+    // Mass has no meaning where scores are negative.
+    if (in.params[NORMALIZE] == 0 && std::none_of(scores.begin(), scores.end(), [](float s) { return s < 0.0f; })) {
+        for (int32_t h = 0; h < n_heads; h++) {
+            normalize(scores.data() + (size_t) h * (size_t) n, n, base);
+        }
+    }
+    const auto counts = round_counts(in, count_winners(scores, n_heads, n, base), base, in.n_tokens - held);
+    for (int32_t h = 0; h < n_heads; h++) {
+        out[(size_t) h] = (int32_t) counts[(size_t) h] + held;
+    }
+}
+
+void allocate(const AllocateInput & in, std::vector<std::vector<int32_t>> & out) {
+    if (in.layer >= 0) {
+        allocate_layer(in, (size_t) in.layer, out[(size_t) in.layer]);
+        return;
+    }
+    parallel_for(in.n_threads, (int32_t) out.size(), [&](int32_t l, int32_t) { allocate_layer(in, (size_t) l, out[(size_t) l]); });
+}
+
+}  // namespace
+
+extern const Allocator allocator_ada = { { "ada", PARAMS }, allocate, wants, [](const kvedge_plan &) { return Reach::layer; } };
+
+}  // namespace kvedge

@@ -1,0 +1,108 @@
+// Global rank: one ranking of all scores of all layers and heads says how many tokens each head keeps (KVzip, Kim et al.
+// 2025, arXiv:2505.23416), with a floor for each.
+
+#include "plan/stages.h"
+#include "system/threads.h"
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+
+namespace kvedge {
+
+namespace {
+
+enum { FLOOR };
+
+const Param PARAMS[] = {
+    setting::number("floor", 0.2, 0, 1, "share of the even budget that every head keeps"),
+    {},
+};
+
+uint32_t wants(const double *) { return (uint32_t) WANTS_ATTENTION; }
+
+// One head's scores that take part in the ranking, a part of all.
+struct Head {
+    size_t    layer;
+    int32_t   head;
+    float *   scores;  // [n]
+    ptrdiff_t n;
+};
+
+// The scores of every head without its `own` best and without those beyond n, one after the other in `all`.
+std::vector<Head> gather(const AllocateInput & in, int32_t own, int32_t n, Bulk<float> & all) {
+    const Scores &    scores = in.attention ? *in.attention : *in.scores;
+    const int32_t     taken  = in.n_tokens - in.recent;
+    std::vector<Head> heads;
+    for (size_t l = 0; l < in.shapes->size(); l++) {
+        for (int32_t h = 0; h < (*in.shapes)[l].n_heads_kv; h++) {
+            heads.push_back({ l, h, nullptr, n });
+        }
+    }
+    all.resize(heads.size() * (size_t) n);
+    for (size_t i = 0; i < heads.size(); i++) {
+        heads[i].scores = all.data() + i * (size_t) n;
+    }
+    parallel_for(in.n_threads, (int32_t) heads.size(), [&](int32_t i, int32_t) {
+        const Head &       to  = heads[(size_t) i];
+        const float *      row = scores[to.layer].data() + (size_t) to.head * (size_t) in.n_tokens;
+        std::vector<float> sorted(row, row + taken);
+        const auto         greater = std::greater<float>();
+        std::nth_element(sorted.begin(), sorted.begin() + own, sorted.end(), greater);
+        std::nth_element(sorted.begin() + own, sorted.begin() + own + n - 1, sorted.end(), greater);
+        std::copy_n(sorted.begin() + own, n, to.scores);
+    });
+    return heads;
+}
+
+// Whether no token is better than another, so that ranks would only tell places.
+bool all_equal(const AllocateInput & in) {
+    const Scores & scores = in.attention ? *in.attention : *in.scores;
+    const float    first  = scores[0][0];
+    for (size_t l = 0; l < in.shapes->size(); l++) {
+        for (int32_t h = 0; h < (*in.shapes)[l].n_heads_kv; h++) {
+            const float * row = scores[l].data() + (size_t) h * (size_t) in.n_tokens;
+            if (std::any_of(row, row + in.n_tokens - in.recent, [&](float s) { return s != first; })) {
+                return false;
+            }
+        }
+    }
+    return true;
+}
+
+void allocate(const AllocateInput & in, std::vector<std::vector<int32_t>> & out) {
+    const int32_t held = std::max(in.recent, 1);  // of every head, so that none is left empty
+    const int32_t base = in.budget - held;
+    const int32_t own  = (int32_t) std::floor(in.params[FLOOR] * base + 1e-9);
+    if (own == base || in.n_tokens == in.recent || all_equal(in)) {
+        for (auto & layer : out) {
+            std::fill(layer.begin(), layer.end(), in.budget);
+        }
+        return;
+    }
+    Bulk<float>             all;
+    const std::vector<Head> heads  = gather(in, own, in.n_tokens - held - own, all);
+    Bulk<float>             ranked = all;
+    size_t                  left   = heads.size() * (size_t) (base - own);
+    for (auto & layer : out) {
+        std::fill(layer.begin(), layer.end(), own + held);
+    }
+    std::nth_element(ranked.begin(), ranked.begin() + (ptrdiff_t) (left - 1), ranked.end(), std::greater<float>());
+    const float worst = ranked[left - 1];  // of the winners
+    for (const Head & of : heads) {
+        const auto won = std::count_if(of.scores, of.scores + of.n, [&](float s) { return s > worst; });
+        out[of.layer][(size_t) of.head] += (int32_t) won;
+        left -= (size_t) won;
+    }
+    for (const Head & of : heads) {
+        const auto equal = std::min(left, (size_t) std::count(of.scores, of.scores + of.n, worst));
+        out[of.layer][(size_t) of.head] += (int32_t) equal;
+        left -= equal;
+    }
+}
+
+}  // namespace
+
+extern const Allocator allocator_global = { { "global", PARAMS }, allocate, wants, [](const kvedge_plan &) { return Reach::scores; } };
+
+}  // namespace kvedge

@@ -1,0 +1,23 @@
+// Key norm: keys with a small norm draw the most attention (Devoto et al. 2024), so the lowest norms stay.
+
+#include "plan/stages.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace kvedge {
+
+static Looks looks(const double *, bool) {
+    Looks out;
+    out.key_norms = true;
+    return out;
+}
+
+static void score(const ScoreInput & in, float * out) {
+    const auto & squares = in.measures->key_squares;
+    std::transform(squares.begin(), squares.end(), out, [](float square) { return -std::sqrt(square); });
+}
+
+extern const Scorer scorer_knorm = { { "knorm", nullptr }, false, nullptr, false, nullptr, score, looks };
+
+}  // namespace kvedge

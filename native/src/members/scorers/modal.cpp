@@ -1,0 +1,170 @@
+// Image tokens and text tokens each by what tells among their kind: votes of the last queries for both, mixed for image tokens with
+// norms of values and diversity of keys, as MixKV mixes them, and with outliers, as FlashCache scores them (eq. 10); and the
+// end of the text stays, and text between images, in proportion to what is kept.
+
+#include "plan/stages.h"
+#include "primitives/measure.h"
+#include "primitives/mixture.h"
+#include "primitives/window.h"
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+
+namespace kvedge {
+
+namespace {
+
+enum { WINDOW, FADE, KERNEL, PARTS, OUTLIER, GAMMA, TEXT };
+
+const Param PARAMS[] = {
+    setting::whole("window", 24, 1, 4096, "last queries, which vote, and tokens of the end of the text"),
+    setting::number("fade", 0.15, 0, 100, "a query counts e^-fade of the one behind it"),
+    setting::whole("kernel", 5, 1, 255, "width over which votes for neighbouring image tokens are averaged, odd", 2),
+    setting::whole("parts", 3, 2, 64, "one in so many kept pairs is the end of the text's at least"),
+    setting::number("outlier", 0.5, 0, 100, "weight of how far an image token is from its neighbours, beside what is mixed"),
+    setting::number("gamma", 0.2, 0, 1, "share of the low frequencies that make up the curve through image tokens"),
+    setting::whole("text", 16, 2, 64, "one in so many kept pairs is text at least, between images too"),
+    {},
+};
+
+int32_t window(const double * params) { return (int32_t) params[WINDOW]; }
+
+int32_t last_one(int32_t kept, int32_t, const double *) { return std::min(kept, 1); }
+
+Looks looks(const double * params, bool images) {
+    Looks out;
+    out.votes       = Looks::Votes::faded;
+    out.fade        = params[FADE];
+    out.value_norms = true;
+    out.anchor      = Looks::Anchor::unit;
+    out.gamma       = params[OUTLIER] > 0.0 && images ? params[GAMMA] : -1.0;
+    out.by_kind     = true;
+    return out;
+}
+
+// [n] what was measured of the tokens of a kind. x [T].
+template <class X> std::vector<double> of_kind(const X * x, const std::vector<uint8_t> & kind) {
+    std::vector<double> out;
+    for (size_t t = 0; t < kind.size(); t++) {
+        if (kind[t]) {
+            out.push_back((double) x[t]);
+        }
+    }
+    return out;
+}
+
+// [n] Of the tokens of the kind: pooled votes and norms of values, and diversity by how alike the kind's keys are.
+std::vector<double> mix(const ScoreInput & in, size_t head, const std::vector<uint8_t> & kind) {
+    const size_t              at    = head * (size_t) in.n_tokens;
+    const std::vector<double> plain = of_kind(in.measures->votes.data() + at, kind);
+    std::vector<float>        pooled(plain.begin(), plain.end());
+    pool(Pooling::avg, (int32_t) in.params[KERNEL], pooled.data(), (int32_t) pooled.size());
+    const std::vector<double> votes(pooled.begin(), pooled.end());
+    std::vector<double>       importance = of_kind(in.measures->value_squares.data() + at, kind);
+    std::vector<double>       diversity  = of_kind(in.measures->cosines.data() + at, kind);
+    const double              r          = redundancy(in.measures->anchor_squares[head], (double) votes.size());
+    for (size_t i = 0; i < votes.size(); i++) {
+        importance[i] = std::sqrt(importance[i]);
+        diversity[i]  = -diversity[i];
+    }
+    scale_to(importance, mean(votes));
+    for (size_t i = 0; i < votes.size(); i++) {
+        importance[i] += votes[i];
+    }
+    scale_to(diversity, mean(importance));
+    for (size_t i = 0; i < votes.size(); i++) {
+        importance[i] = (1.0 - r) * importance[i] + r * diversity[i];
+    }
+    return importance;
+}
+
+// Raises tokens, the last one of the text first, such that the a-th has at most a * (parts - 1) of all that are not among the
+// first a above it in rank. So however many stay, one in `parts` of them is among these. scores [n] as they were, and ranked.
+void raise(const int32_t * tokens, size_t count, int32_t parts, const std::vector<float> & scores, const std::vector<float> & ranked,
+           float * out) {
+    const auto           more = (size_t) parts - 1;
+    std::vector<uint8_t> gone(ranked.size(), 0);
+    size_t               at = 0, before = 0;  // so many of the others are before this place
+    for (size_t a = 1; a <= count; a++) {
+        const auto t = (size_t) tokens[a - 1];
+        auto own = (size_t) (std::lower_bound(ranked.begin(), ranked.end(), scores[t], std::greater<float>()) - ranked.begin());
+        while (gone[own]) {
+            own++;
+        }
+        gone[own] = 1;
+        before -= own < at ? 1 : 0;
+        for (; at < ranked.size() && (gone[at] || before < more * a); at++) {
+            before += gone[at] ? 0 : 1;
+        }
+        if (at == ranked.size()) {
+            return;
+        }
+        size_t above = at - 1;
+        while (gone[above]) {
+            above--;
+        }
+        out[t] = std::max(out[t], (float) (0.5 * ((double) ranked[above] + (double) ranked[at])));
+    }
+}
+
+// Of what stays one in `parts` is the end of the text, which is behind the last image, and at most `window` tokens; one in
+// `text` is text, wherever it stands among images.
+void raise_text(const double * params, const uint8_t * image, int32_t n_tokens, float * out) {
+    if (!std::all_of(out, out + n_tokens, [](float x) { return std::isfinite(x); })) {
+        return;  // rows that are no numbers have no ranks
+    }
+    std::vector<int32_t> text;
+    size_t               end = 0;
+    for (int32_t t = n_tokens - 1; t >= 0; t--) {
+        if (!image[t]) {
+            text.push_back(t);
+            if (t >= n_tokens - window(params) && (int32_t) text.size() == n_tokens - t) {
+                end = text.size();
+            }
+        }
+    }
+    const std::vector<float> scores(out, out + n_tokens);
+    std::vector<float>       ranked(scores);
+    std::sort(ranked.begin(), ranked.end(), std::greater<float>());
+    raise(text.data(), end, (int32_t) params[PARTS], scores, ranked, out);
+    if (text.size() < (size_t) n_tokens) {
+        raise(text.data(), text.size(), (int32_t) params[TEXT], scores, ranked, out);
+    }
+}
+
+void votes(const ScoreInput & in, float * out) { std::copy(in.measures->votes.begin(), in.measures->votes.end(), out); }
+
+void score_head(const ScoreInput & in, size_t head, float * out) {
+    const size_t    at     = head * (size_t) in.n_tokens;
+    const uint8_t * image  = in.heads ? in.heads + at : in.image;
+    const bool      images = std::any_of(image, image + in.n_tokens, [](uint8_t one) { return one != 0; });
+    const auto      kind   = kind_of(image, in.n_tokens);
+    std::copy_n(in.measures->votes.data() + at, in.n_tokens, out);
+    std::vector<double> mixture = mix(in, head, kind);
+    if (in.params[OUTLIER] > 0.0 && images) {
+        std::vector<double> far = of_kind(in.measures->deviation.data() + at, kind);
+        scale_to(far, in.params[OUTLIER] * mean(mixture));
+        std::transform(mixture.begin(), mixture.end(), far.begin(), mixture.begin(), std::plus<double>());
+    }
+    for (size_t t = 0, i = 0; t < kind.size(); t++) {
+        if (kind[t]) {
+            out[t] = (float) mixture[i++];
+        }
+    }
+    raise_text(in.params, image, in.n_tokens, out);
+}
+
+void score(const ScoreInput & in, float * out) {
+    for (int32_t h = 0; h < in.shape.n_heads_kv; h++) {
+        score_head(in, (size_t) h, out + (size_t) h * (size_t) in.n_tokens);
+    }
+}
+
+}  // namespace
+
+extern const Scorer scorer_modal = {
+    { "modal", PARAMS }, false, last_one, false, window, score, looks, nullptr, nullptr, false, nullptr, nullptr, votes
+};
+
+}  // namespace kvedge

@@ -1,0 +1,18 @@
+// Position: the later a token, the more it matters; with sinks protected this is StreamingLLM.
+
+#include "plan/stages.h"
+
+namespace kvedge {
+
+static void score(const ScoreInput & in, float * out) {
+    const int32_t n_heads_kv = in.shape.n_heads_kv;
+    for (int32_t h = 0; h < n_heads_kv; h++) {
+        for (int32_t t = 0; t < in.n_tokens; t++) {
+            *out++ = (float) t;
+        }
+    }
+}
+
+extern const Scorer scorer_position = { { "position", nullptr }, false, nullptr, true, nullptr, score };
+
+}  // namespace kvedge

@@ -1,0 +1,68 @@
+// The largest attention that a query of the prompt, or of a second pass over it, pays to a token (KVzip, Kim et al. 2025); with
+// `projected` each query head's times the length of the value that its output projection adds (KVzip+).
+
+#include "plan/stages.h"
+#include "observe/observed.h"
+
+#include <algorithm>
+
+namespace kvedge {
+
+namespace {
+
+enum { SOURCE, SCOPE, CHUNK, PROJECTED };
+
+constexpr float FIRST = 1e18f;  // above any attention times any length; its square is a number still
+
+const Param PARAMS[] = {
+    setting::words("source", "prompt,instruction,repeat",
+                   "whose queries count: the prompt's own, those of an instruction that is read after it, or of the prompt read again"),
+    setting::words("scope", "chunk,context",
+                   "what the attention of a second pass is shared out among: the chunk that it repeats, or all"),
+    setting::whole("chunk", 2000, 16, 1 << 20, "tokens that are read again at a time, images as a whole"),
+    setting::flag("projected", false, "whether attention is weighed by how much the value adds through the output projection"),
+    {},
+};
+
+uint32_t peaks(const double * params) {
+    const uint32_t wants = params[PROJECTED] == 0.0 ? WANTS_PEAKS | WANTS_LENGTHS : WANTS_PEAKS;
+    if (params[SOURCE] == 0.0) {
+        return wants;
+    }
+    return params[SCOPE] == 0.0 ? wants | WANTS_REPLAY | WITHIN_CHUNK : wants | WANTS_REPLAY;
+}
+
+// A KV head's scores [T], by what each of its query heads pays, times the lengths [T] of what values add there.
+void score_projected(const ScoreInput & in, int32_t head, float * out) {
+    const int32_t n = std::min(in.n_tokens, in.peaks_capacity), group = in.shape.n_heads / in.shape.n_heads_kv;
+    std::fill_n(out, in.n_tokens, 0.0f);
+    for (int32_t h = head * group; h < (head + 1) * group; h++) {
+        const float * paid = in.peaks + (size_t) h * (size_t) in.peaks_capacity, * length = in.lengths + (size_t) h * (size_t) in.n_tokens;
+        for (int32_t t = 0; t < n; t++) {
+            out[t] = std::max(out[t], paid[t] >= KEPT_FIRST ? FIRST : paid[t] * length[t]);
+        }
+    }
+}
+
+void score(const ScoreInput & in, float * out) {
+    if (in.lengths) {
+        for (int32_t h = 0; h < in.shape.n_heads_kv; h++) {
+            score_projected(in, h, out + (size_t) h * (size_t) in.n_tokens);
+        }
+        return;
+    }
+    for (int32_t h = 0; h < in.shape.n_heads_kv; h++) {
+        const float * of_head = in.peaks + (size_t) h * (size_t) in.peaks_capacity;
+        for (int32_t t = 0; t < in.n_tokens; t++) {
+            *out++ = t < in.peaks_capacity ? of_head[t] : 0.0f;  // nothing was seen of tokens that followed
+        }
+    }
+}
+
+}  // namespace
+
+extern const Scorer scorer_replay = {
+    { "replay", PARAMS }, false, nullptr, false, nullptr, score, nullptr, nullptr, nullptr, false, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, peaks
+};
+
+}  // namespace kvedge

@@ -1,0 +1,334 @@
+#include "plan/custom.h"
+
+#include "system/error.h"
+#include "system/structs.h"
+#include "kernels/widen.h"
+
+#include <algorithm>
+#include <cfloat>
+#include <cmath>
+#include <cstring>
+
+namespace kvedge {
+
+namespace {
+
+constexpr size_t  LONGEST_NAME   = 40;
+constexpr int32_t MOST_QUERIES   = 1 << 20;
+constexpr float   LARGEST_IN_F16 = 65504.0f;
+
+template <class... A> [[noreturn]] void give_up(const char * format, A... args) {
+    kvedge_error e{};
+    fail(&e, KVEDGE_E_STAGE, format, args...);
+    throw StageFailure(e.message);
+}
+
+// Calls a callback; a status other than OK is a failure with its message.
+template <class F> void call(const char * stage, const char * name, const F & callback) {
+    kvedge_error        own{};
+    const kvedge_status status = callback(&own);
+    if (status == KVEDGE_OK) {
+        return;
+    }
+    own.message[sizeof(own.message) - 1] = '\0';
+    if (own.message[0]) {
+        give_up("%s '%s': %s", stage, name, own.message);
+    }
+    give_up("%s '%s' failed with status %d and said nothing", stage, name, (int) status);
+}
+
+// All pending rows of n heads of a layer, widened: keys [n][T][d_k], values [n][T][d_v].
+void widen(const ScoreInput & in, int32_t first, int32_t n, std::vector<float> & k, std::vector<float> & v) {
+    const LayerShape & shape = in.shape;
+    const auto T = (size_t) in.n_tokens, dk = (size_t) shape.d_k, dv = (size_t) shape.d_v;
+    k.resize((size_t) n * T * dk);
+    v.resize((size_t) n * T * dv);
+    for (int32_t h = 0; h < n; h++) {
+        const size_t   row  = (size_t) h * T;
+        const HeadView view = in.view->head(in.layer, first + h);
+        widen_rows(view.pending, shape, k.data() + row * dk, v.data() + row * dv);
+    }
+}
+
+// Scores n of a layer's KV heads, shown as a layer of no others.
+void score_heads(const ScoreInput & in, int32_t first, int32_t n, const uint8_t * image, float * out) {
+    const kvedge_custom_scorer & given = in.self->custom->given;
+    const LayerShape &           shape = in.shape;
+    const int32_t                group = shape.n_heads / shape.n_heads_kv;
+    const auto                   T = (size_t) in.n_tokens, heads = (size_t) n;
+    std::vector<float>           k, v, q, sums;
+    widen(in, first, n, k, v);
+    kvedge_score_input to{ in.layer,  in.n_layers, n * group, n, in.n_tokens,
+                           shape.d_k, shape.d_v, k.data(), v.data(), image, 0, nullptr, nullptr, in.params, given.user_data };
+    if (given.n_queries > 0 && in.window_q) {
+        to.n_queries   = std::min(given.n_queries, in.n_window);
+        const auto row = (size_t) shape.n_heads * (size_t) shape.d_k, part = (size_t) (n * group) * (size_t) shape.d_k;
+        for (int32_t t = in.n_window - to.n_queries; t < in.n_window; t++) {
+            const float * from = in.window_q + (size_t) t * row + (size_t) (first * group) * (size_t) shape.d_k;
+            q.insert(q.end(), from, from + part);
+        }
+        for (float & x : q) {  // they came with the model's scale in them
+            x *= std::sqrt((float) shape.d_k);
+        }
+        to.q = q.data();
+    }
+    if (given.column_sums && in.column_sums) {
+        sums.resize(heads * T);
+        for (size_t h = 0; h < heads; h++) {
+            const double * from = in.column_sums + ((size_t) first + h) * (size_t) in.sums_capacity;
+            std::transform(from, from + T, sums.begin() + (std::ptrdiff_t) (h * T), [](double x) { return (float) x; });
+        }
+        to.column_sums = sums.data();
+    }
+    std::fill(out, out + heads * T, 0.0f);
+    call("scorer", given.name, [&](kvedge_error * err) { return given.score(&to, out, err); });
+    const float * nan = std::find_if(out, out + heads * T, [](float x) { return std::isnan(x); });
+    if (nan != out + heads * T) {
+        const auto at = (size_t) (nan - out);
+        give_up("scorer '%s' gave NaN for layer %d, KV head %d, token %d", given.name, in.layer, first + (int) (at / T), (int) (at % T));
+    }
+}
+
+// Where the heads of a stream hold different tokens, each is shown by itself: there is one mask for all that are shown.
+void score(const ScoreInput & in, float * out) {
+    const int32_t n = in.shape.n_heads_kv;
+    if (!in.heads) {
+        score_heads(in, 0, n, in.image, out);
+        return;
+    }
+    for (int32_t h = 0; h < n; h++) {
+        const size_t at = (size_t) h * (size_t) in.n_tokens;
+        score_heads(in, h, 1, in.heads + at, out + at);
+    }
+}
+
+void allocate(const AllocateInput & in, std::vector<std::vector<int32_t>> & out) {
+    const kvedge_custom_allocator & given = in.self->custom->given;
+    const auto                      T     = (size_t) in.n_tokens;
+    std::vector<float>              scores;
+    std::vector<int32_t>            heads;
+    size_t                          n_rows = 0;
+    for (size_t l = 0; l < out.size(); l++) {
+        heads.push_back((int32_t) out[l].size());
+        n_rows += out[l].size();
+    }
+    scores.reserve(n_rows * T);
+    for (const auto & of_layer : *in.scores) {
+        scores.insert(scores.end(), of_layer.begin(), of_layer.end());
+    }
+    std::vector<int32_t>        counts(n_rows, 0);
+    const kvedge_allocate_input to{ (int32_t) out.size(), (int32_t) n_rows, in.n_tokens, heads.data(), scores.data(), in.image,
+                                    in.budget, in.recent, in.params, given.user_data };
+    call("allocator", given.name, [&](kvedge_error * err) { return given.allocate(&to, counts.data(), err); });
+
+    int64_t sum = 0;
+    size_t  row = 0;
+    for (size_t l = 0; l < out.size(); l++) {
+        for (size_t h = 0; h < out[l].size(); h++, row++) {
+            if (counts[row] < 1 || counts[row] > in.n_tokens) {
+                give_up("allocator '%s' gives layer %d, KV head %d, %d KV pairs; a head of %d tokens keeps from 1 to %d",
+                        given.name, (int) l, (int) h, counts[row], in.n_tokens, in.n_tokens);
+            }
+            out[l][h] = counts[row];
+            sum += counts[row];
+        }
+    }
+    if (sum != (int64_t) n_rows * in.budget) {
+        give_up("allocator '%s' gives %lld KV pairs in total; the budget is %lld, %d for each of %d heads", given.name,
+                (long long) sum, (long long) n_rows * in.budget, in.budget, (int) n_rows);
+    }
+}
+
+void check_rows(const ReduceInput & in, const char * name, const float * rows, int32_t d, const char * what) {
+    const float limit = in.type == Type::f16 ? LARGEST_IN_F16 : FLT_MAX;
+    for (size_t i = 0; i < (size_t) in.n_kept * (size_t) d; i++) {
+        if (!(std::fabs(rows[i]) <= limit)) {
+            give_up("reducer '%s' gave %g in the %s of token %d of layer %d, KV head %d; the cache stores finite numbers up to %g",
+                    name, (double) rows[i], what, in.kept[i / (size_t) d], in.layer, in.head, (double) limit);
+        }
+    }
+}
+
+void reduce(const ReduceInput & in, const ReducedRows & out) {
+    const kvedge_custom_reducer & given = in.self->custom->given;
+    const auto                    dk = (size_t) in.d_k, dv = (size_t) in.d_v;
+    for (size_t i = 0; i < (size_t) in.n_kept; i++) {
+        std::copy_n(in.k + (size_t) in.kept[i] * dk, dk, out.k + i * dk);
+        std::copy_n(in.v + (size_t) in.kept[i] * dv, dv, out.v + i * dv);
+    }
+    const kvedge_reduce_input to{ in.layer, in.n_layers, in.head, in.n_tokens, in.d_k, in.d_v, in.k, in.v, in.kept, in.n_kept,
+                                  in.sinks, in.recent, in.params, given.user_data };
+    call("reducer", given.name, [&](kvedge_error * err) { return given.reduce(&to, out.k, out.v, err); });
+    check_rows(in, given.name, out.k, in.d_k, "key");
+    check_rows(in, given.name, out.v, in.d_v, "value");
+}
+
+size_t no_scratch(const ReduceSize &) { return 0; }
+
+// ---------------------------------------------------------------------------------------------------------
+
+bool is_name(const char * name) {
+    const size_t n = name ? strnlen(name, LONGEST_NAME + 1) : 0;
+    return n >= 1 && n <= LONGEST_NAME && name[0] >= 'a' && name[0] <= 'z' && std::all_of(name, name + n, [](char c) {
+        return (c >= 'a' && c <= 'z') || (c >= '0' && c <= '9') || c == '-';
+    });
+}
+
+bool is_setting(const kvedge_setting & s) {
+    if (!s.name || !s.name[0] || strnlen(s.name, LONGEST_NAME + 1) > LONGEST_NAME || s.step < 0) {
+        return false;
+    }
+    if (s.choices) {
+        const auto last = std::count(s.choices, s.choices + strlen(s.choices), ',');
+        return s.choices[0] && s.fallback >= 0 && s.fallback <= (double) last && s.fallback == std::floor(s.fallback);
+    }
+    return s.lowest <= s.fallback && s.fallback <= s.highest &&
+           (s.step == 0 || std::fmod(s.fallback - s.lowest, (double) s.step) == 0.0);
+}
+
+template <class T> const T * find_own(const std::vector<std::shared_ptr<const T>> & own, const char * name) {
+    for (const auto & c : own) {
+        if (!strcmp(c->given.name, name)) {
+            return c.get();
+        }
+    }
+    return nullptr;
+}
+
+// Checks what all three kinds have, and copies what custom.given points to.
+template <class C> kvedge_status take(C & custom, const char * stage, const void * known, bool has_function, kvedge_error * err) {
+    auto & given = custom.given;
+    if (!is_name(given.name)) {
+        return fail(err, KVEDGE_E_ARGUMENT, "a %s's name is 1 to %d of a-z, 0-9 and -, and starts with a letter", stage,
+                    (int) LONGEST_NAME);
+    }
+    if (known) {
+        return fail(err, KVEDGE_E_ARGUMENT, "there is a %s named '%s' already; choose another name", stage, given.name);
+    }
+    if (!has_function) {
+        return fail(err, KVEDGE_E_ARGUMENT, "%s '%s' has no function", stage, given.name);
+    }
+    if (given.n_settings < 0 || given.n_settings > MAX_PARAMS || (given.n_settings > 0 && !given.settings)) {
+        return fail(err, KVEDGE_E_ARGUMENT, "%s '%s' has %d settings; up to %d are possible", stage, given.name, given.n_settings,
+                    MAX_PARAMS);
+    }
+    const auto keep = [&](const char * text) { return text ? custom.texts.emplace_back(text).c_str() : nullptr; };
+    for (int32_t i = 0; i < given.n_settings; i++) {
+        const kvedge_setting & s = given.settings[i];
+        if (!is_setting(s)) {
+            return fail(err, KVEDGE_E_ARGUMENT, "setting %d of %s '%s' has no name, or a fallback that it does not allow", i, stage,
+                        given.name);
+        }
+        custom.params.push_back({ keep(s.name), nullptr, s.fallback, s.lowest, s.highest, s.step, keep(s.choices) });
+    }
+    custom.params.push_back({});
+    given.name           = keep(given.name);
+    given.summary        = nullptr;
+    given.settings       = nullptr;
+    custom.member.name   = given.name;
+    custom.member.params = custom.params.data();
+    return KVEDGE_OK;
+}
+
+kvedge_status incomplete(const char * function, kvedge_error * err) {
+    return fail(err, KVEDGE_E_ARGUMENT, "%s: plan or stage is NULL, its struct_size is not set, or it is of a newer kvedge.h", function);
+}
+
+}  // namespace
+
+const Scorer * known_scorer(const kvedge_plan & plan, const char * name) {
+    const auto * own = find_own(plan.own_scorers, name);
+    return own ? &own->member : find_scorer(name);
+}
+
+const Allocator * known_allocator(const kvedge_plan & plan, const char * name) {
+    const auto * own = find_own(plan.own_allocators, name);
+    return own ? &own->member : find_allocator(name);
+}
+
+const Reducer * known_reducer(const kvedge_plan & plan, const char * name) {
+    const auto * own = find_own(plan.own_reducers, name);
+    return own ? &own->member : find_reducer(name);
+}
+
+std::vector<const char *> own_names(const kvedge_plan & plan, kvedge_stage stage) {
+    std::vector<const char *> names;
+    const auto                list = [&](const auto & own) {
+        for (const auto & c : own) {
+            names.push_back(c->given.name);
+        }
+    };
+    switch (stage) {
+        case KVEDGE_STAGE_SCORER:    list(plan.own_scorers); break;
+        case KVEDGE_STAGE_ALLOCATOR: list(plan.own_allocators); break;
+        case KVEDGE_STAGE_REDUCER:   list(plan.own_reducers); break;
+        case KVEDGE_STAGE_DECODE:
+        case KVEDGE_STAGE_PRUNER:    break;
+    }
+    return names;
+}
+
+}  // namespace kvedge
+
+using namespace kvedge;
+
+extern "C" kvedge_status kvedge_plan_add_scorer(kvedge_plan * plan, const kvedge_custom_scorer * given, kvedge_error * err) try {
+    auto                   custom = std::make_shared<CustomScorer>();
+    kvedge_custom_scorer & own    = custom->given;
+    if (!plan || !read_struct(given, own)) {
+        return incomplete("kvedge_plan_add_scorer", err);
+    }
+    if (own.n_queries < 0 || own.n_queries > MOST_QUERIES || own.recent < 0) {
+        return fail(err, KVEDGE_E_ARGUMENT, "a scorer sees 0 to %d queries, and protects 0 or more recent tokens", MOST_QUERIES);
+    }
+    if (const auto status = take(*custom, "scorer", is_name(own.name) ? known_scorer(*plan, own.name) : nullptr,
+                                 own.score != nullptr, err); status != KVEDGE_OK) {
+        return status;
+    }
+    custom->member.needs_column_sums = own.column_sums;
+    custom->member.score             = score;
+    custom->member.custom            = custom.get();
+    plan->own_scorers.push_back(std::move(custom));
+    return ok(err);
+} catch (...) {
+    return caught(err, "take a scorer");
+}
+
+extern "C" kvedge_status kvedge_plan_add_allocator(
+    kvedge_plan * plan, const kvedge_custom_allocator * given, kvedge_error * err) try {
+    auto                      custom = std::make_shared<CustomAllocator>();
+    kvedge_custom_allocator & own    = custom->given;
+    if (!plan || !read_struct(given, own)) {
+        return incomplete("kvedge_plan_add_allocator", err);
+    }
+    if (const auto status = take(*custom, "allocator",
+                                 is_name(own.name) ? known_allocator(*plan, own.name) : nullptr,
+                                 own.allocate != nullptr, err); status != KVEDGE_OK) {
+        return status;
+    }
+    custom->member.allocate = allocate;
+    custom->member.custom   = custom.get();
+    plan->own_allocators.push_back(std::move(custom));
+    return ok(err);
+} catch (...) {
+    return caught(err, "take an allocator");
+}
+
+extern "C" kvedge_status kvedge_plan_add_reducer(kvedge_plan * plan, const kvedge_custom_reducer * given, kvedge_error * err) try {
+    auto                    custom = std::make_shared<CustomReducer>();
+    kvedge_custom_reducer & own    = custom->given;
+    if (!plan || !read_struct(given, own)) {
+        return incomplete("kvedge_plan_add_reducer", err);
+    }
+    if (const auto status = take(*custom, "reducer", is_name(own.name) ? known_reducer(*plan, own.name) : nullptr,
+                                 own.reduce != nullptr, err); status != KVEDGE_OK) {
+        return status;
+    }
+    custom->member.reduce  = reduce;
+    custom->member.scratch = no_scratch;
+    custom->member.custom  = custom.get();
+    plan->own_reducers.push_back(std::move(custom));
+    return ok(err);
+} catch (...) {
+    return caught(err, "take a reducer");
+}

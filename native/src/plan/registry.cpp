@@ -1,0 +1,83 @@
+// The members of every stage. The build writes their list (plan/members.h) from the names of the files in the stages' folders.
+
+#include "plan/members.h"
+#include "plan/stages.h"
+
+#include <cstring>
+
+namespace kvedge {
+
+#define DECLARE(Type, stage, name) extern const Type stage##_##name;
+KVEDGE_MEMBERS(DECLARE)
+
+namespace {
+
+template <class T> constexpr kvedge_stage STAGE_OF = KVEDGE_STAGE_SCORER;
+template <> constexpr kvedge_stage STAGE_OF<Allocator>    = KVEDGE_STAGE_ALLOCATOR;
+template <> constexpr kvedge_stage STAGE_OF<Reducer>      = KVEDGE_STAGE_REDUCER;
+template <> constexpr kvedge_stage STAGE_OF<DecodePolicy> = KVEDGE_STAGE_DECODE;
+template <> constexpr kvedge_stage STAGE_OF<Pruner>       = KVEDGE_STAGE_PRUNER;
+
+struct Registered {
+    kvedge_stage   stage;
+    const Member * member;
+};
+
+#define REGISTERED(Type, stage, name) { STAGE_OF<Type>, &stage##_##name },
+const Registered MEMBERS[] = { KVEDGE_MEMBERS(REGISTERED) };
+
+const Member * find(kvedge_stage stage, const char * name) {
+    for (const Registered & r : MEMBERS) {
+        if (r.stage == stage && strcmp(r.member->name, name) == 0) {
+            return r.member;
+        }
+    }
+    return nullptr;
+}
+
+template <class T> const T * find(const char * name) { return static_cast<const T *>(find(STAGE_OF<T>, name)); }
+
+}  // namespace
+
+const Scorer *       find_scorer(const char * name) { return find<Scorer>(name); }
+const Allocator *    find_allocator(const char * name) { return find<Allocator>(name); }
+const Reducer *      find_reducer(const char * name) { return find<Reducer>(name); }
+const DecodePolicy * find_decode(const char * name) { return find<DecodePolicy>(name); }
+const Pruner *       find_pruner(const char * name) { return find<Pruner>(name); }
+
+}  // namespace kvedge
+
+using namespace kvedge;
+
+extern "C" const char * kvedge_stage_name(kvedge_stage stage, int32_t i) try {
+    for (const Registered & r : MEMBERS) {
+        if (r.stage == stage && i-- == 0) {
+            return r.member->name;
+        }
+    }
+    return nullptr;
+} catch (...) {
+    return nullptr;
+}
+
+extern "C" int32_t kvedge_stage_count(kvedge_stage stage) try {
+    int32_t n = 0;
+    while (kvedge_stage_name(stage, n)) {
+        n++;
+    }
+    return n;
+} catch (...) {
+    return 0;
+}
+
+extern "C" const kvedge_setting * kvedge_stage_setting(kvedge_stage stage, const char * member, int32_t i) try {
+    const Member * m = member ? find(stage, member) : nullptr;
+    for (const Param * p = m ? m->params : nullptr; p && p->name; p++) {
+        if (i-- == 0) {
+            return p;
+        }
+    }
+    return nullptr;
+} catch (...) {
+    return nullptr;
+}

@@ -1,9 +1,0 @@
-// The rows that are not kept are dropped.
-
-#include "core/stages.h"
-
-namespace kvedge {
-
-extern const Reducer reducer_evict = { { "evict", nullptr }, nullptr, nullptr };
-
-}  // namespace kvedge

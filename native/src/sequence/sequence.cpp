@@ -1,0 +1,92 @@
+#include "sequence/sequence.h"
+
+#include <new>
+
+namespace kvedge {
+
+std::unique_ptr<Sequence> Sequence::clone() const try {
+    return std::make_unique<Sequence>(*this);
+} catch (const std::bad_alloc &) {
+    return nullptr;
+}
+
+std::vector<uint8_t> Sequence::modality() const {
+    std::vector<uint8_t> out;
+    if (observed.has_queries()) {
+        for (int32_t token : rows.pending_tokens()) {
+            out.push_back(rows.contents().image[(size_t) token]);
+        }
+    }
+    return out;
+}
+
+void Sequence::observe(int32_t n, bool causal) { observed.count(rows.pending_length(), n, causal, modality()); }
+
+void Sequence::remove(int32_t p0, int32_t p1) {
+    if (!rows.holds(p0, p1)) {
+        return;
+    }
+    const int32_t        n_pending = rows.pending_length();
+    std::vector<int32_t> staying;  // pending ones; memory for it is taken before a row goes
+    if (observed.has_queries()) {
+        for (int32_t token : rows.pending_tokens()) {
+            const int32_t pos = rows.contents().pos[(size_t) token];
+            if (pos < p0 || pos >= p1) {
+                staying.push_back(token);
+            }
+        }
+    }
+    for (const Removed & gone : rows.remove_rows(p0, p1)) {
+        if (gone.layer < 0) {
+            observed.remove_rows(gone.first, gone.n, gone.keep);
+        } else {
+            observed.remove_head_rows((size_t) gone.layer, (size_t) gone.head, gone.first, gone.n, gone.keep);
+        }
+    }
+    rows.forget_last(p0, p1);
+    if (observed.has_queries()) {
+        observed.forget_queries(staying, rows.n_tokens());
+    }
+    if (rows.pending_length() != n_pending) {
+        observed.skip_windows(rows.n_tokens());  // the rings count rows that are gone
+    }
+}
+
+void Sequence::take_back(int32_t n) {
+    rows.take_back(n);
+    observed.drop();  // of some layers it is gone already
+    observed.missing().count(rows.pending_length());
+}
+
+void Sequence::close_pending() {
+    rows.close_pending();
+    observed.missing() = {};
+    observed.drop();
+}
+
+void Sequence::promote_sealed() {
+    if (rows.promote_sealed()) {
+        observed.drop();
+        observed.missing() = {};
+        observed.missing().count(rows.pending_length());
+    }
+}
+
+void Sequence::sums_to_scores() {
+    rows.score_pending([&](size_t layer, size_t head) {
+        const ColumnSums & cs = observed.sums(layer);
+        return cs.sums.data() + head * (size_t) cs.capacity;
+    });
+}
+
+bool Sequence::open_stream(int32_t n_sinks) {
+    const int32_t old = rows.even_rows();
+    if (old < 0) {
+        return false;
+    }
+    observed.shift_rows((size_t) old);
+    rows.open_stream(n_sinks);
+    return true;
+}
+
+}  // namespace kvedge

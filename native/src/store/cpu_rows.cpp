@@ -1,0 +1,245 @@
+#include "store/cpu_rows.h"
+
+#include "kernels/kernels.h"
+#include "system/file.h"
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+
+namespace kvedge {
+
+CpuRows::CpuRows(const LayerShape & shape, const Storage & storage, int32_t capacity)
+    : shape_(shape), storage_(storage), ragged_(false), capacity_(capacity) {
+    const Storage plain = storage.plain();
+    extent_ = (size_t) shape.n_heads_kv * (size_t) capacity * (row_k(shape, plain.k) + row_v(shape, plain.v));
+}
+
+CpuRows::CpuRows(const LayerShape & shape, const Storage & storage, std::vector<RaggedHead> heads)
+    : shape_(shape), storage_(storage), ragged_(true), heads_(std::move(heads)) {
+    extent_ = lay_out(shape_, storage_, heads_);
+}
+
+bool CpuRows::take() {
+    memory_ = Pages::take(extent_);
+    return memory_ || extent_ == 0;
+}
+
+void CpuRows::clear() noexcept {
+    memory_ = Pages();
+    extent_ = 0;
+    for (RaggedHead & head : heads_) {
+        for (Side * side : { &head.k, &head.v }) {
+            for (Area & area : *side) {
+                area.n = 0;
+                area.live.clear();
+            }
+        }
+    }
+}
+
+uint64_t CpuRows::index_bytes() const {
+    uint64_t n = 0;
+    for (const RaggedHead & head : heads_) {
+        n += sizeof(RaggedHead) + head.k[0].live.capacity();
+    }
+    return n;
+}
+
+void CpuRows::add(int32_t n) {
+    n_ += n;
+    for (RaggedHead & head : heads_) {
+        head.k[1].n += n;
+        head.v[1].n += n;
+    }
+}
+
+void CpuRows::fill(int32_t head, int32_t first, const std::vector<Segment> & from) {
+    const auto         dk = (size_t) shape_.d_k, dv = (size_t) shape_.d_v;
+    std::vector<float> wide;
+    for (const Segment & s : from) {
+        wide.resize((size_t) s.n * std::max(dk, dv));
+        kernels().widen(s.k, s.n, shape_.d_k, wide.data(), dk);
+        kernels().from_f32(storage_.plain().k, wide.data(), k_row(head, first), (size_t) s.n * dk);
+        kernels().widen(s.v, s.n, shape_.d_v, wide.data(), dv);
+        kernels().from_f32(storage_.plain().v, wide.data(), v_row(head, first), (size_t) s.n * dv);
+        first += s.n;
+    }
+}
+
+void CpuRows::keep(const std::vector<int32_t> & rows) {
+    const size_t kst = row_k(shape_, storage_.plain().k), vst = row_v(shape_, storage_.plain().v);
+    for (int32_t h = 0; h < shape_.n_heads_kv; h++) {
+        for (size_t to = 0; to < rows.size(); to++) {
+            memmove(k_row(h, (int32_t) to), k_row(h, rows[to]), kst);
+            memmove(v_row(h, (int32_t) to), v_row(h, rows[to]), vst);
+        }
+    }
+    n_ = (int32_t) rows.size();
+}
+
+void CpuRows::loosen() {
+    if (!heads_.empty()) {
+        return;
+    }
+    heads_.resize((size_t) shape_.n_heads_kv);
+    for (int32_t h = 0; h < shape_.n_heads_kv; h++) {
+        set_loose(h, n_);
+    }
+}
+
+void CpuRows::set_loose(int32_t head, int32_t n) {
+    RaggedHead & of = heads_[(size_t) head];
+    of.k[1].n = of.v[1].n = n;
+    of.k[1].offset        = k_at(head, n_ - n);
+    of.v[1].offset        = v_at(head, n_ - n);
+}
+
+void CpuRows::write(int32_t head, int32_t first, int32_t n, const float * k, const float * v) {
+    write_rows(memory_.data(), heads_[(size_t) head].k, keys_of(shape_, storage_), first, n, k);
+    write_rows(memory_.data(), heads_[(size_t) head].v, values_of(shape_, storage_), first, n, v);
+}
+
+void CpuRows::gather(int32_t head, const std::vector<int32_t> & kept, const std::vector<Segment> & from) {
+    uint8_t * const k    = memory_.data() + heads_[(size_t) head].k[0].offset;
+    uint8_t * const v    = memory_.data() + heads_[(size_t) head].v[0].offset;
+    size_t          next = 0;
+    int32_t         at   = 0;
+    for (const Segment & seg : from) {
+        for (; next < kept.size() && kept[next] < at + seg.n; next++) {
+            const auto r = (size_t) (kept[next] - at);
+            memcpy(k + next * seg.k.stride, seg.k.data + r * seg.k.stride, seg.k.stride);
+            memcpy(v + next * seg.v.stride, seg.v.data + r * seg.v.stride, seg.v.stride);
+        }
+        at += seg.n;
+    }
+}
+
+// Where rows of loose heads go, they only ever move towards the front, so that none is overwritten before its turn.
+void CpuRows::keep_flagged(int32_t head, const uint8_t * flags, int32_t end) {
+    RaggedHead & of   = heads_[(size_t) head];
+    uint8_t *    data = memory_.data();
+    if (ragged_) {
+        keep_rows(data, of.k, keys_of(shape_, storage_), flags);
+        keep_rows(data, of.v, values_of(shape_, storage_), flags);
+        return;
+    }
+    const size_t  kst = row_k(shape_, storage_.plain().k), vst = row_v(shape_, storage_.plain().v);
+    const int32_t n    = of.k[1].n;
+    const auto    left = (int32_t) std::count(flags, flags + n, 1);
+    const size_t  k_to = k_at(head, end - left), v_to = v_at(head, end - left);
+    size_t        kept = 0;
+    for (size_t r = 0; r < (size_t) n; r++) {
+        if (flags[r]) {
+            memmove(data + k_to + kept * kst, data + of.k[1].offset + r * kst, kst);
+            memmove(data + v_to + kept * vst, data + of.v[1].offset + r * vst, vst);
+            kept++;
+        }
+    }
+    of.k[1].offset = k_to;
+    of.v[1].offset = v_to;
+    of.k[1].n = of.v[1].n = left;
+    n_                    = end;
+}
+
+void CpuRows::drop(int32_t head, int32_t row) {
+    drop_row(memory_.data(), heads_[(size_t) head].k, keys_of(shape_, storage_), row, !ragged_);
+    drop_row(memory_.data(), heads_[(size_t) head].v, values_of(shape_, storage_), row, !ragged_);
+}
+
+// ---------------------------------------------------------------------------------------------------------
+
+// How many of a side's rows are quantised, and how they lie in groups.
+static void save_side_counts(const Area & stored, const SideLayout & layout, Sink & out) {
+    out.value<int32_t>(stored.n);
+    if (is_grouped(layout.types[0])) {
+        out.value<uint32_t>((uint32_t) stored.live.size());
+        out.values(stored.live);
+    }
+}
+
+static bool load_side_counts(Side & side, const SideLayout & layout, int32_t length, Reader & in) {
+    Area &   stored   = side[0];
+    uint32_t n_groups = 0;
+    if (!in.value(stored.n) || stored.n < 0 || stored.n > length) {
+        return false;
+    }
+    side[1].n = length - stored.n;
+    if (!is_grouped(layout.types[0])) {
+        return true;
+    }
+    if (!in.value(n_groups) || !in.values(stored.live, n_groups)) {
+        return false;
+    }
+    int64_t live = 0;
+    for (uint8_t n : stored.live) {
+        live += n;
+        if (n > GROUP) {
+            return false;
+        }
+    }
+    return live == stored.n;
+}
+
+// visit(offset, bytes) for every stretch of rows, in the order of a file.
+template <class F>
+static void each_stretch(const std::vector<RaggedHead> & heads, const LayerShape & shape, const Storage & storage, const F & visit) {
+    for (const RaggedHead & head : heads) {
+        for (const auto & [side, layout] : { std::pair{ &head.k, keys_of(shape, storage) }, { &head.v, values_of(shape, storage) } }) {
+            for (size_t a = 0; a < 2; a++) {
+                if (const size_t n = area_bytes(layout.types[a], layout.d, (*side)[a]); n > 0) {
+                    visit((*side)[a].offset, n);
+                }
+            }
+        }
+    }
+}
+
+void CpuRows::save_counts(int32_t head, Sink & out) const {
+    const RaggedHead none;
+    const RaggedHead & of = heads_.empty() ? none : heads_[(size_t) head];
+    save_side_counts(of.k[0], keys_of(shape_, storage_), out);
+    save_side_counts(of.v[0], values_of(shape_, storage_), out);
+}
+
+void CpuRows::save(Sink & out) const {
+    if (!heads_.empty()) {
+        each_stretch(heads_, shape_, storage_, [&](size_t at, size_t n) { out.write(memory_.data() + at, n); });
+        return;
+    }
+    for (int32_t h = 0; h < shape_.n_heads_kv; h++) {
+        each_segment(h, [&](const Segment & s) {
+            out.write(s.k.data, (size_t) s.n * s.k.stride);
+            out.write(s.v.data, (size_t) s.n * s.v.stride);
+        });
+    }
+}
+
+bool CpuRows::load_counts(int32_t head, int32_t length, Reader & in) {
+    RaggedHead & of = heads_[(size_t) head];
+    return load_side_counts(of.k, keys_of(shape_, storage_), length, in) && load_side_counts(of.v, values_of(shape_, storage_), length, in);
+}
+
+bool CpuRows::load(Reader & in) {
+    uint64_t held = 0;
+    if (ragged_) {
+        extent_ = lay_out(shape_, storage_, heads_);
+    }
+    each_stretch(heads_, shape_, storage_, [&](size_t, size_t n) { held += n; });
+    const uint64_t row = row_k(shape_, storage_.plain().k) + row_v(shape_, storage_.plain().v);
+    if (held > in.left() || (heads_.empty() && (uint64_t) n_ * (uint64_t) shape_.n_heads_kv > in.left() / row)) {
+        return false;
+    }
+    if (!take()) {
+        throw std::bad_alloc();
+    }
+    bool whole = true;
+    each_stretch(heads_, shape_, storage_, [&](size_t at, size_t n) { whole = whole && in.read(memory_.data() + at, n); });
+    for (int32_t h = 0; heads_.empty() && n_ > 0 && h < shape_.n_heads_kv; h++) {
+        whole = whole && in.read(k_row(h, 0), (size_t) n_ * row_k(shape_, storage_.plain().k)) &&
+                in.read(v_row(h, 0), (size_t) n_ * row_v(shape_, storage_.plain().v));
+    }
+    return whole;
+}
+
+}  // namespace kvedge

@@ -1,0 +1,136 @@
+"""Embeddings of images that were encoded before, for all conversations with an encoder; in a folder, for later runs."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+IMAGE_CACHE = 256 << 20  # bytes in memory, unless a setting says otherwise: 28 images of LLaVA-1.5-7B
+KIND = "images"
+_LOOK_S = 0.05  # between two looks at what may end the wait for another conversation's encoding
+
+
+class Folder(Protocol):
+    """Where entries outlive the process (caches/folder.py)."""
+
+    def get(self, kind: str, key: str) -> memoryview | None: ...
+
+    def put(self, kind: str, key: str, parts: Iterable[memoryview]) -> None: ...
+
+
+@dataclass
+class _Work:
+    """An image that a thread has at hand; `rows` is there when it came to its end."""
+
+    thread: int = field(default_factory=threading.get_ident)
+    over: threading.Event = field(default_factory=threading.Event)
+    rows: np.ndarray | None = None
+
+
+class Encoded:
+    """Rows that one encoder made of images, bounded in bytes; those used least recently go first.
+
+    May be called from several threads. Who asks for an image that another thread has at hand waits for that one.
+    """
+
+    def __init__(self, width: int, limit_bytes: int, folder: Folder | None = None, encoder: str = "") -> None:
+        """width: of the rows. limit_bytes: of those held in memory; 0 holds none.
+
+        encoder: tells it, its settings and its version apart from all others that use the folder.
+        """
+        self._width, self._limit, self._folder, self._encoder = width, limit_bytes, folder, encoder
+        self._lock = threading.Lock()
+        self._held: OrderedDict[str, np.ndarray] = OrderedDict()
+        self._work: dict[str, _Work] = {}
+        self._n_bytes = 0
+
+    @property
+    def n_bytes(self) -> int:
+        """So many bytes are held in memory."""
+        return self._n_bytes
+
+    def rows(
+        self, key: str, n_rows: int, make: Callable[[], np.ndarray], look: Callable[[float], None]
+    ) -> tuple[np.ndarray, bool]:
+        """Returns what the encoder makes of an image, [n_rows, width] float32, read-only, and whether it was there.
+
+        key: of its pixels. make: encodes it, and is called if nothing is there. look: called while another thread
+        encodes it; what it raises ends the wait, and is raised, as is what `make` raises.
+        """
+        while True:
+            with self._lock:
+                if (found := self._find(key, n_rows)) is not None:
+                    return found, True
+                other = self._work.get(key)
+                if other is None:
+                    own = self._work[key] = _Work()
+                    break
+            if other.thread == threading.get_ident():
+                return make(), False  # from within a `look`: the encoder says what is wrong with that
+            while not other.over.wait(_LOOK_S):
+                look(0.0)
+            if other.rows is not None and len(other.rows) == n_rows:
+                return other.rows, True
+        try:
+            rows = self._stored(key, n_rows)
+            there = rows is not None
+            if rows is None:
+                rows = np.ascontiguousarray(make(), np.float32)
+                rows.setflags(write=False)
+            own.rows = rows
+        finally:
+            with self._lock:
+                del self._work[key]
+                if own.rows is not None:
+                    self._hold(key, own.rows)
+            own.over.set()
+        if not there:  # after those who waited went on: a disk may take its time
+            self._store(key, rows)
+        return rows, there
+
+    def drop(self, key: str) -> None:
+        """Frees the rows of one image."""
+        with self._lock:
+            self._n_bytes -= getattr(self._held.pop(key, None), "nbytes", 0)
+
+    def clear(self) -> None:
+        """Frees what is held in memory."""
+        with self._lock:
+            self._held.clear()
+            self._n_bytes = 0
+
+    # ---------------------------------------------------------------------------------------------------
+
+    def _find(self, key: str, n_rows: int) -> np.ndarray | None:
+        found = self._held.get(key)
+        if found is None or len(found) != n_rows:
+            return None
+        self._held.move_to_end(key)
+        return found
+
+    def _hold(self, key: str, rows: np.ndarray) -> None:
+        if rows.nbytes > self._limit:
+            return
+        self._n_bytes += rows.nbytes - getattr(self._held.pop(key, None), "nbytes", 0)
+        self._held[key] = rows
+        while self._n_bytes > self._limit:
+            self._n_bytes -= self._held.popitem(last=False)[1].nbytes
+
+    def _name(self, key: str, n_rows: int) -> str:
+        return hashlib.sha256(f"{self._encoder}\n{self._width}\n{n_rows}\n{key}".encode()).hexdigest()
+
+    def _stored(self, key: str, n_rows: int) -> np.ndarray | None:
+        data = self._folder.get(KIND, self._name(key, n_rows)) if self._folder is not None else None
+        if data is None or len(data) != 4 * n_rows * self._width:
+            return None
+        return np.frombuffer(data, "<f4").reshape(n_rows, self._width).astype(np.float32, copy=False)
+
+    def _store(self, key: str, rows: np.ndarray) -> None:
+        if self._folder is not None:
+            self._folder.put(KIND, self._name(key, len(rows)), [rows.astype("<f4", copy=False).data])

@@ -1,0 +1,301 @@
+"""What a conversation will take of memory is computed from the metadata of the files: nothing is loaded.
+
+Every figure is bytes of resident memory; models/shape.py says what they follow from.
+"""
+
+from __future__ import annotations
+
+import importlib
+import platform
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from gguf import GGML_QUANT_SIZES
+from gguf import GGMLQuantizationType as Type
+
+from pykvedge import errors
+from pykvedge.library import libkvedge, native_plan
+from pykvedge.models.gguf import Header, Tensor, tensor_bytes
+from pykvedge.models.imagetokens import ImageGrid
+from pykvedge.models.shape import ModelShape, mask_bytes
+from pykvedge.native import ggml, llamacpp
+from pykvedge.plans.plan import Plan
+from pykvedge.reference.kvtypes import KvType
+from pykvedge.runtime.llama_context import DEFAULT_CTX, N_UBATCH, ROOM_TO_ANSWER
+from pykvedge.runtime.replay import extra_tokens
+from pykvedge.system import memory
+
+_VOCABULARY = 260  # bytes a token of the vocabulary takes in llama.cpp's tables
+_GRAPH = 4 << 20  # bytes of llama.cpp's graphs, and of what it allocates for its bookkeeping
+
+# types that llama.cpp keeps a second, rearranged copy of, by instruction set; the rows must be a multiple of _ROWS
+_AVX2 = {Type.Q4_0, Type.Q4_K, Type.IQ4_NL, Type.MXFP4}
+_NEON = _AVX2 | {Type.Q8_0, Type.Q5_K, Type.Q6_K}
+_REPACKED = {
+    "avx2": _AVX2,
+    "avx512": _AVX2 | {Type.Q2_K},
+    "avx512vnni": _AVX2 | {Type.Q2_K},
+    "neondot": _NEON,
+    "neoni8mm": _NEON,
+}
+_ROWS = 8
+# AMX takes flat weights of these types, rows a multiple of _AMX_ROWS, before any other code sees them; a block of its
+# copy has so many bytes more than one of the file (sums of q8_0, widened scales of the others)
+AMX = "amx"
+_AMX = {Type.F16: 0, Type.Q4_0: 0, Type.Q4_1: 0, Type.Q8_0: 4, Type.Q4_K: 4, Type.Q5_K: 4, Type.Q6_K: 0, Type.IQ4_XS: 2}
+_AMX_ROWS = 32
+_BESIDE_AMX = "avx512vnni"  # what processors with AMX have for the other weights
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A language model's weights take bytes. mapped: of the file, from the first to the last tensor read there.
+
+    in_place: of those tensors alone. repacked: of the copies in another order.
+    """
+
+    mapped: int
+    in_place: int
+    repacked: int
+
+    @classmethod
+    def of(cls, header: Header, simd: str, away: frozenset[str] = frozenset()) -> Weights:
+        """simd: the instruction set of this machine (machine_simd()). away: tensors that lie on devices."""
+        tied = "output.weight" not in header.tensors
+        first, last, in_place, repacked = header.file_size, 0, 0, 0
+        for name, tensor in header.tensors.items():
+            if name in away:
+                continue
+            n_bytes = tensor_bytes(tensor) or 0
+            copied = _copied(tensor, simd)
+            # an embedding that is looked up stays as it is; one that makes the logits, too, is copied for them
+            looked_up = name in ("token_embd.weight", "per_layer_token_embd.weight")
+            if copied and (not looked_up or (tied and name == "token_embd.weight")):
+                repacked += int(n_bytes * copied)
+            if not copied or looked_up:
+                first, last = min(first, tensor.offset), max(last, tensor.offset + n_bytes)
+                in_place += n_bytes
+        return cls(max(last - first, 0), in_place, repacked)
+
+
+def machine_simd() -> str:
+    """Names the instruction set as libkvedge does, AMX where ggml uses it; without libraries it is a guess."""
+    try:
+        return AMX if "AMX" in dict(ggml.buffer_types(ggml.cpu())) else libkvedge.simd()
+    except errors.LibraryError:
+        return "neondot" if platform.machine().lower() in ("arm64", "aarch64") else "avx2"
+
+
+def program_bytes(header: Header) -> int:
+    """Measures what this process takes before a model is loaded, and adds the model's vocabulary."""
+    vocabulary = header.arrays.get("tokenizer.ggml.tokens", 0) + header.arrays.get("tokenizer.ggml.merges", 0)
+    return process_bytes(vocabulary)
+
+
+def process_bytes(vocabulary: int) -> int:
+    """Measures this process with its libraries, and adds a model's vocabulary, of so many tokens and merges."""
+    importlib.import_module("pykvedge.chat.session")
+    with suppress(errors.LibraryError):
+        llamacpp.start(False, vision=True)
+    return memory.rss_bytes() + _VOCABULARY * vocabulary
+
+
+def _copied(tensor: Tensor, simd: str) -> float:
+    """Tells how large the rearranged copy of a weight is, as a multiple of the weight; 0: there is none."""
+    if len(tensor.shape) < 2:
+        return 0.0
+    if simd == AMX:
+        flat = all(n == 1 for n in tensor.shape[2:])
+        if flat and tensor.type in _AMX and tensor.shape[1] % _AMX_ROWS == 0:
+            kind = Type(tensor.type)
+            block = GGML_QUANT_SIZES[kind][1]
+            return (block + _AMX[kind]) / block
+        simd = _BESIDE_AMX
+    return float(tensor.shape[1] % _ROWS == 0 and tensor.type in _REPACKED.get(simd, ()))
+
+
+def encoder_compute(mmproj: Header, grid: ImageGrid) -> int:
+    """Computes the bytes that encoding one image takes beside the weights."""
+    values = mmproj.values
+    width = int(values.get("clip.vision.embedding_length", 0))
+    ff = int(values.get("clip.vision.feed_forward_length", 4 * width))
+    by_size = str(values.get("clip.projector_type", "")).startswith("qwen")
+    return grid.n_patches * 4 * (ff + (2 if by_size else 4) * width) + grid.pixels * 3 * 4
+
+
+# ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request says what is to run."""
+
+    plan: Plan
+    n_images: int = 0
+    image_tokens: int = 0  # of one image
+    text_tokens: int = 64
+    n_ctx: int = 0  # of stock llama.cpp; 0: the prompt and room to answer, at least what the model's default gives
+    kv_type: str = "f16"
+    threads: int = 1
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.text_tokens + self.n_images * self.image_tokens
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Resident bytes are told by what they are for; `full`: kvedge, uncompressed, `stock`: llama.cpp alone.
+
+    Stock keeps the working memory of the image encoder while it reads the prompt; kvedge gives it back first, so that
+    its peaks are those of whichever takes more. It gives back llama.cpp's compute buffer when the prompt is complete.
+    """
+
+    program: int  # the process itself, its libraries, the vocabulary
+    weights: int
+    repacked: int
+    encoder: int
+    encoder_compute: int
+    compute: int
+    compute_stock: int
+    n_ctx: int
+    prompt_tokens: int
+    kept_tokens: int  # pairs per head that the plan keeps of the prompt
+    kv_stock: int
+    kv_prompt: int
+    kv_kept: int
+    scores: int
+    reclaimable: int  # of each peak, mapped pages whose tensors exist a second time: the system may drop them
+    scores_and_layer: int  # what compressing needs at its peak beside the prompt: scores, one layer's kept rows or W_O
+    grams: int  # W_O W_O' of all heads, which the first compression by such a plan leaves for the later ones
+    peak_stock: int
+    peak_full: int
+    peak_prefill: int  # compressed
+    kv_bounded: int  # largest amount of KV memory of a prompt that is compressed layer by layer, with its scores
+    compute_bounded: int  # a pass over all of its tokens
+    peak_bounded: int
+    answer_full: int  # while the answer is generated
+    after_compression: int
+
+
+@dataclass(frozen=True)
+class Files:
+    """These parts of a footprint do not depend on the prompt."""
+
+    shape: ModelShape
+    weights: Weights
+    program: int
+    encoder: int = 0
+    encoder_compute: int = 0
+
+
+def footprint(files: Files, request: Request) -> Footprint:
+    """Computes the memory that a first message of that size takes."""
+    shape, weights, plan, types = files.shape, files.weights, request.plan, KvType.parse(request.kv_type)
+    element = types.plain.bytes_per_value  # of the prompt until it is compressed
+    n_tokens = request.prompt_tokens
+    kept = min(plan.count(n_tokens), n_tokens)
+    per_token = shape.kv_per_token(element)
+    again = extra_tokens(plan, n_tokens, request.image_tokens) if kept < n_tokens else 0  # beside the prompt's own
+    n_ctx = request.n_ctx or max(min(shape.n_ctx_train, DEFAULT_CTX), n_tokens + max(ROOM_TO_ANSWER, again))
+    one_pass = min(N_UBATCH, max(request.text_tokens, request.image_tokens if request.n_images else 0))
+    # an image's embeddings are held by the encoder, by the session, and by the batch that reads them
+    embeddings = 4 * shape.n_embd * request.image_tokens * (request.n_images + 2 if request.n_images else 0)
+    scratch = request.threads * min(64 * (n_tokens + 64) * 4, 1 << 20)  # of attention
+    fixed = scratch + embeddings + _GRAPH
+    compute = shape.compute(one_pass) + fixed
+    stock = shape.compute(one_pass, stock=True) - shape.compute(one_pass)
+    # the prompt as one batch of embeddings: ours, and llama.cpp's copy
+    whole = shape.compute(n_tokens) + fixed + 2 * 4 * shape.n_embd * n_tokens
+    n_layers = max(len(shape.layers), 1)
+    mask = mask_bytes(n_ctx, N_UBATCH)
+    heads = [(shape.n_head, layer.n_heads_kv, shape.head_k) for layer in shape.layers]
+    scores = native_plan.score_bytes(plan, n_tokens, heads)
+    kv_kept = int(shape.kv_per_token(1) * types.held_bytes_per_value(kept) * kept) + _bias_bytes(request, shape, kept)
+    changed = kept < n_tokens or types.quantised
+    widest = max((layer.width for layer in shape.layers), default=0)
+    largest = int(widest * types.held_bytes_per_value(kept) * kept) if changed else 0
+    grams, weights_of_layer = _projection_bytes(plan, shape) if kept < n_tokens else (0, 0)
+    largest = max(largest, per_token * again, weights_of_layer)  # one follows the other
+    loaded = files.program + weights.mapped + weights.repacked + files.encoder
+    encoding = loaded + embeddings + files.encoder_compute
+    base = loaded + compute
+    bounded = kv_kept + int(widest * element) * n_tokens + scores // n_layers + weights_of_layer
+    answer = embeddings + _GRAPH + shape.work_space(one_pass) + shape.compute(1)
+    return Footprint(
+        program=files.program,
+        weights=weights.mapped,
+        repacked=weights.repacked,
+        encoder=files.encoder,
+        encoder_compute=files.encoder_compute,
+        compute=compute,
+        compute_stock=compute + stock + mask,
+        n_ctx=n_ctx,
+        prompt_tokens=n_tokens,
+        kept_tokens=kept,
+        kv_stock=per_token * n_ctx,
+        kv_prompt=per_token * n_tokens,
+        kv_kept=kv_kept,
+        scores=scores,
+        reclaimable=weights.mapped - weights.in_place if weights.repacked else 0,
+        peak_stock=base + files.encoder_compute + stock + mask + per_token * n_ctx,
+        scores_and_layer=scores + largest,
+        grams=grams,
+        peak_full=max(encoding, base + per_token * n_tokens),
+        peak_prefill=max(encoding, base + per_token * n_tokens + scores + largest + grams),
+        kv_bounded=bounded,
+        compute_bounded=whole,
+        peak_bounded=max(encoding, loaded + whole + bounded + grams),
+        answer_full=loaded + answer + per_token * n_tokens,
+        after_compression=loaded + answer + kv_kept + grams,
+    )
+
+
+def _projection_bytes(plan: Plan, shape: ModelShape) -> tuple[int, int]:
+    """What weighing values by the output projections takes: (Gram matrices that stay, one layer's weights meanwhile).
+
+    By `l1` nothing stays. The lower triangle of a head's matrix is kept, in float32.
+    """
+    if not plan.projects:
+        return 0, 0
+    sizes = [layer.width // layer.n_heads_kv - shape.head_k for layer in shape.layers if layer.n_heads_kv]
+    grams = sum(4 * shape.n_head * d * (d + 1) // 2 for d in sizes) if plan.critical != "l1" else 0
+    return grams, 4 * shape.n_embd * shape.n_head * max(sizes, default=0)
+
+
+def _bias_bytes(request: Request, shape: ModelShape, kept: int) -> int:
+    """A float32 for each pair, where the plan gives rows biases that are left of others."""
+    biased = request.plan.settings("reducer").get("bias", "none") != "none" and kept < request.prompt_tokens
+    return 4 * kept * sum(layer.n_heads_kv for layer in shape.layers) if biased else 0
+
+
+def most_images(files: Files, request: Request, available: int, kind: str) -> int:
+    """Finds the most images in one prompt whose peak fits. kind: "stock", "full", "compressed" or "bounded"."""
+
+    def fits(n: int) -> bool:
+        f = footprint(files, replace(request, n_images=n, n_ctx=0))
+        peaks = {"stock": f.peak_stock, "full": f.peak_full, "compressed": f.peak_prefill, "bounded": f.peak_bounded}
+        peak = peaks[kind]
+        return peak - f.reclaimable <= available
+
+    return _largest(fits)
+
+
+def most_turns(files: Files, request: Request, available: int) -> int:
+    """Finds the largest number of messages that fit, each with one image and compressed before the next."""
+    once = footprint(files, replace(request, n_images=1, n_ctx=0))
+    return _largest(lambda n: once.peak_prefill - once.reclaimable + (n - 1) * once.kv_kept <= available if n else True)
+
+
+def _largest(fits: Callable[[int], bool]) -> int:
+    """Finds the largest n that fits, of a condition that holds up to some n; -1 if it does not hold for 0."""
+    if not fits(0):
+        return -1
+    low, high = 0, 1
+    while high < 1 << 24 and fits(high):
+        low, high = high, high * 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

@@ -1,1 +1,0 @@
-"""The lab has instruments: benchmarks, evaluation, inspection, calibration, checks of stages and machines."""

@@ -1,0 +1,122 @@
+"""The stages of a plan that come from plugins, as structs of kvedge-stages.h: Python functions that C calls."""
+
+from __future__ import annotations
+
+import ctypes as c
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from pykvedge.errors import PluginError
+from pykvedge.native.stage_structs import STRUCTS, AllocateInput, ReduceInput, ScoreInput
+from pykvedge.plans.plan import Plan
+from pykvedge.plans.plugins import table
+from pykvedge.reference.stages import base
+
+STATUS_STAGE = 8  # KVEDGE_E_STAGE
+
+
+def _copy(pointer: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """A copy: a plugin may keep what it was shown, C frees it."""
+    return np.ctypeslib.as_array(pointer, shape).copy()
+
+
+class OwnStages:
+    """The members of a plan that come from plugins, as structs for kvedge_plan_add_*.
+
+    Must live as long as anything in C has the plan. A callback cannot raise through C: what it raised waits here.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.structs: dict[str, c.Structure] = {}  # by stage
+        self.unset: set[str] = set()  # stages whose settings C does not know
+        # a pruner is called from here (runtime/pruning.py): C hears nothing of it
+        self.unknown = {"pruner"} if table.get("pruner", plan.pruner) is not None else set[str]()
+        self._failure: BaseException | None = None
+        for stage in table.COMPRESSING:
+            plugin = table.get(stage, getattr(plan, stage))
+            if plugin is None:
+                continue
+            if plugin.native is not None:
+                self.structs[stage] = plugin.native
+                continue
+            self.unset.add(stage)
+            self.structs[stage] = self._struct(stage, plugin, plan.settings(stage))
+
+    def _struct(self, stage: str, plugin: table.Plugin, settings: base.Settings) -> c.Structure:
+        kind, prototype = STRUCTS[stage]
+        runs: dict[str, Any] = {"scorer": _score, "allocator": _allocate, "reducer": _reduce}
+        run = runs[stage]
+
+        def call(given: Any, *others: Any) -> int:
+            try:
+                run(plugin.member, settings, given.contents, *others[:-1])
+            except BaseException as error:  # nothing may be thrown through C; `explained` raises it again
+                self._failure = error
+                others[-1].contents.message = str(error).encode()[:499]
+                return STATUS_STAGE
+            return 0
+
+        struct = kind(struct_size=c.sizeof(kind), name=plugin.member.name.encode(), call=prototype(call))
+        if stage == "scorer":
+            struct.n_queries, struct.recent = plugin.queries(settings), plugin.recent(settings)
+            struct.column_sums = plugin.column_sums
+        return struct
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Where C reports that a stage failed, raises what the stage raised."""
+        try:
+            yield
+        except PluginError:
+            failure, self._failure = self._failure, None
+            if failure is not None:
+                raise failure from failure.__cause__
+            raise
+
+
+def _score(member: base.Scorer, settings: base.Settings, given: ScoreInput, out: Any) -> None:
+    heads, n_tokens = given.n_heads_kv, given.n_tokens
+    queries = np.zeros((given.n_heads, 0, given.d_k), dtype=np.float32)
+    if given.q:
+        queries = _copy(given.q, (given.n_queries, given.n_heads, given.d_k)).swapaxes(0, 1)
+    layer = base.Layer(
+        queries,
+        _copy(given.k, (heads, n_tokens, given.d_k)),
+        _copy(given.v, (heads, n_tokens, given.d_v)),
+        _copy(given.image_mask, (n_tokens,)).astype(bool),
+        given.layer,
+        given.n_layers,
+        _copy(given.column_sums, (heads, n_tokens)) if given.column_sums else None,
+    )
+    np.ctypeslib.as_array(out, (heads, n_tokens))[:] = member.score(layer, settings)
+
+
+def _allocate(member: base.Allocator, settings: base.Settings, given: AllocateInput, out: Any) -> None:
+    heads = given.n_heads_kv[: given.n_layers]
+    if len(set(heads)) != 1:
+        raise PluginError(f"allocator '{member.name}' cannot be used: the layers of this model differ in KV heads")
+    shape = (given.n_layers, heads[0])
+    scores = _copy(given.scores, (*shape, given.n_tokens)).astype(np.float64)
+    mask = _copy(given.image_mask, (given.n_tokens,)).astype(bool)
+    counts = member.allocate(base.Prompt(scores, mask, given.budget, given.recent), settings)
+    np.ctypeslib.as_array(out, shape)[:] = counts
+
+
+def _reduce(member: base.Reducer, settings: base.Settings, given: ReduceInput, k: Any, v: Any) -> None:
+    index = np.arange(given.n_tokens)
+    head = base.Head(
+        _copy(given.k, (given.n_tokens, given.d_k)),
+        _copy(given.v, (given.n_tokens, given.d_v)),
+        _copy(given.kept, (given.n_kept,)),
+        (index < given.sinks) | (index >= given.n_tokens - given.recent),
+        given.layer,
+        given.n_layers,
+        given.head,
+    )
+    rows = member.reduce(head, settings)
+    for to, width, values in ((k, given.d_k, rows[0]), (v, given.d_v, rows[1])):
+        with np.errstate(over="ignore"):
+            np.ctypeslib.as_array(to, (given.n_kept, width))[:] = values

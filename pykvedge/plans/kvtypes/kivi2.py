@@ -1,5 +1,0 @@
-"""KIVI in 2 bits."""
-
-from pykvedge.plans.kvtypes import kivi4
-
-TYPE = kivi4.in_bits(2)

@@ -1,0 +1,1 @@
+"""Every method in NumPy, as its paper states it: the definitions that native code is compared with."""

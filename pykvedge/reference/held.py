@@ -1,0 +1,50 @@
+"""What a cache holds of keys and values right after a prompt was compressed: rounded by type, and KIVI's residual."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pykvedge.reference.hadamard import rotated
+from pykvedge.reference.kvtypes import GROUP, PLAIN, RESIDUAL, definition
+
+
+def round_to(x: np.ndarray, kv_type: str) -> np.ndarray:
+    """x as the storage type f16, bf16 or f32 holds it, rounded to nearest even. float32 in shape of x."""
+    x = np.ascontiguousarray(x, dtype=np.float32)
+    if kv_type == "f32":
+        return x
+    if kv_type == "f16":
+        with np.errstate(over="ignore"):
+            return x.astype(np.float16).astype(np.float32)
+    bits = x.view(np.uint32)
+    rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+    return (rounded & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+def keys(rows: np.ndarray, name: str, block: int = 0) -> np.ndarray:
+    """Keys [n, d] of one head as the type holds them, float32. KIVI: the last n % 32 of them stay f16.
+
+    block: numbers that are rotated together while they are rounded, and rotated back when they are read; 0: none.
+    """
+    if name in PLAIN or not definition(name).residual:
+        return _alike(rows, name, block)
+    full = len(rows) - len(rows) % GROUP
+    channels = rows[:full].astype(np.float32).reshape(full // GROUP, GROUP, rows.shape[1]).swapaxes(1, 2)
+    stored = definition(name).rounded(channels).swapaxes(1, 2).reshape(full, rows.shape[1])
+    return np.concatenate([stored, round_to(rows[full:], "f16")])
+
+
+def values(rows: np.ndarray, name: str, block: int = 0) -> np.ndarray:
+    """Values [n, d] of one head as the type holds them, float32. KIVI: the last 32 of them stay f16.
+
+    block: as for keys.
+    """
+    old = max(0, len(rows) - RESIDUAL) if name not in PLAIN and definition(name).residual else len(rows)
+    return np.concatenate([_alike(rows[:old], name, block), round_to(rows[old:], "f16")])
+
+
+def _alike(rows: np.ndarray, name: str, block: int) -> np.ndarray:
+    if name in PLAIN:
+        return round_to(rows, name)
+    groups = rotated(rows, block).astype(np.float32).reshape(len(rows), rows.shape[1] // GROUP, GROUP)
+    return rotated(definition(name).rounded(groups).reshape(rows.shape), block)

@@ -1,0 +1,26 @@
+"""The attention matrix of a prompt, written out. The library never holds it; its definitions may."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pykvedge.reference.stages.base import Layer
+
+
+def causal_attention(q: np.ndarray, k: np.ndarray) -> np.ndarray:
+    """A[m, n] = softmax over n <= m of q_m . k_n / sqrt(d).
+
+    q, k: [T, d] of one query head and its KV head. Returns [T, T] float64, zero above the diagonal.
+    """
+    n_tokens, size = k.shape
+    logits = (q.astype(np.float64) @ k.astype(np.float64).T) / np.sqrt(size)
+    logits[np.triu_indices(n_tokens, k=1)] = -np.inf
+    weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+    return weights / weights.sum(axis=1, keepdims=True)
+
+
+def grouped_attention(layer: Layer, head: int) -> np.ndarray:
+    """[T, T] float64: the mean of causal_attention over the query heads that share KV head `head`."""
+    group = len(layer.q) // len(layer.k)
+    heads = range(head * group, (head + 1) * group)
+    return np.mean([causal_attention(layer.q[h], layer.k[head]) for h in heads], axis=0)

@@ -1,0 +1,15 @@
+"""Keep all: generated tokens are appended and nothing is evicted while decoding (LOOK-M, section 3.2)."""
+
+from __future__ import annotations
+
+from pykvedge.reference.stages.base import DecodePolicy, DecodeState, Settings
+
+
+def evict(state: DecodeState, settings: Settings) -> int | None:
+    """No row is dropped, whatever the length."""
+    return None
+
+
+MEMBER = DecodePolicy(
+    name="keep-all", summary="generated tokens are all kept", source="LOOK-M, section 3.2", evict=evict
+)

@@ -1,0 +1,31 @@
+"""Grid: rows at the centres of equal cells, the baseline that looks at no row."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from pykvedge.reference.stages.base import ImageRows, Pruner, Settings
+
+
+def cells(down: int, across: int, n: int) -> tuple[int, int]:
+    """The most cells (a, b) with a <= down, b <= across and a * b <= n; of those the squarest, then the fewest rows."""
+    pairs = [(a, min(across, n // a)) for a in range(1, min(down, n) + 1)]
+    most = max(a * b for a, b in pairs)
+    return min(
+        (pair for pair in pairs if pair[0] * pair[1] == most),
+        key=lambda pair: (abs(math.log(down * pair[1] / (pair[0] * across))), pair[0]),
+    )
+
+
+def prune(image: ImageRows, n: int, settings: Settings) -> np.ndarray:
+    """[a * b <= n] int64: row floor((i + 1/2) down / a), column floor((j + 1/2) across / b) of each cell (i, j)."""
+    down, across = image.grid
+    a, b = cells(down, across, n)
+    y = (2 * np.arange(a) + 1) * down // (2 * a)
+    x = (2 * np.arange(b) + 1) * across // (2 * b)
+    return (y[:, None] * across + x[None, :]).ravel()
+
+
+MEMBER = Pruner(name="grid", summary="rows at even distances", source="a baseline", prune=prune)

@@ -1,0 +1,15 @@
+"""None: the model reads every row of an image."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pykvedge.reference.stages.base import ImageRows, Pruner, Settings
+
+
+def prune(image: ImageRows, n: int, settings: Settings) -> np.ndarray:
+    """[N] int64: all rows, whatever n is."""
+    return np.arange(len(image.rows))
+
+
+MEMBER = Pruner(name="none", summary="every row", source="the unpruned image", prune=prune)

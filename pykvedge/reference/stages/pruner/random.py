@@ -1,0 +1,19 @@
+"""Random: what any pruner has to beat."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pykvedge.reference.stages.base import ImageRows, Pruner, Settings
+from pykvedge.reference.stages.scorer.random import mix
+
+
+def prune(image: ImageRows, n: int, settings: Settings) -> np.ndarray:
+    """[n] int64: the rows i with the smallest mix(mix(seed) + i), ascending."""
+    with np.errstate(over="ignore"):
+        start = mix(np.array([settings["seed"]], dtype=np.uint64))
+        drawn = mix(start + np.arange(len(image.rows), dtype=np.uint64))
+    return np.sort(np.argsort(drawn, kind="stable")[:n])
+
+
+MEMBER = Pruner(name="random", summary="chance, the same for the same seed", source="a control", prune=prune)

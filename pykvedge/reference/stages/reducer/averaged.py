@@ -1,0 +1,24 @@
+"""Averaged merge: a kept row becomes the mean of itself and the evicted rows that resemble it most.
+
+LOOK-M (Wan et al. 2024), eq. 10: k_j <- (k_j + sum_i k_i) / (L_j + 1), with L_j the number of rows merged into j.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pykvedge.reference.stages.base import Head, Reducer, Settings
+from pykvedge.reference.stages.similarity import assign, means
+
+
+def reduce(head: Head, settings: Settings) -> tuple[np.ndarray, ...]:
+    """Merged keys and values, [n, d] float64 each, and with bias = mass [n] biases."""
+    return means(head, assign(head), settings)
+
+
+MEMBER = Reducer(
+    name="averaged",
+    summary="average each evicted pair into the most similar kept one",
+    source="LOOK-M, eq. 10",
+    reduce=reduce,
+)

@@ -1,0 +1,26 @@
+"""Pivotal merge: each evicted row is first averaged with its pivot, the kept row, so that the pivot weighs more.
+
+LOOK-M (Wan et al. 2024), eq. 11: k_j <- (k_j + sum_i (k_i + k_j) / 2) / (L_j + 1), all right-hand sides with the
+original k_j. The kept row ends with the weight (1 + L_j / 2) / (L_j + 1), never below one half.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pykvedge.reference.stages.base import Head, Reducer, Settings
+from pykvedge.reference.stages.similarity import assign, merge
+
+
+def reduce(head: Head, settings: Settings) -> tuple[np.ndarray, ...]:
+    """Merged keys and values, [n, d] float64 each, and with bias = mass [n] biases."""
+    to = assign(head)
+    return merge(head, to, settings, lambda rows: (rows[to.source].astype(np.float64) + rows[head.kept[to.target]]) / 2)
+
+
+MEMBER = Reducer(
+    name="pivotal",
+    summary="like averaged, but the kept pair keeps at least half of the weight",
+    source="LOOK-M, eq. 11",
+    reduce=reduce,
+)

@@ -1,0 +1,26 @@
+"""Position: each evicted row is averaged into the kept one that is nearest to it in the prompt.
+
+PrefixKV (Wang et al. 2024), table 12, "Position": similarity is minus the distance in tokens. Protected tokens receive
+like all others; ties go to the left.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pykvedge.reference.stages.base import Head, Reducer, Settings
+from pykvedge.reference.stages.nearness import assign_nearest
+from pykvedge.reference.stages.similarity import means
+
+
+def reduce(head: Head, settings: Settings) -> tuple[np.ndarray, ...]:
+    """Merged keys and values, [n, d] float64 each, and with bias = mass [n] biases."""
+    return means(head, assign_nearest(head, np.arange(len(head.kept))), settings)
+
+
+MEMBER = Reducer(
+    name="position",
+    summary="average each evicted pair into the nearest kept one",
+    source="PrefixKV, table 12",
+    reduce=reduce,
+)

@@ -1,0 +1,19 @@
+"""Key norm: keys of a small norm draw the most attention, so the lowest norms stay.
+
+Devoto et al. 2024 (arXiv:2406.11430), section 3: the score of a token is minus the Euclidean norm of its key. Rotation
+does not change a norm. Nothing is protected by itself, so the end of the prompt can go; `recent` protects it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pykvedge.reference.stages.base import Layer, Scorer, Settings
+
+
+def score(layer: Layer, settings: Settings) -> np.ndarray:
+    """[Hkv, T] float64: -||k||."""
+    return -np.linalg.norm(layer.k.astype(np.float64), axis=-1)
+
+
+MEMBER = Scorer(name="knorm", summary="keys with a small norm win", source="Devoto et al. 2024, section 3", score=score)

@@ -1,0 +1,19 @@
+"""Value norm: a value of a large norm moves the output more, so the highest norms stay.
+
+MixKV (section 3.3) takes it as the intrinsic importance of a token, beside what attention says. Nothing is protected by
+itself; `recent` protects the end of the prompt.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pykvedge.reference.stages.base import Layer, Scorer, Settings
+
+
+def score(layer: Layer, settings: Settings) -> np.ndarray:
+    """[Hkv, T] float64: ||v||."""
+    return np.linalg.norm(layer.v.astype(np.float64), axis=-1)
+
+
+MEMBER = Scorer(name="vnorm", summary="values with a large norm win", source="MixKV, section 3.3", score=score)

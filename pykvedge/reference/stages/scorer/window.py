@@ -1,0 +1,31 @@
+"""Window attention: what the prompt's last queries look at is what the answer will need.
+
+SnapKV (Li et al. 2024, arXiv:2404.14469), section 4: attention of the last W queries (the observation window),
+averaged over them, smoothed by pooling along the tokens so that neighbours stay together. The window is kept, as far as
+that is at most half of the budget: the paper has budgets of at least two windows and does not say what becomes of
+smaller ones. The window's older tokens then compete like the others. With grouped queries the attention is reduced over
+the query heads of a KV head before pooling.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pykvedge.reference.stages.base import Layer, Scorer, Settings, window_recent
+from pykvedge.reference.stages.window import pooled_attention
+
+
+def score(layer: Layer, settings: Settings) -> np.ndarray:
+    """[Hkv, T] float64. The window's own tokens keep their unpooled attention."""
+    return pooled_attention(layer, settings["window"], settings["kernel"], settings["pool"], settings["gqa"])
+
+
+MEMBER = Scorer(
+    name="window",
+    summary="attention from the last queries of the prompt, pooled over neighbours",
+    source="SnapKV, section 4",
+    score=score,
+    auto_recent=lambda kept, even, settings: window_recent(settings["window"], kept, even),
+    whole_up_to=lambda settings: settings["window"],
+    attends=lambda settings: True,
+)

@@ -1,0 +1,60 @@
+"""What the prompt's last queries look at, and how it is smoothed: the part that window and mixkv share.
+
+SnapKV (Li et al. 2024, arXiv:2404.14469), section 4: the last W queries, the observation window, vote on the tokens
+before them, which are the candidates; pooling along the tokens keeps neighbours together.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pykvedge.reference.stages.base import Layer
+
+
+def window_weights(q: np.ndarray, k: np.ndarray, window: int, bias: np.ndarray | float = 0.0) -> np.ndarray:
+    """Attention of each of the last `window` queries, at most n, to every token.
+
+    q: [n, d] the last n queries of one query head; k: [T, d] of its KV head; bias: [T] of its logits.
+    Returns [rows, T] float64, each row of sum 1, 0 where the token comes after the query.
+    """
+    n_tokens, size = k.shape
+    rows = min(window, len(q))
+    logits = (q[len(q) - rows :].astype(np.float64) @ k.astype(np.float64).T) / np.sqrt(size) + bias
+    query = np.arange(n_tokens - rows, n_tokens)[:, None]
+    logits[np.arange(n_tokens)[None, :] > query] = -np.inf
+    weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+    return weights / weights.sum(axis=1, keepdims=True)
+
+
+def window_attention(q: np.ndarray, k: np.ndarray, window: int, bias: np.ndarray | float = 0.0) -> np.ndarray:
+    """Mean attention of the last `window` queries to every token, [T] float64. Arguments as of window_weights."""
+    return window_weights(q, k, window, bias).mean(axis=0)
+
+
+def pool(x: np.ndarray, kernel: int, kind: str) -> np.ndarray:
+    """x [n] pooled with stride 1; beyond the ends avg counts zeros and max nothing."""
+    half = kernel // 2
+    if kind == "max":
+        padded = np.pad(x, half, constant_values=-np.inf)
+        return np.lib.stride_tricks.sliding_window_view(padded, kernel).max(axis=-1) if len(x) else x
+    padded = np.pad(x, half)
+    return np.lib.stride_tricks.sliding_window_view(padded, kernel).sum(axis=-1) / kernel if len(x) else x
+
+
+def pooled_attention(layer: Layer, window: int, kernel: int, kind: str, gqa: str = "mean") -> np.ndarray:
+    """[Hkv, T] float64: window attention, over the query heads of a KV head by `gqa`, then pooled by `kind`.
+
+    The window's own tokens keep their unpooled attention.
+    """
+    n_heads = layer.q.shape[0]
+    n_heads_kv, n_tokens, _ = layer.k.shape
+    group = n_heads // n_heads_kv
+    bias = np.zeros(layer.k.shape[:2]) if layer.bias is None else layer.bias
+    of = [h // group for h in range(n_heads)]
+    attention = [window_attention(layer.q[h], layer.k[of[h]], window, bias[of[h]]) for h in range(n_heads)]
+    grouped = np.stack(attention).reshape(n_heads_kv, group, n_tokens)
+    out = grouped.max(axis=1) if gqa == "max" else grouped.mean(axis=1)
+    before = max(0, n_tokens - window)
+    for row in out:
+        row[:before] = pool(row[:before], kernel, kind)
+    return out

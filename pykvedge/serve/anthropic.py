@@ -1,0 +1,312 @@
+"""POST /v1/messages: Anthropic's wire format, as a translation of chat completions."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import AsyncIterator
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from pykvedge.models.dialect import Said
+from pykvedge.runtime.report import Report
+from pykvedge.serve import completions, errors
+from pykvedge.serve import tools as calling
+from pykvedge.serve.completions import (
+    Events,
+    asked,
+    begun,
+    complete,
+    read,
+    reading_of,
+    streamed,
+    usage,
+    whole,
+    words,
+)
+from pykvedge.serve.job import Done, Failed, Text
+from pykvedge.serve.reading import Delta
+from pykvedge.serve.service import Service
+from pykvedge.serve.translating import Object, chat_request, error, event_line
+from pykvedge.serve.waiting import Waiting
+from pykvedge.serve.wire import (
+    MOST_MESSAGES,
+    MOST_PARTS,
+    MOST_TOOLS,
+    ChatRequest,
+    Compression,
+    Count,
+    Limit,
+    Share,
+    Temperature,
+    Wire,
+    parsed,
+)
+
+
+class TextBlock(Wire):
+    type: Literal["text"]
+    text: str
+
+
+class Base64Source(Wire):
+    type: Literal["base64"]
+    media_type: str = "image/png"
+    data: str
+
+
+class UrlSource(Wire):
+    type: Literal["url"]
+    url: str
+
+
+class ImageBlock(Wire):
+    type: Literal["image"]
+    source: Annotated[Base64Source | UrlSource, Field(discriminator="type")]
+
+
+class ToolUseBlock(Wire):
+    """A call that the assistant made."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: Annotated[Object, Field(default_factory=dict)]
+
+
+class ToolResultBlock(Wire):
+    """What a call gave."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str | Annotated[list[_Shown], Field(max_length=MOST_PARTS)] | None = None
+
+
+class ThinkingBlock(Wire):
+    """What the assistant thought before an earlier answer; nothing of it is there of one that is redacted."""
+
+    type: Literal["thinking", "redacted_thinking"]
+    thinking: str = ""
+
+
+_Shown = Annotated[TextBlock | ImageBlock, Field(discriminator="type")]
+_Block = Annotated[
+    TextBlock | ImageBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock, Field(discriminator="type")
+]
+
+
+class AnthropicMessage(Wire):
+    role: Literal["user", "assistant"]
+    content: str | Annotated[list[_Block], Field(max_length=MOST_PARTS)]
+
+
+class AnthropicTool(Wire):
+    name: str
+    description: str | None = None
+    input_schema: Object | None = None
+
+
+class AnthropicChoice(Wire):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class CountRequest(Wire):
+    """The body of POST /v1/messages/count_tokens."""
+
+    model: str | None = None
+    messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
+    system: str | Annotated[list[TextBlock], Field(max_length=MOST_PARTS)] | None = None
+    tools: Annotated[list[AnthropicTool], Field(max_length=MOST_TOOLS)] | None = None
+    tool_choice: AnthropicChoice | None = None
+    thinking: Object | None = None
+    kvedge: Compression | None = None
+
+
+class MessagesRequest(CountRequest):
+    """The body of POST /v1/messages."""
+
+    max_tokens: Count
+    stream: bool | None = None
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    top_k: Limit | None = None
+    stop_sequences: Annotated[list[str], Field(max_length=64)] | None = None
+
+
+async def answer(service: Service, http: HttpRequest) -> Response:
+    """Answers POST /v1/messages."""
+    given = parsed(MessagesRequest, await http.body())
+    chat = _of_messages(given)
+    waiting = await asked(service, http, chat)
+    if given.stream:
+        return streamed(_message_events(service, chat, waiting, await begun(waiting)))
+    report = (await complete(waiting))[0].report
+    return JSONResponse(_message(service, report, await whole(chat, waiting, 0, report)))
+
+
+async def count(service: Service, http: HttpRequest) -> Response:
+    """Answers POST /v1/messages/count_tokens: what a prompt has, with the tokens of its pictures that would be read."""
+    given = parsed(CountRequest, await http.body())
+    chat = _of_messages(MessagesRequest(**dict(given), max_tokens=1))
+    return JSONResponse({"input_tokens": await completions.count(service, http, chat)})
+
+
+def _of_messages(given: MessagesRequest) -> ChatRequest:
+    out: list[Object] = []
+    if given.system is not None:
+        system = given.system if isinstance(given.system, str) else [_shown(block) for block in given.system]
+        out.append({"role": "system", "content": system})
+    for message in given.messages:
+        out += _turns(message)
+    choice: Any = None
+    several = None
+    if given.tool_choice is not None:
+        several = False if given.tool_choice.disable_parallel_tool_use else None
+        named = {"type": "function", "function": {"name": given.tool_choice.name or ""}}
+        choice = {"auto": "auto", "any": "required", "none": "none", "tool": named}[given.tool_choice.type]
+    tools = [
+        {"type": "function", "function": {"name": t.name, "description": t.description, "parameters": t.input_schema}}
+        for t in given.tools or []
+    ]
+    plain = ("model", "max_tokens", "stream", "temperature", "top_p", "top_k")
+    kvedge = given.kvedge.model_dump(exclude_none=True) if given.kvedge is not None else None
+    same = {name: getattr(given, name) for name in plain}
+    effort = "none" if (given.thinking or {}).get("type") == "disabled" else None
+    return chat_request({**same, "messages": out, "stop": given.stop_sequences, "tools": tools or None,
+                         "tool_choice": choice, "parallel_tool_calls": several, "reasoning_effort": effort,
+                         "kvedge": kvedge})  # fmt: skip
+
+
+def _turns(message: AnthropicMessage) -> list[Object]:
+    """Makes the messages that one is in chat completions: results of tools are messages, and come first."""
+    if isinstance(message.content, str):
+        return [{"role": message.role, "content": message.content}]
+    parts, calls, results = list[Object](), list[Object](), list[Object]()
+    thought = ""
+    for block in message.content:
+        if isinstance(block, (TextBlock, ImageBlock)):
+            parts.append(_shown(block))
+        elif isinstance(block, ToolUseBlock):
+            function = {"name": block.name, "arguments": json.dumps(block.input)}
+            calls.append({"id": block.id, "type": "function", "function": function})
+        elif isinstance(block, ToolResultBlock):
+            inside = block.content
+            content = [_shown(one) for one in inside] if isinstance(inside, list) else inside or ""
+            results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
+        else:
+            thought += block.thinking
+    own: Object = {"role": message.role, "content": parts}
+    own.update({"tool_calls": calls} if calls else {}, **({"reasoning_content": thought} if thought else {}))
+    return [*results, own] if parts or calls else results
+
+
+def _shown(block: TextBlock | ImageBlock) -> Object:
+    if isinstance(block, TextBlock):
+        return {"type": "text", "text": block.text}
+    source = block.source
+    url = source.url if isinstance(source, UrlSource) else f"data:{source.media_type};base64,{source.data}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def _stop_reason(report: Report, called: bool) -> str:
+    if called:
+        return "tool_use"
+    return {"length": "max_tokens", "context": "max_tokens", "stop": "stop_sequence"}.get(report.finish, "end_turn")
+
+
+def _blocks(said: Said) -> list[Object]:
+    blocks: list[Object] = []
+    if said.reasoning:
+        blocks.append({"type": "thinking", "thinking": said.reasoning, "signature": ""})
+    if said.text or not said.calls:
+        blocks.append({"type": "text", "text": said.text})
+    for call in said.calls:
+        blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": calling.arguments_of(call)})
+    return blocks
+
+
+def _counted(report: Report) -> Object:
+    counts = usage([report])
+    return {
+        "input_tokens": counts["prompt_tokens"] - report.tokens.reused,
+        "cache_read_input_tokens": report.tokens.reused,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": counts["completion_tokens"],
+    }
+
+
+def _message(service: Service, report: Report, said: Said) -> Object:
+    return {**_message_head(service), "content": _blocks(said), "stop_reason": _stop_reason(report, bool(said.calls)),
+            "stop_sequence": None, "usage": _counted(report)}  # fmt: skip
+
+
+def _message_head(service: Service) -> Object:
+    return {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "model": service.name}
+
+
+async def _message_events(service: Service, chat: ChatRequest, waiting: Waiting, events: Events) -> AsyncIterator[str]:
+    answer, blocks = reading_of(chat, waiting), _Blocks()
+    with waiting:
+        try:
+            started = False
+            async for _, event in words(events):
+                if isinstance(event, Failed):
+                    raise event.error
+                if not started:  # what the prompt has is known now
+                    started = True
+                    usage_ = {**_counted(waiting.jobs[0].report), "output_tokens": 0}
+                    ends = {"stop_reason": None, "stop_sequence": None}
+                    yield event_line("message_start", message={**_message_head(service), "content": [], **ends,
+                                                               "usage": usage_})  # fmt: skip
+                if isinstance(event, Text):
+                    for delta in await read(answer, event.text):
+                        yield blocks.written(delta)
+                if isinstance(event, Done):
+                    for delta in await read(answer, "", last=True):
+                        yield blocks.written(delta)
+                    ended = {"stop_reason": _stop_reason(event.report, bool(answer.said.calls)), "stop_sequence": None}
+                    yield blocks.end()
+                    yield event_line("message_delta", delta=ended, usage=_counted(event.report))
+                    yield event_line("message_stop")
+        except Exception as failed:
+            yield event_line("error", error=error(errors.of(failed))["error"])
+
+
+class _Blocks:
+    """The parts of a message as events: each is begun, goes on, and ends before the next."""
+
+    def __init__(self) -> None:
+        self._index, self._open = -1, ""
+
+    def written(self, delta: Delta) -> str:
+        """Writes what an answer goes on with."""
+        begun: Object
+        if delta.reasoning:
+            what, begun = "thinking", {"type": "thinking", "thinking": "", "signature": ""}
+            more = {"type": "thinking_delta", "thinking": delta.reasoning}
+        elif delta.call >= 0:
+            what, begun = f"call {delta.call}", {"type": "tool_use", "id": delta.id, "name": delta.name, "input": {}}
+            more = {"type": "input_json_delta", "partial_json": delta.arguments}
+        else:
+            what, begun = "text", {"type": "text", "text": ""}
+            more = {"type": "text_delta", "text": delta.text}
+        lines = ""
+        if what != self._open:
+            lines += self._ended()
+            self._index, self._open = self._index + 1, what
+            lines += event_line("content_block_start", index=self._index, content_block=begun)
+        if any(more[name] for name in more if name != "type"):
+            lines += event_line("content_block_delta", index=self._index, delta=more)
+        return lines
+
+    def end(self) -> str:
+        """Ends the last part; a message has one at least."""
+        return self._ended() if self._open else self.written(Delta()) + self._ended()
+
+    def _ended(self) -> str:
+        return event_line("content_block_stop", index=self._index) if self._open else ""

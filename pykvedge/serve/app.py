@@ -1,0 +1,175 @@
+"""The routes of `kvedge serve`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from pykvedge.errors import RequestError
+from pykvedge.library import native_plan
+from pykvedge.plans import making, presets
+from pykvedge.serve import (
+    anthropic,
+    completions,
+    errors,
+    llama,
+    metrics,
+    openapi,
+    page,
+    prompts,
+    responses,
+    translating,
+    watching,
+)
+from pykvedge.serve.asking import plan_of
+from pykvedge.serve.guarding import Guarding, Rules, without_pictures
+from pykvedge.serve.service import Service
+from pykvedge.serve.wire import ChatRequest, Compression, parsed
+
+Handler = Callable[[Service, HttpRequest], Awaitable[Response]]
+
+
+def application(service: Service, rules: Rules) -> Any:
+    """Makes the ASGI application."""
+    routes = [
+        _route(service, "/health", _health),
+        _route(service, "/v1/health", _health),
+        _route(service, "/metrics", _metrics),
+        _route(service, "/openapi.json", _document),
+        _route(service, "/v1/models", _models),
+        _route(service, "/v1/models/{name:path}", _model),
+        _route(service, "/v1/chat/completions", _chat, "POST"),
+        _route(service, "/v1/chat/completions/input_tokens", _count, "POST"),
+        _route(service, "/chat/completions/input_tokens", _count, "POST"),
+        _route(service, "/chat/completions", _chat, "POST"),  # base URLs without /v1, which llama-server takes too
+        _route(service, "/responses", responses.answer, "POST"),
+        _route(service, "/models", _models),
+        _route(service, "/v1/responses", responses.answer, "POST"),
+        _route(service, "/v1/messages", anthropic.answer, "POST"),
+        _route(service, "/v1/messages/count_tokens", anthropic.count, "POST"),
+        _route(service, "/v1/completions", prompts.openai, "POST"),
+        _route(service, "/completion", prompts.llama, "POST"),
+        _route(service, "/completions", prompts.llama, "POST"),
+        _route(service, "/props", llama.props),
+        _route(service, "/slots", llama.slots),
+        _route(service, "/tokenize", llama.tokenize, "POST"),
+        _route(service, "/detokenize", llama.detokenize, "POST"),
+        _route(service, "/apply-template", llama.apply_template, "POST"),
+        _route(service, "/v1/kvedge/methods", _methods),
+        _route(service, "/v1/kvedge/plan", _plan, "POST"),
+        _route(service, "/v1/kvedge/memory", watching.memory),
+        _route(service, "/v1/kvedge/sessions", watching.sessions),
+        _route(service, "/v1/kvedge/sessions/{name}", watching.forget, "DELETE"),
+        _route(service, "/v1/kvedge/events", watching.events),
+        _route(service, "/", page.index),
+        _route(service, "/page/{name}", page.part),
+    ]
+    app = Starlette(routes=routes, exception_handlers={HTTPException: _unrouted})
+    guarded = Guarding(app, rules)
+    if not rules.origins:
+        return guarded
+    return CORSMiddleware(guarded, rules.origins, allow_methods=("GET", "POST", "DELETE"), allow_headers=("*",),
+                          expose_headers=("Retry-After",))  # fmt: skip
+
+
+def _route(service: Service, path: str, handler: Handler, method: str = "GET") -> Route:
+    async def endpoint(http: HttpRequest) -> Response:
+        try:
+            return await handler(service, http)
+        except Exception as error:
+            return refusal(errors.of(error), path.startswith("/v1/messages"))
+
+    return Route(path, endpoint, methods=[method])
+
+
+def refusal(error: RequestError, anthropic: bool = False) -> Response:
+    """Makes the response to a request that cannot be answered."""
+    headers = {"Retry-After": str(error.retry_s)} if error.retry_s else {}
+    body = translating.error(error) if anthropic else errors.body(error)
+    return JSONResponse(body, error.status, headers)
+
+
+async def _unrouted(http: HttpRequest, error: Exception) -> Response:
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    what = {404: f"there is no {http.url.path:.100}", 405: f"{http.url.path:.100} takes another method"}
+    response = refusal(RequestError(status, what.get(status, "the request cannot be answered"), "not_found"))
+    if isinstance(error, HTTPException) and error.headers:
+        response.headers.update(error.headers)  # Allow, as RFC 9110 asks
+    return response
+
+
+# ---------------------------------------------------------------------------------------------------
+
+
+async def _chat(service: Service, http: HttpRequest) -> Response:
+    return await completions.answer(service, http, parsed(ChatRequest, await http.body()))
+
+
+async def _count(service: Service, http: HttpRequest) -> Response:
+    given = parsed(ChatRequest, await http.body())
+    return JSONResponse({"input_tokens": await completions.count(service, http, given)})
+
+
+async def _health(service: Service, http: HttpRequest) -> Response:
+    return JSONResponse({"status": "ok", "model": service.name, "uptime_s": round(time.time() - service.began, 1)})
+
+
+async def _metrics(service: Service, http: HttpRequest) -> Response:
+    return Response(metrics.text(service.engine), media_type="text/plain; version=0.0.4")
+
+
+async def _document(service: Service, http: HttpRequest) -> Response:
+    return JSONResponse(openapi.document())
+
+
+async def _models(service: Service, http: HttpRequest) -> Response:
+    return JSONResponse({"object": "list", "data": [_described(service)], "models": [llama.capabilities(service)]})
+
+
+async def _model(service: Service, http: HttpRequest) -> Response:
+    name = http.path_params["name"]
+    if name != service.name:
+        raise RequestError(
+            404, f"there is no model '{name:.80}'; this server has {service.name}", "model_not_found", "model"
+        )
+    return JSONResponse(_described(service))
+
+
+def _described(service: Service) -> dict[str, Any]:
+    limits, plan = service.engine.limits, service.defaults.plan
+    about = {
+        "n_ctx": limits.n_ctx,
+        "images": service.engine.preparer.vision is not None,
+        "tools_in_template": service.defaults.knows_tools,
+        "method": plan.method,
+        "budget": plan.budget.value,
+        "kv_bytes_per_token": service.engine.preparer.bytes_per_token,
+    }
+    return {"id": service.name, "object": "model", "created": int(service.began), "owned_by": "kvedge",
+            **llama.about_model(service), "kvedge": about}  # fmt: skip
+
+
+async def _methods(service: Service, http: HttpRequest) -> Response:
+    """Lists the methods that this model can follow, and says of the others why it cannot."""
+    why, names = service.engine.preparer.why_no_replay(), sorted(presets.methods())
+    barred = {name: f"it goes by a second pass over the prompt: {why}" for name in names
+              if why and native_plan.replays(making.plan(name))}  # fmt: skip
+    methods = [name for name in names if name not in barred]
+    default = json.loads(service.defaults.plan.to_json())
+    return JSONResponse({"default": default, "methods": methods, "unavailable": barred})
+
+
+async def _plan(service: Service, http: HttpRequest) -> Response:
+    without_pictures(http.scope)
+    given = parsed(Compression, await http.body() or b"{}")
+    return JSONResponse(json.loads((await asyncio.to_thread(plan_of, given, service.defaults.plan)).to_json()))

@@ -1,0 +1,338 @@
+"""A chat request of the wire becomes what the engine is asked: messages with pictures, a plan, and a sampling."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pykvedge.errors import RequestError, UsageError
+from pykvedge.models.dialect import Dialect, Dialects, request_for
+from pykvedge.models.images import Picture
+from pykvedge.models.prompt import IMAGE, Message, escaped
+from pykvedge.plans.making import plan as make_plan
+from pykvedge.plans.plan import Plan
+from pykvedge.runtime.sampling import Sampling
+from pykvedge.serve import tools as calling
+from pykvedge.serve.bodies import Bounds
+from pykvedge.serve.job import Prompt, Request
+from pykvedge.serve.pictures import Sources
+from pykvedge.serve.wire import (
+    ChatRequest,
+    Compression,
+    ImagePart,
+    Prompted,
+    RefusalPart,
+    ResponseFormat,
+    TextPart,
+    WireMessage,
+)
+
+MOST_PICTURES = 64
+_QUICK_PICTURES, _QUICK_TEXT = 8, 100_000
+MOST_PIXELS = 100_000_000  # of a request
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What holds where a request says nothing. max_tokens: of an answer; 0: as many as there is room for.
+
+    dialects: of the model's chat template, if it has one.
+    """
+
+    plan: Plan
+    sampling: Sampling
+    sources: Sources
+    max_tokens: int = 0
+    room: int = 1 << 20  # tokens of a conversation
+    dialects: Dialects | None = None
+
+    @property
+    def knows_tools(self) -> bool:
+        """Tells whether the model's template writes what tools there are."""
+        return self.dialects is not None and self.dialects.knows_tools
+
+
+def request_of(given: ChatRequest | Prompted, defaults: Defaults) -> Request:
+    """Raises RequestError, ImageError, UsageError. Decodes pictures, which takes time: not in an event loop."""
+    if isinstance(given, Prompted):
+        return _request_of_prompt(given, defaults)
+    messages = messages_of(given.messages, defaults.sources)
+    values, tools = _values(given, defaults), calling.offered(given)
+    if tools and defaults.knows_tools:
+        values["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
+    elif tools:
+        messages = _with_system(messages, calling.told(tools))
+    plan, sampling = plan_of(given.kvedge, defaults.plan), sampling_of(given, defaults)
+    dialect = _dialect(given, defaults)
+    if dialect is not None:
+        sampling = replace(sampling, stop=(*sampling.stop, *dialect.stops))
+        if tools and dialect.grammar and (calling.is_forced(given) or not sampling.constrained):
+            sampling = replace(sampling, grammar=calling.form(dialect), json_schema=None)
+    patches = given.kvedge is not None and given.kvedge.patches
+    return Request(messages, plan, sampling, values, patches, read_only=_limit(given) == 0, dialect=dialect)
+
+
+def _values(given: ChatRequest, defaults: Defaults) -> dict[str, Any]:
+    """Collects the variables for the template, but for tools. Raises RequestError."""
+    values: dict[str, Any] = dict(given.chat_template_kwargs or {})
+    if reserved := {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"} & values.keys():
+        raise RequestError(400, f"chat_template_kwargs: {min(reserved)} is the server's to set", "invalid_value")
+    if given.reasoning_effort not in (None, "none"):
+        values.setdefault("reasoning_effort", given.reasoning_effort)
+    if defaults.dialects is not None and defaults.dialects.knows_thinking:
+        # an answer of a chosen form has no place for it
+        values.setdefault("enable_thinking", given.reasoning_effort != "none" and "json_schema" not in _form(given))
+    return values
+
+
+def _dialect(given: ChatRequest, defaults: Defaults) -> Dialect | None:
+    """Chooses what the answer is read by; None: it is text, or calls in words that were told."""
+    dialects, asked = defaults.dialects, _asked_dialect(given, defaults)
+    dialect = dialects.of(asked) if dialects is not None and asked is not None else None
+    if dialect is None or asked is None:
+        return None
+    if asked["tool_choice"] == "required":  # without a grammar a call is made by a schema
+        return dialect if dialect.grammar and not dialect.lazy else None
+    return dialect if asked["tools"] or dialect.thinks or dialect.shown else None
+
+
+def _asked_dialect(given: ChatRequest, defaults: Defaults) -> dict[str, Any] | None:
+    """Makes what Dialects.of takes. None: no dialect is needed, or the answer's form is chosen by the client."""
+    tools, form = calling.chosen(given), _form(given)
+    if defaults.dialects is None or (tools and not defaults.knows_tools):
+        return None
+    if form and not (tools and "grammar" in form):  # which is of calls as well
+        return None
+    choice = "required" if calling.is_forced(given) else "auto" if tools else "none"
+    written = [tool.model_dump(exclude_none=True) for tool in tools]
+    several = given.parallel_tool_calls is not False
+    after_tool = given.messages[-1].role == "tool"
+    reasoning = given.reasoning_format or "auto"
+    return request_for(written, choice, several, _values(given, defaults), reasoning, after_tool)
+
+
+def _request_of_prompt(given: Prompted, defaults: Defaults) -> Request:
+    pictures = [defaults.sources.load(url, f"picture {i + 1}") for i, url in enumerate(given.pictures)]
+    plan, sampling = plan_of(given.kvedge, defaults.plan), sampling_of(given, defaults)
+    patches = given.kvedge is not None and given.kvedge.patches
+    prompt = Prompt(tuple(given.prompt), tuple(pictures), given.keep)
+    return Request([], plan, sampling, patches=patches, read_only=_limit(given) == 0, prompt=prompt)
+
+
+def is_quick(given: ChatRequest | Prompted, defaults: Defaults) -> bool:
+    """Tells whether request_of takes next to no time: there is not much text, and the pictures and tools were seen
+    before. Raises RequestError.
+    """
+    if isinstance(given, Prompted):
+        texts = [part for part in given.prompt if isinstance(part, str)]
+        return sum(map(len, texts)) <= _QUICK_TEXT and not given.pictures
+    parts = [part for message in given.messages for part in message.parts]
+    if sum(len(_text(part)) for part in parts) > _QUICK_TEXT:
+        return False
+    asked = _asked_dialect(given, defaults)
+    if asked is not None and defaults.dialects is not None and not defaults.dialects.knows(asked):
+        return False
+    urls = pictures_of(given)
+    return len(urls) <= _QUICK_PICTURES and all(defaults.sources.knows(url) for url in urls)
+
+
+def pictures_of(given: ChatRequest | Prompted) -> list[str]:
+    """Lists the URLs of the pictures."""
+    if isinstance(given, Prompted):
+        return given.pictures
+    parts = [part for message in given.messages for part in message.parts]
+    return [part.url for part in parts if isinstance(part, ImagePart) and part.url]
+
+
+def messages_of(given: list[WireMessage], sources: Sources) -> list[Message]:
+    """Converts messages; those of the system at the beginning become one. Raises RequestError, ImageError."""
+    out: list[Message] = []
+    pictures: list[Picture] = []
+    for i, message in enumerate(given):
+        role = "system" if message.role == "developer" else message.role
+        text, seen = _content(message, i, sources, pictures)
+        pictures += seen
+        if seen and role not in ("user", "tool"):
+            raise RequestError(
+                400, f"messages.{i}: pictures belong to messages of the user or a tool", "invalid_value", "messages"
+            )
+        if role == "system" and len(out) == 1 and out[0].role == "system":
+            out[0] = Message("system", f"{out[0].text}\n\n{text}")
+            continue
+        out.append(Message(role, text, seen, _fields(message)))
+    begun = out[-1].role == "assistant" and len(out) > 1 and out[-1].text.strip() and not out[-1].fields
+    if out[-1].role not in ("user", "tool") and not begun:
+        raise RequestError(
+            400, "messages: the last one is the user's or a tool's, to be answered, or the assistant's text, to be "
+            "gone on with", "invalid_value", "messages",
+        )  # fmt: skip
+    if out[-1].role == "user" and not out[-1].text.strip() and not out[-1].pictures:
+        raise RequestError(400, "messages: the last one is empty", "invalid_value", "messages")
+    return out
+
+
+def _content(message: WireMessage, i: int, sources: Sources, before: list[Picture]) -> tuple[str, list[Picture]]:
+    parts, seen = list[str](), list[Picture]()
+    literal = message.role == "user" or any(isinstance(part, ImagePart) for part in message.parts)
+    for part in message.parts:
+        if not isinstance(part, ImagePart):
+            parts.append(escaped(_text(part)) if literal else _text(part))
+            continue
+        if len(before) + len(seen) >= MOST_PICTURES:
+            raise RequestError(400, f"messages: at most {MOST_PICTURES} pictures", "too_many_images", "messages")
+        if not part.url:
+            raise RequestError(400, f"messages.{i}: an image_url without a url", "invalid_value", "messages")
+        seen.append(sources.load(part.url, f"picture {len(before) + len(seen) + 1}"))
+        if sum(picture.width * picture.height for picture in [*before, *seen]) > MOST_PIXELS:
+            most = MOST_PIXELS // 10**6
+            raise RequestError(400, f"messages: at most {most} million pixels", "too_many_pixels", "messages")
+        parts.append(IMAGE)
+    return "\n".join(parts), seen
+
+
+def _text(part: TextPart | ImagePart | RefusalPart) -> str:
+    return part.text if isinstance(part, TextPart) else part.refusal if isinstance(part, RefusalPart) else ""
+
+
+def _fields(message: WireMessage) -> Mapping[str, Any]:
+    fields: dict[str, Any] = {}
+    if message.tool_calls:
+        fields["tool_calls"] = [
+            _call(call.id, call.function.name, call.function.arguments) for call in message.tool_calls
+        ]
+    if message.tool_call_id:
+        fields["tool_call_id"] = message.tool_call_id
+    if message.name:
+        fields["name"] = message.name
+    if message.reasoning_content:
+        fields["reasoning_content"] = message.reasoning_content
+    return fields
+
+
+def _call(number: str, name: str, arguments: str | dict[str, Any]) -> dict[str, Any]:
+    """Templates take the arguments as an object, or write it as JSON themselves."""
+    if isinstance(arguments, str):
+        Bounds().check(arguments.encode("utf-8", "replace"))
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            raise RequestError(
+                400, "messages: the arguments of a tool call are no JSON", "invalid_value", "messages"
+            ) from None
+    return {"id": number, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _with_system(messages: list[Message], text: str) -> list[Message]:
+    if messages[0].role == "system":
+        return [Message("system", f"{messages[0].text}\n\n{text}"), *messages[1:]]
+    return [Message("system", text), *messages]
+
+
+# ---------------------------------------------------------------------------------------------------
+
+
+def plan_of(given: Compression | None, default: Plan) -> Plan:
+    """Makes the plan of a request. Raises UsageError."""
+    if given is None or not given.model_fields_set - {"patches", "progress"}:
+        return default
+    settings: dict[str, Any] = dict(given.settings)
+    for name in sorted({"method", "budget", "params"} & set(settings)):
+        raise UsageError(f"'{name}' is no setting: method and budget are fields beside settings, which hold the rest")
+    if given.image_tokens is not None:
+        settings["image_tokens"] = given.image_tokens
+    if given.pruner is not None:
+        settings["pruner"] = given.pruner
+    method = given.method or default.method
+    budget = given.budget
+    if budget is None and method == default.method:
+        budget = default.budget.value
+    return make_plan(method, budget, **settings)
+
+
+def sampling_of(given: ChatRequest | Prompted, defaults: Defaults) -> Sampling:
+    """Makes the sampling of a request. Raises RequestError, UsageError."""
+    same = ("min_p", "typical_p", "repeat_penalty", "frequency_penalty", "presence_penalty", "stop")
+    out: dict[str, Any] = {name: getattr(given, name) for name in same if getattr(given, name) is not None}
+    if given.temperature is not None:
+        out["temp"] = given.temperature
+    elif (given.n or 1) > 1 and defaults.sampling.temp == 0:
+        out["temp"] = 1.0  # several answers are wanted that differ
+    if given.top_p is not None:
+        out["top_p"] = max(given.top_p, 1e-6)
+    if given.top_k is not None:
+        out["top_k"] = max(given.top_k, 0)
+    if given.repeat_last_n is not None:
+        out["repeat_last_n"] = given.repeat_last_n if given.repeat_last_n >= 0 else min(defaults.room, 2**20)
+    if given.seed is not None:
+        out["seed"] = given.seed % 2**32 if given.seed != -1 else None
+    limit = _limit(given)
+    if limit is None:
+        limit = defaults.max_tokens or -1
+    out["max_tokens"] = defaults.room if limit < 0 else max(limit, 1)
+    if given.logit_bias:
+        out["logit_bias"] = {_token(token): bias for token, bias in given.logit_bias.items()}
+    if (likeliest := _likeliest(given)) is not None:
+        out["logprobs"] = likeliest
+    if "stop" in out and not isinstance(out["stop"], str):
+        out["stop"] = tuple(out["stop"])
+    form = _form(given)
+    if isinstance(given, ChatRequest) and calling.is_forced(given):
+        form = {"json_schema": calling.forced_schema(calling.chosen(given))}
+    return _replaced(defaults.sampling, {**out, **form})
+
+
+def _limit(given: ChatRequest | Prompted) -> int | None:
+    """Returns how many tokens the answer may have: None where nothing is said, -1 for any number."""
+    newer = given.max_completion_tokens if isinstance(given, ChatRequest) else None
+    return given.max_tokens if newer is None else newer
+
+
+def _likeliest(given: ChatRequest | Prompted) -> int | None:
+    """Returns of how many tokens the likelihood is asked for, beside those of the answer; None: of none."""
+    if isinstance(given, Prompted):
+        return given.likeliest
+    if given.top_logprobs is not None and not given.logprobs:
+        raise RequestError(400, "top_logprobs needs logprobs: true", "invalid_value", "top_logprobs")
+    return given.top_logprobs or 0 if given.logprobs else None
+
+
+def _replaced(default: Sampling, changes: dict[str, Any]) -> Sampling:
+    return replace(default, **changes)
+
+
+def _token(text: str) -> int | str:
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else text
+
+
+def _form(given: ChatRequest | Prompted) -> dict[str, Any]:
+    """Chooses what the client wants the answer to follow, if it is not a call."""
+    forms: list[tuple[str, Any]] = []
+    if given.grammar:
+        if "::=" not in given.grammar:
+            raise RequestError(400, 'grammar: it has no rule, as root ::= "yes" | "no"', "invalid_value", "grammar")
+        forms.append(("grammar", given.grammar))
+    if given.json_schema is not None:
+        forms.append(("json_schema", given.json_schema))
+    if given.regex is not None:
+        forms.append(("regex", given.regex))
+    if given.response_format is not None and (schema := _schema(given.response_format)) is not None:
+        forms.append(("json_schema", schema))
+    forced = isinstance(given, ChatRequest) and calling.is_forced(given)
+    if isinstance(given, ChatRequest) and forced and not given.tools:
+        raise RequestError(400, "tool_choice: there are no tools", "invalid_value", "tool_choice")
+    if len(forms) + forced > 1:
+        raise RequestError(
+            400, "an answer has one form: grammar, json_schema, regex, response_format or a tool call", "invalid_value"
+        )
+    return dict(forms)
+
+
+def _schema(form: ResponseFormat) -> dict[str, Any] | None:
+    if form.type == "text":
+        return None
+    given = form.json_schema.schema_ if form.json_schema is not None else form.schema_
+    if form.type == "json_schema" and given is None:
+        raise RequestError(400, "response_format: json_schema without a schema", "invalid_value", "response_format")
+    return given if given is not None else {"type": "object"}

@@ -1,0 +1,411 @@
+"""POST /v1/chat/completions: one JSON object, or a stream of chunks."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import secrets
+import time
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import replace
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from pykvedge.models.dialect import Call, Said
+from pykvedge.runtime.logprobs import Alternative, Token
+from pykvedge.runtime.report import Report
+from pykvedge.serve import errors
+from pykvedge.serve.job import Done, Event, Failed, Request, Step, Text
+from pykvedge.serve.looking import looked_through
+from pykvedge.serve.reading import LONG, Delta, Reading, reading
+from pykvedge.serve.service import Service
+from pykvedge.serve.waiting import Waiting
+from pykvedge.serve.wire import ChatRequest, Prompted
+
+Events = AsyncIterator[tuple[int, Event]]
+FINISH = {"end": "stop", "stop": "stop", "length": "length", "context": "length", "cancelled": "stop"}
+_STEP_S = 0.1  # between two steps of progress that are told
+_KNOWN_S = 0.9  # an error that is known by then has a status of its own; after that a stream begins in any case
+_QUIET_S = 10.0  # a stream that has nothing to say says so after this, since proxies and clients give up silent ones
+
+
+async def answer(service: Service, http: HttpRequest, given: ChatRequest) -> Response:
+    """Answers a chat request. Raises RequestError and what the engine raises."""
+    waiting = await asked(service, http, given)
+    if not given.stream:
+        done = await complete(waiting)
+        said = [await whole(given, waiting, i, one.report) for i, one in enumerate(done)]
+        return JSONResponse(completion(service, given, done, said))
+    at_once = given.kvedge is not None and given.kvedge.progress
+    events = waiting.events() if at_once else await begun(waiting)
+    return streamed(Chunks(service, given, waiting).written(events))
+
+
+async def asked(
+    service: Service, http: HttpRequest, *given: ChatRequest | Prompted, count_only: bool = False, joined: bool = True
+) -> Waiting:
+    """Hands requests to the engine, whose answers belong together.
+
+    count_only: nobody wants an answer, but to know how many tokens it has. joined: as Waiting's.
+    """
+    service.check_model(given[0].model)
+    requests = await looked_through(service, http, *given)
+    waiting = Waiting(service.engine, http, joined)
+    try:
+        for one, request in zip(given, requests, strict=True):
+            _submit(waiting, replace(request, count_only=count_only), one.n or 1)
+    except BaseException:
+        waiting.__exit__()
+        raise
+    return waiting
+
+
+async def count(service: Service, http: HttpRequest, given: ChatRequest) -> int:
+    """Counts the tokens that a prompt has, with those of its pictures that would be read."""
+    waiting = await asked(service, http, given, count_only=True)
+    return (await complete(waiting))[0].report.tokens.prompt
+
+
+async def complete(waiting: Waiting) -> list[Done]:
+    """Waits for all answers. Raises what one of them failed with and where the client left."""
+    with waiting:
+        done: dict[int, Done] = {}
+        async for number, event in waiting.events():
+            if isinstance(event, Failed):
+                raise event.error
+            if isinstance(event, Done):
+                done[number] = event
+        return [done[i] for i in sorted(done)]
+
+
+async def begun(waiting: Waiting) -> Events:
+    """Waits until an answer begins, for a second at most: an error until then still has a status of its own."""
+    events, end = waiting.events(), time.monotonic() + _KNOWN_S
+    try:
+        async for number, event in events:
+            if isinstance(event, Failed):
+                raise event.error
+            if not isinstance(event, Step) or time.monotonic() > end:
+                return _again((number, event), events)
+    except BaseException:
+        waiting.__exit__()
+        raise
+    return events
+
+
+async def words(events: Events) -> Events:
+    """Waits for the first event that is no step, and yields it and what comes after it."""
+    async for number, event in events:
+        if not isinstance(event, Step):
+            yield number, event
+
+
+async def _again(first: tuple[int, Event], events: Events) -> Events:
+    yield first
+    async for item in events:
+        yield item
+
+
+class _EventStream(Response):
+    """Sends text as it comes, and comments while there is none. Who makes the text looks whether the client is there;
+    starlette's own does so too, with two more tasks for each answer.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, lines: AsyncIterator[str]) -> None:
+        self._lines, self.status_code, self.background = lines, 200, None
+        self._said = -math.inf
+        self.init_headers({"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        beating = asyncio.create_task(self._beat(send))
+        try:
+            async for text in self._lines:
+                self._said = time.monotonic()
+                await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+        finally:
+            beating.cancel()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _beat(self, send: Send) -> None:
+        while True:
+            if time.monotonic() - self._said >= _QUIET_S:
+                self._said = time.monotonic()
+                await send({"type": "http.response.body", "body": b": working\n\n", "more_body": True})
+            await asyncio.sleep(self._said + _QUIET_S - time.monotonic())
+
+
+def streamed(lines: AsyncIterator[str]) -> Response:
+    """Makes the response that sends events as they come."""
+    return _EventStream(lines)
+
+
+def _submit(waiting: Waiting, request: Request, n: int) -> None:
+    seed = request.sampling.seed
+    for i in range(n):
+        sampling = request.sampling if seed is None else replace(request.sampling, seed=(seed + i) % 2**32)
+        waiting.submit(replace(request, sampling=sampling))
+
+
+# ---------------------------------------------------------------------------------------------------
+
+
+def reading_of(given: ChatRequest, waiting: Waiting, number: int = 0) -> Reading:
+    """Makes the reading of one of a request's answers."""
+    return reading(given, waiting.jobs[number].request.dialect)
+
+
+async def read(answer: Reading, text: str, last: bool = False) -> list[Delta]:
+    """Reads what an answer goes on with. Raises RequestError."""
+    take = answer.finish if last else answer.feed
+    return await asyncio.to_thread(take, text) if answer.is_long or len(text) > LONG else take(text)
+
+
+async def whole(given: ChatRequest, waiting: Waiting, number: int, report: Report) -> Said:
+    """Reads an answer that is complete. Raises RequestError."""
+    answer = reading_of(given, waiting, number)
+    await read(answer, report.text, last=True)
+    said = answer.said
+    return replace(said, text=said.text.strip()) if said.calls else said
+
+
+def completion(service: Service, given: ChatRequest, done: list[Done], said: list[Said]) -> dict[str, Any]:
+    """Makes the object of answers that are complete."""
+    choices = []
+    for i, (report, one) in enumerate(zip((one.report for one in done), said, strict=True)):
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": one.text or (None if one.calls else ""),
+            "refusal": None,
+        }
+        if one.reasoning:
+            message["reasoning_content"] = one.reasoning
+        if one.calls:
+            message["tool_calls"] = [_call(call) for call in one.calls]
+        choices.append(
+            {
+                "index": i,
+                "message": _named_as_asked(given, message),
+                "finish_reason": _finish_as_asked(given, _finish(report, bool(one.calls))),
+                "logprobs": _logprobs(report.logprobs),
+            }
+        )
+    return {
+        **about(service, "chat.completion"),
+        "choices": choices,
+        "usage": usage([one.report for one in done], reasoned(service, said)),
+        "timings": timings(done[0].report),
+        "kvedge": figures(done),
+    }
+
+
+def _call(call: Call) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def about(service: Service, what: str) -> dict[str, Any]:
+    """Begins the object of an answer."""
+    return {
+        "id": f"chatcmpl-{secrets.token_hex(12)}",
+        "object": what,
+        "created": int(time.time()),
+        "model": service.name,
+        "system_fingerprint": service.fingerprint,
+    }
+
+
+def _finish(report: Report, called: bool) -> str:
+    return "tool_calls" if called and report.finish in ("end", "stop") else FINISH.get(report.finish, "stop")
+
+
+def _named_as_asked(given: ChatRequest, message: dict[str, Any]) -> dict[str, Any]:
+    """Calls a call of a tool as who gave `functions` knows it: there is one."""
+    if given.functions and (calls := message.pop("tool_calls", None)):
+        call = calls[0]["function"]
+        return {**message, "function_call": {name: call[name] for name in ("name", "arguments") if name in call}}
+    return message
+
+
+def _finish_as_asked(given: ChatRequest, finish: str | None) -> str | None:
+    return "function_call" if given.functions and finish == "tool_calls" else finish
+
+
+def reasoned(service: Service, said: Iterable[Said]) -> int:
+    """Counts the tokens that the reasoning in answers is."""
+    model = service.engine.loan.model
+    return sum(len(model.tokenize(one.reasoning, special=False)) for one in said if one.reasoning)
+
+
+def usage(reports: list[Report], reasoning: int = 0) -> dict[str, Any]:
+    """Counts tokens: of the prompt once, of all answers together. reasoning: so many of these."""
+    first = reports[0].tokens
+    prompt, generated = first.prompt + first.reused, sum(report.tokens.generated for report in reports)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": generated,
+        "total_tokens": prompt + generated,
+        "prompt_tokens_details": {"cached_tokens": first.reused},
+        "completion_tokens_details": {"reasoning_tokens": min(reasoning, generated)},
+    }
+
+
+def timings(report: Report) -> dict[str, Any]:
+    """Says how long an answer took, as llama-server does: in milliseconds, and in tokens per second."""
+    spent, tokens = report.time, report.tokens
+    read_s = spent.prefill_s + spent.replay_s + spent.compress_s
+    out: dict[str, Any] = {"cache_n": tokens.reused}
+    for name, n, steps, seconds in (("prompt", tokens.prompt, tokens.prompt, read_s),
+                                    ("predicted", tokens.generated, spent.decode_steps, spent.decode_s)):  # fmt: skip
+        out |= {
+            f"{name}_n": n,
+            f"{name}_ms": 1000 * seconds,
+            f"{name}_per_token_ms": 1000 * seconds / steps if steps else 0.0,
+            f"{name}_per_second": steps / seconds if steps and seconds > 0 else 0.0,
+        }
+    return out
+
+
+def figures(done: list[Done]) -> list[dict[str, Any]]:
+    """Says what each answer cost, as `kvedge chat --json` does, without what is said elsewhere; and of patches.kept."""
+    told = ("method", "budget", "stop", "tokens", "kv", "time")
+    out = [{name: part for name, part in one.report.as_json().items() if name in told} for one in done]
+    for one, of in zip(done, out, strict=True):
+        of.update({"patches": one.patches} if one.patches is not None else {})
+    return out
+
+
+def _logprobs(tokens: list[Token] | tuple[Token, ...] | None) -> dict[str, Any] | None:
+    if tokens is None:
+        return None
+    return {
+        "content": [{**plain(token), "top_logprobs": [plain(t) for t in token.top]} for token in tokens],
+        "refusal": None,
+    }
+
+
+def plain(token: Token | Alternative) -> dict[str, Any]:
+    """Describes a token alone."""
+    return {"token": token.text, "logprob": finite(token.logprob), "bytes": list(token.data)}
+
+
+def finite(logprob: float) -> float:
+    """Makes a logarithm a number that JSON has."""
+    return max(logprob, -9999.0)
+
+
+def data_line(told: dict[str, Any]) -> str:
+    """Writes an object as an event of a stream."""
+    return f"data: {json.dumps(told)}\n\n"
+
+
+# ---------------------------------------------------------------------------------------------------
+
+
+class Chunks:
+    """An answer as chunks of a stream."""
+
+    def __init__(self, service: Service, given: ChatRequest, waiting: Waiting) -> None:
+        self._service, self._given, self._waiting = service, given, waiting
+        self._head = about(service, "chat.completion.chunk")
+        self._usage = given.stream_options is not None and given.stream_options.include_usage
+        self._answers = [reading_of(given, waiting, i) for i in range(len(waiting.jobs))]
+        self._tokens: dict[int, tuple[Token, ...]] = {}  # whose text waits to be told
+        self._done: dict[int, Done] = {}
+        self._last: list[str] = []
+        self._progress = given.kvedge is not None and given.kvedge.progress
+
+    async def written(self, events: Events) -> AsyncIterator[str]:
+        """Yields the stream. A client that leaves ends it, and with it the jobs."""
+        with self._waiting:
+            begin = "".join(
+                self._chunk(i, {"role": "assistant", "content": ""}) for i in range(len(self._waiting.jobs))
+            )
+            end = "data: [DONE]\n\n"
+            try:
+                async for line in self._lines(events):
+                    yield begin + line
+                    begin = ""
+            except Exception as error:
+                end = data_line(errors.body(errors.of(error))) + end
+            else:
+                if self._usage:
+                    done = [self._done[i] for i in sorted(self._done)]
+                    reasoning = reasoned(self._service, [one.said for one in self._answers])
+                    last = {**self._head, "choices": [], "usage": usage([one.report for one in done], reasoning)}
+                    last |= {"timings": timings(done[0].report), "kvedge": figures(done)}
+                    end = data_line(last) + end
+            yield f"{begin}{''.join(self._last)}{end}"
+
+    async def _lines(self, events: Events) -> AsyncIterator[str]:
+        """Yields what comes before the end of the last answer; that is left in `_last`, to be sent with the rest."""
+        said = time.monotonic()
+        async for number, event in events:
+            if isinstance(event, Failed):
+                raise event.error
+            if isinstance(event, Step) and self._progress and event.share < 1 and time.monotonic() - said < _STEP_S:
+                continue
+            lines = await self._of(number, event)
+            if len(self._done) == len(self._waiting.jobs):
+                self._last = lines
+            elif lines:
+                said = time.monotonic()
+                yield "".join(lines)
+
+    async def _of(self, number: int, event: Event) -> list[str]:
+        if isinstance(event, Step) and self._progress:
+            told = {"progress": {"what": event.what, "share": round(event.share, 4)}}
+            return [data_line({**self._head, "choices": [], "kvedge": told})]
+        answer = self._answers[number]
+        if isinstance(event, Text):
+            self._tokens[number] = self._tokens.get(number, ()) + event.tokens
+            return self._told(number, await read(answer, event.text))
+        if not isinstance(event, Done):
+            return []
+        self._done[number] = event
+        lines = self._told(number, await read(answer, "", last=True))
+        if self._tokens.get(number):
+            lines += self._told(number, [Delta()])
+        finish = _finish(event.report, bool(answer.said.calls))
+        return [*lines, self._chunk(number, {}, finish=finish, report=event.report)]
+
+    def _told(self, number: int, deltas: list[Delta]) -> list[str]:
+        """Writes deltas. The first one has the logprobs of all tokens since the last."""
+        return [
+            self._chunk(number, _delta(delta), logprobs=_logprobs(self._tokens.pop(number, None) or None))
+            for delta in deltas
+        ]
+
+    def _chunk(
+        self,
+        number: int,
+        delta: dict[str, Any],
+        finish: str | None = None,
+        logprobs: dict[str, Any] | None = None,
+        report: Report | None = None,
+    ) -> str:
+        choice = {
+            "index": number,
+            "delta": _named_as_asked(self._given, delta),
+            "finish_reason": _finish_as_asked(self._given, finish),
+            "logprobs": logprobs,
+        }
+        more: dict[str, Any] = {"usage": None} if self._usage else {}
+        if report is not None:
+            more["timings"] = timings(report)
+        return data_line({**self._head, "choices": [choice], **more})
+
+
+def _delta(delta: Delta) -> dict[str, Any]:
+    if delta.reasoning:
+        return {"reasoning_content": delta.reasoning}
+    if delta.call < 0:
+        return {"content": delta.text}
+    function = {**({"name": delta.name} if delta.name else {}), "arguments": delta.arguments}
+    head = {"id": delta.id, "type": "function"} if delta.name else {}
+    return {"tool_calls": [{"index": delta.call, **head, "function": function}]}

@@ -1,0 +1,273 @@
+"""The Engine answers jobs side by side: all conversations lie in one context, and are decoded in common batches.
+
+Three threads: one prepares jobs, one decodes, and one moves parked conversations from memory to their folder. A fourth
+ends when the vocabulary is prepared for grammars.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+
+from pykvedge.errors import CancelledError, KvedgeError, RequestError, StateError
+from pykvedge.native import crash
+from pykvedge.plans.making import plan as make_plan
+from pykvedge.runtime.driver import Driver
+from pykvedge.runtime.llama_context import N_UBATCH, ContextSize, ubatch_for
+from pykvedge.runtime.loaded import LoadedModel, Loan
+from pykvedge.serve.counts import Counts
+from pykvedge.serve.decoding import Decoder
+from pykvedge.serve.job import Done, Event, Failed, Job, Request
+from pykvedge.serve.limits import Limits
+from pykvedge.serve.parked import Park
+from pykvedge.serve.preparing import Preparer
+from pykvedge.serve.slot import Prepared, Slot
+
+_LAST_S = 60.0  # for what was given up to come to its end
+_MOST_PIXEL_BYTES = 512 << 20  # of pictures that wait, unless it is one request alone
+_LOOK_S = 0.2  # between two looks at jobs that were given up while nothing else happens
+
+
+class Engine:
+    """Give it requests from any thread. Close it when done."""
+
+    def __init__(self, model: LoadedModel, limits: Limits, park: Park) -> None:
+        """Raises OutOfMemoryError, ModelError, and what making a context raises."""
+        self.limits, self.park, self.counts = limits, park, Counts()
+        self._loan = model.lend()
+        try:
+            self.preparer = Preparer(self._loan, park, limits)
+            size = ContextSize(limits.slots * limits.n_ctx, ubatch_for(self.preparer.vision, N_UBATCH),
+                               limits.storage, n_seq=limits.slots)  # fmt: skip
+            driver = Driver(self._loan.model, self.preparer.vision, size, self._loan.threads)
+            try:
+                driver.take_over_if_possible(make_plan("full"))
+                self._decoder = Decoder(driver, self._loan.model, self.preparer, park, limits)
+            except BaseException:
+                driver.close()
+                raise
+        except BaseException:
+            self._loan.give_back()
+            raise
+        # one lock, and a condition for each thread: whoever has nothing to do is not woken
+        lock = threading.RLock()
+        self._changed, self._to_prepare, self._to_shrink = (threading.Condition(lock) for _ in range(3))
+        self._asked: deque[Job] = deque()
+        self._ready: deque[Prepared] = deque()
+        self._slots: list[Slot] = []  # that have a job
+        self._preparing: Job | None = None
+        self._stopping = self._over = False
+        self._threads = [
+            threading.Thread(target=run, name=f"kvedge-{what}", daemon=True)
+            for what, run in (
+                ("prepare", self._prepare), ("decode", self._decode), ("park", self._shrink),
+                ("vocabulary", self.preparer.warm),
+            )
+        ]  # fmt: skip
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def loan(self) -> Loan:
+        """The model, and what is shared with other sessions."""
+        return self._loan
+
+    def submit(self, request: Request, emit: Callable[[Event], None]) -> Job:
+        """Takes a request. emit is called with each event, in threads of the engine; it must not wait.
+
+        Raises RequestError where too many wait, StateError after close, and what preparing raises that takes no time.
+        """
+        job = Job(request, emit)
+        work = self.preparer.at_once(job)
+        with self._changed:
+            if self._stopping:
+                raise StateError("the server is going down; it takes no more requests")
+            pixels = sum(other.picture_bytes for other in self._asked)
+            full = len(self._asked) + len(self._ready) >= self.limits.queue
+            if full or (pixels and pixels + job.picture_bytes > _MOST_PIXEL_BYTES):
+                self.counts.refused += 1
+                if work is not None:
+                    work.sampler.close()
+                raise RequestError(503, "too many requests are waiting already", "queue_full", retry_s=2)
+            if work is not None:
+                self._ready.append(work)
+                self._changed.notify_all()
+            else:
+                self._asked.append(job)
+                self._to_prepare.notify_all()
+        return job
+
+    def cancel(self, job: Job) -> None:
+        """Gives a job up. Its answer ends where it is."""
+        job.cancelled.set()
+        with self._changed:
+            self._changed.notify_all()
+
+    @property
+    def waiting(self) -> int:
+        """Counts the requests that nobody works on yet."""
+        return len(self._asked) + len(self._ready)
+
+    @property
+    def busy(self) -> int:
+        """Counts the requests that are worked on."""
+        return len(self._slots) + (self._preparing is not None)
+
+    def working(self) -> list[tuple[Job, str, Slot | None]]:
+        """Lists the jobs that are not over, what is done with each, and its slot if it has one."""
+        with self._changed:
+            out: list[tuple[Job, str, Slot | None]] = [(job, "waiting", None) for job in self._asked]
+            if self._preparing is not None:
+                out.append((self._preparing, "preparing", None))
+            out += [(work.job, "ready", None) for work in self._ready]
+            out += [(slot.job, slot.state, slot) for slot in self._slots]
+        return out
+
+    @property
+    def stopping(self) -> bool:
+        """Tells whether the engine takes no more requests."""
+        return self._stopping
+
+    def kv_bytes(self) -> int:
+        """Counts the bytes of keys and values of the conversations that are being answered."""
+        return self._decoder.n_bytes
+
+    def drain(self, patience: float = 0.0) -> None:
+        """Takes no more requests, lets those that are there end for so many seconds, and gives up the rest.
+
+        Called again meanwhile with less patience it ends sooner.
+        """
+        with self._changed:
+            self._stopping = True
+            self._changed.wait_for(lambda: not (self.busy or self.waiting), timeout=patience)
+            for job, _, _ in self.working():
+                job.cancelled.set()
+            self._changed.notify_all()
+            self._to_prepare.notify_all()
+            self._changed.wait_for(lambda: not (self.busy or self.waiting), timeout=_LAST_S)
+
+    def close(self) -> None:
+        """Gives up what is there, and frees all."""
+        self.drain()
+        with self._changed:
+            self._over = True
+            for condition in (self._changed, self._to_prepare, self._to_shrink):
+                condition.notify_all()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+        self._decoder.close()
+        self.park.shrink(0)
+        self._loan.give_back()
+
+    # --------------------------------------------------------------------------------------------------- preparing
+
+    def _prepare(self) -> None:
+        while True:
+            with self._changed:
+                self._to_prepare.wait_for(
+                    lambda: self._over or (self._asked and len(self._ready) < self.limits.slots)
+                )
+                if not self._asked:
+                    return  # over
+                job = self._preparing = self._asked.popleft()
+            work = None
+            try:
+                if job.cancelled.is_set():
+                    raise CancelledError
+                if job.request.count_only:
+                    self.preparer.count(job)
+                    job.end(Done(job.report))
+                else:
+                    work = self.preparer.prepare(job)
+            except Exception as error:
+                self._failed(job, error)
+            with self._changed:
+                self._preparing = None
+                if work is not None:
+                    self._ready.append(work)
+                self._changed.notify_all()
+                self._shrink_if_needed()
+
+    def _failed(self, job: Job, error: Exception) -> None:
+        self.counts.ended("cancelled" if isinstance(error, CancelledError) else "error", job)
+        job.end(Failed(error))
+
+    # --------------------------------------------------------------------------------------------------- decoding
+
+    def _decode(self) -> None:
+        while True:
+            if not self._slots:
+                crash.now(None)
+            with self._changed:
+                self._changed.wait_for(lambda: self._over or self._ready or self._slots)
+                if self._over and not (self._slots or self._ready or self._asked or self._preparing):
+                    return
+            self._admit()
+            if self._slots:
+                for slot, error in self._decoder.turn(self._slots):
+                    self._leave(slot, error)
+            else:
+                with self._changed:
+                    self._changed.wait(_LOOK_S)  # for memory, or for a job to be prepared
+
+    def _leave(self, slot: Slot, error: Exception | None) -> None:
+        with self._changed:
+            self._slots.remove(slot)
+            self._settled()
+        if error is not None:
+            self._failed(slot.job, error)
+        else:
+            self.counts.ended(slot.job.report.finish, slot.job)
+            self._decoder.report(slot)
+
+    def _admit(self) -> None:
+        """Gives slots to prepared jobs, in their order, as long as there is memory for them."""
+        while True:
+            with self._changed:
+                if not self._ready or len(self._slots) >= self.limits.slots:
+                    return
+                work = self._ready[0]
+                needed = self._decoder.reserved(self._slots) + work.need
+                if not work.job.cancelled.is_set() and needed + self.park.n_bytes > self.limits.memory:
+                    self._shrink_if_needed()
+                    return
+                self._ready.popleft()
+                self._to_prepare.notify_all()
+            slot, error = self._decoder.begin(work, {s.sequence for s in self._slots})
+            with self._changed:
+                if slot is not None:
+                    self._slots.append(slot)
+                self._settled()
+            if error is not None:
+                self._failed(work.job, error)
+
+    def _target(self) -> int:
+        """The park may have so many bytes in memory now. Call it with the lock held."""
+        needed = self._decoder.reserved(self._slots) + (self._ready[0].need if self._ready else 0)
+        return max(self.limits.memory - needed, 0)
+
+    def _settled(self) -> None:
+        """Wakes who waits for the end of all jobs, or for less memory. Call it with the lock held."""
+        if self._stopping:
+            self._changed.notify_all()
+        self._shrink_if_needed()
+
+    def _shrink_if_needed(self) -> None:
+        """Wakes the thread that shrinks the park. Call it with the lock held."""
+        if self.park.n_bytes > self._target():
+            self._to_shrink.notify()
+
+    def _shrink(self) -> None:
+        while True:
+            with self._to_shrink:
+                self._to_shrink.wait_for(lambda: self._over or self.park.n_bytes > self._target())
+                if self._over:
+                    return
+                target = self._target()
+            with suppress(KvedgeError):  # a folder that cannot be used says so in its notes
+                self.park.shrink(target)
+            with self._changed:
+                self._changed.notify_all()

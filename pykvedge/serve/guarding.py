@@ -1,0 +1,228 @@
+"""What stands before every route: whose requests are taken, and how large and slow they may be. Plain ASGI."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pykvedge.errors import RequestError
+from pykvedge.serve import errors
+from pykvedge.serve.bodies import Bounds
+from pykvedge.serve.keys import Key, owner_of
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+HEADERS = [
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+]
+_DISCARDED, _DISCARD_S = 256 << 20, 2.0  # bytes and seconds of a body that nobody reads
+_BODIES = 4  # as many of the largest requests may be here at once
+_SMALL = 1 << 20  # bytes of a body that is taken also while there are as many
+_QUICK = 1 << 16  # bytes of a body that is looked through at once
+OPEN = ("/health", "/v1/health", "/")  # without a key: whether there is anybody, and the page, which asks for it
+_FEW = 1 << 16  # bytes of pictures that are let pass where none belong
+# in a scope: whose request it is, bytes of its body's pictures, and those of all else
+OWNER, PICTURES, TEXT = "kvedge.owner", "kvedge.pictures", "kvedge.text"
+
+
+@dataclass(frozen=True)
+class Rules:
+    """hosts: names that a Host header may have; empty: any. keys: one of them must be shown; empty: none is needed.
+
+    origins: whose pages may ask beside the server's own, as https://name:port; "*": all.
+    body: bytes of a request; body_s: seconds that it may take to arrive. bounds: of what it may consist of.
+    """
+
+    hosts: frozenset[str] = frozenset()
+    keys: tuple[Key, ...] = ()
+    origins: tuple[str, ...] = ()
+    body: int = 64 << 20
+    body_s: float = 60.0
+    bounds: Bounds = field(default_factory=Bounds)
+
+
+class Guarding:
+    """Wraps an ASGI application."""
+
+    def __init__(self, app: Any, rules: Rules) -> None:
+        self._app, self._rules = app, rules
+        self._held = 0  # bytes of bodies that are here or arrive
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = {name.lower(): value for name, value in scope["headers"]}
+        body = bytearray()
+        try:
+            await self._checked(scope, headers, receive)
+            if not await asyncio.wait_for(self._arrive(body, headers, receive), self._rules.body_s):
+                self._held -= len(body)
+                return
+            check = self._rules.bounds.check
+            scope[PICTURES] = check(body) if len(body) <= _QUICK else await asyncio.to_thread(check, body)
+            scope[TEXT] = len(body) - scope[PICTURES]
+        except BaseException as error:
+            self._held -= len(body)
+            if isinstance(error, (TimeoutError, asyncio.TimeoutError)):
+                error = RequestError(408, "the request took too long to arrive", "timeout")
+            if not isinstance(error, RequestError):
+                raise
+            await _refuse(send, error)
+            return
+        n_bytes = len(body)
+        try:
+            await self._app(scope, _replayed(body, receive), _with_headers(send))
+        finally:
+            self._held -= n_bytes
+
+    async def _checked(self, scope: Scope, headers: dict[bytes, bytes], receive: Receive) -> None:
+        try:
+            self._check(scope, headers)
+        except RequestError:
+            await _discard(headers, receive)
+            raise
+
+    def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
+        rules, host = self._rules, headers.get(b"host", b"").decode("latin-1").strip().lower()
+        if sum(name.lower() == b"host" for name, _ in scope["headers"]) > 1:
+            raise RequestError(400, "a request has one Host header", "invalid_host")
+        if rules.hosts and host_name(host) not in rules.hosts:
+            raise RequestError(403, "the Host header names another server", "forbidden_host")
+        origin = headers.get(b"origin", b"").decode("latin-1").strip().lower()
+        if origin and not self._invited(origin, host):
+            raise RequestError(403, f"pages of {origin:.80} may not ask this server, unless it is started with "
+                               "--allow-origin", "forbidden_origin")  # fmt: skip
+        scope[OWNER] = ""
+        if rules.keys and not (scope["method"] == "GET" and _open(scope["path"])):
+            shown = headers.get(b"authorization", b"").decode("latin-1")
+            given = (
+                shown[7:].strip()
+                if shown[:7].lower() == "bearer "
+                else headers.get(b"x-api-key", b"").decode("latin-1")
+            )
+            owner = owner_of(given, rules.keys)
+            if owner is None:
+                raise RequestError(401, "a valid API key is needed: Authorization: Bearer KEY", "invalid_api_key")
+            scope[OWNER] = owner
+
+    def _invited(self, origin: str, host: str) -> bool:
+        """Tells whether pages of an origin may ask: the server's own, those of a proxy that has one of its names (not
+        of this machine, where any program may listen beside it), and those that it was told.
+        """
+        if origin in self._rules.origins or "*" in self._rules.origins:
+            return True
+        where = origin.partition("://")[2]
+        return where == host or (where in self._rules.hosts and not is_loopback(where))
+
+    async def _arrive(self, data: bytearray, headers: dict[bytes, bytes], receive: Receive) -> bool:
+        """Reads the body; False where the client left."""
+        most, told = self._rules.body, headers.get(b"content-length", b"0")
+        too_large = RequestError(413, f"a request may have {most / (1 << 20):.3g} MiB", "too_large")
+        if told.isdigit() and int(told[:20]) > most:
+            await _discard(headers, receive)
+            raise too_large
+        while True:
+            message = await receive()
+            if message["type"] != "http.request":
+                return False
+            part = message.get("body", b"")
+            data += part
+            self._held += len(part)
+            full = len(data) > _SMALL and self._held > _BODIES * most
+            if full or len(data) > most:
+                if message.get("more_body"):
+                    await _discard(headers, receive)
+                raise RequestError(503, "too many large requests at once", "busy", retry_s=2) if full else too_large
+            if not message.get("more_body"):
+                return True
+
+
+def without_pictures(scope: Scope) -> None:
+    """Raises RequestError for a body with what looks like pictures; for routes that take none."""
+    if scope.get(PICTURES, 0) > _FEW:
+        raise RequestError(413, f"{scope['path']:.100} takes no pictures", "too_large")
+
+
+def _open(path: str) -> bool:
+    return path in OPEN or path.startswith("/page/")
+
+
+def host_name(host: str) -> str:
+    """Returns the name in a Host header, without its port."""
+    host = host.strip().lower()
+    if host.startswith("["):
+        return host.partition("]")[0][1:]
+    return host.rpartition(":")[0] if host.count(":") == 1 else host
+
+
+def is_loopback(host: str) -> bool:
+    """Tells whether only programs of this machine reach an address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _replayed(body: bytearray, receive: Receive) -> Receive:
+    given = False
+
+    async def again() -> MutableMapping[str, Any]:
+        nonlocal given
+        if not given:
+            given = True
+            whole = bytes(body)
+            body.clear()
+            return {"type": "http.request", "body": whole, "more_body": False}
+        return await receive()
+
+    return again
+
+
+def _with_headers(send: Send) -> Send:
+    async def sending(message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message.get("headers", []), *HEADERS]}
+        await send(message)
+
+    return sending
+
+
+async def _discard(headers: dict[bytes, bytes], receive: Receive) -> None:
+    """Takes what is left of a body, within bounds: a connection that is closed on it is reset, and the answer lost."""
+
+    async def rest() -> None:
+        n = 0
+        while n < _DISCARDED:
+            message = await receive()
+            n += len(message.get("body", b""))
+            if message["type"] != "http.request" or not message.get("more_body"):
+                return
+
+    if b"expect" in headers:  # it asks first, and sends nothing then
+        return
+    with contextlib.suppress(TimeoutError, asyncio.TimeoutError):
+        await asyncio.wait_for(rest(), _DISCARD_S)
+
+
+async def _refuse(send: Send, error: RequestError) -> None:
+    body = json.dumps(errors.body(error)).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *HEADERS]
+    headers.append((b"connection", b"close"))  # what is left of a body is not read
+    if error.retry_s:
+        headers.append((b"retry-after", str(error.retry_s).encode()))
+    if error.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

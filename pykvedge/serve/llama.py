@@ -1,0 +1,187 @@
+"""Routes of llama-server that programs ask for what a server can do: /props, /slots, /tokenize, /detokenize and
+/apply-template; and what /v1/models says beside a name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from dataclasses import replace
+from typing import Annotated, Any
+
+from pydantic import Field
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from pykvedge.errors import RequestError
+from pykvedge.models.model import Model
+from pykvedge.models.prompt import FALLBACK
+from pykvedge.runtime.sampling import Sampling
+from pykvedge.serve.guarding import OWNER
+from pykvedge.serve.job import Job
+from pykvedge.serve.looking import looked_through
+from pykvedge.serve.service import Service
+from pykvedge.serve.wire import ChatRequest, Wire, parsed
+
+_MOST_TEXT = 1 << 19  # characters or tokens that are turned into the other at once
+_ANY_SEED = 2**32 - 1  # what llama.cpp says for a seed that is another one each time
+
+
+async def props(service: Service, http: HttpRequest) -> Response:
+    """GET /props: the model, its template, and what holds where a request says nothing."""
+    engine, defaults = service.engine, service.defaults
+    model, n_ctx = engine.loan.model, engine.limits.n_ctx
+    preparer = engine.preparer
+    sampling = replace(defaults.sampling, max_tokens=defaults.max_tokens or defaults.room)
+    params = sampling_settings(sampling, defaults.room)
+    caps = await asyncio.to_thread(preparer.template_can)
+    return JSONResponse({
+        "default_generation_settings": {"params": params, "n_ctx": n_ctx},
+        "total_slots": engine.limits.slots,
+        "model_alias": service.name,
+        "model_path": model.path.name,
+        "modalities": {"vision": preparer.vision is not None, "audio": False, "video": False},
+        "media_marker": preparer.composer.marker,
+        "endpoint_slots": True,
+        "endpoint_props": False,
+        "endpoint_metrics": True,
+        "chat_template": model.chat_template() or FALLBACK,
+        "chat_template_caps": caps,
+        "bos_token": model.special_text("bos"),
+        "eos_token": model.special_text("eos"),
+        "build_info": service.fingerprint,
+        "is_sleeping": False,
+    })  # fmt: skip
+
+
+def settings(service: Service, job: Job, stream: bool) -> dict[str, Any]:
+    """Lists what an answer was chosen by, under llama-server's names."""
+    return {**sampling_settings(job.request.sampling, service.defaults.room), "stream": stream}
+
+
+def sampling_settings(sampling: Sampling, room: int) -> dict[str, Any]:
+    """Lists a sampling under llama-server's names. room: tokens of a conversation; as many are no limit."""
+    limit = -1 if sampling.max_tokens >= room else sampling.max_tokens
+    same = ("top_k", "top_p", "min_p", "typical_p", "repeat_last_n", "repeat_penalty", "presence_penalty",
+            "frequency_penalty")  # fmt: skip
+    return {
+        "seed": _ANY_SEED if sampling.seed is None else sampling.seed,
+        "temperature": sampling.temp,
+        **{name: getattr(sampling, name) for name in same},
+        "stop": list(sampling.stop),
+        "max_tokens": limit,
+        "n_predict": limit,
+        "n_keep": 0,
+        "n_probs": sampling.logprobs or 0,
+        "logit_bias": [{"token": token, "bias": bias if math.isfinite(bias) else None}
+                       for token, bias in sampling.logit_bias.items()],
+        "grammar": str(sampling.grammar or ""),
+        "samplers": ["penalties", "top_k", "typ_p", "top_p", "min_p", "temperature"],
+    }
+
+
+def about_model(service: Service) -> dict[str, Any]:
+    """Describes the model as llama-server's /v1/models does, and as other programs look for it there."""
+    model, n_ctx = service.engine.loan.model, service.engine.limits.n_ctx
+    sees = service.engine.preparer.vision is not None
+    llama, header = model.llama, model.header
+    return {
+        "aliases": [service.name],
+        "tags": [],
+        "max_model_len": n_ctx,
+        "architecture": {"input_modalities": ["text", "image"] if sees else ["text"], "output_modalities": ["text"]},
+        "meta": {
+            "vocab_type": llama.llama_vocab_type(model.vocab),
+            "n_vocab": model.n_vocab,
+            "n_ctx": n_ctx,
+            "n_ctx_train": model.n_ctx_train,
+            "n_embd": model.n_embd_input,
+            "n_params": llama.llama_model_n_params(model.handle),
+            "size": llama.llama_model_size(model.handle),
+            "architecture": header.architecture,
+        },
+    }
+
+
+def capabilities(service: Service) -> dict[str, Any]:
+    """Says what the model can, where programs of llama-server look for it in /v1/models."""
+    sees = service.engine.preparer.vision is not None
+    can = ["completion", "multimodal"] if sees else ["completion"]
+    return {"name": service.name, "model": service.name, "type": "model", "capabilities": can}
+
+
+async def slots(service: Service, http: HttpRequest) -> Response:
+    """GET /slots: which are busy; figures of who shows the same key, and nothing of what was said."""
+    limits, owner = service.engine.limits, http.scope.get(OWNER, "")
+    out: list[dict[str, Any]] = [
+        {"id": i, "n_ctx": limits.n_ctx, "speculative": False, "is_processing": False} for i in range(limits.slots)
+    ]
+    for job, _, slot in service.engine.working():
+        if slot is None:
+            continue
+        out[slot.sequence]["is_processing"] = True
+        if job.request.owner != owner:
+            continue
+        tokens = job.report.tokens
+        left = job.request.sampling.max_tokens - tokens.generated
+        out[slot.sequence] |= {
+            "id_task": job.id,
+            "n_prompt_tokens": tokens.prompt + tokens.reused,
+            "n_prompt_tokens_cache": tokens.reused,
+            "next_token": [{"has_next_token": True, "n_remain": left, "n_decoded": tokens.generated}],
+        }
+    return JSONResponse(out)
+
+
+class TokenizeRequest(Wire):
+    """The body of POST /tokenize."""
+
+    content: str | list[str | int]
+    add_special: bool = False
+    parse_special: bool = True
+    with_pieces: bool = False
+
+
+class DetokenizeRequest(Wire):
+    """The body of POST /detokenize."""
+
+    tokens: Annotated[list[int], Field(max_length=_MOST_TEXT)]
+
+
+async def tokenize(service: Service, http: HttpRequest) -> Response:
+    """POST /tokenize."""
+    given = parsed(TokenizeRequest, await http.body())
+    return JSONResponse({"tokens": await asyncio.to_thread(_tokens, service.engine.loan.model, given)})
+
+
+def _tokens(model: Model, given: TokenizeRequest) -> list[Any]:
+    parts = [given.content] if isinstance(given.content, str) else given.content
+    if sum(len(part) if isinstance(part, str) else 1 for part in parts) > _MOST_TEXT:
+        raise RequestError(400, f"content: at most {_MOST_TEXT} characters and tokens at once", "too_large", "content")
+    out = list[int]()
+    for i, part in enumerate(parts):
+        is_text = isinstance(part, str)
+        out += model.tokenize(part, given.parse_special, given.add_special and i == 0) if is_text else [part]
+    if not given.with_pieces:
+        return out
+    return [{"id": token, "piece": _piece(model.piece(token) or model.text([token]).encode())} for token in out]
+
+
+def _piece(data: bytes) -> str | list[int]:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:  # a part of a character
+        return list(data)
+
+
+async def detokenize(service: Service, http: HttpRequest) -> Response:
+    """POST /detokenize."""
+    given = parsed(DetokenizeRequest, await http.body())
+    return JSONResponse({"content": await asyncio.to_thread(service.engine.loan.model.text, given.tokens)})
+
+
+async def apply_template(service: Service, http: HttpRequest) -> Response:
+    """POST /apply-template: the prompt that a conversation becomes, to be changed and sent to /completion."""
+    given = parsed(ChatRequest, await http.body())
+    [request] = await looked_through(service, http, given)
+    return JSONResponse({"prompt": await asyncio.to_thread(service.engine.preparer.written, request)})

@@ -1,0 +1,222 @@
+"""Conversations that wait for their next message: their compressed rows, in memory under a bound, then in a folder.
+
+One is found again by what was said in it, so that clients which send the whole conversation each time - as the wire
+formats want it - go on from its rows. Its name is the owner's (keys.Key) and a hash; neither text nor pictures
+are kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+import numpy as np
+
+from pykvedge.caches.folder import CacheFolder
+from pykvedge.errors import UsageError
+from pykvedge.models.prompt import Message
+from pykvedge.plans.plan import Plan
+from pykvedge.runtime.opening import Standing
+from pykvedge.runtime.report import Kv
+
+KIND = "conversations"
+_VERSION = 2
+_HASH = 64  # hexadecimal digits
+
+
+@dataclass(frozen=True)
+class Parked:
+    """A conversation up to its last answer. pending: tokens of it that were not read yet. len(): its bytes, about.
+
+    answer: those that were, where the next message's second pass repeats them; else empty.
+    """
+
+    standing: Standing
+    pending: tuple[int, ...]
+    rows: bytes | bytearray | memoryview
+    since: float = field(default_factory=time.time, compare=False)  # seconds since 1970
+    answer: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.rows) + 4 * len(self.answer) + 512
+
+    def encode(self) -> list[bytes | bytearray | memoryview]:
+        """Writes it, in parts: the length of a JSON text in 4 bytes, that text, and the rows."""
+        tokens = {"pending": list(self.pending), "answer": list(self.answer)}
+        text = json.dumps({**asdict(self.standing), **tokens}).encode()
+        return [len(text).to_bytes(4, "little"), text, self.rows]
+
+    @classmethod
+    def decode(cls, data: memoryview) -> Parked:
+        """Raises ValueError for what is none."""
+        end = 4 + int.from_bytes(data[:4], "little")
+        try:
+            given = json.loads(bytes(data[4:end]))
+            pending, answer = tuple(given.pop("pending")), tuple(given.pop("answer"))
+            standing = Standing(**{f.name: given.pop(f.name) for f in fields(Standing)})
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(str(error)) from None
+        counts = (standing.n_past, standing.n_cells, standing.compressed_tokens, *pending, *answer)
+        if given or not all(type(n) is int and n >= 0 for n in counts) or not isinstance(standing.held, (int, float)):
+            raise ValueError("a conversation that cannot be")
+        return cls(standing, pending, data[end:], answer=answer)
+
+
+@dataclass(frozen=True)
+class Read:
+    """A prompt that was read and compressed, and is answered. logits: [n_vocab] float32, of its last token.
+
+    len(): its bytes, about. led_to: names of the conversations that its answers made.
+    """
+
+    standing: Standing
+    rows: bytes | bytearray | memoryview
+    logits: np.ndarray
+    kv: Kv
+    led_to: set[str] = field(default_factory=set, compare=False)
+
+    def __len__(self) -> int:
+        return len(self.rows) + self.logits.nbytes + 512
+
+
+def said_in(messages: Iterable[Message]) -> list[Any]:
+    """Lists what was said, with hashes in the place of pictures."""
+    return [[m.role, m.text, dict(m.fields), [p.key for p in m.pictures]] for m in messages]
+
+
+def name_of(about: Sequence[str], plan: Plan, values: Mapping[str, Any], said: Sequence[Any], owner: str = "") -> str:
+    """Makes a name that is equal for conversations of an owner whose rows are equal. about: all else that they depend
+    on.
+    """
+    text = json.dumps([_VERSION, *about, plan.to_json(), values, said], sort_keys=True, default=str)
+    return owner + hashlib.sha256(text.encode()).hexdigest()
+
+
+def is_owned(name: str, owner: str) -> bool:
+    """Tells whether a conversation's name is one of an owner's; those without a key have names without an owner."""
+    return len(name) == len(owner) + _HASH and name.startswith(owner)
+
+
+class Park:
+    """Keeps conversations that were parked; the one used longest ago leaves memory for the folder first.
+
+    Prompts that were read are kept beside them, for whoever asks the same again; only as long as there is memory.
+    Any thread may call it. With the folder, a bound of memory loses nothing but time.
+    """
+
+    def __init__(self, folder: CacheFolder | None) -> None:
+        """folder: bounded itself; None: what leaves memory is gone."""
+        self._folder = folder
+        self._held: OrderedDict[str, Parked] = OrderedDict()
+        self._read: OrderedDict[str, Read] = OrderedDict()
+        self._lock = threading.Lock()
+        self.n_bytes = 0  # in memory
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    @property
+    def folder_bytes(self) -> int:
+        """So many bytes lie in the folder."""
+        return self._folder.total_bytes() if self._folder is not None else 0
+
+    def put(self, name: str, parked: Parked, prompt: str = "") -> None:
+        """Keeps a conversation in memory, in place of one of the same name. prompt: name of the one that led to it."""
+        with self._lock:
+            self._drop(name)
+            self._held[name] = parked
+            self.n_bytes += len(parked)
+            if prompt in self._read:
+                self._read[prompt].led_to.add(name)
+
+    def get(self, name: str) -> Parked | None:
+        """Returns a conversation, which stays: its last message may be put in other words."""
+        with self._lock:
+            if name in self._held:
+                self._held.move_to_end(name)
+                return self._held[name]
+        data = self._folder.get(KIND, name) if self._folder is not None else None
+        try:
+            return Parked.decode(data) if data is not None else None
+        except ValueError:
+            return None
+
+    def room_for_read(self, n_bytes: int, limit: int) -> bool:
+        """Drops prompts until one of so many bytes fits beside all else into `limit`; False: it never does."""
+        with self._lock:
+            while self._read and self.n_bytes + n_bytes > limit:
+                self._drop_read(next(iter(self._read)))
+            return self.n_bytes + n_bytes <= limit
+
+    def put_read(self, name: str, read: Read) -> None:
+        """Keeps a prompt, in place of one of the same name."""
+        with self._lock:
+            self._drop_read(name)
+            self._read[name] = read
+            self.n_bytes += len(read)
+
+    def get_read(self, name: str) -> Read | None:
+        """Returns a prompt, which stays."""
+        with self._lock:
+            if name in self._read:
+                self._read.move_to_end(name)
+            return self._read.get(name)
+
+    def shrink(self, limit: int) -> None:
+        """Makes what is in memory take at most so many bytes."""
+        while self.n_bytes > max(limit, 0):
+            with self._lock:
+                if self._read:
+                    self._drop_read(next(iter(self._read)))
+                    continue
+                if not self._held:
+                    return
+                name, oldest = next(iter(self._held.items()))
+            if self._folder is not None:
+                self._folder.put(KIND, name, oldest.encode())
+            with self._lock:
+                if self._held.get(name) is oldest:
+                    self._drop(name)
+
+    def listed(self, owner: str = "") -> list[dict[str, Any]]:
+        """Describes the conversations of an owner that wait; of those in the folder their bytes are known.
+
+        Without an owner it describes those that have none.
+        """
+        with self._lock:
+            held = {name: one for name, one in self._held.items() if is_owned(name, owner)}
+        out = [{"id": name, "state": "parked", "where": "memory", "tokens": one.standing.n_cells, "bytes": len(one),
+                "since": one.since} for name, one in held.items()]  # fmt: skip
+        there = self._folder.entries(KIND) if self._folder is not None else {}
+        out += [{"id": name, "state": "parked", "where": "folder", "bytes": size, "since": since}
+                for name, (size, since) in there.items() if name not in held and is_owned(name, owner)]  # fmt: skip
+        return out
+
+    def forget(self, name: str, owner: str = "") -> bool:
+        """Drops an owner's conversation, from the folder too, and the prompts that led to it; False: there is none."""
+        if not is_owned(name, owner):
+            return False
+        with self._lock:
+            there = name in self._held
+            self._drop(name)
+            for prompt in [prompt for prompt, read in self._read.items() if name in read.led_to]:
+                self._drop_read(prompt)
+        try:
+            gone = self._folder is not None and self._folder.remove(KIND, name)
+        except UsageError:  # no name of a conversation
+            gone = False
+        return there or gone
+
+    def _drop(self, name: str) -> None:
+        old = self._held.pop(name, None)
+        self.n_bytes -= len(old) if old is not None else 0
+
+    def _drop_read(self, name: str) -> None:
+        old = self._read.pop(name, None)
+        self.n_bytes -= len(old) if old is not None else 0

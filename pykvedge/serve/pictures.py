@@ -1,0 +1,131 @@
+"""Pictures as requests name them: data: URLs; https: and file: only where the server was told to take them."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import os
+import re
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from pykvedge.caches.memory import ByteCache
+from pykvedge.errors import ImageError, RequestError
+from pykvedge.models.images import Picture, load_picture
+from pykvedge.serve.fetching import MOST_BYTES
+
+_KNOWN_BYTES = 64 << 20  # of pixels that are kept for the next message
+# a pipe must not be waited for, and nobody puts a link where the file was
+_OPEN = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
+_ESCAPED = {"%2b": "+", "%2f": "/", "%3d": "="}  # of the letters of base64
+_DATA = re.compile(r"data:(?:image/[\w.+-]{1,40})?(?:;[\w=.+-]{1,80})*;base64,", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """A picture that was loaded. len(): bytes of its pixels."""
+
+    picture: Picture
+
+    def __len__(self) -> int:
+        return len(self.picture.rgb)
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where pictures may come from besides the request. files: the folder that file: URLs may name files of.
+
+    fetched: what https: URLs lead to, by URL. owner: whose request it is, who learns nothing of the pictures of others.
+    Clients send the pictures of a conversation with each of its messages: those in data: URLs are unpacked once.
+    """
+
+    https: bool = False
+    files: Path | None = None
+    fetched: Mapping[str, bytes] = field(default_factory=dict, repr=False)
+    owner: str = ""
+    _known: ByteCache[_Loaded] = field(default_factory=lambda: ByteCache(_KNOWN_BYTES), repr=False, compare=False)
+
+    def load(self, url: str, name: str) -> Picture:
+        """Loads a picture. Raises RequestError for a URL that is not taken, ImageError for what is no picture."""
+        picture = self._load(url, name)
+        _ = picture.key  # which takes time, here where there is time
+        return picture
+
+    def _load(self, url: str, name: str) -> Picture:
+        scheme = url[:16].partition(":")[0].lower()
+        if scheme == "data":
+            return self._data(url, name)
+        if url in self.fetched:
+            return load_picture(self.fetched[url], name)
+        if scheme == "file" and self.files is not None:
+            return load_picture(_read(_below(self.files, url), name), name)
+        ways = ["data: URLs", *["https: URLs"] * self.https, *["file: URLs"] * (self.files is not None)]
+        taken = " and ".join(ways)
+        raise RequestError(400, f"{name}: this server takes pictures as {taken}", "invalid_image", "messages")
+
+    def is_elsewhere(self, url: str) -> bool:
+        """Tells whether a picture must be fetched before it is loaded."""
+        return self.https and url[:6].lower() == "https:"
+
+    def knows(self, url: str) -> bool:
+        """Tells whether loading this picture takes next to no time."""
+        return url[:5].lower() == "data:" and self._known.get(self._name_of(url)) is not None
+
+    def _data(self, url: str, name: str) -> Picture:
+        known = self._known.get(self._name_of(url))
+        if known is None:
+            known = _Loaded(load_picture(_decoded(url), name))
+            self._known.put(self._name_of(url), known)
+        return known.picture
+
+    def _name_of(self, url: str) -> str:
+        return self.owner + hashlib.sha256(url.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _decoded(url: str) -> bytes:
+    head = _DATA.match(url[:512])
+    if head is None:
+        raise ImageError("a data: URL of a picture is data:image/...;base64, and then the file in base64")
+    text = url[head.end() :]
+    if len(text) > MOST_BYTES * 4 // 3 + 4:
+        raise ImageError(f"a picture's file may have {MOST_BYTES >> 20} MiB")
+    try:
+        if "%" in text:
+            text = re.sub("%2[BbFf]|%3[Dd]", lambda found: _ESCAPED[found[0].lower()], text)
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        raise ImageError("the base64 of a picture's data: URL is damaged") from None
+
+
+def _below(folder: Path, url: str) -> Path:
+    try:
+        parts = urlsplit(url)
+        path = Path(unquote(parts.path)).resolve()
+        inside = path.is_relative_to(folder.resolve())
+    except (ValueError, OSError):
+        inside = False
+    if not inside or parts.netloc not in ("", "localhost"):
+        raise RequestError(403, "the server was not told to read this file", "forbidden_file", "messages")
+    return path
+
+
+def _read(path: Path, name: str) -> bytes:
+    """Reads a regular file. Raises ImageError."""
+    try:
+        handle = os.open(path, _OPEN)
+        try:
+            facts = os.fstat(handle)
+            if not stat.S_ISREG(facts.st_mode):
+                raise ImageError(f"{name}: {path.name:.100} is no file")
+            if facts.st_size > MOST_BYTES:
+                raise ImageError(f"{name}: a picture's file may have {MOST_BYTES >> 20} MiB")
+            with os.fdopen(handle, "rb", closefd=False) as file:
+                return file.read(MOST_BYTES)
+        finally:
+            os.close(handle)
+    except OSError as error:
+        raise ImageError(f"{name}: {path.name:.100} cannot be read: {(error.strerror or str(error)).lower()}") from None

@@ -1,0 +1,319 @@
+"""Before a job gets a slot its conversation is looked up, its prompt cut into tokens, and its images are encoded."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from pykvedge.errors import ContextError, KvedgeError, RequestError, StateError, UsageError
+from pykvedge.library import libkvedge, native_plan
+from pykvedge.models.composer import Composer, texts
+from pykvedge.models.prompt import Message, check_places
+from pykvedge.models.shape import ModelShape
+from pykvedge.models.vision import ImagePiece, Piece, TextPiece, Vision
+from pykvedge.native import crash
+from pykvedge.plans.making import check_protection
+from pykvedge.reference.kvtypes import KvType
+from pykvedge.runtime.interrupt import stop_if_set
+from pykvedge.runtime.llama_context import N_UBATCH
+from pykvedge.runtime.loaded import Loan
+from pykvedge.runtime.opening import Standing
+from pykvedge.runtime.pruning import planned
+from pykvedge.runtime.replay import Part, Passage, Requests, parts
+from pykvedge.runtime.sampler import Sampler
+from pykvedge.runtime.sessionfile import fingerprint
+from pykvedge.serve.job import Job, Request, Step
+from pykvedge.serve.limits import Limits
+from pykvedge.serve.parked import Park, Parked, name_of, said_in
+from pykvedge.serve.slot import Prepared
+
+_QUICK_TEXT = 100_000  # bytes of text that are looked up at once
+_PART = 1 << 14  # characters
+_TOKEN = 16  # bytes of text for each token that a conversation holds, at most
+
+
+def text_bytes(request: Request) -> int:
+    """Counts the bytes of the texts that a chat template may write."""
+    prompt = request.prompt.parts if request.prompt is not None else ()
+    said = [[message.text, message.fields] for message in request.messages]
+    return sum(len(text.encode("utf-8", "replace")) for text in texts([request.values, prompt, said]))
+
+
+class Preparer:
+    """Prepares one job at a time, for one thread."""
+
+    def __init__(self, loan: Loan, park: Park, limits: Limits) -> None:
+        """Raises ModelError for a chat template that cannot be read."""
+        self._share = limits.share_prompts
+        self._model, self._park, self._limits, self._threads = loan.model, park, limits, loan.threads
+        self.vision = Vision(loan.encoder, loan.caches.images) if loan.encoder is not None else None
+        self.composer, self.composing = Composer(loan.model, self.vision), threading.Lock()
+        encoder = fingerprint(loan.encoder.header) if loan.encoder is not None else ""
+        self.model_name = fingerprint(loan.model.header)
+        self._about = [libkvedge.version(), self.model_name, encoder, limits.storage.key]
+        element = KvType.parse(limits.kv_type).plain.bytes_per_value
+        self.bytes_per_token = int(ModelShape.of(loan.model.header).kv_per_token(element))
+
+    def warm(self) -> None:
+        """Prepares the vocabulary for answers that follow a grammar: a second where it has 100,000 tokens."""
+        with suppress(KvedgeError):  # said again to whoever asks for a grammar
+            self._model.table()
+
+    @crash.step("a request was prepared")
+    def prepare(self, job: Job) -> Prepared:
+        """Raises ContextError, RequestError, ImageError, UsageError, ModelError, GrammarError, CancelledError."""
+        request = job.request
+        self._check(request)
+        if (there := self._there(job)) is not None:
+            return there
+        parked = self._find(job)
+        pieces = self._pieces(job, parked)
+        job.forget_messages()
+        try:
+            self._encode(job, pieces)
+            job.report.tokens.add(pieces)
+            if parked is not None:
+                job.report.tokens.reused = parked.standing.n_cells
+            return self._fitting(Prepared(job, pieces, Sampler(request.sampling, self._model), parked, name=job.name))
+        except BaseException:
+            self.release(pieces)
+            raise
+
+    def at_once(self, job: Job) -> Prepared | None:
+        """Prepares a job that takes next to no time, in any thread: its prompt was read. Raises what `prepare` does."""
+        request = job.request
+        if request.count_only or request.sampling.constrained:
+            return None
+        return self._there(job) if request.n_text <= _QUICK_TEXT else None
+
+    def measured(self, request: Request) -> Request:
+        """Notes how much text there is, before a template or a tokeniser has it.
+
+        Raises ContextError for more than a conversation holds.
+        """
+        n, n_ctx = text_bytes(request), self._limits.n_ctx
+        if n > 4 * n_ctx and n > (most := n_ctx * self._longest):
+            raise ContextError(
+                f"the message has {n} bytes of text, and a conversation of {n_ctx} tokens holds {most} at most; send "
+                "less, or start the server with a larger --ctx",
+                -(-n * n_ctx // most),
+                n_ctx,
+            )
+        if n > 4 * n_ctx and (least := self._at_least(request, n_ctx + n_ctx // 4)) > n_ctx:
+            raise ContextError(
+                f"the message has {least} tokens or more, and a conversation holds {n_ctx}; send less, or start the "
+                "server with a larger --ctx",
+                least,
+                n_ctx,
+            )
+        return replace(request, n_text=n)
+
+    def _at_least(self, request: Request, enough: int) -> int:
+        """Counts tokens of what was said, part by part, until there are enough; 0 where there are less.
+
+        Where a text is parted there may be a token more than in the whole of it: `enough` leaves room for them.
+        """
+        parts = request.prompt.parts if request.prompt is not None else ()
+        text, n = "\n".join([part for part in parts if isinstance(part, str)] + [m.text for m in request.messages]), 0
+        for begin in range(0, len(text), _PART):
+            n += len(self._model.tokenize(text[begin : begin + _PART], special=False))
+            if n > enough:
+                return n
+        return 0
+
+    @functools.cached_property
+    def _longest(self) -> int:
+        return self._model.longest(_TOKEN)
+
+    def _there(self, job: Job) -> Prepared | None:
+        request = job.request
+        job.said = job.said or _said(request)
+        alone = request.patches or (request.prompt is not None and not request.prompt.keep)
+        job.name = "" if alone else self._name(request, job.said, "" if self._share else request.owner)
+        read = self._park.get_read(job.name) if job.name else None
+        if read is None:
+            return None
+        job.forget_messages()
+        job.report.tokens.reused = read.standing.n_cells
+        return self._fitting(Prepared(job, [], Sampler(request.sampling, self._model), None, read, job.name))
+
+    def count(self, job: Job) -> None:
+        """Puts into the report how many tokens the prompt has. Raises ImageError, UsageError, ModelError."""
+        self._check(job.request)
+        pieces = self._pieces(job, None)
+        job.forget_messages()
+        job.report.tokens.add(pieces)
+        self.release(pieces)
+
+    def written(self, request: Request) -> str:
+        """Writes the prompt that a conversation becomes, without the token that the tokeniser puts before it.
+
+        Raises UsageError, ModelError.
+        """
+        with self.composing:
+            text = self.composer.text(request.messages, request.values)
+        return text.removeprefix(self._model.special_text("bos")) if self._model.adds_bos else text
+
+    def template_can(self) -> dict[str, bool]:
+        """Tells what the chat template knows, under llama-server's names."""
+        source = self._model.chat_template() or ""
+        with self.composing:
+            calls = self.composer.knows_calls
+        return {
+            "supports_string_content": True,
+            "supports_typed_content": False,  # which is put into text before a template has it
+            "supports_system_role": True,  # or its text opens the first message
+            "supports_tools": "tools" in source,
+            "supports_tool_calls": calls,
+            "supports_parallel_tool_calls": calls,
+            "supports_object_arguments": True,
+            "supports_preserve_reasoning": "reasoning_content" in source,
+        }
+
+    def name_after(self, job: Job) -> str:
+        """Names the conversation with its answer."""
+        request = job.request
+        said = job.said[:-1] if job.begun else job.said
+        said = [*said, *said_in([Message("assistant", job.begun + job.report.text)])]
+        return self._name(request, said, request.owner)
+
+    def release(self, pieces: list[Piece]) -> None:
+        """Frees what the image encoder holds of the pieces."""
+        if self.vision is not None:
+            self.vision.release(pieces)
+
+    # ---------------------------------------------------------------------------------------------------
+
+    def _check(self, request: Request) -> None:
+        if request.pictures and self.vision is None:
+            raise UsageError(f"{self._model.path.name} was loaded without an image encoder, so it sees no images")
+        for message in request.messages:
+            if message.role == "user":
+                check_places(message.text, len(message.pictures))
+
+    def _find(self, job: Job) -> Parked | None:
+        """Finds the conversation that this one goes on from by one message of the user's."""
+        said = job.request.messages
+        if [m.role for m in said[-3:]] != ["user", "assistant", "user"] or said[-2].fields:
+            return None
+        return self._park.get(self._name(job.request, job.said[:-1], job.request.owner))
+
+    def _name(self, request: Request, said: Sequence[Any], owner: str) -> str:
+        return name_of(self._about, request.plan, request.values, said, owner)
+
+    def _pieces(self, job: Job, parked: Parked | None) -> list[Piece]:
+        request, composer = job.request, self.composer
+        if parked is not None:
+            before: list[Piece] = [TextPiece(list(parked.pending))] if parked.pending else []
+            with self.composing:
+                written = composer.following(request.messages, request.values)
+            new = composer.pieces(written, request.messages[-1].pictures)
+            return before + planned(new, request.plan, self._threads)
+        if request.prompt is not None:
+            pieces = composer.as_written(request.prompt.parts, request.pictures)
+        else:
+            with self.composing:
+                written = composer.first(request.messages, request.values)
+            pieces = composer.pieces(written, request.pictures)
+        return planned(pieces, request.plan, self._threads)
+
+    def _encode(self, job: Job, pieces: list[Piece]) -> None:
+        images = [piece for piece in pieces if isinstance(piece, ImagePiece)]
+        if images and self.vision is None:
+            raise StateError("the server has no image encoder")
+        largest = max((piece.n_tokens for piece in images), default=0)
+        if self.vision is not None and largest > N_UBATCH and self.vision.non_causal():
+            raise ContextError(f"an image of {largest} tokens is more than the {N_UBATCH} that one pass holds")
+
+        def look(i: int, share: float) -> None:
+            job.emit(Step(f"encoding image {i + 1} of {len(images)}", (i + share) / len(images)))
+            stop_if_set(job.cancelled)
+
+        for i, piece in enumerate(images):
+            look(i, 0.0)
+            piece.key = piece.key if self._share else job.request.owner + piece.key
+            if self.vision is not None:
+                with crash.step(f"image {i + 1} of {len(images)} of a request was encoded"):
+                    self.vision.encode(piece, lambda share, i=i: look(i, share))  # type: ignore[misc]
+        stop_if_set(job.cancelled)
+
+    def _fitting(self, work: Prepared) -> Prepared:
+        try:
+            self._fit(work)
+        except BaseException:
+            work.sampler.close()
+            raise
+        return work
+
+    def _fit(self, work: Prepared) -> None:
+        """Checks that the prompt fits into a context and into memory, and says what of both the answer may take."""
+        limits, n = self._limits, work.n_tokens
+        plan = work.job.request.plan
+        before = work.read or work.parked
+        there, kept = (before.standing.n_cells, len(before.rows)) if before is not None else (0, 0)
+        if before is None:
+            check_protection(plan, n)
+        room = limits.n_ctx - there - n
+        if room < 1:
+            after = f" after {there} of the conversation" if there else ""
+            raise ContextError(
+                f"the message has {n} tokens{after}, and a conversation holds {limits.n_ctx}; send less, or start the "
+                "server with a larger --ctx",
+                there + n,
+                limits.n_ctx,
+            )
+        prompt = kept + n * self.bytes_per_token
+        if prompt + self.bytes_per_token > limits.memory:
+            raise RequestError(
+                413,
+                f"the prompt takes {prompt >> 20} MiB of keys and values, and all conversations together may take "
+                f"{limits.memory >> 20} MiB; send less, or start the server with a larger --memory",
+                "too_large",
+            )
+        fits = (limits.memory - prompt) // max(self.bytes_per_token, 1)
+        work.room = min(room, fits)
+        answer = min(work.room, work.job.request.sampling.max_tokens)
+        work.replays = native_plan.replays(plan)
+        if work.replays and work.read is None:
+            work.again = self._second_pass(work)
+        chunk = max((part.chunk.n_tokens for part in work.again), default=0)
+        work.need = prompt + max(answer, chunk) * self.bytes_per_token
+
+    def _second_pass(self, work: Prepared) -> list[Part]:
+        """Cuts the pass into chunks; none where the budget covers what is pending. Raises ContextError, UsageError."""
+        if why := self.why_no_replay():
+            raise UsageError(f"method '{work.job.request.plan.method}' goes by a second pass over the prompt: {why}")
+        before, known = work.parked, Passage()
+        at = before.standing if before is not None else Standing(0, 0, 0, 0.0)
+        pending, whole = at.compressed_tokens + work.n_tokens, at.n_cells + work.n_tokens
+        if work.job.request.plan.count(pending) >= pending:
+            return []
+        if before is not None and before.answer:
+            known.add(TextPiece(list(before.answer)))
+        for piece in work.pieces:
+            known.add(piece)
+        requests, begins = Requests(self.composer), pending == whole
+        try:
+            return list(parts(work.job.request.plan, known.last(pending), pending, work.room, requests, begins))
+        except ContextError as error:
+            if work.room == self._limits.n_ctx - whole:
+                raise
+            raise RequestError(413, f"{error}; or start the server with a larger --memory", "too_large") from None
+
+    def why_no_replay(self) -> str:
+        """Says why no prompt can be read a second time; empty where it can."""
+        llama, model = self._model.llama, self._model.handle
+        if llama.llama_model_is_recurrent(model) or llama.llama_model_is_hybrid(model):
+            return f"{self._model.path.name} has recurrent layers, which cannot take it back"
+        return ""
+
+
+def _said(request: Request) -> list[Any]:
+    """Lists what was said, with hashes in the place of pictures."""
+    if request.prompt is None:
+        return said_in(request.messages)
+    return [["", list(request.prompt.parts), {}, [picture.key for picture in request.pictures]]]

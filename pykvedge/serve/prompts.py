@@ -1,0 +1,289 @@
+"""Answers to prompts that no chat template is put around: POST /completion, as llama-server has it, and
+POST /v1/completions, as OpenAI's older interface has it.
+
+Whoever writes such a prompt is the template: special tokens that are written out in it are read as such.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import AsyncIterator, Sequence
+from typing import Annotated, Any
+
+from pydantic import Field
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from pykvedge.errors import RequestError
+from pykvedge.runtime.logprobs import Alternative, Token
+from pykvedge.runtime.report import Report
+from pykvedge.runtime.sampling import MOST_LOGPROBS
+from pykvedge.serve import errors
+from pykvedge.serve.completions import (
+    FINISH,
+    Events,
+    about,
+    asked,
+    begun,
+    complete,
+    data_line,
+    figures,
+    finite,
+    plain,
+    streamed,
+    timings,
+    usage,
+    words,
+)
+from pykvedge.serve.job import Done, Failed, Text
+from pykvedge.serve.llama import settings
+from pykvedge.serve.service import Service
+from pykvedge.serve.waiting import Waiting
+from pykvedge.serve.wire import MOST_PARTS, Limit, Prompted, Sampled, Wire, parsed
+
+MOST_PROMPTS = 64  # of a request
+
+_Parts = Annotated[list[str | int], Field(min_length=1)]
+
+
+class PromptObject(Wire):
+    """A prompt with pictures: the media marker of /props in the text for each, and their files as base64."""
+
+    prompt_string: str | _Parts
+    multimodal_data: Annotated[list[str], Field(max_length=MOST_PARTS)] | None = None
+
+
+_Prompt = str | PromptObject | Annotated[list[str | int | PromptObject | _Parts], Field(min_length=1)]
+
+
+class _PromptRequest(Sampled):
+    prompt: _Prompt
+
+    def prompts(self) -> list[str | PromptObject | list[str | int]]:
+        """Lists the prompts: a list that has a number in it is one prompt. Raises RequestError."""
+        given = self.prompt
+        if not isinstance(given, list):
+            return [given]
+        if any(isinstance(part, int) for part in given):
+            if not all(isinstance(part, (int, str)) for part in given):
+                why = "prompt: a list with numbers of tokens in it has texts beside them, and nothing else"
+                raise RequestError(400, why, "invalid_value", "prompt")
+            return [given]  # type: ignore[list-item]
+        if len(given) * (self.n or 1) > MOST_PROMPTS:
+            raise RequestError(400, f"prompt: at most {MOST_PROMPTS} answers at once", "invalid_value", "prompt")
+        return given  # type: ignore[return-value]
+
+    def cut(self, **changes: Any) -> list[Prompted]:
+        """Makes a request of each prompt. Raises RequestError."""
+        same = {name: getattr(self, name) for name in Sampled.model_fields if name != "logit_bias"}
+        out = []
+        for one in self.prompts():
+            pictures = one.multimodal_data or [] if isinstance(one, PromptObject) else []
+            text = one.prompt_string if isinstance(one, PromptObject) else one
+            urls = [f"data:image/png;base64,{data}" for data in pictures]
+            parts = [text] if isinstance(text, str) else text
+            out.append(Prompted(**{**same, **changes}, prompt=parts, pictures=urls))
+        return out
+
+
+# ------------------------------------------------------------------------------------------------ as llama-server
+
+
+class LlamaRequest(_PromptRequest):
+    """The body of POST /completion and /completions."""
+
+    n_predict: Limit | None = None
+    n_cmpl: Annotated[int, Field(ge=1, le=8)] | None = None
+    n_probs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] = 0
+    post_sampling_probs: bool = False
+    cache_prompt: bool = True
+    ignore_eos: bool = False
+    return_tokens: bool = False
+    response_fields: list[str] | None = None
+    logit_bias: dict[str, float] | list[tuple[str | int, float | bool]] | None = None  # type: ignore[assignment]
+
+    def biases(self, ends: list[int]) -> dict[str, float] | None:
+        """Returns the biases by token, as text; false forbids a token. ends: tokens that end an answer."""
+        given = self.logit_bias if isinstance(self.logit_bias, dict) else dict(self.logit_bias or [])
+        out = {str(token): -math.inf if bias is False else float(bias) for token, bias in given.items()}
+        out |= dict.fromkeys(map(str, ends), -math.inf) if self.ignore_eos else {}
+        return out or None
+
+
+async def llama(service: Service, http: HttpRequest) -> Response:
+    """Answers POST /completion."""
+    given = parsed(LlamaRequest, await http.body())
+    if given.post_sampling_probs:
+        raise RequestError(400, "post_sampling_probs: probabilities are the model's own here", "unsupported")
+    limit = given.max_tokens if given.n_predict is None else given.n_predict
+    ends = service.engine.loan.model.ends if given.ignore_eos else []
+    prompts = given.cut(n=given.n_cmpl or given.n, max_tokens=limit, logit_bias=given.biases(ends),
+                        likeliest=given.n_probs or None, keep=given.cache_prompt)  # fmt: skip
+    waiting = await asked(service, http, *prompts, joined=not given.stream)
+    shown = _Llama(service, given, prompts, waiting)
+    if given.stream:
+        return streamed(shown.events(await begun(waiting)))
+    done = await complete(waiting)
+    answers = [shown.whole(i, one.report) for i, one in enumerate(done)]
+    return JSONResponse(answers[0] if len(answers) == 1 else answers)
+
+
+class _Llama:
+    """Writes answers as llama-server does."""
+
+    def __init__(self, service: Service, given: LlamaRequest, prompts: list[Prompted], waiting: Waiting) -> None:
+        self._service, self._given, self._prompts, self._waiting = service, given, prompts, waiting
+
+    async def events(self, events: Events) -> AsyncIterator[str]:
+        with self._waiting:
+            try:
+                async for number, event in words(events):
+                    if isinstance(event, Failed):
+                        raise event.error
+                    if isinstance(event, Text):
+                        yield data_line(self._part(number, event))
+                    elif isinstance(event, Done):
+                        yield data_line(self.whole(number, event.report))
+            except Exception as error:
+                yield data_line(errors.body(errors.of(error)))
+
+    def _part(self, number: int, event: Text) -> dict[str, Any]:
+        report = self._waiting.jobs[number].report
+        n_read = report.tokens.prompt + report.tokens.reused
+        out: dict[str, Any] = {
+            "index": number, "content": event.text, "tokens": list(event.ids), "stop": False, "id_slot": -1,
+            "tokens_predicted": report.tokens.generated, "tokens_evaluated": n_read,
+        }  # fmt: skip
+        if event.tokens:
+            out["completion_probabilities"] = [_likely(token) for token in event.tokens]
+        return out
+
+    def whole(self, number: int, report: Report) -> dict[str, Any]:
+        """Makes the object of an answer that is complete; in a stream its text was told before."""
+        job, given, n_read = self._waiting.jobs[number], self._given, report.tokens.prompt + report.tokens.reused
+        stops = {"end": "eos", "stop": "word"}
+        out: dict[str, Any] = {
+            "index": number,
+            "content": "" if given.stream else report.text,
+            "tokens": list(job.ids) if given.return_tokens and not given.stream else [],
+            "id_slot": -1,
+            "stop": True,
+            "model": self._service.name,
+            "tokens_predicted": report.tokens.generated,
+            "tokens_evaluated": n_read,
+            "generation_settings": settings(self._service, job, bool(given.stream)),
+            "prompt": self._written(self._prompts[number * len(self._prompts) // len(self._waiting.jobs)]),
+            "has_new_line": "\n" in report.text,
+            "truncated": report.finish == "context",
+            "stop_type": stops.get(report.finish, "limit"),
+            "stopping_word": job.stop_text,
+            "tokens_cached": n_read + report.tokens.generated,
+            "timings": timings(report),
+        }
+        if report.logprobs is not None and not given.stream:
+            out["completion_probabilities"] = [_likely(token) for token in report.logprobs]
+        return _chosen(out, given.response_fields) if given.response_fields else out
+
+
+    def _written(self, given: Prompted) -> str:
+        """Writes a prompt as text, with the token that the tokeniser puts before it."""
+        model = self._service.engine.loan.model
+        begins = model.special_text("bos") if model.adds_bos and isinstance(given.prompt[0], str) else ""
+        return begins + "".join(part if isinstance(part, str) else model.text([part]) for part in given.prompt)
+
+
+def _likely(token: Token) -> dict[str, Any]:
+    return {**_numbered(token), "top_logprobs": [_numbered(other) for other in token.top]}
+
+
+def _numbered(token: Token | Alternative) -> dict[str, Any]:
+    return {"id": token.id, **plain(token)}
+
+
+def _chosen(answer: dict[str, Any], fields: list[str]) -> dict[str, Any]:
+    """Takes fields of an answer that are there; a/b: field b in field a, under that name."""
+    out = {}
+    for name in fields:
+        inside: Any = answer
+        for step in name.split("/"):
+            inside = inside.get(step, out) if isinstance(inside, dict) else out
+        if inside is not out:
+            out[name] = inside
+    return out
+
+
+# ------------------------------------------------------------------------------------------------------ as OpenAI
+
+
+class CompletionRequest(_PromptRequest):
+    """The body of POST /v1/completions."""
+
+    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: int | None = None
+
+
+async def openai(service: Service, http: HttpRequest) -> Response:
+    """Answers POST /v1/completions."""
+    given = parsed(CompletionRequest, await http.body())
+    wanted = {"echo": given.echo, "suffix": given.suffix, "best_of": (given.best_of or 1) > (given.n or 1)}
+    for name, is_wanted in wanted.items():
+        if is_wanted:
+            raise RequestError(400, f"{name} is not supported", "unsupported", name)
+    waiting = await asked(service, http, *given.cut(logit_bias=given.logit_bias, likeliest=given.logprobs))
+    if given.stream:
+        return streamed(_chunks(service, given, waiting, await begun(waiting)))
+    done = await complete(waiting)
+    choices = [
+        _choice(i, one.report.text, FINISH.get(one.report.finish, "stop"), one.report.logprobs)
+        for i, one in enumerate(done)
+    ]
+    return JSONResponse({**_about(service), "choices": choices, **_cost(done)})
+
+
+async def _chunks(service: Service, given: CompletionRequest, waiting: Waiting, events: Events) -> AsyncIterator[str]:
+    head, done = _about(service), dict[int, Done]()
+    with_usage = given.stream_options is not None and given.stream_options.include_usage
+    with waiting:
+        try:
+            async for number, event in words(events):
+                if isinstance(event, Failed):
+                    raise event.error
+                if isinstance(event, Text):
+                    yield data_line({**head, "choices": [_choice(number, event.text, None, event.tokens or None)]})
+                elif isinstance(event, Done):
+                    done[number] = event
+                    end = _choice(number, "", FINISH.get(event.report.finish, "stop"), None)
+                    yield data_line({**head, "choices": [end], "timings": timings(event.report)})
+            if with_usage:
+                yield data_line({**head, "choices": [], **_cost([done[i] for i in sorted(done)])})
+        except Exception as error:
+            yield data_line(errors.body(errors.of(error)))
+        yield "data: [DONE]\n\n"
+
+
+def _about(service: Service) -> dict[str, Any]:
+    head = about(service, "text_completion")
+    return {**head, "id": head["id"].replace("chatcmpl", "cmpl")}
+
+
+def _cost(done: list[Done]) -> dict[str, Any]:
+    return {"usage": usage([one.report for one in done]), "timings": timings(done[0].report), "kvedge": figures(done)}
+
+
+def _choice(number: int, text: str, finish: str | None, tokens: Sequence[Token] | None) -> dict[str, Any]:
+    return {"text": text, "index": number, "logprobs": _logprobs(tokens), "finish_reason": finish}
+
+
+def _logprobs(tokens: Sequence[Token] | None) -> dict[str, Any] | None:
+    if tokens is None:
+        return None
+    offsets = [0, *itertools.accumulate(len(token.text) for token in tokens)]
+    return {
+        "tokens": [token.text for token in tokens],
+        "token_logprobs": [finite(token.logprob) for token in tokens],
+        "top_logprobs": [{other.text: finite(other.logprob) for other in token.top} for token in tokens],
+        "text_offset": offsets[:-1],
+    }

@@ -1,0 +1,268 @@
+"""An answer is read while it is written: what of it is text, what is reasoning, and what calls a tool.
+
+With a dialect (models/dialect.py) llama.cpp's parser reads it. A model that was told of tools in words, or made to call
+one by a schema, writes JSON (serve/tools.py). Other answers are text.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from pykvedge.errors import RequestError
+from pykvedge.models.dialect import Call, Dialect, Said
+from pykvedge.serve import tools as calling
+from pykvedge.serve.wire import ChatRequest
+
+_REST = 4  # reading an answer again takes at most a fifth of the time
+LONG = 20_000  # characters, which take some milliseconds
+_FENCE = "```"
+_MARKS = ("<tool_call>", _FENCE)
+_BEGINS = re.compile("|".join(_MARKS))
+_FENCED = re.compile(r"```(?:json)?\s*(?=[{\[])")
+_FENCE_BEGUN = re.compile(r"```(?:j|js|jso|json)?\s*")
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What an answer goes on with: reasoning, text, or the next part of the arguments of a call.
+
+    call: its number from 0 on; -1: none. id and name come with its first part alone.
+    """
+
+    text: str = ""
+    reasoning: str = ""
+    call: int = -1
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+class Reading(Protocol):
+    """Takes an answer text by text."""
+
+    @property
+    def said(self) -> Said:
+        """What was told so far, by all deltas together. Its calls have their ids."""
+
+    @property
+    def is_long(self) -> bool:
+        """Tells whether taking more text takes a time that others notice."""
+
+    def feed(self, text: str) -> list[Delta]:
+        """Takes the text that comes next."""
+
+    def finish(self, text: str = "") -> list[Delta]:
+        """Takes the last text. Raises RequestError where a call was told that turns out to be none."""
+
+
+def reading(given: ChatRequest, dialect: Dialect | None) -> Reading:
+    """Makes the reading of one answer to a request."""
+    begun = given.messages[-1].content if given.messages[-1].role == "assistant" else ""
+    if dialect is not None:
+        return Parsed(dialect, begun if isinstance(begun, str) else "")
+    tools = calling.offered(given)
+    return Told({tool.function.name for tool in tools}) if tools else Plain()
+
+
+class Plain:
+    """An answer that is text."""
+
+    is_long = False
+
+    def __init__(self) -> None:
+        self._text: list[str] = []
+
+    @property
+    def said(self) -> Said:
+        return Said("".join(self._text))
+
+    def feed(self, text: str) -> list[Delta]:
+        """See Reading."""
+        self._text.append(text)
+        return [Delta(text)]
+
+    def finish(self, text: str = "") -> list[Delta]:
+        """See Reading."""
+        return self.feed(text) if text else []
+
+
+class Parsed:
+    """An answer in a dialect. It is read anew from its beginning with what is added, as llama.cpp's parser wants it."""
+
+    def __init__(self, dialect: Dialect, begun: str = "", clock: Callable[[], float] = time.perf_counter) -> None:
+        """begun: the answer goes on with this text, which is not told."""
+        self._dialect, self._clock, self._text = dialect, clock, begun
+        self._due = 0.0
+        self.said = Said()
+        self._before = (dialect.read(begun, True) or Said(begun)) if begun else Said()
+
+    @property
+    def is_long(self) -> bool:
+        """See Reading."""
+        return len(self._text) > LONG
+
+    def feed(self, text: str) -> list[Delta]:
+        """See Reading."""
+        self._text += text
+        began = self._clock()
+        if began < self._due:
+            return []
+        found = self._dialect.read(self._text, True)
+        ended = self._clock()
+        self._due = ended + _REST * (ended - began)
+        return self._told(self._without(found), whole=False) if found is not None else []
+
+    def finish(self, text: str = "") -> list[Delta]:
+        """See Reading."""
+        self._text += text
+        found = self._dialect.read(self._text)
+        if found is None:
+            if self.said.calls:
+                raise RequestError(500, "the model began a call of a tool, and wrote what is none", "invalid_call")
+            found = self._unread()
+        return self._told(self._without(found), whole=True)
+
+    def _unread(self) -> Said:
+        """Makes text of what the dialect does not allow, behind what could be read: nothing is lost."""
+        text, found = self._text, Said()
+        fits, fails = 0, len(text)
+        while fails - fits > 1:  # the longest beginning that can be read
+            middle = (fits + fails) // 2
+            said = self._dialect.read(text[:middle])
+            if said is None:
+                fails = middle
+            else:
+                fits, found = middle, said
+        at = text.find(found.reasoning) + len(found.reasoning) if found.reasoning else 0
+        at = text.find(found.text, at) + len(found.text) if found.text else at
+        return Said(found.text + text[at:], found.reasoning)
+
+    def _without(self, found: Said) -> Said:
+        before = self._before
+        return Said(found.text.removeprefix(before.text), found.reasoning.removeprefix(before.reasoning), found.calls)
+
+    def _told(self, found: Said, whole: bool) -> list[Delta]:
+        """Tells what is new. A part that is not what was told with more behind it waits for the next time."""
+        deltas = []
+        reasoning, text = _added(self.said.reasoning, found.reasoning), _added(self.said.text, found.text)
+        if reasoning:
+            deltas.append(Delta(reasoning=reasoning))
+        if text:
+            deltas.append(Delta(text))
+        calls = list(self.said.calls)
+        for i, call in enumerate(found.calls):
+            if i == len(calls):
+                if not call.name or not (call.arguments or whole or i + 1 < len(found.calls)):
+                    break  # its name may go on
+                calls.append(Call(call.name, "", call.id or new_id()))
+                deltas.append(Delta(call=i, id=calls[i].id, name=call.name))
+            if arguments := _added(calls[i].arguments, call.arguments):
+                calls[i] = Call(calls[i].name, calls[i].arguments + arguments, calls[i].id)
+                deltas.append(Delta(call=i, arguments=arguments))
+        self.said = Said(self.said.text + text, self.said.reasoning + reasoning, tuple(calls))
+        if whole and not _agree(self.said, found):
+            raise RequestError(500, "the model wrote what cannot be told as it was begun to be", "invalid_call")
+        return deltas
+
+
+class Told:
+    """An answer that may hold calls as JSON. Text is told at once, but for what may be a call until that is known."""
+
+    is_long = False
+
+    def __init__(self, names: set[str]) -> None:
+        """names: of the tools."""
+        self._names, self._waits, self._begun = names, "", False
+        self.said = Said()
+
+    def feed(self, text: str) -> list[Delta]:
+        """See Reading."""
+        self._waits += text
+        return self._next(False)
+
+    def finish(self, text: str = "") -> list[Delta]:
+        """See Reading."""
+        self._waits += text
+        return self._next(True)
+
+    def _next(self, over: bool) -> list[Delta]:
+        deltas: list[Delta] = []
+        if not self._begun and (start := self._waits.lstrip()):
+            if start[0] in "{[" and not over:
+                return []  # the whole answer may be a call
+            self._begun = True
+            if start[0] in "{[" and (calls := calling.calls_of(start.rstrip(), self._names)):
+                self._waits = ""
+                return self._call(calls)
+        while self._waits:
+            n, calls = self._step(over)
+            if n == 0:
+                break
+            if not calls:
+                deltas += self._text(self._waits[:n])
+            else:
+                deltas += self._call(calls)
+            self._waits = self._waits[n:]
+        return deltas
+
+    def _step(self, over: bool) -> tuple[int, list[Call]]:
+        """So many characters of what waits are known to be text, or the calls that are returned; 0: it is not known."""
+        waits = self._waits
+        mark = _BEGINS.search(waits)
+        if mark is None:
+            return len(waits) - (0 if over else _mark_begun(waits)), []
+        if mark.start():
+            return mark.start(), []
+        start, closed = len(mark[0]), "</tool_call>"
+        if mark[0] == _FENCE:
+            fenced, closed = _FENCED.match(waits), _FENCE
+            if fenced is None:
+                return (0 if not over and _FENCE_BEGUN.fullmatch(waits) else start), []
+            start = fenced.end()
+        end = waits.find(closed, start)
+        if end < 0 and not over:
+            return 0, []
+        calls = calling.calls_of(waits[start : end if end >= 0 else len(waits)], self._names)
+        if not calls:
+            return len(mark[0]), []
+        return (end + len(closed) if end >= 0 else len(waits)), calls
+
+    def _text(self, text: str) -> list[Delta]:
+        self.said = Said(self.said.text + text, "", self.said.calls)
+        return [Delta(text)]
+
+    def _call(self, calls: list[Call]) -> list[Delta]:
+        deltas = []
+        for call in calls:
+            made = Call(call.name, call.arguments, new_id())
+            deltas.append(Delta(call=len(self.said.calls), id=made.id, name=made.name, arguments=made.arguments))
+            self.said = Said(self.said.text, "", (*self.said.calls, made))
+        return deltas
+
+
+def new_id() -> str:
+    """Makes the name of a call, by which its result is told."""
+    return f"call_{secrets.token_hex(12)}"
+
+
+def _added(told: str, found: str) -> str:
+    return found[len(told) :] if found.startswith(told) else ""
+
+
+def _agree(told: Said, found: Said) -> bool:
+    """Tells whether what was told is what the answer says, but for blanks at the end of a text."""
+    texts = ((told.text, found.text), (told.reasoning, found.reasoning))
+    if not all(one == other or one.rstrip() == other.rstrip() for one, other in texts):
+        return False
+    return [(call.name, call.arguments) for call in told.calls] == [(call.name, call.arguments) for call in found.calls]
+
+
+def _mark_begun(text: str) -> int:
+    """Counts the characters at the end of a text that may begin a mark."""
+    most = max(map(len, _MARKS)) - 1
+    return next((n for n in range(min(most, len(text)), 0, -1) if any(m.startswith(text[-n:]) for m in _MARKS)), 0)

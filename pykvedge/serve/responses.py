@@ -1,0 +1,355 @@
+"""POST /v1/responses: OpenAI's newer wire format, as a translation of chat completions."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from pykvedge.errors import RequestError
+from pykvedge.models.dialect import Call, Said
+from pykvedge.runtime.report import Report
+from pykvedge.serve import errors
+from pykvedge.serve.completions import (
+    Events,
+    asked,
+    begun,
+    complete,
+    read,
+    reading_of,
+    reasoned,
+    streamed,
+    usage,
+    whole,
+)
+from pykvedge.serve.job import Done, Failed, Text
+from pykvedge.serve.reading import Delta
+from pykvedge.serve.service import Service
+from pykvedge.serve.translating import Object, chat_request, event_line
+from pykvedge.serve.waiting import Waiting
+from pykvedge.serve.wire import (
+    MOST_MESSAGES,
+    MOST_PARTS,
+    MOST_TOOLS,
+    ChatRequest,
+    Compression,
+    Count,
+    RefusalPart,
+    Share,
+    Temperature,
+    Wire,
+    parsed,
+)
+
+
+class InputText(Wire):
+    """Text; `output_text` is what an answer's is called."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+
+
+class InputImage(Wire):
+    """A picture."""
+
+    type: Literal["input_image"]
+    image_url: str
+
+
+_Part = Annotated[InputText | InputImage | RefusalPart, Field(discriminator="type")]
+_Parts = Annotated[list[_Part], Field(max_length=MOST_PARTS)]
+
+
+class MessageItem(Wire):
+    """A message of the conversation."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | _Parts
+
+
+class CallItem(Wire):
+    """A call that the assistant made; arguments are JSON as text."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str = "{}"
+
+
+class CallOutputItem(Wire):
+    """What a call gave."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | _Parts
+
+
+class ReasoningText(Wire):
+    type: Literal["reasoning_text"] = "reasoning_text"
+    text: str
+
+
+class ReasoningItem(Wire):
+    """What the assistant thought before what comes next."""
+
+    type: Literal["reasoning"]
+    content: Annotated[list[ReasoningText], Field(max_length=MOST_PARTS)] | None = None
+
+
+_Item = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[CallItem, Tag("function_call")]
+    | Annotated[CallOutputItem, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")],
+    Discriminator(lambda item: item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)),
+]
+
+
+class ResponsesRequest(Wire):
+    """The body of POST /v1/responses. Nothing is stored: earlier messages come with the request."""
+
+    model: str | None = None
+    input: str | Annotated[list[_Item], Field(min_length=1, max_length=MOST_MESSAGES)]
+    instructions: str | None = None
+    max_output_tokens: Count | None = None
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    stream: bool | None = None
+    tools: Annotated[list[Object], Field(max_length=MOST_TOOLS)] | None = None
+    tool_choice: str | Object | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: Object | None = None
+    text: Object | None = None
+    previous_response_id: str | None = None
+    kvedge: Compression | None = None
+
+
+async def answer(service: Service, http: HttpRequest) -> Response:
+    """Answers POST /v1/responses."""
+    given = parsed(ResponsesRequest, await http.body())
+    if given.previous_response_id is not None:
+        why = "previous_response_id: nothing is stored here; send the whole conversation"
+        raise RequestError(400, why, "unsupported", "previous_response_id")
+    chat = _of_responses(given)
+    waiting = await asked(service, http, chat)
+    if given.stream:
+        return streamed(_response_events(service, chat, waiting, await begun(waiting)))
+    report = (await complete(waiting))[0].report
+    said = await whole(chat, waiting, 0, report)
+    return JSONResponse(_response(service, report, said, _output(said), _number("resp")))
+
+
+def _of_responses(given: ResponsesRequest) -> ChatRequest:
+    said: list[Object] = [{"role": "system", "content": given.instructions}] if given.instructions else []
+    items = [MessageItem(role="user", content=given.input)] if isinstance(given.input, str) else given.input
+    thought = ""
+    for item in items:
+        if isinstance(item, ReasoningItem):
+            thought += "\n".join(part.text for part in item.content or [])
+            continue
+        turn, before = _said(item), said[-1] if said else {}
+        if "tool_calls" in turn and before.get("role") == "assistant":  # of one answer
+            before["tool_calls"] = [*before.get("tool_calls", []), *turn["tool_calls"]]
+            continue
+        if turn["role"] == "assistant" and thought:
+            turn["reasoning_content"] = thought
+        thought = ""
+        said.append(turn)
+    tools = [
+        {"type": "function", "function": {name: tool.get(name) for name in ("name", "description", "parameters")}}
+        for tool in given.tools or []
+        if tool.get("type") == "function"
+    ]
+    choice: Any = given.tool_choice
+    if isinstance(choice, dict):
+        choice = {"type": "function", "function": {"name": str(choice.get("name", ""))}}
+    form = (given.text or {}).get("format")
+    if isinstance(form, dict) and form.get("type") == "json_schema":
+        form = {"type": "json_schema", "json_schema": {"name": form.get("name"), "schema": form.get("schema")}}
+    kvedge = given.kvedge.model_dump(exclude_none=True) if given.kvedge is not None else None
+    same = {name: getattr(given, name) for name in ("model", "stream", "temperature", "top_p", "parallel_tool_calls")}
+    effort = (given.reasoning or {}).get("effort")
+    return chat_request({**same, "reasoning_effort": effort, "messages": said, "max_tokens": given.max_output_tokens,
+                         "tools": tools or None, "tool_choice": choice, "response_format": form,
+                         "kvedge": kvedge})  # fmt: skip
+
+
+def _said(item: MessageItem | CallItem | CallOutputItem) -> Object:
+    if isinstance(item, CallItem):
+        function = {"name": item.name, "arguments": item.arguments}
+        return {"role": "assistant", "tool_calls": [{"id": item.call_id, "function": function}]}
+    if isinstance(item, CallOutputItem):
+        return {"role": "tool", "tool_call_id": item.call_id, "content": _parts(item.output)}
+    return {"role": item.role, "content": _parts(item.content)}
+
+
+def _parts(content: str | list[InputText | InputImage | RefusalPart]) -> str | list[Object]:
+    return content if isinstance(content, str) else [_shown(part) for part in content]
+
+
+def _shown(part: InputText | InputImage | RefusalPart) -> Object:
+    if isinstance(part, InputText):
+        return {"type": "text", "text": part.text}
+    if isinstance(part, InputImage):
+        return {"type": "image_url", "image_url": part.image_url}
+    return part.model_dump()
+
+
+def _response_head(service: Service, number: str, status: str) -> Object:
+    return {
+        "id": number, "object": "response", "created_at": int(time.time()), "status": status, "model": service.name,
+        "output": [], "error": None, "incomplete_details": None, "instructions": None, "metadata": {},
+        "parallel_tool_calls": True, "temperature": None, "tool_choice": "auto", "tools": [], "top_p": None,
+        "usage": None, "previous_response_id": None, "store": False,
+    }  # fmt: skip
+
+
+def _thinking_item(number: str, text: str, status: str) -> Object:
+    content = [{"type": "reasoning_text", "text": text}] if status == "completed" else []
+    return {"type": "reasoning", "id": number, "summary": [], "content": content, "status": status}
+
+
+def _message_item(number: str, text: str, status: str) -> Object:
+    content = [{"type": "output_text", "text": text, "annotations": []}] if status == "completed" else []
+    return {"type": "message", "id": number, "role": "assistant", "status": status, "content": content}
+
+
+def _call_item(number: str, call: Call, status: str) -> Object:
+    return {"type": "function_call", "id": number, "call_id": call.id, "status": status, "name": call.name,
+            "arguments": call.arguments}  # fmt: skip
+
+
+def _output(said: Said) -> list[Object]:
+    out: list[Object] = []
+    if said.reasoning:
+        out.append(_thinking_item(_number("rs"), said.reasoning, "completed"))
+    if said.text or not said.calls:
+        out.append(_message_item(_number("msg"), said.text, "completed"))
+    return [*out, *(_call_item(_number("fc"), call, "completed") for call in said.calls)]
+
+
+def _number(kind: str) -> str:
+    return f"{kind}_{secrets.token_hex(12)}"
+
+
+def _response(service: Service, report: Report, said: Said, output: list[Object], number: str) -> Object:
+    cut = report.finish in ("length", "context")
+    head = _response_head(service, number, "incomplete" if cut else "completed")
+    counts = usage([report], reasoned(service, [said]))
+    counted = {
+        "input_tokens": counts["prompt_tokens"],
+        "input_tokens_details": {"cached_tokens": report.tokens.reused},
+        "output_tokens": counts["completion_tokens"],
+        "output_tokens_details": counts["completion_tokens_details"],
+        "total_tokens": counts["total_tokens"],
+    }
+    why = {"reason": "max_output_tokens"} if cut else None
+    return {**head, "output": output, "incomplete_details": why, "usage": counted}
+
+
+async def _response_events(service: Service, chat: ChatRequest, waiting: Waiting, events: Events) -> AsyncIterator[str]:
+    number, answer, items = _number("resp"), reading_of(chat, waiting), _Items()
+    with waiting:
+        yield items.event("response.created", response=_response_head(service, number, "in_progress"))
+        yield items.event("response.in_progress", response=_response_head(service, number, "in_progress"))
+        try:
+            async for _, happened in events:
+                if isinstance(happened, Failed):
+                    raise happened.error
+                if isinstance(happened, Text):
+                    for delta in await read(answer, happened.text):
+                        yield items.written(delta)
+                if isinstance(happened, Done):
+                    for delta in await read(answer, "", last=True):
+                        yield items.written(delta)
+                    yield items.end()
+                    made = _response(service, happened.report, answer.said, items.done, number)
+                    kind = "response.incomplete" if made["incomplete_details"] else "response.completed"
+                    yield items.event(kind, response=made)
+        except Exception as failed:
+            wrong = errors.of(failed)
+            yield items.event("error", code=wrong.code, message=wrong.message, param=wrong.param)
+
+
+class _Items:
+    """The items of a response as events: each is added, goes on, and is done before the next. done: those that are."""
+
+    def __init__(self) -> None:
+        self.done: list[Object] = []
+        self._count, self._open, self._number = 0, "", ""
+        self._call, self._text = Call("", ""), ""
+
+    def event(self, kind: str, **fields: Any) -> str:
+        """Writes an event with its number."""
+        self._count += 1
+        return event_line(kind, sequence_number=self._count - 1, **fields)
+
+    def written(self, delta: Delta) -> str:
+        """Writes what an answer goes on with."""
+        what = "thinking" if delta.reasoning else f"call {delta.call}" if delta.call >= 0 else "message"
+        lines = ""
+        if what != self._open:
+            lines += self._ended()
+            self._open, self._text, self._call = what, "", Call(delta.name, "", delta.id)
+            self._number = _number({"thinking": "rs", "message": "msg"}.get(what, "fc"))
+            item = self._item("in_progress")
+            lines += self.event("response.output_item.added", output_index=len(self.done), item=item)
+            if what == "message":
+                lines += self.event("response.content_part.added", **self._part, part=_part_of(""))
+        more = delta.reasoning or delta.text or delta.arguments
+        self._text += more
+        if not more:
+            return lines
+        if what == "thinking":
+            return lines + self.event("response.reasoning_text.delta", **self._part, delta=more)
+        if what == "message":
+            return lines + self.event("response.output_text.delta", **self._part, delta=more, logprobs=[])
+        return lines + self.event("response.function_call_arguments.delta", **self._where, delta=more)
+
+    def end(self) -> str:
+        """Ends the last item; a response has one at least."""
+        lines = "" if self._open else self.written(Delta())
+        return lines + self._ended()
+
+    @property
+    def _where(self) -> Object:
+        return {"item_id": self._number, "output_index": len(self.done)}
+
+    @property
+    def _part(self) -> Object:
+        return {**self._where, "content_index": 0}
+
+    def _item(self, status: str) -> Object:
+        if self._open == "thinking":
+            return _thinking_item(self._number, self._text, status)
+        if self._open == "message":
+            return _message_item(self._number, self._text, status)
+        return _call_item(self._number, replace(self._call, arguments=self._text), status)
+
+    def _ended(self) -> str:
+        if not self._open:
+            return ""
+        if self._open == "thinking":
+            lines = self.event("response.reasoning_text.done", **self._part, text=self._text)
+        elif self._open == "message":
+            lines = self.event("response.output_text.done", **self._part, text=self._text, logprobs=[])
+            lines += self.event("response.content_part.done", **self._part, part=_part_of(self._text))
+        else:
+            lines = self.event("response.function_call_arguments.done", **self._where, name=self._call.name,
+                               arguments=self._text)  # fmt: skip
+        item = self._item("completed")
+        lines += self.event("response.output_item.done", output_index=len(self.done), item=item)
+        self.done.append(item)
+        self._open = ""
+        return lines
+
+
+def _part_of(text: str) -> Object:
+    return {"type": "output_text", "text": text, "annotations": []}

@@ -1,0 +1,259 @@
+"""The server as a process: where it listens, how it ends, and what it tells whoever started it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import logging
+import os
+import re
+import signal
+import socket
+import stat
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import uvicorn
+
+from pykvedge.caches.folder import CacheFolder
+from pykvedge.errors import KvedgeError, UsageError
+from pykvedge.models.dialect import Dialects
+from pykvedge.plans.plan import Plan
+from pykvedge.runtime.loaded import LoadedModel
+from pykvedge.runtime.sampling import Sampling
+from pykvedge.serve import tools
+from pykvedge.serve.app import application
+from pykvedge.serve.asking import Defaults
+from pykvedge.serve.bodies import Bounds
+from pykvedge.serve.engine import Engine
+from pykvedge.serve.guarding import Rules, is_loopback
+from pykvedge.serve.keys import Key
+from pykvedge.serve.limits import Limits
+from pykvedge.serve.ownfolder import own_folder
+from pykvedge.serve.parked import Park
+from pykvedge.serve.pictures import Sources
+from pykvedge.serve.protocol import CONNECTIONS, Protocol
+from pykvedge.serve.service import Service
+from pykvedge.system.version import package_version
+
+if sys.platform == "win32":
+    _run_loop = asyncio.run
+else:
+    from uvloop import run as _run_loop  # a tenth more answers than asyncio's own
+
+_LOOK_S = 1.0  # between two looks at the parent
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@*,]+")
+_LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a server runs. hosts: more names for the Host header. origins: whose pages may ask. park: folder for
+    conversations that wait; None: one of the server's own, gone when it ends. grace: seconds that answers may take
+    after a signal.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8137
+    name: str = ""
+    keys: tuple[Key, ...] = ()
+    hosts: tuple[str, ...] = ()
+    origins: tuple[str, ...] = ()
+    limits: Limits = field(default_factory=Limits)
+    sources: Sources = field(default_factory=Sources)
+    park: Path | None = None
+    park_size: int = 4 << 30
+    max_tokens: int = 0
+    max_body: int = 64 << 20
+    grace: float = 10.0
+    parent: int = 0
+    strict: bool = False
+
+
+def check(options: Options) -> None:
+    """Raises UsageError for what cannot be served, before a model is loaded."""
+    if not is_loopback(options.host) and not options.keys:
+        raise UsageError(
+            f"on {options.host} other machines can ask: give a key, --key-file FILE, or listen on 127.0.0.1"
+        )
+    for origin in options.origins:
+        if origin not in ("*", "null") and not _ORIGIN.fullmatch(origin):
+            raise UsageError(f"--allow-origin {origin}: an origin is https://NAME:PORT, or * for all")
+    if options.parent and not psutil.pid_exists(options.parent):
+        raise UsageError(f"--parent-pid {options.parent}: there is no such process")
+
+
+def serve(model: LoadedModel, plan: Plan, sampling: Sampling, options: Options, say: Callable[[str], None]) -> None:
+    """Answers requests until a signal, the parent's end, or the end of a stdin that is a pipe.
+
+    Prints one line of JSON with its address on stdout. say: for people. Raises KvedgeError where it cannot listen.
+    """
+    with contextlib.ExitStack() as stack:
+        listening = stack.enter_context(_listening(options))
+        folder = options.park or stack.enter_context(own_folder())
+        park = Park(CacheFolder(folder, options.park_size, durable=False))
+        engine = Engine(model, options.limits, park)
+        ended = threading.Event()
+        try:
+            service = _service(engine, plan, sampling, options)
+            address = _address(listening)
+            with _parent_watched(options.parent, ended):  # before it is told the address: it may end at once
+                _announce(address, service.name)
+                say(f"{service.name} answers at {address} (Ctrl-C ends it)")
+                _run_loop(_run(service, options, listening, ended, say))
+        finally:
+            engine.close()
+
+
+def _service(engine: Engine, plan: Plan, sampling: Sampling, options: Options) -> Service:
+    model = engine.loan.model
+    source = model.chat_template()
+    dialects = Dialects(model, source, lambda dialect: tools.form_fits(dialect, model)) if source else None
+    defaults = Defaults(plan, sampling, options.sources, options.max_tokens, options.limits.n_ctx, dialects)
+    fingerprint = f"kvedge-{package_version()}-{engine.preparer.model_name[:12]}"
+    return Service(engine, defaults, options.name or model.path.stem, fingerprint, options.strict)
+
+
+@contextlib.contextmanager
+def _listening(options: Options) -> Iterator[socket.socket]:
+    try:
+        family = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0][0]
+        listening = socket.create_server((options.host, options.port), family=family, backlog=128)
+    except (OSError, OverflowError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise KvedgeError(
+            f"cannot listen on {options.host} port {options.port}: {why}; choose another --port"
+        ) from None
+    with listening:
+        yield listening
+
+
+def _address(listening: socket.socket) -> str:
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _announce(address: str, name: str) -> None:
+    print(json.dumps({"url": address, "model": name, "pid": os.getpid(), "version": package_version()}), flush=True)
+
+
+async def _run(
+    service: Service, options: Options, listening: socket.socket, ended: threading.Event, say: Callable[[str], None]
+) -> None:
+    rules = Rules(_host_names(options, listening), options.keys, options.origins, options.max_body,
+                  bounds=Bounds.of(options.limits.n_ctx))  # fmt: skip
+    config = uvicorn.Config(
+        application(service, rules), log_config=None, access_log=False, server_header=False, date_header=False,
+        lifespan="off", timeout_keep_alive=30, limit_concurrency=CONNECTIONS, timeout_graceful_shutdown=5,
+        http=functools.partial(Protocol, waiting={}), ws="none", loop="none",  # type: ignore[arg-type]
+    )  # fmt: skip
+    server = _Server(config)
+    logging.getLogger("uvicorn").addHandler(logging.NullHandler())  # stderr is for what concerns people
+    logging.getLogger("uvicorn").propagate = False
+    loop = asyncio.get_running_loop()
+
+    tasks: set[asyncio.Task[None]] = set()
+
+    def end() -> None:  # a second time: at once
+        service.closing.set()
+        if service.engine.busy:
+            say("ending; answers that are under way are given up" + ("" if tasks else f" after {options.grace:g} s"))
+        tasks.add(asyncio.ensure_future(_drained(service.engine, server, 0 if tasks else options.grace)))
+
+    signals = (signal.SIGINT, signal.SIGTERM)
+    for number in signals:
+        try:
+            loop.add_signal_handler(number, end)
+        except NotImplementedError:  # Windows
+            signal.signal(number, lambda *_: loop.call_soon_threadsafe(end))
+    watcher = asyncio.create_task(_end_with(ended, end))
+    try:
+        await server.serve(sockets=[listening])
+    finally:
+        watcher.cancel()
+
+
+async def _drained(engine: Engine, server: uvicorn.Server, patience: float) -> None:
+    await asyncio.to_thread(engine.drain, patience)
+    server.should_exit = True
+
+
+async def _end_with(ended: threading.Event, end: Callable[[], None]) -> None:
+    while not ended.is_set():
+        await asyncio.sleep(0.1)
+    end()
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to us: uvicorn would raise them again after its end, and a server that was told to end has not
+    failed.
+    """
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _host_names(options: Options, listening: socket.socket) -> frozenset[str]:
+    """The names that requests may call the server by: a page of another site that got its own name to point here
+    cannot ask.
+    """
+    if not is_loopback(options.host):
+        return frozenset(name.lower() for name in options.hosts)
+    return frozenset({*_LOOPBACK_NAMES, options.host.lower(), *(name.lower() for name in options.hosts)})
+
+
+@contextlib.contextmanager
+def _parent_watched(parent: int, ended: threading.Event) -> Iterator[None]:
+    """Sets the event when the parent ends, or stdin does where it is a pipe of the parent's."""
+    over = threading.Event()
+
+    def watch(process: psutil.Process | None) -> None:
+        while process is not None and not over.wait(_LOOK_S):
+            try:
+                if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
+                    break
+            except psutil.Error:
+                break
+        ended.set()
+
+    def read() -> None:
+        with contextlib.suppress(OSError, ValueError):
+            while os.read(0, 4096):
+                pass
+        ended.set()
+
+    if parent:
+        threading.Thread(target=watch, args=(_process(parent),), daemon=True, name="kvedge-parent").start()
+        if _is_pipe(0):
+            threading.Thread(target=read, daemon=True, name="kvedge-stdin").start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def _process(number: int) -> psutil.Process | None:
+    try:
+        return psutil.Process(number)
+    except psutil.Error:  # it has ended since we were told of it
+        return None
+
+
+def _is_pipe(number: int) -> bool:
+    try:
+        mode = os.fstat(number).st_mode
+    except OSError:
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
+
+
+def free_memory_share() -> int:
+    """Chooses what conversations may take where nothing was said: half of what the machine has left."""
+    return max(psutil.virtual_memory().available // 2, 64 << 20)

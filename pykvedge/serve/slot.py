@@ -1,0 +1,166 @@
+"""A Slot is a sequence of the shared context, and the job that has it: its prompt is read, then its answer written."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pykvedge.chat.writing import Writing
+from pykvedge.errors import StateError
+from pykvedge.models.model import Model
+from pykvedge.models.vision import ImagePiece, Piece, TextPiece
+from pykvedge.runtime import logprobs
+from pykvedge.runtime.opening import Standing
+from pykvedge.runtime.replay import Part
+from pykvedge.runtime.sampler import Sampler
+from pykvedge.serve.again import SecondPass
+from pykvedge.serve.job import Job, Text
+from pykvedge.serve.parked import Parked, Read
+
+
+@dataclass
+class Prepared:
+    """A job whose prompt is cut and whose images are encoded. parked: the conversation that it goes on from.
+
+    read: the same prompt, read for somebody else; name: of the prompt, for whoever asks the same; empty: for nobody.
+    need: bytes of keys and values that it takes at most; room: tokens that the answer may have within them.
+    replays: whether its plan goes by a second pass over prompts; again: that over this one.
+    """
+
+    job: Job
+    pieces: list[Piece]
+    sampler: Sampler
+    parked: Parked | None
+    read: Read | None = None
+    name: str = ""
+    need: int = 0
+    room: int = 0
+    replays: bool = False
+    again: list[Part] = field(default_factory=list)
+
+    @property
+    def n_tokens(self) -> int:
+        return sum(piece.n_tokens for piece in self.pieces)
+
+
+@dataclass
+class Slot:
+    """One of the sequences, while a job has it."""
+
+    sequence: int
+    work: Prepared
+    model: Model
+    writing: Writing
+    steps: deque[Piece] = field(default_factory=deque)  # of the prompt, not read yet
+    n_past: int = 0
+    n_cells: int = 0
+    compressed_tokens: int = 0  # since they were measured
+    n_bytes: int = 0  # of keys and values, when they were last counted
+    begun: bool = False  # its prompt has been looked for, and what it goes on from is there
+    next: int | None = None  # the token that is decoded next; None: the prompt is being read
+    second: SecondPass | None = None  # over the prompt, while that is read
+    answered: list[int] = field(default_factory=list)  # tokens of the answer that were decoded
+    began: float = field(default_factory=time.perf_counter)
+    answering_since: float = 0.0
+    told: int = 0  # tokens whose text was passed on
+
+    @classmethod
+    def of(cls, sequence: int, work: Prepared, model: Model) -> Slot:
+        """Begins a job at the beginning of a sequence."""
+        request = work.job.request
+        shown = request.dialect.shown if request.dialect is not None else frozenset[int]()
+        goes_on = bool(work.job.begun) or request.prompt is not None
+        writing = Writing(model, request.sampling, goes_on, shown)
+        return cls(sequence, work, model, writing, deque(work.pieces))
+
+    def stand(self, at: Standing) -> None:
+        """Goes on behind what was read before."""
+        self.n_past, self.n_cells, self.compressed_tokens = at.n_past, at.n_cells, at.compressed_tokens
+
+    @property
+    def job(self) -> Job:
+        return self.work.job
+
+    def text_step(self, most: int) -> list[int]:
+        """Takes up to so many tokens of the text that comes next off the prompt."""
+        piece = self.steps.popleft()
+        if isinstance(piece, ImagePiece):
+            raise StateError("an image is read by itself")
+        if len(piece.tokens) > most:
+            self.steps.appendleft(TextPiece(piece.tokens[most:]))
+        return piece.tokens[:most]
+
+    def moved(self, n_tokens: int, n_past: int | None = None) -> None:
+        """Notes that so many tokens were decoded. n_past: the position after them, where it is not as far."""
+        self.n_cells += n_tokens
+        self.n_past = self.n_past + n_tokens if n_past is None else n_past
+
+    @property
+    def state(self) -> str:
+        """What is done with the job."""
+        if self.next is not None:
+            return "answering"
+        return "reading" if self.second is None else "reading again"
+
+    @property
+    def share(self) -> float:
+        """How much of the prompt was read."""
+        if self.second is not None:
+            return self.second.share(list(self.steps))
+        left = sum(piece.n_tokens for piece in self.steps)
+        return 1 - left / max(self.work.n_tokens, 1)
+
+    def take(self, token: int, logits: np.ndarray | None) -> str:
+        """Goes on with a token that was chosen. Returns how the answer ends with it, or nothing.
+
+        logits: [n_vocab] that it was chosen by, where logprobs were asked for.
+        """
+        job, report = self.job, self.job.report
+        if job.request.read_only:
+            return "length"
+        if job.first_token_s is None:
+            job.first_token_s = time.perf_counter() - job.asked_at
+            self.answering_since = time.perf_counter()
+        if self.model.is_end(token):
+            if token in self.writing.shown:
+                self.tell(self.writing.feed(token))
+            return "end"
+        report.tokens.generated += 1
+        job.ids.append(token)
+        noted: tuple[logprobs.Token, ...] = ()
+        if logits is not None and report.logprobs is not None:
+            n = job.request.sampling.logprobs or 0
+            noted = (logprobs.token(token, logits, n, self.model.piece),)
+            report.logprobs.extend(noted)
+        self.tell(self.writing.feed(token), noted)
+        self.next = token
+        if self.writing.stopped:
+            return "stop"
+        if report.tokens.generated >= job.request.sampling.max_tokens:
+            return "length"
+        return "context" if report.tokens.generated >= self.work.room else ""
+
+    def tell(self, text: str, noted: tuple[logprobs.Token, ...] = ()) -> None:
+        """Passes text of the answer on."""
+        self.job.report.text += text
+        if text or noted:
+            self.job.emit(Text(text, noted, tuple(self.job.ids[self.told :])))
+            self.told = len(self.job.ids)
+
+    def finish(self, how: str) -> None:
+        """Completes the answer and its report; the caller tells of it when the slot is free."""
+        report = self.job.report
+        self.tell(self.writing.held_back() if how == "cancelled" else self.writing.finish())
+        report.finish = "stop" if self.writing.stopped else how
+        self.job.stop_text = self.writing.stop_text
+        report.time.decode_steps = max(report.tokens.generated - 1, 0)
+        if self.answering_since:
+            report.time.decode_s = time.perf_counter() - self.answering_since
+
+    @property
+    def pending(self) -> list[int]:
+        """What the next message begins with: of the answer, chosen and not decoded."""
+        return [] if self.job.report.finish == "end" else self.writing.pending

@@ -1,0 +1,1 @@
+"""The operating system and the processor: memory, signals, locks of threads, files, versions."""

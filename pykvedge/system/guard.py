@@ -1,0 +1,129 @@
+"""A Guard keeps threads apart where native memory is used. One is inside at a time, the others are told."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
+
+from pykvedge.errors import CancelledError, StateError, UsageError
+from pykvedge.system import signals
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
+
+_LOOK_S = 0.1  # between two looks at Ctrl-C while another thread leaves
+
+
+class Guard:
+    """Use it in a with statement. The thread inside may come in again; another one gets a StateError at once.
+
+    So does code of the user's that the thread inside calls, as `progress`: the object is in the midst of something.
+    Ctrl-C waits until the thread is outside (signals.py).
+    """
+
+    def __init__(self, what: str, over: str) -> None:
+        """what: that is guarded, as in "session". over: the message once it is closed."""
+        self.ending = False  # closed, or a thread waits to close
+        self._what, self._over = what, over
+        self._lock = threading.RLock()
+        self._entries: list[tuple[bool, int]] = []  # of the thread inside, what its with statements began
+
+    def __enter__(self) -> Guard:
+        began = signals.begin()
+        try:
+            self._enter(began)
+        except StateError:
+            signals.end(began)
+            raise
+        return self
+
+    def _enter(self, began: bool) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise StateError(
+                self._over
+                if self.ending
+                else f"another thread is using this {self._what}; wait until it is done, or give each thread its own"
+            )
+        refused = ""
+        if not self._entries and self.ending:
+            refused = self._over
+        elif self._entries and self._entries[0][1] != signals.outside():
+            refused = f"this {self._what} is in the midst of another call, which called back; use it when that is done"
+        if refused:
+            self._lock.release()
+            raise StateError(refused)
+        self._entries.append((began, signals.outside()))
+
+    def __exit__(self, *_: object) -> None:
+        began, _level = self._entries.pop()
+        self._lock.release()
+        signals.end(began)
+
+    @contextmanager
+    def closing(self) -> Iterator[None]:
+        """Lets nobody in any more, waits until the thread inside has left, and runs the block.
+
+        Raises StateError where that thread is the one that calls.
+        """
+        with signals.held():
+            alone = self._lock.acquire(blocking=False)
+            if alone and self._entries:
+                self._lock.release()
+                raise StateError(f"this {self._what} is closed from inside one of its own calls; close it afterwards")
+            self.ending = True
+            while not alone:
+                if signals.pending():
+                    raise CancelledError
+                alone = self._lock.acquire(timeout=_LOOK_S)
+            try:
+                yield
+            finally:
+                self._lock.release()
+
+
+class Stop(threading.Event):
+    """Long steps look at this: it is set when `cancel` is, when a thread waits to close, and when Ctrl-C waits."""
+
+    def __init__(self, cancel: threading.Event | None, guard: Guard | None = None) -> None:
+        super().__init__()
+        self.cancel, self._guard = cancel, guard
+
+    @property
+    def cancel(self) -> threading.Event | None:
+        """The event of the user's, or None. Raises UsageError where it is set to something else."""
+        return self._cancel
+
+    @cancel.setter
+    def cancel(self, event: threading.Event | None) -> None:
+        if event is not None and not isinstance(event, threading.Event):
+            raise UsageError(f"cancel must be a threading.Event, not {event!r:.40}")
+        self._cancel = event
+
+    def is_set(self) -> bool:
+        if self._guard is not None and self._guard.ending:
+            return True
+        return signals.pending() or (self._cancel is not None and self._cancel.is_set())
+
+
+class Single:
+    """Objects with native memory derive from this: a copy would free it a second time."""
+
+    instead = "make another one"
+
+    def __reduce__(self) -> NoReturn:
+        raise UsageError(f"{type(self).__name__} cannot be copied or pickled; {self.instead}")
+
+
+def one_thread(method: Callable[Concatenate[T, P], R]) -> Callable[Concatenate[T, P], R]:
+    """Makes a method run inside its object's `guard`."""
+
+    @functools.wraps(method)
+    def inside(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self.guard:
+            return method(self, *args, **kwargs)
+
+    return inside
