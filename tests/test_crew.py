@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from server import SCENES, asks, serving
 
+import pykvedge
 from pykvedge.runtime.crew import Crew
 
 
@@ -49,6 +50,27 @@ def test_a_processor_is_left_while_many_are_answered_quickly():
     assert crew.threads(2) == 3
     slow = turns(crew, 3000, 8, lambda threads: 0.04 / threads)
     assert slow[-100:].count(4) > 80  # there is little else to do
+
+
+def test_sessions_of_a_model_learn_together(tiny, monkeypatch):
+    made, turned = [], []
+
+    class Counted(Crew):
+        def __init__(self, threads, processors):
+            super().__init__(threads, processors)
+            made.append(self)
+
+        def took(self, seconds):
+            super().took(seconds)
+            turned.append(self)
+
+    monkeypatch.setattr("pykvedge.runtime.loaded.Crew", Counted)
+    few = pykvedge.Sampling(max_tokens=3, temp=0)
+    with pykvedge.load(tiny("llama").model) as loaded:
+        for threads, turns in ((0, 2), (0, 4), (1, 4)):  # a session that names a number learns nothing
+            with pykvedge.Session(loaded, plan=pykvedge.plan("full"), threads=threads) as session:
+                session.ask("Why?", [], few).read()
+            assert turned == made * turns and len(made) == 1
 
 
 def test_a_lucky_try_is_made_up_for():

@@ -85,7 +85,9 @@ class Session(Conversation):
         except BaseException:
             self.close()
             raise
-        self._engine = Engine(self.model, self._vision, self.settings, self.settings.threads or self._loan.threads)
+        threads, loan = self.settings.threads, self._loan
+        crew = None if threads else loan.crew
+        self._engine = Engine(self.model, self._vision, self.settings, threads or loan.threads, crew)
         self._dropped = dropped.add(self, functools.partial(_free, self._engine, self._vision, self._loan))
         self._load_s = time.perf_counter() - started
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Collection
 
@@ -22,19 +23,22 @@ class Crew:
     """
 
     def __init__(self, threads: int, processors: int) -> None:
+        self._lock = threading.Lock()  # sessions in several threads may share a crew
         fewer = max(min(threads, processors - 1), 1)
         self._kinds = (_Choice(threads, fewer, 0.0), _Choice(threads, fewer, _QUICK_S))
         self._alone, self._kind = _ALONE, self._kinds[0]
 
     def threads(self, conversations: int = 1) -> int:
         """Chooses for the next turn, in which so many conversations go on."""
-        self._alone = 0 if conversations > 1 else self._alone + 1
-        self._kind = self._kinds[self._alone < _ALONE]
-        return self._kind.threads
+        with self._lock:
+            self._alone = 0 if conversations > 1 else self._alone + 1
+            self._kind = self._kinds[self._alone < _ALONE]
+            return self._kind.threads
 
     def took(self, seconds: float) -> None:
         """Notes how long that turn took, in which answers went on and nothing was read."""
-        self._kind.took(seconds)
+        with self._lock:
+            self._kind.took(seconds)
 
 
 class _Choice:

@@ -17,7 +17,7 @@ from pykvedge.models.model import Model, Progress
 from pykvedge.models.shape import shares_cache
 from pykvedge.models.token_table import TokenTable
 from pykvedge.models.vision import ImagePiece, Piece, Vision
-from pykvedge.native import crash, llamacpp
+from pykvedge.native import crash
 from pykvedge.plans.making import check_protection
 from pykvedge.plans.plan import Plan
 from pykvedge.reference.kvtypes import KvType
@@ -40,11 +40,13 @@ from pykvedge.system import memory
 class Engine:
     """An engine has one sequence of tokens: text and images go in, logits come out, and what it read is compressed."""
 
-    def __init__(self, model: Model, vision: Vision | None, settings: Settings, threads: int) -> None:
-        """threads: as many read, and as many generate; where the settings name no number, fewer if that is sooner."""
+    def __init__(
+        self, model: Model, vision: Vision | None, settings: Settings, threads: int, crew: Crew | None
+    ) -> None:
+        """threads: as many read, and as many generate; where a crew is given, fewer if that is sooner."""
         self._model, self._vision = model, vision
         self._settings, self._threads = settings, threads
-        self._crew = None if settings.threads else Crew(threads, llamacpp.default_threads())
+        self._crew = crew
         self._driver: Driver | None = None
         self._table: TokenTable | None = None
         self.not_bounded = ""  # why the last prompt was not read layer by layer although that was asked for

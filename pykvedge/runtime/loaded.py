@@ -18,6 +18,7 @@ from pykvedge.models.gguf import read_header
 from pykvedge.models.imagetokens import token_limits
 from pykvedge.models.model import Model, Progress, silent
 from pykvedge.native import crash, llamacpp
+from pykvedge.runtime.crew import Crew
 from pykvedge.runtime.opening import Openings
 from pykvedge.runtime.sessionfile import fingerprint
 from pykvedge.runtime.settings import LoadSettings, Settings
@@ -64,7 +65,8 @@ class Loan:
     model: Model
     encoder: Encoder | None
     caches: Caches
-    threads: int  # of a session that names no number
+    threads: int  # for a session that names no number
+    crew: Crew  # which learns from all of these sessions how many of them answer soonest
     give_back: Callable[[], None]
     again: Callable[[], Loan]  # for a fork, also after LoadedModel.close
 
@@ -77,6 +79,7 @@ class LoadedModel(Single):
     def __init__(self, model: Model, encoder: Encoder | None, caches: Caches, threads: int) -> None:
         self._model, self._encoder, self._caches = model, encoder, caches
         self.threads = threads
+        self._crew = Crew(threads, llamacpp.default_threads())
         self._lock = threading.Lock()
         self._loans: set[object] = set()
         self._closed = False
@@ -123,7 +126,7 @@ class LoadedModel(Single):
         with self._lock:
             self._loans.add(loan)
         back = functools.partial(self._returned, loan)
-        return Loan(self._model, self._encoder, self._caches, self.threads, back, self._lend)
+        return Loan(self._model, self._encoder, self._caches, self.threads, self._crew, back, self._lend)
 
     def _returned(self, loan: object) -> None:
         with signals.held(), self._lock:
