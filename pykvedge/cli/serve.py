@@ -50,6 +50,8 @@ _LOOP = () if sys.platform == "win32" else ("uvloop",)
                    help="Tokens of an answer where a request does not say. Default: as many as there is room for."),
     options.option("--temp", type=click.FloatRange(0, 100), default=0.0, show_default=True,
                    help="The temperature where a request does not say; 0 always takes the likeliest token."),
+    options.option("--seed", type=int, metavar="N",
+                   help="The seed where a request does not say; default: another one for each answer."),
     options.option("--max-body", metavar="SIZE", help="The most that a request may have. Default: 64MiB."),
     options.option("--allow-https-images", is_flag=True, help="Fetch pictures that requests name by https: URLs."),
     options.option("--image-folder", type=options.PATH, metavar="DIR",
@@ -100,7 +102,7 @@ def serve(**given: Any) -> None:
         display.done()
     with loaded:
         say = (lambda text: None) if given["quiet"] else (lambda text: click.echo(f"kvedge: {text}", err=True))
-        server.serve(loaded, plan, Sampling(temp=given["temp"]), chosen, say)
+        server.serve(loaded, plan, Sampling(temp=given["temp"], seed=given["seed"]), chosen, say)
 
 
 def _options(given: dict[str, Any], server: Any) -> Any:
