@@ -68,7 +68,8 @@ def test_what_the_model_is(server, model):
 
 
 def test_a_server_without_an_encoder_says_so(environment):
-    with serving(environment, "--model", DEMO / "demo-model.gguf", "--ctx", "512", "--temp", "1.5", "--seed", "7") as blind:
+    options = ("--model", DEMO / "demo-model.gguf", "--ctx", "512", "--temp", "1.5", "--seed", "7")
+    with serving(environment, *options) as blind:
         assert blind.client.get("/props").json()["default_generation_settings"]["params"]["temperature"] == 1.5
         asked = {"prompt": "a", "n_predict": 12}
         assert len({post(blind, "/completion", **asked)["content"] for _ in range(6)}) == 1
@@ -90,6 +91,7 @@ def test_slots_are_those_that_answer(server):
         with httpx.Client(base_url=server.url) as other:
             while not asked.done():
                 seen += [slot for slot in other.get("/slots").json() if slot["is_processing"]]
+    assert asked.result().status_code == 200, asked.result().text
     assert seen and {slot["id"] for slot in seen} == {0} and all(slot["n_ctx"] == 1024 for slot in seen)
     decoded = [slot["next_token"][0]["n_decoded"] for slot in seen]
     assert decoded == sorted(decoded) and 0 < decoded[-1] <= 900

@@ -9,7 +9,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, regex_to_lark
 
 from pykvedge.errors import GrammarError
-from pykvedge.grammars import schema
+from pykvedge.grammars import gbnf, schema
 from pykvedge.grammars.source import Lazy
 from pykvedge.grammars.table import GrammarTable
 from pykvedge.models.model import Model
@@ -159,9 +159,9 @@ def _lark(sampling: Sampling, model: Model, special: dict[int, str]) -> tuple[st
     what, grammar = "grammar", sampling.grammar
     try:
         if grammar is not None:
-            gbnf = grammar.grammar if isinstance(grammar, Lazy) else str(grammar)
+            written = grammar.grammar if isinstance(grammar, Lazy) else str(grammar)
             words = {text: token for token, text in special.items() if text}
-            return what, gbnf.lark(gbnf, model.tokenize, words)
+            return what, gbnf.lark(written, model.tokenize, words)
         if sampling.regex is not None:
             return "regular expression", f"start: /{regex_to_lark(sampling.regex, '')}/"
         what = "JSON schema"
