@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from llama_source import log
-from measuring import show
+
+from pykvedge.cli.tables import markdown
 
 SHAPES = ("llava-1.4b", "qwen2-vl-2b")
 METHODS = "snapkv,kvedge,lookm,flashcache"
@@ -94,6 +95,11 @@ def draw(path: Path, rows: list[dict[str, Any]]) -> None:
     plot.write(path, [Row(**{name: row[name] for name in names}) for row in rows], [])
 
 
+def cells(row: dict[str, Any]) -> list[str]:
+    """Makes a line of the table."""
+    return [f"{v:.2f}" if isinstance(v, float) else "" if v is None else str(v) for v in map(row.get, COLUMNS)]
+
+
 def main() -> int:
     """Prints a table and writes JSON. Exit code: 1 where nothing was measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -125,7 +131,7 @@ def main() -> int:
                 if args.plot and rows:
                     draw(args.plot, rows)
     if rows:
-        show(rows if args.json else [{name: row[name] for name in COLUMNS} for row in rows], args.json)
+        print(json.dumps(rows, indent=2) if args.json else markdown([COLUMNS, *map(cells, rows)]))
         for row in rows:
             if row["device_problem"]:
                 log(f"{row['model']}, {row['tokens']} tokens, {row['variant']}: {row['device_problem']}")

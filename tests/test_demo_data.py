@@ -16,7 +16,19 @@ import pykvedge
 from kvedge_lab.demo_tasks import evalset, tasks
 from kvedge_lab.demo_tasks.font import CODE_CHARS
 from kvedge_lab.demo_tasks.prompts import MEDIA, messages
-from kvedge_lab.demo_tasks.scenes import CELL, COLOURS, GRID, IMAGE_SIZE, SHAPES, Item, Scene, draw_scene, render
+from kvedge_lab.demo_tasks.scenes import (
+    CELL,
+    COLOURS,
+    GRID,
+    IMAGE_SIZE,
+    PARTS,
+    SHAPES,
+    Item,
+    Scene,
+    draw_scene,
+    render,
+)
+from kvedge_lab.eval.tasks import demo_samples
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 from demo.tokenizer import CHAT_TEMPLATE, Tokenizer
@@ -278,3 +290,18 @@ def test_the_packaged_model_has_this_vocabulary():
     assert fields["tokenizer.ggml.token_type"].contents() == tokenizer.token_types()
     assert fields["tokenizer.chat_template"].contents() == CHAT_TEMPLATE
     assert fields["llama.attention.key_length"].contents() == 64
+
+
+def test_no_scene_is_in_two_parts():
+    codes, names = {}, ("code", "difference", "code-in-image-k", "code+where", "which-image+code-in-image-k")
+    for part in PARTS:
+        found = [s for name in names for s in demo_samples(name, 20, 1, 3, part)]
+        assert len({sample.id for sample in found}) == 100
+        codes[part] = {scene.code for sample in found for line in sample.lines for scene in line.images}
+        assert all(scene.held_out for sample in found for line in sample.lines for scene in line.images)
+    assert not codes["search"] & codes["validation"] and not codes["search"] & codes["test"]
+    assert not codes["validation"] & codes["test"]
+    with pytest.raises(ValueError, match="no part"):
+        demo_samples("code", 1, 0, 4, "other")
+    with pytest.raises(ValueError, match="no part"):
+        demo_samples("code+where", 1, 0, 4, "other")

@@ -1,6 +1,6 @@
 """Many conversations about several images on one server in bounded memory, and each of them alone: the same tokens?
 
-    python3 scripts/dev.py python scripts/measure_conversations.py MODEL.gguf MMPROJ.gguf --memory 1GiB
+    python3 scripts/dev.py python experiments/measure_conversations.py MODEL.gguf MMPROJ.gguf --memory 1GiB
 
 All conversations are begun, --clients at a time; then each goes on with a second message, so that those that waited
 longest come back from the folder. Then a session for each says, with the same model, plan and pictures, what it says
@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psutil
+import scriptpath  # noqa: F401
 from llama_source import log
 from serve_load import SCENES, picture
 

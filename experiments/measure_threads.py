@@ -1,7 +1,7 @@
 """How fast a prompt is read and answered on a machine that other programs use as well, by the number of threads.
 
-    python3 scripts/dev.py python scripts/measure_threads.py MODEL.gguf
-    python3 scripts/dev.py python scripts/measure_threads.py MODEL.gguf --way now --way 1:OMP_WAIT_POLICY=passive --json
+    python3 scripts/dev.py python experiments/measure_threads.py MODEL.gguf
+    python3 scripts/dev.py python experiments/measure_threads.py MODEL --way now --way 1:OMP_WAIT_POLICY=passive --json
 
 Each way is a process: THREADS, or THREADS:NAME=VALUE,NAME=VALUE with an environment of its own; 0 threads are kvedge's
 default. KVEDGE_LIB_DIR chooses the libraries of another build. All ways take turns beside 0, 1 and 2 loops that never
@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import scriptpath  # noqa: F401
 from llama_source import log
 from measuring import show
 

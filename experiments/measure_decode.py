@@ -1,8 +1,8 @@
 """How fast decode attention reads keys and values, as a share of a plain sum over the same bytes, taking turns.
 
-    python3 scripts/dev.py python scripts/measure_decode.py
-    python3 scripts/dev.py python scripts/measure_decode.py --type f16 q8_0 --threads 2
-    python3 scripts/dev.py python scripts/measure_decode.py --shape gqa-2x6x128 --kernels avx2 --threads 1 2 --json
+    python3 scripts/dev.py python experiments/measure_decode.py
+    python3 scripts/dev.py python experiments/measure_decode.py --type f16 q8_0 --threads 2
+    python3 scripts/dev.py python experiments/measure_decode.py --shape gqa-2x6x128 --kernels avx2 --threads 1 2 --json
 
 A shape is KV heads x query heads for each x head size, one query token. Medians over rounds; `ratio` is the median
 of the rounds' ratios. Builds native/tests/bench_decode.cpp for each table of kernels first, under build/native.
@@ -19,6 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import scriptpath  # noqa: F401
 from llama_source import SourceError, ended
 from native_build import build_native
 

@@ -1,7 +1,7 @@
 """Memory of a stream, image after image: what kvedge holds, what the system says, what a full cache would hold.
 
-    python3 scripts/dev.py python scripts/measure_stream.py --model DIR/model.gguf --mmproj DIR/mmproj.gguf
-    python3 scripts/dev.py python scripts/measure_stream.py --model ... --mmproj ... --method h2o --bound 512 --json
+    python3 scripts/dev.py python experiments/measure_stream.py --model DIR/model.gguf --mmproj DIR/mmproj.gguf
+    python3 scripts/dev.py python experiments/measure_stream.py --model ... --mmproj ... --method h2o --bound 512 --json
 
 scripts/make_shape_model.py llava-1.4b -o DIR writes a model of the shape in question. Pictures are random, and each is
 asked for when the one before was read, encoded and compressed: a row of the table is what is there at that moment.

@@ -1,7 +1,7 @@
 """kvedge against unpatched llama.cpp on one model, in one run: speed of prefill and decode, and logits.
 
-    python3 scripts/dev.py python scripts/compare_with_stock.py MODEL.gguf --tokens 2560 --budget 0.2
-    python3 scripts/dev.py python scripts/compare_with_stock.py MODEL.gguf --logits
+    python3 scripts/dev.py python experiments/compare_with_stock.py MODEL.gguf --tokens 2560 --budget 0.2
+    python3 scripts/dev.py python experiments/compare_with_stock.py MODEL.gguf --logits
 
 Variants: "stock" is unpatched llama.cpp with its default settings; "patched" the patched library without kvedge
 attached; "full" and the methods run through kvedge's store. Their turns alternate, so that a change of the machine's
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import scriptpath  # noqa: F401
 from llama_source import log
 from measuring import Worker, options, require, show
 

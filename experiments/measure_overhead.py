@@ -1,7 +1,7 @@
 """What compression costs, per method, as a share of the time that the prompt takes: one run, alternating.
 
-    python3 scripts/dev.py python scripts/measure_overhead.py MODEL.gguf
-    python3 scripts/dev.py python scripts/measure_overhead.py MODEL.gguf --method flashcache --method h2o+match --json
+    python3 scripts/dev.py python experiments/measure_overhead.py MODEL.gguf
+    python3 scripts/dev.py python experiments/measure_overhead.py MODEL --method flashcache --method h2o+match --json
 
 MODEL is a text model of the shape in question (scripts/make_shape_model.py llava-1.4b -o DIR writes one). The prompt is
 images, which come as embeddings, and text. Two costs: what a method gathers while the prompt is processed (column sums,
@@ -18,6 +18,7 @@ import argparse
 import statistics
 from typing import Any
 
+import scriptpath  # noqa: F401
 from comparison_worker import composed
 from llama_source import log
 from measuring import Worker, options, pieces, require, show

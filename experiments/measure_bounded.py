@@ -1,7 +1,7 @@
 """What a prompt needs beyond the weights: stock llama.cpp, kvedge, and bounded prefill, each in a process of its own.
 
-    python3 scripts/dev.py python scripts/measure_bounded.py MODEL.gguf
-    python3 scripts/dev.py python scripts/measure_bounded.py MODEL.gguf --method mixkv --tokens 5120 --images 8 --json
+    python3 scripts/dev.py python experiments/measure_bounded.py MODEL.gguf
+    python3 scripts/dev.py python experiments/measure_bounded.py MODEL --method mixkv --tokens 5120 --images 8 --json
 
 MODEL is a text model of the shape in question (scripts/make_shape_model.py llava-1.5-7b -o DIR writes one). The prompt
 is text and images, which come as embeddings. Columns: largest KV bytes (with scores and indices), largest anonymous
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import scriptpath  # noqa: F401
 from llama_source import log
 from measuring import libraries, options, pieces, require, show
 

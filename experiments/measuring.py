@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import scriptpath  # noqa: F401
 from llama_source import ROOT
 
 STOCK_LIB = Path(os.environ.get("KVEDGE_STOCK_DIR", ROOT / "build" / "stock" / "lib"))

@@ -1,7 +1,7 @@
 """Programs that people use with servers of this kind, against `kvedge serve` on the packaged model: what passes.
 
     pip install openai anthropic langchain-openai litellm instructor pydantic-ai-slim[openai] llm
-    python3 scripts/check_clients.py http://127.0.0.1:8137 [--json]
+    python3 experiments/check_clients.py http://127.0.0.1:8137 [--json]
 
 Needs a server that runs (`kvedge serve`), and any Python that has the clients; those that are missing are passed over.
 The packaged model only describes scenes, so what is looked at is the form of answers, not their words. Exit code: 1

@@ -1,4 +1,4 @@
-"""Clients of a server, for scripts/measure_serve.py: they ask about pictures, go on, or leave in the middle."""
+"""Clients of a server, for experiments/measure_serve.py: they ask about pictures, go on, or leave in the middle."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import scriptpath  # noqa: F401
 from llama_source import ROOT
 
 SCENES = [str(path) for path in sorted((ROOT / "examples").glob("scene-?.png"))]

@@ -1,6 +1,6 @@
 """kvedge serve under clients that leave at random, beside stock llama-server: what is lost, memory, waits, speed.
 
-    python3 scripts/dev.py python scripts/measure_serve.py --minutes 30 --stock PATH/TO/llama-server
+    python3 scripts/dev.py python experiments/measure_serve.py --minutes 30 --stock PATH/TO/llama-server
 
 Both servers run at the same time on the packaged demo model and are asked in turns of --slice seconds, one client and
 --clients clients each, so that what else the machine does meets both. An answer is wrong where it is not, letter by
@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import scriptpath  # noqa: F401
 from llama_source import ROOT, log
 from serve_load import Load, Seen
 

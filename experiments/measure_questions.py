@@ -1,6 +1,6 @@
 """How many answers stay right when the context is compressed before its question is known: every method, by question.
 
-    python3 scripts/dev.py python scripts/measure_questions.py --samples 60 --save q.jsonl --json q.json > q.md
+    python3 scripts/dev.py python experiments/measure_questions.py --samples 60 --save q.jsonl --json q.json > q.md
 
 The first, second or third question about one image or four, those before it answered by the reference: all that comes
 before the question that counts is compressed as one, then the question is read (`kvedge eval --compress context`);
@@ -19,6 +19,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
+import scriptpath  # noqa: F401
 from llama_source import ROOT, log
 from measure_pruners import textured
 from PIL import Image

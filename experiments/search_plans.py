@@ -1,6 +1,6 @@
 """Searches the product of stages and settings for the plan that loses least at a budget, on the packaged demo model.
 
-    python3 scripts/dev.py python scripts/search_plans.py --budget 0.2,0.1 --save search.jsonl
+    python3 scripts/dev.py python experiments/search_plans.py --budget 0.2,0.1 --save search.jsonl
 
 Every composition is measured on few samples of each task, the better quarter on four times as many, and so on
 (successive halving, kvedge_lab/eval/search.py); what comes out best in the last round is then measured on validation
@@ -20,13 +20,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import scriptpath  # noqa: F401
 from llama_source import ROOT, log
 from measure_questions import with_texture
+from search import Space, Standing, halving, standings
 
 from kvedge_lab.eval.measure import CONTEXT, CONVERSATION, Cell, Wants
 from kvedge_lab.eval.records import Records
 from kvedge_lab.eval.runner import FULL, Job, evaluate, full_cell
-from kvedge_lab.eval.search import Space, Standing, halving, standings
 from kvedge_lab.eval.tasks import Sample, demo_samples
 from pykvedge.errors import KvedgeError
 from pykvedge.plans.making import plan

@@ -1,6 +1,6 @@
 """How many answers stay right when a model reads fewer tokens of each image, by pruner, on plain and textured scenes.
 
-    python3 scripts/measure_pruners.py --samples 50 --texture 0,8,16 --amounts 0.75,0.5,0.25 --json pruners.json
+    python3 experiments/measure_pruners.py --samples 50 --texture 0,8,16 --amounts 0.75,0.5,0.25 --json pruners.json
 
 The samples are held-out scenes of the demo model (docs/demo-model.md). A texture of 8 adds waves and grain of up to 8
 of 255 to every pixel, so that no patch of the background equals another, and pale scraps in a third of the empty cells.

@@ -1,7 +1,7 @@
 """Would a storage type of three bits be worth having? What rows in fewer bits, but more of them, give at equal bytes.
 
-    python3 scripts/dev.py python scripts/try_three_bits.py --samples 25
-    python3 scripts/dev.py python scripts/try_three_bits.py --samples 25 --texture 16
+    python3 scripts/dev.py python experiments/try_three_bits.py --samples 25
+    python3 scripts/dev.py python experiments/try_three_bits.py --samples 25 --texture 16
 
 Reducers of this script's own (docs/plugins.md) round the rows that a method keeps as the type would, and the cache
 holds the result in f16; those that the library has, q8_0, q4_0 and tq3, by their definitions. tq3 came out of this
@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import scriptpath  # noqa: F401
 from llama_source import ROOT, log
 from measure_pruners import textured
 from PIL import Image
@@ -273,7 +274,7 @@ def main() -> None:
     add("--samples", type=int, default=25, help="of each task (default %(default)s)")
     add("--tasks", default=TASKS, help="of the demo generator (default %(default)s)")
     add("--images", type=int, default=4, help="of the tasks with several (default %(default)s)")
-    add("--texture", type=int, default=0, help="of the pictures, as scripts/measure_pruners.py has it; 0: plain")
+    add("--texture", type=int, default=0, help="of the pictures, as experiments/measure_pruners.py has it; 0: plain")
     add("--method", type=listed, default=listed(METHODS), help=f"default {METHODS}")
     add("--budget", type=lambda text: [float(x) for x in listed(text)], default=[0.3, 0.15, 0.075],
         help=f"of {BASE}, ratios of the context (default 0.3,0.15,0.075)")  # fmt: skip

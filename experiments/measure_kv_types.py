@@ -1,7 +1,7 @@
 """What the storage types of keys and values cost in fidelity, on the demo model.
 
-    python3 scripts/dev.py python scripts/measure_kv_types.py
-    python3 scripts/dev.py python scripts/measure_kv_types.py --stock
+    python3 scripts/dev.py python experiments/measure_kv_types.py
+    python3 scripts/dev.py python experiments/measure_kv_types.py --stock
 
 Kullback-Leibler divergence, in nats per token, of the next token's distribution from the one that the full f16 cache
 gives, along the right answers to held-out questions about images, and the share of tokens at which both find the same
@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import scriptpath  # noqa: F401
 from llama_source import log
 from measuring import STOCK_LIB, Worker
 from modelgen.tiny import default_spec, write_tiny
