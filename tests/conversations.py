@@ -41,10 +41,11 @@ def fingerprint_of(file):
 
 
 def reframed(data, **changes):
-    """The file with other head fields, note or payload, its lengths and checksums right again."""
+    """The file with another version, model, note or payload, its lengths and checksums right again."""
     n_model, n_note = struct.unpack_from("<I", data, 12)[0], struct.unpack_from("<Q", data, 16)[0]
     end = 32 + n_model + n_note
     model, note, payload = data[32 : 32 + n_model], data[32 + n_model : end], data[end + 4 : -4]
-    note, payload = changes.get("note", note), changes.get("payload", payload)
-    head = data[:8] + struct.pack("<IIQQ", changes.get("version", 1), n_model, len(note), len(payload)) + model + note
+    model, note, payload = (changes.get(*one) for one in (("model", model), ("note", note), ("payload", payload)))
+    sizes = len(model), len(note), len(payload)
+    head = data[:8] + struct.pack("<IIQQ", changes.get("version", 1), *sizes) + model + note
     return head + struct.pack("<I", zlib.crc32(head)) + payload + struct.pack("<I", zlib.crc32(payload))

@@ -26,6 +26,13 @@ def test_a_newer_version_is_refused(saved):
         session.load(file)
 
 
+def test_a_model_whose_name_is_no_text(saved):
+    model, file = saved
+    file.write_bytes(reframed(file.read_bytes(), model=b"\xff\xfe"))
+    with model.session() as session, pytest.raises(SessionFileError, match="saved with another model"):
+        session.load(file)
+
+
 def test_a_note_that_is_none(saved):
     model, file = saved
     data = file.read_bytes()

@@ -314,7 +314,7 @@ def read_saved(path: bytes) -> tuple[str, bytes]:
     call("read_saved", path, c.byref(saved), None, 0)
     note = c.create_string_buffer(max(saved.note_bytes, 1))
     call("read_saved", path, c.byref(saved), note, saved.note_bytes)
-    return saved.model.decode(), note.raw[: saved.note_bytes]
+    return saved.model.decode("utf-8", "replace"), note.raw[: saved.note_bytes]
 
 
 def shape(cache: Cache, layer: int) -> tuple[int, int, int, int]:
