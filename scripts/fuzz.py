@@ -30,7 +30,9 @@ from llama_source import ROOT, SourceError, ended, log
 from native_build import build_native
 
 NATIVE = ("session", "plan", "arrays", "stages", "images")
-PYTHON = ("gguf", "mmproj", "plan_json", "profile", "dataset", "note", "image", "wire", "tools")
+PYTHON = ("gguf", "mmproj", "plan_json", "profile", "dataset", "note", "image", "wire", "tools",
+          "model_file", "mmproj_file", "session_file")  # fmt: skip
+FIRST = {"model_file": "gguf", "mmproj_file": "mmproj"}  # targets that share their first inputs with another
 SEEDS, WORK = ROOT / "tests" / "fuzz", ROOT / "build" / "fuzz"
 VERSIONS = ("", *(f"-{n}" for n in range(22, 13, -1)))
 LONGEST, MOST_MIB, LARGEST = 10, 1024, 16384  # seconds and memory of an input, and its bytes
@@ -40,7 +42,7 @@ ENOUGH = 5  # findings of a target, after which it is not begun again
 PACE = {
     "session": 7000, "plan": 13000, "arrays": 700, "stages": 600, "images": 6000,
     "gguf": 5000, "mmproj": 6000, "plan_json": 36000, "profile": 49000, "dataset": 9500, "note": 50000,
-    "image": 2800, "wire": 23000, "tools": 6000,
+    "image": 2800, "wire": 23000, "tools": 6000, "model_file": 40, "mmproj_file": 40, "session_file": 100,
 }  # fmt: skip
 
 
@@ -134,7 +136,7 @@ class Run:
         if seed:  # what it wrote itself comes back when a clock says so, and addresses are among what is tried
             program, ends = [*_same_addresses(), *program], [*ends, "-reload=0"]
         told = ["-print_final_stats=1", f"-artifact_prefix={self.keep / target}-"]
-        return [*program, *limits, *ends, *told, str(WORK / "corpus" / target), str(SEEDS / target)]
+        return [*program, *limits, *ends, *told, str(WORK / "corpus" / target), str(SEEDS / FIRST.get(target, target))]
 
     def kept(self, target: str) -> set[str]:
         """Names the inputs that are kept; one that is slow, but not as slow as LONGEST, is no finding."""

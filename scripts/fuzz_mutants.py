@@ -1,4 +1,4 @@
-"""Mutants of files, drawn from a seed: bits, numbers, pieces that go, come and move, and fields where that is cheap."""
+"""Changes of files, drawn by chance: bytes of any file, values of JSON, parts of session files and of GGUF headers."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ import json
 import random
 import struct
 import zlib
+from dataclasses import dataclass, field
 from typing import Any
 
 EDGES = (0, 1, 2, 0x7F, 0x80, 0xFF, 0xFFFF, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1)
 NUMBERS = (-1, 0, 0.3, 1e308, float("inf"), float("nan"), 2**31, 2**64, 10**400)
 VALUES = (None, True, *NUMBERS, "", "\0", "x" * 5000, "\ud800", [], {}, [[1]])
 LARGEST_PIECE = 4096  # bytes that are put in or taken out
+SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of GGUF's scalars, by type
+STRING, ARRAY = 8, 9
+FLOATS = (0.0, -1.0, 1e-5, float("inf"), float("nan"), 3e38)
 
 
 def _place(rng: random.Random, n: int, near_start: bool) -> int:
@@ -65,13 +69,13 @@ def of_bytes(data: bytes, rng: random.Random) -> bytes:
 
 def of_session(data: bytes, rng: random.Random) -> bytes:
     """Half of them have checksums and lengths that are right again, so that what is behind them is read."""
-    if rng.random() < 0.5:
-        return of_bytes(data, rng)
-    n_model, n_note = struct.unpack_from("<I", data, 12)[0], struct.unpack_from("<Q", data, 16)[0]
+    n_model, n_note = struct.unpack_from("<IQ", data, 12) if len(data) > 32 else (0, 0)
     end = 32 + n_model + n_note
+    if end + 8 > len(data) or rng.random() < 0.5:
+        return of_bytes(data, rng)
     note, payload = data[32 + n_model : end], data[end + 4 : -4]
     if rng.random() < 0.3:
-        note = of_text(note, rng)
+        note = of_json(note, rng)
     else:
         payload = of_bytes(payload, rng)
     head = data[:16] + struct.pack("<QQ", len(note), len(payload)) + data[32 : 32 + n_model] + note
@@ -133,16 +137,111 @@ def of_json(data: bytes, rng: random.Random) -> bytes:
     return b"".join(lines)
 
 
-MAKERS = {
-    "model": of_bytes,
-    "mmproj": of_bytes,
-    "session": of_session,
-    "plan": of_text,
-    "profile": of_text,
-    "image": of_bytes,
-}
+@dataclass
+class Layout:
+    """Where things lie in a header: (offset, bytes) of numbers, and of whole metadata entries and tensors."""
+
+    numbers: list[tuple[int, int]] = field(default_factory=list)
+    entries: list[tuple[int, int]] = field(default_factory=list)
+    tensors: list[tuple[int, int]] = field(default_factory=list)
 
 
-def mutant(kind: str, data: bytes, seed: int, number: int) -> bytes:
-    """The same for the same seed and number."""
-    return MAKERS[kind](data, random.Random(f"{kind} {seed} {number}"))
+class _Walk:
+    def __init__(self, data: bytes) -> None:
+        self.data, self.at, self.out = data, 0, Layout()
+
+    def number(self, size: int) -> int:
+        if self.at + size > len(self.data):
+            raise EOFError
+        self.out.numbers.append((self.at, size))
+        self.at += size
+        return int.from_bytes(self.data[self.at - size : self.at], "little")
+
+    def text(self) -> None:
+        n = self.number(8)
+        self.at += n
+
+    def value(self, kind: int) -> None:
+        if kind == STRING:
+            self.text()
+        elif kind == ARRAY:
+            of, n = self.number(4), self.number(8)
+            first = len(self.out.numbers)
+            for _ in range(n):
+                self.value(of)
+            del self.out.numbers[first + 8 :]  # a vocabulary is not all that there is
+        else:
+            self.number(SIZES[kind])
+
+    def header(self) -> Layout:
+        self.at = 4
+        self.number(4)
+        n_tensors, n_values = self.number(8), self.number(8)
+        for _ in range(n_values):
+            start = self.at
+            self.text()
+            self.value(self.number(4))
+            self.out.entries.append((start, self.at - start))
+        for _ in range(n_tensors):
+            start = self.at
+            self.text()
+            for size in (8,) * min(self.number(4), 4) + (4, 8):
+                self.number(size)
+            self.out.tensors.append((start, self.at - start))
+        return self.out
+
+
+def layout_of(data: bytes) -> Layout:
+    """As far as the header can be read."""
+    walk = _Walk(data)
+    try:
+        return walk.header()
+    except (EOFError, KeyError, RecursionError, MemoryError, OverflowError):
+        return walk.out
+
+
+def _other_number(out: bytearray, rng: random.Random, at: int, size: int) -> None:
+    old = int.from_bytes(out[at : at + size], "little")
+    if size == 4 and rng.random() < 0.2:
+        out[at : at + 4] = struct.pack("<f", rng.choice(FLOATS))
+        return
+    new = rng.choice((*EDGES, old + 1, old - 1, old * 2, old // 2, rng.randrange(13)))
+    out[at : at + size] = (new % 256**size).to_bytes(size, "little")
+
+
+def _one_less(out: bytearray, rng: random.Random, spans: list[tuple[int, int]], count_at: int) -> None:
+    at, size = rng.choice(spans)
+    del out[at : at + size]
+    _count(out, count_at, -1)
+
+
+def _one_more(out: bytearray, rng: random.Random, spans: list[tuple[int, int]], count_at: int) -> None:
+    at, size = rng.choice(spans)
+    out[at:at] = out[at : at + size]
+    key = at + 8 + rng.randrange(min(64, max(1, int.from_bytes(out[at : at + 8], "little"))))
+    if key < len(out):
+        out[key] ^= rng.randrange(64)  # another name, most of the time
+    _count(out, count_at, 1)
+
+
+def _count(out: bytearray, at: int, change: int) -> None:
+    n = int.from_bytes(out[at : at + 8], "little") + change
+    out[at : at + 8] = (n % 2**64).to_bytes(8, "little")
+
+
+def of_header(data: bytes, rng: random.Random) -> bytes:
+    """One to three changes of a header; of what is none, any."""
+    out = bytearray(data)
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        found = layout_of(bytes(out))
+        spans, count_at = rng.choice(((found.entries, 16), (found.tensors, 8)))
+        kind = rng.random()
+        if kind < 0.6 and found.numbers:
+            _other_number(out, rng, *rng.choice(found.numbers))
+        elif kind < 0.75 and spans:
+            _one_less(out, rng, spans, count_at)
+        elif kind < 0.9 and spans:
+            _one_more(out, rng, spans, count_at)
+        elif out:
+            out = bytearray(of_bytes(bytes(out), rng))
+    return bytes(out)

@@ -14,15 +14,15 @@ import atheris
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.meta_path.sort(key=lambda finder: finder is not PathFinder)
 
-with atheris.instrument_imports(include=["pykvedge", "PIL", "fuzz_readers"]):
-    from fuzz_readers import SEEDS, TARGETS
+with atheris.instrument_imports(include=["pykvedge", "kvedge_lab", "PIL", "fuzz_readers"]):
+    from fuzz_readers import TARGETS, first_inputs
 
     from pykvedge.errors import KvedgeError
 
 
 def main() -> None:
     target, structured = TARGETS[sys.argv[1]]
-    for path in sorted((SEEDS / sys.argv[1]).iterdir()):
+    for path in first_inputs(sys.argv[1]):
         try:
             target(path.read_bytes())
         except KvedgeError as error:  # nothing behind that would be reached

@@ -1,21 +1,23 @@
 """What the fuzzers of readers in Python try: each target takes bytes, or raises one of kvedge's errors.
 
-Anything else is a finding. Half of the inputs are changed by their structure (fuzz_mutants.py, fuzz_headers.py).
+Anything else is a finding. Half of the inputs are changed by their structure (fuzz_mutants.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import random
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from fuzz_headers import of_header
-from fuzz_mutants import of_json
+from fuzz import FIRST, SEEDS
+from fuzz_mutants import of_header, of_json, of_session
 from PIL import BmpImagePlugin, GifImagePlugin, ImageOps, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
 
+import pykvedge
 from kvedge_lab.eval import datasets
 from pykvedge.errors import KvedgeError
 from pykvedge.library import native_plan
@@ -26,9 +28,10 @@ from pykvedge.serve import anthropic, asking, reading, responses, tools, wire
 from pykvedge.serve.pictures import Sources
 
 PLUGINS = (BmpImagePlugin, GifImagePlugin, ImageOps, JpegImagePlugin, PngImagePlugin, WebPImagePlugin)
-SEEDS = Path(__file__).parents[1] / "tests" / "fuzz"
 FILE = 1 << 40  # bytes that a header is told its file has: tensors are looked at, too
 LENGTHS = (1, 7, 64, 5000)
+WHOLE = 4 << 20  # bytes of a file with a header of tests/fuzz, more than its tensors have
+ONE = sampling.Sampling(max_tokens=1)
 
 
 def gguf_header(data: bytes) -> None:
@@ -152,6 +155,48 @@ def tool_calls(data: bytes) -> None:
         assert one.name in ("look", "add") and isinstance(tools.arguments_of(one), dict)
 
 
+def _whole(name: str, header: bytes) -> Path:
+    """Writes a GGUF file whose tensors are zeros, as far as there is room; returns its path."""
+    path = _folder() / name
+    path.write_bytes(header)
+    os.truncate(path, max(len(header), WHOLE))
+    return path
+
+
+@functools.cache
+def whole_model(kind: str) -> Path:
+    return _whole(f"{kind}.gguf", (SEEDS / "gguf" / kind).read_bytes())
+
+
+def _answer(model: Path, mmproj: Path | None, pictures: list[Path]) -> None:
+    with pykvedge.Session(model, mmproj, pykvedge.plan("full"), threads=1, n_ctx=256) as session:
+        session.ask("What is this?", pictures, ONE).read()
+
+
+def model_file(data: bytes) -> None:
+    """Reads a language model with llama.cpp, and answers with it."""
+    _answer(_whole("model.gguf", data), None, [])
+
+
+def mmproj_file(data: bytes) -> None:
+    """Reads an image encoder with llama.cpp, and answers about a picture."""
+    model = whole_model("qwen2vl" if b"qwen2vl_merger" in data else "llava")
+    _answer(model, _whole("mmproj.gguf", data), [_folder() / "a.png"])
+
+
+@functools.cache
+def _session() -> pykvedge.Session:
+    return pykvedge.Session(whole_model("llava"), None, pykvedge.plan("lookm", 0.5), threads=1, n_ctx=256)
+
+
+def session_file(data: bytes) -> None:
+    """Goes on with a conversation that was saved."""
+    path = _folder() / "talk.kvs"
+    path.write_bytes(data)
+    _session().load(path)
+    _session().ask("And?", [], ONE).read()
+
+
 # target -> what is tried, and how its inputs are changed by their structure
 TARGETS: dict[str, tuple[Callable[[bytes], None], Callable[[bytes, random.Random], bytes] | None]] = {
     "gguf": (gguf_header, of_header),
@@ -161,6 +206,14 @@ TARGETS: dict[str, tuple[Callable[[bytes], None], Callable[[bytes, random.Random
     "dataset": (data_set, of_json),
     "note": (session_note, of_json),
     "image": (image_file, None),
+    "model_file": (model_file, of_header),
+    "mmproj_file": (mmproj_file, of_header),
+    "session_file": (session_file, of_session),
     "wire": (wire_format, of_json),
     "tools": (tool_calls, of_json),
 }
+
+
+def first_inputs(target: str) -> list[Path]:
+    """Lists files that the target takes."""
+    return sorted(path for path in (SEEDS / FIRST.get(target, target)).iterdir() if path.is_file())

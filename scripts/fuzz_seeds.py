@@ -1,29 +1,26 @@
-"""Writes tests/fuzz, the first inputs of the fuzzers, from files that are right: small models, a session, plans.
+"""Writes the first inputs of fuzzers whose formats are kvedge's own or GGUF: small models, conversations, plans.
 
-    python3 scripts/dev.py python scripts/fuzz_seeds.py [FOLDER]
+    python3 scripts/dev.py python scripts/fuzz_seeds.py
 
-Those of the session target are written by native/fuzz/make_seeds.cpp, those of the others in C by hand, byte by byte.
+They are in tests/fuzz. native/fuzz/make_seeds.cpp writes those of the session target. The folders that are not in MADE
+hold files of other programs and requests, which were written by hand and stay as they are.
 """
 
 from __future__ import annotations
 
 import argparse
-import io
-import json
 import shutil
 import subprocess
 import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from fuzz import SEEDS, build
-from fuzz_wire import WIRE
+from fuzz_readers import ONE, whole_model
 from llama_source import ended
 from modelgen.tiny import default_spec, write_tiny
-from PIL import Image
 
 import pykvedge
 from pykvedge.models import gguf
@@ -32,6 +29,7 @@ from pykvedge.plans import profile
 from pykvedge.plans.presets import PRESETS
 from pykvedge.runtime.sessionfile import Note
 
+MADE = ("gguf", "mmproj", "plan_json", "profile", "note", "session", "session_file", "plan")
 MODELS = ("llava", "qwen2vl", "gemma3", "deepseek2")
 MMPROJS = ("llava", "qwen2vl", "gemma3v", "internvl", "pixtral", "kimivl")
 
@@ -54,6 +52,7 @@ def headers(folder: Path) -> dict[str, bytes]:
 
 
 def plans() -> dict[str, bytes]:
+    """Writes plans and profiles as JSON."""
     out = {f"plan_json/{name}": pykvedge.plan(name, 0.3).to_json().encode() for name in PRESETS if name != "full"}
     out["plan_json/pairs"] = (
         pykvedge.plan("lookm", 64, recent=8, sinks=4, pruner="residual", image_tokens=0.5).to_json().encode()
@@ -77,64 +76,20 @@ def conversations() -> dict[str, bytes]:
     return {f"note/{name}": note.encode() for name, note in notes.items()}
 
 
-def samples() -> dict[str, bytes]:
-    line = {"id": 1, "images": ["a.png"], "question": "What is it?", "answer": "grey", "choices": ["grey", "red"]}
-    talk = {
-        "messages": [
-            {"role": "user", "content": "<image> Hm?"},
-            {"role": "assistant", "content": "Grey."},
-            {"role": "user", "content": "Sure?"},
-        ],
-        "images": ["a.png"],
-        "answer": "yes",
-        "metric": "exact",
-        "max_tokens": 4,
-    }
-    task = {"context": "{image#1} and", "images_path": ["a.png"], "choice_list": ["yes", "no"]}
-    mile = {
-        "meta_data": {"task_instruction": ["Look."], "question_type": "multi-choice"},
-        "data": [{"sample_id": 0, "task_instruction_id": 0, "task_instance": task, "response": "yes"}],
-    }
-    llava = [
-        {
-            "image": "a.png",
-            "conversations": [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "Grey."}],
-        },
-        {"image": "a.png", "question": "What?", "answer": "Grey."},
-    ]
-    vet = {"v1_0": {"imagename": "a.png", "question": "What?", "answer": "Grey.", "capability": ["rec"]}}
-    forms: dict[str, Any] = {"milebench": mile, "llava": llava, "mm-vet": vet}
-    out = {f"dataset/{name}": json.dumps(form).encode() for name, form in forms.items()}
-    return out | {"dataset/jsonl": b"".join(json.dumps(one).encode() + b"\n" for one in (line, talk))}
-
-
-def pictures() -> dict[str, bytes]:
-    ramp = Image.linear_gradient("L").resize((12, 8))
-    grey = {
-        "grey.png": ramp,
-        "colour.jpg": ramp.convert("RGB"),
-        "alpha.webp": ramp.convert("RGBA"),
-        "plain.bmp": ramp.convert("RGB"),
-        "table.gif": ramp.convert("P"),
-        "table.png": ramp.convert("P"),
-        "deep.png": ramp.convert("I;16"),
-    }
+def saved(folder: Path) -> dict[str, bytes]:
+    """Makes the files of conversations with a model of the target session_file."""
     out = {}
-    for name, image in grey.items():
-        file = io.BytesIO()
-        kind = "JPEG" if name.endswith("jpg") else name.rpartition(".")[2].upper()
-        exif = Image.Exif()
-        exif[0x0112] = 6  # to be turned
-        image.save(file, kind, **({"exif": exif} if kind == "JPEG" else {}))
-        out[f"image/{name}"] = file.getvalue()
+    for method in ("lookm", "snapkv"):
+        with pykvedge.Session(whole_model("llava"), None, pykvedge.plan(method, 0.5), threads=1, n_ctx=256) as session:
+            session.ask("What is this?", [], ONE).read()
+            session.save(folder / "talk.kvs")
+        out[f"session_file/{method}"] = (folder / "talk.kvs").read_bytes()
     return out
 
 
-def native() -> dict[str, bytes]:
-    rng = np.random.default_rng(1)
+def native_plans() -> dict[str, bytes]:
+    """Writes every method's plan as the C interface takes it, a key and a value a line."""
     out = {}
-    for target, size in (("arrays", 120), ("stages", 400), ("images", 600)):
-        out |= {f"{target}/{i}": rng.integers(0, 256, size, dtype=np.uint8).tobytes() for i in range(4)}
     for name in PRESETS:
         text = (
             "".join(f"{key}={value}\n" for key, value in pykvedge.plan(name, 0.3).as_text().items())
@@ -146,17 +101,21 @@ def native() -> dict[str, bytes]:
     return out
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, nargs="?", default=SEEDS)
-    folder: Path = parser.parse_args().folder
-    programs = build()
-    shutil.rmtree(folder, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix="kvedge-seeds-") as scratch:
-        files = headers(Path(scratch)) | plans() | conversations() | samples() | pictures() | native() | WIRE
+def written(folder: Path, files: dict[str, bytes]) -> None:
+    """Writes files by their names in the folder."""
     for name, data in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(data)
+
+
+def main() -> int:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    folder, programs = SEEDS, build()
+    for target in MADE:
+        shutil.rmtree(folder / target, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="kvedge-seeds-") as scratch:
+        written(folder, headers(Path(scratch)) | plans() | conversations() | native_plans())
+        written(folder, saved(Path(scratch)))  # by a model that has just been written
     (folder / "session").mkdir(parents=True)
     subprocess.run([programs / "make_seeds", folder / "session"], check=True)
     print(sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))

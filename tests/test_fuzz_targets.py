@@ -11,34 +11,30 @@ from pathlib import Path
 
 import fuzz
 import pytest
-from fuzz_headers import layout_of, of_header
-from fuzz_readers import SEEDS, TARGETS
+from fuzz_mutants import layout_of, of_header
+from fuzz_readers import SEEDS, TARGETS, first_inputs
 
 from pykvedge.errors import KvedgeError
 
 ROOT = Path(__file__).parents[1]
 
 
-def files(target):
-    return sorted(path for path in (SEEDS / target).iterdir() if path.is_file())
-
-
 def test_every_target_has_small_first_inputs():
     assert set(TARGETS) == set(fuzz.PYTHON)
     assert {path.stem for path in (ROOT / "native" / "fuzz").glob("fuzz_*.cpp")} == {f"fuzz_{n}" for n in fuzz.NATIVE}
-    assert {path.name for path in SEEDS.iterdir()} == set(fuzz.PYTHON) | set(fuzz.NATIVE)
+    assert {path.name for path in SEEDS.iterdir()} == {*fuzz.PYTHON, *fuzz.NATIVE} - fuzz.FIRST.keys()
     for target in (*fuzz.PYTHON, *fuzz.NATIVE):
-        sizes = [path.stat().st_size for path in files(target)]
+        sizes = [path.stat().st_size for path in first_inputs(target)]
         assert sizes and max(sizes) <= fuzz.LARGEST and sum(sizes) < 80 << 10, target
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_what_is_right_is_taken_and_what_is_not_refused(native, target):
     take, structured = TARGETS[target]
-    for path in files(target):
+    for path in first_inputs(target):
         take(path.read_bytes())
     rng, refused = random.Random(1), 0
-    for path in files(target) * 5:
+    for path in first_inputs(target) * 5:
         data = structured(path.read_bytes(), rng) if structured else path.read_bytes()[: rng.randrange(60)]
         try:
             take(data)
@@ -48,7 +44,7 @@ def test_what_is_right_is_taken_and_what_is_not_refused(native, target):
 
 
 def test_headers_are_changed_in_their_places():
-    data = files("gguf")[0].read_bytes()
+    data = first_inputs("gguf")[0].read_bytes()
     found = layout_of(data)
     assert found.entries[0][0] == 24 and len(found.tensors) == int.from_bytes(data[8:16], "little")
     assert sum(found.tensors[-1]) <= len(data)
