@@ -180,14 +180,8 @@ def environment():
 
 
 @pytest.fixture(scope="session")
-def kvedge(started):
-    """kvedge(*arguments, stdin=None) runs the program and waits for it. program: what Python runs instead."""
-    return started
-
-
-@pytest.fixture(scope="session")
 def started(environment):
-    """What kvedge is, unless a file takes `forked` for it."""
+    """started(*arguments, stdin, env, program) -> the finished program, from its start. program: what Python runs."""
 
     def run(*arguments, stdin="", env=None, timeout: float = 300, program=("-m", "pykvedge"), **options) -> Outcome:
         data = stdin.encode() if isinstance(stdin, str) else stdin
@@ -206,10 +200,10 @@ def started(environment):
 
 
 @pytest.fixture(scope="session")
-def forked(environment, started):
-    """As kvedge, sooner: a process that imports nothing anew, for tests of what a program says and not of its start.
+def kvedge(environment, started):
+    """As `started`, sooner: a fork of a process that has imported kvedge. Tests of the start itself take `started`.
 
-    A test file takes it by the name kvedge. Calls with an environment of their own start the whole program.
+    Calls with an environment, a program or threads of their own start the whole program.
     """
     if not hasattr(os, "fork"):
         yield started

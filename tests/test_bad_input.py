@@ -19,11 +19,6 @@ from pykvedge.models.images import load_picture
 
 
 @pytest.fixture
-def kvedge(forked):
-    return forked
-
-
-@pytest.fixture
 def llava(tiny):
     return tiny("llava")
 

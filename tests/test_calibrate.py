@@ -30,11 +30,6 @@ DEMO, DEMO_MMPROJ = DATA / "demo-model.gguf", DATA / "demo-mmproj.gguf"
 FULL = pykvedge.plan("full")
 
 
-@pytest.fixture
-def kvedge(forked):
-    return forked
-
-
 @pytest.fixture(scope="module")
 def demo(native):
     with pykvedge.Session(DEMO, DEMO_MMPROJ, FULL, threads=1) as session:

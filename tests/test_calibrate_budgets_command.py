@@ -14,11 +14,6 @@ from pykvedge.errors import NothingToCompressError, UsageError
 from pykvedge.plans import profile
 
 
-@pytest.fixture
-def kvedge(forked):
-    return forked
-
-
 def test_calibrating_the_demo_model(kvedge, tmp_path):
     where = {"HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path)}
     arguments = ["calibrate", "budgets", "--samples", 2, "--points", 3, "--threads", 1]

@@ -30,11 +30,6 @@ LINE = re.compile(
 )
 
 
-@pytest.fixture
-def kvedge(forked):
-    return forked
-
-
 @pytest.fixture(params=["llava", "qwen2vl"])
 def vision_model(request, tiny):
     return tiny(request.param)

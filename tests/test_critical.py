@@ -28,11 +28,6 @@ HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
 SETTINGS = {"expected": {"scorer.vnorm": False}}
 
 
-@pytest.fixture
-def kvedge(forked):
-    return forked
-
-
 def plan_of(name, norm="l1", budget=0.3, **settings):
     return pykvedge.plan("h2o", budget, scorer=name, critical=norm, **{**SETTINGS.get(name, {}), **settings})
 

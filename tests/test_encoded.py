@@ -29,11 +29,6 @@ PLANS = {
 LIMIT = 1 << 20
 
 
-@pytest.fixture
-def kvedge(forked):
-    return forked
-
-
 def picture(seed, side=56):
     return np.random.default_rng(seed).integers(0, 256, (side, side, 3), dtype=np.uint8)
 

@@ -28,11 +28,6 @@ from pykvedge.models.images import Picture
 from pykvedge.runtime.sampling import Sampling
 
 
-@pytest.fixture
-def kvedge(forked):
-    return forked
-
-
 def without_time(rows):
     return {(r["id"], r["method"], r["budget"]): {k: v for k, v in r.items() if k != "seconds"} for r in rows}
 

@@ -18,11 +18,6 @@ SAMPLES = [Sample(f"s{i}", "task", (Line("user", "?"),), "yes") for i in range(1
 CELLS = [full_cell(), *(Cell(name, pykvedge.plan(name, b)) for name in ("snapkv", "mixkv") for b in BUDGETS)]
 
 
-@pytest.fixture
-def kvedge(forked):
-    return forked
-
-
 def records(leave_out=()):
     """Random figures of every sample and cell, in the form of records."""
     rng, out = np.random.default_rng(5), {}

@@ -16,11 +16,6 @@ from kvedge_lab.eval.tasks import Line, Sample, demo_samples
 from pykvedge.plans.presets import DEFAULT_METHOD
 
 
-@pytest.fixture
-def kvedge(forked):
-    return forked
-
-
 def cells(*budgets, names=("snapkv", "knorm", "h2o")):
     return [Cell(name, pykvedge.plan(name, budget)) for name in names for budget in budgets]
 

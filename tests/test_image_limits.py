@@ -21,11 +21,6 @@ FEW = Sampling(max_tokens=3)
 SIZES = [(80, 60), (14, 14), (1, 500), (333, 1021), (999, 998), (2000, 30), (28, 28), (1400, 1400), (57, 3000)]
 
 
-@pytest.fixture
-def kvedge(forked):
-    return forked
-
-
 @pytest.fixture(scope="module")
 def qwen(tiny, native):
     files = tiny("qwen2vl")

@@ -22,11 +22,6 @@ from pykvedge.reference.stages.spectrum import cosines, high_share
 RNG = np.random.default_rng(5)
 
 
-@pytest.fixture
-def kvedge(forked):
-    return forked
-
-
 @pytest.mark.parametrize("n_tokens", [1, 2, 7, 64, 129])
 def test_the_spectrum_is_that_of_the_orthonormal_dct(n_tokens):
     x = RNG.normal(size=(3, n_tokens, 8)).astype(np.float32)

@@ -30,11 +30,6 @@ TYPES = [name for name in QUANTISED if not definition(name).residual]
 ROTATED_FILE, OLDER_FILE = 2, 1  # versions of session files
 
 
-@pytest.fixture
-def kvedge(forked):
-    return forked
-
-
 def by_signs(row, block):
     """A row times the matrix whose entry (i, j) is -1 to the number of bits that i and j share, over its root."""
     out = np.zeros(len(row))

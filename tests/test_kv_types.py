@@ -26,11 +26,6 @@ TYPES = [*QUANTISED, "q8_0:q4_0", "kivi4:kivi2", "q4_0:kivi4", "f32:kivi2", "kiv
 RESIDUAL = [name for name in QUANTISED if definition(name).residual]
 
 
-@pytest.fixture
-def kvedge(forked):
-    return forked
-
-
 def rows_of(n=70, d=64, seed=0):
     rng = np.random.default_rng([seed, n, d])
     rows = rng.standard_normal((n, d)) * rng.gamma(2.0, 1.0, (n, 1))

@@ -20,7 +20,7 @@ from pykvedge.native import carried, libcheck, libraries
 COMPILER = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
 LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ELF libraries and Linux' loader")
 USE = (
-    "from pykvedge.runtime import libkvedge; from pykvedge.native import libraries\n"
+    "from pykvedge.library import libkvedge; from pykvedge.native import libraries\n"
     "try:\n"
     "    libkvedge.simd(); print(libraries.llama()._lib._name)\n"
     "except pykvedge.LibraryError as error: print('error:', error)\n"

@@ -19,11 +19,6 @@ ASK = pykvedge.Sampling(max_tokens=12)
 DOCUMENT = "It was a long day, and the river went on below the hill. " * 8
 
 
-@pytest.fixture
-def kvedge(forked):
-    return forked
-
-
 def files(tiny):
     return tiny("llava").model, tiny("llava").mmproj
 

@@ -20,11 +20,6 @@ from pykvedge.reference.checks import suite
 # ------------------------------------------------------------------------------------------ names and compositions
 
 
-@pytest.fixture
-def kvedge(forked):
-    return forked
-
-
 def test_names_are_taken_once(write):
     plugin_files.load_file(write(FIVE_LINES))
     plugin_files.load_file(write(FIVE_LINES))  # the same file again: its newest version

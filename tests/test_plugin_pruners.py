@@ -23,11 +23,6 @@ def corner(image, n, settings):
 ROWS = np.random.default_rng(3).normal(size=(12, 5)).astype(np.float32)
 
 
-@pytest.fixture
-def kvedge(forked):
-    return forked
-
-
 @pytest.fixture(autouse=True)
 def nothing_stays():
     before = table.snapshot()

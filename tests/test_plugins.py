@@ -27,11 +27,6 @@ def mine(layer, settings):
 HEAD = "import numpy as np\nimport pykvedge\n"
 
 
-@pytest.fixture
-def kvedge(forked):
-    return forked
-
-
 def both_engines(plan, p=None):
     p = p or prompt(90)
     return [pykvedge.compress(plan, *p.arguments, engine=engine) for engine in ("native", "numpy")]

@@ -27,11 +27,6 @@ DEMO = ["eval", "--tasks", "code", "--samples", 3, "--budget", "0.2", "--threads
 
 
 @pytest.fixture
-def kvedge(forked):
-    return forked
-
-
-@pytest.fixture
 def sentences(tmp_path):
     """A data set for models that speak no language."""
     path = tmp_path / "d.jsonl"

@@ -26,11 +26,6 @@ HEADS = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def kvedge(forked):
-    return forked
-
-
 def written(tmp_path, data):
     path = tmp_path / "profile.json"
     path.write_text(data if isinstance(data, str) else json.dumps(data))

@@ -28,11 +28,6 @@ FORMS = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def kvedge(forked):
-    return forked
-
-
 def written(folder, form):
     data, picture = FORMS[form]
     (folder / picture).parent.mkdir(parents=True, exist_ok=True)

@@ -16,11 +16,6 @@ QUESTION = "What is there to see, and what is it good for?"
 
 
 @pytest.fixture
-def kvedge(forked):
-    return forked
-
-
-@pytest.fixture
 def session(tiny, native):
     with tiny("llama").session() as opened:
         yield opened

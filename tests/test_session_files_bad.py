@@ -14,11 +14,6 @@ from pykvedge.errors import KvedgeError, SessionFileError
 from pykvedge.runtime.sessionfile import Note, fingerprint, read_note
 
 
-@pytest.fixture
-def kvedge(forked):
-    return forked
-
-
 def test_a_newer_version_is_refused(saved):
     model, file = saved
     file.write_bytes(reframed(file.read_bytes(), version=4))

@@ -21,11 +21,6 @@ FEW = Sampling(max_tokens=3)
 LINE = re.compile(r".* \| KV ([\d.]+)(?: -> ([\d.]+))? (?:MiB|KiB) \| [\d.]+ tok/s")
 
 
-@pytest.fixture
-def kvedge(forked):
-    return forked
-
-
 def test_figures_of_later_turns_are_those_of_the_conversation(tiny, native):
     """Full: what a session holds that keeps all of as many tokens. Kept: what this one holds."""
     turns = [WORDS * 4, "And?", WORDS, "Or?"]

@@ -19,11 +19,6 @@ needs_ffmpeg = pytest.mark.skipif(shutil.which("ffmpeg") is None, reason="needs 
 WIDTH, HEIGHT, N = 64, 48, 8  # of the clips, which have two frames a second
 
 
-@pytest.fixture
-def kvedge(forked):
-    return forked
-
-
 def write(path: Path, *how: str) -> np.ndarray:
     """A clip of noise, [N, HEIGHT, WIDTH, 3]."""
     pixels = np.random.default_rng(3).integers(0, 256, (N, HEIGHT, WIDTH, 3), dtype=np.uint8)
