@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -13,6 +14,8 @@ import pykvedge
 from pykvedge.errors import StateError, UsageError
 from pykvedge.models.vision import ImagePiece, TextPiece
 from pykvedge.runtime import opening
+from pykvedge.runtime.report import Tokens
+from pykvedge.runtime.snapshot import Snapshot
 
 QUESTIONS = ["What is this?", "How many of them are there, and which one is first?", "Why?"]
 ASK = pykvedge.Sampling(max_tokens=12)
@@ -202,12 +205,12 @@ def test_where_a_prompt_is_cut():
 
 
 def test_openings_are_written_and_read():
-    kept = opening.Opening(opening.Standing(7, 9, 9, 2.5), 9, 4, 1, b"rows")
+    kept = Snapshot(b"rows", 7, 9, 0, 9, 2.5, pending=(3,), answer=(1, 2), tokens=Tokens(9, 4, pruned=1))
     data = b"".join(kept.encode())
-    assert opening.Opening.decode(data) == kept
+    assert Snapshot.decode(data) == kept
     for bad in (b"", data[:3], data[:20], data.replace(b'"n_past": 7', b'"n_past":-7'), data.replace(b"held", b"hold")):
         with pytest.raises(ValueError):
-            opening.Opening.decode(bad)
+            Snapshot.decode(bad)
 
 
 @pytest.mark.parametrize("size", [-1, 1.5, "many"])
@@ -271,7 +274,7 @@ def test_rows_that_do_not_fit_the_model_are_read_anew(native, tiny, picture_file
         [name] = openings._memory._things
         kept = openings._memory.get(name)
         for rows in (kept.rows[:-8], b"", kept.rows[:40] + bytes(8) + kept.rows[48:]):
-            openings._memory.put(name, opening.Opening(kept.standing, kept.prompt, kept.image, 0, rows))
+            openings._memory.put(name, replace(kept, rows=rows))
             said.append(answers(session, [picture_file()])[0])
     assert all(text == said[0][0] and tokens.reused == 0 for text, _, tokens in said)
 

@@ -10,12 +10,11 @@ from server import DEMO, QUESTION, SCENES, asks, serving
 
 import pykvedge
 from pykvedge.models.prompt import IMAGE, Message
-from pykvedge.runtime.opening import Standing
 from pykvedge.runtime.sampling import Sampling
 from pykvedge.serve.engine import Engine
 from pykvedge.serve.job import Done, Failed, Request, Step
 from pykvedge.serve.limits import Limits
-from pykvedge.serve.parked import Park, Parked
+from pykvedge.serve.parked import Park
 
 AGAIN = "reading the prompt again"
 LATER = "What is at the top left?"
@@ -173,8 +172,3 @@ def test_a_context_or_memory_without_room_for_the_pass_is_refused(loaded, engine
         assert ("--memory" in str(failed.error)) == (limits.n_ctx == 2048)
         assert Asked(small, once).wait().events[-1].report.finish
         small.close()
-
-
-def test_a_parked_conversation_comes_back_with_the_tokens_of_its_answer():
-    one = Parked(Standing(7, 7, 2, 3.5), (5,), b"rows", answer=(8, 9))
-    assert Parked.decode(memoryview(b"".join(bytes(part) for part in one.encode()))) == one

@@ -23,9 +23,10 @@ from pykvedge.reference.kvtypes import KvType
 from pykvedge.runtime import opening, stream
 from pykvedge.runtime.engine import Engine
 from pykvedge.runtime.pruning import planned
-from pykvedge.runtime.report import Report
+from pykvedge.runtime.report import Report, Tokens
 from pykvedge.runtime.sessionfile import fingerprint
 from pykvedge.runtime.settings import Settings
+from pykvedge.runtime.snapshot import Snapshot
 from pykvedge.system import memory, signals
 from pykvedge.system.guard import Guard, Single, Stop
 
@@ -157,19 +158,17 @@ class Conversation(Single):
         if self._openings is not None and name:
             counts = report.tokens
             with suppress(OutOfMemoryError, UnsupportedError):
-                at, rows = self.engine.pack(model)
-                kept = opening.Opening(at, counts.prompt, counts.image, counts.pruned, rows)
-                self._openings.put(name, self.plan, kept)
+                tokens = Tokens(counts.prompt, counts.image, pruned=counts.pruned)
+                self._openings.put(name, self.plan, replace(self.engine.pack(model), tokens=tokens))
 
-    def _go_on(self, found: opening.Opening | None, model: str, report: Report) -> bool:
+    def _go_on(self, found: Snapshot | None, model: str, report: Report) -> bool:
         if found is None:
             return False
         try:
-            report.time.prefill_s += _timed(lambda: self.engine.begin(found.standing, found.rows, model))
+            report.time.prefill_s += _timed(lambda: self.engine.begin(found, model))
         except SessionFileError:
             return False
-        report.tokens.prompt, report.tokens.image, report.tokens.pruned = found.prompt, found.image, found.pruned
-        report.tokens.reused = found.prompt
+        report.tokens = replace(found.tokens, reused=found.tokens.prompt)
         report.rss.before_prefill_bytes = memory.rss_bytes()
         return True
 

@@ -256,7 +256,7 @@ class Session(Conversation):
         if not self.in_cache or not self.messages or self._loan is None:
             raise StateError("there is no conversation to fork yet")
         model = fingerprint(self.model.header)
-        at, rows = self.engine.pack(model)
+        at = self.engine.pack(model)
         note = self._note()
         note.n_past, note.n_cells, note.held = at.n_past, at.n_cells, at.held
         note.n_ctx, note.n_ubatch = self.engine.context.n_ctx, self.engine.context.n_ubatch
@@ -264,7 +264,7 @@ class Session(Conversation):
         plan = self.plan if plan is None else plan
         other = Session(self._loan, None, plan, progress=self._progress, cancel=cancel, **settings)
         try:
-            other.engine.fork(rows, model, note, other.plan)
+            other.engine.fork(at, model, note, other.plan)
             other.engine.driver.know(self.engine.driver.known(), 0)
         except BaseException:
             other.close()

@@ -28,12 +28,12 @@ from pykvedge.runtime.driver import Driver
 from pykvedge.runtime.interrupt import stop_if_set
 from pykvedge.runtime.llama_context import DEFAULT_CTX, ROOM_TO_ANSWER, Context, ContextSize, ubatch_for
 from pykvedge.runtime.mark import Mark, bring_back, copy
-from pykvedge.runtime.opening import Standing
 from pykvedge.runtime.pace import Pace, stream_context
 from pykvedge.runtime.replay import extra_tokens
 from pykvedge.runtime.report import Kv
 from pykvedge.runtime.sessionfile import Note, encoded
 from pykvedge.runtime.settings import Settings
+from pykvedge.runtime.snapshot import Snapshot
 from pykvedge.system import memory
 
 
@@ -204,9 +204,9 @@ class Engine:
         n_bytes = Path(name).stat().st_size
         self._restore(note, plan, name, n_bytes, lambda cache: cache.load(encoded(path), model))
 
-    def fork(self, rows: bytearray, model: str, note: Note, plan: Plan) -> None:
+    def fork(self, at: Snapshot, model: str, note: Note, plan: Plan) -> None:
         """Makes a new context with a packed cache in it. Raises what make_room raises, and SessionFileError."""
-        self._restore(note, plan, "a fork", len(rows), lambda cache: libkvedge.unpack(cache, rows, model))
+        self._restore(note, plan, "a fork", len(at.rows), lambda cache: libkvedge.unpack(cache, at.rows, model))
 
     @crash.step("a saved conversation was loaded")
     def _restore(
@@ -222,7 +222,7 @@ class Engine:
             if self.cache is None:
                 raise SessionFileError(f"{name} was saved with another model; load that one")
             fill(self.cache)
-            self._stand(Standing(note.n_past, note.n_cells, 0, note.held), name)
+            self._stand(Snapshot(b"", note.n_past, note.n_cells), name)
             self._held = note.held
         except BaseException:
             self.close()
@@ -230,7 +230,7 @@ class Engine:
         if self._pace is not None:
             self._pace.compress()
 
-    def _stand(self, at: Standing, name: str) -> None:
+    def _stand(self, at: Snapshot, name: str) -> None:
         stats = self._own_cache().stats()
         if stats.n_tokens < at.n_cells:
             raise SessionFileError(f"{name} contradicts itself; it cannot be used")
@@ -239,19 +239,19 @@ class Engine:
 
     # ---------------------------------------------------------------------------------------------------
 
-    def pack(self, model: str) -> tuple[Standing, bytearray]:
+    def pack(self, model: str) -> Snapshot:
         """Returns what was read and compressed as bytes. Raises UnsupportedError, StateError, OutOfMemoryError."""
         context, cache = self.context, self._own_cache()
         memory.require(cache.stats().bytes, "a copy of the conversation", "close other programs")
-        at = Standing(context.n_past, context.n_cells, self._compressed_tokens, self.pairs_held())
-        return at, libkvedge.pack(cache, model)
+        rows, compressed = libkvedge.pack(cache, model), self._compressed_tokens
+        return Snapshot(rows, context.n_past, context.n_cells, compressed_tokens=compressed, held=self._held)
 
-    def begin(self, at: Standing, rows: bytes | bytearray | memoryview, model: str) -> None:
+    def begin(self, at: Snapshot, model: str) -> None:
         """Goes on, in a context that nothing was read in, from what `pack` returned.
 
         Raises SessionFileError, StateError, OutOfMemoryError; what is read then is read from the beginning.
         """
-        libkvedge.unpack(self._own_cache(), rows, model)
+        libkvedge.unpack(self._own_cache(), at.rows, model)
         self._stand(at, "what was kept of an earlier conversation")
 
     def _own_cache(self) -> libkvedge.Cache:

@@ -11,7 +11,6 @@ import hashlib
 import json
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
 
 from pykvedge.caches.folder import CacheFolder
 from pykvedge.caches.memory import ByteCache
@@ -19,56 +18,11 @@ from pykvedge.models.vision import ImagePiece, Piece, TextPiece
 from pykvedge.plans.plan import Plan
 from pykvedge.plans.plugins import table
 from pykvedge.reference.stages.base import ProfileTable
+from pykvedge.runtime.snapshot import Snapshot
 
 KIND = "openings"  # in a folder
 LEAST = 64  # tokens of text that are worth a pass of their own
-_VERSION = 1
-
-
-@dataclass(frozen=True)
-class Standing:
-    """Where an engine stands, beside the rows of its cache. held: KV pairs per head, averaged over heads and layers."""
-
-    n_past: int
-    n_cells: int
-    compressed_tokens: int
-    held: float
-
-
-@dataclass(frozen=True)
-class Opening:
-    """An opening that was read and compressed. len(): its bytes in memory, about."""
-
-    standing: Standing
-    prompt: int  # tokens that the model read
-    image: int  # of them, from images
-    pruned: int  # tokens of images that it did not read
-    rows: bytes | bytearray | memoryview  # of libkvedge.pack
-
-    def __len__(self) -> int:
-        return len(self.rows) + 512
-
-    def encode(self) -> list[bytes | bytearray | memoryview]:
-        """Writes it, in parts: the length of a JSON text in 4 bytes, that text, and the rows."""
-        counts = {"prompt": self.prompt, "image": self.image, "pruned": self.pruned}
-        text = json.dumps({**asdict(self.standing), **counts}).encode()
-        return [len(text).to_bytes(4, "little"), text, self.rows]
-
-    @classmethod
-    def decode(cls, data: bytes | memoryview) -> Opening:
-        """Raises ValueError for what is none."""
-        view = memoryview(data)
-        end = 4 + int.from_bytes(view[:4], "little")
-        given = json.loads(bytes(view[4:end]))
-        try:
-            standing = Standing(**{f.name: given.pop(f.name) for f in fields(Standing)})
-            out = cls(standing, **given, rows=view[end:])
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(str(error)) from None
-        counts = (standing.n_past, standing.n_cells, standing.compressed_tokens, out.prompt, out.image, out.pruned)
-        if not all(type(n) is int and n >= 0 for n in counts) or not isinstance(standing.held, (int, float)):
-            raise ValueError("counts that are none")
-        return out
+_VERSION = 2
 
 
 def cut(pieces: list[Piece], others: Sequence[Sequence[int]] = ()) -> tuple[list[Piece], list[Piece]]:
@@ -116,7 +70,7 @@ class Openings:
 
     def __init__(self, limit: int, folder: CacheFolder | None = None) -> None:
         """limit: bytes in memory; 0: none."""
-        self._memory: ByteCache[Opening] = ByteCache(limit)
+        self._memory: ByteCache[Snapshot] = ByteCache(limit)
         self._folder = folder
         self._writing: threading.Thread | None = None
 
@@ -125,20 +79,20 @@ class Openings:
         """So many bytes are held in memory."""
         return self._memory.n_bytes
 
-    def get(self, name: str, plan: Plan) -> Opening | None:
+    def get(self, name: str, plan: Plan) -> Snapshot | None:
         """Returns an opening that was put under this name, if it is still there."""
         found = self._memory.get(name)
         if found is None and self._folder is not None and _is_repeatable(plan):
             data = self._folder.get(KIND, name)
             try:
-                found = Opening.decode(data) if data is not None else None
+                found = Snapshot.decode(data) if data is not None else None
             except ValueError:
                 return None
             if found is not None:
                 self._memory.put(name, found)
         return found
 
-    def put(self, name: str, plan: Plan, opening: Opening) -> None:
+    def put(self, name: str, plan: Plan, opening: Snapshot) -> None:
         """Keeps an opening that was read under this plan. The folder has it later: answers do not wait for a disk."""
         self._memory.put(name, opening)
         if self._folder is not None and _is_repeatable(plan):

@@ -19,14 +19,14 @@ from pykvedge.plans.plan import Plan
 from pykvedge.runtime import figures
 from pykvedge.runtime.crew import Crew
 from pykvedge.runtime.driver import Driver
-from pykvedge.runtime.opening import Standing
-from pykvedge.runtime.report import Tokens
+from pykvedge.runtime.report import Kv, Tokens
+from pykvedge.runtime.snapshot import Snapshot
 from pykvedge.serve import patches
 from pykvedge.serve.again import SecondPass
 from pykvedge.serve.batch import TokenBatch
 from pykvedge.serve.job import Done, Step
 from pykvedge.serve.limits import Limits
-from pykvedge.serve.parked import Park, Parked, Read
+from pykvedge.serve.parked import Park
 from pykvedge.serve.preparing import Preparer
 from pykvedge.serve.slot import Prepared, Slot
 
@@ -152,14 +152,14 @@ class Decoder:
             if cache is None or before is None:
                 return []
             libkvedge.unpack(cache, before.rows, self._preparer.model_name, slot.sequence)
-            slot.stand(before.standing)
+            slot.stand(before)
             slot.n_bytes = cache.stats(slot.sequence).bytes
             if read is None:
                 return []
             slot.steps.clear()
-            report.tokens = Tokens(reused=read.standing.n_cells)
-            report.kv = replace(read.kv, compressed_tokens=0, kept_of_them=0)
-            return self._take(slot, work.sampler.sample_from(read.logits), read.logits)
+            report.tokens = Tokens(reused=read.n_cells)
+            report.kv = replace(read.kv or Kv(), compressed_tokens=0, kept_of_them=0)
+            return [] if read.logits is None else self._take(slot, work.sampler.sample_from(read.logits), read.logits)
         except Exception as error:
             return [self._end(slot, "", error)]
 
@@ -174,8 +174,8 @@ class Decoder:
             return
         with suppress(OutOfMemoryError, UnsupportedError, SessionFileError):
             rows = libkvedge.pack(cache, self._preparer.model_name, slot.sequence)
-            at = Standing(slot.n_past, slot.n_cells, slot.compressed_tokens, 0.0)
-            self._park.put_read(work.name, Read(at, rows, logits.copy(), replace(slot.job.report.kv)))
+            at = Snapshot(rows, slot.n_past, slot.n_cells, logits=logits.copy(), kv=replace(slot.job.report.kv))
+            self._park.put_read(work.name, at)
 
     @crash.step("an image was read")
     def _read_image(self, slot: Slot) -> Ended:
@@ -333,11 +333,9 @@ class Decoder:
         with suppress(KvedgeError):  # a folder that cannot be used says so in its notes
             self._park.shrink(memory - others - 2 * n_bytes)  # the rows exist twice until the sequence is freed
         rows = libkvedge.pack(cache, self._preparer.model_name, slot.sequence)
-        lengths = [n for heads in cache.lengths(slot.sequence) for n in heads]
-        held = sum(lengths) / len(lengths) if lengths else 0.0
-        at = Standing(slot.n_past, slot.n_cells, cache.stats(slot.sequence).n_pending, held)
-        answer = tuple(slot.answered) if slot.work.replays else ()
-        parked = Parked(at, tuple(slot.pending), rows, answer=answer)
+        pending, answer = tuple(slot.pending), tuple(slot.answered) if slot.work.replays else ()
+        n_pending = cache.stats(slot.sequence).n_pending
+        parked = Snapshot(rows, slot.n_past, slot.n_cells, n_pending, pending=pending, answer=answer)
         self._park.put(self._preparer.name_after(slot.job), parked, slot.work.name)
 
     def _free(self, slot: Slot) -> None:

@@ -10,79 +10,19 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
 from typing import Any
-
-import numpy as np
 
 from pykvedge.caches.folder import CacheFolder
 from pykvedge.errors import UsageError
 from pykvedge.models.prompt import Message
 from pykvedge.plans.plan import Plan
-from pykvedge.runtime.opening import Standing
-from pykvedge.runtime.report import Kv
+from pykvedge.runtime.snapshot import Snapshot
 
 KIND = "conversations"
-_VERSION = 2
+_VERSION = 3
 _HASH = 64  # hexadecimal digits
-
-
-@dataclass(frozen=True)
-class Parked:
-    """A conversation up to its last answer. pending: tokens of it that were not read yet. len(): its bytes, about.
-
-    answer: those that were, where the next message's second pass repeats them; else empty.
-    """
-
-    standing: Standing
-    pending: tuple[int, ...]
-    rows: bytes | bytearray | memoryview
-    since: float = field(default_factory=time.time, compare=False)  # seconds since 1970
-    answer: tuple[int, ...] = ()
-
-    def __len__(self) -> int:
-        return len(self.rows) + 4 * len(self.answer) + 512
-
-    def encode(self) -> list[bytes | bytearray | memoryview]:
-        """Writes it, in parts: the length of a JSON text in 4 bytes, that text, and the rows."""
-        tokens = {"pending": list(self.pending), "answer": list(self.answer)}
-        text = json.dumps({**asdict(self.standing), **tokens}).encode()
-        return [len(text).to_bytes(4, "little"), text, self.rows]
-
-    @classmethod
-    def decode(cls, data: memoryview) -> Parked:
-        """Raises ValueError for what is none."""
-        end = 4 + int.from_bytes(data[:4], "little")
-        try:
-            given = json.loads(bytes(data[4:end]))
-            pending, answer = tuple(given.pop("pending")), tuple(given.pop("answer"))
-            standing = Standing(**{f.name: given.pop(f.name) for f in fields(Standing)})
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(str(error)) from None
-        counts = (standing.n_past, standing.n_cells, standing.compressed_tokens, *pending, *answer)
-        if given or not all(type(n) is int and n >= 0 for n in counts) or not isinstance(standing.held, (int, float)):
-            raise ValueError("a conversation that cannot be")
-        return cls(standing, pending, data[end:], answer=answer)
-
-
-@dataclass(frozen=True)
-class Read:
-    """A prompt that was read and compressed, and is answered. logits: [n_vocab] float32, of its last token.
-
-    len(): its bytes, about. led_to: names of the conversations that its answers made.
-    """
-
-    standing: Standing
-    rows: bytes | bytearray | memoryview
-    logits: np.ndarray
-    kv: Kv
-    led_to: set[str] = field(default_factory=set, compare=False)
-
-    def __len__(self) -> int:
-        return len(self.rows) + self.logits.nbytes + 512
 
 
 def said_in(messages: Iterable[Message]) -> list[Any]:
@@ -113,8 +53,9 @@ class Park:
     def __init__(self, folder: CacheFolder | None) -> None:
         """folder: bounded itself; None: what leaves memory is gone."""
         self._folder = folder
-        self._held: OrderedDict[str, Parked] = OrderedDict()
-        self._read: OrderedDict[str, Read] = OrderedDict()
+        self._held: OrderedDict[str, Snapshot] = OrderedDict()
+        self._read: OrderedDict[str, Snapshot] = OrderedDict()
+        self._led_to: dict[str, set[str]] = {}  # names of the conversations that a prompt's answers made
         self._lock = threading.Lock()
         self.n_bytes = 0  # in memory
 
@@ -126,16 +67,16 @@ class Park:
         """So many bytes lie in the folder."""
         return self._folder.total_bytes() if self._folder is not None else 0
 
-    def put(self, name: str, parked: Parked, prompt: str = "") -> None:
+    def put(self, name: str, parked: Snapshot, prompt: str = "") -> None:
         """Keeps a conversation in memory, in place of one of the same name. prompt: name of the one that led to it."""
         with self._lock:
             self._drop(name)
             self._held[name] = parked
             self.n_bytes += len(parked)
             if prompt in self._read:
-                self._read[prompt].led_to.add(name)
+                self._led_to.setdefault(prompt, set()).add(name)
 
-    def get(self, name: str) -> Parked | None:
+    def get(self, name: str) -> Snapshot | None:
         """Returns a conversation, which stays: its last message may be put in other words."""
         with self._lock:
             if name in self._held:
@@ -143,7 +84,7 @@ class Park:
                 return self._held[name]
         data = self._folder.get(KIND, name) if self._folder is not None else None
         try:
-            return Parked.decode(data) if data is not None else None
+            return Snapshot.decode(data) if data is not None else None
         except ValueError:
             return None
 
@@ -154,14 +95,14 @@ class Park:
                 self._drop_read(next(iter(self._read)))
             return self.n_bytes + n_bytes <= limit
 
-    def put_read(self, name: str, read: Read) -> None:
+    def put_read(self, name: str, read: Snapshot) -> None:
         """Keeps a prompt, in place of one of the same name."""
         with self._lock:
             self._drop_read(name)
             self._read[name] = read
             self.n_bytes += len(read)
 
-    def get_read(self, name: str) -> Read | None:
+    def get_read(self, name: str) -> Snapshot | None:
         """Returns a prompt, which stays."""
         with self._lock:
             if name in self._read:
@@ -191,7 +132,7 @@ class Park:
         """
         with self._lock:
             held = {name: one for name, one in self._held.items() if is_owned(name, owner)}
-        out = [{"id": name, "state": "parked", "where": "memory", "tokens": one.standing.n_cells, "bytes": len(one),
+        out = [{"id": name, "state": "parked", "where": "memory", "tokens": one.n_cells, "bytes": len(one),
                 "since": one.since} for name, one in held.items()]  # fmt: skip
         there = self._folder.entries(KIND) if self._folder is not None else {}
         out += [{"id": name, "state": "parked", "where": "folder", "bytes": size, "since": since}
@@ -205,7 +146,7 @@ class Park:
         with self._lock:
             there = name in self._held
             self._drop(name)
-            for prompt in [prompt for prompt, read in self._read.items() if name in read.led_to]:
+            for prompt in [prompt for prompt, names in self._led_to.items() if name in names]:
                 self._drop_read(prompt)
         try:
             gone = self._folder is not None and self._folder.remove(KIND, name)
@@ -218,5 +159,6 @@ class Park:
         self.n_bytes -= len(old) if old is not None else 0
 
     def _drop_read(self, name: str) -> None:
+        self._led_to.pop(name, None)
         old = self._read.pop(name, None)
         self.n_bytes -= len(old) if old is not None else 0

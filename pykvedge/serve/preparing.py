@@ -21,14 +21,14 @@ from pykvedge.reference.kvtypes import KvType
 from pykvedge.runtime.interrupt import stop_if_set
 from pykvedge.runtime.llama_context import N_UBATCH
 from pykvedge.runtime.loaded import Loan
-from pykvedge.runtime.opening import Standing
 from pykvedge.runtime.pruning import planned
 from pykvedge.runtime.replay import Part, Passage, Requests, parts
 from pykvedge.runtime.sampler import Sampler
 from pykvedge.runtime.sessionfile import fingerprint
+from pykvedge.runtime.snapshot import Snapshot
 from pykvedge.serve.job import Job, Request, Step
 from pykvedge.serve.limits import Limits
-from pykvedge.serve.parked import Park, Parked, name_of, said_in
+from pykvedge.serve.parked import Park, name_of, said_in
 from pykvedge.serve.slot import Prepared
 
 _QUICK_TEXT = 100_000  # bytes of text that are looked up at once
@@ -77,7 +77,7 @@ class Preparer:
             self._encode(job, pieces)
             job.report.tokens.add(pieces)
             if parked is not None:
-                job.report.tokens.reused = parked.standing.n_cells
+                job.report.tokens.reused = parked.n_cells
             return self._fitting(Prepared(job, pieces, Sampler(request.sampling, self._model), parked, name=job.name))
         except BaseException:
             self.release(pieces)
@@ -138,7 +138,7 @@ class Preparer:
         if read is None:
             return None
         job.forget_messages()
-        job.report.tokens.reused = read.standing.n_cells
+        job.report.tokens.reused = read.n_cells
         return self._fitting(Prepared(job, [], Sampler(request.sampling, self._model), None, read, job.name))
 
     def count(self, job: Job) -> None:
@@ -195,7 +195,7 @@ class Preparer:
             if message.role == "user":
                 check_places(message.text, len(message.pictures))
 
-    def _find(self, job: Job) -> Parked | None:
+    def _find(self, job: Job) -> Snapshot | None:
         """Finds the conversation that this one goes on from by one message of the user's."""
         said = job.request.messages
         if [m.role for m in said[-3:]] != ["user", "assistant", "user"] or said[-2].fields:
@@ -205,7 +205,7 @@ class Preparer:
     def _name(self, request: Request, said: Sequence[Any], owner: str) -> str:
         return name_of(self._about, request.plan, request.values, said, owner)
 
-    def _pieces(self, job: Job, parked: Parked | None) -> list[Piece]:
+    def _pieces(self, job: Job, parked: Snapshot | None) -> list[Piece]:
         request, composer = job.request, self.composer
         if parked is not None:
             before: list[Piece] = [TextPiece(list(parked.pending))] if parked.pending else []
@@ -254,7 +254,7 @@ class Preparer:
         limits, n = self._limits, work.n_tokens
         plan = work.job.request.plan
         before = work.read or work.parked
-        there, kept = (before.standing.n_cells, len(before.rows)) if before is not None else (0, 0)
+        there, kept = (before.n_cells, len(before.rows)) if before is not None else (0, 0)
         if before is None:
             check_protection(plan, n)
         room = limits.n_ctx - there - n
@@ -288,8 +288,8 @@ class Preparer:
         if why := self.why_no_replay():
             raise UsageError(f"method '{work.job.request.plan.method}' goes by a second pass over the prompt: {why}")
         before, known = work.parked, Passage()
-        at = before.standing if before is not None else Standing(0, 0, 0, 0.0)
-        pending, whole = at.compressed_tokens + work.n_tokens, at.n_cells + work.n_tokens
+        at = before or Snapshot(b"", 0, 0)
+        pending, whole = at.n_pending + work.n_tokens, at.n_cells + work.n_tokens
         if work.job.request.plan.count(pending) >= pending:
             return []
         if before is not None and before.answer:

@@ -13,12 +13,11 @@ from pykvedge.errors import StateError
 from pykvedge.models.model import Model
 from pykvedge.models.vision import ImagePiece, Piece, TextPiece
 from pykvedge.runtime import logprobs
-from pykvedge.runtime.opening import Standing
 from pykvedge.runtime.replay import Part
 from pykvedge.runtime.sampler import Sampler
+from pykvedge.runtime.snapshot import Snapshot
 from pykvedge.serve.again import SecondPass
 from pykvedge.serve.job import Job, Text
-from pykvedge.serve.parked import Parked, Read
 
 
 @dataclass
@@ -33,8 +32,8 @@ class Prepared:
     job: Job
     pieces: list[Piece]
     sampler: Sampler
-    parked: Parked | None
-    read: Read | None = None
+    parked: Snapshot | None
+    read: Snapshot | None = None
     name: str = ""
     need: int = 0
     room: int = 0
@@ -76,7 +75,7 @@ class Slot:
         writing = Writing(model, request.sampling, goes_on, shown)
         return cls(sequence, work, model, writing, deque(work.pieces))
 
-    def stand(self, at: Standing) -> None:
+    def stand(self, at: Snapshot) -> None:
         """Goes on behind what was read before."""
         self.n_past, self.n_cells, self.compressed_tokens = at.n_past, at.n_cells, at.compressed_tokens
 

@@ -1,0 +1,72 @@
+"""A Snapshot says in bytes where a sequence stands: of openings, parked conversations, read prompts, and forks."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from pykvedge.runtime.report import Kv, Tokens
+
+Rows: TypeAlias = bytes | bytearray | memoryview
+
+_NUMBERS = ("n_past", "n_cells", "n_pending", "compressed_tokens", "held")
+_LISTS = ("pending", "answer")
+_COUNTS = ("prompt", "image", "pruned")
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The rows of a sequence, and what whoever goes on from them has to know. len(): its bytes in memory, about.
+
+    rows: bytes of libkvedge.pack. n_past: position of the next token. n_cells: tokens in the cache; n_pending: so many
+    of them, the last ones, are not compressed. compressed_tokens: tokens that were compressed since the figures of the
+    cache were taken; held: KV pairs per head then, averaged over heads and layers. pending: tokens of an answer that
+    were chosen and not read. answer: tokens that were read since the last compression, for a method that reads a prompt
+    twice. tokens: what the model has read, where somebody counts it. logits: [n_vocab] float32 of the last token, kv:
+    figures of the cache, both of a prompt that is to be answered. since: seconds since 1970.
+    """
+
+    rows: Rows
+    n_past: int
+    n_cells: int
+    n_pending: int = 0
+    compressed_tokens: int = 0
+    held: float = 0.0
+    pending: tuple[int, ...] = ()
+    answer: tuple[int, ...] = ()
+    tokens: Tokens = field(default_factory=Tokens)
+    logits: np.ndarray | None = field(default=None, compare=False)
+    kv: Kv | None = None
+    since: float = field(default_factory=time.time, compare=False)
+
+    def __len__(self) -> int:
+        logits = self.logits.nbytes if self.logits is not None else 0
+        return len(self.rows) + logits + 4 * len(self.answer) + 512
+
+    def encode(self) -> list[Rows]:
+        """Writes it in parts, without logits and kv: the length of a JSON text in 4 bytes, that text, and the rows."""
+        given: dict[str, Any] = {name: getattr(self, name) for name in (*_NUMBERS, *_LISTS)}
+        given["tokens"] = {name: getattr(self.tokens, name) for name in _COUNTS}
+        text = json.dumps(given).encode()
+        return [len(text).to_bytes(4, "little"), text, self.rows]
+
+    @classmethod
+    def decode(cls, data: bytes | memoryview) -> Snapshot:
+        """Reads what `encode` wrote; the rows stay where they are. Raises ValueError."""
+        view = memoryview(data)
+        end = 4 + int.from_bytes(view[:4], "little")
+        given = json.loads(bytes(view[4:end]))
+        try:
+            counts = given.pop("tokens")
+            lists = {name: tuple(given.pop(name)) for name in _LISTS}
+            out = cls(view[end:], **given, **lists, tokens=Tokens(**counts))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(str(error)) from None
+        whole = [given.get(name) for name in _NUMBERS if name != "held"] + [*counts.values(), *out.pending, *out.answer]
+        if not all(type(n) is int and n >= 0 for n in whole) or not isinstance(out.held, (int, float)):
+            raise ValueError("counts that are none")
+        return out
