@@ -7,7 +7,7 @@ import random
 import pytest
 
 from pykvedge import Sampling, UsageError
-from pykvedge.chat.stops import StopTexts
+from pykvedge.runtime.generation import StopTexts
 
 QUESTION = "What is there to see, and what is it good for?"
 N = 40

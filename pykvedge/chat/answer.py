@@ -7,13 +7,11 @@ import time
 from collections.abc import Generator, Iterator
 
 from pykvedge.chat.conversation import Conversation
-from pykvedge.chat.writing import Writing
 from pykvedge.errors import GrammarError, StateError
 from pykvedge.models.prompt import Message
 from pykvedge.runtime import logprobs
+from pykvedge.runtime.generation import Generation
 from pykvedge.runtime.report import Report
-from pykvedge.runtime.sampler import Sampler
-from pykvedge.runtime.sampling import Sampling
 from pykvedge.system import signals
 from pykvedge.system.guard import Single
 
@@ -27,12 +25,10 @@ class Answer(Single):
 
     instead = "its `report` can"
 
-    def __init__(self, conversation: Conversation, report: Report, sampling: Sampling, sampler: Sampler) -> None:
-        """sampler: chooses the tokens, and is closed at the end."""
+    def __init__(self, conversation: Conversation, report: Report, generation: Generation) -> None:
+        """generation: fills the report, and is closed at the end."""
         self.report = report
-        self._conversation, self._sampling, self._sampler = conversation, sampling, sampler
-        report.logprobs = None if sampling.logprobs is None else []
-        self._writing = Writing(conversation.model, sampling)
+        self._conversation, self._generation = conversation, generation
         self._done = False
         self._reader, self._taken = threading.get_ident(), False
         self._pieces = self._generate()
@@ -60,7 +56,7 @@ class Answer(Single):
 
     def _step(self) -> str:
         try:
-            piece = next(self._pieces)
+            return next(self._pieces)
         except StopIteration:
             self._finish()
             if self._conversation.guard.ending:
@@ -73,8 +69,6 @@ class Answer(Single):
             self._conversation.in_cache = False  # a decode that was broken off: read the conversation again
             self._finish()
             raise
-        self.report.text += piece
-        return piece
 
     def read(self) -> str:
         """Generates to the end and returns the whole text."""
@@ -91,72 +85,44 @@ class Answer(Single):
                 self._finish()
 
     def give_way(self) -> None:
-        """Does the same because the session goes on, maybe in another thread than the one that reads."""
+        """Ends this answer so that the session can go on, maybe in another thread than the one that reads."""
         self._taken = not self._done and self._reader != threading.get_ident()
         self._finish()
 
     def drop(self) -> None:
         """Frees what chooses the tokens: the session is closed, and nothing goes on."""
-        self._sampler.close()
+        self._generation.close()
 
     def _generate(self) -> Generator[str, None, None]:
-        conversation, time_, tokens = self._conversation, self.report.time, self.report.tokens
-        model, engine = conversation.model, conversation.engine
+        conversation, generation, spent = self._conversation, self._generation, self.report.time
+        engine = conversation.engine
         context = engine.context
-        writing = self._writing
-        token = self._sample()
-        while not model.is_end(token):
-            tokens.generated += 1
-            text, conversation.pending = writing.feed(token), writing.pending
-            if writing.stopped:
-                self.report.finish = "stop"
+        text = generation.choose(context, context.room)
+        while True:
+            conversation.pending = generation.pending
             if text:
                 yield text
-            if self._must_stop(context.room):
+            how = generation.ended
+            if how not in ("end", "stop") and conversation.stop.is_set():
+                how = "cancelled"
+            if how:
                 break
             started = time.perf_counter()
-            engine.extend(token)
+            engine.extend(generation.token)
             conversation.pending = []
-            token = self._sample()
-            time_.decode_s += time.perf_counter() - started
-            time_.decode_steps += 1
-        else:
-            self.report.finish = "end"
-        text = writing.finish()
-        if writing.stopped:
-            self.report.finish = "stop"
-        if text:
+            text = generation.choose(context, context.room)
+            spent.decode_s += time.perf_counter() - started
+            spent.decode_steps += 1
+        if text := generation.end(how):
             yield text
-
-    def _sample(self) -> int:
-        """Chooses the next token, and notes how likely it was."""
-        conversation, noted = self._conversation, self.report.logprobs
-        context, model = conversation.engine.context, conversation.model
-        token = self._sampler.sample(context.handle)
-        if noted is not None and not model.is_end(token):
-            noted.append(logprobs.token(token, context.logits(), self._sampling.logprobs or 0, model.piece))
-        return token
-
-    def _must_stop(self, room: int) -> bool:
-        if self.report.finish:
-            return True
-        if self._conversation.stop.is_set():
-            self.report.finish = "cancelled"
-        elif self.report.tokens.generated >= self._sampling.max_tokens:
-            self.report.finish = "length"
-        elif room < 1:
-            self.report.finish = "context"
-        return bool(self.report.finish)
 
     def _finish(self) -> None:
         if self._done:
             return
         self._done = True
         self._pieces.close()
-        self._sampler.close()
         report, conversation = self.report, self._conversation
-        report.finish = report.finish or "cancelled"
-        report.text += self._writing.held_back()  # of an answer that was closed
+        self._generation.end("cancelled", broken_off=True)
         report.kv.peak_bytes = conversation.engine.peak_bytes(report.kv.peak_bytes)
         if report.stream is not None:
             conversation.measure_stream(report)

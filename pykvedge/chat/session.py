@@ -27,9 +27,9 @@ from pykvedge.models.vision import Piece, Vision
 from pykvedge.plans.making import checked_plan
 from pykvedge.plans.plan import Plan
 from pykvedge.runtime.engine import Engine
+from pykvedge.runtime.generation import Generation
 from pykvedge.runtime.loaded import LoadedModel, Loan, borrow, path_of
 from pykvedge.runtime.report import ModelFacts, Report, Time
-from pykvedge.runtime.sampler import Sampler
 from pykvedge.runtime.sampling import Sampling
 from pykvedge.runtime.sessionfile import Note, encoded, fingerprint, read_note
 from pykvedge.runtime.settings import Settings
@@ -114,8 +114,8 @@ class Session(Conversation):
         sampling = Sampling() if sampling is None else sampling
         if not isinstance(sampling, Sampling):
             raise UsageError(f"sampling must be a Sampling, not {sampling!r:.40}")
-        sampler = Sampler(sampling, self.model)
         report = Report(self.plan.method, self.plan.budget.value, time=Time(load_s=self._load_s), model=self._facts)
+        generation = Generation(self.model, sampling, report)
         self._branch, before = None, branch.before_message(self)
         if not self.messages and self.settings.system:
             self.messages.append(Message("system", self.settings.system))
@@ -126,13 +126,13 @@ class Session(Conversation):
                 raise CancelledError
         except BaseException:
             # whatever the cache holds now, the next message starts from the copy, or from the conversation's text
-            sampler.close()
+            generation.close()
             self.messages.pop()
             branch.recover(self, before)
             raise
         self._load_s, self._branch = 0.0, before
         report.notes = [*(self._loan.caches.notes() if self._loan is not None else []), *self.engine.notes()]
-        self.answer = answer = Answer(self, report, sampling, sampler)
+        self.answer = answer = Answer(self, report, generation)
         return answer
 
     @one_thread

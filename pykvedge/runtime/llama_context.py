@@ -149,9 +149,12 @@ class Context:
         llama.llama_memory_seq_cp(memory_, sequence, here, -1, -1)
         self.drop(sequence)
 
-    def logits(self) -> np.ndarray:
-        """Of the last token decoded, if they were asked for: [n_vocab] float32, a view until the next decode."""
-        row = self.llama.llama_get_logits_ith(self.handle, -1)
+    def logits(self, output: int = -1) -> np.ndarray:
+        """Returns [n_vocab] float32 of a place in the last batch that was asked for its logits, -1: the last one.
+
+        It is a view until the next decode.
+        """
+        row = self.llama.llama_get_logits_ith(self.handle, output)
         return np.ctypeslib.as_array(row, (self.model.n_vocab,))
 
     def put_back(self, logits: np.ndarray) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
@@ -80,7 +81,7 @@ class Decoder:
     def begin(self, work: Prepared, taken: set[int]) -> tuple[Slot | None, Exception | None]:
         """Gives a job one of the sequences that nobody has; or tells why that cannot be."""
         sequence = next(n for n in range(self._limits.slots) if n not in taken)
-        slot = Slot.of(sequence, work, self._model)
+        slot = Slot(sequence, work, deque(work.pieces))
         try:
             if work.job.cancelled.is_set():
                 raise CancelledError
@@ -159,7 +160,7 @@ class Decoder:
             slot.steps.clear()
             report.tokens = Tokens(reused=read.n_cells)
             report.kv = replace(read.kv or Kv(), compressed_tokens=0, kept_of_them=0)
-            return [] if read.logits is None else self._take(slot, work.sampler.sample_from(read.logits), read.logits)
+            return [] if read.logits is None else self._first(slot, -1, read.logits)
         except Exception as error:
             return [self._end(slot, "", error)]
 
@@ -271,11 +272,18 @@ class Decoder:
             self._compress(slot)
             slot.job.report.time.compress_s = time.perf_counter() - started
             self._keep_read(slot, self._logits(output) if logits is None else logits)
-            if logits is not None:
-                return self._take(slot, slot.work.sampler.sample_from(logits), logits)
         except Exception as error:
             return [self._end(slot, "", error)]
-        return self._next(slot, output)
+        return self._first(slot, output, logits)
+
+    def _first(self, slot: Slot, output: int, logits: np.ndarray | None) -> Ended:
+        """Chooses the first token of an answer, if one is wanted."""
+        job = slot.job
+        if job.request.read_only:
+            return [self._end(slot, "length")]
+        slot.answering_since = time.perf_counter()
+        job.first_token_s = slot.answering_since - job.asked_at
+        return self._next(slot, output, logits)
 
     @crash.step("a prompt was compressed")
     def _compress(self, slot: Slot) -> None:
@@ -294,17 +302,16 @@ class Decoder:
         slot.n_bytes = after.bytes
         work.need = after.bytes + min(work.room, slot.job.request.sampling.max_tokens) * self._preparer.bytes_per_token
 
-    def _next(self, slot: Slot, output: int) -> Ended:
-        """Chooses the next token by the logits of a place in the last batch."""
+    def _next(self, slot: Slot, output: int, logits: np.ndarray | None = None) -> Ended:
+        """Chooses the next token by the logits of a place in the last batch, or by those that are given."""
+        generation, context = slot.work.generation, self._driver.context
+        room = slot.work.room - slot.job.report.tokens.generated - 1
         try:
-            token = slot.work.sampler.sample(self._driver.context.handle, output)
-            return self._take(slot, token, self._logits(output) if slot.job.report.logprobs is not None else None)
+            slot.tell(generation.choose(context, room, output, logits))
         except Exception as error:
             return [self._end(slot, "", error)]
-
-    def _take(self, slot: Slot, token: int, logits: np.ndarray | None) -> Ended:
-        how = slot.take(token, logits)
-        return [self._end(slot, how)] if how else []
+        slot.next = generation.token
+        return [self._end(slot, generation.ended)] if generation.ended else []
 
     def _logits(self, output: int) -> np.ndarray:
         row = self._llama.llama_get_logits_ith(self._driver.context.handle, output)
@@ -333,7 +340,7 @@ class Decoder:
         with suppress(KvedgeError):  # a folder that cannot be used says so in its notes
             self._park.shrink(memory - others - 2 * n_bytes)  # the rows exist twice until the sequence is freed
         rows = libkvedge.pack(cache, self._preparer.model_name, slot.sequence)
-        pending, answer = tuple(slot.pending), tuple(slot.answered) if slot.work.replays else ()
+        pending, answer = tuple(slot.work.generation.pending), tuple(slot.answered) if slot.work.replays else ()
         n_pending = cache.stats(slot.sequence).n_pending
         parked = Snapshot(rows, slot.n_past, slot.n_cells, n_pending, pending=pending, answer=answer)
         self._park.put(self._preparer.name_after(slot.job), parked, slot.work.name)
@@ -341,7 +348,7 @@ class Decoder:
     def _free(self, slot: Slot) -> None:
         memory = self._llama.llama_get_memory(self._driver.context.handle)
         self._llama.llama_memory_seq_rm(memory, slot.sequence, -1, -1)
-        slot.work.sampler.close()
+        slot.work.generation.close()
         self._preparer.release(slot.work.pieces)
 
     def _measure(self, slots: list[Slot]) -> None:

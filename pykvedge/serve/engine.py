@@ -89,7 +89,7 @@ class Engine:
             if full or (pixels and pixels + job.picture_bytes > _MOST_PIXEL_BYTES):
                 self.counts.refused += 1
                 if work is not None:
-                    work.sampler.close()
+                    work.generation.close()
                 raise RequestError(503, "too many requests are waiting already", "queue_full", retry_s=2)
             if work is not None:
                 self._ready.append(work)

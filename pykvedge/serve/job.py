@@ -108,7 +108,6 @@ class Job:
         self.said: list[Any] = []  # what was said (parked.said_in), once that was looked at
         self.name = ""  # of the prompt (parked.name_of), for whoever asks the same
         self.report = Report(request.plan.method, request.plan.budget.value)
-        self.report.logprobs = None if request.sampling.logprobs is None else []
         self.asked_at = time.perf_counter()
         self.since = time.time()  # seconds since 1970
         self.first_token_s: float | None = None  # since it was asked

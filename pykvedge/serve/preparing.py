@@ -18,12 +18,12 @@ from pykvedge.models.vision import ImagePiece, Piece, TextPiece, Vision
 from pykvedge.native import crash
 from pykvedge.plans.making import check_protection
 from pykvedge.reference.kvtypes import KvType
+from pykvedge.runtime.generation import Generation
 from pykvedge.runtime.interrupt import stop_if_set
 from pykvedge.runtime.llama_context import N_UBATCH
 from pykvedge.runtime.loaded import Loan
 from pykvedge.runtime.pruning import planned
 from pykvedge.runtime.replay import Part, Passage, Requests, parts
-from pykvedge.runtime.sampler import Sampler
 from pykvedge.runtime.sessionfile import fingerprint
 from pykvedge.runtime.snapshot import Snapshot
 from pykvedge.serve.job import Job, Request, Step
@@ -78,7 +78,7 @@ class Preparer:
             job.report.tokens.add(pieces)
             if parked is not None:
                 job.report.tokens.reused = parked.n_cells
-            return self._fitting(Prepared(job, pieces, Sampler(request.sampling, self._model), parked, name=job.name))
+            return self._fitting(Prepared(job, pieces, self._generation(job), parked, name=job.name))
         except BaseException:
             self.release(pieces)
             raise
@@ -139,7 +139,13 @@ class Preparer:
             return None
         job.forget_messages()
         job.report.tokens.reused = read.n_cells
-        return self._fitting(Prepared(job, [], Sampler(request.sampling, self._model), None, read, job.name))
+        return self._fitting(Prepared(job, [], self._generation(job), None, read, job.name))
+
+    def _generation(self, job: Job) -> Generation:
+        request = job.request
+        shown = request.dialect.shown if request.dialect is not None else frozenset[int]()
+        begun = bool(job.begun) or request.prompt is not None
+        return Generation(self._model, request.sampling, job.report, begun, shown)
 
     def count(self, job: Job) -> None:
         """Puts into the report how many tokens the prompt has. Raises ImageError, UsageError, ModelError."""
@@ -245,7 +251,7 @@ class Preparer:
         try:
             self._fit(work)
         except BaseException:
-            work.sampler.close()
+            work.generation.close()
             raise
         return work
 

@@ -6,15 +6,10 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from pykvedge.chat.writing import Writing
 from pykvedge.errors import StateError
-from pykvedge.models.model import Model
 from pykvedge.models.vision import ImagePiece, Piece, TextPiece
-from pykvedge.runtime import logprobs
+from pykvedge.runtime.generation import Generation
 from pykvedge.runtime.replay import Part
-from pykvedge.runtime.sampler import Sampler
 from pykvedge.runtime.snapshot import Snapshot
 from pykvedge.serve.again import SecondPass
 from pykvedge.serve.job import Job, Text
@@ -31,7 +26,7 @@ class Prepared:
 
     job: Job
     pieces: list[Piece]
-    sampler: Sampler
+    generation: Generation
     parked: Snapshot | None
     read: Snapshot | None = None
     name: str = ""
@@ -51,9 +46,7 @@ class Slot:
 
     sequence: int
     work: Prepared
-    model: Model
-    writing: Writing
-    steps: deque[Piece] = field(default_factory=deque)  # of the prompt, not read yet
+    steps: deque[Piece]  # of the prompt, not read yet
     n_past: int = 0
     n_cells: int = 0
     compressed_tokens: int = 0  # since they were measured
@@ -65,15 +58,6 @@ class Slot:
     began: float = field(default_factory=time.perf_counter)
     answering_since: float = 0.0
     told: int = 0  # tokens whose text was passed on
-
-    @classmethod
-    def of(cls, sequence: int, work: Prepared, model: Model) -> Slot:
-        """Begins a job at the beginning of a sequence."""
-        request = work.job.request
-        shown = request.dialect.shown if request.dialect is not None else frozenset[int]()
-        goes_on = bool(work.job.begun) or request.prompt is not None
-        writing = Writing(model, request.sampling, goes_on, shown)
-        return cls(sequence, work, model, writing, deque(work.pieces))
 
     def stand(self, at: Snapshot) -> None:
         """Goes on behind what was read before."""
@@ -112,54 +96,19 @@ class Slot:
         left = sum(piece.n_tokens for piece in self.steps)
         return 1 - left / max(self.work.n_tokens, 1)
 
-    def take(self, token: int, logits: np.ndarray | None) -> str:
-        """Goes on with a token that was chosen. Returns how the answer ends with it, or nothing.
-
-        logits: [n_vocab] that it was chosen by, where logprobs were asked for.
-        """
-        job, report = self.job, self.job.report
-        if job.request.read_only:
-            return "length"
-        if job.first_token_s is None:
-            job.first_token_s = time.perf_counter() - job.asked_at
-            self.answering_since = time.perf_counter()
-        if self.model.is_end(token):
-            if token in self.writing.shown:
-                self.tell(self.writing.feed(token))
-            return "end"
-        report.tokens.generated += 1
-        job.ids.append(token)
-        noted: tuple[logprobs.Token, ...] = ()
-        if logits is not None and report.logprobs is not None:
-            n = job.request.sampling.logprobs or 0
-            noted = (logprobs.token(token, logits, n, self.model.piece),)
-            report.logprobs.extend(noted)
-        self.tell(self.writing.feed(token), noted)
-        self.next = token
-        if self.writing.stopped:
-            return "stop"
-        if report.tokens.generated >= job.request.sampling.max_tokens:
-            return "length"
-        return "context" if report.tokens.generated >= self.work.room else ""
-
-    def tell(self, text: str, noted: tuple[logprobs.Token, ...] = ()) -> None:
-        """Passes text of the answer on."""
-        self.job.report.text += text
+    def tell(self, text: str) -> None:
+        """Passes text of the answer on, and what is known of its tokens."""
+        ids, noted = self.work.generation.tokens, self.job.report.logprobs
+        noted = noted[self.told :] if noted else []
         if text or noted:
-            self.job.emit(Text(text, noted, tuple(self.job.ids[self.told :])))
-            self.told = len(self.job.ids)
+            self.job.emit(Text(text, tuple(noted), tuple(ids[self.told :])))
+            self.told = len(ids)
 
     def finish(self, how: str) -> None:
         """Completes the answer and its report; the caller tells of it when the slot is free."""
-        report = self.job.report
-        self.tell(self.writing.held_back() if how == "cancelled" else self.writing.finish())
-        report.finish = "stop" if self.writing.stopped else how
-        self.job.stop_text = self.writing.stop_text
+        report, generation = self.job.report, self.work.generation
+        self.tell(generation.end(how, broken_off=how == "cancelled"))
+        self.job.ids, self.job.stop_text = generation.tokens, generation.stop_text
         report.time.decode_steps = max(report.tokens.generated - 1, 0)
         if self.answering_since:
             report.time.decode_s = time.perf_counter() - self.answering_since
-
-    @property
-    def pending(self) -> list[int]:
-        """What the next message begins with: of the answer, chosen and not decoded."""
-        return [] if self.job.report.finish == "end" else self.writing.pending
