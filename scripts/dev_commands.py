@@ -6,7 +6,6 @@ dev.py lint               ruff, and limits on the length of files and functions
 dev.py sanitize [NAME]    the native tests under the sanitizers, each in a build of its own; glue: with llama.cpp
 dev.py fuzz [OPTIONS]     coverage-guided fuzzing of the C interface and of all readers; needs clang (scripts/fuzz.py)
 dev.py coverage [--json]  the share of lines and branches that the tests reach, in C++ and Python
-dev.py abi [--store]      compares the C ABI of libkvedge with the stored one, by libabigail
 dev.py cross NAME         the native tests for another system, under an emulator: aarch64, mingw; --whole: all of kvedge
 dev.py wheel [--check]    a wheel for other machines, in dist/; --check tries it in a fresh environment
 dev.py build [-DNAME=V]   build and install, then kvedge doctor; the options are kept for later (-DGGML_CUDA=ON, ...)
@@ -33,7 +32,7 @@ def main() -> int:
     if not args or args[0] in ("-h", "--help", "help"):
         print(__doc__, file=sys.stderr)
         return 0 if args else 2
-    commands = {f.__name__: f for f in (demo, test, lint, sanitize, fuzz, coverage, abi, cross, wheel, build, python)}
+    commands = {f.__name__: f for f in (demo, test, lint, sanitize, fuzz, coverage, cross, wheel, build, python)}
     try:
         return ended(lambda: commands[args[0]](args[1:]) if args[0] in commands else kvedge(args))
     except KeyboardInterrupt:
@@ -100,12 +99,6 @@ def coverage(args: list[str]) -> int:
     ensure_package("test")
     ensure_tools(["cmake", "ninja", "coverage", "gcovr"])
     return execute([venv_program("python"), str(ROOT / "scripts" / "measure_coverage.py"), *args])
-
-
-def abi(args: list[str]) -> int:
-    # needs no build
-    ensure_venv()
-    return execute([venv_program("python"), str(ROOT / "scripts" / "abi.py"), *args])
 
 
 def cross(args: list[str]) -> int:

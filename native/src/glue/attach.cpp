@@ -155,21 +155,6 @@ extern "C" kvedge_status kvedge_options_init(kvedge_options * options, size_t st
     return caught(err, "fill the options");
 }
 
-// For programs that were built when this was how defaults were asked for: the struct as it was then.
-struct FirstOptions {
-    size_t      struct_size;
-    kvedge_type type;
-    int32_t     n_threads;
-    bool        auto_compress;
-    kvedge_type type_k, type_v;
-};
-
-extern "C" KVEDGE_API FirstOptions kvedge_options_default(void) try {
-    return { sizeof(FirstOptions), DEFAULT_OPTIONS.type, DEFAULT_OPTIONS.n_threads, DEFAULT_OPTIONS.auto_compress, DEFAULT_OPTIONS.type_k, DEFAULT_OPTIONS.type_v };
-} catch (...) {
-    return {};
-}
-
 extern "C" kvedge_status kvedge_attach(
     llama_context * ctx, const kvedge_plan * plan, const kvedge_options * options, kvedge_cache ** out, kvedge_error * err) try {
     if (!ctx || !out) {
