@@ -17,7 +17,6 @@ from pykvedge.models.images import Picture
 from pykvedge.models.model import Model, Progress
 from pykvedge.models.prompt import Message
 from pykvedge.models.vision import ImagePiece, Piece, TextPiece, Vision
-from pykvedge.native import crash
 from pykvedge.plans.plan import Plan
 from pykvedge.reference.kvtypes import KvType
 from pykvedge.runtime import opening, stream
@@ -191,7 +190,6 @@ class Conversation(Single):
             # the meter looks every 10 ms, and may have missed what was read in between
             rss.peak_bytes = max(meter.stop(), rss.before_prefill_bytes, rss.after_compress_bytes)
 
-    @crash.step("the stream was read")
     def _read_stream(self, report: Report) -> None:
         """Does the same piece by piece: an image is encoded, read and forgotten before the next one is looked at."""
         engine, message = self.engine, self.messages[-1]

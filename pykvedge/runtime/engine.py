@@ -17,7 +17,6 @@ from pykvedge.models.model import Model, Progress
 from pykvedge.models.shape import shares_cache
 from pykvedge.models.token_table import TokenTable
 from pykvedge.models.vision import ImagePiece, Piece, Vision
-from pykvedge.native import crash
 from pykvedge.plans.making import check_protection
 from pykvedge.plans.plan import Plan
 from pykvedge.reference.kvtypes import KvType
@@ -165,7 +164,6 @@ class Engine:
                 return str(error)
         return bounded_batch.why_not(self._vision, pieces) or native_plan.why_not_bounded(plan, self._settings.kv_type)
 
-    @crash.step("the context was made")
     def _open(self, size: ContextSize, plan: Plan) -> None:
         tables = self.tables(plan)
         driver = Driver(self._model, self._vision, replace(size, n_seq=2 if self._settings.undo else 1), self._threads)
@@ -186,7 +184,6 @@ class Engine:
 
     # ---------------------------------------------------------------------------------------------------
 
-    @crash.step("the conversation was saved")
     def save(self, path: str | os.PathLike[str], model: str, note: Note) -> None:
         """Writes the cache to a file, with a note that it completes. Raises SessionFileError, UnsupportedError."""
         context = self.context
@@ -208,7 +205,6 @@ class Engine:
         """Makes a new context with a packed cache in it. Raises what make_room raises, and SessionFileError."""
         self._restore(note, plan, "a fork", len(at.rows), lambda cache: libkvedge.unpack(cache, at.rows, model))
 
-    @crash.step("a saved conversation was loaded")
     def _restore(
         self, note: Note, plan: Plan, name: str, n_bytes: int, fill: Callable[[libkvedge.Cache], None]
     ) -> None:
@@ -289,10 +285,8 @@ class Engine:
             look(i, 0.0)
             if self._vision is None:
                 raise StateError("the session has no image encoder")
-            with crash.step(f"image {i + 1} of {len(images)} was encoded"):
-                self._vision.encode(piece, functools.partial(look, i))
+            self._vision.encode(piece, functools.partial(look, i))
 
-    @crash.step("the prompt was read")
     def prefill(self, pieces: list[Piece], progress: Progress, cancel: threading.Event | None) -> None:
         """Reads the pieces; afterwards the logits of the last token are there. Raises ContextError, CancelledError."""
         context = self.context
@@ -344,7 +338,6 @@ class Engine:
         if self._pace is not None:
             self._pace.after(1, now=self.context.room < 1)
 
-    @crash.step("the prompt was compressed")
     def compress(self) -> None:
         """Compresses what was read since the last time: the answer of the last turn, and the prompt."""
         if self._pace is not None:

@@ -17,7 +17,7 @@ from pykvedge.models.encoder import Encoder
 from pykvedge.models.gguf import read_header
 from pykvedge.models.imagetokens import token_limits
 from pykvedge.models.model import Model, Progress, silent
-from pykvedge.native import crash, llamacpp
+from pykvedge.native import llamacpp
 from pykvedge.runtime.crew import Crew
 from pykvedge.runtime.opening import Openings
 from pykvedge.runtime.sessionfile import fingerprint
@@ -193,15 +193,13 @@ def _load(
 ) -> LoadedModel:
     _check_image_limits(mmproj, settings)
     threads, verbose = settings.threads or llamacpp.default_threads(), settings.verbose
-    with crash.step("the model was loaded"):
-        weights = Model(path_of(model), settings.offload, progress, cancel, verbose)
+    weights = Model(path_of(model), settings.offload, progress, cancel, verbose)
     encoder = None
     try:
         if mmproj is not None:
             progress("loading the image encoder", 1.0)
             path, on_device = path_of(mmproj, "the mmproj"), not settings.offload.off
-            with crash.step("the image encoder was loaded"):
-                encoder = Encoder(path, weights, threads, on_device, verbose, settings.image_limits)
+            encoder = Encoder(path, weights, threads, on_device, verbose, settings.image_limits)
         caches = Caches.of(encoder, settings)
     except BaseException:
         if encoder is not None:

@@ -15,7 +15,7 @@ from pykvedge.library import libkvedge
 from pykvedge.models import profiles
 from pykvedge.models.model import Model
 from pykvedge.models.vision import ImagePiece
-from pykvedge.native import crash, llamacpp
+from pykvedge.native import llamacpp
 from pykvedge.plans.plan import Plan
 from pykvedge.runtime import figures
 from pykvedge.runtime.crew import Crew
@@ -178,7 +178,6 @@ class Decoder:
             at = Snapshot(rows, slot.n_past, slot.n_cells, logits=logits.copy(), kv=replace(slot.job.report.kv))
             self._park.put_read(work.name, at)
 
-    @crash.step("an image was read")
     def _read_image(self, slot: Slot) -> Ended:
         piece, context = slot.steps.popleft(), self._driver.context
         context.sequence, context.n_past = slot.sequence, slot.n_past
@@ -211,7 +210,6 @@ class Decoder:
 
     def _decode_once(self, answering: list[Slot], reader: Slot | None) -> Ended:
         batch, context = self._batch, self._driver.context
-        crash.now("answers were written" if reader is None else "a prompt was read" + " again" * bool(reader.second))
         batch.clear()
         places = [batch.add([slot.next or 0], slot.n_past, slot.sequence, True) for slot in answering]
         part: list[int] = []
@@ -285,7 +283,6 @@ class Decoder:
         job.first_token_s = slot.answering_since - job.asked_at
         return self._next(slot, output, logits)
 
-    @crash.step("a prompt was compressed")
     def _compress(self, slot: Slot) -> None:
         cache, report, work = self._driver.cache, slot.job.report, slot.work
         if cache is None:

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from pykvedge.errors import CancelledError, KvedgeError, RequestError, StateError
-from pykvedge.native import crash
 from pykvedge.plans.making import plan as make_plan
 from pykvedge.runtime.driver import Driver
 from pykvedge.runtime.llama_context import N_UBATCH, ContextSize, ubatch_for
@@ -199,8 +198,6 @@ class Engine:
 
     def _decode(self) -> None:
         while True:
-            if not self._slots:
-                crash.now(None)
             with self._changed:
                 self._changed.wait_for(lambda: self._over or self._ready or self._slots)
                 if self._over and not (self._slots or self._ready or self._asked or self._preparing):

@@ -15,7 +15,6 @@ from pykvedge.models.composer import Composer, texts
 from pykvedge.models.prompt import Message, check_places
 from pykvedge.models.shape import ModelShape
 from pykvedge.models.vision import ImagePiece, Piece, TextPiece, Vision
-from pykvedge.native import crash
 from pykvedge.plans.making import check_protection
 from pykvedge.reference.kvtypes import KvType
 from pykvedge.runtime.generation import Generation
@@ -63,7 +62,6 @@ class Preparer:
         with suppress(KvedgeError):  # said again to whoever asks for a grammar
             self._model.table()
 
-    @crash.step("a request was prepared")
     def prepare(self, job: Job) -> Prepared:
         """Raises ContextError, RequestError, ImageError, UsageError, ModelError, GrammarError, CancelledError."""
         request = job.request
@@ -243,8 +241,7 @@ class Preparer:
             look(i, 0.0)
             piece.key = piece.key if self._share else job.request.owner + piece.key
             if self.vision is not None:
-                with crash.step(f"image {i + 1} of {len(images)} of a request was encoded"):
-                    self.vision.encode(piece, lambda share, i=i: look(i, share))  # type: ignore[misc]
+                self.vision.encode(piece, lambda share, i=i: look(i, share))  # type: ignore[misc]
         stop_if_set(job.cancelled)
 
     def _fitting(self, work: Prepared) -> Prepared:

@@ -56,8 +56,7 @@ class Chat:
         """Puts one message and streams the answer to stdout. Ctrl-C ends it, or raises CancelledError before."""
         with as_event(self._cancel):
             try:
-                with crash.step("the message was prepared"):
-                    answer = self.session.ask(prompt, pictures, self.sampling)
+                answer = self.session.ask(prompt, pictures, self.sampling)
             finally:
                 self._display.done()
             if answer.report.not_bounded and not self._style.quiet:
@@ -66,10 +65,9 @@ class Chat:
                 for note in answer.report.notes:
                     print(f"kvedge: {one_line(note)}", file=sys.stderr, flush=True)
             try:
-                with crash.step("the answer was written"):
-                    for piece in answer:
-                        if not self._style.as_json:
-                            print(piece, end="", flush=True)
+                for piece in answer:
+                    if not self._style.as_json:
+                        print(piece, end="", flush=True)
             finally:
                 answer.close()
         return answer.report
