@@ -31,7 +31,7 @@ def model_files(given: Mapping[str, Any]) -> tuple[Path, Path | None]:
     if mmproj is not None or not demo.exists():
         raise UsageError(
             "no model: pass --model FILE.gguf, and --mmproj FILE.gguf to ask about images; or -hf USER/REPO, which "
-            "fetches both (`kvedge models --suggest` names some)"
+            "fetches both, as of ggml-org/SmolVLM-500M-Instruct-GGUF"
         )
     return demo, demo_mmproj if demo_mmproj.exists() else None
 

@@ -1,4 +1,4 @@
-"""The command `kvedge models` lists and removes models in the cache, and suggests some."""
+"""The command `kvedge models` lists and removes models in the cache."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ if TYPE_CHECKING:
 
 
 @click.group(invoke_without_command=True)
-@click.option("--suggest", is_flag=True, help="Name good small models that can be fetched, and whether they fit here.")
 @options.JSON
 @click.pass_context
-def models(context: click.Context, suggest: bool, as_json: bool) -> None:
+def models(context: click.Context, as_json: bool) -> None:
     """List the models in the cache, which -hf takes by name.
 
     The cache is that of llama.cpp and huggingface_hub: LLAMA_CACHE, HF_HUB_CACHE or HF_HOME name its folder, else it is
@@ -28,18 +27,13 @@ def models(context: click.Context, suggest: bool, as_json: bool) -> None:
     \b
     Examples:
       kvedge models
-      kvedge models --suggest
       kvedge models remove user/repo:Q8_0        what other models use stays
       kvedge models remove user/repo --yes       all of the repository, without being asked
     """
-    if context.invoked_subcommand is not None:
-        if suggest or as_json:
-            raise UsageError(f"options of {context.invoked_subcommand} stand behind it, and --suggest is none")
-        return
-    if suggest:
-        _suggest(as_json)
-    else:
+    if context.invoked_subcommand is None:
         _list(as_json)
+    elif as_json:
+        raise UsageError(f"options of {context.invoked_subcommand} stand behind it")
 
 
 @models.command()
@@ -100,27 +94,6 @@ def _list(as_json: bool) -> None:
                   readable(m.mmproj_bytes) if m.mmproj else "-"] for m in found]  # fmt: skip
         click.echo(markdown([head, *table]))
     else:
-        click.echo(f"no models in {hub.cache_dir()}; `kvedge models --suggest` names some", err=True)
+        click.echo(f"no models in {hub.cache_dir()}; `kvedge chat -hf USER/REPO` fetches one", err=True)
     for repo, n_bytes in begun.items():
         click.echo(f"{repo}: a download stopped after {readable(n_bytes)}; -hf {repo} goes on with it", err=True)
-
-
-def _suggest(as_json: bool) -> None:
-    from pykvedge.cli.tables import markdown
-    from pykvedge.fit.suggestions import SUGGESTIONS
-    from pykvedge.system import memory
-
-    available = memory.available_bytes()
-    rows = [one.as_json(available) for one in SUGGESTIONS]
-    if as_json:
-        click.echo(json.dumps({"available_bytes": available, "models": rows}))
-        return
-    verdicts = {None: "cannot be told", True: "fits", False: "does not fit"}
-    head = ["model", "size", "image encoder", "memory", "here"]
-    table = [[row["name"], *(f"about {memory.readable(row[key])}" for key in ("model_bytes", "mmproj_bytes",
-              "needed_bytes")), verdicts[row["fits"]]] for row in rows]  # fmt: skip
-    click.echo(markdown([head, *table]))
-    click.echo(
-        "Computed from published shapes, for one picture of 1024x768; not run here. `kvedge fit -hf NAME` computes it "
-        "from the files themselves, of which it fetches the headers."
-    )

@@ -37,8 +37,7 @@ def _show_version(context: click.Context, _: click.Parameter, wanted: bool) -> N
     invoke_without_command=True,
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    epilog="`kvedge COMMAND --help` explains a command, `kvedge methods` the compression methods; "
-    "`kvedge models --suggest` names models to begin with.",
+    epilog="`kvedge COMMAND --help` explains a command, `kvedge methods` the compression methods.",
 )
 @click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version,
               help="Show the versions of kvedge and of its libraries.")  # fmt: skip
