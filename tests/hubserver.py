@@ -49,7 +49,6 @@ class Faults:
     token: str | None = None  # that requests must bring
     statuses: list[int] = field(default_factory=list)  # of the next answers about files
     cut: list[int] = field(default_factory=list)  # bytes after which the next answers with files break off
-    etag: str | None = None  # of every file, whatever the listing says
     no_ranges: bool = False  # every answer is the whole file
     silent_listing: bool = False  # the listing is no JSON
     hold: threading.Event | None = None  # an answer with a whole file waits in its middle until this is set
@@ -176,8 +175,7 @@ def send_place(hub: HubServer, request: BaseHTTPRequestHandler, repo: str, commi
         say(request, 404, {"error": "Entry not found"}, X_Error_Code="EntryNotFound")
         return
     size = len(file.data) if file.size is None else file.size
-    etag = hub.faults.etag or file.checksum
-    facts = {"X_Repo_Commit": hub.commit(repo), "X_Linked_Size": str(size), "X_Linked_Etag": f'"{etag}"'}
+    facts = {"X_Repo_Commit": hub.commit(repo), "X_Linked_Size": str(size), "X_Linked_Etag": f'"{file.checksum}"'}
     if file.large:
         where = f"http://localhost:{hub.port}/storage/{repo}/{path}"
         say(request, 302, b"", Location=where, **facts)

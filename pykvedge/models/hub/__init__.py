@@ -1,4 +1,4 @@
-"""Models by name: user/repo[:quant] of a hub is found in the cache or fetched into it, and checked before it is.
+"""Models by name: user/repo[:quant] of a hub is found in the cache, or fetched into it.
 
 resolve("user/repo:Q4_K_M") returns the paths of a model and its image encoder, for Session or load. docs/models.md says
 how files are chosen, where they lie, and what is checked.
@@ -7,8 +7,8 @@ how files are chosen, where they lie, and what is checked.
 from __future__ import annotations
 
 from pykvedge.models.hub.cached import CachedModel, cached_models
-from pykvedge.models.hub.folders import cache_dir
+from pykvedge.models.hub.folders import Pair, cache_dir
 from pykvedge.models.hub.removal import Removal, remove
-from pykvedge.models.hub.resolving import Pair, headers, resolve
+from pykvedge.models.hub.resolving import headers, resolve
 
 __all__ = ["CachedModel", "Pair", "Removal", "cache_dir", "cached_models", "headers", "remove", "resolve"]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from pykvedge.errors import HubError, UnknownNameError
-from pykvedge.models.hub.folders import Folder, folders
+from pykvedge.models.hub.folders import Folder, Pair, below, folders
 from pykvedge.models.hub.names import Wanted, find_mmproj, find_parts, is_model, split_of
 
 PARTIAL = (".incomplete", ".downloadInProgress")  # of huggingface_hub and of llama.cpp
@@ -52,17 +52,6 @@ def cached_models() -> tuple[list[CachedModel], list[str]]:
     return list(models.values()), list(problems)
 
 
-def unfinished() -> dict[str, int]:
-    """Repository -> bytes of downloads that were begun and not finished."""
-    found: dict[str, int] = {}
-    for folder in folders():
-        with suppress(OSError):
-            parts = [path for path in (folder.path / "blobs").iterdir() if path.name.endswith(PARTIAL)]
-            if parts:
-                found[folder.repo] = sum(path.lstat().st_size for path in parts)
-    return found
-
-
 def _model(folder: Folder, commit: str, files: dict[str, Path], path: str) -> CachedModel:
     mmproj = find_mmproj(files, path)
     n_bytes = sum(folder.checked(files[part]).stat().st_size for part in find_parts(files, path))
@@ -70,17 +59,24 @@ def _model(folder: Folder, commit: str, files: dict[str, Path], path: str) -> Ca
     return CachedModel(folder.repo, split_of(path).quant, path, commit, n_bytes, mmproj, of_mmproj)
 
 
-def find_cached(wanted: Wanted) -> tuple[Path, Path | None] | None:
+def unfinished() -> dict[str, int]:
+    """Repository -> bytes of downloads that were begun and not finished."""
+    found: Counter[str] = Counter()
+    for folder in folders():
+        for path in below(folder.path / "blobs"):
+            if path.name.endswith(PARTIAL):
+                found[folder.repo] += path.lstat().st_size
+    return dict(found)
+
+
+def find_cached(wanted: Wanted) -> Pair | None:
     """Finds the files of a model in the cache: in main's commit, else in another; None: not all are there.
 
     Raises HubError for files that lead out of the cache, UnknownNameError where others of the repository are there.
     """
     folder = Folder.of(wanted.name.repo)
     missing: UnknownNameError | None = None
-    for commit in folder.commits():
-        files = folder.files(commit)
-        if not files:
-            continue
+    for files in filter(None, map(folder.files, folder.commits())):
         try:
             choice = wanted.choice(list(files))
         except HubError:  # an encoder alone, or a part too few
@@ -88,8 +84,7 @@ def find_cached(wanted: Wanted) -> tuple[Path, Path | None] | None:
         except UnknownNameError as error:
             missing = missing or error
             continue
-        checked = {path: folder.checked(files[path]) for path in choice.files}
-        return checked[choice.model], checked[choice.mmproj] if choice.mmproj else None
+        return folder.pair(choice, files)
     if missing is not None:
         raise missing
     return None

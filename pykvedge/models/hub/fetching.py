@@ -26,10 +26,10 @@ _SHA1_HEX = 40
 Look = Callable[[int], None]  # is told the bytes that are there; what it raises ends the work
 
 
-def is_there(folder: Folder, file: RemoteFile) -> bool:
-    """Tells whether a file is in the cache, whole, under any name."""
-    blob = folder.blob(file.checksum)
-    return blob.is_file() and blob.stat().st_size == file.size and folder.holds(blob)
+def is_there(folder: Folder, commit: str, file: RemoteFile) -> bool:
+    """Tells whether a file is in the cache, whole, under its name at this commit or any other."""
+    places = (folder.place(commit, file.path), folder.blob(file.checksum))
+    return any(_size(path) == file.size and path.is_file() and folder.holds(path) for path in places)
 
 
 def check_room(folder: Folder, files: Sequence[RemoteFile], what: str) -> None:
@@ -48,7 +48,7 @@ def fetch(hub: Hub, folder: Folder, commit: str, file: RemoteFile, look: Look) -
     """Brings a file into the folder's blobs. Raises HubError; what has come so far stays for the next try."""
     try:
         with hub.lock(folder.lock(file.checksum)):
-            if is_there(folder, file):
+            if is_there(folder, commit, file):
                 return
             part = folder.partial(file.checksum)
             if not folder.holds(part):
@@ -64,23 +64,22 @@ def fetch(hub: Hub, folder: Folder, commit: str, file: RemoteFile, look: Look) -
 
 
 def _complete(hub: Hub, folder: Folder, commit: str, file: RemoteFile, look: Look) -> None:
-    part, tries, pause = folder.partial(file.checksum), 0, _PAUSE_S
+    part, idle = folder.partial(file.checksum), 0
     while True:
         with part.open("ab") as out:
             begun = out.tell()
-            if begun < file.size or file.size == 0:
-                try:
+            try:
+                if begun < file.size:
                     hub.append(folder.repo, commit, file, out, look)
-                except UnreachableError:
-                    tries = tries + 1 if out.tell() <= begun else 1
-                    if tries >= _TRIES:
-                        raise
+            except UnreachableError:
+                idle = idle + 1 if out.tell() <= begun else 1
+                if idle >= _TRIES:
+                    raise
             out.flush()
             os.fsync(out.fileno())
             if out.tell() >= file.size:
                 return
-        time.sleep(pause if tries > 1 else _PAUSE_S)
-        pause = 2 * pause if tries > 1 else _PAUSE_S
+        time.sleep(_PAUSE_S * 2 ** (idle - 1))
 
 
 def _compare(part: Path, file: RemoteFile, name: str) -> None:

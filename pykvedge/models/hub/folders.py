@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from pykvedge.errors import HubError
-from pykvedge.models.hub.names import is_repo, is_safe
+from pykvedge.models.hub.names import Choice, is_repo, is_safe
 
 # the variables that llama.cpp looks at, in its order, and the folder below each
 _PLACES = (
@@ -45,6 +46,13 @@ def is_commit(text: str) -> bool:
 def is_checksum(text: str) -> bool:
     """Tells a sha256, or git's sha1 of a small file, from what could lead out of the folder of files."""
     return _CHECKSUM.fullmatch(text) is not None
+
+
+class Pair(NamedTuple):
+    """The files of a model: Session(*pair) or load(*pair) takes them."""
+
+    model: Path
+    mmproj: Path | None
 
 
 @dataclass(frozen=True)
@@ -81,13 +89,12 @@ class Folder:
         return False
 
     def commits(self) -> list[str]:
-        """Lists the commits that there are files of: main's, then the others, the last changed first."""
-        main = self._main()
+        """Lists the commits that have a folder: main's, then the others, the last changed first."""
         found: list[tuple[bool, float, str]] = []
         with suppress(OSError):
             for entry in (self.path / "snapshots").iterdir():
                 if is_commit(entry.name) and entry.is_dir() and self.holds(entry):
-                    found.append((entry.name == main, entry.stat().st_mtime, entry.name))
+                    found.append((entry.name == self._main(), entry.stat().st_mtime, entry.name))
         return [name for *_, name in sorted(found, reverse=True)]
 
     def _main(self) -> str:
@@ -96,16 +103,10 @@ class Folder:
         return ""
 
     def files(self, commit: str) -> dict[str, Path]:
-        """Path in the repository -> place in the cache, of all GGUF files of a commit that are there."""
+        """Path in the repository -> place in the cache, for each GGUF file of a commit that is there."""
         top = self.path / "snapshots" / commit
-        found = {}
-        for folder, _, names in os.walk(top):  # which goes through no linked folder
-            for name in names:
-                place = Path(folder, name)
-                path = place.relative_to(top).as_posix()
-                if name.endswith(".gguf") and is_safe(path):
-                    found[path] = place
-        return dict(sorted(found.items()))
+        found = {place.relative_to(top).as_posix(): place for place in below(top) if place.suffix == ".gguf"}
+        return {path: found[path] for path in sorted(found) if is_safe(path)}
 
     def checked(self, place: Path) -> Path:
         """Returns the place of a file. Raises HubError if it leads out of the cache, or to nothing."""
@@ -114,6 +115,11 @@ class Folder:
         if not place.is_file():
             raise HubError(f"{place} is not complete; fetch it again")
         return place
+
+    def pair(self, choice: Choice, places: Mapping[str, Path]) -> Pair:
+        """Returns the places of a choice's files. Raises HubError if one leads out of the cache, or to nothing."""
+        checked = {path: self.checked(places[path]) for path in choice.files}
+        return Pair(checked[choice.model], checked.get(choice.mmproj or ""))
 
     def link(self, commit: str, file: str, checksum: str) -> Path:
         """Gives a fetched file its name, as a link where the system has links. Raises HubError where it cannot."""
@@ -145,6 +151,11 @@ class Folder:
             new.replace(path)
         except OSError as error:
             raise unwritable(path, error) from None
+
+
+def below(top: Path) -> list[Path]:
+    """Lists the files below a folder, through no linked folder."""
+    return [Path(folder, name) for folder, _, names in os.walk(top) for name in names]
 
 
 def unwritable(path: Path, error: OSError) -> HubError:

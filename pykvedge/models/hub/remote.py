@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pykvedge.errors import HubError, UnreachableError, UsageError, one_line
+from pykvedge.errors import HubError, ModelError, UnreachableError, UsageError, one_line
+from pykvedge.models.gguf import Header, header_of
 from pykvedge.models.hub.folders import is_checksum, is_commit
 from pykvedge.system.version import package_version
 
 _TIMEOUT_S = 30.0
+_BEGINNINGS = tuple(1 << bits for bits in range(17, 27, 3))  # bytes; the largest vocabularies of today take 16 MiB
 _TRUE = ("1", "ON", "YES", "TRUE")
 _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "LLAMA_ARG_OFFLINE")
 
@@ -80,24 +82,19 @@ class Hub:
             files = [_file(repo, found) for found in info.siblings or () if found.rfilename.endswith(".gguf")]
         return Listing(commit, {file.path: file for file in files})
 
-    def confirm(self, repo: str, commit: str, file: RemoteFile) -> None:
-        """Asks for the file itself, which may be denied where the listing is not. Raises HubError."""
-        with self._answers(repo):
-            url = self._url(repo, commit, file)
-            found = self._hub.get_hf_file_metadata(url, timeout=_TIMEOUT_S, **self._about, endpoint=self._endpoint)
-        if found.etag != file.checksum or found.size not in (file.size, None):
-            raise HubError(f"{self._where} says two sizes or checksums of {repo}/{file.path}; try again later")
-
-    def start(self, repo: str, commit: str, file: RemoteFile, begin: int, end: int) -> bytes:
-        """Fetches the bytes from `begin` to before `end`. Raises HubError."""
-        begun = bytearray()
-        with self._answers(repo), self._get(self._url(repo, commit, file), f"bytes={begin}-{end - 1}") as response:
-            skip = 0 if response.status_code == 206 else begin
-            for chunk in response.iter_bytes():
-                begun += chunk
-                if len(begun) >= skip + end - begin:
-                    break
-        return bytes(begun[skip : skip + end - begin])
+    def header(self, repo: str, commit: str, file: RemoteFile) -> Header:
+        """Fetches as much of a GGUF file's beginning as its header takes, and reads it. Raises HubError, ModelError."""
+        name = Path(f"{repo}/{file.path}")
+        for most in _BEGINNINGS:
+            start, most = bytearray(), min(most, file.size)
+            with self._answers(repo), self._get(self._url(repo, commit, file), f"bytes=0-{most - 1}") as response:
+                for chunk in response.iter_bytes():
+                    start += chunk
+                    if len(start) >= most:
+                        break
+            if header := header_of(name, bytes(start[:most]), file.size):
+                return header
+        raise ModelError(f"{name} has a header of more than {_BEGINNINGS[-1] >> 20} MiB, as no usable model has")
 
     def append(self, repo: str, commit: str, file: RemoteFile, out: BinaryIO, look: Callable[[int], None]) -> None:
         """Fetches what `out`, a file opened to append to, lacks of the whole.

@@ -1,4 +1,4 @@
-"""The way from a name to files: what the hub has is listed, chosen, checked by its headers, and fetched."""
+"""The way from a name to files: what the hub has is listed, chosen, and fetched."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
-from typing import NamedTuple
 
 from pykvedge.errors import CancelledError, HubError, UnknownNameError, UnreachableError
 from pykvedge.models.gguf import Header
 from pykvedge.models.hub.cached import find_cached
 from pykvedge.models.hub.fetching import check_room, fetch, is_there
-from pykvedge.models.hub.folders import Folder
+from pykvedge.models.hub.folders import Folder, Pair
 from pykvedge.models.hub.names import Choice, Name, Wanted
-from pykvedge.models.hub.prechecks import check_vocabulary, read_start
 from pykvedge.models.hub.remote import Hub, Listing, RemoteFile, offline
 from pykvedge.models.modelfile import check_mmproj, check_model, usable_mmproj, usable_model
 from pykvedge.system.memory import readable
@@ -29,13 +26,6 @@ def silent(what: str, share: float) -> None:
 
 def quiet(line: str) -> None:
     """Stands for warnings that nobody reads."""
-
-
-class Pair(NamedTuple):
-    """The files of a model: Session(*pair) or load(*pair) takes them."""
-
-    model: Path
-    mmproj: Path | None
 
 
 def resolve(
@@ -75,8 +65,10 @@ def headers(
     return _Search(Wanted(Name.of(name), file, mmproj), offline, progress, warn, None).headers()
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Search:
+    """This looks for the files of a model, in the hub and in the cache."""
+
     wanted: Wanted
     offline: bool
     progress: Progress
@@ -91,27 +83,24 @@ class _Search:
         hub, listing = self._ask()
         if hub is None or listing is None:
             return self._cached()
-        choice = self.wanted.choice(list(listing.files))
-        folder = Folder.of(self.repo)
-        missing = [f for f in _files(choice, listing) if not self._has(folder, listing.commit, f)]
+        choice, folder = self.wanted.choice(list(listing.files)), Folder.of(self.repo)
+        files = [listing.files[path] for path in choice.files]
+        missing = [file for file in files if not is_there(folder, listing.commit, file)]
         if missing:
             check_room(folder, missing, f"{self.repo}/{choice.model}")
             self._headers(hub, listing, choice)
-            for one in missing:
-                hub.confirm(self.repo, listing.commit, one)
             self._fetch(hub, folder, listing.commit, missing)
-        places = {f.path: folder.link(listing.commit, f.path, f.checksum) for f in _files(choice, listing)}
+        places = {file.path: folder.link(listing.commit, file.path, file.checksum) for file in files}
         folder.note_main(listing.commit)
-        checked = {path: folder.checked(place) for path, place in places.items()}
-        return Pair(checked[choice.model], checked[choice.mmproj] if choice.mmproj else None)
+        return folder.pair(choice, places)
 
     def headers(self) -> tuple[Header, Header | None]:
         hub, listing = self._ask()
-        if hub is None or listing is None:
-            model, mmproj = self._cached()
-            header = check_model(model)
-            return header, check_mmproj(mmproj, header) if mmproj else None
-        return self._headers(hub, listing, self.wanted.choice(list(listing.files)))
+        if hub is not None and listing is not None:
+            return self._headers(hub, listing, self.wanted.choice(list(listing.files)))
+        model, mmproj = self._cached()
+        header = check_model(model)
+        return header, check_mmproj(mmproj, header) if mmproj else None
 
     def _ask(self) -> tuple[Hub | None, Listing | None]:
         """Asks the hub what there is. Returns nothing where it must not be, or is silent and the cache will do."""
@@ -122,15 +111,13 @@ class _Search:
         hub = Hub()
         try:
             return hub, hub.listing(self.repo)
-        except UnreachableError as error:
-            if not self._is_cached():
-                raise
-            self.warn(f"{error}; going on with what is in the cache")
-            return None, None
         except HubError as error:
             if not self._is_cached():
                 raise
-            raise HubError(f"{error}; it is in the cache, where --offline finds it") from None
+            if not isinstance(error, UnreachableError):
+                raise HubError(f"{error}; it is in the cache, where --offline finds it") from None
+            self.warn(f"{error}; going on with what is in the cache")
+            return None, None
 
     def _is_cached(self) -> bool:
         with suppress(HubError, UnknownNameError):
@@ -141,36 +128,18 @@ class _Search:
         found = find_cached(self.wanted)
         if found is None:
             raise HubError(f"{self.wanted.name} is not in the cache; fetch it once without --offline")
-        return Pair(*found)
-
-    def _has(self, folder: Folder, commit: str, file: RemoteFile) -> bool:
-        place = folder.place(commit, file.path)
-        named = place.is_file() and place.stat().st_size == file.size and folder.holds(place)
-        return named or is_there(folder, file)
+        return found
 
     def _headers(self, hub: Hub, listing: Listing, choice: Choice) -> tuple[Header, Header | None]:
-        """Reads and checks the headers, of a file that is in the cache there."""
-        header, start = self._start(hub, listing, choice.model)
-        usable_model(header)
-        projector = usable_mmproj(self._start(hub, listing, choice.mmproj)[0], header) if choice.mmproj else None
-        check_vocabulary(header, start)
-        return header, projector
+        """Fetches the beginnings of the model and of its encoder, and checks whether they belong together."""
 
-    def _start(self, hub: Hub, listing: Listing, path: str) -> tuple[Header, bytes]:
-        self._look()
-        self.progress(f"reading the header of {path}", 0.0)
-        file, folder = listing.files[path], Folder.of(self.repo)
-        name = Path(f"{self.repo}/{path}")
-        blob = folder.blob(file.checksum)
-        if not is_there(folder, file):
-            return read_start(name, file.size, lambda a, b: hub.start(self.repo, listing.commit, file, a, b))
+        def header(path: str) -> Header:
+            self._look()
+            self.progress(f"reading the header of {path}", 0.0)
+            return hub.header(self.repo, listing.commit, listing.files[path])
 
-        def from_disk(begin: int, end: int) -> bytes:
-            with blob.open("rb") as content:
-                content.seek(begin)
-                return content.read(end - begin)
-
-        return read_start(name, file.size, from_disk)
+        model = usable_model(header(choice.model))
+        return model, usable_mmproj(header(choice.mmproj), model) if choice.mmproj else None
 
     def _fetch(self, hub: Hub, folder: Folder, commit: str, files: list[RemoteFile]) -> None:
         total, before = sum(file.size for file in files), 0
@@ -189,7 +158,3 @@ class _Search:
     def _look(self) -> None:
         if self.cancel is not None and self.cancel.is_set():
             raise CancelledError
-
-
-def _files(choice: Choice, listing: Listing) -> list[RemoteFile]:
-    return [listing.files[path] for path in choice.files]
