@@ -1,4 +1,4 @@
-"""Steps for the doctor's tests, run in its child processes: some of them end their process."""
+"""Steps for the tests of the doctor, which its child process runs; some end that process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import signal
 import time
 
-from pykvedge.doctor.steps import Step
+from pykvedge.doctor.checks import Step
 from pykvedge.errors import UnsoundError
 
 
@@ -32,6 +32,9 @@ def _wrong(at):
 def sound():
     yield Step("first", _say)
     yield Step("second", lambda at: None)
+
+
+sound_as_well = sound
 
 
 def crash_between_sound_ones():

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from pykvedge.cli import options
+from pykvedge.system.memory import readable
 
 if TYPE_CHECKING:
-    from pykvedge.doctor.diagnosis import Diagnosis
+    from pykvedge.doctor.diagnosis import Diagnosis, Outcome
 
 
 @click.command()
@@ -27,11 +28,10 @@ def doctor(as_json: bool, quiet: bool) -> None:
     """
     from pykvedge.cli.progress import Display
     from pykvedge.doctor.diagnosis import diagnose
-    from pykvedge.doctor.steps import groups
 
     display = Display(enabled=not quiet)
     try:
-        found = diagnose(groups(), lambda what: display(f"checking {what}", 1.0))
+        found = diagnose(watch=lambda what: display(f"checking {what}", 1.0))
     finally:
         display.done()
     if as_json:
@@ -46,16 +46,73 @@ def _show(found: Diagnosis) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from pykvedge.doctor.diagnosis import table
-
     console = Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else 120)
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
-    for heading, text in table(found):
+    for heading, text in _rows(found):
         grid.add_row(Text(heading), Text(text))
     console.print(grid)
     for fault in found.faults():
         console.print(Text("unsound: " + fault), soft_wrap=True)
     verdict = "sound" if found.sound else "not sound"
     console.print(Text(f"kvedge is {verdict} on this machine ({found.seconds:.1f} s)"))
+
+
+def _rows(found: Diagnosis) -> list[tuple[str, str]]:
+    """Makes headings and what stands beside them."""
+    from pykvedge.doctor.diagnosis import machine
+
+    m, facts = machine(), found.facts()
+    features = "not told by the system" if m["features"] is None else " ".join(m["features"]) or "none that matter here"
+    rows = [
+        ("machine", f"{m['cpu']}, {m['cores']} cores, {m['system']}"),
+        ("features", features),
+        ("memory", _memory(m)),
+    ]
+    if "libraries" in facts:
+        rows.append(("kvedge", f"{facts['kvedge']} in {facts['package']}"))
+        libkvedge = f", libkvedge {facts['libkvedge']}" if "libkvedge" in facts else ""
+        rows.append(("libraries", f"llama.cpp {facts['llama.cpp']}{libkvedge} in {facts['libraries']}"))
+        rows.append(("bindings", f"llama-cpp-python {facts['bindings']} in {facts['bindings_place']}"))
+    if kernels := facts.get("kernels"):
+        rest = f" (also: {', '.join(kernels[1:])})" if kernels[1:] else ""
+        rows.append(("kernels", f"libkvedge chose {kernels[0]}{rest}"))
+    if "cpu_features" in facts:
+        rows.append(("ggml's code", f"{' '.join(facts['cpu_features'])}; {_amx(m, facts)}"))
+    for device in facts.get("devices", []):
+        size = readable(device["total_bytes"])
+        if device["kind"] != "CPU":  # of the machine's own memory ggml calls everything free
+            size = f"{readable(device['free_bytes'])} of {size} free"
+        rows.append(("device", f"{device['name']}, {device['kind']}: {device['description']}, {size}"))
+    return rows + [(f"check: {group}", _summary(found.of(group))) for group in found.groups]
+
+
+def _memory(m: dict[str, Any]) -> str:
+    known = [("available", "available_bytes"), ("", "memory_bytes")]
+    parts = [f"{readable(m[key])} {word}".strip() for word, key in known if m[key] is not None]
+    text = " of ".join(parts) or "not told by the system"
+    for what, key in (("control group", "cgroup_limit_bytes"), ("address space", "address_space_limit_bytes")):
+        text += f", {what} limited to {readable(m[key])}" if m[key] is not None else ""
+    return text
+
+
+def _amx(m: dict[str, Any], facts: dict[str, Any]) -> str:
+    others = [name for name in facts["weight_memory"] if name != "CPU"]
+    places = f"weights also in {', '.join(others)} memory" if others else "weights in plain memory only"
+    if "amx_int8" in (m["features"] or []):
+        return f"{places}, {'AMX in use' if 'AMX' in others else 'AMX left out'}"
+    return places
+
+
+def _summary(outcomes: list[Outcome]) -> str:
+    bad = sum(bool(o.fault) for o in outcomes)
+    untried = sum(not o.tried for o in outcomes)
+    if bad or untried:
+        told = [f"{bad} of {len(outcomes)} unsound"] * bool(bad) + [f"{untried} not tried"] * bool(untried)
+        return ", ".join(told)
+    parts = [part for part in dict.fromkeys(o.part for o in outcomes) if part]
+    if len(outcomes) == len(parts) or not parts:
+        return "sound: " + ", ".join(o.name for o in outcomes)
+    counts = [f"{sum(o.part == part for o in outcomes)} types in {part}" for part in parts]
+    return "sound: " + ", ".join(counts) + " memory"

@@ -1,25 +1,68 @@
-"""A diagnosis says what the checks found, and what this machine is: as JSON, and as one screen."""
+"""A diagnosis says what this machine is, and what checks found that ran in a child process.
+
+Where the child dies or hangs, that is the fault of the step that it was at, and another child goes on behind it.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
-from pykvedge.doctor.parent import check
-from pykvedge.doctor.steps import Group, Outcome
+import pykvedge
 from pykvedge.system import cpu, memory
-from pykvedge.system.memory import readable
+
+# what `kvedge doctor` checks, in this order, and how a step of it is spoken of
+SUBJECTS = {
+    "libraries": "{}",
+    "kernels": "kernels {} of libkvedge",
+    "products": "products of {}",
+    "model": "the packaged model with {}",
+}
+CRASHES = 3  # of one part, after which the rest of it is not tried
+PATIENCE_S = 120.0  # without a word from the child, it hangs
+
+_SIGNALS = {"SIGILL": "illegal instruction", "SIGSEGV": "segmentation fault", "SIGABRT": "abort", "SIGBUS": "bus error",
+            "SIGFPE": "arithmetic error", "SIGKILL": "killed by the system (out of memory?)"}  # fmt: skip
+_WINDOWS = {0xC000001D: "illegal instruction", 0xC0000005: "access violation", 0xC0000409: "abort",
+            0xC0000094: "arithmetic error", 0xC00000FD: "stack overflow"}  # fmt: skip
+# the child imports what this process imports, from the same places
+_CHILD = (
+    "import json, sys; given = json.loads(sys.argv[1]); sys.path[:] = given.pop('path'); "
+    "from pykvedge.doctor.checks import main; main(**given)"
+)
+
+
+@dataclass
+class Outcome:
+    """This became of a step. fault: empty if it is sound. tried: false where its part had crashed too often."""
+
+    group: str
+    name: str = ""
+    part: str = ""
+    fault: str = ""
+    at: str = ""
+    crashed: bool = False
+    tried: bool = True
+    facts: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
 class Diagnosis:
     """A diagnosis has the outcomes of all steps of all groups, and the seconds that they took."""
 
-    groups: list[Group]
+    groups: list[str]
     outcomes: list[Outcome] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -28,33 +71,33 @@ class Diagnosis:
         """Tells whether every step was tried and found right."""
         return all(o.tried and not o.fault for o in self.outcomes)
 
-    def of(self, group: Group) -> list[Outcome]:
-        return [o for o in self.outcomes if o.group is group]
+    def of(self, group: str) -> list[Outcome]:
+        return [o for o in self.outcomes if o.group == group]
 
     def facts(self) -> dict[str, Any]:
         """Collects what the libraries said of themselves, as far as they came."""
-        return {k: v for o in self.outcomes if o.group.name == "libraries" for k, v in o.facts.items()}
+        return {k: v for o in self.of("libraries") for k, v in o.facts.items()}
 
     def faults(self) -> list[str]:
         """Writes one line for each kind of fault: what it befell, what it is, and the remedy."""
-        alike: dict[tuple[Any, ...], list[Outcome]] = {}
+        alike: dict[tuple[str, ...], list[Outcome]] = {}
         for o in self.outcomes:
             if o.fault:
-                alike.setdefault((id(o.group), o.part, o.fault, o.at), []).append(o)
+                alike.setdefault((o.group, o.part, o.fault, o.at), []).append(o)
         return [_line(same, self.of(same[0].group)) for same in alike.values()]
 
     def as_json(self) -> dict[str, Any]:
         """Makes the object that `kvedge doctor --json` prints, in bytes and seconds."""
         checks = [
             {
-                "group": o.group.name,
+                "group": o.group,
                 "name": o.name,
                 "sound": o.tried and not o.fault,
                 "tried": o.tried,
                 "fault": o.fault,
                 "at": o.at,
                 "crashed": o.crashed,
-                "facts": {} if o.group.name == "libraries" else o.facts,
+                "facts": {} if o.group == "libraries" else o.facts,
             }
             for o in self.outcomes
         ]
@@ -68,17 +111,93 @@ class Diagnosis:
         }
 
 
-def diagnose(groups: Iterable[Group], watch: Callable[[str], None] = lambda what: None) -> Diagnosis:
-    """Runs every check. Where the libraries cannot be loaded, nothing else is tried: it would say the same again."""
-    out, started = Diagnosis(list(groups)), time.monotonic()
-    for i, group in enumerate(out.groups):
-        found = check(group, watch)
-        out.outcomes += found
-        if i == 0 and found and found[0].fault:
-            out.outcomes += [Outcome(g, "", tried=False) for g in out.groups[1:]]
+def diagnose(
+    groups: list[str] | None = None,
+    module: str = "pykvedge.doctor.checks",
+    patience_s: float = PATIENCE_S,
+    watch: Callable[[str], None] = lambda what: None,
+) -> Diagnosis:
+    """Runs every check. Where the libraries cannot be loaded, nothing else is tried: it would say the same again.
+
+    groups: names of functions in `module` that make steps. watch(what) hears of every step that begins.
+    """
+    found, started = Diagnosis(list(groups or SUBJECTS)), time.monotonic()
+    out = found.outcomes
+    for rest in (found.groups[:1], found.groups[1:]):
+        if out and out[0].fault:
+            out += [Outcome(group, tried=False) for group in rest]
             break
-    out.seconds = time.monotonic() - started
-    return out
+        while rest:
+            ended = _live(module, rest, out, patience_s, watch)
+            # a child that died before a step, or between two: in that group another one would fare no better
+            rest = rest[rest.index(ended.group) + (not ended.name) :] if ended else []
+    found.seconds = time.monotonic() - started
+    return found
+
+
+def _live(
+    module: str, groups: list[str], out: list[Outcome], patience_s: float, watch: Callable[[str], None]
+) -> Outcome | None:
+    """Adds the outcomes of a child's steps to `out`. Returns the one that the child died of, None if it did not."""
+    known = [o for o in out if o.group == groups[0]]
+    crashed = [o.part for o in known if o.crashed]
+    left = sorted({part for part in crashed if crashed.count(part) >= CRASHES})
+    given = {"path": sys.path, "module": module, "groups": groups, "done": [o.name for o in known], "left": left}
+    now: Outcome | None = Outcome(groups[0])
+    lines: queue.Queue[str | None] = queue.Queue()
+    with tempfile.TemporaryFile() as errors:
+        child = subprocess.Popen(
+            [sys.executable, "-c", _CHILD, json.dumps(given)],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, encoding="utf-8",
+        )  # fmt: skip
+        threading.Thread(target=_read, args=(child.stdout, lines), daemon=True).start()
+        wait_s = max(patience_s, PATIENCE_S)  # a busy machine may take long to start a program
+        try:
+            while (text := lines.get(timeout=wait_s)) is not None:
+                wait_s, line = patience_s, json.loads(text)
+                over = line.pop("over", False)
+                now = Outcome(**line) if line else None
+                if now and over:
+                    out.append(now)
+                    now = Outcome(now.group)
+                elif now:
+                    watch(f"{now.group} {now.name} {now.part}".rstrip())
+            code = child.wait(PATIENCE_S)
+            death = f"ended by {how_it_ended(code) or f'exit code {code}'}{_last_words(errors)}"
+        except (queue.Empty, subprocess.TimeoutExpired):
+            death = f"hangs: nothing for {wait_s:g} s"
+        finally:
+            child.kill()
+            child.wait()
+    if now:
+        now.fault, now.crashed = death, True
+        out.append(now)
+    return now
+
+
+def _read(stream: IO[str], lines: queue.Queue[str | None]) -> None:
+    for line in stream:
+        lines.put(line)
+    lines.put(None)
+
+
+def _last_words(errors: IO[bytes]) -> str:
+    """Finds what ggml wrote before it aborted, or Python's last line."""
+    errors.seek(0)
+    said = errors.read().decode("utf-8", "replace").strip().splitlines()
+    return f" ({said[-1].strip()})" if said else ""
+
+
+def how_it_ended(code: int) -> str:
+    """Words what an exit code says of a program that did not come to its own end; empty if it did."""
+    if code < 0:
+        try:
+            name = signal.Signals(-code).name
+        except ValueError:
+            name = f"signal {-code}"
+        return _SIGNALS.get(name, name)
+    unsigned = code & 0xFFFFFFFF
+    return _WINDOWS.get(unsigned, "") if unsigned > 0xC0000000 else ""
 
 
 def machine() -> dict[str, Any]:
@@ -100,67 +219,22 @@ def _line(same: list[Outcome], all_of_group: list[Outcome]) -> str:
     group, part = first.group, first.part
     ending = f" in {part} memory"
     names = [o.name.removesuffix(ending) for o in same if o.name]
-    where = ending if part and names and same[0].name.endswith(ending) else ""
-    what = group.subject.format(", ".join(names) + where) if names else f"the check of {group.name}, between two steps"
+    where = ending if names and first.name.endswith(ending) else ""
+    subject = SUBJECTS.get(group, f"{group} of {{}}")
+    what = subject.format(", ".join(names) + where) if names else f"the check of {group}, between two steps"
     untried = sum(not o.tried and o.part == part for o in all_of_group)
     more = f" ({untried} more were not tried after that)" if untried and first.crashed else ""
-    remedy = group.remedies.get(part) or group.remedies.get("", "")
     at = f" at {first.at}" if first.at and first.crashed else ""
-    return f"{what}: {first.fault}{at}{more}{'; ' + remedy if remedy else ''}"
+    return f"{what}: {first.fault}{at}{more}; {remedy(group, part)}"
 
 
-def table(found: Diagnosis) -> list[tuple[str, str]]:
-    """Makes the screen: headings and what stands beside them."""
-    m, facts = machine(), found.facts()
-    features = "not told by the system" if m["features"] is None else " ".join(m["features"]) or "none that matter here"
-    rows = [
-        ("machine", f"{m['cpu']}, {m['cores']} cores, {m['system']}"),
-        ("features", features),
-        ("memory", _memory(m)),
-    ]
-    if "libraries" in facts:
-        rows.append(("kvedge", f"{facts['kvedge']} in {facts['package']}"))
-        libkvedge = f", libkvedge {facts['libkvedge']}" if "libkvedge" in facts else ""
-        rows.append(("libraries", f"llama.cpp {facts['llama.cpp']}{libkvedge} in {facts['libraries']}"))
-        rows.append(("bindings", f"llama-cpp-python {facts['bindings']} in {facts['bindings_place']}"))
-    if kernels := facts.get("kernels"):
-        rest = f" (also: {', '.join(kernels[1:])})" if kernels[1:] else ""
-        rows.append(("kernels", f"libkvedge chose {kernels[0]}{rest}"))
-    if "cpu_features" in facts:
-        rows.append(("ggml's code", f"{' '.join(facts['cpu_features'])}; {_amx(m, facts)}"))
-    for device in facts.get("devices", []):
-        size = readable(device["total_bytes"])
-        if device["kind"] != "CPU":  # of the machine's own memory ggml calls everything free
-            size = f"{readable(device['free_bytes'])} of {size} free"
-        rows.append(("device", f"{device['name']}, {device['kind']}: {device['description']}, {size}"))
-    return rows + [(f"check: {group.name}", _summary(found.of(group))) for group in found.groups]
-
-
-def _memory(m: dict[str, Any]) -> str:
-    known = [("available", "available_bytes"), ("", "memory_bytes")]
-    parts = [f"{readable(m[key])} {word}".strip() for word, key in known if m[key] is not None]
-    text = " of ".join(parts) or "not told by the system"
-    for what, key in (("control group", "cgroup_limit_bytes"), ("address space", "address_space_limit_bytes")):
-        text += f", {what} limited to {readable(m[key])}" if m[key] is not None else ""
-    return text
-
-
-def _amx(m: dict[str, Any], facts: dict[str, Any]) -> str:
-    others = [name for name in facts["weight_memory"] if name != "CPU"]
-    places = f"weights also in {', '.join(others)} memory" if others else "weights in plain memory only"
-    if "amx_int8" in (m["features"] or []):
-        return f"{places}, {'AMX in use' if 'AMX' in others else 'AMX left out'}"
-    return places
-
-
-def _summary(outcomes: list[Outcome]) -> str:
-    bad = [o for o in outcomes if o.fault]
-    untried = [o for o in outcomes if not o.tried]
-    if not bad and not untried:
-        parts = [part for part in dict.fromkeys(o.part for o in outcomes) if part]
-        if len(outcomes) == len(parts) or not parts:
-            return "sound: " + ", ".join(o.name for o in outcomes)
-        counts = [f"{sum(o.part == part for o in outcomes)} types in {part}" for part in parts]
-        return "sound: " + ", ".join(counts) + " memory"
-    told = [f"{len(bad)} of {len(outcomes)} unsound"] if bad else []
-    return ", ".join(told + ([f"{len(untried)} not tried"] if untried else []))
+def remedy(group: str, part: str) -> str:
+    """Says how to build again what a fault befell, from a clone or from an installed package."""
+    options = {"AMX": "KVEDGE_AMX=OFF", "CPU_REPACK": "GGML_CPU_REPACK=OFF", "CPU": "GGML_NATIVE=OFF"}
+    option = options.get(part, "") if group == "products" else ""
+    if (Path(pykvedge.__file__).resolve().parent.parent / "scripts" / "dev.py").is_file():
+        build = f"build again with python3 scripts/dev.py build {f'-D{option}' if option else ''}".rstrip()
+    else:
+        how = f" with -C cmake.define.{option}" if option else ""
+        build = f"install kvedge again from its source on this machine{how}"
+    return build if option or group == "libraries" else f"the libraries do not fit this processor; {build}"
