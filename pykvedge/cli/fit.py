@@ -108,7 +108,7 @@ def fit(file: Path | None, **given: Any) -> None:
 def _request(
     header: Header, projector: Header | None, plan: Plan, given: dict[str, Any]
 ) -> tuple[Files, Request, Placement, ImageWork | None]:
-    from pykvedge.fit.footprint import Files, Request, Weights, encoder_compute, machine_simd, program_bytes
+    from pykvedge.fit.footprint import Files, Request, Weights, encoder_compute, program_bytes
     from pykvedge.fit.imagework import image_work
     from pykvedge.models.shape import ModelShape
     from pykvedge.native import llamacpp
@@ -130,7 +130,7 @@ def _request(
     read = plan.image_tokens.count(tokens) if tokens else 0
     request = Request(plan, n_images, read, given["text_tokens"], how["n_ctx"], how["kv_type"], threads)
     placement = options.offload(given).placement(header, _talk(request))
-    weights = Weights.of(header, machine_simd(), placement.away)
+    weights = Weights.of(header, placement.away)
     files = Files(shape, weights, program, encoder, working if n_images else 0)
     prompt = request.text_tokens + n_images * tokens
     work = image_work(projector, header, grid, prompt) if projector and grid and n_images else None

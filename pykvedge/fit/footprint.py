@@ -5,17 +5,15 @@ Every figure is bytes of resident memory; models/shape.py says what they follow 
 
 from __future__ import annotations
 
+import functools
 import importlib
-import platform
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import prod
 
 from gguf import GGML_QUANT_SIZES
-from gguf import GGMLQuantizationType as Type
 
-from pykvedge import errors
-from pykvedge.library import libkvedge, native_plan
+from pykvedge.library import native_plan
 from pykvedge.models.gguf import Header, Tensor, tensor_bytes
 from pykvedge.models.imagetokens import ImageGrid
 from pykvedge.models.shape import ModelShape, mask_bytes
@@ -28,24 +26,7 @@ from pykvedge.system import memory
 
 _VOCABULARY = 260  # bytes a token of the vocabulary takes in llama.cpp's tables
 _GRAPH = 4 << 20  # bytes of llama.cpp's graphs, and of what it allocates for its bookkeeping
-
-# types that llama.cpp keeps a second, rearranged copy of, by instruction set; the rows must be a multiple of _ROWS
-_AVX2 = {Type.Q4_0, Type.Q4_K, Type.IQ4_NL, Type.MXFP4}
-_NEON = _AVX2 | {Type.Q8_0, Type.Q5_K, Type.Q6_K}
-_REPACKED = {
-    "avx2": _AVX2,
-    "avx512": _AVX2 | {Type.Q2_K},
-    "avx512vnni": _AVX2 | {Type.Q2_K},
-    "neondot": _NEON,
-    "neoni8mm": _NEON,
-}
-_ROWS = 8
-# AMX takes flat weights of these types, rows a multiple of _AMX_ROWS, before any other code sees them; a block of its
-# copy has so many bytes more than one of the file (sums of q8_0, widened scales of the others)
-AMX = "amx"
-_AMX = {Type.F16: 0, Type.Q4_0: 0, Type.Q4_1: 0, Type.Q8_0: 4, Type.Q4_K: 4, Type.Q5_K: 4, Type.Q6_K: 0, Type.IQ4_XS: 2}
-_AMX_ROWS = 32
-_BESIDE_AMX = "avx512vnni"  # what processors with AMX have for the other weights
+_ROWS = 256  # of which any number that instructions take at once is a divisor
 
 
 @dataclass(frozen=True)
@@ -60,59 +41,55 @@ class Weights:
     repacked: int
 
     @classmethod
-    def of(cls, header: Header, simd: str, away: frozenset[str] = frozenset()) -> Weights:
-        """simd: the instruction set of this machine (machine_simd()). away: tensors that lie on devices."""
+    def of(
+        cls, header: Header, away: frozenset[str] = frozenset(), copied: Callable[[Tensor], float] | None = None
+    ) -> Weights:
+        """away: tensors that lie on devices. copied: see copied_share, which is asked unless tests know better."""
+        share = copied or copied_share
         tied = "output.weight" not in header.tensors
         first, last, in_place, repacked = header.file_size, 0, 0, 0
         for name, tensor in header.tensors.items():
             if name in away:
                 continue
             n_bytes = tensor_bytes(tensor) or 0
-            copied = _copied(tensor, simd)
+            again = share(tensor)
             # an embedding that is looked up stays as it is; one that makes the logits, too, is copied for them
             looked_up = name in ("token_embd.weight", "per_layer_token_embd.weight")
-            if copied and (not looked_up or (tied and name == "token_embd.weight")):
-                repacked += int(n_bytes * copied)
-            if not copied or looked_up:
+            if again and (not looked_up or (tied and name == "token_embd.weight")):
+                repacked += int(n_bytes * again)
+            if not again or looked_up:
                 first, last = min(first, tensor.offset), max(last, tensor.offset + n_bytes)
                 in_place += n_bytes
         return cls(max(last - first, 0), in_place, repacked)
 
 
-def machine_simd() -> str:
-    """Names the instruction set as libkvedge does, AMX where ggml uses it; without libraries it is a guess."""
-    try:
-        return AMX if "AMX" in dict(ggml.buffer_types(ggml.cpu())) else libkvedge.simd()
-    except errors.LibraryError:
-        return "neondot" if platform.machine().lower() in ("arm64", "aarch64") else "avx2"
-
-
 def program_bytes(header: Header) -> int:
     """Measures what this process takes before a model is loaded, and adds the model's vocabulary."""
-    vocabulary = header.arrays.get("tokenizer.ggml.tokens", 0) + header.arrays.get("tokenizer.ggml.merges", 0)
-    return process_bytes(vocabulary)
-
-
-def process_bytes(vocabulary: int) -> int:
-    """Measures this process with its libraries, and adds a model's vocabulary, of so many tokens and merges."""
     importlib.import_module("pykvedge.chat.session")
-    with suppress(errors.LibraryError):
-        llamacpp.start(False, vision=True)
+    llamacpp.start(False, vision=True)
+    vocabulary = header.arrays.get("tokenizer.ggml.tokens", 0) + header.arrays.get("tokenizer.ggml.merges", 0)
     return memory.rss_bytes() + _VOCABULARY * vocabulary
 
 
-def _copied(tensor: Tensor, simd: str) -> float:
-    """Tells how large the rearranged copy of a weight is, as a multiple of the weight; 0: there is none."""
-    if len(tensor.shape) < 2:
+def copied_share(tensor: Tensor) -> float:
+    """Tells how large the copy is that llama.cpp rearranges for this processor, as a share of a weight; 0: no copy.
+
+    ggml is asked, as llama.cpp asks it, about a matrix of fewer rows: nothing of the weight's size is allocated.
+    """
+    if len(tensor.shape) < 2 or not tensor_bytes(tensor) or tensor.shape[0] % GGML_QUANT_SIZES[tensor.type][0]:
         return 0.0
-    if simd == AMX:
-        flat = all(n == 1 for n in tensor.shape[2:])
-        if flat and tensor.type in _AMX and tensor.shape[1] % _AMX_ROWS == 0:
-            kind = Type(tensor.type)
-            block = GGML_QUANT_SIZES[kind][1]
-            return (block + _AMX[kind]) / block
-        simd = _BESIDE_AMX
-    return float(tensor.shape[1] % _ROWS == 0 and tensor.type in _REPACKED.get(simd, ()))
+    k, n, *experts = tensor.shape
+    return _copied(tensor.type, k, n if n <= _ROWS else _ROWS + n % _ROWS, min(prod(experts), 2))
+
+
+@functools.cache
+def _copied(kind: int, k: int, n: int, experts: int) -> float:
+    *others, _ = ggml.buffer_types(ggml.cpu())
+    for _, place in others:
+        weight = ggml.Weight(kind, place, (experts, n, k), 1)
+        if weight.supported(N_UBATCH):
+            return weight.n_bytes / (experts * n * ggml.call("row_size", kind, k))
+    return 0.0
 
 
 def encoder_compute(mmproj: Header, grid: ImageGrid) -> int:
