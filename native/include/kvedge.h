@@ -1,7 +1,7 @@
 // kvedge.h - the whole public C ABI of libkvedge, with what it includes: kvedge-queries.h (what there is, and what a plan asks
 // for), kvedge-inspect.h (what a cache holds), kvedge-sessions.h (a sequence in a file), kvedge-stages.h (stages of your own),
 // kvedge-arrays.h (compression of plain arrays), kvedge-encoder.h (image encoders), kvedge-images.h (fewer image tokens),
-// kvedge-replay.h (a second pass over a prompt) and kvedge-crash.h (what a program says last).
+// kvedge-replay.h (a second pass over a prompt).
 //
 // libkvedge owns the KV memory of a llama.cpp context. It attaches to an existing llama_context, stores keys
 // and values per layer and per KV head, attends over them, and after a prompt is complete it compresses the
@@ -22,8 +22,7 @@
 //
 // Conventions
 //   - Every function that can fail returns a kvedge_status and, when `err` is not NULL, fills a message that
-//     says what is wrong and what to do. No function aborts, throws, or writes to stdout or stderr; the handler of
-//     kvedge-crash.h writes to stderr.
+//     says what is wrong and what to do. No function aborts, throws, or writes to stdout or stderr.
 //   - Shapes are row-major, the last index contiguous. Symbols: L layers, H query heads, Hkv KV heads
 //     (query head h reads KV head h / (H / Hkv)), T tokens, d head size.
 //   - A "KV pair" is one token's key row and value row of one KV head of one layer. Budgets are counted in KV pairs
@@ -34,7 +33,7 @@
 //     llama_memory_* functions wait for such a function of another thread; beside another llama_decode they do nothing to
 //     the cache, and leave the error for kvedge_take_error.
 //     kvedge_detach waits instead. llama.cpp itself does not notice: a program keeps its threads apart, as for llama_decode.
-//   - There is no global mutable state but for the signal handlers of kvedge-crash.h; any number of caches can exist in one
+//   - There is no global mutable state but for the handlers of kvedge_last_words; any number of caches can exist in one
 //     process.
 //   - Structs that begin with struct_size may get more fields, at their end. The caller sets struct_size to the sizeof of its
 //     header, and what both sides know is copied. What the library reads: fields that an older program lacks have their
@@ -375,12 +374,31 @@ KVEDGE_API int32_t kvedge_cells(const kvedge_cache * kv, int32_t seq_id);
 // Reading it clears it.
 KVEDGE_API kvedge_status kvedge_take_error(kvedge_cache * kv, kvedge_error * err);
 
+// ---------------------------------------------------------------------------------------------------------
+// The last line of a program
+
+#define KVEDGE_LAST_WORDS 2000
+
+// From now on a fault in native code ends the process with one line on stderr and exit_code, without a core file. The line is
+// `before`, what happened ("segmentation fault"), and `after`. It tells of SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT and
+// std::terminate; on Windows of the exceptions that mean the same, where nobody handles them, and of the C library's SIGABRT.
+// It is for programs, not for libraries in a program of somebody else: handlers are the whole process's, and stay.
+//
+//     kvedge_last_words("mine: error: native code crashed: ", "; the log is in mine.log", 1, &err);
+//
+// before, after: copied; at most KVEDGE_LAST_WORDS bytes of each are written. exit_code: 1 to 255. Any thread may call it,
+// and again when the words change. The thread that calls it first gets a stack for handlers, so that an overflow of its own
+// stack is told as well. A signal that has a handler already keeps it (Python's faulthandler, a sanitizer); one that is
+// ignored stays so. On Windows an older filter of unhandled exceptions is asked first. Not told: SIGKILL, which the system
+// sends when memory ends; on Windows __fastfail, and the abort() of another C library than kvedge's.
+// Errors: KVEDGE_E_ARGUMENT.
+KVEDGE_API kvedge_status kvedge_last_words(const char * before, const char * after, int32_t exit_code, kvedge_error * err);
+
 #ifdef __cplusplus
 }
 #endif
 
 #include "kvedge-arrays.h"
-#include "kvedge-crash.h"
 #include "kvedge-encoder.h"
 #include "kvedge-images.h"
 #include "kvedge-inspect.h"

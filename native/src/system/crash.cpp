@@ -1,20 +1,29 @@
-// The last line of a process that native code ends.
+// The last line of a process that native code ends (kvedge_last_words). A handler writes words that it was given beforehand,
+// and ends the process. It takes no memory and no lock.
 
-#include "system/crash.h"
+#include "kvedge.h"
 #include "system/error.h"
-#include "kvedge-crash.h"
+
+#include <signal.h>
 
 #include <atomic>
 #include <cstring>
 #include <exception>
 #include <mutex>
 
+#if defined(_WIN32)
+#    define WIN32_LEAN_AND_MEAN
+#    include <windows.h>
+#else
+#    include <unistd.h>
+#endif
+
 using namespace kvedge;
 
 namespace {
 
-constexpr int    N_WORDS    = 4;    // a handler may still read the last ones while the next are written
-constexpr size_t WHAT_BYTES = 400;  // of an exception's text
+constexpr size_t STACK_BYTES = 64 << 10;  // of a handler: the registers of AVX-512 and AMX alone take 11 KiB
+constexpr char   UNCAUGHT[]  = "an exception that nobody caught";
 
 struct Words {
     char before[KVEDGE_LAST_WORDS + 1];
@@ -22,111 +31,137 @@ struct Words {
     int  exit_code;
 };
 
-// The process's, as its handlers are: they are given nothing of ours.
-struct State {
-    std::mutex             lock;  // of whoever sets, never of a handler
-    Words                  words[N_WORDS];
-    std::atomic<int>       current{ 0 };
-    std::atomic<uintptr_t> ending{ 0 };                                   // the thread that ends the process
-    char                   line[2 * KVEDGE_LAST_WORDS + WHAT_BYTES + 2];  // that it writes; its stack may have no room
-    bool                   set           = false;
-    std::terminate_handler old_terminate = nullptr;
-};
+// The process's, as its handlers are. A handler may still read the last words while the next ones are written.
+std::mutex                 lock;
+Words                      words[4];
+size_t                     n_set = 0;
+std::atomic<const Words *> now{ nullptr };
+std::atomic<bool>          ending{ false };
 
-State & state() {
-    static auto * one = new State();  // never destroyed: a crash may come when the process winds down
-    return *one;
+#if defined(_WIN32)
+void put(const char * text) {
+    DWORD wrote = 0;
+    WriteFile(GetStdHandle(STD_ERROR_HANDLE), text, (DWORD) strlen(text), &wrote, nullptr);
 }
-std::atomic<State *> shown{ nullptr };  // what a handler sees of it
+void wait_a_second() { Sleep(1000); }
+void end_process(int exit_code) { TerminateProcess(GetCurrentProcess(), (UINT) exit_code); }
+#else
+void put(const char * text) {
+    if (write(STDERR_FILENO, text, strlen(text)) < 0) {
+        return;  // nobody reads it
+    }
+}
+void wait_a_second() { sleep(1); }
+void end_process(int exit_code) { _exit(exit_code); }
+#endif
 
-size_t append(char * line, size_t at, const char * text) {
-    const size_t n = strlen(text);
-    memcpy(line + at, text, n);
-    return at + n;
+// Of several threads the first one writes. The others wait for it, but not for ever: it may fail.
+[[noreturn]] void end_with(const char * what, const char * colon = "", const char * more = "") {
+    const Words & last = *now.load();
+    if (ending.exchange(true)) {
+        wait_a_second();
+    } else {
+        for (const char * text : { last.before, what, colon, more, last.after, "\n" }) {
+            put(text);
+        }
+    }
+    for (;;) {
+        end_process(last.exit_code);
+    }
 }
 
 [[noreturn]] void on_terminate() {
-    char what[WHAT_BYTES];
-    what[append(what, 0, UNCAUGHT)] = '\0';
-    if (const std::exception_ptr thrown = std::current_exception()) {
-        try {
-            std::rethrow_exception(thrown);
-        } catch (const std::exception & error) {
-            const size_t n = strlen(what);
-            strncpy(what + n, ": ", sizeof(what) - n - 1);
-            strncpy(what + n + 2, error.what(), sizeof(what) - n - 3);
-            what[sizeof(what) - 1] = '\0';
-        } catch (...) {
+    try {
+        if (std::current_exception()) {
+            throw;
+        }
+    } catch (const std::exception & error) {
+        end_with(UNCAUGHT, ": ", error.what());
+    } catch (...) {
+    }
+    end_with(UNCAUGHT);
+}
+
+[[noreturn]] void on_signal(int number) {
+    end_with(number == SIGSEGV   ? "segmentation fault"
+             : number == SIGFPE  ? "arithmetic error"
+             : number == SIGILL  ? "illegal instruction"
+             : number == SIGABRT ? "abort"
+                                 : "bus error, as of a file that became shorter while it was in use");
+}
+
+#if defined(_WIN32)
+
+LPTOP_LEVEL_EXCEPTION_FILTER older = nullptr;
+
+// For exceptions that nobody handles. The older filter comes first: most often the C library's, which asks handlers that the
+// program set with signal(), and lets its own compiler's exceptions go on to std::terminate.
+LONG WINAPI on_exception(EXCEPTION_POINTERS * failed) {
+    if (const LONG answer = older ? older(failed) : EXCEPTION_CONTINUE_SEARCH; answer != EXCEPTION_CONTINUE_SEARCH) {
+        return answer;
+    }
+    switch (failed->ExceptionRecord->ExceptionCode) {
+        case EXCEPTION_ACCESS_VIOLATION:
+        case EXCEPTION_STACK_OVERFLOW:      on_signal(SIGSEGV);
+        case EXCEPTION_IN_PAGE_ERROR:       on_signal(0);
+        case EXCEPTION_INT_DIVIDE_BY_ZERO:  on_signal(SIGFPE);
+        case EXCEPTION_ILLEGAL_INSTRUCTION: on_signal(SIGILL);
+        case 0xE06D7363:                    end_with(UNCAUGHT);  // what C++ throws, by Microsoft's compiler
+        case 0x20474343:                    end_with(UNCAUGHT);  // and by GCC
+        default:                            return EXCEPTION_CONTINUE_SEARCH;
+    }
+}
+
+void take_handlers() {
+    ULONG bytes = STACK_BYTES;
+    SetThreadStackGuarantee(&bytes);
+    older = SetUnhandledExceptionFilter(on_exception);
+    if (const auto old = signal(SIGABRT, on_signal); old != SIG_DFL) {
+        signal(SIGABRT, old);
+    }
+}
+
+#else
+
+void take_handlers() {
+    static char stack[STACK_BYTES];
+    stack_t     there{}, ours{};
+    ours.ss_sp   = stack;
+    ours.ss_size = sizeof(stack);
+    if (sigaltstack(nullptr, &there) == 0 && there.ss_flags & SS_DISABLE) {
+        sigaltstack(&ours, nullptr);
+    }
+    struct sigaction old {}, handler {};
+    handler.sa_handler = on_signal;
+    handler.sa_flags   = SA_ONSTACK;
+    sigfillset(&handler.sa_mask);
+    for (const int number : { SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT }) {
+        if (sigaction(number, nullptr, &old) == 0 && !(old.sa_flags & SA_SIGINFO) && old.sa_handler == SIG_DFL) {
+            sigaction(number, &handler, nullptr);
         }
     }
-    end_with(what);
 }
 
-void take_over(State & state) {
-    take_handlers();
-    state.old_terminate = std::set_terminate(on_terminate);
-    state.set           = true;
-}
-
-void give_back(State & state) {
-    give_handlers_back();
-    std::set_terminate(state.old_terminate);
-    state.set = false;
-}
-
-void copy(char (&out)[KVEDGE_LAST_WORDS + 1], const char * text) {
-    strncpy(out, text, KVEDGE_LAST_WORDS);
-    out[KVEDGE_LAST_WORDS] = '\0';
-}
+#endif
 
 }  // namespace
 
-void kvedge::end_with(const char * what) {
-    State * state = shown.load();
-    if (!state) {
-        end_process(1);
-    }
-    const Words &   words = state->words[state->current.load()];
-    const uintptr_t me    = thread_number();
-    uintptr_t       other = 0;
-    if (!state->ending.compare_exchange_strong(other, me)) {
-        if (other == me) {
-            end_process(words.exit_code);  // what is below failed itself, for want of stack say
-        }
-        wait_for_the_end();
-    }
-    char * line = state->line;
-    size_t n    = append(line, 0, words.before);
-    n           = append(line, n, what);
-    n           = append(line, n, words.after);
-    line[n++]   = '\n';
-    write_to_stderr(line, n);
-    end_process(words.exit_code);
-}
-
 extern "C" kvedge_status kvedge_last_words(const char * before, const char * after, int32_t exit_code, kvedge_error * err) try {
-    State &                           at = state();
-    const std::lock_guard<std::mutex> hold(at.lock);
-    if (!before) {
-        if (at.set) {
-            give_back(at);
-        }
-        return ok(err);
-    }
-    if (!after || exit_code < 1 || exit_code > 255) {
+    if (!before || !after || exit_code < 1 || exit_code > 255) {
         return fail(err, KVEDGE_E_ARGUMENT, "kvedge_last_words: %s",
-                    after ? "exit_code must be 1 to 255" : "after is NULL; \"\" says nothing more");
+                    before && after ? "exit_code must be 1 to 255" : "before or after is NULL; \"\" says nothing");
     }
-    const int next = (at.current.load() + 1) % N_WORDS;
-    copy(at.words[next].before, before);
-    copy(at.words[next].after, after);
-    at.words[next].exit_code = exit_code;
-    at.current.store(next);
-    shown.store(&at);
-    if (!at.set) {
-        take_over(at);
+    const std::lock_guard<std::mutex> hold(lock);
+    Words &                           next = words[n_set % 4];
+    strncpy(next.before, before, KVEDGE_LAST_WORDS);  // the byte behind them is never written, and 0
+    strncpy(next.after, after, KVEDGE_LAST_WORDS);
+    next.exit_code = exit_code;
+    now.store(&next);
+    if (n_set++ == 0) {
+        take_handlers();
+        std::set_terminate(on_terminate);
     }
-    return make_handler_stack() ? ok(err) : fail(err, KVEDGE_E_MEMORY, "no memory for the stack of a signal handler");
+    return ok(err);
 } catch (...) {
     return caught(err, "set the last words");
 }
