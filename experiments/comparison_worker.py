@@ -168,7 +168,7 @@ class Side:
         self, name: str, parts: list[tuple[int, bool]], settings: dict[str, Any]
     ) -> tuple[float, float]:
         """Reads the prompt's copy a second time, as pykvedge.runtime.replay does; the time and the processor's."""
-        from pykvedge.reference.stages.replay import ReplayChunk
+        from pykvedge.native.abi import ReplayChunk
 
         repeats, end = settings["source"] == "repeat", self.ends[name]
         first, seconds, cpu_seconds = 0, 0.0, 0.0

@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from pykvedge.models.images import Picture, load_picture
     from pykvedge.models.prompt import Message
     from pykvedge.models.video import frames
+    from pykvedge.native.abi import ReplayChunk
     from pykvedge.plans.amounts import Budget
     from pykvedge.plans.making import default_plan, plan
     from pykvedge.plans.plan import Plan
@@ -67,7 +68,7 @@ if TYPE_CHECKING:
     from pykvedge.plans.presets import methods
     from pykvedge.plans.profile import Profile
     from pykvedge.reference.stages.base import Param
-    from pykvedge.reference.stages.replay import Replay, ReplayChunk
+    from pykvedge.reference.stages.replay import Replay
     from pykvedge.reference.stages.rotation import Rotation
     from pykvedge.runtime.loaded import LoadedModel, load
     from pykvedge.runtime.logprobs import Alternative, Token
@@ -148,6 +149,7 @@ _MODULES = {
     "models.images": ("Picture", "load_picture"),
     "models.prompt": ("Message",),
     "models.video": ("frames",),
+    "native.abi": ("ReplayChunk",),
     "plans.amounts": ("Budget",),
     "plans.making": ("default_plan", "plan"),
     "plans.plan": ("Plan",),
@@ -155,7 +157,7 @@ _MODULES = {
     "plans.presets": ("methods",),
     "plans.profile": ("Profile",),
     "reference.stages.base": ("Param",),
-    "reference.stages.replay": ("Replay", "ReplayChunk"),
+    "reference.stages.replay": ("Replay",),
     "reference.stages.rotation": ("Rotation",),
     "library.arrays": ("Result", "compress"),
     "runtime.loaded": ("LoadedModel", "load"),

@@ -16,10 +16,11 @@ import pykvedge
 from pykvedge.errors import ArrayError, CancelledError, StateError, UnsupportedError, UsageError
 from pykvedge.library import libkvedge, native_plan
 from pykvedge.models.vision import ImagePiece, TextPiece
+from pykvedge.native.abi import ReplayChunk
 from pykvedge.native.calls import call
 from pykvedge.plans.registry import member
 from pykvedge.reference.stages.base import Layer
-from pykvedge.reference.stages.replay import Replay, ReplayChunk
+from pykvedge.reference.stages.replay import Replay
 from pykvedge.runtime.replay import Passage
 from pykvedge.runtime.sampling import Sampling
 
@@ -219,8 +220,8 @@ def test_misuse_of_the_pass_is_refused_and_leaves_the_prompt(native, tiny):
     context = Twice(tiny("llama").model, pykvedge.plan("kvzip", 0.3, recent=0), "f32")
     cache, chunk = context.cache, ReplayChunk(0, 40, 6)
 
-    def begin(*numbers):
-        given = libkvedge.ReplayGiven(*numbers)
+    def begin(first, last, sinks, n_tokens):
+        given = ReplayChunk(first, last, n_tokens, sinks)
         call("replay_begin", cache.handle, 0, ctypes.byref(given))
 
     with pytest.raises(StateError, match="no prompt"):
@@ -307,6 +308,20 @@ def test_the_logits_of_a_prompt_are_there_after_the_pass(native, tiny):
         again = say(session, WORDS, (), Sampling(max_tokens=1, temp=0.0))
     with tiny("llama").session(pykvedge.plan("full")) as session:
         assert say(session, WORDS, (), Sampling(max_tokens=1, temp=0.0)).text == again.text
+
+
+def test_a_later_message_that_is_kept_whole_is_read_once(native, tiny, monkeypatch):
+    """A later message keeps 32 tokens at least: a second pass over a shorter one has nothing to choose from."""
+    chunks, begin = [], libkvedge.Cache.begin_replay
+    monkeypatch.setattr(
+        libkvedge.Cache, "begin_replay", lambda self, chunk, *at: (chunks.append(chunk), begin(self, chunk, *at))
+    )
+    with tiny("llama").session(pykvedge.plan("kvzip", 0.2)) as session:
+        assert say(session, WORDS * 3, (), FEW).time.replay_s > 0 and chunks
+        chunks.clear()
+        short = say(session, "?", (), FEW)
+        assert 1 < short.tokens.prompt + FEW.max_tokens <= 32 and not chunks and short.time.replay_s == 0
+        assert say(session, WORDS * 3, (), FEW).time.replay_s > 0 and chunks
 
 
 def test_an_interrupted_pass_leaves_the_conversation(native, tiny):

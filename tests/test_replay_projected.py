@@ -16,10 +16,10 @@ from test_replay import CUTS, Twice, second_pass
 import pykvedge
 from pykvedge.errors import ArrayError, StateError, UsageError
 from pykvedge.library import libkvedge, native_plan
+from pykvedge.native.abi import ReplayChunk
 from pykvedge.plans.registry import member
 from pykvedge.reference.checks import rules
 from pykvedge.reference.stages.base import Layer
-from pykvedge.reference.stages.replay import ReplayChunk
 from pykvedge.runtime.sampling import Sampling
 
 FIRST = 1e18

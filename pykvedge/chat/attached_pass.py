@@ -102,7 +102,7 @@ class AttachedPass:
     def _read_again(self, plan: Plan) -> bool:
         cache, stats = self._cache, self._cache.stats()
         n = stats.n_pending
-        if plan.count(n) >= n:
+        if cache.keeps_all():
             return False
         pieces = self._passage.last(n)
         if plan.settings("scorer")["source"] == "repeat" and sum(piece.n_tokens for piece in pieces) < n:

@@ -162,14 +162,14 @@ def _largest(
 
 
 def _talk(request: Request) -> Talk:
-    from pykvedge.library.native_plan import score_bytes
+    from pykvedge.library.native_plan import plan_budget, score_bytes
     from pykvedge.models.placement import Talk
     from pykvedge.reference.kvtypes import KvType
     from pykvedge.runtime.llama_context import N_UBATCH
 
     n = request.prompt_tokens
     observes = score_bytes(request.plan, n, [(1, 1, 8)]) > 0
-    return Talk(n, min(request.plan.count(n), n), KvType.parse(request.kv_type), N_UBATCH, observes)
+    return Talk(n, plan_budget(request.plan, n), KvType.parse(request.kv_type), N_UBATCH, observes)
 
 
 def _sizes(given: dict[str, Any]) -> list[tuple[int, int]]:

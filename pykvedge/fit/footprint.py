@@ -172,7 +172,7 @@ def footprint(files: Files, request: Request) -> Footprint:
     shape, weights, plan, types = files.shape, files.weights, request.plan, KvType.parse(request.kv_type)
     element = types.plain.bytes_per_value  # of the prompt until it is compressed
     n_tokens = request.prompt_tokens
-    kept = min(plan.count(n_tokens), n_tokens)
+    kept = native_plan.plan_budget(plan, n_tokens)
     per_token = shape.kv_per_token(element)
     again = extra_tokens(plan, n_tokens, request.image_tokens) if kept < n_tokens else 0  # beside the prompt's own
     n_ctx = request.n_ctx or max(min(shape.n_ctx_train, DEFAULT_CTX), n_tokens + max(ROOM_TO_ANSWER, again))

@@ -11,16 +11,14 @@ from typing import Any
 import numpy as np
 
 from pykvedge import errors
-from pykvedge.library.native_plan import NativePlan, options_of
+from pykvedge.library.native_plan import NativePlan, options_of, plan_budget
 from pykvedge.library.own_stages import OwnStages
 from pykvedge.native import libraries
-from pykvedge.native.abi import DEVICES_AUTO, Error, Saved, Stats, text
-from pykvedge.native.abi import ReplayChunk as ReplayGiven
+from pykvedge.native.abi import DEVICES_AUTO, Error, ReplayChunk, Saved, Stats, text
 from pykvedge.native.calls import call, lib, raise_
 from pykvedge.plans.plan import Plan
 from pykvedge.reference.kvtypes import KvType
 from pykvedge.reference.stages.base import ProfileTable
-from pykvedge.reference.stages.replay import ReplayChunk
 from pykvedge.system.guard import Guard, one_thread
 
 
@@ -140,6 +138,12 @@ class Cache:
         with self._owns.get(sequence, self.own).explained():
             call("compress", self.handle, sequence)
 
+    def keeps_all(self, sequence: int = 0) -> bool:
+        """Tells whether the plan of the cache keeps all that came since the last compression."""
+        stats = self.stats(sequence)
+        n = stats.n_pending
+        return plan_budget(self.plan, n, later=n < stats.n_tokens, later_floor=self._later_floor) >= n
+
     @contextmanager
     def replaying(self, chunk: ReplayChunk, sequence: int = 0) -> Iterator[None]:
         """What is decoded inside is a chunk of a second pass over the prompt, and is gone afterwards.
@@ -155,8 +159,7 @@ class Cache:
     @one_thread
     def begin_replay(self, chunk: ReplayChunk, sequence: int = 0) -> None:
         """What is decoded next is a chunk of a second pass. Raises what kvedge_replay_begin reports."""
-        given = ReplayGiven(chunk.first, chunk.last, chunk.sinks, chunk.n_tokens)
-        call("replay_begin", self.handle, sequence, c.byref(given))
+        call("replay_begin", self.handle, sequence, c.byref(chunk))
 
     @one_thread
     def end_replay(self, sequence: int = 0) -> None:

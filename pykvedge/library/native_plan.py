@@ -77,9 +77,12 @@ def why_not_bounded(plan: Plan, kv_type: str | KvType = "f16") -> str:
     return ""
 
 
-def plan_budget(plan: Plan, n_tokens: int, later: bool = False) -> int:
-    """Counts the KV pairs that a plan keeps of a prompt of n_tokens, or of a message that follows one."""
-    with NativePlan(plan) as native:
+def plan_budget(plan: Plan, n_tokens: int, later: bool = False, later_floor: int | None = None) -> int:
+    """Counts the KV pairs that a plan keeps of a prompt of n_tokens, or of a message that follows one (later).
+
+    later_floor: tokens that such a message keeps at least; None for the library's own.
+    """
+    with NativePlan(plan, later_floor=later_floor) as native:
         asked = lib().kvedge_plan_later_budget if later else lib().kvedge_plan_budget
         return asked(native.handle, n_tokens)
 
@@ -116,8 +119,7 @@ def options_of(kv_type: KvType) -> Options:
 
 
 def _second_pass(replay: Replay) -> GivenReplay:
-    given = [ReplayChunk(x.first, x.last, x.sinks, x.n_tokens) for x in replay.chunks]
-    chunks = (ReplayChunk * len(given))(*given)
+    chunks = (ReplayChunk * len(replay.chunks))(*replay.chunks)
     at = replay.q.ctypes.data, replay.k.ctypes.data
     return GivenReplay(replay.q.shape[2], len(chunks), *at, chunks)
 

@@ -110,9 +110,19 @@ class GivenArrays(c.Structure):
 
 
 class ReplayChunk(c.Structure):
-    """kvedge_replay_chunk."""
+    """A chunk is about the tokens [first, last) of the prompt, and n_tokens long, with the request to repeat them.
+
+    sinks: first tokens of the prompt, such as those of a chat template, that each chunk's softmax covers, and that are
+    kept before all others. It is a kvedge_replay_chunk.
+    """
 
     _fields_ = [(name, c.c_int32) for name in ("first", "last", "sinks", "n_tokens")]
+
+    def __init__(self, first: int, last: int, n_tokens: int, sinks: int = 0) -> None:
+        super().__init__(first, last, sinks, n_tokens)
+
+    def __repr__(self) -> str:
+        return f"ReplayChunk({self.first}, {self.last}, {self.n_tokens}, {self.sinks})"
 
 
 class GivenReplay(c.Structure):

@@ -153,7 +153,7 @@ class Driver:
         passage = self._passages.get(context.sequence) or Passage()
         stats = cache.stats(context.sequence) if cache is not None and cache.replays else None
         self.replay_s, n = 0.0, stats.n_pending if stats else 0
-        if cache is None or stats is None or passage.replayed == n or cache.plan.count(n) >= n:
+        if cache is None or stats is None or passage.replayed == n or cache.keeps_all(context.sequence):
             return
         started = time.perf_counter()
         pieces = passage.last(n)

@@ -140,7 +140,8 @@ class Engine:
             raise ContextError(f"the prompt has {what}, the context holds {n_ctx}; {advice}, or send less")
         n_ubatch, peak = ubatch_for(self._vision, largest_image), 0
         if self._bounded:
-            n_ubatch, peak = max(n_ubatch, n_prompt), plan.count(n_prompt) + n_prompt // max(self._model.n_layer, 1)
+            kept = native_plan.plan_budget(plan, n_prompt)
+            n_ubatch, peak = max(n_ubatch, n_prompt), kept + n_prompt // max(self._model.n_layer, 1)
         self._open(ContextSize(n_ctx, n_ubatch, self._settings.storage, n_prompt, peak_tokens=peak), plan)
 
     @property

@@ -17,8 +17,8 @@ from pykvedge.library.native_plan import replays
 from pykvedge.models.composer import Composer
 from pykvedge.models.prompt import Message
 from pykvedge.models.vision import ImagePiece, Piece, TextPiece
+from pykvedge.native.abi import ReplayChunk
 from pykvedge.plans.plan import Plan
-from pykvedge.reference.stages.replay import ReplayChunk
 
 REPEAT = "Repeat what was said and shown before, word for word."
 GO_ON = "Repeat what was said and shown before, word for word. Go on from here: "

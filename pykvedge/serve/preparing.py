@@ -293,7 +293,7 @@ class Preparer:
         before, known = work.parked, Passage()
         at = before or Snapshot(b"", 0, 0)
         pending, whole = at.n_pending + work.n_tokens, at.n_cells + work.n_tokens
-        if work.job.request.plan.count(pending) >= pending:
+        if native_plan.plan_budget(work.job.request.plan, pending, later=pending < whole) >= pending:
             return []
         if before is not None and before.answer:
             known.add(TextPiece(list(before.answer)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pykvedge.errors import ArrayError
@@ -13,19 +12,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-
-@dataclass(frozen=True)
-class ReplayChunk:
-    """A chunk is about the tokens [first, last) of the prompt, and n_tokens long, with the request to repeat them.
-
-    sinks: first tokens of the prompt, such as those of a chat template, that each chunk's softmax covers, and that are
-    kept before all others.
-    """
-
-    first: int
-    last: int
-    n_tokens: int
-    sinks: int = 0
+    from pykvedge.native.abi import ReplayChunk
 
 
 class Replay:
