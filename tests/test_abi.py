@@ -18,7 +18,7 @@ def declared() -> set[str]:
 
 # but for a look at its arguments the function does all in a template that is noexcept, as those of glue/calls.h are
 LOOK = r"(?:    const char \* missing = [^\n]*\n|    if \(!kv\) \{\n        return 0;\n    \}\n)?"
-NOEXCEPT = rf"\) \{{\n{LOOK}    return (?:claimed|asked|of_head)\(.*\);\n\}}$"
+NOEXCEPT = rf"\) \{{\n{LOOK}    return (?:claimed|in_context|asked|of_head)\(.*\);\n\}}$"
 
 
 def definitions() -> dict[str, str]:

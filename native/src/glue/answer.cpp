@@ -1,6 +1,6 @@
 // Answers that a decode policy bounds: from the compression of a prompt to the beginning of the next one.
 
-#include "glue/cache.h"
+#include "glue/sequences.h"
 
 #include <algorithm>
 

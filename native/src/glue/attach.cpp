@@ -21,7 +21,7 @@ kvedge_cache & self(void * user_data) { return *(kvedge_cache *) user_data; }
 template <class T, class F> T guarded(void * user_data, T failed, const F & call) noexcept {
     const Claim claim(self(user_data).owner, true);
     if (!claim) {
-        self(user_data).refused = true;
+        self(user_data).context.refused = true;
         return failed;
     }
     try {
@@ -29,7 +29,7 @@ template <class T, class F> T guarded(void * user_data, T failed, const F & call
     } catch (...) {
         kvedge_error now{};
         caught(&now, "take the next tokens");
-        self(user_data).report(now.status, now.message);
+        self(user_data).context.report(now.status, now.message);
         return failed;
     }
 }
@@ -54,8 +54,7 @@ llama_attn_provider make_provider(kvedge_cache * kv) {
     p.ubatch_end = [](void * u) { self(u).owner.rest(); };
     p.clear = [](void * u) {
         guarded_between(u, false, [](kvedge_cache & c) {
-            c.settle();
-            c.seqs.clear();
+            c.clear();
             return true;
         });
     };
@@ -74,7 +73,7 @@ llama_attn_provider make_provider(kvedge_cache * kv) {
             return true;
         });
     };
-    p.release  = [](void * u) { self(u).ctx = nullptr; };
+    p.release  = [](void * u) { self(u).context.llama = nullptr; };
     return p;
 }
 
@@ -89,13 +88,14 @@ bool holds_tokens(llama_context * ctx) {
 
 // When it is known where the layers' rows lie. A device reads them as they are.
 kvedge_status rotate_rows(kvedge_cache & kv, kvedge_error * err) {
-    const bool away = std::any_of(kv.places.begin(), kv.places.end(), [](auto * place) { return place != nullptr; });
-    return rotate_storage(kv.storage, away && kv.rotate == KVEDGE_ROTATE_AUTO ? KVEDGE_ROTATE_OFF : kv.rotate, kv.shapes, err);
+    const auto rotate = kv.devices.rotate;
+    const bool away   = kv.layers.on_devices() > 0;
+    return rotate_storage(kv.sequences.storage, away && rotate == KVEDGE_ROTATE_AUTO ? KVEDGE_ROTATE_OFF : rotate, kv.layers.shapes, err);
 }
 
 // known: whether the context has the provider now.
 kvedge_status take_over(kvedge_cache & kv, bool & known, kvedge_error * err) {
-    const int32_t code = kv.set_provider();
+    const int32_t code = kv.devices.attach();
     known              = code == 0 || code == -2;  // which llama.cpp notices when it has taken the provider
     switch (code) {
         case 0:  break;
@@ -103,30 +103,30 @@ kvedge_status take_over(kvedge_cache & kv, bool & known, kvedge_error * err) {
         case -3: return fail(err, KVEDGE_E_STATE, "the context has an attention provider already; detach that one first");
         default: return fail(err, KVEDGE_E_NOTHING, "this model keeps no plain KV cache; there is nothing to compress");
     }
-    kvedge_status status = kv.error.status;  // of a layer that was asked for: it did not take part
+    kvedge_status status = kv.context.error.status;  // of a layer that was asked for: it did not take part
     if (status != KVEDGE_OK) {
-        fail(err, status, "%s", kv.error.message);
+        fail(err, status, "%s", kv.context.error.message);
     }
-    for (const auto & s : kv.shapes) {
-        status = status == KVEDGE_OK ? check_storage(kv.storage, s.d_k, s.d_v, err) : status;
+    for (const auto & s : kv.layers.shapes) {
+        status = status == KVEDGE_OK ? check_storage(kv.sequences.storage, s.d_k, s.d_v, err) : status;
     }
-    if (!kv.shapes.empty() && !kv.shares_kv && status == KVEDGE_OK) {
+    if (!kv.layers.shapes.empty() && !kv.layers.shares_kv && status == KVEDGE_OK) {
         return rotate_rows(kv, err);
     }
     if (status != KVEDGE_OK) {
         return status;
     }
-    return kv.shares_kv ? fail(err, KVEDGE_E_NOTHING, "layers of this model read the KV cache of another one, which is compressed on "
+    return kv.layers.shares_kv ? fail(err, KVEDGE_E_NOTHING, "layers of this model read the KV cache of another one, which is compressed on "
                                                       "the host only; keep its layers off the devices")
                         : fail(err, KVEDGE_E_NOTHING, "this model has no full-attention layer; there is nothing to compress");
 }
 
 // A cache whose context knows of it, until the caller has it.
 struct Attaching {
-    explicit Attaching(llama_context * ctx) : kv(std::make_unique<kvedge_cache>()) { kv->ctx = ctx; }
+    explicit Attaching(llama_context * ctx) : kv(std::make_unique<kvedge_cache>()) { kv->context.llama = ctx; }
     ~Attaching() {
         if (kv && known) {
-            llama_set_attn_provider(kv->ctx, nullptr);
+            llama_set_attn_provider(kv->context.llama, nullptr);
         }
     }
     std::unique_ptr<kvedge_cache> kv;
@@ -135,9 +135,9 @@ struct Attaching {
 
 // Whether the model has what the plan's stages ask of it.
 kvedge_status check_model(const kvedge_cache & kv, const kvedge_plan & plan, kvedge_error * err) {
-    const auto status = check_profiles(plan, kv.shapes, kv.model_layers, err);
-    const auto turning = status == KVEDGE_OK ? check_rotations(plan, kv.shapes, *kv.rotations, err) : status;
-    return turning == KVEDGE_OK ? check_projections(plan, kv.shapes, kv.projections.get(), err) : turning;
+    const auto status = check_profiles(plan, kv.layers.shapes, kv.layers.n_model, err);
+    const auto turning = status == KVEDGE_OK ? check_rotations(plan, kv.layers.shapes, *kv.layers.rotations, err) : status;
+    return turning == KVEDGE_OK ? check_projections(plan, kv.layers.shapes, kv.layers.projections.get(), err) : turning;
 }
 
 kvedge_status check_plan(const kvedge_cache & kv, const kvedge_plan & plan, kvedge_error * err) {
@@ -180,19 +180,19 @@ extern "C" kvedge_status kvedge_attach(
     }
     Attaching attaching(ctx);
     auto &    kv      = attaching.kv;
-    kv->plan          = plan ? *plan : full_plan();
-    kv->storage       = storage;
-    kv->rotate        = o.rotate;
-    kv->n_threads     = o.n_threads;
-    kv->auto_compress = o.auto_compress;
-    kv->devices       = o.devices;
-    kv->provider      = make_provider(kv.get());
+    kv->sequences.plan          = plan ? *plan : full_plan();
+    kv->sequences.storage       = storage;
+    kv->sequences.auto_compress = o.auto_compress;
+    kv->devices.rotate          = o.rotate;
+    kv->devices.allowed         = o.devices;
+    kv->context.n_threads       = o.n_threads;
+    kv->context.provider        = make_provider(kv.get());
     if (const auto status = take_over(*kv, attaching.known, err); status != KVEDGE_OK) {
         return status;
     }
-    kv->model_layers = llama_model_n_layer(llama_get_model(ctx));
-    kv->projections  = std::make_shared<Projections>(model_weights(llama_get_model(ctx), kv->shapes));
-    if (const auto status = check_model(*kv, kv->plan, err); status != KVEDGE_OK) {
+    kv->layers.n_model     = llama_model_n_layer(llama_get_model(ctx));
+    kv->layers.projections = std::make_shared<Projections>(model_weights(llama_get_model(ctx), kv->layers.shapes));
+    if (const auto status = check_model(*kv, kv->sequences.plan, err); status != KVEDGE_OK) {
         return status;
     }
     *out = kv.release();
@@ -205,8 +205,8 @@ extern "C" void kvedge_detach(kvedge_cache * kv) try {
     while (kv && !kv->owner.enter()) {
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
-    if (kv && kv->ctx) {
-        llama_set_attn_provider(kv->ctx, nullptr);
+    if (kv && kv->context.llama) {
+        llama_set_attn_provider(kv->context.llama, nullptr);
     }
     delete kv;
 } catch (...) {
@@ -218,7 +218,7 @@ extern "C" kvedge_status kvedge_set_plan(kvedge_cache * kv, const kvedge_plan * 
             return status;
         }
         kvedge_plan copy = *plan;
-        std::swap(kv->plan, copy);
+        std::swap(kv->sequences.plan, copy);
         return ok(err);
     });
 }
@@ -226,45 +226,45 @@ extern "C" kvedge_status kvedge_set_plan(kvedge_cache * kv, const kvedge_plan * 
 extern "C" kvedge_status kvedge_set_sequence_plan(
     kvedge_cache * kv, int32_t seq_id, const kvedge_plan * plan, kvedge_error * err) {
     return claimed(kv, seq_id >= 0, "kvedge_set_sequence_plan: cache is NULL, or there is no such sequence", "take a plan", err, [&] {
-        if (!plan) {
-            kv->own_plans.erase(seq_id);
-            return ok(err);
+        const auto status = plan ? check_plan(*kv, *plan, err) : ok(err);
+        if (status == KVEDGE_OK) {
+            kv->sequences.set_plan(seq_id, plan);
         }
-        if (const auto status = check_plan(*kv, *plan, err); status != KVEDGE_OK) {
-            return status;
-        }
-        kvedge_plan copy = *plan;
-        std::swap(kv->own_plans[seq_id], copy);
-        return ok(err);
+        return status;
     });
 }
 
 extern "C" kvedge_status kvedge_set_auto_compress(kvedge_cache * kv, bool on, kvedge_error * err) {
     return claimed(kv, true, "kvedge_set_auto_compress: cache is NULL", "switch automatic compression", err, [&] {
-        kv->auto_compress = on;
+        kv->sequences.auto_compress = on;
+        return ok(err);
+    });
+}
+
+extern "C" kvedge_status kvedge_expect(kvedge_cache * kv, int32_t seq_id, int32_t n_tokens, kvedge_error * err) {
+    return claimed(kv, seq_id >= 0 && n_tokens >= 0, "kvedge_expect: cache is NULL, or a number is negative", "announce tokens", err, [&] {
+        kv->sequences.open(seq_id).expected = n_tokens;
         return ok(err);
     });
 }
 
 extern "C" kvedge_status kvedge_compress(kvedge_cache * kv, int32_t seq_id, kvedge_error * err) {
-    return claimed(kv, true, "kvedge_compress: cache is NULL", "compress the cache", err, [&] {
-        if (!kv->ctx) {
-            return fail(err, KVEDGE_E_STATE, "the llama_context of this cache has been freed");
-        }
-        const auto it = kv->seqs.find(seq_id);
-        if (it == kv->seqs.end() || !it->second.seq) {
+    return in_context(kv, true, "kvedge_compress: cache is NULL", "compress the cache", err, [&] {
+        SequenceState * state = kv->sequences.find(seq_id);
+        if (!state) {
             return ok(err);
         }
-        llama_synchronize(kv->ctx);
-        return kv->compress(it->second, err);
+        kv->context.synchronize();
+        kv->settle();
+        return kv->compressor.compress(*state, err);
     });
 }
 
 extern "C" kvedge_status kvedge_take_error(kvedge_cache * kv, kvedge_error * err) {
     return claimed(kv, true, "kvedge_take_error: cache is NULL", "report an error", err, [&] {
-        kvedge_error first = kv->error;
-        kv->error          = {};
-        if (kv->refused.exchange(false) && first.status == KVEDGE_OK) {
+        kvedge_error first = kv->context.error;
+        kv->context.error  = {};
+        if (kv->context.refused.exchange(false) && first.status == KVEDGE_OK) {
             fail_busy(&first);
         }
         if (err) {
@@ -290,9 +290,10 @@ static void tell_device_work(const SequenceState & state, kvedge_stats & out) {
 extern "C" kvedge_status kvedge_get_stats(const kvedge_cache * kv, int32_t seq_id, kvedge_stats * out, kvedge_error * err) {
     return claimed(kv, out, "kvedge_get_stats: cache or out is NULL", "fill the statistics", err, [&] {
         kvedge_stats now{};
-        now.n_layers   = (int32_t) kv->shapes.size();
-        now.n_heads_kv = kv->shapes.empty() ? 0 : kv->shapes[0].n_heads_kv;
-        if (const SequenceState * s = find_seq(kv, seq_id)) {
+        const auto & shapes = kv->layers.shapes;
+        now.n_layers        = (int32_t) shapes.size();
+        now.n_heads_kv      = shapes.empty() ? 0 : shapes[0].n_heads_kv;
+        if (const SequenceState * s = kv->sequences.find(seq_id)) {
             const auto & image  = s->seq->rows.contents().image;
             now.n_tokens       = s->seq->rows.n_tokens();
             now.n_image_tokens = (int32_t) std::count(image.begin(), image.end(), 1);
@@ -317,42 +318,42 @@ extern "C" kvedge_status kvedge_get_stats(const kvedge_cache * kv, int32_t seq_i
 }
 
 extern "C" int32_t kvedge_layer_id(const kvedge_cache * kv, int32_t i) {
-    return asked(kv, -1, [&] { return is_layer(*kv, i) ? kv->shapes[(size_t) i].il : -1; });
+    return asked(kv, -1, [&] { return kv->layers.holds(i) ? kv->layers.shapes[(size_t) i].il : -1; });
 }
 
 extern "C" const char * kvedge_layer_device(const kvedge_cache * kv, int32_t i) {
     return asked(kv, (const char *) nullptr, [&] {
-        const auto place = is_layer(*kv, i) ? kv->places[(size_t) i] : nullptr;
+        const auto place = kv->layers.holds(i) ? kv->layers.places[(size_t) i] : nullptr;
         return place ? ggml_backend_dev_name(place) : nullptr;
     });
 }
 
 extern "C" const char * kvedge_device_problem(const kvedge_cache * kv, int32_t seq_id) {
     return asked(kv, (const char *) nullptr, [&] {
-        const SequenceState * s = find_seq(kv, seq_id);
+        const SequenceState * s = kv->sequences.find(seq_id);
         return s && !s->device_problem.empty() ? s->device_problem.c_str() : nullptr;
     });
 }
 
 extern "C" int32_t kvedge_head_length(const kvedge_cache * kv, int32_t seq_id, int32_t i, int32_t head) {
     return asked(kv, -1, [&] {
-        const SequenceState * s = find_seq(kv, seq_id);
-        return s && is_head(*kv, i, head) ? s->seq->rows.head_length(i, head) : -1;
+        const SequenceState * s = kv->sequences.find(seq_id);
+        return s && kv->layers.holds(i, head) ? s->seq->rows.head_length(i, head) : -1;
     });
 }
 
 extern "C" kvedge_status kvedge_head_tokens(
     const kvedge_cache * kv, int32_t seq_id, int32_t i, int32_t head, int32_t * out, int32_t n_out, kvedge_error * err) {
     return claimed(kv, true, "kvedge_head_tokens: cache is NULL", "list the tokens", err, [&] {
-        const SequenceState * s = find_seq(kv, seq_id);
-        if (!s || !is_head(*kv, i, head) || !out) {
+        const SequenceState * s = kv->sequences.find(seq_id);
+        if (!s || !kv->layers.holds(i, head) || !out) {
             return fail(err, KVEDGE_E_ARGUMENT, "kvedge_head_tokens: no such sequence, layer or head");
         }
         const auto tokens = s->seq->rows.head_tokens(i, head);
-        if ((size_t) std::max(n_out, 0) < tokens.size()) {
-            return fail(err, KVEDGE_E_ARGUMENT, "kvedge_head_tokens: %zu tokens do not fit %d places", tokens.size(), n_out);
+        const auto status = check_room("kvedge_head_tokens", tokens.size(), "tokens", n_out, err);
+        if (status == KVEDGE_OK) {
+            std::copy(tokens.begin(), tokens.end(), out);
         }
-        std::copy(tokens.begin(), tokens.end(), out);
-        return ok(err);
+        return status;
     });
 }

@@ -7,6 +7,10 @@
 
 namespace kvedge {
 
+inline kvedge_status fail_busy(kvedge_error * err) {
+    return fail(err, KVEDGE_E_STATE, "another thread is in a call with this cache; wait until it is back");
+}
+
 // Runs call() with the cache claimed, and returns its status. given: whether all that must be given is; `missing` says what
 // is not, and doing what fails where something is thrown (caught()). Errors: KVEDGE_E_ARGUMENT, KVEDGE_E_STATE (busy).
 template <class F>
@@ -19,6 +23,23 @@ kvedge_status claimed(
     return claim ? call() : fail_busy(err);
 } catch (...) {
     return caught(err, doing);
+}
+
+inline kvedge_status fail_freed(kvedge_error * err) {
+    return fail(err, KVEDGE_E_STATE, "the llama_context of this cache has been freed");
+}
+
+// The same for calls that need llama.cpp's context. Errors: also KVEDGE_E_STATE where it has been freed.
+template <class F>
+kvedge_status in_context(
+    const kvedge_cache * kv, bool given, const char * missing, const char * doing, kvedge_error * err, const F & call) noexcept {
+    return claimed(kv, given, missing, doing, err, [&] { return kv->context.llama ? call() : fail_freed(err); });
+}
+
+// Whether n things fit a caller's n_out places. Errors: KVEDGE_E_ARGUMENT.
+inline kvedge_status check_room(const char * function, size_t n, const char * things, int32_t n_out, kvedge_error * err) {
+    return n_out >= 0 && n <= (size_t) n_out ? ok(err)
+                                             : fail(err, KVEDGE_E_ARGUMENT, "%s: %zu %s do not fit %d places", function, n, things, n_out);
 }
 
 // The same for what is no status: `none` where the cache is NULL or another thread is inside, or where something is thrown.

@@ -11,10 +11,10 @@ extern "C" kvedge_status kvedge_layer_shape(
     const kvedge_cache * kv, int32_t i, int32_t * n_heads, int32_t * n_heads_kv, int32_t * d_k, int32_t * d_v, kvedge_error * err) {
     const char * missing = "kvedge_layer_shape: cache or an output is NULL";
     return claimed(kv, n_heads && n_heads_kv && d_k && d_v, missing, "read the shape of a layer", err, [&] {
-        if (!is_layer(*kv, i)) {
+        if (!kv->layers.holds(i)) {
             return fail(err, KVEDGE_E_ARGUMENT, "kvedge_layer_shape: no such layer");
         }
-        const LayerShape & s = kv->shapes[(size_t) i];
+        const LayerShape & s = kv->layers.shapes[(size_t) i];
         *n_heads             = s.n_heads;
         *n_heads_kv          = s.n_heads_kv;
         *d_k                 = s.d_k;
@@ -26,16 +26,16 @@ extern "C" kvedge_status kvedge_layer_shape(
 extern "C" kvedge_status kvedge_head_rows(
     const kvedge_cache * kv, int32_t seq_id, int32_t i, int32_t head, float * k, float * v, int32_t n_out, kvedge_error * err) {
     return claimed(kv, true, "kvedge_head_rows: cache is NULL", "copy the rows", err, [&] {
-        const SequenceState * state = find_seq(kv, seq_id);
-        if (!state || !is_head(*kv, i, head) || !k || !v) {
+        const SequenceState * state = kv->sequences.find(seq_id);
+        if (!state || !kv->layers.holds(i, head) || !k || !v) {
             return fail(err, KVEDGE_E_ARGUMENT, "kvedge_head_rows: no such sequence, layer or head, or an output is NULL");
         }
-        const LayerShape & s    = kv->shapes[(size_t) i];
+        const LayerShape & s    = kv->layers.shapes[(size_t) i];
         const Store &      rows = state->seq->rows;
-        if (n_out < rows.head_length(i, head)) {
-            return fail(err, KVEDGE_E_ARGUMENT, "kvedge_head_rows: %d rows do not fit %d places", rows.head_length(i, head), n_out);
+        if (const auto status = check_room("kvedge_head_rows", (size_t) rows.head_length(i, head), "rows", n_out, err); status != KVEDGE_OK) {
+            return status;
         }
-        if (const auto status = rows_at_hand(*kv, *state, err); status != KVEDGE_OK) {
+        if (const auto status = kv->to_host(*state, err); status != KVEDGE_OK) {
             return status;
         }
         const HeadView view  = rows.view(i, head);
@@ -48,13 +48,13 @@ extern "C" kvedge_status kvedge_head_rows(
 extern "C" kvedge_status kvedge_head_biases(
     const kvedge_cache * kv, int32_t seq_id, int32_t i, int32_t head, float * out, int32_t n_out, kvedge_error * err) {
     return claimed(kv, true, "kvedge_head_biases: cache is NULL", "copy the biases", err, [&] {
-        const SequenceState * state = find_seq(kv, seq_id);
-        if (!state || !is_head(*kv, i, head) || !out) {
+        const SequenceState * state = kv->sequences.find(seq_id);
+        if (!state || !kv->layers.holds(i, head) || !out) {
             return fail(err, KVEDGE_E_ARGUMENT, "kvedge_head_biases: no such sequence, layer or head, or out is NULL");
         }
         const Store & rows = state->seq->rows;
-        if (n_out < rows.head_length(i, head)) {
-            return fail(err, KVEDGE_E_ARGUMENT, "kvedge_head_biases: %d rows do not fit %d places", rows.head_length(i, head), n_out);
+        if (const auto status = check_room("kvedge_head_biases", (size_t) rows.head_length(i, head), "rows", n_out, err); status != KVEDGE_OK) {
+            return status;
         }
         rows.read_biases(i, head, out);
         return ok(err);
@@ -64,21 +64,21 @@ extern "C" kvedge_status kvedge_head_biases(
 extern "C" kvedge_status kvedge_pending_scores(
     const kvedge_cache * kv, int32_t seq_id, int32_t i, float * out, int32_t n_out, kvedge_error * err) {
     return claimed(kv, true, "kvedge_pending_scores: cache is NULL", "score the tokens", err, [&] {
-        const SequenceState * state = find_seq(kv, seq_id);
-        if (!state || !is_layer(*kv, i) || !out) {
+        const SequenceState * state = kv->sequences.find(seq_id);
+        if (!state || !kv->layers.holds(i) || !out) {
             return fail(err, KVEDGE_E_ARGUMENT, "kvedge_pending_scores: no such sequence or layer, or out is NULL");
         }
-        if (const auto status = rows_at_hand(*kv, *state, err); status != KVEDGE_OK) {
+        if (const auto status = kv->to_host(*state, err); status != KVEDGE_OK) {
             return status;
         }
         Bulk<float> scores;
-        if (const auto status = score_pending(*state->seq, kv->plan_of(seq_id), i, scores, err); status != KVEDGE_OK) {
+        if (const auto status = score_pending(*state->seq, kv->sequences.plan_of(seq_id), i, scores, err); status != KVEDGE_OK) {
             return status;
         }
-        if (n_out < 0 || (size_t) n_out < scores.size()) {
-            return fail(err, KVEDGE_E_ARGUMENT, "kvedge_pending_scores: %zu scores do not fit %d places", scores.size(), n_out);
+        const auto status = check_room("kvedge_pending_scores", scores.size(), "scores", n_out, err);
+        if (status == KVEDGE_OK) {
+            std::copy(scores.begin(), scores.end(), out);
         }
-        std::copy(scores.begin(), scores.end(), out);
-        return ok(err);
+        return status;
     });
 }

@@ -1,3 +1,5 @@
+// The operations of a layer in llama.cpp's graph, of which each of its threads does a part. They own nothing.
+
 #include "glue/cache.h"
 
 #include "ggml.h"
@@ -11,13 +13,13 @@ namespace {
 
 AttendJob make_job(const LayerOp & op, const Run & run, ggml_tensor * dst) {
     const kvedge_cache & kv    = *op.kv;
-    const LayerShape &   shape = kv.shapes[(size_t) op.layer];
+    const LayerShape &   shape = kv.layers.shapes[(size_t) op.layer];
     const ggml_tensor *  q     = dst->src[0];
     AttendJob            job{};
     job.rows      = &run.state->seq->rows;
     job.layer     = op.layer;
-    job.n         = (int32_t) run.index.size();
-    job.causal    = kv.causal;
+    job.n         = run.n();
+    job.causal    = kv.ubatch.causal;
     job.q         = (const float *) q->data;
     job.q_head    = q->nb[1] / sizeof(float);
     job.q_token   = q->nb[2] / sizeof(float);
@@ -32,7 +34,7 @@ AttendJob make_job(const LayerOp & op, const Run & run, ggml_tensor * dst) {
     if (op.reader >= 0) {
         return job;  // scores are those of the layer that the rows belong to
     }
-    gather(job, run.state->seq->observed, run.wanted, kv.locks.get());
+    gather(job, run.state->seq->observed, run.wanted, kv.working.locks.get());
     job.replay = run.replay;
     job.scored = run.score ? &run.state->seq->rows : nullptr;
     if (run.watch || (run.decode && (run.score || run.wanted.sums))) {
@@ -44,47 +46,36 @@ AttendJob make_job(const LayerOp & op, const Run & run, ggml_tensor * dst) {
     return job;
 }
 
-// The attention that follows starts behind a barrier.
-void start(kvedge_cache & kv, const LayerShape & shape) {
-    kv.next_task.store(0, std::memory_order_relaxed);
-    kv.finished.store(0, std::memory_order_relaxed);
-    for (auto & run : kv.runs) {
-        if (run->decode) {
-            run->partials.start(shape.n_heads_kv);
-        }
-    }
-}
-
 }  // namespace
 
 void start_op(ggml_tensor * dst, int ith, int /*nth*/, void * layer_op) {
     const LayerOp & op = *(const LayerOp *) layer_op;
-    if (ith == 0 && dst->src[0]->ne[2] == op.kv->n_tokens) {
-        start(*op.kv, op.kv->shapes[(size_t) op.layer]);
+    if (ith == 0 && dst->src[0]->ne[2] == op.kv->ubatch.n_tokens) {
+        op.kv->ubatch.start_layer(op.kv->layers.shapes[(size_t) op.layer]);
     }
 }
 
 void store_op(ggml_tensor * dst, int ith, int nth, void * layer_op) {
     const LayerOp &     op    = *(const LayerOp *) layer_op;
     kvedge_cache &      kv    = *op.kv;
-    const LayerShape &  shape = kv.shapes[(size_t) op.layer];
+    const LayerShape &  shape = kv.layers.shapes[(size_t) op.layer];
     const ggml_tensor * k     = dst->src[0];
     const ggml_tensor * v     = dst->src[1];
-    if (k->ne[2] != kv.n_tokens) {
+    if (k->ne[2] != kv.ubatch.n_tokens) {
         return;
     }
     if (ith == 0) {
-        kv.intermediate.note(dst);
-        start(kv, shape);
+        kv.context.intermediate.note(dst);
+        kv.ubatch.start_layer(shape);
     }
-    for (auto & run : kv.runs) {
+    for (auto & run : kv.ubatch.runs) {
         if (run->bounded && run->bounded->failed()) {
             continue;
         }
         StoreJob job{};
         job.rows    = &run->state->seq->rows;
         job.layer   = op.layer;
-        job.n       = (int32_t) run->index.size();
+        job.n       = run->n();
         job.k       = (const float *) k->data;
         job.k_head  = k->nb[1] / sizeof(float);
         job.k_token = k->nb[2] / sizeof(float);
@@ -99,7 +90,7 @@ void store_op(ggml_tensor * dst, int ith, int nth, void * layer_op) {
 void attend_op(ggml_tensor * dst, int ith, int nth, void * layer_op) {
     const LayerOp & op = *(const LayerOp *) layer_op;
     kvedge_cache &  kv = *op.kv;
-    if (dst->src[0]->ne[2] != kv.n_tokens || kv.runs.empty()) {
+    if (dst->src[0]->ne[2] != kv.ubatch.n_tokens || kv.ubatch.runs.empty()) {
         if (ith == 0) {
             memset(dst->data, 0, ggml_nbytes(dst));
         }
@@ -108,7 +99,7 @@ void attend_op(ggml_tensor * dst, int ith, int nth, void * layer_op) {
     // Threads draw tasks from one counter that runs through all runs of the ubatch.
     int32_t first = 0;
     int32_t task  = -1;
-    for (auto & run : kv.runs) {
+    for (auto & run : kv.ubatch.runs) {
         if (run->bounded && run->bounded->failed()) {
             if (ith == 0) {
                 memset(dst->data, 0, ggml_nbytes(dst));
@@ -119,27 +110,27 @@ void attend_op(ggml_tensor * dst, int ith, int nth, void * layer_op) {
         if (run->wanted.window > 0 && op.reader < 0) {
             record_window(job, run->state->seq->observed, ith, nth);
         }
-        const int32_t turners = std::min(nth, (int32_t) kv.turning.size());
+        const int32_t turners = std::min(nth, (int32_t) kv.working.turning.size());
         if (run->wanted.moments >= 0 && op.reader < 0 && ith < turners) {
-            record_moments(job, run->state->seq->observed, run->wanted.moments, ith, turners, kv.turning[(size_t) ith]);
+            record_moments(job, run->state->seq->observed, run->wanted.moments, ith, turners, kv.working.turning[(size_t) ith]);
         }
-        if (!run->decode && (size_t) ith >= kv.scratch.size()) {
+        if (!run->decode && (size_t) ith >= kv.working.scratch.size()) {
             return;
         }
         // not of the threads of this pass: what heads are cut into changes the last bits of a result
-        const int32_t splits = run->decode ? decode_splits(job, kv.most_threads) : 0;
-        const int32_t n      = run->decode ? decode_tasks(job, splits) : prefill_tasks(job, kv.scratch[0]);
+        const int32_t splits = run->decode ? decode_splits(job, kv.ubatch.most_threads) : 0;
+        const int32_t n      = run->decode ? decode_tasks(job, splits) : prefill_tasks(job, kv.working.scratch[0]);
         // Whoever finishes the last piece of a bounded prompt's layer compresses it, while the others wait at the graph's
         // barrier. Pieces are the tasks and every thread's share of the window.
         const auto finish = [&] {
-            if (run->bounded && kv.finished.fetch_add(1, std::memory_order_acq_rel) + 1 == n + nth) {
-                kv.finish_layer(*run->state, op.layer);
+            if (run->bounded && kv.ubatch.finished.fetch_add(1, std::memory_order_acq_rel) + 1 == n + nth) {
+                kv.compressor.finish_layer(*run->state, op.layer);
             }
         };
         finish();
         for (;;) {
             if (task < 0) {
-                task = kv.next_task.fetch_add(1, std::memory_order_relaxed);
+                task = kv.ubatch.next_task.fetch_add(1, std::memory_order_relaxed);
             }
             if (task >= first + n) {
                 break;
@@ -147,7 +138,7 @@ void attend_op(ggml_tensor * dst, int ith, int nth, void * layer_op) {
             if (run->decode) {
                 decode_task(job, task - first, splits, run->partials);
             } else {
-                prefill_task(job, task - first, kv.scratch[(size_t) ith]);
+                prefill_task(job, task - first, kv.working.scratch[(size_t) ith]);
             }
             finish();
             task = -1;

@@ -7,16 +7,14 @@
 
 using namespace kvedge;
 
-kvedge_status kvedge::fail_replaying(kvedge_error * err) {
-    return fail(err, KVEDGE_E_STATE, "a chunk of a second pass over the prompt was begun; end it first (kvedge_replay_end)");
-}
-
 static kvedge_status check_chunk(const kvedge_cache & kv, const SequenceState & state, const kvedge_replay_chunk & chunk, kvedge_error * err) {
-    const int32_t n = state.seq->rows.pending_length();
-    if (!(plan_peaks(kv.plan_of(state.id)) & WANTS_REPLAY)) {
-        return fail(err, KVEDGE_E_UNSUPPORTED, "scorer '%s' goes by no second pass over the prompt as it is set", kv.plan_of(state.id).scorer->name);
+    const int32_t       n     = state.seq->rows.pending_length();
+    const kvedge_plan & plan  = kv.sequences.plan_of(state.id);
+    const llama_model * model = llama_get_model(kv.context.llama);
+    if (!(plan_peaks(plan) & WANTS_REPLAY)) {
+        return fail(err, KVEDGE_E_UNSUPPORTED, "scorer '%s' goes by no second pass over the prompt as it is set", plan.scorer->name);
     }
-    if (llama_model_is_recurrent(llama_get_model(kv.ctx)) || llama_model_is_hybrid(llama_get_model(kv.ctx))) {
+    if (llama_model_is_recurrent(model) || llama_model_is_hybrid(model)) {
         return fail(err, KVEDGE_E_UNSUPPORTED, "this model has recurrent layers, which cannot take a second pass over the prompt back; "
                     "set the scorer's source to prompt");
     }
@@ -54,21 +52,22 @@ static bool begin_anew(SequenceState & state, int32_t n, bool apart) {
 extern "C" kvedge_status kvedge_replay_begin(
     kvedge_cache * kv, int32_t seq_id, const kvedge_replay_chunk * chunk, kvedge_error * err) {
     return claimed(kv, chunk, "kvedge_replay_begin: cache or chunk is NULL", "begin a second pass over the prompt", err, [&] {
-        const auto it = kv->seqs.find(seq_id);
-        if (!kv->ctx || it == kv->seqs.end() || !it->second.seq) {
+        SequenceState * const found = kv->sequences.find(seq_id);
+        if (!kv->context.llama || !found) {
             return fail(err, KVEDGE_E_STATE, "there is no prompt in sequence %d for a second pass", seq_id);
         }
-        SequenceState & state = it->second;
+        SequenceState & state = *found;
         if (const auto status = check_chunk(*kv, state, *chunk, err); status != KVEDGE_OK) {
             return status;
         }
-        llama_synchronize(kv->ctx);
+        kv->context.synchronize();
         kv->settle();
-        const int32_t n = state.seq->rows.pending_length();
+        const int32_t n     = state.seq->rows.pending_length();
+        const auto    peaks = plan_peaks(kv->sequences.plan_of(seq_id));
         auto replay     = std::make_unique<Replay>();
-        *replay         = { { chunk->first, chunk->last, chunk->sinks, n, (plan_peaks(kv->plan_of(seq_id)) & WITHIN_CHUNK) != 0 },
+        *replay         = { { chunk->first, chunk->last, chunk->sinks, n, (peaks & WITHIN_CHUNK) != 0 },
                             state.seq->rows.n_tokens(), chunk->n_tokens, state.armed, state.prev_output, false };
-        if (chunk->first == 0 && !begin_anew(state, n, (plan_peaks(kv->plan_of(seq_id)) & WANTS_LENGTHS) != 0)) {
+        if (chunk->first == 0 && !begin_anew(state, n, (peaks & WANTS_LENGTHS) != 0)) {
             return fail(err, KVEDGE_E_MEMORY, "no memory for the scores of %d tokens", n);
         }
         state.seq->observed.keep_first(chunk->sinks);
@@ -79,27 +78,24 @@ extern "C" kvedge_status kvedge_replay_begin(
 
 extern "C" kvedge_status kvedge_replay_end(kvedge_cache * kv, int32_t seq_id, kvedge_error * err) {
     return claimed(kv, true, "kvedge_replay_end: cache is NULL", "end a second pass over the prompt", err, [&] {
-        const auto it = kv->seqs.find(seq_id);
-        if (it == kv->seqs.end() || !it->second.replay) {
+        SequenceState * const found = kv->sequences.find(seq_id);
+        if (!found || !found->replay) {
             return ok(err);
         }
-        SequenceState & state = it->second;
-        if (!kv->ctx) {
-            return fail(err, KVEDGE_E_STATE, "the llama_context of this cache has been freed");
+        SequenceState & state = *found;
+        if (!kv->context.llama) {
+            return fail_freed(err);
         }
-        llama_synchronize(kv->ctx);
-        kv->settle();
-        if (!kv->to_host(state)) {
-            return fail(err, KVEDGE_E_MEMORY, "no memory on the host to take a second pass over the prompt back");
+        kv->context.synchronize();
+        if (const auto status = kv->to_host(state, err); status != KVEDGE_OK) {
+            return status;
         }
         const Replay & replay = *state.replay;
         const int32_t  came   = state.seq->rows.n_tokens() - replay.n_old;
         const int32_t  from   = came > 0 ? state.seq->rows.contents().pos[(size_t) replay.n_old] : 0;
         if (came > 0) {
             state.seq->remove(from, INT_MAX);
-            kv->releasing = true;
-            llama_memory_seq_rm(llama_get_memory(kv->ctx), seq_id, from, -1);
-            kv->releasing       = false;
+            kv->context.release_cells(seq_id, from, -1);
             state.weights.valid = false;
         }
         state.armed       = replay.armed;

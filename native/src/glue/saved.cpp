@@ -2,6 +2,7 @@
 
 #include "glue/saved.h"
 
+#include "glue/calls.h"
 #include "plan/storage.h"
 #include "sequence/frame.h"
 #include "sequence/serial.h"
@@ -20,8 +21,8 @@ int32_t type_in_files(Type t) { return type_number(t) | (is_rotated(t) ? ROTATED
 void write_state(const kvedge_cache & kv, const SequenceState & state, int32_t pos_max, Sink & out) {
     out.value<int32_t>(type_in_files(state.seq->rows.storage().k));
     out.value<int32_t>(type_in_files(state.seq->rows.storage().v));
-    out.value<uint32_t>((uint32_t) kv.shapes.size());
-    for (const LayerShape & s : kv.shapes) {
+    out.value<uint32_t>((uint32_t) kv.layers.shapes.size());
+    for (const LayerShape & s : kv.layers.shapes) {
         for (int32_t n : { s.il, s.n_heads, s.n_heads_kv, s.d_k, s.d_v }) {
             out.value<int32_t>(n);
         }
@@ -53,9 +54,9 @@ bool read_kept(Reader & in, const kvedge_cache & kv, SequenceState & state, std:
     if (!in.value(has_kept) || has_kept > 1 || (has_kept && !in.value(n_policy)) || !in.values(policy, n_policy)) {
         return false;
     }
-    state.kept.resize(has_kept ? kv.shapes.size() : 0);
+    state.kept.resize(has_kept ? kv.layers.shapes.size() : 0);
     for (size_t l = 0; l < state.kept.size(); l++) {
-        if (!in.values(state.kept[l], (uint64_t) kv.shapes[l].n_heads_kv) ||
+        if (!in.values(state.kept[l], (uint64_t) kv.layers.shapes[l].n_heads_kv) ||
             std::any_of(state.kept[l].begin(), state.kept[l].end(), [](int32_t n) { return n < 0; })) {
             return false;
         }
@@ -81,9 +82,9 @@ kvedge_status read_shapes(Reader & in, const kvedge_cache & kv, Storage & storag
     if (!read_type(in, type_k, rotated_k) || !read_type(in, type_v, rotated_v) || !in.value(n_layers)) {
         return damaged(path, err);
     }
-    bool same = n_layers == kv.shapes.size();
+    bool same = n_layers == kv.layers.shapes.size();
     for (uint32_t l = 0; same && l < n_layers; l++) {
-        const LayerShape & s = kv.shapes[l];
+        const LayerShape & s = kv.layers.shapes[l];
         for (int32_t expected : { s.il, s.n_heads, s.n_heads_kv, s.d_k, s.d_v }) {
             int32_t found;
             if (!in.value(found)) {
@@ -95,18 +96,18 @@ kvedge_status read_shapes(Reader & in, const kvedge_cache & kv, Storage & storag
     if (!same) {
         return fail(err, KVEDGE_E_FILE, "%s belongs to a model with other layers", path);
     }
-    const int32_t own_k = type_number(kv.storage.k), own_v = type_number(kv.storage.v);
+    const int32_t own_k = type_number(kv.sequences.storage.k), own_v = type_number(kv.sequences.storage.v);
     if (type_k != own_k || type_v != own_v) {
         return fail(err, KVEDGE_E_ARGUMENT, "%s holds keys and values as %s:%s, this cache stores %s:%s; attach with the file's types",
                     path, kvedge_type_name(type_k), kvedge_type_name(type_v), kvedge_type_name(own_k), kvedge_type_name(own_v));
     }
     const auto fits = [&](int32_t LayerShape::*size) {
-        return std::all_of(kv.shapes.begin(), kv.shapes.end(), [&](const LayerShape & s) { return s.*size % ROTATION == 0; });
+        return std::all_of(kv.layers.shapes.begin(), kv.layers.shapes.end(), [&](const LayerShape & s) { return s.*size % ROTATION == 0; });
     };
     if ((rotated_k && !fits(&LayerShape::d_k)) || (rotated_v && !fits(&LayerShape::d_v))) {
         return damaged(path, err);
     }
-    const Storage own = { unrotated(kv.storage.k), unrotated(kv.storage.v) };
+    const Storage own = { unrotated(kv.sequences.storage.k), unrotated(kv.sequences.storage.v) };
     storage           = { rotated_k ? rotated_keys(own.k) : own.k, rotated_v ? rotated_values(own.v) : own.v };
     return ok(err);
 }
@@ -122,12 +123,12 @@ bool read_state(Reader & in, const kvedge_cache & kv, const Storage & storage, S
     }
     state.armed       = armed != 0;
     state.prev_output = prev_output != 0;
-    state.seq         = read_sequence(in, kv.shapes, storage);
+    state.seq         = read_sequence(in, kv.layers.shapes, storage);
     if (!state.seq || state.seq->rows.evicting() == state.kept.empty() || pos_max < -1 || pos_max == INT32_MAX || armed > 1 || prev_output > 1) {
         return false;
     }
     // A bounded answer goes on by the same policy of the plan that is set now; under another it ends here.
-    const kvedge_plan & plan = kv.plan_of(state.id);
+    const kvedge_plan & plan = kv.sequences.plan_of(state.id);
     state.answer = plan;
     const DecodePolicy & now = *plan.decode;
     if (!now.evict || std::string(policy.begin(), policy.end()) != now.name || now.needs_scores != state.seq->rows.scored() ||
@@ -166,10 +167,10 @@ bool enter_position(kvedge_cache & kv, int32_t seq_id, int32_t pos) {
     batch.n_seq_id[0]  = 1;
     batch.seq_id[0][0] = seq_id;
     batch.logits[0]    = 0;
-    kv.entering        = true;
-    const int status   = llama_decode(kv.ctx, batch);
-    llama_synchronize(kv.ctx);
-    kv.entering = false;
+    kv.context.entering        = true;
+    const int status   = llama_decode(kv.context.llama, batch);
+    llama_synchronize(kv.context.llama);
+    kv.context.entering = false;
     llama_batch_free(batch);
     return status == 0;
 }
@@ -179,8 +180,8 @@ kvedge_status enter(kvedge_cache & kv, int32_t seq_id, int32_t pos_max, const st
         return fail(err, KVEDGE_E_STATE, "llama.cpp could not enter the last position of the saved sequence");
     }
     if (!own.empty() &&
-        llama_state_seq_set_data_ext(kv.ctx, own.data(), own.size(), seq_id, LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY) != own.size()) {
-        llama_memory_seq_rm(llama_get_memory(kv.ctx), seq_id, -1, -1);
+        llama_state_seq_set_data_ext(kv.context.llama, own.data(), own.size(), seq_id, LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY) != own.size()) {
+        llama_memory_seq_rm(llama_get_memory(kv.context.llama), seq_id, -1, -1);
         return fail(err, KVEDGE_E_FILE, "llama.cpp cannot take back its own layers; the file belongs to another version or context");
     }
     return ok(err);
@@ -196,13 +197,13 @@ bool little_endian() {
 }  // namespace
 
 kvedge_status check_use(const kvedge_cache & kv, int32_t seq_id, kvedge_error * err) {
-    if (!kv.ctx) {
-        return fail(err, KVEDGE_E_STATE, "the llama_context of this cache has been freed");
+    if (!kv.context.llama) {
+        return fail_freed(err);
     }
-    if (seq_id < 0 || (uint32_t) seq_id >= llama_n_seq_max(kv.ctx)) {
+    if (seq_id < 0 || (uint32_t) seq_id >= llama_n_seq_max(kv.context.llama)) {
         return fail(err, KVEDGE_E_ARGUMENT, "the context has no sequence %d", seq_id);
     }
-    if (kv.declined) {
+    if (kv.layers.declined) {
         return fail(err, KVEDGE_E_UNSUPPORTED, "llama.cpp keeps some full-attention layers of this model; its sequences cannot be saved");
     }
     return little_endian() ? ok(err) : fail(err, KVEDGE_E_UNSUPPORTED, "session files are little-endian, this machine is not");
@@ -212,18 +213,18 @@ kvedge_status prepare_saving(const kvedge_cache & kv, int32_t seq_id, Saving & o
     if (const auto status = check_use(kv, seq_id, err); status != KVEDGE_OK) {
         return status;
     }
-    const SequenceState * state = find_seq(&kv, seq_id);
+    const SequenceState * state = kv.sequences.find(seq_id);
     if (!state) {
         return fail(err, KVEDGE_E_STATE, "sequence %d is empty; there is nothing to save", seq_id);
     }
     if (state->streaming ? state->armed : state->seq->observed.any()) {
         return fail(err, KVEDGE_E_STATE, "a prompt was read and is not compressed yet; compress it before it is saved");
     }
-    llama_synchronize(kv.ctx);
-    if (const auto status = rows_at_hand(kv, *state, err); status != KVEDGE_OK) {
+    llama_synchronize(kv.context.llama);
+    if (const auto status = kv.to_host(*state, err); status != KVEDGE_OK) {
         return status;
     }
-    out = { &kv, state, llama_memory_seq_pos_max(llama_get_memory(kv.ctx), seq_id), llama_part(kv.ctx, seq_id) };
+    out = { &kv, state, llama_memory_seq_pos_max(llama_get_memory(kv.context.llama), seq_id), llama_part(kv.context.llama, seq_id) };
     return ok(err);
 }
 
@@ -251,7 +252,7 @@ kvedge_status read_saved(kvedge_cache & kv, int32_t seq_id, Reader & in, uint64_
     }
     const uint32_t expected = in.take_checksum();
     in.unlimit();
-    if (!in.value(sum) || sum != expected || (n_own > 0 && !llama_keeps_layers(kv.ctx))) {
+    if (!in.value(sum) || sum != expected || (n_own > 0 && !llama_keeps_layers(kv.context.llama))) {
         return damaged(name, err);
     }
     state.peak_bytes = 0;  // of this process, from here on
@@ -261,7 +262,7 @@ kvedge_status read_saved(kvedge_cache & kv, int32_t seq_id, Reader & in, uint64_
     if (const auto status = enter(kv, seq_id, pos_max, own, err); status != KVEDGE_OK) {
         return status;
     }
-    kv.seqs.merge(loaded);  // takes no memory: llama.cpp knows of the sequence by now
+    kv.sequences.all.merge(loaded);  // takes no memory: llama.cpp knows of the sequence by now
     return ok(err);
 }
 

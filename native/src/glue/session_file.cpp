@@ -48,7 +48,7 @@ kvedge_status check_empty(kvedge_cache & kv, int32_t seq_id, kvedge_error * err)
     if (const auto status = check_use(kv, seq_id, err); status != KVEDGE_OK) {
         return status;
     }
-    const bool empty = !kv.seqs.count(seq_id) && llama_memory_seq_pos_max(llama_get_memory(kv.ctx), seq_id) < 0;
+    const bool empty = !kv.sequences.all.count(seq_id) && llama_memory_seq_pos_max(llama_get_memory(kv.context.llama), seq_id) < 0;
     return empty ? ok(err) : fail(err, KVEDGE_E_STATE, "sequence %d holds tokens; remove them before another is loaded into it", seq_id);
 }
 

@@ -1,56 +1,220 @@
-// The beginning of a ubatch: memory for all that it brings is taken before the graph runs, or none of it is there.
+#include "glue/ubatch.h"
 
-#include "glue/cache.h"
+#include "system/error.h"
 
 #include <algorithm>
 
-using namespace kvedge;
+namespace kvedge {
 
-// Makes room for a sequence's tokens, and for what is gathered of them. What cannot be undone follows in go_on().
-bool kvedge_cache::store_run(const llama_attn_provider_ubatch & ubatch, Run & run) {
+namespace {
+
+std::vector<int32_t> positions(const llama_attn_provider_ubatch & of, const Run & run) {
+    std::vector<int32_t> pos;
+    pos.reserve(run.index.size());
+    for (int32_t i : run.index) {
+        pos.push_back(of.pos[i]);
+    }
+    return pos;
+}
+
+}  // namespace
+
+bool Ubatch::no_memory(const char * what) {
+    context_.report(KVEDGE_E_MEMORY, what);
+    return false;
+}
+
+// ---------------------------------------------------------------------------------------------------------
+// What the tokens are
+
+bool Ubatch::collect(const llama_attn_provider_ubatch & of) {
+    runs.clear();
+    for (uint32_t i = 0; i < of.n_tokens; i++) {
+        if (of.n_seq_id[i] != 1) {
+            context_.report(KVEDGE_E_UNSUPPORTED,
+                            "a token that belongs to several sequences at once cannot be stored; decode it once per sequence");
+            return false;
+        }
+        SequenceState & state = sequences_.open(of.seq_id[i][0]);
+        auto run = std::find_if(runs.begin(), runs.end(), [&](const auto & r) { return r->state == &state; });
+        if (run == runs.end()) {
+            runs.push_back(std::make_unique<Run>());
+            run           = runs.end() - 1;
+            (*run)->state = &state;
+        }
+        (*run)->index.push_back((int32_t) i);
+    }
+    return true;
+}
+
+Kind Ubatch::classify(const Run & run) const {
+    const SequenceState & state = *run.state;
+    if (state.replay) {
+        return Kind::replayed;
+    }
+    if (run.request && BoundedPrompt::pays(*state.seq, sequences_.plan_of(state.id), run.n())) {
+        return Kind::bounded;
+    }
+    // A generated token comes alone, asks for logits, and follows one whose logits were asked for. A prompt that is not
+    // compressed by itself lasts until somebody does it.
+    const bool lasts = state.armed && (!state.prev_output || !sequences_.auto_compress);
+    return run.n() > 1 || !run.output || state.seq->rows.n_tokens() == 0 || lasts ? Kind::prompt : Kind::answer;
+}
+
+bool Ubatch::refused(const Run & run) {
+    const SequenceState & state = *run.state;
+    const char *          why   = nullptr;
+    if (run.request && (run.n() != (int32_t) run.request->image.size() || runs.size() != 1)) {
+        why = "a bounded prompt must come as announced: all its tokens in one batch of their own, within n_ubatch";
+    } else if (state.replay && state.replay->spoiled) {
+        why = "tokens were removed during a second pass over the prompt; end it (kvedge_replay_end), and begin it again";
+    }
+    return why && context_.report(KVEDGE_E_STATE, why) != 0;
+}
+
+// A token of an answer: the prompt before it is compressed, and rows that it displaces go.
+bool Ubatch::begin_answer(SequenceState & state) {
+    devices_.wait();
+    kvedge_error err{};
+    if (state.armed && sequences_.auto_compress && compressor_.compress(state, &err) != KVEDGE_OK) {
+        context_.report(err.status, err.message);
+        return false;
+    }
+    if (!state.evicted) {  // once for a token, also where it was refused at first
+        state.evict_generated();
+        state.evicted = true;
+    }
+    if (!state.device) {
+        state.seq->rows.seal_generated();  // without the memory for it, rows stay as they are until the next time
+    }
+    return true;
+}
+
+bool Ubatch::prepare(const llama_attn_provider_ubatch & of, Run & run) {
     SequenceState & state = *run.state;
-    const auto      n     = (int32_t) run.index.size();
-    const auto      pos   = positions(ubatch, run);
-    if (on_devices && !reserve_on_device(run)) {
+    if (!compressor_.end_bounded(state)) {
+        return false;
+    }
+    run.request = std::move(state.request);
+    if (refused(run)) {
+        return false;
+    }
+    run.output = of.output && of.output[run.index.back()];
+    run.kind   = classify(run);
+    switch (run.kind) {
+        case Kind::replayed:
+            run.wanted.peaks = true;
+            run.replay       = &state.replay->scope;
+            return true;
+        case Kind::answer:
+            if (!begin_answer(state)) {
+                return false;
+            }
+            break;
+        default: state.end_answer();
+    }
+    const kvedge_plan & plan = sequences_.plan_of(state.id);
+    run.watched              = (run.is_prompt() || state.streaming) && plan.budget_ratio != 1.0;
+    run.wanted               = run.watched ? plan_observes(plan) : Observation{};
+    run.score                = run.is_prompt() ? run.wanted.sums && plan.decode->needs_scores : state.seq->rows.scored();
+    return true;
+}
+
+// Models with several positions for a token have them one row after the other, as llama_ubatch has. Those of text are alike,
+// but the last, which llama.cpp sets to 0.
+void Ubatch::note_places(const llama_attn_provider_ubatch & of, Run & run) const {
+    const Rotations & rotations = *layers_.rotations;
+    const bool several = std::any_of(rotations.begin(), rotations.end(), [](const Rotation & r) { return !r.axes.empty(); });
+    for (int32_t axis = 0; axis < PLACES && several && run.wanted.moments >= 0; axis++) {
+        for (int32_t i : run.index) {
+            const bool none = axis == LAST_PLACE && of.token;
+            run.places.push_back(none ? 0 : of.pos[(size_t) axis * of.n_tokens + (size_t) i]);
+        }
+    }
+}
+
+// Whether a run's rows are so few that the decode path is the faster one.
+bool Ubatch::decodes(const Run & run) const {
+    const int32_t n     = run.n();
+    int32_t       group = 1;
+    for (const auto & s : layers_.shapes) {
+        group = std::max(group, s.n_heads / s.n_heads_kv);
+    }
+    const Observation & w = run.wanted;
+    if (n == 1 && run.state->streaming && !w.squares && !w.entropy) {
+        return true;  // the answer of a stream is observed, too
+    }
+    return !w.attention() && !w.queries && (n == 1 || n * group <= DECODE_ROWS);
+}
+
+// ---------------------------------------------------------------------------------------------------------
+// Room for them
+
+// What cannot be undone follows in go_on().
+bool Ubatch::store(const llama_attn_provider_ubatch & of, Run & run) {
+    SequenceState & state = *run.state;
+    const int32_t   n     = run.n();
+    const auto      pos   = positions(of, run);
+    if (devices_.active() && !devices_.reserve(run, runs.size())) {
         return false;
     }
     const Observation room = run.replay ? Observation{} : run.wanted;  // a second pass sees rows that have their scores
-    if (!make_room(*state.seq, room, n) || !state.seq->rows.append(n, pos.data(), ubatch.token == nullptr)) {
-        report(KVEDGE_E_MEMORY, "no memory for the keys and values of the next tokens; shorten the prompt or free memory");
-        return false;
+    if (!make_room(*state.seq, room, n) || !state.seq->rows.append(n, pos.data(), of.token == nullptr)) {
+        return no_memory("no memory for the keys and values of the next tokens; shorten the prompt or free memory");
     }
     run.entered = true;
     if (run.request) {
         state.seq->rows.mark_images(n, run.request->image.data());
     }
     run.decode          = decodes(run);
-    run.watch           = watching && n == 1 && run.decode;
+    run.watch           = sequences_.watching && n == 1 && run.decode;
     state.weights.valid = run.watch;
     if ((run.watch || (run.decode && (run.score || run.wanted.sums))) && !state.weights.reserve(state.seq->rows, run.watch)) {
         state.weights = {};
-        report(KVEDGE_E_MEMORY, "no memory for the attention weights of a token; free memory");
-        return false;
+        return no_memory("no memory for the attention weights of a token; free memory");
     }
     run.modality = state.seq->modality();
-    most_threads = std::max({ most_threads, llama_n_threads(ctx), llama_n_threads_batch(ctx) });
-    if (run.decode && !run.partials.reserve(shapes, n, most_threads)) {
-        report(KVEDGE_E_MEMORY, "no memory for partial attention results");
+    most_threads = std::max(most_threads, context_.graph_threads());
+    return !run.decode || run.partials.reserve(layers_.shapes, n, most_threads) || no_memory("no memory for partial attention results");
+}
+
+bool Ubatch::enter_bounded(const llama_attn_provider_ubatch & of, Run & run) {
+    SequenceState &     state = *run.state;
+    const int32_t       n     = run.n();
+    const auto          pos   = positions(of, run);
+    const kvedge_plan & plan  = sequences_.plan_of(state.id);
+    state.armed               = true;
+    state.weights.valid       = false;
+    state.next                = Answer(plan, layers_.shapes);
+    auto bounded              = std::make_unique<BoundedPrompt>(*state.seq, compression_plan(*state.seq, plan, n));
+    sequences_.progress.follow(state.id, bounded->progress());
+    kvedge_error err{};
+    if (bounded->enter(n, pos.data(), run.request->image.data(), &err) != KVEDGE_OK) {
+        context_.report(err.status, err.message);
         return false;
     }
+    run.wanted  = bounded->wanted();
+    run.score   = run.wanted.sums && plan.decode->needs_scores;
+    run.bounded = bounded.get();
+    if (run.wanted.attention()) {
+        state.seq->observe(n, causal);
+    }
+    state.bounded = std::move(bounded);
+    state.note_peak();
     return true;
 }
 
 // All runs have what they need: the rest takes no memory of the host's.
-void kvedge_cache::go_on(Run & run) {
+void Ubatch::go_on(Run & run) {
     SequenceState & state = *run.state;
-    const auto      n     = (int32_t) run.index.size();
-    state.armed           = state.armed || run.prompt;
+    const int32_t   n     = run.n();
+    state.armed           = state.armed || run.is_prompt();
     state.prev_output     = run.output;
     state.evicted         = false;
     if (run.bounded) {
         return;
     }
-    state.expected = run.prompt ? std::max(0, state.expected - n) : 0;
+    state.expected = run.is_prompt() ? std::max(0, state.expected - n) : 0;
     if (run.replay) {
         state.note_peak();
         return;
@@ -58,7 +222,7 @@ void kvedge_cache::go_on(Run & run) {
     if (run.wanted.attention()) {
         state.seq->observed.count(state.seq->rows.pending_length(), n, causal, std::move(run.modality));
     }
-    if (run.prompt) {
+    if (run.is_prompt()) {
         const Observation & w = run.wanted;
         state.seq->observed.missing().count(w.sums, w.squares, w.entropy, run.watched, w.moments >= 0, w.peaks, n);
     }
@@ -68,126 +232,91 @@ void kvedge_cache::go_on(Run & run) {
     state.note_peak();
 }
 
-// What store_run entered for a ubatch that is refused after all.
-void kvedge_cache::take_back_runs() noexcept {
+// What store() entered for a ubatch that is refused after all.
+void Ubatch::take_back() noexcept {
     for (auto & run : runs) {
         if (run->entered) {
-            run->state->seq->rows.take_back((int32_t) run->index.size());
+            run->state->seq->rows.take_back(run->n());
             run->entered = false;
         }
     }
 }
 
-bool kvedge_cache::store_runs(const llama_attn_provider_ubatch & ubatch) try {
+bool Ubatch::store_all(const llama_attn_provider_ubatch & of) try {
     for (auto & run : runs) {
-        if (!(run->pays ? enter_bounded(ubatch, *run, run->request->image) : store_run(ubatch, *run))) {
-            take_back_runs();
+        if (!(run->kind == Kind::bounded ? enter_bounded(of, *run) : store(of, *run))) {
+            take_back();
             return false;
         }
     }
-    if (!reserve_scratch() || !reserve_turning()) {
-        take_back_runs();
-        report(KVEDGE_E_MEMORY, "no memory for the attention of the prompt");
-        return false;
+    if (!reserve_working()) {
+        take_back();
+        return no_memory("no memory for the attention of the prompt");
     }
     for (auto & run : runs) {
         if (run->device) {
-            run->device->enter((int32_t) run->index.size(), causal);
+            run->device->enter(run->n(), causal);
         }
     }
     return true;
 } catch (...) {
-    take_back_runs();
+    take_back();
     throw;
 }
 
-bool kvedge_cache::reserve_turning() {
-    if (std::none_of(runs.begin(), runs.end(), [](const auto & run) { return run->wanted.moments >= 0; })) {
-        return true;
-    }
-    int32_t widest = 0;
-    for (const auto & s : shapes) {
-        widest = std::max(widest, s.d_k);
-    }
-    turning.resize((size_t) std::max({ 1, llama_n_threads(ctx), llama_n_threads_batch(ctx) }));
-    return std::all_of(turning.begin(), turning.end(), [&](MomentsScratch & x) { return x.reserve(widest); });
-}
-
-bool kvedge_cache::reserve_scratch() {
-    int32_t n_keys = 0;
+bool Ubatch::reserve_working() {
+    int32_t n_keys  = 0;
+    bool    turning = false;
     for (const auto & run : runs) {
-        if (run->decode) {
-            continue;
-        }
-        for (size_t l = 0; l < shapes.size(); l++) {
-            for (int32_t h = 0; h < shapes[l].n_heads_kv && !(on_devices && places[l]); h++) {
+        turning = turning || run->wanted.moments >= 0;
+        for (size_t l = 0; l < layers_.shapes.size() && !run->decode; l++) {
+            for (int32_t h = 0; h < layers_.shapes[l].n_heads_kv && !(devices_.active() && layers_.places[l]); h++) {
                 n_keys = std::max(n_keys, run->state->seq->rows.head_length((int32_t) l, h));
             }
         }
     }
-    if (n_keys == 0) {
-        return true;
-    }
-    scratch.resize((size_t) std::max({ 1, llama_n_threads(ctx), llama_n_threads_batch(ctx) }));
-    if (!locks) {
-        int32_t heads = 1;
-        for (const auto & s : shapes) {
-            heads = std::max(heads, s.n_heads_kv);
-        }
-        locks.reset(new SpinLock[(size_t) heads]);
-    }
-    return std::all_of(scratch.begin(), scratch.end(), [&](Scratch & s) { return s.reserve(shapes, n_keys); });
+    const int32_t n_threads = context_.graph_threads();
+    return (n_keys == 0 || working_.reserve(layers_, n_keys, n_threads)) && (!turning || working_.reserve_turning(layers_, n_threads));
 }
 
-void kvedge_cache::release_scratch() {
-    for (auto & s : scratch) {
-        s.release();
-    }
-    turning = {};
-}
+// ---------------------------------------------------------------------------------------------------------
 
-// A prompt's intermediate results are many times those of a token: an answer gets by with a few of these pages. Every graph
-// writes its inputs anew, and what it put out has been copied.
-void kvedge_cache::release_working_memory() {
-    release_scratch();
-    // An encoder's graphs are built without asking for attention.
-    if (ctx && !llama_model_has_encoder(llama_get_model(ctx))) {
-        intermediate.release();
+int Ubatch::begin(const llama_attn_provider_ubatch & of) {
+    leave();
+    causal   = of.causal;
+    n_tokens = (int32_t) of.n_tokens;
+    if (context_.entering) {  // nothing is stored, and nothing attended to
+        devices_.leave();
+        return devices_.begin_graph(runs);
     }
-}
-
-// Models with several positions for a token have them one row after the other, as llama_ubatch has. Those of text are alike,
-// but the last, which llama.cpp sets to 0.
-void kvedge_cache::note_places(const llama_attn_provider_ubatch & ubatch, Run & run) const {
-    const bool several = std::any_of(rotations->begin(), rotations->end(), [](const Rotation & r) { return !r.axes.empty(); });
-    for (int32_t axis = 0; axis < PLACES && several && run.wanted.moments >= 0; axis++) {
-        for (int32_t i : run.index) {
-            const bool none = axis == LAST_PLACE && ubatch.token;
-            run.places.push_back(none ? 0 : ubatch.pos[(size_t) axis * ubatch.n_tokens + (size_t) i]);
-        }
-    }
-}
-
-int kvedge_cache::ubatch_begin(const llama_attn_provider_ubatch & ubatch) {
-    begin_another();
-    causal   = ubatch.causal;
-    n_tokens = (int32_t) ubatch.n_tokens;
-    if (entering) {  // nothing is stored, and nothing attended to
-        on_devices = false;
-        return finish_begin();
-    }
-    if (!collect_runs(ubatch) || !std::all_of(runs.begin(), runs.end(), [&](auto & run) { return prepare_run(ubatch, *run); }) ||
-        !place_runs()) {
+    if (!collect(of) || !std::all_of(runs.begin(), runs.end(), [&](auto & run) { return prepare(of, *run); }) || !devices_.place(runs)) {
         return -1;
     }
     for (auto & run : runs) {
-        note_places(ubatch, *run);
+        note_places(of, *run);
     }
-    if (!store_runs(ubatch)) {
+    if (!store_all(of)) {
         return -1;
     }
     for (auto & run : runs) {
         go_on(*run);
     }
-    return finish_begin();
+    return devices_.begin_graph(runs);
 }
+
+void Ubatch::leave() {
+    devices_.run_on(runs);
+    runs.clear();
+}
+
+void Ubatch::start_layer(const LayerShape & shape) {
+    next_task.store(0, std::memory_order_relaxed);
+    finished.store(0, std::memory_order_relaxed);
+    for (auto & run : runs) {
+        if (run->decode) {
+            run->partials.start(shape.n_heads_kv);
+        }
+    }
+}
+
+}  // namespace kvedge

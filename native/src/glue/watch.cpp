@@ -38,13 +38,13 @@ uint64_t TokenWeights::bytes() const {
 }
 
 extern "C" int32_t kvedge_query_heads(const kvedge_cache * kv, int32_t i) {
-    return asked(kv, -1, [&] { return is_layer(*kv, i) ? kv->shapes[(size_t) i].n_heads : -1; });
+    return asked(kv, -1, [&] { return kv->layers.holds(i) ? kv->layers.shapes[(size_t) i].n_heads : -1; });
 }
 
 extern "C" kvedge_status kvedge_watch(kvedge_cache * kv, bool on, kvedge_error * err) {
     return claimed(kv, true, "kvedge_watch: cache is NULL", "watch attention", err, [&] {
-        kv->watching = on;
-        for (auto & [id, state] : kv->seqs) {
+        kv->sequences.watching = on;
+        for (auto & [id, state] : kv->sequences.all) {
             if (!on) {
                 state.weights = {};
             }
@@ -56,10 +56,10 @@ extern "C" kvedge_status kvedge_watch(kvedge_cache * kv, bool on, kvedge_error *
 extern "C" kvedge_status kvedge_attention(
     const kvedge_cache * kv, int32_t seq_id, int32_t i, int32_t query_head, float * out, int32_t n_out, kvedge_error * err) {
     return claimed(kv, out, "kvedge_attention: cache or out is NULL", "copy the attention", err, [&] {
-        if (!is_layer(*kv, i) || query_head < 0 || query_head >= kv->shapes[(size_t) i].n_heads) {
+        if (!kv->layers.holds(i) || query_head < 0 || query_head >= kv->layers.shapes[(size_t) i].n_heads) {
             return fail(err, KVEDGE_E_ARGUMENT, "kvedge_attention: there is no such layer or query head");
         }
-        const SequenceState * found = find_seq(kv, seq_id);
+        const SequenceState * found = kv->sequences.find(seq_id);
         if (!found) {
             return fail(err, KVEDGE_E_ARGUMENT, "kvedge_attention: sequence %d holds no tokens", seq_id);
         }
@@ -69,10 +69,10 @@ extern "C" kvedge_status kvedge_attention(
                         "kvedge_attention: the last decode of sequence %d was not a single token that was watched; call kvedge_watch "
                         "before it", seq_id);
         }
-        const LayerShape & shape = kv->shapes[(size_t) i];
+        const LayerShape & shape = kv->layers.shapes[(size_t) i];
         const int32_t      n     = state.seq->rows.head_length(i, query_head / (shape.n_heads / shape.n_heads_kv));
-        if (n_out < n) {
-            return fail(err, KVEDGE_E_ARGUMENT, "kvedge_attention: %d weights do not fit %d places", n, n_out);
+        if (const auto status = check_room("kvedge_attention", (size_t) n, "weights", n_out, err); status != KVEDGE_OK) {
+            return status;
         }
         const auto row = (size_t) state.weights.rows[(size_t) i];
         std::copy_n(state.weights.weights[(size_t) i].begin() + (std::ptrdiff_t) ((size_t) query_head * row), n, out);

@@ -1,0 +1,217 @@
+#include "glue/compressor.h"
+
+#include "compress/stream.h"
+#include "ggml.h"
+#include "system/error.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace kvedge {
+
+kvedge_status fail_replaying(kvedge_error * err) {
+    return fail(err, KVEDGE_E_STATE, "a chunk of a second pass over the prompt was begun; end it first (kvedge_replay_end)");
+}
+
+// Takes a bounded prompt that failed out of the sequence.
+static kvedge_status fail_bounded(SequenceState & state, kvedge_error * err) {
+    state.drop_bounded();
+    state.armed = false;
+    return fail(err, KVEDGE_E_STATE, "the prompt could not be compressed layer by layer and is gone; clear the sequence and try again");
+}
+
+kvedge_status Compressor::check(SequenceState & state, kvedge_error * err) {
+    if (state.bounded && !state.bounded->done()) {
+        return fail_bounded(state, err);
+    }
+    return state.replay ? fail_replaying(err) : ok(err);
+}
+
+// A prompt's intermediate results are many times those of a token: an answer gets by with a few of these pages. Every graph
+// writes its inputs anew, and what it put out has been copied.
+void Compressor::release_memory() {
+    working_.release();
+    // An encoder's graphs are built without asking for attention.
+    if (context_.llama && !llama_model_has_encoder(llama_get_model(context_.llama))) {
+        context_.intermediate.release();
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------
+// Prompts
+
+// What lies on devices counts as well. before: bytes there before the compression.
+static kvedge_status with_device(const SequenceState & state, uint64_t before, Compression & outcome, kvedge_status status) {
+    outcome.before_bytes += before;
+    outcome.after_bytes += state.device ? state.device->bytes() : 0;
+    outcome.peak_bytes += before;
+    return status;
+}
+
+// Bytes of the sequence's keys and values on devices, which all travel where rows are fetched.
+static uint64_t rows_away(const SequenceState & state) {
+    uint64_t         n    = 0;
+    const Store & rows = state.seq->rows;
+    for (size_t l = 0; state.device && l < rows.shapes().size(); l++) {
+        const LayerShape & shape = rows.shapes()[l];
+        const Storage &    type  = state.device->form().storage;
+        for (int32_t h = 0; state.device->holds(l) && h < shape.n_heads_kv; h++) {
+            n += (uint64_t) rows.head_length((int32_t) l, h) * (row_k(shape, type.k) + row_v(shape, type.v));
+        }
+    }
+    return n;
+}
+
+AwayRows * Compressor::device_of(SequenceState & state, const kvedge_plan & plan) const {
+    const char * reads = reads_rows(plan);
+    if (!state.device) {
+        return nullptr;
+    }
+    if (reads) {
+        state.device_problem = std::string("'") + reads + "' has no graph: it reads rows on the host";
+    } else if (state.device->form().storage.quantised() || (sequences_.storage.quantised() && state.seq->rows.even_rows() != 0)) {
+        state.device_problem = "rows are quantised already";
+    }
+    return state.device_problem.empty() ? state.device.get() : nullptr;
+}
+
+// Where the rows are if that can be done, else on the host.
+kvedge_status Compressor::compress_rows(SequenceState & state, Compression & outcome, kvedge_error * err) {
+    const int32_t     n_tokens = state.seq->rows.pending_length();
+    const kvedge_plan plan     = compression_plan(*state.seq, sequences_.plan_of(state.id), 0);
+    const bool        all = kvedge_plan_budget(&plan, n_tokens) >= n_tokens && !plan.decode->needs_scores && !sequences_.storage.quantised();
+    const uint64_t    before = state.device ? state.device->bytes() : 0;
+    state.device_work        = {};
+    state.device_problem.clear();
+    outcome.away = all ? nullptr : device_of(state, plan);
+    if (outcome.away) {
+        outcome.away->work = {};
+        const auto status  = compress_pending(*state.seq, plan, context_.threads(), outcome, err);
+        state.device_work  = outcome.away->work;
+        state.device_work.choose_us = outcome.choose_us;
+        if (outcome.lost) {  // its rows are neither those of before nor those that were to stay
+            state.device.reset();
+            state.seq = std::make_unique<Sequence>(layers_.shapes, sequences_.storage);
+            return status;
+        }
+        if (status != KVEDGE_E_UNSUPPORTED) {
+            return with_device(state, before, outcome, status);
+        }
+        state.device_problem = outcome.away->problem();
+        outcome              = {};
+    }
+    const uint64_t fetched = all ? 0 : rows_away(state) + devices_.read_queries(state);
+    if (!all && !devices_.to_host(state)) {
+        return fail(err, KVEDGE_E_MEMORY, "no memory on the host for the keys and values of %d tokens, which are compressed there", n_tokens);
+    }
+    state.device_work.to_host += fetched;
+    return with_device(state, state.device ? before : 0, outcome, compress_pending(*state.seq, plan, context_.threads(), outcome, err));
+}
+
+kvedge_status Compressor::compress(SequenceState & state, kvedge_error * err) {
+    devices_.wait();
+    if (!state.streaming) {
+        release_memory();
+    }
+    if (const auto status = check(state, err); status != KVEDGE_OK) {
+        return status;
+    }
+    if (state.streaming) {
+        return compress_stream(state, err);
+    }
+    const int64_t start = ggml_time_us();
+    uint64_t      seen  = 0;
+    if (layers_.has_sinks() || !state.device || !state.device->keeps_window(window_length(*state.seq))) {
+        seen = devices_.read_queries(state);  // else the device measures by them, or to_host() reads them
+    }
+    seen += devices_.read_sums(state);
+    const int64_t saw = ggml_time_us() - start;
+    state.seq->projections = layers_.projections;  // also of a sequence that was loaded
+    if (state.seq->rows.pending_length() == 0) {  // also of a prompt whose tokens were removed: what was seen of them goes, too
+        state.seq->close_pending();
+        state.armed = false;
+        return ok(err);
+    }
+    // Of an answer that a decode policy bounds, heads hold different tokens already: there is no prompt to choose from.
+    if (!state.kept.empty()) {
+        return ok(err);
+    }
+    Compression   outcome;
+    const int32_t n_tokens = state.seq->rows.pending_length();
+    Answer        next(sequences_.plan_of(state.id), layers_.shapes);
+    const auto    status = compress_rows(state, outcome, err);
+    if (status != KVEDGE_OK) {
+        return status;
+    }
+    if (state.device && state.device->left_queries()) {
+        state.device->drop_queries();
+    }
+    state.device_work.to_host += seen;
+    state.device_work.measure_us += saw;
+    state.note_compression(std::move(next), outcome, n_tokens);
+    return KVEDGE_OK;
+}
+
+// ---------------------------------------------------------------------------------------------------------
+// Streams
+
+kvedge_status Compressor::compress_stream(SequenceState & state, kvedge_error * err) {
+    working_.release();
+    state.seq->projections = layers_.projections;
+    Compression   outcome;
+    const int32_t n_tokens = state.seq->rows.pending_length();
+    const auto &  plan     = sequences_.plan_of(state.id);
+    Answer        next(plan, layers_.shapes);
+    const auto    status   = kvedge::compress_stream(*state.seq, plan, context_.threads(), outcome, err);
+    if (status != KVEDGE_OK) {
+        return status;
+    }
+    if (outcome.reduced) {
+        state.note_compression(std::move(next), outcome, n_tokens);
+    }
+    state.armed = false;
+    return ok(err);
+}
+
+void Compressor::release_cells(SequenceState & state) {
+    const int32_t newest = llama_memory_seq_pos_max(llama_get_memory(context_.llama), state.id);
+    if (!layers_.all_of_model() || newest <= 0) {
+        return;
+    }
+    context_.release_cells(state.id, 0, newest);
+    const auto & pos     = state.seq->rows.contents().pos;
+    size_t       at_last = 0;  // the tokens of an image may share a position
+    while (at_last < pos.size() && pos[pos.size() - 1 - at_last] == newest) {
+        at_last++;
+    }
+    state.released = (int32_t) (pos.size() - at_last);
+}
+
+// ---------------------------------------------------------------------------------------------------------
+// Bounded prompts
+
+bool Compressor::end_bounded(SequenceState & state) {
+    if (state.bounded && !state.bounded->done()) {
+        kvedge_error err{};
+        fail_bounded(state, &err);
+        context_.report(err.status, err.message);
+        return false;
+    }
+    if (state.bounded) {
+        release_memory();
+        state.bounded.reset();
+    }
+    return true;
+}
+
+void Compressor::finish_layer(SequenceState & state, int32_t layer) noexcept {
+    BoundedPrompt & bounded = *state.bounded;
+    kvedge_error    err{};
+    if (bounded.finish_layer((size_t) layer, &err) != KVEDGE_OK) {
+        context_.report(err.status, err.message);
+    } else if (bounded.done()) {
+        state.note_compression(std::move(state.next), bounded.outcome(), bounded.n_tokens());
+    }
+}
+
+}  // namespace kvedge

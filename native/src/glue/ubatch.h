@@ -1,0 +1,59 @@
+// The current ubatch: the run of each of its sequences, from before its graph runs until it is over. Memory for all that it
+// brings is taken before the graph runs, or none of it is there.
+
+#pragma once
+
+#include "glue/compressor.h"
+#include "glue/run.h"
+
+#include <atomic>
+
+namespace kvedge {
+
+class Ubatch {
+  public:
+    Ubatch(Context & context, const Layers & layers, Sequences & sequences, Devices & devices, Working & working, Compressor & compressor)
+        : context_(context), layers_(layers), sequences_(sequences), devices_(devices), working_(working), compressor_(compressor) {}
+
+    // Enters the tokens. -1: refused, which is reported; 1: the graph must be built anew; else 0. Throws std::bad_alloc.
+    int  begin(const llama_attn_provider_ubatch & of);
+    void leave();  // it is over, but its graph may run on
+
+    // Whether a graph of so many tokens is this one's: llama.cpp reserves memory with others.
+    bool is(int64_t n) const { return n == n_tokens; }
+
+    // Of one layer of its graph: attention starts behind a barrier.
+    void start_layer(const LayerShape & shape);
+
+    Runs                 runs;
+    bool                 causal       = true;
+    int32_t              n_tokens     = 0;
+    int32_t              most_threads = 1;    // that the context has computed with
+    std::atomic<int32_t> next_task{ 0 };      // of a layer's attention, of all runs
+    std::atomic<int32_t> finished{ 0 };       // pieces of a bounded prompt's layer
+
+  private:
+    bool collect(const llama_attn_provider_ubatch & of);
+    Kind classify(const Run & run) const;
+    bool refused(const Run & run);
+    bool prepare(const llama_attn_provider_ubatch & of, Run & run);
+    bool begin_answer(SequenceState & state);
+    void note_places(const llama_attn_provider_ubatch & of, Run & run) const;
+    bool decodes(const Run & run) const;
+    bool store_all(const llama_attn_provider_ubatch & of);
+    bool store(const llama_attn_provider_ubatch & of, Run & run);
+    bool enter_bounded(const llama_attn_provider_ubatch & of, Run & run);
+    bool reserve_working();
+    void take_back() noexcept;
+    void go_on(Run & run);
+    bool no_memory(const char * what);  // reports it; false
+
+    Context &      context_;
+    const Layers & layers_;
+    Sequences &    sequences_;
+    Devices &      devices_;
+    Working &      working_;
+    Compressor &   compressor_;
+};
+
+}  // namespace kvedge
