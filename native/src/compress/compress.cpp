@@ -45,8 +45,11 @@ void fill_layers(Job & job, bool reduces, Compression & outcome) {
 }
 
 const char * reads_rows(const kvedge_plan & plan) {
-    if (plan.scorer->custom || plan.scorer->moments || plan_projects(plan)) {
+    if (plan.scorer->custom || plan.scorer->moments || (plan_peaks(plan) & WANTS_LENGTHS)) {
         return plan.scorer->name;
+    }
+    if (plan.critical != Critical::none) {
+        return "critical";
     }
     if (plan_reach(plan) == Reach::rows) {
         return plan.allocator->name;

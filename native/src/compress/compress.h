@@ -47,7 +47,7 @@ bool saw_all(const Sequence & seq, const kvedge_plan & plan);
 // Queries of the last tokens that the scorer looks at; 0: none.
 int32_t window_length(const Sequence & seq);
 
-// The stage of a plan that reads rows, so that they must be on the host; NULL: measures and merges are all that its stages ask for.
+// The member or rule of a plan that reads rows, so that they must be on the host; NULL: measures and merges are all it asks for.
 const char * reads_rows(const kvedge_plan & plan);
 
 kvedge_status fail_unobserved(const kvedge_plan & plan, kvedge_error * err);  // KVEDGE_E_STATE
