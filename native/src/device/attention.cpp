@@ -10,47 +10,29 @@ namespace kvedge {
 
 using T = ggml_tensor *;
 
-// Queries and rows as the operations take them: heads that share a mask on dimension 2, others on dimension 3. Where heads
-// share a list of rows, their queries are like those of as many tokens, each with a mask that hides the other heads' rows.
-struct GraphRows::Parts {
-    T q;     // [d_k, n, heads, groups]
-    T k;     // [d_k, slots, KV heads, groups]
-    T v;     // [d_v, slots, KV heads, groups]
-    T mask;  // [slots, n, 1, groups]
-};
-
 namespace {
-
-T whole(ggml_context * ctx, T x) { return ggml_is_contiguous(x) ? x : ggml_cont(ctx, x); }
 
 // Head sizes that no device's kernel is asked about: a server elsewhere says yes to everything.
 bool common_size(int64_t d) { return d == 64 || d == 80 || d == 96 || d == 112 || d == 128 || d == 256; }
 
+}  // namespace
 
-// [d_v, heads, n, groups]
-template <class Parts> T attention(const GraphLayer & in, const Parts & p, ggml_backend_dev_t device) {
+T attention_over(const GraphLayer & in, T q, T k, T v, T mask, ggml_backend_dev_t device) {
     ggml_context * c     = in.ctx;
-    T              flash = ggml_flash_attn_ext(c, p.q, p.k, p.v, p.mask, in.scale, 0.0f, in.softcap);
-    if (has_flash_size(device, p.k->ne[0], p.v->ne[0]) && ggml_backend_dev_supports_op(device, flash)) {
+    T              flash = ggml_flash_attn_ext(c, q, k, v, mask, in.scale, 0.0f, in.softcap);
+    if (has_flash_size(device, k->ne[0], v->ne[0]) && ggml_backend_dev_supports_op(device, flash)) {
         ggml_prec_set_acc(flash, GGML_PREC_F32);
         if (in.sinks) {
             ggml_flash_attn_ext_add_sinks(flash, in.sinks);
         }
         return flash;
     }
-    T weights = attention_weights(c, p.q, p.k, p.mask, in.scale, in.softcap);
+    T weights = attention_weights(c, q, k, mask, in.scale, in.softcap);
     if (in.sinks) {
         ggml_soft_max_add_sinks(weights, in.sinks);
     }
-    T out = ggml_mul_mat(c, ggml_cont(c, ggml_transpose(c, p.v)), weights);
+    T out = ggml_mul_mat(c, ggml_cont(c, ggml_transpose(c, v)), weights);
     return ggml_permute(c, out, 0, 2, 1, 3);
-}
-
-}  // namespace
-
-T attention_over(const GraphLayer & in, T q, T k, T v, T mask, ggml_backend_dev_t device) {
-    const struct { T q, k, v, mask; } parts = { q, k, v, mask };
-    return attention(in, parts, device);
 }
 
 bool has_flash_size(ggml_backend_dev_t device, int64_t d_k, int64_t d_v) {
@@ -68,8 +50,7 @@ bool reads_once(ggml_backend_dev_t device) { return cuda_or_cpu(device); }
 bool copies_at_once(ggml_backend_dev_t device) { return cuda_or_cpu(device); }
 
 T attention_weights(ggml_context * c, T q, T k, T mask, float scale, float softcap) {
-    T logits = ggml_mul_mat(c, k, q);
-    ggml_prec_set_acc(logits, GGML_PREC_F32);
+    T logits = product(c, k, q);
     if (softcap != 0.0f) {
         logits = ggml_scale(c, ggml_tanh(c, ggml_scale(c, logits, scale / softcap)), softcap);
         scale  = 1.0f;
@@ -90,7 +71,7 @@ T GraphRows::attend_even(const GraphLayer & in, size_t l) const {
     const auto     seen  = [&](T x) { return ggml_view_3d(c, x, x->ne[0], shown, x->ne[2], x->nb[1], x->nb[2], 0); };
     T mask = ggml_view_2d(c, written.mask, shown, n, (size_t) shown * sizeof(ggml_fp16_t), 0);
     T keys = seen(k);
-    T out  = attention(in, Parts{ ggml_permute(c, in.q, 0, 2, 1, 3), keys, seen(v), mask }, layer.device);
+    T out  = attention_over(in, ggml_permute(c, in.q, 0, 2, 1, 3), keys, seen(v), mask, layer.device);
     out    = ggml_reshape_2d(c, whole(c, out), group.v->ne[0] * in.q->ne[1], n);
     return after(out, add_up(in, l, keys, mask));
 }
@@ -120,7 +101,7 @@ T GraphRows::attend_group(const GraphLayer & in, const Layer & layer, const Grou
     T            seen  = ggml_reshape_4d(c, mask, slots, (int64_t) group.queries * together, 1, lists);
     T            rows  = of(in.q, dk * share);
     T q   = together == 1 ? ggml_reshape_4d(c, rows, dk, 1, share, heads) : ggml_reshape_4d(c, rows, dk, share * heads, 1, 1);
-    T out = attention(in, Parts{ q, apart(k), apart(v), seen }, layer.device);
+    T out = attention_over(in, q, apart(k), apart(v), seen, layer.device);
     return ggml_reshape_2d(c, whole(c, out), dv * share, heads);
 }
 

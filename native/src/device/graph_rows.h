@@ -285,7 +285,6 @@ class GraphRows : public AwayRows {
         std::vector<int32_t>            n;       // [Hkv]
         std::vector<std::vector<float>> biases;  // [Hkv][n]; empty: no row of any layer has one
     };
-    struct Parts;      // of the attention (graph/attention.cpp)
     struct Measuring;  // by what rows are measured (graph/measure.cpp)
     struct Taking;     // a compression (graph/taking.h)
     struct Merging;

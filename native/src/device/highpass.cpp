@@ -26,12 +26,6 @@ constexpr double PI = 3.14159265358979323846;
 
 int64_t rounded(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
-T product(ggml_context * c, T a, T b) {
-    T out = ggml_mul_mat(c, a, b);
-    ggml_prec_set_acc(out, GGML_PREC_F32);
-    return out;
-}
-
 }  // namespace
 
 GraphHighPass::GraphHighPass(int32_t n_tokens, double gamma)

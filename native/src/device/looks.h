@@ -4,20 +4,23 @@
 
 #pragma once
 
-#include "system/pages.h"
 #include "ggml.h"
 
 #include <cstdint>
-#include <vector>
 
 namespace kvedge {
 
+// Numbers in two halves, each of them f32 that half precision holds. A product with both is one with the numbers.
+struct Halves {
+    ggml_tensor * high;
+    ggml_tensor * low;
+};
+// Of x f32, times a factor by which half precision holds it.
+Halves split(ggml_context * c, ggml_tensor * x, float factor);
+
 // The window's queries and what they see.
 struct VoteInputs {
-    // [d, 2 * G * W, heads] f16: of a head its query heads' queries, and what rounding left of them; or where `low` holds the
-    // latter, both [d, G * W, heads] f32
-    ggml_tensor * queries;
-    ggml_tensor * low;
+    Halves        queries;  // [d, G * W, heads]: of a head its query heads' queries
     ggml_tensor * mask;     // [N, W] or [N, W, 1, heads] f16
     ggml_tensor * weights;  // [T, W] f32 by which a query's vote for a token counts; NULL: all alike
     ggml_tensor * sinks;    // [G * heads] f32 or NULL
@@ -29,25 +32,6 @@ struct VoteInputs {
 
 // [T, 1, heads]: mean over the queries and query heads of the votes for keys [d, N, heads], or the largest over query heads.
 ggml_tensor * vote(ggml_context * c, ggml_tensor * keys, const VoteInputs & in);
-
-// Queries [W][H][d] of a layer, and what they are multiplied by, a power of two, so that half precision holds them in two halves.
-struct WindowQueries {
-    const float * q;
-    int32_t       n_window, n_heads, d;
-    float         factor;
-};
-float factor_of(const Bulk<float> & queries);
-// The same on a device: x f32, and its two halves in f32. Half precision holds what is up to 2^18.
-constexpr float RING_FACTOR = 0.25f;
-struct Halves {
-    ggml_tensor * high;
-    ggml_tensor * low;
-};
-Halves split(ggml_context * c, ggml_tensor * x);
-// Of some KV heads, as VoteInputs has them: [heads][2][G][W][d].
-void split_queries(const WindowQueries & in, const std::vector<int32_t> & heads, int32_t group, ggml_fp16_t * out);
-
-ggml_tensor * squares(ggml_context * c, ggml_tensor * rows);  // [1, T, heads] of lengths
 
 // Of keys [d, T, heads]: the sum of those that count, of length 1 or as they are, d * heads numbers; and the products of all keys
 // of length 1 with it, [T, 1, heads]. counts [T]: 1 or 0; NULL: all count.

@@ -19,6 +19,9 @@ namespace {
 
 constexpr size_t NODES = 128;  // of a part, views and inputs included
 
+// By which half precision holds queries: those of a prompt's graph up to 2^18, and those that are scaled for the logits already.
+constexpr float RING_FACTOR = 0.25f, SENT_FACTOR = 4.0f;
+
 std::vector<int32_t> tokens_of_kind(const MeasureJob & job) {
     std::vector<int32_t> out;
     for (int32_t t = 0; t < job.n_tokens; t++) {
@@ -69,7 +72,8 @@ struct GraphRows::Measuring {
     void  make_votes(Part & part, T keys);
     bool  from_ring() const { return asks_votes() && job.queries.empty(); }
     int32_t row_at(int32_t place) const { return from_ring() ? rows.row_in_ring(place) : place; }  // of the window, oldest first
-    T     ring_of(const Part & part, T x);
+    T     sent_queries(int64_t n);
+    T     queries_of(const Part & part, T x);
     T     mask_of(const Part & part);
     T     places(const Part & part, int32_t rows, bool filtered);
     T     wide(const Part & part, bool keys, int32_t rows);
@@ -88,10 +92,8 @@ struct GraphRows::Measuring {
     Parcel                      parcel;
     std::vector<Part>           parts;
     std::vector<Places>         lists;
-    std::vector<float>          factors;  // [layer] of the queries that are sent
-    GgmlContext                 context;
-    ggml_context *              c     = nullptr;
-    ggml_cgraph *               graph = nullptr;
+    std::unique_ptr<Sketch>     sketch;
+    ggml_context *              c = nullptr;
     Halves                      halves{};  // of the queries of all layers
     T mask = nullptr, weights = nullptr, counts = nullptr;
 };
@@ -100,10 +102,8 @@ GraphRows::Measuring::Measuring(const GraphRows & rows, const MeasureJob & job, 
     : rows(rows), job(job), layers(layers), of_kind(tokens_of_kind(job)),
       filter((int32_t) of_kind.size(), std::max(job.looks.gamma, 0.0)), parcel(rows.layers_[layers[0]].device) {
     plan_parts();
-    const size_t nodes = NODES * (parts.size() + 1);
-    context            = make_context(nodes * ggml_tensor_overhead() + ggml_graph_overhead_custom(nodes, false));
-    c                  = context.get();
-    graph              = ggml_new_graph_custom(c, nodes, false);
+    sketch = std::make_unique<Sketch>(NODES * (parts.size() + 1));
+    c      = sketch->context.get();
     make_inputs();
     for (Part & part : parts) {
         make_part(part);
@@ -152,13 +152,10 @@ void GraphRows::Measuring::plan_parts() {
 // What layers share.
 void GraphRows::Measuring::make_inputs() {
     const int32_t n = job.n_tokens, W = job.n_window;
-    factors.resize(rows.layers_.size());
-    if (from_ring()) {
-        halves = split(c, rows.inputs_[rows.layers_[layers[0]].inputs].queries);
+    if (asks_votes()) {
+        const Inputs & inputs = rows.inputs_[rows.layers_[layers[0]].inputs];
+        halves = split(c, from_ring() ? inputs.queries : sent_queries((int64_t) inputs.query * W), from_ring() ? RING_FACTOR : SENT_FACTOR);
     }
-    parallel_for(rows.n_threads_, asks_votes() && !from_ring() ? (int32_t) layers.size() : 0, [&](int32_t i, int32_t) {
-        factors[layers[(size_t) i]] = factor_of(job.queries[layers[(size_t) i]]);
-    });
     if (job.looks.votes == Looks::Votes::faded && W > 0) {
         weights = ggml_new_tensor_2d(c, GGML_TYPE_F32, n, W);
         parcel.send<float>(weights, [this, n, W](float * to, int32_t) {
@@ -176,6 +173,23 @@ void GraphRows::Measuring::make_inputs() {
     if (asks_high()) {
         filter.prepare(c, parcel);
     }
+}
+
+// The host's queries [W][H][d_k] of each layer, as the prompt's graphs would have left them.
+T GraphRows::Measuring::sent_queries(int64_t n) {
+    T all = ggml_new_tensor_1d(c, GGML_TYPE_F32, n);
+    parcel.send<float>(all, [this](float * to, int32_t i) {
+        const size_t       l = layers[(size_t) i], W = (size_t) job.n_window;
+        const LayerShape & s = (*rows.shapes_)[l];
+        const auto         d = (size_t) s.d_k, heads = (size_t) s.n_heads;
+        to += rows.layers_[l].query_at * W;
+        for (size_t h = 0; h < heads; h++) {
+            for (size_t w = 0; w < W; w++, to += d) {
+                std::copy_n(job.queries[l].data() + (w * heads + h) * d, d, to);
+            }
+        }
+    }, (int32_t) layers.size());
+    return all;
 }
 
 // Places of the last `rows` rows of each head of a part, where a head's first row stands for those that a shorter one does not
@@ -208,9 +222,8 @@ T GraphRows::Measuring::places(const Part & part, int32_t n_rows, bool filtered)
 T GraphRows::Measuring::gathered(const Part & part, bool keys, int32_t n_rows, bool filtered) {
     const auto heads = (int64_t) part.heads.size();
     T          from  = keys ? part.group->k : part.group->v;
-    T          flat  = ggml_view_2d(c, from, from->ne[0], from->ne[1] * from->ne[2], from->nb[1], 0);
     T          list  = places(part, n_rows, filtered);
-    return ggml_reshape_3d(c, ggml_get_rows(c, flat, list), from->ne[0], list->ne[0] / heads, heads);
+    return ggml_reshape_3d(c, ggml_get_rows(c, flat(c, from), list), from->ne[0], list->ne[0] / heads, heads);
 }
 
 // The last `rows` rows of the part's heads: [d, rows, heads] f32.
@@ -224,10 +237,10 @@ T GraphRows::Measuring::wide(const Part & part, bool keys, int32_t n_rows) {
     return from->type == GGML_TYPE_F32 ? ggml_cont(c, x) : ggml_cast(c, x, GGML_TYPE_F32);
 }
 
-// Queries of the part's heads where the prompt's graphs left them, or a half of them: [d, G * W, heads].
-T GraphRows::Measuring::ring_of(const Part & part, T x) {
+// A half of the queries of the part's heads: [d, G * W, heads].
+T GraphRows::Measuring::queries_of(const Part & part, T x) {
     const LayerShape & s    = shape(part);
-    const int64_t      W    = job.n_window, R = rows.ring_.window, G = s.n_heads / s.n_heads_kv, d = s.d_k;
+    const int64_t      W    = job.n_window, R = from_ring() ? rows.ring_.window : W, G = s.n_heads / s.n_heads_kv, d = s.d_k;
     const size_t       head = (size_t) (R * d) * sizeof(float), at = rows.layers_[part.layer].query_at * (size_t) R * sizeof(float);
     const auto         of   = [&](int32_t first, int64_t n) {
         T some = ggml_view_4d(c, x, d, W, G, n, (size_t) d * sizeof(float), head, (size_t) G * head, at + (size_t) (first * G) * head);
@@ -266,7 +279,7 @@ T GraphRows::Measuring::mask_of(const Part & part) {
 T GraphRows::Measuring::result(T x) {
     parcel.fetch(x);
     ggml_set_output(x);
-    ggml_build_forward_expand(graph, x);
+    sketch->add(x);
     return x;
 }
 
@@ -274,16 +287,10 @@ void GraphRows::Measuring::make_votes(Part & part, T keys) {
     const LayerShape &  s      = shape(part);
     const int32_t       W      = job.n_window, G = s.n_heads / s.n_heads_kv;
     const auto          heads  = (int64_t) part.heads.size();
-    const float         factor = from_ring() ? RING_FACTOR / rows.scales_[part.layer] : factors[part.layer];
+    const float         factor = from_ring() ? RING_FACTOR / rows.scales_[part.layer] : SENT_FACTOR;
     const float * const sink   = job.sinks.empty() ? nullptr : job.sinks[part.layer];
-    T q     = from_ring() ? ring_of(part, halves.high) : ggml_new_tensor_3d(c, GGML_TYPE_F16, s.d_k, (int64_t) 2 * W * G, heads);
-    T low   = from_ring() ? ring_of(part, halves.low) : nullptr;
-    T sinks = sink ? ggml_new_tensor_1d(c, GGML_TYPE_F32, G * heads) : nullptr;
-    if (!from_ring()) {
-        parcel.send<ggml_fp16_t>(q, [this, &part, &s, W, G, factor](ggml_fp16_t * to, int32_t) {
-            split_queries({ job.queries[part.layer].data(), W, s.n_heads, s.d_k, factor }, part.heads, G, to);
-        });
-    }
+    const Halves        q      = { queries_of(part, halves.high), queries_of(part, halves.low) };
+    T                   sinks  = sink ? ggml_new_tensor_1d(c, GGML_TYPE_F32, G * heads) : nullptr;
     if (sinks) {
         parcel.send<float>(sinks, [&part, sink, G](float * to, int32_t) {
             for (const int32_t head : part.heads) {
@@ -292,7 +299,7 @@ void GraphRows::Measuring::make_votes(Part & part, T keys) {
         });
     }
     const bool       largest = job.looks.votes == Looks::Votes::largest;
-    const VoteInputs in      = { q, low, mask_of(part), weights, sinks, W, G, job.n_tokens, 1.0f / factor, s.softcap, largest };
+    const VoteInputs in      = { q, mask_of(part), weights, sinks, W, G, job.n_tokens, 1.0f / factor, s.softcap, largest };
     part.votes               = result(vote(c, keys, in));
 }
 
@@ -437,19 +444,19 @@ AwayRows::Outcome GraphRows::measure_on(
         problem_ = outcome == Outcome::done ? "" : std::string("device ") + ggml_backend_dev_name(device) + " " + why;
         return outcome;
     };
-    if (const char * operation = lacking(device, graph.graph)) {
+    if (const char * operation = lacking(device, graph.sketch->graph)) {
         return end(Outcome::lacking, std::string("lacks ") + operation);
     }
     inputs.worker.give_back_memory();  // a prompt's sums are done
-    if (!graph.parcel.allocate() || !inputs.worker.make_room(device, graph.graph, n_threads_)) {
+    if (!graph.parcel.allocate() || !inputs.worker.make_room(device, graph.sketch->graph, n_threads_)) {
         return end(Outcome::full, "has no memory to measure rows");
     }
     graph.parcel.upload(n_threads_);
-    if (!inputs.worker.compute(graph.graph)) {
+    if (!inputs.worker.compute(graph.sketch->graph)) {
         return end(Outcome::failed, "failed to measure rows");
     }
     graph.parcel.download();
-    work.operations += operations_of(graph.graph);
+    work.operations += operations_of(graph.sketch->graph);
     work.to_device += graph.parcel.sent_bytes();
     work.to_host += graph.parcel.fetched_bytes();
     parallel_for(n_threads_, (int32_t) layers.size(), [&](int32_t i, int32_t) {

@@ -9,6 +9,7 @@
 #include "system/threads.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <numeric>
 #include <utility>
@@ -27,9 +28,9 @@ constexpr float  NOTHING     = -1e20f;   // scores below are of keys that take n
 constexpr size_t READY       = 16384;    // evicted rows of all heads
 constexpr size_t ENTRY_BYTES = 16;       // of an evicted row on the device: its place, and what is found
 
-size_t stepped(size_t n) { return (n + Numbers::STEP - 1) / Numbers::STEP * Numbers::STEP; }
+constexpr size_t STEP        = 64;       // numbers of 4 bytes: where lists begin, since a device may want addresses aligned
 
-T squares(ggml_context * c, T x) { return ggml_sum_rows(c, ggml_sqr(c, x)); }
+size_t stepped(size_t n) { return (n + STEP - 1) / STEP * STEP; }
 
 // visit(i, t) for the i-th pending row that is not kept, which is row t.
 template <class F> void each_evicted(const std::vector<int32_t> & kept, int32_t n_tokens, const F & visit) {
@@ -52,7 +53,6 @@ template <class F> void each_evicted(const std::vector<int32_t> & kept, int32_t 
 struct GraphRows::Merging::Hunt {
     size_t layer, heads, n_kept = 0, n_evicted = 0;  // the most of any head
     size_t chunk   = 0;                              // evicted rows of each head that are compared at a time
-    size_t kept_at = 0, evicted_at = 0, less_at = 0;  // in Numbers
     size_t entry   = 0;                              // of its first evicted row among the results
 
     // evicted rows of each head, in whole chunks, that are made ready at a time: for a few rows an operation takes as long
@@ -88,8 +88,8 @@ Outcome GraphRows::Merging::search() {
         if (hunt.n_evicted == 0) {
             continue;
         }
-        const size_t fits = of.work_bytes(l) / (sizeof(float) * hunt.n_kept * hunt.heads) / Numbers::STEP * Numbers::STEP;
-        hunt.chunk        = std::min(hunt.n_evicted, std::max(fits, Numbers::STEP));
+        const size_t fits = of.work_bytes(l) / (sizeof(float) * hunt.n_kept * hunt.heads) / STEP * STEP;
+        hunt.chunk        = std::min(hunt.n_evicted, std::max(fits, STEP));
         const bool other  = !hunts.empty() && of.from.layers_[hunts[0].layer].inputs != of.from.layers_[l].inputs;
         if (other || (!hunts.empty() && (entries + hunt.entries()) * ENTRY_BYTES > of.work_bytes(l) / 4)) {
             flush();
@@ -111,13 +111,17 @@ struct GraphRows::Merging::Found {
 // Whose keys are nearest: of the products less half of the kept key's square, or over its length, the largest. A key of length
 // 0 takes no row by its angle. What is taken off a product is part of it, as numbers behind each row: a pass over all products
 // would take as long as they do. Half precision holds the first half of such a number, and the second of what it leaves.
-void GraphRows::Merging::compare(const Hunt & x, const Numbers & lists, const Found & found, Sketch & sketch) const {
+void GraphRows::Merging::compare(const Hunt & x, T less_behind, const Found & found, Parcel & lists, Sketch & sketch) const {
     constexpr float LITTLE = 1e-36f, MUCH = 1e4f, LARGEST = 6e4f;  // no divisor is 0; in half precision
     ggml_context * c    = sketch.context.get();
     const auto     n    = (int64_t) x.n_kept, heads = (int64_t) x.heads;
     const bool     far  = of.job.rule->reach > 0.0f;
     const T        rows = of.flat(c, x.layer, true);
-    const T        kept = ggml_clamp(c, ggml_get_rows(c, rows, lists.tensor(c, GGML_TYPE_I32, x.kept_at, n * heads)), -MOST, MOST);
+    const T        evicted = ggml_new_tensor_1d(c, GGML_TYPE_I32, (int64_t) x.entries());
+    const T        to_keep = ggml_new_tensor_1d(c, GGML_TYPE_I32, n * heads);
+    lists.send<int32_t>(evicted, [this, &x](int32_t * to, int32_t h) { write_evicted(x, (size_t) h, to); }, (int32_t) heads);
+    lists.send<int32_t>(to_keep, [this, &x](int32_t * to, int32_t h) { write_kept(x, (size_t) h, to); }, (int32_t) heads);
+    const T        kept = ggml_clamp(c, ggml_get_rows(c, rows, to_keep), -MOST, MOST);
     const T        own  = squares(c, kept);
     const T        none = far ? nullptr : ggml_scale_bias(c, ggml_step(c, own), -MUCH, MUCH);
     const T        less = far ? ggml_clamp(c, ggml_scale(c, own, 0.5f / (BEHIND / 2 * -LESS)), 0.0f, LARGEST) : none;
@@ -134,18 +138,17 @@ void GraphRows::Merging::compare(const Hunt & x, const Numbers & lists, const Fo
         const size_t at = (x.entry + x.heads * first) * sizeof(float), values = at + x.entry * sizeof(float);
         if (first % x.block() == 0) {
             const auto n_rows = (int64_t) (x.heads * std::min(x.block(), x.n_evicted - first));
-            const T    list   = lists.tensor(c, GGML_TYPE_I32, x.evicted_at + x.heads * first * sizeof(int32_t), n_rows);
+            const T    list   = ggml_view_1d(c, evicted, n_rows, x.heads * first * sizeof(int32_t));
             const T    e      = ggml_get_rows(c, rows, list);
             const T    square = squares(c, e);
             write_to(square, found.values, values + x.entries() * sizeof(float));
             sketch.add(square);  // before the numbers are clamped
-            by    = ggml_concat(c, ggml_clamp(c, e, -MOST, MOST), lists.tensor(c, GGML_TYPE_F32, x.less_at, (int64_t) BEHIND, n_rows), 0);
+            by    = ggml_concat(c, ggml_clamp(c, e, -MOST, MOST), ggml_view_2d(c, less_behind, BEHIND, n_rows, less_behind->nb[1], 0), 0);
             begin = first;
         }
         const T some = ggml_view_2d(c, by, d, m * heads, by->nb[1], x.heads * (first - begin) * by->nb[1]);
-        T       s    = ggml_mul_mat(c, keys, ggml_reshape_3d(c, some, d, m, heads));
-        ggml_prec_set_acc(s, GGML_PREC_F32);
-        s               = ggml_reshape_2d(c, far ? s : ggml_div(c, s, length), n, m * heads);
+        T       s    = product(c, keys, ggml_reshape_3d(c, some, d, m, heads));
+        s            = ggml_reshape_2d(c, far ? s : ggml_div(c, s, length), n, m * heads);
         const T largest = ggml_argmax(c, s);
         write_to(largest, found.target, at);
         const T score = ggml_get_rows(c, ggml_reshape_3d(c, s, 1, n, m * heads), ggml_reshape_2d(c, largest, 1, m * heads));
@@ -158,31 +161,26 @@ void GraphRows::Merging::compare(const Hunt & x, const Numbers & lists, const Fo
 Outcome GraphRows::Merging::search_some(std::vector<Hunt> & hunts) {
     const size_t layer = hunts[0].layer, entries = hunts.back().entry + hunts.back().entries();
     const auto   device = of.from.layers_[layer].device;
-    Numbers      lists;
     Found        found;
-    size_t       nodes = 0, widest = 0;
+    size_t       nodes = 8, widest = 0;
     for (const Hunt & x : hunts) {
-        widest = std::max(widest, BEHIND * std::min(x.block(), x.n_evicted) * x.heads);
-    }
-    const size_t less_at = lists.room(widest, sizeof(float));
-    for (Hunt & x : hunts) {
-        x.less_at    = less_at;
-        x.kept_at    = lists.room(x.n_kept * x.heads, sizeof(int32_t));
-        x.evicted_at = lists.room(x.entries(), sizeof(int32_t));
-        nodes += of.flat_nodes(x.layer) + 24 + 20 * ((x.n_evicted + x.chunk - 1) / x.chunk);
+        widest = std::max(widest, std::min(x.block(), x.n_evicted) * x.heads);
+        nodes += of.flat_nodes(x.layer) + 28 + 20 * ((x.n_evicted + x.chunk - 1) / x.chunk);
     }
     found.target = found.held.add(GGML_TYPE_I32, (int64_t) entries);
     found.values = found.held.add(GGML_TYPE_F32, (int64_t) (2 * entries));
-    if (!found.held.allocate(device) || !lists.open(device)) {
+    Sketch  sketch(nodes);
+    Parcel  lists(device);
+    const T less = ggml_new_tensor_2d(sketch.context.get(), GGML_TYPE_F32, BEHIND, (int64_t) widest);
+    lists.send<float>(less, [widest](float * to, int32_t) { std::fill_n(to, BEHIND * widest, LESS); });
+    bool room = found.held.allocate(device);
+    for (size_t i = 0; i < hunts.size() && room; i++) {
+        compare(hunts[i], less, found, lists, sketch);
+    }
+    if (!room || !lists.allocate()) {
         return of.problem(Outcome::full, layer, "has no memory to merge rows in");
     }
-    std::fill_n(lists.at<float>(less_at), widest, LESS);
-    each_head(hunts, [&](const Hunt & x, size_t h) { write_lists(x, h, lists); });
     of.upload(lists);
-    Sketch sketch(nodes);
-    for (const Hunt & x : hunts) {
-        compare(x, lists, found, sketch);
-    }
     Outcome outcome = of.prepare(layer, sketch);
     outcome         = outcome == Outcome::done ? of.compute(layer, sketch) : outcome;
     if (outcome == Outcome::done) {
@@ -207,18 +205,21 @@ template <class F> void GraphRows::Merging::each_head(const std::vector<Hunt> & 
     });
 }
 
-void GraphRows::Merging::write_lists(const Hunt & x, size_t h, Numbers & lists) const {
-    const auto &    kept    = of.job.kept[x.layer][h];
-    const int32_t * places  = of.places[x.layer][h].data() + of.n_old(x.layer, h);
-    int32_t * const to_kept = lists.at<int32_t>(x.kept_at) + h * x.n_kept;
-    int32_t * const evicted = lists.at<int32_t>(x.evicted_at);
+void GraphRows::Merging::write_kept(const Hunt & x, size_t h, int32_t * to) const {
+    const auto &    kept   = of.job.kept[x.layer][h];
+    const int32_t * places = of.places[x.layer][h].data() + of.n_old(x.layer, h);
     for (size_t j = 0; j < x.n_kept; j++) {
-        to_kept[j] = places[kept[j < kept.size() ? j : 0]];
+        to[h * x.n_kept + j] = places[kept[j < kept.size() ? j : 0]];
     }
+}
+
+void GraphRows::Merging::write_evicted(const Hunt & x, size_t h, int32_t * to) const {
+    const auto &    kept   = of.job.kept[x.layer][h];
+    const int32_t * places = of.places[x.layer][h].data() + of.n_old(x.layer, h);
     for (size_t i = (size_t) of.job.n_tokens - kept.size(); i < x.n_evicted; i++) {
-        evicted[x.place(h, i)] = places[kept[0]];
+        to[x.place(h, i)] = places[kept[0]];
     }
-    each_evicted(kept, of.job.n_tokens, [&](size_t i, int32_t t) { evicted[x.place(h, i)] = places[t]; });
+    each_evicted(kept, of.job.n_tokens, [&](size_t i, int32_t t) { to[x.place(h, i)] = places[t]; });
 }
 
 // As merge_rows does it.
@@ -376,41 +377,28 @@ void GraphRows::Merging::plan(size_t l) {
     }
 }
 
-template <class F> void GraphRows::Merging::each_level(size_t l, const F & visit) {
-    for (auto & group : pieces[l]) {
-        for (Piece & piece : group) {
-            std::for_each(piece.begin(), piece.end(), visit);
-        }
-    }
-}
-
 size_t GraphRows::Merging::nodes(size_t l) {
     size_t n = 0;
-    each_level(l, [&](const Level &) { n += 2 * 20; });
+    for (const auto & group : pieces[l]) {
+        for (const Piece & piece : group) {
+            n += 2 * 20 * piece.size();
+        }
+    }
     return n > 0 ? n + 2 * of.flat_nodes(l) + 2 * pieces[l].size() : 0;
 }
 
-void GraphRows::Merging::make_room(size_t l, Numbers & numbers) {
-    each_level(l, [&](Level & x) {
-        x.at_index  = numbers.room(x.index.size(), sizeof(int32_t));
-        x.at_factor = numbers.room(x.factor.size(), sizeof(float));
-        x.at_ready  = numbers.room(x.ready.size(), sizeof(int64_t));
-    });
+namespace {
+
+template <class X> T sent(ggml_context * c, Parcel & parcel, ggml_type type, const std::vector<X> & x, int64_t ne0, int64_t ne1) {
+    const T out = ggml_new_tensor_2d(c, type, ne0, ne1);
+    parcel.send<X>(out, [&x](X * to, int32_t) { std::copy(x.begin(), x.end(), to); });
+    return out;
 }
 
-void GraphRows::Merging::write(size_t l, Numbers & numbers) {
-    each_level(l, [&](const Level & x) {
-        std::copy(x.index.begin(), x.index.end(), numbers.at<int32_t>(x.at_index));
-        std::copy(x.factor.begin(), x.factor.end(), numbers.at<float>(x.at_factor));
-        std::copy(x.ready.begin(), x.ready.end(), numbers.at<int64_t>(x.at_ready));
-    });
-}
-
-// Rows of a source with their factors, FAN to a sum: [d, n].
-T GraphRows::Merging::sum(ggml_context * c, T source, const Level & x, const Numbers & numbers) {
-    const int64_t d = source->ne[0], n = x.n;
-    T all = ggml_get_rows(c, source, numbers.tensor(c, GGML_TYPE_I32, x.at_index, (int64_t) FAN * n));
-    all   = ggml_mul(c, all, numbers.tensor(c, GGML_TYPE_F32, x.at_factor, 1, (int64_t) FAN * n));
+// Rows of a source, FAN to a sum: index [FAN * n], factor [1, FAN * n]. The result is [d, n].
+T sum(ggml_context * c, T source, T index, T factor) {
+    const int64_t d = source->ne[0], n = index->ne[0] / (int64_t) FAN;
+    T             all = ggml_mul(c, ggml_get_rows(c, source, index), factor);
     for (int64_t half = (int64_t) FAN / 2; half > 0; half /= 2) {
         const auto part = [&](int64_t first) {
             return ggml_view_2d(c, all, d, half * n, all->nb[1], (size_t) (first * n) * all->nb[1]);
@@ -420,25 +408,32 @@ T GraphRows::Merging::sum(ggml_context * c, T source, const Level & x, const Num
     return all;
 }
 
-void GraphRows::Merging::add_up(size_t l, const Numbers & numbers, Sketch & sketch) const {
+}  // namespace
+
+void GraphRows::Merging::add_up(size_t l, Parcel & parcel, Sketch & sketch) const {
     ggml_context * c = sketch.context.get();
     if (std::all_of(pieces[l].begin(), pieces[l].end(), [](const auto & group) { return group.empty(); })) {
         return;
     }
-    for (const bool keys : { true, false }) {
-        const T rows = of.flat(c, l, keys);
-        for (size_t g = 0; g < pieces[l].size(); g++) {
-            const Group & group = of.next.layers_[l].groups[g];
-            const T       whole = keys ? group.k : group.v;
-            const T       to    = ggml_view_2d(c, whole, whole->ne[0], whole->ne[1] * whole->ne[2], whole->nb[1], 0);
-            for (const Piece & piece : pieces[l][g]) {
-                T x = rows;
-                for (const Level & level : piece) {
-                    x            = sum(c, x, level, numbers);
-                    const auto n = (int64_t) level.ready.size();
-                    if (n > 0) {
-                        const T ready = ggml_view_2d(c, x, x->ne[0], n, x->nb[1], 0);
-                        sketch.add(ggml_set_rows(c, to, ready, numbers.tensor(c, GGML_TYPE_I64, level.at_ready, n)));
+    const T keys = of.flat(c, l, true), values = of.flat(c, l, false);
+    for (size_t g = 0; g < pieces[l].size(); g++) {
+        const Group & group = of.next.layers_[l].groups[g];
+        const T       to_k = kvedge::flat(c, group.k), to_v = kvedge::flat(c, group.v);
+        for (const Piece & piece : pieces[l][g]) {
+            std::vector<std::array<T, 3>> lists;
+            for (const Level & level : piece) {
+                const auto n = (int64_t) level.ready.size(), rows = (int64_t) level.index.size();
+                lists.push_back({ sent(c, parcel, GGML_TYPE_I32, level.index, rows, 1),
+                                  sent(c, parcel, GGML_TYPE_F32, level.factor, 1, rows),
+                                  n > 0 ? sent(c, parcel, GGML_TYPE_I64, level.ready, n, 1) : nullptr });
+            }
+            for (const bool of_keys : { true, false }) {
+                T x = of_keys ? keys : values;
+                for (const auto & [index, factor, ready] : lists) {
+                    x = sum(c, x, index, factor);
+                    if (ready) {
+                        const T done = ggml_view_2d(c, x, x->ne[0], ready->ne[0], x->nb[1], 0);
+                        sketch.add(ggml_set_rows(c, of_keys ? to_k : to_v, done, ready));
                     }
                 }
             }

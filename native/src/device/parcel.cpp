@@ -54,6 +54,7 @@ void Parcel::upload(int32_t n_threads) {
     parallel_for(n_threads, (int32_t) tasks_.size(), [this](int32_t i, int32_t) { tasks_[(size_t) i](values_.data()); });
     const GgmlContext context = make_context(ggml_tensor_overhead());
     ggml_backend_tensor_set(piece(context.get(), 0, sent_bytes_), values_.data(), 0, sent_bytes_);
+    values_ = Pages();
 }
 
 void Parcel::download() {

@@ -8,23 +8,17 @@ using T = ggml_tensor *;
 
 namespace {
 
-// `from` and `to` [d, slots, lists]. One list at a time, so that the f32 in between stays small.
-void convert_lists(ggml_context * c, ggml_cgraph * graph, T from, T to) {
-    const auto list = [&](T x, int64_t i) { return ggml_view_2d(c, x, x->ne[0], x->ne[1], x->nb[1], (size_t) i * x->nb[2]); };
-    for (int64_t i = 0; i < from->ne[2]; i++) {
-        ggml_build_forward_expand(graph, ggml_cpy(c, ggml_cast(c, list(from, i), GGML_TYPE_F32), list(to, i)));
-    }
-}
-
-// From k and v to those of a group.
+// From k and v [d, slots, lists] to those of a group. One list at a time, so that the f32 in between stays small.
 bool convert(Worker & worker, ggml_backend_dev_t device, const T (&from)[2], const T (&to)[2], int32_t n_threads) {
-    constexpr size_t    EACH    = 5;  // tensors of a list
-    const size_t        nodes   = EACH * 2 * (size_t) from[0]->ne[2];
-    const GgmlContext   context = make_context(nodes * ggml_tensor_overhead() + ggml_graph_overhead_custom(nodes, false));
-    ggml_cgraph * const graph   = ggml_new_graph_custom(context.get(), nodes, false);
-    convert_lists(context.get(), graph, from[0], to[0]);
-    convert_lists(context.get(), graph, from[1], to[1]);
-    return !lacking(device, graph) && worker.make_room(device, graph, n_threads) && worker.compute(graph);
+    constexpr size_t EACH  = 5;  // tensors of a list
+    const int64_t    lists = from[0]->ne[2];
+    Sketch           sketch(EACH * 2 * (size_t) lists);
+    ggml_context *   c    = sketch.context.get();
+    const auto       list = [&](T x, int64_t i) { return ggml_view_2d(c, x, x->ne[0], x->ne[1], x->nb[1], (size_t) i * x->nb[2]); };
+    for (int64_t i = 0; i < 2 * lists; i++) {
+        sketch.add(ggml_cpy(c, ggml_cast(c, list(from[i / lists], i % lists), GGML_TYPE_F32), list(to[i / lists], i % lists)));
+    }
+    return !lacking(device, sketch.graph) && worker.make_room(device, sketch.graph, n_threads) && worker.compute(sketch.graph);
 }
 
 }  // namespace

@@ -147,17 +147,16 @@ T GraphRows::attend_regions(const GraphLayer & in, const Layer & layer, const Gr
     ggml_context * c     = in.ctx;
     const Inputs & from  = inputs_[layer.inputs];
     const int64_t  heads = (int64_t) group.heads.size(), dk = group.k->ne[0], dv = group.v->ne[0], n_heads = in.q->ne[1];
-    const auto     whole = [&](T x) { return ggml_is_contiguous(x) ? x : ggml_cont(c, x); };
     T              index = viewed(c, from.spans, GGML_TYPE_I64, heads, 1, index_at(from.span, from.spanned) + 2 * (int64_t) group.span);
     T              spans = viewed(c, from.spans, GGML_TYPE_I32, from.span, heads, from.span * (int64_t) group.span);
-    T              k     = ggml_set_rows(c, group.k, ggml_reshape_2d(c, whole(in.k), dk, heads), index);
-    T              v     = ggml_set_rows(c, group.v, ggml_reshape_2d(c, whole(in.v), dv, heads), index);
+    T              k     = ggml_set_rows(c, group.k, ggml_reshape_2d(c, whole(c, in.k), dk, heads), index);
+    T              v     = ggml_set_rows(c, group.v, ggml_reshape_2d(c, whole(c, in.v), dv, heads), index);
     T              mask  = group.mask;
     if (form_.dropping) {  // the slot of a row that went had its bias, or was hidden
         T zeros = ggml_view_2d(c, from.zeros, 1, heads, from.zeros->nb[2], 0);
         mask    = ggml_reshape_1d(c, ggml_set_rows(c, ggml_reshape_2d(c, mask, 1, group.slots), zeros, index), group.slots);
     }
-    T q   = ggml_reshape_3d(c, whole(in.q), dk, 1, n_heads);
+    T q   = ggml_reshape_3d(c, whole(c, in.q), dk, 1, n_heads);
     T out = attention_over_spans({ c, q, k, v, in.sinks, in.scale, in.softcap }, mask, spans);
     return ggml_reshape_2d(c, out, dv * n_heads / heads, heads);
 }

@@ -18,18 +18,9 @@ namespace {
 constexpr int64_t MASK = 32 << 20;  // bytes of a mask that exist at a time
 constexpr int64_t MOST = 4;         // parts of a layer: each is some launches
 
-// Rows in one flat list, as words.
-T as_words(ggml_context * c, T x) {
-    T words      = ggml_view_2d(c, x, x->ne[0], x->ne[1] * x->ne[2], x->nb[1], 0);
-    words->type  = GGML_TYPE_I32;
-    words->ne[0] = (int64_t) (x->nb[1] / sizeof(int32_t));
-    words->nb[0] = sizeof(int32_t);
-    return words;
-}
-
 // [d, columns, 1, heads] of the type of x [d, slots, lists].
 T side_by_side(ggml_context * c, T x, T places, int64_t columns, int64_t heads) {
-    T rows = ggml_get_rows(c, as_words(c, x), places);
+    T rows = ggml_get_rows(c, flat_as(c, x, GGML_TYPE_I32), places);
     T out  = ggml_view_4d(c, rows, rows->ne[0], columns, 1, heads, rows->nb[1], (size_t) columns * rows->nb[1],
                           (size_t) columns * rows->nb[1], 0);
     out->type  = x->type;
@@ -45,8 +36,6 @@ T joined_mask(ggml_context * c, T biases, T fresh, int64_t columns, int64_t n, i
     return ggml_add(c, ggml_repeat_4d(c, all, columns, n, 1, heads), ggml_view_2d(c, fresh, columns, n, fresh->nb[1], 0));
 }
 
-T whole(ggml_context * c, T x) { return ggml_is_contiguous(x) ? x : ggml_cont(c, x); }
-
 // Of a tensor whose KV heads are on its last dimension, those of a group.
 T picked(ggml_context * c, T x, T pick, int last) {
     int64_t ne[4] = { x->ne[0], x->ne[1], x->ne[2], x->ne[3] };
@@ -60,15 +49,14 @@ T picked(ggml_context * c, T x, T pick, int last) {
 bool reads_several(ggml_backend_dev_t device) {
     constexpr size_t  NODES = 16;
     constexpr int64_t N = 256, D = 64;
-    const GgmlContext context = make_context(NODES * ggml_tensor_overhead() + ggml_graph_overhead_custom(NODES, false));
-    ggml_context *    c       = context.get();
-    ggml_cgraph *     graph   = ggml_new_graph_custom(c, NODES, false);
+    Sketch            sketch(NODES);
+    ggml_context *    c       = sketch.context.get();
     T                 places  = ggml_new_tensor_1d(c, GGML_TYPE_I32, 2 * N);
     T                 biases  = ggml_new_tensor_1d(c, GGML_TYPE_F16, 2 * N);
     T                 fresh   = ggml_new_tensor_2d(c, GGML_TYPE_F16, N, 2);
-    ggml_build_forward_expand(graph, side_by_side(c, ggml_new_tensor_3d(c, GGML_TYPE_F16, D, N, 2), places, N, 2));
-    ggml_build_forward_expand(graph, joined_mask(c, biases, fresh, N, 2, 2, 0));
-    return !lacking(device, graph);
+    sketch.add(side_by_side(c, ggml_new_tensor_3d(c, GGML_TYPE_F16, D, N, 2), places, N, 2));
+    sketch.add(joined_mask(c, biases, fresh, N, 2, 2, 0));
+    return !lacking(device, sketch.graph);
 }
 
 // Heads of a list of their own each are alike in length; where all share one list, few at a time keep the mask small.

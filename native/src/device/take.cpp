@@ -21,27 +21,17 @@ namespace {
 // Beside a cache, of its bytes: new rows before the first old ones are given back, and results of a graph.
 constexpr uint64_t AHEAD = 64, LEAST_AHEAD = 16 << 20, WORK = 24;
 
-// Contiguous rows, as rows of another type with as many bytes.
-T viewed(ggml_context * c, T x, ggml_type type, int64_t ne0) {
-    T out     = ggml_view_2d(c, x, x->ne[0], x->ne[1] * x->ne[2], x->nb[1], 0);
-    out->type = type;
-    out->ne[0] = ne0;
-    out->nb[0] = ggml_type_size(type);
-    return out;
-}
-
 // GET_ROWS copies whole numbers bit for bit, and makes f32 of all others.
 bool as_numbers(T x) { return x->nb[1] % sizeof(int32_t) == 0; }
-T    numbers_of(ggml_context * c, T x) { return viewed(c, x, GGML_TYPE_I32, (int64_t) (x->nb[1] / sizeof(int32_t))); }
 
 // Rows of `from` [d, rows] into all of `to`.
 T gathered(ggml_context * c, T from, T index, T to) {
     if (from->type == to->type) {
-        T out = ggml_get_rows(c, numbers_of(c, from), index);
+        T out = ggml_get_rows(c, flat_as(c, from, GGML_TYPE_I32), index);
         write_to(out, to);
         return out;
     }
-    return ggml_cpy(c, ggml_get_rows(c, from, index), viewed(c, to, to->type, to->ne[0]));
+    return ggml_cpy(c, ggml_get_rows(c, from, index), kvedge::flat(c, to));
 }
 
 }  // namespace
@@ -198,13 +188,13 @@ T GraphRows::Taking::flat(ggml_context * c, size_t l, bool keys) const {
     const auto & groups = from.layers_[l].groups;
     const T      first  = keys ? groups[0].k : groups[0].v;
     if (groups.size() == 1) {
-        return viewed(c, first, first->type, first->ne[0]);
+        return kvedge::flat(c, first);
     }
-    T all = numbers_of(c, first);
+    T all = flat_as(c, first, GGML_TYPE_I32);
     for (size_t g = 1; g < groups.size(); g++) {
-        all = ggml_concat(c, all, numbers_of(c, keys ? groups[g].k : groups[g].v), 1);
+        all = ggml_concat(c, all, flat_as(c, keys ? groups[g].k : groups[g].v, GGML_TYPE_I32), 1);
     }
-    return viewed(c, all, first->type, first->ne[0]);
+    return flat_as(c, all, first->type);
 }
 
 // ---------------------------------------------------------------------------------------------------------
@@ -233,10 +223,10 @@ Outcome GraphRows::Taking::compute(size_t l, Sketch & sketch) {
     return good ? Outcome::done : problem(Outcome::failed, l, "failed");
 }
 
-void GraphRows::Taking::upload(Numbers & numbers) {
+void GraphRows::Taking::upload(Parcel & parcel) {
     const Timer timer(from.work.upload_us);
-    from.work.to_device += numbers.bytes();
-    numbers.send();
+    from.work.to_device += parcel.sent_bytes();
+    parcel.upload(from.n_threads_);
 }
 
 void GraphRows::Taking::download(const ggml_tensor * from_device, void * to) {
@@ -244,26 +234,19 @@ void GraphRows::Taking::download(const ggml_tensor * from_device, void * to) {
     ggml_backend_tensor_get(from_device, to, 0, ggml_nbytes(from_device));
 }
 
-// Where the rows of each group come from, slot by slot. Slots without a row get one that there is: what a mask hides must
+// Where the rows of a group come from, slot by slot. Slots without a row get one that there is: what a mask hides must
 // still be a number.
-void GraphRows::Taking::write_lists(Bundle & bundle) const {
-    parallel_for(from.n_threads_, (int32_t) bundle.layers.size(), [&](int32_t i, int32_t) {
-        const size_t l = bundle.layers[(size_t) i];
-        for (size_t g = 0; g < next.layers_[l].groups.size(); g++) {
-            const Group & group = next.layers_[l].groups[g];
-            auto * const  list  = bundle.numbers.at<int32_t>(bundle.lists[(size_t) i][g]);
-            const auto &  any   = places[l][(size_t) group.heads[0]];
-            std::fill_n(list, (size_t) group.slots * group.lists(), any.empty() ? 0 : any[0]);
-            for (const int32_t h : group.heads) {
-                const auto   to  = next.places_of(l, h);
-                const auto & at  = places[l][(size_t) h];
-                const size_t old = n_old(l, (size_t) h);
-                for (size_t r = 0; r < to.size(); r++) {
-                    list[to[r]] = at[r < old ? r : old + (size_t) job.kept[l][(size_t) h][r - old]];
-                }
-            }
+void GraphRows::Taking::write_list(size_t l, const Group & group, int32_t * list) const {
+    const auto & any = places[l][(size_t) group.heads[0]];
+    std::fill_n(list, (size_t) group.slots * group.lists(), any.empty() ? 0 : any[0]);
+    for (const int32_t h : group.heads) {
+        const auto   to  = next.places_of(l, h);
+        const auto & at  = places[l][(size_t) h];
+        const size_t old = n_old(l, (size_t) h);
+        for (size_t r = 0; r < to.size(); r++) {
+            list[to[r]] = at[r < old ? r : old + (size_t) job.kept[l][(size_t) h][r - old]];
         }
-    });
+    }
 }
 
 void GraphRows::Taking::sketch(Bundle & bundle) {
@@ -274,20 +257,17 @@ void GraphRows::Taking::sketch(Bundle & bundle) {
     }
     bundle.gather = std::make_unique<Sketch>(nodes[0]);
     bundle.merge  = nodes[1] > 0 ? std::make_unique<Sketch>(nodes[1]) : nullptr;
-    for (size_t i = 0; i < bundle.layers.size(); i++) {
-        const size_t l = bundle.layers[i];
-        for (const bool keys : { true, false }) {
-            ggml_context * c    = bundle.gather->context.get();
-            const T        rows = flat(c, l, keys);
-            for (size_t g = 0; g < next.layers_[l].groups.size(); g++) {
-                const Group & group = next.layers_[l].groups[g];
-                const auto    n     = (int64_t) group.slots * (int64_t) group.lists();
-                const T       index = bundle.numbers.tensor(c, GGML_TYPE_I32, bundle.lists[i][g], n);
-                bundle.gather->add(gathered(c, rows, index, keys ? group.k : group.v));
-            }
+    ggml_context * c = bundle.gather->context.get();
+    for (const size_t l : bundle.layers) {
+        const T keys = flat(c, l, true), values = flat(c, l, false);
+        for (const Group & group : next.layers_[l].groups) {
+            const T index = ggml_new_tensor_1d(c, GGML_TYPE_I32, (int64_t) group.slots * (int64_t) group.lists());
+            bundle.parcel->send<int32_t>(index, [this, l, &group](int32_t * to, int32_t) { write_list(l, group, to); });
+            bundle.gather->add(gathered(c, keys, index, group.k));
+            bundle.gather->add(gathered(c, values, index, group.v));
         }
         if (bundle.merge) {
-            merging.add_up(l, bundle.numbers, *bundle.merge);
+            merging.add_up(l, *bundle.parcel, *bundle.merge);
         }
     }
 }
@@ -301,25 +281,18 @@ Outcome GraphRows::Taking::open(Bundle & bundle) {
     }
     bundle.held = std::make_shared<Tensors>(n);
     for (const size_t l : bundle.layers) {
-        bundle.lists.emplace_back();
         for (Group & group : next.layers_[l].groups) {
             static_cast<Room &>(group) = next.room_for(l, group, group.slots, bundle.held);
-            bundle.lists.back().push_back(bundle.numbers.room((size_t) group.slots * group.lists(), sizeof(int32_t)));
-        }
-        if (job.rule) {
-            merging.make_room(l, bundle.numbers);
         }
     }
-    if (!bundle.held->allocate(from.layers_[first].device) || !bundle.numbers.open(from.layers_[first].device)) {
+    if (bundle.held->allocate(from.layers_[first].device)) {
+        bundle.parcel = std::make_unique<Parcel>(from.layers_[first].device);
+        sketch(bundle);
+    }
+    if (!bundle.parcel || !bundle.parcel->allocate()) {
         return problem(Outcome::full, first, "has no memory for the rows that stay");
     }
-    write_lists(bundle);
-    if (job.rule) {
-        parallel_for(from.n_threads_, (int32_t) bundle.layers.size(),
-                     [&](int32_t i, int32_t) { merging.write(bundle.layers[(size_t) i], bundle.numbers); });
-    }
-    upload(bundle.numbers);
-    sketch(bundle);
+    upload(*bundle.parcel);
     Outcome outcome = Outcome::done;
     for (Sketch * part : { bundle.gather.get(), bundle.merge.get() }) {
         outcome = part && outcome == Outcome::done ? prepare(first, *part) : outcome;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "device/graph_rows.h"
+#include "device/parcel.h"
 #include "primitives/merge.h"
 
 #include <chrono>
@@ -26,7 +27,6 @@ struct GraphRows::Merging {
         std::vector<int32_t> index;
         std::vector<float>   factor;
         std::vector<int64_t> ready;  // rows of the new tensor that the first sums are; the others are the next level's source
-        size_t               at_index = 0, at_factor = 0, at_ready = 0;  // in Numbers
     };
     using Piece = std::vector<Level>;  // of the sums that exist at a time; the first level reads the layer's old rows
 
@@ -35,24 +35,21 @@ struct GraphRows::Merging {
     Outcome search();            // what joins what, and the biases of the rows that stay
     void    plan(size_t layer);  // the sums, where `next` is laid out
     size_t  nodes(size_t layer);
-    void    make_room(size_t layer, Numbers & numbers);
-    void    write(size_t layer, Numbers & numbers);
-    void    add_up(size_t layer, const Numbers & numbers, Sketch & sketch) const;
+    void    add_up(size_t layer, Parcel & parcel, Sketch & sketch) const;  // this must outlive the parcel
 
   private:
     struct Hunt;
     struct Found;
     struct Sums;
     Outcome search_some(std::vector<Hunt> & hunts);
-    void    compare(const Hunt & hunt, const Numbers & lists, const Found & found, Sketch & sketch) const;
-    void    write_lists(const Hunt & hunt, size_t head, Numbers & lists) const;
+    void    compare(const Hunt & hunt, ggml_tensor * less, const Found & found, Parcel & lists, Sketch & sketch) const;
+    void    write_kept(const Hunt & hunt, size_t head, int32_t * to) const;
+    void    write_evicted(const Hunt & hunt, size_t head, int32_t * to) const;
     void    decide(const Hunt & hunt, size_t head, const int32_t * target, const float * values);
     void    collect(const Joins & joins, const std::vector<int32_t> & kept, const int32_t * places, const int32_t * to,
                     Sums & out) const;
     static Piece         piece_of(const Sums & sums, const std::vector<size_t> & all, size_t from, size_t to);
-    static ggml_tensor * sum(ggml_context * context, ggml_tensor * source, const Level & level, const Numbers & numbers);
     template <class F> void each_head(const std::vector<Hunt> & hunts, const F & visit) const;
-    template <class F> void each_level(size_t layer, const F & visit);
 
     Taking &                                     of;
     std::vector<std::vector<Joined>>             joined;  // [layer][head]
@@ -64,8 +61,7 @@ struct GraphRows::Taking {
     struct Bundle {
         std::vector<size_t>              layers;
         std::shared_ptr<Tensors>         held;
-        Numbers                          numbers;
-        std::vector<std::vector<size_t>> lists;  // [layer][group] in numbers: where its rows come from
+        std::unique_ptr<Parcel>          parcel;  // where rows come from, and how they are merged
         std::unique_ptr<Sketch>          gather, merge;
     };
 
@@ -78,7 +74,7 @@ struct GraphRows::Taking {
     Outcome prepare(size_t layer, Sketch & sketch);  // room for its results
     Outcome compute(size_t layer, Sketch & sketch);
     Outcome problem(Outcome outcome, size_t layer, const std::string & what);
-    void    upload(Numbers & numbers);
+    void    upload(Parcel & parcel);
     void    download(const ggml_tensor * from, void * to);
     const std::vector<float> * pending_biases(size_t layer, size_t head) const;  // NULL: there are none
     size_t  work_bytes(size_t layer) const;  // that a large result may take
@@ -105,7 +101,7 @@ struct GraphRows::Taking {
     void    lay_out_sources();
     Outcome lay_out_next();
     void    make_bundles();
-    void    write_lists(Bundle & bundle) const;
+    void    write_list(size_t layer, const Group & group, int32_t * list) const;
     void    sketch(Bundle & bundle);
     Outcome check();
     Outcome open(Bundle & bundle);

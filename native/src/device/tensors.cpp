@@ -32,30 +32,25 @@ Sketch::Sketch(size_t nodes)
     : context(make_context(nodes * ggml_tensor_overhead() + ggml_graph_overhead_custom(nodes, false))),
       graph(ggml_new_graph_custom(context.get(), nodes, false)) {}
 
-size_t Numbers::room(size_t n, size_t bytes) {
-    constexpr size_t ALIGN = STEP * sizeof(int32_t);
-    const size_t     at    = size_;
-    size_ += (n * bytes + ALIGN - 1) / ALIGN * ALIGN;
-    return at;
-}
+ggml_tensor * flat(ggml_context * c, ggml_tensor * x) { return ggml_view_2d(c, x, x->ne[0], x->ne[1] * x->ne[2], x->nb[1], 0); }
 
-bool Numbers::open(ggml_backend_dev_t device) {
-    host_.resize(size_);
-    held_ = Tensors(1);
-    all_  = held_.add(GGML_TYPE_I32, (int64_t) (std::max(size_, sizeof(int32_t)) / sizeof(int32_t)));
-    return held_.allocate(device);
-}
-
-void Numbers::send() {
-    ggml_backend_tensor_set(all_, host_.data(), 0, host_.size());
-    host_ = {};
-}
-
-ggml_tensor * Numbers::tensor(ggml_context * context, ggml_type type, size_t where, int64_t ne0, int64_t ne1) const {
-    ggml_tensor * out = ggml_new_tensor_2d(context, type, ne0, ne1);
-    write_to(out, all_, where);
+ggml_tensor * flat_as(ggml_context * c, ggml_tensor * x, ggml_type type) {
+    ggml_tensor * out = flat(c, x);
+    out->type         = type;
+    out->ne[0]        = (int64_t) (x->nb[1] / ggml_type_size(type)) * ggml_blck_size(type);
+    out->nb[0]        = ggml_type_size(type);
     return out;
 }
+
+ggml_tensor * whole(ggml_context * c, ggml_tensor * x) { return ggml_is_contiguous(x) ? x : ggml_cont(c, x); }
+
+ggml_tensor * product(ggml_context * c, ggml_tensor * a, ggml_tensor * b) {
+    ggml_tensor * out = ggml_mul_mat(c, a, b);
+    ggml_prec_set_acc(out, GGML_PREC_F32);
+    return out;
+}
+
+ggml_tensor * squares(ggml_context * c, ggml_tensor * rows) { return ggml_sum_rows(c, ggml_sqr(c, rows)); }
 
 void write_to(ggml_tensor * result, const ggml_tensor * to, size_t offset) {
     ggml_backend_tensor_alloc(to->buffer, result, (char *) to->data + offset);

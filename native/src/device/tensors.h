@@ -37,27 +37,6 @@ class Tensors {
     std::unique_ptr<ggml_backend_buffer, FreeGgml> buffer_;
 };
 
-// Numbers that the host writes for graphs of ours on a device, all of them in one tensor there.
-class Numbers {
-  public:
-    static constexpr size_t STEP = 64;  // numbers of 4 bytes: where lists begin, since a device may want addresses aligned
-
-    // Room for n numbers of so many bytes each; returns where. Not after open().
-    size_t room(size_t n, size_t bytes);
-    bool   open(ggml_backend_dev_t device);  // False: no memory. Throws std::bad_alloc
-    void   send();                           // and the host's copy goes
-
-    template <class X> X * at(size_t where) { return (X *) (host_.data() + where); }  // before send(), all zero at first
-    ggml_tensor * tensor(ggml_context * context, ggml_type type, size_t where, int64_t ne0, int64_t ne1 = 1) const;
-    uint64_t      bytes() const { return size_; }
-
-  private:
-    size_t               size_ = 0;
-    std::vector<uint8_t> host_;
-    Tensors              held_;
-    ggml_tensor *        all_ = nullptr;
-};
-
 // Memory of the host from which a device copies, at its full speed where it has such memory.
 class Staging {
   public:
@@ -68,6 +47,14 @@ class Staging {
     std::unique_ptr<ggml_backend_buffer, FreeGgml> pinned_;
     std::vector<uint8_t>                           plain_;
 };
+
+// Rows of any type, the first two dimensions of a view: as [d, rows], or as rows of another type with as many bytes.
+ggml_tensor * flat(ggml_context * context, ggml_tensor * rows);
+ggml_tensor * flat_as(ggml_context * context, ggml_tensor * rows, ggml_type type);
+
+ggml_tensor * whole(ggml_context * context, ggml_tensor * x);  // contiguous
+ggml_tensor * product(ggml_context * context, ggml_tensor * a, ggml_tensor * b);  // ggml_mul_mat, added up in f32
+ggml_tensor * squares(ggml_context * context, ggml_tensor * rows);  // [1, ...] of the lengths of rows
 
 // A graph of ours that is being built.
 struct Sketch {
