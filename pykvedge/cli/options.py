@@ -152,7 +152,7 @@ CHANGES = (
     option("--decode", metavar="NAME", help="Another policy for what happens while the answer is generated."),
     option("--image-tokens", "image_tokens", metavar="AMOUNT",
            help="What the model reads of each image: 0.5 of its tokens, or 288. Default: all."),
-    option("--pruner", metavar="NAME", help="Who chooses: residual (the default), grid, maxmin, means, dart, random."),
+    option("--pruner", metavar="NAME", help="Who chooses: residual (the default), grid, dart, random."),
     SET,
 )  # fmt: skip
 PLAN = option(

@@ -71,7 +71,5 @@ def by_library(plan: Plan, image: ImageRows, threads: int) -> tuple[np.ndarray, 
 
 def by_definition(plan: Plan, image: ImageRows, n: int) -> tuple[np.ndarray, np.ndarray]:
     """Prunes with the definition of a built-in member."""
-    member, settings = registry.pruner(plan.pruner), plan.settings("pruner")
-    kept = np.asarray(member.prune(image, n, settings))
-    rows = image.rows[kept] if member.merge is None else member.merge(image, kept, settings)
-    return kept.astype(np.int64), np.asarray(rows, np.float32)
+    kept = np.asarray(registry.pruner(plan.pruner).prune(image, n, plan.settings("pruner")), np.int64)
+    return kept, np.asarray(image.rows[kept], np.float32)

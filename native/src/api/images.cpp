@@ -62,12 +62,8 @@ extern "C" kvedge_status kvedge_prune(
     const double *       params  = plan->params[KVEDGE_STAGE_PRUNER];
     std::vector<int32_t> found;
     plan->pruner->prune(view, keep, params, threads, found);
-    if (rows && plan->pruner->merge && found.size() < (size_t) image.n_rows) {
-        plan->pruner->merge(view, found, params, threads, rows);
-    } else if (rows) {
-        for (size_t i = 0; i < found.size(); i++) {
-            std::copy_n(image.rows + (size_t) found[i] * (size_t) image.width, image.width, rows + i * (size_t) image.width);
-        }
+    for (size_t i = 0; rows && i < found.size(); i++) {
+        std::copy_n(image.rows + (size_t) found[i] * (size_t) image.width, image.width, rows + i * (size_t) image.width);
     }
     std::copy(found.begin(), found.end(), kept);
     *n = (int32_t) found.size();

@@ -271,8 +271,6 @@ struct ImageRows {
 struct Pruner : Member {
     // Rows that the model reads: at most `keep` of them, ascending. 1 <= keep <= image.n. Throws std::bad_alloc.
     void (*prune)(const ImageRows & image, int32_t keep, const double * params, int32_t n_threads, std::vector<int32_t> & kept);
-    // What it reads instead of those, out [kept][d]; NULL: those as they are. Throws std::bad_alloc.
-    void (*merge)(const ImageRows & image, const std::vector<int32_t> & kept, const double * params, int32_t n_threads, float * out);
 };
 
 const Scorer *       find_scorer(const char * name);

@@ -290,7 +290,7 @@ class ImageRows:
 class Pruner:
     """Which rows of an image does the model read? `prune(image, n, settings)` -> [at most n] rows, ascending.
 
-    One that changes rows has `merge(image, kept, settings)` -> [n, D] float64, in the order of kept. 1 <= n <= N.
+    1 <= n <= N.
     """
 
     name: str
@@ -298,7 +298,6 @@ class Pruner:
     source: str
     prune: Callable[[ImageRows, int, Settings], np.ndarray]
     params: tuple[Param, ...] = ()
-    merge: Callable[[ImageRows, np.ndarray, Settings], np.ndarray] | None = None
     stage: str = "pruner"
 
 

@@ -2,7 +2,6 @@
 
 #include "kernels/kernels.h"
 #include "plan/stages.h"
-#include "primitives/likeness.h"
 
 #include <algorithm>
 #include <cmath>
@@ -13,6 +12,23 @@ namespace kvedge {
 enum { PIVOTS };
 
 static const Param PARAMS[] = { setting::whole("pivots", 4, 1, 64, "rows of the largest norm, which the others are compared with"), {} };
+
+// The rows with length 1, [n][d]; a row of zeros stays one.
+static std::vector<float> unit_rows(const ImageRows & image) {
+    const auto         d = (size_t) image.d;
+    std::vector<float> out(image.rows, image.rows + (size_t) image.n * d);
+    for (size_t r = 0; r < (size_t) image.n; r++) {
+        double sum = 0.0;
+        for (size_t i = 0; i < d; i++) {
+            sum += (double) out[r * d + i] * (double) out[r * d + i];
+        }
+        const double length = sum > 0.0 ? std::sqrt(sum) : 1.0;
+        for (size_t i = 0; i < d; i++) {
+            out[r * d + i] = (float) ((double) out[r * d + i] / length);
+        }
+    }
+    return out;
+}
 
 static std::vector<int32_t> by_norm(const ImageRows & image) {
     std::vector<double>  norms((size_t) image.n, 0.0);
@@ -56,6 +72,6 @@ static void prune(const ImageRows & image, int32_t keep, const double * params, 
 }
 
 extern const Pruner pruner_dart;
-const Pruner        pruner_dart = { { "dart", PARAMS }, prune, nullptr };
+const Pruner        pruner_dart = { { "dart", PARAMS }, prune };
 
 }  // namespace kvedge

@@ -33,6 +33,6 @@ static void prune(const ImageRows & image, int32_t keep, const double *, int32_t
 }
 
 extern const Pruner pruner_grid;
-const Pruner        pruner_grid = { { "grid", nullptr }, prune, nullptr };
+const Pruner        pruner_grid = { { "grid", nullptr }, prune };
 
 }  // namespace kvedge

@@ -12,6 +12,6 @@ static void prune(const ImageRows & image, int32_t, const double *, int32_t, std
 }
 
 extern const Pruner pruner_none;
-const Pruner        pruner_none = { { "none", nullptr }, prune, nullptr };
+const Pruner        pruner_none = { { "none", nullptr }, prune };
 
 }  // namespace kvedge

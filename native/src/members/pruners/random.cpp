@@ -25,6 +25,6 @@ static void prune(const ImageRows & image, int32_t keep, const double * params, 
 }
 
 extern const Pruner pruner_random;
-const Pruner        pruner_random = { { "random", PARAMS }, prune, nullptr };
+const Pruner        pruner_random = { { "random", PARAMS }, prune };
 
 }  // namespace kvedge

@@ -52,6 +52,6 @@ static void prune(const ImageRows & image, int32_t keep, const double *, int32_t
 }
 
 extern const Pruner pruner_residual;
-const Pruner        pruner_residual = { { "residual", nullptr }, prune, nullptr };
+const Pruner        pruner_residual = { { "residual", nullptr }, prune };
 
 }  // namespace kvedge

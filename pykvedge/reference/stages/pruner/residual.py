@@ -1,8 +1,8 @@
 """Residual: always the row that is farthest from all that the model has read.
 
 At first that is the image's mean, which stands for its background, so that what stands out comes first; then the rows
-that are kept as well, so that no two of them say the same. Lengths count, unlike in maxmin: a row that is hardly more
-than the background is not far from it, whatever its direction.
+that are kept as well, so that no two of them say the same. Lengths count, not directions alone: a row that is hardly
+more than the background is not far from it, whatever its direction.
 """
 
 from __future__ import annotations
