@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
+
+from pykvedge.caches.memory import ByteCache
 
 IMAGE_CACHE = 256 << 20  # bytes in memory, unless a setting says otherwise: 28 images of LLaVA-1.5-7B
 KIND = "images"
@@ -44,16 +45,15 @@ class Encoded:
 
         encoder: tells it, its settings and its version apart from all others that use the folder.
         """
-        self._width, self._limit, self._folder, self._encoder = width, limit_bytes, folder, encoder
+        self._width, self._folder, self._encoder = width, folder, encoder
         self._lock = threading.Lock()
-        self._held: OrderedDict[str, np.ndarray] = OrderedDict()
+        self._held: ByteCache[np.ndarray] = ByteCache(limit_bytes, lambda rows: rows.nbytes)
         self._work: dict[str, _Work] = {}
-        self._n_bytes = 0
 
     @property
     def n_bytes(self) -> int:
         """So many bytes are held in memory."""
-        return self._n_bytes
+        return self._held.n_bytes
 
     def rows(
         self, key: str, n_rows: int, make: Callable[[], np.ndarray], look: Callable[[float], None]
@@ -65,7 +65,8 @@ class Encoded:
         """
         while True:
             with self._lock:
-                if (found := self._find(key, n_rows)) is not None:
+                found = self._held.get(key)
+                if found is not None and len(found) == n_rows:
                     return found, True
                 other = self._work.get(key)
                 if other is None:
@@ -88,7 +89,7 @@ class Encoded:
             with self._lock:
                 del self._work[key]
                 if own.rows is not None:
-                    self._hold(key, own.rows)
+                    self._held.put(key, own.rows)
             own.over.set()
         if not there:  # after those who waited went on: a disk may take its time
             self._store(key, rows)
@@ -96,31 +97,13 @@ class Encoded:
 
     def drop(self, key: str) -> None:
         """Frees the rows of one image."""
-        with self._lock:
-            self._n_bytes -= getattr(self._held.pop(key, None), "nbytes", 0)
+        self._held.drop(key)
 
     def clear(self) -> None:
         """Frees what is held in memory."""
-        with self._lock:
-            self._held.clear()
-            self._n_bytes = 0
+        self._held.clear()
 
     # ---------------------------------------------------------------------------------------------------
-
-    def _find(self, key: str, n_rows: int) -> np.ndarray | None:
-        found = self._held.get(key)
-        if found is None or len(found) != n_rows:
-            return None
-        self._held.move_to_end(key)
-        return found
-
-    def _hold(self, key: str, rows: np.ndarray) -> None:
-        if rows.nbytes > self._limit:
-            return
-        self._n_bytes += rows.nbytes - getattr(self._held.pop(key, None), "nbytes", 0)
-        self._held[key] = rows
-        while self._n_bytes > self._limit:
-            self._n_bytes -= self._held.popitem(last=False)[1].nbytes
 
     def _name(self, key: str, n_rows: int) -> str:
         return hashlib.sha256(f"{self._encoder}\n{self._width}\n{n_rows}\n{key}".encode()).hexdigest()

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sized
-from typing import Generic, TypeVar
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
 
-T = TypeVar("T", bound=Sized)
+T = TypeVar("T")
 
 
 class ByteCache(Generic[T]):
-    """Things by name, of `limit` bytes at most, as their len() counts. Threads may share it."""
+    """Things by name, of `limit` bytes at most. Threads may share it."""
 
-    def __init__(self, limit: int) -> None:
-        self._limit, self._held = limit, 0
+    def __init__(self, limit: int, size: Callable[[Any], int] = len) -> None:
+        """size: counts the bytes of a thing."""
+        self._limit, self._size, self._held = limit, size, 0
         self._things: OrderedDict[str, T] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -33,11 +34,25 @@ class ByteCache(Generic[T]):
     def put(self, name: str, thing: T) -> None:
         """Keeps a thing. One that is larger than the bound is not kept."""
         with self._lock:
-            if (old := self._things.pop(name, None)) is not None:
-                self._held -= len(old)
-            if len(thing) > self._limit:
+            self._pop(name)
+            if self._size(thing) > self._limit:
                 return
             self._things[name] = thing
-            self._held += len(thing)
+            self._held += self._size(thing)
             while self._held > self._limit:
-                self._held -= len(self._things.popitem(last=False)[1])
+                self._pop(next(iter(self._things)))
+
+    def drop(self, name: str) -> None:
+        """Frees what was put under this name, if it is still there."""
+        with self._lock:
+            self._pop(name)
+
+    def clear(self) -> None:
+        """Frees everything."""
+        with self._lock:
+            self._things.clear()
+            self._held = 0
+
+    def _pop(self, name: str) -> None:
+        if (old := self._things.pop(name, None)) is not None:
+            self._held -= self._size(old)
