@@ -1,22 +1,21 @@
 """Rows become a picture: bars per variant for decode speed, prefill speed and KV memory, a strip per prompt.
 
-SVG and HTML are written here, without any library; PNG needs matplotlib.
+matplotlib draws it, as .png, .svg or .pdf; .html is a page with the .svg in it and the figures as a table.
 """
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+from kvedge_lab import drawing
 from kvedge_lab.bench.table import STEPS, Row, Spread
-from kvedge_lab.drawing import canvas, check_library, check_place
 from pykvedge.errors import KvedgeError
 
-BAR, GAP, LEFT, WIDTH, TOP = 16, 6, 150, 190, 44
-CHART = LEFT + WIDTH + 70
 STOCK_COLOUR, COLOUR, MARK, WHISKER = "#9aa0a6", "#3367d6", "#d93025", "#202124"
 
 
@@ -45,24 +44,23 @@ CHARTS = (
 STEP_COLOURS = dict(zip(STEPS, ("#188038", "#f9ab00", "#a142f4", "#d93025", "#12b5cb"), strict=True))
 STEP_CHART = Chart("Compression, ms:", lambda r: r.compress_ms, lambda r: None, 1,
                    parts=lambda r: [getattr(r, f"device_{step}_ms") for step in STEPS])  # fmt: skip
-FORMATS = (".svg", ".html", ".png")
 
 
 def check(path: Path) -> None:
     """Raises UsageError if pictures of this kind cannot be written here."""
-    check_place("--plot", path, FORMATS)
-    if path.suffix == ".png":
-        check_library("--plot FILE.png", "; svg and html need nothing")
+    drawing.check("--plot", path, (*drawing.FORMATS, ".html"))
 
 
 def write(path: Path, rows: list[Row], notes: list[str]) -> None:
     """Writes the picture in the form that the name asks for. Raises KvedgeError if it cannot."""
+    if path.suffix != ".html":
+        _draw(path, rows)
+        return
+    picture = io.BytesIO()
+    _draw(picture, rows, "svg")
+    svg = picture.getvalue().decode()
     try:
-        if path.suffix == ".png":
-            _png(path, rows)
-        else:
-            text = svg(rows) if path.suffix == ".svg" else page(rows, notes)
-            path.write_text(text, encoding="utf-8")
+        path.write_text(page(rows, notes, svg[svg.index("<svg") :]), encoding="utf-8")
     except OSError as error:
         raise KvedgeError(f"{path} cannot be written: {error.strerror or error}") from None
 
@@ -91,65 +89,7 @@ def _largest(group: list[Row], chart: Chart) -> float:
     return max((max(chart.value(row), *(chart.spread(row) or (0.0,))) for row in group), default=1.0) or 1.0
 
 
-def svg(rows: list[Row]) -> str:
-    parts, y, charts = [], 0, _charts(rows)
-    for group in _groups(rows):
-        parts.append(_text(10, y + 18, f"{group[0].model}: {group[0].prompt}, {group[0].tokens} tokens", "bold"))
-        for i, chart in enumerate(charts):
-            parts += _bars(group, chart, i * CHART, y + TOP)
-        y += TOP + len(group) * (BAR + GAP) + 30
-    width = CHART * len(charts)
-    style = 'font-family="sans-serif" font-size="12"'
-    size = f'width="{width}" height="{y}" viewBox="0 0 {width} {y}"'
-    background = f'<rect width="{width}" height="{y}" fill="white"/>'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>{background}{"".join(parts)}</svg>\n'
-
-
-def _bars(group: list[Row], chart: Chart, x: int, y: int) -> list[str]:
-    parts = [_text(x + 10, y - 6, chart.title)]
-    if chart is STEP_CHART:
-        spans = "".join(f'<tspan fill="{colour}"> {step}</tspan>' for step, colour in STEP_COLOURS.items())
-        parts = [parts[0].replace("</text>", f"{spans}</text>")]
-    largest = _largest(group, chart)
-    for i, row in enumerate(group):
-        top, value = y + 6 + i * (BAR + GAP), chart.value(row)
-        length = WIDTH * value / largest / 1.25
-        colour = STOCK_COLOUR if row.method in ("stock", "full") else COLOUR
-        parts.append(_text(x + LEFT - 6, top + 12, row.variant, anchor="end"))
-        parts.append(f'<rect x="{x + LEFT}" y="{top}" width="{length:.1f}" height="{BAR}" fill="{colour}"/>')
-        for begin, part, shade in _stretches(chart, row):
-            left, wide = x + LEFT + WIDTH * begin / largest / 1.25, WIDTH * part / largest / 1.25
-            place = f'x="{left:.1f}" y="{top}" width="{wide:.1f}" height="{BAR}"'
-            parts.append(f'<rect {place} fill="{shade}" class="step"/>')
-        parts += _whisker(chart.spread(row), x + LEFT, WIDTH / largest / 1.25, top + BAR / 2)
-        reach = WIDTH * max(value, *(chart.spread(row) or (0.0,))) / largest / 1.25
-        parts.append(_text(x + LEFT + reach + 4, top + 12, f"{value:.{chart.digits}f}"))
-        mark = chart.mark(row)
-        if mark is not None and mark <= 1.25 * largest:
-            at = x + LEFT + WIDTH * mark / largest / 1.25
-            line = f'x1="{at:.1f}" x2="{at:.1f}" y1="{top - 2}" y2="{top + BAR + 2}"'
-            parts.append(f'<line {line} stroke="{MARK}" stroke-width="2"/>')
-    return parts
-
-
-def _whisker(spread: Spread | None, x: float, scale: float, y: float) -> list[str]:
-    """Draws the middle half as a line with ends."""
-    if spread is None:
-        return []
-    low, high = (x + scale * value for value in spread)
-    spans = ((low, high, y, y), (low, low, y - 4, y + 4), (high, high, y - 4, y + 4))
-    return [
-        f'<line x1="{a:.1f}" x2="{b:.1f}" y1="{c:.1f}" y2="{d:.1f}" stroke="{WHISKER}" class="spread"/>'
-        for a, b, c, d in spans
-    ]
-
-
-def _text(x: float, y: float, text: str, weight: str = "normal", anchor: str = "start") -> str:
-    place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-weight="{weight}"'
-    return f"<text {place}>{escape(text)}</text>"
-
-
-def page(rows: list[Row], notes: list[str]) -> str:
+def page(rows: list[Row], notes: list[str], picture: str) -> str:
     """Writes one HTML document that needs nothing from elsewhere."""
     head = ("model", "prompt", "variant", "prefill tok/s", "compress ms", "decode tok/s", "times stock", "KV kept MiB")
     body = [
@@ -166,16 +106,16 @@ def page(rows: list[Row], notes: list[str]) -> str:
     said = "".join(f"<p>{escape(note)}</p>" for note in notes)
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>kvedge bench</title><style>{style}</style>'
-        f"</head><body><h1>kvedge bench</h1>{svg(rows)}<div><table>{''.join(lines)}</table></div>{said}</body></html>\n"
+        f"</head><body><h1>kvedge bench</h1>{picture}<div><table>{''.join(lines)}</table></div>{said}</body></html>\n"
     )
 
 
-def _png(path: Path, rows: list[Row]) -> None:
-    groups = _groups(rows)
+def _draw(to: Path | BinaryIO, rows: list[Row], form: str | None = None) -> None:
+    groups, charts = _groups(rows), _charts(rows)
     height = sum(len(group) for group in groups) * 0.35 + len(groups)
     heights = [len(group) + 2 for group in groups]
-    charts = _charts(rows)
-    with canvas(path, len(groups), len(charts), figsize=(14 / 3 * len(charts), height), height_ratios=heights) as axes:
+    size = (14 / 3 * len(charts), height)
+    with drawing.canvas(to, len(groups), len(charts), form, figsize=size, height_ratios=heights) as axes:
         for line, group in zip(axes, groups, strict=True):
             for axis, chart in zip(line, charts, strict=True):
                 _chart(axis, chart, group)
@@ -183,7 +123,7 @@ def _png(path: Path, rows: list[Row]) -> None:
 
 
 def _chart(axis: Any, chart: Chart, group: list[Row]) -> None:
-    """Draws the bars of one figure on matplotlib's axes, as _bars does."""
+    """Draws the bars of one figure on matplotlib's axes."""
     colours = [STOCK_COLOUR if row.method in ("stock", "full") else COLOUR for row in group]
     axis.barh([row.variant for row in group], [chart.value(row) for row in group], color=colours)
     for i, row in enumerate(group):

@@ -60,7 +60,8 @@ QUICK: dict[str, Any] = {"budgets": "0.2", "tokens": "64", "images": "8", "repea
     options.JSON,
     option("--save", type=options.PATH, metavar="FILE.jsonl",
            help="Keep every repetition, one line each, as it is measured."),
-    option("--plot", type=options.PATH, metavar="FILE", help="A picture: .svg, .html, or .png with matplotlib."),
+    option("--plot", type=options.PATH, metavar="FILE",
+           help="The table as a picture: .png, .svg, .pdf or .html; needs matplotlib."),
     option("--memory-plot", type=options.PATH, metavar="FILE",
            help="Memory over time, encoding to decoding, stock beside each method: one more run of each; needs "
                 "matplotlib."),
