@@ -4,7 +4,7 @@
 // that the fuzzer need not guess them.
 
 #include "kernels/kernels.h"
-#include "store/reach.h"
+#include "store/store.h"
 #include "compress/compress.h"
 #include "compress/observe.h"
 #include "compress/stream.h"

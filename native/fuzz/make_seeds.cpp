@@ -1,7 +1,7 @@
 // Writes the first inputs of the session target: `make_seeds FOLDER`, for scripts/fuzz_seeds.py.
 
 #include "kernels/kernels.h"
-#include "store/reach.h"
+#include "store/store.h"
 #include "compress/compress.h"
 #include "compress/observe.h"
 #include "fuzz/sequences.h"

@@ -10,7 +10,7 @@
 
 #include "attention/attention.h"
 #include "kernels/kernels.h"
-#include "store/reach.h"
+#include "store/store.h"
 #include "compress/compress.h"
 
 #include <algorithm>
@@ -139,8 +139,8 @@ Seconds timed(int32_t n_threads, int32_t n_tasks, const std::function<void(int32
 Seconds time_sum(Bench & b) {
     const auto n_layers = (int32_t) b.shapes.size();
     return timed(b.threads, n_layers * b.threads, [&](int32_t i) {
-        const CpuRows & memory = cpu_rows(b.seq->rows.contents().blocks[0].layers[(size_t) (i / b.threads)]);
-        const size_t    part   = memory.bytes() / (size_t) b.threads;
+        const LayerRows & memory = b.seq->rows.contents().blocks[0].layers[(size_t) (i / b.threads)].rows;
+        const size_t      part   = memory.bytes() / (size_t) b.threads;
         b.sum.fetch_add(sum_bytes(memory.data() + (size_t) (i % b.threads) * part, part), std::memory_order_relaxed);
     });
 }

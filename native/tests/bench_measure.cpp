@@ -7,7 +7,7 @@
 // best milliseconds of ROUNDS, upload and download included.
 
 #include "kernels/kernels.h"
-#include "store/reach.h"
+#include "store/store.h"
 #include "device/graph_rows.h"
 #include "sequence/sequence.h"
 #include "system/threads.h"

@@ -2,7 +2,7 @@
 // never more memory than what is kept and one layer. Earlier turns, an answer that waits, failures and giving up included.
 
 #include "kernels/kernels.h"
-#include "store/reach.h"
+#include "store/store.h"
 #include "check.h"
 #include "compress/bounded.h"
 

@@ -1,7 +1,7 @@
 // Stages of the program's own, on layers that differ: what callbacks are given, on which threads, and what a failure leaves.
 
 #include "kernels/kernels.h"
-#include "store/reach.h"
+#include "store/store.h"
 #include "check.h"
 #include "compress/compress.h"
 #include "compress/observe.h"

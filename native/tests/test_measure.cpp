@@ -4,7 +4,7 @@
 
 #include "device/graph_rows.h"
 #include "kernels/kernels.h"
-#include "store/reach.h"
+#include "store/store.h"
 #include "check.h"
 #include "sequence/sequence.h"
 #include "plan/stages.h"

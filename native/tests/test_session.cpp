@@ -1,7 +1,7 @@
 // Sequences to files and back: equal rows, and no harm from files that lie. Meant for the sanitizers above all.
 
 #include "kernels/kernels.h"
-#include "store/reach.h"
+#include "store/store.h"
 #include "check.h"
 #include "system/crc32.h"
 #include "system/file.h"
@@ -28,7 +28,7 @@ const std::string path =
 
 int32_t below(int32_t n) { return (int32_t) (rng() % (uint32_t) n); }
 
-void fill(CpuRows & rows) {
+void fill(LayerRows & rows) {
     for (size_t i = 0; i < rows.bytes(); i++) {
         rows.data()[i] = (uint8_t) rng();
     }
@@ -56,8 +56,8 @@ std::unique_ptr<Sequence> make(const std::vector<LayerShape> & shapes, const Sto
             }
             stored.push_back({ head.length(), stored_keys(type, head.length()), stored_values(type, head.length()) });
         }
-        ragged.layers[l].rows = cpu_backend().ragged(shapes[l], type, stored);
-        CHECK(ragged.layers[l].rows->take());
+        ragged.layers[l].rows = LayerRows(shapes[l], type, stored);
+        CHECK(ragged.layers[l].rows.take());
     }
     seq->rows.replace_pending(std::move(ragged), Block());
     seq->close_pending();
@@ -73,7 +73,7 @@ std::unique_ptr<Sequence> make(const std::vector<LayerShape> & shapes, const Sto
     StoreContents contents = seq->rows.release();
     for (auto & block : contents.blocks) {
         for (auto & layer : block.layers) {
-            fill(cpu_rows(layer));
+            fill(layer.rows);
             for (auto & head : layer.heads) {
                 for (double & score : head.scores) {
                     score = (double) rng();

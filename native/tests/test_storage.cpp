@@ -2,7 +2,7 @@
 // tokens it names, as exact as the type is, and of KIVI's types no more plain rows than the residual.
 
 #include "kernels/kernels.h"
-#include "store/reach.h"
+#include "store/store.h"
 #include "check.h"
 #include "compress/compress.h"
 #include "sequence/sequence.h"
@@ -226,7 +226,7 @@ void test_any_row_goes(const Storage & storage) {
             uint64_t bytes = 0;
             for (const auto & block : x.seq.rows.contents().blocks) {
                 for (const auto & layer : block.layers) {
-                    bytes += layer.rows->extent();
+                    bytes += layer.rows.extent();
                 }
             }
             most = std::max(most, (size_t) bytes);

@@ -2,7 +2,7 @@
 
 #include "kernels/kernels.h"
 #include "system/pages.h"
-#include "store/reach.h"
+#include "store/store.h"
 #include "check.h"
 #include "compress/compress.h"
 #include "compress/observe.h"

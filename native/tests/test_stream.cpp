@@ -1,7 +1,7 @@
 // Streams under random series of what happens to a sequence, against plain lists of rows; and on arrays, by every scorer.
 
 #include "kernels/kernels.h"
-#include "store/reach.h"
+#include "store/store.h"
 #include "check.h"
 #include "compress/observe.h"
 #include "compress/stream.h"

@@ -2,7 +2,7 @@
 
 #include "kernels/kernels.h"
 #include "kernels/kernels_compiler.h"
-#include "store/reach.h"
+#include "store/store.h"
 
 #include <algorithm>
 #include <cmath>

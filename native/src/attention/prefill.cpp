@@ -2,7 +2,7 @@
 
 #include "attention/tile.h"
 #include "kernels/kernels.h"
-#include "store/reach.h"
+#include "store/store.h"
 #include "kernels/softmax.h"
 
 #include <algorithm>

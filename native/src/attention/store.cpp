@@ -1,6 +1,6 @@
 #include "attention/attention.h"
 #include "kernels/kernels.h"
-#include "store/reach.h"
+#include "store/store.h"
 
 namespace kvedge {
 

@@ -73,7 +73,7 @@ kvedge_status BoundedPrompt::enter(int32_t n, const int32_t * pos, const uint8_t
     outcome_.reduced      = reduced_;
     outcome_.before_bytes = seq_.rows.bytes();
     for (size_t l = 1; l < seq_.rows.shapes().size(); l++) {
-        outcome_.before_bytes += seq_.rows.contents().blocks.back().layers[l].rows->extent();
+        outcome_.before_bytes += seq_.rows.contents().blocks.back().layers[l].rows.extent();
     }
     return ok(err);
 }
@@ -150,8 +150,8 @@ bool BoundedPrompt::trim_layer(const Block & from, size_t l, const std::vector<s
             places.push_back((int32_t) at);
         }
         std::vector<Segment> rows;
-        from.layers[l].rows->view((int32_t) h, rows);
-        job.main->layers[l].rows->gather((int32_t) h, places, rows);
+        from.layers[l].rows.view((int32_t) h, rows);
+        job.main->layers[l].rows.gather((int32_t) h, places, rows);
     }
     return true;
 }
@@ -167,10 +167,10 @@ bool BoundedPrompt::trim() {
         if (!trim_layer(*from, l, left[l])) {
             return false;
         }
-        written_ += job.main->layers[l].rows->bytes();
+        written_ += job.main->layers[l].rows.bytes();
         note_peak();
-        written_ -= from->layers[l].rows->bytes();
-        from->layers[l].rows->give_back();
+        written_ -= from->layers[l].rows.bytes();
+        from->layers[l].rows.give_back();
     }
     return true;
 }

@@ -80,7 +80,7 @@ StoredRows plan_head(
 void store_rows(Job & job, int32_t l, int32_t h, int32_t first, int32_t n, const float * k, const float * v) {
     const int32_t split = main_rows(job.seq.rows.storage(), (int32_t) job.kept[(size_t) l][(size_t) h].size());
     Block &       to    = first < split ? *job.main : *job.tail;
-    to.layers[(size_t) l].rows->write(h, first < split ? first : first - split, n, k, v);
+    to.layers[(size_t) l].rows.write(h, first < split ? first : first - split, n, k, v);
 }
 
 void quantise_rows(Job & job, int32_t l, int32_t h, int32_t worker) {
@@ -234,8 +234,8 @@ bool open_layer(Job & job, size_t l, bool reduces, int32_t n_workers) {
     }
     for (auto * block : { job.main.get(), job.tail.get() }) {
         BlockLayer & layer = block->layers[l];
-        layer.rows = job.seq.rows.backend().ragged(shape, job.seq.rows.storage(), stored[block == job.tail.get()]);
-        if (!is_away(job, l) && !layer.rows->take()) {
+        layer.rows = LayerRows(shape, job.seq.rows.storage(), stored[block == job.tail.get()]);
+        if (!is_away(job, l) && !layer.rows.take()) {
             return false;
         }
     }
@@ -290,7 +290,7 @@ void fill_layer(Job & job, size_t l, bool reduces, int32_t n_threads) {
         } else if (job.seq.rows.storage().quantised()) {
             quantise_rows(job, (int32_t) l, h, worker);
         } else {
-            job.main->layers[l].rows->gather(h, job.kept[l][(size_t) h], job.sources[l][(size_t) h]);
+            job.main->layers[l].rows.gather(h, job.kept[l][(size_t) h], job.sources[l][(size_t) h]);
         }
     };
     parallel_for(n_threads, job.seq.rows.shapes()[l].n_heads_kv, std::ref(fill));  // a reference takes no memory

@@ -60,7 +60,7 @@ void write_heads(const Store & store, const Block & block, size_t l, bool ragged
         const bool listed = !layer.heads.empty();
         write_head(block.tokens_of((int32_t) l, h), listed ? &layer.heads[(size_t) h] : nullptr, out);
         if (ragged) {
-            layer.rows->save_counts(h, out);
+            layer.rows.save_counts(h, out);
         }
     }
 }
@@ -90,7 +90,7 @@ void write_block(const Store & store, size_t b, bool pending, Sink & out) {
             out.value<uint8_t>(!block.layers[l].heads.empty());
         }
         write_heads(store, block, l, ragged, out);
-        block.layers[l].rows->save(out);
+        block.layers[l].rows.save(out);
     }
 }
 
@@ -123,7 +123,7 @@ struct Parse {
                 !in.values(head.biases, has & BIASES ? (uint64_t) length : 0) || !are_biases(head.biases)) {
                 return false;
             }
-            if (counted && !layer.rows->load_counts((int32_t) h, length, in)) {
+            if (counted && !layer.rows.load_counts((int32_t) h, length, in)) {
                 return false;
             }
             own[l][h] = head.tokens.empty() ? own[l][h] : head.tokens.back() + 1;
@@ -134,8 +134,7 @@ struct Parse {
 
     bool ragged(Block & block, size_t l, int32_t & next) {
         BlockLayer & layer = block.layers[l];
-        layer.rows         = empty.backend().ragged(empty.shapes()[l], empty.storage(),
-                                                    std::vector<StoredRows>((size_t) empty.shapes()[l].n_heads_kv));
+        layer.rows         = LayerRows(empty.shapes()[l], empty.storage(), std::vector<RaggedHead>((size_t) empty.shapes()[l].n_heads_kv));
         if (!heads(layer, l, next, true)) {
             return false;
         }
@@ -144,7 +143,7 @@ struct Parse {
                 return false;
             }
         }
-        return layer.rows->load(in);
+        return layer.rows.load(in);
     }
 
     bool uniform(Block & block, size_t l, int32_t & next) {
@@ -154,8 +153,8 @@ struct Parse {
         if (!in.value(loose) || loose > 1 || (scored && !loose) || (loose && block.capacity > MAX_SPARE)) {
             return false;
         }
-        layer.rows = empty.backend().uniform(empty.shapes()[l], empty.storage(), block.capacity);
-        layer.rows->add((int32_t) block.length());
+        layer.rows = LayerRows(empty.shapes()[l], empty.storage(), block.capacity);
+        layer.rows.add((int32_t) block.length());
         if (loose && !heads(layer, l, next, false)) {
             return false;
         }
@@ -165,10 +164,10 @@ struct Parse {
                 !std::includes(block.tokens.begin(), block.tokens.end(), head.tokens.begin(), head.tokens.end())) {
                 return false;
             }
-            layer.rows->loosen();
-            layer.rows->set_loose((int32_t) h, head.length());  // rows end where the block does
+            layer.rows.loosen();
+            layer.rows.set_loose((int32_t) h, head.length());  // rows end where the block does
         }
-        return layer.rows->load(in);
+        return layer.rows.load(in);
     }
 
     bool block(bool last, bool pending) {

@@ -5,10 +5,9 @@
 
 #pragma once
 
-#include "store/backend.h"
+#include "store/layer_rows.h"
 
 #include <cstdint>
-#include <memory>
 #include <vector>
 
 namespace kvedge {
@@ -27,19 +26,22 @@ struct HeadList {
 constexpr float MOST_BIAS = 64.0f;
 
 struct BlockLayer {
-    std::unique_ptr<LayerRows> rows;
-    std::vector<HeadList>      heads;  // [Hkv] in a ragged block and in a loose layer, else empty
-
-    BlockLayer() = default;
-    BlockLayer(const BlockLayer & other) : rows(other.rows ? other.rows->clone() : nullptr), heads(other.heads) {}
-    BlockLayer(BlockLayer &&) noexcept             = default;
-    BlockLayer & operator=(BlockLayer &&) noexcept = default;
+    LayerRows             rows;
+    std::vector<HeadList> heads;  // [Hkv] in a ragged block and in a loose layer, else empty
 
     const float * biases(int32_t head) const {  // [rows], or NULL: all 0
         return heads.empty() || heads[(size_t) head].biases.empty() ? nullptr : heads[(size_t) head].biases.data();
     }
+    template <class F> void each_segment(int32_t head, const F & visit) const {
+        const float * bias = biases(head);
+        rows.each_segment(head, [&](Segment segment) {
+            segment.bias = bias;
+            bias         = bias ? bias + segment.n : nullptr;
+            visit(segment);
+        });
+    }
     uint64_t bias_bytes() const;
-    uint64_t bytes() const { return rows->bytes() + bias_bytes(); }  // of keys, values and biases
+    uint64_t bytes() const { return rows.bytes() + bias_bytes(); }  // of keys, values and biases
 };
 
 enum class BlockKind : uint8_t {

@@ -2,7 +2,7 @@
 
 #include "kernels/kernels.h"
 #include "kernels/quantise.h"
-#include "store/cpu_rows.h"
+#include "store/layer_rows.h"
 
 #include <algorithm>
 #include <cstring>
@@ -125,10 +125,8 @@ class Gathering {
     std::vector<MergedGroup>    groups_;
 };
 
-const CpuRows & cpu(const LayerRows * rows) { return *static_cast<const CpuRows *>(rows); }
-
 // What a head of a block has to give.
-void add_sources(const CpuRows & from, int32_t h, std::vector<Source> & k, std::vector<Source> & v) {
+void add_sources(const LayerRows & from, int32_t h, std::vector<Source> & k, std::vector<Source> & v) {
     if (const RaggedHead * head = from.head(h)) {
         k.push_back(source_of(from.data(), head->k, keys_of(from.shape(), from.storage())));
         v.push_back(source_of(from.data(), head->v, values_of(from.shape(), from.storage())));
@@ -140,76 +138,55 @@ void add_sources(const CpuRows & from, int32_t h, std::vector<Source> & k, std::
     });
 }
 
-class CpuBackend final : public Backend {
-  public:
-    std::unique_ptr<LayerRows> uniform(const LayerShape & shape, const Storage & storage, int32_t capacity) const override {
-        return std::make_unique<CpuRows>(shape, storage, capacity);
-    }
-
-    std::unique_ptr<LayerRows> ragged(
-        const LayerShape & shape, const Storage & storage, const std::vector<StoredRows> & heads) const override {
-        std::vector<RaggedHead> laid_out;
-        for (const StoredRows & head : heads) {
-            laid_out.push_back({ make_side(keys_of(shape, storage), head.n, head.k), make_side(values_of(shape, storage), head.n, head.v) });
-        }
-        return std::make_unique<CpuRows>(shape, storage, std::move(laid_out));
-    }
-
-    std::unique_ptr<LayerRows> join(const std::vector<const LayerRows *> & blocks, bool values) const override {
-        const LayerShape & shape   = cpu(blocks[0]).shape();
-        const Storage &    storage = cpu(blocks[0]).storage();
-        const auto         n       = (size_t) shape.n_heads_kv;
-        std::vector<std::vector<Source>> from_k(n), from_v(n);
-        std::vector<Gathering>           k, v;
-        std::vector<RaggedHead>          heads(n);
-        for (size_t h = 0; h < n; h++) {
-            for (const LayerRows * from : blocks) {
-                add_sources(cpu(from), (int32_t) h, from_k[h], from_v[h]);
-            }
-            k.emplace_back(from_k[h], keys_of(shape, storage), true);
-            v.emplace_back(from_v[h], values_of(shape, storage), values || !format(storage.v).residual);
-            k.back().count(heads[h].k);
-            v.back().count(heads[h].v);
-        }
-        auto to = std::make_unique<CpuRows>(shape, storage, std::move(heads));
-        if (!to->take()) {
-            return nullptr;
-        }
-        std::vector<float> wide((size_t) GROUP * (size_t) std::max(shape.d_k, shape.d_v));
-        for (size_t h = 0; h < n && to->extent() > 0; h++) {
-            k[h].write(to->data(), to->head((int32_t) h)->k, wide);
-            v[h].write(to->data(), to->head((int32_t) h)->v, wide);
-        }
-        return to;
-    }
-
-    // Groups keep the room of rows that are gone until few are left.
-    uint64_t joined_bytes(const std::vector<const LayerRows *> & blocks, int32_t h) const override {
-        std::vector<uint8_t> live;
-        uint64_t             n_k = 0, n_v = 0, k = 0, v = 0;
-        for (const LayerRows * from : blocks) {
-            const CpuRows & rows = cpu(from);
-            uint64_t        n    = 0;
-            rows.each_segment(h, [&](const Segment & s) { n += (uint64_t) s.n; });
-            k = row_k(rows.shape(), rows.storage().k);
-            v = row_v(rows.shape(), rows.storage().v);
-            n_v += n;
-            if (is_grouped(rows.storage().k)) {
-                const auto & groups = rows.head(h)->k[0].live;
-                live.insert(live.end(), groups.begin(), groups.end());
-            } else {
-                n_k += n;
-            }
-        }
-        return (n_k + GROUP * merge_sparse(live).size()) * k + n_v * v;
-    }
-};
-
 }  // namespace
 
-const Backend & cpu_backend() {
-    static const CpuBackend backend;
-    return backend;
+bool join(const std::vector<const LayerRows *> & blocks, bool values, LayerRows & to) {
+    const LayerShape &               shape   = blocks[0]->shape();
+    const Storage &                  storage = blocks[0]->storage();
+    const auto                       n       = (size_t) shape.n_heads_kv;
+    std::vector<std::vector<Source>> from_k(n), from_v(n);
+    std::vector<Gathering>           k, v;
+    std::vector<RaggedHead>          heads(n);
+    for (size_t h = 0; h < n; h++) {
+        for (const LayerRows * from : blocks) {
+            add_sources(*from, (int32_t) h, from_k[h], from_v[h]);
+        }
+        k.emplace_back(from_k[h], keys_of(shape, storage), true);
+        v.emplace_back(from_v[h], values_of(shape, storage), values || !format(storage.v).residual);
+        k.back().count(heads[h].k);
+        v.back().count(heads[h].v);
+    }
+    LayerRows joined(shape, storage, std::move(heads));
+    if (!joined.take()) {
+        return false;
+    }
+    std::vector<float> wide((size_t) GROUP * (size_t) std::max(shape.d_k, shape.d_v));
+    for (size_t h = 0; h < n && joined.extent() > 0; h++) {
+        k[h].write(joined.data(), joined.head((int32_t) h)->k, wide);
+        v[h].write(joined.data(), joined.head((int32_t) h)->v, wide);
+    }
+    to = std::move(joined);
+    return true;
+}
+
+// Groups keep the room of rows that are gone until few are left.
+uint64_t joined_bytes(const std::vector<const LayerRows *> & blocks, int32_t h) {
+    std::vector<uint8_t> live;
+    uint64_t             n_k = 0, n_v = 0, k = 0, v = 0;
+    for (const LayerRows * from : blocks) {
+        uint64_t n = 0;
+        from->each_segment(h, [&](const Segment & s) { n += (uint64_t) s.n; });
+        k = row_k(from->shape(), from->storage().k);
+        v = row_v(from->shape(), from->storage().v);
+        n_v += n;
+        if (is_grouped(from->storage().k)) {
+            const auto & groups = from->head(h)->k[0].live;
+            live.insert(live.end(), groups.begin(), groups.end());
+        } else {
+            n_k += n;
+        }
+    }
+    return (n_k + GROUP * merge_sparse(live).size()) * k + n_v * v;
 }
 
 }  // namespace kvedge

@@ -40,11 +40,11 @@ bool Store::is_sparse() const {
     for (size_t l = 0; l < shapes().size(); l++) {
         std::vector<const LayerRows *> rows;
         for (size_t b = 0; b < n; b++) {
-            rows.push_back(blocks[b].layers[l].rows.get());
+            rows.push_back(&blocks[b].layers[l].rows);
             extent += rows.back()->extent();
         }
         for (int32_t h = 0; h < shapes()[l].n_heads_kv; h++) {
-            held += backend_->joined_bytes(rows, h);
+            held += joined_bytes(rows, h);
         }
     }
     return extent > held + held / 4;
@@ -60,7 +60,7 @@ void Store::pack_if_sparse() try {
     packed.layers.resize(shapes().size());
     for (size_t l = 0; l < shapes().size(); l++) {
         packed.layers[l].heads.resize((size_t) shapes()[l].n_heads_kv);
-        packed.layers[l].rows = backend_->ragged(shapes()[l], storage_, std::vector<StoredRows>(packed.layers[l].heads.size()));
+        packed.layers[l].rows = LayerRows(shapes()[l], storage_, std::vector<RaggedHead>(packed.layers[l].heads.size()));
     }
     blocks.reserve(blocks.size() + 1);
     // Packed rows count as compressed. Where a layer cannot be packed, the blocks are as good as before.
@@ -82,7 +82,7 @@ void Store::pack_if_sparse() try {
         for (size_t b = 0; b < n_blocks; b++) {
             BlockLayer & gone = blocks[b].layers[l];
             gone.heads        = std::move(left[b]);
-            gone.rows->clear();
+            gone.rows.clear();
         }
     }
     blocks.insert(blocks.begin(), std::move(packed));

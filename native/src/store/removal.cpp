@@ -52,10 +52,10 @@ void Store::apply(Block & block, const Cut & cut) noexcept {
     for (size_t l = 0; l < block.layers.size(); l++) {
         BlockLayer & layer = block.layers[l];
         if (layer.heads.empty()) {
-            layer.rows->keep(cut.rows);
+            layer.rows.keep(cut.rows);
         }
         for (size_t h = 0; h < layer.heads.size(); h++) {
-            layer.rows->keep_flagged((int32_t) h, cut.flags[l][h].data(), cut.left);
+            layer.rows.keep_flagged((int32_t) h, cut.flags[l][h].data(), cut.left);
             layer.heads[h].keep(cut.flags[l][h]);
         }
     }
@@ -132,7 +132,7 @@ void Store::drop_row(int32_t layer, int32_t head, int32_t row) {
         loosen(block, (size_t) layer);
         BlockLayer & bl = block.layers[(size_t) layer];
         HeadList &   h  = bl.heads[(size_t) head];
-        bl.rows->drop(head, row);
+        bl.rows.drop(head, row);
         h.tokens.erase(h.tokens.begin() + row);
         if (!h.scores.empty()) {
             h.scores.erase(h.scores.begin() + row);

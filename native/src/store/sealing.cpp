@@ -17,7 +17,7 @@ bool Store::join_layer(size_t layer, size_t first, size_t last, bool values, Blo
     std::vector<const LayerRows *> rows;
     to.heads.resize((size_t) shapes()[layer].n_heads_kv);
     for (size_t b = first; b < last; b++) {
-        rows.push_back(blocks[b].layers[layer].rows.get());
+        rows.push_back(&blocks[b].layers[layer].rows);
     }
     for (size_t h = 0; h < to.heads.size(); h++) {
         HeadList & head   = to.heads[h];
@@ -41,8 +41,7 @@ bool Store::join_layer(size_t layer, size_t first, size_t last, bool values, Blo
         }
         head.biases.resize(head.biases.empty() ? 0 : head.tokens.size());
     }
-    to.rows = backend_->join(rows, values);
-    return to.rows != nullptr;
+    return join(rows, values, to.rows);
 }
 
 // Quantises blocks [first, last), which lie on one side of pending_from, into one that takes their place.
@@ -128,10 +127,10 @@ bool Store::unseal_pending(Sealed * was) try {
         for (size_t l = 0; l < shapes().size(); l++) {
             for (int32_t h = 0; h < shapes()[l].n_heads_kv; h++) {
                 segments.clear();
-                from.layers[l].rows->view(h, segments);
-                to.layers[l].rows->fill(h, 0, segments);
+                from.layers[l].rows.view(h, segments);
+                to.layers[l].rows.fill(h, 0, segments);
             }
-            to.layers[l].rows->add((int32_t) from.length());
+            to.layers[l].rows.add((int32_t) from.length());
         }
         fresh.emplace_back(b, std::move(to));
     }

@@ -44,7 +44,7 @@ void enter(Block & block, int32_t token) {
 
 void add_rows(Block * block, int32_t n) {
     for (size_t l = 0; block && l < block->layers.size(); l++) {
-        block->layers[l].rows->add(n);
+        block->layers[l].rows.add(n);
     }
 }
 
@@ -93,7 +93,7 @@ void Store::loosen(Block & block, size_t layer) const {
         head.tokens.reserve((size_t) block.capacity);
         head.tokens = block.tokens;
     }
-    bl.rows->loosen();
+    bl.rows.loosen();
     bl.heads = std::move(heads);
 }
 
@@ -106,7 +106,7 @@ Block Store::lay_out_block(int32_t capacity) const {
     block.capacity = capacity;
     block.layers.resize(shapes().size());
     for (size_t l = 0; l < shapes().size(); l++) {
-        block.layers[l].rows = backend_->uniform(shapes()[l], storage_, capacity);
+        block.layers[l].rows = LayerRows(shapes()[l], storage_, capacity);
     }
     return block;
 }
@@ -115,7 +115,7 @@ Block Store::make_block(int32_t capacity) const {
     Block block = lay_out_block(capacity);
     for (size_t l = 0; l < block.layers.size(); l++) {
         const bool away = !away_.empty() && away_[l];
-        if (!away && !block.layers[l].rows->take()) {
+        if (!away && !block.layers[l].rows.take()) {
             throw std::bad_alloc();
         }
     }
@@ -188,24 +188,24 @@ bool Store::append_unallocated(int32_t n, const int32_t * new_pos, const uint8_t
 }
 
 bool Store::take_layer(size_t layer) {
-    return blocks.back().layers[layer].rows->take();
+    return blocks.back().layers[layer].rows.take();
 }
 
-void Store::give_back_layer(size_t layer) { blocks.back().layers[layer].rows->give_back(); }
+void Store::give_back_layer(size_t layer) { blocks.back().layers[layer].rows.give_back(); }
 
 void Store::send_away(size_t layer) {
     away_.resize(shapes().size());
     away_[layer] = 1;
     for (Block & block : blocks) {
-        block.layers[layer].rows->give_back();
+        block.layers[layer].rows.give_back();
     }
 }
 
 bool Store::bring_back(size_t layer) {
     for (size_t b = 0; b < blocks.size(); b++) {
-        if (!blocks[b].layers[layer].rows->take()) {
+        if (!blocks[b].layers[layer].rows.take()) {
             while (b-- > 0) {
-                blocks[b].layers[layer].rows->give_back();
+                blocks[b].layers[layer].rows.give_back();
             }
             return false;
         }
@@ -255,16 +255,9 @@ Store::Place Store::place_from_end(int32_t i, int32_t n) {
 HeadView Store::view(int32_t layer, int32_t head) const {
     HeadView out;
     for (size_t b = 0; b < blocks.size(); b++) {
-        const bool         old  = b < pending_from;
-        const BlockLayer & from = blocks[b].layers[(size_t) layer];
-        auto &             to   = old ? out.old : out.pending;
-        const size_t       at   = to.size();
-        from.rows->view(head, to);
-        const float * bias = from.biases(head);
-        for (size_t i = at; bias && i < to.size(); i++) {
-            to[i].bias = bias;
-            bias += to[i].n;
-        }
+        const bool old = b < pending_from;
+        auto &     to  = old ? out.old : out.pending;
+        blocks[b].layers[(size_t) layer].each_segment(head, [&](const Segment & s) { to.push_back(s); });
         (old ? out.n_old : out.n_pending) += blocks[b].rows(layer, head);
     }
     return out;
@@ -331,7 +324,7 @@ void Store::close_pending() {
 void Store::replace_pending(Block && main, Block && tail) {
     blocks.resize(pending_from);
     for (Block * block : { &main, &tail }) {
-        if (std::any_of(block->layers.begin(), block->layers.end(), [](const BlockLayer & layer) { return layer.rows->extent() > 0; })) {
+        if (std::any_of(block->layers.begin(), block->layers.end(), [](const BlockLayer & layer) { return layer.rows.extent() > 0; })) {
             blocks.push_back(std::move(*block));
         }
     }
@@ -340,8 +333,8 @@ void Store::replace_pending(Block && main, Block && tail) {
 uint64_t Store::give_back_pending(size_t layer) {
     uint64_t n = 0;
     for (size_t b = pending_from; b < blocks.size(); b++) {
-        n += blocks[b].layers[layer].rows->bytes();
-        blocks[b].layers[layer].rows->give_back();
+        n += blocks[b].layers[layer].rows.bytes();
+        blocks[b].layers[layer].rows.give_back();
     }
     return n;
 }
@@ -369,7 +362,7 @@ uint64_t Store::index_bytes() const {
     for (const Block & block : blocks) {
         n += block.tokens.capacity() * sizeof(int32_t);
         for (const auto & layer : block.layers) {
-            n += layer.rows->index_bytes() + layer.heads.size() * sizeof(HeadList);
+            n += layer.rows.index_bytes() + layer.heads.size() * sizeof(HeadList);
             for (const auto & head : layer.heads) {
                 n += head.tokens.capacity() * sizeof(int32_t);
             }

@@ -45,13 +45,11 @@ struct Cut {
 
 class Store : private StoreContents {
   public:
-    Store(const std::vector<LayerShape> & shapes, const Storage & storage, StoreContents contents = {},
-          const Backend & backend = cpu_backend())
-        : StoreContents(std::move(contents)), shapes_(&shapes), storage_(storage), backend_(&backend) {}
+    Store(const std::vector<LayerShape> & shapes, const Storage & storage, StoreContents contents = {})
+        : StoreContents(std::move(contents)), shapes_(&shapes), storage_(storage) {}
 
     const std::vector<LayerShape> & shapes() const { return *shapes_; }
     const Storage &                 storage() const { return storage_; }
-    const Backend &                 backend() const { return *backend_; }
     const StoreContents &           contents() const { return *this; }
     StoreContents                   release() { return std::move((StoreContents &) *this); }  // only to be destroyed then
 
@@ -60,7 +58,7 @@ class Store : private StoreContents {
     bool    scored() const { return eviction == Eviction::by_score; }
     void    evict(Eviction how) { eviction = how; }
 
-    // Makes room for n tokens and enters them; their rows are then written by the backend. False: no memory, nothing changed.
+    // Makes room for n tokens and enters them; their rows are then written (k_row, v_row). False: no memory, nothing changed.
     bool append(int32_t n, const int32_t * new_pos, bool is_image);
     // The same in a block of their own that has no memory yet: take_layer gives it to one layer after the other. new_image [n].
     bool append_unallocated(int32_t n, const int32_t * new_pos, const uint8_t * new_image);
@@ -166,9 +164,23 @@ class Store : private StoreContents {
 
     const std::vector<LayerShape> * shapes_;
     Storage                         storage_;
-    const Backend *                 backend_;
     std::vector<uint8_t>            away_;  // [layer] 1: its rows are somewhere else; empty: none are
 };
+
+// A row of a uniform block.
+inline uint8_t * k_row(const Store::Place & at, int32_t layer, int32_t head) {
+    return at.block->layers[(size_t) layer].rows.k_row(head, at.row);
+}
+inline uint8_t * v_row(const Store::Place & at, int32_t layer, int32_t head) {
+    return at.block->layers[(size_t) layer].rows.v_row(head, at.row);
+}
+
+// Segments of one head in token order.
+template <class F> void each_segment(const Store & store, int32_t layer, int32_t head, const F & visit) {
+    for (const Block & block : store.contents().blocks) {
+        block.layers[(size_t) layer].each_segment(head, visit);
+    }
+}
 
 // Newest tokens whose values KIVI leaves as they are.
 constexpr int32_t RESIDUAL = GROUP;

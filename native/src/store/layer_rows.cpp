@@ -1,4 +1,4 @@
-#include "store/cpu_rows.h"
+#include "store/layer_rows.h"
 
 #include "kernels/kernels.h"
 #include "system/file.h"
@@ -9,23 +9,34 @@
 
 namespace kvedge {
 
-CpuRows::CpuRows(const LayerShape & shape, const Storage & storage, int32_t capacity)
+LayerRows::LayerRows(const LayerShape & shape, const Storage & storage, int32_t capacity)
     : shape_(shape), storage_(storage), ragged_(false), capacity_(capacity) {
     const Storage plain = storage.plain();
     extent_ = (size_t) shape.n_heads_kv * (size_t) capacity * (row_k(shape, plain.k) + row_v(shape, plain.v));
 }
 
-CpuRows::CpuRows(const LayerShape & shape, const Storage & storage, std::vector<RaggedHead> heads)
+LayerRows::LayerRows(const LayerShape & shape, const Storage & storage, std::vector<RaggedHead> heads)
     : shape_(shape), storage_(storage), ragged_(true), heads_(std::move(heads)) {
     extent_ = lay_out(shape_, storage_, heads_);
 }
 
-bool CpuRows::take() {
+static std::vector<RaggedHead> sides_of(const LayerShape & shape, const Storage & storage, const std::vector<StoredRows> & heads) {
+    std::vector<RaggedHead> out;
+    for (const StoredRows & head : heads) {
+        out.push_back({ make_side(keys_of(shape, storage), head.n, head.k), make_side(values_of(shape, storage), head.n, head.v) });
+    }
+    return out;
+}
+
+LayerRows::LayerRows(const LayerShape & shape, const Storage & storage, const std::vector<StoredRows> & heads)
+    : LayerRows(shape, storage, sides_of(shape, storage, heads)) {}
+
+bool LayerRows::take() {
     memory_ = Pages::take(extent_);
     return memory_ || extent_ == 0;
 }
 
-void CpuRows::clear() noexcept {
+void LayerRows::clear() noexcept {
     memory_ = Pages();
     extent_ = 0;
     for (RaggedHead & head : heads_) {
@@ -38,7 +49,7 @@ void CpuRows::clear() noexcept {
     }
 }
 
-uint64_t CpuRows::index_bytes() const {
+uint64_t LayerRows::index_bytes() const {
     uint64_t n = 0;
     for (const RaggedHead & head : heads_) {
         n += sizeof(RaggedHead) + head.k[0].live.capacity();
@@ -46,7 +57,7 @@ uint64_t CpuRows::index_bytes() const {
     return n;
 }
 
-void CpuRows::add(int32_t n) {
+void LayerRows::add(int32_t n) {
     n_ += n;
     for (RaggedHead & head : heads_) {
         head.k[1].n += n;
@@ -54,7 +65,7 @@ void CpuRows::add(int32_t n) {
     }
 }
 
-void CpuRows::fill(int32_t head, int32_t first, const std::vector<Segment> & from) {
+void LayerRows::fill(int32_t head, int32_t first, const std::vector<Segment> & from) {
     const auto         dk = (size_t) shape_.d_k, dv = (size_t) shape_.d_v;
     std::vector<float> wide;
     for (const Segment & s : from) {
@@ -67,7 +78,7 @@ void CpuRows::fill(int32_t head, int32_t first, const std::vector<Segment> & fro
     }
 }
 
-void CpuRows::keep(const std::vector<int32_t> & rows) {
+void LayerRows::keep(const std::vector<int32_t> & rows) {
     const size_t kst = row_k(shape_, storage_.plain().k), vst = row_v(shape_, storage_.plain().v);
     for (int32_t h = 0; h < shape_.n_heads_kv; h++) {
         for (size_t to = 0; to < rows.size(); to++) {
@@ -78,7 +89,7 @@ void CpuRows::keep(const std::vector<int32_t> & rows) {
     n_ = (int32_t) rows.size();
 }
 
-void CpuRows::loosen() {
+void LayerRows::loosen() {
     if (!heads_.empty()) {
         return;
     }
@@ -88,19 +99,19 @@ void CpuRows::loosen() {
     }
 }
 
-void CpuRows::set_loose(int32_t head, int32_t n) {
+void LayerRows::set_loose(int32_t head, int32_t n) {
     RaggedHead & of = heads_[(size_t) head];
     of.k[1].n = of.v[1].n = n;
     of.k[1].offset        = k_at(head, n_ - n);
     of.v[1].offset        = v_at(head, n_ - n);
 }
 
-void CpuRows::write(int32_t head, int32_t first, int32_t n, const float * k, const float * v) {
+void LayerRows::write(int32_t head, int32_t first, int32_t n, const float * k, const float * v) {
     write_rows(memory_.data(), heads_[(size_t) head].k, keys_of(shape_, storage_), first, n, k);
     write_rows(memory_.data(), heads_[(size_t) head].v, values_of(shape_, storage_), first, n, v);
 }
 
-void CpuRows::gather(int32_t head, const std::vector<int32_t> & kept, const std::vector<Segment> & from) {
+void LayerRows::gather(int32_t head, const std::vector<int32_t> & kept, const std::vector<Segment> & from) {
     uint8_t * const k    = memory_.data() + heads_[(size_t) head].k[0].offset;
     uint8_t * const v    = memory_.data() + heads_[(size_t) head].v[0].offset;
     size_t          next = 0;
@@ -116,7 +127,7 @@ void CpuRows::gather(int32_t head, const std::vector<int32_t> & kept, const std:
 }
 
 // Where rows of loose heads go, they only ever move towards the front, so that none is overwritten before its turn.
-void CpuRows::keep_flagged(int32_t head, const uint8_t * flags, int32_t end) {
+void LayerRows::keep_flagged(int32_t head, const uint8_t * flags, int32_t end) {
     RaggedHead & of   = heads_[(size_t) head];
     uint8_t *    data = memory_.data();
     if (ragged_) {
@@ -142,7 +153,7 @@ void CpuRows::keep_flagged(int32_t head, const uint8_t * flags, int32_t end) {
     n_                    = end;
 }
 
-void CpuRows::drop(int32_t head, int32_t row) {
+void LayerRows::drop(int32_t head, int32_t row) {
     drop_row(memory_.data(), heads_[(size_t) head].k, keys_of(shape_, storage_), row, !ragged_);
     drop_row(memory_.data(), heads_[(size_t) head].v, values_of(shape_, storage_), row, !ragged_);
 }
@@ -195,14 +206,14 @@ static void each_stretch(const std::vector<RaggedHead> & heads, const LayerShape
     }
 }
 
-void CpuRows::save_counts(int32_t head, Sink & out) const {
+void LayerRows::save_counts(int32_t head, Sink & out) const {
     const RaggedHead none;
     const RaggedHead & of = heads_.empty() ? none : heads_[(size_t) head];
     save_side_counts(of.k[0], keys_of(shape_, storage_), out);
     save_side_counts(of.v[0], values_of(shape_, storage_), out);
 }
 
-void CpuRows::save(Sink & out) const {
+void LayerRows::save(Sink & out) const {
     if (!heads_.empty()) {
         each_stretch(heads_, shape_, storage_, [&](size_t at, size_t n) { out.write(memory_.data() + at, n); });
         return;
@@ -215,12 +226,12 @@ void CpuRows::save(Sink & out) const {
     }
 }
 
-bool CpuRows::load_counts(int32_t head, int32_t length, Reader & in) {
+bool LayerRows::load_counts(int32_t head, int32_t length, Reader & in) {
     RaggedHead & of = heads_[(size_t) head];
     return load_side_counts(of.k, keys_of(shape_, storage_), length, in) && load_side_counts(of.v, values_of(shape_, storage_), length, in);
 }
 
-bool CpuRows::load(Reader & in) {
+bool LayerRows::load(Reader & in) {
     uint64_t held = 0;
     if (ragged_) {
         extent_ = lay_out(shape_, storage_, heads_);
