@@ -28,6 +28,7 @@ from pykvedge.models.model import Model
 from pykvedge.models.vision import TextPiece
 from pykvedge.runtime.driver import Driver
 from pykvedge.runtime.llama_context import N_UBATCH, ContextSize
+from pykvedge.runtime.sequence import Sequence
 
 TOLERANCE = 1e-6  # nats, of KL(llama.cpp || kvedge), a hundred times what was measured
 GENERATED = 8
@@ -56,13 +57,13 @@ def read(path: Path, tokens: list[int], threads: int, method: str = "full") -> R
     driver = Driver(model, None, size, threads)
     try:
         driver.take_over(pykvedge.plan(method, *([] if method == "full" else [0.2])))
-        started = time.perf_counter()
-        driver.read([TextPiece(tokens)])
+        sequence, started = Sequence(driver), time.perf_counter()
+        sequence.read([TextPiece(tokens)])
         rows, seconds = [driver.context.logits().copy()], time.perf_counter() - started
-        driver.compress()
+        sequence.compress()
         n_bytes = driver.cache.stats().bytes if driver.cache is not None else 0
         for token in tokens[: GENERATED - 1]:
-            driver.extend(token)
+            sequence.extend(token)
             rows.append(driver.context.logits().copy())
         return Reading(np.array(rows), seconds, n_bytes)
     finally:

@@ -12,8 +12,8 @@ import numpy as np
 import pykvedge
 from pykvedge.library.native_plan import replays
 from pykvedge.models.vision import TextPiece, Vision
-from pykvedge.runtime.driver import Driver
 from pykvedge.runtime.sampling import Sampling
+from pykvedge.runtime.sequence import Sequence
 
 METHODS = pykvedge.methods()
 METHODS_READ_ONCE = [name for name in METHODS if not replays(pykvedge.plan(name))]
@@ -51,18 +51,18 @@ def differing(a, b) -> float:
 def talk(monkeypatch, files, plan, messages, n=8, **settings):
     """A Turn for each (text, images) of a conversation with a Session."""
     read, asked, turns = [], [], []
-    read_step, split = Driver.read_step, Vision.split
+    steps, split = Sequence.steps, Vision.split
 
-    def noting_tokens(self, step, *args, **kwargs):
-        read.extend(step.tokens if isinstance(step, TextPiece) else ())
-        return read_step(self, step, *args, **kwargs)
+    def noting_tokens(self, pieces):
+        read.extend(token for piece in pieces if isinstance(piece, TextPiece) for token in piece.tokens)
+        return steps(self, pieces)
 
     def noting_text(self, text, pictures):
         asked.append(text.replace(self.marker, MARKER))
         return split(self, text, pictures)
 
     with monkeypatch.context() as patched, files.session(plan, **settings) as session:
-        patched.setattr(Driver, "read_step", noting_tokens)
+        patched.setattr(Sequence, "steps", noting_tokens)
         patched.setattr(Vision, "split", noting_text)
         for text, images in messages:
             read.clear(), asked.clear()

@@ -21,6 +21,7 @@ from pykvedge.plans.plugin_files import load_file
 from pykvedge.runtime import figures
 from pykvedge.runtime.driver import Driver
 from pykvedge.runtime.llama_context import ContextSize
+from pykvedge.runtime.sequence import Sequence
 
 
 def measure(model, wire, plan, n_tokens):
@@ -29,10 +30,11 @@ def measure(model, wire, plan, n_tokens):
     driver = Driver(model, None, size, 1)
     try:
         driver.take_over(plan)
+        sequence = Sequence(driver)
         steps = {
-            "read": lambda: driver.read([TextPiece([5 + i % 90 for i in range(n_tokens)])]),
-            "compress": driver.compress,
-            "token": lambda: driver.extend(7),
+            "read": lambda: sequence.read([TextPiece([5 + i % 90 for i in range(n_tokens)])]),
+            "compress": sequence.compress,
+            "token": lambda: sequence.extend(7),
         }
         out, before = {}, wire.settled()
         for name, step in steps.items():

@@ -21,6 +21,7 @@ from pykvedge.models.vision import TextPiece
 from pykvedge.runtime import figures
 from pykvedge.runtime.driver import Driver
 from pykvedge.runtime.llama_context import ContextSize
+from pykvedge.runtime.sequence import Sequence
 
 MIB = 1 << 20
 # beyond what the server has after the prompt; llama.cpp's working memory is given back before the compression
@@ -34,22 +35,23 @@ def tried(model, server, plan, n_tokens, room):
     out = {"room": room, "error": None, "pending": 0, "kept": []}
     try:
         driver.take_over(plan)
-        driver.read([TextPiece([5 + i * i % 90 for i in range(n_tokens)])])
+        sequence = Sequence(driver)
+        sequence.read([TextPiece([5 + i * i % 90 for i in range(n_tokens)])])
         driver.context.logits()
         if room is not None:
             most = server.memory_info().vms + room
             server.rlimit(psutil.RLIMIT_AS, (most, UNBOUNDED[1]))
         try:
-            driver.compress()
+            sequence.compress()
         except pykvedge.KvedgeError as error:
             out["error"] = f"{type(error).__name__}: {error}"
         server.rlimit(psutil.RLIMIT_AS, UNBOUNDED)
         if out["error"]:
             out["pending"], out["kept"] = driver.cache.stats().n_pending, driver.cache.lengths()
-            driver.compress()
+            sequence.compress()
         out["after"], out["report"] = held(driver.cache), vars(figures.device_work(driver.cache))
         for token in range(5, 13):
-            driver.extend(token)
+            sequence.extend(token)
         return {**out, "device_bytes": driver.cache.stats().device_bytes}
     finally:
         driver.close()

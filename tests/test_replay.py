@@ -363,6 +363,6 @@ def test_a_passage_knows_its_last_tokens():
     assert passage.last(4) == [TextPiece([4, 5])]  # no half of an image
     assert passage.last(8) == [TextPiece([3]), image, TextPiece([4, 5])]
     assert passage.last(99) == [TextPiece([1, 2, 3]), image, TextPiece([4, 5])]
-    other = passage.copy()
+    other = Passage(passage.pieces)
     other.add(TextPiece([6]))
     assert passage.last(1) == [TextPiece([5])] and other.last(2) == [TextPiece([5, 6])]

@@ -119,7 +119,7 @@ def test_tokens_can_still_be_taken_back(tiny, native, tmp_path):
             context = session.engine.context
             memory, at = context.llama.llama_get_memory(context.handle), context.n_past - 20
             assert context.llama.llama_memory_seq_rm(memory, 0, at, -1)
-            context.n_past = at
+            session.engine.sequence.n_past = at
             context.decode([7, 8, 9], want_logits=True)
             states.append(state(session))
     assert_same(states[1], states[0])

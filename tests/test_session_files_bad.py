@@ -112,7 +112,7 @@ def test_hostile_files_with_right_checksums_do_no_harm(tiny, name, native, tmp_p
             loaded += 1
             last = context.llama.llama_memory_seq_pos_max(context.llama.llama_get_memory(context.handle), 0)
             if last < 2**30:
-                context.n_past = last + 1
+                context.at.n_past = last + 1
                 context.decode([5], want_logits=True)
                 context.decode(list(range(500, 530)), want_logits=True)
                 cache.compress()

@@ -16,7 +16,6 @@ from kvedge_lab.bench.machine import Energy, Others
 from kvedge_lab.bench.matrix import Shape, Variant
 from kvedge_lab.demo_tasks.scenes import draw_scene, render
 from pykvedge.errors import UsageError
-from pykvedge.library import libkvedge
 from pykvedge.models.encoder import Encoder
 from pykvedge.models.images import Picture
 from pykvedge.models.model import Model
@@ -30,6 +29,8 @@ from pykvedge.runtime.llama_context import ContextSize, ubatch_for
 from pykvedge.runtime.pruning import planned
 from pykvedge.runtime.replay import extra_tokens
 from pykvedge.runtime.report import DeviceWork
+from pykvedge.runtime.sequence import Sequence
+from pykvedge.runtime.snapshot import Snapshot
 from pykvedge.system import memory
 
 PAD = 256  # llama.cpp rounds the tokens of a context up to a multiple of it
@@ -228,24 +229,22 @@ def again(
         return None
     n_ctx = _room(prompt, variant)
     size = ContextSize(n_ctx, ubatch_for(vision, prompt.largest_image), variant.kv_type, prompt.n_tokens)
-    seconds, rows, at = 0.0, bytearray(), (0, 0)
+    seconds, at = 0.0, Snapshot(b"", 0, 0)
     for first in (True, False):
         driver = Driver(model, vision, size, threads)
         try:
             driver.context.stop_when(cancel)
             driver.take_over(variant.plan, tables_for(variant.plan, model.path))
-            assert driver.cache is not None
-            started = time.perf_counter()
+            sequence, started = Sequence(driver), time.perf_counter()
             if not first:
-                libkvedge.unpack(driver.cache, rows, NAME)
-                driver.context.n_past, driver.context.n_cells = at
-            driver.read(before if first else question, cancel=cancel)
+                sequence.restore(at, NAME)
+            sequence.read(before if first else question, cancel=cancel)
             if not first:
                 driver.context.logits()  # waits for the device
-            driver.compress()
+            sequence.compress()
             seconds = time.perf_counter() - started
             if first:
-                rows, at = libkvedge.pack(driver.cache, NAME), (driver.context.n_past, driver.context.n_cells)
+                at = sequence.snapshot(NAME)
         finally:
             driver.close()
     return seconds
@@ -264,16 +263,16 @@ def _uncollected() -> Iterator[None]:
 
 
 def _timed(driver: Driver, prompt: Prompt, energy: Energy, cancel: threading.Event) -> Repetition:
-    context, cache = driver.context, driver.cache
+    context, cache, sequence = driver.context, driver.cache, Sequence(driver)
     energy.start()
     began = time.perf_counter()
-    driver.read(prompt.pieces, cancel=cancel)
+    sequence.read(prompt.pieces, cancel=cancel)
     context.logits()  # waits for the device
     read = time.perf_counter()
     pending = cache.stats() if cache is not None else None
     lying = pending.device_bytes if pending is not None else 0
     compressing = time.perf_counter()
-    driver.compress()
+    sequence.compress()
     compressed = time.perf_counter()
     out = Repetition(read - began, compressed - compressing, prefill_j=energy.joules(), device_prompt_bytes=lying)
     if cache is not None:
@@ -286,7 +285,7 @@ def _timed(driver: Driver, prompt: Prompt, energy: Energy, cancel: threading.Eve
     for token in prompt.then:
         stop_if_set(cancel)
         started = time.perf_counter()
-        driver.extend(token)
+        sequence.extend(token)
         context.logits()
         out.decode_s.append(time.perf_counter() - started)
     out.decode_j = energy.joules()
@@ -294,9 +293,9 @@ def _timed(driver: Driver, prompt: Prompt, energy: Energy, cancel: threading.Eve
     out.device_bytes = cache.stats().device_bytes if cache is not None else 0
     if prompt.later:
         started = time.perf_counter()
-        driver.read([TextPiece(prompt.later)], cancel=cancel)
+        sequence.read([TextPiece(prompt.later)], cancel=cancel)
         context.logits()
-        driver.compress()
+        sequence.compress()
         out.later_s = time.perf_counter() - started
     return out
 

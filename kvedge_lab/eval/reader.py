@@ -23,6 +23,7 @@ from pykvedge.plans.making import plan as make_plan
 from pykvedge.plans.plan import Plan
 from pykvedge.reference.kvtypes import KvType
 from pykvedge.reference.stages.base import ProfileTable
+from pykvedge.runtime import sequence
 from pykvedge.runtime.driver import Driver
 from pykvedge.runtime.llama_context import ContextSize, ubatch_for
 
@@ -59,9 +60,9 @@ class Reader:
         self.model, self.vision = model, vision
         self._threads, self._kv_type, self._n_ctx, self._n_outputs = threads, kv_type, n_ctx, n_outputs
         self._driver: Driver | None = None
+        self._sequences: list[sequence.Sequence] = []
         self._cancel: threading.Event | None = None
         self._logits: dict[int, np.ndarray] = {}  # of the last token of each sequence
-        self._prompt_cells = 0  # of the context, that the prompt's sequence took when it was copied
 
     def close(self) -> None:
         if self._driver is not None:
@@ -94,12 +95,15 @@ class Reader:
         n_ctx = -(-cells // STEP) * STEP
         size = ContextSize(n_ctx, n_ubatch, self._kv_type, 2 * n_conversation, n_seq=4, n_outputs=self._n_outputs)
         self._driver = Driver(self.model, self.vision, size, self._threads)
+        self._sequences = [sequence.Sequence(self._driver, number) for number in range(4)]
 
     def start(self, plan: Plan) -> None:
         """Forgets everything; what is read next is read for this plan. Raises NothingToCompressError."""
         driver = self._live()
+        self._now = self._sequences[PROMPT]
         driver.context.clear()
-        driver.forget()
+        for one in self._sequences:
+            one.begin()
         if driver.cache is None:
             driver.take_over_if_possible(plan, tables_for(plan, self.model.path), later_floor=0)
         else:
@@ -108,34 +112,25 @@ class Reader:
 
     def copy(self, to: int) -> None:
         """Lets the current sequence go on as two; `to` is then the current one."""
-        context = self._live().context
-        if context.sequence == PROMPT:
-            self._prompt_cells = context.n_cells
-        context.drop(to)
-        context.copy_to(to)
-        self._live().know(self._live().known(), to)
-        self._logits[to] = self._logits[context.sequence]
-        context.switch(to)
+        copy = self._sequences[to]
+        copy.follow(self._now)
+        self._logits[to] = self.logits()
+        self._now = copy
 
     @property
     def current(self) -> int:
-        return self._live().context.sequence
+        return self._now.number
 
-    def back_to(self, sequence: int) -> None:
+    def back_to(self, number: int) -> None:
         """Ends the current sequence, a copy, and makes another the current one."""
-        context = self._live().context
-        ended = context.sequence
-        context.switch(sequence)
-        context.drop(ended)
+        self._now.drop()
+        self._now = self._sequences[number]
 
     def drop_copies(self) -> None:
         """Empties all copies of the prompt's sequence, which is then the current one."""
-        context = self._live().context
-        if context.sequence != PROMPT:
-            context.switch(PROMPT)
-            context.n_cells = self._prompt_cells  # a second pass over the prompt asks for the room that is left
-        for sequence in (BRANCH, ASKED, SIDE):
-            context.drop(sequence)
+        self._now = self._sequences[PROMPT]
+        for copy in (BRANCH, ASKED, SIDE):
+            self._sequences[copy].drop()
 
     def set_plan(self, plan: Plan, tables: Mapping[str, ProfileTable] | None = None) -> None:
         """Compresses the current sequence by this plan. Raises BudgetError if what it protects does not fit.
@@ -144,26 +139,26 @@ class Reader:
         """
         driver = self._live()
         if driver.cache is not None:
-            check_protection(plan, driver.cache.stats(driver.context.sequence).n_pending)
+            check_protection(plan, driver.cache.stats(self._now.number).n_pending)
             driver.cache.set_plan(plan, tables_for(plan, self.model.path) if tables is None else tables)
 
     def read(self, pieces: Sequence[Piece]) -> None:
         """Appends pieces to the current sequence; afterwards the logits of the last token are there, of text."""
-        driver = self._live()
-        driver.read(pieces, cancel=self._cancel)
+        self._now.read(list(pieces), cancel=self._cancel)
         none = np.empty(0, np.float32)  # nobody asks what follows an image
-        last = none if isinstance(pieces[-1], ImagePiece) else driver.context.logits().copy()
-        self._logits[driver.context.sequence] = last
+        self._logits[self.current] = (
+            none if isinstance(pieces[-1], ImagePiece) else self._live().context.logits().copy()
+        )
 
     def extend(self, token: int) -> None:
-        driver = self._live()
-        driver.extend(token)
-        self._logits[driver.context.sequence] = driver.context.logits().copy()
+        self._now.extend(token)
+        self._logits[self.current] = self._live().context.logits().copy()
 
     def feed(self, tokens: Sequence[int]) -> Iterator[np.ndarray]:
         """Appends tokens in as few passes as n_outputs allows. Yields the logits after each: [n_vocab] float32."""
         driver, most = self._live(), max(self._n_outputs, 1)
         for at in range(0, len(tokens), most):
+            driver.context.at = self._now
             with driver.explained():
                 rows = driver.context.decode_each(list(tokens[at : at + most]))
             yield from rows
@@ -173,29 +168,29 @@ class Reader:
         driver = self._live()
         if driver.cache is None:
             return []
-        lengths = driver.cache.lengths(driver.context.sequence)
+        lengths = driver.cache.lengths(self.current)
         return [(i, h) for i, of in zip(driver.cache.layer_ids(), lengths, strict=True) for h in range(len(of))]
 
     def logits(self) -> np.ndarray:
         """Returns those of the last token of the current sequence: [n_vocab] float32."""
-        return self._logits[self._live().context.sequence]
+        return self._logits[self.current]
 
     def compress(self) -> None:
-        self._live().compress()
+        self._now.compress()
 
     def keep(self, plan: Plan) -> None:
         """Keeps all of what was read last, and goes on by a plan: its decode policy rules what comes now."""
         driver = self._live()
         if driver.cache is not None:
             driver.cache.set_plan(make_plan("full"))
-            driver.compress()
+            self._now.compress()
             driver.cache.set_plan(plan, tables_for(plan, self.model.path))
 
     def held(self) -> tuple[float, int]:
         """Tells the KV pairs per head, averaged over heads and layers, and their bytes, of the current sequence."""
         driver = self._live()
-        n_bytes = driver.cache.stats(driver.context.sequence).bytes if driver.cache is not None else 0
-        return driver.pairs_held(), n_bytes
+        n_bytes = driver.cache.stats(self.current).bytes if driver.cache is not None else 0
+        return self._now.pairs_held(), n_bytes
 
     def _live(self) -> Driver:
         if self._driver is None:

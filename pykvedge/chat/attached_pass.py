@@ -15,13 +15,15 @@ import numpy as np
 from pykvedge.errors import UnsupportedError
 from pykvedge.library.libkvedge import Cache
 from pykvedge.models.composer import Composer
+from pykvedge.models.model import silent
 from pykvedge.models.vision import ImagePiece, TextPiece
 from pykvedge.models.vocabulary import Vocabulary
 from pykvedge.native import libraries
 from pykvedge.plans.plan import Plan
-from pykvedge.runtime.driver import cut
+from pykvedge.runtime.driver import Driver
 from pykvedge.runtime.llama_context import Context
 from pykvedge.runtime.replay import Passage, Requests, parts
+from pykvedge.runtime.sequence import Sequence
 
 
 class AttachedPass:
@@ -64,8 +66,7 @@ class AttachedPass:
 
     def place(self) -> tuple[int, list[int]]:
         """Returns the position behind what was read, and the tokens since the last compression if all are texts'."""
-        tokens = [token for piece in self._passage.pieces if isinstance(piece, TextPiece) for token in piece.tokens]
-        return self._end, tokens
+        return self._end, self._passage.tokens()
 
     def go_on(self, end: int, tokens: list[int]) -> None:
         """Goes on where `place` was asked, when no prompt waited."""
@@ -115,24 +116,17 @@ class AttachedPass:
         vocabulary = Vocabulary(bindings, bindings.llama_get_model(self._llm.ctx))
         self._requests = self._requests or Requests(Composer(vocabulary, None))
         context = Context.lent(self._llm.ctx, vocabulary)
-        context.n_past, context.n_cells = at = self._end, stats.n_tokens
+        if self._sights is None and any(isinstance(piece, ImagePiece) for piece in pieces):
+            raise UnsupportedError("the chat handler was taken away, and with it the pictures")
+        sequence = Sequence(Driver.lent(context, cache, self._sights))
+        sequence.n_past, sequence.n_cells = self._end, stats.n_tokens
         try:
-            for part in parts(plan, pieces, n, context.room, self._requests, begins=n == stats.n_tokens):
-                with cache.replaying(part.chunk):
-                    for step in cut(part.pieces, context.n_ubatch):
-                        self._decode(context, step)
-                context.n_past, context.n_cells = at
+            room, begins = context.n_ctx - stats.n_tokens, n == stats.n_tokens
+            chunks = list(parts(plan, pieces, n, room, self._requests, begins))
+            sequence.run(sequence.again(chunks, keep_logits=False), "", silent, None)
         finally:
             context.close()
         return True
-
-    def _decode(self, context: Context, step: TextPiece | ImagePiece) -> None:
-        if isinstance(step, ImagePiece):
-            if self._sights is None:
-                raise UnsupportedError("the chat handler was taken away, and with it the pictures")
-            context.decode_image(self._sights, step)  # type: ignore[arg-type]
-        else:
-            context.decode(step.tokens, want_logits=False)
 
 
 class Sights:

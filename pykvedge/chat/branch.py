@@ -1,6 +1,6 @@
 """A conversation is taken back to where it stood before its last message, to the bit.
 
-Before a message the engine marks what it has read (runtime/mark.py). Taking the message back goes to that mark.
+Before a message the engine marks what it has read. Taking the message back goes to that mark.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pykvedge.chat.conversation import Conversation
 from pykvedge.errors import KvedgeError, OutOfMemoryError, StateError, UnsupportedError
 from pykvedge.models.prompt import Message
 from pykvedge.plans.plan import Plan
-from pykvedge.runtime.mark import Mark
+from pykvedge.runtime.engine import Mark
 from pykvedge.runtime.report import Report
 
 

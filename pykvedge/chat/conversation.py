@@ -115,7 +115,7 @@ class Conversation(Single):
                     engine.make_room(question, self.plan)
                 self._take_in(question, report)
                 report.rss.after_compress_bytes = memory.rss_bytes()
-                report.kv = engine.measure()
+                report.kv = engine.sequence.measure()
         finally:
             self.release(pieces)
 
@@ -125,8 +125,8 @@ class Conversation(Single):
         report.tokens.add(pieces)  # a pruner may leave less than it was allowed
         report.rss.before_prefill_bytes = report.rss.before_prefill_bytes or memory.rss_bytes()
         spent.prefill_s += _timed(lambda: engine.prefill(pieces, self._progress, self.stop))
-        spent.prefill_s -= engine.driver.replay_s
-        spent.replay_s += engine.driver.replay_s
+        spent.prefill_s -= engine.sequence.replay_s
+        spent.replay_s += engine.sequence.replay_s
         spent.compress_s += _timed(engine.compress)
 
     # ---------------------------------------------------------------------------------------------------
@@ -158,13 +158,13 @@ class Conversation(Single):
             counts = report.tokens
             with suppress(OutOfMemoryError, UnsupportedError):
                 tokens = Tokens(counts.prompt, counts.image, pruned=counts.pruned)
-                self._openings.put(name, self.plan, replace(self.engine.pack(model), tokens=tokens))
+                self._openings.put(name, self.plan, replace(self.engine.sequence.snapshot(model), tokens=tokens))
 
     def _go_on(self, found: Snapshot | None, model: str, report: Report) -> bool:
         if found is None:
             return False
         try:
-            report.time.prefill_s += _timed(lambda: self.engine.begin(found, model))
+            report.time.prefill_s += _timed(lambda: self.engine.sequence.restore(found, model))
         except SessionFileError:
             return False
         report.tokens = replace(found.tokens, reused=found.tokens.prompt)
@@ -191,9 +191,8 @@ class Conversation(Single):
             rss.peak_bytes = max(meter.stop(), rss.before_prefill_bytes, rss.after_compress_bytes)
 
     def _read_stream(self, report: Report) -> None:
-        """Does the same piece by piece: an image is encoded, read and forgotten before the next one is looked at."""
-        engine, message = self.engine, self.messages[-1]
-        composer = self._composer
+        """Reads piece by piece: an image is encoded, read and forgotten before the next one is looked at."""
+        message, composer = self.messages[-1], self._composer
         written = composer.following(self.messages) if self.in_cache else composer.first(self.messages)
         source = stream.Source(self._vision, composer, written, lambda p: planned(p, self.plan, self.settings.threads))
         earlier = sum(len(m.pictures) for m in self.messages[:-1])
@@ -205,11 +204,7 @@ class Conversation(Single):
         report.rss.before_prefill_bytes = memory.rss_bytes()
         try:
             with self._peak_of(report):
-                report.time.prefill_s = _timed(
-                    lambda: stream.read(
-                        engine, self._vision, self.plan, pieces, self._progress, self.stop, report.tokens
-                    )
-                )
+                report.time.prefill_s = _timed(lambda: self._read_on(pieces, report))
         finally:
             self.release(source.open)
         report.rss.after_compress_bytes = memory.rss_bytes()
@@ -217,11 +212,16 @@ class Conversation(Single):
         self.measure_stream(report)
         self.in_cache, self.pending = True, []
 
+    def _read_on(self, pieces: Iterator[Piece], report: Report) -> None:
+        first = stream.beginning(pieces)
+        self.engine.make_room(first, self.plan)
+        self.engine.pace.read(itertools.chain(first, pieces), self._progress, self.stop, report.tokens)
+
     def measure_stream(self, report: Report) -> None:
         """Notes what a stream has become; the first time, when the prompt was read, also the figures of its cache."""
-        if figures := stream.measure(self.engine, self.model, self.plan, self.settings.kv_type):
-            report.kv = report.kv if report.stream else figures[0]
-            report.stream = figures[1]
+        if self.engine.cache is not None:
+            kv, now = self.engine.pace.measure(self.plan)
+            report.kv, report.stream = report.kv if report.stream else kv, now
 
     def check_stream(self, plan: Plan) -> None:
         if self.settings.stream:

@@ -239,7 +239,7 @@ class Session(Conversation):
         self.check_stream(plan)
         self.forget()
         started = time.perf_counter()
-        self.engine.restore(path, model, note, plan)
+        self.engine.load(path, model, note, plan)
         self._load_s += time.perf_counter() - started
         self.plan, self.messages, self.pending, self.in_cache = plan, note.messages, note.pending, True
         self.last_report = None
@@ -256,16 +256,12 @@ class Session(Conversation):
         if not self.in_cache or not self.messages or self._loan is None:
             raise StateError("there is no conversation to fork yet")
         model = fingerprint(self.model.header)
-        at = self.engine.pack(model)
-        note = self._note()
-        note.n_past, note.n_cells, note.held = at.n_past, at.n_cells, at.held
-        note.n_ctx, note.n_ubatch = self.engine.context.n_ctx, self.engine.context.n_ubatch
+        at, note = self.engine.sequence.snapshot(model), self._note()
         settings: GivenSettings = {f.name: getattr(self.settings, f.name) for f in fields(self.settings)}  # type: ignore
         plan = self.plan if plan is None else plan
         other = Session(self._loan, None, plan, progress=self._progress, cancel=cancel, **settings)
         try:
             other.engine.fork(at, model, note, other.plan)
-            other.engine.driver.know(self.engine.driver.known(), 0)
         except BaseException:
             other.close()
             raise
@@ -273,7 +269,7 @@ class Session(Conversation):
         return other
 
     def _note(self) -> Note:
-        return Note(self.plan, self.settings.kv_type, 0, 0, 0, 0, 0.0, self.pending, self.messages)
+        return Note(self.plan, self.settings.kv_type, *self.engine.place(), self.pending, self.messages)
 
     def close(self) -> None:
         """Frees everything but a model that was loaded apart, as soon as a thread that is in a call has left it.

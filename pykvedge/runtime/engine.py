@@ -1,4 +1,4 @@
-"""The Engine reads prompts into a llama.cpp context whose KV memory libkvedge owns, and compresses them."""
+"""The Engine of a session: a context that is made to measure, and the sequence that reads a conversation into it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pykvedge.errors import ContextError, NothingToCompressError, SessionFileError, StateError, UnsupportedError
@@ -26,18 +26,26 @@ from pykvedge.runtime.crew import Crew
 from pykvedge.runtime.driver import Driver
 from pykvedge.runtime.interrupt import stop_if_set
 from pykvedge.runtime.llama_context import DEFAULT_CTX, ROOM_TO_ANSWER, Context, ContextSize, ubatch_for
-from pykvedge.runtime.mark import Mark, bring_back, copy
-from pykvedge.runtime.pace import Pace, stream_context
 from pykvedge.runtime.replay import extra_tokens
-from pykvedge.runtime.report import Kv
+from pykvedge.runtime.sequence import Sequence
 from pykvedge.runtime.sessionfile import Note, encoded
 from pykvedge.runtime.settings import Settings
 from pykvedge.runtime.snapshot import Snapshot
+from pykvedge.runtime.stream import Pace, stream_context
 from pykvedge.system import memory
 
 
+@dataclass(frozen=True)
+class Mark:
+    """All that was read lies once more in a second sequence. plan: that the cache followed. n_bytes: of its rows."""
+
+    copy: Sequence
+    plan: Plan | None
+    n_bytes: int  # not counting what llama.cpp keeps itself
+
+
 class Engine:
-    """An engine has one sequence of tokens: text and images go in, logits come out, and what it read is compressed."""
+    """Text and images go in, logits come out, and what was read is compressed. `make_room` makes the context."""
 
     def __init__(
         self, model: Model, vision: Vision | None, settings: Settings, threads: int, crew: Crew | None
@@ -46,17 +54,19 @@ class Engine:
         self._model, self._vision = model, vision
         self._settings, self._threads = settings, threads
         self._crew = crew
-        self._driver: Driver | None = None
         self._table: TokenTable | None = None
         self.not_bounded = ""  # why the last prompt was not read layer by layer although that was asked for
         self._set_plan: Plan | None = None  # that the cache follows
-        self._reset()
-
-    def _reset(self) -> None:
+        self._driver: Driver | None = None
+        self._sequence: Sequence | None = None
         self._pace: Pace | None = None  # of a stream
-        self._n_compressions = 0
-        self._compressed_tokens = 0  # since they were measured
-        self._held = 0.0  # pairs per head after it
+
+    @property
+    def sequence(self) -> Sequence:
+        """The sequence exists from the first prompt on. Raises StateError before."""
+        if self._sequence is None:
+            raise StateError("nothing was read yet")
+        return self._sequence
 
     @property
     def driver(self) -> Driver:
@@ -86,8 +96,7 @@ class Engine:
         """Frees the context and its KV memory; the next prompt makes new ones."""
         if self._driver is not None:
             self._driver.close()
-            self._driver = None
-        self._reset()
+        self._driver = self._sequence = self._pace = None
 
     def set_plan(self, plan: Plan) -> None:
         """Compresses prompts that complete from now on by this plan. Raises NothingToCompressError, ProfileError."""
@@ -96,7 +105,7 @@ class Engine:
             self.cache.set_plan(plan, tables)
             self._set_plan = plan
         elif self._driver is not None:
-            self.driver.require_full(plan)
+            self._driver.require_full(plan)
 
     # ---------------------------------------------------------------------------------------------------
 
@@ -174,10 +183,11 @@ class Engine:
             driver.close()
             raise
         self._driver, self._set_plan = driver, plan
+        self._sequence = driver.context.at = Sequence(driver)
         if driver.cache is None and self._bounded:
             self.not_bounded = f"kvedge does not hold the KV cache of {self._model.path.name}"
         if self._settings.stream and driver.cache is not None:
-            self._pace = Pace(driver.cache, driver.context, self._settings, self._model.n_layer)
+            self._pace = Pace(driver, self._sequence, driver.cache, self._settings)
 
     def tables(self, plan: Plan) -> dict[str, ProfileTable]:
         """Returns the profiles that the plan needs, by stage. Raises ProfileError."""
@@ -185,30 +195,34 @@ class Engine:
 
     # ---------------------------------------------------------------------------------------------------
 
+    def place(self) -> tuple[int, int, int, int, float]:
+        """Returns n_ctx, n_ubatch, n_past, n_cells and held of a Note. Raises StateError before the first prompt."""
+        context, sequence = self.context, self.sequence
+        return context.n_ctx, context.n_ubatch, sequence.n_past, sequence.n_cells, sequence.held
+
     def save(self, path: str | os.PathLike[str], model: str, note: Note) -> None:
-        """Writes the cache to a file, with a note that it completes. Raises SessionFileError, UnsupportedError."""
-        context = self.context
+        """Writes the cache to a file, with a note. Raises SessionFileError, UnsupportedError."""
         if self.cache is None:
             raise UnsupportedError(
                 f"kvedge does not keep the memory of {self._model.path.name}, so its sessions cannot be saved"
             )
-        note.n_ctx, note.n_ubatch = context.n_ctx, context.n_ubatch
-        note.n_past, note.n_cells, note.held = context.n_past, context.n_cells, self._held
         self.cache.save(encoded(path), model, note.encode())
 
-    def restore(self, path: str | os.PathLike[str], model: str, note: Note, plan: Plan) -> None:
+    def load(self, path: str | os.PathLike[str], model: str, note: Note, plan: Plan) -> None:
         """Makes a new context with the cache of a file in it. Raises what make_room raises, and SessionFileError."""
         name = os.fsdecode(path)
-        n_bytes = Path(name).stat().st_size
-        self._restore(note, plan, name, n_bytes, lambda cache: cache.load(encoded(path), model))
+
+        def fill(cache: libkvedge.Cache) -> None:
+            cache.load(encoded(path), model)
+            self.sequence.stand(Snapshot(b"", note.n_past, note.n_cells, held=note.held), name)
+
+        self._fill(note, plan, name, Path(name).stat().st_size, fill)
 
     def fork(self, at: Snapshot, model: str, note: Note, plan: Plan) -> None:
-        """Makes a new context with a packed cache in it. Raises what make_room raises, and SessionFileError."""
-        self._restore(note, plan, "a fork", len(at.rows), lambda cache: libkvedge.unpack(cache, at.rows, model))
+        """Makes a new context in which a snapshot goes on. Raises what make_room raises, and SessionFileError."""
+        self._fill(note, plan, "a fork", len(at.rows), lambda cache: self.sequence.restore(at, model))
 
-    def _restore(
-        self, note: Note, plan: Plan, name: str, n_bytes: int, fill: Callable[[libkvedge.Cache], None]
-    ) -> None:
+    def _fill(self, note: Note, plan: Plan, name: str, n_bytes: int, fill: Callable[[libkvedge.Cache], None]) -> None:
         self.close()
         n_ctx = self._settings.n_ctx or note.n_ctx
         if note.n_cells >= n_ctx:
@@ -219,56 +233,35 @@ class Engine:
             if self.cache is None:
                 raise SessionFileError(f"{name} was saved with another model; load that one")
             fill(self.cache)
-            self._stand(Snapshot(b"", note.n_past, note.n_cells), name)
-            self._held = note.held
         except BaseException:
             self.close()
             raise
         if self._pace is not None:
             self._pace.compress()
 
-    def _stand(self, at: Snapshot, name: str) -> None:
-        stats = self._own_cache().stats()
-        if stats.n_tokens < at.n_cells:
-            raise SessionFileError(f"{name} contradicts itself; it cannot be used")
-        self.context.n_past, self.context.n_cells = at.n_past, at.n_cells
-        self._n_compressions, self._compressed_tokens = stats.n_compressions, at.compressed_tokens
-
-    # ---------------------------------------------------------------------------------------------------
-
-    def pack(self, model: str) -> Snapshot:
-        """Returns what was read and compressed as bytes. Raises UnsupportedError, StateError, OutOfMemoryError."""
-        context, cache = self.context, self._own_cache()
-        memory.require(cache.stats().bytes, "a copy of the conversation", "close other programs")
-        rows, compressed = libkvedge.pack(cache, model), self._compressed_tokens
-        return Snapshot(rows, context.n_past, context.n_cells, compressed_tokens=compressed, held=self._held)
-
-    def begin(self, at: Snapshot, model: str) -> None:
-        """Goes on, in a context that nothing was read in, from what `pack` returned.
-
-        Raises SessionFileError, StateError, OutOfMemoryError; what is read then is read from the beginning.
-        """
-        libkvedge.unpack(self._own_cache(), at.rows, model)
-        self._stand(at, "what was kept of an earlier conversation")
-
-    def _own_cache(self) -> libkvedge.Cache:
-        if self.cache is None:
-            raise UnsupportedError(
-                f"kvedge does not keep the memory of {self._model.path.name}, so it cannot be put aside"
-            )
-        return self.cache
-
     # ---------------------------------------------------------------------------------------------------
 
     def mark(self) -> Mark:
-        """Keeps a copy of all that was read, in place of an older one. Raises OutOfMemoryError, UnsupportedError."""
-        copied = copy(self.context, self.cache)
-        return Mark(self.context.n_past, self.context.n_cells, self._set_plan, self._held, copied, self.driver.known())
+        """Keeps a copy of all that was read, in place of an older one. Raises OutOfMemoryError, UnsupportedError.
+
+        What is copied are compressed rows, what the decode policy remembers, and llama.cpp's own cells and states.
+        """
+        copy = Sequence(self.driver, 1)
+        copy.drop()
+        _require_window(self.context)
+        n_bytes = self.cache.stats().bytes if self.cache is not None else 0
+        memory.require(n_bytes, "a copy of the conversation", "close other programs")
+        copy.follow(self.sequence)
+        if self.cache is not None:
+            self.cache.check()
+        return Mark(copy, self._set_plan, n_bytes)
 
     def return_to(self, mark: Mark) -> None:
-        """Goes back to what was read at the mark, whose copy is used up. Raises OutOfMemoryError."""
-        self._n_compressions, self._held = bring_back(self.context, self.cache, mark), mark.held
-        self.driver.know(mark.passage, self.context.sequence)
+        """Goes back to what was read at the mark, to the bit. The copy is used up. Raises OutOfMemoryError."""
+        self.sequence.follow(mark.copy)
+        mark.copy.drop()
+        if self.cache is not None:
+            self.cache.check()
         if mark.plan is not None and mark.plan != self._set_plan:
             self.set_plan(mark.plan)
 
@@ -276,39 +269,29 @@ class Engine:
 
     def encode(self, pieces: list[Piece], progress: Progress, cancel: threading.Event | None) -> None:
         """Computes the embeddings of the images. Raises ImageError, CancelledError."""
-        images = [p for p in pieces if isinstance(p, ImagePiece)]
-
-        def look(i: int, share: float) -> None:
-            progress(f"encoding image {i + 1} of {len(images)}", (i + share) / len(images))
-            stop_if_set(cancel)
-
-        for i, piece in enumerate(images):
-            look(i, 0.0)
-            if self._vision is None:
-                raise StateError("the session has no image encoder")
-            self._vision.encode(piece, functools.partial(look, i))
+        encode(self._vision, pieces, progress, cancel)
 
     def prefill(self, pieces: list[Piece], progress: Progress, cancel: threading.Event | None) -> None:
         """Reads the pieces; afterwards the logits of the last token are there. Raises ContextError, CancelledError."""
-        context = self.context
         if self._bounded:
             self._prefill_whole(pieces, progress, cancel)
             return
-        context.stop_when(cancel)
-        self.driver.read(pieces, progress, cancel)
-        self.driver.replay(progress, cancel)
-        context.stop_when(None)
+        self.context.stop_when(cancel)
+        self.sequence.read(pieces, progress, cancel)
+        self.sequence.replay(progress, cancel)
+        self.context.stop_when(None)
 
     def _prefill_whole(self, pieces: list[Piece], progress: Progress, cancel: threading.Event | None) -> None:
         """Reads the pieces in one pass; libkvedge compresses each layer before the next one runs."""
-        context, cache, start = self.context, self.cache, self.context.n_past
+        context, cache, sequence = self.context, self.cache, self.sequence
         if cache is None:
             raise StateError("a bounded prompt needs a KV cache that kvedge holds")
         if self._table is not None and self._vision is not None and any(isinstance(p, ImagePiece) for p in pieces):
-            prompt = bounded_batch.gather(pieces, self._table, self._vision, self._model, start)
+            prompt = bounded_batch.gather(pieces, self._table, self._vision, self._model, sequence.n_past)
         else:
-            prompt = bounded_batch.gather_text(pieces, start)
-        self._compressed_tokens += cache.stats().n_pending + prompt.n_tokens
+            prompt = bounded_batch.gather_text(pieces, sequence.n_past)
+        sequence.compressed_tokens += cache.stats().n_pending + prompt.n_tokens
+        sequence.replay_s = 0.0
         layers = max(cache.stats().n_layers, 1)
         seen = -1
 
@@ -333,7 +316,7 @@ class Engine:
         if self._crew is not None:
             self.context.set_threads(self._crew.threads(), self._threads)
         began = time.perf_counter()
-        self.driver.extend(token)
+        self.sequence.extend(token)
         if self._crew is not None:
             self._crew.took(time.perf_counter() - began)
         if self._pace is not None:
@@ -344,34 +327,15 @@ class Engine:
         if self._pace is not None:
             self._pace.compress()
         elif self.cache is not None:
-            pending = self.cache.stats().n_pending
-            if not (self._bounded and pending == 0):
-                self._compressed_tokens += pending
             try:
-                self.driver.compress()
+                self.sequence.compress()
             except StateError:
                 self.cache.check()  # what ended a bounded prompt
                 raise
 
-    # ---------------------------------------------------------------------------------------------------
-
     def pairs_held(self) -> float:
         """Averages the KV pairs per KV head over heads and layers; they are 0 for a model that runs as it is."""
-        return self._driver.pairs_held() if self._driver is not None else 0
-
-    def measure(self) -> Kv:
-        """Measures the KV memory, right after compress."""
-        kv_type = self._settings.kv_type
-        if self.cache is None:
-            # llama.cpp allocates for the whole context at once
-            n = self._model.kv_bytes_per_token(KvType.parse(kv_type).plain.bytes_per_value) * self.context.n_ctx
-            return Kv(n, n, n)
-        n, held = self.cache.stats().n_compressions, self.pairs_held()
-        # a prompt whose budget covers it is not compressed, and leaves the figures of the last compression alone
-        out = figures.of_cache(self._model, self.cache, kv_type, compressed=n > self._n_compressions)
-        out.compressed_tokens, out.kept_of_them = self._compressed_tokens, round(held - self._held)
-        self._n_compressions, self._held, self._compressed_tokens = n, held, 0
-        return out
+        return self._sequence.pairs_held() if self._sequence is not None else 0
 
     def notes(self) -> list[str]:
         """Says what the last compression could not do as the plan has it."""
@@ -380,3 +344,32 @@ class Engine:
     def peak_bytes(self, so_far: int) -> int:
         """Tells the largest amount of KV memory up to now, in bytes. so_far: the answer without a cache."""
         return self.cache.stats().peak_bytes if self.cache is not None else so_far
+
+
+def encode(vision: Vision | None, pieces: list[Piece], progress: Progress, cancel: threading.Event | None) -> None:
+    """Computes the embeddings of images. Raises ImageError, CancelledError, StateError."""
+    images = [piece for piece in pieces if isinstance(piece, ImagePiece)]
+
+    def look(i: int, share: float) -> None:
+        progress(f"encoding image {i + 1} of {len(images)}", (i + share) / len(images))
+        stop_if_set(cancel)
+
+    for i, piece in enumerate(images):
+        look(i, 0.0)
+        if vision is None:
+            raise StateError("no image encoder was loaded")
+        vision.encode(piece, functools.partial(look, i))
+
+
+def _require_window(context: Context) -> None:
+    """A windowed layer of llama.cpp reuses cells that its window has left, but not those that a copy shares.
+
+    It has as many as two windows and one pass through the model take, in steps of 256, and no more than the context.
+    """
+    window = context.llama.llama_model_n_swa(context.model.handle)
+    cells = -(-min(context.n_ctx, 2 * window + context.n_ubatch) // 256) * 256
+    if window > 0 and cells < context.n_ctx and context.n_cells + window + context.n_ubatch > cells:
+        raise UnsupportedError(
+            f"llama.cpp keeps layers of this model that see {window} tokens, and the conversation has become too long "
+            "for a copy of them"
+        )

@@ -8,7 +8,7 @@ from pykvedge.reference.kvtypes import KvType
 from pykvedge.runtime.report import DeviceWork, Kv
 
 
-def of_cache(model: Model, cache: Cache, kv_type: str, compressed: bool, sequence: int = 0) -> Kv:
+def of_cache(model: Model, cache: Cache, kv_type: str | KvType, compressed: bool, sequence: int = 0) -> Kv:
     """Measures all that a sequence holds. compressed: whether the prompt that was just read was."""
     stats = cache.stats(sequence)
     there = max(stats.before_bytes, stats.bytes) if compressed else stats.bytes
@@ -37,7 +37,7 @@ def device_work(cache: Cache, sequence: int = 0) -> DeviceWork | None:
     )
 
 
-def uncompressed(model: Model, cache: Cache, kv_type: str, sequence: int = 0) -> int:
+def uncompressed(model: Model, cache: Cache, kv_type: str | KvType, sequence: int = 0) -> int:
     """Counts the bytes of all tokens that were ever read, had none been dropped and none been quantised."""
     stats, element = cache.stats(sequence), KvType.parse(kv_type).plain.bytes_per_value
     return int(stats.n_tokens * stats.n_layers * stats.n_heads_kv * model.pair_width * element)

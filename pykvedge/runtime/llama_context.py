@@ -58,8 +58,63 @@ def check_memory(model: Model, size: ContextSize, threads: int, whole_cache: boo
     memory.require(cache + compute + memory.addresses_to_compute(threads), what, "lower --ctx or close other programs")
 
 
+class Place:
+    """Where the next token of a sequence goes: its position n_past, behind n_cells tokens in the cache.
+
+    The two differ: images of M-RoPE models take fewer positions than tokens, and pruned ones leave some out.
+    """
+
+    def __init__(self, number: int = 0) -> None:
+        self.number, self.n_past, self.n_cells = number, 0, 0
+
+
+class Batch:
+    """Up to `size` tokens, each of one sequence, that llama.cpp decodes at once. n: so many there are."""
+
+    def __init__(self, llama: Any, size: int) -> None:
+        self.n, self._batch = 0, llama.llama_batch()
+        self._tokens, self._positions, self._sequences = (np.zeros(size, np.int32) for _ in range(3))
+        self._ones, self._wanted = np.ones(size, np.int32), np.zeros(size, np.int8)
+        sequences = ctypes.POINTER(ctypes.POINTER(llama.llama_seq_id))
+        self._places = self._sequences.ctypes.data + np.arange(size, dtype=np.uintp) * self._sequences.itemsize
+        self._batch.token = self._tokens.ctypes.data_as(ctypes.POINTER(llama.llama_token))
+        self._batch.pos = self._positions.ctypes.data_as(ctypes.POINTER(llama.llama_pos))
+        self._batch.n_seq_id = self._ones.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
+        self._batch.seq_id = self._places.ctypes.data_as(sequences)
+        self._batch.logits = self._wanted.ctypes.data_as(ctypes.POINTER(ctypes.c_int8))
+
+    def clear(self) -> None:
+        """Takes all tokens out."""
+        self.n = 0
+
+    def add(self, tokens: list[int], at: Place, want_logits: bool) -> int:
+        """Appends tokens of a sequence; want_logits: of the last one, whose place in the batch is returned."""
+        if len(tokens) == 1:  # an answer goes on; slices would cost more than a small model's share of the turn
+            i, self.n = self.n, self.n + 1
+            self._tokens[i], self._positions[i], self._sequences[i] = tokens[0], at.n_past, at.number
+            self._wanted[i] = want_logits
+            return i
+        here = slice(self.n, self.n + len(tokens))
+        self._tokens[here] = tokens
+        self._positions[here] = np.arange(at.n_past, at.n_past + len(tokens))
+        self._sequences[here] = at.number
+        self._wanted[here] = 0
+        self.n = here.stop
+        self._wanted[self.n - 1] = want_logits
+        return self.n - 1
+
+    def want_all(self) -> None:
+        """Asks for the logits of every token."""
+        self._wanted[: self.n] = 1
+
+    def as_llama(self) -> Any:
+        """Returns the llama_batch, which shares the arrays."""
+        self._batch.n_tokens = self.n
+        return self._batch
+
+
 class Context:
-    """A llama_context. Tokens go to sequence number 0, or to the one that `switch` chose."""
+    """A llama_context. Tokens are appended at the place `at`; whoever decodes sets it to that of the sequence."""
 
     _lent = False
     model: Any  # a Model; of a lent context its Vocabulary
@@ -99,19 +154,15 @@ class Context:
         self.n_batch = llama.llama_n_batch(self.handle)
         self.n_ctx = llama.llama_n_ctx(self.handle)
         self.n_ubatch = llama.llama_n_ubatch(self.handle)
-        self.n_past = 0  # position of the next token
-        self.n_cells = 0  # tokens in the cache; images of M-RoPE models take fewer positions than tokens
-        self.sequence = 0
+        self.at = Place()
         self.takes_gaps = False  # between positions, which llama.cpp refuses where it holds keys and values itself
-        self._ends: dict[int, int] = {}  # n_past of the other sequences
-        self._batch = llama.llama_batch_init(self.n_batch, 0, 1)
+        self.batch = Batch(llama, self.n_batch)
         self._abort: Any = None
         self._raised = Raised()  # by `look`
 
     def close(self) -> None:
         """Frees the context. Does nothing the second time."""
         if getattr(self, "handle", None):
-            self.llama.llama_batch_free(self._batch)
             if not self._lent:
                 self.llama.llama_free(self.handle)
             self.handle = None
@@ -119,35 +170,35 @@ class Context:
     def clear(self) -> None:
         """Forgets all tokens."""
         self.llama.llama_memory_clear(self.llama.llama_get_memory(self.handle), True)
-        self.n_past = self.n_cells = self.sequence = 0
-        self._ends.clear()
+        self.at.n_past = self.at.n_cells = 0
 
     def set_threads(self, threads: int, batch_threads: int) -> None:
         """From now on passes of one token are computed with `threads`; longer ones, and compression, with others."""
         self.llama.llama_set_n_threads(self.handle, threads, batch_threads)
 
-    def copy_to(self, sequence: int) -> None:
-        """Makes another sequence, which must be empty, hold what the current one holds."""
-        self.llama.llama_memory_seq_cp(self.llama.llama_get_memory(self.handle), self.sequence, sequence, -1, -1)
-        self._ends[sequence] = self.n_past
+    @property
+    def n_past(self) -> int:
+        """The position of the next token."""
+        return self.at.n_past
 
-    def switch(self, sequence: int) -> None:
-        """What is decoded from now on goes to this sequence."""
-        self._ends[self.sequence] = self.n_past
-        self.sequence, self.n_past = sequence, self._ends.pop(sequence, 0)
+    @property
+    def n_cells(self) -> int:
+        """The sequence has so many tokens in the cache."""
+        return self.at.n_cells
+
+    @property
+    def room(self) -> int:
+        """Tokens that still fit."""
+        return self.n_ctx - self.at.n_cells
+
+    def copy(self, sequence: int, to: int) -> None:
+        """Makes the sequence number `to` hold what another one holds. Places stay with the caller."""
+        self.drop(to)
+        self.llama.llama_memory_seq_cp(self.llama.llama_get_memory(self.handle), sequence, to, -1, -1)
 
     def drop(self, sequence: int) -> None:
-        """Empties a sequence other than the current one."""
+        """Empties a sequence. Its place stays with the caller."""
         self.llama.llama_memory_seq_rm(self.llama.llama_get_memory(self.handle), sequence, -1, -1)
-        self._ends.pop(sequence, None)
-
-    def move_from(self, sequence: int) -> None:
-        """The current sequence becomes what another one holds, which is empty then. Positions stay with the caller."""
-        llama, here = self.llama, self.sequence
-        memory_ = llama.llama_get_memory(self.handle)
-        llama.llama_memory_seq_rm(memory_, here, -1, -1)
-        llama.llama_memory_seq_cp(memory_, sequence, here, -1, -1)
-        self.drop(sequence)
 
     def logits(self, output: int = -1) -> np.ndarray:
         """Returns [n_vocab] float32 of a place in the last batch that was asked for its logits, -1: the last one.
@@ -160,11 +211,6 @@ class Context:
     def put_back(self, logits: np.ndarray) -> None:
         """The token that was decoded last, whose logits were asked for, has these: [n_vocab] float32."""
         self.logits()[:] = logits
-
-    @property
-    def room(self) -> int:
-        """Tokens that still fit."""
-        return self.n_ctx - self.n_cells
 
     def stop_when(self, cancel: threading.Event | None, look: Callable[[], None] | None = None) -> None:
         """Makes a running decode give up when the event is set; None: never. look: called now and then meanwhile."""
@@ -183,37 +229,27 @@ class Context:
         """Appends tokens. want_logits: of the last one. Raises ContextError, CancelledError, KvedgeError."""
         for start in range(0, len(tokens), self.n_batch):
             part = tokens[start : start + self.n_batch]
-            batch = self._fill(part)
-            batch.logits[len(part) - 1] = want_logits and start + len(part) == len(tokens)
-            self._checked(lambda: self.llama.llama_decode(self.handle, batch))  # noqa: B023
-            self.n_past += len(part)
-            self.n_cells += len(part)
+            self.batch.clear()
+            self.batch.add(part, self.at, want_logits and start + len(part) == len(tokens))
+            self.decode_batch()
+            self._move(len(part))
 
     def decode_each(self, tokens: list[int]) -> np.ndarray:
         """Appends tokens in one pass, at most n_outputs of ContextSize; [n, n_vocab] float32, the logits after each.
 
         Raises as decode does.
         """
-        batch = self._fill(tokens)
-        for i in range(len(tokens)):
-            batch.logits[i] = True
-        self._checked(lambda: self.llama.llama_decode(self.handle, batch))
-        self.n_past += len(tokens)
-        self.n_cells += len(tokens)
+        self.batch.clear()
+        self.batch.add(tokens, self.at, True)
+        self.batch.want_all()
+        self.decode_batch()
+        self._move(len(tokens))
         rows = self.llama.llama_get_logits(self.handle)
         return np.ctypeslib.as_array(rows, (len(tokens), self.model.n_vocab)).copy()
 
-    def _fill(self, tokens: list[int]) -> Any:
-        """Puts tokens into the batch, none of which is asked for its logits."""
-        batch = self._batch
-        batch.n_tokens = len(tokens)
-        for i, token in enumerate(tokens):
-            batch.token[i] = token
-            batch.pos[i] = self.n_past + i
-            batch.n_seq_id[i] = 1
-            batch.seq_id[i][0] = self.sequence
-            batch.logits[i] = False
-        return batch
+    def _move(self, n_tokens: int, n_past: int | None = None) -> None:
+        self.at.n_cells += n_tokens
+        self.at.n_past = self.at.n_past + n_tokens if n_past is None else n_past
 
     def decode_image(self, vision: Vision, piece: ImagePiece) -> None:
         """Appends an encoded image. Raises as decode does."""
@@ -232,21 +268,20 @@ class Context:
                 self.handle,
                 piece.chunk,
                 embeddings,
-                self.n_past,
-                self.sequence,
+                self.at.n_past,
+                self.at.number,
                 n_batch,
                 ctypes.byref(position),
                 vision.mtmd.mtmd_helper_post_decode_callback(),
                 None,
             )
         )
-        self.n_past = position.value
-        self.n_cells += piece.n_tokens
+        self._move(piece.n_tokens, position.value)
 
     def _decode_rows(self, vision: Vision, piece: ImagePiece, embeddings: np.ndarray) -> None:
         """Appends what a pruner left of an image, which mtmd cannot decode."""
         mrope, gaps = self.model.has_mrope, self.takes_gaps
-        positions, end = image_positions(vision, piece, self.n_past, mrope, gaps)
+        positions, end = image_positions(vision, piece, self.at.n_past, mrope, gaps)
         both = vision.non_causal()
         step = piece.n_tokens if both else self.n_batch
         self.llama.llama_set_causal_attn(self.handle, not both)
@@ -265,7 +300,7 @@ class Context:
         Raises as decode does.
         """
         n, llama = prompt.n_tokens, self.llama
-        sequence = (llama.llama_seq_id * 1)(self.sequence)
+        sequence = (llama.llama_seq_id * 1)(self.at.number)
         pointer = ctypes.POINTER(llama.llama_seq_id)
         batch = llama.llama_batch()
         batch.n_tokens = n
@@ -278,11 +313,11 @@ class Context:
         batch.seq_id = (pointer * n)(*[ctypes.cast(sequence, pointer)] * n)
         batch.logits = (ctypes.c_int8 * n)(*[0] * (n - 1), want_logits)
         self._checked(lambda: llama.llama_decode(self.handle, batch))
-        self.n_past = prompt.end
-        self.n_cells += n
+        self._move(n, prompt.end)
 
-    def decode_batch(self, batch: Any) -> None:
-        """Decodes a llama_batch whose positions and sequences the caller keeps. Raises as decode does."""
+    def decode_batch(self) -> None:
+        """Decodes what was put into `batch`; places stay with the caller. Raises as decode does."""
+        batch = self.batch.as_llama()
         self._checked(lambda: self.llama.llama_decode(self.handle, batch))
 
     def _checked(self, run: Callable[[], int]) -> None:

@@ -8,7 +8,7 @@ pass is one request, and nothing is repeated.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -31,9 +31,10 @@ LEAST = 64  # tokens of a chunk, request included, below which a context is too 
 class Passage:
     """What a sequence has read since it was compressed last, as far as it is known."""
 
-    def __init__(self) -> None:
+    def __init__(self, pieces: Iterable[Piece] = ()) -> None:
         self.pieces: list[Piece] = []  # texts are its own
-        self.replayed = -1  # tokens that there were at the second pass; -1: there was none
+        for piece in pieces:
+            self.add(piece)
 
     def add(self, piece: Piece) -> None:
         if isinstance(piece, ImagePiece):
@@ -43,12 +44,9 @@ class Passage:
             self.pieces.append(TextPiece([]))
         self.pieces[-1].tokens.extend(piece.tokens)  # type: ignore[union-attr]
 
-    def copy(self) -> Passage:
-        out = Passage()
-        for piece in self.pieces:
-            out.add(piece)
-        out.replayed = self.replayed
-        return out
+    def tokens(self) -> list[int]:
+        """Lists the tokens of the texts."""
+        return [token for piece in self.pieces if isinstance(piece, TextPiece) for token in piece.tokens]
 
     def last(self, n: int) -> list[Piece]:
         """Returns what the last n tokens are, as much as is known of them; not a part of an image."""
@@ -148,19 +146,19 @@ def _cut(pieces: Sequence[Piece], most: int) -> list[list[Piece]]:
     out: list[list[Piece]] = [[]]
     left = most
     for piece in pieces:
-        if isinstance(piece, ImagePiece):
-            if piece.n_tokens > left and out[-1]:
+        rest: Piece | None = piece if piece.n_tokens else None
+        while rest is not None:
+            if out[-1] and left < (rest.n_tokens if isinstance(rest, ImagePiece) else 1):
                 out.append([])
                 left = most
-            out[-1].append(piece)
-            left -= piece.n_tokens
-            continue
-        at = 0
-        while at < piece.n_tokens:
-            if left <= 0:
-                out.append([])
-                left = most
-            part = piece.tokens[at : at + left]
-            out[-1].append(TextPiece(part))
-            at, left = at + len(part), left - len(part)
+            part, rest = split(rest, left)
+            out[-1].append(part)
+            left -= part.n_tokens
     return out if out[-1] else out[:-1]
+
+
+def split(piece: Piece, n: int) -> tuple[Piece, Piece | None]:
+    """Splits a text behind its first n tokens; an image stays whole. Returns what comes first, and the rest if any."""
+    if isinstance(piece, ImagePiece) or piece.n_tokens <= n:
+        return piece, None
+    return TextPiece(piece.tokens[:n]), TextPiece(piece.tokens[n:])

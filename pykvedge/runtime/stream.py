@@ -9,28 +9,127 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from pykvedge.errors import ContextError
+from pykvedge.library.libkvedge import Cache
 from pykvedge.models.composer import Composer, Written
 from pykvedge.models.images import Picture
 from pykvedge.models.model import Model, Progress
 from pykvedge.models.vision import ImagePiece, Piece, TextPiece, Vision
 from pykvedge.plans.plan import Plan
 from pykvedge.runtime import figures
-from pykvedge.runtime.driver import cut
-from pykvedge.runtime.engine import Engine
+from pykvedge.runtime.driver import Driver
 from pykvedge.runtime.interrupt import stop_if_set
+from pykvedge.runtime.llama_context import DEFAULT_CTX, ROOM_TO_ANSWER, ContextSize, ubatch_for
 from pykvedge.runtime.report import Kv, Stream, Tokens
+from pykvedge.runtime.sequence import Sequence, cut
+from pykvedge.runtime.settings import Settings
 
 
-def measure(engine: Engine, model: Model, plan: Plan, kv_type: str) -> tuple[Kv, Stream] | None:
-    """Measures the stream so far; None is returned where there is none."""
-    cache = engine.cache
-    if cache is None:
-        return None
-    stats, held = cache.stats(), engine.pairs_held()
-    full = figures.uncompressed(model, cache, kv_type)
-    kv = Kv(full, stats.bytes, stats.peak_bytes, figures.per_layer(cache), stats.n_tokens, round(held))
-    positions, bound = engine.context.n_past, plan.budget.pairs or 0
-    return kv, Stream(bound, stats.n_tokens, stats.n_compressions, stats.bytes, positions, model.n_ctx_train)
+class Pace:
+    """Reads a stream into a sequence, and compresses it when it is time to."""
+
+    def __init__(self, driver: Driver, sequence: Sequence, cache: Cache, settings: Settings) -> None:
+        self._driver, self._sequence, self._cache, self._settings = driver, sequence, cache, settings
+        self._since = 0  # tokens since it was compressed
+
+    @property
+    def step(self) -> int:
+        """So many tokens of text are read at a time."""
+        return min(self._driver.context.n_ubatch, self._settings.stream_tokens)
+
+    def compress(self) -> None:
+        """Compresses now. Raises what kvedge_compress_stream reports."""
+        self._cache.compress_stream()
+        self._sequence.n_cells = self._cache.cells()
+        self._since = 0
+
+    def after(self, n_tokens: int, image: bool = False, now: bool = False) -> None:
+        """Notes that n_tokens were read, an image or not. now: it compresses whatever the settings say."""
+        self._since += n_tokens
+        if now or self._since >= self._settings.stream_tokens or (image and self._settings.stream is True):
+            self.compress()
+
+    def read(self, pieces: Iterable[Piece], progress: Progress, cancel: threading.Event | None, tokens: Tokens) -> None:
+        """Reads the pieces one at a time, and compresses on the way; then the logits of the last token are there.
+
+        Counts them in `tokens`. Raises ContextError, ImageError, OutOfMemoryError, CancelledError.
+        """
+        context, n_images = self._driver.context, 0
+        context.stop_when(cancel)
+        steps = cut(pieces, self.step)
+        step = next(steps, None)
+        while step is not None:
+            stop_if_set(cancel)
+            image = isinstance(step, ImagePiece)
+            if image:
+                n_images += 1
+                progress(f"reading image {n_images}, {tokens.prompt} tokens so far", 0.0)
+            # what follows an image is only looked at when it was read; a prompt ends with text
+            following = None if image else next(steps, None)
+            self._read_step(step, cancel, last=not image and following is None)
+            tokens.add([step])
+            step = next(steps, None) if image else following
+        context.stop_when(None)
+
+    def _read_step(self, step: Piece, cancel: threading.Event | None, last: bool) -> None:
+        """Reads one step. last: of the prompt; its logits are wanted, and the answer begins at the bound."""
+        context, vision = self._driver.context, self._driver.vision
+        self._require_room(step.n_tokens)
+        if isinstance(step, ImagePiece) and vision is not None:
+            if step.n_tokens > context.n_ubatch and vision.non_causal():
+                raise ContextError(
+                    f"an image of {step.n_tokens} tokens must come with the first message; start a new conversation"
+                )
+            vision.encode(step, functools.partial(stop_if_set, cancel))
+            self._sequence.read_step(step, want_logits=False)
+            vision.drop(step)
+        else:
+            self._sequence.read_step(step, want_logits=last)
+        self.after(step.n_tokens, image=isinstance(step, ImagePiece), now=last)
+
+    def _require_room(self, n_tokens: int) -> None:
+        context, model = self._driver.context, self._driver.model
+        if context.room >= n_tokens:
+            return
+        self.compress()
+        if context.room >= n_tokens:
+            return
+        if self._cache.stats().n_layers < model.n_layer:
+            raise ContextError(
+                f"the context of {context.n_ctx} tokens is full: llama.cpp keeps some layers of this model, and --ctx "
+                "bounds its streams; raise --ctx"
+            )
+        raise ContextError(f"{n_tokens} tokens at a time do not fit a context of {context.n_ctx}; raise --ctx")
+
+    def measure(self, plan: Plan) -> tuple[Kv, Stream]:
+        """Measures the stream so far."""
+        cache, model, sequence = self._cache, self._driver.model, self._sequence
+        stats, held = cache.stats(), round(sequence.pairs_held())
+        full = figures.uncompressed(model, cache, self._settings.kv_type)
+        kv = Kv(full, stats.bytes, stats.peak_bytes, figures.per_layer(cache), stats.n_tokens, held)
+        positions, bound = sequence.n_past, plan.budget.pairs or 0
+        return kv, Stream(bound, stats.n_tokens, stats.n_compressions, stats.bytes, positions, model.n_ctx_train)
+
+
+def stream_context(
+    model: Model, vision: Vision | None, settings: Settings, pieces: list[Piece], plan: Plan
+) -> ContextSize:
+    """Sizes a context for a stream that begins with these pieces, one of each kind if there are any."""
+    largest = max((p.n_tokens for p in pieces if isinstance(p, ImagePiece)), default=0)
+    step = max(largest, settings.stream_tokens)
+    automatic = max(min(model.n_ctx_train or DEFAULT_CTX, DEFAULT_CTX), step + ROOM_TO_ANSWER)
+    n_ctx = settings.n_ctx or automatic
+    held = min((plan.budget.pairs or 0) + step, n_ctx)
+    return ContextSize(n_ctx, ubatch_for(vision, largest), settings.storage, held)
+
+
+def beginning(pieces: Iterator[Piece]) -> list[Piece]:
+    """Takes the pieces up to the first image, which says how much one pass must hold."""
+    first: list[Piece] = []
+    for piece in pieces:
+        first.append(piece)
+        if isinstance(piece, ImagePiece):
+            break
+    return first
 
 
 def segments(
@@ -82,58 +181,3 @@ class Source:
             )
             yield from self.open
             self.seen.append(Picture(picture.name, picture.width, picture.height, b""))
-
-
-def read(
-    engine: Engine,
-    vision: Vision | None,
-    plan: Plan,
-    pieces: Iterator[Piece],
-    progress: Progress,
-    cancel: threading.Event | None,
-    tokens: Tokens,
-) -> None:
-    """Reads the pieces, one at a time, and compresses on the way; afterwards the logits of the last token are there.
-
-    Counts them in `tokens`. Raises ContextError, ImageError, NothingToCompressError, OutOfMemoryError, CancelledError.
-    """
-    # up to the first image, which says how much one pass must hold
-    first: list[Piece] = []
-    for piece in pieces:
-        first.append(piece)
-        if isinstance(piece, ImagePiece):
-            break
-    engine.make_room(first, plan)
-    context, n_images = engine.context, 0
-    context.stop_when(cancel)
-    steps = cut(itertools.chain(first, pieces), engine.pace.step)
-    step = next(steps, None)
-    while step is not None:
-        stop_if_set(cancel)
-        image = isinstance(step, ImagePiece)
-        if image:
-            n_images += 1
-            progress(f"reading image {n_images}, {tokens.prompt} tokens so far", 0.0)
-        # what follows an image is only looked at when it was read; a prompt ends with text
-        following = None if image else next(steps, None)
-        _read_step(engine, vision, step, cancel, last=not image and following is None)
-        tokens.add([step])
-        step = next(steps, None) if image else following
-    context.stop_when(None)
-
-
-def _read_step(engine: Engine, vision: Vision | None, step: Piece, cancel: threading.Event | None, last: bool) -> None:
-    """Reads one step. last: of the prompt; its logits are wanted, and the answer begins at the bound."""
-    context, pace = engine.context, engine.pace
-    pace.require_room(step.n_tokens)
-    if isinstance(step, ImagePiece) and vision is not None:
-        if step.n_tokens > context.n_ubatch and vision.non_causal():
-            raise ContextError(
-                f"an image of {step.n_tokens} tokens must come with the first message; start a new conversation"
-            )
-        vision.encode(step, functools.partial(stop_if_set, cancel))
-        engine.driver.read_step(step, want_logits=False)
-        vision.drop(step)
-    else:
-        engine.driver.read_step(step, want_logits=last)
-    pace.after(step.n_tokens, image=isinstance(step, ImagePiece), now=last)

@@ -43,7 +43,7 @@ class Engine:
             driver = Driver(self._loan.model, self.preparer.vision, size, self._loan.threads)
             try:
                 driver.take_over_if_possible(make_plan("full"))
-                self._decoder = Decoder(driver, self._loan.model, self.preparer, park, limits)
+                self._decoder = Decoder(driver, self.preparer, park, limits)
             except BaseException:
                 driver.close()
                 raise
@@ -233,7 +233,7 @@ class Engine:
                     return
                 self._ready.popleft()
                 self._to_prepare.notify_all()
-            slot, error = self._decoder.begin(work, {s.sequence for s in self._slots})
+            slot, error = self._decoder.begin(work, self._slots)
             with self._changed:
                 if slot is not None:
                     self._slots.append(slot)

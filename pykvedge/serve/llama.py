@@ -119,12 +119,12 @@ async def slots(service: Service, http: HttpRequest) -> Response:
     for job, _, slot in service.engine.working():
         if slot is None:
             continue
-        out[slot.sequence]["is_processing"] = True
+        out[slot.sequence.number]["is_processing"] = True
         if job.request.owner != owner:
             continue
         tokens = job.report.tokens
         left = job.request.sampling.max_tokens - tokens.generated
-        out[slot.sequence] |= {
+        out[slot.sequence.number] |= {
             "id_task": job.id,
             "n_prompt_tokens": tokens.prompt + tokens.reused,
             "n_prompt_tokens_cache": tokens.reused,

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from pykvedge.errors import ContextError, KvedgeError, RequestError, StateError, UsageError
+from pykvedge.errors import ContextError, KvedgeError, RequestError, UsageError
 from pykvedge.library import libkvedge, native_plan
 from pykvedge.models.composer import Composer, texts
 from pykvedge.models.prompt import Message, check_places
@@ -17,6 +17,7 @@ from pykvedge.models.shape import ModelShape
 from pykvedge.models.vision import ImagePiece, Piece, TextPiece, Vision
 from pykvedge.plans.making import check_protection
 from pykvedge.reference.kvtypes import KvType
+from pykvedge.runtime.engine import encode
 from pykvedge.runtime.generation import Generation
 from pykvedge.runtime.interrupt import stop_if_set
 from pykvedge.runtime.llama_context import N_UBATCH
@@ -76,7 +77,7 @@ class Preparer:
             job.report.tokens.add(pieces)
             if parked is not None:
                 job.report.tokens.reused = parked.n_cells
-            return self._fitting(Prepared(job, pieces, self._generation(job), parked, name=job.name))
+            return self._fitting(Prepared(job, pieces, self._generation(job), parked, job.name))
         except BaseException:
             self.release(pieces)
             raise
@@ -137,7 +138,7 @@ class Preparer:
             return None
         job.forget_messages()
         job.report.tokens.reused = read.n_cells
-        return self._fitting(Prepared(job, [], self._generation(job), None, read, job.name))
+        return self._fitting(Prepared(job, [], self._generation(job), read, job.name))
 
     def _generation(self, job: Job) -> Generation:
         request = job.request
@@ -227,21 +228,12 @@ class Preparer:
 
     def _encode(self, job: Job, pieces: list[Piece]) -> None:
         images = [piece for piece in pieces if isinstance(piece, ImagePiece)]
-        if images and self.vision is None:
-            raise StateError("the server has no image encoder")
         largest = max((piece.n_tokens for piece in images), default=0)
         if self.vision is not None and largest > N_UBATCH and self.vision.non_causal():
             raise ContextError(f"an image of {largest} tokens is more than the {N_UBATCH} that one pass holds")
-
-        def look(i: int, share: float) -> None:
-            job.emit(Step(f"encoding image {i + 1} of {len(images)}", (i + share) / len(images)))
-            stop_if_set(job.cancelled)
-
-        for i, piece in enumerate(images):
-            look(i, 0.0)
+        for piece in images:
             piece.key = piece.key if self._share else job.request.owner + piece.key
-            if self.vision is not None:
-                self.vision.encode(piece, lambda share, i=i: look(i, share))  # type: ignore[misc]
+        encode(self.vision, pieces, lambda what, share: job.emit(Step(what, share)), job.cancelled)
         stop_if_set(job.cancelled)
 
     def _fitting(self, work: Prepared) -> Prepared:
@@ -256,7 +248,7 @@ class Preparer:
         """Checks that the prompt fits into a context and into memory, and says what of both the answer may take."""
         limits, n = self._limits, work.n_tokens
         plan = work.job.request.plan
-        before = work.read or work.parked
+        before = work.before
         there, kept = (before.n_cells, len(before.rows)) if before is not None else (0, 0)
         if before is None:
             check_protection(plan, n)
@@ -281,7 +273,7 @@ class Preparer:
         work.room = min(room, fits)
         answer = min(work.room, work.job.request.sampling.max_tokens)
         work.replays = native_plan.replays(plan)
-        if work.replays and work.read is None:
+        if work.replays and work.pieces:
             work.again = self._second_pass(work)
         chunk = max((part.chunk.n_tokens for part in work.again), default=0)
         work.need = prompt + max(answer, chunk) * self.bytes_per_token
@@ -290,18 +282,15 @@ class Preparer:
         """Cuts the pass into chunks; none where the budget covers what is pending. Raises ContextError, UsageError."""
         if why := self.why_no_replay():
             raise UsageError(f"method '{work.job.request.plan.method}' goes by a second pass over the prompt: {why}")
-        before, known = work.parked, Passage()
-        at = before or Snapshot(b"", 0, 0)
-        pending, whole = at.n_pending + work.n_tokens, at.n_cells + work.n_tokens
-        if native_plan.plan_budget(work.job.request.plan, pending, later=pending < whole) >= pending:
+        plan, before = work.job.request.plan, work.before or Snapshot(b"", 0, 0)
+        pending, whole = before.n_pending + work.n_tokens, before.n_cells + work.n_tokens
+        if native_plan.plan_budget(plan, pending, later=pending < whole) >= pending:
             return []
-        if before is not None and before.answer:
-            known.add(TextPiece(list(before.answer)))
-        for piece in work.pieces:
-            known.add(piece)
+        answer: list[Piece] = [TextPiece(list(before.answer))] if before.answer else []
+        known = Passage([*answer, *work.pieces])
         requests, begins = Requests(self.composer), pending == whole
         try:
-            return list(parts(work.job.request.plan, known.last(pending), pending, work.room, requests, begins))
+            return list(parts(plan, known.last(pending), pending, work.room, requests, begins))
         except ContextError as error:
             if work.room == self._limits.n_ctx - whole:
                 raise

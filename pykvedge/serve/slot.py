@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from dataclasses import dataclass, field
 
-from pykvedge.errors import StateError
-from pykvedge.models.vision import ImagePiece, Piece, TextPiece
+from pykvedge.models.vision import Piece
 from pykvedge.runtime.generation import Generation
 from pykvedge.runtime.replay import Part
+from pykvedge.runtime.sequence import Ahead, Passes, Sequence
 from pykvedge.runtime.snapshot import Snapshot
-from pykvedge.serve.again import SecondPass
 from pykvedge.serve.job import Job, Text
 
 
 @dataclass
 class Prepared:
-    """A job whose prompt is cut and whose images are encoded. parked: the conversation that it goes on from.
+    """A job whose prompt is cut and whose images are encoded.
 
-    read: the same prompt, read for somebody else; name: of the prompt, for whoever asks the same; empty: for nobody.
-    need: bytes of keys and values that it takes at most; room: tokens that the answer may have within them.
-    replays: whether its plan goes by a second pass over prompts; again: that over this one.
+    before: the conversation that it goes on from, or, with logits, the same prompt, read for somebody else. name: of
+    the prompt, for whoever asks the same; empty: for nobody. need: bytes of keys and values that it takes at most;
+    room: tokens that the answer may have within them. replays: whether its plan goes by a second pass over prompts;
+    again: that over this one.
     """
 
     job: Job
     pieces: list[Piece]
     generation: Generation
-    parked: Snapshot | None
-    read: Snapshot | None = None
+    before: Snapshot | None
     name: str = ""
     need: int = 0
     room: int = 0
@@ -40,61 +38,46 @@ class Prepared:
         return sum(piece.n_tokens for piece in self.pieces)
 
 
-@dataclass
+@dataclass(eq=False)
 class Slot:
-    """One of the sequences, while a job has it."""
+    """One of the sequences, while a job has it. passes: over the prompt; None: nobody looked what it goes on from."""
 
-    sequence: int
+    sequence: Sequence
     work: Prepared
-    steps: deque[Piece]  # of the prompt, not read yet
-    n_past: int = 0
-    n_cells: int = 0
-    compressed_tokens: int = 0  # since they were measured
-    n_bytes: int = 0  # of keys and values, when they were last counted
-    begun: bool = False  # its prompt has been looked for, and what it goes on from is there
+    passes: Passes | None = None
+    ahead: Ahead | None = None  # what the next pass reads of the prompt
+    second: bool = False  # whether the prompt is read a second time
     next: int | None = None  # the token that is decoded next; None: the prompt is being read
-    second: SecondPass | None = None  # over the prompt, while that is read
-    answered: list[int] = field(default_factory=list)  # tokens of the answer that were decoded
+    n_bytes: int = 0  # of keys and values, when they were last counted
     began: float = field(default_factory=time.perf_counter)
     answering_since: float = 0.0
     told: int = 0  # tokens whose text was passed on
 
-    def stand(self, at: Snapshot) -> None:
-        """Goes on behind what was read before."""
-        self.n_past, self.n_cells, self.compressed_tokens = at.n_past, at.n_cells, at.compressed_tokens
-
     @property
     def job(self) -> Job:
         return self.work.job
-
-    def text_step(self, most: int) -> list[int]:
-        """Takes up to so many tokens of the text that comes next off the prompt."""
-        piece = self.steps.popleft()
-        if isinstance(piece, ImagePiece):
-            raise StateError("an image is read by itself")
-        if len(piece.tokens) > most:
-            self.steps.appendleft(TextPiece(piece.tokens[most:]))
-        return piece.tokens[:most]
-
-    def moved(self, n_tokens: int, n_past: int | None = None) -> None:
-        """Notes that so many tokens were decoded. n_past: the position after them, where it is not as far."""
-        self.n_cells += n_tokens
-        self.n_past = self.n_past + n_tokens if n_past is None else n_past
 
     @property
     def state(self) -> str:
         """What is done with the job."""
         if self.next is not None:
             return "answering"
-        return "reading" if self.second is None else "reading again"
+        return "reading again" if self.second else "reading"
 
     @property
     def share(self) -> float:
         """How much of the prompt was read."""
-        if self.second is not None:
-            return self.second.share(list(self.steps))
-        left = sum(piece.n_tokens for piece in self.steps)
-        return 1 - left / max(self.work.n_tokens, 1)
+        return self.sequence.share if self.next is None else 1.0
+
+    def read(self) -> Passes:
+        """Reads the prompt, and once more where the plan asks for that (Sequence.steps)."""
+        spent = self.job.report.time
+        yield from self.sequence.steps(self.work.pieces)
+        spent.prefill_s = time.perf_counter() - self.began
+        if self.work.again:
+            self.second = True
+            yield from self.sequence.again(self.work.again)
+            spent.replay_s = self.sequence.replay_s
 
     def tell(self, text: str) -> None:
         """Passes text of the answer on, and what is known of its tokens."""

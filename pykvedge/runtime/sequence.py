@@ -1,0 +1,253 @@
+"""A Sequence is one conversation in a context: prompts are read into it pass by pass, compressed, and put aside."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing
+from typing import TypeAlias
+
+from pykvedge.errors import SessionFileError, UnsupportedError
+from pykvedge.library import libkvedge
+from pykvedge.models.composer import Composer
+from pykvedge.models.model import Progress, silent
+from pykvedge.models.vision import Piece, TextPiece
+from pykvedge.reference.kvtypes import KvType
+from pykvedge.runtime import figures
+from pykvedge.runtime.driver import Driver
+from pykvedge.runtime.interrupt import stop_if_set
+from pykvedge.runtime.llama_context import Place
+from pykvedge.runtime.replay import Part, Passage, Requests, parts, split
+from pykvedge.runtime.report import Kv
+from pykvedge.runtime.snapshot import Snapshot
+from pykvedge.system import memory
+
+# what comes next - an image, or all of a text that is not read yet - and whether its last token is asked for its logits
+Ahead: TypeAlias = tuple[Piece, bool]
+# a generator of them; it is sent how many tokens of the last one a pass has read
+Passes: TypeAlias = Generator[Ahead, int, None]
+
+
+class Sequence(Place):
+    """What one sequence has read, and what becomes of it. Sequences of one context may take turns, pass by pass.
+
+    replays: whether what is read is noted for a second pass; None: if the plan of the cache goes by one. share: of the
+    prompt, or of the second pass over it, that was read. replay_s: seconds that the last second pass took.
+    """
+
+    def __init__(self, driver: Driver, number: int = 0) -> None:
+        super().__init__(number)
+        self._driver = driver
+        self.replays: bool | None = None
+        self.begin()
+
+    def begin(self) -> None:
+        """Begins anew: the sequence is empty."""
+        self.n_past = self.n_cells = 0
+        self.passage = Passage()  # since the last compression
+        self.compressed_tokens, self.held = 0, 0.0  # since they were measured, and pairs per head then
+        self._n_compressions = 0
+        self._done = self._total = 0
+        self._replayed, self.replay_s = -1, 0.0  # tokens that there were at the second pass; -1: there was none
+
+    @property
+    def share(self) -> float:
+        return self._done / max(self._total, 1)
+
+    # ---------------------------------------------------------------------------------------------------
+
+    def steps(self, pieces: Iterable[Piece]) -> Passes:
+        """Reads pieces: yields what comes next, and is sent how many tokens of it one pass has read."""
+        pieces = [piece for piece in pieces if piece.n_tokens]
+        self._done, self._total = 0, sum(piece.n_tokens for piece in pieces)
+        yield from self._steps(pieces, want_logits=True, note=True)
+
+    def again(self, chunks: list[Part], keep_logits: bool = True) -> Passes:
+        """Reads a prompt a second time, as `steps` does, chunk by chunk, and takes each chunk back.
+
+        keep_logits: those of the prompt's last token, which was read just before, are there again afterwards.
+        """
+        cache, context, at, started = self._own_cache(), self._driver.context, self._at(), time.perf_counter()
+        logits = context.logits().copy() if keep_logits else None
+        self._done, self._total = 0, sum(part.chunk.n_tokens for part in chunks)
+        for part in chunks:
+            cache.begin_replay(part.chunk, self.number)
+            try:
+                yield from self._steps(part.pieces, keep_logits and part is chunks[-1], note=False)
+            finally:
+                self.n_past, self.n_cells = at
+                cache.end_replay(self.number)
+        if logits is not None:
+            context.put_back(logits)
+        self.replay_s = time.perf_counter() - started
+
+    def _at(self) -> tuple[int, int]:
+        return self.n_past, self.n_cells
+
+    def _steps(self, pieces: list[Piece], want_logits: bool, note: bool) -> Passes:
+        for i, piece in enumerate(pieces):
+            left: Piece | None = piece
+            while left is not None:
+                n = yield left, want_logits and i == len(pieces) - 1
+                part, left = split(left, n)
+                self._done += n
+                if note:
+                    self._note(part)
+
+    def _note(self, piece: Piece) -> None:
+        cache = self._driver.cache
+        if cache is not None and (cache.replays if self.replays is None else self.replays):
+            self.passage.add(piece)
+
+    # ---------------------------------------------------------------------------------------------------
+
+    def read(self, pieces: list[Piece], progress: Progress = silent, cancel: threading.Event | None = None) -> None:
+        """Appends pieces, images encoded; afterwards the logits of the last token are there.
+
+        Raises ContextError, CancelledError, and what libkvedge met meanwhile.
+        """
+        if self._driver.cache is not None:
+            self._driver.cache.expect(sum(piece.n_tokens for piece in pieces), self.number)
+        self.run(self.steps(pieces), "reading the prompt", progress, cancel)
+
+    def run(self, passes: Passes, what: str, progress: Progress, cancel: threading.Event | None) -> None:
+        """Reads to the end what `steps` or `again` yields. Raises as `read` does."""
+        most = self._driver.context.n_ubatch
+        with closing(passes):
+            ahead = next(passes, None)
+            while ahead is not None:
+                progress(what, self.share)
+                stop_if_set(cancel)
+                piece, want_logits = ahead
+                part, rest = split(piece, most)
+                self._driver.decode(self, part, want_logits and rest is None)
+                try:
+                    ahead = passes.send(part.n_tokens)
+                except StopIteration:
+                    ahead = None
+        progress(what, 1.0)
+
+    def read_step(self, piece: Piece, want_logits: bool) -> None:
+        """Appends a piece that one pass holds, an image encoded before. Raises as `read` does."""
+        self._driver.decode(self, piece, want_logits)
+        self._note(piece)
+
+    def extend(self, token: int) -> None:
+        """Appends one generated token; afterwards its logits are there. Raises ContextError."""
+        self.read_step(TextPiece([token]), want_logits=True)
+
+    def move(self, n_tokens: int) -> None:
+        """Notes that a pass over several sequences read so many tokens of a text into this one."""
+        self.n_past, self.n_cells = self.n_past + n_tokens, self.n_cells + n_tokens
+
+    def took(self, token: int) -> None:
+        """Notes that such a pass read a generated token."""
+        self.move(1)
+        if self.replays:
+            self.passage.add(TextPiece([token]))
+
+    # ---------------------------------------------------------------------------------------------------
+
+    def replay(self, progress: Progress = silent, cancel: threading.Event | None = None) -> None:
+        """Reads the prompt a second time if the plan of the cache asks for that. Its logits stay.
+
+        Does nothing where the budget covers the prompt, or where that was done. Raises as `read` does.
+        """
+        cache = self._driver.cache
+        self.replay_s = 0.0
+        if cache is None or not cache.replays:
+            return
+        stats = cache.stats(self.number)
+        n = stats.n_pending
+        if self._replayed == n or cache.keeps_all(self.number):
+            return
+        pieces, room = self.passage.last(n), self._driver.context.n_ctx - self.n_cells
+        requests = Requests(Composer(self._driver.model, self._driver.vision))
+        chunks = list(parts(cache.plan, pieces, n, room, requests, begins=n == stats.n_tokens))
+        told = bool(pieces) and isinstance(pieces[-1], TextPiece)
+        self.run(self.again(chunks, told), "reading the prompt again", progress, cancel)
+        self._replayed = n
+
+    def compress(self) -> None:
+        """Compresses what was read since the last time, after a second pass if there was none."""
+        cache = self._driver.cache
+        if cache is None:
+            return
+        self.replay()
+        self.compressed_tokens += cache.stats(self.number).n_pending
+        cache.compress(self.number)
+        self.passage, self._replayed = Passage(), -1
+
+    def pairs_held(self) -> float:
+        """Averages the KV pairs per KV head; they are 0 where there is no cache."""
+        cache = self._driver.cache
+        lengths = [n for heads in cache.lengths(self.number) for n in heads] if cache is not None else []
+        return sum(lengths) / len(lengths) if lengths else 0
+
+    def measure(self) -> Kv:
+        """Measures the KV memory, right after compress."""
+        cache, kv_type, model = self._driver.cache, self._driver.size.kv_type, self._driver.model
+        if cache is None:  # llama.cpp allocates for the whole context at once
+            n = model.kv_bytes_per_token(KvType.parse(kv_type).plain.bytes_per_value) * self._driver.context.n_ctx
+            return Kv(n, n, n)
+        n, held = cache.stats(self.number).n_compressions, self.pairs_held()
+        # a prompt whose budget covers it is not compressed, and leaves the figures of the last compression alone
+        out = figures.of_cache(model, cache, kv_type, n > self._n_compressions, self.number)
+        out.compressed_tokens, out.kept_of_them = self.compressed_tokens, round(held - self.held)
+        self._n_compressions, self.held, self.compressed_tokens = n, held, 0
+        return out
+
+    # ---------------------------------------------------------------------------------------------------
+
+    def snapshot(self, model: str, pending: Iterable[int] = ()) -> Snapshot:
+        """Returns what was read and compressed as bytes. pending: tokens of the answer that were not read.
+
+        model: a name that `restore` compares. Raises UnsupportedError, StateError, OutOfMemoryError.
+        """
+        cache = self._own_cache()
+        stats = cache.stats(self.number)
+        memory.require(stats.bytes, "a copy of the conversation", "close other programs")
+        rows, measured = libkvedge.pack(cache, model, self.number), (self.compressed_tokens, self.held)
+        return Snapshot(rows, *self._at(), stats.n_pending, *measured, tuple(pending), tuple(self.passage.tokens()))
+
+    def restore(self, at: Snapshot, model: str) -> None:
+        """Goes on from a snapshot where nothing was read. Raises SessionFileError, StateError, OutOfMemoryError."""
+        libkvedge.unpack(self._own_cache(), at.rows, model, self.number)
+        self.stand(at, "what was kept of an earlier conversation")
+
+    def stand(self, at: Snapshot, name: str) -> None:
+        """Goes on where the rows that are in the cache already were. name: what they came from."""
+        stats = self._own_cache().stats(self.number)
+        if stats.n_tokens < at.n_cells:
+            raise SessionFileError(f"{name} contradicts itself; it cannot be used")
+        self.begin()
+        self.n_past, self.n_cells = at.n_past, at.n_cells
+        self._n_compressions, self.compressed_tokens, self.held = stats.n_compressions, at.compressed_tokens, at.held
+        if at.answer:
+            self.passage.add(TextPiece(list(at.answer)))
+
+    def _own_cache(self) -> libkvedge.Cache:
+        if self._driver.cache is None:
+            name = self._driver.model.path.name
+            raise UnsupportedError(f"kvedge does not keep the memory of {name}, so it cannot be put aside")
+        return self._driver.cache
+
+    def follow(self, other: Sequence) -> None:
+        """Becomes a copy of another sequence of the same context."""
+        self._driver.context.copy(other.number, self.number)
+        vars(self).update(vars(other), number=self.number, passage=Passage(other.passage.pieces))
+
+    def drop(self) -> None:
+        """Empties the sequence."""
+        self._driver.context.drop(self.number)
+        self.begin()
+
+
+def cut(pieces: Iterable[Piece], most: int) -> Iterator[Piece]:
+    """Cuts text so that each step is one pass through the model: progress shows, and Ctrl-C is heard."""
+    for piece in pieces:
+        rest: Piece | None = piece if piece.n_tokens else None
+        while rest is not None:
+            part, rest = split(rest, most)
+            yield part
