@@ -24,8 +24,8 @@ TYPE_CHECKING = False  # importing typing would take its time
 if TYPE_CHECKING:
     from typing import Any
 
-    from pykvedge.chat.answer import Answer
     from pykvedge.chat.attachment import Attachment, attach
+    from pykvedge.chat.conversation import Answer
     from pykvedge.chat.session import Session
     from pykvedge.errors import (
         ArrayError,
@@ -143,7 +143,7 @@ __all__ = [
 
 # Names are imported from their modules when they are asked for: the program answers Ctrl-C before it has them all.
 _MODULES = {
-    "chat.answer": ("Answer",),
+    "chat.conversation": ("Answer",),
     "chat.attachment": ("Attachment", "attach"),
     "chat.session": ("Session",),
     "models.images": ("Picture", "load_picture"),

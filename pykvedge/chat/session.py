@@ -8,14 +8,21 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import fields
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pykvedge.chat import branch
-from pykvedge.chat.answer import Answer
-from pykvedge.chat.conversation import Conversation
-from pykvedge.errors import CancelledError, NothingToCompressError, StateError, UsageError
+from pykvedge.chat.conversation import Answer, Conversation
+from pykvedge.errors import (
+    CancelledError,
+    KvedgeError,
+    NothingToCompressError,
+    OutOfMemoryError,
+    StateError,
+    UnsupportedError,
+    UsageError,
+)
 from pykvedge.library import libkvedge
 from pykvedge.models import profiles
 from pykvedge.models.composer import Composer
@@ -26,7 +33,7 @@ from pykvedge.models.prompt import Message, check_places, places
 from pykvedge.models.vision import Piece, Vision
 from pykvedge.plans.making import checked_plan
 from pykvedge.plans.plan import Plan
-from pykvedge.runtime.engine import Engine
+from pykvedge.runtime.engine import Engine, Mark
 from pykvedge.runtime.generation import Generation
 from pykvedge.runtime.loaded import LoadedModel, Loan, borrow, path_of
 from pykvedge.runtime.report import ModelFacts, Report, Time
@@ -41,6 +48,18 @@ if TYPE_CHECKING:
 
     from pykvedge.models.images import ImageSources
     from pykvedge.runtime.settings import GivenSettings
+
+
+@dataclass(frozen=True)
+class Before:
+    """What a conversation was before its last message. mark: None where the cache held nothing, or was not copied."""
+
+    n_messages: int
+    pending: list[int]
+    plan: Plan
+    report: Report | None
+    mark: Mark | None = None
+    why_not: str = ""  # it cannot be gone back to
 
 
 class Session(Conversation):
@@ -71,7 +90,7 @@ class Session(Conversation):
         loaded model that was closed.
         """
         super().__init__(checked_plan(plan), Settings.of({**settings}), progress, cancel)
-        self._branch: branch.Branch | None = None  # before the last message
+        self._before: Before | None = None  # the last message
         self.check_stream(self.plan)
         profiles.find(self.plan, path_of(model), self.settings.profile)  # before the weights are read
         started = time.perf_counter()
@@ -116,7 +135,7 @@ class Session(Conversation):
             raise UsageError(f"sampling must be a Sampling, not {sampling!r:.40}")
         report = Report(self.plan.method, self.plan.budget.value, time=Time(load_s=self._load_s), model=self._facts)
         generation = Generation(self.model, sampling, report)
-        self._branch, before = None, branch.before_message(self)
+        self._before, before = None, self._now()
         if not self.messages and self.settings.system:
             self.messages.append(Message("system", self.settings.system))
         self.messages.append(Message("user", prompt, pictures))
@@ -128,9 +147,13 @@ class Session(Conversation):
             # whatever the cache holds now, the next message starts from the copy, or from the conversation's text
             generation.close()
             self.messages.pop()
-            branch.recover(self, before)
+            if before.mark is None:
+                self.forget()
+            else:
+                with suppress(KvedgeError):
+                    self._return_to(before)
             raise
-        self._load_s, self._branch = 0.0, before
+        self._load_s, self._before = 0.0, before
         report.notes = [*(self._loan.caches.notes() if self._loan is not None else []), *self.engine.notes()]
         self.answer = answer = Answer(self, report, generation)
         return answer
@@ -144,8 +167,45 @@ class Session(Conversation):
         """
         _ = self.engine  # raises after close
         self._end_answer()
-        taken, self._branch = branch.undo(self, self._branch), None
-        return taken
+        before = self._before
+        if self.settings.stream:
+            raise StateError("a stream forgets what it has read, so nothing of it can be taken back")
+        if before is None or before.n_messages >= len(self.messages):
+            raise StateError("there is no message to take back: one can be, and none was sent since")
+        if before.why_not:
+            raise StateError(f"the last message cannot be taken back: {before.why_not}")
+        message = next(m for m in self.messages[before.n_messages :] if m.role == "user")
+        self._return_to(before)
+        self._before = None
+        return message
+
+    def _now(self) -> Before:
+        """Notes where the conversation stands. Copies the cache if it holds something and the settings ask for it."""
+        now = Before(len(self.messages), self.pending, self.plan, self.last_report)
+        if not self.in_cache:
+            return now
+        if not self.settings.undo:
+            return replace(now, why_not="the session was made without undo=True")
+        try:
+            return replace(now, mark=self.engine.mark())
+        except (OutOfMemoryError, UnsupportedError) as error:
+            return replace(now, why_not=str(error))
+
+    def _return_to(self, before: Before) -> None:
+        """Makes the conversation what it was, but for its plan, which stays. Raises KvedgeError."""
+        del self.messages[before.n_messages :]
+        self.last_report = before.report
+        if before.mark is None:
+            self.forget()
+            return
+        try:
+            self.engine.return_to(before.mark)
+            if self.plan != before.plan:
+                self.engine.set_plan(self.plan)
+        except KvedgeError:
+            self.forget()
+            raise
+        self.in_cache, self.pending = True, before.pending
 
     @one_thread
     def retry(self, sampling: Sampling | None = None) -> Answer:
@@ -156,7 +216,7 @@ class Session(Conversation):
     @property
     def undo_bytes(self) -> int:
         """The copy that undo goes back to has so many bytes of keys and values; without one they are 0."""
-        return self._branch.mark.n_bytes if self._branch and self._branch.mark else 0
+        return self._before.mark.n_bytes if self._before and self._before.mark else 0
 
     @one_thread
     def examine(
@@ -294,7 +354,7 @@ class Session(Conversation):
     def forget(self) -> None:
         """Drops the cache; the next message reads the conversation again."""
         super().forget()
-        self._branch = None
+        self._before = None
 
     @property
     def sees_images(self) -> bool:
