@@ -21,7 +21,6 @@ from jinja2 import TemplateError
 
 from pykvedge.errors import KvedgeError, LibraryError
 from pykvedge.models import jinja_worker
-from pykvedge.models.child import can_start
 from pykvedge.models.sandbox import Sandbox
 from pykvedge.models.vocabulary import Vocabulary
 from pykvedge.native import libraries
@@ -91,7 +90,7 @@ class Dialects:
 
     def __init__(self, model: Vocabulary, source: str, fits: Callable[[Dialect], bool] = lambda _: True) -> None:
         """source: the template. fits: tells whether a dialect's grammar can be used; without, it is left out."""
-        self._model, self._source, self._fits = model, source, fits
+        self._model, self._fits = model, fits
         self._tokens = {"bos": model.special_text("bos"), "eos": model.special_text("eos")}
         self._sandbox = Sandbox(source)
         self._found: OrderedDict[str, Dialect | None] = OrderedDict()
@@ -119,12 +118,7 @@ class Dialects:
 
     def _find(self, request: Mapping[str, Any]) -> Dialect | None:
         try:
-            library, given = _path(), {**request, **self._tokens}
-            if can_start():
-                found = self._sandbox.describe(library, given)
-            else:
-                found = jinja_worker.describe(library, {"template": self._source, **given})
-            dialect = Dialect(found, self._model)
+            dialect = Dialect(self._sandbox.describe(_path(), {**request, **self._tokens}), self._model)
             if dialect.grammar and not self._fits(dialect):
                 dialect.grammar = ""
             return dialect

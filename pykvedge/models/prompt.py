@@ -12,9 +12,8 @@ from jinja2 import TemplateError
 
 from pykvedge.errors import ModelError, UsageError
 from pykvedge.models import jinja_worker
-from pykvedge.models.child import can_start
 from pykvedge.models.images import Picture
-from pykvedge.models.sandbox import Sandbox
+from pykvedge.models.sandbox import Sandbox, can_start
 
 # what models without a template are mostly trained on: LLaVA-1.5's conversation, itself Vicuna's
 FALLBACK = (

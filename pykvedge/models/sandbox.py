@@ -7,17 +7,31 @@ the conversation; a prompt then costs what it costs here.
 
 from __future__ import annotations
 
+import contextlib
+import json
+import subprocess
+import sys
+import threading
+import time
+import weakref
 from pathlib import Path
 from typing import Any
 
+import psutil
 from jinja2 import TemplateError
 
 from pykvedge.errors import ModelError
 from pykvedge.models import jinja_worker
-from pykvedge.models.child import Child
 
 PATIENCE = 10.0  # seconds for one prompt
+_LOOK_S = 0.05  # between two looks at the child's memory
 _MOST_ANSWER = 8 * jinja_worker.MOST_OUTPUT  # bytes of JSON, where a character may be six
+_START = "import sys; sys.path[:] = {path!r}; import runpy; runpy.run_path({worker!r}, run_name='__main__')"
+
+
+def can_start() -> bool:
+    """Tells whether there is a Python to run. A program that embeds or packs one has none that takes a script."""
+    return bool(sys.executable) and not getattr(sys, "frozen", False)
 
 
 class Sandbox:
@@ -25,35 +39,100 @@ class Sandbox:
 
     def __init__(self, source: str) -> None:
         self._source = source
-        self._child: Child | None = None
+        self._process: subprocess.Popen[bytes] | None = None
 
     def render(self, values: dict[str, Any]) -> str:
         """Raises TemplateError, as the template does; ModelError where the template had to be ended."""
         return str(self._ask({"source": self._source, "values": values})["text"])
 
     def describe(self, library: str, request: dict[str, Any]) -> dict[str, Any]:
-        """Finds the template's dialect (jinja_worker.describe). Raises as `render` does."""
-        return dict(self._ask({"library": library, "describe": {"template": self._source, **request}})["dialect"])
+        """Finds the template's dialect (jinja_worker.describe), here where no child can be started.
+
+        Raises as `render` does.
+        """
+        request = {"template": self._source, **request}
+        if not can_start():
+            return jinja_worker.describe(library, request)
+        return dict(self._ask({"library": library, "describe": request})["dialect"])
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        if self._child is None or not self._child.alive:
-            self._child = _start()
-        answer, why = self._child.ask(request, PATIENCE, _MOST_ANSWER)
-        if answer is None:
-            raise ModelError(_failed(why))
-        if "error" in answer:
-            raise TemplateError(answer["error"])
-        if "fatal" in answer:
-            raise ModelError(_failed(answer["fatal"]))
-        return answer
+        if self._process is None or self._process.poll() is not None:
+            self._process = _start()
+            weakref.finalize(self, _end, self._process)
+        line, why = _exchange(self._process, json.dumps(request).encode() + b"\n")
+        if line.endswith(b"\n"):
+            answer = dict(json.loads(line))
+            if "error" in answer:
+                raise TemplateError(answer["error"])
+            if "fatal" not in answer:
+                return answer
+            why = answer["fatal"]
+        else:
+            _end(self._process)
+        raise ModelError(f"the model's chat template fails: {why}; convert the model again, or use another one")
 
 
-def _failed(why: str) -> str:
-    return f"the model's chat template fails: {why}; convert the model again, or use another one"
-
-
-def _start() -> Child:
+def _start() -> subprocess.Popen[bytes]:
+    worker = str(Path(jinja_worker.__file__).resolve())
+    program = _START.format(path=[path for path in sys.path if path], worker=worker)
+    group: Any = {"creationflags": 0x200} if sys.platform == "win32" else {"start_new_session": True}
     try:
-        return Child(str(Path(jinja_worker.__file__).resolve()), jinja_worker.MEMORY)
+        return subprocess.Popen(
+            [sys.executable, "-I", "-c", program],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            **group,
+        )  # fmt: skip - Ctrl-C at the terminal is not for the child, which would answer nothing
     except OSError as error:
         raise ModelError(f"the model's chat template cannot be run: {error.strerror or error}") from None
+
+
+def _exchange(process: subprocess.Popen[bytes], request: bytes) -> tuple[bytes, str]:
+    """Puts a request, and returns the line that answers it; a line without an end where the child ended, and why."""
+    why: list[str] = []
+    done = threading.Event()
+    watch = threading.Thread(target=_watch, args=(process, done, why), daemon=True)
+    watch.start()
+    line = b""
+    try:
+        if process.stdin is not None and process.stdout is not None:
+            with contextlib.suppress(OSError, ValueError):  # the child is gone
+                process.stdin.write(request)
+                process.stdin.flush()
+                line = process.stdout.readline(_MOST_ANSWER)
+    finally:
+        done.set()
+        watch.join()
+    return line, why[0] if why else "it ended the process that it ran in"
+
+
+def _watch(process: subprocess.Popen[bytes], done: threading.Event, why: list[str]) -> None:
+    """Ends the child when its time is over, or its memory too large."""
+    end = time.monotonic() + PATIENCE
+    while not done.wait(_LOOK_S):
+        if time.monotonic() > end:
+            why.append(f"it takes longer than {PATIENCE:.0f} seconds")
+        elif _resident(process.pid) > jinja_worker.MEMORY:
+            why.append("it takes too much memory")
+        if why:
+            process.kill()
+            return
+
+
+def _resident(pid: int) -> int:
+    with contextlib.suppress(psutil.Error):
+        return int(psutil.Process(pid).memory_info().rss)
+    return 0
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends the child. Does nothing the second time."""
+    with contextlib.suppress(OSError):
+        process.kill()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with contextlib.suppress(OSError):
+                pipe.close()
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        process.wait(5)
