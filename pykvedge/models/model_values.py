@@ -7,6 +7,7 @@ process: src/llama-model.cpp (load_hparams), src/llama-vocab.cpp, and ggml's nor
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 from pykvedge.errors import ModelError
 from pykvedge.models.gguf import TOKENS, Header, Scalar
@@ -21,48 +22,8 @@ _STRING = 8
 
 def check_values(header: Header) -> None:
     """Raises ModelError for a language model that would end the process as llama.cpp loads it, or soon after."""
-    arch, values = header.architecture, header.values
-    n_layer = values.get(f"{arch}.block_count")
-    if isinstance(n_layer, int) and not 1 <= n_layer <= _MOST_LAYERS:
-        raise _bad(header, f"{arch}.block_count is {n_layer}; llama.cpp takes 1 to {_MOST_LAYERS} layers")
-    predicting = values.get(f"{arch}.nextn_predict_layers", 0)
-    if isinstance(n_layer, int) and isinstance(predicting, int) and predicting > n_layer:
-        raise _bad(header, f"{arch}.nextn_predict_layers is {predicting}, and it has {n_layer} layers")
-    scaling = values.get(f"{arch}.rope.scaling.type", "none")
-    if isinstance(scaling, str) and scaling not in _ROPE_SCALINGS:
-        raise _bad(header, f"{arch}.rope.scaling.type is none of {', '.join(_ROPE_SCALINGS)}")
-    for key, value in values.items():
-        if key.startswith(f"{arch}.") and isinstance(value, float):
-            _check_float(header, key, value)
-    if _whole(header, "attention.sliding_window") and _whole(header, "attention.sliding_window_pattern") == 1:
-        raise _bad(header, f"{arch}.attention.sliding_window_pattern is 1: it has a window, and no layer that uses it")
-    _check_heads(header)
-    _check_rotation(header)
-    _check_experts(header)
-    _check_vocabulary(header)
-    for name, tensor in header.tensors.items():
-        if (header.data_start + tensor.offset) % _ALIGNED:
-            raise _bad(header, f"the tensor {name} does not begin at a multiple of {_ALIGNED} bytes")
-
-
-def _check_float(header: Header, key: str, value: float) -> None:
-    if math.isnan(value) or (key.endswith("epsilon") and not 0 <= value < math.inf):
-        raise _bad(header, f"{key} is {value}")
-
-
-def _check_heads(header: Header) -> None:
-    """Checks what llama.cpp does not compare with the tensors: heads that share keys, and the width of LFM2's."""
-    arch, width = header.architecture, _whole(header, "embedding_length")
-    head = _whole(header, "attention.key_length")
-    heads, shared = _each(header, "attention.head_count"), _each(header, "attention.head_count_kv")
-    layers = max(len(heads), len(shared))
-    for n_head, n in zip(
-        heads * (layers // max(len(heads), 1)), shared * (layers // max(len(shared), 1)), strict=False
-    ):
-        if n_head and n and n_head % n:
-            raise _bad(header, f"its {n_head} attention heads are no multiple of its {n} key and value heads")
-        if arch in _AS_WIDE and n_head and head and n_head * head != width:
-            raise _bad(header, f"its {n_head} heads of {head} numbers do not make its width, {width}")
+    for what in _faults(header):
+        raise ModelError(f"{header.path} cannot be used: {what}; download or convert it again")
 
 
 def rotates_nothing(header: Header) -> bool:
@@ -70,43 +31,75 @@ def rotates_nothing(header: Header) -> bool:
     return header.values.get(f"{header.architecture}.rope.dimension_count") == 0
 
 
-def _check_rotation(header: Header) -> None:
-    """Checks how many numbers of a head turn with the position: pairs of them, as many as a head has at most."""
+def _faults(header: Header) -> Iterator[str]:
+    arch, values = header.architecture, header.values
+    n_layer, predicting = values.get(f"{arch}.block_count"), _whole(header, "nextn_predict_layers")
+    if isinstance(n_layer, int) and not 1 <= n_layer <= _MOST_LAYERS:
+        yield f"{arch}.block_count is {n_layer}; llama.cpp takes 1 to {_MOST_LAYERS} layers"
+    if isinstance(n_layer, int) and predicting > n_layer:
+        yield f"{arch}.nextn_predict_layers is {predicting}, and it has {n_layer} layers"
+    scaling = values.get(f"{arch}.rope.scaling.type", "none")
+    if isinstance(scaling, str) and scaling not in _ROPE_SCALINGS:
+        yield f"{arch}.rope.scaling.type is none of {', '.join(_ROPE_SCALINGS)}"
+    for key, value in values.items():
+        own = key.startswith(f"{arch}.") and isinstance(value, float)
+        if own and (math.isnan(value) or (key.endswith("epsilon") and not 0 <= value < math.inf)):
+            yield f"{key} is {value}"
+    if _whole(header, "attention.sliding_window") and _whole(header, "attention.sliding_window_pattern") == 1:
+        yield f"{arch}.attention.sliding_window_pattern is 1: it has a window, and no layer that uses it"
+    yield from _faults_of_heads(header)
+    yield from _faults_of_experts(header)
+    yield from _faults_of_vocabulary(header)
+    for name, tensor in header.tensors.items():
+        if (header.data_start + tensor.offset) % _ALIGNED:
+            yield f"the tensor {name} does not begin at a multiple of {_ALIGNED} bytes"
+
+
+def _faults_of_heads(header: Header) -> Iterator[str]:
+    """Checks what llama.cpp does not compare with the tensors: shared keys, LFM2's width, pairs that turn."""
+    arch, width = header.architecture, _whole(header, "embedding_length")
+    head = _whole(header, "attention.key_length")
+    heads, shared = _each(header, "attention.head_count"), _each(header, "attention.head_count_kv")
+    n_layer = max(len(heads), len(shared))
+    if heads and shared:
+        heads, shared = heads * (n_layer // len(heads)), shared * (n_layer // len(shared))
+    for n_head, n in zip(heads, shared, strict=False):
+        if n_head and n and n_head % n:
+            yield f"its {n_head} attention heads are no multiple of its {n} key and value heads"
+        if arch in _AS_WIDE and n_head and head and n_head * head != width:
+            yield f"its {n_head} heads of {head} numbers do not make its width, {width}"
     for end in ("", "_swa"):
         n, head = _whole(header, f"rope.dimension_count{end}"), _whole(header, f"attention.key_length{end}")
         if n % 2 or (head and n > head):
             of = f" of {head}" if head else ""
-            raise _bad(header, f"{header.architecture}.rope.dimension_count{end} is {n}{of}; pairs are turned")
+            yield f"{arch}.rope.dimension_count{end} is {n}{of}; pairs are turned"
 
 
-def _check_experts(header: Header) -> None:
+def _faults_of_experts(header: Header) -> Iterator[str]:
     """Checks the numbers of a mixture of experts, each of which llama.cpp asserts on."""
     n_experts, groups = _whole(header, "expert_count"), _whole(header, "expert_group_count")
-    used = max(_each(header, "expert_used_count"), default=0)
-    n_experts = 0 if n_experts == 1 and header.architecture.startswith("hunyuan") else n_experts
-    if n_experts > _MOST_EXPERTS:
-        raise _bad(header, f"it has {n_experts} experts; llama.cpp takes up to {_MOST_EXPERTS}")
-    if n_experts == 0 and header.architecture.startswith("hunyuan"):
+    used, chosen = max(_each(header, "expert_used_count"), default=0), _whole(header, "expert_group_used_count")
+    if header.architecture.startswith("hunyuan") and n_experts <= 1:
         return
-    if (used > n_experts) or (n_experts and not used):
-        raise _bad(header, f"it uses {used} of {n_experts} experts")
-    chosen = _whole(header, "expert_group_used_count")
+    if n_experts > _MOST_EXPERTS:
+        yield f"it has {n_experts} experts; llama.cpp takes up to {_MOST_EXPERTS}"
+    if used > n_experts or (n_experts and not used):
+        yield f"it uses {used} of {n_experts} experts"
     if groups and (groups >= n_experts or (groups > 1 and (n_experts % groups or not 0 < chosen < groups))):
-        raise _bad(header, f"it uses {chosen} of {groups} groups of its {n_experts} experts")
+        yield f"it uses {chosen} of {groups} groups of its {n_experts} experts"
 
 
-def _check_vocabulary(header: Header) -> None:
-    kind = header.values.get("tokenizer.ggml.model")
-    if kind in ("none", "no_vocab"):
-        raise _bad(header, "it has no tokenizer, so it reads no text")
+def _faults_of_vocabulary(header: Header) -> Iterator[str]:
+    if header.values.get("tokenizer.ggml.model") in ("none", "no_vocab"):
+        yield "it has no tokenizer, so it reads no text"
     n, distinct = header.arrays.get(TOKENS, 0), header.distinct_tokens
     if n != distinct:
-        raise _bad(header, f"{n - distinct} of the {n} tokens in its vocabulary are there twice")
+        yield f"{n - distinct} of the {n} tokens in its vocabulary are there twice"
     for key in _LISTS:
         if key in header.values:
-            raise _bad(header, f"{key} is no list")
+            yield f"{key} is no list"
     if header.types.get(_LISTS[0], _STRING) != _STRING:
-        raise _bad(header, f"{_LISTS[0]} is no list of texts")
+        yield f"{_LISTS[0]} is no list of texts"
 
 
 def _whole(header: Header, name: str) -> int:
@@ -118,7 +111,3 @@ def _each(header: Header, name: str) -> list[int]:
     """Returns the value of each layer, or the one value of all."""
     found = header.lists.get(f"{header.architecture}.{name}", [_whole(header, name)])
     return [n for n in found if isinstance(n, int)]
-
-
-def _bad(header: Header, what: str) -> ModelError:
-    return ModelError(f"{header.path} cannot be used: {what}; download or convert it again")
